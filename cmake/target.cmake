@@ -1,0 +1,31 @@
+# Settings that every target of Sluice shares.
+function(sluice_settings target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wconversion -Wshadow
+                         $<$<BOOL:${SLUICE_WERROR}>:-Werror>)
+  # GCC 12 sees overlapping copies in std::string's operator+ that are not there (its bug 105651).
+  if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+    target_compile_options(${target} PRIVATE -Wno-restrict)
+  endif()
+  if(SLUICE_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${SLUICE_SANITIZE}
+                           -fno-omit-frame-pointer -fno-sanitize-recover=all)
+    target_link_options(${target} PUBLIC -fsanitize=${SLUICE_SANITIZE})
+    # GCC's uninitialised-use analysis reports false positives in instrumented code.
+    if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+      target_compile_options(${target} PRIVATE -Wno-maybe-uninitialized)
+    endif()
+  endif()
+endfunction()
+
+# sluice_folder(NAME SOURCES... ): the library of one folder of the project.
+function(sluice_folder name)
+  add_library(sluice_${name} STATIC ${ARGN})
+  sluice_settings(sluice_${name})
+  target_include_directories(sluice_${name}
+    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/lib/include>
+           $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+    PRIVATE ${PROJECT_SOURCE_DIR})
+  set_property(GLOBAL APPEND PROPERTY SLUICE_FOLDERS sluice_${name})
+endfunction()

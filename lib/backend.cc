@@ -1,0 +1,36 @@
+#include "lib/backend.h"
+
+#include <utility>
+
+namespace sluice {
+
+Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  std::swap(owner_, other.owner_);
+  std::swap(tier_, other.tier_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+Buffer::~Buffer() {
+  if (data_ == nullptr) return;
+  owner_->give_back(tier_, data_, bytes_);
+  owner_->account(tier_).release(bytes_);
+}
+
+Buffer Backend::allocate(Tier tier, std::size_t bytes) {
+  if (bytes == 0) return {};
+  account(tier).charge(bytes);
+  std::byte* data = nullptr;
+  try {
+    data = take(tier, bytes);
+  } catch (...) {
+    account(tier).release(bytes);
+    throw;
+  }
+  return {this, tier, data, bytes};
+}
+
+}  // namespace sluice

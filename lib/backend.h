@@ -1,0 +1,196 @@
+// The interface between Sluice's policy and the processor that computes: CPU or CUDA.
+//
+// A call per layer and operation crosses it, never one per page or row. Pointers are the
+// backend's own ("device") pointers unless a comment says host. Work is issued to a stream in
+// order; streams run independently of each other and meet only at events. A backend whose info()
+// says synchronous finishes every call before it returns.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "lib/memory_account.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+class Backend;
+
+// Memory of one tier, owned. Its bytes stay charged to the tier's account while it lives.
+// Aligned to 64 bytes and zeroed.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Backend* owner, Tier tier, std::byte* data, std::size_t bytes)
+      : owner_(owner), tier_(tier), data_(data), bytes_(bytes) {}
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer();
+
+  std::byte* data() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  Backend* owner_ = nullptr;
+  Tier tier_ = Tier::host;
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// A queue of work. Compute runs the model, transfer moves rows beside it.
+enum class Stream : std::uint8_t { compute, transfer };
+
+// A view of a row-major matrix, [rows, columns] with `stride` elements from row to row.
+struct Matrix {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  std::int64_t stride = 0;
+};
+
+// A matrix of weights in the form that the backend computes with, made once by prepare_weight.
+class Weight {
+ public:
+  virtual ~Weight() = default;
+  virtual std::int64_t outputs() const = 0;
+  virtual std::int64_t inputs() const = 0;
+};
+
+// y = x W^T (+ bias), or y += ... when accumulate is set.
+struct LinearParams {
+  Matrix x;                        // [tokens, inputs], compute dtype
+  const Weight* weight = nullptr;  // [outputs, inputs]
+  const float* bias = nullptr;     // [outputs] or null
+  Matrix y;                        // [tokens, outputs], f32
+  bool accumulate = false;
+};
+
+// y = x / rms(x) * weight, per row.
+struct RmsNormParams {
+  Matrix x;                       // [tokens, columns], f32
+  const float* weight = nullptr;  // [columns]
+  float epsilon = 0.0f;
+  Matrix y;  // [tokens, columns], f32 or compute dtype
+};
+
+// Normalises (optional, Qwen3) and rotates (RoPE, halves convention) queries or keys in place.
+struct RopeParams {
+  float* x = nullptr;  // [tokens, heads, head_dim], `stride` floats from token to token
+  std::int64_t tokens = 0;
+  std::int64_t stride = 0;
+  int heads = 0;
+  int head_dim = 0;
+  std::int64_t first_position = 0;
+  const float* inverse_frequency = nullptr;  // host, [head_dim / 2]
+  const float* norm_weight = nullptr;        // [head_dim] or null
+  float norm_epsilon = 0.0f;
+};
+
+// y = silu(gate) * up.
+struct SwigluParams {
+  Matrix gate_up;  // [tokens, 2 * columns], f32: gate then up
+  Matrix y;        // [tokens, columns], compute dtype
+};
+
+// Turns keys and values into rows: K then V, in the cache's dtype.
+struct AppendParams {
+  const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
+  const float* v = nullptr;  // likewise
+  std::int64_t tokens = 0;
+  std::int64_t stride = 0;
+  KvShape shape;
+  std::span<std::byte* const> rows;  // host array [kv_heads]: where each head's first row goes
+};
+
+// A run of consecutive rows of one KV head.
+struct RowSpan {
+  const std::byte* rows = nullptr;  // [count, row_bytes]
+  std::int64_t count = 0;
+};
+
+// Attention of queries over one run of rows per KV head, as a partial: the output over these rows
+// and the log-sum-exp of their logits. Partials over disjoint rows merge into attention over all.
+// Source: FlashDecoding; Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+struct AttendParams {
+  const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t tokens = 0;
+  std::int64_t q_stride = 0;
+  std::int64_t first_query_position = 0;
+  KvShape shape;
+  std::span<const RowSpan> rows;        // host array [kv_heads]
+  std::int64_t first_row_position = 0;  // rows after a query's position are masked for it
+  float scale = 0.0f;                   // of the logits, 1 / sqrt(head_dim)
+  float* out = nullptr;                 // [tokens, query_heads, head_dim]
+  float* lse = nullptr;                 // [tokens, query_heads]; -inf where no row was visible
+  bool merge = false;                   // merge with the partial already in out and lse
+};
+
+// One copy of contiguous bytes. Which of the two sides is host memory follows from the call.
+struct CopyOp {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  std::size_t bytes = 0;
+};
+
+struct BackendInfo {
+  std::string name;                  // "cpu", "reference", "cuda:0"
+  std::string description;           // processor and instruction sets, for people
+  bool attends_host_rows = false;    // rows in host memory can be attended where they lie
+  bool synchronous = false;          // every call finishes before it returns
+  Tier compute_tier = Tier::host;    // where weights and activations live
+  DType compute_dtype = DType::f32;  // of the inputs of linear()
+  int max_head_dim = 256;
+  int threads = 1;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual const BackendInfo& info() const = 0;
+  virtual MemoryAccount& account(Tier tier) = 0;
+
+  // Throws Error{memory} past the tier's cap or when the machine has no more.
+  Buffer allocate(Tier tier, std::size_t bytes);
+
+  // Makes host memory reachable for transfers (pins it); release before unmapping.
+  virtual void register_host(std::byte* data, std::size_t bytes) = 0;
+  virtual void unregister_host(std::byte* data) noexcept = 0;
+
+  // What prepare_weight will charge for a matrix of this shape.
+  virtual std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const = 0;
+  // Takes host weights [outputs, inputs] of any dtype, dense rows. `host` may be freed after.
+  virtual std::unique_ptr<Weight> prepare_weight(const Matrix& host) = 0;
+
+  // Moves or copies rows; `from` and `to` may be in any tier but disk. Regions do not overlap.
+  virtual void copy(std::span<const CopyOp> ops, Stream stream) = 0;
+
+  // y[i] = table[ids[i]]; `table` [vocabulary, columns] in its own dtype, `ids` in host memory.
+  virtual void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) = 0;
+  virtual void linear(const LinearParams& params) = 0;
+  virtual void rms_norm(const RmsNormParams& params) = 0;
+  virtual void rope(const RopeParams& params) = 0;
+  virtual void swiglu(const SwigluParams& params) = 0;
+  virtual void cast(const Matrix& from, const Matrix& to) = 0;
+  virtual void append(const AppendParams& params) = 0;
+  virtual void attend(const AttendParams& params) = 0;
+
+  // Work issued to `waiting` from now on starts after all work issued to `signalling` so far.
+  virtual void order(Stream signalling, Stream waiting) = 0;
+  // Returns when both streams are idle. Errors of earlier work surface here at the latest.
+  virtual void synchronize() = 0;
+
+ private:
+  friend class Buffer;
+  virtual std::byte* take(Tier tier, std::size_t bytes) = 0;
+  virtual void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,135 @@
+// From a checkpoint directory to text: the engine holds the model, a session its conversation.
+//
+// Everything operating throws Error; nothing is printed. One engine serves any number of sessions,
+// from one thread at a time.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sluice/kv_cache.h"
+#include "sluice/ledger.h"
+#include "sluice/tokenizer.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+struct EngineConfig {
+  std::filesystem::path model;   // Hugging Face checkpoint directory
+  std::string device = "cpu";    // "cpu", or "reference": the slow fp32 backend for checking
+  int threads = 0;               // 0: one per core
+  int chunk = 512;               // most tokens per prefill step
+  DType kv_dtype = DType::bf16;  // of the rows
+  std::optional<DType> compute;  // of matrix products; unset: bf16 for a bf16 checkpoint where
+                                 // the processor is fast at it, else f32, which is exact
+  // Caps in bytes on all sessions together. The device cap is the size of the device tier;
+  // without it the CPU attends rows in host memory. The host cap covers rows, weights and
+  // activations.
+  std::optional<std::uint64_t> device_memory;
+  std::optional<std::uint64_t> host_memory;
+};
+
+// What config.json and the tensors' headers say.
+struct ModelInfo {
+  std::string architecture;
+  std::int64_t parameters = 0;
+  std::uint64_t weight_bytes = 0;  // as stored
+  DType weight_dtype = DType::bf16;
+  KvShape kv;
+  int hidden = 0;
+  int intermediate = 0;
+  int vocabulary = 0;
+  std::int64_t trained_context = 0;
+  bool tied_embeddings = false;
+  std::optional<TokenId> bos;
+  std::vector<TokenId> eos;
+};
+
+// Bytes that a session will take, before anything is allocated.
+struct Plan {
+  KvPlan kv;
+  std::uint64_t weight_bytes = 0;      // as computed with
+  std::uint64_t activation_bytes = 0;  // buffers of one step
+  std::uint64_t loading_bytes = 0;     // held only while weights are being loaded
+  std::uint64_t program_bytes = 0;     // the process itself: code, libraries, tokenizer
+
+  std::uint64_t host_bytes() const { return weight_bytes + activation_bytes + kv.host_bytes; }
+  // Peak resident memory of the process, on a machine where the device tier is RAM.
+  std::uint64_t process_bytes() const;
+  std::string to_table() const;
+  std::string to_json() const;
+};
+
+class Session;
+
+class Engine {
+ public:
+  // Reads the config, the tokenizer and the tensors' headers; no weights yet.
+  static Engine open(const EngineConfig& config);
+  Engine(Engine&&) noexcept;
+  Engine& operator=(Engine&&) noexcept;
+  ~Engine();
+
+  const ModelInfo& info() const;
+  // Throws Error{tokenizer} if the checkpoint has none; tokens can be used without it.
+  const Tokenizer& tokenizer() const;
+  // The prompt's ids with the BOS token in front if the model expects one.
+  std::vector<TokenId> encode_prompt(std::string_view text) const;
+
+  // Throws Error{memory} if a cap does not hold the plan, naming what would have to change.
+  Plan plan(std::int64_t context) const;
+  // Loads the weights if that has not happened yet; `progress` gets the share done, 0 to 1.
+  void load_weights(const std::function<void(double)>& progress = {});
+  // A session for up to `context` tokens. Plans first, loads the weights if necessary.
+  Session new_session(std::int64_t context);
+
+  // Memory of all sessions, as the allocators counted it.
+  MemoryUse memory() const;
+
+ private:
+  friend class Session;
+  struct Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Called between prefill steps with the tokens done and to do; returning false stops there, with
+// the tokens done so far in the cache.
+using Progress = std::function<bool(std::int64_t done, std::int64_t total)>;
+
+// The KV cache and position of one conversation. The engine must outlive it. A session that threw
+// inside a step refuses further use; other sessions are not affected.
+class Session {
+ public:
+  Session(Session&&) noexcept;
+  Session& operator=(Session&&) noexcept;
+  ~Session();
+
+  // Appends tokens. Returns the logits [vocabulary] after the last one, valid until the next
+  // call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does not
+  // fit the planned context, before anything is computed.
+  std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
+  // Appends one generated token.
+  std::span<const float> decode(TokenId token);
+  // Appends tokens and returns log p(tokens[i] | everything before) for i = 1 .. size-1, in nats;
+  // the mean of the negatives is the NLL.
+  std::vector<float> score(std::span<const TokenId> tokens, const Progress& progress = {});
+
+  std::int64_t length() const;
+  const KvPlan& plan() const;
+  const Ledger& ledger() const;
+
+ private:
+  friend class Engine;
+  struct Impl;
+  explicit Session(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,34 @@
+// Every operating error that Sluice reports. Programmer errors (a broken precondition inside
+// Sluice) are assertions instead, see lib/check.h.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace sluice {
+
+// What went wrong, by what the user has to change. The value is the exit code of `sluice`.
+enum class ErrorCode : int {
+  usage = 2,         // a flag or an argument makes no sense
+  not_found = 3,     // a file or directory is missing or unreadable
+  corrupt = 4,       // a file contradicts its format, or a tensor contradicts the config
+  unsupported = 5,   // a valid model, option or machine that Sluice does not handle
+  tokenizer = 6,     // tokenizer.json is broken, or lacks something that the text needs
+  prompt = 7,        // the prompt is empty, not UTF-8, or longer than the planned context
+  memory = 8,        // a memory cap is too small for what was asked
+  io = 9,            // reading or writing failed (a full disk, a device error)
+  internal = 10,     // a bug in Sluice, or a session used after it failed
+  interrupted = 130  // SIGINT; what was generated until then is valid
+};
+
+// `what()` is one line: what is wrong, where (file or flag), and what to do about it.
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  ErrorCode code() const noexcept { return code_; }
+
+ private:
+  ErrorCode code_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,52 @@
+// The generate loop: prompt in, text out, with timings.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/engine.h"
+#include "sluice/sampling.h"
+
+namespace sluice {
+
+enum class FinishReason : std::uint8_t { end_of_text, stop_string, max_tokens, interrupted };
+std::string_view to_string(FinishReason reason);
+
+struct Timings {
+  double prefill_seconds = 0.0;
+  std::int64_t prefill_tokens = 0;
+  double first_token_seconds = 0.0;  // TTFT: from the start of prefill to the first token
+  double decode_seconds = 0.0;       // of the tokens after the first
+  std::int64_t decode_tokens = 0;
+
+  double prefill_rate() const;              // tokens per second
+  double decode_rate() const;               // tokens per second
+  double seconds_per_output_token() const;  // TPOT
+};
+
+struct GenerateOptions {
+  SamplingParams sampling;
+  bool ignore_eos = false;
+  Progress on_prefill;                                 // see Session::prefill
+  std::function<void(std::string_view text)> on_text;  // whole characters, as they come
+  const std::atomic<bool>* interrupt = nullptr;        // set from elsewhere: ends cleanly
+};
+
+struct GenerateResult {
+  std::string text;
+  std::vector<TokenId> tokens;  // without the end-of-text token
+  FinishReason reason = FinishReason::max_tokens;
+  Timings timings;
+};
+
+// Generates after `prompt` in `session`, which must have room for the prompt and max_tokens.
+// Throws Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad
+// sampling parameters.
+GenerateResult generate(const Engine& engine, Session& session, std::span<const TokenId> prompt,
+                        const GenerateOptions& options);
+
+}  // namespace sluice

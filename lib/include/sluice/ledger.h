@@ -1,0 +1,96 @@
+// The ledger: the exact count of rows and bytes that a session moved or read.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "sluice/types.h"
+
+namespace sluice {
+
+// Why bytes moved or were read.
+enum class Cause : std::uint8_t {
+  append,      // new rows written by the model
+  write_back,  // rows copied to their home in a lower tier
+  hit,         // rows attended where they already were
+  miss,        // rows fetched from a lower tier because attention needed them
+};
+inline constexpr int kCauses = 4;
+std::string_view to_string(Cause cause);
+
+enum class Phase : std::uint8_t { prefill, decode };
+std::string_view to_string(Phase phase);
+
+struct Traffic {
+  std::uint64_t rows = 0;
+  std::uint64_t bytes = 0;
+
+  Traffic& operator+=(const Traffic& other);
+  friend bool operator==(const Traffic&, const Traffic&) = default;
+};
+
+// One line of the account of one step. `from == to` means read or written in place, without
+// crossing between tiers.
+struct LedgerEntry {
+  int layer = 0;
+  Tier from = Tier::host;
+  Tier to = Tier::host;
+  Cause cause = Cause::hit;
+  Traffic traffic;
+};
+
+// What one step, a prefill chunk or a decoded token, moved.
+struct LedgerStep {
+  std::uint64_t index = 0;
+  Phase phase = Phase::prefill;
+  int tokens = 0;
+  std::vector<LedgerEntry> entries;
+};
+
+// Totals are exact for the session's whole life; single steps are kept for the newest
+// `kHistory` only, so that a ledger's size is bounded.
+class Ledger {
+ public:
+  static constexpr std::size_t kHistory = 256;
+
+  explicit Ledger(int layers);
+
+  void begin_step(Phase phase, int tokens);
+  // Adds to the current step. `bytes` counts whole rows, padding included: what the bus carries.
+  void record(int layer, Tier from, Tier to, Cause cause, Traffic traffic);
+
+  // Totals of a phase, over all layers or of one.
+  Traffic total(Phase phase, Tier from, Tier to, Cause cause) const;
+  Traffic total(Phase phase, int layer, Tier from, Tier to, Cause cause) const;
+  // All bytes that crossed from one tier to another, whatever the cause and phase.
+  Traffic crossed(Tier from, Tier to) const;
+
+  std::uint64_t steps(Phase phase) const;
+  std::uint64_t tokens(Phase phase) const;
+  int layers() const { return layers_; }
+  const std::deque<LedgerStep>& history() const { return history_; }
+
+  // A table of the non-zero totals: phase, direction, cause, rows, bytes, bytes per token.
+  std::string to_table() const;
+  // One JSON object: totals, totals per layer, and the steps in `history()`.
+  std::string to_json(int indent = -1) const;
+
+ private:
+  static constexpr std::size_t kTiers = 3;
+  static constexpr std::size_t kKinds = kTiers * kTiers * kCauses;
+  using Totals = std::array<Traffic, kKinds>;
+
+  static std::size_t kind(Tier from, Tier to, Cause cause);
+  const Totals& totals(Phase phase, int layer) const;
+
+  int layers_;
+  std::array<std::vector<Totals>, 2> totals_;  // [phase][layer]
+  std::array<std::uint64_t, 2> steps_{};
+  std::array<std::uint64_t, 2> tokens_{};
+  std::deque<LedgerStep> history_;
+};
+
+}  // namespace sluice

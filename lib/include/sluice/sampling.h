@@ -1,0 +1,25 @@
+// How the next token is chosen, and when generation ends.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace sluice {
+
+// Applied in this order: repetition penalty, temperature, top-k, top-p, min-p.
+struct SamplingParams {
+  double temperature = 0.0;         // 0 is greedy: the most likely token, lowest id on a tie
+  int top_k = 0;                    // keep the k most likely tokens; 0 keeps all
+  double top_p = 1.0;               // keep the smallest set with this much probability
+  double min_p = 0.0;               // drop tokens less likely than min_p * the most likely
+  double repetition_penalty = 1.0;  // Keskar et al. 2019 (CTRL), section 4.1; 1 is off
+  std::uint64_t seed = 0;           // the same seed, prompt and build give the same text
+  int max_tokens = 128;
+  std::vector<std::string> stop;  // generation ends before the first of these strings
+
+  // Throws Error{usage} that names the parameter and its range.
+  void validate() const;
+};
+
+}  // namespace sluice

@@ -1,0 +1,74 @@
+// Text to token ids and back, from a Hugging Face tokenizer.json (byte-level BPE).
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/types.h"
+
+namespace sluice {
+
+// Immutable after load and safe to share between threads. Gives the ids that the tokenizers library
+// of Hugging Face gives; only characters newer than Unicode 9 may be normalised differently, and
+// newer than Unicode 14 split differently.
+class Tokenizer {
+ public:
+  // Throws Error{not_found}, Error{tokenizer} (a broken file; a byte without an id; an id that two
+  // tokens share, or that is not below `vocabulary`) or Error{unsupported} (a component other than
+  // those of byte-level BPE), naming the file and what is wrong. "truncation" and "padding" in the
+  // file are for training and not looked at.
+  static Tokenizer load(const std::filesystem::path& tokenizer_json, int vocabulary);
+
+  Tokenizer(Tokenizer&&) noexcept;
+  Tokenizer& operator=(Tokenizer&&) noexcept;
+  ~Tokenizer();
+
+  // Token ids of UTF-8 text, without the tokens that a post-processor would add. Added tokens
+  // ("<|end_of_text|>") in the text become their ids. Throws Error{prompt} on invalid UTF-8,
+  // naming the byte offset, or on more than 512 MiB, and Error{tokenizer} if the file's regular
+  // expression takes implausibly many steps. Takes time n log n in the length.
+  std::vector<TokenId> encode(std::string_view text) const;
+
+  // The ids that the file's post-processor puts before a single sequence (often a BOS token).
+  std::span<const TokenId> prefix() const;
+  // Whether the file has a post-processor at all; without one, prefix() says nothing.
+  bool has_post_processor() const;
+
+  // Text of the ids; incomplete or invalid UTF-8 becomes U+FFFD. Special tokens are left out
+  // unless `keep_special`. Throws Error{tokenizer} on an id that the vocabulary lacks.
+  std::string decode(std::span<const TokenId> ids, bool keep_special = false) const;
+
+  // The raw bytes of one token; empty for special tokens. Throws as decode does.
+  std::string_view bytes(TokenId id) const;
+
+  // The highest id and one. Ids below it may have no token, as may ids of the model above it.
+  int size() const;
+
+ private:
+  struct Impl;
+  explicit Tokenizer(std::unique_ptr<const Impl> impl);
+  std::unique_ptr<const Impl> impl_;
+};
+
+// Decodes a growing sequence and hands out only whole characters; together they are what
+// Tokenizer::decode makes of all ids.
+class StreamDecoder {
+ public:
+  // `tokenizer` must outlive it.
+  explicit StreamDecoder(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
+
+  // The text that `id` completes; may be empty. Throws as Tokenizer::decode does.
+  std::string push(TokenId id);
+  // What is left at the end of the stream, with U+FFFD for an unfinished character.
+  std::string finish();
+
+ private:
+  const Tokenizer* tokenizer_;
+  std::string pending_;  // the bytes of an unfinished character
+};
+
+}  // namespace sluice

@@ -1,0 +1,164 @@
+#include "sluice/ledger.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "lib/bytes.h"
+#include "lib/check.h"
+
+namespace sluice {
+namespace {
+
+constexpr std::array kAllPhases = {Phase::prefill, Phase::decode};
+constexpr std::array kAllTiers = {Tier::device, Tier::host, Tier::disk};
+constexpr std::array kAllCauses = {Cause::append, Cause::write_back, Cause::hit, Cause::miss};
+
+std::string direction(Tier from, Tier to) {
+  if (from == to) return "in " + std::string(to_string(from));
+  return std::string(to_string(from)) + " -> " + std::string(to_string(to));
+}
+
+nlohmann::json entry_json(Tier from, Tier to, Cause cause, const Traffic& traffic) {
+  return {{"from", to_string(from)},
+          {"to", to_string(to)},
+          {"cause", to_string(cause)},
+          {"rows", traffic.rows},
+          {"bytes", traffic.bytes}};
+}
+
+// Calls `visit(from, to, cause)` for every kind of entry.
+template <typename Visit>
+void for_each_kind(Visit visit) {
+  for (const Tier from : kAllTiers)
+    for (const Tier to : kAllTiers)
+      for (const Cause cause : kAllCauses) visit(from, to, cause);
+}
+
+}  // namespace
+
+Traffic& Traffic::operator+=(const Traffic& other) {
+  rows += other.rows;
+  bytes += other.bytes;
+  return *this;
+}
+
+Ledger::Ledger(int layers) : layers_(layers) {
+  check(layers > 0, "a ledger needs at least one layer");
+  for (auto& phase : totals_) phase.resize(static_cast<std::size_t>(layers));
+}
+
+std::size_t Ledger::kind(Tier from, Tier to, Cause cause) {
+  return (static_cast<std::size_t>(from) * kTiers + static_cast<std::size_t>(to)) * kCauses +
+         static_cast<std::size_t>(cause);
+}
+
+const Ledger::Totals& Ledger::totals(Phase phase, int layer) const {
+  check(layer >= 0 && layer < layers_, "ledger layer out of range");
+  return totals_[static_cast<std::size_t>(phase)][static_cast<std::size_t>(layer)];
+}
+
+void Ledger::begin_step(Phase phase, int tokens) {
+  const std::uint64_t index = steps_[0] + steps_[1];
+  steps_[static_cast<std::size_t>(phase)] += 1;
+  tokens_[static_cast<std::size_t>(phase)] += static_cast<std::uint64_t>(tokens);
+  if (history_.size() == kHistory) history_.pop_front();
+  history_.push_back({index, phase, tokens, {}});
+}
+
+void Ledger::record(int layer, Tier from, Tier to, Cause cause, Traffic traffic) {
+  check(!history_.empty(), "ledger entry outside a step");
+  check(layer >= 0 && layer < layers_, "ledger layer out of range");
+  if (traffic.rows == 0 && traffic.bytes == 0) return;
+  LedgerStep& step = history_.back();
+  auto& phase_totals = totals_[static_cast<std::size_t>(step.phase)];
+  phase_totals[static_cast<std::size_t>(layer)][kind(from, to, cause)] += traffic;
+  // The entries of a layer follow each other, so an equal one is near the end.
+  const auto same = std::find_if(step.entries.rbegin(), step.entries.rend(), [&](const auto& e) {
+    return e.layer == layer && e.from == from && e.to == to && e.cause == cause;
+  });
+  if (same != step.entries.rend()) {
+    same->traffic += traffic;
+  } else {
+    step.entries.push_back({layer, from, to, cause, traffic});
+  }
+}
+
+Traffic Ledger::total(Phase phase, int layer, Tier from, Tier to, Cause cause) const {
+  return totals(phase, layer)[kind(from, to, cause)];
+}
+
+Traffic Ledger::total(Phase phase, Tier from, Tier to, Cause cause) const {
+  Traffic sum;
+  for (int layer = 0; layer < layers_; ++layer) sum += total(phase, layer, from, to, cause);
+  return sum;
+}
+
+Traffic Ledger::crossed(Tier from, Tier to) const {
+  Traffic sum;
+  for (const Phase phase : kAllPhases)
+    for (const Cause cause : kAllCauses) sum += total(phase, from, to, cause);
+  return sum;
+}
+
+std::uint64_t Ledger::steps(Phase phase) const { return steps_[static_cast<std::size_t>(phase)]; }
+
+std::uint64_t Ledger::tokens(Phase phase) const { return tokens_[static_cast<std::size_t>(phase)]; }
+
+std::string Ledger::to_table() const {
+  std::string table =
+      "phase    direction        cause       rows            bytes       per token\n";
+  for (const Phase phase : kAllPhases) {
+    const std::uint64_t tokens = std::max<std::uint64_t>(this->tokens(phase), 1);
+    for_each_kind([&](Tier from, Tier to, Cause cause) {
+      const Traffic sum = total(phase, from, to, cause);
+      if (sum.rows == 0) return;
+      std::array<char, 160> line{};
+      std::snprintf(line.data(), line.size(), "%-8s %-16s %-11s %-15llu %-11s %s\n",
+                    std::string(to_string(phase)).c_str(), direction(from, to).c_str(),
+                    std::string(to_string(cause)).c_str(),
+                    static_cast<unsigned long long>(sum.rows), format_bytes(sum.bytes).c_str(),
+                    format_bytes(sum.bytes / tokens).c_str());
+      table += line.data();
+    });
+  }
+  return table;
+}
+
+std::string Ledger::to_json(int indent) const {
+  nlohmann::json root;
+  for (const Phase phase : kAllPhases) {
+    nlohmann::json& out = root[std::string(to_string(phase))];
+    out["steps"] = steps(phase);
+    out["tokens"] = tokens(phase);
+    out["totals"] = nlohmann::json::array();
+    out["layers"] = nlohmann::json::array();
+    for_each_kind([&](Tier from, Tier to, Cause cause) {
+      const Traffic sum = total(phase, from, to, cause);
+      if (sum.rows > 0) out["totals"].push_back(entry_json(from, to, cause, sum));
+    });
+    for (int layer = 0; layer < layers_; ++layer) {
+      nlohmann::json entries = nlohmann::json::array();
+      for_each_kind([&](Tier from, Tier to, Cause cause) {
+        const Traffic sum = total(phase, layer, from, to, cause);
+        if (sum.rows > 0) entries.push_back(entry_json(from, to, cause, sum));
+      });
+      out["layers"].push_back(entries);
+    }
+  }
+  root["history"] = nlohmann::json::array();
+  for (const LedgerStep& step : history_) {
+    nlohmann::json entries = nlohmann::json::array();
+    for (const LedgerEntry& e : step.entries) {
+      entries.push_back(entry_json(e.from, e.to, e.cause, e.traffic));
+      entries.back()["layer"] = e.layer;
+    }
+    root["history"].push_back({{"step", step.index},
+                               {"phase", to_string(step.phase)},
+                               {"tokens", step.tokens},
+                               {"entries", entries}});
+  }
+  return root.dump(indent);
+}
+
+}  // namespace sluice

@@ -1,0 +1,39 @@
+// Counts the bytes allocated in one tier and holds them under a cap.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+
+#include "sluice/types.h"
+
+namespace sluice {
+
+// Every allocation of a tier passes through its account, at the place where the memory is taken,
+// so `peak()` is evidence that a cap held and not a repetition of the planner's arithmetic.
+// Thread-safe.
+class MemoryAccount {
+ public:
+  static constexpr std::uint64_t kNoCap = std::numeric_limits<std::uint64_t>::max();
+
+  explicit MemoryAccount(Tier tier, std::uint64_t cap = kNoCap) : tier_(tier), cap_(cap) {}
+  MemoryAccount(const MemoryAccount&) = delete;
+  MemoryAccount& operator=(const MemoryAccount&) = delete;
+
+  // Takes `bytes` from the budget. Throws Error{memory}, and takes nothing, past the cap.
+  void charge(std::uint64_t bytes);
+  void release(std::uint64_t bytes) noexcept;
+
+  Tier tier() const { return tier_; }
+  std::uint64_t cap() const { return cap_; }
+  std::uint64_t used() const { return used_.load(std::memory_order_relaxed); }
+  std::uint64_t peak() const { return peak_.load(std::memory_order_relaxed); }
+
+ private:
+  Tier tier_;
+  std::uint64_t cap_;
+  std::atomic<std::uint64_t> used_{0};
+  std::atomic<std::uint64_t> peak_{0};
+};
+
+}  // namespace sluice

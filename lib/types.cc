@@ -1,0 +1,51 @@
+#include "sluice/types.h"
+
+#include "lib/check.h"
+#include "sluice/ledger.h"
+
+namespace sluice {
+
+std::string_view to_string(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return "f32";
+    case DType::f16:
+      return "f16";
+    case DType::bf16:
+      return "bf16";
+  }
+  check(false, "unknown dtype");
+  return {};
+}
+
+std::string_view to_string(Tier tier) {
+  switch (tier) {
+    case Tier::device:
+      return "device";
+    case Tier::host:
+      return "host";
+    case Tier::disk:
+      return "disk";
+  }
+  check(false, "unknown tier");
+  return {};
+}
+
+std::string_view to_string(Cause cause) {
+  switch (cause) {
+    case Cause::append:
+      return "append";
+    case Cause::write_back:
+      return "write_back";
+    case Cause::hit:
+      return "hit";
+    case Cause::miss:
+      return "miss";
+  }
+  check(false, "unknown cause");
+  return {};
+}
+
+std::string_view to_string(Phase phase) { return phase == Phase::prefill ? "prefill" : "decode"; }
+
+}  // namespace sluice

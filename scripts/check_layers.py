@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Checks who includes whom: lib <- {io, cpu, kernels} <- offload <- model <- tools.
+
+- A folder includes only itself and the folders below it; io, cpu and kernels never each other.
+- Only the composition root, offload/backends.cc, sees cpu and kernels: everything else computes
+  through lib/backend.h. Files are no such secret, so the floors above may include io.
+- Public headers (lib/include/sluice) include only the standard library and each other.
+- CUDA's headers are for kernels alone.
+- examples see what a user sees: the public headers. tests and bench include what they like.
+
+Prints one line per breach and exits with 1 if there is one.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Iterator, NamedTuple, Optional
+
+SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
+ALLOWED = {
+    "lib": {"lib"},
+    "io": {"lib", "io"},
+    "cpu": {"lib", "cpu"},
+    "kernels": {"lib", "kernels"},
+    "offload": {"lib", "io", "offload"},
+    "model": {"lib", "io", "offload", "model"},
+    "tools": {"lib", "io", "offload", "model", "tools"},
+    "examples": {"examples"},
+}
+COMPOSITION_ROOT = "offload/backends.cc"
+COMPOSED = {"io", "cpu", "kernels"}
+PUBLIC = "lib/include/"
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+CPP_STANDARD = re.compile(r"[a-z_0-9]+")
+C_STANDARD = {"limits.h", "stdbool.h", "stddef.h", "stdint.h"}
+CUDA = re.compile(
+    r"(cuda|cublas|cudnn|curand|cusparse|nvrtc|nvtx|nvml|driver_types|device_launch|vector_types"
+    r"|cooperative_groups|mma\.h|(cub|thrust|cutlass|cute|cuda|nv|nvtx3)/)"
+)
+
+
+class Include(NamedTuple):
+    """One #include line: where it stands and what it names."""
+
+    line: int
+    quoted: bool
+    name: str
+
+
+def includes(path: Path) -> Iterator[Include]:
+    """Yields the #include lines of a source file."""
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        match = INCLUDE.match(text)
+        if match:
+            yield Include(number, match.group(1) == '"', match.group(2))
+
+
+def resolve(root: Path, file: Path, name: str) -> Optional[str]:
+    """Returns the included file relative to `root`, or None if it is not part of the project."""
+    for base in (file.parent, root, root / PUBLIC):
+        candidate = (base / name).resolve()
+        if candidate.is_file() and candidate.is_relative_to(root):
+            return candidate.relative_to(root).as_posix()
+    return None
+
+
+def breach(source: str, target: Optional[str], include: Include) -> Optional[str]:
+    """Says what is wrong with an include of `target` in `source`, or returns None."""
+    layer = source.split("/")[0]
+    if target is None:
+        if include.quoted:
+            return "names no file of the project"
+        if CUDA.match(include.name) and layer != "kernels":
+            return "only kernels may include CUDA headers"
+        standard = CPP_STANDARD.fullmatch(include.name) or include.name in C_STANDARD
+        if source.startswith(PUBLIC) and not standard:
+            return "a public header may include only the standard library and sluice/*"
+        return None
+    if target.startswith(PUBLIC):
+        return None
+    if source.startswith(PUBLIC):
+        return "a public header may include only the standard library and sluice/*"
+    allowed = ALLOWED[layer] | (COMPOSED if source == COMPOSITION_ROOT else set())
+    target_layer = target.split("/")[0]
+    if target_layer in allowed:
+        return None
+    if target_layer in COMPOSED and "offload" in allowed:
+        return f"only {COMPOSITION_ROOT} may include {target_layer}"
+    return f"{layer} may not include {target_layer}"
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """Yields the source files of all folders that have rules, in a fixed order."""
+    for layer in ALLOWED:
+        for path in sorted((root / layer).rglob("*")):
+            if path.suffix in SUFFIXES and path.is_file():
+                yield path
+
+
+def check_tree(root: Path) -> list[str]:
+    """Returns one line for every breach in the tree at `root`."""
+    root = root.resolve()
+    breaches = []
+    for path in source_files(root):
+        source = path.relative_to(root).as_posix()
+        for include in includes(path):
+            reason = breach(source, resolve(root, path, include.name), include)
+            if reason:
+                breaches.append(f"{source}:{include.line}: includes {include.name}: {reason}")
+    return breaches
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
+    breaches = check_tree(parser.parse_args().root)
+    for line in breaches:
+        print(line)
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

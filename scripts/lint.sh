@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Format, layering, static analysis and shell checks over the sources that git tracks or could
+# track. Prints every finding; exits with 1 if there is one. clang-tidy's clean results are cached
+# in build/lint-cache.
+#
+#   scripts/lint.sh            check
+#   scripts/lint.sh --format   rewrite the sources in the project's format first
+#   scripts/lint.sh --tidy     check, with clang-tidy, which takes a quarter of an hour on two cores
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# sources PATTERN...: existing files that git tracks or would not ignore.
+sources() {
+  local file
+  git ls-files --cached --others --exclude-standard -- "$@" | sort -u |
+    while IFS= read -r file; do
+      if [[ -f $file ]]; then echo "$file"; fi
+    done
+}
+
+clang_format() {
+  sources '*.h' '*.cc' '*.cu' '*.cuh' | xargs --no-run-if-empty clang-format-14 "$@"
+}
+
+# The flags that clang-tidy needs come from the release preset's configuration.
+clang_tidy() {
+  [[ -f build/release/compile_commands.json ]] ||
+    cmake --preset release --log-level=WARNING >/dev/null
+  sources '*.cc' | python3 scripts/run_clang_tidy.py --build build/release
+}
+
+shell_check() {
+  { sources '*.sh' && echo .ci/run; } | xargs shellcheck
+}
+
+main() {
+  local failed=() tool tidy=0
+  for tool in clang-format-14 clang-tidy-19 shellcheck; do
+    command -v "$tool" >/dev/null ||
+      {
+        echo "lint: $tool is missing; run scripts/setup.sh --lint" >&2
+        return 1
+      }
+  done
+  case "${1:-}" in
+    "") ;;
+    --format) clang_format -i ;;
+    --tidy) tidy=1 ;;
+    *)
+      echo "lint: unknown argument '$1'; usage: scripts/lint.sh [--format | --tidy]" >&2
+      return 2
+      ;;
+  esac
+  clang_format --dry-run -Werror || failed+=(format)
+  python3 scripts/check_layers.py || failed+=(layers)
+  shell_check || failed+=(shell)
+  ((tidy == 0)) || clang_tidy || failed+=(clang-tidy)
+  if ((${#failed[@]} > 0)); then
+    echo "lint: FAILED: ${failed[*]}" >&2
+    return 1
+  fi
+  echo "lint: clean"
+}
+
+main "$@"

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Installs what Sluice needs to build and test, on Debian 12 or newer, as root or through sudo.
+# Quick and silent when nothing is missing.
+#
+#   scripts/setup.sh          what scripts/build.sh and scripts/demo.sh need
+#   scripts/setup.sh --lint   also what scripts/lint.sh needs
+set -euo pipefail
+
+# ocl-icd-opencl-dev is here because libdnnl-dev's CMake package looks for it.
+build_packages=(
+  g++ cmake ninja-build ccache pkg-config git python3
+  libdnnl-dev ocl-icd-opencl-dev libtbb-dev libhwloc-dev libhwy-dev
+  nlohmann-json3-dev libcli11-dev libpcre2-dev libutf8proc-dev
+  libgtest-dev libgmock-dev libbenchmark-dev)
+# libomp-19-dev has the omp.h that clang understands.
+lint_packages=(clang-format-14 clang-tidy-19 libomp-19-dev shellcheck)
+
+fail() {
+  echo "setup: $1" >&2
+  exit 1
+}
+
+# Prints the packages among the arguments that are not installed.
+missing_packages() {
+  local installed
+  installed=$(dpkg-query -W -f='${db:Status-Abbrev} ${binary:Package}\n' "$@" 2>/dev/null |
+    sed -n 's/^.i. *\([^:]*\).*/\1/p' || true)
+  comm -23 <(printf '%s\n' "$@" | sort) <(sort <<<"$installed")
+}
+
+as_root() {
+  if [[ $EUID -eq 0 ]]; then "$@"; else sudo -n "$@"; fi
+}
+
+# apt_get ARGS...: up to three attempts; its output is shown only if all fail.
+apt_get() {
+  local log attempt
+  log=$(mktemp)
+  for attempt in 1 2 3; do
+    if as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 \
+      "$@" >"$log" 2>&1; then
+      rm -f "$log"
+      return
+    fi
+    [[ $attempt -eq 3 ]] || sleep $((attempt * 5))
+  done
+  tail -n 20 "$log" >&2
+  rm -f "$log"
+  fail "'apt-get $1' failed three times (its last lines are above); is a Debian mirror reachable?"
+}
+
+main() {
+  local wanted=("${build_packages[@]}") missing
+  case "${1:-}" in
+    "") ;;
+    --lint) wanted+=("${lint_packages[@]}") ;;
+    *) fail "unknown argument '$1'; usage: scripts/setup.sh [--lint]" ;;
+  esac
+  command -v dpkg-query >/dev/null ||
+    fail "not a Debian system; install the equivalents of: ${wanted[*]}"
+  mapfile -t missing < <(missing_packages "${wanted[@]}")
+  [[ ${#missing[@]} -gt 0 ]] || return 0
+  [[ $EUID -eq 0 ]] || sudo -n true 2>/dev/null ||
+    fail "needs root to install: ${missing[*]}"
+  echo "setup: installing ${missing[*]}"
+  apt_get update
+  apt_get install -y --no-install-recommends "${missing[@]}"
+}
+
+main "$@"

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Everything that has to pass: lint, the release build with all tests, and the quick tests under
+# AddressSanitizer and UBSan. Every step runs unless one that it needs failed; the exit status is 0
+# only if all passed.
+#
+#   scripts/test.sh            all of it
+#   scripts/test.sh --quick    release build and its quick tests only
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# Tests run beside each other, so idle OpenMP threads must not spin on a core.
+export OMP_WAIT_POLICY=passive
+export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1:strict_string_checks=1}
+export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
+
+summary=()
+failures=0
+
+# step NAME COMMAND...: runs the command, notes the result and the time, and returns its status.
+step() {
+  local name=$1 start=$SECONDS status=0 word=passed
+  shift
+  printf '\n== %s\n' "$name"
+  "$@" || status=$?
+  if ((status != 0)); then
+    word=FAILED
+    failures=$((failures + 1))
+  fi
+  summary+=("$(printf '%-28s %-7s %4d s' "$name" "$word" $((SECONDS - start)))")
+  return "$status"
+}
+
+# build_and_test PRESET WHICH CTEST_OPTIONS...
+build_and_test() {
+  local preset=$1 which=$2
+  shift 2
+  if step "build $preset" scripts/build.sh "$preset"; then
+    step "test $preset, $which" \
+      ctest --preset "$preset" --parallel "$(nproc)" --no-tests=error --progress "$@" || true
+  fi
+}
+
+report() {
+  printf '\n== summary\n'
+  printf '%s\n' "${summary[@]}"
+  if ((failures > 0)); then
+    echo "FAILED: $failures step(s), $SECONDS s in all"
+    return 1
+  fi
+  echo "PASSED: all ${#summary[@]} steps, $SECONDS s in all"
+}
+
+main() {
+  local quick=0
+  case "${1:-}" in
+    "") ;;
+    --quick) quick=1 ;;
+    *)
+      echo "test: unknown argument '$1'; usage: scripts/test.sh [--quick]" >&2
+      return 2
+      ;;
+  esac
+  if ((quick)); then
+    if step "setup" scripts/setup.sh; then build_and_test release "quick" -LE slow; fi
+  elif step "setup" scripts/setup.sh --lint; then
+    step "lint" scripts/lint.sh || true
+    build_and_test release "all"
+    # The golden answers and the command take too long under a sanitizer.
+    build_and_test asan "quick" -R '^(lib|io|offload|model)/' -E golden
+  fi
+  report
+}
+
+main "$@"

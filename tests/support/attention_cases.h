@@ -1,0 +1,97 @@
+// Random attention problems, and the way they go through a backend.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "lib/backend.h"
+#include "tests/support/attention_oracle.h"
+#include "tests/support/device.h"
+#include "tests/support/random.h"
+
+namespace sluice::testing {
+
+// Standard normal queries, keys and values; `counts` rows for each KV head.
+inline AttentionCase random_case(Random& random, const KvShape& shape, std::int64_t tokens,
+                                 std::span<const std::int64_t> counts) {
+  AttentionCase c;
+  c.shape = shape;
+  c.tokens = tokens;
+  c.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  c.q = random.normal(tokens * shape.query_heads * shape.head_dim);
+  for (std::size_t head = 0; head < counts.size(); ++head) {
+    c.rows.emplace_back(static_cast<std::size_t>(counts[head]) * shape.row_bytes());
+    const std::vector<float> values = random.normal(counts[head] * 2 * shape.head_dim);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const auto width = static_cast<std::size_t>(2 * shape.head_dim);
+      set_row_element(c, static_cast<int>(head), static_cast<std::int64_t>(i / width),
+                      static_cast<int>(i % width), values[i]);
+    }
+  }
+  return c;
+}
+
+// A run of rows of every KV head: [begin, end) clipped to each head's count.
+struct RowRange {
+  std::int64_t begin = 0;
+  std::int64_t end = std::numeric_limits<std::int64_t>::max();
+};
+
+struct Partial {
+  std::vector<float> out;  // [tokens, query_heads, head_dim]
+  std::vector<float> lse;  // [tokens, query_heads]
+};
+
+// Sends a case to a backend's memory once and attends over parts of it.
+class AttentionRun {
+ public:
+  AttentionRun(Backend& backend, const AttentionCase& c) : backend_(backend), case_(c) {
+    q_ = upload(backend, c.q);
+    for (const std::vector<std::byte>& rows : c.rows) rows_.push_back(upload(backend, rows));
+    const auto queries = static_cast<std::size_t>(c.tokens * c.shape.query_heads);
+    lse_ = backend.allocate(backend.info().compute_tier, queries * sizeof(float));
+    out_ = backend.allocate(backend.info().compute_tier,
+                            queries * static_cast<std::size_t>(c.shape.head_dim) * sizeof(float));
+  }
+
+  void attend(const RowRange& range = {}, bool merge = false) {
+    std::vector<RowSpan> spans;
+    for (std::size_t head = 0; head < rows_.size(); ++head) {
+      const std::int64_t count = case_.count(static_cast<int>(head));
+      const std::int64_t begin = std::min(range.begin, count);
+      const std::int64_t end = std::min(range.end, count);
+      const std::size_t offset = static_cast<std::size_t>(begin) * case_.shape.row_bytes();
+      const std::byte* const rows = rows_[head].data();
+      spans.push_back({rows == nullptr ? nullptr : rows + offset, end - begin});
+    }
+    AttendParams p;
+    p.q = q_.floats();
+    p.tokens = case_.tokens;
+    p.q_stride = static_cast<std::int64_t>(case_.shape.query_heads) * case_.shape.head_dim;
+    p.first_query_position = case_.first_query_position;
+    p.shape = case_.shape;
+    p.rows = spans;
+    p.first_row_position = case_.first_row_position + range.begin;
+    p.scale = case_.scale;
+    p.out = out_.floats();
+    p.lse = lse_.floats();
+    p.merge = merge;
+    backend_.attend(p);
+  }
+
+  Partial result() { return {download<float>(backend_, out_), download<float>(backend_, lse_)}; }
+
+ private:
+  Backend& backend_;
+  const AttentionCase& case_;
+  Buffer q_;
+  std::vector<Buffer> rows_;
+  Buffer out_;
+  Buffer lse_;
+};
+
+}  // namespace sluice::testing

@@ -1,0 +1,78 @@
+// A backend that counts what really happens, so that ledger and caps are checked against it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpu/reference_backend.h"
+
+namespace sluice::testing {
+
+// Tells device memory from host memory by address, and counts the bytes of every copy between
+// them and the device bytes allocated, independently of the accounts and the ledger.
+class CountingBackend : public cpu::ReferenceBackend {
+ public:
+  using ReferenceBackend::ReferenceBackend;
+
+  void copy(std::span<const CopyOp> ops, Stream stream) override {
+    for (const CopyOp& op : ops) {
+      const bool from_device = on_device(op.from);
+      const bool to_device = on_device(op.to);
+      if (from_device && !to_device) device_to_host += op.bytes;
+      if (!from_device && to_device) host_to_device += op.bytes;
+    }
+    ReferenceBackend::copy(ops, stream);
+  }
+
+  // Rows outside the device tier that attention was given.
+  void attend(const AttendParams& params) override {
+    for (const RowSpan& rows : params.rows) {
+      if (rows.count > 0 && !on_device(rows.rows)) {
+        host_rows_attended += static_cast<std::uint64_t>(rows.count);
+      }
+    }
+    ReferenceBackend::attend(params);
+  }
+
+  std::uint64_t host_to_device = 0;
+  std::uint64_t device_to_host = 0;
+  std::uint64_t host_rows_attended = 0;
+  std::uint64_t device_bytes = 0;
+  std::uint64_t device_peak = 0;
+
+ private:
+  struct Block {
+    const std::byte* begin;
+    std::size_t bytes;
+  };
+
+  bool on_device(const std::byte* data) const {
+    return std::any_of(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+      return data >= block.begin && data < block.begin + block.bytes;
+    });
+  }
+
+  std::byte* take(Tier tier, std::size_t bytes) override {
+    std::byte* const data = ReferenceBackend::take(tier, bytes);
+    if (tier == Tier::device) {
+      blocks_.push_back({data, bytes});
+      device_bytes += bytes;
+      device_peak = std::max(device_peak, device_bytes);
+    }
+    return data;
+  }
+
+  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    if (tier == Tier::device) {
+      std::erase_if(blocks_, [&](const Block& block) { return block.begin == data; });
+      device_bytes -= bytes;
+    }
+    ReferenceBackend::give_back(tier, data, bytes);
+  }
+
+  std::vector<Block> blocks_;
+};
+
+}  // namespace sluice::testing
