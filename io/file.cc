@@ -1,0 +1,100 @@
+#include "io/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "lib/bytes.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+std::string reason(int error) { return std::generic_category().message(error); }
+
+[[noreturn]] void throw_open_failed(const std::filesystem::path& path, int error) {
+  if (error == ENOENT || error == ENOTDIR) {
+    throw Error(ErrorCode::not_found,
+                path.string() + ": there is no such file; check the path or download it again");
+  }
+  if (error == EACCES || error == EPERM) {
+    throw Error(ErrorCode::not_found,
+                path.string() + ": " + reason(error) + "; make it readable for this user");
+  }
+  throw Error(ErrorCode::io, path.string() + ": cannot be opened: " + reason(error) +
+                                 "; check the limits and the disk of this machine");
+}
+
+}  // namespace
+
+File File::open(const std::filesystem::path& path) {
+  // O_NONBLOCK: opening a FIFO must not wait for a writer. It changes nothing for regular files.
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) throw_open_failed(path, errno);
+  File file(descriptor, path);
+  struct stat status {};
+  if (::fstat(descriptor, &status) != 0) throw_open_failed(path, errno);
+  if (!S_ISREG(status.st_mode)) {
+    throw Error(ErrorCode::not_found, path.string() + ": is not a regular file; check the path");
+  }
+  file.size_ = static_cast<std::uint64_t>(status.st_size);
+  return file;
+}
+
+File::File(File&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)),
+      path_(std::move(other.path_)),
+      size_(std::exchange(other.size_, 0)) {}
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  std::swap(path_, other.path_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+File::~File() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+void File::read(std::uint64_t offset, std::span<std::byte> destination) const {
+  while (!destination.empty()) {
+    const ssize_t count =
+        ::pread(descriptor_, destination.data(), destination.size(), static_cast<off_t>(offset));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      throw Error(ErrorCode::io, path_.string() + ": reading at byte " + std::to_string(offset) +
+                                     " failed: " + reason(errno) + "; check the disk");
+    }
+    if (count == 0) {
+      throw Error(ErrorCode::io, path_.string() + ": ends at byte " + std::to_string(offset) +
+                                     ", before what was to be read; it became shorter after it "
+                                     "was opened, try again");
+    }
+    offset += static_cast<std::uint64_t>(count);
+    destination = destination.subspan(static_cast<std::size_t>(count));
+  }
+}
+
+bool file_exists(const std::filesystem::path& path) {
+  std::error_code ignored;
+  return std::filesystem::status(path, ignored).type() != std::filesystem::file_type::not_found;
+}
+
+std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
+  const File file = File::open(path);
+  if (file.size() > max_bytes) {
+    throw Error(ErrorCode::corrupt, path.string() + ": has " + format_bytes(file.size()) +
+                                        ", more than the " + format_bytes(max_bytes) +
+                                        " that such a file may have; download it again");
+  }
+  std::string text(static_cast<std::size_t>(file.size()), '\0');
+  file.read(0, std::as_writable_bytes(std::span(text)));
+  return text;
+}
+
+}  // namespace sluice

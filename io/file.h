@@ -1,0 +1,49 @@
+// Files that are read: opened once, read at offsets, never mapped (a file that shrinks under a
+// mapping ends the process instead of giving an error).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+
+namespace sluice {
+
+// A regular file, open for reading. Reads from several threads do not disturb each other.
+class File {
+ public:
+  // Throws Error{not_found} if `path` is missing, unreadable or not a regular file, Error{io} if
+  // the system cannot open it.
+  static File open(const std::filesystem::path& path);
+
+  File(File&& other) noexcept;
+  File& operator=(File&& other) noexcept;
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File();
+
+  // Fills `destination` with the bytes from `offset` on. Throws Error{io} if the device fails or
+  // the file ends before.
+  void read(std::uint64_t offset, std::span<std::byte> destination) const;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::uint64_t size() const { return size_; }  // bytes, when it was opened
+
+ private:
+  File(int descriptor, std::filesystem::path path)
+      : descriptor_(descriptor), path_(std::move(path)) {}
+
+  int descriptor_ = -1;
+  std::filesystem::path path_;
+  std::uint64_t size_ = 0;
+};
+
+// Whether there is something at `path`, readable or not: what is there but cannot be opened is an
+// error of open, not a file that is missing.
+bool file_exists(const std::filesystem::path& path);
+
+// The whole file. Throws what File throws, and Error{corrupt} if it has more than `max_bytes`.
+std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_bytes);
+
+}  // namespace sluice

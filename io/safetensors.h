@@ -1,0 +1,45 @@
+// Reads the tensors of one safetensors file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string_view>
+
+#include "io/file.h"
+#include "io/safetensors_header.h"
+
+namespace sluice {
+
+// The longest header that the format allows.
+inline constexpr std::uint64_t kMaxSafetensorsHeader = 100'000'000;
+
+class SafetensorsFile {
+ public:
+  // Reads and checks the header; see parse_safetensors_header. Throws Error{corrupt} if the file
+  // contradicts the format, and what File throws.
+  static SafetensorsFile open(const std::filesystem::path& path);
+
+  const std::filesystem::path& path() const { return file_.path(); }
+  const TensorMap& tensors() const { return tensors_; }
+  // Null if the file has no such tensor. Valid as long as the file, also when that is moved.
+  const TensorInfo* find(std::string_view name) const;
+
+  // Throws Error{unsupported} unless the tensor's dtype is F32, F16 or BF16.
+  void require_loadable(const TensorInfo& tensor) const;
+
+  // Fills `destination`, of tensor.bytes(), with a tensor of this file as it is stored.
+  // Throws Error{unsupported} unless its dtype is F32, F16 or BF16, Error{io} if reading fails.
+  void read(const TensorInfo& tensor, std::span<std::byte> destination) const;
+
+ private:
+  SafetensorsFile(File file, TensorMap tensors, std::uint64_t data_offset)
+      : file_(std::move(file)), tensors_(std::move(tensors)), data_offset_(data_offset) {}
+
+  File file_;
+  TensorMap tensors_;
+  std::uint64_t data_offset_;  // where the data section starts in the file
+};
+
+}  // namespace sluice

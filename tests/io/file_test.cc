@@ -1,0 +1,109 @@
+#include "io/file.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <array>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "io/json.h"
+#include "tests/io/test_files.h"
+
+namespace sluice {
+namespace {
+
+using testing::expect_error;
+using testing::TempDir;
+
+TEST(File, ReadsExactlyTheBytesAskedFor) {
+  const TempDir dir;
+  const File file = File::open(dir.write("a", "0123456789"));
+  EXPECT_EQ(file.size(), 10u);
+  std::array<std::byte, 4> bytes{};
+  file.read(3, bytes);
+  EXPECT_EQ(bytes, (std::array{std::byte{'3'}, std::byte{'4'}, std::byte{'5'}, std::byte{'6'}}));
+  file.read(10, {});
+  expect_error(ErrorCode::io, "ends at byte 10", [&] { file.read(8, bytes); });
+}
+
+TEST(File, MovesAndStaysOpen) {
+  const TempDir dir;
+  File file = File::open(dir.write("a", "ab"));
+  File other = File::open(dir.write("b", "cd"));
+  other = std::move(file);
+  std::array<std::byte, 1> byte{};
+  other.read(1, byte);
+  EXPECT_EQ(byte[0], std::byte{'b'});
+}
+
+TEST(File, ThatIsMissingOrNoFileIsNotFound) {
+  const TempDir dir;
+  expect_error(ErrorCode::not_found, "nothing: there is no such file",
+               [&] { File::open(dir.path() / "nothing"); });
+  dir.write("file", "");
+  expect_error(ErrorCode::not_found, "no such file",
+               [&] { File::open(dir.path() / "file" / "inside"); });
+  expect_error(ErrorCode::not_found, "not a regular file", [&] { File::open(dir.path()); });
+}
+
+TEST(File, AFifoDoesNotBlock) {
+  const TempDir dir;
+  const std::filesystem::path fifo = dir.path() / "fifo";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  expect_error(ErrorCode::not_found, "not a regular file", [&] { File::open(fifo); });
+}
+
+TEST(File, WhatExistsButCannotBeReachedCountsAsExisting) {
+  const TempDir dir;
+  std::filesystem::create_symlink("loop", dir.path() / "loop");
+  EXPECT_TRUE(file_exists(dir.path() / "loop"));
+  EXPECT_FALSE(file_exists(dir.path() / "nothing"));
+  expect_error(ErrorCode::io, "cannot be opened", [&] { File::open(dir.path() / "loop"); });
+}
+
+TEST(File, TextIsBounded) {
+  const TempDir dir;
+  const std::filesystem::path path = dir.write("a", "12345678");
+  EXPECT_EQ(read_text_file(path, 8), "12345678");
+  expect_error(ErrorCode::corrupt, "8 B, more than the 7 B", [&] { read_text_file(path, 7); });
+}
+
+TEST(Json, GivesTheDocument) {
+  const TempDir dir;
+  const auto json = read_json_file(dir.write("a", R"({"a": [1, {"a": null}], "b": {"a": 2}})"), 99);
+  EXPECT_EQ(json["a"][0], 1);
+  EXPECT_EQ(json["b"]["a"], 2);
+}
+
+TEST(Json, RefusesWhatIsNotStrictlyJson) {
+  const TempDir dir;
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"", "is not JSON"},
+      {R"({"a": 1)", "breaks off at byte 8"},
+      {R"({"a": 1} x)", "is not JSON"},
+      {R"({"a": 1,})", "is not JSON"},
+      {std::string("{\"a\": 1}\0 garbage", 17), "NUL byte"},
+      {R"({"a": 1e999})", "no type can hold"},
+      {"{\"a\": \"\xff\"}", "is not JSON"},
+      {R"({"a": 1, "b": 2, "a": 3})", "the key 'a' twice"},
+      {R"({"x": [{"line\nbreak": 1, "line\nbreak": 1}]})", R"(the key 'line\x0abreak' twice)"},
+      {std::string(kMaxJsonDepth, '[') + "[" + std::string(kMaxJsonDepth, ']') + "]", "deeper"},
+      {std::string(100'000, '['), "nested deeper than 32"},
+  };
+  for (const auto& [text, part] : cases) {
+    const std::filesystem::path path = dir.write("a", text);
+    expect_error(ErrorCode::corrupt, part, [&] { read_json_file(path, 1 << 20); });
+  }
+  const std::string deepest = std::string(kMaxJsonDepth, '[') + std::string(kMaxJsonDepth, ']');
+  EXPECT_NO_THROW(read_json_file(dir.write("a", deepest), 1 << 20));
+}
+
+TEST(Json, QuotedTextIsShortAndPrintable) {
+  EXPECT_EQ(in_quotes("model.norm"), "'model.norm'");
+  EXPECT_EQ(in_quotes("a\n\x1b[31m\xff"), R"('a\x0a\x1b[31m\xff')");
+  EXPECT_LT(in_quotes(std::string(100'000, 'a')).size(), 110u);
+}
+
+}  // namespace
+}  // namespace sluice
