@@ -1,0 +1,113 @@
+// Vector pieces shared by the attention kernels, once per instruction set: include it only from
+// files that Highway's foreach_target.h includes again.
+#if defined(SLUICE_CPU_ATTENTION_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SLUICE_CPU_ATTENTION_SIMD_INL_H_
+#undef SLUICE_CPU_ATTENTION_SIMD_INL_H_
+#else
+#define SLUICE_CPU_ATTENTION_SIMD_INL_H_
+#endif
+
+#include <hwy/highway.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "lib/half.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace sluice::cpu {
+namespace HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using DF = hn::ScalableTag<float>;
+using VF = hn::Vec<DF>;
+inline constexpr std::size_t kLanes = hn::MaxLanes(DF());
+
+inline constexpr float kMinusInfinity = -HUGE_VALF;
+
+// kLanes elements as floats.
+HWY_INLINE VF load_floats(const float* from) { return hn::LoadU(DF(), from); }
+
+HWY_INLINE VF load_floats(const hwy::bfloat16_t* from) {
+  return hn::PromoteTo(DF(), hn::LoadU(hn::Rebind<hwy::bfloat16_t, DF>(), from));
+}
+
+HWY_INLINE float load_float(const float* from) { return *from; }
+HWY_INLINE float load_float(const hwy::bfloat16_t* from) { return bf16_to_float(from->bits); }
+HWY_INLINE float load_float(const hwy::float16_t* from) {
+  std::uint16_t bits;
+  hwy::CopySameSize(from, &bits);
+  return f16_to_float(bits);
+}
+
+HWY_INLINE VF load_floats(const hwy::float16_t* from) {
+#if HWY_TARGET == HWY_SCALAR
+  return hn::Set(DF(), load_float(from));  // Highway's own makes infinities and NaNs finite
+#else
+  return hn::PromoteTo(DF(), hn::LoadU(hn::Rebind<hwy::float16_t, DF>(), from));
+#endif
+}
+
+// 2^x for x <= 0 to about 1 ulp; 0 below 2^-126, NaN for NaN. 2^x = 2^n 2^f with n the nearest
+// integer and |f| <= 1/2; 2^f = 1 + f g(f), g the interpolation of (2^f - 1) / f in six Chebyshev
+// nodes, whose relative error is 2^-27.5.
+HWY_INLINE VF exp2_of(VF x) {
+  const DF df;
+  const hn::RebindToSigned<DF> di;
+  const auto vanishes = hn::Lt(x, hn::Set(df, -126.0f));
+  x = hn::IfThenElse(vanishes, hn::Zero(df), x);
+  const VF n = hn::Round(x);
+  const VF f = hn::Sub(x, n);
+  VF y = hn::Set(df, 1.545316295e-4f);
+  y = hn::MulAdd(y, f, hn::Set(df, 1.339086336e-3f));
+  y = hn::MulAdd(y, f, hn::Set(df, 9.618082557e-3f));
+  y = hn::MulAdd(y, f, hn::Set(df, 5.550357114e-2f));
+  y = hn::MulAdd(y, f, hn::Set(df, 2.402265076e-1f));
+  y = hn::MulAdd(y, f, hn::Set(df, 6.931471880e-1f));
+  y = hn::MulAdd(y, f, hn::Set(df, 1.0f));
+  const auto exponent = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(di, n), hn::Set(di, 127)));
+  return hn::IfThenZeroElse(vanishes, hn::Mul(y, hn::BitCast(df, exponent)));
+}
+
+// The reference that logits are taken relative to: their maximum, unless all of them are -inf.
+HWY_INLINE VF softmax_reference(VF highest) {
+  const DF df;
+  return hn::IfThenZeroElse(hn::Eq(highest, hn::Set(df, kMinusInfinity)), highest);
+}
+
+// Keys and values of up to a block of rows.
+struct RowBlock {
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
+  std::size_t stride = 0;  // bytes
+  std::size_t rows = 0;
+  std::size_t ahead = 0;  // bytes from here to a later block, to be prefetched
+
+  // Rows past the last repeat it: no read past the block, and their weights are zero.
+  template <typename T>
+  HWY_INLINE const T* key(std::size_t row) const {
+    return reinterpret_cast<const T*>(k + HWY_MIN(row, rows - 1) * stride);
+  }
+  template <typename T>
+  HWY_INLINE const T* value(std::size_t row) const {
+    return reinterpret_cast<const T*>(v + HWY_MIN(row, rows - 1) * stride);
+  }
+};
+
+// to[0, padded) = from[0, count) as floats, then zeros. `padded` is a multiple of kLanes.
+template <typename T>
+HWY_INLINE void unpack(const T* HWY_RESTRICT from, std::size_t count, std::size_t padded,
+                       float* HWY_RESTRICT to) {
+  std::size_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) hn::StoreU(load_floats(from + c), DF(), to + c);
+  for (; c < count; ++c) to[c] = load_float(from + c);
+  for (; c < padded; ++c) to[c] = 0.0f;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace sluice::cpu
+HWY_AFTER_NAMESPACE();
+
+#endif  // SLUICE_CPU_ATTENTION_SIMD_INL_H_

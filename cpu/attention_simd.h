@@ -1,0 +1,16 @@
+// Attention kernels for the widest vectors that the processor has (Highway dynamic dispatch).
+#pragma once
+
+#include "cpu/attention_tile.h"
+
+namespace sluice::cpu {
+
+// Few queries: each row is streamed from memory once, against all queries of the tile. Vectors lie
+// along the channels.
+void attend_decode(const AttendTile& tile);
+
+// Many queries, one per vector lane: maxima, exponentials and sums need no horizontal steps.
+// Rows become fp32 once per block and serve all queries of the tile.
+void attend_prefill(const AttendTile& tile);
+
+}  // namespace sluice::cpu

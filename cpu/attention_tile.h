@@ -1,0 +1,62 @@
+// What the attention kernels share: one unit of work and the way its results are written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sluice/types.h"
+
+namespace sluice::cpu {
+
+// Queries of one KV head against one run of its rows. Query m is head m % group of the group at
+// token m / group.
+struct AttendTile {
+  const float* q = nullptr;  // [tokens, ..., group, head_dim], `q_stride` floats between tokens
+  std::int64_t q_stride = 0;
+  int queries = 0;  // tokens * group
+  int group = 1;
+  int head_dim = 0;
+  float scale = 0.0f;
+
+  const std::byte* rows = nullptr;  // [count, row_bytes]
+  std::size_t row_bytes = 0;
+  DType dtype = DType::bf16;
+  std::int64_t count = 0;
+  std::int64_t visible = 0;  // rows that token 0 sees; may be < 0 or > count. Token t: t more.
+
+  float* out = nullptr;  // [tokens, ..., group, head_dim], `out_stride` floats between tokens
+  std::int64_t out_stride = 0;
+  float* lse = nullptr;  // [tokens, ..., group], `lse_stride` floats between tokens
+  std::int64_t lse_stride = 0;
+  bool merge = false;
+
+  std::size_t value_offset() const { return static_cast<std::size_t>(head_dim) * size_of(dtype); }
+  const float* query(int m) const {
+    return q + m / group * q_stride + static_cast<std::int64_t>(m % group) * head_dim;
+  }
+  // Rows [0, visible_to(m)) are visible to query m; grows with m.
+  std::int64_t visible_to(int m) const;
+};
+
+// The state of an online softmax in base 2: `values` are sums of v * 2^(logit - highest), with
+// `stride` floats from channel to channel, and `sum` is the sum of 2^(logit - highest).
+struct SoftmaxState {
+  const float* values = nullptr;
+  std::size_t stride = 1;
+  float highest = 0.0f;
+  float sum = 0.0f;  // 0 if no row was visible
+};
+
+// Writes query m's partial, or merges it with the one already there.
+void finish_query(const AttendTile& tile, int m, const SoftmaxState& state);
+
+// Merges the partial (values [head_dim], lse) into (out, *out_lse) of a disjoint set of rows.
+void merge_partial(const float* values, float lse, int head_dim, float* out, float* out_lse);
+
+enum class Scratch : std::uint8_t { tile, partials };
+
+// At least `floats` floats of the calling thread, 64-byte aligned, until its next call for the same
+// use. Tiles need what their block sizes and head_dim say, so the memory is bounded and reused.
+float* thread_scratch(Scratch use, std::size_t floats);
+
+}  // namespace sluice::cpu

@@ -1,0 +1,145 @@
+#include "cpu/cpu_backend.h"
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "cpu/elementwise.h"
+#include "lib/check.h"
+#include "sluice/errors.h"
+#include "sluice/topology.h"
+
+namespace sluice::cpu {
+namespace {
+
+// Below this many floats a task costs more to hand out than to do.
+constexpr std::int64_t kGrainFloats = 16 * 1024;
+
+DType compute_dtype(const CpuOptions& options) {
+  if (options.compute == DType::f16) {
+    throw Error(ErrorCode::unsupported,
+                "the CPU backend computes in bf16 or f32, not f16; choose one of them");
+  }
+  const bool bf16 = Linear::bf16_is_fast();
+  if (options.compute == DType::bf16 && !bf16) {
+    throw Error(ErrorCode::unsupported,
+                "this processor has no bf16 multiplication (AVX512-BF16); compute in f32");
+  }
+  const bool lossless = options.weight_dtype == DType::bf16;
+  return options.compute.value_or(bf16 && lossless ? DType::bf16 : DType::f32);
+}
+
+BackendInfo describe(const CpuOptions& options, int threads) {
+  const Topology topology = detect_topology();
+  BackendInfo info;
+  info.name = "cpu";
+  info.description = topology.processor + ", " + topology.instruction_sets;
+  info.attends_host_rows = true;
+  info.synchronous = true;
+  info.compute_tier = Tier::host;
+  info.compute_dtype = compute_dtype(options);
+  info.threads = threads;
+  return info;
+}
+
+}  // namespace
+
+CpuBackend::CpuBackend(const CpuOptions& options)
+    : memory_(options.device_cap, options.host_cap),
+      threads_(options.threads),
+      info_(describe(options, threads_.count())),
+      linear_(threads_, info_.compute_dtype) {}
+
+std::unique_ptr<Weight> CpuBackend::prepare_weight(const Matrix& host) {
+  return linear_.pack(host, memory_.account(info_.compute_tier));
+}
+
+void CpuBackend::copy(std::span<const CopyOp> ops, Stream /*stream*/) {
+  std::size_t bytes = 0;
+  for (const CopyOp& op : ops) bytes += op.bytes;
+  const auto items = static_cast<std::int64_t>(ops.size());
+  // A single row per head is not worth waking a thread.
+  const std::int64_t grain = bytes < (std::size_t{64} << 10) ? items : 1;
+  threads_.for_ranges(items, grain, [&](std::int64_t begin, std::int64_t end) {
+    for (const CopyOp& op :
+         ops.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin))) {
+      std::memcpy(op.to, op.from, op.bytes);
+    }
+  });
+}
+
+void CpuBackend::for_rows(std::int64_t rows, std::int64_t columns, const auto& body) {
+  threads_.for_ranges(rows, kGrainFloats / columns + 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> scratch(static_cast<std::size_t>(columns));
+    for (std::int64_t row = begin; row < end; ++row) body(row, scratch.data());
+  });
+}
+
+void CpuBackend::embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) {
+  check(y.dtype == DType::f32, "embed: output must be f32");
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    check(ids[i] >= 0 && ids[i] < table.rows, "embed: token id outside the table");
+    convert(row_of(table, ids[i]), table.dtype, row_of(y, static_cast<std::int64_t>(i)), DType::f32,
+            table.columns);
+  }
+}
+
+void CpuBackend::linear(const LinearParams& params) { linear_.run(params); }
+
+void CpuBackend::rms_norm(const RmsNormParams& p) {
+  for_rows(p.x.rows, p.x.columns, [&](std::int64_t row, float* scratch) {
+    const auto* x = reinterpret_cast<const float*>(row_of(p.x, row));
+    rms_norm_row(x, p.weight, p.epsilon, p.x.columns, scratch);
+    convert(scratch, DType::f32, row_of(p.y, row), p.y.dtype, p.y.columns);
+  });
+}
+
+void CpuBackend::rope(const RopeParams& p) {
+  const std::int64_t half = p.head_dim / 2;
+  rope_table_.update(p.first_position, p.tokens,
+                     {p.inverse_frequency, static_cast<std::size_t>(half)});
+  for_rows(p.tokens, std::int64_t{p.heads} * p.head_dim, [&](std::int64_t token, float*) {
+    for (int head = 0; head < p.heads; ++head) {
+      float* const x = p.x + token * p.stride + std::int64_t{head} * p.head_dim;
+      if (p.norm_weight != nullptr) {
+        rms_norm_row(x, p.norm_weight, p.norm_epsilon, p.head_dim, x);
+      }
+      rope_head(x, rope_table_.cosines(token), rope_table_.sines(token), p.head_dim);
+    }
+  });
+}
+
+void CpuBackend::swiglu(const SwigluParams& p) {
+  const std::int64_t columns = p.y.columns;
+  for_rows(p.y.rows, columns, [&](std::int64_t row, float* scratch) {
+    const auto* gate = reinterpret_cast<const float*>(row_of(p.gate_up, row));
+    swiglu_row(gate, gate + columns, columns, scratch);
+    convert(scratch, DType::f32, row_of(p.y, row), p.y.dtype, columns);
+  });
+}
+
+void CpuBackend::cast(const Matrix& from, const Matrix& to) {
+  check(from.rows == to.rows && from.columns == to.columns, "cast: shapes disagree");
+  for_rows(from.rows, from.columns, [&](std::int64_t row, float*) {
+    convert(row_of(from, row), from.dtype, row_of(to, row), to.dtype, from.columns);
+  });
+}
+
+void CpuBackend::append(const AppendParams& p) {
+  const std::int64_t head_dim = p.shape.head_dim;
+  const std::size_t value_offset = static_cast<std::size_t>(head_dim) * size_of(p.shape.dtype);
+  for_rows(p.tokens, p.shape.kv_heads * head_dim, [&](std::int64_t token, float*) {
+    for (int head = 0; head < p.shape.kv_heads; ++head) {
+      const std::int64_t source = token * p.stride + head * head_dim;
+      std::byte* const row = p.rows[static_cast<std::size_t>(head)] +
+                             static_cast<std::size_t>(token) * p.shape.row_bytes();
+      convert(p.k + source, DType::f32, row, p.shape.dtype, head_dim);
+      convert(p.v + source, DType::f32, row + value_offset, p.shape.dtype, head_dim);
+    }
+  });
+}
+
+void CpuBackend::attend(const AttendParams& params) { cpu::attend(params, threads_); }
+
+}  // namespace sluice::cpu

@@ -1,0 +1,44 @@
+// Matrix multiplication by weights: oneDNN's kernels, our threads.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "lib/backend.h"
+
+namespace sluice::cpu {
+
+class Threads;
+
+// Weights are packed once into oneDNN's layout, whose outermost dimension is the outputs. Prefill
+// gives each thread some of the tokens, in powers of two, so that few primitives serve every chunk
+// length; a decode step, one token, gives each thread some of the outputs.
+class Linear {
+ public:
+  // `compute` is bf16 or f32: the dtype of packed weights and of the inputs.
+  Linear(Threads& threads, DType compute);
+  Linear(const Linear&) = delete;
+  Linear& operator=(const Linear&) = delete;
+  ~Linear();
+
+  // `host` [outputs, inputs] of any dtype. The packed bytes are charged to `account`.
+  std::unique_ptr<Weight> pack(const Matrix& host, MemoryAccount& account);
+  // What pack() charges.
+  std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
+
+  // x and y have dense rows.
+  void run(const LinearParams& params);
+
+  // Whether this processor multiplies bf16 faster than f32 (AVX512-BF16 or AMX).
+  static bool bf16_is_fast();
+
+  // What oneDNN calls its kernel for one token and for many; says "ref" if it has none for this
+  // processor.
+  std::string kernel_name(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sluice::cpu

@@ -1,0 +1,63 @@
+#include "cpu/reference_backend.h"
+
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "cpu/reference_ops.h"
+
+namespace sluice::cpu {
+namespace {
+
+class ReferenceWeight : public Weight {
+ public:
+  ReferenceWeight(Buffer values, std::int64_t outputs, std::int64_t inputs)
+      : values_(std::move(values)), outputs_(outputs), inputs_(inputs) {}
+  std::int64_t outputs() const override { return outputs_; }
+  std::int64_t inputs() const override { return inputs_; }
+  const float* values() const { return values_.floats(); }
+
+ private:
+  Buffer values_;  // [outputs, inputs]
+  std::int64_t outputs_;
+  std::int64_t inputs_;
+};
+
+}  // namespace
+
+ReferenceBackend::ReferenceBackend(std::uint64_t device_cap, std::uint64_t host_cap)
+    : memory_(device_cap, host_cap) {
+  info_.name = "reference";
+  info_.description = "plain loops, one thread, fp32";
+  info_.attends_host_rows = true;
+  info_.synchronous = true;
+  info_.max_head_dim = std::numeric_limits<int>::max();
+}
+
+std::unique_ptr<Weight> ReferenceBackend::prepare_weight(const Matrix& host) {
+  const auto count = static_cast<std::size_t>(host.rows) * static_cast<std::size_t>(host.columns);
+  Buffer values = allocate(info_.compute_tier, count * sizeof(float));
+  reference_cast(host, {values.data(), DType::f32, host.rows, host.columns, host.columns});
+  return std::make_unique<ReferenceWeight>(std::move(values), host.rows, host.columns);
+}
+
+void ReferenceBackend::copy(std::span<const CopyOp> ops, Stream /*stream*/) {
+  for (const CopyOp& op : ops) std::memcpy(op.to, op.from, op.bytes);
+}
+
+void ReferenceBackend::embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) {
+  reference_embed(table, ids, y);
+}
+
+void ReferenceBackend::linear(const LinearParams& params) {
+  reference_linear(params, static_cast<const ReferenceWeight*>(params.weight)->values());
+}
+
+void ReferenceBackend::rms_norm(const RmsNormParams& params) { reference_rms_norm(params); }
+void ReferenceBackend::rope(const RopeParams& params) { reference_rope(params); }
+void ReferenceBackend::swiglu(const SwigluParams& params) { reference_swiglu(params); }
+void ReferenceBackend::cast(const Matrix& from, const Matrix& to) { reference_cast(from, to); }
+void ReferenceBackend::append(const AppendParams& params) { reference_append(params); }
+void ReferenceBackend::attend(const AttendParams& params) { reference_attend(params); }
+
+}  // namespace sluice::cpu

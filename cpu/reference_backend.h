@@ -1,0 +1,53 @@
+// The slow, obvious backend: fp32, one thread, plain loops. Faster backends are tested against it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "cpu/memory.h"
+#include "lib/backend.h"
+
+namespace sluice::cpu {
+
+class ReferenceBackend : public Backend {
+ public:
+  explicit ReferenceBackend(std::uint64_t device_cap = MemoryAccount::kNoCap,
+                            std::uint64_t host_cap = MemoryAccount::kNoCap);
+
+  const BackendInfo& info() const override { return info_; }
+  MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
+  void register_host(std::byte* /*data*/, std::size_t /*bytes*/) override {}
+  void unregister_host(std::byte* /*data*/) noexcept override {}
+
+  std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
+    return static_cast<std::uint64_t>(outputs * inputs) * sizeof(float);
+  }
+  std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
+  void copy(std::span<const CopyOp> ops, Stream stream) override;
+  void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) override;
+  void linear(const LinearParams& params) override;
+  void rms_norm(const RmsNormParams& params) override;
+  void rope(const RopeParams& params) override;
+  void swiglu(const SwigluParams& params) override;
+  void cast(const Matrix& from, const Matrix& to) override;
+  void append(const AppendParams& params) override;
+  void attend(const AttendParams& params) override;
+
+  // Every call has finished when it returns, so streams are always idle.
+  void order(Stream /*signalling*/, Stream /*waiting*/) override {}
+  void synchronize() override {}
+
+ protected:
+  std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
+  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    memory_.give_back(tier, data, bytes);
+  }
+
+ private:
+  BackendInfo info_;
+  CpuMemory memory_;
+};
+
+}  // namespace sluice::cpu

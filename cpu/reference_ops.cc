@@ -1,0 +1,218 @@
+#include "cpu/reference_ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "lib/check.h"
+#include "lib/half.h"
+
+namespace sluice::cpu {
+
+float read_element(const void* data, DType dtype, std::int64_t index) {
+  if (dtype == DType::f32) return static_cast<const float*>(data)[index];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(data)[index];
+  return dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
+}
+
+void write_element(void* data, DType dtype, std::int64_t index, float value) {
+  if (dtype == DType::f32) {
+    static_cast<float*>(data)[index] = value;
+  } else {
+    static_cast<std::uint16_t*>(data)[index] =
+        dtype == DType::bf16 ? float_to_bf16(value) : float_to_f16(value);
+  }
+}
+
+namespace {
+
+// The log-sum-exp of no logits.
+constexpr double kNone = -std::numeric_limits<double>::infinity();
+
+float at(const Matrix& m, std::int64_t row, std::int64_t column) {
+  return read_element(m.data, m.dtype, row * m.stride + column);
+}
+
+void put(const Matrix& m, std::int64_t row, std::int64_t column, float value) {
+  write_element(m.data, m.dtype, row * m.stride + column, value);
+}
+
+// 1 / rms of `n` values.
+double inverse_rms(const float* x, std::int64_t n, float epsilon) {
+  double squares = 0;
+  for (std::int64_t i = 0; i < n; ++i) squares += static_cast<double>(x[i]) * x[i];
+  return 1.0 / std::sqrt(squares / static_cast<double>(n) + epsilon);
+}
+
+void rotate(float* x, std::int64_t position, const RopeParams& p) {
+  const int half = p.head_dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const double angle = static_cast<double>(position) * p.inverse_frequency[i];
+    const double cosine = std::cos(angle);
+    const double sine = std::sin(angle);
+    const double low = x[i];
+    const double high = x[i + half];
+    x[i] = static_cast<float>(low * cosine - high * sine);
+    x[i + half] = static_cast<float>(high * cosine + low * sine);
+  }
+}
+
+// The partial of one query over the first `visible` rows of a span.
+struct Query {
+  const float* q;
+  float* out;
+  float* lse;
+};
+
+std::vector<double> logits_of(const Query& query, const AttendParams& p, const RowSpan& span,
+                              std::int64_t visible) {
+  std::vector<double> logits(static_cast<std::size_t>(visible));
+  for (std::int64_t row = 0; row < visible; ++row) {
+    const std::byte* const k = span.rows + static_cast<std::size_t>(row) * p.shape.row_bytes();
+    double dot = 0;
+    for (int c = 0; c < p.shape.head_dim; ++c) {
+      dot += static_cast<double>(query.q[c]) * read_element(k, p.shape.dtype, c);
+    }
+    logits[static_cast<std::size_t>(row)] = dot * p.scale;
+  }
+  return logits;
+}
+
+// Weights relative to the old partial and this one; both zero when neither holds a row.
+struct MergeWeights {
+  double before;
+  double here;
+  double lse;
+};
+
+MergeWeights merge_weights(double before, double here) {
+  if (before == kNone && here == kNone) return {0, 0, kNone};
+  const double highest = std::max(before, here);
+  const double lse = highest + std::log(std::exp(before - highest) + std::exp(here - highest));
+  return {std::exp(before - lse), std::exp(here - lse), lse};
+}
+
+void attend_query(const Query& query, const AttendParams& p, const RowSpan& span,
+                  std::int64_t visible) {
+  const int d = p.shape.head_dim;
+  std::vector<double> weights = logits_of(query, p, span, visible);
+  double highest = kNone;
+  for (const double logit : weights) highest = logit > highest ? logit : highest;
+  // Logits that are all -inf give no weight to any row, like no rows at all; a NaN stays a NaN.
+  const double reference = highest == kNone ? 0 : highest;
+  double sum = 0;
+  for (double& weight : weights) sum += weight = std::exp(weight - reference);
+  const double here = sum == 0 ? kNone : reference + std::log(sum);
+
+  const MergeWeights merge = merge_weights(p.merge ? *query.lse : kNone, here);
+  for (int c = 0; c < d; ++c) {
+    double value = 0;
+    for (std::int64_t row = 0; row < visible && sum != 0; ++row) {
+      const std::byte* const k = span.rows + static_cast<std::size_t>(row) * p.shape.row_bytes();
+      value += weights[static_cast<std::size_t>(row)] / sum * read_element(k, p.shape.dtype, d + c);
+    }
+    const double before = merge.before == 0 ? 0 : merge.before * query.out[c];
+    query.out[c] = static_cast<float>(before + (merge.here == 0 ? 0 : merge.here * value));
+  }
+  *query.lse = static_cast<float>(merge.lse);
+}
+
+}  // namespace
+
+void reference_embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) {
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    check(ids[i] >= 0 && ids[i] < table.rows, "a token id outside of the embedding table");
+    for (std::int64_t c = 0; c < table.columns; ++c) {
+      put(y, static_cast<std::int64_t>(i), c, at(table, ids[i], c));
+    }
+  }
+}
+
+void reference_linear(const LinearParams& p, const float* weight) {
+  const std::int64_t inputs = p.weight->inputs();
+  for (std::int64_t t = 0; t < p.x.rows; ++t) {
+    for (std::int64_t o = 0; o < p.weight->outputs(); ++o) {
+      double sum = p.accumulate ? at(p.y, t, o) : 0;
+      if (p.bias != nullptr) sum += p.bias[o];
+      for (std::int64_t i = 0; i < inputs; ++i) {
+        sum += static_cast<double>(at(p.x, t, i)) * weight[o * inputs + i];
+      }
+      put(p.y, t, o, static_cast<float>(sum));
+    }
+  }
+}
+
+void reference_rms_norm(const RmsNormParams& p) {
+  for (std::int64_t t = 0; t < p.x.rows; ++t) {
+    const float* const x = static_cast<const float*>(p.x.data) + t * p.x.stride;
+    const double factor = inverse_rms(x, p.x.columns, p.epsilon);
+    for (std::int64_t c = 0; c < p.x.columns; ++c) {
+      put(p.y, t, c, static_cast<float>(x[c] * factor * p.weight[c]));
+    }
+  }
+}
+
+void reference_rope(const RopeParams& p) {
+  for (std::int64_t t = 0; t < p.tokens; ++t) {
+    for (int h = 0; h < p.heads; ++h) {
+      float* const x = p.x + t * p.stride + static_cast<std::int64_t>(h) * p.head_dim;
+      if (p.norm_weight != nullptr) {
+        const double factor = inverse_rms(x, p.head_dim, p.norm_epsilon);
+        for (int c = 0; c < p.head_dim; ++c) {
+          x[c] = static_cast<float>(x[c] * factor * p.norm_weight[c]);
+        }
+      }
+      rotate(x, p.first_position + t, p);
+    }
+  }
+}
+
+void reference_swiglu(const SwigluParams& p) {
+  const std::int64_t columns = p.y.columns;
+  for (std::int64_t t = 0; t < p.y.rows; ++t) {
+    for (std::int64_t c = 0; c < columns; ++c) {
+      const double gate = at(p.gate_up, t, c);
+      const double up = at(p.gate_up, t, columns + c);
+      put(p.y, t, c, static_cast<float>(gate / (1.0 + std::exp(-gate)) * up));
+    }
+  }
+}
+
+void reference_cast(const Matrix& from, const Matrix& to) {
+  for (std::int64_t row = 0; row < from.rows; ++row) {
+    for (std::int64_t c = 0; c < from.columns; ++c) put(to, row, c, at(from, row, c));
+  }
+}
+
+void reference_append(const AppendParams& p) {
+  const int d = p.shape.head_dim;
+  for (std::int64_t t = 0; t < p.tokens; ++t) {
+    for (int h = 0; h < p.shape.kv_heads; ++h) {
+      const std::int64_t offset = t * p.stride + static_cast<std::int64_t>(h) * d;
+      std::byte* const row =
+          p.rows[static_cast<std::size_t>(h)] + static_cast<std::size_t>(t) * p.shape.row_bytes();
+      for (int c = 0; c < d; ++c) {
+        write_element(row, p.shape.dtype, c, p.k[offset + c]);
+        write_element(row, p.shape.dtype, d + c, p.v[offset + c]);
+      }
+    }
+  }
+}
+
+void reference_attend(const AttendParams& p) {
+  const int group = p.shape.group();
+  for (std::int64_t t = 0; t < p.tokens; ++t) {
+    for (int head = 0; head < p.shape.query_heads; ++head) {
+      const RowSpan& span = p.rows[static_cast<std::size_t>(head / group)];
+      const std::int64_t before = p.first_query_position + t + 1 - p.first_row_position;
+      const std::int64_t visible = std::clamp<std::int64_t>(before, 0, span.count);
+      const std::int64_t index = t * p.shape.query_heads + head;
+      attend_query({p.q + t * p.q_stride + static_cast<std::int64_t>(head) * p.shape.head_dim,
+                    p.out + index * p.shape.head_dim, p.lse + index},
+                   p, span, visible);
+    }
+  }
+}
+
+}  // namespace sluice::cpu

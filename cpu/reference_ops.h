@@ -1,0 +1,27 @@
+// Every operation of lib/backend.h as plain loops: the definition that faster code is held to.
+// Shapes and sources are those of the parameter structs there. Single-threaded; sums are fp64.
+#pragma once
+
+#include <span>
+
+#include "lib/backend.h"
+
+namespace sluice::cpu {
+
+// Element `index` of an array of `dtype`.
+float read_element(const void* data, DType dtype, std::int64_t index);
+void write_element(void* data, DType dtype, std::int64_t index, float value);
+
+// `table` is [vocabulary, columns]; ids outside of it end the process.
+void reference_embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y);
+// `weight` is params.weight's values, [outputs, inputs].
+void reference_linear(const LinearParams& params, const float* weight);
+void reference_rms_norm(const RmsNormParams& params);
+void reference_rope(const RopeParams& params);
+void reference_swiglu(const SwigluParams& params);
+void reference_cast(const Matrix& from, const Matrix& to);
+// Bytes of a row past its values (row_bytes() rounds up) keep what they held.
+void reference_append(const AppendParams& params);
+void reference_attend(const AttendParams& params);
+
+}  // namespace sluice::cpu

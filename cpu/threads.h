@@ -1,0 +1,61 @@
+// The CPU backend's threads: a fixed number of oneTBB workers on the cores that hwloc shows.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace sluice::cpu {
+
+class Threads {
+ public:
+  // `count` threads, or one per core that this process may use if 0.
+  explicit Threads(int count = 0);
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+  ~Threads();
+
+  int count() const { return count_; }
+
+  // Runs body(task) for every task in [0, tasks) on all threads and returns when all are done.
+  // The first exception that a task throws is rethrown here. `bytes` is what the tasks read
+  // altogether: below some tens of KiB, waking another thread takes longer than the work (and far
+  // longer on a machine that is busy), so the calling thread does it alone.
+  template <typename Body>
+  void for_each(std::int64_t tasks, const Body& body, std::int64_t bytes = kAlwaysShared) {
+    if (tasks == 1 || bytes < kMinSharedBytes) {
+      for (std::int64_t task = 0; task < tasks; ++task) body(task);
+      return;
+    }
+    run(
+        tasks,
+        [](const void* context, std::int64_t task) { (*static_cast<const Body*>(context))(task); },
+        &body);
+  }
+
+  // Runs body(begin, end) over pieces of [0, items) of at least `grain` items each.
+  template <typename Body>
+  void for_ranges(std::int64_t items, std::int64_t grain, const Body& body) {
+    const std::int64_t pieces = pieces_of(items, grain);
+    for_each(pieces, [&](std::int64_t piece) {
+      body(items * piece / pieces, items * (piece + 1) / pieces);
+    });
+  }
+
+  // The calling thread's number within the running for_each, in [0, count()).
+  static int index();
+
+ private:
+  static constexpr std::int64_t kAlwaysShared = std::int64_t{1} << 62;
+  static constexpr std::int64_t kMinSharedBytes = 256 * 1024;
+
+  struct Arena;
+  using Task = void (*)(const void* context, std::int64_t task);
+
+  void run(std::int64_t tasks, Task task, const void* context);
+  std::int64_t pieces_of(std::int64_t items, std::int64_t grain) const;
+
+  int count_;
+  std::unique_ptr<Arena> arena_;
+};
+
+}  // namespace sluice::cpu

@@ -1,0 +1,311 @@
+// Every implementation of Backend::attend() against the same fp64 oracle.
+#include "tests/support/attention_parity.h"
+
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "cpu/cpu_backend.h"
+#include "cpu/reference_backend.h"
+#include "cpu/threads.h"
+#include "lib/half.h"
+#include "tests/support/attention_cases.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+using cpu::AttendKernel;
+using testing::AttentionCase;
+using testing::AttentionRun;
+using testing::Partial;
+using testing::Random;
+using testing::random_case;
+using testing::Rounding;
+
+// One kernel, with one instruction set, in the place of the reference's attend().
+class KernelBackend : public cpu::ReferenceBackend {
+ public:
+  KernelBackend(AttendKernel kernel, std::int64_t targets) : kernel_(kernel) {
+    hwy::SetSupportedTargetsForTest(targets);
+  }
+  KernelBackend(const KernelBackend&) = delete;
+  KernelBackend& operator=(const KernelBackend&) = delete;
+  ~KernelBackend() override { hwy::SetSupportedTargetsForTest(0); }
+
+  void attend(const AttendParams& params) override { cpu::attend(params, threads_, kernel_); }
+
+ private:
+  AttendKernel kernel_;
+  cpu::Threads threads_{2};
+};
+
+struct Implementation {
+  std::string name;
+  std::function<std::unique_ptr<Backend>()> make;
+  std::vector<DType> dtypes = {DType::f32, DType::f16, DType::bf16};
+  Rounding rounding = {};  // with rows of bf16
+};
+
+Implementation forced(const std::string& name, AttendKernel kernel, std::int64_t targets) {
+  return {.name = name, .make = [=] { return std::make_unique<KernelBackend>(kernel, targets); }};
+}
+
+// Every backend, and every kernel of the CPU backend with every instruction set that runs here.
+std::vector<Implementation> implementations() {
+  constexpr Rounding kBf16 = {.bf16_queries = true, .bf16_weights = true};
+  std::vector<Implementation> all;
+  all.push_back(
+      {.name = "reference", .make = [] { return std::make_unique<cpu::ReferenceBackend>(); }});
+  all.push_back({.name = "cpu", .make = [] {
+                   cpu::CpuOptions options;
+                   options.threads = 2;
+                   return std::make_unique<cpu::CpuBackend>(options);
+                 }});
+  for (const std::int64_t target : {HWY_AVX3, HWY_AVX2, HWY_SCALAR}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    const std::string suffix = std::string("_") + hwy::TargetName(target);
+    all.push_back(forced("decode" + suffix, AttendKernel::decode, target));
+    all.push_back(forced("prefill" + suffix, AttendKernel::prefill, target));
+  }
+  if (cpu::attend_supported(AttendKernel::amx, {.dtype = DType::bf16})) {
+    all[1].rounding = kBf16;
+    all.push_back(forced("amx", AttendKernel::amx, 0));
+    all.back().dtypes = {DType::bf16};
+    all.back().rounding = kBf16;
+  }
+  return all;
+}
+
+struct Parameter {
+  Implementation implementation;
+  DType dtype;
+  int head_dim;
+};
+
+std::ostream& operator<<(std::ostream& out, const Parameter& p) {
+  return out << p.implementation.name << ' ' << to_string(p.dtype) << ' ' << p.head_dim;
+}
+
+std::vector<Parameter> parameters(const std::vector<int>& head_dims) {
+  std::vector<Parameter> all;
+  for (const Implementation& implementation : implementations()) {
+    for (const DType dtype : implementation.dtypes) {
+      for (const int head_dim : head_dims) all.push_back({implementation, dtype, head_dim});
+    }
+  }
+  return all;
+}
+
+std::string name_of(const ::testing::TestParamInfo<Parameter>& info) {
+  return info.param.implementation.name + "_" + std::string(to_string(info.param.dtype)) + "_d" +
+         std::to_string(info.param.head_dim);
+}
+
+class AttentionParity : public ::testing::TestWithParam<Parameter> {
+ protected:
+  KvShape shape(int kv_heads, int group) const {
+    return {.layers = 1,
+            .query_heads = kv_heads * group,
+            .kv_heads = kv_heads,
+            .head_dim = GetParam().head_dim,
+            .dtype = GetParam().dtype};
+  }
+  Rounding rounding() const {
+    return GetParam().dtype == DType::bf16 ? GetParam().implementation.rounding : Rounding{};
+  }
+  // All queries behind all rows, unless the case says otherwise.
+  static void show_all(AttentionCase& c) {
+    for (int head = 0; head < c.shape.kv_heads; ++head) {
+      c.first_query_position = std::max(c.first_query_position, c.count(head));
+    }
+  }
+  void check(const AttentionCase& c) {
+    AttentionRun run(*backend_, c);
+    run.attend();
+    testing::expect_parity(c, run.result(), rounding());
+  }
+
+  const std::uint64_t seed_ = testing::seed(20250611);
+  Random random_{seed_};
+  const std::unique_ptr<Backend> backend_ = GetParam().implementation.make();
+  ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
+};
+
+class AttentionParityOfShapes : public AttentionParity {};
+
+TEST_P(AttentionParityOfShapes, DecodesAnyGroupAndLength) {
+  for (const int group : {1, 2, 3, 4, 7, 8, 16}) {
+    for (const std::int64_t count : {std::int64_t{1}, std::int64_t{127}, std::int64_t{128},
+                                     std::int64_t{129}, random_.integer(2, 1000)}) {
+      SCOPED_TRACE(::testing::Message() << "group " << group << " rows " << count);
+      // The second head has another count, often none.
+      const std::int64_t counts[] = {count, count / 128};
+      AttentionCase c = random_case(random_, shape(2, group), 1, counts);
+      show_all(c);
+      check(c);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(AttentionParityOfShapes, PrefillsChunksUnderACausalMask) {
+  for (const int group : {1, 2, 4, 8, 16, 5}) {
+    const std::int64_t tokens = random_.integer(2, 300 / group);
+    const std::int64_t before = random_.integer(0, 200);
+    SCOPED_TRACE(::testing::Message()
+                 << "group " << group << " tokens " << tokens << " rows before " << before);
+    // The second head misses the newest rows, as after eviction.
+    const std::int64_t counts[] = {before + tokens, (before + tokens) / 2};
+    AttentionCase c = random_case(random_, shape(2, group), tokens, counts);
+    c.first_row_position = random_.integer(0, 1 << 20);
+    c.first_query_position = c.first_row_position + before;
+    check(c);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(AttentionParityOfShapes, MergedPartialsEqualTheWhole) {
+  for (const std::int64_t tokens : {1, 40}) {
+    const std::int64_t counts[] = {900, 500};
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    c.first_query_position = 870;
+    AttentionRun run(*backend_, c);
+    std::int64_t begin = 0;
+    while (begin < 900) {
+      const std::int64_t end = begin + random_.integer(1, 400);
+      run.attend({begin, end}, begin > 0);
+      begin = end;
+    }
+    testing::expect_parity(c, run.result(), rounding());
+    if (HasFatalFailure()) return;
+  }
+}
+
+std::vector<Parameter> all_shapes() { return parameters({32, 40, 64, 80, 128, 256}); }
+
+INSTANTIATE_TEST_SUITE_P(, AttentionParityOfShapes, ::testing::ValuesIn(all_shapes()), name_of);
+
+TEST_P(AttentionParity, LongContext) {
+  const std::int64_t counts[] = {20000, 1111};
+  AttentionCase c = random_case(random_, shape(2, 8), 1, counts);
+  // Logits with a deviation of 4, so that few rows dominate and partials differ in weight.
+  for (float& value : c.q) value *= 4;
+  show_all(c);
+  check(c);
+}
+
+TEST_P(AttentionParity, LongContextOfAChunk) {
+  const std::int64_t counts[] = {5000};
+  AttentionCase c = random_case(random_, shape(1, 4), 9, counts);
+  c.first_query_position = 4991;
+  check(c);
+}
+
+TEST_P(AttentionParity, EmptyPartialIsZeroWithNoWeight) {
+  const std::int64_t counts[] = {0, 5};
+  AttentionCase c = random_case(random_, shape(2, 2), 3, counts);
+  c.first_row_position = 2;  // the first two tokens see nothing of the second head either
+  AttentionRun run(*backend_, c);
+  run.attend();
+  const Partial partial = run.result();
+  for (std::size_t i = 0; i < 10; ++i) {
+    EXPECT_EQ(partial.lse[i], -std::numeric_limits<float>::infinity()) << i;
+  }
+  for (std::size_t i = 0; i < 10 * static_cast<std::size_t>(c.shape.head_dim); ++i) {
+    ASSERT_EQ(partial.out[i], 0.0f) << i;
+  }
+  testing::expect_parity(c, partial, rounding());
+}
+
+TEST_P(AttentionParity, MergingNothingChangesNothing) {
+  for (const std::int64_t tokens : {1, 30}) {
+    const std::int64_t counts[] = {200};
+    AttentionCase c = random_case(random_, shape(1, 4), tokens, counts);
+    c.first_query_position = 200;
+    AttentionRun run(*backend_, c);
+    run.attend();
+    const Partial before = run.result();
+    run.attend({200, 200}, true);
+    const Partial after = run.result();
+    EXPECT_EQ(before.out, after.out);
+    EXPECT_EQ(before.lse, after.lse);
+  }
+}
+
+TEST_P(AttentionParity, MergesIntoAnEmptyPartial) {
+  for (const std::int64_t tokens : {1, 30}) {
+    const std::int64_t counts[] = {300};
+    AttentionCase c = random_case(random_, shape(1, 4), tokens, counts);
+    c.first_query_position = 300;
+    AttentionRun run(*backend_, c);
+    run.attend({0, 0});
+    run.attend({0, 300}, true);
+    testing::expect_parity(c, run.result(), rounding());
+  }
+}
+
+TEST_P(AttentionParity, HugeLogitsDoNotOverflow) {
+  for (const std::int64_t tokens : {1, 40}) {
+    const std::int64_t counts[] = {400, 400};
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    // Exact in bf16, so that a logit of 10,000 is not off by more than its own rounding.
+    for (float& value : c.q) value = bf16_to_float(float_to_bf16(value * 3000));
+    c.first_query_position = 380;
+    AttentionRun run(*backend_, c);
+    run.attend();
+    testing::expect_parity(c, run.result(), {false, rounding().bf16_weights});
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(AttentionParity, EnormousKeysDoNotHideOthers) {
+  for (const std::int64_t tokens : {1, 40}) {
+    const std::int64_t counts[] = {300, 300};
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    for (float& value : c.q) value = std::abs(value) + 0.5f;
+    c.first_query_position = 300;
+    // The most negative key there is: logits of about -10^38 (-10^4 in f16), or -inf once summed.
+    const float lowest = GetParam().dtype == DType::f16 ? -65504.0f : -0x1.fep127f;
+    for (std::int64_t row = 0; row < 290; ++row) set_row_element(c, 0, row, 3, lowest);
+    for (std::int64_t row = 10; row < 300; ++row) set_row_element(c, 1, row, 0, lowest);
+    check(c);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(AttentionParity, NaNStaysNaNAndStaysInItsHead) {
+  for (const std::int64_t tokens : {1, 40}) {
+    const std::int64_t counts[] = {300, 300};
+    AttentionCase c = random_case(random_, shape(2, 4), tokens, counts);
+    c.first_query_position = 300;
+    set_row_element(c, 0, 150, 7, std::numeric_limits<float>::quiet_NaN());
+    check(c);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(AttentionParity, NegativeScale) {
+  for (const std::int64_t tokens : {1, 40}) {
+    const std::int64_t counts[] = {300};
+    AttentionCase c = random_case(random_, shape(1, 4), tokens, counts);
+    c.first_query_position = 280;
+    c.scale = -c.scale;
+    check(c);
+    if (HasFatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, AttentionParity, ::testing::ValuesIn(parameters({64, 128})), name_of);
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,123 @@
+#include "cpu/linear.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/elementwise.h"
+#include "cpu/threads.h"
+#include "lib/half.h"
+#include "tests/support/random.h"
+
+namespace sluice::cpu {
+namespace {
+
+using sluice::testing::Random;
+
+struct Case {
+  std::int64_t tokens, inputs, outputs;
+  DType stored, compute;
+  bool bias, accumulate;
+};
+
+// Runs one product and returns its largest error against fp64, relative to the size that a sum of
+// `inputs` products of normal numbers has.
+double largest_error(const Case& c, Threads& threads, Random& random) {
+  const std::vector<float> x = random.normal(c.tokens * c.inputs);
+  const std::vector<float> w = random.normal(c.outputs * c.inputs);
+  const std::vector<float> bias = random.normal(c.outputs);
+  const std::vector<float> y0 = random.normal(c.tokens * c.outputs);
+  std::vector<std::byte> stored(w.size() * size_of(c.stored));
+  convert(w.data(), DType::f32, stored.data(), c.stored, c.outputs * c.inputs);
+  std::vector<std::byte> input(x.size() * size_of(c.compute));
+  convert(x.data(), DType::f32, input.data(), c.compute, c.tokens * c.inputs);
+
+  MemoryAccount account(Tier::host);
+  Linear linear(threads, c.compute);
+  const auto weight =
+      linear.pack({stored.data(), c.stored, c.outputs, c.inputs, c.inputs}, account);
+  EXPECT_EQ(account.used(), linear.packed_bytes(c.outputs, c.inputs));
+  std::vector<float> y = y0;
+  linear.run({{input.data(), c.compute, c.tokens, c.inputs, c.inputs},
+              weight.get(),
+              c.bias ? bias.data() : nullptr,
+              {y.data(), DType::f32, c.tokens, c.outputs, c.outputs},
+              c.accumulate});
+
+  // What the computation sees after its inputs were rounded.
+  const auto rounded = [](const std::vector<float>& values, DType a, DType b) {
+    std::vector<float> result = values;
+    for (float& value : result) {
+      for (const DType dtype : {a, b}) {
+        if (dtype == DType::bf16) value = bf16_to_float(float_to_bf16(value));
+        if (dtype == DType::f16) value = f16_to_float(float_to_f16(value));
+      }
+    }
+    return result;
+  };
+  const std::vector<float> wr = rounded(w, c.stored, c.compute);
+  const std::vector<float> xr = rounded(x, c.compute, c.compute);
+  double error = 0.0;
+  for (std::int64_t t = 0; t < c.tokens; ++t) {
+    for (std::int64_t o = 0; o < c.outputs; ++o) {
+      const auto at = static_cast<std::size_t>(t * c.outputs + o);
+      double sum =
+          (c.bias ? bias[static_cast<std::size_t>(o)] : 0.0f) + (c.accumulate ? y0[at] : 0.0f);
+      for (std::int64_t i = 0; i < c.inputs; ++i) {
+        sum += double{xr[static_cast<std::size_t>(t * c.inputs + i)]} *
+               wr[static_cast<std::size_t>(o * c.inputs + i)];
+      }
+      error = std::max(error, std::abs(sum - y[at]));
+    }
+  }
+  return error / std::sqrt(static_cast<double>(c.inputs));
+}
+
+TEST(Linear, EqualsTheProductOfTheRoundedInputs) {
+  const std::uint64_t seed = sluice::testing::seed(11);
+  SCOPED_TRACE(sluice::testing::seed_message(seed));
+  Random random(seed);
+  Threads threads(3);
+  std::vector<DType> computes = {DType::f32};
+  if (Linear::bf16_is_fast()) computes.push_back(DType::bf16);
+  for (const DType compute : computes) {
+    for (const DType stored : {DType::bf16, DType::f16, DType::f32}) {
+      for (const std::int64_t tokens : {1, 2, 7, 64, 257, 600}) {
+        const Case c{tokens,  random.integer(1, 300),    random.integer(1, 300),   stored,
+                     compute, random.integer(0, 1) == 1, random.integer(0, 1) == 1};
+        SCOPED_TRACE(::testing::Message() << tokens << " x " << c.inputs << " x " << c.outputs);
+        // Products of bf16 numbers are exact in fp32; what is left is the order of fp32 sums.
+        EXPECT_LT(largest_error(c, threads, random), 2e-5);
+      }
+    }
+  }
+}
+
+// A layout that oneDNN has no fast kernel for makes it a hundred times slower, silently.
+TEST(Linear, NeverFallsBackToTheReferenceKernel) {
+  Threads threads(2);
+  for (const DType compute : {DType::f32, DType::bf16}) {
+    if (compute == DType::bf16 && !Linear::bf16_is_fast()) continue;
+    const Linear linear(threads, compute);
+    for (const std::int64_t tokens : {1, 2, 16, 256}) {
+      EXPECT_EQ(linear.kernel_name(tokens, 384, 768).find("ref"), std::string::npos) << tokens;
+    }
+  }
+}
+
+TEST(Linear, ReturnsItsMemory) {
+  MemoryAccount account(Tier::host);
+  Threads threads(2);
+  Linear linear(threads, DType::f32);
+  const std::vector<float> w(100 * 50, 1.0f);
+  {
+    const auto weight =
+        linear.pack({const_cast<float*>(w.data()), DType::f32, 100, 50, 50}, account);
+    EXPECT_GE(account.used(), w.size() * sizeof(float));
+  }
+  EXPECT_EQ(account.used(), 0u);
+}
+
+}  // namespace
+}  // namespace sluice::cpu
