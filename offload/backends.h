@@ -1,0 +1,25 @@
+// The composition root: the one place that knows which backends exist.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "lib/backend.h"
+
+namespace sluice {
+
+struct BackendOptions {
+  std::string device = "cpu";        // "cpu", or "reference": the slow fp32 backend for checking
+  int threads = 0;                   // 0: one per core
+  std::optional<DType> compute;      // of matrix products; unset: fast and lossless
+  DType weight_dtype = DType::bf16;  // of the checkpoint
+  std::optional<std::uint64_t> device_memory;  // cap in bytes
+  std::optional<std::uint64_t> host_memory;    // cap in bytes
+};
+
+// Throws Error{usage} for a device that this build does not have.
+std::unique_ptr<Backend> make_backend(const BackendOptions& options);
+
+}  // namespace sluice

@@ -1,0 +1,19 @@
+// Decides where the rows of a cache live, from its shape and the caps, before any allocation.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "sluice/kv_cache.h"
+
+namespace sluice {
+
+// `attends_host_rows`: without a device cap the rows may stay in host memory. Throws Error{usage}
+// for a shape or context out of range, Error{memory} if `device_cap` is too small to run at all.
+KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
+               std::optional<std::uint64_t> device_cap, bool attends_host_rows);
+
+// Bytes of a region's rows, rounded to what the host store commits.
+std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t tokens);
+
+}  // namespace sluice

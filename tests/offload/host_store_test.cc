@@ -1,0 +1,67 @@
+#include "offload/host_store.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cpu/reference_backend.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr KvShape kShape{2, 4, 2, 64, DType::bf16};  // rows of 256 B in 4 regions
+
+TEST(HostStore, RowsKeepTheirPlaceAndContentWhileItGrows) {
+  cpu::ReferenceBackend backend;
+  HostStore store(backend, kShape, 100000);
+  store.grow(1);
+  std::byte* const first = store.row(1, 1, 0);
+  std::memset(first, 7, kShape.row_bytes());
+  for (const std::int64_t tokens : {100, 1000, 20000, 99999, 100000}) {
+    store.grow(tokens);
+    EXPECT_GE(store.committed_tokens(), tokens);
+    EXPECT_EQ(store.row(1, 1, 0), first);
+    EXPECT_EQ(first[255], std::byte{7});
+    std::memset(store.row(0, 0, tokens - 1), 1, kShape.row_bytes());
+  }
+  EXPECT_EQ(store.row(0, 0, 1) - store.row(0, 0, 0), 256);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(first) % kRowAlignment, 0u);
+}
+
+TEST(HostStore, ChargesWhatItCommitsAndReturnsIt) {
+  cpu::ReferenceBackend backend;
+  {
+    HostStore store(backend, kShape, 1000);
+    EXPECT_EQ(backend.account(Tier::host).used(), 0u) << "reserving takes no memory";
+    store.grow(1000);
+    EXPECT_GE(backend.account(Tier::host).used(), kShape.token_bytes() * 1000);
+    EXPECT_LE(backend.account(Tier::host).used(), kShape.token_bytes() * 1000 + 4 * 4096);
+  }
+  EXPECT_EQ(backend.account(Tier::host).used(), 0u);
+}
+
+TEST(HostStore, StopsAtTheHostCapAndKeepsWhatItHas) {
+  cpu::ReferenceBackend backend(MemoryAccount::kNoCap, 4 * 256 * 1024);
+  HostStore store(backend, kShape, 100000);
+  store.grow(512);
+  std::memset(store.row(1, 1, 511), 9, kShape.row_bytes());
+  try {
+    store.grow(5000);
+    FAIL() << "grew past the cap";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::memory);
+  }
+  EXPECT_EQ(store.row(1, 1, 511)[0], std::byte{9});
+  EXPECT_LE(backend.account(Tier::host).peak(), 4u * 256 * 1024);
+}
+
+TEST(HostStoreDeathTest, RowsBeyondTheCommittedPartAreABug) {
+  cpu::ReferenceBackend backend;
+  HostStore store(backend, kShape, 100000);
+  store.grow(10);
+  EXPECT_DEATH(store.row(0, 0, 50000), "committed");
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,115 @@
+#include "offload/planner.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+
+#include "lib/bytes.h"
+#include "sluice/errors.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+constexpr KvShape kSmall{12, 8, 2, 64, DType::bf16};
+constexpr KvShape kLlama8B{32, 32, 8, 128, DType::bf16};
+
+TEST(Planner, RowsArePaddedToCacheLines) {
+  EXPECT_EQ(kLlama8B.row_bytes(), 512u);
+  EXPECT_EQ((KvShape{1, 1, 1, 80, DType::bf16}.row_bytes()), 320u);
+  EXPECT_EQ((KvShape{1, 1, 1, 40, DType::bf16}.row_bytes()), 192u);
+  EXPECT_EQ((KvShape{1, 1, 1, 32, DType::f32}.row_bytes()), 256u);
+}
+
+TEST(Planner, WithoutACapRowsStayWhereTheyLie) {
+  const KvPlan plan = plan_kv(kSmall, 1000, 512, std::nullopt, true);
+  EXPECT_TRUE(plan.in_place);
+  EXPECT_EQ(plan.device_bytes, 0u);
+  EXPECT_GE(plan.host_bytes, kSmall.token_bytes() * 1000);
+  EXPECT_EQ(plan.dense_bytes(), kSmall.token_bytes() * 1000);
+}
+
+TEST(Planner, WithoutACapADeviceWithItsOwnMemoryHoldsEverything) {
+  const KvPlan plan = plan_kv(kSmall, 1000, 512, std::nullopt, false);
+  EXPECT_FALSE(plan.in_place);
+  EXPECT_EQ(plan.resident_tokens, 1000);
+}
+
+TEST(Planner, AMillionTokensOfAn8BModelFitHalfAGigabyteOfDevice) {
+  const KvPlan plan = plan_kv(kLlama8B, 1 << 20, 512, std::uint64_t{512} << 20, false);
+  EXPECT_LE(plan.device_bytes, std::uint64_t{512} << 20);
+  EXPECT_TRUE(plan.tails);
+  EXPECT_EQ(plan.chunk, 512);
+  EXPECT_EQ(plan.dense_bytes(), std::uint64_t{128} << 30);
+}
+
+TEST(Planner, FourPagesPerKvHeadAreEnough) {
+  for (const KvShape& shape : {kSmall, kLlama8B, KvShape{1, 1, 1, 64, DType::f32}}) {
+    const std::uint64_t cap =
+        4 * kPageTokens * shape.row_bytes() * static_cast<std::uint64_t>(shape.kv_heads);
+    EXPECT_LE(plan_kv(shape, 100000, 512, cap, true).device_bytes, cap);
+  }
+}
+
+TEST(Planner, ARefusalNamesACapThatWorks) {
+  try {
+    plan_kv(kSmall, 100000, 512, 1000, true);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::memory);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("--device-memory"));
+    const std::string message = error.what(), before = "at least ";
+    ASSERT_THAT(message, ::testing::HasSubstr(before));
+    const std::string rest = message.substr(message.find(before) + before.size());
+    const std::uint64_t least = parse_bytes(rest.substr(0, rest.find('B') + 1), "least");
+    EXPECT_LE(plan_kv(kSmall, 100000, 512, least, true).device_bytes, least);
+    EXPECT_THROW(plan_kv(kSmall, 100000, 512, least - 1, true), Error);
+  }
+}
+
+TEST(Planner, RefusesImpossibleShapes) {
+  const auto refused = [](KvShape shape, std::int64_t context, std::int64_t chunk) {
+    try {
+      plan_kv(shape, context, chunk, std::nullopt, true);
+      return false;
+    } catch (const Error& error) {
+      return error.code() == ErrorCode::usage;
+    }
+  };
+  EXPECT_TRUE(refused({0, 1, 1, 64}, 10, 1));
+  EXPECT_TRUE(refused({1, 3, 2, 64}, 10, 1));
+  EXPECT_TRUE(refused({1, 2, 0, 64}, 10, 1));
+  EXPECT_TRUE(refused({1, 2, 2, 63}, 10, 1));
+  EXPECT_TRUE(refused({1, 2, 2, 512}, 10, 1));
+  EXPECT_TRUE(refused({1, 2, 2, 64}, 0, 1));
+  EXPECT_TRUE(refused({1, 2, 2, 64}, std::int64_t{1} << 40, 1));
+  EXPECT_TRUE(refused({1, 2, 2, 64}, 10, 0));
+}
+
+TEST(Planner, NeverPlansPastTheCap) {
+  const std::uint64_t seed = sluice::testing::seed(1);
+  SCOPED_TRACE(sluice::testing::seed_message(seed));
+  sluice::testing::Random random(seed);
+  for (int i = 0; i < 2000; ++i) {
+    const int heads = static_cast<int>(random.integer(1, 8));
+    const KvShape shape{static_cast<int>(random.integer(1, 40)),
+                        heads * static_cast<int>(random.integer(1, 8)), heads,
+                        static_cast<int>(random.integer(16, 128)) * 2, DType::bf16};
+    const std::int64_t context = random.integer(1, 200000);
+    const auto cap = static_cast<std::uint64_t>(random.integer(0, std::int64_t{1} << 28));
+    try {
+      const KvPlan plan = plan_kv(shape, context, random.integer(1, 2048), cap, true);
+      EXPECT_LE(plan.device_bytes, cap);
+      EXPECT_LE(plan.resident_tokens, context);
+      EXPECT_TRUE(plan.resident_tokens == context || plan.resident_tokens % kPageTokens == 0);
+      EXPECT_TRUE(plan.resident_tokens == context || plan.stream_tokens > 0);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::memory);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice
