@@ -1,0 +1,54 @@
+// Finds the added tokens ("<|end_of_text|>") that stand in a text.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "sluice/types.h"
+
+namespace sluice {
+
+// An entry of "added_tokens" in tokenizer.json.
+struct AddedToken {
+  std::string content;  // never empty
+  TokenId id = 0;
+  bool special = false;     // left out of decoded text
+  bool lstrip = false;      // takes the white space before it along
+  bool rstrip = false;      // takes the white space after it along
+  bool normalized = false;  // is searched for in normalised text
+};
+
+// A stretch of text, or one added token in it.
+struct Segment {
+  static constexpr TokenId kText = -1;
+  std::string_view text;
+  TokenId id = kText;
+};
+
+class AddedTokenFinder {
+ public:
+  explicit AddedTokenFinder(std::vector<AddedToken> tokens);
+
+  // The leftmost token first and the longest of those that begin there; the views point into
+  // `text`. An empty text has no segment.
+  std::vector<Segment> split(std::string_view text) const;
+
+ private:
+  static constexpr std::int32_t kNone = -1;
+
+  void insert(std::int32_t token);
+  std::int32_t longest_at(std::string_view text) const;
+
+  std::vector<AddedToken> tokens_;
+  // A trie: the root's children by byte, the others' by (node, byte), and the token, or kNone,
+  // that ends at each node.
+  std::array<std::int32_t, 256> root_{};
+  std::unordered_map<std::uint64_t, std::int32_t> children_;
+  std::vector<std::int32_t> token_at_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,143 @@
+#include "model/checkpoint.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "io/file.h"
+#include "io/json.h"
+#include "model/json_object.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr const char* kEmbedding = "model.embed_tokens.weight";
+constexpr std::uint64_t kMaxIndexBytes = std::uint64_t{16} << 20;
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string text = "[";
+  for (const std::int64_t size : shape) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(size);
+  }
+  return text + "]";
+}
+
+// The index must not lead out of the directory: a plain, printable file name.
+bool is_shard_name(std::string_view name) {
+  const bool plain = std::all_of(name.begin(), name.end(), [](char c) {
+    return c >= 0x20 && c < 0x7f && c != '/' && c != '\\';
+  });
+  return plain && !name.empty() && name.size() <= 255 && name.front() != '.';
+}
+
+std::string shard_name(const JsonObject& index, const std::string& tensor,
+                       const nlohmann::json& value) {
+  if (!value.is_string()) index.corrupt(in_quotes(tensor), "has no file name");
+  std::string name = value.get<std::string>();
+  if (!is_shard_name(name)) {
+    index.corrupt(in_quotes(tensor),
+                  "lies in " + in_quotes(name) + ", which is no plain file name");
+  }
+  return name;
+}
+
+}  // namespace
+
+Checkpoint::Checkpoint(std::filesystem::path directory, ModelConfig config)
+    : directory_(std::move(directory)), config_(std::move(config)) {}
+
+Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
+  Checkpoint checkpoint(directory, read_config(directory));
+  const std::filesystem::path single = directory / "model.safetensors";
+  const std::filesystem::path index = directory / "model.safetensors.index.json";
+  if (file_exists(single)) {
+    checkpoint.open_single(single);
+  } else if (file_exists(index)) {
+    checkpoint.open_shards(index);
+  } else {
+    throw Error(ErrorCode::not_found,
+                directory.string() +
+                    ": has neither model.safetensors nor model.safetensors.index.json; download "
+                    "the weights, or convert them to safetensors");
+  }
+  const TensorInfo& embedding = checkpoint.info(kEmbedding);
+  if (!embedding.dtype) {
+    throw Error(ErrorCode::unsupported, directory.string() + ": the weights are " +
+                                            embedding.stored_dtype +
+                                            "; convert them to F32, F16 or BF16");
+  }
+  checkpoint.dtype_ = *embedding.dtype;
+  return checkpoint;
+}
+
+void Checkpoint::open_single(const std::filesystem::path& path) {
+  files_.push_back(SafetensorsFile::open(path));
+  for (const auto& [name, tensor] : files_.front().tensors()) {
+    tensors_.emplace(name, Location{&tensor, 0});
+  }
+}
+
+void Checkpoint::open_shards(const std::filesystem::path& index_path) {
+  const nlohmann::json json = read_json_file(index_path, kMaxIndexBytes);
+  const JsonObject index(json, index_path);
+  const JsonObject weight_map = index.object("weight_map");
+  std::map<std::string, std::size_t> shards;
+  for (const auto& [tensor, value] : json.at("weight_map").items()) {
+    const std::string shard = shard_name(weight_map, tensor, value);
+    const auto [found, is_new] = shards.try_emplace(shard, files_.size());
+    if (is_new) files_.push_back(SafetensorsFile::open(directory_ / shard));
+    const TensorInfo* const info = files_[found->second].find(tensor);
+    if (info == nullptr) {
+      weight_map.corrupt(in_quotes(tensor), "should lie in " + shard + " but does not");
+    }
+    tensors_.emplace(info->name, Location{info, found->second});
+  }
+}
+
+const Checkpoint::Location& Checkpoint::locate(std::string_view name) const {
+  const auto found = tensors_.find(name);
+  if (found == tensors_.end()) {
+    throw Error(ErrorCode::corrupt, directory_.string() + ": the checkpoint has no tensor " +
+                                        in_quotes(name) +
+                                        ", which its config.json calls for; download it again");
+  }
+  return found->second;
+}
+
+std::int64_t Checkpoint::parameters() const {
+  std::int64_t sum = 0;
+  for (const auto& [name, location] : tensors_) sum += location.info->elements();
+  return sum;
+}
+
+std::uint64_t Checkpoint::parameter_bytes() const {
+  std::uint64_t sum = 0;
+  for (const auto& [name, location] : tensors_) sum += location.info->bytes();
+  return sum;
+}
+
+void Checkpoint::require(std::string_view name, const std::vector<std::int64_t>& shape) const {
+  const Location& location = locate(name);
+  const SafetensorsFile& file = files_[location.file];
+  const TensorInfo& info = *location.info;
+  if (info.shape != shape) {
+    throw Error(ErrorCode::corrupt, file.path().string() + ": tensor " + in_quotes(name) + " is " +
+                                        shape_text(info.shape) + " but config.json calls for " +
+                                        shape_text(shape) + "; download both files again");
+  }
+  file.require_loadable(info);
+}
+
+Tensor Checkpoint::load(std::string_view name, const std::vector<std::int64_t>& shape) const {
+  require(name, shape);
+  const Location& location = locate(name);
+  const TensorInfo& info = *location.info;
+  std::vector<std::byte> data(static_cast<std::size_t>(info.bytes()));
+  files_[location.file].read(info, data);
+  return {info.dtype.value(), info.shape, std::move(data)};
+}
+
+}  // namespace sluice

@@ -1,0 +1,65 @@
+// A Hugging Face checkpoint directory: config.json and the weights as safetensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string_view>
+#include <vector>
+
+#include "io/safetensors.h"
+#include "model/config.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+// A tensor in host memory, in the dtype of the checkpoint.
+struct Tensor {
+  DType dtype = DType::f32;
+  std::vector<std::int64_t> shape;
+  std::vector<std::byte> data;  // row-major
+};
+
+// Its tensors can be loaded from several threads.
+class Checkpoint {
+ public:
+  // Reads the config and the headers of model.safetensors, or else of the shards that
+  // model.safetensors.index.json names; no weights yet. Throws Error{not_found} for a missing file,
+  // Error{corrupt} if the files contradict their format or each other, Error{unsupported} for a
+  // model that the decoder does not handle, Error{io}.
+  static Checkpoint open(const std::filesystem::path& directory);
+
+  const ModelConfig& config() const { return config_; }
+  DType dtype() const { return dtype_; }  // of the embedding
+  std::int64_t parameters() const;        // elements of all tensors
+  std::uint64_t parameter_bytes() const;  // bytes of all tensors, as stored
+
+  bool has(std::string_view name) const { return tensors_.contains(name); }
+  // Throws Error{corrupt} if there is no such tensor.
+  const TensorInfo& info(std::string_view name) const { return *locate(name).info; }
+  // Throws Error{corrupt} if there is no such tensor or its shape is not `shape`,
+  // Error{unsupported} unless its dtype is F32, F16 or BF16.
+  void require(std::string_view name, const std::vector<std::int64_t>& shape) const;
+  // Throws what require() throws, and Error{io} if reading fails.
+  Tensor load(std::string_view name, const std::vector<std::int64_t>& shape) const;
+
+ private:
+  struct Location {
+    const TensorInfo* info;
+    std::size_t file;  // index into files_
+  };
+
+  Checkpoint(std::filesystem::path directory, ModelConfig config);
+  void open_single(const std::filesystem::path& path);
+  void open_shards(const std::filesystem::path& index_path);
+  const Location& locate(std::string_view name) const;
+
+  std::filesystem::path directory_;
+  ModelConfig config_;
+  DType dtype_ = DType::f32;
+  std::vector<SafetensorsFile> files_;
+  std::map<std::string_view, Location> tensors_;  // keys and infos lie in files_
+};
+
+}  // namespace sluice

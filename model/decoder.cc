@@ -1,0 +1,152 @@
+#include "model/decoder.h"
+
+#include <algorithm>
+#include <array>
+
+#include "lib/check.h"
+
+namespace sluice {
+namespace {
+
+// Columns of each activation.
+struct Widths {
+  std::int64_t hidden, query, key, qkv, intermediate, vocabulary;
+
+  explicit Widths(const ModelConfig& c)
+      : hidden(c.hidden_size),
+        query(std::int64_t{c.num_attention_heads} * c.head_dim),
+        key(std::int64_t{c.num_key_value_heads} * c.head_dim),
+        qkv(query + 2 * key),
+        intermediate(c.intermediate_size),
+        vocabulary(c.vocab_size) {}
+};
+
+Matrix view(const Buffer& buffer, DType dtype, std::int64_t rows, std::int64_t columns) {
+  return {buffer.data(), dtype, rows, columns, columns};
+}
+
+const float* optional_floats(const Buffer& buffer) {
+  return buffer.data() == nullptr ? nullptr : buffer.floats();
+}
+
+}  // namespace
+
+std::uint64_t Decoder::activation_bytes(const ModelConfig& config, const Backend& backend,
+                                        std::int64_t chunk) {
+  const Widths w(config);
+  const auto full = static_cast<std::int64_t>(sizeof(float));
+  const auto compute = static_cast<std::int64_t>(size_of(backend.info().compute_dtype));
+  const std::int64_t per_token =
+      full * (w.hidden + w.qkv + w.query + config.num_attention_heads + 2 * w.intermediate) +
+      compute * (w.hidden + w.query + w.intermediate);
+  return static_cast<std::uint64_t>(chunk * per_token +
+                                    std::min(chunk, kLogitRows) * w.vocabulary * full);
+}
+
+Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Backend& backend,
+                 std::int64_t chunk)
+    : config_(config),
+      weights_(std::move(weights)),
+      backend_(&backend),
+      inverse_frequencies_(inverse_frequencies(config)) {
+  const Widths w(config);
+  const DType compute = backend.info().compute_dtype;
+  const auto allocate = [&](std::int64_t rows, std::int64_t columns, DType dtype) {
+    return backend.allocate(backend.info().compute_tier,
+                            static_cast<std::size_t>(rows * columns) * size_of(dtype));
+  };
+  a_.x = allocate(chunk, w.hidden, DType::f32);
+  a_.normed = allocate(chunk, w.hidden, compute);
+  a_.qkv = allocate(chunk, w.qkv, DType::f32);
+  a_.attended = allocate(chunk, w.query, DType::f32);
+  a_.lse = allocate(chunk, config.num_attention_heads, DType::f32);
+  a_.mixed = allocate(chunk, w.query, compute);
+  a_.gate_up = allocate(chunk, 2 * w.intermediate, DType::f32);
+  a_.product = allocate(chunk, w.intermediate, compute);
+  a_.logits = allocate(std::min(chunk, kLogitRows), w.vocabulary, DType::f32);
+}
+
+void Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix& y) {
+  backend_->rms_norm({x, weight.floats(), config_.rms_norm_eps, y});
+}
+
+void Decoder::rotate(float* x, int heads, const Buffer& norm, std::int64_t tokens,
+                     std::int64_t first_position) {
+  RopeParams params;
+  params.x = x;
+  params.tokens = tokens;
+  params.stride = Widths(config_).qkv;
+  params.heads = heads;
+  params.head_dim = config_.head_dim;
+  params.first_position = first_position;
+  params.inverse_frequency = inverse_frequencies_.data();
+  params.norm_weight = optional_floats(norm);
+  params.norm_epsilon = config_.rms_norm_eps;
+  backend_->rope(params);
+}
+
+void Decoder::attention(int layer, std::int64_t tokens, KvSession& session) {
+  const Widths w(config_);
+  const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
+  const DType compute = backend_->info().compute_dtype;
+  const Matrix x = view(a_.x, DType::f32, tokens, w.hidden);
+  const Matrix normed = view(a_.normed, compute, tokens, w.hidden);
+  const Matrix qkv = view(a_.qkv, DType::f32, tokens, w.qkv);
+  const Matrix attended = view(a_.attended, DType::f32, tokens, w.query);
+  const Matrix mixed = view(a_.mixed, compute, tokens, w.query);
+  float* const q = a_.qkv.floats();
+  float* const k = q + w.query;
+  float* const v = k + w.key;
+
+  norm(x, weights.input_norm, normed);
+  backend_->linear({normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv});
+  rotate(q, config_.num_attention_heads, weights.q_norm, tokens, session.length());
+  rotate(k, config_.num_key_value_heads, weights.k_norm, tokens, session.length());
+  session.append(layer, {k, v, w.qkv});
+  session.attend(layer, {q, w.qkv, a_.attended.floats(), a_.lse.floats()});
+  backend_->cast(attended, mixed);
+  backend_->linear({mixed, weights.o.get(), optional_floats(weights.o_bias), x, true});
+}
+
+void Decoder::feed_forward(int layer, std::int64_t tokens) {
+  const Widths w(config_);
+  const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
+  const DType compute = backend_->info().compute_dtype;
+  const Matrix x = view(a_.x, DType::f32, tokens, w.hidden);
+  const Matrix normed = view(a_.normed, compute, tokens, w.hidden);
+  const Matrix gate_up = view(a_.gate_up, DType::f32, tokens, 2 * w.intermediate);
+  const Matrix product = view(a_.product, compute, tokens, w.intermediate);
+
+  norm(x, weights.post_norm, normed);
+  backend_->linear({normed, weights.gate_up.get(), nullptr, gate_up});
+  backend_->swiglu({gate_up, product});
+  backend_->linear({product, weights.down.get(), nullptr, x, true});
+}
+
+void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& session) {
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  session.begin_step(phase, count);
+  const Matrix table =
+      view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
+  backend_->embed(table, tokens, view(a_.x, DType::f32, count, config_.hidden_size));
+  for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+    attention(layer, count, session);
+    feed_forward(layer, count);
+  }
+  session.end_step();
+}
+
+std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
+  check(count >= 1 && count <= kLogitRows, "logits: too many rows at once");
+  const Widths w(config_);
+  const DType compute = backend_->info().compute_dtype;
+  const Matrix x{a_.x.floats() + first * w.hidden, DType::f32, count, w.hidden, w.hidden};
+  const Matrix normed = view(a_.normed, compute, count, w.hidden);
+  norm(x, weights_.final_norm, normed);
+  backend_->linear(
+      {normed, weights_.lm_head.get(), nullptr, view(a_.logits, DType::f32, count, w.vocabulary)});
+  backend_->synchronize();
+  return {a_.logits.floats(), static_cast<std::size_t>(count * w.vocabulary)};
+}
+
+}  // namespace sluice

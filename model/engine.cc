@@ -1,0 +1,241 @@
+#include "sluice/engine.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "model/checkpoint.h"
+#include "model/decoder.h"
+#include "model/plan.h"
+#include "model/tensors.h"
+#include "offload/backends.h"
+#include "offload/planner.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kMaxChunk = 8192;
+
+void validate(const EngineConfig& config) {
+  if (config.chunk < 1 || config.chunk > kMaxChunk) {
+    throw Error(ErrorCode::usage, "--chunk must be 1 to 8192, not " + std::to_string(config.chunk));
+  }
+  if (config.threads < 0 || config.threads > 4096) {
+    throw Error(ErrorCode::usage, "--threads must be 0 (one per core) to 4096, not " +
+                                      std::to_string(config.threads));
+  }
+}
+
+KvShape kv_shape(const ModelConfig& c, DType dtype) {
+  return {c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, dtype};
+}
+
+ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
+  const ModelConfig& c = checkpoint.config();
+  ModelInfo info;
+  info.architecture = c.architecture;
+  info.weight_bytes = checkpoint.parameter_bytes();
+  info.weight_dtype = checkpoint.dtype();
+  info.parameters = checkpoint.parameters();
+  info.kv = kv_shape(c, kv_dtype);
+  info.hidden = c.hidden_size;
+  info.intermediate = c.intermediate_size;
+  info.vocabulary = c.vocab_size;
+  info.trained_context = c.max_position_embeddings;
+  info.tied_embeddings = c.tie_word_embeddings;
+  info.bos = c.bos_token_id;
+  info.eos = c.eos_token_ids;
+  return info;
+}
+
+BackendOptions backend_options(const EngineConfig& config, DType weight_dtype) {
+  BackendOptions options;
+  options.device = config.device;
+  options.threads = config.threads;
+  options.compute = config.compute;
+  options.weight_dtype = weight_dtype;
+  options.device_memory = config.device_memory;
+  options.host_memory = config.host_memory;
+  return options;
+}
+
+// log softmax(logits)[id], in fp64.
+float log_probability(std::span<const float> logits, TokenId id) {
+  const float largest = *std::max_element(logits.begin(), logits.end());
+  double sum = 0.0;
+  for (const float logit : logits) sum += std::exp(static_cast<double>(logit - largest));
+  return static_cast<float>(static_cast<double>(logits[static_cast<std::size_t>(id)] - largest) -
+                            std::log(sum));
+}
+
+}  // namespace
+
+struct Engine::Impl {
+  EngineConfig config;
+  Checkpoint checkpoint;
+  ModelInfo info;
+  std::optional<Tokenizer> tokenizer;
+  std::unique_ptr<Backend> backend;
+  std::optional<Decoder> decoder;  // from load_weights on
+
+  std::int64_t chunk(const KvPlan& kv) const {
+    return std::min<std::int64_t>(kv.chunk, config.chunk);
+  }
+};
+
+struct Session::Impl {
+  Engine::Impl* engine;
+  KvSession kv;
+
+  // Throws unless `tokens` may be appended, before anything has changed.
+  void require(std::span<const TokenId> tokens) const {
+    if (tokens.empty()) throw Error(ErrorCode::prompt, "the prompt is empty; give some text");
+    const std::int64_t room = kv.plan().context - kv.length();
+    if (static_cast<std::int64_t>(tokens.size()) > room) {
+      throw Error(ErrorCode::prompt,
+                  "the prompt has " + std::to_string(tokens.size()) + " tokens but only " +
+                      std::to_string(room) + " of the planned context of " +
+                      std::to_string(kv.plan().context) + " are free; raise --context");
+    }
+    for (const TokenId id : tokens) {
+      if (id < 0 || id >= engine->info.vocabulary) {
+        throw Error(ErrorCode::prompt, "token id " + std::to_string(id) +
+                                           " is outside the model's vocabulary of " +
+                                           std::to_string(engine->info.vocabulary));
+      }
+    }
+  }
+
+  // Runs `tokens` in steps of the planned chunk; each(first, count) after every step. False if
+  // `progress` stopped it.
+  bool run(std::span<const TokenId> tokens, const Progress& progress, const auto& each) {
+    require(tokens);
+    const auto total = static_cast<std::int64_t>(tokens.size());
+    for (std::int64_t first = 0; first < total;) {
+      if (progress && !progress(first, total)) return false;
+      const std::int64_t count = std::min(kv.plan().chunk, total - first);
+      engine->decoder->step(
+          tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count)),
+          Phase::prefill, kv);
+      each(first, count);
+      first += count;
+    }
+    if (progress) progress(total, total);
+    return true;
+  }
+};
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::Engine(Engine&&) noexcept = default;
+Engine& Engine::operator=(Engine&&) noexcept = default;
+Engine::~Engine() = default;
+
+Engine Engine::open(const EngineConfig& config) {
+  validate(config);
+  Checkpoint checkpoint = Checkpoint::open(config.model);
+  check_tensors(checkpoint);
+  ModelInfo info = describe(checkpoint, config.kv_dtype);
+  std::optional<Tokenizer> tokenizer;
+  const std::filesystem::path path = config.model / "tokenizer.json";
+  if (std::filesystem::exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
+  auto backend = make_backend(backend_options(config, info.weight_dtype));
+  return Engine(std::make_unique<Impl>(Impl{config,
+                                            std::move(checkpoint),
+                                            std::move(info),
+                                            std::move(tokenizer),
+                                            std::move(backend),
+                                            {}}));
+}
+
+const ModelInfo& Engine::info() const { return impl_->info; }
+
+const Tokenizer& Engine::tokenizer() const {
+  if (!impl_->tokenizer) {
+    throw Error(ErrorCode::tokenizer, (impl_->config.model / "tokenizer.json").string() +
+                                          ": there is no such file; copy the tokenizer.json of "
+                                          "the checkpoint there");
+  }
+  return *impl_->tokenizer;
+}
+
+std::vector<TokenId> Engine::encode_prompt(std::string_view text) const {
+  std::vector<TokenId> ids(tokenizer().prefix().begin(), tokenizer().prefix().end());
+  // A tokenizer without a post-processor leaves the BOS token to whoever uses it.
+  if (!tokenizer().has_post_processor() && impl_->info.bos) ids.push_back(*impl_->info.bos);
+  const std::vector<TokenId> body = tokenizer().encode(text);
+  ids.insert(ids.end(), body.begin(), body.end());
+  return ids;
+}
+
+Plan Engine::plan(std::int64_t context) const {
+  const ModelConfig& config = impl_->checkpoint.config();
+  Plan plan;
+  plan.kv = plan_kv(impl_->info.kv, context, impl_->config.chunk, impl_->config.device_memory,
+                    impl_->backend->info().attends_host_rows);
+  const WeightSizes weights = weight_sizes(impl_->checkpoint, *impl_->backend);
+  plan.weight_bytes = weights.total;
+  plan.loading_bytes = weights.transient;
+  plan.activation_bytes = Decoder::activation_bytes(config, *impl_->backend, impl_->config.chunk);
+  plan.program_bytes = program_bytes();
+  require_host_memory(plan, impl_->config.host_memory);
+  return plan;
+}
+
+void Engine::load_weights(const std::function<void(double)>& progress) {
+  if (impl_->decoder) return;
+  ModelWeights weights = sluice::load_weights(impl_->checkpoint, *impl_->backend, progress);
+  impl_->decoder.emplace(impl_->checkpoint.config(), std::move(weights), *impl_->backend,
+                         impl_->config.chunk);
+}
+
+Session Engine::new_session(std::int64_t context) {
+  const Plan plan = this->plan(context);
+  load_weights();
+  return Session(std::make_unique<Session::Impl>(
+      Session::Impl{impl_.get(), KvSession(*impl_->backend, plan.kv)}));
+}
+
+MemoryUse Engine::memory() const { return memory_use(*impl_->backend); }
+
+Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Session::Session(Session&&) noexcept = default;
+Session& Session::operator=(Session&&) noexcept = default;
+Session::~Session() = default;
+
+std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
+  std::int64_t last = 0;
+  const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
+  if (!impl_->run(tokens, progress, remember)) return {};
+  return impl_->engine->decoder->logits(last, 1);
+}
+
+std::span<const float> Session::decode(TokenId token) {
+  impl_->require({&token, 1});
+  impl_->engine->decoder->step({&token, 1}, Phase::decode, impl_->kv);
+  return impl_->engine->decoder->logits(0, 1);
+}
+
+std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
+  std::vector<float> scores;
+  const auto vocabulary = static_cast<std::size_t>(impl_->engine->info.vocabulary);
+  impl_->run(tokens, progress, [&](std::int64_t first, std::int64_t count) {
+    const std::int64_t scored =
+        std::min(count, static_cast<std::int64_t>(tokens.size()) - 1 - first);
+    for (std::int64_t row = 0; row < scored; row += Decoder::kLogitRows) {
+      const std::int64_t rows = std::min(Decoder::kLogitRows, scored - row);
+      const std::span<const float> logits = impl_->engine->decoder->logits(row, rows);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        scores.push_back(
+            log_probability(logits.subspan(static_cast<std::size_t>(i) * vocabulary, vocabulary),
+                            tokens[static_cast<std::size_t>(first + row + i + 1)]));
+      }
+    }
+  });
+  return scores;
+}
+
+std::int64_t Session::length() const { return impl_->kv.length(); }
+const KvPlan& Session::plan() const { return impl_->kv.plan(); }
+const Ledger& Session::ledger() const { return impl_->kv.ledger(); }
+
+}  // namespace sluice

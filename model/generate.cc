@@ -1,0 +1,148 @@
+#include "sluice/generate.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "model/sampler.h"
+#include "model/stop.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// Turns tokens into text, holds back what may become a stop string, and hands out the rest.
+class TextStream {
+ public:
+  TextStream(const Tokenizer& tokenizer, const GenerateOptions& options, std::string& text)
+      : decoder_(tokenizer),
+        stop_(options.sampling.stop),
+        on_text_(&options.on_text),
+        text_(&text) {}
+
+  // True when a stop string has been completed.
+  bool push(TokenId id) {
+    emit(stop_.push(decoder_.push(id)));
+    return stop_.stopped();
+  }
+
+  void finish() {
+    if (stop_.stopped()) return;
+    emit(stop_.push(decoder_.finish()));
+    emit(stop_.finish());
+  }
+
+ private:
+  void emit(const std::string& piece) {
+    if (piece.empty()) return;
+    *text_ += piece;
+    if (*on_text_) (*on_text_)(piece);
+  }
+
+  StreamDecoder decoder_;
+  StopMatcher stop_;
+  const std::function<void(std::string_view)>* on_text_;
+  std::string* text_;
+};
+
+void require_room(const Session& session, std::size_t prompt, int max_tokens) {
+  const std::int64_t context = session.plan().context;
+  // The last token is never fed back, so it needs no room.
+  const std::int64_t needed = session.length() + static_cast<std::int64_t>(prompt) + max_tokens - 1;
+  if (needed <= context) return;
+  throw Error(ErrorCode::prompt, "the prompt of " + std::to_string(prompt) +
+                                     " tokens and --max-tokens " + std::to_string(max_tokens) +
+                                     " do not fit the planned context of " +
+                                     std::to_string(context) + " tokens; raise --context to " +
+                                     std::to_string(needed) + " or shorten the prompt");
+}
+
+}  // namespace
+
+std::string_view to_string(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::end_of_text:
+      return "end_of_text";
+    case FinishReason::stop_string:
+      return "stop_string";
+    case FinishReason::max_tokens:
+      return "max_tokens";
+    case FinishReason::interrupted:
+      return "interrupted";
+  }
+  return "unknown";
+}
+
+double Timings::prefill_rate() const {
+  return prefill_seconds > 0.0 ? static_cast<double>(prefill_tokens) / prefill_seconds : 0.0;
+}
+
+double Timings::decode_rate() const {
+  return decode_seconds > 0.0 ? static_cast<double>(decode_tokens) / decode_seconds : 0.0;
+}
+
+double Timings::seconds_per_output_token() const {
+  return decode_tokens > 0 ? decode_seconds / static_cast<double>(decode_tokens) : 0.0;
+}
+
+GenerateResult generate(const Engine& engine, Session& session, std::span<const TokenId> prompt,
+                        const GenerateOptions& options) {
+  options.sampling.validate();
+  if (prompt.empty()) throw Error(ErrorCode::prompt, "the prompt is empty; give some text");
+  require_room(session, prompt.size(), options.sampling.max_tokens);
+  const auto interrupted = [&] { return options.interrupt != nullptr && *options.interrupt; };
+
+  GenerateResult result;
+  Timings& timings = result.timings;
+  const Stopwatch total;
+  std::span<const float> logits = session.prefill(prompt, [&](std::int64_t done, std::int64_t of) {
+    timings.prefill_tokens = done;
+    const bool wanted = !options.on_prefill || options.on_prefill(done, of);
+    return wanted && !interrupted();
+  });
+  timings.prefill_seconds = total.seconds();
+  if (logits.empty()) {
+    result.reason = FinishReason::interrupted;
+    return result;
+  }
+
+  Sampler sampler(options.sampling);
+  TextStream stream(engine.tokenizer(), options, result.text);
+  std::vector<TokenId> history(prompt.begin(), prompt.end());
+  const std::vector<TokenId>& eos = engine.info().eos;
+  while (true) {
+    const TokenId id = sampler.next(logits, history);
+    if (result.tokens.empty()) timings.first_token_seconds = total.seconds();
+    if (!options.ignore_eos && std::find(eos.begin(), eos.end(), id) != eos.end()) {
+      result.reason = FinishReason::end_of_text;
+      break;
+    }
+    result.tokens.push_back(id);
+    history.push_back(id);
+    if (stream.push(id)) {
+      result.reason = FinishReason::stop_string;
+      break;
+    }
+    if (static_cast<int>(result.tokens.size()) == options.sampling.max_tokens) break;
+    if (interrupted()) {
+      result.reason = FinishReason::interrupted;
+      break;
+    }
+    logits = session.decode(id);
+    ++timings.decode_tokens;
+  }
+  stream.finish();
+  timings.decode_seconds = total.seconds() - timings.first_token_seconds;
+  return result;
+}
+
+}  // namespace sluice

@@ -1,0 +1,116 @@
+#include "model/plan.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "lib/bytes.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+// oneDNN's generated kernels, thread stacks and the pages of libraries that the first step
+// touches; measured as the growth of the process beyond what it allocated for the model.
+constexpr std::uint64_t kFirstUseBytes = std::uint64_t{12} << 20;
+
+std::uint64_t resident_now() {
+  std::ifstream file("/proc/self/statm");
+  std::uint64_t total = 0;
+  std::uint64_t resident = 0;
+  file >> total >> resident;
+  return resident * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+std::uint64_t available_now() {
+  std::ifstream file("/proc/meminfo");
+  std::string word;
+  while (file >> word) {
+    std::uint64_t kib = 0;
+    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
+  }
+  return UINT64_MAX;
+}
+
+std::string line(const char* name, std::uint64_t bytes, const std::string& note) {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "  %-22s %10s  ", name, format_bytes(bytes).c_str());
+  return text.data() + note + "\n";
+}
+
+std::string device_note(const KvPlan& kv) {
+  if (kv.in_place) return "no cap: rows are attended in host memory";
+  if (kv.resident_tokens == kv.context) return "every row is resident";
+  return std::to_string(kv.resident_tokens) + " tokens resident" +
+         (kv.tails ? ", newest page kept" : "") + ", the rest streamed " +
+         std::to_string(kv.stream_tokens) + " rows at a time";
+}
+
+}  // namespace
+
+std::uint64_t program_bytes() { return resident_now() + kFirstUseBytes; }
+
+void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap) {
+  if (host_cap && plan.host_bytes() > *host_cap) {
+    throw Error(ErrorCode::memory,
+                "--host-memory " + format_bytes(*host_cap) + " is too small: weights take " +
+                    format_bytes(plan.weight_bytes) + ", activations " +
+                    format_bytes(plan.activation_bytes) + " and the rows of " +
+                    std::to_string(plan.kv.context) + " tokens " +
+                    format_bytes(plan.kv.host_bytes) + "; give at least " +
+                    std::to_string(plan.host_bytes()) + "B or shorten the context");
+  }
+  const std::uint64_t needed = plan.host_bytes() + plan.kv.device_bytes;
+  const std::uint64_t available = available_now();
+  if (needed > available) {
+    throw Error(ErrorCode::memory, "the plan needs " + format_bytes(needed) +
+                                       " but this machine has " + format_bytes(available) +
+                                       " of memory free; shorten the context");
+  }
+}
+
+std::uint64_t Plan::process_bytes() const {
+  const std::uint64_t running = activation_bytes + kv.host_bytes + kv.device_bytes;
+  return program_bytes + weight_bytes + std::max(loading_bytes, running);
+}
+
+std::string Plan::to_table() const {
+  const std::uint64_t rows =
+      static_cast<std::uint64_t>(kv.shape.layers) * static_cast<std::uint64_t>(kv.shape.kv_heads);
+  std::string table = "plan for " + std::to_string(kv.context) + " tokens (" +
+                      std::to_string(rows) + " rows of " + format_bytes(kv.shape.row_bytes()) +
+                      " each, " + std::to_string(kv.chunk) + " tokens per step)\n";
+  table += line("device tier", kv.device_bytes, device_note(kv));
+  table += line("host: rows", kv.host_bytes, "");
+  table += line("host: weights", weight_bytes, "");
+  table += line("host: activations", activation_bytes, "");
+  table += line("program", program_bytes, "");
+  table += line("process, at its peak", process_bytes(), "");
+  table += line("dense on the device", kv.dense_bytes(), "what this replaces");
+  return table;
+}
+
+std::string Plan::to_json() const {
+  const nlohmann::json root = {{"context", kv.context},
+                               {"chunk", kv.chunk},
+                               {"in_place", kv.in_place},
+                               {"resident_tokens", kv.resident_tokens},
+                               {"tails", kv.tails},
+                               {"stream_tokens", kv.stream_tokens},
+                               {"device_bytes", kv.device_bytes},
+                               {"host_rows_bytes", kv.host_bytes},
+                               {"weight_bytes", weight_bytes},
+                               {"activation_bytes", activation_bytes},
+                               {"loading_bytes", loading_bytes},
+                               {"program_bytes", program_bytes},
+                               {"process_bytes", process_bytes()},
+                               {"dense_bytes", kv.dense_bytes()}};
+  return root.dump();
+}
+
+}  // namespace sluice

@@ -1,0 +1,211 @@
+#include "sluice/tokenizer.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <unordered_map>
+#include <utility>
+
+#include "io/json.h"
+#include "model/added_tokens.h"
+#include "model/bpe.h"
+#include "model/byte_level.h"
+#include "model/nfc.h"
+#include "model/split.h"
+#include "model/tokenizer_spec.h"
+#include "model/utf8.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+// Several times the size of the largest tokenizer.json in use.
+constexpr std::uint64_t kMaxFile = std::uint64_t{128} << 20;
+constexpr int kMaxVocabulary = 1 << 24;
+
+struct Token {
+  std::string bytes;
+  bool known = false;  // false for an id that the file gives to no token
+  bool special = false;
+};
+
+// Symbols as bytes, or as they are if they are not of the byte-level alphabet (an added token).
+Token make_token(const std::string& content, bool special) {
+  return {symbols_to_bytes(content).value_or(content), true, special};
+}
+
+std::vector<Token> make_tokens(const VocabularySpec& spec) {
+  TokenId highest = -1;
+  for (const auto& [content, id] : spec.ids) highest = std::max(highest, id);
+  for (const AddedToken& added : spec.added) highest = std::max(highest, added.id);
+  std::vector<Token> tokens(static_cast<std::size_t>(highest) + 1);
+  for (const auto& [content, id] : spec.ids) {
+    tokens[static_cast<std::size_t>(id)] = make_token(content, false);
+  }
+  for (const AddedToken& added : spec.added) {
+    tokens[static_cast<std::size_t>(added.id)] = make_token(added.content, added.special);
+  }
+  return tokens;
+}
+
+// The added tokens that are searched for in text as it is, or in normalised text.
+std::vector<AddedToken> searched_in(bool normalized_text, const std::vector<AddedToken>& added) {
+  std::vector<AddedToken> tokens;
+  std::copy_if(added.begin(), added.end(), std::back_inserter(tokens),
+               [&](const AddedToken& token) { return token.normalized == normalized_text; });
+  return tokens;
+}
+
+nlohmann::json read_file(const std::filesystem::path& path) {
+  try {
+    return read_json_file(path, kMaxFile);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::corrupt) throw;
+    throw Error(ErrorCode::tokenizer, error.what());
+  }
+}
+
+}  // namespace
+
+struct Tokenizer::Impl {
+  Impl(const VocabularySpec& vocabulary, PipelineSpec spec)
+      : pipeline(std::move(spec)),
+        tokens(make_tokens(vocabulary)),
+        verbatim(searched_in(false, vocabulary.added)),
+        normalized(searched_in(true, vocabulary.added)),
+        splitter(pipeline.patterns),
+        bpe(vocabulary.bytes, vocabulary.merges) {
+    if (vocabulary.ignore_merges) index_pieces(vocabulary);
+    for (const TokenId id : pipeline.prefix) {
+      if (!knows(id)) throw_broken("post_processor", "no token has the id " + std::to_string(id));
+    }
+  }
+
+  void index_pieces(const VocabularySpec& vocabulary) {
+    pieces.reserve(vocabulary.ids.size());
+    for (const auto& [content, id] : vocabulary.ids) {
+      if (symbols_to_bytes(content)) pieces.emplace(tokens[static_cast<std::size_t>(id)].bytes, id);
+    }
+  }
+
+  bool knows(TokenId id) const {
+    return id >= 0 && static_cast<std::size_t>(id) < tokens.size() &&
+           tokens[static_cast<std::size_t>(id)].known;
+  }
+
+  const Token& token(TokenId id) const {
+    if (!knows(id)) {
+      throw Error(ErrorCode::tokenizer,
+                  "the tokenizer has no token with the id " + std::to_string(id) +
+                      "; check that tokenizer.json belongs to this checkpoint");
+    }
+    return tokens[static_cast<std::size_t>(id)];
+  }
+
+  void encode_piece(std::string_view piece, Bpe::Scratch& scratch,
+                    std::vector<TokenId>& ids) const {
+    const auto whole = pieces.find(piece);
+    if (whole != pieces.end()) {
+      ids.push_back(whole->second);
+    } else {
+      bpe.encode(piece, scratch, ids);
+    }
+  }
+
+  // Text without verbatim added tokens.
+  void encode_text(std::string_view text, Bpe::Scratch& scratch, std::vector<TokenId>& ids) const {
+    for (const Segment& segment : normalized.split(text)) {
+      if (segment.id != Segment::kText) {
+        ids.push_back(segment.id);
+        continue;
+      }
+      splitter.split(segment.text,
+                     [&](std::string_view piece) { encode_piece(piece, scratch, ids); });
+    }
+  }
+
+  PipelineSpec pipeline;
+  std::vector<Token> tokens;
+  AddedTokenFinder verbatim;
+  AddedTokenFinder normalized;
+  Splitter splitter;
+  Bpe bpe;
+  std::unordered_map<std::string_view, TokenId> pieces;  // empty unless model.ignore_merges
+};
+
+Tokenizer::Tokenizer(std::unique_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
+Tokenizer& Tokenizer::operator=(Tokenizer&&) noexcept = default;
+Tokenizer::~Tokenizer() = default;
+
+Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocabulary) {
+  const nlohmann::json file = read_file(tokenizer_json);
+  try {
+    if (vocabulary > kMaxVocabulary) {
+      throw_unsupported("model.vocab", "a vocabulary of " + std::to_string(vocabulary));
+    }
+    require_plain_bpe(file);
+    PipelineSpec pipeline = parse_pipeline(file);
+    VocabularySpec vocab = parse_vocabulary(file, vocabulary);
+    for (AddedToken& token : vocab.added) {
+      if (pipeline.nfc && token.normalized) token.content = to_nfc(token.content);
+    }
+    return Tokenizer(std::make_unique<const Impl>(vocab, std::move(pipeline)));
+  } catch (const Error& error) {
+    throw Error(error.code(), tokenizer_json.string() + ": " + error.what());
+  }
+}
+
+std::vector<TokenId> Tokenizer::encode(std::string_view text) const {
+  if (const auto offset = find_invalid_utf8(text)) {
+    throw Error(ErrorCode::prompt, "the text is not UTF-8: the byte at offset " +
+                                       std::to_string(*offset) +
+                                       " begins no character; convert it to UTF-8");
+  }
+  if (text.size() > static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max() / 4)) {
+    throw Error(ErrorCode::prompt, "the text has " + std::to_string(text.size()) +
+                                       " bytes, more than 512 MiB; give it in parts");
+  }
+  std::vector<TokenId> ids;
+  Bpe::Scratch scratch;
+  for (const Segment& segment : impl_->verbatim.split(text)) {
+    if (segment.id != Segment::kText) {
+      ids.push_back(segment.id);
+    } else if (impl_->pipeline.nfc) {
+      impl_->encode_text(to_nfc(segment.text), scratch, ids);
+    } else {
+      impl_->encode_text(segment.text, scratch, ids);
+    }
+  }
+  return ids;
+}
+
+std::span<const TokenId> Tokenizer::prefix() const { return impl_->pipeline.prefix; }
+
+bool Tokenizer::has_post_processor() const { return impl_->pipeline.has_post_processor; }
+
+std::string Tokenizer::decode(std::span<const TokenId> ids, bool keep_special) const {
+  std::string bytes;
+  for (const TokenId id : ids) {
+    const Token& token = impl_->token(id);
+    if (keep_special || !token.special) bytes += token.bytes;
+  }
+  return to_valid_utf8(bytes);
+}
+
+std::string_view Tokenizer::bytes(TokenId id) const {
+  const Token& token = impl_->token(id);
+  return token.special ? std::string_view() : std::string_view(token.bytes);
+}
+
+int Tokenizer::size() const { return static_cast<int>(impl_->tokens.size()); }
+
+std::string StreamDecoder::push(TokenId id) {
+  pending_ += tokenizer_->bytes(id);
+  return take_valid_utf8(pending_);
+}
+
+std::string StreamDecoder::finish() { return to_valid_utf8(std::exchange(pending_, {})); }
+
+}  // namespace sluice

@@ -1,0 +1,141 @@
+#include "model/weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <string>
+
+#include "lib/half.h"
+#include "model/tensors.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+float element(const std::byte* data, DType dtype, std::int64_t index) {
+  if (dtype == DType::f32) {
+    float value = 0.0f;
+    std::memcpy(&value, data + index * 4, sizeof(value));
+    return value;
+  }
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, data + index * 2, sizeof(bits));
+  return dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
+}
+
+// Reads the tensors of a checkpoint into a backend.
+class Loader {
+ public:
+  Loader(const Checkpoint& checkpoint, Backend& backend)
+      : checkpoint_(&checkpoint), backend_(&backend) {}
+
+  // Matrices with the same inputs, one below the other.
+  std::unique_ptr<Weight> matrix(const TensorGroup& group) {
+    std::vector<std::byte> stacked;
+    DType dtype = DType::bf16;
+    for (std::size_t i = 0; i < group.parts.size(); ++i) {
+      const Tensor tensor = checkpoint_->load(group.parts[i].name, group.shape(i));
+      if (i > 0 && tensor.dtype != dtype) {
+        throw Error(ErrorCode::unsupported,
+                    group.parts[i].name + ": " + std::string(to_string(tensor.dtype)) +
+                        " beside tensors of the same layer in " + std::string(to_string(dtype)) +
+                        "; convert the checkpoint to one dtype");
+      }
+      dtype = tensor.dtype;
+      stacked.insert(stacked.end(), tensor.data.begin(), tensor.data.end());
+    }
+    return backend_->prepare_weight(
+        {stacked.data(), dtype, group.rows(), group.columns, group.columns});
+  }
+
+  // Vectors, one after the other, as f32. An empty buffer for an empty group.
+  Buffer vector(const TensorGroup& group) {
+    std::vector<float> values;
+    for (std::size_t part = 0; part < group.parts.size(); ++part) {
+      const Tensor tensor = checkpoint_->load(group.parts[part].name, group.shape(part));
+      for (std::int64_t i = 0; i < group.parts[part].rows; ++i) {
+        values.push_back(element(tensor.data.data(), tensor.dtype, i));
+      }
+    }
+    return upload(std::as_bytes(std::span(values)));
+  }
+
+  Buffer upload(std::span<const std::byte> bytes) {
+    if (bytes.empty()) return {};
+    Buffer buffer = backend_->allocate(backend_->info().compute_tier, bytes.size());
+    const CopyOp op{buffer.data(), bytes.data(), bytes.size()};
+    backend_->copy({&op, 1}, Stream::compute);
+    backend_->synchronize();
+    return buffer;
+  }
+
+ private:
+  const Checkpoint* checkpoint_;
+  Backend* backend_;
+};
+
+LayerWeights load_layer(Loader& loader, const LayerTensors& t) {
+  LayerWeights w;
+  w.input_norm = loader.vector(t.input_norm);
+  w.qkv = loader.matrix(t.qkv);
+  w.qkv_bias = loader.vector(t.qkv_bias);
+  w.q_norm = loader.vector(t.q_norm);
+  w.k_norm = loader.vector(t.k_norm);
+  w.o = loader.matrix(t.o);
+  w.o_bias = loader.vector(t.o_bias);
+  w.post_norm = loader.vector(t.post_norm);
+  w.gate_up = loader.matrix(t.gate_up);
+  w.down = loader.matrix(t.down);
+  return w;
+}
+
+}  // namespace
+
+WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend) {
+  const ModelTensors tensors = model_tensors(checkpoint.config());
+  const auto bytes = [&](const TensorGroup& group) -> std::uint64_t {
+    if (group.columns > 0) return backend.weight_bytes(group.rows(), group.columns);
+    return static_cast<std::uint64_t>(group.rows()) * sizeof(float);
+  };
+  const auto stored = [&](const TensorGroup& group) {
+    return static_cast<std::uint64_t>(group.rows() * group.columns) * size_of(checkpoint.dtype());
+  };
+  WeightSizes sizes;
+  sizes.total = stored(tensors.embedding) + bytes(tensors.lm_head) + bytes(tensors.final_norm);
+  std::uint64_t largest = stored(tensors.embedding);
+  for (const LayerTensors& layer : tensors.layers) {
+    for (const TensorGroup* group : layer.all()) {
+      sizes.total += bytes(*group);
+      largest = std::max(largest, stored(*group));
+    }
+  }
+  sizes.transient = 2 * largest;  // as read, and in the compute dtype
+  return sizes;
+}
+
+ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
+                          const std::function<void(double)>& progress) {
+  const ModelTensors tensors = model_tensors(checkpoint.config());
+  Loader loader(checkpoint, backend);
+  const auto report = [&](double share) {
+    if (progress) progress(share);
+  };
+  ModelWeights weights;
+  {
+    const TensorGroup& group = tensors.embedding;
+    const Tensor table = checkpoint.load(group.parts.front().name, group.shape(0));
+    weights.embedding_dtype = table.dtype;
+    weights.embedding = loader.upload(table.data);
+  }
+  weights.lm_head = loader.matrix(tensors.lm_head);
+  weights.final_norm = loader.vector(tensors.final_norm);
+  for (const LayerTensors& layer : tensors.layers) {
+    report(static_cast<double>(weights.layers.size() + 1) /
+           static_cast<double>(tensors.layers.size() + 1));
+    weights.layers.push_back(load_layer(loader, layer));
+  }
+  report(1.0);
+  return weights;
+}
+
+}  // namespace sluice

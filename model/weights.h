@@ -1,0 +1,46 @@
+// The weights of a Llama-family decoder, in the form that the backend computes with.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "lib/backend.h"
+#include "model/checkpoint.h"
+
+namespace sluice {
+
+// Matrices that read the same input are fused: one call, and the input is converted once.
+struct LayerWeights {
+  Buffer input_norm;                // [hidden] f32
+  std::unique_ptr<Weight> qkv;      // [(query_heads + 2 * kv_heads) * head_dim, hidden]
+  Buffer qkv_bias;                  // [outputs of qkv] f32, or empty
+  Buffer q_norm;                    // [head_dim] f32, or empty
+  Buffer k_norm;                    // likewise
+  std::unique_ptr<Weight> o;        // [hidden, query_heads * head_dim]
+  Buffer o_bias;                    // [hidden] f32, or empty
+  Buffer post_norm;                 // [hidden] f32
+  std::unique_ptr<Weight> gate_up;  // [2 * intermediate, hidden]
+  std::unique_ptr<Weight> down;     // [hidden, intermediate]
+};
+
+struct ModelWeights {
+  Buffer embedding;  // [vocabulary, hidden] in embedding_dtype
+  DType embedding_dtype = DType::bf16;
+  std::vector<LayerWeights> layers;
+  Buffer final_norm;                // [hidden] f32
+  std::unique_ptr<Weight> lm_head;  // [vocabulary, hidden]
+};
+
+// Reads one tensor group after the other, so that only the largest is held twice. `progress` gets
+// the share done, 0 to 1. Throws what Checkpoint and the backend throw.
+ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
+                          const std::function<void(double)>& progress);
+
+struct WeightSizes {
+  std::uint64_t total = 0;      // what load_weights will hold
+  std::uint64_t transient = 0;  // what it needs beside that while it runs
+};
+WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend);
+
+}  // namespace sluice

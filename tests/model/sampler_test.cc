@@ -1,0 +1,261 @@
+#include "model/sampler.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "tests/io/test_files.h"
+
+namespace sluice {
+namespace {
+
+using testing::expect_error;
+using ::testing::UnorderedElementsAre;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+SamplingParams params(double temperature) {
+  SamplingParams p;
+  p.temperature = temperature;
+  return p;
+}
+
+std::vector<float> logits_of(const std::vector<double>& probabilities) {
+  std::vector<float> logits;
+  for (const double p : probabilities) logits.push_back(static_cast<float>(std::log(p)));
+  return logits;
+}
+
+std::vector<int> counts(const SamplingParams& p, const std::vector<float>& logits, int draws,
+                        const std::vector<TokenId>& history = {}) {
+  Sampler sampler(p);
+  std::vector<int> result(logits.size(), 0);
+  for (int i = 0; i < draws; ++i) {
+    ++result.at(static_cast<std::size_t>(sampler.next(logits, history)));
+  }
+  return result;
+}
+
+std::set<TokenId> support(const SamplingParams& p, const std::vector<float>& logits) {
+  std::set<TokenId> ids;
+  const std::vector<int> drawn = counts(p, logits, 20'000);
+  for (std::size_t id = 0; id < drawn.size(); ++id) {
+    if (drawn[id] > 0) ids.insert(static_cast<TokenId>(id));
+  }
+  return ids;
+}
+
+// Chi-square with its mean (the degrees of freedom) and standard deviation: five of them is far
+// beyond what a correct sampler shows, and the seeds are fixed.
+void expect_frequencies(const std::vector<int>& drawn, const std::vector<double>& probabilities) {
+  int draws = 0;
+  for (const int count : drawn) draws += count;
+  double chi_square = 0.0;
+  int kinds = 0;
+  for (std::size_t id = 0; id < drawn.size(); ++id) {
+    const double expected = probabilities[id] * draws;
+    if (expected == 0.0) {
+      EXPECT_EQ(drawn[id], 0) << "token " << id;
+      continue;
+    }
+    chi_square += (drawn[id] - expected) * (drawn[id] - expected) / expected;
+    ++kinds;
+  }
+  const double freedom = kinds - 1;
+  EXPECT_LT(chi_square, freedom + 5.0 * std::sqrt(2.0 * freedom) + 1e-9);
+}
+
+TEST(Sampler, GreedyTakesTheMostLikelyAndTheLowestIdOnATie) {
+  Sampler sampler(params(0.0));
+  EXPECT_EQ(sampler.next(std::vector<float>{0.5f, 2.0f, -1.0f, 2.0f}, {}), 1);
+  EXPECT_EQ(sampler.next(std::vector<float>{-kInfinity, -5.0f}, {}), 1);
+}
+
+TEST(Sampler, RepetitionPenaltyCountsATokenOnce) {
+  SamplingParams p = params(0.0);
+  p.repetition_penalty = 2.0;
+  Sampler sampler(p);
+  const std::vector<TokenId> twice = {0, 0};
+  EXPECT_EQ(sampler.next(std::vector<float>{3.9f, 2.0f}, twice), 1) << "3.9 / 2 < 2";
+  EXPECT_EQ(sampler.next(std::vector<float>{4.1f, 2.0f}, twice), 0) << "not 4.1 / 4";
+  EXPECT_EQ(sampler.next(std::vector<float>{-1.0f, -1.9f}, twice), 1) << "-1 * 2 < -1.9";
+  EXPECT_EQ(sampler.next(std::vector<float>{-1.0f, -2.1f}, twice), 0);
+  EXPECT_EQ(sampler.next(std::vector<float>{-kInfinity, -9.0f}, twice), 1);
+}
+
+TEST(Sampler, FrequenciesAreProbabilities) {
+  const std::vector<double> probabilities = {0.5, 0.25, 0.125, 0.0625, 0.0625, 0.0};
+  const std::vector<float> logits = logits_of(probabilities);
+  for (const std::uint64_t seed : {0u, 1u, 2u}) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    SamplingParams p = params(1.0);
+    p.seed = seed;
+    expect_frequencies(counts(p, logits, 100'000), probabilities);
+    p.temperature = 0.5;  // squares them
+    double total = 0.0;
+    std::vector<double> squares;
+    for (const double probability : probabilities) total += probability * probability;
+    for (const double probability : probabilities) {
+      squares.push_back(probability * probability / total);
+    }
+    expect_frequencies(counts(p, logits, 100'000), squares);
+  }
+}
+
+TEST(Sampler, WhatIsLeftIsRenormalised) {
+  SamplingParams p = params(1.0);
+  p.top_k = 2;
+  expect_frequencies(counts(p, logits_of({0.1, 0.3, 0.6}), 100'000), {0.0, 1.0 / 3, 2.0 / 3});
+  p.top_k = 0;
+  p.top_p = 0.7;
+  expect_frequencies(counts(p, logits_of({0.1, 0.3, 0.6}), 100'000), {0.0, 1.0 / 3, 2.0 / 3});
+}
+
+TEST(Sampler, TopKKeepsExactlyK) {
+  const std::vector<float> logits = logits_of({0.1, 0.2, 0.2, 0.3, 0.2});
+  SamplingParams p = params(1.0);
+  p.top_k = 1;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(3));
+  p.top_k = 3;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1, 2, 3)) << "lowest ids on a tie";
+  p.top_k = 99;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(0, 1, 2, 3, 4));
+}
+
+TEST(Sampler, TopPKeepsTheSmallestSet) {
+  const std::vector<float> logits = logits_of({0.05, 0.4, 0.15, 0.3, 0.1});
+  SamplingParams p = params(1.0);
+  p.top_p = 1e-9;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1)) << "one token at least";
+  p.top_p = 0.39;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1));
+  p.top_p = 0.41;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1, 3));
+  p.top_p = 0.69;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1, 3));
+  p.top_p = 0.94;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1, 2, 3, 4));
+}
+
+// Sizes around the blocks in which candidates are sorted.
+TEST(Sampler, TopPKeepsTheSmallestSetWhateverItsSize) {
+  constexpr std::size_t kTokens = 1000;
+  for (const std::size_t kept : {63u, 64u, 65u, 300u}) {
+    std::vector<double> probabilities(kTokens, 0.1 / static_cast<double>(kTokens - kept));
+    std::set<TokenId> likely;
+    for (std::size_t i = 0; i < kept; ++i) {
+      const std::size_t id = (i * 389) % kTokens;
+      probabilities[id] = 0.9 / static_cast<double>(kept);
+      likely.insert(static_cast<TokenId>(id));
+    }
+    SamplingParams p = params(1.0);
+    p.top_p = 0.9 - 0.45 / static_cast<double>(kept);
+    EXPECT_EQ(support(p, logits_of(probabilities)), likely);
+  }
+}
+
+TEST(Sampler, MinPIsRelativeToTheMostLikely) {
+  const std::vector<float> logits = logits_of({0.05, 0.4, 0.15, 0.3, 0.1});
+  SamplingParams p = params(1.0);
+  p.min_p = 0.3;  // drops what is below 0.12
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1, 2, 3));
+  p.min_p = 1.0;
+  EXPECT_THAT(support(p, logits), UnorderedElementsAre(1));
+}
+
+TEST(Sampler, FiltersComeInTheDocumentedOrder) {
+  // Temperature 2 makes 0.64 and 0.32 of 0.04: roots 0.8, 0.566, 0.2 of 1.566.
+  SamplingParams p = params(2.0);
+  p.top_p = 0.6;
+  EXPECT_THAT(support(p, logits_of({0.64, 0.32, 0.04})), UnorderedElementsAre(0, 1))
+      << "at temperature 1 the first token alone would be enough";
+  // Among the top two 0.4 and 0.3 the first has 0.57 of the weight, of all it has 0.4.
+  p = params(1.0);
+  p.top_k = 2;
+  p.top_p = 0.5;
+  EXPECT_THAT(support(p, logits_of({0.4, 0.3, 0.2, 0.1})), UnorderedElementsAre(0));
+}
+
+TEST(Sampler, SeedsRepeatAndDiffer) {
+  const std::vector<float> logits(1000, 0.0f);
+  const auto draw = [&](std::uint64_t seed) {
+    SamplingParams p = params(1.0);
+    p.seed = seed;
+    Sampler sampler(p);
+    std::vector<TokenId> ids;
+    for (int i = 0; i < 20; ++i) ids.push_back(sampler.next(logits, {}));
+    return ids;
+  };
+  EXPECT_EQ(draw(7), draw(7));
+  EXPECT_NE(draw(7), draw(8));
+  // mt19937_64 is the same everywhere (the standard gives its 10000th value), and so is what the
+  // sampler makes of it.
+  std::mt19937_64 random(7);
+  const std::vector<TokenId> ids = draw(7);
+  for (const TokenId id : ids) {
+    EXPECT_EQ(id, static_cast<TokenId>(static_cast<double>(random() >> 11) * 0x1p-53 * 1000.0));
+  }
+}
+
+TEST(Sampler, ExtremeValuesAreHandled) {
+  Sampler cold(params(1e-300));
+  EXPECT_EQ(cold.next(std::vector<float>{1.0f, 3e38f, -3e38f}, {}), 1);
+  Sampler hot(params(1e300));
+  for (int i = 0; i < 100; ++i) {
+    EXPECT_NE(hot.next(std::vector<float>{3e38f, -kInfinity, -3e38f}, {}), 1);
+  }
+}
+
+TEST(Sampler, RepetitionPenaltyDoesNotOverflow) {
+  SamplingParams p = params(1.0);
+  p.repetition_penalty = 1e-3;
+  EXPECT_EQ(Sampler(p).next(std::vector<float>{3e38f, 1.0f}, std::vector<TokenId>{0}), 0);
+  p.repetition_penalty = 1e3;
+  EXPECT_EQ(Sampler(p).next(std::vector<float>{-3e38f}, std::vector<TokenId>{0}), 0);
+}
+
+TEST(Sampler, BadLogitsAreErrors) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const double temperature : {0.0, 1.0}) {
+    SamplingParams p = params(temperature);
+    p.repetition_penalty = 1.5;
+    Sampler sampler(p);
+    const auto next = [&](const std::vector<float>& logits, const std::vector<TokenId>& history) {
+      return [=, &sampler] { sampler.next(logits, history); };
+    };
+    constexpr auto kCode = ErrorCode::internal;
+    expect_error(kCode, "token 1 the logit NaN", next({0.0f, kNan}, {}));
+    expect_error(kCode, "token 0 the logit infinity", next({kInfinity, 0.0f}, {}));
+    expect_error(kCode, "every token", next({-kInfinity, -kInfinity}, {}));
+    expect_error(kCode, "every token", next({}, {}));
+    expect_error(kCode, "token 2 of the history", next({0.0f, 0.0f}, {2}));
+    expect_error(kCode, "token -1 of the history", next({0.0f, 0.0f}, {-1}));
+  }
+}
+
+TEST(SamplingParams, OutOfRangeIsAUsageErrorThatNamesTheParameter) {
+  const auto refuse = [](const std::string& name, auto edit) {
+    SamplingParams p;
+    edit(p);
+    expect_error(ErrorCode::usage, name, [&] { p.validate(); });
+    expect_error(ErrorCode::usage, name, [&] { Sampler{p}; });
+  };
+  const double nan = std::nan("");
+  EXPECT_NO_THROW(SamplingParams().validate());
+  refuse("temperature", [](SamplingParams& p) { p.temperature = -0.1; });
+  refuse("temperature", [&](SamplingParams& p) { p.temperature = nan; });
+  refuse("top-k", [](SamplingParams& p) { p.top_k = -1; });
+  refuse("top-p", [](SamplingParams& p) { p.top_p = 0.0; });
+  refuse("top-p", [](SamplingParams& p) { p.top_p = 1.1; });
+  refuse("min-p", [&](SamplingParams& p) { p.min_p = nan; });
+  refuse("repetition-penalty", [](SamplingParams& p) { p.repetition_penalty = 0.0; });
+  refuse("max-tokens", [](SamplingParams& p) { p.max_tokens = 0; });
+  refuse("stop", [](SamplingParams& p) { p.stop = {"ok", ""}; });
+  refuse("stop", [](SamplingParams& p) { p.stop = {"\xFF"}; });
+}
+
+}  // namespace
+}  // namespace sluice
