@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Tests scripts/check_layers.py on small trees, good and bad."""
+
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_layers.py"
+
+GOOD = {
+    "lib/include/sluice/types.h": "#include <cstdint>\n#include <stddef.h>\n",
+    "lib/include/sluice/engine.h": '#include "sluice/types.h"\n#include <string_view>\n',
+    "lib/backend.h": '#include "sluice/types.h"\n',
+    "io/files.h": '#include "lib/backend.h"\n#include <nlohmann/json.hpp>\n',
+    "cpu/backend.h": '#include "lib/backend.h"\n#include <tbb/parallel_for.h>\n',
+    "cpu/backend.cc": '#include "backend.h"\n#include "sluice/types.h"\n',
+    "kernels/backend.h": '#include "lib/backend.h"\n',
+    "kernels/attend.cu": "#include <cuda_runtime.h>\n#include <cub/cub.cuh>\n",
+    "offload/backends.h": '#include "lib/backend.h"\n',
+    "offload/backends.cc": '#include "cpu/backend.h"\n#include "kernels/backend.h"\n',
+    "model/weights.cc": '#include "io/files.h"\n#include "offload/backends.h"\n',
+    "tools/main.cc": '#include "sluice/engine.h"\n#include "model/weights.h"\n',
+    "model/weights.h": "#pragma once\n",
+    "examples/generate.cc": '#include "sluice/engine.h"\n',
+    "tests/any_test.cc": '#include "cpu/backend.h"\n#include "kernels/backend.h"\n',
+    "bench/any_bench.cc": '#include "cpu/backend.h"\n#include <cuda_runtime.h>\n',
+}
+
+# What is added to one file of the good tree, and a part of the complaint that must follow.
+BAD = {
+    "lib sees io": ("lib/backend.h", '#include "io/files.h"', "lib may not include io"),
+    "lib sees offload": ("lib/backend.h", '#include "offload/backends.h"', "lib may not include"),
+    "io sees cpu": ("io/files.h", '#include "cpu/backend.h"', "io may not include cpu"),
+    "cpu sees io": ("cpu/backend.cc", '#include "io/files.h"', "cpu may not include io"),
+    "cpu sees kernels": ("cpu/backend.h", '#include "kernels/backend.h"', "cpu may not include"),
+    "kernels see cpu": ("kernels/backend.h", '#include "cpu/backend.h"', "kernels may not include"),
+    "offload sees model": (
+        "offload/backends.cc",
+        '#include "model/weights.h"',
+        "offload may not include model",
+    ),
+    "offload sees cpu": (
+        "offload/backends.h",
+        '#include "cpu/backend.h"',
+        "only offload/backends.cc may include cpu",
+    ),
+    "model sees cpu": (
+        "model/weights.cc",
+        '#include "cpu/backend.h"',
+        "only offload/backends.cc may include cpu",
+    ),
+    "model sees tools": ("model/weights.cc", '#include "tools/main.cc"', "model may not include"),
+    "tools see kernels": (
+        "tools/main.cc",
+        '#include "kernels/backend.h"',
+        "only offload/backends.cc may include kernels",
+    ),
+    "public header sees lib": (
+        "lib/include/sluice/types.h",
+        '#include "lib/backend.h"',
+        "public header",
+    ),
+    "public header sees a package": (
+        "lib/include/sluice/types.h",
+        "#include <nlohmann/json.hpp>",
+        "public header",
+    ),
+    "public header sees POSIX": (
+        "lib/include/sluice/types.h",
+        "#include <unistd.h>",
+        "public header",
+    ),
+    "example sees the inside": (
+        "examples/generate.cc",
+        '#include "lib/backend.h"',
+        "examples may not include lib",
+    ),
+    "CUDA outside kernels": ("offload/backends.cc", "#include <cuda_runtime.h>", "CUDA"),
+    "CUDA by folder": ("cpu/backend.cc", "# include <cub/cub.cuh>", "CUDA"),
+    "a project header in angle brackets": (
+        "io/files.h",
+        "#include <cpu/backend.h>",
+        "io may not include cpu",
+    ),
+    "a way around through the parent": (
+        "io/files.h",
+        '#include "../cpu/backend.h"',
+        "io may not include cpu",
+    ),
+    "a file that is not there": ("io/files.h", '#include "io/gone.h"', "names no file"),
+}
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def run(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--root", str(root)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+class CheckLayersTest(unittest.TestCase):
+    def test_a_good_tree_passes_silently(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            write_tree(Path(folder), GOOD)
+            done = run(Path(folder))
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""))
+
+    def test_each_breach_is_reported_with_its_line(self) -> None:
+        for name, (file, line, reason) in BAD.items():
+            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+                write_tree(Path(folder), GOOD | {file: GOOD[file] + line + "\n"})
+                done = run(Path(folder))
+                place = f"{file}:{GOOD[file].count(chr(10)) + 1}: "
+                self.assertEqual(done.returncode, 1)
+                self.assertEqual(len(done.stdout.splitlines()), 1, done.stdout)
+                self.assertTrue(done.stdout.startswith(place), done.stdout)
+                self.assertIn(reason, done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()

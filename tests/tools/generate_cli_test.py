@@ -1,0 +1,123 @@
+"""What `sluice` does with good input."""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+from command import GOLDEN, MODEL, ROOT, sluice
+
+BOOK = ROOT / "data" / "war-and-peace.txt"
+# The prompt of the golden answers: 6,052 tokens of the book with a number hidden in them.
+NEEDLE = ROOT / "tests" / "data" / "needle_6k.txt"
+
+
+class Generate(unittest.TestCase):
+    def test_finds_the_needle_under_two_mebibytes(self):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            done = sluice("generate", "-m", MODEL, "--device-memory", "2MiB", "-n", 4,
+                          "--json", report, "-f", NEEDLE)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue(done.stdout.startswith("481926"), done.stdout)
+            data = json.loads(report.read_text())
+        self.assertLessEqual(data["memory"]["device_peak_bytes"], 2 << 20)
+        self.assertGreater(data["plan"]["dense_bytes"], 30 << 20)
+        misses = [e for e in data["ledger"]["decode"]["totals"] if e["cause"] == "miss"]
+        self.assertEqual((misses[0]["from"], misses[0]["to"]), ("host", "device"))
+        # 12 layers x 2 KV heads x rows of 256 B, for each of the 3 decoded tokens.
+        context = data["timings"]["prefill_tokens"]
+        self.assertGreater(misses[0]["bytes"], 3 * 24 * 256 * (context - 2000))
+        self.assertLess(misses[0]["bytes"], 3 * 24 * 256 * (context + 4))
+        self.assertIn("dense on the device", done.stderr)
+
+    def test_the_same_text_at_every_cap(self):
+        prompt = BOOK.read_text(encoding="utf-8")[:6000]
+        # In fp32, where the order of the partial sums cannot decide between near ties.
+        texts = {
+            sluice("generate", "-m", MODEL, "-q", "-n", 12, "--ignore-eos", "--kv-dtype", "f32",
+                   "--compute", "f32", *cap, stdin=prompt).stdout
+            for cap in ([], ["--device-memory", "512KiB"], ["--device-memory", "3MiB"],
+                        ["--device-memory", "1GiB"])
+        }
+        self.assertEqual(len(texts), 1, texts)
+
+    def test_prompt_from_flag_file_and_pipe_are_one(self):
+        text = "Well, Prince, so Genoa and Lucca"
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(text)
+            file.flush()
+            flags = ["generate", "-m", MODEL, "-q", "-n", 8]
+            results = [
+                sluice(*flags, "-p", text).stdout,
+                sluice(*flags, "-f", file.name).stdout,
+                sluice(*flags, stdin=text).stdout,
+            ]
+        self.assertEqual(len(set(results)), 1)
+        self.assertGreater(len(results[0]), 8)
+
+    def test_stop_string_and_seed(self):
+        flags = ["generate", "-m", MODEL, "-q", "-p", "Once upon a time", "--temperature", 1,
+                 "-n", 60, "--ignore-eos", "--seed", 7]
+        text = sluice(*flags).stdout
+        self.assertEqual(text, sluice(*flags).stdout)
+        word = text.split()[5]
+        stopped = sluice(*flags, "--stop", word).stdout.rstrip("\n")
+        self.assertEqual(stopped, text[: text.index(word)])
+
+    def test_json_on_standard_output_is_all_there_is(self):
+        done = sluice("generate", "-m", MODEL, "-q", "-p", "Hello", "-n", 3, "--json", "-")
+        data = json.loads(done.stdout)
+        self.assertEqual(len(data["tokens"]), 3)
+        self.assertEqual(data["finish_reason"], "max_tokens")
+
+    def test_interrupt_keeps_what_was_generated(self):
+        process = subprocess.Popen(
+            [os.environ["SLUICE_BINARY"], "generate", "-m", MODEL, "-p", "Once", "-n", "100000",
+             "--ignore-eos"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        first = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 130, errors)
+        self.assertEqual(len(first), 20)
+        self.assertTrue(rest.endswith(b"\n"))
+        self.assertIn(b"decode", errors)
+        self.assertIn(b"interrupted", errors)
+
+    def test_interrupt_during_prefill(self):
+        process = subprocess.Popen(
+            [os.environ["SLUICE_BINARY"], "generate", "-m", MODEL, "-f", BOOK, "-n", "1"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        time.sleep(4)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 130, errors)
+        self.assertEqual(out.strip(), b"")
+
+    def test_info_and_topology(self):
+        info = sluice("info", "-m", MODEL, "--context", 1000000)
+        self.assertEqual(info.returncode, 0, info.stderr)
+        self.assertIn("6144 B per token in bf16", info.stdout)
+        topology = sluice("topology", "--size", "16MiB")
+        self.assertEqual(topology.returncode, 0, topology.stderr)
+        self.assertIn("GB/s", topology.stdout)
+
+    def test_help_and_version(self):
+        for arguments in (["--help"], ["generate", "--help"], ["--version"]):
+            done = sluice(*arguments)
+            self.assertEqual(done.returncode, 0)
+            self.assertTrue(done.stdout)
+
+    def test_models_without_a_tokenizer_show_their_shape(self):
+        done = sluice("info", "-m", GOLDEN / "qwen3")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("qwen3", done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()

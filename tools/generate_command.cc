@@ -1,0 +1,211 @@
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "io/file.h"
+#include "lib/bytes.h"
+#include "sluice/errors.h"
+#include "sluice/generate.h"
+#include "sluice/version.h"
+#include "tools/commands.h"
+#include "tools/interrupt.h"
+#include "tools/model_flags.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
+
+struct GenerateFlags {
+  ModelFlags model;
+  SamplingParams sampling;
+  std::string prompt;
+  std::string prompt_file;
+  std::string bos = "auto";
+  std::string json;
+  std::int64_t context = 0;
+  bool ignore_eos = false;
+  bool quiet = false;
+};
+
+std::string read_standard_input() {
+  std::string text;
+  std::array<char, 65536> piece{};
+  while (std::cin.read(piece.data(), piece.size()) || std::cin.gcount() > 0) {
+    text.append(piece.data(), static_cast<std::size_t>(std::cin.gcount()));
+    if (text.size() > kMaxPromptBytes) {
+      throw Error(ErrorCode::prompt, "standard input: the prompt is larger than 1 GiB; shorten it");
+    }
+  }
+  if (std::cin.bad()) throw Error(ErrorCode::io, "standard input: reading failed");
+  return text;
+}
+
+std::string read_prompt(const GenerateFlags& flags, bool prompt_given) {
+  if (prompt_given) return flags.prompt;
+  if (!flags.prompt_file.empty() && flags.prompt_file != "-") {
+    return read_text_file(flags.prompt_file, kMaxPromptBytes);
+  }
+  if (flags.prompt_file.empty() && ::isatty(STDIN_FILENO) != 0) {
+    throw Error(ErrorCode::usage,
+                "no prompt: give --prompt, --prompt-file, or text on standard input");
+  }
+  return read_standard_input();
+}
+
+std::vector<TokenId> encode(const Engine& engine, const GenerateFlags& flags,
+                            const std::string& text) {
+  if (text.empty()) {
+    throw Error(ErrorCode::prompt, "the prompt is empty; give some text to continue");
+  }
+  if (flags.bos == "auto") return engine.encode_prompt(text);
+  std::vector<TokenId> ids = engine.tokenizer().encode(text);
+  if (flags.bos == "always") {
+    if (!engine.info().bos) {
+      throw Error(ErrorCode::usage, "--bos always: this model's config.json names no BOS token");
+    }
+    ids.insert(ids.begin(), *engine.info().bos);
+  }
+  return ids;
+}
+
+std::string timing_table(const Timings& t) {
+  std::array<char, 320> text{};
+  std::snprintf(text.data(), text.size(),
+                "prefill  %lld tokens in %.3f s, %.1f tokens/s; first token after %.3f s (TTFT)\n"
+                "decode   %lld tokens in %.3f s, %.1f tokens/s, %.2f ms per token (TPOT)\n",
+                static_cast<long long>(t.prefill_tokens), t.prefill_seconds, t.prefill_rate(),
+                t.first_token_seconds, static_cast<long long>(t.decode_tokens), t.decode_seconds,
+                t.decode_rate(), t.seconds_per_output_token() * 1e3);
+  return text.data();
+}
+
+std::string memory_table(const MemoryUse& memory) {
+  return "memory   device tier peak " + format_bytes(memory.device_peak) +
+         ", host rows, weights and activations peak " + format_bytes(memory.host_peak) + "\n";
+}
+
+std::string report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
+                        const Plan& plan, const GenerateResult& result) {
+  const Timings& t = result.timings;
+  const MemoryUse memory = engine.memory();
+  const nlohmann::json root = {
+      {"version", kVersion},
+      {"model", flags.model.model},
+      {"text", result.text},
+      {"tokens", result.tokens},
+      {"finish_reason", to_string(result.reason)},
+      {"timings",
+       {{"prefill_seconds", t.prefill_seconds},
+        {"prefill_tokens", t.prefill_tokens},
+        {"prefill_tokens_per_second", t.prefill_rate()},
+        {"first_token_seconds", t.first_token_seconds},
+        {"decode_seconds", t.decode_seconds},
+        {"decode_tokens", t.decode_tokens},
+        {"decode_tokens_per_second", t.decode_rate()},
+        {"seconds_per_output_token", t.seconds_per_output_token()}}},
+      {"memory",
+       {{"device_peak_bytes", memory.device_peak}, {"host_peak_bytes", memory.host_peak}}},
+      {"plan", nlohmann::json::parse(plan.to_json())},
+      {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
+  return root.dump(2) + "\n";
+}
+
+void load(Engine& engine) {
+  ProgressBar bar("loading");
+  engine.load_weights([&](double share) {
+    bar.update(share, "");
+    if (interrupted()) throw Error(ErrorCode::interrupted, "interrupted while loading the model");
+  });
+}
+
+GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
+                         const std::vector<TokenId>& prompt) {
+  std::optional<ProgressBar> bar("prefill");
+  GenerateOptions options;
+  options.sampling = flags.sampling;
+  options.ignore_eos = flags.ignore_eos;
+  options.interrupt = &interrupted();
+  options.on_prefill = [&](std::int64_t done, std::int64_t total) {
+    bar->update(static_cast<double>(done) / static_cast<double>(total),
+                std::to_string(done) + " of " + std::to_string(total) + " tokens");
+    if (done == total) bar.reset();
+    return true;
+  };
+  const bool stream_text = flags.json != "-";
+  options.on_text = [&](std::string_view text) {
+    if (stream_text) print(text);
+  };
+  return generate(engine, session, prompt, options);
+}
+
+int run(const GenerateFlags& flags, bool prompt_given) {
+  watch_interrupts();
+  flags.sampling.validate();
+  if (flags.context < 0) {
+    throw Error(ErrorCode::usage,
+                "--context " + std::to_string(flags.context) + ": give a number of tokens");
+  }
+  Engine engine = Engine::open(flags.model.config());
+  const std::vector<TokenId> prompt = encode(engine, flags, read_prompt(flags, prompt_given));
+  const std::int64_t needed = static_cast<std::int64_t>(prompt.size()) + flags.sampling.max_tokens;
+  const Plan plan = engine.plan(flags.context > 0 ? flags.context : needed);
+  if (!flags.quiet) print_error(plan.to_table() + "\n");
+  load(engine);
+  Session session = engine.new_session(plan.kv.context);
+  const GenerateResult result = run_model(flags, engine, session, prompt);
+  if (flags.json != "-") print("\n");
+  if (!flags.quiet) {
+    print_error("\n" + timing_table(result.timings) + memory_table(engine.memory()) + "\n" +
+                session.ledger().to_table());
+  }
+  if (!flags.json.empty()) {
+    write_report(flags.json, report_json(flags, engine, session, plan, result));
+  }
+  if (result.reason != FinishReason::interrupted) return 0;
+  print_error("sluice: interrupted; the text above is what was generated until then\n");
+  return static_cast<int>(ErrorCode::interrupted);
+}
+
+}  // namespace
+
+Command add_generate(CLI::App& app) {
+  const auto flags = std::make_shared<GenerateFlags>();
+  flags->model.add_to(app);
+  auto* prompt = app.add_option("-p,--prompt", flags->prompt, "the prompt itself");
+  app.add_option("-f,--prompt-file", flags->prompt_file,
+                 "read the prompt from a file, - for standard input (the default)")
+      ->excludes(prompt);
+  app.add_option("--bos", flags->bos, "put the model's BOS token in front of the prompt")
+      ->check(CLI::IsMember({"auto", "always", "never"}))
+      ->capture_default_str();
+  app.add_option("-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
+      ->capture_default_str();
+  app.add_option("--context", flags->context,
+                 "tokens to plan memory for; default: prompt and --max-tokens");
+  SamplingParams& sampling = flags->sampling;
+  app.add_option("--temperature", sampling.temperature, "0 is greedy")->capture_default_str();
+  app.add_option("--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
+      ->capture_default_str();
+  app.add_option("--top-p", sampling.top_p, "sample from the smallest set this probable")
+      ->capture_default_str();
+  app.add_option("--min-p", sampling.min_p, "drop tokens below this share of the likeliest")
+      ->capture_default_str();
+  app.add_option("--repetition-penalty", sampling.repetition_penalty, "above 1: repeat less")
+      ->capture_default_str();
+  app.add_option("--seed", sampling.seed, "of the sampler")->capture_default_str();
+  app.add_option("--stop", sampling.stop, "end before this string; may be given several times");
+  app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
+  app.add_option("--json", flags->json,
+                 "write text, timings, plan and ledger to this file, - for standard output");
+  app.add_flag("-q,--quiet", flags->quiet, "no plan, timings or ledger on standard error");
+  return [flags, prompt] { return run(*flags, prompt->count() > 0); };
+}
+
+}  // namespace sluice::tools

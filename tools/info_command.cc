@@ -1,0 +1,60 @@
+#include <array>
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "lib/bytes.h"
+#include "sluice/engine.h"
+#include "tools/commands.h"
+#include "tools/model_flags.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+std::string row(const char* name, const std::string& value) {
+  std::array<char, 32> label{};
+  std::snprintf(label.data(), label.size(), "%-18s ", name);
+  return label.data() + value + "\n";
+}
+
+std::string describe(const ModelInfo& info) {
+  const KvShape& kv = info.kv;
+  std::string text = row("architecture", info.architecture);
+  text +=
+      row("parameters", std::to_string(info.parameters) + " (" + format_bytes(info.weight_bytes) +
+                            " in " + std::string(to_string(info.weight_dtype)) + ")");
+  text += row("layers", std::to_string(kv.layers));
+  text += row("hidden",
+              std::to_string(info.hidden) + ", feed-forward " + std::to_string(info.intermediate));
+  text += row("heads", std::to_string(kv.query_heads) + " query, " + std::to_string(kv.kv_heads) +
+                           " KV, head_dim " + std::to_string(kv.head_dim));
+  text += row("vocabulary",
+              std::to_string(info.vocabulary) + (info.tied_embeddings ? ", tied embeddings" : ""));
+  text += row("trained context", std::to_string(info.trained_context) + " tokens");
+  text += row("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
+  text += row("KV cache",
+              format_bytes(kv.token_bytes()) + " per token in " + std::string(to_string(kv.dtype)));
+  for (const std::uint64_t tokens : {8192ULL, 131072ULL, 1048576ULL}) {
+    text += row(
+        "", format_bytes(kv.token_bytes() * tokens) + " at " + std::to_string(tokens) + " tokens");
+  }
+  return text;
+}
+
+}  // namespace
+
+Command add_info(CLI::App& app) {
+  const auto flags = std::make_shared<ModelFlags>();
+  const auto context = std::make_shared<std::int64_t>(0);
+  flags->add_to(app);
+  app.add_option("--context", *context, "also show the memory plan for this many tokens");
+  return [flags, context] {
+    const Engine engine = Engine::open(flags->config());
+    print(describe(engine.info()));
+    if (*context != 0) print("\n" + engine.plan(*context).to_table());
+    return 0;
+  };
+}
+
+}  // namespace sluice::tools

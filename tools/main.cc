@@ -1,0 +1,74 @@
+#include <CLI/CLI.hpp>
+#include <array>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "sluice/errors.h"
+#include "sluice/version.h"
+#include "tools/commands.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr const char* kFooter =
+    "Exit codes: 0 success, 2 bad flag, 3 file not found, 4 corrupt checkpoint, 5 not supported,\n"
+    "6 tokenizer, 7 prompt, 8 memory cap too small, 9 reading or writing failed, 10 internal\n"
+    "error, 130 interrupted.";
+
+// The message may quote input; whatever it holds, the user gets one line.
+std::string one_line(std::string text) {
+  for (char& c : text) {
+    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+  }
+  return text;
+}
+
+int fail(ErrorCode code, const std::string& message) {
+  print_error("sluice: " + one_line(message) + "\n");
+  return static_cast<int>(code);
+}
+
+int run(int argc, const char* const* argv) {
+  CLI::App app("Sluice: long-context LLM inference with the KV cache off the device", "sluice");
+  app.set_version_flag("--version", std::string("sluice ") + kVersion);
+  app.require_subcommand(1);
+  app.footer(kFooter);
+  std::vector<std::pair<CLI::App*, Command>> commands;
+  const auto add = [&](const char* name, const char* description, Command (*declare)(CLI::App&)) {
+    CLI::App* command = app.add_subcommand(name, description);
+    command->footer(kFooter);
+    commands.emplace_back(command, declare(*command));
+  };
+  add("generate", "Generate text after a prompt, and account for every byte moved", add_generate);
+  add("info", "Show what a checkpoint is and what its KV cache takes", add_info);
+  add("topology", "Show the processor, its memory and their measured bandwidth", add_topology);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    return fail(ErrorCode::usage, std::string(error.what()) + " (see sluice --help)");
+  }
+  for (const auto& [command, action] : commands) {
+    if (command->parsed()) return action();
+  }
+  return fail(ErrorCode::usage, "no command given (see sluice --help)");
+}
+
+}  // namespace
+}  // namespace sluice::tools
+
+int main(int argc, char** argv) {
+  using sluice::ErrorCode;
+  try {
+    return sluice::tools::run(argc, argv);
+  } catch (const sluice::Error& error) {
+    return sluice::tools::fail(error.code(), error.what());
+  } catch (const std::bad_alloc&) {
+    return sluice::tools::fail(ErrorCode::memory, "this machine is out of memory");
+  } catch (const std::exception& error) {
+    return sluice::tools::fail(ErrorCode::internal, error.what());
+  }
+}

@@ -1,0 +1,57 @@
+#include "tools/model_flags.h"
+
+#include <optional>
+
+#include "lib/bytes.h"
+#include "sluice/errors.h"
+
+namespace sluice::tools {
+namespace {
+
+DType parse_dtype(const std::string& text) {
+  if (text == "f32") return DType::f32;
+  if (text == "f16") return DType::f16;
+  return DType::bf16;
+}
+
+std::optional<std::uint64_t> parse_cap(const std::string& text, const char* flag) {
+  if (text.empty()) return std::nullopt;
+  return parse_bytes(text, flag);
+}
+
+}  // namespace
+
+void ModelFlags::add_to(CLI::App& app) {
+  app.add_option("-m,--model", model, "Hugging Face checkpoint directory")->required();
+  app.add_option("--device", device, "cpu, or reference (slow, fp32, for checking)")
+      ->capture_default_str();
+  app.add_option("--device-memory", device_memory,
+                 "cap on the device tier, e.g. 64MiB; rows beyond it are streamed through. "
+                 "Default: none, rows are attended in host memory");
+  app.add_option("--host-memory", host_memory,
+                 "cap on rows, weights and activations in host memory, e.g. 8GiB");
+  app.add_option("--kv-dtype", kv_dtype, "element type of the KV cache")
+      ->check(CLI::IsMember({"bf16", "f16", "f32"}))
+      ->capture_default_str();
+  app.add_option("--compute", compute,
+                 "element type of matrix products; auto loses nothing of the weights")
+      ->check(CLI::IsMember({"auto", "bf16", "f32"}))
+      ->capture_default_str();
+  app.add_option("--threads", threads, "threads, 0 for one per core")->capture_default_str();
+  app.add_option("--chunk", chunk, "most tokens per prefill step")->capture_default_str();
+}
+
+EngineConfig ModelFlags::config() const {
+  EngineConfig config;
+  config.model = model;
+  config.device = device;
+  config.threads = threads;
+  config.chunk = chunk;
+  config.kv_dtype = parse_dtype(kv_dtype);
+  if (compute != "auto") config.compute = parse_dtype(compute);
+  config.device_memory = parse_cap(device_memory, "--device-memory");
+  config.host_memory = parse_cap(host_memory, "--host-memory");
+  return config;
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,26 @@
+// Flags that every command running a model shares.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+
+#include "sluice/engine.h"
+
+namespace sluice::tools {
+
+struct ModelFlags {
+  std::string model;
+  std::string device = "cpu";
+  std::string device_memory;
+  std::string host_memory;
+  std::string kv_dtype = "bf16";
+  std::string compute = "auto";
+  int threads = 0;
+  int chunk = 512;
+
+  void add_to(CLI::App& app);
+  // Throws Error{usage} for values that make no sense.
+  EngineConfig config() const;
+};
+
+}  // namespace sluice::tools

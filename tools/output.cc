@@ -1,0 +1,65 @@
+#include "tools/output.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "sluice/errors.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr int kBarCells = 30;
+constexpr auto kRedraw = std::chrono::milliseconds(100);
+
+[[noreturn]] void throw_write_error(const std::string& name) {
+  throw Error(ErrorCode::io, name + ": cannot be written (" + std::strerror(errno) +
+                                 "); make room or choose another file");
+}
+
+}  // namespace
+
+void print(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    throw_write_error("standard output");
+  }
+}
+
+void print_error(std::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stderr);
+  std::fflush(stderr);
+}
+
+void write_report(const std::string& path, const std::string& text) {
+  if (path == "-") return print(text);
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), &std::fclose);
+  if (!file) throw_write_error(path);
+  const bool written = std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
+  // Closing flushes, and may be what finds the disk full.
+  if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
+}
+
+ProgressBar::ProgressBar(std::string label)
+    : label_(std::move(label)), visible_(::isatty(STDERR_FILENO) != 0) {}
+
+ProgressBar::~ProgressBar() {
+  if (drawn_) print_error("\r\x1b[K");
+}
+
+void ProgressBar::update(double share, const std::string& note) {
+  const auto now = std::chrono::steady_clock::now();
+  if (!visible_ || (drawn_ && share < 1.0 && now - last_ < kRedraw)) return;
+  last_ = now;
+  drawn_ = true;
+  const int done = static_cast<int>(std::clamp(share, 0.0, 1.0) * kBarCells);
+  std::string text = "\r\x1b[K" + label_ + " [";
+  text.append(static_cast<std::size_t>(done), '#');
+  text.append(static_cast<std::size_t>(kBarCells - done), '.');
+  print_error(text + "] " + note);
+}
+
+}  // namespace sluice::tools

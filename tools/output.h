@@ -1,0 +1,38 @@
+// Standard output, standard error and report files of the `sluice` command.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace sluice::tools {
+
+// Writes and flushes; throws Error{io} if the text did not get through, on a full disk say.
+void print(std::string_view text);
+
+// Diagnostics. Failure to show them is not an error.
+void print_error(std::string_view text);
+
+// Writes a whole file, "-" for standard output. Throws Error{io} that names it.
+void write_report(const std::string& path, const std::string& text);
+
+// A line on standard error that is redrawn in place; nothing unless that is a terminal.
+class ProgressBar {
+ public:
+  explicit ProgressBar(std::string label);
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+  ~ProgressBar();  // clears the line
+
+  // `share` done, 0 to 1; `note` stands after the bar.
+  void update(double share, const std::string& note);
+
+ private:
+  std::string label_;
+  bool visible_;
+  bool drawn_ = false;
+  std::chrono::steady_clock::time_point last_;
+};
+
+}  // namespace sluice::tools
