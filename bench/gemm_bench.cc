@@ -1,0 +1,56 @@
+// Matrix products of a decoder's layers, for decode (one token) and prefill (512 tokens).
+#include <benchmark/benchmark.h>
+
+#include <vector>
+
+#include "cpu/linear.h"
+#include "cpu/threads.h"
+
+namespace sluice::cpu {
+namespace {
+
+// Arguments: tokens, inputs, outputs, and 1 for bf16 or 0 for f32.
+void gemm(benchmark::State& state) {
+  const std::int64_t tokens = state.range(0);
+  const std::int64_t inputs = state.range(1);
+  const std::int64_t outputs = state.range(2);
+  const DType dtype = state.range(3) == 1 ? DType::bf16 : DType::f32;
+  if (dtype == DType::bf16 && !Linear::bf16_is_fast()) {
+    state.SkipWithError("this processor has no bf16 multiplication");
+    return;
+  }
+  Threads threads;
+  Linear linear(threads, dtype);
+  MemoryAccount account(Tier::host);
+  // Zeros: the time of a product does not depend on its values.
+  std::vector<float> weights(static_cast<std::size_t>(inputs * outputs));
+  std::vector<std::byte> x(static_cast<std::size_t>(tokens * inputs) * size_of(dtype));
+  std::vector<float> y(static_cast<std::size_t>(tokens * outputs));
+  const auto weight = linear.pack({weights.data(), DType::f32, outputs, inputs, inputs}, account);
+  const LinearParams params{{x.data(), dtype, tokens, inputs, inputs},
+                            weight.get(),
+                            nullptr,
+                            {y.data(), DType::f32, tokens, outputs, outputs}};
+  for (auto _ : state) linear.run(params);
+  const auto products = static_cast<double>(2 * tokens * inputs * outputs);
+  const auto weight_bytes = static_cast<double>(account.used());
+  using benchmark::Counter;
+  state.counters["FLOP/s"] = Counter(products, Counter::kIsIterationInvariantRate);
+  state.counters["weight_bytes/s"] = Counter(weight_bytes, Counter::kIsIterationInvariantRate);
+}
+
+void shapes(benchmark::internal::Benchmark* benchmark) {
+  benchmark->ArgNames({"tokens", "in", "out", "bf16"});
+  for (const std::int64_t bf16 : {1, 0}) {
+    for (const std::int64_t tokens : {1, 512}) {
+      benchmark->Args({tokens, 384, 2048, bf16});    // gate and up of sluice-22m
+      benchmark->Args({tokens, 1024, 384, bf16});    // down of sluice-22m
+      benchmark->Args({tokens, 4096, 4096, bf16});   // o of an 8B model
+      benchmark->Args({tokens, 4096, 28672, bf16});  // gate and up of an 8B model
+    }
+  }
+}
+BENCHMARK(gemm)->Apply(shapes)->UseRealTime()->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+}  // namespace sluice::cpu

@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""Measures Sluice beside llama.cpp and Hugging Face transformers on this machine's CPU.
+
+    bench/peers/setup.sh
+    scripts/build.sh release
+    bench/peers/run.py
+
+Everybody runs models/sluice-22m with bfloat16 weights, the same tokens of War and Peace and the
+same number of threads: one prefill to the last logits, then greedy decoding at that depth. Peers
+first prove, on a golden continuation, that they compute the same model.
+
+The precision of the rest is the peer's own choice. llama.cpp computes attention with an f16 or bf16
+KV cache, transformers with everything in bfloat16 or float32. So each peer has several variants;
+all are tried once, and the one best at prefill and the one best at decode go on to the rounds. In a
+round each contestant runs once, one after the other, so that a slow minute of the machine hits all.
+Peers run one warm-up before they measure, in the same process; Sluice runs as a fresh command. The
+result, with every single run, goes to bench/results/peers_cpu.json.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path("bench/peers")
+WORK = Path("build/peers")
+MODEL = Path("models/sluice-22m")
+SLUICE = Path("build/release/bin/sluice")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
+PHASES = ("prefill", "decode")
+
+
+class Contestant(NamedTuple):
+    """A program with fixed options."""
+
+    peer: str  # "sluice", "llama.cpp", "transformers"
+    variant: str  # the options that matter, for people
+    command: list[str]
+
+
+Rates = dict[str, float]  # tokens per second by phase
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """Describes this machine as far as it matters for the numbers."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    memory = Path("/proc/meminfo").read_text(encoding="utf-8")
+    flags = set(re.search(r"^flags\s*: (.*)$", cpu, re.M)[1].split())
+    return {
+        "cpu": re.search(r"^model name\s*: (.*)$", cpu, re.M)[1],
+        "flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "threads_used": threads,
+        "memory_gib": round(int(re.search(r"^MemTotal:\s*(\d+)", memory)[1]) / 2**20, 1),
+    }
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Returns the versions of everything measured."""
+    listed = json.loads(output_of(str(python), "-m", "pip", "list", "--format=json"))
+    wanted = ("llama_cpp_python", "llama-cpp-python", "torch", "transformers")
+    found = {item["name"]: item["version"] for item in listed if item["name"] in wanted}
+    found["sluice"] = output_of(str(SLUICE), "--version").split()[-1]
+    found["sluice_commit"] = output_of("git", "describe", "--always", "--dirty")
+    return found
+
+
+def write_prompt(python: Path, tokens: int, decode_tokens: int) -> None:
+    """Writes the prompt, as text for Sluice and as ids for the peers, and llama.cpp's model."""
+    command = [str(python), str(HERE / "prepare.py"), str(MODEL), str(WORK)]
+    subprocess.run([*command, f"--tokens={tokens}", f"--decode-tokens={decode_tokens}"], check=True)
+
+
+def sluice(threads: int, decode_tokens: int) -> Contestant:
+    command = [str(SLUICE), "generate", "--model", str(MODEL)]
+    command += ["--prompt-file", str(WORK / "prompt.txt"), "--ignore-eos"]
+    # The first token comes from the prefill's logits; the others are decode steps.
+    command += ["--max-tokens", str(decode_tokens + 1), "--threads", str(threads)]
+    command += ["--json", str(WORK / "sluice.json")]
+    return Contestant("sluice", "bf16 KV", command)
+
+
+def llama_cpp(python: Path, threads: int, context: int) -> list[Contestant]:
+    contestants = []
+    for kv, flash, batch in [
+        ("f16", 1, 512),
+        ("f16", 1, 2048),
+        ("f16", 0, 512),
+        ("f16", 0, 2048),
+        ("bf16", 1, 512),
+        ("bf16", 0, 512),
+    ]:
+        command = [str(python), str(HERE / "llama_cpp_worker.py"), str(WORK / "job.json")]
+        command += ["--model", str(WORK / "model.gguf"), "--context", str(context)]
+        command += ["--threads", str(threads), "--kv", kv]
+        command += ["--flash", str(flash), "--batch", str(batch)]
+        attention = "flash attention" if flash else "no flash attention"
+        contestants.append(Contestant("llama.cpp", f"{kv} KV, {attention}, batch {batch}", command))
+    return contestants
+
+
+def transformers(python: Path, threads: int) -> list[Contestant]:
+    contestants = []
+    for dtype in ("bfloat16", "float32"):
+        command = [str(python), str(HERE / "transformers_worker.py"), str(WORK / "job.json")]
+        command += ["--model", str(MODEL), "--threads", str(threads), "--dtype", dtype]
+        contestants.append(Contestant("transformers", f"{dtype}, sdpa", command))
+    return contestants
+
+
+def run(contestant: Contestant, threads: int, tokens: int) -> Rates:
+    """Runs a contestant once and returns its rates."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(contestant.command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        sys.exit(f"{shlex.join(contestant.command)} failed:\n{done.stderr}")
+    if contestant.peer == "sluice":
+        timings = json.loads((WORK / "sluice.json").read_text(encoding="utf-8"))["timings"]
+    else:
+        timings = json.loads(done.stdout.splitlines()[-1])
+    if timings["prefill_tokens"] != tokens:
+        sys.exit(f"{contestant.peer} read {timings['prefill_tokens']} tokens instead of {tokens}")
+    rates = {p: timings[f"{p}_tokens"] / timings[f"{p}_seconds"] for p in PHASES}
+    print(
+        f"{contestant.peer:13} {contestant.variant:36}"
+        f" prefill {rates['prefill']:8.1f} tok/s, decode {rates['decode']:7.2f} tok/s",
+        flush=True,
+    )
+    return rates
+
+
+def finalists(variants: list[Contestant], threads: int, tokens: int) -> list[Contestant]:
+    """Tries every variant once and returns the best at prefill and the best at decode."""
+    tried = [(variant, run(variant, threads, tokens)) for variant in variants]
+    chosen: list[Contestant] = []
+    for phase in PHASES:
+        best = max(tried, key=lambda pair: pair[1][phase])[0]
+        if best not in chosen:
+            chosen.append(best)
+    return chosen
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    return {
+        "min": round(min(values), 2),
+        "median": round(statistics.median(values), 2),
+        "max": round(max(values), 2),
+        "runs": [round(value, 2) for value in values],
+    }
+
+
+def entry(contestant: Contestant, runs: list[Rates]) -> dict[str, Any]:
+    """The JSON of one contestant."""
+    rates = {f"{p}_tokens_per_second": summary([r[p] for r in runs]) for p in PHASES}
+    command = shlex.join(contestant.command)
+    return {"peer": contestant.peer, "variant": contestant.variant, "command": command} | rates
+
+
+def ratios(entries: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Sluice's medians over the best median of each peer."""
+    best: dict[str, Rates] = {}
+    for item in entries:
+        for phase in PHASES:
+            rate = item[f"{phase}_tokens_per_second"]["median"]
+            rates = best.setdefault(item["peer"], dict.fromkeys(PHASES, 0.0))
+            rates[phase] = max(rates[phase], rate)
+    own = best.pop("sluice")
+    return {
+        peer: {phase: round(own[phase] / rates[phase], 2) for phase in PHASES}
+        for peer, rates in best.items()
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192, help="of the prompt")
+    parser.add_argument("--decode-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--python", type=Path, default=WORK / "venv/bin/python")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/peers_cpu.json"))
+    return parser.parse_args()
+
+
+def contestants(args: argparse.Namespace) -> list[Contestant]:
+    """Sluice and the finalists of each peer."""
+    context = -(-(args.tokens + args.decode_tokens + 1) // 256) * 256
+    peers = [llama_cpp(args.python, args.threads, context)]
+    if not args.without_transformers:
+        peers.append(transformers(args.python, args.threads))
+    chosen = [sluice(args.threads, args.decode_tokens)]
+    for variants in peers:
+        chosen += finalists(variants, args.threads, args.tokens)
+    return chosen
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    args = parse_arguments()
+    WORK.mkdir(parents=True, exist_ok=True)
+    write_prompt(args.python, args.tokens, args.decode_tokens)
+    chosen = contestants(args)
+    runs: dict[str, list[Rates]] = {c.peer + c.variant: [] for c in chosen}
+    for number in range(args.rounds):
+        print(f"round {number + 1} of {args.rounds}")
+        for contestant in chosen:
+            runs[contestant.peer + contestant.variant].append(
+                run(contestant, args.threads, args.tokens)
+            )
+    entries = [entry(c, runs[c.peer + c.variant]) for c in chosen]
+    result = {
+        "what": f"prefill of {args.tokens} tokens and decode of {args.decode_tokens} at that depth",
+        "model": str(MODEL),
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["bench/peers/run.py", *sys.argv[1:]]),
+        "machine": machine(args.threads),
+        "versions": versions(args.python),
+        "contestants": entries,
+        "sluice_over_best_of_peer": ratios(entries),
+    }
+    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result["sluice_over_best_of_peer"]))
+
+
+if __name__ == "__main__":
+    main()
