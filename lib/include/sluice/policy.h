@@ -1,0 +1,115 @@
+// A policy says which tokens a decoded token attends to, and which a prompt's tokens do.
+//
+// A selector estimates the attention weight of every token without reading its row; a pruner keeps
+// the few that matter; layers may share one selection; what is left out may be compensated for.
+// One line of text describes it all:
+//
+//   select=sparq(r=16) candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value
+//   twilight dense=0,1 anchors=2,7
+//
+// Words are separated by spaces; the first may be the name of a preset, whose settings the others
+// replace.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/types.h"
+
+namespace sluice {
+
+// How the weights of tokens are estimated.
+enum class Selector : std::uint8_t {
+  dense,      // not at all: exact attention over every row
+  streaming,  // the first and the newest tokens (Xiao et al. 2023, StreamingLLM)
+  exact,      // from the keys themselves: the oracle that the others approach
+  int4,       // from the key index, every channel of it (Twilight's estimate, Lin et al. 2025)
+  sparq,      // from the key index, the query's largest channels only (Ribar et al. 2023, SparQ)
+  quest,      // upper bounds from each sub-page's extreme keys (Tang et al. 2024, Quest)
+};
+
+// What is kept of the estimated tokens.
+enum class Pruner : std::uint8_t {
+  top_k,  // the k heaviest by their weight summed over the query heads of a KV head
+  top_p,  // per query head the fewest that carry a share p of the weight; then their union
+};
+
+// What stands for the rows that were left out.
+enum class Compensation : std::uint8_t {
+  none,
+  mean_value,  // (1 - alpha) times the mean of all values (SparQ, section 4)
+};
+
+// A number of tokens: fixed, or a share of the context.
+struct Budget {
+  std::int64_t tokens = 0;   // if > 0
+  std::int64_t divisor = 0;  // else context / divisor, rounded up, if > 0; else no limit
+
+  bool limited() const { return tokens > 0 || divisor > 0; }
+  // Never more than `context`; all of it without a limit.
+  std::int64_t of(std::int64_t context) const;
+  friend bool operator==(const Budget&, const Budget&) = default;
+};
+
+// ZipVL (He et al. 2024): attention among the important tokens of a prompt only.
+struct SparsePrefill {
+  double tau = 0.0;    // share of the probes' attention that the important tokens carry; 0: dense
+  bool evict = false;  // forget the other tokens' rows for good, as the paper does
+
+  friend bool operator==(const SparsePrefill&, const SparsePrefill&) = default;
+};
+
+struct Policy {
+  Selector select = Selector::dense;
+  int channels = 0;   // of SparQ's slices, per KV head ("r"); 0: a quarter of head_dim
+  int bits = 4;       // per key channel in the index, 4 or 2
+  Budget candidates;  // if limited: as many by the selector, scored again by the whole index
+  Pruner prune = Pruner::top_k;
+  Budget k;                 // of top_k
+  double p = 0.0;           // of top_p
+  Budget cap;               // most tokens kept by top_p, per KV head
+  std::int64_t sinks = 0;   // first tokens, always kept
+  std::int64_t recent = 0;  // newest tokens, always kept; the unfinished page always is
+  Compensation compensate = Compensation::none;
+  std::vector<int> dense_layers;  // attend to everything; ascending
+  // If not empty: only these layers select, and every later layer up to the next of them reuses
+  // the selection, KV head by KV head (Yang et al. 2024, TidalDecode); ascending.
+  std::vector<int> anchors;
+  std::int64_t correct = 0;  // recompute the last T decoded tokens densely, every T; 0: never
+  SparsePrefill prefill;
+
+  friend bool operator==(const Policy&, const Policy&) = default;
+
+  // What a layer does.
+  bool is_dense(int layer) const;
+  bool selects(int layer) const;  // else, if not dense, it follows the latest layer that does
+};
+
+// Throws Error{usage} naming the setting and the accepted range if the policy makes no sense by
+// itself (the first) or for this model (the second).
+void validate(const Policy& policy);
+void validate(const Policy& policy, const KvShape& shape);
+
+// Reads one line, see above. Throws Error{usage} with what would be accepted. Does not validate
+// against a model, but everything else.
+Policy parse_policy(std::string_view text);
+// The shortest line that parse_policy reads back as the same policy, without presets' names.
+std::string to_string(const Policy& policy);
+// One JSON object with the same words as keys, without those that to_string leaves out. Numbers and
+// lists of layers are JSON's; what else a value may be is a string: {"prune":"top_k(8)","cap":256}.
+std::string to_json(const Policy& policy);
+// Reads that back. Throws as parse_policy does, and refuses keys that are unknown or stand twice.
+Policy policy_from_json(std::string_view json);
+
+// A policy with a name.
+struct Preset {
+  std::string_view name;
+  std::string_view policy;       // as text
+  std::string_view description;  // one line
+};
+std::span<const Preset> presets();
+
+}  // namespace sluice

@@ -1,0 +1,203 @@
+#include "sluice/policy.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+// Far beyond any context, and sums of a few such counts are far from overflow.
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;
+
+void require(bool condition, const std::string& otherwise) {
+  if (!condition) throw Error(ErrorCode::usage, "policy: " + otherwise);
+}
+
+bool contains(const std::vector<int>& layers, int layer) {
+  return std::find(layers.begin(), layers.end(), layer) != layers.end();
+}
+
+// Whether there are estimates to prune, and proposals to score again.
+bool estimates(Selector select) {
+  return select != Selector::dense && select != Selector::streaming;
+}
+
+// Upper bounds of sub-pages sum up to no total that the kept tokens could have a share of.
+bool weighs_every_token(Selector select) { return estimates(select) && select != Selector::quest; }
+
+void check_tokens(const std::string& key, std::int64_t tokens) {
+  require(tokens >= 0 && tokens <= kMostTokens, key + " is " + std::to_string(tokens) +
+                                                    "; it has to be from 0 to " +
+                                                    std::to_string(kMostTokens));
+}
+
+void check_budget(const std::string& key, const Budget& budget) {
+  const auto fits = [](std::int64_t n) { return n >= 0 && n <= kMostTokens; };
+  require(
+      fits(budget.tokens) && fits(budget.divisor) && (budget.tokens == 0 || budget.divisor == 0),
+      key + " has to be N tokens or a share 1/N of the context, N from 1 to " +
+          std::to_string(kMostTokens));
+}
+
+void check_selector(const Policy& policy) {
+  require(policy.bits == 4 || policy.bits == 2,
+          "bits is " + std::to_string(policy.bits) + "; it has to be 4 or 2");
+  require(policy.channels >= 0, "the r of sparq is " + std::to_string(policy.channels) +
+                                    "; it has to be from 1 to the model's head_dim");
+  require(policy.channels == 0 || policy.select == Selector::sparq,
+          "only select=sparq takes a number of channels r");
+  require(policy.select != Selector::streaming || policy.sinks + policy.recent >= 1,
+          "select=streaming attends to nothing; sinks + recent has to be 1 or more");
+}
+
+void check_pruner(const Policy& policy) {
+  const bool top_p = policy.prune == Pruner::top_p;
+  check_budget("the k of prune=top_k", policy.k);
+  require(!top_p || !policy.k.limited(), "k is of prune=top_k; with top_p, limit cap instead");
+  require(top_p || policy.p == 0.0, "p is of prune=top_p; with top_k it has to be 0");
+  // The comparison is false for NaN.
+  require(!top_p || (policy.p > 0.0 && policy.p <= 1.0),
+          "the share of prune=top_p has to be above 0 and up to 1");
+  const bool prunes = top_p || policy.k.limited();
+  require(prunes || !estimates(policy.select),
+          "a selector other than dense and streaming needs prune=top_k(N), top_k(1/N) or "
+          "top_p(P), N of 1 or more, P above 0 and up to 1");
+  require(!prunes || estimates(policy.select),
+          "prune needs estimates; it takes select=exact, int4, quest or sparq");
+  check_budget("cap", policy.cap);
+  require(top_p || !policy.cap.limited(),
+          "cap limits what top_p keeps; it takes prune=top_p(P), and cap=none with top_k");
+}
+
+void check_candidates(const Policy& policy) {
+  const Budget& candidates = policy.candidates;
+  const Budget& k = policy.k;
+  check_budget("candidates", candidates);
+  if (!candidates.limited()) return;
+  require(estimates(policy.select),
+          "candidates need a selector that proposes them: select=exact, int4, quest or sparq");
+  require(candidates.tokens == 0 || candidates.tokens >= k.tokens,
+          "candidates is " + std::to_string(candidates.tokens) +
+              ", fewer than top_k keeps; it has " + "to be " + std::to_string(k.tokens) +
+              " or more");
+  require(candidates.divisor == 0 || k.divisor == 0 || candidates.divisor <= k.divisor,
+          "candidates is 1/" + std::to_string(candidates.divisor) +
+              ", less than top_k keeps; it has to be 1/" + std::to_string(k.divisor) + " or more");
+}
+
+void check_layer_list(const std::string& key, const std::vector<int>& layers) {
+  const bool ascending =
+      std::adjacent_find(layers.begin(), layers.end(), std::greater_equal<>()) == layers.end();
+  require(ascending && (layers.empty() || layers.front() >= 0),
+          key + " has to list layers of 0 or more in ascending order, each once");
+}
+
+// The layers before the first anchor have nothing to follow.
+void check_prefix(const Policy& policy) {
+  const int first = policy.anchors.front();
+  for (int layer = 0; layer < first; ++layer) {
+    require(contains(policy.dense_layers, layer),
+            "layer " + std::to_string(layer) +
+                " follows no anchor: dense has to list every layer " + "before the first anchor, " +
+                std::to_string(first));
+  }
+}
+
+void check_layers(const Policy& policy) {
+  check_layer_list("dense", policy.dense_layers);
+  check_layer_list("anchors", policy.anchors);
+  if (policy.anchors.empty()) return;
+  require(estimates(policy.select),
+          "anchors share a selection; they take select=exact, int4, quest or sparq");
+  for (const int layer : policy.anchors) {
+    require(!contains(policy.dense_layers, layer),
+            "layer " + std::to_string(layer) + " has to be in dense or in anchors, not in both");
+  }
+  check_prefix(policy);
+}
+
+void check_corrections(const Policy& policy) {
+  require(policy.compensate == Compensation::none || weighs_every_token(policy.select),
+          "compensate=mean_value needs the weight of every token; it takes select=exact, int4 or "
+          "sparq");
+  check_tokens("correct", policy.correct);
+  require(policy.correct == 0 || policy.select != Selector::dense,
+          "correct has nothing to correct with select=dense, which takes correct=never only");
+}
+
+void check_prefill(const SparsePrefill& prefill) {
+  require(prefill.tau >= 0.0 && prefill.tau <= 1.0,
+          "the share of prefill=zipvl has to be from 0 to 1");
+  require(!prefill.evict || prefill.tau > 0.0,
+          "prefill=zipvl evicts what is not important; its share has to be above 0 and up to 1");
+}
+
+void check_fits(const std::string& key, const std::vector<int>& layers, int count) {
+  for (const int layer : layers) {
+    require(layer < count, key + " lists layer " + std::to_string(layer) +
+                               "; the model's layers are 0 to " + std::to_string(count - 1));
+  }
+}
+
+}  // namespace
+
+std::int64_t Budget::of(std::int64_t context) const {
+  if (tokens > 0) return std::min(tokens, context);
+  if (divisor > 0) return context / divisor + (context % divisor > 0 ? 1 : 0);
+  return context;
+}
+
+bool Policy::is_dense(int layer) const {
+  return select == Selector::dense || contains(dense_layers, layer);
+}
+
+bool Policy::selects(int layer) const {
+  return !is_dense(layer) && (anchors.empty() || contains(anchors, layer));
+}
+
+void validate(const Policy& policy) {
+  // Ranges first: later checks compute with these counts.
+  check_tokens("sinks", policy.sinks);
+  check_tokens("recent", policy.recent);
+  check_selector(policy);
+  check_pruner(policy);
+  check_candidates(policy);
+  check_layers(policy);
+  check_corrections(policy);
+  check_prefill(policy.prefill);
+}
+
+void validate(const Policy& policy, const KvShape& shape) {
+  validate(policy);
+  require(policy.channels <= shape.head_dim,
+          "the r of sparq is " + std::to_string(policy.channels) + "; it has to be from 1 to " +
+              std::to_string(shape.head_dim) + ", the model's head_dim");
+  check_fits("dense", policy.dense_layers, shape.layers);
+  check_fits("anchors", policy.anchors, shape.layers);
+}
+
+std::span<const Preset> presets() {
+  static constexpr std::array<Preset, 8> kPresets = {{
+      {"dense", "select=dense", "exact attention to every token: the baseline"},
+      {"streaming", "select=streaming sinks=4 recent=1020",
+       "the first 4 and the newest 1020 tokens (StreamingLLM, Xiao et al. 2023)"},
+      {"quest", "select=quest prune=top_k(1024) dense=0,1",
+       "1024 tokens by the extreme keys of their sub-pages (Quest, Tang et al. 2024)"},
+      {"sparq", "select=sparq prune=top_k(128) recent=32 compensate=mean_value",
+       "128 tokens by the query's largest channels (SparQ Attention, Ribar et al. 2023)"},
+      {"twilight", "select=quest candidates=1/4 prune=top_p(0.95) dense=0,1",
+       "as many of Quest's tokens as carry 95% of the weight (Twilight, Lin et al. 2025)"},
+      {"tidaldecode", "select=int4 prune=top_k(512) dense=0,1 anchors=2,7",
+       "512 tokens that two layers select for all others (TidalDecode, Yang et al. 2024)"},
+      {"zipvl", "select=dense prefill=zipvl(0.975)",
+       "the prompt's important tokens only, then dense decoding (ZipVL, He et al. 2024)"},
+      {"sluice", "select=sparq candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value",
+       "SparQ proposes, Twilight's top-p keeps up to 256 tokens, SparQ's mean value compensates"},
+  }};
+  return kPresets;
+}
+
+}  // namespace sluice

@@ -1,0 +1,590 @@
+#include "sluice/policy.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/errors.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::Random;
+
+constexpr KvShape kShape = {.layers = 8, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
+
+// The message with which `call` refuses; nothing, and a failure, if it does not.
+template <typename Call>
+std::string refusal(Call call) {
+  try {
+    call();
+    ADD_FAILURE() << "accepted";
+    return "";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::usage);
+    const std::string message = error.what();
+    EXPECT_TRUE(message.starts_with("policy: ")) << message;
+    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+    return message;
+  }
+}
+
+std::string refused_text(std::string_view text) {
+  return refusal([&] { parse_policy(text); });
+}
+
+std::string refused_json(std::string_view json) {
+  return refusal([&] { policy_from_json(json); });
+}
+
+std::string refused(const Policy& policy) {
+  return refusal([&] { validate(policy); });
+}
+
+struct Refusal {
+  std::string_view text;
+  std::string_view message;  // a part of it
+};
+
+TEST(Budget, IsACountOrAShareAndNeverMoreThanTheContext) {
+  EXPECT_EQ((Budget{128, 0}.of(1000)), 128);
+  EXPECT_EQ((Budget{128, 0}.of(100)), 100);
+  EXPECT_EQ((Budget{0, 16}.of(1600)), 100);
+  EXPECT_EQ((Budget{0, 16}.of(1601)), 101) << "shares are rounded up";
+  EXPECT_EQ((Budget{0, 16}.of(1)), 1);
+  EXPECT_EQ((Budget{0, 1}.of(77)), 77);
+  EXPECT_EQ((Budget{0, 16}.of(0)), 0);
+  EXPECT_EQ(Budget{}.of(1000), 1000);
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  EXPECT_EQ((Budget{0, 2}.of(kMost)), kMost / 2 + 1);
+  EXPECT_FALSE(Budget{}.limited());
+  EXPECT_TRUE((Budget{1, 0}.limited()));
+  EXPECT_TRUE((Budget{0, 1}.limited()));
+}
+
+TEST(Policy, LayersAreDenseSelectOrFollow) {
+  const Policy plain = parse_policy("select=quest prune=top_k(8) dense=0,3");
+  EXPECT_TRUE(plain.is_dense(0) && plain.is_dense(3));
+  EXPECT_FALSE(plain.selects(0) || plain.selects(3));
+  EXPECT_TRUE(plain.selects(1) && plain.selects(2) && plain.selects(4));
+  EXPECT_FALSE(plain.is_dense(1) || plain.is_dense(4));
+
+  const Policy anchored = parse_policy("select=int4 prune=top_k(8) dense=0,1,4 anchors=2,6");
+  for (int layer = 0; layer < 8; ++layer) {
+    EXPECT_EQ(anchored.is_dense(layer), layer <= 1 || layer == 4) << layer;
+    EXPECT_EQ(anchored.selects(layer), layer == 2 || layer == 6) << layer;
+  }
+
+  EXPECT_TRUE(Policy{}.is_dense(5));
+  EXPECT_FALSE(Policy{}.selects(5));
+  EXPECT_TRUE(parse_policy("streaming").selects(5));
+}
+
+TEST(PolicyText, EverySettingIsRead) {
+  const Policy policy = parse_policy(
+      "select=sparq(r=32) candidates=1/16 prune=top_p(0.95) cap=256 sinks=4 recent=32 "
+      "compensate=mean_value dense=0,1 anchors=2,7 correct=1024 prefill=zipvl(0.9,evict) bits=2");
+  Policy expected;
+  expected.select = Selector::sparq;
+  expected.channels = 32;
+  expected.candidates = {0, 16};
+  expected.prune = Pruner::top_p;
+  expected.p = 0.95;
+  expected.cap = {256, 0};
+  expected.sinks = 4;
+  expected.recent = 32;
+  expected.compensate = Compensation::mean_value;
+  expected.dense_layers = {0, 1};
+  expected.anchors = {2, 7};
+  expected.correct = 1024;
+  expected.prefill = {0.9, true};
+  expected.bits = 2;
+  EXPECT_EQ(policy, expected);
+}
+
+TEST(PolicyText, EverySelectorHasItsName) {
+  EXPECT_EQ(parse_policy("select=dense").select, Selector::dense);
+  EXPECT_EQ(parse_policy("select=streaming recent=1").select, Selector::streaming);
+  EXPECT_EQ(parse_policy("select=exact prune=top_k(1)").select, Selector::exact);
+  EXPECT_EQ(parse_policy("select=int4 prune=top_k(1)").select, Selector::int4);
+  EXPECT_EQ(parse_policy("select=quest prune=top_k(1)").select, Selector::quest);
+  EXPECT_EQ(parse_policy("select=sparq prune=top_k(1)").select, Selector::sparq);
+}
+
+TEST(PolicyText, ValuesThatMeanTheDefaultAreLeftOut) {
+  EXPECT_EQ(to_string(Policy{}), "select=dense");
+  EXPECT_EQ(parse_policy("select=dense candidates=none cap=none sinks=0 recent=0 compensate=none "
+                         "dense=none anchors=none correct=never prefill=dense bits=4"),
+            Policy{});
+  EXPECT_EQ(parse_policy("select=dense correct=0 prefill=zipvl(0)"), Policy{});
+  EXPECT_EQ(to_string(parse_policy("bits=4 prefill=zipvl(0.50,demote) select=dense")),
+            "select=dense prefill=zipvl(0.5)");
+  EXPECT_EQ(to_string(parse_policy("cap=1/64 prune=top_p(1.0) select=int4")),
+            "select=int4 prune=top_p(1) cap=1/64");
+}
+
+TEST(PolicyText, SpacesAreToleratedBetweenWordsAndInsideParentheses) {
+  EXPECT_EQ(parse_policy("  select=sparq( r = 32 )   prune=top_k( 1/8 )  "),
+            parse_policy("select=sparq(r=32) prune=top_k(1/8)"));
+  EXPECT_EQ(parse_policy("prefill=zipvl( 0.5 , evict )"), parse_policy("prefill=zipvl(0.5,evict)"));
+}
+
+TEST(PolicyText, WordsReplaceAPresetsSettings) {
+  EXPECT_EQ(to_string(parse_policy("twilight dense=0 prune=top_k(64)")),
+            "select=quest candidates=1/4 prune=top_k(64) dense=0");
+  EXPECT_EQ(to_string(parse_policy("sluice cap=none select=sparq(r=8) compensate=none")),
+            "select=sparq(r=8) candidates=1/16 prune=top_p(0.95)");
+  EXPECT_EQ(to_string(parse_policy("twilight anchors=2,7")),
+            "select=quest candidates=1/4 prune=top_p(0.95) dense=0,1 anchors=2,7");
+}
+
+TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
+  const std::vector<Refusal> refusals = {
+      {"",
+       "policy: the text is empty; write a preset (dense, streaming, quest, sparq, twilight, "
+       "tidaldecode, zipvl, sluice) or select=dense"},
+      {"   ", "the text is empty"},
+      {"fast",
+       "'fast' is neither a preset (dense, streaming, quest, sparq, twilight, tidaldecode, "
+       "zipvl, sluice) nor key=value; settings are select, candidates, prune, cap, sinks, "
+       "recent, compensate, dense, anchors, correct, prefill, bits"},
+      {"Dense", "'Dense' is neither a preset"},
+      {"quest fast", "'fast' is not key=value, and only the first word may be a preset's name"},
+      {"sinks=4 quest", "'quest' is not key=value"},
+      {"window=4", "'window=4' is no setting; settings are select, candidates, prune, cap"},
+      {"=4", "'=4' is no setting"},
+      {"sparq(r=32)", "'sparq(r=32)' is no setting"},
+      {"recent=4 sinks=1 recent=5", "recent is given twice, again as 'recent=5'"},
+      {"recent=4 recent=4", "recent is given twice"},
+      {"quest dense=0 dense=1", "dense is given twice, again as 'dense=1'"},
+      {"select=magic",
+       "policy: 'select=magic' is not understood; select takes dense, streaming, "
+       "exact, int4, quest, sparq or sparq(r=N), N from 1 to head_dim"},
+      {"select=", "'select=' is not understood"},
+      {"select=quest(r=4)", "'select=quest(r=4)' is not understood"},
+      {"select=sparq()", "select takes dense, streaming"},
+      {"select=sparq(32)", "select takes dense, streaming"},
+      {"select=sparq(r=0)", "N from 1 to head_dim"},
+      {"select=sparq(r=-1)", "N from 1 to head_dim"},
+      {"select=sparq(r=99999999999)", "N from 1 to head_dim"},
+      {"select=sparq(r=3 2)", "'select=sparq(r=3 2)' is not understood"},
+      {"select=sparq(r=3,r=3)", "select takes dense, streaming"},
+      {"select=sparq(r=3", "'select=sparq(r=3' is not understood"},
+      {"select=sparq(r=32", "select takes dense, streaming"},
+      {"prune=top_k(128 cap=4", "'prune=top_k(128 cap=4' is not understood"},
+      {"select=sparq(r=3)x", "'select=sparq(r=3)x' is not understood"},
+      {"select=sparq (r=3)", "'(r=3)' is no setting"},
+      {"candidates=many",
+       "policy: 'candidates=many' is not understood; candidates takes a number "
+       "of tokens such as 256, a share of the context such as 1/16, or none"},
+      {"candidates=0", "'candidates=0' is not understood"},
+      {"candidates=1/0", "candidates takes a number"},
+      {"candidates=2/3", "candidates takes a number"},
+      {"candidates=1/", "candidates takes a number"},
+      {"candidates=+3", "candidates takes a number"},
+      {"cap=0.5", "'cap=0.5' is not understood; cap takes a number of tokens"},
+      {"cap=-1", "cap takes a number of tokens"},
+      {"prune=128",
+       "policy: 'prune=128' is not understood; prune takes top_k(N), top_k(1/N) or "
+       "top_p(P), N of 1 or more, P above 0 and up to 1"},
+      {"prune=top_k", "prune takes top_k(N)"},
+      {"prune=top_k()", "prune takes top_k(N)"},
+      {"prune=top_k(0)", "prune takes top_k(N)"},
+      {"prune=top_k(1/0)", "prune takes top_k(N)"},
+      {"prune=top_k(0.5)", "prune takes top_k(N)"},
+      {"prune=top_k(1,2)", "prune takes top_k(N)"},
+      {"prune=top_p(x)", "prune takes top_k(N)"},
+      {"prune=top_p(1/2)", "prune takes top_k(N)"},
+      {"prune=top_p(1e-999)", "prune takes top_k(N)"},
+      {"sinks=four",
+       "'sinks=four' is not understood; sinks takes a number of tokens from 0 to "
+       "2147483648"},
+      {"recent=4.5", "recent takes a number of tokens from 0 to 2147483648"},
+      {"recent=99999999999999999999", "recent takes a number of tokens from 0 to 2147483648"},
+      {"compensate=mean",
+       "'compensate=mean' is not understood; compensate takes none or "
+       "mean_value"},
+      {"dense=1,",
+       "'dense=1,' is not understood; dense takes the layers' numbers in ascending "
+       "order such as 2,7, or none"},
+      {"dense=", "dense takes the layers' numbers"},
+      {"dense=99999999999", "dense takes the layers' numbers"},
+      {"anchors=a", "'anchors=a' is not understood; anchors takes the layers' numbers"},
+      {"correct=always",
+       "'correct=always' is not understood; correct takes a number of tokens "
+       "from 1 to 2147483648, or never"},
+      {"prefill=zipvl",
+       "'prefill=zipvl' is not understood; prefill takes dense, zipvl(TAU), "
+       "zipvl(TAU,demote) or zipvl(TAU,evict), TAU from 0 to 1"},
+      {"prefill=zipvl()", "prefill takes dense"},
+      {"prefill=zipvl(0.5,keep)", "prefill takes dense"},
+      {"prefill=zipvl(0.5,evict,evict)", "prefill takes dense"},
+      {"prefill=dense(0.5)", "prefill takes dense"},
+      {"bits=four", "'bits=four' is not understood; bits takes 4 or 2"},
+  };
+  for (const Refusal& refusal : refusals) {
+    EXPECT_THAT(refused_text(refusal.text), HasSubstr(refusal.message)) << refusal.text;
+  }
+}
+
+TEST(PolicyText, RefusesWhatMakesNoSense) {
+  const std::vector<Refusal> refusals = {
+      {"bits=3", "policy: bits is 3; it has to be 4 or 2"},
+      {"sinks=-1", "policy: sinks is -1; it has to be from 0 to 2147483648"},
+      {"recent=2147483649", "recent is 2147483649; it has to be from 0 to 2147483648"},
+      {"correct=-4", "correct is -4; it has to be from 0 to 2147483648"},
+      {"correct=4", "correct has nothing to correct with select=dense, which takes correct=never"},
+      {"select=streaming", "sinks + recent has to be 1 or more"},
+      {"streaming prune=top_k(4)",
+       "prune needs estimates; it takes select=exact, int4, quest or "
+       "sparq"},
+      {"streaming prune=top_p(0.5)", "prune needs estimates"},
+      {"dense prune=top_k(4)", "prune needs estimates"},
+      {"streaming candidates=4", "select=exact, int4, quest or sparq"},
+      {"dense candidates=1/4", "select=exact, int4, quest or sparq"},
+      {"select=sparq", "a selector other than dense and streaming needs prune=top_k(N)"},
+      {"select=exact",
+       "needs prune=top_k(N), top_k(1/N) or top_p(P), N of 1 or more, P above 0 "
+       "and up to 1"},
+      {"select=int4 prune=top_p(0)", "prune=top_p has to be above 0 and up to 1"},
+      {"select=int4 prune=top_p(-0.5)", "prune=top_p has to be above 0 and up to 1"},
+      {"select=int4 prune=top_p(1.01)", "prune=top_p has to be above 0 and up to 1"},
+      {"select=int4 prune=top_p(nan)", "prune=top_p has to be above 0 and up to 1"},
+      {"select=int4 prune=top_p(inf)", "prune=top_p has to be above 0 and up to 1"},
+      {"select=int4 prune=top_k(2147483649)", "N from 1 to 2147483648"},
+      {"select=int4 prune=top_k(4) cap=8",
+       "cap limits what top_p keeps; it takes prune=top_p(P), "
+       "and cap=none with top_k"},
+      {"cap=8", "cap limits what top_p keeps"},
+      {"select=int4 prune=top_p(1) cap=2147483649", "cap has to be N tokens or a share 1/N"},
+      {"select=int4 prune=top_k(64) candidates=63",
+       "candidates is 63, fewer than top_k keeps; it "
+       "has to be 64 or more"},
+      {"select=int4 prune=top_k(1/4) candidates=1/5",
+       "candidates is 1/5, less than top_k keeps; "
+       "it has to be 1/4 or more"},
+      {"quest compensate=mean_value",
+       "compensate=mean_value needs the weight of every token; it "
+       "takes select=exact, int4 or sparq"},
+      {"streaming compensate=mean_value", "it takes select=exact, int4 or sparq"},
+      {"dense compensate=mean_value", "it takes select=exact, int4 or sparq"},
+      {"dense=1,0", "dense has to list layers of 0 or more in ascending order, each once"},
+      {"dense=1,1", "dense has to list layers of 0 or more in ascending order, each once"},
+      {"dense=-1,1", "dense has to list layers of 0 or more"},
+      {"quest anchors=3,2", "anchors has to list layers of 0 or more in ascending order"},
+      {"quest anchors=2,2", "anchors has to list layers of 0 or more in ascending order"},
+      {"quest anchors=1,2", "layer 1 has to be in dense or in anchors, not in both"},
+      {"quest dense=none anchors=2",
+       "policy: layer 0 follows no anchor: dense has to list every "
+       "layer before the first anchor, 2"},
+      {"quest dense=0,2 anchors=3", "layer 1 follows no anchor"},
+      {"quest anchors=2147483647", "layer 2 follows no anchor"},
+      {"dense anchors=0",
+       "anchors share a selection; they take select=exact, int4, quest or sparq"},
+      {"streaming anchors=0", "anchors share a selection"},
+      {"prefill=zipvl(1.1)", "the share of prefill=zipvl has to be from 0 to 1"},
+      {"prefill=zipvl(-0.1)", "the share of prefill=zipvl has to be from 0 to 1"},
+      {"prefill=zipvl(nan)", "the share of prefill=zipvl has to be from 0 to 1"},
+      {"prefill=zipvl(0,evict)", "its share has to be above 0 and up to 1"},
+  };
+  for (const Refusal& refusal : refusals) {
+    EXPECT_THAT(refused_text(refusal.text), HasSubstr(refusal.message)) << refusal.text;
+  }
+}
+
+TEST(PolicyText, AcceptsTheEndsOfEveryRange) {
+  for (const char* text :
+       {"sinks=2147483648 recent=2147483648", "select=int4 prune=top_p(1)",
+        "select=int4 prune=top_k(2147483648)", "select=int4 prune=top_k(1/1)",
+        "select=int4 prune=top_p(1e-300)", "prefill=zipvl(1,evict)",
+        "select=int4 prune=top_k(64) candidates=64", "select=int4 prune=top_k(64) candidates=1/999",
+        "select=int4 prune=top_k(1/4) candidates=1/4", "select=streaming sinks=1",
+        "select=streaming recent=1 correct=2147483648", "select=sparq(r=1) prune=top_k(1)",
+        "select=exact prune=top_k(1) anchors=0 compensate=mean_value", "bits=2"}) {
+    EXPECT_NO_THROW(parse_policy(text)) << text;
+  }
+}
+
+TEST(PolicyText, BytesThatCannotBePrintedAreEscapedInMessages) {
+  EXPECT_THAT(refused_text("a\n\x1b\xff"), HasSubstr("'a\\x0a\\x1b\\xff'"));
+  EXPECT_THAT(refused_text(std::string_view("a\0b", 3)), HasSubstr("'a\\x00b'"));
+  EXPECT_LT(refused_text(std::string(100000, 'x')).size(), 1000u);
+}
+
+// What text cannot say, callers can.
+TEST(PolicyValidation, RefusesFieldsThatContradictEachOther) {
+  Policy policy = parse_policy("select=int4 prune=top_k(8)");
+  policy.p = 0.5;
+  EXPECT_THAT(refused(policy), HasSubstr("with top_k it has to be 0"));
+
+  policy = parse_policy("select=int4 prune=top_p(0.5)");
+  policy.k = {8, 0};
+  EXPECT_THAT(refused(policy), HasSubstr("k is of prune=top_k"));
+
+  policy = parse_policy("select=int4 prune=top_k(8)");
+  policy.channels = 8;
+  EXPECT_THAT(refused(policy), HasSubstr("only select=sparq takes"));
+  policy.channels = -1;
+  EXPECT_THAT(refused(policy), HasSubstr("from 1 to the model's head_dim"));
+
+  for (const Budget budget : {Budget{8, 8}, Budget{-1, 0}, Budget{0, -1}}) {
+    policy = parse_policy("select=int4 prune=top_k(8)");
+    policy.k = budget;
+    EXPECT_THAT(refused(policy), HasSubstr("the k of prune=top_k has to be N tokens or"));
+    policy = parse_policy("select=int4 prune=top_k(8)");
+    policy.candidates = budget;
+    EXPECT_THAT(refused(policy), HasSubstr("candidates has to be N tokens or"));
+  }
+}
+
+TEST(PolicyValidation, ChecksAgainstTheModel) {
+  const auto refused_for_model = [](std::string_view text) {
+    const Policy policy = parse_policy(text);
+    return refusal([&] { validate(policy, kShape); });
+  };
+  EXPECT_THAT(refused_for_model("select=sparq(r=65) prune=top_k(8)"),
+              HasSubstr("the r of sparq is 65; it has to be from 1 to 64"));
+  EXPECT_THAT(refused_for_model("dense=0,8"),
+              HasSubstr("dense lists layer 8; the model's layers are 0 to 7"));
+  EXPECT_THAT(refused_for_model("select=int4 prune=top_k(8) anchors=0,9"),
+              HasSubstr("anchors lists layer 9; the model's layers are 0 to 7"));
+  Policy broken;
+  broken.bits = 1;
+  EXPECT_THAT(refusal([&] { validate(broken, kShape); }), HasSubstr("4 or 2"));
+
+  EXPECT_NO_THROW(validate(parse_policy("select=sparq(r=64) prune=top_k(8) dense=7"), kShape));
+  EXPECT_NO_THROW(validate(parse_policy("select=int4 prune=top_k(8) anchors=0,7"), kShape));
+}
+
+TEST(Presets, ReadAsTheirNamesSay) {
+  std::vector<std::string_view> names;
+  for (const Preset& preset : presets()) {
+    names.push_back(preset.name);
+    const Policy policy = parse_policy(preset.name);
+    EXPECT_EQ(policy, parse_policy(preset.policy)) << preset.name;
+    EXPECT_EQ(to_string(policy), preset.policy) << "is not written in the shortest way";
+    EXPECT_NO_THROW(validate(policy, kShape)) << preset.name;
+    EXPECT_FALSE(preset.description.empty() || preset.description.find('\n') != std::string::npos);
+  }
+  EXPECT_THAT(names, ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
+                                            "tidaldecode", "zipvl", "sluice"));
+}
+
+TEST(PolicyJson, HasTheSameWordsAsKeys) {
+  EXPECT_EQ(to_json(Policy{}), R"({"select":"dense"})");
+  EXPECT_EQ(to_json(parse_policy("tidaldecode sinks=4 correct=64")),
+            R"-({"select":"int4","prune":"top_k(512)","sinks":4,"dense":[0,1],)-"
+            R"-("anchors":[2,7],"correct":64})-");
+  EXPECT_EQ(to_json(parse_policy("sluice bits=2 prefill=zipvl(0.5)")),
+            R"-({"select":"sparq","candidates":"1/16","prune":"top_p(0.95)","cap":256,)-"
+            R"-("compensate":"mean_value","prefill":"zipvl(0.5)","bits":2})-");
+}
+
+TEST(PolicyJson, ReadsDefaultsAndSpaces) {
+  EXPECT_EQ(policy_from_json("{}"), Policy{});
+  EXPECT_EQ(policy_from_json(R"({"candidates":"none","cap":"none","dense":[],"correct":"never"})"),
+            Policy{});
+  EXPECT_EQ(policy_from_json(R"({"dense":[0,2,7]})"), parse_policy("dense=0,2,7"));
+  EXPECT_EQ(policy_from_json(R"-( {"prune": "top_k( 1/8 )", "select": "sparq( r = 4 )"} )-"),
+            parse_policy("select=sparq(r=4) prune=top_k(1/8)"));
+}
+
+TEST(PolicyJson, RefusesEverythingElse) {
+  const std::vector<Refusal> refusals = {
+      {"", "policy: not JSON: it breaks off at byte 1"},
+      {"select=dense", "not JSON: it breaks off at byte 1"},
+      {"{", "not JSON: it breaks off at byte 2"},
+      {R"({"sinks":4} x)", "not JSON: it breaks off at byte 13"},
+      {"{\"select\":\"\xff\"}", "not JSON: it breaks off"},
+      {R"({"sinks":1e999})", "not JSON: it has a number that no type can hold"},
+      {std::string_view("{}\0", 3), "not JSON: it has a NUL byte"},
+      {"[]", "the JSON is not an object; its keys may be select, candidates"},
+      {"null", "the JSON is not an object"},
+      {"\"dense\"", "the JSON is not an object"},
+      {R"({"window":4})", "'window' is no setting; settings are select, candidates"},
+      {R"({"":4})", "'' is no setting"},
+      {R"({"sinks":4,"sinks":4})", "the JSON has the key 'sinks' twice"},
+      {R"({"select":4})", "the JSON's select is '4'; it has to be a string: dense, streaming"},
+      {R"({"select":null})", "the JSON's select is 'null'; it has to be a string"},
+      {R"({"select":["dense"]})", "the JSON's select is 'array'; it has to be a string"},
+      {R"({"sinks":"4"})",
+       "the JSON's sinks is '\"4\"'; it has to be an integer: a number of "
+       "tokens from 0 to 2147483648"},
+      {R"({"sinks":4.0})", "the JSON's sinks is '4.0'; it has to be an integer"},
+      {R"({"sinks":true})", "the JSON's sinks is 'true'; it has to be an integer"},
+      {R"({"cap":{}})", "the JSON's cap is 'object'; it has to be an integer or a string"},
+      {R"({"dense":0})", "the JSON's dense is '0'; it has to be an array of integers"},
+      {R"({"dense":"none"})", "it has to be an array of integers: the layers' numbers"},
+      {R"({"dense":[0,"1"]})", "the JSON's dense is 'array'; it has to be an array of integers"},
+      {R"({"dense":[[0]]})", "it has to be an array of integers"},
+      {R"({"dense":[4294967296]})", "'dense=4294967296' is not understood"},
+      {R"({"sinks":18446744073709551615})", "'sinks=18446744073709551615' is not understood"},
+      {R"({"select":"magic"})", "'select=magic' is not understood; select takes dense"},
+      {R"({"select":"dense sinks=4"})", "'select=dense sinks=4' is not understood"},
+      {R"({"select":"dense\u0000"})", "'select=dense\\x00' is not understood"},
+      {R"({"cap":0})", "'cap=0' is not understood"},
+      {R"({"bits":3})", "bits is 3; it has to be 4 or 2"},
+      {R"({"select":"sparq"})", "needs prune=top_k(N)"},
+  };
+  for (const Refusal& refusal : refusals) {
+    EXPECT_THAT(refused_json(refusal.text), HasSubstr(refusal.message)) << refusal.text;
+  }
+  EXPECT_THAT(refused_json(std::string(200000, '[')), HasSubstr("not JSON"));
+  const std::string deep = std::string(200000, '[') + std::string(200000, ']');
+  EXPECT_THAT(refused_json(R"({"dense":)" + deep + "}"), HasSubstr("array of integers"));
+}
+
+class RandomPolicy {
+ public:
+  explicit RandomPolicy(std::uint64_t seed) : random_(seed) {}
+
+  Policy next() {
+    policy_ = {};
+    policy_.select = static_cast<Selector>(random_.integer(0, 5));
+    policy_.bits = maybe() ? 2 : 4;
+    if (maybe()) policy_.sinks = tokens() - 1;
+    if (maybe() || policy_.select == Selector::streaming) policy_.recent = tokens();
+    if (maybe()) policy_.prefill = {share(), maybe()};
+    if (policy_.select != Selector::dense && maybe()) policy_.correct = tokens();
+    if (policy_.select > Selector::streaming) choose_selection();
+    choose_layers();
+    return policy_;
+  }
+
+ private:
+  bool maybe() { return random_.integer(0, 1) == 1; }
+
+  std::int64_t tokens() { return random_.integer(1, std::int64_t{1} << random_.integer(0, 31)); }
+
+  Budget budget() { return maybe() ? Budget{tokens(), 0} : Budget{0, tokens()}; }
+
+  // Of any magnitude, above 0 and up to 1.
+  double share() {
+    const double mantissa = 1.0 - std::ldexp(static_cast<double>(random_.integer(0, 1023)), -11);
+    return std::ldexp(mantissa, -static_cast<int>(random_.integer(0, maybe() ? 2 : 900)));
+  }
+
+  void choose_selection() {
+    if (policy_.select == Selector::sparq && maybe()) policy_.channels = channels();
+    if (policy_.select != Selector::quest && maybe()) {
+      policy_.compensate = Compensation::mean_value;
+    }
+    policy_.prune = maybe() ? Pruner::top_p : Pruner::top_k;
+    if (policy_.prune == Pruner::top_p) {
+      policy_.p = share();
+      if (maybe()) policy_.cap = budget();
+    } else {
+      policy_.k = budget();
+    }
+    if (maybe()) policy_.candidates = candidates();
+  }
+
+  int channels() { return static_cast<int>(random_.integer(1, 256)); }
+
+  // Not fewer than k.
+  Budget candidates() {
+    Budget candidates = budget();
+    if (candidates.tokens > 0) candidates.tokens = std::max(candidates.tokens, policy_.k.tokens);
+    if (policy_.k.divisor > 0 && candidates.divisor > 0) {
+      candidates.divisor = std::min(candidates.divisor, policy_.k.divisor);
+    }
+    return candidates;
+  }
+
+  void choose_layers() {
+    const bool anchored = policy_.select > Selector::streaming && maybe();
+    const int first = static_cast<int>(random_.integer(0, 4));
+    for (int layer = 0; layer < first; ++layer) {
+      if (anchored || maybe()) policy_.dense_layers.push_back(layer);
+    }
+    if (!anchored) return;
+    policy_.anchors.push_back(first);
+    for (int layer = first + 1; layer < 40; ++layer) {
+      const std::int64_t role = random_.integer(0, 4);
+      if (role == 0) policy_.dense_layers.push_back(layer);
+      if (role == 1) policy_.anchors.push_back(layer);
+    }
+  }
+
+  Random random_;
+  Policy policy_;
+};
+
+TEST(PolicyProperty, EveryValidPolicyComesBackFromTextAndJson) {
+  const std::uint64_t seed = testing::seed(20250611);
+  SCOPED_TRACE(testing::seed_message(seed));
+  RandomPolicy policies(seed);
+  for (int i = 0; i < 5000; ++i) {
+    const Policy policy = policies.next();
+    const std::string text = to_string(policy);
+    ASSERT_NO_THROW(validate(policy)) << text;
+    ASSERT_EQ(parse_policy(text), policy) << text;
+    ASSERT_EQ(to_string(parse_policy(text)), text);
+    ASSERT_TRUE(text.starts_with("select=")) << text;
+    ASSERT_EQ(policy_from_json(to_json(policy)), policy) << to_json(policy);
+  }
+}
+
+// Some bytes of `text` replaced, removed or repeated.
+std::string mutated(std::string text, Random& random) {
+  constexpr std::string_view kBytes = "=(),/ .0129-\"{}[]:nr\\\xff";
+  for (std::int64_t i = random.integer(1, 3); i > 0 && !text.empty(); --i) {
+    const auto at =
+        static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(text.size()) - 1));
+    const auto byte =
+        static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(kBytes.size()) - 1));
+    if (random.integer(0, 2) == 0) {
+      text.erase(at, 1);
+    } else if (random.integer(0, 1) == 0) {
+      text.insert(at, text.substr(at / 2, 8));
+    } else {
+      text[at] = kBytes[byte];
+    }
+  }
+  return text;
+}
+
+// The policy that `read` makes of `text`, if it takes it. Any other exception fails the test.
+template <typename Read>
+std::optional<Policy> read_if_valid(Read read, const std::string& text) {
+  try {
+    return read(text);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::usage) << text;
+    return std::nullopt;
+  }
+}
+
+TEST(PolicyProperty, DamagedTextIsRefusedOrReadAsAValidPolicy) {
+  const std::uint64_t seed = testing::seed(20250612);
+  SCOPED_TRACE(testing::seed_message(seed));
+  RandomPolicy policies(seed);
+  Random random(seed);
+  int accepted = 0;
+  for (int i = 0; i < 5000; ++i) {
+    const Policy policy = policies.next();
+    const std::string text = mutated(to_string(policy), random);
+    const std::string json = mutated(to_json(policy), random);
+    for (const auto& read :
+         {read_if_valid(parse_policy, text), read_if_valid(policy_from_json, json)}) {
+      if (!read) continue;
+      ++accepted;
+      ASSERT_NO_THROW(validate(*read)) << text << "\n" << json;
+      ASSERT_EQ(parse_policy(to_string(*read)), *read) << text << "\n" << json;
+    }
+  }
+  EXPECT_GT(accepted, 100) << "hardly any damage was harmless: nothing was tested";
+  EXPECT_LT(accepted, 9000) << "hardly any text was damaged";
+}
+
+}  // namespace
+}  // namespace sluice
