@@ -6,6 +6,8 @@
 
 #include "cpu/attention.h"
 #include "cpu/elementwise.h"
+#include "cpu/key_index.h"
+#include "cpu/selection.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 #include "sluice/topology.h"
@@ -141,5 +143,21 @@ void CpuBackend::append(const AppendParams& p) {
 }
 
 void CpuBackend::attend(const AttendParams& params) { cpu::attend(params, threads_); }
+
+void CpuBackend::build_index(const BuildIndexParams& params) { cpu::build_index(params, threads_); }
+
+void CpuBackend::estimate(const EstimateParams& params) { cpu::estimate(params, threads_); }
+
+void CpuBackend::select(const SelectParams& params) { cpu::select(params, threads_); }
+
+void CpuBackend::kept_weight(const KeptWeightParams& params) { cpu::kept_weight(params); }
+
+void CpuBackend::attend_selected(const AttendSelectedParams& params) {
+  cpu::attend_selected(params, threads_);
+}
+
+void CpuBackend::sum_values(const SumValuesParams& params) { cpu::sum_values(params); }
+
+void CpuBackend::compensate(const CompensateParams& params) { cpu::compensate(params); }
 
 }  // namespace sluice::cpu

@@ -45,6 +45,13 @@ class CpuBackend : public Backend {
   void cast(const Matrix& from, const Matrix& to) override;
   void append(const AppendParams& params) override;
   void attend(const AttendParams& params) override;
+  void build_index(const BuildIndexParams& params) override;
+  void estimate(const EstimateParams& params) override;
+  void select(const SelectParams& params) override;
+  void kept_weight(const KeptWeightParams& params) override;
+  void attend_selected(const AttendSelectedParams& params) override;
+  void sum_values(const SumValuesParams& params) override;
+  void compensate(const CompensateParams& params) override;
   void order(Stream /*signalling*/, Stream /*waiting*/) override {}
   void synchronize() override {}
 

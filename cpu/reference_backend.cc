@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cpu/reference_ops.h"
+#include "cpu/reference_selection.h"
 
 namespace sluice::cpu {
 namespace {
@@ -59,5 +60,25 @@ void ReferenceBackend::swiglu(const SwigluParams& params) { reference_swiglu(par
 void ReferenceBackend::cast(const Matrix& from, const Matrix& to) { reference_cast(from, to); }
 void ReferenceBackend::append(const AppendParams& params) { reference_append(params); }
 void ReferenceBackend::attend(const AttendParams& params) { reference_attend(params); }
+
+void ReferenceBackend::build_index(const BuildIndexParams& params) {
+  reference::build_index(params);
+}
+
+void ReferenceBackend::estimate(const EstimateParams& params) { reference::estimate(params); }
+
+void ReferenceBackend::select(const SelectParams& params) { reference::select(params); }
+
+void ReferenceBackend::kept_weight(const KeptWeightParams& params) {
+  reference::kept_weight(params);
+}
+
+void ReferenceBackend::attend_selected(const AttendSelectedParams& params) {
+  reference::attend_selected(params);
+}
+
+void ReferenceBackend::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
+
+void ReferenceBackend::compensate(const CompensateParams& params) { reference::compensate(params); }
 
 }  // namespace sluice::cpu

@@ -34,6 +34,13 @@ class ReferenceBackend : public Backend {
   void cast(const Matrix& from, const Matrix& to) override;
   void append(const AppendParams& params) override;
   void attend(const AttendParams& params) override;
+  void build_index(const BuildIndexParams& params) override;
+  void estimate(const EstimateParams& params) override;
+  void select(const SelectParams& params) override;
+  void kept_weight(const KeptWeightParams& params) override;
+  void attend_selected(const AttendSelectedParams& params) override;
+  void sum_values(const SumValuesParams& params) override;
+  void compensate(const CompensateParams& params) override;
 
   // Every call has finished when it returns, so streams are always idle.
   void order(Stream /*signalling*/, Stream /*waiting*/) override {}

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "lib/memory_account.h"
+#include "lib/selection.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -181,6 +182,15 @@ class Backend {
   virtual void cast(const Matrix& from, const Matrix& to) = 0;
   virtual void append(const AppendParams& params) = 0;
   virtual void attend(const AttendParams& params) = 0;
+
+  // Choosing tokens: see lib/selection.h.
+  virtual void build_index(const BuildIndexParams& params) = 0;
+  virtual void estimate(const EstimateParams& params) = 0;
+  virtual void select(const SelectParams& params) = 0;
+  virtual void kept_weight(const KeptWeightParams& params) = 0;
+  virtual void attend_selected(const AttendSelectedParams& params) = 0;
+  virtual void sum_values(const SumValuesParams& params) = 0;
+  virtual void compensate(const CompensateParams& params) = 0;
 
   // Work issued to `waiting` from now on starts after all work issued to `signalling` so far.
   virtual void order(Stream signalling, Stream waiting) = 0;

@@ -1,0 +1,104 @@
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/attention_simd.h"
+#include "cpu/elementwise.h"
+#include "cpu/selection.h"
+
+namespace sluice::cpu {
+namespace {
+
+// Rows far apart: the next ones are asked for while one is copied.
+constexpr std::int64_t kAheadRows = 8;
+constexpr std::size_t kLineBytes = 64;
+
+void prefetch_row(const std::byte* row, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(row + at);
+}
+
+const std::byte* row_at(const RowSource& source, std::int64_t position, std::size_t row_bytes) {
+  const std::byte* const base = position < source.resident_count ? source.resident : source.home;
+  return base + static_cast<std::size_t>(position) * row_bytes;
+}
+
+void gather(const RowSource& source, const std::int32_t* positions, std::int64_t count,
+            std::size_t row_bytes, std::byte* to) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (i + kAheadRows < count) {
+      prefetch_row(row_at(source, positions[i + kAheadRows], row_bytes), row_bytes);
+    }
+    std::memcpy(to + static_cast<std::size_t>(i) * row_bytes,
+                row_at(source, positions[i], row_bytes), row_bytes);
+  }
+}
+
+void attend_head(const AttendSelectedParams& p, std::int64_t head) {
+  const KvShape& shape = p.shape;
+  const RowSource& source = p.rows[static_cast<std::size_t>(head)];
+  HeadSelection& selection = p.selected.heads[head];
+  const std::int32_t* const positions = p.selected.positions + head * p.selected.capacity;
+  selection.resident = static_cast<std::int32_t>(
+      std::lower_bound(positions, positions + selection.count, source.resident_count) - positions);
+  std::byte* const arena =
+      p.arena + static_cast<std::size_t>(head * p.arena_rows) * shape.row_bytes();
+  const std::int64_t first_head = head * shape.group();
+  AttendTile tile;
+  tile.q = p.q + first_head * shape.head_dim;
+  tile.queries = tile.group = shape.group();
+  tile.head_dim = shape.head_dim;
+  tile.scale = p.scale;
+  tile.rows = arena;
+  tile.row_bytes = shape.row_bytes();
+  tile.dtype = shape.dtype;
+  tile.out = p.out + first_head * shape.head_dim;
+  tile.lse = p.lse + first_head;
+  tile.merge = p.merge;
+  std::int64_t done = 0;
+  do {
+    tile.count = std::min<std::int64_t>(p.arena_rows, selection.count - done);
+    tile.visible = tile.count;
+    gather(source, positions + done, tile.count, shape.row_bytes(), arena);
+    attend_decode(tile);
+    tile.merge = true;
+    done += tile.count;
+  } while (done < selection.count);
+}
+
+}  // namespace
+
+void attend_selected(const AttendSelectedParams& p, Threads& threads) {
+  std::int64_t rows = 0;
+  for (int head = 0; head < p.shape.kv_heads; ++head) rows += p.selected.heads[head].count;
+  threads.for_each(
+      p.shape.kv_heads, [&](std::int64_t head) { attend_head(p, head); },
+      rows * static_cast<std::int64_t>(p.shape.row_bytes()));
+}
+
+void sum_values(const SumValuesParams& p) {
+  const auto d = static_cast<std::size_t>(p.shape.head_dim);
+  std::vector<float> value(d);
+  for (std::size_t head = 0; head < p.rows.size(); ++head) {
+    // A partial sum per call keeps the running sum's rounding at one per step.
+    std::vector<float> sums(d);
+    const std::byte* row = p.rows[head].rows + d * size_of(p.shape.dtype);
+    for (std::int64_t i = 0; i < p.rows[head].count; ++i, row += p.shape.row_bytes()) {
+      convert(row, p.shape.dtype, value.data(), DType::f32, p.shape.head_dim);
+      for (std::size_t c = 0; c < d; ++c) sums[c] += value[c];
+    }
+    float* const to = p.sums + head * d;
+    for (std::size_t c = 0; c < d; ++c) to[c] += p.subtract ? -sums[c] : sums[c];
+  }
+}
+
+void compensate(const CompensateParams& p) {
+  const auto d = static_cast<std::size_t>(p.shape.head_dim);
+  for (int head = 0; head < p.shape.query_heads; ++head) {
+    const float alpha = p.alpha[head];
+    const float rest = (1.0f - alpha) / static_cast<float>(p.count);
+    const float* const sums = p.sums + static_cast<std::size_t>(head / p.shape.group()) * d;
+    float* const out = p.out + static_cast<std::size_t>(head) * d;
+    for (std::size_t c = 0; c < d; ++c) out[c] = alpha * out[c] + rest * sums[c];
+  }
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,52 @@
+// The key index on the CPU: building pages of it and the queries that its tiles are scored with.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+
+#include "cpu/threads.h"
+#include "lib/backend.h"
+#include "lib/selection.h"
+
+namespace sluice::cpu {
+
+inline constexpr int kMaxHeadDim = 256;
+
+// Where the parts of page `page` of KV head `head` begin.
+struct TilePage {
+  std::byte* codes = nullptr;       // [head_dim, code_bytes]
+  std::uint16_t* scales = nullptr;  // f16 [head_dim]
+  std::uint16_t* zeros = nullptr;   // f16 [head_dim]
+};
+TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t page);
+std::uint16_t* bounds_page(const PageBounds& bounds, int head_dim, std::int64_t head,
+                           std::int64_t page);
+
+// Backend::build_index().
+void build_index(const BuildIndexParams& params, Threads& threads);
+
+// The channels that a scan reads, ascending; one list for all query heads of a KV head.
+struct ChannelList {
+  std::array<std::uint8_t, kMaxHeadDim> index{};
+  int count = 0;
+};
+ChannelList all_channels(int head_dim);
+// The `count` channels with the largest sum of |q| over the `group` queries [group, head_dim]; of
+// equals the first.
+ChannelList largest_channels(const float* q, int group, int head_dim, int count);
+
+// One over SparQ's temperature, sqrt(head_dim * |q of the channels|_1 / |q|_1); with all channels
+// that is 1 / sqrt(head_dim). 0 for a query of zeros.
+float inverse_temperature(const float* q, int head_dim, const ChannelList& channels);
+
+// A query folded into the scales of one page, so that a logit is an integer dot product:
+// factor * sum over channels of weights * codes + offset. The weights are rounded to 8 bits, which
+// adds to each channel at most 1/508 of the largest |q * scale| per step of its code.
+struct PageQuery {
+  std::array<std::int8_t, kMaxHeadDim> weights{};  // [channels], zeros after them
+  float factor = 0.0f;
+  float offset = 0.0f;
+};
+
+}  // namespace sluice::cpu

@@ -1,0 +1,83 @@
+// Scans of the key index. The inner loop multiplies 8-bit query weights with 4- or 2-bit codes and
+// adds in 32-bit integers, so that any order of any instruction set gives the same sums.
+#include "cpu/key_score.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "cpu/key_score_simd.h"
+#include "lib/check.h"
+#include "lib/half.h"
+
+namespace sluice::cpu {
+namespace {
+
+// weights[c] * code of every token, added up.
+void add_channel(const std::byte* codes, int bits, int weight, std::int32_t* sums) {
+  const std::size_t bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
+  const int mask = (1 << bits) - 1;
+  for (std::size_t part = 0; part * bytes < kPageTokens; ++part) {
+    const int shift = static_cast<int>(part) * bits;
+    for (std::size_t b = 0; b < bytes; ++b) {
+      sums[part * bytes + b] += weight * ((static_cast<int>(codes[b]) >> shift) & mask);
+    }
+  }
+}
+
+}  // namespace
+
+void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded,
+                         std::span<float* const> logits) {
+  const std::size_t bytes = static_cast<std::size_t>(kPageTokens * scan.bits / 8);
+  for (std::size_t h = 0; h < folded.size(); ++h) {
+    std::array<std::int32_t, kPageTokens> sums{};
+    for (int i = 0; i < scan.channels->count; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      add_channel(scan.page.codes + scan.channels->index[at] * bytes, scan.bits,
+                  folded[h].weights[at], sums.data());
+    }
+    for (std::size_t t = 0; t < kPageTokens; ++t) {
+      logits[h][t] = std::fma(static_cast<float>(sums[t]), folded[h].factor, folded[h].offset);
+    }
+  }
+}
+
+void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& folded) {
+  if (scores_with_vnni()) return fold_query_vnni(q, factor, scan, folded);
+  std::array<float, kMaxHeadDim> products{};
+  float largest = 0.0f;
+  float offset = 0.0f;
+  const int count = scan.channels->count;
+  for (int i = 0; i < count; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    const std::size_t c = scan.channels->index[at];
+    const float scaled = q[c] * factor;
+    products[at] = scaled * f16_to_float(scan.page.scales[c]);
+    offset += scaled * f16_to_float(scan.page.zeros[c]);
+    largest = std::max(largest, std::fabs(products[at]));
+  }
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  for (int i = 0; i < count; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    folded.weights[at] = static_cast<std::int8_t>(std::lrint(products[at] * inverse));
+  }
+  std::fill(folded.weights.begin() + count, folded.weights.begin() + (count + 3) / 4 * 4,
+            std::int8_t{0});
+  folded.factor = largest / 127.0f;
+  folded.offset = offset;
+}
+
+bool scores_with_vnni() {
+  static const bool available = vnni_available();
+  return available;
+}
+
+void score_page(const PageScan& scan, std::span<const PageQuery> folded,
+                std::span<float* const> logits) {
+  check(folded.size() == logits.size() && folded.size() <= kMaxBunch, "score_page: bunch");
+  if (scores_with_vnni()) return score_page_vnni(scan, folded, logits);
+  score_page_portable(scan, folded, logits);
+}
+
+}  // namespace sluice::cpu

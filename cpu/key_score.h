@@ -1,0 +1,53 @@
+// Scoring one page of INT4 or INT2 key tiles, and raw rows, against the queries of a KV head.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "cpu/key_index.h"
+
+namespace sluice::cpu {
+
+// Query heads that one pass over a page serves.
+inline constexpr int kMaxBunch = 4;
+
+// The part of one page that a scan reads.
+struct PageScan {
+  TilePage page;
+  int bits = 4;
+  const ChannelList* channels = nullptr;
+};
+
+// Folds query `q` [head_dim], scaled by `factor`, into a page's scales and zeros.
+void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& folded);
+
+// logits[h][t] = folded[h].factor * dot + folded[h].offset for the page's kPageTokens tokens and
+// up to kMaxBunch queries.
+void score_page(const PageScan& scan, std::span<const PageQuery> folded,
+                std::span<float* const> logits);
+
+// Whether score_page uses the processor's 8-bit dot products (AVX-512 VNNI). The results are the
+// same, for sums of integers are exact.
+bool scores_with_vnni();
+// For tests: the portable form.
+void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded,
+                         std::span<float* const> logits);
+
+// logits[t] = factor * q . key over `channels` of rows [0, count); `rows` have row_bytes from one
+// to the next.
+struct RowScan {
+  const std::byte* rows = nullptr;
+  std::int64_t count = 0;
+  std::size_t row_bytes = 0;
+  DType dtype = DType::bf16;
+  int head_dim = 0;
+};
+void score_rows(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
+                float* logits);
+
+// logits[s * kBoundTokens + t] = factor * sum over channels of max(q * min, q * max), the same for
+// all tokens t of sub-page s; `bounds` as PageBounds has them for one page.
+void score_bounds(const std::uint16_t* bounds, int head_dim, const float* q, float factor,
+                  float* logits);
+
+}  // namespace sluice::cpu

@@ -1,0 +1,175 @@
+// Scores from raw rows and from page bounds, and the softmax over scores: bound by memory or by
+// the exponential, in whatever vectors the processor has.
+#include "cpu/key_score.h"
+#include "cpu/softmax.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/key_score_rows.cc"
+#include <hwy/foreach_target.h>
+// Highway compiles what follows once per instruction set.
+#include <numbers>
+
+#include "cpu/attention_simd-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace sluice::cpu {
+namespace HWY_NAMESPACE {
+
+HWY_INLINE float sum_of(VF v) { return hn::GetLane(hn::SumOfLanes(DF(), v)); }
+
+template <typename T>
+void score_all_channels(const RowScan& scan, const float* q, float factor, float* logits) {
+  const auto d = static_cast<std::size_t>(scan.head_dim);
+  const std::size_t whole = d / kLanes * kLanes;
+  for (std::int64_t row = 0; row < scan.count; ++row) {
+    const auto* const key =
+        reinterpret_cast<const T*>(scan.rows + static_cast<std::size_t>(row) * scan.row_bytes);
+    VF sum = hn::Zero(DF());
+    for (std::size_t c = 0; c < whole; c += kLanes) {
+      sum = hn::MulAdd(load_floats(q + c), load_floats(key + c), sum);
+    }
+    float total = sum_of(sum);
+    for (std::size_t c = whole; c < d; ++c) total += q[c] * load_float(key + c);
+    logits[row] = total * factor;
+  }
+}
+
+template <typename T>
+void score_listed(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
+                  float* logits) {
+  for (std::int64_t row = 0; row < scan.count; ++row) {
+    const auto* const key =
+        reinterpret_cast<const T*>(scan.rows + static_cast<std::size_t>(row) * scan.row_bytes);
+    float total = 0.0f;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(channels.count); ++i) {
+      const std::size_t c = channels.index[i];
+      total += q[c] * load_float(key + c);
+    }
+    logits[row] = total * factor;
+  }
+}
+
+template <typename T>
+void score_typed(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
+                 float* logits) {
+  if (channels.count == scan.head_dim) {
+    score_all_channels<T>(scan, q, factor, logits);
+  } else {
+    score_listed<T>(scan, q, factor, channels, logits);
+  }
+}
+
+void rows_kernel(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
+                 float* logits) {
+  switch (scan.dtype) {
+    case DType::f32:
+      return score_typed<float>(scan, q, factor, channels, logits);
+    case DType::f16:
+      return score_typed<hwy::float16_t>(scan, q, factor, channels, logits);
+    case DType::bf16:
+      return score_typed<hwy::bfloat16_t>(scan, q, factor, channels, logits);
+  }
+}
+
+void bounds_kernel(const std::uint16_t* bounds, int head_dim, const float* q, float factor,
+                   float* logits) {
+  const auto d = static_cast<std::size_t>(head_dim);
+  const std::size_t whole = d / kLanes * kLanes;
+  const auto* low = reinterpret_cast<const hwy::float16_t*>(bounds);
+  for (std::size_t part = 0; part < kBoundsPerPage; ++part, low += 2 * d) {
+    const hwy::float16_t* const high = low + d;
+    VF sum = hn::Zero(DF());
+    for (std::size_t c = 0; c < whole; c += kLanes) {
+      const VF query = load_floats(q + c);
+      sum = hn::Add(sum, hn::Max(hn::Mul(query, load_floats(low + c)),
+                                 hn::Mul(query, load_floats(high + c))));
+    }
+    float total = sum_of(sum);
+    for (std::size_t c = whole; c < d; ++c) {
+      total += HWY_MAX(q[c] * load_float(low + c), q[c] * load_float(high + c));
+    }
+    for (std::size_t t = 0; t < kBoundTokens; ++t) logits[part * kBoundTokens + t] = total * factor;
+  }
+}
+
+bool softmax_kernel(float* x, std::int64_t count) {
+  const DF df;
+  const auto n = static_cast<std::size_t>(count);
+  const std::size_t whole = n / kLanes * kLanes;
+  VF maxima = hn::Set(df, kMinusInfinity);
+  // A NaN makes this sum NaN, +Inf makes it +Inf or NaN; finite values and -Inf do not.
+  VF strange = hn::Zero(df);
+  const auto look = [&](VF v) {
+    maxima = hn::Max(maxima, v);
+    strange = hn::Add(strange, hn::Mul(hn::Max(v, hn::Zero(df)), hn::Zero(df)));
+    strange = hn::IfThenElse(hn::IsNaN(v), v, strange);
+  };
+  for (std::size_t i = 0; i < whole; i += kLanes) look(hn::LoadU(df, x + i));
+  for (std::size_t i = whole; i < n; ++i) look(hn::Set(df, x[i]));
+  const float highest = hn::GetLane(hn::MaxOfLanes(df, maxima));
+  if (!(sum_of(strange) == 0.0f) || !(highest > kMinusInfinity)) return false;
+
+  const VF reference = hn::Set(df, highest);
+  const VF log2e = hn::Set(df, std::numbers::log2e_v<float>);
+  const auto weight = [&](VF v) { return exp2_of(hn::Mul(hn::Sub(v, reference), log2e)); };
+  VF sums = hn::Zero(df);
+  for (std::size_t i = 0; i < whole; i += kLanes) {
+    const VF w = weight(hn::LoadU(df, x + i));
+    sums = hn::Add(sums, w);
+    hn::StoreU(w, df, x + i);
+  }
+  float rest = 0.0f;
+  for (std::size_t i = whole; i < n; ++i) {
+    x[i] = hn::GetLane(weight(hn::Set(df, x[i])));
+    rest += x[i];
+  }
+  const VF scale = hn::Set(df, 1.0f / (sum_of(sums) + rest));
+  for (std::size_t i = 0; i < whole; i += kLanes) {
+    hn::StoreU(hn::Mul(hn::LoadU(df, x + i), scale), df, x + i);
+  }
+  for (std::size_t i = whole; i < n; ++i) x[i] *= hn::GetLane(scale);
+  return true;
+}
+
+void add_kernel(const float* from, std::int64_t count, float* to) {
+  const DF df;
+  const auto n = static_cast<std::size_t>(count);
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    hn::StoreU(hn::Add(hn::LoadU(df, to + i), hn::LoadU(df, from + i)), df, to + i);
+  }
+  for (; i < n; ++i) to[i] += from[i];
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace sluice::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace sluice::cpu {
+
+HWY_EXPORT(rows_kernel);
+HWY_EXPORT(bounds_kernel);
+HWY_EXPORT(softmax_kernel);
+HWY_EXPORT(add_kernel);
+
+void score_rows(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
+                float* logits) {
+  HWY_DYNAMIC_DISPATCH(rows_kernel)(scan, q, factor, channels, logits);
+}
+
+void score_bounds(const std::uint16_t* bounds, int head_dim, const float* q, float factor,
+                  float* logits) {
+  HWY_DYNAMIC_DISPATCH(bounds_kernel)(bounds, head_dim, q, factor, logits);
+}
+
+bool softmax(float* x, std::int64_t count) {
+  return HWY_DYNAMIC_DISPATCH(softmax_kernel)(x, count);
+}
+
+void add_to(const float* from, std::int64_t count, float* to) {
+  HWY_DYNAMIC_DISPATCH(add_kernel)(from, count, to);
+}
+
+}  // namespace sluice::cpu
+#endif  // HWY_ONCE

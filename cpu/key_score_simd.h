@@ -1,0 +1,14 @@
+// The parts of key_score.h that need particular instruction sets.
+#pragma once
+
+#include "cpu/key_score.h"
+
+namespace sluice::cpu {
+
+// AVX-512 with VNNI, VBMI and F16C, asked of the processor.
+bool vnni_available();
+void fold_query_vnni(const float* q, float factor, const PageScan& scan, PageQuery& folded);
+void score_page_vnni(const PageScan& scan, std::span<const PageQuery> folded,
+                     std::span<float* const> logits);
+
+}  // namespace sluice::cpu

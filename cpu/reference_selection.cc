@@ -1,0 +1,424 @@
+#include "cpu/reference_selection.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <set>
+#include <vector>
+
+#include "cpu/elementwise.h"
+#include "cpu/reference_ops.h"
+#include "lib/half.h"
+
+namespace sluice::cpu::reference {
+namespace {
+
+std::vector<float> floats_of(const std::byte* row, const KvShape& shape) {
+  std::vector<float> floats(2 * static_cast<std::size_t>(shape.head_dim));
+  convert(row, shape.dtype, floats.data(), DType::f32, 2 * shape.head_dim);
+  return floats;
+}
+
+std::vector<float> row_of_span(const RowSpan& span, std::int64_t row, const KvShape& shape) {
+  return floats_of(span.rows + static_cast<std::size_t>(row) * shape.row_bytes(), shape);
+}
+
+// Where channel `channel` of a page lies.
+struct Channel {
+  std::byte* codes;
+  std::uint16_t* scale;
+  std::uint16_t* zero;
+};
+
+Channel channel_of(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t page,
+                   int channel) {
+  const auto index = static_cast<std::size_t>(head * tiles.capacity + page);
+  const auto d = static_cast<std::size_t>(head_dim);
+  const auto c = static_cast<std::size_t>(channel);
+  return {tiles.codes + (index * d + c) * tiles.code_bytes(), tiles.scales + index * 2 * d + c,
+          tiles.scales + (index * 2 + 1) * d + c};
+}
+
+// The part of a byte that holds a token's code, and the byte.
+struct CodePlace {
+  std::size_t byte;
+  int shift;
+};
+
+CodePlace place_of(const KeyTiles& tiles, std::size_t token) {
+  return {token % tiles.code_bytes(), static_cast<int>(token / tiles.code_bytes()) * tiles.bits};
+}
+
+void build_channel(const KeyTiles& tiles, const Channel& channel, const std::vector<float>& keys) {
+  const auto [low, high] = std::minmax_element(keys.begin(), keys.end());
+  const int largest = (1 << tiles.bits) - 1;
+  const float limit = 65504.0f;
+  *channel.zero = float_to_f16(std::clamp(*low, -limit, limit));
+  *channel.scale =
+      float_to_f16(std::clamp((*high - *low) / static_cast<float>(largest), -limit, limit));
+  const float zero = f16_to_float(*channel.zero);
+  const float scale = f16_to_float(*channel.scale);
+  std::fill_n(channel.codes, tiles.code_bytes(), std::byte{0});
+  for (std::size_t token = 0; token < keys.size(); ++token) {
+    const float exact = scale > 0.0f ? (keys[token] - zero) * (1.0f / scale) : 0.0f;
+    const auto code =
+        static_cast<unsigned>(std::lrint(std::clamp(exact, 0.0f, static_cast<float>(largest))));
+    const CodePlace place = place_of(tiles, token);
+    channel.codes[place.byte] |= static_cast<std::byte>(code << place.shift);
+  }
+}
+
+// The smallest f16 that is not below x, by trying.
+std::uint16_t f16_at_least(float x) {
+  const float limited = std::clamp(x, -65504.0f, 65504.0f);
+  std::uint16_t best = float_to_f16(limited);
+  for (int step = -2; step <= 2; ++step) {
+    const auto candidate = static_cast<std::uint16_t>(float_to_f16(limited) + step);
+    const float value = f16_to_float(candidate);
+    if (!(value >= limited)) continue;
+    if (!(f16_to_float(best) >= limited) || value < f16_to_float(best)) best = candidate;
+  }
+  return f16_to_float(best) >= limited ? best : std::uint16_t{0};
+}
+
+double key_of(const EstimateParams& p, int head, std::int64_t position, int channel) {
+  const KeyTiles& tiles = p.index.tiles;
+  const Channel at = channel_of(tiles, p.shape.head_dim, head, position / kPageTokens, channel);
+  const CodePlace place = place_of(tiles, static_cast<std::size_t>(position % kPageTokens));
+  const int code =
+      (static_cast<int>(at.codes[place.byte]) >> place.shift) & ((1 << tiles.bits) - 1);
+  return static_cast<double>(f16_to_float(*at.zero)) +
+         static_cast<double>(f16_to_float(*at.scale)) * code;
+}
+
+// The channels that SparQ looks at; all of them for everybody else.
+std::vector<int> channels_of(const EstimateParams& p, int head) {
+  const int d = p.shape.head_dim;
+  std::vector<int> order(static_cast<std::size_t>(d));
+  std::iota(order.begin(), order.end(), 0);
+  if (p.method != Selector::sparq) return order;
+  const auto size = [&](int channel) {
+    float sum = 0.0f;
+    for (int g = 0; g < p.shape.group(); ++g) {
+      sum += std::fabs(p.q[(head * p.shape.group() + g) * d + channel]);
+    }
+    return sum;
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return size(a) > size(b); });
+  order.resize(static_cast<std::size_t>(std::min(p.channels, d)));
+  return order;
+}
+
+double temperature(const float* q, int head_dim, const std::vector<int>& channels) {
+  double all = 0.0;
+  double kept = 0.0;
+  for (int c = 0; c < head_dim; ++c) all += std::fabs(static_cast<double>(q[c]));
+  for (const int c : channels) kept += std::fabs(static_cast<double>(q[c]));
+  if (static_cast<int>(channels.size()) == head_dim) return std::sqrt(head_dim);
+  return std::sqrt(head_dim * kept / all);
+}
+
+double bound_of(const EstimateParams& p, int head, std::int64_t position, const float* q) {
+  const auto d = static_cast<std::size_t>(p.shape.head_dim);
+  const auto part = static_cast<std::size_t>(head * p.index.bounds.capacity * kBoundsPerPage +
+                                             position / kBoundTokens);
+  const std::uint16_t* const low = p.index.bounds.bounds + part * 2 * d;
+  double sum = 0.0;
+  for (std::size_t c = 0; c < d; ++c) {
+    const auto query = static_cast<double>(q[c]);
+    sum += std::max(query * static_cast<double>(f16_to_float(low[c])),
+                    query * static_cast<double>(f16_to_float(low[d + c])));
+  }
+  return sum;
+}
+
+double product(const float* q, const std::vector<float>& key, const std::vector<int>& channels) {
+  double sum = 0.0;
+  for (const int c : channels) {
+    sum += static_cast<double>(q[c]) * static_cast<double>(key[static_cast<std::size_t>(c)]);
+  }
+  return sum;
+}
+
+void estimate_query(const EstimateParams& p, int query_head) {
+  const int head = query_head / p.shape.group();
+  const float* const q = p.q + query_head * p.shape.head_dim;
+  const std::vector<int> channels = channels_of(p, head);
+  const double divisor = temperature(q, p.shape.head_dim, channels);
+  float* to = p.logits + query_head * p.stride;
+  const auto put = [&](double dot) {
+    *to++ = static_cast<float>(divisor > 0.0 || std::isnan(divisor) ? dot / divisor : 0.0);
+  };
+  const auto indexed = [&](std::int64_t position) {
+    if (p.method == Selector::quest) return bound_of(p, head, position, q);
+    double dot = 0.0;
+    for (const int c : channels) dot += static_cast<double>(q[c]) * key_of(p, head, position, c);
+    return dot;
+  };
+  if (p.candidates != nullptr) {
+    const std::int32_t* const at = p.candidates->positions + head * p.candidates->capacity;
+    for (std::int32_t i = 0; i < p.candidates->heads[head].count; ++i) {
+      put(p.method == Selector::exact
+              ? product(
+                    q,
+                    row_of_span(p.candidate_rows[static_cast<std::size_t>(head)], at[i], p.shape),
+                    channels)
+              : indexed(at[i]));
+    }
+  } else {
+    for (std::int64_t t = 0; t < p.pages * kPageTokens; ++t) put(indexed(t));
+  }
+  const RowSpan& rows = p.rows[static_cast<std::size_t>(head)];
+  for (std::int64_t i = 0; i < rows.count; ++i)
+    put(product(q, row_of_span(rows, i, p.shape), channels));
+}
+
+// One KV head of a SelectParams, as plain vectors.
+struct Problem {
+  std::vector<std::int64_t> positions;       // that may be emitted
+  std::vector<std::vector<double>> weights;  // [group][positions, then the tail]
+  bool bad = false;
+};
+
+Problem problem_of(const SelectParams& p, int head) {
+  Problem problem;
+  std::int64_t total = p.count;
+  if (p.candidates != nullptr) {
+    const std::int32_t* const at = p.candidates->positions + head * p.candidates->capacity;
+    problem.positions.assign(at, at + p.candidates->heads[head].count);
+    total = static_cast<std::int64_t>(problem.positions.size()) + p.tail;
+  } else {
+    problem.positions.resize(static_cast<std::size_t>(std::min(p.end, p.count)));
+    std::iota(problem.positions.begin(), problem.positions.end(), 0);
+  }
+  for (int g = 0; g < p.shape.group(); ++g) {
+    float* const logits = p.logits + (head * p.shape.group() + g) * p.stride;
+    for (std::size_t i = 0; i < problem.positions.size(); ++i) {
+      if (p.eligible != nullptr && p.eligible[problem.positions[i]] == 0) logits[i] = -INFINITY;
+    }
+    const bool sane = std::all_of(logits, logits + total, [](float x) { return x < INFINITY; });
+    const float highest = total > 0 ? *std::max_element(logits, logits + total) : -INFINITY;
+    problem.bad = problem.bad || !sane || !(highest > -INFINITY);
+    std::vector<double> weights;
+    double sum = 0.0;
+    for (std::int64_t i = 0; i < total; ++i) {
+      weights.push_back(std::exp(static_cast<double>(logits[i]) - static_cast<double>(highest)));
+      sum += weights.back();
+    }
+    for (std::int64_t i = 0; i < total; ++i) {
+      weights[static_cast<std::size_t>(i)] /= sum;
+      logits[i] = static_cast<float>(weights[static_cast<std::size_t>(i)]);
+    }
+    problem.weights.push_back(std::move(weights));
+  }
+  return problem;
+}
+
+// Entries by falling weight; of equals the older first.
+std::vector<std::size_t> by_weight(const std::vector<double>& weights, std::size_t count) {
+  std::vector<std::size_t> order(count);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return weights[a] > weights[b]; });
+  return order;
+}
+
+std::vector<double> summed(const Problem& problem) {
+  std::vector<double> sums(problem.positions.size());
+  for (const std::vector<double>& weights : problem.weights) {
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += weights[i];
+  }
+  return sums;
+}
+
+// Keeps `count` of the entries that `allowed` marks, those in `forced` first.
+std::vector<bool> heaviest(const Problem& problem, const std::vector<bool>& forced,
+                           const std::vector<bool>& allowed, std::int64_t count) {
+  std::vector<bool> kept = forced;
+  count -= std::count(kept.begin(), kept.end(), true);
+  for (const std::size_t i : by_weight(summed(problem), problem.positions.size())) {
+    if (count <= 0) break;
+    if (kept[i] || !allowed[i]) continue;
+    kept[i] = true;
+    --count;
+  }
+  return kept;
+}
+
+void keep_share(const SelectParams& p, const std::vector<double>& weights,
+                const std::vector<bool>& forced, const std::vector<bool>& allowed,
+                std::vector<bool>& kept) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (i >= forced.size() || forced[i]) sum += weights[i];
+  }
+  for (const std::size_t i : by_weight(weights, forced.size())) {
+    if (sum >= static_cast<double>(p.p)) break;
+    if (forced[i] || !allowed[i]) continue;
+    kept[i] = true;
+    sum += weights[i];
+  }
+}
+
+void select_head(const SelectParams& p, int head) {
+  HeadSelection& result = p.selected.heads[head];
+  result = {};
+  const Problem problem = problem_of(p, head);
+  if (problem.bad) {
+    result.bad = 1;
+    return;
+  }
+  const std::size_t count = problem.positions.size();
+  std::vector<bool> allowed(count);
+  std::vector<bool> forced(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int64_t at = problem.positions[i];
+    allowed[i] = p.eligible == nullptr || p.eligible[at] != 0;
+    forced[i] = allowed[i] && (at < p.sinks || at >= p.recent_first);
+  }
+  std::vector<bool> kept = forced;
+  if (p.prune == Pruner::top_k) {
+    kept = heaviest(problem, forced, allowed, p.k);
+  } else {
+    for (const auto& weights : problem.weights) keep_share(p, weights, forced, allowed, kept);
+    if (std::count(kept.begin(), kept.end(), true) > p.cap) {
+      kept = heaviest(problem, forced, kept, p.cap);
+      result.cut = 1;
+    }
+  }
+  std::vector<double> alpha(static_cast<std::size_t>(p.shape.group()));
+  for (std::size_t i = 0; i < problem.weights.front().size(); ++i) {
+    if (i < count && !kept[i]) continue;
+    if (i < count && result.count == p.selected.capacity) {
+      result.cut = 1;
+      continue;
+    }
+    if (i < count) {
+      p.selected.positions[head * p.selected.capacity + result.count++] =
+          static_cast<std::int32_t>(problem.positions[i]);
+    }
+    for (std::size_t g = 0; g < alpha.size(); ++g) alpha[g] += problem.weights[g][i];
+  }
+  std::set<std::int32_t> pages;
+  for (std::int32_t i = 0; i < result.count; ++i) {
+    pages.insert(p.selected.positions[head * p.selected.capacity + i] / kPageTokens);
+  }
+  result.pages = static_cast<std::int32_t>(pages.size());
+  for (int g = 0; g < p.shape.group(); ++g) {
+    p.alpha[head * p.shape.group() + g] =
+        static_cast<float>(std::min(alpha[static_cast<std::size_t>(g)], 1.0));
+  }
+}
+
+}  // namespace
+
+void build_index(const BuildIndexParams& p) {
+  for (int head = 0; head < p.shape.kv_heads; ++head) {
+    const RowSpan& rows = p.rows[static_cast<std::size_t>(head)];
+    for (std::int64_t page = 0; page < p.pages; ++page) {
+      for (int channel = 0; channel < p.shape.head_dim; ++channel) {
+        std::vector<float> keys;
+        for (std::int64_t t = 0; t < kPageTokens; ++t) {
+          keys.push_back(row_of_span(rows, page * kPageTokens + t,
+                                     p.shape)[static_cast<std::size_t>(channel)]);
+          if (!std::isfinite(keys.back())) p.bad[head] = 1;
+        }
+        if (p.bad[head] != 0) return;
+        if (p.index.tiles.codes != nullptr) {
+          build_channel(
+              p.index.tiles,
+              channel_of(p.index.tiles, p.shape.head_dim, head, p.first_page + page, channel),
+              keys);
+        }
+        if (p.index.bounds.bounds == nullptr) continue;
+        for (std::int64_t part = 0; part < kBoundsPerPage; ++part) {
+          const auto first = keys.begin() + part * kBoundTokens;
+          const auto [low, high] = std::minmax_element(first, first + kBoundTokens);
+          const std::int64_t at =
+              ((head * p.index.bounds.capacity + p.first_page + page) * kBoundsPerPage + part) * 2;
+          std::uint16_t* const to = p.index.bounds.bounds + at * p.shape.head_dim + channel;
+          to[0] = static_cast<std::uint16_t>(f16_at_least(-*low) ^ 0x8000u);
+          to[p.shape.head_dim] = f16_at_least(*high);
+        }
+      }
+    }
+  }
+}
+
+void estimate(const EstimateParams& p) {
+  for (int head = 0; head < p.shape.query_heads; ++head) estimate_query(p, head);
+}
+
+void select(const SelectParams& p) {
+  for (int head = 0; head < p.shape.kv_heads; ++head) select_head(p, head);
+}
+
+void kept_weight(const KeptWeightParams& p) {
+  for (int head = 0; head < p.shape.query_heads; ++head) {
+    const int kv_head = head / p.shape.group();
+    const float* const weights = p.weights + head * p.stride;
+    const std::int32_t* const at = p.selected.positions + kv_head * p.selected.capacity;
+    double sum = std::accumulate(weights + p.end, weights + p.count, 0.0);
+    for (std::int32_t i = 0; i < p.selected.heads[kv_head].count; ++i) {
+      sum += static_cast<double>(weights[at[i]]);
+    }
+    p.alpha[head] = static_cast<float>(std::min(sum, 1.0));
+  }
+}
+
+void attend_selected(const AttendSelectedParams& p) {
+  const std::size_t row_bytes = p.shape.row_bytes();
+  std::vector<std::vector<std::byte>> rows(p.rows.size());
+  std::vector<RowSpan> spans;
+  for (std::size_t head = 0; head < rows.size(); ++head) {
+    HeadSelection& selection = p.selected.heads[head];
+    selection.resident = 0;
+    const auto first = static_cast<std::int64_t>(head) * p.selected.capacity;
+    for (std::int32_t i = 0; i < selection.count; ++i) {
+      const std::int32_t at = p.selected.positions[first + i];
+      const bool resident = at < p.rows[head].resident_count;
+      selection.resident += resident ? 1 : 0;
+      const std::byte* const row = (resident ? p.rows[head].resident : p.rows[head].home) +
+                                   static_cast<std::size_t>(at) * row_bytes;
+      rows[head].insert(rows[head].end(), row, row + row_bytes);
+    }
+    spans.push_back({rows[head].data(), selection.count});
+  }
+  AttendParams params;
+  params.q = p.q;
+  params.tokens = 1;
+  params.first_query_position = std::int64_t{1} << 40;  // after every row
+  params.shape = p.shape;
+  params.rows = spans;
+  params.scale = p.scale;
+  params.out = p.out;
+  params.lse = p.lse;
+  params.merge = p.merge;
+  reference_attend(params);
+}
+
+void sum_values(const SumValuesParams& p) {
+  for (std::size_t head = 0; head < p.rows.size(); ++head) {
+    for (std::int64_t i = 0; i < p.rows[head].count; ++i) {
+      const std::vector<float> row = row_of_span(p.rows[head], i, p.shape);
+      for (std::size_t c = 0; c < static_cast<std::size_t>(p.shape.head_dim); ++c) {
+        const float value = row[static_cast<std::size_t>(p.shape.head_dim) + c];
+        p.sums[head * static_cast<std::size_t>(p.shape.head_dim) + c] +=
+            p.subtract ? -value : value;
+      }
+    }
+  }
+}
+
+void compensate(const CompensateParams& p) {
+  for (int head = 0; head < p.shape.query_heads; ++head) {
+    for (int c = 0; c < p.shape.head_dim; ++c) {
+      const float mean =
+          p.sums[head / p.shape.group() * p.shape.head_dim + c] / static_cast<float>(p.count);
+      float& out = p.out[head * p.shape.head_dim + c];
+      out = p.alpha[head] * out + (1.0f - p.alpha[head]) * mean;
+    }
+  }
+}
+
+}  // namespace sluice::cpu::reference

@@ -1,0 +1,18 @@
+// The reference backend's way of choosing tokens: fp64, full sorts, one thread. See
+// lib/selection.h for what the operations do.
+#pragma once
+
+#include "lib/backend.h"
+#include "lib/selection.h"
+
+namespace sluice::cpu::reference {
+
+void build_index(const BuildIndexParams& params);
+void estimate(const EstimateParams& params);
+void select(const SelectParams& params);
+void kept_weight(const KeptWeightParams& params);
+void attend_selected(const AttendSelectedParams& params);
+void sum_values(const SumValuesParams& params);
+void compensate(const CompensateParams& params);
+
+}  // namespace sluice::cpu::reference

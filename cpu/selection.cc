@@ -1,0 +1,259 @@
+#include "cpu/selection.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "cpu/softmax.h"
+#include "lib/check.h"
+
+namespace sluice::cpu {
+namespace {
+
+// Weights by the upper bits of their representation, which orders non-negative floats.
+constexpr std::size_t kBins = 1 << 13;
+std::size_t bin_of(float weight) { return std::bit_cast<std::uint32_t>(weight) >> 18; }
+
+// The weights of one bin, heaviest first.
+std::vector<float> bin_content(std::span<const float> weights, std::size_t bin) {
+  std::vector<float> content;
+  for (const float w : weights) {
+    if (w >= 0.0f && bin_of(w) == bin) content.push_back(w);
+  }
+  std::sort(content.begin(), content.end(), std::greater<>());
+  return content;
+}
+
+// The cut through a bin's sorted content that keeps its first `count` weights.
+Cut cut_after(const std::vector<float>& content, std::int64_t count) {
+  check(count >= 1 && count <= static_cast<std::int64_t>(content.size()), "cut outside its bin");
+  const float last = content[static_cast<std::size_t>(count - 1)];
+  const auto first_equal = std::lower_bound(content.begin(), content.end(), last, std::greater<>());
+  return {last, count - (first_equal - content.begin())};
+}
+
+constexpr Cut kEverything = {-1.0f, 0};
+constexpr Cut kNothing = {std::numeric_limits<float>::infinity(), 0};
+
+// Walks in position order and tells for each weight whether the cut keeps it.
+class CutWalk {
+ public:
+  explicit CutWalk(const Cut& cut) : cut_(cut) {}
+  bool keeps(float weight) {
+    if (weight != cut_.weight) return weight > cut_.weight;
+    return cut_.ties-- > 0;
+  }
+
+ private:
+  Cut cut_;
+};
+
+// The choice of one KV head.
+class HeadChoice {
+ public:
+  HeadChoice(const SelectParams& p, std::int64_t head) : p_(p), head_(head) {
+    const SelectionView* const list = p.candidates;
+    if (list != nullptr) {
+      listed_ = list->positions + head * list->capacity;
+      count_ = list->heads[head].count;
+      total_ = count_ + p.tail;
+    } else {
+      count_ = std::min(p.end, p.count);
+      total_ = p.count;
+    }
+    kept_.assign(static_cast<std::size_t>(count_), 0);
+  }
+
+  void run() {
+    HeadSelection& result = p_.selected.heads[head_];
+    result = {};
+    if (!softmax_rows()) {
+      result.bad = 1;
+      return;
+    }
+    if (p_.prune == Pruner::top_k) {
+      keep_heaviest(std::max(p_.k, forced_));
+    } else {
+      for (int g = 0; g < p_.shape.group(); ++g) keep_share(row(g));
+      const auto wanted = std::count(kept_.begin(), kept_.end(), std::uint8_t{1});
+      if (wanted > p_.cap) {
+        for (std::size_t i = 0; i < kept_.size(); ++i) kept_[i] = kept_[i] != 0 || is_forced(i);
+        keep_heaviest(std::max(p_.cap, std::min(forced_, p_.selected.capacity)));
+        result.cut = 1;
+      }
+    }
+    emit(result);
+  }
+
+ private:
+  std::int64_t position(std::size_t i) const {
+    return listed_ != nullptr ? listed_[i] : static_cast<std::int64_t>(i);
+  }
+  bool is_out(std::size_t i) const {
+    return p_.eligible != nullptr && p_.eligible[position(i)] == 0;
+  }
+  bool is_forced(std::size_t i) const {
+    const std::int64_t at = position(i);
+    return (at < p_.sinks || at >= p_.recent_first) && !is_out(i);
+  }
+  float* row(int g) const { return p_.logits + (head_ * p_.shape.group() + g) * p_.stride; }
+
+  // Calls body(i) for every entry that is always kept, if it is eligible.
+  void for_forced(const auto& body) const {
+    if (listed_ != nullptr) {
+      for (std::size_t i = 0; i < kept_.size(); ++i)
+        if (is_forced(i)) body(i);
+      return;
+    }
+    const auto sinks = static_cast<std::size_t>(std::min(p_.sinks, count_));
+    const auto recent = static_cast<std::size_t>(std::clamp(p_.recent_first, p_.sinks, count_));
+    for (std::size_t i = 0; i < sinks; ++i)
+      if (!is_out(i)) body(i);
+    for (std::size_t i = std::max(recent, sinks); i < kept_.size(); ++i)
+      if (!is_out(i)) body(i);
+  }
+
+  bool softmax_rows() {
+    for (int g = 0; g < p_.shape.group(); ++g) {
+      float* const logits = row(g);
+      if (p_.eligible != nullptr) {
+        for (std::size_t i = 0; i < kept_.size(); ++i) {
+          if (is_out(i)) logits[i] = -std::numeric_limits<float>::infinity();
+        }
+      }
+      if (!softmax(logits, total_)) return false;
+    }
+    for_forced([&](std::size_t i) {
+      kept_[i] = 1;
+      ++forced_;
+    });
+    return true;
+  }
+
+  // Keeps the `count` heaviest by summed weight, what is always kept among them; of top_p's choice
+  // if it has been made.
+  void keep_heaviest(std::int64_t count) {
+    const bool chosen = p_.prune == Pruner::top_p;
+    std::vector<float> sums(kept_.size(), 0.0f);
+    for (int g = 0; g < p_.shape.group(); ++g) add_to(row(g), count_, sums.data());
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      if ((chosen && kept_[i] == 0) || is_out(i)) sums[i] = -1.0f;
+    }
+    for_forced([&](std::size_t i) { sums[i] = std::numeric_limits<float>::infinity(); });
+    CutWalk walk(cut_by_count(sums, count));
+    for (std::size_t i = 0; i < sums.size(); ++i) kept_[i] = sums[i] >= 0.0f && walk.keeps(sums[i]);
+  }
+
+  // Adds the fewest entries with which the share p of one query head's weight is kept.
+  void keep_share(float* weights) {
+    std::vector<float> free(weights, weights + count_);
+    double missing = p_.p;
+    for (std::int64_t i = count_; i < total_; ++i) missing -= static_cast<double>(weights[i]);
+    for_forced([&](std::size_t i) {
+      missing -= static_cast<double>(weights[i]);
+      free[i] = -1.0f;
+    });
+    if (missing <= 0.0) return;
+    CutWalk walk(cut_by_weight(free, missing));
+    for (std::size_t i = 0; i < free.size(); ++i) {
+      if (free[i] >= 0.0f && walk.keeps(free[i]) && !is_out(i)) kept_[i] = 1;
+    }
+  }
+
+  void emit(HeadSelection& result) {
+    std::int32_t* const to = p_.selected.positions + head_ * p_.selected.capacity;
+    std::vector<double> alpha(static_cast<std::size_t>(p_.shape.group()));
+    for (std::size_t i = 0; i < kept_.size(); ++i) {
+      if (kept_[i] == 0) continue;
+      if (result.count == p_.selected.capacity) {
+        result.cut = 1;
+        break;
+      }
+      const std::int64_t at = position(i);
+      if (result.count == 0 || to[result.count - 1] / kPageTokens != at / kPageTokens) {
+        ++result.pages;
+      }
+      to[result.count++] = static_cast<std::int32_t>(at);
+      for (int g = 0; g < p_.shape.group(); ++g) {
+        alpha[static_cast<std::size_t>(g)] += static_cast<double>(row(g)[i]);
+      }
+    }
+    for (int g = 0; g < p_.shape.group(); ++g) {
+      double& sum = alpha[static_cast<std::size_t>(g)];
+      for (std::int64_t i = count_; i < total_; ++i) sum += static_cast<double>(row(g)[i]);
+      p_.alpha[head_ * p_.shape.group() + g] = static_cast<float>(std::min(sum, 1.0));
+    }
+  }
+
+  const SelectParams& p_;
+  std::int64_t head_;
+  const std::int32_t* listed_ = nullptr;
+  std::int64_t count_ = 0;   // entries that may be emitted
+  std::int64_t total_ = 0;   // and those of the tail
+  std::int64_t forced_ = 0;  // always kept
+  std::vector<std::uint8_t> kept_;
+};
+
+}  // namespace
+
+Cut cut_by_count(std::span<const float> weights, std::int64_t count) {
+  if (count <= 0) return kNothing;
+  std::vector<std::int64_t> bins(kBins);
+  std::int64_t available = 0;
+  for (const float w : weights) {
+    if (w < 0.0f) continue;
+    ++bins[bin_of(w)];
+    ++available;
+  }
+  if (count >= available) return kEverything;
+  std::size_t bin = kBins - 1;
+  std::int64_t above = 0;
+  while (above + bins[bin] < count) above += bins[bin--];
+  return cut_after(bin_content(weights, bin), count - above);
+}
+
+Cut cut_by_weight(std::span<const float> weights, double target) {
+  if (target <= 0.0) return kNothing;
+  std::vector<double> bins(kBins);
+  double all = 0.0;
+  for (const float w : weights) {
+    if (w > 0.0f) bins[bin_of(w)] += static_cast<double>(w);
+  }
+  for (const double sum : bins) all += sum;
+  if (all < target) return kEverything;
+  std::size_t bin = kBins - 1;
+  double above = 0.0;
+  while (bin > 0 && above + bins[bin] < target) above += bins[bin--];
+  const std::vector<float> content = bin_content(weights, bin);
+  // Added from above, the sums may round to just below what they came to from below.
+  if (content.empty() || content.front() == 0.0f) return kEverything;
+  std::int64_t count = 0;
+  while (above < target && count < static_cast<std::int64_t>(content.size())) {
+    above += static_cast<double>(content[static_cast<std::size_t>(count++)]);
+  }
+  return cut_after(content, std::max<std::int64_t>(count, 1));
+}
+
+void select(const SelectParams& p, Threads& threads) {
+  const std::int64_t longest = p.candidates != nullptr ? p.candidates->capacity : p.count;
+  threads.for_each(
+      p.shape.kv_heads, [&](std::int64_t head) { HeadChoice(p, head).run(); },
+      longest * p.shape.query_heads * static_cast<std::int64_t>(sizeof(float)));
+}
+
+void kept_weight(const KeptWeightParams& p) {
+  const int group = p.shape.group();
+  for (int head = 0; head < p.shape.query_heads; ++head) {
+    const float* const weights = p.weights + head * p.stride;
+    const std::int32_t* const at = p.selected.positions + head / group * p.selected.capacity;
+    double sum = 0.0;
+    for (std::int32_t i = 0; i < p.selected.heads[head / group].count; ++i) {
+      sum += static_cast<double>(weights[at[i]]);
+    }
+    for (std::int64_t i = p.end; i < p.count; ++i) sum += static_cast<double>(weights[i]);
+    p.alpha[head] = static_cast<float>(std::min(sum, 1.0));
+  }
+}
+
+}  // namespace sluice::cpu

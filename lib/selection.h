@@ -1,0 +1,183 @@
+// Parameters of the backend operations that choose tokens: the key index, estimates, selection and
+// attention over what was selected. All work on one layer and one query token.
+//
+// Pointers are the backend's own unless a comment says host. "Host-visible" memory is host memory
+// that the backend can write: a caller reads it after synchronize().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "sluice/policy.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+struct RowSpan;
+
+// Tokens per page bound (Quest): a sub-page.
+inline constexpr int kBoundTokens = 16;
+inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
+
+// Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
+// that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
+// key = zero + scale * code, code in [0, 2^bits).
+// At 4 bits byte b of a channel holds token b in its low and token 64 + b in its high half; at 2
+// bits byte b holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up.
+struct KeyTiles {
+  int bits = 4;
+  std::byte* codes = nullptr;       // [kv_heads, capacity, head_dim, code_bytes()]
+  std::uint16_t* scales = nullptr;  // f16 [kv_heads, capacity, 2, head_dim]: scales, then zeros
+  std::int64_t capacity = 0;        // pages per KV head
+
+  std::size_t code_bytes() const { return static_cast<std::size_t>(kPageTokens * bits / 8); }
+  // Bytes of one page of one KV head, by the channels that are read of it.
+  std::size_t page_bytes(int channels) const {
+    return static_cast<std::size_t>(channels) * (code_bytes() + 2 * sizeof(std::uint16_t));
+  }
+};
+
+// The smallest and largest key of every sub-page, per channel, rounded outwards.
+struct PageBounds {
+  std::uint16_t* bounds = nullptr;  // f16 [kv_heads, capacity, kBoundsPerPage, 2, head_dim]
+  std::int64_t capacity = 0;        // pages per KV head
+
+  std::size_t page_bytes(int channels) const {
+    return static_cast<std::size_t>(kBoundsPerPage * 2 * channels) * sizeof(std::uint16_t);
+  }
+};
+
+// The key index of one layer; null pointers where it has no such part.
+struct KeyIndexView {
+  KeyTiles tiles;
+  PageBounds bounds;
+};
+
+// Builds pages [first_page, first_page + pages) of the index from their rows.
+struct BuildIndexParams {
+  KvShape shape;
+  KeyIndexView index;
+  std::int64_t first_page = 0;
+  std::int64_t pages = 0;
+  std::span<const RowSpan> rows;  // host array [kv_heads]: the rows of these pages
+  std::int32_t* bad = nullptr;    // host-visible [kv_heads]: set to 1 if a key is NaN or Inf
+};
+
+// Adds the values of rows to sums, or subtracts them.
+struct SumValuesParams {
+  KvShape shape;
+  std::span<const RowSpan> rows;  // host array [kv_heads]
+  float* sums = nullptr;          // [kv_heads, head_dim]
+  bool subtract = false;
+};
+
+// Tokens chosen for one query token: positions per KV head, ascending.
+struct SelectionView {
+  std::int32_t* positions = nullptr;  // [kv_heads, capacity]
+  std::int64_t capacity = 0;
+  struct HeadSelection* heads = nullptr;  // host-visible [kv_heads]
+};
+
+// What became of one KV head.
+struct HeadSelection {
+  std::int32_t count = 0;     // positions
+  std::int32_t resident = 0;  // of them, attended where they already were; set by attend_selected
+  std::int32_t cut = 0;       // 1 if a cap or the capacity left out what the pruner wanted
+  std::int32_t pages = 0;     // pages with a position among them
+  std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf; then count is 0
+};
+
+// Estimated logits of one query token, in natural units (what softmax takes).
+//
+// Covers positions [0, pages * 128) through the index and the rows after them directly. `sparq`
+// looks at the `channels` with the largest sum of |q| over the group and divides by
+// sqrt(head_dim * |q of these|_1 / |q|_1) instead of sqrt(head_dim); SparQ section 3, equation 8.
+// `quest` writes the upper bound of a sub-page to each of its tokens.
+struct EstimateParams {
+  const float* q = nullptr;  // [query_heads, head_dim]
+  KvShape shape;
+  Selector method = Selector::int4;  // exact, int4, sparq or quest
+  int channels = 0;                  // of sparq
+  KeyIndexView index;
+  std::int64_t pages = 0;
+  std::span<const RowSpan> rows;  // host array [kv_heads]: rows from position pages * 128 on; for
+                                  // `exact`, pages is 0 and these are all rows
+  // If set, only these positions are estimated (int4 or exact), each below pages * 128, and the
+  // rows after them: the logits of KV head h are then those of its heads[h].count positions
+  // followed by those of its rows.
+  const SelectionView* candidates = nullptr;
+  std::span<const RowSpan> candidate_rows;  // host array [kv_heads], for `exact`: rows from 0 on
+  float* logits = nullptr;                  // [query_heads, stride]
+  std::int64_t stride = 0;
+};
+
+// Chooses positions by softmax(logits); logits become the weights (they sum to 1 per query head).
+//
+// Always kept are the first `sinks` and those from `recent_first` on; positions from `end` on (the
+// unfinished page) are never emitted, for they are attended anyway, but they take part in the
+// softmax and their weight counts as kept. top_k keeps k positions, the always kept included; ties
+// go to the older. top_p keeps per query head the fewest whose weight, with what is always kept,
+// reaches p, then their union; if that exceeds `cap`, the heaviest of them by summed weight.
+struct SelectParams {
+  KvShape shape;
+  float* logits = nullptr;  // [query_heads, stride]
+  std::int64_t stride = 0;
+  std::int64_t count = 0;  // positions [0, count) have logits; unused with `candidates`
+  std::int64_t end = 0;    // emitted positions lie below
+  const SelectionView* candidates = nullptr;  // their logits come first, then those of the tail
+  std::int64_t tail = 0;                      // logits after the candidates'
+  Pruner prune = Pruner::top_k;
+  std::int64_t k = 0;
+  float p = 0.0f;
+  std::int64_t cap = 0;
+  std::int64_t sinks = 0;
+  std::int64_t recent_first = 0;
+  const std::uint8_t* eligible = nullptr;  // [end]: 0 leaves a position out; null: all are in
+  SelectionView selected;
+  float* alpha = nullptr;  // host-visible [query_heads]: weight kept, the tail's included
+};
+
+// The weight that `selected` and the positions from `end` on carry among `weights`.
+struct KeptWeightParams {
+  KvShape shape;
+  const float* weights = nullptr;  // [query_heads, stride], from a SelectParams without candidates
+  std::int64_t stride = 0;
+  std::int64_t count = 0;
+  std::int64_t end = 0;
+  SelectionView selected;
+  float* alpha = nullptr;  // host-visible [query_heads]
+};
+
+// Where the rows of one KV head are found by position.
+struct RowSource {
+  const std::byte* resident = nullptr;  // rows [0, resident_count), on the device
+  std::int64_t resident_count = 0;
+  const std::byte* home = nullptr;  // every row, in host memory
+};
+
+// Attention of one query token over selected rows, as a partial; see AttendParams. Rows that are
+// not resident pass through `arena`, sorted by position, arena_rows at a time.
+struct AttendSelectedParams {
+  const float* q = nullptr;  // [query_heads, head_dim]
+  KvShape shape;
+  SelectionView selected;
+  std::span<const RowSource> rows;  // host array [kv_heads]
+  std::byte* arena = nullptr;       // [kv_heads, arena_rows, row_bytes]
+  std::int64_t arena_rows = 0;
+  float scale = 0.0f;
+  float* out = nullptr;  // [query_heads, head_dim]
+  float* lse = nullptr;  // [query_heads]
+  bool merge = false;
+};
+
+// out = alpha * out + (1 - alpha) * sums / count; SparQ section 3, equation 9.
+struct CompensateParams {
+  KvShape shape;
+  const float* alpha = nullptr;  // host-visible [query_heads]
+  const float* sums = nullptr;   // [kv_heads, head_dim]
+  std::int64_t count = 0;        // values summed
+  float* out = nullptr;          // [query_heads, head_dim]
+};
+
+}  // namespace sluice
