@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "lib/bytes.h"
 #include "lib/check.h"
@@ -10,9 +11,10 @@
 namespace sluice {
 namespace {
 
-constexpr std::array kAllPhases = {Phase::prefill, Phase::decode};
+constexpr std::array kAllPhases = {Phase::prefill, Phase::decode, Phase::correction};
 constexpr std::array kAllTiers = {Tier::device, Tier::host, Tier::disk};
-constexpr std::array kAllCauses = {Cause::append, Cause::write_back, Cause::hit, Cause::miss};
+constexpr std::array kAllCauses = {Cause::append, Cause::write_back, Cause::hit, Cause::miss,
+                                   Cause::index_read};
 
 std::string direction(Tier from, Tier to) {
   if (from == to) return "in " + std::string(to_string(from));
@@ -59,7 +61,7 @@ const Ledger::Totals& Ledger::totals(Phase phase, int layer) const {
 }
 
 void Ledger::begin_step(Phase phase, int tokens) {
-  const std::uint64_t index = steps_[0] + steps_[1];
+  const std::uint64_t index = std::accumulate(steps_.begin(), steps_.end(), std::uint64_t{0});
   steps_[static_cast<std::size_t>(phase)] += 1;
   tokens_[static_cast<std::size_t>(phase)] += static_cast<std::uint64_t>(tokens);
   if (history_.size() == kHistory) history_.pop_front();
@@ -107,14 +109,14 @@ std::uint64_t Ledger::tokens(Phase phase) const { return tokens_[static_cast<std
 
 std::string Ledger::to_table() const {
   std::string table =
-      "phase    direction        cause       rows            bytes       per token\n";
+      "phase      direction        cause       rows            bytes       per token\n";
   for (const Phase phase : kAllPhases) {
     const std::uint64_t tokens = std::max<std::uint64_t>(this->tokens(phase), 1);
     for_each_kind([&](Tier from, Tier to, Cause cause) {
       const Traffic sum = total(phase, from, to, cause);
       if (sum.rows == 0) return;
       std::array<char, 160> line{};
-      std::snprintf(line.data(), line.size(), "%-8s %-16s %-11s %-15llu %-11s %s\n",
+      std::snprintf(line.data(), line.size(), "%-10s %-16s %-11s %-15llu %-11s %s\n",
                     std::string(to_string(phase)).c_str(), direction(from, to).c_str(),
                     std::string(to_string(cause)).c_str(),
                     static_cast<unsigned long long>(sum.rows), format_bytes(sum.bytes).c_str(),

@@ -41,11 +41,24 @@ std::string_view to_string(Cause cause) {
       return "hit";
     case Cause::miss:
       return "miss";
+    case Cause::index_read:
+      return "index_read";
   }
   check(false, "unknown cause");
   return {};
 }
 
-std::string_view to_string(Phase phase) { return phase == Phase::prefill ? "prefill" : "decode"; }
+std::string_view to_string(Phase phase) {
+  switch (phase) {
+    case Phase::prefill:
+      return "prefill";
+    case Phase::decode:
+      return "decode";
+    case Phase::correction:
+      return "correction";
+  }
+  check(false, "unknown phase");
+  return {};
+}
 
 }  // namespace sluice

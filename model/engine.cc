@@ -86,6 +86,7 @@ struct Engine::Impl {
 struct Session::Impl {
   Engine::Impl* engine;
   KvSession kv;
+  std::vector<TokenId> uncorrected{};  // decoded sparsely since the last correction
 
   // Throws unless `tokens` may be appended, before anything has changed.
   void require(std::span<const TokenId> tokens) const {
@@ -104,6 +105,39 @@ struct Session::Impl {
                                            std::to_string(engine->info.vocabulary));
       }
     }
+  }
+
+  std::int64_t correction_interval() const { return kv.policy().correct; }
+
+  // Recomputes the tokens that were decoded since the last correction: their rows and their part
+  // of the key index are replaced by what dense attention gives. Source: TidalDecode, section 3.3.
+  void correct() {
+    const std::vector<TokenId> tokens = std::move(uncorrected);
+    uncorrected.clear();
+    kv.truncate(kv.length() - static_cast<std::int64_t>(tokens.size()));
+    const auto chunk = static_cast<std::size_t>(kv.plan().chunk);
+    for (std::size_t first = 0; first < tokens.size(); first += chunk) {
+      engine->decoder->step(
+          std::span(tokens).subspan(first, std::min(chunk, tokens.size() - first)),
+          Phase::correction, kv);
+    }
+  }
+
+  // Decodes `tokens`, at most as many as one step takes, after a correction if one is due.
+  void decode(std::span<const TokenId> tokens) {
+    const std::int64_t interval = correction_interval();
+    if (interval > 0 && static_cast<std::int64_t>(uncorrected.size()) >= interval) correct();
+    engine->decoder->step(tokens, Phase::decode, kv);
+    if (interval > 0) uncorrected.insert(uncorrected.end(), tokens.begin(), tokens.end());
+  }
+
+  // Tokens that the next decode step may take.
+  std::int64_t decode_room() const {
+    const std::int64_t most = std::min(kv.plan().chunk, kv.plan().decode_batch);
+    const std::int64_t interval = correction_interval();
+    if (interval == 0) return most;
+    const std::int64_t left = interval - static_cast<std::int64_t>(uncorrected.size());
+    return std::min(most, left > 0 ? left : interval);
   }
 
   // Runs `tokens` in steps of the planned chunk; each(first, count) after every step. False if
@@ -167,11 +201,15 @@ std::vector<TokenId> Engine::encode_prompt(std::string_view text) const {
   return ids;
 }
 
-Plan Engine::plan(std::int64_t context) const {
+Plan Engine::plan(const SessionOptions& options) const {
+  if (options.decode_batch < 1 || options.decode_batch > Decoder::kLogitRows) {
+    throw Error(ErrorCode::usage, "decode_batch must be 1 to 64");
+  }
   const ModelConfig& config = impl_->checkpoint.config();
   Plan plan;
-  plan.kv = plan_kv(impl_->info.kv, context, impl_->config.chunk, impl_->config.device_memory,
-                    impl_->backend->info().attends_host_rows);
+  plan.kv =
+      plan_kv(impl_->info.kv, options.context, impl_->config.chunk, impl_->config.device_memory,
+              impl_->backend->info().attends_host_rows, options.policies, options.decode_batch);
   const WeightSizes weights = weight_sizes(impl_->checkpoint, *impl_->backend);
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
@@ -188,12 +226,14 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
                          impl_->config.chunk);
 }
 
-Session Engine::new_session(std::int64_t context) {
-  const Plan plan = this->plan(context);
+Session Engine::new_session(const SessionOptions& options) {
+  const Plan plan = this->plan(options);
   load_weights();
   return Session(std::make_unique<Session::Impl>(
-      Session::Impl{impl_.get(), KvSession(*impl_->backend, plan.kv)}));
+      Session::Impl{impl_.get(), KvSession(*impl_->backend, plan.kv, options.policies)}));
 }
+
+Session Engine::new_session(std::int64_t context) { return new_session({context, {}, 1}); }
 
 MemoryUse Engine::memory() const { return memory_use(*impl_->backend); }
 
@@ -203,6 +243,8 @@ Session& Session::operator=(Session&&) noexcept = default;
 Session::~Session() = default;
 
 std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
+  impl_->require(tokens);
+  if (!impl_->uncorrected.empty()) impl_->correct();
   std::int64_t last = 0;
   const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
   if (!impl_->run(tokens, progress, remember)) return {};
@@ -211,11 +253,46 @@ std::span<const float> Session::prefill(std::span<const TokenId> tokens, const P
 
 std::span<const float> Session::decode(TokenId token) {
   impl_->require({&token, 1});
-  impl_->engine->decoder->step({&token, 1}, Phase::decode, impl_->kv);
+  impl_->decode({&token, 1});
   return impl_->engine->decoder->logits(0, 1);
 }
 
+void Session::decode_known(std::span<const TokenId> tokens,
+                           const std::function<void(std::size_t, std::span<const float>)>& each) {
+  impl_->require(tokens);
+  const auto vocabulary = static_cast<std::size_t>(impl_->engine->info.vocabulary);
+  for (std::size_t first = 0; first < tokens.size();) {
+    const std::size_t count =
+        std::min(static_cast<std::size_t>(impl_->decode_room()), tokens.size() - first);
+    impl_->decode(tokens.subspan(first, count));
+    const std::span<const float> logits =
+        impl_->engine->decoder->logits(0, static_cast<std::int64_t>(count));
+    for (std::size_t i = 0; i < count; ++i) {
+      each(first + i, logits.subspan(i * vocabulary, vocabulary));
+    }
+    first += count;
+  }
+}
+
+void Session::use(const Policy& policy) {
+  impl_->kv.use(policy);
+  impl_->uncorrected.clear();
+}
+
+const Policy& Session::policy() const { return impl_->kv.policy(); }
+
+void Session::truncate(std::int64_t length) {
+  if (length < 0 || length > impl_->kv.length()) {
+    throw Error(ErrorCode::usage, "a session of " + std::to_string(impl_->kv.length()) +
+                                      " tokens cannot be cut to " + std::to_string(length));
+  }
+  impl_->kv.truncate(length);
+  impl_->uncorrected.clear();
+}
+
 std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
+  impl_->require(tokens);
+  if (!impl_->uncorrected.empty()) impl_->correct();
   std::vector<float> scores;
   const auto vocabulary = static_cast<std::size_t>(impl_->engine->info.vocabulary);
   impl_->run(tokens, progress, [&](std::int64_t first, std::int64_t count) {
@@ -237,5 +314,6 @@ std::vector<float> Session::score(std::span<const TokenId> tokens, const Progres
 std::int64_t Session::length() const { return impl_->kv.length(); }
 const KvPlan& Session::plan() const { return impl_->kv.plan(); }
 const Ledger& Session::ledger() const { return impl_->kv.ledger(); }
+const StepSelection& Session::selection() const { return impl_->kv.selection(); }
 
 }  // namespace sluice

@@ -33,6 +33,16 @@ class InPlaceStore : public KvStore {
     ledger.record(layer, Tier::host, Tier::host, Cause::hit, traffic_of(shape_, step.end()));
   }
 
+  RowSource source(int layer, int head) const override {
+    return {nullptr, 0, host_.row(layer, head, 0)};
+  }
+
+  const std::byte* newest(int layer, int head, std::int64_t first) const override {
+    return host_.row(layer, head, first);
+  }
+
+  void rewind(std::int64_t /*length*/, Ledger& /*ledger*/) override {}
+
  private:
   Backend* backend_;
   KvShape shape_;

@@ -14,8 +14,10 @@ struct KvCache::Impl {
 
   Impl(const KvConfig& config, std::unique_ptr<Backend> owned)
       : backend(std::move(owned)),
-        session(*backend, plan_kv(config.shape, config.context, config.chunk, config.device_memory,
-                                  backend->info().attends_host_rows)),
+        session(*backend,
+                plan_kv(config.shape, config.context, config.chunk, config.device_memory,
+                        backend->info().attends_host_rows, {&config.policy, 1}),
+                std::span(&config.policy, 1)),
         lse(backend->allocate(backend->info().compute_tier,
                               static_cast<std::size_t>(session.plan().chunk) *
                                   static_cast<std::size_t>(config.shape.query_heads) *
@@ -55,6 +57,7 @@ void KvCache::end_step() { impl_->session.end_step(); }
 std::int64_t KvCache::length() const { return impl_->session.length(); }
 const KvPlan& KvCache::plan() const { return impl_->session.plan(); }
 const Ledger& KvCache::ledger() const { return impl_->session.ledger(); }
+const StepSelection& KvCache::selection() const { return impl_->session.selection(); }
 MemoryUse KvCache::memory() const { return memory_use(*impl_->backend); }
 
 }  // namespace sluice

@@ -1,5 +1,6 @@
 #include "offload/kv_session.h"
 
+#include <algorithm>
 #include <string>
 
 #include "lib/check.h"
@@ -7,18 +8,34 @@
 
 namespace sluice {
 
-KvSession::KvSession(Backend& backend, const KvPlan& plan)
-    : plan_(plan),
+KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
+    : backend_(&backend),
+      plan_(plan),
+      planned_(policies.begin(), policies.end()),
       store_(plan.in_place ? make_in_place_store(backend, plan) : make_tiered_store(backend, plan)),
-      ledger_(plan.shape.layers) {}
+      ledger_(plan.shape.layers) {
+  if (planned_.empty()) planned_.emplace_back();
+  policy_ = planned_.front();
+  const IndexLayout layout = plan_index(plan.shape, plan.context, plan.decode_batch, planned_);
+  if (layout.selects()) {
+    sparse_ = std::make_unique<SparseAttention>(backend, layout,
+                                                plan.in_place ? Tier::host : Tier::device);
+  }
+}
+
+void KvSession::require_outside_step() const {
+  if (!in_step_) return;
+  throw Error(ErrorCode::internal,
+              "the session stopped inside a step and cannot go on; start a new one");
+}
 
 void KvSession::begin_step(Phase phase, std::int64_t tokens) {
-  if (in_step_) {
-    throw Error(ErrorCode::internal,
-                "the session stopped inside a step and cannot go on; start a new one");
-  }
-  if (tokens < 1 || tokens > plan_.chunk) {
-    throw Error(ErrorCode::usage, "a step must have 1 to " + std::to_string(plan_.chunk) +
+  require_outside_step();
+  const std::int64_t most = phase == Phase::decode && sparse_ != nullptr
+                                ? std::min(plan_.chunk, plan_.decode_batch)
+                                : plan_.chunk;
+  if (tokens < 1 || tokens > most) {
+    throw Error(ErrorCode::usage, "a step must have 1 to " + std::to_string(most) +
                                       " tokens, not " + std::to_string(tokens));
   }
   if (tokens > plan_.context - length_) {
@@ -28,25 +45,57 @@ void KvSession::begin_step(Phase phase, std::int64_t tokens) {
                                        "; raise --context");
   }
   step_ = {length_, tokens};
+  phase_ = phase;
   in_step_ = true;
   store_->begin(step_);
   ledger_.begin_step(phase, static_cast<int>(tokens));
+  if (rewound_) store_->rewind(length_, ledger_);
+  rewound_ = false;
+  if (sparse_ != nullptr && phase == Phase::decode) sparse_->begin(step_);
 }
 
 void KvSession::append(int layer, const NewRows& rows) {
   check(in_step_ && layer >= 0 && layer < plan_.shape.layers, "append outside a step");
   store_->append(layer, step_, rows, ledger_);
+  if (sparse_ != nullptr) sparse_->append(layer, step_, *store_, attends_densely(layer));
 }
 
 void KvSession::attend(int layer, const Queries& queries) {
   check(in_step_ && layer >= 0 && layer < plan_.shape.layers, "attend outside a step");
-  store_->attend(layer, step_, queries, ledger_);
+  if (attends_densely(layer)) {
+    store_->attend(layer, step_, queries, ledger_);
+  } else {
+    sparse_->attend(policy_, layer, step_, queries, *store_);
+  }
 }
 
 void KvSession::end_step() {
   check(in_step_, "end_step outside a step");
+  selection_.clear();
+  if (sparse_ != nullptr && phase_ == Phase::decode) {
+    backend_->synchronize();
+    selection_ = sparse_->finish(step_, *store_, ledger_);
+  }
   length_ = step_.end();
   in_step_ = false;
+}
+
+void KvSession::use(const Policy& policy) {
+  require_outside_step();
+  if (std::find(planned_.begin(), planned_.end(), policy) == planned_.end()) {
+    throw Error(ErrorCode::usage,
+                "the session was not planned for the policy '" + to_string(policy) + "'");
+  }
+  policy_ = policy;
+}
+
+void KvSession::truncate(std::int64_t length) {
+  require_outside_step();
+  check(length >= 0 && length <= length_, "truncate to more than there is");
+  if (length == length_) return;
+  if (sparse_ != nullptr) sparse_->forget(length, length_, *store_);
+  length_ = length;
+  rewound_ = true;
 }
 
 MemoryUse memory_use(Backend& backend) {

@@ -1,33 +1,59 @@
-// One session's KV cache: steps, length, and the ledger around a KvStore.
+// One session's KV cache: steps, length, the ledger around a KvStore, and the policy in force.
 #pragma once
 
 #include <memory>
+#include <span>
 
 #include "offload/kv_store.h"
+#include "offload/sparse_attention.h"
+#include "sluice/policy.h"
+#include "sluice/selection.h"
 
 namespace sluice {
 
 class KvSession {
  public:
-  KvSession(Backend& backend, const KvPlan& plan);
+  // `policies`: those that use() may be called with; the first is in force. None: dense.
+  KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {});
 
   // See KvCache for the protocol of a step.
   void begin_step(Phase phase, std::int64_t tokens);
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
+  // Throws Error{numeric} if a selection met a NaN or an infinity.
   void end_step();
+
+  // From the next step on. Throws Error{usage} for a policy that was not planned for.
+  void use(const Policy& policy);
+  // Forgets all rows from `length` on.
+  void truncate(std::int64_t length);
 
   std::int64_t length() const { return length_; }
   const KvPlan& plan() const { return plan_; }
+  const Policy& policy() const { return policy_; }
   const Ledger& ledger() const { return ledger_; }
+  // Of the last step; empty if every layer was dense.
+  const StepSelection& selection() const { return selection_; }
 
  private:
+  bool attends_densely(int layer) const {
+    return phase_ != Phase::decode || policy_.is_dense(layer);
+  }
+  void require_outside_step() const;
+
+  Backend* backend_;
   KvPlan plan_;
+  std::vector<Policy> planned_;
+  Policy policy_;
   std::unique_ptr<KvStore> store_;
+  std::unique_ptr<SparseAttention> sparse_;  // null if every policy is dense
   Ledger ledger_;
   StepRange step_;
+  Phase phase_ = Phase::prefill;
   bool in_step_ = false;
+  bool rewound_ = false;
   std::int64_t length_ = 0;
+  StepSelection selection_;
 };
 
 // What a backend's accounts say.

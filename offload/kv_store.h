@@ -39,6 +39,15 @@ class KvStore {
   virtual void begin(const StepRange& step) = 0;
   virtual void append(int layer, const StepRange& step, const NewRows& rows, Ledger& ledger) = 0;
   virtual void attend(int layer, const StepRange& step, const Queries& queries, Ledger& ledger) = 0;
+
+  // Where single rows are found. Valid from append() to the end of the step.
+  virtual RowSource source(int layer, int head) const = 0;
+  // The rows from `first`, a position in the page where the step begins or later, to the step's
+  // last, one after the other where attention may read them.
+  virtual const std::byte* newest(int layer, int head, std::int64_t first) const = 0;
+  virtual Tier home_tier() const { return Tier::host; }
+  // Rows from `length` on are forgotten; the next step begins there.
+  virtual void rewind(std::int64_t length, Ledger& ledger) = 0;
 };
 
 // Rows lie in host memory and are attended there.

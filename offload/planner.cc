@@ -5,6 +5,7 @@
 #include <string>
 
 #include "lib/bytes.h"
+#include "offload/index_layout.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -51,7 +52,8 @@ struct Sizes {
     return heads * static_cast<std::uint64_t>(tokens) * row;
   }
   std::uint64_t total(const KvPlan& p) const {
-    return per_region(p.resident_tokens + (p.tails ? kPageTokens : 0)) +
+    return p.index_bytes + p.work_bytes +
+           per_region(p.resident_tokens + (p.tails ? kPageTokens : 0)) +
            per_head(p.window_tokens + 2 * p.stream_tokens);
   }
 };
@@ -66,8 +68,12 @@ KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
   return plan;
 }
 
+// Selecting attention needs the unfinished page on the device.
+bool needs_tails(const KvPlan& plan) { return plan.work_bytes > 0; }
+
 std::optional<KvPlan> fit_streaming(const KvPlan& base, const Sizes& sizes, std::uint64_t cap) {
   for (const bool tails : {true, false}) {
+    if (!tails && needs_tails(base)) break;
     const std::int64_t least = std::min(base.chunk, tails ? kMinChunkBesideTails : kMinChunk);
     for (std::int64_t chunk = base.chunk; chunk >= least; chunk = std::max(chunk / 2, least)) {
       const KvPlan plan = smallest(base, tails, chunk);
@@ -103,28 +109,41 @@ std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t tokens) {
 }
 
 KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
-               std::optional<std::uint64_t> device_cap, bool attends_host_rows) {
+               std::optional<std::uint64_t> device_cap, bool attends_host_rows,
+               std::span<const Policy> policies, std::int64_t decode_batch) {
   validate(shape, context, chunk);
+  const IndexLayout layout = plan_index(shape, context, decode_batch, policies);
   const Sizes sizes(shape);
   KvPlan plan;
   plan.shape = shape;
   plan.context = context;
   plan.chunk = std::min(chunk, context);
+  plan.decode_batch = decode_batch;
+  plan.index_bytes = layout.index_bytes();
+  plan.work_bytes = layout.work_bytes();
   plan.host_bytes = sizes.regions * host_region_bytes(shape, context);
   if (!device_cap && attends_host_rows) {
     plan.in_place = true;
+    plan.host_bytes += plan.index_bytes + plan.work_bytes;
     return plan;
   }
   const std::uint64_t cap = device_cap.value_or(UINT64_MAX);
-  if (sizes.per_region(context) <= cap) {
+  if (plan.index_bytes + plan.work_bytes + sizes.per_region(context) <= cap) {
     plan.resident_tokens = context;
   } else if (const auto streaming = fit_streaming(plan, sizes, cap)) {
     plan = widen(*streaming, sizes, cap);
   } else {
-    const std::uint64_t least = sizes.total(smallest(plan, false, std::min(plan.chunk, kMinChunk)));
+    const bool selects = needs_tails(plan);
+    const std::uint64_t least = sizes.total(
+        smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
+    const std::string index = selects ? ", of which the policy's key index and work space take " +
+                                            format_bytes(plan.index_bytes + plan.work_bytes) +
+                                            "; --policy dense needs none"
+                                      : "";
     throw Error(ErrorCode::memory, "--device-memory " + format_bytes(cap) +
                                        " is too small for this model; give at least " +
-                                       std::to_string(least) + "B (" + format_bytes(least) + ")");
+                                       std::to_string(least) + "B (" + format_bytes(least) + ")" +
+                                       index);
   }
   plan.device_bytes = sizes.total(plan);
   return plan;

@@ -3,15 +3,20 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "sluice/kv_cache.h"
+#include "sluice/policy.h"
 
 namespace sluice {
 
-// `attends_host_rows`: without a device cap the rows may stay in host memory. Throws Error{usage}
-// for a shape or context out of range, Error{memory} if `device_cap` is too small to run at all.
+// `attends_host_rows`: without a device cap the rows may stay in host memory. `policies` are those
+// that the session may use, `decode_batch` the tokens that it decodes in one step. Throws
+// Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is too
+// small to run at all.
 KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
-               std::optional<std::uint64_t> device_cap, bool attends_host_rows);
+               std::optional<std::uint64_t> device_cap, bool attends_host_rows,
+               std::span<const Policy> policies = {}, std::int64_t decode_batch = 1);
 
 // Bytes of a region's rows, rounded to what the host store commits.
 std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t tokens);

@@ -19,6 +19,9 @@ class TieredStore : public KvStore {
   void begin(const StepRange& step) override;
   void append(int layer, const StepRange& step, const NewRows& rows, Ledger& ledger) override;
   void attend(int layer, const StepRange& step, const Queries& queries, Ledger& ledger) override;
+  RowSource source(int layer, int head) const override;
+  const std::byte* newest(int layer, int head, std::int64_t first) const override;
+  void rewind(std::int64_t length, Ledger& ledger) override;
 
  private:
   enum class Place { resident, tail, window };
@@ -39,6 +42,7 @@ class TieredStore : public KvStore {
 
   Backend* backend_;
   KvPlan plan_;
+  StepRange step_;
   HostStore host_;
   Buffer resident_;  // [layers, kv_heads, resident_tokens, row_bytes]
   Buffer tails_;     // [layers, kv_heads, kPageTokens, row_bytes]
@@ -60,7 +64,35 @@ TieredStore::TieredStore(Backend& backend, const KvPlan& plan)
   stream_ = allocate(2 * heads, plan.stream_tokens);
 }
 
-void TieredStore::begin(const StepRange& step) { host_.grow(step.end()); }
+void TieredStore::begin(const StepRange& step) {
+  host_.grow(step.end());
+  step_ = step;
+}
+
+RowSource TieredStore::source(int layer, int head) const {
+  return {place(Place::resident, layer, head, 0), std::min(plan_.resident_tokens, step_.end()),
+          host_.row(layer, head, 0)};
+}
+
+const std::byte* TieredStore::newest(int layer, int head, std::int64_t first) const {
+  const Landing landing = this->landing(step_);
+  check(first >= landing.first, "rows of a page that is not kept on the device");
+  return place(landing.place, layer, head, first - landing.first);
+}
+
+// The unfinished page comes back from its home, unless it is among the resident rows.
+void TieredStore::rewind(std::int64_t length, Ledger& ledger) {
+  const std::int64_t page = length / kPageTokens * kPageTokens;
+  if (!plan_.tails || length <= plan_.resident_tokens || page == length) return;
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    copy_heads(
+        Stream::compute, length - page,
+        [&](int head) { return place(Place::tail, layer, head, 0); },
+        [&](int head) { return host_.row(layer, head, page); });
+    ledger.record(layer, Tier::host, Tier::device, Cause::miss,
+                  traffic_of(plan_.shape, length - page));
+  }
+}
 
 TieredStore::Landing TieredStore::landing(const StepRange& step) const {
   if (step.end() <= plan_.resident_tokens) return {Place::resident, 0};

@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kFooter =
     "Exit codes: 0 success, 2 bad flag, 3 file not found, 4 corrupt checkpoint, 5 not supported,\n"
     "6 tokenizer, 7 prompt, 8 memory cap too small, 9 reading or writing failed, 10 internal\n"
-    "error, 130 interrupted.";
+    "error, 11 NaN or infinity, 130 interrupted.";
 
 // The message may quote input; whatever it holds, the user gets one line.
 std::string one_line(std::string text) {

@@ -15,6 +15,8 @@
 
 #include "sluice/kv_cache.h"
 #include "sluice/ledger.h"
+#include "sluice/policy.h"
+#include "sluice/selection.h"
 #include "sluice/tokenizer.h"
 #include "sluice/types.h"
 
@@ -66,6 +68,14 @@ struct Plan {
   std::string to_json() const;
 };
 
+// What a session is to be able to do.
+struct SessionOptions {
+  std::int64_t context = 0;      // tokens
+  std::vector<Policy> policies;  // that Session::use() may be called with; the first is in force.
+                                 // None: dense
+  int decode_batch = 1;          // most tokens per step of Session::decode_known()
+};
+
 class Session;
 
 class Engine {
@@ -83,10 +93,12 @@ class Engine {
   std::vector<TokenId> encode_prompt(std::string_view text) const;
 
   // Throws Error{memory} if a cap does not hold the plan, naming what would have to change.
-  Plan plan(std::int64_t context) const;
+  Plan plan(const SessionOptions& options) const;
+  Plan plan(std::int64_t context) const { return plan(SessionOptions{context, {}, 1}); }
   // Loads the weights if that has not happened yet; `progress` gets the share done, 0 to 1.
   void load_weights(const std::function<void(double)>& progress = {});
   // A session for up to `context` tokens. Plans first, loads the weights if necessary.
+  Session new_session(const SessionOptions& options);
   Session new_session(std::int64_t context);
 
   // Memory of all sessions, as the allocators counted it.
@@ -115,8 +127,20 @@ class Session {
   // call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does not
   // fit the planned context, before anything is computed.
   std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
-  // Appends one generated token.
+  // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
+  // last T tokens densely.
   std::span<const float> decode(TokenId token);
+  // Appends tokens that are known in advance as if each were decoded: token i attends to what the
+  // policy chooses for it among the tokens before. `each(i, logits)` gets the logits [vocabulary]
+  // after every token. Several tokens share a step, which changes rounding and nothing else.
+  void decode_known(std::span<const TokenId> tokens,
+                    const std::function<void(std::size_t, std::span<const float>)>& each);
+
+  // The policy from the next token on; one of those that the session was planned for.
+  void use(const Policy& policy);
+  const Policy& policy() const;
+  // Forgets all tokens from `length` on.
+  void truncate(std::int64_t length);
   // Appends tokens and returns log p(tokens[i] | everything before) for i = 1 .. size-1, in nats;
   // the mean of the negatives is the NLL.
   std::vector<float> score(std::span<const TokenId> tokens, const Progress& progress = {});
@@ -124,6 +148,8 @@ class Session {
   std::int64_t length() const;
   const KvPlan& plan() const;
   const Ledger& ledger() const;
+  // Of the last step; empty if it was dense.
+  const StepSelection& selection() const;
 
  private:
   friend class Engine;

@@ -18,6 +18,7 @@ enum class ErrorCode : int {
   memory = 8,        // a memory cap is too small for what was asked
   io = 9,            // reading or writing failed (a full disk, a device error)
   internal = 10,     // a bug in Sluice, or a session used after it failed
+  numeric = 11,      // a NaN or an infinity where there must be a number
   interrupted = 130  // SIGINT; what was generated until then is valid
 };
 

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "sluice/ledger.h"
+#include "sluice/policy.h"
+#include "sluice/selection.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -22,6 +24,8 @@ struct KvConfig {
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
   int threads = 0;  // 0: one per core
+  // How decode steps attend; prefill is dense. Selecting policies take one token per step.
+  Policy policy;
 };
 
 // Where the rows will live and what that takes, worked out before anything is allocated.
@@ -34,6 +38,9 @@ struct KvPlan {
   bool tails = false;                // the newest page of every (layer, KV head) is kept, too
   std::int64_t window_tokens = 0;    // room for the rows of one step of one layer, per KV head
   std::int64_t stream_tokens = 0;    // rows per KV head in each of the two streaming buffers
+  std::int64_t decode_batch = 1;     // most tokens per decode step of a policy that selects
+  std::uint64_t index_bytes = 0;     // key index and sums of values; part of the tier's bytes
+  std::uint64_t work_bytes = 0;      // of selecting: logits, positions; part of the tier's bytes
   std::uint64_t device_bytes = 0;
   std::uint64_t host_bytes = 0;
 
@@ -72,6 +79,8 @@ class KvCache {
   std::int64_t length() const;
   const KvPlan& plan() const;
   const Ledger& ledger() const;
+  // Of the last step; empty if it was dense.
+  const StepSelection& selection() const;
   MemoryUse memory() const;
 
  private:

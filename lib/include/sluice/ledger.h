@@ -17,11 +17,14 @@ enum class Cause : std::uint8_t {
   write_back,  // rows copied to their home in a lower tier
   hit,         // rows attended where they already were
   miss,        // rows fetched from a lower tier because attention needed them
+  index_read,  // the key index, read to estimate weights; rows are tokens estimated
 };
-inline constexpr int kCauses = 4;
+inline constexpr int kCauses = 5;
 std::string_view to_string(Cause cause);
 
-enum class Phase : std::uint8_t { prefill, decode };
+// Correction recomputes tokens that were decoded sparsely.
+enum class Phase : std::uint8_t { prefill, decode, correction };
+inline constexpr int kPhases = 3;
 std::string_view to_string(Phase phase);
 
 struct Traffic {
@@ -87,9 +90,9 @@ class Ledger {
   const Totals& totals(Phase phase, int layer) const;
 
   int layers_;
-  std::array<std::vector<Totals>, 2> totals_;  // [phase][layer]
-  std::array<std::uint64_t, 2> steps_{};
-  std::array<std::uint64_t, 2> tokens_{};
+  std::array<std::vector<Totals>, kPhases> totals_;  // [phase][layer]
+  std::array<std::uint64_t, kPhases> steps_{};
+  std::array<std::uint64_t, kPhases> tokens_{};
   std::deque<LedgerStep> history_;
 };
 

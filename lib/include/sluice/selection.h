@@ -1,0 +1,22 @@
+// What selecting policies did in one step: how much they kept, and how sure they were.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sluice {
+
+struct LayerSelection {
+  int layer = 0;
+  bool follower = false;    // reused the selection of an earlier layer
+  std::int64_t tokens = 0;  // query tokens
+  double attended = 0.0;    // rows attended per KV head and token: selected, and the newest page
+  double selected = 0.0;    // rows selected per KV head and token
+  double alpha = 0.0;       // estimated weight kept, mean over query heads; 1 for streaming
+  double smallest_alpha = 0.0;
+  std::int64_t cut = 0;  // (token, KV head) pairs in which a cap cut the selection
+};
+
+using StepSelection = std::vector<LayerSelection>;  // one entry per layer that did not run dense
+
+}  // namespace sluice

@@ -1,0 +1,92 @@
+#include "offload/index_layout.h"
+
+#include <algorithm>
+
+#include "lib/selection.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+// Enough rows for a typical selection in one piece, few enough to stay in a cache.
+constexpr std::int64_t kArenaRows = 256;
+
+bool reads_tiles(const Policy& p) {
+  return p.select == Selector::int4 || p.select == Selector::sparq ||
+         (p.candidates.limited() && p.select != Selector::exact);
+}
+
+std::int64_t most_selected(const Policy& p, std::int64_t context) {
+  if (p.select == Selector::streaming) return std::min(p.sinks + p.recent, context);
+  const std::int64_t chosen = p.prune == Pruner::top_k ? p.k.of(context) : p.cap.of(context);
+  return std::min(std::max(chosen, p.sinks + p.recent), context);
+}
+
+}  // namespace
+
+std::int64_t IndexLayout::logit_stride() const { return context; }
+
+std::int64_t IndexLayout::candidate_stride() const {
+  return candidates > 0 ? candidates + kPageTokens : 0;
+}
+
+std::uint64_t IndexLayout::index_bytes() const {
+  const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
+  const auto tokens = static_cast<std::uint64_t>(pages()) * heads;
+  KeyTiles tiles;
+  tiles.bits = bits;
+  std::uint64_t total = 0;
+  for (const LayerIndex& layer : layers) {
+    if (layer.tiles) total += tokens * tiles.page_bytes(shape.head_dim);
+    if (layer.bounds) total += tokens * PageBounds().page_bytes(shape.head_dim);
+    if (layer.sums) total += heads * static_cast<std::uint64_t>(shape.head_dim) * sizeof(float);
+  }
+  return total;
+}
+
+std::uint64_t IndexLayout::work_bytes() const {
+  if (!selects()) return 0;
+  const auto queries = static_cast<std::uint64_t>(shape.query_heads);
+  const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
+  return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) * sizeof(float) +
+         heads * static_cast<std::uint64_t>(slots * selected + candidates) * sizeof(std::int32_t) +
+         heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes();
+}
+
+IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,
+                       std::span<const Policy> policies) {
+  IndexLayout layout;
+  layout.shape = shape;
+  layout.context = context;
+  layout.batch = batch;
+  layout.layers.resize(static_cast<std::size_t>(shape.layers));
+  int bits = 0;
+  for (const Policy& policy : policies) {
+    validate(policy, shape);
+    if (policy.select == Selector::dense) continue;
+    layout.slots = std::max(layout.slots, policy.anchors.empty() ? std::int64_t{1} : batch);
+    layout.selected = std::max(layout.selected, most_selected(policy, context));
+    if (policy.candidates.limited()) {
+      layout.candidates = std::max(layout.candidates, policy.candidates.of(context));
+    }
+    if (reads_tiles(policy)) {
+      if (bits != 0 && bits != policy.bits) {
+        throw Error(ErrorCode::usage,
+                    "policy: one session cannot hold the index at both 2 and 4 bits");
+      }
+      bits = policy.bits;
+    }
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      if (!policy.selects(layer)) continue;
+      LayerIndex& index = layout.layers[static_cast<std::size_t>(layer)];
+      index.tiles = index.tiles || reads_tiles(policy);
+      index.bounds = index.bounds || policy.select == Selector::quest;
+      index.sums = index.sums || policy.compensate == Compensation::mean_value;
+    }
+  }
+  if (bits != 0) layout.bits = bits;
+  layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
+  return layout;
+}
+
+}  // namespace sluice

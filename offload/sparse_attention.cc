@@ -1,0 +1,375 @@
+#include "offload/sparse_attention.h"
+
+#include <algorithm>
+#include <string>
+
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+std::size_t count_of(std::int64_t a, std::int64_t b, std::int64_t c = 1) {
+  return static_cast<std::size_t>(a * b * c);
+}
+
+int channels_of(const Policy& policy, int head_dim) {
+  return policy.channels > 0 ? policy.channels : std::max(1, head_dim / 4);
+}
+
+}  // namespace
+
+SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Tier tier)
+    : backend_(&backend),
+      layout_(layout),
+      index_(backend, layout, tier),
+      tier_(tier),
+      records_(static_cast<std::size_t>(layout.shape.layers)) {
+  const KvShape& shape = layout.shape;
+  const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
+    return backend.allocate(where, count * size);
+  };
+  logits_ = allocate(tier, count_of(shape.query_heads, layout.logit_stride()), sizeof(float));
+  candidate_logits_ =
+      allocate(tier, count_of(shape.query_heads, layout.candidate_stride()), sizeof(float));
+  positions_ =
+      allocate(tier, count_of(layout.slots, shape.kv_heads, layout.selected), sizeof(std::int32_t));
+  candidates_ = allocate(tier, count_of(shape.kv_heads, layout.candidates), sizeof(std::int32_t));
+  arena_ = allocate(tier, count_of(shape.kv_heads, layout.arena_rows), shape.row_bytes());
+  const std::size_t heads = count_of(shape.layers, layout.batch, shape.kv_heads);
+  candidate_heads_ = allocate(Tier::host, heads, sizeof(HeadSelection));
+  heads_ = allocate(Tier::host, heads, sizeof(HeadSelection));
+  alpha_ =
+      allocate(Tier::host, count_of(shape.layers, layout.batch, shape.query_heads), sizeof(float));
+}
+
+void SparseAttention::begin(const StepRange& step) {
+  check(step.tokens <= layout_.batch, "more tokens in a step than selections are planned for");
+  latest_ = -1;
+  std::fill(records_.begin(), records_.end(), LayerRecord());
+}
+
+SelectionView SparseAttention::selection(int layer, std::int64_t token) const {
+  // Layers that follow another need its positions later; without them one slot does for all.
+  const std::int64_t slot = layout_.slots > 1 ? token : 0;
+  auto* const positions = reinterpret_cast<std::int32_t*>(positions_.data()) +
+                          slot * layout_.shape.kv_heads * layout_.selected;
+  auto* const heads = reinterpret_cast<HeadSelection*>(heads_.data()) +
+                      (layer * layout_.batch + token) * layout_.shape.kv_heads;
+  return {positions, layout_.selected, heads};
+}
+
+SelectionView SparseAttention::candidates(int layer, std::int64_t token) const {
+  auto* const heads = reinterpret_cast<HeadSelection*>(candidate_heads_.data()) +
+                      (layer * layout_.batch + token) * layout_.shape.kv_heads;
+  return {reinterpret_cast<std::int32_t*>(candidates_.data()), layout_.candidates, heads};
+}
+
+float* SparseAttention::alpha(int layer, std::int64_t token) const {
+  return alpha_.floats() + (layer * layout_.batch + token) * layout_.shape.query_heads;
+}
+
+std::vector<RowSpan> SparseAttention::tail_rows(const Token& token, KvStore& store) const {
+  std::vector<RowSpan> rows;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    rows.push_back({store.newest(token.layer, head, token.tail_first()), token.tail()});
+  }
+  return rows;
+}
+
+std::vector<RowSpan> SparseAttention::all_rows(const Token& token, KvStore& store,
+                                               std::int64_t count) const {
+  std::vector<RowSpan> rows;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    rows.push_back({store.source(token.layer, head).home, count});
+  }
+  return rows;
+}
+
+void SparseAttention::append(int layer, const StepRange& step, KvStore& store, bool dense) {
+  const std::int64_t first_page = step.first / kPageTokens;
+  const std::int64_t pages = step.end() / kPageTokens - first_page;
+  std::vector<RowSpan> whole;
+  std::vector<RowSpan> fresh;
+  const auto row_bytes = static_cast<std::int64_t>(layout_.shape.row_bytes());
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    const std::byte* const home = store.source(layer, head).home;
+    whole.push_back({home + first_page * kPageTokens * row_bytes, pages * kPageTokens});
+    fresh.push_back({home + step.first * row_bytes, step.tokens});
+  }
+  index_.build(layer, first_page, pages, whole);
+  if (dense) index_.add_values(layer, fresh, false);
+}
+
+void SparseAttention::forget(std::int64_t from, std::int64_t to, KvStore& store) {
+  const auto row_bytes = static_cast<std::int64_t>(layout_.shape.row_bytes());
+  for (int layer = 0; layer < layout_.shape.layers; ++layer) {
+    std::vector<RowSpan> rows;
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+      rows.push_back({store.source(layer, head).home + from * row_bytes, to - from});
+    }
+    index_.add_values(layer, rows, true);
+  }
+}
+
+void SparseAttention::attend(const Policy& policy, int layer, const StepRange& step,
+                             const Queries& queries, KvStore& store) {
+  const KvShape& shape = layout_.shape;
+  const bool selects = policy.selects(layer);
+  if (selects) latest_ = layer;
+  check(latest_ >= 0, "a follower before any layer that selects");
+  records_[static_cast<std::size_t>(layer)] = {latest_, &policy};
+  const auto row_bytes = static_cast<std::int64_t>(shape.row_bytes());
+  for (std::int64_t i = 0; i < step.tokens; ++i) {
+    Token token;
+    token.layer = layer;
+    token.index = i;
+    token.position = step.first + i;
+    token.q = queries.q + i * queries.stride;
+    token.out = queries.out + i * shape.query_heads * shape.head_dim;
+    token.lse = queries.lse + i * shape.query_heads;
+    std::vector<RowSpan> own;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      own.push_back({store.source(layer, head).home + token.position * row_bytes, 1});
+    }
+    index_.add_values(layer, own, false);
+    if (selects) choose(policy, token, store);
+    attend_token(token, latest_, store);
+    if (selects && policy.compensate == Compensation::mean_value) {
+      backend_->compensate(
+          {shape, alpha(layer, i), index_.value_sums(layer), token.count(), token.out});
+    }
+  }
+}
+
+void SparseAttention::choose(const Policy& policy, const Token& token, KvStore& store) {
+  if (policy.select == Selector::streaming) return choose_streaming(policy, token);
+  propose(policy, token, store);
+  if (policy.candidates.limited()) rescore(policy, token, store);
+}
+
+// No estimate is needed; the positions are known to the host.
+void SparseAttention::choose_streaming(const Policy& policy, const Token& token) {
+  const SelectionView view = selection(token.layer, token.index);
+  const std::int64_t end = token.tail_first();
+  const std::int64_t sinks = std::min(policy.sinks, end);
+  const std::int64_t recent = std::max(sinks, std::min(end, token.count() - policy.recent));
+  std::vector<std::int32_t> positions;
+  for (std::int64_t at = 0; at < sinks; ++at) positions.push_back(static_cast<std::int32_t>(at));
+  for (std::int64_t at = recent; at < end; ++at) {
+    positions.push_back(static_cast<std::int32_t>(at));
+  }
+  std::vector<CopyOp> ops;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    view.heads[head] = {};
+    view.heads[head].count = static_cast<std::int32_t>(positions.size());
+    ops.push_back({reinterpret_cast<std::byte*>(view.positions + head * view.capacity),
+                   reinterpret_cast<const std::byte*>(positions.data()),
+                   positions.size() * sizeof(std::int32_t)});
+  }
+  if (!positions.empty()) backend_->copy(ops, Stream::compute);
+  std::fill_n(alpha(token.layer, token.index), layout_.shape.query_heads, 1.0f);
+}
+
+// Estimates every token, then keeps the candidates or, if nothing re-scores them, what the policy
+// is after.
+void SparseAttention::propose(const Policy& policy, const Token& token, KvStore& store) {
+  const bool exact = policy.select == Selector::exact;
+  EstimateParams estimate;
+  estimate.q = token.q;
+  estimate.shape = layout_.shape;
+  estimate.method = policy.select;
+  estimate.channels = channels_of(policy, layout_.shape.head_dim);
+  estimate.index = index_.view(token.layer);
+  estimate.pages = exact ? 0 : token.pages();
+  const std::vector<RowSpan> rows =
+      exact ? all_rows(token, store, token.count()) : tail_rows(token, store);
+  estimate.rows = rows;
+  estimate.logits = logits_.floats();
+  estimate.stride = layout_.logit_stride();
+  backend_->estimate(estimate);
+
+  SelectParams select;
+  select.logits = logits_.floats();
+  select.stride = layout_.logit_stride();
+  select.count = token.count();
+  if (!policy.candidates.limited()) {
+    select.selected = selection(token.layer, token.index);
+    return prune(policy, token, select);
+  }
+  select.shape = layout_.shape;
+  select.end = token.tail_first();
+  select.k = policy.candidates.of(token.count());
+  select.sinks = std::min(policy.sinks, token.tail_first());
+  select.recent_first = token.count() - policy.recent;
+  select.selected = candidates(token.layer, token.index);
+  select.alpha = alpha(token.layer, token.index);
+  backend_->select(select);
+}
+
+// Estimates the candidates with every channel of the index and keeps what the policy is after.
+// alpha stays the proposer's, which has seen every token.
+void SparseAttention::rescore(const Policy& policy, const Token& token, KvStore& store) {
+  const SelectionView candidates = this->candidates(token.layer, token.index);
+  EstimateParams estimate;
+  estimate.q = token.q;
+  estimate.shape = layout_.shape;
+  estimate.method = policy.select == Selector::exact ? Selector::exact : Selector::int4;
+  estimate.index = index_.view(token.layer);
+  estimate.pages = token.pages();
+  const std::vector<RowSpan> tail = tail_rows(token, store);
+  const std::vector<RowSpan> all = all_rows(token, store, token.count());
+  estimate.rows = tail;
+  estimate.candidates = &candidates;
+  estimate.candidate_rows = all;
+  estimate.logits = candidate_logits_.floats();
+  estimate.stride = layout_.candidate_stride();
+  backend_->estimate(estimate);
+
+  SelectParams select;
+  select.logits = candidate_logits_.floats();
+  select.stride = layout_.candidate_stride();
+  select.candidates = &candidates;
+  select.tail = token.tail();
+  select.selected = selection(token.layer, token.index);
+  prune(policy, token, select);
+  // Bounds are no weights: what a base of bounds left out stays unknown.
+  if (policy.select == Selector::quest) return;
+  backend_->kept_weight({layout_.shape, logits_.floats(), layout_.logit_stride(), token.count(),
+                         token.tail_first(), select.selected, alpha(token.layer, token.index)});
+}
+
+void SparseAttention::prune(const Policy& policy, const Token& token, SelectParams params) {
+  params.shape = layout_.shape;
+  params.end = token.tail_first();
+  params.prune = policy.prune;
+  params.k = policy.k.of(token.count());
+  params.p = static_cast<float>(policy.p);
+  params.cap = policy.cap.of(token.count());
+  params.sinks = std::min(policy.sinks, token.tail_first());
+  params.recent_first = token.count() - policy.recent;
+  params.alpha = alpha(token.layer, token.index);
+  backend_->select(params);
+}
+
+void SparseAttention::attend_token(const Token& token, int source, KvStore& store) {
+  const std::vector<RowSpan> tail = tail_rows(token, store);
+  AttendParams newest =
+      attend_params(layout_.shape, {token.position, 1}, {token.q, 0, token.out, token.lse});
+  newest.rows = tail;
+  newest.first_row_position = token.tail_first();
+  backend_->attend(newest);
+
+  std::vector<RowSource> sources;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    sources.push_back(store.source(token.layer, head));
+  }
+  AttendSelectedParams selected;
+  selected.q = token.q;
+  selected.shape = layout_.shape;
+  selected.selected = selection(source, token.index);
+  selected.rows = sources;
+  selected.arena = arena_.data();
+  selected.arena_rows = layout_.arena_rows;
+  selected.scale = newest.scale;
+  selected.out = token.out;
+  selected.lse = token.lse;
+  selected.merge = true;
+  backend_->attend_selected(selected);
+}
+
+// What estimating every token before the unfinished page of `position` reads of the index, per KV
+// head.
+Traffic SparseAttention::scanned(const Policy& policy, std::int64_t position) const {
+  const auto pages = static_cast<std::uint64_t>(position / kPageTokens);
+  const int d = layout_.shape.head_dim;
+  KeyTiles tiles;
+  tiles.bits = policy.bits;
+  switch (policy.select) {
+    case Selector::int4:
+      return {pages * kPageTokens, pages * tiles.page_bytes(d)};
+    case Selector::sparq:
+      return {pages * kPageTokens, pages * tiles.page_bytes(channels_of(policy, d))};
+    case Selector::quest:
+      return {pages * kPageTokens, pages * PageBounds().page_bytes(d)};
+    case Selector::exact: {
+      const auto tokens = static_cast<std::uint64_t>(position + 1);
+      return {tokens, tokens * static_cast<std::uint64_t>(d) * size_of(layout_.shape.dtype)};
+    }
+    default:
+      return {};
+  }
+}
+
+void SparseAttention::require_numbers(const HeadSelection& selection, int layer, int head) const {
+  if (selection.bad == 0) return;
+  throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
+                                      ", KV head " + std::to_string(head) +
+                                      " is NaN or infinite; the checkpoint's weights are damaged");
+}
+
+SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, int source,
+                                              const StepRange& step, LayerSelection& entry) const {
+  const KvShape& shape = layout_.shape;
+  KeyTiles tiles;
+  tiles.bits = policy.bits;
+  Count count;
+  for (std::int64_t i = 0; i < step.tokens; ++i) {
+    const std::int64_t position = step.first + i;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      const HeadSelection& chosen = selection(source, i).heads[head];
+      require_numbers(chosen, source, head);
+      count.hits += static_cast<std::uint64_t>(chosen.resident + position % kPageTokens + 1);
+      count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
+      entry.selected += static_cast<double>(chosen.count);
+      entry.cut += chosen.cut;
+      if (layer != source) continue;
+      count.index += scanned(policy, position);
+      if (!policy.candidates.limited()) continue;
+      const HeadSelection& proposed = candidates(layer, i).heads[head];
+      require_numbers(proposed, layer, head);
+      const auto pages = static_cast<std::uint64_t>(proposed.pages);
+      const auto rows = static_cast<std::uint64_t>(proposed.count);
+      const bool exact = policy.select == Selector::exact;
+      count.index +=
+          {rows, exact ? rows * shape.row_bytes() / 2 : pages * tiles.page_bytes(shape.head_dim)};
+    }
+    for (int head = 0; head < shape.query_heads; ++head) {
+      const auto value = static_cast<double>(alpha(source, i)[head]);
+      entry.alpha += value;
+      entry.smallest_alpha = std::min(entry.smallest_alpha, value);
+    }
+  }
+  return count;
+}
+
+StepSelection SparseAttention::finish(const StepRange& step, KvStore& store, Ledger& ledger) {
+  index_.check_keys();
+  StepSelection result;
+  const KvShape& shape = layout_.shape;
+  const auto pairs = static_cast<double>(step.tokens * shape.kv_heads);
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    const LayerRecord& record = records_[static_cast<std::size_t>(layer)];
+    if (record.source < 0) continue;
+    LayerSelection entry;
+    entry.layer = layer;
+    entry.follower = record.source != layer;
+    entry.tokens = step.tokens;
+    entry.smallest_alpha = 1.0;
+    const Count count = this->count(*record.policy, layer, record.source, step, entry);
+    entry.attended = static_cast<double>(count.hits + count.misses) / pairs;
+    entry.selected /= pairs;
+    entry.alpha /= static_cast<double>(step.tokens * shape.query_heads);
+    result.push_back(entry);
+
+    const std::uint64_t row = shape.row_bytes();
+    const Tier home = store.home_tier();
+    ledger.record(layer, tier_, tier_, Cause::index_read, count.index);
+    ledger.record(layer, tier_, tier_, Cause::hit, {count.hits, count.hits * row});
+    ledger.record(layer, home, tier_, home == tier_ ? Cause::hit : Cause::miss,
+                  {count.misses, count.misses * row});
+  }
+  return result;
+}
+
+}  // namespace sluice

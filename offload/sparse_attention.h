@@ -1,0 +1,99 @@
+// Attention of decoded tokens over the rows that a policy chooses.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lib/backend.h"
+#include "offload/key_index.h"
+#include "offload/kv_store.h"
+#include "sluice/policy.h"
+#include "sluice/selection.h"
+
+namespace sluice {
+
+class SparseAttention {
+ public:
+  // Allocates the index and the work space of `layout` in `tier`.
+  SparseAttention(Backend& backend, const IndexLayout& layout, Tier tier);
+
+  void begin(const StepRange& step);
+
+  // Takes note of the step's new rows of a layer, which the store already has: values of a step
+  // that attends densely are summed here, those of one that selects token by token in attend().
+  void append(int layer, const StepRange& step, KvStore& store, bool dense);
+
+  // Forgets rows [from, to).
+  void forget(std::int64_t from, std::int64_t to, KvStore& store);
+
+  // Selects and attends for every token of the step. Each sees what it would see if it were
+  // decoded alone: a page serves as an index only to tokens after it.
+  void attend(const Policy& policy, int layer, const StepRange& step, const Queries& queries,
+              KvStore& store);
+
+  // After synchronize(): what was selected goes to the ledger and into the result. Throws
+  // Error{numeric} naming layer and KV head if an estimate was NaN or infinite.
+  StepSelection finish(const StepRange& step, KvStore& store, Ledger& ledger);
+
+ private:
+  // One query token of the step in one layer.
+  struct Token {
+    int layer = 0;
+    std::int64_t index = 0;     // in the step
+    std::int64_t position = 0;  // it sees the rows up to here
+    const float* q = nullptr;   // [query_heads, head_dim]
+    float* out = nullptr;
+    float* lse = nullptr;
+
+    std::int64_t count() const { return position + 1; }
+    std::int64_t pages() const { return position / kPageTokens; }
+    std::int64_t tail_first() const { return pages() * kPageTokens; }
+    std::int64_t tail() const { return count() - tail_first(); }
+  };
+
+  // What finish() reports about a layer.
+  struct LayerRecord {
+    int source = -1;  // the layer whose selection was used
+    Policy const* policy = nullptr;
+  };
+
+  void choose(const Policy& policy, const Token& token, KvStore& store);
+  void choose_streaming(const Policy& policy, const Token& token);
+  void propose(const Policy& policy, const Token& token, KvStore& store);
+  void rescore(const Policy& policy, const Token& token, KvStore& store);
+  void prune(const Policy& policy, const Token& token, SelectParams params);
+  void attend_token(const Token& token, int source, KvStore& store);
+
+  std::vector<RowSpan> tail_rows(const Token& token, KvStore& store) const;
+  std::vector<RowSpan> all_rows(const Token& token, KvStore& store, std::int64_t count) const;
+  SelectionView selection(int layer, std::int64_t token) const;
+  SelectionView candidates(int layer, std::int64_t token) const;
+  float* alpha(int layer, std::int64_t token) const;
+  // What one layer's tokens did, per cause; summed over tokens and KV heads.
+  struct Count {
+    Traffic index;
+    std::uint64_t hits = 0;
+    std::uint64_t misses = 0;
+  };
+  Count count(const Policy& policy, int layer, int source, const StepRange& step,
+              LayerSelection& entry) const;
+  void require_numbers(const HeadSelection& selection, int layer, int head) const;
+  Traffic scanned(const Policy& policy, std::int64_t position) const;
+
+  Backend* backend_;
+  IndexLayout layout_;
+  KeyIndex index_;
+  Tier tier_;
+  Buffer logits_;            // [query_heads, context]
+  Buffer candidate_logits_;  // [query_heads, candidates + kPageTokens]
+  Buffer positions_;         // [slots, kv_heads, selected]
+  Buffer candidates_;        // [kv_heads, candidates]
+  Buffer candidate_heads_;   // host-visible [layers, batch, kv_heads]
+  Buffer heads_;             // host-visible [layers, batch, kv_heads]
+  Buffer alpha_;             // host-visible [layers, batch, query_heads]
+  Buffer arena_;             // [kv_heads, arena_rows, row_bytes]
+  int latest_ = -1;          // the layer that selected last in this step
+  std::vector<LayerRecord> records_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,274 @@
+// Sessions whose decode steps select: what they attend to, what they count, and that steps of
+// several tokens, rewinding and corrections change nothing that they should not.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+
+#include "cpu/cpu_backend.h"
+#include "offload/kv_session.h"
+#include "offload/planner.h"
+#include "sluice/errors.h"
+#include "tests/support/counting_backend.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+using sluice::testing::CountingBackend;
+using sluice::testing::Random;
+
+// Made-up queries, keys and values of every position and layer; the same for any way of running.
+class Script {
+ public:
+  Script(const KvShape& shape, std::int64_t tokens, std::uint64_t seed) : shape_(shape) {
+    Random random(seed);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      q_.push_back(random.normal(tokens * query_width(), 2.0f));
+      k_.push_back(random.normal(tokens * key_width()));
+      v_.push_back(random.normal(tokens * key_width()));
+    }
+  }
+
+  std::int64_t query_width() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
+  std::int64_t key_width() const { return std::int64_t{shape_.kv_heads} * shape_.head_dim; }
+
+  void damage_key(int layer, std::int64_t position, float value) {
+    k_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * key_width())] = value;
+  }
+
+  // Runs positions [length, length + tokens) as one step; the attention output of all layers.
+  std::vector<float> step(KvSession& session, Phase phase, std::int64_t tokens) const {
+    const std::int64_t first = session.length();
+    std::vector<float> result;
+    session.begin_step(phase, tokens);
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      const float* const k = k_[layer].data() + first * key_width();
+      const float* const v = v_[layer].data() + first * key_width();
+      std::vector<float> out(static_cast<std::size_t>(tokens * query_width()));
+      std::vector<float> lse(static_cast<std::size_t>(tokens * shape_.query_heads));
+      session.append(static_cast<int>(layer), {k, v, key_width()});
+      session.attend(static_cast<int>(layer), {q_[layer].data() + first * query_width(),
+                                               query_width(), out.data(), lse.data()});
+      result.insert(result.end(), out.begin(), out.end());
+    }
+    session.end_step();
+    return result;
+  }
+
+  void prefill(KvSession& session, std::int64_t tokens) const {
+    while (tokens > 0) {
+      const std::int64_t now = std::min(tokens, session.plan().chunk);
+      step(session, Phase::prefill, now);
+      tokens -= now;
+    }
+  }
+
+ private:
+  KvShape shape_;
+  std::vector<std::vector<float>> q_, k_, v_;  // [layers][tokens, heads, head_dim]
+};
+
+double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double largest = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    largest = std::max(largest, std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])));
+  }
+  return largest;
+}
+
+constexpr double kTolerance = 3e-5;  // fp32 sums of a few thousand terms of order one
+
+KvSession make_session(Backend& backend, const KvShape& shape, std::int64_t context,
+                       const std::vector<Policy>& policies, std::int64_t batch = 1,
+                       std::optional<std::uint64_t> cap = std::nullopt) {
+  return {backend, plan_kv(shape, context, 256, cap, true, policies, batch), policies};
+}
+
+// Every method with a budget that leaves nothing out.
+const char* const kComplete[] = {
+    "select=exact prune=top_k(100000)",
+    "select=int4 prune=top_k(1/1)",
+    "select=int4 bits=2 prune=top_p(1)",
+    "select=sparq(r=4) prune=top_k(1/1) compensate=mean_value",
+    "select=quest prune=top_k(1/1)",
+    "select=streaming sinks=4 recent=100000",
+    "select=sparq candidates=1/1 prune=top_p(1) compensate=mean_value",
+    "select=quest candidates=1/1 prune=top_p(1)",
+    "select=exact candidates=1/1 prune=top_p(1) compensate=mean_value",
+    "select=int4 prune=top_k(1/1) dense=0 anchors=1",
+};
+
+class CompleteBudget : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(CompleteBudget, EqualsDense) {
+  const Policy policy = parse_policy(GetParam());
+  for (const int group : {1, 2, 4, 8}) {
+    const int head_dim = group == 4 ? 64 : group == 8 ? 128 : 32;
+    const KvShape shape{3, 2 * group, 2, head_dim, DType::bf16};
+    const std::int64_t context = 600;
+    const Script script(shape, context, 7);
+    for (const std::int64_t prompt : {1, 127, 128, 500}) {
+      cpu::CpuBackend backend{cpu::CpuOptions{}};
+      KvSession dense = make_session(backend, shape, context, {});
+      KvSession sparse = make_session(backend, shape, context, {policy});
+      script.prefill(dense, prompt);
+      script.prefill(sparse, prompt);
+      for (int i = 0; i < 3; ++i) {
+        const auto expected = script.step(dense, Phase::decode, 1);
+        const auto actual = script.step(sparse, Phase::decode, 1);
+        ASSERT_LT(largest_difference(expected, actual), kTolerance)
+            << "group " << group << " prompt " << prompt;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Methods, CompleteBudget, ::testing::ValuesIn(kComplete));
+
+// Every method with a budget that leaves most out.
+const char* const kSparse[] = {
+    "select=exact prune=top_k(64)",
+    "select=int4 prune=top_p(0.8) sinks=2 recent=16",
+    "select=sparq(r=8) prune=top_k(40) recent=10 compensate=mean_value",
+    "select=quest prune=top_k(64)",
+    "select=streaming sinks=4 recent=60",
+    "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=mean_value",
+    "select=quest candidates=1/2 prune=top_p(0.9)",
+    "select=int4 prune=top_k(50) dense=0 anchors=1",
+};
+
+class SparseBudget : public ::testing::TestWithParam<const char*> {
+ protected:
+  KvShape shape_{3, 8, 2, 32, DType::bf16};
+  std::int64_t context_ = 700;
+  Script script_{shape_, context_, 9};
+  Policy policy_ = parse_policy(GetParam());
+};
+
+// A step of several tokens shows each token what it would see alone, across a page's end, too.
+TEST_P(SparseBudget, SeveralTokensInAStepEqualOneByOne) {
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  KvSession single = make_session(backend, shape_, context_, {policy_});
+  KvSession batched = make_session(backend, shape_, context_, {policy_}, 16);
+  script_.prefill(single, 505);
+  script_.prefill(batched, 505);
+  const std::vector<float> together = script_.step(batched, Phase::decode, 16);
+  const auto width = static_cast<std::size_t>(script_.query_width());
+  // Many queries at a time may go through bf16 tiles; only dense layers have many.
+  const double tolerance = policy_.dense_layers.empty() ? kTolerance : 0.01;
+  for (std::size_t token = 0; token < 16; ++token) {
+    const std::vector<float> alone = script_.step(single, Phase::decode, 1);
+    for (std::size_t layer = 0; layer < 3; ++layer) {
+      const auto first = together.begin() + static_cast<std::int64_t>((layer * 16 + token) * width);
+      const auto own = alone.begin() + static_cast<std::int64_t>(layer * width);
+      ASSERT_LT(largest_difference({first, first + script_.query_width()},
+                                   {own, own + script_.query_width()}),
+                tolerance)
+          << "token " << token << " layer " << layer;
+    }
+  }
+}
+
+// Whatever is on the device and however small the arena: the same rows give the same answer.
+TEST_P(SparseBudget, ACapChangesNothingAndHolds) {
+  const std::int64_t prompt = 300;
+  const auto plan = [&](std::optional<std::uint64_t> cap) {
+    return plan_kv(shape_, context_, 64, cap, true, {&policy_, 1});
+  };
+  CountingBackend free;
+  KvSession expected(free, plan(std::nullopt), {&policy_, 1});
+  script_.prefill(expected, prompt);
+  const std::vector<float> answer = script_.step(expected, Phase::decode, 1);
+  const std::uint64_t overhead = expected.plan().index_bytes + expected.plan().work_bytes;
+  const std::uint64_t page = kPageTokens * shape_.row_bytes();
+  for (const std::uint64_t cap : {overhead + 12 * page, overhead + 64 * page}) {
+    CountingBackend backend(cap);
+    KvSession session(backend, plan(cap), {&policy_, 1});
+    script_.prefill(session, prompt);
+    backend.host_rows_attended = 0;
+    EXPECT_LT(largest_difference(answer, script_.step(session, Phase::decode, 1)), kTolerance);
+    EXPECT_LE(backend.device_peak, cap);
+    EXPECT_EQ(backend.host_rows_attended, 0u);
+  }
+}
+
+TEST_P(SparseBudget, RewindingForgetsEverything) {
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  KvSession straight = make_session(backend, shape_, context_, {policy_});
+  script_.prefill(straight, 500);
+  const std::vector<float> expected = script_.step(straight, Phase::decode, 1);
+  for (const std::int64_t further : {1, 20, 150}) {
+    KvSession session = make_session(backend, shape_, context_, {policy_});
+    script_.prefill(session, 500);
+    for (std::int64_t i = 0; i < further; ++i) script_.step(session, Phase::decode, 1);
+    session.truncate(500);
+    EXPECT_LT(largest_difference(expected, script_.step(session, Phase::decode, 1)), kTolerance);
+  }
+}
+
+TEST_P(SparseBudget, ReportsWhatItDid) {
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  KvSession session = make_session(backend, shape_, context_, {policy_});
+  script_.prefill(session, 600);
+  script_.step(session, Phase::decode, 1);
+  const StepSelection& selection = session.selection();
+  ASSERT_EQ(selection.size(), policy_.dense_layers.empty() ? 3u : 2u);
+  std::uint64_t attended = 0;
+  for (const LayerSelection& layer : selection) {
+    EXPECT_EQ(layer.follower, !policy_.selects(layer.layer));
+    EXPECT_GT(layer.selected, 0.0);
+    EXPECT_LT(layer.selected, 512.0);
+    EXPECT_DOUBLE_EQ(layer.attended, layer.selected + 600 % kPageTokens + 1);
+    EXPECT_GT(layer.alpha, 0.0);
+    EXPECT_LE(layer.alpha, 1.0);
+    EXPECT_LE(layer.smallest_alpha, layer.alpha + 1e-6);
+    attended += static_cast<std::uint64_t>(std::lround(layer.attended * shape_.kv_heads));
+  }
+  const Traffic hits = session.ledger().total(Phase::decode, Tier::host, Tier::host, Cause::hit);
+  const std::uint64_t dense =
+      policy_.dense_layers.size() * 601 * static_cast<std::uint64_t>(shape_.kv_heads);
+  EXPECT_EQ(hits.rows, attended + dense);
+  EXPECT_EQ(hits.bytes, hits.rows * shape_.row_bytes());
+  const Traffic index =
+      session.ledger().total(Phase::decode, Tier::host, Tier::host, Cause::index_read);
+  EXPECT_EQ(index.rows > 0, policy_.select != Selector::streaming);
+}
+
+INSTANTIATE_TEST_SUITE_P(Methods, SparseBudget, ::testing::ValuesIn(kSparse));
+
+TEST(SparseSession, NamesLayerAndHeadOfWhatIsNoNumber) {
+  const KvShape shape{2, 4, 2, 32, DType::bf16};
+  for (const char* text : {"select=int4 prune=top_k(8)", "select=exact prune=top_k(8)"}) {
+    Script script(shape, 400, 3);
+    script.damage_key(1, 40, std::nanf(""));
+    cpu::CpuBackend backend{cpu::CpuOptions{}};
+    KvSession session = make_session(backend, shape, 400, {parse_policy(text)});
+    script.prefill(session, 300);
+    try {
+      script.step(session, Phase::decode, 1);
+      FAIL() << text;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::numeric);
+      EXPECT_NE(std::string(error.what()).find("layer 1, KV head 0"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+TEST(SparseSession, RefusesWhatItWasNotPlannedFor) {
+  const KvShape shape{2, 4, 2, 32, DType::bf16};
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  KvSession session =
+      make_session(backend, shape, 400, {parse_policy("select=int4 prune=top_k(8)")});
+  EXPECT_THROW(session.use(parse_policy("quest")), Error);
+  EXPECT_THROW(make_session(backend, shape, 400,
+                            {parse_policy("select=int4 prune=top_k(8) bits=2"),
+                             parse_policy("select=int4 prune=top_k(8)")}),
+               Error);
+  EXPECT_THROW(make_session(backend, shape, 400, {parse_policy("tidaldecode")}), Error);
+}
+
+}  // namespace
+}  // namespace sluice
