@@ -434,6 +434,12 @@ Policy parse_policy(std::string_view text) {
   return policy;
 }
 
+Policy change_policy(const Policy& base, std::string_view settings) {
+  Policy policy = read_words(base, split_words(settings));
+  validate(policy);
+  return policy;
+}
+
 std::string to_string(const Policy& policy) {
   std::string line;
   for (const Setting& setting : kSettings) {

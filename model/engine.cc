@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "model/calibration.h"
 #include "model/checkpoint.h"
 #include "model/decoder.h"
 #include "model/plan.h"
@@ -199,6 +200,16 @@ std::vector<TokenId> Engine::encode_prompt(std::string_view text) const {
   const std::vector<TokenId> body = tokenizer().encode(text);
   ids.insert(ids.end(), body.begin(), body.end());
   return ids;
+}
+
+Policy Engine::policy(std::string_view text) const {
+  const std::string_view name = text.substr(0, text.find(' '));
+  const bool preset = std::any_of(presets().begin(), presets().end(),
+                                  [&](const Preset& p) { return p.name == name; });
+  if (!preset) return parse_policy(text);
+  const std::optional<std::string> own = calibrated_policy(impl_->config.model, name);
+  if (!own) return parse_policy(text);
+  return change_policy(parse_policy(*own), text.substr(name.size()));
 }
 
 Plan Engine::plan(const SessionOptions& options) const {

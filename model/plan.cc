@@ -86,7 +86,13 @@ std::string Plan::to_table() const {
                       std::to_string(rows) + " rows of " + format_bytes(kv.shape.row_bytes()) +
                       " each, " + std::to_string(kv.chunk) + " tokens per step)\n";
   table += line("device tier", kv.device_bytes, device_note(kv));
-  table += line("host: rows", kv.host_bytes, "");
+  const std::uint64_t selecting = kv.index_bytes + kv.work_bytes;
+  table += line("host: rows", kv.host_bytes - (kv.in_place ? selecting : 0), "");
+  if (selecting > 0) {
+    const char* const where = kv.in_place ? "in host memory" : "of the device tier";
+    table += line("key index", kv.index_bytes, where);
+    table += line("work space to select", kv.work_bytes, where);
+  }
   table += line("host: weights", weight_bytes, "");
   table += line("host: activations", activation_bytes, "");
   table += line("program", program_bytes, "");
@@ -102,6 +108,8 @@ std::string Plan::to_json() const {
                                {"resident_tokens", kv.resident_tokens},
                                {"tails", kv.tails},
                                {"stream_tokens", kv.stream_tokens},
+                               {"index_bytes", kv.index_bytes},
+                               {"work_bytes", kv.work_bytes},
                                {"device_bytes", kv.device_bytes},
                                {"host_rows_bytes", kv.host_bytes},
                                {"weight_bytes", weight_bytes},

@@ -9,7 +9,9 @@ namespace sluice::tools {
 
 using Command = std::function<int()>;
 
+Command add_calibrate(CLI::App& app);
 Command add_generate(CLI::App& app);
+Command add_eval(CLI::App& app);
 Command add_info(CLI::App& app);
 Command add_topology(CLI::App& app);
 

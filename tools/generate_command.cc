@@ -29,6 +29,7 @@ struct GenerateFlags {
   std::string prompt_file;
   std::string bos = "auto";
   std::string json;
+  std::string policy = "auto";
   std::int64_t context = 0;
   bool ignore_eos = false;
   bool quiet = false;
@@ -112,6 +113,7 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
         {"seconds_per_output_token", t.seconds_per_output_token()}}},
       {"memory",
        {{"device_peak_bytes", memory.device_peak}, {"host_peak_bytes", memory.host_peak}}},
+      {"policy", to_string(session.policy())},
       {"plan", nlohmann::json::parse(plan.to_json())},
       {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
   return root.dump(2) + "\n";
@@ -145,6 +147,22 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   return generate(engine, session, prompt, options);
 }
 
+// The policy asked for. "auto" is the preset sluice, or dense under a cap that does not hold the
+// key index.
+SessionOptions session_options(const GenerateFlags& flags, const Engine& engine,
+                               std::int64_t context) {
+  const bool automatic = flags.policy == "auto";
+  SessionOptions options{context, {engine.policy(automatic ? "sluice" : flags.policy)}, 1};
+  if (!automatic) return options;
+  try {
+    engine.plan(options);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::memory) throw;
+    options.policies = {Policy()};
+  }
+  return options;
+}
+
 int run(const GenerateFlags& flags, bool prompt_given) {
   watch_interrupts();
   flags.sampling.validate();
@@ -155,10 +173,15 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   Engine engine = Engine::open(flags.model.config());
   const std::vector<TokenId> prompt = encode(engine, flags, read_prompt(flags, prompt_given));
   const std::int64_t needed = static_cast<std::int64_t>(prompt.size()) + flags.sampling.max_tokens;
-  const Plan plan = engine.plan(flags.context > 0 ? flags.context : needed);
-  if (!flags.quiet) print_error(plan.to_table() + "\n");
+  const SessionOptions options =
+      session_options(flags, engine, flags.context > 0 ? flags.context : needed);
+  const Plan plan = engine.plan(options);
+  if (!flags.quiet) {
+    print_error(plan.to_table() + "  policy                 " +
+                to_string(options.policies.front()) + "\n\n");
+  }
   load(engine);
-  Session session = engine.new_session(plan.kv.context);
+  Session session = engine.new_session(options);
   const GenerateResult result = run_model(flags, engine, session, prompt);
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
@@ -184,6 +207,11 @@ Command add_generate(CLI::App& app) {
       ->excludes(prompt);
   app.add_option("--bos", flags->bos, "put the model's BOS token in front of the prompt")
       ->check(CLI::IsMember({"auto", "always", "never"}))
+      ->capture_default_str();
+  app.add_option("--policy", flags->policy,
+                 "which tokens decoding attends to: dense, streaming, quest, sparq, twilight, "
+                 "tidaldecode, zipvl, sluice, or a line such as 'sluice cap=512'; auto is sluice, "
+                 "or dense where --device-memory does not hold the key index")
       ->capture_default_str();
   app.add_option("-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();

@@ -48,11 +48,17 @@ Command add_info(CLI::App& app) {
   const auto flags = std::make_shared<ModelFlags>();
   const auto context = std::make_shared<std::int64_t>(0);
   flags->add_to(app);
+  const auto policy = std::make_shared<std::string>("dense");
   app.add_option("--context", *context, "also show the memory plan for this many tokens");
-  return [flags, context] {
+  app.add_option("--policy", *policy, "of the plan, see sluice generate --help")
+      ->capture_default_str();
+  return [flags, context, policy] {
     const Engine engine = Engine::open(flags->config());
     print(describe(engine.info()));
-    if (*context != 0) print("\n" + engine.plan(*context).to_table());
+    if (*context != 0) {
+      const SessionOptions options{*context, {engine.policy(*policy)}, 1};
+      print("\n" + engine.plan(options).to_table());
+    }
     return 0;
   };
 }

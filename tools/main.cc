@@ -44,6 +44,9 @@ int run(int argc, const char* const* argv) {
   };
   add("generate", "Generate text after a prompt, and account for every byte moved", add_generate);
   add("info", "Show what a checkpoint is and what its KV cache takes", add_info);
+  add("eval", "Measure what policies keep of dense attention's answers, and what they cost",
+      add_eval);
+  add("calibrate", "Find the layers at which this model should select tokens anew", add_calibrate);
   add("topology", "Show the processor, its memory and their measured bandwidth", add_topology);
   try {
     app.parse(argc, argv);

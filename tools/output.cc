@@ -46,8 +46,11 @@ void write_report(const std::string& path, const std::string& text) {
 ProgressBar::ProgressBar(std::string label)
     : label_(std::move(label)), visible_(::isatty(STDERR_FILENO) != 0) {}
 
-ProgressBar::~ProgressBar() {
+ProgressBar::~ProgressBar() { clear(); }
+
+void ProgressBar::clear() {
   if (drawn_) print_error("\r\x1b[K");
+  drawn_ = false;
 }
 
 void ProgressBar::update(double share, const std::string& note) {

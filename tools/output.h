@@ -27,6 +27,8 @@ class ProgressBar {
 
   // `share` done, 0 to 1; `note` stands after the bar.
   void update(double share, const std::string& note);
+  // Makes room for other output; the next update draws the line again.
+  void clear();
 
  private:
   std::string label_;

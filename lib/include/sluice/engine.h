@@ -76,6 +76,11 @@ struct SessionOptions {
   int decode_batch = 1;          // most tokens per step of Session::decode_known()
 };
 
+// Stores the policy that Engine::policy() gives for preset `name` of the checkpoint in `model`, in
+// sluice.json there. Throws Error{io} if it cannot be written.
+void store_calibration(const std::filesystem::path& model, std::string_view name,
+                       const Policy& policy);
+
 class Session;
 
 class Engine {
@@ -91,6 +96,9 @@ class Engine {
   const Tokenizer& tokenizer() const;
   // The prompt's ids with the BOS token in front if the model expects one.
   std::vector<TokenId> encode_prompt(std::string_view text) const;
+
+  // parse_policy, but a preset that `sluice calibrate` has adapted to this checkpoint is that.
+  Policy policy(std::string_view text) const;
 
   // Throws Error{memory} if a cap does not hold the plan, naming what would have to change.
   Plan plan(const SessionOptions& options) const;

@@ -96,6 +96,8 @@ void validate(const Policy& policy, const KvShape& shape);
 // Reads one line, see above. Throws Error{usage} with what would be accepted. Does not validate
 // against a model, but everything else.
 Policy parse_policy(std::string_view text);
+// Settings, none of them a preset, that replace those of `base`; possibly none at all.
+Policy change_policy(const Policy& base, std::string_view settings);
 // The shortest line that parse_policy reads back as the same policy, without presets' names.
 std::string to_string(const Policy& policy);
 // One JSON object with the same words as keys, without those that to_string leaves out. Numbers and

@@ -1,0 +1,184 @@
+// Choosing tokens on the CPU: scans of the key index in bytes per second, beside a plain streaming
+// read of as many bytes, and the pruners in tokens per second.
+#include <benchmark/benchmark.h>
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/key_score.h"
+#include "cpu/memory.h"
+#include "cpu/selection.h"
+#include "cpu/threads.h"
+#include "lib/half.h"
+
+namespace sluice::cpu {
+namespace {
+
+constexpr int kKvHeads = 8;
+
+// Memory in huge pages like a backend's, filled with noise.
+class Noise {
+ public:
+  explicit Noise(std::size_t bytes) : bytes_(bytes), data_(memory_.take(Tier::host, bytes)) {
+    auto* const words = reinterpret_cast<std::uint64_t*>(data_);
+    std::uint64_t random = 1;
+    for (std::size_t i = 0; i < bytes / sizeof(std::uint64_t); ++i) {
+      random = random * 6364136223846793005u + 1442695040888963407u;
+      words[i] = random ^ random >> 29;
+    }
+  }
+  Noise(const Noise&) = delete;
+  Noise& operator=(const Noise&) = delete;
+  ~Noise() { memory_.give_back(Tier::host, data_, bytes_); }
+
+  std::byte* data() const { return data_; }
+
+ private:
+  CpuMemory memory_{MemoryAccount::kNoCap, MemoryAccount::kNoCap};
+  std::size_t bytes_;
+  std::byte* data_;
+};
+
+void count_bytes(benchmark::State& state, std::size_t bytes) {
+  state.counters["bytes"] =
+      benchmark::Counter(static_cast<double>(bytes), benchmark::Counter::kIsIterationInvariantRate,
+                         benchmark::Counter::kIs1000);
+}
+
+// Arguments: tokens, head_dim, group, bits, channels read, threads (0: one per core).
+struct Scan {
+  explicit Scan(const benchmark::State& state)
+      : tokens(state.range(0)),
+        shape{1, kKvHeads * static_cast<int>(state.range(2)), kKvHeads,
+              static_cast<int>(state.range(1)), DType::bf16},
+        channels(static_cast<int>(state.range(4))) {
+    view.tiles.bits = static_cast<int>(state.range(3));
+    view.tiles.capacity = tokens / kPageTokens;
+  }
+  std::int64_t pages() const { return tokens / kPageTokens * kKvHeads; }
+  std::size_t bytes() const {
+    return static_cast<std::size_t>(pages()) * view.tiles.page_bytes(channels);
+  }
+
+  std::int64_t tokens;
+  KvShape shape;
+  int channels;
+  KeyIndexView view;
+};
+
+void scan(benchmark::State& state) {
+  Scan s(state);
+  const auto units =
+      static_cast<std::size_t>(s.pages()) * static_cast<std::size_t>(s.shape.head_dim);
+  const Noise codes(units * s.view.tiles.code_bytes());
+  const Noise scales(units * 2 * sizeof(std::uint16_t));
+  auto* const halves = reinterpret_cast<std::uint16_t*>(scales.data());
+  for (std::size_t i = 0; i < units * 2; ++i) halves[i] = float_to_f16(0.25f);
+  s.view.tiles.codes = codes.data();
+  s.view.tiles.scales = halves;
+  std::vector<float> q(static_cast<std::size_t>(s.shape.query_heads * s.shape.head_dim));
+  for (std::size_t i = 0; i < q.size(); ++i) q[i] = std::sin(static_cast<float>(i));
+  std::vector<float> logits(static_cast<std::size_t>(s.shape.query_heads * s.tokens));
+  const std::vector<RowSpan> rows(kKvHeads);
+  EstimateParams p;
+  p.q = q.data();
+  p.shape = s.shape;
+  p.method = s.channels < s.shape.head_dim ? Selector::sparq : Selector::int4;
+  p.channels = s.channels;
+  p.index = s.view;
+  p.pages = s.tokens / kPageTokens;
+  p.rows = rows;
+  p.logits = logits.data();
+  p.stride = s.tokens;
+  Threads threads(static_cast<int>(state.range(5)));
+  for (auto _ : state) estimate(p, threads);
+  count_bytes(state, s.bytes());
+}
+
+std::uint64_t sum_of(const std::uint64_t* words, std::size_t count) {
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < count; ++i) sum += words[i];
+  return sum;
+}
+
+// What a scan of the same arguments could reach at best.
+void streaming_read(benchmark::State& state) {
+  const Scan s(state);
+  const Noise memory(s.bytes());
+  Threads threads(static_cast<int>(state.range(5)));
+  const auto* const words = reinterpret_cast<const std::uint64_t*>(memory.data());
+  constexpr std::int64_t kPieces = 64;
+  const std::size_t piece = s.bytes() / sizeof(std::uint64_t) / kPieces;
+  for (auto _ : state) {
+    threads.for_each(kPieces, [&](std::int64_t i) {
+      benchmark::DoNotOptimize(sum_of(words + static_cast<std::size_t>(i) * piece, piece));
+    });
+  }
+  count_bytes(state, s.bytes());
+}
+
+// Arguments: tokens, group, top_p (else top_k), threads.
+void prune(benchmark::State& state) {
+  const std::int64_t tokens = state.range(0);
+  const int group = static_cast<int>(state.range(1));
+  const KvShape shape{1, kKvHeads * group, kKvHeads, 128, DType::bf16};
+  std::vector<float> logits(static_cast<std::size_t>(shape.query_heads * tokens));
+  std::uint64_t random = 1;
+  std::vector<float> fresh = logits;
+  for (float& x : fresh) {
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    x = static_cast<float>(random >> 40) * 0x1p-20f;  // uniform in [0, 16)
+  }
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(kKvHeads * tokens));
+  std::vector<HeadSelection> heads(kKvHeads);
+  std::vector<float> alpha(static_cast<std::size_t>(shape.query_heads));
+  SelectParams p;
+  p.shape = shape;
+  p.logits = logits.data();
+  p.stride = p.count = p.end = tokens;
+  p.prune = state.range(2) != 0 ? Pruner::top_p : Pruner::top_k;
+  p.k = 256;
+  p.p = 0.95f;
+  p.cap = tokens;
+  p.recent_first = tokens;
+  p.selected = {positions.data(), tokens, heads.data()};
+  p.alpha = alpha.data();
+  Threads threads(static_cast<int>(state.range(3)));
+  for (auto _ : state) {
+    state.PauseTiming();
+    logits = fresh;
+    state.ResumeTiming();
+    select(p, threads);
+  }
+  state.counters["logits"] = benchmark::Counter(static_cast<double>(logits.size()),
+                                                benchmark::Counter::kIsIterationInvariantRate,
+                                                benchmark::Counter::kIs1000);
+}
+
+void scan_shapes(benchmark::internal::Benchmark* bench) {
+  bench->ArgNames({"tokens", "head_dim", "group", "bits", "channels", "threads"});
+  for (const std::int64_t threads : {1, 0}) {
+    for (const std::int64_t group : {1, 4, 8}) bench->Args({1 << 20, 128, group, 4, 128, threads});
+    bench->Args({1 << 20, 128, 4, 4, 32, threads});
+    bench->Args({1 << 20, 128, 4, 2, 128, threads});
+    bench->Args({1 << 20, 64, 4, 4, 64, threads});
+    bench->Args({1 << 20, 64, 4, 4, 16, threads});
+  }
+  bench->UseRealTime()->Unit(benchmark::kMillisecond);
+}
+
+void prune_shapes(benchmark::internal::Benchmark* bench) {
+  bench->ArgNames({"tokens", "group", "top_p", "threads"});
+  for (const std::int64_t top_p : {0, 1}) {
+    for (const std::int64_t tokens : {32 << 10, 1 << 20}) bench->Args({tokens, 4, top_p, 1});
+  }
+  bench->UseRealTime()->Unit(benchmark::kMillisecond);
+}
+
+BENCHMARK(streaming_read)->Apply(scan_shapes);
+BENCHMARK(scan)->Apply(scan_shapes);
+BENCHMARK(prune)->Apply(prune_shapes);
+
+}  // namespace
+}  // namespace sluice::cpu

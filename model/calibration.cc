@@ -1,0 +1,70 @@
+#include "model/calibration.h"
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "io/file.h"
+#include "io/json.h"
+#include "sluice/engine.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 20;
+
+nlohmann::json read_calibration(const std::filesystem::path& path) {
+  if (!file_exists(path)) return nlohmann::json::object();
+  nlohmann::json root = read_json_file(path, kMaxBytes);
+  const bool valid =
+      root.is_object() && root.value("policies", nlohmann::json::object()).is_object();
+  if (!valid) {
+    throw Error(ErrorCode::corrupt, path.string() +
+                                        ": not a calibration; run `sluice calibrate` again or "
+                                        "delete the file");
+  }
+  return root;
+}
+
+}  // namespace
+
+std::optional<std::string> calibrated_policy(const std::filesystem::path& model,
+                                             std::string_view name) {
+  const std::filesystem::path path = model / kCalibrationFile;
+  const nlohmann::json root = read_calibration(path);
+  const auto policies = root.find("policies");
+  if (policies == root.end()) return std::nullopt;
+  const auto policy = policies->find(std::string(name));
+  if (policy == policies->end()) return std::nullopt;
+  if (!policy->is_string()) {
+    throw Error(ErrorCode::corrupt, path.string() + ": the policy of " + in_quotes(name) +
+                                        " is not a string; run `sluice calibrate` again");
+  }
+  return policy->get<std::string>();
+}
+
+void store_calibration(const std::filesystem::path& model, std::string_view name,
+                       const Policy& policy) {
+  const std::filesystem::path path = model / kCalibrationFile;
+  nlohmann::json root = read_calibration(path);
+  root["policies"][std::string(name)] = to_string(policy);
+  // A file is replaced whole or not at all.
+  const std::filesystem::path draft = path.string() + ".new";
+  {
+    std::ofstream out(draft);
+    out << root.dump(2) << "\n";
+    out.flush();
+    if (!out) {
+      std::error_code ignored;
+      std::filesystem::remove(draft, ignored);
+      throw Error(ErrorCode::io, path.string() + ": cannot be written; is the directory writable?");
+    }
+  }
+  std::error_code failure;
+  std::filesystem::rename(draft, path, failure);
+  if (failure) {
+    throw Error(ErrorCode::io, path.string() + ": cannot be replaced: " + failure.message());
+  }
+}
+
+}  // namespace sluice

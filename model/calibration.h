@@ -1,0 +1,19 @@
+// What was learnt about a checkpoint: policies that replace presets of the same name, in
+// sluice.json beside the model.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace sluice {
+
+inline constexpr std::string_view kCalibrationFile = "sluice.json";
+
+// The policy stored for preset `name`, or nothing. Throws Error{corrupt} naming the file if it
+// cannot be understood.
+std::optional<std::string> calibrated_policy(const std::filesystem::path& model,
+                                             std::string_view name);
+
+}  // namespace sluice

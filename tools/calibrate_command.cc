@@ -1,0 +1,191 @@
+// TidalDecode's choice of layers (Yang et al. 2024, section 4.3 and its table of re-selection
+// layers): layers 0 and 1 are dense, layer 2 selects, and one or two later layers select anew.
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/file.h"
+#include "sluice/errors.h"
+#include "tools/commands.h"
+#include "tools/eval_report.h"
+#include "tools/eval_runner.h"
+#include "tools/interrupt.h"
+#include "tools/model_flags.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
+constexpr int kFirstAnchor = 2;
+
+struct CalibrateFlags {
+  ModelFlags model;
+  TaskOptions options;
+  std::string text;
+  std::vector<std::int64_t> budgets = {64, 256};
+  bool dry_run = false;
+};
+
+// The layers that select, and how they did for each budget.
+struct Candidate {
+  std::vector<int> anchors;
+  std::vector<Score> scores;  // [budgets]
+
+  double recall() const {
+    double sum = 0.0;
+    for (const Score& score : scores) sum += score.recall.mean;
+    return sum;
+  }
+  double nll() const {
+    double sum = 0.0;
+    for (const Score& score : scores) sum += score.nll.mean;
+    return sum;
+  }
+};
+
+// More recall first; of equals, the surer answers.
+bool better(const Candidate& a, const Candidate& b) {
+  return a.recall() != b.recall() ? a.recall() > b.recall() : a.nll() < b.nll();
+}
+
+std::vector<Candidate> candidates_of(int layers) {
+  std::vector<Candidate> candidates = {{{kFirstAnchor}, {}}};
+  for (int second = kFirstAnchor + 1; second < layers; ++second) {
+    candidates.push_back({{kFirstAnchor, second}, {}});
+  }
+  for (int second = kFirstAnchor + 1; second < layers; ++second) {
+    for (int third = second + 1; third < layers; ++third) {
+      candidates.push_back({{kFirstAnchor, second, third}, {}});
+    }
+  }
+  return candidates;
+}
+
+Policy policy_of(const std::vector<int>& anchors, std::int64_t budget) {
+  Policy policy = parse_policy("tidaldecode");
+  policy.anchors = anchors;
+  policy.k = {budget, 0};
+  return policy;
+}
+
+std::string name_of(const std::vector<int>& anchors) {
+  std::string name;
+  for (const int layer : anchors) name += (name.empty() ? "" : ",") + std::to_string(layer);
+  return name;
+}
+
+std::string row_of(const Candidate& candidate) {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "%-12s", name_of(candidate.anchors).c_str());
+  std::string row = text.data();
+  for (const Score& score : candidate.scores) {
+    std::snprintf(text.data(), text.size(), "  %5.1f%% +- %4.1f  %6.3f", 100 * score.recall.mean,
+                  100 * score.recall.error, score.nll.mean);
+    row += text.data();
+  }
+  return row + "\n";
+}
+
+std::string table_of(const std::vector<Candidate>& candidates, const Score& dense,
+                     const std::vector<std::int64_t>& budgets) {
+  std::string table = "layers that  recall and NLL of the answers, by tokens kept\nselect      ";
+  std::array<char, 64> text{};
+  for (const std::int64_t budget : budgets) {
+    std::snprintf(text.data(), text.size(), "  %22lld", static_cast<long long>(budget));
+    table += text.data();
+  }
+  table += "\n";
+  const auto shown = [&](std::size_t anchors, std::size_t most) {
+    std::vector<Candidate> part;
+    std::copy_if(candidates.begin(), candidates.end(), std::back_inserter(part),
+                 [&](const Candidate& c) { return c.anchors.size() == anchors; });
+    if (part.size() > most) {
+      std::sort(part.begin(), part.end(), better);
+      part.resize(most);
+    }
+    for (const Candidate& candidate : part) table += row_of(candidate);
+  };
+  shown(1, 1);
+  shown(2, candidates.size());
+  constexpr std::size_t kBestPairs = 10;
+  shown(3, kBestPairs);
+  return table + row_of({{}, std::vector<Score>(budgets.size(), dense)}) +
+         "(the last line is dense attention; of two re-selection layers the best ten are shown)\n";
+}
+
+void validate(const CalibrateFlags& flags, const ModelInfo& info) {
+  if (info.kv.layers <= kFirstAnchor + 1) {
+    throw Error(ErrorCode::unsupported, "calibrate: a model of " + std::to_string(info.kv.layers) +
+                                            " layers has none to select anew; it needs 4");
+  }
+  for (const std::int64_t budget : flags.budgets) {
+    if (budget < 1) throw Error(ErrorCode::usage, "--budget must be at least 1");
+  }
+  if (flags.options.rounds < 1 || flags.options.needles < 1 || flags.options.needles > 16) {
+    throw Error(ErrorCode::usage, "--rounds must be at least 1 and --needles 1 to 16");
+  }
+}
+
+int run(const CalibrateFlags& flags) {
+  watch_interrupts();
+  Engine engine = Engine::open(flags.model.config());
+  validate(flags, engine.info());
+  const std::string text = read_text_file(flags.text, kMaxTextBytes);
+  engine.load_weights();
+  std::vector<Candidate> candidates = candidates_of(engine.info().kv.layers);
+  std::vector<NamedPolicy> policies;
+  for (const Candidate& candidate : candidates) {
+    for (const std::int64_t budget : flags.budgets) {
+      policies.push_back({name_of(candidate.anchors), policy_of(candidate.anchors, budget)});
+    }
+  }
+  const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
+  ProgressBar bar("calibrate");
+  const TaskResult result = run_task(engine, passages, Task::needle, flags.options, policies,
+                                     [&](double share, const std::string& note) {
+                                       bar.update(share, note);
+                                       return !interrupted();
+                                     });
+  bar.clear();
+  const PolicyResult& dense = result.policies.front();
+  std::size_t next = 1;
+  for (Candidate& candidate : candidates) {
+    for (std::size_t i = 0; i < flags.budgets.size(); ++i) {
+      candidate.scores.push_back(score_of(result.policies[next++], dense));
+    }
+  }
+  print(table_of(candidates, score_of(dense, dense), flags.budgets));
+  const Candidate best = *std::min_element(candidates.begin(), candidates.end(), better);
+  Policy policy = parse_policy("tidaldecode");
+  policy.anchors = best.anchors;
+  print("best: " + to_string(policy) + "\n");
+  if (flags.dry_run) return 0;
+  store_calibration(flags.model.model, "tidaldecode", policy);
+  print("stored as the preset tidaldecode of " + flags.model.model + "\n");
+  return 0;
+}
+
+}  // namespace
+
+Command add_calibrate(CLI::App& app) {
+  const auto flags = std::make_shared<CalibrateFlags>();
+  flags->model.add_to(app);
+  app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
+      ->required();
+  app.add_option("--length", flags->options.context, "tokens of context")->capture_default_str();
+  app.add_option("--budget", flags->budgets,
+                 "tokens kept per KV head; may be given several times, all count")
+      ->capture_default_str();
+  app.add_option("--rounds", flags->options.rounds, "contexts")->capture_default_str();
+  app.add_option("--needles", flags->options.needles, "needles per context")->capture_default_str();
+  app.add_option("--seed", flags->options.seed, "of needles and their places")
+      ->capture_default_str();
+  app.add_flag("--dry-run", flags->dry_run, "print the table, store nothing");
+  return [flags] { return run(*flags); };
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,140 @@
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "io/file.h"
+#include "sluice/errors.h"
+#include "sluice/version.h"
+#include "tools/commands.h"
+#include "tools/eval_report.h"
+#include "tools/eval_runner.h"
+#include "tools/interrupt.h"
+#include "tools/model_flags.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
+
+struct EvalFlags {
+  ModelFlags model;
+  TaskOptions options;
+  std::string text;
+  std::vector<std::string> tasks = {"needle"};
+  std::vector<std::int64_t> lengths = {8192};
+  std::vector<std::string> policies = {"streaming", "quest", "sparq", "twilight", "sluice"};
+  std::string json;
+};
+
+Task parse_task(const std::string& name) {
+  for (const Task task : {Task::needle, Task::perplexity, Task::repetition}) {
+    if (name == to_string(task)) return task;
+  }
+  // Agreement with dense attention is measured wherever perplexity is.
+  if (name == "agreement") return Task::perplexity;
+  throw Error(ErrorCode::usage, "--task '" + name +
+                                    "' is unknown; give needle, perplexity, agreement or "
+                                    "repetition");
+}
+
+void validate(const EvalFlags& flags) {
+  const auto require = [](bool holds, const char* message) {
+    if (!holds) throw Error(ErrorCode::usage, message);
+  };
+  require(flags.options.rounds >= 1 && flags.options.rounds <= 10000,
+          "--rounds must be 1 to 10000");
+  require(flags.options.needles >= 1 && flags.options.needles <= 16, "--needles must be 1 to 16");
+  require(flags.options.digits >= 1 && flags.options.digits <= 18, "--digits must be 1 to 18");
+  require(flags.options.tokens >= 1 && flags.options.tokens <= 65536,
+          "--tokens must be 1 to 65536");
+  for (const std::int64_t length : flags.lengths) {
+    require(length >= 16 && length <= (std::int64_t{1} << 31), "--length must be 16 to 2147483648");
+  }
+}
+
+// Several policies in one argument would be ambiguous: their words hold commas.
+std::vector<NamedPolicy> parse_policies(const Engine& engine,
+                                        const std::vector<std::string>& texts) {
+  std::vector<NamedPolicy> policies;
+  for (const std::string& text : texts) {
+    const Policy policy = engine.policy(text);
+    validate(policy, engine.info().kv);
+    policies.push_back({text, policy});
+  }
+  return policies;
+}
+
+int run(const EvalFlags& flags) {
+  watch_interrupts();
+  validate(flags);
+  std::vector<Task> tasks;
+  for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
+  Engine engine = Engine::open(flags.model.config());
+  const std::vector<NamedPolicy> policies = parse_policies(engine, flags.policies);
+  const std::string text = read_text_file(flags.text, kMaxTextBytes);
+  engine.load_weights();
+
+  nlohmann::json results = nlohmann::json::array();
+  ProgressBar bar("eval");
+  for (const std::int64_t length : flags.lengths) {
+    TaskOptions options = flags.options;
+    options.context = length;
+    const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, options);
+    for (const Task task : tasks) {
+      const TaskResult result = run_task(engine, passages, task, options, policies,
+                                         [&](double share, const std::string& note) {
+                                           bar.update(share, note);
+                                           return !interrupted();
+                                         });
+      bar.clear();
+      print(eval_table(result, engine.info().kv) + "\n");
+      results.push_back(eval_json(result, engine.info().kv));
+    }
+  }
+  if (flags.json.empty()) return 0;
+  const nlohmann::json root = {{"version", kVersion},
+                               {"model", flags.model.model},
+                               {"text", flags.text},
+                               {"seed", flags.options.seed},
+                               {"rounds", flags.options.rounds},
+                               {"needles", flags.options.needles},
+                               {"digits", flags.options.digits},
+                               {"tokens", flags.options.tokens},
+                               {"results", results}};
+  write_report(flags.json, root.dump(2) + "\n");
+  return 0;
+}
+
+}  // namespace
+
+Command add_eval(CLI::App& app) {
+  const auto flags = std::make_shared<EvalFlags>();
+  flags->model.add_to(app);
+  app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
+      ->required();
+  app.add_option("--task", flags->tasks,
+                 "needle, perplexity, agreement or repetition; may be given several times")
+      ->capture_default_str();
+  app.add_option("--length", flags->lengths, "tokens of context; may be given several times")
+      ->capture_default_str();
+  app.add_option("--policy", flags->policies,
+                 "a preset or a policy line; may be given several times. dense always runs")
+      ->capture_default_str();
+  app.add_option("--rounds", flags->options.rounds, "contexts per task and length")
+      ->capture_default_str();
+  app.add_option("--needles", flags->options.needles, "needles, or quoted passages, per context")
+      ->capture_default_str();
+  app.add_option("--digits", flags->options.digits, "digits of a needle's number")
+      ->capture_default_str();
+  app.add_option("--tokens", flags->options.tokens,
+                 "tokens that perplexity is measured over; most that a repetition goes on")
+      ->capture_default_str();
+  app.add_option("--seed", flags->options.seed, "of needles and their places")
+      ->capture_default_str();
+  app.add_option("--json", flags->json, "write every number to this file, - for standard output");
+  return [flags] { return run(*flags); };
+}
+
+}  // namespace sluice::tools

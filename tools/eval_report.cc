@@ -1,0 +1,201 @@
+#include "tools/eval_report.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+
+#include "lib/bytes.h"
+
+namespace sluice::tools {
+namespace {
+
+// One value per probe, or per target of all probes.
+std::vector<double> per_probe(const PolicyResult& result, const auto& value) {
+  std::vector<double> values;
+  for (const ProbeResult& probe : result.probes) values.push_back(value(probe));
+  return values;
+}
+
+std::vector<double> per_target(const PolicyResult& result) {
+  std::vector<double> values;
+  for (const ProbeResult& probe : result.probes) {
+    values.insert(values.end(), probe.nll.begin(), probe.nll.end());
+  }
+  return values;
+}
+
+// NLL of the same targets; a repetition may have been ended early in one of the two.
+std::vector<double> nll_changes(const PolicyResult& result, const PolicyResult& dense) {
+  std::vector<double> changes;
+  for (std::size_t i = 0; i < result.probes.size(); ++i) {
+    const std::vector<double>& own = result.probes[i].nll;
+    const std::vector<double>& other = dense.probes[i].nll;
+    for (std::size_t t = 0; t < std::min(own.size(), other.size()); ++t) {
+      changes.push_back(own[t] - other[t]);
+    }
+  }
+  return changes;
+}
+
+std::vector<double> minus(std::vector<double> a, const std::vector<double>& b) {
+  for (std::size_t i = 0; i < a.size(); ++i) a[i] -= b[i];
+  return a;
+}
+
+std::string format(const char* pattern, auto... values) {
+  std::array<char, 256> text{};
+  std::snprintf(text.data(), text.size(), pattern, values...);
+  return text.data();
+}
+
+nlohmann::json json_of(const Estimate& e) {
+  return {{"mean", e.mean}, {"standard_error", e.error}};
+}
+
+std::string quality_header(Task task) {
+  switch (task) {
+    case Task::needle:
+      return "recall          vs dense";
+    case Task::perplexity:
+      return "perplexity  nll vs dense      top-1   KL    ";
+    case Task::repetition:
+      return "characters      vs dense";
+  }
+  return {};
+}
+
+std::string quality(Task task, const Score& s) {
+  switch (task) {
+    case Task::needle:
+      return format("%5.1f%% +- %4.1f  %+5.1f +- %4.1f", 100 * s.recall.mean, 100 * s.recall.error,
+                    100 * s.recall_change.mean, 100 * s.recall_change.error);
+    case Task::perplexity:
+      return format("%9.3f  %+7.4f +- %6.4f  %5.1f%%  %6.4f", std::exp(s.nll.mean),
+                    s.nll_change.mean, s.nll_change.error, 100 * s.top1_agreement, s.kl);
+    case Task::repetition:
+      return format("%6.1f +- %5.1f  %+6.1f +- %5.1f", s.characters.mean, s.characters.error,
+                    s.characters_change.mean, s.characters_change.error);
+  }
+  return {};
+}
+
+// Recall by depth in quarters of the context; empty for tasks without depths.
+nlohmann::json by_depth(const PolicyResult& result) {
+  std::array<std::vector<double>, 4> quarters;
+  for (const ProbeResult& probe : result.probes) {
+    const auto quarter = static_cast<std::size_t>(std::clamp(probe.depth * 4.0, 0.0, 3.0));
+    quarters[quarter].push_back(probe.right ? 1.0 : 0.0);
+  }
+  nlohmann::json list = nlohmann::json::array();
+  for (const std::vector<double>& quarter : quarters) {
+    list.push_back({{"probes", quarter.size()}, {"recall", estimate_of(quarter).mean}});
+  }
+  return list;
+}
+
+}  // namespace
+
+Estimate estimate_of(const std::vector<double>& values) {
+  Estimate e;
+  if (values.empty()) return e;
+  const auto count = static_cast<double>(values.size());
+  for (const double v : values) e.mean += v / count;
+  double squares = 0.0;
+  for (const double v : values) squares += (v - e.mean) * (v - e.mean);
+  if (values.size() > 1) e.error = std::sqrt(squares / (count - 1.0) / count);
+  return e;
+}
+
+Score score_of(const PolicyResult& result, const PolicyResult& dense) {
+  const auto right = [](const ProbeResult& p) { return p.right ? 1.0 : 0.0; };
+  const auto characters = [](const ProbeResult& p) { return static_cast<double>(p.characters); };
+  Score score;
+  score.recall = estimate_of(per_probe(result, right));
+  score.recall_change = estimate_of(minus(per_probe(result, right), per_probe(dense, right)));
+  score.nll = estimate_of(per_target(result));
+  score.nll_change = estimate_of(nll_changes(result, dense));
+  score.characters = estimate_of(per_probe(result, characters));
+  score.characters_change =
+      estimate_of(minus(per_probe(result, characters), per_probe(dense, characters)));
+  double targets = 0.0;
+  for (const ProbeResult& probe : result.probes) {
+    targets += static_cast<double>(probe.nll.size());
+    score.top1_agreement += probe.top1_as_dense;
+    score.kl += probe.kl;
+  }
+  if (targets > 0.0) {
+    score.top1_agreement /= targets;
+    score.kl /= targets;
+  }
+  return score;
+}
+
+CostPerToken cost_per_token(const Cost& cost, const KvShape& shape) {
+  CostPerToken result;
+  const auto tokens = static_cast<double>(std::max<std::int64_t>(cost.tokens, 1));
+  const double heads = shape.kv_heads;
+  const double regions = heads * shape.layers;
+  const auto row = static_cast<double>(shape.row_bytes());
+  result.attended_rows = cost.attended / tokens / shape.layers;
+  result.selected_rows = cost.selected / tokens / shape.layers;
+  result.row_bytes = result.selected_rows * regions * row;
+  result.index_bytes = static_cast<double>(cost.index_bytes) / tokens;
+  result.dense_bytes = static_cast<double>(cost.dense_rows) / tokens * heads * row;
+  if (cost.alphas > 0) {
+    result.alpha = cost.alpha / static_cast<double>(cost.alphas);
+    result.cut_share = static_cast<double>(cost.cut) / static_cast<double>(cost.alphas) / heads;
+  }
+  return result;
+}
+
+std::string eval_table(const TaskResult& result, const KvShape& shape) {
+  std::string table = format(
+      "%s at %lld tokens, %zu probes per policy\n", std::string(to_string(result.task)).c_str(),
+      static_cast<long long>(result.context), result.policies.front().probes.size());
+  table +=
+      format("%-14s %s  %9s %8s %11s %11s %6s\n", "policy", quality_header(result.task).c_str(),
+             "rows/head", "1/dense", "rows B/tok", "index B/tok", "alpha");
+  for (const PolicyResult& policy : result.policies) {
+    const CostPerToken cost = cost_per_token(policy.cost, shape);
+    const double dense =
+        cost.dense_bytes / static_cast<double>(shape.row_bytes()) / shape.kv_heads / shape.layers;
+    table += format("%-14s %s  %9.1f %8.1f %11s %11s %6.3f\n", policy.name.substr(0, 14).c_str(),
+                    quality(result.task, score_of(policy, result.policies.front())).c_str(),
+                    cost.selected_rows, dense / std::max(cost.selected_rows, 1e-9),
+                    format_bytes(static_cast<std::uint64_t>(cost.row_bytes)).c_str(),
+                    format_bytes(static_cast<std::uint64_t>(cost.index_bytes)).c_str(), cost.alpha);
+  }
+  return table;
+}
+
+nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
+  nlohmann::json policies = nlohmann::json::array();
+  for (const PolicyResult& policy : result.policies) {
+    const Score s = score_of(policy, result.policies.front());
+    const CostPerToken c = cost_per_token(policy.cost, shape);
+    policies.push_back({{"name", policy.name},
+                        {"policy", policy.policy},
+                        {"probes", policy.probes.size()},
+                        {"recall", json_of(s.recall)},
+                        {"recall_change", json_of(s.recall_change)},
+                        {"recall_by_depth", by_depth(policy)},
+                        {"nll", json_of(s.nll)},
+                        {"nll_change", json_of(s.nll_change)},
+                        {"perplexity", std::exp(s.nll.mean)},
+                        {"characters", json_of(s.characters)},
+                        {"characters_change", json_of(s.characters_change)},
+                        {"top1_agreement", s.top1_agreement},
+                        {"kl", s.kl},
+                        {"attended_rows", c.attended_rows},
+                        {"selected_rows", c.selected_rows},
+                        {"row_bytes_per_token", c.row_bytes},
+                        {"index_bytes_per_token", c.index_bytes},
+                        {"dense_bytes_per_token", c.dense_bytes},
+                        {"alpha", c.alpha},
+                        {"cut_share", c.cut_share}});
+  }
+  return {{"task", to_string(result.task)}, {"context", result.context}, {"policies", policies}};
+}
+
+}  // namespace sluice::tools

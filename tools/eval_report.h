@@ -1,0 +1,47 @@
+// The numbers of an evaluation: means with their standard errors, for people and for programs.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "sluice/types.h"
+#include "tools/eval_runner.h"
+
+namespace sluice::tools {
+
+struct Estimate {
+  double mean = 0.0;
+  double error = 0.0;  // standard error of the mean
+};
+Estimate estimate_of(const std::vector<double>& values);
+
+// What one policy scored. Differences to dense are paired: the same probes and targets.
+struct Score {
+  Estimate recall;         // share of probes whose answer was right
+  Estimate recall_change;  // against dense
+  Estimate nll;            // nats per target
+  Estimate nll_change;     // against dense
+  Estimate characters;     // before the first wrong token
+  Estimate characters_change;
+  double top1_agreement = 0.0;  // share of targets
+  double kl = 0.0;              // nats per target
+};
+Score score_of(const PolicyResult& result, const PolicyResult& dense);
+
+// Means per decoded token.
+struct CostPerToken {
+  double attended_rows = 0.0;  // per KV head and layer
+  double selected_rows = 0.0;  // likewise, without the newest page
+  double row_bytes = 0.0;      // of selected rows, all layers and KV heads
+  double index_bytes = 0.0;
+  double dense_bytes = 0.0;  // what dense attention reads
+  double alpha = 0.0;
+  double cut_share = 0.0;  // of selections that a cap cut
+};
+CostPerToken cost_per_token(const Cost& cost, const KvShape& shape);
+
+std::string eval_table(const TaskResult& result, const KvShape& shape);
+nlohmann::json eval_json(const TaskResult& result, const KvShape& shape);
+
+}  // namespace sluice::tools
