@@ -79,7 +79,7 @@ void scan(benchmark::State& state) {
   s.view.tiles.scales = halves;
   std::vector<float> q(static_cast<std::size_t>(s.shape.query_heads * s.shape.head_dim));
   for (std::size_t i = 0; i < q.size(); ++i) q[i] = std::sin(static_cast<float>(i));
-  std::vector<float> logits(static_cast<std::size_t>(s.shape.query_heads * s.tokens));
+  const Noise logits(static_cast<std::size_t>(s.shape.query_heads * s.tokens) * sizeof(float));
   const std::vector<RowSpan> rows(kKvHeads);
   EstimateParams p;
   p.q = q.data();
@@ -89,7 +89,7 @@ void scan(benchmark::State& state) {
   p.index = s.view;
   p.pages = s.tokens / kPageTokens;
   p.rows = rows;
-  p.logits = logits.data();
+  p.logits = reinterpret_cast<float*>(logits.data());
   p.stride = s.tokens;
   Threads threads(static_cast<int>(state.range(5)));
   for (auto _ : state) estimate(p, threads);

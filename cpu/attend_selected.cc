@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/attention.h"
 #include "cpu/attention_simd.h"
 #include "cpu/elementwise.h"
 #include "cpu/selection.h"
@@ -32,22 +33,39 @@ void gather(const RowSource& source, const std::int32_t* positions, std::int64_t
   }
 }
 
+std::byte* arena_of(const AttendSelectedParams& p, std::int64_t head) {
+  return p.arena + static_cast<std::size_t>(head * p.arena_rows) * p.shape.row_bytes();
+}
+
+// Copies up to arena_rows rows of a KV head, from number `first` of its selection on, and returns
+// how many.
+std::int64_t gather_piece(const AttendSelectedParams& p, std::int64_t head, std::int64_t first) {
+  const std::int32_t* const positions = p.selected.positions + head * p.selected.capacity;
+  const std::int64_t left = p.selected.heads[head].count - first;
+  const std::int64_t count = std::clamp<std::int64_t>(left, 0, p.arena_rows);
+  gather(p.rows[static_cast<std::size_t>(head)], positions + first, count, p.shape.row_bytes(),
+         arena_of(p, head));
+  return count;
+}
+
+void count_resident(const AttendSelectedParams& p, std::int64_t head) {
+  const std::int32_t* const positions = p.selected.positions + head * p.selected.capacity;
+  HeadSelection& selection = p.selected.heads[head];
+  const std::int64_t resident = p.rows[static_cast<std::size_t>(head)].resident_count;
+  selection.resident = static_cast<std::int32_t>(
+      std::lower_bound(positions, positions + selection.count, resident) - positions);
+}
+
+// One token: gather and attend head by head, while the rows are in the cache.
 void attend_head(const AttendSelectedParams& p, std::int64_t head) {
   const KvShape& shape = p.shape;
-  const RowSource& source = p.rows[static_cast<std::size_t>(head)];
-  HeadSelection& selection = p.selected.heads[head];
-  const std::int32_t* const positions = p.selected.positions + head * p.selected.capacity;
-  selection.resident = static_cast<std::int32_t>(
-      std::lower_bound(positions, positions + selection.count, source.resident_count) - positions);
-  std::byte* const arena =
-      p.arena + static_cast<std::size_t>(head * p.arena_rows) * shape.row_bytes();
   const std::int64_t first_head = head * shape.group();
   AttendTile tile;
   tile.q = p.q + first_head * shape.head_dim;
   tile.queries = tile.group = shape.group();
   tile.head_dim = shape.head_dim;
   tile.scale = p.scale;
-  tile.rows = arena;
+  tile.rows = arena_of(p, head);
   tile.row_bytes = shape.row_bytes();
   tile.dtype = shape.dtype;
   tile.out = p.out + first_head * shape.head_dim;
@@ -55,20 +73,53 @@ void attend_head(const AttendSelectedParams& p, std::int64_t head) {
   tile.merge = p.merge;
   std::int64_t done = 0;
   do {
-    tile.count = std::min<std::int64_t>(p.arena_rows, selection.count - done);
-    tile.visible = tile.count;
-    gather(source, positions + done, tile.count, shape.row_bytes(), arena);
+    tile.count = gather_piece(p, head, done);
+    tile.visible = std::min(tile.count, p.first_query + 1 - done);
     attend_decode(tile);
     tile.merge = true;
     done += tile.count;
-  } while (done < selection.count);
+  } while (done < p.selected.heads[head].count);
+}
+
+// Many tokens: pieces of all heads at a time go through the kernels of dense attention.
+void attend_tokens(const AttendSelectedParams& p, Threads& threads) {
+  std::int64_t longest = 0;
+  for (int head = 0; head < p.shape.kv_heads; ++head) {
+    longest = std::max<std::int64_t>(longest, p.selected.heads[head].count);
+  }
+  std::vector<RowSpan> rows(static_cast<std::size_t>(p.shape.kv_heads));
+  AttendParams params;
+  params.q = p.q;
+  params.tokens = p.tokens;
+  params.q_stride = p.q_stride;
+  params.first_query_position = p.first_query;  // rows count from the first selected one
+  params.shape = p.shape;
+  params.rows = rows;
+  params.scale = p.scale;
+  params.out = p.out;
+  params.lse = p.lse;
+  params.merge = p.merge;
+  std::int64_t first = 0;
+  do {
+    threads.for_each(p.shape.kv_heads, [&](std::int64_t head) {
+      rows[static_cast<std::size_t>(head)] = {arena_of(p, head), gather_piece(p, head, first)};
+    });
+    params.first_row_position = first;
+    attend(params, threads);
+    params.merge = true;
+    first += p.arena_rows;
+  } while (first < longest);
 }
 
 }  // namespace
 
 void attend_selected(const AttendSelectedParams& p, Threads& threads) {
   std::int64_t rows = 0;
-  for (int head = 0; head < p.shape.kv_heads; ++head) rows += p.selected.heads[head].count;
+  for (int head = 0; head < p.shape.kv_heads; ++head) {
+    rows += p.selected.heads[head].count;
+    count_resident(p, head);
+  }
+  if (p.tokens > 1) return attend_tokens(p, threads);
   threads.for_each(
       p.shape.kv_heads, [&](std::int64_t head) { attend_head(p, head); },
       rows * static_cast<std::int64_t>(p.shape.row_bytes()));

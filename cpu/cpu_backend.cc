@@ -156,6 +156,8 @@ void CpuBackend::attend_selected(const AttendSelectedParams& params) {
   cpu::attend_selected(params, threads_);
 }
 
+void CpuBackend::column_sums(const ColumnSumsParams& params) { cpu::column_sums(params, threads_); }
+
 void CpuBackend::sum_values(const SumValuesParams& params) { cpu::sum_values(params); }
 
 void CpuBackend::compensate(const CompensateParams& params) { cpu::compensate(params); }

@@ -50,6 +50,7 @@ class CpuBackend : public Backend {
   void select(const SelectParams& params) override;
   void kept_weight(const KeptWeightParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
+  void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
   void compensate(const CompensateParams& params) override;
   void order(Stream /*signalling*/, Stream /*waiting*/) override {}

@@ -1,6 +1,6 @@
 #include <algorithm>
 #include <array>
-#include <cmath>
+#include <vector>
 
 #include "cpu/key_score.h"
 #include "cpu/selection.h"
@@ -22,7 +22,11 @@ class HeadScan {
         q_(p.q + head * group_ * p.shape.head_dim),
         channels_(p.method == Selector::sparq
                       ? largest_channels(q_, group_, p.shape.head_dim, p.channels)
-                      : all_channels(p.shape.head_dim)) {}
+                      : all_channels(p.shape.head_dim)) {
+    for (int g = 0; g < group_; ++g) {
+      factors_.push_back(inverse_temperature(query(g), p.shape.head_dim, channels_));
+    }
+  }
 
   // Pages [begin, end) in full, to their places among the logits.
   void pages(std::int64_t begin, std::int64_t end) const {
@@ -59,7 +63,7 @@ class HeadScan {
  private:
   float* logits(int g) const { return p_.logits + (head_ * group_ + g) * p_.stride; }
   const float* query(int g) const { return q_ + g * p_.shape.head_dim; }
-  float factor(int g) const { return inverse_temperature(query(g), p_.shape.head_dim, channels_); }
+  float factor(int g) const { return factors_[static_cast<std::size_t>(g)]; }
 
   void page_to(std::int64_t page, const auto& to) const {
     if (p_.method == Selector::quest) {
@@ -70,17 +74,19 @@ class HeadScan {
       }
       return;
     }
-    const PageScan scan = {tile_page(p_.index.tiles, p_.shape.head_dim, head_, page),
-                           p_.index.tiles.bits, &channels_};
+    const PageScan scan = {
+        tile_page(p_.index.tiles, p_.shape.head_dim, head_, page), p_.index.tiles.bits, &channels_,
+        static_cast<std::size_t>(p_.shape.head_dim) * p_.index.tiles.code_bytes()};
     std::array<PageQuery, kMaxBunch> folded;
     std::array<float*, kMaxBunch> outs{};
     for (int first = 0; first < group_; first += kMaxBunch) {
       const auto bunch = static_cast<std::size_t>(std::min(kMaxBunch, group_ - first));
       for (std::size_t i = 0; i < bunch; ++i) {
         const int g = first + static_cast<int>(i);
-        fold_query(query(g), factor(g), scan, folded[i]);
         outs[i] = to(g);
       }
+      fold_queries(query(first), p_.shape.head_dim,
+                   {&factors_[static_cast<std::size_t>(first)], bunch}, scan, folded.data());
       score_page(scan, {folded.data(), bunch}, {outs.data(), bunch});
     }
   }
@@ -106,6 +112,7 @@ class HeadScan {
   int group_;
   const float* q_;  // [group, head_dim]
   ChannelList channels_;
+  std::vector<float> factors_;  // [group]
 };
 
 }  // namespace
@@ -114,11 +121,13 @@ void estimate(const EstimateParams& p, Threads& threads) {
   const std::int64_t heads = p.shape.kv_heads;
   const bool listed = p.candidates != nullptr;
   const std::int64_t parts = listed ? 1 : (p.pages + kTaskPages - 1) / kTaskPages;
+  std::vector<HeadScan> scans;
+  for (std::int64_t head = 0; head < heads; ++head) scans.emplace_back(p, head);
   // One task a part, and one for the rows after the pages.
   threads.for_each(
       heads * (parts + 1),
       [&](std::int64_t task) {
-        const HeadScan scan(p, task % heads);
+        const HeadScan& scan = scans[static_cast<std::size_t>(task % heads)];
         const std::int64_t part = task / heads;
         if (part == parts) {
           scan.rows();

@@ -44,9 +44,9 @@ float inverse_temperature(const float* q, int head_dim, const ChannelList& chann
 // factor * sum over channels of weights * codes + offset. The weights are rounded to 8 bits, which
 // adds to each channel at most 1/508 of the largest |q * scale| per step of its code.
 struct PageQuery {
-  std::array<std::int8_t, kMaxHeadDim> weights{};  // [channels], zeros after them
-  float factor = 0.0f;
-  float offset = 0.0f;
+  std::array<std::int8_t, kMaxHeadDim> weights;  // [channels], zeros up to a multiple of four
+  float factor;
+  float offset;
 };
 
 }  // namespace sluice::cpu

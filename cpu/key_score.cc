@@ -25,6 +25,27 @@ void add_channel(const std::byte* codes, int bits, int weight, std::int32_t* sum
   }
 }
 
+void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& folded) {
+  std::array<float, kMaxHeadDim> products;
+  float largest = 0.0f;
+  float offset = 0.0f;
+  const auto count = static_cast<std::size_t>(scan.channels->count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t c = scan.channels->index[i];
+    products[i] = q[c] * f16_to_float(scan.page.scales[c]);
+    offset += q[c] * f16_to_float(scan.page.zeros[c]);
+    largest = std::max(largest, std::fabs(products[i]));
+  }
+  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  for (std::size_t i = 0; i < count; ++i) {
+    folded.weights[i] = static_cast<std::int8_t>(std::lrint(products[i] * inverse));
+  }
+  std::fill(folded.weights.begin() + count, folded.weights.begin() + (count + 3) / 4 * 4,
+            std::int8_t{0});
+  folded.factor = largest / 127.0f * factor;
+  folded.offset = offset * factor;
+}
+
 }  // namespace
 
 void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded,
@@ -43,29 +64,12 @@ void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded
   }
 }
 
-void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& folded) {
-  if (scores_with_vnni()) return fold_query_vnni(q, factor, scan, folded);
-  std::array<float, kMaxHeadDim> products{};
-  float largest = 0.0f;
-  float offset = 0.0f;
-  const int count = scan.channels->count;
-  for (int i = 0; i < count; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    const std::size_t c = scan.channels->index[at];
-    const float scaled = q[c] * factor;
-    products[at] = scaled * f16_to_float(scan.page.scales[c]);
-    offset += scaled * f16_to_float(scan.page.zeros[c]);
-    largest = std::max(largest, std::fabs(products[at]));
+void fold_queries(const float* q, std::int64_t stride, std::span<const float> factors,
+                  const PageScan& scan, PageQuery* folded) {
+  if (scores_with_vnni()) return fold_queries_vnni(q, stride, factors, scan, folded);
+  for (std::size_t h = 0; h < factors.size(); ++h) {
+    fold_query(q + static_cast<std::int64_t>(h) * stride, factors[h], scan, folded[h]);
   }
-  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-  for (int i = 0; i < count; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    folded.weights[at] = static_cast<std::int8_t>(std::lrint(products[at] * inverse));
-  }
-  std::fill(folded.weights.begin() + count, folded.weights.begin() + (count + 3) / 4 * 4,
-            std::int8_t{0});
-  folded.factor = largest / 127.0f;
-  folded.offset = offset;
 }
 
 bool scores_with_vnni() {

@@ -16,10 +16,13 @@ struct PageScan {
   TilePage page;
   int bits = 4;
   const ChannelList* channels = nullptr;
+  std::size_t page_bytes = 0;  // of codes, from this page to the next
 };
 
-// Folds query `q` [head_dim], scaled by `factor`, into a page's scales and zeros.
-void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& folded);
+// Folds up to kMaxBunch queries, `stride` floats apart and scaled by a factor each, into a page's
+// scales and zeros.
+void fold_queries(const float* q, std::int64_t stride, std::span<const float> factors,
+                  const PageScan& scan, PageQuery* folded);
 
 // logits[h][t] = folded[h].factor * dot + folded[h].offset for the page's kPageTokens tokens and
 // up to kMaxBunch queries.

@@ -7,7 +7,8 @@ namespace sluice::cpu {
 
 // AVX-512 with VNNI, VBMI and F16C, asked of the processor.
 bool vnni_available();
-void fold_query_vnni(const float* q, float factor, const PageScan& scan, PageQuery& folded);
+void fold_queries_vnni(const float* q, std::int64_t stride, std::span<const float> factors,
+                       const PageScan& scan, PageQuery* folded);
 void score_page_vnni(const PageScan& scan, std::span<const PageQuery> folded,
                      std::span<float* const> logits);
 

@@ -8,7 +8,8 @@ namespace sluice::cpu {
 
 bool vnni_available() { return false; }
 
-void fold_query_vnni(const float*, float, const PageScan&, PageQuery&) {
+void fold_queries_vnni(const float*, std::int64_t, std::span<const float>, const PageScan&,
+                       PageQuery*) {
   check(false, "this processor has no AVX-512 VNNI");
 }
 
@@ -34,24 +35,19 @@ namespace {
 constexpr std::size_t kLanes = 16;
 constexpr std::size_t kHalfPage = 64;
 
-// Codes of 64 tokens of one channel, a byte each: tokens [64 * half, 64 * half + 64).
+// The codes of one channel: byte b holds token b in its lowest bits and token 64 + b from bit 4 on.
 template <int kBits>
-inline __m512i load_codes(const std::byte* channel, int half) {
+inline __m512i load_channel(const std::byte* channel) {
   if constexpr (kBits == 4) {
-    const __m512i packed = _mm512_loadu_si512(channel);
-    const __m512i shifted = half == 0 ? packed : _mm512_srli_epi16(packed, 4);
-    return _mm512_and_si512(shifted, _mm512_set1_epi8(15));
+    return _mm512_loadu_si512(channel);
   } else {
     const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(channel));
-    const __m256i low = half == 0 ? packed : _mm256_srli_epi16(packed, 4);
-    const __m256i high = _mm256_srli_epi16(low, 2);
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-    return _mm512_and_si512(both, _mm512_set1_epi8(3));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(packed), _mm256_srli_epi16(packed, 2), 1);
   }
 }
 
-// Four channels of 64 tokens, interleaved so that each 32-bit lane holds one token's four codes.
-// Lane 4 * b + i of vector j is token 16 * b + 4 * j + i.
+// Four channels, interleaved so that each 32-bit lane holds one token's four bytes. Lane 4 * b + i
+// of vector j is token 16 * b + 4 * j + i.
 struct Quads {
   __m512i v[4];
 };
@@ -75,58 +71,132 @@ inline Quads in_order(const Quads& q) {
            _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xdd)}};
 }
 
-template <int kBits, int kQueries>
-void score_half(const PageScan& scan, const PageQuery* folded, int half, float* const* logits) {
+// The codes of a page, four channels to a Quads, [half of the page][channels / 4]: unpacked once,
+// used by every query.
+using Unpacked = std::array<std::array<Quads, kMaxHeadDim / 4>, 2>;
+
+// What a scan reads next, asked for while it computes: slices of channels are too far apart for the
+// processor's own prefetching, and its queue of misses is short, so requests are spread out.
+struct Ahead {
+  const std::byte* page;
+  const std::uint8_t* channels;
+  std::size_t bytes;  // of a channel
+  std::size_t count;  // channels
+  std::size_t first;  // of every four
+  std::size_t last;
+
+  void request(std::size_t group) const {
+    for (std::size_t i = 4 * group + first; i < 4 * group + last && i < count; ++i) {
+      _mm_prefetch(page + channels[i] * bytes, _MM_HINT_T0);
+    }
+  }
+};
+
+template <int kBits>
+inline void unpack(const PageScan& scan, Unpacked& to) {
   constexpr std::size_t kBytes = kPageTokens * kBits / 8;
-  __m512i sums[kQueries][4];
-  for (auto& query : sums)
-    for (__m512i& sum : query) sum = _mm512_setzero_si512();
+  const __m512i mask = _mm512_set1_epi8((1 << kBits) - 1);
   const auto& index = scan.channels->index;
   const auto count = static_cast<std::size_t>(scan.channels->count);
-  for (std::size_t i = 0; i < count; i += 4) {
+  const auto channel = [&](std::size_t at) {
     // Past the last channel the weights are zero, so any codes will do.
-    const auto codes = [&](std::size_t at) {
-      const std::size_t channel = index[at < count ? at : count - 1];
-      return load_codes<kBits>(scan.page.codes + channel * kBytes, half);
-    };
-    const Quads quads = interleave(codes(i), codes(i + 1), codes(i + 2), codes(i + 3));
-    for (int h = 0; h < kQueries; ++h) {
-      std::int32_t four;
-      __builtin_memcpy(&four, &folded[h].weights[i], sizeof four);
-      const __m512i weights = _mm512_set1_epi32(four);
-      for (int j = 0; j < 4; ++j) {
-        sums[h][j] = _mm512_dpbusd_epi32(sums[h][j], quads.v[j], weights);
-      }
-    }
-  }
-  for (int h = 0; h < kQueries; ++h) {
-    const Quads ordered = in_order({{sums[h][0], sums[h][1], sums[h][2], sums[h][3]}});
-    const __m512 factor = _mm512_set1_ps(folded[h].factor);
-    const __m512 offset = _mm512_set1_ps(folded[h].offset);
-    float* const to = logits[h] + static_cast<std::size_t>(half) * kHalfPage;
+    return load_channel<kBits>(scan.page.codes + index[at < count ? at : count - 1] * kBytes);
+  };
+  for (std::size_t i = 0; i < count; i += 4) {
+    const Quads both = interleave(channel(i), channel(i + 1), channel(i + 2), channel(i + 3));
     for (std::size_t j = 0; j < 4; ++j) {
-      _mm512_storeu_ps(to + j * kLanes,
-                       _mm512_fmadd_ps(_mm512_cvtepi32_ps(ordered.v[j]), factor, offset));
+      to[0][i / 4].v[j] = _mm512_and_si512(both.v[j], mask);
+      to[1][i / 4].v[j] = _mm512_and_si512(_mm512_srli_epi16(both.v[j], 4), mask);
     }
   }
+}
+
+inline __m512i weights_of(const PageQuery& query, std::size_t group) {
+  std::int32_t four;
+  __builtin_memcpy(&four, &query.weights[4 * group], sizeof four);
+  return _mm512_set1_epi32(four);
+}
+
+inline void write_logits(const Quads& sums, const PageQuery& query, float* to) {
+  const Quads ordered = in_order(sums);
+  const __m512 factor = _mm512_set1_ps(query.factor);
+  const __m512 offset = _mm512_set1_ps(query.offset);
+  for (std::size_t j = 0; j < 4; ++j) {
+    _mm512_storeu_ps(to + j * kLanes,
+                     _mm512_fmadd_ps(_mm512_cvtepi32_ps(ordered.v[j]), factor, offset));
+  }
+}
+
+// Two queries at a time: eight sums hide the latency of the dot products.
+inline void score_two(const Quads* codes, std::size_t groups, const Ahead& ahead,
+                      const PageQuery& x, const PageQuery& y, float* to_x, float* to_y) {
+  __m512i x0 = _mm512_setzero_si512();
+  __m512i x1 = x0;
+  __m512i x2 = x0;
+  __m512i x3 = x0;
+  __m512i y0 = x0;
+  __m512i y1 = x0;
+  __m512i y2 = x0;
+  __m512i y3 = x0;
+  for (std::size_t i = 0; i < groups; ++i) {
+    ahead.request(i);
+    const Quads& q = codes[i];
+    const __m512i wx = weights_of(x, i);
+    const __m512i wy = weights_of(y, i);
+    x0 = _mm512_dpbusd_epi32(x0, q.v[0], wx);
+    x1 = _mm512_dpbusd_epi32(x1, q.v[1], wx);
+    x2 = _mm512_dpbusd_epi32(x2, q.v[2], wx);
+    x3 = _mm512_dpbusd_epi32(x3, q.v[3], wx);
+    y0 = _mm512_dpbusd_epi32(y0, q.v[0], wy);
+    y1 = _mm512_dpbusd_epi32(y1, q.v[1], wy);
+    y2 = _mm512_dpbusd_epi32(y2, q.v[2], wy);
+    y3 = _mm512_dpbusd_epi32(y3, q.v[3], wy);
+  }
+  write_logits({{x0, x1, x2, x3}}, x, to_x);
+  write_logits({{y0, y1, y2, y3}}, y, to_y);
+}
+
+inline void score_one(const Quads* codes, std::size_t groups, const Ahead& ahead,
+                      const PageQuery& x, float* to) {
+  Quads sums = {{_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(),
+                 _mm512_setzero_si512()}};
+  for (std::size_t i = 0; i < groups; ++i) {
+    ahead.request(i);
+    const __m512i weights = weights_of(x, i);
+    for (int j = 0; j < 4; ++j) {
+      sums.v[j] = _mm512_dpbusd_epi32(sums.v[j], codes[i].v[j], weights);
+    }
+  }
+  write_logits(sums, x, to);
 }
 
 template <int kBits>
 void score_bits(const PageScan& scan, std::span<const PageQuery> folded,
                 std::span<float* const> logits) {
-  for (int half = 0; half < 2; ++half) {
-    switch (folded.size()) {
-      case 4:
-        score_half<kBits, 4>(scan, folded.data(), half, logits.data());
-        break;
-      case 3:
-        score_half<kBits, 3>(scan, folded.data(), half, logits.data());
-        break;
-      case 2:
-        score_half<kBits, 2>(scan, folded.data(), half, logits.data());
-        break;
-      default:
-        score_half<kBits, 1>(scan, folded.data(), half, logits.data());
+  alignas(64) Unpacked codes;
+  unpack<kBits>(scan, codes);
+  const auto count = static_cast<std::size_t>(scan.channels->count);
+  const std::size_t groups = (count + 3) / 4;
+  const std::size_t passes = folded.size() > 2 ? 4 : 2;
+  Ahead ahead = {scan.page.codes + scan.page_bytes,
+                 scan.channels->index.data(),
+                 static_cast<std::size_t>(kPageTokens * kBits / 8),
+                 count,
+                 0,
+                 4 / passes};
+  for (std::size_t half = 0; half < 2; ++half) {
+    const Quads* const part = codes[half].data();
+    const std::size_t at = half * kHalfPage;
+    std::size_t h = 0;
+    for (; h < folded.size(); h += 2) {
+      if (h + 1 < folded.size()) {
+        score_two(part, groups, ahead, folded[h], folded[h + 1], logits[h] + at,
+                  logits[h + 1] + at);
+      } else {
+        score_one(part, groups, ahead, folded[h], logits[h] + at);
+      }
+      ahead.first = ahead.last;
+      ahead.last += 4 / passes;
     }
   }
 }
@@ -163,33 +233,58 @@ bool vnni_available() {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
 
-void fold_query_vnni(const float* q, float factor, const PageScan& scan, PageQuery& folded) {
+// Up to kMaxBunch queries side by side: they share the conversions of scales and zeros, and the
+// latencies of their sums overlap.
+template <int kQueries>
+void fold_bunch(const float* q, std::int64_t stride, const float* factors, const PageScan& scan,
+                PageQuery* folded) {
   const ChannelList& channels = *scan.channels;
   const auto count = static_cast<std::size_t>(channels.count);
-  // Unused entries of the list are 0, a channel that may be read; their products are masked out.
+  // Unused entries of the list are channels that may be read; their products are masked out.
   const bool dense = count > 0 && channels.index[count - 1] == count - 1 && count % kLanes == 0;
-  __m512 products[kMaxHeadDim / kLanes];
-  __m512 largest = _mm512_setzero_ps();
-  __m512 offset = _mm512_setzero_ps();
+  __m512 products[kQueries][kMaxHeadDim / kLanes];
+  __m512 largest[kQueries];
+  __m512 offset[kQueries];
+  for (int h = 0; h < kQueries; ++h) largest[h] = offset[h] = _mm512_setzero_ps();
   for (std::size_t i = 0; i < count; i += kLanes) {
     const std::size_t rest = std::min(kLanes, count - i);
     const auto mask = static_cast<__mmask16>((1u << rest) - 1);
-    const __m512 scaled =
-        _mm512_maskz_mul_ps(mask, queries_of(q, channels, i, dense), _mm512_set1_ps(factor));
-    const __m512 product = _mm512_mul_ps(scaled, halves_of(scan.page.scales, channels, i, dense));
-    products[i / kLanes] = product;
-    largest = _mm512_max_ps(largest, _mm512_abs_ps(product));
-    offset = _mm512_fmadd_ps(scaled, halves_of(scan.page.zeros, channels, i, dense), offset);
+    const __m512 scales =
+        _mm512_maskz_mov_ps(mask, halves_of(scan.page.scales, channels, i, dense));
+    const __m512 zeros = _mm512_maskz_mov_ps(mask, halves_of(scan.page.zeros, channels, i, dense));
+    for (int h = 0; h < kQueries; ++h) {
+      const __m512 x = queries_of(q + h * stride, channels, i, dense);
+      const __m512 product = _mm512_mul_ps(x, scales);
+      products[h][i / kLanes] = product;
+      largest[h] = _mm512_max_ps(largest[h], _mm512_abs_ps(product));
+      offset[h] = _mm512_fmadd_ps(x, zeros, offset[h]);
+    }
   }
-  const float high = _mm512_reduce_max_ps(largest);
-  const __m512 inverse = _mm512_set1_ps(high > 0.0f ? 127.0f / high : 0.0f);
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(products[i / kLanes], inverse));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(folded.weights.data() + i),
-                     _mm512_cvtepi32_epi8(rounded));
+  for (int h = 0; h < kQueries; ++h) {
+    const float high = _mm512_reduce_max_ps(largest[h]);
+    const __m512 inverse = _mm512_set1_ps(high > 0.0f ? 127.0f / high : 0.0f);
+    for (std::size_t i = 0; i < count; i += kLanes) {
+      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(products[h][i / kLanes], inverse));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(folded[h].weights.data() + i),
+                       _mm512_cvtepi32_epi8(rounded));
+    }
+    folded[h].factor = high / 127.0f * factors[h];
+    folded[h].offset = _mm512_reduce_add_ps(offset[h]) * factors[h];
   }
-  folded.factor = high / 127.0f;
-  folded.offset = _mm512_reduce_add_ps(offset);
+}
+
+void fold_queries_vnni(const float* q, std::int64_t stride, std::span<const float> factors,
+                       const PageScan& scan, PageQuery* folded) {
+  switch (factors.size()) {
+    case 4:
+      return fold_bunch<4>(q, stride, factors.data(), scan, folded);
+    case 3:
+      return fold_bunch<3>(q, stride, factors.data(), scan, folded);
+    case 2:
+      return fold_bunch<2>(q, stride, factors.data(), scan, folded);
+    default:
+      return fold_bunch<1>(q, stride, factors.data(), scan, folded);
+  }
 }
 
 void score_page_vnni(const PageScan& scan, std::span<const PageQuery> folded,

@@ -77,6 +77,10 @@ void ReferenceBackend::attend_selected(const AttendSelectedParams& params) {
   reference::attend_selected(params);
 }
 
+void ReferenceBackend::column_sums(const ColumnSumsParams& params) {
+  reference::column_sums(params);
+}
+
 void ReferenceBackend::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
 
 void ReferenceBackend::compensate(const CompensateParams& params) { reference::compensate(params); }

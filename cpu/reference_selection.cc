@@ -386,8 +386,9 @@ void attend_selected(const AttendSelectedParams& p) {
   }
   AttendParams params;
   params.q = p.q;
-  params.tokens = 1;
-  params.first_query_position = std::int64_t{1} << 40;  // after every row
+  params.tokens = p.tokens;
+  params.q_stride = p.q_stride;
+  params.first_query_position = p.first_query;  // rows count from the first selected one
   params.shape = p.shape;
   params.rows = spans;
   params.scale = p.scale;
@@ -395,6 +396,30 @@ void attend_selected(const AttendSelectedParams& p) {
   params.lse = p.lse;
   params.merge = p.merge;
   reference_attend(params);
+}
+
+void column_sums(const ColumnSumsParams& p) {
+  std::vector<double> sums(static_cast<std::size_t>(p.rows[0].count));
+  std::vector<int> channels(static_cast<std::size_t>(p.shape.head_dim));
+  std::iota(channels.begin(), channels.end(), 0);
+  for (std::size_t probe = 0; probe < p.positions.size(); ++probe) {
+    for (int head = 0; head < p.shape.query_heads; ++head) {
+      const RowSpan& rows = p.rows[static_cast<std::size_t>(head / p.shape.group())];
+      const float* const q =
+          p.q + (static_cast<std::int64_t>(probe) * p.shape.query_heads + head) * p.shape.head_dim;
+      std::vector<double> logits;
+      for (std::int64_t t = 0; t <= p.positions[probe]; ++t) {
+        const double logit = product(q, row_of_span(rows, t, p.shape), channels) /
+                             std::sqrt(static_cast<double>(p.shape.head_dim));
+        logits.push_back(p.eligible != nullptr && p.eligible[t] == 0 ? -INFINITY : logit);
+      }
+      const double highest = *std::max_element(logits.begin(), logits.end());
+      double total = 0.0;
+      for (double& x : logits) total += x = std::exp(x - highest);
+      for (std::size_t t = 0; t < logits.size(); ++t) sums[t] += logits[t] / total;
+    }
+  }
+  std::copy(sums.begin(), sums.end(), p.sums);
 }
 
 void sum_values(const SumValuesParams& p) {

@@ -189,6 +189,7 @@ class Backend {
   virtual void select(const SelectParams& params) = 0;
   virtual void kept_weight(const KeptWeightParams& params) = 0;
   virtual void attend_selected(const AttendSelectedParams& params) = 0;
+  virtual void column_sums(const ColumnSumsParams& params) = 0;
   virtual void sum_values(const SumValuesParams& params) = 0;
   virtual void compensate(const CompensateParams& params) = 0;
 

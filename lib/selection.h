@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "sluice/policy.h"
@@ -156,19 +157,34 @@ struct RowSource {
   const std::byte* home = nullptr;  // every row, in host memory
 };
 
-// Attention of one query token over selected rows, as a partial; see AttendParams. Rows that are
-// not resident pass through `arena`, sorted by position, arena_rows at a time.
+// Attention over selected rows, as a partial; see AttendParams. Rows pass through `arena`, sorted
+// by position, arena_rows at a time. Query token i sees the selected rows up to number
+// first_query + i; a single token usually sees all.
 struct AttendSelectedParams {
-  const float* q = nullptr;  // [query_heads, head_dim]
+  const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t tokens = 1;
+  std::int64_t q_stride = 0;
+  std::int64_t first_query = std::numeric_limits<std::int32_t>::max();
   KvShape shape;
   SelectionView selected;
   std::span<const RowSource> rows;  // host array [kv_heads]
   std::byte* arena = nullptr;       // [kv_heads, arena_rows, row_bytes]
   std::int64_t arena_rows = 0;
   float scale = 0.0f;
-  float* out = nullptr;  // [query_heads, head_dim]
-  float* lse = nullptr;  // [query_heads]
+  float* out = nullptr;  // [tokens, query_heads, head_dim]
+  float* lse = nullptr;  // [tokens, query_heads]
   bool merge = false;
+};
+
+// sums[t] = the softmax weight of row t, summed over probe tokens and query heads. A probe sees the
+// rows up to its own position.
+struct ColumnSumsParams {
+  const float* q = nullptr;                 // [probes, query_heads, head_dim]
+  std::span<const std::int64_t> positions;  // host array [probes]
+  KvShape shape;
+  std::span<const RowSpan> rows;           // host array [kv_heads], rows from position 0 on
+  const std::uint8_t* eligible = nullptr;  // [rows]: 0 leaves a row out; null: all are in
+  float* sums = nullptr;                   // host-visible [rows]; NaN where a logit was no number
 };
 
 // out = alpha * out + (1 - alpha) * sums / count; SparQ section 3, equation 9.

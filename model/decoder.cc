@@ -85,37 +85,43 @@ void Decoder::rotate(float* x, int heads, const Buffer& norm, std::int64_t token
   backend_->rope(params);
 }
 
-void Decoder::attention(int layer, std::int64_t tokens, KvSession& session) {
+void Decoder::project(int layer, const Matrix& x, std::int64_t first_position) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
-  const DType compute = backend_->info().compute_dtype;
-  const Matrix x = view(a_.x, DType::f32, tokens, w.hidden);
-  const Matrix normed = view(a_.normed, compute, tokens, w.hidden);
-  const Matrix qkv = view(a_.qkv, DType::f32, tokens, w.qkv);
-  const Matrix attended = view(a_.attended, DType::f32, tokens, w.query);
-  const Matrix mixed = view(a_.mixed, compute, tokens, w.query);
+  const Matrix normed = view(a_.normed, backend_->info().compute_dtype, x.rows, w.hidden);
+  const Matrix qkv = view(a_.qkv, DType::f32, x.rows, w.qkv);
   float* const q = a_.qkv.floats();
-  float* const k = q + w.query;
-  float* const v = k + w.key;
-
   norm(x, weights.input_norm, normed);
   backend_->linear({normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv});
-  rotate(q, config_.num_attention_heads, weights.q_norm, tokens, session.length());
-  rotate(k, config_.num_key_value_heads, weights.k_norm, tokens, session.length());
-  session.append(layer, {k, v, w.qkv});
-  session.attend(layer, {q, w.qkv, a_.attended.floats(), a_.lse.floats()});
-  backend_->cast(attended, mixed);
+  rotate(q, config_.num_attention_heads, weights.q_norm, x.rows, first_position);
+  rotate(q + w.query, config_.num_key_value_heads, weights.k_norm, x.rows, first_position);
+}
+
+NewRows Decoder::new_rows() const {
+  const Widths w(config_);
+  const float* const k = a_.qkv.floats() + w.query;
+  return {k, k + w.key, w.qkv};
+}
+
+Queries Decoder::queries() const {
+  return {a_.qkv.floats(), Widths(config_).qkv, a_.attended.floats(), a_.lse.floats()};
+}
+
+void Decoder::mix(int layer, const Matrix& x) {
+  const Widths w(config_);
+  const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
+  const Matrix mixed = view(a_.mixed, backend_->info().compute_dtype, x.rows, w.query);
+  backend_->cast(view(a_.attended, DType::f32, x.rows, w.query), mixed);
   backend_->linear({mixed, weights.o.get(), optional_floats(weights.o_bias), x, true});
 }
 
-void Decoder::feed_forward(int layer, std::int64_t tokens) {
+void Decoder::feed_forward(int layer, const Matrix& x) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
   const DType compute = backend_->info().compute_dtype;
-  const Matrix x = view(a_.x, DType::f32, tokens, w.hidden);
-  const Matrix normed = view(a_.normed, compute, tokens, w.hidden);
-  const Matrix gate_up = view(a_.gate_up, DType::f32, tokens, 2 * w.intermediate);
-  const Matrix product = view(a_.product, compute, tokens, w.intermediate);
+  const Matrix normed = view(a_.normed, compute, x.rows, w.hidden);
+  const Matrix gate_up = view(a_.gate_up, DType::f32, x.rows, 2 * w.intermediate);
+  const Matrix product = view(a_.product, compute, x.rows, w.intermediate);
 
   norm(x, weights.post_norm, normed);
   backend_->linear({normed, weights.gate_up.get(), nullptr, gate_up});
@@ -128,12 +134,65 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
   session.begin_step(phase, count);
   const Matrix table =
       view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
-  backend_->embed(table, tokens, view(a_.x, DType::f32, count, config_.hidden_size));
+  const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
+  backend_->embed(table, tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
-    attention(layer, count, session);
-    feed_forward(layer, count);
+    project(layer, x, session.length());
+    session.append(layer, new_rows());
+    session.attend(layer, queries());
+    mix(layer, x);
+    feed_forward(layer, x);
   }
   session.end_step();
+}
+
+std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t tokens) {
+  return static_cast<std::uint64_t>(tokens * config.hidden_size) * sizeof(float);
+}
+
+bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session,
+                     const std::function<bool(double)>& progress) {
+  const auto total = static_cast<std::int64_t>(tokens.size());
+  const std::int64_t hidden = config_.hidden_size;
+  const Buffer stream =
+      backend_->allocate(backend_->info().compute_tier, prompt_bytes(config_, total));
+  const auto for_pieces = [&](const auto& body) {
+    for (std::int64_t first = 0; first < total; first += session.plan().chunk) {
+      const std::int64_t count = std::min(session.plan().chunk, total - first);
+      body(first, Matrix{stream.floats() + first * hidden, DType::f32, count, hidden, hidden});
+    }
+  };
+  const Matrix table =
+      view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, hidden);
+  session.begin_prompt(total);
+  for_pieces([&](std::int64_t first, const Matrix& x) {
+    backend_->embed(
+        table, tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)),
+        x);
+  });
+  for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+    if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) return false;
+    for_pieces([&](std::int64_t first, const Matrix& x) {
+      session.take_piece(first, x.rows);
+      project(layer, x, session.length() + first);
+      session.append(layer, new_rows());
+      session.collect(queries());
+    });
+    session.choose(layer);
+    for_pieces([&](std::int64_t first, const Matrix& x) {
+      session.take_piece(first, x.rows);
+      project(layer, x, session.length() + first);
+      session.attend(layer, queries());
+      mix(layer, x);
+      feed_forward(layer, x);
+    });
+  }
+  session.end_prompt();
+  // The last token's residual stream is what logits() starts from.
+  backend_->cast({stream.floats() + (total - 1) * hidden, DType::f32, 1, hidden, hidden},
+                 view(a_.x, DType::f32, 1, hidden));
+  backend_->synchronize();
+  return true;
 }
 
 std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -19,6 +20,15 @@ class Decoder {
 
   // Runs the layers over `tokens` and appends them to `session`. Throws what the session throws.
   void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
+
+  // The same for a whole prompt under a policy whose prefill is sparse: layer by layer, for every
+  // layer looks at all tokens before it attends. Holds the residual stream of the whole prompt.
+  // `progress` is called after every layer and ends the run by returning false; then false is
+  // returned and the session cannot go on.
+  bool prompt(std::span<const TokenId> tokens, KvSession& session,
+              const std::function<bool(double share)>& progress);
+
+  static std::uint64_t prompt_bytes(const ModelConfig& config, std::int64_t tokens);
 
   // Logits [count, vocabulary] after tokens [first, first + count) of the last step; at most
   // kLogitRows at a time. In host memory, valid until the next call.
@@ -43,8 +53,12 @@ class Decoder {
     Buffer logits;    // [kLogitRows, vocabulary] f32
   };
 
-  void attention(int layer, std::int64_t tokens, KvSession& session);
-  void feed_forward(int layer, std::int64_t tokens);
+  // The parts of a layer, on the residual stream x [tokens, hidden] f32.
+  void project(int layer, const Matrix& x, std::int64_t first_position);
+  NewRows new_rows() const;
+  Queries queries() const;
+  void mix(int layer, const Matrix& x);
+  void feed_forward(int layer, const Matrix& x);
   void norm(const Matrix& x, const Buffer& weight, const Matrix& y);
   void rotate(float* x, int heads, const Buffer& norm, std::int64_t tokens,
               std::int64_t first_position);

@@ -141,6 +141,18 @@ struct Session::Impl {
     return std::min(most, left > 0 ? left : interval);
   }
 
+  // A prompt under a policy whose prefill is sparse.
+  std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress) {
+    const auto total = static_cast<std::int64_t>(tokens.size());
+    const bool whole = engine->decoder->prompt(tokens, kv, [&](double share) {
+      return !progress ||
+             progress(static_cast<std::int64_t>(share * static_cast<double>(total)), total);
+    });
+    if (!whole) return {};
+    if (progress) progress(total, total);
+    return engine->decoder->logits(0, 1);
+  }
+
   // Runs `tokens` in steps of the planned chunk; each(first, count) after every step. False if
   // `progress` stopped it.
   bool run(std::span<const TokenId> tokens, const Progress& progress, const auto& each) {
@@ -225,6 +237,10 @@ Plan Engine::plan(const SessionOptions& options) const {
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
   plan.activation_bytes = Decoder::activation_bytes(config, *impl_->backend, impl_->config.chunk);
+  const bool sparse_prefill =
+      std::any_of(options.policies.begin(), options.policies.end(),
+                  [](const Policy& policy) { return policy.prefill.tau > 0.0; });
+  if (sparse_prefill) plan.activation_bytes += Decoder::prompt_bytes(config, options.context);
   plan.program_bytes = program_bytes();
   require_host_memory(plan, impl_->config.host_memory);
   return plan;
@@ -256,6 +272,7 @@ Session::~Session() = default;
 std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
   impl_->require(tokens);
   if (!impl_->uncorrected.empty()) impl_->correct();
+  if (impl_->kv.policy().prefill.tau > 0.0) return impl_->sparse_prefill(tokens, progress);
   std::int64_t last = 0;
   const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
   if (!impl_->run(tokens, progress, remember)) return {};

@@ -63,6 +63,12 @@ IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t 
   int bits = 0;
   for (const Policy& policy : policies) {
     validate(policy, shape);
+    layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
+    if (policy.prefill.evict) {
+      layout.evicts = true;
+      layout.slots = std::max<std::int64_t>(layout.slots, 1);
+      layout.selected = context;
+    }
     if (policy.select == Selector::dense) continue;
     layout.slots = std::max(layout.slots, policy.anchors.empty() ? std::int64_t{1} : batch);
     layout.selected = std::max(layout.selected, most_selected(policy, context));

@@ -17,9 +17,11 @@ KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Polic
   if (planned_.empty()) planned_.emplace_back();
   policy_ = planned_.front();
   const IndexLayout layout = plan_index(plan.shape, plan.context, plan.decode_batch, planned_);
-  if (layout.selects()) {
-    sparse_ = std::make_unique<SparseAttention>(backend, layout,
-                                                plan.in_place ? Tier::host : Tier::device);
+  const Tier tier = plan.in_place ? Tier::host : Tier::device;
+  if (layout.selects()) sparse_ = std::make_unique<SparseAttention>(backend, layout, tier);
+  if (layout.zipvl) {
+    important_ =
+        std::make_unique<ImportantTokens>(backend, plan.shape, plan.context, plan.chunk, tier);
   }
 }
 
@@ -27,6 +29,14 @@ void KvSession::require_outside_step() const {
   if (!in_step_) return;
   throw Error(ErrorCode::internal,
               "the session stopped inside a step and cannot go on; start a new one");
+}
+
+void KvSession::require_room(std::int64_t tokens) const {
+  if (tokens <= plan_.context - length_) return;
+  throw Error(ErrorCode::prompt, "the session is planned for " + std::to_string(plan_.context) +
+                                     " tokens and cannot take " + std::to_string(tokens) +
+                                     " more after " + std::to_string(length_) +
+                                     "; raise --context");
 }
 
 void KvSession::begin_step(Phase phase, std::int64_t tokens) {
@@ -38,12 +48,7 @@ void KvSession::begin_step(Phase phase, std::int64_t tokens) {
     throw Error(ErrorCode::usage, "a step must have 1 to " + std::to_string(most) +
                                       " tokens, not " + std::to_string(tokens));
   }
-  if (tokens > plan_.context - length_) {
-    throw Error(ErrorCode::prompt, "the session is planned for " + std::to_string(plan_.context) +
-                                       " tokens and cannot take " + std::to_string(tokens) +
-                                       " more after " + std::to_string(length_) +
-                                       "; raise --context");
-  }
+  require_room(tokens);
   step_ = {length_, tokens};
   phase_ = phase;
   in_step_ = true;
@@ -62,10 +67,12 @@ void KvSession::append(int layer, const NewRows& rows) {
 
 void KvSession::attend(int layer, const Queries& queries) {
   check(in_step_ && layer >= 0 && layer < plan_.shape.layers, "attend outside a step");
-  if (attends_densely(layer)) {
+  if (in_prompt_) {
+    important_->attend(layer, step_, queries, *store_, ledger_);
+  } else if (attends_densely(layer)) {
     store_->attend(layer, step_, queries, ledger_);
   } else {
-    sparse_->attend(policy_, layer, step_, queries, *store_);
+    sparse_->attend(policy_, layer, step_, queries, *store_, eligible(layer));
   }
 }
 
@@ -78,6 +85,37 @@ void KvSession::end_step() {
   }
   length_ = step_.end();
   in_step_ = false;
+}
+
+void KvSession::begin_prompt(std::int64_t tokens) {
+  require_outside_step();
+  check(important_ != nullptr && policy_.prefill.tau > 0.0, "this policy's prefill is dense");
+  require_room(tokens);
+  prompt_ = {length_, tokens};
+  phase_ = Phase::prefill;
+  in_step_ = in_prompt_ = true;
+  ledger_.begin_step(phase_, static_cast<int>(tokens));
+  if (rewound_) store_->rewind(length_, ledger_);
+  rewound_ = false;
+  important_->begin(prompt_);
+}
+
+void KvSession::take_piece(std::int64_t first, std::int64_t tokens) {
+  check(in_prompt_ && first + tokens <= prompt_.tokens && tokens <= plan_.chunk, "bad piece");
+  step_ = {prompt_.first + first, tokens};
+  store_->begin(step_);
+}
+
+void KvSession::collect(const Queries& queries) { important_->collect(step_, queries); }
+
+void KvSession::choose(int layer) { important_->choose(layer, policy_.prefill, *store_); }
+
+void KvSession::end_prompt() {
+  check(in_prompt_, "end_prompt outside a prompt");
+  backend_->synchronize();
+  selection_.clear();
+  length_ = prompt_.end();
+  in_step_ = in_prompt_ = false;
 }
 
 void KvSession::use(const Policy& policy) {
@@ -94,6 +132,7 @@ void KvSession::truncate(std::int64_t length) {
   check(length >= 0 && length <= length_, "truncate to more than there is");
   if (length == length_) return;
   if (sparse_ != nullptr) sparse_->forget(length, length_, *store_);
+  if (important_ != nullptr) important_->rewind(length);
   length_ = length;
   rewound_ = true;
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 
+#include "offload/important_tokens.h"
 #include "offload/kv_store.h"
 #include "offload/sparse_attention.h"
 #include "sluice/policy.h"
@@ -23,6 +24,17 @@ class KvSession {
   // Throws Error{numeric} if a selection met a NaN or an infinity.
   void end_step();
 
+  // A prompt of any length, layer by layer: between begin_prompt and end_prompt, every layer takes
+  // all pieces of up to plan().chunk tokens, in order and twice. First take_piece, append and
+  // collect for each, then choose, then take_piece and attend for each. For policies whose prefill
+  // is sparse.
+  void begin_prompt(std::int64_t tokens);
+  void take_piece(std::int64_t first,
+                  std::int64_t tokens);  // `first` counts from the prompt's start
+  void collect(const Queries& queries);
+  void choose(int layer);
+  void end_prompt();
+
   // From the next step on. Throws Error{usage} for a policy that was not planned for.
   void use(const Policy& policy);
   // Forgets all rows from `length` on.
@@ -37,8 +49,12 @@ class KvSession {
 
  private:
   bool attends_densely(int layer) const {
-    return phase_ != Phase::decode || policy_.is_dense(layer);
+    return phase_ != Phase::decode || (policy_.is_dense(layer) && eligible(layer) == nullptr);
   }
+  const std::uint8_t* eligible(int layer) const {
+    return important_ != nullptr ? important_->eligible(layer) : nullptr;
+  }
+  void require_room(std::int64_t tokens) const;
   void require_outside_step() const;
 
   Backend* backend_;
@@ -46,7 +62,10 @@ class KvSession {
   std::vector<Policy> planned_;
   Policy policy_;
   std::unique_ptr<KvStore> store_;
-  std::unique_ptr<SparseAttention> sparse_;  // null if every policy is dense
+  std::unique_ptr<SparseAttention> sparse_;     // null if every policy is dense
+  std::unique_ptr<ImportantTokens> important_;  // null if every prefill is
+  StepRange prompt_;
+  bool in_prompt_ = false;
   Ledger ledger_;
   StepRange step_;
   Phase phase_ = Phase::prefill;

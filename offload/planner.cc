@@ -5,6 +5,7 @@
 #include <string>
 
 #include "lib/bytes.h"
+#include "offload/important_tokens.h"
 #include "offload/index_layout.h"
 #include "sluice/errors.h"
 
@@ -121,6 +122,7 @@ KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
   plan.decode_batch = decode_batch;
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.work_bytes();
+  if (layout.zipvl) plan.work_bytes += ImportantTokens::work_bytes(shape, context, plan.chunk);
   plan.host_bytes = sizes.regions * host_region_bytes(shape, context);
   if (!device_cap && attends_host_rows) {
     plan.in_place = true;

@@ -113,9 +113,10 @@ void SparseAttention::forget(std::int64_t from, std::int64_t to, KvStore& store)
 }
 
 void SparseAttention::attend(const Policy& policy, int layer, const StepRange& step,
-                             const Queries& queries, KvStore& store) {
+                             const Queries& queries, KvStore& store, const std::uint8_t* eligible) {
   const KvShape& shape = layout_.shape;
-  const bool selects = policy.selects(layer);
+  // A dense layer is here because some tokens were evicted: it attends to what is left.
+  const bool selects = policy.selects(layer) || policy.is_dense(layer);
   if (selects) latest_ = layer;
   check(latest_ >= 0, "a follower before any layer that selects");
   records_[static_cast<std::size_t>(layer)] = {latest_, &policy};
@@ -128,6 +129,7 @@ void SparseAttention::attend(const Policy& policy, int layer, const StepRange& s
     token.q = queries.q + i * queries.stride;
     token.out = queries.out + i * shape.query_heads * shape.head_dim;
     token.lse = queries.lse + i * shape.query_heads;
+    token.eligible = eligible;
     std::vector<RowSpan> own;
     for (int head = 0; head < shape.kv_heads; ++head) {
       own.push_back({store.source(layer, head).home + token.position * row_bytes, 1});
@@ -135,7 +137,7 @@ void SparseAttention::attend(const Policy& policy, int layer, const StepRange& s
     index_.add_values(layer, own, false);
     if (selects) choose(policy, token, store);
     attend_token(token, latest_, store);
-    if (selects && policy.compensate == Compensation::mean_value) {
+    if (policy.selects(layer) && policy.compensate == Compensation::mean_value) {
       backend_->compensate(
           {shape, alpha(layer, i), index_.value_sums(layer), token.count(), token.out});
     }
@@ -143,22 +145,29 @@ void SparseAttention::attend(const Policy& policy, int layer, const StepRange& s
 }
 
 void SparseAttention::choose(const Policy& policy, const Token& token, KvStore& store) {
-  if (policy.select == Selector::streaming) return choose_streaming(policy, token);
+  if (policy.select == Selector::streaming || policy.is_dense(token.layer)) {
+    return choose_fixed(policy, token);
+  }
   propose(policy, token, store);
   if (policy.candidates.limited()) rescore(policy, token, store);
 }
 
 // No estimate is needed; the positions are known to the host.
-void SparseAttention::choose_streaming(const Policy& policy, const Token& token) {
+void SparseAttention::choose_fixed(const Policy& policy, const Token& token) {
   const SelectionView view = selection(token.layer, token.index);
   const std::int64_t end = token.tail_first();
-  const std::int64_t sinks = std::min(policy.sinks, end);
+  const bool all = policy.is_dense(token.layer);
+  const std::int64_t sinks = all ? end : std::min(policy.sinks, end);
   const std::int64_t recent = std::max(sinks, std::min(end, token.count() - policy.recent));
   std::vector<std::int32_t> positions;
-  for (std::int64_t at = 0; at < sinks; ++at) positions.push_back(static_cast<std::int32_t>(at));
-  for (std::int64_t at = recent; at < end; ++at) {
-    positions.push_back(static_cast<std::int32_t>(at));
-  }
+  const auto add = [&](std::int64_t from, std::int64_t to) {
+    for (std::int64_t at = from; at < to; ++at) {
+      if (token.eligible != nullptr && token.eligible[at] == 0) continue;
+      positions.push_back(static_cast<std::int32_t>(at));
+    }
+  };
+  add(0, sinks);
+  add(recent, end);
   std::vector<CopyOp> ops;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
     view.heads[head] = {};
@@ -199,6 +208,7 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
   }
   select.shape = layout_.shape;
   select.end = token.tail_first();
+  select.eligible = token.eligible;
   select.k = policy.candidates.of(token.count());
   select.sinks = std::min(policy.sinks, token.tail_first());
   select.recent_first = token.count() - policy.recent;
@@ -243,6 +253,7 @@ void SparseAttention::prune(const Policy& policy, const Token& token, SelectPara
   params.shape = layout_.shape;
   params.end = token.tail_first();
   params.prune = policy.prune;
+  params.eligible = token.eligible;
   params.k = policy.k.of(token.count());
   params.p = static_cast<float>(policy.p);
   params.cap = policy.cap.of(token.count());

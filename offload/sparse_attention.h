@@ -28,8 +28,9 @@ class SparseAttention {
 
   // Selects and attends for every token of the step. Each sees what it would see if it were
   // decoded alone: a page serves as an index only to tokens after it.
+  // `eligible`, [context] bytes or null: tokens with a 0 are never chosen.
   void attend(const Policy& policy, int layer, const StepRange& step, const Queries& queries,
-              KvStore& store);
+              KvStore& store, const std::uint8_t* eligible);
 
   // After synchronize(): what was selected goes to the ledger and into the result. Throws
   // Error{numeric} naming layer and KV head if an estimate was NaN or infinite.
@@ -44,6 +45,7 @@ class SparseAttention {
     const float* q = nullptr;   // [query_heads, head_dim]
     float* out = nullptr;
     float* lse = nullptr;
+    const std::uint8_t* eligible = nullptr;
 
     std::int64_t count() const { return position + 1; }
     std::int64_t pages() const { return position / kPageTokens; }
@@ -58,7 +60,7 @@ class SparseAttention {
   };
 
   void choose(const Policy& policy, const Token& token, KvStore& store);
-  void choose_streaming(const Policy& policy, const Token& token);
+  void choose_fixed(const Policy& policy, const Token& token);
   void propose(const Policy& policy, const Token& token, KvStore& store);
   void rescore(const Policy& policy, const Token& token, KvStore& store);
   void prune(const Policy& policy, const Token& token, SelectParams params);

@@ -183,7 +183,7 @@ TEST(ScorePage, PortableAndSimdAgreeBitForBit) {
     for (std::byte& b : codes) b = static_cast<std::byte>(random.integer(0, 255));
     const std::vector<float> q = random.normal(d);
     const cpu::ChannelList channels = cpu::largest_channels(q.data(), 1, d, count);
-    const cpu::PageScan scan = {{codes.data(), nullptr, nullptr}, bits, &channels};
+    const cpu::PageScan scan = {{codes.data(), nullptr, nullptr}, bits, &channels, 0};
     std::vector<cpu::PageQuery> folded(bunch);
     std::vector<std::vector<float>> a(bunch, std::vector<float>(kPageTokens));
     auto b = a;

@@ -1,0 +1,239 @@
+#include "offload/important_tokens.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr std::int64_t kNewestProbes = 64;
+constexpr std::int64_t kRandomProbes = 64;
+constexpr std::int64_t kProbes = kNewestProbes + kRandomProbes;
+// Keys per KV head attended at a time: enough for a block of queries to be worth the gather.
+constexpr std::int64_t kArenaRows = 1024;
+constexpr std::uint64_t kSeed = 20241011;
+
+std::size_t bytes_of(std::int64_t count, std::size_t size) {
+  return static_cast<std::size_t>(count) * size;
+}
+
+// As many of the heaviest as carry the share tau of the total.
+std::int64_t count_for(const std::vector<float>& sums, double tau) {
+  std::vector<float> sorted = sums;
+  std::sort(sorted.begin(), sorted.end(), std::greater<>());
+  const double total = std::accumulate(sorted.begin(), sorted.end(), 0.0);
+  double carried = 0.0;
+  std::int64_t count = 0;
+  while (count < static_cast<std::int64_t>(sorted.size()) && carried < tau * total) {
+    carried += static_cast<double>(sorted[static_cast<std::size_t>(count++)]);
+  }
+  return count;
+}
+
+}  // namespace
+
+ImportantTokens::ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context,
+                                 std::int64_t chunk, Tier tier)
+    : backend_(&backend), shape_(shape), context_(context), chunk_(chunk), tier_(tier) {
+  const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
+  const auto allocate = [&](Tier where, std::int64_t count, std::size_t size) {
+    return backend.allocate(where, bytes_of(count, size));
+  };
+  probe_queries_ = allocate(tier, kProbes * width, sizeof(float));
+  sums_ = allocate(Tier::host, context, sizeof(float));
+  positions_ = allocate(tier, shape.kv_heads * context, sizeof(std::int32_t));
+  heads_ = allocate(Tier::host, shape.kv_heads, sizeof(HeadSelection));
+  queries_ = allocate(tier, chunk * width, sizeof(float));
+  out_ = allocate(tier, chunk * width, sizeof(float));
+  lse_ = allocate(tier, chunk * shape.query_heads, sizeof(float));
+  arena_ = allocate(tier, shape.kv_heads * kArenaRows, shape.row_bytes());
+  zeros_ = allocate(tier, width, sizeof(float));
+  masks_ = allocate(tier, shape.layers * context, 1);
+  std::fill_n(masks_.data(), masks_.bytes(), std::byte{1});
+}
+
+std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t context,
+                                          std::int64_t chunk) {
+  const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
+  return bytes_of((kProbes + 2 * chunk + 1) * width + chunk * shape.query_heads, sizeof(float)) +
+         bytes_of(shape.kv_heads * context, sizeof(std::int32_t)) +
+         bytes_of(shape.kv_heads * kArenaRows, shape.row_bytes()) +
+         bytes_of(shape.layers * context, 1);
+}
+
+std::uint8_t* ImportantTokens::mask(int layer) const {
+  return reinterpret_cast<std::uint8_t*>(masks_.data()) + layer * context_;
+}
+
+const std::uint8_t* ImportantTokens::eligible(int layer) const {
+  return evicted_ ? mask(layer) : nullptr;
+}
+
+void ImportantTokens::rewind(std::int64_t length) {
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    std::fill(mask(layer) + length, mask(layer) + context_, std::uint8_t{1});
+  }
+  if (length == 0) evicted_ = false;
+}
+
+void ImportantTokens::begin(const StepRange& prompt) {
+  prompt_ = prompt;
+  const std::int64_t newest = std::max(prompt.first, prompt.end() - kNewestProbes);
+  std::vector<std::int64_t> others(static_cast<std::size_t>(newest - prompt.first));
+  std::iota(others.begin(), others.end(), prompt.first);
+  probes_.clear();
+  std::mt19937_64 random(kSeed);
+  // The first steps of a Fisher-Yates shuffle.
+  const auto wanted = std::min<std::size_t>(others.size(), kRandomProbes);
+  for (std::size_t i = 0; i < wanted; ++i) {
+    std::swap(others[i], others[i + random() % (others.size() - i)]);
+    probes_.push_back(others[i]);
+  }
+  std::sort(probes_.begin(), probes_.end());
+  for (std::int64_t t = newest; t < prompt.end(); ++t) probes_.push_back(t);
+}
+
+void ImportantTokens::collect(const StepRange& piece, const Queries& queries) {
+  const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
+  std::vector<CopyOp> ops;
+  for (std::size_t i = 0; i < probes_.size(); ++i) {
+    if (probes_[i] < piece.first || probes_[i] >= piece.end()) continue;
+    float* const to = probe_queries_.floats() + static_cast<std::int64_t>(i) * width;
+    const float* const from = queries.q + (probes_[i] - piece.first) * queries.stride;
+    ops.push_back({reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from),
+                   bytes_of(width, sizeof(float))});
+  }
+  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+}
+
+// Softmax weights of every token of the prompt, summed over probes and query heads.
+std::vector<float> ImportantTokens::column_sums(int layer, KvStore& store) {
+  std::vector<RowSpan> rows;
+  for (int head = 0; head < shape_.kv_heads; ++head) {
+    rows.push_back({store.source(layer, head).home, prompt_.end()});
+  }
+  ColumnSumsParams params;
+  params.q = probe_queries_.floats();
+  params.positions = probes_;
+  params.shape = shape_;
+  params.rows = rows;
+  params.eligible = eligible(layer);
+  params.sums = sums_.floats();
+  backend_->column_sums(params);
+  backend_->synchronize();
+  std::vector<float> sums(sums_.floats() + prompt_.first, sums_.floats() + prompt_.end());
+  if (!std::all_of(sums.begin(), sums.end(), [](float x) { return std::isfinite(x); })) {
+    throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
+                                        " is NaN or infinite; the checkpoint's weights are "
+                                        "damaged");
+  }
+  return sums;
+}
+
+void ImportantTokens::choose(int layer, const SparsePrefill& how, KvStore& store) {
+  std::vector<float> scores = column_sums(layer, store);
+  const auto tokens = static_cast<std::size_t>(prompt_.tokens);
+  const std::int64_t count = count_for(scores, how.tau);
+  // Mean over the probes that can see a token.
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const std::int64_t position = prompt_.first + static_cast<std::int64_t>(t);
+    const auto blind = std::lower_bound(probes_.begin(), probes_.end(), position);
+    scores[t] /= static_cast<float>(probes_.end() - blind);
+  }
+  std::vector<std::size_t> order(tokens);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return scores[a] > scores[b]; });
+  important_.assign(tokens, 0);
+  for (std::int64_t i = 0; i < count; ++i) important_[order[static_cast<std::size_t>(i)]] = 1;
+  const auto newest = static_cast<std::size_t>(std::min(prompt_.tokens, kNewestProbes));
+  std::fill(important_.end() - static_cast<std::int64_t>(newest), important_.end(),
+            std::uint8_t{1});
+
+  keys_.clear();
+  for (std::int64_t t = 0; t < prompt_.first; ++t) {
+    if (mask(layer)[t] != 0) keys_.push_back(static_cast<std::int32_t>(t));
+  }
+  for (std::size_t t = 0; t < tokens; ++t) {
+    if (important_[t] != 0)
+      keys_.push_back(static_cast<std::int32_t>(prompt_.first) + static_cast<std::int32_t>(t));
+  }
+  put_keys();
+  if (!how.evict) return;
+  evicted_ = true;
+  std::copy(important_.begin(), important_.end(), mask(layer) + prompt_.first);
+}
+
+// The same keys for every KV head.
+void ImportantTokens::put_keys() {
+  std::vector<CopyOp> ops;
+  auto* const heads = reinterpret_cast<HeadSelection*>(heads_.data());
+  for (int head = 0; head < shape_.kv_heads; ++head) {
+    heads[head] = {};
+    heads[head].count = static_cast<std::int32_t>(keys_.size());
+    ops.push_back({positions_.data() + bytes_of(head * context_, sizeof(std::int32_t)),
+                   reinterpret_cast<const std::byte*>(keys_.data()),
+                   keys_.size() * sizeof(std::int32_t)});
+  }
+  backend_->copy(ops, Stream::compute);
+}
+
+void ImportantTokens::attend(int layer, const StepRange& piece, const Queries& queries,
+                             KvStore& store, Ledger& ledger) {
+  const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
+  const std::size_t bytes = bytes_of(width, sizeof(float));
+  std::vector<CopyOp> in;
+  std::vector<CopyOp> out;
+  std::int64_t count = 0;
+  for (std::int64_t i = 0; i < piece.tokens; ++i) {
+    auto* const to = reinterpret_cast<std::byte*>(queries.out + i * width);
+    if (important_[static_cast<std::size_t>(piece.first - prompt_.first + i)] == 0) {
+      out.push_back({to, zeros_.data(), bytes});
+      continue;
+    }
+    in.push_back({queries_.data() + bytes_of(count, bytes),
+                  reinterpret_cast<const std::byte*>(queries.q + i * queries.stride), bytes});
+    out.push_back({to, out_.data() + bytes_of(count, bytes), bytes});
+    ++count;
+  }
+  // Keys up to the piece's last query; among the keys, queries follow each other as the mask wants.
+  const auto first = std::lower_bound(keys_.begin(), keys_.end(), piece.first) - keys_.begin();
+  if (count > 0) {
+    auto* const heads = reinterpret_cast<HeadSelection*>(heads_.data());
+    std::vector<RowSource> sources;
+    for (int head = 0; head < shape_.kv_heads; ++head) {
+      sources.push_back(store.source(layer, head));
+      heads[head].count = static_cast<std::int32_t>(first + count);
+    }
+    backend_->copy(in, Stream::compute);
+    AttendSelectedParams params;
+    params.q = queries_.floats();
+    params.tokens = count;
+    params.q_stride = width;
+    params.first_query = first;
+    params.shape = shape_;
+    params.selected = {reinterpret_cast<std::int32_t*>(positions_.data()), context_, heads};
+    params.rows = sources;
+    params.arena = arena_.data();
+    params.arena_rows = kArenaRows;
+    params.scale = attend_params(shape_, piece, queries).scale;
+    params.out = out_.floats();
+    params.lse = lse_.floats();
+    backend_->attend_selected(params);
+    backend_->synchronize();
+    const auto resident = static_cast<std::int64_t>(heads[0].resident);
+    ledger.record(layer, tier_, tier_, Cause::hit, traffic_of(shape_, resident));
+    ledger.record(layer, store.home_tier(), tier_,
+                  store.home_tier() == tier_ ? Cause::hit : Cause::miss,
+                  traffic_of(shape_, first + count - resident));
+  }
+  backend_->copy(out, Stream::compute);
+}
+
+}  // namespace sluice

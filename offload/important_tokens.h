@@ -1,0 +1,70 @@
+// Prefill among the important tokens of a prompt only. Source: ZipVL (He et al. 2024), sections 4.1
+// and 4.2. A layer sees the whole prompt before its attention runs, so the caller goes layer by
+// layer: append and collect all pieces, choose, then attend to all pieces.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lib/backend.h"
+#include "lib/selection.h"
+#include "offload/kv_store.h"
+#include "sluice/policy.h"
+
+namespace sluice {
+
+class ImportantTokens {
+ public:
+  // Work space for prompts of up to `context` tokens in pieces of `chunk`, in `tier`.
+  ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context, std::int64_t chunk,
+                  Tier tier);
+
+  static std::uint64_t work_bytes(const KvShape& shape, std::int64_t context, std::int64_t chunk);
+
+  // A prompt after `prompt.first` earlier tokens. Probes are its 64 newest tokens and 64 others,
+  // the same ones in every layer and run.
+  void begin(const StepRange& prompt);
+  // Keeps the queries of the piece's probes.
+  void collect(const StepRange& piece, const Queries& queries);
+  // Decides which tokens of the prompt are important to `layer`: as many as carry the share tau of
+  // the probes' attention, those with the highest mean score. The newest 64 are always among them,
+  // for what comes next hangs on them. With `evict` the others are never attended again.
+  void choose(int layer, const SparsePrefill& how, KvStore& store);
+  // Attention of the piece's important tokens to the important tokens up to them and to what came
+  // before the prompt; zero for the others. Counts the rows read per KV head.
+  void attend(int layer, const StepRange& piece, const Queries& queries, KvStore& store,
+              Ledger& ledger);
+
+  // Whether a token may still be attended, [context] bytes; null if nothing was ever evicted.
+  const std::uint8_t* eligible(int layer) const;
+  // Tokens from `length` on are forgotten; new ones in their place are eligible.
+  void rewind(std::int64_t length);
+
+ private:
+  std::vector<float> column_sums(int layer, KvStore& store);
+  std::uint8_t* mask(int layer) const;
+  void put_keys();
+
+  Backend* backend_;
+  KvShape shape_;
+  std::int64_t context_;
+  std::int64_t chunk_;
+  Tier tier_;
+  StepRange prompt_;
+  std::vector<std::int64_t> probes_;     // positions, ascending
+  std::vector<std::int32_t> keys_;       // positions that may be attended in this layer, ascending
+  std::vector<std::uint8_t> important_;  // [prompt.tokens]
+  bool evicted_ = false;
+  Buffer probe_queries_;  // [probes, query_heads, head_dim]
+  Buffer sums_;           // host-visible [context]
+  Buffer positions_;      // [kv_heads, context]
+  Buffer heads_;          // host-visible [kv_heads]
+  Buffer queries_;        // [chunk, query_heads, head_dim]
+  Buffer out_;            // likewise
+  Buffer lse_;            // [chunk, query_heads]
+  Buffer arena_;          // [kv_heads, kArenaRows, row_bytes]
+  Buffer zeros_;          // [query_heads, head_dim]
+  Buffer masks_;          // [layers, context], only for policies that evict
+};
+
+}  // namespace sluice

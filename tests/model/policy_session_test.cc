@@ -1,0 +1,193 @@
+// Policies on a real model: complete budgets equal dense attention, corrections make up for what
+// sparse steps left behind, and prompts of important tokens.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <sstream>
+
+#include "sluice/engine.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+const std::string kModel = SLUICE_SOURCE_DIR "/models/sluice-22m";
+
+Engine open_engine(std::optional<std::uint64_t> cap = std::nullopt) {
+  EngineConfig config;
+  config.model = kModel;
+  config.compute = DType::f32;
+  config.kv_dtype = DType::f32;
+  config.chunk = 128;
+  config.device_memory = cap;
+  return Engine::open(config);
+}
+
+std::vector<TokenId> book_tokens(const Engine& engine, std::size_t count) {
+  std::ifstream file(SLUICE_TEST_DATA "/needle_6k.txt");
+  std::stringstream text;
+  text << file.rdbuf();
+  std::vector<TokenId> tokens = engine.encode_prompt(text.str());
+  tokens.resize(count);
+  return tokens;
+}
+
+double largest_difference(std::span<const float> a, std::span<const float> b) {
+  double largest = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    largest = std::max(largest, std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])));
+  }
+  return largest;
+}
+
+// Logits reach 20; the kernels' fp32 sums differ in order only.
+constexpr double kTolerance = 2e-3;
+
+class CompletePolicy : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(CompletePolicy, GivesTheLogitsOfDense) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 420);
+  const std::span prompt(tokens.data(), 400);
+  const Policy policy = engine.policy(GetParam());
+  Session dense = engine.new_session(440);
+  Session sparse = engine.new_session({440, {policy}, 1});
+  const std::span<const float> a = dense.prefill(prompt);
+  std::vector<float> expected(a.begin(), a.end());
+  EXPECT_LT(largest_difference(expected, sparse.prefill(prompt)), kTolerance);
+  for (std::size_t i = 400; i < 406; ++i) {
+    const std::span<const float> b = dense.decode(tokens[i]);
+    expected.assign(b.begin(), b.end());
+    ASSERT_LT(largest_difference(expected, sparse.decode(tokens[i])), kTolerance) << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Policies, CompletePolicy,
+    ::testing::Values("select=int4 prune=top_k(1/1)", "select=exact prune=top_p(1)",
+                      "sparq prune=top_k(1/1)", "sluice candidates=1/1 prune=top_p(1) cap=none",
+                      "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
+                      "streaming recent=100000", "select=dense prefill=zipvl(1)",
+                      "select=dense prefill=zipvl(1,evict)",
+                      "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)"));
+
+TEST(Correction, ReplacesWhatSparseStepsWrote) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 520);
+  const std::span prompt(tokens.data(), 500);
+  const Policy policy = parse_policy("select=streaming sinks=1 recent=1 correct=8");
+  Session dense = engine.new_session(540);
+  Session corrected = engine.new_session({540, {policy}, 1});
+  Session sparse =
+      engine.new_session({540, {parse_policy("select=streaming sinks=1 recent=1")}, 1});
+  for (Session* session : {&dense, &corrected, &sparse}) {
+    session->prefill(prompt);
+    for (std::size_t i = 500; i < 508; ++i) session->decode(tokens[i]);
+  }
+  // A prompt after sparse steps corrects them first, and is dense itself.
+  const std::span next(tokens.data() + 508, 4);
+  const std::span<const float> a = dense.prefill(next);
+  const std::vector<float> expected(a.begin(), a.end());
+  EXPECT_LT(largest_difference(expected, corrected.prefill(next)), kTolerance);
+  EXPECT_EQ(corrected.length(), 512);
+  EXPECT_EQ(corrected.ledger().tokens(Phase::correction), 8u);
+  EXPECT_GT(largest_difference(expected, sparse.prefill(next)), 10 * kTolerance);
+}
+
+TEST(Correction, ComesEveryTSteps) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 330);
+  Session session = engine.new_session({340, {parse_policy("sparq correct=5")}, 4});
+  session.prefill(std::span(tokens.data(), 300));
+  std::size_t seen = 0;
+  session.decode_known(std::span(tokens.data() + 300, 23),
+                       [&](std::size_t i, std::span<const float> logits) {
+                         EXPECT_EQ(i, seen++);
+                         EXPECT_EQ(logits.size(), 4096u);
+                       });
+  EXPECT_EQ(seen, 23u);
+  EXPECT_EQ(session.length(), 323);
+  EXPECT_EQ(session.ledger().tokens(Phase::correction), 20u);
+}
+
+TEST(SparsePrefill, AttendsToLessAndSaysNearlyTheSame) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 900);
+  Session dense = engine.new_session(900);
+  Session sparse =
+      engine.new_session({900, {parse_policy("select=dense prefill=zipvl(0.95)")}, 1});
+  const std::span<const float> a = dense.prefill(tokens);
+  const std::vector<float> expected(a.begin(), a.end());
+  const std::span<const float> b = sparse.prefill(tokens);
+  const auto best = std::max_element(expected.begin(), expected.end()) - expected.begin();
+  EXPECT_LT(std::abs(expected[static_cast<std::size_t>(best)] - b[static_cast<std::size_t>(best)]),
+            3.0f);
+  EXPECT_GT(largest_difference(expected, b), 1e-2);
+}
+
+TEST(SparsePrefill, WhatIsEvictedIsNeverAttended) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 700);
+  const Policy evict = parse_policy("select=dense prefill=zipvl(0.8,evict)");
+  Session session = engine.new_session({720, {evict}, 1});
+  session.prefill(std::span(tokens.data(), 690));
+  session.decode(tokens[690]);
+  ASSERT_EQ(session.selection().size(), 12u);
+  double most = 0.0;
+  for (const LayerSelection& layer : session.selection()) most = std::max(most, layer.attended);
+  EXPECT_LT(most, 690.0);
+  // Rows of the prompt that were not evicted are attended by every later token again.
+  const double first = session.selection()[5].selected;
+  session.decode(tokens[691]);
+  EXPECT_EQ(session.selection()[5].selected, first);
+}
+
+TEST(SparsePrefill, HoldsUnderACap) {
+  const Policy policy = parse_policy("select=int4 prune=top_k(64) prefill=zipvl(0.9)");
+  Engine unlimited = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(unlimited, 700);
+  Session free = unlimited.new_session({720, {policy}, 1});
+  const std::span<const float> a = free.prefill(std::span(tokens.data(), 690));
+  const std::vector<float> expected(a.begin(), a.end());
+  const Plan everything = unlimited.plan({720, {policy}, 1});
+  const std::uint64_t cap = everything.kv.index_bytes + everything.kv.work_bytes + (6 << 20);
+  Engine capped = open_engine(cap);
+  Session session = capped.new_session({720, {policy}, 1});
+  EXPECT_LT(largest_difference(expected, session.prefill(std::span(tokens.data(), 690))),
+            kTolerance);
+  session.decode(tokens[690]);
+  EXPECT_LE(capped.memory().device_peak, cap);
+  EXPECT_GT(session.ledger().total(Phase::prefill, Tier::host, Tier::device, Cause::miss).rows, 0u);
+}
+
+TEST(EnginePolicy, CalibrationReplacesAPreset) {
+  const std::filesystem::path copy =
+      std::filesystem::temp_directory_path() / ("sluice-calibration-" + std::to_string(::getpid()));
+  std::filesystem::create_directory(copy);
+  for (const char* file : {"config.json", "tokenizer.json", "model.safetensors"}) {
+    std::filesystem::create_symlink(std::filesystem::path(kModel) / file, copy / file);
+  }
+  EngineConfig config;
+  config.model = copy;
+  Policy chosen = parse_policy("tidaldecode anchors=2,5,9");
+  store_calibration(copy, "tidaldecode", chosen);
+  const Engine engine = Engine::open(config);
+  EXPECT_EQ(engine.policy("tidaldecode"), chosen);
+  EXPECT_EQ(engine.policy("tidaldecode prune=top_k(64)").anchors, (std::vector<int>{2, 5, 9}));
+  EXPECT_EQ(engine.policy("quest"), parse_policy("quest"));
+  std::ofstream(copy / "sluice.json") << "{\"policies\": [1]}";
+  try {
+    engine.policy("tidaldecode");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::corrupt);
+    EXPECT_NE(std::string(error.what()).find("sluice.json"), std::string::npos);
+  }
+  std::filesystem::remove_all(copy);
+}
+
+}  // namespace
+}  // namespace sluice
