@@ -25,6 +25,7 @@ std::size_t bytes_of(std::int64_t count, std::size_t size) {
 
 // As many of the heaviest as carry the share tau of the total.
 std::int64_t count_for(const std::vector<float>& sums, double tau) {
+  if (tau >= 1.0) return static_cast<std::int64_t>(sums.size());
   std::vector<float> sorted = sums;
   std::sort(sorted.begin(), sorted.end(), std::greater<>());
   const double total = std::accumulate(sorted.begin(), sorted.end(), 0.0);
@@ -164,61 +165,85 @@ void ImportantTokens::choose(int layer, const SparsePrefill& how, KvStore& store
     if (important_[t] != 0)
       keys_.push_back(static_cast<std::int32_t>(prompt_.first) + static_cast<std::int32_t>(t));
   }
-  put_keys();
   if (!how.evict) return;
   evicted_ = true;
   std::copy(important_.begin(), important_.end(), mask(layer) + prompt_.first);
 }
 
+// Attention of all tokens of a piece to the important tokens before it and to the piece itself.
+ImportantTokens::Part ImportantTokens::whole_piece(const StepRange& piece) const {
+  Part part;
+  const auto before = std::lower_bound(keys_.begin(), keys_.end(), piece.first);
+  part.keys.assign(keys_.begin(), before);
+  part.first_query = static_cast<std::int64_t>(part.keys.size());
+  for (std::int64_t t = piece.first; t < piece.end(); ++t) {
+    part.keys.push_back(static_cast<std::int32_t>(t));
+    part.queries.push_back(t - piece.first);
+  }
+  return part;
+}
+
+// Attention among important tokens only: those of the piece follow each other among the keys, as
+// the causal mask wants.
+ImportantTokens::Part ImportantTokens::important_part(const StepRange& piece) const {
+  Part part;
+  const auto before = std::lower_bound(keys_.begin(), keys_.end(), piece.first);
+  const auto end = std::lower_bound(before, keys_.end(), piece.end());
+  part.keys.assign(keys_.begin(), end);
+  part.first_query = before - keys_.begin();
+  for (auto key = before; key != end; ++key) part.queries.push_back(*key - piece.first);
+  return part;
+}
+
 // The same keys for every KV head.
-void ImportantTokens::put_keys() {
+SelectionView ImportantTokens::put_keys(const std::vector<std::int32_t>& keys) {
   std::vector<CopyOp> ops;
   auto* const heads = reinterpret_cast<HeadSelection*>(heads_.data());
   for (int head = 0; head < shape_.kv_heads; ++head) {
     heads[head] = {};
-    heads[head].count = static_cast<std::int32_t>(keys_.size());
+    heads[head].count = static_cast<std::int32_t>(keys.size());
     ops.push_back({positions_.data() + bytes_of(head * context_, sizeof(std::int32_t)),
-                   reinterpret_cast<const std::byte*>(keys_.data()),
-                   keys_.size() * sizeof(std::int32_t)});
+                   reinterpret_cast<const std::byte*>(keys.data()),
+                   keys.size() * sizeof(std::int32_t)});
   }
-  backend_->copy(ops, Stream::compute);
+  if (!keys.empty()) backend_->copy(ops, Stream::compute);
+  return {reinterpret_cast<std::int32_t*>(positions_.data()), context_, heads};
 }
 
-void ImportantTokens::attend(int layer, const StepRange& piece, const Queries& queries,
-                             KvStore& store, Ledger& ledger) {
+// Queries of the part into one run, and its outputs back to their places; zero for the rest.
+void ImportantTokens::copy_queries(const Part& part, const StepRange& piece,
+                                   const Queries& queries) {
   const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
   const std::size_t bytes = bytes_of(width, sizeof(float));
   std::vector<CopyOp> in;
-  std::vector<CopyOp> out;
-  std::int64_t count = 0;
+  out_ops_.clear();
   for (std::int64_t i = 0; i < piece.tokens; ++i) {
-    auto* const to = reinterpret_cast<std::byte*>(queries.out + i * width);
-    if (important_[static_cast<std::size_t>(piece.first - prompt_.first + i)] == 0) {
-      out.push_back({to, zeros_.data(), bytes});
-      continue;
-    }
-    in.push_back({queries_.data() + bytes_of(count, bytes),
-                  reinterpret_cast<const std::byte*>(queries.q + i * queries.stride), bytes});
-    out.push_back({to, out_.data() + bytes_of(count, bytes), bytes});
-    ++count;
+    out_ops_.push_back(
+        {reinterpret_cast<std::byte*>(queries.out + i * width), zeros_.data(), bytes});
   }
-  // Keys up to the piece's last query; among the keys, queries follow each other as the mask wants.
-  const auto first = std::lower_bound(keys_.begin(), keys_.end(), piece.first) - keys_.begin();
-  if (count > 0) {
-    auto* const heads = reinterpret_cast<HeadSelection*>(heads_.data());
+  for (std::size_t i = 0; i < part.queries.size(); ++i) {
+    const std::int64_t token = part.queries[i];
+    in.push_back({queries_.data() + i * bytes,
+                  reinterpret_cast<const std::byte*>(queries.q + token * queries.stride), bytes});
+    out_ops_[static_cast<std::size_t>(token)].from = out_.data() + i * bytes;
+  }
+  if (!in.empty()) backend_->copy(in, Stream::compute);
+}
+
+void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRange& piece,
+                             const Queries& queries, KvStore& store, Ledger& ledger) {
+  const Part part = how.evict ? important_part(piece) : whole_piece(piece);
+  copy_queries(part, piece, queries);
+  if (!part.queries.empty()) {
     std::vector<RowSource> sources;
-    for (int head = 0; head < shape_.kv_heads; ++head) {
-      sources.push_back(store.source(layer, head));
-      heads[head].count = static_cast<std::int32_t>(first + count);
-    }
-    backend_->copy(in, Stream::compute);
+    for (int head = 0; head < shape_.kv_heads; ++head) sources.push_back(store.source(layer, head));
     AttendSelectedParams params;
     params.q = queries_.floats();
-    params.tokens = count;
-    params.q_stride = width;
-    params.first_query = first;
+    params.tokens = static_cast<std::int64_t>(part.queries.size());
+    params.q_stride = std::int64_t{shape_.query_heads} * shape_.head_dim;
+    params.first_query = part.first_query;
     params.shape = shape_;
-    params.selected = {reinterpret_cast<std::int32_t*>(positions_.data()), context_, heads};
+    params.selected = put_keys(part.keys);
     params.rows = sources;
     params.arena = arena_.data();
     params.arena_rows = kArenaRows;
@@ -227,13 +252,13 @@ void ImportantTokens::attend(int layer, const StepRange& piece, const Queries& q
     params.lse = lse_.floats();
     backend_->attend_selected(params);
     backend_->synchronize();
-    const auto resident = static_cast<std::int64_t>(heads[0].resident);
+    const std::int64_t resident = params.selected.heads[0].resident;
     ledger.record(layer, tier_, tier_, Cause::hit, traffic_of(shape_, resident));
     ledger.record(layer, store.home_tier(), tier_,
                   store.home_tier() == tier_ ? Cause::hit : Cause::miss,
-                  traffic_of(shape_, first + count - resident));
+                  traffic_of(shape_, static_cast<std::int64_t>(part.keys.size()) - resident));
   }
-  backend_->copy(out, Stream::compute);
+  backend_->copy(out_ops_, Stream::compute);
 }
 
 }  // namespace sluice

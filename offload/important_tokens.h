@@ -30,10 +30,13 @@ class ImportantTokens {
   // the probes' attention, those with the highest mean score. The newest 64 are always among them,
   // for what comes next hangs on them. With `evict` the others are never attended again.
   void choose(int layer, const SparsePrefill& how, KvStore& store);
-  // Attention of the piece's important tokens to the important tokens up to them and to what came
-  // before the prompt; zero for the others. Counts the rows read per KV head.
-  void attend(int layer, const StepRange& piece, const Queries& queries, KvStore& store,
-              Ledger& ledger);
+  // Evicting, as the paper does: attention of the piece's important tokens to the important tokens
+  // up to them; the others' is zero. Demoting: attention of all tokens to the important ones before
+  // the piece and to the piece itself, because a token whose attention is zero in some layers has
+  // lost what later layers would find in it, and keeping its rows does not bring that back. What
+  // came before the prompt is attended in either case. Counts the rows read.
+  void attend(int layer, const SparsePrefill& how, const StepRange& piece, const Queries& queries,
+              KvStore& store, Ledger& ledger);
 
   // Whether a token may still be attended, [context] bytes; null if nothing was ever evicted.
   const std::uint8_t* eligible(int layer) const;
@@ -43,7 +46,17 @@ class ImportantTokens {
  private:
   std::vector<float> column_sums(int layer, KvStore& store);
   std::uint8_t* mask(int layer) const;
-  void put_keys();
+
+  // What a piece attends to: query token i of the part sees keys [0, first_query + i].
+  struct Part {
+    std::vector<std::int32_t> keys;     // positions, ascending
+    std::vector<std::int64_t> queries;  // in the piece
+    std::int64_t first_query = 0;
+  };
+  Part whole_piece(const StepRange& piece) const;
+  Part important_part(const StepRange& piece) const;
+  SelectionView put_keys(const std::vector<std::int32_t>& keys);
+  void copy_queries(const Part& part, const StepRange& piece, const Queries& queries);
 
   Backend* backend_;
   KvShape shape_;
@@ -54,6 +67,7 @@ class ImportantTokens {
   std::vector<std::int64_t> probes_;     // positions, ascending
   std::vector<std::int32_t> keys_;       // positions that may be attended in this layer, ascending
   std::vector<std::uint8_t> important_;  // [prompt.tokens]
+  std::vector<CopyOp> out_ops_;          // of the piece being attended
   bool evicted_ = false;
   Buffer probe_queries_;  // [probes, query_heads, head_dim]
   Buffer sums_;           // host-visible [context]

@@ -68,7 +68,7 @@ void KvSession::append(int layer, const NewRows& rows) {
 void KvSession::attend(int layer, const Queries& queries) {
   check(in_step_ && layer >= 0 && layer < plan_.shape.layers, "attend outside a step");
   if (in_prompt_) {
-    important_->attend(layer, step_, queries, *store_, ledger_);
+    important_->attend(layer, policy_.prefill, step_, queries, *store_, ledger_);
   } else if (attends_densely(layer)) {
     store_->attend(layer, step_, queries, ledger_);
   } else {
@@ -108,7 +108,12 @@ void KvSession::take_piece(std::int64_t first, std::int64_t tokens) {
 
 void KvSession::collect(const Queries& queries) { important_->collect(step_, queries); }
 
-void KvSession::choose(int layer) { important_->choose(layer, policy_.prefill, *store_); }
+void KvSession::choose(int layer) {
+  SparsePrefill how = policy_.prefill;
+  const std::vector<int>& dense = policy_.dense_layers;
+  if (std::find(dense.begin(), dense.end(), layer) != dense.end()) how.tau = 1.0;
+  important_->choose(layer, how, *store_);
+}
 
 void KvSession::end_prompt() {
   check(in_prompt_, "end_prompt outside a prompt");

@@ -54,10 +54,11 @@ struct Budget {
   friend bool operator==(const Budget&, const Budget&) = default;
 };
 
-// ZipVL (He et al. 2024): attention among the important tokens of a prompt only.
+// ZipVL (He et al. 2024): attention to the important tokens of a prompt only.
 struct SparsePrefill {
   double tau = 0.0;    // share of the probes' attention that the important tokens carry; 0: dense
-  bool evict = false;  // forget the other tokens' rows for good, as the paper does
+  bool evict = false;  // the paper: the other tokens attend to nothing and are forgotten. Else all
+                       // attend, to what is important and what is near, and all rows are kept
 
   friend bool operator==(const SparsePrefill&, const SparsePrefill&) = default;
 };
