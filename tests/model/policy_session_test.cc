@@ -65,14 +65,15 @@ TEST_P(CompletePolicy, GivesTheLogitsOfDense) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Policies, CompletePolicy,
-    ::testing::Values("select=int4 prune=top_k(1/1)", "select=exact prune=top_p(1)",
-                      "sparq prune=top_k(1/1)", "sluice candidates=1/1 prune=top_p(1) cap=none",
-                      "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
-                      "streaming recent=100000", "select=dense prefill=zipvl(1)",
-                      "select=dense prefill=zipvl(1,evict)",
-                      "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)"));
+INSTANTIATE_TEST_SUITE_P(Policies, CompletePolicy,
+                         ::testing::Values("select=int4 prune=top_k(1/1)",
+                                           "select=exact prune=top_p(1)", "sparq prune=top_k(1/1)",
+                                           "sluice candidates=1/1 prune=top_p(1) cap=none",
+                                           "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
+                                           "streaming recent=100000",
+                                           "select=dense prefill=zipvl(1)",
+                                           "select=dense prefill=zipvl(1,evict)",
+                                           "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)"));
 
 TEST(Correction, ReplacesWhatSparseStepsWrote) {
   Engine engine = open_engine();
@@ -117,8 +118,7 @@ TEST(SparsePrefill, AttendsToLessAndSaysNearlyTheSame) {
   Engine engine = open_engine();
   const std::vector<TokenId> tokens = book_tokens(engine, 900);
   Session dense = engine.new_session(900);
-  Session sparse =
-      engine.new_session({900, {parse_policy("select=dense prefill=zipvl(0.95)")}, 1});
+  Session sparse = engine.new_session({900, {parse_policy("select=dense prefill=zipvl(0.95)")}, 1});
   const std::span<const float> a = dense.prefill(tokens);
   const std::vector<float> expected(a.begin(), a.end());
   const std::span<const float> b = sparse.prefill(tokens);

@@ -40,11 +40,32 @@ class Generate(unittest.TestCase):
         # In fp32, where the order of the partial sums cannot decide between near ties.
         texts = {
             sluice("generate", "-m", MODEL, "-q", "-n", 12, "--ignore-eos", "--kv-dtype", "f32",
+                   "--policy", "dense",
                    "--compute", "f32", *cap, stdin=prompt).stdout
             for cap in ([], ["--device-memory", "512KiB"], ["--device-memory", "3MiB"],
                         ["--device-memory", "1GiB"])
         }
         self.assertEqual(len(texts), 1, texts)
+
+    def test_policies_answer_and_report(self):
+        for policy in ("sluice", "sparq", "quest prune=top_k(512)", "zipvl", "tidaldecode"):
+            with self.subTest(policy):
+                done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, "-f", NEEDLE)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertTrue(done.stdout.startswith("481926"), done.stdout)
+        # What cannot hold the answer does not find it: the policy is really in force.
+        done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", "streaming", "-f", NEEDLE)
+        self.assertFalse(done.stdout.startswith("48192"), done.stdout)
+
+    def test_the_default_policy_gives_way_to_a_cap(self):
+        flags = ["generate", "-m", MODEL, "-n", 2, "-f", NEEDLE, "--device-memory", "2MiB"]
+        done = sluice(*flags)
+        self.assertIn("select=dense", done.stderr)
+        done = sluice(*flags, "--policy", "sluice")
+        self.assertEqual(done.returncode, 8, done.stderr)
+        self.assertIn("key index", done.stderr)
+        done = sluice("generate", "-m", MODEL, "-n", 2, "-p", "Well, Prince")
+        self.assertIn("select=sparq candidates=1/16", done.stderr)
 
     def test_prompt_from_flag_file_and_pipe_are_one(self):
         text = "Well, Prince, so Genoa and Lucca"

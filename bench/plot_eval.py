@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Plots what `sluice eval --json` wrote: accuracy against bytes transferred per decoded token.
+
+    bench/plot_eval.py bench/results/eval_32k_cpu.json
+
+Writes a PNG and an SVG beside each file. Needs matplotlib (Debian: python3-matplotlib).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
+
+
+class Axis(NamedTuple):
+    """What a task's plot shows upwards."""
+
+    label: str
+    value: Callable[[dict[str, Any]], float]
+    error: Callable[[dict[str, Any]], float]
+
+
+AXES = {
+    "needle": Axis(
+        "needle recall", lambda p: p["recall"]["mean"], lambda p: p["recall"]["standard_error"]
+    ),
+    "perplexity": Axis(
+        "NLL above dense, nats per token",
+        lambda p: p["nll_change"]["mean"],
+        lambda p: p["nll_change"]["standard_error"],
+    ),
+    "repetition": Axis(
+        "characters before divergence",
+        lambda p: p["characters"]["mean"],
+        lambda p: p["characters"]["standard_error"],
+    ),
+}
+
+
+def transferred(policy: dict[str, Any]) -> float:
+    """Bytes per token: rows outside the newest page, and the key index."""
+    return policy["row_bytes_per_token"] + policy["index_bytes_per_token"]
+
+
+def draw(axes: Any, result: dict[str, Any]) -> None:
+    axis = AXES[result["task"]]
+    for number, policy in enumerate(result["policies"]):
+        marker = "os^vD*Pp<>hX8d"[number % 14]
+        axes.errorbar(
+            transferred(policy),
+            axis.value(policy),
+            yerr=axis.error(policy),
+            fmt=marker,
+            capsize=3,
+            label=policy["name"],
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes per decoded token: rows and key index")
+    axes.set_ylabel(axis.label)
+    axes.set_title(f"{result['task']}, {result['context']} tokens")
+    axes.grid(alpha=0.3)
+
+
+def plot(path: Path) -> None:
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    figure, all_axes = plt.subplots(1, len(results), figsize=(7 * len(results), 5), squeeze=False)
+    for axes, result in zip(all_axes[0], results):
+        draw(axes, result)
+    all_axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    figure.tight_layout()
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=110)
+        print(path.with_suffix(suffix))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+")
+    for path in parser.parse_args().files:
+        plot(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`sluice eval` and `sluice calibrate` as a user runs them: real model, short contexts."""
+
+import json
+import shutil
+import tempfile
+import unittest
+from pathlib import Path
+
+from command import MODEL, ROOT, sluice
+
+BOOK = ROOT / "data" / "war-and-peace.txt"
+
+
+def evaluate(*arguments):
+    return sluice("eval", "--model", MODEL, "--text", BOOK, *arguments)
+
+
+class Eval(unittest.TestCase):
+    def test_policies_are_told_apart(self):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            done = evaluate(
+                "--length", 2000, "--rounds", 2, "--needles", 6, "--tokens", 64,
+                "--task", "needle", "--task", "agreement",
+                "--policy", "select=int4 prune=top_k(1/1)", "--policy", "streaming recent=128",
+                "--json", report,
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            needle, agreement = json.loads(report.read_text())["results"]
+        dense, complete, streaming = needle["policies"]
+        self.assertGreaterEqual(dense["recall"]["mean"], 0.7)
+        self.assertEqual(complete["recall"]["mean"], dense["recall"]["mean"])
+        self.assertLess(streaming["recall"]["mean"], dense["recall"]["mean"] - 0.3)
+        self.assertLess(streaming["selected_rows"], 160)
+        dense, complete, streaming = agreement["policies"]
+        self.assertEqual(dense["kl"], 0)
+        self.assertLess(complete["kl"], 1e-3)
+        self.assertGreater(streaming["kl"], complete["kl"])
+        self.assertEqual(dense["index_bytes_per_token"], 0)
+        self.assertGreater(complete["index_bytes_per_token"], 0)
+        self.assertIn("needle at 2000 tokens, 12 probes per policy", done.stdout)
+
+    def test_repetition_counts_characters(self):
+        done = evaluate(
+            "--length", 1500, "--rounds", 1, "--needles", 4, "--tokens", 32,
+            "--task", "repetition", "--policy", "streaming recent=64", "--json", "-",
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        result = json.loads(done.stdout[done.stdout.index("{\n") :])["results"][0]
+        dense, streaming = (policy["characters"]["mean"] for policy in result["policies"])
+        self.assertGreater(dense, streaming)
+
+    def test_bad_input(self):
+        for arguments, code, words in [
+            (("--policy", "sparq prune=top_p(2)"), 2, "above 0 and up to 1"),
+            (("--policy", "sparq(r=99)"), 2, "sparq(r=99)"),
+            (("--policy", "select=sparq(r=99) prune=top_k(4)"), 2, "head_dim"),
+            (("--policy", "tidaldecode anchors=2,40"), 2, "anchors"),
+            (("--policy", "select=int4 prune=top_k(0)"), 2, "top_k"),
+            (("--task", "poetry"), 2, "poetry"),
+            (("--length", 4), 2, "--length"),
+            (("--length", 4000000), 7, "give a longer text"),
+            (("--rounds", 0), 2, "--rounds"),
+            (("--needles", 99), 2, "--needles"),
+            (("--json", "/nowhere/report.json", "--length", 300, "--rounds", 1, "--needles", 1,
+              "--policy", "streaming"), 9, "/nowhere/report.json"),
+        ]:  # fmt: skip
+            with self.subTest(arguments):
+                done = evaluate(*arguments)
+                self.assertEqual(done.returncode, code, done.stderr)
+                self.assertIn(words, done.stderr)
+                self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        done = sluice("eval", "--model", MODEL, "--text", "/nowhere.txt")
+        self.assertEqual(done.returncode, 3, done.stderr)
+
+
+class Calibrate(unittest.TestCase):
+    def test_finds_and_stores_the_layers(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / "model"
+            model.mkdir()
+            for file in ("config.json", "tokenizer.json", "model.safetensors"):
+                shutil.copy(Path(MODEL) / file, model / file)
+            done = sluice(
+                "calibrate", "--model", model, "--text", BOOK, "--length", 1200,
+                "--rounds", 1, "--needles", 4, "--budget", 32,
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            stored = json.loads((model / "sluice.json").read_text())["policies"]["tidaldecode"]
+            self.assertIn("anchors=2,", stored)
+            self.assertIn(stored, done.stdout)
+            info = sluice(
+                "generate", "--model", model, "--prompt", "Well", "-n", 2, "--policy", "tidaldecode"
+            )
+            self.assertIn(stored, info.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
