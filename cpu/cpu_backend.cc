@@ -150,8 +150,6 @@ void CpuBackend::estimate(const EstimateParams& params) { cpu::estimate(params, 
 
 void CpuBackend::select(const SelectParams& params) { cpu::select(params, threads_); }
 
-void CpuBackend::kept_weight(const KeptWeightParams& params) { cpu::kept_weight(params); }
-
 void CpuBackend::attend_selected(const AttendSelectedParams& params) {
   cpu::attend_selected(params, threads_);
 }

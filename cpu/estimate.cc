@@ -46,7 +46,8 @@ class HeadScan {
       page_to(page, [&](int g) { return scratch.data() + g * kPageTokens; });
       for (; i < count && at[i] / kPageTokens == page; ++i) {
         for (int g = 0; g < group_; ++g) {
-          logits(g)[i] = scratch[static_cast<std::size_t>(g * kPageTokens + at[i] % kPageTokens)];
+          logits(g)[i] = scratch[static_cast<std::size_t>(g) * kPageTokens +
+                                 static_cast<std::size_t>(at[i] % kPageTokens)];
         }
       }
     }

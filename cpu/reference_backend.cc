@@ -69,10 +69,6 @@ void ReferenceBackend::estimate(const EstimateParams& params) { reference::estim
 
 void ReferenceBackend::select(const SelectParams& params) { reference::select(params); }
 
-void ReferenceBackend::kept_weight(const KeptWeightParams& params) {
-  reference::kept_weight(params);
-}
-
 void ReferenceBackend::attend_selected(const AttendSelectedParams& params) {
   reference::attend_selected(params);
 }

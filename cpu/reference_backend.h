@@ -37,7 +37,6 @@ class ReferenceBackend : public Backend {
   void build_index(const BuildIndexParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
-  void kept_weight(const KeptWeightParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;

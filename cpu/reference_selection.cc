@@ -305,8 +305,10 @@ void select_head(const SelectParams& p, int head) {
   }
   result.pages = static_cast<std::int32_t>(pages.size());
   for (int g = 0; g < p.shape.group(); ++g) {
-    p.alpha[head * p.shape.group() + g] =
-        static_cast<float>(std::min(alpha[static_cast<std::size_t>(g)], 1.0));
+    const int query_head = head * p.shape.group() + g;
+    const double share = p.share != nullptr ? static_cast<double>(p.share[query_head]) : 1.0;
+    p.alpha[query_head] =
+        static_cast<float>(std::min(alpha[static_cast<std::size_t>(g)], 1.0) * share);
   }
 }
 
@@ -351,19 +353,6 @@ void estimate(const EstimateParams& p) {
 
 void select(const SelectParams& p) {
   for (int head = 0; head < p.shape.kv_heads; ++head) select_head(p, head);
-}
-
-void kept_weight(const KeptWeightParams& p) {
-  for (int head = 0; head < p.shape.query_heads; ++head) {
-    const int kv_head = head / p.shape.group();
-    const float* const weights = p.weights + head * p.stride;
-    const std::int32_t* const at = p.selected.positions + kv_head * p.selected.capacity;
-    double sum = std::accumulate(weights + p.end, weights + p.count, 0.0);
-    for (std::int32_t i = 0; i < p.selected.heads[kv_head].count; ++i) {
-      sum += static_cast<double>(weights[at[i]]);
-    }
-    p.alpha[head] = static_cast<float>(std::min(sum, 1.0));
-  }
 }
 
 void attend_selected(const AttendSelectedParams& p) {

@@ -182,7 +182,9 @@ class HeadChoice {
     for (int g = 0; g < p_.shape.group(); ++g) {
       double& sum = alpha[static_cast<std::size_t>(g)];
       for (std::int64_t i = count_; i < total_; ++i) sum += static_cast<double>(row(g)[i]);
-      p_.alpha[head_ * p_.shape.group() + g] = static_cast<float>(std::min(sum, 1.0));
+      const std::int64_t query_head = head_ * p_.shape.group() + g;
+      const double share = p_.share != nullptr ? static_cast<double>(p_.share[query_head]) : 1.0;
+      p_.alpha[query_head] = static_cast<float>(std::min(sum, 1.0) * share);
     }
   }
 
@@ -240,20 +242,6 @@ void select(const SelectParams& p, Threads& threads) {
   threads.for_each(
       p.shape.kv_heads, [&](std::int64_t head) { HeadChoice(p, head).run(); },
       longest * p.shape.query_heads * static_cast<std::int64_t>(sizeof(float)));
-}
-
-void kept_weight(const KeptWeightParams& p) {
-  const int group = p.shape.group();
-  for (int head = 0; head < p.shape.query_heads; ++head) {
-    const float* const weights = p.weights + head * p.stride;
-    const std::int32_t* const at = p.selected.positions + head / group * p.selected.capacity;
-    double sum = 0.0;
-    for (std::int32_t i = 0; i < p.selected.heads[head / group].count; ++i) {
-      sum += static_cast<double>(weights[at[i]]);
-    }
-    for (std::int64_t i = p.end; i < p.count; ++i) sum += static_cast<double>(weights[i]);
-    p.alpha[head] = static_cast<float>(std::min(sum, 1.0));
-  }
 }
 
 }  // namespace sluice::cpu

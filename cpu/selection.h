@@ -14,7 +14,6 @@ namespace sluice::cpu {
 // The operations of Backend with the same names; every pointer is host memory.
 void estimate(const EstimateParams& params, Threads& threads);
 void select(const SelectParams& params, Threads& threads);
-void kept_weight(const KeptWeightParams& params);
 void attend_selected(const AttendSelectedParams& params, Threads& threads);
 void column_sums(const ColumnSumsParams& params, Threads& threads);
 void sum_values(const SumValuesParams& params);

@@ -187,7 +187,6 @@ class Backend {
   virtual void build_index(const BuildIndexParams& params) = 0;
   virtual void estimate(const EstimateParams& params) = 0;
   virtual void select(const SelectParams& params) = 0;
-  virtual void kept_weight(const KeptWeightParams& params) = 0;
   virtual void attend_selected(const AttendSelectedParams& params) = 0;
   virtual void column_sums(const ColumnSumsParams& params) = 0;
   virtual void sum_values(const SumValuesParams& params) = 0;

@@ -119,7 +119,8 @@ struct EstimateParams {
 // unfinished page) are never emitted, for they are attended anyway, but they take part in the
 // softmax and their weight counts as kept. top_k keeps k positions, the always kept included; ties
 // go to the older. top_p keeps per query head the fewest whose weight, with what is always kept,
-// reaches p, then their union; if that exceeds `cap`, the heaviest of them by summed weight.
+// reaches p, then their union; if that exceeds `cap`, the heaviest of them by summed weight. alpha
+// is the kept part of the estimated tokens' weight, times their share of all.
 struct SelectParams {
   KvShape shape;
   float* logits = nullptr;  // [query_heads, stride]
@@ -136,18 +137,10 @@ struct SelectParams {
   std::int64_t recent_first = 0;
   const std::uint8_t* eligible = nullptr;  // [end]: 0 leaves a position out; null: all are in
   SelectionView selected;
+  // Host-visible [query_heads] or null: the weight that the candidates and the tail carry among all
+  // tokens, by whatever proposed them.
+  const float* share = nullptr;
   float* alpha = nullptr;  // host-visible [query_heads]: weight kept, the tail's included
-};
-
-// The weight that `selected` and the positions from `end` on carry among `weights`.
-struct KeptWeightParams {
-  KvShape shape;
-  const float* weights = nullptr;  // [query_heads, stride], from a SelectParams without candidates
-  std::int64_t stride = 0;
-  std::int64_t count = 0;
-  std::int64_t end = 0;
-  SelectionView selected;
-  float* alpha = nullptr;  // host-visible [query_heads]
 };
 
 // Where the rows of one KV head are found by position.

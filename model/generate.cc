@@ -35,10 +35,13 @@ class TextStream {
     return stop_.stopped();
   }
 
-  void finish() {
-    if (stop_.stopped()) return;
+  // What is left of an unfinished character may complete a stop string, too; true if it does.
+  bool finish() {
+    if (stop_.stopped()) return false;
     emit(stop_.push(decoder_.finish()));
+    if (stop_.stopped()) return true;
     emit(stop_.finish());
+    return false;
   }
 
  private:
@@ -140,7 +143,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     logits = session.decode(id);
     ++timings.decode_tokens;
   }
-  stream.finish();
+  if (stream.finish()) result.reason = FinishReason::stop_string;
   timings.decode_seconds = total.seconds() - timings.first_token_seconds;
   return result;
 }

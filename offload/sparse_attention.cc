@@ -39,6 +39,8 @@ SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Ti
   const std::size_t heads = count_of(shape.layers, layout.batch, shape.kv_heads);
   candidate_heads_ = allocate(Tier::host, heads, sizeof(HeadSelection));
   heads_ = allocate(Tier::host, heads, sizeof(HeadSelection));
+  share_ =
+      allocate(Tier::host, count_of(shape.layers, layout.batch, shape.query_heads), sizeof(float));
   alpha_ =
       allocate(Tier::host, count_of(shape.layers, layout.batch, shape.query_heads), sizeof(float));
 }
@@ -63,6 +65,10 @@ SelectionView SparseAttention::candidates(int layer, std::int64_t token) const {
   auto* const heads = reinterpret_cast<HeadSelection*>(candidate_heads_.data()) +
                       (layer * layout_.batch + token) * layout_.shape.kv_heads;
   return {reinterpret_cast<std::int32_t*>(candidates_.data()), layout_.candidates, heads};
+}
+
+float* SparseAttention::share(int layer, std::int64_t token) const {
+  return share_.floats() + (layer * layout_.batch + token) * layout_.shape.query_heads;
 }
 
 float* SparseAttention::alpha(int layer, std::int64_t token) const {
@@ -213,12 +219,11 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
   select.sinks = std::min(policy.sinks, token.tail_first());
   select.recent_first = token.count() - policy.recent;
   select.selected = candidates(token.layer, token.index);
-  select.alpha = alpha(token.layer, token.index);
+  select.alpha = share(token.layer, token.index);
   backend_->select(select);
 }
 
 // Estimates the candidates with every channel of the index and keeps what the policy is after.
-// alpha stays the proposer's, which has seen every token.
 void SparseAttention::rescore(const Policy& policy, const Token& token, KvStore& store) {
   const SelectionView candidates = this->candidates(token.layer, token.index);
   EstimateParams estimate;
@@ -242,11 +247,9 @@ void SparseAttention::rescore(const Policy& policy, const Token& token, KvStore&
   select.candidates = &candidates;
   select.tail = token.tail();
   select.selected = selection(token.layer, token.index);
-  prune(policy, token, select);
   // Bounds are no weights: what a base of bounds left out stays unknown.
-  if (policy.select == Selector::quest) return;
-  backend_->kept_weight({layout_.shape, logits_.floats(), layout_.logit_stride(), token.count(),
-                         token.tail_first(), select.selected, alpha(token.layer, token.index)});
+  if (policy.select != Selector::quest) select.share = share(token.layer, token.index);
+  prune(policy, token, select);
 }
 
 void SparseAttention::prune(const Policy& policy, const Token& token, SelectParams params) {

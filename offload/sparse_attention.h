@@ -70,6 +70,7 @@ class SparseAttention {
   std::vector<RowSpan> all_rows(const Token& token, KvStore& store, std::int64_t count) const;
   SelectionView selection(int layer, std::int64_t token) const;
   SelectionView candidates(int layer, std::int64_t token) const;
+  float* share(int layer, std::int64_t token) const;
   float* alpha(int layer, std::int64_t token) const;
   // What one layer's tokens did, per cause; summed over tokens and KV heads.
   struct Count {
@@ -92,6 +93,7 @@ class SparseAttention {
   Buffer candidates_;        // [kv_heads, candidates]
   Buffer candidate_heads_;   // host-visible [layers, batch, kv_heads]
   Buffer heads_;             // host-visible [layers, batch, kv_heads]
+  Buffer share_;             // host-visible [layers, batch, query_heads], of the candidates
   Buffer alpha_;             // host-visible [layers, batch, query_heads]
   Buffer arena_;             // [kv_heads, arena_rows, row_bytes]
   int latest_ = -1;          // the layer that selected last in this step

@@ -92,6 +92,37 @@ std::string memory_table(const MemoryUse& memory) {
          ", host rows, weights and activations peak " + format_bytes(memory.host_peak) + "\n";
 }
 
+// What the last decoded token chose, layer by layer; empty if every layer was dense.
+nlohmann::json selection_json(const StepSelection& selection) {
+  nlohmann::json layers = nlohmann::json::array();
+  for (const LayerSelection& layer : selection) {
+    layers.push_back({{"layer", layer.layer},
+                      {"follower", layer.follower},
+                      {"attended_rows", layer.attended},
+                      {"selected_rows", layer.selected},
+                      {"alpha", layer.alpha},
+                      {"smallest_alpha", layer.smallest_alpha},
+                      {"cut_heads", layer.cut}});
+  }
+  return layers;
+}
+
+// One line about it for people.
+std::string selection_line(const StepSelection& selection, std::int64_t length) {
+  if (selection.empty()) return "";
+  double rows = 0.0;
+  double alpha = 0.0;
+  for (const LayerSelection& layer : selection) {
+    rows += layer.attended / static_cast<double>(selection.size());
+    alpha += layer.alpha / static_cast<double>(selection.size());
+  }
+  std::array<char, 160> text{};
+  std::snprintf(text.data(), text.size(),
+                "policy   last token: %.0f of %lld rows per KV head in %zu layers, alpha %.3f\n",
+                rows, static_cast<long long>(length), selection.size(), alpha);
+  return text.data();
+}
+
 std::string report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
                         const Plan& plan, const GenerateResult& result) {
   const Timings& t = result.timings;
@@ -114,6 +145,7 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
       {"memory",
        {{"device_peak_bytes", memory.device_peak}, {"host_peak_bytes", memory.host_peak}}},
       {"policy", to_string(session.policy())},
+      {"selection", selection_json(session.selection())},
       {"plan", nlohmann::json::parse(plan.to_json())},
       {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
   return root.dump(2) + "\n";
@@ -185,7 +217,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   const GenerateResult result = run_model(flags, engine, session, prompt);
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
-    print_error("\n" + timing_table(result.timings) + memory_table(engine.memory()) + "\n" +
+    print_error("\n" + timing_table(result.timings) + memory_table(engine.memory()) +
+                selection_line(session.selection(), session.length()) + "\n" +
                 session.ledger().to_table());
   }
   if (!flags.json.empty()) {
