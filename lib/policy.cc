@@ -128,11 +128,17 @@ void check_corrections(const Policy& policy) {
           "correct has nothing to correct with select=dense, which takes correct=never only");
 }
 
-void check_prefill(const SparsePrefill& prefill) {
+void check_prefill(const Policy& policy) {
+  const SparsePrefill& prefill = policy.prefill;
   require(prefill.tau >= 0.0 && prefill.tau <= 1.0,
           "the share of prefill=zipvl has to be from 0 to 1");
   require(!prefill.evict || prefill.tau > 0.0,
           "prefill=zipvl evicts what is not important; its share has to be above 0 and up to 1");
+  require(!prefill.evict || policy.anchors.empty(),
+          "every layer evicts tokens of its own, so none can follow another: evict takes "
+          "anchors=none");
+  require(!prefill.evict || policy.correct == 0,
+          "a correction attends to every token, evicted ones, too: evict takes correct=never");
 }
 
 void check_fits(const std::string& key, const std::vector<int>& layers, int count) {
@@ -167,7 +173,7 @@ void validate(const Policy& policy) {
   check_candidates(policy);
   check_layers(policy);
   check_corrections(policy);
-  check_prefill(policy.prefill);
+  check_prefill(policy);
 }
 
 void validate(const Policy& policy, const KvShape& shape) {

@@ -13,34 +13,42 @@ namespace {
 
 constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 20;
 
+[[noreturn]] void throw_unusable(const std::filesystem::path& path, const std::string& why) {
+  throw Error(ErrorCode::corrupt,
+              path.string() + ": " + why + "; run `sluice calibrate` again or delete the file");
+}
+
 nlohmann::json read_calibration(const std::filesystem::path& path) {
   if (!file_exists(path)) return nlohmann::json::object();
-  nlohmann::json root = read_json_file(path, kMaxBytes);
+  nlohmann::json root;
+  try {
+    root = read_json_file(path, kMaxBytes);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::corrupt) throw;
+    throw_unusable(path, "not JSON");
+  }
   const bool valid =
       root.is_object() && root.value("policies", nlohmann::json::object()).is_object();
-  if (!valid) {
-    throw Error(ErrorCode::corrupt, path.string() +
-                                        ": not a calibration; run `sluice calibrate` again or "
-                                        "delete the file");
-  }
+  if (!valid) throw_unusable(path, "not a calibration");
   return root;
 }
 
 }  // namespace
 
-std::optional<std::string> calibrated_policy(const std::filesystem::path& model,
-                                             std::string_view name) {
+std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name) {
   const std::filesystem::path path = model / kCalibrationFile;
   const nlohmann::json root = read_calibration(path);
   const auto policies = root.find("policies");
   if (policies == root.end()) return std::nullopt;
-  const auto policy = policies->find(std::string(name));
-  if (policy == policies->end()) return std::nullopt;
-  if (!policy->is_string()) {
-    throw Error(ErrorCode::corrupt, path.string() + ": the policy of " + in_quotes(name) +
-                                        " is not a string; run `sluice calibrate` again");
+  const auto line = policies->find(std::string(name));
+  if (line == policies->end()) return std::nullopt;
+  if (!line->is_string())
+    throw_unusable(path, "the policy of " + in_quotes(name) + " is no string");
+  try {
+    return parse_policy(line->get<std::string>());
+  } catch (const Error& error) {
+    throw_unusable(path, error.what());
   }
-  return policy->get<std::string>();
 }
 
 void store_calibration(const std::filesystem::path& model, std::string_view name,

@@ -4,8 +4,9 @@
 
 #include <filesystem>
 #include <optional>
-#include <string>
 #include <string_view>
+
+#include "sluice/policy.h"
 
 namespace sluice {
 
@@ -13,7 +14,6 @@ inline constexpr std::string_view kCalibrationFile = "sluice.json";
 
 // The policy stored for preset `name`, or nothing. Throws Error{corrupt} naming the file if it
 // cannot be understood.
-std::optional<std::string> calibrated_policy(const std::filesystem::path& model,
-                                             std::string_view name);
+std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name);
 
 }  // namespace sluice

@@ -215,13 +215,14 @@ std::vector<TokenId> Engine::encode_prompt(std::string_view text) const {
 }
 
 Policy Engine::policy(std::string_view text) const {
+  text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
   const std::string_view name = text.substr(0, text.find(' '));
   const bool preset = std::any_of(presets().begin(), presets().end(),
                                   [&](const Preset& p) { return p.name == name; });
   if (!preset) return parse_policy(text);
-  const std::optional<std::string> own = calibrated_policy(impl_->config.model, name);
+  const std::optional<Policy> own = calibrated_policy(impl_->config.model, name);
   if (!own) return parse_policy(text);
-  return change_policy(parse_policy(*own), text.substr(name.size()));
+  return change_policy(*own, text.substr(name.size()));
 }
 
 Plan Engine::plan(const SessionOptions& options) const {

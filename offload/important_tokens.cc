@@ -17,6 +17,9 @@ constexpr std::int64_t kRandomProbes = 64;
 constexpr std::int64_t kProbes = kNewestProbes + kRandomProbes;
 // Keys per KV head attended at a time: enough for a block of queries to be worth the gather.
 constexpr std::int64_t kArenaRows = 1024;
+// Tokens that demoted prompts attend to at once, from positions that do not depend on the size of
+// the pieces in which a prompt comes: so neither does the result.
+constexpr std::int64_t kBlock = 512;
 constexpr std::uint64_t kSeed = 20241011;
 
 std::size_t bytes_of(std::int64_t count, std::size_t size) {
@@ -40,8 +43,8 @@ std::int64_t count_for(const std::vector<float>& sums, double tau) {
 }  // namespace
 
 ImportantTokens::ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context,
-                                 std::int64_t chunk, Tier tier)
-    : backend_(&backend), shape_(shape), context_(context), chunk_(chunk), tier_(tier) {
+                                 Tier tier)
+    : backend_(&backend), shape_(shape), context_(context), tier_(tier) {
   const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
   const auto allocate = [&](Tier where, std::int64_t count, std::size_t size) {
     return backend.allocate(where, bytes_of(count, size));
@@ -50,19 +53,22 @@ ImportantTokens::ImportantTokens(Backend& backend, const KvShape& shape, std::in
   sums_ = allocate(Tier::host, context, sizeof(float));
   positions_ = allocate(tier, shape.kv_heads * context, sizeof(std::int32_t));
   heads_ = allocate(Tier::host, shape.kv_heads, sizeof(HeadSelection));
-  queries_ = allocate(tier, chunk * width, sizeof(float));
-  out_ = allocate(tier, chunk * width, sizeof(float));
-  lse_ = allocate(tier, chunk * shape.query_heads, sizeof(float));
+  queries_ = allocate(tier, kBlock * width, sizeof(float));
+  out_ = allocate(tier, kBlock * width, sizeof(float));
+  lse_ = allocate(tier, kBlock * shape.query_heads, sizeof(float));
   arena_ = allocate(tier, shape.kv_heads * kArenaRows, shape.row_bytes());
   zeros_ = allocate(tier, width, sizeof(float));
   masks_ = allocate(tier, shape.layers * context, 1);
   std::fill_n(masks_.data(), masks_.bytes(), std::byte{1});
 }
 
-std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t context,
-                                          std::int64_t chunk) {
+std::uint64_t ImportantTokens::host_bytes(const KvShape& shape, std::int64_t context) {
+  return bytes_of(context, sizeof(float)) + bytes_of(shape.kv_heads, sizeof(HeadSelection));
+}
+
+std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t context) {
   const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
-  return bytes_of((kProbes + 2 * chunk + 1) * width + chunk * shape.query_heads, sizeof(float)) +
+  return bytes_of((kProbes + 2 * kBlock + 1) * width + kBlock * shape.query_heads, sizeof(float)) +
          bytes_of(shape.kv_heads * context, sizeof(std::int32_t)) +
          bytes_of(shape.kv_heads * kArenaRows, shape.row_bytes()) +
          bytes_of(shape.layers * context, 1);
@@ -170,28 +176,30 @@ void ImportantTokens::choose(int layer, const SparsePrefill& how, KvStore& store
   std::copy(important_.begin(), important_.end(), mask(layer) + prompt_.first);
 }
 
-// Attention of all tokens of a piece to the important tokens before it and to the piece itself.
-ImportantTokens::Part ImportantTokens::whole_piece(const StepRange& piece) const {
+// All tokens of a (part of a) block: attention to the important tokens before the block, and to the
+// block.
+ImportantTokens::Part ImportantTokens::whole_block(const StepRange& block) const {
   Part part;
-  const auto before = std::lower_bound(keys_.begin(), keys_.end(), piece.first);
+  const std::int64_t begin = std::max(prompt_.first, block.first / kBlock * kBlock);
+  const auto before = std::lower_bound(keys_.begin(), keys_.end(), begin);
   part.keys.assign(keys_.begin(), before);
-  part.first_query = static_cast<std::int64_t>(part.keys.size());
-  for (std::int64_t t = piece.first; t < piece.end(); ++t) {
+  part.first_query = static_cast<std::int64_t>(part.keys.size()) + block.first - begin;
+  for (std::int64_t t = begin; t < block.end(); ++t) {
     part.keys.push_back(static_cast<std::int32_t>(t));
-    part.queries.push_back(t - piece.first);
+    if (t >= block.first) part.queries.push_back(t - block.first);
   }
   return part;
 }
 
-// Attention among important tokens only: those of the piece follow each other among the keys, as
+// Attention among important tokens only: those of the block follow each other among the keys, as
 // the causal mask wants.
-ImportantTokens::Part ImportantTokens::important_part(const StepRange& piece) const {
+ImportantTokens::Part ImportantTokens::important_part(const StepRange& block) const {
   Part part;
-  const auto before = std::lower_bound(keys_.begin(), keys_.end(), piece.first);
-  const auto end = std::lower_bound(before, keys_.end(), piece.end());
+  const auto before = std::lower_bound(keys_.begin(), keys_.end(), block.first);
+  const auto end = std::lower_bound(before, keys_.end(), block.end());
   part.keys.assign(keys_.begin(), end);
   part.first_query = before - keys_.begin();
-  for (auto key = before; key != end; ++key) part.queries.push_back(*key - piece.first);
+  for (auto key = before; key != end; ++key) part.queries.push_back(*key - block.first);
   return part;
 }
 
@@ -211,13 +219,13 @@ SelectionView ImportantTokens::put_keys(const std::vector<std::int32_t>& keys) {
 }
 
 // Queries of the part into one run, and its outputs back to their places; zero for the rest.
-void ImportantTokens::copy_queries(const Part& part, const StepRange& piece,
+void ImportantTokens::copy_queries(const Part& part, const StepRange& block,
                                    const Queries& queries) {
   const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
   const std::size_t bytes = bytes_of(width, sizeof(float));
   std::vector<CopyOp> in;
   out_ops_.clear();
-  for (std::int64_t i = 0; i < piece.tokens; ++i) {
+  for (std::int64_t i = 0; i < block.tokens; ++i) {
     out_ops_.push_back(
         {reinterpret_cast<std::byte*>(queries.out + i * width), zeros_.data(), bytes});
   }
@@ -232,8 +240,22 @@ void ImportantTokens::copy_queries(const Part& part, const StepRange& piece,
 
 void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRange& piece,
                              const Queries& queries, KvStore& store, Ledger& ledger) {
-  const Part part = how.evict ? important_part(piece) : whole_piece(piece);
-  copy_queries(part, piece, queries);
+  const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
+  for (std::int64_t first = piece.first; first < piece.end();) {
+    const std::int64_t end = std::min(piece.end(), (first / kBlock + 1) * kBlock);
+    const StepRange block = {first, end - first};
+    Queries own = queries;
+    own.q += (first - piece.first) * queries.stride;
+    own.out += (first - piece.first) * width;
+    attend_block(layer, how.evict ? important_part(block) : whole_block(block), block, own, store,
+                 ledger);
+    first = end;
+  }
+}
+
+void ImportantTokens::attend_block(int layer, const Part& part, const StepRange& block,
+                                   const Queries& queries, KvStore& store, Ledger& ledger) {
+  copy_queries(part, block, queries);
   if (!part.queries.empty()) {
     std::vector<RowSource> sources;
     for (int head = 0; head < shape_.kv_heads; ++head) sources.push_back(store.source(layer, head));
@@ -247,7 +269,7 @@ void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRang
     params.rows = sources;
     params.arena = arena_.data();
     params.arena_rows = kArenaRows;
-    params.scale = attend_params(shape_, piece, queries).scale;
+    params.scale = attend_params(shape_, block, queries).scale;
     params.out = out_.floats();
     params.lse = lse_.floats();
     backend_->attend_selected(params);

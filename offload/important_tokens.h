@@ -15,11 +15,11 @@ namespace sluice {
 
 class ImportantTokens {
  public:
-  // Work space for prompts of up to `context` tokens in pieces of `chunk`, in `tier`.
-  ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context, std::int64_t chunk,
-                  Tier tier);
+  // Work space for prompts of up to `context` tokens, in `tier`.
+  ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context, Tier tier);
 
-  static std::uint64_t work_bytes(const KvShape& shape, std::int64_t context, std::int64_t chunk);
+  static std::uint64_t work_bytes(const KvShape& shape, std::int64_t context);
+  static std::uint64_t host_bytes(const KvShape& shape, std::int64_t context);
 
   // A prompt after `prompt.first` earlier tokens. Probes are its 64 newest tokens and 64 others,
   // the same ones in every layer and run.
@@ -31,10 +31,10 @@ class ImportantTokens {
   // for what comes next hangs on them. With `evict` the others are never attended again.
   void choose(int layer, const SparsePrefill& how, KvStore& store);
   // Evicting, as the paper does: attention of the piece's important tokens to the important tokens
-  // up to them; the others' is zero. Demoting: attention of all tokens to the important ones before
-  // the piece and to the piece itself, because a token whose attention is zero in some layers has
-  // lost what later layers would find in it, and keeping its rows does not bring that back. What
-  // came before the prompt is attended in either case. Counts the rows read.
+  // up to them; the others' is zero. Demoting: attention of all tokens to their block of 512, up to
+  // themselves, and to the important tokens before it, because a token whose attention is zero in
+  // some layers has lost what later layers would find in it, and keeping its rows does not bring
+  // that back. What came before the prompt is attended in either case. Counts the rows read.
   void attend(int layer, const SparsePrefill& how, const StepRange& piece, const Queries& queries,
               KvStore& store, Ledger& ledger);
 
@@ -50,32 +50,33 @@ class ImportantTokens {
   // What a piece attends to: query token i of the part sees keys [0, first_query + i].
   struct Part {
     std::vector<std::int32_t> keys;     // positions, ascending
-    std::vector<std::int64_t> queries;  // in the piece
+    std::vector<std::int64_t> queries;  // in the block
     std::int64_t first_query = 0;
   };
-  Part whole_piece(const StepRange& piece) const;
-  Part important_part(const StepRange& piece) const;
+  Part whole_block(const StepRange& block) const;
+  Part important_part(const StepRange& block) const;
+  void attend_block(int layer, const Part& part, const StepRange& block, const Queries& queries,
+                    KvStore& store, Ledger& ledger);
   SelectionView put_keys(const std::vector<std::int32_t>& keys);
-  void copy_queries(const Part& part, const StepRange& piece, const Queries& queries);
+  void copy_queries(const Part& part, const StepRange& block, const Queries& queries);
 
   Backend* backend_;
   KvShape shape_;
   std::int64_t context_;
-  std::int64_t chunk_;
   Tier tier_;
   StepRange prompt_;
   std::vector<std::int64_t> probes_;     // positions, ascending
   std::vector<std::int32_t> keys_;       // positions that may be attended in this layer, ascending
   std::vector<std::uint8_t> important_;  // [prompt.tokens]
-  std::vector<CopyOp> out_ops_;          // of the piece being attended
+  std::vector<CopyOp> out_ops_;          // of the block being attended
   bool evicted_ = false;
   Buffer probe_queries_;  // [probes, query_heads, head_dim]
   Buffer sums_;           // host-visible [context]
   Buffer positions_;      // [kv_heads, context]
   Buffer heads_;          // host-visible [kv_heads]
-  Buffer queries_;        // [chunk, query_heads, head_dim]
+  Buffer queries_;        // [kBlock, query_heads, head_dim]
   Buffer out_;            // likewise
-  Buffer lse_;            // [chunk, query_heads]
+  Buffer lse_;            // [kBlock, query_heads]
   Buffer arena_;          // [kv_heads, kArenaRows, row_bytes]
   Buffer zeros_;          // [query_heads, head_dim]
   Buffer masks_;          // [layers, context], only for policies that evict

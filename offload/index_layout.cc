@@ -24,6 +24,12 @@ std::int64_t most_selected(const Policy& p, std::int64_t context) {
 
 }  // namespace
 
+std::int64_t candidates_of(const Policy& p, std::int64_t count) {
+  const Budget& kept = p.prune == Pruner::top_k ? p.k : p.cap;
+  const std::int64_t least = kept.limited() ? 2 * kept.of(count) : 0;
+  return std::min(count, std::max(p.candidates.of(count), least) + p.sinks + p.recent);
+}
+
 std::int64_t IndexLayout::logit_stride() const { return context; }
 
 std::int64_t IndexLayout::candidate_stride() const {
@@ -53,6 +59,16 @@ std::uint64_t IndexLayout::work_bytes() const {
          heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes();
 }
 
+std::uint64_t IndexLayout::host_bytes() const {
+  if (!selects()) return 0;
+  const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
+  std::uint64_t indexed = 0;
+  for (const LayerIndex& layer : layers) indexed += layer.tiles || layer.bounds ? 1 : 0;
+  const std::uint64_t steps = static_cast<std::uint64_t>(shape.layers * batch);
+  return indexed * heads * sizeof(std::int32_t) + 2 * steps * heads * sizeof(HeadSelection) +
+         2 * steps * static_cast<std::uint64_t>(shape.query_heads) * sizeof(float);
+}
+
 IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,
                        std::span<const Policy> policies) {
   IndexLayout layout;
@@ -73,7 +89,7 @@ IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t 
     layout.slots = std::max(layout.slots, policy.anchors.empty() ? std::int64_t{1} : batch);
     layout.selected = std::max(layout.selected, most_selected(policy, context));
     if (policy.candidates.limited()) {
-      layout.candidates = std::max(layout.candidates, policy.candidates.of(context));
+      layout.candidates = std::max(layout.candidates, candidates_of(policy, context));
     }
     if (reads_tiles(policy)) {
       if (bits != 0 && bits != policy.bits) {

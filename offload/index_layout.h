@@ -39,7 +39,13 @@ struct IndexLayout {
 
   std::uint64_t index_bytes() const;  // tiles, bounds and sums of all layers
   std::uint64_t work_bytes() const;   // logits, positions and the arena
+  std::uint64_t host_bytes() const;   // what the backend reports to the host
 };
+
+// Tokens that a policy's selector proposes among `count`: what it asks for, but at least twice what
+// the pruner may keep, so that short contexts leave something to choose from; and besides them what
+// is always kept.
+std::int64_t candidates_of(const Policy& policy, std::int64_t count);
 
 // A layout that serves every one of `policies`. Throws Error{usage} if one of them does not fit
 // the shape or if two of them want different bits per key.

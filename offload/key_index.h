@@ -26,7 +26,7 @@ class KeyIndex {
   // [kv_heads, head_dim], or null if the layer keeps none.
   const float* value_sums(int layer) const;
 
-  // Throws Error{internal} naming layer and KV head if a key was NaN or Inf.
+  // Throws Error{numeric} naming layer and KV head if a key was NaN or Inf.
   void check_keys() const;
 
  private:

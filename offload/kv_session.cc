@@ -20,8 +20,7 @@ KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Polic
   const Tier tier = plan.in_place ? Tier::host : Tier::device;
   if (layout.selects()) sparse_ = std::make_unique<SparseAttention>(backend, layout, tier);
   if (layout.zipvl) {
-    important_ =
-        std::make_unique<ImportantTokens>(backend, plan.shape, plan.context, plan.chunk, tier);
+    important_ = std::make_unique<ImportantTokens>(backend, plan.shape, plan.context, tier);
   }
 }
 

@@ -122,8 +122,9 @@ KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
   plan.decode_batch = decode_batch;
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.work_bytes();
-  if (layout.zipvl) plan.work_bytes += ImportantTokens::work_bytes(shape, context, plan.chunk);
-  plan.host_bytes = sizes.regions * host_region_bytes(shape, context);
+  if (layout.zipvl) plan.work_bytes += ImportantTokens::work_bytes(shape, context);
+  plan.host_bytes = sizes.regions * host_region_bytes(shape, context) + layout.host_bytes();
+  if (layout.zipvl) plan.host_bytes += ImportantTokens::host_bytes(shape, context);
   if (!device_cap && attends_host_rows) {
     plan.in_place = true;
     plan.host_bytes += plan.index_bytes + plan.work_bytes;
@@ -136,8 +137,10 @@ KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
     plan = widen(*streaming, sizes, cap);
   } else {
     const bool selects = needs_tails(plan);
-    const std::uint64_t least = sizes.total(
+    const std::uint64_t streamed = sizes.total(
         smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
+    const std::uint64_t least =
+        std::min(streamed, plan.index_bytes + plan.work_bytes + sizes.per_region(context));
     const std::string index = selects ? ", of which the policy's key index and work space take " +
                                             format_bytes(plan.index_bytes + plan.work_bytes) +
                                             "; --policy dense needs none"

@@ -215,7 +215,7 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
   select.shape = layout_.shape;
   select.end = token.tail_first();
   select.eligible = token.eligible;
-  select.k = policy.candidates.of(token.count());
+  select.k = candidates_of(policy, token.count());
   select.sinks = std::min(policy.sinks, token.tail_first());
   select.recent_first = token.count() - policy.recent;
   select.selected = candidates(token.layer, token.index);
@@ -337,7 +337,7 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
       count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
       entry.selected += static_cast<double>(chosen.count);
       entry.cut += chosen.cut;
-      if (layer != source) continue;
+      if (layer != source || policy.is_dense(layer)) continue;
       count.index += scanned(policy, position);
       if (!policy.candidates.limited()) continue;
       const HeadSelection& proposed = candidates(layer, i).heads[head];

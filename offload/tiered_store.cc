@@ -96,8 +96,10 @@ void TieredStore::rewind(std::int64_t length, Ledger& ledger) {
 
 TieredStore::Landing TieredStore::landing(const StepRange& step) const {
   if (step.end() <= plan_.resident_tokens) return {Place::resident, 0};
-  if (step.first < plan_.resident_tokens || !plan_.tails) return {Place::window, step.first};
+  if (!plan_.tails) return {Place::window, step.first};
+  // Resident rows end where a page does, so the page where the step begins is whole in one place.
   const std::int64_t page = step.first / kPageTokens * kPageTokens;
+  if (step.first < plan_.resident_tokens) return {Place::window, page};
   return {step.end() <= page + kPageTokens ? Place::tail : Place::window, page};
 }
 
@@ -147,7 +149,9 @@ void TieredStore::append(int layer, const StepRange& step, const NewRows& rows, 
     return [this, where, layer, offset](int head) { return place(where, layer, head, offset); };
   };
   if (landing.place == Place::window) {
-    copy_heads(Stream::compute, before, at(Place::window, 0), at(Place::tail, 0));
+    const bool resident = landing.first < plan_.resident_tokens;
+    copy_heads(Stream::compute, before, at(Place::window, 0),
+               resident ? at(Place::resident, landing.first) : at(Place::tail, 0));
   }
   std::vector<std::byte*> to;
   for (int head = 0; head < plan_.shape.kv_heads; ++head) {
@@ -165,7 +169,7 @@ void TieredStore::append(int layer, const StepRange& step, const NewRows& rows, 
   if (landing.place != Place::window) return;
   if (step.first < plan_.resident_tokens) {
     copy_heads(Stream::compute, plan_.resident_tokens - step.first, at(Place::resident, step.first),
-               at(Place::window, 0));
+               at(Place::window, before));
   }
   if (plan_.tails) {
     const std::int64_t page = step.end() / kPageTokens * kPageTokens;

@@ -34,6 +34,7 @@ struct CalibrateFlags {
 struct Candidate {
   std::vector<int> anchors;
   std::vector<Score> scores;  // [budgets]
+  double probes = 0.0;
 
   double recall() const {
     double sum = 0.0;
@@ -52,14 +53,34 @@ bool better(const Candidate& a, const Candidate& b) {
   return a.recall() != b.recall() ? a.recall() > b.recall() : a.nll() < b.nll();
 }
 
+// The fewest layers whose recall is within the error of the best, for every one of them scans the
+// whole index; among these the best.
+Candidate choose(const std::vector<Candidate>& candidates) {
+  const Candidate& best = *std::min_element(candidates.begin(), candidates.end(), better);
+  double error = 0.0;
+  for (const Score& score : best.scores) error += score.recall.error;
+  // Of needles that were all found, one might as well not have been.
+  error = std::max(error, static_cast<double>(best.scores.size()) / best.probes);
+  const Candidate* chosen = &best;
+  for (const Candidate& candidate : candidates) {
+    if (candidate.recall() < best.recall() - error) continue;
+    const std::size_t layers = candidate.anchors.size();
+    const bool fewer = layers < chosen->anchors.size();
+    if (fewer || (layers == chosen->anchors.size() && better(candidate, *chosen))) {
+      chosen = &candidate;
+    }
+  }
+  return *chosen;
+}
+
 std::vector<Candidate> candidates_of(int layers) {
-  std::vector<Candidate> candidates = {{{kFirstAnchor}, {}}};
+  std::vector<Candidate> candidates = {{{kFirstAnchor}, {}, 0.0}};
   for (int second = kFirstAnchor + 1; second < layers; ++second) {
-    candidates.push_back({{kFirstAnchor, second}, {}});
+    candidates.push_back({{kFirstAnchor, second}, {}, 0.0});
   }
   for (int second = kFirstAnchor + 1; second < layers; ++second) {
     for (int third = second + 1; third < layers; ++third) {
-      candidates.push_back({{kFirstAnchor, second, third}, {}});
+      candidates.push_back({{kFirstAnchor, second, third}, {}, 0.0});
     }
   }
   return candidates;
@@ -113,7 +134,7 @@ std::string table_of(const std::vector<Candidate>& candidates, const Score& dens
   shown(2, candidates.size());
   constexpr std::size_t kBestPairs = 10;
   shown(3, kBestPairs);
-  return table + row_of({{}, std::vector<Score>(budgets.size(), dense)}) +
+  return table + row_of({{}, std::vector<Score>(budgets.size(), dense), 0.0}) +
          "(the last line is dense attention; of two re-selection layers the best ten are shown)\n";
 }
 
@@ -125,9 +146,7 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
   for (const std::int64_t budget : flags.budgets) {
     if (budget < 1) throw Error(ErrorCode::usage, "--budget must be at least 1");
   }
-  if (flags.options.rounds < 1 || flags.options.needles < 1 || flags.options.needles > 16) {
-    throw Error(ErrorCode::usage, "--rounds must be at least 1 and --needles 1 to 16");
-  }
+  validate(flags.options);
 }
 
 int run(const CalibrateFlags& flags) {
@@ -155,11 +174,12 @@ int run(const CalibrateFlags& flags) {
   std::size_t next = 1;
   for (Candidate& candidate : candidates) {
     for (std::size_t i = 0; i < flags.budgets.size(); ++i) {
+      candidate.probes = static_cast<double>(dense.probes.size());
       candidate.scores.push_back(score_of(result.policies[next++], dense));
     }
   }
   print(table_of(candidates, score_of(dense, dense), flags.budgets));
-  const Candidate best = *std::min_element(candidates.begin(), candidates.end(), better);
+  const Candidate best = choose(candidates);
   Policy policy = parse_policy("tidaldecode");
   policy.anchors = best.anchors;
   print("best: " + to_string(policy) + "\n");

@@ -40,17 +40,10 @@ Task parse_task(const std::string& name) {
 }
 
 void validate(const EvalFlags& flags) {
-  const auto require = [](bool holds, const char* message) {
-    if (!holds) throw Error(ErrorCode::usage, message);
-  };
-  require(flags.options.rounds >= 1 && flags.options.rounds <= 10000,
-          "--rounds must be 1 to 10000");
-  require(flags.options.needles >= 1 && flags.options.needles <= 16, "--needles must be 1 to 16");
-  require(flags.options.digits >= 1 && flags.options.digits <= 18, "--digits must be 1 to 18");
-  require(flags.options.tokens >= 1 && flags.options.tokens <= 65536,
-          "--tokens must be 1 to 65536");
+  TaskOptions options = flags.options;
   for (const std::int64_t length : flags.lengths) {
-    require(length >= 16 && length <= (std::int64_t{1} << 31), "--length must be 16 to 2147483648");
+    options.context = length;
+    validate(options);
   }
 }
 
@@ -103,7 +96,7 @@ int run(const EvalFlags& flags) {
                                {"digits", flags.options.digits},
                                {"tokens", flags.options.tokens},
                                {"results", results}};
-  write_report(flags.json, root.dump(2) + "\n");
+  write_report(flags.json, report_text(root));
   return 0;
 }
 

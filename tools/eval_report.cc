@@ -142,6 +142,7 @@ CostPerToken cost_per_token(const Cost& cost, const KvShape& shape) {
   result.row_bytes = result.selected_rows * regions * row;
   result.index_bytes = static_cast<double>(cost.index_bytes) / tokens;
   result.dense_bytes = static_cast<double>(cost.dense_rows) / tokens * heads * row;
+  result.alpha = 1.0;
   if (cost.alphas > 0) {
     result.alpha = cost.alpha / static_cast<double>(cost.alphas);
     result.cut_share = static_cast<double>(cost.cut) / static_cast<double>(cost.alphas) / heads;
@@ -156,13 +157,12 @@ std::string eval_table(const TaskResult& result, const KvShape& shape) {
   table +=
       format("%-14s %s  %9s %8s %11s %11s %6s\n", "policy", quality_header(result.task).c_str(),
              "rows/head", "1/dense", "rows B/tok", "index B/tok", "alpha");
+  const double dense = cost_per_token(result.policies.front().cost, shape).selected_rows;
   for (const PolicyResult& policy : result.policies) {
     const CostPerToken cost = cost_per_token(policy.cost, shape);
-    const double dense =
-        cost.dense_bytes / static_cast<double>(shape.row_bytes()) / shape.kv_heads / shape.layers;
     table += format("%-14s %s  %9.1f %8.1f %11s %11s %6.3f\n", policy.name.substr(0, 14).c_str(),
                     quality(result.task, score_of(policy, result.policies.front())).c_str(),
-                    cost.selected_rows, dense / std::max(cost.selected_rows, 1e-9),
+                    cost.selected_rows, dense / std::max(cost.selected_rows, 1.0),
                     format_bytes(static_cast<std::uint64_t>(cost.row_bytes)).c_str(),
                     format_bytes(static_cast<std::uint64_t>(cost.index_bytes)).c_str(), cost.alpha);
   }
@@ -174,26 +174,35 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
   for (const PolicyResult& policy : result.policies) {
     const Score s = score_of(policy, result.policies.front());
     const CostPerToken c = cost_per_token(policy.cost, shape);
-    policies.push_back({{"name", policy.name},
-                        {"policy", policy.policy},
-                        {"probes", policy.probes.size()},
-                        {"recall", json_of(s.recall)},
-                        {"recall_change", json_of(s.recall_change)},
-                        {"recall_by_depth", by_depth(policy)},
-                        {"nll", json_of(s.nll)},
-                        {"nll_change", json_of(s.nll_change)},
-                        {"perplexity", std::exp(s.nll.mean)},
-                        {"characters", json_of(s.characters)},
-                        {"characters_change", json_of(s.characters_change)},
-                        {"top1_agreement", s.top1_agreement},
-                        {"kl", s.kl},
-                        {"attended_rows", c.attended_rows},
-                        {"selected_rows", c.selected_rows},
-                        {"row_bytes_per_token", c.row_bytes},
-                        {"index_bytes_per_token", c.index_bytes},
-                        {"dense_bytes_per_token", c.dense_bytes},
-                        {"alpha", c.alpha},
-                        {"cut_share", c.cut_share}});
+    nlohmann::json entry = {{"name", policy.name},
+                            {"policy", policy.policy},
+                            {"probes", policy.probes.size()},
+                            {"attended_rows", c.attended_rows},
+                            {"selected_rows", c.selected_rows},
+                            {"row_bytes_per_token", c.row_bytes},
+                            {"index_bytes_per_token", c.index_bytes},
+                            {"dense_bytes_per_token", c.dense_bytes},
+                            {"alpha", c.alpha},
+                            {"cut_share", c.cut_share}};
+    switch (result.task) {
+      case Task::needle:
+        entry["recall"] = json_of(s.recall);
+        entry["recall_change"] = json_of(s.recall_change);
+        entry["recall_by_depth"] = by_depth(policy);
+        break;
+      case Task::perplexity:
+        entry["nll"] = json_of(s.nll);
+        entry["nll_change"] = json_of(s.nll_change);
+        entry["perplexity"] = std::exp(s.nll.mean);
+        entry["top1_agreement"] = s.top1_agreement;
+        entry["kl"] = s.kl;
+        break;
+      case Task::repetition:
+        entry["characters"] = json_of(s.characters);
+        entry["characters_change"] = json_of(s.characters_change);
+        break;
+    }
+    policies.push_back(entry);
   }
   return {{"task", to_string(result.task)}, {"context", result.context}, {"policies", policies}};
 }

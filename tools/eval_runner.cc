@@ -38,12 +38,29 @@ double divergence(const std::vector<float>& dense, const std::vector<float>& oth
 // log probabilities of every target of every probe under dense attention.
 using Baseline = std::vector<std::vector<std::vector<float>>>;
 
+// What a session's ledger has counted so far.
+struct Counters {
+  std::uint64_t index_bytes = 0;
+  std::uint64_t corrected_rows = 0;  // attended by corrections, all layers and KV heads
+};
+
+Counters counters(const Session& session) {
+  const Ledger& ledger = session.ledger();
+  Counters now;
+  for (const Tier tier : {Tier::device, Tier::host}) {
+    now.index_bytes += ledger.total(Phase::decode, tier, tier, Cause::index_read).bytes;
+    now.corrected_rows += ledger.total(Phase::correction, tier, tier, Cause::hit).rows;
+  }
+  now.corrected_rows += ledger.total(Phase::correction, Tier::host, Tier::device, Cause::miss).rows;
+  return now;
+}
+
 // What one step cost, from the session's own account. Layers that did not select were dense.
-Cost cost_of(const Session& session, std::int64_t tokens, std::uint64_t index_bytes) {
+Cost cost_of(const Session& session, std::int64_t tokens, const Counters& counted) {
   const KvShape& shape = session.plan().shape;
   Cost cost;
   cost.tokens = tokens;
-  cost.index_bytes = index_bytes;
+  cost.index_bytes = counted.index_bytes;
   const std::int64_t first = session.length() - tokens;
   double dense = 0.0;
   double tail = 0.0;
@@ -60,18 +77,16 @@ Cost cost_of(const Session& session, std::int64_t tokens, std::uint64_t index_by
   for (const LayerSelection& layer : selection) {
     cost.attended += layer.attended * static_cast<double>(tokens);
     cost.selected += layer.selected * static_cast<double>(tokens);
-    cost.cut += layer.cut;
     if (layer.follower) continue;
+    cost.cut += layer.cut;
     cost.alpha += layer.alpha * static_cast<double>(tokens);
     cost.alphas += tokens;
   }
+  const auto corrected =
+      static_cast<double>(counted.corrected_rows) / static_cast<double>(shape.kv_heads);
+  cost.attended += corrected;
+  cost.selected += corrected;
   return cost;
-}
-
-std::uint64_t index_bytes(const Session& session) {
-  const Ledger& ledger = session.ledger();
-  return ledger.total(Phase::decode, Tier::device, Tier::device, Cause::index_read).bytes +
-         ledger.total(Phase::decode, Tier::host, Tier::host, Cause::index_read).bytes;
 }
 
 // Feeds a probe in pieces of one step and scores its targets.
@@ -81,6 +96,7 @@ class ProbeRun {
       : engine_(engine), session_(session), probe_(probe) {
     result_.depth = probe.depth;
     result_.right = true;
+    read_ = counters(session);
   }
 
   // `baseline` is filled if it is empty, compared with otherwise. With `until_wrong` the probe ends
@@ -89,14 +105,14 @@ class ProbeRun {
     const bool first = baseline.empty();
     for (std::size_t done = 0; done < probe_.tokens.size();) {
       const std::size_t count = std::min<std::size_t>(kDecodeBatch, probe_.tokens.size() - done);
-      const std::uint64_t before = index_bytes(session_);
+      std::size_t accounted = 0;
       session_.decode_known(std::span(probe_.tokens).subspan(done, count),
                             [&](std::size_t i, std::span<const float> logits) {
+                              if (i == accounted) accounted += account(cost);
                               if (done + i >= probe_.scored) {
                                 score(done + i - probe_.scored, logits, baseline, first);
                               }
                             });
-      cost += cost_of(session_, static_cast<std::int64_t>(count), index_bytes(session_) - before);
       done += count;
       if (until_wrong && !result_.right) break;
     }
@@ -106,6 +122,17 @@ class ProbeRun {
   }
 
  private:
+  // Adds what the last step cost, and a correction before it; returns the step's tokens.
+  std::size_t account(Cost& cost) {
+    const int tokens = session_.ledger().history().back().tokens;
+    const Counters now = counters(session_);
+    cost +=
+        cost_of(session_, tokens,
+                {now.index_bytes - read_.index_bytes, now.corrected_rows - read_.corrected_rows});
+    read_ = now;
+    return static_cast<std::size_t>(tokens);
+  }
+
   void score(std::size_t target, std::span<const float> logits,
              std::vector<std::vector<float>>& baseline, bool first) {
     if (target >= probe_.targets.size()) return;
@@ -125,11 +152,13 @@ class ProbeRun {
   Session& session_;
   const Probe& probe_;
   ProbeResult result_;
+  Counters read_;
 };
 
 // Policies that can share a prefill and a key index.
 bool same_group(const Policy& a, const Policy& b) {
-  return a.prefill == b.prefill && a.bits == b.bits;
+  const bool same_layers = a.prefill.tau == 0.0 || a.dense_layers == b.dense_layers;
+  return a.prefill == b.prefill && a.bits == b.bits && same_layers;
 }
 
 std::vector<std::vector<std::size_t>> groups_of(const std::vector<NamedPolicy>& policies) {

@@ -70,6 +70,18 @@ std::int64_t line_end(const Tokenizer& tokenizer, const std::vector<TokenId>& te
 
 }  // namespace
 
+void validate(const TaskOptions& options) {
+  const auto require = [](bool holds, const char* message) {
+    if (!holds) throw Error(ErrorCode::usage, message);
+  };
+  require(options.rounds >= 1 && options.rounds <= 10000, "--rounds must be 1 to 10000");
+  require(options.needles >= 1 && options.needles <= 16, "--needles must be 1 to 16");
+  require(options.digits >= 1 && options.digits <= 18, "--digits must be 1 to 18");
+  require(options.tokens >= 1 && options.tokens <= 65536, "--tokens must be 1 to 65536");
+  require(options.context >= 16 && options.context <= (std::int64_t{1} << 30),
+          "--length must be 16 to 1073741824");
+}
+
 std::string_view to_string(Task task) {
   switch (task) {
     case Task::needle:

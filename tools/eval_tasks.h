@@ -36,6 +36,9 @@ struct TaskOptions {
   std::uint64_t seed = 1;
 };
 
+// Throws Error{usage} naming the flag and the accepted range.
+void validate(const TaskOptions& options);
+
 enum class Task : std::uint8_t { needle, perplexity, repetition };
 std::string_view to_string(Task task);
 

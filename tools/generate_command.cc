@@ -148,7 +148,7 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
       {"selection", selection_json(session.selection())},
       {"plan", nlohmann::json::parse(plan.to_json())},
       {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
-  return root.dump(2) + "\n";
+  return report_text(root);
 }
 
 void load(Engine& engine) {

@@ -50,13 +50,13 @@ Command add_info(CLI::App& app) {
   flags->add_to(app);
   const auto policy = std::make_shared<std::string>("dense");
   app.add_option("--context", *context, "also show the memory plan for this many tokens");
-  app.add_option("--policy", *policy, "of the plan, see sluice generate --help")
+  app.add_option("--policy", *policy, "of the plan: a preset or a line, see sluice generate --help")
       ->capture_default_str();
   return [flags, context, policy] {
     const Engine engine = Engine::open(flags->config());
+    const SessionOptions options{*context, {engine.policy(*policy)}, 1};
     print(describe(engine.info()));
     if (*context != 0) {
-      const SessionOptions options{*context, {engine.policy(*policy)}, 1};
       print("\n" + engine.plan(options).to_table());
     }
     return 0;

@@ -43,6 +43,10 @@ void write_report(const std::string& path, const std::string& text) {
   if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
 }
 
+std::string report_text(const nlohmann::json& report) {
+  return report.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
 ProgressBar::ProgressBar(std::string label)
     : label_(std::move(label)), visible_(::isatty(STDERR_FILENO) != 0) {}
 

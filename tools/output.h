@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 
@@ -13,6 +14,9 @@ void print(std::string_view text);
 
 // Diagnostics. Failure to show them is not an error.
 void print_error(std::string_view text);
+
+// A report as it is written; paths that are not UTF-8 lose what JSON cannot hold.
+std::string report_text(const nlohmann::json& report);
 
 // Writes a whole file, "-" for standard output. Throws Error{io} that names it.
 void write_report(const std::string& path, const std::string& text);

@@ -92,7 +92,7 @@ TEST(Policy, LayersAreDenseSelectOrFollow) {
 TEST(PolicyText, EverySettingIsRead) {
   const Policy policy = parse_policy(
       "select=sparq(r=32) candidates=1/16 prune=top_p(0.95) cap=256 sinks=4 recent=32 "
-      "compensate=mean_value dense=0,1 anchors=2,7 correct=1024 prefill=zipvl(0.9,evict) bits=2");
+      "compensate=mean_value dense=0,1 anchors=2,7 correct=1024 prefill=zipvl(0.9) bits=2");
   Policy expected;
   expected.select = Selector::sparq;
   expected.channels = 32;
@@ -106,7 +106,7 @@ TEST(PolicyText, EverySettingIsRead) {
   expected.dense_layers = {0, 1};
   expected.anchors = {2, 7};
   expected.correct = 1024;
-  expected.prefill = {0.9, true};
+  expected.prefill = {0.9, false};
   expected.bits = 2;
   EXPECT_EQ(policy, expected);
 }
@@ -295,6 +295,8 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"prefill=zipvl(-0.1)", "the share of prefill=zipvl has to be from 0 to 1"},
       {"prefill=zipvl(nan)", "the share of prefill=zipvl has to be from 0 to 1"},
       {"prefill=zipvl(0,evict)", "its share has to be above 0 and up to 1"},
+      {"tidaldecode prefill=zipvl(0.9,evict)", "evict takes anchors=none"},
+      {"sparq correct=9 prefill=zipvl(0.9,evict)", "evict takes correct=never"},
   };
   for (const Refusal& refusal : refusals) {
     EXPECT_THAT(refused_text(refusal.text), HasSubstr(refusal.message)) << refusal.text;
@@ -457,6 +459,7 @@ class RandomPolicy {
     if (policy_.select != Selector::dense && maybe()) policy_.correct = tokens();
     if (policy_.select > Selector::streaming) choose_selection();
     choose_layers();
+    if (policy_.correct > 0 || !policy_.anchors.empty()) policy_.prefill.evict = false;
     return policy_;
   }
 

@@ -238,6 +238,65 @@ TEST_P(SparseBudget, ReportsWhatItDid) {
 
 INSTANTIATE_TEST_SUITE_P(Methods, SparseBudget, ::testing::ValuesIn(kSparse));
 
+// Steps of several tokens that begin among resident rows and end beyond them.
+TEST(SparseSession, AStepMayLeaveTheResidentRows) {
+  const KvShape shape{2, 4, 2, 32, DType::f32};
+  const Policy policy = parse_policy("select=int4 prune=top_k(40)");
+  const std::int64_t context = 1500;
+  const Script script(shape, 400, 5);
+  const auto plan = [&](std::optional<std::uint64_t> cap) {
+    return plan_kv(shape, context, 64, cap, true, {&policy, 1}, 16);
+  };
+  CountingBackend free;
+  KvSession expected(free, plan(std::nullopt), {&policy, 1});
+  const std::uint64_t cap = plan(std::uint64_t{1} << 40).device_bytes - 400 * shape.row_bytes();
+  CountingBackend backend(cap);
+  KvSession session(backend, plan(cap), {&policy, 1});
+  const std::int64_t resident = session.plan().resident_tokens;
+  ASSERT_GE(resident, 128);
+  ASSERT_LT(resident, 300);
+  for (KvSession* s : {&expected, &session}) script.prefill(*s, resident - 7);
+  for (int i = 0; i < 3; ++i) {
+    const std::vector<float> answer = script.step(expected, Phase::decode, 16);
+    EXPECT_LT(largest_difference(answer, script.step(session, Phase::decode, 16)), kTolerance) << i;
+  }
+  // Prefill steps may, too.
+  expected.truncate(resident - 3);
+  session.truncate(resident - 3);
+  const std::vector<float> answer = script.step(expected, Phase::prefill, 64);
+  EXPECT_LT(largest_difference(answer, script.step(session, Phase::prefill, 64)), kTolerance);
+}
+
+TEST(SparseSession, PlansEveryByteOfTheHost) {
+  const KvShape shape{3, 8, 2, 32, DType::bf16};
+  for (const char* text : {"sluice", "twilight dense=0", "select=dense prefill=zipvl(0.9)",
+                           "select=sparq prune=top_k(9) prefill=zipvl(0.5,evict)"}) {
+    const Policy policy = parse_policy(text);
+    const KvPlan plan = plan_kv(shape, 500, 64, std::nullopt, true, {&policy, 1}, 4);
+    CountingBackend backend(MemoryAccount::kNoCap, plan.host_bytes);
+    KvSession session(backend, plan, {&policy, 1});
+    if (policy.prefill.tau > 0.0) continue;
+    const Script script(shape, 500, 5);
+    script.prefill(session, 490);
+    script.step(session, Phase::decode, 4);
+    EXPECT_LE(backend.account(Tier::host).peak(), plan.host_bytes) << text;
+  }
+}
+
+TEST(SparseSession, CandidatesKeepWhatIsAlwaysKept) {
+  const KvShape shape{1, 4, 2, 32, DType::bf16};
+  const Script script(shape, 600, 5);
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  for (const char* text : {"select=int4 prune=top_k(8) recent=250 sinks=3",
+                           "select=int4 candidates=8 prune=top_k(8) recent=250 sinks=3"}) {
+    KvSession session = make_session(backend, shape, 600, {parse_policy(text)});
+    script.prefill(session, 520);
+    script.step(session, Phase::decode, 1);
+    // The newest 250 of 521 tokens reach 241 before the unfinished page of 9.
+    EXPECT_EQ(session.selection().at(0).selected, 241 + 3) << text;
+  }
+}
+
 TEST(SparseSession, NamesLayerAndHeadOfWhatIsNoNumber) {
   const KvShape shape{2, 4, 2, 32, DType::bf16};
   for (const char* text : {"select=int4 prune=top_k(8)", "select=exact prune=top_k(8)"}) {
