@@ -160,6 +160,8 @@ void scan_shapes(benchmark::internal::Benchmark* bench) {
   bench->ArgNames({"tokens", "head_dim", "group", "bits", "channels", "threads"});
   for (const std::int64_t threads : {1, 0}) {
     for (const std::int64_t group : {1, 4, 8}) bench->Args({1 << 20, 128, group, 4, 128, threads});
+    // Larger than any last-level cache, as the indexes of all layers together are.
+    for (const std::int64_t group : {1, 4}) bench->Args({4 << 20, 128, group, 4, 128, threads});
     bench->Args({1 << 20, 128, 4, 4, 32, threads});
     bench->Args({1 << 20, 128, 4, 2, 128, threads});
     bench->Args({1 << 20, 64, 4, 4, 64, threads});
