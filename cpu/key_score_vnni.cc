@@ -71,49 +71,42 @@ inline Quads in_order(const Quads& q) {
            _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xdd)}};
 }
 
-// The codes of a page, four channels to a Quads, [half of the page][channels / 4]: unpacked once,
+// Channels that are unpacked at a time: little enough that the processor's prefetching of the next
+// ones goes on while the dot products of these are computed.
+constexpr std::size_t kBlockChannels = 16;
+
+// The codes of a block, four channels to a Quads, [half of the page][channels / 4]: unpacked once,
 // used by every query.
-using Unpacked = std::array<std::array<Quads, kMaxHeadDim / 4>, 2>;
+using Unpacked = std::array<std::array<Quads, kBlockChannels / 4>, 2>;
 
-// What a scan reads next, asked for while it computes: slices of channels are too far apart for the
-// processor's own prefetching, and its queue of misses is short, so requests are spread out.
-struct Ahead {
-  const std::byte* page;
-  const std::uint8_t* channels;
-  std::size_t bytes;  // of a channel
-  std::size_t count;  // channels
-  std::size_t first;  // of every four
-  std::size_t last;
-
-  void request(std::size_t group) const {
-    for (std::size_t i = 4 * group + first; i < 4 * group + last && i < count; ++i) {
-      _mm_prefetch(page + channels[i] * bytes, _MM_HINT_T0);
-    }
-  }
-};
+// Running sums of one half of a page, [queries].
+using Sums = std::array<Quads, kMaxBunch>;
 
 template <int kBits>
-inline void unpack(const PageScan& scan, Unpacked& to) {
+inline void unpack(const PageScan& scan, std::size_t first, std::size_t end, Unpacked& to) {
   constexpr std::size_t kBytes = kPageTokens * kBits / 8;
   const __m512i mask = _mm512_set1_epi8((1 << kBits) - 1);
   const auto& index = scan.channels->index;
   const auto count = static_cast<std::size_t>(scan.channels->count);
   const auto channel = [&](std::size_t at) {
     // Past the last channel the weights are zero, so any codes will do.
-    return load_channel<kBits>(scan.page.codes + index[at < count ? at : count - 1] * kBytes);
+    const std::byte* const codes = scan.page.codes + index[at < count ? at : count - 1] * kBytes;
+    // Slices are too far apart for the processor to guess.
+    _mm_prefetch(codes + scan.page_bytes, _MM_HINT_T0);
+    return load_channel<kBits>(codes);
   };
-  for (std::size_t i = 0; i < count; i += 4) {
+  for (std::size_t i = first; i < end; i += 4) {
     const Quads both = interleave(channel(i), channel(i + 1), channel(i + 2), channel(i + 3));
     for (std::size_t j = 0; j < 4; ++j) {
-      to[0][i / 4].v[j] = _mm512_and_si512(both.v[j], mask);
-      to[1][i / 4].v[j] = _mm512_and_si512(_mm512_srli_epi16(both.v[j], 4), mask);
+      to[0][(i - first) / 4].v[j] = _mm512_and_si512(both.v[j], mask);
+      to[1][(i - first) / 4].v[j] = _mm512_and_si512(_mm512_srli_epi16(both.v[j], 4), mask);
     }
   }
 }
 
-inline __m512i weights_of(const PageQuery& query, std::size_t group) {
+inline __m512i weights_of(const PageQuery& query, std::size_t channel) {
   std::int32_t four;
-  __builtin_memcpy(&four, &query.weights[4 * group], sizeof four);
+  __builtin_memcpy(&four, &query.weights[channel], sizeof four);
   return _mm512_set1_epi32(four);
 }
 
@@ -128,19 +121,18 @@ inline void write_logits(const Quads& sums, const PageQuery& query, float* to) {
 }
 
 // Two queries at a time: eight sums hide the latency of the dot products.
-inline void score_two(const Quads* codes, std::size_t groups, const Ahead& ahead,
-                      const PageQuery& x, const PageQuery& y, float* to_x, float* to_y) {
-  __m512i x0 = _mm512_setzero_si512();
-  __m512i x1 = x0;
-  __m512i x2 = x0;
-  __m512i x3 = x0;
-  __m512i y0 = x0;
-  __m512i y1 = x0;
-  __m512i y2 = x0;
-  __m512i y3 = x0;
-  for (std::size_t i = 0; i < groups; ++i) {
-    ahead.request(i);
-    const Quads& q = codes[i];
+inline void add_two(const Quads* codes, std::size_t first, std::size_t end, const PageQuery& x,
+                    const PageQuery& y, Quads& to_x, Quads& to_y) {
+  __m512i x0 = to_x.v[0];
+  __m512i x1 = to_x.v[1];
+  __m512i x2 = to_x.v[2];
+  __m512i x3 = to_x.v[3];
+  __m512i y0 = to_y.v[0];
+  __m512i y1 = to_y.v[1];
+  __m512i y2 = to_y.v[2];
+  __m512i y3 = to_y.v[3];
+  for (std::size_t i = first; i < end; i += 4) {
+    const Quads& q = codes[(i - first) / 4];
     const __m512i wx = weights_of(x, i);
     const __m512i wy = weights_of(y, i);
     x0 = _mm512_dpbusd_epi32(x0, q.v[0], wx);
@@ -152,51 +144,44 @@ inline void score_two(const Quads* codes, std::size_t groups, const Ahead& ahead
     y2 = _mm512_dpbusd_epi32(y2, q.v[2], wy);
     y3 = _mm512_dpbusd_epi32(y3, q.v[3], wy);
   }
-  write_logits({{x0, x1, x2, x3}}, x, to_x);
-  write_logits({{y0, y1, y2, y3}}, y, to_y);
+  to_x = {{x0, x1, x2, x3}};
+  to_y = {{y0, y1, y2, y3}};
 }
 
-inline void score_one(const Quads* codes, std::size_t groups, const Ahead& ahead,
-                      const PageQuery& x, float* to) {
-  Quads sums = {{_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(),
-                 _mm512_setzero_si512()}};
-  for (std::size_t i = 0; i < groups; ++i) {
-    ahead.request(i);
+inline void add_one(const Quads* codes, std::size_t first, std::size_t end, const PageQuery& x,
+                    Quads& to) {
+  Quads sums = to;
+  for (std::size_t i = first; i < end; i += 4) {
     const __m512i weights = weights_of(x, i);
     for (int j = 0; j < 4; ++j) {
-      sums.v[j] = _mm512_dpbusd_epi32(sums.v[j], codes[i].v[j], weights);
+      sums.v[j] = _mm512_dpbusd_epi32(sums.v[j], codes[(i - first) / 4].v[j], weights);
     }
   }
-  write_logits(sums, x, to);
+  to = sums;
 }
 
 template <int kBits>
 void score_bits(const PageScan& scan, std::span<const PageQuery> folded,
                 std::span<float* const> logits) {
   alignas(64) Unpacked codes;
-  unpack<kBits>(scan, codes);
+  alignas(64) std::array<Sums, 2> sums{};
   const auto count = static_cast<std::size_t>(scan.channels->count);
-  const std::size_t groups = (count + 3) / 4;
-  const std::size_t passes = folded.size() > 2 ? 4 : 2;
-  Ahead ahead = {scan.page.codes + scan.page_bytes,
-                 scan.channels->index.data(),
-                 static_cast<std::size_t>(kPageTokens * kBits / 8),
-                 count,
-                 0,
-                 4 / passes};
-  for (std::size_t half = 0; half < 2; ++half) {
-    const Quads* const part = codes[half].data();
-    const std::size_t at = half * kHalfPage;
-    std::size_t h = 0;
-    for (; h < folded.size(); h += 2) {
-      if (h + 1 < folded.size()) {
-        score_two(part, groups, ahead, folded[h], folded[h + 1], logits[h] + at,
-                  logits[h + 1] + at);
-      } else {
-        score_one(part, groups, ahead, folded[h], logits[h] + at);
+  for (std::size_t first = 0; first < count; first += kBlockChannels) {
+    const std::size_t end = std::min(count, first + kBlockChannels);
+    unpack<kBits>(scan, first, end, codes);
+    for (std::size_t half = 0; half < 2; ++half) {
+      const Quads* const part = codes[half].data();
+      Sums& to = sums[half];
+      std::size_t h = 0;
+      for (; h + 2 <= folded.size(); h += 2) {
+        add_two(part, first, end, folded[h], folded[h + 1], to[h], to[h + 1]);
       }
-      ahead.first = ahead.last;
-      ahead.last += 4 / passes;
+      if (h < folded.size()) add_one(part, first, end, folded[h], to[h]);
+    }
+  }
+  for (std::size_t half = 0; half < 2; ++half) {
+    for (std::size_t h = 0; h < folded.size(); ++h) {
+      write_logits(sums[half][h], folded[h], logits[h] + half * kHalfPage);
     }
   }
 }

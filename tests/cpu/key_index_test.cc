@@ -97,7 +97,8 @@ double fold_rounding(const AttentionCase& c, int query_head, int bits, int chann
       low = std::min(low, key_at(c, head, t, channel));
       high = std::max(high, key_at(c, head, t, channel));
     }
-    const double q = c.q[static_cast<std::size_t>(query_head * d + channel)];
+    const double q = c.q[static_cast<std::size_t>(query_head) * static_cast<std::size_t>(d) +
+                         static_cast<std::size_t>(channel)];
     largest = std::max(largest, std::abs(q) * (high - low) / levels);
   }
   return 7.0 * largest / 127.0 / std::sqrt(12.0) * levels *

@@ -184,7 +184,7 @@ TEST_P(OpsParity, RopeNormalisesAndRotatesHalves) {
   constexpr int kHeads = 3;
   for (const int d : {40, 64}) {
     const auto half = static_cast<std::size_t>(d / 2);
-    const std::size_t stride = static_cast<std::size_t>(kHeads * d) + 8;
+    const std::size_t stride = static_cast<std::size_t>(kHeads) * static_cast<std::size_t>(d) + 8;
     for (const bool norm : {false, true}) {
       std::vector<float> frequency(half);
       for (std::size_t i = 0; i < half; ++i) {
@@ -221,7 +221,8 @@ TEST_P(OpsParity, RopeNormalisesAndRotatesHalves) {
         const auto input = [&](std::size_t j) {
           return x[head + j] * factor * (norm ? weight[j] : 1.0f);
         };
-        const double angle = (1000.0 + static_cast<double>(i / stride)) * frequency[c % half];
+        const std::size_t token = i / stride;
+        const double angle = (1000.0 + static_cast<double>(token)) * frequency[c % half];
         const double expected =
             c < half ? input(c) * std::cos(angle) - input(c + half) * std::sin(angle)
                      : input(c) * std::cos(angle) + input(c - half) * std::sin(angle);

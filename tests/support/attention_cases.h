@@ -27,7 +27,7 @@ inline AttentionCase random_case(Random& random, const KvShape& shape, std::int6
     c.rows.emplace_back(static_cast<std::size_t>(counts[head]) * shape.row_bytes());
     const std::vector<float> values = random.normal(counts[head] * 2 * shape.head_dim);
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const auto width = static_cast<std::size_t>(2 * shape.head_dim);
+      const std::size_t width = 2 * static_cast<std::size_t>(shape.head_dim);
       set_row_element(c, static_cast<int>(head), static_cast<std::int64_t>(i / width),
                       static_cast<int>(i % width), values[i]);
     }
