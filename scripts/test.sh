@@ -63,7 +63,7 @@ main() {
   if ((quick)); then
     if step "setup" scripts/setup.sh; then build_and_test release "quick" -LE slow; fi
   elif step "setup" scripts/setup.sh --lint; then
-    step "lint" scripts/lint.sh || true
+    step "lint" scripts/lint.sh --tidy || true
     build_and_test release "all"
     # The golden answers and the command take too long under a sanitizer.
     build_and_test asan "quick" -R '^(lib|io|offload|model)/' -E golden

@@ -209,7 +209,7 @@ TEST_P(OpsParity, RopeNormalisesAndRotatesHalves) {
       const std::vector<float> actual = values_of(device_x, DType::f32);
       for (std::size_t i = 0; i < actual.size(); ++i) {
         const std::size_t column = i % stride;
-        if (column >= static_cast<std::size_t>(kHeads * d)) {
+        if (column >= static_cast<std::size_t>(kHeads) * static_cast<std::size_t>(d)) {
           ASSERT_EQ(actual[i], x[i]) << "past the heads";
           continue;
         }
