@@ -81,7 +81,7 @@ IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t 
     validate(policy, shape);
     layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
     if (policy.prefill.evict) {
-      layout.evicts = true;
+      // Even dense layers then attend to a list: of what is left.
       layout.slots = std::max<std::int64_t>(layout.slots, 1);
       layout.selected = context;
     }

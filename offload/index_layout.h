@@ -28,7 +28,6 @@ struct IndexLayout {
   std::int64_t selected = 0;    // most positions that a selection holds per KV head
   std::int64_t candidates = 0;  // likewise, before they are re-scored; 0: none are
   bool zipvl = false;           // some policy's prefill is sparse
-  bool evicts = false;          // and forgets tokens: even dense layers then attend to a list
   std::int64_t arena_rows = 0;  // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }

@@ -204,7 +204,7 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
   estimate.stride = layout_.logit_stride();
   backend_->estimate(estimate);
 
-  SelectParams select;
+  SelectParams select = select_params(policy, token);
   select.logits = logits_.floats();
   select.stride = layout_.logit_stride();
   select.count = token.count();
@@ -212,12 +212,7 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
     select.selected = selection(token.layer, token.index);
     return prune(policy, token, select);
   }
-  select.shape = layout_.shape;
-  select.end = token.tail_first();
-  select.eligible = token.eligible;
   select.k = candidates_of(policy, token.count());
-  select.sinks = std::min(policy.sinks, token.tail_first());
-  select.recent_first = token.count() - policy.recent;
   select.selected = candidates(token.layer, token.index);
   select.alpha = share(token.layer, token.index);
   backend_->select(select);
@@ -241,7 +236,7 @@ void SparseAttention::rescore(const Policy& policy, const Token& token, KvStore&
   estimate.stride = layout_.candidate_stride();
   backend_->estimate(estimate);
 
-  SelectParams select;
+  SelectParams select = select_params(policy, token);
   select.logits = candidate_logits_.floats();
   select.stride = layout_.candidate_stride();
   select.candidates = &candidates;
@@ -252,16 +247,21 @@ void SparseAttention::rescore(const Policy& policy, const Token& token, KvStore&
   prune(policy, token, select);
 }
 
-void SparseAttention::prune(const Policy& policy, const Token& token, SelectParams params) {
+SelectParams SparseAttention::select_params(const Policy& policy, const Token& token) const {
+  SelectParams params;
   params.shape = layout_.shape;
   params.end = token.tail_first();
-  params.prune = policy.prune;
   params.eligible = token.eligible;
+  params.sinks = std::min(policy.sinks, token.tail_first());
+  params.recent_first = token.count() - policy.recent;
+  return params;
+}
+
+void SparseAttention::prune(const Policy& policy, const Token& token, SelectParams params) {
+  params.prune = policy.prune;
   params.k = policy.k.of(token.count());
   params.p = static_cast<float>(policy.p);
   params.cap = policy.cap.of(token.count());
-  params.sinks = std::min(policy.sinks, token.tail_first());
-  params.recent_first = token.count() - policy.recent;
   params.alpha = alpha(token.layer, token.index);
   backend_->select(params);
 }

@@ -63,6 +63,8 @@ class SparseAttention {
   void choose_fixed(const Policy& policy, const Token& token);
   void propose(const Policy& policy, const Token& token, KvStore& store);
   void rescore(const Policy& policy, const Token& token, KvStore& store);
+  // Whatever the stage: what is always kept, and what may be.
+  SelectParams select_params(const Policy& policy, const Token& token) const;
   void prune(const Policy& policy, const Token& token, SelectParams params);
   void attend_token(const Token& token, int source, KvStore& store);
 

@@ -19,7 +19,6 @@
 namespace sluice::tools {
 namespace {
 
-constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
 constexpr int kFirstAnchor = 2;
 
 struct CalibrateFlags {

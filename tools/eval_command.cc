@@ -16,8 +16,6 @@
 namespace sluice::tools {
 namespace {
 
-constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
-
 struct EvalFlags {
   ModelFlags model;
   TaskOptions options;

@@ -27,6 +27,9 @@ struct Passage {
   std::vector<Probe> probes;
 };
 
+// Of a text that contexts are cut from.
+inline constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
+
 struct TaskOptions {
   std::int64_t context = 8192;  // tokens of every passage
   int rounds = 4;               // passages

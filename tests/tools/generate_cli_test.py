@@ -54,8 +54,10 @@ class Generate(unittest.TestCase):
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertTrue(done.stdout.startswith("481926"), done.stdout)
         # What cannot hold the answer does not find it: the policy is really in force.
-        done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", "streaming", "-f", NEEDLE)
-        self.assertFalse(done.stdout.startswith("48192"), done.stdout)
+        for policy in ("streaming", "select=dense prefill=zipvl(0.975,evict)"):
+            done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, "-f", NEEDLE)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertFalse(done.stdout.startswith("48192"), done.stdout)
 
     def test_the_default_policy_gives_way_to_a_cap(self):
         flags = ["generate", "-m", MODEL, "-n", 2, "-f", NEEDLE, "--device-memory", "2MiB"]
