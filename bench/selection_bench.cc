@@ -89,8 +89,7 @@ void scan(benchmark::State& state) {
   p.index = s.view;
   p.pages = s.tokens / kPageTokens;
   p.rows = rows;
-  p.logits = reinterpret_cast<float*>(logits.data());
-  p.stride = s.tokens;
+  p.logits = {logits.data(), s.tokens};
   Threads threads(static_cast<int>(state.range(5)));
   for (auto _ : state) estimate(p, threads);
   count_bytes(state, s.bytes());
@@ -135,8 +134,8 @@ void prune(benchmark::State& state) {
   std::vector<float> alpha(static_cast<std::size_t>(shape.query_heads));
   SelectParams p;
   p.shape = shape;
-  p.logits = logits.data();
-  p.stride = p.count = p.end = tokens;
+  p.logits = {reinterpret_cast<std::byte*>(logits.data()), tokens};
+  p.count = p.end = tokens;
   p.prune = state.range(2) != 0 ? Pruner::top_p : Pruner::top_k;
   p.k = 256;
   p.p = 0.95f;

@@ -1,9 +1,12 @@
 # Settings that every target of Sluice shares.
 function(sluice_settings target)
   target_compile_features(${target} PUBLIC cxx_std_20)
-  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wconversion -Wshadow
-                         $<$<BOOL:${SLUICE_WERROR}>:-Werror>)
+  set_target_properties(${target} PROPERTIES
+    CXX_EXTENSIONS OFF CUDA_STANDARD 20 CUDA_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON)
+  set(warnings -Wall -Wextra -Wconversion -Wshadow)
+  target_compile_options(${target} PRIVATE
+    "$<$<COMPILE_LANGUAGE:CXX>:${warnings};$<$<BOOL:${SLUICE_WERROR}>:-Werror>>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wconversion;$<$<BOOL:${SLUICE_WERROR}>:-Werror=all-warnings>>")
   # GCC 12 sees overlapping copies in std::string's operator+ that are not there (its bug 105651).
   if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
     target_compile_options(${target} PRIVATE -Wno-restrict)

@@ -32,7 +32,6 @@ ReferenceBackend::ReferenceBackend(std::uint64_t device_cap, std::uint64_t host_
   info_.description = "plain loops, one thread, fp32";
   info_.attends_host_rows = true;
   info_.synchronous = true;
-  info_.max_head_dim = std::numeric_limits<int>::max();
 }
 
 std::unique_ptr<Weight> ReferenceBackend::prepare_weight(const Matrix& host) {

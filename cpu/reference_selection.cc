@@ -145,7 +145,7 @@ void estimate_query(const EstimateParams& p, int query_head) {
   const float* const q = p.q + query_head * p.shape.head_dim;
   const std::vector<int> channels = channels_of(p, head);
   const double divisor = temperature(q, p.shape.head_dim, channels);
-  float* to = p.logits + query_head * p.stride;
+  float* to = p.logits.floats() + query_head * p.logits.stride;
   const auto put = [&](double dot) {
     *to++ = static_cast<float>(divisor > 0.0 || std::isnan(divisor) ? dot / divisor : 0.0);
   };
@@ -192,7 +192,7 @@ Problem problem_of(const SelectParams& p, int head) {
     std::iota(problem.positions.begin(), problem.positions.end(), 0);
   }
   for (int g = 0; g < p.shape.group(); ++g) {
-    float* const logits = p.logits + (head * p.shape.group() + g) * p.stride;
+    float* const logits = p.logits.floats() + (head * p.shape.group() + g) * p.logits.stride;
     for (std::size_t i = 0; i < problem.positions.size(); ++i) {
       if (p.eligible != nullptr && p.eligible[problem.positions[i]] == 0) logits[i] = -INFINITY;
     }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "lib/memory_account.h"
 #include "lib/selection.h"
@@ -147,7 +148,9 @@ struct BackendInfo {
   bool synchronous = false;          // every call finishes before it returns
   Tier compute_tier = Tier::host;    // where weights and activations live
   DType compute_dtype = DType::f32;  // of the inputs of linear()
-  int max_head_dim = 256;
+  DType logit_dtype = DType::f32;    // of estimates, see LogitView
+  std::vector<int> head_dims;        // that attention has kernels for; empty: all even up to 256
+  bool f32_rows = true;              // besides f16 and bf16
   int threads = 1;
 };
 

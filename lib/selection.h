@@ -89,7 +89,19 @@ struct HeadSelection {
   std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf; then count is 0
 };
 
-// Estimated logits of one query token, in natural units (what softmax takes).
+// Estimated logits of one query token, [query_heads, stride], in BackendInfo::logit_dtype: a
+// backend that is short of bandwidth rather than of arithmetic keeps them in half precision.
+struct LogitView {
+  std::byte* data = nullptr;
+  std::int64_t stride = 0;  // a multiple of kLogitAlignment
+
+  // Rows begin where a cache line does, whatever the dtype.
+  static constexpr std::int64_t kLogitAlignment = 64;
+
+  float* floats() const { return reinterpret_cast<float*>(data); }
+};
+
+// Estimates logits in natural units (what softmax takes).
 //
 // Covers positions [0, pages * 128) through the index and the rows after them directly. `sparq`
 // looks at the `channels` with the largest sum of |q| over the group and divides by
@@ -109,11 +121,10 @@ struct EstimateParams {
   // followed by those of its rows.
   const SelectionView* candidates = nullptr;
   std::span<const RowSpan> candidate_rows;  // host array [kv_heads], for `exact`: rows from 0 on
-  float* logits = nullptr;                  // [query_heads, stride]
-  std::int64_t stride = 0;
+  LogitView logits;
 };
 
-// Chooses positions by softmax(logits); logits become the weights (they sum to 1 per query head).
+// Chooses positions by softmax(logits). What the logits hold afterwards is left open.
 //
 // Always kept are the first `sinks` and those from `recent_first` on; positions from `end` on (the
 // unfinished page) are never emitted, for they are attended anyway, but they take part in the
@@ -123,8 +134,7 @@ struct EstimateParams {
 // is the kept part of the estimated tokens' weight, times their share of all.
 struct SelectParams {
   KvShape shape;
-  float* logits = nullptr;  // [query_heads, stride]
-  std::int64_t stride = 0;
+  LogitView logits;
   std::int64_t count = 0;  // positions [0, count) have logits; unused with `candidates`
   std::int64_t end = 0;    // emitted positions lie below
   const SelectionView* candidates = nullptr;  // their logits come first, then those of the tail

@@ -64,6 +64,9 @@ Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Backend& backe
   a_.gate_up = allocate(chunk, 2 * w.intermediate, DType::f32);
   a_.product = allocate(chunk, w.intermediate, compute);
   a_.logits = allocate(std::min(chunk, kLogitRows), w.vocabulary, DType::f32);
+  if (backend.info().compute_tier != Tier::host) {
+    host_logits_ = backend.allocate(Tier::host, a_.logits.bytes());
+  }
 }
 
 void Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix& y) {
@@ -204,8 +207,14 @@ std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
   norm(x, weights_.final_norm, normed);
   backend_->linear(
       {normed, weights_.lm_head.get(), nullptr, view(a_.logits, DType::f32, count, w.vocabulary)});
+  const auto size = static_cast<std::size_t>(count * w.vocabulary);
+  const bool on_host = host_logits_.data() == nullptr;
+  if (!on_host) {
+    const CopyOp op = {host_logits_.data(), a_.logits.data(), size * sizeof(float)};
+    backend_->copy({&op, 1}, Stream::compute);
+  }
   backend_->synchronize();
-  return {a_.logits.floats(), static_cast<std::size_t>(count * w.vocabulary)};
+  return {on_host ? a_.logits.floats() : host_logits_.floats(), size};
 }
 
 }  // namespace sluice

@@ -68,6 +68,7 @@ class Decoder {
   Backend* backend_;
   std::vector<float> inverse_frequencies_;
   Activations a_;
+  Buffer host_logits_;  // a copy of a_.logits, if that is not in host memory
 };
 
 }  // namespace sluice

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lib/bytes.h"
 #include "model/calibration.h"
 #include "model/checkpoint.h"
 #include "model/decoder.h"
@@ -77,7 +78,8 @@ struct Engine::Impl {
   ModelInfo info;
   std::optional<Tokenizer> tokenizer;
   std::unique_ptr<Backend> backend;
-  std::optional<Decoder> decoder;  // from load_weights on
+  std::uint64_t backend_bytes = 0;   // of the device, before anything was asked of the backend
+  std::optional<Decoder> decoder{};  // from load_weights on
 
   std::int64_t chunk(const KvPlan& kv) const {
     return std::min<std::int64_t>(kv.chunk, config.chunk);
@@ -186,12 +188,10 @@ Engine Engine::open(const EngineConfig& config) {
   const std::filesystem::path path = config.model / "tokenizer.json";
   if (std::filesystem::exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
   auto backend = make_backend(backend_options(config, info.weight_dtype));
-  return Engine(std::make_unique<Impl>(Impl{config,
-                                            std::move(checkpoint),
-                                            std::move(info),
-                                            std::move(tokenizer),
-                                            std::move(backend),
-                                            {}}));
+  const std::uint64_t backend_bytes = backend->account(Tier::device).used();
+  return Engine(
+      std::make_unique<Impl>(Impl{config, std::move(checkpoint), std::move(info),
+                                  std::move(tokenizer), std::move(backend), backend_bytes}));
 }
 
 const ModelInfo& Engine::info() const { return impl_->info; }
@@ -231,9 +231,6 @@ Plan Engine::plan(const SessionOptions& options) const {
   }
   const ModelConfig& config = impl_->checkpoint.config();
   Plan plan;
-  plan.kv =
-      plan_kv(impl_->info.kv, options.context, impl_->config.chunk, impl_->config.device_memory,
-              impl_->backend->info().attends_host_rows, options.policies, options.decode_batch);
   const WeightSizes weights = weight_sizes(impl_->checkpoint, *impl_->backend);
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
@@ -243,8 +240,26 @@ Plan Engine::plan(const SessionOptions& options) const {
                   [](const Policy& policy) { return policy.prefill.tau > 0.0; });
   if (sparse_prefill) plan.activation_bytes += Decoder::prompt_bytes(config, options.context);
   plan.program_bytes = program_bytes();
+  plan.on_device = impl_->backend->info().compute_tier == Tier::device;
+  plan.backend_bytes = impl_->backend_bytes;
+  plan.kv = plan_kv(impl_->info.kv, options.context, impl_->config.chunk, kv_cap(plan),
+                    impl_->backend->info().attends_host_rows, options.policies,
+                    options.decode_batch, impl_->backend->info().logit_dtype);
   require_host_memory(plan, impl_->config.host_memory);
   return plan;
+}
+
+std::optional<std::uint64_t> Engine::kv_cap(const Plan& plan) const {
+  if (!plan.on_device) return impl_->config.device_memory;
+  const std::uint64_t cap = impl_->backend->account(Tier::device).cap();
+  const std::uint64_t model = plan.model_bytes() + plan.backend_bytes;
+  if (model < cap) return cap - model;
+  throw Error(ErrorCode::memory,
+              "the device's memory is too small: of " + format_bytes(cap) + " the weights take " +
+                  format_bytes(plan.weight_bytes) + ", activations " +
+                  format_bytes(plan.activation_bytes) + " and the backend " +
+                  format_bytes(plan.backend_bytes) +
+                  "; raise --device-memory, lower --chunk or choose a smaller model");
 }
 
 void Engine::load_weights(const std::function<void(double)>& progress) {

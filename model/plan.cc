@@ -57,15 +57,17 @@ std::uint64_t program_bytes() { return resident_now() + kFirstUseBytes; }
 
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap) {
   if (host_cap && plan.host_bytes() > *host_cap) {
-    throw Error(ErrorCode::memory,
-                "--host-memory " + format_bytes(*host_cap) + " is too small: weights take " +
-                    format_bytes(plan.weight_bytes) + ", activations " +
-                    format_bytes(plan.activation_bytes) + " and the rows of " +
-                    std::to_string(plan.kv.context) + " tokens " +
-                    format_bytes(plan.kv.host_bytes) + "; give at least " +
-                    std::to_string(plan.host_bytes()) + "B or shorten the context");
+    throw Error(
+        ErrorCode::memory,
+        "--host-memory " + format_bytes(*host_cap) + " is too small: " +
+            (plan.on_device ? ""
+                            : "weights take " + format_bytes(plan.weight_bytes) + ", activations " +
+                                  format_bytes(plan.activation_bytes) + " and ") +
+            "the rows of " + std::to_string(plan.kv.context) + " tokens " +
+            format_bytes(plan.kv.host_bytes) + "; give at least " +
+            std::to_string(plan.host_bytes()) + "B or shorten the context");
   }
-  const std::uint64_t needed = plan.host_bytes() + plan.kv.device_bytes;
+  const std::uint64_t needed = plan.host_bytes() + (plan.on_device ? 0 : plan.kv.device_bytes);
   const std::uint64_t available = available_now();
   if (needed > available) {
     throw Error(ErrorCode::memory, "the plan needs " + format_bytes(needed) +
@@ -75,6 +77,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
 }
 
 std::uint64_t Plan::process_bytes() const {
+  if (on_device) return program_bytes + std::max(loading_bytes, kv.host_bytes);
   const std::uint64_t running = activation_bytes + kv.host_bytes + kv.device_bytes;
   return program_bytes + weight_bytes + std::max(loading_bytes, running);
 }
@@ -93,8 +96,13 @@ std::string Plan::to_table() const {
     table += line("key index", kv.index_bytes, where);
     table += line("work space to select", kv.work_bytes, where);
   }
-  table += line("host: weights", weight_bytes, "");
-  table += line("host: activations", activation_bytes, "");
+  const std::string where = on_device ? "device: " : "host: ";
+  table += line((where + "weights").c_str(), weight_bytes, "");
+  table += line((where + "activations").c_str(), activation_bytes, "");
+  if (on_device) {
+    table += line("device: backend", backend_bytes, "scratch of its kernels");
+    table += line("device, in all", device_bytes(), "");
+  }
   table += line("program", program_bytes, "");
   table += line("process, at its peak", process_bytes(), "");
   table += line("dense on the device", kv.dense_bytes(), "what this replaces");
@@ -116,6 +124,8 @@ std::string Plan::to_json() const {
                                {"activation_bytes", activation_bytes},
                                {"loading_bytes", loading_bytes},
                                {"program_bytes", program_bytes},
+                               {"backend_bytes", backend_bytes},
+                               {"on_device", on_device},
                                {"process_bytes", process_bytes()},
                                {"dense_bytes", kv.dense_bytes()}};
   return root.dump();

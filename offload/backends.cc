@@ -1,10 +1,34 @@
 #include "offload/backends.h"
 
+#include <charconv>
+#include <string_view>
+
 #include "cpu/cpu_backend.h"
 #include "cpu/reference_backend.h"
 #include "sluice/errors.h"
+#ifdef SLUICE_CUDA
+#include "kernels/cuda_backend.h"
+#endif
 
 namespace sluice {
+namespace {
+
+// 0 for "cuda", N for "cuda:N".
+std::optional<int> cuda_ordinal(std::string_view device) {
+  constexpr std::string_view kName = "cuda";
+  if (!device.starts_with(kName)) return std::nullopt;
+  device.remove_prefix(kName.size());
+  if (device.empty()) return 0;
+  int ordinal = -1;
+  const char* const end = device.data() + device.size();
+  const auto parsed = std::from_chars(device.data() + 1, end, ordinal);
+  if (device.front() != ':' || parsed.ec != std::errc() || parsed.ptr != end || ordinal < 0) {
+    return std::nullopt;
+  }
+  return ordinal;
+}
+
+}  // namespace
 
 std::unique_ptr<Backend> make_backend(const BackendOptions& options) {
   const std::uint64_t device_cap = options.device_memory.value_or(MemoryAccount::kNoCap);
@@ -16,8 +40,18 @@ std::unique_ptr<Backend> make_backend(const BackendOptions& options) {
   if (options.device == "reference") {
     return std::make_unique<cpu::ReferenceBackend>(device_cap, host_cap);
   }
-  throw Error(ErrorCode::usage,
-              "--device " + options.device + ": this build has the devices cpu and reference");
+  if (const std::optional<int> ordinal = cuda_ordinal(options.device)) {
+#ifdef SLUICE_CUDA
+    return cuda::make_cuda_backend(
+        {*ordinal, options.compute, options.weight_dtype, options.device_memory, host_cap});
+#else
+    throw Error(ErrorCode::unsupported,
+                "--device " + options.device +
+                    ": this build has no CUDA backend; build where nvcc is, with SLUICE_CUDA=ON");
+#endif
+  }
+  throw Error(ErrorCode::usage, "--device " + options.device +
+                                    ": there are the devices cpu, cuda, cuda:N and reference");
 }
 
 }  // namespace sluice

@@ -11,10 +11,10 @@
 namespace sluice {
 
 struct BackendOptions {
-  std::string device = "cpu";        // "cpu", or "reference": the slow fp32 backend for checking
-  int threads = 0;                   // 0: one per core
-  std::optional<DType> compute;      // of matrix products; unset: fast and lossless
-  DType weight_dtype = DType::bf16;  // of the checkpoint
+  std::string device = "cpu";                  // "cpu", "cuda", "cuda:N" or "reference"
+  int threads = 0;                             // 0: one per core
+  std::optional<DType> compute;                // of matrix products; unset: fast and lossless
+  DType weight_dtype = DType::bf16;            // of the checkpoint
   std::optional<std::uint64_t> device_memory;  // cap in bytes
   std::optional<std::uint64_t> host_memory;    // cap in bytes
 };

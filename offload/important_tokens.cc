@@ -59,11 +59,13 @@ ImportantTokens::ImportantTokens(Backend& backend, const KvShape& shape, std::in
   arena_ = allocate(tier, shape.kv_heads * kArenaRows, shape.row_bytes());
   zeros_ = allocate(tier, width, sizeof(float));
   masks_ = allocate(tier, shape.layers * context, 1);
-  std::fill_n(masks_.data(), masks_.bytes(), std::byte{1});
+  eligible_.assign(masks_.bytes(), 1);
+  for (int layer = 0; layer < shape.layers; ++layer) publish(layer, 0, context);
 }
 
 std::uint64_t ImportantTokens::host_bytes(const KvShape& shape, std::int64_t context) {
-  return bytes_of(context, sizeof(float)) + bytes_of(shape.kv_heads, sizeof(HeadSelection));
+  return bytes_of(context, sizeof(float)) + bytes_of(shape.kv_heads, sizeof(HeadSelection)) +
+         bytes_of(shape.layers * context, 1);
 }
 
 std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t context) {
@@ -74,17 +76,24 @@ std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t con
          bytes_of(shape.layers * context, 1);
 }
 
-std::uint8_t* ImportantTokens::mask(int layer) const {
-  return reinterpret_cast<std::uint8_t*>(masks_.data()) + layer * context_;
+void ImportantTokens::publish(int layer, std::int64_t first, std::int64_t end) {
+  if (first == end) return;
+  const std::size_t offset = bytes_of(layer * context_ + first, 1);
+  const CopyOp op = {masks_.data() + offset,
+                     reinterpret_cast<const std::byte*>(eligible_.data()) + offset,
+                     bytes_of(end - first, 1)};
+  backend_->copy({&op, 1}, Stream::compute);
 }
 
 const std::uint8_t* ImportantTokens::eligible(int layer) const {
-  return evicted_ ? mask(layer) : nullptr;
+  if (!evicted_) return nullptr;
+  return reinterpret_cast<const std::uint8_t*>(masks_.data()) + layer * context_;
 }
 
 void ImportantTokens::rewind(std::int64_t length) {
   for (int layer = 0; layer < shape_.layers; ++layer) {
     std::fill(mask(layer) + length, mask(layer) + context_, std::uint8_t{1});
+    publish(layer, length, context_);
   }
   if (length == 0) evicted_ = false;
 }
@@ -123,7 +132,9 @@ void ImportantTokens::collect(const StepRange& piece, const Queries& queries) {
 std::vector<float> ImportantTokens::column_sums(int layer, KvStore& store) {
   std::vector<RowSpan> rows;
   for (int head = 0; head < shape_.kv_heads; ++head) {
-    rows.push_back({store.source(layer, head).home, prompt_.end()});
+    const RowSource source = store.source(layer, head);
+    const bool resident = source.resident_count >= prompt_.end();
+    rows.push_back({resident ? source.resident : source.home, prompt_.end()});
   }
   ColumnSumsParams params;
   params.q = probe_queries_.floats();
@@ -174,6 +185,7 @@ void ImportantTokens::choose(int layer, const SparsePrefill& how, KvStore& store
   if (!how.evict) return;
   evicted_ = true;
   std::copy(important_.begin(), important_.end(), mask(layer) + prompt_.first);
+  publish(layer, prompt_.first, prompt_.end());
 }
 
 // All tokens of a (part of a) block: attention to the important tokens before the block, and to the

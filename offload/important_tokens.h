@@ -45,7 +45,9 @@ class ImportantTokens {
 
  private:
   std::vector<float> column_sums(int layer, KvStore& store);
-  std::uint8_t* mask(int layer) const;
+  std::uint8_t* mask(int layer) { return &eligible_[static_cast<std::size_t>(layer * context_)]; }
+  // Brings [first, end) of a layer's mask to where attention looks.
+  void publish(int layer, std::int64_t first, std::int64_t end);
 
   // What a piece attends to: query token i of the part sees keys [0, first_query + i].
   struct Part {
@@ -70,16 +72,17 @@ class ImportantTokens {
   std::vector<std::uint8_t> important_;  // [prompt.tokens]
   std::vector<CopyOp> out_ops_;          // of the block being attended
   bool evicted_ = false;
-  Buffer probe_queries_;  // [probes, query_heads, head_dim]
-  Buffer sums_;           // host-visible [context]
-  Buffer positions_;      // [kv_heads, context]
-  Buffer heads_;          // host-visible [kv_heads]
-  Buffer queries_;        // [kBlock, query_heads, head_dim]
-  Buffer out_;            // likewise
-  Buffer lse_;            // [kBlock, query_heads]
-  Buffer arena_;          // [kv_heads, kArenaRows, row_bytes]
-  Buffer zeros_;          // [query_heads, head_dim]
-  Buffer masks_;          // [layers, context], only for policies that evict
+  Buffer probe_queries_;                // [probes, query_heads, head_dim]
+  Buffer sums_;                         // host-visible [context]
+  Buffer positions_;                    // [kv_heads, context]
+  Buffer heads_;                        // host-visible [kv_heads]
+  Buffer queries_;                      // [kBlock, query_heads, head_dim]
+  Buffer out_;                          // likewise
+  Buffer lse_;                          // [kBlock, query_heads]
+  Buffer arena_;                        // [kv_heads, kArenaRows, row_bytes]
+  Buffer zeros_;                        // [query_heads, head_dim]
+  std::vector<std::uint8_t> eligible_;  // [layers, context]
+  Buffer masks_;                        // a copy of it in `tier`
 };
 
 }  // namespace sluice

@@ -11,6 +11,11 @@ namespace {
 // Enough rows for a typical selection in one piece, few enough to stay in a cache.
 constexpr std::int64_t kArenaRows = 256;
 
+std::int64_t aligned(std::int64_t logits) {
+  constexpr std::int64_t kUnit = LogitView::kLogitAlignment;
+  return (logits + kUnit - 1) / kUnit * kUnit;
+}
+
 bool reads_tiles(const Policy& p) {
   return p.select == Selector::int4 || p.select == Selector::sparq ||
          (p.candidates.limited() && p.select != Selector::exact);
@@ -30,10 +35,10 @@ std::int64_t candidates_of(const Policy& p, std::int64_t count) {
   return std::min(count, std::max(p.candidates.of(count), least) + p.sinks + p.recent);
 }
 
-std::int64_t IndexLayout::logit_stride() const { return context; }
+std::int64_t IndexLayout::logit_stride() const { return aligned(context); }
 
 std::int64_t IndexLayout::candidate_stride() const {
-  return candidates > 0 ? candidates + kPageTokens : 0;
+  return candidates > 0 ? aligned(candidates + kPageTokens) : 0;
 }
 
 std::uint64_t IndexLayout::index_bytes() const {
@@ -54,7 +59,8 @@ std::uint64_t IndexLayout::work_bytes() const {
   if (!selects()) return 0;
   const auto queries = static_cast<std::uint64_t>(shape.query_heads);
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
-  return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) * sizeof(float) +
+  return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) *
+             size_of(logit_dtype) +
          heads * static_cast<std::uint64_t>(slots * selected + candidates) * sizeof(std::int32_t) +
          heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes();
 }
@@ -70,8 +76,9 @@ std::uint64_t IndexLayout::host_bytes() const {
 }
 
 IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,
-                       std::span<const Policy> policies) {
+                       std::span<const Policy> policies, DType logit_dtype) {
   IndexLayout layout;
+  layout.logit_dtype = logit_dtype;
   layout.shape = shape;
   layout.context = context;
   layout.batch = batch;

@@ -22,6 +22,7 @@ struct IndexLayout {
   KvShape shape;
   std::int64_t context = 0;
   std::int64_t batch = 1;  // tokens decoded in one step
+  DType logit_dtype = DType::f32;
   int bits = 4;
   std::vector<LayerIndex> layers;
   std::int64_t slots = 0;       // selections remembered at a time; 0: nothing ever selects
@@ -49,6 +50,6 @@ std::int64_t candidates_of(const Policy& policy, std::int64_t count);
 // A layout that serves every one of `policies`. Throws Error{usage} if one of them does not fit
 // the shape or if two of them want different bits per key.
 IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,
-                       std::span<const Policy> policies);
+                       std::span<const Policy> policies, DType logit_dtype = DType::f32);
 
 }  // namespace sluice

@@ -8,6 +8,23 @@
 
 namespace sluice {
 
+namespace {
+
+void require_supported(const BackendInfo& info, const KvShape& shape) {
+  if (shape.dtype == DType::f32 && !info.f32_rows) {
+    throw Error(ErrorCode::unsupported,
+                "device " + info.name + " keeps rows in bf16 or f16, not f32; choose --kv-dtype");
+  }
+  const std::vector<int>& dims = info.head_dims;
+  if (dims.empty() || std::find(dims.begin(), dims.end(), shape.head_dim) != dims.end()) return;
+  std::string known;
+  for (const int d : dims) known += (known.empty() ? "" : ", ") + std::to_string(d);
+  throw Error(ErrorCode::unsupported, "device " + info.name + " has no attention for head_dim " +
+                                          std::to_string(shape.head_dim) + "; it has " + known);
+}
+
+}  // namespace
+
 KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
     : backend_(&backend),
       plan_(plan),
@@ -16,7 +33,9 @@ KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Polic
       ledger_(plan.shape.layers) {
   if (planned_.empty()) planned_.emplace_back();
   policy_ = planned_.front();
-  const IndexLayout layout = plan_index(plan.shape, plan.context, plan.decode_batch, planned_);
+  require_supported(backend.info(), plan.shape);
+  const IndexLayout layout =
+      plan_index(plan.shape, plan.context, plan.decode_batch, planned_, backend.info().logit_dtype);
   const Tier tier = plan.in_place ? Tier::host : Tier::device;
   if (layout.selects()) sparse_ = std::make_unique<SparseAttention>(backend, layout, tier);
   if (layout.zipvl) {

@@ -29,9 +29,9 @@ SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Ti
   const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
     return backend.allocate(where, count * size);
   };
-  logits_ = allocate(tier, count_of(shape.query_heads, layout.logit_stride()), sizeof(float));
-  candidate_logits_ =
-      allocate(tier, count_of(shape.query_heads, layout.candidate_stride()), sizeof(float));
+  const std::size_t logit = size_of(layout.logit_dtype);
+  logits_ = allocate(tier, count_of(shape.query_heads, layout.logit_stride()), logit);
+  candidate_logits_ = allocate(tier, count_of(shape.query_heads, layout.candidate_stride()), logit);
   positions_ =
       allocate(tier, count_of(layout.slots, shape.kv_heads, layout.selected), sizeof(std::int32_t));
   candidates_ = allocate(tier, count_of(shape.kv_heads, layout.candidates), sizeof(std::int32_t));
@@ -87,7 +87,8 @@ std::vector<RowSpan> SparseAttention::all_rows(const Token& token, KvStore& stor
                                                std::int64_t count) const {
   std::vector<RowSpan> rows;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    rows.push_back({store.source(token.layer, head).home, count});
+    const RowSource source = store.source(token.layer, head);
+    rows.push_back({source.resident_count >= count ? source.resident : source.home, count});
   }
   return rows;
 }
@@ -97,11 +98,9 @@ void SparseAttention::append(int layer, const StepRange& step, KvStore& store, b
   const std::int64_t pages = step.end() / kPageTokens - first_page;
   std::vector<RowSpan> whole;
   std::vector<RowSpan> fresh;
-  const auto row_bytes = static_cast<std::int64_t>(layout_.shape.row_bytes());
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    const std::byte* const home = store.source(layer, head).home;
-    whole.push_back({home + first_page * kPageTokens * row_bytes, pages * kPageTokens});
-    fresh.push_back({home + step.first * row_bytes, step.tokens});
+    whole.push_back({store.newest(layer, head, first_page * kPageTokens), pages * kPageTokens});
+    fresh.push_back({store.newest(layer, head, step.first), step.tokens});
   }
   index_.build(layer, first_page, pages, whole);
   if (dense) index_.add_values(layer, fresh, false);
@@ -126,7 +125,6 @@ void SparseAttention::attend(const Policy& policy, int layer, const StepRange& s
   if (selects) latest_ = layer;
   check(latest_ >= 0, "a follower before any layer that selects");
   records_[static_cast<std::size_t>(layer)] = {latest_, &policy};
-  const auto row_bytes = static_cast<std::int64_t>(shape.row_bytes());
   for (std::int64_t i = 0; i < step.tokens; ++i) {
     Token token;
     token.layer = layer;
@@ -138,7 +136,7 @@ void SparseAttention::attend(const Policy& policy, int layer, const StepRange& s
     token.eligible = eligible;
     std::vector<RowSpan> own;
     for (int head = 0; head < shape.kv_heads; ++head) {
-      own.push_back({store.source(layer, head).home + token.position * row_bytes, 1});
+      own.push_back({store.newest(layer, head, token.position), 1});
     }
     index_.add_values(layer, own, false);
     if (selects) choose(policy, token, store);
@@ -200,13 +198,11 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
   const std::vector<RowSpan> rows =
       exact ? all_rows(token, store, token.count()) : tail_rows(token, store);
   estimate.rows = rows;
-  estimate.logits = logits_.floats();
-  estimate.stride = layout_.logit_stride();
+  estimate.logits = {logits_.data(), layout_.logit_stride()};
   backend_->estimate(estimate);
 
   SelectParams select = select_params(policy, token);
-  select.logits = logits_.floats();
-  select.stride = layout_.logit_stride();
+  select.logits = estimate.logits;
   select.count = token.count();
   if (!policy.candidates.limited()) {
     select.selected = selection(token.layer, token.index);
@@ -232,13 +228,11 @@ void SparseAttention::rescore(const Policy& policy, const Token& token, KvStore&
   estimate.rows = tail;
   estimate.candidates = &candidates;
   estimate.candidate_rows = all;
-  estimate.logits = candidate_logits_.floats();
-  estimate.stride = layout_.candidate_stride();
+  estimate.logits = {candidate_logits_.data(), layout_.candidate_stride()};
   backend_->estimate(estimate);
 
   SelectParams select = select_params(policy, token);
-  select.logits = candidate_logits_.floats();
-  select.stride = layout_.candidate_stride();
+  select.logits = estimate.logits;
   select.candidates = &candidates;
   select.tail = token.tail();
   select.selected = selection(token.layer, token.index);

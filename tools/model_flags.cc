@@ -23,7 +23,7 @@ std::optional<std::uint64_t> parse_cap(const std::string& text, const char* flag
 
 void ModelFlags::add_to(CLI::App& app) {
   app.add_option("-m,--model", model, "Hugging Face checkpoint directory")->required();
-  app.add_option("--device", device, "cpu, or reference (slow, fp32, for checking)")
+  app.add_option("--device", device, "cpu, cuda or cuda:N, or reference (slow, fp32, for checking)")
       ->capture_default_str();
   app.add_option("--device-memory", device_memory,
                  "cap on the device tier, e.g. 64MiB; rows beyond it are streamed through. "

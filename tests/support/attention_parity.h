@@ -9,11 +9,15 @@
 
 namespace sluice::testing {
 
-// How an implementation rounds.
+// How an implementation rounds: the largest relative error of a query element before its product
+// with K, and of a softmax weight before its product with V; 0 is fp32's, which always counts.
 struct Rounding {
-  bool bf16_queries = false;  // q is rounded to bf16 before the product with K
-  bool bf16_weights = false;  // softmax weights are rounded to bf16 before the product with V
+  double queries = 0;
+  double weights = 0;
 };
+
+inline constexpr double kBf16Step = 0x1p-9;
+inline constexpr double kHalfStep = 0x1p-12;
 
 struct Tolerance {
   double lse = 0;
@@ -22,22 +26,23 @@ struct Tolerance {
 
 // fp32: a logit is a sum of head_dim terms, an exponential has a relative error of its logit's
 // absolute one, and a sum over n rows drifts by about sqrt(n) roundings; 2^-24 each.
-// bf16: every query element or weight is off by 2^-8 at most and by 0.85 * 2^-9 in the mean square,
-// independently, so errors add up as the oracle's spreads say; seven deviations, since the spread
-// of out is an estimate and a test run looks at a million numbers. The approximated exponential
-// (2^-13) is common to weights and their sum, and shows in the log-sum-exp alone.
+// Others: every query element or weight is off by its step at most and by 0.85 steps in the mean
+// square (0.85 is generous: a rounding is uniform within half a unit), independently, so errors add
+// up as the oracle's spreads say; seven deviations, since the spread of out is an estimate and a
+// test run looks at a million numbers. An approximated exponential (2^-13) is common to weights
+// and their sum, and shows in the log-sum-exp alone.
 inline Tolerance tolerance_of(const QueryOracle& oracle, const Rounding& rounding) {
   constexpr double kFloat = 0x1p-24;
-  constexpr double kBf16 = 7 * 0.85 * 0x1p-9;
+  constexpr double kDeviations = 7 * 0.85;
   const double fp32 =
       kFloat * (32 + 4 * std::sqrt(static_cast<double>(oracle.visible)) + 8 * oracle.largest_logit);
-  const bool bf16 = rounding.bf16_queries || rounding.bf16_weights;
+  const double step = std::max(rounding.queries, rounding.weights);
   Tolerance tolerance;
   tolerance.lse = fp32 + kFloat * 8 * std::abs(oracle.lse);
-  if (rounding.bf16_queries) tolerance.lse += kBf16 * oracle.lse_spread;
-  if (rounding.bf16_weights) tolerance.lse += 0x1p-13;
+  tolerance.lse += kDeviations * rounding.queries * oracle.lse_spread;
+  tolerance.lse += rounding.weights / 16;
   for (std::size_t c = 0; c < oracle.out.size(); ++c) {
-    tolerance.out.push_back(fp32 * oracle.magnitude[c] + (bf16 ? kBf16 * oracle.spread[c] : 0));
+    tolerance.out.push_back(fp32 * oracle.magnitude[c] + kDeviations * step * oracle.spread[c]);
   }
   return tolerance;
 }

@@ -2,16 +2,79 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "lib/backend.h"
+#include "lib/half.h"
 #include "lib/selection.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/device.h"
 
 namespace sluice::testing {
+
+// Logits in a backend's memory: their dtype and the distance of their rows are the backend's own.
+class LogitMatrix {
+ public:
+  LogitMatrix(Backend& backend, std::int64_t rows, std::int64_t columns)
+      : backend_(backend), rows_(rows), columns_(columns) {
+    constexpr std::int64_t kUnit = LogitView::kLogitAlignment;
+    stride_ = (columns + kUnit - 1) / kUnit * kUnit;
+    data_ = backend.allocate(backend.info().compute_tier,
+                             static_cast<std::size_t>(rows * stride_) * size_of(dtype()));
+  }
+
+  LogitView view() const { return {data_.data(), stride_}; }
+
+  void set(const std::vector<float>& values) {
+    std::vector<std::byte> bytes(data_.bytes());
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      for (std::int64_t column = 0; column < columns_; ++column) {
+        const float value = values[static_cast<std::size_t>(row * columns_ + column)];
+        std::byte* const to = &bytes[offset(row, column)];
+        const std::uint16_t half = float_to_f16(value);
+        if (dtype() == DType::f32) std::memcpy(to, &value, sizeof value);
+        if (dtype() != DType::f32) std::memcpy(to, &half, sizeof half);
+      }
+    }
+    const CopyOp op = {data_.data(), bytes.data(), bytes.size()};
+    backend_.copy({&op, 1}, Stream::compute);
+  }
+
+  std::vector<float> get() {
+    const std::vector<std::byte> bytes = download<std::byte>(backend_, data_);
+    std::vector<float> values;
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      for (std::int64_t column = 0; column < columns_; ++column) {
+        float value = 0.0f;
+        std::uint16_t half = 0;
+        if (dtype() == DType::f32) {
+          std::memcpy(&value, &bytes[offset(row, column)], sizeof value);
+        } else {
+          std::memcpy(&half, &bytes[offset(row, column)], sizeof half);
+          value = f16_to_float(half);
+        }
+        values.push_back(value);
+      }
+    }
+    return values;
+  }
+
+ private:
+  DType dtype() const { return backend_.info().logit_dtype; }
+  std::size_t offset(std::int64_t row, std::int64_t column) const {
+    return static_cast<std::size_t>(row * stride_ + column) * size_of(dtype());
+  }
+
+  Backend& backend_;
+  std::int64_t rows_;
+  std::int64_t columns_;
+  std::int64_t stride_ = 0;
+  Buffer data_;
+};
 
 // A key index over the whole pages of an attention case, built by `backend`.
 class IndexedCase {
@@ -26,7 +89,7 @@ class IndexedCase {
     codes_ = allocate(units * static_cast<std::size_t>(d) * view_.tiles.code_bytes());
     scales_ = allocate(units * static_cast<std::size_t>(d) * 2 * sizeof(std::uint16_t));
     bounds_ = allocate(units * view_.bounds.page_bytes(d));
-    bad_ = allocate(heads * sizeof(std::int32_t));
+    bad_ = backend.allocate(Tier::host, heads * sizeof(std::int32_t));
     view_.tiles.codes = codes_.data();
     view_.tiles.scales = reinterpret_cast<std::uint16_t*>(scales_.data());
     view_.tiles.capacity = view_.bounds.capacity = pages_;
@@ -54,7 +117,7 @@ class IndexedCase {
     const std::int64_t tokens = case_.count(0);
     const std::int64_t first = method == Selector::exact ? 0 : pages_ * kPageTokens;
     const std::vector<RowSpan> rest = rows_from(first, tokens - first);
-    Buffer logits = allocate(static_cast<std::size_t>(tokens * case_.shape.query_heads) * 4);
+    LogitMatrix logits(backend_, case_.shape.query_heads, tokens);
     EstimateParams p;
     p.q = q_.floats();
     p.shape = case_.shape;
@@ -63,16 +126,19 @@ class IndexedCase {
     p.index = view_;
     p.pages = first / kPageTokens;
     p.rows = rest;
-    p.logits = logits.floats();
-    p.stride = tokens;
+    p.logits = logits.view();
     backend_.estimate(p);
-    return download<float>(backend_, logits);
+    return logits.get();
   }
 
   std::vector<std::uint8_t> codes() { return download<std::uint8_t>(backend_, codes_); }
   std::vector<std::uint16_t> scales() { return download<std::uint16_t>(backend_, scales_); }
   std::vector<std::uint16_t> bounds() { return download<std::uint16_t>(backend_, bounds_); }
-  std::vector<std::int32_t> bad() { return download<std::int32_t>(backend_, bad_); }
+  std::vector<std::int32_t> bad() {
+    backend_.synchronize();
+    const auto* const flags = reinterpret_cast<const std::int32_t*>(bad_.data());
+    return {flags, flags + case_.shape.kv_heads};
+  }
   std::int64_t pages() const { return pages_; }
 
  private:
@@ -108,23 +174,44 @@ struct SelectAnswer {
   std::vector<std::vector<std::int32_t>> positions;
   std::vector<HeadSelection> heads;
   std::vector<float> alpha;
-  std::vector<float> weights;  // [query_heads, count]
+  std::vector<float> logits;    // [query_heads, count], as the backend saw them
+  std::vector<double> weights;  // likewise: their softmax over what is eligible
 };
+
+inline std::vector<double> weights_of(const SelectCase& c, const std::vector<float>& logits) {
+  std::vector<double> weights;
+  for (int head = 0; head < c.shape.query_heads; ++head) {
+    const float* const row = logits.data() + head * c.count;
+    std::vector<double> own;
+    double highest = -std::numeric_limits<double>::infinity();
+    for (std::int64_t t = 0; t < c.count; ++t) {
+      const auto at = static_cast<std::size_t>(t);
+      const bool out = at < c.eligible.size() && c.eligible[at] == 0;
+      own.push_back(out ? -std::numeric_limits<double>::infinity() : static_cast<double>(row[t]));
+      highest = std::max(highest, own.back());
+    }
+    double sum = 0.0;
+    for (double& x : own) sum += x = std::exp(x - highest);
+    for (const double x : own) weights.push_back(x / sum);
+  }
+  return weights;
+}
 
 inline SelectAnswer select(Backend& backend, const SelectCase& c) {
   const std::int64_t capacity = c.capacity > 0 ? c.capacity : c.count;
   const auto heads = static_cast<std::size_t>(c.shape.kv_heads);
-  Buffer logits = upload(backend, c.logits);
+  LogitMatrix logits(backend, c.shape.query_heads, c.count);
+  logits.set(c.logits);
   Buffer eligible = upload(backend, c.eligible);
   Buffer positions =
       upload(backend, std::vector<std::int32_t>(heads * static_cast<std::size_t>(capacity), -7));
+  const auto queries = static_cast<std::size_t>(c.shape.query_heads);
+  const Buffer found = backend.allocate(Tier::host, heads * sizeof(HeadSelection));
+  const Buffer alpha = backend.allocate(Tier::host, queries * sizeof(float));
   SelectAnswer answer;
-  answer.heads.resize(heads);
-  answer.alpha.resize(static_cast<std::size_t>(c.shape.query_heads));
   SelectParams p;
   p.shape = c.shape;
-  p.logits = logits.floats();
-  p.stride = c.count;
+  p.logits = logits.view();
   p.count = c.count;
   p.end = c.end;
   p.prune = c.prune;
@@ -134,11 +221,15 @@ inline SelectAnswer select(Backend& backend, const SelectCase& c) {
   p.sinks = c.sinks;
   p.recent_first = c.recent_first;
   if (!c.eligible.empty()) p.eligible = reinterpret_cast<const std::uint8_t*>(eligible.data());
-  p.selected = {reinterpret_cast<std::int32_t*>(positions.data()), capacity, answer.heads.data()};
-  p.alpha = answer.alpha.data();
+  p.selected = {reinterpret_cast<std::int32_t*>(positions.data()), capacity,
+                reinterpret_cast<HeadSelection*>(found.data())};
+  p.alpha = alpha.floats();
+  answer.logits = logits.get();
+  answer.weights = weights_of(c, answer.logits);
   backend.select(p);
-  answer.weights = download<float>(backend, logits);
   const std::vector<std::int32_t> all = download<std::int32_t>(backend, positions);
+  answer.heads.assign(p.selected.heads, p.selected.heads + heads);
+  answer.alpha.assign(p.alpha, p.alpha + queries);
   for (std::size_t head = 0; head < heads; ++head) {
     const auto first = all.begin() + static_cast<std::int64_t>(head) * capacity;
     answer.positions.emplace_back(first, first + answer.heads[head].count);

@@ -24,15 +24,16 @@ namespace sluice {
 
 struct EngineConfig {
   std::filesystem::path model;   // Hugging Face checkpoint directory
-  std::string device = "cpu";    // "cpu", or "reference": the slow fp32 backend for checking
+  // "cpu"; "cuda" or "cuda:N", an NVIDIA GPU; or "reference", the slow fp32 backend for checking.
+  std::string device = "cpu";
   int threads = 0;               // 0: one per core
   int chunk = 512;               // most tokens per prefill step
   DType kv_dtype = DType::bf16;  // of the rows
   std::optional<DType> compute;  // of matrix products; unset: bf16 for a bf16 checkpoint where
                                  // the processor is fast at it, else f32, which is exact
-  // Caps in bytes on all sessions together. The device cap is the size of the device tier;
-  // without it the CPU attends rows in host memory. The host cap covers rows, weights and
-  // activations.
+  // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
+  // GPU it covers weights and activations, too. Without it the CPU attends rows in host memory,
+  // and a GPU's free memory is the cap. The host cap covers all that is not on the device.
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
 };
@@ -60,9 +61,15 @@ struct Plan {
   std::uint64_t activation_bytes = 0;  // buffers of one step
   std::uint64_t loading_bytes = 0;     // held only while weights are being loaded
   std::uint64_t program_bytes = 0;     // the process itself: code, libraries, tokenizer
+  std::uint64_t backend_bytes = 0;     // device memory that the backend itself needs
+  bool on_device = false;              // weights and activations are on the device, a GPU
 
-  std::uint64_t host_bytes() const { return weight_bytes + activation_bytes + kv.host_bytes; }
-  // Peak resident memory of the process, on a machine where the device tier is RAM.
+  std::uint64_t model_bytes() const { return weight_bytes + activation_bytes; }
+  std::uint64_t host_bytes() const { return kv.host_bytes + (on_device ? 0 : model_bytes()); }
+  std::uint64_t device_bytes() const {
+    return kv.device_bytes + (on_device ? model_bytes() + backend_bytes : 0);
+  }
+  // Peak resident memory of the process; without a GPU the device tier is part of it.
   std::uint64_t process_bytes() const;
   std::string to_table() const;
   std::string to_json() const;
@@ -113,6 +120,8 @@ class Engine {
   MemoryUse memory() const;
 
  private:
+  std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
+
   friend class Session;
   struct Impl;
   explicit Engine(std::unique_ptr<Impl> impl);

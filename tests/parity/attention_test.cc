@@ -1,5 +1,5 @@
 // Every implementation of Backend::attend() against the same fp64 oracle.
-#include "tests/support/attention_parity.h"
+#include "cpu/attention.h"
 
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "cpu/attention.h"
-#include "cpu/cpu_backend.h"
 #include "cpu/reference_backend.h"
 #include "cpu/threads.h"
 #include "lib/half.h"
 #include "tests/support/attention_cases.h"
+#include "tests/support/attention_parity.h"
+#include "tests/support/backends.h"
 #include "tests/support/random.h"
 
 namespace sluice {
@@ -50,27 +50,35 @@ class KernelBackend : public cpu::ReferenceBackend {
 };
 
 struct Implementation {
-  std::string name;
-  std::function<std::unique_ptr<Backend>()> make;
+  testing::NamedBackend backend;
   std::vector<DType> dtypes = {DType::f32, DType::f16, DType::bf16};
-  Rounding rounding = {};  // with rows of bf16
+  std::vector<int> head_dims = {32, 40, 64, 80, 128, 256};
+  // By the rows' dtype and the number of query tokens.
+  std::function<Rounding(DType, std::int64_t)> rounding = [](DType, std::int64_t) {
+    return Rounding();
+  };
 };
 
 Implementation forced(const std::string& name, AttendKernel kernel, std::int64_t targets) {
-  return {.name = name, .make = [=] { return std::make_unique<KernelBackend>(kernel, targets); }};
+  return {.backend = {name, [=] { return std::make_unique<KernelBackend>(kernel, targets); }}};
+}
+
+Rounding amx_rounding(DType dtype, std::int64_t /*tokens*/) {
+  return dtype == DType::bf16 ? Rounding{testing::kBf16Step, testing::kBf16Step} : Rounding();
+}
+
+// One token's queries and weights are sums of two numbers of the rows' dtype; those of many are
+// one.
+Rounding cuda_rounding(DType dtype, std::int64_t tokens) {
+  const double step = dtype == DType::bf16 ? testing::kBf16Step : testing::kHalfStep;
+  return tokens == 1 ? Rounding{step * step, step * step} : Rounding{step, step};
 }
 
 // Every backend, and every kernel of the CPU backend with every instruction set that runs here.
 std::vector<Implementation> implementations() {
-  constexpr Rounding kBf16 = {.bf16_queries = true, .bf16_weights = true};
   std::vector<Implementation> all;
-  all.push_back(
-      {.name = "reference", .make = [] { return std::make_unique<cpu::ReferenceBackend>(); }});
-  all.push_back({.name = "cpu", .make = [] {
-                   cpu::CpuOptions options;
-                   options.threads = 2;
-                   return std::make_unique<cpu::CpuBackend>(options);
-                 }});
+  all.push_back({.backend = testing::reference_backend()});
+  all.push_back({.backend = testing::cpu_backend(DType::f32)});
   for (const std::int64_t target : {HWY_AVX3, HWY_AVX2, HWY_SCALAR}) {
     if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
     const std::string suffix = std::string("_") + hwy::TargetName(target);
@@ -78,10 +86,18 @@ std::vector<Implementation> implementations() {
     all.push_back(forced("prefill" + suffix, AttendKernel::prefill, target));
   }
   if (cpu::attend_supported(AttendKernel::amx, {.dtype = DType::bf16})) {
-    all[1].rounding = kBf16;
+    all[1].rounding = amx_rounding;
     all.push_back(forced("amx", AttendKernel::amx, 0));
     all.back().dtypes = {DType::bf16};
-    all.back().rounding = kBf16;
+    all.back().rounding = amx_rounding;
+  }
+  const std::vector<testing::NamedBackend> gpu = testing::gpu_backends();
+  if (!gpu.empty()) {
+    // The dtype of matrix products is nothing to attention: one of them stands for all.
+    all.push_back({.backend = {"cuda", gpu.front().make},
+                   .dtypes = {DType::f16, DType::bf16},
+                   .head_dims = {32, 64, 80, 96, 128, 256},
+                   .rounding = cuda_rounding});
   }
   return all;
 }
@@ -93,22 +109,25 @@ struct Parameter {
 };
 
 std::ostream& operator<<(std::ostream& out, const Parameter& p) {
-  return out << p.implementation.name << ' ' << to_string(p.dtype) << ' ' << p.head_dim;
+  return out << p.implementation.backend.name << ' ' << to_string(p.dtype) << ' ' << p.head_dim;
 }
 
-std::vector<Parameter> parameters(const std::vector<int>& head_dims) {
+// Of all the implementations' head dimensions those that `wanted` says.
+std::vector<Parameter> parameters(const std::function<bool(int)>& wanted) {
   std::vector<Parameter> all;
   for (const Implementation& implementation : implementations()) {
     for (const DType dtype : implementation.dtypes) {
-      for (const int head_dim : head_dims) all.push_back({implementation, dtype, head_dim});
+      for (const int head_dim : implementation.head_dims) {
+        if (wanted(head_dim)) all.push_back({implementation, dtype, head_dim});
+      }
     }
   }
   return all;
 }
 
 std::string name_of(const ::testing::TestParamInfo<Parameter>& info) {
-  return info.param.implementation.name + "_" + std::string(to_string(info.param.dtype)) + "_d" +
-         std::to_string(info.param.head_dim);
+  return info.param.implementation.backend.name + "_" + std::string(to_string(info.param.dtype)) +
+         "_d" + std::to_string(info.param.head_dim);
 }
 
 class AttentionParity : public ::testing::TestWithParam<Parameter> {
@@ -120,8 +139,9 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
             .head_dim = GetParam().head_dim,
             .dtype = GetParam().dtype};
   }
-  Rounding rounding() const {
-    return GetParam().dtype == DType::bf16 ? GetParam().implementation.rounding : Rounding{};
+  void SetUp() override { backend_ = testing::make_or_skip(GetParam().implementation.backend); }
+  Rounding rounding(const AttentionCase& c) const {
+    return GetParam().implementation.rounding(GetParam().dtype, c.tokens);
   }
   // All queries behind all rows, unless the case says otherwise.
   static void show_all(AttentionCase& c) {
@@ -132,12 +152,12 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
   void check(const AttentionCase& c) {
     AttentionRun run(*backend_, c);
     run.attend();
-    testing::expect_parity(c, run.result(), rounding());
+    testing::expect_parity(c, run.result(), rounding(c));
   }
 
   const std::uint64_t seed_ = testing::seed(20250611);
   Random random_{seed_};
-  const std::unique_ptr<Backend> backend_ = GetParam().implementation.make();
+  std::unique_ptr<Backend> backend_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
@@ -186,12 +206,18 @@ TEST_P(AttentionParityOfShapes, MergedPartialsEqualTheWhole) {
       run.attend({begin, end}, begin > 0);
       begin = end;
     }
-    testing::expect_parity(c, run.result(), rounding());
+    testing::expect_parity(c, run.result(), rounding(c));
     if (HasFatalFailure()) return;
   }
 }
 
-std::vector<Parameter> all_shapes() { return parameters({32, 40, 64, 80, 128, 256}); }
+std::vector<Parameter> all_shapes() {
+  return parameters([](int) { return true; });
+}
+
+std::vector<Parameter> common_shapes() {
+  return parameters([](int head_dim) { return head_dim == 64 || head_dim == 128; });
+}
 
 INSTANTIATE_TEST_SUITE_P(, AttentionParityOfShapes, ::testing::ValuesIn(all_shapes()), name_of);
 
@@ -224,7 +250,7 @@ TEST_P(AttentionParity, EmptyPartialIsZeroWithNoWeight) {
   for (std::size_t i = 0; i < 10 * static_cast<std::size_t>(c.shape.head_dim); ++i) {
     ASSERT_EQ(partial.out[i], 0.0f) << i;
   }
-  testing::expect_parity(c, partial, rounding());
+  testing::expect_parity(c, partial, rounding(c));
 }
 
 TEST_P(AttentionParity, MergingNothingChangesNothing) {
@@ -250,7 +276,7 @@ TEST_P(AttentionParity, MergesIntoAnEmptyPartial) {
     AttentionRun run(*backend_, c);
     run.attend({0, 0});
     run.attend({0, 300}, true);
-    testing::expect_parity(c, run.result(), rounding());
+    testing::expect_parity(c, run.result(), rounding(c));
   }
 }
 
@@ -263,7 +289,7 @@ TEST_P(AttentionParity, HugeLogitsDoNotOverflow) {
     c.first_query_position = 380;
     AttentionRun run(*backend_, c);
     run.attend();
-    testing::expect_parity(c, run.result(), {false, rounding().bf16_weights});
+    testing::expect_parity(c, run.result(), {0, rounding(c).weights});
     if (HasFatalFailure()) return;
   }
 }
@@ -305,7 +331,7 @@ TEST_P(AttentionParity, NegativeScale) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, AttentionParity, ::testing::ValuesIn(parameters({64, 128})), name_of);
+INSTANTIATE_TEST_SUITE_P(, AttentionParity, ::testing::ValuesIn(common_shapes()), name_of);
 
 }  // namespace
 }  // namespace sluice

@@ -1,0 +1,89 @@
+// Every backend that this build has, by name, for suites that hold all of them to the same answers.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "cpu/cpu_backend.h"
+#include "cpu/reference_backend.h"
+#include "sluice/errors.h"
+#ifdef SLUICE_CUDA
+#include "kernels/cuda_backend.h"
+#endif
+
+namespace sluice::testing {
+
+struct NamedBackend {
+  std::string name;
+  std::function<std::unique_ptr<Backend>()> make;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const NamedBackend& backend) {
+  return out << backend.name;
+}
+
+inline std::string name_of(const ::testing::TestParamInfo<NamedBackend>& info) {
+  return info.param.name;
+}
+
+inline NamedBackend reference_backend() {
+  return {"reference", [] { return std::make_unique<cpu::ReferenceBackend>(); }};
+}
+
+inline NamedBackend cpu_backend(DType compute) {
+  return {"cpu_" + std::string(to_string(compute)), [compute] {
+            cpu::CpuOptions options;
+            options.threads = 2;
+            options.compute = compute;
+            return std::make_unique<cpu::CpuBackend>(options);
+          }};
+}
+
+// The backends for a GPU; listed whether or not there is one.
+inline std::vector<NamedBackend> gpu_backends() {
+  std::vector<NamedBackend> all;
+#ifdef SLUICE_CUDA
+  for (const DType compute : {DType::bf16, DType::f16, DType::f32}) {
+    all.push_back({"cuda_" + std::string(to_string(compute)), [compute] {
+                     cuda::CudaOptions options;
+                     options.compute = compute;
+                     return cuda::make_cuda_backend(options);
+                   }});
+  }
+#endif
+  return all;
+}
+
+inline std::vector<NamedBackend> backends() {
+  std::vector<NamedBackend> all = {reference_backend(), cpu_backend(DType::f32)};
+  if (cpu::Linear::bf16_is_fast()) all.push_back(cpu_backend(DType::bf16));
+  for (NamedBackend& gpu : gpu_backends()) all.push_back(std::move(gpu));
+  return all;
+}
+
+// One of each kind, for what the dtype of matrix products is nothing to.
+inline std::vector<NamedBackend> backends_by_kind() {
+  std::vector<NamedBackend> all = {reference_backend(), cpu_backend(DType::f32)};
+  all.back().name = "cpu";
+  const std::vector<NamedBackend> gpu = gpu_backends();
+  if (!gpu.empty()) all.push_back({"cuda", gpu.front().make});
+  return all;
+}
+
+// Null, and the running test skipped, where a GPU's backend cannot be made for want of a GPU.
+inline std::unique_ptr<Backend> make_or_skip(const NamedBackend& backend) {
+  try {
+    return backend.make();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::unsupported || !backend.name.starts_with("cuda")) throw;
+    [&] { GTEST_SKIP() << error.what(); }();
+    return nullptr;
+  }
+}
+
+}  // namespace sluice::testing
