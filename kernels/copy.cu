@@ -1,0 +1,124 @@
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/copy.h"
+#include "kernels/error.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kPieces = 64;  // of one launch: 1.5 KiB of arguments
+constexpr int kCopyThreads = 256;
+constexpr std::size_t kPieceBytes = 32 << 10;  // of one block
+constexpr int kGatherThreads = 512;
+
+struct Pieces {
+  CopyOp ops[kPieces];
+  int blocks_before[kPieces + 1];  // blocks of the pieces before each
+  int count = 0;
+};
+
+__device__ bool aligned_16(const CopyOp& op) {
+  return ((reinterpret_cast<std::uintptr_t>(op.to) | reinterpret_cast<std::uintptr_t>(op.from) |
+           op.bytes) &
+          15) == 0;
+}
+
+template <typename Word>
+__device__ void copy_words(const CopyOp& op, std::size_t first, std::size_t last) {
+  auto* const to = reinterpret_cast<Word*>(op.to);
+  const auto* const from = reinterpret_cast<const Word*>(op.from);
+  for (std::size_t i = first / sizeof(Word) + threadIdx.x; i < last / sizeof(Word);
+       i += kCopyThreads) {
+    to[i] = from[i];
+  }
+}
+
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ Pieces pieces) {
+  const int block = static_cast<int>(blockIdx.x);
+  int piece = 0;
+  while (pieces.blocks_before[piece + 1] <= block) ++piece;
+  const CopyOp& op = pieces.ops[piece];
+  const std::size_t first =
+      static_cast<std::size_t>(block - pieces.blocks_before[piece]) * kPieceBytes;
+  const std::size_t last = min(op.bytes, first + kPieceBytes);
+  if (aligned_16(op)) {
+    copy_words<uint4>(op, first, last);
+  } else {
+    copy_words<std::uint8_t>(op, first, last);
+  }
+}
+
+void launch_pieces(Pieces& pieces, cudaStream_t stream) {
+  if (pieces.count == 0) return;
+  copy_kernel<<<static_cast<unsigned>(pieces.blocks_before[pieces.count]), kCopyThreads, 0,
+                stream>>>(pieces);
+  require_launch("a copy of small pieces");
+  pieces.count = 0;
+}
+
+// Rows of all heads are numbered as if each had the longest head's count.
+template <int kGatherAhead>
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_kernel(const __grid_constant__ GatherParams p, std::int64_t longest) {
+  const auto chunks_of_row = static_cast<std::int64_t>(p.row_bytes / sizeof(uint4));
+  const std::int64_t chunks = longest * p.kv_heads * chunks_of_row;
+  const std::int64_t stride = std::int64_t{kGatherThreads} * gridDim.x;
+  const std::int64_t self = std::int64_t{kGatherThreads} * blockIdx.x + threadIdx.x;
+  for (std::int64_t first = self; first < chunks; first += stride * kGatherAhead) {
+    uint4 data[kGatherAhead];
+    std::byte* to[kGatherAhead];
+#pragma unroll
+    for (int i = 0; i < kGatherAhead; ++i) {
+      const std::int64_t chunk = first + i * stride;
+      to[i] = nullptr;
+      if (chunk >= chunks) continue;
+      const std::int64_t row = chunk / chunks_of_row;
+      const std::int64_t column = chunk % chunks_of_row * static_cast<std::int64_t>(sizeof(uint4));
+      const int head = static_cast<int>(row / longest);
+      const std::int64_t number = row % longest;
+      if (number >= p.counts[head]) continue;
+      const std::int64_t position = p.positions[head * p.capacity + number];
+      const std::byte* const base =
+          position < p.resident_count[head] ? p.resident[head] : p.home[head];
+      data[i] = __ldcs(reinterpret_cast<const uint4*>(
+          base + position * static_cast<std::int64_t>(p.row_bytes) + column));
+      to[i] = p.to + (head * p.to_rows + number) * static_cast<std::int64_t>(p.row_bytes) + column;
+    }
+#pragma unroll
+    for (int i = 0; i < kGatherAhead; ++i) {
+      if (to[i] != nullptr) *reinterpret_cast<uint4*>(to[i]) = data[i];
+    }
+  }
+}
+
+}  // namespace
+
+void copy_pieces(std::span<const CopyOp> ops, cudaStream_t stream) {
+  Pieces pieces;
+  pieces.blocks_before[0] = 0;
+  for (const CopyOp& op : ops) {
+    if (op.bytes == 0) continue;
+    pieces.ops[pieces.count] = op;
+    const auto blocks = static_cast<int>((op.bytes + kPieceBytes - 1) / kPieceBytes);
+    pieces.blocks_before[pieces.count + 1] = pieces.blocks_before[pieces.count] + blocks;
+    if (++pieces.count == kPieces) launch_pieces(pieces, stream);
+  }
+  launch_pieces(pieces, stream);
+}
+
+void gather(const GatherParams& p, cudaStream_t stream) {
+  std::int64_t longest = p.counts.uniform;
+  if (p.counts.is_listed) {
+    longest = *std::max_element(p.counts.listed, p.counts.listed + p.kv_heads);
+  }
+  if (longest == 0 || p.kv_heads == 0) return;
+  const auto kernel = p.ahead >= 8   ? gather_kernel<8>
+                      : p.ahead >= 4 ? gather_kernel<4>
+                      : p.ahead >= 2 ? gather_kernel<2>
+                                     : gather_kernel<1>;
+  kernel<<<static_cast<unsigned>(p.blocks), kGatherThreads, 0, stream>>>(p, longest);
+  require_launch("gather");
+}
+
+}  // namespace sluice::cuda
