@@ -1,0 +1,13 @@
+// Estimating logits from the key index and from rows.
+#pragma once
+
+#include "kernels/launch.h"
+#include "lib/selection.h"
+
+namespace sluice::cuda {
+
+// Logits are f16, finite ones clamped to its range. Queries are rounded to f16 where they meet the
+// index.
+void estimate(const EstimateParams& params, const Launch& launch);
+
+}  // namespace sluice::cuda

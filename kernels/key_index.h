@@ -1,0 +1,11 @@
+// Building the key index from rows.
+#pragma once
+
+#include "kernels/launch.h"
+#include "lib/selection.h"
+
+namespace sluice::cuda {
+
+void build_index(const BuildIndexParams& params, const Launch& launch);
+
+}  // namespace sluice::cuda

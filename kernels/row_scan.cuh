@@ -1,0 +1,295 @@
+// Keys times queries on tensor cores, keys straight from global memory to registers.
+//
+// Rows of keys are the rows of A. The order of the inner dimension is free as long as A and B
+// agree, so a lane takes 8 consecutive elements of each block of 32 and needs no exchange with
+// others.
+#pragma once
+
+#include "kernels/channels.cuh"
+#include "kernels/heads.h"
+#include "kernels/tile_scan_queries.cuh"
+#include "lib/selection.h"
+
+namespace sluice::cuda {
+
+inline constexpr int kRowWarps = kQueryThreads / kWarp;
+inline constexpr int kRowBlocks = 4;       // of a multiprocessor
+inline constexpr int kTileRows = 32;       // of one warp: two tiles of 16
+inline constexpr int kBlockElements = 32;  // of a row
+inline constexpr int kLoadBlocks = 4;      // loaded before the first is used
+
+// What the rows of a scan are.
+enum class RowKind {
+  rows,        // tokens
+  candidates,  // tokens found by position
+  bounds,      // sub-pages: smallest, then largest keys
+};
+
+struct RowScanArgs {
+  HeadRows rows;
+  HeadCounts counts;  // rows of every head, unless `kind` is candidates
+  QueryArgs queries;
+  const std::int32_t* positions;    // [kv_heads, position_capacity], of candidates
+  const HeadSelection* candidates;  // host-visible [kv_heads], or null if there are none
+  std::int64_t position_capacity;
+  std::int64_t row_bytes;    // from row to row
+  std::int64_t first_logit;  // of row 0; with candidates, after theirs
+  __half* logits;            // [query_heads, stride]
+  std::int64_t stride;
+  int elements;  // of a row
+  bool wide;     // rows can be read in 16 bytes at a time
+  // The last block of every head makes ready a scan of tiles, if there will be one.
+  bool prepares;
+  PrepareArgs prepare;
+};
+
+// Two elements of B in the dtype of the rows, and what rounding left of them.
+struct SplitPair {
+  std::uint32_t high;
+  std::uint32_t low;
+};
+
+template <typename T>
+__device__ __forceinline__ SplitPair split(float x, float y) {
+  const T high_x = from_float<T>(x);
+  const T high_y = from_float<T>(y);
+  return {pack(T(), to_float(high_x), to_float(high_y)),
+          pack(T(), x - to_float(high_x), y - to_float(high_y))};
+}
+
+// Element `e` of query `n` as a row meets it. Of bounds the smallest keys meet what is negative and
+// the largest what is positive; their sum is the largest product that keys between them can have.
+template <RowKind kKind>
+__device__ __forceinline__ float query_element(const Queries& queries, const QueryArgs& a, int n,
+                                               int e) {
+  const int d = a.head_dim;
+  if (n >= a.count) return 0.0f;
+  if (kKind != RowKind::bounds) return e < d ? queries.q[n][e] : 0.0f;
+  if (e >= 2 * d) return 0.0f;
+  const float q = queries.q[n][e % d];  // NaN passes both of the following
+  if (e < d) return q > 0.0f ? 0.0f : q;
+  return q < 0.0f ? 0.0f : q;
+}
+
+// B for all rows: [blocks, 2, kColumns, lanes] of {high pairs, low pairs}.
+template <typename T, RowKind kKind, int kColumns>
+__device__ void make_fragments(const Queries& queries, const RowScanArgs& a, int blocks,
+                               uint4* fragments) {
+  for (int i = static_cast<int>(threadIdx.x); i < blocks * 2 * kColumns * kWarp;
+       i += kQueryThreads) {
+    const int lane = i % kWarp;
+    const int n = i / kWarp % kColumns * 8 + lane / 4;
+    const int step = i / kWarp / kColumns;
+    const int e = step / 2 * kBlockElements + lane % 4 * 8 + step % 2 * 4;
+    const auto q = [&](int offset) {
+      return query_element<kKind>(queries, a.queries, n, e + offset);
+    };
+    const SplitPair first = split<T>(q(0), q(1));
+    const SplitPair second = split<T>(q(2), q(3));
+    fragments[i] = make_uint4(first.high, second.high, first.low, second.low);
+  }
+}
+
+// Elements [e, e + 8) of a row, zeros from `elements` on: what follows may be no number.
+template <bool kWide>
+__device__ __forceinline__ uint4 load_elements(const std::byte* row, int e, int elements) {
+  uint4 words = make_uint4(0, 0, 0, 0);
+  if (kWide) {
+    if (e < elements) words = __ldcs(reinterpret_cast<const uint4*>(row) + e / 8);
+    return words;
+  }
+  const auto* const pairs = reinterpret_cast<const std::uint32_t*>(row) + e / 2;
+  if (e < elements) words.x = pairs[0];
+  if (e + 2 < elements) words.y = pairs[1];
+  if (e + 4 < elements) words.z = pairs[2];
+  if (e + 6 < elements) words.w = pairs[3];
+  return words;
+}
+
+// Keys of the blocks from `first` on, of the four rows of a lane.
+template <bool kWide>
+__device__ __forceinline__ void load_blocks(const std::byte* const (&rows)[4], int first,
+                                            int elements, uint4 (&keys)[kLoadBlocks][4]) {
+#pragma unroll
+  for (int b = 0; b < kLoadBlocks; ++b) {
+    const int e = (first + b) * kBlockElements + static_cast<int>(threadIdx.x) % 4 * 8;
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      keys[b][half] = load_elements<kWide>(rows[half], e, elements);
+    }
+  }
+}
+
+// Which row of a warp's 32 is in row `lane / 4` of half `half` (of 0..3) of its tiles: of tokens
+// four consecutive ones share a lane, so that their logits are stored together.
+template <RowKind kKind>
+__device__ __forceinline__ int row_of(int half, int lane) {
+  return kKind == RowKind::bounds ? half * 8 + lane / 4 : lane / 4 * 4 + half;
+}
+
+// Sums of one warp: [half][column tile][column 2 (lane % 4), the next] of row lane / 4 of the half.
+template <int kColumns>
+struct RowSums {
+  float of[4][kColumns][2];
+};
+
+template <typename T, int kColumns>
+__device__ __forceinline__ void multiply_rows(const std::byte* const (&rows)[4],
+                                              const uint4* fragments, int elements, bool wide,
+                                              RowSums<kColumns>& sums) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  float d[2][kColumns][4]{};
+  const int blocks = (elements + kBlockElements - 1) / kBlockElements;
+  for (int first = 0; first < blocks; first += kLoadBlocks) {
+    uint4 keys[kLoadBlocks][4];
+    if (wide) {
+      load_blocks<true>(rows, first, elements, keys);
+    } else {
+      load_blocks<false>(rows, first, elements, keys);
+    }
+#pragma unroll
+    for (int b = 0; b < kLoadBlocks; ++b) {
+      if (first + b >= blocks) break;
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          const uint4 q = fragments[(((first + b) * 2 + step) * kColumns + c) * kWarp + lane];
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            const uint4& upper = keys[b][2 * tile];
+            const uint4& lower = keys[b][2 * tile + 1];
+            const std::uint32_t pairs[4] = {
+                step == 0 ? upper.x : upper.z, step == 0 ? lower.x : lower.z,
+                step == 0 ? upper.y : upper.w, step == 0 ? lower.y : lower.w};
+            mma(T(), d[tile][c], pairs, q.x, q.y);
+            mma(T(), d[tile][c], pairs, q.z, q.w);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 4; ++half) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      sums.of[half][c][0] = d[half / 2][c][half % 2 * 2];
+      sums.of[half][c][1] = d[half / 2][c][half % 2 * 2 + 1];
+    }
+  }
+}
+
+// A logit as f16: what is finite stays so, what is not becomes NaN.
+__device__ __forceinline__ __half half_logit(float x) {
+  const float clamped = fminf(fmaxf(x, -65504.0f), 65504.0f);
+  return __float2half_rn(clamped + (x - x));
+}
+
+// Logits [first, first + 32) of `count`, four consecutive ones a lane.
+__device__ __forceinline__ void store_tokens(const __half (&logits)[4], std::int64_t first,
+                                             std::int64_t count, __half* to) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t at = first + lane / 4 * 4;
+  if (at + 4 <= count && reinterpret_cast<std::uintptr_t>(to + at) % 8 == 0) {
+    *reinterpret_cast<uint2*>(to + at) = *reinterpret_cast<const uint2*>(logits);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (at + i < count) to[at + i] = logits[i];
+  }
+}
+
+// Bounds [first, first + 32) of `count`, each to its 16 tokens. A lane stores half a sub-page,
+// which it may have to ask another for, so that the 8 lanes of a query write 128 bytes at once.
+__device__ __forceinline__ void store_bounds(const __half (&bounds)[4], std::int64_t first,
+                                             std::int64_t count, bool active, __half* to) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int row = lane / 4;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(to) % 16 == 0;
+#pragma unroll
+  for (int part = 0; part < 8; ++part) {
+    const int source = (part % 2 * 4 + row / 2) * 4 + lane % 4;
+    const unsigned mine = __half_as_ushort(bounds[part / 2]);
+    const std::uint32_t bound = __shfl_sync(kAllLanes, mine, source) * 0x10001u;
+    const std::int64_t sub_page = first + part * 4 + row / 2;
+    if (!active || sub_page >= count) continue;
+    __half* const tokens = to + sub_page * kBoundTokens + row % 2 * 8;
+    if (aligned) {
+      *reinterpret_cast<uint4*>(tokens) = make_uint4(bound, bound, bound, bound);
+    } else {
+      for (int i = 0; i < 8; ++i) tokens[i] = __ushort_as_half(static_cast<unsigned short>(bound));
+    }
+  }
+}
+
+template <RowKind kKind, int kColumns>
+__device__ __forceinline__ void store_rows(const RowSums<kColumns>& sums, const Queries& queries,
+                                           const RowScanArgs& a, int head, std::int64_t first,
+                                           std::int64_t count, std::int64_t first_logit) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t query_head =
+      static_cast<std::int64_t>(head) * a.queries.group + a.queries.first;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int n = c * 8 + lane % 4 * 2 + side;
+      const bool active = n < a.queries.count;
+      const float factor = active ? queries.factor[n] : 0.0f;
+      __align__(8) __half logits[4];
+#pragma unroll
+      for (int half = 0; half < 4; ++half) {
+        logits[half] = half_logit(sums.of[half][c][side] * factor);
+      }
+      __half* const to = a.logits + (query_head + n) * a.stride + first_logit;
+      if (kKind == RowKind::bounds) {
+        store_bounds(logits, first, count, active, to);
+      } else if (active) {
+        store_tokens(logits, first, count, to);
+      }
+    }
+  }
+}
+
+// A block scans rows of KV head blockIdx.y, a warp 32 of them at a time.
+template <typename T, RowKind kKind, int kColumns>
+__global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
+    row_scan_kernel(const __grid_constant__ RowScanArgs a) {
+  extern __shared__ uint4 fragments[];
+  __shared__ Queries queries;
+  __shared__ std::int64_t listed;  // candidates
+
+  const int head = static_cast<int>(blockIdx.y);
+  let_next_kernel_begin();
+  if (threadIdx.x == 0) listed = a.candidates != nullptr ? a.candidates[head].count : 0;
+  load_queries(a.queries, head, queries);
+  const int row_blocks = static_cast<int>(gridDim.x) - (a.prepares ? 1 : 0);
+  if (static_cast<int>(blockIdx.x) == row_blocks) return prepare_tiles(queries, a.prepare, head);
+  make_fragments<T, kKind, kColumns>(queries, a, (a.elements + kBlockElements - 1) / kBlockElements,
+                                     fragments);
+  __syncthreads();
+
+  const bool is_listed = kKind == RowKind::candidates;
+  const std::int64_t count = is_listed ? listed : a.counts[head];
+  const std::int64_t first_logit = is_listed ? 0 : a.first_logit + listed;
+  const std::byte* const base = a.rows[head];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t step = static_cast<std::int64_t>(row_blocks) * kRowWarps * kTileRows;
+  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / kWarp;
+  for (std::int64_t first = warp * kTileRows; first < count; first += step) {
+    const std::byte* rows[4];
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      const std::int64_t row = first + row_of<kKind>(half, lane);
+      const std::int64_t at = row < count ? row : count - 1;  // beyond: anything that exists
+      rows[half] =
+          base + (is_listed ? a.positions[head * a.position_capacity + at] : at) * a.row_bytes;
+    }
+    RowSums<kColumns> sums;
+    multiply_rows<T, kColumns>(rows, fragments, a.elements, a.wide, sums);
+    store_rows<kKind, kColumns>(sums, queries, a, head, first, count, first_logit);
+  }
+}
+
+}  // namespace sluice::cuda

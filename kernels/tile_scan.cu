@@ -1,0 +1,277 @@
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "kernels/error.h"
+#include "kernels/tile_scan.cuh"
+#include "kernels/tile_scan.h"
+#include "lib/backend.h"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kScanThreads = kScanWarps * kWarp;
+constexpr int kTableThreads = 256;
+
+// One block a KV head.
+__global__ void __launch_bounds__(kQueryThreads)
+    prepare_kernel(const __grid_constant__ PrepareArgs a) {
+  __shared__ Queries queries;
+  const int head = static_cast<int>(blockIdx.x);
+  let_next_kernel_begin();
+  load_queries(a.queries, head, queries);
+  prepare_tiles(queries, a, head);
+}
+
+// Notes where the candidates of every page begin.
+__global__ void __launch_bounds__(kTableThreads)
+    table_kernel(const std::int32_t* positions, std::int64_t position_capacity,
+                 const __grid_constant__ TileQueries to, std::int64_t pages) {
+  const auto head = static_cast<std::int64_t>(blockIdx.y);
+  const std::int32_t count = to.counts[head];
+  const std::int32_t* const list = positions + head * position_capacity;
+  const auto step = static_cast<std::int32_t>(gridDim.x * kTableThreads);
+  for (auto i = static_cast<std::int32_t>(blockIdx.x * kTableThreads + threadIdx.x); i < count;
+       i += step) {
+    const std::int32_t page = list[i] / kPageTokens;
+    if (i == 0 || list[i - 1] / kPageTokens != page) to.first[head * pages + page] = i;
+  }
+}
+
+template <int kBits, bool kListed, int kColumns>
+__global__ void __launch_bounds__(kScanThreads, kColumns == 1 ? kScanBlocks : 3)
+    scan_kernel(const __grid_constant__ TileScanArgs a) {
+  using Shape = TileShape<kBits, kListed>;
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ SlotNotes all_notes[kScanWarps][Shape::kStages];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  std::byte* const ring = shared + static_cast<unsigned>(warp) * Shape::kRingBytes;
+  SlotNotes* const notes = all_notes[warp];
+  auto* const staged = reinterpret_cast<__half*>(shared + kScanWarps * Shape::kRingBytes) +
+                       warp * kMaxQueries * kPageTokens;
+
+  using Copier = std::conditional_t<kListed, ListedCopier<kBits>, BlockCopier<kBits>>;
+  if (!kListed) init_notes(notes, Shape::kStages);
+  wait_for_queries();
+  Copier copier(a, ring, notes);
+#pragma unroll 1
+  for (int i = 0; i < Shape::kStages - 1; ++i) copier.copy_next();
+
+  unsigned slot = 0;
+  unsigned round = 0;  // the lowest bit of how often the ring was gone through
+  while (true) {
+    PagePlace at{};
+    PageSums<kColumns> sums{};
+    const uint2* fragments = nullptr;
+    for (int first = 0; first < a.steps; first += Shape::kSteps) {
+      copier.wait(slot, round);
+      __syncwarp();
+      if (first == 0) {
+        at = notes[slot].page;
+        if (at.head < 0) return;
+        fragments = a.queries.fragments +
+                    static_cast<std::int64_t>(at.head) * kColumns * a.steps * kWarp + lane;
+      }
+      copier.copy_next();
+      const std::byte* const chunk = ring + slot * Shape::kSlotBytes;
+#pragma unroll
+      for (int step = 0; step < Shape::kSteps; ++step) {
+        if (first + step >= a.steps) break;
+        uint2 queries[kColumns];
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          queries[c] = __ldg(fragments + (c * a.steps + first + step) * kWarp);
+        }
+        multiply_step<kBits, kListed>(chunk, step, selectors_of<kListed>(a, at.head, first + step),
+                                      queries, sums);
+      }
+      if (++slot == Shape::kStages) {
+        slot = 0;
+        round ^= 1;
+      }
+    }
+    if (a.queries.first != nullptr) {
+      store_candidates<kBits>(sums, a, at, staged);
+    } else {
+      store_page<kBits>(sums, a, at);
+    }
+  }
+}
+
+// How `warps` warps share the pages; see PageRuns.
+template <int kBits, bool kListed>
+void share_pages(TileScanArgs& a, std::int64_t warps) {
+  using Shape = TileShape<kBits, kListed>;
+  const std::int64_t total = std::int64_t{a.pages} * a.heads;
+  check(total < std::numeric_limits<std::int32_t>::max(), "tile scan: pages");
+  // Every counter needs warps that ask it.
+  const bool dynamic = total >= kLeastDynamicPages * warps && warps >= kRunCounters * kScanWarps;
+  a.static_pages = static_cast<int>(dynamic ? total * Shape::kStaticEighths / 8 : total);
+  a.run_pages = Shape::kRunPages;
+}
+
+template <int kBits, bool kListed, int kColumns>
+void launch_scan(TileScanArgs a, const Launch& launch) {
+  const auto kernel = scan_kernel<kBits, kListed, kColumns>;
+  std::size_t shared = kScanWarps * TileShape<kBits, kListed>::kRingBytes;
+  if (a.queries.first != nullptr) shared += kScanWarps * kMaxQueries * kPageTokens * sizeof(__half);
+  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared)),
+          "tile scan");
+  int resident = 0;
+  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kScanThreads, shared),
+          "tile scan");
+  check(resident > 0, "tile scan: no block fits");
+  const std::int64_t useful = (std::int64_t{a.pages} * a.heads + kScanWarps - 1) / kScanWarps;
+  const std::int64_t blocks =
+      std::min<std::int64_t>(std::int64_t{launch.device->multiprocessors} * resident, useful);
+  share_pages<kBits, kListed>(a, blocks * kScanWarps);
+
+  // Its blocks may be set up while the queries are still being made ready.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kScanThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = launch.stream;
+  config.attrs = &early;
+  config.numAttrs = launch.device->capability >= 90 ? 1 : 0;
+  require(cudaLaunchKernelEx(&config, kernel, a), "tile scan");
+}
+
+template <int kBits, bool kListed>
+void dispatch_columns(const TileScanArgs& a, const Launch& launch) {
+  if (a.query_count <= 8) {
+    launch_scan<kBits, kListed, 1>(a, launch);
+  } else {
+    launch_scan<kBits, kListed, 2>(a, launch);
+  }
+}
+
+int channels_of(const EstimateParams& p) {
+  return p.method == Selector::sparq ? std::min(p.channels, p.shape.head_dim) : p.shape.head_dim;
+}
+
+int steps_of(const EstimateParams& p) {
+  return (channels_of(p) + kStepChannels - 1) / kStepChannels;
+}
+
+// Whole steps of channels lie side by side; anything else is listed.
+bool is_listed(const EstimateParams& p) {
+  return channels_of(p) != p.shape.head_dim || p.shape.head_dim % kStepChannels != 0;
+}
+
+// Takes pieces of the scratch memory; a first pass without memory counts them.
+class Pieces {
+ public:
+  explicit Pieces(std::byte* base) : base_(base) {}
+
+  template <typename T>
+  T* take(std::int64_t count) {
+    std::byte* const piece = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 255) / 256 * 256;
+    return reinterpret_cast<T*>(piece);
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+TileQueries take_queries(const EstimateParams& p, Pieces& pieces) {
+  const std::int64_t heads = p.shape.kv_heads;
+  TileQueries to{};
+  to.fragments = pieces.take<uint2>(heads * (kMaxQueries / 8) * steps_of(p) * kWarp);
+  to.factors = pieces.take<float>(heads * kMaxQueries);
+  to.channels = pieces.take<std::uint16_t>(heads * kMaxListed);
+  to.counters = pieces.take<std::uint32_t>(kRunCounters);
+  to.selectors = pieces.take<uint2>(heads * steps_of(p) * 4);
+  if (p.candidates != nullptr) {
+    to.counts = pieces.take<std::int32_t>(heads);
+    to.first = pieces.take<std::int32_t>(heads * p.pages);
+  }
+  return to;
+}
+
+void make_table(const EstimateParams& p, const TileQueries& to, const Launch& launch) {
+  const std::int64_t blocks =
+      std::clamp<std::int64_t>((p.candidates->capacity + kTableThreads - 1) / kTableThreads, 1, 64);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.shape.kv_heads));
+  table_kernel<<<grid, kTableThreads, 0, launch.stream>>>(p.candidates->positions,
+                                                          p.candidates->capacity, to, p.pages);
+  require_launch("candidate table");
+}
+TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
+  const EstimateParams& p = *pass.estimate;
+  TileScanArgs a{};
+  a.queries = queries;
+  a.codes = p.index.tiles.codes;
+  a.scales = p.index.tiles.scales;
+  if (p.candidates != nullptr) {
+    a.positions = p.candidates->positions;
+    a.position_capacity = p.candidates->capacity;
+  }
+  a.logits = reinterpret_cast<__half*>(p.logits.data);
+  a.capacity = p.index.tiles.capacity;
+  a.stride = p.logits.stride;
+  a.pages = static_cast<int>(p.pages);
+  a.heads = p.shape.kv_heads;
+  a.head_dim = p.shape.head_dim;
+  a.steps = steps_of(p);
+  a.group = p.shape.group();
+  a.first_query = pass.first_query;
+  a.query_count = pass.queries;
+  a.aligned = p.logits.stride % 8 == 0 && reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0;
+  return a;
+}
+
+}  // namespace
+
+std::size_t tile_scan_scratch_bytes(const EstimateParams& p) {
+  Pieces pieces(nullptr);
+  take_queries(p, pieces);
+  return pieces.used();
+}
+
+PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
+  const EstimateParams& p = *pass.estimate;
+  PrepareArgs a{};
+  a.queries = {p.q,         p.shape.group(), p.shape.head_dim, channels_of(p), pass.first_query,
+               pass.queries};
+  check(tile_scan_scratch_bytes(p) <= launch.scratch_bytes, "tile scan: scratch");
+  Pieces pieces(launch.scratch);
+  a.to = take_queries(p, pieces);
+  a.candidates = p.candidates != nullptr ? p.candidates->heads : nullptr;
+  a.pages = p.pages;
+  a.steps = steps_of(p);
+  a.column_tiles = pass.queries <= 8 ? 1 : 2;
+  a.listed = is_listed(p);
+  return a;
+}
+
+void prepare_scan(const PrepareArgs& args, int heads, const Launch& launch) {
+  prepare_kernel<<<static_cast<unsigned>(heads), kQueryThreads, 0, launch.stream>>>(args);
+  require_launch("prepare tile scan");
+}
+
+void scan_tiles(const ScanPass& pass, const Launch& launch) {
+  const EstimateParams& p = *pass.estimate;
+  if (p.pages == 0) return;
+  Pieces pieces(launch.scratch);
+  const TileQueries queries = take_queries(p, pieces);
+  if (p.candidates != nullptr) make_table(p, queries, launch);
+  const TileScanArgs a = scan_args(pass, queries);
+  const bool listed = is_listed(p);
+  if (p.index.tiles.bits == 4) {
+    listed ? dispatch_columns<4, true>(a, launch) : dispatch_columns<4, false>(a, launch);
+  } else {
+    listed ? dispatch_columns<2, true>(a, launch) : dispatch_columns<2, false>(a, launch);
+  }
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,22 @@
+// Logits of whole pages from their quantised keys.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/channels.h"
+#include "kernels/launch.h"
+
+namespace sluice::cuda {
+
+struct PrepareArgs;
+
+// What has to be made ready before scan_tiles(), by prepare_scan() or by scan_rows(), in
+// tile_scan_scratch_bytes() of the scratch.
+PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch);
+void prepare_scan(const PrepareArgs& args, int heads, const Launch& launch);
+
+void scan_tiles(const ScanPass& pass, const Launch& launch);
+
+std::size_t tile_scan_scratch_bytes(const EstimateParams& params);
+
+}  // namespace sluice::cuda
