@@ -9,7 +9,7 @@ function(sluice_settings target)
     "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wconversion;$<$<BOOL:${SLUICE_WERROR}>:-Werror=all-warnings>>")
   # GCC 12 sees overlapping copies in std::string's operator+ that are not there (its bug 105651).
   if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
-    target_compile_options(${target} PRIVATE -Wno-restrict)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
   endif()
   if(SLUICE_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${SLUICE_SANITIZE}

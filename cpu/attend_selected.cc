@@ -113,7 +113,12 @@ void attend_tokens(const AttendSelectedParams& p, Threads& threads) {
 
 }  // namespace
 
-void attend_selected(const AttendSelectedParams& p, Threads& threads) {
+void attend_selected(const AttendSelectedParams& params, Threads& threads) {
+  AttendSelectedParams p = params;
+  if (!p.newest.empty()) {
+    attend(newest_of(p), threads);
+    p.merge = true;
+  }
   std::int64_t rows = 0;
   for (int head = 0; head < p.shape.kv_heads; ++head) {
     rows += p.selected.heads[head].count;

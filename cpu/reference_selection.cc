@@ -355,7 +355,12 @@ void select(const SelectParams& p) {
   for (int head = 0; head < p.shape.kv_heads; ++head) select_head(p, head);
 }
 
-void attend_selected(const AttendSelectedParams& p) {
+void attend_selected(const AttendSelectedParams& given) {
+  AttendSelectedParams p = given;
+  if (!p.newest.empty()) {
+    reference_attend(newest_of(p));
+    p.merge = true;
+  }
   const std::size_t row_bytes = p.shape.row_bytes();
   std::vector<std::vector<std::byte>> rows(p.rows.size());
   std::vector<RowSpan> spans;

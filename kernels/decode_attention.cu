@@ -1,9 +1,12 @@
 #include <algorithm>
+#include <limits>
 #include <numbers>
 #include <vector>
 
-#include "kernels/decode_attention.cuh"
 #include "kernels/decode_attention.h"
+#include "kernels/decode_results.cuh"
+#include "kernels/decode_rows.cuh"
+#include "kernels/decode_warp.cuh"
 #include "kernels/dispatch.h"
 #include "kernels/error.h"
 #include "lib/check.h"
@@ -11,76 +14,37 @@
 namespace sluice::cuda {
 namespace {
 
-// What is known of the selected rows of every head before attention begins.
-struct PlanParams {
-  HeadSelection* heads = nullptr;           // host-visible [kv_heads], or null
-  HeadCounts counts;                        // used if `heads` is null
-  const std::int32_t* positions = nullptr;  // [kv_heads, capacity]
-  std::int64_t capacity = 0;
-  std::int64_t visible = 0;  // at most this many rows of each head
-  HeadCounts resident;
-  int kv_heads = 0;
-  std::int32_t* listed = nullptr;        // [kv_heads]
-  std::int64_t* tiles_before = nullptr;  // [kv_heads + 1]
-};
-
-constexpr int kPlanThreads = 256;
-
-// How many of the ascending positions are below `limit`; the whole warp looks.
-__device__ int count_below(const std::int32_t* positions, int count, std::int64_t limit) {
-  const int lane = threadIdx.x % kWarp;
-  int low = 0;
-  int high = count;
-  while (low < high) {
-    const int step = max(1, (high - low + kWarp - 1) / kWarp);
-    const int at = low + lane * step;
-    const unsigned below = __ballot_sync(kAllLanes, at < high && positions[at] < limit);
-    const int whole = __popc(below);
-    if (whole == 0) return low;
-    const int next = low + (whole - 1) * step;
-    high = min(high, next + step);
-    low = next + 1;
-  }
-  return low;
-}
-
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams p) {
+template <typename T, int kHeadDim, int kStages>
+__global__ __launch_bounds__(kDecodeWarps* kWarp) void decode_kernel(
+    const __grid_constant__ DecodeKernelParams p) {
+  using Rows = DecodeRows<kHeadDim, kStages>;
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ std::uint64_t barriers[kDecodeWarps][kStages];
+  auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(shared);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int head = warp; head < p.kv_heads; head += kPlanThreads / kWarp) {
-    int count = 0;
-    if (lane == 0) {
-      count = p.heads != nullptr ? p.heads[head].count : static_cast<int>(p.counts[head]);
+  const auto bunch = static_cast<int>(blockIdx.y);
+  const DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + p.stage_bytes));
+  const std::int64_t end = work.begin(static_cast<int>(blockIdx.x) + 1);
+  Rows rows(p, shared + warp * Rows::kBytes, barriers[warp]);
+
+  for (std::int64_t begin = work.begin(static_cast<int>(blockIdx.x)); begin < end;) {
+    const DecodeSegment segment = work.segment(begin, end);
+    rows.begin(segment);
+    DecodeWarp<T, kHeadDim> state(p, segment.head, bunch);
+    for (std::int64_t tile = segment.first; tile < segment.last; ++tile) {
+      state.add(rows.take(), rows.count(tile), p.scale);
+      rows.release();
     }
-    count = __shfl_sync(kAllLanes, count, 0);
-    if (p.heads != nullptr) {
-      const std::int32_t* const positions = p.positions + head * p.capacity;
-      const int resident = count_below(positions, count, p.resident[head]);
-      if (lane == 0) p.heads[head].resident = resident;
-    }
-    if (lane == 0) {
-      p.listed[head] = static_cast<std::int32_t>(min(static_cast<std::int64_t>(count), p.visible));
-    }
-  }
-  __syncthreads();
-  // Inclusive sums of the heads' tiles, a block's width at a time.
-  __shared__ std::int64_t sums[kPlanThreads];
-  std::int64_t carried = 0;
-  if (threadIdx.x == 0) p.tiles_before[0] = 0;
-  for (int first = 0; first < p.kv_heads; first += kPlanThreads) {
-    const int head = first + static_cast<int>(threadIdx.x);
-    sums[threadIdx.x] = head < p.kv_heads ? tiles_of(p.listed[head]) : 0;
+    // The stages become the block's memory, and then stages again.
     __syncthreads();
-    for (int distance = 1; distance < kPlanThreads; distance *= 2) {
-      const std::int64_t other =
-          static_cast<int>(threadIdx.x) >= distance ? sums[threadIdx.x - distance] : 0;
-      __syncthreads();
-      sums[threadIdx.x] += other;
-      __syncthreads();
-    }
-    if (head < p.kv_heads) p.tiles_before[head + 1] = carried + sums[threadIdx.x];
-    carried += sums[kPlanThreads - 1];
+    state.store(block.out[warp][0], block.highest[warp], block.sum[warp]);
     __syncthreads();
+    finish_segment(p, work, segment, bunch, block);
+    if (p.positions != nullptr && segment.first == 0 && bunch == 0)
+      report_resident(p, segment.head);
+    Rows::reuse_memory();
+    __syncthreads();
+    begin = work.before(segment.head) + segment.last;
   }
 }
 
@@ -89,8 +53,6 @@ void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t mos
   constexpr int kShared = std::max(kDecodeWarps * kStages * DecodeShape<kHeadDim>::kStageBytes,
                                    static_cast<int>(sizeof(DecodeBlock<kHeadDim>)));
   const auto kernel = decode_kernel<T, kHeadDim, kStages>;
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-          "shared memory of decode attention");
   const int resident = std::max(1, launch.device->shared_bytes / kShared);
   // Two blocks on a multiprocessor keep enough rows under way; more would only be more parts to
   // merge.
@@ -108,8 +70,17 @@ void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t mos
             kShared,
         "decode attention: too many multiprocessors");
   check(bunches * p.kv_heads <= Launch::kCounters, "decode attention: too many KV heads");
+  p.stage_bytes = kShared;
+  const bool differ = p.positions != nullptr || p.counts.is_listed;
+  const std::size_t shared =
+      kShared + (differ ? (static_cast<std::size_t>(p.kv_heads) + 1) * sizeof(std::int32_t) : 0);
+  check(shared <= static_cast<std::size_t>(launch.device->shared_bytes),
+        "decode attention: too many KV heads");
+  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared)),
+          "shared memory of decode attention");
   kernel<<<dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
-           kDecodeWarps * kWarp, kShared, launch.stream>>>(p);
+           kDecodeWarps * kWarp, shared, launch.stream>>>(p);
   require_launch("decode attention");
 }
 
@@ -134,24 +105,6 @@ void run(DecodeKernelParams& p, const KvShape& shape, const Launch& launch,
   });
 }
 
-// Scratch begins with the plan: listed and tiles_before.
-void place_plan(PlanParams& plan, DecodeKernelParams& p, const Launch& launch) {
-  const auto heads = static_cast<std::size_t>(p.kv_heads);
-  const std::size_t before = (heads + 1) * sizeof(std::int64_t);
-  const std::size_t bytes = (before + heads * sizeof(std::int32_t) + 255) / 256 * 256;
-  plan.kv_heads = p.kv_heads;
-  plan.tiles_before = reinterpret_cast<std::int64_t*>(launch.scratch);
-  plan.listed = reinterpret_cast<std::int32_t*>(launch.scratch + before);
-  p.listed = plan.listed;
-  p.tiles_before = plan.tiles_before;
-  p.partials = reinterpret_cast<float*>(launch.scratch + bytes);
-}
-
-void run_plan(const PlanParams& plan, const Launch& launch) {
-  plan_kernel<<<1, kPlanThreads, 0, launch.stream>>>(plan);
-  require_launch("the plan of decode attention");
-}
-
 DecodeKernelParams common_params(const KvShape& shape, const float* q, float scale, float* out,
                                  float* lse, bool merge, const Launch& launch) {
   DecodeKernelParams p;
@@ -167,13 +120,21 @@ DecodeKernelParams common_params(const KvShape& shape, const float* q, float sca
   return p;
 }
 
+std::int64_t longest_of(const HeadCounts& counts, int kv_heads) {
+  return counts.is_listed ? *std::max_element(counts.listed, counts.listed + kv_heads)
+                          : counts.uniform;
+}
+
 std::int64_t most_tiles_of(std::int64_t rows, int kv_heads) {
   return std::max<std::int64_t>(1, (rows + kTileRows - 1) / kTileRows) * kv_heads;
 }
 
-// Completes what attention over selected rows is told, and plans it.
-PlanParams selected_plan(const AttendSelectedParams& a, DecodeKernelParams& p,
-                         const Launch& launch) {
+__global__ void resident_kernel(const __grid_constant__ DecodeKernelParams p) {
+  report_resident(p, static_cast<int>(blockIdx.x));
+}
+
+DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& launch) {
+  DecodeKernelParams p = common_params(a.shape, a.q, a.scale, a.out, a.lse, a.merge, launch);
   std::vector<const std::byte*> resident;
   std::vector<const std::byte*> home;
   std::vector<RowSpan> counts;
@@ -187,14 +148,11 @@ PlanParams selected_plan(const AttendSelectedParams& a, DecodeKernelParams& p,
   p.resident = head_counts(counts);
   p.positions = a.selected.positions;
   p.capacity = a.selected.capacity;
-  PlanParams plan;
-  place_plan(plan, p, launch);
-  plan.heads = a.selected.heads;
-  plan.positions = p.positions;
-  plan.capacity = p.capacity;
-  plan.visible = a.first_query + 1;
-  plan.resident = p.resident;
-  return plan;
+  p.heads = a.selected.heads;
+  p.newest = head_rows(a.newest);
+  p.counts = head_counts(a.newest);
+  p.visible = a.first_query + 1;
+  return p;
 }
 
 }  // namespace
@@ -203,33 +161,23 @@ void attend_decode(const AttendParams& a, const Launch& launch) {
   check(a.tokens == 1, "attend_decode is for one token");
   DecodeKernelParams p = common_params(a.shape, a.q, a.scale, a.out, a.lse, a.merge, launch);
   p.rows = head_rows(a.rows);
-  const std::int64_t visible =
-      std::max<std::int64_t>(0, a.first_query_position + 1 - a.first_row_position);
-  HeadCounts counts = head_counts(a.rows);
-  if (!counts.is_listed) {
-    p.count = std::min(counts.uniform, visible);
-    return run(p, a.shape, launch, most_tiles_of(p.count, p.kv_heads));
-  }
-  PlanParams plan;
-  place_plan(plan, p, launch);
-  plan.counts = counts;
-  plan.visible = visible;
-  run_plan(plan, launch);
-  const std::int64_t longest = *std::max_element(counts.listed, counts.listed + a.shape.kv_heads);
+  p.counts = head_counts(a.rows);
+  p.visible = std::max<std::int64_t>(0, a.first_query_position + 1 - a.first_row_position);
+  const std::int64_t longest = std::min(longest_of(p.counts, p.kv_heads), p.visible);
   run(p, a.shape, launch, most_tiles_of(longest, p.kv_heads));
 }
 
 void attend_decode_selected(const AttendSelectedParams& a, const Launch& launch) {
   check(a.tokens == 1, "attend_decode_selected is for one token");
-  DecodeKernelParams p = common_params(a.shape, a.q, a.scale, a.out, a.lse, a.merge, launch);
-  const PlanParams plan = selected_plan(a, p, launch);
-  run_plan(plan, launch);
-  run(p, a.shape, launch, most_tiles_of(a.selected.capacity, p.kv_heads));
+  DecodeKernelParams p = selected_params(a, launch);
+  run(p, a.shape, launch,
+      most_tiles_of(a.selected.capacity + longest_of(p.counts, p.kv_heads), p.kv_heads));
 }
 
 void count_resident(const AttendSelectedParams& a, const Launch& launch) {
-  DecodeKernelParams p = common_params(a.shape, a.q, a.scale, a.out, a.lse, a.merge, launch);
-  run_plan(selected_plan(a, p, launch), launch);
+  const DecodeKernelParams p = selected_params(a, launch);
+  resident_kernel<<<static_cast<unsigned>(p.kv_heads), kWarp, 0, launch.stream>>>(p);
+  require_launch("counting resident rows");
 }
 
 }  // namespace sluice::cuda

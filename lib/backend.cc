@@ -1,6 +1,9 @@
 #include "lib/backend.h"
 
+#include <limits>
 #include <utility>
+
+#include "lib/check.h"
 
 namespace sluice {
 
@@ -31,6 +34,22 @@ Buffer Backend::allocate(Tier tier, std::size_t bytes) {
     throw;
   }
   return {this, tier, data, bytes};
+}
+
+AttendParams newest_of(const AttendSelectedParams& p) {
+  check(p.tokens == 1, "newest rows are for a single token");
+  AttendParams newest;
+  newest.q = p.q;
+  newest.tokens = 1;
+  newest.q_stride = p.q_stride;
+  newest.first_query_position = std::numeric_limits<std::int64_t>::max() - 1;
+  newest.shape = p.shape;
+  newest.rows = p.newest;
+  newest.scale = p.scale;
+  newest.out = p.out;
+  newest.lse = p.lse;
+  newest.merge = p.merge;
+  return newest;
 }
 
 }  // namespace sluice

@@ -134,6 +134,10 @@ struct AttendParams {
   bool merge = false;                   // merge with the partial already in out and lse
 };
 
+// What attending the newest rows of a selection's single token means: a partial to merge the
+// selected rows into.
+AttendParams newest_of(const AttendSelectedParams& params);
+
 // One copy of contiguous bytes. Which of the two sides is host memory follows from the call.
 struct CopyOp {
   std::byte* to = nullptr;
@@ -195,6 +199,12 @@ class Backend {
   virtual void sum_values(const SumValuesParams& params) = 0;
   virtual void compensate(const CompensateParams& params) = 0;
 
+  // What is issued between the two starts together, at submit_batch(): a backend may spare what
+  // each launch costs. Meanwhile nothing may be allocated or waited for. See Batch.
+  virtual void begin_batch() {}
+  virtual void submit_batch() {}
+  virtual void cancel_batch() noexcept {}
+
   // Work issued to `waiting` from now on starts after all work issued to `signalling` so far.
   virtual void order(Stream signalling, Stream waiting) = 0;
   // Returns when both streams are idle. Errors of earlier work surface here at the latest.
@@ -204,6 +214,25 @@ class Backend {
   friend class Buffer;
   virtual std::byte* take(Tier tier, std::size_t bytes) = 0;
   virtual void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept = 0;
+};
+
+// A batch that is dropped unless it is submitted.
+class Batch {
+ public:
+  explicit Batch(Backend& backend) : backend_(&backend) { backend.begin_batch(); }
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+  ~Batch() {
+    if (backend_ != nullptr) backend_->cancel_batch();
+  }
+
+  void submit() {
+    backend_->submit_batch();
+    backend_ = nullptr;
+  }
+
+ private:
+  Backend* backend_;
 };
 
 }  // namespace sluice

@@ -1,8 +1,9 @@
 // Parameters of the backend operations that choose tokens: the key index, estimates, selection and
 // attention over what was selected. All work on one layer and one query token.
 //
-// Pointers are the backend's own unless a comment says host. "Host-visible" memory is host memory
-// that the backend can write: a caller reads it after synchronize().
+// Pointers are the backend's own unless a comment says host. "Reported" is what a caller reads
+// later: it lies in the backend's memory or in host memory that the backend allocated, and is read
+// there or copied from there after synchronize(). No operation waits for the host to see it.
 #pragma once
 
 #include <cstddef>
@@ -62,7 +63,7 @@ struct BuildIndexParams {
   std::int64_t first_page = 0;
   std::int64_t pages = 0;
   std::span<const RowSpan> rows;  // host array [kv_heads]: the rows of these pages
-  std::int32_t* bad = nullptr;    // host-visible [kv_heads]: set to 1 if a key is NaN or Inf
+  std::int32_t* bad = nullptr;    // reported [kv_heads]: set to 1 if a key is NaN or Inf
 };
 
 // Adds the values of rows to sums, or subtracts them.
@@ -77,7 +78,7 @@ struct SumValuesParams {
 struct SelectionView {
   std::int32_t* positions = nullptr;  // [kv_heads, capacity]
   std::int64_t capacity = 0;
-  struct HeadSelection* heads = nullptr;  // host-visible [kv_heads]
+  struct HeadSelection* heads = nullptr;  // reported [kv_heads]
 };
 
 // What became of one KV head.
@@ -147,10 +148,10 @@ struct SelectParams {
   std::int64_t recent_first = 0;
   const std::uint8_t* eligible = nullptr;  // [end]: 0 leaves a position out; null: all are in
   SelectionView selected;
-  // Host-visible [query_heads] or null: the weight that the candidates and the tail carry among all
+  // Reported [query_heads] or null: the weight that the candidates and the tail carry among all
   // tokens, by whatever proposed them.
   const float* share = nullptr;
-  float* alpha = nullptr;  // host-visible [query_heads]: weight kept, the tail's included
+  float* alpha = nullptr;  // reported [query_heads]: weight kept, the tail's included
 };
 
 // Where the rows of one KV head are found by position.
@@ -162,7 +163,8 @@ struct RowSource {
 
 // Attention over selected rows, as a partial; see AttendParams. Rows pass through `arena`, sorted
 // by position, arena_rows at a time. Query token i sees the selected rows up to number
-// first_query + i; a single token usually sees all.
+// first_query + i; a single token usually sees all. For more than one token the counts of the
+// selection are read at the call: `selected.heads` must be host memory then.
 struct AttendSelectedParams {
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t tokens = 1;
@@ -171,7 +173,9 @@ struct AttendSelectedParams {
   KvShape shape;
   SelectionView selected;
   std::span<const RowSource> rows;  // host array [kv_heads]
-  std::byte* arena = nullptr;       // [kv_heads, arena_rows, row_bytes]
+  // Host array [kv_heads] or empty: rows that a single token attends besides, the newest.
+  std::span<const RowSpan> newest;
+  std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes]
   std::int64_t arena_rows = 0;
   float scale = 0.0f;
   float* out = nullptr;  // [tokens, query_heads, head_dim]
@@ -187,13 +191,13 @@ struct ColumnSumsParams {
   KvShape shape;
   std::span<const RowSpan> rows;           // host array [kv_heads], rows from position 0 on
   const std::uint8_t* eligible = nullptr;  // [rows]: 0 leaves a row out; null: all are in
-  float* sums = nullptr;                   // host-visible [rows]; NaN where a logit was no number
+  float* sums = nullptr;                   // reported [rows]; NaN where a logit was no number
 };
 
 // out = alpha * out + (1 - alpha) * sums / count; SparQ section 3, equation 9.
 struct CompensateParams {
   KvShape shape;
-  const float* alpha = nullptr;  // host-visible [query_heads]
+  const float* alpha = nullptr;  // [query_heads]
   const float* sums = nullptr;   // [kv_heads, head_dim]
   std::int64_t count = 0;        // values summed
   float* out = nullptr;          // [query_heads, head_dim]

@@ -138,6 +138,7 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
   const Matrix table =
       view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
   const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
+  Batch batch(*backend_);
   backend_->embed(table, tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
     project(layer, x, session.length());
@@ -146,6 +147,7 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
     mix(layer, x);
     feed_forward(layer, x);
   }
+  batch.submit();
   session.end_step();
 }
 

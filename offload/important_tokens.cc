@@ -85,9 +85,10 @@ void ImportantTokens::publish(int layer, std::int64_t first, std::int64_t end) {
   backend_->copy({&op, 1}, Stream::compute);
 }
 
-const std::uint8_t* ImportantTokens::eligible(int layer) const {
-  if (!evicted_) return nullptr;
-  return reinterpret_cast<const std::uint8_t*>(masks_.data()) + layer * context_;
+Eligible ImportantTokens::eligible(int layer) const {
+  if (!evicted_) return {};
+  const std::int64_t first = layer * context_;
+  return {reinterpret_cast<const std::uint8_t*>(masks_.data()) + first, eligible_.data() + first};
 }
 
 void ImportantTokens::rewind(std::int64_t length) {
@@ -141,7 +142,7 @@ std::vector<float> ImportantTokens::column_sums(int layer, KvStore& store) {
   params.positions = probes_;
   params.shape = shape_;
   params.rows = rows;
-  params.eligible = eligible(layer);
+  params.eligible = eligible(layer).device;
   params.sums = sums_.floats();
   backend_->column_sums(params);
   backend_->synchronize();

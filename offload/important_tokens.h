@@ -9,6 +9,7 @@
 #include "lib/backend.h"
 #include "lib/selection.h"
 #include "offload/kv_store.h"
+#include "offload/sparse_attention.h"
 #include "sluice/policy.h"
 
 namespace sluice {
@@ -38,8 +39,8 @@ class ImportantTokens {
   void attend(int layer, const SparsePrefill& how, const StepRange& piece, const Queries& queries,
               KvStore& store, Ledger& ledger);
 
-  // Whether a token may still be attended, [context] bytes; null if nothing was ever evicted.
-  const std::uint8_t* eligible(int layer) const;
+  // Whether a token may still be attended; nulls if nothing was ever evicted.
+  Eligible eligible(int layer) const;
   // Tokens from `length` on are forgotten; new ones in their place are eligible.
   void rewind(std::int64_t length);
 

@@ -62,17 +62,23 @@ std::uint64_t IndexLayout::work_bytes() const {
   return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) *
              size_of(logit_dtype) +
          heads * static_cast<std::uint64_t>(slots * selected + candidates) * sizeof(std::int32_t) +
-         heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes();
+         heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes() + report_bytes() +
+         bad_bytes();
+}
+
+std::uint64_t IndexLayout::report_bytes() const {
+  const auto heads = static_cast<std::uint64_t>(shape.kv_heads) * sizeof(HeadSelection);
+  const auto queries = static_cast<std::uint64_t>(shape.query_heads) * sizeof(float);
+  return 2 * static_cast<std::uint64_t>(shape.layers * batch) * (heads + queries);
+}
+
+std::uint64_t IndexLayout::bad_bytes() const {
+  return static_cast<std::uint64_t>(shape.layers) * static_cast<std::uint64_t>(shape.kv_heads) *
+         sizeof(std::int32_t);
 }
 
 std::uint64_t IndexLayout::host_bytes() const {
-  if (!selects()) return 0;
-  const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
-  std::uint64_t indexed = 0;
-  for (const LayerIndex& layer : layers) indexed += layer.tiles || layer.bounds ? 1 : 0;
-  const std::uint64_t steps = static_cast<std::uint64_t>(shape.layers * batch);
-  return indexed * heads * sizeof(std::int32_t) + 2 * steps * heads * sizeof(HeadSelection) +
-         2 * steps * static_cast<std::uint64_t>(shape.query_heads) * sizeof(float);
+  return selects() ? report_bytes() + bad_bytes() : 0;
 }
 
 IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,

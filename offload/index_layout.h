@@ -37,9 +37,11 @@ struct IndexLayout {
   std::int64_t logit_stride() const;
   std::int64_t candidate_stride() const;
 
-  std::uint64_t index_bytes() const;  // tiles, bounds and sums of all layers
-  std::uint64_t work_bytes() const;   // logits, positions and the arena
-  std::uint64_t host_bytes() const;   // what the backend reports to the host
+  std::uint64_t index_bytes() const;   // tiles, bounds and sums of all layers
+  std::uint64_t work_bytes() const;    // logits, positions and the arena
+  std::uint64_t host_bytes() const;    // the host's copy of what the backend reports
+  std::uint64_t report_bytes() const;  // of selections
+  std::uint64_t bad_bytes() const;     // of keys that are no numbers
 };
 
 // Tokens that a policy's selector proposes among `count`: what it asks for, but at least twice what

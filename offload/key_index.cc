@@ -13,6 +13,8 @@ KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, Tier tier)
   const std::size_t pages = static_cast<std::size_t>(layout.pages()) * heads;
   KeyTiles tiles;
   tiles.bits = layout.bits;
+  bad_ = backend.allocate(tier, layers_.size() * heads * sizeof(std::int32_t));
+  seen_bad_ = backend.allocate(Tier::host, bad_.bytes());
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const LayerIndex& wanted = layout.layers[i];
     Layer& layer = layers_[i];
@@ -26,7 +28,7 @@ KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, Tier tier)
     }
     if (wanted.sums) layer.sums = backend.allocate(tier, heads * channels * sizeof(float));
     if (wanted.tiles || wanted.bounds) {
-      layer.bad = backend.allocate(Tier::host, heads * sizeof(std::int32_t));
+      layer.bad = reinterpret_cast<std::int32_t*>(bad_.data()) + i * heads;
     }
   }
 }
@@ -43,9 +45,8 @@ KeyIndexView KeyIndex::view(int layer) const {
 void KeyIndex::build(int layer, std::int64_t first_page, std::int64_t pages,
                      std::span<const RowSpan> rows) {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
-  if (pages == 0 || at.bad.data() == nullptr) return;
-  backend_->build_index({layout_.shape, view(layer), first_page, pages, rows,
-                         reinterpret_cast<std::int32_t*>(at.bad.data())});
+  if (pages == 0 || at.bad == nullptr) return;
+  backend_->build_index({layout_.shape, view(layer), first_page, pages, rows, at.bad});
 }
 
 void KeyIndex::add_values(int layer, std::span<const RowSpan> rows, bool subtract) {
@@ -59,10 +60,13 @@ const float* KeyIndex::value_sums(int layer) const {
   return sums.data() == nullptr ? nullptr : sums.floats();
 }
 
-void KeyIndex::check_keys() const {
+void KeyIndex::check_keys() {
+  const CopyOp op = {seen_bad_.data(), bad_.data(), bad_.bytes()};
+  backend_->copy({&op, 1}, Stream::compute);
+  backend_->synchronize();
+  const auto heads = static_cast<std::size_t>(layout_.shape.kv_heads);
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const auto* const bad = reinterpret_cast<const std::int32_t*>(layers_[layer].bad.data());
-    if (bad == nullptr) continue;
+    const auto* const bad = reinterpret_cast<const std::int32_t*>(seen_bad_.data()) + layer * heads;
     for (int head = 0; head < layout_.shape.kv_heads; ++head) {
       if (bad[head] == 0) continue;
       throw Error(ErrorCode::numeric, "a key of layer " + std::to_string(layer) + ", KV head " +

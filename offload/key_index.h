@@ -27,7 +27,7 @@ class KeyIndex {
   const float* value_sums(int layer) const;
 
   // Throws Error{numeric} naming layer and KV head if a key was NaN or Inf.
-  void check_keys() const;
+  void check_keys();
 
  private:
   struct Layer {
@@ -35,12 +35,14 @@ class KeyIndex {
     Buffer scales;
     Buffer bounds;
     Buffer sums;
-    Buffer bad;  // host-visible [kv_heads]
+    std::int32_t* bad = nullptr;  // [kv_heads], of bad_; null if keys are not looked at
   };
 
   Backend* backend_;
   IndexLayout layout_;
   std::vector<Layer> layers_;
+  Buffer bad_;       // [layers, kv_heads]
+  Buffer seen_bad_;  // the host's copy of it
 };
 
 }  // namespace sluice

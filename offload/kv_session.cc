@@ -98,7 +98,6 @@ void KvSession::end_step() {
   check(in_step_, "end_step outside a step");
   selection_.clear();
   if (sparse_ != nullptr && phase_ == Phase::decode) {
-    backend_->synchronize();
     selection_ = sparse_->finish(step_, *store_, ledger_);
   }
   length_ = step_.end();

@@ -49,10 +49,10 @@ class KvSession {
 
  private:
   bool attends_densely(int layer) const {
-    return phase_ != Phase::decode || (policy_.is_dense(layer) && eligible(layer) == nullptr);
+    return phase_ != Phase::decode || (policy_.is_dense(layer) && eligible(layer).host == nullptr);
   }
-  const std::uint8_t* eligible(int layer) const {
-    return important_ != nullptr ? important_->eligible(layer) : nullptr;
+  Eligible eligible(int layer) const {
+    return important_ != nullptr ? important_->eligible(layer) : Eligible();
   }
   void require_room(std::int64_t tokens) const;
   void require_outside_step() const;

@@ -36,13 +36,30 @@ SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Ti
       allocate(tier, count_of(layout.slots, shape.kv_heads, layout.selected), sizeof(std::int32_t));
   candidates_ = allocate(tier, count_of(shape.kv_heads, layout.candidates), sizeof(std::int32_t));
   arena_ = allocate(tier, count_of(shape.kv_heads, layout.arena_rows), shape.row_bytes());
+  report_ = make_report(backend, layout, tier);
+  seen_ = make_report(backend, layout, Tier::host);
+}
+
+SparseAttention::Report SparseAttention::make_report(Backend& backend, const IndexLayout& layout,
+                                                     Tier tier) {
+  const KvShape& shape = layout.shape;
   const std::size_t heads = count_of(shape.layers, layout.batch, shape.kv_heads);
-  candidate_heads_ = allocate(Tier::host, heads, sizeof(HeadSelection));
-  heads_ = allocate(Tier::host, heads, sizeof(HeadSelection));
-  share_ =
-      allocate(Tier::host, count_of(shape.layers, layout.batch, shape.query_heads), sizeof(float));
-  alpha_ =
-      allocate(Tier::host, count_of(shape.layers, layout.batch, shape.query_heads), sizeof(float));
+  const std::size_t queries = count_of(shape.layers, layout.batch, shape.query_heads);
+  Report report;
+  report.all = backend.allocate(tier, layout.report_bytes());
+  report.candidate_heads = reinterpret_cast<HeadSelection*>(report.all.data());
+  report.heads = report.candidate_heads + heads;
+  report.share = reinterpret_cast<float*>(report.heads + heads);
+  report.alpha = report.share + queries;
+  return report;
+}
+
+std::int64_t SparseAttention::head_entry(int layer, std::int64_t token) const {
+  return (layer * layout_.batch + token) * layout_.shape.kv_heads;
+}
+
+std::int64_t SparseAttention::query_entry(int layer, std::int64_t token) const {
+  return (layer * layout_.batch + token) * layout_.shape.query_heads;
 }
 
 void SparseAttention::begin(const StepRange& step) {
@@ -56,23 +73,20 @@ SelectionView SparseAttention::selection(int layer, std::int64_t token) const {
   const std::int64_t slot = layout_.slots > 1 ? token : 0;
   auto* const positions = reinterpret_cast<std::int32_t*>(positions_.data()) +
                           slot * layout_.shape.kv_heads * layout_.selected;
-  auto* const heads = reinterpret_cast<HeadSelection*>(heads_.data()) +
-                      (layer * layout_.batch + token) * layout_.shape.kv_heads;
-  return {positions, layout_.selected, heads};
+  return {positions, layout_.selected, report_.heads + head_entry(layer, token)};
 }
 
 SelectionView SparseAttention::candidates(int layer, std::int64_t token) const {
-  auto* const heads = reinterpret_cast<HeadSelection*>(candidate_heads_.data()) +
-                      (layer * layout_.batch + token) * layout_.shape.kv_heads;
-  return {reinterpret_cast<std::int32_t*>(candidates_.data()), layout_.candidates, heads};
+  return {reinterpret_cast<std::int32_t*>(candidates_.data()), layout_.candidates,
+          report_.candidate_heads + head_entry(layer, token)};
 }
 
 float* SparseAttention::share(int layer, std::int64_t token) const {
-  return share_.floats() + (layer * layout_.batch + token) * layout_.shape.query_heads;
+  return report_.share + query_entry(layer, token);
 }
 
 float* SparseAttention::alpha(int layer, std::int64_t token) const {
-  return alpha_.floats() + (layer * layout_.batch + token) * layout_.shape.query_heads;
+  return report_.alpha + query_entry(layer, token);
 }
 
 std::vector<RowSpan> SparseAttention::tail_rows(const Token& token, KvStore& store) const {
@@ -118,7 +132,7 @@ void SparseAttention::forget(std::int64_t from, std::int64_t to, KvStore& store)
 }
 
 void SparseAttention::attend(const Policy& policy, int layer, const StepRange& step,
-                             const Queries& queries, KvStore& store, const std::uint8_t* eligible) {
+                             const Queries& queries, KvStore& store, const Eligible& eligible) {
   const KvShape& shape = layout_.shape;
   // A dense layer is here because some tokens were evicted: it attends to what is left.
   const bool selects = policy.selects(layer) || policy.is_dense(layer);
@@ -166,22 +180,27 @@ void SparseAttention::choose_fixed(const Policy& policy, const Token& token) {
   std::vector<std::int32_t> positions;
   const auto add = [&](std::int64_t from, std::int64_t to) {
     for (std::int64_t at = from; at < to; ++at) {
-      if (token.eligible != nullptr && token.eligible[at] == 0) continue;
+      if (token.eligible.host != nullptr && token.eligible.host[at] == 0) continue;
       positions.push_back(static_cast<std::int32_t>(at));
     }
   };
   add(0, sinks);
   add(recent, end);
+  HeadSelection found;
+  found.count = static_cast<std::int32_t>(positions.size());
+  const std::vector<HeadSelection> heads(static_cast<std::size_t>(layout_.shape.kv_heads), found);
+  const std::vector<float> ones(static_cast<std::size_t>(layout_.shape.query_heads), 1.0f);
   std::vector<CopyOp> ops;
-  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    view.heads[head] = {};
-    view.heads[head].count = static_cast<std::int32_t>(positions.size());
-    ops.push_back({reinterpret_cast<std::byte*>(view.positions + head * view.capacity),
-                   reinterpret_cast<const std::byte*>(positions.data()),
-                   positions.size() * sizeof(std::int32_t)});
+  const auto put = [&](auto* to, const auto& from) {
+    ops.push_back({reinterpret_cast<std::byte*>(to),
+                   reinterpret_cast<const std::byte*>(from.data()), sizeof(from[0]) * from.size()});
+  };
+  put(view.heads, heads);
+  put(alpha(token.layer, token.index), ones);
+  for (int head = 0; head < layout_.shape.kv_heads && !positions.empty(); ++head) {
+    put(view.positions + head * view.capacity, positions);
   }
-  if (!positions.empty()) backend_->copy(ops, Stream::compute);
-  std::fill_n(alpha(token.layer, token.index), layout_.shape.query_heads, 1.0f);
+  backend_->copy(ops, Stream::compute);
 }
 
 // Estimates every token, then keeps the candidates or, if nothing re-scores them, what the policy
@@ -245,7 +264,7 @@ SelectParams SparseAttention::select_params(const Policy& policy, const Token& t
   SelectParams params;
   params.shape = layout_.shape;
   params.end = token.tail_first();
-  params.eligible = token.eligible;
+  params.eligible = token.eligible.device;
   params.sinks = std::min(policy.sinks, token.tail_first());
   params.recent_first = token.count() - policy.recent;
   return params;
@@ -262,12 +281,6 @@ void SparseAttention::prune(const Policy& policy, const Token& token, SelectPara
 
 void SparseAttention::attend_token(const Token& token, int source, KvStore& store) {
   const std::vector<RowSpan> tail = tail_rows(token, store);
-  AttendParams newest =
-      attend_params(layout_.shape, {token.position, 1}, {token.q, 0, token.out, token.lse});
-  newest.rows = tail;
-  newest.first_row_position = token.tail_first();
-  backend_->attend(newest);
-
   std::vector<RowSource> sources;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
     sources.push_back(store.source(token.layer, head));
@@ -277,12 +290,13 @@ void SparseAttention::attend_token(const Token& token, int source, KvStore& stor
   selected.shape = layout_.shape;
   selected.selected = selection(source, token.index);
   selected.rows = sources;
+  selected.newest = tail;
   selected.arena = arena_.data();
   selected.arena_rows = layout_.arena_rows;
-  selected.scale = newest.scale;
+  selected.scale =
+      attend_params(layout_.shape, {token.position, 1}, {token.q, 0, token.out, token.lse}).scale;
   selected.out = token.out;
   selected.lse = token.lse;
-  selected.merge = true;
   backend_->attend_selected(selected);
 }
 
@@ -325,7 +339,7 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
   for (std::int64_t i = 0; i < step.tokens; ++i) {
     const std::int64_t position = step.first + i;
     for (int head = 0; head < shape.kv_heads; ++head) {
-      const HeadSelection& chosen = selection(source, i).heads[head];
+      const HeadSelection& chosen = seen_.heads[head_entry(source, i) + head];
       require_numbers(chosen, source, head);
       count.hits += static_cast<std::uint64_t>(chosen.resident + position % kPageTokens + 1);
       count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
@@ -334,7 +348,7 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
       if (layer != source || policy.is_dense(layer)) continue;
       count.index += scanned(policy, position);
       if (!policy.candidates.limited()) continue;
-      const HeadSelection& proposed = candidates(layer, i).heads[head];
+      const HeadSelection& proposed = seen_.candidate_heads[head_entry(layer, i) + head];
       require_numbers(proposed, layer, head);
       const auto pages = static_cast<std::uint64_t>(proposed.pages);
       const auto rows = static_cast<std::uint64_t>(proposed.count);
@@ -343,7 +357,7 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
           {rows, exact ? rows * shape.row_bytes() / 2 : pages * tiles.page_bytes(shape.head_dim)};
     }
     for (int head = 0; head < shape.query_heads; ++head) {
-      const auto value = static_cast<double>(alpha(source, i)[head]);
+      const auto value = static_cast<double>(seen_.alpha[query_entry(source, i) + head]);
       entry.alpha += value;
       entry.smallest_alpha = std::min(entry.smallest_alpha, value);
     }
@@ -352,6 +366,8 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
 }
 
 StepSelection SparseAttention::finish(const StepRange& step, KvStore& store, Ledger& ledger) {
+  const CopyOp op = {seen_.all.data(), report_.all.data(), report_.all.bytes()};
+  backend_->copy({&op, 1}, Stream::compute);
   index_.check_keys();
   StepSelection result;
   const KvShape& shape = layout_.shape;

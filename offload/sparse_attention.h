@@ -12,6 +12,12 @@
 
 namespace sluice {
 
+// Which tokens may be attended, [context] bytes with a 0 for those that may not; null: all may.
+struct Eligible {
+  const std::uint8_t* device = nullptr;
+  const std::uint8_t* host = nullptr;
+};
+
 class SparseAttention {
  public:
   // Allocates the index and the work space of `layout` in `tier`.
@@ -27,12 +33,12 @@ class SparseAttention {
   void forget(std::int64_t from, std::int64_t to, KvStore& store);
 
   // Selects and attends for every token of the step. Each sees what it would see if it were
-  // decoded alone: a page serves as an index only to tokens after it.
-  // `eligible`, [context] bytes or null: tokens with a 0 are never chosen.
+  // decoded alone: a page serves as an index only to tokens after it. Tokens that are not eligible
+  // are never chosen.
   void attend(const Policy& policy, int layer, const StepRange& step, const Queries& queries,
-              KvStore& store, const std::uint8_t* eligible);
+              KvStore& store, const Eligible& eligible);
 
-  // After synchronize(): what was selected goes to the ledger and into the result. Throws
+  // Waits for the step; what was selected goes to the ledger and into the result. Throws
   // Error{numeric} naming layer and KV head if an estimate was NaN or infinite.
   StepSelection finish(const StepRange& step, KvStore& store, Ledger& ledger);
 
@@ -45,7 +51,7 @@ class SparseAttention {
     const float* q = nullptr;   // [query_heads, head_dim]
     float* out = nullptr;
     float* lse = nullptr;
-    const std::uint8_t* eligible = nullptr;
+    Eligible eligible;
 
     std::int64_t count() const { return position + 1; }
     std::int64_t pages() const { return position / kPageTokens; }
@@ -72,6 +78,9 @@ class SparseAttention {
   std::vector<RowSpan> all_rows(const Token& token, KvStore& store, std::int64_t count) const;
   SelectionView selection(int layer, std::int64_t token) const;
   SelectionView candidates(int layer, std::int64_t token) const;
+  // Where a layer's token has its entries among those of KV heads and query heads.
+  std::int64_t head_entry(int layer, std::int64_t token) const;
+  std::int64_t query_entry(int layer, std::int64_t token) const;
   float* share(int layer, std::int64_t token) const;
   float* alpha(int layer, std::int64_t token) const;
   // What one layer's tokens did, per cause; summed over tokens and KV heads.
@@ -93,12 +102,19 @@ class SparseAttention {
   Buffer candidate_logits_;  // [query_heads, candidates + kPageTokens]
   Buffer positions_;         // [slots, kv_heads, selected]
   Buffer candidates_;        // [kv_heads, candidates]
-  Buffer candidate_heads_;   // host-visible [layers, batch, kv_heads]
-  Buffer heads_;             // host-visible [layers, batch, kv_heads]
-  Buffer share_;             // host-visible [layers, batch, query_heads], of the candidates
-  Buffer alpha_;             // host-visible [layers, batch, query_heads]
-  Buffer arena_;             // [kv_heads, arena_rows, row_bytes]
-  int latest_ = -1;          // the layer that selected last in this step
+  // What select() reports, and the host's copy of it after finish().
+  struct Report {
+    Buffer all;
+    HeadSelection* candidate_heads = nullptr;  // [layers, batch, kv_heads]
+    HeadSelection* heads = nullptr;            // likewise
+    float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
+    float* alpha = nullptr;                    // likewise
+  };
+  static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
+  Report report_;
+  Report seen_;
+  Buffer arena_;     // [kv_heads, arena_rows, row_bytes]
+  int latest_ = -1;  // the layer that selected last in this step
   std::vector<LayerRecord> records_;
 };
 

@@ -7,20 +7,24 @@
 #include <cmath>
 #include <fstream>
 #include <sstream>
+#include <tuple>
 
 #include "sluice/engine.h"
 #include "sluice/errors.h"
+#include "tests/support/backends.h"
 
 namespace sluice {
 namespace {
 
 const std::string kModel = SLUICE_SOURCE_DIR "/models/sluice-22m";
 
-Engine open_engine(std::optional<std::uint64_t> cap = std::nullopt) {
+Engine open_engine(std::optional<std::uint64_t> cap = std::nullopt,
+                   const std::string& device = "cpu") {
   EngineConfig config;
   config.model = kModel;
+  config.device = device;
   config.compute = DType::f32;
-  config.kv_dtype = DType::f32;
+  config.kv_dtype = device == "cpu" ? DType::f32 : DType::bf16;
   config.chunk = 128;
   config.device_memory = cap;
   return Engine::open(config);
@@ -46,34 +50,51 @@ double largest_difference(std::span<const float> a, std::span<const float> b) {
 // Logits reach 20; the kernels' fp32 sums differ in order only.
 constexpr double kTolerance = 2e-3;
 
-class CompletePolicy : public ::testing::TestWithParam<const char*> {};
+// Rows of bf16, and queries and softmax weights rounded to it where a prompt attends.
+constexpr double kCudaTolerance = 5e-2;
+
+class CompletePolicy : public ::testing::TestWithParam<std::tuple<std::string, const char*>> {};
 
 TEST_P(CompletePolicy, GivesTheLogitsOfDense) {
-  Engine engine = open_engine();
+  const auto& [device, line] = GetParam();
+  for (const testing::NamedBackend& gpu : testing::gpu_backends()) {
+    if (device == "cuda" && testing::make_or_skip(gpu) == nullptr) return;
+    break;
+  }
+  const double tolerance = device == "cuda" ? kCudaTolerance : kTolerance;
+  Engine engine = open_engine(std::nullopt, device);
   const std::vector<TokenId> tokens = book_tokens(engine, 420);
   const std::span prompt(tokens.data(), 400);
-  const Policy policy = engine.policy(GetParam());
+  const Policy policy = engine.policy(line);
   Session dense = engine.new_session(440);
   Session sparse = engine.new_session({440, {policy}, 1});
   const std::span<const float> a = dense.prefill(prompt);
   std::vector<float> expected(a.begin(), a.end());
-  EXPECT_LT(largest_difference(expected, sparse.prefill(prompt)), kTolerance);
+  EXPECT_LT(largest_difference(expected, sparse.prefill(prompt)), tolerance);
   for (std::size_t i = 400; i < 406; ++i) {
     const std::span<const float> b = dense.decode(tokens[i]);
     expected.assign(b.begin(), b.end());
-    ASSERT_LT(largest_difference(expected, sparse.decode(tokens[i])), kTolerance) << i;
+    ASSERT_LT(largest_difference(expected, sparse.decode(tokens[i])), tolerance) << i;
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, CompletePolicy,
-                         ::testing::Values("select=int4 prune=top_k(1/1)",
-                                           "select=exact prune=top_p(1)", "sparq prune=top_k(1/1)",
-                                           "sluice candidates=1/1 prune=top_p(1) cap=none",
-                                           "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
-                                           "streaming recent=100000",
-                                           "select=dense prefill=zipvl(1)",
-                                           "select=dense prefill=zipvl(1,evict)",
-                                           "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)"));
+std::vector<std::string> devices() {
+  std::vector<std::string> all = {"cpu"};
+  if (!testing::gpu_backends().empty()) all.emplace_back("cuda");
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Policies, CompletePolicy,
+    ::testing::Combine(::testing::ValuesIn(devices()),
+                       ::testing::Values("select=int4 prune=top_k(1/1)",
+                                         "select=exact prune=top_p(1)", "sparq prune=top_k(1/1)",
+                                         "sluice candidates=1/1 prune=top_p(1) cap=none",
+                                         "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
+                                         "streaming recent=100000", "select=dense prefill=zipvl(1)",
+                                         "select=dense prefill=zipvl(1,evict)",
+                                         "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)")),
+    [](const auto& parameter) { return std::get<0>(parameter.param) + "_" + std::to_string(parameter.index); });
 
 TEST(Correction, ReplacesWhatSparseStepsWrote) {
   Engine engine = open_engine();

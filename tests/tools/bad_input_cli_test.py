@@ -56,6 +56,9 @@ class BadInput(unittest.TestCase):
         self.refused(USAGE, "--no-such-flag", flags=["--no-such-flag"])
         self.refused(USAGE, "--device", "abacus", flags=["--device", "abacus"],
                      model=MODEL)
+        self.refused(USAGE, "--device", "cuda:x", flags=["--device", "cuda:x"], model=MODEL)
+        # Where there is a GPU, not a hundred of them.
+        self.refused(UNSUPPORTED, "--device cuda", flags=["--device", "cuda:99"], model=MODEL)
         self.refused(USAGE, "--kv-dtype", flags=["--kv-dtype", "int3"])
         self.refused(USAGE, "--chunk", flags=["--chunk", "0"])
         self.refused(USAGE, "--threads", flags=["--threads", "-2"])

@@ -1,0 +1,204 @@
+// Choosing tokens on the GPU: select() over f16 logits, in logits per second, and column_sums() in
+// floating-point operations per second. Calls run from a graph, over inputs that take turns and
+// together exceed the cache.
+#include <benchmark/benchmark.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "kernels/column_sums.h"
+#include "kernels/error.h"
+#include "kernels/owners.h"
+#include "kernels/select.h"
+#include "kernels/workspace.h"
+#include "lib/backend.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr std::int64_t kCacheBytes = std::int64_t{128} << 20;
+
+__device__ std::uint32_t mixed(std::uint64_t x) {
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+  return static_cast<std::uint32_t>(x >> 32);
+}
+
+// Normal numbers; every row's entry `needle`, if there is one, is 30.
+__global__ void fill_normal(__half* x, std::int64_t count, std::int64_t columns, float deviation,
+                            std::int64_t needle, std::uint64_t seed) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const std::uint64_t at = (seed << 40) + 2 * static_cast<std::uint64_t>(i);
+  const float u = (static_cast<float>(mixed(at)) + 0.5f) * 0x1p-32f;
+  const float v = static_cast<float>(mixed(at + 1)) * 0x1p-32f;
+  const float normal = sqrtf(-2.0f * logf(fminf(u, 0.99999994f))) * cospif(2.0f * v);
+  x[i] = __float2half(i % columns == needle ? 30.0f : deviation * normal);
+}
+
+// Runs `calls` (a multiple of the inputs) at a time from a graph; the time is that of one.
+template <typename Body>
+void run_graph(benchmark::State& state, const Workspace& workspace, int calls, const Body& body) {
+  const cudaStream_t stream = workspace.launch().stream;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+  for (int i = 0; i < calls; ++i) body(i);
+  cudaGraph_t graph = nullptr;
+  require(cudaStreamEndCapture(stream, &graph), "capture");
+  const GraphOwner graph_owner(graph);
+  cudaGraphExec_t executable = nullptr;
+  require(cudaGraphInstantiate(&executable, graph, 0), "instantiate");
+  const GraphExecOwner executable_owner(executable);
+  cudaEvent_t events[2];
+  for (cudaEvent_t& event : events) require(cudaEventCreate(&event), "an event");
+  for (int i = 0; i < 3; ++i) require(cudaGraphLaunch(executable, stream), "warm-up");
+  for (auto _ : state) {
+    require(cudaEventRecord(events[0], stream), "an event");
+    require(cudaGraphLaunch(executable, stream), "launch");
+    require(cudaEventRecord(events[1], stream), "an event");
+    require(cudaEventSynchronize(events[1]), "an event");
+    float milliseconds = 0.0f;
+    require(cudaEventElapsedTime(&milliseconds, events[0], events[1]), "an event");
+    state.SetIterationTime(static_cast<double>(milliseconds) / 1e3 / calls);
+  }
+  for (const cudaEvent_t event : events) static_cast<void>(cudaEventDestroy(event));
+}
+
+// Arguments: KV heads, group, logits per row, keep (> 0: k of top_k; 0: top_p(0.95); < 0: top_p
+// with this cap), deviation of the logits in tenths (negative: with a needle), listed (1: the
+// entries are candidates).
+void select_rows(benchmark::State& state) {
+  const auto kv_heads = static_cast<int>(state.range(0));
+  const auto group = static_cast<int>(state.range(1));
+  const std::int64_t columns = state.range(2);
+  const std::int64_t keep = state.range(3);
+  const float deviation = std::fabs(static_cast<float>(state.range(4))) / 10.0f;
+  const bool listed = state.range(5) != 0;
+  const std::int64_t count = columns * kv_heads * group;
+  const auto inputs = static_cast<int>(std::clamp<std::int64_t>(kCacheBytes / (2 * count), 3, 64));
+  SelectParams p;
+  p.shape = {1, kv_heads * group, kv_heads, 128, DType::bf16};
+  p.count = p.end = columns;
+  p.prune = keep > 0 ? Pruner::top_k : Pruner::top_p;
+  p.k = keep;
+  p.p = 0.95f;
+  p.cap = keep < 0 ? -keep : columns;
+  p.recent_first = std::numeric_limits<std::int32_t>::max();
+
+  const DeviceBlock logits = make_device_block(static_cast<std::size_t>(count * inputs) * 2);
+  const DeviceBlock positions = make_device_block(static_cast<std::size_t>(kv_heads * columns) * 4);
+  const DeviceBlock list = make_device_block(static_cast<std::size_t>(kv_heads * columns) * 4);
+  const auto heads = static_cast<std::size_t>(kv_heads);
+  const PinnedBlock results = make_pinned_block(2 * heads * sizeof(HeadSelection));
+  const PinnedBlock alpha = make_pinned_block(heads * static_cast<std::size_t>(group) * 4);
+  auto* const chosen = static_cast<HeadSelection*>(results.get());
+  p.selected = {static_cast<std::int32_t*>(positions.get()), columns, chosen};
+  p.alpha = static_cast<float*>(alpha.get());
+  SelectionView view{static_cast<std::int32_t*>(list.get()), columns, chosen + heads};
+  if (listed) {
+    std::vector<std::int32_t> all(heads * static_cast<std::size_t>(columns));
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      all[i] = static_cast<std::int32_t>(i % static_cast<std::size_t>(columns) * 4);
+    }
+    require(cudaMemcpy(list.get(), all.data(), all.size() * 4, cudaMemcpyDefault), "list");
+    for (int h = 0; h < kv_heads; ++h) view.heads[h].count = static_cast<std::int32_t>(columns);
+    p.candidates = &view;
+    p.end = columns * 4;
+  }
+  const std::int64_t needle = state.range(4) < 0 ? columns / 3 : -1;
+  auto* const data = static_cast<std::byte*>(logits.get());
+  for (int i = 0; i < inputs; ++i) {
+    auto* const to = reinterpret_cast<__half*>(data + i * count * 2);
+    fill_normal<<<static_cast<unsigned>((count + 255) / 256), 256>>>(
+        to, count, columns, deviation, needle, static_cast<std::uint64_t>(i + 1));
+  }
+  require(cudaDeviceSynchronize(), "fill");
+  p.logits = {data, columns};
+  const Workspace probe(256);
+  const Workspace workspace(select_scratch_bytes(p, probe.device()) + 256);
+  run_graph(state, workspace, inputs, [&](int i) {
+    p.logits.data = data + i * count * 2;
+    select(p, workspace.launch());
+  });
+  double kept = 0.0;
+  for (int h = 0; h < kv_heads; ++h) kept += static_cast<double>(chosen[h].count) / kv_heads;
+  state.counters["kept"] = kept;
+  state.counters["logits"] =
+      benchmark::Counter(static_cast<double>(count), benchmark::Counter::kIsIterationInvariantRate,
+                         benchmark::Counter::kIs1000);
+}
+
+// Arguments: probes, rows, rows in host memory.
+void sum_columns(benchmark::State& state) {
+  const std::int64_t probes = state.range(0);
+  const std::int64_t rows = state.range(1);
+  ColumnSumsParams p;
+  p.shape = {1, 32, 8, 128, DType::bf16};
+  const std::size_t bytes = p.shape.row_bytes() * static_cast<std::size_t>(rows) * 8;
+  const DeviceBlock device = make_device_block(bytes);
+  const PinnedBlock host = make_pinned_block(state.range(2) != 0 ? bytes : 64);
+  const DeviceBlock q = make_device_block(static_cast<std::size_t>(probes) * 32 * 128 * 4);
+  const PinnedBlock sums = make_pinned_block(static_cast<std::size_t>(rows) * 4);
+  // bf16 numbers of about 1: the bits of f16 numbers of about 1 are some.
+  const auto halves = static_cast<std::int64_t>(bytes / 2);
+  fill_normal<<<static_cast<unsigned>((halves + 255) / 256), 256>>>(
+      static_cast<__half*>(device.get()), halves, halves, 1.0f, -1, 1);
+  std::vector<float> queries(static_cast<std::size_t>(probes) * 32 * 128);
+  for (std::size_t i = 0; i < queries.size(); ++i) queries[i] = std::sin(static_cast<float>(i));
+  require(cudaMemcpy(q.get(), queries.data(), queries.size() * 4, cudaMemcpyDefault), "queries");
+  if (state.range(2) != 0) {
+    require(cudaMemcpy(host.get(), device.get(), bytes, cudaMemcpyDefault), "rows");
+  }
+  std::vector<RowSpan> spans;
+  const auto* const base =
+      static_cast<const std::byte*>(state.range(2) != 0 ? host.get() : device.get());
+  for (std::size_t h = 0; h < 8; ++h) spans.push_back({base + h * (bytes / 8), rows});
+  std::vector<std::int64_t> positions(static_cast<std::size_t>(probes));
+  for (std::int64_t i = 0; i < probes; ++i) {
+    positions[static_cast<std::size_t>(i)] = rows - 1 - (i < probes / 2 ? i : (i * rows) / probes);
+  }
+  p.q = static_cast<const float*>(q.get());
+  p.positions = positions;
+  p.rows = spans;
+  p.sums = static_cast<float*>(sums.get());
+  const Workspace workspace(std::size_t{128} << 20);
+  run_graph(state, workspace, 2, [&](int) { column_sums(p, workspace.launch()); });
+  const double pairs = static_cast<double>(
+      std::accumulate(positions.begin(), positions.end(), std::int64_t{0}) + probes);
+  state.counters["FLOP"] =
+      benchmark::Counter(pairs * 32 * 128 * 2 * 2, benchmark::Counter::kIsIterationInvariantRate,
+                         benchmark::Counter::kIs1000);
+}
+
+void select_shapes(benchmark::internal::Benchmark* bench) {
+  bench->ArgNames({"kv_heads", "group", "logits", "keep", "tenths", "listed"});
+  constexpr std::int64_t kMillion = 1 << 20;
+  for (const std::int64_t tenths : {40, 20, -20, 10}) bench->Args({8, 4, kMillion, 0, tenths, 0});
+  bench->Args({8, 4, kMillion, -256, 40, 0});
+  bench->Args({8, 4, kMillion, 256, 40, 0});
+  bench->Args({8, 4, kMillion, kMillion / 4, 40, 0});
+  for (const std::int64_t logits : {131072, 32768}) {
+    bench->Args({8, 4, logits, 0, 40, 0});
+    bench->Args({8, 4, logits, 256, 40, 0});
+  }
+  for (const std::int64_t logits : {4096, 16384}) bench->Args({2048, 1, logits, 128, 40, 0});
+  for (const std::int64_t heads : {512, 2048}) bench->Args({heads, 1, 8192, 0, 20, 1});
+  for (const std::int64_t heads : {512, 2048}) bench->Args({heads, 1, 30000, 8192, 40, 0});
+  bench->UseManualTime()->Unit(benchmark::kMicrosecond);
+}
+
+BENCHMARK(select_rows)->Apply(select_shapes);
+BENCHMARK(sum_columns)
+    ->ArgNames({"probes", "rows", "host"})
+    ->Args({128, 32768, 0})
+    ->Args({128, 32768, 1})
+    ->UseManualTime()
+    ->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+}  // namespace sluice::cuda

@@ -1,0 +1,22 @@
+# Whether the CUDA backend is built (SLUICE_CUDA_FOUND), and for which processors.
+set(SLUICE_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100-real;120"
+    CACHE STRING "Processors to build CUDA kernels for; fewer of them build faster")
+
+set(SLUICE_CUDA_FOUND OFF)
+if(NOT SLUICE_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(CMAKE_CUDA_ARCHITECTURES ${SLUICE_CUDA_ARCHITECTURES})
+    enable_language(CUDA)
+    # CMake 3.25.1, Debian 12's, does not know that nvcc can do C++20.
+    if(NOT cuda_std_20 IN_LIST CMAKE_CUDA_COMPILE_FEATURES)
+      string(APPEND CMAKE_CUDA_FLAGS " -std=c++20")
+    endif()
+    find_package(CUDAToolkit 12.8 REQUIRED)
+    set(SLUICE_CUDA_FOUND ON)
+  elseif(SLUICE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "SLUICE_CUDA=ON, but there is no nvcc; put it on the PATH or set CUDACXX")
+  endif()
+endif()
+message(STATUS "CUDA backend: ${SLUICE_CUDA_FOUND}")

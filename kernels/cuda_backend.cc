@@ -1,0 +1,350 @@
+#include "kernels/cuda_backend.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "kernels/column_sums.h"
+#include "kernels/copy.h"
+#include "kernels/decode_attention.h"
+#include "kernels/elementwise.h"
+#include "kernels/error.h"
+#include "kernels/estimate.h"
+#include "kernels/gemm.h"
+#include "kernels/gemv.h"
+#include "kernels/heads.h"
+#include "kernels/key_index.h"
+#include "kernels/memory.h"
+#include "kernels/owners.h"
+#include "kernels/prefill_attention.h"
+#include "kernels/recorder.h"
+#include "kernels/select.h"
+#include "kernels/workspace.h"
+#include "lib/bytes.h"
+#include "lib/check.h"
+#include "lib/half.h"
+#include "sluice/errors.h"
+
+namespace sluice::cuda {
+namespace {
+
+// What select() needs for two million tokens of eight KV heads, the most of any kernel.
+constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
+// Left to the driver and to cuBLAS if no cap is given.
+constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
+// Below this a copy is a kernel's: the copy engine takes 3 microseconds for each piece.
+constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
+
+class CudaWeight : public Weight {
+ public:
+  CudaWeight(Buffer data, std::int64_t outputs, std::int64_t inputs)
+      : data_(std::move(data)), outputs_(outputs), inputs_(inputs) {}
+  std::int64_t outputs() const override { return outputs_; }
+  std::int64_t inputs() const override { return inputs_; }
+  const void* data() const { return data_.data(); }
+
+ private:
+  Buffer data_;
+  std::int64_t outputs_;
+  std::int64_t inputs_;
+};
+
+int select_device(int ordinal) {
+  int count = 0;
+  require(cudaGetDeviceCount(&count), "looking for a device (--device cuda)");
+  if (ordinal >= count) {
+    throw Error(ErrorCode::unsupported, "--device cuda:" + std::to_string(ordinal) +
+                                            ": this machine has " + std::to_string(count) +
+                                            " CUDA device(s)");
+  }
+  require(cudaSetDevice(ordinal), "selecting the device");
+  return ordinal;
+}
+
+std::uint64_t cap_of(const CudaOptions& options) {
+  if (options.device_cap) return *options.device_cap;
+  std::size_t free = 0;
+  std::size_t total = 0;
+  require(cudaMemGetInfo(&free, &total), "asking for free device memory");
+  return free > kReserve ? free - kReserve : 0;
+}
+
+BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
+  cudaDeviceProp properties{};
+  require(cudaGetDeviceProperties(&properties, options.ordinal), "the device's properties");
+  BackendInfo info;
+  info.name = "cuda:" + std::to_string(options.ordinal);
+  info.description = std::string(properties.name) + ", compute capability " +
+                     std::to_string(limits.capability / 10) + "." +
+                     std::to_string(limits.capability % 10) + ", " +
+                     std::to_string(limits.multiprocessors) + " multiprocessors";
+  info.compute_tier = Tier::device;
+  info.compute_dtype = options.compute.value_or(options.weight_dtype);
+  info.logit_dtype = DType::f16;
+  info.head_dims = {32, 64, 80, 96, 128, 256};
+  info.f32_rows = false;
+  return info;
+}
+
+float element(const Matrix& m, std::int64_t row, std::int64_t column) {
+  const auto* const data = static_cast<const std::byte*>(m.data) +
+                           static_cast<std::size_t>(row * m.stride + column) * size_of(m.dtype);
+  if (m.dtype == DType::f32) return *reinterpret_cast<const float*>(data);
+  const auto bits = *reinterpret_cast<const std::uint16_t*>(data);
+  return m.dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
+}
+
+// A host matrix with dense rows in another dtype.
+std::vector<std::byte> converted(const Matrix& host, DType dtype) {
+  std::vector<std::byte> result(static_cast<std::size_t>(host.rows * host.columns) *
+                                size_of(dtype));
+  std::byte* to = result.data();
+  for (std::int64_t row = 0; row < host.rows; ++row) {
+    for (std::int64_t column = 0; column < host.columns; ++column, to += size_of(dtype)) {
+      const float value = element(host, row, column);
+      if (dtype == DType::f32) {
+        *reinterpret_cast<float*>(to) = value;
+      } else {
+        *reinterpret_cast<std::uint16_t*>(to) =
+            dtype == DType::bf16 ? float_to_bf16(value) : float_to_f16(value);
+      }
+    }
+  }
+  return result;
+}
+
+class CudaBackend : public Backend {
+ public:
+  explicit CudaBackend(const CudaOptions& options);
+  ~CudaBackend() override { static_cast<void>(cudaDeviceSynchronize()); }
+  CudaBackend(const CudaBackend&) = delete;
+  CudaBackend& operator=(const CudaBackend&) = delete;
+
+  const BackendInfo& info() const override { return info_; }
+  MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
+  void register_host(std::byte* data, std::size_t bytes) override {
+    memory_.register_host(data, bytes);
+  }
+  void unregister_host(std::byte* data) noexcept override { memory_.unregister_host(data); }
+
+  std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
+    return static_cast<std::uint64_t>(outputs * inputs) * size_of(info_.compute_dtype);
+  }
+  std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
+  void copy(std::span<const CopyOp> ops, Stream stream) override;
+  void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) override {
+    cuda::embed(table, ids, y, compute());
+  }
+  void linear(const LinearParams& params) override;
+  void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, compute()); }
+  void rope(const RopeParams& params) override { cuda::rope(params, compute()); }
+  void swiglu(const SwigluParams& params) override { cuda::swiglu(params, compute()); }
+  void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, compute()); }
+  void append(const AppendParams& params) override { cuda::append(params, compute()); }
+  void attend(const AttendParams& params) override;
+  void build_index(const BuildIndexParams& params) override {
+    cuda::build_index(params, workspace_.launch());
+  }
+  void estimate(const EstimateParams& params) override {
+    cuda::estimate(params, workspace_.launch());
+  }
+  void select(const SelectParams& params) override { cuda::select(params, workspace_.launch()); }
+  void attend_selected(const AttendSelectedParams& params) override;
+  void column_sums(const ColumnSumsParams& params) override {
+    cuda::column_sums(params, workspace_.launch());
+  }
+  void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, compute()); }
+  void compensate(const CompensateParams& params) override { cuda::compensate(params, compute()); }
+  void begin_batch() override;
+  void submit_batch() override;
+  void cancel_batch() noexcept override { recorder_.cancel(); }
+  void order(Stream signalling, Stream waiting) override;
+  void synchronize() override;
+
+ private:
+  std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
+  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    memory_.give_back(tier, data, bytes);
+  }
+  cudaStream_t compute() const { return workspace_.launch().stream; }
+  cudaStream_t stream(Stream which) const {
+    return which == Stream::compute ? compute() : transfer_.get();
+  }
+  bool kernels_reach(const std::byte* data, std::size_t bytes) const {
+    return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes) ||
+           recorder_.keeps(data);
+  }
+  void copy_large(CopyOp op, cudaStream_t stream);
+  void attend_gathered(const AttendSelectedParams& params);
+
+  int ordinal_;
+  Workspace workspace_;
+  StreamOwner transfer_;
+  std::array<EventOwner, 2> events_;  // by signalling stream
+  CudaMemory memory_;
+  BackendInfo info_;
+  Gemm gemm_;
+  Recorder recorder_;
+};
+
+CudaBackend::CudaBackend(const CudaOptions& options)
+    : ordinal_(select_device(options.ordinal)),
+      workspace_(kScratchBytes),
+      transfer_(make_stream()),
+      events_{make_event(), make_event()},
+      memory_(ordinal_, cap_of(options), options.host_cap, compute()),
+      info_(describe(options, workspace_.device())),
+      gemm_(workspace_.launch()),
+      recorder_(compute()) {
+  memory_.account(Tier::device).charge(own_bytes());
+}
+
+std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {
+  Buffer data = allocate(Tier::device, weight_bytes(host.rows, host.columns));
+  std::vector<std::byte> other;
+  const auto* from = static_cast<const std::byte*>(host.data);
+  if (host.dtype != info_.compute_dtype || host.stride != host.columns) {
+    other = converted(host, info_.compute_dtype);
+    from = other.data();
+  }
+  copy_large({data.data(), from, data.bytes()}, compute());
+  // The host's matrix may be freed from here on.
+  require(cudaStreamSynchronize(compute()), "uploading weights");
+  return std::make_unique<CudaWeight>(std::move(data), host.rows, host.columns);
+}
+
+// The driver wants each side of a copy within one allocation or registration.
+void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) {
+  const auto within = [&](const std::byte* data, std::size_t bytes) {
+    const std::size_t part = memory_.host().reach(data, bytes);
+    return part > 0 ? part : bytes;
+  };
+  while (op.bytes > 0) {
+    const std::size_t bytes = std::min(within(op.to, op.bytes), within(op.from, op.bytes));
+    require(cudaMemcpyAsync(op.to, op.from, bytes, cudaMemcpyDefault, stream), "a copy");
+    op.to += bytes;
+    op.from += bytes;
+    op.bytes -= bytes;
+  }
+}
+
+void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
+  std::vector<CopyOp> small;
+  for (CopyOp op : ops) {
+    if (recorder_.is_recording() && !kernels_reach(op.from, op.bytes)) {
+      op.from = recorder_.keep(op.from, op.bytes);
+    }
+    if (op.bytes < kSmallCopy && kernels_reach(op.to, op.bytes) &&
+        kernels_reach(op.from, op.bytes)) {
+      small.push_back(op);
+    } else {
+      copy_large(op, stream(which));
+    }
+  }
+  if (!small.empty()) copy_pieces(small, stream(which));
+}
+
+void CudaBackend::linear(const LinearParams& params) {
+  const auto& weight = dynamic_cast<const CudaWeight&>(*params.weight);
+  check(params.x.dtype == info_.compute_dtype, "linear: inputs must have the compute dtype");
+  const GemvParams p = {params.x, weight.data(), params.bias, params.y, params.accumulate};
+  if (gemv_supported(p)) {
+    gemv(p, compute());
+  } else {
+    gemm_.run(p);
+  }
+}
+
+void CudaBackend::attend(const AttendParams& params) {
+  if (params.tokens == 1) {
+    attend_decode(params, workspace_.launch());
+  } else {
+    attend_prefill(params, workspace_.launch());
+  }
+}
+
+void CudaBackend::attend_selected(const AttendSelectedParams& params) {
+  if (params.tokens == 1) {
+    attend_decode_selected(params, workspace_.launch());
+  } else {
+    attend_gathered(params);
+  }
+}
+
+// Many tokens: the host knows the counts, and every row serves all queries, so rows are gathered
+// and go through the kernels of dense attention, piece by piece.
+void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
+  GatherParams rows;
+  std::vector<const std::byte*> resident;
+  std::vector<const std::byte*> home;
+  std::vector<RowSpan> counts;
+  std::int64_t longest = 0;
+  for (std::size_t head = 0; head < p.rows.size(); ++head) {
+    resident.push_back(p.rows[head].resident);
+    home.push_back(p.rows[head].home);
+    counts.push_back({nullptr, p.rows[head].resident_count});
+    longest = std::max<std::int64_t>(longest, p.selected.heads[head].count);
+  }
+  rows.row_bytes = p.shape.row_bytes();
+  rows.kv_heads = p.shape.kv_heads;
+  rows.capacity = p.selected.capacity;
+  rows.resident = head_rows(resident);
+  rows.home = head_rows(home);
+  rows.resident_count = head_counts(counts);
+  rows.to = p.arena;
+  rows.to_rows = p.arena_rows;
+  std::vector<RowSpan> spans(p.rows.size());
+  AttendParams params;
+  params.q = p.q;
+  params.tokens = p.tokens;
+  params.q_stride = p.q_stride;
+  params.first_query_position = p.first_query;  // rows count from the first selected one
+  params.shape = p.shape;
+  params.rows = spans;
+  params.scale = p.scale;
+  params.out = p.out;
+  params.lse = p.lse;
+  params.merge = p.merge;
+  std::int64_t first = 0;
+  do {
+    for (std::size_t head = 0; head < spans.size(); ++head) {
+      const std::int64_t left = p.selected.heads[head].count - first;
+      spans[head] = {p.arena + head * static_cast<std::size_t>(p.arena_rows) * rows.row_bytes,
+                     std::clamp<std::int64_t>(left, 0, p.arena_rows)};
+    }
+    rows.positions = p.selected.positions + first;
+    rows.counts = head_counts(spans);
+    gather(rows, compute());
+    params.first_row_position = first;
+    attend(params);
+    params.merge = true;
+    first += p.arena_rows;
+  } while (first < longest);
+  count_resident(p, workspace_.launch());
+}
+
+void CudaBackend::begin_batch() { recorder_.begin(); }
+
+void CudaBackend::submit_batch() { recorder_.submit(); }
+
+void CudaBackend::order(Stream signalling, Stream waiting) {
+  const cudaEvent_t event = events_[static_cast<std::size_t>(signalling)].get();
+  require(cudaEventRecord(event, stream(signalling)), "an event");
+  require(cudaStreamWaitEvent(stream(waiting), event), "waiting for an event");
+}
+
+void CudaBackend::synchronize() {
+  require(cudaStreamSynchronize(transfer_.get()), "work on the transfer stream");
+  require(cudaStreamSynchronize(compute()), "work on the device");
+}
+
+}  // namespace
+
+std::uint64_t own_bytes() { return Workspace::bytes(kScratchBytes); }
+
+std::unique_ptr<Backend> make_cuda_backend(const CudaOptions& options) {
+  return std::make_unique<CudaBackend>(options);
+}
+
+}  // namespace sluice::cuda

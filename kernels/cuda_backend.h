@@ -1,0 +1,27 @@
+// The CUDA backend: weights, index and attention on one NVIDIA GPU, rows in pinned host memory.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "lib/backend.h"
+
+namespace sluice::cuda {
+
+struct CudaOptions {
+  int ordinal = 0;
+  std::optional<DType> compute;             // of matrix products; unset: the weights' dtype
+  DType weight_dtype = DType::bf16;         // of the checkpoint
+  std::optional<std::uint64_t> device_cap;  // bytes; unset: what is free, but for a reserve
+  std::uint64_t host_cap = MemoryAccount::kNoCap;
+};
+
+// Device memory that a backend takes for itself: scratch of its kernels.
+std::uint64_t own_bytes();
+
+// Throws Error{unsupported} if there is no such device, if its driver is too old or if this build
+// has no kernels for it.
+std::unique_ptr<Backend> make_cuda_backend(const CudaOptions& options);
+
+}  // namespace sluice::cuda

@@ -1,0 +1,234 @@
+// From what warps found to outputs: combined in the block, merged between blocks.
+#pragma once
+
+#include "kernels/decode_work.cuh"
+
+namespace sluice::cuda {
+
+// exp2(x - y), and 0 for x = -inf whatever y is.
+__device__ __forceinline__ float weight_of(float x, float y) {
+  return x == -INFINITY ? 0.0f : exp2f(x - y);
+}
+
+// A result of one query head that is finished: log-sum-exp in base 2.
+struct DecodeResult {
+  float4 value;  // of four channels
+  float lse;
+};
+
+// a x + b y, but for what has no weight.
+__device__ __forceinline__ float4 mix(float a, const float4& x, float b, const float4& y) {
+  const auto one = [&](float p, float q) {
+    return (a == 0.0f ? 0.0f : a * p) + (b == 0.0f ? 0.0f : b * q);
+  };
+  return make_float4(one(x.x, y.x), one(x.y, y.y), one(x.z, y.z), one(x.w, y.w));
+}
+
+// Calls body(round, query, channel) for this thread's share of a bunch of queries, four channels at
+// a time.
+template <int kHeadDim, typename Body>
+__device__ void for_results(int queries, const Body& body) {
+  constexpr int kQuads = kHeadDim / 4;
+  constexpr int kThreads = kDecodeWarps * kWarp;
+#pragma unroll
+  for (int round = 0; round < (kBunch * kQuads + kThreads - 1) / kThreads; ++round) {
+    const int i = static_cast<int>(threadIdx.x) + round * kThreads;
+    if (i < queries * kQuads) body(round, i / kQuads, i % kQuads * 4);
+  }
+}
+
+// Writes results of a bunch of queries, or merges them with what is there. The whole block calls
+// it; result(query, channel) gives each.
+template <int kHeadDim, typename Result>
+__device__ void write_results(const DecodeKernelParams& p, std::int64_t first_query, int queries,
+                              const Result& result) {
+  constexpr float kLn2 = 0.69314718055994531f;
+  constexpr int kThreads = kDecodeWarps * kWarp;
+  float new_lse[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
+  for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
+    const DecodeResult own = result(query, channel);
+    const float lse = own.lse * kLn2;
+    auto& out = *reinterpret_cast<float4*>(p.out + (first_query + query) * kHeadDim + channel);
+    new_lse[round] = lse;
+    if (!p.merge) {
+      out = own.value;
+      return;
+    }
+    const float old = p.lse[first_query + query];
+    new_lse[round] = old;
+    if (own.lse == -INFINITY) return;
+    const float highest = fmaxf(old, lse);
+    const float a = old == -INFINITY ? 0.0f : expf(old - highest);
+    const float b = expf(lse - highest);
+    out = mix(a / (a + b), out, b / (a + b), own.value);
+    new_lse[round] = highest + logf(a + b);
+  });
+  // Every thread has read the old log-sum-exp before one of them replaces it.
+  __syncthreads();
+  for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
+    if (channel == 0) p.lse[first_query + query] = new_lse[round];
+  });
+}
+
+// What the warps of a block found of one segment.
+template <int kHeadDim>
+struct DecodeBlock {
+  float out[kDecodeWarps][kBunch][kHeadDim];
+  float highest[kDecodeWarps][kBunch];
+  float sum[kDecodeWarps][kBunch];
+
+  __device__ DecodeResult operator()(int query, int channel) const {
+    float top = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) top = fmaxf(top, highest[w][query]);
+    float total = 0.0f;
+    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      const float factor = weight_of(highest[w][query], top);
+      total += factor * sum[w][query];
+      value = mix(1.0f, value, factor, *reinterpret_cast<const float4*>(&out[w][query][channel]));
+    }
+    if (total == 0.0f) return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY};
+    const float inverse = 1.0f / total;
+    return {make_float4(value.x * inverse, value.y * inverse, value.z * inverse, value.w * inverse),
+            top + log2f(total)};
+  }
+};
+
+// The partials of one head, from `sharers` workers in a row.
+template <int kHeadDim>
+class DecodeMerge {
+ public:
+  // `weights`: shared memory [kBunch, sharers + 1]; the whole block comes here.
+  __device__ DecodeMerge(const float* partials, const float* lses, int sharers, int queries,
+                         float* weights)
+      : partials_(partials),
+        weights_(weights),
+        lse_(weights + kBunch * sharers),
+        sharers_(sharers) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    for (int q = static_cast<int>(threadIdx.x) / kWarp; q < queries; q += kDecodeWarps) {
+      float top = -INFINITY;
+      for (int i = lane; i < sharers; i += kWarp) top = fmaxf(top, __ldcg(lses + i * kBunch + q));
+      top = warp_max(top);
+      float total = 0.0f;
+      for (int i = lane; i < sharers; i += kWarp) {
+        const float weight = weight_of(__ldcg(lses + i * kBunch + q), top);
+        weights[q * sharers + i] = weight;
+        total += weight;
+      }
+      total = warp_sum(total);
+      if (lane == 0) lse_[q] = total == 0.0f ? -INFINITY : top + log2f(total);
+      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+      for (int i = lane; i < sharers; i += kWarp) weights[q * sharers + i] *= inverse;
+    }
+    __syncthreads();
+  }
+
+  __device__ DecodeResult operator()(int query, int channel) const {
+    const float* const own = partials_ + query * kHeadDim + channel;
+    const float* const weights = weights_ + query * sharers_;
+    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int i = 0; i < sharers_; ++i) {
+      const float4 part = __ldcg(reinterpret_cast<const float4*>(own + i * (kBunch * kHeadDim)));
+      value = mix(1.0f, value, weights[i], part);
+    }
+    return {value, lse_[query]};
+  }
+
+ private:
+  const float* partials_;
+  float* weights_;
+  float* lse_;
+  int sharers_;
+};
+
+// Where a worker's partial of a head is: both only grow from segment to segment, so their sum names
+// a slot.
+__device__ __forceinline__ std::int64_t slot_of(const DecodeKernelParams& p, int bunch, int worker,
+                                                int head) {
+  return static_cast<std::int64_t>(bunch) * (p.workers + p.kv_heads) + worker + head;
+}
+
+template <int kHeadDim>
+__device__ void store_partial(const DecodeKernelParams& p, std::int64_t slot, int queries,
+                              const DecodeBlock<kHeadDim>& block) {
+  for_results<kHeadDim>(queries, [&](int, int query, int channel) {
+    const DecodeResult own = block(query, channel);
+    auto* const to = p.partials + (slot * kBunch + query) * kHeadDim + channel;
+    *reinterpret_cast<float4*>(to) = own.value;
+    if (channel == 0) p.partial_lse[slot * kBunch + query] = own.lse;
+  });
+}
+
+// Counts this block's part of a head; true for the block that comes last, which sees all parts.
+__device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(finished, 1u) + 1 == static_cast<std::uint32_t>(sharers);
+    if (is_last) *finished = 0;
+  }
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
+// Brings what the block found of a segment to where it belongs.
+template <int kHeadDim>
+__device__ void finish_segment(const DecodeKernelParams& p, const DecodeWork& work,
+                               const DecodeSegment& segment, int bunch,
+                               DecodeBlock<kHeadDim>& block) {
+  const int queries = min(kBunch, p.group - bunch * kBunch);
+  const int head = segment.head;
+  const std::int64_t first_query = static_cast<std::int64_t>(head) * p.group + bunch * kBunch;
+  if (segment.first == 0 && segment.last == segment.tiles) {
+    return write_results<kHeadDim>(p, first_query, queries, block);
+  }
+  store_partial(p, slot_of(p, bunch, static_cast<int>(blockIdx.x), head), queries, block);
+  const std::int64_t before = work.before(head);
+  const int first_worker = work.worker_of(before);
+  const int sharers = work.worker_of(before + segment.tiles - 1) - first_worker + 1;
+  if (!finish_part(p.finished + static_cast<std::int64_t>(bunch) * p.kv_heads + head, sharers)) {
+    return;
+  }
+  const std::int64_t slot = slot_of(p, bunch, first_worker, head);
+  const DecodeMerge<kHeadDim> merge(p.partials + slot * kBunch * kHeadDim,
+                                    p.partial_lse + slot * kBunch, sharers, queries,
+                                    reinterpret_cast<float*>(&block));
+  write_results<kHeadDim>(p, first_query, queries, merge);
+}
+
+// How many of the ascending positions are below `limit`; the whole warp looks.
+__device__ __forceinline__ int count_below(const std::int32_t* positions, int count,
+                                           std::int64_t limit) {
+  if (count == 0 || limit == 0) return 0;
+  if (positions[count - 1] < limit) return count;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  int low = 0;
+  int high = count;
+  while (low < high) {
+    const int step = max(1, (high - low + kWarp - 1) / kWarp);
+    const int at = low + lane * step;
+    const unsigned below = __ballot_sync(kAllLanes, at < high && positions[at] < limit);
+    const int whole = __popc(below);
+    if (whole == 0) return low;
+    const int next = low + (whole - 1) * step;
+    high = min(high, next + step);
+    low = next + 1;
+  }
+  return low;
+}
+
+// The first warp reports how many rows of a head were where they already lay.
+__device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int head) {
+  if (threadIdx.x >= kWarp) return;
+  const int count =
+      count_below(p.positions + head * p.capacity, p.heads[head].count, p.resident[head]);
+  if (threadIdx.x == 0) p.heads[head].resident = count;
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,132 @@
+// Attention of a few queries to the rows that one warp is given.
+#pragma once
+
+#include "kernels/decode_work.cuh"
+
+namespace sluice::cuda {
+
+// Running attention of one warp: up to kBunch queries over the rows it was given. Lane l holds
+// query l / 4; rows 8 to 15 of the matrices carry what rounding took from rows 0 to 7.
+template <typename T, int kHeadDim>
+class DecodeWarp {
+  using Shape = DecodeShape<kHeadDim>;
+
+ public:
+  __device__ DecodeWarp(const DecodeKernelParams& p, int head, int bunch) {
+    const int lane = threadIdx.x % kWarp;
+    const int query = bunch * kBunch + lane / 4;
+    const float* const q = p.q + (static_cast<std::int64_t>(head) * p.group + query) * kHeadDim;
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int channel = step * 16 + half * 8 + lane % 4 * 2;
+        float x = 0.0f;
+        float y = 0.0f;
+        if (query < p.group) {
+          x = q[channel];
+          y = q[channel + 1];
+        }
+        split(x, y, q_[step][2 * half], q_[step][2 * half + 1]);
+      }
+    }
+#pragma unroll
+    for (auto& tile : out_) {
+      for (float& x : tile) x = 0.0f;
+    }
+  }
+
+  // Adds kWarpRows rows in shared memory, of which the first `count` exist and the rest are zero.
+  __device__ void add(const std::byte* rows, int count, float scale) {
+    float logits[2][4] = {};
+    const int lane = threadIdx.x % kWarp;
+    const std::byte* const key =
+        rows + (lane % 8 + lane / 16 * 8) * Shape::kStride + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; ++step) {
+      std::uint32_t k[4];
+      load_matrices(k, key + step * 32);
+      mma(T(), logits[0], q_[step], k[0], k[1]);
+      mma(T(), logits[1], q_[step], k[2], k[3]);
+    }
+    float weights[4];
+    soften(logits, count, scale, weights);
+    std::uint32_t p[4];
+    split(weights[0], weights[1], p[0], p[1]);
+    split(weights[2], weights[3], p[2], p[3]);
+    const std::byte* const value = rows + (lane % 8 + lane / 8 % 2 * 8) * Shape::kStride +
+                                   kHeadDim * sizeof(T) + lane / 16 * 16;
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; ++step) {
+      std::uint32_t v[4];
+      load_matrices_transposed(v, value + step * 32);
+      mma(T(), out_[2 * step], p, v[0], v[1]);
+      mma(T(), out_[2 * step + 1], p, v[2], v[3]);
+    }
+  }
+
+  // [kBunch, head_dim] outputs that are not normalised yet, [kBunch] highest logits (base 2) and
+  // [kBunch] sums of weights relative to them.
+  __device__ void store(float* out, float* highest, float* sums) {
+    const int lane = threadIdx.x % kWarp;
+    float sum = sum_ + __shfl_xor_sync(kAllLanes, sum_, 1);
+    sum += __shfl_xor_sync(kAllLanes, sum, 2);
+    if (lane % 4 == 0) {
+      highest[lane / 4] = highest_;
+      sums[lane / 4] = sum;
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2 * Shape::kSteps; ++tile) {
+      float* const to = out + lane / 4 * kHeadDim + tile * 8 + lane % 4 * 2;
+      to[0] = out_[tile][0] + out_[tile][2];
+      to[1] = out_[tile][1] + out_[tile][3];
+    }
+  }
+
+ private:
+  // Two numbers as pairs of T whose sums they are, but for 2^-17 (bf16) of their size.
+  __device__ static void split(float x, float y, std::uint32_t& high, std::uint32_t& low) {
+    const T x_high = from_float<T>(x);
+    const T y_high = from_float<T>(y);
+    high = pack(T(), to_float(x_high), to_float(y_high));
+    low = pack(T(), x - to_float(x_high), y - to_float(y_high));
+  }
+
+  // Turns logits into weights relative to the highest so far, and what was summed before with it.
+  __device__ void soften(float (&logits)[2][4], int count, float scale, float (&weights)[4]) {
+    const int lane = threadIdx.x % kWarp;
+    float highest = highest_;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float logit = (logits[i / 2][i % 2] + logits[i / 2][i % 2 + 2]) * scale;
+      const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      weights[i] = row < count ? logit : -INFINITY;
+      // A NaN stays in the weights; fmaxf would hide it from the maximum only.
+      highest = fmaxf(highest, weights[i]);
+    }
+    highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
+    const float reference = highest == -INFINITY ? 0.0f : highest;
+    const float factor = exp2f(highest_ - reference);
+    sum_ *= factor;
+#pragma unroll
+    for (float& weight : weights) {
+      weight = exp2f(weight - reference);
+      sum_ += weight;
+    }
+    if (__any_sync(kAllLanes, factor != 1.0f)) {
+#pragma unroll
+      for (auto& tile : out_) {
+        for (float& x : tile) x *= factor;
+      }
+    }
+    highest_ = highest;
+  }
+
+  std::uint32_t q_[Shape::kSteps][4];
+  float out_[2 * Shape::kSteps][4];
+  float highest_ = -INFINITY;
+  float sum_ = 0.0f;  // this lane's part
+};
+
+}  // namespace sluice::cuda

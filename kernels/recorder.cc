@@ -1,0 +1,57 @@
+#include "kernels/recorder.h"
+
+#include <cstring>
+
+#include "kernels/error.h"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+
+Recorder::Recorder(cudaStream_t stream)
+    : stream_(stream), launched_(make_event()), kept_(make_pinned_block(kKeptBytes)) {}
+
+void Recorder::begin() {
+  check(!recording_, "a batch within a batch");
+  // What the last batch kept is read until it is over.
+  if (used_ > 0) require(cudaEventSynchronize(launched_.get()), "the batch before");
+  used_ = 0;
+  require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "recording a batch");
+  recording_ = true;
+}
+
+void Recorder::submit() {
+  check(recording_, "a batch that was not begun");
+  recording_ = false;
+  cudaGraph_t recorded = nullptr;
+  require(cudaStreamEndCapture(stream_, &recorded), "recording a batch");
+  const GraphOwner graph(recorded);
+  cudaGraphExecUpdateResultInfo result{};
+  if (graph_.get() == nullptr ||
+      cudaGraphExecUpdate(graph_.get(), recorded, &result) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    cudaGraphExec_t made = nullptr;
+    require(cudaGraphInstantiate(&made, recorded, 0), "a graph");
+    graph_ = GraphExecOwner(made);
+  }
+  require(cudaGraphLaunch(graph_.get(), stream_), "a batch");
+  require(cudaEventRecord(launched_.get(), stream_), "an event");
+}
+
+void Recorder::cancel() noexcept {
+  if (!recording_) return;
+  recording_ = false;
+  cudaGraph_t recorded = nullptr;
+  static_cast<void>(cudaStreamEndCapture(stream_, &recorded));
+  if (recorded != nullptr) static_cast<void>(cudaGraphDestroy(recorded));
+  static_cast<void>(cudaGetLastError());
+}
+
+const std::byte* Recorder::keep(const std::byte* data, std::size_t bytes) {
+  check(used_ + bytes <= kKeptBytes, "a batch that copies too much pageable memory");
+  std::byte* const to = static_cast<std::byte*>(kept_.get()) + used_;
+  std::memcpy(to, data, bytes);
+  used_ += (bytes + 15) / 16 * 16;
+  return to;
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,43 @@
+// A batch of work as one launch: issued to a capturing stream, replayed as a graph.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "kernels/owners.h"
+
+namespace sluice::cuda {
+
+// From step to step a batch has the same kernels with other arguments, so that the graph of the
+// last one is only updated; a batch of another make is a new graph.
+class Recorder {
+ public:
+  explicit Recorder(cudaStream_t stream);
+
+  void begin();
+  // Launches what was recorded.
+  void submit();
+  void cancel() noexcept;
+  bool is_recording() const { return recording_; }
+
+  // A copy of pageable memory, which may change or end before the batch runs; it lasts until the
+  // next batch. Throws Error{internal} for more than kKeptBytes in a batch.
+  const std::byte* keep(const std::byte* data, std::size_t bytes);
+  bool keeps(const std::byte* data) const {
+    const auto* const base = static_cast<const std::byte*>(kept_.get());
+    return data >= base && data < base + kKeptBytes;
+  }
+
+ private:
+  static constexpr std::size_t kKeptBytes = std::size_t{4} << 20;
+
+  cudaStream_t stream_;
+  bool recording_ = false;
+  GraphExecOwner graph_;
+  EventOwner launched_;  // after the last batch
+  PinnedBlock kept_;
+  std::size_t used_ = 0;
+};
+
+}  // namespace sluice::cuda

@@ -1,0 +1,196 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "kernels/error.h"
+#include "kernels/select.h"
+#include "kernels/select_large.cuh"
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr std::int64_t kMostEntries = std::int64_t{1} << 25;
+constexpr std::int64_t kRowsAtOnce = 512;
+static_assert(2 * (kRowsAtOnce + kMostGroup) <= Launch::kCounters);
+
+std::int32_t to_int(std::int64_t x) {
+  return static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(x, 0, std::numeric_limits<std::int32_t>::max()));
+}
+
+SelectCall call_of(const SelectParams& p) {
+  SelectCall c;
+  c.logits = reinterpret_cast<const __half*>(p.logits.data);
+  c.stride = p.logits.stride;
+  c.is_aligned =
+      reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && p.logits.stride % 8 == 0;
+  c.kv_heads = p.shape.kv_heads;
+  c.group = p.shape.group();
+  const bool listed = p.candidates != nullptr;
+  const std::int64_t entries = listed ? p.candidates->capacity + p.tail : p.count;
+  check(entries <= kMostEntries, "more logits per row than select() takes");
+  check(c.group <= kMostGroup, "more query heads per KV head than select() takes");
+  c.entries = to_int(entries);
+  c.count = to_int(p.count);
+  c.end = to_int(p.end);
+  if (listed) {
+    c.list = p.candidates->positions;
+    c.list_capacity = p.candidates->capacity;
+    c.list_heads = p.candidates->heads;
+    c.tail = to_int(p.tail);
+  }
+  c.is_top_p = p.prune == Pruner::top_p;
+  c.p = p.p;
+  const double light = (1.0 - static_cast<double>(p.p)) /
+                       (2.0 * static_cast<double>(std::max<std::int64_t>(entries, 1)));
+  c.bin_range = c.is_top_p && p.p < 1.0f ? static_cast<float>(-std::log(light)) : 0.0f;
+  c.keep = to_int(c.is_top_p ? p.cap : p.k);
+  c.sinks = to_int(p.sinks);
+  c.recent_first = to_int(p.recent_first);
+  c.eligible = p.eligible;
+  c.is_mask_aligned = reinterpret_cast<std::uintptr_t>(p.eligible) % 8 == 0;
+  c.positions = p.selected.positions;
+  c.capacity = p.selected.capacity;
+  c.heads = p.selected.heads;
+  c.share = p.share;
+  c.alpha = p.alpha;
+  return c;
+}
+
+// The call for KV heads [first, first + count) alone.
+SelectCall part_of(SelectCall c, std::int32_t first, std::int32_t count) {
+  const std::int64_t row = static_cast<std::int64_t>(first) * c.group;
+  c.kv_heads = count;
+  c.logits += row * c.stride;
+  if (c.list != nullptr) {
+    c.list += first * c.list_capacity;
+    c.list_heads += first;
+  }
+  c.positions += first * c.capacity;
+  c.heads += first;
+  if (c.share != nullptr) c.share += row;
+  c.alpha += row;
+  return c;
+}
+
+// Hands out scratch, every piece aligned to 16 bytes.
+class Carver {
+ public:
+  explicit Carver(std::byte* base) : base_(reinterpret_cast<std::uintptr_t>(base)) {}
+  template <typename T>
+  T* take(std::int64_t count) {
+    auto* const at = reinterpret_cast<T*>(base_ + used_);
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 15) / 16 * 16;
+    return at;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::uintptr_t base_;
+  std::size_t used_ = 0;
+};
+
+std::int32_t ceil_div(std::int64_t a, std::int64_t b) {
+  return static_cast<std::int32_t>((a + b - 1) / b);
+}
+
+// How the rows are shared out, from sizes alone.
+LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
+  LargeCall l;
+  l.call = c;
+  const std::int64_t rows = static_cast<std::int64_t>(c.kv_heads) * c.group;
+  const std::int32_t pieces = std::max(1, ceil_div(c.entries, kPieceEntries));
+  // About two rounds of two blocks per multiprocessor.
+  const std::int64_t blocks = 4 * device.multiprocessors;
+  l.unit_pieces = std::clamp(ceil_div(pieces * rows, blocks), 1, kMassedEntries / kPieceEntries);
+  l.units = ceil_div(pieces, l.unit_pieces);
+  if (c.is_top_p && c.p < 1.0f) {
+    l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 2;
+  }
+  l.is_fine = static_cast<std::int64_t>(c.kv_heads) * c.entries <
+              std::int64_t{2} * device.multiprocessors * chunk_entries(false);
+  l.chunks = std::max(1, ceil_div(c.entries, chunk_entries(l.is_fine)));
+  l.key_chunks = std::max(1, ceil_div(c.entries, kKeyChunk));
+  l.key_loops =
+      std::clamp(ceil_div(static_cast<std::int64_t>(l.key_chunks) * c.kv_heads, blocks), 1, 16);
+  l.has_keys = !c.is_top_p || c.keep < c.entries;
+  return l;
+}
+
+// Lays the call's arrays out in scratch; returns the bytes they take.
+std::size_t place(LargeCall& l, std::byte* scratch) {
+  const std::int64_t heads = l.call.kv_heads;
+  const std::int64_t rows = heads * l.call.group;
+  const std::int64_t chunks = heads * l.chunks;
+  Carver carver(scratch);
+  l.zeroed = carver.take<std::uint64_t>(0);
+  l.states = carver.take<std::uint64_t>(chunks);
+  l.cuts = carver.take<KeyCut>(heads);
+  l.key_bins = carver.take<std::uint32_t>(l.has_keys ? kKeyRounds * heads * kMostKeyBins : 0);
+  l.key_done = carver.take<std::uint32_t>(kKeyRounds * heads);
+  l.done = carver.take<std::uint32_t>(heads);
+  l.zeroed_words = static_cast<std::int64_t>(carver.used() / sizeof(std::uint64_t));
+  l.rows = carver.take<RowInfo>(rows);
+  l.extents = carver.take<Extent>(heads);
+  l.unit_heads = carver.take<UnitHead>(rows * l.units);
+  l.masses = carver.take<std::uint32_t>(rows * l.units * l.bins);
+  l.results = carver.take<ChunkResult>(chunks);
+  l.alphas = carver.take<float>(chunks * l.call.group);
+  const bool stores_keys = l.has_keys && l.call.group > 1;
+  auto* const keys = carver.take<std::uint32_t>(stores_keys ? heads * l.key_chunks * kKeyChunk : 0);
+  l.keys = stores_keys ? keys : nullptr;
+  return carver.used();
+}
+
+std::int32_t heads_at_once(const SelectCall& c) {
+  return static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, std::max(c.kv_heads, 1)));
+}
+
+void select_large(const SelectCall& c, const Launch& launch) {
+  const std::int32_t step = heads_at_once(c);
+  for (std::int32_t first = 0; first < c.kv_heads; first += step) {
+    LargeCall l = large_call(part_of(c, first, std::min(step, c.kv_heads - first)), *launch.device);
+    check(l.units <= kMostUnits && l.bins <= kRing, "a row too long for select()");
+    l.tickets = launch.counters;
+    const std::size_t needed = place(l, launch.scratch);
+    if (needed > launch.scratch_bytes) {
+      throw Error(ErrorCode::unsupported,
+                  "selecting among " + std::to_string(c.entries) + " tokens of " +
+                      std::to_string(c.kv_heads) + " KV heads takes " + std::to_string(needed) +
+                      " bytes of scratch on the device and there are " +
+                      std::to_string(launch.scratch_bytes) + "; shorten the context");
+    }
+    run_row_stats(l, launch.stream);
+    if (l.has_keys) run_key_rounds(l, launch.stream);
+    run_emit(l, launch.device->capability >= 90, launch.stream);
+  }
+}
+
+}  // namespace
+
+std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device) {
+  const SelectCall c = call_of(params);
+  if (fits_small(c, device)) return 0;
+  LargeCall l = large_call(part_of(c, 0, heads_at_once(c)), device);
+  std::size_t bytes = place(l, nullptr);
+  // The last heads may be fewer, and then more blocks share a row.
+  const std::int32_t rest = c.kv_heads % heads_at_once(c);
+  if (rest != 0) {
+    LargeCall last = large_call(part_of(c, 0, rest), device);
+    bytes = std::max(bytes, place(last, nullptr));
+  }
+  return bytes;
+}
+
+void select(const SelectParams& params, const Launch& launch) {
+  const SelectCall c = call_of(params);
+  if (c.kv_heads == 0) return;
+  if (fits_small(c, *launch.device)) return run_small(c, launch.stream);
+  select_large(c, launch);
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,386 @@
+// What the kernels of select() share: the call by value, reading logits and scans over a block.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "kernels/device_math.cuh"
+#include "lib/selection.h"
+
+namespace sluice::cuda {
+
+// A query head's threshold lies at a multiple of 1 / kBinsPerNat.
+inline constexpr float kBinsPerNat = 128.0f;
+// Weights in units of 2^-15 of their bin's lower edge: 2^16 of them fit into 32 bits.
+inline constexpr int kMassBits = 15;
+inline constexpr std::int32_t kMassedEntries = 1 << 16;
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr std::uint32_t kMinusInfinities = 0xfc00fc00u;  // two f16
+inline constexpr std::uint16_t kLowestHalf = 0xfbff;
+inline constexpr std::uint16_t kInfiniteHalf = 0x7c00;
+
+// SelectParams by value, with sizes that fit 32 bits.
+struct SelectCall {
+  const __half* logits = nullptr;  // [kv_heads * group, stride]
+  std::int64_t stride = 0;
+  bool is_aligned = false;  // every row starts at a multiple of 16 bytes
+  std::int32_t kv_heads = 0;
+  std::int32_t group = 0;
+  std::int32_t entries = 0;  // logits per row at most
+  std::int32_t count = 0;
+  std::int32_t end = 0;
+  const std::int32_t* list = nullptr;  // [kv_heads, list_capacity] or null
+  std::int64_t list_capacity = 0;
+  const HeadSelection* list_heads = nullptr;  // host-visible [kv_heads]
+  std::int32_t tail = 0;
+  bool is_top_p = false;
+  float p = 0.0f;
+  float bin_range = 0.0f;  // nats below the row's maximum where weight may matter to top_p
+  std::int32_t keep = 0;   // k or the cap
+  std::int32_t sinks = 0;
+  std::int32_t recent_first = 0;
+  const std::uint8_t* eligible = nullptr;  // [end] or null
+  bool is_mask_aligned = false;            // it starts at a multiple of 8 bytes
+  std::int32_t* positions = nullptr;       // [kv_heads, capacity]
+  std::int64_t capacity = 0;
+  HeadSelection* heads = nullptr;  // host-visible [kv_heads]
+  const float* share = nullptr;    // host-visible [kv_heads * group] or null
+  float* alpha = nullptr;          // host-visible [kv_heads * group]
+
+  __device__ const __half* row(int head, int g) const {
+    return logits + (static_cast<std::int64_t>(head) * group + g) * stride;
+  }
+  __device__ const std::int32_t* head_list(int head) const {
+    return list == nullptr ? nullptr : list + head * list_capacity;
+  }
+};
+
+// The entries of one KV head: [0, low) and [high, emit) are always kept, [emit, total) is the tail.
+struct Extent {
+  std::int32_t total = 0;
+  std::int32_t emit = 0;
+  std::int32_t low = 0;
+  std::int32_t high = 0;
+
+  __device__ bool is_free(std::int32_t i) const { return i < low || i >= high; }
+};
+
+// One query head: the weight of logit x is scale * 2^(x log2(e) - norm). The scale, close to 1, is
+// what rounding took from the norm: with logits in the thousands that is much.
+struct RowInfo {
+  float norm = 0.0f;
+  float scale = 1.0f;
+  float tail = 0.0f;  // weight of the tail
+  float share = 1.0f;
+  std::uint16_t threshold = 0;  // f16: x is kept if it is not below
+  std::uint16_t bad = 0;
+};
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float weight_of(__half x, const RowInfo& row) {
+  return row.scale * exp2_fast(fmaf(__half2float(x), kLog2E, -row.norm));
+}
+
+// Of a row with this maximum and this sum of e^(x - highest).
+__device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum) {
+  const double norm =
+      static_cast<double>(highest) * static_cast<double>(kLog2E) + static_cast<double>(log2f(sum));
+  row.norm = static_cast<float>(norm);
+  row.scale = exp2f(static_cast<float>(static_cast<double>(row.norm) - norm));
+}
+
+// The factor by which 2^(x log2(e) - norm), with the rounded norm of `highest`, falls short of
+// e^(x - highest).
+__device__ __forceinline__ float shortfall(float highest, float norm) {
+  return exp2_fast(-fmaf(highest, kLog2E, -norm));
+}
+
+__device__ __forceinline__ __half2 as_half2(std::uint32_t word) {
+  return *reinterpret_cast<const __half2*>(&word);
+}
+
+__device__ __forceinline__ std::uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// Two f16 as two 16-bit numbers that order like them; -0 and 0 are one.
+__device__ __forceinline__ std::uint32_t ordered2(std::uint32_t word) {
+  const __half2 sum = __hadd2(as_half2(word), as_half2(0));
+  const std::uint32_t bits = *reinterpret_cast<const std::uint32_t*>(&sum);
+  std::uint32_t signs;  // each sign 16 times
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(bits));
+  return bits ^ (signs | 0x80008000u);
+}
+
+// Entries of an ascending list that are below `bound`, by one warp.
+__device__ inline std::int32_t count_below(const std::int32_t* list, std::int32_t count,
+                                           std::int32_t bound) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  std::int32_t low = 0;  // all before are below, none from `high` on is
+  std::int32_t high = count;
+  while (low < high) {
+    const std::int32_t step = (high - low + kWarp - 1) / kWarp;
+    const std::int32_t at = low + lane * step;
+    const bool below = at < high && list[at] < bound;
+    const int many = __popc(__ballot_sync(kAllLanes, below));
+    if (many == 0) return low;
+    const std::int32_t first = low + (many - 1) * step;
+    high = min(high, first + step);
+    low = first + 1;
+  }
+  return low;
+}
+
+// By one whole warp.
+__device__ inline Extent extent_of(const SelectCall& c, int head) {
+  Extent e;
+  if (c.list != nullptr) {
+    const std::int32_t count =
+        *static_cast<const volatile std::int32_t*>(&c.list_heads[head].count);
+    e.emit = min(max(count, 0), static_cast<std::int32_t>(c.list_capacity));
+    e.total = e.emit + c.tail;
+    const std::int32_t* const list = c.head_list(head);
+    e.low = count_below(list, e.emit, c.sinks);
+    e.high = max(e.low, count_below(list, e.emit, c.recent_first));
+    return e;
+  }
+  e.total = c.count;
+  e.emit = min(c.end, c.count);
+  e.low = min(max(c.sinks, 0), e.emit);
+  e.high = max(e.low, min(c.recent_first, e.emit));
+  return e;
+}
+
+// Bit e: entry i + e may be emitted.
+__device__ inline std::uint32_t allowed8(const SelectCall& c, const std::int32_t* list,
+                                         const Extent& extent, std::int32_t i) {
+  const std::int32_t left = extent.emit - i;
+  if (left <= 0) return 0;
+  std::uint32_t bits = left >= 8 ? 0xffu : (1u << left) - 1u;
+  if (c.eligible == nullptr) return bits;
+  if (list == nullptr && c.is_mask_aligned && left >= 8) {
+    const uint2 mask = *reinterpret_cast<const uint2*>(c.eligible + i);
+    bits = 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const std::uint32_t half = e < 4 ? mask.x : mask.y;
+      if ((half >> (8 * (e % 4)) & 0xffu) != 0) bits |= 1u << e;
+    }
+    return bits;
+  }
+  for (int e = 0; e < min(left, 8); ++e) {
+    const std::int32_t at = list != nullptr ? list[i + e] : i + e;
+    if (c.eligible[at] == 0) bits &= ~(1u << e);
+  }
+  return bits;
+}
+
+// Bit e: entry i + e is always kept, if it may be emitted.
+__device__ inline std::uint32_t free8(const Extent& extent, std::int32_t i) {
+  if (i >= extent.low && i + 8 <= extent.high) return 0;
+  std::uint32_t bits = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (extent.is_free(i + e)) bits |= 1u << e;
+  }
+  return bits;
+}
+
+// Replaces the f16 whose bits are not set by -Inf.
+__device__ __forceinline__ uint4 masked(uint4 v, std::uint32_t bits) {
+  std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if ((bits >> (2 * w) & 1u) == 0) words[w] = (words[w] & 0xffff0000u) | 0xfc00u;
+    if ((bits >> (2 * w + 1) & 1u) == 0) words[w] = (words[w] & 0xffffu) | 0xfc000000u;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ __forceinline__ uint4 all_minus_infinity() {
+  return make_uint4(kMinusInfinities, kMinusInfinities, kMinusInfinities, kMinusInfinities);
+}
+
+// Eight logits of a row from entry i on as they are; -Inf from `total` on.
+__device__ inline uint4 load8_raw(const SelectCall& c, const __half* row, std::int32_t total,
+                                  std::int32_t i) {
+  if (c.is_aligned && i + 8 <= total) return *reinterpret_cast<const uint4*>(row + i);
+  std::uint32_t words[4];
+  const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const std::int32_t at = i + 2 * w;
+    const std::uint32_t low = at < total ? bits[at] : 0xfc00u;
+    const std::uint32_t high = at + 1 < total ? bits[at + 1] : 0xfc00u;
+    words[w] = low | high << 16;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Eight logits of a row from entry i on; -Inf from `total` on and for what is not eligible.
+__device__ inline uint4 load8(const SelectCall& c, const __half* row, const std::int32_t* list,
+                              const Extent& extent, std::int32_t i) {
+  if (i >= extent.total) return all_minus_infinity();
+  const uint4 v = load8_raw(c, row, extent.total, i);
+  if (c.eligible == nullptr || i >= extent.emit) return v;
+  std::uint32_t live = allowed8(c, list, extent, i);
+  const std::int32_t left = extent.emit - i;
+  if (left < 8) live |= 0xffu << left & 0xffu;
+  return masked(v, live);
+}
+
+// Bit e: the e-th f16 of v is not below the threshold, given twice.
+__device__ __forceinline__ std::uint32_t reaching(const uint4& v, __half2 threshold) {
+  std::uint32_t bits = 0;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const std::uint32_t mask = __hge2_mask(as_half2(word_of(v, w)), threshold);
+    bits |= mask & ((1u << (2 * w)) | (0x10000u << (2 * w + 1)));
+  }
+  return (bits | bits >> 16) & 0xffu;
+}
+
+__device__ __forceinline__ __half2 twice(std::uint16_t bits) {
+  return as_half2(bits | static_cast<std::uint32_t>(bits) << 16);
+}
+
+// From compute capability 9.0 on, a kernel launched for it may start while the blocks of the one
+// before it still run, and must wait before it looks at what they do.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_inclusive(T x) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T below = __shfl_up_sync(kAllLanes, x, step);
+    if (lane >= step) x += below;
+  }
+  return x;
+}
+
+// The sum of `x` over the threads before this one; `total` over all. `part` is [kWarp] of shared
+// memory, free to use on entry and in use until the next barrier.
+template <typename T>
+__device__ inline T block_exclusive(T x, T* part, T& total) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const T inclusive = warp_inclusive(x);
+  if (lane == kWarp - 1) part[warp] = inclusive;
+  __syncthreads();
+  const T own = lane < warps ? part[lane] : T(0);
+  const T scanned = warp_inclusive(own);
+  total = __shfl_sync(kAllLanes, scanned, warps - 1);
+  const T before = __shfl_sync(kAllLanes, scanned - own, warp);
+  return before + inclusive - x;
+}
+
+// Where a sum over bins from the first on reaches a target.
+template <typename T>
+struct Crossing {
+  std::int32_t bin = 0;  // the last if it does not
+  T before = 0;          // the sum of the bins before it, if it does
+  bool reached = false;
+};
+
+// By all threads; bin_of(i) is called for every i in [0, bins), of which a warp takes neighbouring
+// ones. `found` and `part` are shared.
+template <typename T, typename Bins>
+__device__ inline void find_crossing(const Bins& bin_of, std::int32_t bins, T target,
+                                     Crossing<T>* found, T* part) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  const auto warps = static_cast<std::int32_t>(blockDim.x) / kWarp;
+  const std::int32_t each = (bins + warps * kWarp - 1) / (warps * kWarp) * kWarp;
+  const std::int32_t last = min(bins, (warp + 1) * each);
+  T own = 0;
+  for (std::int32_t i = warp * each + lane; i < last; i += kWarp) own += bin_of(i);
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) own += __shfl_xor_sync(kAllLanes, own, step);
+  if (lane == 0) part[warp] = own;
+  __syncthreads();
+  const T scanned = warp_inclusive(lane < warps ? part[lane] : T(0));
+  const unsigned reaching = __ballot_sync(kAllLanes, scanned >= target);
+  const std::int32_t chosen = __ffs(static_cast<int>(reaching)) - 1;
+  if (chosen < 0 && threadIdx.x == 0) *found = {bins - 1, T(0), false};
+  if (warp == chosen) {
+    T before = __shfl_sync(kAllLanes, scanned, max(chosen - 1, 0));
+    if (chosen == 0) before = 0;
+    for (std::int32_t first = warp * each; first < last; first += kWarp) {
+      const T mass = first + lane < last ? bin_of(first + lane) : T(0);
+      const T sum = before + warp_inclusive(mass);
+      const unsigned here = __ballot_sync(kAllLanes, sum >= target);
+      if (here != 0) {
+        if (lane == __ffs(static_cast<int>(here)) - 1) *found = {first + lane, sum - mass, true};
+        break;
+      }
+      before = __shfl_sync(kAllLanes, sum, kWarp - 1);
+    }
+  }
+  __syncthreads();
+}
+
+// The bin of a logit, counted from an absolute zero, and its mass in it.
+struct BinMap {
+  float shift = 0.0f;  // brings (x - centre) * 128 into [2^23, 2^24), where floats are integers
+  std::int32_t offset = 0;  // from such a float's bits to the bin
+
+  static constexpr float kIntegers = 12582912.0f;  // 1.5 * 2^23
+
+  __device__ explicit BinMap(float near) {
+    const float centre = rintf(near);
+    shift = kIntegers - centre * kBinsPerNat;
+    offset = static_cast<std::int32_t>(centre * kBinsPerNat) -
+             static_cast<std::int32_t>(__float_as_uint(kIntegers));
+  }
+  BinMap() = default;
+
+  // Exact for |x - near| < 2^14: rounding down to an integer is flooring.
+  __device__ __forceinline__ std::int32_t bin(float x, std::uint32_t& mass) const {
+    const float floored = __fmaf_rd(x, kBinsPerNat, shift);
+    const float rest = fmaf(x, kBinsPerNat, shift - floored);
+    // 2^15 e^(rest / 128), by a chord of the curve: less than 2^-17 of it off.
+    mass = __float_as_uint(fmaf(rest, 257.0f, 8388608.0f + 32768.0f)) & 0x7fffffu;
+    return static_cast<std::int32_t>(__float_as_uint(floored)) + offset;
+  }
+};
+
+// The bin that x lies in.
+__device__ __forceinline__ std::int32_t bin_floor(float x) {
+  return __float2int_rd(x * kBinsPerNat);
+}
+
+// The smallest f16 in a bin or above.
+__device__ __forceinline__ std::uint16_t bin_threshold(std::int32_t bin) {
+  return __half_as_ushort(__float2half_ru(static_cast<float>(bin) / kBinsPerNat));
+}
+
+// What one unit of mass weighs `below` bins below the one that holds `highest`, relative to it.
+__device__ __forceinline__ float mass_unit(std::int32_t below, float highest) {
+  const float top = static_cast<float>(bin_floor(highest)) / kBinsPerNat - highest;
+  return expf(-static_cast<float>(below) / kBinsPerNat) * expf(top) /
+         static_cast<float>(1 << kMassBits);
+}
+
+// Shares of a row's weight as integers: their sums do not depend on the order.
+__device__ __forceinline__ std::uint64_t share_units(double share) {
+  return static_cast<std::uint64_t>(fmax(share, 0.0) * 0x1p52);
+}
+
+}  // namespace sluice::cuda

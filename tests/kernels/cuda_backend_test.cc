@@ -1,0 +1,155 @@
+// What the CUDA backend says when there is no device, no memory or nothing to pin, and that it goes
+// on afterwards.
+#include "kernels/cuda_backend.h"
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "kernels/error.h"
+#include "kernels/owners.h"
+#include "sluice/errors.h"
+#include "tests/support/device.h"
+
+namespace sluice::cuda {
+namespace {
+
+bool has_device() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
+// The error that body() throws; fails the test if it throws none.
+template <typename Body>
+Error error_of(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {ErrorCode::internal, ""};
+}
+
+TEST(CudaErrors, AreTyped) {
+  EXPECT_NO_THROW(require(cudaSuccess, "nothing"));
+  const auto code = [](cudaError_t status) {
+    return error_of([&] { require(status, "a test"); }).code();
+  };
+  EXPECT_EQ(code(cudaErrorMemoryAllocation), ErrorCode::memory);
+  for (const cudaError_t status :
+       {cudaErrorNoDevice, cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice,
+        cudaErrorInvalidDevice, cudaErrorSystemDriverMismatch}) {
+    EXPECT_EQ(code(status), ErrorCode::unsupported) << cudaGetErrorString(status);
+  }
+  EXPECT_EQ(code(cudaErrorIllegalAddress), ErrorCode::internal);
+}
+
+TEST(CudaErrors, SayThatTheProcessIsLost) {
+  for (const cudaError_t status : {cudaErrorIllegalAddress, cudaErrorLaunchFailure}) {
+    EXPECT_TRUE(is_sticky(status));
+    const Error error = error_of([&] { require(status, "a test"); });
+    EXPECT_NE(std::string(error.what()).find("start it again"), std::string::npos);
+  }
+  EXPECT_FALSE(is_sticky(cudaErrorMemoryAllocation));
+}
+
+TEST(CudaBackendTest, SaysThatThereIsNoDevice) {
+  if (has_device()) GTEST_SKIP() << "there is one";
+  const Error error = error_of([] { make_cuda_backend({}); });
+  EXPECT_EQ(error.code(), ErrorCode::unsupported);
+  EXPECT_NE(std::string(error.what()).find("--device cuda"), std::string::npos) << error.what();
+}
+
+class OnDevice : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  }
+
+  // A little work of which the answer is known.
+  static void expect_working(Backend& backend) {
+    const std::vector<float> x = {1.0f, 2.0f, 3.0f, 4.0f};
+    const Buffer from = testing::upload(backend, x);
+    const Buffer to = backend.allocate(Tier::device, x.size() * sizeof(float));
+    backend.cast({from.data(), DType::f32, 1, 4, 4}, {to.data(), DType::f32, 1, 4, 4});
+    EXPECT_EQ(testing::download<float>(backend, to), x);
+  }
+};
+
+TEST_F(OnDevice, RefusesADeviceThatIsNotThere) {
+  CudaOptions options;
+  options.ordinal = 4711;
+  EXPECT_EQ(error_of([&] { make_cuda_backend(options); }).code(), ErrorCode::unsupported);
+}
+
+TEST_F(OnDevice, HoldsItsCap) {
+  CudaOptions options;
+  options.device_cap = own_bytes() + (1 << 20);
+  const auto backend = make_cuda_backend(options);
+  const Error error =
+      error_of([&] { static_cast<void>(backend->allocate(Tier::device, (1 << 20) + 1)); });
+  EXPECT_EQ(error.code(), ErrorCode::memory);
+  expect_working(*backend);
+  EXPECT_LE(backend->account(Tier::device).peak(), *options.device_cap);
+}
+
+TEST_F(OnDevice, SaysThatTheDeviceIsFull) {
+  CudaOptions options;
+  options.device_cap = MemoryAccount::kNoCap;
+  const auto backend = make_cuda_backend(options);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  require(cudaMemGetInfo(&free, &total), "free memory");
+  const std::size_t left = std::size_t{512} << 20;
+  if (free < 2 * left) GTEST_SKIP() << "too little free memory for a ballast";
+  {
+    const DeviceBlock ballast = make_device_block(free - left);
+    const std::uint64_t before = backend->account(Tier::device).used();
+    const Error error =
+        error_of([&] { static_cast<void>(backend->allocate(Tier::device, 2 * left)); });
+    EXPECT_EQ(error.code(), ErrorCode::memory);
+    EXPECT_NE(std::string(error.what()).find("--device-memory"), std::string::npos);
+    EXPECT_EQ(backend->account(Tier::device).used(), before);
+    expect_working(*backend);
+  }
+  // With the ballast gone the same succeeds.
+  EXPECT_NO_THROW(static_cast<void>(backend->allocate(Tier::device, 2 * left)));
+}
+
+TEST_F(OnDevice, SaysThatMemoryCannotBePinned) {
+  const auto backend = make_cuda_backend({});
+  auto* const unmapped = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 46);
+  EXPECT_EQ(error_of([&] { backend->register_host(unmapped, 1 << 20); }).code(), ErrorCode::memory);
+  expect_working(*backend);
+}
+
+TEST_F(OnDevice, ABatchIsOneLaunchWithTheSameAnswers) {
+  const auto backend = make_cuda_backend({});
+  const Buffer y = backend->allocate(Tier::device, 4 * sizeof(float));
+  for (int round = 1; round <= 3; ++round) {
+    const Buffer x = testing::upload(*backend, std::vector<float>(4, static_cast<float>(round)));
+    Batch batch(*backend);
+    // Pageable memory that is gone before the batch runs.
+    std::vector<float> more(4, 10.0f * static_cast<float>(round));
+    const CopyOp op = {y.data(), reinterpret_cast<const std::byte*>(more.data()), 16};
+    backend->copy({&op, 1}, Stream::compute);
+    std::fill(more.begin(), more.end(), -1.0f);
+    if (round > 1) {
+      backend->cast({x.data(), DType::f32, 1, 2, 2}, {y.data(), DType::f32, 1, 2, 2});
+    }
+    batch.submit();
+    const auto r = static_cast<float>(round);
+    const std::vector<float> expected =
+        round > 1 ? std::vector<float>{r, r, 10 * r, 10 * r} : std::vector<float>(4, 10 * r);
+    EXPECT_EQ(testing::download<float>(*backend, y), expected);
+  }
+  { const Batch dropped(*backend); }
+  expect_working(*backend);
+}
+
+}  // namespace
+}  // namespace sluice::cuda

@@ -1,0 +1,224 @@
+// select() on CUDA against what its definition says of the f16 logits in fp64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/error.h"
+#include "kernels/owners.h"
+#include "kernels/select.h"
+#include "kernels/workspace.h"
+#include "lib/half.h"
+#include "tests/kernels/select_cases.h"
+#include "tests/kernels/select_truth.h"
+#include "tests/support/random.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr std::size_t kScratch = std::size_t{192} << 20;
+
+enum class Path { small, large };
+
+bool has_device() {
+  int devices = 0;
+  return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
+}
+
+class Select : public ::testing::TestWithParam<Path> {
+ protected:
+  void SetUp() override {
+    if (!has_device()) GTEST_SKIP() << "no CUDA device";
+    workspace_.emplace(kScratch);
+    limits_ = workspace_->device();
+    // Which path is taken follows from these alone.
+    if (GetParam() == Path::large) limits_.shared_bytes = 0;
+    if (GetParam() == Path::small) limits_.multiprocessors = 1;
+    // Nothing may be taken for granted of scratch.
+    require(cudaMemset(launch().scratch, 0xa5, kScratch), "memset");
+  }
+  Launch launch() const {
+    Launch launch = workspace_->launch();
+    launch.device = &limits_;
+    return launch;
+  }
+  Answer run(const Case& c) const {
+    const Problem problem(c);
+    EXPECT_LE(select_scratch_bytes(problem.params(), limits_), kScratch);
+    select(problem.params(), launch());
+    require(cudaStreamSynchronize(launch().stream), "select");
+    return problem.answer();
+  }
+  void check_case(const Case& c) const {
+    const Answer a = run(c);
+    const Answer b = run(c);
+    EXPECT_EQ(a.positions, b.positions);
+    EXPECT_EQ(a.alpha, b.alpha);
+    for (int head = 0; head < c.kv_heads; ++head) {
+      SCOPED_TRACE("KV head " + std::to_string(head));
+      expect_head(c, a, head);
+      if (HasFailure()) return;
+    }
+  }
+
+  std::optional<Workspace> workspace_;
+  DeviceLimits limits_;
+};
+
+TEST_P(Select, KeepsWhatItsDefinitionSays) {
+  const std::uint64_t seed = testing::seed(11);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (int round = 0; round < 300; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    const auto most = std::to_array<std::int64_t>({40, 400, 5000, 9000});
+    check_case(random_case(random, random.integer(1, most[static_cast<std::size_t>(round % 4)])));
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(Select, LongRows) {
+  if (GetParam() == Path::small) GTEST_SKIP() << "does not fit a block";
+  const std::uint64_t seed = testing::seed(12);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (int round = 0; round < 16; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    const Case c = random_case(random, random.integer(20000, 200000));
+    check_case(c);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(Select, AMillionLogits) {
+  if (GetParam() == Path::small) GTEST_SKIP() << "does not fit a block";
+  Random random(testing::seed(13));
+  for (const int kind : {2, 4, 5, 7, 9}) {
+    SCOPED_TRACE("kind " + std::to_string(kind));
+    Case c;
+    c.group = 2;
+    c.count = c.stride = c.capacity = 1 << 20;
+    c.end = c.count;
+    c.prune = Pruner::top_p;
+    c.p = 0.95f;
+    for (int row = 0; row < 2; ++row) {
+      const std::vector<float> logits = row_of(random, c.count, kind);
+      c.logits.insert(c.logits.end(), logits.begin(), logits.end());
+    }
+    check_case(c);
+    c.cap = 256;
+    check_case(c);
+    c.prune = Pruner::top_k;
+    c.k = 4096;
+    check_case(c);
+  }
+}
+
+TEST_P(Select, SettlesTiesOfSumsToTheOlder) {
+  Case c;
+  c.group = 4;
+  c.count = c.stride = c.capacity = 3000;
+  c.end = c.count;
+  c.k = 100;
+  for (int i = 0; i < 4 * 3000; ++i) c.logits.push_back(i % 3000 % 7 == 0 ? 1.0f : 0.0f);
+  const Answer a = run(c);
+  ASSERT_EQ(a.heads[0].count, 100);
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(a.positions[0][static_cast<std::size_t>(i)], 7 * i);
+}
+
+TEST_P(Select, ReportsWhatIsNoNumber) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float strange : {std::nanf(""), kInfinity}) {
+    for (const Pruner prune : {Pruner::top_k, Pruner::top_p}) {
+      Case c;
+      c.kv_heads = 3;
+      c.group = 2;
+      c.count = c.end = c.stride = c.capacity = 6000;
+      c.prune = prune;
+      c.k = 10;
+      c.logits.assign(6 * 6000, 0.5f);
+      c.logits[3 * 6000 + 4321] = strange;
+      std::fill_n(c.logits.begin() + 4 * 6000, 6000, -kInfinity);
+      check_case(c);
+      const Answer a = run(c);
+      EXPECT_EQ(a.heads[0].bad, 0);
+      EXPECT_EQ(a.heads[1].bad, 1);
+      EXPECT_EQ(a.heads[2].bad, 1);
+    }
+  }
+}
+
+TEST_P(Select, NeverWritesPastItsCapacity) {
+  Random random(testing::seed(14));
+  for (const std::int64_t capacity : {1, 100, 4096, 5000}) {
+    Case c;
+    c.kv_heads = 2;
+    c.group = 2;
+    c.count = c.end = c.stride = 9000;
+    c.prune = Pruner::top_p;
+    c.p = 1.0f;
+    c.logits = random.normal(4 * 9000, 2.0f);
+    for (float& x : c.logits) x = f16_to_float(float_to_f16(x));
+    c.capacity = capacity;
+    const Answer a = run(c);
+    for (int head = 0; head < 2; ++head) {
+      const auto h = static_cast<std::size_t>(head);
+      EXPECT_EQ(a.heads[h].count, capacity);
+      EXPECT_EQ(a.heads[h].cut, 1);
+      ASSERT_EQ(std::ssize(a.positions[h]), capacity);
+      for (std::int64_t i = 0; i < capacity; ++i) {
+        EXPECT_EQ(a.positions[h][static_cast<std::size_t>(i)], i);
+      }
+      expect_head(c, a, head);
+    }
+  }
+}
+
+TEST_P(Select, ManyHeads) {
+  Random random(testing::seed(15));
+  Case c;
+  c.kv_heads = 600;
+  c.count = c.end = c.stride = c.capacity = 500;
+  c.prune = Pruner::top_p;
+  c.logits = random.normal(600 * 500, 3.0f);
+  for (float& x : c.logits) x = f16_to_float(float_to_f16(x));
+  check_case(c);
+  c.prune = Pruner::top_k;
+  c.k = 17;
+  check_case(c);
+}
+
+TEST_P(Select, RunsInAGraphAndLeavesCountersZero) {
+  Random random(testing::seed(16));
+  Case c = random_case(random, 30000);
+  const Problem problem(c);
+  const cudaStream_t stream = launch().stream;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+  select(problem.params(), launch());
+  cudaGraph_t graph = nullptr;
+  require(cudaStreamEndCapture(stream, &graph), "capture");
+  const GraphOwner graph_owner(graph);
+  cudaGraphExec_t executable = nullptr;
+  require(cudaGraphInstantiate(&executable, graph, 0), "instantiate");
+  const GraphExecOwner executable_owner(executable);
+  for (int i = 0; i < 3; ++i) require(cudaGraphLaunch(executable, stream), "launch");
+  require(cudaStreamSynchronize(stream), "select");
+  for (int head = 0; head < c.kv_heads; ++head) expect_head(c, problem.answer(), head);
+  std::vector<std::uint32_t> counters(Launch::kCounters);
+  require(cudaMemcpy(counters.data(), launch().counters, counters.size() * 4, cudaMemcpyDefault),
+          "counters");
+  EXPECT_EQ(std::count(counters.begin(), counters.end(), 0u), std::ssize(counters));
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, Select, ::testing::Values(Path::small, Path::large),
+                         [](const auto& chosen) {
+                           return chosen.param == Path::small ? "small" : "large";
+                         });
+
+}  // namespace
+}  // namespace sluice::cuda
