@@ -1,6 +1,6 @@
-// Whole decode steps on a GPU: a model of Llama 3 8B's shape with made-up weights and rows, which
-// take the time that real ones take. Selections of made-up rows hit their caps: more rows than real
-// text needs, never fewer.
+// Whole decode steps on a GPU: models of the shapes of Llama 3 8B and of sluice-22m with made-up
+// weights and rows, which take the time that real ones take. Selections of made-up rows hit their
+// caps: more rows than real text needs, never fewer.
 #include <benchmark/benchmark.h>
 
 #include <map>
@@ -34,6 +34,18 @@ ModelConfig llama_8b() {
   c.max_position_embeddings = 1 << 20;
   c.rms_norm_eps = 1e-5f;
   c.rope.theta = 500000.0;
+  return c;
+}
+
+ModelConfig sluice_22m() {
+  ModelConfig c = llama_8b();
+  c.hidden_size = 384;
+  c.intermediate_size = 1024;
+  c.num_hidden_layers = 12;
+  c.num_attention_heads = 8;
+  c.num_key_value_heads = 2;
+  c.head_dim = 64;
+  c.vocab_size = 4096;
   return c;
 }
 
@@ -88,13 +100,12 @@ ModelWeights made_up_weights(const ModelConfig& c, Backend& backend) {
   return weights;
 }
 
-// The model, made once.
 struct Model {
-  ModelConfig config = llama_8b();
+  ModelConfig config;
   std::unique_ptr<Backend> backend;
   std::unique_ptr<Decoder> decoder;
 
-  Model() {
+  explicit Model(const ModelConfig& shape) : config(shape) {
     BackendOptions options;
     options.device = "cuda";
     backend = make_backend(options);
@@ -103,9 +114,16 @@ struct Model {
   }
 };
 
-Model& model() {
-  static Model one;
-  return one;
+// Made once, and one at a time.
+Model& model(bool large) {
+  static std::unique_ptr<Model> one;
+  static bool is_large = false;
+  if (one == nullptr || is_large != large) {
+    one.reset();
+    one = std::make_unique<Model>(large ? llama_8b() : sluice_22m());
+    is_large = large;
+  }
+  return *one;
 }
 
 void fill(Backend& backend, KvSession& session, std::int64_t length) {
@@ -129,19 +147,22 @@ void fill(Backend& backend, KvSession& session, std::int64_t length) {
   backend.synchronize();
 }
 
-// Arguments: tokens, 1 if all rows stay on the device; the policy is captured.
+// Arguments: 1 for the large model, tokens, 1 if all rows stay on the device; the policy is
+// captured.
 void decode_step(benchmark::State& state, const std::string& name) {
-  Model& m = model();
-  const std::int64_t tokens = state.range(0);
+  Model& m = model(state.range(0) != 0);
+  const std::int64_t tokens = state.range(1);
   const Policy policy = parse_policy(name);
   std::optional<std::uint64_t> cap;
   const auto plan = [&] {
     return plan_kv(shape_of(m.config), tokens + kDecoded, kChunk, cap, false, {&policy, 1}, 1,
                    m.backend->info().logit_dtype);
   };
-  if (state.range(1) == 0) {
+  if (state.range(2) == 0) {
     const KvPlan whole = plan();
-    cap = whole.index_bytes + whole.work_bytes + (std::uint64_t{512} << 20);
+    // Room for the window and for streaming, little for resident rows.
+    const std::uint64_t beside = std::uint64_t{state.range(0) != 0 ? 512u : 12u} << 20;
+    cap = whole.index_bytes + whole.work_bytes + beside;
   }
   try {
     KvSession session(*m.backend, plan(), {&policy, 1});
@@ -164,19 +185,26 @@ void decode_step(benchmark::State& state, const std::string& name) {
   }
 }
 
+template <int kLarge>
 void shapes(benchmark::internal::Benchmark* bench) {
-  bench->ArgNames({"tokens", "resident"});
+  bench->ArgNames({"large", "tokens", "resident"});
   for (const std::int64_t tokens : {32768, 131072}) {
-    for (const int resident : {1, 0}) bench->Args({tokens, resident});
+    for (const int resident : {1, 0}) bench->Args({kLarge, tokens, resident});
   }
   bench->Iterations(20)->UseRealTime()->Unit(benchmark::kMillisecond);
 }
 
-BENCHMARK_CAPTURE(decode_step, dense, std::string("dense"))->Apply(shapes);
-BENCHMARK_CAPTURE(decode_step, sparq, std::string("sparq"))->Apply(shapes);
-BENCHMARK_CAPTURE(decode_step, twilight, std::string("twilight cap=2048"))->Apply(shapes);
-BENCHMARK_CAPTURE(decode_step, tidaldecode, std::string("tidaldecode anchors=2,13"))->Apply(shapes);
-BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes);
+BENCHMARK_CAPTURE(decode_step, dense, std::string("dense"))->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step, sparq, std::string("sparq"))->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step, twilight, std::string("twilight cap=2048"))->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step, tidaldecode, std::string("tidaldecode anchors=2,13"))
+    ->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step, dense, std::string("dense"))->Apply(shapes<0>);
+BENCHMARK_CAPTURE(decode_step, sparq, std::string("sparq"))->Apply(shapes<0>);
+BENCHMARK_CAPTURE(decode_step, twilight, std::string("twilight cap=2048"))->Apply(shapes<0>);
+BENCHMARK_CAPTURE(decode_step, tidaldecode, std::string("tidaldecode"))->Apply(shapes<0>);
+BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes<0>);
 
 }  // namespace
 }  // namespace sluice

@@ -156,7 +156,7 @@ class CudaBackend : public Backend {
   }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, compute()); }
   void compensate(const CompensateParams& params) override { cuda::compensate(params, compute()); }
-  void begin_batch() override;
+  void begin_batch(int slot) override;
   void submit_batch() override;
   void cancel_batch() noexcept override { recorder_.cancel(); }
   void order(Stream signalling, Stream waiting) override;
@@ -324,7 +324,7 @@ void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
   count_resident(p, workspace_.launch());
 }
 
-void CudaBackend::begin_batch() { recorder_.begin(); }
+void CudaBackend::begin_batch(int slot) { recorder_.begin(slot); }
 
 void CudaBackend::submit_batch() { recorder_.submit(); }
 

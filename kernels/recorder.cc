@@ -10,11 +10,15 @@ namespace sluice::cuda {
 Recorder::Recorder(cudaStream_t stream)
     : stream_(stream), launched_(make_event()), kept_(make_pinned_block(kKeptBytes)) {}
 
-void Recorder::begin() {
+void Recorder::begin(int slot) {
   check(!recording_, "a batch within a batch");
-  // What the last batch kept is read until it is over.
-  if (used_ > 0) require(cudaEventSynchronize(launched_.get()), "the batch before");
-  used_ = 0;
+  slot_ = static_cast<std::size_t>(slot);
+  if (graphs_.size() <= slot_) graphs_.resize(slot_ + 1);
+  if (slot == 0 && used_ > 0) {
+    // What was kept is read until the last batch is over.
+    require(cudaEventSynchronize(launched_.get()), "the batches before");
+    used_ = 0;
+  }
   require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "recording a batch");
   recording_ = true;
 }
@@ -26,14 +30,14 @@ void Recorder::submit() {
   require(cudaStreamEndCapture(stream_, &recorded), "recording a batch");
   const GraphOwner graph(recorded);
   cudaGraphExecUpdateResultInfo result{};
-  if (graph_.get() == nullptr ||
-      cudaGraphExecUpdate(graph_.get(), recorded, &result) != cudaSuccess) {
+  GraphExecOwner& exec = graphs_[slot_];
+  if (exec.get() == nullptr || cudaGraphExecUpdate(exec.get(), recorded, &result) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     cudaGraphExec_t made = nullptr;
     require(cudaGraphInstantiate(&made, recorded, 0), "a graph");
-    graph_ = GraphExecOwner(made);
+    exec = GraphExecOwner(made);
   }
-  require(cudaGraphLaunch(graph_.get(), stream_), "a batch");
+  require(cudaGraphLaunch(exec.get(), stream_), "a batch");
   require(cudaEventRecord(launched_.get(), stream_), "an event");
 }
 

@@ -4,25 +4,26 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <vector>
 
 #include "kernels/owners.h"
 
 namespace sluice::cuda {
 
-// From step to step a batch has the same kernels with other arguments, so that the graph of the
-// last one is only updated; a batch of another make is a new graph.
+// From step to step the batches of a slot have the same kernels with other arguments, so that the
+// graph of the last one is only updated; a batch of another make is a new graph.
 class Recorder {
  public:
   explicit Recorder(cudaStream_t stream);
 
-  void begin();
+  void begin(int slot);
   // Launches what was recorded.
   void submit();
   void cancel() noexcept;
   bool is_recording() const { return recording_; }
 
   // A copy of pageable memory, which may change or end before the batch runs; it lasts until the
-  // next batch. Throws Error{internal} for more than kKeptBytes in a batch.
+  // next batch of slot 0 begins. Throws Error{internal} for more than kKeptBytes until then.
   const std::byte* keep(const std::byte* data, std::size_t bytes);
   bool keeps(const std::byte* data) const {
     const auto* const base = static_cast<const std::byte*>(kept_.get());
@@ -34,8 +35,9 @@ class Recorder {
 
   cudaStream_t stream_;
   bool recording_ = false;
-  GraphExecOwner graph_;
-  EventOwner launched_;  // after the last batch
+  std::size_t slot_ = 0;
+  std::vector<GraphExecOwner> graphs_;  // by slot
+  EventOwner launched_;                 // after the last batch
   PinnedBlock kept_;
   std::size_t used_ = 0;
 };

@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lib/memory_account.h"
@@ -200,8 +201,9 @@ class Backend {
   virtual void compensate(const CompensateParams& params) = 0;
 
   // What is issued between the two starts together, at submit_batch(): a backend may spare what
-  // each launch costs. Meanwhile nothing may be allocated or waited for. See Batch.
-  virtual void begin_batch() {}
+  // each launch costs. Meanwhile nothing may be allocated or waited for. Batches of one `slot` are
+  // of the same make, mostly. See Batch.
+  virtual void begin_batch(int /*slot*/) {}
   virtual void submit_batch() {}
   virtual void cancel_batch() noexcept {}
 
@@ -219,7 +221,12 @@ class Backend {
 // A batch that is dropped unless it is submitted.
 class Batch {
  public:
-  explicit Batch(Backend& backend) : backend_(&backend) { backend.begin_batch(); }
+  Batch(Backend& backend, int slot) : backend_(&backend) { backend.begin_batch(slot); }
+  Batch(Batch&& other) noexcept : backend_(std::exchange(other.backend_, nullptr)) {}
+  Batch& operator=(Batch&& other) noexcept {
+    std::swap(backend_, other.backend_);
+    return *this;
+  }
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
   ~Batch() {

@@ -8,6 +8,10 @@
 namespace sluice {
 namespace {
 
+// Layers that start together: enough to spare launches, few enough that the backend computes them
+// while the next ones are issued.
+constexpr int kBatchLayers = 2;
+
 // Columns of each activation.
 struct Widths {
   std::int64_t hidden, query, key, qkv, intermediate, vocabulary;
@@ -138,9 +142,13 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
   const Matrix table =
       view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
   const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
-  Batch batch(*backend_);
+  Batch batch(*backend_, 0);
   backend_->embed(table, tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+    if (layer > 0 && layer % kBatchLayers == 0) {
+      batch.submit();
+      batch = Batch(*backend_, layer / kBatchLayers);
+    }
     project(layer, x, session.length());
     session.append(layer, new_rows());
     session.attend(layer, queries());

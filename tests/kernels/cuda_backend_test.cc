@@ -132,7 +132,7 @@ TEST_F(OnDevice, ABatchIsOneLaunchWithTheSameAnswers) {
   const Buffer y = backend->allocate(Tier::device, 4 * sizeof(float));
   for (int round = 1; round <= 3; ++round) {
     const Buffer x = testing::upload(*backend, std::vector<float>(4, static_cast<float>(round)));
-    Batch batch(*backend);
+    Batch batch(*backend, round % 2);
     // Pageable memory that is gone before the batch runs.
     std::vector<float> more(4, 10.0f * static_cast<float>(round));
     const CopyOp op = {y.data(), reinterpret_cast<const std::byte*>(more.data()), 16};
@@ -147,7 +147,7 @@ TEST_F(OnDevice, ABatchIsOneLaunchWithTheSameAnswers) {
         round > 1 ? std::vector<float>{r, r, 10 * r, 10 * r} : std::vector<float>(4, 10 * r);
     EXPECT_EQ(testing::download<float>(*backend, y), expected);
   }
-  { const Batch dropped(*backend); }
+  { const Batch dropped(*backend, 0); }
   expect_working(*backend);
 }
 
