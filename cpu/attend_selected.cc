@@ -88,17 +88,8 @@ void attend_tokens(const AttendSelectedParams& p, Threads& threads) {
     longest = std::max<std::int64_t>(longest, p.selected.heads[head].count);
   }
   std::vector<RowSpan> rows(static_cast<std::size_t>(p.shape.kv_heads));
-  AttendParams params;
-  params.q = p.q;
-  params.tokens = p.tokens;
-  params.q_stride = p.q_stride;
-  params.first_query_position = p.first_query;  // rows count from the first selected one
-  params.shape = p.shape;
+  AttendParams params = dense_of(p);
   params.rows = rows;
-  params.scale = p.scale;
-  params.out = p.out;
-  params.lse = p.lse;
-  params.merge = p.merge;
   std::int64_t first = 0;
   do {
     threads.for_each(p.shape.kv_heads, [&](std::int64_t head) {

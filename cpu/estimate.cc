@@ -62,7 +62,9 @@ class HeadScan {
   }
 
  private:
-  float* logits(int g) const { return p_.logits.floats() + (head_ * group_ + g) * p_.logits.stride; }
+  float* logits(int g) const {
+    return p_.logits.floats() + (head_ * group_ + g) * p_.logits.stride;
+  }
   const float* query(int g) const { return q_ + g * p_.shape.head_dim; }
   float factor(int g) const { return factors_[static_cast<std::size_t>(g)]; }
 

@@ -378,17 +378,8 @@ void attend_selected(const AttendSelectedParams& given) {
     }
     spans.push_back({rows[head].data(), selection.count});
   }
-  AttendParams params;
-  params.q = p.q;
-  params.tokens = p.tokens;
-  params.q_stride = p.q_stride;
-  params.first_query_position = p.first_query;  // rows count from the first selected one
-  params.shape = p.shape;
+  AttendParams params = dense_of(p);
   params.rows = spans;
-  params.scale = p.scale;
-  params.out = p.out;
-  params.lse = p.lse;
-  params.merge = p.merge;
   reference_attend(params);
 }
 

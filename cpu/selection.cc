@@ -97,7 +97,9 @@ class HeadChoice {
     const std::int64_t at = position(i);
     return (at < p_.sinks || at >= p_.recent_first) && !is_out(i);
   }
-  float* row(int g) const { return p_.logits.floats() + (head_ * p_.shape.group() + g) * p_.logits.stride; }
+  float* row(int g) const {
+    return p_.logits.floats() + (head_ * p_.shape.group() + g) * p_.logits.stride;
+  }
 
   // Calls body(i) for every entry that is always kept, if it is eligible.
   void for_forced(const auto& body) const {

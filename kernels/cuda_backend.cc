@@ -295,17 +295,8 @@ void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
   rows.to = p.arena;
   rows.to_rows = p.arena_rows;
   std::vector<RowSpan> spans(p.rows.size());
-  AttendParams params;
-  params.q = p.q;
-  params.tokens = p.tokens;
-  params.q_stride = p.q_stride;
-  params.first_query_position = p.first_query;  // rows count from the first selected one
-  params.shape = p.shape;
+  AttendParams params = dense_of(p);
   params.rows = spans;
-  params.scale = p.scale;
-  params.out = p.out;
-  params.lse = p.lse;
-  params.merge = p.merge;
   std::int64_t first = 0;
   do {
     for (std::size_t head = 0; head < spans.size(); ++head) {

@@ -36,19 +36,25 @@ Buffer Backend::allocate(Tier tier, std::size_t bytes) {
   return {this, tier, data, bytes};
 }
 
+AttendParams dense_of(const AttendSelectedParams& p) {
+  AttendParams dense;
+  dense.q = p.q;
+  dense.tokens = p.tokens;
+  dense.q_stride = p.q_stride;
+  dense.first_query_position = p.first_query;
+  dense.shape = p.shape;
+  dense.scale = p.scale;
+  dense.out = p.out;
+  dense.lse = p.lse;
+  dense.merge = p.merge;
+  return dense;
+}
+
 AttendParams newest_of(const AttendSelectedParams& p) {
   check(p.tokens == 1, "newest rows are for a single token");
-  AttendParams newest;
-  newest.q = p.q;
-  newest.tokens = 1;
-  newest.q_stride = p.q_stride;
-  newest.first_query_position = std::numeric_limits<std::int64_t>::max() - 1;
-  newest.shape = p.shape;
+  AttendParams newest = dense_of(p);
   newest.rows = p.newest;
-  newest.scale = p.scale;
-  newest.out = p.out;
-  newest.lse = p.lse;
-  newest.merge = p.merge;
+  newest.first_query_position = std::numeric_limits<std::int64_t>::max() - 1;
   return newest;
 }
 

@@ -135,8 +135,9 @@ struct AttendParams {
   bool merge = false;                   // merge with the partial already in out and lse
 };
 
-// What attending the newest rows of a selection's single token means: a partial to merge the
-// selected rows into.
+// Attention to the selected rows once they follow each other: all but where they are.
+AttendParams dense_of(const AttendSelectedParams& params);
+// Attention to the newest rows, as a partial to merge the selected ones into.
 AttendParams newest_of(const AttendSelectedParams& params);
 
 // One copy of contiguous bytes. Which of the two sides is host memory follows from the call.

@@ -3,6 +3,7 @@
 #
 #   scripts/build.sh [PRESET]    release if none is given
 #   JOBS=4 scripts/build.sh      with a fixed number of compilers at a time
+#   SLUICE_CUDA_ARCHITECTURES=90a-real scripts/build.sh      CUDA kernels for one processor only
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +20,10 @@ job_count() {
 main() {
   local preset=${1:-release} jobs=${JOBS:-$(job_count)} options=()
   if command -v ccache >/dev/null; then
-    options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+    options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+  fi
+  if [[ -n ${SLUICE_CUDA_ARCHITECTURES:-} ]]; then
+    options+=("-DSLUICE_CUDA_ARCHITECTURES=$SLUICE_CUDA_ARCHITECTURES")
   fi
   cmake --preset "$preset" "${options[@]}" --log-level=WARNING >/dev/null
   cmake --build --preset "$preset" --parallel "$jobs"

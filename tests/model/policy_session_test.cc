@@ -94,7 +94,9 @@ INSTANTIATE_TEST_SUITE_P(
                                          "streaming recent=100000", "select=dense prefill=zipvl(1)",
                                          "select=dense prefill=zipvl(1,evict)",
                                          "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)")),
-    [](const auto& parameter) { return std::get<0>(parameter.param) + "_" + std::to_string(parameter.index); });
+    [](const auto& parameter) {
+      return std::get<0>(parameter.param) + "_" + std::to_string(parameter.index);
+    });
 
 TEST(Correction, ReplacesWhatSparseStepsWrote) {
   Engine engine = open_engine();

@@ -23,7 +23,7 @@
 namespace sluice {
 
 struct EngineConfig {
-  std::filesystem::path model;   // Hugging Face checkpoint directory
+  std::filesystem::path model;  // Hugging Face checkpoint directory
   // "cpu"; "cuda" or "cuda:N", an NVIDIA GPU; or "reference", the slow fp32 backend for checking.
   std::string device = "cpu";
   int threads = 0;               // 0: one per core
