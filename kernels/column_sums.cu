@@ -16,6 +16,7 @@
 #include "kernels/error.h"
 #include "kernels/heads.h"
 #include "lib/check.h"
+#include "sluice/errors.h"
 
 namespace sluice::cuda {
 namespace {
@@ -390,7 +391,12 @@ template <typename T>
 T* take(const Launch& launch, std::size_t& used, std::int64_t count) {
   auto* const at = reinterpret_cast<T*>(launch.scratch + used);
   used += (static_cast<std::size_t>(count) * sizeof(T) + 15) / 16 * 16;
-  check(used <= launch.scratch_bytes, "too little scratch for column_sums()");
+  if (used > launch.scratch_bytes) {
+    throw Error(
+        ErrorCode::unsupported,
+        "the prompt is too long for zipvl on this device: its scores do not fit the scratch "
+        "memory; give it in parts or prefill densely");
+  }
   return at;
 }
 

@@ -29,7 +29,7 @@
 namespace sluice::cuda {
 namespace {
 
-// What select() needs for two million tokens of eight KV heads, the most of any kernel.
+// What select() needs for 1.7 million tokens of eight KV heads, the most of any kernel.
 constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 // Left to the driver and to cuBLAS if no cap is given.
 constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
@@ -67,7 +67,8 @@ std::uint64_t cap_of(const CudaOptions& options) {
   std::size_t free = 0;
   std::size_t total = 0;
   require(cudaMemGetInfo(&free, &total), "asking for free device memory");
-  return free > kReserve ? free - kReserve : 0;
+  // The backend's own memory is counted against the cap and has been taken already.
+  return (free > kReserve ? free - kReserve : 0) + own_bytes();
 }
 
 BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
@@ -82,7 +83,9 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   info.compute_tier = Tier::device;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
   info.logit_dtype = DType::f16;
-  info.head_dims = {32, 64, 80, 96, 128, 256};
+  for (const int head_dim : {32, 64, 80, 96, 128, 256}) {
+    if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
+  }
   info.f32_rows = false;
   return info;
 }
@@ -124,6 +127,7 @@ class CudaBackend : public Backend {
   const BackendInfo& info() const override { return info_; }
   MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
   void register_host(std::byte* data, std::size_t bytes) override {
+    use_device();
     memory_.register_host(data, bytes);
   }
   void unregister_host(std::byte* data) noexcept override { memory_.unregister_host(data); }
@@ -143,17 +147,11 @@ class CudaBackend : public Backend {
   void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, compute()); }
   void append(const AppendParams& params) override { cuda::append(params, compute()); }
   void attend(const AttendParams& params) override;
-  void build_index(const BuildIndexParams& params) override {
-    cuda::build_index(params, workspace_.launch());
-  }
-  void estimate(const EstimateParams& params) override {
-    cuda::estimate(params, workspace_.launch());
-  }
-  void select(const SelectParams& params) override { cuda::select(params, workspace_.launch()); }
+  void build_index(const BuildIndexParams& params) override { cuda::build_index(params, launch()); }
+  void estimate(const EstimateParams& params) override { cuda::estimate(params, launch()); }
+  void select(const SelectParams& params) override { cuda::select(params, launch()); }
   void attend_selected(const AttendSelectedParams& params) override;
-  void column_sums(const ColumnSumsParams& params) override {
-    cuda::column_sums(params, workspace_.launch());
-  }
+  void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, compute()); }
   void compensate(const CompensateParams& params) override { cuda::compensate(params, compute()); }
   void begin_batch(int slot) override;
@@ -163,11 +161,20 @@ class CudaBackend : public Backend {
   void synchronize() override;
 
  private:
-  std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
+  std::byte* take(Tier tier, std::size_t bytes) override {
+    use_device();
+    return memory_.take(tier, bytes);
+  }
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
     memory_.give_back(tier, data, bytes);
   }
-  cudaStream_t compute() const { return workspace_.launch().stream; }
+  // Whoever calls may have used another device in between, or be another thread.
+  void use_device() const { require(cudaSetDevice(ordinal_), "selecting the device"); }
+  Launch launch() const {
+    use_device();
+    return workspace_.launch();
+  }
+  cudaStream_t compute() const { return launch().stream; }
   cudaStream_t stream(Stream which) const {
     return which == Stream::compute ? compute() : transfer_.get();
   }
@@ -176,6 +183,7 @@ class CudaBackend : public Backend {
            recorder_.keeps(data);
   }
   void copy_large(CopyOp op, cudaStream_t stream);
+  void copy_between_batches(const CopyOp& op, cudaStream_t stream);
   void attend_gathered(const AttendSelectedParams& params);
 
   int ordinal_;
@@ -198,6 +206,7 @@ CudaBackend::CudaBackend(const CudaOptions& options)
       gemm_(workspace_.launch()),
       recorder_(compute()) {
   memory_.account(Tier::device).charge(own_bytes());
+  memory_.account(Tier::host).charge(Recorder::kKeptBytes);
 }
 
 std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {
@@ -233,6 +242,10 @@ void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
   std::vector<CopyOp> small;
   for (CopyOp op : ops) {
     if (recorder_.is_recording() && !kernels_reach(op.from, op.bytes)) {
+      if (!recorder_.has_room(op.bytes)) {
+        copy_between_batches(op, stream(which));
+        continue;
+      }
       op.from = recorder_.keep(op.from, op.bytes);
     }
     if (op.bytes < kSmallCopy && kernels_reach(op.to, op.bytes) &&
@@ -243,6 +256,14 @@ void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
     }
   }
   if (!small.empty()) copy_pieces(small, stream(which));
+}
+
+// More pageable memory than a batch can keep: what was recorded starts, and recording goes on after
+// the copy, which reads its source at once.
+void CudaBackend::copy_between_batches(const CopyOp& op, cudaStream_t stream) {
+  recorder_.submit();
+  copy_large(op, stream);
+  recorder_.resume();
 }
 
 void CudaBackend::linear(const LinearParams& params) {
@@ -258,15 +279,15 @@ void CudaBackend::linear(const LinearParams& params) {
 
 void CudaBackend::attend(const AttendParams& params) {
   if (params.tokens == 1) {
-    attend_decode(params, workspace_.launch());
+    attend_decode(params, launch());
   } else {
-    attend_prefill(params, workspace_.launch());
+    attend_prefill(params, launch());
   }
 }
 
 void CudaBackend::attend_selected(const AttendSelectedParams& params) {
   if (params.tokens == 1) {
-    attend_decode_selected(params, workspace_.launch());
+    attend_decode_selected(params, launch());
   } else {
     attend_gathered(params);
   }
@@ -312,10 +333,13 @@ void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
     params.merge = true;
     first += p.arena_rows;
   } while (first < longest);
-  count_resident(p, workspace_.launch());
+  count_resident(p, launch());
 }
 
-void CudaBackend::begin_batch(int slot) { recorder_.begin(slot); }
+void CudaBackend::begin_batch(int slot) {
+  use_device();
+  recorder_.begin(slot);
+}
 
 void CudaBackend::submit_batch() { recorder_.submit(); }
 

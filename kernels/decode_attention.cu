@@ -48,6 +48,11 @@ __global__ __launch_bounds__(kDecodeWarps* kWarp) void decode_kernel(
   }
 }
 
+// Shared memory beside the stages: tiles before each of up to 2,500 heads, and what the kernel
+// declares.
+constexpr int kBesideStages = 12 << 10;
+constexpr int kTileBytes = 10 << 10;
+
 template <typename T, int kHeadDim, int kStages>
 void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t most_tiles) {
   constexpr int kShared = std::max(kDecodeWarps * kStages * DecodeShape<kHeadDim>::kStageBytes,
@@ -74,8 +79,7 @@ void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t mos
   const bool differ = p.positions != nullptr || p.counts.is_listed;
   const std::size_t shared =
       kShared + (differ ? (static_cast<std::size_t>(p.kv_heads) + 1) * sizeof(std::int32_t) : 0);
-  check(shared <= static_cast<std::size_t>(launch.device->shared_bytes),
-        "decode attention: too many KV heads");
+  check(shared - kShared <= kTileBytes, "decode attention: too many KV heads");
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
           "shared memory of decode attention");
@@ -89,7 +93,7 @@ template <typename T, int kHeadDim>
 void launch_shape(DecodeKernelParams& p, const Launch& launch, std::int64_t most_tiles) {
   constexpr int kStage = kDecodeWarps * DecodeShape<kHeadDim>::kStageBytes;
   constexpr int kMost = kHeadDim <= 64 ? 5 : 3;
-  if (kMost * kStage <= launch.device->shared_bytes) {
+  if (kMost * kStage + kBesideStages <= launch.device->shared_bytes) {
     launch_stages<T, kHeadDim, kMost>(p, launch, most_tiles);
   } else {
     launch_stages<T, kHeadDim, 2>(p, launch, most_tiles);
@@ -156,6 +160,15 @@ DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& 
 }
 
 }  // namespace
+
+bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
+  bool fits = false;
+  dispatch_head_dim(head_dim, [&](auto constant) {
+    constexpr int kStage = kDecodeWarps * DecodeShape<decltype(constant)::value>::kStageBytes;
+    fits = 2 * kStage + kBesideStages <= device.shared_bytes;
+  });
+  return fits;
+}
 
 void attend_decode(const AttendParams& a, const Launch& launch) {
   check(a.tokens == 1, "attend_decode is for one token");

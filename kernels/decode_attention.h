@@ -9,6 +9,9 @@
 
 namespace sluice::cuda {
 
+// Whether the device has shared memory enough for rows of this head_dim.
+bool attend_decode_fits(int head_dim, const DeviceLimits& device);
+
 // One token of AttendParams. Queries and softmax weights take part as sums of two numbers of the
 // rows' dtype, which leaves fp32's rounding. Rows may be on the device or in mapped host memory.
 void attend_decode(const AttendParams& params, const Launch& launch);

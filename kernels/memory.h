@@ -32,7 +32,8 @@ class CudaMemory {
   CudaMemory(int ordinal, std::uint64_t device_cap, std::uint64_t host_cap, cudaStream_t stream);
 
   MemoryAccount& account(Tier tier);
-  // Zeroed. Device memory comes from a pool of its own that never grows past the cap.
+  // Zeroed. Device memory comes from a pool of its own; the account holds the cap, the pool may
+  // hold up to an allocation's granularity (2 MiB) more.
   std::byte* take(Tier tier, std::size_t bytes);
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept;
   void register_host(std::byte* data, std::size_t bytes);

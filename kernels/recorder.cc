@@ -1,5 +1,6 @@
 #include "kernels/recorder.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "kernels/error.h"
@@ -19,6 +20,10 @@ void Recorder::begin(int slot) {
     require(cudaEventSynchronize(launched_.get()), "the batches before");
     used_ = 0;
   }
+  resume();
+}
+
+void Recorder::resume() {
   require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "recording a batch");
   recording_ = true;
 }
@@ -51,10 +56,10 @@ void Recorder::cancel() noexcept {
 }
 
 const std::byte* Recorder::keep(const std::byte* data, std::size_t bytes) {
-  check(used_ + bytes <= kKeptBytes, "a batch that copies too much pageable memory");
+  check(has_room(bytes), "a batch that copies too much pageable memory");
   std::byte* const to = static_cast<std::byte*>(kept_.get()) + used_;
   std::memcpy(to, data, bytes);
-  used_ += (bytes + 15) / 16 * 16;
+  used_ = std::min(kKeptBytes, used_ + (bytes + 15) / 16 * 16);
   return to;
 }
 

@@ -31,7 +31,11 @@ SelectCall call_of(const SelectParams& p) {
   c.group = p.shape.group();
   const bool listed = p.candidates != nullptr;
   const std::int64_t entries = listed ? p.candidates->capacity + p.tail : p.count;
-  check(entries <= kMostEntries, "more logits per row than select() takes");
+  if (entries > kMostEntries) {
+    throw Error(ErrorCode::unsupported, "selecting among " + std::to_string(entries) +
+                                            " tokens: the CUDA backend takes up to " +
+                                            std::to_string(kMostEntries));
+  }
   check(c.group <= kMostGroup, "more query heads per KV head than select() takes");
   c.entries = to_int(entries);
   c.count = to_int(p.count);

@@ -47,6 +47,13 @@ std::uint64_t Decoder::activation_bytes(const ModelConfig& config, const Backend
                                     std::min(chunk, kLogitRows) * w.vocabulary * full);
 }
 
+std::uint64_t Decoder::host_bytes(const ModelConfig& config, const Backend& backend,
+                                  std::int64_t chunk) {
+  if (backend.info().compute_tier == Tier::host) return 0;
+  return static_cast<std::uint64_t>(std::min(chunk, kLogitRows) * config.vocab_size) *
+         sizeof(float);
+}
+
 Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Backend& backend,
                  std::int64_t chunk)
     : config_(config),

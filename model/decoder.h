@@ -38,6 +38,9 @@ class Decoder {
 
   static std::uint64_t activation_bytes(const ModelConfig& config, const Backend& backend,
                                         std::int64_t chunk);
+  // Host memory beside it, where activations are not there.
+  static std::uint64_t host_bytes(const ModelConfig& config, const Backend& backend,
+                                  std::int64_t chunk);
 
  private:
   // The buffers of one step; a row per token.

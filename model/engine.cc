@@ -10,6 +10,7 @@
 #include "model/plan.h"
 #include "model/tensors.h"
 #include "offload/backends.h"
+#include "offload/kv_session.h"
 #include "offload/planner.h"
 #include "sluice/errors.h"
 
@@ -78,7 +79,9 @@ struct Engine::Impl {
   ModelInfo info;
   std::optional<Tokenizer> tokenizer;
   std::unique_ptr<Backend> backend;
-  std::uint64_t backend_bytes = 0;   // of the device, before anything was asked of the backend
+  // Before anything was asked of the backend: of the device, and of the host.
+  std::uint64_t backend_bytes = 0;
+  std::uint64_t staging_bytes = 0;
   std::optional<Decoder> decoder{};  // from load_weights on
 
   std::int64_t chunk(const KvPlan& kv) const {
@@ -188,10 +191,12 @@ Engine Engine::open(const EngineConfig& config) {
   const std::filesystem::path path = config.model / "tokenizer.json";
   if (std::filesystem::exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
   auto backend = make_backend(backend_options(config, info.weight_dtype));
+  require_supported(backend->info(), info.kv);
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
-  return Engine(
-      std::make_unique<Impl>(Impl{config, std::move(checkpoint), std::move(info),
-                                  std::move(tokenizer), std::move(backend), backend_bytes}));
+  const std::uint64_t staging_bytes = backend->account(Tier::host).used();
+  return Engine(std::make_unique<Impl>(Impl{config, std::move(checkpoint), std::move(info),
+                                            std::move(tokenizer), std::move(backend), backend_bytes,
+                                            staging_bytes}));
 }
 
 const ModelInfo& Engine::info() const { return impl_->info; }
@@ -242,9 +247,12 @@ Plan Engine::plan(const SessionOptions& options) const {
   plan.program_bytes = program_bytes();
   plan.on_device = impl_->backend->info().compute_tier == Tier::device;
   plan.backend_bytes = impl_->backend_bytes;
+  plan.staging_bytes =
+      impl_->staging_bytes + Decoder::host_bytes(config, *impl_->backend, impl_->config.chunk);
   plan.kv = plan_kv(impl_->info.kv, options.context, impl_->config.chunk, kv_cap(plan),
                     impl_->backend->info().attends_host_rows, options.policies,
-                    options.decode_batch, impl_->backend->info().logit_dtype);
+                    options.decode_batch, impl_->backend->info().logit_dtype,
+                    plan.on_device ? plan.model_bytes() + plan.backend_bytes : 0);
   require_host_memory(plan, impl_->config.host_memory);
   return plan;
 }
@@ -253,7 +261,9 @@ std::optional<std::uint64_t> Engine::kv_cap(const Plan& plan) const {
   if (!plan.on_device) return impl_->config.device_memory;
   const std::uint64_t cap = impl_->backend->account(Tier::device).cap();
   const std::uint64_t model = plan.model_bytes() + plan.backend_bytes;
-  if (model < cap) return cap - model;
+  // Other sessions hold their part already.
+  const std::uint64_t taken = impl_->decoder ? impl_->backend->account(Tier::device).used() : model;
+  if (taken < cap) return cap - taken;
   throw Error(ErrorCode::memory,
               "the device's memory is too small: of " + format_bytes(cap) + " the weights take " +
                   format_bytes(plan.weight_bytes) + ", activations " +

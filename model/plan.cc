@@ -77,7 +77,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
 }
 
 std::uint64_t Plan::process_bytes() const {
-  if (on_device) return program_bytes + std::max(loading_bytes, kv.host_bytes);
+  if (on_device) return program_bytes + staging_bytes + std::max(loading_bytes, kv.host_bytes);
   const std::uint64_t running = activation_bytes + kv.host_bytes + kv.device_bytes;
   return program_bytes + weight_bytes + std::max(loading_bytes, running);
 }
@@ -125,6 +125,7 @@ std::string Plan::to_json() const {
                                {"loading_bytes", loading_bytes},
                                {"program_bytes", program_bytes},
                                {"backend_bytes", backend_bytes},
+                               {"staging_bytes", staging_bytes},
                                {"on_device", on_device},
                                {"process_bytes", process_bytes()},
                                {"dense_bytes", kv.dense_bytes()}};

@@ -19,7 +19,8 @@ struct BackendOptions {
   std::optional<std::uint64_t> host_memory;    // cap in bytes
 };
 
-// Throws Error{usage} for a device that this build does not have.
+// Throws Error{usage} for a device that there is not, Error{unsupported} for one that this build or
+// this machine does not have.
 std::unique_ptr<Backend> make_backend(const BackendOptions& options);
 
 }  // namespace sluice

@@ -8,8 +8,6 @@
 
 namespace sluice {
 
-namespace {
-
 void require_supported(const BackendInfo& info, const KvShape& shape) {
   if (shape.dtype == DType::f32 && !info.f32_rows) {
     throw Error(ErrorCode::unsupported,
@@ -23,8 +21,6 @@ void require_supported(const BackendInfo& info, const KvShape& shape) {
                                           std::to_string(shape.head_dim) + "; it has " + known);
 }
 
-}  // namespace
-
 KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
     : backend_(&backend),
       plan_(plan),
@@ -33,7 +29,6 @@ KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Polic
       ledger_(plan.shape.layers) {
   if (planned_.empty()) planned_.emplace_back();
   policy_ = planned_.front();
-  require_supported(backend.info(), plan.shape);
   const IndexLayout layout =
       plan_index(plan.shape, plan.context, plan.decode_batch, planned_, backend.info().logit_dtype);
   const Tier tier = plan.in_place ? Tier::host : Tier::device;

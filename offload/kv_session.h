@@ -14,7 +14,8 @@ namespace sluice {
 
 class KvSession {
  public:
-  // `policies`: those that use() may be called with; the first is in force. None: dense.
+  // The shape must be supported. `policies`: those that use() may be called with; the first is in
+  // force. None: dense.
   KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {});
 
   // See KvCache for the protocol of a step.
@@ -74,6 +75,9 @@ class KvSession {
   std::int64_t length_ = 0;
   StepSelection selection_;
 };
+
+// Throws Error{unsupported} if the backend has no attention for such rows.
+void require_supported(const BackendInfo& info, const KvShape& shape);
 
 // What a backend's accounts say.
 MemoryUse memory_use(Backend& backend);

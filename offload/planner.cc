@@ -111,7 +111,8 @@ std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t tokens) {
 
 KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
                std::optional<std::uint64_t> device_cap, bool attends_host_rows,
-               std::span<const Policy> policies, std::int64_t decode_batch, DType logit_dtype) {
+               std::span<const Policy> policies, std::int64_t decode_batch, DType logit_dtype,
+               std::uint64_t beside) {
   validate(shape, context, chunk);
   const IndexLayout layout = plan_index(shape, context, decode_batch, policies, logit_dtype);
   const Sizes sizes(shape);
@@ -145,10 +146,10 @@ KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
                                             format_bytes(plan.index_bytes + plan.work_bytes) +
                                             "; --policy dense needs none"
                                       : "";
-    throw Error(ErrorCode::memory, "--device-memory " + format_bytes(cap) +
+    throw Error(ErrorCode::memory, "--device-memory " + format_bytes(cap + beside) +
                                        " is too small for this model; give at least " +
-                                       std::to_string(least) + "B (" + format_bytes(least) + ")" +
-                                       index);
+                                       std::to_string(least + beside) + "B (" +
+                                       format_bytes(least + beside) + ")" + index);
   }
   plan.device_bytes = sizes.total(plan);
   return plan;

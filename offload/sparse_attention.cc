@@ -197,8 +197,14 @@ void SparseAttention::choose_fixed(const Policy& policy, const Token& token) {
   };
   put(view.heads, heads);
   put(alpha(token.layer, token.index), ones);
-  for (int head = 0; head < layout_.shape.kv_heads && !positions.empty(); ++head) {
-    put(view.positions + head * view.capacity, positions);
+  if (!positions.empty()) put(view.positions, positions);
+  backend_->copy(ops, Stream::compute);
+  // The same for the other heads, from the first one's: the host's list is read once.
+  ops.clear();
+  for (int head = 1; head < layout_.shape.kv_heads && !positions.empty(); ++head) {
+    ops.push_back({reinterpret_cast<std::byte*>(view.positions + head * view.capacity),
+                   reinterpret_cast<const std::byte*>(view.positions),
+                   positions.size() * sizeof(positions[0])});
   }
   backend_->copy(ops, Stream::compute);
 }

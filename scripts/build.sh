@@ -24,6 +24,8 @@ main() {
   fi
   if [[ -n ${SLUICE_CUDA_ARCHITECTURES:-} ]]; then
     options+=("-DSLUICE_CUDA_ARCHITECTURES=$SLUICE_CUDA_ARCHITECTURES")
+  else
+    options+=(-USLUICE_CUDA_ARCHITECTURES) # what an earlier build was narrowed to
   fi
   cmake --preset "$preset" "${options[@]}" --log-level=WARNING >/dev/null
   cmake --build --preset "$preset" --parallel "$jobs"

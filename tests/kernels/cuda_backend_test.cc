@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <string>
@@ -122,8 +123,13 @@ TEST_F(OnDevice, SaysThatTheDeviceIsFull) {
 
 TEST_F(OnDevice, SaysThatMemoryCannotBePinned) {
   const auto backend = make_cuda_backend({});
-  auto* const unmapped = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 46);
-  EXPECT_EQ(error_of([&] { backend->register_host(unmapped, 1 << 20); }).code(), ErrorCode::memory);
+  constexpr std::size_t kBytes = 1 << 20;
+  void* const memory =
+      ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  ::munmap(memory, kBytes);
+  auto* const gone = static_cast<std::byte*>(memory);
+  EXPECT_EQ(error_of([&] { backend->register_host(gone, kBytes); }).code(), ErrorCode::memory);
   expect_working(*backend);
 }
 

@@ -29,8 +29,9 @@ struct EngineConfig {
   int threads = 0;               // 0: one per core
   int chunk = 512;               // most tokens per prefill step
   DType kv_dtype = DType::bf16;  // of the rows
-  std::optional<DType> compute;  // of matrix products; unset: bf16 for a bf16 checkpoint where
-                                 // the processor is fast at it, else f32, which is exact
+  // Of matrix products. Unset, on a CPU: bf16 for a bf16 checkpoint where the processor is fast at
+  // it, else f32, which is exact; on a GPU: the checkpoint's.
+  std::optional<DType> compute;
   // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
   // GPU it covers weights and activations, too. Without it the CPU attends rows in host memory,
   // and a GPU's free memory is the cap. The host cap covers all that is not on the device.
@@ -62,10 +63,13 @@ struct Plan {
   std::uint64_t loading_bytes = 0;     // held only while weights are being loaded
   std::uint64_t program_bytes = 0;     // the process itself: code, libraries, tokenizer
   std::uint64_t backend_bytes = 0;     // device memory that the backend itself needs
+  std::uint64_t staging_bytes = 0;     // host memory through which a GPU's input and output pass
   bool on_device = false;              // weights and activations are on the device, a GPU
 
   std::uint64_t model_bytes() const { return weight_bytes + activation_bytes; }
-  std::uint64_t host_bytes() const { return kv.host_bytes + (on_device ? 0 : model_bytes()); }
+  std::uint64_t host_bytes() const {
+    return kv.host_bytes + staging_bytes + (on_device ? 0 : model_bytes());
+  }
   std::uint64_t device_bytes() const {
     return kv.device_bytes + (on_device ? model_bytes() + backend_bytes : 0);
   }
