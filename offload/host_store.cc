@@ -3,9 +3,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "lib/bytes.h"
 #include "lib/check.h"
@@ -16,6 +18,9 @@ namespace sluice {
 namespace {
 
 constexpr std::uint64_t kHugePage = 2 << 20;
+// A thread is worth starting for this much memory; more of them do not zero it any faster.
+constexpr std::uint64_t kBytesPerThread = 64 << 20;
+constexpr std::uint64_t kMostThreads = 8;
 
 [[noreturn]] void throw_refused(std::uint64_t bytes) {
   throw Error(ErrorCode::memory, "this machine refused " + format_bytes(bytes) +
@@ -67,6 +72,7 @@ void HostStore::grow(std::int64_t tokens) {
   try {
     commit(from, to);
   } catch (...) {
+    withdraw(from, to);
     backend_->account(Tier::host).release(regions() * (to - from));
     throw;
   }
@@ -84,22 +90,64 @@ std::int64_t HostStore::next_size(std::int64_t tokens) const {
 }
 
 void HostStore::commit(std::uint64_t from, std::uint64_t to) {
-  for (std::uint64_t index = 0; index < regions() && from < to; ++index) {
-    std::byte* const begin = region(index) + from;
-    if (::mprotect(begin, to - from, PROT_READ | PROT_WRITE) != 0) throw_refused(to - from);
+  if (from >= to) return;
+  for (std::uint64_t index = 0; index < regions(); ++index) {
+    if (::mprotect(region(index) + from, to - from, PROT_READ | PROT_WRITE) != 0) {
+      throw_refused(to - from);
+    }
     // Huge pages only where they fit whole: rounding up would take memory that nobody planned.
-    // Both calls are advice; without them the kernel hands out small pages on first use.
+    // Only advice; without it the kernel hands out small pages.
     const std::uint64_t huge_from = round_up(from, kHugePage);
     const std::uint64_t huge_to = to / kHugePage * kHugePage;
     if (huge_from < huge_to) {
       ::madvise(region(index) + huge_from, huge_to - huge_from, MADV_HUGEPAGE);
     }
-    if (::madvise(begin, to - from, MADV_POPULATE_WRITE) != 0 && errno == ENOMEM) {
-      throw_refused(to - from);
-    }
-    backend_->register_host(begin, to - from);
-    registered_.push_back(begin);
   }
+  if (!populate(from, to)) throw_refused(to - from);
+  for (std::uint64_t index = 0; index < regions(); ++index) {
+    backend_->register_host(region(index) + from, to - from);
+    registered_.push_back(region(index) + from);
+  }
+}
+
+// Undoes what commit() did before it failed.
+void HostStore::withdraw(std::uint64_t from, std::uint64_t to) noexcept {
+  const auto is_new = [&](const std::byte* piece) {
+    return static_cast<std::uint64_t>(piece - base_) % region_bytes_ >= from;
+  };
+  while (!registered_.empty() && is_new(registered_.back())) {
+    backend_->unregister_host(registered_.back());
+    registered_.pop_back();
+  }
+  for (std::uint64_t index = 0; index < regions(); ++index) {
+    ::madvise(region(index) + from, to - from, MADV_DONTNEED);
+    ::mprotect(region(index) + from, to - from, PROT_NONE);
+  }
+}
+
+// Touches every page, so that what the machine does not have is missed here and not by a signal
+// later. Zeroing pages is what takes time: several threads share the regions if there is much.
+bool HostStore::populate(std::uint64_t from, std::uint64_t to) const {
+  std::atomic<std::uint64_t> next = 0;
+  std::atomic<bool> refused = false;
+  const auto work = [&] {
+    for (std::uint64_t index = next++; index < regions(); index = next++) {
+      // Advice, but for want of memory.
+      if (::madvise(region(index) + from, to - from, MADV_POPULATE_WRITE) != 0 && errno == ENOMEM) {
+        refused = true;
+      }
+    }
+  };
+  {
+    std::vector<std::jthread> helpers;
+    const std::uint64_t useful = regions() * (to - from) / kBytesPerThread;
+    const std::uint64_t most =
+        std::min<std::uint64_t>(kMostThreads, std::thread::hardware_concurrency());
+    for (std::uint64_t i = 1; i < std::min(useful, most); ++i) helpers.emplace_back(work);
+    work();
+  }
+  if (refused) errno = ENOMEM;
+  return !refused;
 }
 
 }  // namespace sluice

@@ -33,6 +33,8 @@ class HostStore {
   std::byte* region(std::uint64_t index) const { return base_ + index * region_bytes_; }
   std::int64_t next_size(std::int64_t tokens) const;
   void commit(std::uint64_t from, std::uint64_t to);
+  void withdraw(std::uint64_t from, std::uint64_t to) noexcept;
+  bool populate(std::uint64_t from, std::uint64_t to) const;
 
   Backend* backend_;
   KvShape shape_;

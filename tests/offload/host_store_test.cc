@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <set>
 
 #include "cpu/reference_backend.h"
 #include "sluice/errors.h"
@@ -54,6 +55,52 @@ TEST(HostStore, StopsAtTheHostCapAndKeepsWhatItHas) {
   }
   EXPECT_EQ(store.row(1, 1, 511)[0], std::byte{9});
   EXPECT_LE(backend.account(Tier::host).peak(), 4u * 256 * 1024);
+}
+
+// Pins a limited number of pieces, as a system with a limit on locked memory does.
+class PinningBackend : public cpu::ReferenceBackend {
+ public:
+  void register_host(std::byte* data, std::size_t /*bytes*/) override {
+    if (pinned.size() == limit) throw Error(ErrorCode::memory, "no more can be pinned");
+    pinned.insert(data);
+  }
+  void unregister_host(std::byte* data) noexcept override { pinned.erase(data); }
+
+  std::size_t limit = 1000;
+  std::set<std::byte*> pinned;
+};
+
+TEST(HostStore, WhatCannotBePinnedIsGivenBack) {
+  PinningBackend backend;
+  {
+    HostStore store(backend, kShape, 100000);
+    store.grow(512);
+    std::memset(store.row(1, 1, 511), 9, kShape.row_bytes());
+    const std::uint64_t used = backend.account(Tier::host).used();
+    const std::int64_t committed = store.committed_tokens();
+    const std::set<std::byte*> pinned = backend.pinned;
+    backend.limit = pinned.size() + 2;
+    EXPECT_THROW(store.grow(50000), Error);
+    EXPECT_EQ(backend.account(Tier::host).used(), used);
+    EXPECT_EQ(store.committed_tokens(), committed);
+    EXPECT_EQ(backend.pinned, pinned);
+    EXPECT_EQ(store.row(1, 1, 511)[0], std::byte{9});
+    backend.limit = 1000;
+    store.grow(50000);
+    EXPECT_EQ(store.row(1, 1, 49999)[0], std::byte{0});
+  }
+  EXPECT_TRUE(backend.pinned.empty());
+}
+
+TEST(HostStore, GrowsByMuchAtOnce) {
+  cpu::ReferenceBackend backend;
+  HostStore store(backend, kShape, 300000);
+  store.grow(262144);  // 256 MiB: several threads
+  for (int head = 0; head < 2; ++head) {
+    for (std::int64_t row = 0; row < 262144; row += 8191) {
+      ASSERT_EQ(store.row(1, head, row)[0], std::byte{0});
+    }
+  }
 }
 
 TEST(HostStoreDeathTest, RowsBeyondTheCommittedPartAreABug) {
