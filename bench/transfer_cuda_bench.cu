@@ -79,7 +79,7 @@ BENCHMARK(copy_to_device)
     ->Unit(benchmark::kMicrosecond);
 
 // Arguments: rows of each of eight heads, bytes of a row, bytes that they lie in, blocks of the
-// kernel, loads ahead, sorted.
+// kernel, sorted.
 void gather_rows(benchmark::State& state) {
   const auto row_bytes = static_cast<std::size_t>(state.range(1));
   const auto span = static_cast<std::size_t>(state.range(2));
@@ -93,7 +93,7 @@ void gather_rows(benchmark::State& state) {
     for (std::int64_t i = 0; i < rows; ++i) {
       own.push_back(static_cast<std::int32_t>(random() % rows_per_head));
     }
-    if (state.range(5) != 0) std::sort(own.begin(), own.end());
+    if (state.range(4) != 0) std::sort(own.begin(), own.end());
     positions.insert(positions.end(), own.begin(), own.end());
   }
   Workspace workspace(1 << 20);
@@ -108,27 +108,25 @@ void gather_rows(benchmark::State& state) {
   p.positions = static_cast<const std::int32_t*>(device_positions.get());
   p.capacity = rows;
   p.counts.uniform = rows;
-  p.home.base = host_rows().data();
-  p.home.stride = static_cast<std::int64_t>(span / kHeads);
+  p.sources.home.base = host_rows().data();
+  p.sources.home.stride = static_cast<std::int64_t>(span / kHeads);
   p.to = static_cast<std::byte*>(to.get());
   p.to_rows = rows;
   p.blocks = static_cast<int>(state.range(3));
-  p.ahead = static_cast<int>(state.range(4));
   Replay replay(workspace.launch().stream, [&] { gather(p, workspace.launch().stream); });
   time_replay(state, replay, 1);
   count_rate(state, "bytes/s", static_cast<double>(kHeads * rows) * static_cast<double>(row_bytes));
 }
 
 BENCHMARK(gather_rows)
-    ->ArgNames({"rows", "row_bytes", "span", "blocks", "ahead", "sorted"})
+    ->ArgNames({"rows", "row_bytes", "span", "blocks", "sorted"})
     ->ArgsProduct({{32768, 131072},
                    {512, 256},
                    {std::int64_t{4} << 30, std::int64_t{16} << 30},
                    {8, 16},
-                   {2},
                    {1}})
-    ->Args({32768, 512, std::int64_t{16} << 30, 16, 2, 0})
-    ->Args({32768, 1024, std::int64_t{16} << 30, 16, 2, 1})
+    ->Args({32768, 512, std::int64_t{16} << 30, 16, 0})
+    ->Args({32768, 1024, std::int64_t{16} << 30, 16, 1})
     ->UseManualTime()
     ->MinTime(0.05)
     ->Unit(benchmark::kMicrosecond);

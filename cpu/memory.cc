@@ -36,19 +36,6 @@ std::byte* allocate(std::size_t bytes) noexcept {
 
 }  // namespace
 
-MemoryAccount& CpuMemory::account(Tier tier) {
-  switch (tier) {
-    case Tier::device:
-      return device_;
-    case Tier::host:
-      return host_;
-    case Tier::disk:
-      return disk_;
-  }
-  check(false, "unknown tier");
-  return host_;
-}
-
 std::byte* CpuMemory::take(Tier tier, std::size_t bytes) {
   check(tier != Tier::disk, "the disk tier has no memory");
   std::byte* const data = bytes >= kMapFrom ? map(bytes) : allocate(bytes);

@@ -14,10 +14,9 @@ namespace sluice::cpu {
 // charge, and no memory here.
 class CpuMemory {
  public:
-  CpuMemory(std::uint64_t device_cap, std::uint64_t host_cap)
-      : device_(Tier::device, device_cap), host_(Tier::host, host_cap), disk_(Tier::disk) {}
+  CpuMemory(std::uint64_t device_cap, std::uint64_t host_cap) : accounts_(device_cap, host_cap) {}
 
-  MemoryAccount& account(Tier tier);
+  MemoryAccount& account(Tier tier) { return accounts_.of(tier); }
 
   // `bytes` > 0 zeroed bytes, aligned to at least kRowAlignment. The caller has charged them to
   // the tier's account. Throws Error{memory} when the machine has no more.
@@ -25,9 +24,7 @@ class CpuMemory {
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept;
 
  private:
-  MemoryAccount device_;
-  MemoryAccount host_;
-  MemoryAccount disk_;
+  TierAccounts accounts_;
 };
 
 }  // namespace sluice::cpu

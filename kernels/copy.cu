@@ -11,6 +11,7 @@ constexpr int kPieces = 64;  // of one launch: 1.5 KiB of arguments
 constexpr int kCopyThreads = 256;
 constexpr std::size_t kPieceBytes = 32 << 10;  // of one block
 constexpr int kGatherThreads = 512;
+constexpr int kGatherAhead = 2;  // loads of a thread under way at a time
 
 struct Pieces {
   CopyOp ops[kPieces];
@@ -58,7 +59,6 @@ void launch_pieces(Pieces& pieces, cudaStream_t stream) {
 }
 
 // Rows of all heads are numbered as if each had the longest head's count.
-template <int kGatherAhead>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherParams p, std::int64_t longest) {
   const auto chunks_of_row = static_cast<std::int64_t>(p.row_bytes / sizeof(uint4));
@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kGatherThreads)
       const std::int64_t number = row % longest;
       if (number >= p.counts[head]) continue;
       const std::int64_t position = p.positions[head * p.capacity + number];
-      const std::byte* const base =
-          position < p.resident_count[head] ? p.resident[head] : p.home[head];
+      const std::byte* const base = position < p.sources.resident_count[head]
+                                        ? p.sources.resident[head]
+                                        : p.sources.home[head];
       data[i] = __ldcs(reinterpret_cast<const uint4*>(
           base + position * static_cast<std::int64_t>(p.row_bytes) + column));
       to[i] = p.to + (head * p.to_rows + number) * static_cast<std::int64_t>(p.row_bytes) + column;
@@ -113,11 +114,7 @@ void gather(const GatherParams& p, cudaStream_t stream) {
     longest = *std::max_element(p.counts.listed, p.counts.listed + p.kv_heads);
   }
   if (longest == 0 || p.kv_heads == 0) return;
-  const auto kernel = p.ahead >= 8   ? gather_kernel<8>
-                      : p.ahead >= 4 ? gather_kernel<4>
-                      : p.ahead >= 2 ? gather_kernel<2>
-                                     : gather_kernel<1>;
-  kernel<<<static_cast<unsigned>(p.blocks), kGatherThreads, 0, stream>>>(p, longest);
+  gather_kernel<<<static_cast<unsigned>(p.blocks), kGatherThreads, 0, stream>>>(p, longest);
   require_launch("gather");
 }
 

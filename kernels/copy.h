@@ -22,13 +22,10 @@ struct GatherParams {
   const std::int32_t* positions = nullptr;  // [kv_heads, capacity], from the first row to gather on
   std::int64_t capacity = 0;
   HeadCounts counts;  // rows to gather of each head
-  HeadRows resident;  // where positions below resident_count are
-  HeadRows home;      // and where the others are
-  HeadCounts resident_count;
+  HeadSources sources;
   std::byte* to = nullptr;  // [kv_heads, to_rows, row_bytes]
   std::int64_t to_rows = 0;
   int blocks = 16;
-  int ahead = 2;  // loads of a thread under way at a time: 1, 2, 4 or 8
 };
 void gather(const GatherParams& params, cudaStream_t stream);
 

@@ -21,9 +21,8 @@
 #include "kernels/recorder.h"
 #include "kernels/select.h"
 #include "kernels/workspace.h"
-#include "lib/bytes.h"
 #include "lib/check.h"
-#include "lib/half.h"
+#include "lib/element.h"
 #include "sluice/errors.h"
 
 namespace sluice::cuda {
@@ -90,28 +89,18 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   return info;
 }
 
-float element(const Matrix& m, std::int64_t row, std::int64_t column) {
-  const auto* const data = static_cast<const std::byte*>(m.data) +
-                           static_cast<std::size_t>(row * m.stride + column) * size_of(m.dtype);
-  if (m.dtype == DType::f32) return *reinterpret_cast<const float*>(data);
-  const auto bits = *reinterpret_cast<const std::uint16_t*>(data);
-  return m.dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
-}
-
 // A host matrix with dense rows in another dtype.
 std::vector<std::byte> converted(const Matrix& host, DType dtype) {
   std::vector<std::byte> result(static_cast<std::size_t>(host.rows * host.columns) *
                                 size_of(dtype));
   std::byte* to = result.data();
   for (std::int64_t row = 0; row < host.rows; ++row) {
-    for (std::int64_t column = 0; column < host.columns; ++column, to += size_of(dtype)) {
-      const float value = element(host, row, column);
-      if (dtype == DType::f32) {
-        *reinterpret_cast<float*>(to) = value;
-      } else {
-        *reinterpret_cast<std::uint16_t*>(to) =
-            dtype == DType::bf16 ? float_to_bf16(value) : float_to_f16(value);
-      }
+    const auto* from = static_cast<const std::byte*>(host.data) +
+                       static_cast<std::size_t>(row * host.stride) * size_of(host.dtype);
+    for (std::int64_t column = 0; column < host.columns; ++column) {
+      write_element(to, dtype, read_element(from, host.dtype));
+      to += size_of(dtype);
+      from += size_of(host.dtype);
     }
   }
   return result;
@@ -297,22 +286,14 @@ void CudaBackend::attend_selected(const AttendSelectedParams& params) {
 // and go through the kernels of dense attention, piece by piece.
 void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
   GatherParams rows;
-  std::vector<const std::byte*> resident;
-  std::vector<const std::byte*> home;
-  std::vector<RowSpan> counts;
   std::int64_t longest = 0;
   for (std::size_t head = 0; head < p.rows.size(); ++head) {
-    resident.push_back(p.rows[head].resident);
-    home.push_back(p.rows[head].home);
-    counts.push_back({nullptr, p.rows[head].resident_count});
     longest = std::max<std::int64_t>(longest, p.selected.heads[head].count);
   }
   rows.row_bytes = p.shape.row_bytes();
   rows.kv_heads = p.shape.kv_heads;
   rows.capacity = p.selected.capacity;
-  rows.resident = head_rows(resident);
-  rows.home = head_rows(home);
-  rows.resident_count = head_counts(counts);
+  rows.sources = head_sources(p.rows);
   rows.to = p.arena;
   rows.to_rows = p.arena_rows;
   std::vector<RowSpan> spans(p.rows.size());

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <limits>
 #include <numbers>
-#include <vector>
 
 #include "kernels/decode_attention.h"
 #include "kernels/decode_results.cuh"
@@ -139,17 +138,10 @@ __global__ void resident_kernel(const __grid_constant__ DecodeKernelParams p) {
 
 DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& launch) {
   DecodeKernelParams p = common_params(a.shape, a.q, a.scale, a.out, a.lse, a.merge, launch);
-  std::vector<const std::byte*> resident;
-  std::vector<const std::byte*> home;
-  std::vector<RowSpan> counts;
-  for (const RowSource& source : a.rows) {
-    resident.push_back(source.resident);
-    home.push_back(source.home);
-    counts.push_back({nullptr, source.resident_count});
-  }
-  p.rows = head_rows(resident);
-  p.home = head_rows(home);
-  p.resident = head_counts(counts);
+  const HeadSources sources = head_sources(a.rows);
+  p.rows = sources.resident;
+  p.home = sources.home;
+  p.resident = sources.resident_count;
   p.positions = a.selected.positions;
   p.capacity = a.selected.capacity;
   p.heads = a.selected.heads;

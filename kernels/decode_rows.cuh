@@ -1,6 +1,7 @@
 // Rows on their way to the matrix instructions.
 #pragma once
 
+#include "kernels/barriers.cuh"
 #include "kernels/decode_work.cuh"
 
 namespace sluice::cuda {
@@ -19,8 +20,9 @@ class DecodeRows {
       : p_(p), stages_(stages), barriers_(barriers) {
     if constexpr (kBulkCopies) {
       if (lane() == 0) {
-        for (int i = 0; i < kStages; ++i) barrier_init(&barriers[i]);
-        barrier_init_done();
+        for (int i = 0; i < kStages; ++i) barrier_init(shared_address(&barriers[i]), 1);
+        barrier_init_fence();
+        shared_write_fence();
       }
       __syncwarp();
     }
@@ -47,7 +49,7 @@ class DecodeRows {
   // The next kWarpRows rows; those past the last one are zero.
   __device__ const std::byte* take() {
     if constexpr (kBulkCopies) {
-      barrier_wait(&barriers_[stage_], phases_ >> stage_ & 1u);
+      barrier_wait(shared_address(&barriers_[stage_]), phases_ >> stage_ & 1u);
       phases_ ^= 1u << stage_;
     } else {
       copy_async_wait<kStages - 2>();
@@ -65,7 +67,7 @@ class DecodeRows {
 
   // Other uses of the stages' memory by this thread are over.
   __device__ static void reuse_memory() {
-    if constexpr (kBulkCopies) before_bulk_copies();
+    if constexpr (kBulkCopies) shared_write_fence();
   }
 
   // How many of a tile's rows exist.
@@ -106,7 +108,7 @@ class DecodeRows {
     std::byte* const to = stages_ + stage * Shape::kStageBytes;
     if (next_ < last_) {
       if constexpr (kBulkCopies) {
-        fetch_bulk(to, &barriers_[stage]);
+        fetch_bulk(to, shared_address(&barriers_[stage]));
       } else {
         fetch_chunks(to);
       }
@@ -116,7 +118,7 @@ class DecodeRows {
     if constexpr (!kBulkCopies) copy_async_commit();
   }
 
-  __device__ void fetch_bulk(std::byte* to, std::uint64_t* barrier) const {
+  __device__ void fetch_bulk(std::byte* to, std::uint32_t barrier) const {
     const int existing = count(next_);
     if (lane() == 0) {
       barrier_expect(barrier, static_cast<std::uint32_t>(existing * Shape::kRowBytes));

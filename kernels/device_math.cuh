@@ -87,12 +87,8 @@ __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&r)[4], 
                : "r"(shared_address(row)));
 }
 
-// 16 bytes from global (or mapped host) to shared memory, past the L1 cache.
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
-}
-// The same if `valid`, else 16 zeros; `from` must be readable either way.
+// 16 bytes from global (or mapped host) to shared memory, past the L1 cache, if `valid`, else 16
+// zeros; `from` must be readable either way.
 __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)),
                "l"(from), "r"(valid ? 16 : 0)
@@ -107,50 +103,18 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// From compute capability 9.0 on: barriers in shared memory that count bytes of bulk copies (PTX
-// ISA, "mbarrier"); one arrival completes a phase.
-__device__ __forceinline__ void barrier_init(std::uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n" ::"r"(shared_address(barrier))
-               : "memory");
-}
-__device__ __forceinline__ void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-__device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
-__device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32_t phase) {
-  std::uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(phase)
-        : "memory");
-  }
-}
-// `bytes`, a multiple of 16, from global (or mapped host) to shared memory; both sides aligned
-// to 16. What is copied is used once: it leaves the L2 cache before anything else does.
+// From compute capability 9.0 on: `bytes`, a multiple of 16, from global (or mapped host) to shared
+// memory; both sides aligned to 16. What is copied is used once: it leaves the L2 cache before
+// anything else does.
 __device__ __forceinline__ void copy_bulk(void* to, const void* from, std::uint32_t bytes,
-                                          std::uint64_t* barrier) {
+                                          std::uint32_t barrier) {
   std::uint64_t once = 0;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(once));
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;\n" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(once)
+      "l"(from), "r"(bytes), "r"(barrier), "l"(once)
       : "memory");
-}
-// Ordinary writes to shared memory by this thread come before bulk copies to it that are issued
-// after a barrier.
-__device__ __forceinline__ void before_bulk_copies() {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
 }  // namespace sluice::cuda

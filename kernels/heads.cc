@@ -54,4 +54,16 @@ HeadCounts head_counts(std::span<const RowSpan> heads) {
   return result;
 }
 
+HeadSources head_sources(std::span<const RowSource> heads) {
+  std::vector<const std::byte*> resident;
+  std::vector<const std::byte*> home;
+  std::vector<RowSpan> counts;
+  for (const RowSource& source : heads) {
+    resident.push_back(source.resident);
+    home.push_back(source.home);
+    counts.push_back({nullptr, source.resident_count});
+  }
+  return {head_rows(resident), head_rows(home), head_counts(counts)};
+}
+
 }  // namespace sluice::cuda

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "lib/backend.h"
+#include "lib/selection.h"
 
 #ifdef __CUDACC__
 #define SLUICE_BOTH __host__ __device__
@@ -45,5 +46,14 @@ struct HeadCounts {
 };
 
 HeadCounts head_counts(std::span<const RowSpan> heads);
+
+// Where single rows of every head are found by position.
+struct HeadSources {
+  HeadRows resident;  // positions below resident_count
+  HeadRows home;      // the others
+  HeadCounts resident_count;
+};
+
+HeadSources head_sources(std::span<const RowSource> heads);
 
 }  // namespace sluice::cuda

@@ -60,23 +60,7 @@ bool AddressMap::covers(const std::byte* data, std::size_t bytes) const {
 
 CudaMemory::CudaMemory(int ordinal, std::uint64_t device_cap, std::uint64_t host_cap,
                        cudaStream_t stream)
-    : stream_(stream),
-      pool_(make_pool(ordinal)),
-      device_(Tier::device, device_cap),
-      host_(Tier::host, host_cap),
-      disk_(Tier::disk) {}
-
-MemoryAccount& CudaMemory::account(Tier tier) {
-  switch (tier) {
-    case Tier::device:
-      return device_;
-    case Tier::host:
-      return host_;
-    case Tier::disk:
-      break;
-  }
-  return disk_;
-}
+    : stream_(stream), pool_(make_pool(ordinal)), accounts_(device_cap, host_cap) {}
 
 std::byte* CudaMemory::take(Tier tier, std::size_t bytes) {
   check(tier != Tier::disk, "the disk tier has no memory");

@@ -31,7 +31,7 @@ class CudaMemory {
  public:
   CudaMemory(int ordinal, std::uint64_t device_cap, std::uint64_t host_cap, cudaStream_t stream);
 
-  MemoryAccount& account(Tier tier);
+  MemoryAccount& account(Tier tier) { return accounts_.of(tier); }
   // Zeroed. Device memory comes from a pool of its own; the account holds the cap, the pool may
   // hold up to an allocation's granularity (2 MiB) more.
   std::byte* take(Tier tier, std::size_t bytes);
@@ -45,9 +45,7 @@ class CudaMemory {
  private:
   cudaStream_t stream_;
   PoolOwner pool_;
-  MemoryAccount device_;
-  MemoryAccount host_;
-  MemoryAccount disk_;
+  TierAccounts accounts_;
   AddressMap device_runs_;
   AddressMap host_runs_;
 };

@@ -21,13 +21,6 @@ struct GenericShape {
   static constexpr int kBytes = (kRows + 2 * kKeys) * kPitch * 2;
 };
 
-// 16 bytes from global to shared memory, or zeros.
-__device__ __forceinline__ void copy_or_zero_async(void* to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)),
-               "l"(from), "r"(exists ? 16 : 0)
-               : "memory");
-}
-
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void store_queries(const PrefillArgs& args, const Tile& tile, T* to) {
   using Shape = GenericShape<kHeadDim>;
@@ -54,7 +47,7 @@ __device__ __forceinline__ void copy_block(const PrefillArgs& args, const Tile& 
     const std::byte* const from = rows +
                                   static_cast<std::int64_t>(exists ? row : 0) * args.row_bytes +
                                   (offset + channel) * static_cast<int>(sizeof(T));
-    copy_or_zero_async(to + key * Shape::kPitch + channel, from, exists);
+    copy_async_or_zero(to + key * Shape::kPitch + channel, from, exists);
   }
   copy_async_commit();
 }

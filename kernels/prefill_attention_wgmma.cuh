@@ -1,6 +1,6 @@
-// Hopper's pieces of prefill attention: barriers in shared memory, the bulk tensor copy engine and
+// Hopper's pieces of prefill attention: named barriers, the bulk tensor copy engine and
 // wgmma. For sm_90a only.
-// Source: PTX ISA 8, "mbarrier", "cp.async.bulk.tensor", "wgmma.mma_async" and "Matrix descriptor
+// Source: PTX ISA 8, "cp.async.bulk.tensor", "wgmma.mma_async" and "Matrix descriptor
 // format"; where a wgmma descriptor counts strides of a transposed operand, CUTLASS 3's
 // mma_traits_sm90_gmma.hpp says which is which.
 #pragma once
@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/barriers.cuh"
 #include "kernels/device_math.cuh"
 
 namespace sluice::cuda {
@@ -18,34 +19,6 @@ inline constexpr int kWarpgroup = 128;  // threads
 // 16-byte piece c of row r lies at c ^ r % 8.
 inline constexpr int kSwizzleBytes = 128;
 inline constexpr int kSwizzleAtom = 8 * kSwizzleBytes;
-
-__device__ __forceinline__ void barrier_init(std::uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals));
-}
-// Makes barrier_init() visible to the copy engine too.
-__device__ __forceinline__ void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(std::uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-// Until the phase of this parity is complete. The phase before the first is.
-__device__ __forceinline__ void barrier_wait(std::uint32_t barrier, int parity) {
-  std::uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
 
 // Named barriers: `threads` counts those that wait and those that only arrive.
 __device__ __forceinline__ void named_wait(int barrier, int threads) {
@@ -64,11 +37,6 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap* ma
       "l"(reinterpret_cast<std::uint64_t>(map)), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-// Lets wgmma read what this thread wrote to shared memory.
-__device__ __forceinline__ void shared_write_fence() {
-  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));

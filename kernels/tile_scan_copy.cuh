@@ -4,6 +4,7 @@
 // for no other.
 #pragma once
 
+#include "kernels/barriers.cuh"
 #include "kernels/tile_scan_queries.cuh"
 #include "lib/selection.h"
 
@@ -255,10 +256,8 @@ class ListedCopier {
 __device__ __forceinline__ void init_notes(SlotNotes* notes, int count) {
 #if __CUDA_ARCH__ >= 900
   if (scan_lane() < count) {
-    asm volatile(
-        "mbarrier.init.shared::cta.b64 [%0], 1;\n" ::"r"(shared_address(&notes[scan_lane()].full))
-        : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barrier_init(shared_address(&notes[scan_lane()].full), 1);
+    barrier_init_fence();
   }
   __syncwarp();
 #endif
@@ -291,13 +290,7 @@ class BlockCopier {
 
 #if __CUDA_ARCH__ >= 900
   __device__ __forceinline__ void wait(unsigned slot, unsigned round) const {
-    const std::uint32_t barrier = shared_address(&notes_[slot].full);
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}\n" ::"r"(barrier),
-        "r"(round)
-        : "memory");
+    barrier_wait(shared_address(&notes_[slot].full), round);
   }
 
  private:
@@ -306,9 +299,7 @@ class BlockCopier {
     const std::uint32_t barrier = shared_address(&notes_[slot_].full);
     const std::uint32_t codes = channels * Shape::kCodeBytes;
     const std::uint32_t scales = channels * 2;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier),
-                 "r"(codes + 2 * scales)
-                 : "memory");
+    barrier_expect(barrier, codes + 2 * scales);
     bulk(slot, codes_, codes, barrier);
     bulk(slot + Shape::kScaleOffset, scales_, scales, barrier);
     bulk(slot + Shape::kScaleOffset + Shape::kScaleBytes, scales_ + 2 * a_.head_dim, scales,
@@ -324,11 +315,7 @@ class BlockCopier {
   }
   // A slot without a page is full at once.
   __device__ __forceinline__ void finish(bool done) {
-    if (done && scan_lane() == 0) {
-      asm volatile(
-          "mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(&notes_[slot_].full))
-          : "memory");
-    }
+    if (done && scan_lane() == 0) barrier_arrive(shared_address(&notes_[slot_].full));
   }
 #else
   __device__ __forceinline__ void wait(unsigned, unsigned) const {

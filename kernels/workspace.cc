@@ -10,12 +10,6 @@ constexpr std::size_t kCounterBytes = Launch::kCounters * sizeof(std::uint32_t);
 DeviceLimits current_limits() {
   int ordinal = 0;
   require(cudaGetDevice(&ordinal), "the current device");
-  return device_limits(ordinal);
-}
-
-}  // namespace
-
-DeviceLimits device_limits(int ordinal) {
   const auto attribute = [&](cudaDeviceAttr which) {
     int value = 0;
     require(cudaDeviceGetAttribute(&value, which, ordinal), "an attribute of the device");
@@ -28,6 +22,8 @@ DeviceLimits device_limits(int ordinal) {
                       attribute(cudaDevAttrComputeCapabilityMinor);
   return limits;
 }
+
+}  // namespace
 
 Workspace::Workspace(std::size_t scratch_bytes)
     : device_(current_limits()),

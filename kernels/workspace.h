@@ -26,7 +26,4 @@ class Workspace {
   DeviceBlock counters_;
 };
 
-// Of device `ordinal`.
-DeviceLimits device_limits(int ordinal);
-
 }  // namespace sluice::cuda

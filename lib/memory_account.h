@@ -36,4 +36,20 @@ class MemoryAccount {
   std::atomic<std::uint64_t> peak_{0};
 };
 
+// The accounts of every tier.
+class TierAccounts {
+ public:
+  TierAccounts(std::uint64_t device_cap, std::uint64_t host_cap)
+      : device_(Tier::device, device_cap), host_(Tier::host, host_cap), disk_(Tier::disk) {}
+
+  MemoryAccount& of(Tier tier) {
+    return tier == Tier::device ? device_ : tier == Tier::host ? host_ : disk_;
+  }
+
+ private:
+  MemoryAccount device_;
+  MemoryAccount host_;
+  MemoryAccount disk_;
+};
+
 }  // namespace sluice

@@ -1,27 +1,15 @@
 #include "model/weights.h"
 
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <string>
 
-#include "lib/half.h"
+#include "lib/element.h"
 #include "model/tensors.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
-
-float element(const std::byte* data, DType dtype, std::int64_t index) {
-  if (dtype == DType::f32) {
-    float value = 0.0f;
-    std::memcpy(&value, data + index * 4, sizeof(value));
-    return value;
-  }
-  std::uint16_t bits = 0;
-  std::memcpy(&bits, data + index * 2, sizeof(bits));
-  return dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
-}
 
 // Reads the tensors of a checkpoint into a backend.
 class Loader {
@@ -54,7 +42,8 @@ class Loader {
     for (std::size_t part = 0; part < group.parts.size(); ++part) {
       const Tensor tensor = checkpoint_->load(group.parts[part].name, group.shape(part));
       for (std::int64_t i = 0; i < group.parts[part].rows; ++i) {
-        values.push_back(element(tensor.data.data(), tensor.dtype, i));
+        const std::size_t offset = static_cast<std::size_t>(i) * size_of(tensor.dtype);
+        values.push_back(read_element(tensor.data.data() + offset, tensor.dtype));
       }
     }
     return upload(std::as_bytes(std::span(values)));

@@ -18,7 +18,7 @@ namespace sluice {
 namespace {
 
 constexpr std::uint64_t kHugePage = 2 << 20;
-// A thread is worth starting for this much memory; more of them do not zero it any faster.
+// Memory for which a thread is started, and most threads: other work goes on beside them.
 constexpr std::uint64_t kBytesPerThread = 64 << 20;
 constexpr std::uint64_t kMostThreads = 8;
 

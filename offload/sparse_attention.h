@@ -65,6 +65,16 @@ class SparseAttention {
     Policy const* policy = nullptr;
   };
 
+  // What select() reports.
+  struct Report {
+    Buffer all;
+    HeadSelection* candidate_heads = nullptr;  // [layers, batch, kv_heads]
+    HeadSelection* heads = nullptr;            // likewise
+    float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
+    float* alpha = nullptr;                    // likewise
+  };
+  static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
+
   void choose(const Policy& policy, const Token& token, KvStore& store);
   void choose_fixed(const Policy& policy, const Token& token);
   void propose(const Policy& policy, const Token& token, KvStore& store);
@@ -102,19 +112,10 @@ class SparseAttention {
   Buffer candidate_logits_;  // [query_heads, candidates + kPageTokens]
   Buffer positions_;         // [slots, kv_heads, selected]
   Buffer candidates_;        // [kv_heads, candidates]
-  // What select() reports, and the host's copy of it after finish().
-  struct Report {
-    Buffer all;
-    HeadSelection* candidate_heads = nullptr;  // [layers, batch, kv_heads]
-    HeadSelection* heads = nullptr;            // likewise
-    float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
-    float* alpha = nullptr;                    // likewise
-  };
-  static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
-  Report report_;
-  Report seen_;
-  Buffer arena_;     // [kv_heads, arena_rows, row_bytes]
-  int latest_ = -1;  // the layer that selected last in this step
+  Report report_;            // in `tier_`
+  Report seen_;              // the host's copy of it, after finish()
+  Buffer arena_;             // [kv_heads, arena_rows, row_bytes]
+  int latest_ = -1;          // the layer that selected last in this step
   std::vector<LayerRecord> records_;
 };
 

@@ -25,11 +25,14 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option("-m,--model", model, "Hugging Face checkpoint directory")->required();
   app.add_option("--device", device, "cpu, cuda or cuda:N, or reference (slow, fp32, for checking)")
       ->capture_default_str();
-  app.add_option("--device-memory", device_memory,
-                 "cap on the device tier, e.g. 64MiB; rows beyond it are streamed through. "
-                 "Default: none, rows are attended in host memory");
-  app.add_option("--host-memory", host_memory,
-                 "cap on rows, weights and activations in host memory, e.g. 8GiB");
+  app.add_option(
+      "--device-memory", device_memory,
+      "cap on the device tier, e.g. 64MiB; rows beyond it are streamed through; on a GPU it "
+      "covers weights and activations, too. Default: none, rows are attended in host "
+      "memory; on a GPU, what is free");
+  app.add_option(
+      "--host-memory", host_memory,
+      "cap on what is in host memory, e.g. 8GiB: rows, and without a GPU weights and activations");
   app.add_option("--kv-dtype", kv_dtype, "element type of the KV cache")
       ->check(CLI::IsMember({"bf16", "f16", "f32"}))
       ->capture_default_str();

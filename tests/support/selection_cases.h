@@ -4,12 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "lib/backend.h"
-#include "lib/half.h"
+#include "lib/element.h"
 #include "lib/selection.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/device.h"
@@ -34,10 +33,7 @@ class LogitMatrix {
     for (std::int64_t row = 0; row < rows_; ++row) {
       for (std::int64_t column = 0; column < columns_; ++column) {
         const float value = values[static_cast<std::size_t>(row * columns_ + column)];
-        std::byte* const to = &bytes[offset(row, column)];
-        const std::uint16_t half = float_to_f16(value);
-        if (dtype() == DType::f32) std::memcpy(to, &value, sizeof value);
-        if (dtype() != DType::f32) std::memcpy(to, &half, sizeof half);
+        write_element(&bytes[offset(row, column)], dtype(), value);
       }
     }
     const CopyOp op = {data_.data(), bytes.data(), bytes.size()};
@@ -49,15 +45,7 @@ class LogitMatrix {
     std::vector<float> values;
     for (std::int64_t row = 0; row < rows_; ++row) {
       for (std::int64_t column = 0; column < columns_; ++column) {
-        float value = 0.0f;
-        std::uint16_t half = 0;
-        if (dtype() == DType::f32) {
-          std::memcpy(&value, &bytes[offset(row, column)], sizeof value);
-        } else {
-          std::memcpy(&half, &bytes[offset(row, column)], sizeof half);
-          value = f16_to_float(half);
-        }
-        values.push_back(value);
+        values.push_back(read_element(&bytes[offset(row, column)], dtype()));
       }
     }
     return values;

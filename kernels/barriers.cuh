@@ -1,0 +1,46 @@
+// Barriers in shared memory that count bytes of asynchronous copies, from compute capability 9.0
+// on. Source: PTX ISA 8, "mbarrier" and "Async proxy".
+#pragma once
+
+#include <cstdint>
+
+namespace sluice::cuda {
+
+// Barriers are named by their address in shared memory; `arrivals` complete a phase.
+__device__ __forceinline__ void barrier_init(std::uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals)
+               : "memory");
+}
+// Makes barrier_init() visible to the copy engine too.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// Arrives, and the phase waits for so many bytes.
+__device__ __forceinline__ void barrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Until the phase of this parity is complete. The phase before the first is.
+__device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+// What this thread wrote to shared memory comes before what matrix instructions and the copy engine
+// do there after the next barrier.
+__device__ __forceinline__ void shared_write_fence() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+}  // namespace sluice::cuda
