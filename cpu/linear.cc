@@ -28,7 +28,8 @@ memory::data_type to_dnnl(DType dtype) {
 }
 
 // oneDNN parallelises with OpenMP in Debian's build. Here each call is one thread's piece of work,
-// so a team of its own would only fight with ours for the cores; the caller's setting is restored.
+// so a team of its own would only fight with ours for the cores. The layout of packed weights
+// follows from the number of threads, too. The caller's setting is restored.
 class SingleThreadedOpenMp {
  public:
   SingleThreadedOpenMp() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
@@ -54,6 +55,7 @@ struct Shape {
 // Versions 2 and 3 of oneDNN differ in how a matmul is described.
 dnnl::matmul::primitive_desc describe(const dnnl::engine& engine, const Shape& shape,
                                       DType compute) {
+  const SingleThreadedOpenMp single_threaded;
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
   if (shape.accumulate) {

@@ -1,6 +1,7 @@
 #include "cpu/linear.h"
 
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <cmath>
 #include <limits>
@@ -117,6 +118,31 @@ TEST(Linear, ReturnsItsMemory) {
     EXPECT_GE(account.used(), w.size() * sizeof(float));
   }
   EXPECT_EQ(account.used(), 0u);
+}
+
+// oneDNN would choose another layout for more threads.
+TEST(Linear, PacksAlikeOnMachinesWithManyCores) {
+  const int before = omp_get_max_threads();
+  Threads threads(2);
+  const std::vector<float> w(768 * 384, 1.0f);
+  for (const DType compute : {DType::f32, DType::bf16}) {
+    if (compute == DType::bf16 && !Linear::bf16_is_fast()) continue;
+    for (const int team : {1, 2, 8, 16, 64}) {
+      for (const std::int64_t outputs : {1, 30, 65, 100, 768}) {
+        for (const std::int64_t inputs : {1, 30, 65, 384}) {
+          omp_set_num_threads(team);
+          MemoryAccount account(Tier::host);
+          Linear linear(threads, compute);
+          auto weight = linear.pack(
+              {const_cast<float*>(w.data()), DType::f32, outputs, inputs, inputs}, account);
+          EXPECT_EQ(account.used(), linear.packed_bytes(outputs, inputs));
+          weight.reset();
+          EXPECT_EQ(account.used(), 0u) << team << ' ' << outputs << ' ' << inputs;
+        }
+      }
+    }
+  }
+  omp_set_num_threads(before);
 }
 
 }  // namespace
