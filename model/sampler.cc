@@ -13,6 +13,8 @@
 namespace sluice {
 namespace {
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 void require(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::usage, message);
 }
@@ -21,6 +23,11 @@ void require(bool holds, const std::string& message) {
   throw Error(ErrorCode::internal, "the model gave token " + std::to_string(id) + " the logit " +
                                        (std::isnan(logit) ? "NaN" : "infinity") +
                                        "; check the checkpoint's weights, or compute in f32");
+}
+
+[[noreturn]] void throw_no_candidate() {
+  throw Error(ErrorCode::internal,
+              "the model gave every token the logit -infinity; check the checkpoint's weights");
 }
 
 }  // namespace
@@ -51,6 +58,7 @@ bool Sampler::more_likely(const Candidate& a, const Candidate& b) {
 }
 
 TokenId Sampler::next(std::span<const float> logits, std::span<const TokenId> history) {
+  if (params_.temperature == 0.0 && params_.repetition_penalty == 1.0) return likeliest(logits);
   collect(logits, history);
   if (params_.temperature == 0.0) {
     return std::min_element(candidates_.begin(), candidates_.end(), more_likely)->id;
@@ -62,9 +70,24 @@ TokenId Sampler::next(std::span<const float> logits, std::span<const TokenId> hi
   return draw();
 }
 
+// Greedy, without a list of candidates: that would take longer than some models' layers.
+TokenId Sampler::likeliest(std::span<const float> logits) {
+  std::size_t best = 0;
+  float highest = -kInfinity;
+  for (std::size_t id = 0; id < logits.size(); ++id) {
+    const float logit = logits[id];
+    if (!(logit < kInfinity)) throw_bad_logit(id, logit);
+    if (logit > highest) {
+      highest = logit;
+      best = id;
+    }
+  }
+  if (highest == -kInfinity) throw_no_candidate();
+  return static_cast<TokenId>(best);
+}
+
 // Every token that has a chance at all, in the order of ids.
 void Sampler::collect(std::span<const float> logits, std::span<const TokenId> history) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
   candidates_.clear();
   candidates_.reserve(logits.size());
   for (std::size_t id = 0; id < logits.size(); ++id) {
@@ -73,10 +96,7 @@ void Sampler::collect(std::span<const float> logits, std::span<const TokenId> hi
   }
   if (params_.repetition_penalty != 1.0) penalize(history);
   std::erase_if(candidates_, [](const Candidate& c) { return c.logit == -kInfinity; });
-  if (candidates_.empty()) {
-    throw Error(ErrorCode::internal,
-                "the model gave every token the logit -infinity; check the checkpoint's weights");
-  }
+  if (candidates_.empty()) throw_no_candidate();
 }
 
 void Sampler::penalize(std::span<const TokenId> history) {

@@ -29,6 +29,7 @@ class Sampler {
     double weight = 0.0;  // in proportion to the probability; 1 for the most likely
   };
   static bool more_likely(const Candidate& a, const Candidate& b);
+  static TokenId likeliest(std::span<const float> logits);
 
   void collect(std::span<const float> logits, std::span<const TokenId> history);
   void penalize(std::span<const TokenId> history);
