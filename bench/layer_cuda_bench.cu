@@ -103,7 +103,7 @@ class Layer {
     if (!m.compensate) return;
     cuda::compensate({shape_, alpha, static_cast<const float*>(sums_.get()), tokens_,
                       static_cast<float*>(out_.get())},
-                     launch.stream);
+                     launch);
   }
 
   cudaStream_t stream() const { return workspace_.launch().stream; }

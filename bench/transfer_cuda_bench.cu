@@ -113,7 +113,7 @@ void gather_rows(benchmark::State& state) {
   p.to = static_cast<std::byte*>(to.get());
   p.to_rows = rows;
   p.blocks = static_cast<int>(state.range(3));
-  Replay replay(workspace.launch().stream, [&] { gather(p, workspace.launch().stream); });
+  Replay replay(workspace.launch().stream, [&] { gather(p, workspace.launch()); });
   time_replay(state, replay, 1);
   count_rate(state, "bytes/s", static_cast<double>(kHeads * rows) * static_cast<double>(row_bytes));
 }

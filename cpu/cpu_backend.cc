@@ -101,11 +101,11 @@ void CpuBackend::rope(const RopeParams& p) {
   const std::int64_t half = p.head_dim / 2;
   rope_table_.update(p.first_position, p.tokens,
                      {p.inverse_frequency, static_cast<std::size_t>(half)});
-  for_rows(p.tokens, std::int64_t{p.heads} * p.head_dim, [&](std::int64_t token, float*) {
-    for (int head = 0; head < p.heads; ++head) {
+  for_rows(p.tokens, std::int64_t{p.heads()} * p.head_dim, [&](std::int64_t token, float*) {
+    for (int head = 0; head < p.heads(); ++head) {
       float* const x = p.x + token * p.stride + std::int64_t{head} * p.head_dim;
-      if (p.norm_weight != nullptr) {
-        rms_norm_row(x, p.norm_weight, p.norm_epsilon, p.head_dim, x);
+      if (const float* const norm = p.norm_of(head)) {
+        rms_norm_row(x, norm, p.norm_epsilon, p.head_dim, x);
       }
       rope_head(x, rope_table_.cosines(token), rope_table_.sines(token), p.head_dim);
     }
@@ -140,6 +140,7 @@ void CpuBackend::append(const AppendParams& p) {
       convert(p.v + source, DType::f32, row + value_offset, p.shape.dtype, head_dim);
     }
   });
+  copy_home(*this, p);
 }
 
 void CpuBackend::attend(const AttendParams& params) { cpu::attend(params, threads_); }

@@ -57,7 +57,10 @@ void ReferenceBackend::rms_norm(const RmsNormParams& params) { reference_rms_nor
 void ReferenceBackend::rope(const RopeParams& params) { reference_rope(params); }
 void ReferenceBackend::swiglu(const SwigluParams& params) { reference_swiglu(params); }
 void ReferenceBackend::cast(const Matrix& from, const Matrix& to) { reference_cast(from, to); }
-void ReferenceBackend::append(const AppendParams& params) { reference_append(params); }
+void ReferenceBackend::append(const AppendParams& params) {
+  reference_append(params);
+  copy_home(*this, params);
+}
 void ReferenceBackend::attend(const AttendParams& params) { reference_attend(params); }
 
 void ReferenceBackend::build_index(const BuildIndexParams& params) {

@@ -155,12 +155,12 @@ void reference_rms_norm(const RmsNormParams& p) {
 
 void reference_rope(const RopeParams& p) {
   for (std::int64_t t = 0; t < p.tokens; ++t) {
-    for (int h = 0; h < p.heads; ++h) {
+    for (int h = 0; h < p.heads(); ++h) {
       float* const x = p.x + t * p.stride + static_cast<std::int64_t>(h) * p.head_dim;
-      if (p.norm_weight != nullptr) {
+      if (const float* const norm = p.norm_of(h)) {
         const double factor = inverse_rms(x, p.head_dim, p.norm_epsilon);
         for (int c = 0; c < p.head_dim; ++c) {
-          x[c] = static_cast<float>(x[c] * factor * p.norm_weight[c]);
+          x[c] = static_cast<float>(x[c] * factor * norm[c]);
         }
       }
       rotate(x, p.first_position + t, p);

@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "kernels/copy.h"
-#include "kernels/error.h"
+#include "kernels/early_launch.cuh"
 
 namespace sluice::cuda {
 namespace {
@@ -36,6 +36,7 @@ __device__ void copy_words(const CopyOp& op, std::size_t first, std::size_t last
 }
 
 __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ Pieces pieces) {
+  allow_next_kernel();
   const int block = static_cast<int>(blockIdx.x);
   int piece = 0;
   while (pieces.blocks_before[piece + 1] <= block) ++piece;
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constan
   const std::size_t first =
       static_cast<std::size_t>(block - pieces.blocks_before[piece]) * kPieceBytes;
   const std::size_t last = min(op.bytes, first + kPieceBytes);
+  wait_for_kernel_before();
   if (aligned_16(op)) {
     copy_words<uint4>(op, first, last);
   } else {
@@ -50,17 +52,19 @@ __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constan
   }
 }
 
-void launch_pieces(Pieces& pieces, cudaStream_t stream) {
+void launch_pieces(Pieces& pieces, const Launch& launch) {
   if (pieces.count == 0) return;
-  copy_kernel<<<static_cast<unsigned>(pieces.blocks_before[pieces.count]), kCopyThreads, 0,
-                stream>>>(pieces);
-  require_launch("a copy of small pieces");
+  launch_early("a copy of small pieces", copy_kernel,
+               dim3(static_cast<unsigned>(pieces.blocks_before[pieces.count])), kCopyThreads, 0,
+               launch, pieces);
   pieces.count = 0;
 }
 
 // Rows of all heads are numbered as if each had the longest head's count.
 __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherParams p, std::int64_t longest) {
+  allow_next_kernel();
+  wait_for_kernel_before();
   const auto chunks_of_row = static_cast<std::int64_t>(p.row_bytes / sizeof(uint4));
   const std::int64_t chunks = longest * p.kv_heads * chunks_of_row;
   const std::int64_t stride = std::int64_t{kGatherThreads} * gridDim.x;
@@ -95,7 +99,7 @@ __global__ void __launch_bounds__(kGatherThreads)
 
 }  // namespace
 
-void copy_pieces(std::span<const CopyOp> ops, cudaStream_t stream) {
+void copy_pieces(std::span<const CopyOp> ops, const Launch& launch) {
   Pieces pieces;
   pieces.blocks_before[0] = 0;
   for (const CopyOp& op : ops) {
@@ -103,19 +107,19 @@ void copy_pieces(std::span<const CopyOp> ops, cudaStream_t stream) {
     pieces.ops[pieces.count] = op;
     const auto blocks = static_cast<int>((op.bytes + kPieceBytes - 1) / kPieceBytes);
     pieces.blocks_before[pieces.count + 1] = pieces.blocks_before[pieces.count] + blocks;
-    if (++pieces.count == kPieces) launch_pieces(pieces, stream);
+    if (++pieces.count == kPieces) launch_pieces(pieces, launch);
   }
-  launch_pieces(pieces, stream);
+  launch_pieces(pieces, launch);
 }
 
-void gather(const GatherParams& p, cudaStream_t stream) {
+void gather(const GatherParams& p, const Launch& launch) {
   std::int64_t longest = p.counts.uniform;
   if (p.counts.is_listed) {
     longest = *std::max_element(p.counts.listed, p.counts.listed + p.kv_heads);
   }
   if (longest == 0 || p.kv_heads == 0) return;
-  gather_kernel<<<static_cast<unsigned>(p.blocks), kGatherThreads, 0, stream>>>(p, longest);
-  require_launch("gather");
+  launch_early("gather", gather_kernel, dim3(static_cast<unsigned>(p.blocks)), kGatherThreads, 0,
+               launch, p, longest);
 }
 
 }  // namespace sluice::cuda

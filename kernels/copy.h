@@ -11,7 +11,7 @@
 namespace sluice::cuda {
 
 // Pieces of any number and alignment, on the device or in mapped host memory.
-void copy_pieces(std::span<const CopyOp> ops, cudaStream_t stream);
+void copy_pieces(std::span<const CopyOp> ops, const Launch& launch);
 
 // Rows of every head that are named by ascending positions, into consecutive rows. Ascending
 // addresses keep address translation for host memory in its caches, and a few blocks saturate
@@ -27,6 +27,6 @@ struct GatherParams {
   std::int64_t to_rows = 0;
   int blocks = 16;
 };
-void gather(const GatherParams& params, cudaStream_t stream);
+void gather(const GatherParams& params, const Launch& launch);
 
 }  // namespace sluice::cuda

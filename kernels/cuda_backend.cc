@@ -127,22 +127,22 @@ class CudaBackend : public Backend {
   std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
   void copy(std::span<const CopyOp> ops, Stream stream) override;
   void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) override {
-    cuda::embed(table, ids, y, compute());
+    cuda::embed(table, ids, y, launch());
   }
   void linear(const LinearParams& params) override;
-  void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, compute()); }
-  void rope(const RopeParams& params) override { cuda::rope(params, compute()); }
-  void swiglu(const SwigluParams& params) override { cuda::swiglu(params, compute()); }
-  void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, compute()); }
-  void append(const AppendParams& params) override { cuda::append(params, compute()); }
+  void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, launch()); }
+  void rope(const RopeParams& params) override { cuda::rope(params, launch()); }
+  void swiglu(const SwigluParams& params) override { cuda::swiglu(params, launch()); }
+  void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, launch()); }
+  void append(const AppendParams& params) override;
   void attend(const AttendParams& params) override;
   void build_index(const BuildIndexParams& params) override { cuda::build_index(params, launch()); }
   void estimate(const EstimateParams& params) override { cuda::estimate(params, launch()); }
   void select(const SelectParams& params) override { cuda::select(params, launch()); }
   void attend_selected(const AttendSelectedParams& params) override;
   void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
-  void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, compute()); }
-  void compensate(const CompensateParams& params) override { cuda::compensate(params, compute()); }
+  void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
+  void compensate(const CompensateParams& params) override { cuda::compensate(params, launch()); }
   void begin_batch(int slot) override;
   void submit_batch() override;
   void cancel_batch() noexcept override { recorder_.cancel(); }
@@ -244,7 +244,10 @@ void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
       copy_large(op, stream(which));
     }
   }
-  if (!small.empty()) copy_pieces(small, stream(which));
+  if (small.empty()) return;
+  Launch on = launch();
+  on.stream = stream(which);
+  copy_pieces(small, on);
 }
 
 // More pageable memory than a batch can keep: what was recorded starts, and recording goes on after
@@ -259,11 +262,23 @@ void CudaBackend::linear(const LinearParams& params) {
   const auto& weight = dynamic_cast<const CudaWeight&>(*params.weight);
   check(params.x.dtype == info_.compute_dtype, "linear: inputs must have the compute dtype");
   const GemvParams p = {params.x, weight.data(), params.bias, params.y, params.accumulate};
-  if (gemv_supported(p)) {
-    gemv(p, compute());
+  if (gemv_supported(p, workspace_.device())) {
+    gemv(p, launch());
   } else {
     gemm_.run(p);
   }
+}
+
+// Few rows are written to both places at once, many by the copy engine.
+void CudaBackend::append(const AppendParams& params) {
+  const std::size_t bytes = static_cast<std::size_t>(params.tokens) * params.shape.row_bytes();
+  const bool at_once =
+      bytes < kSmallCopy && std::all_of(params.home.begin(), params.home.end(),
+                                        [&](auto* home) { return kernels_reach(home, bytes); });
+  AppendParams rows = params;
+  if (!at_once) rows.home = {};
+  cuda::append(rows, launch());
+  if (!at_once) copy_home(*this, params);
 }
 
 void CudaBackend::attend(const AttendParams& params) {
@@ -308,7 +323,7 @@ void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
     }
     rows.positions = p.selected.positions + first;
     rows.counts = head_counts(spans);
-    gather(rows, compute());
+    gather(rows, launch());
     params.first_row_position = first;
     attend(params);
     params.merge = true;

@@ -9,15 +9,16 @@
 
 namespace sluice::cuda {
 
-void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y, cudaStream_t stream);
-void rms_norm(const RmsNormParams& params, cudaStream_t stream);
-void rope(const RopeParams& params, cudaStream_t stream);
-void swiglu(const SwigluParams& params, cudaStream_t stream);
-void cast(const Matrix& from, const Matrix& to, cudaStream_t stream);
-void append(const AppendParams& params, cudaStream_t stream);
-void sum_values(const SumValuesParams& params, cudaStream_t stream);
-void compensate(const CompensateParams& params, cudaStream_t stream);
+void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y,
+           const Launch& launch);
+void rms_norm(const RmsNormParams& params, const Launch& launch);
+void rope(const RopeParams& params, const Launch& launch);
+void swiglu(const SwigluParams& params, const Launch& launch);
+void cast(const Matrix& from, const Matrix& to, const Launch& launch);
+void append(const AppendParams& params, const Launch& launch);
+void sum_values(const SumValuesParams& params, const Launch& launch);
+void compensate(const CompensateParams& params, const Launch& launch);
 // y[row] = bias, or y[row] += bias.
-void add_bias(const float* bias, const Matrix& y, bool accumulate, cudaStream_t stream);
+void add_bias(const float* bias, const Matrix& y, bool accumulate, const Launch& launch);
 
 }  // namespace sluice::cuda

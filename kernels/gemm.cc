@@ -78,9 +78,9 @@ cudaDataType_t type_of(DType dtype) {
 struct Gemm::Impl {
   Cublas cublas = load();
   cublasHandle_t handle = nullptr;
-  cudaStream_t stream = nullptr;
+  Launch launch;
 
-  explicit Impl(const Launch& launch) : stream(launch.stream) {
+  explicit Impl(const Launch& of) : launch(of) {
     require(cublas.create(&handle), "starting");
     require(cublas.set_stream(handle, launch.stream), "a stream");
     require(cublas.set_workspace(handle, launch.scratch, launch.scratch_bytes), "a workspace");
@@ -96,7 +96,7 @@ Gemm::~Gemm() = default;
 void Gemm::run(const GemvParams& p) {
   bool accumulate = p.accumulate;
   if (p.bias != nullptr) {
-    add_bias(p.bias, p.y, accumulate, impl_->stream);
+    add_bias(p.bias, p.y, accumulate, impl_->launch);
     accumulate = true;
   }
   // Row-major y = x W^T is column-major y^T = W x^T.

@@ -1,107 +1,248 @@
+#include <algorithm>
+
+#include "kernels/barriers.cuh"
 #include "kernels/device_math.cuh"
 #include "kernels/dispatch.h"
-#include "kernels/error.h"
+#include "kernels/early_launch.cuh"
 #include "kernels/gemv.h"
 
 namespace sluice::cuda {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kMaxTokens = 8;
-constexpr int kAhead = 4;  // 16-byte loads of a lane under way at a time
+// Warps stream their own rows, a chunk after the other, through rings in shared memory. One block a
+// multiprocessor: it takes more than 100 KiB under way there to saturate an H200's memory.
+constexpr int kMostWarps = 16;
+constexpr int kLeastWarps = 4;  // to be worth it
+constexpr int kChunkBytes = 4096;
+constexpr int kMostStages = 3;
+constexpr int kUnitBytes = 16;  // of a lane at a time
 
-template <typename T>
-struct Chunk {
-  static constexpr int kCount = 16 / sizeof(T);
-  T at[kCount];
+struct GemvKernelParams {
+  const std::byte* weight;  // [outputs, row_bytes]
+  const std::byte* x;       // [row_bytes]
+  const float* bias;
+  float* y;
+  std::int64_t outputs;
+  int row_bytes;
+  bool accumulate;
 };
 
-template <typename T>
-__device__ Chunk<T> load_weight(const T* from) {
-  const int4 bits = __ldcs(reinterpret_cast<const int4*>(from));
-  return *reinterpret_cast<const Chunk<T>*>(&bits);
-}
+// Rows [first, last) are this warp's. Neighbouring warps of the grid are in different blocks, so
+// that few rows occupy many multiprocessors.
+struct Share {
+  std::int64_t first;
+  std::int64_t last;
 
-template <typename T>
-__device__ Chunk<T> load_input(const T* from) {
-  const int4 bits = __ldg(reinterpret_cast<const int4*>(from));
-  return *reinterpret_cast<const Chunk<T>*>(&bits);
-}
+  __device__ explicit Share(std::int64_t outputs) {
+    const std::int64_t warps = std::int64_t{gridDim.x} * (blockDim.x / kWarp);
+    const std::int64_t self = threadIdx.x / kWarp * std::int64_t{gridDim.x} + blockIdx.x;
+    first = outputs * self / warps;
+    last = outputs * (self + 1) / warps;
+  }
+};
 
-// One warp for each output.
-template <typename T, int kTokens>
-__global__ void __launch_bounds__(kWarps* kWarp)
-    gemv_kernel(const T* weight, const T* x, std::int64_t x_stride, const float* bias, float* y,
-                std::int64_t y_stride, std::int64_t outputs, std::int64_t inputs, int tokens,
-                bool accumulate) {
-  constexpr int kCount = Chunk<T>::kCount;
-  constexpr int kStep = kCount * kWarp;
-  const std::int64_t output = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
-  if (output >= outputs) return;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const T* const row = weight + output * inputs;
-  float sums[kTokens] = {};
-  for (std::int64_t first = lane * kCount; first < inputs; first += kStep * kAhead) {
-    Chunk<T> w[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i * kStep < inputs) w[i] = load_weight(row + first + i * kStep);
+// The chunks of a warp's rows on their way. They are one run of memory; only the last chunk of a
+// row is shorter.
+template <int kStages>
+class Ring {
+ public:
+  __device__ Ring(const GemvKernelParams& p, const Share& share, std::byte* stages,
+                  std::uint64_t* barriers)
+      : row_bytes_(p.row_bytes),
+        stages_(stages),
+        barriers_(barriers),
+        next_(p.weight + share.first * p.row_bytes),
+        end_(p.weight + share.last * p.row_bytes) {
+    if constexpr (kBulkCopies) {
+      if (lane() == 0) {
+        for (int i = 0; i < kStages; ++i) barrier_init(shared_address(&barriers[i]), 1);
+        barrier_init_fence();
+      }
+      __syncwarp();
     }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const std::int64_t at = first + i * kStep;
-      if (at >= inputs) break;
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t) {
-        if (t >= tokens) break;
-        const Chunk<T> in = load_input(x + t * x_stride + at);
-#pragma unroll
-        for (int c = 0; c < kCount; ++c) {
-          sums[t] = fmaf(to_float(w[i].at[c]), to_float(in.at[c]), sums[t]);
-        }
+    for (int i = 0; i < kStages - 1; ++i) fetch(i);
+  }
+
+  // The next chunk.
+  __device__ const std::byte* take() {
+    if constexpr (kBulkCopies) {
+      barrier_wait(shared_address(&barriers_[stage_]), phases_ >> stage_ & 1u);
+      phases_ ^= 1u << stage_;
+    } else {
+      copy_async_wait<kStages - 2>();
+      __syncwarp();
+    }
+    return stages_ + stage_ * kChunkBytes;
+  }
+  // The chunk that take() gave is done with.
+  __device__ void release() {
+    __syncwarp();
+    fetch(stage_ == 0 ? kStages - 1 : stage_ - 1);
+    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+  }
+
+ private:
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr bool kBulkCopies = true;
+#else
+  static constexpr bool kBulkCopies = false;
+#endif
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+  __device__ void fetch(int stage) {
+    if (next_ < end_) {
+      const int bytes = min(kChunkBytes, row_bytes_ - at_);
+      copy(stage, bytes);
+      next_ += bytes;
+      at_ += bytes;
+      if (at_ == row_bytes_) at_ = 0;
+    }
+    if constexpr (!kBulkCopies) copy_async_commit();
+  }
+  __device__ void copy(int stage, int bytes) const {
+    std::byte* const to = stages_ + stage * kChunkBytes;
+    if constexpr (kBulkCopies) {
+      if (lane() != 0) return;
+      const std::uint32_t barrier = shared_address(&barriers_[stage]);
+      barrier_expect(barrier, static_cast<std::uint32_t>(bytes));
+      copy_bulk(to, next_, static_cast<std::uint32_t>(bytes), barrier);
+    } else {
+      for (int i = lane() * kUnitBytes; i < bytes; i += kWarp * kUnitBytes) {
+        copy_async_or_zero(to + i, next_ + i, true);
       }
     }
   }
+
+  int row_bytes_;
+  std::byte* stages_;
+  std::uint64_t* barriers_;
+  const std::byte* next_;  // chunk to fetch
+  const std::byte* end_;
+  int at_ = 0;  // where in its row the next chunk begins
+  int stage_ = 0;
+  std::uint32_t phases_ = 0;  // of the barriers, a bit each
+};
+
+template <typename T>
+struct Unit {
+  T at[kUnitBytes / sizeof(T)];
+};
+
+// Sums of a lane: several, so that one product need not wait for the one before.
+struct Sums {
+  static constexpr int kCount = 4;
+  float at[kCount] = {};
+
+  __device__ __forceinline__ float total() const { return (at[0] + at[1]) + (at[2] + at[3]); }
+};
+
+// Adds the products of a chunk that are this lane's.
+template <typename T>
+__device__ __forceinline__ void multiply(const std::byte* weights, const std::byte* x, int bytes,
+                                         Sums& sums) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll 4
+  for (int i = lane * kUnitBytes; i < bytes; i += kWarp * kUnitBytes) {
+    const int4 weight_bits = *reinterpret_cast<const int4*>(weights + i);
+    const int4 x_bits = *reinterpret_cast<const int4*>(x + i);
+    const auto& w = reinterpret_cast<const Unit<T>&>(weight_bits);
+    const auto& in = reinterpret_cast<const Unit<T>&>(x_bits);
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    if (t >= tokens) break;
-    float sum = warp_sum(sums[t]);
-    if (lane != 0) continue;
-    if (bias != nullptr) sum += bias[output];
-    float& to = y[t * y_stride + output];
-    to = accumulate ? to + sum : sum;
+    for (int c = 0; c < kUnitBytes / static_cast<int>(sizeof(T)); ++c) {
+      float& sum = sums.at[c % Sums::kCount];
+      sum = fmaf(to_float(w.at[c]), to_float(in.at[c]), sum);
+    }
   }
 }
 
-template <typename T, int kTokens>
-void launch(const GemvParams& p, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>((p.y.columns + kWarps - 1) / kWarps);
-  gemv_kernel<T, kTokens><<<blocks, kWarps * kWarp, 0, stream>>>(
-      static_cast<const T*>(p.weight), static_cast<const T*>(p.x.data), p.x.stride, p.bias,
-      static_cast<float*>(p.y.data), p.y.stride, p.y.columns, p.x.columns,
-      static_cast<int>(p.x.rows), p.accumulate);
-  require_launch("gemv");
+// The first weights are asked for before the kernel that makes the inputs is over.
+template <typename T, int kStages>
+__global__ void __launch_bounds__(kMostWarps* kWarp, 1)
+    gemv_kernel(const __grid_constant__ GemvKernelParams p) {
+  extern __shared__ __align__(16) std::byte shared[];  // rings, then x
+  __shared__ std::uint64_t barriers[kMostWarps][kStages];
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto warp = static_cast<int>(threadIdx.x) / kWarp;
+  const Share share(p.outputs);
+  allow_next_kernel();
+  Ring<kStages> ring(p, share, shared + warp * kStages * kChunkBytes, barriers[warp]);
+  wait_for_kernel_before();
+  std::byte* const x = shared + threads / kWarp * kStages * kChunkBytes;
+  for (int i = static_cast<int>(threadIdx.x) * kUnitBytes; i < p.row_bytes;
+       i += threads * kUnitBytes) {
+    *reinterpret_cast<int4*>(x + i) = *reinterpret_cast<const int4*>(p.x + i);
+  }
+  __syncthreads();
+  for (std::int64_t output = share.first; output < share.last; ++output) {
+    Sums sums;
+    for (int at = 0; at < p.row_bytes; at += kChunkBytes) {
+      multiply<T>(ring.take(), x + at, min(kChunkBytes, p.row_bytes - at), sums);
+      ring.release();
+    }
+    float sum = warp_sum(sums.total());
+    if (threadIdx.x % kWarp != 0) continue;
+    if (p.bias != nullptr) sum += p.bias[output];
+    p.y[output] = p.accumulate ? p.y[output] + sum : sum;
+  }
 }
 
+std::int64_t shared_bytes(std::int64_t row_bytes, int warps, int stages) {
+  return std::int64_t{warps} * stages * kChunkBytes + row_bytes;
+}
+
+bool fits(std::int64_t row_bytes, int warps, int stages, const DeviceLimits& device) {
+  constexpr int kStatic = 1024;  // barriers, and what the system takes
+  return shared_bytes(row_bytes, warps, stages) + kStatic <= device.shared_bytes;
+}
+
+std::int64_t row_bytes_of(const GemvParams& p) {
+  return p.x.columns * static_cast<std::int64_t>(size_of(p.x.dtype));
+}
+
+template <typename T, int kStages>
+void launch_stages(const GemvKernelParams& p, int warps, const Launch& launch) {
+  const auto kernel = gemv_kernel<T, kStages>;
+  const auto shared = static_cast<std::size_t>(shared_bytes(p.row_bytes, warps, kStages));
+  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared)),
+          "shared memory of gemv");
+  const auto blocks = std::min<std::int64_t>(launch.device->multiprocessors, p.outputs);
+  launch_early("gemv", kernel, dim3(static_cast<unsigned>(blocks)), dim3(warps * kWarp), shared,
+               launch, p);
+}
+
+// As many warps as there are rows for, or as have room.
 template <typename T>
-void launch_typed(const GemvParams& p, cudaStream_t stream) {
-  if (p.x.rows == 1) return launch<T, 1>(p, stream);
-  if (p.x.rows <= 4) return launch<T, 4>(p, stream);
-  launch<T, kMaxTokens>(p, stream);
+void launch_typed(const GemvKernelParams& p, const Launch& launch) {
+  const std::int64_t rows =
+      (p.outputs + launch.device->multiprocessors - 1) / launch.device->multiprocessors;
+  auto warps = static_cast<int>(std::min<std::int64_t>(kMostWarps, rows));
+  if (fits(p.row_bytes, warps, kMostStages, *launch.device)) {
+    return launch_stages<T, kMostStages>(p, warps, launch);
+  }
+  while (!fits(p.row_bytes, warps, 2, *launch.device)) --warps;
+  launch_stages<T, 2>(p, warps, launch);
 }
 
 }  // namespace
 
-bool gemv_supported(const GemvParams& p) {
-  const auto whole = [&](std::int64_t elements) {
-    return static_cast<std::size_t>(elements) * size_of(p.x.dtype) % 16 == 0;
-  };
-  return p.x.rows <= kMaxTokens && whole(p.x.columns) && whole(p.x.stride);
+bool gemv_supported(const GemvParams& p, const DeviceLimits& device) {
+  return p.x.rows == 1 && row_bytes_of(p) % kUnitBytes == 0 &&
+         fits(row_bytes_of(p), kLeastWarps, 2, device);
 }
 
-void gemv(const GemvParams& p, cudaStream_t stream) {
-  if (p.x.dtype == DType::f32) return launch_typed<float>(p, stream);
-  dispatch_rows(p.x.dtype, [&](auto element) { launch_typed<decltype(element)>(p, stream); });
+void gemv(const GemvParams& p, const Launch& launch) {
+  GemvKernelParams k{};
+  k.weight = static_cast<const std::byte*>(p.weight);
+  k.x = static_cast<const std::byte*>(p.x.data);
+  k.bias = p.bias;
+  k.y = static_cast<float*>(p.y.data);
+  k.outputs = p.y.columns;
+  k.row_bytes = static_cast<int>(row_bytes_of(p));
+  k.accumulate = p.accumulate;
+  if (p.x.dtype == DType::f32) return launch_typed<float>(k, launch);
+  dispatch_rows(p.x.dtype, [&](auto element) { launch_typed<decltype(element)>(k, launch); });
 }
 
 }  // namespace sluice::cuda

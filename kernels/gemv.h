@@ -1,8 +1,7 @@
-// Matrices of weights times few tokens: reading the weights once is all that takes time.
+// A matrix of weights times one token: reading the weights once is all that takes time.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include "kernels/launch.h"
 #include "lib/backend.h"
 
 namespace sluice::cuda {
@@ -15,8 +14,9 @@ struct GemvParams {
   bool accumulate = false;
 };
 
-// Whether gemv() takes these: few tokens, rows in units of 16 bytes.
-bool gemv_supported(const GemvParams& params);
-void gemv(const GemvParams& params, cudaStream_t stream);
+// Whether gemv() takes these: one token, rows in units of 16 bytes, inputs that fit a
+// multiprocessor beside the weights under way.
+bool gemv_supported(const GemvParams& params, const DeviceLimits& device);
+void gemv(const GemvParams& params, const Launch& launch);
 
 }  // namespace sluice::cuda

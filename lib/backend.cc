@@ -36,6 +36,15 @@ Buffer Backend::allocate(Tier tier, std::size_t bytes) {
   return {this, tier, data, bytes};
 }
 
+void copy_home(Backend& backend, const AppendParams& p) {
+  std::vector<CopyOp> ops;
+  for (std::size_t head = 0; head < p.home.size(); ++head) {
+    ops.push_back(
+        {p.home[head], p.rows[head], static_cast<std::size_t>(p.tokens) * p.shape.row_bytes()});
+  }
+  if (!ops.empty()) backend.copy(ops, Stream::compute);
+}
+
 AttendParams dense_of(const AttendSelectedParams& p) {
   AttendParams dense;
   dense.q = p.q;

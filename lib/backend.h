@@ -83,17 +83,23 @@ struct RmsNormParams {
   Matrix y;  // [tokens, columns], f32 or compute dtype
 };
 
-// Normalises (optional, Qwen3) and rotates (RoPE, halves convention) queries or keys in place.
+// Normalises (optional, Qwen3) and rotates (RoPE, halves convention) queries and keys in place.
 struct RopeParams {
-  float* x = nullptr;  // [tokens, heads, head_dim], `stride` floats from token to token
+  // [tokens, query_heads + key_heads, head_dim], `stride` floats from token to token
+  float* x = nullptr;
   std::int64_t tokens = 0;
   std::int64_t stride = 0;
-  int heads = 0;
+  int query_heads = 0;
+  int key_heads = 0;
   int head_dim = 0;
   std::int64_t first_position = 0;
   const float* inverse_frequency = nullptr;  // host, [head_dim / 2]
-  const float* norm_weight = nullptr;        // [head_dim] or null
+  const float* query_norm = nullptr;         // [head_dim] or null
+  const float* key_norm = nullptr;           // likewise
   float norm_epsilon = 0.0f;
+
+  int heads() const { return query_heads + key_heads; }
+  const float* norm_of(int head) const { return head < query_heads ? query_norm : key_norm; }
 };
 
 // y = silu(gate) * up.
@@ -110,6 +116,8 @@ struct AppendParams {
   std::int64_t stride = 0;
   KvShape shape;
   std::span<std::byte* const> rows;  // host array [kv_heads]: where each head's first row goes
+  // Host array [kv_heads] or empty: host memory that gets the same rows, written through.
+  std::span<std::byte* const> home = {};
 };
 
 // A run of consecutive rows of one KV head.
@@ -134,6 +142,9 @@ struct AttendParams {
   float* lse = nullptr;                 // [tokens, query_heads]; -inf where no row was visible
   bool merge = false;                   // merge with the partial already in out and lse
 };
+
+// Copies what append() wrote to its home.
+void copy_home(Backend& backend, const AppendParams& params);
 
 // Attention to the selected rows once they follow each other: all but where they are.
 AttendParams dense_of(const AttendSelectedParams& params);

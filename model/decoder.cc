@@ -84,17 +84,19 @@ void Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix& y) {
   backend_->rms_norm({x, weight.floats(), config_.rms_norm_eps, y});
 }
 
-void Decoder::rotate(float* x, int heads, const Buffer& norm, std::int64_t tokens,
+void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens,
                      std::int64_t first_position) {
   RopeParams params;
-  params.x = x;
+  params.x = a_.qkv.floats();
   params.tokens = tokens;
   params.stride = Widths(config_).qkv;
-  params.heads = heads;
+  params.query_heads = config_.num_attention_heads;
+  params.key_heads = config_.num_key_value_heads;
   params.head_dim = config_.head_dim;
   params.first_position = first_position;
   params.inverse_frequency = inverse_frequencies_.data();
-  params.norm_weight = optional_floats(norm);
+  params.query_norm = optional_floats(weights.q_norm);
+  params.key_norm = optional_floats(weights.k_norm);
   params.norm_epsilon = config_.rms_norm_eps;
   backend_->rope(params);
 }
@@ -104,11 +106,9 @@ void Decoder::project(int layer, const Matrix& x, std::int64_t first_position) {
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
   const Matrix normed = view(a_.normed, backend_->info().compute_dtype, x.rows, w.hidden);
   const Matrix qkv = view(a_.qkv, DType::f32, x.rows, w.qkv);
-  float* const q = a_.qkv.floats();
   norm(x, weights.input_norm, normed);
   backend_->linear({normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv});
-  rotate(q, config_.num_attention_heads, weights.q_norm, x.rows, first_position);
-  rotate(q + w.query, config_.num_key_value_heads, weights.k_norm, x.rows, first_position);
+  rotate(weights, x.rows, first_position);
 }
 
 NewRows Decoder::new_rows() const {

@@ -63,8 +63,7 @@ class Decoder {
   void mix(int layer, const Matrix& x);
   void feed_forward(int layer, const Matrix& x);
   void norm(const Matrix& x, const Buffer& weight, const Matrix& y);
-  void rotate(float* x, int heads, const Buffer& norm, std::int64_t tokens,
-              std::int64_t first_position);
+  void rotate(const LayerWeights& weights, std::int64_t tokens, std::int64_t first_position);
 
   ModelConfig config_;
   ModelWeights weights_;

@@ -154,15 +154,15 @@ void TieredStore::append(int layer, const StepRange& step, const NewRows& rows, 
                resident ? at(Place::resident, landing.first) : at(Place::tail, 0));
   }
   std::vector<std::byte*> to;
+  std::vector<std::byte*> home;
   for (int head = 0; head < plan_.shape.kv_heads; ++head) {
     to.push_back(place(landing.place, layer, head, before));
+    home.push_back(host_.row(layer, head, step.first));
   }
-  backend_->append({rows.k, rows.v, step.tokens, rows.stride, plan_.shape, to});
+  backend_->append({rows.k, rows.v, step.tokens, rows.stride, plan_.shape, to, home});
   ledger.record(layer, Tier::device, Tier::device, Cause::append,
                 traffic_of(plan_.shape, step.tokens));
 
-  const auto home = [&](int head) { return host_.row(layer, head, step.first); };
-  copy_heads(Stream::compute, step.tokens, home, at(landing.place, before));
   ledger.record(layer, Tier::device, Tier::host, Cause::write_back,
                 traffic_of(plan_.shape, step.tokens));
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -164,6 +165,7 @@ TEST_P(OpsParity, RmsNormScalesEveryRow) {
 
 TEST_P(OpsParity, RopeNormalisesAndRotatesHalves) {
   constexpr int kHeads = 3;
+  constexpr int kQueryHeads = 2;
   for (const int d : {40, 64}) {
     const auto half = static_cast<std::size_t>(d / 2);
     const std::size_t stride = static_cast<std::size_t>(kHeads) * static_cast<std::size_t>(d) + 8;
@@ -174,18 +176,21 @@ TEST_P(OpsParity, RopeNormalisesAndRotatesHalves) {
             static_cast<float>(std::pow(1e4, -static_cast<double>(i) / static_cast<double>(half)));
       }
       const std::vector<float> x = random_.normal(2 * static_cast<std::int64_t>(stride));
-      const std::vector<float> weight = random_.normal(d);
+      const std::vector<float> weights[2] = {random_.normal(d), random_.normal(d)};
       const Buffer device_x = upload(*backend_, x);
-      const Buffer device_weight = upload(*backend_, weight);
+      const Buffer query_norm = upload(*backend_, weights[0]);
+      const Buffer key_norm = upload(*backend_, weights[1]);
       RopeParams p;
       p.x = device_x.floats();
       p.tokens = 2;
       p.stride = static_cast<std::int64_t>(stride);
-      p.heads = kHeads;
+      p.query_heads = kQueryHeads;
+      p.key_heads = kHeads - kQueryHeads;
       p.head_dim = d;
       p.first_position = 1000;
       p.inverse_frequency = frequency.data();
-      p.norm_weight = norm ? device_weight.floats() : nullptr;
+      p.query_norm = norm ? query_norm.floats() : nullptr;
+      p.key_norm = norm ? key_norm.floats() : nullptr;
       p.norm_epsilon = 1e-3f;
       backend_->rope(p);
       const std::vector<float> actual = values_of(device_x, DType::f32);
@@ -197,6 +202,7 @@ TEST_P(OpsParity, RopeNormalisesAndRotatesHalves) {
         }
         const std::size_t head = i - column % static_cast<std::size_t>(d);
         const std::size_t c = i - head;
+        const auto& weight = weights[column < kQueryHeads * static_cast<std::size_t>(d) ? 0 : 1];
         double squares = 0;
         for (std::size_t j = 0; j < 2 * half; ++j) squares += std::pow(x[head + j], 2.0);
         const double factor = norm ? 1 / std::sqrt(squares / d + 1e-3f) : 1.0;
@@ -245,30 +251,39 @@ TEST_P(OpsParity, CastRoundsToNearest) {
   }
 }
 
-TEST_P(OpsParity, AppendWritesKThenVOfEveryHead) {
-  for (const DType dtype : row_dtypes()) {
-    for (const int d : {40, 64}) {
+// Few rows and many reach their home in different ways.
+TEST_P(OpsParity, AppendWritesKThenVOfEveryHeadAndItsHome) {
+  for (const auto& [d, tokens] : {std::pair{40, 3}, {64, 3}, {64, 300}}) {
+    for (const DType dtype : row_dtypes()) {
+      SCOPED_TRACE(std::string(to_string(dtype)) + " head_dim " + std::to_string(d));
       const KvShape shape = {
           .layers = 1, .query_heads = 4, .kv_heads = 2, .head_dim = d, .dtype = dtype};
       const std::int64_t stride = 4 * d;  // K and V side by side, as one projection writes them
-      const std::vector<float> kv = random_.normal(3 * stride);
+      const std::vector<float> kv = random_.normal(tokens * stride);
       const Buffer device = upload(*backend_, kv);
-      const Buffer first = zeros(3 * shape.row_bytes(), DType::bf16);
-      const Buffer second = zeros(3 * shape.row_bytes(), DType::bf16);
-      std::byte* const rows[] = {first.data(), second.data()};
-      backend_->append({device.floats(), device.floats() + 2 * d, 3, stride, shape, rows});
+      const std::size_t bytes = static_cast<std::size_t>(tokens) * shape.row_bytes();
+      const auto two = [&](Tier tier) {
+        return std::array{backend_->allocate(tier, bytes), backend_->allocate(tier, bytes)};
+      };
+      const std::array<Buffer, 2> rows = two(backend_->info().compute_tier);
+      const std::array<Buffer, 2> home = two(Tier::host);
+      std::byte* const to[] = {rows[0].data(), rows[1].data()};
+      std::byte* const home_to[] = {home[0].data(), home[1].data()};
+      backend_->append(
+          {device.floats(), device.floats() + 2 * d, tokens, stride, shape, to, home_to});
       const std::vector<float> expected = rounded(kv, dtype);
+      const std::size_t width = shape.row_bytes() / size_of(dtype);
+      const auto channels = static_cast<std::size_t>(d);
       for (std::size_t head = 0; head < 2; ++head) {
-        const std::vector<float> actual = values_of(head == 0 ? first : second, dtype);
-        const std::size_t width = shape.row_bytes() / size_of(dtype);
-        const auto channels = static_cast<std::size_t>(d);
-        for (std::size_t i = 0; i < 3 * 2 * channels; ++i) {
+        const std::vector<float> actual = values_of(rows[head], dtype);
+        EXPECT_EQ(values_of(home[head], dtype), actual);
+        for (std::size_t i = 0; i < static_cast<std::size_t>(tokens) * 2 * channels; ++i) {
           const std::size_t token = i / (2 * channels);
           const std::size_t c = i % (2 * channels);
           const std::size_t source = c < channels ? c : 2 * channels + c - channels;
           ASSERT_EQ(actual[token * width + c],
                     expected[token * static_cast<std::size_t>(stride) + head * channels + source])
-              << to_string(dtype) << " token " << token << " head " << head << " element " << c;
+              << "token " << token << " head " << head << " element " << c;
         }
       }
     }
