@@ -222,6 +222,9 @@ const Method kSparq = {
 const Method kBase = {.base = Selector::sparq, .channels = 32, .prune = Pruner::top_k, .k = 8192};
 const Method kTwilight = {
     .base = Selector::sparq, .channels = 32, .candidates = 8192, .p = 0.95f, .cap = 8192};
+// A base that estimates with all channels: its estimates are what Twilight prunes by.
+const Method kInt4Base = {.base = Selector::int4, .prune = Pruner::top_k, .k = 8192};
+const Method kInt4Twilight = {.base = Selector::int4, .p = 0.95f, .cap = 8192};
 const Method kInt4 = {.base = Selector::int4, .p = 0.95f, .cap = 256, .compensate = true};
 const Method kSlices = {
     .base = Selector::sparq, .channels = 32, .p = 0.95f, .cap = 256, .compensate = true};
@@ -249,6 +252,14 @@ BENCHMARK_CAPTURE(layer, base_8192, kBase)
     ->Args({64, 32, 32, 30000})
     ->Apply(settle);
 BENCHMARK_CAPTURE(layer, twilight, kTwilight)
+    ->Args({16, 32, 32, 30000})
+    ->Args({64, 32, 32, 30000})
+    ->Apply(settle);
+BENCHMARK_CAPTURE(layer, int4_base_8192, kInt4Base)
+    ->Args({16, 32, 32, 30000})
+    ->Args({64, 32, 32, 30000})
+    ->Apply(settle);
+BENCHMARK_CAPTURE(layer, int4_twilight, kInt4Twilight)
     ->Args({16, 32, 32, 30000})
     ->Args({64, 32, 32, 30000})
     ->Apply(settle);
