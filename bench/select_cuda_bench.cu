@@ -42,6 +42,12 @@ __global__ void fill_normal(__half* x, std::int64_t count, std::int64_t columns,
   x[i] = __float2half(i % columns == needle ? 30.0f : deviation * normal);
 }
 
+// Every fourth position.
+__global__ void fill_list(std::int32_t* list, std::int64_t count, std::int64_t columns) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) list[i] = static_cast<std::int32_t>(i % columns * 4);
+}
+
 // Runs `calls` (a multiple of the inputs) at a time from a graph; the time is that of one.
 template <typename Body>
 void run_graph(benchmark::State& state, const Workspace& workspace, int calls, const Body& body) {
@@ -101,11 +107,8 @@ void select_rows(benchmark::State& state) {
   p.alpha = static_cast<float*>(alpha.get());
   SelectionView view{static_cast<std::int32_t*>(list.get()), columns, chosen + heads};
   if (listed) {
-    std::vector<std::int32_t> all(heads * static_cast<std::size_t>(columns));
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      all[i] = static_cast<std::int32_t>(i % static_cast<std::size_t>(columns) * 4);
-    }
-    require(cudaMemcpy(list.get(), all.data(), all.size() * 4, cudaMemcpyDefault), "list");
+    const std::int64_t all = columns * kv_heads;
+    fill_list<<<static_cast<unsigned>((all + 255) / 256), 256>>>(view.positions, all, columns);
     for (int h = 0; h < kv_heads; ++h) view.heads[h].count = static_cast<std::int32_t>(columns);
     p.candidates = &view;
     p.end = columns * 4;
@@ -184,6 +187,7 @@ void select_shapes(benchmark::internal::Benchmark* bench) {
   bench->Args({8, 4, kMillion, kMillion / 4, 40, 0});
   for (const std::int64_t logits : {131072, 32768}) {
     bench->Args({8, 4, logits, 0, 40, 0});
+    bench->Args({8, 4, logits, -256, 40, 0});
     bench->Args({8, 4, logits, 256, 40, 0});
   }
   for (const std::int64_t logits : {4096, 16384}) bench->Args({2048, 1, logits, 128, 40, 0});

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::int64_t kMostEntries = std::int64_t{1} << 25;
 constexpr std::int64_t kRowsAtOnce = 512;
-static_assert(2 * (kRowsAtOnce + kMostGroup) <= Launch::kCounters);
+static_assert(kRowsAtOnce + kMostGroup <= Launch::kCounters);
 
 std::int32_t to_int(std::int64_t x) {
   return static_cast<std::int32_t>(
@@ -101,26 +101,42 @@ std::int32_t ceil_div(std::int64_t a, std::int64_t b) {
   return static_cast<std::int32_t>((a + b - 1) / b);
 }
 
+// How many candidates to gather per KV head, or 0: too few sectors for a bound, or too many
+// positions for one block to pick.
+std::int32_t list_capacity_of(const SelectCall& c) {
+  constexpr std::int64_t kMostListed = 65536;
+  constexpr std::int64_t kMostListedInAll = std::int64_t{1} << 23;
+  constexpr std::int64_t kMostForced = 16384;
+  const std::int64_t forced = std::int64_t{c.sinks} + std::max(c.end - c.recent_first, 0);
+  const std::int64_t least = 2 * std::int64_t{c.keep} * c.group;
+  const std::int64_t most = std::min(kMostListed, kMostListedInAll / std::max(c.kv_heads, 1));
+  if (least > most || forced > kMostForced) return 0;
+  if (std::int64_t{c.keep} * kSector * 4 > std::int64_t{c.entries} * 3) return 0;
+  return static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(8 * least, std::min<std::int64_t>(8192, most), most));
+}
+
 // How the rows are shared out, from sizes alone.
 LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   LargeCall l;
   l.call = c;
+  l.overlaps = device.capability >= 90;
   const std::int64_t rows = static_cast<std::int64_t>(c.kv_heads) * c.group;
-  const std::int32_t pieces = std::max(1, ceil_div(c.entries, kPieceEntries));
-  // About two rounds of two blocks per multiprocessor.
+  // About one round of four blocks per multiprocessor.
   const std::int64_t blocks = 4 * device.multiprocessors;
-  l.unit_pieces = std::clamp(ceil_div(pieces * rows, blocks), 1, kMassedEntries / kPieceEntries);
-  l.units = ceil_div(pieces, l.unit_pieces);
+  l.strips = std::max(1, ceil_div(c.entries, kStrip));
+  l.unit_strips =
+      std::min(ceil_div(ceil_div(l.strips * rows, blocks), kWarps) * kWarps, kUnitStrips);
+  l.units = ceil_div(l.strips, l.unit_strips);
   if (c.is_top_p && c.p < 1.0f) {
-    l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 2;
+    l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
   }
-  l.is_fine = static_cast<std::int64_t>(c.kv_heads) * c.entries <
-              std::int64_t{2} * device.multiprocessors * chunk_entries(false);
-  l.chunks = std::max(1, ceil_div(c.entries, chunk_entries(l.is_fine)));
+  l.chunks = std::max(1, ceil_div(c.entries, kChunk));
+  l.has_keys = !c.is_top_p || c.keep < c.entries;
+  if (l.has_keys) l.list_capacity = list_capacity_of(c);
   l.key_chunks = std::max(1, ceil_div(c.entries, kKeyChunk));
   l.key_loops =
       std::clamp(ceil_div(static_cast<std::int64_t>(l.key_chunks) * c.kv_heads, blocks), 1, 16);
-  l.has_keys = !c.is_top_p || c.keep < c.entries;
   return l;
 }
 
@@ -131,18 +147,28 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   const std::int64_t chunks = heads * l.chunks;
   Carver carver(scratch);
   l.zeroed = carver.take<std::uint64_t>(0);
+  l.masses = carver.take<std::uint64_t>(rows * l.bins);
   l.states = carver.take<std::uint64_t>(chunks);
+  l.gather_states = carver.take<std::uint64_t>(l.list_capacity > 0 ? chunks : 0);
   l.cuts = carver.take<KeyCut>(heads);
   l.key_bins = carver.take<std::uint32_t>(l.has_keys ? kKeyRounds * heads * kMostKeyBins : 0);
   l.key_done = carver.take<std::uint32_t>(kKeyRounds * heads);
+  l.rounds_done = carver.take<std::uint32_t>(heads);
+  l.rows_done = carver.take<std::uint32_t>(rows);
+  l.gathered = carver.take<std::uint32_t>(heads);
   l.done = carver.take<std::uint32_t>(heads);
+  l.settled = carver.take<std::uint32_t>(heads);
   l.zeroed_words = static_cast<std::int64_t>(carver.used() / sizeof(std::uint64_t));
   l.rows = carver.take<RowInfo>(rows);
+  l.searches = carver.take<RowSearch>(rows);
   l.extents = carver.take<Extent>(heads);
+  l.maxima = carver.take<std::uint32_t>(rows * l.strips * (kStripSectors / 2));
   l.unit_heads = carver.take<UnitHead>(rows * l.units);
-  l.masses = carver.take<std::uint32_t>(rows * l.units * l.bins);
+  const bool has_bounds = l.bins > 0 || l.list_capacity > 0;
+  l.rough = carver.take<uint2>(has_bounds ? rows * l.units * kRoughBins : 0);
   l.results = carver.take<ChunkResult>(chunks);
   l.alphas = carver.take<float>(chunks * l.call.group);
+  l.candidates = carver.take<Candidate>(heads * l.list_capacity);
   const bool stores_keys = l.has_keys && l.call.group > 1;
   auto* const keys = carver.take<std::uint32_t>(stores_keys ? heads * l.key_chunks * kKeyChunk : 0);
   l.keys = stores_keys ? keys : nullptr;
@@ -158,7 +184,7 @@ void select_large(const SelectCall& c, const Launch& launch) {
   const std::int32_t step = heads_at_once(c);
   for (std::int32_t first = 0; first < c.kv_heads; first += step) {
     LargeCall l = large_call(part_of(c, first, std::min(step, c.kv_heads - first)), *launch.device);
-    check(l.units <= kMostUnits && l.bins <= kRing, "a row too long for select()");
+    check(l.units <= kMostUnits, "a row too long for select()");
     l.tickets = launch.counters;
     const std::size_t needed = place(l, launch.scratch);
     if (needed > launch.scratch_bytes) {
@@ -168,9 +194,11 @@ void select_large(const SelectCall& c, const Launch& launch) {
                       " bytes of scratch on the device and there are " +
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
-    run_row_stats(l, launch.stream);
+    run_row_sums(l, launch.stream);
+    if (l.bins > 0) run_row_thresholds(l, launch.stream);
+    if (l.list_capacity > 0) run_gather(l, launch.stream);
     if (l.has_keys) run_key_rounds(l, launch.stream);
-    run_emit(l, launch.device->capability >= 90, launch.stream);
+    run_emit(l, launch.stream);
   }
 }
 
@@ -193,7 +221,9 @@ std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits&
 void select(const SelectParams& params, const Launch& launch) {
   const SelectCall c = call_of(params);
   if (c.kv_heads == 0) return;
-  if (fits_small(c, *launch.device)) return run_small(c, launch.stream);
+  if (fits_small(c, *launch.device)) {
+    return fits_top_k(c) ? run_top_k(c, launch.stream) : run_small(c, launch.stream);
+  }
   select_large(c, launch);
 }
 

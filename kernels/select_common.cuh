@@ -62,8 +62,6 @@ struct Extent {
   std::int32_t emit = 0;
   std::int32_t low = 0;
   std::int32_t high = 0;
-
-  __device__ bool is_free(std::int32_t i) const { return i < low || i >= high; }
 };
 
 // One query head: the weight of logit x is scale * 2^(x log2(e) - norm). The scale, close to 1, is
@@ -157,16 +155,14 @@ __device__ inline Extent extent_of(const SelectCall& c, int head) {
   return e;
 }
 
-// Bit e: entry i + e may be emitted.
-__device__ inline std::uint32_t allowed8(const SelectCall& c, const std::int32_t* list,
-                                         const Extent& extent, std::int32_t i) {
-  const std::int32_t left = extent.emit - i;
-  if (left <= 0) return 0;
-  std::uint32_t bits = left >= 8 ? 0xffu : (1u << left) - 1u;
-  if (c.eligible == nullptr) return bits;
-  if (list == nullptr && c.is_mask_aligned && left >= 8) {
-    const uint2 mask = *reinterpret_cast<const uint2*>(c.eligible + i);
-    bits = 0;
+// Bit e: entry i + e is eligible, of the first `left`. Out of line, for there seldom is a mask.
+__device__ __noinline__ static std::uint32_t eligible8(const std::uint8_t* eligible,
+                                                       bool is_mask_aligned,
+                                                       const std::int32_t* list, std::int32_t i,
+                                                       std::int32_t left) {
+  std::uint32_t bits = 0;
+  if (list == nullptr && is_mask_aligned && left >= 8) {
+    const uint2 mask = *reinterpret_cast<const uint2*>(eligible + i);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const std::uint32_t half = e < 4 ? mask.x : mask.y;
@@ -176,20 +172,27 @@ __device__ inline std::uint32_t allowed8(const SelectCall& c, const std::int32_t
   }
   for (int e = 0; e < min(left, 8); ++e) {
     const std::int32_t at = list != nullptr ? list[i + e] : i + e;
-    if (c.eligible[at] == 0) bits &= ~(1u << e);
+    if (eligible[at] != 0) bits |= 1u << e;
   }
   return bits;
 }
 
+// Bit e: entry i + e may be emitted.
+__device__ __forceinline__ std::uint32_t allowed8(const SelectCall& c, const std::int32_t* list,
+                                                  const Extent& extent, std::int32_t i) {
+  const std::int32_t left = extent.emit - i;
+  if (left <= 0) return 0;
+  if (c.eligible != nullptr) return eligible8(c.eligible, c.is_mask_aligned, list, i, left);
+  return left >= 8 ? 0xffu : (1u << left) - 1u;
+}
+
 // Bit e: entry i + e is always kept, if it may be emitted.
-__device__ inline std::uint32_t free8(const Extent& extent, std::int32_t i) {
+__device__ __forceinline__ std::uint32_t free8(const Extent& extent, std::int32_t i) {
   if (i >= extent.low && i + 8 <= extent.high) return 0;
-  std::uint32_t bits = 0;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    if (extent.is_free(i + e)) bits |= 1u << e;
-  }
-  return bits;
+  // Those below `low`, and those from `high` on.
+  const std::uint32_t below = (1u << min(max(extent.low - i, 0), 8)) - 1u;
+  const std::uint32_t above = 0xffu << min(max(extent.high - i, 0), 8);
+  return (below | above) & 0xffu;
 }
 
 // Replaces the f16 whose bits are not set by -Inf.
@@ -207,10 +210,9 @@ __device__ __forceinline__ uint4 all_minus_infinity() {
   return make_uint4(kMinusInfinities, kMinusInfinities, kMinusInfinities, kMinusInfinities);
 }
 
-// Eight logits of a row from entry i on as they are; -Inf from `total` on.
-__device__ inline uint4 load8_raw(const SelectCall& c, const __half* row, std::int32_t total,
-                                  std::int32_t i) {
-  if (c.is_aligned && i + 8 <= total) return *reinterpret_cast<const uint4*>(row + i);
+// Eight logits of a row from entry i on, a multiple of 8, as they are; -Inf from `total` on.
+__device__ __noinline__ static uint4 load8_unaligned(const __half* row, std::int32_t total,
+                                                     std::int32_t i) {
   std::uint32_t words[4];
   const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
 #pragma unroll
@@ -223,11 +225,20 @@ __device__ inline uint4 load8_raw(const SelectCall& c, const __half* row, std::i
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// The same, but with anything from `total` on.
+__device__ __forceinline__ uint4 load8_raw(const SelectCall& c, const __half* row,
+                                           std::int32_t total, std::int32_t i) {
+  if (c.is_aligned) return *reinterpret_cast<const uint4*>(row + i);
+  return load8_unaligned(row, total, i);
+}
+
 // Eight logits of a row from entry i on; -Inf from `total` on and for what is not eligible.
-__device__ inline uint4 load8(const SelectCall& c, const __half* row, const std::int32_t* list,
-                              const Extent& extent, std::int32_t i) {
+__device__ __forceinline__ uint4 load8(const SelectCall& c, const __half* row,
+                                       const std::int32_t* list, const Extent& extent,
+                                       std::int32_t i) {
   if (i >= extent.total) return all_minus_infinity();
-  const uint4 v = load8_raw(c, row, extent.total, i);
+  const uint4 v = c.is_aligned && i + 8 <= extent.total ? *reinterpret_cast<const uint4*>(row + i)
+                                                        : load8_unaligned(row, extent.total, i);
   if (c.eligible == nullptr || i >= extent.emit) return v;
   std::uint32_t live = allowed8(c, list, extent, i);
   const std::int32_t left = extent.emit - i;

@@ -1,170 +1,109 @@
-// Writes the kept positions in order. A block takes the next chunk of a KV head's entries and finds
-// what it keeps; where that goes follows from the chunks before it, whose counts the block looks up
-// while they come in.
-// Source of the look-back: Merrill and Garland 2016, "Single-pass parallel prefix scan with
-// decoupled look-back".
+// Writes the kept positions in order. A block takes a chunk of a KV head's entries, reads again
+// what may be kept of it, and finds where that goes from the chunks before it.
 #include "kernels/error.h"
 #include "kernels/select_large.cuh"
+#include "kernels/select_look_back.cuh"
+#include "kernels/select_sectors.cuh"
 
 namespace sluice::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kMostVectors = 4;  // of 8 entries, per thread and chunk
 constexpr int kHeadsAtOnce = 4;
-
-__host__ __device__ constexpr std::int32_t chunk_size(int vectors) {
-  return kThreads * 8 * vectors;
-}
-
-// Kept entries and those equal to the cut. While blocks exchange them, in one word with a flag.
-struct Counts {
-  std::uint32_t above = 0;
-  std::uint32_t equal = 0;
-
-  static constexpr std::uint64_t kOwn = std::uint64_t{1} << 62;  // of this chunk
-  static constexpr std::uint64_t kAll = std::uint64_t{1} << 63;  // and of all before it
-
-  __device__ std::uint64_t word(std::uint64_t flag) const {
-    return flag | static_cast<std::uint64_t>(equal) << 31 | above;
-  }
-  __device__ static Counts of(std::uint64_t word) {
-    return {static_cast<std::uint32_t>(word) & 0x7fffffffu,
-            static_cast<std::uint32_t>(word >> 31) & 0x7fffffffu};
-  }
-};
+static_assert(kChunk == kThreads * 32);
 
 struct Shared {
   RowInfo rows[kMostGroup];
+  // Bit e of word w is entry 32 w + e of the chunk, and belongs to thread w.
+  std::uint32_t kept_bits[kThreads];
+  std::uint32_t equal_bits[kThreads];
+  std::uint16_t queues[kWarps][kStripSectors];
   std::uint32_t part[kWarp];
-  std::uint32_t is_last;
   Counts before;
   std::uint32_t pages;
   std::uint32_t totals[3];  // emitted, wanted, pages
-  float alphas[kMostGroup];
-  std::uint16_t kept[kThreads * 8 * kMostVectors];
+  float alphas[kWarps][kMostGroup];
+  std::uint16_t kept[kChunk];
 };
 
 struct Chunk {
   std::int32_t head;
   std::int32_t chunk;
   std::int32_t first;   // its first entry
+  std::int32_t strip;   // of this warp, counted in the row
   std::int32_t active;  // chunks of this head
   bool bad;
   Extent extent;
-  const RowInfo* rows;       // [group]
   const std::int32_t* list;  // [emit] or null
 };
 
-// What is known of a chunk from the call alone.
-template <int kVectors>
 __device__ Chunk chunk_of(const LargeCall& call, Shared* shared) {
-  const SelectCall& c = call.call;
   const auto block = static_cast<std::int32_t>(blockIdx.x);
   Chunk chunk;
-  // The last heads were read last, and may still be in the cache.
-  chunk.head = c.kv_heads - 1 - block / call.chunks;
+  chunk.head = block / call.chunks;
   chunk.chunk = block % call.chunks;
-  chunk.first = chunk.chunk * chunk_size(kVectors);
-  chunk.rows = shared->rows;
-  chunk.list = c.head_list(chunk.head);
-  if (chunk.list == nullptr) chunk.extent = extent_of(c, chunk.head);
+  chunk.first = chunk.chunk * kChunk;
+  chunk.strip = chunk.chunk * kWarps + static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  chunk.list = call.call.head_list(chunk.head);
+  chunk.extent = call.extents[chunk.head];
+  chunk.bad = load_infos(call, chunk.head, shared->rows);
+  if (chunk.bad) chunk.extent.emit = 0;
+  chunk.active = max(1, (chunk.extent.emit + kChunk - 1) / kChunk);
   return chunk;
 }
 
-// And what the kernels before have found out.
-template <int kVectors>
-__device__ void complete(const LargeCall& call, Chunk& chunk, Shared* shared) {
+__device__ std::uint8_t* byte_of(std::uint32_t* bits, const Chunk& chunk, std::int32_t i) {
+  return reinterpret_cast<std::uint8_t*>(bits) + (i - chunk.first) / 8;
+}
+
+// By one warp: the entries of its strip that some query head keeps.
+__device__ void find_reached(const LargeCall& call, const Chunk& chunk, Shared* shared) {
   const SelectCall& c = call.call;
-  if (chunk.list != nullptr) chunk.extent = call.extents[chunk.head];
-  bool bad = false;
-  if (threadIdx.x < static_cast<unsigned>(c.group)) {
-    const RowInfo row = call.rows[static_cast<std::int64_t>(chunk.head) * c.group + threadIdx.x];
-    shared->rows[threadIdx.x] = row;
-    bad = row.bad != 0;
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  const std::int32_t first = chunk.strip * kStrip;
+  shared->kept_bits[threadIdx.x] = 0;
+  if (first >= chunk.extent.emit) return;
+  const std::uint32_t* const maxima =
+      call.row_maxima(chunk.head * c.group) + chunk.strip * (kStripSectors / 2) + lane;
+  std::uint32_t reaches = 0;
+#pragma unroll 4
+  for (int g = 0; g < c.group; ++g) {
+    const std::uint32_t word =
+        maxima[static_cast<std::int64_t>(g) * call.strips * (kStripSectors / 2)];
+    reaches |= __hge2_mask(as_half2(word), twice(shared->rows[g].threshold));
   }
-  chunk.bad = __syncthreads_or(bad ? 1 : 0) != 0;
-  if (chunk.bad) chunk.extent.emit = 0;
-  const std::int32_t size = chunk_size(kVectors);
-  chunk.active = max(1, (chunk.extent.emit + size - 1) / size);
+  // The maxima leave out what is always kept.
+  const bool all = first < chunk.extent.low || first + kStrip > chunk.extent.high;
+  std::uint16_t* const queue = shared->queues[warp];
+  const int count =
+      queue_sectors(all || (reaches & 0xffffu) != 0, all || reaches >> 16 != 0, 0, queue);
+  __syncwarp();
+  visit_sectors(queue, count, first, [&](std::int32_t i) {
+    const std::uint32_t allowed = allowed8(c, chunk.list, chunk.extent, i);
+    const auto load = [&](int g) {
+      return load8_raw(c, c.row(chunk.head, g), chunk.extent.total, i);
+    };
+    std::uint32_t bits = free8(chunk.extent, i);
+    bits = (bits | reached8(c.group, shared->rows, load)) & allowed;
+    *byte_of(shared->kept_bits, chunk, i) = static_cast<std::uint8_t>(bits);
+  });
 }
 
-// Bits per vector of this thread: what is kept, and what equals the cut.
-template <int kVectors>
-struct Bits {
-  std::uint32_t above[kVectors] = {};
-  std::uint32_t equal[kVectors] = {};
-};
-
-// Entry of this thread's vector j.
-__device__ std::int32_t entry_of(const Chunk& chunk, int j) {
-  return chunk.first + (j * kThreads + static_cast<std::int32_t>(threadIdx.x)) * 8;
-}
-
-// Logits of some query heads for some of a thread's vectors, in a chunk none of whose entries is
-// anything special. They are loaded before the first is used.
-template <int kVectors>
-struct Batch {
-  static constexpr int kStep = kVectors < 2 ? 1 : 2;
-
-  uint4 v[kStep][kHeadsAtOnce];
-
-  // Heads from `first` on, vectors from `j` on. Past the last head it comes again.
-  __device__ __forceinline__ void load(const SelectCall& c, const Chunk& chunk, int first, int j) {
-    const __half* const rows = c.row(chunk.head, 0);
-#pragma unroll
-    for (int i = 0; i < kStep * kHeadsAtOnce; ++i) {
-      const int g = min(first + i % kHeadsAtOnce, c.group - 1);
-      v[i / kHeadsAtOnce][i % kHeadsAtOnce] = *reinterpret_cast<const uint4*>(
-          rows + g * c.stride + entry_of(chunk, j + i / kHeadsAtOnce));
-    }
-  }
-  __device__ __forceinline__ void find(const SelectCall& c, const Chunk& chunk, int first, int j,
-                                       Bits<kVectors>& bits) const {
-#pragma unroll
-    for (int i = 0; i < kStep * kHeadsAtOnce; ++i) {
-      const int g = min(first + i % kHeadsAtOnce, c.group - 1);
-      bits.above[j + i / kHeadsAtOnce] |=
-          reaching(v[i / kHeadsAtOnce][i % kHeadsAtOnce], twice(chunk.rows[g].threshold));
-    }
-  }
-};
-
-// The kept entries of such a chunk; `batch` has the first vectors of the first heads.
-template <int kVectors>
-__device__ void find_reached(const SelectCall& c, const Chunk& chunk, Batch<kVectors>& batch,
-                             Bits<kVectors>& bits) {
-  for (int first = 0; first < c.group; first += kHeadsAtOnce) {
-#pragma unroll
-    for (int j = 0; j < kVectors; j += Batch<kVectors>::kStep) {
-      if (first > 0 || j > 0) batch.load(c, chunk, first, j);
-      batch.find(c, chunk, first, j, bits);
-    }
-  }
-}
-
-// Which of the eight entries from i on are kept, and which equal the cut.
-template <bool kByKeys>
-__device__ void find_kept(const LargeCall& call, const Chunk& chunk, const KeyCut& cut,
-                          std::int32_t i, std::uint32_t& above, std::uint32_t& equal) {
+// Which of the eight entries from i on are above the cut, and which equal it.
+__device__ void compare_keys(const LargeCall& call, const Chunk& chunk, const KeyCut& cut,
+                             std::int32_t i, const RowInfo* rows, std::uint32_t& above,
+                             std::uint32_t& equal) {
   const SelectCall& c = call.call;
   above = 0;
   equal = 0;
   if (i >= chunk.extent.emit) return;
-  const auto load = [&](int g) {
-    return load8_raw(c, c.row(chunk.head, g), chunk.extent.total, i);
-  };
   const std::uint32_t allowed = allowed8(c, chunk.list, chunk.extent, i);
   const std::uint32_t forced = allowed & free8(chunk.extent, i);
-  if constexpr (!kByKeys) {
-    above = (reached8(c.group, chunk.rows, load) & allowed) | forced;
-  } else if (call.keys == nullptr) {
-    const uint4 v = load(0);
+  if (call.keys == nullptr) {
+    const uint4 v = load8_raw(c, c.row(chunk.head, 0), chunk.extent.total, i);
     std::uint32_t others = allowed & ~forced;
-    if (c.is_top_p) others &= reaching(v, twice(chunk.rows[0].threshold));
+    if (c.is_top_p) others &= reaching(v, twice(rows[0].threshold));
     LogitCut(cut).compare8(v, others, above, equal);
-    above |= forced;
   } else {
     const auto* const from = reinterpret_cast<const uint4*>(
         call.keys + static_cast<std::int64_t>(chunk.head) * call.key_chunks * kKeyChunk + i);
@@ -172,85 +111,83 @@ __device__ void find_kept(const LargeCall& call, const Chunk& chunk, const KeyCu
     const uint4 high = from[1];
     const std::uint32_t keys[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     compare8(cut, keys, above, equal);
-    above |= forced;
+  }
+  above |= forced;
+}
+
+__device__ void find_heaviest(const LargeCall& call, const Chunk& chunk, const KeyCut& cut,
+                              Shared* shared) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const std::int32_t i =
+        chunk.first + (j * kThreads + static_cast<std::int32_t>(threadIdx.x)) * 8;
+    std::uint32_t above;
+    std::uint32_t equal;
+    compare_keys(call, chunk, cut, i, shared->rows, above, equal);
+    *byte_of(shared->kept_bits, chunk, i) = static_cast<std::uint8_t>(above);
+    *byte_of(shared->equal_bits, chunk, i) = static_cast<std::uint8_t>(equal);
   }
 }
 
-// Whether all entries of the chunk are there, and none is left out or always kept.
-template <int kVectors>
-__device__ bool is_plain(const SelectCall& c, const Chunk& chunk) {
-  return c.is_aligned && c.eligible == nullptr && chunk.list == nullptr &&
-         chunk.first >= chunk.extent.low &&
-         chunk.first + chunk_size(kVectors) <= min(chunk.extent.high, chunk.extent.emit);
+// By one warp: weights of what is kept of its strip, in an order that depends on nothing else.
+__device__ void add_weights(const LargeCall& call, const Chunk& chunk, Shared* shared) {
+  const SelectCall& c = call.call;
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  const std::uint32_t own = shared->kept_bits[threadIdx.x];
+  std::uint16_t* const queue = shared->queues[warp];
+  __syncwarp();
+  const int count = queue_sectors((own & 0xffffu) != 0, own >> 16 != 0, 0, queue);
+  __syncwarp();
+  for (int first = 0; first < c.group; first += kHeadsAtOnce) {
+    float sums[kHeadsAtOnce] = {};
+    visit_sectors(queue, count, chunk.strip * kStrip, [&](std::int32_t i) {
+      const std::uint32_t bits = *byte_of(shared->kept_bits, chunk, i);
+      if (bits == 0) return;
+      uint4 v[kHeadsAtOnce];
+#pragma unroll
+      for (int k = 0; k < kHeadsAtOnce; ++k) {
+        const int g = min(first + k, c.group - 1);
+        v[k] = load8_raw(c, c.row(chunk.head, g), chunk.extent.total, i);
+      }
+#pragma unroll
+      for (int k = 0; k < kHeadsAtOnce; ++k) {
+        const float norm = shared->rows[min(first + k, c.group - 1)].norm;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float2 x = __half22float2(as_half2(word_of(v[k], w)));
+          if ((bits >> (2 * w) & 1u) != 0) sums[k] += exp2_fast(fmaf(x.x, kLog2E, -norm));
+          if ((bits >> (2 * w + 1) & 1u) != 0) sums[k] += exp2_fast(fmaf(x.y, kLog2E, -norm));
+        }
+      }
+    });
+#pragma unroll
+    for (int k = 0; k < kHeadsAtOnce; ++k) {
+      const float sum = warp_sum(sums[k]);
+      if (lane == 0 && first + k < c.group) {
+        shared->alphas[warp][first + k] = shared->rows[first + k].scale * sum;
+      }
+    }
+  }
 }
 
-// By one warp: the counts of all chunks before this one.
-__device__ Counts look_back(const std::uint64_t* states, std::int32_t chunk) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  Counts sum;
-  for (std::int32_t last = chunk - 1; last >= 0; last -= kWarp) {
-    const std::int32_t at = last - lane;
-    std::uint64_t word = Counts::kAll;
-    do {
-      if (at >= 0) word = *static_cast<const volatile std::uint64_t*>(states + at);
-    } while (__any_sync(kAllLanes, word == 0));
-    const unsigned whole = __ballot_sync(kAllLanes, (word & Counts::kAll) != 0);
-    const int nearest = whole == 0 ? kWarp : __ffs(static_cast<int>(whole)) - 1;
-    Counts own = lane <= nearest ? Counts::of(word) : Counts();
-    sum.above += __reduce_add_sync(kAllLanes, own.above);
-    sum.equal += __reduce_add_sync(kAllLanes, own.equal);
-    if (whole != 0) break;
-  }
-  return sum;
-}
-
-// By one warp: publishes this chunk's counts and returns those before it.
-__device__ Counts exchange(std::uint64_t* states, std::int32_t chunk, const Counts& own) {
-  const bool is_first_lane = threadIdx.x % kWarp == 0;
-  auto* const state = static_cast<volatile std::uint64_t*>(states + chunk);
-  if (is_first_lane && chunk > 0) *state = own.word(Counts::kOwn);
-  const Counts before = look_back(states, chunk);
-  if (is_first_lane) {
-    *state = Counts{before.above + own.above, before.equal + own.equal}.word(Counts::kAll);
-  }
-  return before;
+__device__ void write_alphas(const LargeCall& call, const Chunk& chunk, const Shared* shared) {
+  const auto g = static_cast<std::int32_t>(threadIdx.x);
+  const int group = call.call.group;
+  if (g >= group) return;
+  float sum = 0.0f;
+  for (int warp = 0; warp < kWarps; ++warp) sum += shared->alphas[warp][g];
+  call.alphas[(static_cast<std::int64_t>(chunk.head) * call.chunks + chunk.chunk) * group + g] =
+      sum;
 }
 
 __device__ std::int32_t position_of(const Chunk& chunk, std::int32_t i) {
   return chunk.list != nullptr ? chunk.list[i] : i;
 }
 
-// Weights of the chunk's emitted entries, summed in an order that depends on nothing else.
-__device__ void sum_alphas(const LargeCall& call, const Chunk& chunk, std::int32_t emitted,
-                           Shared* shared) {
-  const SelectCall& c = call.call;
-  const auto warp = static_cast<int>(threadIdx.x) / kWarp;
-  const auto lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int parts = max(1, kWarps / c.group);
-  for (int q = warp; q < c.group * parts; q += kWarps) {
-    const int g = q % c.group;
-    const __half* const row = c.row(chunk.head, g) + chunk.first;
-    const RowInfo info = chunk.rows[g];
-    float sum = 0.0f;
-#pragma unroll 4
-    for (std::int32_t i = q / c.group * kWarp + lane; i < emitted; i += parts * kWarp) {
-      sum += weight_of(row[shared->kept[i]], info);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) shared->alphas[q] = sum;
-  }
-  __syncthreads();
-  const auto g = static_cast<int>(threadIdx.x);
-  if (g >= c.group) return;
-  float sum = 0.0f;
-  for (int part = 0; part < parts; ++part) sum += shared->alphas[part * c.group + g];
-  call.alphas[(static_cast<std::int64_t>(chunk.head) * call.chunks + chunk.chunk) * c.group + g] =
-      sum;
-}
-
-// Writes the first `emitted` kept positions of the chunk to `at`, and what became of it.
-__device__ void write_chunk(const LargeCall& call, const Chunk& chunk, std::int64_t at,
-                            std::int32_t wanted, std::int32_t emitted, Shared* shared) {
+// Writes the first `emitted` kept positions of the chunk to `at`.
+__device__ void write_positions(const LargeCall& call, const Chunk& chunk, std::int64_t at,
+                                std::int32_t emitted, Shared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   std::int32_t* const to = c.positions + chunk.head * c.capacity + at;
@@ -265,8 +202,10 @@ __device__ void write_chunk(const LargeCall& call, const Chunk& chunk, std::int6
   }
   pages = __reduce_add_sync(kAllLanes, pages);
   if (thread % kWarp == 0 && pages != 0) atomicAdd(&shared->pages, pages);
-  sum_alphas(call, chunk, emitted, shared);  // has a barrier
-  if (thread != 0) return;
+}
+
+__device__ void write_result(const LargeCall& call, const Chunk& chunk, std::int32_t wanted,
+                             std::int32_t emitted, const Shared* shared) {
   ChunkResult result;
   result.wanted = wanted;
   result.emitted = emitted;
@@ -312,7 +251,7 @@ __device__ void finish_head(const LargeCall& call, const Chunk& chunk, const Key
     for (int step = kWarp / 2; step > 0; step /= 2) {
       alpha += __shfl_xor_sync(kAllLanes, alpha, step);
     }
-    const RowInfo info = chunk.rows[g];
+    const RowInfo info = shared->rows[g];
     alpha = fmin(alpha + static_cast<double>(info.tail), 1.0) * static_cast<double>(info.share);
     if (lane == 0) {
       c.alpha[static_cast<std::int64_t>(chunk.head) * c.group + g] =
@@ -329,47 +268,25 @@ __device__ void finish_head(const LargeCall& call, const Chunk& chunk, const Key
   c.heads[chunk.head] = result;
 }
 
-// For every vector of this thread, the counts of all entries before it in the chunk; `total` of
-// the whole chunk. Both counts are in one word, equal ones above: a chunk has 2^13 entries.
-template <int kVectors>
-__device__ void scan_counts(const Bits<kVectors>& bits, std::uint32_t (&before)[kVectors],
-                            std::uint32_t& total, Shared* shared) {
-  static_assert(kVectors * kWarps <= kWarp);
-  const auto lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto warp = static_cast<int>(threadIdx.x) / kWarp;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    const auto own =
-        static_cast<std::uint32_t>(__popc(bits.above[j]) | __popc(bits.equal[j]) << 16);
-    const std::uint32_t inclusive = warp_inclusive(own);
-    before[j] = inclusive - own;
-    if (lane == kWarp - 1) shared->part[j * kWarps + warp] = inclusive;
-  }
-  __syncthreads();
-  const std::uint32_t part = lane < kVectors * kWarps ? shared->part[lane] : 0;
-  const std::uint32_t scanned = warp_inclusive(part);
-  total = __shfl_sync(kAllLanes, scanned, kWarp - 1);
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    before[j] += __shfl_sync(kAllLanes, scanned - part, j * kWarps + warp);
-  }
-}
-
 // Writes what the chunk keeps.
-template <bool kByKeys, int kVectors>
+template <bool kByKeys>
 __device__ void emit_chunk(const LargeCall& call, const Chunk& chunk, const KeyCut& cut,
-                           const Bits<kVectors>& bits, Shared* shared) {
-  const SelectCall& c = call.call;
+                           Shared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  std::uint32_t within[kVectors];
+  std::uint32_t kept = shared->kept_bits[thread];
+  const std::uint32_t equal = kByKeys ? shared->equal_bits[thread] : 0;
+  // Both counts in one word, equal ones above: a chunk has 2^13 entries.
   std::uint32_t total = 0;
-  scan_counts<kVectors>(bits, within, total, shared);
+  const auto own = static_cast<std::uint32_t>(__popc(kept) | __popc(equal) << 16);
+  const std::uint32_t within = block_exclusive(own, shared->part, total);
   const Counts counts{total & 0xffffu, total >> 16};
   if (thread < kWarp) {
     std::uint64_t* const states = call.states + static_cast<std::int64_t>(chunk.head) * call.chunks;
     const Counts before = exchange(states, chunk.chunk, counts);
     if (thread == 0) shared->before = before;
   }
+  // Meanwhile, for hardly ever is something left out after all.
+  if (!kByKeys) add_weights(call, chunk, shared);
   __syncthreads();
   const Counts before = shared->before;
   // Of those equal to the cut, as many as it has ties.
@@ -377,92 +294,61 @@ __device__ void emit_chunk(const LargeCall& call, const Chunk& chunk, const KeyC
     return static_cast<std::int32_t>(min(before.equal + equals, cut.ties)) -
            static_cast<std::int32_t>(min(before.equal, cut.ties));
   };
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    std::uint32_t kept = bits.above[j];
-    auto slot = static_cast<std::int32_t>(within[j] & 0xffffu);
-    if (kByKeys) {
-      const std::uint32_t equals = within[j] >> 16;
-      const std::int32_t first = ties(equals);
-      const std::int32_t last = ties(equals + static_cast<std::uint32_t>(__popc(bits.equal[j])));
-      kept |= first_bits(bits.equal[j], last - first);
-      slot += first;
-    }
-    for (; kept != 0; kept &= kept - 1) {
-      shared->kept[slot++] = static_cast<std::uint16_t>((j * kThreads + thread) * 8 +
-                                                        __ffs(static_cast<int>(kept)) - 1);
-    }
-  }
-  __syncthreads();
   const std::int32_t wanted = static_cast<std::int32_t>(counts.above) + ties(counts.equal);
   const std::int64_t at = static_cast<std::int64_t>(before.above) + min(before.equal, cut.ties);
   const auto emitted = static_cast<std::int32_t>(
-      min(static_cast<std::int64_t>(wanted), max(std::int64_t{0}, c.capacity - at)));
-  write_chunk(call, chunk, at, wanted, emitted, shared);
+      min(static_cast<std::int64_t>(wanted), max(std::int64_t{0}, call.call.capacity - at)));
+  auto slot = static_cast<std::int32_t>(within & 0xffffu);
+  if (kByKeys) {
+    const std::uint32_t equals = within >> 16;
+    const std::int32_t first = ties(equals);
+    kept |= first_bits(equal, ties(equals + static_cast<std::uint32_t>(__popc(equal))) - first);
+    slot += first;
+  }
+  kept = first_bits(kept, emitted - slot);
+  for (std::uint32_t rest = kept; rest != 0; rest &= rest - 1) {
+    shared->kept[slot++] =
+        static_cast<std::uint16_t>(thread * 32 + __ffs(static_cast<int>(rest)) - 1);
+  }
+  if (kByKeys || emitted < wanted) {
+    shared->kept_bits[thread] = kept;
+    add_weights(call, chunk, shared);
+  }
+  __syncthreads();
+  write_positions(call, chunk, at, emitted, shared);
+  write_alphas(call, chunk, shared);
+  __syncthreads();
+  if (thread == 0) write_result(call, chunk, wanted, emitted, shared);
 }
 
-// Blocks wait for those before them: the device starts blocks in their order.
-template <bool kByKeys, int kVectors>
+template <bool kByKeys>
 __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ LargeCall call) {
   __shared__ Shared shared;
-  const SelectCall& c = call.call;
   if (threadIdx.x == 0) shared.pages = 0;
-  Chunk chunk = chunk_of<kVectors>(call, &shared);
-  // The logits are there before the thresholds are.
-  const bool plain = !kByKeys && is_plain<kVectors>(c, chunk);
-  Batch<kVectors> batch;
-  if (plain) batch.load(c, chunk, 0, 0);
   wait_for_kernel_before();
-  complete<kVectors>(call, chunk, &shared);
+  allow_next_kernel();
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.chunks;
+  if (call.list_capacity > 0 && call.settled[head] != 0) return;
+  const Chunk chunk = chunk_of(call, &shared);
   if (chunk.chunk >= chunk.active) return;
   KeyCut cut;
-  if constexpr (kByKeys) cut = call.cuts[chunk.head];
-  Bits<kVectors> bits;
-  if (plain && !chunk.bad) {
-    find_reached<kVectors>(c, chunk, batch, bits);
+  if constexpr (kByKeys) {
+    cut = call.cuts[head];
+    find_heaviest(call, chunk, cut, &shared);
   } else {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      find_kept<kByKeys>(call, chunk, cut, entry_of(chunk, j), bits.above[j], bits.equal[j]);
-    }
-  }
-  emit_chunk<kByKeys, kVectors>(call, chunk, cut, bits, &shared);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const std::uint32_t before = atomicAdd(call.done + chunk.head, 1u);
-    shared.is_last = before + 1 == static_cast<std::uint32_t>(chunk.active) ? 1 : 0;
-    __threadfence();
+    find_reached(call, chunk, &shared);
   }
   __syncthreads();
-  if (shared.is_last != 0) finish_head(call, chunk, cut, &shared);
-}
-
-template <bool kByKeys, int kVectors>
-void launch(const LargeCall& call, bool overlaps, cudaStream_t stream) {
-  static_assert(kVectors == 1 || kVectors == kMostVectors);
-  static_assert(chunk_size(kVectors) == chunk_entries(kVectors == 1));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(call.call.kv_heads * call.chunks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlaps ? 1 : 0;
-  require(cudaLaunchKernelEx(&config, emit<kByKeys, kVectors>, call), "emit");
+  emit_chunk<kByKeys>(call, chunk, cut, &shared);
+  if (is_last_of(call.done + head, chunk.active)) finish_head(call, chunk, cut, &shared);
 }
 
 }  // namespace
 
-void run_emit(const LargeCall& call, bool overlaps, cudaStream_t stream) {
-  if (call.is_fine) {
-    return call.has_keys ? launch<true, 1>(call, overlaps, stream)
-                         : launch<false, 1>(call, overlaps, stream);
-  }
-  return call.has_keys ? launch<true, kMostVectors>(call, overlaps, stream)
-                       : launch<false, kMostVectors>(call, overlaps, stream);
+void run_emit(const LargeCall& call, cudaStream_t stream) {
+  const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.chunks;
+  launch_select(call.has_keys ? emit<true> : emit<false>, "emit", blocks, kThreads, 0, stream,
+                call);
 }
 
 }  // namespace sluice::cuda

@@ -1,6 +1,7 @@
 // The lightest kept key of every KV head by radix, 11 bits and less at a time. The first round
 // computes the keys, sums of weights over the query heads, and stores them; a single query head's
-// logits are their own keys.
+// logits are their own keys. All rounds are one launch: blocks of a later round wait for those of
+// the one before, which the device starts first.
 #include "kernels/error.h"
 #include "kernels/select_large.cuh"
 
@@ -13,7 +14,6 @@ struct Shared {
   Crossing<std::uint32_t> found;
   KeyCut cut;
   RowInfo rows[kMostGroup];
-  std::uint32_t is_last;
 };
 
 // A KV head as one block sees it.
@@ -36,13 +36,7 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
                    : call.keys + static_cast<std::int64_t>(head) * call.key_chunks * kKeyChunk;
   place.bins =
       call.key_bins + (static_cast<std::int64_t>(round) * c.kv_heads + head) * kMostKeyBins;
-  bool bad = false;
-  if (threadIdx.x < static_cast<unsigned>(c.group)) {
-    const RowInfo row = call.rows[static_cast<std::int64_t>(head) * c.group + threadIdx.x];
-    shared->rows[threadIdx.x] = row;
-    bad = row.bad != 0;
-  }
-  if (__syncthreads_or(bad ? 1 : 0) != 0) place.extent.emit = 0;
+  if (load_infos(call, head, shared->rows)) place.extent.emit = 0;
   return place;
 }
 
@@ -52,17 +46,15 @@ __device__ void compute_keys(const SelectCall& c, const Place& place, std::int32
   const std::uint32_t allowed = allowed8(c, place.list, place.extent, i);
   forced = allowed & free8(place.extent, i);
   const __half* const first = c.row(place.head, 0);
-  if (c.is_aligned && i + 8 <= place.extent.total) {
-    const auto load = [&](int g) {
-      return *reinterpret_cast<const uint4*>(first + g * c.stride + i);
-    };
+  const auto load = [&](int g) {
+    return load8_raw(c, first + g * c.stride, place.extent.total, i);
+  };
+  if (i < place.extent.emit) {
     keys8(c, c.group, rows, allowed & ~forced, load, keys);
-  } else {
-    const auto load = [&](int g) {
-      return load8_raw(c, first + g * c.stride, place.extent.total, i);
-    };
-    keys8(c, c.group, rows, allowed & ~forced, load, keys);
+    return;
   }
+#pragma unroll
+  for (std::uint32_t& key : keys) key = 0;
 }
 
 __device__ void load_keys(const std::uint32_t* from, std::uint32_t (&keys)[8]) {
@@ -120,16 +112,35 @@ __device__ void finish_round(const LargeCall& call, const Place& place, int roun
       advance_cut(shared->cut, group, round, shared->found, bin_of(shared->found.bin));
     }
   }
-  if (threadIdx.x == 0) call.cuts[place.head] = shared->cut;
+  if (threadIdx.x != 0) return;
+  call.cuts[place.head] = shared->cut;
+  __threadfence();
+  *static_cast<volatile std::uint32_t*>(call.rounds_done + place.head) =
+      static_cast<std::uint32_t>(shared->cut.settled != 0 ? kKeyRounds : round + 1);
+}
+
+__device__ void wait_for_round(const LargeCall& call, std::int32_t head, int round) {
+  if (threadIdx.x == 0) {
+    const auto* const done = static_cast<const volatile std::uint32_t*>(call.rounds_done + head);
+    while (*done < static_cast<std::uint32_t>(round)) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
 }
 
 __global__ void __launch_bounds__(kKeyThreads, 2)
-    key_round(const __grid_constant__ LargeCall call, int round) {
+    key_rounds_of(const __grid_constant__ LargeCall call) {
   __shared__ Shared shared;
   const std::int32_t blocks = (call.key_chunks + call.key_loops - 1) / call.key_loops;
-  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / blocks;
+  const std::int32_t all = blocks * call.call.kv_heads;
+  const int round = static_cast<int>(blockIdx.x) / all;
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) % all / blocks;
   const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % blocks;
+  wait_for_kernel_before();
   allow_next_kernel();
+  if (call.list_capacity > 0 && call.settled[head] != 0) return;
+  wait_for_round(call, head, round);
   const KeyCut cut = call.cuts[head];
   if (round > 0 && cut.settled != 0) return;
   const Place place = place_of(call, head, round, &shared);
@@ -156,27 +167,18 @@ __global__ void __launch_bounds__(kKeyThreads, 2)
     if (thread % kWarp == 0 && forced != 0) atomicAdd(&call.cuts[head].forced, forced);
     if (thread % kWarp == 0 && available != 0) atomicAdd(&call.cuts[head].available, available);
   }
-  __threadfence();
-  __syncthreads();
-  if (thread == 0) {
-    std::uint32_t* const done =
-        call.key_done + static_cast<std::int64_t>(round) * call.call.kv_heads + head;
-    shared.is_last = atomicAdd(done, 1u) + 1 == static_cast<std::uint32_t>(active) ? 1 : 0;
-    __threadfence();
-  }
-  __syncthreads();
-  if (shared.is_last != 0) finish_round(call, place, round, &shared);
+  std::uint32_t* const done =
+      call.key_done + static_cast<std::int64_t>(round) * call.call.kv_heads + head;
+  if (is_last_of(done, active)) finish_round(call, place, round, &shared);
 }
 
 }  // namespace
 
 void run_key_rounds(const LargeCall& call, cudaStream_t stream) {
-  const int blocks = (call.key_chunks + call.key_loops - 1) / call.key_loops;
-  const auto all = static_cast<unsigned>(call.call.kv_heads * blocks);
-  for (int round = 0; round < key_rounds(call.call.group); ++round) {
-    key_round<<<all, kKeyThreads, 0, stream>>>(call, round);
-    require_launch("key_round");
-  }
+  const std::int64_t blocks = (call.key_chunks + call.key_loops - 1) / call.key_loops;
+  launch_select(key_rounds_of, "key_rounds",
+                key_rounds(call.call.group) * call.call.kv_heads * blocks, kKeyThreads, 0, stream,
+                call);
 }
 
 }  // namespace sluice::cuda

@@ -74,6 +74,19 @@ __device__ __forceinline__ void keys8(const SelectCall& c, int group, const RowI
   }
 }
 
+// The same of one entry whose key is not 0; `logits` has one logit of every query head.
+__device__ __forceinline__ std::uint32_t key_of(const __half* logits, std::int64_t stride,
+                                                int group, const RowInfo* rows) {
+  if (group == 1) return ordered2(__half_as_ushort(*logits)) << 16;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int g = 0; g < group; ++g) {
+    const float x = __half2float(logits[g * stride]);
+    sum = fmaf(rows[g].scale, exp2_fast(fmaf(x, kLog2E, -rows[g].norm)), sum);
+  }
+  return (__float_as_uint(sum) << 1) + 1u;
+}
+
 // Radix rounds look at 11, 11 and 10 bits of summed weights, at 11 and 5 bits of logits, which lie
 // in a key's upper half.
 inline constexpr int kMostKeyBins = 2048;

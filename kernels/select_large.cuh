@@ -1,37 +1,58 @@
 // The kernels for rows that many blocks share, and the scratch between them:
-//   row_stats   maximum, sum and (top_p) threshold of every row
-//   key_round   (top_k, or top_p with a cap) three radix rounds towards the lightest kept key
-//   emit        positions in order, kept weights
+//   row_sums        maximum and sums of every row, the maxima of its sectors, and bounds from them
+//   row_thresholds  (top_p) what every row keeps, from the sectors that may matter
+//   gather          (a small k or cap) the few entries that may be kept; picks the heaviest
+//   key_rounds      (k or cap, where gather leaves it open) radix rounds towards the lightest kept
+//   emit            positions in order, kept weights, of what gather has not settled
+// A sector is what memory reads at once: 16 logits. Where its maximum is too low, it is not read
+// again.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/error.h"
 #include "kernels/launch.h"
 #include "kernels/select_common.cuh"
 #include "kernels/select_keys.cuh"
 
 namespace sluice::cuda {
 
-inline constexpr int kPieceThreads = 512;
-inline constexpr int kPieceEntries = kPieceThreads * 32;
-inline constexpr int kMostUnits = 512;  // per row
-inline constexpr int kRing = 8192;      // bins of a unit's histogram before they repeat
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / kWarp;
+inline constexpr int kSector = 16;
+inline constexpr int kStrip = 1024;  // entries that a warp takes at a time
+inline constexpr int kStripSectors = kStrip / kSector;
+inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
+inline constexpr int kMostUnits = 512;                       // per row
+inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of gather and emit
+inline constexpr int kRoughBins = 2048;         // f16 numbers by their upper 11 bits
 inline constexpr int kKeyThreads = 512;
 inline constexpr int kKeyChunk = kKeyThreads * 8;
 inline constexpr int kKeyRounds = 3;
 inline constexpr int kMostGroup = 64;
 
-// What a unit, some pieces of one row, is found to hold.
-struct UnitHead {
-  float highest = 0.0f;
-  float sum = 0.0f;   // of e^(x - highest)
+// What a unit, some strips of one row, is found to hold.
+struct alignas(16) UnitHead {
+  float norm = 0.0f;
+  float sum = 0.0f;   // of 2^(x log2(e) - norm)
   float kept = 0.0f;  // of them, always kept or in the tail
   float tail = 0.0f;
-  std::int32_t top = 0;    // the bin of `highest`
-  std::int32_t floor = 0;  // no entry in a lower bin is sure to be in the histogram
+  float highest = 0.0f;
   std::uint32_t bad = 0;
-  std::uint32_t unused = 0;
+  std::int32_t first = 0;  // its rough bins that are written
+  std::int32_t last = 0;
+};
+
+// What is still to be found of a row, and what is known of it.
+struct RowSearch {
+  double missing = 0.0;  // the share that top_p lacks beside what is always kept
+  float highest = 0.0f;
+  std::int32_t lowest = 0;     // bin: the threshold lies there or above; kSettled: it is known
+  std::uint32_t reaching = 0;  // no more entries than that reach the threshold
+  std::uint16_t least = 0;     // f16: as many entries as are to be kept are not below
+
+  static constexpr std::int32_t kSettled = INT32_MAX;
 };
 
 struct ChunkResult {
@@ -42,45 +63,109 @@ struct ChunkResult {
   std::int32_t last_page = 0;
 };
 
+// An entry and its key.
+struct Candidate {
+  std::uint32_t key = 0;
+  std::int32_t entry = 0;
+};
+
 // A call, or the part of it for as many KV heads as go at once.
 struct LargeCall {
   SelectCall call;
-  std::int32_t units = 0;  // per row
-  std::int32_t unit_pieces = 0;
-  std::int32_t bins = 0;             // of a unit's histogram that are written, or 0: makes none
-  std::int32_t chunks = 0;           // of emit, per KV head
-  bool is_fine = false;              // such chunks are short
+  bool overlaps = false;    // kernels may start before the ones before them have ended
+  std::int32_t strips = 0;  // per row
+  std::int32_t units = 0;   // per row
+  std::int32_t unit_strips = 0;
+  std::int32_t bins = 0;             // of a row's histogram for its threshold, or 0: makes none
+  std::int32_t chunks = 0;           // of kChunk entries, per KV head
+  std::int32_t list_capacity = 0;    // candidates per KV head, or 0: gathers none
+  bool has_keys = false;             // a cut by keys is made, or may be
   std::int32_t key_chunks = 0;       // of kKeyChunk entries, per KV head
   std::int32_t key_loops = 0;        // such chunks per block
-  std::uint32_t* tickets = nullptr;  // [2, kv_heads * group], zero on entry, left zero
+  std::uint32_t* tickets = nullptr;  // [kv_heads * group], zero on entry, left zero
   RowInfo* rows = nullptr;           // [kv_heads * group]
+  RowSearch* searches = nullptr;     // [kv_heads * group]
   Extent* extents = nullptr;         // [kv_heads]
+  std::uint32_t* maxima = nullptr;   // f16 [kv_heads * group, strips, kStripSectors]
   UnitHead* unit_heads = nullptr;    // [kv_heads * group, units]
-  std::uint32_t* masses = nullptr;   // [kv_heads * group, units, bins], from the top down
+  uint2* rough = nullptr;            // [kv_heads * group, units, kRoughBins]: sectors, masses
   ChunkResult* results = nullptr;    // [kv_heads, chunks]
   float* alphas = nullptr;           // [kv_heads, chunks, group]
+  Candidate* candidates = nullptr;   // [kv_heads, list_capacity]
   std::uint32_t* keys = nullptr;     // [kv_heads, key_chunks * kKeyChunk] if group > 1
-  // Zeroed by row_stats for the others:
-  std::uint64_t* states = nullptr;    // [kv_heads, chunks]
-  KeyCut* cuts = nullptr;             // [kv_heads]
-  std::uint32_t* key_bins = nullptr;  // [kKeyRounds, kv_heads, kMostKeyBins]
-  std::uint32_t* key_done = nullptr;  // [kKeyRounds, kv_heads]
-  std::uint32_t* done = nullptr;      // [kv_heads]
-  std::uint64_t* zeroed = nullptr;    // all of this, `zeroed_words` long
+  // Zeroed by row_sums for the others:
+  std::uint64_t* masses = nullptr;         // [kv_heads * group, bins], from the top down
+  std::uint64_t* states = nullptr;         // [kv_heads, chunks], of emit
+  std::uint64_t* gather_states = nullptr;  // [kv_heads, chunks]
+  KeyCut* cuts = nullptr;                  // [kv_heads]
+  std::uint32_t* key_bins = nullptr;       // [kKeyRounds, kv_heads, kMostKeyBins]
+  std::uint32_t* key_done = nullptr;       // [kKeyRounds, kv_heads]
+  std::uint32_t* rounds_done = nullptr;    // [kv_heads]
+  std::uint32_t* rows_done = nullptr;      // [kv_heads * group]
+  std::uint32_t* gathered = nullptr;       // [kv_heads]
+  std::uint32_t* done = nullptr;           // [kv_heads]
+  std::uint32_t* settled = nullptr;        // [kv_heads]: 1 if gather has written the answer
+  std::uint64_t* zeroed = nullptr;         // all of this, `zeroed_words` long
   std::int64_t zeroed_words = 0;
-  bool has_keys = false;  // a cut by keys is made, or may be
+
+  __device__ const std::uint32_t* row_maxima(std::int32_t row) const {
+    return maxima + static_cast<std::int64_t>(row) * strips * (kStripSectors / 2);
+  }
 };
 
-// Entries of one of emit's chunks.
-constexpr std::int32_t chunk_entries(bool is_fine) { return is_fine ? 2048 : 8192; }
+// The block that takes the last of `count` tickets sees what the others have written.
+__device__ inline bool is_last_of(std::uint32_t* tickets, std::int32_t count) {
+  __shared__ std::uint32_t is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(tickets, 1u) + 1 == static_cast<std::uint32_t>(count) ? 1 : 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last != 0;
+}
 
-void run_row_stats(const LargeCall& call, cudaStream_t stream);
+// Loads the query heads' rows; returns whether one is bad.
+__device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowInfo* rows) {
+  const int group = call.call.group;
+  bool bad = false;
+  if (threadIdx.x < static_cast<unsigned>(group)) {
+    const RowInfo row = call.rows[static_cast<std::int64_t>(head) * group + threadIdx.x];
+    rows[threadIdx.x] = row;
+    bad = row.bad != 0;
+  }
+  return __syncthreads_or(bad ? 1 : 0) != 0;
+}
+
+template <typename Kernel, typename... Args>
+void launch_select(Kernel* kernel, const char* name, std::int64_t blocks, int threads,
+                   std::size_t shared, cudaStream_t stream, const LargeCall& call,
+                   const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = call.overlaps ? 1 : 0;
+  require(cudaLaunchKernelEx(&config, kernel, call, args...), name);
+}
+
+void run_row_sums(const LargeCall& call, cudaStream_t stream);
+void run_row_thresholds(const LargeCall& call, cudaStream_t stream);
+void run_gather(const LargeCall& call, cudaStream_t stream);
 void run_key_rounds(const LargeCall& call, cudaStream_t stream);
-// `overlaps`: it may start before the kernel before it has ended.
-void run_emit(const LargeCall& call, bool overlaps, cudaStream_t stream);
+void run_emit(const LargeCall& call, cudaStream_t stream);
 
 // One KV head per block, all of whose logits fit its shared memory.
 bool fits_small(const SelectCall& call, const DeviceLimits& device);
 void run_small(const SelectCall& call, cudaStream_t stream);
+// The same for top_k with one query head per KV head, where the logits fit its registers.
+bool fits_top_k(const SelectCall& call);
+void run_top_k(const SelectCall& call, cudaStream_t stream);
 
 }  // namespace sluice::cuda

@@ -231,9 +231,9 @@ inline std::vector<float> row_of(Random& random, std::int64_t count, int kind) {
 
 inline Case random_case(Random& random, std::int64_t count) {
   Case c;
-  const auto groups = std::to_array({1, 2, 3, 4, 8});
-  c.kv_heads = static_cast<int>(random.integer(1, 3));
-  c.group = groups[static_cast<std::size_t>(random.integer(0, 4))];
+  const auto groups = std::to_array({1, 1, 2, 3, 4, 8, 16});
+  c.group = groups[static_cast<std::size_t>(random.integer(0, 6))];
+  c.kv_heads = c.group > 8 ? 1 : static_cast<int>(random.integer(1, 3));
   const bool listed = random.integer(0, 2) == 0;
   std::int64_t entries = count;
   std::int64_t positions = count;
@@ -270,8 +270,11 @@ inline Case random_case(Random& random, std::int64_t count) {
   if (random.integer(0, 1) == 1) c.sinks = random.integer(0, 4);
   if (random.integer(0, 1) == 1) c.recent_first = positions - random.integer(1, 300);
   if (random.integer(0, 2) == 0) {
-    for (std::int64_t i = 0; i < std::max<std::int64_t>(c.end, 1); ++i) {
-      c.eligible.push_back(random.integer(0, 3) == 0 ? 0 : 1);
+    // One by one, or many neighbours at once.
+    const std::int64_t longest = random.integer(0, 1) == 1 ? 1 : 200;
+    while (std::ssize(c.eligible) < std::max<std::int64_t>(c.end, 1)) {
+      c.eligible.resize(c.eligible.size() + static_cast<std::size_t>(random.integer(1, longest)),
+                        random.integer(0, 3) == 0 ? 0 : 1);
     }
   }
   if (random.integer(0, 1) == 1) {

@@ -1,0 +1,190 @@
+// Of every KV head, the entries whose key is not below a lower bound of the lightest kept, in
+// order. There are about as many as are to be kept, times the query heads, unless many weigh the
+// same; the last block of a head picks the heaviest of them. Where they are too many, or too few
+// because top_p wants others, the head is left to key_rounds and emit.
+#include "kernels/error.h"
+#include "kernels/select_large.cuh"
+#include "kernels/select_look_back.cuh"
+#include "kernels/select_pick.cuh"
+#include "kernels/select_sectors.cuh"
+
+namespace sluice::cuda {
+namespace {
+
+struct Shared {
+  RowInfo rows[kMostGroup];
+  std::uint16_t leasts[kMostGroup];
+  std::uint32_t reaching;
+  // Bit e of word w is entry 32 w + e of the chunk, and belongs to thread w.
+  std::uint32_t bits[kThreads];
+  std::uint16_t queues[kWarps][kStripSectors];
+  std::uint32_t part[kWarp];
+  Counts before;
+  PickShared pick;
+};
+
+// Keys that may be among the heaviest.
+struct Bound {
+  bool is_valid = false;
+  bool is_all = false;    // whatever top_p wants: there are few enough
+  std::uint32_t key = 1;  // candidates' keys are not below
+  float weight = 0.0f;    // the same for sums of weights, a little lower
+  __half2 logit{};        // the same for a single query head's logits, twice
+};
+
+// The highest of the query heads' bounds.
+__device__ Bound bound_of(const LargeCall& call, std::int32_t head, Shared* shared) {
+  const SelectCall& c = call.call;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  if (thread < c.group) {
+    const RowSearch search = call.searches[static_cast<std::int64_t>(head) * c.group + thread];
+    shared->leasts[thread] = search.least;
+    atomicAdd(&shared->reaching, search.reaching);
+  }
+  __syncthreads();
+  Bound bound;
+  bound.logit = twice(static_cast<std::uint16_t>(kMinusInfinities));
+  if (c.is_top_p && shared->reaching <= static_cast<std::uint32_t>(call.list_capacity)) {
+    bound.is_valid = bound.is_all = true;
+    return bound;
+  }
+  if (c.group == 1) {
+    bound.logit = twice(shared->leasts[0]);
+    bound.key = ordered2(shared->leasts[0]) << 16;
+    bound.is_valid = shared->leasts[0] != static_cast<std::uint16_t>(kMinusInfinities);
+    return bound;
+  }
+  float least = 0.0f;
+  for (int g = 0; g < c.group; ++g) {
+    least = fmaxf(least, weight_of(__ushort_as_half(shared->leasts[g]), shared->rows[g]));
+  }
+  // Sums of weights are rounded.
+  constexpr float kLess = 1.0f - 0x1p-16f;
+  bound.weight = least * kLess * kLess;
+  bound.key = (__float_as_uint(least * kLess) << 1) + 1u;
+  bound.is_valid = bound.weight > 0.0f;
+  return bound;
+}
+
+// By one warp: which of its strip's sectors may hold candidates.
+__device__ int queue_strip(const LargeCall& call, std::int32_t head, std::int32_t strip,
+                           const Bound& bound, Shared* shared, std::uint16_t* queue) {
+  const SelectCall& c = call.call;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  const std::uint32_t* const maxima =
+      call.row_maxima(head * c.group) + strip * (kStripSectors / 2) + lane;
+  std::uint32_t reaches = c.is_top_p ? 0u : ~0u;
+  std::uint32_t word = 0;
+  float first = 0.0f;
+  float second = 0.0f;
+#pragma unroll 4
+  for (int g = 0; g < c.group; ++g) {
+    word = maxima[static_cast<std::int64_t>(g) * call.strips * (kStripSectors / 2)];
+    const RowInfo& row = shared->rows[g];
+    reaches |= __hge2_mask(as_half2(word), twice(row.threshold));
+    const __half2 pair = as_half2(word);
+    first += weight_of(__low2half(pair), row);
+    second += weight_of(__high2half(pair), row);
+  }
+  if (c.group == 1) {
+    reaches &= __hge2_mask(as_half2(word), bound.logit);
+    return queue_sectors((reaches & 0xffffu) != 0, reaches >> 16 != 0, 0, queue);
+  }
+  return queue_sectors((reaches & 0xffffu) != 0 && first >= bound.weight,
+                       reaches >> 16 != 0 && second >= bound.weight, 0, queue);
+}
+
+// Bit e: entry i + e is a candidate.
+__device__ __forceinline__ std::uint32_t candidates8(const SelectCall& c, std::int32_t head,
+                                                     const Extent& extent, std::int32_t i,
+                                                     const Bound& bound, const RowInfo* rows) {
+  const std::uint32_t selectable = allowed8(c, c.head_list(head), extent, i) & ~free8(extent, i);
+  const auto load = [&](int g) { return load8_raw(c, c.row(head, g), extent.total, i); };
+  std::uint32_t keys[8];
+  keys8(c, c.group, rows, selectable, load, keys);
+  std::uint32_t bits = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) bits |= keys[e] >= bound.key ? 1u << e : 0u;
+  return bits;
+}
+
+// By one thread: writes the candidates of its word of bits.
+__device__ void write_candidates(const LargeCall& call, std::int32_t head, std::int32_t first,
+                                 std::uint32_t rank, std::uint32_t bits, const RowInfo* rows) {
+  const SelectCall& c = call.call;
+  Candidate* const to = call.candidates + static_cast<std::int64_t>(head) * call.list_capacity;
+  for (; bits != 0 && rank < static_cast<std::uint32_t>(call.list_capacity); bits &= bits - 1) {
+    const std::int32_t entry = first + __ffs(static_cast<int>(bits)) - 1;
+    to[rank++] = {key_of(c.row(head, 0) + entry, c.stride, c.group, rows), entry};
+  }
+}
+
+// Appends the chunk's candidates to those of the chunks before it.
+__device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int32_t chunk,
+                             const Extent& extent, const Bound& bound, Shared* shared) {
+  const SelectCall& c = call.call;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t warp = thread / kWarp;
+  const std::int32_t strip = chunk * kWarps + warp;
+  const std::int32_t first = strip * kStrip;
+  auto* const bytes = reinterpret_cast<std::uint8_t*>(shared->bits + warp * kWarp);
+  std::uint16_t* const queue = shared->queues[warp];
+  int count = 0;
+  shared->bits[thread] = 0;
+  if (first < extent.emit) count = queue_strip(call, head, strip, bound, shared, queue);
+  __syncwarp();
+  visit_sectors(queue, count, first, [&](std::int32_t i) {
+    bytes[(i - first) / 8] =
+        static_cast<std::uint8_t>(candidates8(c, head, extent, i, bound, shared->rows));
+  });
+  __syncwarp();
+  const std::uint32_t bits = shared->bits[thread];
+  std::uint32_t total = 0;
+  const std::uint32_t within =
+      block_exclusive(static_cast<std::uint32_t>(__popc(bits)), shared->part, total);
+  if (warp == 0) {
+    std::uint64_t* const states =
+        call.gather_states + static_cast<std::int64_t>(head) * call.chunks;
+    const Counts before = exchange(states, chunk, {total, 0});
+    if (thread == 0) shared->before = before;
+  }
+  __syncthreads();
+  write_candidates(call, head, chunk * kChunk + thread * 32, shared->before.above + within, bits,
+                   shared->rows);
+}
+
+__global__ void __launch_bounds__(kThreads, 4) gather(const __grid_constant__ LargeCall call) {
+  __shared__ Shared shared;
+  const SelectCall& c = call.call;
+  if (threadIdx.x == 0) shared.reaching = 0;
+  wait_for_kernel_before();
+  allow_next_kernel();
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.chunks;
+  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) % call.chunks;
+  const Extent extent = call.extents[head];
+  const std::int32_t active = max(1, (extent.emit + kChunk - 1) / kChunk);
+  if (chunk >= active || load_infos(call, head, shared.rows)) return;
+  const Bound bound = bound_of(call, head, &shared);
+  if (!bound.is_valid) return;
+  gather_chunk(call, head, chunk, extent, bound, &shared);
+  if (!is_last_of(call.gathered + head, active)) return;
+  const std::uint64_t* const states =
+      call.gather_states + static_cast<std::int64_t>(head) * call.chunks;
+  const auto count = static_cast<std::int32_t>(Counts::of(__ldcg(states + active - 1)).above);
+  if (count > call.list_capacity) return;
+  // Top_p may also want some that are lighter.
+  if (c.is_top_p && !bound.is_all && count <= c.keep) return;
+  const Candidate* const candidates =
+      call.candidates + static_cast<std::int64_t>(head) * call.list_capacity;
+  pick(c, head, extent, shared.rows, candidates, count, &shared.pick);
+  if (threadIdx.x == 0) call.settled[head] = 1;
+}
+
+}  // namespace
+
+void run_gather(const LargeCall& call, cudaStream_t stream) {
+  const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.chunks;
+  launch_select(gather, "gather", blocks, kThreads, 0, stream, call);
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,155 @@
+// What top_p keeps of every row, exact to a bin: a histogram of the weights in the sectors whose
+// maximum reaches the lower bound that row_sums has found.
+#include "kernels/select_large.cuh"
+#include "kernels/select_sectors.cuh"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kWarpStrips = kUnitStrips / kWarps;
+constexpr int kVectors = 4;  // of 8 entries, per thread and step
+constexpr int kHalfWarp = kWarp / 2;
+
+struct Shared {
+  std::uint16_t queues[kWarps][kWarpStrips * kStripSectors];
+  std::uint64_t part[kWarp];
+  Crossing<std::uint64_t> found;
+};
+
+// A row, and its bins from that of its maximum down.
+struct Row {
+  const __half* logits;
+  const std::int32_t* list;
+  Extent extent;
+  BinMap map;
+  std::int32_t top;
+  std::uint16_t least;  // f16 of the lowest bin
+};
+
+// Eight entries that are neither always kept nor out, else -Inf.
+__device__ __forceinline__ uint4 load_free8(const SelectCall& c, const Row& row, std::int32_t i) {
+  if (c.is_aligned && c.eligible == nullptr && i >= row.extent.low && i + 8 <= row.extent.high) {
+    return *reinterpret_cast<const uint4*>(row.logits + i);
+  }
+  return masked(load8(c, row.logits, row.list, row.extent, i), ~free8(row.extent, i));
+}
+
+__device__ __forceinline__ void add_masses(const uint4& v, const Row& row, std::uint32_t* bins) {
+  const float least = __half2float(__ushort_as_half(row.least));
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float2 pair = __half22float2(as_half2(word_of(v, w)));
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float x = e == 0 ? pair.x : pair.y;
+      if (!(x >= least)) continue;
+      std::uint32_t mass;
+      const std::int32_t bin = row.map.bin(x, mass);
+      atomicAdd(bins + (row.top - bin), mass);
+    }
+  }
+}
+
+// By one warp: its strips of the unit.
+__device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t number,
+                           std::int32_t first, std::int32_t last, std::uint16_t* queue,
+                           std::uint32_t* bins) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  const std::uint32_t* const maxima = call.row_maxima(number) + lane;
+  std::uint32_t words[kWarpStrips];
+#pragma unroll
+  for (int s = 0; s < kWarpStrips; ++s) {
+    words[s] = first + s < last ? maxima[(first + s) * (kStripSectors / 2)] : kMinusInfinities;
+  }
+  const __half2 least = twice(row.least);
+  int count = 0;
+#pragma unroll
+  for (int s = 0; s < kWarpStrips; ++s) {
+    const std::uint32_t reaches = __hge2_mask(as_half2(words[s]), least);
+    count += queue_sectors((reaches & 0xffffu) != 0, reaches >> 16 != 0,
+                           static_cast<std::uint16_t>(s * kStripSectors), queue + count);
+  }
+  __syncwarp();
+  for (int at = lane / 2; at < count + lane / 2; at += kVectors * kHalfWarp) {
+    uint4 v[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int slot = at + j * kHalfWarp;
+      v[j] = all_minus_infinity();
+      if (slot < count) {
+        const std::int32_t i = first * kStrip + queue[slot] * kSector + lane % 2 * 8;
+        v[j] = load_free8(call.call, row, i);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) add_masses(v[j], row, bins);
+  }
+}
+
+// By the last block of a row.
+__device__ void finish_row(const LargeCall& call, std::int32_t row, std::int32_t top,
+                           std::int32_t bins, const RowSearch& search, Shared* shared) {
+  const RowInfo info = call.rows[row];
+  const std::uint64_t* const masses = call.masses + static_cast<std::int64_t>(row) * call.bins;
+  const auto share_of = [&](std::int32_t below) {
+    const float edge = static_cast<float>(top - below) / kBinsPerNat;
+    const double unit = static_cast<double>(info.scale * exp2_fast(fmaf(edge, kLog2E, -info.norm)));
+    return share_units(static_cast<double>(__ldcg(masses + below)) * unit /
+                       static_cast<double>(1 << kMassBits));
+  };
+  find_crossing(share_of, bins, share_units(search.missing) + 1, &shared->found, shared->part);
+  const std::int32_t found = shared->found.bin;
+  std::uint64_t reaching = 0;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i <= found; i += kThreads) {
+    reaching += __ldcg(masses + i) >> kMassBits;
+  }
+  std::uint64_t all = 0;
+  block_exclusive(reaching, shared->part, all);
+  if (threadIdx.x != 0) return;
+  call.rows[row].threshold = bin_threshold(top - found);
+  call.searches[row].reaching = static_cast<std::uint32_t>(all);
+}
+
+__global__ void __launch_bounds__(kThreads, 4)
+    row_thresholds(const __grid_constant__ LargeCall call) {
+  extern __shared__ uint4 memory[];
+  __shared__ Shared shared;
+  auto* const bins = reinterpret_cast<std::uint32_t*>(memory);
+  const SelectCall& c = call.call;
+  const auto block = static_cast<std::int32_t>(blockIdx.x);
+  const std::int32_t number = block / call.units;
+  const int head = number / c.group;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.bins; i += kThreads) bins[i] = 0;
+  wait_for_kernel_before();
+  allow_next_kernel();
+  const RowSearch search = call.searches[number];
+  if (search.lowest == RowSearch::kSettled) return;
+  const Row row{
+      c.row(head, number % c.group), c.head_list(head),         call.extents[head],
+      BinMap(search.highest),        bin_floor(search.highest), bin_threshold(search.lowest)};
+  const std::int32_t count = min(row.top - search.lowest + 1, call.bins);
+  const std::int32_t each = call.unit_strips / kWarps;
+  const std::int32_t first =
+      block % call.units * call.unit_strips + static_cast<std::int32_t>(threadIdx.x) / kWarp * each;
+  const std::int32_t last = min(first + each, (row.extent.emit + kStrip - 1) / kStrip);
+  __syncthreads();
+  add_strips(call, row, number, first, last, shared.queues[threadIdx.x / kWarp], bins);
+  __syncthreads();
+  std::uint64_t* const masses = call.masses + static_cast<std::int64_t>(number) * call.bins;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count; i += kThreads) {
+    if (bins[i] != 0) atomicAdd(reinterpret_cast<unsigned long long*>(masses + i), bins[i]);
+  }
+  if (is_last_of(call.rows_done + number, call.units)) {
+    finish_row(call, number, row.top, count, search, &shared);
+  }
+}
+
+}  // namespace
+
+void run_row_thresholds(const LargeCall& call, cudaStream_t stream) {
+  const std::int64_t rows = std::int64_t{call.call.kv_heads} * call.call.group;
+  const auto bytes = static_cast<std::size_t>(call.bins) * sizeof(std::uint32_t);
+  launch_select(row_thresholds, "row_thresholds", rows * call.units, kThreads, bytes, stream, call);
+}
+
+}  // namespace sluice::cuda
