@@ -111,6 +111,8 @@ std::int32_t list_capacity_of(const SelectCall& c) {
   const std::int64_t least = 2 * std::int64_t{c.keep} * c.group;
   const std::int64_t most = std::min(kMostListed, kMostListedInAll / std::max(c.kv_heads, 1));
   if (least > most || forced > kMostForced) return 0;
+  // What is picked is not cut by the capacity.
+  if (c.capacity < std::max<std::int64_t>(c.keep, forced)) return 0;
   if (std::int64_t{c.keep} * kSector * 4 > std::int64_t{c.entries} * 3) return 0;
   return static_cast<std::int32_t>(
       std::clamp<std::int64_t>(8 * least, std::min<std::int64_t>(8192, most), most));
@@ -135,8 +137,9 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   l.has_keys = !c.is_top_p || c.keep < c.entries;
   if (l.has_keys) l.list_capacity = list_capacity_of(c);
   l.key_chunks = std::max(1, ceil_div(c.entries, kKeyChunk));
-  l.key_loops =
-      std::clamp(ceil_div(static_cast<std::int64_t>(l.key_chunks) * c.kv_heads, blocks), 1, 16);
+  // One round of two blocks per multiprocessor, for mostly they have nothing to do.
+  l.key_loops = std::max(1, ceil_div(static_cast<std::int64_t>(l.key_chunks) * c.kv_heads,
+                                     2 * device.multiprocessors));
   return l;
 }
 
@@ -149,13 +152,13 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   l.zeroed = carver.take<std::uint64_t>(0);
   l.masses = carver.take<std::uint64_t>(rows * l.bins);
   l.states = carver.take<std::uint64_t>(chunks);
-  l.gather_states = carver.take<std::uint64_t>(l.list_capacity > 0 ? chunks : 0);
+  l.gather_states = carver.take<std::uint64_t>(l.list_capacity > 0 ? 2 * chunks : 0);
   l.cuts = carver.take<KeyCut>(heads);
   l.key_bins = carver.take<std::uint32_t>(l.has_keys ? kKeyRounds * heads * kMostKeyBins : 0);
   l.key_done = carver.take<std::uint32_t>(kKeyRounds * heads);
   l.rounds_done = carver.take<std::uint32_t>(heads);
   l.rows_done = carver.take<std::uint32_t>(rows);
-  l.gathered = carver.take<std::uint32_t>(heads);
+  l.gathered = carver.take<std::uint32_t>(2 * heads);
   l.done = carver.take<std::uint32_t>(heads);
   l.settled = carver.take<std::uint32_t>(heads);
   l.zeroed_words = static_cast<std::int64_t>(carver.used() / sizeof(std::uint64_t));
@@ -168,7 +171,8 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   l.rough = carver.take<uint2>(has_bounds ? rows * l.units * kRoughBins : 0);
   l.results = carver.take<ChunkResult>(chunks);
   l.alphas = carver.take<float>(chunks * l.call.group);
-  l.candidates = carver.take<Candidate>(heads * l.list_capacity);
+  l.listed_keys = carver.take<std::uint32_t>(heads * l.list_capacity);
+  l.listed_entries = carver.take<std::int32_t>(heads * l.list_capacity);
   const bool stores_keys = l.has_keys && l.call.group > 1;
   auto* const keys = carver.take<std::uint32_t>(stores_keys ? heads * l.key_chunks * kKeyChunk : 0);
   l.keys = stores_keys ? keys : nullptr;
@@ -195,8 +199,10 @@ void select_large(const SelectCall& c, const Launch& launch) {
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
     run_row_sums(l, launch.stream);
+    const bool gathers = l.list_capacity > 0;
+    if (gathers && l.bins > 0) run_gather(l, false, launch.stream);
     if (l.bins > 0) run_row_thresholds(l, launch.stream);
-    if (l.list_capacity > 0) run_gather(l, launch.stream);
+    if (gathers) run_gather(l, true, launch.stream);
     if (l.has_keys) run_key_rounds(l, launch.stream);
     run_emit(l, launch.stream);
   }

@@ -70,6 +70,7 @@ struct RowInfo {
   float norm = 0.0f;
   float scale = 1.0f;
   float tail = 0.0f;  // weight of the tail
+  float kept = 0.0f;  // and of what is always kept
   float share = 1.0f;
   std::uint16_t threshold = 0;  // f16: x is kept if it is not below
   std::uint16_t bad = 0;

@@ -55,6 +55,66 @@ __device__ std::uint8_t* byte_of(std::uint32_t* bits, const Chunk& chunk, std::i
   return reinterpret_cast<std::uint8_t*>(bits) + (i - chunk.first) / 8;
 }
 
+// Logits of some query heads for eight entries. Past the last head it comes again.
+struct Batch {
+  uint4 v[kHeadsAtOnce];
+
+  __device__ __forceinline__ Batch(const SelectCall& c, const Chunk& chunk, int first,
+                                   std::int32_t i) {
+#pragma unroll
+    for (int k = 0; k < kHeadsAtOnce; ++k) {
+      const int g = min(first + k, c.group - 1);
+      v[k] = load8_raw(c, c.row(chunk.head, g), chunk.extent.total, i);
+    }
+  }
+  // Adds the weights of the entries in `bits` but for the rows' scales.
+  __device__ __forceinline__ void add(std::uint32_t bits, int first, int group, const RowInfo* rows,
+                                      float (&sums)[kHeadsAtOnce]) const {
+    if (bits == 0) return;
+#pragma unroll
+    for (int k = 0; k < kHeadsAtOnce; ++k) {
+      const float norm = rows[min(first + k, group - 1)].norm;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 x = __half22float2(as_half2(word_of(v[k], w)));
+        if ((bits >> (2 * w) & 1u) != 0) sums[k] += exp2_fast(fmaf(x.x, kLog2E, -norm));
+        if ((bits >> (2 * w + 1) & 1u) != 0) sums[k] += exp2_fast(fmaf(x.y, kLog2E, -norm));
+      }
+    }
+  }
+};
+
+// By one warp: the weights that its lanes have summed.
+__device__ __forceinline__ void put_sums(const SelectCall& c, int first,
+                                         const float (&sums)[kHeadsAtOnce], Shared* shared) {
+#pragma unroll
+  for (int k = 0; k < kHeadsAtOnce; ++k) {
+    const float sum = warp_sum(sums[k]);
+    if (threadIdx.x % kWarp == 0 && first + k < c.group) {
+      shared->alphas[threadIdx.x / kWarp][first + k] = shared->rows[first + k].scale * sum;
+    }
+  }
+}
+
+// By one warp: weights of what is kept of its strip, in an order that depends on nothing else.
+__device__ __noinline__ void add_weights(const SelectCall& c, const Chunk& chunk, Shared* shared) {
+  const std::uint32_t own = shared->kept_bits[threadIdx.x];
+  std::uint16_t* const queue = shared->queues[threadIdx.x / kWarp];
+  __syncwarp();
+  const int count = queue_sectors((own & 0xffffu) != 0, own >> 16 != 0, 0, queue);
+  __syncwarp();
+#pragma unroll 1
+  for (int first = 0; first < c.group; first += kHeadsAtOnce) {
+    float sums[kHeadsAtOnce] = {};
+    visit_sectors(queue, count, chunk.strip * kStrip, [&](std::int32_t i) {
+      const std::uint32_t bits = *byte_of(shared->kept_bits, chunk, i);
+      if (bits == 0) return;
+      Batch(c, chunk, first, i).add(bits, first, c.group, shared->rows, sums);
+    });
+    put_sums(c, first, sums, shared);
+  }
+}
+
 // By one warp: the entries of its strip that some query head keeps.
 __device__ void find_reached(const LargeCall& call, const Chunk& chunk, Shared* shared) {
   const SelectCall& c = call.call;
@@ -62,7 +122,12 @@ __device__ void find_reached(const LargeCall& call, const Chunk& chunk, Shared* 
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
   const std::int32_t first = chunk.strip * kStrip;
   shared->kept_bits[threadIdx.x] = 0;
-  if (first >= chunk.extent.emit) return;
+  if (first >= chunk.extent.emit) {
+    if (lane == 0) {
+      for (int g = 0; g < c.group; ++g) shared->alphas[warp][g] = 0.0f;
+    }
+    return;
+  }
   const std::uint32_t* const maxima =
       call.row_maxima(chunk.head * c.group) + chunk.strip * (kStripSectors / 2) + lane;
   std::uint32_t reaches = 0;
@@ -78,15 +143,24 @@ __device__ void find_reached(const LargeCall& call, const Chunk& chunk, Shared* 
   const int count =
       queue_sectors(all || (reaches & 0xffffu) != 0, all || reaches >> 16 != 0, 0, queue);
   __syncwarp();
+  const bool adds = c.group <= kHeadsAtOnce;
+  float sums[kHeadsAtOnce] = {};
   visit_sectors(queue, count, first, [&](std::int32_t i) {
+    if (i >= chunk.extent.emit) return;
     const std::uint32_t allowed = allowed8(c, chunk.list, chunk.extent, i);
-    const auto load = [&](int g) {
-      return load8_raw(c, c.row(chunk.head, g), chunk.extent.total, i);
-    };
-    std::uint32_t bits = free8(chunk.extent, i);
-    bits = (bits | reached8(c.group, shared->rows, load)) & allowed;
+    std::uint32_t bits = allowed & free8(chunk.extent, i);
+    for (int g = 0; g < c.group; g += kHeadsAtOnce) {
+      const Batch batch(c, chunk, g, i);
+#pragma unroll
+      for (int k = 0; k < kHeadsAtOnce; ++k) {
+        const std::uint16_t threshold = shared->rows[min(g + k, c.group - 1)].threshold;
+        bits |= allowed & reaching(batch.v[k], twice(threshold));
+      }
+      if (adds) batch.add(bits, 0, c.group, shared->rows, sums);
+    }
     *byte_of(shared->kept_bits, chunk, i) = static_cast<std::uint8_t>(bits);
   });
+  if (adds) put_sums(c, 0, sums, shared);
 }
 
 // Which of the eight entries from i on are above the cut, and which equal it.
@@ -126,48 +200,6 @@ __device__ void find_heaviest(const LargeCall& call, const Chunk& chunk, const K
     compare_keys(call, chunk, cut, i, shared->rows, above, equal);
     *byte_of(shared->kept_bits, chunk, i) = static_cast<std::uint8_t>(above);
     *byte_of(shared->equal_bits, chunk, i) = static_cast<std::uint8_t>(equal);
-  }
-}
-
-// By one warp: weights of what is kept of its strip, in an order that depends on nothing else.
-__device__ void add_weights(const LargeCall& call, const Chunk& chunk, Shared* shared) {
-  const SelectCall& c = call.call;
-  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
-  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
-  const std::uint32_t own = shared->kept_bits[threadIdx.x];
-  std::uint16_t* const queue = shared->queues[warp];
-  __syncwarp();
-  const int count = queue_sectors((own & 0xffffu) != 0, own >> 16 != 0, 0, queue);
-  __syncwarp();
-  for (int first = 0; first < c.group; first += kHeadsAtOnce) {
-    float sums[kHeadsAtOnce] = {};
-    visit_sectors(queue, count, chunk.strip * kStrip, [&](std::int32_t i) {
-      const std::uint32_t bits = *byte_of(shared->kept_bits, chunk, i);
-      if (bits == 0) return;
-      uint4 v[kHeadsAtOnce];
-#pragma unroll
-      for (int k = 0; k < kHeadsAtOnce; ++k) {
-        const int g = min(first + k, c.group - 1);
-        v[k] = load8_raw(c, c.row(chunk.head, g), chunk.extent.total, i);
-      }
-#pragma unroll
-      for (int k = 0; k < kHeadsAtOnce; ++k) {
-        const float norm = shared->rows[min(first + k, c.group - 1)].norm;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float2 x = __half22float2(as_half2(word_of(v[k], w)));
-          if ((bits >> (2 * w) & 1u) != 0) sums[k] += exp2_fast(fmaf(x.x, kLog2E, -norm));
-          if ((bits >> (2 * w + 1) & 1u) != 0) sums[k] += exp2_fast(fmaf(x.y, kLog2E, -norm));
-        }
-      }
-    });
-#pragma unroll
-    for (int k = 0; k < kHeadsAtOnce; ++k) {
-      const float sum = warp_sum(sums[k]);
-      if (lane == 0 && first + k < c.group) {
-        shared->alphas[warp][first + k] = shared->rows[first + k].scale * sum;
-      }
-    }
   }
 }
 
@@ -286,7 +318,7 @@ __device__ void emit_chunk(const LargeCall& call, const Chunk& chunk, const KeyC
     if (thread == 0) shared->before = before;
   }
   // Meanwhile, for hardly ever is something left out after all.
-  if (!kByKeys) add_weights(call, chunk, shared);
+  if (!kByKeys && call.call.group > kHeadsAtOnce) add_weights(call.call, chunk, shared);
   __syncthreads();
   const Counts before = shared->before;
   // Of those equal to the cut, as many as it has ties.
@@ -312,7 +344,7 @@ __device__ void emit_chunk(const LargeCall& call, const Chunk& chunk, const KeyC
   }
   if (kByKeys || emitted < wanted) {
     shared->kept_bits[thread] = kept;
-    add_weights(call, chunk, shared);
+    add_weights(call.call, chunk, shared);
   }
   __syncthreads();
   write_positions(call, chunk, at, emitted, shared);

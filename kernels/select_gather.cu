@@ -2,6 +2,9 @@
 // order. There are about as many as are to be kept, times the query heads, unless many weigh the
 // same; the last block of a head picks the heaviest of them. Where they are too many, or too few
 // because top_p wants others, the head is left to key_rounds and emit.
+//
+// While top_p's thresholds are not known, a head is settled if what is heaviest of all lies above
+// their upper bounds.
 #include "kernels/error.h"
 #include "kernels/select_large.cuh"
 #include "kernels/select_look_back.cuh"
@@ -14,7 +17,9 @@ namespace {
 struct Shared {
   RowInfo rows[kMostGroup];
   std::uint16_t leasts[kMostGroup];
+  std::uint16_t mosts[kMostGroup];
   std::uint32_t reaching;
+  std::uint32_t sure;
   // Bit e of word w is entry 32 w + e of the chunk, and belongs to thread w.
   std::uint32_t bits[kThreads];
   std::uint16_t queues[kWarps][kStripSectors];
@@ -33,18 +38,24 @@ struct Bound {
 };
 
 // The highest of the query heads' bounds.
-__device__ Bound bound_of(const LargeCall& call, std::int32_t head, Shared* shared) {
+__device__ Bound bound_of(const LargeCall& call, std::int32_t head, bool is_exact, Shared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   if (thread < c.group) {
     const RowSearch search = call.searches[static_cast<std::int64_t>(head) * c.group + thread];
     shared->leasts[thread] = search.least;
+    shared->mosts[thread] = search.most;
     atomicAdd(&shared->reaching, search.reaching);
+    atomicMax(&shared->sure, search.sure);
   }
   __syncthreads();
   Bound bound;
   bound.logit = twice(static_cast<std::uint16_t>(kMinusInfinities));
-  if (c.is_top_p && shared->reaching <= static_cast<std::uint32_t>(call.list_capacity)) {
+  // Else it may be that no more than the cap are wanted; and if it is not much more, some of the
+  // heaviest hardly lie above the bounds.
+  if (!is_exact && shared->sure / 2 <= static_cast<std::uint32_t>(c.keep)) return bound;
+  if (is_exact && c.is_top_p &&
+      shared->reaching <= static_cast<std::uint32_t>(call.list_capacity)) {
     bound.is_valid = bound.is_all = true;
     return bound;
   }
@@ -112,16 +123,19 @@ __device__ __forceinline__ std::uint32_t candidates8(const SelectCall& c, std::i
 __device__ void write_candidates(const LargeCall& call, std::int32_t head, std::int32_t first,
                                  std::uint32_t rank, std::uint32_t bits, const RowInfo* rows) {
   const SelectCall& c = call.call;
-  Candidate* const to = call.candidates + static_cast<std::int64_t>(head) * call.list_capacity;
+  const std::int64_t list = static_cast<std::int64_t>(head) * call.list_capacity;
   for (; bits != 0 && rank < static_cast<std::uint32_t>(call.list_capacity); bits &= bits - 1) {
     const std::int32_t entry = first + __ffs(static_cast<int>(bits)) - 1;
-    to[rank++] = {key_of(c.row(head, 0) + entry, c.stride, c.group, rows), entry};
+    call.listed_keys[list + rank] = key_of(c.row(head, 0) + entry, c.stride, c.group, rows);
+    call.listed_entries[list + rank] = entry;
+    ++rank;
   }
 }
 
 // Appends the chunk's candidates to those of the chunks before it.
 __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int32_t chunk,
-                             const Extent& extent, const Bound& bound, Shared* shared) {
+                             const Extent& extent, const Bound& bound, std::uint64_t* states,
+                             Shared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t warp = thread / kWarp;
@@ -134,6 +148,7 @@ __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int3
   if (first < extent.emit) count = queue_strip(call, head, strip, bound, shared, queue);
   __syncwarp();
   visit_sectors(queue, count, first, [&](std::int32_t i) {
+    if (i >= extent.emit) return;
     bytes[(i - first) / 8] =
         static_cast<std::uint8_t>(candidates8(c, head, extent, i, bound, shared->rows));
   });
@@ -143,8 +158,6 @@ __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int3
   const std::uint32_t within =
       block_exclusive(static_cast<std::uint32_t>(__popc(bits)), shared->part, total);
   if (warp == 0) {
-    std::uint64_t* const states =
-        call.gather_states + static_cast<std::int64_t>(head) * call.chunks;
     const Counts before = exchange(states, chunk, {total, 0});
     if (thread == 0) shared->before = before;
   }
@@ -153,38 +166,41 @@ __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int3
                    shared->rows);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) gather(const __grid_constant__ LargeCall call) {
+__global__ void __launch_bounds__(kThreads, 4)
+    gather(const __grid_constant__ LargeCall call, bool is_exact) {
   __shared__ Shared shared;
   const SelectCall& c = call.call;
-  if (threadIdx.x == 0) shared.reaching = 0;
+  if (threadIdx.x == 0) shared.reaching = shared.sure = 0;
   wait_for_kernel_before();
   allow_next_kernel();
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.chunks;
   const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) % call.chunks;
+  if (call.settled[head] != 0) return;
   const Extent extent = call.extents[head];
   const std::int32_t active = max(1, (extent.emit + kChunk - 1) / kChunk);
   if (chunk >= active || load_infos(call, head, shared.rows)) return;
-  const Bound bound = bound_of(call, head, &shared);
+  const Bound bound = bound_of(call, head, is_exact, &shared);
   if (!bound.is_valid) return;
-  gather_chunk(call, head, chunk, extent, bound, &shared);
-  if (!is_last_of(call.gathered + head, active)) return;
-  const std::uint64_t* const states =
-      call.gather_states + static_cast<std::int64_t>(head) * call.chunks;
+  const std::int32_t slot = (is_exact ? c.kv_heads : 0) + head;
+  std::uint64_t* const states = call.gather_states + static_cast<std::int64_t>(slot) * call.chunks;
+  gather_chunk(call, head, chunk, extent, bound, states, &shared);
+  if (!is_last_of(call.gathered + slot, active)) return;
   const auto count = static_cast<std::int32_t>(Counts::of(__ldcg(states + active - 1)).above);
   if (count > call.list_capacity) return;
   // Top_p may also want some that are lighter.
   if (c.is_top_p && !bound.is_all && count <= c.keep) return;
-  const Candidate* const candidates =
-      call.candidates + static_cast<std::int64_t>(head) * call.list_capacity;
-  pick(c, head, extent, shared.rows, candidates, count, &shared.pick);
-  if (threadIdx.x == 0) call.settled[head] = 1;
+  const std::int64_t list = static_cast<std::int64_t>(head) * call.list_capacity;
+  const bool settles = pick(c, head, extent, shared.rows,
+                            {call.listed_keys + list, call.listed_entries + list, count},
+                            is_exact ? nullptr : shared.mosts, &shared.pick);
+  if (settles && threadIdx.x == 0) call.settled[head] = 1;
 }
 
 }  // namespace
 
-void run_gather(const LargeCall& call, cudaStream_t stream) {
+void run_gather(const LargeCall& call, bool is_exact, cudaStream_t stream) {
   const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.chunks;
-  launch_select(gather, "gather", blocks, kThreads, 0, stream, call);
+  launch_select(gather, "gather", blocks, kThreads, 0, stream, call, is_exact);
 }
 
 }  // namespace sluice::cuda

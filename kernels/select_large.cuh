@@ -1,9 +1,9 @@
 // The kernels for rows that many blocks share, and the scratch between them:
 //   row_sums        maximum and sums of every row, the maxima of its sectors, and bounds from them
-//   row_thresholds  (top_p) what every row keeps, from the sectors that may matter
 //   gather          (a small k or cap) the few entries that may be kept; picks the heaviest
-//   key_rounds      (k or cap, where gather leaves it open) radix rounds towards the lightest kept
-//   emit            positions in order, kept weights, of what gather has not settled
+//   row_thresholds  (top_p) what every row keeps, from the sectors that may matter; and gather
+//   again key_rounds      (k or cap, where gather leaves it open) radix rounds towards the lightest
+//   kept emit            positions in order, kept weights, of what gather has not settled
 // A sector is what memory reads at once: 16 logits. Where its maximum is too low, it is not read
 // again.
 #pragma once
@@ -27,6 +27,7 @@ inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
 inline constexpr int kMostUnits = 512;                       // per row
 inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of gather and emit
 inline constexpr int kRoughBins = 2048;         // f16 numbers by their upper 11 bits
+inline constexpr int kWrittenBins = 2 * kThreads;
 inline constexpr int kKeyThreads = 512;
 inline constexpr int kKeyChunk = kKeyThreads * 8;
 inline constexpr int kKeyRounds = 3;
@@ -40,16 +41,18 @@ struct alignas(16) UnitHead {
   float tail = 0.0f;
   float highest = 0.0f;
   std::uint32_t bad = 0;
-  std::int32_t first = 0;  // its rough bins that are written
-  std::int32_t last = 0;
+  std::int32_t top = 0;  // rough bin of `highest`: from there down, kWrittenBins are written
+  std::int32_t unused = 0;
 };
 
 // What is still to be found of a row, and what is known of it.
 struct RowSearch {
-  double missing = 0.0;  // the share that top_p lacks beside what is always kept
+  float missing = 0.0f;  // the share that top_p lacks beside what is always kept
   float highest = 0.0f;
   std::int32_t lowest = 0;     // bin: the threshold lies there or above; kSettled: it is known
   std::uint32_t reaching = 0;  // no more entries than that reach the threshold
+  std::uint32_t sure = 0;      // at least so many entries are not below `most`
+  std::uint16_t most = 0;      // f16: the threshold is not above
   std::uint16_t least = 0;     // f16: as many entries as are to be kept are not below
 
   static constexpr std::int32_t kSettled = INT32_MAX;
@@ -63,12 +66,6 @@ struct ChunkResult {
   std::int32_t last_page = 0;
 };
 
-// An entry and its key.
-struct Candidate {
-  std::uint32_t key = 0;
-  std::int32_t entry = 0;
-};
-
 // A call, or the part of it for as many KV heads as go at once.
 struct LargeCall {
   SelectCall call;
@@ -76,33 +73,34 @@ struct LargeCall {
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
   std::int32_t unit_strips = 0;
-  std::int32_t bins = 0;             // of a row's histogram for its threshold, or 0: makes none
-  std::int32_t chunks = 0;           // of kChunk entries, per KV head
-  std::int32_t list_capacity = 0;    // candidates per KV head, or 0: gathers none
-  bool has_keys = false;             // a cut by keys is made, or may be
-  std::int32_t key_chunks = 0;       // of kKeyChunk entries, per KV head
-  std::int32_t key_loops = 0;        // such chunks per block
-  std::uint32_t* tickets = nullptr;  // [kv_heads * group], zero on entry, left zero
-  RowInfo* rows = nullptr;           // [kv_heads * group]
-  RowSearch* searches = nullptr;     // [kv_heads * group]
-  Extent* extents = nullptr;         // [kv_heads]
-  std::uint32_t* maxima = nullptr;   // f16 [kv_heads * group, strips, kStripSectors]
-  UnitHead* unit_heads = nullptr;    // [kv_heads * group, units]
-  uint2* rough = nullptr;            // [kv_heads * group, units, kRoughBins]: sectors, masses
-  ChunkResult* results = nullptr;    // [kv_heads, chunks]
-  float* alphas = nullptr;           // [kv_heads, chunks, group]
-  Candidate* candidates = nullptr;   // [kv_heads, list_capacity]
-  std::uint32_t* keys = nullptr;     // [kv_heads, key_chunks * kKeyChunk] if group > 1
+  std::int32_t bins = 0;                 // of a row's histogram for its threshold, or 0: makes none
+  std::int32_t chunks = 0;               // of kChunk entries, per KV head
+  std::int32_t list_capacity = 0;        // candidates per KV head, or 0: gathers none
+  bool has_keys = false;                 // a cut by keys is made, or may be
+  std::int32_t key_chunks = 0;           // of kKeyChunk entries, per KV head
+  std::int32_t key_loops = 0;            // such chunks per block
+  std::uint32_t* tickets = nullptr;      // [kv_heads * group], zero on entry, left zero
+  RowInfo* rows = nullptr;               // [kv_heads * group]
+  RowSearch* searches = nullptr;         // [kv_heads * group]
+  Extent* extents = nullptr;             // [kv_heads]
+  std::uint32_t* maxima = nullptr;       // f16 [kv_heads * group, strips, kStripSectors]
+  UnitHead* unit_heads = nullptr;        // [kv_heads * group, units]
+  uint2* rough = nullptr;                // [kv_heads * group, units, kRoughBins]: sectors, masses
+  ChunkResult* results = nullptr;        // [kv_heads, chunks]
+  float* alphas = nullptr;               // [kv_heads, chunks, group]
+  std::uint32_t* listed_keys = nullptr;  // [kv_heads, list_capacity], of candidates
+  std::int32_t* listed_entries = nullptr;  // [kv_heads, list_capacity]
+  std::uint32_t* keys = nullptr;           // [kv_heads, key_chunks * kKeyChunk] if group > 1
   // Zeroed by row_sums for the others:
   std::uint64_t* masses = nullptr;         // [kv_heads * group, bins], from the top down
   std::uint64_t* states = nullptr;         // [kv_heads, chunks], of emit
-  std::uint64_t* gather_states = nullptr;  // [kv_heads, chunks]
+  std::uint64_t* gather_states = nullptr;  // [2, kv_heads, chunks]
   KeyCut* cuts = nullptr;                  // [kv_heads]
   std::uint32_t* key_bins = nullptr;       // [kKeyRounds, kv_heads, kMostKeyBins]
   std::uint32_t* key_done = nullptr;       // [kKeyRounds, kv_heads]
   std::uint32_t* rounds_done = nullptr;    // [kv_heads]
   std::uint32_t* rows_done = nullptr;      // [kv_heads * group]
-  std::uint32_t* gathered = nullptr;       // [kv_heads]
+  std::uint32_t* gathered = nullptr;       // [2, kv_heads]
   std::uint32_t* done = nullptr;           // [kv_heads]
   std::uint32_t* settled = nullptr;        // [kv_heads]: 1 if gather has written the answer
   std::uint64_t* zeroed = nullptr;         // all of this, `zeroed_words` long
@@ -114,11 +112,11 @@ struct LargeCall {
 };
 
 // The block that takes the last of `count` tickets sees what the others have written.
-__device__ inline bool is_last_of(std::uint32_t* tickets, std::int32_t count) {
+__device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t count) {
   __shared__ std::uint32_t is_last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     is_last = atomicAdd(tickets, 1u) + 1 == static_cast<std::uint32_t>(count) ? 1 : 0;
     __threadfence();
   }
@@ -157,7 +155,8 @@ void launch_select(Kernel* kernel, const char* name, std::int64_t blocks, int th
 
 void run_row_sums(const LargeCall& call, cudaStream_t stream);
 void run_row_thresholds(const LargeCall& call, cudaStream_t stream);
-void run_gather(const LargeCall& call, cudaStream_t stream);
+// Once more, `is_exact`, when thresholds are known: for heads that bounds of them do not settle.
+void run_gather(const LargeCall& call, bool is_exact, cudaStream_t stream);
 void run_key_rounds(const LargeCall& call, cudaStream_t stream);
 void run_emit(const LargeCall& call, cudaStream_t stream);
 

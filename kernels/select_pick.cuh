@@ -7,22 +7,34 @@
 
 namespace sluice::cuda {
 
+constexpr std::int32_t kMostHeld = 4096;  // candidates in shared memory
+
 struct PickShared {
-  std::uint32_t bins[kMostKeyBins];
-  std::int32_t counts[kWarps];
+  std::uint32_t bins[kThreads];
   std::uint32_t part[kWarp];
-  Crossing<std::uint32_t> found;
-  KeyCut cut;
+  std::int32_t counts[kWarps];
+  std::uint32_t digit;
+  std::uint32_t before;
+  std::uint32_t in_bin;
   std::int32_t last_tie;
   std::uint32_t pages;
   float alphas[kWarps][kMostGroup];
+  std::uint32_t keys[kMostHeld];
+  std::int32_t entries[kMostHeld];
+};
+
+// A head's candidates in order, where they are.
+struct Candidates {
+  const std::uint32_t* keys;
+  const std::int32_t* entries;
+  std::int32_t count;
 };
 
 // Calls write(i, rank) for those i in [0, count) that `keeps` wants, in order; returns how many.
 // keeps(i) is asked twice.
 template <typename Keeps, typename Write>
-__device__ std::int32_t compact(std::int32_t count, const Keeps& keeps, const Write& write,
-                                PickShared* shared) {
+__device__ __forceinline__ std::int32_t compact(std::int32_t count, const Keeps& keeps,
+                                                const Write& write, PickShared* shared) {
   const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
   const std::int32_t each = (count + kThreads - 1) / kThreads * kWarp;
@@ -41,6 +53,7 @@ __device__ std::int32_t compact(std::int32_t count, const Keeps& keeps, const Wr
     before += w < warp ? shared->counts[w] : 0;
     all += shared->counts[w];
   }
+#pragma unroll 1
   for (std::int32_t at = first; at < last; at += kWarp) {
     const std::int32_t i = at + lane;
     const bool kept = i < last && keeps(i);
@@ -51,54 +64,64 @@ __device__ std::int32_t compact(std::int32_t count, const Keeps& keeps, const Wr
   return all;
 }
 
-// The lightest key that is kept, and which of its equals are.
-__device__ inline void find_cut(const SelectCall& c, const Candidate* candidates,
-                                std::int32_t count, std::int32_t forced, PickShared* shared) {
+// Larger keys are kept, and of the equal ones those up to candidate `last_tie`.
+struct Cut {
+  std::uint32_t key = 0;
+  std::int32_t last_tie = -1;
+};
+
+// The `wanted`-th largest key, of more; by radix, 8 bits at a time.
+__device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, PickShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  if (thread == 0) {
-    shared->cut = KeyCut();
-    shared->cut.forced = static_cast<std::uint32_t>(forced);
-    shared->cut.available = static_cast<std::uint32_t>(count);
-    begin_cut(c, shared->cut);
-    shared->last_tie = -1;
-  }
-  __syncthreads();
-  for (int round = 0; round < key_rounds(c.group) && shared->cut.settled == 0; ++round) {
-    const KeyRound view(c.group, round, shared->cut);
-    const std::int32_t bins = key_bins(c.group, round);
-    for (std::int32_t i = thread; i < bins; i += kThreads) shared->bins[i] = 0;
+  Cut cut;
+  bool is_all = false;  // of those that equal it
+#pragma unroll 1
+  for (int shift = 24; shift >= 0 && !is_all; shift -= 8) {
+    shared->bins[thread] = 0;
     __syncthreads();
-#pragma unroll 4
-    for (std::int32_t i = thread; i < count; i += kThreads) {
-      const std::uint32_t key = candidates[i].key;
-      if (view.concerns(key)) atomicAdd(shared->bins + view.bin(key), 1u);
+#pragma unroll 1
+    for (std::int32_t i = thread; i < from.count; i += kThreads) {
+      const std::uint32_t key = from.keys[i];
+      if (((key ^ cut.key) >> shift) < 256u) atomicAdd(shared->bins + (key >> shift & 255u), 1u);
     }
     __syncthreads();
-    const auto bin_of = [&](std::int32_t i) { return shared->bins[bins - 1 - i]; };
-    find_crossing(bin_of, bins, shared->cut.ties, &shared->found, shared->part);
-    if (thread == 0) {
-      advance_cut(shared->cut, c.group, round, shared->found, bin_of(shared->found.bin));
+    const std::uint32_t own = shared->bins[kThreads - 1 - thread];
+    std::uint32_t all = 0;
+    const std::uint32_t before = block_exclusive(own, shared->part, all);
+    if (before < wanted && before + own >= wanted) {
+      shared->digit = static_cast<std::uint32_t>(kThreads - 1 - thread);
+      shared->before = before;
+      shared->in_bin = own;
     }
     __syncthreads();
+    cut.key |= shared->digit << shift;
+    wanted -= shared->before;
+    is_all = wanted == shared->in_bin;
   }
-  const KeyCut cut = shared->cut;
-  if (cut.ties == 0) return;
+  if (is_all) {
+    // Whatever is larger than the key before the digits that are known.
+    --cut.key;
+    return cut;
+  }
   compact(
-      count, [&](std::int32_t i) { return candidates[i].key == cut.key; },
+      from.count, [&](std::int32_t i) { return from.keys[i] == cut.key; },
       [&](std::int32_t i, std::int32_t rank) {
-        if (rank + 1 == static_cast<std::int32_t>(cut.ties)) shared->last_tie = i;
+        if (rank + 1 == static_cast<std::int32_t>(wanted)) shared->last_tie = i;
       },
       shared);
   __syncthreads();
+  cut.last_tie = shared->last_tie;
+  return cut;
 }
 
-// Weights of the entries in the answer, in an order that depends on nothing else.
+// Weights of what is kept, in an order that depends on nothing else.
 __device__ inline void write_alphas(const SelectCall& c, std::int32_t head, const RowInfo* rows,
-                                    std::int32_t count, PickShared* shared) {
+                                    const std::int32_t* entries, std::int32_t count,
+                                    PickShared* shared) {
   const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
-  const std::int32_t* const entries = c.positions + head * c.capacity;
   const int parts = max(1, kWarps / c.group);
+#pragma unroll 1
   for (int q = warp; q < c.group * parts; q += kWarps) {
     const int g = q % c.group;
     const __half* const row = c.row(head, g);
@@ -113,23 +136,35 @@ __device__ inline void write_alphas(const SelectCall& c, std::int32_t head, cons
   __syncthreads();
   const auto g = static_cast<std::int32_t>(threadIdx.x);
   if (g >= c.group) return;
-  float sum = rows[g].tail;
+  float sum = rows[g].kept;
   for (int part = 0; part < parts; ++part) sum += shared->alphas[part][g];
   c.alpha[static_cast<std::int64_t>(head) * c.group + g] = fminf(sum, 1.0f) * rows[g].share;
 }
 
-// Replaces the entries in the answer by their positions; returns their pages.
-__device__ inline std::uint32_t finish_positions(const SelectCall& c, std::int32_t head,
-                                                 std::int32_t count, PickShared* shared) {
+// What is always kept in [first, last) goes to `to`; returns how many.
+__device__ inline std::int32_t put_forced(const SelectCall& c, const std::int32_t* list,
+                                          std::int32_t first, std::int32_t last, std::int32_t* to,
+                                          PickShared* shared) {
+  if (first >= last) return 0;
+  const auto position = [&](std::int32_t i) {
+    return list != nullptr ? list[first + i] : first + i;
+  };
+  return compact(
+      last - first,
+      [&](std::int32_t i) { return c.eligible == nullptr || c.eligible[position(i)] != 0; },
+      [&](std::int32_t i, std::int32_t rank) {
+        if (to != nullptr) to[rank] = position(i);
+      },
+      shared);
+}
+
+__device__ inline std::uint32_t count_pages(const std::int32_t* positions, std::int32_t count,
+                                            PickShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  std::int32_t* const positions = c.positions + head * c.capacity;
-  const std::int32_t* const list = c.head_list(head);
-  if (list != nullptr) {
-    for (std::int32_t i = thread; i < count; i += kThreads) positions[i] = list[positions[i]];
-  }
   if (thread == 0) shared->pages = 0;
   __syncthreads();
   std::uint32_t pages = 0;
+#pragma unroll 1
   for (std::int32_t i = thread; i < count; i += kThreads) {
     if (i == 0 || positions[i] / kPageTokens != positions[i - 1] / kPageTokens) ++pages;
   }
@@ -139,48 +174,75 @@ __device__ inline std::uint32_t finish_positions(const SelectCall& c, std::int32
   return shared->pages;
 }
 
-// Writes what a KV head keeps: what is always kept, and the heaviest of the candidates, which are
-// in order.
-__device__ inline void pick(const SelectCall& c, std::int32_t head, const Extent& extent,
-                            const RowInfo* rows, const Candidate* candidates, std::int32_t count,
-                            PickShared* shared) {
+// Whether each of these entries reaches one of the query heads' bounds.
+__device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
+                                    const std::int32_t* entries, std::int32_t count,
+                                    const std::uint16_t* bounds) {
+  bool all = true;
+#pragma unroll 1
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count; i += kThreads) {
+    const __half* const logits = c.row(head, 0) + entries[i];
+    bool any = false;
+#pragma unroll 4
+    for (int g = 0; g < c.group; ++g) {
+      any = any || __hge(logits[g * c.stride], __ushort_as_half(bounds[g]));
+    }
+    all = all && any;
+  }
+  return __syncthreads_and(all ? 1 : 0) != 0;
+}
+
+// Writes what a KV head keeps: what is always kept, and the heaviest of the candidates. All of it
+// fits the capacity. With `bounds`, one per query head, nothing is settled unless each of them
+// reaches one; returns whether it is.
+__device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
+                                         const Extent& extent, const RowInfo* rows, Candidates from,
+                                         const std::uint16_t* bounds, PickShared* shared) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t* const list = c.head_list(head);
   std::int32_t* const to = c.positions + head * c.capacity;
-  const auto allowed = [&](std::int32_t i) {
-    return c.eligible == nullptr || c.eligible[list != nullptr ? list[i] : i] != 0;
-  };
-  const auto allowed_above = [&](std::int32_t i) { return allowed(extent.high + i); };
-  const auto put = [&](std::int32_t at, std::int32_t entry) {
-    if (at < c.capacity) to[at] = entry;
-  };
-  const auto nothing = [](std::int32_t, std::int32_t) {};
-  const std::int32_t below = compact(
-      extent.low, allowed, [&](std::int32_t i, std::int32_t rank) { put(rank, i); }, shared);
-  const std::int32_t above = compact(extent.emit - extent.high, allowed_above, nothing, shared);
-  find_cut(c, candidates, count, below + above, shared);
-  const KeyCut cut = shared->cut;
-  const std::int32_t last_tie = shared->last_tie;
+  std::int32_t* entries = to;  // of what is picked
+  if (from.count <= kMostHeld) {
+    for (std::int32_t i = thread; i < from.count; i += kThreads) {
+      shared->keys[i] = from.keys[i];
+      shared->entries[i] = from.entries[i];
+    }
+    from.keys = shared->keys;
+    from.entries = shared->entries;
+    __syncthreads();
+  }
+  const std::int32_t below = put_forced(c, list, 0, extent.low, to, shared);
+  const std::int32_t above = put_forced(c, list, extent.high, extent.emit, nullptr, shared);
+  const std::int32_t wanted = max(c.keep - below - above, 0);
+  const bool all = from.count <= wanted;
+  Cut cut;
+  if (wanted == 0) {
+    cut.key = ~0u;
+  } else if (!all) {
+    cut = find_cut(from, static_cast<std::uint32_t>(wanted), shared);
+  }
+  entries += below;
   const std::int32_t kept = compact(
-      count,
+      from.count,
       [&](std::int32_t i) {
-        const std::uint32_t key = candidates[i].key;
-        return key > cut.key || (key == cut.key && i <= last_tie);
+        const std::uint32_t key = from.keys[i];
+        return key > cut.key || (key == cut.key && i <= cut.last_tie);
       },
-      [&](std::int32_t i, std::int32_t rank) { put(below + rank, candidates[i].entry); }, shared);
-  compact(
-      extent.emit - extent.high, allowed_above,
-      [&](std::int32_t i, std::int32_t rank) { put(below + kept + rank, extent.high + i); },
-      shared);
+      [&](std::int32_t i, std::int32_t rank) { entries[rank] = from.entries[i]; }, shared);
+  put_forced(c, list, extent.high, extent.emit, entries + kept, shared);
   __syncthreads();
-  const std::int32_t wanted = below + kept + above;
-  const auto written = static_cast<std::int32_t>(min(std::int64_t{wanted}, c.capacity));
-  write_alphas(c, head, rows, written, shared);
-  __syncthreads();
+  if (bounds != nullptr && !reach_bounds(c, head, entries, kept, bounds)) return false;
+  write_alphas(c, head, rows, entries, kept, shared);
+  if (list != nullptr) {
+    __syncthreads();
+    for (std::int32_t i = thread; i < kept; i += kThreads) entries[i] = list[entries[i]];
+  }
   HeadSelection result;
-  result.pages = static_cast<std::int32_t>(finish_positions(c, head, written, shared));
-  result.count = written;
-  result.cut = cut.cut != 0 || wanted > written ? 1 : 0;
-  if (threadIdx.x == 0) c.heads[head] = result;
+  result.count = below + kept + above;
+  result.pages = static_cast<std::int32_t>(count_pages(to, result.count, shared));
+  result.cut = c.is_top_p && below + from.count + above > c.keep ? 1 : 0;
+  if (thread == 0) c.heads[head] = result;
+  return true;
 }
 
 }  // namespace sluice::cuda

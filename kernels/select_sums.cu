@@ -1,6 +1,7 @@
 // First look at every row, and the only one at all of it: its sum of exponentials, and the maximum
 // of every sector. The last block of a row derives from the sectors' maxima, which are entries too,
 //   a lower bound of top_p's threshold: where these maxima alone hold enough weight,
+//   an upper bound of it: where those below hold more than may be missing,
 //   a lower bound of the lightest kept logit: as many maxima are not below as are to be kept.
 #include <cmath>
 
@@ -15,20 +16,13 @@ struct Shared {
   Sums sums[kWarps];
   float highests[kWarps];
   std::uint32_t bad;
-  std::int32_t first;  // rough bins in use
-  std::int32_t last;
-  std::uint64_t part[kWarp];
-  Crossing<std::uint32_t> found_count;
-  Crossing<std::uint64_t> found_share;
+  std::uint32_t part[kWarp];
+  std::uint64_t long_part[kWarp];
   RowInfo info;
   RowSearch search;
-  std::uint16_t firsts[kMostUnits];
-  std::uint16_t lasts[kMostUnits];
+  std::int32_t tops[kMostUnits];
   std::uint32_t counts[kRoughBins];
-  union {
-    std::uint32_t masses[kRoughBins];
-    std::uint64_t shares[kRoughBins];
-  };
+  std::uint32_t masses[kRoughBins];
 };
 
 // What a call needs to know of its sectors.
@@ -43,16 +37,11 @@ __device__ void begin(const LargeCall& call, std::int32_t row, Shared* shared) {
        i < call.zeroed_words; i += step) {
     call.zeroed[i] = 0;
   }
-  for (std::int32_t i = thread; i < kRoughBins; i += kThreads) {
-    shared->counts[i] = shared->masses[i] = 0;
-  }
   if (thread < kWarp) {
     const Extent extent = extent_of(call.call, row / call.call.group);
     if (thread == 0) {
       shared->extent = extent;
       shared->bad = 0;
-      shared->first = kRoughBins;
-      shared->last = -1;
     }
   }
   __syncthreads();
@@ -159,191 +148,169 @@ __device__ void add_unit(const LargeCall& call, std::int32_t row, std::int32_t u
   if (bad) shared->bad = 1;
 }
 
+// The rough bin of a logit.
+__device__ std::int32_t rough_bin(float x) {
+  const std::uint32_t number = ordered2(__half_as_ushort(__float2half_rn(x))) & 0xffffu;
+  return static_cast<std::int32_t>(number >> 5);
+}
+
+// By one warp, whose lanes have one each: adds up sums.
+__device__ Sums add_up(Sums sums) {
+  sums.refer_to(warp_max(sums.norm));
+  sums.all = warp_sum(sums.all);
+  sums.kept = warp_sum(sums.kept);
+  sums.tail = warp_sum(sums.tail);
+  return sums;
+}
+
 // Writes what the unit's warps have found.
 __device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t unit,
                          Shared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  constexpr int kEach = kRoughBins / kThreads;
   const std::int64_t slot = static_cast<std::int64_t>(row) * call.units + unit;
   __syncthreads();
+  const float highest = warp_max(shared->highests[thread % kWarps]);
+  const std::int32_t top = rough_bin(highest);
   if (counts_sectors(call)) {
-    std::int32_t first = kRoughBins;
-    std::int32_t last = -1;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const std::int32_t bin = thread * kEach + i;
-      if (shared->counts[bin] == 0) continue;
-      first = min(first, bin);
-      last = bin;
-    }
-    first = __reduce_min_sync(kAllLanes, first);
-    last = __reduce_max_sync(kAllLanes, last);
-    if (thread % kWarp == 0) {
-      atomicMin(&shared->first, first);
-      atomicMax(&shared->last, last);
-    }
-    __syncthreads();
     uint2* const to = call.rough + slot * kRoughBins;
-    for (std::int32_t bin = shared->first + thread; bin <= shared->last; bin += kThreads) {
-      to[bin] = make_uint2(shared->counts[bin], shared->masses[bin]);
+#pragma unroll
+    for (int i = 0; i < kWrittenBins; i += kThreads) {
+      const std::int32_t bin = top - i - thread;
+      if (bin >= 0) to[bin] = make_uint2(shared->counts[bin], shared->masses[bin]);
     }
   }
+  if (thread >= kWarp) return;
+  Sums own;
+  if (thread < kWarps) own = shared->sums[thread];
+  const Sums sums = add_up(own);
   if (thread != 0) return;
-  Sums sums = shared->sums[0];
-  float highest = shared->highests[0];
-  for (int w = 1; w < kWarps; ++w) {
-    Sums other = shared->sums[w];
+  call.unit_heads[slot] = {sums.norm, sums.all, sums.kept, sums.tail, highest, shared->bad, top, 0};
+}
+
+// By one warp: what is known of the row from its units.
+__device__ void add_units(const LargeCall& call, std::int32_t row, Shared* shared) {
+  const SelectCall& c = call.call;
+  const UnitHead* const heads = call.unit_heads + static_cast<std::int64_t>(row) * call.units;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x);
+  float share = 1.0f;
+  if (c.share != nullptr) share = *static_cast<const volatile float*>(c.share + row);
+  Sums sums;
+  float highest = -INFINITY;
+  bool bad = false;
+  for (std::int32_t u = lane; u < call.units; u += kWarp) {
+    const UnitHead unit = heads[u];
+    highest = fmaxf(highest, unit.highest);
+    bad = bad || unit.bad != 0;
+    shared->tops[u] = unit.top;
+    Sums other{unit.norm, unit.sum, unit.kept, unit.tail};
     const float norm = fmaxf(sums.norm, other.norm);
     sums.refer_to(norm);
     other.refer_to(norm);
     sums.all += other.all;
     sums.kept += other.kept;
     sums.tail += other.tail;
-    highest = fmaxf(highest, shared->highests[w]);
   }
-  call.unit_heads[slot] = {sums.norm, sums.all,    sums.kept,     sums.tail,
-                           highest,   shared->bad, shared->first, shared->last};
-}
-
-// By one warp: sums of the row, from its units.
-__device__ void add_units(const LargeCall& call, std::int32_t row, Shared* shared) {
-  const UnitHead* const heads = call.unit_heads + static_cast<std::int64_t>(row) * call.units;
-  const auto lane = static_cast<std::int32_t>(threadIdx.x);
-  float norm = kNoNorm;
-  float highest = -INFINITY;
-  bool bad = false;
-  std::int32_t first = kRoughBins;
-  std::int32_t last = -1;
-  for (std::int32_t u = lane; u < call.units; u += kWarp) {
-    const UnitHead unit = heads[u];
-    norm = fmaxf(norm, unit.norm);
-    highest = fmaxf(highest, unit.highest);
-    bad = bad || unit.bad != 0;
-    first = min(first, unit.first);
-    last = max(last, unit.last);
-    shared->firsts[u] = static_cast<std::uint16_t>(unit.first);
-    shared->lasts[u] = static_cast<std::uint16_t>(max(unit.last, 0));
-  }
-  norm = warp_max(norm);
+  sums = add_up(sums);
   highest = warp_max(highest);
   bad = __any_sync(kAllLanes, bad) || !(highest > -INFINITY);
-  double sums[3] = {0.0, 0.0, 0.0};
-  for (std::int32_t u = lane; u < call.units; u += kWarp) {
-    const UnitHead unit = heads[u];
-    const auto scale = static_cast<double>(exp2f(unit.norm - norm));
-    sums[0] += scale * static_cast<double>(unit.sum);
-    sums[1] += scale * static_cast<double>(unit.kept);
-    sums[2] += scale * static_cast<double>(unit.tail);
-  }
-#pragma unroll
-  for (double& sum : sums) {
-    for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  }
-  first = __reduce_min_sync(kAllLanes, first);
-  last = __reduce_max_sync(kAllLanes, last);
   if (lane != 0) return;
   RowInfo info;
-  const double exact =
-      static_cast<double>(norm) + static_cast<double>(log2f(static_cast<float>(sums[0])));
-  info.norm = static_cast<float>(exact);
-  info.scale = exp2f(static_cast<float>(static_cast<double>(info.norm) - exact));
-  info.tail = bad ? 0.0f : static_cast<float>(sums[2] / sums[0]);
+  info.norm = sums.norm + log2f(sums.all);
+  // What rounding took from the norm.
+  info.scale = exp2_fast(info.norm - sums.norm) / sums.all;
+  info.tail = bad ? 0.0f : sums.tail / sums.all;
+  info.kept = bad ? 0.0f : sums.kept / sums.all;
+  info.share = share;
   info.bad = bad ? 1 : 0;
+  info.threshold = kInfiniteHalf;
   RowSearch search;
-  search.missing = static_cast<double>(call.call.p) - sums[1] / sums[0];
   search.highest = highest;
+  search.least = static_cast<std::uint16_t>(kMinusInfinities);
+  search.most = kInfiniteHalf;
+  search.lowest = RowSearch::kSettled;
+  search.missing = c.p - info.kept;
+  if (c.is_top_p && !bad && (search.missing > 0.0f || c.p >= 1.0f)) {
+    info.threshold = kLowestHalf;
+    search.reaching = static_cast<std::uint32_t>(shared->extent.total);
+    // What weighs less than (1 - p) / entries of the sum is not needed; half of that for safety.
+    if (call.bins > 0) search.lowest = bin_floor(info.norm / kLog2E - c.bin_range);
+  }
   shared->info = info;
   shared->search = search;
-  shared->first = first;
-  shared->last = last;
-}
-
-// The units' sectors by rough bins: how many, and at least what share of the row they hold.
-__device__ void add_sectors(const LargeCall& call, std::int32_t row, Shared* shared) {
-  const uint2* const rough = call.rough + static_cast<std::int64_t>(row) * call.units * kRoughBins;
-  const RowInfo info = shared->info;
-#pragma unroll 1
-  for (auto bin = static_cast<std::int32_t>(threadIdx.x); bin < kRoughBins; bin += kThreads) {
-    std::uint32_t count = 0;
-    std::uint64_t mass = 0;
-    if (bin >= max(shared->first, kFirstFinite) && bin <= shared->last) {
-#pragma unroll 8
-      for (std::int32_t u = 0; u < call.units; ++u) {
-        const uint2 x = rough[static_cast<std::int64_t>(u) * kRoughBins + bin];
-        const bool written = bin >= shared->firsts[u] && bin <= shared->lasts[u];
-        count += written ? x.x : 0u;
-        mass += written ? x.y : 0u;
-      }
-    }
-    const float edge = weight_of(__ushort_as_half(rough_edge(bin)), info);
-    const double share = static_cast<double>(mass) * static_cast<double>(edge);
-    shared->counts[bin] = count;
-    shared->shares[bin] = mass == 0 ? 0 : share_units(share / (1 << kMassBits));
-  }
-  __syncthreads();
 }
 
 // Looks for the bounds, from the heaviest sectors down.
-__device__ void find_bounds(const LargeCall& call, bool by_weight, Shared* shared) {
-  const std::int32_t last = kRoughBins - 1;
-  if (call.list_capacity > 0) {
-    const auto count_of = [&](std::int32_t i) { return shared->counts[last - i]; };
-    find_crossing(count_of, kRoughBins, static_cast<std::uint32_t>(max(call.call.keep, 1)),
-                  &shared->found_count, reinterpret_cast<std::uint32_t*>(shared->part));
-    if (threadIdx.x == 0 && shared->found_count.reached) {
-      shared->search.least = rough_edge(last - shared->found_count.bin);
+__device__ void find_bounds(const LargeCall& call, std::int32_t row, Shared* shared) {
+  const uint2* const rough = call.rough + static_cast<std::int64_t>(row) * call.units * kRoughBins;
+  const RowSearch search = shared->search;
+  const RowInfo info = shared->info;
+  const bool by_weight = search.lowest != RowSearch::kSettled;
+  // A little more, for what rounding may have added.
+  const std::uint64_t target =
+      share_units(static_cast<double>(search.missing) * (1.0 + 0x1p-12) + 0x1p-18);
+  const std::uint64_t rest =
+      share_units((1.0 - static_cast<double>(call.call.p)) * (1.0 + 0x1p-12) + 0x1p-16);
+  const auto keep = static_cast<std::uint32_t>(call.list_capacity > 0 ? max(call.call.keep, 1) : 0);
+  std::uint32_t counted = 0;
+  std::uint64_t weighed = 0;
+  for (std::int32_t done = 0; done < kWrittenBins; done += kThreads) {
+    const std::int32_t bin =
+        rough_bin(search.highest) - done - static_cast<std::int32_t>(threadIdx.x);
+    std::uint32_t count = 0;
+    std::uint64_t mass = 0;
+#pragma unroll 8
+    for (std::int32_t u = 0; u < call.units; ++u) {
+      const std::int32_t below = shared->tops[u] - bin;
+      const uint2 x = rough[static_cast<std::int64_t>(u) * kRoughBins + max(bin, 0)];
+      const bool written = below >= 0 && below < kWrittenBins && bin >= kFirstFinite;
+      count += written ? x.x : 0u;
+      mass += written ? x.y : 0u;
     }
+    const __half edge = __ushort_as_half(rough_edge(max(bin, kFirstFinite)));
+    const double unit = static_cast<double>(weight_of(edge, info)) / (1 << kMassBits);
+    const std::uint64_t share = share_units(static_cast<double>(mass) * unit);
+    std::uint32_t all_counted = 0;
+    std::uint64_t all_weighed = 0;
+    const std::uint32_t count_before = counted + block_exclusive(count, shared->part, all_counted);
+    const std::uint64_t share_before =
+        weighed + block_exclusive(share, shared->long_part, all_weighed);
+    if (count_before < keep && count_before + count >= keep) {
+      shared->search.least = __half_as_ushort(edge);
+    }
+    if (by_weight && share_before < target && share_before + share >= target) {
+      shared->search.lowest = max(search.lowest, bin_floor(__half2float(edge)));
+    }
+    // Lighter sectors hold more than may be missing: what top_p wants ends above them.
+    const std::uint64_t enough = weighed + all_weighed;
+    if (by_weight && share_before + rest < enough && share_before + share + rest >= enough) {
+      shared->search.most = rough_edge(min(bin + 1, rough_bin(INFINITY)));
+      shared->search.sure = count_before;
+    }
+    counted += all_counted;
+    weighed += all_weighed;
+    if (counted >= keep && (!by_weight || weighed >= target)) break;
     __syncthreads();
   }
-  if (!by_weight) return;
-  // A little more, for what rounding may have added.
-  const double target = shared->search.missing * (1.0 + 0x1p-12) + 0x1p-20;
-  const auto share_of = [&](std::int32_t i) { return shared->shares[last - i]; };
-  find_crossing(share_of, kRoughBins, share_units(target), &shared->found_share, shared->part);
-  if (threadIdx.x == 0 && shared->found_share.reached) {
-    const float edge = __half2float(__ushort_as_half(rough_edge(last - shared->found_share.bin)));
-    shared->search.lowest = max(shared->search.lowest, bin_floor(edge));
-  }
+  __syncthreads();
 }
 
 // Kept out of line, for its registers.
 __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row, Shared* shared) {
-  const SelectCall& c = call.call;
-  float share = 1.0f;
-  if (threadIdx.x == 0 && c.share != nullptr) {
-    share = *static_cast<const volatile float*>(c.share + row);
-  }
   if (threadIdx.x < kWarp) add_units(call, row, shared);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    RowInfo& info = shared->info;
-    RowSearch& search = shared->search;
-    info.share = share;
-    info.threshold = kInfiniteHalf;
-    search.least = static_cast<std::uint16_t>(kMinusInfinities);
-    search.lowest = RowSearch::kSettled;
-    search.reaching = 0;
-    if (c.is_top_p && info.bad == 0 && (search.missing > 0.0 || c.p >= 1.0f)) {
-      info.threshold = kLowestHalf;
-      search.reaching = static_cast<std::uint32_t>(shared->extent.total);
-      // What weighs less than (1 - p) / entries of the sum is not needed; half of that for safety.
-      if (call.bins > 0) search.lowest = bin_floor(info.norm / kLog2E - c.bin_range);
-    }
-  }
-  __syncthreads();
-  const bool by_weight = shared->search.lowest != RowSearch::kSettled;
-  if (shared->info.bad == 0 && (by_weight || call.list_capacity > 0)) {
-    add_sectors(call, row, shared);
-    find_bounds(call, by_weight, shared);
-  }
+  if (shared->info.bad == 0 && counts_sectors(call)) find_bounds(call, row, shared);
   if (threadIdx.x != 0) return;
   call.rows[row] = shared->info;
   call.searches[row] = shared->search;
-  if (row % c.group == 0) call.extents[row / c.group] = shared->extent;
+  const int group = call.call.group;
+  if (row % group == 0) call.extents[row / group] = shared->extent;
 }
 
 __global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ LargeCall call) {
   __shared__ Shared shared;
+  for (int i = static_cast<int>(threadIdx.x); i < kRoughBins; i += kThreads) {
+    shared.counts[i] = shared.masses[i] = 0;
+  }
   wait_for_kernel_before();
   allow_next_kernel();
   const auto block = static_cast<std::int32_t>(blockIdx.x);

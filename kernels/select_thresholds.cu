@@ -13,7 +13,7 @@ constexpr int kHalfWarp = kWarp / 2;
 struct Shared {
   std::uint16_t queues[kWarps][kWarpStrips * kStripSectors];
   std::uint64_t part[kWarp];
-  Crossing<std::uint64_t> found;
+  std::int32_t found;
 };
 
 // A row, and its bins from that of its maximum down.
@@ -86,26 +86,46 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
   }
 }
 
-// By the last block of a row.
-__device__ void finish_row(const LargeCall& call, std::int32_t row, std::int32_t top,
-                           std::int32_t bins, const RowSearch& search, Shared* shared) {
+// By the last block of a row; `shares` is shared, for as many bins.
+__device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row, std::int32_t top,
+                                        std::int32_t bins, const RowSearch& search,
+                                        std::uint64_t* shares, Shared* shared) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const RowInfo info = call.rows[row];
   const std::uint64_t* const masses = call.masses + static_cast<std::int64_t>(row) * call.bins;
-  const auto share_of = [&](std::int32_t below) {
-    const float edge = static_cast<float>(top - below) / kBinsPerNat;
-    const double unit = static_cast<double>(info.scale * exp2_fast(fmaf(edge, kLog2E, -info.norm)));
-    return share_units(static_cast<double>(__ldcg(masses + below)) * unit /
-                       static_cast<double>(1 << kMassBits));
-  };
-  find_crossing(share_of, bins, share_units(search.missing) + 1, &shared->found, shared->part);
-  const std::int32_t found = shared->found.bin;
-  std::uint64_t reaching = 0;
-  for (auto i = static_cast<std::int32_t>(threadIdx.x); i <= found; i += kThreads) {
-    reaching += __ldcg(masses + i) >> kMassBits;
+  const std::uint64_t target = share_units(static_cast<double>(search.missing)) + 1;
+  if (thread == 0) shared->found = bins - 1;
+#pragma unroll 4
+  for (std::int32_t i = thread; i < bins; i += kThreads) {
+    const auto mass = static_cast<double>(__ldcg(masses + i));
+    const float edge = static_cast<float>(top - i) / kBinsPerNat;
+    const float unit = info.scale * exp2_fast(fmaf(edge, kLog2E, -info.norm));
+    shares[i] = share_units(mass * static_cast<double>(unit) / (1 << kMassBits));
   }
+  __syncthreads();
+  // Every thread has some neighbouring bins.
+  const std::int32_t each = (bins + kThreads - 1) / kThreads;
+  const std::int32_t last = min((thread + 1) * each, bins);
+  std::uint64_t own = 0;
+  for (std::int32_t i = thread * each; i < last; ++i) own += shares[i];
   std::uint64_t all = 0;
-  block_exclusive(reaching, shared->part, all);
-  if (threadIdx.x != 0) return;
+  std::uint64_t before = block_exclusive(own, shared->part, all);
+  if (before < target && before + own >= target) {
+    std::int32_t i = thread * each;
+    while ((before += shares[i]) < target) ++i;
+    shared->found = i;
+  }
+  __syncthreads();
+  const std::int32_t found = shared->found;
+  std::uint64_t reaching = 0;
+  if (call.list_capacity > 0) {
+#pragma unroll 4
+    for (std::int32_t i = thread; i <= found; i += kThreads) {
+      reaching += __ldcg(masses + i) >> kMassBits;
+    }
+    block_exclusive(reaching, shared->part, all);
+  }
+  if (thread != 0) return;
   call.rows[row].threshold = bin_threshold(top - found);
   call.searches[row].reaching = static_cast<std::uint32_t>(all);
 }
@@ -122,6 +142,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.bins; i += kThreads) bins[i] = 0;
   wait_for_kernel_before();
   allow_next_kernel();
+  if (call.list_capacity > 0 && call.settled[head] != 0) return;
   const RowSearch search = call.searches[number];
   if (search.lowest == RowSearch::kSettled) return;
   const Row row{
@@ -140,7 +161,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (bins[i] != 0) atomicAdd(reinterpret_cast<unsigned long long*>(masses + i), bins[i]);
   }
   if (is_last_of(call.rows_done + number, call.units)) {
-    finish_row(call, number, row.top, count, search, &shared);
+    finish_row(call, number, row.top, count, search, reinterpret_cast<std::uint64_t*>(memory),
+               &shared);
   }
 }
 
@@ -148,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 void run_row_thresholds(const LargeCall& call, cudaStream_t stream) {
   const std::int64_t rows = std::int64_t{call.call.kv_heads} * call.call.group;
-  const auto bytes = static_cast<std::size_t>(call.bins) * sizeof(std::uint32_t);
+  const auto bytes = static_cast<std::size_t>(call.bins) * sizeof(std::uint64_t);
   launch_select(row_thresholds, "row_thresholds", rows * call.units, kThreads, bytes, stream, call);
 }
 
