@@ -247,17 +247,18 @@ void exact(benchmark::State& state) {
   });
 }
 
-// A sixteenth of the tokens, by their tiles; counts the bytes of the whole index.
-void candidates(benchmark::State& state) {
+// One of `apart` tokens, by their tiles; counts the bytes of the whole index.
+void candidates(benchmark::State& state, int apart) {
   const Case c(state);
   const Workspace workspace(kScratch);
   const Memory memory(c, true, false);
-  const std::int64_t count = c.tokens / 16;
+  const std::int64_t count = c.tokens / apart;
   std::vector<std::int32_t> positions;
   std::uint64_t noise = 1;
   for (std::int64_t i = 0; i < count * c.shape.kv_heads; ++i) {
     noise = noise * 6364136223846793005u + 1442695040888963407u;
-    positions.push_back(static_cast<std::int32_t>(i % count * 16 + static_cast<int>(noise >> 60)));
+    positions.push_back(
+        static_cast<std::int32_t>(i % count * apart + static_cast<int>(noise >> 33) % apart));
   }
   const DeviceBlock list = make_device_block(positions.size() * 4);
   require(cudaMemcpy(list.get(), positions.data(), positions.size() * 4, cudaMemcpyHostToDevice),
@@ -354,6 +355,11 @@ void candidate_shapes(benchmark::internal::Benchmark* bench) {
   bench->Args({kMillion, 8, 128, 4, 4, 128, 128});
 }
 
+void dense_candidate_shapes(benchmark::internal::Benchmark* bench) {
+  names(bench);
+  bench->Args({30720, 512, 128, 1, 4, 128, 0});
+}
+
 void build_shapes(benchmark::internal::Benchmark* bench) {
   names(bench);
   bench->Args({kMillion, 8, 128, 4, 4, 128, 0});
@@ -367,7 +373,8 @@ BENCHMARK(copy)->UseManualTime()->Iterations(kIterations)->Unit(benchmark::kMicr
 BENCHMARK(tiles)->Apply(tile_shapes);
 BENCHMARK(quest)->Apply(quest_shapes);
 BENCHMARK(exact)->Apply(exact_shapes);
-BENCHMARK(candidates)->Apply(candidate_shapes);
+BENCHMARK_CAPTURE(candidates, of_16, 16)->Apply(candidate_shapes);
+BENCHMARK_CAPTURE(candidates, of_4, 4)->Apply(dense_candidate_shapes);
 BENCHMARK(build)->Apply(build_shapes);
 
 }  // namespace

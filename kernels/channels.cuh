@@ -1,5 +1,5 @@
-// The queries of one KV head as scans of the index want them: which channels count, scaled so that
-// f16 holds them, and split into two halves of a mantissa each.
+// The queries of one KV head as scans of the index want them: which channels count, and scaled by
+// a power of two so that f16 holds them.
 // Source of channel choice and temperature: Ribar et al. 2024, "SparQ Attention", section 3.
 #pragma once
 
@@ -11,6 +11,9 @@ inline constexpr int kMaxHeadDim = 256;
 // Query heads of a KV head that one pass serves; larger groups take several.
 inline constexpr int kMaxQueries = 16;
 inline constexpr int kQueryThreads = 128;  // of the blocks that load queries
+// A warp holds something of every channel as so many words of each lane: channel c is word
+// c / kWarp of lane c % kWarp.
+inline constexpr int kChannelWords = kMaxHeadDim / kWarp;
 
 // The next kernel of the stream may begin, if it was launched to: it waits for what it needs.
 __device__ __forceinline__ void let_next_kernel_begin() {
@@ -32,17 +35,26 @@ struct QueryArgs {
   int channels;  // that count; head_dim of them unless the method is SparQ
   int first;     // of the query heads of this pass
   int count;     // of them, up to kMaxQueries
+
+  __device__ __forceinline__ const float* head(int head) const {
+    return q + static_cast<std::int64_t>(head) * group * head_dim;
+  }
+  // Query head `n` of this pass.
+  __device__ __forceinline__ const float* query(int head_number, int n) const {
+    return head(head_number) + (first + n) * head_dim;
+  }
 };
 
-// In shared memory.
+// Of one KV head, in shared memory.
 struct Queries {
-  float q[kMaxQueries][kMaxHeadDim];   // scaled by a power of two into [-1, 1]
-  float factor[kMaxQueries];           // turns sums over scaled queries into logits
-  float4 size[kMaxHeadDim / 4];        // sums of |q| over the group, then negative ones
-  std::uint16_t channel[kMaxHeadDim];  // those that count, ascending
-  bool counts[kMaxHeadDim];
-  int before[kMaxHeadDim / kWarp];
+  float q[kMaxQueries][kMaxHeadDim];    // scaled into [-1, 1], zero in channels that do not count
+  float factor[kMaxQueries];            // turns sums over scaled queries into logits
+  int size[kMaxHeadDim];                // sums of |q| over the group; see channel_size()
+  std::uint32_t counts[kChannelWords];  // a bit for every channel that counts
+  std::uint16_t channel[kMaxHeadDim];   // those that count, ascending
 };
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % kWarp); }
 
 // One over the temperature; `all` and `kept` are sums of |q|. 0 for a query of zeros.
 __device__ __forceinline__ float inverse_temperature(float all, float kept, const QueryArgs& a) {
@@ -59,92 +71,117 @@ __device__ __forceinline__ float power_below_inverse(float largest) {
   return __uint_as_float(static_cast<std::uint32_t>(127 - min(exponent, 126)) << 23);
 }
 
-// Marks the channels with the largest sums; of equals the first.
-__device__ inline void mark_channels(const QueryArgs& a, Queries& to) {
-  for (int c = static_cast<int>(threadIdx.x); c < a.head_dim; c += kQueryThreads) {
-    int larger = 0;
-    if (a.channels < a.head_dim) {
-      const float size = reinterpret_cast<const float*>(to.size)[c];
-      const auto look = [&](float theirs, int other) {
-        larger += theirs > size || (theirs == size && other < c) ? 1 : 0;
-      };
-      for (int other = 0; other < a.head_dim; other += 4) {
-        const float4 theirs = to.size[other / 4];
-        look(theirs.x, other);
-        look(theirs.y, other + 1);
-        look(theirs.z, other + 2);
-        look(theirs.w, other + 3);
-      }
+// The sum of |q| over the group as bits, which are in order as integers; -1 beyond the channels.
+// NaN counts first.
+__device__ __forceinline__ int channel_size(const QueryArgs& a, int head, int channel) {
+  if (channel >= a.head_dim) return -1;
+  const float* const q = a.head(head) + channel;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int g = 0; g < a.group; ++g) sum += fabsf(q[g * a.head_dim]);
+  return sum == sum ? __float_as_int(sum) : 0x7f800000;
+}
+
+__device__ __forceinline__ int count_from(const int (&sizes)[kChannelWords], int least) {
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kChannelWords; ++i) count += sizes[i] >= least ? 1 : 0;
+  return __reduce_add_sync(kAllLanes, count);
+}
+
+// The size of the `wanted`th largest, or any above the next one's.
+__device__ __forceinline__ int threshold_of(const int (&sizes)[kChannelWords], int wanted) {
+  unsigned least = 0x7fffffff;  // as such, -1 is large
+  int largest = 0;
+#pragma unroll
+  for (int i = 0; i < kChannelWords; ++i) {
+    least = min(least, static_cast<unsigned>(sizes[i]));
+    largest = max(largest, sizes[i]);
+  }
+  auto low = static_cast<int>(__reduce_min_sync(kAllLanes, least));  // has as many or more
+  int high = __reduce_max_sync(kAllLanes, largest) + 1;              // has fewer
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    const int count = count_from(sizes, middle);
+    if (count == wanted) return middle;
+    if (count > wanted) {
+      low = middle;
+    } else {
+      high = middle;
     }
-    to.counts[c] = larger < a.channels;
+  }
+  return low;
+}
+
+// Notes the channels with the largest sizes, by a warp; of equals the first.
+__device__ __forceinline__ void choose_channels(int wanted, Queries& to) {
+  int sizes[kChannelWords];
+#pragma unroll
+  for (int i = 0; i < kChannelWords; ++i) sizes[i] = to.size[i * kWarp + lane_id()];
+  const int threshold = threshold_of(sizes, wanted);
+  int room = wanted - count_from(sizes, threshold + 1);  // for those of just this size
+  int place = 0;
+  const unsigned before = (1u << lane_id()) - 1u;
+#pragma unroll
+  for (int i = 0; i < kChannelWords; ++i) {
+    const unsigned equal = __ballot_sync(kAllLanes, sizes[i] == threshold);
+    const bool fits = sizes[i] == threshold && __popc(equal & before) < room;
+    const unsigned chosen = __ballot_sync(kAllLanes, sizes[i] > threshold || fits);
+    room -= __popc(equal);
+    if ((chosen >> lane_id() & 1) != 0) {
+      to.channel[place + __popc(chosen & before)] =
+          static_cast<std::uint16_t>(i * kWarp + lane_id());
+    }
+    place += __popc(chosen);
+    if (lane_id() == 0) to.counts[i] = chosen;
   }
 }
 
-// Lists the marked channels in ascending order.
-__device__ inline void list_channels(const QueryArgs& a, Queries& to) {
-  constexpr int kRounds = kMaxHeadDim / kQueryThreads;
-  unsigned masks[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int c = round * kQueryThreads + static_cast<int>(threadIdx.x);
-    masks[round] = __ballot_sync(kAllLanes, c < a.head_dim && to.counts[c]);
-    if (c % kWarp == 0) to.before[c / kWarp] = __popc(masks[round]);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int c = round * kQueryThreads + static_cast<int>(threadIdx.x);
-    const unsigned bit = 1u << (c % kWarp);
-    int place = __popc(masks[round] & (bit - 1u));
-    for (int warp = 0; warp < c / kWarp; ++warp) place += to.before[warp];
-    if ((masks[round] & bit) != 0) to.channel[place] = static_cast<std::uint16_t>(c);
-  }
-}
-
-// Scales query `n` in place; one warp each.
-__device__ inline void scale_query(const QueryArgs& a, int n, Queries& to) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+// Scales query `n`, by a warp.
+__device__ __forceinline__ void scale_query(const QueryArgs& a, int head, int n, Queries& to) {
+  const float* const from = a.query(head, n);
+  float q[kChannelWords];
   float all = 0.0f;
   float kept = 0.0f;
   float largest = 0.0f;
-  for (int c = lane; c < a.head_dim; c += kWarp) {
-    const float size = fabsf(to.q[n][c]);
-    all += size;
-    if (!to.counts[c]) continue;
-    kept += size;
-    largest = fmaxf(largest, size);
+#pragma unroll
+  for (int i = 0; i < kChannelWords; ++i) {
+    const int c = i * kWarp + lane_id();
+    const bool counts = (to.counts[i] >> lane_id() & 1) != 0;
+    q[i] = c < a.head_dim ? from[c] : 0.0f;
+    all += fabsf(q[i]);
+    if (!counts) q[i] = 0.0f;
+    kept += fabsf(q[i]);
+    largest = fmaxf(largest, fabsf(q[i]));
   }
   all = warp_sum(all);
   kept = warp_sum(kept);
   const float inverse = power_below_inverse(warp_max(largest));
-  for (int c = lane; c < a.head_dim; c += kWarp) {
-    to.q[n][c] = to.counts[c] ? to.q[n][c] * inverse : 0.0f;
-  }
-  if (lane == 0) {
+#pragma unroll
+  for (int i = 0; i < kChannelWords; ++i) to.q[n][i * kWarp + lane_id()] = q[i] * inverse;
+  if (lane_id() == 0) {
     to.factor[n] = inverse_temperature(all, kept, a) * (inverse > 0.0f ? 1.0f / inverse : 1.0f);
   }
 }
 
 // Called by all kQueryThreads threads of a block; ends with a barrier.
 __device__ inline void load_queries(const QueryArgs& a, int head, Queries& to) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const float* const q = a.q + static_cast<std::int64_t>(head) * a.group * a.head_dim;
-  for (int i = thread; i < a.count * a.head_dim; i += kQueryThreads) {
-    to.q[i / a.head_dim][i % a.head_dim] = q[a.first * a.head_dim + i];
-  }
-  for (int c = thread; c < kMaxHeadDim && a.channels < a.head_dim; c += kQueryThreads) {
-    float size = c < a.head_dim ? 0.0f : -1.0f;
-    if (c < a.head_dim) {
-      for (int g = 0; g < a.group; ++g) size += fabsf(q[g * a.head_dim + c]);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / kWarp;
+  if (a.channels < a.head_dim) {
+    for (int c = thread; c < kMaxHeadDim; c += kQueryThreads) {
+      to.size[c] = channel_size(a, head, c);
     }
-    // NaN counts first.
-    reinterpret_cast<float*>(to.size)[c] = size == size ? size : __int_as_float(0x7f800000);
+    __syncthreads();
+    if (warp == 0) choose_channels(a.channels, to);
+  } else {
+    for (int c = thread; c < kMaxHeadDim; c += kQueryThreads) {
+      to.channel[c] = static_cast<std::uint16_t>(c);
+    }
+    if (thread < kChannelWords) to.counts[thread] = kAllLanes;
   }
   __syncthreads();
-  mark_channels(a, to);
-  __syncthreads();
-  list_channels(a, to);
-  for (int n = thread / kWarp; n < a.count; n += kQueryThreads / kWarp) scale_query(a, n, to);
+  for (int n = warp; n < a.count; n += kQueryThreads / kWarp) scale_query(a, head, n, to);
   __syncthreads();
 }
 

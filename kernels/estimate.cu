@@ -10,23 +10,14 @@
 namespace sluice::cuda {
 namespace {
 
-// Rows and queries in one launch save time as long as their blocks run beside each other. More are
-// done sooner by blocks of their own, which take less of a multiprocessor.
-constexpr int kHeadsPerMultiprocessor = 2;
-
-bool in_one_launch(const EstimateParams& p, const Launch& launch) {
-  const bool has_rows =
-      std::any_of(p.rows.begin(), p.rows.end(), [](const RowSpan& span) { return span.count > 0; });
-  return has_rows && p.shape.kv_heads <= kHeadsPerMultiprocessor * launch.device->multiprocessors;
-}
-
 void estimate_tiles(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
   const PrepareArgs prepare = prepare_args(pass, launch);
-  if (in_one_launch(p, launch)) {
+  const bool has_rows =
+      std::any_of(p.rows.begin(), p.rows.end(), [](const RowSpan& span) { return span.count > 0; });
+  if (has_rows) {
     scan_rows(pass, &prepare, launch);
   } else {
-    scan_rows(pass, nullptr, launch);
     prepare_scan(prepare, p.shape.kv_heads, launch);
   }
   scan_tiles(pass, launch);

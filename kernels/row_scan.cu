@@ -60,7 +60,7 @@ void launch_columns(const RowScanArgs& a, const dim3& grid, const Launch& launch
 
 template <typename T, RowKind kKind>
 void launch_kind(const RowScanArgs& a, std::int64_t rows, int heads, const Launch& launch) {
-  const int blocks = blocks_of(rows, heads, launch) + (a.prepares ? 1 : 0);
+  const int blocks = blocks_of(rows, heads, launch);
   if (blocks == 0) return;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
   if (a.queries.count <= 8) {

@@ -38,7 +38,7 @@ struct RowScanArgs {
   std::int64_t stride;
   int elements;  // of a row
   bool wide;     // rows can be read in 16 bytes at a time
-  // The last block of every head makes ready a scan of tiles, if there will be one.
+  // The first block of every head makes ready a scan of tiles, if there will be one.
   bool prepares;
   PrepareArgs prepare;
 };
@@ -63,10 +63,9 @@ template <RowKind kKind>
 __device__ __forceinline__ float query_element(const Queries& queries, const QueryArgs& a, int n,
                                                int e) {
   const int d = a.head_dim;
-  if (n >= a.count) return 0.0f;
   if (kKind != RowKind::bounds) return e < d ? queries.q[n][e] : 0.0f;
   if (e >= 2 * d) return 0.0f;
-  const float q = queries.q[n][e % d];  // NaN passes both of the following
+  const float q = queries.q[n][e < d ? e : e - d];  // NaN passes both of the following
   if (e < d) return q > 0.0f ? 0.0f : q;
   return q < 0.0f ? 0.0f : q;
 }
@@ -79,6 +78,10 @@ __device__ void make_fragments(const Queries& queries, const RowScanArgs& a, int
        i += kQueryThreads) {
     const int lane = i % kWarp;
     const int n = i / kWarp % kColumns * 8 + lane / 4;
+    if (n >= a.queries.count) {
+      fragments[i] = make_uint4(0, 0, 0, 0);
+      continue;
+    }
     const int step = i / kWarp / kColumns;
     const int e = step / 2 * kBlockElements + lane % 4 * 8 + step % 2 * 4;
     const auto q = [&](int offset) {
@@ -106,17 +109,31 @@ __device__ __forceinline__ uint4 load_elements(const std::byte* row, int e, int 
   return words;
 }
 
-// Keys of the blocks from `first` on, of the four rows of a lane.
+// Keys of some blocks of the four rows of a lane.
+struct RowKeys {
+  uint4 of[kLoadBlocks][4];
+};
+
+// Keys of the blocks from `first` on.
 template <bool kWide>
 __device__ __forceinline__ void load_blocks(const std::byte* const (&rows)[4], int first,
-                                            int elements, uint4 (&keys)[kLoadBlocks][4]) {
+                                            int elements, RowKeys& keys) {
 #pragma unroll
   for (int b = 0; b < kLoadBlocks; ++b) {
-    const int e = (first + b) * kBlockElements + static_cast<int>(threadIdx.x) % 4 * 8;
+    const int e = (first + b) * kBlockElements + lane_id() % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 4; ++half) {
-      keys[b][half] = load_elements<kWide>(rows[half], e, elements);
+      keys.of[b][half] = load_elements<kWide>(rows[half], e, elements);
     }
+  }
+}
+
+__device__ __forceinline__ void load_keys(const std::byte* const (&rows)[4], int first,
+                                          const RowScanArgs& a, RowKeys& keys) {
+  if (a.wide) {
+    load_blocks<true>(rows, first, a.elements, keys);
+  } else {
+    load_blocks<false>(rows, first, a.elements, keys);
   }
 }
 
@@ -130,51 +147,36 @@ __device__ __forceinline__ int row_of(int half, int lane) {
 // Sums of one warp: [half][column tile][column 2 (lane % 4), the next] of row lane / 4 of the half.
 template <int kColumns>
 struct RowSums {
-  float of[4][kColumns][2];
+  float tiles[2][kColumns][4];
+
+  __device__ __forceinline__ float of(int half, int c, int side) const {
+    return tiles[half / 2][c][half % 2 * 2 + side];
+  }
 };
 
+// Adds the products of the blocks from `first` on, of `blocks`.
 template <typename T, int kColumns>
-__device__ __forceinline__ void multiply_rows(const std::byte* const (&rows)[4],
-                                              const uint4* fragments, int elements, bool wide,
-                                              RowSums<kColumns>& sums) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  float d[2][kColumns][4]{};
-  const int blocks = (elements + kBlockElements - 1) / kBlockElements;
-  for (int first = 0; first < blocks; first += kLoadBlocks) {
-    uint4 keys[kLoadBlocks][4];
-    if (wide) {
-      load_blocks<true>(rows, first, elements, keys);
-    } else {
-      load_blocks<false>(rows, first, elements, keys);
-    }
+__device__ __forceinline__ void multiply_blocks(const RowKeys& keys, const uint4* fragments,
+                                                int first, int blocks, RowSums<kColumns>& sums) {
 #pragma unroll
-    for (int b = 0; b < kLoadBlocks; ++b) {
-      if (first + b >= blocks) break;
+  for (int b = 0; b < kLoadBlocks; ++b) {
+    if (first + b >= blocks) break;
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
+    for (int step = 0; step < 2; ++step) {
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          const uint4 q = fragments[(((first + b) * 2 + step) * kColumns + c) * kWarp + lane];
+      for (int c = 0; c < kColumns; ++c) {
+        const uint4 q = fragments[(((first + b) * 2 + step) * kColumns + c) * kWarp + lane_id()];
 #pragma unroll
-          for (int tile = 0; tile < 2; ++tile) {
-            const uint4& upper = keys[b][2 * tile];
-            const uint4& lower = keys[b][2 * tile + 1];
-            const std::uint32_t pairs[4] = {
-                step == 0 ? upper.x : upper.z, step == 0 ? lower.x : lower.z,
-                step == 0 ? upper.y : upper.w, step == 0 ? lower.y : lower.w};
-            mma(T(), d[tile][c], pairs, q.x, q.y);
-            mma(T(), d[tile][c], pairs, q.z, q.w);
-          }
+        for (int tile = 0; tile < 2; ++tile) {
+          const uint4& upper = keys.of[b][2 * tile];
+          const uint4& lower = keys.of[b][2 * tile + 1];
+          const std::uint32_t pairs[4] = {
+              step == 0 ? upper.x : upper.z, step == 0 ? lower.x : lower.z,
+              step == 0 ? upper.y : upper.w, step == 0 ? lower.y : lower.w};
+          mma(T(), sums.tiles[tile][c], pairs, q.x, q.y);
+          mma(T(), sums.tiles[tile][c], pairs, q.z, q.w);
         }
       }
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 4; ++half) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      sums.of[half][c][0] = d[half / 2][c][half % 2 * 2];
-      sums.of[half][c][1] = d[half / 2][c][half % 2 * 2 + 1];
     }
   }
 }
@@ -188,7 +190,7 @@ __device__ __forceinline__ __half half_logit(float x) {
 // Logits [first, first + 32) of `count`, four consecutive ones a lane.
 __device__ __forceinline__ void store_tokens(const __half (&logits)[4], std::int64_t first,
                                              std::int64_t count, __half* to) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = lane_id();
   const std::int64_t at = first + lane / 4 * 4;
   if (at + 4 <= count && reinterpret_cast<std::uintptr_t>(to + at) % 8 == 0) {
     *reinterpret_cast<uint2*>(to + at) = *reinterpret_cast<const uint2*>(logits);
@@ -204,7 +206,7 @@ __device__ __forceinline__ void store_tokens(const __half (&logits)[4], std::int
 // which it may have to ask another for, so that the 8 lanes of a query write 128 bytes at once.
 __device__ __forceinline__ void store_bounds(const __half (&bounds)[4], std::int64_t first,
                                              std::int64_t count, bool active, __half* to) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = lane_id();
   const int row = lane / 4;
   const bool aligned = reinterpret_cast<std::uintptr_t>(to) % 16 == 0;
 #pragma unroll
@@ -227,7 +229,7 @@ template <RowKind kKind, int kColumns>
 __device__ __forceinline__ void store_rows(const RowSums<kColumns>& sums, const Queries& queries,
                                            const RowScanArgs& a, int head, std::int64_t first,
                                            std::int64_t count, std::int64_t first_logit) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = lane_id();
   const std::int64_t query_head =
       static_cast<std::int64_t>(head) * a.queries.group + a.queries.first;
 #pragma unroll
@@ -240,7 +242,7 @@ __device__ __forceinline__ void store_rows(const RowSums<kColumns>& sums, const 
       __align__(8) __half logits[4];
 #pragma unroll
       for (int half = 0; half < 4; ++half) {
-        logits[half] = half_logit(sums.of[half][c][side] * factor);
+        logits[half] = half_logit(sums.of(half, c, side) * factor);
       }
       __half* const to = a.logits + (query_head + n) * a.stride + first_logit;
       if (kKind == RowKind::bounds) {
@@ -252,43 +254,76 @@ __device__ __forceinline__ void store_rows(const RowSums<kColumns>& sums, const 
   }
 }
 
-// A block scans rows of KV head blockIdx.y, a warp 32 of them at a time.
+// The rows of one KV head.
+struct HeadScan {
+  const std::byte* base;
+  const std::int32_t* positions;  // of candidates
+  std::int64_t count;
+  std::int64_t first_logit;
+};
+
+template <RowKind kKind>
+__device__ __forceinline__ HeadScan head_scan(const RowScanArgs& a, int head) {
+  const std::int64_t listed = a.candidates != nullptr ? a.candidates[head].count : 0;
+  if (kKind == RowKind::candidates) {
+    return {a.rows[head], a.positions + head * a.position_capacity, listed, 0};
+  }
+  return {a.rows[head], nullptr, a.counts[head], a.first_logit + listed};
+}
+
+// The rows of a lane in the tile from row `first` on.
+template <RowKind kKind>
+__device__ __forceinline__ void find_rows(const HeadScan& scan, std::int64_t row_bytes,
+                                          std::int64_t first, const std::byte* (&rows)[4]) {
+#pragma unroll
+  for (int half = 0; half < 4; ++half) {
+    // Beyond the last: anything that exists.
+    const std::int64_t at = min(first + row_of<kKind>(half, lane_id()), scan.count - 1);
+    rows[half] = scan.base + (kKind == RowKind::candidates ? scan.positions[at] : at) * row_bytes;
+  }
+}
+
+// A block scans rows of KV head blockIdx.y, a warp 32 of them at a time. Keys are on their way
+// while the queries are made ready, and while logits are stored.
 template <typename T, RowKind kKind, int kColumns>
 __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
     row_scan_kernel(const __grid_constant__ RowScanArgs a) {
   extern __shared__ uint4 fragments[];
   __shared__ Queries queries;
-  __shared__ std::int64_t listed;  // candidates
-
-  const int head = static_cast<int>(blockIdx.y);
   let_next_kernel_begin();
-  if (threadIdx.x == 0) listed = a.candidates != nullptr ? a.candidates[head].count : 0;
-  load_queries(a.queries, head, queries);
-  const int row_blocks = static_cast<int>(gridDim.x) - (a.prepares ? 1 : 0);
-  if (static_cast<int>(blockIdx.x) == row_blocks) return prepare_tiles(queries, a.prepare, head);
-  make_fragments<T, kKind, kColumns>(queries, a, (a.elements + kBlockElements - 1) / kBlockElements,
-                                     fragments);
-  __syncthreads();
+  const int head = static_cast<int>(blockIdx.y);
+  const int blocks = (a.elements + kBlockElements - 1) / kBlockElements;
+  const HeadScan scan = head_scan<kKind>(a, head);
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kRowWarps * kTileRows;
+  std::int64_t next =
+      (static_cast<std::int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / kWarp) * kTileRows;
+  const std::byte* rows[4];
+  RowKeys keys;
+  if (next < scan.count) {
+    find_rows<kKind>(scan, a.row_bytes, next, rows);
+    load_keys(rows, 0, a, keys);
+  }
 
-  const bool is_listed = kKind == RowKind::candidates;
-  const std::int64_t count = is_listed ? listed : a.counts[head];
-  const std::int64_t first_logit = is_listed ? 0 : a.first_logit + listed;
-  const std::byte* const base = a.rows[head];
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const std::int64_t step = static_cast<std::int64_t>(row_blocks) * kRowWarps * kTileRows;
-  const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / kWarp;
-  for (std::int64_t first = warp * kTileRows; first < count; first += step) {
-    const std::byte* rows[4];
-#pragma unroll
-    for (int half = 0; half < 4; ++half) {
-      const std::int64_t row = first + row_of<kKind>(half, lane);
-      const std::int64_t at = row < count ? row : count - 1;  // beyond: anything that exists
-      rows[half] =
-          base + (is_listed ? a.positions[head * a.position_capacity + at] : at) * a.row_bytes;
-    }
-    RowSums<kColumns> sums;
-    multiply_rows<T, kColumns>(rows, fragments, a.elements, a.wide, sums);
-    store_rows<kKind, kColumns>(sums, queries, a, head, first, count, first_logit);
+  load_queries(a.queries, head, queries);
+  if (a.prepares && blockIdx.x == 0) prepare_tiles(queries, a.prepare, head);
+  make_fragments<T, kKind, kColumns>(queries, a, blocks, fragments);
+  __syncthreads();
+  while (next < scan.count) {
+    const std::int64_t first = next;
+    RowSums<kColumns> sums{};
+    int block = 0;
+    do {
+      multiply_blocks<T>(keys, fragments, block, blocks, sums);
+      block += kLoadBlocks;
+      if (block >= blocks) {
+        block = 0;
+        next += step;
+        if (next >= scan.count) break;
+        find_rows<kKind>(scan, a.row_bytes, next, rows);
+      }
+      load_keys(rows, block, a, keys);
+    } while (block > 0);
+    store_rows<kKind, kColumns>(sums, queries, a, head, first, scan.count, scan.first_logit);
   }
 }
 

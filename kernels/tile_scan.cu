@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 
 #include "kernels/error.h"
 #include "kernels/tile_scan.cuh"
@@ -13,6 +12,7 @@ namespace {
 
 constexpr int kScanThreads = kScanWarps * kWarp;
 constexpr int kTableThreads = 256;
+constexpr int kTableBlocks = 16;  // of a multiprocessor
 
 // One block a KV head.
 __global__ void __launch_bounds__(kQueryThreads)
@@ -44,79 +44,39 @@ __global__ void __launch_bounds__(kScanThreads, kColumns == 1 ? kScanBlocks : 3)
     scan_kernel(const __grid_constant__ TileScanArgs a) {
   using Shape = TileShape<kBits, kListed>;
   extern __shared__ __align__(128) std::byte shared[];
-  __shared__ SlotNotes all_notes[kScanWarps][Shape::kStages];
+  __shared__ std::uint64_t full[kScanWarps][Shape::kStages];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  std::byte* const ring = shared + static_cast<unsigned>(warp) * Shape::kRingBytes;
-  SlotNotes* const notes = all_notes[warp];
-  auto* const staged = reinterpret_cast<__half*>(shared + kScanWarps * Shape::kRingBytes) +
-                       warp * kMaxQueries * kPageTokens;
-
-  using Copier = std::conditional_t<kListed, ListedCopier<kBits>, BlockCopier<kBits>>;
-  if (!kListed) init_notes(notes, Shape::kStages);
-  wait_for_queries();
-  Copier copier(a, ring, notes);
-#pragma unroll 1
-  for (int i = 0; i < Shape::kStages - 1; ++i) copier.copy_next();
-
-  unsigned slot = 0;
-  unsigned round = 0;  // the lowest bit of how often the ring was gone through
-  while (true) {
-    PagePlace at{};
-    PageSums<kColumns> sums{};
-    const uint2* fragments = nullptr;
-    for (int first = 0; first < a.steps; first += Shape::kSteps) {
-      copier.wait(slot, round);
-      __syncwarp();
-      if (first == 0) {
-        at = notes[slot].page;
-        if (at.head < 0) return;
-        fragments = a.queries.fragments +
-                    static_cast<std::int64_t>(at.head) * kColumns * a.steps * kWarp + lane;
-      }
-      copier.copy_next();
-      const std::byte* const chunk = ring + slot * Shape::kSlotBytes;
-#pragma unroll
-      for (int step = 0; step < Shape::kSteps; ++step) {
-        if (first + step >= a.steps) break;
-        uint2 queries[kColumns];
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          queries[c] = __ldg(fragments + (c * a.steps + first + step) * kWarp);
-        }
-        multiply_step<kBits, kListed>(chunk, step, selectors_of<kListed>(a, at.head, first + step),
-                                      queries, sums);
-      }
-      if (++slot == Shape::kStages) {
-        slot = 0;
-        round ^= 1;
-      }
-    }
-    if (a.queries.first != nullptr) {
-      store_candidates<kBits>(sums, a, at, staged);
-    } else {
-      store_page<kBits>(sums, a, at);
-    }
-  }
+  const std::uint32_t tables = table_bytes<kListed, kColumns>(a.pairs);
+  std::byte* const mine =
+      shared + kScanWarps * Shape::kRingBytes + static_cast<unsigned>(warp) * tables;
+  WarpMemory memory{};
+  memory.ring = shared + static_cast<unsigned>(warp) * Shape::kRingBytes;
+  memory.fragments = reinterpret_cast<uint4*>(mine);
+  memory.places = memory.fragments + a.pairs * kColumns * kWarp;
+  memory.selectors = memory.places + a.pairs * kWarp;
+  memory.staged = reinterpret_cast<__half*>(shared + kScanWarps * (Shape::kRingBytes + tables)) +
+                  warp * a.query_count * kPageTokens;
+  memory.full = full[warp];
+  scan_pages<kBits, kListed, kColumns>(a, memory);
 }
 
-// How `warps` warps share the pages; see PageRuns.
+// How many of `total` pages `warps` warps share out in advance; see PageRuns.
 template <int kBits, bool kListed>
-void share_pages(TileScanArgs& a, std::int64_t warps) {
-  using Shape = TileShape<kBits, kListed>;
-  const std::int64_t total = std::int64_t{a.pages} * a.heads;
+int static_pages(std::int64_t total, std::int64_t warps) {
   check(total < std::numeric_limits<std::int32_t>::max(), "tile scan: pages");
   // Every counter needs warps that ask it.
   const bool dynamic = total >= kLeastDynamicPages * warps && warps >= kRunCounters * kScanWarps;
-  a.static_pages = static_cast<int>(dynamic ? total * Shape::kStaticEighths / 8 : total);
-  a.run_pages = Shape::kRunPages;
+  return static_cast<int>(dynamic ? total * TileShape<kBits, kListed>::kStaticEighths / 8 : total);
 }
 
 template <int kBits, bool kListed, int kColumns>
 void launch_scan(TileScanArgs a, const Launch& launch) {
   const auto kernel = scan_kernel<kBits, kListed, kColumns>;
-  std::size_t shared = kScanWarps * TileShape<kBits, kListed>::kRingBytes;
-  if (a.queries.first != nullptr) shared += kScanWarps * kMaxQueries * kPageTokens * sizeof(__half);
+  std::size_t shared = kScanWarps * (TileShape<kBits, kListed>::kRingBytes +
+                                     table_bytes<kListed, kColumns>(a.pairs));
+  if (a.has_candidates) {
+    shared += kScanWarps * kPageTokens * sizeof(__half) * static_cast<unsigned>(a.query_count);
+  }
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
           "tile scan");
@@ -124,10 +84,11 @@ void launch_scan(TileScanArgs a, const Launch& launch) {
   require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kScanThreads, shared),
           "tile scan");
   check(resident > 0, "tile scan: no block fits");
-  const std::int64_t useful = (std::int64_t{a.pages} * a.heads + kScanWarps - 1) / kScanWarps;
+  const std::int64_t total = std::int64_t{a.pages} * a.heads;
+  const std::int64_t useful = (total + kScanWarps - 1) / kScanWarps;
   const std::int64_t blocks =
       std::min<std::int64_t>(std::int64_t{launch.device->multiprocessors} * resident, useful);
-  share_pages<kBits, kListed>(a, blocks * kScanWarps);
+  a.static_pages = static_pages<kBits, kListed>(total, blocks * kScanWarps);
 
   // Its blocks may be set up while the queries are still being made ready.
   cudaLaunchAttribute early{};
@@ -186,11 +147,12 @@ class Pieces {
 TileQueries take_queries(const EstimateParams& p, Pieces& pieces) {
   const std::int64_t heads = p.shape.kv_heads;
   TileQueries to{};
-  to.fragments = pieces.take<uint2>(heads * (kMaxQueries / 8) * steps_of(p) * kWarp);
+  const std::int64_t pairs = (steps_of(p) + 1) / 2;
+  to.fragments = pieces.take<uint4>(heads * pairs * (kMaxQueries / 8) * kWarp);
   to.factors = pieces.take<float>(heads * kMaxQueries);
-  to.channels = pieces.take<std::uint16_t>(heads * kMaxListed);
+  to.places = pieces.take<uint4>(heads * pairs * kWarp);
+  to.selectors = pieces.take<uint4>(heads * pairs * 4);
   to.counters = pieces.take<std::uint32_t>(kRunCounters);
-  to.selectors = pieces.take<uint2>(heads * steps_of(p) * 4);
   if (p.candidates != nullptr) {
     to.counts = pieces.take<std::int32_t>(heads);
     to.first = pieces.take<std::int32_t>(heads * p.pages);
@@ -199,13 +161,16 @@ TileQueries take_queries(const EstimateParams& p, Pieces& pieces) {
 }
 
 void make_table(const EstimateParams& p, const TileQueries& to, const Launch& launch) {
-  const std::int64_t blocks =
-      std::clamp<std::int64_t>((p.candidates->capacity + kTableThreads - 1) / kTableThreads, 1, 64);
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.shape.kv_heads));
+  const std::int64_t heads = p.shape.kv_heads;
+  const std::int64_t useful = (p.candidates->capacity + kTableThreads - 1) / kTableThreads;
+  const std::int64_t fit = kTableBlocks * launch.device->multiprocessors / heads;
+  const std::int64_t blocks = std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(useful, 1));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
   table_kernel<<<grid, kTableThreads, 0, launch.stream>>>(p.candidates->positions,
                                                           p.candidates->capacity, to, p.pages);
   require_launch("candidate table");
 }
+
 TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
   const EstimateParams& p = *pass.estimate;
   TileScanArgs a{};
@@ -213,6 +178,7 @@ TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
   a.codes = p.index.tiles.codes;
   a.scales = p.index.tiles.scales;
   if (p.candidates != nullptr) {
+    a.has_candidates = true;
     a.positions = p.candidates->positions;
     a.position_capacity = p.candidates->capacity;
   }
@@ -223,6 +189,7 @@ TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
   a.heads = p.shape.kv_heads;
   a.head_dim = p.shape.head_dim;
   a.steps = steps_of(p);
+  a.pairs = (a.steps + 1) / 2;
   a.group = p.shape.group();
   a.first_query = pass.first_query;
   a.query_count = pass.queries;
@@ -250,6 +217,7 @@ PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
   a.pages = p.pages;
   a.steps = steps_of(p);
   a.column_tiles = pass.queries <= 8 ? 1 : 2;
+  a.units = static_cast<int>(p.index.tiles.code_bytes() / 16);
   a.listed = is_listed(p);
   return a;
 }

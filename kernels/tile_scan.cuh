@@ -7,6 +7,8 @@
 // Codes in higher bits are larger by powers of two, which the epilogue takes back.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/tile_scan_copy.cuh"
 #include "lib/selection.h"
 
@@ -20,10 +22,57 @@ struct PageSums {
   float zeros[kColumns][4];  // every row the same
 };
 
-// The codes at `mask` of byte `b` of two channels' words, as halves.
+// What a lane needs of the KV head whose pages it scans: for its columns, which are queries
+// 8 c + lane % 4 * 2 and the next.
+template <int kColumns>
+struct HeadQueries {
+  const uint4* fragments;      // [pairs of steps, column tiles], of this lane
+  float factors[kColumns][2];  // turn sums into logits
+  __half* logits;              // of its first column and its first token of page 0
+};
+
+// Comes to a head; by a warp, with a barrier before the tables may be read.
+template <int kBits, bool kListed, int kColumns>
+__device__ __forceinline__ HeadQueries<kColumns> enter_head(const TileScanArgs& a, int head,
+                                                            const WarpMemory& memory) {
+  HeadQueries<kColumns> of;
+  const std::int64_t first = static_cast<std::int64_t>(head) * a.pairs;
+  of.fragments = a.queries.fragments + first * (kColumns * kWarp) + lane_id();
+  if constexpr (kListed) {
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < a.pairs * kColumns; ++i) {
+      memory.fragments[i * kWarp + lane_id()] = __ldg(of.fragments + i * kWarp);
+    }
+    const uint4* const selectors = a.queries.selectors + first * 4;
+#pragma unroll 1
+    for (int i = lane_id(); i < a.pairs * 4; i += kWarp) memory.selectors[i] = __ldg(selectors + i);
+  }
+  const int column = lane_id() % 4 * 2;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      of.factors[c][side] = a.queries.factors[head * kMaxQueries + c * 8 + column + side];
+    }
+  }
+  const std::int64_t query = static_cast<std::int64_t>(head) * a.group + a.first_query + column;
+  of.logits = a.logits + query * a.stride + lane_id() / 4 * (2 * kBits);
+  return of;
+}
+
+// A permutation whose selector is known not to ask for signs.
+__device__ __forceinline__ std::uint32_t permute(std::uint32_t a, std::uint32_t b,
+                                                 std::uint32_t selector) {
+  std::uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
+
+// Byte `b` of two channels' words, each twice.
 __device__ __forceinline__ std::uint32_t bytes_of(std::uint32_t first, std::uint32_t second,
                                                   unsigned b) {
-  return __byte_perm(first, second, b | b << 4 | (b + 4) << 8 | (b + 4) << 12);
+  return permute(first, second, b | b << 4 | (b + 4) << 8 | (b + 4) << 12);
 }
 
 // Rows of A out of byte `b` of the words of a lane's four channels.
@@ -52,48 +101,73 @@ __device__ __forceinline__ std::uint32_t multiply_pairs(std::uint32_t a, std::ui
   return *reinterpret_cast<const std::uint32_t*>(&product);
 }
 
-// Which halves of words a lane takes its scales from.
-template <bool kListed>
-__device__ __forceinline__ uint2 selectors_of(const TileScanArgs& a, int head, int step) {
-  if (kListed) return __ldg(a.queries.selectors + (head * a.steps + step) * 4 + threadIdx.x % 4);
-  const std::uint32_t half = threadIdx.x % 2 == 0 ? 0x5410u : 0x7632u;
-  return make_uint2(half, half);
+__device__ __forceinline__ void load_shared(std::uint32_t from, std::uint32_t& to) {
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(to) : "r"(from) : "memory");
 }
+__device__ __forceinline__ void load_shared(std::uint32_t from, uint2& to) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
+               : "=r"(to.x), "=r"(to.y)
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void load_shared(std::uint32_t from, uint4& to) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+               : "r"(from)
+               : "memory");
+}
+
+// Where a lane finds its part of a slot, as offsets that steps and channels are added to.
+template <int kBits, bool kListed>
+struct LaneOffsets {
+  using Shape = TileShape<kBits, kListed>;
+  // Listed channels lie in an order that makes some of the sums exclusive ors.
+  static constexpr int kCodes = kListed ? 8 / kBits : 1;
+
+  __device__ LaneOffsets() {
+    const int row = lane_id() / 4;
+    const int quad = lane_id() % 4;
+#pragma unroll
+    for (int j = 0; j < kCodes; ++j) {
+      const int at = channel_of_lane(kListed, quad, j) * Shape::kCodeBytes + row * (2 * kBits);
+      codes[j] = static_cast<std::uint32_t>(kListed ? at ^ quad * 32 : at);
+    }
+    scales = Shape::kScaleOffset + static_cast<std::uint32_t>(kListed ? quad : quad / 2) * 16;
+  }
+  // The lane's channel `j` of a step.
+  __device__ __forceinline__ std::uint32_t code(int step, int j) const {
+    const int apart = channel_of_lane(kListed, 0, j / kCodes * kCodes);
+    return codes[j % kCodes] +
+           static_cast<std::uint32_t>((step * kStepChannels + apart) * Shape::kCodeBytes);
+  }
+  __device__ __forceinline__ std::uint32_t scale(int step) const {
+    return scales + static_cast<std::uint32_t>(step) * kStepChannels * (kListed ? 4 : 2);
+  }
+
+  std::uint32_t codes[kCodes];
+  std::uint32_t scales;
+};
 
 // Scales (or zeros) of this lane's four channels of a step, out of four pairs.
-template <bool kListed>
-__device__ __forceinline__ uint2 load_scales(const std::byte* scales, int step, uint2 selectors) {
-  const int place = kListed ? step * 4 + scan_lane() % 4 : step * 2 + scan_lane() % 4 / 2;
-  const uint4 words = reinterpret_cast<const uint4*>(scales)[place];
-  return make_uint2(__byte_perm(words.x, words.y, selectors.x),
-                    __byte_perm(words.z, words.w, selectors.y));
+__device__ __forceinline__ uint2 load_scales(std::uint32_t from, uint2 selectors) {
+  uint4 words;
+  load_shared(from, words);
+  return make_uint2(permute(words.x, words.y, selectors.x), permute(words.z, words.w, selectors.y));
 }
 
-// Words of this lane's four channels of a step, with the tokens of row lane / 4: word j has four
-// bytes, or at 4 bits eight.
-template <int kBits, bool kListed, typename Word>
-__device__ __forceinline__ void load_codes(const std::byte* codes, Word (&words)[4]) {
-  using Shape = TileShape<kBits, kListed>;
-  const int row = scan_lane() / 4;
-  const int quad = scan_lane() % 4;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    int at = channel_of_lane(kListed, quad, j) * Shape::kCodeBytes +
-             row * static_cast<int>(sizeof(Word));
-    if (kListed) at ^= quad * 32;  // as ListedCopier lays units out
-    words[j] = *reinterpret_cast<const Word*>(codes + at);
-  }
-}
-
-// One step of 16 channels, step `step` of its chunk.
+// One step of 16 channels, step `step` of the chunk in `slot`. Selectors tell which halves of words
+// the lane takes its scales from.
 template <int kBits, bool kListed, int kColumns>
-__device__ __forceinline__ void multiply_step(const std::byte* chunk, int step, uint2 selectors,
-                                              const uint2 (&queries)[kColumns],
+__device__ __forceinline__ void multiply_step(std::uint32_t slot,
+                                              const LaneOffsets<kBits, kListed>& offsets, int step,
+                                              const uint2 (&queries)[kColumns], uint2 selectors,
                                               PageSums<kColumns>& sums) {
   using Shape = TileShape<kBits, kListed>;
-  const std::byte* const scales = chunk + Shape::kScaleOffset;
-  const uint2 scale = load_scales<kListed>(scales, step, selectors);
-  const uint2 zero = load_scales<kListed>(scales + Shape::kScaleBytes, step, selectors);
+  const uint2 scale = load_scales(slot + offsets.scale(step), selectors);
+  const uint2 zero = load_scales(slot + offsets.scale(step) + Shape::kScaleBytes, selectors);
+  std::conditional_t<kBits == 4, uint2, std::uint32_t> codes[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) load_shared(slot + offsets.code(step, j), codes[j]);
   const std::uint32_t zeros[4] = {zero.x, zero.x, zero.y, zero.y};
   uint2 weights[kColumns];
 #pragma unroll
@@ -102,12 +176,9 @@ __device__ __forceinline__ void multiply_step(const std::byte* chunk, int step, 
     weights[c] =
         make_uint2(multiply_pairs(queries[c].x, scale.x), multiply_pairs(queries[c].y, scale.y));
   }
-  const std::byte* const codes = chunk + step * kStepChannels * Shape::kCodeBytes;
   if constexpr (kBits == 4) {
-    uint2 words[4];
-    load_codes<kBits, kListed>(codes, words);
-    const std::uint32_t near[4] = {words[0].x, words[1].x, words[2].x, words[3].x};
-    const std::uint32_t far[4] = {words[0].y, words[1].y, words[2].y, words[3].y};
+    const std::uint32_t near[4] = {codes[0].x, codes[1].x, codes[2].x, codes[3].x};
+    const std::uint32_t far[4] = {codes[0].y, codes[1].y, codes[2].y, codes[3].y};
 #pragma unroll
     for (unsigned b = 0; b < 4; ++b) {
       multiply_byte<kBits>(near, b, static_cast<int>(b), weights, sums);
@@ -117,12 +188,43 @@ __device__ __forceinline__ void multiply_step(const std::byte* chunk, int step, 
       multiply_byte<kBits>(far, b, static_cast<int>(b) + 4, weights, sums);
     }
   } else {
-    std::uint32_t words[4];
-    load_codes<kBits, kListed>(codes, words);
 #pragma unroll
     for (unsigned b = 0; b < 4; ++b) {
-      multiply_byte<kBits>(words, b, static_cast<int>(b) * 2, weights, sums);
+      multiply_byte<kBits>(codes, b, static_cast<int>(b) * 2, weights, sums);
     }
+  }
+}
+
+// Two steps, those of `pair` of the page and `first` of the chunk on, of which `steps` are there.
+template <int kBits, bool kListed, int kColumns>
+__device__ __forceinline__ void multiply_pair(std::uint32_t slot,
+                                              const LaneOffsets<kBits, kListed>& offsets, int first,
+                                              int steps, int pair,
+                                              const HeadQueries<kColumns>& of_head,
+                                              const WarpMemory& memory, PageSums<kColumns>& sums) {
+  if (steps <= 0) return;
+  uint4 queries[kColumns];
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const int place = (pair * kColumns + c) * kWarp;
+    queries[c] = kListed ? memory.fragments[place + lane_id()] : __ldg(of_head.fragments + place);
+  }
+  // Which halves of words the lane takes its scales from.
+  const std::uint32_t half = lane_id() % 2 == 0 ? 0x5410u : 0x7632u;
+  const uint4 selectors =
+      kListed ? memory.selectors[pair * 4 + lane_id() % 4] : make_uint4(half, half, half, half);
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    if (s >= steps) break;
+    uint2 of_step[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      of_step[c] =
+          s == 0 ? make_uint2(queries[c].x, queries[c].y) : make_uint2(queries[c].z, queries[c].w);
+    }
+    const uint2 halves =
+        s == 0 ? make_uint2(selectors.x, selectors.y) : make_uint2(selectors.z, selectors.w);
+    multiply_step(slot, offsets, first + s, of_step, halves, sums);
   }
 }
 
@@ -133,20 +235,22 @@ __device__ __forceinline__ std::uint32_t pack_logits(float low, float high) {
   return pair;
 }
 
-// Calls store(column, token, words, count) with runs of consecutive logits of this lane: `count`
-// words of two. 4 bits: runs of 8, 2 bits: of 4.
+// Calls store(column, run, words) with runs of consecutive logits of this lane: run `run` begins
+// kRun<kBits> tokens after the one before, `words` are of two logits. 4 bits: runs of 8, 2: of 4.
+template <int kBits>
+inline constexpr int kRun = kPageTokens* kBits / 8;
+
 template <int kBits, int kColumns, typename Store>
-__device__ __forceinline__ void for_runs(const PageSums<kColumns>& sums, const float* factors,
-                                         int query_count, const Store& store) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int row = lane / 4;
+__device__ __forceinline__ void for_runs(const PageSums<kColumns>& sums,
+                                         const float (&factors)[kColumns][2], int query_count,
+                                         const Store& store) {
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      const int column = c * 8 + lane % 4 * 2 + side;
-      if (column >= query_count) continue;
-      const float factor = factors[column];
+      const int column = c * 8 + side;
+      if (lane_id() % 4 * 2 + column >= query_count) continue;
+      const float factor = factors[c][side];
       const float zero = sums.zeros[c][side] * factor;
 #pragma unroll
       for (int run = 0; run < 8 / kBits; ++run) {
@@ -161,16 +265,15 @@ __device__ __forceinline__ void for_runs(const PageSums<kColumns>& sums, const f
           };
           words[i] = pack_logits(logit(2 * i), logit(2 * i + 1));
         }
-        store(column, run * (kPageTokens * kBits / 8) + row * 2 * kBits, words);
+        store(column, run, words);
       }
     }
   }
 }
 
-template <int kWords>
-__device__ __forceinline__ void store_words(__half* to, const std::uint32_t (&words)[kWords],
-                                            bool aligned) {
-  if (!aligned) {
+template <bool kAligned, int kWords>
+__device__ __forceinline__ void store_words(__half* to, const std::uint32_t (&words)[kWords]) {
+  if constexpr (!kAligned) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const __half2 pair = *reinterpret_cast<const __half2*>(&words[i]);
@@ -185,41 +288,127 @@ __device__ __forceinline__ void store_words(__half* to, const std::uint32_t (&wo
 }
 
 // All logits of a page, to their place.
-template <int kBits, int kColumns>
+template <int kBits, bool kAligned, int kColumns>
 __device__ __forceinline__ void store_page(const PageSums<kColumns>& sums, const TileScanArgs& a,
-                                           const PagePlace& at) {
-  const std::int64_t query = static_cast<std::int64_t>(at.head) * a.group + a.first_query;
-  __half* const logits = a.logits + query * a.stride + std::int64_t{at.page} * kPageTokens;
-  for_runs<kBits>(sums, a.queries.factors + at.head * kMaxQueries, a.query_count,
-                  [&](int column, int token, const std::uint32_t(&words)[kBits]) {
-                    store_words(logits + column * a.stride + token, words, a.aligned);
+                                           const HeadQueries<kColumns>& queries, int page) {
+  __half* const logits = queries.logits + std::int64_t{page} * kPageTokens;
+  for_runs<kBits>(sums, queries.factors, a.query_count,
+                  [&](int column, int run, const std::uint32_t(&words)[kBits]) {
+                    store_words<kAligned>(logits + column * a.stride + run * kRun<kBits>, words);
                   });
 }
 
-// The logits of a page's candidates, by way of `staged` [kMaxQueries, kPageTokens].
+// The position of candidate `i` of a head; -1 beyond the last.
+__device__ __forceinline__ std::int32_t position_of(const TileScanArgs& a, int head,
+                                                    std::int32_t i) {
+  return i < a.queries.counts[head] ? a.positions[head * a.position_capacity + i] : -1;
+}
+
+// The candidates of a page. Where the first of them are is asked before the page is scanned, for
+// the answer takes long.
+struct PageCandidates {
+  static constexpr int kEarly = 2;
+  std::int32_t first;
+  std::int32_t early[kEarly];  // positions of first + lane, and of those kWarp after
+};
+
+__device__ __forceinline__ PageCandidates candidates_of(const TileScanArgs& a, const PageHead& at) {
+  PageCandidates of;
+  of.first = a.queries.first[at.head * a.pages + at.page];
+#pragma unroll
+  for (int i = 0; i < of.kEarly; ++i) {
+    of.early[i] = position_of(a, at.head, of.first + i * kWarp + lane_id());
+  }
+  return of;
+}
+
+// The logits of a page's candidates, by way of `staged` [query_count, kPageTokens].
 template <int kBits, int kColumns>
 __device__ __forceinline__ void store_candidates(const PageSums<kColumns>& sums,
-                                                 const TileScanArgs& a, const PagePlace& at,
-                                                 __half* staged) {
-  for_runs<kBits>(sums, a.queries.factors + at.head * kMaxQueries, a.query_count,
-                  [&](int column, int token, const std::uint32_t(&words)[kBits]) {
-                    store_words(staged + column * kPageTokens + token, words, true);
+                                                 const TileScanArgs& a,
+                                                 const HeadQueries<kColumns>& queries,
+                                                 const PageHead& at,
+                                                 const PageCandidates& candidates, __half* staged) {
+  __half* const mine = staged + lane_id() % 4 * 2 * kPageTokens + lane_id() / 4 * (2 * kBits);
+  for_runs<kBits>(sums, queries.factors, a.query_count,
+                  [&](int column, int run, const std::uint32_t(&words)[kBits]) {
+                    store_words<true>(mine + column * kPageTokens + run * kRun<kBits>, words);
                   });
   __syncwarp();
   const std::int64_t query = static_cast<std::int64_t>(at.head) * a.group + a.first_query;
-  const std::int32_t* const positions = a.positions + at.head * a.position_capacity;
-  const std::int32_t count = a.queries.counts[at.head];
-  const std::int32_t first =
-      a.queries.first[static_cast<std::int64_t>(at.head) * a.pages + at.page];
-  for (std::int32_t i = first + static_cast<std::int32_t>(threadIdx.x % kWarp); i < count;
-       i += kWarp) {
-    const std::int32_t position = positions[i];
-    if (position / kPageTokens != at.page) break;
+#pragma unroll
+  for (int round = 0; round < kPageTokens / kWarp; ++round) {
+    const std::int32_t i = candidates.first + round * kWarp + lane_id();
+    const std::int32_t position =
+        round < candidates.kEarly ? candidates.early[round] : position_of(a, at.head, i);
+    const std::int32_t token = position - at.page * kPageTokens;
+    if (token < 0 || token >= kPageTokens) break;
     for (int n = 0; n < a.query_count; ++n) {
-      a.logits[(query + n) * a.stride + i] = staged[n * kPageTokens + position % kPageTokens];
+      a.logits[(query + n) * a.stride + i] = staged[n * kPageTokens + token];
     }
   }
   __syncwarp();
+}
+
+// Sums and stores the pages of one warp.
+template <int kBits, bool kListed, int kColumns>
+__device__ __forceinline__ void scan_pages(const TileScanArgs& a, const WarpMemory& memory) {
+  using Shape = TileShape<kBits, kListed>;
+  constexpr int kPairs = Shape::kSteps / 2;
+  using Copier = std::conditional_t<kListed, ListedCopier<kBits>, OrderedCopier<kBits>>;
+  Copier copier(a, memory);
+  // Pages that are scanned in any case are copied while the queries are made ready.
+  const bool early = !kListed && !a.has_candidates;
+  if (!early) {
+    wait_for_queries();
+    copier.begin();
+  }
+#pragma unroll 1
+  for (int i = 0; i < Shape::kStages - 1; ++i) copier.copy_next();
+  if (early) {
+    wait_for_queries();
+    copier.begin();
+  }
+
+  const LaneOffsets<kBits, kListed> offsets;
+  const std::uint32_t first_slot = shared_address(memory.ring);
+  std::uint32_t slot = first_slot;
+  unsigned round = 0;  // the lowest bit of how often the ring was gone through
+  PageHead at;
+  HeadQueries<kColumns> queries;
+  while (copier.oldest() >= 0) {
+    if (at.find(copier.oldest(), a.pages)) {
+      queries = enter_head<kBits, kListed, kColumns>(a, at.head, memory);
+    }
+    PageCandidates candidates{};
+    if (!kListed && a.has_candidates) candidates = candidates_of(a, at);
+    PageSums<kColumns> sums{};
+    int first = 0;  // pair of steps of this chunk
+    do {
+      copier.wait(slot, round);
+      __syncwarp();
+      copier.copy_next();
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        multiply_pair(slot, offsets, pair * 2, a.steps - (first + pair) * 2, first + pair, queries,
+                      memory, sums);
+      }
+      slot += Shape::kSlotBytes;
+      if (slot == first_slot + Shape::kRingBytes) {
+        slot = first_slot;
+        round ^= 1;
+      }
+      first += kPairs;
+    } while (first < a.pairs);
+    if (a.has_candidates) {
+      if (kListed) candidates = candidates_of(a, at);  // rare, and registers are not
+      store_candidates<kBits>(sums, a, queries, at, candidates, memory.staged);
+    } else if (a.aligned) {
+      store_page<kBits, true>(sums, a, queries, at.page);
+    } else {
+      store_page<kBits, false>(sums, a, queries, at.page);
+    }
+  }
 }
 
 }  // namespace sluice::cuda

@@ -4,6 +4,8 @@
 // for no other.
 #pragma once
 
+#include <limits>
+
 #include "kernels/barriers.cuh"
 #include "kernels/tile_scan_queries.cuh"
 #include "lib/selection.h"
@@ -13,6 +15,7 @@ namespace sluice::cuda {
 inline constexpr int kScanWarps = 4;          // of a block
 inline constexpr int kScanBlocks = 5;         // of a multiprocessor
 inline constexpr int kLeastDynamicPages = 8;  // of a warp: fewer are shared out evenly
+inline constexpr int kRunPages = 2;           // that a warp takes at once of those not shared out
 
 struct TileScanArgs {
   TileQueries queries;
@@ -25,21 +28,22 @@ struct TileScanArgs {
   std::int64_t stride;
   int pages;         // of every head
   int static_pages;  // of all heads' pages, shared out evenly from the start
-  int run_pages;     // that a warp takes at once of the others
   int heads;
   int head_dim;
   int steps;
+  int pairs;  // of steps
   int group;
   int first_query;
   int query_count;
-  bool aligned;  // logits of a page begin on 16 bytes
+  bool aligned;         // logits of a page begin on 16 bytes
+  bool has_candidates;  // only pages with a candidate are scanned
 };
 
 // A slot of a warp's ring: a chunk of a page, with its scales and zeros.
 template <int kBits, bool kListed>
 struct TileShape {
-  static constexpr int kStages = kListed ? 3 : 2;  // slots
-  static constexpr int kSteps = kListed ? 2 : 4;   // of a chunk
+  static constexpr int kStages = kListed ? 3 : 2;            // slots
+  static constexpr int kSteps = kListed ? kListedSteps : 4;  // of a chunk
   static constexpr int kChannels = kSteps * kStepChannels;
   static constexpr int kCodeBytes = kPageTokens * kBits / 8;  // of a channel
   static constexpr int kUnits = kCodeBytes / 16;
@@ -48,262 +52,300 @@ struct TileShape {
   static constexpr std::uint32_t kScaleBytes = kChannels * (kListed ? 4 : 2);
   static constexpr std::uint32_t kSlotBytes = kScaleOffset + 2 * kScaleBytes;
   static constexpr std::uint32_t kRingBytes = kStages * kSlotBytes;
-  // Of all pages, how many eighths are shared out in advance, and how many of the others a warp
-  // takes at once: a jump costs more where channels have to be looked up.
+  // Of all pages, how many eighths are shared out in advance: a jump to another head costs more
+  // where its channels have to be looked up.
   static constexpr int kStaticEighths = kListed ? 6 : 4;
-  static constexpr int kRunPages = kListed ? 4 : 2;
 };
 
-// Where a page is; head is -1 at the end.
-struct PagePlace {
-  int head;
-  int page;
+// What a warp has in shared memory. If channels are listed there are tables of the head that the
+// warp is at, which keep loads and their latency out of the way from page to page.
+struct WarpMemory {
+  std::byte* ring;
+  uint4* fragments;     // [pairs of steps, column tiles, lanes]
+  uint4* places;        // [pairs of steps, lanes]
+  uint4* selectors;     // [pairs of steps, 4]
+  __half* staged;       // [query_count, kPageTokens], if there are candidates
+  std::uint64_t* full;  // barriers of bulk copies
 };
 
-// What goes with a slot.
-struct SlotNotes {
-  PagePlace page;
-  std::uint64_t full;  // barrier of bulk copies
-};
+// Bytes of a warp's tables.
+template <bool kListed, int kColumns>
+__host__ __device__ constexpr std::uint32_t table_bytes(int pairs) {
+  return kListed ? static_cast<std::uint32_t>(pairs) * 16 * (kColumns * kWarp + kWarp + 4) : 0;
+}
 
-// Pages of a warp, among those of all heads in order. Most are shared out evenly in advance; the
-// rest is taken in short runs, so that all warps end together although some get on faster. The
-// counter is asked for a run ahead, for its answer takes long.
+// Pages of a warp, as numbers among those of all heads in order. Most are shared out evenly in
+// advance; the rest is taken in short runs, so that all warps end together although some get on
+// faster. The counter is asked for a run ahead, for its answer takes long.
 class PageRuns {
  public:
   __device__ explicit PageRuns(const TileScanArgs& a) : a_(a) {
-    const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kScanWarps;
-    const std::int64_t number =
-        static_cast<std::int64_t>(blockIdx.x) * kScanWarps + threadIdx.x / kWarp;
-    const auto first = static_cast<int>(a.static_pages * number / warps);
-    ask();
-    begin(first, static_cast<int>(a.static_pages * (number + 1) / warps) - first);
-    if (left_ == 0) begin_run();
-    skip();
+    const int warps = static_cast<int>(gridDim.x) * kScanWarps;
+    const int warp = static_cast<int>(blockIdx.x * kScanWarps + threadIdx.x / kWarp);
+    const int each = a.static_pages / warps;
+    const int more = a.static_pages % warps;  // warps that have one more
+    page = each * warp + min(warp, more);
+    left_ = each + (warp < more ? 1 : 0);
   }
 
+  // Once what is made ready for a scan is there: before the first page if there are candidates, and
+  // before half of kLeastDynamicPages are left behind.
+  __device__ __forceinline__ void begin() {
+    ask();
+    if (a_.has_candidates) skip();
+  }
   __device__ __forceinline__ bool done() const { return left_ == 0; }
   __device__ __forceinline__ void next() {
     step();
-    skip();
+    if (a_.has_candidates) skip();
   }
-  // Whether this page does not follow the one before.
-  __device__ __forceinline__ bool jumped() const { return jumped_; }
 
-  int head = 0;
   int page = 0;
 
  private:
-  __device__ int total() const { return a_.pages * a_.heads; }
+  __device__ __forceinline__ int total() const { return a_.pages * a_.heads; }
   __device__ __forceinline__ void ask() {
-    if (a_.static_pages < total() && threadIdx.x % kWarp == 0) {
+    if (a_.static_pages < total() && lane_id() == 0) {
       upcoming_ = atomicAdd(a_.queries.counters + blockIdx.x % kRunCounters, 1u);
     }
   }
-  __device__ __forceinline__ void begin(int first, int count) {
-    head = first / a_.pages;
-    page = first % a_.pages;
-    left_ = count;
-    jumped_ = true;
-  }
   __device__ __forceinline__ void step() {
-    jumped_ = false;
-    if (--left_ == 0) return begin_run();
-    if (++page == a_.pages) {
-      page = 0;
-      ++head;
-      jumped_ = true;
-    }
+    ++page;
+    if (--left_ == 0) begin_run();
   }
   __device__ __forceinline__ void begin_run() {
     if (a_.static_pages == total()) return;
     const unsigned run =
         __shfl_sync(kAllLanes, upcoming_, 0) * kRunCounters + blockIdx.x % kRunCounters;
-    const std::int64_t first = a_.static_pages + static_cast<std::int64_t>(run) * a_.run_pages;
+    const std::int64_t first = a_.static_pages + std::int64_t{run} * kRunPages;
     if (first >= total()) return;
     ask();
-    begin(static_cast<int>(first), min(a_.run_pages, total() - static_cast<int>(first)));
+    page = static_cast<int>(first);
+    left_ = min(kRunPages, total() - page);
   }
-  // To the next page with a candidate, if there are candidates.
+  // To the next page with a candidate.
   __device__ __forceinline__ void skip() {
-    if (a_.queries.first == nullptr) return;
-    while (!done() && a_.queries.first[static_cast<std::int64_t>(head) * a_.pages + page] < 0) {
-      step();
-    }
-    jumped_ = true;
+    while (!done() && a_.queries.first[page] < 0) step();
   }
 
   const TileScanArgs& a_;
   unsigned upcoming_ = 0;
   int left_ = 0;
-  bool jumped_ = true;
 };
 
-__device__ __forceinline__ int scan_lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+// Splits the number of a page into head and page, which takes a division only where the head
+// changes.
+class PageHead {
+ public:
+  // Whether the head changed.
+  __device__ __forceinline__ bool find(int number, int pages) {
+    page = number - first_;
+    if (static_cast<unsigned>(page) < static_cast<unsigned>(pages)) return false;
+    head = number / pages;
+    first_ = head * pages;
+    page = number - first_;
+    return true;
+  }
 
-// 4 bytes to shared memory.
-__device__ __forceinline__ void copy_word(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");
+  int head = -1;
+  int page = 0;
+
+ private:
+  int first_ = std::numeric_limits<int>::max();
+};
+
+// 4 or 16 bytes to shared memory, if `wanted`.
+__device__ __forceinline__ void copy_word_if(std::uint32_t to, const void* from, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p cp.async.ca.shared.global [%0], [%1], 4;\n}\n" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
 }
-__device__ __forceinline__ void copy_unit(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from) : "memory");
+__device__ __forceinline__ void copy_unit_if(std::uint32_t to, const void* from, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p cp.async.cg.shared.global [%0], [%1], 16;\n}\n" ::"r"(to),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 
-// Copies chunks of listed channels into slots, in the order that they are used in, and notes beside
-// each slot which page it is of.
+// Goes through the chunks of a warp's pages, and knows which pages are in the ring.
+template <int kBits, bool kListed>
+class ChunkCursor {
+  using Shape = TileShape<kBits, kListed>;
+
+ public:
+  __device__ explicit ChunkCursor(const TileScanArgs& a, std::byte* ring)
+      : pages(a), slot(shared_address(ring)), ring_(slot) {}
+
+  // The page of the oldest chunk in the ring; -1 at the end.
+  __device__ __forceinline__ int oldest() const { return pages_[0]; }
+  // The next slot will have the next chunk, if there is one.
+  __device__ __forceinline__ bool begin_slot() {
+#pragma unroll
+    for (int i = 0; i + 1 < Shape::kStages - 1; ++i) pages_[i] = pages_[i + 1];
+    pages_[Shape::kStages - 2] = pages.done() ? -1 : pages.page;
+    return !pages.done();
+  }
+  __device__ __forceinline__ void end_slot() {
+    slot =
+        slot == ring_ + (Shape::kStages - 1) * Shape::kSlotBytes ? ring_ : slot + Shape::kSlotBytes;
+  }
+  __device__ __forceinline__ void next_chunk(int steps) {
+    first_step += Shape::kSteps;
+    if (first_step < steps) return;
+    first_step = 0;
+    pages.next();
+  }
+
+  PageRuns pages;
+  int first_step = 0;  // of the next chunk
+  std::uint32_t slot;  // where it goes
+
+ private:
+  std::uint32_t ring_;
+  int pages_[Shape::kStages - 1]{};
+};
+
+// Copies chunks of listed channels into slots, in the order that they are used in.
 template <int kBits>
 class ListedCopier {
   using Shape = TileShape<kBits, true>;
-  static constexpr int kChannelsAtOnce = kWarp / Shape::kUnits;
-  static constexpr int kCopies = Shape::kChannels / kChannelsAtOnce;
 
  public:
-  __device__ ListedCopier(const TileScanArgs& a, std::byte* ring, SlotNotes* notes)
-      : a_(a), at_(a), to_(shared_address(ring)), notes_(notes) {
+  __device__ ListedCopier(const TileScanArgs& a, const WarpMemory& memory)
+      : a_(a), at_(a, memory.ring), places_(memory.places + lane_id()) {
     // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2): lanes that differ in the channel
     // they read, by multiples of four, find different banks.
-    const int channel = scan_lane() / Shape::kUnits;
-    unit_ = static_cast<std::uint32_t>(scan_lane() ^ (channel / 4 % 4 * 2)) * 16;
-    locate();
+    const int channel = lane_id() / Shape::kUnits;
+    unit_ = static_cast<std::uint32_t>(lane_id() ^ (channel / 4 % 4 * 2)) * 16;
+    word_ = Shape::kScaleOffset + static_cast<std::uint32_t>(lane_id()) * 4;
   }
+
+  __device__ __forceinline__ void begin() { at_.pages.begin(); }
+  __device__ __forceinline__ int oldest() const { return at_.oldest(); }
 
   // One more chunk, or nothing at the end; always commits a group.
   __device__ __forceinline__ void copy_next() {
-    const bool done = at_.done();
-    if (scan_lane() == 0) notes_[slot_].page = {done ? -1 : at_.head, at_.page};
-    if (!done) {
-      copy(to_ + slot_ * Shape::kSlotBytes);
-      advance();
+    if (at_.begin_slot()) {
+      if (head_.find(at_.pages.page, a_.pages)) enter();
+      copy(places_[at_.first_step / Shape::kSteps * kWarp]);
+      at_.next_chunk(a_.steps);
     }
-    slot_ = slot_ + 1 == Shape::kStages ? 0 : slot_ + 1;
+    at_.end_slot();
     copy_async_commit();
   }
   // Until this lane's part of the oldest chunk is there.
-  __device__ __forceinline__ void wait(unsigned, unsigned) const {
+  __device__ __forceinline__ void wait(std::uint32_t, unsigned) const {
     copy_async_wait<Shape::kStages - 2>();
   }
 
  private:
-  // Finds the page that comes next.
-  __device__ __forceinline__ void locate() {
-    if (at_.done()) return;
-    if (!at_.jumped()) {
-      codes_ += a_.head_dim * Shape::kCodeBytes;
-      scales_ += a_.head_dim * 4;
-    } else {
-      const std::int64_t page = at_.head * a_.capacity + at_.page;
-      codes_ = a_.codes + page * (a_.head_dim * Shape::kCodeBytes);
-      scales_ = reinterpret_cast<const std::byte*>(a_.scales) + page * (a_.head_dim * 4);
-    }
-    if (at_.jumped() || a_.steps > Shape::kSteps) look_up();
+  __device__ __forceinline__ void enter() {
+    const std::int64_t page = head_.head * a_.capacity;
+    codes_ = a_.codes + page * (a_.head_dim * Shape::kCodeBytes);
+    scales_ = reinterpret_cast<const std::byte*>(a_.scales) + page * (a_.head_dim * 4);
+    const uint4* const places =
+        a_.queries.places + static_cast<std::int64_t>(head_.head) * a_.pairs * kWarp + lane_id();
+#pragma unroll 1
+    for (int i = 0; i < a_.pairs; ++i) places_[i * kWarp] = __ldg(places + i * kWarp);
   }
 
-  __device__ __forceinline__ void copy(std::uint32_t slot) {
-    const bool whole = chunk_ * Shape::kSteps + Shape::kSteps <= a_.steps;
-    copy_codes<0, kCopies / 2>(slot);
-    if (whole) copy_codes<kCopies / 2, kCopies>(slot);
-    if (whole || scan_lane() < kStepChannels) {
-      const std::uint32_t to =
-          slot + Shape::kScaleOffset + static_cast<std::uint32_t>(scan_lane()) * 4;
-      const std::byte* const from = scales_ + scale_offset_;
-      copy_word(to, from);
-      copy_word(to + Shape::kScaleBytes, from + 2 * a_.head_dim);
-    }
-  }
-
-  template <int kFirst, int kEnd>
-  __device__ __forceinline__ void copy_codes(std::uint32_t slot) {
+  __device__ __forceinline__ void copy(uint4 places) const {
+    const bool whole = at_.first_step + Shape::kSteps <= a_.steps;
+    const auto page = static_cast<unsigned>(head_.page);
+    const auto d = static_cast<unsigned>(a_.head_dim);
+    const auto* const codes =
+        reinterpret_cast<const uint4*>(codes_ + std::uint64_t{page} * (d * Shape::kCodeBytes));
+    const std::uint32_t even = at_.slot + unit_;
+    const std::uint32_t odd = at_.slot + (unit_ ^ (kBits == 4 ? 64 : 0));
+    const unsigned units[4] = {places.x & 0xffff, places.y, places.z, places.w};
 #pragma unroll
-    for (int i = kFirst; i < kEnd; ++i) {
-      const std::uint32_t flip = kBits == 4 && i % 2 == 1 ? 64 : 0;
-      copy_unit(slot + (unit_ ^ flip) + static_cast<std::uint32_t>(i) * 512, codes_ + offsets_[i]);
+    for (int i = 0; i < kListedCopies<kBits>; ++i) {
+      copy_unit_if((i % 2 == 0 ? even : odd) + static_cast<std::uint32_t>(i) * 512,
+                   codes + units[i], whole || i < kListedCopies<kBits> / 2);
     }
-  }
-
-  // The channels of this chunk.
-  __device__ __forceinline__ void look_up() {
-    const std::uint16_t* const list =
-        a_.queries.channels + at_.head * kMaxListed + chunk_ * Shape::kChannels;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      offsets_[i] = list[i * kChannelsAtOnce + scan_lane() / Shape::kUnits] * Shape::kCodeBytes +
-                    scan_lane() % Shape::kUnits * 16;
-    }
-    scale_offset_ = list[scan_lane()] / 2 * 4;
-  }
-
-  __device__ __forceinline__ void advance() {
-    if (++chunk_ * Shape::kSteps < a_.steps) return look_up();
-    chunk_ = 0;
-    at_.next();
-    locate();
+    const auto* const scale =
+        reinterpret_cast<const std::uint32_t*>(scales_ + std::uint64_t{page} * (d * 4)) +
+        (places.x >> 16);
+    const std::uint32_t word = at_.slot + word_;
+    copy_word_if(word, scale, whole || lane_id() < kStepChannels);
+    copy_word_if(word + Shape::kScaleBytes, scale + d / 2, whole || lane_id() < kStepChannels);
   }
 
   const TileScanArgs& a_;
-  PageRuns at_;
-  std::uint32_t to_;
-  SlotNotes* notes_;
+  ChunkCursor<kBits, true> at_;
+  PageHead head_;
   std::uint32_t unit_;
-  std::uint32_t slot_ = 0;
-  int chunk_ = 0;
-  const std::byte* codes_ = nullptr;   // of the page
+  std::uint32_t word_;
+  const std::byte* codes_ = nullptr;   // of the head
   const std::byte* scales_ = nullptr;  // likewise
-  std::uint32_t offsets_[kCopies]{};
-  std::uint32_t scale_offset_ = 0;
+  uint4* places_;                      // likewise, of this lane
 };
 
 // Before any copy; for this warp's slots.
-__device__ __forceinline__ void init_notes(SlotNotes* notes, int count) {
+__device__ __forceinline__ void init_barriers(std::uint64_t* full, int count) {
 #if __CUDA_ARCH__ >= 900
-  if (scan_lane() < count) {
-    barrier_init(shared_address(&notes[scan_lane()].full), 1);
+  if (lane_id() < count) {
+    barrier_init(shared_address(full + lane_id()), 1);
     barrier_init_fence();
   }
   __syncwarp();
 #endif
 }
 
-// Copies chunks of neighbouring channels. From Hopper on one lane has the copy engine do it.
+// Copies chunks of neighbouring channels. From Hopper on one lane has the copy engine do it, and
+// barriers `full` tell of it.
 template <int kBits>
-class BlockCopier {
+class OrderedCopier {
   using Shape = TileShape<kBits, false>;
 
  public:
-  __device__ BlockCopier(const TileScanArgs& a, std::byte* ring, SlotNotes* notes)
-      : a_(a), at_(a), to_(shared_address(ring)), notes_(notes) {
-    locate();
+  __device__ OrderedCopier(const TileScanArgs& a, const WarpMemory& memory)
+      : a_(a), at_(a, memory.ring), full_(shared_address(memory.full)), first_slot_(at_.slot) {
+    init_barriers(memory.full, Shape::kStages);
   }
+
+  __device__ __forceinline__ void begin() { at_.pages.begin(); }
+  __device__ __forceinline__ int oldest() const { return at_.oldest(); }
 
   // One more chunk, or nothing at the end.
   __device__ __forceinline__ void copy_next() {
-    const bool done = at_.done();
-    if (scan_lane() == 0) notes_[slot_].page = {done ? -1 : at_.head, at_.page};
-    if (!done) {
-      const int channels =
-          min(Shape::kChannels, (a_.steps - chunk_ * Shape::kSteps) * kStepChannels);
-      copy(to_ + slot_ * Shape::kSlotBytes, static_cast<std::uint32_t>(channels));
-      advance();
+    if (at_.begin_slot()) {
+      if (head_.find(at_.pages.page, a_.pages)) first_page_ = head_.head * a_.capacity;
+      const std::int64_t page = first_page_ + head_.page;
+      const std::int64_t channel = page * a_.head_dim + at_.first_step * kStepChannels;
+      const int steps = min(Shape::kSteps, a_.steps - at_.first_step);
+      copy(static_cast<std::uint32_t>(steps * kStepChannels),
+           a_.codes + channel * Shape::kCodeBytes,
+           reinterpret_cast<const std::byte*>(a_.scales + channel + page * a_.head_dim));
+      at_.next_chunk(a_.steps);
     }
-    finish(done);
-    slot_ = slot_ + 1 == Shape::kStages ? 0 : slot_ + 1;
+    at_.end_slot();
+    finish();
   }
 
 #if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ void wait(unsigned slot, unsigned round) const {
-    barrier_wait(shared_address(&notes_[slot].full), round);
+  __device__ __forceinline__ void wait(std::uint32_t slot, unsigned round) const {
+    barrier_wait(barrier_of(slot), round);
   }
 
  private:
-  __device__ __forceinline__ void copy(std::uint32_t slot, std::uint32_t channels) {
-    if (scan_lane() != 0) return;
-    const std::uint32_t barrier = shared_address(&notes_[slot_].full);
-    const std::uint32_t codes = channels * Shape::kCodeBytes;
-    const std::uint32_t scales = channels * 2;
-    barrier_expect(barrier, codes + 2 * scales);
-    bulk(slot, codes_, codes, barrier);
-    bulk(slot + Shape::kScaleOffset, scales_, scales, barrier);
-    bulk(slot + Shape::kScaleOffset + Shape::kScaleBytes, scales_ + 2 * a_.head_dim, scales,
-         barrier);
+  __device__ __forceinline__ std::uint32_t barrier_of(std::uint32_t slot) const {
+    return full_ + (slot == first_slot_ ? 0 : 8);
+  }
+  __device__ __forceinline__ void copy(std::uint32_t channels, const std::byte* codes,
+                                       const std::byte* scales) const {
+    if (lane_id() != 0) return;
+    const std::uint32_t barrier = barrier_of(at_.slot);
+    const std::uint32_t to = at_.slot + Shape::kScaleOffset;
+    barrier_expect(barrier, channels * (Shape::kCodeBytes + 4));
+    bulk(at_.slot, codes, channels * Shape::kCodeBytes, barrier);
+    bulk(to, scales, channels * 2, barrier);
+    bulk(to + Shape::kScaleBytes, scales + 2 * a_.head_dim, channels * 2, barrier);
   }
   __device__ __forceinline__ static void bulk(std::uint32_t to, const std::byte* from,
                                               std::uint32_t bytes, std::uint32_t barrier) {
@@ -313,56 +355,35 @@ class BlockCopier {
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
   }
-  // A slot without a page is full at once.
-  __device__ __forceinline__ void finish(bool done) {
-    if (done && scan_lane() == 0) barrier_arrive(shared_address(&notes_[slot_].full));
-  }
+  __device__ __forceinline__ void finish() const {}
 #else
-  __device__ __forceinline__ void wait(unsigned, unsigned) const {
+  __device__ __forceinline__ void wait(std::uint32_t, unsigned) const {
     copy_async_wait<Shape::kStages - 2>();
   }
 
  private:
-  __device__ __forceinline__ void copy(std::uint32_t slot, std::uint32_t channels) {
-    units(slot, codes_, channels * Shape::kCodeBytes);
-    units(slot + Shape::kScaleOffset, scales_, channels * 2);
-    units(slot + Shape::kScaleOffset + Shape::kScaleBytes, scales_ + 2 * a_.head_dim, channels * 2);
+  __device__ __forceinline__ void copy(std::uint32_t channels, const std::byte* codes,
+                                       const std::byte* scales) const {
+    const std::uint32_t to = at_.slot + Shape::kScaleOffset;
+    units(at_.slot, codes, channels * Shape::kCodeBytes);
+    units(to, scales, channels * 2);
+    units(to + Shape::kScaleBytes, scales + 2 * a_.head_dim, channels * 2);
   }
   __device__ __forceinline__ static void units(std::uint32_t to, const std::byte* from,
                                                std::uint32_t bytes) {
-    for (std::uint32_t at = static_cast<std::uint32_t>(scan_lane()) * 16; at < bytes; at += 512) {
-      copy_unit(to + at, from + at);
+    for (std::uint32_t at = static_cast<std::uint32_t>(lane_id()) * 16; at < bytes; at += 512) {
+      copy_unit_if(to + at, from + at, true);
     }
   }
-  __device__ __forceinline__ void finish(bool) { copy_async_commit(); }
+  __device__ __forceinline__ void finish() const { copy_async_commit(); }
 #endif
 
-  __device__ __forceinline__ void locate() {
-    if (at_.done()) return;
-    const std::int64_t page = at_.head * a_.capacity + at_.page;
-    codes_ = a_.codes + page * (a_.head_dim * Shape::kCodeBytes);
-    scales_ = reinterpret_cast<const std::byte*>(a_.scales) + page * (a_.head_dim * 4);
-  }
-
-  __device__ __forceinline__ void advance() {
-    if (++chunk_ * Shape::kSteps < a_.steps) {
-      codes_ += Shape::kChannels * Shape::kCodeBytes;
-      scales_ += Shape::kChannels * 2;
-      return;
-    }
-    chunk_ = 0;
-    at_.next();
-    locate();
-  }
-
   const TileScanArgs& a_;
-  PageRuns at_;
-  std::uint32_t to_;
-  SlotNotes* notes_;
-  std::uint32_t slot_ = 0;
-  int chunk_ = 0;
-  const std::byte* codes_ = nullptr;   // of the chunk
-  const std::byte* scales_ = nullptr;  // likewise; zeros lie after all scales of the page
+  ChunkCursor<kBits, false> at_;
+  PageHead head_;
+  std::int64_t first_page_ = 0;  // of the head
+  std::uint32_t full_;
+  std::uint32_t first_slot_;
 };
 
 }  // namespace sluice::cuda

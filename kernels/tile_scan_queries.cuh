@@ -7,15 +7,21 @@
 namespace sluice::cuda {
 
 inline constexpr int kStepChannels = 16;  // of one tensor core step
-inline constexpr int kMaxListed = kMaxHeadDim;
+inline constexpr int kListedSteps = 2;    // of a chunk of listed channels
+// Copies of 16 bytes by every lane that a chunk of listed channels takes.
+template <int kBits>
+inline constexpr int kListedCopies = kBits / 2 * kListedSteps;
 
 // A pass over channels takes `steps` steps; the last is filled up with channels that the queries
 // are zero in.
 struct TileQueries {
-  uint2* fragments;         // [kv_heads, column tiles, steps, lanes], queries as B
-  float* factors;           // [kv_heads, kMaxQueries]
-  std::uint16_t* channels;  // [kv_heads, kMaxListed], if they are listed
-  uint2* selectors;         // [kv_heads, steps, 4]: which halves of pairs of scales to take
+  uint4* fragments;  // [kv_heads, pairs of steps, column tiles, lanes], queries as B
+  float* factors;    // [kv_heads, kMaxQueries]
+  // If channels are listed, [kv_heads, pairs of steps, lanes]: where in a page a lane finds what it
+  // copies, as numbers of 16 bytes of codes, and in the upper half of the first a pair of scales;
+  // and [kv_heads, pairs of steps, 4]: which halves of pairs of scales to take.
+  uint4* places;
+  uint4* selectors;
   std::int32_t* counts;     // [kv_heads]: candidates, if there are any
   std::int32_t* first;      // [kv_heads, pages]: the first candidate in a page or -1, or null
   std::uint32_t* counters;  // [kRunCounters]: runs of pages given to warps
@@ -31,6 +37,7 @@ struct PrepareArgs {
   std::int64_t pages;
   int steps;
   int column_tiles;
+  int units;    // of 16 bytes that a channel's codes take
   bool listed;  // channels are looked up rather than taken in order
 };
 
@@ -42,40 +49,55 @@ __device__ __forceinline__ int channel_of_lane(bool listed, int lane, int j) {
 }
 
 // Half `channel` of a pair of scales, as two bytes of a permutation's selector.
-__device__ __forceinline__ std::uint32_t half_selector(int channel, int pair) {
-  const std::uint32_t low = static_cast<std::uint32_t>(channel % 2 * 2 + pair * 4);
+__device__ __forceinline__ std::uint32_t half_selector(std::uint32_t channel, std::uint32_t pair) {
+  const std::uint32_t low = channel % 2 * 2 + pair * 4;
   return low | (low + 1) << 4;
 }
 
 __device__ inline void write_fragments(const Queries& queries, const PrepareArgs& a, int head) {
-  const int total = a.column_tiles * a.steps * kWarp;
-  uint2* const to = a.to.fragments + static_cast<std::int64_t>(head) * total;
+  const int pairs = (a.steps + 1) / 2;
+  const int total = a.column_tiles * pairs * kWarp;
+  uint4* const to = a.to.fragments + static_cast<std::int64_t>(head) * total;
   for (int i = static_cast<int>(threadIdx.x); i < total; i += kQueryThreads) {
     const int lane = i % kWarp;
-    const int step = i / kWarp % a.steps;
-    const int n = i / kWarp / a.steps * 8 + lane / 4;
-    const auto q = [&](int j) {
-      const int place = step * kStepChannels + channel_of_lane(a.listed, lane, j);
+    const int step = i / kWarp / a.column_tiles * 2;
+    const int n = i / kWarp % a.column_tiles * 8 + lane / 4;
+    const auto q = [&](int at, int j) {
+      const int place = at * kStepChannels + channel_of_lane(a.listed, lane, j);
       if (n >= a.queries.count || place >= a.queries.channels) return 0.0f;
       return queries.q[n][queries.channel[place]];
     };
-    to[i] = make_uint2(pack(__half(), q(0), q(1)), pack(__half(), q(2), q(3)));
+    const auto two = [&](int at, int j) { return pack(__half(), q(at, j), q(at, j + 1)); };
+    to[i] = make_uint4(two(step, 0), two(step, 2), two(step + 1, 0), two(step + 1, 2));
   }
 }
 
 __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a, int head) {
-  const int thread = static_cast<int>(threadIdx.x);
+  constexpr int kChannels = kListedSteps * kStepChannels;
+  const int pairs = (a.steps + 1) / 2;
   const auto channel = [&](int place) {
-    return static_cast<int>(queries.channel[min(place, a.queries.channels - 1)]);
+    return static_cast<std::uint32_t>(queries.channel[min(place, a.queries.channels - 1)]);
   };
-  for (int place = thread; place < kMaxListed; place += kQueryThreads) {
-    a.to.channels[head * kMaxListed + place] = static_cast<std::uint16_t>(channel(place));
+  const auto units = static_cast<std::uint32_t>(a.units);
+  uint4* const places = a.to.places + static_cast<std::int64_t>(head) * pairs * kWarp;
+  for (int i = static_cast<int>(threadIdx.x); i < pairs * kWarp; i += kQueryThreads) {
+    const int lane = i % kWarp;
+    const int first = i / kWarp * kChannels;
+    // One copy of all lanes takes kWarp units of neighbouring places.
+    const auto unit = [&](int copy) {
+      return channel(first + (copy * kWarp + lane) / a.units) * units +
+             static_cast<std::uint32_t>(lane) % units;
+    };
+    places[i] = make_uint4(unit(0) | channel(first + lane) / 2 << 16, unit(1), unit(2), unit(3));
   }
-  if (thread < a.steps * 4) {
-    const int place = thread * 4;
-    a.to.selectors[head * a.steps * 4 + thread] = make_uint2(
-        half_selector(channel(place), 0) | half_selector(channel(place + 1), 1) << 8,
-        half_selector(channel(place + 2), 0) | half_selector(channel(place + 3), 1) << 8);
+  uint4* const selectors = a.to.selectors + static_cast<std::int64_t>(head) * pairs * 4;
+  for (int i = static_cast<int>(threadIdx.x); i < pairs * 4; i += kQueryThreads) {
+    const int place = i / 4 * kChannels + i % 4 * 4;
+    const auto two = [&](int at) {
+      return half_selector(channel(at), 0) | half_selector(channel(at + 1), 1) << 8;
+    };
+    selectors[i] = make_uint4(two(place), two(place + 2), two(place + kStepChannels),
+                              two(place + kStepChannels + 2));
   }
 }
 
