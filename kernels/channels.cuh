@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/device_math.cuh"
+#include "kernels/early_launch.cuh"
 
 namespace sluice::cuda {
 
@@ -14,19 +15,6 @@ inline constexpr int kQueryThreads = 128;  // of the blocks that load queries
 // A warp holds something of every channel as so many words of each lane: channel c is word
 // c / kWarp of lane c % kWarp.
 inline constexpr int kChannelWords = kMaxHeadDim / kWarp;
-
-// The next kernel of the stream may begin, if it was launched to: it waits for what it needs.
-__device__ __forceinline__ void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-#endif
-}
-// Until the kernel before is done and its writes can be seen.
-__device__ __forceinline__ void wait_for_queries() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-#endif
-}
 
 struct QueryArgs {
   const float* q;  // [kv_heads, group, head_dim]

@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "kernels/dispatch.h"
-#include "kernels/error.h"
 #include "kernels/row_scan.cuh"
 #include "kernels/row_scan.h"
 #include "lib/backend.h"
@@ -54,8 +53,7 @@ void launch_columns(const RowScanArgs& a, const dim3& grid, const Launch& launch
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
           "row scan");
-  kernel<<<grid, kQueryThreads, shared, launch.stream>>>(a);
-  require_launch("row scan");
+  launch_early("row scan", kernel, grid, kQueryThreads, shared, launch, a);
 }
 
 template <typename T, RowKind kKind>

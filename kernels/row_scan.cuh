@@ -290,7 +290,9 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
     row_scan_kernel(const __grid_constant__ RowScanArgs a) {
   extern __shared__ uint4 fragments[];
   __shared__ Queries queries;
-  let_next_kernel_begin();
+  // In this order: a scan of tiles that begins early may copy tiles at once.
+  wait_for_kernel_before();
+  allow_next_kernel();
   const int head = static_cast<int>(blockIdx.y);
   const int blocks = (a.elements + kBlockElements - 1) / kBlockElements;
   const HeadScan scan = head_scan<kKind>(a, head);

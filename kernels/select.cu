@@ -122,7 +122,6 @@ std::int32_t list_capacity_of(const SelectCall& c) {
 LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   LargeCall l;
   l.call = c;
-  l.overlaps = device.capability >= 90;
   const std::int64_t rows = static_cast<std::int64_t>(c.kv_heads) * c.group;
   // About one round of four blocks per multiprocessor.
   const std::int64_t blocks = 4 * device.multiprocessors;
@@ -198,13 +197,13 @@ void select_large(const SelectCall& c, const Launch& launch) {
                       " bytes of scratch on the device and there are " +
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
-    run_row_sums(l, launch.stream);
+    run_row_sums(l, launch);
     const bool gathers = l.list_capacity > 0;
-    if (gathers && l.bins > 0) run_gather(l, false, launch.stream);
-    if (l.bins > 0) run_row_thresholds(l, launch.stream);
-    if (gathers) run_gather(l, true, launch.stream);
-    if (l.has_keys) run_key_rounds(l, launch.stream);
-    run_emit(l, launch.stream);
+    if (gathers && l.bins > 0) run_gather(l, false, launch);
+    if (l.bins > 0) run_row_thresholds(l, launch);
+    if (gathers) run_gather(l, true, launch);
+    if (l.has_keys) run_key_rounds(l, launch);
+    run_emit(l, launch);
   }
 }
 
@@ -228,7 +227,7 @@ void select(const SelectParams& params, const Launch& launch) {
   const SelectCall c = call_of(params);
   if (c.kv_heads == 0) return;
   if (fits_small(c, *launch.device)) {
-    return fits_top_k(c) ? run_top_k(c, launch.stream) : run_small(c, launch.stream);
+    return fits_top_k(c) ? run_top_k(c, launch) : run_small(c, launch);
   }
   select_large(c, launch);
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/device_math.cuh"
+#include "kernels/early_launch.cuh"
 #include "lib/selection.h"
 
 namespace sluice::cuda {
@@ -260,19 +261,6 @@ __device__ __forceinline__ std::uint32_t reaching(const uint4& v, __half2 thresh
 
 __device__ __forceinline__ __half2 twice(std::uint16_t bits) {
   return as_half2(bits | static_cast<std::uint32_t>(bits) << 16);
-}
-
-// From compute capability 9.0 on, a kernel launched for it may start while the blocks of the one
-// before it still run, and must wait before it looks at what they do.
-__device__ __forceinline__ void allow_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 template <typename T>

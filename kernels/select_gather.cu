@@ -198,9 +198,10 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void run_gather(const LargeCall& call, bool is_exact, cudaStream_t stream) {
+void run_gather(const LargeCall& call, bool is_exact, const Launch& launch) {
   const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.chunks;
-  launch_select(gather, "gather", blocks, kThreads, 0, stream, call, is_exact);
+  launch_early("gather", gather, dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call,
+               is_exact);
 }
 
 }  // namespace sluice::cuda

@@ -174,11 +174,11 @@ __global__ void __launch_bounds__(kKeyThreads, 2)
 
 }  // namespace
 
-void run_key_rounds(const LargeCall& call, cudaStream_t stream) {
-  const std::int64_t blocks = (call.key_chunks + call.key_loops - 1) / call.key_loops;
-  launch_select(key_rounds_of, "key_rounds",
-                key_rounds(call.call.group) * call.call.kv_heads * blocks, kKeyThreads, 0, stream,
-                call);
+void run_key_rounds(const LargeCall& call, const Launch& launch) {
+  const std::int64_t each = (call.key_chunks + call.key_loops - 1) / call.key_loops;
+  const std::int64_t blocks = key_rounds(call.call.group) * call.call.kv_heads * each;
+  launch_early("key_rounds", key_rounds_of, dim3(static_cast<unsigned>(blocks)), kKeyThreads, 0,
+               launch, call);
 }
 
 }  // namespace sluice::cuda

@@ -69,7 +69,6 @@ struct ChunkResult {
 // A call, or the part of it for as many KV heads as go at once.
 struct LargeCall {
   SelectCall call;
-  bool overlaps = false;    // kernels may start before the ones before them have ended
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
   std::int32_t unit_strips = 0;
@@ -136,35 +135,18 @@ __device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowI
   return __syncthreads_or(bad ? 1 : 0) != 0;
 }
 
-template <typename Kernel, typename... Args>
-void launch_select(Kernel* kernel, const char* name, std::int64_t blocks, int threads,
-                   std::size_t shared, cudaStream_t stream, const LargeCall& call,
-                   const Args&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = call.overlaps ? 1 : 0;
-  require(cudaLaunchKernelEx(&config, kernel, call, args...), name);
-}
-
-void run_row_sums(const LargeCall& call, cudaStream_t stream);
-void run_row_thresholds(const LargeCall& call, cudaStream_t stream);
+void run_row_sums(const LargeCall& call, const Launch& launch);
+void run_row_thresholds(const LargeCall& call, const Launch& launch);
 // Once more, `is_exact`, when thresholds are known: for heads that bounds of them do not settle.
-void run_gather(const LargeCall& call, bool is_exact, cudaStream_t stream);
-void run_key_rounds(const LargeCall& call, cudaStream_t stream);
-void run_emit(const LargeCall& call, cudaStream_t stream);
+void run_gather(const LargeCall& call, bool is_exact, const Launch& launch);
+void run_key_rounds(const LargeCall& call, const Launch& launch);
+void run_emit(const LargeCall& call, const Launch& launch);
 
 // One KV head per block, all of whose logits fit its shared memory.
 bool fits_small(const SelectCall& call, const DeviceLimits& device);
-void run_small(const SelectCall& call, cudaStream_t stream);
+void run_small(const SelectCall& call, const Launch& launch);
 // The same for top_k with one query head per KV head, where the logits fit its registers.
 bool fits_top_k(const SelectCall& call);
-void run_top_k(const SelectCall& call, cudaStream_t stream);
+void run_top_k(const SelectCall& call, const Launch& launch);
 
 }  // namespace sluice::cuda

@@ -355,6 +355,8 @@ __device__ __forceinline__ void report_bad(const SelectCall& c, std::int32_t hea
 template <int kThreads, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     select_small(const __grid_constant__ SelectCall call, std::int32_t bins) {
+  wait_for_kernel_before();
+  allow_next_kernel();
   extern __shared__ uint4 memory[];
   auto* const shared = reinterpret_cast<Shared*>(memory);
   const auto head = static_cast<std::int32_t>(blockIdx.x);
@@ -416,15 +418,15 @@ std::size_t small_bytes(const SelectCall& call) {
 }
 
 template <int kThreads>
-void launch(const SelectCall& call, cudaStream_t stream) {
+void launch_threads(const SelectCall& call, const Launch& launch) {
   const std::size_t bytes = small_bytes(call);
   const auto kernel =
       call.group == 1 ? select_small<kThreads, true> : select_small<kThreads, false>;
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(bytes)),
           "select_small");
-  kernel<<<static_cast<unsigned>(call.kv_heads), kThreads, bytes, stream>>>(call, bins_of(call));
-  require_launch("select_small");
+  launch_early("select_small", kernel, dim3(static_cast<unsigned>(call.kv_heads)), kThreads, bytes,
+               launch, call, bins_of(call));
 }
 
 }  // namespace
@@ -438,12 +440,12 @@ bool fits_small(const SelectCall& call, const DeviceLimits& device) {
   return work <= 16384 || call.kv_heads >= device.multiprocessors / 2;
 }
 
-void run_small(const SelectCall& call, cudaStream_t stream) {
+void run_small(const SelectCall& call, const Launch& launch) {
   const std::int64_t work = std::int64_t{call.entries} * call.group;
-  if (work <= 4096) return launch<128>(call, stream);
-  if (work <= 16384) return launch<256>(call, stream);
-  if (work <= 65536) return launch<512>(call, stream);
-  launch<1024>(call, stream);
+  if (work <= 4096) return launch_threads<128>(call, launch);
+  if (work <= 16384) return launch_threads<256>(call, launch);
+  if (work <= 65536) return launch_threads<512>(call, launch);
+  launch_threads<1024>(call, launch);
 }
 
 }  // namespace sluice::cuda

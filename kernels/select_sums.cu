@@ -328,9 +328,10 @@ __global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ 
 
 }  // namespace
 
-void run_row_sums(const LargeCall& call, cudaStream_t stream) {
+void run_row_sums(const LargeCall& call, const Launch& launch) {
   const std::int64_t rows = std::int64_t{call.call.kv_heads} * call.call.group;
-  launch_select(row_sums, "row_sums", rows * call.units, kThreads, 0, stream, call);
+  launch_early("row_sums", row_sums, dim3(static_cast<unsigned>(rows * call.units)), kThreads, 0,
+               launch, call);
 }
 
 }  // namespace sluice::cuda

@@ -278,6 +278,8 @@ __device__ void count_pages(const SelectCall& c, std::int32_t head, std::int32_t
 template <int kBlock>
 __global__ void __launch_bounds__(kBlock, 1280 / kBlock)
     top_k_of_row(const __grid_constant__ SelectCall c) {
+  wait_for_kernel_before();
+  allow_next_kernel();
   __shared__ Shared shared;
   const auto head = static_cast<std::int32_t>(blockIdx.x);
   if (threadIdx.x < kWarp) {
@@ -330,9 +332,9 @@ __global__ void __launch_bounds__(kBlock, 1280 / kBlock)
 }
 
 template <int kBlock>
-void launch(const SelectCall& call, cudaStream_t stream) {
-  top_k_of_row<kBlock><<<static_cast<unsigned>(call.kv_heads), kBlock, 0, stream>>>(call);
-  require_launch("top_k_of_row");
+void launch_block(const SelectCall& call, const Launch& launch) {
+  launch_early("top_k_of_row", top_k_of_row<kBlock>, dim3(static_cast<unsigned>(call.kv_heads)),
+               kBlock, 0, launch, call);
 }
 
 constexpr std::int32_t kEach = 8 * kVectors;  // entries of a thread
@@ -346,10 +348,10 @@ bool fits_top_k(const SelectCall& c) {
          c.capacity >= std::max<std::int64_t>(c.keep, forced);
 }
 
-void run_top_k(const SelectCall& call, cudaStream_t stream) {
-  if (call.entries <= 128 * kEach) return launch<128>(call, stream);
-  if (call.entries <= 256 * kEach) return launch<256>(call, stream);
-  launch<512>(call, stream);
+void run_top_k(const SelectCall& call, const Launch& launch) {
+  if (call.entries <= 128 * kEach) return launch_block<128>(call, launch);
+  if (call.entries <= 256 * kEach) return launch_block<256>(call, launch);
+  launch_block<512>(call, launch);
 }
 
 }  // namespace sluice::cuda

@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kQueryThreads)
     prepare_kernel(const __grid_constant__ PrepareArgs a) {
   __shared__ Queries queries;
   const int head = static_cast<int>(blockIdx.x);
-  let_next_kernel_begin();
+  wait_for_kernel_before();
+  allow_next_kernel();
   load_queries(a.queries, head, queries);
   prepare_tiles(queries, a, head);
 }
@@ -29,6 +30,8 @@ __global__ void __launch_bounds__(kTableThreads)
     table_kernel(const std::int32_t* positions, std::int64_t position_capacity,
                  const __grid_constant__ TileQueries to, std::int64_t pages) {
   const auto head = static_cast<std::int64_t>(blockIdx.y);
+  wait_for_kernel_before();
+  allow_next_kernel();
   const std::int32_t count = to.counts[head];
   const std::int32_t* const list = positions + head * position_capacity;
   const auto step = static_cast<std::int32_t>(gridDim.x * kTableThreads);
@@ -90,18 +93,8 @@ void launch_scan(TileScanArgs a, const Launch& launch) {
       std::min<std::int64_t>(std::int64_t{launch.device->multiprocessors} * resident, useful);
   a.static_pages = static_pages<kBits, kListed>(total, blocks * kScanWarps);
 
-  // Its blocks may be set up while the queries are still being made ready.
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kScanThreads);
-  config.dynamicSmemBytes = shared;
-  config.stream = launch.stream;
-  config.attrs = &early;
-  config.numAttrs = launch.device->capability >= 90 ? 1 : 0;
-  require(cudaLaunchKernelEx(&config, kernel, a), "tile scan");
+  launch_early("tile scan", kernel, dim3(static_cast<unsigned>(blocks)), kScanThreads, shared,
+               launch, a);
 }
 
 template <int kBits, bool kListed>
@@ -166,9 +159,8 @@ void make_table(const EstimateParams& p, const TileQueries& to, const Launch& la
   const std::int64_t fit = kTableBlocks * launch.device->multiprocessors / heads;
   const std::int64_t blocks = std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(useful, 1));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
-  table_kernel<<<grid, kTableThreads, 0, launch.stream>>>(p.candidates->positions,
-                                                          p.candidates->capacity, to, p.pages);
-  require_launch("candidate table");
+  launch_early("candidate table", table_kernel, grid, kTableThreads, 0, launch,
+               p.candidates->positions, p.candidates->capacity, to, p.pages);
 }
 
 TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
@@ -223,8 +215,8 @@ PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
 }
 
 void prepare_scan(const PrepareArgs& args, int heads, const Launch& launch) {
-  prepare_kernel<<<static_cast<unsigned>(heads), kQueryThreads, 0, launch.stream>>>(args);
-  require_launch("prepare tile scan");
+  launch_early("prepare tile scan", prepare_kernel, dim3(static_cast<unsigned>(heads)),
+               kQueryThreads, 0, launch, args);
 }
 
 void scan_tiles(const ScanPass& pass, const Launch& launch) {

@@ -360,13 +360,13 @@ __device__ __forceinline__ void scan_pages(const TileScanArgs& a, const WarpMemo
   // Pages that are scanned in any case are copied while the queries are made ready.
   const bool early = !kListed && !a.has_candidates;
   if (!early) {
-    wait_for_queries();
+    wait_for_kernel_before();
     copier.begin();
   }
 #pragma unroll 1
   for (int i = 0; i < Shape::kStages - 1; ++i) copier.copy_next();
   if (early) {
-    wait_for_queries();
+    wait_for_kernel_before();
     copier.begin();
   }
 
