@@ -1,5 +1,5 @@
-// Barriers in shared memory that count bytes of asynchronous copies, from compute capability 9.0
-// on. Source: PTX ISA 8, "mbarrier" and "Async proxy".
+// Barriers in shared memory; from compute capability 9.0 on they count bytes of bulk copies.
+// Source: PTX ISA 8, "mbarrier" and "Async proxy".
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,23 @@ __device__ __forceinline__ void barrier_expect(std::uint32_t barrier, std::uint3
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
+// Arrives once this thread's asynchronous copies are complete, but for bulk copies.
+__device__ __forceinline__ void barrier_arrive_after_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
 // Until the phase of this parity is complete. The phase before the first is.
 __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done = 0;
   while (done == 0) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+#else
     asm volatile(
         "{\n.reg .pred p;\n"
         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
@@ -34,6 +47,7 @@ __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
+#endif
   }
 }
 

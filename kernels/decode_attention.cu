@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <limits>
+#include <cstdint>
 #include <numbers>
 
 #include "kernels/decode_attention.h"
@@ -13,89 +13,103 @@
 namespace sluice::cuda {
 namespace {
 
+// The part of the warps that work on rows.
 template <typename T, int kHeadDim, int kStages>
-__global__ __launch_bounds__(kDecodeWarps* kWarp) void decode_kernel(
-    const __grid_constant__ DecodeKernelParams p) {
-  using Rows = DecodeRows<kHeadDim, kStages>;
-  extern __shared__ __align__(128) std::byte shared[];
-  __shared__ std::uint64_t barriers[kDecodeWarps][kStages];
-  auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(shared);
+__device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
+                        DecodeRing<kHeadDim, kStages> ring) {
+  using Shape = DecodeShape<kHeadDim>;
+  static_assert(sizeof(DecodeBlock<kHeadDim>) <= Shape::kTileBytes);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const auto bunch = static_cast<int>(blockIdx.y);
-  const DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + p.stage_bytes));
-  const std::int64_t end = work.begin(static_cast<int>(blockIdx.x) + 1);
-  Rows rows(p, shared + warp * Rows::kBytes, barriers[warp]);
-
-  for (std::int64_t begin = work.begin(static_cast<int>(blockIdx.x)); begin < end;) {
-    const DecodeSegment segment = work.segment(begin, end);
-    rows.begin(segment);
-    DecodeWarp<T, kHeadDim> state(p, segment.head, bunch);
-    for (std::int64_t tile = segment.first; tile < segment.last; ++tile) {
-      state.add(rows.take(), rows.count(tile), p.scale);
-      rows.release();
+  const int queries = min(kBunch, p.group - bunch * kBunch);
+  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
+    const std::byte* rows = ring.take();
+    DecodeWarp<T, kHeadDim> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes),
+                                  queries);
+    for (std::int64_t tile = s.first;; rows = ring.take()) {
+      state.add(rows, s.count(tile), p.scale);
+      if (++tile == s.last) break;
+      ring.release();
     }
-    // The stages become the block's memory, and then stages again.
-    __syncthreads();
-    state.store(block.out[warp][0], block.highest[warp], block.sum[warp]);
-    __syncthreads();
-    finish_segment(p, work, segment, bunch, block);
-    if (p.positions != nullptr && segment.first == 0 && bunch == 0)
-      report_resident(p, segment.head);
-    Rows::reuse_memory();
-    __syncthreads();
-    begin = work.before(segment.head) + segment.last;
+    // What the warps found takes the place of the last tile, while the next are fetched.
+    sync_decode_warps();
+    auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.stage());
+    state.store(block.out[warp][0], block.kStride, block.highest[warp], block.sum[warp], queries);
+    sync_decode_warps();
+    finish_segment(p, work, s, bunch, block);
+    ring.reuse_memory();
+    ring.release();
   }
 }
 
-// Shared memory beside the stages: tiles before each of up to 2,500 heads, and what the kernel
-// declares.
-constexpr int kBesideStages = 12 << 10;
-constexpr int kTileBytes = 10 << 10;
+template <typename T, int kHeadDim, int kStages>
+__global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel(
+    const __grid_constant__ DecodeKernelParams p) {
+  using Ring = DecodeRing<kHeadDim, kStages>;
+  using Fetch = DecodeFetch<kHeadDim, kStages>;
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ typename Ring::Barriers barriers;
+  __shared__ typename Fetch::Positions positions;
+  const Ring ring(shared, barriers);
+  if (threadIdx.x == 0) ring.init();
+  const DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
+  __syncthreads();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  if (warp < kDecodeWarps) {
+    consume<T>(p, work, ring);
+  } else if (warp < DecodeShape<kHeadDim>::kReportingWarp) {
+    Fetch(p, work, ring, positions).run();
+  } else if (p.positions != nullptr && blockIdx.y == 0) {
+    for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
+      if (s.first == 0) report_resident(p, s.head);
+    }
+  }
+}
+
+// Shared memory that is not stages: what the kernel declares, and what it needs to know of a
+// thousand heads.
+constexpr int kDeclaredBytes = 3 << 10;
+constexpr int kBesideStages = 11 << 10;
 
 template <typename T, int kHeadDim, int kStages>
-void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t most_tiles) {
-  constexpr int kShared = std::max(kDecodeWarps * kStages * DecodeShape<kHeadDim>::kStageBytes,
-                                   static_cast<int>(sizeof(DecodeBlock<kHeadDim>)));
+void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t most_tiles,
+                   std::size_t head_bytes) {
   const auto kernel = decode_kernel<T, kHeadDim, kStages>;
-  const int resident = std::max(1, launch.device->shared_bytes / kShared);
-  // Two blocks on a multiprocessor keep enough rows under way; more would only be more parts to
-  // merge.
-  const std::int64_t slots = std::int64_t{launch.device->multiprocessors} * std::min(resident, 2);
+  // One block on a multiprocessor keeps enough rows under way; with more of them whatever else is
+  // read waits for longer.
   const int bunches = (p.group + kBunch - 1) / kBunch;
-  p.workers = static_cast<int>(std::clamp<std::int64_t>(slots / bunches, 1, most_tiles));
+  p.workers = static_cast<int>(
+      std::clamp<std::int64_t>(launch.device->multiprocessors / bunches, 1, most_tiles));
   const std::int64_t partials = std::int64_t{bunches} * (p.workers + p.kv_heads);
   p.partial_lse = p.partials + partials * kBunch * kHeadDim;
   const auto* const scratch_end = reinterpret_cast<std::byte*>(p.partial_lse + partials * kBunch);
   check(scratch_end <= launch.scratch + launch.scratch_bytes,
         "decode attention: too little scratch memory");
-  // The last block of a head weighs the parts of all others in the memory of its stages.
-  check(static_cast<std::size_t>(kBunch) * (static_cast<std::size_t>(p.workers) + 1) *
-                sizeof(float) <=
-            kShared,
-        "decode attention: too many multiprocessors");
+  check(reinterpret_cast<std::uintptr_t>(p.q) % 16 == 0, "decode attention: unaligned queries");
   check(bunches * p.kv_heads <= Launch::kCounters, "decode attention: too many KV heads");
-  p.stage_bytes = kShared;
-  const bool differ = p.positions != nullptr || p.counts.is_listed;
-  const std::size_t shared =
-      kShared + (differ ? (static_cast<std::size_t>(p.kv_heads) + 1) * sizeof(std::int32_t) : 0);
-  check(shared - kShared <= kTileBytes, "decode attention: too many KV heads");
+  const std::size_t shared = DecodeRing<kHeadDim, kStages>::kBytes + head_bytes;
+  check(shared + kDeclaredBytes <= static_cast<std::size_t>(launch.device->shared_bytes),
+        "decode attention: too many KV heads");
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
           "shared memory of decode attention");
   kernel<<<dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
-           kDecodeWarps * kWarp, shared, launch.stream>>>(p);
+           DecodeShape<kHeadDim>::kThreads, shared, launch.stream>>>(p);
   require_launch("decode attention");
 }
 
-// As many stages as shared memory has room for.
+// As many stages as keep about 100 KB under way, if shared memory has room for them.
 template <typename T, int kHeadDim>
 void launch_shape(DecodeKernelParams& p, const Launch& launch, std::int64_t most_tiles) {
-  constexpr int kStage = kDecodeWarps * DecodeShape<kHeadDim>::kStageBytes;
-  constexpr int kMost = kHeadDim <= 64 ? 5 : 3;
-  if (kMost * kStage + kBesideStages <= launch.device->shared_bytes) {
-    launch_stages<T, kHeadDim, kMost>(p, launch, most_tiles);
+  constexpr int kStage = DecodeShape<kHeadDim>::kStageBytes;
+  constexpr int kMost = kHeadDim <= 64 ? 6 : kHeadDim <= 96 ? 4 : 3;
+  const bool differ = p.positions != nullptr || p.counts.is_listed;
+  const std::size_t head_bytes = differ ? DecodeWork::shared_bytes(p.kv_heads) : 0;
+  const std::size_t most = std::size_t{kMost} * kStage + head_bytes + kDeclaredBytes;
+  if (most <= static_cast<std::size_t>(launch.device->shared_bytes)) {
+    launch_stages<T, kHeadDim, kMost>(p, launch, most_tiles, head_bytes);
   } else {
-    launch_stages<T, kHeadDim, 2>(p, launch, most_tiles);
+    launch_stages<T, kHeadDim, 2>(p, launch, most_tiles, head_bytes);
   }
 }
 
@@ -156,7 +170,7 @@ DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& 
 bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
   bool fits = false;
   dispatch_head_dim(head_dim, [&](auto constant) {
-    constexpr int kStage = kDecodeWarps * DecodeShape<decltype(constant)::value>::kStageBytes;
+    constexpr int kStage = DecodeShape<decltype(constant)::value>::kStageBytes;
     fits = 2 * kStage + kBesideStages <= device.shared_bytes;
   });
   return fits;

@@ -24,6 +24,14 @@ __device__ __forceinline__ float4 mix(float a, const float4& x, float b, const f
   return make_float4(one(x.x, y.x), one(x.y, y.y), one(x.z, y.z), one(x.w, y.w));
 }
 
+// What a sum of values is whose weights, relative to logit `top`, are `total` together.
+__device__ __forceinline__ DecodeResult normalised(const float4& sum, float total, float top) {
+  if (total == 0.0f) return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY};
+  const float inverse = 1.0f / total;
+  return {make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse),
+          top + log2f(total)};
+}
+
 // Calls body(round, query, channel) for this thread's share of a bunch of queries, four channels at
 // a time.
 template <int kHeadDim, typename Body>
@@ -37,7 +45,7 @@ __device__ void for_results(int queries, const Body& body) {
   }
 }
 
-// Writes results of a bunch of queries, or merges them with what is there. The whole block calls
+// Writes results of a bunch of queries, or merges them with what is there. All decode warps call
 // it; result(query, channel) gives each.
 template <int kHeadDim, typename Result>
 __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_query, int queries,
@@ -64,7 +72,7 @@ __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_qu
     new_lse[round] = highest + logf(a + b);
   });
   // Every thread has read the old log-sum-exp before one of them replaces it.
-  __syncthreads();
+  sync_decode_warps();
   for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
     if (channel == 0) p.lse[first_query + query] = new_lse[round];
   });
@@ -73,7 +81,9 @@ __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_qu
 // What the warps of a block found of one segment.
 template <int kHeadDim>
 struct DecodeBlock {
-  float out[kDecodeWarps][kBunch][kHeadDim];
+  // The warps' threads write four pairs of eight queries at a time: to different banks.
+  static constexpr int kStride = kHeadDim + 8;
+  float out[kDecodeWarps][kBunch][kStride];
   float highest[kDecodeWarps][kBunch];
   float sum[kDecodeWarps][kBunch];
 
@@ -89,60 +99,50 @@ struct DecodeBlock {
       total += factor * sum[w][query];
       value = mix(1.0f, value, factor, *reinterpret_cast<const float4*>(&out[w][query][channel]));
     }
-    if (total == 0.0f) return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY};
-    const float inverse = 1.0f / total;
-    return {make_float4(value.x * inverse, value.y * inverse, value.z * inverse, value.w * inverse),
-            top + log2f(total)};
+    return normalised(value, total, top);
   }
 };
 
 // The partials of one head, from `sharers` workers in a row.
 template <int kHeadDim>
-class DecodeMerge {
- public:
-  // `weights`: shared memory [kBunch, sharers + 1]; the whole block comes here.
-  __device__ DecodeMerge(const float* partials, const float* lses, int sharers, int queries,
-                         float* weights)
-      : partials_(partials),
-        weights_(weights),
-        lse_(weights + kBunch * sharers),
-        sharers_(sharers) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    for (int q = static_cast<int>(threadIdx.x) / kWarp; q < queries; q += kDecodeWarps) {
-      float top = -INFINITY;
-      for (int i = lane; i < sharers; i += kWarp) top = fmaxf(top, __ldcg(lses + i * kBunch + q));
-      top = warp_max(top);
-      float total = 0.0f;
-      for (int i = lane; i < sharers; i += kWarp) {
-        const float weight = weight_of(__ldcg(lses + i * kBunch + q), top);
-        weights[q * sharers + i] = weight;
-        total += weight;
-      }
-      total = warp_sum(total);
-      if (lane == 0) lse_[q] = total == 0.0f ? -INFINITY : top + log2f(total);
-      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-      for (int i = lane; i < sharers; i += kWarp) weights[q * sharers + i] *= inverse;
-    }
-    __syncthreads();
-  }
+struct DecodeMerge {
+  // So many are under way together.
+  static constexpr int kAtOnce = 24;
+
+  const float* partials;  // [sharers, kBunch, head_dim]
+  const float* lses;      // [sharers, kBunch]
+  int sharers;
 
   __device__ DecodeResult operator()(int query, int channel) const {
-    const float* const own = partials_ + query * kHeadDim + channel;
-    const float* const weights = weights_ + query * sharers_;
-    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int i = 0; i < sharers_; ++i) {
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(own + i * (kBunch * kHeadDim)));
-      value = mix(1.0f, value, weights[i], part);
+    DecodeResult sum = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY};
+    float total = 0.0f;
+    for (int first = 0; first < sharers; first += kAtOnce) {
+      float lse[kAtOnce];
+      float4 part[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const std::int64_t at = static_cast<std::int64_t>(first + i) * kBunch + query;
+        const bool exists = first + i < sharers;
+        const auto* const own = reinterpret_cast<const float4*>(partials + at * kHeadDim + channel);
+        lse[i] = exists ? __ldcg(lses + at) : -INFINITY;
+        part[i] = exists ? __ldcg(own) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+      float highest = sum.lse;
+#pragma unroll
+      for (const float x : lse) highest = fmaxf(highest, x);
+      const float factor = weight_of(sum.lse, highest);
+      total *= factor;
+      sum.value = mix(factor, sum.value, 0.0f, sum.value);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = weight_of(lse[i], highest);
+        total += weight;
+        sum.value = mix(1.0f, sum.value, weight, part[i]);
+      }
+      sum.lse = highest;
     }
-    return {value, lse_[query]};
+    return normalised(sum.value, total, sum.lse);
   }
-
- private:
-  const float* partials_;
-  float* weights_;
-  float* lse_;
-  int sharers_;
 };
 
 // Where a worker's partial of a head is: both only grow from segment to segment, so their sum names
@@ -166,14 +166,18 @@ __device__ void store_partial(const DecodeKernelParams& p, std::int64_t slot, in
 // Counts this block's part of a head; true for the block that comes last, which sees all parts.
 __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers) {
   __shared__ bool is_last;
-  __threadfence();
-  __syncthreads();
+  sync_decode_warps();
   if (threadIdx.x == 0) {
-    is_last = atomicAdd(finished, 1u) + 1 == static_cast<std::uint32_t>(sharers);
+    // Gives what all threads stored before the barrier, and takes what other blocks gave.
+    std::uint32_t before = 0;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n"
+                 : "=r"(before)
+                 : "l"(finished)
+                 : "memory");
+    is_last = before + 1 == static_cast<std::uint32_t>(sharers);
     if (is_last) *finished = 0;
   }
-  __syncthreads();
-  if (is_last) __threadfence();
+  sync_decode_warps();
   return is_last;
 }
 
@@ -181,11 +185,11 @@ __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers
 template <int kHeadDim>
 __device__ void finish_segment(const DecodeKernelParams& p, const DecodeWork& work,
                                const DecodeSegment& segment, int bunch,
-                               DecodeBlock<kHeadDim>& block) {
+                               const DecodeBlock<kHeadDim>& block) {
   const int queries = min(kBunch, p.group - bunch * kBunch);
   const int head = segment.head;
   const std::int64_t first_query = static_cast<std::int64_t>(head) * p.group + bunch * kBunch;
-  if (segment.first == 0 && segment.last == segment.tiles) {
+  if (segment.is_whole()) {
     return write_results<kHeadDim>(p, first_query, queries, block);
   }
   store_partial(p, slot_of(p, bunch, static_cast<int>(blockIdx.x), head), queries, block);
@@ -196,9 +200,8 @@ __device__ void finish_segment(const DecodeKernelParams& p, const DecodeWork& wo
     return;
   }
   const std::int64_t slot = slot_of(p, bunch, first_worker, head);
-  const DecodeMerge<kHeadDim> merge(p.partials + slot * kBunch * kHeadDim,
-                                    p.partial_lse + slot * kBunch, sharers, queries,
-                                    reinterpret_cast<float*>(&block));
+  const DecodeMerge<kHeadDim> merge{p.partials + slot * kBunch * kHeadDim,
+                                    p.partial_lse + slot * kBunch, sharers};
   write_results<kHeadDim>(p, first_query, queries, merge);
 }
 
@@ -223,12 +226,11 @@ __device__ __forceinline__ int count_below(const std::int32_t* positions, int co
   return low;
 }
 
-// The first warp reports how many rows of a head were where they already lay.
+// One warp reports how many rows of a head were where they already lay.
 __device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int head) {
-  if (threadIdx.x >= kWarp) return;
   const int count =
       count_below(p.positions + head * p.capacity, p.heads[head].count, p.resident[head]);
-  if (threadIdx.x == 0) p.heads[head].resident = count;
+  if (threadIdx.x % kWarp == 0) p.heads[head].resident = count;
 }
 
 }  // namespace sluice::cuda

@@ -6,166 +6,252 @@
 
 namespace sluice::cuda {
 
-// Brings rows of a segment to shared memory, kWarpRows at a time and kStages - 1 ahead of their
-// use. One per warp. From Hopper on a row is one instruction of the bulk copy engine.
+// A ring of tiles in shared memory: some warps fetch them and others use them.
 template <int kHeadDim, int kStages>
-class DecodeRows {
+class DecodeRing {
   using Shape = DecodeShape<kHeadDim>;
 
  public:
   static constexpr int kBytes = kStages * Shape::kStageBytes;
 
-  // `stages` [kBytes] and `barriers` [kStages] are shared memory of this warp.
-  __device__ DecodeRows(const DecodeKernelParams& p, std::byte* stages, std::uint64_t* barriers)
-      : p_(p), stages_(stages), barriers_(barriers) {
-    if constexpr (kBulkCopies) {
-      if (lane() == 0) {
-        for (int i = 0; i < kStages; ++i) barrier_init(shared_address(&barriers[i]), 1);
-        barrier_init_fence();
-        shared_write_fence();
-      }
-      __syncwarp();
+  struct Barriers {
+    std::uint64_t full[kStages];
+    std::uint64_t empty[kStages];
+  };
+
+  // `stages` [kBytes] and `barriers` are shared memory.
+  __device__ DecodeRing(std::byte* stages, Barriers& barriers)
+      : stages_(stages), barriers_(barriers) {}
+
+  // One thread does this before all others begin.
+  __device__ void init() const {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared_address(&barriers_.full[i]), Shape::kFetchWarps * kWarp);
+      barrier_init(shared_address(&barriers_.empty[i]), kDecodeWarps);
     }
+    if constexpr (kBulkCopies) barrier_init_fence();
   }
 
-  // Goes to a segment; the warp has used all rows of the one before.
-  __device__ void begin(const DecodeSegment& s) {
-    rows_ = s.rows;
-    next_ = s.first;
-    last_ = s.last;
-    base_ = p_.rows[s.head];
-    if (p_.positions != nullptr) {
-      positions_ = p_.positions + s.head * p_.capacity;
-      home_ = p_.home[s.head];
-      resident_ = p_.resident[s.head];
-      newest_ = p_.newest[s.head];
-      selected_ = rows_ - p_.counts[s.head];
-    }
-    look_up();
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) fetch((stage_ + i) % kStages);
+  __device__ std::byte* stage() const { return stages_ + stage_ * Shape::kStageBytes; }
+  __device__ std::uint32_t full() const { return shared_address(&barriers_.full[stage_]); }
+  __device__ std::uint32_t empty() const { return shared_address(&barriers_.empty[stage_]); }
+  __device__ void advance() {
+    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    if (stage_ == 0) phase_ ^= 1u;
   }
 
-  // The next kWarpRows rows; those past the last one are zero.
-  __device__ const std::byte* take() {
-    if constexpr (kBulkCopies) {
-      barrier_wait(shared_address(&barriers_[stage_]), phases_ >> stage_ & 1u);
-      phases_ ^= 1u << stage_;
-    } else {
-      copy_async_wait<kStages - 2>();
-    }
-    __syncwarp();
-    return stages_ + stage_ * Shape::kStageBytes;
+  // The next tile, once it is there.
+  __device__ const std::byte* take() const {
+    barrier_wait(full(), phase_);
+    return stage();
   }
-
-  // The rows that take() gave are done with.
+  // This warp is done with the tile that take() gave.
   __device__ void release() {
     __syncwarp();
-    fetch(stage_ == 0 ? kStages - 1 : stage_ - 1);
-    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    if (threadIdx.x % kWarp == 0) barrier_arrive(empty());
+    advance();
   }
-
-  // Other uses of the stages' memory by this thread are over.
+  // Other uses of a stage's memory by this thread are over.
   __device__ static void reuse_memory() {
     if constexpr (kBulkCopies) shared_write_fence();
   }
+  // Until the next stage may be filled.
+  __device__ void wait_empty() const { barrier_wait(empty(), phase_ ^ 1u); }
 
-  // How many of a tile's rows exist.
-  __device__ int count(std::int64_t tile) const {
-    const std::int64_t left = rows_ - first(tile);
-    return static_cast<int>(left < 0 ? 0 : left < kWarpRows ? left : kWarpRows);
-  }
-
- private:
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   static constexpr bool kBulkCopies = true;
 #else
   static constexpr bool kBulkCopies = false;
 #endif
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-  __device__ std::int64_t first(std::int64_t tile) const {
-    return tile * kTileRows + static_cast<int>(threadIdx.x) / kWarp * kWarpRows;
-  }
+ private:
+  std::byte* stages_;
+  Barriers& barriers_;
+  int stage_ = 0;
+  std::uint32_t phase_ = 0;
+};
 
-  // Positions are asked for one tile before their rows are, so that nothing waits for them.
-  __device__ void look_up() {
-    if (positions_ == nullptr || next_ >= last_) return;
-    const std::int64_t number = first(next_) + lane();
-    if (lane() < kWarpRows && number < selected_) position_ = positions_[number];
-  }
+// One warp's part of fetching all tiles that a block works on. With the first tile of a head come
+// its queries.
+template <int kHeadDim, int kStages>
+class DecodeFetch {
+  using Shape = DecodeShape<kHeadDim>;
+  using Ring = DecodeRing<kHeadDim, kStages>;
 
-  // Where row number lane() of the next tile is.
-  __device__ const std::byte* row() const {
-    const std::int64_t number = first(next_) + lane();
-    if (positions_ == nullptr) return base_ + number * Shape::kRowBytes;
-    if (number >= selected_) return newest_ + (number - selected_) * Shape::kRowBytes;
-    const std::byte* const base = position_ < resident_ ? base_ : home_;
-    return base + static_cast<std::int64_t>(position_) * Shape::kRowBytes;
-  }
+ public:
+  // Positions are asked for so many tiles before their rows are: memory that is busy with rows
+  // answers late.
+  static constexpr int kAhead = 8;
+  using Positions = std::int32_t[kAhead][kTileRows];
 
-  __device__ void fetch(int stage) {
-    std::byte* const to = stages_ + stage * Shape::kStageBytes;
-    if (next_ < last_) {
-      if constexpr (kBulkCopies) {
-        fetch_bulk(to, shared_address(&barriers_[stage]));
+  // `positions` is shared memory.
+  __device__ DecodeFetch(const DecodeKernelParams& p, const DecodeWork& work, const Ring& ring,
+                         Positions& positions)
+      : p_(p),
+        work_(work),
+        ring_(ring),
+        positions_(positions),
+        lane_(static_cast<int>(threadIdx.x) % kWarp),
+        first_row_((static_cast<int>(threadIdx.x) / kWarp - kDecodeWarps) * Shape::kFetchRows) {}
+
+  // The whole warp.
+  __device__ void run() {
+    static_assert(kStages < kAhead, "tiles that are under way would delay positions");
+    Tile tile = first();
+    Tile ahead = tile;
+    for (int i = 0; i < kAhead; ++i) look_up(ahead, i);
+    for (int slot = 0; tile.segment.exists(); slot = (slot + 1) % kAhead) {
+      if (p_.positions != nullptr) copy_async_wait<kAhead - 1>();
+      ring_.wait_empty();
+      if constexpr (Ring::kBulkCopies) {
+        fetch_bulk(tile, positions_[slot]);
       } else {
-        fetch_chunks(to);
+        fetch_chunks(tile, positions_[slot]);
       }
-      ++next_;
-      look_up();
+      ring_.advance();
+      look_up(ahead, slot);
+      advance(tile);
     }
-    if constexpr (!kBulkCopies) copy_async_commit();
   }
 
-  __device__ void fetch_bulk(std::byte* to, std::uint32_t barrier) const {
-    const int existing = count(next_);
-    if (lane() == 0) {
-      barrier_expect(barrier, static_cast<std::uint32_t>(existing * Shape::kRowBytes));
+ private:
+  static_assert(Shape::kFetchRows <= kWarp && Shape::kFetchRows % Shape::kLotRows == 0);
+
+  struct Tile {
+    DecodeSegment segment;
+    std::int64_t number = 0;
+  };
+
+  __device__ Tile first() const {
+    const DecodeSegment segment = work_.first();
+    return {segment, segment.first};
+  }
+  __device__ void advance(Tile& tile) const {
+    if (++tile.number < tile.segment.last) return;
+    tile.segment = work_.after(tile.segment);
+    tile.number = tile.segment.first;
+  }
+
+  // Asks for the positions of a tile, each lane for the one that it needs, and goes to the next.
+  __device__ void look_up(Tile& tile, int slot) const {
+    if (p_.positions == nullptr) return;
+    if (tile.segment.exists()) {
+      const std::int32_t* const positions = p_.positions + tile.segment.head * p_.capacity;
+      const int row = first_row_ + lane_;
+      const std::int64_t number = tile.number * kTileRows + row;
+      if (lane_ < Shape::kFetchRows && number < tile.segment.selected) {
+        copy_async_word(&positions_[slot][row], positions + number);
+      }
+      advance(tile);
+    }
+    copy_async_commit();
+  }
+
+  // Where a head's rows after the selected are, which are all without positions.
+  __device__ const std::byte* in_turn(const DecodeSegment& s, std::int64_t row) const {
+    const HeadRows& rows = p_.positions == nullptr ? p_.rows : p_.newest;
+    return rows[s.head] + (row - s.selected) * Shape::kRowBytes;
+  }
+
+  // Where this lane's row of a tile is.
+  __device__ const std::byte* row(const Tile& tile, const std::int32_t* positions) const {
+    const DecodeSegment& s = tile.segment;
+    const std::int64_t row = tile.number * kTileRows + first_row_ + lane_;
+    if (row >= s.selected) return in_turn(s, row);
+    const std::int32_t position = positions[first_row_ + lane_];
+    const HeadRows& rows = position < p_.resident[s.head] ? p_.rows : p_.home;
+    return rows[s.head] + static_cast<std::int64_t>(position) * Shape::kRowBytes;
+  }
+  // How many of the warp's rows of a tile exist.
+  __device__ int count(const Tile& tile) const {
+    return max(0, min(Shape::kFetchRows, tile.segment.count(tile.number) - first_row_));
+  }
+  __device__ bool brings_queries(const Tile& tile) const {
+    return first_row_ == 0 && tile.number == tile.segment.first;
+  }
+
+  __device__ const float* queries(const DecodeSegment& s) const {
+    const std::int64_t first = static_cast<std::int64_t>(s.head) * p_.group + blockIdx.y * kBunch;
+    return p_.q + first * kHeadDim;
+  }
+  __device__ int query_bytes() const {
+    const int count = min(kBunch, p_.group - static_cast<int>(blockIdx.y) * kBunch);
+    return count * kHeadDim * static_cast<int>(sizeof(float));
+  }
+
+  __device__ void fetch_bulk(const Tile& tile, const std::int32_t* positions) const {
+    std::byte* const to = ring_.stage();
+    const std::uint32_t full = ring_.full();
+    const int existing = count(tile);
+    if (existing < Shape::kFetchRows) clear(to, existing);
+    if (lane_ == 0) {
+      const int bytes = existing * Shape::kRowBytes + (brings_queries(tile) ? query_bytes() : 0);
+      barrier_expect(full, static_cast<std::uint32_t>(bytes));
+    } else {
+      barrier_arrive(full);
     }
     __syncwarp();
-    std::byte* const own = to + lane() * Shape::kStride;
-    if (lane() < existing) {
-      copy_bulk(own, row(), Shape::kRowBytes, barrier);
-    } else if (lane() < kWarpRows) {
-      for (int i = 0; i < Shape::kRowBytes; i += 16) {
-        *reinterpret_cast<uint4*>(own + i) = make_uint4(0, 0, 0, 0);
-      }
+    if (lane_ == 0 && brings_queries(tile)) {
+      copy_bulk(to + Shape::kTileBytes, queries(tile.segment),
+                static_cast<std::uint32_t>(query_bytes()), full);
     }
+    const std::int64_t first = tile.number * kTileRows + first_row_;
+    if (first < tile.segment.selected) {
+      if (lane_ >= existing) return;
+      copy_bulk(to + Shape::place(first_row_ + lane_), row(tile, positions), Shape::kRowBytes,
+                full);
+      return;
+    }
+    const int before = lane_ * Shape::kLotRows;
+    if (before >= existing) return;
+    const int bytes = min(Shape::kLotRows, existing - before) * Shape::kRowBytes;
+    copy_bulk(to + Shape::place(first_row_ + before), in_turn(tile.segment, first + before),
+              static_cast<std::uint32_t>(bytes), full);
   }
 
-  __device__ void fetch_chunks(std::byte* to) const {
-    const int existing = count(next_);
+  // The warp's rows from `existing` on become zero: they have no weight, but what was there may be
+  // no number.
+  __device__ void clear(std::byte* to, int existing) const {
+    for (int row = first_row_ + existing; row < first_row_ + Shape::kFetchRows; ++row) {
+      for (int chunk = lane_; chunk < Shape::kRowChunks; chunk += kWarp) {
+        *reinterpret_cast<uint4*>(to + Shape::place(row) + chunk * 16) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    shared_write_fence();
+  }
+
+  __device__ void fetch_chunks(const Tile& tile, const std::int32_t* positions) const {
+    std::byte* const to = ring_.stage();
+    const int existing = count(tile);
     // Something readable for lanes without a row: q is.
     const auto own = reinterpret_cast<unsigned long long>(
-        lane() < existing ? row() : reinterpret_cast<const std::byte*>(p_.q));
+        lane_ < existing ? row(tile, positions) : reinterpret_cast<const std::byte*>(p_.q));
 #pragma unroll
-    for (int i = 0; i < kWarpRows * Shape::kRowChunks / kWarp; ++i) {
-      const int chunk = lane() + i * kWarp;
+    for (int i = 0; i < Shape::kFetchRows * Shape::kRowChunks / kWarp; ++i) {
+      const int chunk = lane_ + i * kWarp;
       const int number = chunk / Shape::kRowChunks;
       const int column = chunk % Shape::kRowChunks * 16;
       const auto* const from =
           reinterpret_cast<const std::byte*>(__shfl_sync(kAllLanes, own, number));
-      const bool valid = number < existing;
-      copy_async_or_zero(to + number * Shape::kStride + column, from + (valid ? column : 0), valid);
+      const bool exists = number < existing;
+      copy_async_or_zero(to + Shape::place(first_row_ + number) + column,
+                         from + (exists ? column : 0), exists);
     }
+    if (brings_queries(tile)) {
+      const auto* const from = reinterpret_cast<const std::byte*>(queries(tile.segment));
+      for (int i = lane_ * 16; i < query_bytes(); i += kWarp * 16) {
+        copy_async_or_zero(to + Shape::kTileBytes + i, from + i, true);
+      }
+    }
+    barrier_arrive_after_copies(ring_.full());
   }
 
   const DecodeKernelParams& p_;
-  std::byte* stages_;
-  std::uint64_t* barriers_;
-  const std::byte* base_ = nullptr;
-  const std::byte* home_ = nullptr;
-  const std::int32_t* positions_ = nullptr;
-  const std::byte* newest_ = nullptr;
-  std::int64_t resident_ = 0;
-  std::int64_t selected_ = 0;
-  std::int64_t rows_ = 0;
-  std::int64_t next_ = 0;  // tile to fetch
-  std::int64_t last_ = 0;
-  std::int32_t position_ = 0;
-  int stage_ = 0;             // to use next
-  std::uint32_t phases_ = 0;  // of the barriers, a bit each
+  const DecodeWork& work_;
+  Ring ring_;
+  Positions& positions_;
+  int lane_;
+  int first_row_;  // of a tile, that this warp fetches
 };
 
 }  // namespace sluice::cuda

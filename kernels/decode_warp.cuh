@@ -12,22 +12,19 @@ class DecodeWarp {
   using Shape = DecodeShape<kHeadDim>;
 
  public:
-  __device__ DecodeWarp(const DecodeKernelParams& p, int head, int bunch) {
+  // `q`: shared memory [queries, head_dim].
+  __device__ DecodeWarp(const float* q, int queries) {
     const int lane = threadIdx.x % kWarp;
-    const int query = bunch * kBunch + lane / 4;
-    const float* const q = p.q + (static_cast<std::int64_t>(head) * p.group + query) * kHeadDim;
 #pragma unroll
     for (int step = 0; step < Shape::kSteps; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int channel = step * 16 + half * 8 + lane % 4 * 2;
-        float x = 0.0f;
-        float y = 0.0f;
-        if (query < p.group) {
-          x = q[channel];
-          y = q[channel + 1];
+        float2 pair = make_float2(0.0f, 0.0f);
+        if (lane / 4 < queries) {
+          pair = *reinterpret_cast<const float2*>(q + lane / 4 * kHeadDim + channel);
         }
-        split(x, y, q_[step][2 * half], q_[step][2 * half + 1]);
+        split(pair.x, pair.y, q_[step][2 * half], q_[step][2 * half + 1]);
       }
     }
 #pragma unroll
@@ -36,12 +33,14 @@ class DecodeWarp {
     }
   }
 
-  // Adds kWarpRows rows in shared memory, of which the first `count` exist and the rest are zero.
-  __device__ void add(const std::byte* rows, int count, float scale) {
+  // Adds this warp's rows of a tile, of which the first `count` exist and the rest are zero. They
+  // are two of each lot, one for either matrix.
+  __device__ void add(const std::byte* tile, int count, float scale) {
     float logits[2][4] = {};
     const int lane = threadIdx.x % kWarp;
-    const std::byte* const key =
-        rows + (lane % 8 + lane / 16 * 8) * Shape::kStride + lane / 8 % 2 * 16;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const std::byte* const rows = tile + lane % 8 * Shape::kLotStride + 2 * warp * Shape::kRowBytes;
+    const std::byte* const key = rows + lane / 16 * Shape::kRowBytes + lane / 8 % 2 * 16;
 #pragma unroll
     for (int step = 0; step < Shape::kSteps; ++step) {
       std::uint32_t k[4];
@@ -50,12 +49,12 @@ class DecodeWarp {
       mma(T(), logits[1], q_[step], k[2], k[3]);
     }
     float weights[4];
-    soften(logits, count, scale, weights);
+    soften(logits, count - 2 * warp, scale, weights);
     std::uint32_t p[4];
     split(weights[0], weights[1], p[0], p[1]);
     split(weights[2], weights[3], p[2], p[3]);
-    const std::byte* const value = rows + (lane % 8 + lane / 8 % 2 * 8) * Shape::kStride +
-                                   kHeadDim * sizeof(T) + lane / 16 * 16;
+    const std::byte* const value =
+        rows + lane / 8 % 2 * Shape::kRowBytes + kHeadDim * sizeof(T) + lane / 16 * 16;
 #pragma unroll
     for (int step = 0; step < Shape::kSteps; ++step) {
       std::uint32_t v[4];
@@ -65,21 +64,22 @@ class DecodeWarp {
     }
   }
 
-  // [kBunch, head_dim] outputs that are not normalised yet, [kBunch] highest logits (base 2) and
-  // [kBunch] sums of weights relative to them.
-  __device__ void store(float* out, float* highest, float* sums) {
+  // For each of the first `queries`: outputs that are not normalised yet, in rows of `stride`; the
+  // highest logit (base 2); the sum of weights relative to it.
+  __device__ void store(float* out, int stride, float* highest, float* sums, int queries) {
     const int lane = threadIdx.x % kWarp;
     float sum = sum_ + __shfl_xor_sync(kAllLanes, sum_, 1);
     sum += __shfl_xor_sync(kAllLanes, sum, 2);
+    if (lane / 4 >= queries) return;
     if (lane % 4 == 0) {
       highest[lane / 4] = highest_;
       sums[lane / 4] = sum;
     }
 #pragma unroll
     for (int tile = 0; tile < 2 * Shape::kSteps; ++tile) {
-      float* const to = out + lane / 4 * kHeadDim + tile * 8 + lane % 4 * 2;
-      to[0] = out_[tile][0] + out_[tile][2];
-      to[1] = out_[tile][1] + out_[tile][3];
+      float* const to = out + lane / 4 * stride + tile * 8 + lane % 4 * 2;
+      *reinterpret_cast<float2*>(to) =
+          make_float2(out_[tile][0] + out_[tile][2], out_[tile][1] + out_[tile][3]);
     }
   }
 
@@ -92,14 +92,15 @@ class DecodeWarp {
     low = pack(T(), x - to_float(x_high), y - to_float(y_high));
   }
 
-  // Turns logits into weights relative to the highest so far, and what was summed before with it.
+  // Turns logits of the rows from this warp's first on, of which `count` are left in the tile, into
+  // weights relative to the highest so far, and what was summed before with it.
   __device__ void soften(float (&logits)[2][4], int count, float scale, float (&weights)[4]) {
     const int lane = threadIdx.x % kWarp;
     float highest = highest_;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float logit = (logits[i / 2][i % 2] + logits[i / 2][i % 2 + 2]) * scale;
-      const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const int row = (lane % 4 * 2 + i % 2) * Shape::kLotRows + i / 2;
       weights[i] = row < count ? logit : -INFINITY;
       // A NaN stays in the weights; fmaxf would hide it from the maximum only.
       highest = fmaxf(highest, weights[i]);

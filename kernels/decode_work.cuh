@@ -10,13 +10,13 @@ namespace sluice::cuda {
 // Queries that one block serves: with their rounding errors they fill the 16 rows of a matrix
 // instruction.
 inline constexpr int kBunch = 8;
-// Rows that a warp takes at a time, and warps of a block.
+// Rows that a warp takes at a time, and warps of a block that do.
 inline constexpr int kWarpRows = 16;
 inline constexpr int kDecodeWarps = 4;
 inline constexpr int kTileRows = kWarpRows * kDecodeWarps;
 
 struct DecodeKernelParams {
-  const float* q = nullptr;  // [kv_heads * group, head_dim]
+  const float* q = nullptr;  // [kv_heads * group, head_dim], 16-byte aligned
   int kv_heads = 0;
   int group = 0;
   HeadRows rows;                            // row 0 of each head
@@ -36,26 +36,57 @@ struct DecodeKernelParams {
   float* partial_lse = nullptr;       // [bunches, workers + kv_heads, kBunch], base 2
   std::uint32_t* finished = nullptr;  // [bunches, kv_heads], zero
   int workers = 0;                    // gridDim.x; gridDim.y is the number of bunches
-  int stage_bytes = 0;                // of shared memory; tiles of the heads follow if they differ
 };
 
+// Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are
+// faster than one of each row, and row i of a matrix instruction is of lot i, so that the bytes
+// between lots keep its rows in different banks.
 template <int kHeadDim>
 struct DecodeShape {
-  static constexpr int kRowBytes = (4 * kHeadDim + 63) / 64 * 64;
-  // An odd number of 16-byte units: the eight rows of a matrix then lie in different banks.
-  static constexpr int kStride = kRowBytes + 16;
-  static constexpr int kStageBytes = kWarpRows * kStride;
   static constexpr int kSteps = kHeadDim / 16;
+  static constexpr int kRowBytes = (4 * kHeadDim + 63) / 64 * 64;
   static constexpr int kRowChunks = kRowBytes / 16;
+  static constexpr int kLots = 8;
+  static constexpr int kLotRows = kTileRows / kLots;
+  static constexpr int kLotStride = kLotRows * kRowBytes + 16;
+  static constexpr int kTileBytes = kLots * kLotStride;
+  // Warps that fetch, each its rows of every tile: single rows take one warp long to ask for. Wide
+  // rows are fewer, and leave registers for fewer warps. Another warp reports what was resident.
+  static constexpr int kFetchWarps = kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kFetchRows = kTileRows / kFetchWarps;
+  static constexpr int kReportingWarp = kDecodeWarps + kFetchWarps;
+  static constexpr int kThreads = (kReportingWarp + 1) * kWarp;
+  // The first tile of a head brings its queries.
+  static constexpr int kQueryBytes = kBunch * kHeadDim * static_cast<int>(sizeof(float));
+  static constexpr int kStageBytes = kTileBytes + kQueryBytes;
+
+  // Where a row of a tile lies.
+  __device__ static constexpr int place(int row) {
+    return row / kLotRows * kLotStride + row % kLotRows * kRowBytes;
+  }
 };
 
-// What a block works on: tiles [first, last) of one head, as part of what `worker` does.
+// The warps that work on rows wait for each other.
+__device__ __forceinline__ void sync_decode_warps() {
+  asm volatile("bar.sync 1, %0;\n" ::"n"(kDecodeWarps * kWarp) : "memory");
+}
+
+// What a block works on: tiles [first, last) of one head.
 struct DecodeSegment {
   int head = 0;
   std::int64_t first = 0;
   std::int64_t last = 0;
-  std::int64_t rows = 0;   // of the head
-  std::int64_t tiles = 0;  // of the head
+  std::int64_t rows = 0;      // of the head
+  std::int64_t selected = 0;  // the first of them, found by position
+  std::int64_t tiles = 0;     // of the head
+
+  __device__ bool exists() const { return first < last; }
+  __device__ bool is_whole() const { return first == 0 && last == tiles; }
+  // How many of a tile's rows exist.
+  __device__ int count(std::int64_t tile) const {
+    return static_cast<int>(
+        max(std::int64_t{0}, min(std::int64_t{kTileRows}, rows - tile * kTileRows)));
+  }
 };
 
 __device__ __forceinline__ std::int64_t tiles_of(std::int64_t rows) {
@@ -77,22 +108,36 @@ __device__ __forceinline__ std::int64_t rows_of(const DecodeKernelParams& p, int
 // Tiles of all heads, numbered head by head, divided evenly among workers.
 class DecodeWork {
  public:
-  // `before`: shared memory [kv_heads + 1] if heads differ. The whole block comes here.
-  __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* before)
-      : p_(p), before_(before) {
+  // Shared memory that it takes if heads differ.
+  static constexpr std::size_t shared_bytes(int kv_heads) {
+    return (2 * static_cast<std::size_t>(kv_heads) + 1) * sizeof(std::int32_t);
+  }
+
+  // The whole block comes here; `shared` is [shared_bytes].
+  __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
+      : p_(p), before_(shared), rows_(shared + p.kv_heads + 1) {
     if (is_uniform(p)) {
       uniform_ = tiles_of(rows_of(p, 0));
       total_ = uniform_ * p.kv_heads;
     } else {
       add_up();
-      total_ = before[p.kv_heads];
+      total_ = before_[p.kv_heads];
     }
     // Then every worker has a tile, and those between a head's first and last all have one of it.
     workers_ = static_cast<int>(min(static_cast<std::int64_t>(p.workers), total_));
+    const auto worker = static_cast<int>(blockIdx.x);
+    if (worker >= workers_) return;
+    begin_ = total_ * worker / workers_;
+    end_ = total_ * (worker + 1) / workers_;
   }
 
-  __device__ std::int64_t begin(int worker) const {
-    return worker < workers_ ? total_ * worker / workers_ : total_;
+  // What this block works on, one after the other until one does not exist.
+  __device__ DecodeSegment first() const {
+    return begin_ < end_ ? segment(head_of(begin_)) : DecodeSegment();
+  }
+  __device__ DecodeSegment after(const DecodeSegment& s) const {
+    // Every head has a tile.
+    return s.head + 1 < p_.kv_heads ? segment(s.head + 1) : DecodeSegment();
   }
 
   // The worker that has tile number `tile`.
@@ -104,39 +149,62 @@ class DecodeWork {
     return uniform_ > 0 ? uniform_ * head : before_[head];
   }
 
-  // The part of tiles [begin, end) that lies in the head of `begin`.
-  __device__ DecodeSegment segment(std::int64_t begin, std::int64_t end) const {
+ private:
+  __device__ DecodeSegment segment(int head) const {
     DecodeSegment s;
-    s.head = head_of(begin);
-    s.rows = rows_of(p_, s.head);
+    s.head = head;
+    s.rows = uniform_ > 0 ? rows_of(p_, head) : rows_[head];
+    s.selected = p_.positions == nullptr ? 0 : s.rows - p_.counts[head];
     s.tiles = tiles_of(s.rows);
-    s.first = begin - before(s.head);
-    s.last = min(s.tiles, end - before(s.head));
+    s.first = max(std::int64_t{0}, begin_ - before(head));
+    s.last = min(s.tiles, end_ - before(head));
     return s;
   }
 
- private:
-  // before[h] = tiles of heads 0 to h - 1: each thread adds up a run of heads, then the runs are
-  // added up.
+  // rows[h] = rows of head h, before[h] = tiles of heads 0 to h - 1: each thread adds up a run of
+  // heads, then the runs are added up.
   __device__ void add_up() const {
-    constexpr int kThreads = kDecodeWarps * kWarp;
-    __shared__ std::int32_t runs[kThreads];
+    __shared__ std::int32_t of_warps[kWarp];
     const auto thread = static_cast<int>(threadIdx.x);
-    const int length = (p_.kv_heads + kThreads - 1) / kThreads;
+    const auto threads = static_cast<int>(blockDim.x);
+    // Counts are asked for together.
+    constexpr int kAtOnce = 12;
+    for (int base = thread; base < p_.kv_heads; base += kAtOnce * threads) {
+      std::int64_t rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int head = base + i * threads;
+        rows[i] = head < p_.kv_heads ? rows_of(p_, head) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int head = base + i * threads;
+        if (head < p_.kv_heads) rows_[head] = static_cast<std::int32_t>(rows[i]);
+      }
+    }
+    __syncthreads();
+    const int length = (p_.kv_heads + threads - 1) / threads;
     const int first = min(thread * length, p_.kv_heads);
     const int last = min(first + length, p_.kv_heads);
-    std::int32_t sum = 0;
+    std::int32_t own = 0;
     for (int head = first; head < last; ++head) {
-      const auto tiles = static_cast<std::int32_t>(tiles_of(rows_of(p_, head)));
-      before_[head + 1] = tiles;
-      sum += tiles;
+      own += static_cast<std::int32_t>(tiles_of(rows_[head]));
     }
-    runs[thread] = sum;
+    std::int32_t sum = own;  // with the lanes before
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const std::int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+      if (thread % kWarp >= distance) sum += other;
+    }
+    if (thread % kWarp == kWarp - 1) of_warps[thread / kWarp] = sum;
     __syncthreads();
-    std::int32_t carried = 0;
-    for (int i = 0; i < thread; ++i) carried += runs[i];
-    for (int head = first; head < last; ++head) before_[head + 1] = carried += before_[head + 1];
-    if (thread == 0) before_[0] = 0;
+    sum -= own;
+    for (int warp = 0; warp < thread / kWarp; ++warp) sum += of_warps[warp];
+    for (int head = first; head < last; ++head) {
+      before_[head] = sum;
+      sum += static_cast<std::int32_t>(tiles_of(rows_[head]));
+    }
+    if (thread == threads - 1) before_[p_.kv_heads] = sum;
     __syncthreads();
   }
 
@@ -157,8 +225,11 @@ class DecodeWork {
 
   const DecodeKernelParams& p_;
   std::int32_t* before_;
+  std::int32_t* rows_;
   std::int64_t uniform_ = 0;
   std::int64_t total_ = 0;
+  std::int64_t begin_ = 0;
+  std::int64_t end_ = 0;
   int workers_ = 0;
 };
 

@@ -94,6 +94,10 @@ __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, b
                "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
+__device__ __forceinline__ void copy_async_word(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }

@@ -137,9 +137,9 @@ using Param = std::tuple<NamedBackend, Shape>;
 class AttendSelected : public ::testing::TestWithParam<Param> {
  protected:
   void SetUp() override { backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam())); }
-  KvShape shape() const {
+  KvShape shape(int kv_heads = 2) const {
     const auto [dtype, head_dim, group] = std::get<Shape>(GetParam());
-    return {1, 2 * group, 2, head_dim, dtype};
+    return {1, kv_heads * group, kv_heads, head_dim, dtype};
   }
   // CUDA rounds what the suite of dense attention says; the CPU's AMX kernel likewise.
   testing::Rounding rounding(std::int64_t tokens) const {
@@ -175,6 +175,22 @@ TEST_P(AttendSelected, OneTokenSeesTheChosenAndTheNewest) {
                   std::lower_bound(own.begin(), own.end(), resident) - own.begin());
       }
     }
+  }
+}
+
+// More tiles than a GPU has workers, most of which serve parts of several heads.
+TEST_P(AttendSelected, ManyHeadsOfDifferentCounts) {
+  constexpr int kHeads = 60;
+  const std::vector<std::int64_t> counts(kHeads, 700);
+  const AttentionCase c = testing::random_case(random_, shape(kHeads), 1, counts);
+  Chosen chosen = choose(random_, c, 630, random_.integer(500, 600), 70);
+  chosen.expected.first_query_position = 2000;
+  SelectedRun run(*backend_, c, chosen, 400);
+  testing::expect_parity(chosen.expected, run.attend(1 << 30, 630, 70), rounding(1));
+  for (std::size_t head = 0; head < kHeads; ++head) {
+    const auto& own = chosen.positions[head];
+    ASSERT_EQ(run.head(head).resident, std::lower_bound(own.begin(), own.end(), 400) - own.begin())
+        << head;
   }
 }
 

@@ -230,6 +230,21 @@ TEST_P(AttentionParity, LongContext) {
   check(c);
 }
 
+// More tiles than a GPU has workers, most of which serve parts of several heads.
+TEST_P(AttentionParity, DecodesManyHeads) {
+  constexpr int kHeads = 50;
+  for (const bool differ : {false, true}) {
+    std::vector<std::int64_t> counts(kHeads, random_.integer(260, 400));
+    for (std::int64_t& count : counts) {
+      if (differ) count = random_.integer(0, 2) * random_.integer(0, 250);
+    }
+    AttentionCase c = random_case(random_, shape(kHeads, 2), 1, counts);
+    show_all(c);
+    check(c);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_P(AttentionParity, LongContextOfAChunk) {
   const std::int64_t counts[] = {5000};
   AttentionCase c = random_case(random_, shape(1, 4), 9, counts);
