@@ -7,7 +7,7 @@
 #include "kernels/decode_rows.cuh"
 #include "kernels/decode_warp.cuh"
 #include "kernels/dispatch.h"
-#include "kernels/error.h"
+#include "kernels/early_launch.cuh"
 #include "lib/check.h"
 
 namespace sluice::cuda {
@@ -52,6 +52,8 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
   __shared__ typename Fetch::Positions positions;
   const Ring ring(shared, barriers);
   if (threadIdx.x == 0) ring.init();
+  wait_for_kernel_before();
+  allow_next_kernel();
   const DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
   __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -93,9 +95,9 @@ void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t mos
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
           "shared memory of decode attention");
-  kernel<<<dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
-           DecodeShape<kHeadDim>::kThreads, shared, launch.stream>>>(p);
-  require_launch("decode attention");
+  launch_early("decode attention", kernel,
+               dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
+               DecodeShape<kHeadDim>::kThreads, shared, launch, p);
 }
 
 // As many stages as keep about 100 KB under way, if shared memory has room for them.
