@@ -1,9 +1,11 @@
-// The kernels for rows that many blocks share, and the scratch between them:
-//   row_sums        maximum and sums of every row, the maxima of its sectors, and bounds from them
-//   gather          (a small k or cap) the few entries that may be kept; picks the heaviest
-//   row_thresholds  (top_p) what every row keeps, from the sectors that may matter; and gather
-//   again key_rounds      (k or cap, where gather leaves it open) radix rounds towards the lightest
-//   kept emit            positions in order, kept weights, of what gather has not settled
+// The kernels for rows that many blocks share, and the scratch between them.
+//
+// row_sums finds maximum and sums of every row, the maxima of its sectors, and bounds from them.
+// gather, for a small k or cap, lists the few entries that may be kept and picks the heaviest.
+// row_thresholds finds what top_p keeps of every row, from the sectors that may matter; then gather
+// comes again. Where it leaves a k or cap open, key_rounds goes by radix towards the lightest kept.
+// emit writes the positions in order, and kept weights, of what gather has not settled.
+//
 // A sector is what memory reads at once: 16 logits. Where its maximum is too low, it is not read
 // again.
 #pragma once
