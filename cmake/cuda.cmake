@@ -2,6 +2,14 @@
 set(SLUICE_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100-real;120"
     CACHE STRING "Processors to build CUDA kernels for; fewer of them build faster")
 
+# Kernels that begin early wait by an instruction of 9.0. Newer processors would run PTX for older ones
+# without it.
+foreach(architecture IN LISTS SLUICE_CUDA_ARCHITECTURES)
+  if(architecture MATCHES "^([0-9]+)[af]?(-virtual)?$" AND CMAKE_MATCH_1 LESS 90)
+    message(FATAL_ERROR "SLUICE_CUDA_ARCHITECTURES has ${architecture}; write ${CMAKE_MATCH_1}-real")
+  endif()
+endforeach()
+
 set(SLUICE_CUDA_FOUND OFF)
 if(NOT SLUICE_CUDA STREQUAL "OFF")
   include(CheckLanguage)

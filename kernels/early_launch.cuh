@@ -24,6 +24,8 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 }
 
 // `kernel` waits for the kernel before it ahead of the first access to memory that kernels write.
+// One that reads what older kernels wrote before it waits must follow a kernel that lets it begin
+// only after waiting itself: then all before that one are over.
 template <typename... Params>
 void launch_early(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
                   std::size_t shared, const Launch& launch,

@@ -178,13 +178,33 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   return carver.used();
 }
 
-std::int32_t heads_at_once(const SelectCall& c) {
+std::int32_t most_heads_at_once(const SelectCall& c) {
   return static_cast<std::int32_t>(
       std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, std::max(c.kv_heads, 1)));
 }
 
+// What it takes to select for so many heads at once.
+std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimits& device) {
+  const auto bytes_of = [&](std::int32_t count) {
+    LargeCall l = large_call(part_of(c, 0, count), device);
+    return place(l, nullptr);
+  };
+  // The last heads may be fewer, and then more blocks share a row.
+  const std::int32_t rest = c.kv_heads % heads;
+  return std::max(bytes_of(heads), rest == 0 ? 0 : bytes_of(rest));
+}
+
+// Fewer heads take less scratch.
+std::int32_t heads_at_once(const SelectCall& c, const Launch& launch) {
+  std::int32_t heads = most_heads_at_once(c);
+  while (heads > 1 && scratch_of(c, heads, *launch.device) > launch.scratch_bytes) {
+    heads = (heads + 1) / 2;
+  }
+  return heads;
+}
+
 void select_large(const SelectCall& c, const Launch& launch) {
-  const std::int32_t step = heads_at_once(c);
+  const std::int32_t step = heads_at_once(c, launch);
   for (std::int32_t first = 0; first < c.kv_heads; first += step) {
     LargeCall l = large_call(part_of(c, first, std::min(step, c.kv_heads - first)), *launch.device);
     check(l.units <= kMostUnits, "a row too long for select()");
@@ -192,9 +212,9 @@ void select_large(const SelectCall& c, const Launch& launch) {
     const std::size_t needed = place(l, launch.scratch);
     if (needed > launch.scratch_bytes) {
       throw Error(ErrorCode::unsupported,
-                  "selecting among " + std::to_string(c.entries) + " tokens of " +
-                      std::to_string(c.kv_heads) + " KV heads takes " + std::to_string(needed) +
-                      " bytes of scratch on the device and there are " +
+                  "selecting among " + std::to_string(c.entries) + " tokens for " +
+                      std::to_string(c.group) + " query heads of a KV head takes " +
+                      std::to_string(needed) + " bytes of scratch on the device and there are " +
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
     run_row_sums(l, launch);
@@ -212,15 +232,7 @@ void select_large(const SelectCall& c, const Launch& launch) {
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device) {
   const SelectCall c = call_of(params);
   if (fits_small(c, device)) return 0;
-  LargeCall l = large_call(part_of(c, 0, heads_at_once(c)), device);
-  std::size_t bytes = place(l, nullptr);
-  // The last heads may be fewer, and then more blocks share a row.
-  const std::int32_t rest = c.kv_heads % heads_at_once(c);
-  if (rest != 0) {
-    LargeCall last = large_call(part_of(c, 0, rest), device);
-    bytes = std::max(bytes, place(last, nullptr));
-  }
-  return bytes;
+  return scratch_of(c, most_heads_at_once(c), device);
 }
 
 void select(const SelectParams& params, const Launch& launch) {

@@ -13,7 +13,8 @@ namespace sluice::cuda {
 // fp32; of top_k with one query head per KV head, logits are compared themselves.
 void select(const SelectParams& params, const Launch& launch);
 
-// Scratch that select() needs for these parameters, from their sizes alone.
+// Scratch with which select() looks at all heads at once, from sizes alone. With less it takes
+// several rounds; one head's must fit.
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device);
 
 }  // namespace sluice::cuda

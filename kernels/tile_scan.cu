@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kQueryThreads)
     prepare_kernel(const __grid_constant__ PrepareArgs a) {
   __shared__ Queries queries;
   const int head = static_cast<int>(blockIdx.x);
+  // In this order: a scan of tiles that begins early may copy tiles at once.
   wait_for_kernel_before();
   allow_next_kernel();
   load_queries(a.queries, head, queries);

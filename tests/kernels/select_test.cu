@@ -14,6 +14,7 @@
 #include "kernels/select.h"
 #include "kernels/workspace.h"
 #include "lib/half.h"
+#include "sluice/errors.h"
 #include "tests/kernels/select_cases.h"
 #include "tests/kernels/select_truth.h"
 #include "tests/support/random.h"
@@ -285,6 +286,29 @@ TEST_P(Select, ManyHeads) {
   check_case(c);
 }
 
+// With too little scratch for all heads it takes several rounds.
+TEST_P(Select, TakesTurnsWhereScratchIsShort) {
+  if (GetParam() != Path::large) GTEST_SKIP() << "takes no scratch";
+  Random random(testing::seed(21));
+  Case c;
+  c.kv_heads = 7;
+  c.group = 2;
+  c.count = c.end = c.stride = c.capacity = 20000;
+  c.prune = Pruner::top_p;
+  c.p = 0.9f;
+  c.cap = 300;
+  c.logits = random.normal(14 * 20000, 3.0f);
+  for (float& x : c.logits) x = f16_to_float(float_to_f16(x));
+  const Problem problem(c);
+  Launch less = launch();
+  less.scratch_bytes = select_scratch_bytes(problem.params(), limits_) * 2 / 5;
+  select(problem.params(), less);
+  require(cudaStreamSynchronize(less.stream), "select");
+  for (int head = 0; head < c.kv_heads; ++head) expect_head(c, problem.answer(), head);
+  less.scratch_bytes = 1000;
+  EXPECT_THROW(select(problem.params(), less), Error);
+}
+
 TEST_P(Select, RunsInAGraphAndLeavesCountersZero) {
   Random random(testing::seed(16));
   Case c = random_case(random, 30000);
@@ -305,6 +329,26 @@ TEST_P(Select, RunsInAGraphAndLeavesCountersZero) {
   require(cudaMemcpy(counters.data(), launch().counters, counters.size() * 4, cudaMemcpyDefault),
           "counters");
   EXPECT_EQ(std::count(counters.begin(), counters.end(), 0u), std::ssize(counters));
+}
+
+// The backend has 64 MiB.
+TEST(SelectScratch, HoldsOneKvHeadOfTwoMillionTokens) {
+  const DeviceLimits limits = {132, 232448, 90};
+  for (const int group : {1, 4, 16}) {
+    for (const std::int64_t keep : {256, 65536}) {
+      for (const Pruner prune : {Pruner::top_k, Pruner::top_p}) {
+        SelectParams p;
+        p.shape = {1, group, 1, 128, DType::bf16};
+        p.count = p.end = p.logits.stride = p.selected.capacity = std::int64_t{2} << 20;
+        p.recent_first = p.count;
+        p.prune = prune;
+        p.k = p.cap = keep;
+        p.p = 0.95f;
+        EXPECT_LE(select_scratch_bytes(p, limits), std::size_t{64} << 20)
+            << group << ' ' << keep << ' ' << static_cast<int>(prune);
+      }
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, Select, ::testing::Values(Path::small, Path::large),
