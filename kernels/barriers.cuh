@@ -6,6 +6,13 @@
 
 namespace sluice::cuda {
 
+// Whether what is compiled may copy in bulk.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+inline constexpr bool kBulkCopies = true;
+#else
+inline constexpr bool kBulkCopies = false;
+#endif
+
 // Barriers are named by their address in shared memory; `arrivals` complete a phase.
 __device__ __forceinline__ void barrier_init(std::uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals)

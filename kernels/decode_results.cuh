@@ -205,27 +205,6 @@ __device__ void finish_segment(const DecodeKernelParams& p, const DecodeWork& wo
   write_results<kHeadDim>(p, first_query, queries, merge);
 }
 
-// How many of the ascending positions are below `limit`; the whole warp looks.
-__device__ __forceinline__ int count_below(const std::int32_t* positions, int count,
-                                           std::int64_t limit) {
-  if (count == 0 || limit == 0) return 0;
-  if (positions[count - 1] < limit) return count;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  int low = 0;
-  int high = count;
-  while (low < high) {
-    const int step = max(1, (high - low + kWarp - 1) / kWarp);
-    const int at = low + lane * step;
-    const unsigned below = __ballot_sync(kAllLanes, at < high && positions[at] < limit);
-    const int whole = __popc(below);
-    if (whole == 0) return low;
-    const int next = low + (whole - 1) * step;
-    high = min(high, next + step);
-    low = next + 1;
-  }
-  return low;
-}
-
 // One warp reports how many rows of a head were where they already lay.
 __device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int head) {
   const int count =

@@ -58,12 +58,6 @@ class DecodeRing {
   // Until the next stage may be filled.
   __device__ void wait_empty() const { barrier_wait(empty(), phase_ ^ 1u); }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr bool kBulkCopies = true;
-#else
-  static constexpr bool kBulkCopies = false;
-#endif
-
  private:
   std::byte* stages_;
   Barriers& barriers_;
@@ -103,7 +97,7 @@ class DecodeFetch {
     for (int slot = 0; tile.segment.exists(); slot = (slot + 1) % kAhead) {
       if (p_.positions != nullptr) copy_async_wait<kAhead - 1>();
       ring_.wait_empty();
-      if constexpr (Ring::kBulkCopies) {
+      if constexpr (kBulkCopies) {
         fetch_bulk(tile, positions_[slot]);
       } else {
         fetch_chunks(tile, positions_[slot]);

@@ -190,12 +190,7 @@ class DecodeWork {
     for (int head = first; head < last; ++head) {
       own += static_cast<std::int32_t>(tiles_of(rows_[head]));
     }
-    std::int32_t sum = own;  // with the lanes before
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      const std::int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
-      if (thread % kWarp >= distance) sum += other;
-    }
+    std::int32_t sum = warp_inclusive(own);
     if (thread % kWarp == kWarp - 1) of_warps[thread / kWarp] = sum;
     __syncthreads();
     sum -= own;

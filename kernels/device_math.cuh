@@ -1,4 +1,4 @@
-// Small pieces that kernels share: conversions, reductions over a warp, asynchronous copies.
+// Small pieces that kernels share: conversions, what warps do together, asynchronous copies.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,6 +39,38 @@ __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int lane = kWarp / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, lane));
   return x;
+}
+
+// The sum of `x` over the lanes up to this one.
+template <typename T>
+__device__ __forceinline__ T warp_inclusive(T x) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T below = __shfl_up_sync(kAllLanes, x, step);
+    if (lane >= step) x += below;
+  }
+  return x;
+}
+
+// How many of an ascending list are below `bound`, by one warp.
+__device__ inline std::int32_t count_below(const std::int32_t* list, std::int32_t count,
+                                           std::int64_t bound) {
+  if (count == 0 || bound <= 0) return 0;
+  if (list[count - 1] < bound) return count;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  std::int32_t low = 0;  // all before are below, none from `high` on is
+  std::int32_t high = count;
+  while (low < high) {
+    const std::int32_t step = (high - low + kWarp - 1) / kWarp;
+    const std::int32_t at = low + lane * step;
+    const int many = __popc(__ballot_sync(kAllLanes, at < high && list[at] < bound));
+    if (many == 0) return low;
+    const std::int32_t first = low + (many - 1) * step;
+    high = min(high, first + step);
+    low = first + 1;
+  }
+  return low;
 }
 
 // Two elements in one register, the first in the low half.

@@ -82,12 +82,6 @@ class Ring {
   }
 
  private:
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr bool kBulkCopies = true;
-#else
-  static constexpr bool kBulkCopies = false;
-#endif
-
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
   __device__ void fetch(int stage) {

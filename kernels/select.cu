@@ -3,7 +3,6 @@
 #include <limits>
 #include <string>
 
-#include "kernels/error.h"
 #include "kernels/select.h"
 #include "kernels/select_large.cuh"
 #include "lib/check.h"

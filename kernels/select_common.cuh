@@ -87,12 +87,15 @@ __device__ __forceinline__ float weight_of(__half x, const RowInfo& row) {
   return row.scale * exp2_fast(fmaf(__half2float(x), kLog2E, -row.norm));
 }
 
-// Of a row with this maximum and this sum of e^(x - highest).
-__device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum) {
-  const double norm =
-      static_cast<double>(highest) * static_cast<double>(kLog2E) + static_cast<double>(log2f(sum));
+__device__ __forceinline__ void set_norm(RowInfo& row, double norm) {
   row.norm = static_cast<float>(norm);
   row.scale = exp2f(static_cast<float>(static_cast<double>(row.norm) - norm));
+}
+
+// Of a row with this maximum and this sum of e^(x - highest).
+__device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum) {
+  set_norm(row, static_cast<double>(highest) * static_cast<double>(kLog2E) +
+                    static_cast<double>(log2f(sum)));
 }
 
 // The factor by which 2^(x log2(e) - norm), with the rounded norm of `highest`, falls short of
@@ -118,23 +121,9 @@ __device__ __forceinline__ std::uint32_t ordered2(std::uint32_t word) {
   return bits ^ (signs | 0x80008000u);
 }
 
-// Entries of an ascending list that are below `bound`, by one warp.
-__device__ inline std::int32_t count_below(const std::int32_t* list, std::int32_t count,
-                                           std::int32_t bound) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  std::int32_t low = 0;  // all before are below, none from `high` on is
-  std::int32_t high = count;
-  while (low < high) {
-    const std::int32_t step = (high - low + kWarp - 1) / kWarp;
-    const std::int32_t at = low + lane * step;
-    const bool below = at < high && list[at] < bound;
-    const int many = __popc(__ballot_sync(kAllLanes, below));
-    if (many == 0) return low;
-    const std::int32_t first = low + (many - 1) * step;
-    high = min(high, first + step);
-    low = first + 1;
-  }
-  return low;
+// The f16 that such a number stands for.
+__device__ __forceinline__ std::uint16_t half_of_ordered(std::uint32_t number) {
+  return static_cast<std::uint16_t>(number ^ ((number & 0x8000u) != 0 ? 0x8000u : 0xffffu));
 }
 
 // By one whole warp.
@@ -263,17 +252,6 @@ __device__ __forceinline__ __half2 twice(std::uint16_t bits) {
   return as_half2(bits | static_cast<std::uint32_t>(bits) << 16);
 }
 
-template <typename T>
-__device__ __forceinline__ T warp_inclusive(T x) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const T below = __shfl_up_sync(kAllLanes, x, step);
-    if (lane >= step) x += below;
-  }
-  return x;
-}
-
 // The sum of `x` over the threads before this one; `total` over all. `part` is [kWarp] of shared
 // memory, free to use on entry and in use until the next barrier.
 template <typename T>
@@ -381,6 +359,19 @@ __device__ __forceinline__ float mass_unit(std::int32_t below, float highest) {
 // Shares of a row's weight as integers: their sums do not depend on the order.
 __device__ __forceinline__ std::uint64_t share_units(double share) {
   return static_cast<std::uint64_t>(fmax(share, 0.0) * 0x1p52);
+}
+
+// Adds the pages of ascending positions to `pages`, by all threads.
+__device__ __forceinline__ void add_pages(const std::int32_t* positions, std::int32_t count,
+                                          std::uint32_t* pages) {
+  std::uint32_t own = 0;
+#pragma unroll 1
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count;
+       i += static_cast<std::int32_t>(blockDim.x)) {
+    if (i == 0 || positions[i] / kPageTokens != positions[i - 1] / kPageTokens) ++own;
+  }
+  own = __reduce_add_sync(kAllLanes, own);
+  if (threadIdx.x % kWarp == 0 && own != 0) atomicAdd(pages, own);
 }
 
 }  // namespace sluice::cuda

@@ -1,6 +1,5 @@
 // Writes the kept positions in order. A block takes a chunk of a KV head's entries, reads again
 // what may be kept of it, and finds where that goes from the chunks before it.
-#include "kernels/error.h"
 #include "kernels/select_large.cuh"
 #include "kernels/select_look_back.cuh"
 #include "kernels/select_sectors.cuh"

@@ -5,7 +5,6 @@
 //
 // While top_p's thresholds are not known, a head is settled if what is heaviest of all lies above
 // their upper bounds.
-#include "kernels/error.h"
 #include "kernels/select_large.cuh"
 #include "kernels/select_look_back.cuh"
 #include "kernels/select_pick.cuh"

@@ -2,7 +2,6 @@
 // computes the keys, sums of weights over the query heads, and stores them; a single query head's
 // logits are their own keys. All rounds are one launch: blocks of a later round wait for those of
 // the one before, which the device starts first.
-#include "kernels/error.h"
 #include "kernels/select_large.cuh"
 
 namespace sluice::cuda {

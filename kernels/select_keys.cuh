@@ -202,8 +202,7 @@ struct LogitCut {
     keeps_none = number >= kInfinity;
     has_ties = cut.ties != 0;
     if (number == kMinusZero) --number;
-    const std::uint32_t bits = (number & 0x8000u) != 0 ? number ^ 0x8000u : number ^ 0xffffu;
-    limit = twice(static_cast<std::uint16_t>(bits));
+    limit = twice(half_of_ordered(number));
   }
 
   __device__ __forceinline__ void compare8(const uint4& v, std::uint32_t allowed,

@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/error.h"
 #include "kernels/launch.h"
 #include "kernels/select_common.cuh"
 #include "kernels/select_keys.cuh"
@@ -44,7 +43,6 @@ struct alignas(16) UnitHead {
   float highest = 0.0f;
   std::uint32_t bad = 0;
   std::int32_t top = 0;  // rough bin of `highest`: from there down, kWrittenBins are written
-  std::int32_t unused = 0;
 };
 
 // What is still to be found of a row, and what is known of it.

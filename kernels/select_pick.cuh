@@ -158,22 +158,6 @@ __device__ inline std::int32_t put_forced(const SelectCall& c, const std::int32_
       shared);
 }
 
-__device__ inline std::uint32_t count_pages(const std::int32_t* positions, std::int32_t count,
-                                            PickShared* shared) {
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  if (thread == 0) shared->pages = 0;
-  __syncthreads();
-  std::uint32_t pages = 0;
-#pragma unroll 1
-  for (std::int32_t i = thread; i < count; i += kThreads) {
-    if (i == 0 || positions[i] / kPageTokens != positions[i - 1] / kPageTokens) ++pages;
-  }
-  pages = __reduce_add_sync(kAllLanes, pages);
-  if (thread % kWarp == 0 && pages != 0) atomicAdd(&shared->pages, pages);
-  __syncthreads();
-  return shared->pages;
-}
-
 // Whether each of these entries reaches one of the query heads' bounds.
 __device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
                                     const std::int32_t* entries, std::int32_t count,
@@ -239,7 +223,11 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   }
   HeadSelection result;
   result.count = below + kept + above;
-  result.pages = static_cast<std::int32_t>(count_pages(to, result.count, shared));
+  if (thread == 0) shared->pages = 0;
+  __syncthreads();
+  add_pages(to, result.count, &shared->pages);
+  __syncthreads();
+  result.pages = static_cast<std::int32_t>(shared->pages);
   result.cut = c.is_top_p && below + from.count + above > c.keep ? 1 : 0;
   if (thread == 0) c.heads[head] = result;
   return true;

@@ -314,16 +314,6 @@ __device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_k
   return at;
 }
 
-__device__ __forceinline__ void count_pages(const Work& w, std::int32_t count) {
-  const std::int32_t* const positions = w.c.positions + w.head * w.c.capacity;
-  std::uint32_t pages = 0;
-  for (std::int32_t i = thread_id(); i < count; i += threads()) {
-    if (i == 0 || positions[i] / kPageTokens != positions[i - 1] / kPageTokens) ++pages;
-  }
-  pages = __reduce_add_sync(kAllLanes, pages);
-  if (thread_id() % kWarp == 0 && pages != 0) atomicAdd(&w.shared->pages, pages);
-}
-
 // Weights of what was kept, in an order that depends on nothing else.
 __device__ __forceinline__ void sum_alphas(const Work& w) {
   for (int g = 0; g < w.group; ++g) {
@@ -390,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
   if (by_keys) find_cut(work);
   const std::int64_t wanted = write_positions(work, by_keys);
   const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));
-  count_pages(work, count);
+  add_pages(call.positions + head * call.capacity, count, &shared->pages);
   sum_alphas(work);
   __syncthreads();
   if (thread_id() != 0) return;

@@ -28,6 +28,15 @@ struct Sums {
   }
 };
 
+// By one warp, whose lanes have one each: adds up sums.
+__device__ inline Sums add_up(Sums sums) {
+  sums.refer_to(warp_max(sums.norm));
+  sums.all = warp_sum(sums.all);
+  sums.kept = warp_sum(sums.kept);
+  sums.tail = warp_sum(sums.tail);
+  return sums;
+}
+
 // Where vector j of this thread lies. Two threads share a sector; a thread's neighbouring vectors
 // lie in neighbouring sectors, so that two of their maxima fill a word.
 __device__ __forceinline__ std::int32_t entry_of(std::int32_t strip, int j) {
@@ -138,8 +147,7 @@ constexpr std::int32_t kFirstFinite = 32;  // such a bin; -Inf lies below
 
 // The lowest f16 of a rough bin.
 __device__ __forceinline__ std::uint16_t rough_edge(std::int32_t bin) {
-  const std::uint32_t number = static_cast<std::uint32_t>(bin) << 5;
-  return static_cast<std::uint16_t>(number ^ ((number & 0x8000u) != 0 ? 0x8000u : 0xffffu));
+  return half_of_ordered(static_cast<std::uint32_t>(bin) << 5);
 }
 
 // Counts two sectors by their maxima. Their masses, units of 2^-15 of a bin's lower edge, are never

@@ -134,14 +134,10 @@ __device__ void add_unit(const LargeCall& call, std::int32_t row, std::int32_t u
     for (int j = 0; j < kVectors; ++j) v[j] = next[j];
     strip += kWarps;
   }
-  Sums& sums = seen.sums;
   const float own = larger_of(seen.most);
   const bool bad = __any_sync(kAllLanes, !(own < INFINITY));
   const float highest = warp_max(own);
-  sums.refer_to(warp_max(sums.norm));
-  sums.all = warp_sum(sums.all);
-  sums.kept = warp_sum(sums.kept);
-  sums.tail = warp_sum(sums.tail);
+  const Sums sums = add_up(seen.sums);
   if (lane != 0) return;
   shared->sums[warp] = sums;
   shared->highests[warp] = highest;
@@ -152,15 +148,6 @@ __device__ void add_unit(const LargeCall& call, std::int32_t row, std::int32_t u
 __device__ std::int32_t rough_bin(float x) {
   const std::uint32_t number = ordered2(__half_as_ushort(__float2half_rn(x))) & 0xffffu;
   return static_cast<std::int32_t>(number >> 5);
-}
-
-// By one warp, whose lanes have one each: adds up sums.
-__device__ Sums add_up(Sums sums) {
-  sums.refer_to(warp_max(sums.norm));
-  sums.all = warp_sum(sums.all);
-  sums.kept = warp_sum(sums.kept);
-  sums.tail = warp_sum(sums.tail);
-  return sums;
 }
 
 // Writes what the unit's warps have found.
@@ -184,7 +171,7 @@ __device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t u
   if (thread < kWarps) own = shared->sums[thread];
   const Sums sums = add_up(own);
   if (thread != 0) return;
-  call.unit_heads[slot] = {sums.norm, sums.all, sums.kept, sums.tail, highest, shared->bad, top, 0};
+  call.unit_heads[slot] = {sums.norm, sums.all, sums.kept, sums.tail, highest, shared->bad, top};
 }
 
 // By one warp: what is known of the row from its units.

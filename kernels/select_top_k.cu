@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/error.h"
 #include "kernels/select_large.cuh"
 #include "kernels/select_strip.cuh"
 
@@ -37,7 +36,7 @@ __device__ __forceinline__ std::int32_t row_entry(int j) {
 
 // The f16 that an ordered number stands for, twice.
 __device__ __forceinline__ __half2 half_of(std::uint32_t number) {
-  return twice(static_cast<std::uint16_t>(number ^ ((number & 0x8000u) != 0 ? 0x8000u : 0xffffu)));
+  return twice(half_of_ordered(number));
 }
 
 // The larger of two ordered numbers.
@@ -110,9 +109,7 @@ __device__ __forceinline__ void load_row(const SelectCall& c, std::int32_t head,
   least = __reduce_min_sync(kAllLanes, least);
   selectable = __reduce_add_sync(kAllLanes, selectable);
   always = __reduce_add_sync(kAllLanes, always);
-  sums.refer_to(warp_max(sums.norm));
-  sums.all = warp_sum(sums.all);
-  sums.kept = warp_sum(sums.kept);
+  sums = add_up(sums);
   if (lane != 0) return;
   shared->sums[warp] = sums;
   atomicMax(&shared->highest, highest);
@@ -229,13 +226,10 @@ __device__ RowInfo info_of(int warps, float& kept, const Shared* shared) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
   Sums sums;
   if (lane < warps) sums = shared->sums[lane];
-  sums.refer_to(warp_max(sums.norm));
-  const float all = warp_sum(sums.all);
-  kept = warp_sum(sums.kept) / all;
+  sums = add_up(sums);
+  kept = sums.kept / sums.all;
   RowInfo info;
-  const double norm = static_cast<double>(sums.norm) + static_cast<double>(log2f(all));
-  info.norm = static_cast<float>(norm);
-  info.scale = exp2f(static_cast<float>(static_cast<double>(info.norm) - norm));
+  set_norm(info, static_cast<double>(sums.norm) + static_cast<double>(log2f(sums.all)));
   return info;
 }
 
@@ -260,19 +254,6 @@ __device__ __forceinline__ void write_kept(const SelectCall& c, std::int32_t hea
   }
   sum = warp_sum(sum);
   if (threadIdx.x % kWarp == 0) shared->alphas[threadIdx.x / kWarp] = sum;
-}
-
-// Pages with a position, by one warp; `count` positions are written.
-__device__ void count_pages(const SelectCall& c, std::int32_t head, std::int32_t count,
-                            Shared* shared) {
-  const std::int32_t* const positions = c.positions + head * c.capacity;
-  std::uint32_t pages = 0;
-  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count;
-       i += static_cast<std::int32_t>(blockDim.x)) {
-    if (i == 0 || positions[i] / kPageTokens != positions[i - 1] / kPageTokens) ++pages;
-  }
-  pages = __reduce_add_sync(kAllLanes, pages);
-  if (threadIdx.x % kWarp == 0 && pages != 0) atomicAdd(&shared->pages, pages);
 }
 
 template <int kBlock>
@@ -320,13 +301,13 @@ __global__ void __launch_bounds__(kBlock, 1280 / kBlock)
   write_kept<kBlock>(c, head, kept, forced, info, &shared);
   __syncthreads();
   result.count = static_cast<std::int32_t>(count);
-  count_pages(c, head, result.count, &shared);
+  add_pages(c.positions + head * c.capacity, result.count, &shared.pages);
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int warp = 0; warp < kBlock / kWarp; ++warp) share += shared.alphas[warp];
-  if (c.share != nullptr)
-    share = fminf(share, 1.0f) * *static_cast<const volatile float*>(c.share + head);
-  c.alpha[head] = fminf(share, 1.0f);
+  const float of_all =
+      c.share == nullptr ? 1.0f : *static_cast<const volatile float*>(c.share + head);
+  c.alpha[head] = fminf(share, 1.0f) * of_all;
   result.pages = static_cast<std::int32_t>(shared.pages);
   c.heads[head] = result;
 }
