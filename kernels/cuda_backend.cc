@@ -131,6 +131,7 @@ class CudaBackend : public Backend {
     cuda::embed(table, ids, y, launch());
   }
   void linear(const LinearParams& params) override;
+  void linear_chain(const LinearChain& chain) override;
   void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, launch()); }
   void rope(const RopeParams& params) override { cuda::rope(params, launch()); }
   void swiglu(const SwigluParams& params) override { cuda::swiglu(params, launch()); }
@@ -172,6 +173,7 @@ class CudaBackend : public Backend {
     return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes) ||
            recorder_.keeps(data);
   }
+  const void* weight_of(const LinearParams& params) const;
   void copy_large(CopyOp op, cudaStream_t stream);
   void copy_between_batches(const CopyOp& op, cudaStream_t stream);
   void attend_gathered(const AttendSelectedParams& params);
@@ -259,15 +261,24 @@ void CudaBackend::copy_between_batches(const CopyOp& op, cudaStream_t stream) {
   recorder_.resume();
 }
 
-void CudaBackend::linear(const LinearParams& params) {
-  const auto& weight = dynamic_cast<const CudaWeight&>(*params.weight);
+const void* CudaBackend::weight_of(const LinearParams& params) const {
   check(params.x.dtype == info_.compute_dtype, "linear: inputs must have the compute dtype");
-  const GemvParams p = {params.x, weight.data(), params.bias, params.y, params.accumulate};
-  if (gemv_supported(p, workspace_.device())) {
-    gemv(p, launch());
+  return dynamic_cast<const CudaWeight&>(*params.weight).data();
+}
+
+void CudaBackend::linear(const LinearParams& params) {
+  LinearChain chain;
+  chain.linear = params;
+  if (gemv_supported(chain, workspace_.device())) {
+    gemv(chain, weight_of(params), launch());
   } else {
-    gemm_.run(p);
+    gemm_.run(params, weight_of(params));
   }
+}
+
+void CudaBackend::linear_chain(const LinearChain& chain) {
+  if (!gemv_supported(chain, workspace_.device())) return Backend::linear_chain(chain);
+  gemv(chain, weight_of(chain.linear), launch());
 }
 
 // Few rows are written to both places at once, many by the copy engine.

@@ -5,6 +5,7 @@
 #include "kernels/early_launch.cuh"
 #include "kernels/elementwise.h"
 #include "kernels/heads.h"
+#include "kernels/rms_norm.cuh"
 #include "lib/check.h"
 
 namespace sluice::cuda {
@@ -23,16 +24,6 @@ void dispatch(DType dtype, const Body& body) {
 
 unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
-}
-
-// Sum over a block of whole warps; every thread gets it. Once per kernel.
-__device__ float block_sum(float x) {
-  __shared__ float sums[kWarp];
-  const unsigned lane = threadIdx.x % kWarp;
-  x = warp_sum(x);
-  if (lane == 0) sums[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  return warp_sum(lane < blockDim.x / kWarp ? sums[lane] : 0.0f);
 }
 
 struct Ids {
@@ -57,44 +48,14 @@ __global__ void embed_kernel(const T* table, std::int64_t table_stride,
   }
 }
 
-// kWidth neighbouring columns.
-template <int kWidth>
-struct Columns {
-  float at[kWidth];
-};
-template <int kWidth>
-__device__ __forceinline__ Columns<kWidth> load_columns(const float* from) {
-  if constexpr (kWidth == 4) {
-    const float4 x = *reinterpret_cast<const float4*>(from);
-    return {{x.x, x.y, x.z, x.w}};
-  } else {
-    return {{*from}};
-  }
-}
-
 // One block for each row.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kNormThreads)
     rms_norm_kernel(const float* x, std::int64_t x_stride, const float* weight, float epsilon, T* y,
                     std::int64_t y_stride, std::int64_t columns) {
-  const std::int64_t first = std::int64_t{threadIdx.x} * kWidth;
-  const std::int64_t step = std::int64_t{blockDim.x} * kWidth;
-  const float* const from = x + blockIdx.x * x_stride;
-  T* const to = y + blockIdx.x * y_stride;
   take_turn();
-  float squares = 0.0f;
-  for (std::int64_t c = first; c < columns; c += step) {
-    for (const float value : load_columns<kWidth>(from + c).at) squares += value * value;
-  }
-  const float factor = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(columns) + epsilon);
-  for (std::int64_t c = first; c < columns; c += step) {
-    const auto values = load_columns<kWidth>(from + c);
-    const auto weights = load_columns<kWidth>(weight + c);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      to[c + i] = from_float<T>(values.at[i] * factor * weights.at[i]);
-    }
-  }
+  normalise<T, kWidth>(x + blockIdx.x * x_stride, weight, epsilon, y + blockIdx.x * y_stride,
+                       columns);
 }
 
 struct RopeKernelParams {
@@ -151,8 +112,7 @@ __global__ void swiglu_kernel(const float* gate_up, std::int64_t stride, T* y,
   const std::int64_t c = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (c >= columns) return;
   const float* const row = gate_up + blockIdx.y * stride;
-  const float gate = row[c];
-  y[blockIdx.y * y_stride + c] = from_float<T>(gate / (1.0f + expf(-gate)) * row[c + columns]);
+  y[blockIdx.y * y_stride + c] = from_float<T>(swiglu_of(row[c], row[c + columns]));
 }
 
 template <typename From, typename To>

@@ -93,7 +93,7 @@ struct Gemm::Impl {
 Gemm::Gemm(const Launch& launch) : impl_(std::make_unique<Impl>(launch)) {}
 Gemm::~Gemm() = default;
 
-void Gemm::run(const GemvParams& p) {
+void Gemm::run(const LinearParams& p, const void* weight) {
   bool accumulate = p.accumulate;
   if (p.bias != nullptr) {
     add_bias(p.bias, p.y, accumulate, impl_->launch);
@@ -107,8 +107,8 @@ void Gemm::run(const GemvParams& p) {
   const cudaDataType_t type = type_of(p.x.dtype);
   require(
       impl_->cublas.gemm(impl_->handle, CUBLAS_OP_T, CUBLAS_OP_N, outputs,
-                         static_cast<int>(p.x.rows), inputs, &alpha, p.weight, type, inputs,
-                         p.x.data, type, static_cast<int>(p.x.stride), &beta, p.y.data, CUDA_R_32F,
+                         static_cast<int>(p.x.rows), inputs, &alpha, weight, type, inputs, p.x.data,
+                         type, static_cast<int>(p.x.stride), &beta, p.y.data, CUDA_R_32F,
                          static_cast<int>(p.y.stride), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
       "a matrix product");
 }

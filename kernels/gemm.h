@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "kernels/gemv.h"
 #include "kernels/launch.h"
+#include "lib/backend.h"
 
 namespace sluice::cuda {
 
@@ -18,8 +18,9 @@ class Gemm {
   Gemm& operator=(const Gemm&) = delete;
   ~Gemm();
 
-  // The same as gemv() for any number of tokens. Its scratch memory is the launch's.
-  void run(const GemvParams& params);
+  // `weight` [outputs, inputs], in the dtype of the inputs, stands for the params' own. Scratch
+  // memory is the launch's.
+  void run(const LinearParams& params, const void* weight);
 
  private:
   struct Impl;

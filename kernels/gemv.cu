@@ -5,6 +5,8 @@
 #include "kernels/dispatch.h"
 #include "kernels/early_launch.cuh"
 #include "kernels/gemv.h"
+#include "kernels/rms_norm.cuh"
+#include "lib/check.h"
 
 namespace sluice::cuda {
 namespace {
@@ -18,17 +20,21 @@ constexpr int kMostStages = 3;
 constexpr int kUnitBytes = 16;  // of a lane at a time
 
 struct GemvKernelParams {
-  const std::byte* weight;  // [outputs, row_bytes]
-  const std::byte* x;       // [row_bytes]
+  const std::byte* weight;  // [rows, row_bytes]
+  const std::byte* x;       // [row_bytes]; f32 if it is cast or normalised first
+  bool is_cast;
+  const float* norm;  // [inputs] or null
+  float epsilon;
   const float* bias;
-  float* y;
-  std::int64_t outputs;
+  void* y;               // f32, or the weights' dtype after swiglu
+  std::int64_t outputs;  // after swiglu, of which there are half as many as rows
   int row_bytes;
   bool accumulate;
+  bool swiglu;
 };
 
-// Rows [first, last) are this warp's. Neighbouring warps of the grid are in different blocks, so
-// that few rows occupy many multiprocessors.
+// Outputs [first, last) are this warp's. Neighbouring warps of the grid are in different blocks, so
+// that few outputs occupy many multiprocessors.
 struct Share {
   std::int64_t first;
   std::int64_t last;
@@ -41,18 +47,16 @@ struct Share {
   }
 };
 
-// The chunks of a warp's rows on their way. They are one run of memory; only the last chunk of a
-// row is shorter.
+// The chunks of a warp's rows on their way, a row after the other: of swiglu, an output's gate and
+// then its up. Only the last chunk of a row is shorter.
 template <int kStages>
 class Ring {
  public:
   __device__ Ring(const GemvKernelParams& p, const Share& share, std::byte* stages,
                   std::uint64_t* barriers)
-      : row_bytes_(p.row_bytes),
-        stages_(stages),
-        barriers_(barriers),
-        next_(p.weight + share.first * p.row_bytes),
-        end_(p.weight + share.last * p.row_bytes) {
+      : p_(p), share_(share), stages_(stages), barriers_(barriers) {
+    rows_ = static_cast<int>(share.last - share.first) * (p.swiglu ? 2 : 1);
+    next_ = begin_of(0);
     if constexpr (kBulkCopies) {
       if (lane() == 0) {
         for (int i = 0; i < kStages; ++i) barrier_init(shared_address(&barriers[i]), 1);
@@ -84,13 +88,22 @@ class Ring {
  private:
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
+  // Of this warp's row `i`.
+  __device__ const std::byte* begin_of(int i) const {
+    const std::int64_t row =
+        p_.swiglu ? share_.first + i / 2 + i % 2 * p_.outputs : share_.first + i;
+    return p_.weight + row * p_.row_bytes;
+  }
   __device__ void fetch(int stage) {
-    if (next_ < end_) {
-      const int bytes = min(kChunkBytes, row_bytes_ - at_);
+    if (row_ < rows_) {
+      const int bytes = min(kChunkBytes, p_.row_bytes - at_);
       copy(stage, bytes);
       next_ += bytes;
       at_ += bytes;
-      if (at_ == row_bytes_) at_ = 0;
+      if (at_ == p_.row_bytes) {
+        at_ = 0;
+        next_ = begin_of(++row_);
+      }
     }
     if constexpr (!kBulkCopies) copy_async_commit();
   }
@@ -108,12 +121,14 @@ class Ring {
     }
   }
 
-  int row_bytes_;
+  const GemvKernelParams& p_;
+  const Share& share_;
   std::byte* stages_;
   std::uint64_t* barriers_;
-  const std::byte* next_;  // chunk to fetch
-  const std::byte* end_;
-  int at_ = 0;  // where in its row the next chunk begins
+  int rows_;               // of this warp
+  int row_ = 0;            // of the next chunk
+  int at_ = 0;             // where in its row it begins
+  const std::byte* next_;  // it
   int stage_ = 0;
   std::uint32_t phases_ = 0;  // of the barriers, a bit each
 };
@@ -150,34 +165,65 @@ __device__ __forceinline__ void multiply(const std::byte* weights, const std::by
   }
 }
 
+// The inputs as the product takes them, by all threads.
+template <typename T>
+__device__ __forceinline__ void load_inputs(const GemvKernelParams& p, std::byte* to) {
+  if (!p.is_cast) {
+    for (int i = static_cast<int>(threadIdx.x) * kUnitBytes; i < p.row_bytes;
+         i += static_cast<int>(blockDim.x) * kUnitBytes) {
+      *reinterpret_cast<int4*>(to + i) = *reinterpret_cast<const int4*>(p.x + i);
+    }
+    return;
+  }
+  const auto* const from = reinterpret_cast<const float*>(p.x);
+  auto* const x = reinterpret_cast<T*>(to);
+  const auto inputs = p.row_bytes / static_cast<int>(sizeof(T));
+  if (p.norm != nullptr) return normalise<T, 4>(from, p.norm, p.epsilon, x, inputs);
+  for_columns<4>(inputs, [&](std::int64_t c) {
+    const auto values = load_columns<4>(from + c);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[c + i] = from_float<T>(values.at[i]);
+  });
+}
+
+// The product with a row, in every lane.
+template <typename T, int kStages>
+__device__ __forceinline__ float row_product(Ring<kStages>& ring, const std::byte* x,
+                                             int row_bytes) {
+  Sums sums;
+  for (int at = 0; at < row_bytes; at += kChunkBytes) {
+    multiply<T>(ring.take(), x + at, min(kChunkBytes, row_bytes - at), sums);
+    ring.release();
+  }
+  return warp_sum(sums.total());
+}
+
 // The first weights are asked for before the kernel that makes the inputs is over.
 template <typename T, int kStages>
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     gemv_kernel(const __grid_constant__ GemvKernelParams p) {
   extern __shared__ __align__(16) std::byte shared[];  // rings, then x
   __shared__ std::uint64_t barriers[kMostWarps][kStages];
-  const auto threads = static_cast<int>(blockDim.x);
+  const auto warps = static_cast<int>(blockDim.x) / kWarp;
   const auto warp = static_cast<int>(threadIdx.x) / kWarp;
   const Share share(p.outputs);
   allow_next_kernel();
   Ring<kStages> ring(p, share, shared + warp * kStages * kChunkBytes, barriers[warp]);
+  std::byte* const x = shared + warps * kStages * kChunkBytes;
   wait_for_kernel_before();
-  std::byte* const x = shared + threads / kWarp * kStages * kChunkBytes;
-  for (int i = static_cast<int>(threadIdx.x) * kUnitBytes; i < p.row_bytes;
-       i += threads * kUnitBytes) {
-    *reinterpret_cast<int4*>(x + i) = *reinterpret_cast<const int4*>(p.x + i);
-  }
+  load_inputs<T>(p, x);
   __syncthreads();
   for (std::int64_t output = share.first; output < share.last; ++output) {
-    Sums sums;
-    for (int at = 0; at < p.row_bytes; at += kChunkBytes) {
-      multiply<T>(ring.take(), x + at, min(kChunkBytes, p.row_bytes - at), sums);
-      ring.release();
-    }
-    float sum = warp_sum(sums.total());
+    float sum = row_product<T>(ring, x, p.row_bytes);
+    const float up = p.swiglu ? row_product<T>(ring, x, p.row_bytes) : 0.0f;
     if (threadIdx.x % kWarp != 0) continue;
+    if (p.swiglu) {
+      static_cast<T*>(p.y)[output] = from_float<T>(swiglu_of(sum, up));
+      continue;
+    }
+    float& y = static_cast<float*>(p.y)[output];
     if (p.bias != nullptr) sum += p.bias[output];
-    p.y[output] = p.accumulate ? p.y[output] + sum : sum;
+    y = p.accumulate ? y + sum : sum;
   }
 }
 
@@ -190,8 +236,16 @@ bool fits(std::int64_t row_bytes, int warps, int stages, const DeviceLimits& dev
   return shared_bytes(row_bytes, warps, stages) + kStatic <= device.shared_bytes;
 }
 
-std::int64_t row_bytes_of(const GemvParams& p) {
-  return p.x.columns * static_cast<std::int64_t>(size_of(p.x.dtype));
+std::int64_t row_bytes_of(const Matrix& x) {
+  return x.columns * static_cast<std::int64_t>(size_of(x.dtype));
+}
+
+bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
+
+// Where the inputs come from.
+const Matrix& source_of(const LinearChain& chain) {
+  if (chain.norm) return chain.norm->x;
+  return chain.cast ? chain.cast->from : chain.linear.x;
 }
 
 template <typename T, int kStages>
@@ -221,20 +275,37 @@ void launch_typed(const GemvKernelParams& p, const Launch& launch) {
 
 }  // namespace
 
-bool gemv_supported(const GemvParams& p, const DeviceLimits& device) {
-  return p.x.rows == 1 && row_bytes_of(p) % kUnitBytes == 0 &&
-         fits(row_bytes_of(p), kLeastWarps, 2, device);
+bool gemv_supported(const LinearChain& chain, const DeviceLimits& device) {
+  const Matrix& x = chain.linear.x;
+  const Matrix& from = source_of(chain);
+  if (chain.cast && from.dtype != DType::f32) return false;
+  return x.rows == 1 && row_bytes_of(x) % kUnitBytes == 0 && x.columns % 4 == 0 &&
+         is_aligned(from.data) && (!chain.norm || is_aligned(chain.norm->weight)) &&
+         fits(row_bytes_of(x), kLeastWarps, 2, device);
 }
 
-void gemv(const GemvParams& p, const Launch& launch) {
+void gemv(const LinearChain& chain, const void* weight, const Launch& launch) {
+  const LinearParams& p = chain.linear;
   GemvKernelParams k{};
-  k.weight = static_cast<const std::byte*>(p.weight);
-  k.x = static_cast<const std::byte*>(p.x.data);
+  k.weight = static_cast<const std::byte*>(weight);
+  k.x = static_cast<const std::byte*>(source_of(chain).data);
+  k.is_cast = chain.norm || chain.cast;
+  if (chain.norm) {
+    k.norm = chain.norm->weight;
+    k.epsilon = chain.norm->epsilon;
+  }
   k.bias = p.bias;
-  k.y = static_cast<float*>(p.y.data);
+  k.y = p.y.data;
   k.outputs = p.y.columns;
-  k.row_bytes = static_cast<int>(row_bytes_of(p));
+  k.row_bytes = static_cast<int>(row_bytes_of(p.x));
   k.accumulate = p.accumulate;
+  k.swiglu = chain.swiglu.has_value();
+  if (k.swiglu) {
+    check(p.bias == nullptr && !p.accumulate, "gemv: swiglu of a sum");
+    check(chain.swiglu->y.dtype == p.x.dtype, "gemv: swiglu in another dtype");
+    k.y = chain.swiglu->y.data;
+    k.outputs = chain.swiglu->y.columns;
+  }
   if (p.x.dtype == DType::f32) return launch_typed<float>(k, launch);
   dispatch_rows(p.x.dtype, [&](auto element) { launch_typed<decltype(element)>(k, launch); });
 }

@@ -6,17 +6,11 @@
 
 namespace sluice::cuda {
 
-struct GemvParams {
-  Matrix x;                      // [tokens, inputs], dtype of the weights
-  const void* weight = nullptr;  // [outputs, inputs]
-  const float* bias = nullptr;   // [outputs] or null
-  Matrix y;                      // [tokens, outputs], f32
-  bool accumulate = false;
-};
-
-// Whether gemv() takes these: one token, rows in units of 16 bytes, inputs that fit a
+// Whether gemv() takes this chain: one token, rows in units of 16 bytes, inputs that fit a
 // multiprocessor beside the weights under way.
-bool gemv_supported(const GemvParams& params, const DeviceLimits& device);
-void gemv(const GemvParams& params, const Launch& launch);
+bool gemv_supported(const LinearChain& chain, const DeviceLimits& device);
+// The whole chain. `weight` [outputs, inputs], in the dtype of the product's inputs, stands for the
+// chain's own.
+void gemv(const LinearChain& chain, const void* weight, const Launch& launch);
 
 }  // namespace sluice::cuda

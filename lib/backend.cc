@@ -36,6 +36,13 @@ Buffer Backend::allocate(Tier tier, std::size_t bytes) {
   return {this, tier, data, bytes};
 }
 
+void Backend::linear_chain(const LinearChain& chain) {
+  if (chain.norm) rms_norm(*chain.norm);
+  if (chain.cast) cast(chain.cast->from, chain.cast->to);
+  linear(chain.linear);
+  if (chain.swiglu) swiglu(*chain.swiglu);
+}
+
 void copy_home(Backend& backend, const AppendParams& p) {
   std::vector<CopyOp> ops;
   for (std::size_t head = 0; head < p.home.size(); ++head) {

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -108,6 +109,22 @@ struct SwigluParams {
   Matrix y;        // [tokens, columns], compute dtype
 };
 
+// The same numbers in another dtype.
+struct CastParams {
+  Matrix from;
+  Matrix to;
+};
+
+// A product with what comes right before and after it: rms_norm or cast, if there is one, linear,
+// and swiglu, if there is one. The result of each is the input of the next, but only the last one
+// is sure to be written: a backend may take all in one go.
+struct LinearChain {
+  std::optional<RmsNormParams> norm;
+  std::optional<CastParams> cast;  // not both
+  LinearParams linear;
+  std::optional<SwigluParams> swiglu;
+};
+
 // Turns keys and values into rows: K then V, in the cache's dtype.
 struct AppendParams {
   const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
@@ -200,6 +217,8 @@ class Backend {
   virtual void rope(const RopeParams& params) = 0;
   virtual void swiglu(const SwigluParams& params) = 0;
   virtual void cast(const Matrix& from, const Matrix& to) = 0;
+  // One part after the other, unless a backend knows better.
+  virtual void linear_chain(const LinearChain& chain);
   virtual void append(const AppendParams& params) = 0;
   virtual void attend(const AttendParams& params) = 0;
 

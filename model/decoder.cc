@@ -80,8 +80,8 @@ Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Backend& backe
   }
 }
 
-void Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix& y) {
-  backend_->rms_norm({x, weight.floats(), config_.rms_norm_eps, y});
+RmsNormParams Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix& y) const {
+  return {x, weight.floats(), config_.rms_norm_eps, y};
 }
 
 void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens,
@@ -106,8 +106,10 @@ void Decoder::project(int layer, const Matrix& x, std::int64_t first_position) {
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
   const Matrix normed = view(a_.normed, backend_->info().compute_dtype, x.rows, w.hidden);
   const Matrix qkv = view(a_.qkv, DType::f32, x.rows, w.qkv);
-  norm(x, weights.input_norm, normed);
-  backend_->linear({normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv});
+  LinearChain chain;
+  chain.norm = norm(x, weights.input_norm, normed);
+  chain.linear = {normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv};
+  backend_->linear_chain(chain);
   rotate(weights, x.rows, first_position);
 }
 
@@ -125,8 +127,10 @@ void Decoder::mix(int layer, const Matrix& x) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
   const Matrix mixed = view(a_.mixed, backend_->info().compute_dtype, x.rows, w.query);
-  backend_->cast(view(a_.attended, DType::f32, x.rows, w.query), mixed);
-  backend_->linear({mixed, weights.o.get(), optional_floats(weights.o_bias), x, true});
+  LinearChain chain;
+  chain.cast = {view(a_.attended, DType::f32, x.rows, w.query), mixed};
+  chain.linear = {mixed, weights.o.get(), optional_floats(weights.o_bias), x, true};
+  backend_->linear_chain(chain);
 }
 
 void Decoder::feed_forward(int layer, const Matrix& x) {
@@ -137,9 +141,11 @@ void Decoder::feed_forward(int layer, const Matrix& x) {
   const Matrix gate_up = view(a_.gate_up, DType::f32, x.rows, 2 * w.intermediate);
   const Matrix product = view(a_.product, compute, x.rows, w.intermediate);
 
-  norm(x, weights.post_norm, normed);
-  backend_->linear({normed, weights.gate_up.get(), nullptr, gate_up});
-  backend_->swiglu({gate_up, product});
+  LinearChain chain;
+  chain.norm = norm(x, weights.post_norm, normed);
+  chain.linear = {normed, weights.gate_up.get(), nullptr, gate_up};
+  chain.swiglu = {gate_up, product};
+  backend_->linear_chain(chain);
   backend_->linear({product, weights.down.get(), nullptr, x, true});
 }
 
@@ -221,9 +227,11 @@ std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
   const DType compute = backend_->info().compute_dtype;
   const Matrix x{a_.x.floats() + first * w.hidden, DType::f32, count, w.hidden, w.hidden};
   const Matrix normed = view(a_.normed, compute, count, w.hidden);
-  norm(x, weights_.final_norm, normed);
-  backend_->linear(
-      {normed, weights_.lm_head.get(), nullptr, view(a_.logits, DType::f32, count, w.vocabulary)});
+  LinearChain chain;
+  chain.norm = norm(x, weights_.final_norm, normed);
+  chain.linear = {normed, weights_.lm_head.get(), nullptr,
+                  view(a_.logits, DType::f32, count, w.vocabulary)};
+  backend_->linear_chain(chain);
   const auto size = static_cast<std::size_t>(count * w.vocabulary);
   const bool on_host = host_logits_.data() == nullptr;
   if (!on_host) {

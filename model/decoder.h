@@ -62,7 +62,7 @@ class Decoder {
   Queries queries() const;
   void mix(int layer, const Matrix& x);
   void feed_forward(int layer, const Matrix& x);
-  void norm(const Matrix& x, const Buffer& weight, const Matrix& y);
+  RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;
   void rotate(const LayerWeights& weights, std::int64_t tokens, std::int64_t first_position);
 
   ModelConfig config_;

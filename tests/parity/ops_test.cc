@@ -140,6 +140,80 @@ TEST_P(OpsParity, LinearMultipliesAddsBiasAndAccumulates) {
   }
 }
 
+// What a chain computes, and how far off it may be.
+struct ChainValue {
+  double value = 0.0;
+  double error = 0.0;
+};
+
+TEST_P(OpsParity, LinearChainIsItsPartsInOrder) {
+  constexpr std::int64_t kInputs = 192;
+  constexpr std::int64_t kOutputs = 80;
+  constexpr float kEpsilon = 1e-3f;
+  for (const std::int64_t tokens : {1, 3}) {
+    const std::vector<float> x = random_.normal(tokens * kInputs, 3.0f);
+    const std::vector<float> norm = random_.normal(kInputs);
+    const std::vector<float> w = rounded(random_.normal(kOutputs * kInputs, 0.1f), compute_);
+    const std::vector<float> bias = random_.normal(kOutputs);
+    const std::vector<float> before = random_.normal(tokens * kOutputs);
+    const auto weight = backend_->prepare_weight(
+        {const_cast<float*>(w.data()), DType::f32, kOutputs, kInputs, kInputs});
+    const Buffer device_x = upload(*backend_, x);
+    const Buffer device_norm = upload(*backend_, norm);
+    const Buffer device_bias = upload(*backend_, bias);
+    const Buffer between = zeros(x.size(), compute_);
+    const Matrix from = {device_x.data(), DType::f32, tokens, kInputs, kInputs};
+    const Matrix inputs = {between.data(), compute_, tokens, kInputs, kInputs};
+    // The product of token `t` and row `o`; its inputs are rounded once.
+    const auto product = [&](std::size_t t, std::size_t o, bool normed) {
+      double squares = 0.0;
+      for (std::size_t j = 0; j < kInputs; ++j) squares += std::pow(x[t * kInputs + j], 2.0);
+      ChainValue sum;
+      for (std::size_t j = 0; j < kInputs; ++j) {
+        const double factor = normed ? norm[j] / std::sqrt(squares / kInputs + kEpsilon) : 1.0;
+        const double term = x[t * kInputs + j] * factor * w[o * kInputs + j];
+        sum.value += term;
+        sum.error += std::abs(term) * (rounding(compute_) + kFloat);
+      }
+      return sum;
+    };
+    for (const bool normed : {false, true}) {
+      LinearChain chain;
+      if (normed) chain.norm = {from, device_norm.floats(), kEpsilon, inputs};
+      if (!normed) chain.cast = {from, inputs};
+      const Buffer y = upload(*backend_, before);
+      chain.linear = {inputs,
+                      weight.get(),
+                      device_bias.floats(),
+                      {y.data(), DType::f32, tokens, kOutputs, kOutputs},
+                      true};
+      backend_->linear_chain(chain);
+      const std::vector<float> actual = values_of(y, DType::f32);
+      for (std::size_t i = 0; i < actual.size(); ++i) {
+        const ChainValue sum = product(i / kOutputs, i % kOutputs, normed);
+        ASSERT_NEAR(actual[i], sum.value + bias[i % kOutputs] + before[i], sum.error) << i;
+      }
+      // The first half of the rows gates the second.
+      constexpr std::int64_t kHalf = kOutputs / 2;
+      const Buffer gated = zeros(static_cast<std::size_t>(tokens * kHalf), compute_);
+      chain.linear.bias = nullptr;
+      chain.linear.accumulate = false;
+      chain.swiglu = {chain.linear.y, {gated.data(), compute_, tokens, kHalf, kHalf}};
+      backend_->linear_chain(chain);
+      const std::vector<float> halves = values_of(gated, compute_);
+      for (std::size_t i = 0; i < halves.size(); ++i) {
+        const ChainValue gate = product(i / kHalf, i % kHalf, normed);
+        const ChainValue up = product(i / kHalf, i % kHalf + kHalf, normed);
+        const double silu = gate.value / (1.0 + std::exp(-gate.value));
+        // silu is nowhere steeper than 1.1.
+        const double error =
+            1.1 * gate.error * (std::abs(up.value) + up.error) + std::abs(silu) * up.error;
+        expect_near(halves[i], silu * up.value, rounding(compute_) + kFloat, error + kFloat);
+      }
+    }
+  }
+}
+
 TEST_P(OpsParity, RmsNormScalesEveryRow) {
   for (const DType dtype : {DType::f32, compute_}) {
     const std::vector<float> x = random_.normal(3 * 100);
