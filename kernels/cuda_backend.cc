@@ -19,6 +19,7 @@
 #include "kernels/owners.h"
 #include "kernels/prefill_attention.h"
 #include "kernels/recorder.h"
+#include "kernels/sample.h"
 #include "kernels/select.h"
 #include "kernels/workspace.h"
 #include "lib/check.h"
@@ -132,6 +133,7 @@ class CudaBackend : public Backend {
   }
   void linear(const LinearParams& params) override;
   void linear_chain(const LinearChain& chain) override;
+  TokenId sample(const Matrix& logits, const SampleParams& params) override;
   void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, launch()); }
   void rope(const RopeParams& params) override { cuda::rope(params, launch()); }
   void swiglu(const SwigluParams& params) override { cuda::swiglu(params, launch()); }
@@ -186,6 +188,7 @@ class CudaBackend : public Backend {
   BackendInfo info_;
   Gemm gemm_;
   Recorder recorder_;
+  PinnedBlock sampled_;
 };
 
 CudaBackend::CudaBackend(const CudaOptions& options)
@@ -196,7 +199,8 @@ CudaBackend::CudaBackend(const CudaOptions& options)
       memory_(ordinal_, cap_of(options), options.host_cap, compute()),
       info_(describe(options, workspace_.device())),
       gemm_(workspace_.launch()),
-      recorder_(compute()) {
+      recorder_(compute()),
+      sampled_(make_pinned_block(sizeof(SampledToken))) {
   memory_.account(Tier::device).charge(own_bytes());
   memory_.account(Tier::host).charge(Recorder::kKeptBytes);
 }
@@ -279,6 +283,15 @@ void CudaBackend::linear(const LinearParams& params) {
 void CudaBackend::linear_chain(const LinearChain& chain) {
   if (!gemv_supported(chain, workspace_.device())) return Backend::linear_chain(chain);
   gemv(chain, weight_of(chain.linear), launch());
+}
+
+TokenId CudaBackend::sample(const Matrix& logits, const SampleParams& params) {
+  auto* const token = static_cast<SampledToken*>(sampled_.get());
+  cuda::sample(logits, params, token, launch());
+  synchronize();
+  if (token->bad >= 0) throw_bad_logit(token->bad, token->bad_logit);
+  if (token->id < 0) throw_no_candidate();
+  return token->id;
 }
 
 // Few rows are written to both places at once, many by the copy engine.

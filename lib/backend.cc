@@ -43,6 +43,12 @@ void Backend::linear_chain(const LinearChain& chain) {
   if (chain.swiglu) swiglu(*chain.swiglu);
 }
 
+TokenId Backend::sample(const Matrix& logits, const SampleParams& params) {
+  check(info().compute_tier == Tier::host, "sampling what is not in host memory");
+  const auto* const values = static_cast<const float*>(logits.data);
+  return sample_token({values, static_cast<std::size_t>(logits.columns)}, params);
+}
+
 void copy_home(Backend& backend, const AppendParams& p) {
   std::vector<CopyOp> ops;
   for (std::size_t head = 0; head < p.home.size(); ++head) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "lib/memory_account.h"
+#include "lib/sample_token.h"
 #include "lib/selection.h"
 #include "sluice/types.h"
 
@@ -219,6 +220,10 @@ class Backend {
   virtual void cast(const Matrix& from, const Matrix& to) = 0;
   // One part after the other, unless a backend knows better.
   virtual void linear_chain(const LinearChain& chain);
+  // Draws a token from `logits` [1, vocabulary], f32; waits for it. Throws what sample_token()
+  // throws. Where weights are summed in f32, a draw within rounding of two tokens' border may give
+  // either.
+  virtual TokenId sample(const Matrix& logits, const SampleParams& params);
   virtual void append(const AppendParams& params) = 0;
   virtual void attend(const AttendParams& params) = 0;
 

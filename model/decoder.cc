@@ -221,7 +221,7 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session,
   return true;
 }
 
-std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
+Matrix Decoder::compute_logits(std::int64_t first, std::int64_t count) {
   check(count >= 1 && count <= kLogitRows, "logits: too many rows at once");
   const Widths w(config_);
   const DType compute = backend_->info().compute_dtype;
@@ -232,7 +232,12 @@ std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
   chain.linear = {normed, weights_.lm_head.get(), nullptr,
                   view(a_.logits, DType::f32, count, w.vocabulary)};
   backend_->linear_chain(chain);
-  const auto size = static_cast<std::size_t>(count * w.vocabulary);
+  return chain.linear.y;
+}
+
+std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
+  const Matrix logits = compute_logits(first, count);
+  const auto size = static_cast<std::size_t>(count * logits.columns);
   const bool on_host = host_logits_.data() == nullptr;
   if (!on_host) {
     const CopyOp op = {host_logits_.data(), a_.logits.data(), size * sizeof(float)};
@@ -240,6 +245,10 @@ std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
   }
   backend_->synchronize();
   return {on_host ? a_.logits.floats() : host_logits_.floats(), size};
+}
+
+TokenId Decoder::sample(const SampleParams& params) {
+  return backend_->sample(compute_logits(0, 1), params);
 }
 
 }  // namespace sluice

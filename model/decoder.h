@@ -33,6 +33,8 @@ class Decoder {
   // Logits [count, vocabulary] after tokens [first, first + count) of the last step; at most
   // kLogitRows at a time. In host memory, valid until the next call.
   std::span<const float> logits(std::int64_t first, std::int64_t count);
+  // Draws the token after the first of the last step where its logits are; see Backend::sample.
+  TokenId sample(const SampleParams& params);
 
   static constexpr std::int64_t kLogitRows = 64;
 
@@ -62,6 +64,8 @@ class Decoder {
   Queries queries() const;
   void mix(int layer, const Matrix& x);
   void feed_forward(int layer, const Matrix& x);
+  // The logits after tokens [first, first + count), where activations are.
+  Matrix compute_logits(std::int64_t first, std::int64_t count);
   RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;
   void rotate(const LayerWeights& weights, std::int64_t tokens, std::int64_t first_position);
 

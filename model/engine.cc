@@ -311,6 +311,13 @@ std::span<const float> Session::decode(TokenId token) {
   return impl_->engine->decoder->logits(0, 1);
 }
 
+TokenId Session::decode(TokenId token, Sampler& sampler, std::span<const TokenId> history) {
+  if (sampler.penalizes()) return sampler.next(decode(token), history);
+  impl_->require({&token, 1});
+  impl_->decode({&token, 1});
+  return impl_->engine->decoder->sample(sampler.draw());
+}
+
 void Session::decode_known(std::span<const TokenId> tokens,
                            const std::function<void(std::size_t, std::span<const float>)>& each) {
   impl_->require(tokens);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 
-#include "model/sampler.h"
 #include "model/stop.h"
 #include "sluice/errors.h"
 
@@ -107,11 +106,12 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   GenerateResult result;
   Timings& timings = result.timings;
   const Stopwatch total;
-  std::span<const float> logits = session.prefill(prompt, [&](std::int64_t done, std::int64_t of) {
-    timings.prefill_tokens = done;
-    const bool wanted = !options.on_prefill || options.on_prefill(done, of);
-    return wanted && !interrupted();
-  });
+  const std::span<const float> logits =
+      session.prefill(prompt, [&](std::int64_t done, std::int64_t of) {
+        timings.prefill_tokens = done;
+        const bool wanted = !options.on_prefill || options.on_prefill(done, of);
+        return wanted && !interrupted();
+      });
   timings.prefill_seconds = total.seconds();
   if (logits.empty()) {
     result.reason = FinishReason::interrupted;
@@ -122,8 +122,8 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   TextStream stream(engine.tokenizer(), options, result.text);
   std::vector<TokenId> history(prompt.begin(), prompt.end());
   const std::vector<TokenId>& eos = engine.info().eos;
+  TokenId id = sampler.next(logits, history);
   while (true) {
-    const TokenId id = sampler.next(logits, history);
     if (result.tokens.empty()) timings.first_token_seconds = total.seconds();
     if (!options.ignore_eos && std::find(eos.begin(), eos.end(), id) != eos.end()) {
       result.reason = FinishReason::end_of_text;
@@ -140,7 +140,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
       result.reason = FinishReason::interrupted;
       break;
     }
-    logits = session.decode(id);
+    id = session.decode(id, sampler, history);
     ++timings.decode_tokens;
   }
   if (stream.finish()) result.reason = FinishReason::stop_string;

@@ -1,33 +1,19 @@
-#include "model/sampler.h"
+#include "sluice/sampler.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <string>
 
-#include "lib/check.h"
+#include "lib/sample_token.h"
 #include "model/utf8.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
 void require(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::usage, message);
-}
-
-[[noreturn]] void throw_bad_logit(std::size_t id, float logit) {
-  throw Error(ErrorCode::internal, "the model gave token " + std::to_string(id) + " the logit " +
-                                       (std::isnan(logit) ? "NaN" : "infinity") +
-                                       "; check the checkpoint's weights, or compute in f32");
-}
-
-[[noreturn]] void throw_no_candidate() {
-  throw Error(ErrorCode::internal,
-              "the model gave every token the logit -infinity; check the checkpoint's weights");
 }
 
 }  // namespace
@@ -53,136 +39,41 @@ Sampler::Sampler(const SamplingParams& params) : params_(params), random_(params
   params_.validate();
 }
 
-bool Sampler::more_likely(const Candidate& a, const Candidate& b) {
-  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-}
-
 TokenId Sampler::next(std::span<const float> logits, std::span<const TokenId> history) {
-  if (params_.temperature == 0.0 && params_.repetition_penalty == 1.0) return likeliest(logits);
-  collect(logits, history);
-  if (params_.temperature == 0.0) {
-    return std::min_element(candidates_.begin(), candidates_.end(), more_likely)->id;
-  }
-  keep_top_k();
-  weigh();
-  keep_top_p();
-  keep_min_p();
-  return draw();
+  const SampleParams params = draw();
+  return penalizes() ? sample_token(penalized(logits, history), params)
+                     : sample_token(logits, params);
 }
 
-// Greedy, without a list of candidates: that would take longer than some models' layers.
-TokenId Sampler::likeliest(std::span<const float> logits) {
-  std::size_t best = 0;
-  float highest = -kInfinity;
-  for (std::size_t id = 0; id < logits.size(); ++id) {
-    const float logit = logits[id];
-    if (!(logit < kInfinity)) throw_bad_logit(id, logit);
-    if (logit > highest) {
-      highest = logit;
-      best = id;
-    }
-  }
-  if (highest == -kInfinity) throw_no_candidate();
-  return static_cast<TokenId>(best);
+SampleParams Sampler::draw() {
+  SampleParams p = {params_.temperature, params_.top_k, params_.top_p, params_.min_p};
+  // 53 random bits; std::uniform_real_distribution differs by library.
+  if (p.temperature > 0.0) p.random = static_cast<double>(random_() >> 11) * 0x1p-53;
+  return p;
 }
 
-// Every token that has a chance at all, in the order of ids.
-void Sampler::collect(std::span<const float> logits, std::span<const TokenId> history) {
-  candidates_.clear();
-  candidates_.reserve(logits.size());
-  for (std::size_t id = 0; id < logits.size(); ++id) {
-    if (!(logits[id] < kInfinity)) throw_bad_logit(id, logits[id]);
-    candidates_.push_back({logits[id], static_cast<TokenId>(id)});
-  }
-  if (params_.repetition_penalty != 1.0) penalize(history);
-  std::erase_if(candidates_, [](const Candidate& c) { return c.logit == -kInfinity; });
-  if (candidates_.empty()) throw_no_candidate();
-}
-
-void Sampler::penalize(std::span<const TokenId> history) {
-  seen_.assign(candidates_.size(), false);
+std::vector<float> Sampler::penalized(std::span<const float> logits,
+                                      std::span<const TokenId> history) const {
+  std::vector<float> result(logits.begin(), logits.end());
+  std::vector<bool> seen(result.size(), false);
   for (const TokenId id : history) {
     const auto index = static_cast<std::size_t>(id);
-    if (id < 0 || index >= candidates_.size()) {
+    if (id < 0 || index >= result.size()) {
       throw Error(ErrorCode::internal,
                   "token " + std::to_string(id) + " of the history is not one of the " +
-                      std::to_string(candidates_.size()) + " that the model has logits for");
+                      std::to_string(result.size()) + " that the model has logits for");
     }
-    if (seen_[index]) continue;
-    seen_[index] = true;
-    float& logit = candidates_[index].logit;
-    if (std::isinf(logit)) continue;  // impossible before and after
+    if (seen[index]) continue;
+    seen[index] = true;
+    float& logit = result[index];
+    // Impossible before and after, or to be found bad.
+    if (!std::isfinite(logit)) continue;
     constexpr double kMost = std::numeric_limits<float>::max();
     const double factor =
         logit > 0.0f ? 1.0 / params_.repetition_penalty : params_.repetition_penalty;
     logit = static_cast<float>(std::clamp(logit * factor, -kMost, kMost));
   }
-}
-
-void Sampler::keep_top_k() {
-  const auto k = static_cast<std::size_t>(params_.top_k);
-  if (k == 0 || k >= candidates_.size()) return;
-  std::nth_element(candidates_.begin(), candidates_.begin() + params_.top_k, candidates_.end(),
-                   more_likely);
-  candidates_.resize(k);
-}
-
-// Differences to the largest logit are divided, not logits, so no temperature overflows.
-void Sampler::weigh() {
-  const double most = std::min_element(candidates_.begin(), candidates_.end(), more_likely)->logit;
-  for (Candidate& c : candidates_) c.weight = std::exp((c.logit - most) / params_.temperature);
-}
-
-// Halves the candidates until it is clear where the smallest set ends, so that only the last few
-// need sorting: all from `end` on are out, all before `begin` are in.
-void Sampler::keep_top_p() {
-  if (params_.top_p >= 1.0) return;
-  const auto at = [&](std::size_t i) {
-    return candidates_.begin() + static_cast<std::ptrdiff_t>(i);
-  };
-  const auto weight = [&](std::size_t from, std::size_t to) {
-    return std::accumulate(at(from), at(to), 0.0,
-                           [](double sum, const Candidate& c) { return sum + c.weight; });
-  };
-  const double wanted = params_.top_p * weight(0, candidates_.size());
-  std::size_t begin = 0;
-  std::size_t end = candidates_.size();
-  double kept = 0.0;
-  while (end - begin > 32) {
-    const std::size_t middle = begin + (end - begin) / 2;
-    std::nth_element(at(begin), at(middle), at(end), more_likely);
-    const double upper = weight(begin, middle);
-    if (kept + upper >= wanted) {
-      end = middle;
-    } else {
-      begin = middle;
-      kept += upper;
-    }
-  }
-  std::sort(at(begin), at(end), more_likely);
-  while (begin < end && (begin == 0 || kept < wanted)) kept += candidates_[begin++].weight;
-  candidates_.resize(begin);
-}
-
-void Sampler::keep_min_p() {
-  if (params_.min_p == 0.0) return;
-  std::erase_if(candidates_, [&](const Candidate& c) { return c.weight < params_.min_p; });
-}
-
-TokenId Sampler::draw() {
-  double total = 0.0;
-  for (const Candidate& c : candidates_) total += c.weight;
-  // 53 random bits as a number in [0, 1); std::uniform_real_distribution differs by library.
-  double left = static_cast<double>(random_() >> 11) * 0x1p-53 * total;
-  for (const Candidate& c : candidates_) {
-    left -= c.weight;
-    if (left < 0.0) return c.id;
-  }
-  // Rounding used up the sum: the last one that has any weight.
-  const auto last = std::find_if(candidates_.rbegin(), candidates_.rend(),
-                                 [](const Candidate& c) { return c.weight > 0.0; });
-  check(last != candidates_.rend(), "no candidate has any weight");
-  return last->id;
+  return result;
 }
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-#include "model/sampler.h"
+#include "sluice/sampler.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

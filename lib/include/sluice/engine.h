@@ -16,6 +16,7 @@
 #include "sluice/kv_cache.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
+#include "sluice/sampler.h"
 #include "sluice/selection.h"
 #include "sluice/tokenizer.h"
 #include "sluice/types.h"
@@ -151,6 +152,9 @@ class Session {
   // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
   // last T tokens densely.
   std::span<const float> decode(TokenId token);
+  // The same, and draws the next token where the logits are, which spares bringing them over:
+  // sampler.next(decode(token), history), but for rounding.
+  TokenId decode(TokenId token, Sampler& sampler, std::span<const TokenId> history);
   // Appends tokens that are known in advance as if each were decoded: token i attends to what the
   // policy chooses for it among the tokens before. `each(i, logits)` gets the logits [vocabulary]
   // after every token. Several tokens share a step, which changes rounding and nothing else.

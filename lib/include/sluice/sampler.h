@@ -1,7 +1,6 @@
 // Chooses the next token from logits, as SamplingParams say.
 #pragma once
 
-#include <cstdint>
 #include <random>
 #include <span>
 #include <vector>
@@ -10,6 +9,8 @@
 #include "sluice/types.h"
 
 namespace sluice {
+
+struct SampleParams;
 
 class Sampler {
  public:
@@ -22,27 +23,17 @@ class Sampler {
   // history has no logit.
   TokenId next(std::span<const float> logits, std::span<const TokenId> history);
 
- private:
-  struct Candidate {
-    float logit = 0.0f;
-    TokenId id = 0;
-    double weight = 0.0;  // in proportion to the probability; 1 for the most likely
-  };
-  static bool more_likely(const Candidate& a, const Candidate& b);
-  static TokenId likeliest(std::span<const float> logits);
+  // Whether next() looks at the history.
+  bool penalizes() const { return params_.repetition_penalty != 1.0; }
+  // What the next token is drawn by, for a draw where the logits are; takes a random number.
+  SampleParams draw();
 
-  void collect(std::span<const float> logits, std::span<const TokenId> history);
-  void penalize(std::span<const TokenId> history);
-  void keep_top_k();
-  void weigh();
-  void keep_top_p();
-  void keep_min_p();
-  TokenId draw();
+ private:
+  std::vector<float> penalized(std::span<const float> logits,
+                               std::span<const TokenId> history) const;
 
   SamplingParams params_;
   std::mt19937_64 random_;
-  std::vector<Candidate> candidates_;
-  std::vector<bool> seen_;
 };
 
 }  // namespace sluice

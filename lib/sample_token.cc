@@ -1,0 +1,144 @@
+#include "lib/sample_token.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Candidate {
+  float logit = 0.0f;
+  TokenId id = 0;
+  double weight = 0.0;  // in proportion to the probability; 1 for the most likely
+};
+using Candidates = std::vector<Candidate>;
+
+bool more_likely(const Candidate& a, const Candidate& b) {
+  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+}
+
+TokenId likeliest(std::span<const float> logits) {
+  std::size_t best = 0;
+  float highest = -kInfinity;
+  for (std::size_t id = 0; id < logits.size(); ++id) {
+    const float logit = logits[id];
+    if (!(logit < kInfinity)) throw_bad_logit(static_cast<std::int64_t>(id), logit);
+    if (logit > highest) {
+      highest = logit;
+      best = id;
+    }
+  }
+  if (highest == -kInfinity) throw_no_candidate();
+  return static_cast<TokenId>(best);
+}
+
+// Every token that has a chance at all, in the order of ids.
+Candidates candidates_of(std::span<const float> logits) {
+  Candidates result;
+  result.reserve(logits.size());
+  for (std::size_t id = 0; id < logits.size(); ++id) {
+    const float logit = logits[id];
+    if (!(logit < kInfinity)) throw_bad_logit(static_cast<std::int64_t>(id), logit);
+    if (logit != -kInfinity) result.push_back({logit, static_cast<TokenId>(id)});
+  }
+  if (result.empty()) throw_no_candidate();
+  return result;
+}
+
+// Keeps `last` and what is more likely.
+void keep_until(const Candidate& last, Candidates& candidates) {
+  std::erase_if(candidates, [&](const Candidate& c) { return more_likely(last, c); });
+}
+
+void keep_top_k(int k, Candidates& candidates) {
+  if (k == 0 || static_cast<std::size_t>(k) >= candidates.size()) return;
+  Candidates heaviest = candidates;
+  const auto last = heaviest.begin() + (k - 1);
+  std::nth_element(heaviest.begin(), last, heaviest.end(), more_likely);
+  keep_until(*last, candidates);
+}
+
+// Differences to the largest logit are divided, not logits, so no temperature overflows.
+void weigh(double temperature, Candidates& candidates) {
+  const double most = std::min_element(candidates.begin(), candidates.end(), more_likely)->logit;
+  for (Candidate& c : candidates) c.weight = std::exp((c.logit - most) / temperature);
+}
+
+double weight_of(std::span<const Candidate> candidates) {
+  return std::accumulate(candidates.begin(), candidates.end(), 0.0,
+                         [](double sum, const Candidate& c) { return sum + c.weight; });
+}
+
+// Halves the candidates until it is clear where the smallest set ends, so that only the last few
+// need sorting: all from `end` on are out, all before `begin` are in.
+void keep_top_p(double p, Candidates& candidates) {
+  if (p >= 1.0) return;
+  Candidates order = candidates;
+  const auto at = [&](std::size_t i) { return order.begin() + static_cast<std::ptrdiff_t>(i); };
+  const double wanted = p * weight_of(order);
+  std::size_t begin = 0;
+  std::size_t end = order.size();
+  double kept = 0.0;
+  while (end - begin > 32) {
+    const std::size_t middle = begin + (end - begin) / 2;
+    std::nth_element(at(begin), at(middle), at(end), more_likely);
+    const double upper = weight_of(std::span(order).subspan(begin, middle - begin));
+    if (kept + upper >= wanted) {
+      end = middle;
+    } else {
+      begin = middle;
+      kept += upper;
+    }
+  }
+  std::sort(at(begin), at(end), more_likely);
+  while (begin < end && (begin == 0 || kept < wanted)) kept += order[begin++].weight;
+  keep_until(order[begin - 1], candidates);
+}
+
+TokenId draw(double random, std::span<const Candidate> candidates) {
+  double left = random * weight_of(candidates);
+  for (const Candidate& c : candidates) {
+    left -= c.weight;
+    if (left < 0.0) return c.id;
+  }
+  // Rounding used up the sum: the last one that has any weight.
+  const auto last = std::find_if(candidates.rbegin(), candidates.rend(),
+                                 [](const Candidate& c) { return c.weight > 0.0; });
+  check(last != candidates.rend(), "no candidate has any weight");
+  return last->id;
+}
+
+}  // namespace
+
+void throw_bad_logit(std::int64_t id, float logit) {
+  throw Error(ErrorCode::internal, "the model gave token " + std::to_string(id) + " the logit " +
+                                       (std::isnan(logit) ? "NaN" : "infinity") +
+                                       "; check the checkpoint's weights, or compute in f32");
+}
+
+void throw_no_candidate() {
+  throw Error(ErrorCode::internal,
+              "the model gave every token the logit -infinity; check the checkpoint's weights");
+}
+
+TokenId sample_token(std::span<const float> logits, const SampleParams& params) {
+  // Without a list of candidates, which would take longer than some models' layers.
+  if (params.temperature == 0.0) return likeliest(logits);
+  Candidates candidates = candidates_of(logits);
+  keep_top_k(params.top_k, candidates);
+  weigh(params.temperature, candidates);
+  keep_top_p(params.top_p, candidates);
+  std::erase_if(candidates, [&](const Candidate& c) { return c.weight < params.min_p; });
+  return draw(params.random, candidates);
+}
+
+}  // namespace sluice
