@@ -23,7 +23,7 @@ constexpr int kUnroll = 8;
 struct SampleCall {
   const float* logits;  // [count]
   int count;
-  float sharpness;  // 1 / temperature; 0 with `greedy`
+  float sharpness;  // 1 / temperature
   bool greedy;
   int top_k;  // 0: all
   float top_p;
@@ -324,8 +324,8 @@ void sample(const Matrix& logits, const SampleParams& params, SampledToken* resu
   call.logits = static_cast<const float*>(logits.data);
   call.count = static_cast<int>(logits.columns);
   call.greedy = params.temperature == 0.0;
-  // Beyond these, weights are 0 or 1 anyway.
-  call.sharpness = static_cast<float>(1.0 / std::clamp(params.temperature, 1e-30, 1e30));
+  // Below that, weights are 0 or 1 anyway.
+  call.sharpness = static_cast<float>(1.0 / std::max(params.temperature, 1e-30));
   call.top_k = params.top_k;
   call.top_p = static_cast<float>(params.top_p);
   call.min_p = static_cast<float>(params.min_p);

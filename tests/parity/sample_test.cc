@@ -1,0 +1,139 @@
+// Drawing a token where its logits are, against the same draw in fp64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "lib/backend.h"
+#include "sluice/errors.h"
+#include "tests/support/backends.h"
+#include "tests/support/device.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+using testing::NamedBackend;
+using testing::Random;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+class SampleParity : public ::testing::TestWithParam<NamedBackend> {
+ protected:
+  void SetUp() override { backend_ = testing::make_or_skip(GetParam()); }
+
+  TokenId sample(const std::vector<float>& logits, const SampleParams& params) {
+    const Buffer device = testing::upload(*backend_, logits);
+    const auto count = static_cast<std::int64_t>(logits.size());
+    return backend_->sample({device.data(), DType::f32, 1, count, count}, params);
+  }
+  // Sums in f32 may move the borders between tokens by so much.
+  void expect_drawn(const std::vector<float>& logits, const SampleParams& params) {
+    constexpr double kBorder = 1e-5;
+    std::set<TokenId> expected;
+    for (const double random : {-kBorder, 0.0, kBorder}) {
+      for (const double share : {-kBorder, 0.0, kBorder}) {
+        SampleParams p = params;
+        p.random = std::clamp(p.random + random, 0.0, 1.0 - 0x1p-53);
+        if (p.top_p < 1.0) p.top_p = std::clamp(p.top_p + share, kBorder, 1.0);
+        expected.insert(sample_token(logits, p));
+      }
+    }
+    EXPECT_TRUE(expected.contains(sample(logits, params)))
+        << "temperature " << params.temperature << " top_k " << params.top_k << " top_p "
+        << params.top_p << " min_p " << params.min_p << " random " << params.random;
+  }
+  // Draws with some random numbers by every combination of filters.
+  void expect_all_drawn(const std::vector<float>& logits) {
+    for (const int top_k : {0, 1, 40, 1 << 20}) {
+      for (const double top_p : {1.0, 0.95, 0.3}) {
+        for (const double min_p : {0.0, 0.05}) {
+          const double random = static_cast<double>(random_.integer(0, 9999)) / 1e4;
+          expect_drawn(logits, {0.7, top_k, top_p, min_p, random});
+        }
+      }
+    }
+  }
+
+  const std::uint64_t seed_ = testing::seed(11);
+  Random random_{seed_};
+  std::unique_ptr<Backend> backend_;
+  ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
+};
+
+TEST_P(SampleParity, GreedyTakesTheFirstOfTheLikeliest) {
+  for (const std::int64_t count : {1, 31, 1000, 4096, 128256}) {
+    std::vector<float> logits = random_.normal(count, 3.0f);
+    EXPECT_EQ(sample(logits, {}), sample_token(logits, {})) << count;
+    logits.front() = -kInfinity;
+    logits.back() = 100.0f;
+    logits[logits.size() / 2] = 100.0f;
+    EXPECT_EQ(sample(logits, {}), count / 2) << count;
+  }
+  EXPECT_EQ(sample({-0.0f, 0.0f, -kInfinity}, {}), 0);
+}
+
+TEST_P(SampleParity, DrawsAmongManyTokens) {
+  for (const std::int64_t count : {1, 7, 1000, 4096, 128256}) {
+    for (const float deviation : {0.5f, 3.0f, 10.0f}) {
+      SCOPED_TRACE(std::to_string(count) + " tokens, deviation " + std::to_string(deviation));
+      expect_all_drawn(random_.normal(count, deviation));
+    }
+  }
+}
+
+// More tokens than a list of the heaviest takes share the border, or all are equal.
+TEST_P(SampleParity, DrawsAmongEqualTokensByTheirIds) {
+  std::vector<float> logits(50000, 1.5f);
+  expect_all_drawn(logits);
+  for (std::size_t i = 0; i < logits.size(); i += 3) logits[i] = -2.0f;
+  logits[777] = 4.0f;
+  expect_all_drawn(logits);
+  for (std::size_t i = 0; i < logits.size(); ++i) logits[i] = i % 2 == 0 ? -kInfinity : -0.0f;
+  expect_all_drawn(logits);
+}
+
+TEST_P(SampleParity, TakesAnyTemperature) {
+  const std::vector<float> logits = {3e38f, -3e38f, 0.0f, 2.9e38f, -kInfinity};
+  for (const double temperature : {1e-300, 1e-6, 1.0, 1e6, 1e300}) {
+    for (const double random : {0.0, 0.4, 0.999999}) {
+      SampleParams params;
+      params.temperature = temperature;
+      params.random = random;
+      expect_drawn(logits, params);
+    }
+  }
+}
+
+TEST_P(SampleParity, NamesTheFirstBadLogit) {
+  for (const double temperature : {0.0, 1.0}) {
+    for (const float bad : {std::nanf(""), kInfinity}) {
+      std::vector<float> logits = random_.normal(3000);
+      logits[1234] = bad;
+      logits[2345] = std::nanf("");
+      SampleParams params;
+      params.temperature = temperature;
+      try {
+        sample(logits, params);
+        ADD_FAILURE() << "no error";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::internal);
+        EXPECT_NE(std::string(error.what()).find("token 1234"), std::string::npos) << error.what();
+      }
+    }
+    SampleParams params;
+    params.temperature = temperature;
+    EXPECT_THROW(sample(std::vector<float>(100, -kInfinity), params), Error);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, SampleParity, ::testing::ValuesIn(testing::backends_by_kind()),
+                         testing::name_of);
+
+}  // namespace
+}  // namespace sluice
