@@ -39,7 +39,7 @@ struct Shared {
   };
   std::uint32_t part[kWarp];
   float sums[kWarps];
-  unsigned long long best[kWarps];
+  int ids[kWarps];
   int bad;
   int found;
   std::uint32_t edge;
@@ -93,6 +93,14 @@ __device__ float block_total(float x, Shared* shared) {
   return warp_sum(shared->sums[threadIdx.x % kWarp]);
 }
 
+// The sum of measure(id, logit) over all tokens.
+template <typename Measure>
+__device__ float total(const SampleCall& call, Shared* shared, const Measure& measure) {
+  float sum = 0.0f;
+  for_tokens(call, [&](int i, float logit) { sum += measure(i, logit); });
+  return block_total(sum, shared);
+}
+
 // The first id where the running sum of weigh(id, logit) in the order of ids exceeds `target`; the
 // last that weighs anything if rounding prevents it, or -1. Every warp takes a run of ids.
 template <typename Weigh>
@@ -144,6 +152,15 @@ struct Heaviest {
   static constexpr std::uint32_t kOutside = 0;
   std::uint32_t edge;
   std::uint32_t own[kOwn];
+
+  // Of measure(key), by all threads.
+  template <typename Measure>
+  __device__ __forceinline__ float sum(Shared* shared, const Measure& measure) const {
+    float result = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) result += measure(own[i]);
+    return block_total(result, shared);
+  }
 };
 
 // As many whole bins of the heaviest as fit.
@@ -212,73 +229,76 @@ template <typename Measure>
 __device__ Cut shrink(const SampleCall& call, const Heaviest& heaviest, std::uint32_t highest,
                       float wanted, const Cut& cut, const Measure& measure, Shared* shared) {
   const auto sum_listed = [&](std::uint32_t key) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (heaviest.own[i] >= key) sum += measure(logit_of(heaviest.own[i]));
-    }
-    return block_total(sum, shared);
+    return heaviest.sum(
+        shared, [&](std::uint32_t own) { return own >= key ? measure(logit_of(own)) : 0.0f; });
   };
   const auto sum_all = [&](std::uint32_t key) {
-    float sum = 0.0f;
-    for_tokens(call, [&](int, float logit) {
-      if (key_of(logit) >= key) sum += measure(logit);
-    });
-    return block_total(sum, shared);
+    return total(call, shared,
+                 [&](int, float logit) { return key_of(logit) >= key ? measure(logit) : 0.0f; });
   };
   const std::uint32_t edge = max(heaviest.edge, cut.key);
-  std::uint32_t key = 0;
-  if (edge <= highest && sum_listed(edge) >= wanted) {
-    key = bisect(edge, highest, wanted, sum_listed);
-  } else {
-    key = bisect(cut.key, highest, wanted, sum_all);
-  }
-  const float above = key < highest ? sum_all(key + 1) : 0.0f;
+  const bool listed = edge <= highest && sum_listed(edge) >= wanted;
+  const std::uint32_t key = listed ? bisect(edge, highest, wanted, sum_listed)
+                                   : bisect(cut.key, highest, wanted, sum_all);
+  const float above = key == highest ? 0.0f : listed ? sum_listed(key + 1) : sum_all(key + 1);
   const float missing = fmaxf(ceilf((wanted - above) / measure(logit_of(key))), 1.0f);
+  const auto is_equal = [&](std::uint32_t own) { return own == key ? 1.0f : 0.0f; };
+  // Mostly nothing equals the last one.
+  if (listed && heaviest.sum(shared, is_equal) <= missing) {
+    return {key, key == cut.key ? cut.id : INT_MAX};
+  }
   const int id = find_in_order(
       call, missing - 0.5f,
       [&](int i, float logit) {
         const std::uint32_t own = key_of(logit);
-        return own == key && cut.has(own, i) ? 1.0f : 0.0f;
+        return cut.has(own, i) ? is_equal(own) : 0.0f;
       },
       shared);
   return {key, id};
 }
 
-// The likeliest token, the first of several; notes bad logits.
-__device__ unsigned long long find_likeliest(const SampleCall& call, Shared* shared) {
+struct Likeliest {
+  float logit = -INFINITY;
+  int id = INT_MAX;
+
+  __device__ __forceinline__ void take(const Likeliest& other) {
+    const bool better = other.logit > logit || (other.logit == logit && other.id < id);
+    if (better) *this = other;
+  }
+  __device__ __forceinline__ void take_from_warp() {
+#pragma unroll
+    for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+      take({__shfl_xor_sync(kAllLanes, logit, lane), __shfl_xor_sync(kAllLanes, id, lane)});
+    }
+  }
+};
+
+// The likeliest token, the first of several; notes the first bad logit.
+__device__ Likeliest find_likeliest(const SampleCall& call, Shared* shared) {
   if (threadIdx.x == 0) shared->bad = INT_MAX;
   __syncthreads();
-  unsigned long long best = 0;
+  Likeliest best;
   int bad = INT_MAX;
   for_tokens(call, [&](int id, float logit) {
     if (!(logit < INFINITY)) bad = min(bad, id);
-    const auto order = UINT_MAX - static_cast<unsigned>(id);
-    best = max(best, static_cast<unsigned long long>(key_of(logit)) << 32 | order);
+    if (logit > best.logit) best = {logit, id};
   });
   if (bad != INT_MAX) atomicMin(&shared->bad, bad);
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
-    best = max(best, __shfl_xor_sync(kAllLanes, best, lane));
+  best.take_from_warp();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  if (threadIdx.x % kWarp == 0) {
+    shared->sums[warp] = best.logit;
+    shared->ids[warp] = best.id;
   }
-  if (threadIdx.x % kWarp == 0) shared->best[threadIdx.x / kWarp] = best;
   __syncthreads();
-  best = shared->best[threadIdx.x % kWarp];
-#pragma unroll
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
-    best = max(best, __shfl_xor_sync(kAllLanes, best, lane));
-  }
+  best = {shared->sums[threadIdx.x % kWarp], shared->ids[threadIdx.x % kWarp]};
+  best.take_from_warp();
   return best;
 }
 
-__device__ int draw(const SampleCall& call, std::uint32_t highest, Shared* shared) {
-  const Weights weights{logit_of(highest), call.sharpness};
+__device__ int draw(const SampleCall& call, float most, Shared* shared) {
+  const Weights weights{most, call.sharpness};
   Cut cut{key_of(-FLT_MAX), INT_MAX};
-  const auto total = [&](auto&& measure) {
-    float sum = 0.0f;
-    for_tokens(call, [&](int i, float logit) { sum += measure(i, logit); });
-    return block_total(sum, shared);
-  };
   const auto weigh = [&](int i, float logit) {
     return cut.has(key_of(logit), i) ? weights(logit) : 0.0f;
   };
@@ -287,30 +307,28 @@ __device__ int draw(const SampleCall& call, std::uint32_t highest, Shared* share
   if (by_count || by_weight) {
     const Heaviest heaviest = list_heaviest(call, shared);
     const auto shrunk = [&](float wanted, const auto& measure) {
-      return shrink(call, heaviest, highest, wanted, cut, measure, shared);
+      return shrink(call, heaviest, key_of(most), wanted, cut, measure, shared);
     };
     if (by_count) cut = shrunk(static_cast<float>(call.top_k), [](float) { return 1.0f; });
-    if (by_weight) cut = shrunk(call.top_p * total(weigh), weights);
+    if (by_weight) cut = shrunk(call.top_p * total(call, shared, weigh), weights);
   }
   const auto likely = [&](int i, float logit) {
     const float weight = weigh(i, logit);
     return weight < call.min_p ? 0.0f : weight;
   };
-  return find_in_order(call, call.random * total(likely), likely, shared);
+  return find_in_order(call, call.random * total(call, shared, likely), likely, shared);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const SampleCall call) {
   __shared__ Shared shared;
   wait_for_kernel_before();
-  const unsigned long long best = find_likeliest(call, &shared);
-  const auto highest = static_cast<std::uint32_t>(best >> 32);
+  const Likeliest best = find_likeliest(call, &shared);
   SampledToken result;
   if (shared.bad != INT_MAX) {
     result.bad = shared.bad;
     result.bad_logit = call.logits[shared.bad];
-  } else if (highest >= key_of(-FLT_MAX)) {
-    result.id = call.greedy ? static_cast<int>(UINT_MAX - static_cast<unsigned>(best))
-                            : draw(call, highest, &shared);
+  } else if (best.logit > -INFINITY) {
+    result.id = call.greedy ? best.id : draw(call, best.logit, &shared);
   }
   if (threadIdx.x == 0) *call.result = result;
 }
