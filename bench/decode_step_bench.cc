@@ -157,7 +157,7 @@ void decode_step(benchmark::State& state, const std::string& name) {
   std::optional<std::uint64_t> cap;
   const auto plan = [&] {
     return plan_kv(shape_of(m.config), tokens + kDecoded, kChunk, cap, false, {&policy, 1}, 1,
-                   m.backend->info().logit_dtype);
+                   m.backend->info().logits);
   };
   if (state.range(2) == 0) {
     const KvPlan whole = plan();

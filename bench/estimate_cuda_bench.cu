@@ -159,6 +159,7 @@ class Memory {
       : case_(c),
         q_(halves_of_noise(2 * static_cast<std::size_t>(c.shape.query_heads * c.shape.head_dim))),
         logits_(bytes_of_noise(static_cast<std::size_t>(c.shape.query_heads * stride()) * 2)),
+        digest_(bytes_of_noise(LogitDigest::bytes_of(c.shape.query_heads, stride()))),
         rows_(halves_of_noise(static_cast<std::size_t>(c.shape.kv_heads * c.tail) *
                               c.shape.row_bytes() / 2)) {
     const int d = c.shape.head_dim;
@@ -197,7 +198,8 @@ class Memory {
     p.index = views_[static_cast<std::size_t>(copy) % views_.size()];
     p.pages = case_.pages();
     p.rows = spans_;
-    p.logits = {logits_.as<std::byte>(), stride()};
+    p.logits = {logits_.as<std::byte>(), stride(),
+                LogitDigest::in(digest_.as<std::byte>(), case_.shape.query_heads, stride())};
     return p;
   }
   std::int64_t stride() const { return case_.tokens + 1024; }
@@ -208,6 +210,7 @@ class Memory {
   Case case_;
   Noise q_;
   Noise logits_;
+  Noise digest_;
   Noise rows_;
   std::size_t bytes_ = 0;
   std::vector<Noise> codes_;

@@ -28,7 +28,6 @@ constexpr int kBlockKeys = kWarps * kTileKeys;  // of a block at a time
 constexpr int kTileQueries = 16;
 constexpr int kMostProbes = 128;   // per launch
 constexpr int kMostQueries = 512;  // per KV head and launch, padded to whole tiles
-constexpr float kLog2E = 1.4426950408889634f;
 
 // The queries of up to kMostProbes probes. Those of a KV head are numbered probe by probe, and
 // padded to whole tiles.

@@ -83,7 +83,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
                      std::to_string(limits.multiprocessors) + " multiprocessors";
   info.compute_tier = Tier::device;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
-  info.logit_dtype = DType::f16;
+  info.logits = {DType::f16, kDigestedFrom};
   for (const int head_dim : {32, 64, 80, 96, 128, 256}) {
     if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
   }

@@ -11,6 +11,23 @@ namespace sluice::cuda {
 inline constexpr int kWarp = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ __half2 as_half2(std::uint32_t word) {
+  return *reinterpret_cast<const __half2*>(&word);
+}
+
+// The larger of two; NaN if one is.
+__device__ __forceinline__ float larger_of(__half2 pair) {
+  return __half2float(__hmax_nan(__low2half(pair), __high2half(pair)));
+}
+
 template <typename T>
 __device__ __forceinline__ float to_float(T x) {
   return static_cast<float>(x);

@@ -16,7 +16,6 @@ inline constexpr float kBinsPerNat = 128.0f;
 // Weights in units of 2^-15 of their bin's lower edge: 2^16 of them fit into 32 bits.
 inline constexpr int kMassBits = 15;
 inline constexpr std::int32_t kMassedEntries = 1 << 16;
-inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr std::uint32_t kMinusInfinities = 0xfc00fc00u;  // two f16
 inline constexpr std::uint16_t kLowestHalf = 0xfbff;
 inline constexpr std::uint16_t kInfiniteHalf = 0x7c00;
@@ -77,12 +76,6 @@ struct RowInfo {
   std::uint16_t bad = 0;
 };
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float weight_of(__half x, const RowInfo& row) {
   return row.scale * exp2_fast(fmaf(__half2float(x), kLog2E, -row.norm));
 }
@@ -102,10 +95,6 @@ __device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum)
 // e^(x - highest).
 __device__ __forceinline__ float shortfall(float highest, float norm) {
   return exp2_fast(-fmaf(highest, kLog2E, -norm));
-}
-
-__device__ __forceinline__ __half2 as_half2(std::uint32_t word) {
-  return *reinterpret_cast<const __half2*>(&word);
 }
 
 __device__ __forceinline__ std::uint32_t word_of(const uint4& v, int i) {

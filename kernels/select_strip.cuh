@@ -64,10 +64,6 @@ __device__ __forceinline__ __half2 maxima_of(const uint4& a, const uint4& b) {
   return __hmax2_nan(__lows2half2(x, y), __highs2half2(x, y));
 }
 
-__device__ __forceinline__ float larger_of(__half2 pair) {
-  return __half2float(__hmax_nan(__low2half(pair), __high2half(pair)));
-}
-
 __device__ __forceinline__ void add_weights(const uint4 (&v)[kVectors], Sums& sums) {
   float even = 0.0f;
   float odd = 0.0f;

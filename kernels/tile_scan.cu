@@ -176,6 +176,7 @@ TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
     a.position_capacity = p.candidates->capacity;
   }
   a.logits = reinterpret_cast<__half*>(p.logits.data);
+  a.digest = p.logits.digest;
   a.capacity = p.index.tiles.capacity;
   a.stride = p.logits.stride;
   a.pages = static_cast<int>(p.pages);

@@ -264,9 +264,9 @@ __device__ __forceinline__ void scan_pages(const TileScanArgs& a, const WarpMemo
       if (kListed) candidates = candidates_of(a, at);  // rare, and registers are not
       store_candidates<kBits>(sums, a, queries, at, candidates, memory.staged);
     } else if (a.aligned) {
-      store_page<kBits, true>(sums, a, queries, at.page);
+      store_page<kBits, true>(sums, a, queries, at);
     } else {
-      store_page<kBits, false>(sums, a, queries, at.page);
+      store_page<kBits, false>(sums, a, queries, at);
     }
   }
 }

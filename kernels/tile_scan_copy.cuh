@@ -23,6 +23,7 @@ struct TileScanArgs {
   const std::uint16_t* scales;    // f16 [kv_heads, capacity, 2, head_dim]
   const std::int32_t* positions;  // [kv_heads, position_capacity], of candidates
   __half* logits;                 // [query_heads, stride]
+  LogitDigest digest;             // of the logits, or null pointers
   std::int64_t capacity;
   std::int64_t position_capacity;
   std::int64_t stride;

@@ -30,38 +30,30 @@ __device__ __forceinline__ std::uint32_t pack_logits(float low, float high) {
   return pair;
 }
 
-// Calls store(column, run, words) with runs of consecutive logits of this lane: run `run` begins
-// kRun<kBits> tokens after the one before, `words` are of two logits. 4 bits: runs of 8, 2: of 4.
+// Logits of one query and page that a lane has: runs of consecutive ones, a word for two. A run
+// begins kRun<kBits> tokens after the one before. 4 bits: 2 runs of 8, 2: 4 runs of 4.
 template <int kBits>
 inline constexpr int kRun = kPageTokens* kBits / 8;
+template <int kBits>
+using Runs = std::uint32_t[8 / kBits][kBits];
 
-template <int kBits, int kColumns, typename Store>
-__device__ __forceinline__ void for_runs(const PageSums<kColumns>& sums,
-                                         const float (&factors)[kColumns][2], int query_count,
-                                         const Store& store) {
+// The logits of column 8 c + lane % 4 * 2 + side.
+template <int kBits, int kColumns>
+__device__ __forceinline__ void find_runs(const PageSums<kColumns>& sums, int c, int side,
+                                          const float (&factors)[kColumns][2], Runs<kBits>& runs) {
+  const float factor = factors[c][side];
+  const float zero = sums.zeros[c][side] * factor;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
+  for (int run = 0; run < 8 / kBits; ++run) {
+    // Codes of run `run` sit kBits * run bits high.
+    const float scale = factor * static_cast<float>(1 << (24 - kBits * run));
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int column = c * 8 + side;
-      if (lane_id() % 4 * 2 + column >= query_count) continue;
-      const float factor = factors[c][side];
-      const float zero = sums.zeros[c][side] * factor;
-#pragma unroll
-      for (int run = 0; run < 8 / kBits; ++run) {
-        // Codes of run `run` sit kBits * run bits high.
-        const float scale = factor * static_cast<float>(1 << (24 - kBits * run));
-        std::uint32_t words[kBits];
-#pragma unroll
-        for (int i = 0; i < kBits; ++i) {
-          const auto logit = [&](int k) {
-            const int tile = kBits == 4 ? k : k * 2 + run / 2;
-            return fmaf(sums.codes[tile][c][run % 2 * 2 + side], scale, zero);
-          };
-          words[i] = pack_logits(logit(2 * i), logit(2 * i + 1));
-        }
-        store(column, run, words);
-      }
+    for (int i = 0; i < kBits; ++i) {
+      const auto logit = [&](int k) {
+        const int tile = kBits == 4 ? k : k * 2 + run / 2;
+        return fmaf(sums.codes[tile][c][run % 2 * 2 + side], scale, zero);
+      };
+      runs[run][i] = pack_logits(logit(2 * i), logit(2 * i + 1));
     }
   }
 }
@@ -82,15 +74,112 @@ __device__ __forceinline__ void store_words(__half* to, const std::uint32_t (&wo
   }
 }
 
+// The larger of what lanes `step` apart have: of their `first`, or their `second` for the lanes
+// with that bit.
+__device__ __forceinline__ __half2 larger_of_lanes(__half2 first, __half2 second, int step) {
+  const bool is_second = (lane_id() & step) != 0;
+  const __half2 given = is_second ? first : second;
+  return __hmax2_nan(is_second ? second : first, __shfl_xor_sync(kAllLanes, given, step));
+}
+
+// Runs' maxima, in pairs of two runs.
+template <int kBits>
+__device__ __forceinline__ __half2 largest_of_runs(const Runs<kBits>& runs, int pair) {
+  __half2 most[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    most[r] = as_half2(runs[2 * pair + r][0]);
+#pragma unroll
+    for (int i = 1; i < kBits; ++i) {
+      most[r] = __hmax2_nan(most[r], as_half2(runs[2 * pair + r][i]));
+    }
+  }
+  return __hmax2_nan(__lows2half2(most[0], most[1]), __highs2half2(most[0], most[1]));
+}
+
+// Sum of 2^(x log2(e) - norm) over a lane's logits.
+template <int kBits>
+__device__ __forceinline__ float sum_runs(const Runs<kBits>& runs, float norm) {
+  float even = 0.0f;
+  float odd = 0.0f;
+#pragma unroll
+  for (int run = 0; run < 8 / kBits; ++run) {
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) {
+      const float2 x = __half22float2(as_half2(runs[run][i]));
+      even += exp2_fast(fmaf(x.x, kLog2E, -norm));
+      odd += exp2_fast(fmaf(x.y, kLog2E, -norm));
+    }
+  }
+  return even + odd;
+}
+
+// What select() wants to know of a page beforehand, for the two queries of a lane; lanes with an
+// odd row write of the second. `maxima` and `sum` are of the query that this lane writes.
+template <int kBits>
+__device__ __forceinline__ void digest_page(const Runs<kBits> (&runs)[2], bool has_second,
+                                            bool writes, std::uint32_t* maxima, float* sum) {
+  constexpr int kOdd = 4;                     // lanes of the next row are so far away
+  constexpr int kNext = kBits == 4 ? 8 : 16;  // and of the next kBoundTokens
+  constexpr int kOther = kBits == 4 ? 16 : 8;
+  __half2 most =
+      larger_of_lanes(largest_of_runs<kBits>(runs[0], 0), largest_of_runs<kBits>(runs[1], 0), kOdd);
+  if constexpr (kBits == 2) {
+    const __half2 later = larger_of_lanes(largest_of_runs<kBits>(runs[0], 1),
+                                          largest_of_runs<kBits>(runs[1], 1), kOdd);
+    most = larger_of_lanes(most, later, kOther);
+  }
+  const __half2 next = __shfl_xor_sync(kAllLanes, most, kNext);
+  __half2 all = __hmax2_nan(most, next);
+  all = __hmax2_nan(all, __shfl_xor_sync(kAllLanes, all, kOther));
+  const float own_norm = larger_of(all) * kLog2E;
+  const float other_norm = __shfl_xor_sync(kAllLanes, own_norm, kOdd);
+  const bool is_odd = (lane_id() & kOdd) != 0;
+  const float first = sum_runs<kBits>(runs[0], is_odd ? other_norm : own_norm);
+  float second = 0.0f;
+  if (has_second) second = sum_runs<kBits>(runs[1], is_odd ? own_norm : other_norm);
+  float total = is_odd ? second : first;
+  total += __shfl_xor_sync(kAllLanes, is_odd ? first : second, kOdd);
+  total += __shfl_xor_sync(kAllLanes, total, kNext);
+  total += __shfl_xor_sync(kAllLanes, total, kOther);
+  if (!writes) return;
+  // Two neighbours' maxima, of the first of two runs or of the second.
+  const __half2 pair =
+      (lane_id() & kNext) != 0 ? __highs2half2(next, most) : __lows2half2(most, next);
+  const int row = lane_id() / 4;
+  maxima[row / 2 % 2 * 2 + row / 4] = *reinterpret_cast<const std::uint32_t*>(&pair);
+  if (row < 2) *sum = total;
+}
+
 // All logits of a page, to their place.
 template <int kBits, bool kAligned, int kColumns>
 __device__ __forceinline__ void store_page(const PageSums<kColumns>& sums, const TileScanArgs& a,
-                                           const HeadQueries<kColumns>& queries, int page) {
-  __half* const logits = queries.logits + std::int64_t{page} * kPageTokens;
-  for_runs<kBits>(sums, queries.factors, a.query_count,
-                  [&](int column, int run, const std::uint32_t(&words)[kBits]) {
-                    store_words<kAligned>(logits + column * a.stride + run * kRun<kBits>, words);
-                  });
+                                           const HeadQueries<kColumns>& queries,
+                                           const PageHead& at) {
+  __half* const logits = queries.logits + std::int64_t{at.page} * kPageTokens;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    if (c * 8 >= a.query_count) break;
+    const int column = c * 8 + lane_id() % 4 * 2;
+    Runs<kBits> runs[2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      find_runs<kBits>(sums, c, side, queries.factors, runs[side]);
+      if (column + side >= a.query_count) continue;
+#pragma unroll
+      for (int run = 0; run < 8 / kBits; ++run) {
+        store_words<kAligned>(logits + (c * 8 + side) * a.stride + run * kRun<kBits>,
+                              runs[side][run]);
+      }
+    }
+    if (a.digest.maxima == nullptr) continue;
+    const int query = column + lane_id() / 4 % 2;
+    const std::int64_t place =
+        (at.head * a.digest.pages + at.page) * a.group + a.first_query + query;
+    digest_page<kBits>(runs, c * 8 + 1 < a.query_count, query < a.query_count,
+                       reinterpret_cast<std::uint32_t*>(a.digest.maxima) + place * 4,
+                       a.digest.sums + place);
+  }
 }
 
 // The position of candidate `i` of a head; -1 beyond the last.
@@ -125,10 +214,20 @@ __device__ __forceinline__ void store_candidates(const PageSums<kColumns>& sums,
                                                  const PageHead& at,
                                                  const PageCandidates& candidates, __half* staged) {
   __half* const mine = staged + lane_id() % 4 * 2 * kPageTokens + lane_id() / 4 * (2 * kBits);
-  for_runs<kBits>(sums, queries.factors, a.query_count,
-                  [&](int column, int run, const std::uint32_t(&words)[kBits]) {
-                    store_words<true>(mine + column * kPageTokens + run * kRun<kBits>, words);
-                  });
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int column = c * 8 + side;
+      if (lane_id() % 4 * 2 + column >= a.query_count) continue;
+      Runs<kBits> runs;
+      find_runs<kBits>(sums, c, side, queries.factors, runs);
+#pragma unroll
+      for (int run = 0; run < 8 / kBits; ++run) {
+        store_words<true>(mine + column * kPageTokens + run * kRun<kBits>, runs[run]);
+      }
+    }
+  }
   __syncwarp();
   const std::int64_t query = static_cast<std::int64_t>(at.head) * a.group + a.first_query;
 #pragma unroll

@@ -183,7 +183,7 @@ struct BackendInfo {
   bool synchronous = false;          // every call finishes before it returns
   Tier compute_tier = Tier::host;    // where weights and activations live
   DType compute_dtype = DType::f32;  // of the inputs of linear()
-  DType logit_dtype = DType::f32;    // of estimates, see LogitView
+  LogitFormat logits;                // of estimates
   std::vector<int> head_dims;        // that attention has kernels for; empty: all even up to 256
   bool f32_rows = true;              // besides f16 and bf16
   int threads = 1;

@@ -90,11 +90,51 @@ struct HeadSelection {
   std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf; then count is 0
 };
 
-// Estimated logits of one query token, [query_heads, stride], in BackendInfo::logit_dtype: a
-// backend that is short of bandwidth rather than of arithmetic keeps them in half precision.
+// What a scan of tiles notes of whole pages' logits in passing, an eighth of their bytes in f16 and
+// less, so that select() need not read all of them once more. Null pointers: there is none.
+struct LogitDigest {
+  // f16 [kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
+  std::uint16_t* maxima = nullptr;
+  // [kv_heads, pages, group]: over the page, of 2^(x log2(e) - m log2(e)) for its largest logit m;
+  // the latter product is rounded to f32, the former is not. 0 if m is -Inf.
+  float* sums = nullptr;
+  std::int64_t pages = 0;  // of a row
+
+  static constexpr std::int64_t kPageAlignment = 8;  // of a row's pages
+
+  // Pages that a row of so many logits takes.
+  static std::int64_t pages_of(std::int64_t stride) {
+    constexpr std::int64_t kUnit = kPageAlignment * kPageTokens;
+    return (stride + kUnit - 1) / kUnit * kPageAlignment;
+  }
+  static std::size_t bytes_of(std::int64_t rows, std::int64_t stride) {
+    return static_cast<std::size_t>(rows * pages_of(stride)) *
+           (kBoundsPerPage * sizeof(std::uint16_t) + sizeof(float));
+  }
+  // In bytes_of() bytes, aligned to 16.
+  static LogitDigest in(std::byte* data, std::int64_t rows, std::int64_t stride) {
+    LogitDigest digest;
+    digest.maxima = reinterpret_cast<std::uint16_t*>(data);
+    digest.pages = pages_of(stride);
+    digest.sums = reinterpret_cast<float*>(digest.maxima + rows * digest.pages * kBoundsPerPage);
+    return digest;
+  }
+};
+
+// How a backend keeps estimates: one that is short of bandwidth rather than of arithmetic does so
+// in half precision.
+struct LogitFormat {
+  DType dtype = DType::f32;
+  // From so many tokens on, those of tiles are to come with a LogitDigest.
+  std::int64_t digested_from = std::numeric_limits<std::int64_t>::max();
+};
+
+// Estimated logits of one query token, [query_heads, stride], in the backend's format.
 struct LogitView {
   std::byte* data = nullptr;
   std::int64_t stride = 0;  // a multiple of kLogitAlignment
+  // Of all whole pages, by int4 and sparq without candidates; or none.
+  LogitDigest digest = {};
 
   // Rows begin where a cache line does, whatever the dtype.
   static constexpr std::int64_t kLogitAlignment = 64;
@@ -125,7 +165,8 @@ struct EstimateParams {
   LogitView logits;
 };
 
-// Chooses positions by softmax(logits). What the logits hold afterwards is left open.
+// Chooses positions by softmax(logits). What the logits and their digest hold afterwards is left
+// open. A digest covers the pages below `end`.
 //
 // Always kept are the first `sinks` and those from `recent_first` on; positions from `end` on (the
 // unfinished page) are never emitted, for they are attended anyway, but they take part in the

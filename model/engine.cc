@@ -251,7 +251,7 @@ Plan Engine::plan(const SessionOptions& options) const {
       impl_->staging_bytes + Decoder::host_bytes(config, *impl_->backend, impl_->config.chunk);
   plan.kv = plan_kv(impl_->info.kv, options.context, impl_->config.chunk, kv_cap(plan),
                     impl_->backend->info().attends_host_rows, options.policies,
-                    options.decode_batch, impl_->backend->info().logit_dtype,
+                    options.decode_batch, impl_->backend->info().logits,
                     plan.on_device ? plan.model_bytes() + plan.backend_bytes : 0);
   require_host_memory(plan, impl_->config.host_memory);
   return plan;

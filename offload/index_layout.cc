@@ -17,8 +17,7 @@ std::int64_t aligned(std::int64_t logits) {
 }
 
 bool reads_tiles(const Policy& p) {
-  return p.select == Selector::int4 || p.select == Selector::sparq ||
-         (p.candidates.limited() && p.select != Selector::exact);
+  return scans_tiles(p) || (p.candidates.limited() && p.select != Selector::exact);
 }
 
 std::int64_t most_selected(const Policy& p, std::int64_t context) {
@@ -28,6 +27,10 @@ std::int64_t most_selected(const Policy& p, std::int64_t context) {
 }
 
 }  // namespace
+
+bool scans_tiles(const Policy& p) {
+  return p.select == Selector::int4 || p.select == Selector::sparq;
+}
 
 std::int64_t candidates_of(const Policy& p, std::int64_t count) {
   const Budget& kept = p.prune == Pruner::top_k ? p.k : p.cap;
@@ -55,12 +58,17 @@ std::uint64_t IndexLayout::index_bytes() const {
   return total;
 }
 
+std::size_t IndexLayout::digest_bytes() const {
+  return digested ? LogitDigest::bytes_of(shape.query_heads, logit_stride()) : 0;
+}
+
 std::uint64_t IndexLayout::work_bytes() const {
   if (!selects()) return 0;
   const auto queries = static_cast<std::uint64_t>(shape.query_heads);
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
   return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) *
-             size_of(logit_dtype) +
+             size_of(logits.dtype) +
+         digest_bytes() +
          heads * static_cast<std::uint64_t>(slots * selected + candidates) * sizeof(std::int32_t) +
          heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes() + report_bytes() +
          bad_bytes();
@@ -82,9 +90,11 @@ std::uint64_t IndexLayout::host_bytes() const {
 }
 
 IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,
-                       std::span<const Policy> policies, DType logit_dtype) {
+                       std::span<const Policy> policies, const LogitFormat& logits) {
   IndexLayout layout;
-  layout.logit_dtype = logit_dtype;
+  layout.logits = logits;
+  layout.digested =
+      context >= logits.digested_from && std::any_of(policies.begin(), policies.end(), scans_tiles);
   layout.shape = shape;
   layout.context = context;
   layout.batch = batch;

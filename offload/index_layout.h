@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "lib/selection.h"
 #include "sluice/policy.h"
 #include "sluice/types.h"
 
@@ -22,7 +23,8 @@ struct IndexLayout {
   KvShape shape;
   std::int64_t context = 0;
   std::int64_t batch = 1;  // tokens decoded in one step
-  DType logit_dtype = DType::f32;
+  LogitFormat logits;
+  bool digested = false;  // some policy's logits are
   int bits = 4;
   std::vector<LayerIndex> layers;
   std::int64_t slots = 0;       // selections remembered at a time; 0: nothing ever selects
@@ -36,9 +38,10 @@ struct IndexLayout {
   // Logits per query head: one per token, or per candidate and token of the unfinished page.
   std::int64_t logit_stride() const;
   std::int64_t candidate_stride() const;
+  std::size_t digest_bytes() const;  // of the former
 
   std::uint64_t index_bytes() const;   // tiles, bounds and sums of all layers
-  std::uint64_t work_bytes() const;    // logits, positions and the arena
+  std::uint64_t work_bytes() const;    // logits, their digest, positions and the arena
   std::uint64_t host_bytes() const;    // the host's copy of what the backend reports
   std::uint64_t report_bytes() const;  // of selections
   std::uint64_t bad_bytes() const;     // of keys that are no numbers
@@ -49,9 +52,12 @@ struct IndexLayout {
 // is always kept.
 std::int64_t candidates_of(const Policy& policy, std::int64_t count);
 
+// Whether its estimates of all tokens come from tiles.
+bool scans_tiles(const Policy& policy);
+
 // A layout that serves every one of `policies`. Throws Error{usage} if one of them does not fit
 // the shape or if two of them want different bits per key.
 IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,
-                       std::span<const Policy> policies, DType logit_dtype = DType::f32);
+                       std::span<const Policy> policies, const LogitFormat& logits = {});
 
 }  // namespace sluice

@@ -30,7 +30,7 @@ KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Polic
   if (planned_.empty()) planned_.emplace_back();
   policy_ = planned_.front();
   const IndexLayout layout =
-      plan_index(plan.shape, plan.context, plan.decode_batch, planned_, backend.info().logit_dtype);
+      plan_index(plan.shape, plan.context, plan.decode_batch, planned_, backend.info().logits);
   const Tier tier = plan.in_place ? Tier::host : Tier::device;
   if (layout.selects()) sparse_ = std::make_unique<SparseAttention>(backend, layout, tier);
   if (layout.zipvl) {

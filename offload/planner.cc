@@ -111,10 +111,10 @@ std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t tokens) {
 
 KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
                std::optional<std::uint64_t> device_cap, bool attends_host_rows,
-               std::span<const Policy> policies, std::int64_t decode_batch, DType logit_dtype,
-               std::uint64_t beside) {
+               std::span<const Policy> policies, std::int64_t decode_batch,
+               const LogitFormat& logits, std::uint64_t beside) {
   validate(shape, context, chunk);
-  const IndexLayout layout = plan_index(shape, context, decode_batch, policies, logit_dtype);
+  const IndexLayout layout = plan_index(shape, context, decode_batch, policies, logits);
   const Sizes sizes(shape);
   KvPlan plan;
   plan.shape = shape;

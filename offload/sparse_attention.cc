@@ -29,8 +29,9 @@ SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Ti
   const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
     return backend.allocate(where, count * size);
   };
-  const std::size_t logit = size_of(layout.logit_dtype);
+  const std::size_t logit = size_of(layout.logits.dtype);
   logits_ = allocate(tier, count_of(shape.query_heads, layout.logit_stride()), logit);
+  digest_ = allocate(tier, layout.digest_bytes(), 1);
   candidate_logits_ = allocate(tier, count_of(shape.query_heads, layout.candidate_stride()), logit);
   positions_ =
       allocate(tier, count_of(layout.slots, shape.kv_heads, layout.selected), sizeof(std::int32_t));
@@ -224,6 +225,10 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
       exact ? all_rows(token, store, token.count()) : tail_rows(token, store);
   estimate.rows = rows;
   estimate.logits = {logits_.data(), layout_.logit_stride()};
+  if (layout_.digested && scans_tiles(policy) && token.count() >= layout_.logits.digested_from) {
+    estimate.logits.digest =
+        LogitDigest::in(digest_.data(), layout_.shape.query_heads, layout_.logit_stride());
+  }
   backend_->estimate(estimate);
 
   SelectParams select = select_params(policy, token);

@@ -109,6 +109,7 @@ class SparseAttention {
   KeyIndex index_;
   Tier tier_;
   Buffer logits_;            // [query_heads, context]
+  Buffer digest_;            // of these logits
   Buffer candidate_logits_;  // [query_heads, candidates + kPageTokens]
   Buffer positions_;         // [slots, kv_heads, selected]
   Buffer candidates_;        // [kv_heads, candidates]

@@ -16,6 +16,8 @@
 #include "kernels/workspace.h"
 #include "lib/backend.h"
 #include "lib/half.h"
+#include "tests/kernels/digest_truth.h"
+#include "tests/kernels/shared_array.h"
 #include "tests/support/random.h"
 
 namespace sluice::cuda {
@@ -53,22 +55,6 @@ std::ostream& operator<<(std::ostream& out, const Problem& p) {
              << " candidates " << p.candidates << " padding " << p.stride_padding;
 }
 
-// Memory that host and device see at one address.
-template <typename T>
-class Shared {
- public:
-  explicit Shared(std::size_t count) : count_(count), block_(make_pinned_block(count * sizeof(T))) {
-    std::memset(block_.get(), 0, count * sizeof(T));
-  }
-  T* data() const { return static_cast<T*>(block_.get()); }
-  T& operator[](std::size_t i) const { return data()[i]; }
-  std::size_t size() const { return count_; }
-
- private:
-  std::size_t count_;
-  PinnedBlock block_;
-};
-
 // One problem in memory: rows, index, queries and logits.
 class Prepared {
  public:
@@ -88,6 +74,7 @@ class Prepared {
         bad_(static_cast<std::size_t>(p.kv_heads)),
         stride_(tokens_ + p.stride_padding),
         logits_(static_cast<std::size_t>(shape_.query_heads * stride_)),
+        digest_(LogitDigest::bytes_of(shape_.query_heads, stride_)),
         workspace_(16u << 20) {
     fill_rows();
     const std::vector<float> q = random_.normal(shape_.query_heads * p.head_dim, p.q_deviation);
@@ -95,6 +82,7 @@ class Prepared {
     build();
     choose_candidates();
     std::fill_n(logits_.data(), logits_.size(), kPoison);
+    std::fill_n(digest_.data(), digest_.size(), std::byte{0xff});
   }
 
   float* q() const { return q_.data(); }
@@ -114,13 +102,16 @@ class Prepared {
       e.candidates = &view;
       e.candidate_rows = all;
     }
-    e.logits = {reinterpret_cast<std::byte*>(logits_.data()), stride_};
+    e.logits = {reinterpret_cast<std::byte*>(logits_.data()), stride_, digest()};
     estimate(e, workspace_.launch());
     require(cudaDeviceSynchronize(), "estimate");
   }
 
   // Every logit within its tolerance, and nothing written beside them.
   void check() const {
+    const bool by_tiles = p_.method == Selector::int4 || p_.method == Selector::sparq;
+    expect_digest(digest(), logits_.data(), shape_.query_heads, p_.group, stride_,
+                  by_tiles && p_.candidates < 0 ? p_.pages : 0);
     for (int h = 0; h < shape_.query_heads; ++h) {
       const std::vector<int> channels = channels_of(h / p_.group);
       const double factor = factor_of(h, channels);
@@ -153,6 +144,9 @@ class Prepared {
     double tolerance;
   };
 
+  LogitDigest digest() const {
+    return LogitDigest::in(digest_.data(), shape_.query_heads, stride_);
+  }
   bool indexed() const { return p_.method != Selector::exact; }
   std::int64_t capacity() const { return std::max<std::int64_t>(p_.candidates, 0) + 5; }
   std::int64_t first_row() const {
@@ -329,6 +323,7 @@ class Prepared {
   Shared<std::int32_t> bad_;
   std::int64_t stride_;
   Shared<std::uint16_t> logits_;
+  Shared<std::byte> digest_;
   KeyIndexView index_;
   Workspace workspace_;
 };

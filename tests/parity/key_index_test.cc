@@ -45,7 +45,7 @@ class KeyIndexParity : public ::testing::TestWithParam<Param> {
       GTEST_SKIP() << "no rows of f32";
     }
   }
-  bool half_logits() const { return backend_->info().logit_dtype == DType::f16; }
+  bool half_logits() const { return backend_->info().logits.dtype == DType::f16; }
 
   std::unique_ptr<Backend> backend_;
 };

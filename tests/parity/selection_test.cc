@@ -51,7 +51,7 @@ class Select : public ::testing::TestWithParam<NamedBackend> {
   void SetUp() override { backend_ = testing::make_or_skip(GetParam()); }
 
   // Half-precision logits come with bins of weight; full ones are sorted.
-  double bin() const { return backend_->info().logit_dtype == DType::f16 ? 1.0 / 64 : 0.0; }
+  double bin() const { return backend_->info().logits.dtype == DType::f16 ? 1.0 / 64 : 0.0; }
 
   std::unique_ptr<Backend> backend_;
 };

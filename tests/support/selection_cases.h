@@ -52,7 +52,7 @@ class LogitMatrix {
   }
 
  private:
-  DType dtype() const { return backend_.info().logit_dtype; }
+  DType dtype() const { return backend_.info().logits.dtype; }
   std::size_t offset(std::int64_t row, std::int64_t column) const {
     return static_cast<std::size_t>(row * stride_ + column) * size_of(dtype());
   }
