@@ -48,6 +48,7 @@ class Layer {
     codes_ = make_device_block(units * d * tiles.code_bytes());
     scales_ = make_device_block(units * d * 2 * sizeof(std::uint16_t));
     logits_ = make_device_block(queries * static_cast<std::size_t>(stride_) * sizeof(__half));
+    digest_ = make_device_block(LogitDigest::bytes_of(shape_.query_heads, stride_));
     candidate_logits_ =
         make_device_block(queries * static_cast<std::size_t>(stride_) * sizeof(__half));
     positions_ =
@@ -75,7 +76,7 @@ class Layer {
     const std::vector<RowSpan> tail = spans(pages_ * kPageTokens);
 
     EstimateParams estimate = estimate_params(m.base, m.channels, tail);
-    estimate.logits = {static_cast<std::byte*>(logits_.get()), stride_};
+    estimate.logits = {static_cast<std::byte*>(logits_.get()), stride_, digest()};
     cuda::estimate(estimate, launch);
     SelectParams select = select_params(estimate.logits);
     if (m.candidates > 0) {
@@ -128,6 +129,11 @@ class Layer {
       result.push_back({static_cast<const std::byte*>(rows_.get()) + at, tokens_ - first});
     }
     return result;
+  }
+
+  LogitDigest digest() const {
+    if (tokens_ < kDigestedFrom) return {};
+    return LogitDigest::in(static_cast<std::byte*>(digest_.get()), shape_.query_heads, stride_);
   }
 
   KeyIndexView index() const {
@@ -202,7 +208,8 @@ class Layer {
   std::int64_t pages_;
   std::int64_t stride_;
   Workspace workspace_{std::size_t{512} << 20};
-  DeviceBlock rows_, q_, codes_, scales_, logits_, candidate_logits_, positions_, candidates_;
+  DeviceBlock rows_, q_, codes_, scales_, logits_, digest_, candidate_logits_;
+  DeviceBlock positions_, candidates_;
   DeviceBlock out_, lse_, sums_, heads_, alpha_, bad_;
 };
 

@@ -42,6 +42,31 @@ __global__ void fill_normal(__half* x, std::int64_t count, std::int64_t columns,
   x[i] = __float2half(i % columns == needle ? 30.0f : deviation * normal);
 }
 
+// What a scan of tiles notes of logits [heads, group, columns], one thread a page of a row.
+__global__ void fill_digest(const __half* x, std::int64_t count, int group, std::int64_t columns,
+                            LogitDigest digest) {
+  const std::int64_t at =
+      (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPageTokens;
+  if (at >= count) return;
+  const std::int64_t row = at / columns;
+  const std::int64_t page = row / group * digest.pages + at % columns / kPageTokens;
+  const std::int64_t place = page * group + row % group;
+  const __half* const first = x + at;
+  __half* const maxima = reinterpret_cast<__half*>(digest.maxima) + place * kBoundsPerPage;
+  __half highest = first[0];
+  for (int bound = 0; bound < kBoundsPerPage; ++bound) {
+    __half most = first[bound * kBoundTokens];
+    for (int i = 1; i < kBoundTokens; ++i) most = __hmax(most, first[bound * kBoundTokens + i]);
+    maxima[bound] = most;
+    highest = __hmax(highest, most);
+  }
+  float sum = 0.0f;
+  for (int i = 0; i < kPageTokens; ++i) {
+    sum += expf(__half2float(first[i]) - __half2float(highest));
+  }
+  digest.sums[place] = sum;
+}
+
 // Every fourth position.
 __global__ void fill_list(std::int32_t* list, std::int64_t count, std::int64_t columns) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -76,15 +101,16 @@ void run_graph(benchmark::State& state, const Workspace& workspace, int calls, c
 }
 
 // Arguments: KV heads, group, logits per row, keep (> 0: k of top_k; 0: top_p(0.95); < 0: top_p
-// with this cap), deviation of the logits in tenths (negative: with a needle), listed (1: the
-// entries are candidates).
+// with this cap), deviation of the logits in tenths (negative: with a needle), form (1: the entries
+// are candidates; 2: with the digest of a scan).
 void select_rows(benchmark::State& state) {
   const auto kv_heads = static_cast<int>(state.range(0));
   const auto group = static_cast<int>(state.range(1));
   const std::int64_t columns = state.range(2);
   const std::int64_t keep = state.range(3);
   const float deviation = std::fabs(static_cast<float>(state.range(4))) / 10.0f;
-  const bool listed = state.range(5) != 0;
+  const bool listed = state.range(5) == 1;
+  const bool digested = state.range(5) == 2;
   const std::int64_t count = columns * kv_heads * group;
   const auto inputs = static_cast<int>(std::clamp<std::int64_t>(kCacheBytes / (2 * count), 3, 64));
   SelectParams p;
@@ -120,12 +146,23 @@ void select_rows(benchmark::State& state) {
     fill_normal<<<static_cast<unsigned>((count + 255) / 256), 256>>>(
         to, count, columns, deviation, needle, static_cast<std::uint64_t>(i + 1));
   }
+  std::vector<DeviceBlock> blocks;
+  std::vector<LogitDigest> digests(static_cast<std::size_t>(inputs));
+  for (std::size_t i = 0; digested && i < digests.size(); ++i) {
+    const int rows = kv_heads * group;
+    const std::int64_t pages = count / kPageTokens;
+    blocks.push_back(make_device_block(LogitDigest::bytes_of(rows, columns)));
+    digests[i] = LogitDigest::in(static_cast<std::byte*>(blocks.back().get()), rows, columns);
+    fill_digest<<<static_cast<unsigned>((pages + 255) / 256), 256>>>(
+        reinterpret_cast<const __half*>(data) + static_cast<std::int64_t>(i) * count, count, group,
+        columns, digests[i]);
+  }
   require(cudaDeviceSynchronize(), "fill");
   p.logits = {data, columns};
   const Workspace probe(256);
   const Workspace workspace(select_scratch_bytes(p, probe.device()) + 256);
   run_graph(state, workspace, inputs, [&](int i) {
-    p.logits.data = data + i * count * 2;
+    p.logits = {data + i * count * 2, columns, digests[static_cast<std::size_t>(i)]};
     select(p, workspace.launch());
   });
   double kept = 0.0;
@@ -179,16 +216,20 @@ void sum_columns(benchmark::State& state) {
 }
 
 void select_shapes(benchmark::internal::Benchmark* bench) {
-  bench->ArgNames({"kv_heads", "group", "logits", "keep", "tenths", "listed"});
+  bench->ArgNames({"kv_heads", "group", "logits", "keep", "tenths", "form"});
   constexpr std::int64_t kMillion = 1 << 20;
-  for (const std::int64_t tenths : {40, 20, -20, 10}) bench->Args({8, 4, kMillion, 0, tenths, 0});
-  bench->Args({8, 4, kMillion, -256, 40, 0});
-  bench->Args({8, 4, kMillion, 256, 40, 0});
-  bench->Args({8, 4, kMillion, kMillion / 4, 40, 0});
-  for (const std::int64_t logits : {131072, 32768}) {
-    bench->Args({8, 4, logits, 0, 40, 0});
-    bench->Args({8, 4, logits, -256, 40, 0});
-    bench->Args({8, 4, logits, 256, 40, 0});
+  for (const std::int64_t form : {0, 2}) {
+    for (const std::int64_t tenths : {40, 20, -20, 10}) {
+      bench->Args({8, 4, kMillion, 0, tenths, form});
+    }
+    bench->Args({8, 4, kMillion, -256, 40, form});
+    bench->Args({8, 4, kMillion, 256, 40, form});
+    bench->Args({8, 4, kMillion, kMillion / 4, 40, form});
+    for (const std::int64_t logits : {131072, 32768}) {
+      bench->Args({8, 4, logits, 0, 40, form});
+      bench->Args({8, 4, logits, -256, 40, form});
+      bench->Args({8, 4, logits, 256, 40, form});
+    }
   }
   for (const std::int64_t logits : {4096, 16384}) bench->Args({2048, 1, logits, 128, 40, 0});
   for (const std::int64_t heads : {512, 2048}) bench->Args({heads, 1, 8192, 0, 20, 1});

@@ -11,7 +11,6 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr std::int64_t kMostEntries = std::int64_t{1} << 25;
 constexpr std::int64_t kRowsAtOnce = 512;
 static_assert(kRowsAtOnce + kMostGroup <= Launch::kCounters);
 
@@ -26,6 +25,7 @@ SelectCall call_of(const SelectParams& p) {
   c.stride = p.logits.stride;
   c.is_aligned =
       reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && p.logits.stride % 8 == 0;
+  c.digest = p.logits.digest;
   c.kv_heads = p.shape.kv_heads;
   c.group = p.shape.group();
   const bool listed = p.candidates != nullptr;
@@ -36,6 +36,8 @@ SelectCall call_of(const SelectParams& p) {
                                             std::to_string(kMostEntries));
   }
   check(c.group <= kMostGroup, "more query heads per KV head than select() takes");
+  check(c.digest.maxima == nullptr || c.digest.pages >= LogitDigest::pages_of(entries),
+        "a digest of fewer logits than select() is to choose from");
   c.entries = to_int(entries);
   c.count = to_int(p.count);
   c.end = to_int(p.end);
@@ -68,6 +70,10 @@ SelectCall part_of(SelectCall c, std::int32_t first, std::int32_t count) {
   const std::int64_t row = static_cast<std::int64_t>(first) * c.group;
   c.kv_heads = count;
   c.logits += row * c.stride;
+  if (c.digest.maxima != nullptr) {
+    c.digest.maxima += row * c.digest.pages * kBoundsPerPage;
+    c.digest.sums += row * c.digest.pages;
+  }
   if (c.list != nullptr) {
     c.list += first * c.list_capacity;
     c.list_heads += first;
@@ -132,12 +138,17 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
     l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
   }
   l.chunks = std::max(1, ceil_div(c.entries, kChunk));
+  l.gather_strips =
+      std::int64_t{l.chunks} * c.kv_heads > std::min<std::int64_t>(blocks, kMostGatherChunks) ? 2
+                                                                                              : 1;
   l.has_keys = !c.is_top_p || c.keep < c.entries;
   if (l.has_keys) l.list_capacity = list_capacity_of(c);
   l.key_chunks = std::max(1, ceil_div(c.entries, kKeyChunk));
-  // One round of two blocks per multiprocessor, for mostly they have nothing to do.
+  // Two blocks per multiprocessor: of one round, or of all where mostly they have nothing to do.
+  const std::int64_t key_blocks =
+      2 * device.multiprocessors / (l.list_capacity > 0 ? key_rounds(c.group) : 1);
   l.key_loops = std::max(1, ceil_div(static_cast<std::int64_t>(l.key_chunks) * c.kv_heads,
-                                     2 * device.multiprocessors));
+                                     std::max<std::int64_t>(key_blocks, 1)));
   return l;
 }
 
@@ -150,27 +161,35 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   l.zeroed = carver.take<std::uint64_t>(0);
   l.masses = carver.take<std::uint64_t>(rows * l.bins);
   l.states = carver.take<std::uint64_t>(chunks);
-  l.gather_states = carver.take<std::uint64_t>(l.list_capacity > 0 ? 2 * chunks : 0);
   l.cuts = carver.take<KeyCut>(heads);
   l.key_bins = carver.take<std::uint32_t>(l.has_keys ? kKeyRounds * heads * kMostKeyBins : 0);
   l.key_done = carver.take<std::uint32_t>(kKeyRounds * heads);
   l.rounds_done = carver.take<std::uint32_t>(heads);
   l.rows_done = carver.take<std::uint32_t>(rows);
   l.gathered = carver.take<std::uint32_t>(2 * heads);
+  l.listed = carver.take<std::uint32_t>(2 * heads);
   l.done = carver.take<std::uint32_t>(heads);
   l.settled = carver.take<std::uint32_t>(heads);
   l.zeroed_words = static_cast<std::int64_t>(carver.used() / sizeof(std::uint64_t));
   l.rows = carver.take<RowInfo>(rows);
   l.searches = carver.take<RowSearch>(rows);
   l.extents = carver.take<Extent>(heads);
-  l.maxima = carver.take<std::uint32_t>(rows * l.strips * (kStripSectors / 2));
+  if (l.call.digest.maxima != nullptr) {
+    // Those of strips that have something special are put in their place.
+    l.maxima = reinterpret_cast<std::uint32_t*>(l.call.digest.maxima);
+    l.pages = l.call.digest.pages;
+  } else {
+    l.pages = std::int64_t{l.strips} * kStripPages;
+    l.maxima = carver.take<std::uint32_t>(rows * l.pages * LargeCall::kPageWords);
+  }
   l.unit_heads = carver.take<UnitHead>(rows * l.units);
   const bool has_bounds = l.bins > 0 || l.list_capacity > 0;
   l.rough = carver.take<uint2>(has_bounds ? rows * l.units * kRoughBins : 0);
   l.results = carver.take<ChunkResult>(chunks);
   l.alphas = carver.take<float>(chunks * l.call.group);
-  l.listed_keys = carver.take<std::uint32_t>(heads * l.list_capacity);
-  l.listed_entries = carver.take<std::int32_t>(heads * l.list_capacity);
+  l.listed_keys = carver.take<std::uint32_t>(2 * heads * l.list_capacity);
+  l.listed_entries = carver.take<std::int32_t>(2 * heads * l.list_capacity);
+  l.listed_chunks = carver.take<uint2>(l.list_capacity > 0 ? heads * l.gather_chunks() : 0);
   const bool stores_keys = l.has_keys && l.call.group > 1;
   auto* const keys = carver.take<std::uint32_t>(stores_keys ? heads * l.key_chunks * kKeyChunk : 0);
   l.keys = stores_keys ? keys : nullptr;

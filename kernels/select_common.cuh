@@ -25,6 +25,7 @@ struct SelectCall {
   const __half* logits = nullptr;  // [kv_heads * group, stride]
   std::int64_t stride = 0;
   bool is_aligned = false;  // every row starts at a multiple of 16 bytes
+  LogitDigest digest;       // of the pages below `end`, or null pointers
   std::int32_t kv_heads = 0;
   std::int32_t group = 0;
   std::int32_t entries = 0;  // logits per row at most
@@ -320,11 +321,14 @@ struct BinMap {
 
   // Exact for |x - near| < 2^14: rounding down to an integer is flooring.
   __device__ __forceinline__ std::int32_t bin(float x, std::uint32_t& mass) const {
+    return bits(x, shift, mass) + offset;
+  }
+  __device__ __forceinline__ static std::int32_t bits(float x, float shift, std::uint32_t& mass) {
     const float floored = __fmaf_rd(x, kBinsPerNat, shift);
     const float rest = fmaf(x, kBinsPerNat, shift - floored);
     // 2^15 e^(rest / 128), by a chord of the curve: less than 2^-17 of it off.
     mass = __float_as_uint(fmaf(rest, 257.0f, 8388608.0f + 32768.0f)) & 0x7fffffu;
-    return static_cast<std::int32_t>(__float_as_uint(floored)) + offset;
+    return static_cast<std::int32_t>(__float_as_uint(floored));
   }
 };
 

@@ -127,13 +127,11 @@ __device__ void find_reached(const LargeCall& call, const Chunk& chunk, Shared* 
     }
     return;
   }
-  const std::uint32_t* const maxima =
-      call.row_maxima(chunk.head * c.group) + chunk.strip * (kStripSectors / 2) + lane;
+  const std::uint32_t* const maxima = call.strip_maxima(chunk.head * c.group, chunk.strip, lane);
   std::uint32_t reaches = 0;
 #pragma unroll 4
   for (int g = 0; g < c.group; ++g) {
-    const std::uint32_t word =
-        maxima[static_cast<std::int64_t>(g) * call.strips * (kStripSectors / 2)];
+    const std::uint32_t word = maxima[g * LargeCall::kPageWords];
     reaches |= __hge2_mask(as_half2(word), twice(shared->rows[g].threshold));
   }
   // The maxima leave out what is always kept.

@@ -1,17 +1,18 @@
-// Of every KV head, the entries whose key is not below a lower bound of the lightest kept, in
-// order. There are about as many as are to be kept, times the query heads, unless many weigh the
-// same; the last block of a head picks the heaviest of them. Where they are too many, or too few
+// Of every KV head, the entries whose key is not below a lower bound of the lightest kept. There
+// are about as many as are to be kept, times the query heads, unless many weigh the same; the last
+// block of a head puts them in order and picks the heaviest. Where they are too many, or too few
 // because top_p wants others, the head is left to key_rounds and emit.
 //
 // While top_p's thresholds are not known, a head is settled if what is heaviest of all lies above
 // their upper bounds.
 #include "kernels/select_large.cuh"
-#include "kernels/select_look_back.cuh"
 #include "kernels/select_pick.cuh"
 #include "kernels/select_sectors.cuh"
 
 namespace sluice::cuda {
 namespace {
+
+constexpr int kMostStrips = 2;  // of a warp
 
 struct Shared {
   RowInfo rows[kMostGroup];
@@ -19,11 +20,11 @@ struct Shared {
   std::uint16_t mosts[kMostGroup];
   std::uint32_t reaching;
   std::uint32_t sure;
-  // Bit e of word w is entry 32 w + e of the chunk, and belongs to thread w.
-  std::uint32_t bits[kThreads];
-  std::uint16_t queues[kWarps][kStripSectors];
+  // Bit e of word w is entry 32 w + e of the chunk.
+  std::uint32_t bits[kThreads * kMostStrips];
+  std::uint16_t queues[kWarps][kMostStrips * kStripSectors];
   std::uint32_t part[kWarp];
-  Counts before;
+  std::uint32_t place;  // of the chunk's candidates
   PickShared pick;
 };
 
@@ -76,32 +77,43 @@ __device__ Bound bound_of(const LargeCall& call, std::int32_t head, bool is_exac
   return bound;
 }
 
-// By one warp: which of its strip's sectors may hold candidates.
-__device__ int queue_strip(const LargeCall& call, std::int32_t head, std::int32_t strip,
-                           const Bound& bound, Shared* shared, std::uint16_t* queue) {
+// By one warp: which sectors of its strips may hold candidates.
+template <int kStrips>
+__device__ int queue_strips(const LargeCall& call, std::int32_t head, std::int32_t run,
+                            const Extent& extent, const Bound& bound, Shared* shared,
+                            std::uint16_t* queue) {
   const SelectCall& c = call.call;
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
-  const std::uint32_t* const maxima =
-      call.row_maxima(head * c.group) + strip * (kStripSectors / 2) + lane;
-  std::uint32_t reaches = c.is_top_p ? 0u : ~0u;
-  std::uint32_t word = 0;
-  float first = 0.0f;
-  float second = 0.0f;
+  const std::int32_t strips = (extent.emit + kStrip - 1) / kStrip - run * kStrips;
+  const std::uint32_t* const maxima = call.strip_maxima(head * c.group, run * kStrips, lane);
+  std::uint32_t reaches[kStrips];
+  float sums[kStrips][2] = {};
+#pragma unroll
+  for (std::uint32_t& mask : reaches) mask = c.is_top_p ? 0u : ~0u;
 #pragma unroll 4
   for (int g = 0; g < c.group; ++g) {
-    word = maxima[static_cast<std::int64_t>(g) * call.strips * (kStripSectors / 2)];
     const RowInfo& row = shared->rows[g];
-    reaches |= __hge2_mask(as_half2(word), twice(row.threshold));
-    const __half2 pair = as_half2(word);
-    first += weight_of(__low2half(pair), row);
-    second += weight_of(__high2half(pair), row);
+#pragma unroll
+    for (int s = 0; s < kStrips; ++s) {
+      const std::uint32_t word =
+          s < strips ? maxima[(s * kStripPages * c.group + g) * LargeCall::kPageWords]
+                     : kMinusInfinities;
+      const __half2 pair = as_half2(word);
+      reaches[s] |= __hge2_mask(pair, twice(row.threshold));
+      if (c.group == 1) reaches[s] &= __hge2_mask(pair, bound.logit);
+      sums[s][0] += weight_of(__low2half(pair), row);
+      sums[s][1] += weight_of(__high2half(pair), row);
+    }
   }
-  if (c.group == 1) {
-    reaches &= __hge2_mask(as_half2(word), bound.logit);
-    return queue_sectors((reaches & 0xffffu) != 0, reaches >> 16 != 0, 0, queue);
+  int count = 0;
+#pragma unroll
+  for (int s = 0; s < kStrips; ++s) {
+    const bool any = s < strips;
+    count += queue_sectors(any && (reaches[s] & 0xffffu) != 0 && sums[s][0] >= bound.weight,
+                           any && reaches[s] >> 16 != 0 && sums[s][1] >= bound.weight,
+                           static_cast<std::uint16_t>(s * kStripSectors), queue + count);
   }
-  return queue_sectors((reaches & 0xffffu) != 0 && first >= bound.weight,
-                       reaches >> 16 != 0 && second >= bound.weight, 0, queue);
+  return count;
 }
 
 // Bit e: entry i + e is a candidate.
@@ -131,20 +143,25 @@ __device__ void write_candidates(const LargeCall& call, std::int32_t head, std::
   }
 }
 
-// Appends the chunk's candidates to those of the chunks before it.
+// Appends the chunk's candidates to those that the head has. Thread t has entries 32 kStrips t and
+// so many after it.
+template <int kStrips>
 __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int32_t chunk,
-                             const Extent& extent, const Bound& bound, std::uint64_t* states,
+                             const Extent& extent, const Bound& bound, std::int32_t slot,
                              Shared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t warp = thread / kWarp;
-  const std::int32_t strip = chunk * kWarps + warp;
-  const std::int32_t first = strip * kStrip;
-  auto* const bytes = reinterpret_cast<std::uint8_t*>(shared->bits + warp * kWarp);
+  const std::int32_t run = chunk * kWarps + warp;
+  const std::int32_t first = run * (kStrips * kStrip);
+  std::uint32_t* const words = shared->bits + warp * (kWarp * kStrips);
+  auto* const bytes = reinterpret_cast<std::uint8_t*>(words);
   std::uint16_t* const queue = shared->queues[warp];
   int count = 0;
-  shared->bits[thread] = 0;
-  if (first < extent.emit) count = queue_strip(call, head, strip, bound, shared, queue);
+#pragma unroll
+  for (int w = 0; w < kStrips; ++w) words[w * kWarp + thread % kWarp] = 0;
+  if (first < extent.emit)
+    count = queue_strips<kStrips>(call, head, run, extent, bound, shared, queue);
   __syncwarp();
   visit_sectors(queue, count, first, [&](std::int32_t i) {
     if (i >= extent.emit) return;
@@ -152,45 +169,58 @@ __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int3
         static_cast<std::uint8_t>(candidates8(c, head, extent, i, bound, shared->rows));
   });
   __syncwarp();
-  const std::uint32_t bits = shared->bits[thread];
-  std::uint32_t total = 0;
-  const std::uint32_t within =
-      block_exclusive(static_cast<std::uint32_t>(__popc(bits)), shared->part, total);
-  if (warp == 0) {
-    const Counts before = exchange(states, chunk, {total, 0});
-    if (thread == 0) shared->before = before;
+  std::uint32_t bits[kStrips];
+  std::uint32_t own = 0;
+#pragma unroll
+  for (int w = 0; w < kStrips; ++w) {
+    bits[w] = shared->bits[thread * kStrips + w];
+    own += static_cast<std::uint32_t>(__popc(bits[w]));
   }
+  std::uint32_t total = 0;
+  const std::uint32_t within = block_exclusive(own, shared->part, total);
+  if (thread == 0) {
+    const std::uint32_t place = total == 0 ? 0 : atomicAdd(call.listed + slot, total);
+    call.listed_chunks[static_cast<std::int64_t>(head) * call.gather_chunks() + chunk] =
+        make_uint2(place, total);
+    shared->place = place;
+  }
+  if (total == 0) return;
   __syncthreads();
-  write_candidates(call, head, chunk * kChunk + thread * 32, shared->before.above + within, bits,
-                   shared->rows);
+  std::uint32_t rank = shared->place + within;
+#pragma unroll
+  for (int w = 0; w < kStrips; ++w) {
+    write_candidates(call, head, chunk * (kChunk * kStrips) + (thread * kStrips + w) * 32, rank,
+                     bits[w], shared->rows);
+    rank += static_cast<std::uint32_t>(__popc(bits[w]));
+  }
 }
 
+template <int kStrips>
 __global__ void __launch_bounds__(kThreads, 4)
     gather(const __grid_constant__ LargeCall call, bool is_exact) {
   __shared__ Shared shared;
   const SelectCall& c = call.call;
   if (threadIdx.x == 0) shared.reaching = shared.sure = 0;
-  wait_for_kernel_before();
+  // What follows waits before it looks at anything, and often nothing is left to do.
   allow_next_kernel();
-  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.chunks;
-  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) % call.chunks;
+  wait_for_kernel_before();
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.gather_chunks();
+  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) % call.gather_chunks();
   if (call.settled[head] != 0) return;
   const Extent extent = call.extents[head];
-  const std::int32_t active = max(1, (extent.emit + kChunk - 1) / kChunk);
+  const std::int32_t active = max(1, (extent.emit + kStrips * kChunk - 1) / (kStrips * kChunk));
   if (chunk >= active || load_infos(call, head, shared.rows)) return;
   const Bound bound = bound_of(call, head, is_exact, &shared);
   if (!bound.is_valid) return;
   const std::int32_t slot = (is_exact ? c.kv_heads : 0) + head;
-  std::uint64_t* const states = call.gather_states + static_cast<std::int64_t>(slot) * call.chunks;
-  gather_chunk(call, head, chunk, extent, bound, states, &shared);
+  gather_chunk<kStrips>(call, head, chunk, extent, bound, slot, &shared);
   if (!is_last_of(call.gathered + slot, active)) return;
-  const auto count = static_cast<std::int32_t>(Counts::of(__ldcg(states + active - 1)).above);
+  const auto count = static_cast<std::int32_t>(__ldcg(call.listed + slot));
   if (count > call.list_capacity) return;
   // Top_p may also want some that are lighter.
   if (c.is_top_p && !bound.is_all && count <= c.keep) return;
-  const std::int64_t list = static_cast<std::int64_t>(head) * call.list_capacity;
-  const bool settles = pick(c, head, extent, shared.rows,
-                            {call.listed_keys + list, call.listed_entries + list, count},
+  const Candidates candidates = put_in_order(call, head, active, count, &shared.pick);
+  const bool settles = pick(c, head, extent, shared.rows, candidates,
                             is_exact ? nullptr : shared.mosts, &shared.pick);
   if (settles && threadIdx.x == 0) call.settled[head] = 1;
 }
@@ -198,8 +228,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 }  // namespace
 
 void run_gather(const LargeCall& call, bool is_exact, const Launch& launch) {
-  const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.chunks;
-  launch_early("gather", gather, dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call,
+  const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.gather_chunks();
+  const auto kernel = call.gather_strips == 1 ? gather<1> : gather<kMostStrips>;
+  launch_early("gather", kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call,
                is_exact);
 }
 

@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(kKeyThreads, 2)
   const int round = static_cast<int>(blockIdx.x) / all;
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) % all / blocks;
   const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % blocks;
-  wait_for_kernel_before();
+  // In this order: what follows waits before it looks at anything, and often nothing is left to do.
   allow_next_kernel();
+  wait_for_kernel_before();
   if (call.list_capacity > 0 && call.settled[head] != 0) return;
   wait_for_round(call, head, round);
   const KeyCut cut = call.cuts[head];

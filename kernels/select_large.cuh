@@ -19,15 +19,20 @@
 
 namespace sluice::cuda {
 
+inline constexpr int kMostEntries = 1 << 25;  // per row
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / kWarp;
 inline constexpr int kSector = 16;
 inline constexpr int kStrip = 1024;  // entries that a warp takes at a time
 inline constexpr int kStripSectors = kStrip / kSector;
+inline constexpr int kStripPages = kStrip / kPageTokens;
+static_assert(kSector == kBoundTokens);
 inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
 inline constexpr int kMostUnits = 512;                       // per row
-inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of gather and emit
-inline constexpr int kRoughBins = 2048;         // f16 numbers by their upper 11 bits
+inline constexpr int kChunk =
+    kWarps * kStrip;  // entries of a block of emit, and at least of gather
+inline constexpr int kMostGatherChunks = kMostEntries / (2 * kChunk);
+inline constexpr int kRoughBins = 2048;  // f16 numbers by their upper 11 bits
 inline constexpr int kWrittenBins = 2 * kThreads;
 inline constexpr int kKeyThreads = 512;
 inline constexpr int kKeyChunk = kKeyThreads * 8;
@@ -72,41 +77,54 @@ struct LargeCall {
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
   std::int32_t unit_strips = 0;
-  std::int32_t bins = 0;                 // of a row's histogram for its threshold, or 0: makes none
-  std::int32_t chunks = 0;               // of kChunk entries, per KV head
-  std::int32_t list_capacity = 0;        // candidates per KV head, or 0: gathers none
-  bool has_keys = false;                 // a cut by keys is made, or may be
-  std::int32_t key_chunks = 0;           // of kKeyChunk entries, per KV head
-  std::int32_t key_loops = 0;            // such chunks per block
-  std::uint32_t* tickets = nullptr;      // [kv_heads * group], zero on entry, left zero
-  RowInfo* rows = nullptr;               // [kv_heads * group]
-  RowSearch* searches = nullptr;         // [kv_heads * group]
-  Extent* extents = nullptr;             // [kv_heads]
-  std::uint32_t* maxima = nullptr;       // f16 [kv_heads * group, strips, kStripSectors]
-  UnitHead* unit_heads = nullptr;        // [kv_heads * group, units]
-  uint2* rough = nullptr;                // [kv_heads * group, units, kRoughBins]: sectors, masses
-  ChunkResult* results = nullptr;        // [kv_heads, chunks]
-  float* alphas = nullptr;               // [kv_heads, chunks, group]
-  std::uint32_t* listed_keys = nullptr;  // [kv_heads, list_capacity], of candidates
-  std::int32_t* listed_entries = nullptr;  // [kv_heads, list_capacity]
-  std::uint32_t* keys = nullptr;           // [kv_heads, key_chunks * kKeyChunk] if group > 1
+  std::int32_t bins = 0;             // of a row's histogram for its threshold, or 0: makes none
+  std::int32_t chunks = 0;           // of kChunk entries, per KV head
+  std::int32_t gather_strips = 0;    // that a warp of gather takes
+  std::int32_t list_capacity = 0;    // candidates per KV head, or 0: gathers none
+  bool has_keys = false;             // a cut by keys is made, or may be
+  std::int32_t key_chunks = 0;       // of kKeyChunk entries, per KV head
+  std::int32_t key_loops = 0;        // such chunks per block
+  std::uint32_t* tickets = nullptr;  // [kv_heads * group], zero on entry, left zero
+  RowInfo* rows = nullptr;           // [kv_heads * group]
+  RowSearch* searches = nullptr;     // [kv_heads * group]
+  Extent* extents = nullptr;         // [kv_heads]
+  std::uint32_t* maxima = nullptr;   // f16 [kv_heads, pages, group, kBoundsPerPage]
+  std::int64_t pages = 0;            // of a row, in whole strips
+  UnitHead* unit_heads = nullptr;    // [kv_heads * group, units]
+  uint2* rough = nullptr;            // [kv_heads * group, units, kRoughBins]: sectors, masses
+  ChunkResult* results = nullptr;    // [kv_heads, chunks]
+  float* alphas = nullptr;           // [kv_heads, chunks, group]
+  // Candidates as blocks found room for them, and in order.
+  std::uint32_t* listed_keys = nullptr;    // [2, kv_heads, list_capacity]
+  std::int32_t* listed_entries = nullptr;  // [2, kv_heads, list_capacity]
+  uint2* listed_chunks = nullptr;  // [kv_heads, gather_chunks()]: where a chunk's are, how many
+  std::uint32_t* keys = nullptr;   // [kv_heads, key_chunks * kKeyChunk] if group > 1
   // Zeroed by row_sums for the others:
-  std::uint64_t* masses = nullptr;         // [kv_heads * group, bins], from the top down
-  std::uint64_t* states = nullptr;         // [kv_heads, chunks], of emit
-  std::uint64_t* gather_states = nullptr;  // [2, kv_heads, chunks]
-  KeyCut* cuts = nullptr;                  // [kv_heads]
-  std::uint32_t* key_bins = nullptr;       // [kKeyRounds, kv_heads, kMostKeyBins]
-  std::uint32_t* key_done = nullptr;       // [kKeyRounds, kv_heads]
-  std::uint32_t* rounds_done = nullptr;    // [kv_heads]
-  std::uint32_t* rows_done = nullptr;      // [kv_heads * group]
-  std::uint32_t* gathered = nullptr;       // [2, kv_heads]
-  std::uint32_t* done = nullptr;           // [kv_heads]
-  std::uint32_t* settled = nullptr;        // [kv_heads]: 1 if gather has written the answer
-  std::uint64_t* zeroed = nullptr;         // all of this, `zeroed_words` long
+  std::uint64_t* masses = nullptr;       // [kv_heads * group, bins], from the top down
+  std::uint64_t* states = nullptr;       // [kv_heads, chunks], of emit
+  std::uint32_t* listed = nullptr;       // [2, kv_heads]: candidates
+  KeyCut* cuts = nullptr;                // [kv_heads]
+  std::uint32_t* key_bins = nullptr;     // [kKeyRounds, kv_heads, kMostKeyBins]
+  std::uint32_t* key_done = nullptr;     // [kKeyRounds, kv_heads]
+  std::uint32_t* rounds_done = nullptr;  // [kv_heads]
+  std::uint32_t* rows_done = nullptr;    // [kv_heads * group]
+  std::uint32_t* gathered = nullptr;     // [2, kv_heads]
+  std::uint32_t* done = nullptr;         // [kv_heads]
+  std::uint32_t* settled = nullptr;      // [kv_heads]: 1 if gather has written the answer
+  std::uint64_t* zeroed = nullptr;       // all of this, `zeroed_words` long
   std::int64_t zeroed_words = 0;
 
-  __device__ const std::uint32_t* row_maxima(std::int32_t row) const {
-    return maxima + static_cast<std::int64_t>(row) * strips * (kStripSectors / 2);
+  __host__ __device__ std::int32_t gather_chunks() const {
+    return (chunks + gather_strips - 1) / gather_strips;
+  }
+
+  // The maxima of two neighbouring sectors, word `word` of a strip; the next query head's are
+  // kPageWords on.
+  static constexpr int kPageWords = kBoundsPerPage / 2;
+  __device__ std::uint32_t* strip_maxima(std::int32_t row, std::int32_t strip,
+                                         std::int32_t word) const {
+    const std::int64_t page = row / call.group * pages + strip * kStripPages + word / kPageWords;
+    return maxima + (page * call.group + row % call.group) * kPageWords + word % kPageWords;
   }
 };
 

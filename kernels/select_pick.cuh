@@ -7,10 +7,14 @@
 
 namespace sluice::cuda {
 
-constexpr std::int32_t kMostHeld = 4096;  // candidates in shared memory
+constexpr std::int32_t kMostHeld = 3072;  // candidates in shared memory
+
+constexpr int kPickBits = 11;
+constexpr int kPickBins = 1 << kPickBits;
+static_assert(kMostGatherChunks <= kPickBins);
 
 struct PickShared {
-  std::uint32_t bins[kThreads];
+  std::uint32_t bins[kPickBins];  // at first, how far each chunk's candidates are moved
   std::uint32_t part[kWarp];
   std::int32_t counts[kWarps];
   std::uint32_t digit;
@@ -29,6 +33,42 @@ struct Candidates {
   const std::int32_t* entries;
   std::int32_t count;
 };
+
+// A head's candidates, which its chunks have put where there was room, in order; in shared memory
+// if they fit there.
+__device__ inline Candidates put_in_order(const LargeCall& call, std::int32_t head,
+                                          std::int32_t chunks, std::int32_t count,
+                                          PickShared* shared) {
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int64_t from = static_cast<std::int64_t>(head) * call.list_capacity;
+  const std::int64_t to = static_cast<std::int64_t>(call.call.kv_heads + head) * call.list_capacity;
+  const bool fits = count <= kMostHeld;
+  const std::int32_t each = kChunk * call.gather_strips;
+  std::uint32_t* const keys = fits ? shared->keys : call.listed_keys + to;
+  std::int32_t* const entries = fits ? shared->entries : call.listed_entries + to;
+  const uint2* const places =
+      call.listed_chunks + static_cast<std::int64_t>(head) * call.gather_chunks();
+  std::uint32_t before = 0;
+  for (std::int32_t first = 0; first < chunks; first += kThreads) {
+    const std::int32_t chunk = first + thread;
+    const uint2 place = chunk < chunks ? __ldcg(places + chunk) : make_uint2(0, 0);
+    std::uint32_t total = 0;
+    const std::uint32_t at = before + block_exclusive(place.y, shared->part, total);
+    if (chunk < chunks) shared->bins[chunk] = at - place.x;
+    before += total;
+    __syncthreads();
+  }
+#pragma unroll 4
+  for (std::int32_t i = thread; i < count; i += kThreads) {
+    const std::uint32_t key = __ldcg(call.listed_keys + from + i);
+    const std::int32_t entry = __ldcg(call.listed_entries + from + i);
+    const std::int32_t at = i + static_cast<std::int32_t>(shared->bins[entry / each]);
+    keys[at] = key;
+    entries[at] = entry;
+  }
+  __syncthreads();
+  return {keys, entries, count};
+}
 
 // Calls write(i, rank) for those i in [0, count) that `keeps` wants, in order; returns how many.
 // keeps(i) is asked twice.
@@ -70,33 +110,51 @@ struct Cut {
   std::int32_t last_tie = -1;
 };
 
-// The `wanted`-th largest key, of more; by radix, 8 bits at a time.
+// The `wanted`-th largest key, of more; by radix, 11 bits at a time.
 __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, PickShared* shared) {
+  constexpr std::int32_t kEach = kPickBins / kThreads;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   Cut cut;
-  bool is_all = false;  // of those that equal it
+  bool is_all = false;         // of those that equal it
+  std::int32_t above = kWarp;  // the lowest bit that is known
 #pragma unroll 1
-  for (int shift = 24; shift >= 0 && !is_all; shift -= 8) {
-    shared->bins[thread] = 0;
+  while (above > 0 && !is_all) {
+    const std::int32_t shift = max(above - kPickBits, 0);
+#pragma unroll
+    for (std::int32_t i = 0; i < kEach; ++i) shared->bins[i * kThreads + thread] = 0;
     __syncthreads();
 #pragma unroll 1
     for (std::int32_t i = thread; i < from.count; i += kThreads) {
       const std::uint32_t key = from.keys[i];
-      if (((key ^ cut.key) >> shift) < 256u) atomicAdd(shared->bins + (key >> shift & 255u), 1u);
+      // From the heaviest.
+      const std::uint32_t bin = kPickBins - 1 - (key >> shift & (kPickBins - 1));
+      if (above == kWarp || (key ^ cut.key) >> above == 0) atomicAdd(shared->bins + bin, 1u);
     }
     __syncthreads();
-    const std::uint32_t own = shared->bins[kThreads - 1 - thread];
+    std::uint32_t counts[kEach];
+    std::uint32_t own = 0;
+#pragma unroll
+    for (std::int32_t i = 0; i < kEach; ++i) own += counts[i] = shared->bins[thread * kEach + i];
     std::uint32_t all = 0;
-    const std::uint32_t before = block_exclusive(own, shared->part, all);
+    std::uint32_t before = block_exclusive(own, shared->part, all);
     if (before < wanted && before + own >= wanted) {
-      shared->digit = static_cast<std::uint32_t>(kThreads - 1 - thread);
-      shared->before = before;
-      shared->in_bin = own;
+#pragma unroll
+      for (std::int32_t i = 0; i < kEach; ++i) {
+        if (before < wanted && before + counts[i] >= wanted) {
+          shared->digit = static_cast<std::uint32_t>(kPickBins - 1 - (thread * kEach + i));
+          shared->before = before;
+          shared->in_bin = counts[i];
+        }
+        before += counts[i];
+      }
     }
     __syncthreads();
-    cut.key |= shared->digit << shift;
+    const std::uint32_t known =
+        above - shift == kPickBits ? kPickBins - 1 : (1u << (above - shift)) - 1u;
+    cut.key |= (shared->digit & known) << shift;
     wanted -= shared->before;
     is_all = wanted == shared->in_bin;
+    above = shift;
   }
   if (is_all) {
     // Whatever is larger than the key before the digits that are known.
@@ -169,7 +227,7 @@ __device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
     bool any = false;
 #pragma unroll 4
     for (int g = 0; g < c.group; ++g) {
-      any = any || __hge(logits[g * c.stride], __ushort_as_half(bounds[g]));
+      any |= __hge(logits[g * c.stride], __ushort_as_half(bounds[g]));
     }
     all = all && any;
   }
@@ -180,21 +238,12 @@ __device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
 // fits the capacity. With `bounds`, one per query head, nothing is settled unless each of them
 // reaches one; returns whether it is.
 __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
-                                         const Extent& extent, const RowInfo* rows, Candidates from,
-                                         const std::uint16_t* bounds, PickShared* shared) {
+                                         const Extent& extent, const RowInfo* rows,
+                                         const Candidates& from, const std::uint16_t* bounds,
+                                         PickShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t* const list = c.head_list(head);
   std::int32_t* const to = c.positions + head * c.capacity;
-  std::int32_t* entries = to;  // of what is picked
-  if (from.count <= kMostHeld) {
-    for (std::int32_t i = thread; i < from.count; i += kThreads) {
-      shared->keys[i] = from.keys[i];
-      shared->entries[i] = from.entries[i];
-    }
-    from.keys = shared->keys;
-    from.entries = shared->entries;
-    __syncthreads();
-  }
   const std::int32_t below = put_forced(c, list, 0, extent.low, to, shared);
   const std::int32_t above = put_forced(c, list, extent.high, extent.emit, nullptr, shared);
   const std::int32_t wanted = max(c.keep - below - above, 0);
@@ -205,7 +254,9 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   } else if (!all) {
     cut = find_cut(from, static_cast<std::uint32_t>(wanted), shared);
   }
-  entries += below;
+  // Entries of what is picked.
+  const bool fits = min(from.count, wanted) <= kPickBins;
+  auto* const entries = fits ? reinterpret_cast<std::int32_t*>(shared->bins) : to + below;
   const std::int32_t kept = compact(
       from.count,
       [&](std::int32_t i) {
@@ -213,13 +264,15 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
         return key > cut.key || (key == cut.key && i <= cut.last_tie);
       },
       [&](std::int32_t i, std::int32_t rank) { entries[rank] = from.entries[i]; }, shared);
-  put_forced(c, list, extent.high, extent.emit, entries + kept, shared);
+  put_forced(c, list, extent.high, extent.emit, to + below + kept, shared);
   __syncthreads();
   if (bounds != nullptr && !reach_bounds(c, head, entries, kept, bounds)) return false;
   write_alphas(c, head, rows, entries, kept, shared);
-  if (list != nullptr) {
+  if (fits || list != nullptr) {
     __syncthreads();
-    for (std::int32_t i = thread; i < kept; i += kThreads) entries[i] = list[entries[i]];
+    for (std::int32_t i = thread; i < kept; i += kThreads) {
+      to[below + i] = list != nullptr ? list[entries[i]] : entries[i];
+    }
   }
   HeadSelection result;
   result.count = below + kept + above;

@@ -64,32 +64,32 @@ __device__ __forceinline__ __half2 maxima_of(const uint4& a, const uint4& b) {
   return __hmax2_nan(__lows2half2(x, y), __highs2half2(x, y));
 }
 
-__device__ __forceinline__ void add_weights(const uint4 (&v)[kVectors], Sums& sums) {
+// Of eight entries.
+__device__ __forceinline__ float weight8(const uint4& v, float norm) {
   float even = 0.0f;
   float odd = 0.0f;
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 x = __half22float2(as_half2(word_of(v[j], w)));
-      even += exp2_fast(fmaf(x.x, kLog2E, -sums.norm));
-      odd += exp2_fast(fmaf(x.y, kLog2E, -sums.norm));
-    }
+  for (int w = 0; w < 4; ++w) {
+    const float2 x = __half22float2(as_half2(word_of(v, w)));
+    even += exp2_fast(fmaf(x.x, kLog2E, -norm));
+    odd += exp2_fast(fmaf(x.y, kLog2E, -norm));
   }
-  sums.all += even + odd;
+  return even + odd;
+}
+
+__device__ __forceinline__ void add_weights(const uint4 (&v)[kVectors], Sums& sums) {
+#pragma unroll
+  for (const uint4& eight : v) sums.all += weight8(eight, sums.norm);
 }
 
 // Adds what is always kept of eight entries from i on, or lies in the tail.
 __device__ __forceinline__ void add_kept8(const Extent& extent, std::int32_t i, const uint4& v,
                                           Sums& sums) {
-  for (std::uint32_t bits = free8(extent, i); bits != 0; bits &= bits - 1) {
-    const int e = __ffs(static_cast<int>(bits)) - 1;
-    const std::uint32_t word = word_of(v, e / 2) >> (e % 2 * 16);
-    const __half x = __ushort_as_half(static_cast<std::uint16_t>(word));
-    const float weight = exp2_fast(fmaf(__half2float(x), kLog2E, -sums.norm));
-    sums.kept += weight;
-    if (i + e >= extent.emit) sums.tail += weight;
-  }
+  const std::uint32_t kept = free8(extent, i);
+  if (kept == 0) return;
+  sums.kept += weight8(masked(v, kept), sums.norm);
+  const std::uint32_t tail = 0xffu << min(max(extent.emit - i, 0), 8);
+  sums.tail += weight8(masked(v, tail), sums.norm);
 }
 
 // Adds what is always kept of a strip, and takes it out.
@@ -136,6 +136,16 @@ struct Seen {
     add_weights(v, sums);
     return maxima;
   }
+
+  // A page that a scan has digested: maxima of its sectors, and its sum.
+  __device__ __forceinline__ void add(const uint4& maxima, float sum) {
+    const __half2 both = __hmax2_nan(__hmax2_nan(as_half2(maxima.x), as_half2(maxima.y)),
+                                     __hmax2_nan(as_half2(maxima.z), as_half2(maxima.w)));
+    most = __hmax2_nan(most, both);
+    const float norm = larger_of(both) * kLog2E;
+    sums.refer_to(fmaxf(sums.norm, norm));
+    sums.all = fmaf(sum, exp2_fast(norm - sums.norm), sums.all);
+  }
 };
 
 // Rough bins hold f16 numbers that share their upper 11 bits, ordered.
@@ -146,15 +156,18 @@ __device__ __forceinline__ std::uint16_t rough_edge(std::int32_t bin) {
   return half_of_ordered(static_cast<std::uint32_t>(bin) << 5);
 }
 
-// Counts two sectors by their maxima. Their masses, units of 2^-15 of a bin's lower edge, are never
-// more than is in the sectors: few enough that a unit's fit 32 bits.
-__device__ __forceinline__ void count_sectors(std::uint32_t maxima, bool weighs,
-                                              std::uint32_t* counts, std::uint32_t* masses) {
+// Counts two sectors by their maxima, and weighs them, where it is to. Their masses, units of 2^-15
+// of a bin's lower edge, are never more than is in the sectors: few enough that a unit's fit 32
+// bits.
+__device__ __forceinline__ void count_sectors(std::uint32_t maxima, std::uint32_t* counts,
+                                              std::uint32_t* masses) {
   const std::uint32_t numbers = ordered2(maxima);
   const std::uint32_t bins[2] = {numbers >> 5 & 0x7ffu, numbers >> 21};
-  atomicAdd(counts + bins[0], 1u);
-  atomicAdd(counts + bins[1], 1u);
-  if (!weighs) return;
+  if (counts != nullptr) {
+    atomicAdd(counts + bins[0], 1u);
+    atomicAdd(counts + bins[1], 1u);
+  }
+  if (masses == nullptr) return;
   constexpr std::uint32_t kRest = 0x001f001fu;
   std::uint32_t signs;  // each sign 16 times
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(maxima));

@@ -68,21 +68,23 @@ struct Strips {
 // Where a warp writes the maxima of a row's sectors, and counts them.
 struct SectorSink {
   std::uint32_t* maxima;
+  std::int64_t strip_words;
   std::uint32_t* counts;  // null: does not
-  std::uint32_t* masses;
-  bool weighs;
+  std::uint32_t* masses;  // likewise
 
   __device__ SectorSink(const LargeCall& call, std::int32_t row, Shared* shared)
-      : maxima(call.maxima + static_cast<std::int64_t>(row) * call.strips * (kStripSectors / 2) +
-               threadIdx.x % 2 * (kStripSectors / 4) + threadIdx.x % kWarp / 2),
-        counts(counts_sectors(call) ? shared->counts : nullptr),
-        masses(shared->masses),
-        weighs(call.bins > 0) {}
+      : maxima(call.strip_maxima(row, 0,
+                                 static_cast<std::int32_t>(threadIdx.x) % 2 * (kWarp / 2) +
+                                     static_cast<std::int32_t>(threadIdx.x) % kWarp / 2)),
+        strip_words(static_cast<std::int64_t>(kStripPages * LargeCall::kPageWords) *
+                    call.call.group),
+        counts(call.list_capacity > 0 ? shared->counts : nullptr),
+        masses(call.bins > 0 ? shared->masses : nullptr) {}
 
   __device__ __forceinline__ void take(std::int32_t strip, const StripMaxima& found) const {
     const std::uint32_t word = found.sectors();
-    maxima[strip * (kStripSectors / 2)] = word;
-    if (counts != nullptr) count_sectors(word, weighs, counts, masses);
+    maxima[strip * strip_words] = word;
+    count_sectors(word, counts, masses);
   }
 };
 
@@ -112,6 +114,54 @@ __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row
   return seen;
 }
 
+// Plain strips as a scan has digested them.
+__device__ __forceinline__ void add_digests(const LargeCall& call, std::int32_t row,
+                                            const Strips& strips, const SectorSink& sink,
+                                            Seen& seen) {
+  constexpr int kAtOnce = 2;
+  const int group = call.call.group;
+  const auto* const maxima = reinterpret_cast<const uint4*>(call.strip_maxima(row, 0, 0));
+  const float* const sums = call.call.digest.sums + row / group * call.pages * group + row % group;
+  const std::int32_t last = strips.last_plain * kStripPages;
+  for (std::int32_t page =
+           strips.first_plain * kStripPages + static_cast<std::int32_t>(threadIdx.x);
+       page < last; page += kAtOnce * kThreads) {
+    uint4 words[kAtOnce];
+    float sum[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const std::int32_t at = min(page + j * kThreads, last - 1);
+      words[j] = maxima[at * group];
+      sum[j] = sums[at * group];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (page + j * kThreads >= last) break;
+      seen.add(words[j], sum[j]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) count_sectors(word_of(words[j], w), sink.counts, sink.masses);
+    }
+  }
+}
+
+// Plain strips by their logits.
+__device__ __forceinline__ void add_strips(const LargeCall& call, std::int32_t row,
+                                           const Strips& strips, const SectorSink& sink,
+                                           Seen& seen) {
+  const __half* const logits = call.call.row(row / call.call.group, row % call.call.group);
+  std::int32_t strip = strips.first_plain + static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  uint4 v[kVectors];
+  if (strip < strips.last_plain) load_strip(logits, strip, v);
+  while (strip < strips.last_plain) {
+    uint4 next[kVectors];
+    if (strip + kWarps < strips.last_plain) load_strip(logits, strip + kWarps, next);
+    sink.take(strip, seen.add(v));
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) v[j] = next[j];
+    strip += kWarps;
+  }
+}
+
 __device__ void add_unit(const LargeCall& call, std::int32_t row, std::int32_t unit,
                          Shared* shared) {
   const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
@@ -122,17 +172,10 @@ __device__ void add_unit(const LargeCall& call, std::int32_t row, std::int32_t u
     seen = add_special(call, row, unit, shared);
   }
   const SectorSink sink(call, row, shared);
-  const __half* const logits = call.call.row(row / call.call.group, row % call.call.group);
-  std::int32_t strip = strips.first_plain + warp;
-  uint4 v[kVectors];
-  if (strip < strips.last_plain) load_strip(logits, strip, v);
-  while (strip < strips.last_plain) {
-    uint4 next[kVectors];
-    if (strip + kWarps < strips.last_plain) load_strip(logits, strip + kWarps, next);
-    sink.take(strip, seen.add(v));
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) v[j] = next[j];
-    strip += kWarps;
+  if (call.call.digest.maxima != nullptr) {
+    add_digests(call, row, strips, sink, seen);
+  } else {
+    add_strips(call, row, strips, sink, seen);
   }
   const float own = larger_of(seen.most);
   const bool bad = __any_sync(kAllLanes, !(own < INFINITY));
@@ -174,21 +217,28 @@ __device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t u
   call.unit_heads[slot] = {sums.norm, sums.all, sums.kept, sums.tail, highest, shared->bad, top};
 }
 
-// By one warp: what is known of the row from its units.
-__device__ void add_units(const LargeCall& call, std::int32_t row, Shared* shared) {
+// What the units' heads say of a row, as one lane of the first warp has read them.
+struct Units {
+  Sums sums;
+  float share = 1.0f;
+  bool bad = false;
+};
+
+// By one warp.
+__device__ __forceinline__ Units read_units(const LargeCall& call, std::int32_t row,
+                                            Shared* shared) {
   const SelectCall& c = call.call;
   const UnitHead* const heads = call.unit_heads + static_cast<std::int64_t>(row) * call.units;
   const auto lane = static_cast<std::int32_t>(threadIdx.x);
-  float share = 1.0f;
-  if (c.share != nullptr) share = *static_cast<const volatile float*>(c.share + row);
-  Sums sums;
+  Units units;
+  if (c.share != nullptr) units.share = *static_cast<const volatile float*>(c.share + row);
   float highest = -INFINITY;
-  bool bad = false;
   for (std::int32_t u = lane; u < call.units; u += kWarp) {
     const UnitHead unit = heads[u];
     highest = fmaxf(highest, unit.highest);
-    bad = bad || unit.bad != 0;
+    units.bad = units.bad || unit.bad != 0;
     shared->tops[u] = unit.top;
+    Sums& sums = units.sums;
     Sums other{unit.norm, unit.sum, unit.kept, unit.tail};
     const float norm = fmaxf(sums.norm, other.norm);
     sums.refer_to(norm);
@@ -197,21 +247,30 @@ __device__ void add_units(const LargeCall& call, std::int32_t row, Shared* share
     sums.kept += other.kept;
     sums.tail += other.tail;
   }
-  sums = add_up(sums);
   highest = warp_max(highest);
-  bad = __any_sync(kAllLanes, bad) || !(highest > -INFINITY);
-  if (lane != 0) return;
+  units.bad = __any_sync(kAllLanes, units.bad) || !(highest > -INFINITY);
+  if (lane == 0) shared->search.highest = highest;
+  return units;
+}
+
+// By the same warp: what is known of the row.
+__device__ __forceinline__ void add_units(const LargeCall& call, const Units& units,
+                                          Shared* shared) {
+  const SelectCall& c = call.call;
+  const Sums sums = add_up(units.sums);
+  if (threadIdx.x != 0) return;
+  const bool bad = units.bad;
   RowInfo info;
   info.norm = sums.norm + log2f(sums.all);
   // What rounding took from the norm.
   info.scale = exp2_fast(info.norm - sums.norm) / sums.all;
   info.tail = bad ? 0.0f : sums.tail / sums.all;
   info.kept = bad ? 0.0f : sums.kept / sums.all;
-  info.share = share;
+  info.share = units.share;
   info.bad = bad ? 1 : 0;
   info.threshold = kInfiniteHalf;
   RowSearch search;
-  search.highest = highest;
+  search.highest = shared->search.highest;
   search.least = static_cast<std::uint16_t>(kMinusInfinities);
   search.most = kInfiniteHalf;
   search.lowest = RowSearch::kSettled;
@@ -226,9 +285,31 @@ __device__ void add_units(const LargeCall& call, std::int32_t row, Shared* share
   shared->search = search;
 }
 
-// Looks for the bounds, from the heaviest sectors down.
-__device__ void find_bounds(const LargeCall& call, std::int32_t row, Shared* shared) {
+// Sectors of a rough bin and their mass.
+struct Rough {
+  std::uint32_t count = 0;
+  std::uint64_t mass = 0;
+};
+
+__device__ __forceinline__ Rough add_rough(const LargeCall& call, std::int32_t row,
+                                           std::int32_t bin, const Shared* shared) {
   const uint2* const rough = call.rough + static_cast<std::int64_t>(row) * call.units * kRoughBins;
+  Rough sum;
+#pragma unroll 16
+  for (std::int32_t u = 0; u < call.units; ++u) {
+    const std::int32_t below = shared->tops[u] - bin;
+    const uint2 x = rough[static_cast<std::int64_t>(u) * kRoughBins + max(bin, 0)];
+    const bool written = below >= 0 && below < kWrittenBins && bin >= kFirstFinite;
+    sum.count += written ? x.x : 0u;
+    sum.mass += written ? x.y : 0u;
+  }
+  return sum;
+}
+
+// Looks for the bounds, from the heaviest sectors down. `rough` is this thread's of the first bins,
+// which begin at `top`.
+__device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_t top, Rough rough,
+                            Shared* shared) {
   const RowSearch search = shared->search;
   const RowInfo info = shared->info;
   const bool by_weight = search.lowest != RowSearch::kSettled;
@@ -241,27 +322,18 @@ __device__ void find_bounds(const LargeCall& call, std::int32_t row, Shared* sha
   std::uint32_t counted = 0;
   std::uint64_t weighed = 0;
   for (std::int32_t done = 0; done < kWrittenBins; done += kThreads) {
-    const std::int32_t bin =
-        rough_bin(search.highest) - done - static_cast<std::int32_t>(threadIdx.x);
-    std::uint32_t count = 0;
-    std::uint64_t mass = 0;
-#pragma unroll 8
-    for (std::int32_t u = 0; u < call.units; ++u) {
-      const std::int32_t below = shared->tops[u] - bin;
-      const uint2 x = rough[static_cast<std::int64_t>(u) * kRoughBins + max(bin, 0)];
-      const bool written = below >= 0 && below < kWrittenBins && bin >= kFirstFinite;
-      count += written ? x.x : 0u;
-      mass += written ? x.y : 0u;
-    }
+    const std::int32_t bin = top - done - static_cast<std::int32_t>(threadIdx.x);
+    if (done > 0) rough = add_rough(call, row, bin, shared);
     const __half edge = __ushort_as_half(rough_edge(max(bin, kFirstFinite)));
     const double unit = static_cast<double>(weight_of(edge, info)) / (1 << kMassBits);
-    const std::uint64_t share = share_units(static_cast<double>(mass) * unit);
+    const std::uint64_t share = share_units(static_cast<double>(rough.mass) * unit);
     std::uint32_t all_counted = 0;
     std::uint64_t all_weighed = 0;
-    const std::uint32_t count_before = counted + block_exclusive(count, shared->part, all_counted);
+    const std::uint32_t count_before =
+        counted + block_exclusive(rough.count, shared->part, all_counted);
     const std::uint64_t share_before =
         weighed + block_exclusive(share, shared->long_part, all_weighed);
-    if (count_before < keep && count_before + count >= keep) {
+    if (count_before < keep && count_before + rough.count >= keep) {
       shared->search.least = __half_as_ushort(edge);
     }
     if (by_weight && share_before < target && share_before + share >= target) {
@@ -283,9 +355,18 @@ __device__ void find_bounds(const LargeCall& call, std::int32_t row, Shared* sha
 
 // Kept out of line, for its registers.
 __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row, Shared* shared) {
-  if (threadIdx.x < kWarp) add_units(call, row, shared);
+  const bool is_first_warp = threadIdx.x < kWarp;
+  Units units;
+  if (is_first_warp) units = read_units(call, row, shared);
   __syncthreads();
-  if (shared->info.bad == 0 && counts_sectors(call)) find_bounds(call, row, shared);
+  const std::int32_t top = rough_bin(shared->search.highest);
+  const bool counts = counts_sectors(call);
+  Rough rough;
+  if (counts) rough = add_rough(call, row, top - static_cast<std::int32_t>(threadIdx.x), shared);
+  __syncthreads();
+  if (is_first_warp) add_units(call, units, shared);
+  __syncthreads();
+  if (shared->info.bad == 0 && counts) find_bounds(call, row, top, rough, shared);
   if (threadIdx.x != 0) return;
   call.rows[row] = shared->info;
   call.searches[row] = shared->search;

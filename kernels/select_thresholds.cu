@@ -55,11 +55,12 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
                            std::int32_t first, std::int32_t last, std::uint16_t* queue,
                            std::uint32_t* bins) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
-  const std::uint32_t* const maxima = call.row_maxima(number) + lane;
+  const std::uint32_t* const maxima = call.strip_maxima(number, first, lane);
+  const std::int32_t words_apart = kStripPages * LargeCall::kPageWords * call.call.group;
   std::uint32_t words[kWarpStrips];
 #pragma unroll
   for (int s = 0; s < kWarpStrips; ++s) {
-    words[s] = first + s < last ? maxima[(first + s) * (kStripSectors / 2)] : kMinusInfinities;
+    words[s] = first + s < last ? maxima[s * words_apart] : kMinusInfinities;
   }
   const __half2 least = twice(row.least);
   int count = 0;
@@ -140,8 +141,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   const std::int32_t number = block / call.units;
   const int head = number / c.group;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.bins; i += kThreads) bins[i] = 0;
-  wait_for_kernel_before();
+  // In this order: what follows waits before it looks at anything, and often nothing is left to do.
   allow_next_kernel();
+  wait_for_kernel_before();
   if (call.list_capacity > 0 && call.settled[head] != 0) return;
   const RowSearch search = call.searches[number];
   if (search.lowest == RowSearch::kSettled) return;

@@ -13,6 +13,7 @@
 #include "kernels/owners.h"
 #include "kernels/select.h"
 #include "lib/half.h"
+#include "tests/kernels/digest_truth.h"
 #include "tests/support/random.h"
 
 namespace sluice::cuda {
@@ -92,9 +93,11 @@ struct Answer {
 // A case's arrays on the device and the parameters that name them.
 class Problem {
  public:
-  explicit Problem(const Case& c)
+  explicit Problem(const Case& c, bool digested = false)
       : case_(c),
         logits_(halves(c)),
+        maxima_(digested ? maxima(c) : std::vector<std::uint16_t>()),
+        sums_(digested ? sums(c) : std::vector<float>()),
         positions_(
             std::vector<std::int32_t>(static_cast<std::size_t>(c.kv_heads * c.capacity), -7)),
         eligible_(shifted(c.eligible)),
@@ -109,6 +112,9 @@ class Problem {
     const auto rows = static_cast<std::size_t>(c.rows());
     params_.shape = {1, c.rows(), c.kv_heads, 64, DType::bf16};
     params_.logits = {reinterpret_cast<std::byte*>(logits_.data()), c.stride};
+    if (digested) {
+      params_.logits.digest = {maxima_.data(), sums_.data(), LogitDigest::pages_of(c.stride)};
+    }
     params_.count = c.count;
     params_.end = c.end;
     if (!c.candidates.empty()) {
@@ -163,6 +169,35 @@ class Problem {
     for (const float x : c.logits) bits.push_back(float_to_f16(x));
     return bits;
   }
+  // What a scan notes of pages below `end`; of others, nonsense.
+  template <typename Note>
+  static void for_pages(const Case& c, const Note& note) {
+    for (int head = 0; head < c.kv_heads; ++head) {
+      for (std::int64_t page = 0; page < LogitDigest::pages_of(c.stride); ++page) {
+        const std::int64_t first = page * kPageTokens;
+        const bool is_whole = first + kPageTokens <= std::min(c.end, c.count);
+        for (int row = head * c.group; row < (head + 1) * c.group; ++row) {
+          note(is_whole ? c.logits.data() + row * c.stride + first : nullptr);
+        }
+      }
+    }
+  }
+  static std::vector<std::uint16_t> maxima(const Case& c) {
+    std::vector<std::uint16_t> bits;
+    for_pages(c, [&](const float* page) {
+      for (int i = 0; i < kPageTokens; i += kBoundTokens) {
+        bits.push_back(page == nullptr ? 0x7e5a : float_to_f16(largest_of(page + i, kBoundTokens)));
+      }
+    });
+    return bits;
+  }
+  static std::vector<float> sums(const Case& c) {
+    std::vector<float> sums;
+    for_pages(c, [&](const float* page) {
+      sums.push_back(page == nullptr ? std::nanf("") : digest_sum(page));
+    });
+    return sums;
+  }
   static std::vector<std::uint8_t> shifted(std::vector<std::uint8_t> mask) {
     mask.insert(mask.begin(), 0);
     return mask;
@@ -184,6 +219,8 @@ class Problem {
 
   const Case& case_;
   DeviceArray<std::uint16_t> logits_;
+  DeviceArray<std::uint16_t> maxima_;
+  DeviceArray<float> sums_;
   DeviceArray<std::int32_t> positions_;
   DeviceArray<std::uint8_t> eligible_;
   DeviceArray<std::int32_t> lists_;

@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::size_t kScratch = std::size_t{192} << 20;
 
-enum class Path { small, large };
+enum class Path { small, large, digested };
 
 bool has_device() {
   int devices = 0;
@@ -38,10 +38,13 @@ class Select : public ::testing::TestWithParam<Path> {
     workspace_.emplace(kScratch);
     limits_ = workspace_->device();
     // Which path is taken follows from these alone.
-    if (GetParam() == Path::large) limits_.shared_bytes = 0;
+    if (GetParam() != Path::small) limits_.shared_bytes = 0;
     if (GetParam() == Path::small) limits_.multiprocessors = 1;
     // Nothing may be taken for granted of scratch.
     require(cudaMemset(launch().scratch, 0xa5, kScratch), "memset");
+  }
+  static bool digested(const Case& c) {
+    return GetParam() == Path::digested && c.candidates.empty();
   }
   Launch launch() const {
     Launch launch = workspace_->launch();
@@ -49,7 +52,7 @@ class Select : public ::testing::TestWithParam<Path> {
     return launch;
   }
   Answer run(const Case& c) const {
-    const Problem problem(c);
+    const Problem problem(c, digested(c));
     EXPECT_LE(select_scratch_bytes(problem.params(), limits_), kScratch);
     select(problem.params(), launch());
     require(cudaStreamSynchronize(launch().stream), "select");
@@ -158,13 +161,32 @@ TEST_P(Select, ManyThatWeighTheSame) {
   }
 }
 
+// Single heavy entries stand out of what weighs more together.
+TEST_P(Select, ManyLightBesideFewHeavy) {
+  for (const int group : {1, 3, 6}) {
+    SCOPED_TRACE(std::to_string(group) + " query heads");
+    Case c;
+    c.group = group;
+    c.count = c.end = c.stride = c.capacity = GetParam() == Path::small ? 6000 : 40000;
+    c.prune = Pruner::top_p;
+    for (std::int64_t i = 0; i < group * c.stride; ++i) {
+      const std::int64_t at = i % c.stride + i / c.stride * 32;
+      c.logits.push_back(at / 16 % 2 == 0 ? (at % 16 == 5 ? 0.0f : -12.0f) : -4.0f);
+    }
+    for (const float p : {0.7f, 0.9f, 0.95f}) {
+      c.p = p;
+      check_case(c);
+    }
+  }
+}
+
 TEST_P(Select, CapsAboutWhatIsWanted) {
   const std::uint64_t seed = testing::seed(17);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
   for (int round = 0; round < 40; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
-    const std::int64_t most = round % 8 == 7 && GetParam() == Path::large ? 90000 : 9000;
+    const std::int64_t most = round % 8 == 7 && GetParam() != Path::small ? 90000 : 9000;
     Case c = random_case(random, random.integer(most / 2, most));
     c.prune = Pruner::top_p;
     c.cap = kNoLimit;
@@ -288,7 +310,7 @@ TEST_P(Select, ManyHeads) {
 
 // With too little scratch for all heads it takes several rounds.
 TEST_P(Select, TakesTurnsWhereScratchIsShort) {
-  if (GetParam() != Path::large) GTEST_SKIP() << "takes no scratch";
+  if (GetParam() == Path::small) GTEST_SKIP() << "takes no scratch";
   Random random(testing::seed(21));
   Case c;
   c.kv_heads = 7;
@@ -299,7 +321,7 @@ TEST_P(Select, TakesTurnsWhereScratchIsShort) {
   c.cap = 300;
   c.logits = random.normal(14 * 20000, 3.0f);
   for (float& x : c.logits) x = f16_to_float(float_to_f16(x));
-  const Problem problem(c);
+  const Problem problem(c, digested(c));
   Launch less = launch();
   less.scratch_bytes = select_scratch_bytes(problem.params(), limits_) * 2 / 5;
   select(problem.params(), less);
@@ -312,7 +334,7 @@ TEST_P(Select, TakesTurnsWhereScratchIsShort) {
 TEST_P(Select, RunsInAGraphAndLeavesCountersZero) {
   Random random(testing::seed(16));
   Case c = random_case(random, 30000);
-  const Problem problem(c);
+  const Problem problem(c, digested(c));
   const cudaStream_t stream = launch().stream;
   require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
   select(problem.params(), launch());
@@ -351,10 +373,12 @@ TEST(SelectScratch, HoldsOneKvHeadOfTwoMillionTokens) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Paths, Select, ::testing::Values(Path::small, Path::large),
-                         [](const auto& chosen) {
-                           return chosen.param == Path::small ? "small" : "large";
-                         });
+std::string name_of(const ::testing::TestParamInfo<Path>& path) {
+  return path.param == Path::small ? "small" : path.param == Path::large ? "large" : "digested";
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, Select, ::testing::Values(Path::small, Path::large, Path::digested),
+                         name_of);
 
 }  // namespace
 }  // namespace sluice::cuda
