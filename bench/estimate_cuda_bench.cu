@@ -170,8 +170,7 @@ class Memory {
     const auto copies = std::clamp<std::size_t>(kBeyondCache / bytes_ + 1, 1, 64);
     for (std::size_t i = 0; i < copies; ++i) {
       if (tiles) {
-        codes_.push_back(
-            bytes_of_noise(c.units() * static_cast<std::size_t>(d) * view.tiles.code_bytes()));
+        codes_.push_back(bytes_of_noise(view.tiles.codes_bytes(c.shape.kv_heads, d)));
         scales_.push_back(halves_of_noise(c.units() * static_cast<std::size_t>(d) * 2));
         view.tiles.codes = codes_.back().as<std::byte>();
         view.tiles.scales = scales_.back().as<std::uint16_t>();

@@ -45,7 +45,8 @@ class Layer {
     q_ = normal_block<float>(queries * d, kDeviation, 2);
     KeyTiles tiles;
     const std::size_t units = heads * static_cast<std::size_t>(pages_);
-    codes_ = make_device_block(units * d * tiles.code_bytes());
+    tiles.capacity = pages_;
+    codes_ = make_device_block(tiles.codes_bytes(shape_.kv_heads, head_dim));
     scales_ = make_device_block(units * d * 2 * sizeof(std::uint16_t));
     logits_ = make_device_block(queries * static_cast<std::size_t>(stride_) * sizeof(__half));
     digest_ = make_device_block(LogitDigest::bytes_of(shape_.query_heads, stride_));

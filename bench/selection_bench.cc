@@ -71,7 +71,7 @@ void scan(benchmark::State& state) {
   Scan s(state);
   const auto units =
       static_cast<std::size_t>(s.pages()) * static_cast<std::size_t>(s.shape.head_dim);
-  const Noise codes(units * s.view.tiles.code_bytes());
+  const Noise codes(s.view.tiles.codes_bytes(kKvHeads, s.shape.head_dim));
   const Noise scales(units * 2 * sizeof(std::uint16_t));
   auto* const halves = reinterpret_cast<std::uint16_t*>(scales.data());
   for (std::size_t i = 0; i < units * 2; ++i) halves[i] = float_to_f16(0.25f);

@@ -77,9 +77,9 @@ class HeadScan {
       }
       return;
     }
-    const PageScan scan = {
-        tile_page(p_.index.tiles, p_.shape.head_dim, head_, page), p_.index.tiles.bits, &channels_,
-        static_cast<std::size_t>(p_.shape.head_dim) * p_.index.tiles.code_bytes()};
+    const KeyTiles& tiles = p_.index.tiles;
+    const PageScan scan = {tile_page(tiles, p_.shape.head_dim, head_, page), tiles.bits, &channels_,
+                           tiles.tile_of(p_.shape.head_dim, head_, page + 1)};
     std::array<PageQuery, kMaxBunch> folded;
     std::array<float*, kMaxBunch> outs{};
     for (int first = 0; first < group_; first += kMaxBunch) {

@@ -107,7 +107,7 @@ void build_tile(const PageKeys& keys, int head_dim, int bits, const TilePage& pa
   }
   const std::size_t bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
   for (std::size_t c = 0; c < channels; ++c) {
-    pack_channel(&codes[c * kPageTokens], bits, page.codes + c * bytes);
+    pack_channel(&codes[c * kPageTokens], bits, page.codes_of(c, bytes));
   }
 }
 
@@ -123,13 +123,19 @@ void build_bounds(const PageKeys& keys, int head_dim, std::uint16_t* to) {
   }
 }
 
+void find_places(ChannelList& list) {
+  std::transform(list.index.begin(), list.index.end(), list.place.begin(), [](std::uint8_t c) {
+    return static_cast<std::uint16_t>(KeyTiles::place_of(0, c));
+  });
+}
+
 }  // namespace
 
 TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t page) {
   const auto index = static_cast<std::size_t>(head * tiles.capacity + page);
   const auto channels = static_cast<std::size_t>(head_dim);
   std::uint16_t* const scales = tiles.scales + index * 2 * channels;
-  return {tiles.codes + index * channels * tiles.code_bytes(), scales, scales + channels};
+  return {tiles.tile_of(head_dim, head, page), scales, scales + channels, page};
 }
 
 std::uint16_t* bounds_page(const PageBounds& bounds, int head_dim, std::int64_t head,
@@ -169,6 +175,7 @@ ChannelList all_channels(int head_dim) {
   ChannelList list;
   list.count = head_dim;
   std::iota(list.index.begin(), list.index.begin() + head_dim, std::uint8_t{0});
+  find_places(list);
   return list;
 }
 
@@ -187,6 +194,7 @@ ChannelList largest_channels(const float* q, int group, int head_dim, int count)
     return size[a] != size[b] ? size[a] > size[b] : a < b;
   });
   std::sort(list.index.begin(), chosen);
+  find_places(list);
   return list;
 }
 

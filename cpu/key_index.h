@@ -15,9 +15,15 @@ inline constexpr int kMaxHeadDim = 256;
 
 // Where the parts of page `page` of KV head `head` begin.
 struct TilePage {
-  std::byte* codes = nullptr;       // [head_dim, code_bytes]
+  std::byte* codes = nullptr;       // of the tile, [head_dim, kTilePages, code_bytes]
   std::uint16_t* scales = nullptr;  // f16 [head_dim]
   std::uint16_t* zeros = nullptr;   // f16 [head_dim]
+  std::int64_t page = 0;            // even or odd: which page of the tile
+
+  // Of one channel.
+  std::byte* codes_of(std::size_t channel, std::size_t code_bytes) const {
+    return codes + KeyTiles::place_of(page, channel) * code_bytes;
+  }
 };
 TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t page);
 std::uint16_t* bounds_page(const PageBounds& bounds, int head_dim, std::int64_t head,
@@ -29,6 +35,7 @@ void build_index(const BuildIndexParams& params, Threads& threads);
 // The channels that a scan reads, ascending; one list for all query heads of a KV head.
 struct ChannelList {
   std::array<std::uint8_t, kMaxHeadDim> index{};
+  std::array<std::uint16_t, kMaxHeadDim> place{};  // KeyTiles::place_of() on even pages
   int count = 0;
 };
 ChannelList all_channels(int head_dim);

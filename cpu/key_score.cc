@@ -55,7 +55,7 @@ void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded
     std::array<std::int32_t, kPageTokens> sums{};
     for (int i = 0; i < scan.channels->count; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      add_channel(scan.page.codes + scan.channels->index[at] * bytes, scan.bits,
+      add_channel(scan.page.codes_of(scan.channels->index[at], bytes), scan.bits,
                   folded[h].weights[at], sums.data());
     }
     for (std::size_t t = 0; t < kPageTokens; ++t) {

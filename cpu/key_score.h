@@ -16,7 +16,7 @@ struct PageScan {
   TilePage page;
   int bits = 4;
   const ChannelList* channels = nullptr;
-  std::size_t page_bytes = 0;  // of codes, from this page to the next
+  const std::byte* next = nullptr;  // the tile of the page that is read after it
 };
 
 // Folds up to kMaxBunch queries, `stride` floats apart and scaled by a factor each, into a page's

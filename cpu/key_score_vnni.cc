@@ -86,14 +86,16 @@ template <int kBits>
 inline void unpack(const PageScan& scan, std::size_t first, std::size_t end, Unpacked& to) {
   constexpr std::size_t kBytes = kPageTokens * kBits / 8;
   const __m512i mask = _mm512_set1_epi8((1 << kBits) - 1);
-  const auto& index = scan.channels->index;
+  const auto& place = scan.channels->place;
   const auto count = static_cast<std::size_t>(scan.channels->count);
+  // Odd pages have the other half of every channel.
+  const std::size_t odd = scan.page.page % 2 != 0 ? kBytes : 0;
   const auto channel = [&](std::size_t at) {
     // Past the last channel the weights are zero, so any codes will do.
-    const std::byte* const codes = scan.page.codes + index[at < count ? at : count - 1] * kBytes;
+    const std::size_t codes = place[at < count ? at : count - 1] * kBytes ^ odd;
     // Slices are too far apart for the processor to guess.
-    _mm_prefetch(codes + scan.page_bytes, _MM_HINT_T0);
-    return load_channel<kBits>(codes);
+    _mm_prefetch(scan.next + (codes ^ kBytes), _MM_HINT_T0);
+    return load_channel<kBits>(scan.page.codes + codes);
   };
   for (std::size_t i = first; i < end; i += 4) {
     const Quads both = interleave(channel(i), channel(i + 1), channel(i + 2), channel(i + 3));

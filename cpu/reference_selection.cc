@@ -35,8 +35,8 @@ Channel channel_of(const KeyTiles& tiles, int head_dim, std::int64_t head, std::
   const auto index = static_cast<std::size_t>(head * tiles.capacity + page);
   const auto d = static_cast<std::size_t>(head_dim);
   const auto c = static_cast<std::size_t>(channel);
-  return {tiles.codes + (index * d + c) * tiles.code_bytes(), tiles.scales + index * 2 * d + c,
-          tiles.scales + (index * 2 + 1) * d + c};
+  return {tiles.tile_of(head_dim, head, page) + KeyTiles::place_of(page, c) * tiles.code_bytes(),
+          tiles.scales + index * 2 * d + c, tiles.scales + (index * 2 + 1) * d + c};
 }
 
 // The part of a byte that holds a token's code, and the byte.

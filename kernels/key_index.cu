@@ -23,13 +23,14 @@ constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 
 struct BuildArgs {
   HeadRows rows;            // the rows of these pages
-  std::byte* codes;         // [kv_heads, tile_capacity, head_dim, code bytes] or null
+  std::byte* codes;         // [kv_heads, tiles, head_dim, kTilePages, code bytes] or null
   std::uint16_t* scales;    // f16 [kv_heads, tile_capacity, 2, head_dim]
   std::uint16_t* bounds;    // f16 [kv_heads, bound_capacity, kBoundsPerPage, 2, head_dim] or null
   std::int32_t* bad;        // host-visible [kv_heads]
   std::int64_t row_bytes;   // from row to row
   std::int64_t first_page;  // among the pages of the index
-  std::int64_t tile_capacity;
+  std::int64_t tile_capacity;  // pages
+  std::int64_t tiles;          // that they lie in
   std::int64_t bound_capacity;
   int head_dim;
   int bits;
@@ -178,12 +179,16 @@ __device__ __forceinline__ uint4 operator|(const uint4& a, const uint4& b) {
   return make_uint4(a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w);
 }
 
-__device__ void write_codes(const uint4* staged, int head_dim, int bits, uint4* to) {
-  const int units = head_dim * bits;
-  for (int unit = static_cast<int>(threadIdx.x); unit < units;
+// To a tile, of which this is an odd page or an even one.
+__device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd, uint4* to) {
+  const int of_channel = bits == 4 ? 2 : 1;  // a power of two of units
+  for (int unit = static_cast<int>(threadIdx.x); unit < head_dim << of_channel;
        unit += static_cast<int>(blockDim.x)) {
     const int place = place_of(unit, bits);
-    to[unit] = bits == 4 ? staged[place] : staged[place] | staged[head_dim * 2 + place];
+    const int channel = unit >> of_channel;
+    const int half = (channel ^ odd) % kTilePages;
+    to[unit + ((channel * (kTilePages - 1) + half) << of_channel)] =
+        bits == 4 ? staged[place] : staged[place] | staged[head_dim * 2 + place];
   }
 }
 
@@ -240,8 +245,11 @@ __global__ void __launch_bounds__(kMaxThreads) build_kernel(const __grid_constan
   }
   if (works) stage_codes(keys, quantisers, a.bits, part, pair, a.head_dim, staged);
   __syncthreads();
-  const std::int64_t page_bytes = static_cast<std::int64_t>(a.head_dim) * kPageTokens * a.bits / 8;
-  write_codes(staged, a.head_dim, a.bits, reinterpret_cast<uint4*>(a.codes + at * page_bytes));
+  const std::int64_t tile_bytes =
+      static_cast<std::int64_t>(a.head_dim) * kTilePages * kPageTokens * a.bits / 8;
+  std::byte* const tile = a.codes + (head * a.tiles + to / kTilePages) * tile_bytes;
+  write_codes(staged, a.head_dim, a.bits, static_cast<int>(to % kTilePages),
+              reinterpret_cast<uint4*>(tile));
 }
 
 BuildArgs build_args(const BuildIndexParams& p) {
@@ -254,6 +262,7 @@ BuildArgs build_args(const BuildIndexParams& p) {
   a.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
   a.first_page = p.first_page;
   a.tile_capacity = p.index.tiles.capacity;
+  a.tiles = p.index.tiles.tiles();
   a.bound_capacity = p.index.bounds.capacity;
   a.head_dim = p.shape.head_dim;
   a.bits = p.index.tiles.bits;

@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(kQueryThreads)
   prepare_tiles(queries, a, head);
 }
 
-// Notes where the candidates of every page begin.
+// Notes where the candidates of every tile begin.
 __global__ void __launch_bounds__(kTableThreads)
     table_kernel(const std::int32_t* positions, std::int64_t position_capacity,
-                 const __grid_constant__ TileQueries to, std::int64_t pages) {
+                 const __grid_constant__ TileQueries to, std::int64_t tiles) {
   const auto head = static_cast<std::int64_t>(blockIdx.y);
   wait_for_kernel_before();
   allow_next_kernel();
@@ -38,14 +38,15 @@ __global__ void __launch_bounds__(kTableThreads)
   const auto step = static_cast<std::int32_t>(gridDim.x * kTableThreads);
   for (auto i = static_cast<std::int32_t>(blockIdx.x * kTableThreads + threadIdx.x); i < count;
        i += step) {
-    const std::int32_t page = list[i] / kPageTokens;
-    if (i == 0 || list[i - 1] / kPageTokens != page) to.first[head * pages + page] = i;
+    const std::int32_t tile = list[i] / kTileTokens;
+    if (i == 0 || list[i - 1] / kTileTokens != tile) to.first[head * tiles + tile] = i;
   }
 }
 
-template <int kBits, bool kListed, int kColumns>
-__global__ void __launch_bounds__(kScanThreads, kColumns == 1 ? kScanBlocks : 3)
+template <int kBits, TileScan kScan, int kColumns>
+__global__ void __launch_bounds__(kScanThreads, kColumns == 1 ? kScanBlocks : 2)
     scan_kernel(const __grid_constant__ TileScanArgs a) {
+  constexpr bool kListed = kScan == TileScan::listed;
   using Shape = TileShape<kBits, kListed>;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ std::uint64_t full[kScanWarps][Shape::kStages];
@@ -58,28 +59,30 @@ __global__ void __launch_bounds__(kScanThreads, kColumns == 1 ? kScanBlocks : 3)
   memory.fragments = reinterpret_cast<uint4*>(mine);
   memory.places = memory.fragments + a.pairs * kColumns * kWarp;
   memory.selectors = memory.places + a.pairs * kWarp;
+  memory.scales = reinterpret_cast<std::uint32_t*>(memory.selectors + a.pairs * 4);
   memory.staged = reinterpret_cast<__half*>(shared + kScanWarps * (Shape::kRingBytes + tables)) +
-                  warp * a.query_count * kPageTokens;
+                  warp * a.query_count * kTileTokens;
   memory.full = full[warp];
-  scan_pages<kBits, kListed, kColumns>(a, memory);
+  scan_tiles<kBits, kScan, kColumns>(a, memory);
 }
 
-// How many of `total` pages `warps` warps share out in advance; see PageRuns.
+// How many of `total` tiles `warps` warps share out in advance; see TileRuns.
 template <int kBits, bool kListed>
-int static_pages(std::int64_t total, std::int64_t warps) {
-  check(total < std::numeric_limits<std::int32_t>::max(), "tile scan: pages");
+int static_tiles(std::int64_t total, std::int64_t warps) {
+  check(total < std::numeric_limits<std::int32_t>::max() / kTilePages, "tile scan: pages");
   // Every counter needs warps that ask it.
-  const bool dynamic = total >= kLeastDynamicPages * warps && warps >= kRunCounters * kScanWarps;
+  const bool dynamic = total >= kLeastDynamicTiles * warps && warps >= kRunCounters * kScanWarps;
   return static_cast<int>(dynamic ? total * TileShape<kBits, kListed>::kStaticEighths / 8 : total);
 }
 
-template <int kBits, bool kListed, int kColumns>
+template <int kBits, TileScan kScan, int kColumns>
 void launch_scan(TileScanArgs a, const Launch& launch) {
-  const auto kernel = scan_kernel<kBits, kListed, kColumns>;
+  constexpr bool kListed = kScan == TileScan::listed;
+  const auto kernel = scan_kernel<kBits, kScan, kColumns>;
   std::size_t shared = kScanWarps * (TileShape<kBits, kListed>::kRingBytes +
                                      table_bytes<kListed, kColumns>(a.pairs));
   if (a.has_candidates) {
-    shared += kScanWarps * kPageTokens * sizeof(__half) * static_cast<unsigned>(a.query_count);
+    shared += kScanWarps * kTileTokens * sizeof(__half) * static_cast<unsigned>(a.query_count);
   }
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
@@ -88,22 +91,33 @@ void launch_scan(TileScanArgs a, const Launch& launch) {
   require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kScanThreads, shared),
           "tile scan");
   check(resident > 0, "tile scan: no block fits");
-  const std::int64_t total = std::int64_t{a.pages} * a.heads;
+  const std::int64_t total = std::int64_t{a.tiles} * a.heads;
   const std::int64_t useful = (total + kScanWarps - 1) / kScanWarps;
   const std::int64_t blocks =
       std::min<std::int64_t>(std::int64_t{launch.device->multiprocessors} * resident, useful);
-  a.static_pages = static_pages<kBits, kListed>(total, blocks * kScanWarps);
+  a.static_tiles = static_tiles<kBits, kListed>(total, blocks * kScanWarps);
 
   launch_early("tile scan", kernel, dim3(static_cast<unsigned>(blocks)), kScanThreads, shared,
                launch, a);
 }
 
-template <int kBits, bool kListed>
+template <int kBits, TileScan kScan>
 void dispatch_columns(const TileScanArgs& a, const Launch& launch) {
   if (a.query_count <= 8) {
-    launch_scan<kBits, kListed, 1>(a, launch);
+    launch_scan<kBits, kScan, 1>(a, launch);
   } else {
-    launch_scan<kBits, kListed, 2>(a, launch);
+    launch_scan<kBits, kScan, 2>(a, launch);
+  }
+}
+
+template <int kBits>
+void dispatch_scan(const TileScanArgs& a, bool listed, const Launch& launch) {
+  if (listed) {
+    dispatch_columns<kBits, TileScan::listed>(a, launch);
+  } else if (a.has_candidates) {
+    dispatch_columns<kBits, TileScan::candidates>(a, launch);
+  } else {
+    dispatch_columns<kBits, TileScan::all>(a, launch);
   }
 }
 
@@ -119,6 +133,9 @@ int steps_of(const EstimateParams& p) {
 bool is_listed(const EstimateParams& p) {
   return channels_of(p) != p.shape.head_dim || p.shape.head_dim % kStepChannels != 0;
 }
+
+// Tiles that a KV head's pages lie in.
+std::int64_t tiles_of(const EstimateParams& p) { return (p.pages + kTilePages - 1) / kTilePages; }
 
 // Takes pieces of the scratch memory; a first pass without memory counts them.
 class Pieces {
@@ -145,11 +162,12 @@ TileQueries take_queries(const EstimateParams& p, Pieces& pieces) {
   to.fragments = pieces.take<uint4>(heads * pairs * (kMaxQueries / 8) * kWarp);
   to.factors = pieces.take<float>(heads * kMaxQueries);
   to.places = pieces.take<uint4>(heads * pairs * kWarp);
+  to.scales = pieces.take<std::uint32_t>(heads * pairs * kWarp);
   to.selectors = pieces.take<uint4>(heads * pairs * 4);
   to.counters = pieces.take<std::uint32_t>(kRunCounters);
   if (p.candidates != nullptr) {
     to.counts = pieces.take<std::int32_t>(heads);
-    to.first = pieces.take<std::int32_t>(heads * p.pages);
+    to.first = pieces.take<std::int32_t>(heads * tiles_of(p));
   }
   return to;
 }
@@ -161,7 +179,7 @@ void make_table(const EstimateParams& p, const TileQueries& to, const Launch& la
   const std::int64_t blocks = std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(useful, 1));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
   launch_early("candidate table", table_kernel, grid, kTableThreads, 0, launch,
-               p.candidates->positions, p.candidates->capacity, to, p.pages);
+               p.candidates->positions, p.candidates->capacity, to, tiles_of(p));
 }
 
 TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
@@ -178,8 +196,10 @@ TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
   a.logits = reinterpret_cast<__half*>(p.logits.data);
   a.digest = p.logits.digest;
   a.capacity = p.index.tiles.capacity;
+  a.tile_capacity = p.index.tiles.tiles();
   a.stride = p.logits.stride;
   a.pages = static_cast<int>(p.pages);
+  a.tiles = static_cast<int>(tiles_of(p));
   a.heads = p.shape.kv_heads;
   a.head_dim = p.shape.head_dim;
   a.steps = steps_of(p);
@@ -208,10 +228,10 @@ PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
   Pieces pieces(launch.scratch);
   a.to = take_queries(p, pieces);
   a.candidates = p.candidates != nullptr ? p.candidates->heads : nullptr;
-  a.pages = p.pages;
+  a.tiles = tiles_of(p);
   a.steps = steps_of(p);
   a.column_tiles = pass.queries <= 8 ? 1 : 2;
-  a.units = static_cast<int>(p.index.tiles.code_bytes() / 16);
+  a.units = p.index.tiles.bits == 4 ? 3 : 2;
   a.listed = is_listed(p);
   return a;
 }
@@ -230,9 +250,9 @@ void scan_tiles(const ScanPass& pass, const Launch& launch) {
   const TileScanArgs a = scan_args(pass, queries);
   const bool listed = is_listed(p);
   if (p.index.tiles.bits == 4) {
-    listed ? dispatch_columns<4, true>(a, launch) : dispatch_columns<4, false>(a, launch);
+    dispatch_scan<4>(a, listed, launch);
   } else {
-    listed ? dispatch_columns<2, true>(a, launch) : dispatch_columns<2, false>(a, launch);
+    dispatch_scan<2>(a, listed, launch);
   }
 }
 

@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "kernels/tile_scan_results.cuh"
+#include "kernels/tile_scan_candidates.cuh"
 
 namespace sluice::cuda {
 
@@ -104,29 +104,36 @@ template <int kBits, bool kListed>
 struct LaneOffsets {
   using Shape = TileShape<kBits, kListed>;
   // Listed channels lie in an order that makes some of the sums exclusive ors.
-  static constexpr int kCodes = kListed ? 8 / kBits : 1;
+  static constexpr int kCodes = kListed && kBits == 2 ? 2 : 1;
 
   __device__ LaneOffsets() {
     const int row = lane_id() / 4;
     const int quad = lane_id() % 4;
 #pragma unroll
-    for (int j = 0; j < kCodes; ++j) {
-      const int at = channel_of_lane(kListed, quad, j) * Shape::kCodeBytes + row * (2 * kBits);
-      codes[j] = static_cast<std::uint32_t>(kListed ? at ^ quad * 32 : at);
+    for (int p = 0; p < kTilePages; ++p) {
+#pragma unroll
+      for (int j = 0; j < kCodes; ++j) {
+        const int channel = channel_of_lane(kListed, quad, j);
+        const int half = kListed ? p : (p ^ channel) % kTilePages;
+        const int at =
+            channel * Shape::kChannelBytes + half * Shape::kCodeBytes + row * (2 * kBits);
+        codes[p][j] = static_cast<std::uint32_t>(kListed ? at ^ quad * 32 : at);
+      }
     }
     scales = Shape::kScaleOffset + static_cast<std::uint32_t>(kListed ? quad : quad / 2) * 16;
   }
   // The lane's channel `j` of a step.
-  __device__ __forceinline__ std::uint32_t code(int step, int j) const {
+  __device__ __forceinline__ std::uint32_t code(int step, int page, int j) const {
     const int apart = channel_of_lane(kListed, 0, j / kCodes * kCodes);
-    return codes[j % kCodes] +
-           static_cast<std::uint32_t>((step * kStepChannels + apart) * Shape::kCodeBytes);
+    return codes[page][j % kCodes] +
+           static_cast<std::uint32_t>((step * kStepChannels + apart) * Shape::kChannelBytes);
   }
-  __device__ __forceinline__ std::uint32_t scale(int step) const {
-    return scales + static_cast<std::uint32_t>(step) * kStepChannels * (kListed ? 4 : 2);
+  __device__ __forceinline__ std::uint32_t scale(int step, int page) const {
+    return scales + static_cast<std::uint32_t>(step) * kStepChannels * (kListed ? 4 : 2) +
+           static_cast<std::uint32_t>(page) * 2 * Shape::kScaleBytes;
   }
 
-  std::uint32_t codes[kCodes];
+  std::uint32_t codes[kTilePages][kCodes];
   std::uint32_t scales;
 };
 
@@ -137,27 +144,19 @@ __device__ __forceinline__ uint2 load_scales(std::uint32_t from, uint2 selectors
   return make_uint2(permute(words.x, words.y, selectors.x), permute(words.z, words.w, selectors.y));
 }
 
-// One step of 16 channels, step `step` of the chunk in `slot`. Selectors tell which halves of words
-// the lane takes its scales from.
-template <int kBits, bool kListed, int kColumns>
-__device__ __forceinline__ void multiply_step(std::uint32_t slot,
-                                              const LaneOffsets<kBits, kListed>& offsets, int step,
-                                              const uint2 (&queries)[kColumns], uint2 selectors,
-                                              PageSums<kColumns>& sums) {
-  using Shape = TileShape<kBits, kListed>;
-  const uint2 scale = load_scales(slot + offsets.scale(step), selectors);
-  const uint2 zero = load_scales(slot + offsets.scale(step) + Shape::kScaleBytes, selectors);
+// Sums of a tile. Those over zeros of both pages are of the first: its own are in the upper rows of
+// A, the second's in the lower.
+template <int kColumns>
+using TileSums = PageSums<kColumns>[kTilePages];
+
+// Codes of this lane's four channels of a step, times weights.
+template <int kBits, int kColumns>
+__device__ __forceinline__ void multiply_codes(const std::uint32_t (&from)[4],
+                                               const uint2 (&weights)[kColumns],
+                                               PageSums<kColumns>& sums) {
   std::conditional_t<kBits == 4, uint2, std::uint32_t> codes[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) load_shared(slot + offsets.code(step, j), codes[j]);
-  const std::uint32_t zeros[4] = {zero.x, zero.x, zero.y, zero.y};
-  uint2 weights[kColumns];
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    mma(__half(), sums.zeros[c], zeros, queries[c].x, queries[c].y);
-    weights[c] =
-        make_uint2(multiply_pairs(queries[c].x, scale.x), multiply_pairs(queries[c].y, scale.y));
-  }
+  for (int j = 0; j < 4; ++j) load_shared(from[j], codes[j]);
   if constexpr (kBits == 4) {
     const std::uint32_t near[4] = {codes[0].x, codes[1].x, codes[2].x, codes[3].x};
     const std::uint32_t far[4] = {codes[0].y, codes[1].y, codes[2].y, codes[3].y};
@@ -177,55 +176,127 @@ __device__ __forceinline__ void multiply_step(std::uint32_t slot,
   }
 }
 
-// Two steps, those of `pair` of the page and `first` of the chunk on, of which `steps` are there.
+// One step of 16 channels, step `step` of the chunk in `slot`. Selectors tell which halves of words
+// the lane takes its scales from.
 template <int kBits, bool kListed, int kColumns>
-__device__ __forceinline__ void multiply_pair(std::uint32_t slot,
-                                              const LaneOffsets<kBits, kListed>& offsets, int first,
-                                              int steps, int pair,
-                                              const HeadQueries<kColumns>& of_head,
-                                              const WarpMemory& memory, PageSums<kColumns>& sums) {
-  if (steps <= 0) return;
-  uint4 queries[kColumns];
+__device__ __forceinline__ void multiply_step(std::uint32_t slot,
+                                              const LaneOffsets<kBits, kListed>& offsets, int step,
+                                              const uint2 (&queries)[kColumns], uint2 selectors,
+                                              TileSums<kColumns>& sums) {
+  using Shape = TileShape<kBits, kListed>;
+  uint2 zero[kTilePages];
+#pragma unroll
+  for (int p = 0; p < kTilePages; ++p) {
+    zero[p] = load_scales(slot + offsets.scale(step, p) + Shape::kScaleBytes, selectors);
+  }
+  const std::uint32_t zeros[4] = {zero[0].x, zero[1].x, zero[0].y, zero[1].y};
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    mma(__half(), sums[0].zeros[c], zeros, queries[c].x, queries[c].y);
+  }
+#pragma unroll
+  for (int p = 0; p < kTilePages; ++p) {
+    const uint2 scale = load_scales(slot + offsets.scale(step, p), selectors);
+    uint2 weights[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      weights[c] =
+          make_uint2(multiply_pairs(queries[c].x, scale.x), multiply_pairs(queries[c].y, scale.y));
+    }
+    std::uint32_t from[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) from[j] = slot + offsets.code(step, p, j);
+    multiply_codes<kBits>(from, weights, sums[p]);
+  }
+}
+
+// What a pair of steps needs of the queries.
+template <int kColumns>
+struct PairQueries {
+  uint4 fragments[kColumns];
+  uint4 selectors;  // which halves of words the lane takes its scales from
+};
+
+template <bool kListed, int kColumns>
+__device__ __forceinline__ PairQueries<kColumns> load_pair(const HeadQueries<kColumns>& of_head,
+                                                           const WarpMemory& memory, int pair) {
+  PairQueries<kColumns> of;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     const int place = (pair * kColumns + c) * kWarp;
-    queries[c] = kListed ? memory.fragments[place + lane_id()] : __ldg(of_head.fragments + place);
+    of.fragments[c] =
+        kListed ? memory.fragments[place + lane_id()] : __ldg(of_head.fragments + place);
   }
-  // Which halves of words the lane takes its scales from.
   const std::uint32_t half = lane_id() % 2 == 0 ? 0x5410u : 0x7632u;
-  const uint4 selectors =
+  of.selectors =
       kListed ? memory.selectors[pair * 4 + lane_id() % 4] : make_uint4(half, half, half, half);
+  return of;
+}
+
+// Two steps, of which `steps` are there.
+template <int kBits, bool kListed, int kColumns>
+__device__ __forceinline__ void multiply_pair(std::uint32_t slot,
+                                              const LaneOffsets<kBits, kListed>& offsets, int steps,
+                                              const PairQueries<kColumns>& queries,
+                                              TileSums<kColumns>& sums) {
+  const uint4& halves = queries.selectors;
 #pragma unroll
-  for (int s = 0; s < 2; ++s) {
+  for (int s = 0; s < kPairSteps; ++s) {
     if (s >= steps) break;
     uint2 of_step[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      of_step[c] =
-          s == 0 ? make_uint2(queries[c].x, queries[c].y) : make_uint2(queries[c].z, queries[c].w);
+      const uint4& both = queries.fragments[c];
+      of_step[c] = s == 0 ? make_uint2(both.x, both.y) : make_uint2(both.z, both.w);
     }
-    const uint2 halves =
-        s == 0 ? make_uint2(selectors.x, selectors.y) : make_uint2(selectors.z, selectors.w);
-    multiply_step(slot, offsets, first + s, of_step, halves, sums);
+    multiply_step(slot, offsets, s, of_step,
+                  s == 0 ? make_uint2(halves.x, halves.y) : make_uint2(halves.z, halves.w), sums);
   }
 }
 
-// Sums and stores the pages of one warp.
-template <int kBits, bool kListed, int kColumns>
-__device__ __forceinline__ void scan_pages(const TileScanArgs& a, const WarpMemory& memory) {
+// Stores what is wanted of a tile.
+template <int kBits, TileScan kScan, int kColumns>
+__device__ __forceinline__ void store_tile(TileSums<kColumns>& sums, const TileScanArgs& a,
+                                           const HeadQueries<kColumns>& queries, const TileHead& at,
+                                           const TileCandidates& candidates, __half* staged) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) sums[1].zeros[c][side] = sums[0].zeros[c][2 + side];
+  }
+  if (has_candidates<kScan>(a)) {
+    store_candidates<kBits>(sums, a, queries, at, candidates, staged);
+    return;
+  }
+#pragma unroll
+  for (int p = 0; p < kTilePages; ++p) {
+    const int page = at.tile * kTilePages + p;
+    if (page >= a.pages) break;
+    if (a.aligned) {
+      store_page<kBits, true>(sums[p], a, queries, at.head, page);
+    } else {
+      store_page<kBits, false>(sums[p], a, queries, at.head, page);
+    }
+  }
+}
+
+// Sums and stores the tiles of one warp.
+template <int kBits, TileScan kScan, int kColumns>
+__device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const WarpMemory& memory) {
+  constexpr bool kListed = kScan == TileScan::listed;
   using Shape = TileShape<kBits, kListed>;
-  constexpr int kPairs = Shape::kSteps / 2;
-  using Copier = std::conditional_t<kListed, ListedCopier<kBits>, OrderedCopier<kBits>>;
+  using Copier = std::conditional_t<kListed, ListedCopier<kBits>, OrderedCopier<kBits, kScan>>;
   Copier copier(a, memory);
-  // Pages that are scanned in any case are copied while the queries are made ready.
-  const bool early = !kListed && !a.has_candidates;
-  if (!early) {
+  // Tiles that are scanned in any case are copied while the queries are made ready.
+  constexpr bool kEarly = kScan == TileScan::all;
+  static_assert(Shape::kAhead < kLeastDynamicTiles * Shape::kStaticEighths / 8, "see begin()");
+  if (!kEarly) {
     wait_for_kernel_before();
     copier.begin();
   }
 #pragma unroll 1
-  for (int i = 0; i < Shape::kStages - 1; ++i) copier.copy_next();
-  if (early) {
+  for (int i = 0; i < Shape::kAhead; ++i) copier.copy_next();
+  if (kEarly) {
     wait_for_kernel_before();
     copier.begin();
   }
@@ -234,40 +305,34 @@ __device__ __forceinline__ void scan_pages(const TileScanArgs& a, const WarpMemo
   const std::uint32_t first_slot = shared_address(memory.ring);
   std::uint32_t slot = first_slot;
   unsigned round = 0;  // the lowest bit of how often the ring was gone through
-  PageHead at;
+  TileHead at;
   HeadQueries<kColumns> queries;
   while (copier.oldest() >= 0) {
-    if (at.find(copier.oldest(), a.pages)) {
+    if (at.find(copier.oldest(), a.tiles)) {
       queries = enter_head<kBits, kListed, kColumns>(a, at.head, memory);
     }
-    PageCandidates candidates{};
-    if (!kListed && a.has_candidates) candidates = candidates_of(a, at);
-    PageSums<kColumns> sums{};
-    int first = 0;  // pair of steps of this chunk
-    do {
+    TileCandidates candidates{};
+    if (kScan == TileScan::candidates) candidates = candidates_of(a, at);
+    TileSums<kColumns> sums{};
+#pragma unroll 1
+    for (int pair = 0; pair < a.pairs; ++pair) {
+      PairQueries<kColumns> of_pair;  // asked for early where it comes from far
+      if (!kListed) of_pair = load_pair<kListed>(queries, memory, pair);
       copier.wait(slot, round);
       __syncwarp();
       copier.copy_next();
-#pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        multiply_pair(slot, offsets, pair * 2, a.steps - (first + pair) * 2, first + pair, queries,
-                      memory, sums);
-      }
+      if (kListed) of_pair = load_pair<kListed>(queries, memory, pair);
+      multiply_pair(slot, offsets, a.steps - pair * kPairSteps, of_pair, sums);
       slot += Shape::kSlotBytes;
       if (slot == first_slot + Shape::kRingBytes) {
         slot = first_slot;
         round ^= 1;
       }
-      first += kPairs;
-    } while (first < a.pairs);
-    if (a.has_candidates) {
-      if (kListed) candidates = candidates_of(a, at);  // rare, and registers are not
-      store_candidates<kBits>(sums, a, queries, at, candidates, memory.staged);
-    } else if (a.aligned) {
-      store_page<kBits, true>(sums, a, queries, at);
-    } else {
-      store_page<kBits, false>(sums, a, queries, at);
     }
+    if (kListed && has_candidates<kScan>(a)) {
+      candidates = candidates_of(a, at);  // rare, and registers are not
+    }
+    store_tile<kBits, kScan>(sums, a, queries, at, candidates, memory.staged);
   }
 }
 

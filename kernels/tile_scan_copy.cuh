@@ -1,6 +1,6 @@
 // Pages of quantised keys on their way to the warps that scan them.
 //
-// Every warp copies its own pages asynchronously through a ring of slots in shared memory and waits
+// Every warp copies its own tiles asynchronously through a ring of slots in shared memory and waits
 // for no other.
 #pragma once
 
@@ -13,22 +13,23 @@
 namespace sluice::cuda {
 
 inline constexpr int kScanWarps = 4;          // of a block
-inline constexpr int kScanBlocks = 5;         // of a multiprocessor
-inline constexpr int kLeastDynamicPages = 8;  // of a warp: fewer are shared out evenly
-inline constexpr int kRunPages = 2;           // that a warp takes at once of those not shared out
+inline constexpr int kScanBlocks = 4;         // of a multiprocessor
+inline constexpr int kLeastDynamicTiles = 6;  // of a warp: fewer are shared out evenly
 
 struct TileScanArgs {
   TileQueries queries;
-  const std::byte* codes;         // [kv_heads, capacity, head_dim, code bytes]
+  const std::byte* codes;         // [kv_heads, tile_capacity, head_dim, kTilePages, code bytes]
   const std::uint16_t* scales;    // f16 [kv_heads, capacity, 2, head_dim]
   const std::int32_t* positions;  // [kv_heads, position_capacity], of candidates
   __half* logits;                 // [query_heads, stride]
   LogitDigest digest;             // of the logits, or null pointers
   std::int64_t capacity;
+  std::int64_t tile_capacity;
   std::int64_t position_capacity;
   std::int64_t stride;
   int pages;         // of every head
-  int static_pages;  // of all heads' pages, shared out evenly from the start
+  int tiles;         // likewise
+  int static_tiles;  // of all heads' tiles, shared out evenly from the start
   int heads;
   int head_dim;
   int steps;
@@ -37,23 +38,35 @@ struct TileScanArgs {
   int first_query;
   int query_count;
   bool aligned;         // logits of a page begin on 16 bytes
-  bool has_candidates;  // only pages with a candidate are scanned
+  bool has_candidates;  // only tiles with a candidate are scanned
 };
 
-// A slot of a warp's ring: a chunk of a page, with its scales and zeros.
+// What is scanned: all channels of every tile or only of those with a candidate, or channels that
+// are listed, which may be either.
+enum class TileScan { all, candidates, listed };
+
+template <TileScan kScan>
+__device__ __forceinline__ bool has_candidates(const TileScanArgs& a) {
+  return kScan == TileScan::listed ? a.has_candidates : kScan == TileScan::candidates;
+}
+
+// A slot of a warp's ring: a chunk of a tile, which is a pair of steps of its channels for both
+// pages, with their scales and zeros.
 template <int kBits, bool kListed>
 struct TileShape {
-  static constexpr int kStages = kListed ? 3 : 2;            // slots
-  static constexpr int kSteps = kListed ? kListedSteps : 4;  // of a chunk
-  static constexpr int kChannels = kSteps * kStepChannels;
-  static constexpr int kCodeBytes = kPageTokens * kBits / 8;  // of a channel
-  static constexpr int kUnits = kCodeBytes / 16;
-  static constexpr std::uint32_t kScaleOffset = kChannels * kCodeBytes;
-  // In pairs if they are listed, of which one counts.
+  // Slots, all but one of which are filled ahead of the one that is read.
+  static constexpr int kStages = 2;
+  static constexpr int kAhead = kStages - 1;
+  static constexpr int kChannels = kPairSteps * kStepChannels;  // of a chunk
+  static constexpr int kCodeBytes = kPageTokens * kBits / 8;    // of a channel of a page
+  static constexpr int kChannelBytes = kTilePages * kCodeBytes;
+  static constexpr int kUnits = kChannelBytes / 16;
+  static constexpr std::uint32_t kScaleOffset = kChannels * kChannelBytes;
+  // Of one page; in pairs if they are listed, of which one counts.
   static constexpr std::uint32_t kScaleBytes = kChannels * (kListed ? 4 : 2);
-  static constexpr std::uint32_t kSlotBytes = kScaleOffset + 2 * kScaleBytes;
+  static constexpr std::uint32_t kSlotBytes = kScaleOffset + 2 * kTilePages * kScaleBytes;
   static constexpr std::uint32_t kRingBytes = kStages * kSlotBytes;
-  // Of all pages, how many eighths are shared out in advance: a jump to another head costs more
+  // Of all tiles, how many eighths are shared out in advance: a jump to another head costs more
   // where its channels have to be looked up.
   static constexpr int kStaticEighths = kListed ? 6 : 4;
 };
@@ -62,94 +75,105 @@ struct TileShape {
 // warp is at, which keep loads and their latency out of the way from page to page.
 struct WarpMemory {
   std::byte* ring;
-  uint4* fragments;     // [pairs of steps, column tiles, lanes]
-  uint4* places;        // [pairs of steps, lanes]
-  uint4* selectors;     // [pairs of steps, 4]
-  __half* staged;       // [query_count, kPageTokens], if there are candidates
-  std::uint64_t* full;  // barriers of bulk copies
+  uint4* fragments;       // [pairs of steps, column tiles, lanes]
+  uint4* places;          // [pairs of steps, lanes]
+  uint4* selectors;       // [pairs of steps, 4]
+  std::uint32_t* scales;  // [pairs of steps, lanes]
+  __half* staged;         // [query_count, kTileTokens], if there are candidates
+  std::uint64_t* full;    // barriers of bulk copies
 };
 
 // Bytes of a warp's tables.
 template <bool kListed, int kColumns>
 __host__ __device__ constexpr std::uint32_t table_bytes(int pairs) {
-  return kListed ? static_cast<std::uint32_t>(pairs) * 16 * (kColumns * kWarp + kWarp + 4) : 0;
+  return kListed
+             ? static_cast<std::uint32_t>(pairs) * 16 * (kColumns * kWarp + kWarp + 4 + kWarp / 4)
+             : 0;
 }
 
-// Pages of a warp, as numbers among those of all heads in order. Most are shared out evenly in
-// advance; the rest is taken in short runs, so that all warps end together although some get on
-// faster. The counter is asked for a run ahead, for its answer takes long.
-class PageRuns {
+// Tiles of a warp, as numbers among those of all heads in order. Most are shared out evenly in
+// advance; the rest is taken one by one, so that all warps end together although some get on
+// faster. The counter is asked for a tile ahead, for its answer takes long.
+template <TileScan kScan>
+class TileRuns {
  public:
-  __device__ explicit PageRuns(const TileScanArgs& a) : a_(a) {
+  __device__ explicit TileRuns(const TileScanArgs& a) : a_(a) {
     const int warps = static_cast<int>(gridDim.x) * kScanWarps;
     const int warp = static_cast<int>(blockIdx.x * kScanWarps + threadIdx.x / kWarp);
-    const int each = a.static_pages / warps;
-    const int more = a.static_pages % warps;  // warps that have one more
-    page = each * warp + min(warp, more);
+    const int each = a.static_tiles / warps;
+    const int more = a.static_tiles % warps;  // warps that have one more
+    tile = each * warp + min(warp, more);
     left_ = each + (warp < more ? 1 : 0);
   }
 
-  // Once what is made ready for a scan is there: before the first page if there are candidates, and
-  // before half of kLeastDynamicPages are left behind.
+  // Once what is made ready for a scan is there: before the first tile if there are candidates, and
+  // before those that are shared out in advance are left behind.
   __device__ __forceinline__ void begin() {
     ask();
-    if (a_.has_candidates) skip();
+    look();
   }
-  __device__ __forceinline__ bool done() const { return left_ == 0; }
-  __device__ __forceinline__ void next() {
-    step();
-    if (a_.has_candidates) skip();
+  // Whether there is a tile; then `tile` is the next one to scan.
+  __device__ __forceinline__ bool find() {
+    if (has_candidates<kScan>(a_)) skip();
+    return left_ > 0;
+  }
+  __device__ __forceinline__ void step() {
+    ++tile;
+    if (--left_ == 0) take();
+    look();
   }
 
-  int page = 0;
+  int tile = 0;
 
  private:
-  __device__ __forceinline__ int total() const { return a_.pages * a_.heads; }
+  __device__ __forceinline__ int total() const { return a_.tiles * a_.heads; }
   __device__ __forceinline__ void ask() {
-    if (a_.static_pages < total() && lane_id() == 0) {
+    if (a_.static_tiles < total() && lane_id() == 0) {
       upcoming_ = atomicAdd(a_.queries.counters + blockIdx.x % kRunCounters, 1u);
     }
   }
-  __device__ __forceinline__ void step() {
-    ++page;
-    if (--left_ == 0) begin_run();
-  }
-  __device__ __forceinline__ void begin_run() {
-    if (a_.static_pages == total()) return;
+  __device__ __forceinline__ void take() {
+    if (a_.static_tiles == total()) return;
     const unsigned run =
         __shfl_sync(kAllLanes, upcoming_, 0) * kRunCounters + blockIdx.x % kRunCounters;
-    const std::int64_t first = a_.static_pages + std::int64_t{run} * kRunPages;
-    if (first >= total()) return;
+    const std::int64_t taken = a_.static_tiles + std::int64_t{run};
+    if (taken >= total()) return;
     ask();
-    page = static_cast<int>(first);
-    left_ = min(kRunPages, total() - page);
+    tile = static_cast<int>(taken);
+    left_ = 1;
   }
-  // To the next page with a candidate.
+  // Asks for the tile's first candidate, long before the answer is needed.
+  __device__ __forceinline__ void look() {
+    if (!has_candidates<kScan>(a_) || left_ == 0) return;
+    first_ = a_.queries.first[tile];
+  }
+  // To the next tile with a candidate.
   __device__ __forceinline__ void skip() {
-    while (!done() && a_.queries.first[page] < 0) step();
+    while (left_ > 0 && first_ < 0) step();
   }
 
   const TileScanArgs& a_;
   unsigned upcoming_ = 0;
   int left_ = 0;
+  std::int32_t first_ = 0;
 };
 
-// Splits the number of a page into head and page, which takes a division only where the head
+// Splits the number of a tile into head and tile, which takes a division only where the head
 // changes.
-class PageHead {
+class TileHead {
  public:
   // Whether the head changed.
-  __device__ __forceinline__ bool find(int number, int pages) {
-    page = number - first_;
-    if (static_cast<unsigned>(page) < static_cast<unsigned>(pages)) return false;
-    head = number / pages;
-    first_ = head * pages;
-    page = number - first_;
+  __device__ __forceinline__ bool find(int number, int tiles) {
+    tile = number - first_;
+    if (static_cast<unsigned>(tile) < static_cast<unsigned>(tiles)) return false;
+    head = number / tiles;
+    first_ = head * tiles;
+    tile = number - first_;
     return true;
   }
 
   int head = -1;
-  int page = 0;
+  int tile = 0;
 
  private:
   int first_ = std::numeric_limits<int>::max();
@@ -173,42 +197,42 @@ __device__ __forceinline__ void copy_unit_if(std::uint32_t to, const void* from,
       : "memory");
 }
 
-// Goes through the chunks of a warp's pages, and knows which pages are in the ring.
-template <int kBits, bool kListed>
+// Goes through the chunks of a warp's tiles, and knows which tiles are in the ring.
+template <int kBits, TileScan kScan>
 class ChunkCursor {
-  using Shape = TileShape<kBits, kListed>;
+  using Shape = TileShape<kBits, kScan == TileScan::listed>;
 
  public:
   __device__ explicit ChunkCursor(const TileScanArgs& a, std::byte* ring)
-      : pages(a), slot(shared_address(ring)), ring_(slot) {}
+      : tiles(a), slot(shared_address(ring)), ring_(slot) {}
 
-  // The page of the oldest chunk in the ring; -1 at the end.
-  __device__ __forceinline__ int oldest() const { return pages_[0]; }
+  // The tile of the oldest chunk in the ring; -1 at the end.
+  __device__ __forceinline__ int oldest() const { return tiles_[0]; }
   // The next slot will have the next chunk, if there is one.
   __device__ __forceinline__ bool begin_slot() {
 #pragma unroll
-    for (int i = 0; i + 1 < Shape::kStages - 1; ++i) pages_[i] = pages_[i + 1];
-    pages_[Shape::kStages - 2] = pages.done() ? -1 : pages.page;
-    return !pages.done();
+    for (int i = 0; i + 1 < Shape::kAhead; ++i) tiles_[i] = tiles_[i + 1];
+    const bool found = pair > 0 || tiles.find();
+    tiles_[Shape::kAhead - 1] = found ? tiles.tile : -1;
+    return found;
   }
   __device__ __forceinline__ void end_slot() {
     slot =
         slot == ring_ + (Shape::kStages - 1) * Shape::kSlotBytes ? ring_ : slot + Shape::kSlotBytes;
   }
-  __device__ __forceinline__ void next_chunk(int steps) {
-    first_step += Shape::kSteps;
-    if (first_step < steps) return;
-    first_step = 0;
-    pages.next();
+  __device__ __forceinline__ void next_chunk(int pairs) {
+    if (++pair < pairs) return;
+    pair = 0;
+    tiles.step();
   }
 
-  PageRuns pages;
-  int first_step = 0;  // of the next chunk
+  TileRuns<kScan> tiles;
+  int pair = 0;        // of steps, the next chunk
   std::uint32_t slot;  // where it goes
 
  private:
   std::uint32_t ring_;
-  int pages_[Shape::kStages - 1]{};
+  int tiles_[Shape::kAhead]{};
 };
 
 // Copies chunks of listed channels into slots, in the order that they are used in.
@@ -218,73 +242,85 @@ class ListedCopier {
 
  public:
   __device__ ListedCopier(const TileScanArgs& a, const WarpMemory& memory)
-      : a_(a), at_(a, memory.ring), places_(memory.places + lane_id()) {
-    // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2): lanes that differ in the channel
-    // they read, by multiples of four, find different banks.
-    const int channel = lane_id() / Shape::kUnits;
-    unit_ = static_cast<std::uint32_t>(lane_id() ^ (channel / 4 % 4 * 2)) * 16;
-    word_ = Shape::kScaleOffset + static_cast<std::uint32_t>(lane_id()) * 4;
-  }
+      : a_(a),
+        at_(a, memory.ring),
+        places_(memory.places + lane_id()),
+        scale_places_(memory.scales + lane_id()) {}
 
-  __device__ __forceinline__ void begin() { at_.pages.begin(); }
+  __device__ __forceinline__ void begin() { at_.tiles.begin(); }
   __device__ __forceinline__ int oldest() const { return at_.oldest(); }
 
   // One more chunk, or nothing at the end; always commits a group.
   __device__ __forceinline__ void copy_next() {
     if (at_.begin_slot()) {
-      if (head_.find(at_.pages.page, a_.pages)) enter();
-      copy(places_[at_.first_step / Shape::kSteps * kWarp]);
-      at_.next_chunk(a_.steps);
+      if (head_.find(at_.tiles.tile, a_.tiles)) enter();
+      copy_codes(places_[at_.pair * kWarp]);
+      copy_scales(scale_places_[at_.pair * kWarp]);
+      at_.next_chunk(a_.pairs);
     }
     at_.end_slot();
     copy_async_commit();
   }
   // Until this lane's part of the oldest chunk is there.
   __device__ __forceinline__ void wait(std::uint32_t, unsigned) const {
-    copy_async_wait<Shape::kStages - 2>();
+    copy_async_wait<Shape::kAhead - 1>();
   }
 
  private:
   __device__ __forceinline__ void enter() {
-    const std::int64_t page = head_.head * a_.capacity;
-    codes_ = a_.codes + page * (a_.head_dim * Shape::kCodeBytes);
-    scales_ = reinterpret_cast<const std::byte*>(a_.scales) + page * (a_.head_dim * 4);
-    const uint4* const places =
-        a_.queries.places + static_cast<std::int64_t>(head_.head) * a_.pairs * kWarp + lane_id();
+    const std::int64_t head = head_.head;
+    codes_ = a_.codes + head * a_.tile_capacity * (a_.head_dim * Shape::kChannelBytes);
+    scales_ =
+        reinterpret_cast<const std::byte*>(a_.scales) + head * a_.capacity * (a_.head_dim * 4);
+    const std::int64_t first = head * a_.pairs * kWarp + lane_id();
 #pragma unroll 1
-    for (int i = 0; i < a_.pairs; ++i) places_[i * kWarp] = __ldg(places + i * kWarp);
+    for (int i = 0; i < a_.pairs; ++i) {
+      places_[i * kWarp] = __ldg(a_.queries.places + first + i * kWarp);
+      scale_places_[i * kWarp] = __ldg(a_.queries.scales + first + i * kWarp);
+    }
   }
+  __device__ __forceinline__ bool whole() const { return (at_.pair + 1) * kPairSteps <= a_.steps; }
 
-  __device__ __forceinline__ void copy(uint4 places) const {
-    const bool whole = at_.first_step + Shape::kSteps <= a_.steps;
-    const auto page = static_cast<unsigned>(head_.page);
-    const auto d = static_cast<unsigned>(a_.head_dim);
-    const auto* const codes =
-        reinterpret_cast<const uint4*>(codes_ + std::uint64_t{page} * (d * Shape::kCodeBytes));
-    const std::uint32_t even = at_.slot + unit_;
-    const std::uint32_t odd = at_.slot + (unit_ ^ (kBits == 4 ? 64 : 0));
-    const unsigned units[4] = {places.x & 0xffff, places.y, places.z, places.w};
+  __device__ __forceinline__ void copy_codes(uint4 places) const {
+    const auto* const codes = reinterpret_cast<const uint4*>(
+        codes_ + std::uint64_t{static_cast<unsigned>(head_.tile)} *
+                     (static_cast<unsigned>(a_.head_dim) * Shape::kChannelBytes));
+    const std::uint32_t words[4] = {places.x, places.y, places.z, places.w};
+    const std::uint32_t to = at_.slot + static_cast<std::uint32_t>(lane_id()) * 16;
 #pragma unroll
     for (int i = 0; i < kListedCopies<kBits>; ++i) {
-      copy_unit_if((i % 2 == 0 ? even : odd) + static_cast<std::uint32_t>(i) * 512,
-                   codes + units[i], whole || i < kListedCopies<kBits> / 2);
+      const std::uint32_t from = i % 2 == 0 ? words[i / 2] & 0xffff : words[i / 2] >> 16;
+      // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2): lanes that differ in the
+      // channel they read, by multiples of four, find different banks.
+      const int channel = (i * kWarp + lane_id()) / Shape::kUnits;
+      const std::uint32_t at = to ^ static_cast<std::uint32_t>(channel / 4 % 4 * 32);
+      copy_unit_if(at + static_cast<std::uint32_t>(i) * 512, codes + from,
+                   i < kListedCopies<kBits> / 2 || whole());
     }
-    const auto* const scale =
-        reinterpret_cast<const std::uint32_t*>(scales_ + std::uint64_t{page} * (d * 4)) +
-        (places.x >> 16);
-    const std::uint32_t word = at_.slot + word_;
-    copy_word_if(word, scale, whole || lane_id() < kStepChannels);
-    copy_word_if(word + Shape::kScaleBytes, scale + d / 2, whole || lane_id() < kStepChannels);
+  }
+  __device__ __forceinline__ void copy_scales(std::uint32_t pair) const {
+    const auto d = static_cast<unsigned>(a_.head_dim);
+    const bool wanted = lane_id() < kStepChannels || whole();
+    const std::uint32_t to =
+        at_.slot + Shape::kScaleOffset + static_cast<std::uint32_t>(lane_id()) * 4;
+#pragma unroll
+    for (int p = 0; p < kTilePages; ++p) {
+      // The last page may be alone in its tile; then it is copied twice.
+      const auto page = static_cast<unsigned>(min(head_.tile * kTilePages + p, a_.pages - 1));
+      const auto* const from =
+          reinterpret_cast<const std::uint32_t*>(scales_ + std::uint64_t{page} * (d * 4)) + pair;
+      copy_word_if(to + p * 2 * Shape::kScaleBytes, from, wanted);
+      copy_word_if(to + (p * 2 + 1) * Shape::kScaleBytes, from + d / 2, wanted);
+    }
   }
 
   const TileScanArgs& a_;
-  ChunkCursor<kBits, true> at_;
-  PageHead head_;
-  std::uint32_t unit_;
-  std::uint32_t word_;
+  ChunkCursor<kBits, TileScan::listed> at_;
+  TileHead head_;
   const std::byte* codes_ = nullptr;   // of the head
   const std::byte* scales_ = nullptr;  // likewise
   uint4* places_;                      // likewise, of this lane
+  std::uint32_t* scale_places_;        // likewise
 };
 
 // Before any copy; for this warp's slots.
@@ -300,7 +336,7 @@ __device__ __forceinline__ void init_barriers(std::uint64_t* full, int count) {
 
 // Copies chunks of neighbouring channels. From Hopper on one lane has the copy engine do it, and
 // barriers `full` tell of it.
-template <int kBits>
+template <int kBits, TileScan kScan>
 class OrderedCopier {
   using Shape = TileShape<kBits, false>;
 
@@ -310,20 +346,16 @@ class OrderedCopier {
     init_barriers(memory.full, Shape::kStages);
   }
 
-  __device__ __forceinline__ void begin() { at_.pages.begin(); }
+  __device__ __forceinline__ void begin() { at_.tiles.begin(); }
   __device__ __forceinline__ int oldest() const { return at_.oldest(); }
 
   // One more chunk, or nothing at the end.
   __device__ __forceinline__ void copy_next() {
     if (at_.begin_slot()) {
-      if (head_.find(at_.pages.page, a_.pages)) first_page_ = head_.head * a_.capacity;
-      const std::int64_t page = first_page_ + head_.page;
-      const std::int64_t channel = page * a_.head_dim + at_.first_step * kStepChannels;
-      const int steps = min(Shape::kSteps, a_.steps - at_.first_step);
-      copy(static_cast<std::uint32_t>(steps * kStepChannels),
-           a_.codes + channel * Shape::kCodeBytes,
-           reinterpret_cast<const std::byte*>(a_.scales + channel + page * a_.head_dim));
-      at_.next_chunk(a_.steps);
+      head_.find(at_.tiles.tile, a_.tiles);
+      const int first = at_.pair * Shape::kChannels;
+      copy(first, min(Shape::kChannels, a_.head_dim - first));
+      at_.next_chunk(a_.pairs);
     }
     at_.end_slot();
     finish();
@@ -336,19 +368,23 @@ class OrderedCopier {
 
  private:
   __device__ __forceinline__ std::uint32_t barrier_of(std::uint32_t slot) const {
-    return full_ + (slot == first_slot_ ? 0 : 8);
+    return full_ + (slot - first_slot_) / Shape::kSlotBytes * 8;
   }
-  __device__ __forceinline__ void copy(std::uint32_t channels, const std::byte* codes,
-                                       const std::byte* scales) const {
-    if (lane_id() != 0) return;
+  // One lane copies the codes, four others scales and zeros of either page.
+  __device__ __forceinline__ void copy(int first, int channels) const {
+    constexpr int kPieces = 1 + 2 * kTilePages;
     const std::uint32_t barrier = barrier_of(at_.slot);
-    const std::uint32_t to = at_.slot + Shape::kScaleOffset;
-    barrier_expect(barrier, channels * (Shape::kCodeBytes + 4));
-    bulk(at_.slot, codes, channels * Shape::kCodeBytes, barrier);
-    bulk(to, scales, channels * 2, barrier);
-    bulk(to + Shape::kScaleBytes, scales + 2 * a_.head_dim, channels * 2, barrier);
+    const auto count = static_cast<std::uint32_t>(channels);
+    if (lane_id() == 0) {
+      barrier_expect(barrier, count * (Shape::kChannelBytes + 4 * kTilePages));
+      bulk(at_.slot, codes(first), count * Shape::kChannelBytes, barrier);
+    } else if (lane_id() < kPieces) {
+      const int part = lane_id() - 1;
+      bulk(at_.slot + Shape::kScaleOffset + static_cast<std::uint32_t>(part) * Shape::kScaleBytes,
+           scales(first, part), count * 2, barrier);
+    }
   }
-  __device__ __forceinline__ static void bulk(std::uint32_t to, const std::byte* from,
+  __device__ __forceinline__ static void bulk(std::uint32_t to, const void* from,
                                               std::uint32_t bytes, std::uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
@@ -359,16 +395,18 @@ class OrderedCopier {
   __device__ __forceinline__ void finish() const {}
 #else
   __device__ __forceinline__ void wait(std::uint32_t, unsigned) const {
-    copy_async_wait<Shape::kStages - 2>();
+    copy_async_wait<Shape::kAhead - 1>();
   }
 
  private:
-  __device__ __forceinline__ void copy(std::uint32_t channels, const std::byte* codes,
-                                       const std::byte* scales) const {
-    const std::uint32_t to = at_.slot + Shape::kScaleOffset;
-    units(at_.slot, codes, channels * Shape::kCodeBytes);
-    units(to, scales, channels * 2);
-    units(to + Shape::kScaleBytes, scales + 2 * a_.head_dim, channels * 2);
+  __device__ __forceinline__ void copy(int first, int channels) const {
+    const auto count = static_cast<std::uint32_t>(channels);
+    units(at_.slot, codes(first), count * Shape::kChannelBytes);
+#pragma unroll
+    for (int part = 0; part < 2 * kTilePages; ++part) {
+      units(at_.slot + Shape::kScaleOffset + static_cast<std::uint32_t>(part) * Shape::kScaleBytes,
+            reinterpret_cast<const std::byte*>(scales(first, part)), count * 2);
+    }
   }
   __device__ __forceinline__ static void units(std::uint32_t to, const std::byte* from,
                                                std::uint32_t bytes) {
@@ -379,10 +417,21 @@ class OrderedCopier {
   __device__ __forceinline__ void finish() const { copy_async_commit(); }
 #endif
 
+  // Of the tile and channels from `first` on.
+  __device__ __forceinline__ const std::byte* codes(int first) const {
+    const std::int64_t tile = head_.head * a_.tile_capacity + head_.tile;
+    return a_.codes + (tile * a_.head_dim + first) * Shape::kChannelBytes;
+  }
+  // Scales of the first page, its zeros, scales of the second, its zeros. The last page may be
+  // alone in its tile; then it stands for both.
+  __device__ __forceinline__ const std::uint16_t* scales(int first, int part) const {
+    const int page = min(head_.tile * kTilePages + part / 2, a_.pages - 1);
+    return a_.scales + ((head_.head * a_.capacity + page) * 2 + part % 2) * a_.head_dim + first;
+  }
+
   const TileScanArgs& a_;
-  ChunkCursor<kBits, false> at_;
-  PageHead head_;
-  std::int64_t first_page_ = 0;  // of the head
+  ChunkCursor<kBits, kScan> at_;
+  TileHead head_;
   std::uint32_t full_;
   std::uint32_t first_slot_;
 };

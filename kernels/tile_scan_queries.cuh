@@ -7,37 +7,38 @@
 namespace sluice::cuda {
 
 inline constexpr int kStepChannels = 16;  // of one tensor core step
-inline constexpr int kListedSteps = 2;    // of a chunk of listed channels
+inline constexpr int kPairSteps = 2;      // that are copied at once
 // Copies of 16 bytes by every lane that a chunk of listed channels takes.
 template <int kBits>
-inline constexpr int kListedCopies = kBits / 2 * kListedSteps;
+inline constexpr int kListedCopies = kBits / 2 * kPairSteps* kTilePages;
 
 // A pass over channels takes `steps` steps; the last is filled up with channels that the queries
 // are zero in.
 struct TileQueries {
   uint4* fragments;  // [kv_heads, pairs of steps, column tiles, lanes], queries as B
   float* factors;    // [kv_heads, kMaxQueries]
-  // If channels are listed, [kv_heads, pairs of steps, lanes]: where in a page a lane finds what it
-  // copies, as numbers of 16 bytes of codes, and in the upper half of the first a pair of scales;
+  // If channels are listed, [kv_heads, pairs of steps, lanes]: where in a tile a lane finds what it
+  // copies, as eight 16-bit numbers of 16 bytes of codes; and a pair of scales;
   // and [kv_heads, pairs of steps, 4]: which halves of pairs of scales to take.
   uint4* places;
+  std::uint32_t* scales;
   uint4* selectors;
   std::int32_t* counts;     // [kv_heads]: candidates, if there are any
-  std::int32_t* first;      // [kv_heads, pages]: the first candidate in a page or -1, or null
-  std::uint32_t* counters;  // [kRunCounters]: runs of pages given to warps
+  std::int32_t* first;      // [kv_heads, tiles]: the first candidate in a tile or -1, or null
+  std::uint32_t* counters;  // [kRunCounters]: tiles given to warps
 };
 
-// Warps take runs of pages from one of so many counters: one alone would serve them too slowly.
+// Warps take tiles from one of so many counters: one alone would serve them too slowly.
 inline constexpr int kRunCounters = 16;
 
 struct PrepareArgs {
   QueryArgs queries;
   TileQueries to;
   const HeadSelection* candidates;  // host-visible [kv_heads] or null
-  std::int64_t pages;
+  std::int64_t tiles;
   int steps;
   int column_tiles;
-  int units;    // of 16 bytes that a channel's codes take
+  int units;    // of 16 bytes that a channel's codes take in a tile, as a power of two
   bool listed;  // channels are looked up rather than taken in order
 };
 
@@ -60,8 +61,9 @@ __device__ inline void write_fragments(const Queries& queries, const PrepareArgs
   uint4* const to = a.to.fragments + static_cast<std::int64_t>(head) * total;
   for (int i = static_cast<int>(threadIdx.x); i < total; i += kQueryThreads) {
     const int lane = i % kWarp;
-    const int step = i / kWarp / a.column_tiles * 2;
-    const int n = i / kWarp % a.column_tiles * 8 + lane / 4;
+    const int tile = i / kWarp;  // a pair of steps has one or two
+    const int step = (a.column_tiles == 1 ? tile : tile / 2) * 2;
+    const int n = (a.column_tiles == 1 ? 0 : tile % 2 * 8) + lane / 4;
     const auto q = [&](int at, int j) {
       const int place = at * kStepChannels + channel_of_lane(a.listed, lane, j);
       if (n >= a.queries.count || place >= a.queries.channels) return 0.0f;
@@ -73,25 +75,30 @@ __device__ inline void write_fragments(const Queries& queries, const PrepareArgs
 }
 
 __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a, int head) {
-  constexpr int kChannels = kListedSteps * kStepChannels;
+  constexpr int kChannels = kPairSteps * kStepChannels;
   const int pairs = (a.steps + 1) / 2;
   const auto channel = [&](int place) {
     return static_cast<std::uint32_t>(queries.channel[min(place, a.queries.channels - 1)]);
   };
-  const auto units = static_cast<std::uint32_t>(a.units);
-  uint4* const places = a.to.places + static_cast<std::int64_t>(head) * pairs * kWarp;
+  const std::uint32_t units = 1u << a.units;
+  const std::int64_t to = static_cast<std::int64_t>(head) * pairs * kWarp;
   for (int i = static_cast<int>(threadIdx.x); i < pairs * kWarp; i += kQueryThreads) {
     const int lane = i % kWarp;
     const int first = i / kWarp * kChannels;
-    // One copy of all lanes takes kWarp units of neighbouring places.
+    // One copy of all lanes takes kWarp units of neighbouring places. The first page's come first.
     const auto unit = [&](int copy) {
-      return channel(first + (copy * kWarp + lane) / a.units) * units +
-             static_cast<std::uint32_t>(lane) % units;
+      const std::uint32_t c = channel(first + ((copy * kWarp + lane) >> a.units));
+      return (c << a.units) +
+             ((static_cast<std::uint32_t>(lane) & (units - 1)) ^ c % kTilePages * (units / 2));
     };
-    places[i] = make_uint4(unit(0) | channel(first + lane) / 2 << 16, unit(1), unit(2), unit(3));
+    const auto two = [&](int copy) { return unit(copy) | unit(copy + 1) << 16; };
+    a.to.places[to + i] = make_uint4(two(0), two(2), two(4), two(6));
+    a.to.scales[to + i] = channel(first + lane) / 2;
   }
   uint4* const selectors = a.to.selectors + static_cast<std::int64_t>(head) * pairs * 4;
-  for (int i = static_cast<int>(threadIdx.x); i < pairs * 4; i += kQueryThreads) {
+  // By the warp after the one that has most of the above.
+  const int thread = static_cast<int>(threadIdx.x + kQueryThreads - kWarp) % kQueryThreads;
+  for (int i = thread; i < pairs * 4; i += kQueryThreads) {
     const int place = i / 4 * kChannels + i % 4 * 4;
     const auto two = [&](int at) {
       return half_selector(channel(at), 0) | half_selector(channel(at + 1), 1) << 8;
@@ -106,8 +113,8 @@ __device__ inline void prepare_tiles(const Queries& queries, const PrepareArgs& 
   if (head == 0 && threadIdx.x < kRunCounters) a.to.counters[threadIdx.x] = 0;
   if (a.candidates != nullptr) {
     if (threadIdx.x == 0) a.to.counts[head] = a.candidates[head].count;
-    for (std::int64_t page = threadIdx.x; page < a.pages; page += kQueryThreads) {
-      a.to.first[head * a.pages + page] = -1;
+    for (std::int64_t tile = threadIdx.x; tile < a.tiles; tile += kQueryThreads) {
+      a.to.first[head * a.tiles + tile] = -1;
     }
   }
   write_fragments(queries, a, head);

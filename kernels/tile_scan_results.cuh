@@ -1,4 +1,4 @@
-// What a scan leaves of a page: its logits, or those of its candidates.
+// What a scan leaves of a page: its logits.
 #pragma once
 
 #include "kernels/tile_scan_copy.cuh"
@@ -154,9 +154,9 @@ __device__ __forceinline__ void digest_page(const Runs<kBits> (&runs)[2], bool h
 // All logits of a page, to their place.
 template <int kBits, bool kAligned, int kColumns>
 __device__ __forceinline__ void store_page(const PageSums<kColumns>& sums, const TileScanArgs& a,
-                                           const HeadQueries<kColumns>& queries,
-                                           const PageHead& at) {
-  __half* const logits = queries.logits + std::int64_t{at.page} * kPageTokens;
+                                           const HeadQueries<kColumns>& queries, int head,
+                                           int page) {
+  __half* const logits = queries.logits + std::int64_t{page} * kPageTokens;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
     if (c * 8 >= a.query_count) break;
@@ -174,74 +174,11 @@ __device__ __forceinline__ void store_page(const PageSums<kColumns>& sums, const
     }
     if (a.digest.maxima == nullptr) continue;
     const int query = column + lane_id() / 4 % 2;
-    const std::int64_t place =
-        (at.head * a.digest.pages + at.page) * a.group + a.first_query + query;
+    const std::int64_t place = (head * a.digest.pages + page) * a.group + a.first_query + query;
     digest_page<kBits>(runs, c * 8 + 1 < a.query_count, query < a.query_count,
                        reinterpret_cast<std::uint32_t*>(a.digest.maxima) + place * 4,
                        a.digest.sums + place);
   }
-}
-
-// The position of candidate `i` of a head; -1 beyond the last.
-__device__ __forceinline__ std::int32_t position_of(const TileScanArgs& a, int head,
-                                                    std::int32_t i) {
-  return i < a.queries.counts[head] ? a.positions[head * a.position_capacity + i] : -1;
-}
-
-// The candidates of a page. Where the first of them are is asked before the page is scanned, for
-// the answer takes long.
-struct PageCandidates {
-  static constexpr int kEarly = 2;
-  std::int32_t first;
-  std::int32_t early[kEarly];  // positions of first + lane, and of those kWarp after
-};
-
-__device__ __forceinline__ PageCandidates candidates_of(const TileScanArgs& a, const PageHead& at) {
-  PageCandidates of;
-  of.first = a.queries.first[at.head * a.pages + at.page];
-#pragma unroll
-  for (int i = 0; i < of.kEarly; ++i) {
-    of.early[i] = position_of(a, at.head, of.first + i * kWarp + lane_id());
-  }
-  return of;
-}
-
-// The logits of a page's candidates, by way of `staged` [query_count, kPageTokens].
-template <int kBits, int kColumns>
-__device__ __forceinline__ void store_candidates(const PageSums<kColumns>& sums,
-                                                 const TileScanArgs& a,
-                                                 const HeadQueries<kColumns>& queries,
-                                                 const PageHead& at,
-                                                 const PageCandidates& candidates, __half* staged) {
-  __half* const mine = staged + lane_id() % 4 * 2 * kPageTokens + lane_id() / 4 * (2 * kBits);
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const int column = c * 8 + side;
-      if (lane_id() % 4 * 2 + column >= a.query_count) continue;
-      Runs<kBits> runs;
-      find_runs<kBits>(sums, c, side, queries.factors, runs);
-#pragma unroll
-      for (int run = 0; run < 8 / kBits; ++run) {
-        store_words<true>(mine + column * kPageTokens + run * kRun<kBits>, runs[run]);
-      }
-    }
-  }
-  __syncwarp();
-  const std::int64_t query = static_cast<std::int64_t>(at.head) * a.group + a.first_query;
-#pragma unroll
-  for (int round = 0; round < kPageTokens / kWarp; ++round) {
-    const std::int32_t i = candidates.first + round * kWarp + lane_id();
-    const std::int32_t position =
-        round < candidates.kEarly ? candidates.early[round] : position_of(a, at.head, i);
-    const std::int32_t token = position - at.page * kPageTokens;
-    if (token < 0 || token >= kPageTokens) break;
-    for (int n = 0; n < a.query_count; ++n) {
-      a.logits[(query + n) * a.stride + i] = staged[n * kPageTokens + token];
-    }
-  }
-  __syncwarp();
 }
 
 }  // namespace sluice::cuda

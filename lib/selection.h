@@ -22,18 +22,45 @@ struct RowSpan;
 inline constexpr int kBoundTokens = 16;
 inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
 
+// Pages whose codes lie side by side in a tile: slices of channels are read in pieces twice as
+// long.
+inline constexpr int kTilePages = 2;
+
 // Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
 // that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
 // key = zero + scale * code, code in [0, 2^bits).
 // At 4 bits byte b of a channel holds token b in its low and token 64 + b in its high half; at 2
 // bits byte b holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up.
+// A channel of a tile has the codes of two neighbouring pages, the second page's first if the
+// channel's number is odd: those who read neighbouring channels of a page then find them in
+// different banks of memory. The last tile may have but one page.
 struct KeyTiles {
   int bits = 4;
-  std::byte* codes = nullptr;       // [kv_heads, capacity, head_dim, code_bytes()]
+  std::byte* codes = nullptr;       // [kv_heads, tiles(), head_dim, kTilePages, code_bytes()]
   std::uint16_t* scales = nullptr;  // f16 [kv_heads, capacity, 2, head_dim]: scales, then zeros
   std::int64_t capacity = 0;        // pages per KV head
 
+  // Per KV head.
+  std::int64_t tiles() const { return (capacity + kTilePages - 1) / kTilePages; }
+  // Of one channel of one page.
   std::size_t code_bytes() const { return static_cast<std::size_t>(kPageTokens * bits / 8); }
+  // Of a tile of one KV head.
+  std::size_t tile_bytes(int head_dim) const {
+    return static_cast<std::size_t>(head_dim * kTilePages) * code_bytes();
+  }
+  // Of all codes.
+  std::size_t codes_bytes(int kv_heads, int head_dim) const {
+    return static_cast<std::size_t>(kv_heads * tiles()) * tile_bytes(head_dim);
+  }
+  // The tile of a page.
+  std::byte* tile_of(int head_dim, std::int64_t head, std::int64_t page) const {
+    return codes +
+           static_cast<std::size_t>(head * tiles() + page / kTilePages) * tile_bytes(head_dim);
+  }
+  // Where one channel of a page lies in its tile, in units of code_bytes().
+  static constexpr std::size_t place_of(std::int64_t page, std::size_t channel) {
+    return channel * kTilePages + (static_cast<std::size_t>(page) ^ channel) % kTilePages;
+  }
   // Bytes of one page of one KV head, by the channels that are read of it.
   std::size_t page_bytes(int channels) const {
     return static_cast<std::size_t>(channels) * (code_bytes() + 2 * sizeof(std::uint16_t));

@@ -49,9 +49,13 @@ std::uint64_t IndexLayout::index_bytes() const {
   const auto tokens = static_cast<std::uint64_t>(pages()) * heads;
   KeyTiles tiles;
   tiles.bits = bits;
+  tiles.capacity = pages();
   std::uint64_t total = 0;
   for (const LayerIndex& layer : layers) {
-    if (layer.tiles) total += tokens * tiles.page_bytes(shape.head_dim);
+    if (layer.tiles) {
+      total += tiles.codes_bytes(shape.kv_heads, shape.head_dim) +
+               tokens * static_cast<std::uint64_t>(shape.head_dim) * 2 * sizeof(std::uint16_t);
+    }
     if (layer.bounds) total += tokens * PageBounds().page_bytes(shape.head_dim);
     if (layer.sums) total += heads * static_cast<std::uint64_t>(shape.head_dim) * sizeof(float);
   }

@@ -13,13 +13,15 @@ KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, Tier tier)
   const std::size_t pages = static_cast<std::size_t>(layout.pages()) * heads;
   KeyTiles tiles;
   tiles.bits = layout.bits;
+  tiles.capacity = layout.pages();
   bad_ = backend.allocate(tier, layers_.size() * heads * sizeof(std::int32_t));
   seen_bad_ = backend.allocate(Tier::host, bad_.bytes());
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const LayerIndex& wanted = layout.layers[i];
     Layer& layer = layers_[i];
     if (wanted.tiles) {
-      layer.codes = backend.allocate(tier, pages * channels * tiles.code_bytes());
+      layer.codes =
+          backend.allocate(tier, tiles.codes_bytes(layout.shape.kv_heads, layout.shape.head_dim));
       layer.scales = backend.allocate(tier, pages * channels * 2 * sizeof(std::uint16_t));
     }
     if (wanted.bounds) {

@@ -24,11 +24,13 @@ TEST(ScorePage, PortableAndSimdAgreeBitForBit) {
     const int d = static_cast<int>(random.integer(1, 128)) * 2;
     const int count = static_cast<int>(random.integer(1, d));
     const auto bunch = static_cast<std::size_t>(random.integer(1, cpu::kMaxBunch));
-    std::vector<std::byte> codes(static_cast<std::size_t>(d * kPageTokens * bits / 8));
+    std::vector<std::byte> codes(static_cast<std::size_t>(kTilePages * d * kPageTokens * bits / 8));
     for (std::byte& b : codes) b = static_cast<std::byte>(random.integer(0, 255));
     const std::vector<float> q = random.normal(d);
     const cpu::ChannelList channels = cpu::largest_channels(q.data(), 1, d, count);
-    const cpu::PageScan scan = {{codes.data(), nullptr, nullptr}, bits, &channels, 0};
+    const std::int64_t page = random.integer(0, 1);
+    const cpu::TilePage tile = {codes.data(), nullptr, nullptr, page};
+    const cpu::PageScan scan = {tile, bits, &channels, codes.data()};
     std::vector<cpu::PageQuery> folded(bunch);
     std::vector<std::vector<float>> a(bunch, std::vector<float>(kPageTokens));
     auto b = a;

@@ -65,7 +65,7 @@ class Prepared {
         tokens_(p.pages * kPageTokens + p.tail),
         row_bytes_(shape_.row_bytes()),
         rows_(static_cast<std::size_t>(tokens_ * p.kv_heads) * row_bytes_ + 64),
-        codes_(units() * static_cast<std::size_t>(16 * p.bits) + 16),
+        codes_(tiles_of(p).codes_bytes(p.kv_heads, p.head_dim) + 16),
         scales_(units() * 2 + 16),
         bounds_(units() * 2 * kBoundsPerPage + 16),
         q_(static_cast<std::size_t>(shape_.query_heads * p.head_dim)),
@@ -147,6 +147,12 @@ class Prepared {
   LogitDigest digest() const {
     return LogitDigest::in(digest_.data(), shape_.query_heads, stride_);
   }
+  static KeyTiles tiles_of(const Problem& p) {
+    KeyTiles tiles;
+    tiles.bits = p.bits;
+    tiles.capacity = p.pages;
+    return tiles;
+  }
   bool indexed() const { return p_.method != Selector::exact; }
   std::int64_t capacity() const { return std::max<std::int64_t>(p_.candidates, 0) + 5; }
   std::int64_t first_row() const {
@@ -182,8 +188,8 @@ class Prepared {
   }
 
   void build() {
-    index_.tiles.bits = p_.bits;
-    index_.tiles.capacity = index_.bounds.capacity = p_.pages;
+    index_.tiles = tiles_of(p_);
+    index_.bounds.capacity = p_.pages;
     index_.tiles.codes = codes_.data();
     index_.tiles.scales = scales_.data();
     index_.bounds.bounds = bounds_.data();
@@ -295,12 +301,15 @@ class Prepared {
     double code;
   };
   Code code_of(int head, std::int64_t token, int channel) const {
-    const auto page = static_cast<std::size_t>(head * p_.pages + token / kPageTokens);
+    const std::int64_t of_head = token / kPageTokens;
+    const auto page = static_cast<std::size_t>(head * p_.pages + of_head);
     const auto d = static_cast<std::size_t>(p_.head_dim);
     const auto c = static_cast<std::size_t>(channel);
     const auto bytes = static_cast<std::size_t>(16 * p_.bits);
     const auto t = static_cast<std::size_t>(token % kPageTokens);
-    const auto byte = static_cast<unsigned>(codes_[(page * d + c) * bytes + t % bytes]);
+    const std::byte* const codes =
+        index_.tiles.tile_of(p_.head_dim, head, of_head) + KeyTiles::place_of(of_head, c) * bytes;
+    const auto byte = static_cast<unsigned>(codes[t % bytes]);
     const unsigned code =
         byte >> (t / bytes * static_cast<unsigned>(p_.bits)) & ((1u << p_.bits) - 1u);
     const auto scale = static_cast<double>(f16_to_float(scales_[page * 2 * d + c]));

@@ -36,6 +36,13 @@ struct IndexCase {
 constexpr std::int64_t kFirstPage = 1;
 constexpr std::int64_t kSparePages = 2;  // before and after those that are built
 
+KeyTiles tiles_of(const IndexCase& c) {
+  KeyTiles tiles;
+  tiles.bits = c.bits;
+  tiles.capacity = c.pages + kSparePages;
+  return tiles;
+}
+
 // The memory of an index, on the host or on the device.
 struct IndexBytes {
   std::vector<std::byte> codes;
@@ -45,11 +52,25 @@ struct IndexBytes {
   explicit IndexBytes(const IndexCase& c) {
     const auto pages = static_cast<std::size_t>(c.kv_heads * (c.pages + kSparePages));
     const auto d = static_cast<std::size_t>(c.head_dim);
-    codes.assign(pages * d * static_cast<std::size_t>(16 * c.bits), std::byte{0x5a});
+    codes.assign(tiles_of(c).codes_bytes(c.kv_heads, c.head_dim), std::byte{0x5a});
     scales.assign(pages * 2 * d, 0x5a5a);
     bounds.assign(pages * kBoundsPerPage * 2 * d, 0x5a5a);
   }
 };
+
+// Codes of one page, [head_dim, code_bytes].
+std::vector<std::byte> codes_of(const IndexCase& c, const IndexBytes& index, std::int64_t head,
+                                std::int64_t page) {
+  const KeyTiles tiles = tiles_of(c);
+  const std::size_t tile = static_cast<std::size_t>(head * tiles.tiles() + page / kTilePages);
+  std::vector<std::byte> codes;
+  for (std::size_t channel = 0; channel < static_cast<std::size_t>(c.head_dim); ++channel) {
+    const std::byte* const from = index.codes.data() + tile * tiles.tile_bytes(c.head_dim) +
+                                  KeyTiles::place_of(page, channel) * tiles.code_bytes();
+    codes.insert(codes.end(), from, from + tiles.code_bytes());
+  }
+  return codes;
+}
 
 KvShape shape_of(const IndexCase& c) { return {1, c.kv_heads, c.kv_heads, c.head_dim, c.dtype}; }
 
@@ -80,8 +101,8 @@ std::vector<RowSpan> spans_of(const IndexCase& c, const std::byte* rows) {
 
 KeyIndexView view_of(const IndexCase& c, void* codes, void* scales, void* bounds) {
   KeyIndexView view;
-  view.tiles.bits = c.bits;
-  view.tiles.capacity = view.bounds.capacity = c.pages + kSparePages;
+  view.tiles = tiles_of(c);
+  view.bounds.capacity = view.tiles.capacity;
   view.tiles.codes = static_cast<std::byte*>(codes);
   view.tiles.scales = static_cast<std::uint16_t*>(scales);
   view.bounds.bounds = static_cast<std::uint16_t*>(bounds);
@@ -189,12 +210,9 @@ TEST(CudaKeyIndex, ReportsNotANumberAndBuildsNothing) {
     std::vector<std::int32_t> bad(3);
     const IndexBytes got = build(c, rows, false, bad);
     EXPECT_EQ(bad, (std::vector<std::int32_t>{0, 1, 0}));
-    const std::size_t page = 128 * 64;
-    const std::size_t at = (1 * 4 + kFirstPage + 1) * page;
-    EXPECT_EQ(got.codes[at], std::byte{0x5a});
-    const std::vector<std::byte> untouched(page, std::byte{0x5a});
-    EXPECT_EQ(std::memcmp(&got.codes[at], untouched.data(), page), 0);
-    EXPECT_NE(std::memcmp(&got.codes[at - page], untouched.data(), page), 0);
+    const std::vector<std::byte> untouched(128 * 64, std::byte{0x5a});
+    EXPECT_EQ(codes_of(c, got, 1, kFirstPage + 1), untouched);
+    EXPECT_NE(codes_of(c, got, 1, kFirstPage), untouched);
   }
 }
 

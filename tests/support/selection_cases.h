@@ -74,13 +74,13 @@ class IndexedCase {
     const std::size_t units = static_cast<std::size_t>(pages_) * heads;
     const int d = c.shape.head_dim;
     view_.tiles.bits = bits;
-    codes_ = allocate(units * static_cast<std::size_t>(d) * view_.tiles.code_bytes());
+    view_.tiles.capacity = view_.bounds.capacity = pages_;
+    codes_ = allocate(view_.tiles.codes_bytes(c.shape.kv_heads, d));
     scales_ = allocate(units * static_cast<std::size_t>(d) * 2 * sizeof(std::uint16_t));
     bounds_ = allocate(units * view_.bounds.page_bytes(d));
     bad_ = backend.allocate(Tier::host, heads * sizeof(std::int32_t));
     view_.tiles.codes = codes_.data();
     view_.tiles.scales = reinterpret_cast<std::uint16_t*>(scales_.data());
-    view_.tiles.capacity = view_.bounds.capacity = pages_;
     view_.bounds.bounds = reinterpret_cast<std::uint16_t*>(bounds_.data());
     q_ = upload(backend, c.q);
     for (const auto& rows : c.rows) rows_.push_back(upload(backend, rows));
