@@ -25,22 +25,33 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 
 // `kernel` waits for the kernel before it ahead of the first access to memory that kernels write.
 // One that reads what older kernels wrote before it waits must follow a kernel that lets it begin
-// only after waiting itself: then all before that one are over.
+// only after waiting itself: then all before that one are over. Clusters, of more than one block,
+// need compute capability 9.0.
 template <typename... Params>
-void launch_early(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
-                  std::size_t shared, const Launch& launch,
-                  const std::type_identity_t<Params>&... params) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+void launch_early_clusters(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
+                           std::size_t shared, int cluster_blocks, const Launch& launch,
+                           const std::type_identity_t<Params>&... params) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster_blocks), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared;
   config.stream = launch.stream;
-  config.attrs = &early;
-  config.numAttrs = launch.device->capability >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = launch.device->capability < 90 ? 0 : cluster_blocks > 1 ? 2 : 1;
   require(cudaLaunchKernelEx(&config, kernel, params...), what);
+}
+
+// The same without clusters.
+template <typename... Params>
+void launch_early(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
+                  std::size_t shared, const Launch& launch,
+                  const std::type_identity_t<Params>&... params) {
+  launch_early_clusters(what, kernel, grid, threads, shared, 1, launch, params...);
 }
 
 }  // namespace sluice::cuda
