@@ -163,6 +163,9 @@ void run_emit(const LargeCall& call, const Launch& launch);
 // One KV head per block, all of whose logits fit its shared memory.
 bool fits_small(const SelectCall& call, const DeviceLimits& device);
 void run_small(const SelectCall& call, const Launch& launch);
+// A cluster of blocks per KV head, where the logits fit their shared memories.
+bool fits_cluster(const SelectCall& call, const DeviceLimits& device);
+void run_cluster(const SelectCall& call, const Launch& launch);
 // The same for top_k with one query head per KV head, where the logits fit its registers.
 bool fits_top_k(const SelectCall& call);
 void run_top_k(const SelectCall& call, const Launch& launch);
