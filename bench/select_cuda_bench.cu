@@ -222,13 +222,13 @@ void select_shapes(benchmark::internal::Benchmark* bench) {
     for (const std::int64_t tenths : {40, 20, -20, 10}) {
       bench->Args({8, 4, kMillion, 0, tenths, form});
     }
-    bench->Args({8, 4, kMillion, -256, 40, form});
-    bench->Args({8, 4, kMillion, 256, 40, form});
-    bench->Args({8, 4, kMillion, kMillion / 4, 40, form});
+    for (const std::int64_t keep : {std::int64_t{-256}, std::int64_t{256}, kMillion / 4}) {
+      bench->Args({8, 4, kMillion, keep, 40, form});
+    }
+  }
+  for (const std::int64_t heads : {8, 2}) {
     for (const std::int64_t logits : {131072, 32768}) {
-      bench->Args({8, 4, logits, 0, 40, form});
-      bench->Args({8, 4, logits, -256, 40, form});
-      bench->Args({8, 4, logits, 256, 40, form});
+      for (const std::int64_t keep : {0, -256, 256}) bench->Args({heads, 4, logits, keep, 40, 0});
     }
   }
   for (const std::int64_t logits : {4096, 16384}) bench->Args({2048, 1, logits, 128, 40, 0});

@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::size_t kScratch = std::size_t{192} << 20;
 
-enum class Path { small, large, digested };
+enum class Path { small, cluster, large, digested };
 
 bool has_device() {
   int devices = 0;
@@ -38,8 +38,9 @@ class Select : public ::testing::TestWithParam<Path> {
     workspace_.emplace(kScratch);
     limits_ = workspace_->device();
     // Which path is taken follows from these alone.
-    if (GetParam() != Path::small) limits_.shared_bytes = 0;
+    if (GetParam() == Path::large || GetParam() == Path::digested) limits_.shared_bytes = 0;
     if (GetParam() == Path::small) limits_.multiprocessors = 1;
+    if (GetParam() == Path::cluster) limits_.multiprocessors = 1 << 20;
     // Nothing may be taken for granted of scratch.
     require(cudaMemset(launch().scratch, 0xa5, kScratch), "memset");
   }
@@ -78,10 +79,13 @@ TEST_P(Select, KeepsWhatItsDefinitionSays) {
   const std::uint64_t seed = testing::seed(11);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
+  // What is short takes the small path wherever it may.
+  const std::int64_t factor = GetParam() == Path::cluster ? 5 : 1;
   for (int round = 0; round < 300; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     const auto most = std::to_array<std::int64_t>({40, 400, 5000, 9000});
-    check_case(random_case(random, random.integer(1, most[static_cast<std::size_t>(round % 4)])));
+    const std::int64_t count = random.integer(1, most[static_cast<std::size_t>(round % 4)]);
+    check_case(random_case(random, factor * count));
     if (HasFailure()) return;
   }
 }
@@ -102,7 +106,7 @@ TEST_P(Select, LongRows) {
 }
 
 TEST_P(Select, AMillionLogits) {
-  if (GetParam() == Path::small) GTEST_SKIP() << "does not fit a block";
+  if (GetParam() == Path::small || GetParam() == Path::cluster) GTEST_SKIP() << "does not fit";
   Random random(testing::seed(13));
   for (const int kind : {2, 4, 5, 7, 9}) {
     SCOPED_TRACE("kind " + std::to_string(kind));
@@ -229,13 +233,14 @@ TEST_P(Select, KeepsWhatItMustBeyondItsLimit) {
   Random random(testing::seed(19));
   for (const Pruner prune : {Pruner::top_k, Pruner::top_p}) {
     Case c;
-    c.kv_heads = c.group = 2;
+    c.kv_heads = 2;
+    c.group = 4;
     c.count = c.stride = c.capacity = 7001;
     c.end = 6912;
     c.prune = prune;
     c.sinks = 20;
     c.recent_first = 6700;
-    c.logits = random.normal(4 * 7001, 3.0f);
+    c.logits = random.normal(8 * 7001, 3.0f);
     for (float& x : c.logits) x = f16_to_float(float_to_f16(x));
     for (const std::int64_t keep : {1, 231, 232, 233, 300}) {
       c.k = c.cap = keep;
@@ -253,12 +258,12 @@ TEST_P(Select, ReportsWhatIsNoNumber) {
       Case c;
       c.kv_heads = 3;
       c.group = 2;
-      c.count = c.end = c.stride = c.capacity = 6000;
+      c.count = c.end = c.stride = c.capacity = 9000;
       c.prune = prune;
       c.k = 10;
-      c.logits.assign(6 * 6000, 0.5f);
-      c.logits[3 * 6000 + 4321] = strange;
-      std::fill_n(c.logits.begin() + 4 * 6000, 6000, -kInfinity);
+      c.logits.assign(6 * 9000, 0.5f);
+      c.logits[3 * 9000 + 4321] = strange;
+      std::fill_n(c.logits.begin() + 4 * 9000, 9000, -kInfinity);
       check_case(c);
       const Answer a = run(c);
       EXPECT_EQ(a.heads[0].bad, 0);
@@ -374,10 +379,21 @@ TEST(SelectScratch, HoldsOneKvHeadOfTwoMillionTokens) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<Path>& path) {
-  return path.param == Path::small ? "small" : path.param == Path::large ? "large" : "digested";
+  switch (path.param) {
+    case Path::small:
+      return "small";
+    case Path::cluster:
+      return "cluster";
+    case Path::large:
+      return "large";
+    case Path::digested:
+      break;
+  }
+  return "digested";
 }
 
-INSTANTIATE_TEST_SUITE_P(Paths, Select, ::testing::Values(Path::small, Path::large, Path::digested),
+INSTANTIATE_TEST_SUITE_P(Paths, Select,
+                         ::testing::Values(Path::small, Path::cluster, Path::large, Path::digested),
                          name_of);
 
 }  // namespace
