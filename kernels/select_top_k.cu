@@ -1,5 +1,6 @@
-// top_k of one short row per block: the row stays in registers, and the k-th largest logit is found
-// by bisection, for comparing and counting is what registers are good at.
+// top_k of one short row per block. The row stays in registers. The maxima of its vectors bound the
+// k-th largest logit from below, few entries reach that bound, and among them it is found by
+// bisection: counting what is not below a number is what registers are good at.
 #include <algorithm>
 #include <cmath>
 
@@ -9,34 +10,32 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr int kMostWarps = 16;
-constexpr std::uint32_t kNotANumber = 0x7fffu;
-// As ordered numbers:
-constexpr std::uint32_t kMinusInfinityNumber = 0x03ffu;
+constexpr int kStrips = 4;                                      // of a thread
+constexpr int kRowVectors = kStrips * kVectors;                 // of a thread
+constexpr std::int32_t kWarpEntries = kWarp * kRowVectors * 8;  // of a row
+constexpr int kMostRowWarps = 4;
+constexpr int kHeld = 8;                                 // listed entries that a thread holds
+constexpr std::uint32_t kMinusInfinityNumber = 0x03ffu;  // as ordered numbers
 constexpr std::uint32_t kInfinityNumber = 0xfc00u;
 
+template <int kRowWarps>
 struct Shared {
-  Extent extent;
-  Sums sums[kMostWarps];
-  std::uint32_t highest;  // ordered numbers: of the row, NaN and +Inf included
-  std::uint32_t lowest;   // of the maxima of what can be selected of all threads
-  std::uint32_t forced;   // entries
-  std::uint32_t selectable;
-  std::uint32_t counts[3];                            // of a step of the bisection, in turns
-  std::uint32_t parts[2][kVectors / 2 * kMostWarps];  // above and equal, of two vectors each
-  float alphas[kMostWarps];
-  std::uint32_t pages;
+  Sums sums[kRowWarps];
+  std::uint32_t highest[kRowWarps];  // ordered numbers: of the row, NaN and +Inf included
+  std::uint32_t lowest[kRowWarps];   // of the maxima of the threads' strips
+  std::uint32_t counts[3];           // of a step of the bisection, in turns
+  std::uint32_t listed[kRowWarps];
+  uint4 reaching[kRowWarps][kWarp];              // bit e: entry e of a warp's part
+  std::uint16_t list[kRowWarps * kWarpEntries];  // entries, ascending
 };
 
-// Entry of this thread's vector j.
-template <int kBlock>
-__device__ __forceinline__ std::int32_t row_entry(int j) {
-  return (j * kBlock + static_cast<std::int32_t>(threadIdx.x)) * 8;
-}
+using RowPart = uint4[kStrips][kVectors];
 
-// The f16 that an ordered number stands for, twice.
-__device__ __forceinline__ __half2 half_of(std::uint32_t number) {
-  return twice(half_of_ordered(number));
+// Entry of this thread's vector j of strip s.
+__device__ __forceinline__ std::int32_t row_entry(int s, int j) {
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  return warp * kWarpEntries + ((s * kVectors + j) * kWarp + lane) * 8;
 }
 
 // The larger of two ordered numbers.
@@ -45,294 +44,398 @@ __device__ __forceinline__ std::uint32_t larger_number(__half2 pair) {
   return max(numbers & 0xffffu, numbers >> 16);
 }
 
-// Replaces the f16 whose bits are set by what compares with nothing.
-__device__ __forceinline__ uint4 without(uint4 v, std::uint32_t bits) {
-  std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if ((bits >> (2 * w) & 1u) != 0) words[w] |= kNotANumber;
-    if ((bits >> (2 * w + 1) & 1u) != 0) words[w] |= kNotANumber << 16;
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
+__device__ __forceinline__ __half2 half_of(std::uint32_t number) {
+  return twice(half_of_ordered(number));
 }
 
-// How many of the thread's entries are not below a number.
-__device__ __forceinline__ std::uint32_t count_from(const uint4 (&v)[kVectors],
-                                                    std::uint32_t number) {
-  const __half2 least = half_of(number);
-  __half2 count = as_half2(0);
+// Bits [low, high) of a word that stands for entries from `first` on.
+__device__ __forceinline__ std::uint32_t bits_between(std::int32_t first, std::int32_t low,
+                                                      std::int32_t high) {
+  const std::uint32_t from = low <= first ? ~0u : low - first < 32 ? ~0u << (low - first) : 0u;
+  const std::uint32_t to = high <= first       ? 0u
+                           : high - first < 32 ? (1u << (high - first)) - 1
+                                               : ~0u;
+  return from & to;
+}
+
+// Loads what can be selected of the thread's part of a row; -Inf is in the place of what cannot.
+__device__ __forceinline__ void load_part(const SelectCall& c, const __half* row,
+                                          const Extent& extent, RowPart& v) {
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
+  for (int s = 0; s < kStrips; ++s) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      count = __hadd2(count, __hge2(as_half2(word_of(v[j], w)), least));
+    for (int j = 0; j < kVectors; ++j) {
+      const std::int32_t i = row_entry(s, j);
+      v[s][j] = all_minus_infinity();
+      if (i < extent.high && i + 8 > extent.low) v[s][j] = *reinterpret_cast<const uint4*>(row + i);
     }
   }
+  if (extent.low % 8 == 0 && extent.high % 8 == 0) return;
+#pragma unroll
+  for (int s = 0; s < kStrips; ++s) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const std::int32_t i = row_entry(s, j);
+      if (i < extent.low || i + 8 > extent.high) {
+        v[s][j] = masked(v[s][j], bits_between(i, extent.low, extent.high));
+      }
+    }
+  }
+}
+
+// What is always kept, or lies in the tail.
+__device__ __forceinline__ Sums sum_kept(const __half* row, const Extent& extent, __half2& most) {
+  Sums sums;
+  const std::int32_t count = extent.low + extent.total - extent.high;
+  for (auto k = static_cast<std::int32_t>(threadIdx.x); k < count;
+       k += static_cast<std::int32_t>(blockDim.x)) {
+    const __half x = row[k < extent.low ? k : extent.high + k - extent.low];
+    most = __hmax2_nan(most, __half2half2(x));
+    const float logit = __half2float(x) * kLog2E;
+    sums.refer_to(fmaxf(sums.norm, logit));
+    sums.kept += exp2_fast(logit - sums.norm);
+  }
+  sums.all = sums.kept;
+  return sums;
+}
+
+// How many of some pairs are not below a number.
+template <int kCount, typename Pair>
+__device__ __forceinline__ std::uint32_t count_pairs(std::uint32_t number, const Pair& pair) {
+  const __half2 least = half_of(number);
+  __half2 counts[4] = {as_half2(0), as_half2(0), as_half2(0), as_half2(0)};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    counts[i % 4] = __hadd2(counts[i % 4], __hge2(pair(i), least));
+  }
+  const __half2 count = __hadd2(__hadd2(counts[0], counts[1]), __hadd2(counts[2], counts[3]));
   return __half2uint_rz(__hadd(__low2half(count), __high2half(count)));
 }
 
-// Loads the thread's part of the row and adds it up; what cannot be selected is taken out, and
-// counted if it is always kept.
-template <int kBlock>
-__device__ __forceinline__ void load_row(const SelectCall& c, std::int32_t head,
-                                         uint4 (&v)[kVectors], std::uint32_t (&forced)[kVectors],
-                                         Shared* shared) {
-  const Extent extent = shared->extent;
-  const __half* const row = c.row(head, 0);
-  const std::int32_t* const list = c.head_list(head);
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) v[j] = load8(c, row, list, extent, row_entry<kBlock>(j));
-  const __half2 most = StripMaxima(v).both();
-  Sums sums;
-  sums.refer_to(fmaxf(sums.norm, larger_of(most) * kLog2E));
-  add_weights(v, sums);
-  std::uint32_t selectable = 0;
-  std::uint32_t always = 0;
-  std::uint32_t least = larger_number(most);
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    const std::int32_t i = row_entry<kBlock>(j);
-    const std::uint32_t allowed = allowed8(c, list, extent, i);
-    const std::uint32_t free = free8(extent, i);
-    forced[j] = allowed & free;
-    selectable += static_cast<std::uint32_t>(__popc(allowed & ~free));
-    always += static_cast<std::uint32_t>(__popc(forced[j]));
-    if ((allowed & ~free) == 0xffu) continue;
-    add_kept8(extent, i, v[j], sums);
-    v[j] = without(v[j], ~allowed | free);
-    // Now not every thread may have an entry this large.
-    least = 0;
-  }
-  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
-  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
-  const std::uint32_t highest = __reduce_max_sync(kAllLanes, larger_number(most));
-  least = __reduce_min_sync(kAllLanes, least);
-  selectable = __reduce_add_sync(kAllLanes, selectable);
-  always = __reduce_add_sync(kAllLanes, always);
-  sums = add_up(sums);
-  if (lane != 0) return;
-  shared->sums[warp] = sums;
-  atomicMax(&shared->highest, highest);
-  atomicMin(&shared->lowest, least);
-  atomicAdd(&shared->selectable, selectable);
-  if (always != 0) atomicAdd(&shared->forced, always);
-}
+// Where the number of the `wanted`-th largest of some entries lies.
+struct Search {
+  std::uint32_t wanted = 0;
+  std::uint32_t low = kMinusInfinityNumber;  // not below this
+  std::uint32_t high = 0;                    // nor above this
+  std::uint32_t reaching = 0;                // entries that are not below `low`
+  std::uint32_t above = 0;                   // entries above `high`
 
-// The number of the `wanted`-th largest entry, of which there are more. All threads get it.
-template <int kBlock>
-__device__ __forceinline__ std::uint32_t find_number(const uint4 (&v)[kVectors],
-                                                     std::uint32_t wanted, Shared* shared) {
-  // Every thread has an entry that is not below the lowest of their maxima.
-  std::uint32_t low = wanted <= kBlock ? shared->lowest : 0;
-  low = max(low, kMinusInfinityNumber);
-  std::uint32_t high = shared->highest;
-  for (int step = 0; low < high; ++step) {
-    const std::uint32_t middle = (low + high + 1) / 2;
-    const std::uint32_t own = __reduce_add_sync(kAllLanes, count_from(v, middle));
-    std::uint32_t* const count = shared->counts + step % 3;
-    if (threadIdx.x % kWarp == 0) atomicAdd(count, own);
-    if (threadIdx.x == 0) shared->counts[(step + 1) % 3] = 0;
-    __syncthreads();
-    const std::uint32_t all = *count;
-    if (all >= wanted) {
-      low = middle;
-      if (all == wanted) break;
-    } else {
-      high = middle - 1;
+  // Until no more than `enough` are not below the number. count(number) is called by all threads.
+  template <typename Count>
+  __device__ __forceinline__ void narrow(std::uint32_t enough, const Count& count) {
+    while (low < high && reaching > enough) {
+      const std::uint32_t middle = (low + high + 1) / 2;
+      const std::uint32_t found = count(middle);
+      if (found >= wanted) {
+        low = middle;
+        reaching = found;
+      } else {
+        high = middle - 1;
+        above = found;
+      }
     }
   }
-  return low;
-}
-
-// What the thread keeps, by vectors, and before which slot it goes.
-struct Kept {
-  std::uint32_t bits[kVectors];
-  std::uint32_t slots[kVectors];
 };
 
-// `ties` of the entries equal to the number are kept, the older ones, and all above it.
-template <int kBlock>
-__device__ __forceinline__ Kept place_kept(const uint4 (&v)[kVectors],
-                                           const std::uint32_t (&forced)[kVectors], __half2 number,
-                                           std::uint32_t wanted, Shared* shared) {
-  constexpr int kRowWarps = kBlock / kWarp;
-  constexpr int kPairs = kVectors / 2;
-  static_assert(kPairs * kRowWarps <= kWarp);
-  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
-  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
-  std::uint32_t above[kVectors];
-  std::uint32_t equal[kVectors];
+template <int kRowWarps>
+class RowChoice {
+ public:
+  __device__ RowChoice(const SelectCall& c, Shared<kRowWarps>& shared)
+      : c_(c), shared_(shared), head_(static_cast<std::int32_t>(blockIdx.x)) {}
+
+  __device__ void run() {
+    extent_ = extent_of(c_, head_);
+    row_ = c_.row(head_, 0);
+    RowPart v;
+    load_part(c_, row_, extent_, v);
+    __half2 maxima[2 * kStrips];
+    __half2 most = as_half2(kMinusInfinities);
+    std::uint32_t lowest = kInfinityNumber;
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    equal[j] = reaching(v[j], number);
-    above[j] = 0;
+    for (int s = 0; s < kStrips; ++s) {
+      const StripMaxima of_strip(v[s]);
+      maxima[2 * s] = of_strip.first;
+      maxima[2 * s + 1] = of_strip.second;
+      most = __hmax2_nan(most, of_strip.both());
+      lowest = min(lowest, larger_number(of_strip.both()));
+    }
+    lowest = __reduce_min_sync(kAllLanes, lowest);
+    Sums sums = sum_kept(row_, extent_, most);
+    std::uint32_t highest = __reduce_max_sync(kAllLanes, larger_number(most));
+    sums.refer_to(
+        fmaxf(kNoNorm, __half2float(__ushort_as_half(half_of_ordered(highest))) * kLog2E));
+#pragma unroll
+    for (int s = 0; s < kStrips; ++s) add_weights(v[s], sums);
+    sums.all = warp_sum(sums.all);
+    sums.kept = warp_sum(sums.kept);
+    if (kRowWarps > 1) {
+      if (lane() == 0) {
+        shared_.sums[warp()] = sums;
+        shared_.highest[warp()] = highest;
+        shared_.lowest[warp()] = lowest;
+      }
+      if (threadIdx.x < 3) shared_.counts[threadIdx.x] = 0;
+      __syncthreads();
+      for (const std::uint32_t other : shared_.highest) highest = max(highest, other);
+      for (const std::uint32_t other : shared_.lowest) lowest = min(lowest, other);
+    }
+    if (highest >= kInfinityNumber || highest <= kMinusInfinityNumber) return report_bad();
+
+    Search search;
+    const std::int32_t forced = extent_.low + extent_.emit - extent_.high;
+    const auto selectable = static_cast<std::uint32_t>(extent_.high - extent_.low);
+    search.wanted = min(static_cast<std::uint32_t>(max(c_.keep - forced, 0)), selectable);
+    search.high = highest;
+    search.reaching = selectable;
+    if (search.wanted == 0) {
+      search.low = kInfinityNumber;
+      search.reaching = 0;
+    }
+    bool bounded = bound(maxima, lowest, search);
+    const std::uint32_t enough = max(kHeld * kWarp - min(forced, kHeld * kWarp), search.wanted);
+    std::int32_t listed = 0;
+    while (true) {
+      if (!bounded) search.narrow(enough, [&](std::uint32_t number) { return count(v, number); });
+      listed = list(v, search);
+      search.reaching = static_cast<std::uint32_t>(listed - forced);
+      if (search.reaching <= enough || search.low >= search.high) break;
+      bounded = false;
+    }
+    if (kRowWarps > 1 && warp() > 0) return;
+    if (search.reaching > search.wanted && search.low < search.high) search_listed(listed, search);
+    if (kRowWarps > 1) {
+      sums = add_up(lane() < kRowWarps ? shared_.sums[lane()] : Sums());
+    }
+    finish(listed, search, sums);
+  }
+
+ private:
+  __device__ static std::int32_t lane() { return static_cast<std::int32_t>(threadIdx.x) % kWarp; }
+  __device__ static std::int32_t warp() { return static_cast<std::int32_t>(threadIdx.x) / kWarp; }
+
+  __device__ void report_bad() const {
+    if (threadIdx.x != 0) return;
+    HeadSelection result;
+    result.bad = 1;
+    c_.alpha[head_] = 0.0f;
+    c_.heads[head_] = result;
+  }
+
+  // The sum over the row's threads.
+  __device__ __forceinline__ std::uint32_t over_row(std::uint32_t own) {
+    own = __reduce_add_sync(kAllLanes, own);
+    if (kRowWarps == 1) return own;
+    std::uint32_t* const count = shared_.counts + step_ % 3;
+    if (lane() == 0) atomicAdd(count, own);
+    if (threadIdx.x == 0) shared_.counts[(step_ + 1) % 3] = 0;
+    ++step_;
+    __syncthreads();
+    return *count;
+  }
+
+  // Brings search.low to where enough vectors have their maximum, or returns false: there are too
+  // few of them.
+  __device__ __forceinline__ bool bound(const __half2 (&maxima)[2 * kStrips], std::uint32_t lowest,
+                                        Search& search) {
+    constexpr std::uint32_t kVectorsOfRow = kRowWarps * kWarpEntries / 8;
+    if (search.wanted + search.wanted / 8 >= kVectorsOfRow || search.low >= search.high)
+      return false;
+    Search rough = search;
+    rough.reaching = kVectorsOfRow;
+    // Every thread has an entry in every strip that is not below the lowest of their maxima.
+    if (search.wanted <= kVectorsOfRow / kVectors) rough.low = max(rough.low, lowest);
+    rough.narrow(search.wanted + search.wanted / 8, [&](std::uint32_t number) {
+      return over_row(count_pairs<2 * kStrips>(number, [&](int i) { return maxima[i]; }));
+    });
+    search.low = rough.low;
+    return true;
+  }
+
+  // How many entries of the row are not below a number.
+  __device__ __forceinline__ std::uint32_t count(const RowPart& v, std::uint32_t number) {
+    return over_row(count_pairs<4 * kRowVectors>(number, [&](int i) {
+      return as_half2(word_of(v[i / (4 * kVectors)][i / 4 % kVectors], i % 4));
+    }));
+  }
+
+  // Lists what is always kept and what is not below search.low; returns how many.
+  __device__ __forceinline__ std::int32_t list(const RowPart& v, const Search& search) {
+    const __half2 least = half_of(search.low);
+    auto* const bytes = reinterpret_cast<std::uint8_t*>(shared_.reaching[warp()]);
+#pragma unroll
+    for (int s = 0; s < kStrips; ++s) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        bytes[(s * kVectors + j) * kWarp + lane()] =
+            static_cast<std::uint8_t>(reaching(v[s][j], least));
+      }
+    }
+    __syncwarp();
+    const uint4 words = shared_.reaching[warp()][lane()];
+    const std::int32_t first = warp() * kWarpEntries + lane() * 128;
+    std::uint32_t bits[4];
+    std::uint32_t own = 0;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const std::uint32_t mask = __hgt2_mask(as_half2(word_of(v[j], w)), number);
-      above[j] |= mask & ((1u << (2 * w)) | (0x10000u << (2 * w + 1)));
+      const std::int32_t at = first + w * 32;
+      bits[w] = word_of(words, w) & bits_between(at, extent_.low, extent_.high);
+      bits[w] |= bits_between(at, 0, extent_.low) | bits_between(at, extent_.high, extent_.emit);
+      own += static_cast<std::uint32_t>(__popc(bits[w]));
     }
-    above[j] = (above[j] | above[j] >> 16) & 0xffu;
-    equal[j] &= ~above[j];
-    above[j] |= forced[j];
-  }
-  // Counts of two vectors in a word: a row has 2^14 entries.
-  std::uint32_t within[2][kPairs];
+    const std::uint32_t inclusive = warp_inclusive(own);
+    std::uint32_t slot = inclusive - own;
+    std::uint32_t all = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+    if (kRowWarps > 1) {
+      if (lane() == 0) shared_.listed[warp()] = all;
+      __syncthreads();
+      all = 0;
 #pragma unroll
-  for (int k = 0; k < kPairs; ++k) {
-    const auto both = [&](const std::uint32_t(&bits)[kVectors]) {
-      return static_cast<std::uint32_t>(__popc(bits[2 * k]) | __popc(bits[2 * k + 1]) << 16);
+      for (int w = 0; w < kRowWarps; ++w) {
+        if (w == warp()) slot += all;
+        all += shared_.listed[w];
+      }
+    }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      for (std::uint32_t left = bits[w]; left != 0; left &= left - 1) {
+        shared_.list[slot++] =
+            static_cast<std::uint16_t>(first + w * 32 + __ffs(static_cast<int>(left)) - 1);
+      }
+    }
+    if (kRowWarps > 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+    return static_cast<std::int32_t>(all);
+  }
+
+  __device__ bool is_forced(std::int32_t entry) const {
+    return entry < extent_.low || entry >= extent_.high;
+  }
+
+  struct Listed {
+    std::int32_t entry;
+    std::uint32_t number;
+  };
+  // Beyond the last: anything that exists.
+  __device__ __forceinline__ Listed listed_at(std::int32_t at, std::int32_t listed) const {
+    const std::int32_t entry = at < listed ? shared_.list[at] : 0;
+    return {entry, ordered2(__half_as_ushort(row_[entry])) & 0xffffu};
+  }
+
+  // By one warp, which can hold the list.
+  __device__ __forceinline__ void search_listed(std::int32_t listed, Search& search) const {
+    std::uint32_t numbers[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const std::int32_t at = i * kWarp + lane();
+      const Listed own = listed_at(at, listed);
+      numbers[i] = at < listed && !is_forced(own.entry) ? own.number : 0;
+    }
+    search.narrow(search.wanted, [&](std::uint32_t number) {
+      std::uint32_t count = 0;
+#pragma unroll
+      for (const std::uint32_t own : numbers) count += own >= number ? 1 : 0;
+      return __reduce_add_sync(kAllLanes, count);
+    });
+  }
+
+  // By one warp: keeps of the list what is to be kept and reports it.
+  __device__ __forceinline__ void finish(std::int32_t listed, const Search& search,
+                                         const Sums& sums) {
+    RowInfo info;
+    set_norm(info, static_cast<double>(sums.norm) + static_cast<double>(log2f(sums.all)));
+    const std::uint32_t before = (1u << lane()) - 1;
+    // Of entries equal to the number the older are kept.
+    auto ties = static_cast<std::int32_t>(
+        search.reaching > search.wanted ? search.wanted - search.above : search.reaching);
+    std::int32_t kept = 0;
+    float weight = 0.0f;
+    Listed next = listed_at(lane(), listed);
+    for (std::int32_t first = 0; first < listed; first += kWarp) {
+      const Listed own = next;
+      next = listed_at(first + kWarp + lane(), listed);
+      const bool exists = first + lane() < listed;
+      const bool forced = is_forced(own.entry);
+      const bool equal = exists && !forced && own.number == search.low;
+      const std::uint32_t equals = __ballot_sync(kAllLanes, equal);
+      const bool wins = (equal && __popc(equals & before) < ties) ||
+                        (exists && !forced && own.number > search.low);
+      ties -= min(ties, __popc(equals));
+      if (wins) weight += weight_of(__ushort_as_half(half_of_ordered(own.number)), info);
+      const bool keep = exists && (wins || forced);
+      const std::uint32_t keeps = __ballot_sync(kAllLanes, keep);
+      if (keep) {
+        shared_.list[kept + __popc(keeps & before)] = static_cast<std::uint16_t>(own.entry);
+      }
+      kept += __popc(keeps);
+      __syncwarp();
+    }
+    weight = warp_sum(weight);
+    HeadSelection result;
+    result.count = kept;
+    result.pages = write(kept);
+    if (lane() != 0) return;
+    const float of_all =
+        c_.share == nullptr ? 1.0f : *static_cast<const volatile float*>(c_.share + head_);
+    c_.alpha[head_] = fminf(sums.kept / sums.all + weight, 1.0f) * of_all;
+    c_.heads[head_] = result;
+  }
+
+  // Writes the positions of the list; returns how many pages they are of.
+  __device__ __forceinline__ std::int32_t write(std::int32_t kept) const {
+    const std::int32_t* const list = c_.head_list(head_);
+    std::int32_t* const to = c_.positions + head_ * c_.capacity;
+    const auto position = [&](std::int32_t at) -> std::int32_t {
+      return list != nullptr ? list[shared_.list[at]] : shared_.list[at];
     };
-    const std::uint32_t own[2] = {both(above), both(equal)};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const std::uint32_t inclusive = warp_inclusive(own[i]);
-      within[i][k] = inclusive - own[i];
-      if (lane == kWarp - 1) shared->parts[i][k * kRowWarps + warp] = inclusive;
+    std::uint32_t pages = 0;
+    for (std::int32_t at = lane(); at < kept; at += kWarp) {
+      const std::int32_t own = position(at);
+      to[at] = own;
+      if (at == 0 || own / kPageTokens != position(at - 1) / kPageTokens) ++pages;
     }
+    return static_cast<std::int32_t>(__reduce_add_sync(kAllLanes, pages));
   }
-  __syncthreads();
-  // Vectors lie one after the other over all warps.
-  std::uint32_t before[2][kVectors];
-  std::uint32_t total[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    total[i] = 0;
-#pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
-      const std::uint32_t part = lane < kRowWarps ? shared->parts[i][k * kRowWarps + lane] : 0;
-      const std::uint32_t scanned = warp_inclusive(part);
-      const std::uint32_t own = __shfl_sync(kAllLanes, scanned - part, warp) + within[i][k];
-      const std::uint32_t sum = __shfl_sync(kAllLanes, scanned, kWarp - 1);
-      before[i][2 * k] = total[i] + (own & 0xffffu);
-      before[i][2 * k + 1] = total[i] + (sum & 0xffffu) + (own >> 16);
-      total[i] += (sum & 0xffffu) + (sum >> 16);
-    }
-  }
-  const std::uint32_t ties = wanted > total[0] ? wanted - total[0] : 0;
-  Kept kept;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    const std::uint32_t first = min(before[1][j], ties);
-    const std::uint32_t last =
-        min(before[1][j] + static_cast<std::uint32_t>(__popc(equal[j])), ties);
-    kept.bits[j] = above[j] | first_bits(equal[j], static_cast<std::int32_t>(last - first));
-    kept.slots[j] = before[0][j] + first;
-  }
-  return kept;
-}
 
-// Adds up the warps' sums. `kept`: the share of what is always kept, and of the tail.
-__device__ RowInfo info_of(int warps, float& kept, const Shared* shared) {
-  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
-  Sums sums;
-  if (lane < warps) sums = shared->sums[lane];
-  sums = add_up(sums);
-  kept = sums.kept / sums.all;
-  RowInfo info;
-  set_norm(info, static_cast<double>(sums.norm) + static_cast<double>(log2f(sums.all)));
-  return info;
-}
+  const SelectCall& c_;
+  Shared<kRowWarps>& shared_;
+  std::int32_t head_;
+  Extent extent_;
+  const __half* row_ = nullptr;
+  std::uint32_t step_ = 0;
+};
 
-// Writes the thread's positions and adds up the weights of what is not always kept.
-template <int kBlock>
-__device__ __forceinline__ void write_kept(const SelectCall& c, std::int32_t head, const Kept& kept,
-                                           const std::uint32_t (&forced)[kVectors],
-                                           const RowInfo& info, Shared* shared) {
-  const __half* const row = c.row(head, 0);
-  const std::int32_t* const list = c.head_list(head);
-  std::int32_t* const to = c.positions + head * c.capacity;
-  float sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    std::uint32_t slot = kept.slots[j];
-    for (std::uint32_t bits = kept.bits[j]; bits != 0; bits &= bits - 1) {
-      const int e = __ffs(static_cast<int>(bits)) - 1;
-      const std::int32_t i = row_entry<kBlock>(j) + e;
-      to[slot++] = list != nullptr ? list[i] : i;
-      if ((forced[j] >> e & 1u) == 0) sum += weight_of(row[i], info);
-    }
-  }
-  sum = warp_sum(sum);
-  if (threadIdx.x % kWarp == 0) shared->alphas[threadIdx.x / kWarp] = sum;
-}
-
-template <int kBlock>
-__global__ void __launch_bounds__(kBlock, 1280 / kBlock)
+template <int kRowWarps>
+__global__ void __launch_bounds__(kRowWarps* kWarp, 16 / kRowWarps)
     top_k_of_row(const __grid_constant__ SelectCall c) {
+  __shared__ Shared<kRowWarps> shared;
   wait_for_kernel_before();
   allow_next_kernel();
-  __shared__ Shared shared;
-  const auto head = static_cast<std::int32_t>(blockIdx.x);
-  if (threadIdx.x < kWarp) {
-    const Extent extent = extent_of(c, head);
-    if (threadIdx.x == 0) {
-      shared.extent = extent;
-      shared.lowest = 0xffffu;
-      shared.highest = shared.forced = shared.selectable = shared.counts[0] = shared.pages = 0;
-    }
-  }
-  __syncthreads();
-  uint4 v[kVectors];
-  std::uint32_t forced[kVectors];
-  load_row<kBlock>(c, head, v, forced, &shared);
-  __syncthreads();
-  HeadSelection result;
-  if (shared.highest >= kInfinityNumber || shared.highest <= kMinusInfinityNumber) {
-    result.bad = 1;
-    if (threadIdx.x == 0) {
-      c.alpha[head] = 0.0f;
-      c.heads[head] = result;
-    }
-    return;
-  }
-  const auto keep = static_cast<std::uint32_t>(c.keep);
-  const std::uint32_t selectable = shared.selectable;
-  const std::uint32_t wanted = min(keep - min(keep, shared.forced), selectable);
-  std::uint32_t number = kInfinityNumber;
-  if (wanted == selectable) {
-    number = kMinusInfinityNumber;
-  } else if (wanted > 0) {
-    number = find_number<kBlock>(v, wanted, &shared);
-  }
-  const std::uint32_t count = shared.forced + wanted;
-  const Kept kept = place_kept<kBlock>(v, forced, half_of(number), count, &shared);
-  float share = 0.0f;
-  const RowInfo info = info_of(kBlock / kWarp, share, &shared);
-  write_kept<kBlock>(c, head, kept, forced, info, &shared);
-  __syncthreads();
-  result.count = static_cast<std::int32_t>(count);
-  add_pages(c.positions + head * c.capacity, result.count, &shared.pages);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int warp = 0; warp < kBlock / kWarp; ++warp) share += shared.alphas[warp];
-  const float of_all =
-      c.share == nullptr ? 1.0f : *static_cast<const volatile float*>(c.share + head);
-  c.alpha[head] = fminf(share, 1.0f) * of_all;
-  result.pages = static_cast<std::int32_t>(shared.pages);
-  c.heads[head] = result;
+  RowChoice<kRowWarps>(c, shared).run();
 }
 
-template <int kBlock>
-void launch_block(const SelectCall& call, const Launch& launch) {
-  launch_early("top_k_of_row", top_k_of_row<kBlock>, dim3(static_cast<unsigned>(call.kv_heads)),
-               kBlock, 0, launch, call);
+template <int kRowWarps>
+void launch_rows(const SelectCall& call, const Launch& launch) {
+  launch_early("top_k_of_row", top_k_of_row<kRowWarps>, dim3(static_cast<unsigned>(call.kv_heads)),
+               kRowWarps * kWarp, 0, launch, call);
 }
-
-constexpr std::int32_t kEach = 8 * kVectors;  // entries of a thread
 
 }  // namespace
 
 bool fits_top_k(const SelectCall& c) {
   // Nothing is cut by the capacity: what is always kept fits.
   const std::int64_t forced = std::int64_t{c.sinks} + std::max(c.end - c.recent_first, 0);
-  return !c.is_top_p && c.group == 1 && c.entries <= kMostWarps * kWarp * kEach &&
+  return !c.is_top_p && c.group == 1 && c.is_aligned && c.eligible == nullptr &&
+         c.entries <= kMostRowWarps * kWarpEntries &&
          c.capacity >= std::max<std::int64_t>(c.keep, forced);
 }
 
 void run_top_k(const SelectCall& call, const Launch& launch) {
-  if (call.entries <= 128 * kEach) return launch_block<128>(call, launch);
-  if (call.entries <= 256 * kEach) return launch_block<256>(call, launch);
-  launch_block<512>(call, launch);
+  if (call.entries <= kWarpEntries) return launch_rows<1>(call, launch);
+  if (call.entries <= 2 * kWarpEntries) return launch_rows<2>(call, launch);
+  launch_rows<kMostRowWarps>(call, launch);
 }
 
 }  // namespace sluice::cuda
