@@ -58,6 +58,7 @@ class Layer {
         make_device_block(heads * static_cast<std::size_t>(stride_) * sizeof(std::int32_t));
     out_ = make_device_block(queries * d * sizeof(float));
     lse_ = make_device_block(queries * sizeof(float));
+    estimated_lse_ = make_device_block(queries * sizeof(float));
     sums_ = normal_block<float>(heads * d);
     heads_ = make_device_block(2 * heads * sizeof(HeadSelection));
     alpha_ = make_device_block(2 * queries * sizeof(float));
@@ -75,11 +76,17 @@ class Layer {
     auto* const alpha = static_cast<float*>(alpha_.get());
     auto* const share = alpha + shape_.query_heads;
     const std::vector<RowSpan> tail = spans(pages_ * kPageTokens);
+    const std::vector<RowSpan> nothing(tail.size());
 
-    EstimateParams estimate = estimate_params(m.base, m.channels, tail);
+    const bool newest_apart = leaves_newest_out(m);
+    EstimateParams estimate = estimate_params(m.base, m.channels, newest_apart ? nothing : tail);
     estimate.logits = {static_cast<std::byte*>(logits_.get()), stride_, digest()};
     cuda::estimate(estimate, launch);
     SelectParams select = select_params(estimate.logits);
+    if (newest_apart) {
+      select.count = select.end;
+      select.lse = static_cast<float*>(estimated_lse_.get());
+    }
     if (m.candidates > 0) {
       select.prune = Pruner::top_k;
       select.k = m.candidates;
@@ -101,7 +108,7 @@ class Layer {
       prune(m, select, chosen, alpha);
       cuda::select(select, launch);
     }
-    attend(tail, select_capacity(m, chosen));
+    attend(tail, select_capacity(m, chosen), newest_apart ? alpha : nullptr);
     if (!m.compensate) return;
     cuda::compensate({shape_, alpha, static_cast<const float*>(sums_.get()), tokens_,
                       static_cast<float*>(out_.get())},
@@ -189,7 +196,12 @@ class Layer {
     p.alpha = alpha;
   }
 
-  void attend(const std::vector<RowSpan>& tail, const SelectionView& chosen) {
+  // As a session does, see SparseAttention::newest_apart().
+  bool leaves_newest_out(const Method& m) const {
+    return m.prune == Pruner::top_k && m.candidates == 0 && shape_.group() == 1;
+  }
+
+  void attend(const std::vector<RowSpan>& tail, const SelectionView& chosen, float* alpha) {
     std::vector<RowSource> sources;
     for (const RowSpan& rows : spans(0)) sources.push_back({rows.rows, tokens_, rows.rows});
     AttendSelectedParams p;
@@ -201,6 +213,8 @@ class Layer {
     p.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
     p.out = static_cast<float*>(out_.get());
     p.lse = static_cast<float*>(lse_.get());
+    p.alpha = alpha;
+    if (alpha != nullptr) p.estimated_lse = static_cast<const float*>(estimated_lse_.get());
     attend_decode_selected(p, workspace_.launch());
   }
 
@@ -211,7 +225,7 @@ class Layer {
   Workspace workspace_{std::size_t{512} << 20};
   DeviceBlock rows_, q_, codes_, scales_, logits_, digest_, candidate_logits_;
   DeviceBlock positions_, candidates_;
-  DeviceBlock out_, lse_, sums_, heads_, alpha_, bad_;
+  DeviceBlock out_, lse_, estimated_lse_, sums_, heads_, alpha_, bad_;
 };
 
 // Arguments: batch, query heads, KV heads, tokens; head_dim is 128.

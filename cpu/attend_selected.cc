@@ -108,6 +108,7 @@ void attend_selected(const AttendSelectedParams& params, Threads& threads) {
   AttendSelectedParams p = params;
   if (!p.newest.empty()) {
     attend(newest_of(p), threads);
+    add_newest_share(p);
     p.merge = true;
   }
   std::int64_t rows = 0;

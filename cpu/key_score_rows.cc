@@ -92,7 +92,7 @@ void bounds_kernel(const std::uint16_t* bounds, int head_dim, const float* q, fl
   }
 }
 
-bool softmax_kernel(float* x, std::int64_t count) {
+bool softmax_kernel(float* x, std::int64_t count, float* lse) {
   const DF df;
   const auto n = static_cast<std::size_t>(count);
   const std::size_t whole = n / kLanes * kLanes;
@@ -123,7 +123,9 @@ bool softmax_kernel(float* x, std::int64_t count) {
     x[i] = hn::GetLane(weight(hn::Set(df, x[i])));
     rest += x[i];
   }
-  const VF scale = hn::Set(df, 1.0f / (sum_of(sums) + rest));
+  const float sum = sum_of(sums) + rest;
+  if (lse != nullptr) *lse = highest + std::log(sum);
+  const VF scale = hn::Set(df, 1.0f / sum);
   for (std::size_t i = 0; i < whole; i += kLanes) {
     hn::StoreU(hn::Mul(hn::LoadU(df, x + i), scale), df, x + i);
   }
@@ -163,8 +165,8 @@ void score_bounds(const std::uint16_t* bounds, int head_dim, const float* q, flo
   HWY_DYNAMIC_DISPATCH(bounds_kernel)(bounds, head_dim, q, factor, logits);
 }
 
-bool softmax(float* x, std::int64_t count) {
-  return HWY_DYNAMIC_DISPATCH(softmax_kernel)(x, count);
+bool softmax(float* x, std::int64_t count, float* lse) {
+  return HWY_DYNAMIC_DISPATCH(softmax_kernel)(x, count, lse);
 }
 
 void add_to(const float* from, std::int64_t count, float* to) {

@@ -205,6 +205,9 @@ Problem problem_of(const SelectParams& p, int head) {
       weights.push_back(std::exp(static_cast<double>(logits[i]) - static_cast<double>(highest)));
       sum += weights.back();
     }
+    if (p.lse != nullptr) {
+      p.lse[head * p.shape.group() + g] = static_cast<float>(highest + std::log(sum));
+    }
     for (std::int64_t i = 0; i < total; ++i) {
       weights[static_cast<std::size_t>(i)] /= sum;
       logits[i] = static_cast<float>(weights[static_cast<std::size_t>(i)]);
@@ -359,6 +362,7 @@ void attend_selected(const AttendSelectedParams& given) {
   AttendSelectedParams p = given;
   if (!p.newest.empty()) {
     reference_attend(newest_of(p));
+    add_newest_share(p);
     p.merge = true;
   }
   const std::size_t row_bytes = p.shape.row_bytes();

@@ -124,7 +124,8 @@ class HeadChoice {
           if (is_out(i)) logits[i] = -std::numeric_limits<float>::infinity();
         }
       }
-      if (!softmax(logits, total_)) return false;
+      float* const lse = p_.lse != nullptr ? p_.lse + head_ * p_.shape.group() + g : nullptr;
+      if (!softmax(logits, total_, lse)) return false;
     }
     for_forced([&](std::size_t i) {
       kept_[i] = 1;

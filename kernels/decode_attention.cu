@@ -27,7 +27,7 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
     DecodeWarp<T, kHeadDim> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes),
                                   queries);
     for (std::int64_t tile = s.first;; rows = ring.take()) {
-      state.add(rows, s.count(tile), p.scale);
+      state.add(rows, s.count(tile), s.newest(tile), p.scale);
       if (++tile == s.last) break;
       ring.release();
     }
@@ -83,7 +83,7 @@ void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t mos
   p.workers = static_cast<int>(
       std::clamp<std::int64_t>(launch.device->multiprocessors / bunches, 1, most_tiles));
   const std::int64_t partials = std::int64_t{bunches} * (p.workers + p.kv_heads);
-  p.partial_lse = p.partials + partials * kBunch * kHeadDim;
+  p.partial_lse = reinterpret_cast<float2*>(p.partials + partials * kBunch * kHeadDim);
   const auto* const scratch_end = reinterpret_cast<std::byte*>(p.partial_lse + partials * kBunch);
   check(scratch_end <= launch.scratch + launch.scratch_bytes,
         "decode attention: too little scratch memory");
@@ -164,6 +164,8 @@ DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& 
   p.newest = head_rows(a.newest);
   p.counts = head_counts(a.newest);
   p.visible = a.first_query + 1;
+  p.estimated_lse = a.estimated_lse;
+  p.alpha = a.alpha;
   return p;
 }
 

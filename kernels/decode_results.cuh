@@ -10,10 +10,10 @@ __device__ __forceinline__ float weight_of(float x, float y) {
   return x == -INFINITY ? 0.0f : exp2f(x - y);
 }
 
-// A result of one query head that is finished: log-sum-exp in base 2.
+// A result of one query head that is finished.
 struct DecodeResult {
   float4 value;  // of four channels
-  float lse;
+  float2 lse;    // log-sum-exp in base 2, of all rows and of the newest alone
 };
 
 // a x + b y, but for what has no weight.
@@ -25,11 +25,20 @@ __device__ __forceinline__ float4 mix(float a, const float4& x, float b, const f
 }
 
 // What a sum of values is whose weights, relative to logit `top`, are `total` together.
-__device__ __forceinline__ DecodeResult normalised(const float4& sum, float total, float top) {
-  if (total == 0.0f) return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY};
-  const float inverse = 1.0f / total;
+__device__ __forceinline__ DecodeResult normalised(const float4& sum, float2 total, float top) {
+  if (total.x == 0.0f) {
+    return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float2(-INFINITY, -INFINITY)};
+  }
+  const float inverse = 1.0f / total.x;
   return {make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse),
-          top + log2f(total)};
+          make_float2(top + log2f(total.x), top + log2f(total.y))};
+}
+
+// Adds the share of the newest rows, of this log-sum-exp, to a query head's alpha.
+__device__ __forceinline__ void add_newest_share(const DecodeKernelParams& p, std::int64_t query,
+                                                 float newest_lse) {
+  float& alpha = p.alpha[query];
+  alpha += (1.0f - alpha) / (1.0f + expf(p.estimated_lse[query] - newest_lse));
 }
 
 // Calls body(round, query, channel) for this thread's share of a bunch of queries, four channels at
@@ -55,16 +64,19 @@ __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_qu
   float new_lse[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
   for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
     const DecodeResult own = result(query, channel);
-    const float lse = own.lse * kLn2;
+    const float lse = own.lse.x * kLn2;
     auto& out = *reinterpret_cast<float4*>(p.out + (first_query + query) * kHeadDim + channel);
     new_lse[round] = lse;
+    if (p.alpha != nullptr && channel == 0) {
+      add_newest_share(p, first_query + query, own.lse.y * kLn2);
+    }
     if (!p.merge) {
       out = own.value;
       return;
     }
     const float old = p.lse[first_query + query];
     new_lse[round] = old;
-    if (own.lse == -INFINITY) return;
+    if (own.lse.x == -INFINITY) return;
     const float highest = fmaxf(old, lse);
     const float a = old == -INFINITY ? 0.0f : expf(old - highest);
     const float b = expf(lse - highest);
@@ -85,18 +97,19 @@ struct DecodeBlock {
   static constexpr int kStride = kHeadDim + 8;
   float out[kDecodeWarps][kBunch][kStride];
   float highest[kDecodeWarps][kBunch];
-  float sum[kDecodeWarps][kBunch];
+  float2 sum[kDecodeWarps][kBunch];
 
   __device__ DecodeResult operator()(int query, int channel) const {
     float top = -INFINITY;
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) top = fmaxf(top, highest[w][query]);
-    float total = 0.0f;
+    float2 total = make_float2(0.0f, 0.0f);
     float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
       const float factor = weight_of(highest[w][query], top);
-      total += factor * sum[w][query];
+      total.x += factor * sum[w][query].x;
+      total.y += factor * sum[w][query].y;
       value = mix(1.0f, value, factor, *reinterpret_cast<const float4*>(&out[w][query][channel]));
     }
     return normalised(value, total, top);
@@ -110,38 +123,40 @@ struct DecodeMerge {
   static constexpr int kAtOnce = 24;
 
   const float* partials;  // [sharers, kBunch, head_dim]
-  const float* lses;      // [sharers, kBunch]
+  const float2* lses;     // [sharers, kBunch]
   int sharers;
 
   __device__ DecodeResult operator()(int query, int channel) const {
-    DecodeResult sum = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -INFINITY};
-    float total = 0.0f;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float2 total = make_float2(0.0f, 0.0f);
+    float top = -INFINITY;
     for (int first = 0; first < sharers; first += kAtOnce) {
-      float lse[kAtOnce];
+      float2 lse[kAtOnce];
       float4 part[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const std::int64_t at = static_cast<std::int64_t>(first + i) * kBunch + query;
         const bool exists = first + i < sharers;
         const auto* const own = reinterpret_cast<const float4*>(partials + at * kHeadDim + channel);
-        lse[i] = exists ? __ldcg(lses + at) : -INFINITY;
+        lse[i] = exists ? __ldcg(lses + at) : make_float2(-INFINITY, -INFINITY);
         part[i] = exists ? __ldcg(own) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
-      float highest = sum.lse;
+      float highest = top;
 #pragma unroll
-      for (const float x : lse) highest = fmaxf(highest, x);
-      const float factor = weight_of(sum.lse, highest);
-      total *= factor;
-      sum.value = mix(factor, sum.value, 0.0f, sum.value);
+      for (const float2 x : lse) highest = fmaxf(highest, x.x);
+      const float factor = weight_of(top, highest);
+      total = make_float2(total.x * factor, total.y * factor);
+      sum = mix(factor, sum, 0.0f, sum);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const float weight = weight_of(lse[i], highest);
-        total += weight;
-        sum.value = mix(1.0f, sum.value, weight, part[i]);
+        const float weight = weight_of(lse[i].x, highest);
+        total.x += weight;
+        total.y += weight_of(lse[i].y, highest);
+        sum = mix(1.0f, sum, weight, part[i]);
       }
-      sum.lse = highest;
+      top = highest;
     }
-    return normalised(sum.value, total, sum.lse);
+    return normalised(sum, total, top);
   }
 };
 

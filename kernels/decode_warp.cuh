@@ -33,9 +33,9 @@ class DecodeWarp {
     }
   }
 
-  // Adds this warp's rows of a tile, of which the first `count` exist and the rest are zero. They
-  // are two of each lot, one for either matrix.
-  __device__ void add(const std::byte* tile, int count, float scale) {
+  // Adds this warp's rows of a tile, of which the first `count` exist and the rest are zero; those
+  // from `newest` on are the newest. They are two of each lot, one for either matrix.
+  __device__ void add(const std::byte* tile, int count, int newest, float scale) {
     float logits[2][4] = {};
     const int lane = threadIdx.x % kWarp;
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -49,7 +49,7 @@ class DecodeWarp {
       mma(T(), logits[1], q_[step], k[2], k[3]);
     }
     float weights[4];
-    soften(logits, count - 2 * warp, scale, weights);
+    soften(logits, count - 2 * warp, newest - 2 * warp, scale, weights);
     std::uint32_t p[4];
     split(weights[0], weights[1], p[0], p[1]);
     split(weights[2], weights[3], p[2], p[3]);
@@ -65,11 +65,14 @@ class DecodeWarp {
   }
 
   // For each of the first `queries`: outputs that are not normalised yet, in rows of `stride`; the
-  // highest logit (base 2); the sum of weights relative to it.
-  __device__ void store(float* out, int stride, float* highest, float* sums, int queries) {
+  // highest logit (base 2); the sums of weights relative to it, of all rows and of the newest.
+  __device__ void store(float* out, int stride, float* highest, float2* sums, int queries) {
     const int lane = threadIdx.x % kWarp;
-    float sum = sum_ + __shfl_xor_sync(kAllLanes, sum_, 1);
-    sum += __shfl_xor_sync(kAllLanes, sum, 2);
+    const auto over_lanes = [](float x) {
+      x += __shfl_xor_sync(kAllLanes, x, 1);
+      return x + __shfl_xor_sync(kAllLanes, x, 2);
+    };
+    const float2 sum = make_float2(over_lanes(sum_), over_lanes(newest_sum_));
     if (lane / 4 >= queries) return;
     if (lane % 4 == 0) {
       highest[lane / 4] = highest_;
@@ -94,14 +97,15 @@ class DecodeWarp {
 
   // Turns logits of the rows from this warp's first on, of which `count` are left in the tile, into
   // weights relative to the highest so far, and what was summed before with it.
-  __device__ void soften(float (&logits)[2][4], int count, float scale, float (&weights)[4]) {
+  __device__ void soften(float (&logits)[2][4], int count, int newest, float scale,
+                         float (&weights)[4]) {
     const int lane = threadIdx.x % kWarp;
+    const auto row = [&](int i) { return (lane % 4 * 2 + i % 2) * Shape::kLotRows + i / 2; };
     float highest = highest_;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float logit = (logits[i / 2][i % 2] + logits[i / 2][i % 2 + 2]) * scale;
-      const int row = (lane % 4 * 2 + i % 2) * Shape::kLotRows + i / 2;
-      weights[i] = row < count ? logit : -INFINITY;
+      weights[i] = row(i) < count ? logit : -INFINITY;
       // A NaN stays in the weights; fmaxf would hide it from the maximum only.
       highest = fmaxf(highest, weights[i]);
     }
@@ -110,10 +114,12 @@ class DecodeWarp {
     const float reference = highest == -INFINITY ? 0.0f : highest;
     const float factor = exp2f(highest_ - reference);
     sum_ *= factor;
+    newest_sum_ *= factor;
 #pragma unroll
-    for (float& weight : weights) {
-      weight = exp2f(weight - reference);
-      sum_ += weight;
+    for (int i = 0; i < 4; ++i) {
+      weights[i] = exp2f(weights[i] - reference);
+      sum_ += weights[i];
+      if (row(i) >= newest) newest_sum_ += weights[i];
     }
     if (__any_sync(kAllLanes, factor != 1.0f)) {
 #pragma unroll
@@ -128,6 +134,7 @@ class DecodeWarp {
   float out_[2 * Shape::kSteps][4];
   float highest_ = -INFINITY;
   float sum_ = 0.0f;  // this lane's part
+  float newest_sum_ = 0.0f;
 };
 
 }  // namespace sluice::cuda

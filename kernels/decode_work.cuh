@@ -32,8 +32,10 @@ struct DecodeKernelParams {
   float* out = nullptr;      // [kv_heads * group, head_dim]
   float* lse = nullptr;      // [kv_heads * group], natural logarithm
   bool merge = false;
+  const float* estimated_lse = nullptr;  // [kv_heads * group], of what alpha is a share of; or null
+  float* alpha = nullptr;                // [kv_heads * group]: the newest rows' share is added
   float* partials = nullptr;          // [bunches, workers + kv_heads, kBunch, head_dim]
-  float* partial_lse = nullptr;       // [bunches, workers + kv_heads, kBunch], base 2
+  float2* partial_lse = nullptr;      // [bunches, workers + kv_heads, kBunch]: see DecodeResult
   std::uint32_t* finished = nullptr;  // [bunches, kv_heads], zero
   int workers = 0;                    // gridDim.x; gridDim.y is the number of bunches
 };
@@ -86,6 +88,11 @@ struct DecodeSegment {
   __device__ int count(std::int64_t tile) const {
     return static_cast<int>(
         max(std::int64_t{0}, min(std::int64_t{kTileRows}, rows - tile * kTileRows)));
+  }
+  // The first row of a tile that is not found by position.
+  __device__ int newest(std::int64_t tile) const {
+    return static_cast<int>(
+        max(std::int64_t{0}, min(std::int64_t{kTileRows}, selected - tile * kTileRows)));
   }
 };
 

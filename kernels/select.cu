@@ -62,6 +62,7 @@ SelectCall call_of(const SelectParams& p) {
   c.heads = p.selected.heads;
   c.share = p.share;
   c.alpha = p.alpha;
+  c.lse = p.lse;
   return c;
 }
 
@@ -82,6 +83,7 @@ SelectCall part_of(SelectCall c, std::int32_t first, std::int32_t count) {
   c.heads += first;
   if (c.share != nullptr) c.share += row;
   c.alpha += row;
+  if (c.lse != nullptr) c.lse += row;
   return c;
 }
 

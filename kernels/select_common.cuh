@@ -48,6 +48,7 @@ struct SelectCall {
   HeadSelection* heads = nullptr;  // host-visible [kv_heads]
   const float* share = nullptr;    // host-visible [kv_heads * group] or null
   float* alpha = nullptr;          // host-visible [kv_heads * group]
+  float* lse = nullptr;            // [kv_heads * group] or null
 
   __device__ const __half* row(int head, int g) const {
     return logits + (static_cast<std::int64_t>(head) * group + g) * stride;
@@ -90,6 +91,13 @@ __device__ __forceinline__ void set_norm(RowInfo& row, double norm) {
 __device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum) {
   set_norm(row, static_cast<double>(highest) * static_cast<double>(kLog2E) +
                     static_cast<double>(log2f(sum)));
+}
+
+// Reports the log-sum-exp of a query head's row, if that is asked for. By one thread.
+__device__ __forceinline__ void report_lse(const SelectCall& c, std::int64_t query_head,
+                                           const RowInfo& row) {
+  constexpr float kLn2 = 0.69314718055994531f;
+  if (c.lse != nullptr) c.lse[query_head] = (row.norm - log2f(row.scale)) * kLn2;
 }
 
 // The factor by which 2^(x log2(e) - norm), with the rounded norm of `highest`, falls short of

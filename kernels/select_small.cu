@@ -184,6 +184,7 @@ __device__ __forceinline__ void look_at_rows(const Work& w) {
       info.share =
           w.c.share == nullptr ? 1.0f : *static_cast<const volatile float*>(w.c.share + query_head);
       w.shared->rows[g] = info;
+      report_lse(w.c, query_head, info);
     }
   }
   __syncthreads();

@@ -268,6 +268,7 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
   info.kept = bad ? 0.0f : sums.kept / sums.all;
   info.share = units.share;
   info.bad = bad ? 1 : 0;
+  report_lse(c, row, info);
   info.threshold = kInfiniteHalf;
   RowSearch search;
   search.highest = shared->search.highest;

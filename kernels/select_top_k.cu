@@ -377,6 +377,7 @@ class RowChoice {
     result.count = kept;
     result.pages = write(kept);
     if (lane() != 0) return;
+    report_lse(c_, head_, info);
     const float of_all =
         c_.share == nullptr ? 1.0f : *static_cast<const volatile float*>(c_.share + head_);
     c_.alpha[head_] = fminf(sums.kept / sums.all + weight, 1.0f) * of_all;

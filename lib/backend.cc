@@ -1,5 +1,6 @@
 #include "lib/backend.h"
 
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -78,6 +79,14 @@ AttendParams newest_of(const AttendSelectedParams& p) {
   newest.rows = p.newest;
   newest.first_query_position = std::numeric_limits<std::int64_t>::max() - 1;
   return newest;
+}
+
+void add_newest_share(const AttendSelectedParams& p) {
+  if (p.alpha == nullptr) return;
+  for (int head = 0; head < p.shape.query_heads; ++head) {
+    const float newest = 1.0f / (1.0f + std::exp(p.estimated_lse[head] - p.lse[head]));
+    p.alpha[head] += (1.0f - p.alpha[head]) * newest;
+  }
 }
 
 }  // namespace sluice

@@ -168,6 +168,8 @@ void copy_home(Backend& backend, const AppendParams& params);
 AttendParams dense_of(const AttendSelectedParams& params);
 // Attention to the newest rows, as a partial to merge the selected ones into.
 AttendParams newest_of(const AttendSelectedParams& params);
+// Once that is done: the newest rows' share goes into params.alpha, if there is one.
+void add_newest_share(const AttendSelectedParams& params);
 
 // One copy of contiguous bytes. Which of the two sides is host memory follows from the call.
 struct CopyOp {

@@ -220,6 +220,7 @@ struct SelectParams {
   // tokens, by whatever proposed them.
   const float* share = nullptr;
   float* alpha = nullptr;  // reported [query_heads]: weight kept, the tail's included
+  float* lse = nullptr;    // [query_heads] or null: log-sum-exp of the logits, where none was bad
 };
 
 // Where the rows of one KV head are found by position.
@@ -243,6 +244,11 @@ struct AttendSelectedParams {
   std::span<const RowSource> rows;  // host array [kv_heads]
   // Host array [kv_heads] or empty: rows that a single token attends besides, the newest.
   std::span<const RowSpan> newest;
+  // Where the newest had no logits when the others were selected: what select() reported of those.
+  // alpha, a share of their weight, becomes the share of theirs and the newest rows' together.
+  // Without `merge`; both [query_heads] or null.
+  const float* estimated_lse = nullptr;
+  float* alpha = nullptr;
   std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes]
   std::int64_t arena_rows = 0;
   float scale = 0.0f;

@@ -72,7 +72,7 @@ std::uint64_t IndexLayout::work_bytes() const {
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
   return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) *
              size_of(logits.dtype) +
-         digest_bytes() +
+         digest_bytes() + queries * sizeof(float) +
          heads * static_cast<std::uint64_t>(slots * selected + candidates) * sizeof(std::int32_t) +
          heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes() + report_bytes() +
          bad_bytes();

@@ -33,6 +33,7 @@ SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Ti
   logits_ = allocate(tier, count_of(shape.query_heads, layout.logit_stride()), logit);
   digest_ = allocate(tier, layout.digest_bytes(), 1);
   candidate_logits_ = allocate(tier, count_of(shape.query_heads, layout.candidate_stride()), logit);
+  lse_ = allocate(tier, static_cast<std::size_t>(shape.query_heads), sizeof(float));
   positions_ =
       allocate(tier, count_of(layout.slots, shape.kv_heads, layout.selected), sizeof(std::int32_t));
   candidates_ = allocate(tier, count_of(shape.kv_heads, layout.candidates), sizeof(std::int32_t));
@@ -88,6 +89,16 @@ float* SparseAttention::share(int layer, std::int64_t token) const {
 
 float* SparseAttention::alpha(int layer, std::int64_t token) const {
   return report_.alpha + query_entry(layer, token);
+}
+
+// One query head per KV head keeps the same top_k whatever the newest rows weigh. They are then
+// spared the estimate: attention, which reads them anyway, adds their share to alpha.
+bool SparseAttention::newest_apart(const Policy& policy, const Token& token) const {
+  const bool estimates = policy.select == Selector::sparq || policy.select == Selector::int4 ||
+                         policy.select == Selector::quest;
+  return policy.selects(token.layer) && estimates && policy.prune == Pruner::top_k &&
+         !policy.candidates.limited() && layout_.shape.group() == 1 &&
+         token.eligible.device == nullptr && token.pages() > 0;
 }
 
 std::vector<RowSpan> SparseAttention::tail_rows(const Token& token, KvStore& store) const {
@@ -149,6 +160,7 @@ void SparseAttention::attend(const Policy& policy, int layer, const StepRange& s
     token.out = queries.out + i * shape.query_heads * shape.head_dim;
     token.lse = queries.lse + i * shape.query_heads;
     token.eligible = eligible;
+    token.newest_apart = newest_apart(policy, token);
     std::vector<RowSpan> own;
     for (int head = 0; head < shape.kv_heads; ++head) {
       own.push_back({store.newest(layer, head, token.position), 1});
@@ -221,8 +233,9 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
   estimate.channels = channels_of(policy, layout_.shape.head_dim);
   estimate.index = index_.view(token.layer);
   estimate.pages = exact ? 0 : token.pages();
-  const std::vector<RowSpan> rows =
+  std::vector<RowSpan> rows =
       exact ? all_rows(token, store, token.count()) : tail_rows(token, store);
+  if (token.newest_apart) std::fill(rows.begin(), rows.end(), RowSpan());
   estimate.rows = rows;
   estimate.logits = {logits_.data(), layout_.logit_stride()};
   if (layout_.digested && scans_tiles(policy) && token.count() >= layout_.logits.digested_from) {
@@ -233,7 +246,8 @@ void SparseAttention::propose(const Policy& policy, const Token& token, KvStore&
 
   SelectParams select = select_params(policy, token);
   select.logits = estimate.logits;
-  select.count = token.count();
+  select.count = token.newest_apart ? token.tail_first() : token.count();
+  if (token.newest_apart) select.lse = lse_.floats();
   if (!policy.candidates.limited()) {
     select.selected = selection(token.layer, token.index);
     return prune(policy, token, select);
@@ -306,6 +320,10 @@ void SparseAttention::attend_token(const Token& token, int source, KvStore& stor
   selected.arena_rows = layout_.arena_rows;
   selected.scale =
       attend_params(layout_.shape, {token.position, 1}, {token.q, 0, token.out, token.lse}).scale;
+  if (token.newest_apart) {
+    selected.estimated_lse = lse_.floats();
+    selected.alpha = alpha(token.layer, token.index);
+  }
   selected.out = token.out;
   selected.lse = token.lse;
   backend_->attend_selected(selected);

@@ -52,6 +52,7 @@ class SparseAttention {
     float* out = nullptr;
     float* lse = nullptr;
     Eligible eligible;
+    bool newest_apart = false;  // the newest rows take no part in selecting, see newest_apart()
 
     std::int64_t count() const { return position + 1; }
     std::int64_t pages() const { return position / kPageTokens; }
@@ -83,6 +84,7 @@ class SparseAttention {
   SelectParams select_params(const Policy& policy, const Token& token) const;
   void prune(const Policy& policy, const Token& token, SelectParams params);
   void attend_token(const Token& token, int source, KvStore& store);
+  bool newest_apart(const Policy& policy, const Token& token) const;
 
   std::vector<RowSpan> tail_rows(const Token& token, KvStore& store) const;
   std::vector<RowSpan> all_rows(const Token& token, KvStore& store, std::int64_t count) const;
@@ -111,6 +113,7 @@ class SparseAttention {
   Buffer logits_;            // [query_heads, context]
   Buffer digest_;            // of these logits
   Buffer candidate_logits_;  // [query_heads, candidates + kPageTokens]
+  Buffer lse_;               // [query_heads], of the latest token's logits
   Buffer positions_;         // [slots, kv_heads, selected]
   Buffer candidates_;        // [kv_heads, candidates]
   Report report_;            // in `tier_`

@@ -88,6 +88,7 @@ struct Answer {
   std::vector<std::vector<std::int32_t>> positions;
   std::vector<HeadSelection> heads;
   std::vector<float> alpha;
+  std::vector<float> lse;
 };
 
 // A case's arrays on the device and the parameters that name them.
@@ -137,6 +138,7 @@ class Problem {
     params_.selected = {positions_.data(), c.capacity,
                         reinterpret_cast<HeadSelection*>(take(kv_heads * sizeof(HeadSelection)))};
     params_.alpha = reinterpret_cast<float*>(take(rows * sizeof(float)));
+    params_.lse = reinterpret_cast<float*>(take(rows * sizeof(float)));
     if (!c.share.empty()) {
       auto* const share = reinterpret_cast<float*>(take(rows * sizeof(float)));
       std::copy(c.share.begin(), c.share.end(), share);
@@ -160,6 +162,7 @@ class Problem {
       a.positions.emplace_back(first, first + count);
     }
     a.alpha.assign(params_.alpha, params_.alpha + case_.rows());
+    a.lse.assign(params_.lse, params_.lse + case_.rows());
     return a;
   }
 

@@ -20,6 +20,7 @@ constexpr double kEqual = 1e-5;   // of summed weights: fp32 sums
 struct Truth {
   std::vector<std::vector<double>> weights;  // [group][total]
   std::vector<double> sums;                  // [emit]
+  std::vector<double> lse;                   // [group]
   bool bad = false;
 };
 
@@ -39,6 +40,7 @@ inline Truth truth_of(const Case& c, int head) {
     double sum = 0.0;
     for (double& x : w) sum += x = std::exp(x - highest);
     for (double& x : w) x /= sum;
+    truth.lse.push_back(highest + std::log(sum));
     for (std::size_t i = 0; i < truth.sums.size(); ++i) truth.sums[i] += w[i];
     truth.weights.push_back(std::move(w));
   }
@@ -155,6 +157,10 @@ inline void expect_sums(const Case& c, const Truth& truth, const Answer& a, int 
     const auto row = static_cast<std::size_t>(head * c.group + g);
     const double share = c.share.empty() ? 1.0 : static_cast<double>(c.share[row]);
     EXPECT_NEAR(static_cast<double>(a.alpha[row]), std::min(sum, 1.0) * share, 2e-5)
+        << "head " << row;
+    // In fp32, of logits that may be tens of thousands.
+    const double lse = truth.lse[static_cast<std::size_t>(g)];
+    EXPECT_NEAR(static_cast<double>(a.lse[row]), lse, 2e-5 + 0x1p-22 * std::abs(lse))
         << "head " << row;
   }
   std::int32_t pages = 0;

@@ -84,6 +84,7 @@ class SelectedRun {
     const auto queries = static_cast<std::size_t>(c.tokens * c.shape.query_heads);
     const auto d = static_cast<std::size_t>(c.shape.head_dim);
     out_ = backend.allocate(tier, queries * d * sizeof(float));
+    alpha_ = backend.allocate(tier, queries * sizeof(float));
     lse_ = backend.allocate(tier, queries * sizeof(float));
     arena_ = backend.allocate(tier, heads * kArenaRows * bytes);
   }
@@ -91,6 +92,13 @@ class SelectedRun {
   HeadSelection& head(std::size_t head) const {
     return reinterpret_cast<HeadSelection*>(heads_.data())[head];
   }
+
+  // Alpha, and the log-sum-exp of what it is a share of, to which attend() adds the newest.
+  void start_from(const std::vector<float>& alpha, const std::vector<float>& estimated_lse) {
+    alpha_ = upload(backend_, alpha);
+    estimated_lse_ = upload(backend_, estimated_lse);
+  }
+  std::vector<float> alpha() const { return download<float>(backend_, alpha_); }
 
   testing::Partial attend(std::int64_t first_query, std::int64_t newest_first,
                           std::int64_t newest) {
@@ -116,6 +124,10 @@ class SelectedRun {
     p.scale = case_.scale;
     p.out = out_.floats();
     p.lse = lse_.floats();
+    if (estimated_lse_.bytes() > 0) {
+      p.estimated_lse = estimated_lse_.floats();
+      p.alpha = alpha_.floats();
+    }
     backend_.attend_selected(p);
     return {download<float>(backend_, out_), download<float>(backend_, lse_)};
   }
@@ -128,7 +140,7 @@ class SelectedRun {
   std::int64_t resident_;
   std::int64_t capacity_ = 0;
   std::vector<Buffer> home_, device_, all_;
-  Buffer positions_, heads_, q_, out_, lse_, arena_;
+  Buffer positions_, heads_, q_, out_, lse_, alpha_, estimated_lse_, arena_;
 };
 
 using Shape = std::tuple<DType, int, int>;  // dtype, head_dim, group
@@ -191,6 +203,44 @@ TEST_P(AttendSelected, ManyHeadsOfDifferentCounts) {
     const auto& own = chosen.positions[head];
     ASSERT_EQ(run.head(head).resident, std::lower_bound(own.begin(), own.end(), 400) - own.begin())
         << head;
+  }
+}
+
+// Few heads go whole to one worker of a GPU, many are shared.
+TEST_P(AttendSelected, AlphaTakesInTheNewest) {
+  for (const int heads : {2, 60}) {
+    for (const std::int64_t newest : {1, 70}) {
+      SCOPED_TRACE(::testing::Message() << heads << " heads, newest " << newest);
+      const std::vector<std::int64_t> counts(static_cast<std::size_t>(heads), 700);
+      const AttentionCase c = testing::random_case(random_, shape(heads), 1, counts);
+      const Chosen chosen = choose(random_, c, 600, 300, newest);
+      const Chosen newest_alone = choose(random_, c, 600, 0, newest);
+      AttentionCase expected = newest_alone.expected;
+      expected.first_query_position = 1000;
+      const testing::AttentionOracle oracle(expected);
+      SelectedRun run(*backend_, c, chosen, 300);
+      std::vector<float> before;
+      std::vector<float> estimated_lse;
+      for (int query = 0; query < c.shape.query_heads; ++query) {
+        before.push_back(static_cast<float>(random_.integer(0, 100)) / 100.0f);
+        // Sometimes one of the two is all that counts.
+        const auto apart = static_cast<double>(random_.integer(-5, 5) * (query % 4 == 0 ? 40 : 1));
+        estimated_lse.push_back(static_cast<float>(oracle.query(0, query).lse + apart));
+      }
+      run.start_from(before, estimated_lse);
+      run.attend(1 << 30, 600, newest);
+      const std::vector<float> after = run.alpha();
+      for (std::size_t query = 0; query < after.size(); ++query) {
+        const testing::QueryOracle truth = oracle.query(0, static_cast<int>(query));
+        const double share =
+            1.0 / (1.0 + std::exp(static_cast<double>(estimated_lse[query]) - truth.lse));
+        const double alpha = static_cast<double>(before[query]);
+        // A share is off by at most a quarter of what the log-sum-exp is.
+        ASSERT_NEAR(after[query], alpha + (1.0 - alpha) * share,
+                    testing::tolerance_of(truth, rounding(1)).lse + 1e-6)
+            << "query head " << query;
+      }
+    }
   }
 }
 

@@ -118,6 +118,17 @@ void expect_choice(const SelectCase& c, const SelectAnswer& answer, int head, do
   }
 }
 
+// The log-sum-exp of a row follows from its heaviest logit and that one's weight.
+void expect_lse(const SelectCase& c, const SelectAnswer& answer) {
+  for (int head = 0; head < c.shape.query_heads; ++head) {
+    const auto row = answer.weights.begin() + head * c.count;
+    const auto heaviest = std::max_element(row, row + c.count);
+    const auto at = static_cast<std::size_t>(heaviest - answer.weights.begin());
+    const double expected = static_cast<double>(answer.logits[at]) - std::log(*heaviest);
+    EXPECT_NEAR(answer.lse[static_cast<std::size_t>(head)], expected, 2e-5) << "head " << head;
+  }
+}
+
 TEST_P(Select, KeepsWhatItsDefinitionSays) {
   const std::uint64_t seed = testing::seed(3);
   SCOPED_TRACE(testing::seed_message(seed));
@@ -125,6 +136,7 @@ TEST_P(Select, KeepsWhatItsDefinitionSays) {
   for (int round = 0; round < 120; ++round) {
     const SelectCase c = random_case(random, random.integer(1, round % 10 == 0 ? 5000 : 400));
     const SelectAnswer answer = testing::select(*backend_, c);
+    expect_lse(c, answer);
     for (int head = 0; head < c.shape.kv_heads; ++head) {
       SCOPED_TRACE(round);
       expect_choice(c, answer, head, bin());

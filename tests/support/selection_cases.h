@@ -162,6 +162,7 @@ struct SelectAnswer {
   std::vector<std::vector<std::int32_t>> positions;
   std::vector<HeadSelection> heads;
   std::vector<float> alpha;
+  std::vector<float> lse;
   std::vector<float> logits;    // [query_heads, count], as the backend saw them
   std::vector<double> weights;  // likewise: their softmax over what is eligible
 };
@@ -196,6 +197,7 @@ inline SelectAnswer select(Backend& backend, const SelectCase& c) {
   const auto queries = static_cast<std::size_t>(c.shape.query_heads);
   const Buffer found = backend.allocate(Tier::host, heads * sizeof(HeadSelection));
   const Buffer alpha = backend.allocate(Tier::host, queries * sizeof(float));
+  const Buffer lse = backend.allocate(backend.info().compute_tier, queries * sizeof(float));
   SelectAnswer answer;
   SelectParams p;
   p.shape = c.shape;
@@ -212,12 +214,14 @@ inline SelectAnswer select(Backend& backend, const SelectCase& c) {
   p.selected = {reinterpret_cast<std::int32_t*>(positions.data()), capacity,
                 reinterpret_cast<HeadSelection*>(found.data())};
   p.alpha = alpha.floats();
+  p.lse = lse.floats();
   answer.logits = logits.get();
   answer.weights = weights_of(c, answer.logits);
   backend.select(p);
   const std::vector<std::int32_t> all = download<std::int32_t>(backend, positions);
   answer.heads.assign(p.selected.heads, p.selected.heads + heads);
   answer.alpha.assign(p.alpha, p.alpha + queries);
+  answer.lse = download<float>(backend, lse);
   for (std::size_t head = 0; head < heads; ++head) {
     const auto first = all.begin() + static_cast<std::int64_t>(head) * capacity;
     answer.positions.emplace_back(first, first + answer.heads[head].count);
