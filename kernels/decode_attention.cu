@@ -22,6 +22,7 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const auto bunch = static_cast<int>(blockIdx.y);
   const int queries = min(kBunch, p.group - bunch * kBunch);
+  int segment = 0;
   for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
     const std::byte* rows = ring.take();
     DecodeWarp<T, kHeadDim> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes),
@@ -31,14 +32,27 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
       if (++tile == s.last) break;
       ring.release();
     }
-    // What the warps found takes the place of the last tile, while the next are fetched.
+    // What the warps found takes the place of the last tile.
     sync_decode_warps();
     auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.stage());
     state.store(block.out[warp][0], block.kStride, block.highest[warp], block.sum[warp], queries);
-    sync_decode_warps();
+    ring.hand_over(segment++);
+  }
+}
+
+// The part of the warps that bring what the others found to where it belongs.
+template <int kHeadDim, int kStages>
+__device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
+                       const DecodeRing<kHeadDim, kStages>& ring) {
+  const auto bunch = static_cast<int>(blockIdx.y);
+  const bool reports = p.positions != nullptr && bunch == 0 &&
+                       threadIdx.x / kWarp == DecodeShape<kHeadDim>::kFirstFinishWarp;
+  int segment = 0;
+  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), ++segment) {
+    if (reports && s.first == 0) report_resident(p, s.head);
+    const auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.take_found(segment));
     finish_segment(p, work, s, bunch, block);
-    ring.reuse_memory();
-    ring.release();
+    ring.release_found(segment);
   }
 }
 
@@ -59,12 +73,10 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   if (warp < kDecodeWarps) {
     consume<T>(p, work, ring);
-  } else if (warp < DecodeShape<kHeadDim>::kReportingWarp) {
+  } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
     Fetch(p, work, ring, positions).run();
-  } else if (p.positions != nullptr && blockIdx.y == 0) {
-    for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
-      if (s.first == 0) report_resident(p, s.head);
-    }
+  } else {
+    finish(p, work, ring);
   }
 }
 

@@ -45,22 +45,24 @@ __device__ __forceinline__ void add_newest_share(const DecodeKernelParams& p, st
 // a time.
 template <int kHeadDim, typename Body>
 __device__ void for_results(int queries, const Body& body) {
+  using Shape = DecodeShape<kHeadDim>;
   constexpr int kQuads = kHeadDim / 4;
-  constexpr int kThreads = kDecodeWarps * kWarp;
+  constexpr int kThreads = Shape::kFinishThreads;
+  const int thread = static_cast<int>(threadIdx.x) - Shape::kFirstFinishWarp * kWarp;
 #pragma unroll
   for (int round = 0; round < (kBunch * kQuads + kThreads - 1) / kThreads; ++round) {
-    const int i = static_cast<int>(threadIdx.x) + round * kThreads;
+    const int i = thread + round * kThreads;
     if (i < queries * kQuads) body(round, i / kQuads, i % kQuads * 4);
   }
 }
 
-// Writes results of a bunch of queries, or merges them with what is there. All decode warps call
+// Writes results of a bunch of queries, or merges them with what is there. All finishing warps call
 // it; result(query, channel) gives each.
 template <int kHeadDim, typename Result>
 __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_query, int queries,
                               const Result& result) {
   constexpr float kLn2 = 0.69314718055994531f;
-  constexpr int kThreads = kDecodeWarps * kWarp;
+  constexpr int kThreads = DecodeShape<kHeadDim>::kFinishThreads;
   float new_lse[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
   for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
     const DecodeResult own = result(query, channel);
@@ -84,7 +86,7 @@ __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_qu
     new_lse[round] = highest + logf(a + b);
   });
   // Every thread has read the old log-sum-exp before one of them replaces it.
-  sync_decode_warps();
+  sync_finish_warps<kHeadDim>();
   for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
     if (channel == 0) p.lse[first_query + query] = new_lse[round];
   });
@@ -179,10 +181,11 @@ __device__ void store_partial(const DecodeKernelParams& p, std::int64_t slot, in
 }
 
 // Counts this block's part of a head; true for the block that comes last, which sees all parts.
+template <int kHeadDim>
 __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers) {
   __shared__ bool is_last;
-  sync_decode_warps();
-  if (threadIdx.x == 0) {
+  sync_finish_warps<kHeadDim>();
+  if (threadIdx.x == DecodeShape<kHeadDim>::kFirstFinishWarp * kWarp) {
     // Gives what all threads stored before the barrier, and takes what other blocks gave.
     std::uint32_t before = 0;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n"
@@ -192,7 +195,7 @@ __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers
     is_last = before + 1 == static_cast<std::uint32_t>(sharers);
     if (is_last) *finished = 0;
   }
-  sync_decode_warps();
+  sync_finish_warps<kHeadDim>();
   return is_last;
 }
 
@@ -211,7 +214,8 @@ __device__ void finish_segment(const DecodeKernelParams& p, const DecodeWork& wo
   const std::int64_t before = work.before(head);
   const int first_worker = work.worker_of(before);
   const int sharers = work.worker_of(before + segment.tiles - 1) - first_worker + 1;
-  if (!finish_part(p.finished + static_cast<std::int64_t>(bunch) * p.kv_heads + head, sharers)) {
+  if (!finish_part<kHeadDim>(p.finished + static_cast<std::int64_t>(bunch) * p.kv_heads + head,
+                             sharers)) {
     return;
   }
   const std::int64_t slot = slot_of(p, bunch, first_worker, head);

@@ -17,6 +17,10 @@ class DecodeRing {
   struct Barriers {
     std::uint64_t full[kStages];
     std::uint64_t empty[kStages];
+    // Of segments, in turns: what was found is in stage `found_in`. Each keeps its stage until it
+    // is finished, so that there are never more than there are stages.
+    std::uint64_t found[kStages];
+    int found_in[kStages];
   };
 
   // `stages` [kBytes] and `barriers` are shared memory.
@@ -28,6 +32,7 @@ class DecodeRing {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&barriers_.full[i]), Shape::kFetchWarps * kWarp);
       barrier_init(shared_address(&barriers_.empty[i]), kDecodeWarps);
+      barrier_init(shared_address(&barriers_.found[i]), kDecodeWarps);
     }
     if constexpr (kBulkCopies) barrier_init_fence();
   }
@@ -51,14 +56,42 @@ class DecodeRing {
     if (threadIdx.x % kWarp == 0) barrier_arrive(empty());
     advance();
   }
+  // Until the next stage may be filled.
+  __device__ void wait_empty() const { barrier_wait(empty(), phase_ ^ 1u); }
+
+  // This warp has written what it found of segment number `segment` over the tile that take() gave.
+  __device__ void hand_over(int segment) {
+    reuse_memory();
+    if (threadIdx.x == 0) barriers_.found_in[segment % kStages] = stage_;
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(found(segment));
+    advance();
+  }
+  // What all warps found of segment number `segment`, once it is there.
+  __device__ std::byte* take_found(int segment) const {
+    barrier_wait(found(segment), static_cast<std::uint32_t>(segment / kStages % 2));
+    return stages_ + barriers_.found_in[segment % kStages] * Shape::kStageBytes;
+  }
+  // This warp is done with what take_found() gave.
+  __device__ void release_found(int segment) const {
+    const int stage = barriers_.found_in[segment % kStages];
+    reuse_memory();
+    __syncwarp();
+    // As many arrive as there are warps that take tiles.
+    if (threadIdx.x % kWarp < kDecodeWarps / Shape::kFinishWarps) {
+      barrier_arrive(shared_address(&barriers_.empty[stage]));
+    }
+  }
+
+ private:
   // Other uses of a stage's memory by this thread are over.
   __device__ static void reuse_memory() {
     if constexpr (kBulkCopies) shared_write_fence();
   }
-  // Until the next stage may be filled.
-  __device__ void wait_empty() const { barrier_wait(empty(), phase_ ^ 1u); }
+  __device__ std::uint32_t found(int segment) const {
+    return shared_address(&barriers_.found[segment % kStages]);
+  }
 
- private:
   std::byte* stages_;
   Barriers& barriers_;
   int stage_ = 0;

@@ -36,7 +36,10 @@ class DecodeWarp {
   // Adds this warp's rows of a tile, of which the first `count` exist and the rest are zero; those
   // from `newest` on are the newest. They are two of each lot, one for either matrix.
   __device__ void add(const std::byte* tile, int count, int newest, float scale) {
-    float logits[2][4] = {};
+    // Two sums of each matrix are shorter chains of instructions that wait for each other, if there
+    // are registers for them.
+    constexpr int kChains = kHeadDim <= 128 ? 2 : 1;
+    float logits[4][4] = {};
     const int lane = threadIdx.x % kWarp;
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const std::byte* const rows = tile + lane % 8 * Shape::kLotStride + 2 * warp * Shape::kRowBytes;
@@ -45,8 +48,8 @@ class DecodeWarp {
     for (int step = 0; step < Shape::kSteps; ++step) {
       std::uint32_t k[4];
       load_matrices(k, key + step * 32);
-      mma(T(), logits[0], q_[step], k[0], k[1]);
-      mma(T(), logits[1], q_[step], k[2], k[3]);
+      mma(T(), logits[step % kChains], q_[step], k[0], k[1]);
+      mma(T(), logits[2 + step % kChains], q_[step], k[2], k[3]);
     }
     float weights[4];
     soften(logits, count - 2 * warp, newest - 2 * warp, scale, weights);
@@ -97,14 +100,16 @@ class DecodeWarp {
 
   // Turns logits of the rows from this warp's first on, of which `count` are left in the tile, into
   // weights relative to the highest so far, and what was summed before with it.
-  __device__ void soften(float (&logits)[2][4], int count, int newest, float scale,
+  __device__ void soften(const float (&logits)[4][4], int count, int newest, float scale,
                          float (&weights)[4]) {
     const int lane = threadIdx.x % kWarp;
     const auto row = [&](int i) { return (lane % 4 * 2 + i % 2) * Shape::kLotRows + i / 2; };
     float highest = highest_;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float logit = (logits[i / 2][i % 2] + logits[i / 2][i % 2 + 2]) * scale;
+      const float(&even)[4] = logits[i / 2 * 2];
+      const float(&odd)[4] = logits[i / 2 * 2 + 1];
+      const float logit = (even[i % 2] + odd[i % 2] + (even[i % 2 + 2] + odd[i % 2 + 2])) * scale;
       weights[i] = row(i) < count ? logit : -INFINITY;
       // A NaN stays in the weights; fmaxf would hide it from the maximum only.
       highest = fmaxf(highest, weights[i]);
@@ -112,12 +117,12 @@ class DecodeWarp {
     highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
     const float reference = highest == -INFINITY ? 0.0f : highest;
-    const float factor = exp2f(highest_ - reference);
+    const float factor = exp2_fast(highest_ - reference);
     sum_ *= factor;
     newest_sum_ *= factor;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      weights[i] = exp2f(weights[i] - reference);
+      weights[i] = exp2_fast(weights[i] - reference);
       sum_ += weights[i];
       if (row(i) >= newest) newest_sum_ += weights[i];
     }

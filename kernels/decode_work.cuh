@@ -34,10 +34,10 @@ struct DecodeKernelParams {
   bool merge = false;
   const float* estimated_lse = nullptr;  // [kv_heads * group], of what alpha is a share of; or null
   float* alpha = nullptr;                // [kv_heads * group]: the newest rows' share is added
-  float* partials = nullptr;          // [bunches, workers + kv_heads, kBunch, head_dim]
-  float2* partial_lse = nullptr;      // [bunches, workers + kv_heads, kBunch]: see DecodeResult
-  std::uint32_t* finished = nullptr;  // [bunches, kv_heads], zero
-  int workers = 0;                    // gridDim.x; gridDim.y is the number of bunches
+  float* partials = nullptr;             // [bunches, workers + kv_heads, kBunch, head_dim]
+  float2* partial_lse = nullptr;         // [bunches, workers + kv_heads, kBunch]: see DecodeResult
+  std::uint32_t* finished = nullptr;     // [bunches, kv_heads], zero
+  int workers = 0;                       // gridDim.x; gridDim.y is the number of bunches
 };
 
 // Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are
@@ -52,12 +52,15 @@ struct DecodeShape {
   static constexpr int kLotRows = kTileRows / kLots;
   static constexpr int kLotStride = kLotRows * kRowBytes + 16;
   static constexpr int kTileBytes = kLots * kLotStride;
-  // Warps that fetch, each its rows of every tile: single rows take one warp long to ask for. Wide
-  // rows are fewer, and leave registers for fewer warps. Another warp reports what was resident.
+  // Warps that fetch, each its rows of every tile: single rows take one warp long to ask for.
+  // Others finish what was found of a segment, while the next is worked on. Wide rows are fewer,
+  // and leave registers for fewer warps.
   static constexpr int kFetchWarps = kHeadDim <= 128 ? 4 : 2;
   static constexpr int kFetchRows = kTileRows / kFetchWarps;
-  static constexpr int kReportingWarp = kDecodeWarps + kFetchWarps;
-  static constexpr int kThreads = (kReportingWarp + 1) * kWarp;
+  static constexpr int kFinishWarps = kHeadDim <= 128 ? 4 : 1;
+  static constexpr int kFinishThreads = kFinishWarps * kWarp;
+  static constexpr int kFirstFinishWarp = kDecodeWarps + kFetchWarps;
+  static constexpr int kThreads = (kFirstFinishWarp + kFinishWarps) * kWarp;
   // The first tile of a head brings its queries.
   static constexpr int kQueryBytes = kBunch * kHeadDim * static_cast<int>(sizeof(float));
   static constexpr int kStageBytes = kTileBytes + kQueryBytes;
@@ -71,6 +74,11 @@ struct DecodeShape {
 // The warps that work on rows wait for each other.
 __device__ __forceinline__ void sync_decode_warps() {
   asm volatile("bar.sync 1, %0;\n" ::"n"(kDecodeWarps * kWarp) : "memory");
+}
+// So do those that finish.
+template <int kHeadDim>
+__device__ __forceinline__ void sync_finish_warps() {
+  asm volatile("bar.sync 2, %0;\n" ::"n"(DecodeShape<kHeadDim>::kFinishThreads) : "memory");
 }
 
 // What a block works on: tiles [first, last) of one head.
@@ -106,8 +114,14 @@ __device__ __forceinline__ bool is_uniform(const DecodeKernelParams& p) {
   return p.positions == nullptr && !p.counts.is_listed;
 }
 
-__device__ __forceinline__ std::int64_t rows_of(const DecodeKernelParams& p, int head) {
-  const std::int64_t selected = p.positions == nullptr ? 0 : p.heads[head].count;
+// How many rows of a head are found by position.
+__device__ __forceinline__ std::int32_t selected_of(const DecodeKernelParams& p, int head) {
+  return p.positions == nullptr ? 0 : p.heads[head].count;
+}
+
+// How many rows a head has, of which so many are found by position.
+__device__ __forceinline__ std::int64_t rows_of(const DecodeKernelParams& p, int head,
+                                                std::int64_t selected) {
   return min(selected, p.visible) +
          (p.positions == nullptr ? min(p.counts[head], p.visible) : p.counts[head]);
 }
@@ -123,8 +137,9 @@ class DecodeWork {
   // The whole block comes here; `shared` is [shared_bytes].
   __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
       : p_(p), before_(shared), rows_(shared + p.kv_heads + 1) {
-    if (is_uniform(p)) {
-      uniform_ = tiles_of(rows_of(p, 0));
+    first_rows_ = rows_of(p, 0, selected_of(p, 0));
+    if (is_uniform(p) || load_rows()) {
+      uniform_ = tiles_of(first_rows_);
       total_ = uniform_ * p.kv_heads;
     } else {
       add_up();
@@ -160,7 +175,7 @@ class DecodeWork {
   __device__ DecodeSegment segment(int head) const {
     DecodeSegment s;
     s.head = head;
-    s.rows = uniform_ > 0 ? rows_of(p_, head) : rows_[head];
+    s.rows = uniform_ > 0 ? first_rows_ : rows_[head];
     s.selected = p_.positions == nullptr ? 0 : s.rows - p_.counts[head];
     s.tiles = tiles_of(s.rows);
     s.first = max(std::int64_t{0}, begin_ - before(head));
@@ -168,28 +183,24 @@ class DecodeWork {
     return s;
   }
 
-  // rows[h] = rows of head h, before[h] = tiles of heads 0 to h - 1: each thread adds up a run of
-  // heads, then the runs are added up.
+  // rows[h] = rows of head h. Returns whether all heads have as many, which most selections see to.
+  __device__ bool load_rows() const {
+    bool equal = true;
+    for (auto head = static_cast<int>(threadIdx.x); head < p_.kv_heads;
+         head += static_cast<int>(blockDim.x)) {
+      const std::int64_t rows = rows_of(p_, head, selected_of(p_, head));
+      rows_[head] = static_cast<std::int32_t>(rows);
+      equal = equal && rows == first_rows_;
+    }
+    return __syncthreads_and(equal ? 1 : 0) != 0;
+  }
+
+  // before[h] = tiles of heads 0 to h - 1: each thread adds up a run of heads, then the runs are
+  // added up.
   __device__ void add_up() const {
     __shared__ std::int32_t of_warps[kWarp];
     const auto thread = static_cast<int>(threadIdx.x);
     const auto threads = static_cast<int>(blockDim.x);
-    // Counts are asked for together.
-    constexpr int kAtOnce = 12;
-    for (int base = thread; base < p_.kv_heads; base += kAtOnce * threads) {
-      std::int64_t rows[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int head = base + i * threads;
-        rows[i] = head < p_.kv_heads ? rows_of(p_, head) : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int head = base + i * threads;
-        if (head < p_.kv_heads) rows_[head] = static_cast<std::int32_t>(rows[i]);
-      }
-    }
-    __syncthreads();
     const int length = (p_.kv_heads + threads - 1) / threads;
     const int first = min(thread * length, p_.kv_heads);
     const int last = min(first + length, p_.kv_heads);
@@ -228,7 +239,8 @@ class DecodeWork {
   const DecodeKernelParams& p_;
   std::int32_t* before_;
   std::int32_t* rows_;
-  std::int64_t uniform_ = 0;
+  std::int64_t first_rows_ = 0;  // of head 0
+  std::int64_t uniform_ = 0;     // tiles of every head, if they are equal
   std::int64_t total_ = 0;
   std::int64_t begin_ = 0;
   std::int64_t end_ = 0;
