@@ -41,8 +41,9 @@ struct DecodeKernelParams {
 };
 
 // Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are
-// faster than one of each row, and row i of a matrix instruction is of lot i, so that the bytes
-// between lots keep its rows in different banks.
+// faster than one of each row, and row i of a matrix instruction is of lot i. Rows of whole cache
+// lines lie at multiples of such lines: copies that straddle them are 5 % slower. DecodeWarp then
+// reads around their banks. Between other lots are bytes that keep rows in different banks.
 template <int kHeadDim>
 struct DecodeShape {
   static constexpr int kSteps = kHeadDim / 16;
@@ -50,7 +51,9 @@ struct DecodeShape {
   static constexpr int kRowChunks = kRowBytes / 16;
   static constexpr int kLots = 8;
   static constexpr int kLotRows = kTileRows / kLots;
-  static constexpr int kLotStride = kLotRows * kRowBytes + 16;
+  // The widest rows leave no registers for that.
+  static constexpr bool kWholeLines = kHeadDim % 64 == 0 && kHeadDim <= 128;
+  static constexpr int kLotStride = kLotRows * kRowBytes + (kWholeLines ? 0 : 16);
   static constexpr int kTileBytes = kLots * kLotStride;
   // Warps that fetch, each its rows of every tile: single rows take one warp long to ask for.
   // Others finish what was found of a segment, while the next is worked on. Wide rows are fewer,
