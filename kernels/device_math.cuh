@@ -46,12 +46,6 @@ __device__ __forceinline__ __half from_float<__half>(float x) {
   return __float2half_rn(x);
 }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int lane = kWarp / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(kAllLanes, x, lane);
@@ -74,6 +68,23 @@ __device__ __forceinline__ T warp_inclusive(T x) {
     if (lane >= step) x += below;
   }
   return x;
+}
+
+// The sum of `x` over the threads before this one; `total` over all. `part` is [kWarp] of shared
+// memory, free to use on entry and in use until the next barrier.
+template <typename T>
+__device__ inline T block_exclusive(T x, T* part, T& total) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const T inclusive = warp_inclusive(x);
+  if (lane == kWarp - 1) part[warp] = inclusive;
+  __syncthreads();
+  const T own = lane < warps ? part[lane] : T(0);
+  const T scanned = warp_inclusive(own);
+  total = __shfl_sync(kAllLanes, scanned, warps - 1);
+  const T before = __shfl_sync(kAllLanes, scanned - own, warp);
+  return before + inclusive - x;
 }
 
 // How many of an ascending list are below `bound`, by one warp.

@@ -5,8 +5,9 @@
 #include <cfloat>
 #include <climits>
 
+#include "kernels/device_math.cuh"
+#include "kernels/early_launch.cuh"
 #include "kernels/sample.h"
-#include "kernels/select_common.cuh"
 #include "lib/check.h"
 
 namespace sluice::cuda {

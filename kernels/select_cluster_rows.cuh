@@ -166,6 +166,7 @@ __device__ __forceinline__ bool join_sums(const ClusterWork& w) {
     if (lane_id() == 0) {
       w.shared->states[g] = state;
       w.shared->rows[g] = state.info;
+      if (w.cluster.rank == 0) report_lse(w.c, std::int64_t{w.head} * w.group + g, state.info);
     }
   }
   return __syncthreads_or(bad ? 1 : 0) == 0;

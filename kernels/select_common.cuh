@@ -250,23 +250,6 @@ __device__ __forceinline__ __half2 twice(std::uint16_t bits) {
   return as_half2(bits | static_cast<std::uint32_t>(bits) << 16);
 }
 
-// The sum of `x` over the threads before this one; `total` over all. `part` is [kWarp] of shared
-// memory, free to use on entry and in use until the next barrier.
-template <typename T>
-__device__ inline T block_exclusive(T x, T* part, T& total) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  const T inclusive = warp_inclusive(x);
-  if (lane == kWarp - 1) part[warp] = inclusive;
-  __syncthreads();
-  const T own = lane < warps ? part[lane] : T(0);
-  const T scanned = warp_inclusive(own);
-  total = __shfl_sync(kAllLanes, scanned, warps - 1);
-  const T before = __shfl_sync(kAllLanes, scanned - own, warp);
-  return before + inclusive - x;
-}
-
 // Where a sum over bins from the first on reaches a target.
 template <typename T>
 struct Crossing {

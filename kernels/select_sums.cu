@@ -268,7 +268,6 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
   info.kept = bad ? 0.0f : sums.kept / sums.all;
   info.share = units.share;
   info.bad = bad ? 1 : 0;
-  report_lse(c, row, info);
   info.threshold = kInfiniteHalf;
   RowSearch search;
   search.highest = shared->search.highest;
@@ -370,6 +369,7 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
   if (shared->info.bad == 0 && counts) find_bounds(call, row, top, rough, shared);
   if (threadIdx.x != 0) return;
   call.rows[row] = shared->info;
+  report_lse(call.call, row, shared->info);
   call.searches[row] = shared->search;
   const int group = call.call.group;
   if (row % group == 0) call.extents[row / group] = shared->extent;
