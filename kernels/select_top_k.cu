@@ -353,6 +353,7 @@ class RowChoice {
     std::int32_t kept = 0;
     float weight = 0.0f;
     Listed next = listed_at(lane(), listed);
+    __syncwarp();
     for (std::int32_t first = 0; first < listed; first += kWarp) {
       const Listed own = next;
       next = listed_at(first + kWarp + lane(), listed);
