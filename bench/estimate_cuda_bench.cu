@@ -197,8 +197,10 @@ class Memory {
     p.index = views_[static_cast<std::size_t>(copy) % views_.size()];
     p.pages = case_.pages();
     p.rows = spans_;
-    p.logits = {logits_.as<std::byte>(), stride(),
-                LogitDigest::in(digest_.as<std::byte>(), case_.shape.query_heads, stride())};
+    p.logits = {logits_.as<std::byte>(), stride()};
+    if (case_.tokens >= kDigestedFrom) {
+      p.logits.digest = LogitDigest::in(digest_.as<std::byte>(), case_.shape.query_heads, stride());
+    }
     return p;
   }
   std::int64_t stride() const { return case_.tokens + 1024; }
