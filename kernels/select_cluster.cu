@@ -277,15 +277,25 @@ bool fits(const SelectCall& c, int blocks, const DeviceLimits& device) {
          l.bytes <= static_cast<std::uint32_t>(device.shared_bytes);
 }
 
+// A cluster lies within a part of the device. Hopper's parts have up to 18 multiprocessors where
+// the device has more than a hundred (NVIDIA 2022, "H100 Tensor Core GPU Architecture"); of smaller
+// devices and newer kinds only the portable size is certain.
+int most_blocks_of(const DeviceLimits& device) {
+  constexpr int kFullHopper = 114;
+  const bool is_large = device.capability == 90 && device.multiprocessors >= kFullHopper;
+  return is_large ? kMostBlocks : kPortableBlocks;
+}
+
 // Blocks of each KV head, or 0: it does not fit. As many as are worth it; fewer take longer to look
 // at their entries, more to hear of each other.
 int blocks_of(const SelectCall& c, const DeviceLimits& device) {
   constexpr std::int64_t kWorth = 16384;  // logits of a block
-  // A cluster lies within a part of the device, of which there are a few multiprocessors to spare.
-  const std::int64_t most = device.multiprocessors * 7 / 8 / std::max(c.kv_heads, 1);
+  // Parts of the device have a few multiprocessors to spare.
+  const std::int64_t most = std::min<std::int64_t>(
+      device.multiprocessors * 7 / 8 / std::max(c.kv_heads, 1), most_blocks_of(device));
   const std::int64_t work = std::int64_t{c.entries} * c.group;
   int found = 0;
-  for (int blocks = 4; blocks <= std::min<std::int64_t>(most, kMostBlocks); blocks *= 2) {
+  for (int blocks = 4; blocks <= most; blocks *= 2) {
     if (!fits(c, blocks, device)) continue;
     found = blocks;
     if (work <= blocks * kWorth) break;
@@ -310,7 +320,8 @@ void run_cluster(const SelectCall& c, const Launch& launch) {
     require(cudaFuncSetAttribute(select_cluster, attribute, value), "select_cluster");
   };
   set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(call.bytes));
-  set(cudaFuncAttributeNonPortableClusterSizeAllowed, blocks > kPortableBlocks ? 1 : 0);
+  // Always the same, for calls that were recorded before start later.
+  set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   const int threads = call.capacity * c.group <= 1024 ? 256 : kMostWarps * kWarp;
   launch_early_clusters("select_cluster", select_cluster,
                         dim3(static_cast<unsigned>(c.kv_heads * blocks)), threads, call.bytes,
