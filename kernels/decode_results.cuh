@@ -61,7 +61,6 @@ __device__ void for_results(int queries, const Body& body) {
 template <int kHeadDim, typename Result>
 __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_query, int queries,
                               const Result& result) {
-  constexpr float kLn2 = 0.69314718055994531f;
   constexpr int kThreads = DecodeShape<kHeadDim>::kFinishThreads;
   float new_lse[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
   for_results<kHeadDim>(queries, [&](int round, int query, int channel) {

@@ -12,11 +12,17 @@ inline constexpr int kWarp = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.69314718055994531f;
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// silu(gate) * up
+__device__ __forceinline__ float swiglu_of(float gate, float up) {
+  return gate / (1.0f + expf(-gate)) * up;
 }
 
 __device__ __forceinline__ __half2 as_half2(std::uint32_t word) {

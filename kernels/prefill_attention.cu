@@ -67,7 +67,6 @@ int choose_splits(std::int64_t items, std::int64_t slots, std::int64_t most) {
 }
 
 PrefillArgs args_of(const AttendParams& p) {
-  constexpr float kLog2E = 1.44269504088896f;
   PrefillArgs args;
   args.q = p.q;
   args.out = p.out;

@@ -245,7 +245,6 @@ __device__ __forceinline__ MergeWeights merge_weights(float before, float here) 
 template <int kCount>
 __device__ __forceinline__ void store_row(const PrefillArgs& args, const Tile& tile, int row,
                                           const float (&o)[kCount], int half, const RowPair& rows) {
-  constexpr float kLn2 = 0.693147180559945f;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const float sum = quad_sum(rows.sum[half]);
   const bool empty = sum == 0;

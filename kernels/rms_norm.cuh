@@ -58,9 +58,4 @@ __device__ __forceinline__ void normalise(const float* x, const float* weight, f
   });
 }
 
-// silu(gate) * up
-__device__ __forceinline__ float swiglu_of(float gate, float up) {
-  return gate / (1.0f + expf(-gate)) * up;
-}
-
 }  // namespace sluice::cuda

@@ -96,7 +96,6 @@ __device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum)
 // Reports the log-sum-exp of a query head's row, if that is asked for. By one thread.
 __device__ __forceinline__ void report_lse(const SelectCall& c, std::int64_t query_head,
                                            const RowInfo& row) {
-  constexpr float kLn2 = 0.69314718055994531f;
   if (c.lse != nullptr) c.lse[query_head] = (row.norm - log2f(row.scale)) * kLn2;
 }
 

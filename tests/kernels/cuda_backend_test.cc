@@ -13,15 +13,11 @@
 #include "kernels/error.h"
 #include "kernels/owners.h"
 #include "sluice/errors.h"
+#include "tests/kernels/has_device.h"
 #include "tests/support/device.h"
 
 namespace sluice::cuda {
 namespace {
-
-bool has_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 // The error that body() throws; fails the test if it throws none.
 template <typename Body>

@@ -17,6 +17,7 @@
 #include "lib/backend.h"
 #include "lib/half.h"
 #include "tests/kernels/digest_truth.h"
+#include "tests/kernels/has_device.h"
 #include "tests/kernels/shared_array.h"
 #include "tests/support/random.h"
 
@@ -26,11 +27,6 @@ namespace {
 using testing::Random;
 
 constexpr std::uint16_t kPoison = 0x7e5a;  // a NaN that no kernel writes
-
-bool has_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 struct Problem {
   Selector method = Selector::int4;

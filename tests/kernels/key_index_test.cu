@@ -12,17 +12,13 @@
 #include "kernels/workspace.h"
 #include "lib/backend.h"
 #include "lib/half.h"
+#include "tests/kernels/has_device.h"
 #include "tests/support/random.h"
 
 namespace sluice::cuda {
 namespace {
 
 using testing::Random;
-
-bool has_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
 
 struct IndexCase {
   int head_dim = 128;

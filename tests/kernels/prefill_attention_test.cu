@@ -15,6 +15,7 @@
 #include "kernels/prefill_attention.h"
 #include "kernels/workspace.h"
 #include "lib/half.h"
+#include "tests/kernels/has_device.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/attention_parity.h"
 #include "tests/support/random.h"
@@ -57,11 +58,6 @@ std::vector<Parameter> parameters(const std::vector<int>& generic, const std::ve
     for (const int head_dim : best) all.push_back({dtype, head_dim, false});
   }
   return all;
-}
-
-bool has_device() {
-  int devices = 0;
-  return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
 }
 
 // How a case lies in device memory.

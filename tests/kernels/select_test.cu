@@ -15,6 +15,7 @@
 #include "kernels/workspace.h"
 #include "lib/half.h"
 #include "sluice/errors.h"
+#include "tests/kernels/has_device.h"
 #include "tests/kernels/select_cases.h"
 #include "tests/kernels/select_truth.h"
 #include "tests/support/random.h"
@@ -25,11 +26,6 @@ namespace {
 constexpr std::size_t kScratch = std::size_t{192} << 20;
 
 enum class Path { small, cluster, large, digested };
-
-bool has_device() {
-  int devices = 0;
-  return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
-}
 
 class Select : public ::testing::TestWithParam<Path> {
  protected:
