@@ -58,6 +58,25 @@ __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_
   }
 }
 
+// The same, and what other blocks of the cluster sent by the barrier is seen then.
+__device__ __forceinline__ void barrier_wait_for_cluster(std::uint32_t barrier,
+                                                         std::uint32_t parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  std::uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+#else
+  barrier_wait(barrier, parity);
+#endif
+}
+
 // What this thread wrote to shared memory comes before what matrix instructions and the copy engine
 // do there after the next barrier.
 __device__ __forceinline__ void shared_write_fence() {

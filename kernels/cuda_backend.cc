@@ -202,7 +202,7 @@ CudaBackend::CudaBackend(const CudaOptions& options)
       recorder_(compute()),
       sampled_(make_pinned_block(sizeof(SampledToken))) {
   memory_.account(Tier::device).charge(own_bytes());
-  memory_.account(Tier::host).charge(Recorder::kKeptBytes);
+  memory_.account(Tier::host).charge(Recorder::kKeptBytes + sizeof(SampledToken));
 }
 
 std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {

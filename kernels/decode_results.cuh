@@ -38,7 +38,11 @@ __device__ __forceinline__ DecodeResult normalised(const float4& sum, float2 tot
 __device__ __forceinline__ void add_newest_share(const DecodeKernelParams& p, std::int64_t query,
                                                  float newest_lse) {
   float& alpha = p.alpha[query];
-  alpha += (1.0f - alpha) / (1.0f + expf(p.estimated_lse[query] - newest_lse));
+  const float estimated_lse = p.estimated_lse[query];
+  const float highest = fmaxf(estimated_lse, newest_lse);
+  const float newest = expf(newest_lse - highest);
+  const float estimated = expf(estimated_lse - highest);
+  alpha = (alpha * estimated + newest) / (estimated + newest);
 }
 
 // Calls body(round, query, channel) for this thread's share of a bunch of queries, four channels at

@@ -32,7 +32,7 @@ class DecodeRing {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&barriers_.full[i]), Shape::kFetchWarps * kWarp);
       barrier_init(shared_address(&barriers_.empty[i]), kDecodeWarps);
-      barrier_init(shared_address(&barriers_.found[i]), kDecodeWarps);
+      barrier_init(shared_address(&barriers_.found[i]), kDecodeWarps * kWarp);
     }
     if constexpr (kBulkCopies) barrier_init_fence();
   }
@@ -63,8 +63,7 @@ class DecodeRing {
   __device__ void hand_over(int segment) {
     reuse_memory();
     if (threadIdx.x == 0) barriers_.found_in[segment % kStages] = stage_;
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(found(segment));
+    barrier_arrive(found(segment));
     advance();
   }
   // What all warps found of segment number `segment`, once it is there.

@@ -215,7 +215,7 @@ struct ClusterWork {
   }
   // Until it has.
   __device__ __forceinline__ void receive(int exchange) const {
-    barrier_wait(barrier(exchange), 0);
+    barrier_wait_for_cluster(barrier(exchange), 0);
   }
 };
 

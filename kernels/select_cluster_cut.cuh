@@ -305,6 +305,7 @@ __device__ __noinline__ static KeyCut cut_entries(ClusterWork w, KeyCut cut) {
       break;
     }
   }
+  w.cluster.sync();  // others may still read this block's digits
   for_own(w, [&](std::int32_t v) {
     if (v >= w.count) return;
     std::uint32_t keys[8];

@@ -84,8 +84,10 @@ AttendParams newest_of(const AttendSelectedParams& p) {
 void add_newest_share(const AttendSelectedParams& p) {
   if (p.alpha == nullptr) return;
   for (int head = 0; head < p.shape.query_heads; ++head) {
-    const float newest = 1.0f / (1.0f + std::exp(p.estimated_lse[head] - p.lse[head]));
-    p.alpha[head] += (1.0f - p.alpha[head]) * newest;
+    const float highest = std::max(p.estimated_lse[head], p.lse[head]);
+    const float newest = std::exp(p.lse[head] - highest);
+    const float estimated = std::exp(p.estimated_lse[head] - highest);
+    p.alpha[head] = (p.alpha[head] * estimated + newest) / (estimated + newest);
   }
 }
 

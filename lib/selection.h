@@ -245,7 +245,8 @@ struct AttendSelectedParams {
   // Host array [kv_heads] or empty: rows that a single token attends besides, the newest.
   std::span<const RowSpan> newest;
   // Where the newest had no logits when the others were selected: what select() reported of those.
-  // alpha, a share of their weight, becomes the share of theirs and the newest rows' together.
+  // alpha, a share of their weight, becomes the share of theirs and the newest rows' together; NaN
+  // where a logit of the newest rows is NaN or +Inf.
   // Without `merge`; both [query_heads] or null.
   const float* estimated_lse = nullptr;
   float* alpha = nullptr;

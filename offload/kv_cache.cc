@@ -16,7 +16,8 @@ struct KvCache::Impl {
       : backend(std::move(owned)),
         session(*backend,
                 plan_kv(config.shape, config.context, config.chunk, config.device_memory,
-                        backend->info().attends_host_rows, {&config.policy, 1}),
+                        backend->info().attends_host_rows, {&config.policy, 1}, 1,
+                        backend->info().logits),
                 std::span(&config.policy, 1)),
         lse(backend->allocate(backend->info().compute_tier,
                               static_cast<std::size_t>(session.plan().chunk) *

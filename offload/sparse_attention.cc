@@ -1,6 +1,7 @@
 #include "offload/sparse_attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "lib/check.h"
@@ -352,8 +353,8 @@ Traffic SparseAttention::scanned(const Policy& policy, std::int64_t position) co
   }
 }
 
-void SparseAttention::require_numbers(const HeadSelection& selection, int layer, int head) const {
-  if (selection.bad == 0) return;
+void SparseAttention::require_number(bool is_number, int layer, int head) const {
+  if (is_number) return;
   throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
                                       ", KV head " + std::to_string(head) +
                                       " is NaN or infinite; the checkpoint's weights are damaged");
@@ -369,7 +370,7 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
     const std::int64_t position = step.first + i;
     for (int head = 0; head < shape.kv_heads; ++head) {
       const HeadSelection& chosen = seen_.heads[head_entry(source, i) + head];
-      require_numbers(chosen, source, head);
+      require_number(chosen.bad == 0, source, head);
       count.hits += static_cast<std::uint64_t>(chosen.resident + position % kPageTokens + 1);
       count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
       entry.selected += static_cast<double>(chosen.count);
@@ -378,7 +379,7 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
       count.index += scanned(policy, position);
       if (!policy.candidates.limited()) continue;
       const HeadSelection& proposed = seen_.candidate_heads[head_entry(layer, i) + head];
-      require_numbers(proposed, layer, head);
+      require_number(proposed.bad == 0, layer, head);
       const auto pages = static_cast<std::uint64_t>(proposed.pages);
       const auto rows = static_cast<std::uint64_t>(proposed.count);
       const bool exact = policy.select == Selector::exact;
@@ -387,6 +388,7 @@ SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, i
     }
     for (int head = 0; head < shape.query_heads; ++head) {
       const auto value = static_cast<double>(seen_.alpha[query_entry(source, i) + head]);
+      require_number(!std::isnan(value), source, head / shape.group());
       entry.alpha += value;
       entry.smallest_alpha = std::min(entry.smallest_alpha, value);
     }

@@ -103,7 +103,7 @@ class SparseAttention {
   };
   Count count(const Policy& policy, int layer, int source, const StepRange& step,
               LayerSelection& entry) const;
-  void require_numbers(const HeadSelection& selection, int layer, int head) const;
+  void require_number(bool is_number, int layer, int head) const;
   Traffic scanned(const Policy& policy, std::int64_t position) const;
 
   Backend* backend_;

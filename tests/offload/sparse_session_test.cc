@@ -297,21 +297,34 @@ TEST(SparseSession, CandidatesKeepWhatIsAlwaysKept) {
   }
 }
 
+// A step after 300 tokens, one key of which is damaged.
+void expect_damage_is_named(const KvShape& shape, const char* text, std::int64_t position,
+                            float value) {
+  SCOPED_TRACE(std::string(text) + ", position " + std::to_string(position));
+  Script script(shape, 400, 3);
+  script.damage_key(1, position, value);
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  KvSession session = make_session(backend, shape, 400, {parse_policy(text)});
+  script.prefill(session, 300);
+  try {
+    script.step(session, Phase::decode, 1);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::numeric);
+    EXPECT_NE(std::string(error.what()).find("layer 1, KV head 0"), std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(SparseSession, NamesLayerAndHeadOfWhatIsNoNumber) {
-  const KvShape shape{2, 4, 2, 32, DType::bf16};
-  for (const char* text : {"select=int4 prune=top_k(8)", "select=exact prune=top_k(8)"}) {
-    Script script(shape, 400, 3);
-    script.damage_key(1, 40, std::nanf(""));
-    cpu::CpuBackend backend{cpu::CpuOptions{}};
-    KvSession session = make_session(backend, shape, 400, {parse_policy(text)});
-    script.prefill(session, 300);
-    try {
-      script.step(session, Phase::decode, 1);
-      FAIL() << text;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::numeric);
-      EXPECT_NE(std::string(error.what()).find("layer 1, KV head 0"), std::string::npos)
-          << error.what();
+  for (const int group : {1, 2}) {
+    const KvShape shape{2, 2 * group, 2, 32, DType::bf16};
+    for (const char* text : {"select=int4 prune=top_k(8)", "select=exact prune=top_k(8)"}) {
+      // In a whole page, among the newest rows, and the newest itself.
+      for (const std::int64_t position : {40, 290, 300}) {
+        expect_damage_is_named(shape, text, position, std::nanf(""));
+        expect_damage_is_named(shape, text, position, INFINITY);
+      }
     }
   }
 }
