@@ -13,10 +13,13 @@
 //   how much each has kept.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "kernels/barriers.cuh"
 #include "kernels/cluster.cuh"
+#include "kernels/launch.h"
 #include "kernels/select_keys.cuh"
 #include "kernels/select_strip.cuh"
 
@@ -58,21 +61,24 @@ struct RowState {
 
 // For the first half of the work; the list of what is kept takes its place. Bins that other blocks
 // send lie where the queues were: they do so once they know that all has been counted.
+template <typename Entry>
 struct alignas(16) ClusterScratch {
   RowPart parts[kMostBlocks][kMostWarps];  // of all blocks
   union {
     __half queues[kMostWarps][kMostQueued];  // logits to be counted
     uint4 fine[1];                           // [blocks, group, kWarp]: four bins each
     struct {
-      std::uint16_t own[kMostListedOwn];  // of candidates
-      std::uint16_t near[kMostNear];      // of what may be one
+      Entry own[kMostListedOwn];  // of candidates
+      Entry near[kMostNear];      // of what may be one
     } entries;
   };
 
   // With so many slots for a warp's lanes.
   __host__ __device__ static constexpr std::uint32_t bytes(int slots) {
     const auto fine = static_cast<std::uint32_t>(slots * kWarp) * std::uint32_t{sizeof(uint4)};
-    const auto others = static_cast<std::uint32_t>(sizeof(queues));
+    constexpr auto kQueues = static_cast<std::uint32_t>(sizeof(queues));
+    constexpr auto kEntries = static_cast<std::uint32_t>(sizeof(entries));
+    constexpr std::uint32_t others = kQueues > kEntries ? kQueues : kEntries;
     return static_cast<std::uint32_t>(sizeof(parts)) + (fine > others ? fine : others);
   }
 };
@@ -87,6 +93,10 @@ enum Exchange {
   kTies,
   kEnds,
   kLaterEnds,
+  kSectors,  // of a digest
+  kLaterSectors,
+  kListed,
+  kLaterListed,
   kExchanges,
 };
 
@@ -135,7 +145,38 @@ struct ClusterCall {
   std::uint32_t kept_at = 0;
   std::uint32_t scratch_at = 0;
   std::uint32_t bytes = 0;  // of all
+
+  explicit ClusterCall(const SelectCall& c) : call(c), has_keys(!c.is_top_p || c.keep < c.entries) {
+    if (!c.is_top_p || c.p >= 1.0f) return;
+    const auto needed = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
+    bins = (needed + kCoarse - 1) / kCoarse * kCoarse;
+  }
+
+  // Where `held` bytes come first, and in the end either scratch or a list of what is kept.
+  void lay_out(int blocks, std::int64_t held, std::int64_t scratch, std::int64_t list) {
+    const auto aligned = [](std::int64_t n) {
+      return static_cast<std::uint32_t>((n + 15) / 16 * 16);
+    };
+    const std::int64_t keys = has_keys ? kMostListed : 0;
+    const int marks = (capacity + kWarp - 1) / kWarp * kWarp;
+    const std::int64_t slots = blocks * call.group;  // of what all blocks send of every row
+    const int kinds = (bins > 0 ? 1 : 0) + (has_keys ? 1 : 0);
+    bins_at = aligned(std::int64_t{sizeof(ClusterShared)} + held);
+    kept_at = bins_at + aligned(4 * std::max(std::int64_t{bins} * call.group, keys));
+    scratch_at = kept_at + aligned((has_keys ? 2 : 1) * marks);
+    bytes = scratch_at + aligned(std::max(scratch + kinds * slots * kWarp * 4, list));
+  }
 };
+
+// A cluster lies within a part of the device. Hopper's parts have up to 18 multiprocessors where
+// the device has more than a hundred (NVIDIA 2022, "H100 Tensor Core GPU Architecture"); of smaller
+// devices and newer kinds only the portable size is certain.
+inline int most_blocks_of(const DeviceLimits& device) {
+  constexpr int kPortableBlocks = 8;  // on any device that has clusters
+  constexpr int kFullHopper = 114;
+  const bool is_large = device.capability == 90 && device.multiprocessors >= kFullHopper;
+  return is_large ? kMostBlocks : kPortableBlocks;
+}
 
 __device__ __forceinline__ int thread_id() { return static_cast<int>(threadIdx.x); }
 __device__ __forceinline__ int threads() { return static_cast<int>(blockDim.x); }
@@ -144,10 +185,18 @@ __device__ __forceinline__ int warp_id() { return thread_id() / kWarp; }
 __device__ __forceinline__ int warps() { return threads() / kWarp; }
 
 // What a block works on. Vectors are 8 entries; its own are [first, first + count) of the head's.
-struct ClusterWork {
+// `EntryNumber` counts them.
+template <typename EntryNumber>
+struct WorkOf {
+  using Entry = EntryNumber;
+  using Scratch = ClusterScratch<Entry>;
+  // Units of a weight's mass; fewer where there are more entries to add up.
+  static constexpr int kMassShift = sizeof(Entry) == 2 ? 0 : 1;
+
   const SelectCall& c;
   Cluster cluster;
   bool has_keys;
+  bool has_sketches;
   int group;
   int parts;     // warps of a row, as long as they look at rows one by one
   int row = -1;  // this warp's; -1: none
@@ -159,20 +208,21 @@ struct ClusterWork {
   std::int32_t capacity;
   std::int32_t row_bins;
   ClusterShared* shared;
-  uint4* rows;              // [group, capacity]
+  const uint4* rows;        // [group, capacity]
   std::uint32_t* bins;      // [group, row_bins] of weights; later the keys of all candidates
   std::uint8_t* kept;       // [capacity]: bit e of vector v is entry 8 v + e
   std::uint8_t* equal;      // [capacity]: entries whose key is that of the cut
-  ClusterScratch* scratch;  // or
-  std::uint16_t* entries;   // [8 * capacity], kept
+  Scratch* scratch;         // or
+  Entry* entries;           // [8 * capacity], kept
   std::uint32_t* coarse;    // [blocks, group, kWarp], of all blocks, after `scratch`
   std::uint32_t* sketches;  // [blocks, group, kWarp], of all blocks
   const std::int32_t* list;
   Extent extent;
 
-  __device__ ClusterWork(const ClusterCall& call, std::byte* memory)
+  __device__ WorkOf(const ClusterCall& call, std::byte* memory)
       : c(call.call),
         has_keys(call.has_keys),
+        has_sketches(call.has_keys),
         group(c.group),
         parts(warps() / group),
         part(warp_id() / group),
@@ -180,14 +230,14 @@ struct ClusterWork {
         capacity(call.capacity),
         row_bins(call.bins),
         shared(reinterpret_cast<ClusterShared*>(memory)),
-        rows(reinterpret_cast<uint4*>(shared + 1)),
+        rows(reinterpret_cast<const uint4*>(shared + 1)),
         bins(reinterpret_cast<std::uint32_t*>(memory + call.bins_at)),
         kept(reinterpret_cast<std::uint8_t*>(memory + call.kept_at)),
         equal(kept + (capacity + kWarp - 1) / kWarp * kWarp),
-        scratch(reinterpret_cast<ClusterScratch*>(memory + call.scratch_at)),
-        entries(reinterpret_cast<std::uint16_t*>(memory + call.scratch_at)),
+        scratch(reinterpret_cast<Scratch*>(memory + call.scratch_at)),
+        entries(reinterpret_cast<Entry*>(memory + call.scratch_at)),
         coarse(reinterpret_cast<std::uint32_t*>(memory + call.scratch_at +
-                                                ClusterScratch::bytes(cluster.size * group))),
+                                                Scratch::bytes(cluster.size * group))),
         sketches(coarse + (row_bins > 0 ? cluster.size * group * kWarp : 0)),
         list(c.head_list(head)) {
     if (part < parts) row = warp_id() % group;
@@ -213,16 +263,16 @@ struct ClusterWork {
   __device__ __forceinline__ void expect(int exchange, std::uint32_t bytes) const {
     barrier_expect(barrier(exchange), bytes);
   }
-  // Until it has.
-  __device__ __forceinline__ void receive(int exchange) const {
-    barrier_wait_for_cluster(barrier(exchange), 0);
+  // Until it has, in its first or second turn.
+  __device__ __forceinline__ void receive(int exchange, int turn = 0) const {
+    barrier_wait_for_cluster(barrier(exchange), static_cast<std::uint32_t>(turn));
   }
 };
 
 // Calls body(v) for this thread's vectors, by all lanes of a warp at the same time: a warp has
 // neighbouring ones. v may lie beyond the last.
 template <typename Body>
-__device__ __forceinline__ void for_own(const ClusterWork& w, const Body& body) {
+__device__ __forceinline__ void for_own(const auto& w, const Body& body) {
   const std::int32_t last = min((warp_id() + 1) * w.each, w.count);
 #pragma unroll 1
   for (std::int32_t v = warp_id() * w.each; v < last; v += kWarp) body(v + lane_id());
@@ -231,8 +281,7 @@ __device__ __forceinline__ void for_own(const ClusterWork& w, const Body& body) 
 // The same in two steps, the first of which, look(v), is on its way for two vectors at a time; it
 // is called with vectors that there are.
 template <typename Look, typename Body>
-__device__ __forceinline__ void for_own_pairs(const ClusterWork& w, const Look& look,
-                                              const Body& body) {
+__device__ __forceinline__ void for_own_pairs(const auto& w, const Look& look, const Body& body) {
   const std::int32_t last = min((warp_id() + 1) * w.each, w.count);
 #pragma unroll 1
   for (std::int32_t first = warp_id() * w.each; first < last; first += 2 * kWarp) {
@@ -246,13 +295,66 @@ __device__ __forceinline__ void for_own_pairs(const ClusterWork& w, const Look& 
 
 // By one warp: calls body(part) for the parts of a row of all blocks.
 template <typename Body>
-__device__ __forceinline__ void for_parts(const ClusterWork& w, int g, const Body& body) {
+__device__ __forceinline__ void for_parts(const auto& w, int g, const Body& body) {
   const int block = lane_id() % kMostBlocks;
   const int last = block < w.cluster.size ? w.parts : 0;
 #pragma unroll 4
   for (int i = lane_id() / kMostBlocks; i < last; i += kWarp / kMostBlocks) {
     body(block, i * w.group + g);
   }
+}
+
+__device__ __forceinline__ void set_zero(const auto& w) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  auto* const bins = reinterpret_cast<uint4*>(w.bins);
+#pragma unroll 1
+  for (int i = thread_id(); i < w.group * w.row_bins / 4; i += threads()) bins[i] = zero;
+  if (thread_id() < 4) w.shared->counts[thread_id()] = 0;
+  if (!w.has_keys) return;
+  if (thread_id() == 0) w.shared->picked_count = 0;
+  if (thread_id() < kMostPicked) w.shared->picked[thread_id()] = 0;
+  auto* const digits = reinterpret_cast<uint4*>(w.shared->digits);
+#pragma unroll 1
+  for (int i = thread_id(); i < 2 * kDigits / 4; i += threads()) digits[i] = zero;
+  auto* const sketch = reinterpret_cast<uint4*>(w.shared->sketch);
+#pragma unroll 1
+  for (int i = thread_id(); i < kMostRows * kSketchBins / 8; i += threads()) sketch[i] = zero;
+}
+
+// By one thread: prepares all exchanges, and expects what is known of them; not all of them need
+// take place.
+__device__ __forceinline__ void set_up_exchanges(const auto& w) {
+  for (int i = 0; i < kExchanges; ++i) barrier_init(w.barrier(i), 1);
+  barrier_init_fence();
+  const auto blocks = static_cast<std::uint32_t>(w.cluster.size);
+  const auto units = static_cast<std::uint32_t>(w.parts * w.group) * blocks;  // warps with rows
+  w.expect(kSums, units * sizeof(RowPart));
+  w.expect(kCounts, blocks * sizeof(uint4));
+  w.expect(kTies, blocks * sizeof(std::uint32_t));
+  const std::uint32_t ends =
+      blocks * sizeof(uint4) + (w.cluster.rank == 0 ? units * sizeof(uint2) : 0);
+  w.expect(kEnds, ends);
+  w.expect(kLaterEnds, ends);
+}
+
+// Waits for the kernel before, and reads what is known of the head; other blocks have begun once
+// w.cluster.wait() is over.
+__device__ __forceinline__ void begin(const auto& w) {
+  __syncthreads();
+  w.cluster.arrive();
+  wait_for_kernel_before();
+  allow_next_kernel();
+  if (warp_id() == 0) {
+    const Extent extent = extent_of(w.c, w.head);
+    if (lane_id() == 0) w.shared->extent = extent;
+  }
+  if (thread_id() < w.group) {
+    const float* const shares = w.c.share;
+    const std::int64_t row = static_cast<std::int64_t>(w.head) * w.group + thread_id();
+    w.shared->shares[thread_id()] =
+        shares == nullptr ? 1.0f : *static_cast<const volatile float*>(shares + row);
+  }
+  __syncthreads();
 }
 
 }  // namespace sluice::cuda

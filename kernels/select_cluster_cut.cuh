@@ -12,19 +12,19 @@ namespace sluice::cuda {
 constexpr std::uint32_t kTooMany = 1u << 20;  // stands for a number of candidates
 
 // What a thread needs to know of its vector's entries.
-__device__ __forceinline__ void selectable8(const ClusterWork& w, std::int32_t v,
-                                            std::uint32_t& forced, std::uint32_t& others) {
+__device__ __forceinline__ void selectable8(const auto& w, std::int32_t v, std::uint32_t& forced,
+                                            std::uint32_t& others) {
   const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, w.entry(v));
   forced = allowed & free8(w.extent, w.entry(v));
   others = allowed & ~forced;
 }
 
-__device__ __forceinline__ std::uint32_t reached_of(const ClusterWork& w, std::int32_t v) {
+__device__ __forceinline__ std::uint32_t reached_of(const auto& w, std::int32_t v) {
   return reached8(w.group, w.shared->rows, [&](int g) { return w.rows[g * w.capacity + v]; });
 }
 
 // Bounds of what is listed: of the keys, and so of the logits, one of which must reach its own.
-__device__ __forceinline__ void set_bounds(const ClusterWork& w) {
+__device__ __forceinline__ void set_bounds(const auto& w) {
   if (warp_id() == 0) {
     const int g = min(lane_id(), w.group - 1);
     const RowInfo& row = w.shared->rows[g];
@@ -59,7 +59,7 @@ struct Near {
   std::uint32_t near;    // and be candidates
 };
 
-__device__ __forceinline__ Near look_near(const ClusterWork& w, std::int32_t v) {
+__device__ __forceinline__ Near look_near(const auto& w, std::int32_t v) {
   Near x{0, 0, 0};
   std::uint32_t others;
   selectable8(w, v, x.forced, others);
@@ -75,13 +75,14 @@ __device__ __forceinline__ Near look_near(const ClusterWork& w, std::int32_t v) 
 }
 
 // Finds the keys of what may be candidates, and lists those that are.
-__device__ __forceinline__ void list_near(const ClusterWork& w) {
+__device__ __forceinline__ void list_near(const auto& w) {
   const std::uint32_t bound = w.shared->bound_key;
   const auto* const halves = reinterpret_cast<const __half*>(w.rows);
   const std::uint32_t count = min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear));
+#pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
        i += static_cast<std::uint32_t>(threads())) {
-    const std::uint16_t entry = w.scratch->entries.near[i];
+    const auto entry = w.scratch->entries.near[i];
     const std::uint32_t key = key_of(halves + entry, w.capacity * 8, w.group, w.shared->rows);
     if (key < bound) continue;
     const std::uint32_t slot = atomicAdd(&w.shared->counts[0], 1u);
@@ -92,7 +93,8 @@ __device__ __forceinline__ void list_near(const ClusterWork& w) {
 }
 
 // Lists the block's candidates, marks what is always kept, and tells all blocks how many there are.
-__device__ __forceinline__ void list_candidates(const ClusterWork& w) {
+template <typename Work>
+__device__ __forceinline__ void list_candidates(const Work& w) {
   std::uint32_t counts[2] = {0, 0};
   for_own_pairs(
       w, [&](std::int32_t v) { return look_near(w, v); },
@@ -109,7 +111,7 @@ __device__ __forceinline__ void list_candidates(const ClusterWork& w) {
         for (std::uint32_t bits = x.near; bits != 0; bits &= bits - 1, ++slot) {
           if (slot >= kMostNear) break;
           w.scratch->entries.near[slot] =
-              static_cast<std::uint16_t>(v * 8 + __ffs(static_cast<int>(bits)) - 1);
+              static_cast<typename Work::Entry>(v * 8 + __ffs(static_cast<int>(bits)) - 1);
         }
       });
 #pragma unroll
@@ -129,12 +131,13 @@ __device__ __forceinline__ void list_candidates(const ClusterWork& w) {
 }
 
 // Sends the candidates' keys to all blocks; `count` is how many the lane's block has, of `all`.
-__device__ __forceinline__ void exchange_keys(const ClusterWork& w, std::uint32_t count,
+__device__ __forceinline__ void exchange_keys(const auto& w, std::uint32_t count,
                                               std::uint32_t all) {
   if (thread_id() == 0) w.expect(kKeys, all * 4);
   const std::uint32_t start = warp_inclusive(count) - count;
   std::uint32_t* const to = w.bins + __shfl_sync(kAllLanes, start, w.cluster.rank);
   const std::uint32_t own = __shfl_sync(kAllLanes, count, w.cluster.rank);
+#pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < own;
        i += static_cast<std::uint32_t>(threads())) {
     const std::uint32_t key = w.shared->own_keys[i];
@@ -147,7 +150,7 @@ __device__ __forceinline__ void exchange_keys(const ClusterWork& w, std::uint32_
 }
 
 // By one warp: where the wanted keys end among those counted, the heaviest first.
-__device__ __forceinline__ void find_digit(const ClusterWork& w, std::uint32_t wanted) {
+__device__ __forceinline__ void find_digit(const auto& w, std::uint32_t wanted) {
   constexpr int kEach = kDigits / kWarp;
   static_assert(kEach == 16);
   const std::uint32_t* const own = w.shared->digits + lane_id() * kEach;
@@ -173,7 +176,7 @@ __device__ __forceinline__ void find_digit(const ClusterWork& w, std::uint32_t w
 }
 
 // The cut among the few keys that were picked, by every warp. The others are zero.
-__device__ __forceinline__ void cut_picked(const ClusterWork& w, KeyCut& cut) {
+__device__ __forceinline__ void cut_picked(const auto& w, KeyCut& cut) {
   const std::uint32_t key = w.shared->picked[lane_id()];
   std::uint32_t larger = 0;
   std::uint32_t equal = 0;
@@ -197,7 +200,7 @@ __device__ __forceinline__ void cut_picked(const ClusterWork& w, KeyCut& cut) {
 
 // The cut among the candidates that have been read: by the upper bits in which they differ, then by
 // those below, until few are left. Digits are zero on entry.
-__device__ __forceinline__ void cut_lists(const ClusterWork& w, std::uint32_t count, KeyCut& cut) {
+__device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, KeyCut& cut) {
   const std::uint32_t* const keys = w.bins;
   const std::uint32_t base = w.shared->bound_key;
   // Sums of weights are rounded.
@@ -210,6 +213,7 @@ __device__ __forceinline__ void cut_lists(const ClusterWork& w, std::uint32_t co
     const auto is_left = [&](std::uint32_t key) {
       return known == 32 || (key ^ found) >> known == 0;
     };
+#pragma unroll 1
     for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
          i += static_cast<std::uint32_t>(threads())) {
       const std::uint32_t key = keys[i] - base;
@@ -232,6 +236,7 @@ __device__ __forceinline__ void cut_lists(const ClusterWork& w, std::uint32_t co
     if (cut.ties == 0 || shift == 0) return;
     known = shift;
     if (in_bin <= kMostPicked) {
+#pragma unroll 1
       for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
            i += static_cast<std::uint32_t>(threads())) {
         if (is_left(keys[i] - base)) {
@@ -241,13 +246,15 @@ __device__ __forceinline__ void cut_lists(const ClusterWork& w, std::uint32_t co
       __syncthreads();
       return cut_picked(w, cut);
     }
+#pragma unroll 1
     for (int i = thread_id(); i < kDigits; i += threads()) w.shared->digits[i] = 0;
     __syncthreads();
   }
 }
 
 // Marks which candidates of this block lie above the cut, and which in it.
-__device__ __forceinline__ void mark_listed(const ClusterWork& w, const KeyCut& cut) {
+__device__ __forceinline__ void mark_listed(const auto& w, const KeyCut& cut) {
+#pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < w.shared->counts[0];
        i += static_cast<std::uint32_t>(threads())) {
     const std::uint32_t key = w.shared->own_keys[i];
@@ -259,8 +266,7 @@ __device__ __forceinline__ void mark_listed(const ClusterWork& w, const KeyCut& 
   __syncthreads();
 }
 
-__device__ __forceinline__ void keys_of(const ClusterWork& w, std::int32_t v,
-                                        std::uint32_t (&keys)[8]) {
+__device__ __forceinline__ void keys_of(const auto& w, std::int32_t v, std::uint32_t (&keys)[8]) {
   std::uint32_t forced;
   std::uint32_t others;
   selectable8(w, v, forced, others);
@@ -270,7 +276,7 @@ __device__ __forceinline__ void keys_of(const ClusterWork& w, std::int32_t v,
 }
 
 // The cut among all entries, eight bits at a time, and what lies above it and in it.
-__device__ __noinline__ static KeyCut cut_entries(ClusterWork w, KeyCut cut) {
+__device__ __noinline__ static KeyCut cut_entries(auto w, KeyCut cut) {
   for (int round = 0; round < 4; ++round) {
     const int shift = 24 - 8 * round;
     std::uint32_t* const digits = w.shared->digits + round * 256;
@@ -320,11 +326,18 @@ __device__ __noinline__ static KeyCut cut_entries(ClusterWork w, KeyCut cut) {
 }
 
 // Keeps the first so many of the entries in the cut.
-__device__ __noinline__ static void keep_ties(ClusterWork w, std::uint32_t ties) {
+__device__ __forceinline__ void keep_ties(const auto& w, std::uint32_t ties) {
+  // Of 32 entries each.
+  const auto* const equals = reinterpret_cast<const std::uint32_t*>(w.equal);
+  auto* const kept = reinterpret_cast<std::uint32_t*>(w.kept);
+  const std::int32_t first = warp_id() * w.each / 4;
+  const std::int32_t last =
+      min((warp_id() + 1) * w.each, (w.count + kWarp - 1) / kWarp * kWarp) / 4;
   std::uint32_t own = 0;
-  for_own(w, [&](std::int32_t v) {
-    if (v < w.count) own += static_cast<std::uint32_t>(__popc(w.equal[v]));
-  });
+#pragma unroll 1
+  for (std::int32_t i = first + lane_id(); i < last; i += kWarp) {
+    own += static_cast<std::uint32_t>(__popc(equals[i]));
+  }
   own = __reduce_add_sync(kAllLanes, own);
   std::uint32_t all = 0;
   std::uint32_t before = block_exclusive(lane_id() == 0 ? own : 0u, w.shared->part, all);
@@ -335,19 +348,20 @@ __device__ __noinline__ static void keep_ties(ClusterWork w, std::uint32_t ties)
   w.receive(kTies);
   before +=
       __reduce_add_sync(kAllLanes, lane_id() < w.cluster.rank ? w.shared->equals[lane_id()] : 0u);
-  for_own(w, [&](std::int32_t v) {
-    const std::uint32_t equal = v < w.count ? w.equal[v] : 0u;
+#pragma unroll 1
+  for (std::int32_t at = first; own > 0 && at < last; at += kWarp) {
+    const std::int32_t i = at + lane_id();
+    const std::uint32_t equal = i < last ? equals[i] : 0u;
     const auto count = static_cast<std::uint32_t>(__popc(equal));
     const std::uint32_t up_to = before + warp_inclusive(count);
     const std::uint32_t used = min(up_to - count, ties);
-    const std::uint32_t bits = first_bits(equal, static_cast<std::int32_t>(ties - used));
-    if (v < w.count) w.kept[v] = static_cast<std::uint8_t>(w.kept[v] | bits);
+    if (equal != 0) kept[i] |= first_bits(equal, static_cast<std::int32_t>(ties - used));
     before = __shfl_sync(kAllLanes, up_to, kWarp - 1);
-  });
+  }
 }
 
 // Marks what is always kept and all that top_p wants.
-__device__ __forceinline__ void mark_reached(const ClusterWork& w) {
+__device__ __forceinline__ void mark_reached(const auto& w) {
   for_own_pairs(
       w,
       [&](std::int32_t v) {
@@ -361,30 +375,35 @@ __device__ __forceinline__ void mark_reached(const ClusterWork& w) {
       });
 }
 
-// Marks what is kept; returns whether not all that top_p wants is.
-__device__ __forceinline__ bool mark_heaviest(const ClusterWork& w) {
-  set_bounds(w);
-  list_candidates(w);
+// Cuts at the lightest key that is kept, with what the blocks have told each other of their lists;
+// false if those do not do.
+__device__ __forceinline__ bool cut_at_key(const auto& w, KeyCut& cut) {
   uint4 own = make_uint4(0, 0, 0, 0);
   if (lane_id() < w.cluster.size) own = w.shared->counted[lane_id()];
   const std::uint32_t listed = __reduce_add_sync(kAllLanes, own.x);
   const bool is_long = __any_sync(kAllLanes, own.x > kMostListedOwn) || listed > kMostListed;
-  KeyCut cut;
   cut.available = __reduce_add_sync(kAllLanes, own.y);
   cut.forced = __reduce_add_sync(kAllLanes, own.z);
   begin_cut(w.c, cut);
-  if (cut.settled != 0) {
-    if (cut.available > 0 && cut.key == 0) mark_reached(w);
-    return cut.cut != 0;
-  }
-  if (is_long || listed < cut.ties) {
-    cut = cut_entries(w, cut);
-  } else {
-    exchange_keys(w, own.x, listed);
-    cut_lists(w, listed, cut);
-    mark_listed(w, cut);
-  }
+  if (cut.settled != 0) return true;
+  if (is_long || listed < cut.ties) return false;
+  exchange_keys(w, own.x, listed);
+  cut_lists(w, listed, cut);
+  mark_listed(w, cut);
   if (cut.ties > 0) keep_ties(w, cut.ties);
+  return true;
+}
+
+// Marks what is kept; returns whether not all that top_p wants is.
+__device__ __forceinline__ bool mark_heaviest(const auto& w) {
+  list_candidates(w);
+  KeyCut cut;
+  if (!cut_at_key(w, cut)) {
+    cut = cut_entries(w, cut);
+    if (cut.ties > 0) keep_ties(w, cut.ties);
+  } else if (cut.settled != 0 && cut.available > 0 && cut.key == 0) {
+    mark_reached(w);
+  }
   return cut.cut != 0;
 }
 

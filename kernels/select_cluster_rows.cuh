@@ -11,8 +11,8 @@ namespace sluice::cuda {
 
 // Four vectors of the warp's row, kWarp * parts apart; false if there is something special about
 // them.
-__device__ __forceinline__ bool load_vectors(const ClusterWork& w, const __half* row,
-                                             std::int32_t first, uint4 (&v)[kVectors]) {
+__device__ __forceinline__ bool load_vectors(const auto& w, const __half* row, std::int32_t first,
+                                             uint4 (&v)[kVectors]) {
   const std::int32_t step = w.parts * kWarp;
   const std::int32_t last = min(first + (kVectors - 1) * step + kWarp, w.count);
   const bool is_plain = w.c.is_aligned && w.c.eligible == nullptr &&
@@ -36,9 +36,9 @@ __device__ __forceinline__ bool load_vectors(const ClusterWork& w, const __half*
 }
 
 // By one warp: reads its part of its row into shared memory.
-__device__ __forceinline__ RowPart read_part(const ClusterWork& w) {
+__device__ __forceinline__ RowPart read_part(const auto& w) {
   const __half* const row = w.c.row(w.head, w.row);
-  uint4* const to = w.rows + w.row * w.capacity;
+  auto* const to = reinterpret_cast<uint4*>(w.shared + 1) + w.row * w.capacity;
   const std::int32_t step = w.parts * kWarp;
   Seen seen;
   std::int32_t first = w.part * kWarp;
@@ -78,7 +78,7 @@ __device__ __forceinline__ RowPart read_part(const ClusterWork& w) {
 }
 
 // Reads the block's logits and tells all blocks what their sums are.
-__device__ __forceinline__ void share_sums(const ClusterWork& w) {
+__device__ __forceinline__ void share_sums(const auto& w) {
   RowPart part;
   if (w.row >= 0) part = read_part(w);
   w.cluster.wait();
@@ -92,7 +92,7 @@ __device__ __forceinline__ void share_sums(const ClusterWork& w) {
 }
 
 // By one warp: a row's sums from all its parts.
-__device__ __forceinline__ Sums add_parts(const ClusterWork& w, int g, float& highest) {
+__device__ __forceinline__ Sums add_parts(const auto& w, int g, float& highest) {
   const auto& parts = w.scratch->parts;
   highest = -INFINITY;
   for_parts(w, g, [&](int block, int i) { highest = fmaxf(highest, parts[block][i].highest); });
@@ -142,8 +142,8 @@ __device__ __forceinline__ RowState state_of(const SelectCall& c, const Sums& su
 }
 
 // By one thread: what this block will receive of histograms.
-__device__ __forceinline__ void expect_bins(const ClusterWork& w) {
-  std::int32_t coarse = w.has_keys ? w.group * kWarp : 0;
+__device__ __forceinline__ void expect_bins(const auto& w) {
+  std::int32_t coarse = w.has_sketches ? w.group * kWarp : 0;
   std::int32_t fine = 0;
   for (int g = 0; g < w.group; ++g) {
     const std::int32_t bins = w.shared->states[g].bins;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void expect_bins(const ClusterWork& w) {
 }
 
 // What is known of all rows; false if one is bad.
-__device__ __forceinline__ bool join_sums(const ClusterWork& w) {
+__device__ __forceinline__ bool join_sums(const auto& w) {
   bool bad = false;
   for (int g = warp_id(); g < w.group; g += warps()) {
     float highest = 0.0f;
@@ -181,6 +181,7 @@ __device__ __forceinline__ float largest8(const uint4& v) {
 
 // The weights of a row's logits, counted in units of their bin's lower edge. A warp queues those
 // that matter, mostly few, so that it counts as many at a time as it has lanes.
+template <int kMassShift>
 class WeightCounter {
  public:
   __device__ WeightCounter(const RowState& state, std::uint32_t* bins, __half* queue)
@@ -230,7 +231,7 @@ class WeightCounter {
   __device__ __forceinline__ void count(__half x) const {
     std::uint32_t mass;
     const std::int32_t bin = map_.bin(__half2float(x), mass);
-    atomicAdd(top_ - bin, mass);
+    atomicAdd(top_ - bin, (mass + (1u << kMassShift >> 1)) >> kMassShift);
   }
 
   BinMap map_;
@@ -250,31 +251,34 @@ __device__ __forceinline__ void count_maximum(float most, const RowState& state,
   atomicAdd(sketch + bin / 2, bin % 2 == 0 ? 1u : 0x10000u);
 }
 
-// Histograms of what may be selected of the warp's part of its row.
-__device__ __forceinline__ void count_row(const ClusterWork& w) {
+template <typename Work>
+__device__ __forceinline__ auto weight_counter(const Work& w, const RowState& state) {
+  return WeightCounter<Work::kMassShift>(state, w.bins + w.row * w.row_bins,
+                                         w.scratch->queues[warp_id()]);
+}
+
+// Histograms of the warp's part of its row: load(v) gives vector v of `count`, without what is not
+// to be counted.
+template <typename Load>
+__device__ __forceinline__ void count_row(const auto& w, std::int32_t count, const Load& load) {
   const RowState state = w.shared->states[w.row];
   const BinMap map(state.highest);
   const float least = __half2float(__ushort_as_half(state.least));
-  const uint4* const row = w.rows + w.row * w.capacity;
-  WeightCounter weights(state, w.bins + w.row * w.row_bins, w.scratch->queues[warp_id()]);
+  auto weights = weight_counter(w, state);
   const std::int32_t step = w.parts * kWarp;
 #pragma unroll 1
-  for (std::int32_t v = w.part * kWarp + lane_id(); v - lane_id() < w.count; v += kVectors * step) {
+  for (std::int32_t v = w.part * kWarp + lane_id(); v - lane_id() < count; v += kVectors * step) {
     uint4 x[kVectors];
     float highest = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const std::int32_t at = v + j * step;
-      x[j] = all_minus_infinity();
-      if (at >= w.count) continue;
-      x[j] = row[at];
-      const std::uint32_t free = free8(w.extent, w.entry(at));
-      if (free != 0) x[j] = masked(x[j], ~free);
+      x[j] = at < count ? load(at) : all_minus_infinity();
     }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const float most = largest8(x[j]);
-      if (w.has_keys) count_maximum(most, state, map, w.shared->sketch[w.row]);
+      if (w.has_sketches) count_maximum(most, state, map, w.shared->sketch[w.row]);
       highest = fmaxf(highest, most);
     }
     if (state.bins > 0 && __any_sync(kAllLanes, highest >= least)) weights.add(x);
@@ -282,11 +286,19 @@ __device__ __forceinline__ void count_row(const ClusterWork& w) {
   weights.end();
 }
 
-// Histograms of the block's part of every row; all blocks get those of the maxima.
-__device__ __forceinline__ void count_rows(const ClusterWork& w) {
-  if (w.row >= 0) count_row(w);
+// A vector of the warp's row, without what is always kept.
+__device__ __forceinline__ uint4 selectable_of(const auto& w, std::int32_t v) {
+  const uint4 x = w.rows[w.row * w.capacity + v];
+  const std::uint32_t free = free8(w.extent, w.entry(v));
+  return free != 0 ? masked(x, ~free) : x;
+}
+
+// Histograms of what may be selected of the block's part of every row; all blocks get those of the
+// maxima.
+__device__ __forceinline__ void count_rows(const auto& w) {
+  if (w.row >= 0) count_row(w, w.count, [&](std::int32_t v) { return selectable_of(w, v); });
   __syncthreads();
-  if (!w.has_keys || w.row < 0) return;
+  if (!w.has_sketches || w.row < 0) return;
   const std::uint32_t both = w.shared->sketch[w.row][lane_id()];
   std::uint32_t* const to = w.sketches + (w.cluster.rank * w.group + w.row) * kWarp + lane_id();
   for (int other = w.part; other < w.cluster.size; other += w.parts) {
@@ -298,10 +310,11 @@ constexpr float kShares = 2147483648.0f;  // units of the weight of a row: 2^31
 
 // Turns the histograms of weights into shares of the row's weight, and tells all blocks the sums of
 // kCoarse neighbouring bins.
-__device__ __forceinline__ void weigh_bins(const ClusterWork& w) {
+template <typename Work>
+__device__ __forceinline__ void weigh_bins(const Work& w) {
   if (w.row < 0) return;
   const RowState& state = w.shared->states[w.row];
-  const float scale = state.info.scale * (kShares / (1 << kMassBits));
+  const float scale = state.info.scale * (kShares / (1 << (kMassBits - Work::kMassShift)));
   std::uint32_t* const to = w.coarse + (w.cluster.rank * w.group + w.row) * kWarp;
   for (int i = w.part; i * kCoarse < state.bins; i += w.parts) {
     const std::int32_t bin = i * kCoarse + lane_id() * 4;
@@ -331,7 +344,7 @@ struct Place {
 };
 
 // By one warp.
-__device__ __forceinline__ Place place_of(const ClusterWork& w, int g) {
+__device__ __forceinline__ Place place_of(const auto& w, int g) {
   const RowState& state = w.shared->states[g];
   Place place;
   place.target = static_cast<std::uint32_t>(fmaxf(state.missing, 0.0f) * kShares) + 1;
@@ -351,7 +364,7 @@ __device__ __forceinline__ Place place_of(const ClusterWork& w, int g) {
 }
 
 // By the warps of a row: sends this block's bins there to all blocks.
-__device__ __forceinline__ void send_bins(const ClusterWork& w, const Place& place) {
+__device__ __forceinline__ void send_bins(const auto& w, const Place& place) {
   const std::uint32_t* const bins = w.bins + w.row * w.row_bins + place.first;
   const uint4 four = reinterpret_cast<const uint4*>(bins)[lane_id()];
   uint4* const to = w.scratch->fine + (w.cluster.rank * w.group + w.row) * kWarp + lane_id();
@@ -361,8 +374,7 @@ __device__ __forceinline__ void send_bins(const ClusterWork& w, const Place& pla
 }
 
 // By one warp: the lowest f16 that top_p keeps of a row.
-__device__ __forceinline__ std::uint16_t find_threshold(const ClusterWork& w, int g,
-                                                        const Place& place) {
+__device__ __forceinline__ std::uint16_t find_threshold(const auto& w, int g, const Place& place) {
   uint4 all = make_uint4(0, 0, 0, 0);
 #pragma unroll 4
   for (int i = 0; i < w.cluster.size; ++i) {
@@ -385,7 +397,7 @@ __device__ __forceinline__ std::uint16_t find_threshold(const ClusterWork& w, in
 }
 
 // By one warp: an f16 that as many entries of the row as are to be kept are not below.
-__device__ __forceinline__ std::uint16_t find_bound(const ClusterWork& w, int g) {
+__device__ __forceinline__ std::uint16_t find_bound(const auto& w, int g) {
   std::uint32_t low = 0;
   std::uint32_t high = 0;
 #pragma unroll 4
@@ -404,21 +416,26 @@ __device__ __forceinline__ std::uint16_t find_bound(const ClusterWork& w, int g)
   return bin_threshold(w.shared->states[g].top - (bin * kSketchWidth + kSketchWidth - 1));
 }
 
-// What top_p keeps of every row, and bounds of what is among the heaviest.
-__device__ __forceinline__ void find_thresholds(const ClusterWork& w) {
+// What top_p keeps of every row by what count() counts, and bounds of what is among the heaviest.
+template <typename Count>
+__device__ __forceinline__ void find_thresholds(const auto& w, const Count& count, int turn = 0) {
+  if (thread_id() == 0) expect_bins(w);
+  count();
+  weigh_bins(w);
+  __syncthreads();
   const bool searches = w.row >= 0 && w.shared->states[max(w.row, 0)].bins > 0;
-  w.receive(kCoarseBins);
+  w.receive(kCoarseBins, turn);
   Place place;
   if (searches) {
     place = place_of(w, w.row);
     send_bins(w, place);
   }
-  if (w.has_keys && w.part == w.parts - 1) {
+  if (w.has_sketches && w.part == w.parts - 1) {
     const std::uint16_t bound = find_bound(w, w.row);
     if (lane_id() == 0) w.shared->states[w.row].bound = bound;
   }
   if (searches && w.part == 0) {
-    w.receive(kFineBins);
+    w.receive(kFineBins, turn);
     const std::uint16_t threshold = find_threshold(w, w.row, place);
     if (lane_id() == 0) w.shared->rows[w.row].threshold = threshold;
   }
