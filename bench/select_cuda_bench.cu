@@ -226,6 +226,8 @@ void select_shapes(benchmark::internal::Benchmark* bench) {
       bench->Args({8, 4, kMillion, keep, 40, form});
     }
   }
+  bench->Args({8, 4, kMillion, -256, -40, 2});
+  for (const std::int64_t keep : {-256, 256}) bench->Args({8, 4, kMillion / 4, keep, 40, 2});
   for (const std::int64_t heads : {8, 2}) {
     for (const std::int64_t logits : {131072, 32768}) {
       for (const std::int64_t keep : {0, -256, 256}) bench->Args({heads, 4, logits, keep, 40, 0});

@@ -251,7 +251,7 @@ void select_large(const SelectCall& c, const Launch& launch) {
 
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device) {
   const SelectCall c = call_of(params);
-  if (fits_small(c, device) || fits_cluster(c, device)) return 0;
+  if (fits_small(c, device) || fits_cluster(c, device) || fits_digest(c, device)) return 0;
   return scratch_of(c, most_heads_at_once(c), device);
 }
 
@@ -261,6 +261,7 @@ void select(const SelectParams& params, const Launch& launch) {
   if (fits_small(c, *launch.device)) {
     return fits_top_k(c) ? run_top_k(c, launch) : run_small(c, launch);
   }
+  if (fits_digest(c, *launch.device)) return run_digest(c, launch);
   if (fits_cluster(c, *launch.device)) return run_cluster(c, launch);
   select_large(c, launch);
 }

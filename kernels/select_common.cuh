@@ -109,10 +109,13 @@ __device__ __forceinline__ std::uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
+__device__ __forceinline__ std::uint32_t word_of_half2(__half2 pair) {
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
 // Two f16 as two 16-bit numbers that order like them; -0 and 0 are one.
 __device__ __forceinline__ std::uint32_t ordered2(std::uint32_t word) {
-  const __half2 sum = __hadd2(as_half2(word), as_half2(0));
-  const std::uint32_t bits = *reinterpret_cast<const std::uint32_t*>(&sum);
+  const std::uint32_t bits = word_of_half2(__hadd2(as_half2(word), as_half2(0)));
   std::uint32_t signs;  // each sign 16 times
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(bits));
   return bits ^ (signs | 0x80008000u);

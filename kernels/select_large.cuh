@@ -166,7 +166,10 @@ void run_small(const SelectCall& call, const Launch& launch);
 // A cluster of blocks per KV head, where the logits fit their shared memories.
 bool fits_cluster(const SelectCall& call, const DeviceLimits& device);
 void run_cluster(const SelectCall& call, const Launch& launch);
-// The same for top_k with one query head per KV head, where the logits fit its registers.
+// The same with a small k or cap, where a digest of the logits fits.
+bool fits_digest(const SelectCall& call, const DeviceLimits& device);
+void run_digest(const SelectCall& call, const Launch& launch);
+// One KV head per block, of top_k with one query head each, where the logits fit its registers.
 bool fits_top_k(const SelectCall& call);
 void run_top_k(const SelectCall& call, const Launch& launch);
 

@@ -324,4 +324,36 @@ inline Case random_case(Random& random, std::int64_t count) {
   return c;
 }
 
+// A small k or cap, of what a scan digests.
+inline Case few_of_many(Random& random, std::int64_t count) {
+  Case c;
+  const auto groups = std::to_array({1, 2, 4, 7, 8});
+  const bool is_long = count > 1000000;
+  c.group = groups[static_cast<std::size_t>(random.integer(0, is_long ? 2 : 4))];
+  c.kv_heads = is_long ? 1 : static_cast<int>(random.integer(1, 2));
+  c.count = count;
+  c.end = random.integer(0, 1) == 1 ? count / kPageTokens * kPageTokens : count;
+  c.stride = (count + 8 + random.integer(0, 999)) / 8 * 8;
+  // Of one kind, or each of its own.
+  const auto kind = static_cast<int>(random.integer(-kKinds, kKinds - 1));
+  for (int row = 0; row < c.rows(); ++row) {
+    std::vector<float> logits =
+        row_of(random, count, kind >= 0 ? kind : static_cast<int>(random.integer(0, kKinds - 1)));
+    if (kind != 5) logits[static_cast<std::size_t>(random.integer(0, count - 1))] = 5.0f;
+    logits.resize(static_cast<std::size_t>(c.stride), std::nanf(""));
+    c.logits.insert(c.logits.end(), logits.begin(), logits.end());
+  }
+  c.prune = random.integer(0, 1) == 1 ? Pruner::top_p : Pruner::top_k;
+  const auto shares = std::to_array({0.95f, 0.5f, 0.999f, 0.9f});
+  c.p = shares[static_cast<std::size_t>(random.integer(0, 3))];
+  c.k = c.cap = random.integer(1, 4096 / c.group);
+  if (random.integer(0, 1) == 1) c.sinks = random.integer(0, 700);
+  if (random.integer(0, 1) == 1) c.recent_first = count - random.integer(1, 1500);
+  if (random.integer(0, 1) == 1) {
+    for (int i = 0; i < c.rows(); ++i) c.share.push_back(0.125f * static_cast<float>(1 + i % 8));
+  }
+  c.capacity = random.integer(0, 3) == 0 ? random.integer(1, c.k) : count;
+  return c;
+}
+
 }  // namespace sluice::cuda

@@ -25,7 +25,7 @@ namespace {
 
 constexpr std::size_t kScratch = std::size_t{192} << 20;
 
-enum class Path { small, cluster, large, digested };
+enum class Path { small, cluster, digested_cluster, large, digested };
 
 class Select : public ::testing::TestWithParam<Path> {
  protected:
@@ -36,12 +36,16 @@ class Select : public ::testing::TestWithParam<Path> {
     // Which path is taken follows from these alone.
     if (GetParam() == Path::large || GetParam() == Path::digested) limits_.shared_bytes = 0;
     if (GetParam() == Path::small) limits_.multiprocessors = 1;
-    if (GetParam() == Path::cluster) limits_.multiprocessors = 1 << 20;
+    if (is_clustered()) limits_.multiprocessors = 1 << 20;
     // Nothing may be taken for granted of scratch.
     require(cudaMemset(launch().scratch, 0xa5, kScratch), "memset");
   }
+  static bool is_clustered() {
+    return GetParam() == Path::cluster || GetParam() == Path::digested_cluster;
+  }
   static bool digested(const Case& c) {
-    return GetParam() == Path::digested && c.candidates.empty();
+    const bool is = GetParam() == Path::digested || GetParam() == Path::digested_cluster;
+    return is && c.candidates.empty();
   }
   Launch launch() const {
     Launch launch = workspace_->launch();
@@ -76,7 +80,7 @@ TEST_P(Select, KeepsWhatItsDefinitionSays) {
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
   // What is short takes the small path wherever it may.
-  const std::int64_t factor = GetParam() == Path::cluster ? 5 : 1;
+  const std::int64_t factor = is_clustered() ? 5 : 1;
   for (int round = 0; round < 300; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     const auto most = std::to_array<std::int64_t>({40, 400, 5000, 9000});
@@ -122,6 +126,24 @@ TEST_P(Select, AMillionLogits) {
     c.prune = Pruner::top_k;
     c.k = 4096;
     check_case(c);
+  }
+}
+
+// Where a cluster has a digest alone, it reads what may be kept, or all of it.
+TEST_P(Select, FewOfMany) {
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  const std::uint64_t seed = testing::seed(22);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (int round = 0; round < 40; ++round) {
+    const std::int64_t most = round == 20 ? 1600000 : round % 4 == 3 ? 500000 : 90000;
+    Case c = few_of_many(random, random.integer(round == 20 ? 1400000 : most / 4, most));
+    SCOPED_TRACE("round " + std::to_string(round) + ", " + std::to_string(c.count) + " logits, " +
+                 std::to_string(c.group) + " query heads");
+    check_case(c);
+    c.prune = c.prune == Pruner::top_k ? Pruner::top_p : Pruner::top_k;
+    check_case(c);
+    if (HasFailure()) return;
   }
 }
 
@@ -311,7 +333,7 @@ TEST_P(Select, ManyHeads) {
 
 // With too little scratch for all heads it takes several rounds.
 TEST_P(Select, TakesTurnsWhereScratchIsShort) {
-  if (GetParam() == Path::small || GetParam() == Path::cluster) GTEST_SKIP() << "takes no scratch";
+  if (GetParam() == Path::small || is_clustered()) GTEST_SKIP() << "takes no scratch";
   Random random(testing::seed(21));
   Case c;
   c.kv_heads = 7;
@@ -380,6 +402,8 @@ std::string name_of(const ::testing::TestParamInfo<Path>& path) {
       return "small";
     case Path::cluster:
       return "cluster";
+    case Path::digested_cluster:
+      return "digested_cluster";
     case Path::large:
       return "large";
     case Path::digested:
@@ -389,7 +413,8 @@ std::string name_of(const ::testing::TestParamInfo<Path>& path) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, Select,
-                         ::testing::Values(Path::small, Path::cluster, Path::large, Path::digested),
+                         ::testing::Values(Path::small, Path::cluster, Path::digested_cluster,
+                                           Path::large, Path::digested),
                          name_of);
 
 }  // namespace
