@@ -7,8 +7,8 @@
 
 namespace sluice::cuda {
 
-// By one warp: which of a strip's sectors to look at. Every lane has two neighbours; returns how
-// many there are in the queue.
+// By one warp: which of a strip's sectors to look at, in order, so that neighbours are read
+// together. Every lane has two neighbours; returns how many there are in the queue.
 __device__ __forceinline__ int queue_sectors(bool first, bool second, std::uint16_t base,
                                              std::uint16_t* queue) {
   const auto lane = static_cast<std::uint32_t>(threadIdx.x) % kWarp;
@@ -16,10 +16,9 @@ __device__ __forceinline__ int queue_sectors(bool first, bool second, std::uint1
   const unsigned firsts = __ballot_sync(kAllLanes, first);
   const unsigned seconds = __ballot_sync(kAllLanes, second);
   const auto sector = static_cast<std::uint16_t>(base + 2 * lane);
-  if (first) queue[__popc(firsts & before)] = sector;
-  if (second) {
-    queue[__popc(firsts) + __popc(seconds & before)] = static_cast<std::uint16_t>(sector + 1);
-  }
+  const int at = __popc(firsts & before) + __popc(seconds & before);
+  if (first) queue[at] = sector;
+  if (second) queue[at + (first ? 1 : 0)] = static_cast<std::uint16_t>(sector + 1);
   return __popc(firsts) + __popc(seconds);
 }
 
