@@ -133,9 +133,9 @@ __device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t 
   __shared__ std::uint32_t is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(tickets, 1u) + 1 == static_cast<std::uint32_t>(count) ? 1 : 0;
-    __threadfence();
+    std::uint32_t before;
+    asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(before) : "l"(tickets) : "memory");
+    is_last = before + 1 == static_cast<std::uint32_t>(count) ? 1 : 0;
   }
   __syncthreads();
   return is_last != 0;
