@@ -143,6 +143,10 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   l.gather_strips =
       std::int64_t{l.chunks} * c.kv_heads > std::min<std::int64_t>(blocks, kMostGatherChunks) ? 2
                                                                                               : 1;
+  // So that all blocks of emit run at once, where that takes no more strips per warp.
+  const bool fills = std::int64_t{l.strips} * c.kv_heads > 2 * kEmitWarps * device.multiprocessors;
+  l.warp_strips = fills ? kMostWarpStrips : 1;
+  l.spans = std::max(1, ceil_div(c.entries, l.span_entries()));
   l.has_keys = !c.is_top_p || c.keep < c.entries;
   if (l.has_keys) l.list_capacity = list_capacity_of(c);
   l.key_chunks = std::max(1, ceil_div(c.entries, kKeyChunk));
@@ -158,11 +162,11 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
 std::size_t place(LargeCall& l, std::byte* scratch) {
   const std::int64_t heads = l.call.kv_heads;
   const std::int64_t rows = heads * l.call.group;
-  const std::int64_t chunks = heads * l.chunks;
+  const std::int64_t spans = heads * l.spans;
   Carver carver(scratch);
   l.zeroed = carver.take<std::uint64_t>(0);
   l.masses = carver.take<std::uint64_t>(rows * l.bins);
-  l.states = carver.take<std::uint64_t>(chunks);
+  l.states = carver.take<std::uint64_t>(spans);
   l.cuts = carver.take<KeyCut>(heads);
   l.key_bins = carver.take<std::uint32_t>(l.has_keys ? kKeyRounds * heads * kMostKeyBins : 0);
   l.key_done = carver.take<std::uint32_t>(kKeyRounds * heads);
@@ -187,8 +191,8 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   l.unit_heads = carver.take<UnitHead>(rows * l.units);
   const bool has_bounds = l.bins > 0 || l.list_capacity > 0;
   l.rough = carver.take<uint2>(has_bounds ? rows * l.units * kRoughBins : 0);
-  l.results = carver.take<ChunkResult>(chunks);
-  l.alphas = carver.take<float>(chunks * l.call.group);
+  l.results = carver.take<ChunkResult>(spans);
+  l.alphas = carver.take<float>(spans * l.call.group);
   l.listed_keys = carver.take<std::uint32_t>(2 * heads * l.list_capacity);
   l.listed_entries = carver.take<std::int32_t>(2 * heads * l.list_capacity);
   l.listed_chunks = carver.take<uint2>(l.list_capacity > 0 ? heads * l.gather_chunks() : 0);

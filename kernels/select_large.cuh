@@ -29,8 +29,12 @@ inline constexpr int kStripPages = kStrip / kPageTokens;
 static_assert(kSector == kBoundTokens);
 inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
 inline constexpr int kMostUnits = 512;                       // per row
-inline constexpr int kChunk =
-    kWarps * kStrip;  // entries of a block of emit, and at least of gather
+inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of gather, at least
+// A block of emit has a span of some strips per warp.
+inline constexpr int kEmitThreads = 256;
+inline constexpr int kEmitWarps = kEmitThreads / kWarp;
+inline constexpr int kMostWarpStrips = 2;
+inline constexpr int kMostSpan = kEmitWarps * kMostWarpStrips * kStrip;
 inline constexpr int kMostGatherChunks = kMostEntries / (2 * kChunk);
 inline constexpr int kRoughBins = 2048;  // f16 numbers by their upper 11 bits
 inline constexpr int kWrittenBins = 2 * kThreads;
@@ -79,6 +83,8 @@ struct LargeCall {
   std::int32_t unit_strips = 0;
   std::int32_t bins = 0;             // of a row's histogram for its threshold, or 0: makes none
   std::int32_t chunks = 0;           // of kChunk entries, per KV head
+  std::int32_t warp_strips = 0;      // that a warp of emit takes
+  std::int32_t spans = 0;            // of span_entries(), per KV head
   std::int32_t gather_strips = 0;    // that a warp of gather takes
   std::int32_t list_capacity = 0;    // candidates per KV head, or 0: gathers none
   bool has_keys = false;             // a cut by keys is made, or may be
@@ -92,8 +98,8 @@ struct LargeCall {
   std::int64_t pages = 0;            // of a row, in whole strips
   UnitHead* unit_heads = nullptr;    // [kv_heads * group, units]
   uint2* rough = nullptr;            // [kv_heads * group, units, kRoughBins]: sectors, masses
-  ChunkResult* results = nullptr;    // [kv_heads, chunks]
-  float* alphas = nullptr;           // [kv_heads, chunks, group]
+  ChunkResult* results = nullptr;    // [kv_heads, spans]
+  float* alphas = nullptr;           // [kv_heads, spans, group]
   // Candidates as blocks found room for them, and in order.
   std::uint32_t* listed_keys = nullptr;    // [2, kv_heads, list_capacity]
   std::int32_t* listed_entries = nullptr;  // [2, kv_heads, list_capacity]
@@ -101,7 +107,7 @@ struct LargeCall {
   std::uint32_t* keys = nullptr;   // [kv_heads, key_chunks * kKeyChunk] if group > 1
   // Zeroed by row_sums for the others:
   std::uint64_t* masses = nullptr;       // [kv_heads * group, bins], from the top down
-  std::uint64_t* states = nullptr;       // [kv_heads, chunks], of emit
+  std::uint64_t* states = nullptr;       // [kv_heads, spans], of emit
   std::uint32_t* listed = nullptr;       // [2, kv_heads]: candidates
   KeyCut* cuts = nullptr;                // [kv_heads]
   std::uint32_t* key_bins = nullptr;     // [kKeyRounds, kv_heads, kMostKeyBins]
@@ -114,6 +120,9 @@ struct LargeCall {
   std::uint64_t* zeroed = nullptr;       // all of this, `zeroed_words` long
   std::int64_t zeroed_words = 0;
 
+  __host__ __device__ std::int32_t span_entries() const {
+    return kEmitWarps * kStrip * warp_strips;
+  }
   __host__ __device__ std::int32_t gather_chunks() const {
     return (chunks + gather_strips - 1) / gather_strips;
   }

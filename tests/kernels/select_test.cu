@@ -331,6 +331,39 @@ TEST_P(Select, ManyHeads) {
   check_case(c);
 }
 
+// Blocks have spans of several strips per warp, some of which keep all and some hardly anything.
+TEST_P(Select, FewHereAndManyThere) {
+  if (GetParam() == Path::small || GetParam() == Path::cluster) GTEST_SKIP() << "does not fit";
+  const std::uint64_t seed = testing::seed(22);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  // So few that one strip per warp would not do.
+  limits_.multiprocessors = 8;
+  for (const int group : {1, 3, 4}) {
+    SCOPED_TRACE(std::to_string(group) + " query heads");
+    Case c;
+    c.kv_heads = 3;
+    c.group = group;
+    c.count = 150001;
+    c.stride = 150016;
+    c.capacity = c.end = 149900;
+    c.sinks = 5;
+    c.recent_first = 149000;
+    c.prune = Pruner::top_p;
+    c.logits = random.normal(3 * group * c.stride, 3.0f);
+    for (std::int64_t i = 0; i < 3 * group * c.stride; ++i) {
+      float& x = c.logits[static_cast<std::size_t>(i)];
+      const std::int64_t at = i % c.stride;
+      x = f16_to_float(float_to_f16(at >= 40000 && at < 50000 ? x + 4.0f : x));
+    }
+    for (const float p : {0.5f, 0.95f, 0.999f}) {
+      c.p = p;
+      check_case(c);
+      if (HasFailure()) return;
+    }
+  }
+}
+
 // With too little scratch for all heads it takes several rounds.
 TEST_P(Select, TakesTurnsWhereScratchIsShort) {
   if (GetParam() == Path::small || is_clustered()) GTEST_SKIP() << "takes no scratch";
