@@ -7,7 +7,6 @@
 
 #include "bench/cuda_support.cuh"
 #include "kernels/decode_attention.h"
-#include "kernels/elementwise.h"
 #include "kernels/estimate.h"
 #include "kernels/key_index.h"
 #include "kernels/select.h"
@@ -108,11 +107,15 @@ class Layer {
       prune(m, select, chosen, alpha);
       cuda::select(select, launch);
     }
-    attend(tail, select_capacity(m, chosen), newest_apart ? alpha : nullptr);
-    if (!m.compensate) return;
-    cuda::compensate({shape_, alpha, static_cast<const float*>(sums_.get()), tokens_,
-                      static_cast<float*>(out_.get())},
-                     launch);
+    AttendSelectedParams attend = attend_params(select_capacity(m, chosen));
+    attend.newest = tail;
+    attend.alpha = newest_apart || m.compensate ? alpha : nullptr;
+    if (newest_apart) attend.estimated_lse = static_cast<const float*>(estimated_lse_.get());
+    if (m.compensate) attend.mean = {static_cast<const float*>(sums_.get()), tokens_};
+    std::vector<RowSource> sources;
+    for (const RowSpan& rows : spans(0)) sources.push_back({rows.rows, tokens_, rows.rows});
+    attend.rows = sources;
+    attend_decode_selected(attend, launch);
   }
 
   cudaStream_t stream() const { return workspace_.launch().stream; }
@@ -201,21 +204,15 @@ class Layer {
     return m.prune == Pruner::top_k && m.candidates == 0 && shape_.group() == 1;
   }
 
-  void attend(const std::vector<RowSpan>& tail, const SelectionView& chosen, float* alpha) {
-    std::vector<RowSource> sources;
-    for (const RowSpan& rows : spans(0)) sources.push_back({rows.rows, tokens_, rows.rows});
+  AttendSelectedParams attend_params(const SelectionView& chosen) const {
     AttendSelectedParams p;
     p.q = static_cast<const float*>(q_.get());
     p.shape = shape_;
     p.selected = chosen;
-    p.rows = sources;
-    p.newest = tail;
     p.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
     p.out = static_cast<float*>(out_.get());
     p.lse = static_cast<float*>(lse_.get());
-    p.alpha = alpha;
-    if (alpha != nullptr) p.estimated_lse = static_cast<const float*>(estimated_lse_.get());
-    attend_decode_selected(p, workspace_.launch());
+    return p;
   }
 
   KvShape shape_;

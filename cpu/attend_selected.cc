@@ -120,6 +120,7 @@ void attend_selected(const AttendSelectedParams& params, Threads& threads) {
   threads.for_each(
       p.shape.kv_heads, [&](std::int64_t head) { attend_head(p, head); },
       rows * static_cast<std::int64_t>(p.shape.row_bytes()));
+  compensate(p);
 }
 
 void sum_values(const SumValuesParams& p) {
@@ -135,17 +136,6 @@ void sum_values(const SumValuesParams& p) {
     }
     float* const to = p.sums + head * d;
     for (std::size_t c = 0; c < d; ++c) to[c] += p.subtract ? -sums[c] : sums[c];
-  }
-}
-
-void compensate(const CompensateParams& p) {
-  const auto d = static_cast<std::size_t>(p.shape.head_dim);
-  for (int head = 0; head < p.shape.query_heads; ++head) {
-    const float alpha = p.alpha[head];
-    const float rest = (1.0f - alpha) / static_cast<float>(p.count);
-    const float* const sums = p.sums + static_cast<std::size_t>(head / p.shape.group()) * d;
-    float* const out = p.out + static_cast<std::size_t>(head) * d;
-    for (std::size_t c = 0; c < d; ++c) out[c] = alpha * out[c] + rest * sums[c];
   }
 }
 

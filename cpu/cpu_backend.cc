@@ -159,6 +159,4 @@ void CpuBackend::column_sums(const ColumnSumsParams& params) { cpu::column_sums(
 
 void CpuBackend::sum_values(const SumValuesParams& params) { cpu::sum_values(params); }
 
-void CpuBackend::compensate(const CompensateParams& params) { cpu::compensate(params); }
-
 }  // namespace sluice::cpu

@@ -51,7 +51,6 @@ class CpuBackend : public Backend {
   void attend_selected(const AttendSelectedParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
-  void compensate(const CompensateParams& params) override;
   void order(Stream /*signalling*/, Stream /*waiting*/) override {}
   void synchronize() override {}
 

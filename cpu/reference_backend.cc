@@ -81,6 +81,4 @@ void ReferenceBackend::column_sums(const ColumnSumsParams& params) {
 
 void ReferenceBackend::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
 
-void ReferenceBackend::compensate(const CompensateParams& params) { reference::compensate(params); }
-
 }  // namespace sluice::cpu

@@ -40,7 +40,6 @@ class ReferenceBackend : public Backend {
   void attend_selected(const AttendSelectedParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
-  void compensate(const CompensateParams& params) override;
 
   // Every call has finished when it returns, so streams are always idle.
   void order(Stream /*signalling*/, Stream /*waiting*/) override {}

@@ -385,6 +385,7 @@ void attend_selected(const AttendSelectedParams& given) {
   AttendParams params = dense_of(p);
   params.rows = spans;
   reference_attend(params);
+  compensate(p);
 }
 
 void column_sums(const ColumnSumsParams& p) {
@@ -420,17 +421,6 @@ void sum_values(const SumValuesParams& p) {
         p.sums[head * static_cast<std::size_t>(p.shape.head_dim) + c] +=
             p.subtract ? -value : value;
       }
-    }
-  }
-}
-
-void compensate(const CompensateParams& p) {
-  for (int head = 0; head < p.shape.query_heads; ++head) {
-    for (int c = 0; c < p.shape.head_dim; ++c) {
-      const float mean =
-          p.sums[head / p.shape.group() * p.shape.head_dim + c] / static_cast<float>(p.count);
-      float& out = p.out[head * p.shape.head_dim + c];
-      out = p.alpha[head] * out + (1.0f - p.alpha[head]) * mean;
     }
   }
 }

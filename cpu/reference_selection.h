@@ -13,6 +13,5 @@ void select(const SelectParams& params);
 void attend_selected(const AttendSelectedParams& params);
 void column_sums(const ColumnSumsParams& params);
 void sum_values(const SumValuesParams& params);
-void compensate(const CompensateParams& params);
 
 }  // namespace sluice::cpu::reference

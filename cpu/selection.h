@@ -17,7 +17,6 @@ void select(const SelectParams& params, Threads& threads);
 void attend_selected(const AttendSelectedParams& params, Threads& threads);
 void column_sums(const ColumnSumsParams& params, Threads& threads);
 void sum_values(const SumValuesParams& params);
-void compensate(const CompensateParams& params);
 
 // A cut through non-negative weights: everything heavier than `weight` is kept, and of those that
 // weigh exactly as much the first `ties`.

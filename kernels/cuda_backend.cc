@@ -146,7 +146,6 @@ class CudaBackend : public Backend {
   void attend_selected(const AttendSelectedParams& params) override;
   void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
-  void compensate(const CompensateParams& params) override { cuda::compensate(params, launch()); }
   void begin_batch(int slot) override;
   void submit_batch() override;
   void cancel_batch() noexcept override { recorder_.cancel(); }

@@ -176,8 +176,10 @@ DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& 
   p.newest = head_rows(a.newest);
   p.counts = head_counts(a.newest);
   p.visible = a.first_query + 1;
-  p.estimated_lse = a.estimated_lse;
   p.alpha = a.alpha;
+  p.estimated_lse = a.estimated_lse;
+  p.sums = a.mean.sums;
+  p.summed = static_cast<float>(a.mean.count);
   return p;
 }
 
@@ -204,6 +206,11 @@ void attend_decode(const AttendParams& a, const Launch& launch) {
 
 void attend_decode_selected(const AttendSelectedParams& a, const Launch& launch) {
   check(a.tokens == 1, "attend_decode_selected is for one token");
+  check(a.alpha != nullptr || (a.estimated_lse == nullptr && a.mean.sums == nullptr),
+        "attend_decode_selected: no alpha");
+  check(!a.merge || a.alpha == nullptr, "attend_decode_selected: alpha of a partial");
+  check(reinterpret_cast<std::uintptr_t>(a.mean.sums) % 16 == 0,
+        "attend_decode_selected: unaligned sums of values");
   DecodeKernelParams p = selected_params(a, launch);
   run(p, a.shape, launch,
       most_tiles_of(a.selected.capacity + longest_of(p.counts, p.kv_heads), p.kv_heads));

@@ -34,16 +34,39 @@ __device__ __forceinline__ DecodeResult normalised(const float4& sum, float2 tot
           make_float2(top + log2f(total.x), top + log2f(total.y))};
 }
 
-// Adds the share of the newest rows, of this log-sum-exp, to a query head's alpha.
-__device__ __forceinline__ void add_newest_share(const DecodeKernelParams& p, std::int64_t query,
-                                                 float newest_lse) {
-  float& alpha = p.alpha[query];
-  const float estimated_lse = p.estimated_lse[query];
-  const float highest = fmaxf(estimated_lse, newest_lse);
-  const float newest = expf(newest_lse - highest);
-  const float estimated = expf(estimated_lse - highest);
-  alpha = (alpha * estimated + newest) / (estimated + newest);
-}
+// What is known of a query head before its rows are attended.
+struct DecodeGiven {
+  float alpha = 1.0f;
+  float estimated_lse = INFINITY;
+  float4 mean = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of all tokens' values, of four channels
+
+  __device__ DecodeGiven(const DecodeKernelParams& p, std::int64_t query, int head_dim,
+                         int channel) {
+    if (p.alpha != nullptr) alpha = p.alpha[query];
+    if (p.estimated_lse != nullptr) estimated_lse = p.estimated_lse[query];
+    if (p.sums == nullptr) return;
+    const std::int64_t at = query / p.group * head_dim + channel;
+    const float4 sum = *reinterpret_cast<const float4*>(p.sums + at);
+    const float share = 1.0f / p.summed;
+    mean = make_float4(sum.x * share, sum.y * share, sum.z * share, sum.w * share);
+  }
+
+  // Alpha once the newest rows, of this log-sum-exp, have their share.
+  __device__ float alpha_with(float newest_lse) const {
+    if (estimated_lse == INFINITY) return alpha;
+    const float highest = fmaxf(estimated_lse, newest_lse);
+    const float newest = expf(newest_lse - highest);
+    const float estimated = expf(estimated_lse - highest);
+    return (alpha * estimated + newest) / (estimated + newest);
+  }
+
+  // The mean stands for what alpha lacks.
+  __device__ float4 compensate(const float4& x, float alpha) const {
+    const float rest = 1.0f - alpha;
+    return make_float4(alpha * x.x + rest * mean.x, alpha * x.y + rest * mean.y,
+                       alpha * x.z + rest * mean.z, alpha * x.w + rest * mean.w);
+  }
+};
 
 // Calls body(round, query, channel) for this thread's share of a bunch of queries, four channels at
 // a time.
@@ -67,16 +90,16 @@ __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_qu
                               const Result& result) {
   constexpr int kThreads = DecodeShape<kHeadDim>::kFinishThreads;
   float new_lse[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
+  float new_alpha[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
   for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
+    const DecodeGiven given(p, first_query + query, kHeadDim, channel);
     const DecodeResult own = result(query, channel);
     const float lse = own.lse.x * kLn2;
     auto& out = *reinterpret_cast<float4*>(p.out + (first_query + query) * kHeadDim + channel);
     new_lse[round] = lse;
-    if (p.alpha != nullptr && channel == 0) {
-      add_newest_share(p, first_query + query, own.lse.y * kLn2);
-    }
     if (!p.merge) {
-      out = own.value;
+      new_alpha[round] = given.alpha_with(own.lse.y * kLn2);
+      out = p.sums == nullptr ? own.value : given.compensate(own.value, new_alpha[round]);
       return;
     }
     const float old = p.lse[first_query + query];
@@ -88,10 +111,12 @@ __device__ void write_results(const DecodeKernelParams& p, std::int64_t first_qu
     out = mix(a / (a + b), out, b / (a + b), own.value);
     new_lse[round] = highest + logf(a + b);
   });
-  // Every thread has read the old log-sum-exp before one of them replaces it.
+  // Every thread has read the old log-sum-exp and alpha before one of them replaces it.
   sync_finish_warps<kHeadDim>();
   for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
-    if (channel == 0) p.lse[first_query + query] = new_lse[round];
+    if (channel != 0) return;
+    p.lse[first_query + query] = new_lse[round];
+    if (p.estimated_lse != nullptr) p.alpha[first_query + query] = new_alpha[round];
   });
 }
 

@@ -32,12 +32,16 @@ struct DecodeKernelParams {
   float* out = nullptr;      // [kv_heads * group, head_dim]
   float* lse = nullptr;      // [kv_heads * group], natural logarithm
   bool merge = false;
-  const float* estimated_lse = nullptr;  // [kv_heads * group], of what alpha is a share of; or null
-  float* alpha = nullptr;                // [kv_heads * group]: the newest rows' share is added
-  float* partials = nullptr;             // [bunches, workers + kv_heads, kBunch, head_dim]
-  float2* partial_lse = nullptr;         // [bunches, workers + kv_heads, kBunch]: see DecodeResult
-  std::uint32_t* finished = nullptr;     // [bunches, kv_heads], zero
-  int workers = 0;                       // gridDim.x; gridDim.y is the number of bunches
+  // Without `merge`:
+  float* alpha = nullptr;                // [kv_heads * group] or null: the share of the selected
+  const float* estimated_lse = nullptr;  // [kv_heads * group], of what alpha is a share of, to
+                                         // which the newest rows' is added; or null
+  const float* sums = nullptr;        // [kv_heads, head_dim], of `summed` values, whose mean
+  float summed = 1.0f;                // stands for what alpha lacks; or null
+  float* partials = nullptr;          // [bunches, workers + kv_heads, kBunch, head_dim]
+  float2* partial_lse = nullptr;      // [bunches, workers + kv_heads, kBunch]: see DecodeResult
+  std::uint32_t* finished = nullptr;  // [bunches, kv_heads], zero
+  int workers = 0;                    // gridDim.x; gridDim.y is the number of bunches
 };
 
 // Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are

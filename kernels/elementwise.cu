@@ -180,19 +180,6 @@ __global__ void sum_values_kernel(const __grid_constant__ HeadRows rows,
   sums[static_cast<std::int64_t>(head) * head_dim + channel] += subtract ? -sum : sum;
 }
 
-__global__ void compensate_kernel(const float* alpha, const float* sums, float count, int group,
-                                  int head_dim, float* out) {
-  take_turn();
-  const auto query = static_cast<int>(blockIdx.x);
-  const float share = alpha[query];
-  const float rest = (1.0f - share) / count;
-  const float* const from = sums + static_cast<std::int64_t>(query / group) * head_dim;
-  float* const to = out + static_cast<std::int64_t>(query) * head_dim;
-  for (int c = static_cast<int>(threadIdx.x); c < head_dim; c += static_cast<int>(blockDim.x)) {
-    to[c] = share * to[c] + rest * from[c];
-  }
-}
-
 }  // namespace
 
 void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y,
@@ -302,12 +289,6 @@ void sum_values(const SumValuesParams& p, const Launch& launch) {
                  p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()), p.sums,
                  p.subtract);
   });
-}
-
-void compensate(const CompensateParams& p, const Launch& launch) {
-  launch_early("compensate", compensate_kernel, dim3(static_cast<unsigned>(p.shape.query_heads)),
-               128, 0, launch, p.alpha, p.sums, static_cast<float>(p.count), p.shape.group(),
-               p.shape.head_dim, p.out);
 }
 
 }  // namespace sluice::cuda

@@ -17,7 +17,6 @@ void swiglu(const SwigluParams& params, const Launch& launch);
 void cast(const Matrix& from, const Matrix& to, const Launch& launch);
 void append(const AppendParams& params, const Launch& launch);
 void sum_values(const SumValuesParams& params, const Launch& launch);
-void compensate(const CompensateParams& params, const Launch& launch);
 // y[row] = bias, or y[row] += bias.
 void add_bias(const float* bias, const Matrix& y, bool accumulate, const Launch& launch);
 

@@ -82,12 +82,24 @@ AttendParams newest_of(const AttendSelectedParams& p) {
 }
 
 void add_newest_share(const AttendSelectedParams& p) {
-  if (p.alpha == nullptr) return;
+  if (p.estimated_lse == nullptr) return;
   for (int head = 0; head < p.shape.query_heads; ++head) {
     const float highest = std::max(p.estimated_lse[head], p.lse[head]);
     const float newest = std::exp(p.lse[head] - highest);
     const float estimated = std::exp(p.estimated_lse[head] - highest);
     p.alpha[head] = (p.alpha[head] * estimated + newest) / (estimated + newest);
+  }
+}
+
+void compensate(const AttendSelectedParams& p) {
+  if (p.mean.sums == nullptr) return;
+  const int d = p.shape.head_dim;
+  for (int head = 0; head < p.shape.query_heads; ++head) {
+    const float alpha = p.alpha[head];
+    const float rest = (1.0f - alpha) / static_cast<float>(p.mean.count);
+    const float* const sums = p.mean.sums + static_cast<std::int64_t>(head / p.shape.group()) * d;
+    float* const out = p.out + static_cast<std::int64_t>(head) * d;
+    for (int c = 0; c < d; ++c) out[c] = alpha * out[c] + rest * sums[c];
   }
 }
 

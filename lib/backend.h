@@ -168,8 +168,10 @@ void copy_home(Backend& backend, const AppendParams& params);
 AttendParams dense_of(const AttendSelectedParams& params);
 // Attention to the newest rows, as a partial to merge the selected ones into.
 AttendParams newest_of(const AttendSelectedParams& params);
-// Once that is done: the newest rows' share goes into params.alpha, if there is one.
+// Once that is done: the newest rows' share goes into params.alpha, if they had no logits.
 void add_newest_share(const AttendSelectedParams& params);
+// Once all rows are attended: the mean value takes its part of the outputs, if it is to.
+void compensate(const AttendSelectedParams& params);
 
 // One copy of contiguous bytes. Which of the two sides is host memory follows from the call.
 struct CopyOp {
@@ -236,7 +238,6 @@ class Backend {
   virtual void attend_selected(const AttendSelectedParams& params) = 0;
   virtual void column_sums(const ColumnSumsParams& params) = 0;
   virtual void sum_values(const SumValuesParams& params) = 0;
-  virtual void compensate(const CompensateParams& params) = 0;
 
   // What is issued between the two starts together, at submit_batch(): a backend may spare what
   // each launch costs. Meanwhile nothing may be allocated or waited for. Batches of one `slot` are

@@ -230,6 +230,13 @@ struct RowSource {
   const std::byte* home = nullptr;  // every row, in host memory
 };
 
+// The mean of all tokens' values, which stands for those that are not attended: an output becomes
+// alpha * output + (1 - alpha) * sums / count; SparQ section 3, equation 9.
+struct MeanValue {
+  const float* sums = nullptr;  // [kv_heads, head_dim]; null: nothing stands for them
+  std::int64_t count = 0;       // values summed
+};
+
 // Attention over selected rows, as a partial; see AttendParams. Rows pass through `arena`, sorted
 // by position, arena_rows at a time. Query token i sees the selected rows up to number
 // first_query + i; a single token usually sees all. For more than one token the counts of the
@@ -244,12 +251,13 @@ struct AttendSelectedParams {
   std::span<const RowSource> rows;  // host array [kv_heads]
   // Host array [kv_heads] or empty: rows that a single token attends besides, the newest.
   std::span<const RowSpan> newest;
-  // Where the newest had no logits when the others were selected: what select() reported of those.
-  // alpha, a share of their weight, becomes the share of theirs and the newest rows' together; NaN
-  // where a logit of the newest rows is NaN or +Inf.
-  // Without `merge`; both [query_heads] or null.
+  // The following are of a single token, without `merge`.
+  float* alpha = nullptr;  // [query_heads], what select() reported; or null if neither is needed
+  // [query_heads] or null. Where the newest had no logits when the others were selected: what
+  // select() reported of those. alpha, a share of their weight, becomes the share of theirs and the
+  // newest rows' together; NaN where a logit of the newest rows is NaN or +Inf.
   const float* estimated_lse = nullptr;
-  float* alpha = nullptr;
+  MeanValue mean;
   std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes]
   std::int64_t arena_rows = 0;
   float scale = 0.0f;
@@ -267,15 +275,6 @@ struct ColumnSumsParams {
   std::span<const RowSpan> rows;           // host array [kv_heads], rows from position 0 on
   const std::uint8_t* eligible = nullptr;  // [rows]: 0 leaves a row out; null: all are in
   float* sums = nullptr;                   // reported [rows]; NaN where a logit was no number
-};
-
-// out = alpha * out + (1 - alpha) * sums / count; SparQ section 3, equation 9.
-struct CompensateParams {
-  KvShape shape;
-  const float* alpha = nullptr;  // [query_heads]
-  const float* sums = nullptr;   // [kv_heads, head_dim]
-  std::int64_t count = 0;        // values summed
-  float* out = nullptr;          // [query_heads, head_dim]
 };
 
 }  // namespace sluice

@@ -167,12 +167,9 @@ void SparseAttention::attend(const Policy& policy, int layer, const StepRange& s
       own.push_back({store.newest(layer, head, token.position), 1});
     }
     index_.add_values(layer, own, false);
+    token.compensates = policy.selects(layer) && policy.compensate == Compensation::mean_value;
     if (selects) choose(policy, token, store);
     attend_token(token, latest_, store);
-    if (policy.selects(layer) && policy.compensate == Compensation::mean_value) {
-      backend_->compensate(
-          {shape, alpha(layer, i), index_.value_sums(layer), token.count(), token.out});
-    }
   }
 }
 
@@ -321,10 +318,9 @@ void SparseAttention::attend_token(const Token& token, int source, KvStore& stor
   selected.arena_rows = layout_.arena_rows;
   selected.scale =
       attend_params(layout_.shape, {token.position, 1}, {token.q, 0, token.out, token.lse}).scale;
-  if (token.newest_apart) {
-    selected.estimated_lse = lse_.floats();
-    selected.alpha = alpha(token.layer, token.index);
-  }
+  if (token.newest_apart || token.compensates) selected.alpha = alpha(token.layer, token.index);
+  if (token.newest_apart) selected.estimated_lse = lse_.floats();
+  if (token.compensates) selected.mean = {index_.value_sums(token.layer), token.count()};
   selected.out = token.out;
   selected.lse = token.lse;
   backend_->attend_selected(selected);

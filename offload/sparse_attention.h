@@ -53,6 +53,7 @@ class SparseAttention {
     float* lse = nullptr;
     Eligible eligible;
     bool newest_apart = false;  // the newest rows take no part in selecting, see newest_apart()
+    bool compensates = false;   // the mean value stands for what is not attended
 
     std::int64_t count() const { return position + 1; }
     std::int64_t pages() const { return position / kPageTokens; }

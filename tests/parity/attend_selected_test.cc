@@ -84,7 +84,6 @@ class SelectedRun {
     const auto queries = static_cast<std::size_t>(c.tokens * c.shape.query_heads);
     const auto d = static_cast<std::size_t>(c.shape.head_dim);
     out_ = backend.allocate(tier, queries * d * sizeof(float));
-    alpha_ = backend.allocate(tier, queries * sizeof(float));
     lse_ = backend.allocate(tier, queries * sizeof(float));
     arena_ = backend.allocate(tier, heads * kArenaRows * bytes);
   }
@@ -93,10 +92,16 @@ class SelectedRun {
     return reinterpret_cast<HeadSelection*>(heads_.data())[head];
   }
 
-  // Alpha, and the log-sum-exp of what it is a share of, to which attend() adds the newest.
+  // Alpha, and the log-sum-exp of what it is a share of, to which attend() adds the newest, if
+  // there is one.
   void start_from(const std::vector<float>& alpha, const std::vector<float>& estimated_lse) {
     alpha_ = upload(backend_, alpha);
-    estimated_lse_ = upload(backend_, estimated_lse);
+    if (!estimated_lse.empty()) estimated_lse_ = upload(backend_, estimated_lse);
+  }
+  // Sums of so many values, whose mean stands for what alpha lacks.
+  void fill_up_with(const std::vector<float>& sums, std::int64_t count) {
+    sums_ = upload(backend_, sums);
+    summed_ = count;
   }
   std::vector<float> alpha() const { return download<float>(backend_, alpha_); }
 
@@ -124,10 +129,9 @@ class SelectedRun {
     p.scale = case_.scale;
     p.out = out_.floats();
     p.lse = lse_.floats();
-    if (estimated_lse_.bytes() > 0) {
-      p.estimated_lse = estimated_lse_.floats();
-      p.alpha = alpha_.floats();
-    }
+    if (alpha_.bytes() > 0) p.alpha = alpha_.floats();
+    if (estimated_lse_.bytes() > 0) p.estimated_lse = estimated_lse_.floats();
+    if (summed_ > 0) p.mean = {sums_.floats(), summed_};
     backend_.attend_selected(p);
     return {download<float>(backend_, out_), download<float>(backend_, lse_)};
   }
@@ -139,8 +143,9 @@ class SelectedRun {
   const AttentionCase& case_;
   std::int64_t resident_;
   std::int64_t capacity_ = 0;
+  std::int64_t summed_ = 0;
   std::vector<Buffer> home_, device_, all_;
-  Buffer positions_, heads_, q_, out_, lse_, alpha_, estimated_lse_, arena_;
+  Buffer positions_, heads_, q_, out_, lse_, alpha_, estimated_lse_, sums_, arena_;
 };
 
 using Shape = std::tuple<DType, int, int>;  // dtype, head_dim, group
@@ -267,7 +272,7 @@ TEST_P(AttendSelected, ManyTokensSeeOneMoreEach) {
   }
 }
 
-TEST_P(AttendSelected, MeanValuesStandForTheRest) {
+TEST_P(AttendSelected, SumsOfValuesGrowAndShrink) {
   const std::int64_t counts[] = {300, 300};
   const AttentionCase c = testing::random_case(random_, shape(), 1, counts);
   const int d = shape().head_dim;
@@ -283,7 +288,7 @@ TEST_P(AttendSelected, MeanValuesStandForTheRest) {
   for (RowSpan& span : spans) span.count = 100;
   backend_->sum_values({shape(), spans, sums.floats(), true});
   const std::vector<float> actual = download<float>(*backend_, sums);
-  std::vector<float> expected;
+  std::size_t i = 0;
   for (int head = 0; head < 2; ++head) {
     for (int channel = 0; channel < d; ++channel) {
       double sum = 0.0;
@@ -291,24 +296,41 @@ TEST_P(AttendSelected, MeanValuesStandForTheRest) {
         sum += testing::row_element(c, head, row, d + channel);
       }
       // 500 numbers of order 1, added in fp32.
-      ASSERT_NEAR(actual[expected.size()], sum, 500 * 0x1p-20);
-      expected.push_back(static_cast<float>(sum));
+      ASSERT_NEAR(actual[i++], sum, 500 * 0x1p-20);
     }
   }
-  const int queries = shape().query_heads;
-  const std::vector<float> alpha_values = random_.normal(queries, 0.2f);
-  const std::vector<float> before = random_.normal(queries * d);
-  const Buffer alpha = upload(*backend_, alpha_values);
-  const Buffer out = upload(*backend_, before);
-  backend_->compensate({shape(), alpha.floats(), sums.floats(), 200, out.floats()});
-  const std::vector<float> after = download<float>(*backend_, out);
-  for (std::size_t i = 0; i < after.size(); ++i) {
-    const std::size_t query = i / static_cast<std::size_t>(d);
-    const std::size_t head = query / static_cast<std::size_t>(shape().group());
-    const double mean =
-        expected[head * static_cast<std::size_t>(d) + i % static_cast<std::size_t>(d)] / 200.0;
-    const double a = alpha_values[query];
-    ASSERT_NEAR(after[i], a * before[i] + (1 - a) * mean, 1e-4);
+}
+
+// Few rows are attended by one worker of a GPU, more are shared.
+TEST_P(AttendSelected, MeanValuesStandForTheRest) {
+  for (const std::int64_t most : {0, 20, 400}) {
+    for (const bool apart : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << "most " << most << " newest apart " << apart);
+      const std::int64_t counts[] = {700, 700};
+      const AttentionCase c = testing::random_case(random_, shape(), 1, counts);
+      const Chosen chosen = choose(random_, c, 640, most, 30);
+      const int queries = shape().query_heads;
+      const int d = shape().head_dim;
+      const std::vector<float> alpha = random_.normal(queries, 0.2f);
+      const std::vector<float> sums = random_.normal(2 * d);
+      SelectedRun run(*backend_, c, chosen, 256);
+      const std::vector<float> before = run.attend(1 << 30, 640, 30).out;
+      run.start_from(alpha, apart ? random_.normal(queries) : std::vector<float>());
+      run.fill_up_with(sums, 200);
+      const std::vector<float> after = run.attend(1 << 30, 640, 30).out;
+      const std::vector<float> share = run.alpha();
+      if (!apart) {
+        EXPECT_EQ(share, alpha);
+      }
+      for (std::size_t i = 0; i < after.size(); ++i) {
+        const std::size_t query = i / static_cast<std::size_t>(d);
+        const std::size_t head = query / static_cast<std::size_t>(shape().group());
+        const std::size_t channel = i % static_cast<std::size_t>(d);
+        const double mean = sums[head * static_cast<std::size_t>(d) + channel] / 200.0;
+        const double a = share[query];
+        ASSERT_NEAR(after[i], a * before[i] + (1 - a) * mean, 1e-5) << "query " << query;
+      }
+    }
   }
 }
 
