@@ -27,7 +27,7 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
     const std::byte* rows = ring.take();
     DecodeWarp<T, kHeadDim> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes),
                                   queries);
-    for (std::int64_t tile = s.first;; rows = ring.take()) {
+    for (int tile = s.first;; rows = ring.take()) {
       state.add(rows, s.count(tile), s.newest(tile), p.scale);
       if (++tile == s.last) break;
       ring.release();

@@ -239,7 +239,7 @@ __device__ void finish_segment(const DecodeKernelParams& p, const DecodeWork& wo
     return write_results<kHeadDim>(p, first_query, queries, block);
   }
   store_partial(p, slot_of(p, bunch, static_cast<int>(blockIdx.x), head), queries, block);
-  const std::int64_t before = work.before(head);
+  const int before = work.before(head);
   const int first_worker = work.worker_of(before);
   const int sharers = work.worker_of(before + segment.tiles - 1) - first_worker + 1;
   if (!finish_part<kHeadDim>(p.finished + static_cast<std::int64_t>(bunch) * p.kv_heads + head,

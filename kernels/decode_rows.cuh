@@ -145,7 +145,7 @@ class DecodeFetch {
 
   struct Tile {
     DecodeSegment segment;
-    std::int64_t number = 0;
+    int number = 0;
   };
 
   __device__ Tile first() const {
@@ -164,7 +164,7 @@ class DecodeFetch {
     if (tile.segment.exists()) {
       const std::int32_t* const positions = p_.positions + tile.segment.head * p_.capacity;
       const int row = first_row_ + lane_;
-      const std::int64_t number = tile.number * kTileRows + row;
+      const int number = tile.number * kTileRows + row;
       if (lane_ < Shape::kFetchRows && number < tile.segment.selected) {
         copy_async_word(&positions_[slot][row], positions + number);
       }
@@ -174,15 +174,15 @@ class DecodeFetch {
   }
 
   // Where a head's rows after the selected are, which are all without positions.
-  __device__ const std::byte* in_turn(const DecodeSegment& s, std::int64_t row) const {
+  __device__ const std::byte* in_turn(const DecodeSegment& s, int row) const {
     const HeadRows& rows = p_.positions == nullptr ? p_.rows : p_.newest;
-    return rows[s.head] + (row - s.selected) * Shape::kRowBytes;
+    return rows[s.head] + std::int64_t{row - s.selected} * Shape::kRowBytes;
   }
 
   // Where this lane's row of a tile is.
   __device__ const std::byte* row(const Tile& tile, const std::int32_t* positions) const {
     const DecodeSegment& s = tile.segment;
-    const std::int64_t row = tile.number * kTileRows + first_row_ + lane_;
+    const int row = tile.number * kTileRows + first_row_ + lane_;
     if (row >= s.selected) return in_turn(s, row);
     const std::int32_t position = positions[first_row_ + lane_];
     const HeadRows& rows = position < p_.resident[s.head] ? p_.rows : p_.home;
@@ -221,7 +221,7 @@ class DecodeFetch {
       copy_bulk(to + Shape::kTileBytes, queries(tile.segment),
                 static_cast<std::uint32_t>(query_bytes()), full);
     }
-    const std::int64_t first = tile.number * kTileRows + first_row_;
+    const int first = tile.number * kTileRows + first_row_;
     if (first < tile.segment.selected) {
       if (lane_ >= existing) return;
       copy_bulk(to + Shape::place(first_row_ + lane_), row(tile, positions), Shape::kRowBytes,

@@ -19,29 +19,29 @@ struct DecodeKernelParams {
   const float* q = nullptr;  // [kv_heads * group, head_dim], 16-byte aligned
   int kv_heads = 0;
   int group = 0;
-  HeadRows rows;                            // row 0 of each head
-  HeadRows home;                            // of selected rows: those from `resident` on
   const std::int32_t* positions = nullptr;  // [kv_heads, capacity]; null: every row in turn
   std::int64_t capacity = 0;
-  HeadCounts resident;
   HeadSelection* heads = nullptr;  // reported [kv_heads]: how many positions; null without them
-  HeadCounts counts;               // rows without positions; else the newest, after the selected
-  HeadRows newest;
-  std::int64_t visible = 0;  // at most this many rows of each head
-  float scale = 0.0f;        // of logits, times log2(e)
-  float* out = nullptr;      // [kv_heads * group, head_dim]
-  float* lse = nullptr;      // [kv_heads * group], natural logarithm
+  std::int64_t visible = 0;        // at most this many rows of each head
+  float scale = 0.0f;              // of logits, times log2(e)
+  float* out = nullptr;            // [kv_heads * group, head_dim]
+  float* lse = nullptr;            // [kv_heads * group], natural logarithm
   bool merge = false;
   // Without `merge`:
   float* alpha = nullptr;                // [kv_heads * group] or null: the share of the selected
   const float* estimated_lse = nullptr;  // [kv_heads * group], of what alpha is a share of, to
                                          // which the newest rows' is added; or null
-  const float* sums = nullptr;        // [kv_heads, head_dim], of `summed` values, whose mean
-  float summed = 1.0f;                // stands for what alpha lacks; or null
-  float* partials = nullptr;          // [bunches, workers + kv_heads, kBunch, head_dim]
-  float2* partial_lse = nullptr;      // [bunches, workers + kv_heads, kBunch]: see DecodeResult
-  std::uint32_t* finished = nullptr;  // [bunches, kv_heads], zero
-  int workers = 0;                    // gridDim.x; gridDim.y is the number of bunches
+  const float* sums = nullptr;           // [kv_heads, head_dim], of `summed` values, whose mean
+  float summed = 1.0f;                   // stands for what alpha lacks; or null
+  float* partials = nullptr;             // [bunches, workers + kv_heads, kBunch, head_dim]
+  float2* partial_lse = nullptr;         // [bunches, workers + kv_heads, kBunch]: see DecodeResult
+  std::uint32_t* finished = nullptr;     // [bunches, kv_heads], zero
+  int workers = 0;                       // gridDim.x; gridDim.y is the number of bunches
+  HeadCounts counts;                     // rows without positions; else the newest
+  HeadRows rows;                         // row 0 of each head
+  HeadRows newest;                       // of rows after the selected
+  HeadCounts resident;                   // of selected rows: those from here on are at home
+  HeadRows home;
 };
 
 // Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are
@@ -91,28 +91,24 @@ __device__ __forceinline__ void sync_finish_warps() {
 // What a block works on: tiles [first, last) of one head.
 struct DecodeSegment {
   int head = 0;
-  std::int64_t first = 0;
-  std::int64_t last = 0;
-  std::int64_t rows = 0;      // of the head
-  std::int64_t selected = 0;  // the first of them, found by position
-  std::int64_t tiles = 0;     // of the head
+  int first = 0;
+  int last = 0;
+  int rows = 0;      // of the head
+  int selected = 0;  // the first of them, found by position
+  int tiles = 0;     // of the head
 
   __device__ bool exists() const { return first < last; }
   __device__ bool is_whole() const { return first == 0 && last == tiles; }
   // How many of a tile's rows exist.
-  __device__ int count(std::int64_t tile) const {
-    return static_cast<int>(
-        max(std::int64_t{0}, min(std::int64_t{kTileRows}, rows - tile * kTileRows)));
-  }
+  __device__ int count(int tile) const { return max(0, min(kTileRows, rows - tile * kTileRows)); }
   // The first row of a tile that is not found by position.
-  __device__ int newest(std::int64_t tile) const {
-    return static_cast<int>(
-        max(std::int64_t{0}, min(std::int64_t{kTileRows}, selected - tile * kTileRows)));
+  __device__ int newest(int tile) const {
+    return max(0, min(kTileRows, selected - tile * kTileRows));
   }
 };
 
-__device__ __forceinline__ std::int64_t tiles_of(std::int64_t rows) {
-  const std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+__device__ __forceinline__ int tiles_of(int rows) {
+  const int tiles = (rows + kTileRows - 1) / kTileRows;
   return tiles > 0 ? tiles : 1;  // a head without rows still has a result: an empty partial
 }
 
@@ -127,13 +123,14 @@ __device__ __forceinline__ std::int32_t selected_of(const DecodeKernelParams& p,
 }
 
 // How many rows a head has, of which so many are found by position.
-__device__ __forceinline__ std::int64_t rows_of(const DecodeKernelParams& p, int head,
-                                                std::int64_t selected) {
-  return min(selected, p.visible) +
-         (p.positions == nullptr ? min(p.counts[head], p.visible) : p.counts[head]);
+__device__ __forceinline__ int rows_of(const DecodeKernelParams& p, int head, int selected) {
+  const std::int64_t others = p.counts[head];
+  return static_cast<int>(min(std::int64_t{selected}, p.visible) +
+                          (p.positions == nullptr ? min(others, p.visible) : others));
 }
 
-// Tiles of all heads, numbered head by head, divided evenly among workers.
+// Tiles of all heads, numbered head by head, divided evenly among workers: the first of them have
+// one more if need be. Numbers have 32 bits, for longer ones take long to divide.
 class DecodeWork {
  public:
   // Shared memory that it takes if heads differ.
@@ -153,11 +150,13 @@ class DecodeWork {
       total_ = before_[p.kv_heads];
     }
     // Then every worker has a tile, and those between a head's first and last all have one of it.
-    workers_ = static_cast<int>(min(static_cast<std::int64_t>(p.workers), total_));
+    const int workers = min(p.workers, total_);
+    each_ = total_ / workers;
+    more_ = total_ % workers;
     const auto worker = static_cast<int>(blockIdx.x);
-    if (worker >= workers_) return;
-    begin_ = total_ * worker / workers_;
-    end_ = total_ * (worker + 1) / workers_;
+    if (worker >= workers) return;
+    begin_ = each_ * worker + min(worker, more_);
+    end_ = begin_ + each_ + (worker < more_ ? 1 : 0);
   }
 
   // What this block works on, one after the other until one does not exist.
@@ -170,22 +169,21 @@ class DecodeWork {
   }
 
   // The worker that has tile number `tile`.
-  __device__ int worker_of(std::int64_t tile) const {
-    return static_cast<int>(((tile + 1) * workers_ - 1) / total_);
+  __device__ int worker_of(int tile) const {
+    const int of_first = more_ * (each_ + 1);  // tiles of the workers that have one more
+    return tile < of_first ? tile / (each_ + 1) : more_ + (tile - of_first) / each_;
   }
 
-  __device__ std::int64_t before(int head) const {
-    return uniform_ > 0 ? uniform_ * head : before_[head];
-  }
+  __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
 
  private:
   __device__ DecodeSegment segment(int head) const {
     DecodeSegment s;
     s.head = head;
     s.rows = uniform_ > 0 ? first_rows_ : rows_[head];
-    s.selected = p_.positions == nullptr ? 0 : s.rows - p_.counts[head];
+    s.selected = p_.positions == nullptr ? 0 : s.rows - static_cast<int>(p_.counts[head]);
     s.tiles = tiles_of(s.rows);
-    s.first = max(std::int64_t{0}, begin_ - before(head));
+    s.first = max(0, begin_ - before(head));
     s.last = min(s.tiles, end_ - before(head));
     return s;
   }
@@ -195,9 +193,8 @@ class DecodeWork {
     bool equal = true;
     for (auto head = static_cast<int>(threadIdx.x); head < p_.kv_heads;
          head += static_cast<int>(blockDim.x)) {
-      const std::int64_t rows = rows_of(p_, head, selected_of(p_, head));
-      rows_[head] = static_cast<std::int32_t>(rows);
-      equal = equal && rows == first_rows_;
+      rows_[head] = rows_of(p_, head, selected_of(p_, head));
+      equal = equal && rows_[head] == first_rows_;
     }
     return __syncthreads_and(equal ? 1 : 0) != 0;
   }
@@ -213,7 +210,7 @@ class DecodeWork {
     const int last = min(first + length, p_.kv_heads);
     std::int32_t own = 0;
     for (int head = first; head < last; ++head) {
-      own += static_cast<std::int32_t>(tiles_of(rows_[head]));
+      own += tiles_of(rows_[head]);
     }
     std::int32_t sum = warp_inclusive(own);
     if (thread % kWarp == kWarp - 1) of_warps[thread / kWarp] = sum;
@@ -222,14 +219,14 @@ class DecodeWork {
     for (int warp = 0; warp < thread / kWarp; ++warp) sum += of_warps[warp];
     for (int head = first; head < last; ++head) {
       before_[head] = sum;
-      sum += static_cast<std::int32_t>(tiles_of(rows_[head]));
+      sum += tiles_of(rows_[head]);
     }
     if (thread == threads - 1) before_[p_.kv_heads] = sum;
     __syncthreads();
   }
 
-  __device__ int head_of(std::int64_t tile) const {
-    if (uniform_ > 0) return static_cast<int>(tile / uniform_);
+  __device__ int head_of(int tile) const {
+    if (uniform_ > 0) return tile / uniform_;
     int low = 0;
     int high = p_.kv_heads - 1;
     while (low < high) {
@@ -246,12 +243,13 @@ class DecodeWork {
   const DecodeKernelParams& p_;
   std::int32_t* before_;
   std::int32_t* rows_;
-  std::int64_t first_rows_ = 0;  // of head 0
-  std::int64_t uniform_ = 0;     // tiles of every head, if they are equal
-  std::int64_t total_ = 0;
-  std::int64_t begin_ = 0;
-  std::int64_t end_ = 0;
-  int workers_ = 0;
+  int first_rows_ = 0;  // of head 0
+  int uniform_ = 0;     // tiles of every head, if they are equal
+  int total_ = 0;
+  int each_ = 0;  // tiles of a worker
+  int more_ = 0;  // workers that have one more
+  int begin_ = 0;
+  int end_ = 0;
 };
 
 }  // namespace sluice::cuda

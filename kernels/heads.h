@@ -17,14 +17,15 @@
 
 namespace sluice::cuda {
 
-// A few heads may lie anywhere; any number may lie at equal distances.
+// A few heads may lie anywhere; any number may lie at equal distances. What every head's rows take
+// comes first: of a kernel's arguments each cache line is waited for.
 struct HeadRows {
   static constexpr int kListed = 64;
 
   const std::byte* base = nullptr;
-  std::int64_t stride = 0;             // bytes from head to head, if not listed
-  const std::byte* listed[kListed]{};  // used if `is_listed`
+  std::int64_t stride = 0;  // bytes from head to head, if not listed
   bool is_listed = false;
+  const std::byte* listed[kListed]{};  // used if `is_listed`
 
   SLUICE_BOTH const std::byte* operator[](int head) const {
     return is_listed ? listed[head] : base + head * stride;
@@ -39,8 +40,8 @@ HeadRows head_rows(std::span<const RowSpan> heads);
 // Rows of every head in this call: the same for all, or listed.
 struct HeadCounts {
   std::int64_t uniform = 0;
-  std::int32_t listed[HeadRows::kListed]{};
   bool is_listed = false;
+  std::int32_t listed[HeadRows::kListed]{};
 
   SLUICE_BOTH std::int64_t operator[](int head) const { return is_listed ? listed[head] : uniform; }
 };
