@@ -50,8 +50,9 @@ __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
   int segment = 0;
   for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), ++segment) {
     if (reports && s.first == 0) report_resident(p, s.head);
+    const DecodeSharers sharers = work.sharers_of(s);
     const auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.take_found(segment));
-    finish_segment(p, work, s, bunch, block);
+    finish_segment(p, s.head, bunch, sharers, block);
     ring.release_found(segment);
   }
 }
@@ -179,7 +180,7 @@ DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& 
   p.alpha = a.alpha;
   p.estimated_lse = a.estimated_lse;
   p.sums = a.mean.sums;
-  p.summed = static_cast<float>(a.mean.count);
+  if (p.sums != nullptr) p.share = 1.0f / static_cast<float>(a.mean.count);
   return p;
 }
 

@@ -7,7 +7,15 @@ namespace sluice::cuda {
 
 // exp2(x - y), and 0 for x = -inf whatever y is.
 __device__ __forceinline__ float weight_of(float x, float y) {
-  return x == -INFINITY ? 0.0f : exp2f(x - y);
+  return x == -INFINITY ? 0.0f : exp2_fast(x - y);
+}
+
+// sum += weight * x; what has no weight is zero.
+__device__ __forceinline__ void add_weighted(float4& sum, float weight, const float4& x) {
+  sum.x += weight * x.x;
+  sum.y += weight * x.y;
+  sum.z += weight * x.z;
+  sum.w += weight * x.w;
 }
 
 // A result of one query head that is finished.
@@ -29,7 +37,7 @@ __device__ __forceinline__ DecodeResult normalised(const float4& sum, float2 tot
   if (total.x == 0.0f) {
     return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float2(-INFINITY, -INFINITY)};
   }
-  const float inverse = 1.0f / total.x;
+  const float inverse = __fdividef(1.0f, total.x);
   return {make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse),
           make_float2(top + log2f(total.x), top + log2f(total.y))};
 }
@@ -40,15 +48,13 @@ struct DecodeGiven {
   float estimated_lse = INFINITY;
   float4 mean = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of all tokens' values, of four channels
 
-  __device__ DecodeGiven(const DecodeKernelParams& p, std::int64_t query, int head_dim,
-                         int channel) {
+  // `value` is where the four channels are among those of all KV heads.
+  __device__ DecodeGiven(const DecodeKernelParams& p, std::int64_t query, std::int64_t value) {
     if (p.alpha != nullptr) alpha = p.alpha[query];
     if (p.estimated_lse != nullptr) estimated_lse = p.estimated_lse[query];
     if (p.sums == nullptr) return;
-    const std::int64_t at = query / p.group * head_dim + channel;
-    const float4 sum = *reinterpret_cast<const float4*>(p.sums + at);
-    const float share = 1.0f / p.summed;
-    mean = make_float4(sum.x * share, sum.y * share, sum.z * share, sum.w * share);
+    const float4 sum = *reinterpret_cast<const float4*>(p.sums + value);
+    mean = make_float4(sum.x * p.share, sum.y * p.share, sum.z * p.share, sum.w * p.share);
   }
 
   // Alpha once the newest rows, of this log-sum-exp, have their share.
@@ -68,55 +74,62 @@ struct DecodeGiven {
   }
 };
 
-// Calls body(round, query, channel) for this thread's share of a bunch of queries, four channels at
-// a time.
+// Calls body(query) for the queries of a bunch that this finishing warp has. Loops of what happens
+// once stay loops: fetching instructions would take longer than what they do.
 template <int kHeadDim, typename Body>
-__device__ void for_results(int queries, const Body& body) {
+__device__ void for_queries(int queries, const Body& body) {
   using Shape = DecodeShape<kHeadDim>;
-  constexpr int kQuads = kHeadDim / 4;
-  constexpr int kThreads = Shape::kFinishThreads;
-  const int thread = static_cast<int>(threadIdx.x) - Shape::kFirstFinishWarp * kWarp;
-#pragma unroll
-  for (int round = 0; round < (kBunch * kQuads + kThreads - 1) / kThreads; ++round) {
-    const int i = thread + round * kThreads;
-    if (i < queries * kQuads) body(round, i / kQuads, i % kQuads * 4);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp - Shape::kFirstFinishWarp;
+#pragma unroll 1
+  for (int query = warp; query < queries; query += Shape::kFinishWarps) body(query);
+}
+
+// Calls body(channel) for this lane's share of a query, four channels at a time. The first lane has
+// channel 0.
+template <int kHeadDim, typename Body>
+__device__ void for_channels(const Body& body) {
+#pragma unroll 1
+  for (int channel = static_cast<int>(threadIdx.x) % kWarp * 4; channel < kHeadDim;
+       channel += 4 * kWarp) {
+    body(channel);
   }
 }
 
 // Writes results of a bunch of queries, or merges them with what is there. All finishing warps call
 // it; result(query, channel) gives each.
 template <int kHeadDim, typename Result>
-__device__ void write_results(const DecodeKernelParams& p, std::int64_t first_query, int queries,
+__device__ void write_results(const DecodeKernelParams& p, int head, int bunch, int queries,
                               const Result& result) {
-  constexpr int kThreads = DecodeShape<kHeadDim>::kFinishThreads;
-  float new_lse[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
-  float new_alpha[(kBunch * kHeadDim / 4 + kThreads - 1) / kThreads];
-  for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
-    const DecodeGiven given(p, first_query + query, kHeadDim, channel);
-    const DecodeResult own = result(query, channel);
-    const float lse = own.lse.x * kLn2;
-    auto& out = *reinterpret_cast<float4*>(p.out + (first_query + query) * kHeadDim + channel);
-    new_lse[round] = lse;
-    if (!p.merge) {
-      new_alpha[round] = given.alpha_with(own.lse.y * kLn2);
-      out = p.sums == nullptr ? own.value : given.compensate(own.value, new_alpha[round]);
-      return;
-    }
-    const float old = p.lse[first_query + query];
-    new_lse[round] = old;
-    if (own.lse.x == -INFINITY) return;
-    const float highest = fmaxf(old, lse);
-    const float a = old == -INFINITY ? 0.0f : expf(old - highest);
-    const float b = expf(lse - highest);
-    out = mix(a / (a + b), out, b / (a + b), own.value);
-    new_lse[round] = highest + logf(a + b);
-  });
-  // Every thread has read the old log-sum-exp and alpha before one of them replaces it.
-  sync_finish_warps<kHeadDim>();
-  for_results<kHeadDim>(queries, [&](int round, int query, int channel) {
-    if (channel != 0) return;
-    p.lse[first_query + query] = new_lse[round];
-    if (p.estimated_lse != nullptr) p.alpha[first_query + query] = new_alpha[round];
+  const std::int64_t first_query = static_cast<std::int64_t>(head) * p.group + bunch * kBunch;
+  for_queries<kHeadDim>(queries, [&](int query) {
+    const std::int64_t at = first_query + query;
+    float new_lse = -INFINITY;
+    float new_alpha = 0.0f;
+    for_channels<kHeadDim>([&](int channel) {
+      const DecodeGiven given(p, at, std::int64_t{head} * kHeadDim + channel);
+      const DecodeResult own = result(query, channel);
+      const float lse = own.lse.x * kLn2;
+      auto& out = *reinterpret_cast<float4*>(p.out + at * kHeadDim + channel);
+      if (!p.merge) {
+        new_lse = lse;
+        new_alpha = given.alpha_with(own.lse.y * kLn2);
+        out = p.sums == nullptr ? own.value : given.compensate(own.value, new_alpha);
+        return;
+      }
+      const float old = p.lse[at];
+      new_lse = old;
+      if (own.lse.x == -INFINITY) return;
+      const float highest = fmaxf(old, lse);
+      const float a = old == -INFINITY ? 0.0f : expf(old - highest);
+      const float b = expf(lse - highest);
+      out = mix(a / (a + b), out, b / (a + b), own.value);
+      new_lse = highest + logf(a + b);
+    });
+    // Every lane has read the old log-sum-exp and alpha before one of them replaces it.
+    __syncwarp();
+    if (threadIdx.x % kWarp != 0) return;
+    p.lse[at] = new_lse;
+    if (p.estimated_lse != nullptr) p.alpha[at] = new_alpha;
   });
 }
 
@@ -140,7 +153,7 @@ struct DecodeBlock {
       const float factor = weight_of(highest[w][query], top);
       total.x += factor * sum[w][query].x;
       total.y += factor * sum[w][query].y;
-      value = mix(1.0f, value, factor, *reinterpret_cast<const float4*>(&out[w][query][channel]));
+      add_weighted(value, factor, *reinterpret_cast<const float4*>(&out[w][query][channel]));
     }
     return normalised(value, total, top);
   }
@@ -150,7 +163,7 @@ struct DecodeBlock {
 template <int kHeadDim>
 struct DecodeMerge {
   // So many are under way together.
-  static constexpr int kAtOnce = 24;
+  static constexpr int kAtOnce = 12;
 
   const float* partials;  // [sharers, kBunch, head_dim]
   const float2* lses;     // [sharers, kBunch]
@@ -160,29 +173,34 @@ struct DecodeMerge {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float2 total = make_float2(0.0f, 0.0f);
     float top = -INFINITY;
-    for (int first = 0; first < sharers; first += kAtOnce) {
+    const float* from = partials + query * kHeadDim + channel;
+    const float2* from_lse = lses + query;
+#pragma unroll 1
+    for (int left = sharers; left > 0; left -= kAtOnce) {
       float2 lse[kAtOnce];
       float4 part[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const std::int64_t at = static_cast<std::int64_t>(first + i) * kBunch + query;
-        const bool exists = first + i < sharers;
-        const auto* const own = reinterpret_cast<const float4*>(partials + at * kHeadDim + channel);
-        lse[i] = exists ? __ldcg(lses + at) : make_float2(-INFINITY, -INFINITY);
-        part[i] = exists ? __ldcg(own) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        lse[i] = make_float2(-INFINITY, -INFINITY);
+        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i >= left) continue;
+        lse[i] = __ldcg(from_lse + i * kBunch);
+        part[i] = __ldcg(reinterpret_cast<const float4*>(from + i * kBunch * kHeadDim));
       }
+      from += kAtOnce * kBunch * kHeadDim;
+      from_lse += kAtOnce * kBunch;
       float highest = top;
 #pragma unroll
       for (const float2 x : lse) highest = fmaxf(highest, x.x);
       const float factor = weight_of(top, highest);
       total = make_float2(total.x * factor, total.y * factor);
-      sum = mix(factor, sum, 0.0f, sum);
+      sum = make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float weight = weight_of(lse[i].x, highest);
         total.x += weight;
         total.y += weight_of(lse[i].y, highest);
-        sum = mix(1.0f, sum, weight, part[i]);
+        add_weighted(sum, weight, part[i]);
       }
       top = highest;
     }
@@ -200,11 +218,13 @@ __device__ __forceinline__ std::int64_t slot_of(const DecodeKernelParams& p, int
 template <int kHeadDim>
 __device__ void store_partial(const DecodeKernelParams& p, std::int64_t slot, int queries,
                               const DecodeBlock<kHeadDim>& block) {
-  for_results<kHeadDim>(queries, [&](int, int query, int channel) {
-    const DecodeResult own = block(query, channel);
-    auto* const to = p.partials + (slot * kBunch + query) * kHeadDim + channel;
-    *reinterpret_cast<float4*>(to) = own.value;
-    if (channel == 0) p.partial_lse[slot * kBunch + query] = own.lse;
+  for_queries<kHeadDim>(queries, [&](int query) {
+    for_channels<kHeadDim>([&](int channel) {
+      const DecodeResult own = block(query, channel);
+      auto* const to = p.partials + (slot * kBunch + query) * kHeadDim + channel;
+      __stcg(reinterpret_cast<float4*>(to), own.value);
+      if (channel == 0) p.partial_lse[slot * kBunch + query] = own.lse;
+    });
   });
 }
 
@@ -229,27 +249,17 @@ __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers
 
 // Brings what the block found of a segment to where it belongs.
 template <int kHeadDim>
-__device__ void finish_segment(const DecodeKernelParams& p, const DecodeWork& work,
-                               const DecodeSegment& segment, int bunch,
-                               const DecodeBlock<kHeadDim>& block) {
+__device__ void finish_segment(const DecodeKernelParams& p, int head, int bunch,
+                               const DecodeSharers& sharers, const DecodeBlock<kHeadDim>& block) {
   const int queries = min(kBunch, p.group - bunch * kBunch);
-  const int head = segment.head;
-  const std::int64_t first_query = static_cast<std::int64_t>(head) * p.group + bunch * kBunch;
-  if (segment.is_whole()) {
-    return write_results<kHeadDim>(p, first_query, queries, block);
-  }
+  if (sharers.count == 1) return write_results<kHeadDim>(p, head, bunch, queries, block);
   store_partial(p, slot_of(p, bunch, static_cast<int>(blockIdx.x), head), queries, block);
-  const int before = work.before(head);
-  const int first_worker = work.worker_of(before);
-  const int sharers = work.worker_of(before + segment.tiles - 1) - first_worker + 1;
-  if (!finish_part<kHeadDim>(p.finished + static_cast<std::int64_t>(bunch) * p.kv_heads + head,
-                             sharers)) {
-    return;
-  }
-  const std::int64_t slot = slot_of(p, bunch, first_worker, head);
+  std::uint32_t* const finished = p.finished + static_cast<std::int64_t>(bunch) * p.kv_heads + head;
+  if (!finish_part<kHeadDim>(finished, sharers.count)) return;
+  const std::int64_t slot = slot_of(p, bunch, sharers.first, head);
   const DecodeMerge<kHeadDim> merge{p.partials + slot * kBunch * kHeadDim,
-                                    p.partial_lse + slot * kBunch, sharers};
-  write_results<kHeadDim>(p, first_query, queries, merge);
+                                    p.partial_lse + slot * kBunch, sharers.count};
+  write_results<kHeadDim>(p, head, bunch, queries, merge);
 }
 
 // One warp reports how many rows of a head were where they already lay.

@@ -125,7 +125,9 @@ class DecodeFetch {
     static_assert(kStages < kAhead, "tiles that are under way would delay positions");
     Tile tile = first();
     Tile ahead = tile;
+#pragma unroll 1
     for (int i = 0; i < kAhead; ++i) look_up(ahead, i);
+#pragma unroll 1
     for (int slot = 0; tile.segment.exists(); slot = (slot + 1) % kAhead) {
       if (p_.positions != nullptr) copy_async_wait<kAhead - 1>();
       ring_.wait_empty();
@@ -238,6 +240,7 @@ class DecodeFetch {
   // The warp's rows from `existing` on become zero: they have no weight, but what was there may be
   // no number.
   __device__ void clear(std::byte* to, int existing) const {
+#pragma unroll 1
     for (int row = first_row_ + existing; row < first_row_ + Shape::kFetchRows; ++row) {
       for (int chunk = lane_; chunk < Shape::kRowChunks; chunk += kWarp) {
         *reinterpret_cast<uint4*>(to + Shape::place(row) + chunk * 16) = make_uint4(0, 0, 0, 0);

@@ -31,8 +31,8 @@ struct DecodeKernelParams {
   float* alpha = nullptr;                // [kv_heads * group] or null: the share of the selected
   const float* estimated_lse = nullptr;  // [kv_heads * group], of what alpha is a share of, to
                                          // which the newest rows' is added; or null
-  const float* sums = nullptr;           // [kv_heads, head_dim], of `summed` values, whose mean
-  float summed = 1.0f;                   // stands for what alpha lacks; or null
+  const float* sums = nullptr;           // [kv_heads, head_dim], whose `share` stands for what
+  float share = 0.0f;                    // alpha lacks; or null
   float* partials = nullptr;             // [bunches, workers + kv_heads, kBunch, head_dim]
   float2* partial_lse = nullptr;         // [bunches, workers + kv_heads, kBunch]: see DecodeResult
   std::uint32_t* finished = nullptr;     // [bunches, kv_heads], zero
@@ -98,13 +98,18 @@ struct DecodeSegment {
   int tiles = 0;     // of the head
 
   __device__ bool exists() const { return first < last; }
-  __device__ bool is_whole() const { return first == 0 && last == tiles; }
   // How many of a tile's rows exist.
   __device__ int count(int tile) const { return max(0, min(kTileRows, rows - tile * kTileRows)); }
   // The first row of a tile that is not found by position.
   __device__ int newest(int tile) const {
     return max(0, min(kTileRows, selected - tile * kTileRows));
   }
+};
+
+// Workers in a row.
+struct DecodeSharers {
+  int first = 0;
+  int count = 0;
 };
 
 __device__ __forceinline__ int tiles_of(int rows) {
@@ -168,15 +173,20 @@ class DecodeWork {
     return s.head + 1 < p_.kv_heads ? segment(s.head + 1) : DecodeSegment();
   }
 
+  // Who has tiles of a segment's head.
+  __device__ DecodeSharers sharers_of(const DecodeSegment& s) const {
+    const int first = worker_of(before(s.head));
+    return {first, worker_of(before(s.head) + s.tiles - 1) - first + 1};
+  }
+
+ private:
   // The worker that has tile number `tile`.
   __device__ int worker_of(int tile) const {
     const int of_first = more_ * (each_ + 1);  // tiles of the workers that have one more
     return tile < of_first ? tile / (each_ + 1) : more_ + (tile - of_first) / each_;
   }
-
   __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
 
- private:
   __device__ DecodeSegment segment(int head) const {
     DecodeSegment s;
     s.head = head;
@@ -209,6 +219,7 @@ class DecodeWork {
     const int first = min(thread * length, p_.kv_heads);
     const int last = min(first + length, p_.kv_heads);
     std::int32_t own = 0;
+#pragma unroll 1
     for (int head = first; head < last; ++head) {
       own += tiles_of(rows_[head]);
     }
@@ -216,7 +227,9 @@ class DecodeWork {
     if (thread % kWarp == kWarp - 1) of_warps[thread / kWarp] = sum;
     __syncthreads();
     sum -= own;
+#pragma unroll 1
     for (int warp = 0; warp < thread / kWarp; ++warp) sum += of_warps[warp];
+#pragma unroll 1
     for (int head = first; head < last; ++head) {
       before_[head] = sum;
       sum += tiles_of(rows_[head]);
