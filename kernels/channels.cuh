@@ -37,7 +37,7 @@ struct QueryArgs {
 struct Queries {
   float q[kMaxQueries][kMaxHeadDim];    // scaled into [-1, 1], zero in channels that do not count
   float factor[kMaxQueries];            // turns sums over scaled queries into logits
-  int size[kMaxHeadDim];                // sums of |q| over the group; see channel_size()
+  alignas(16) int size[kMaxHeadDim];    // sums of |q| over the group; see channel_size()
   std::uint32_t counts[kChannelWords];  // a bit for every channel that counts
   std::uint16_t channel[kMaxHeadDim];   // those that count, ascending
 };
@@ -70,58 +70,43 @@ __device__ __forceinline__ int channel_size(const QueryArgs& a, int head, int ch
   return sum == sum ? __float_as_int(sum) : 0x7f800000;
 }
 
-__device__ __forceinline__ int count_from(const int (&sizes)[kChannelWords], int least) {
-  int count = 0;
-#pragma unroll
-  for (int i = 0; i < kChannelWords; ++i) count += sizes[i] >= least ? 1 : 0;
-  return __reduce_add_sync(kAllLanes, count);
+// How many channels come before channel `c` by size; of equals the first do. A difference's sign is
+// added, which takes two instructions a channel.
+__device__ __forceinline__ int rank_of(const QueryArgs& a, int c, const Queries& of) {
+  const int own = of.size[c];
+  unsigned before = 0;
+#pragma unroll 4
+  for (int i = 0; i < a.head_dim; i += 4) {
+    const int4 other = *reinterpret_cast<const int4*>(&of.size[i]);
+    const int bar = own - (i + 4 <= c ? 1 : 0);  // channels above it come before
+    before += static_cast<unsigned>(bar - other.x) >> 31;
+    before += static_cast<unsigned>(bar - other.y) >> 31;
+    before += static_cast<unsigned>(bar - other.z) >> 31;
+    before += static_cast<unsigned>(bar - other.w) >> 31;
+  }
+  for (int i = c / 4 * 4; i < c; ++i) before += of.size[i] == own ? 1 : 0;
+  return static_cast<int>(before);
 }
 
-// The size of the `wanted`th largest, or any above the next one's.
-__device__ __forceinline__ int threshold_of(const int (&sizes)[kChannelWords], int wanted) {
-  unsigned least = 0x7fffffff;  // as such, -1 is large
-  int largest = 0;
-#pragma unroll
-  for (int i = 0; i < kChannelWords; ++i) {
-    least = min(least, static_cast<unsigned>(sizes[i]));
-    largest = max(largest, sizes[i]);
+// Notes the channels with the largest sizes, by all threads. Ranks take one short loop, where a
+// search would wait for its own instructions to be fetched.
+__device__ __forceinline__ void choose_channels(const QueryArgs& a, Queries& to) {
+  static_assert(kMaxHeadDim % kQueryThreads == 0);
+#pragma unroll 1
+  for (int c = static_cast<int>(threadIdx.x); c < kMaxHeadDim; c += kQueryThreads) {
+    const bool counts = c < a.head_dim && rank_of(a, c, to) < a.channels;
+    const unsigned chosen = __ballot_sync(kAllLanes, counts);
+    if (lane_id() == 0) to.counts[c / kWarp] = chosen;
   }
-  auto low = static_cast<int>(__reduce_min_sync(kAllLanes, least));  // has as many or more
-  int high = __reduce_max_sync(kAllLanes, largest) + 1;              // has fewer
-  while (high - low > 1) {
-    const int middle = low + (high - low) / 2;
-    const int count = count_from(sizes, middle);
-    if (count == wanted) return middle;
-    if (count > wanted) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// Notes the channels with the largest sizes, by a warp; of equals the first.
-__device__ __forceinline__ void choose_channels(int wanted, Queries& to) {
-  int sizes[kChannelWords];
-#pragma unroll
-  for (int i = 0; i < kChannelWords; ++i) sizes[i] = to.size[i * kWarp + lane_id()];
-  const int threshold = threshold_of(sizes, wanted);
-  int room = wanted - count_from(sizes, threshold + 1);  // for those of just this size
-  int place = 0;
-  const unsigned before = (1u << lane_id()) - 1u;
-#pragma unroll
-  for (int i = 0; i < kChannelWords; ++i) {
-    const unsigned equal = __ballot_sync(kAllLanes, sizes[i] == threshold);
-    const bool fits = sizes[i] == threshold && __popc(equal & before) < room;
-    const unsigned chosen = __ballot_sync(kAllLanes, sizes[i] > threshold || fits);
-    room -= __popc(equal);
-    if ((chosen >> lane_id() & 1) != 0) {
-      to.channel[place + __popc(chosen & before)] =
-          static_cast<std::uint16_t>(i * kWarp + lane_id());
-    }
-    place += __popc(chosen);
-    if (lane_id() == 0) to.counts[i] = chosen;
+  __syncthreads();
+#pragma unroll 1
+  for (int c = static_cast<int>(threadIdx.x); c < a.head_dim; c += kQueryThreads) {
+    const unsigned chosen = to.counts[c / kWarp];
+    if ((chosen >> lane_id() & 1) == 0) continue;
+    int place = __popc(chosen & ((1u << lane_id()) - 1u));
+#pragma unroll 1
+    for (int i = 0; i < c / kWarp; ++i) place += __popc(to.counts[i]);
+    to.channel[place] = static_cast<std::uint16_t>(c);
   }
 }
 
@@ -157,11 +142,12 @@ __device__ inline void load_queries(const QueryArgs& a, int head, Queries& to) {
   const auto thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarp;
   if (a.channels < a.head_dim) {
+#pragma unroll 1
     for (int c = thread; c < kMaxHeadDim; c += kQueryThreads) {
       to.size[c] = channel_size(a, head, c);
     }
     __syncthreads();
-    if (warp == 0) choose_channels(a.channels, to);
+    choose_channels(a, to);
   } else {
     for (int c = thread; c < kMaxHeadDim; c += kQueryThreads) {
       to.channel[c] = static_cast<std::uint16_t>(c);
@@ -169,6 +155,7 @@ __device__ inline void load_queries(const QueryArgs& a, int head, Queries& to) {
     if (thread < kChannelWords) to.counts[thread] = kAllLanes;
   }
   __syncthreads();
+#pragma unroll 1
   for (int n = warp; n < a.count; n += kQueryThreads / kWarp) scale_query(a, head, n, to);
   __syncthreads();
 }

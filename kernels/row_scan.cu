@@ -57,9 +57,15 @@ void launch_columns(const RowScanArgs& a, const dim3& grid, const Launch& launch
 }
 
 template <typename T, RowKind kKind>
-void launch_kind(const RowScanArgs& a, std::int64_t rows, int heads, const Launch& launch) {
-  const int blocks = blocks_of(rows, heads, launch);
-  if (blocks == 0) return;
+void launch_kind(RowScanArgs a, std::int64_t rows, int heads, bool prepares, const Launch& launch) {
+  a.scan_blocks = blocks_of(rows, heads, launch);
+  if (a.scan_blocks == 0) return;
+  int blocks = a.scan_blocks;
+  a.prepare_block = prepares ? 0 : -1;
+  // Of few heads a block of its own is sooner ready.
+  if (prepares && (blocks + 1) * heads <= launch.device->multiprocessors) {
+    a.prepare_block = blocks++;
+  }
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
   if (a.queries.count <= 8) {
     launch_columns<T, kKind, 1>(a, grid, launch);
@@ -75,12 +81,12 @@ void scan_rows(const ScanPass& pass, const PrepareArgs* prepare, const Launch& l
   RowScanArgs a = common_args(pass);
   a.rows = head_rows(p.rows);
   a.counts = head_counts(p.rows);
-  a.prepares = prepare != nullptr;
-  if (a.prepares) a.prepare = *prepare;
+  if (prepare != nullptr) a.prepare = *prepare;
   std::int64_t longest = 0;
   for (const RowSpan& span : p.rows) longest = std::max(longest, span.count);
   dispatch_rows(p.shape.dtype, [&](auto row) {
-    launch_kind<decltype(row), RowKind::rows>(a, longest, p.shape.kv_heads, launch);
+    launch_kind<decltype(row), RowKind::rows>(a, longest, p.shape.kv_heads, prepare != nullptr,
+                                              launch);
   });
 }
 
@@ -89,7 +95,7 @@ void scan_candidate_rows(const ScanPass& pass, const Launch& launch) {
   RowScanArgs a = common_args(pass);
   a.rows = head_rows(p.candidate_rows);
   dispatch_rows(p.shape.dtype, [&](auto row) {
-    launch_kind<decltype(row), RowKind::candidates>(a, a.position_capacity, p.shape.kv_heads,
+    launch_kind<decltype(row), RowKind::candidates>(a, a.position_capacity, p.shape.kv_heads, false,
                                                     launch);
   });
 }
@@ -105,7 +111,7 @@ void scan_bounds(const ScanPass& pass, const Launch& launch) {
   a.first_logit = 0;
   a.elements = 2 * d;
   a.wide = d % 4 == 0;
-  launch_kind<__half, RowKind::bounds>(a, a.counts.uniform, p.shape.kv_heads, launch);
+  launch_kind<__half, RowKind::bounds>(a, a.counts.uniform, p.shape.kv_heads, false, launch);
 }
 
 }  // namespace sluice::cuda

@@ -36,10 +36,10 @@ struct RowScanArgs {
   std::int64_t first_logit;  // of row 0; with candidates, after theirs
   __half* logits;            // [query_heads, stride]
   std::int64_t stride;
-  int elements;  // of a row
-  bool wide;     // rows can be read in 16 bytes at a time
-  // The first block of every head makes ready a scan of tiles, if there will be one.
-  bool prepares;
+  int elements;       // of a row
+  bool wide;          // rows can be read in 16 bytes at a time
+  int scan_blocks;    // of every head
+  int prepare_block;  // of every head makes ready a scan of tiles; -1: there will be none
   PrepareArgs prepare;
 };
 
@@ -70,10 +70,12 @@ __device__ __forceinline__ float query_element(const Queries& queries, const Que
   return q < 0.0f ? 0.0f : q;
 }
 
-// B for all rows: [blocks, 2, kColumns, lanes] of {high pairs, low pairs}.
+// B for all rows: [blocks, 2, kColumns, lanes] of {high pairs, low pairs}. Runs once, see
+// write_fragments().
 template <typename T, RowKind kKind, int kColumns>
 __device__ void make_fragments(const Queries& queries, const RowScanArgs& a, int blocks,
                                uint4* fragments) {
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < blocks * 2 * kColumns * kWarp;
        i += kQueryThreads) {
     const int lane = i % kWarp;
@@ -294,11 +296,13 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
   wait_for_kernel_before();
   allow_next_kernel();
   const int head = static_cast<int>(blockIdx.y);
+  const auto number = static_cast<int>(blockIdx.x);
+  const bool scans = number < a.scan_blocks;
   const int blocks = (a.elements + kBlockElements - 1) / kBlockElements;
   const HeadScan scan = head_scan<kKind>(a, head);
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kRowWarps * kTileRows;
-  std::int64_t next =
-      (static_cast<std::int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / kWarp) * kTileRows;
+  const std::int64_t step = std::int64_t{a.scan_blocks} * kRowWarps * kTileRows;
+  std::int64_t next = (std::int64_t{number} * kRowWarps + threadIdx.x / kWarp) * kTileRows;
+  if (!scans) next = scan.count;
   const std::byte* rows[4];
   RowKeys keys;
   if (next < scan.count) {
@@ -307,7 +311,8 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
   }
 
   load_queries(a.queries, head, queries);
-  if (a.prepares && blockIdx.x == 0) prepare_tiles(queries, a.prepare, head);
+  if (number == a.prepare_block) prepare_tiles(queries, a.prepare, head);
+  if (!scans) return;
   make_fragments<T, kKind, kColumns>(queries, a, blocks, fragments);
   __syncthreads();
   while (next < scan.count) {

@@ -55,10 +55,12 @@ __device__ __forceinline__ std::uint32_t half_selector(std::uint32_t channel, st
   return low | (low + 1) << 4;
 }
 
+// Loops are short, and are not unrolled: of what runs once, fetching instructions takes longest.
 __device__ inline void write_fragments(const Queries& queries, const PrepareArgs& a, int head) {
   const int pairs = (a.steps + 1) / 2;
   const int total = a.column_tiles * pairs * kWarp;
   uint4* const to = a.to.fragments + static_cast<std::int64_t>(head) * total;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < total; i += kQueryThreads) {
     const int lane = i % kWarp;
     const int tile = i / kWarp;  // a pair of steps has one or two
@@ -82,6 +84,7 @@ __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a,
   };
   const std::uint32_t units = 1u << a.units;
   const std::int64_t to = static_cast<std::int64_t>(head) * pairs * kWarp;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < pairs * kWarp; i += kQueryThreads) {
     const int lane = i % kWarp;
     const int first = i / kWarp * kChannels;
@@ -98,6 +101,7 @@ __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a,
   uint4* const selectors = a.to.selectors + static_cast<std::int64_t>(head) * pairs * 4;
   // By the warp after the one that has most of the above.
   const int thread = static_cast<int>(threadIdx.x + kQueryThreads - kWarp) % kQueryThreads;
+#pragma unroll 1
   for (int i = thread; i < pairs * 4; i += kQueryThreads) {
     const int place = i / 4 * kChannels + i % 4 * 4;
     const auto two = [&](int at) {
@@ -118,7 +122,8 @@ __device__ inline void prepare_tiles(const Queries& queries, const PrepareArgs& 
     }
   }
   write_fragments(queries, a, head);
-  for (int n = static_cast<int>(threadIdx.x); n < a.queries.count; n += kQueryThreads) {
+  // kMaxQueries are fewer than threads.
+  if (const auto n = static_cast<int>(threadIdx.x); n < a.queries.count) {
     a.to.factors[head * kMaxQueries + n] = queries.factor[n];
   }
   if (a.listed) write_lists(queries, a, head);
