@@ -38,8 +38,8 @@ struct Problem {
   int bits = 4;
   int channels = 32;
   DType dtype = DType::bf16;
-  std::int64_t candidates = -1;  // of every KV head, or none
-  std::int64_t stride_padding = 8;
+  std::int64_t candidates = -1;      // of every KV head, or none
+  std::int64_t stride_padding = 27;  // makes logits of every head begin aligned, as sessions' do
   float q_deviation = 1.0f;
   bool q_ties = false;  // queries of few sizes, so that channels tie
 };
