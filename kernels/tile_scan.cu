@@ -43,10 +43,11 @@ __global__ void __launch_bounds__(kTableThreads)
   }
 }
 
-template <int kBits, TileScan kScan, int kColumns>
-__global__ void __launch_bounds__(kScanThreads, kColumns == 1 ? kScanBlocks : 2)
+template <int kBits, TileScan kScan, int kQueries>
+__global__ void __launch_bounds__(kScanThreads, kQueries <= 8 ? kScanBlocks : 2)
     scan_kernel(const __grid_constant__ TileScanArgs a) {
   constexpr bool kListed = kScan == TileScan::listed;
+  constexpr int kColumns = kColumnTiles<kQueries>;
   using Shape = TileShape<kBits, kListed>;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ std::uint64_t full[kScanWarps][Shape::kStages];
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kScanThreads, kColumns == 1 ? kScanBlocks : 2)
   memory.staged = reinterpret_cast<__half*>(shared + kScanWarps * (Shape::kRingBytes + tables)) +
                   warp * a.query_count * kTileTokens;
   memory.full = full[warp];
-  scan_tiles<kBits, kScan, kColumns>(a, memory);
+  scan_tiles<kBits, kScan, kQueries>(a, memory);
 }
 
 // How many of `total` tiles `warps` warps share out in advance; see TileRuns.
@@ -75,12 +76,12 @@ int static_tiles(std::int64_t total, std::int64_t warps) {
   return static_cast<int>(dynamic ? total * TileShape<kBits, kListed>::kStaticEighths / 8 : total);
 }
 
-template <int kBits, TileScan kScan, int kColumns>
+template <int kBits, TileScan kScan, int kQueries>
 void launch_scan(TileScanArgs a, const Launch& launch) {
   constexpr bool kListed = kScan == TileScan::listed;
-  const auto kernel = scan_kernel<kBits, kScan, kColumns>;
+  const auto kernel = scan_kernel<kBits, kScan, kQueries>;
   std::size_t shared = kScanWarps * (TileShape<kBits, kListed>::kRingBytes +
-                                     table_bytes<kListed, kColumns>(a.pairs));
+                                     table_bytes<kListed, kColumnTiles<kQueries>>(a.pairs));
   if (a.has_candidates) {
     shared += kScanWarps * kTileTokens * sizeof(__half) * static_cast<unsigned>(a.query_count);
   }
@@ -102,22 +103,24 @@ void launch_scan(TileScanArgs a, const Launch& launch) {
 }
 
 template <int kBits, TileScan kScan>
-void dispatch_columns(const TileScanArgs& a, const Launch& launch) {
-  if (a.query_count <= 8) {
-    launch_scan<kBits, kScan, 1>(a, launch);
+void dispatch_queries(const TileScanArgs& a, const Launch& launch) {
+  if (a.query_count <= kSharedQueries) {
+    launch_scan<kBits, kScan, kSharedQueries>(a, launch);
+  } else if (a.query_count <= 8) {
+    launch_scan<kBits, kScan, 8>(a, launch);
   } else {
-    launch_scan<kBits, kScan, 2>(a, launch);
+    launch_scan<kBits, kScan, kMaxQueries>(a, launch);
   }
 }
 
 template <int kBits>
 void dispatch_scan(const TileScanArgs& a, bool listed, const Launch& launch) {
   if (listed) {
-    dispatch_columns<kBits, TileScan::listed>(a, launch);
+    dispatch_queries<kBits, TileScan::listed>(a, launch);
   } else if (a.has_candidates) {
-    dispatch_columns<kBits, TileScan::candidates>(a, launch);
+    dispatch_queries<kBits, TileScan::candidates>(a, launch);
   } else {
-    dispatch_columns<kBits, TileScan::all>(a, launch);
+    dispatch_queries<kBits, TileScan::all>(a, launch);
   }
 }
 
@@ -231,6 +234,7 @@ PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
   a.tiles = tiles_of(p);
   a.steps = steps_of(p);
   a.column_tiles = pass.queries <= 8 ? 1 : 2;
+  a.columns = pass.queries <= kSharedQueries ? kSharedQueries : 8;
   a.units = p.index.tiles.bits == 4 ? 3 : 2;
   a.listed = is_listed(p);
   return a;

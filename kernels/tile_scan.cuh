@@ -14,9 +14,10 @@
 namespace sluice::cuda {
 
 // Comes to a head; by a warp, with a barrier before the tables may be read.
-template <int kBits, bool kListed, int kColumns>
-__device__ __forceinline__ HeadQueries<kColumns> enter_head(const TileScanArgs& a, int head,
-                                                            const WarpMemory& memory) {
+template <int kBits, bool kListed, int kQueries>
+__device__ __forceinline__ HeadQueries<kColumnTiles<kQueries>> enter_head(
+    const TileScanArgs& a, int head, const WarpMemory& memory) {
+  constexpr int kColumns = kColumnTiles<kQueries>;
   HeadQueries<kColumns> of;
   const std::int64_t first = static_cast<std::int64_t>(head) * a.pairs;
   of.fragments = a.queries.fragments + first * (kColumns * kWarp) + lane_id();
@@ -30,7 +31,7 @@ __device__ __forceinline__ HeadQueries<kColumns> enter_head(const TileScanArgs& 
 #pragma unroll 1
     for (int i = lane_id(); i < a.pairs * 4; i += kWarp) memory.selectors[i] = __ldg(selectors + i);
   }
-  const int column = lane_id() % 4 * 2;
+  const int column = first_column<kQueries>();
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -144,19 +145,58 @@ __device__ __forceinline__ uint2 load_scales(std::uint32_t from, uint2 selectors
   return make_uint2(permute(words.x, words.y, selectors.x), permute(words.z, words.w, selectors.y));
 }
 
-// Sums of a tile. Those over zeros of both pages are of the first: its own are in the upper rows of
-// A, the second's in the lower.
-template <int kColumns>
-using TileSums = PageSums<kColumns>[kTilePages];
+// Codes of this lane's four channels of a step and a page.
+template <int kBits>
+using Codes = std::conditional_t<kBits == 4, uint2, std::uint32_t>[4];
 
-// Codes of this lane's four channels of a step, times weights.
+template <int kBits, bool kListed>
+__device__ __forceinline__ void load_codes(std::uint32_t slot,
+                                           const LaneOffsets<kBits, kListed>& offsets, int step,
+                                           int page, Codes<kBits>& codes) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) load_shared(slot + offsets.code(step, page, j), codes[j]);
+}
+
+// Word `i` of each channel's codes.
+template <int kBits>
+__device__ __forceinline__ uint4 words_of(const Codes<kBits>& codes, int i) {
+  if constexpr (kBits == 4) {
+    return i == 0 ? make_uint4(codes[0].x, codes[1].x, codes[2].x, codes[3].x)
+                  : make_uint4(codes[0].y, codes[1].y, codes[2].y, codes[3].y);
+  } else {
+    return make_uint4(codes[0], codes[1], codes[2], codes[3]);
+  }
+}
+
+// Codes times weights, of both pages at once.
+template <int kBits>
+__device__ __forceinline__ void multiply_codes(const Codes<kBits> (&codes)[kTilePages],
+                                               uint2 weights,
+                                               TileSums<kBits, kSharedQueries>& sums) {
+#pragma unroll
+  for (int k = 0; k < 2 * kBits; ++k) {
+    std::uint32_t bytes[4];
+#pragma unroll
+    for (int p = 0; p < kTilePages; ++p) {
+      const uint4 words = words_of<kBits>(codes[p], k / 4);
+      bytes[p] = bytes_of(words.x, words.y, static_cast<unsigned>(k % 4));
+      bytes[2 + p] = bytes_of(words.z, words.w, static_cast<unsigned>(k % 4));
+    }
+#pragma unroll
+    for (int run = 0; run < 8 / kBits; ++run) {
+      const std::uint32_t mask = (kBits == 4 ? 0x000f000fu : 0x00030003u) << (run * kBits);
+      const std::uint32_t pairs[4] = {bytes[0] & mask, bytes[1] & mask, bytes[2] & mask,
+                                      bytes[3] & mask};
+      mma(__half(), sums.codes[run][k], pairs, weights.x, weights.y);
+    }
+  }
+}
+
+// Codes times weights.
 template <int kBits, int kColumns>
-__device__ __forceinline__ void multiply_codes(const std::uint32_t (&from)[4],
+__device__ __forceinline__ void multiply_codes(const Codes<kBits>& codes,
                                                const uint2 (&weights)[kColumns],
                                                PageSums<kColumns>& sums) {
-  std::conditional_t<kBits == 4, uint2, std::uint32_t> codes[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) load_shared(from[j], codes[j]);
   if constexpr (kBits == 4) {
     const std::uint32_t near[4] = {codes[0].x, codes[1].x, codes[2].x, codes[3].x};
     const std::uint32_t far[4] = {codes[0].y, codes[1].y, codes[2].y, codes[3].y};
@@ -178,35 +218,45 @@ __device__ __forceinline__ void multiply_codes(const std::uint32_t (&from)[4],
 
 // One step of 16 channels, step `step` of the chunk in `slot`. Selectors tell which halves of words
 // the lane takes its scales from.
-template <int kBits, bool kListed, int kColumns>
+template <int kBits, bool kListed, int kQueries>
 __device__ __forceinline__ void multiply_step(std::uint32_t slot,
                                               const LaneOffsets<kBits, kListed>& offsets, int step,
-                                              const uint2 (&queries)[kColumns], uint2 selectors,
-                                              TileSums<kColumns>& sums) {
+                                              const uint2 (&queries)[kColumnTiles<kQueries>],
+                                              uint2 selectors, TileSums<kBits, kQueries>& sums) {
   using Shape = TileShape<kBits, kListed>;
+  constexpr int kColumns = kColumnTiles<kQueries>;
   uint2 zero[kTilePages];
 #pragma unroll
   for (int p = 0; p < kTilePages; ++p) {
     zero[p] = load_scales(slot + offsets.scale(step, p) + Shape::kScaleBytes, selectors);
   }
   const std::uint32_t zeros[4] = {zero[0].x, zero[1].x, zero[0].y, zero[1].y};
+  const auto weights_of = [&](uint2 query, uint2 scale) {
+    return make_uint2(multiply_pairs(query.x, scale.x), multiply_pairs(query.y, scale.y));
+  };
+  if constexpr (kQueries == kSharedQueries) {
+    mma(__half(), sums.zeros, zeros, queries[0].x, queries[0].y);
+    // Of the page that the lane's column is for.
+    const uint2 scale = load_scales(slot + offsets.scale(step, lane_id() / 16), selectors);
+    Codes<kBits> codes[kTilePages];
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    mma(__half(), sums[0].zeros[c], zeros, queries[c].x, queries[c].y);
-  }
-#pragma unroll
-  for (int p = 0; p < kTilePages; ++p) {
-    const uint2 scale = load_scales(slot + offsets.scale(step, p), selectors);
-    uint2 weights[kColumns];
+    for (int p = 0; p < kTilePages; ++p) load_codes<kBits>(slot, offsets, step, p, codes[p]);
+    multiply_codes<kBits>(codes, weights_of(queries[0], scale), sums);
+  } else {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      weights[c] =
-          make_uint2(multiply_pairs(queries[c].x, scale.x), multiply_pairs(queries[c].y, scale.y));
+      mma(__half(), sums.pages[0].zeros[c], zeros, queries[c].x, queries[c].y);
     }
-    std::uint32_t from[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) from[j] = slot + offsets.code(step, p, j);
-    multiply_codes<kBits>(from, weights, sums[p]);
+    for (int p = 0; p < kTilePages; ++p) {
+      const uint2 scale = load_scales(slot + offsets.scale(step, p), selectors);
+      uint2 weights[kColumns];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) weights[c] = weights_of(queries[c], scale);
+      Codes<kBits> codes;
+      load_codes<kBits>(slot, offsets, step, p, codes);
+      multiply_codes<kBits>(codes, weights, sums.pages[p]);
+    }
   }
 }
 
@@ -234,11 +284,12 @@ __device__ __forceinline__ PairQueries<kColumns> load_pair(const HeadQueries<kCo
 }
 
 // Two steps, of which `steps` are there.
-template <int kBits, bool kListed, int kColumns>
+template <int kBits, bool kListed, int kQueries>
 __device__ __forceinline__ void multiply_pair(std::uint32_t slot,
                                               const LaneOffsets<kBits, kListed>& offsets, int steps,
-                                              const PairQueries<kColumns>& queries,
-                                              TileSums<kColumns>& sums) {
+                                              const PairQueries<kColumnTiles<kQueries>>& queries,
+                                              TileSums<kBits, kQueries>& sums) {
+  constexpr int kColumns = kColumnTiles<kQueries>;
   const uint4& halves = queries.selectors;
 #pragma unroll
   for (int s = 0; s < kPairSteps; ++s) {
@@ -249,41 +300,41 @@ __device__ __forceinline__ void multiply_pair(std::uint32_t slot,
       const uint4& both = queries.fragments[c];
       of_step[c] = s == 0 ? make_uint2(both.x, both.y) : make_uint2(both.z, both.w);
     }
-    multiply_step(slot, offsets, s, of_step,
-                  s == 0 ? make_uint2(halves.x, halves.y) : make_uint2(halves.z, halves.w), sums);
+    multiply_step<kBits, kListed, kQueries>(
+        slot, offsets, s, of_step,
+        s == 0 ? make_uint2(halves.x, halves.y) : make_uint2(halves.z, halves.w), sums);
   }
 }
 
 // Stores what is wanted of a tile.
-template <int kBits, TileScan kScan, int kColumns>
-__device__ __forceinline__ void store_tile(TileSums<kColumns>& sums, const TileScanArgs& a,
-                                           const HeadQueries<kColumns>& queries, const TileHead& at,
-                                           const TileCandidates& candidates, __half* staged) {
+template <int kBits, TileScan kScan, int kQueries>
+__device__ __forceinline__ void store_tile(TileSums<kBits, kQueries>& sums, const TileScanArgs& a,
+                                           const HeadQueries<kColumnTiles<kQueries>>& queries,
+                                           const TileHead& at, const TileCandidates& candidates,
+                                           __half* staged) {
+  if constexpr (kQueries != kSharedQueries) {
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
+    for (int c = 0; c < kColumnTiles<kQueries>; ++c) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) sums[1].zeros[c][side] = sums[0].zeros[c][2 + side];
+      for (int side = 0; side < 2; ++side) {
+        sums.pages[1].zeros[c][side] = sums.pages[0].zeros[c][2 + side];
+      }
+    }
   }
   if (has_candidates<kScan>(a)) {
-    store_candidates<kBits>(sums, a, queries, at, candidates, staged);
-    return;
-  }
-#pragma unroll
-  for (int p = 0; p < kTilePages; ++p) {
-    const int page = at.tile * kTilePages + p;
-    if (page >= a.pages) break;
-    if (a.aligned) {
-      store_page<kBits, true>(sums[p], a, queries, at.head, page);
-    } else {
-      store_page<kBits, false>(sums[p], a, queries, at.head, page);
-    }
+    store_candidates<kBits, kQueries>(sums, a, queries, at, candidates, staged);
+  } else if (a.aligned) {
+    store_logits<kBits, true, kQueries>(sums, a, queries, at.head, at.tile);
+  } else {
+    store_logits<kBits, false, kQueries>(sums, a, queries, at.head, at.tile);
   }
 }
 
 // Sums and stores the tiles of one warp.
-template <int kBits, TileScan kScan, int kColumns>
+template <int kBits, TileScan kScan, int kQueries>
 __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const WarpMemory& memory) {
   constexpr bool kListed = kScan == TileScan::listed;
+  constexpr int kColumns = kColumnTiles<kQueries>;
   using Shape = TileShape<kBits, kListed>;
   using Copier = std::conditional_t<kListed, ListedCopier<kBits>, OrderedCopier<kBits, kScan>>;
   Copier copier(a, memory);
@@ -309,11 +360,11 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const WarpMemo
   HeadQueries<kColumns> queries;
   while (copier.oldest() >= 0) {
     if (at.find(copier.oldest(), a.tiles)) {
-      queries = enter_head<kBits, kListed, kColumns>(a, at.head, memory);
+      queries = enter_head<kBits, kListed, kQueries>(a, at.head, memory);
     }
     TileCandidates candidates{};
     if (kScan == TileScan::candidates) candidates = candidates_of(a, at);
-    TileSums<kColumns> sums{};
+    TileSums<kBits, kQueries> sums{};
 #pragma unroll 1
     for (int pair = 0; pair < a.pairs; ++pair) {
       PairQueries<kColumns> of_pair;  // asked for early where it comes from far
@@ -322,7 +373,8 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const WarpMemo
       __syncwarp();
       copier.copy_next();
       if (kListed) of_pair = load_pair<kListed>(queries, memory, pair);
-      multiply_pair(slot, offsets, a.steps - pair * kPairSteps, of_pair, sums);
+      multiply_pair<kBits, kListed, kQueries>(slot, offsets, a.steps - pair * kPairSteps, of_pair,
+                                              sums);
       slot += Shape::kSlotBytes;
       if (slot == first_slot + Shape::kRingBytes) {
         slot = first_slot;
@@ -332,7 +384,7 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const WarpMemo
     if (kListed && has_candidates<kScan>(a)) {
       candidates = candidates_of(a, at);  // rare, and registers are not
     }
-    store_tile<kBits, kScan>(sums, a, queries, at, candidates, memory.staged);
+    store_tile<kBits, kScan, kQueries>(sums, a, queries, at, candidates, memory.staged);
   }
 }
 

@@ -33,24 +33,30 @@ __device__ __forceinline__ TileCandidates candidates_of(const TileScanArgs& a, c
 }
 
 // The logits of a tile's candidates, by way of `staged` [query_count, kTileTokens].
-template <int kBits, int kColumns>
-__device__ __forceinline__ void store_candidates(const PageSums<kColumns> (&sums)[kTilePages],
+template <int kBits, int kQueries>
+__device__ __forceinline__ void store_candidates(const TileSums<kBits, kQueries>& sums,
                                                  const TileScanArgs& a,
-                                                 const HeadQueries<kColumns>& queries,
+                                                 const HeadQueries<kColumnTiles<kQueries>>& queries,
                                                  const TileHead& at,
                                                  const TileCandidates& candidates, __half* staged) {
+  constexpr bool kShared = kQueries == kSharedQueries;
+  const int first = first_column<kQueries>();
 #pragma unroll
-  for (int p = 0; p < kTilePages; ++p) {
-    __half* const mine =
-        staged + lane_id() % 4 * 2 * kTileTokens + p * kPageTokens + lane_id() / 4 * (2 * kBits);
+  for (int p = 0; p < (kShared ? 1 : kTilePages); ++p) {
+    __half* const mine = staged + first * kTileTokens +
+                         (kShared ? page_of_lane() : p) * kPageTokens + lane_id() / 4 * (2 * kBits);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for (int c = 0; c < kColumnTiles<kQueries>; ++c) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const int column = c * 8 + side;
-        if (lane_id() % 4 * 2 + column >= a.query_count) continue;
+        if (first + column >= a.query_count) continue;
         Runs<kBits> runs;
-        find_runs<kBits>(sums[p], c, side, queries.factors, runs);
+        if constexpr (kShared) {
+          find_runs<kBits>(sums, side, queries.factors, runs);
+        } else {
+          find_runs<kBits>(sums.pages[p], c, side, queries.factors, runs);
+        }
 #pragma unroll
         for (int run = 0; run < 8 / kBits; ++run) {
           store_words<true>(mine + column * kTileTokens + run * kRun<kBits>, runs[run]);

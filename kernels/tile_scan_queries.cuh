@@ -38,6 +38,7 @@ struct PrepareArgs {
   std::int64_t tiles;
   int steps;
   int column_tiles;
+  int columns;  // of the first tile, until queries are repeated
   int units;    // of 16 bytes that a channel's codes take in a tile, as a power of two
   bool listed;  // channels are looked up rather than taken in order
 };
@@ -65,7 +66,7 @@ __device__ inline void write_fragments(const Queries& queries, const PrepareArgs
     const int lane = i % kWarp;
     const int tile = i / kWarp;  // a pair of steps has one or two
     const int step = (a.column_tiles == 1 ? tile : tile / 2) * 2;
-    const int n = (a.column_tiles == 1 ? 0 : tile % 2 * 8) + lane / 4;
+    const int n = (a.column_tiles == 1 ? 0 : tile % 2 * 8) + lane / 4 % a.columns;
     const auto q = [&](int at, int j) {
       const int place = at * kStepChannels + channel_of_lane(a.listed, lane, j);
       if (n >= a.queries.count || place >= a.queries.channels) return 0.0f;

@@ -14,14 +14,43 @@ struct PageSums {
   float zeros[kColumns][4];  // every row the same
 };
 
+// Scans are compiled for up to so many queries of a KV head: 4, 8 or kMaxQueries. Four leave half
+// of B's columns free, so they stand there twice, with the scales of a tile's first page and of its
+// second; every lane then has one page's logits to finish and store rather than half of the lanes
+// two.
+inline constexpr int kSharedQueries = 4;
+template <int kQueries>
+inline constexpr int kColumnTiles = kQueries > 8 ? 2 : 1;
+
+// Sums of a tile. Those over zeros of both pages are of the first: its own are in the upper rows of
+// A, the second's in the lower.
+template <int kBits, int kQueries>
+struct TileSums {
+  PageSums<kColumnTiles<kQueries>> pages[kTilePages];
+};
+// Where pages share B, row r = lane / 4 is token 2 kBits r + k of a run of the first page, whose
+// logits are in columns 0 to 3, and row r + 8 of the second page, with columns 4 to 7.
+template <int kBits>
+struct TileSums<kBits, kSharedQueries> {
+  float codes[8 / kBits][2 * kBits][4];  // [runs, k]
+  float zeros[4];
+};
+
 // What a lane needs of the KV head whose pages it scans: for its columns, which are queries
-// 8 c + lane % 4 * 2 and the next.
+// 8 c + first_column() and the next.
 template <int kColumns>
 struct HeadQueries {
   const uint4* fragments;      // [pairs of steps, column tiles], of this lane
   float factors[kColumns][2];  // turn sums into logits
   __half* logits;              // of its first column and its first token of page 0
 };
+
+template <int kQueries>
+__device__ __forceinline__ int first_column() {
+  return kQueries == kSharedQueries ? lane_id() % 2 * 2 : lane_id() % 4 * 2;
+}
+// Which of a tile's two, where a lane has one.
+__device__ __forceinline__ int page_of_lane() { return lane_id() / 2 % 2; }
 
 // Two logits as f16, finite ones clamped to its range.
 __device__ __forceinline__ std::uint32_t pack_logits(float low, float high) {
@@ -37,25 +66,42 @@ inline constexpr int kRun = kPageTokens* kBits / 8;
 template <int kBits>
 using Runs = std::uint32_t[8 / kBits][kBits];
 
-// The logits of column 8 c + lane % 4 * 2 + side.
-template <int kBits, int kColumns>
-__device__ __forceinline__ void find_runs(const PageSums<kColumns>& sums, int c, int side,
-                                          const float (&factors)[kColumns][2], Runs<kBits>& runs) {
-  const float factor = factors[c][side];
-  const float zero = sums.zeros[c][side] * factor;
+// Logits out of sums over codes, code(run, k), and one over zeros.
+template <int kBits, typename Code>
+__device__ __forceinline__ void find_runs(const Code& code, float zeros, float factor,
+                                          Runs<kBits>& runs) {
+  const float zero = zeros * factor;
 #pragma unroll
   for (int run = 0; run < 8 / kBits; ++run) {
     // Codes of run `run` sit kBits * run bits high.
     const float scale = factor * static_cast<float>(1 << (24 - kBits * run));
 #pragma unroll
     for (int i = 0; i < kBits; ++i) {
-      const auto logit = [&](int k) {
-        const int tile = kBits == 4 ? k : k * 2 + run / 2;
-        return fmaf(sums.codes[tile][c][run % 2 * 2 + side], scale, zero);
-      };
-      runs[run][i] = pack_logits(logit(2 * i), logit(2 * i + 1));
+      runs[run][i] =
+          pack_logits(fmaf(code(run, 2 * i), scale, zero), fmaf(code(run, 2 * i + 1), scale, zero));
     }
   }
+}
+
+// Those of column 8 c + first_column() + side.
+template <int kBits, int kColumns>
+__device__ __forceinline__ void find_runs(const PageSums<kColumns>& sums, int c, int side,
+                                          const float (&factors)[kColumns][2], Runs<kBits>& runs) {
+  const auto code = [&](int run, int k) {
+    return sums.codes[kBits == 4 ? k : k * 2 + run / 2][c][run % 2 * 2 + side];
+  };
+  find_runs<kBits>(code, sums.zeros[c][side], factors[c][side], runs);
+}
+
+// Those of column first_column() + side and the page of this lane.
+template <int kBits>
+__device__ __forceinline__ void find_runs(const TileSums<kBits, kSharedQueries>& sums, int side,
+                                          const float (&factors)[1][2], Runs<kBits>& runs) {
+  const auto own = [&](const float(&sum)[4]) {
+    return page_of_lane() == 0 ? sum[side] : sum[2 + side];
+  };
+  const auto code = [&](int run, int k) { return own(sums.codes[run][k]); };
+  find_runs<kBits>(code, own(sums.zeros), factors[0][side], runs);
 }
 
 template <bool kAligned, int kWords>
@@ -151,33 +197,63 @@ __device__ __forceinline__ void digest_page(const Runs<kBits> (&runs)[2], bool h
   if (row < 2) *sum = total;
 }
 
-// All logits of a page, to their place.
-template <int kBits, bool kAligned, int kColumns>
-__device__ __forceinline__ void store_page(const PageSums<kColumns>& sums, const TileScanArgs& a,
-                                           const HeadQueries<kColumns>& queries, int head,
-                                           int page) {
-  __half* const logits = queries.logits + std::int64_t{page} * kPageTokens;
+// The logits of column `column` and the next, to their place. Lanes may have different pages;
+// nothing is stored of one beyond the last.
+template <int kBits, bool kAligned>
+__device__ __forceinline__ void store_runs(const Runs<kBits> (&runs)[2], const TileScanArgs& a,
+                                           __half* logits, int column, int head, int page) {
+  const bool present = page < a.pages;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    if (c * 8 >= a.query_count) break;
-    const int column = c * 8 + lane_id() % 4 * 2;
+  for (int side = 0; side < 2; ++side) {
+    if (column + side >= a.query_count || !present) continue;
+#pragma unroll
+    for (int run = 0; run < 8 / kBits; ++run) {
+      store_words<kAligned>(logits + side * a.stride + run * kRun<kBits>, runs[side][run]);
+    }
+  }
+  if (a.digest.maxima == nullptr) return;
+  const int query = column + lane_id() / 4 % 2;
+  const std::int64_t place = (head * a.digest.pages + page) * a.group + a.first_query + query;
+  // The same for all lanes, since all take part.
+  const bool has_second = column / 8 * 8 + 1 < a.query_count;
+  digest_page<kBits>(runs, has_second, query < a.query_count && present,
+                     reinterpret_cast<std::uint32_t*>(a.digest.maxima) + place * 4,
+                     a.digest.sums + place);
+}
+
+// All logits of a tile, to their place.
+template <int kBits, bool kAligned, int kQueries>
+__device__ __forceinline__ void store_logits(const TileSums<kBits, kQueries>& sums,
+                                             const TileScanArgs& a,
+                                             const HeadQueries<kColumnTiles<kQueries>>& queries,
+                                             int head, int tile) {
+  const int first = first_column<kQueries>();
+  if constexpr (kQueries == kSharedQueries) {
+    const int page = tile * kTilePages + page_of_lane();
     Runs<kBits> runs[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      find_runs<kBits>(sums, c, side, queries.factors, runs[side]);
-      if (column + side >= a.query_count) continue;
+      find_runs<kBits>(sums, side, queries.factors, runs[side]);
+    }
+    store_runs<kBits, kAligned>(runs, a, queries.logits + std::int64_t{page} * kPageTokens, first,
+                                head, page);
+  } else {
 #pragma unroll
-      for (int run = 0; run < 8 / kBits; ++run) {
-        store_words<kAligned>(logits + (c * 8 + side) * a.stride + run * kRun<kBits>,
-                              runs[side][run]);
+    for (int p = 0; p < kTilePages; ++p) {
+      const int page = tile * kTilePages + p;
+      if (page >= a.pages) break;
+      __half* const logits = queries.logits + std::int64_t{page} * kPageTokens;
+#pragma unroll
+      for (int c = 0; c < kColumnTiles<kQueries>; ++c) {
+        if (c * 8 >= a.query_count) break;
+        Runs<kBits> runs[2];
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          find_runs<kBits>(sums.pages[p], c, side, queries.factors, runs[side]);
+        }
+        store_runs<kBits, kAligned>(runs, a, logits + c * 8 * a.stride, c * 8 + first, head, page);
       }
     }
-    if (a.digest.maxima == nullptr) continue;
-    const int query = column + lane_id() / 4 % 2;
-    const std::int64_t place = (head * a.digest.pages + page) * a.group + a.first_query + query;
-    digest_page<kBits>(runs, c * 8 + 1 < a.query_count, query < a.query_count,
-                       reinterpret_cast<std::uint32_t*>(a.digest.maxima) + place * 4,
-                       a.digest.sums + place);
   }
 }
 
