@@ -2,8 +2,8 @@
 #include <limits>
 
 #include "kernels/error.h"
-#include "kernels/tile_scan.cuh"
 #include "kernels/tile_scan.h"
+#include "kernels/tile_scan_few.cuh"
 #include "lib/backend.h"
 #include "lib/check.h"
 
@@ -67,6 +67,13 @@ __global__ void __launch_bounds__(kScanThreads, kQueries <= 8 ? kScanBlocks : 2)
   scan_tiles<kBits, kScan, kQueries>(a, memory);
 }
 
+template <int kSteps>
+__global__ void __launch_bounds__(kScanThreads, kScanBlocks)
+    scan_few_kernel(const __grid_constant__ TileScanArgs a) {
+  extern __shared__ __align__(128) std::byte shared[];
+  scan_few<kSteps>(a, shared + threadIdx.x / kWarp * FewShape::kRingBytes);
+}
+
 // How many of `total` tiles `warps` warps share out in advance; see TileRuns.
 template <int kBits, bool kListed>
 int static_tiles(std::int64_t total, std::int64_t warps) {
@@ -76,15 +83,10 @@ int static_tiles(std::int64_t total, std::int64_t warps) {
   return static_cast<int>(dynamic ? total * TileShape<kBits, kListed>::kStaticEighths / 8 : total);
 }
 
-template <int kBits, TileScan kScan, int kQueries>
-void launch_scan(TileScanArgs a, const Launch& launch) {
-  constexpr bool kListed = kScan == TileScan::listed;
-  const auto kernel = scan_kernel<kBits, kScan, kQueries>;
-  std::size_t shared = kScanWarps * (TileShape<kBits, kListed>::kRingBytes +
-                                     table_bytes<kListed, kColumnTiles<kQueries>>(a.pairs));
-  if (a.has_candidates) {
-    shared += kScanWarps * kTileTokens * sizeof(__half) * static_cast<unsigned>(a.query_count);
-  }
+// A kernel that scans with `shared` bytes of shared memory a block.
+template <int kBits, bool kListed>
+void launch_kernel(void (*kernel)(TileScanArgs), std::size_t shared, TileScanArgs a,
+                   const Launch& launch) {
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
           "tile scan");
@@ -100,6 +102,28 @@ void launch_scan(TileScanArgs a, const Launch& launch) {
 
   launch_early("tile scan", kernel, dim3(static_cast<unsigned>(blocks)), kScanThreads, shared,
                launch, a);
+}
+
+template <int kBits, TileScan kScan, int kQueries>
+void launch_scan(const TileScanArgs& a, const Launch& launch) {
+  constexpr bool kListed = kScan == TileScan::listed;
+  std::size_t shared = kScanWarps * (TileShape<kBits, kListed>::kRingBytes +
+                                     table_bytes<kListed, kColumnTiles<kQueries>>(a.pairs));
+  if (a.has_candidates) {
+    shared += kScanWarps * kTileTokens * sizeof(__half) * static_cast<unsigned>(a.query_count);
+  }
+  launch_kernel<kBits, kListed>(scan_kernel<kBits, kScan, kQueries>, shared, a, launch);
+}
+
+// Whether scan_few() can do it.
+bool is_few(const TileScanArgs& a, int bits) {
+  return bits == 4 && a.pairs == 1 && a.query_count <= kSharedQueries && !a.has_candidates &&
+         a.aligned;
+}
+
+void launch_few(const TileScanArgs& a, const Launch& launch) {
+  const auto kernel = a.steps == 1 ? scan_few_kernel<1> : scan_few_kernel<2>;
+  launch_kernel<4, true>(kernel, kScanWarps * FewShape::kRingBytes, a, launch);
 }
 
 template <int kBits, TileScan kScan>
@@ -253,7 +277,9 @@ void scan_tiles(const ScanPass& pass, const Launch& launch) {
   if (p.candidates != nullptr) make_table(p, queries, launch);
   const TileScanArgs a = scan_args(pass, queries);
   const bool listed = is_listed(p);
-  if (p.index.tiles.bits == 4) {
+  if (listed && is_few(a, p.index.tiles.bits)) {
+    launch_few(a, launch);
+  } else if (p.index.tiles.bits == 4) {
     dispatch_scan<4>(a, listed, launch);
   } else {
     dispatch_scan<2>(a, listed, launch);

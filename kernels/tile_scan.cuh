@@ -168,26 +168,38 @@ __device__ __forceinline__ uint4 words_of(const Codes<kBits>& codes, int i) {
   }
 }
 
-// Codes times weights, of both pages at once.
+// Word `word` of this lane's four channels of a step and a page.
+__device__ __forceinline__ uint4 load_words(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
+                                            int step, int page, int word) {
+  uint4 words;
+  const auto load = [&](int j, std::uint32_t& to) {
+    load_shared(slot + offsets.code(step, page, j) + static_cast<std::uint32_t>(word) * 4, to);
+  };
+  load(0, words.x);
+  load(1, words.y);
+  load(2, words.z);
+  load(3, words.w);
+  return words;
+}
+
+// A word of four channels' codes of either page, times weights.
 template <int kBits>
-__device__ __forceinline__ void multiply_codes(const Codes<kBits> (&codes)[kTilePages],
-                                               uint2 weights,
-                                               TileSums<kBits, kSharedQueries>& sums) {
+__device__ __forceinline__ void multiply_word(const uint4 (&words)[kTilePages], uint2 weights,
+                                              WordSums<kBits>& sums) {
 #pragma unroll
-  for (int k = 0; k < 2 * kBits; ++k) {
+  for (unsigned b = 0; b < 4; ++b) {
     std::uint32_t bytes[4];
 #pragma unroll
     for (int p = 0; p < kTilePages; ++p) {
-      const uint4 words = words_of<kBits>(codes[p], k / 4);
-      bytes[p] = bytes_of(words.x, words.y, static_cast<unsigned>(k % 4));
-      bytes[2 + p] = bytes_of(words.z, words.w, static_cast<unsigned>(k % 4));
+      bytes[p] = bytes_of(words[p].x, words[p].y, b);
+      bytes[2 + p] = bytes_of(words[p].z, words[p].w, b);
     }
 #pragma unroll
     for (int run = 0; run < 8 / kBits; ++run) {
       const std::uint32_t mask = (kBits == 4 ? 0x000f000fu : 0x00030003u) << (run * kBits);
       const std::uint32_t pairs[4] = {bytes[0] & mask, bytes[1] & mask, bytes[2] & mask,
                                       bytes[3] & mask};
-      mma(__half(), sums.codes[run][k], pairs, weights.x, weights.y);
+      mma(__half(), sums[b][run], pairs, weights.x, weights.y);
     }
   }
 }
@@ -216,6 +228,37 @@ __device__ __forceinline__ void multiply_codes(const Codes<kBits>& codes,
   }
 }
 
+// Zeros of both pages as A, for step `step` of the chunk in `slot`.
+template <int kBits, bool kListed>
+__device__ __forceinline__ void load_zeros(std::uint32_t slot,
+                                           const LaneOffsets<kBits, kListed>& offsets, int step,
+                                           uint2 selectors, std::uint32_t (&zeros)[4]) {
+#pragma unroll
+  for (int p = 0; p < kTilePages; ++p) {
+    const uint2 of_page = load_scales(
+        slot + offsets.scale(step, p) + TileShape<kBits, kListed>::kScaleBytes, selectors);
+    zeros[p] = of_page.x;
+    zeros[2 + p] = of_page.y;
+  }
+}
+
+__device__ __forceinline__ uint2 weights_of(uint2 query, uint2 scale) {
+  return make_uint2(multiply_pairs(query.x, scale.x), multiply_pairs(query.y, scale.y));
+}
+
+// Where pages share the columns: adds queries times zeros of a step and returns the weights of its
+// codes.
+template <int kBits, bool kListed>
+__device__ __forceinline__ uint2 begin_step(std::uint32_t slot,
+                                            const LaneOffsets<kBits, kListed>& offsets, int step,
+                                            uint2 queries, uint2 selectors, float (&sums)[4]) {
+  std::uint32_t zeros[4];
+  load_zeros(slot, offsets, step, selectors, zeros);
+  mma(__half(), sums, zeros, queries.x, queries.y);
+  const int page = lane_id() / 16;  // that the lane's column is for
+  return weights_of(queries, load_scales(slot + offsets.scale(step, page), selectors));
+}
+
 // One step of 16 channels, step `step` of the chunk in `slot`. Selectors tell which halves of words
 // the lane takes its scales from.
 template <int kBits, bool kListed, int kQueries>
@@ -223,26 +266,21 @@ __device__ __forceinline__ void multiply_step(std::uint32_t slot,
                                               const LaneOffsets<kBits, kListed>& offsets, int step,
                                               const uint2 (&queries)[kColumnTiles<kQueries>],
                                               uint2 selectors, TileSums<kBits, kQueries>& sums) {
-  using Shape = TileShape<kBits, kListed>;
-  constexpr int kColumns = kColumnTiles<kQueries>;
-  uint2 zero[kTilePages];
-#pragma unroll
-  for (int p = 0; p < kTilePages; ++p) {
-    zero[p] = load_scales(slot + offsets.scale(step, p) + Shape::kScaleBytes, selectors);
-  }
-  const std::uint32_t zeros[4] = {zero[0].x, zero[1].x, zero[0].y, zero[1].y};
-  const auto weights_of = [&](uint2 query, uint2 scale) {
-    return make_uint2(multiply_pairs(query.x, scale.x), multiply_pairs(query.y, scale.y));
-  };
   if constexpr (kQueries == kSharedQueries) {
-    mma(__half(), sums.zeros, zeros, queries[0].x, queries[0].y);
-    // Of the page that the lane's column is for.
-    const uint2 scale = load_scales(slot + offsets.scale(step, lane_id() / 16), selectors);
+    const uint2 weights = begin_step(slot, offsets, step, queries[0], selectors, sums.zeros);
     Codes<kBits> codes[kTilePages];
 #pragma unroll
     for (int p = 0; p < kTilePages; ++p) load_codes<kBits>(slot, offsets, step, p, codes[p]);
-    multiply_codes<kBits>(codes, weights_of(queries[0], scale), sums);
+#pragma unroll
+    for (int word = 0; word < kBits / 2; ++word) {
+      const uint4 words[kTilePages] = {words_of<kBits>(codes[0], word),
+                                       words_of<kBits>(codes[1], word)};
+      multiply_word<kBits>(words, weights, sums.codes[word]);
+    }
   } else {
+    constexpr int kColumns = kColumnTiles<kQueries>;
+    std::uint32_t zeros[4];
+    load_zeros(slot, offsets, step, selectors, zeros);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       mma(__half(), sums.pages[0].zeros[c], zeros, queries[c].x, queries[c].y);
@@ -258,6 +296,11 @@ __device__ __forceinline__ void multiply_step(std::uint32_t slot,
       multiply_codes<kBits>(codes, weights, sums.pages[p]);
     }
   }
+}
+
+// One step's part of what a pair of steps needs.
+__device__ __forceinline__ uint2 of_step(const uint4& both, int step) {
+  return step == 0 ? make_uint2(both.x, both.y) : make_uint2(both.z, both.w);
 }
 
 // What a pair of steps needs of the queries.
@@ -290,19 +333,14 @@ __device__ __forceinline__ void multiply_pair(std::uint32_t slot,
                                               const PairQueries<kColumnTiles<kQueries>>& queries,
                                               TileSums<kBits, kQueries>& sums) {
   constexpr int kColumns = kColumnTiles<kQueries>;
-  const uint4& halves = queries.selectors;
 #pragma unroll
   for (int s = 0; s < kPairSteps; ++s) {
     if (s >= steps) break;
-    uint2 of_step[kColumns];
+    uint2 fragments[kColumns];
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const uint4& both = queries.fragments[c];
-      of_step[c] = s == 0 ? make_uint2(both.x, both.y) : make_uint2(both.z, both.w);
-    }
-    multiply_step<kBits, kListed, kQueries>(
-        slot, offsets, s, of_step,
-        s == 0 ? make_uint2(halves.x, halves.y) : make_uint2(halves.z, halves.w), sums);
+    for (int c = 0; c < kColumns; ++c) fragments[c] = of_step(queries.fragments[c], s);
+    multiply_step<kBits, kListed, kQueries>(slot, offsets, s, fragments,
+                                            of_step(queries.selectors, s), sums);
   }
 }
 

@@ -42,8 +42,11 @@ struct TileScanArgs {
 };
 
 // What is scanned: all channels of every tile or only of those with a candidate, or channels that
-// are listed, which may be either.
-enum class TileScan { all, candidates, listed };
+// are listed, which may be either; or so few listed ones of every tile that they are one chunk.
+enum class TileScan { all, candidates, listed, few };
+
+template <TileScan kScan>
+inline constexpr bool kLists = kScan == TileScan::listed || kScan == TileScan::few;
 
 template <TileScan kScan>
 __device__ __forceinline__ bool has_candidates(const TileScanArgs& a) {
@@ -200,7 +203,7 @@ __device__ __forceinline__ void copy_unit_if(std::uint32_t to, const void* from,
 // Goes through the chunks of a warp's tiles, and knows which tiles are in the ring.
 template <int kBits, TileScan kScan>
 class ChunkCursor {
-  using Shape = TileShape<kBits, kScan == TileScan::listed>;
+  using Shape = TileShape<kBits, kLists<kScan>>;
 
  public:
   __device__ explicit ChunkCursor(const TileScanArgs& a, std::byte* ring)
@@ -235,6 +238,51 @@ class ChunkCursor {
   int tiles_[Shape::kAhead]{};
 };
 
+// Copies a chunk of listed channels of a tile to `slot`, by a warp. `codes` and `scales` are the
+// head's, `places` and `pair` where this lane finds its part; see TileQueries. Without `whole`
+// there is but one step.
+template <int kBits>
+__device__ __forceinline__ void copy_listed(const TileScanArgs& a, const std::byte* codes,
+                                            const std::byte* scales, int tile, uint4 places,
+                                            std::uint32_t pair, bool whole, std::uint32_t slot) {
+  using Shape = TileShape<kBits, true>;
+  const auto lane = static_cast<std::uint32_t>(lane_id());
+  const auto d = static_cast<unsigned>(a.head_dim);
+  const auto* const units = reinterpret_cast<const uint4*>(
+      codes + std::uint64_t{static_cast<unsigned>(tile)} * (d * Shape::kChannelBytes));
+  const std::uint32_t words[4] = {places.x, places.y, places.z, places.w};
+#pragma unroll
+  for (int i = 0; i < kListedCopies<kBits>; ++i) {
+    const std::uint32_t from = i % 2 == 0 ? words[i / 2] & 0xffff : words[i / 2] >> 16;
+    // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2): lanes that differ in the
+    // channel they read, by multiples of four, find different banks.
+    const std::uint32_t channel = (static_cast<std::uint32_t>(i * kWarp) + lane) / Shape::kUnits;
+    const std::uint32_t to = (slot + lane * 16) ^ channel / 4 % 4 * 32;
+    copy_unit_if(to + static_cast<std::uint32_t>(i) * 512, units + from,
+                 i < kListedCopies<kBits> / 2 || whole);
+  }
+  const bool wanted = lane < kStepChannels || whole;
+  const std::uint32_t to = slot + Shape::kScaleOffset + lane * 4;
+#pragma unroll
+  for (int p = 0; p < kTilePages; ++p) {
+    // The last page may be alone in its tile; then it is copied twice.
+    const auto page = static_cast<unsigned>(min(tile * kTilePages + p, a.pages - 1));
+    const auto* const from =
+        reinterpret_cast<const std::uint32_t*>(scales + std::uint64_t{page} * (d * 4)) + pair;
+    copy_word_if(to + p * 2 * Shape::kScaleBytes, from, wanted);
+    copy_word_if(to + (p * 2 + 1) * Shape::kScaleBytes, from + d / 2, wanted);
+  }
+}
+
+// Where a head's codes and scales are.
+template <int kBits>
+__device__ __forceinline__ const std::byte* codes_of_head(const TileScanArgs& a, int head) {
+  return a.codes + head * a.tile_capacity * (a.head_dim * TileShape<kBits, true>::kChannelBytes);
+}
+__device__ __forceinline__ const std::byte* scales_of_head(const TileScanArgs& a, int head) {
+  return reinterpret_cast<const std::byte*>(a.scales) + head * a.capacity * (a.head_dim * 4);
+}
+
 // Copies chunks of listed channels into slots, in the order that they are used in.
 template <int kBits>
 class ListedCopier {
@@ -254,8 +302,8 @@ class ListedCopier {
   __device__ __forceinline__ void copy_next() {
     if (at_.begin_slot()) {
       if (head_.find(at_.tiles.tile, a_.tiles)) enter();
-      copy_codes(places_[at_.pair * kWarp]);
-      copy_scales(scale_places_[at_.pair * kWarp]);
+      copy_listed<kBits>(a_, codes_, scales_, head_.tile, places_[at_.pair * kWarp],
+                         scale_places_[at_.pair * kWarp], whole(), at_.slot);
       at_.next_chunk(a_.pairs);
     }
     at_.end_slot();
@@ -268,11 +316,9 @@ class ListedCopier {
 
  private:
   __device__ __forceinline__ void enter() {
-    const std::int64_t head = head_.head;
-    codes_ = a_.codes + head * a_.tile_capacity * (a_.head_dim * Shape::kChannelBytes);
-    scales_ =
-        reinterpret_cast<const std::byte*>(a_.scales) + head * a_.capacity * (a_.head_dim * 4);
-    const std::int64_t first = head * a_.pairs * kWarp + lane_id();
+    codes_ = codes_of_head<kBits>(a_, head_.head);
+    scales_ = scales_of_head(a_, head_.head);
+    const std::int64_t first = std::int64_t{head_.head} * a_.pairs * kWarp + lane_id();
 #pragma unroll 1
     for (int i = 0; i < a_.pairs; ++i) {
       places_[i * kWarp] = __ldg(a_.queries.places + first + i * kWarp);
@@ -280,39 +326,6 @@ class ListedCopier {
     }
   }
   __device__ __forceinline__ bool whole() const { return (at_.pair + 1) * kPairSteps <= a_.steps; }
-
-  __device__ __forceinline__ void copy_codes(uint4 places) const {
-    const auto* const codes = reinterpret_cast<const uint4*>(
-        codes_ + std::uint64_t{static_cast<unsigned>(head_.tile)} *
-                     (static_cast<unsigned>(a_.head_dim) * Shape::kChannelBytes));
-    const std::uint32_t words[4] = {places.x, places.y, places.z, places.w};
-    const std::uint32_t to = at_.slot + static_cast<std::uint32_t>(lane_id()) * 16;
-#pragma unroll
-    for (int i = 0; i < kListedCopies<kBits>; ++i) {
-      const std::uint32_t from = i % 2 == 0 ? words[i / 2] & 0xffff : words[i / 2] >> 16;
-      // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2): lanes that differ in the
-      // channel they read, by multiples of four, find different banks.
-      const int channel = (i * kWarp + lane_id()) / Shape::kUnits;
-      const std::uint32_t at = to ^ static_cast<std::uint32_t>(channel / 4 % 4 * 32);
-      copy_unit_if(at + static_cast<std::uint32_t>(i) * 512, codes + from,
-                   i < kListedCopies<kBits> / 2 || whole());
-    }
-  }
-  __device__ __forceinline__ void copy_scales(std::uint32_t pair) const {
-    const auto d = static_cast<unsigned>(a_.head_dim);
-    const bool wanted = lane_id() < kStepChannels || whole();
-    const std::uint32_t to =
-        at_.slot + Shape::kScaleOffset + static_cast<std::uint32_t>(lane_id()) * 4;
-#pragma unroll
-    for (int p = 0; p < kTilePages; ++p) {
-      // The last page may be alone in its tile; then it is copied twice.
-      const auto page = static_cast<unsigned>(min(head_.tile * kTilePages + p, a_.pages - 1));
-      const auto* const from =
-          reinterpret_cast<const std::uint32_t*>(scales_ + std::uint64_t{page} * (d * 4)) + pair;
-      copy_word_if(to + p * 2 * Shape::kScaleBytes, from, wanted);
-      copy_word_if(to + (p * 2 + 1) * Shape::kScaleBytes, from + d / 2, wanted);
-    }
-  }
 
   const TileScanArgs& a_;
   ChunkCursor<kBits, TileScan::listed> at_;

@@ -28,11 +28,14 @@ template <int kBits, int kQueries>
 struct TileSums {
   PageSums<kColumnTiles<kQueries>> pages[kTilePages];
 };
-// Where pages share B, row r = lane / 4 is token 2 kBits r + k of a run of the first page, whose
-// logits are in columns 0 to 3, and row r + 8 of the second page, with columns 4 to 7.
+// Where pages share the columns, rows r = lane / 4 are tokens 2 kBits r + k of a run of the first
+// page, which counts in columns 0 to 3, and rows r + 8 of the second, in columns 4 to 7; k of byte
+// b of word w is 4 w + b.
+template <int kBits>
+using WordSums = float[4][8 / kBits][4];  // [bytes of the word, runs]
 template <int kBits>
 struct TileSums<kBits, kSharedQueries> {
-  float codes[8 / kBits][2 * kBits][4];  // [runs, k]
+  WordSums<kBits> codes[kBits / 2];
   float zeros[4];
 };
 
@@ -66,17 +69,18 @@ inline constexpr int kRun = kPageTokens* kBits / 8;
 template <int kBits>
 using Runs = std::uint32_t[8 / kBits][kBits];
 
-// Logits out of sums over codes, code(run, k), and one over zeros.
+// Pairs [first, first + count) of the logits of every run, out of sums over codes, code(run, k),
+// and one over zeros.
 template <int kBits, typename Code>
-__device__ __forceinline__ void find_runs(const Code& code, float zeros, float factor,
-                                          Runs<kBits>& runs) {
+__device__ __forceinline__ void find_pairs(const Code& code, float zeros, float factor, int first,
+                                           int count, Runs<kBits>& runs) {
   const float zero = zeros * factor;
 #pragma unroll
   for (int run = 0; run < 8 / kBits; ++run) {
     // Codes of run `run` sit kBits * run bits high.
     const float scale = factor * static_cast<float>(1 << (24 - kBits * run));
 #pragma unroll
-    for (int i = 0; i < kBits; ++i) {
+    for (int i = first; i < first + count; ++i) {
       runs[run][i] =
           pack_logits(fmaf(code(run, 2 * i), scale, zero), fmaf(code(run, 2 * i + 1), scale, zero));
     }
@@ -90,18 +94,27 @@ __device__ __forceinline__ void find_runs(const PageSums<kColumns>& sums, int c,
   const auto code = [&](int run, int k) {
     return sums.codes[kBits == 4 ? k : k * 2 + run / 2][c][run % 2 * 2 + side];
   };
-  find_runs<kBits>(code, sums.zeros[c][side], factors[c][side], runs);
+  find_pairs<kBits>(code, sums.zeros[c][side], factors[c][side], 0, kBits, runs);
 }
 
-// Those of column first_column() + side and the page of this lane.
+// Those of column first_column() + side and the page of this lane that come from word `word`.
 template <int kBits>
-__device__ __forceinline__ void find_runs(const TileSums<kBits, kSharedQueries>& sums, int side,
-                                          const float (&factors)[1][2], Runs<kBits>& runs) {
+__device__ __forceinline__ void find_of_word(const WordSums<kBits>& sums, int word,
+                                             const float (&zeros)[4], int side, float factor,
+                                             Runs<kBits>& runs) {
   const auto own = [&](const float(&sum)[4]) {
     return page_of_lane() == 0 ? sum[side] : sum[2 + side];
   };
-  const auto code = [&](int run, int k) { return own(sums.codes[run][k]); };
-  find_runs<kBits>(code, own(sums.zeros), factors[0][side], runs);
+  const auto code = [&](int run, int k) { return own(sums[k % 4][run]); };
+  find_pairs<kBits>(code, own(zeros), factor, 2 * word, 2, runs);
+}
+template <int kBits>
+__device__ __forceinline__ void find_runs(const TileSums<kBits, kSharedQueries>& sums, int side,
+                                          const float (&factors)[1][2], Runs<kBits>& runs) {
+#pragma unroll
+  for (int word = 0; word < kBits / 2; ++word) {
+    find_of_word<kBits>(sums.codes[word], word, sums.zeros, side, factors[0][side], runs);
+  }
 }
 
 template <bool kAligned, int kWords>

@@ -1,0 +1,122 @@
+// Scans of so few listed channels, for so few queries, that a warp has room to spare: a chunk has
+// all channels of a tile, so that sums over half its tokens are complete before those over the
+// other half begin, and what scans of more channels keep in shared memory fits registers.
+#pragma once
+
+#include "kernels/tile_scan.cuh"
+
+namespace sluice::cuda {
+
+using FewShape = TileShape<4, true>;
+
+// Copies tiles into slots, in the order that they are used in.
+template <int kSteps>
+class FewCopier {
+ public:
+  __device__ FewCopier(const TileScanArgs& a, std::byte* ring) : a_(a), at_(a, ring) {
+    at_.tiles.begin();
+  }
+
+  __device__ __forceinline__ int oldest() const { return at_.oldest(); }
+  // One more tile, or nothing at the end; always commits a group.
+  __device__ __forceinline__ void copy_next() {
+    if (at_.begin_slot()) {
+      if (head_.find(at_.tiles.tile, a_.tiles)) enter();
+      copy_listed<4>(a_, codes_, scales_, head_.tile, places_, scale_place_, kSteps == kPairSteps,
+                     at_.slot);
+      at_.next_chunk(1);
+    }
+    at_.end_slot();
+    copy_async_commit();
+  }
+  // Until this lane's part of the oldest tile is there.
+  __device__ __forceinline__ void wait() const { copy_async_wait<FewShape::kAhead - 1>(); }
+
+ private:
+  __device__ __forceinline__ void enter() {
+    codes_ = codes_of_head<4>(a_, head_.head);
+    scales_ = scales_of_head(a_, head_.head);
+    places_ = __ldg(a_.queries.places + head_.head * kWarp + lane_id());
+    scale_place_ = __ldg(a_.queries.scales + head_.head * kWarp + lane_id());
+  }
+
+  const TileScanArgs& a_;
+  ChunkCursor<4, TileScan::few> at_;
+  TileHead head_;
+  const std::byte* codes_ = nullptr;   // of the head
+  const std::byte* scales_ = nullptr;  // likewise
+  uint4 places_{};                     // likewise, of this lane
+  std::uint32_t scale_place_ = 0;      // likewise
+};
+
+// What a lane needs of the KV head whose tiles it scans.
+struct FewQueries {
+  HeadQueries<1> head;
+  uint4 fragments;
+  uint4 selectors;
+};
+
+__device__ __forceinline__ FewQueries enter_few(const TileScanArgs& a, int head) {
+  FewQueries of;
+  of.head = enter_head<4, false, kSharedQueries>(a, head, {});
+  of.fragments = __ldg(of.head.fragments);
+  of.selectors = __ldg(a.queries.selectors + head * 4 + lane_id() % 4);
+  return of;
+}
+
+// Logits of this lane's queries and page of the tile in `slot`.
+template <int kSteps>
+__device__ __forceinline__ void scan_slot(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
+                                          const FewQueries& queries, Runs<4> (&runs)[2]) {
+  float zeros[4]{};
+  uint2 weights[kSteps];
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    weights[s] = begin_step(slot, offsets, s, of_step(queries.fragments, s),
+                            of_step(queries.selectors, s), zeros);
+  }
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    WordSums<4> sums{};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      uint4 words[kTilePages];
+#pragma unroll
+      for (int p = 0; p < kTilePages; ++p) words[p] = load_words(slot, offsets, s, p, word);
+      multiply_word<4>(words, weights[s], sums);
+    }
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      find_of_word<4>(sums, word, zeros, side, queries.head.factors[0][side], runs[side]);
+    }
+  }
+}
+
+// Scans and stores the tiles of one warp, whose ring has FewShape::kRingBytes.
+template <int kSteps>
+__device__ __forceinline__ void scan_few(const TileScanArgs& a, std::byte* ring) {
+  wait_for_kernel_before();
+  FewCopier<kSteps> copier(a, ring);
+#pragma unroll 1
+  for (int i = 0; i < FewShape::kAhead; ++i) copier.copy_next();
+  const LaneOffsets<4, true> offsets;
+  const std::uint32_t first_slot = shared_address(ring);
+  std::uint32_t slot = first_slot;
+  TileHead at;
+  FewQueries queries{};
+  while (copier.oldest() >= 0) {
+    if (at.find(copier.oldest(), a.tiles)) queries = enter_few(a, at.head);
+    copier.wait();
+    __syncwarp();
+    copier.copy_next();
+    Runs<4> runs[2];
+    scan_slot<kSteps>(slot, offsets, queries, runs);
+    const int page = at.tile * kTilePages + page_of_lane();
+    store_runs<4, true>(runs, a, queries.head.logits + std::int64_t{page} * kPageTokens,
+                        first_column<kSharedQueries>(), at.head, page);
+    slot += FewShape::kSlotBytes;
+    if (slot == first_slot + FewShape::kRingBytes) slot = first_slot;
+  }
+}
+
+}  // namespace sluice::cuda
