@@ -234,7 +234,8 @@ __device__ __forceinline__ void weigh_below(const DigestWork& w) {
   float own = 0.0f;
   for_plain(w, [&](std::int32_t i) {
     const float most = largest8(w.maxima[i]);
-    if (most < least) own = fmaf(w.sums[i], exp2_fast(fmaf(most, kLog2E, -row.norm)), own);
+    // The sums refer to the rounded product.
+    if (most < least) own = fmaf(w.sums[i], exp2_fast(__fmul_rn(most, kLog2E) - row.norm), own);
   });
   const auto share = static_cast<std::uint32_t>(own * row.scale * kShares);
   const std::uint32_t sum =
@@ -312,7 +313,8 @@ __device__ __forceinline__ bool list_by_digest(const DigestWork& w, int turn) {
   list_sectors(w);
   __syncthreads();
   if (thread_id() < w.cluster.size) {
-    const std::uint32_t listed = w.shared->counts[3] > kMostNear ? kTooMany : w.shared->counts[0];
+    const bool is_long = w.shared->counts[3] > kMostNear || w.shared->counts[0] > kMostListedOwn;
+    const std::uint32_t listed = is_long ? kTooMany : w.shared->counts[0];
     const auto forced = static_cast<std::uint32_t>(extent.low + extent.emit - extent.high);
     w.cluster.send(&w.shared->counted[w.cluster.rank], thread_id(), w.barrier(kListed + turn),
                    make_uint4(listed, listed, w.cluster.rank == 0 ? forced : 0, 0));

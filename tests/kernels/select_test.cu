@@ -147,6 +147,24 @@ TEST_P(Select, FewOfMany) {
   }
 }
 
+// More neighbours are wanted than a block of a cluster lists, but no more than may be kept.
+TEST_P(Select, ManyNeighboursOfMany) {
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  for (const std::int64_t heavy : {2040, 2056, 3000, 4090, 4200}) {
+    SCOPED_TRACE(std::to_string(heavy) + " heavy neighbours");
+    Case c;
+    c.count = c.end = c.stride = c.capacity = 262144;
+    c.k = c.cap = 4096;
+    for (std::int64_t i = 0; i < c.count; ++i) {
+      c.logits.push_back(i >= 1000 && i < 1000 + heavy ? 8.0f : -10.0f);
+    }
+    check_case(c);
+    c.prune = Pruner::top_p;
+    c.p = 0.9f;
+    check_case(c);
+  }
+}
+
 TEST_P(Select, SettlesTiesOfSumsToTheOlder) {
   Case c;
   c.group = 4;
