@@ -327,6 +327,7 @@ __device__ __noinline__ static KeyCut cut_entries(auto w, KeyCut cut) {
 
 // Keeps the first so many of the entries in the cut.
 __device__ __forceinline__ void keep_ties(const auto& w, std::uint32_t ties) {
+  __syncwarp();  // other lanes have marked neighbouring entries
   // Of 32 entries each.
   const auto* const equals = reinterpret_cast<const std::uint32_t*>(w.equal);
   auto* const kept = reinterpret_cast<std::uint32_t*>(w.kept);

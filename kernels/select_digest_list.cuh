@@ -73,13 +73,13 @@ __device__ __forceinline__ void count_page(const DigestWork& w, std::int32_t pag
 // every page.
 __device__ __forceinline__ void count_sectors(const DigestWork& w, float heaviest, int turn) {
   std::uint32_t* const counts = w.shared->digits + kDigits;
-  // By every warp: distances are never less than they are.
-  if (lane_id() < w.group) {
-    const float norm = w.shared->rows[lane_id()].norm;
-    w.digest->references[lane_id()] =
+  // Distances are never less than they are.
+  if (thread_id() < w.group) {
+    const float norm = w.shared->rows[thread_id()].norm;
+    w.digest->references[thread_id()] =
         std::uint32_t{__half_as_ushort(__float2half_ru((norm + heaviest) * kLn2))} * 0x10001u;
   }
-  __syncwarp();
+  __syncthreads();
 #pragma unroll 1
   for (std::int32_t page = thread_id(); page < w.pages; page += threads()) {
     if (turn == 0) {
