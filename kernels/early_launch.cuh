@@ -31,6 +31,14 @@ template <typename... Params>
 void launch_early_clusters(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
                            std::size_t shared, int cluster_blocks, const Launch& launch,
                            const std::type_identity_t<Params>&... params) {
+  if (cluster_blocks > 1) {
+    const auto set = [&](cudaFuncAttribute attribute, int value) {
+      require(cudaFuncSetAttribute(kernel, attribute, value), what);
+    };
+    set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    // Always the same, for calls that were recorded before start later.
+    set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

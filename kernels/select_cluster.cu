@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/error.h"
 #include "kernels/select_cluster_cut.cuh"
 #include "kernels/select_cluster_output.cuh"
 
@@ -84,12 +83,6 @@ bool fits_cluster(const SelectCall& c, const DeviceLimits& device) {
 void run_cluster(const SelectCall& c, const Launch& launch) {
   const int blocks = blocks_of(c, *launch.device);
   const ClusterCall call = cluster_call(c, blocks);
-  const auto set = [](cudaFuncAttribute attribute, int value) {
-    require(cudaFuncSetAttribute(select_cluster, attribute, value), "select_cluster");
-  };
-  set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(call.bytes));
-  // Always the same, for calls that were recorded before start later.
-  set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   const int threads = call.capacity * c.group <= 1024 ? 256 : kMostWarps * kWarp;
   launch_early_clusters("select_cluster", select_cluster,
                         dim3(static_cast<unsigned>(c.kv_heads * blocks)), threads, call.bytes,

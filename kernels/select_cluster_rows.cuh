@@ -77,10 +77,8 @@ __device__ __forceinline__ RowPart read_part(const auto& w) {
   return found;
 }
 
-// Reads the block's logits and tells all blocks what their sums are.
-__device__ __forceinline__ void share_sums(const auto& w) {
-  RowPart part;
-  if (w.row >= 0) part = read_part(w);
+// Tells all blocks what this warp found of its row, once they have begun, and waits for theirs.
+__device__ __forceinline__ void exchange_parts(const auto& w, const RowPart& part) {
   w.cluster.wait();
   if (w.row >= 0 && lane_id() < w.cluster.size) {
     w.cluster.send(reinterpret_cast<uint4*>(&w.scratch->parts[w.cluster.rank][warp_id()]),
@@ -89,6 +87,13 @@ __device__ __forceinline__ void share_sums(const auto& w) {
                               __float_as_uint(part.kept), __float_as_uint(part.tail)));
   }
   w.receive(kSums);
+}
+
+// Reads the block's logits and tells all blocks what their sums are.
+__device__ __forceinline__ void share_sums(const auto& w) {
+  RowPart part;
+  if (w.row >= 0) part = read_part(w);
+  exchange_parts(w, part);
 }
 
 // By one warp: a row's sums from all its parts.

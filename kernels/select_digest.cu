@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/error.h"
 #include "kernels/select_cluster_output.cuh"
 #include "kernels/select_digest_list.cuh"
 
@@ -208,12 +207,6 @@ bool fits_digest(const SelectCall& c, const DeviceLimits& device) {
 void run_digest(const SelectCall& c, const Launch& launch) {
   const int blocks = blocks_of(c, *launch.device);
   const DigestCall call = digest_call(c, blocks);
-  const auto set = [](cudaFuncAttribute attribute, int value) {
-    require(cudaFuncSetAttribute(select_digest, attribute, value), "select_digest");
-  };
-  set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(call.bytes));
-  // Always the same, for calls that were recorded before start later.
-  set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   launch_early_clusters("select_digest", select_digest,
                         dim3(static_cast<unsigned>(c.kv_heads * blocks)), kMostWarps * kWarp,
                         call.bytes, blocks, launch, call);

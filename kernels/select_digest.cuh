@@ -202,14 +202,7 @@ __device__ __forceinline__ void share_digest(const DigestWork& w) {
   __syncthreads();
   RowPart part;
   if (w.row >= 0) part = join_parts(w, seen);
-  w.cluster.wait();
-  if (w.row >= 0 && lane_id() < w.cluster.size) {
-    w.cluster.send(reinterpret_cast<uint4*>(&w.scratch->parts[w.cluster.rank][warp_id()]),
-                   lane_id(), w.barrier(kSums),
-                   make_uint4(__float_as_uint(part.highest), __float_as_uint(part.all),
-                              __float_as_uint(part.kept), __float_as_uint(part.tail)));
-  }
-  w.receive(kSums);
+  exchange_parts(w, part);
 }
 
 }  // namespace sluice::cuda
