@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/decode_work.cuh"
+#include "kernels/ticket.cuh"
 
 namespace sluice::cuda {
 
@@ -234,13 +235,7 @@ __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers
   __shared__ bool is_last;
   sync_finish_warps<kHeadDim>();
   if (threadIdx.x == DecodeShape<kHeadDim>::kFirstFinishWarp * kWarp) {
-    // Gives what all threads stored before the barrier, and takes what other blocks gave.
-    std::uint32_t before = 0;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n"
-                 : "=r"(before)
-                 : "l"(finished)
-                 : "memory");
-    is_last = before + 1 == static_cast<std::uint32_t>(sharers);
+    is_last = takes_last_ticket(finished, sharers);
     if (is_last) *finished = 0;
   }
   sync_finish_warps<kHeadDim>();

@@ -144,7 +144,7 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
       std::int64_t{l.chunks} * c.kv_heads > std::min<std::int64_t>(blocks, kMostGatherChunks) ? 2
                                                                                               : 1;
   // So that all blocks of emit run at once, where that takes no more strips per warp.
-  const bool fills = std::int64_t{l.strips} * c.kv_heads > 2 * kEmitWarps * device.multiprocessors;
+  const bool fills = std::int64_t{l.strips} * c.kv_heads > 2 * kWarps * device.multiprocessors;
   l.warp_strips = fills ? kMostWarpStrips : 1;
   l.spans = std::max(1, ceil_div(c.entries, l.span_entries()));
   l.has_keys = !c.is_top_p || c.keep < c.entries;

@@ -14,12 +14,12 @@ struct EmitShared {
   RowInfo rows[kMostGroup];
   // Bit e of word w is entry 32 w + e of the span.
   std::uint32_t kept_bits[kMostSpan / 32];
-  std::uint16_t queues[kEmitWarps][kMostWarpStrips * kStripSectors];
+  std::uint16_t queues[kWarps][kMostWarpStrips * kStripSectors];
   std::uint32_t part[kWarp];
   Counts before;
   std::uint32_t pages;
   std::uint32_t totals[3];  // emitted, wanted, pages
-  float alphas[kEmitWarps][kMostGroup];
+  float alphas[kWarps][kMostGroup];
 };
 
 // Kept entries of the span, counted from its first, in order; the last of those before comes first.
@@ -60,8 +60,7 @@ __device__ Span span_of(const LargeCall& call, EmitShared* shared) {
   span.number = block % call.spans;
   span.each = call.warp_strips;
   span.first = span.number * call.span_entries();
-  span.strip =
-      (span.number * kEmitWarps + static_cast<std::int32_t>(threadIdx.x) / kWarp) * span.each;
+  span.strip = (span.number * kWarps + static_cast<std::int32_t>(threadIdx.x) / kWarp) * span.each;
   span.list = call.call.head_list(span.head);
   span.extent = call.extents[span.head];
   span.bad = load_infos(call, span.head, shared->rows);
@@ -197,7 +196,7 @@ __device__ void write_alphas(const LargeCall& call, const Span& span, const Emit
   const int group = call.call.group;
   if (g >= group) return;
   float sum = 0.0f;
-  for (int warp = 0; warp < kEmitWarps; ++warp) sum += shared->alphas[warp][g];
+  for (int warp = 0; warp < kWarps; ++warp) sum += shared->alphas[warp][g];
   call.alphas[(static_cast<std::int64_t>(span.head) * call.spans + span.number) * group + g] = sum;
 }
 
@@ -214,7 +213,7 @@ __device__ void write_positions(const Span& span, std::int32_t* to, std::int32_t
     return position_of(span, span.first + staged->entries[slot]) / kPageTokens;
   };
   std::uint32_t pages = 0;
-  for (std::int32_t i = thread; i < count; i += kEmitThreads) {
+  for (std::int32_t i = thread; i < count; i += kThreads) {
     const std::int32_t position = position_of(span, span.first + staged->entries[1 + i]);
     to[i] = position;
     if ((is_first && i == 0) || page_at(i) != position / kPageTokens) ++pages;
@@ -238,7 +237,7 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const KeyCu
   if (thread < 3) shared->totals[thread] = 0;
   __syncthreads();
   std::uint32_t sums[3] = {0, 0, 0};
-  for (std::int32_t i = thread; i < span.active; i += kEmitThreads) {
+  for (std::int32_t i = thread; i < span.active; i += kThreads) {
     const ChunkResult result = results[i];
     sums[0] += static_cast<std::uint32_t>(result.emitted);
     sums[1] += static_cast<std::uint32_t>(result.wanted);
@@ -254,7 +253,7 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const KeyCu
     if (thread % kWarp == 0) atomicAdd(shared->totals + i, sum);
   }
   const int lane = thread % kWarp;
-  for (int g = thread / kWarp; g < c.group; g += kEmitWarps) {
+  for (int g = thread / kWarp; g < c.group; g += kWarps) {
     double alpha = 0.0;
     for (std::int32_t i = lane; i < span.active; i += kWarp) {
       alpha += static_cast<double>(call.alphas[(slot + i) * c.group + g]);
@@ -401,7 +400,7 @@ __device__ void find_heaviest(const LargeCall& call, const Span& span, const Key
   EmitShared* const common = &shared->common;
   const std::int32_t last = span.first + call.span_entries();
   for (std::int32_t i = span.first + static_cast<std::int32_t>(threadIdx.x) * 8; i < last;
-       i += kEmitThreads * 8) {
+       i += kThreads * 8) {
     std::uint32_t above;
     std::uint32_t equal;
     compare_keys(call, span, cut, i, common->rows, above, equal);
@@ -411,7 +410,7 @@ __device__ void find_heaviest(const LargeCall& call, const Span& span, const Key
 }
 
 template <bool kByKeys>
-__global__ void __launch_bounds__(kEmitThreads, 4) emit(const __grid_constant__ LargeCall call) {
+__global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ LargeCall call) {
   __shared__ Shared memory;
   EmitShared* const shared = &memory.common;
   if (threadIdx.x == 0) shared->pages = 0;
@@ -439,7 +438,7 @@ __global__ void __launch_bounds__(kEmitThreads, 4) emit(const __grid_constant__ 
 void run_emit(const LargeCall& call, const Launch& launch) {
   const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.spans;
   launch_early("emit", call.has_keys ? emit<true> : emit<false>,
-               dim3(static_cast<unsigned>(blocks)), kEmitThreads, 0, launch, call);
+               dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call);
 }
 
 }  // namespace sluice::cuda

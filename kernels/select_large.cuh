@@ -16,6 +16,7 @@
 #include "kernels/launch.h"
 #include "kernels/select_common.cuh"
 #include "kernels/select_keys.cuh"
+#include "kernels/ticket.cuh"
 
 namespace sluice::cuda {
 
@@ -31,10 +32,8 @@ inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
 inline constexpr int kMostUnits = 512;                       // per row
 inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of gather, at least
 // A block of emit has a span of some strips per warp.
-inline constexpr int kEmitThreads = 256;
-inline constexpr int kEmitWarps = kEmitThreads / kWarp;
 inline constexpr int kMostWarpStrips = 2;
-inline constexpr int kMostSpan = kEmitWarps * kMostWarpStrips * kStrip;
+inline constexpr int kMostSpan = kWarps * kMostWarpStrips * kStrip;
 inline constexpr int kMostGatherChunks = kMostEntries / (2 * kChunk);
 inline constexpr int kRoughBins = 2048;  // f16 numbers by their upper 11 bits
 inline constexpr int kWrittenBins = 2 * kThreads;
@@ -120,9 +119,7 @@ struct LargeCall {
   std::uint64_t* zeroed = nullptr;       // all of this, `zeroed_words` long
   std::int64_t zeroed_words = 0;
 
-  __host__ __device__ std::int32_t span_entries() const {
-    return kEmitWarps * kStrip * warp_strips;
-  }
+  __host__ __device__ std::int32_t span_entries() const { return kWarps * kStrip * warp_strips; }
   __host__ __device__ std::int32_t gather_chunks() const {
     return (chunks + gather_strips - 1) / gather_strips;
   }
@@ -142,9 +139,7 @@ __device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t 
   __shared__ std::uint32_t is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    std::uint32_t before;
-    asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(before) : "l"(tickets) : "memory");
-    is_last = before + 1 == static_cast<std::uint32_t>(count) ? 1 : 0;
+    is_last = takes_last_ticket(tickets, count) ? 1 : 0;
   }
   __syncthreads();
   return is_last != 0;

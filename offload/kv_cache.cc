@@ -10,7 +10,6 @@ struct KvCache::Impl {
   std::unique_ptr<Backend> backend;
   KvSession session;
   Buffer lse;  // [chunk, query_heads]
-  std::int64_t step_tokens = 0;
 
   Impl(const KvConfig& config, std::unique_ptr<Backend> owned)
       : backend(std::move(owned)),

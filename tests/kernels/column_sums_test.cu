@@ -14,6 +14,7 @@
 #include "kernels/workspace.h"
 #include "lib/backend.h"
 #include "lib/half.h"
+#include "tests/kernels/has_device.h"
 #include "tests/support/random.h"
 
 namespace sluice::cuda {
@@ -96,10 +97,7 @@ std::vector<double> truth_of(const Case& c) {
 class ColumnSums : public ::testing::Test {
  protected:
   void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-      GTEST_SKIP() << "no CUDA device";
-    }
+    if (!has_device()) GTEST_SKIP() << "no CUDA device";
   }
 
   static std::vector<float> run(const Case& c, std::size_t scratch = std::size_t{64} << 20) {
