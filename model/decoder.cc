@@ -8,10 +8,6 @@
 namespace sluice {
 namespace {
 
-// Layers that start together: enough to spare launches, few enough that the backend computes them
-// while the next ones are issued.
-constexpr int kBatchLayers = 2;
-
 // Columns of each activation.
 struct Widths {
   std::int64_t hidden, query, key, qkv, intermediate, vocabulary;
@@ -43,15 +39,17 @@ std::uint64_t Decoder::activation_bytes(const ModelConfig& config, const Backend
   const std::int64_t per_token =
       full * (w.hidden + w.qkv + w.query + config.num_attention_heads + 2 * w.intermediate) +
       compute * (w.hidden + w.query + w.intermediate);
-  return static_cast<std::uint64_t>(chunk * per_token +
+  const auto id = static_cast<std::int64_t>(sizeof(TokenId));
+  return static_cast<std::uint64_t>(chunk * (per_token + id) +
                                     std::min(chunk, kLogitRows) * w.vocabulary * full);
 }
 
 std::uint64_t Decoder::host_bytes(const ModelConfig& config, const Backend& backend,
                                   std::int64_t chunk) {
-  if (backend.info().compute_tier == Tier::host) return 0;
-  return static_cast<std::uint64_t>(std::min(chunk, kLogitRows) * config.vocab_size) *
-         sizeof(float);
+  const std::uint64_t ids = static_cast<std::uint64_t>(kLogitRows) * sizeof(TokenId);
+  if (backend.info().compute_tier == Tier::host) return ids;
+  return ids + static_cast<std::uint64_t>(std::min(chunk, kLogitRows) * config.vocab_size) *
+                   sizeof(float);
 }
 
 Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Backend& backend,
@@ -66,6 +64,9 @@ Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Backend& backe
     return backend.allocate(backend.info().compute_tier,
                             static_cast<std::size_t>(rows * columns) * size_of(dtype));
   };
+  a_.ids = backend.allocate(backend.info().compute_tier,
+                            static_cast<std::size_t>(chunk) * sizeof(TokenId));
+  staged_ids_ = backend.allocate(Tier::host, kLogitRows * sizeof(TokenId));
   a_.x = allocate(chunk, w.hidden, DType::f32);
   a_.normed = allocate(chunk, w.hidden, compute);
   a_.qkv = allocate(chunk, w.qkv, DType::f32);
@@ -84,8 +85,16 @@ RmsNormParams Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix&
   return {x, weight.floats(), config_.rms_norm_eps, y};
 }
 
-void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens,
-                     std::int64_t first_position) {
+void Decoder::embed(std::span<const TokenId> tokens, const Matrix& x) {
+  const CopyOp op = {a_.ids.data(), reinterpret_cast<const std::byte*>(tokens.data()),
+                     tokens.size_bytes()};
+  backend_->copy({&op, 1}, Stream::compute);
+  const Matrix table =
+      view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
+  backend_->embed(table, reinterpret_cast<const TokenId*>(a_.ids.data()), x);
+}
+
+void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions) {
   RopeParams params;
   params.x = a_.qkv.floats();
   params.tokens = tokens;
@@ -93,7 +102,8 @@ void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens,
   params.query_heads = config_.num_attention_heads;
   params.key_heads = config_.num_key_value_heads;
   params.head_dim = config_.head_dim;
-  params.first_position = first_position;
+  params.batch = positions.batch;
+  params.first_position = positions.first;
   params.inverse_frequency = inverse_frequencies_.data();
   params.query_norm = optional_floats(weights.q_norm);
   params.key_norm = optional_floats(weights.k_norm);
@@ -101,7 +111,7 @@ void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens,
   backend_->rope(params);
 }
 
-void Decoder::project(int layer, const Matrix& x, std::int64_t first_position) {
+void Decoder::project(int layer, const Matrix& x, const Positions& positions) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
   const Matrix normed = view(a_.normed, backend_->info().compute_dtype, x.rows, w.hidden);
@@ -110,7 +120,7 @@ void Decoder::project(int layer, const Matrix& x, std::int64_t first_position) {
   chain.norm = norm(x, weights.input_norm, normed);
   chain.linear = {normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv};
   backend_->linear_chain(chain);
-  rotate(weights, x.rows, first_position);
+  rotate(weights, x.rows, positions);
 }
 
 NewRows Decoder::new_rows() const {
@@ -152,24 +162,37 @@ void Decoder::feed_forward(int layer, const Matrix& x) {
 void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& session) {
   const auto count = static_cast<std::int64_t>(tokens.size());
   session.begin_step(phase, count);
-  const Matrix table =
-      view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
   const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
-  Batch batch(*backend_, 0);
-  backend_->embed(table, tokens, x);
+  embed(tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
-    if (layer > 0 && layer % kBatchLayers == 0) {
-      batch.submit();
-      batch = Batch(*backend_, layer / kBatchLayers);
-    }
-    project(layer, x, session.length());
+    project(layer, x, {{}, session.length()});
     session.append(layer, new_rows());
     session.attend(layer, queries());
     mix(layer, x);
     feed_forward(layer, x);
   }
-  batch.submit();
   session.end_step();
+}
+
+void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  check(count == batch.count() && count <= kLogitRows, "decode: a token for each session");
+  auto* const staged = reinterpret_cast<TokenId*>(staged_ids_.data());
+  std::copy(tokens.begin(), tokens.end(), staged);
+  backend_->replay(batch.recording(), [&] {
+    const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
+    batch.issue_tokens();
+    embed({staged, tokens.size()}, x);
+    for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+      project(layer, x, {batch.tokens(), 0});
+      batch.append(layer, new_rows());
+      batch.attend(layer, queries());
+      mix(layer, x);
+      feed_forward(layer, x);
+    }
+    compute_logits(0, count);
+    batch.issue_report();
+  });
 }
 
 std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t tokens) {
@@ -188,26 +211,22 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session,
       body(first, Matrix{stream.floats() + first * hidden, DType::f32, count, hidden, hidden});
     }
   };
-  const Matrix table =
-      view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, hidden);
   session.begin_prompt(total);
   for_pieces([&](std::int64_t first, const Matrix& x) {
-    backend_->embed(
-        table, tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)),
-        x);
+    embed(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)), x);
   });
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
     if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) return false;
     for_pieces([&](std::int64_t first, const Matrix& x) {
       session.take_piece(first, x.rows);
-      project(layer, x, session.length() + first);
+      project(layer, x, {{}, session.length() + first});
       session.append(layer, new_rows());
       session.collect(queries());
     });
     session.choose(layer);
     for_pieces([&](std::int64_t first, const Matrix& x) {
       session.take_piece(first, x.rows);
-      project(layer, x, session.length() + first);
+      project(layer, x, {{}, session.length() + first});
       session.attend(layer, queries());
       mix(layer, x);
       feed_forward(layer, x);
@@ -247,8 +266,17 @@ std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
   return {on_host ? a_.logits.floats() : host_logits_.floats(), size};
 }
 
-TokenId Decoder::sample(const SampleParams& params) {
-  return backend_->sample(compute_logits(0, 1), params);
+void Decoder::read_logits(std::int64_t token, std::span<float> to) {
+  const CopyOp op = {reinterpret_cast<std::byte*>(to.data()),
+                     reinterpret_cast<const std::byte*>(a_.logits.floats() +
+                                                        token * config_.vocab_size),
+                     to.size_bytes()};
+  backend_->copy({&op, 1}, Stream::compute);
+}
+
+void Decoder::sample(std::span<const SampleParams> params, std::span<SampledToken> tokens) {
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  backend_->sample(view(a_.logits, DType::f32, count, config_.vocab_size), params, tokens);
 }
 
 }  // namespace sluice

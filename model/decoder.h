@@ -9,6 +9,7 @@
 #include "lib/backend.h"
 #include "model/config.h"
 #include "model/weights.h"
+#include "offload/kv_batch.h"
 #include "offload/kv_session.h"
 
 namespace sluice {
@@ -20,6 +21,10 @@ class Decoder {
 
   // Runs the layers over `tokens` and appends them to `session`. Throws what the session throws.
   void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
+
+  // A token of each session of a batch, and the logits after it; the caller ends the batch. A
+  // backend that records does so once for every kind of batch.
+  void decode(std::span<const TokenId> tokens, KvBatch& batch);
 
   // The same for a whole prompt under a policy whose prefill is sparse: layer by layer, for every
   // layer looks at all tokens before it attends. Holds the residual stream of the whole prompt.
@@ -33,8 +38,10 @@ class Decoder {
   // Logits [count, vocabulary] after tokens [first, first + count) of the last step; at most
   // kLogitRows at a time. In host memory, valid until the next call.
   std::span<const float> logits(std::int64_t first, std::int64_t count);
-  // Draws the token after the first of the last step where its logits are; see Backend::sample.
-  TokenId sample(const SampleParams& params);
+  // The same after the tokens of decode(): those of one of them into `to`, [vocabulary].
+  void read_logits(std::int64_t token, std::span<float> to);
+  // Draws the tokens after those of decode() where their logits are; see Backend::sample.
+  void sample(std::span<const SampleParams> params, std::span<SampledToken> tokens);
 
   static constexpr std::int64_t kLogitRows = 64;
 
@@ -47,6 +54,7 @@ class Decoder {
  private:
   // The buffers of one step; a row per token.
   struct Activations {
+    Buffer ids;       // [chunk] token ids
     Buffer x;         // [chunk, hidden] f32, the residual stream
     Buffer normed;    // [chunk, hidden] compute dtype
     Buffer qkv;       // [chunk, (query_heads + 2 * kv_heads) * head_dim] f32
@@ -58,8 +66,15 @@ class Decoder {
     Buffer logits;    // [kLogitRows, vocabulary] f32
   };
 
+  // Where tokens stand in their sequences: those of a batch, or a run from a position on.
+  struct Positions {
+    TokenBatch batch = {};
+    std::int64_t first = 0;
+  };
+
   // The parts of a layer, on the residual stream x [tokens, hidden] f32.
-  void project(int layer, const Matrix& x, std::int64_t first_position);
+  void embed(std::span<const TokenId> tokens, const Matrix& x);
+  void project(int layer, const Matrix& x, const Positions& positions);
   NewRows new_rows() const;
   Queries queries() const;
   void mix(int layer, const Matrix& x);
@@ -67,7 +82,7 @@ class Decoder {
   // The logits after tokens [first, first + count), where activations are.
   Matrix compute_logits(std::int64_t first, std::int64_t count);
   RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;
-  void rotate(const LayerWeights& weights, std::int64_t tokens, std::int64_t first_position);
+  void rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions);
 
   ModelConfig config_;
   ModelWeights weights_;
@@ -75,6 +90,7 @@ class Decoder {
   std::vector<float> inverse_frequencies_;
   Activations a_;
   Buffer host_logits_;  // a copy of a_.logits, if that is not in host memory
+  Buffer staged_ids_;   // [kLogitRows], host memory: of the tokens of decode()
 };
 
 }  // namespace sluice

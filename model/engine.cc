@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 
 #include "lib/bytes.h"
 #include "model/calibration.h"
@@ -10,6 +11,7 @@
 #include "model/plan.h"
 #include "model/tensors.h"
 #include "offload/backends.h"
+#include "offload/kv_batch.h"
 #include "offload/kv_session.h"
 #include "offload/planner.h"
 #include "sluice/errors.h"
@@ -27,6 +29,16 @@ void validate(const EngineConfig& config) {
     throw Error(ErrorCode::usage, "--threads must be 0 (one per core) to 4096, not " +
                                       std::to_string(config.threads));
   }
+}
+
+void validate(const SessionOptions& options, std::int64_t most_at_once) {
+  if (options.decode_batch < 1 || options.decode_batch > Decoder::kLogitRows) {
+    throw Error(ErrorCode::usage, "decode_batch must be 1 to 64");
+  }
+  if (options.decode_batch > most_at_once) {
+    throw Error(ErrorCode::usage, "decode_batch must not exceed the engine's chunk");
+  }
+  if (options.sequences < 1) throw Error(ErrorCode::usage, "sequences must be 1 or more");
 }
 
 KvShape kv_shape(const ModelConfig& c, DType dtype) {
@@ -83,16 +95,50 @@ struct Engine::Impl {
   std::uint64_t backend_bytes = 0;
   std::uint64_t staging_bytes = 0;
   std::optional<Decoder> decoder{};  // from load_weights on
+  // Activations and the backend's streams serve one call at a time.
+  std::recursive_mutex mutex{};
+  bool is_busy = false;
 
-  std::int64_t chunk(const KvPlan& kv) const {
-    return std::min<std::int64_t>(kv.chunk, config.chunk);
+  // Steps of several sessions have no more.
+  std::int64_t most_at_once() const {
+    return std::min<std::int64_t>(config.chunk, Decoder::kLogitRows);
   }
 };
 
+namespace {
+
+// A call's turn to compute. Other threads wait for theirs; a callback has none.
+class Turn {
+ public:
+  explicit Turn(Engine::Impl& engine) : engine_(&engine), lock_(engine.mutex) {
+    if (engine.is_busy) {
+      throw Error(ErrorCode::usage,
+                  "a callback may not compute: the call that it was called from is not over");
+    }
+    engine.is_busy = true;
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() { engine_->is_busy = false; }
+
+ private:
+  Engine::Impl* engine_;
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
+}  // namespace
+
 struct Session::Impl {
-  Engine::Impl* engine;
+  std::shared_ptr<Engine::Impl> engine;
   KvSession kv;
   std::vector<TokenId> uncorrected{};  // decoded sparsely since the last correction
+  std::vector<float> logits{};         // after the last token
+
+  // Blocks and sequences of the pool are given back in turn, too.
+  ~Impl() {
+    const std::lock_guard lock(engine->mutex);
+    const KvSession ended = std::move(kv);
+  }
 
   // Throws unless `tokens` may be appended, before anything has changed.
   void require(std::span<const TokenId> tokens) const {
@@ -129,17 +175,32 @@ struct Session::Impl {
     }
   }
 
-  // Decodes `tokens`, at most as many as one step takes, after a correction if one is due.
-  void decode(std::span<const TokenId> tokens) {
+  void correct_if_due() {
     const std::int64_t interval = correction_interval();
     if (interval > 0 && static_cast<std::int64_t>(uncorrected.size()) >= interval) correct();
+  }
+  void note(std::span<const TokenId> tokens) {
+    if (correction_interval() == 0) return;
+    uncorrected.insert(uncorrected.end(), tokens.begin(), tokens.end());
+  }
+
+  // Decodes known tokens, at most as many as one step takes, after a correction if one is due.
+  void decode_known(std::span<const TokenId> tokens) {
+    correct_if_due();
     engine->decoder->step(tokens, Phase::decode, kv);
-    if (interval > 0) uncorrected.insert(uncorrected.end(), tokens.begin(), tokens.end());
+    note(tokens);
+  }
+
+  // The logits after a token of the last step, kept for whoever asked.
+  std::span<const float> keep(std::span<const float> row) {
+    logits.assign(row.begin(), row.end());
+    return logits;
   }
 
   // Tokens that the next decode step may take.
   std::int64_t decode_room() const {
-    const std::int64_t most = std::min(kv.plan().chunk, kv.plan().decode_batch);
+    const std::int64_t most =
+        std::min(kv.decode_room(), std::int64_t{Decoder::kLogitRows});
     const std::int64_t interval = correction_interval();
     if (interval == 0) return most;
     const std::int64_t left = interval - static_cast<std::int64_t>(uncorrected.size());
@@ -155,7 +216,7 @@ struct Session::Impl {
     });
     if (!whole) return {};
     if (progress) progress(total, total);
-    return engine->decoder->logits(0, 1);
+    return keep(engine->decoder->logits(0, 1));
   }
 
   // Runs `tokens` in steps of the planned chunk; each(first, count) after every step. False if
@@ -177,7 +238,7 @@ struct Session::Impl {
   }
 };
 
-Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::Engine(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
 Engine::~Engine() = default;
@@ -194,9 +255,14 @@ Engine Engine::open(const EngineConfig& config) {
   require_supported(backend->info(), info.kv);
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
   const std::uint64_t staging_bytes = backend->account(Tier::host).used();
-  return Engine(std::make_unique<Impl>(Impl{config, std::move(checkpoint), std::move(info),
-                                            std::move(tokenizer), std::move(backend), backend_bytes,
-                                            staging_bytes}));
+  auto* const impl = new Impl{config,
+                              std::move(checkpoint),
+                              std::move(info),
+                              std::move(tokenizer),
+                              std::move(backend),
+                              backend_bytes,
+                              staging_bytes};
+  return Engine(std::shared_ptr<Impl>(impl));
 }
 
 const ModelInfo& Engine::info() const { return impl_->info; }
@@ -231,10 +297,10 @@ Policy Engine::policy(std::string_view text) const {
 }
 
 Plan Engine::plan(const SessionOptions& options) const {
-  if (options.decode_batch < 1 || options.decode_batch > Decoder::kLogitRows) {
-    throw Error(ErrorCode::usage, "decode_batch must be 1 to 64");
-  }
+  const std::lock_guard lock(impl_->mutex);
+  validate(options, impl_->most_at_once());
   const ModelConfig& config = impl_->checkpoint.config();
+  const BackendInfo& backend = impl_->backend->info();
   Plan plan;
   const WeightSizes weights = weight_sizes(impl_->checkpoint, *impl_->backend);
   plan.weight_bytes = weights.total;
@@ -245,20 +311,56 @@ Plan Engine::plan(const SessionOptions& options) const {
                   [](const Policy& policy) { return policy.prefill.tau > 0.0; });
   if (sparse_prefill) plan.activation_bytes += Decoder::prompt_bytes(config, options.context);
   plan.program_bytes = program_bytes();
-  plan.on_device = impl_->backend->info().compute_tier == Tier::device;
+  plan.on_device = backend.compute_tier == Tier::device;
   plan.backend_bytes = impl_->backend_bytes;
   plan.staging_bytes =
       impl_->staging_bytes + Decoder::host_bytes(config, *impl_->backend, impl_->config.chunk);
-  plan.kv = plan_kv(impl_->info.kv, options.context, impl_->config.chunk, kv_cap(plan),
-                    impl_->backend->info().attends_host_rows, options.policies,
-                    options.decode_batch, impl_->backend->info().logits,
-                    plan.on_device ? plan.model_bytes() + plan.backend_bytes : 0);
-  require_host_memory(plan, impl_->config.host_memory);
+
+  KvRequest request;
+  request.shape = impl_->info.kv;
+  request.context = options.context;
+  request.chunk = impl_->config.chunk;
+  request.sequences = options.sequences;
+  request.tokens = options.tokens;
+  request.decode_batch = options.decode_batch;
+  request.policies = options.policies;
+  request.device_cap = kv_cap(plan);
+  if (options.device_memory) {
+    request.device_cap = std::min(request.device_cap.value_or(UINT64_MAX), *options.device_memory);
+  }
+  request.attends_host_rows = backend.attends_host_rows;
+  request.logits = backend.logits;
+  request.beside = plan.on_device ? plan.model_bytes() + plan.backend_bytes : 0;
+  plan.kv = plan_kv(request);
+  const std::uint64_t taken = sessions_host_bytes(plan);
+  require_host_memory(plan, impl_->config.host_memory, taken);
+  if (options.host_memory && plan.kv.host_bytes > *options.host_memory) {
+    throw Error(ErrorCode::memory, "the session's rows take " + format_bytes(plan.kv.host_bytes) +
+                                       " of host memory, more than its cap of " +
+                                       format_bytes(*options.host_memory));
+  }
+  if (const auto left = kv_cap(plan)) plan.device_left = *left - plan.kv.device_bytes;
+  if (impl_->config.host_memory) {
+    plan.host_left = *impl_->config.host_memory - plan.host_bytes() - taken;
+  }
   return plan;
 }
 
+// Host memory that other sessions hold already.
+std::uint64_t Engine::sessions_host_bytes(const Plan& plan) const {
+  const std::uint64_t used = impl_->backend->account(Tier::host).used();
+  std::uint64_t own = impl_->staging_bytes;
+  if (impl_->decoder) own = plan.staging_bytes + (plan.on_device ? 0 : plan.model_bytes());
+  return used > own ? used - own : 0;
+}
+
 std::optional<std::uint64_t> Engine::kv_cap(const Plan& plan) const {
-  if (!plan.on_device) return impl_->config.device_memory;
+  if (!plan.on_device) {
+    if (!impl_->config.device_memory) return std::nullopt;
+    // Other sessions hold their part already.
+    const std::uint64_t used = impl_->backend->account(Tier::device).used();
+    return *impl_->config.device_memory - std::min(used, *impl_->config.device_memory);
+  }
   const std::uint64_t cap = impl_->backend->account(Tier::device).cap();
   const std::uint64_t model = plan.model_bytes() + plan.backend_bytes;
   // Other sessions hold their part already.
@@ -273,6 +375,7 @@ std::optional<std::uint64_t> Engine::kv_cap(const Plan& plan) const {
 }
 
 void Engine::load_weights(const std::function<void(double)>& progress) {
+  const std::lock_guard lock(impl_->mutex);
   if (impl_->decoder) return;
   ModelWeights weights = sluice::load_weights(impl_->checkpoint, *impl_->backend, progress);
   impl_->decoder.emplace(impl_->checkpoint.config(), std::move(weights), *impl_->backend,
@@ -280,13 +383,114 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
 }
 
 Session Engine::new_session(const SessionOptions& options) {
+  const std::lock_guard lock(impl_->mutex);
   const Plan plan = this->plan(options);
   load_weights();
   return Session(std::make_unique<Session::Impl>(
-      Session::Impl{impl_.get(), KvSession(*impl_->backend, plan.kv, options.policies)}));
+      impl_, KvSession(*impl_->backend, plan.kv, options.policies)));
 }
 
-Session Engine::new_session(std::int64_t context) { return new_session({context, {}, 1}); }
+Session Engine::new_session(std::int64_t context) {
+  SessionOptions options;
+  options.context = context;
+  return new_session(options);
+}
+
+namespace {
+
+// Penalties look at what the host knows; draws without them happen where the logits are.
+bool draws_on_device(const StepToken& token) {
+  return token.sampler != nullptr && !token.sampler->penalizes();
+}
+
+}  // namespace
+
+// What a step of several sessions does besides computing.
+struct SessionStep {
+  static Session::Impl& impl(const StepToken& token) { return *token.session->impl_; }
+
+  static void require(std::span<const StepToken> tokens, const Engine::Impl& engine) {
+    for (const StepToken& token : tokens) {
+      if (token.session == nullptr || impl(token).engine.get() != &engine) {
+        throw Error(ErrorCode::usage, "a batch: its sessions must be of this engine");
+      }
+      impl(token).require({&token.token, 1});
+    }
+  }
+
+  // Draws, or reads the logits, and waits. Results of sessions that failed are left out later.
+  static std::vector<StepResult> read(std::span<const StepToken> tokens, Decoder& decoder,
+                                      std::int64_t vocabulary) {
+    std::vector<StepResult> results(tokens.size());
+    std::vector<SampleParams> params(tokens.size());
+    bool any_drawn = false;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      if (tokens[i].sampler != nullptr && draws_on_device(tokens[i])) {
+        params[i] = tokens[i].sampler->draw();
+        any_drawn = true;
+        continue;
+      }
+      std::vector<float>& logits = impl(tokens[i]).logits;
+      logits.resize(static_cast<std::size_t>(vocabulary));
+      decoder.read_logits(static_cast<std::int64_t>(i), logits);
+      results[i].logits = logits;
+    }
+    if (!any_drawn) return results;
+    std::vector<SampledToken> drawn(tokens.size());
+    decoder.sample(params, drawn);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      if (!draws_on_device(tokens[i])) continue;
+      settle(results[i], [&] { return token_of(drawn[i]); });
+    }
+    return results;
+  }
+
+  // Draws on the host, once the logits are there.
+  static void draw(const StepToken& token, StepResult& result) {
+    if (token.sampler == nullptr || draws_on_device(token)) return;
+    settle(result, [&] { return token.sampler->next(result.logits, token.history); });
+    result.logits = {};
+  }
+
+  static void settle(StepResult& result, const auto& next) {
+    try {
+      result.next = next();
+    } catch (const Error& error) {
+      result.error = error;
+    }
+  }
+};
+
+std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
+  const Turn turn(*impl_);
+  if (static_cast<std::int64_t>(tokens.size()) > impl_->most_at_once()) {
+    throw Error(ErrorCode::usage, "a batch: of " + std::to_string(tokens.size()) +
+                                      " sessions; this engine takes " +
+                                      std::to_string(impl_->most_at_once()) + " at a time");
+  }
+  SessionStep::require(tokens, *impl_);
+  std::vector<KvSession*> sessions;
+  std::vector<TokenId> ids;
+  for (const StepToken& token : tokens) {
+    SessionStep::impl(token).correct_if_due();
+    sessions.push_back(&SessionStep::impl(token).kv);
+    ids.push_back(token.token);
+  }
+  KvBatch batch(sessions);
+  impl_->decoder->decode(ids, batch);
+  std::vector<StepResult> results =
+      SessionStep::read(tokens, *impl_->decoder, impl_->info.vocabulary);
+  const std::vector<std::optional<Error>> outcomes = batch.end();
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (outcomes[i]) {
+      results[i] = {outcomes[i], -1, {}};
+      continue;
+    }
+    SessionStep::impl(tokens[i]).note({&tokens[i].token, 1});
+    SessionStep::draw(tokens[i], results[i]);
+  }
+  return results;
+}
 
 MemoryUse Engine::memory() const { return memory_use(*impl_->backend); }
 
@@ -295,37 +499,53 @@ Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&&) noexcept = default;
 Session::~Session() = default;
 
+Session Session::fork() {
+  const Turn turn(*impl_->engine);
+  auto child = std::make_unique<Impl>(impl_->engine, impl_->kv.fork());
+  child->uncorrected = impl_->uncorrected;
+  child->logits = impl_->logits;
+  return Session(std::move(child));
+}
+
+Session Session::sibling() {
+  const Turn turn(*impl_->engine);
+  return Session(std::make_unique<Impl>(impl_->engine, KvSession(impl_->kv.pool())));
+}
+
 std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
+  const Turn turn(*impl_->engine);
   impl_->require(tokens);
   if (!impl_->uncorrected.empty()) impl_->correct();
   if (impl_->kv.policy().prefill.tau > 0.0) return impl_->sparse_prefill(tokens, progress);
   std::int64_t last = 0;
   const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
   if (!impl_->run(tokens, progress, remember)) return {};
-  return impl_->engine->decoder->logits(last, 1);
+  return impl_->keep(impl_->engine->decoder->logits(last, 1));
 }
 
 std::span<const float> Session::decode(TokenId token) {
-  impl_->require({&token, 1});
-  impl_->decode({&token, 1});
-  return impl_->engine->decoder->logits(0, 1);
+  const StepToken one = {this, token};
+  const std::vector<StepResult> results = Engine(impl_->engine).step({&one, 1});
+  if (results[0].error) throw *results[0].error;
+  return results[0].logits;
 }
 
 TokenId Session::decode(TokenId token, Sampler& sampler, std::span<const TokenId> history) {
-  if (sampler.penalizes()) return sampler.next(decode(token), history);
-  impl_->require({&token, 1});
-  impl_->decode({&token, 1});
-  return impl_->engine->decoder->sample(sampler.draw());
+  const StepToken one = {this, token, &sampler, history};
+  const std::vector<StepResult> results = Engine(impl_->engine).step({&one, 1});
+  if (results[0].error) throw *results[0].error;
+  return results[0].next;
 }
 
 void Session::decode_known(std::span<const TokenId> tokens,
                            const std::function<void(std::size_t, std::span<const float>)>& each) {
+  const Turn turn(*impl_->engine);
   impl_->require(tokens);
   const auto vocabulary = static_cast<std::size_t>(impl_->engine->info.vocabulary);
   for (std::size_t first = 0; first < tokens.size();) {
     const std::size_t count =
         std::min(static_cast<std::size_t>(impl_->decode_room()), tokens.size() - first);
-    impl_->decode(tokens.subspan(first, count));
+    impl_->decode_known(tokens.subspan(first, count));
     const std::span<const float> logits =
         impl_->engine->decoder->logits(0, static_cast<std::int64_t>(count));
     for (std::size_t i = 0; i < count; ++i) {
@@ -336,6 +556,7 @@ void Session::decode_known(std::span<const TokenId> tokens,
 }
 
 void Session::use(const Policy& policy) {
+  const Turn turn(*impl_->engine);
   impl_->kv.use(policy);
   impl_->uncorrected.clear();
 }
@@ -343,6 +564,7 @@ void Session::use(const Policy& policy) {
 const Policy& Session::policy() const { return impl_->kv.policy(); }
 
 void Session::truncate(std::int64_t length) {
+  const Turn turn(*impl_->engine);
   if (length < 0 || length > impl_->kv.length()) {
     throw Error(ErrorCode::usage, "a session of " + std::to_string(impl_->kv.length()) +
                                       " tokens cannot be cut to " + std::to_string(length));
@@ -352,6 +574,7 @@ void Session::truncate(std::int64_t length) {
 }
 
 std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
+  const Turn turn(*impl_->engine);
   impl_->require(tokens);
   if (!impl_->uncorrected.empty()) impl_->correct();
   std::vector<float> scores;

@@ -143,6 +143,8 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     id = session.decode(id, sampler, history);
     ++timings.decode_tokens;
   }
+  // Whatever ended the loop, the token it ended at is not in the cache.
+  result.pending = id;
   if (stream.finish()) result.reason = FinishReason::stop_string;
   timings.decode_seconds = total.seconds() - timings.first_token_seconds;
   return result;

@@ -45,7 +45,7 @@ std::string line(const char* name, std::uint64_t bytes, const std::string& note)
 
 std::string device_note(const KvPlan& kv) {
   if (kv.in_place) return "no cap: rows are attended in host memory";
-  if (kv.resident_tokens == kv.context) return "every row is resident";
+  if (kv.resident_tokens >= kv.home_rows()) return "every row is resident";
   return std::to_string(kv.resident_tokens) + " tokens resident" +
          (kv.tails ? ", newest page kept" : "") + ", the rest streamed " +
          std::to_string(kv.stream_tokens) + " rows at a time";
@@ -55,8 +55,9 @@ std::string device_note(const KvPlan& kv) {
 
 std::uint64_t program_bytes() { return resident_now() + kFirstUseBytes; }
 
-void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap) {
-  if (host_cap && plan.host_bytes() > *host_cap) {
+void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
+                         std::uint64_t taken) {
+  if (host_cap && plan.host_bytes() + taken > *host_cap) {
     throw Error(
         ErrorCode::memory,
         "--host-memory " + format_bytes(*host_cap) + " is too small: " +
@@ -65,7 +66,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
                                   format_bytes(plan.activation_bytes) + " and ") +
             "the rows of " + std::to_string(plan.kv.context) + " tokens " +
             format_bytes(plan.kv.host_bytes) + "; give at least " +
-            std::to_string(plan.host_bytes()) + "B or shorten the context");
+            std::to_string(plan.host_bytes() + taken) + "B or shorten the context");
   }
   const std::uint64_t needed = plan.host_bytes() + (plan.on_device ? 0 : plan.kv.device_bytes);
   const std::uint64_t available = available_now();
@@ -85,12 +86,14 @@ std::uint64_t Plan::process_bytes() const {
 std::string Plan::to_table() const {
   const std::uint64_t rows =
       static_cast<std::uint64_t>(kv.shape.layers) * static_cast<std::uint64_t>(kv.shape.kv_heads);
-  std::string table = "plan for " + std::to_string(kv.context) + " tokens (" +
+  const std::string sequences =
+      kv.sequences > 1 ? std::to_string(kv.sequences) + " sequences of up to " : "";
+  std::string table = "plan for " + sequences + std::to_string(kv.context) + " tokens (" +
                       std::to_string(rows) + " rows of " + format_bytes(kv.shape.row_bytes()) +
                       " each, " + std::to_string(kv.chunk) + " tokens per step)\n";
   table += line("device tier", kv.device_bytes, device_note(kv));
   const std::uint64_t selecting = kv.index_bytes + kv.work_bytes;
-  table += line("host: rows", kv.host_bytes - (kv.in_place ? selecting : 0), "");
+  table += line("host: rows", kv.host_bytes - (kv.in_place ? selecting + kv.table_bytes : 0), "");
   if (selecting > 0) {
     const char* const where = kv.in_place ? "in host memory" : "of the device tier";
     table += line("key index", kv.index_bytes, where);
@@ -118,6 +121,9 @@ std::string Plan::to_json() const {
                                {"stream_tokens", kv.stream_tokens},
                                {"index_bytes", kv.index_bytes},
                                {"work_bytes", kv.work_bytes},
+                               {"sequences", kv.sequences},
+                               {"tokens", kv.tokens},
+                               {"table_bytes", kv.table_bytes},
                                {"device_bytes", kv.device_bytes},
                                {"host_rows_bytes", kv.host_bytes},
                                {"weight_bytes", weight_bytes},

@@ -30,12 +30,12 @@ constexpr std::uint64_t kMostThreads = 8;
 
 }  // namespace
 
-HostStore::HostStore(Backend& backend, const KvShape& shape, std::int64_t context)
+HostStore::HostStore(Backend& backend, const KvShape& shape, std::int64_t rows)
     : backend_(&backend),
       shape_(shape),
-      context_(context),
+      rows_(rows),
       // Regions begin on huge-page boundaries, so that each can be backed by huge pages.
-      region_bytes_(round_up(host_region_bytes(shape, context), kHugePage)) {
+      region_bytes_(round_up(host_region_bytes(shape, rows), kHugePage)) {
   const std::uint64_t total = regions() * region_bytes_;
   void* memory =
       ::mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -54,18 +54,18 @@ std::uint64_t HostStore::regions() const {
   return static_cast<std::uint64_t>(shape_.layers) * static_cast<std::uint64_t>(shape_.kv_heads);
 }
 
-std::byte* HostStore::row(int layer, int head, std::int64_t position) const {
-  check(position >= 0 && position <= committed_, "row outside the committed part of its region");
+std::byte* HostStore::row(int layer, int head, std::int64_t number) const {
+  check(number >= 0 && number <= committed_, "row outside the committed part of its region");
   const auto index =
       static_cast<std::uint64_t>(layer) * static_cast<std::uint64_t>(shape_.kv_heads) +
       static_cast<std::uint64_t>(head);
-  return region(index) + static_cast<std::uint64_t>(position) * shape_.row_bytes();
+  return region(index) + static_cast<std::uint64_t>(number) * shape_.row_bytes();
 }
 
-void HostStore::grow(std::int64_t tokens) {
-  check(tokens <= context_, "more rows than the planned context");
-  if (tokens <= committed_) return;
-  const std::int64_t target = next_size(tokens);
+void HostStore::grow(std::int64_t rows) {
+  check(rows <= rows_, "more rows than were planned");
+  if (rows <= committed_) return;
+  const std::int64_t target = next_size(rows);
   const std::uint64_t from = host_region_bytes(shape_, committed_);
   const std::uint64_t to = host_region_bytes(shape_, target);
   backend_->account(Tier::host).charge(regions() * (to - from));
@@ -79,14 +79,14 @@ void HostStore::grow(std::int64_t tokens) {
   committed_ = target;
 }
 
-std::int64_t HostStore::next_size(std::int64_t tokens) const {
+std::int64_t HostStore::next_size(std::int64_t rows) const {
   // Steps of a quarter bound both the number of system calls and the memory held in advance.
   const std::int64_t ahead = std::max<std::int64_t>(kPageTokens, committed_ / 4);
-  const auto rows = static_cast<std::uint64_t>(std::max(tokens, committed_ + ahead));
-  std::uint64_t bytes = rows * shape_.row_bytes();
+  const auto target = static_cast<std::uint64_t>(std::max(rows, committed_ + ahead));
+  std::uint64_t bytes = target * shape_.row_bytes();
   // Past the first huge page a step ends where one ends, so that the next begins a whole one.
   if (bytes > kHugePage) bytes = round_up(bytes, kHugePage);
-  return std::min(context_, static_cast<std::int64_t>(bytes / shape_.row_bytes()));
+  return std::min(rows_, static_cast<std::int64_t>(bytes / shape_.row_bytes()));
 }
 
 void HostStore::commit(std::uint64_t from, std::uint64_t to) {

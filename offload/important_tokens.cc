@@ -7,6 +7,8 @@
 #include <string>
 
 #include "lib/check.h"
+#include "offload/gathered_attention.h"
+#include "offload/kv_pool.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -43,8 +45,8 @@ std::int64_t count_for(const std::vector<float>& sums, double tau) {
 }  // namespace
 
 ImportantTokens::ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context,
-                                 Tier tier)
-    : backend_(&backend), shape_(shape), context_(context), tier_(tier) {
+                                 std::int64_t sequences, Tier tier)
+    : backend_(&backend), shape_(shape), context_(context), sequences_(sequences) {
   const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
   const auto allocate = [&](Tier where, std::int64_t count, std::size_t size) {
     return backend.allocate(where, bytes_of(count, size));
@@ -52,54 +54,61 @@ ImportantTokens::ImportantTokens(Backend& backend, const KvShape& shape, std::in
   probe_queries_ = allocate(tier, kProbes * width, sizeof(float));
   sums_ = allocate(Tier::host, context, sizeof(float));
   positions_ = allocate(tier, shape.kv_heads * context, sizeof(std::int32_t));
-  heads_ = allocate(Tier::host, shape.kv_heads, sizeof(HeadSelection));
   queries_ = allocate(tier, kBlock * width, sizeof(float));
   out_ = allocate(tier, kBlock * width, sizeof(float));
   lse_ = allocate(tier, kBlock * shape.query_heads, sizeof(float));
   arena_ = allocate(tier, shape.kv_heads * kArenaRows, shape.row_bytes());
   zeros_ = allocate(tier, width, sizeof(float));
-  masks_ = allocate(tier, shape.layers * context, 1);
+  masks_ = allocate(tier, shape.layers * sequences * context, 1);
   eligible_.assign(masks_.bytes(), 1);
-  for (int layer = 0; layer < shape.layers; ++layer) publish(layer, 0, context);
 }
 
-std::uint64_t ImportantTokens::host_bytes(const KvShape& shape, std::int64_t context) {
-  return bytes_of(context, sizeof(float)) + bytes_of(shape.kv_heads, sizeof(HeadSelection)) +
-         bytes_of(shape.layers * context, 1);
+std::uint64_t ImportantTokens::host_bytes(const KvShape& shape, std::int64_t context,
+                                          std::int64_t sequences) {
+  return bytes_of(context, sizeof(float)) + bytes_of(shape.layers * sequences * context, 1);
 }
 
-std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t context) {
+std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t context,
+                                          std::int64_t sequences) {
   const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
   return bytes_of((kProbes + 2 * kBlock + 1) * width + kBlock * shape.query_heads, sizeof(float)) +
          bytes_of(shape.kv_heads * context, sizeof(std::int32_t)) +
          bytes_of(shape.kv_heads * kArenaRows, shape.row_bytes()) +
-         bytes_of(shape.layers * context, 1);
+         bytes_of(shape.layers * sequences * context, 1);
 }
 
-void ImportantTokens::publish(int layer, std::int64_t first, std::int64_t end) {
+void ImportantTokens::publish(int layer, std::int32_t sequence, std::int64_t first,
+                              std::int64_t end) {
   if (first == end) return;
-  const std::size_t offset = bytes_of(layer * context_ + first, 1);
+  const std::size_t offset = mask_offset(layer, sequence) + bytes_of(first, 1);
   const CopyOp op = {masks_.data() + offset,
                      reinterpret_cast<const std::byte*>(eligible_.data()) + offset,
                      bytes_of(end - first, 1)};
   backend_->copy({&op, 1}, Stream::compute);
 }
 
-Eligible ImportantTokens::eligible(int layer) const {
-  if (!evicted_) return {};
-  const std::int64_t first = layer * context_;
-  return {reinterpret_cast<const std::uint8_t*>(masks_.data()) + first, eligible_.data() + first};
+Mask ImportantTokens::mask(int layer) const {
+  return {reinterpret_cast<const std::uint8_t*>(masks_.data()) + mask_offset(layer, 0), context_};
 }
 
-void ImportantTokens::rewind(std::int64_t length) {
+void ImportantTokens::rewind(std::int32_t sequence, std::int64_t length) {
   for (int layer = 0; layer < shape_.layers; ++layer) {
-    std::fill(mask(layer) + length, mask(layer) + context_, std::uint8_t{1});
-    publish(layer, length, context_);
+    std::uint8_t* const own = eligible(layer, sequence);
+    std::fill(own + length, own + context_, std::uint8_t{1});
+    publish(layer, sequence, length, context_);
   }
-  if (length == 0) evicted_ = false;
+  evicted_ = std::find(eligible_.begin(), eligible_.end(), std::uint8_t{0}) != eligible_.end();
 }
 
-void ImportantTokens::begin(const StepRange& prompt) {
+void ImportantTokens::copy(std::int32_t from, std::int32_t to) {
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    std::copy_n(eligible(layer, from), context_, eligible(layer, to));
+    publish(layer, to, 0, context_);
+  }
+}
+
+void ImportantTokens::begin(std::int32_t sequence, const StepRange& prompt) {
+  sequence_ = sequence;
   prompt_ = prompt;
   const std::int64_t newest = std::max(prompt.first, prompt.end() - kNewestProbes);
   std::vector<std::int64_t> others(static_cast<std::size_t>(newest - prompt.first));
@@ -130,19 +139,20 @@ void ImportantTokens::collect(const StepRange& piece, const Queries& queries) {
 }
 
 // Softmax weights of every token of the prompt, summed over probes and query heads.
-std::vector<float> ImportantTokens::column_sums(int layer, KvStore& store) {
-  std::vector<RowSpan> rows;
-  for (int head = 0; head < shape_.kv_heads; ++head) {
-    const RowSource source = store.source(layer, head);
-    const bool resident = source.resident_count >= prompt_.end();
-    rows.push_back({resident ? source.resident : source.home, prompt_.end()});
+std::vector<float> ImportantTokens::column_sums(int layer, const KvPool& pool) {
+  const RowRun run = whole_run(pool.tables(), sequence_, prompt_.end(), pool.plan().in_place);
+  if (run.count == 0) {
+    throw Error(ErrorCode::unsupported,
+                "a sparse prefill needs rows that follow each other, and this sequence shares or "
+                "interleaves its own with others; use a session of its own for it");
   }
+  const std::vector<RowSpan> rows = pool.spans(layer, run);
   ColumnSumsParams params;
   params.q = probe_queries_.floats();
   params.positions = probes_;
   params.shape = shape_;
   params.rows = rows;
-  params.eligible = eligible(layer).device;
+  if (evicted_) params.eligible = mask(layer).tokens + sequence_ * context_;
   params.sums = sums_.floats();
   backend_->column_sums(params);
   backend_->synchronize();
@@ -155,8 +165,8 @@ std::vector<float> ImportantTokens::column_sums(int layer, KvStore& store) {
   return sums;
 }
 
-void ImportantTokens::choose(int layer, const SparsePrefill& how, KvStore& store) {
-  std::vector<float> scores = column_sums(layer, store);
+void ImportantTokens::choose(int layer, const SparsePrefill& how, const KvPool& pool) {
+  std::vector<float> scores = column_sums(layer, pool);
   const auto tokens = static_cast<std::size_t>(prompt_.tokens);
   const std::int64_t count = count_for(scores, how.tau);
   // Mean over the probes that can see a token.
@@ -177,7 +187,7 @@ void ImportantTokens::choose(int layer, const SparsePrefill& how, KvStore& store
 
   keys_.clear();
   for (std::int64_t t = 0; t < prompt_.first; ++t) {
-    if (mask(layer)[t] != 0) keys_.push_back(static_cast<std::int32_t>(t));
+    if (eligible(layer, sequence_)[t] != 0) keys_.push_back(static_cast<std::int32_t>(t));
   }
   for (std::size_t t = 0; t < tokens; ++t) {
     if (important_[t] != 0)
@@ -185,8 +195,8 @@ void ImportantTokens::choose(int layer, const SparsePrefill& how, KvStore& store
   }
   if (!how.evict) return;
   evicted_ = true;
-  std::copy(important_.begin(), important_.end(), mask(layer) + prompt_.first);
-  publish(layer, prompt_.first, prompt_.end());
+  std::copy(important_.begin(), important_.end(), eligible(layer, sequence_) + prompt_.first);
+  publish(layer, sequence_, prompt_.first, prompt_.end());
 }
 
 // All tokens of a (part of a) block: attention to the important tokens before the block, and to the
@@ -217,18 +227,14 @@ ImportantTokens::Part ImportantTokens::important_part(const StepRange& block) co
 }
 
 // The same keys for every KV head.
-SelectionView ImportantTokens::put_keys(const std::vector<std::int32_t>& keys) {
+void ImportantTokens::put_keys(const std::vector<std::int32_t>& keys) {
   std::vector<CopyOp> ops;
-  auto* const heads = reinterpret_cast<HeadSelection*>(heads_.data());
   for (int head = 0; head < shape_.kv_heads; ++head) {
-    heads[head] = {};
-    heads[head].count = static_cast<std::int32_t>(keys.size());
     ops.push_back({positions_.data() + bytes_of(head * context_, sizeof(std::int32_t)),
                    reinterpret_cast<const std::byte*>(keys.data()),
                    keys.size() * sizeof(std::int32_t)});
   }
-  if (!keys.empty()) backend_->copy(ops, Stream::compute);
-  return {reinterpret_cast<std::int32_t*>(positions_.data()), context_, heads};
+  backend_->copy(ops, Stream::compute);
 }
 
 // Queries of the part into one run, and its outputs back to their places; zero for the rest.
@@ -252,7 +258,7 @@ void ImportantTokens::copy_queries(const Part& part, const StepRange& block,
 }
 
 void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRange& piece,
-                             const Queries& queries, KvStore& store, Ledger& ledger) {
+                             const Queries& queries, const KvPool& pool, Ledger& ledger) {
   const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
   for (std::int64_t first = piece.first; first < piece.end();) {
     const std::int64_t end = std::min(piece.end(), (first / kBlock + 1) * kBlock);
@@ -260,40 +266,51 @@ void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRang
     Queries own = queries;
     own.q += (first - piece.first) * queries.stride;
     own.out += (first - piece.first) * width;
-    attend_block(layer, how.evict ? important_part(block) : whole_block(block), block, own, store,
+    attend_block(layer, how.evict ? important_part(block) : whole_block(block), block, own, pool,
                  ledger);
     first = end;
   }
 }
 
 void ImportantTokens::attend_block(int layer, const Part& part, const StepRange& block,
-                                   const Queries& queries, KvStore& store, Ledger& ledger) {
+                                   const Queries& queries, const KvPool& pool, Ledger& ledger) {
   copy_queries(part, block, queries);
   if (!part.queries.empty()) {
-    std::vector<RowSource> sources;
-    for (int head = 0; head < shape_.kv_heads; ++head) sources.push_back(store.source(layer, head));
-    AttendSelectedParams params;
-    params.q = queries_.floats();
-    params.tokens = static_cast<std::int64_t>(part.queries.size());
-    params.q_stride = std::int64_t{shape_.query_heads} * shape_.head_dim;
-    params.first_query = part.first_query;
-    params.shape = shape_;
-    params.selected = put_keys(part.keys);
-    params.rows = sources;
+    put_keys(part.keys);
+    GatheredAttention params;
+    params.attend = attend_params(shape_, block, queries);
+    params.attend.q = queries_.floats();
+    params.attend.tokens = static_cast<std::int64_t>(part.queries.size());
+    params.attend.q_stride = std::int64_t{shape_.query_heads} * shape_.head_dim;
+    params.attend.first_query_position = part.first_query;
+    params.attend.out = out_.floats();
+    params.attend.lse = lse_.floats();
+    params.keys.shape = shape_;
+    params.keys.rows = pool.rows(layer);
+    params.keys.sequence = sequence_;
+    params.keys.positions = reinterpret_cast<const std::int32_t*>(positions_.data());
+    params.keys.capacity = context_;
+    params.count = static_cast<std::int64_t>(part.keys.size());
     params.arena = arena_.data();
     params.arena_rows = kArenaRows;
-    params.scale = attend_params(shape_, block, queries).scale;
-    params.out = out_.floats();
-    params.lse = lse_.floats();
-    backend_->attend_selected(params);
+    attend_gathered(*backend_, params);
+    // The host's list of keys may go.
     backend_->synchronize();
-    const std::int64_t resident = params.selected.heads[0].resident;
-    ledger.record(layer, tier_, tier_, Cause::hit, traffic_of(shape_, resident));
-    ledger.record(layer, store.home_tier(), tier_,
-                  store.home_tier() == tier_ ? Cause::hit : Cause::miss,
-                  traffic_of(shape_, static_cast<std::int64_t>(part.keys.size()) - resident));
+    record(layer, part.keys, pool, ledger);
   }
   backend_->copy(out_ops_, Stream::compute);
+}
+
+void ImportantTokens::record(int layer, const std::vector<std::int32_t>& keys, const KvPool& pool,
+                             Ledger& ledger) const {
+  const Tier tier = pool.tier();
+  const auto resident = std::count_if(keys.begin(), keys.end(), [&](std::int32_t key) {
+    return pool.plan().in_place ||
+           pool.tables().page(sequence_, key / kPageTokens).device != PageSlots::kNone;
+  });
+  ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape_, resident));
+  ledger.record(layer, Tier::host, tier, Cause::miss,
+                traffic_of(shape_, static_cast<std::int64_t>(keys.size()) - resident));
 }
 
 }  // namespace sluice

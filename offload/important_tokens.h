@@ -8,47 +8,62 @@
 
 #include "lib/backend.h"
 #include "lib/selection.h"
-#include "offload/kv_store.h"
+#include "offload/kv_rows.h"
 #include "offload/sparse_attention.h"
 #include "sluice/policy.h"
 
 namespace sluice {
 
+class KvPool;
+
 class ImportantTokens {
  public:
   // Work space for prompts of up to `context` tokens, in `tier`.
-  ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context, Tier tier);
+  ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context,
+                  std::int64_t sequences, Tier tier);
 
-  static std::uint64_t work_bytes(const KvShape& shape, std::int64_t context);
-  static std::uint64_t host_bytes(const KvShape& shape, std::int64_t context);
+  static std::uint64_t work_bytes(const KvShape& shape, std::int64_t context,
+                                  std::int64_t sequences);
+  static std::uint64_t host_bytes(const KvShape& shape, std::int64_t context,
+                                  std::int64_t sequences);
 
-  // A prompt after `prompt.first` earlier tokens. Probes are its 64 newest tokens and 64 others,
+  // A prompt of a sequence after `prompt.first` earlier tokens. Probes are its 64 newest tokens and 64 others,
   // the same ones in every layer and run.
-  void begin(const StepRange& prompt);
+  void begin(std::int32_t sequence, const StepRange& prompt);
   // Keeps the queries of the piece's probes.
   void collect(const StepRange& piece, const Queries& queries);
   // Decides which tokens of the prompt are important to `layer`: as many as carry the share tau of
   // the probes' attention, those with the highest mean score. The newest 64 are always among them,
-  // for what comes next hangs on them. With `evict` the others are never attended again.
-  void choose(int layer, const SparsePrefill& how, KvStore& store);
+  // for what comes next hangs on them. With `evict` the others are never attended again. Throws
+  // Error{unsupported} if the rows of the sequence, or of those that it was forked from, do not
+  // follow each other.
+  void choose(int layer, const SparsePrefill& how, const KvPool& pool);
   // Evicting, as the paper does: attention of the piece's important tokens to the important tokens
   // up to them; the others' is zero. Demoting: attention of all tokens to their block of 512, up to
   // themselves, and to the important tokens before it, because a token whose attention is zero in
   // some layers has lost what later layers would find in it, and keeping its rows does not bring
   // that back. What came before the prompt is attended in either case. Counts the rows read.
   void attend(int layer, const SparsePrefill& how, const StepRange& piece, const Queries& queries,
-              KvStore& store, Ledger& ledger);
+              const KvPool& pool, Ledger& ledger);
 
-  // Whether a token may still be attended; nulls if nothing was ever evicted.
-  Eligible eligible(int layer) const;
-  // Tokens from `length` on are forgotten; new ones in their place are eligible.
-  void rewind(std::int64_t length);
+  // Whether tokens were evicted, of any sequence; then, which of them may still be attended.
+  bool has_evicted() const { return evicted_; }
+  Mask mask(int layer) const;
+  // Tokens of a sequence from `length` on are forgotten; new ones in their place may be attended.
+  void rewind(std::int32_t sequence, std::int64_t length);
+  // What one sequence's tokens may attend to becomes another's.
+  void copy(std::int32_t from, std::int32_t to);
 
  private:
-  std::vector<float> column_sums(int layer, KvStore& store);
-  std::uint8_t* mask(int layer) { return &eligible_[static_cast<std::size_t>(layer * context_)]; }
-  // Brings [first, end) of a layer's mask to where attention looks.
-  void publish(int layer, std::int64_t first, std::int64_t end);
+  std::vector<float> column_sums(int layer, const KvPool& pool);
+  std::size_t mask_offset(int layer, std::int32_t sequence) const {
+    return static_cast<std::size_t>((layer * sequences_ + sequence) * context_);
+  }
+  std::uint8_t* eligible(int layer, std::int32_t sequence) {
+    return &eligible_[mask_offset(layer, sequence)];
+  }
+  // Brings [first, end) of a sequence's mask to where attention looks.
+  void publish(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
 
   // What a piece attends to: query token i of the part sees keys [0, first_query + i].
   struct Part {
@@ -59,14 +74,17 @@ class ImportantTokens {
   Part whole_block(const StepRange& block) const;
   Part important_part(const StepRange& block) const;
   void attend_block(int layer, const Part& part, const StepRange& block, const Queries& queries,
-                    KvStore& store, Ledger& ledger);
-  SelectionView put_keys(const std::vector<std::int32_t>& keys);
+                    const KvPool& pool, Ledger& ledger);
+  void record(int layer, const std::vector<std::int32_t>& keys, const KvPool& pool,
+              Ledger& ledger) const;
+  void put_keys(const std::vector<std::int32_t>& keys);
   void copy_queries(const Part& part, const StepRange& block, const Queries& queries);
 
   Backend* backend_;
   KvShape shape_;
   std::int64_t context_;
-  Tier tier_;
+  std::int64_t sequences_;
+  std::int32_t sequence_ = 0;
   StepRange prompt_;
   std::vector<std::int64_t> probes_;     // positions, ascending
   std::vector<std::int32_t> keys_;       // positions that may be attended in this layer, ascending
@@ -76,13 +94,12 @@ class ImportantTokens {
   Buffer probe_queries_;                // [probes, query_heads, head_dim]
   Buffer sums_;                         // host-visible [context]
   Buffer positions_;                    // [kv_heads, context]
-  Buffer heads_;                        // host-visible [kv_heads]
   Buffer queries_;                      // [kBlock, query_heads, head_dim]
   Buffer out_;                          // likewise
   Buffer lse_;                          // [kBlock, query_heads]
   Buffer arena_;                        // [kv_heads, kArenaRows, row_bytes]
   Buffer zeros_;                        // [query_heads, head_dim]
-  std::vector<std::uint8_t> eligible_;  // [layers, context]
+  std::vector<std::uint8_t> eligible_;  // [layers, sequences, context]
   Buffer masks_;                        // a copy of it in `tier`
 };
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lib/selection.h"
+#include "offload/planner.h"
 #include "sluice/policy.h"
 #include "sluice/types.h"
 
@@ -21,8 +22,11 @@ struct LayerIndex {
 
 struct IndexLayout {
   KvShape shape;
-  std::int64_t context = 0;
-  std::int64_t batch = 1;  // tokens decoded in one step
+  std::int64_t context = 0;    // tokens of one sequence
+  std::int64_t sequences = 1;  // at a time
+  std::int64_t tiles = 0;      // of all sequences, per KV head
+  std::int64_t batch = 1;      // tokens decoded in one step
+  std::int64_t wave = 1;       // of them, tokens whose weights are estimated at a time
   LogitFormat logits;
   bool digested = false;  // some policy's logits are
   int bits = 4;
@@ -34,30 +38,41 @@ struct IndexLayout {
   std::int64_t arena_rows = 0;  // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }
-  std::int64_t pages() const { return context / kPageTokens; }
+  // Pages that a sequence may have, and tiles of those that become whole.
+  std::int64_t pages() const { return (context + kPageTokens - 1) / kPageTokens; }
+  std::int64_t sequence_tiles() const {
+    return (context / kPageTokens + kTilePages - 1) / kTilePages;
+  }
   // Logits per query head: one per token, or per candidate and token of the unfinished page.
   std::int64_t logit_stride() const;
   std::int64_t candidate_stride() const;
   std::size_t digest_bytes() const;  // of the former
+  bool sums_values() const;          // in some layer
 
   std::uint64_t index_bytes() const;   // tiles, bounds and sums of all layers
   std::uint64_t work_bytes() const;    // logits, their digest, positions and the arena
   std::uint64_t host_bytes() const;    // the host's copy of what the backend reports
   std::uint64_t report_bytes() const;  // of selections
-  std::uint64_t bad_bytes() const;     // of keys that are no numbers
+  std::uint64_t bad_bytes() const;     // of keys that are NaN or Inf
+  std::uint64_t table_bytes() const;   // of pages and tiles, and of a step's tokens
+  std::uint64_t state_bytes() const;   // of a step's tokens alone
 };
 
-// Tokens that a policy's selector proposes among `count`: what it asks for, but at least twice what
-// the pruner may keep, so that short contexts leave something to choose from; and besides them what
-// is always kept.
-std::int64_t candidates_of(const Policy& policy, std::int64_t count);
+// Blocks for sequences that have `tokens` different ones together.
+std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens);
+
+// Most tokens of a decode step.
+inline constexpr std::int64_t kMostBatch = 64;
+
+// Tokens that a policy's selector proposes: what it asks for, but at least twice what the pruner may
+// keep, so that short contexts leave something to choose from; and besides them what is always kept.
+Quota candidates_of(const Policy& policy);
 
 // Whether its estimates of all tokens come from tiles.
 bool scans_tiles(const Policy& policy);
 
-// A layout that serves every one of `policies`. Throws Error{usage} if one of them does not fit
-// the shape or if two of them want different bits per key.
-IndexLayout plan_index(const KvShape& shape, std::int64_t context, std::int64_t batch,
-                       std::span<const Policy> policies, const LogitFormat& logits = {});
+// A layout that serves every one of the request's policies. Throws Error{usage} if one of them does
+// not fit the shape or if two of them want different bits per key.
+IndexLayout plan_index(const KvRequest& request);
 
 }  // namespace sluice

@@ -1,5 +1,5 @@
-// The key index of a session: what is kept of every key so that weights can be estimated without
-// reading rows.
+// The key index of a pool: what is kept of every key so that weights can be estimated without
+// reading rows; and the sums of values whose mean stands for rows that are not attended.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lib/backend.h"
+#include "lib/batch.h"
 #include "lib/selection.h"
 #include "offload/index_layout.h"
 
@@ -17,17 +18,38 @@ class KeyIndex {
   // Allocates everything that `layout` asks for, in `tier`.
   KeyIndex(Backend& backend, const IndexLayout& layout, Tier tier);
 
-  // Pages of `layer` that became whole: first_page and the rows of every KV head from there on.
-  void build(int layer, std::int64_t first_page, std::int64_t pages, std::span<const RowSpan> rows);
-  // Adds rows to the sums of values, or takes them out again.
-  void add_values(int layer, std::span<const RowSpan> rows, bool subtract);
+  // Where the tiles of sequences are: the backend's memory, [sequences, sequence_tiles()].
+  void use_table(const std::int32_t* slots) { table_ = slots; }
+
+  // Pages of a sequence that became whole: first_page and the rows of every KV head from there on.
+  void build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
+             std::span<const RowSpan> rows);
+  // Pages that tokens of the batch complete.
+  void build(int layer, const TokenBatch& batch, const PagedRows& rows);
+  // Adds rows to a sequence's sums of values, or takes them out again.
+  void add_values(int layer, std::int32_t sequence, std::span<const RowSpan> rows, bool subtract);
+  // Sums of no values at all.
+  void clear_values(std::int32_t sequence);
+
+  // What one sequence has becomes another's: its sums of values.
+  void copy_values(std::int32_t from, std::int32_t to);
+  // A tile of every layer.
+  void copy_tile(std::int32_t from, std::int32_t to);
 
   KeyIndexView view(int layer) const;
-  // [kv_heads, head_dim], or null if the layer keeps none.
-  const float* value_sums(int layer) const;
+  // [sequences, kv_heads, head_dim], or null if the layer keeps none.
+  float* value_sums(int layer) const;
 
-  // Throws Error{numeric} naming layer and KV head if a key was NaN or Inf.
-  void check_keys();
+  // Asks for what build() found, and, once that is done, tells of it: the first KV head of a layer
+  // of a sequence that had a key which is NaN or Inf, or no layer at all. Forgets what it tells.
+  void report_bad();
+  struct BadKey {
+    int layer = -1;
+    int head = 0;
+  };
+  BadKey bad_key(std::int32_t sequence) const;
+  // A sequence that begins anew has none.
+  void clear_bad(std::int32_t sequence);
 
  private:
   struct Layer {
@@ -35,13 +57,16 @@ class KeyIndex {
     Buffer scales;
     Buffer bounds;
     Buffer sums;
-    std::int32_t* bad = nullptr;  // [kv_heads], of bad_; null if keys are not looked at
+    std::int32_t* bad = nullptr;  // [sequences, kv_heads], of bad_; null if keys are not looked at
   };
+  std::size_t sum_bytes() const;
+  KeyTiles tiles() const;
 
   Backend* backend_;
   IndexLayout layout_;
   std::vector<Layer> layers_;
-  Buffer bad_;       // [layers, kv_heads]
+  const std::int32_t* table_ = nullptr;
+  Buffer bad_;       // [layers, sequences, kv_heads]
   Buffer seen_bad_;  // the host's copy of it
 };
 

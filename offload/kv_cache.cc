@@ -11,13 +11,21 @@ struct KvCache::Impl {
   KvSession session;
   Buffer lse;  // [chunk, query_heads]
 
+  static KvPlan plan(const KvConfig& config, const BackendInfo& info) {
+    KvRequest request;
+    request.shape = config.shape;
+    request.context = config.context;
+    request.chunk = config.chunk;
+    request.policies = {&config.policy, 1};
+    request.device_cap = config.device_memory;
+    request.attends_host_rows = info.attends_host_rows;
+    request.logits = info.logits;
+    return plan_kv(request);
+  }
+
   Impl(const KvConfig& config, std::unique_ptr<Backend> owned)
       : backend(std::move(owned)),
-        session(*backend,
-                plan_kv(config.shape, config.context, config.chunk, config.device_memory,
-                        backend->info().attends_host_rows, {&config.policy, 1}, 1,
-                        backend->info().logits),
-                std::span(&config.policy, 1)),
+        session(*backend, plan(config, backend->info()), std::span(&config.policy, 1)),
         lse(backend->allocate(backend->info().compute_tier,
                               static_cast<std::size_t>(session.plan().chunk) *
                                   static_cast<std::size_t>(config.shape.query_heads) *

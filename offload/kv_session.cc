@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "lib/check.h"
 #include "sluice/errors.h"
@@ -21,21 +22,36 @@ void require_supported(const BackendInfo& info, const KvShape& shape) {
                                           std::to_string(shape.head_dim) + "; it has " + known);
 }
 
+KvSession::KvSession(std::shared_ptr<KvPool> pool, std::int32_t sequence)
+    : pool_(std::move(pool)),
+      sequence_(sequence),
+      policy_(pool_->policies().front()),
+      ledger_(pool_->plan().shape.layers),
+      has_rows_(static_cast<std::size_t>(pool_->plan().shape.layers)),
+      run_(std::make_unique<TokenRun>(*pool_)),
+      decode_(std::make_unique<DecodeStep>(*pool_)) {}
+
+KvSession::KvSession(std::shared_ptr<KvPool> pool) : KvSession(pool, pool->open()) {}
+
 KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
-    : backend_(&backend),
-      plan_(plan),
-      planned_(policies.begin(), policies.end()),
-      store_(plan.in_place ? make_in_place_store(backend, plan) : make_tiered_store(backend, plan)),
-      ledger_(plan.shape.layers) {
-  if (planned_.empty()) planned_.emplace_back();
-  policy_ = planned_.front();
-  const IndexLayout layout =
-      plan_index(plan.shape, plan.context, plan.decode_batch, planned_, backend.info().logits);
-  const Tier tier = plan.in_place ? Tier::host : Tier::device;
-  if (layout.selects()) sparse_ = std::make_unique<SparseAttention>(backend, layout, tier);
-  if (layout.zipvl) {
-    important_ = std::make_unique<ImportantTokens>(backend, plan.shape, plan.context, tier);
-  }
+    : KvSession(std::make_shared<KvPool>(backend, plan, policies)) {}
+
+KvSession& KvSession::operator=(KvSession&& other) noexcept {
+  if (this == &other) return *this;
+  std::destroy_at(this);
+  return *std::construct_at(this, std::move(other));
+}
+
+KvSession::~KvSession() {
+  if (pool_ != nullptr) pool_->close(sequence_);
+}
+
+KvSession KvSession::fork() {
+  require_outside_step();
+  KvSession child(pool_, pool_->fork(sequence_));
+  child.policy_ = policy_;
+  child.length_ = length_;
+  return child;
 }
 
 void KvSession::require_outside_step() const {
@@ -45,99 +61,180 @@ void KvSession::require_outside_step() const {
 }
 
 void KvSession::require_room(std::int64_t tokens) const {
-  if (tokens <= plan_.context - length_) return;
-  throw Error(ErrorCode::prompt, "the session is planned for " + std::to_string(plan_.context) +
+  const std::int64_t context = plan().context;
+  if (tokens <= context - length_) return;
+  throw Error(ErrorCode::prompt, "the session is planned for " + std::to_string(context) +
                                      " tokens and cannot take " + std::to_string(tokens) +
                                      " more after " + std::to_string(length_) +
                                      "; raise --context");
 }
 
+void KvSession::require_layer(int layer) const {
+  if (!in_step_) throw Error(ErrorCode::usage, "rows or queries outside a step; call begin_step");
+  if (layer >= 0 && layer < plan().shape.layers) return;
+  throw Error(ErrorCode::usage, "layer " + std::to_string(layer) + ": there are 0 to " +
+                                    std::to_string(plan().shape.layers - 1));
+}
+
+std::int64_t KvSession::decode_room() const {
+  const std::int64_t most = std::min(plan().chunk, plan().decode_batch);
+  // Tokens of one page: what becomes an index behind them serves the next step.
+  return pool_->sparse() == nullptr ? most
+                                    : std::min(most, kPageTokens - length_ % kPageTokens);
+}
+
+std::int32_t KvSession::begin_rows(Phase phase, std::int64_t tokens) {
+  pool_->require_room(sequence_, length_, length_ + tokens);
+  step_ = {length_, tokens};
+  phase_ = phase;
+  in_step_ = true;
+  appended_ = -1;
+  std::fill(has_rows_.begin(), has_rows_.end(), false);
+  ledger_.begin_step(phase, static_cast<int>(tokens));
+  return pool_->write(sequence_, step_.first, step_.end(), ledger_);
+}
+
+void KvSession::cancel_rows() {
+  pool_->forget_blocks(sequence_, length_);
+  in_step_ = false;
+}
+
 void KvSession::begin_step(Phase phase, std::int64_t tokens) {
   require_outside_step();
-  const std::int64_t most = phase == Phase::decode && sparse_ != nullptr
-                                ? std::min(plan_.chunk, plan_.decode_batch)
-                                : plan_.chunk;
+  const std::int64_t most = phase == Phase::decode ? decode_room() : plan().chunk;
   if (tokens < 1 || tokens > most) {
     throw Error(ErrorCode::usage, "a step must have 1 to " + std::to_string(most) +
                                       " tokens, not " + std::to_string(tokens));
   }
   require_room(tokens);
-  step_ = {length_, tokens};
-  phase_ = phase;
-  in_step_ = true;
-  store_->begin(step_);
-  ledger_.begin_step(phase, static_cast<int>(tokens));
-  if (rewound_) store_->rewind(length_, ledger_);
-  rewound_ = false;
-  if (sparse_ != nullptr && phase == Phase::decode) sparse_->begin(step_);
+  const std::int32_t begun = begin_rows(phase, tokens);
+  const bool decodes = phase == Phase::decode;
+  is_run_ = !decodes || (tokens > 1 && pool_->sparse() == nullptr);
+  if (is_run_ || tokens > 1) run_->begin(sequence_, step_, begun);
+  if (!decodes) return;
+  std::vector<BatchToken> batch;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    batch.push_back({sequence_, static_cast<std::int32_t>(length_ + i)});
+  }
+  decode_->begin(batch, policy_);
+  decode_->issue_tokens();
 }
 
 void KvSession::append(int layer, const NewRows& rows) {
-  check(in_step_ && layer >= 0 && layer < plan_.shape.layers, "append outside a step");
-  store_->append(layer, step_, rows, ledger_);
-  if (sparse_ != nullptr) sparse_->append(layer, step_, *store_, attends_densely(layer));
+  require_layer(layer);
+  if (has_rows_[static_cast<std::size_t>(layer)]) {
+    throw Error(ErrorCode::usage,
+                "layer " + std::to_string(layer) + " has its rows of this step already");
+  }
+  if (is_run_) {
+    run_->append(layer, rows, pool_->sparse() != nullptr);
+    ledger_.record(layer, Tier::host, Tier::device, Cause::miss,
+                   traffic_of(plan().shape, run_->fetched_front()));
+  } else {
+    decode_->append(layer, rows);
+  }
+  has_rows_[static_cast<std::size_t>(layer)] = true;
+  appended_ = layer;
+}
+
+bool KvSession::attends_run(int layer) const {
+  return is_run_ || (step_.tokens > 1 && decode_->is_dense(layer));
 }
 
 void KvSession::attend(int layer, const Queries& queries) {
-  check(in_step_ && layer >= 0 && layer < plan_.shape.layers, "attend outside a step");
+  require_layer(layer);
   if (in_prompt_) {
-    important_->attend(layer, policy_.prefill, step_, queries, *store_, ledger_);
-  } else if (attends_densely(layer)) {
-    store_->attend(layer, step_, queries, ledger_);
-  } else {
-    sparse_->attend(policy_, layer, step_, queries, *store_, eligible(layer));
+    return pool_->important()->attend(layer, policy_.prefill, step_, queries, *pool_, ledger_);
   }
+  if (layer != appended_) {
+    throw Error(ErrorCode::usage, "layer " + std::to_string(layer) +
+                                      " is attended right after its rows were appended");
+  }
+  if (!attends_run(layer)) return decode_->attend(layer, queries);
+  run_->attend(layer, queries);
+  if (phase_ == Phase::decode) return;  // counted token by token
+  const Tier tier = pool_->tier();
+  ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits()));
+  ledger_.record(layer, Tier::host, tier, Cause::miss, traffic_of(plan().shape, run_->misses()));
 }
 
-void KvSession::end_step() {
-  check(in_step_, "end_step outside a step");
-  selection_.clear();
-  if (sparse_ != nullptr && phase_ == Phase::decode) {
-    selection_ = sparse_->finish(step_, *store_, ledger_);
+void KvSession::end_rows() {
+  const KvShape& shape = plan().shape;
+  const Tier tier = pool_->tier();
+  const Traffic all = traffic_of(shape, step_.tokens);
+  const Traffic near =
+      plan().in_place || is_run_
+          ? all
+          : traffic_of(shape, pool_->tables().resident_rows(sequence_, step_.end()) -
+                                  pool_->tables().resident_rows(sequence_, step_.first));
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    ledger_.record(layer, tier, tier, Cause::append, near);
+    if (!plan().in_place) {
+      ledger_.record(layer, Tier::device, Tier::host, Cause::write_back, all);
+    }
   }
   length_ = step_.end();
   in_step_ = false;
 }
 
+void KvSession::end_step() {
+  if (!in_step_) throw Error(ErrorCode::usage, "end_step outside a step; call begin_step");
+  const auto missing = std::find(has_rows_.begin(), has_rows_.end(), false);
+  if (missing != has_rows_.end()) {
+    throw Error(ErrorCode::usage, "layer " + std::to_string(missing - has_rows_.begin()) +
+                                      " has no rows of this step yet");
+  }
+  selection_.clear();
+  if (phase_ == Phase::decode) {
+    decode_->issue_report();
+    if (decode_->reports()) pool_->backend().synchronize();
+    selection_ = decode_->finish(sequence_, ledger_);
+  }
+  end_rows();
+}
+
 void KvSession::begin_prompt(std::int64_t tokens) {
   require_outside_step();
-  check(important_ != nullptr && policy_.prefill.tau > 0.0, "this policy's prefill is dense");
+  check(pool_->important() != nullptr && policy_.prefill.tau > 0.0, "this policy's prefill is dense");
   require_room(tokens);
+  pool_->require_room(sequence_, length_, length_ + tokens);
   prompt_ = {length_, tokens};
   phase_ = Phase::prefill;
-  in_step_ = in_prompt_ = true;
+  in_step_ = in_prompt_ = is_run_ = true;
   ledger_.begin_step(phase_, static_cast<int>(tokens));
-  if (rewound_) store_->rewind(length_, ledger_);
-  rewound_ = false;
-  important_->begin(prompt_);
+  pool_->write(sequence_, prompt_.first, prompt_.end(), ledger_);
+  pool_->important()->begin(sequence_, prompt_);
 }
 
 void KvSession::take_piece(std::int64_t first, std::int64_t tokens) {
-  check(in_prompt_ && first + tokens <= prompt_.tokens && tokens <= plan_.chunk, "bad piece");
+  check(in_prompt_ && first + tokens <= prompt_.tokens && tokens <= plan().chunk, "bad piece");
   step_ = {prompt_.first + first, tokens};
-  store_->begin(step_);
+  std::fill(has_rows_.begin(), has_rows_.end(), false);
+  run_->begin(sequence_, step_, PageSlots::kNone);
 }
 
-void KvSession::collect(const Queries& queries) { important_->collect(step_, queries); }
+void KvSession::collect(const Queries& queries) { pool_->important()->collect(step_, queries); }
 
 void KvSession::choose(int layer) {
   SparsePrefill how = policy_.prefill;
   const std::vector<int>& dense = policy_.dense_layers;
   if (std::find(dense.begin(), dense.end(), layer) != dense.end()) how.tau = 1.0;
-  important_->choose(layer, how, *store_);
+  pool_->important()->choose(layer, how, *pool_);
 }
 
 void KvSession::end_prompt() {
   check(in_prompt_, "end_prompt outside a prompt");
-  backend_->synchronize();
+  pool_->backend().synchronize();
   selection_.clear();
-  length_ = prompt_.end();
-  in_step_ = in_prompt_ = false;
+  step_ = prompt_;
+  end_rows();
+  in_prompt_ = false;
 }
 
 void KvSession::use(const Policy& policy) {
   require_outside_step();
-  if (std::find(planned_.begin(), planned_.end(), policy) == planned_.end()) {
+  const std::vector<Policy>& planned = pool_->policies();
+  if (std::find(planned.begin(), planned.end(), policy) == planned.end()) {
     throw Error(ErrorCode::usage,
                 "the session was not planned for the policy '" + to_string(policy) + "'");
   }
@@ -148,10 +245,8 @@ void KvSession::truncate(std::int64_t length) {
   require_outside_step();
   check(length >= 0 && length <= length_, "truncate to more than there is");
   if (length == length_) return;
-  if (sparse_ != nullptr) sparse_->forget(length, length_, *store_);
-  if (important_ != nullptr) important_->rewind(length);
+  pool_->truncate(sequence_, length_, length);
   length_ = length;
-  rewound_ = true;
 }
 
 MemoryUse memory_use(Backend& backend) {

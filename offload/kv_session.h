@@ -1,12 +1,14 @@
-// One session's KV cache: steps, length, the ledger around a KvStore, and the policy in force.
+// One session's KV cache: a sequence of a pool, its steps, length and ledger, and the policy in
+// force.
 #pragma once
 
 #include <memory>
 #include <span>
+#include <vector>
 
-#include "offload/important_tokens.h"
-#include "offload/kv_store.h"
-#include "offload/sparse_attention.h"
+#include "offload/decode_step.h"
+#include "offload/kv_pool.h"
+#include "offload/token_run.h"
 #include "sluice/policy.h"
 #include "sluice/selection.h"
 
@@ -14,16 +16,28 @@ namespace sluice {
 
 class KvSession {
  public:
-  // The shape must be supported. `policies`: those that use() may be called with; the first is in
-  // force. None: dense.
+  // A new sequence. Throws Error{memory} if the pool has as many as were planned for. The first of
+  // the pool's policies is in force.
+  explicit KvSession(std::shared_ptr<KvPool> pool);
+  // In a pool of its own. The shape must be supported.
   KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {});
+  KvSession(KvSession&&) noexcept = default;
+  KvSession& operator=(KvSession&& other) noexcept;
+  ~KvSession();
 
-  // See KvCache for the protocol of a step.
+  // A session with the same tokens and policy, which shares what it does not write. Its ledger
+  // begins anew. Throws Error{memory} as the constructor does.
+  KvSession fork();
+
+  // See KvCache for the protocol of a step. What breaks it throws Error{usage} and changes nothing;
+  // an error in the work of a step leaves the session unusable, and later calls say so.
   void begin_step(Phase phase, std::int64_t tokens);
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
   // Throws Error{numeric} if a selection met a NaN or an infinity.
   void end_step();
+  // Most tokens that begin_step(Phase::decode) takes next.
+  std::int64_t decode_room() const;
 
   // A prompt of any length, layer by layer: between begin_prompt and end_prompt, every layer takes
   // all pieces of up to plan().chunk tokens, in order and twice. First take_piece, append and
@@ -42,38 +56,45 @@ class KvSession {
   void truncate(std::int64_t length);
 
   std::int64_t length() const { return length_; }
-  const KvPlan& plan() const { return plan_; }
+  const KvPlan& plan() const { return pool_->plan(); }
   const Policy& policy() const { return policy_; }
   const Ledger& ledger() const { return ledger_; }
   // Of the last step; empty if every layer was dense.
   const StepSelection& selection() const { return selection_; }
+  const std::shared_ptr<KvPool>& pool() const { return pool_; }
 
  private:
-  bool attends_densely(int layer) const {
-    return phase_ != Phase::decode || (policy_.is_dense(layer) && eligible(layer).host == nullptr);
-  }
-  Eligible eligible(int layer) const {
-    return important_ != nullptr ? important_->eligible(layer) : Eligible();
-  }
+  friend class KvBatch;
+
+  KvSession(std::shared_ptr<KvPool> pool, std::int32_t sequence);
   void require_room(std::int64_t tokens) const;
   void require_outside_step() const;
+  void require_layer(int layer) const;
+  // Takes the rows of a step from `length_` on; KvPool::write()'s result.
+  std::int32_t begin_rows(Phase phase, std::int64_t tokens);
+  // Gives back what they took, before anything was written.
+  void cancel_rows();
+  // Counts the step's new rows, and makes them the session's.
+  void end_rows();
+  // Several known tokens at a time are a run to layers that attend densely.
+  bool attends_run(int layer) const;
 
-  Backend* backend_;
-  KvPlan plan_;
-  std::vector<Policy> planned_;
+  std::shared_ptr<KvPool> pool_;
+  std::int32_t sequence_ = 0;
   Policy policy_;
-  std::unique_ptr<KvStore> store_;
-  std::unique_ptr<SparseAttention> sparse_;     // null if every policy is dense
-  std::unique_ptr<ImportantTokens> important_;  // null if every prefill is
-  StepRange prompt_;
-  bool in_prompt_ = false;
   Ledger ledger_;
   StepRange step_;
   Phase phase_ = Phase::prefill;
   bool in_step_ = false;
-  bool rewound_ = false;
+  bool is_run_ = false;   // the step's tokens are appended by run_, else by decode_
+  int appended_ = -1;     // the layer whose rows came last
+  std::vector<bool> has_rows_;  // of the step, by layer
+  StepRange prompt_;
+  bool in_prompt_ = false;
   std::int64_t length_ = 0;
   StepSelection selection_;
+  std::unique_ptr<TokenRun> run_;
+  std::unique_ptr<DecodeStep> decode_;
 };
 
 // Throws Error{unsupported} if the backend has no attention for such rows.

@@ -12,7 +12,7 @@
 namespace sluice {
 namespace {
 
-constexpr std::int64_t kMaxContext = std::int64_t{1} << 31;
+constexpr std::int64_t kMaxContext = (std::int64_t{1} << 31) - 1;
 constexpr std::int64_t kMaxChunk = 1 << 16;
 // Streaming buffers of at least 64 rows keep a transfer above 8 KiB per head; past 4 MiB
 // a larger one gains nothing (8192 rows of 512 bytes; 512 KiB cost a fifth of PCIe's bandwidth).
@@ -22,8 +22,10 @@ constexpr std::int64_t kMinChunk = 16;
 // With smaller chunks than this, prefill streams so often that tails are the wrong use of memory.
 constexpr std::int64_t kMinChunkBesideTails = 64;
 constexpr std::uint64_t kHostPage = 4096;
+constexpr std::int64_t kMaxSequences = 4096;
 
-void validate(const KvShape& shape, std::int64_t context, std::int64_t chunk) {
+void validate(const KvRequest& request) {
+  const KvShape& shape = request.shape;
   const auto require = [](bool holds, const std::string& message) {
     if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
   };
@@ -33,8 +35,15 @@ void validate(const KvShape& shape, std::int64_t context, std::int64_t chunk) {
           "query_heads must be a multiple of kv_heads");
   require(shape.head_dim >= 2 && shape.head_dim <= 256 && shape.head_dim % 2 == 0,
           "head_dim must be even and 2 to 256");
-  require(context >= 1 && context <= kMaxContext, "context must be 1 to 2147483648 tokens");
-  require(chunk >= 1 && chunk <= kMaxChunk, "chunk must be 1 to 65536 tokens");
+  require(request.context >= 1 && request.context <= kMaxContext,
+          "context must be 1 to 2147483647 tokens");
+  require(request.chunk >= 1 && request.chunk <= kMaxChunk, "chunk must be 1 to 65536 tokens");
+  require(request.sequences >= 1 && request.sequences <= kMaxSequences,
+          "sequences must be 1 to 4096");
+  require(request.decode_batch >= 1 && request.decode_batch <= kMostBatch,
+          "a decode step takes 1 to 64 tokens");
+  require(request.tokens >= 0 && request.tokens <= request.sequences * request.context,
+          "tokens must not exceed those of all sequences");
 }
 
 // The device bytes of a layout, and of each part.
@@ -53,8 +62,7 @@ struct Sizes {
     return heads * static_cast<std::uint64_t>(tokens) * row;
   }
   std::uint64_t total(const KvPlan& p) const {
-    return p.index_bytes + p.work_bytes +
-           per_region(p.resident_tokens + (p.tails ? kPageTokens : 0)) +
+    return p.index_bytes + p.work_bytes + p.table_bytes + per_region(p.device_rows()) +
            per_head(p.window_tokens + 2 * p.stream_tokens);
   }
 };
@@ -95,61 +103,99 @@ KvPlan widen(KvPlan plan, const Sizes& sizes, std::uint64_t cap) {
     break;
   }
   const auto rows = static_cast<std::int64_t>((cap - sizes.total(plan)) / sizes.per_region(1));
-  plan.resident_tokens = std::min(rows, plan.context) / kPageTokens * kPageTokens;
+  plan.resident_tokens = std::min(rows / kPageTokens, plan.blocks - 1) * kPageTokens;
   return plan;
 }
 
 }  // namespace
 
 std::uint64_t KvPlan::dense_bytes() const {
-  return shape.token_bytes() * static_cast<std::uint64_t>(context);
+  return shape.token_bytes() * static_cast<std::uint64_t>(tokens);
 }
 
-std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t tokens) {
-  return round_up(static_cast<std::uint64_t>(tokens) * shape.row_bytes(), kHostPage);
+// A sequence by itself fills its blocks in order, and needs no more of the last than it has tokens
+// for.
+std::int64_t KvPlan::home_rows() const {
+  return sequences == 1 ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
 }
 
-KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
-               std::optional<std::uint64_t> device_cap, bool attends_host_rows,
-               std::span<const Policy> policies, std::int64_t decode_batch,
-               const LogitFormat& logits, std::uint64_t beside) {
-  validate(shape, context, chunk);
-  const IndexLayout layout = plan_index(shape, context, decode_batch, policies, logits);
-  const Sizes sizes(shape);
+std::int64_t KvPlan::device_rows() const {
+  if (in_place) return 0;
+  const std::int64_t pinned = tails ? sequences * kPageTokens : 0;
+  return std::min(home_rows(), resident_tokens + pinned);
+}
+
+std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
+  return round_up(static_cast<std::uint64_t>(rows) * shape.row_bytes(), kHostPage);
+}
+
+namespace {
+
+// What does not depend on the caps.
+KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
+  const Sizes sizes(request.shape);
   KvPlan plan;
-  plan.shape = shape;
-  plan.context = context;
-  plan.chunk = std::min(chunk, context);
-  plan.decode_batch = decode_batch;
+  plan.shape = request.shape;
+  plan.context = request.context;
+  plan.sequences = request.sequences;
+  plan.tokens = request.tokens > 0 ? request.tokens : request.sequences * request.context;
+  plan.blocks = blocks_for(request.context, request.sequences, plan.tokens);
+  plan.chunk = std::min(request.chunk, request.context);
+  plan.decode_batch = layout.batch;
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.work_bytes();
-  if (layout.zipvl) plan.work_bytes += ImportantTokens::work_bytes(shape, context);
-  plan.host_bytes = sizes.regions * host_region_bytes(shape, context) + layout.host_bytes();
-  if (layout.zipvl) plan.host_bytes += ImportantTokens::host_bytes(shape, context);
-  if (!device_cap && attends_host_rows) {
+  plan.table_bytes = layout.table_bytes();
+  plan.host_bytes = sizes.regions * host_region_bytes(request.shape, plan.home_rows()) +
+                    layout.host_bytes() + layout.state_bytes();
+  if (layout.zipvl) {
+    plan.work_bytes +=
+        ImportantTokens::work_bytes(request.shape, request.context, request.sequences);
+    plan.host_bytes +=
+        ImportantTokens::host_bytes(request.shape, request.context, request.sequences);
+  }
+  return plan;
+}
+
+[[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& plan,
+                                  const Sizes& sizes) {
+  const bool selects = needs_tails(plan);
+  const std::uint64_t streamed = sizes.total(
+      smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
+  KvPlan whole = plan;
+  whole.resident_tokens = whole.home_rows();
+  const std::uint64_t least = std::min(streamed, sizes.total(whole)) + request.beside;
+  const std::string index = selects ? ", of which the policy's key index and work space take " +
+                                          format_bytes(plan.index_bytes + plan.work_bytes) +
+                                          "; --policy dense needs none"
+                                    : "";
+  throw Error(ErrorCode::memory, "--device-memory " +
+                                     format_bytes(*request.device_cap + request.beside) +
+                                     " is too small for this model; give at least " +
+                                     std::to_string(least) + "B (" + format_bytes(least) + ")" +
+                                     index);
+}
+
+}  // namespace
+
+KvPlan plan_kv(const KvRequest& request) {
+  validate(request);
+  const IndexLayout layout = plan_index(request);
+  const Sizes sizes(request.shape);
+  KvPlan plan = uncapped(request, layout);
+  if (!request.device_cap && request.attends_host_rows) {
     plan.in_place = true;
-    plan.host_bytes += plan.index_bytes + plan.work_bytes;
+    plan.host_bytes += plan.index_bytes + plan.work_bytes + plan.table_bytes;
     return plan;
   }
-  const std::uint64_t cap = device_cap.value_or(UINT64_MAX);
-  if (plan.index_bytes + plan.work_bytes + sizes.per_region(context) <= cap) {
-    plan.resident_tokens = context;
+  const std::uint64_t cap = request.device_cap.value_or(UINT64_MAX);
+  KvPlan whole = plan;
+  whole.resident_tokens = whole.home_rows();
+  if (sizes.total(whole) <= cap) {
+    plan = whole;
   } else if (const auto streaming = fit_streaming(plan, sizes, cap)) {
     plan = widen(*streaming, sizes, cap);
   } else {
-    const bool selects = needs_tails(plan);
-    const std::uint64_t streamed = sizes.total(
-        smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
-    const std::uint64_t least =
-        std::min(streamed, plan.index_bytes + plan.work_bytes + sizes.per_region(context));
-    const std::string index = selects ? ", of which the policy's key index and work space take " +
-                                            format_bytes(plan.index_bytes + plan.work_bytes) +
-                                            "; --policy dense needs none"
-                                      : "";
-    throw Error(ErrorCode::memory, "--device-memory " + format_bytes(cap + beside) +
-                                       " is too small for this model; give at least " +
-                                       std::to_string(least + beside) + "B (" +
-                                       format_bytes(least + beside) + ")" + index);
+    throw_too_small(request, plan, sizes);
   }
   plan.device_bytes = sizes.total(plan);
   return plan;

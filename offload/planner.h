@@ -11,17 +11,26 @@
 
 namespace sluice {
 
-// `attends_host_rows`: without a device cap the rows may stay in host memory. `policies` are those
-// that the session may use, `decode_batch` the tokens that it decodes in one step, `logits` how the
-// backend keeps estimates, `beside` what else `--device-memory` has to hold. Throws
-// Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is too
-// small to run at all.
-KvPlan plan_kv(const KvShape& shape, std::int64_t context, std::int64_t chunk,
-               std::optional<std::uint64_t> device_cap, bool attends_host_rows,
-               std::span<const Policy> policies = {}, std::int64_t decode_batch = 1,
-               const LogitFormat& logits = {}, std::uint64_t beside = 0);
+// What a pool of sequences is asked to be.
+struct KvRequest {
+  KvShape shape;
+  std::int64_t context = 0;    // tokens of one sequence
+  std::int64_t chunk = 512;    // most tokens per step of a prompt
+  std::int64_t sequences = 1;  // at a time
+  std::int64_t tokens = 0;     // of all of them, where forks share some; 0: sequences * context
+  std::int64_t decode_batch = 1;         // most tokens per decode step; at least `sequences`
+  std::span<const Policy> policies = {};  // that sessions may use; none: dense
+  std::optional<std::uint64_t> device_cap = std::nullopt;
+  bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
+  LogitFormat logits = {};         // how the backend keeps estimates
+  std::uint64_t beside = 0;        // what else the cap has to hold, for the message
+};
+
+// Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is
+// too small to run at all.
+KvPlan plan_kv(const KvRequest& request);
 
 // Bytes of a region's rows, rounded to what the host store commits.
-std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t tokens);
+std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows);
 
 }  // namespace sluice

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "lib/check.h"
@@ -18,26 +19,42 @@ int channels_of(const Policy& policy, int head_dim) {
   return policy.channels > 0 ? policy.channels : std::max(1, head_dim / 4);
 }
 
+// The layer whose selection a layer attends to: its own, or that of the latest one that selected.
+// Dense layers select, too, where tokens were evicted: all that are left.
+int source_of(const Policy& policy, int layer, bool evicts) {
+  const auto chooses = [&](int at) {
+    return policy.selects(at) || (evicts && policy.is_dense(at));
+  };
+  while (layer >= 0 && !chooses(layer)) --layer;
+  check(layer >= 0, "a follower before any layer that selects");
+  return layer;
+}
+
 }  // namespace
 
 SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Tier tier)
     : backend_(&backend),
       layout_(layout),
       index_(backend, layout, tier),
-      tier_(tier),
-      records_(static_cast<std::size_t>(layout.shape.layers)) {
+      tier_(tier) {
   const KvShape& shape = layout.shape;
   const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
     return backend.allocate(where, count * size);
   };
   const std::size_t logit = size_of(layout.logits.dtype);
-  logits_ = allocate(tier, count_of(shape.query_heads, layout.logit_stride()), logit);
+  logits_ = allocate(tier, count_of(layout.wave, shape.query_heads, layout.logit_stride()), logit);
   digest_ = allocate(tier, layout.digest_bytes(), 1);
-  candidate_logits_ = allocate(tier, count_of(shape.query_heads, layout.candidate_stride()), logit);
-  lse_ = allocate(tier, static_cast<std::size_t>(shape.query_heads), sizeof(float));
+  candidate_logits_ =
+      allocate(tier, count_of(layout.wave, shape.query_heads, layout.candidate_stride()), logit);
+  lse_ = allocate(tier, count_of(layout.wave, shape.query_heads), sizeof(float));
   positions_ =
       allocate(tier, count_of(layout.slots, shape.kv_heads, layout.selected), sizeof(std::int32_t));
-  candidates_ = allocate(tier, count_of(shape.kv_heads, layout.candidates), sizeof(std::int32_t));
+  candidates_ = allocate(tier, count_of(layout.wave, shape.kv_heads, layout.candidates),
+                         sizeof(std::int32_t));
+  if (layout.sums_values()) {
+    token_sums_ =
+        allocate(tier, count_of(layout.batch, shape.kv_heads, shape.head_dim), sizeof(float));
+  }
   arena_ = allocate(tier, count_of(shape.kv_heads, layout.arena_rows), shape.row_bytes());
   report_ = make_report(backend, layout, tier);
   seen_ = make_report(backend, layout, Tier::host);
@@ -65,15 +82,9 @@ std::int64_t SparseAttention::query_entry(int layer, std::int64_t token) const {
   return (layer * layout_.batch + token) * layout_.shape.query_heads;
 }
 
-void SparseAttention::begin(const StepRange& step) {
-  check(step.tokens <= layout_.batch, "more tokens in a step than selections are planned for");
-  latest_ = -1;
-  std::fill(records_.begin(), records_.end(), LayerRecord());
-}
-
 SelectionView SparseAttention::selection(int layer, std::int64_t token) const {
-  // Layers that follow another need its positions later; without them one slot does for all.
-  const std::int64_t slot = layout_.slots > 1 ? token : 0;
+  // Layers that follow another need its positions later; without them those of a wave do for all.
+  const std::int64_t slot = layout_.slots >= layout_.batch ? token : token % layout_.wave;
   auto* const positions = reinterpret_cast<std::int32_t*>(positions_.data()) +
                           slot * layout_.shape.kv_heads * layout_.selected;
   return {positions, layout_.selected, report_.heads + head_entry(layer, token)};
@@ -94,236 +105,152 @@ float* SparseAttention::alpha(int layer, std::int64_t token) const {
 
 // One query head per KV head keeps the same top_k whatever the newest rows weigh. They are then
 // spared the estimate: attention, which reads them anyway, adds their share to alpha.
-bool SparseAttention::newest_apart(const Policy& policy, const Token& token) const {
+bool SparseAttention::newest_apart(const Policy& policy, const Wave& wave) const {
   const bool estimates = policy.select == Selector::sparq || policy.select == Selector::int4 ||
                          policy.select == Selector::quest;
-  return policy.selects(token.layer) && estimates && policy.prune == Pruner::top_k &&
-         !policy.candidates.limited() && layout_.shape.group() == 1 &&
-         token.eligible.device == nullptr && token.pages() > 0;
+  return policy.selects(wave.layer) && estimates && policy.prune == Pruner::top_k &&
+         !policy.candidates.limited() && layout_.shape.group() == 1 && wave.mask.tokens == nullptr;
 }
 
-std::vector<RowSpan> SparseAttention::tail_rows(const Token& token, KvStore& store) const {
-  std::vector<RowSpan> rows;
-  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    rows.push_back({store.newest(token.layer, head, token.tail_first()), token.tail()});
-  }
-  return rows;
-}
-
-std::vector<RowSpan> SparseAttention::all_rows(const Token& token, KvStore& store,
-                                               std::int64_t count) const {
-  std::vector<RowSpan> rows;
-  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    const RowSource source = store.source(token.layer, head);
-    rows.push_back({source.resident_count >= count ? source.resident : source.home, count});
-  }
-  return rows;
-}
-
-void SparseAttention::append(int layer, const StepRange& step, KvStore& store, bool dense) {
-  const std::int64_t first_page = step.first / kPageTokens;
-  const std::int64_t pages = step.end() / kPageTokens - first_page;
-  std::vector<RowSpan> whole;
-  std::vector<RowSpan> fresh;
-  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    whole.push_back({store.newest(layer, head, first_page * kPageTokens), pages * kPageTokens});
-    fresh.push_back({store.newest(layer, head, step.first), step.tokens});
-  }
-  index_.build(layer, first_page, pages, whole);
-  if (dense) index_.add_values(layer, fresh, false);
-}
-
-void SparseAttention::forget(std::int64_t from, std::int64_t to, KvStore& store) {
-  const auto row_bytes = static_cast<std::int64_t>(layout_.shape.row_bytes());
-  for (int layer = 0; layer < layout_.shape.layers; ++layer) {
-    std::vector<RowSpan> rows;
-    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-      rows.push_back({store.source(layer, head).home + from * row_bytes, to - from});
-    }
-    index_.add_values(layer, rows, true);
-  }
-}
-
-void SparseAttention::attend(const Policy& policy, int layer, const StepRange& step,
-                             const Queries& queries, KvStore& store, const Eligible& eligible) {
-  const KvShape& shape = layout_.shape;
+void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
+                             const Queries& queries, const PagedRows& rows, const Mask& mask) {
   // A dense layer is here because some tokens were evicted: it attends to what is left.
-  const bool selects = policy.selects(layer) || policy.is_dense(layer);
-  if (selects) latest_ = layer;
-  check(latest_ >= 0, "a follower before any layer that selects");
-  records_[static_cast<std::size_t>(layer)] = {latest_, &policy};
-  for (std::int64_t i = 0; i < step.tokens; ++i) {
-    Token token;
-    token.layer = layer;
-    token.index = i;
-    token.position = step.first + i;
-    token.q = queries.q + i * queries.stride;
-    token.out = queries.out + i * shape.query_heads * shape.head_dim;
-    token.lse = queries.lse + i * shape.query_heads;
-    token.eligible = eligible;
-    token.newest_apart = newest_apart(policy, token);
-    std::vector<RowSpan> own;
-    for (int head = 0; head < shape.kv_heads; ++head) {
-      own.push_back({store.newest(layer, head, token.position), 1});
-    }
-    index_.add_values(layer, own, false);
-    token.compensates = policy.selects(layer) && policy.compensate == Compensation::mean_value;
-    if (selects) choose(policy, token, store);
-    attend_token(token, latest_, store);
+  const int source = source_of(policy, layer, mask.tokens != nullptr);
+  for (std::int64_t first = 0; first < batch.count; first += layout_.wave) {
+    Wave wave;
+    wave.layer = layer;
+    wave.first = first;
+    wave.batch = {batch.tokens + first, std::min(layout_.wave, batch.count - first),
+                  batch.capacity};
+    wave.q = queries.q + first * queries.stride;
+    wave.q_stride = queries.stride;
+    wave.rows = rows;
+    wave.mask = mask;
+    wave.skip_newest = newest_apart(policy, wave);
+    if (source == layer) choose(policy, wave);
+    attend_wave(policy, wave, source, queries);
   }
 }
 
-void SparseAttention::choose(const Policy& policy, const Token& token, KvStore& store) {
-  if (policy.select == Selector::streaming || policy.is_dense(token.layer)) {
-    return choose_fixed(policy, token);
+void SparseAttention::choose(const Policy& policy, const Wave& wave) {
+  if (policy.select == Selector::streaming || policy.is_dense(wave.layer)) {
+    return choose_fixed(policy, wave);
   }
-  propose(policy, token, store);
-  if (policy.candidates.limited()) rescore(policy, token, store);
+  propose(policy, wave);
+  if (policy.candidates.limited()) rescore(policy, wave);
 }
 
-// No estimate is needed; the positions are known to the host.
-void SparseAttention::choose_fixed(const Policy& policy, const Token& token) {
-  const SelectionView view = selection(token.layer, token.index);
-  const std::int64_t end = token.tail_first();
-  const bool all = policy.is_dense(token.layer);
-  const std::int64_t sinks = all ? end : std::min(policy.sinks, end);
-  const std::int64_t recent = std::max(sinks, std::min(end, token.count() - policy.recent));
-  std::vector<std::int32_t> positions;
-  const auto add = [&](std::int64_t from, std::int64_t to) {
-    for (std::int64_t at = from; at < to; ++at) {
-      if (token.eligible.host != nullptr && token.eligible.host[at] == 0) continue;
-      positions.push_back(static_cast<std::int32_t>(at));
-    }
-  };
-  add(0, sinks);
-  add(recent, end);
-  HeadSelection found;
-  found.count = static_cast<std::int32_t>(positions.size());
-  const std::vector<HeadSelection> heads(static_cast<std::size_t>(layout_.shape.kv_heads), found);
-  const std::vector<float> ones(static_cast<std::size_t>(layout_.shape.query_heads), 1.0f);
-  std::vector<CopyOp> ops;
-  const auto put = [&](auto* to, const auto& from) {
-    ops.push_back({reinterpret_cast<std::byte*>(to),
-                   reinterpret_cast<const std::byte*>(from.data()), sizeof(from[0]) * from.size()});
-  };
-  put(view.heads, heads);
-  put(alpha(token.layer, token.index), ones);
-  if (!positions.empty()) put(view.positions, positions);
-  backend_->copy(ops, Stream::compute);
-  // The same for the other heads, from the first one's: the host's list is read once.
-  ops.clear();
-  for (int head = 1; head < layout_.shape.kv_heads && !positions.empty(); ++head) {
-    ops.push_back({reinterpret_cast<std::byte*>(view.positions + head * view.capacity),
-                   reinterpret_cast<const std::byte*>(view.positions),
-                   positions.size() * sizeof(positions[0])});
-  }
-  backend_->copy(ops, Stream::compute);
+// No estimate is needed: what is always kept is all that is.
+void SparseAttention::choose_fixed(const Policy& policy, const Wave& wave) {
+  SelectParams select = select_params(policy, wave);
+  if (policy.is_dense(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
+  select.selected = selection(wave.layer, wave.first);
+  select.alpha = alpha(wave.layer, wave.first);
+  backend_->select(select);
+}
+
+EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
+  EstimateParams params;
+  params.q = wave.q;
+  params.q_stride = wave.q_stride;
+  params.shape = layout_.shape;
+  params.batch = wave.batch;
+  params.index = index_.view(wave.layer);
+  params.rows = wave.rows;
+  params.skip_newest = wave.skip_newest;
+  return params;
 }
 
 // Estimates every token, then keeps the candidates or, if nothing re-scores them, what the policy
 // is after.
-void SparseAttention::propose(const Policy& policy, const Token& token, KvStore& store) {
-  const bool exact = policy.select == Selector::exact;
-  EstimateParams estimate;
-  estimate.q = token.q;
-  estimate.shape = layout_.shape;
+void SparseAttention::propose(const Policy& policy, const Wave& wave) {
+  EstimateParams estimate = estimate_params(wave);
   estimate.method = policy.select;
   estimate.channels = channels_of(policy, layout_.shape.head_dim);
-  estimate.index = index_.view(token.layer);
-  estimate.pages = exact ? 0 : token.pages();
-  std::vector<RowSpan> rows =
-      exact ? all_rows(token, store, token.count()) : tail_rows(token, store);
-  if (token.newest_apart) std::fill(rows.begin(), rows.end(), RowSpan());
-  estimate.rows = rows;
   estimate.logits = {logits_.data(), layout_.logit_stride()};
-  if (layout_.digested && scans_tiles(policy) && token.count() >= layout_.logits.digested_from) {
+  if (layout_.digested && scans_tiles(policy) &&
+      wave.batch.capacity >= layout_.logits.digested_from) {
     estimate.logits.digest =
-        LogitDigest::in(digest_.data(), layout_.shape.query_heads, layout_.logit_stride());
+        LogitDigest::in(digest_.data(), layout_.wave * layout_.shape.query_heads,
+                        layout_.logit_stride());
   }
   backend_->estimate(estimate);
 
-  SelectParams select = select_params(policy, token);
+  SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
-  select.count = token.newest_apart ? token.tail_first() : token.count();
-  if (token.newest_apart) select.lse = lse_.floats();
+  select.skip_newest = wave.skip_newest;
+  if (wave.skip_newest) select.lse = lse_.floats();
   if (!policy.candidates.limited()) {
-    select.selected = selection(token.layer, token.index);
-    return prune(policy, token, select);
+    select.selected = selection(wave.layer, wave.first);
+    return prune(policy, wave, select);
   }
-  select.k = candidates_of(policy, token.count());
-  select.selected = candidates(token.layer, token.index);
-  select.alpha = share(token.layer, token.index);
+  select.k = candidates_of(policy);
+  select.selected = candidates(wave.layer, wave.first);
+  select.alpha = share(wave.layer, wave.first);
   backend_->select(select);
 }
 
 // Estimates the candidates with every channel of the index and keeps what the policy is after.
-void SparseAttention::rescore(const Policy& policy, const Token& token, KvStore& store) {
-  const SelectionView candidates = this->candidates(token.layer, token.index);
-  EstimateParams estimate;
-  estimate.q = token.q;
-  estimate.shape = layout_.shape;
+void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
+  const SelectionView candidates = this->candidates(wave.layer, wave.first);
+  EstimateParams estimate = estimate_params(wave);
   estimate.method = policy.select == Selector::exact ? Selector::exact : Selector::int4;
-  estimate.index = index_.view(token.layer);
-  estimate.pages = token.pages();
-  const std::vector<RowSpan> tail = tail_rows(token, store);
-  const std::vector<RowSpan> all = all_rows(token, store, token.count());
-  estimate.rows = tail;
   estimate.candidates = &candidates;
-  estimate.candidate_rows = all;
   estimate.logits = {candidate_logits_.data(), layout_.candidate_stride()};
   backend_->estimate(estimate);
 
-  SelectParams select = select_params(policy, token);
+  SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
   select.candidates = &candidates;
-  select.tail = token.tail();
-  select.selected = selection(token.layer, token.index);
+  select.selected = selection(wave.layer, wave.first);
   // Bounds are no weights: what a base of bounds left out stays unknown.
-  if (policy.select != Selector::quest) select.share = share(token.layer, token.index);
-  prune(policy, token, select);
+  if (policy.select != Selector::quest) select.share = share(wave.layer, wave.first);
+  prune(policy, wave, select);
 }
 
-SelectParams SparseAttention::select_params(const Policy& policy, const Token& token) const {
+SelectParams SparseAttention::select_params(const Policy& policy, const Wave& wave) const {
   SelectParams params;
   params.shape = layout_.shape;
-  params.end = token.tail_first();
-  params.eligible = token.eligible.device;
-  params.sinks = std::min(policy.sinks, token.tail_first());
-  params.recent_first = token.count() - policy.recent;
+  params.batch = wave.batch;
+  params.eligible = wave.mask.tokens;
+  params.eligible_stride = wave.mask.stride;
+  params.sinks = policy.sinks;
+  params.recent = policy.recent;
   return params;
 }
 
-void SparseAttention::prune(const Policy& policy, const Token& token, SelectParams params) {
+void SparseAttention::prune(const Policy& policy, const Wave& wave, SelectParams params) {
   params.prune = policy.prune;
-  params.k = policy.k.of(token.count());
+  params.k = {policy.k, {}, 0};
   params.p = static_cast<float>(policy.p);
-  params.cap = policy.cap.of(token.count());
-  params.alpha = alpha(token.layer, token.index);
+  params.cap = {policy.cap, {}, 0};
+  params.alpha = alpha(wave.layer, wave.first);
   backend_->select(params);
 }
 
-void SparseAttention::attend_token(const Token& token, int source, KvStore& store) {
-  const std::vector<RowSpan> tail = tail_rows(token, store);
-  std::vector<RowSource> sources;
-  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    sources.push_back(store.source(token.layer, head));
+void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int source,
+                                  const Queries& queries) {
+  const KvShape& shape = layout_.shape;
+  AttendSelectedParams params;
+  params.q = wave.q;
+  params.q_stride = wave.q_stride;
+  params.shape = shape;
+  params.batch = wave.batch;
+  params.selected = selection(source, wave.first);
+  params.rows = wave.rows;
+  const bool compensates =
+      policy.selects(wave.layer) && policy.compensate == Compensation::mean_value;
+  if (wave.skip_newest || compensates) params.alpha = alpha(wave.layer, wave.first);
+  if (wave.skip_newest) params.estimated_lse = lse_.floats();
+  if (compensates) {
+    params.value_sums = token_sums_.floats() + wave.first * shape.kv_heads * shape.head_dim;
   }
-  AttendSelectedParams selected;
-  selected.q = token.q;
-  selected.shape = layout_.shape;
-  selected.selected = selection(source, token.index);
-  selected.rows = sources;
-  selected.newest = tail;
-  selected.arena = arena_.data();
-  selected.arena_rows = layout_.arena_rows;
-  selected.scale =
-      attend_params(layout_.shape, {token.position, 1}, {token.q, 0, token.out, token.lse}).scale;
-  if (token.newest_apart || token.compensates) selected.alpha = alpha(token.layer, token.index);
-  if (token.newest_apart) selected.estimated_lse = lse_.floats();
-  if (token.compensates) selected.mean = {index_.value_sums(token.layer), token.count()};
-  selected.out = token.out;
-  selected.lse = token.lse;
-  backend_->attend_selected(selected);
+  params.arena = arena_.data();
+  params.arena_rows = layout_.arena_rows;
+  params.scale = attend_params(shape, {}, {}).scale;
+  params.out = queries.out + wave.first * shape.query_heads * shape.head_dim;
+  params.lse = queries.lse + wave.first * shape.query_heads;
+  backend_->attend_selected(params);
 }
 
 // What estimating every token before the unfinished page of `position` reads of the index, per KV
@@ -356,71 +283,79 @@ void SparseAttention::require_number(bool is_number, int layer, int head) const 
                                       " is NaN or infinite; the checkpoint's weights are damaged");
 }
 
-SparseAttention::Count SparseAttention::count(const Policy& policy, int layer, int source,
-                                              const StepRange& step, LayerSelection& entry) const {
+void SparseAttention::count_token(const Policy& policy, int layer, int source, std::int64_t number,
+                                  const BatchToken& token, Count& count,
+                                  LayerSelection& entry) const {
   const KvShape& shape = layout_.shape;
   KeyTiles tiles;
   tiles.bits = policy.bits;
-  Count count;
-  for (std::int64_t i = 0; i < step.tokens; ++i) {
-    const std::int64_t position = step.first + i;
-    for (int head = 0; head < shape.kv_heads; ++head) {
-      const HeadSelection& chosen = seen_.heads[head_entry(source, i) + head];
-      require_number(chosen.bad == 0, source, head);
-      count.hits += static_cast<std::uint64_t>(chosen.resident + position % kPageTokens + 1);
-      count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
-      entry.selected += static_cast<double>(chosen.count);
-      entry.cut += chosen.cut;
-      if (layer != source || policy.is_dense(layer)) continue;
-      count.index += scanned(policy, position);
-      if (!policy.candidates.limited()) continue;
-      const HeadSelection& proposed = seen_.candidate_heads[head_entry(layer, i) + head];
-      require_number(proposed.bad == 0, layer, head);
-      const auto pages = static_cast<std::uint64_t>(proposed.pages);
-      const auto rows = static_cast<std::uint64_t>(proposed.count);
-      const bool exact = policy.select == Selector::exact;
-      count.index +=
-          {rows, exact ? rows * shape.row_bytes() / 2 : pages * tiles.page_bytes(shape.head_dim)};
-    }
-    for (int head = 0; head < shape.query_heads; ++head) {
-      const auto value = static_cast<double>(seen_.alpha[query_entry(source, i) + head]);
-      require_number(!std::isnan(value), source, head / shape.group());
-      entry.alpha += value;
-      entry.smallest_alpha = std::min(entry.smallest_alpha, value);
-    }
+  ++count.tokens;
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    const HeadSelection& chosen = seen_.heads[head_entry(source, number) + head];
+    
+    require_number(chosen.bad == 0, source, head);
+    count.hits += static_cast<std::uint64_t>(chosen.resident + token.count() - token.page_first());
+    count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
+    entry.selected += static_cast<double>(chosen.count);
+    entry.cut += chosen.cut;
+    if (layer != source || policy.is_dense(layer)) continue;
+    count.index += scanned(policy, token.position);
+    if (!policy.candidates.limited()) continue;
+    const HeadSelection& proposed = seen_.candidate_heads[head_entry(layer, number) + head];
+    require_number(proposed.bad == 0, layer, head);
+    const auto pages = static_cast<std::uint64_t>(proposed.pages);
+    const auto rows = static_cast<std::uint64_t>(proposed.count);
+    const bool exact = policy.select == Selector::exact;
+    count.index +=
+        {rows, exact ? rows * shape.row_bytes() / 2 : pages * tiles.page_bytes(shape.head_dim)};
   }
-  return count;
+  for (int head = 0; head < shape.query_heads; ++head) {
+    const auto value = static_cast<double>(seen_.alpha[query_entry(source, number) + head]);
+    require_number(!std::isnan(value), source, head / shape.group());
+    entry.alpha += value;
+    entry.smallest_alpha = std::min(entry.smallest_alpha, value);
+  }
 }
 
-StepSelection SparseAttention::finish(const StepRange& step, KvStore& store, Ledger& ledger) {
+void SparseAttention::issue_report() {
   const CopyOp op = {seen_.all.data(), report_.all.data(), report_.all.bytes()};
   backend_->copy({&op, 1}, Stream::compute);
-  index_.check_keys();
-  StepSelection result;
-  const KvShape& shape = layout_.shape;
-  const auto pairs = static_cast<double>(step.tokens * shape.kv_heads);
-  for (int layer = 0; layer < shape.layers; ++layer) {
-    const LayerRecord& record = records_[static_cast<std::size_t>(layer)];
-    if (record.source < 0) continue;
-    LayerSelection entry;
-    entry.layer = layer;
-    entry.follower = record.source != layer;
-    entry.tokens = step.tokens;
-    entry.smallest_alpha = 1.0;
-    const Count count = this->count(*record.policy, layer, record.source, step, entry);
-    entry.attended = static_cast<double>(count.hits + count.misses) / pairs;
-    entry.selected /= pairs;
-    entry.alpha /= static_cast<double>(step.tokens * shape.query_heads);
-    result.push_back(entry);
+  index_.report_bad();
+}
 
-    const std::uint64_t row = shape.row_bytes();
-    const Tier home = store.home_tier();
-    ledger.record(layer, tier_, tier_, Cause::index_read, count.index);
-    ledger.record(layer, tier_, tier_, Cause::hit, {count.hits, count.hits * row});
-    ledger.record(layer, home, tier_, home == tier_ ? Cause::hit : Cause::miss,
-                  {count.misses, count.misses * row});
+void SparseAttention::check_keys(std::int32_t sequence) const {
+  const KeyIndex::BadKey bad = index_.bad_key(sequence);
+  if (bad.layer < 0) return;
+  throw Error(ErrorCode::numeric, "a key of layer " + std::to_string(bad.layer) + ", KV head " +
+                                      std::to_string(bad.head) +
+                                      " is NaN or infinite; the checkpoint's weights or the "
+                                      "caller's keys are damaged");
+}
+
+void SparseAttention::finish(const Policy& policy, int layer, bool evicts,
+                             std::span<const BatchToken> tokens, std::int32_t sequence,
+                             Ledger& ledger, LayerSelection& entry) const {
+  const int source = source_of(policy, layer, evicts);
+  entry.follower = source != layer;
+  entry.smallest_alpha = 1.0;
+  Count count;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (tokens[i].sequence != sequence) continue;
+    count_token(policy, layer, source, static_cast<std::int64_t>(i), tokens[i], count, entry);
   }
-  return result;
+  const KvShape& shape = layout_.shape;
+  const auto pairs = static_cast<double>(count.tokens * shape.kv_heads);
+  entry.tokens = count.tokens;
+  entry.attended = static_cast<double>(count.hits + count.misses) / pairs;
+  entry.selected /= pairs;
+  entry.alpha /= static_cast<double>(count.tokens * shape.query_heads);
+
+  const std::uint64_t row = shape.row_bytes();
+  const bool in_place = tier_ == Tier::host;
+  ledger.record(layer, tier_, tier_, Cause::index_read, count.index);
+  ledger.record(layer, tier_, tier_, Cause::hit, {count.hits, count.hits * row});
+  ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
+                {count.misses, count.misses * row});
 }
 
 }  // namespace sluice

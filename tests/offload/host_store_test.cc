@@ -21,7 +21,7 @@ TEST(HostStore, RowsKeepTheirPlaceAndContentWhileItGrows) {
   std::memset(first, 7, kShape.row_bytes());
   for (const std::int64_t tokens : {100, 1000, 20000, 99999, 100000}) {
     store.grow(tokens);
-    EXPECT_GE(store.committed_tokens(), tokens);
+    EXPECT_GE(store.committed_rows(), tokens);
     EXPECT_EQ(store.row(1, 1, 0), first);
     EXPECT_EQ(first[255], std::byte{7});
     std::memset(store.row(0, 0, tokens - 1), 1, kShape.row_bytes());
@@ -77,12 +77,12 @@ TEST(HostStore, WhatCannotBePinnedIsGivenBack) {
     store.grow(512);
     std::memset(store.row(1, 1, 511), 9, kShape.row_bytes());
     const std::uint64_t used = backend.account(Tier::host).used();
-    const std::int64_t committed = store.committed_tokens();
+    const std::int64_t committed = store.committed_rows();
     const std::set<std::byte*> pinned = backend.pinned;
     backend.limit = pinned.size() + 2;
     EXPECT_THROW(store.grow(50000), Error);
     EXPECT_EQ(backend.account(Tier::host).used(), used);
-    EXPECT_EQ(store.committed_tokens(), committed);
+    EXPECT_EQ(store.committed_rows(), committed);
     EXPECT_EQ(backend.pinned, pinned);
     EXPECT_EQ(store.row(1, 1, 511)[0], std::byte{9});
     backend.limit = 1000;

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <tuple>
 
-#include "offload/planner.h"
+#include "tests/support/plan.h"
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/random.h"
@@ -107,7 +107,7 @@ TEST(KvSession, EqualsDenseAttentionAtEveryCap) {
        {everything, everything - 1, 20 * page, 12 * page, 8 * page, 6 * page, 5 * page}) {
     SCOPED_TRACE(cap);
     CountingBackend backend(cap);
-    const KvPlan plan = plan_kv(shape, context, 200, cap, true);
+    const KvPlan plan = testing::plan_of(shape, context, 200, cap, true);
     KvSession session(backend, plan);
     Conversation conversation(shape, 42);
     for (const std::int64_t tokens : {3, 200, 60, 1, 1, 128, 5}) {
@@ -141,7 +141,7 @@ TEST(KvSession, LedgerEqualsTheBytesThatReallyMoved) {
         page * static_cast<std::uint64_t>(random.integer(4 * heads, 8 * heads * shape.layers));
     SCOPED_TRACE(::testing::Message() << "case " << i << ", cap " << cap);
     CountingBackend backend(cap);
-    const KvPlan plan = plan_kv(shape, context, random.integer(1, 150), cap, true);
+    const KvPlan plan = testing::plan_of(shape, context, random.integer(1, 150), cap, true);
     KvSession session(backend, plan);
     Conversation conversation(shape, seed);
     std::uint64_t seen_rows = 0;
@@ -167,7 +167,7 @@ TEST(KvSession, LedgerEqualsTheBytesThatReallyMoved) {
 TEST(KvSession, InPlaceMovesNothing) {
   const KvShape shape{2, 4, 2, 32, DType::f32};
   CountingBackend backend;
-  KvSession session(backend, plan_kv(shape, 400, 150, std::nullopt, true));
+  KvSession session(backend, testing::plan_of(shape, 400, 150, std::nullopt, true));
   Conversation conversation(shape, 3);
   for (const std::int64_t tokens : {150, 1, 100, 1, 1}) {
     EXPECT_LT(conversation.step(session, tokens), kTolerance);
@@ -181,7 +181,7 @@ TEST(KvSession, InPlaceMovesNothing) {
 TEST(KvSession, RefusesMoreThanItWasPlannedFor) {
   const KvShape shape{1, 1, 1, 32, DType::f32};
   CountingBackend backend;
-  KvSession session(backend, plan_kv(shape, 10, 8, std::nullopt, true));
+  KvSession session(backend, testing::plan_of(shape, 10, 8, std::nullopt, true));
   Conversation conversation(shape, 3);
   conversation.step(session, 8);
   const auto code_of = [&](std::int64_t tokens) {
@@ -202,9 +202,9 @@ TEST(KvSession, AnInterruptedStepEndsTheSessionAndNoOther) {
   const KvShape shape{1, 1, 1, 32, DType::f32};
   const std::uint64_t rows = 64 * shape.row_bytes();
   CountingBackend backend(MemoryAccount::kNoCap, 6 * rows);
-  const KvPlan plan = plan_kv(shape, 100000, 512, std::nullopt, true);
+  const KvPlan plan = testing::plan_of(shape, 100000, 512, std::nullopt, true);
   KvSession hungry(backend, plan);
-  KvSession modest(backend, plan_kv(shape, 64, 64, std::nullopt, true));
+  KvSession modest(backend, testing::plan_of(shape, 64, 64, std::nullopt, true));
   EXPECT_THROW(hungry.begin_step(Phase::prefill, 512), Error);
   try {
     hungry.begin_step(Phase::prefill, 1);

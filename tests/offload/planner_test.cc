@@ -1,4 +1,4 @@
-#include "offload/planner.h"
+#include "tests/support/plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ TEST(Planner, RowsArePaddedToCacheLines) {
 }
 
 TEST(Planner, WithoutACapRowsStayWhereTheyLie) {
-  const KvPlan plan = plan_kv(kSmall, 1000, 512, std::nullopt, true);
+  const KvPlan plan = testing::plan_of(kSmall, 1000, 512, std::nullopt, true);
   EXPECT_TRUE(plan.in_place);
   EXPECT_EQ(plan.device_bytes, 0u);
   EXPECT_GE(plan.host_bytes, kSmall.token_bytes() * 1000);
@@ -32,13 +32,13 @@ TEST(Planner, WithoutACapRowsStayWhereTheyLie) {
 }
 
 TEST(Planner, WithoutACapADeviceWithItsOwnMemoryHoldsEverything) {
-  const KvPlan plan = plan_kv(kSmall, 1000, 512, std::nullopt, false);
+  const KvPlan plan = testing::plan_of(kSmall, 1000, 512, std::nullopt, false);
   EXPECT_FALSE(plan.in_place);
   EXPECT_EQ(plan.resident_tokens, 1000);
 }
 
 TEST(Planner, AMillionTokensOfAn8BModelFitHalfAGigabyteOfDevice) {
-  const KvPlan plan = plan_kv(kLlama8B, 1 << 20, 512, std::uint64_t{512} << 20, false);
+  const KvPlan plan = testing::plan_of(kLlama8B, 1 << 20, 512, std::uint64_t{512} << 20, false);
   EXPECT_LE(plan.device_bytes, std::uint64_t{512} << 20);
   EXPECT_TRUE(plan.tails);
   EXPECT_EQ(plan.chunk, 512);
@@ -49,13 +49,13 @@ TEST(Planner, FourPagesPerKvHeadAreEnough) {
   for (const KvShape& shape : {kSmall, kLlama8B, KvShape{1, 1, 1, 64, DType::f32}}) {
     const std::uint64_t cap =
         4 * kPageTokens * shape.row_bytes() * static_cast<std::uint64_t>(shape.kv_heads);
-    EXPECT_LE(plan_kv(shape, 100000, 512, cap, true).device_bytes, cap);
+    EXPECT_LE(testing::plan_of(shape, 100000, 512, cap, true).device_bytes, cap);
   }
 }
 
 TEST(Planner, ARefusalNamesACapThatWorks) {
   try {
-    plan_kv(kSmall, 100000, 512, 1000, true);
+    testing::plan_of(kSmall, 100000, 512, 1000, true);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::memory);
@@ -64,15 +64,15 @@ TEST(Planner, ARefusalNamesACapThatWorks) {
     ASSERT_THAT(message, ::testing::HasSubstr(before));
     const std::string rest = message.substr(message.find(before) + before.size());
     const std::uint64_t least = parse_bytes(rest.substr(0, rest.find('B') + 1), "least");
-    EXPECT_LE(plan_kv(kSmall, 100000, 512, least, true).device_bytes, least);
-    EXPECT_THROW(plan_kv(kSmall, 100000, 512, least - 1, true), Error);
+    EXPECT_LE(testing::plan_of(kSmall, 100000, 512, least, true).device_bytes, least);
+    EXPECT_THROW(testing::plan_of(kSmall, 100000, 512, least - 1, true), Error);
   }
 }
 
 TEST(Planner, RefusesImpossibleShapes) {
   const auto refused = [](KvShape shape, std::int64_t context, std::int64_t chunk) {
     try {
-      plan_kv(shape, context, chunk, std::nullopt, true);
+      testing::plan_of(shape, context, chunk, std::nullopt, true);
       return false;
     } catch (const Error& error) {
       return error.code() == ErrorCode::usage;
@@ -100,7 +100,7 @@ TEST(Planner, NeverPlansPastTheCap) {
     const std::int64_t context = random.integer(1, 200000);
     const auto cap = static_cast<std::uint64_t>(random.integer(0, std::int64_t{1} << 28));
     try {
-      const KvPlan plan = plan_kv(shape, context, random.integer(1, 2048), cap, true);
+      const KvPlan plan = testing::plan_of(shape, context, random.integer(1, 2048), cap, true);
       EXPECT_LE(plan.device_bytes, cap);
       EXPECT_LE(plan.resident_tokens, context);
       EXPECT_TRUE(plan.resident_tokens == context || plan.resident_tokens % kPageTokens == 0);

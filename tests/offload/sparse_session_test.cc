@@ -7,7 +7,7 @@
 
 #include "cpu/cpu_backend.h"
 #include "offload/kv_session.h"
-#include "offload/planner.h"
+#include "tests/support/plan.h"
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/random.h"
@@ -83,7 +83,7 @@ constexpr double kTolerance = 3e-5;  // fp32 sums of a few thousand terms of ord
 KvSession make_session(Backend& backend, const KvShape& shape, std::int64_t context,
                        const std::vector<Policy>& policies, std::int64_t batch = 1,
                        std::optional<std::uint64_t> cap = std::nullopt) {
-  return {backend, plan_kv(shape, context, 256, cap, true, policies, batch), policies};
+  return {backend, testing::plan_of(shape, context, 256, cap, true, policies, batch), policies};
 }
 
 // Every method with a budget that leaves nothing out.
@@ -175,7 +175,7 @@ TEST_P(SparseBudget, SeveralTokensInAStepEqualOneByOne) {
 TEST_P(SparseBudget, ACapChangesNothingAndHolds) {
   const std::int64_t prompt = 300;
   const auto plan = [&](std::optional<std::uint64_t> cap) {
-    return plan_kv(shape_, context_, 64, cap, true, {&policy_, 1});
+    return testing::plan_of(shape_, context_, 64, cap, true, {&policy_, 1});
   };
   CountingBackend free;
   KvSession expected(free, plan(std::nullopt), {&policy_, 1});
@@ -245,7 +245,7 @@ TEST(SparseSession, AStepMayLeaveTheResidentRows) {
   const std::int64_t context = 1500;
   const Script script(shape, 400, 5);
   const auto plan = [&](std::optional<std::uint64_t> cap) {
-    return plan_kv(shape, context, 64, cap, true, {&policy, 1}, 16);
+    return testing::plan_of(shape, context, 64, cap, true, {&policy, 1}, 16);
   };
   CountingBackend free;
   KvSession expected(free, plan(std::nullopt), {&policy, 1});
@@ -272,7 +272,7 @@ TEST(SparseSession, PlansEveryByteOfTheHost) {
   for (const char* text : {"sluice", "twilight dense=0", "select=dense prefill=zipvl(0.9)",
                            "select=sparq prune=top_k(9) prefill=zipvl(0.5,evict)"}) {
     const Policy policy = parse_policy(text);
-    const KvPlan plan = plan_kv(shape, 500, 64, std::nullopt, true, {&policy, 1}, 4);
+    const KvPlan plan = testing::plan_of(shape, 500, 64, std::nullopt, true, {&policy, 1}, 4);
     CountingBackend backend(MemoryAccount::kNoCap, plan.host_bytes);
     KvSession session(backend, plan, {&policy, 1});
     if (policy.prefill.tau > 0.0) continue;

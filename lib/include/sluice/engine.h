@@ -1,7 +1,10 @@
 // From a checkpoint directory to text: the engine holds the model, a session its conversation.
 //
-// Everything operating throws Error; nothing is printed. One engine serves any number of sessions,
-// from one thread at a time.
+// Everything operating throws Error; nothing is printed. One engine serves any number of sessions.
+// Any thread may call any of it: calls that compute wait for each other, whatever the session, and
+// one from inside another's callback throws Error{usage}. One session is one conversation: two
+// threads that use the same one must agree on the order themselves. Sessions keep alive what they
+// need: the engine may be moved, or end, before them.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "sluice/errors.h"
 #include "sluice/kv_cache.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
@@ -66,6 +70,9 @@ struct Plan {
   std::uint64_t backend_bytes = 0;     // device memory that the backend itself needs
   std::uint64_t staging_bytes = 0;     // host memory through which a GPU's input and output pass
   bool on_device = false;              // weights and activations are on the device, a GPU
+  // What the engine's caps leave once this session and those that exist are there; none: no cap.
+  std::optional<std::uint64_t> device_left;
+  std::optional<std::uint64_t> host_left;
 
   std::uint64_t model_bytes() const { return weight_bytes + activation_bytes; }
   std::uint64_t host_bytes() const {
@@ -86,6 +93,15 @@ struct SessionOptions {
   std::vector<Policy> policies;  // that Session::use() may be called with; the first is in force.
                                  // None: dense
   int decode_batch = 1;          // most tokens per step of Session::decode_known()
+  // Sessions that share this one's memory, at a time: itself, its forks and its siblings. They can
+  // take a step together.
+  int sequences = 1;
+  // Tokens of all of them, what forks share counted once; 0: `sequences` times `context`.
+  std::int64_t tokens = 0;
+  // Caps in bytes on this session and those that share its memory, beside the engine's. On a GPU the
+  // device's does not cover weights and activations.
+  std::optional<std::uint64_t> device_memory;
+  std::optional<std::uint64_t> host_memory;
 };
 
 // Stores the policy that Engine::policy() gives for preset `name` of the checkpoint in `model`, in
@@ -94,6 +110,21 @@ void store_calibration(const std::filesystem::path& model, std::string_view name
                        const Policy& policy);
 
 class Session;
+
+// A session's part of a step of several.
+struct StepToken {
+  Session* session = nullptr;
+  TokenId token = 0;  // to append
+  // Draws the next token from the logits after it, where they are; null: the logits are wanted.
+  Sampler* sampler = nullptr;
+  std::span<const TokenId> history = {};  // for the sampler's repetition penalty
+};
+// What became of it.
+struct StepResult {
+  std::optional<Error> error;      // the session cannot go on; the others can
+  TokenId next = -1;               // with a sampler
+  std::span<const float> logits;   // without; [vocabulary], valid until the session's next call
+};
 
 class Engine {
  public:
@@ -121,32 +152,46 @@ class Engine {
   Session new_session(const SessionOptions& options);
   Session new_session(std::int64_t context);
 
+  // Appends a token to each of several sessions, which share their memory (SessionOptions), and the
+  // policy in force: one pass over the weights serves all. Every session gets what it would get by
+  // itself, but for rounding. Throws Error{usage}, {prompt}, {memory} or {internal} before anything
+  // is computed if the batch cannot be served; what fails for one session alone is in its result.
+  std::vector<StepResult> step(std::span<const StepToken> tokens);
+
   // Memory of all sessions, as the allocators counted it.
   MemoryUse memory() const;
 
  private:
   std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
+  std::uint64_t sessions_host_bytes(const Plan& plan) const;
 
   friend class Session;
   struct Impl;
-  explicit Engine(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit Engine(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;
 };
 
 // Called between prefill steps with the tokens done and to do; returning false stops there, with
 // the tokens done so far in the cache.
 using Progress = std::function<bool(std::int64_t done, std::int64_t total)>;
 
-// The KV cache and position of one conversation. The engine must outlive it. A session that threw
-// inside a step refuses further use; other sessions are not affected.
+// The KV cache and position of one conversation. A session that threw inside a step refuses further
+// use; other sessions are not affected.
 class Session {
  public:
   Session(Session&&) noexcept;
   Session& operator=(Session&&) noexcept;
   ~Session();
 
-  // Appends tokens. Returns the logits [vocabulary] after the last one, valid until the next
-  // call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does not
+  // A session with the same tokens and policy, which shares this one's memory until either writes:
+  // it costs what it adds. Its ledger begins anew. Throws Error{memory} if there are as many
+  // sessions as SessionOptions::sequences.
+  Session fork();
+  // A new, empty session in the memory of this one. Throws what fork() throws.
+  Session sibling();
+
+  // Appends tokens. Returns the logits [vocabulary] after the last one, valid until this session's
+  // next call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does not
   // fit the planned context, before anything is computed.
   std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
   // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
@@ -178,6 +223,7 @@ class Session {
 
  private:
   friend class Engine;
+  friend struct SessionStep;
   struct Impl;
   explicit Session(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -40,6 +41,9 @@ struct GenerateResult {
   std::string text;
   std::vector<TokenId> tokens;  // without the end-of-text token
   FinishReason reason = FinishReason::max_tokens;
+  // The last token, if it was drawn but not appended to the session: what comes next in the same
+  // conversation begins with it.
+  std::optional<TokenId> pending;
   Timings timings;
 };
 

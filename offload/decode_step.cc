@@ -1,0 +1,122 @@
+#include "offload/decode_step.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "lib/check.h"
+
+namespace sluice {
+namespace {
+
+// Steps are recorded for capacities that are powers of two, from here on.
+constexpr std::int64_t kLeastCapacity = 1024;
+
+}  // namespace
+
+void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy) {
+  check(!tokens.empty() && static_cast<std::int64_t>(tokens.size()) <= pool_->plan().decode_batch,
+        "more tokens in a step than were planned for");
+  tokens_.assign(tokens.begin(), tokens.end());
+  policy_ = &policy;
+  std::int64_t longest = kLeastCapacity;
+  for (const BatchToken& token : tokens) longest = std::max(longest, token.count());
+  capacity_ = std::min(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest))),
+                       pool_->plan().context);
+  std::copy(tokens.begin(), tokens.end(), pool_->staged_tokens());
+}
+
+KvPool::StepKind DecodeStep::kind() const {
+  const std::vector<Policy>& policies = pool_->policies();
+  const auto number = std::find(policies.begin(), policies.end(), *policy_) - policies.begin();
+  return {static_cast<std::size_t>(number), static_cast<std::int64_t>(tokens_.size()), capacity_,
+          evicts()};
+}
+
+TokenBatch DecodeStep::batch() const {
+  return {pool_->tokens(), static_cast<std::int64_t>(tokens_.size()), capacity_};
+}
+
+bool DecodeStep::evicts() const {
+  return pool_->important() != nullptr && pool_->important()->has_evicted();
+}
+
+bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer) && !evicts(); }
+
+void DecodeStep::issue_tokens() {
+  const CopyOp op = {reinterpret_cast<std::byte*>(pool_->tokens()),
+                     reinterpret_cast<const std::byte*>(pool_->staged_tokens()),
+                     tokens_.size() * sizeof(BatchToken)};
+  pool_->backend().copy({&op, 1}, Stream::compute);
+}
+
+void DecodeStep::append(int layer, const NewRows& rows) {
+  AppendBatchParams params;
+  params.k = rows.k;
+  params.v = rows.v;
+  params.stride = rows.stride;
+  params.shape = pool_->plan().shape;
+  params.batch = batch();
+  params.rows = pool_->rows(layer);
+  SparseAttention* const sparse = pool_->sparse();
+  if (sparse != nullptr && sparse->index().value_sums(layer) != nullptr) {
+    params.sums = sparse->index().value_sums(layer);
+    params.token_sums = sparse->token_sums();
+  }
+  pool_->backend().append_batch(params);
+  if (sparse != nullptr) sparse->index().build(layer, params.batch, params.rows);
+}
+
+void DecodeStep::attend(int layer, const Queries& queries) {
+  if (!is_dense(layer)) {
+    const bool evicts = this->evicts();
+    const Mask mask = evicts ? pool_->important()->mask(layer) : Mask();
+    return pool_->sparse()->attend(*policy_, layer, batch(), queries, pool_->rows(layer), mask);
+  }
+  AttendBatchParams params;
+  params.q = queries.q;
+  params.q_stride = queries.stride;
+  params.shape = pool_->plan().shape;
+  params.batch = batch();
+  params.rows = pool_->rows(layer);
+  params.scale = attend_params(params.shape, {}, {}).scale;
+  params.out = queries.out;
+  params.lse = queries.lse;
+  params.arena = pool_->arena();
+  params.arena_rows = 2 * pool_->plan().stream_tokens;
+  pool_->backend().attend_batch(params);
+}
+
+void DecodeStep::issue_report() {
+  if (pool_->sparse() != nullptr) pool_->sparse()->issue_report();
+}
+
+// Rows of a dense layer are where the tables say.
+void DecodeStep::record_dense(int layer, const BatchToken& token, Ledger& ledger) const {
+  const KvShape& shape = pool_->plan().shape;
+  const Tier tier = pool_->tier();
+  const std::int64_t resident = pool_->plan().in_place
+                                    ? token.count()
+                                    : pool_->tables().resident_rows(token.sequence, token.count());
+  ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape, resident));
+  ledger.record(layer, Tier::host, tier, Cause::miss, traffic_of(shape, token.count() - resident));
+}
+
+StepSelection DecodeStep::finish(std::int32_t sequence, Ledger& ledger) const {
+  StepSelection result;
+  SparseAttention* const sparse = pool_->sparse();
+  for (int layer = 0; layer < pool_->plan().shape.layers; ++layer) {
+    if (is_dense(layer)) {
+      for (const BatchToken& token : tokens_) {
+        if (token.sequence == sequence) record_dense(layer, token, ledger);
+      }
+      continue;
+    }
+    LayerSelection& entry = result.emplace_back();
+    entry.layer = layer;
+    sparse->finish(*policy_, layer, evicts(), tokens_, sequence, ledger, entry);
+  }
+  if (sparse != nullptr) sparse->check_keys(sequence);
+  return result;
+}
+
+}  // namespace sluice

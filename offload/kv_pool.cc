@@ -1,0 +1,238 @@
+#include "offload/kv_pool.h"
+
+#include <algorithm>
+
+#include "lib/check.h"
+#include "offload/planner.h"
+
+namespace sluice {
+namespace {
+
+IndexLayout layout_of(const Backend& backend, const KvPlan& plan,
+                      std::span<const Policy> policies) {
+  KvRequest request;
+  request.shape = plan.shape;
+  request.context = plan.context;
+  request.sequences = plan.sequences;
+  request.tokens = plan.tokens;
+  request.decode_batch = plan.decode_batch;
+  request.policies = policies;
+  request.logits = backend.info().logits;
+  return plan_index(request);
+}
+
+BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
+  BlockLimits limits;
+  limits.sequences = plan.sequences;
+  limits.sequence_pages = layout.pages();
+  limits.blocks = plan.blocks;
+  limits.tiles = layout.selects() ? layout.tiles : 0;
+  if (plan.in_place) return limits;
+  const bool all = plan.resident_tokens >= plan.home_rows();
+  limits.resident_blocks = all ? plan.blocks : plan.resident_tokens / kPageTokens;
+  limits.pins_newest = plan.tails;
+  return limits;
+}
+
+}  // namespace
+
+KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
+    : backend_(&backend),
+      plan_(plan),
+      policies_(policies.begin(), policies.end()),
+      tables_(limits_of(plan, layout_of(backend, plan, policies))),
+      home_(backend, plan.shape, plan.home_rows()),
+      layout_(layout_of(backend, plan, policies)) {
+  check(plan.in_place || plan.resident_tokens >= plan.home_rows() || plan.stream_tokens > 0,
+        "a plan that neither holds nor streams its rows");
+  if (policies_.empty()) policies_.emplace_back();
+  const auto heads = static_cast<std::size_t>(plan.shape.kv_heads);
+  const auto layers = static_cast<std::size_t>(plan.shape.layers);
+  const auto sequences = static_cast<std::size_t>(plan.sequences);
+  const auto rows = [&](std::size_t runs, std::int64_t tokens) {
+    return backend.allocate(Tier::device,
+                            runs * static_cast<std::size_t>(tokens) * plan.shape.row_bytes());
+  };
+  device_ = rows(layers * heads, plan.device_rows());
+  window_ = rows(heads, plan.window_tokens);
+  stream_ = rows(2 * heads, plan.stream_tokens);
+  pages_ = backend.allocate(
+      tier(), sequences * static_cast<std::size_t>(layout_.pages()) * sizeof(PageSlots));
+  tiles_ = backend.allocate(tier(), sequences * static_cast<std::size_t>(layout_.sequence_tiles()) *
+                                        sizeof(std::int32_t));
+  tokens_ = backend.allocate(tier(), static_cast<std::size_t>(layout_.state_bytes()));
+  staged_ = backend.allocate(Tier::host, static_cast<std::size_t>(layout_.state_bytes()));
+  if (layout_.selects()) {
+    sparse_ = std::make_unique<SparseAttention>(backend, layout_, tier());
+    sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
+  }
+  if (layout_.zipvl) {
+    important_ =
+        std::make_unique<ImportantTokens>(backend, plan.shape, plan.context, plan.sequences, tier());
+  }
+}
+
+std::int32_t KvPool::open() {
+  const std::int32_t sequence = tables_.open();
+  if (sparse_ != nullptr) sparse_->index().clear_values(sequence);
+  if (sparse_ != nullptr) sparse_->index().clear_bad(sequence);
+  if (important_ != nullptr) important_->rewind(sequence, 0);
+  return sequence;
+}
+
+std::int32_t KvPool::fork(std::int32_t sequence) {
+  const std::int32_t child = tables_.fork(sequence);
+  if (sparse_ != nullptr) sparse_->index().copy_values(sequence, child);
+  if (sparse_ != nullptr) sparse_->index().clear_bad(child);
+  if (important_ != nullptr) important_->copy(sequence, child);
+  publish();
+  return child;
+}
+
+void KvPool::close(std::int32_t sequence) noexcept { tables_.close(sequence); }
+
+void KvPool::truncate(std::int32_t sequence, std::int64_t from, std::int64_t length) {
+  if (sparse_ != nullptr) {
+    for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+      for (const RowRun& run : home_runs(tables_, sequence, length, from)) {
+        sparse_->index().add_values(layer, sequence, spans(layer, run), true);
+      }
+    }
+  }
+  if (important_ != nullptr) important_->rewind(sequence, length);
+  tables_.truncate(sequence, length);
+}
+
+std::int32_t KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                           Ledger& ledger) {
+  const BlockTables::Writing writing = tables_.write(sequence, first, end);
+  std::int64_t rows = 0;
+  for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
+    const std::int64_t used = std::min<std::int64_t>(kPageTokens, end - page * kPageTokens);
+    rows = std::max(rows, tables_.page(sequence, page).host * kPageTokens + used);
+  }
+  try {
+    home_.grow(rows);
+  } catch (...) {
+    tables_.truncate(sequence, first);
+    throw;
+  }
+  for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
+  for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
+  publish();
+  return writing.begun;
+}
+
+// On the device from the device if the rows are there, else from home.
+void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
+  const std::size_t bytes = static_cast<std::size_t>(copy.rows) * plan_.shape.row_bytes();
+  const bool on_device = copy.to.device != PageSlots::kNone;
+  const bool fetches = on_device && copy.from.device == PageSlots::kNone;
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    std::vector<CopyOp> ops;
+    for (int head = 0; head < plan_.shape.kv_heads; ++head) {
+      const std::byte* const from_home = home(layer, head, copy.from.host * kPageTokens);
+      if (on_device) {
+        const std::byte* const from =
+            fetches ? from_home : this->on_device(layer, head, copy.from.device * kPageTokens);
+        ops.push_back({this->on_device(layer, head, copy.to.device * kPageTokens), from, bytes});
+      }
+      if (copy.to.host != PageSlots::kNone) {
+        ops.push_back({home(layer, head, copy.to.host * kPageTokens), from_home, bytes});
+      }
+    }
+    if (!ops.empty()) backend_->copy(ops, Stream::compute);
+    if (fetches) {
+      ledger.record(layer, Tier::host, Tier::device, Cause::miss,
+                    traffic_of(plan_.shape, copy.rows));
+    }
+  }
+}
+
+// Neighbouring entries that changed are one copy.
+void KvPool::publish() {
+  std::vector<BlockTables::Change> changes = tables_.take_changes();
+  std::vector<PageSlots> pages(changes.size());
+  std::vector<std::int32_t> tiles(changes.size());
+  std::vector<CopyOp> ops;
+  const auto add = [&](std::byte* to, const void* from, std::size_t bytes) {
+    const auto* const data = static_cast<const std::byte*>(from);
+    if (!ops.empty() && ops.back().to + ops.back().bytes == to &&
+        ops.back().from + ops.back().bytes == data) {
+      ops.back().bytes += bytes;
+    } else {
+      ops.push_back({to, data, bytes});
+    }
+  };
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    const BlockTables::Change& change = changes[i];
+    if (!tables_.is_open(change.sequence)) continue;
+    if (change.is_tile) {
+      if (change.number >= tables_.tiles(change.sequence)) continue;
+      tiles[i] = tables_.tile(change.sequence, change.number);
+      const std::int64_t at = change.sequence * layout_.sequence_tiles() + change.number;
+      add(tiles_.data() + static_cast<std::size_t>(at) * sizeof(std::int32_t), &tiles[i],
+          sizeof(std::int32_t));
+    } else if (change.number < tables_.pages(change.sequence)) {
+      pages[i] = tables_.page(change.sequence, change.number);
+      const std::int64_t at = change.sequence * layout_.pages() + change.number;
+      add(pages_.data() + static_cast<std::size_t>(at) * sizeof(PageSlots), &pages[i],
+          sizeof(PageSlots));
+    }
+  }
+  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+}
+
+PagedRows KvPool::rows(int layer) const {
+  PagedRows rows;
+  rows.host = home(layer, 0, 0);
+  rows.host_stride = home_.head_stride();
+  if (!plan_.in_place) {
+    rows.device = on_device(layer, 0, 0);
+    rows.device_stride =
+        plan_.device_rows() * static_cast<std::int64_t>(plan_.shape.row_bytes());
+  }
+  rows.pages = reinterpret_cast<const PageSlots*>(pages_.data());
+  rows.table_stride = layout_.pages();
+  return rows;
+}
+
+std::byte* KvPool::on_device(int layer, int head, std::int64_t number) const {
+  const std::int64_t region = std::int64_t{layer} * plan_.shape.kv_heads + head;
+  return device_.data() + static_cast<std::size_t>(region * plan_.device_rows() + number) *
+                              plan_.shape.row_bytes();
+}
+
+std::byte* KvPool::row(int layer, int head, const RowRun& run) const {
+  switch (run.place) {
+    case RowPlace::device:
+      return on_device(layer, head, run.number);
+    case RowPlace::window:
+      return window(head) + static_cast<std::size_t>(run.number) * plan_.shape.row_bytes();
+    case RowPlace::home:
+      break;
+  }
+  return home(layer, head, run.number);
+}
+
+std::vector<RowSpan> KvPool::spans(int layer, const RowRun& run) const {
+  std::vector<RowSpan> spans;
+  for (int head = 0; head < plan_.shape.kv_heads; ++head) {
+    spans.push_back({row(layer, head, run), run.count});
+  }
+  return spans;
+}
+
+std::byte* KvPool::window(int head) const {
+  return window_.data() +
+         static_cast<std::size_t>(head * plan_.window_tokens) * plan_.shape.row_bytes();
+}
+
+std::byte* KvPool::stream(std::size_t buffer, int head) const {
+  const auto heads = static_cast<std::size_t>(plan_.shape.kv_heads);
+  const auto tokens = static_cast<std::size_t>(plan_.stream_tokens);
+  return stream_.data() +
+         (buffer * heads + static_cast<std::size_t>(head)) * tokens * plan_.shape.row_bytes();
+}
+
+}  // namespace sluice

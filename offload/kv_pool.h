@@ -1,0 +1,107 @@
+// The memory of a plan: rows in host memory and on the device, the key index and the work space,
+// shared by all sequences of the pool.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "lib/backend.h"
+#include "lib/batch.h"
+#include "offload/block_tables.h"
+#include "offload/host_store.h"
+#include "offload/important_tokens.h"
+#include "offload/kv_rows.h"
+#include "offload/sparse_attention.h"
+#include "sluice/kv_cache.h"
+#include "sluice/ledger.h"
+#include "sluice/policy.h"
+
+namespace sluice {
+
+class KvPool {
+ public:
+  // Allocates what the plan says, but for the rows at home, which grow with what is in use.
+  // `policies`: those that sequences may use; none: dense.
+  KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {});
+  KvPool(const KvPool&) = delete;
+  KvPool& operator=(const KvPool&) = delete;
+
+  Backend& backend() const { return *backend_; }
+  const KvPlan& plan() const { return plan_; }
+  const std::vector<Policy>& policies() const { return policies_; }
+  const BlockTables& tables() const { return tables_; }
+  // Where attention reads: the device's, or host memory if rows are attended in place.
+  Tier tier() const { return plan_.in_place ? Tier::host : Tier::device; }
+
+  // See BlockTables. What forks share they share in all parts.
+  std::int32_t open();
+  std::int32_t fork(std::int32_t sequence);
+  void close(std::int32_t sequence) noexcept;
+  // Forgets tokens [length, from).
+  void truncate(std::int32_t sequence, std::int64_t from, std::int64_t length);
+  // Gives back blocks beyond `length` tokens that nothing was written to.
+  void forget_blocks(std::int32_t sequence, std::int64_t length) {
+    tables_.truncate(sequence, length);
+  }
+
+  // Throws Error{memory} if the pool has no blocks for tokens [first, end) of a sequence.
+  void require_room(std::int32_t sequence, std::int64_t first, std::int64_t end) const {
+    tables_.require_room(sequence, first, end);
+  }
+  // Makes room for tokens [first, end) of a sequence, copies what it shared, and brings the tables
+  // where the backend reads them. Counts rows that came from home. Returns BlockTables::Writing's
+  // `begun`. Throws what require_room() throws with nothing changed, and Error{memory} for want of
+  // host memory; then the sequence can only be closed.
+  std::int32_t write(std::int32_t sequence, std::int64_t first, std::int64_t end, Ledger& ledger);
+
+  PagedRows rows(int layer) const;
+  // A row by its number in a region: slot * kPageTokens + offset.
+  std::byte* home(int layer, int head, std::int64_t number) const {
+    return home_.row(layer, head, number);
+  }
+  std::byte* on_device(int layer, int head, std::int64_t number) const;
+  // The first row of a run, and the run of every KV head.
+  std::byte* row(int layer, int head, const RowRun& run) const;
+  std::vector<RowSpan> spans(int layer, const RowRun& run) const;
+  // Room of one layer at a time, per KV head: for the rows of a step, and for rows passing through.
+  std::byte* window(int head) const;
+  std::byte* stream(std::size_t buffer, int head) const;
+  std::byte* arena() const { return stream_.data(); }
+  // The step's tokens where the backend reads them, and in host memory that it can copy from.
+  BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
+  BatchToken* staged_tokens() const { return reinterpret_cast<BatchToken*>(staged_.data()); }
+
+  SparseAttention* sparse() const { return sparse_.get(); }       // null if all policies are dense
+  ImportantTokens* important() const { return important_.get(); }  // null if all prefill is
+
+  // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity.
+  using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool>;
+  std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
+
+ private:
+  void copy_block(const BlockCopy& copy, Ledger& ledger);
+  void publish();
+
+  Backend* backend_;
+  KvPlan plan_;
+  std::vector<Policy> policies_;
+  BlockTables tables_;
+  HostStore home_;
+  Buffer device_;   // [layers, kv_heads, device_rows(), row_bytes]
+  Buffer window_;   // [kv_heads, window_tokens, row_bytes]
+  Buffer stream_;   // [2, kv_heads, stream_tokens, row_bytes]
+  Buffer pages_;    // PageSlots [sequences, pages of one]
+  Buffer tiles_;    // std::int32_t [sequences, tiles of one]
+  Buffer tokens_;   // BatchToken [decode_batch]
+  Buffer staged_;   // likewise, host memory
+  IndexLayout layout_;
+  std::unique_ptr<SparseAttention> sparse_;
+  std::unique_ptr<ImportantTokens> important_;
+  std::map<StepKind, std::unique_ptr<Recording>> recordings_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,38 @@
+// Slots of a tier's pool, shared by reference.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <vector>
+
+namespace sluice {
+
+// Numbers [0, slots) of places for pages or tiles. A slot is taken with one reference and is free
+// again when the last one is released.
+class SlotPool {
+ public:
+  explicit SlotPool(std::int64_t slots);
+
+  // A free slot: the first one after `after`, so that what a sequence takes in turn lies in runs
+  // and its order stays that of addresses; if there is none there, the first of all. None if no
+  // slot is free.
+  std::optional<std::int32_t> take(std::int32_t after = -1);
+  void share(std::int32_t slot);
+  // Whether the slot is free now.
+  bool release(std::int32_t slot);
+
+  bool is_shared(std::int32_t slot) const { return references(slot) > 1; }
+  std::int32_t references(std::int32_t slot) const {
+    return references_[static_cast<std::size_t>(slot)];
+  }
+  std::int64_t slots() const { return static_cast<std::int64_t>(references_.size()); }
+  std::int64_t free() const { return static_cast<std::int64_t>(free_.size()); }
+  std::int64_t used() const { return slots() - free(); }
+
+ private:
+  std::vector<std::int32_t> references_;
+  std::set<std::int32_t> free_;
+};
+
+}  // namespace sluice

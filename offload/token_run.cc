@@ -1,0 +1,178 @@
+#include "offload/token_run.h"
+
+#include <algorithm>
+
+#include "lib/check.h"
+
+namespace sluice {
+
+void TokenRun::begin(std::int32_t sequence, const StepRange& range, std::int32_t begun) {
+  sequence_ = sequence;
+  range_ = range;
+  const BlockTables& tables = pool_->tables();
+  home_ = home_runs(tables, sequence, range.first, range.end());
+  resident_.clear();
+  streamed_.clear();
+  misses_ = 0;
+  place_new_rows(begun);
+  for (const RowRun& run : nearest_runs(tables, sequence, 0, own_.front().first)) {
+    const bool resident = run.place == RowPlace::device || pool_->plan().in_place;
+    (resident ? resident_ : streamed_).push_back(run);
+    if (!resident) misses_ += run.count;
+  }
+}
+
+// New rows are written where they stay if all their pages are there where attention reads; else
+// they are attended in the window.
+void TokenRun::place_new_rows(std::int32_t begun) {
+  const std::int64_t page_first = range_.first / kPageTokens * kPageTokens;
+  own_ = nearest_runs(pool_->tables(), sequence_, page_first, range_.end());
+  begun_ = begun;
+  front_ = 0;
+  fetches_front_ = false;
+  const bool direct =
+      pool_->plan().in_place || std::all_of(own_.begin(), own_.end(), [](const RowRun& run) {
+        return run.place == RowPlace::device;
+      });
+  if (direct) return;
+  // An index is made of whole pages; without one, what the page held is as well streamed.
+  if (begun != PageSlots::kNone || pool_->plan().tails) front_ = range_.first - page_first;
+  fetches_front_ = front_ > 0 && begun == PageSlots::kNone;
+  const std::int64_t first = range_.first - front_;
+  check(range_.end() - first <= pool_->plan().window_tokens, "more rows than the window holds");
+  own_ = {{RowPlace::window, first, range_.end() - first, 0}};
+}
+
+// What the first page held already comes before the new rows.
+void TokenRun::copy_front(int layer) {
+  if (front_ == 0) return;
+  const KvShape& shape = pool_->plan().shape;
+  const RowRun home =
+      home_runs(pool_->tables(), sequence_, range_.first - front_, range_.first).front();
+  const RowRun from = fetches_front_ ? home
+                                     : RowRun{RowPlace::device, home.first, front_,
+                                              begun_ * std::int64_t{kPageTokens}};
+  const std::size_t bytes = static_cast<std::size_t>(front_) * shape.row_bytes();
+  std::vector<CopyOp> ops;
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    ops.push_back({pool_->window(head), pool_->row(layer, head, from), bytes});
+  }
+  pool_->backend().copy(ops, Stream::compute);
+}
+
+void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
+  copy_front(layer);
+  for (const RowRun& run : own_) {
+    for (const RowRun& home : home_) {
+      const std::int64_t first = std::max({run.first, home.first, range_.first});
+      const std::int64_t end = std::min(run.end(), home.end());
+      if (first < end) append_piece(layer, rows, run.part(first, end), home.part(first, end));
+    }
+  }
+  copy_window(layer);
+  if (!indexed) return;
+  build_index(layer);
+  for (const RowRun& run : own_) {
+    const std::int64_t first = std::max(run.first, range_.first);
+    if (first >= run.end()) continue;
+    pool_->sparse()->index().add_values(layer, sequence_,
+                                        pool_->spans(layer, run.part(first, run.end())), false);
+  }
+}
+
+void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home) {
+  const KvShape& shape = pool_->plan().shape;
+  std::vector<std::byte*> heads;
+  std::vector<std::byte*> homes;
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    heads.push_back(pool_->row(layer, head, to));
+    if (!pool_->plan().in_place) homes.push_back(pool_->row(layer, head, home));
+  }
+  const std::int64_t offset = (to.first - range_.first) * rows.stride;
+  pool_->backend().append(
+      {rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, homes});
+}
+
+// Pages that stay on the device get their rows from the window.
+void TokenRun::copy_window(int layer) {
+  const RowRun& window = own_.front();
+  if (window.place != RowPlace::window) return;
+  const KvShape& shape = pool_->plan().shape;
+  std::vector<CopyOp> ops;
+  for (const RowRun& run : nearest_runs(pool_->tables(), sequence_, window.first, window.end())) {
+    if (run.place != RowPlace::device) continue;
+    const std::size_t bytes = static_cast<std::size_t>(run.count) * shape.row_bytes();
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      ops.push_back({pool_->row(layer, head, run),
+                     pool_->row(layer, head, window.part(run.first, run.end())), bytes});
+    }
+  }
+  if (!ops.empty()) pool_->backend().copy(ops, Stream::compute);
+}
+
+void TokenRun::build_index(int layer) {
+  const std::int64_t whole = range_.end() / kPageTokens * kPageTokens;
+  for (const RowRun& run : own_) {
+    const std::int64_t end = std::min(run.end(), whole);
+    if (run.first >= end) continue;
+    check(run.first % kPageTokens == 0, "an index of a page of which a part is elsewhere");
+    pool_->sparse()->index().build(layer, sequence_, run.first / kPageTokens,
+                                   (end - run.first) / kPageTokens,
+                                   pool_->spans(layer, run.part(run.first, end)));
+  }
+}
+
+void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
+  const std::vector<RowSpan> rows = pool_->spans(layer, run);
+  params.rows = rows;
+  params.first_row_position = run.first;
+  pool_->backend().attend(params);
+  params.rows = {};
+  params.merge = true;
+}
+
+void TokenRun::attend(int layer, const Queries& queries) {
+  AttendParams params = attend_params(pool_->plan().shape, range_, queries);
+  for (const RowRun& run : own_) attend_run(layer, params, run);
+  for (const RowRun& run : resident_) attend_run(layer, params, run);
+  attend_streamed(layer, params);
+}
+
+void TokenRun::attend_streamed(int layer, AttendParams& params) {
+  const std::int64_t most = pool_->plan().stream_tokens;
+  std::vector<RowRun> pieces;
+  for (const RowRun& run : streamed_) {
+    for (std::int64_t first = run.first; first < run.end(); first += most) {
+      pieces.push_back(run.part(first, std::min(run.end(), first + most)));
+    }
+  }
+  const KvShape& shape = pool_->plan().shape;
+  Backend& backend = pool_->backend();
+  const auto fetch = [&](std::size_t number) {
+    if (number >= pieces.size()) return;
+    // Not before attention has finished with what the buffer held.
+    backend.order(Stream::compute, Stream::transfer);
+    std::vector<CopyOp> ops;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      ops.push_back({pool_->stream(number % 2, head), pool_->row(layer, head, pieces[number]),
+                     static_cast<std::size_t>(pieces[number].count) * shape.row_bytes()});
+    }
+    backend.copy(ops, Stream::transfer);
+  };
+  fetch(0);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    backend.order(Stream::transfer, Stream::compute);
+    fetch(i + 1);
+    std::vector<RowSpan> rows;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      rows.push_back({pool_->stream(i % 2, head), pieces[i].count});
+    }
+    params.rows = rows;
+    params.first_row_position = pieces[i].first;
+    backend.attend(params);
+    params.merge = true;
+  }
+  params.rows = {};
+}
+
+}  // namespace sluice

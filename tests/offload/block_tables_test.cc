@@ -1,0 +1,256 @@
+// Blocks, tiles and places on the device of sequences that grow, fork, are cut short and end.
+#include "offload/block_tables.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "lib/selection.h"
+#include "sluice/errors.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+BlockLimits limits(std::int64_t sequences, std::int64_t pages, std::int64_t blocks,
+                   std::int64_t resident, bool pins) {
+  return {sequences, pages, blocks, blocks, resident, pins};
+}
+
+TEST(BlockTables, ASequenceTakesSlotsInARun) {
+  BlockTables tables(limits(1, 10, 10, 4, true));
+  const std::int32_t s = tables.open();
+  tables.write(s, 0, 300);
+  tables.write(s, 300, 1200);
+  for (std::int64_t page = 0; page < 10; ++page) EXPECT_EQ(tables.page(s, page).host, page);
+  // The first four stay on the device, and the newest.
+  for (std::int64_t page = 0; page < 10; ++page) {
+    EXPECT_EQ(tables.page(s, page).device != PageSlots::kNone, page < 4 || page == 9) << page;
+  }
+  EXPECT_EQ(tables.resident_rows(s, 1200), 4 * 128 + 1200 - 9 * 128);
+}
+
+TEST(BlockTables, AForkSharesUntilItWrites) {
+  BlockTables tables(limits(3, 10, 20, 20, true));
+  const std::int32_t parent = tables.open();
+  tables.write(parent, 0, 300);
+  const std::int64_t used = tables.block_slots().used();
+  const std::int32_t child = tables.fork(parent);
+  EXPECT_EQ(tables.block_slots().used(), used);
+  const auto writing = tables.write(child, 300, 301);
+  ASSERT_EQ(writing.blocks.size(), 1u);
+  EXPECT_EQ(writing.blocks[0].rows, 300 - 256);
+  EXPECT_EQ(writing.blocks[0].from.host, tables.page(parent, 2).host);
+  EXPECT_EQ(writing.blocks[0].to.host, tables.page(child, 2).host);
+  EXPECT_NE(tables.page(parent, 2).host, tables.page(child, 2).host);
+  EXPECT_EQ(tables.page(parent, 1).host, tables.page(child, 1).host);
+  EXPECT_TRUE(tables.write(parent, 300, 301).blocks.empty()) << "the parent is alone again";
+  tables.close(child);
+  tables.close(parent);
+  EXPECT_EQ(tables.block_slots().used(), 0);
+  EXPECT_EQ(tables.tile_slots().used(), 0);
+}
+
+TEST(BlockTables, ATileIsCopiedWhereItsSecondPageIsWritten) {
+  BlockTables tables(limits(2, 10, 20, 20, true));
+  const std::int32_t parent = tables.open();
+  tables.write(parent, 0, 130);
+  const std::int32_t child = tables.fork(parent);
+  EXPECT_EQ(tables.tile(child, 0), tables.tile(parent, 0));
+  const auto writing = tables.write(child, 130, 256);
+  ASSERT_EQ(writing.tiles.size(), 1u);
+  EXPECT_EQ(writing.tiles[0].from, tables.tile(parent, 0));
+  EXPECT_EQ(writing.tiles[0].to, tables.tile(child, 0));
+  EXPECT_TRUE(tables.write(parent, 130, 256).tiles.empty());
+}
+
+TEST(BlockTables, APoolThatIsFullRefusesAndChangesNothing) {
+  BlockTables tables(limits(2, 10, 4, 4, true));
+  const std::int32_t a = tables.open();
+  const std::int32_t b = tables.open();
+  EXPECT_THROW(tables.open(), Error);
+  tables.write(a, 0, 300);
+  try {
+    tables.write(b, 0, 129);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::memory);
+  }
+  EXPECT_EQ(tables.pages(b), 0);
+  tables.write(b, 0, 128);
+  EXPECT_EQ(tables.block_slots().free(), 0);
+}
+
+// What every position of a sequence should read, kept apart for each: the oracle of copy-on-write.
+class World {
+ public:
+  World(const BlockLimits& limits, std::uint64_t seed) : tables_(limits), random_(seed) {}
+
+  void step() {
+    switch (random_.integer(0, 9)) {
+      case 0:
+        return open();
+      case 1:
+        return fork();
+      case 2:
+        return end();
+      case 3:
+        return truncate();
+      default:
+        return write();
+    }
+  }
+
+  void check() const {
+    std::set<std::int32_t> blocks;
+    std::map<std::int32_t, std::int32_t> on_device;  // slot -> block
+    std::int64_t pinned = 0;
+    for (const auto& [sequence, rows] : truth_) {
+      ASSERT_EQ(tables_.pages(sequence),
+                (static_cast<std::int64_t>(rows.size()) + kPageTokens - 1) / kPageTokens);
+      for (std::size_t at = 0; at < rows.size(); ++at) {
+        const PageSlots place = tables_.page(sequence, static_cast<std::int64_t>(at) / kPageTokens);
+        const std::int64_t offset = static_cast<std::int64_t>(at) % kPageTokens;
+        ASSERT_EQ(home_.at({place.host, offset}), rows[at]) << "home of " << sequence << ", " << at;
+        if (place.device == PageSlots::kNone) continue;
+        ASSERT_EQ(device_.at({place.device, offset}), rows[at]) << sequence << ", " << at;
+      }
+      for (std::int64_t page = 0; page < tables_.pages(sequence); ++page) {
+        const PageSlots place = tables_.page(sequence, page);
+        blocks.insert(place.host);
+        if (place.device == PageSlots::kNone) continue;
+        const auto [found, is_new] = on_device.emplace(place.device, place.host);
+        ASSERT_EQ(found->second, place.host) << "two blocks in one slot of the device";
+      }
+      for (std::size_t page = 0; page < rows.size() / kPageTokens; ++page) {
+        const std::int32_t tile =
+            tables_.tile(sequence, static_cast<std::int64_t>(page) / kTilePages);
+        ASSERT_EQ(tile_of_.at({tile, static_cast<std::int64_t>(page) % kTilePages}),
+                  rows[(page + 1) * kPageTokens - 1])
+            << "tile of " << sequence << ", page " << page;
+      }
+    }
+    ASSERT_EQ(static_cast<std::int64_t>(blocks.size()), tables_.block_slots().used());
+    ASSERT_LE(static_cast<std::int64_t>(on_device.size()),
+              tables_.limits().resident_blocks + tables_.limits().sequences + pinned);
+    ASSERT_EQ(static_cast<std::int64_t>(truth_.size()), tables_.open_sequences());
+  }
+
+ private:
+  void open() {
+    if (tables_.open_sequences() == tables_.limits().sequences) return;
+    truth_[tables_.open()] = {};
+  }
+  std::int32_t any() {
+    auto at = truth_.begin();
+    std::advance(at, random_.integer(0, static_cast<std::int64_t>(truth_.size()) - 1));
+    return at->first;
+  }
+  void fork() {
+    if (truth_.empty() || tables_.open_sequences() == tables_.limits().sequences) return;
+    const std::int32_t from = any();
+    truth_[tables_.fork(from)] = truth_[from];
+  }
+  void end() {
+    if (truth_.empty() || random_.integer(0, 2) != 0) return;
+    const std::int32_t sequence = any();
+    tables_.close(sequence);
+    truth_.erase(sequence);
+  }
+  void truncate() {
+    if (truth_.empty()) return;
+    const std::int32_t sequence = any();
+    auto& rows = truth_[sequence];
+    rows.resize(
+        static_cast<std::size_t>(random_.integer(0, static_cast<std::int64_t>(rows.size()))));
+    tables_.truncate(sequence, static_cast<std::int64_t>(rows.size()));
+  }
+  void write() {
+    if (truth_.empty()) return;
+    const std::int32_t sequence = any();
+    auto& rows = truth_[sequence];
+    const auto first = static_cast<std::int64_t>(rows.size());
+    const std::int64_t most = tables_.limits().sequence_pages * kPageTokens - first;
+    if (most == 0) return;
+    const std::int64_t end =
+        first + std::min(most, random_.integer(0, 1) == 0 ? random_.integer(1, 3)
+                                                          : random_.integer(1, 400));
+    BlockTables::Writing writing;
+    try {
+      writing = tables_.write(sequence, first, end);
+    } catch (const Error&) {
+      return;
+    }
+    apply(writing);
+    // As a layer does: what the page held already is looked at before anything is written.
+    std::vector<int> begun;
+    for (std::int64_t i = 0; i < first % kPageTokens; ++i) {
+      if (writing.begun != PageSlots::kNone) begun.push_back(device_.at({writing.begun, i}));
+    }
+    for (std::size_t i = 0; i < begun.size(); ++i) {
+      ASSERT_EQ(begun[i], rows[static_cast<std::size_t>(first - first % kPageTokens) + i]);
+    }
+    for (std::int64_t at = first; at < end; ++at) {
+      rows.push_back(++stamp_);
+      put(tables_.page(sequence, at / kPageTokens), at % kPageTokens, stamp_);
+    }
+    // The page where writing began is whole on the device if it stays there.
+    for (std::int64_t page = first / kPageTokens; page < end / kPageTokens; ++page) {
+      tile_of_[{tables_.tile(sequence, page / kTilePages), page % kTilePages}] =
+          rows[static_cast<std::size_t>((page + 1) * kPageTokens - 1)];
+    }
+  }
+  void put(const PageSlots& place, std::int64_t offset, int stamp) {
+    home_[{place.host, offset}] = stamp;
+    if (place.device != PageSlots::kNone) device_[{place.device, offset}] = stamp;
+  }
+  void apply(const BlockTables::Writing& writing) {
+    for (const BlockCopy& copy : writing.blocks) {
+      for (std::int64_t i = 0; i < copy.rows; ++i) {
+        const int stamp = home_.at({copy.from.host, i});
+        if (copy.from.device != PageSlots::kNone) {
+          ASSERT_EQ(device_.at({copy.from.device, i}), stamp);
+        }
+        put({copy.to.device, copy.to.host != PageSlots::kNone ? copy.to.host : copy.from.host}, i,
+            stamp);
+      }
+    }
+    for (const TileCopy& copy : writing.tiles) {
+      for (std::int64_t half = 0; half < kTilePages; ++half) {
+        const auto found = tile_of_.find({copy.from, half});
+        if (found != tile_of_.end()) tile_of_[{copy.to, half}] = found->second;
+      }
+    }
+  }
+
+  BlockTables tables_;
+  testing::Random random_;
+  int stamp_ = 0;
+  std::map<std::int32_t, std::vector<int>> truth_;                // [sequence][position]
+  std::map<std::pair<std::int32_t, std::int64_t>, int> home_;     // [slot, row]
+  std::map<std::pair<std::int32_t, std::int64_t>, int> device_;   // likewise
+  std::map<std::pair<std::int32_t, std::int64_t>, int> tile_of_;  // [tile, page]: its last row
+};
+
+TEST(BlockTables, EverySequenceReadsWhatItWroteWhateverTheOthersDo) {
+  const std::uint64_t seed = testing::seed(11);
+  SCOPED_TRACE(testing::seed_message(seed));
+  for (const BlockLimits& some :
+       {limits(4, 12, 30, 30, true), limits(6, 8, 24, 5, true), limits(5, 9, 45, 0, true),
+        limits(4, 12, 20, 6, false), limits(3, 5, 15, 0, false)}) {
+    for (std::uint64_t i = 0; i < 20; ++i) {
+      World world(some, seed + i);
+      for (int step = 0; step < 150; ++step) {
+        world.step();
+        world.check();
+        ASSERT_FALSE(HasFatalFailure()) << "seed " << seed + i << ", step " << step;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice
