@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/append.h"
 #include "kernels/column_sums.h"
 #include "kernels/copy.h"
 #include "kernels/decode_attention.h"
@@ -36,6 +37,7 @@ constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
 // Below this a copy is a kernel's: the copy engine takes 3 microseconds for each piece.
 constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
+constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
 
 class CudaWeight : public Weight {
  public:
@@ -128,17 +130,21 @@ class CudaBackend : public Backend {
   }
   std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
   void copy(std::span<const CopyOp> ops, Stream stream) override;
-  void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) override {
+  void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override {
     cuda::embed(table, ids, y, launch());
   }
   void linear(const LinearParams& params) override;
   void linear_chain(const LinearChain& chain) override;
-  TokenId sample(const Matrix& logits, const SampleParams& params) override;
+  void sample(const Matrix& logits, std::span<const SampleParams> params,
+              std::span<SampledToken> tokens) override;
   void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, launch()); }
   void rope(const RopeParams& params) override { cuda::rope(params, launch()); }
   void swiglu(const SwigluParams& params) override { cuda::swiglu(params, launch()); }
   void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, launch()); }
   void append(const AppendParams& params) override;
+  void append_batch(const AppendBatchParams& params) override {
+    cuda::append_batch(params, launch());
+  }
   void attend(const AttendParams& params) override;
   void build_index(const BuildIndexParams& params) override { cuda::build_index(params, launch()); }
   void estimate(const EstimateParams& params) override { cuda::estimate(params, launch()); }
@@ -199,9 +205,9 @@ CudaBackend::CudaBackend(const CudaOptions& options)
       info_(describe(options, workspace_.device())),
       gemm_(workspace_.launch()),
       recorder_(compute()),
-      sampled_(make_pinned_block(sizeof(SampledToken))) {
+      sampled_(make_pinned_block(kSampledBytes)) {
   memory_.account(Tier::device).charge(own_bytes());
-  memory_.account(Tier::host).charge(Recorder::kKeptBytes + sizeof(SampledToken));
+  memory_.account(Tier::host).charge(Recorder::kKeptBytes + kSampledBytes);
 }
 
 std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {
@@ -284,13 +290,18 @@ void CudaBackend::linear_chain(const LinearChain& chain) {
   gemv(chain, weight_of(chain.linear), launch());
 }
 
-TokenId CudaBackend::sample(const Matrix& logits, const SampleParams& params) {
-  auto* const token = static_cast<SampledToken*>(sampled_.get());
-  cuda::sample(logits, params, token, launch());
-  synchronize();
-  if (token->bad >= 0) throw_bad_logit(token->bad, token->bad_logit);
-  if (token->id < 0) throw_no_candidate();
-  return token->id;
+void CudaBackend::sample(const Matrix& logits, std::span<const SampleParams> params,
+                         std::span<SampledToken> tokens) {
+  auto* const drawn = static_cast<SampledToken*>(sampled_.get());
+  Matrix part = logits;
+  for (std::size_t first = 0; first < tokens.size(); first += kSampleRows) {
+    const std::size_t count = std::min<std::size_t>(kSampleRows, tokens.size() - first);
+    part.rows = static_cast<std::int64_t>(count);
+    cuda::sample(part, params.subspan(first, count), drawn, launch());
+    synchronize();
+    std::copy_n(drawn, count, tokens.data() + first);
+    part.data = static_cast<float*>(part.data) + kSampleRows * part.stride;
+  }
 }
 
 // Few rows are written to both places at once, many by the copy engine.
