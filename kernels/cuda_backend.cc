@@ -152,18 +152,22 @@ class CudaBackend : public Backend {
   void attend_selected(const AttendSelectedParams& params) override;
   void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
-  void begin_batch(int slot) override;
-  void submit_batch() override;
-  void cancel_batch() noexcept override { recorder_.cancel(); }
+  void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) override {
+    use_device();
+    recorder_.replay(recording, issue);
+  }
+  ReplayCounts replay_counts() const override { return recorder_.counts(); }
   void order(Stream signalling, Stream waiting) override;
   void synchronize() override;
 
  private:
   std::byte* take(Tier tier, std::size_t bytes) override {
+    check(!recorder_.is_recording(), "memory taken by work that is recorded");
     use_device();
     return memory_.take(tier, bytes);
   }
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    check(!recorder_.is_recording(), "memory given back by work that is recorded");
     memory_.give_back(tier, data, bytes);
   }
   // Whoever calls may have used another device in between, or be another thread.
@@ -177,12 +181,10 @@ class CudaBackend : public Backend {
     return which == Stream::compute ? compute() : transfer_.get();
   }
   bool kernels_reach(const std::byte* data, std::size_t bytes) const {
-    return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes) ||
-           recorder_.keeps(data);
+    return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes);
   }
   const void* weight_of(const LinearParams& params) const;
   void copy_large(CopyOp op, cudaStream_t stream);
-  void copy_between_batches(const CopyOp& op, cudaStream_t stream);
   void attend_gathered(const AttendSelectedParams& params);
 
   int ordinal_;
@@ -207,7 +209,7 @@ CudaBackend::CudaBackend(const CudaOptions& options)
       recorder_(compute()),
       sampled_(make_pinned_block(kSampledBytes)) {
   memory_.account(Tier::device).charge(own_bytes());
-  memory_.account(Tier::host).charge(Recorder::kKeptBytes + kSampledBytes);
+  memory_.account(Tier::host).charge(kSampledBytes);
 }
 
 std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {
@@ -241,16 +243,10 @@ void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) {
 
 void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
   std::vector<CopyOp> small;
-  for (CopyOp op : ops) {
-    if (recorder_.is_recording() && !kernels_reach(op.from, op.bytes)) {
-      if (!recorder_.has_room(op.bytes)) {
-        copy_between_batches(op, stream(which));
-        continue;
-      }
-      op.from = recorder_.keep(op.from, op.bytes);
-    }
-    if (op.bytes < kSmallCopy && kernels_reach(op.to, op.bytes) &&
-        kernels_reach(op.from, op.bytes)) {
+  for (const CopyOp& op : ops) {
+    const bool reached = kernels_reach(op.to, op.bytes) && kernels_reach(op.from, op.bytes);
+    check(reached || !recorder_.is_recording(), "a recorded copy of memory that is not pinned");
+    if (op.bytes < kSmallCopy && reached) {
       small.push_back(op);
     } else {
       copy_large(op, stream(which));
@@ -260,14 +256,6 @@ void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
   Launch on = launch();
   on.stream = stream(which);
   copy_pieces(small, on);
-}
-
-// More pageable memory than a batch can keep: what was recorded starts, and recording goes on after
-// the copy, which reads its source at once.
-void CudaBackend::copy_between_batches(const CopyOp& op, cudaStream_t stream) {
-  recorder_.submit();
-  copy_large(op, stream);
-  recorder_.resume();
 }
 
 const void* CudaBackend::weight_of(const LinearParams& params) const {
@@ -367,13 +355,6 @@ void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
   count_resident(p, launch());
 }
 
-void CudaBackend::begin_batch(int slot) {
-  use_device();
-  recorder_.begin(slot);
-}
-
-void CudaBackend::submit_batch() { recorder_.submit(); }
-
 void CudaBackend::order(Stream signalling, Stream waiting) {
   const cudaEvent_t event = events_[static_cast<std::size_t>(signalling)].get();
   require(cudaEventRecord(event, stream(signalling)), "an event");
@@ -381,6 +362,7 @@ void CudaBackend::order(Stream signalling, Stream waiting) {
 }
 
 void CudaBackend::synchronize() {
+  check(!recorder_.is_recording(), "work that is recorded waits for itself");
   require(cudaStreamSynchronize(transfer_.get()), "work on the transfer stream");
   require(cudaStreamSynchronize(compute()), "work on the device");
 }

@@ -8,11 +8,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "lib/batch.h"
@@ -201,6 +201,17 @@ struct CopyOp {
   std::size_t bytes = 0;
 };
 
+// What a backend keeps of work that it replays. It ends before the memory that the work uses.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+};
+
+struct ReplayCounts {
+  std::int64_t recordings = 0;  // made
+  std::int64_t launches = 0;    // of recordings
+};
+
 struct BackendInfo {
   std::string name;                  // "cpu", "reference", "cuda:0"
   std::string description;           // processor and instruction sets, for people
@@ -263,12 +274,15 @@ class Backend {
   virtual void column_sums(const ColumnSumsParams& params) = 0;
   virtual void sum_values(const SumValuesParams& params) = 0;
 
-  // What is issued between the two starts together, at submit_batch(): a backend may spare what
-  // each launch costs. Meanwhile nothing may be allocated or waited for. Batches of one `slot` are
-  // of the same make, mostly. See Batch.
-  virtual void begin_batch(int /*slot*/) {}
-  virtual void submit_batch() {}
-  virtual void cancel_batch() noexcept {}
+  // Issues work to the compute stream: what issue() issues. A backend may record that the first
+  // time, when `recording` is null, and from then on only start the recording, which spares what
+  // each launch costs. So issue() issues the same with the same pointers every time; it allocates
+  // nothing, waits for nothing and copies nothing from or to memory that is not this backend's.
+  // The transfer stream takes part between order(compute, transfer) and order(transfer, compute).
+  // If issue() throws, nothing is recorded; whether something was issued is left open.
+  virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
+  // So far.
+  virtual ReplayCounts replay_counts() const { return {}; }
 
   // Work issued to `waiting` from now on starts after all work issued to `signalling` so far.
   virtual void order(Stream signalling, Stream waiting) = 0;
@@ -279,30 +293,6 @@ class Backend {
   friend class Buffer;
   virtual std::byte* take(Tier tier, std::size_t bytes) = 0;
   virtual void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept = 0;
-};
-
-// A batch that is dropped unless it is submitted.
-class Batch {
- public:
-  Batch(Backend& backend, int slot) : backend_(&backend) { backend.begin_batch(slot); }
-  Batch(Batch&& other) noexcept : backend_(std::exchange(other.backend_, nullptr)) {}
-  Batch& operator=(Batch&& other) noexcept {
-    std::swap(backend_, other.backend_);
-    return *this;
-  }
-  Batch(const Batch&) = delete;
-  Batch& operator=(const Batch&) = delete;
-  ~Batch() {
-    if (backend_ != nullptr) backend_->cancel_batch();
-  }
-
-  void submit() {
-    backend_->submit_batch();
-    backend_ = nullptr;
-  }
-
- private:
-  Backend* backend_;
 };
 
 }  // namespace sluice
