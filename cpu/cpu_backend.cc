@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/append.h"
 #include "cpu/attention.h"
 #include "cpu/elementwise.h"
 #include "cpu/key_index.h"
@@ -78,12 +79,15 @@ void CpuBackend::for_rows(std::int64_t rows, std::int64_t columns, const auto& b
   });
 }
 
-void CpuBackend::embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) {
+void CpuBackend::embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
   check(y.dtype == DType::f32, "embed: output must be f32");
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    check(ids[i] >= 0 && ids[i] < table.rows, "embed: token id outside the table");
-    convert(row_of(table, ids[i]), table.dtype, row_of(y, static_cast<std::int64_t>(i)), DType::f32,
-            table.columns);
+  for (std::int64_t i = 0; i < y.rows; ++i) {
+    std::byte* const to = row_of(y, i);
+    if (ids[i] >= 0 && ids[i] < table.rows) {
+      convert(row_of(table, ids[i]), table.dtype, to, DType::f32, table.columns);
+    } else {
+      std::memset(to, 0, static_cast<std::size_t>(table.columns) * sizeof(float));
+    }
   }
 }
 
@@ -98,9 +102,7 @@ void CpuBackend::rms_norm(const RmsNormParams& p) {
 }
 
 void CpuBackend::rope(const RopeParams& p) {
-  const std::int64_t half = p.head_dim / 2;
-  rope_table_.update(p.first_position, p.tokens,
-                     {p.inverse_frequency, static_cast<std::size_t>(half)});
+  rope_table_.update(p);
   for_rows(p.tokens, std::int64_t{p.heads()} * p.head_dim, [&](std::int64_t token, float*) {
     for (int head = 0; head < p.heads(); ++head) {
       float* const x = p.x + token * p.stride + std::int64_t{head} * p.head_dim;
@@ -128,6 +130,15 @@ void CpuBackend::cast(const Matrix& from, const Matrix& to) {
   });
 }
 
+void CpuBackend::sample(const Matrix& logits, std::span<const SampleParams> params,
+                        std::span<SampledToken> tokens) {
+  threads_.for_each(static_cast<std::int64_t>(tokens.size()), [&](std::int64_t i) {
+    const auto* const row = reinterpret_cast<const float*>(row_of(logits, i));
+    const auto at = static_cast<std::size_t>(i);
+    tokens[at] = draw_token({row, static_cast<std::size_t>(logits.columns)}, params[at]);
+  });
+}
+
 void CpuBackend::append(const AppendParams& p) {
   const std::int64_t head_dim = p.shape.head_dim;
   const std::size_t value_offset = static_cast<std::size_t>(head_dim) * size_of(p.shape.dtype);
@@ -141,6 +152,10 @@ void CpuBackend::append(const AppendParams& p) {
     }
   });
   copy_home(*this, p);
+}
+
+void CpuBackend::append_batch(const AppendBatchParams& params) {
+  cpu::append_batch(params, threads_);
 }
 
 void CpuBackend::attend(const AttendParams& params) { cpu::attend(params, threads_); }

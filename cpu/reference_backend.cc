@@ -45,7 +45,7 @@ void ReferenceBackend::copy(std::span<const CopyOp> ops, Stream /*stream*/) {
   for (const CopyOp& op : ops) std::memcpy(op.to, op.from, op.bytes);
 }
 
-void ReferenceBackend::embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) {
+void ReferenceBackend::embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
   reference_embed(table, ids, y);
 }
 
@@ -60,6 +60,9 @@ void ReferenceBackend::cast(const Matrix& from, const Matrix& to) { reference_ca
 void ReferenceBackend::append(const AppendParams& params) {
   reference_append(params);
   copy_home(*this, params);
+}
+void ReferenceBackend::append_batch(const AppendBatchParams& params) {
+  reference_append_batch(params);
 }
 void ReferenceBackend::attend(const AttendParams& params) { reference_attend(params); }
 

@@ -26,13 +26,14 @@ class ReferenceBackend : public Backend {
   }
   std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
   void copy(std::span<const CopyOp> ops, Stream stream) override;
-  void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) override;
+  void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override;
   void linear(const LinearParams& params) override;
   void rms_norm(const RmsNormParams& params) override;
   void rope(const RopeParams& params) override;
   void swiglu(const SwigluParams& params) override;
   void cast(const Matrix& from, const Matrix& to) override;
   void append(const AppendParams& params) override;
+  void append_batch(const AppendBatchParams& params) override;
   void attend(const AttendParams& params) override;
   void build_index(const BuildIndexParams& params) override;
   void estimate(const EstimateParams& params) override;

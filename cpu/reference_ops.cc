@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
-#include "lib/check.h"
 #include "lib/half.h"
 
 namespace sluice::cpu {
@@ -43,6 +43,14 @@ double inverse_rms(const float* x, std::int64_t n, float epsilon) {
   double squares = 0;
   for (std::int64_t i = 0; i < n; ++i) squares += static_cast<double>(x[i]) * x[i];
   return 1.0 / std::sqrt(squares / static_cast<double>(n) + epsilon);
+}
+
+// K, then V.
+void write_row(std::byte* row, const float* k, const float* v, const KvShape& shape) {
+  for (int c = 0; c < shape.head_dim; ++c) {
+    write_element(row, shape.dtype, c, k[c]);
+    write_element(row, shape.dtype, shape.head_dim + c, v[c]);
+  }
 }
 
 void rotate(float* x, std::int64_t position, const RopeParams& p) {
@@ -120,11 +128,11 @@ void attend_query(const Query& query, const AttendParams& p, const RowSpan& span
 
 }  // namespace
 
-void reference_embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) {
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    check(ids[i] >= 0 && ids[i] < table.rows, "a token id outside of the embedding table");
+void reference_embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
+  for (std::int64_t i = 0; i < y.rows; ++i) {
+    const bool known = ids[i] >= 0 && ids[i] < table.rows;
     for (std::int64_t c = 0; c < table.columns; ++c) {
-      put(y, static_cast<std::int64_t>(i), c, at(table, ids[i], c));
+      put(y, i, c, known ? at(table, ids[i], c) : 0.0f);
     }
   }
 }
@@ -163,7 +171,7 @@ void reference_rope(const RopeParams& p) {
           x[c] = static_cast<float>(x[c] * factor * norm[c]);
         }
       }
-      rotate(x, p.first_position + t, p);
+      rotate(x, p.position_of(t), p);
     }
   }
 }
@@ -186,15 +194,39 @@ void reference_cast(const Matrix& from, const Matrix& to) {
 }
 
 void reference_append(const AppendParams& p) {
-  const int d = p.shape.head_dim;
   for (std::int64_t t = 0; t < p.tokens; ++t) {
     for (int h = 0; h < p.shape.kv_heads; ++h) {
-      const std::int64_t offset = t * p.stride + static_cast<std::int64_t>(h) * d;
+      const std::int64_t from = t * p.stride + static_cast<std::int64_t>(h) * p.shape.head_dim;
       std::byte* const row =
           p.rows[static_cast<std::size_t>(h)] + static_cast<std::size_t>(t) * p.shape.row_bytes();
+      write_row(row, p.k + from, p.v + from, p.shape);
+    }
+  }
+}
+
+void reference_append_batch(const AppendBatchParams& p) {
+  const auto row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  const int d = p.shape.head_dim;
+  for (std::int64_t t = 0; t < p.batch.count; ++t) {
+    const BatchToken& token = p.batch.tokens[t];
+    const PageSlots& page = p.rows.page(token.sequence, token.pages());
+    const std::int64_t offset = token.position % kPageTokens * row_bytes;
+    for (int h = 0; h < p.shape.kv_heads; ++h) {
+      const std::int64_t from = t * p.stride + static_cast<std::int64_t>(h) * d;
+      std::vector<std::byte> row(p.shape.row_bytes());
+      write_row(row.data(), p.k + from, p.v + from, p.shape);
+      const std::size_t bytes = 2 * static_cast<std::size_t>(d) * size_of(p.shape.dtype);
+      if (page.device != PageSlots::kNone) {
+        std::memcpy(p.rows.in_device(h, page.device, row_bytes) + offset, row.data(), bytes);
+      }
+      if (page.host != PageSlots::kNone) {
+        std::memcpy(p.rows.in_host(h, page.host, row_bytes) + offset, row.data(), bytes);
+      }
+      if (p.sums == nullptr) continue;
       for (int c = 0; c < d; ++c) {
-        write_element(row, p.shape.dtype, c, p.k[offset + c]);
-        write_element(row, p.shape.dtype, d + c, p.v[offset + c]);
+        float& sum = p.sums[(std::int64_t{token.sequence} * p.shape.kv_heads + h) * d + c];
+        sum += read_element(row.data(), p.shape.dtype, d + c);
+        if (p.token_sums != nullptr) p.token_sums[(t * p.shape.kv_heads + h) * d + c] = sum;
       }
     }
   }

@@ -2,8 +2,6 @@
 // Shapes and sources are those of the parameter structs there. Single-threaded; sums are fp64.
 #pragma once
 
-#include <span>
-
 #include "lib/backend.h"
 
 namespace sluice::cpu {
@@ -12,8 +10,7 @@ namespace sluice::cpu {
 float read_element(const void* data, DType dtype, std::int64_t index);
 void write_element(void* data, DType dtype, std::int64_t index, float value);
 
-// `table` is [vocabulary, columns]; ids outside of it end the process.
-void reference_embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y);
+void reference_embed(const Matrix& table, const TokenId* ids, const Matrix& y);
 // `weight` is params.weight's values, [outputs, inputs].
 void reference_linear(const LinearParams& params, const float* weight);
 void reference_rms_norm(const RmsNormParams& params);
@@ -22,6 +19,7 @@ void reference_swiglu(const SwigluParams& params);
 void reference_cast(const Matrix& from, const Matrix& to);
 // Bytes of a row past its values (row_bytes() rounds up) keep what they held.
 void reference_append(const AppendParams& params);
+void reference_append_batch(const AppendBatchParams& params);
 void reference_attend(const AttendParams& params);
 
 }  // namespace sluice::cpu

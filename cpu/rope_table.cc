@@ -3,24 +3,34 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lib/rope_turns.h"
+
 namespace sluice::cpu {
 
-void RopeTable::update(std::int64_t first_position, std::int64_t tokens,
-                       std::span<const float> inverse_frequency) {
-  if (first_position == first_ && tokens <= tokens_ &&
-      std::equal(inverse_frequency.begin(), inverse_frequency.end(), frequencies_.begin(),
-                 frequencies_.end())) {
-    return;
+bool RopeTable::holds(const RopeParams& p) const {
+  if (p.head_dim / 2 != half_ || p.tokens > static_cast<std::int64_t>(positions_.size()) ||
+      !std::equal(frequencies_.begin(), frequencies_.end(), p.inverse_frequency)) {
+    return false;
   }
-  first_ = first_position;
-  tokens_ = tokens;
-  half_ = static_cast<std::int64_t>(inverse_frequency.size());
-  frequencies_.assign(inverse_frequency.begin(), inverse_frequency.end());
+  const auto end = positions_.begin() + p.tokens;
+  return std::all_of(positions_.begin(), end, [&, token = std::int64_t{0}](auto at) mutable {
+    return at == p.position_of(token++);
+  });
+}
+
+void RopeTable::update(const RopeParams& p) {
+  if (holds(p)) return;
+  half_ = p.head_dim / 2;
+  frequencies_.assign(p.inverse_frequency, p.inverse_frequency + half_);
+  positions_.clear();
   cosines_.clear();
   sines_.clear();
-  for (std::int64_t token = 0; token < tokens; ++token) {
-    for (const float frequency : inverse_frequency) {
-      const float angle = static_cast<float>(first_position + token) * frequency;
+  std::vector<std::uint64_t> turns(frequencies_.size());
+  std::transform(frequencies_.begin(), frequencies_.end(), turns.begin(), turn_per_token);
+  for (std::int64_t token = 0; token < p.tokens; ++token) {
+    positions_.push_back(p.position_of(token));
+    for (const std::uint64_t turn : turns) {
+      const float angle = angle_at(turn, positions_.back());
       cosines_.push_back(std::cos(angle));
       sines_.push_back(std::sin(angle));
     }

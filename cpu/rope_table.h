@@ -1,9 +1,10 @@
-// Cosines and sines of the rotary embedding for a range of positions.
+// Cosines and sines of the rotary embedding for the positions of a step.
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <vector>
+
+#include "lib/backend.h"
 
 namespace sluice::cpu {
 
@@ -11,20 +12,20 @@ namespace sluice::cpu {
 // is computed once per step and kept.
 class RopeTable {
  public:
-  // Angles are products of fp32 numbers, as the checkpoints were trained with.
-  void update(std::int64_t first_position, std::int64_t tokens,
-              std::span<const float> inverse_frequency);
+  void update(const RopeParams& params);
 
   const float* cosines(std::int64_t token) const { return cosines_.data() + token * half_; }
   const float* sines(std::int64_t token) const { return sines_.data() + token * half_; }
 
  private:
-  std::int64_t first_ = 0;
-  std::int64_t tokens_ = 0;
+  // Whether the first positions are those of `params`.
+  bool holds(const RopeParams& params) const;
+
   std::int64_t half_ = 0;
-  std::vector<float> frequencies_;
-  std::vector<float> cosines_;  // [tokens, half]
-  std::vector<float> sines_;    // [tokens, half]
+  std::vector<float> frequencies_;       // [half]
+  std::vector<std::int64_t> positions_;  // [tokens]
+  std::vector<float> cosines_;           // [tokens, half]
+  std::vector<float> sines_;             // [tokens, half]
 };
 
 }  // namespace sluice::cpu

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/append.h"
 #include "kernels/column_sums.h"
 #include "kernels/copy.h"
 #include "kernels/decode_attention.h"
@@ -36,6 +37,7 @@ constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
 // Below this a copy is a kernel's: the copy engine takes 3 microseconds for each piece.
 constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
+constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
 
 class CudaWeight : public Weight {
  public:
@@ -128,17 +130,21 @@ class CudaBackend : public Backend {
   }
   std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
   void copy(std::span<const CopyOp> ops, Stream stream) override;
-  void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) override {
+  void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override {
     cuda::embed(table, ids, y, launch());
   }
   void linear(const LinearParams& params) override;
   void linear_chain(const LinearChain& chain) override;
-  TokenId sample(const Matrix& logits, const SampleParams& params) override;
+  void sample(const Matrix& logits, std::span<const SampleParams> params,
+              std::span<SampledToken> tokens) override;
   void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, launch()); }
   void rope(const RopeParams& params) override { cuda::rope(params, launch()); }
   void swiglu(const SwigluParams& params) override { cuda::swiglu(params, launch()); }
   void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, launch()); }
   void append(const AppendParams& params) override;
+  void append_batch(const AppendBatchParams& params) override {
+    cuda::append_batch(params, launch());
+  }
   void attend(const AttendParams& params) override;
   void build_index(const BuildIndexParams& params) override { cuda::build_index(params, launch()); }
   void estimate(const EstimateParams& params) override { cuda::estimate(params, launch()); }
@@ -146,18 +152,22 @@ class CudaBackend : public Backend {
   void attend_selected(const AttendSelectedParams& params) override;
   void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
-  void begin_batch(int slot) override;
-  void submit_batch() override;
-  void cancel_batch() noexcept override { recorder_.cancel(); }
+  void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) override {
+    use_device();
+    recorder_.replay(recording, issue);
+  }
+  ReplayCounts replay_counts() const override { return recorder_.counts(); }
   void order(Stream signalling, Stream waiting) override;
   void synchronize() override;
 
  private:
   std::byte* take(Tier tier, std::size_t bytes) override {
+    check(!recorder_.is_recording(), "memory taken by work that is recorded");
     use_device();
     return memory_.take(tier, bytes);
   }
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    check(!recorder_.is_recording(), "memory given back by work that is recorded");
     memory_.give_back(tier, data, bytes);
   }
   // Whoever calls may have used another device in between, or be another thread.
@@ -171,12 +181,10 @@ class CudaBackend : public Backend {
     return which == Stream::compute ? compute() : transfer_.get();
   }
   bool kernels_reach(const std::byte* data, std::size_t bytes) const {
-    return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes) ||
-           recorder_.keeps(data);
+    return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes);
   }
   const void* weight_of(const LinearParams& params) const;
   void copy_large(CopyOp op, cudaStream_t stream);
-  void copy_between_batches(const CopyOp& op, cudaStream_t stream);
   void attend_gathered(const AttendSelectedParams& params);
 
   int ordinal_;
@@ -199,9 +207,9 @@ CudaBackend::CudaBackend(const CudaOptions& options)
       info_(describe(options, workspace_.device())),
       gemm_(workspace_.launch()),
       recorder_(compute()),
-      sampled_(make_pinned_block(sizeof(SampledToken))) {
+      sampled_(make_pinned_block(kSampledBytes)) {
   memory_.account(Tier::device).charge(own_bytes());
-  memory_.account(Tier::host).charge(Recorder::kKeptBytes + sizeof(SampledToken));
+  memory_.account(Tier::host).charge(kSampledBytes);
 }
 
 std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {
@@ -235,16 +243,10 @@ void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) {
 
 void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
   std::vector<CopyOp> small;
-  for (CopyOp op : ops) {
-    if (recorder_.is_recording() && !kernels_reach(op.from, op.bytes)) {
-      if (!recorder_.has_room(op.bytes)) {
-        copy_between_batches(op, stream(which));
-        continue;
-      }
-      op.from = recorder_.keep(op.from, op.bytes);
-    }
-    if (op.bytes < kSmallCopy && kernels_reach(op.to, op.bytes) &&
-        kernels_reach(op.from, op.bytes)) {
+  for (const CopyOp& op : ops) {
+    const bool reached = kernels_reach(op.to, op.bytes) && kernels_reach(op.from, op.bytes);
+    check(reached || !recorder_.is_recording(), "a recorded copy of memory that is not pinned");
+    if (op.bytes < kSmallCopy && reached) {
       small.push_back(op);
     } else {
       copy_large(op, stream(which));
@@ -254,14 +256,6 @@ void CudaBackend::copy(std::span<const CopyOp> ops, Stream which) {
   Launch on = launch();
   on.stream = stream(which);
   copy_pieces(small, on);
-}
-
-// More pageable memory than a batch can keep: what was recorded starts, and recording goes on after
-// the copy, which reads its source at once.
-void CudaBackend::copy_between_batches(const CopyOp& op, cudaStream_t stream) {
-  recorder_.submit();
-  copy_large(op, stream);
-  recorder_.resume();
 }
 
 const void* CudaBackend::weight_of(const LinearParams& params) const {
@@ -284,13 +278,18 @@ void CudaBackend::linear_chain(const LinearChain& chain) {
   gemv(chain, weight_of(chain.linear), launch());
 }
 
-TokenId CudaBackend::sample(const Matrix& logits, const SampleParams& params) {
-  auto* const token = static_cast<SampledToken*>(sampled_.get());
-  cuda::sample(logits, params, token, launch());
-  synchronize();
-  if (token->bad >= 0) throw_bad_logit(token->bad, token->bad_logit);
-  if (token->id < 0) throw_no_candidate();
-  return token->id;
+void CudaBackend::sample(const Matrix& logits, std::span<const SampleParams> params,
+                         std::span<SampledToken> tokens) {
+  auto* const drawn = static_cast<SampledToken*>(sampled_.get());
+  Matrix part = logits;
+  for (std::size_t first = 0; first < tokens.size(); first += kSampleRows) {
+    const std::size_t count = std::min<std::size_t>(kSampleRows, tokens.size() - first);
+    part.rows = static_cast<std::int64_t>(count);
+    cuda::sample(part, params.subspan(first, count), drawn, launch());
+    synchronize();
+    std::copy_n(drawn, count, tokens.data() + first);
+    part.data = static_cast<float*>(part.data) + kSampleRows * part.stride;
+  }
 }
 
 // Few rows are written to both places at once, many by the copy engine.
@@ -356,13 +355,6 @@ void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
   count_resident(p, launch());
 }
 
-void CudaBackend::begin_batch(int slot) {
-  use_device();
-  recorder_.begin(slot);
-}
-
-void CudaBackend::submit_batch() { recorder_.submit(); }
-
 void CudaBackend::order(Stream signalling, Stream waiting) {
   const cudaEvent_t event = events_[static_cast<std::size_t>(signalling)].get();
   require(cudaEventRecord(event, stream(signalling)), "an event");
@@ -370,6 +362,7 @@ void CudaBackend::order(Stream signalling, Stream waiting) {
 }
 
 void CudaBackend::synchronize() {
+  check(!recorder_.is_recording(), "work that is recorded waits for itself");
   require(cudaStreamSynchronize(transfer_.get()), "work on the transfer stream");
   require(cudaStreamSynchronize(compute()), "work on the device");
 }

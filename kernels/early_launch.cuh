@@ -23,6 +23,12 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
+// For one of a chain of short kernels, after what it can do without the one before.
+__device__ __forceinline__ void take_turn() {
+  allow_next_kernel();
+  wait_for_kernel_before();
+}
+
 // `kernel` waits for the kernel before it ahead of the first access to memory that kernels write.
 // One that reads what older kernels wrote before it waits must follow a kernel that lets it begin
 // only after waiting itself: then all before that one are over. Clusters, of more than one block,

@@ -4,16 +4,15 @@
 #include "kernels/dispatch.h"
 #include "kernels/early_launch.cuh"
 #include "kernels/elementwise.h"
-#include "kernels/heads.h"
 #include "kernels/rms_norm.cuh"
 #include "lib/check.h"
+#include "lib/rope_turns.h"
 
 namespace sluice::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kNormThreads = 1024;
-constexpr int kIds = 512;          // token ids that are one kernel's arguments
 constexpr int kFrequencies = 128;  // half of the largest head_dim
 
 template <typename Body>
@@ -26,25 +25,15 @@ unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
-struct Ids {
-  TokenId at[kIds];
-};
-
-// Every kernel of this file is one of a chain of short ones: it lets the next begin and waits for
-// the one before, after what it can do without it.
-__device__ __forceinline__ void take_turn() {
-  allow_next_kernel();
-  wait_for_kernel_before();
-}
-
 template <typename T>
-__global__ void embed_kernel(const T* table, std::int64_t table_stride,
-                             const __grid_constant__ Ids ids, float* y, std::int64_t y_stride,
+__global__ void embed_kernel(const T* table, std::int64_t rows, std::int64_t table_stride,
+                             const TokenId* ids, float* y, std::int64_t y_stride,
                              std::int64_t columns) {
   take_turn();
-  const T* const from = table + ids.at[blockIdx.x] * table_stride;
+  const TokenId id = ids[blockIdx.x];
+  const T* const from = id >= 0 && id < rows ? table + id * table_stride : nullptr;
   for (std::int64_t c = threadIdx.x; c < columns; c += kThreads) {
-    y[blockIdx.x * y_stride + c] = to_float(from[c]);
+    y[blockIdx.x * y_stride + c] = from != nullptr ? to_float(from[c]) : 0.0f;
   }
 }
 
@@ -65,43 +54,65 @@ struct RopeKernelParams {
   int heads;
   int query_heads;
   int head_dim;
+  const BatchToken* batch;  // or null
   std::int64_t first_position;
   const float* query_norm;
   const float* key_norm;
   float norm_epsilon;
-  float inverse_frequency[kFrequencies];
+  std::uint64_t turn_per_token[kFrequencies];
 };
 
-// One warp for each head of each token.
+// One warp for each head of each token; a lane has up to kOwn pairs of channels. Angles wait for
+// nothing: the tokens of a batch stay the same during a step.
+template <int kOwn>
 __global__ void rope_kernel(const __grid_constant__ RopeKernelParams p) {
-  take_turn();
+  allow_next_kernel();
   const std::int64_t vector = std::int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (vector >= p.vectors) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const std::int64_t token = vector / p.heads;
   const auto head = static_cast<int>(vector % p.heads);
+  const int half = p.head_dim / 2;
+  const auto position = static_cast<std::uint64_t>(p.batch != nullptr ? p.batch[token].position
+                                                                      : p.first_position + token);
+  float sine[kOwn]{};
+  float cosine[kOwn]{};
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int c = lane + i * kWarp;
+    if (c >= half) continue;
+    // As angle_at(), in half turns.
+    const auto turns = static_cast<std::int32_t>((p.turn_per_token[c] * position) >> 32);
+    sincospif(static_cast<float>(turns) * 0x1p-31f, &sine[i], &cosine[i]);
+  }
+  wait_for_kernel_before();
   float* const x = p.x + token * p.stride + static_cast<std::int64_t>(head) * p.head_dim;
   const float* const norm = head < p.query_heads ? p.query_norm : p.key_norm;
-  const int half = p.head_dim / 2;
+  float a[kOwn]{};
+  float b[kOwn]{};
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int c = lane + i * kWarp;
+    if (c >= half) continue;
+    a[i] = x[c];
+    b[i] = x[c + half];
+    squares += a[i] * a[i] + b[i] * b[i];
+  }
   float factor = 1.0f;
   if (norm != nullptr) {
-    float squares = 0.0f;
-    for (int c = lane; c < p.head_dim; c += kWarp) squares += x[c] * x[c];
     factor = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(p.head_dim) + p.norm_epsilon);
   }
-  const auto position = static_cast<float>(p.first_position + token);
-  for (int c = lane; c < half; c += kWarp) {
-    float a = x[c];
-    float b = x[c + half];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int c = lane + i * kWarp;
+    if (c >= half) continue;
     if (norm != nullptr) {
-      a *= factor * norm[c];
-      b *= factor * norm[c + half];
+      a[i] *= factor * norm[c];
+      b[i] *= factor * norm[c + half];
     }
-    float sine = 0.0f;
-    float cosine = 0.0f;
-    sincosf(position * p.inverse_frequency[c], &sine, &cosine);
-    x[c] = a * cosine - b * sine;
-    x[c + half] = b * cosine + a * sine;
+    x[c] = a[i] * cosine[i] - b[i] * sine[i];
+    x[c + half] = b[i] * cosine[i] + a[i] * sine[i];
   }
 }
 
@@ -133,73 +144,15 @@ __global__ void bias_kernel(const float* bias, float* y, std::int64_t stride, st
   to = accumulate ? to + bias[c] : bias[c];
 }
 
-template <typename T>
-__global__ void append_kernel(const float* k, const float* v, std::int64_t stride, int head_dim,
-                              std::int64_t row_bytes, const __grid_constant__ HeadRows rows,
-                              const __grid_constant__ HeadRows home, bool has_home) {
-  take_turn();
-  const std::int64_t token = blockIdx.x;
-  const auto head = static_cast<int>(blockIdx.y);
-  const std::int64_t from = token * stride + static_cast<std::int64_t>(head) * head_dim;
-  const auto row_of = [&](const HeadRows& of) {
-    return reinterpret_cast<T*>(const_cast<std::byte*>(of[head]) + token * row_bytes);
-  };
-  T* const to = row_of(rows);
-  T* const also = has_home ? row_of(home) : to;
-  for (int c = static_cast<int>(threadIdx.x); c < 2 * head_dim; c += static_cast<int>(blockDim.x)) {
-    const T element = from_float<T>(c < head_dim ? k[from + c] : v[from + c - head_dim]);
-    to[c] = element;
-    if (has_home) also[c] = element;
-  }
-}
-
-// One block per KV head: columns of threads add up every kSumRows-th row, then each other.
-constexpr int kSumRows = 8;
-constexpr int kSumColumns = 128;
-
-template <typename T>
-__global__ void sum_values_kernel(const __grid_constant__ HeadRows rows,
-                                  const __grid_constant__ HeadCounts counts, int head_dim,
-                                  std::int64_t row_bytes, float* sums, bool subtract) {
-  __shared__ float parts[kSumRows][kSumColumns];
-  take_turn();
-  const auto head = static_cast<int>(blockIdx.x);
-  const std::int64_t count = counts[head];
-  const auto column = static_cast<int>(threadIdx.x);
-  const int channel = static_cast<int>(blockIdx.y) * kSumColumns + column;
-  float sum = 0.0f;
-  if (channel < head_dim) {
-    for (std::int64_t row = threadIdx.y; row < count; row += kSumRows) {
-      sum += to_float(reinterpret_cast<const T*>(rows[head] + row * row_bytes)[head_dim + channel]);
-    }
-  }
-  parts[threadIdx.y][column] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || channel >= head_dim) return;
-  for (int i = 1; i < kSumRows; ++i) sum += parts[i][column];
-  sums[static_cast<std::int64_t>(head) * head_dim + channel] += subtract ? -sum : sum;
-}
-
 }  // namespace
 
-void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y,
-           const Launch& launch) {
+void embed(const Matrix& table, const TokenId* ids, const Matrix& y, const Launch& launch) {
   check(y.dtype == DType::f32, "embed: output must be f32");
   dispatch(table.dtype, [&](auto element) {
     using T = decltype(element);
-    for (std::size_t first = 0; first < ids.size(); first += kIds) {
-      const std::size_t count = std::min<std::size_t>(kIds, ids.size() - first);
-      Ids part{};
-      for (std::size_t i = 0; i < count; ++i) {
-        check(ids[first + i] >= 0 && ids[first + i] < table.rows,
-              "embed: token id outside the table");
-        part.at[i] = ids[first + i];
-      }
-      launch_early("embed", embed_kernel<T>, dim3(static_cast<unsigned>(count)), kThreads, 0,
-                   launch, static_cast<const T*>(table.data), table.stride, part,
-                   static_cast<float*>(y.data) + static_cast<std::int64_t>(first) * y.stride,
-                   y.stride, table.columns);
-    }
+    launch_early("embed", embed_kernel<T>, dim3(static_cast<unsigned>(y.rows)), kThreads, 0, launch,
+                 static_cast<const T*>(table.data), table.rows, table.stride, ids,
+                 static_cast<float*>(y.data), y.stride, table.columns);
   });
 }
 
@@ -220,7 +173,8 @@ void rms_norm(const RmsNormParams& p, const Launch& launch) {
 }
 
 void rope(const RopeParams& p, const Launch& launch) {
-  check(p.head_dim / 2 <= kFrequencies, "rope: head_dim");
+  const int half = p.head_dim / 2;
+  check(half <= kFrequencies, "rope: head_dim");
   RopeKernelParams k{};
   k.x = p.x;
   k.stride = p.stride;
@@ -228,13 +182,17 @@ void rope(const RopeParams& p, const Launch& launch) {
   k.heads = p.heads();
   k.query_heads = p.query_heads;
   k.head_dim = p.head_dim;
+  k.batch = p.batch.tokens;
   k.first_position = p.first_position;
   k.query_norm = p.query_norm;
   k.key_norm = p.key_norm;
   k.norm_epsilon = p.norm_epsilon;
-  std::copy_n(p.inverse_frequency, p.head_dim / 2, k.inverse_frequency);
-  launch_early("rope", rope_kernel, dim3(blocks_for(k.vectors, kThreads / kWarp)), kThreads, 0,
-               launch, k);
+  std::transform(p.inverse_frequency, p.inverse_frequency + half, k.turn_per_token, turn_per_token);
+  const auto kernel = half <= kWarp       ? rope_kernel<1>
+                      : half <= 2 * kWarp ? rope_kernel<2>
+                                          : rope_kernel<kFrequencies / kWarp>;
+  launch_early("rope", kernel, dim3(blocks_for(k.vectors, kThreads / kWarp)), kThreads, 0, launch,
+               k);
 }
 
 void swiglu(const SwigluParams& p, const Launch& launch) {
@@ -265,30 +223,6 @@ void add_bias(const float* bias, const Matrix& y, bool accumulate, const Launch&
   const dim3 grid(blocks_for(y.columns, kThreads), static_cast<unsigned>(y.rows));
   launch_early("bias", bias_kernel, grid, kThreads, 0, launch, bias, static_cast<float*>(y.data),
                y.stride, y.columns, accumulate);
-}
-
-void append(const AppendParams& p, const Launch& launch) {
-  const auto rows_of = [](std::span<std::byte* const> heads) {
-    return head_rows(std::vector<const std::byte*>(heads.begin(), heads.end()));
-  };
-  const bool has_home = !p.home.empty();
-  const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.dtype, [&](auto element) {
-    launch_early("append", append_kernel<decltype(element)>, grid, 128, 0, launch, p.k, p.v,
-                 p.stride, p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()),
-                 rows_of(p.rows), has_home ? rows_of(p.home) : HeadRows{}, has_home);
-  });
-}
-
-void sum_values(const SumValuesParams& p, const Launch& launch) {
-  const dim3 grid(static_cast<unsigned>(p.shape.kv_heads),
-                  blocks_for(p.shape.head_dim, kSumColumns));
-  dispatch_rows(p.shape.dtype, [&](auto element) {
-    launch_early("sum_values", sum_values_kernel<decltype(element)>, grid,
-                 dim3(kSumColumns, kSumRows), 0, launch, head_rows(p.rows), head_counts(p.rows),
-                 p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()), p.sums,
-                 p.subtract);
-  });
 }
 
 }  // namespace sluice::cuda

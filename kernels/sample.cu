@@ -1,6 +1,6 @@
-// One block draws a token, in a few passes over the logits, which lie in the L2 cache. Where top-k
-// and top-p end is found by bisection among the heaviest, which fit the threads' registers; if
-// these are too few, among all.
+// One block draws a row's token, in a few passes over the logits, which lie in the L2 cache. Where
+// top-k and top-p end is found by bisection among the heaviest, which fit the threads' registers;
+// if these are too few, among all.
 #include <algorithm>
 #include <cfloat>
 #include <climits>
@@ -21,16 +21,29 @@ constexpr int kBins = 4096;  // of keys by their upper bits
 constexpr int kBinShift = 20;
 constexpr int kUnroll = 8;
 
-struct SampleCall {
-  const float* logits;  // [count]
-  int count;
+// How to draw, as SampleParams has it.
+struct SampleRule {
   float sharpness;  // 1 / temperature
   bool greedy;
   int top_k;  // 0: all
   float top_p;
   float min_p;
   float random;
-  SampledToken* result;  // host-visible
+};
+
+struct SampleBatch {
+  const float* logits;  // [rows, count], `stride` floats from row to row
+  std::int64_t stride;
+  int count;
+  SampledToken* results;  // [rows], host-visible
+  SampleRule rules[kSampleRows];
+};
+
+// What one block does.
+struct SampleCall {
+  const float* logits;  // [count]
+  int count;
+  SampleRule rule;
 };
 
 struct Shared {
@@ -298,30 +311,45 @@ __device__ Likeliest find_likeliest(const SampleCall& call, Shared* shared) {
 }
 
 __device__ int draw(const SampleCall& call, float most, Shared* shared) {
-  const Weights weights{most, call.sharpness};
+  const Weights weights{most, call.rule.sharpness};
   Cut cut{key_of(-FLT_MAX), INT_MAX};
   const auto weigh = [&](int i, float logit) {
     return cut.has(key_of(logit), i) ? weights(logit) : 0.0f;
   };
-  const bool by_count = call.top_k > 0 && call.top_k < call.count;
-  const bool by_weight = call.top_p < 1.0f;
+  const bool by_count = call.rule.top_k > 0 && call.rule.top_k < call.count;
+  const bool by_weight = call.rule.top_p < 1.0f;
   if (by_count || by_weight) {
     const Heaviest heaviest = list_heaviest(call, shared);
     const auto shrunk = [&](float wanted, const auto& measure) {
       return shrink(call, heaviest, key_of(most), wanted, cut, measure, shared);
     };
-    if (by_count) cut = shrunk(static_cast<float>(call.top_k), [](float) { return 1.0f; });
-    if (by_weight) cut = shrunk(call.top_p * total(call, shared, weigh), weights);
+    if (by_count) cut = shrunk(static_cast<float>(call.rule.top_k), [](float) { return 1.0f; });
+    if (by_weight) cut = shrunk(call.rule.top_p * total(call, shared, weigh), weights);
   }
   const auto likely = [&](int i, float logit) {
     const float weight = weigh(i, logit);
-    return weight < call.min_p ? 0.0f : weight;
+    return weight < call.rule.min_p ? 0.0f : weight;
   };
-  return find_in_order(call, call.random * total(call, shared, likely), likely, shared);
+  return find_in_order(call, call.rule.random * total(call, shared, likely), likely, shared);
 }
 
-__global__ void __launch_bounds__(kThreads, 1) sample_kernel(const SampleCall call) {
+SampleRule rule_of(const SampleParams& p) {
+  SampleRule rule{};
+  rule.greedy = p.temperature == 0.0;
+  // Below that, weights are 0 or 1 anyway.
+  rule.sharpness = static_cast<float>(1.0 / std::max(p.temperature, 1e-30));
+  rule.top_k = p.top_k;
+  rule.top_p = static_cast<float>(p.top_p);
+  rule.min_p = static_cast<float>(p.min_p);
+  rule.random = static_cast<float>(p.random);
+  return rule;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    sample_kernel(const __grid_constant__ SampleBatch batch) {
   __shared__ Shared shared;
+  const SampleCall call{batch.logits + blockIdx.x * batch.stride, batch.count,
+                        batch.rules[blockIdx.x]};
   wait_for_kernel_before();
   const Likeliest best = find_likeliest(call, &shared);
   SampledToken result;
@@ -329,28 +357,26 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const SampleCall ca
     result.bad = shared.bad;
     result.bad_logit = call.logits[shared.bad];
   } else if (best.logit > -INFINITY) {
-    result.id = call.greedy ? best.id : draw(call, best.logit, &shared);
+    result.id = call.rule.greedy ? best.id : draw(call, best.logit, &shared);
   }
-  if (threadIdx.x == 0) *call.result = result;
+  if (threadIdx.x == 0) batch.results[blockIdx.x] = result;
 }
 
 }  // namespace
 
-void sample(const Matrix& logits, const SampleParams& params, SampledToken* result,
+void sample(const Matrix& logits, std::span<const SampleParams> params, SampledToken* results,
             const Launch& launch) {
-  check(logits.rows == 1 && logits.columns < INT_MAX / 2, "sample: logits of one token");
-  SampleCall call{};
-  call.logits = static_cast<const float*>(logits.data);
-  call.count = static_cast<int>(logits.columns);
-  call.greedy = params.temperature == 0.0;
-  // Below that, weights are 0 or 1 anyway.
-  call.sharpness = static_cast<float>(1.0 / std::max(params.temperature, 1e-30));
-  call.top_k = params.top_k;
-  call.top_p = static_cast<float>(params.top_p);
-  call.min_p = static_cast<float>(params.min_p);
-  call.random = static_cast<float>(params.random);
-  call.result = result;
-  launch_early("sample", sample_kernel, dim3(1), dim3(kThreads), 0, launch, call);
+  check(logits.rows == static_cast<std::int64_t>(params.size()) && logits.rows <= kSampleRows &&
+            logits.columns < INT_MAX / 2,
+        "sample: logits of a few tokens");
+  SampleBatch batch{};
+  batch.logits = static_cast<const float*>(logits.data);
+  batch.stride = logits.stride;
+  batch.count = static_cast<int>(logits.columns);
+  batch.results = results;
+  std::transform(params.begin(), params.end(), batch.rules, rule_of);
+  launch_early("sample", sample_kernel, dim3(static_cast<unsigned>(logits.rows)), dim3(kThreads), 0,
+               launch, batch);
 }
 
 }  // namespace sluice::cuda

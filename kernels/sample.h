@@ -1,19 +1,18 @@
-// Drawing a token from logits on the device.
+// Drawing tokens from logits on the device.
 #pragma once
+
+#include <span>
 
 #include "kernels/launch.h"
 #include "lib/backend.h"
 
 namespace sluice::cuda {
 
-struct SampledToken {
-  TokenId id = -1;   // -1: every logit is -Inf
-  TokenId bad = -1;  // the first token whose logit is NaN or +Inf; -1: there is none
-  float bad_logit = 0.0f;
-};
+inline constexpr int kSampleRows = 64;  // of one launch: 1.5 KiB of arguments
 
-// As sample_token(), with weights and their sums in f32. `result` is host-visible.
-void sample(const Matrix& logits, const SampleParams& params, SampledToken* result,
+// As draw_token() of each row, with weights and their sums in f32: up to kSampleRows. `results` are
+// host-visible, `params` host arrays.
+void sample(const Matrix& logits, std::span<const SampleParams> params, SampledToken* results,
             const Launch& launch);
 
 }  // namespace sluice::cuda

@@ -44,10 +44,18 @@ void Backend::linear_chain(const LinearChain& chain) {
   if (chain.swiglu) swiglu(*chain.swiglu);
 }
 
-TokenId Backend::sample(const Matrix& logits, const SampleParams& params) {
+void Backend::sample(const Matrix& logits, std::span<const SampleParams> params,
+                     std::span<SampledToken> tokens) {
   check(info().compute_tier == Tier::host, "sampling what is not in host memory");
-  const auto* const values = static_cast<const float*>(logits.data);
-  return sample_token({values, static_cast<std::size_t>(logits.columns)}, params);
+  const auto* row = static_cast<const float*>(logits.data);
+  for (std::size_t i = 0; i < tokens.size(); ++i, row += logits.stride) {
+    tokens[i] = draw_token({row, static_cast<std::size_t>(logits.columns)}, params[i]);
+  }
+}
+
+void Backend::replay(std::unique_ptr<Recording>& /*recording*/,
+                     const std::function<void()>& issue) {
+  issue();
 }
 
 void copy_home(Backend& backend, const AppendParams& p) {

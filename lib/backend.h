@@ -8,13 +8,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "lib/batch.h"
 #include "lib/memory_account.h"
 #include "lib/sample_token.h"
 #include "lib/selection.h"
@@ -85,7 +86,8 @@ struct RmsNormParams {
   Matrix y;  // [tokens, columns], f32 or compute dtype
 };
 
-// Normalises (optional, Qwen3) and rotates (RoPE, halves convention) queries and keys in place.
+// Normalises (optional, Qwen3) and rotates (RoPE, halves convention) queries and keys in place. An
+// angle is the product of a position and a frequency, to 1e-5 radians at any position.
 struct RopeParams {
   // [tokens, query_heads + key_heads, head_dim], `stride` floats from token to token
   float* x = nullptr;
@@ -94,7 +96,8 @@ struct RopeParams {
   int query_heads = 0;
   int key_heads = 0;
   int head_dim = 0;
-  std::int64_t first_position = 0;
+  TokenBatch batch;                          // of `tokens` tokens; or null, for a run of tokens
+  std::int64_t first_position = 0;           // of such a run
   const float* inverse_frequency = nullptr;  // host, [head_dim / 2]
   const float* query_norm = nullptr;         // [head_dim] or null
   const float* key_norm = nullptr;           // likewise
@@ -102,6 +105,10 @@ struct RopeParams {
 
   int heads() const { return query_heads + key_heads; }
   const float* norm_of(int head) const { return head < query_heads ? query_norm : key_norm; }
+  // For those who reach the batch's tokens.
+  std::int64_t position_of(std::int64_t token) const {
+    return batch.tokens == nullptr ? first_position + token : batch.tokens[token].position;
+  }
 };
 
 // y = silu(gate) * up.
@@ -136,6 +143,20 @@ struct AppendParams {
   std::span<std::byte* const> rows;  // host array [kv_heads]: where each head's first row goes
   // Host array [kv_heads] or empty: host memory that gets the same rows, written through.
   std::span<std::byte* const> home = {};
+};
+
+// The same for the tokens of a batch: each row goes to every place that its page has. Values are
+// added to running sums as the rows have them, rounded, token by token.
+struct AppendBatchParams {
+  const float* k = nullptr;  // [count, kv_heads, head_dim], `stride` floats from token to token
+  const float* v = nullptr;  // likewise
+  std::int64_t stride = 0;
+  KvShape shape;
+  TokenBatch batch;
+  PagedRows rows;
+  float* sums = nullptr;        // [sequences, kv_heads, head_dim], or null
+  float* token_sums = nullptr;  // [count, kv_heads, head_dim]: the sums as each token sees them,
+                                // itself included; or null, as it is without `sums`
 };
 
 // A run of consecutive rows of one KV head.
@@ -180,6 +201,17 @@ struct CopyOp {
   std::size_t bytes = 0;
 };
 
+// What a backend keeps of work that it replays. It ends before the memory that the work uses.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+};
+
+struct ReplayCounts {
+  std::int64_t recordings = 0;  // made
+  std::int64_t launches = 0;    // of recordings
+};
+
 struct BackendInfo {
   std::string name;                  // "cpu", "reference", "cuda:0"
   std::string description;           // processor and instruction sets, for people
@@ -215,8 +247,9 @@ class Backend {
   // Moves or copies rows; `from` and `to` may be in any tier but disk. Regions do not overlap.
   virtual void copy(std::span<const CopyOp> ops, Stream stream) = 0;
 
-  // y[i] = table[ids[i]]; `table` [vocabulary, columns] in its own dtype, `ids` in host memory.
-  virtual void embed(const Matrix& table, std::span<const TokenId> ids, const Matrix& y) = 0;
+  // y[i] = table[ids[i]]; `table` [vocabulary, columns] in its own dtype, `ids` [y.rows]. A row is
+  // zero if the table has none for its id.
+  virtual void embed(const Matrix& table, const TokenId* ids, const Matrix& y) = 0;
   virtual void linear(const LinearParams& params) = 0;
   virtual void rms_norm(const RmsNormParams& params) = 0;
   virtual void rope(const RopeParams& params) = 0;
@@ -224,11 +257,13 @@ class Backend {
   virtual void cast(const Matrix& from, const Matrix& to) = 0;
   // One part after the other, unless a backend knows better.
   virtual void linear_chain(const LinearChain& chain);
-  // Draws a token from `logits` [1, vocabulary], f32; waits for it. Throws what sample_token()
-  // throws. Where weights are summed in f32, a draw within rounding of two tokens' border may give
-  // either.
-  virtual TokenId sample(const Matrix& logits, const SampleParams& params);
+  // Draws a token from each row of `logits` [n, vocabulary], f32, by its params, host arrays [n];
+  // waits for them. See token_of(). Where weights are summed in f32, a draw within rounding of two
+  // tokens' border may give either.
+  virtual void sample(const Matrix& logits, std::span<const SampleParams> params,
+                      std::span<SampledToken> tokens);
   virtual void append(const AppendParams& params) = 0;
+  virtual void append_batch(const AppendBatchParams& params) = 0;
   virtual void attend(const AttendParams& params) = 0;
 
   // Choosing tokens: see lib/selection.h.
@@ -239,12 +274,15 @@ class Backend {
   virtual void column_sums(const ColumnSumsParams& params) = 0;
   virtual void sum_values(const SumValuesParams& params) = 0;
 
-  // What is issued between the two starts together, at submit_batch(): a backend may spare what
-  // each launch costs. Meanwhile nothing may be allocated or waited for. Batches of one `slot` are
-  // of the same make, mostly. See Batch.
-  virtual void begin_batch(int /*slot*/) {}
-  virtual void submit_batch() {}
-  virtual void cancel_batch() noexcept {}
+  // Issues work to the compute stream: what issue() issues. A backend may record that the first
+  // time, when `recording` is null, and from then on only start the recording, which spares what
+  // each launch costs. So issue() issues the same with the same pointers every time; it allocates
+  // nothing, waits for nothing and copies nothing from or to memory that is not this backend's.
+  // The transfer stream takes part between order(compute, transfer) and order(transfer, compute).
+  // If issue() throws, nothing is recorded; whether something was issued is left open.
+  virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
+  // So far.
+  virtual ReplayCounts replay_counts() const { return {}; }
 
   // Work issued to `waiting` from now on starts after all work issued to `signalling` so far.
   virtual void order(Stream signalling, Stream waiting) = 0;
@@ -255,30 +293,6 @@ class Backend {
   friend class Buffer;
   virtual std::byte* take(Tier tier, std::size_t bytes) = 0;
   virtual void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept = 0;
-};
-
-// A batch that is dropped unless it is submitted.
-class Batch {
- public:
-  Batch(Backend& backend, int slot) : backend_(&backend) { backend.begin_batch(slot); }
-  Batch(Batch&& other) noexcept : backend_(std::exchange(other.backend_, nullptr)) {}
-  Batch& operator=(Batch&& other) noexcept {
-    std::swap(backend_, other.backend_);
-    return *this;
-  }
-  Batch(const Batch&) = delete;
-  Batch& operator=(const Batch&) = delete;
-  ~Batch() {
-    if (backend_ != nullptr) backend_->cancel_batch();
-  }
-
-  void submit() {
-    backend_->submit_batch();
-    backend_ = nullptr;
-  }
-
- private:
-  Backend* backend_;
 };
 
 }  // namespace sluice

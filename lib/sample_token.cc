@@ -26,32 +26,37 @@ bool more_likely(const Candidate& a, const Candidate& b) {
   return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
 }
 
-TokenId likeliest(std::span<const float> logits) {
-  std::size_t best = 0;
+SampledToken bad_at(std::size_t id, float logit) {
+  return {.bad = static_cast<TokenId>(id), .bad_logit = logit};
+}
+
+SampledToken likeliest(std::span<const float> logits) {
+  SampledToken best;
   float highest = -kInfinity;
   for (std::size_t id = 0; id < logits.size(); ++id) {
     const float logit = logits[id];
-    if (!(logit < kInfinity)) throw_bad_logit(static_cast<std::int64_t>(id), logit);
+    if (!(logit < kInfinity)) return bad_at(id, logit);
     if (logit > highest) {
       highest = logit;
-      best = id;
+      best.id = static_cast<TokenId>(id);
     }
   }
-  if (highest == -kInfinity) throw_no_candidate();
-  return static_cast<TokenId>(best);
+  return best;
 }
 
-// Every token that has a chance at all, in the order of ids.
-Candidates candidates_of(std::span<const float> logits) {
-  Candidates result;
-  result.reserve(logits.size());
+// Every token that has a chance at all, in the order of ids, up to a bad one.
+Candidates candidates_of(std::span<const float> logits, SampledToken& result) {
+  Candidates candidates;
+  candidates.reserve(logits.size());
   for (std::size_t id = 0; id < logits.size(); ++id) {
     const float logit = logits[id];
-    if (!(logit < kInfinity)) throw_bad_logit(static_cast<std::int64_t>(id), logit);
-    if (logit != -kInfinity) result.push_back({logit, static_cast<TokenId>(id)});
+    if (!(logit < kInfinity)) {
+      result = bad_at(id, logit);
+      break;
+    }
+    if (logit != -kInfinity) candidates.push_back({logit, static_cast<TokenId>(id)});
   }
-  if (result.empty()) throw_no_candidate();
-  return result;
+  return candidates;
 }
 
 // Keeps `last` and what is more likely.
@@ -119,26 +124,36 @@ TokenId draw(double random, std::span<const Candidate> candidates) {
 
 }  // namespace
 
-void throw_bad_logit(std::int64_t id, float logit) {
-  throw Error(ErrorCode::internal, "the model gave token " + std::to_string(id) + " the logit " +
-                                       (std::isnan(logit) ? "NaN" : "infinity") +
-                                       "; check the checkpoint's weights, or compute in f32");
-}
-
-void throw_no_candidate() {
-  throw Error(ErrorCode::internal,
-              "the model gave every token the logit -infinity; check the checkpoint's weights");
-}
-
-TokenId sample_token(std::span<const float> logits, const SampleParams& params) {
+SampledToken draw_token(std::span<const float> logits, const SampleParams& params) {
   // Without a list of candidates, which would take longer than some models' layers.
   if (params.temperature == 0.0) return likeliest(logits);
-  Candidates candidates = candidates_of(logits);
+  SampledToken result;
+  Candidates candidates = candidates_of(logits, result);
+  if (result.bad >= 0 || candidates.empty()) return result;
   keep_top_k(params.top_k, candidates);
   weigh(params.temperature, candidates);
   keep_top_p(params.top_p, candidates);
   std::erase_if(candidates, [&](const Candidate& c) { return c.weight < params.min_p; });
-  return draw(params.random, candidates);
+  result.id = draw(params.random, candidates);
+  return result;
+}
+
+TokenId token_of(const SampledToken& sampled) {
+  if (sampled.bad >= 0) {
+    throw Error(ErrorCode::internal, "the model gave token " + std::to_string(sampled.bad) +
+                                         " the logit " +
+                                         (std::isnan(sampled.bad_logit) ? "NaN" : "infinity") +
+                                         "; check the checkpoint's weights, or compute in f32");
+  }
+  if (sampled.id < 0) {
+    throw Error(ErrorCode::internal,
+                "the model gave every token the logit -infinity; check the checkpoint's weights");
+  }
+  return sampled.id;
+}
+
+TokenId sample_token(std::span<const float> logits, const SampleParams& params) {
+  return token_of(draw_token(logits, params));
 }
 
 }  // namespace sluice

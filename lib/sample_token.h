@@ -18,12 +18,19 @@ struct SampleParams {
   double random = 0.0;  // in [0, 1)
 };
 
-// Throws what throw_bad_logit() and throw_no_candidate() throw.
-TokenId sample_token(std::span<const float> logits, const SampleParams& params);
+// What became of a draw.
+struct SampledToken {
+  TokenId id = -1;   // -1: there is none, for a logit is bad or all are -Inf
+  TokenId bad = -1;  // the first token whose logit is NaN or +Inf; -1: there is none
+  float bad_logit = 0.0f;
+};
 
-// Throws Error{internal}: the logit of `id` is NaN or +Inf.
-[[noreturn]] void throw_bad_logit(std::int64_t id, float logit);
-// Throws Error{internal}: every logit is -Inf.
-[[noreturn]] void throw_no_candidate();
+SampledToken draw_token(std::span<const float> logits, const SampleParams& params);
+
+// Throws Error{internal} if there is none.
+TokenId token_of(const SampledToken& sampled);
+
+// Both at once.
+TokenId sample_token(std::span<const float> logits, const SampleParams& params);
 
 }  // namespace sluice

@@ -80,21 +80,36 @@ TEST(Elementwise, RopeRotatesPairsOfHalves) {
           std::pow(10000.0, -2.0 * static_cast<double>(i) / static_cast<double>(dim))));
     }
     RopeTable table;
-    table.update(1000, 5, frequencies);
-    table.update(1000, 3, frequencies);  // a prefix of what is there
+    RopeParams p;
+    p.head_dim = static_cast<int>(dim);
+    p.inverse_frequency = frequencies.data();
+    p.first_position = 1000;
+    p.tokens = 5;
+    table.update(p);
+    p.tokens = 3;  // a prefix of what is there
+    table.update(p);
     const std::vector<float> before = random.normal(dim);
     std::vector<float> x = before;
     rope_head(x.data(), table.cosines(2), table.sines(2), dim);
     const auto half = static_cast<std::size_t>(dim / 2);
     for (std::size_t i = 0; i < half; ++i) {
-      const double angle = double{1002.0f * frequencies[i]};
+      const double angle = 1002.0 * frequencies[i];
       const double a = before[i];
       const double b = before[i + half];
       ASSERT_NEAR(x[i], a * std::cos(angle) - b * std::sin(angle), 1e-5);
       ASSERT_NEAR(x[i + half], b * std::cos(angle) + a * std::sin(angle), 1e-5);
     }
-    table.update(7, 1, frequencies);
-    ASSERT_NEAR(table.cosines(0)[1], std::cos(double{7.0f * frequencies[1]}), 1e-6);
+    // As many tokens, in a batch.
+    const BatchToken batch[] = {{0, 7}, {1, 1001}, {2, 5}};
+    p.batch = {batch, 3, 2000};
+    table.update(p);
+    for (const std::int64_t token : {0, 1, 2}) {
+      const double angle = static_cast<double>(batch[token].position) * frequencies[1];
+      ASSERT_NEAR(table.cosines(token)[1], std::cos(angle), 1e-6);
+    }
+    frequencies[1] *= 2.0f;
+    table.update(p);
+    ASSERT_NEAR(table.cosines(2)[1], std::cos(5.0 * frequencies[1]), 1e-6);
   }
 }
 

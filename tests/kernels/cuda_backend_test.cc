@@ -6,7 +6,10 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -129,28 +132,91 @@ TEST_F(OnDevice, SaysThatMemoryCannotBePinned) {
   expect_working(*backend);
 }
 
-TEST_F(OnDevice, ABatchIsOneLaunchWithTheSameAnswers) {
-  const auto backend = make_cuda_backend({});
-  const Buffer y = backend->allocate(Tier::device, 4 * sizeof(float));
-  for (int round = 1; round <= 3; ++round) {
-    const Buffer x = testing::upload(*backend, std::vector<float>(4, static_cast<float>(round)));
-    Batch batch(*backend, round % 2);
-    // Pageable memory that is gone before the batch runs.
-    std::vector<float> more(4, 10.0f * static_cast<float>(round));
-    const CopyOp op = {y.data(), reinterpret_cast<const std::byte*>(more.data()), 16};
-    backend->copy({&op, 1}, Stream::compute);
-    std::fill(more.begin(), more.end(), -1.0f);
-    if (round > 1) {
-      backend->cast({x.data(), DType::f32, 1, 2, 2}, {y.data(), DType::f32, 1, 2, 2});
-    }
-    batch.submit();
-    const auto r = static_cast<float>(round);
-    const std::vector<float> expected =
-        round > 1 ? std::vector<float>{r, r, 10 * r, 10 * r} : std::vector<float>(4, 10 * r);
-    EXPECT_EQ(testing::download<float>(*backend, y), expected);
+// Casts what is in pinned memory, [4], to f32 on the device, by both streams.
+class Step {
+ public:
+  explicit Step(Backend& backend)
+      : backend_(backend),
+        x_(backend.allocate(Tier::host, 16)),
+        brought_(backend.allocate(Tier::device, 16)),
+        y_(backend.allocate(Tier::device, 16)) {}
+
+  // The input changes, the work does not.
+  std::vector<float> run(std::unique_ptr<Recording>& recording, const std::vector<float>& x) {
+    std::copy(x.begin(), x.end(), x_.floats());
+    backend_.replay(recording, [&] {
+      ++issued;
+      backend_.order(Stream::compute, Stream::transfer);
+      const CopyOp op = {brought_.data(), x_.data(), 16};
+      backend_.copy({&op, 1}, Stream::transfer);
+      backend_.order(Stream::transfer, Stream::compute);
+      // Two, so that one starts while the other still runs.
+      for (int i = 0; i < 2; ++i) {
+        backend_.cast({brought_.data(), DType::f32, 2, 2, 2}, {y_.data(), DType::f32, 2, 2, 2});
+      }
+      if (fails) throw Error(ErrorCode::usage, "a test");
+    });
+    return testing::download<float>(backend_, y_);
   }
-  { const Batch dropped(*backend, 0); }
+
+  int issued = 0;
+  bool fails = false;
+
+ private:
+  Backend& backend_;
+  Buffer x_, brought_, y_;
+};
+
+TEST_F(OnDevice, AStepIsRecordedOnceAndReplayed) {
+  const auto backend = make_cuda_backend({});
+  Step step(*backend);
+  std::unique_ptr<Recording> recordings[2];
+  for (int round = 0; round < 1000; ++round) {
+    const auto r = static_cast<float>(round);
+    const std::vector<float> x = {r, r + 0.25f, -r, 1.0f};
+    ASSERT_EQ(step.run(recordings[round % 2], x), x);
+  }
+  EXPECT_EQ(step.issued, 2);
+  EXPECT_EQ(backend->replay_counts().recordings, 2);
+  EXPECT_EQ(backend->replay_counts().launches, 1000);
+  recordings[0].reset();
+  EXPECT_EQ(step.run(recordings[0], {4.0f, 3.0f, 2.0f, 1.0f})[0], 4.0f);
+  EXPECT_EQ(backend->replay_counts().recordings, 3);
+}
+
+TEST_F(OnDevice, AStepThatCannotBeIssuedIsNotRecorded) {
+  const auto backend = make_cuda_backend({});
+  Step step(*backend);
+  std::unique_ptr<Recording> recording;
+  const std::vector<float> x = {1.0f, 2.0f, 3.0f, 4.0f};
+  step.fails = true;
+  EXPECT_EQ(error_of([&] { step.run(recording, x); }).code(), ErrorCode::usage);
+  EXPECT_EQ(recording, nullptr);
+  EXPECT_EQ(backend->replay_counts().launches, 0);
   expect_working(*backend);
+  step.fails = false;
+  EXPECT_EQ(step.run(recording, x), x);
+  EXPECT_EQ(step.run(recording, {0.0f, 0.0f, 0.0f, 0.0f}), std::vector<float>(4));
+}
+
+TEST_F(OnDevice, ARecordedStepNeitherAllocatesNorWaitsNorCopiesPageableMemory) {
+  const auto backend = make_cuda_backend({});
+  const Buffer y = backend->allocate(Tier::device, 16);
+  const auto dies = [&](const std::function<void()>& issue, const char* why) {
+    std::unique_ptr<Recording> recording;
+    EXPECT_DEATH(backend->replay(recording, issue), why);
+  };
+  // A forked process has no device: each begins anew.
+  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
+  dies([&] { static_cast<void>(backend->allocate(Tier::device, 16)); }, "memory taken");
+  dies([&] { backend->synchronize(); }, "waits for itself");
+  dies(
+      [&] {
+        std::vector<std::byte> pageable(16);
+        const CopyOp op = {y.data(), pageable.data(), 16};
+        backend->copy({&op, 1}, Stream::compute);
+      },
+      "not pinned");
 }
 
 }  // namespace

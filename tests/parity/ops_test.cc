@@ -2,25 +2,26 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "lib/half.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
 #include "tests/support/device.h"
+#include "tests/support/elements.h"
 #include "tests/support/random.h"
 
 namespace sluice {
 namespace {
 
 using testing::download;
+using testing::encoded;
 using testing::NamedBackend;
 using testing::Random;
+using testing::rounded;
 using testing::upload;
 
 // fp32 arithmetic may be off by a few roundings of each term; the tests' terms are of order 1.
@@ -32,50 +33,15 @@ class OpsParity : public ::testing::TestWithParam<NamedBackend> {
     backend_ = testing::make_or_skip(GetParam());
     if (backend_ != nullptr) compute_ = backend_->info().compute_dtype;
   }
-  // Of rows.
-  std::vector<DType> row_dtypes() const {
-    std::vector<DType> all = {DType::f16, DType::bf16};
-    if (backend_->info().f32_rows) all.push_back(DType::f32);
-    return all;
-  }
   // The relative error of a result that is stored as `dtype`, with 8 or 11 significant bits.
   static double rounding(DType dtype) {
     return dtype == DType::f32 ? kFloat : dtype == DType::bf16 ? 0x1.01p-8 : 0x1.01p-11;
-  }
-  std::vector<float> rounded(std::vector<float> values, DType dtype) const {
-    for (float& value : values) {
-      if (dtype == DType::bf16) value = bf16_to_float(float_to_bf16(value));
-      if (dtype == DType::f16) value = f16_to_float(float_to_f16(value));
-    }
-    return values;
-  }
-  // The bytes of `values` as `dtype`.
-  static std::vector<std::byte> encoded(const std::vector<float>& values, DType dtype) {
-    std::vector<std::byte> bytes(values.size() * size_of(dtype));
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      const std::uint16_t half =
-          dtype == DType::bf16 ? float_to_bf16(values[i]) : float_to_f16(values[i]);
-      if (dtype == DType::f32) std::memcpy(&bytes[4 * i], &values[i], 4);
-      if (dtype != DType::f32) std::memcpy(&bytes[2 * i], &half, 2);
-    }
-    return bytes;
-  }
-  static std::vector<float> decoded(const std::vector<std::byte>& bytes, DType dtype) {
-    std::vector<float> values(bytes.size() / size_of(dtype));
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      std::uint16_t half = 0;
-      if (dtype == DType::f32) std::memcpy(&values[i], &bytes[4 * i], 4);
-      if (dtype != DType::f32) std::memcpy(&half, &bytes[2 * i], 2);
-      if (dtype == DType::bf16) values[i] = bf16_to_float(half);
-      if (dtype == DType::f16) values[i] = f16_to_float(half);
-    }
-    return values;
   }
   Buffer zeros(std::size_t count, DType dtype) {
     return backend_->allocate(backend_->info().compute_tier, count * size_of(dtype));
   }
   std::vector<float> values_of(const Buffer& buffer, DType dtype) {
-    return decoded(download<std::byte>(*backend_, buffer), dtype);
+    return testing::values_of(*backend_, buffer, dtype);
   }
   void expect_near(float actual, double expected, double relative, double absolute) {
     EXPECT_NEAR(actual, expected, std::abs(expected) * relative + absolute);
@@ -88,16 +54,21 @@ class OpsParity : public ::testing::TestWithParam<NamedBackend> {
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
-TEST_P(OpsParity, EmbedCopiesRowsOfTheTable) {
+TEST_P(OpsParity, EmbedCopiesRowsOfTheTableAndZerosForWhatItLacks) {
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     const std::vector<float> table = rounded(random_.normal(7 * 33), dtype);
     const Buffer device = upload(*backend_, encoded(table, dtype));
-    const std::vector<TokenId> ids = {6, 0, 3, 3};
-    const Buffer y = zeros(ids.size() * 33, DType::f32);
-    backend_->embed({device.data(), dtype, 7, 33, 33}, ids, {y.data(), DType::f32, 4, 33, 33});
+    const std::vector<TokenId> ids = {6, 0, -1, 3, 3, 7, std::numeric_limits<TokenId>::max()};
+    const Buffer device_ids = upload(*backend_, ids);
+    const Buffer y = upload(*backend_, random_.normal(7 * 33));
+    backend_->embed({device.data(), dtype, 7, 33, 33},
+                    reinterpret_cast<const TokenId*>(device_ids.data()),
+                    {y.data(), DType::f32, 7, 33, 33});
     const std::vector<float> actual = values_of(y, DType::f32);
     for (std::size_t i = 0; i < actual.size(); ++i) {
-      ASSERT_EQ(actual[i], table[static_cast<std::size_t>(ids[i / 33]) * 33 + i % 33]) << i;
+      const TokenId id = ids[i / 33];
+      const bool known = id >= 0 && id < 7;
+      ASSERT_EQ(actual[i], known ? table[static_cast<std::size_t>(id) * 33 + i % 33] : 0.0f) << i;
     }
   }
 }
@@ -237,64 +208,6 @@ TEST_P(OpsParity, RmsNormScalesEveryRow) {
   }
 }
 
-TEST_P(OpsParity, RopeNormalisesAndRotatesHalves) {
-  constexpr int kHeads = 3;
-  constexpr int kQueryHeads = 2;
-  for (const int d : {40, 64}) {
-    const auto half = static_cast<std::size_t>(d / 2);
-    const std::size_t stride = static_cast<std::size_t>(kHeads) * static_cast<std::size_t>(d) + 8;
-    for (const bool norm : {false, true}) {
-      std::vector<float> frequency(half);
-      for (std::size_t i = 0; i < half; ++i) {
-        frequency[i] =
-            static_cast<float>(std::pow(1e4, -static_cast<double>(i) / static_cast<double>(half)));
-      }
-      const std::vector<float> x = random_.normal(2 * static_cast<std::int64_t>(stride));
-      const std::vector<float> weights[2] = {random_.normal(d), random_.normal(d)};
-      const Buffer device_x = upload(*backend_, x);
-      const Buffer query_norm = upload(*backend_, weights[0]);
-      const Buffer key_norm = upload(*backend_, weights[1]);
-      RopeParams p;
-      p.x = device_x.floats();
-      p.tokens = 2;
-      p.stride = static_cast<std::int64_t>(stride);
-      p.query_heads = kQueryHeads;
-      p.key_heads = kHeads - kQueryHeads;
-      p.head_dim = d;
-      p.first_position = 1000;
-      p.inverse_frequency = frequency.data();
-      p.query_norm = norm ? query_norm.floats() : nullptr;
-      p.key_norm = norm ? key_norm.floats() : nullptr;
-      p.norm_epsilon = 1e-3f;
-      backend_->rope(p);
-      const std::vector<float> actual = values_of(device_x, DType::f32);
-      for (std::size_t i = 0; i < actual.size(); ++i) {
-        const std::size_t column = i % stride;
-        if (column >= static_cast<std::size_t>(kHeads) * static_cast<std::size_t>(d)) {
-          ASSERT_EQ(actual[i], x[i]) << "past the heads";
-          continue;
-        }
-        const std::size_t head = i - column % static_cast<std::size_t>(d);
-        const std::size_t c = i - head;
-        const auto& weight = weights[column < kQueryHeads * static_cast<std::size_t>(d) ? 0 : 1];
-        double squares = 0;
-        for (std::size_t j = 0; j < 2 * half; ++j) squares += std::pow(x[head + j], 2.0);
-        const double factor = norm ? 1 / std::sqrt(squares / d + 1e-3f) : 1.0;
-        const auto input = [&](std::size_t j) {
-          return x[head + j] * factor * (norm ? weight[j] : 1.0f);
-        };
-        const std::size_t token = i / stride;
-        const double angle = (1000.0 + static_cast<double>(token)) * frequency[c % half];
-        const double expected =
-            c < half ? input(c) * std::cos(angle) - input(c + half) * std::sin(angle)
-                     : input(c) * std::cos(angle) + input(c - half) * std::sin(angle);
-        // The angle in fp32 is off by 1000 * 2^-24 at most.
-        ASSERT_NEAR(actual[i], expected, 4 * (kFloat + 1000 * 0x1p-24)) << i;
-      }
-    }
-  }
-}
-
 TEST_P(OpsParity, SwigluGatesWithSilu) {
   std::vector<float> gate_up = random_.normal(2 * 2 * 37, 3.0f);
   gate_up[0] = -200.0f;  // exp(200) is infinite in fp32
@@ -321,45 +234,6 @@ TEST_P(OpsParity, CastRoundsToNearest) {
     const std::vector<float> actual = values_of(to, dtype);
     for (std::size_t i = 0; i < actual.size(); ++i) {
       ASSERT_EQ(actual[i], expected[i / 45 * 50 + i % 45]) << to_string(dtype) << ' ' << i;
-    }
-  }
-}
-
-// Few rows and many reach their home in different ways.
-TEST_P(OpsParity, AppendWritesKThenVOfEveryHeadAndItsHome) {
-  for (const auto& [d, tokens] : {std::pair{40, 3}, {64, 3}, {64, 300}}) {
-    for (const DType dtype : row_dtypes()) {
-      SCOPED_TRACE(std::string(to_string(dtype)) + " head_dim " + std::to_string(d));
-      const KvShape shape = {
-          .layers = 1, .query_heads = 4, .kv_heads = 2, .head_dim = d, .dtype = dtype};
-      const std::int64_t stride = 4 * d;  // K and V side by side, as one projection writes them
-      const std::vector<float> kv = random_.normal(tokens * stride);
-      const Buffer device = upload(*backend_, kv);
-      const std::size_t bytes = static_cast<std::size_t>(tokens) * shape.row_bytes();
-      const auto two = [&](Tier tier) {
-        return std::array{backend_->allocate(tier, bytes), backend_->allocate(tier, bytes)};
-      };
-      const std::array<Buffer, 2> rows = two(backend_->info().compute_tier);
-      const std::array<Buffer, 2> home = two(Tier::host);
-      std::byte* const to[] = {rows[0].data(), rows[1].data()};
-      std::byte* const home_to[] = {home[0].data(), home[1].data()};
-      backend_->append(
-          {device.floats(), device.floats() + 2 * d, tokens, stride, shape, to, home_to});
-      const std::vector<float> expected = rounded(kv, dtype);
-      const std::size_t width = shape.row_bytes() / size_of(dtype);
-      const auto channels = static_cast<std::size_t>(d);
-      for (std::size_t head = 0; head < 2; ++head) {
-        const std::vector<float> actual = values_of(rows[head], dtype);
-        EXPECT_EQ(values_of(home[head], dtype), actual);
-        for (std::size_t i = 0; i < static_cast<std::size_t>(tokens) * 2 * channels; ++i) {
-          const std::size_t token = i / (2 * channels);
-          const std::size_t c = i % (2 * channels);
-          const std::size_t source = c < channels ? c : 2 * channels + c - channels;
-          ASSERT_EQ(actual[token * width + c],
-                    expected[token * static_cast<std::size_t>(stride) + head * channels + source])
-              << "token " << token << " head " << head << " element " << c;
-        }
-      }
     }
   }
 }

@@ -60,7 +60,9 @@ class SampleParity : public ::testing::TestWithParam<NamedBackend> {
   TokenId sample(const std::vector<float>& logits, const SampleParams& params) {
     const Buffer device = testing::upload(*backend_, logits);
     const auto count = static_cast<std::int64_t>(logits.size());
-    return backend_->sample({device.data(), DType::f32, 1, count, count}, params);
+    SampledToken token;
+    backend_->sample({device.data(), DType::f32, 1, count, count}, {&params, 1}, {&token, 1});
+    return token_of(token);
   }
   // Sums in f32 may move the borders between tokens by so much.
   void expect_drawn(const std::vector<float>& logits, const SampleParams& params) {
@@ -160,6 +162,47 @@ TEST_P(SampleParity, NamesTheFirstBadLogit) {
     params.temperature = temperature;
     EXPECT_THROW(sample(std::vector<float>(100, -kInfinity), params), Error);
   }
+}
+
+// More rows than one launch takes, each with its own way to draw; bad ones between.
+TEST_P(SampleParity, RowsAreDrawnAsIfAlone) {
+  constexpr std::int64_t kRows = 150;
+  constexpr std::int64_t kCount = 5000;
+  constexpr std::int64_t kStride = kCount + 24;
+  std::vector<float> logits = random_.normal(kRows * kStride, 3.0f);
+  const auto row = [&](std::int64_t i) { return logits.begin() + i * kStride; };
+  for (std::int64_t i = 0; i < kRows; ++i) row(i)[kCount] = std::nanf("");  // past the row's end
+  std::fill_n(row(3), kCount, -kInfinity);
+  row(0)[17] = kInfinity;
+  row(149)[4999] = std::nanf("");
+  std::vector<SampleParams> params(kRows);
+  for (SampleParams& p : params) {
+    p.temperature = random_.integer(0, 3) == 0 ? 0.0 : 0.8;
+    p.top_k = static_cast<int>(random_.integer(0, 2)) * 50;
+    p.top_p = random_.integer(0, 1) == 0 ? 1.0 : 0.9;
+    p.min_p = random_.integer(0, 1) == 0 ? 0.0 : 0.02;
+    p.random = static_cast<double>(random_.integer(0, 9999)) / 1e4;
+  }
+  const Buffer device = testing::upload(*backend_, logits);
+  std::vector<SampledToken> tokens(kRows);
+  backend_->sample({device.data(), DType::f32, kRows, kCount, kStride}, params, tokens);
+  for (std::int64_t i = 0; i < kRows; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    SampledToken alone;
+    float* const first = device.floats() + i * kStride;
+    backend_->sample({first, DType::f32, 1, kCount, kStride}, {&params[at], 1}, {&alone, 1});
+    EXPECT_EQ(tokens[at].id, alone.id) << i;
+    EXPECT_EQ(tokens[at].bad, alone.bad) << i;
+    const bool bad = i == 0 || i == 3 || i == 149;
+    EXPECT_EQ(tokens[at].id < 0, bad) << i;
+    if (!bad) expect_drawn({row(i), row(i) + kCount}, params[at]);
+  }
+  EXPECT_EQ(tokens[0].bad, 17);
+  EXPECT_EQ(tokens[0].bad_logit, kInfinity);
+  EXPECT_EQ(tokens[3].bad, -1);
+  EXPECT_EQ(tokens[149].bad, 4999);
+  EXPECT_TRUE(std::isnan(tokens[149].bad_logit));
+  EXPECT_THROW(static_cast<void>(token_of(tokens[3])), Error);
 }
 
 INSTANTIATE_TEST_SUITE_P(, SampleParity, ::testing::ValuesIn(testing::backends_by_kind()),

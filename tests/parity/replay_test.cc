@@ -1,0 +1,132 @@
+// A replayed step reads what changes from memory: it does what the same calls do then.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "tests/support/backends.h"
+#include "tests/support/device.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+using testing::download;
+using testing::NamedBackend;
+using testing::Random;
+using testing::upload;
+
+constexpr int kVocabulary = 50;
+constexpr int kTokens = 5;
+constexpr int kPages = 40;  // of a sequence
+constexpr KvShape kShape = {.layers = 1, .query_heads = 4, .kv_heads = 2, .head_dim = 64};
+constexpr std::int64_t kWidth = (4 + 2 + 2) * 64;  // queries, keys, values
+
+// The rows of new tokens, from their ids: without products, so that it is the same everywhere.
+class Step {
+ public:
+  Step(Backend& backend, const std::vector<float>& table)
+      : backend_(backend),
+        table_(upload(backend, table)),
+        ids_(upload(backend, std::vector<TokenId>(kTokens))),
+        tokens_(upload(backend, std::vector<BatchToken>(kTokens))),
+        pages_(upload(backend, std::vector<PageSlots>(kTokens * kPages, {0, 1}))),
+        x_(backend.allocate(backend.info().compute_tier, kTokens * kWidth * sizeof(float))),
+        device_(backend.allocate(backend.info().compute_tier, kPoolBytes)),
+        home_(backend.allocate(Tier::host, kPoolBytes)),
+        sums_(backend.allocate(backend.info().compute_tier, kTokens * 2 * 64 * sizeof(float))) {}
+
+  void set(const std::vector<TokenId>& ids, const std::vector<BatchToken>& tokens) {
+    const CopyOp ops[] = {
+        {ids_.data(), reinterpret_cast<const std::byte*>(ids.data()), ids_.bytes()},
+        {tokens_.data(), reinterpret_cast<const std::byte*>(tokens.data()), tokens_.bytes()}};
+    backend_.copy(ops, Stream::compute);
+  }
+
+  void issue() {
+    ++issued;
+    const TokenBatch batch = {reinterpret_cast<const BatchToken*>(tokens_.data()), kTokens,
+                              kPages * kPageTokens};
+    backend_.embed({table_.data(), DType::f32, kVocabulary, kWidth, kWidth},
+                   reinterpret_cast<const TokenId*>(ids_.data()),
+                   {x_.data(), DType::f32, kTokens, kWidth, kWidth});
+    RopeParams rope;
+    rope.x = x_.floats();
+    rope.tokens = kTokens;
+    rope.stride = kWidth;
+    rope.query_heads = kShape.query_heads;
+    rope.key_heads = kShape.kv_heads;
+    rope.head_dim = kShape.head_dim;
+    rope.batch = batch;
+    const std::vector<float> frequencies(static_cast<std::size_t>(kShape.head_dim / 2), 0.01f);
+    rope.inverse_frequency = frequencies.data();
+    backend_.rope(rope);
+    AppendBatchParams append;
+    append.k = x_.floats() + 4 * 64;
+    append.v = append.k + 2 * 64;
+    append.stride = kWidth;
+    append.shape = kShape;
+    append.batch = batch;
+    append.rows = {device_.data(),
+                   home_.data(),
+                   kPoolBytes / 2,
+                   kPoolBytes / 2,
+                   reinterpret_cast<const PageSlots*>(pages_.data()),
+                   kPages};
+    append.sums = sums_.floats();
+    backend_.append_batch(append);
+  }
+
+  std::vector<std::vector<std::byte>> results() const {
+    return {download<std::byte>(backend_, x_), download<std::byte>(backend_, device_),
+            download<std::byte>(backend_, home_), download<std::byte>(backend_, sums_)};
+  }
+
+  int issued = 0;
+
+ private:
+  static constexpr std::int64_t kPoolBytes = 2 * 2 * kPageTokens * 256;  // 2 heads of 2 slots
+
+  Backend& backend_;
+  Buffer table_, ids_, tokens_, pages_, x_, device_, home_, sums_;
+};
+
+class ReplayParity : public ::testing::TestWithParam<NamedBackend> {};
+
+TEST_P(ReplayParity, AReplayedStepSeesWhatChanged) {
+  const auto backend = testing::make_or_skip(GetParam());
+  if (backend == nullptr) return;
+  const std::uint64_t seed = testing::seed(19);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  const std::vector<float> table = random.normal(kVocabulary * kWidth);
+  Step replayed(*backend, table);
+  Step plain(*backend, table);
+  std::unique_ptr<Recording> recording;
+  for (int round = 0; round < 5; ++round) {
+    std::vector<TokenId> ids;
+    std::vector<BatchToken> tokens;
+    for (int i = 0; i < kTokens; ++i) {
+      ids.push_back(static_cast<TokenId>(random.integer(0, kVocabulary - 1)));
+      // All write to one page: each to a row of its own.
+      const auto page = static_cast<std::int32_t>(random.integer(0, kPages - 1));
+      tokens.push_back({i, page * kPageTokens + 20 * i + round});
+    }
+    replayed.set(ids, tokens);
+    backend->replay(recording, [&] { replayed.issue(); });
+    plain.set(ids, tokens);
+    plain.issue();
+    ASSERT_TRUE(replayed.results() == plain.results()) << "round " << round;
+  }
+  const ReplayCounts counts = backend->replay_counts();
+  EXPECT_EQ(counts.recordings, recording != nullptr ? 1 : 0);
+  EXPECT_EQ(counts.launches, recording != nullptr ? 5 : 0);
+  EXPECT_EQ(replayed.issued, recording != nullptr ? 1 : 5);
+}
+
+INSTANTIATE_TEST_SUITE_P(, ReplayParity, ::testing::ValuesIn(testing::backends_by_kind()),
+                         testing::name_of);
+
+}  // namespace
+}  // namespace sluice

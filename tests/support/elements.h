@@ -1,0 +1,57 @@
+// Numbers as the dtypes of rows and activations have them.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <vector>
+
+#include "lib/half.h"
+#include "sluice/types.h"
+#include "tests/support/device.h"
+
+namespace sluice::testing {
+
+inline std::vector<float> rounded(std::vector<float> values, DType dtype) {
+  for (float& value : values) {
+    if (dtype == DType::bf16) value = bf16_to_float(float_to_bf16(value));
+    if (dtype == DType::f16) value = f16_to_float(float_to_f16(value));
+  }
+  return values;
+}
+
+// The bytes of `values` as `dtype`.
+inline std::vector<std::byte> encoded(const std::vector<float>& values, DType dtype) {
+  std::vector<std::byte> bytes(values.size() * size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::uint16_t half =
+        dtype == DType::bf16 ? float_to_bf16(values[i]) : float_to_f16(values[i]);
+    if (dtype == DType::f32) std::memcpy(&bytes[4 * i], &values[i], 4);
+    if (dtype != DType::f32) std::memcpy(&bytes[2 * i], &half, 2);
+  }
+  return bytes;
+}
+
+inline std::vector<float> decoded(const std::vector<std::byte>& bytes, DType dtype) {
+  std::vector<float> values(bytes.size() / size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    std::uint16_t half = 0;
+    if (dtype == DType::f32) std::memcpy(&values[i], &bytes[4 * i], 4);
+    if (dtype != DType::f32) std::memcpy(&half, &bytes[2 * i], 2);
+    if (dtype == DType::bf16) values[i] = bf16_to_float(half);
+    if (dtype == DType::f16) values[i] = f16_to_float(half);
+  }
+  return values;
+}
+
+inline std::vector<float> values_of(Backend& backend, const Buffer& buffer, DType dtype) {
+  return decoded(download<std::byte>(backend, buffer), dtype);
+}
+
+// That a backend's rows may have.
+inline std::vector<DType> row_dtypes(const Backend& backend) {
+  std::vector<DType> all = {DType::f16, DType::bf16};
+  if (backend.info().f32_rows) all.push_back(DType::f32);
+  return all;
+}
+
+}  // namespace sluice::testing
