@@ -173,46 +173,67 @@ void estimate_query(const EstimateParams& p, int query_head) {
     put(product(q, row_of_span(rows, i, p.shape), channels));
 }
 
-// One KV head of a SelectParams, as plain vectors.
+// One KV head of a token of a SelectParams, as plain vectors.
 struct Problem {
+  BatchToken token;
+  std::int64_t kv_head = 0;                  // of all tokens'
   std::vector<std::int64_t> positions;       // that may be emitted
-  std::vector<std::vector<double>> weights;  // [group][positions, then the tail]
+  std::vector<bool> allowed;                 // of them, that are eligible
+  std::vector<bool> forced;                  // and always kept
+  std::vector<std::vector<double>> weights;  // [group][positions, then the newest rows]
   bool bad = false;
 };
 
-Problem problem_of(const SelectParams& p, int head) {
-  Problem problem;
-  std::int64_t total = p.count;
+std::vector<std::int64_t> positions_of(const SelectParams& p, const Problem& problem) {
   if (p.candidates != nullptr) {
-    const std::int32_t* const at = p.candidates->positions + head * p.candidates->capacity;
-    problem.positions.assign(at, at + p.candidates->heads[head].count);
-    total = static_cast<std::int64_t>(problem.positions.size()) + p.tail;
-  } else {
-    problem.positions.resize(static_cast<std::size_t>(std::min(p.end, p.count)));
-    std::iota(problem.positions.begin(), problem.positions.end(), 0);
+    const std::int32_t* const at =
+        p.candidates->positions + problem.kv_head * p.candidates->capacity;
+    return {at, at + p.candidates->heads[problem.kv_head].count};
   }
-  for (int g = 0; g < p.shape.group(); ++g) {
-    float* const logits = p.logits.floats() + (head * p.shape.group() + g) * p.logits.stride;
-    for (std::size_t i = 0; i < problem.positions.size(); ++i) {
-      if (p.eligible != nullptr && p.eligible[problem.positions[i]] == 0) logits[i] = -INFINITY;
-    }
-    const bool sane = std::all_of(logits, logits + total, [](float x) { return x < INFINITY; });
-    const float highest = total > 0 ? *std::max_element(logits, logits + total) : -INFINITY;
-    problem.bad = problem.bad || !sane || !(highest > -INFINITY);
-    std::vector<double> weights;
-    double sum = 0.0;
-    for (std::int64_t i = 0; i < total; ++i) {
-      weights.push_back(std::exp(static_cast<double>(logits[i]) - static_cast<double>(highest)));
-      sum += weights.back();
-    }
-    if (p.lse != nullptr) {
-      p.lse[head * p.shape.group() + g] = static_cast<float>(highest + std::log(sum));
-    }
-    for (std::int64_t i = 0; i < total; ++i) {
-      weights[static_cast<std::size_t>(i)] /= sum;
-      logits[i] = static_cast<float>(weights[static_cast<std::size_t>(i)]);
-    }
-    problem.weights.push_back(std::move(weights));
+  std::vector<std::int64_t> positions(static_cast<std::size_t>(problem.token.page_first()));
+  std::iota(positions.begin(), positions.end(), 0);
+  return positions;
+}
+
+// Softmax of one query head's logits, which it replaces.
+std::vector<double> weigh(const SelectParams& p, Problem& problem, std::int64_t query_head) {
+  float* const logits = p.logits.floats() + query_head * p.logits.stride;
+  const std::int64_t newest =
+      p.skip_newest ? 0 : problem.token.count() - problem.token.page_first();
+  const std::int64_t total = static_cast<std::int64_t>(problem.positions.size()) + newest;
+  for (std::size_t i = 0; i < problem.positions.size(); ++i) {
+    if (!problem.allowed[i]) logits[i] = -INFINITY;
+  }
+  const bool sane = std::all_of(logits, logits + total, [](float x) { return x < INFINITY; });
+  const float highest = total > 0 ? *std::max_element(logits, logits + total) : -INFINITY;
+  problem.bad = problem.bad || !sane || (total > 0 && !(highest > -INFINITY));
+  std::vector<double> weights;
+  double sum = 0.0;
+  for (std::int64_t i = 0; i < total; ++i) {
+    weights.push_back(std::exp(static_cast<double>(logits[i]) - static_cast<double>(highest)));
+    sum += weights.back();
+  }
+  if (p.lse != nullptr) p.lse[query_head] = static_cast<float>(highest + std::log(sum));
+  for (std::int64_t i = 0; i < total; ++i) {
+    weights[static_cast<std::size_t>(i)] /= sum;
+    logits[i] = static_cast<float>(weights[static_cast<std::size_t>(i)]);
+  }
+  return weights;
+}
+
+Problem problem_of(const SelectParams& p, std::int64_t token, int kv_head) {
+  Problem problem;
+  problem.token = p.batch.tokens[token];
+  problem.kv_head = token * p.shape.kv_heads + kv_head;
+  problem.positions = positions_of(p, problem);
+  for (const std::int64_t at : problem.positions) {
+    const bool allowed =
+        p.eligible == nullptr || p.eligible[problem.token.sequence * p.eligible_stride + at] != 0;
+    problem.allowed.push_back(allowed);
+    problem.forced.push_back(allowed && (at < p.sinks || at >= problem.token.count() - p.recent));
+  }
+  for (int g = 0; g < p.shape.group() && p.logits.data != nullptr; ++g) {
+    problem.weights.push_back(weigh(p, problem, problem.kv_head * p.shape.group() + g));
   }
   return problem;
 }
@@ -234,10 +255,10 @@ std::vector<double> summed(const Problem& problem) {
   return sums;
 }
 
-// Keeps `count` of the entries that `allowed` marks, those in `forced` first.
-std::vector<bool> heaviest(const Problem& problem, const std::vector<bool>& forced,
-                           const std::vector<bool>& allowed, std::int64_t count) {
-  std::vector<bool> kept = forced;
+// Keeps `count` of the entries that `allowed` marks, those that are always kept first.
+std::vector<bool> heaviest(const Problem& problem, const std::vector<bool>& allowed,
+                           std::int64_t count) {
+  std::vector<bool> kept = problem.forced;
   count -= std::count(kept.begin(), kept.end(), true);
   for (const std::size_t i : by_weight(summed(problem), problem.positions.size())) {
     if (count <= 0) break;
@@ -248,70 +269,73 @@ std::vector<bool> heaviest(const Problem& problem, const std::vector<bool>& forc
   return kept;
 }
 
-void keep_share(const SelectParams& p, const std::vector<double>& weights,
-                const std::vector<bool>& forced, const std::vector<bool>& allowed,
+void keep_share(const SelectParams& p, const Problem& problem, const std::vector<double>& weights,
                 std::vector<bool>& kept) {
+  const std::vector<bool>& forced = problem.forced;
   double sum = 0.0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (i >= forced.size() || forced[i]) sum += weights[i];
   }
   for (const std::size_t i : by_weight(weights, forced.size())) {
     if (sum >= static_cast<double>(p.p)) break;
-    if (forced[i] || !allowed[i]) continue;
+    if (forced[i] || !problem.allowed[i]) continue;
     kept[i] = true;
     sum += weights[i];
   }
 }
 
-void select_head(const SelectParams& p, int head) {
-  HeadSelection& result = p.selected.heads[head];
+// What is kept of the entries; `cut` is set if that is not all that is wanted.
+std::vector<bool> choose(const SelectParams& p, const Problem& problem, std::int32_t& cut) {
+  if (p.logits.data == nullptr) return problem.forced;
+  const std::int64_t tokens = problem.token.count();
+  if (p.prune == Pruner::top_k) return heaviest(problem, problem.allowed, p.k.of(tokens));
+  std::vector<bool> kept = problem.forced;
+  for (const auto& weights : problem.weights) keep_share(p, problem, weights, kept);
+  const std::int64_t cap = p.cap.of(tokens);
+  if (std::count(kept.begin(), kept.end(), true) <= cap) return kept;
+  cut = 1;
+  return heaviest(problem, kept, cap);
+}
+
+// The part of the weight that is kept and emitted; all where there is none.
+double kept_weight(const std::vector<double>& weights, const std::vector<bool>& kept) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (i >= kept.size() || kept[i]) sum += weights[i];
+  }
+  return weights.empty() ? 1.0 : std::min(sum, 1.0);
+}
+
+void select_head(const SelectParams& p, std::int64_t token, int kv_head) {
+  const Problem problem = problem_of(p, token, kv_head);
+  HeadSelection& result = p.selected.heads[problem.kv_head];
   result = {};
-  const Problem problem = problem_of(p, head);
   if (problem.bad) {
     result.bad = 1;
     return;
   }
-  const std::size_t count = problem.positions.size();
-  std::vector<bool> allowed(count);
-  std::vector<bool> forced(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::int64_t at = problem.positions[i];
-    allowed[i] = p.eligible == nullptr || p.eligible[at] != 0;
-    forced[i] = allowed[i] && (at < p.sinks || at >= p.recent_first);
-  }
-  std::vector<bool> kept = forced;
-  if (p.prune == Pruner::top_k) {
-    kept = heaviest(problem, forced, allowed, p.k);
-  } else {
-    for (const auto& weights : problem.weights) keep_share(p, weights, forced, allowed, kept);
-    if (std::count(kept.begin(), kept.end(), true) > p.cap) {
-      kept = heaviest(problem, forced, kept, p.cap);
+  std::vector<bool> kept = choose(p, problem, result.cut);
+  std::set<std::int64_t> pages;
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (!kept[i]) continue;
+    if (result.count == p.selected.capacity) {
       result.cut = 1;
-    }
-  }
-  std::vector<double> alpha(static_cast<std::size_t>(p.shape.group()));
-  for (std::size_t i = 0; i < problem.weights.front().size(); ++i) {
-    if (i < count && !kept[i]) continue;
-    if (i < count && result.count == p.selected.capacity) {
-      result.cut = 1;
+      kept[i] = false;
       continue;
     }
-    if (i < count) {
-      p.selected.positions[head * p.selected.capacity + result.count++] =
-          static_cast<std::int32_t>(problem.positions[i]);
-    }
-    for (std::size_t g = 0; g < alpha.size(); ++g) alpha[g] += problem.weights[g][i];
-  }
-  std::set<std::int32_t> pages;
-  for (std::int32_t i = 0; i < result.count; ++i) {
-    pages.insert(p.selected.positions[head * p.selected.capacity + i] / kPageTokens);
+    const std::int64_t at = problem.positions[i];
+    p.selected.positions[problem.kv_head * p.selected.capacity + result.count++] =
+        static_cast<std::int32_t>(at);
+    pages.insert(at / kPageTokens);
   }
   result.pages = static_cast<std::int32_t>(pages.size());
   for (int g = 0; g < p.shape.group(); ++g) {
-    const int query_head = head * p.shape.group() + g;
+    const std::int64_t query_head = problem.kv_head * p.shape.group() + g;
     const double share = p.share != nullptr ? static_cast<double>(p.share[query_head]) : 1.0;
-    p.alpha[query_head] =
-        static_cast<float>(std::min(alpha[static_cast<std::size_t>(g)], 1.0) * share);
+    const double weight = p.logits.data == nullptr
+                              ? 1.0
+                              : kept_weight(problem.weights[static_cast<std::size_t>(g)], kept);
+    p.alpha[query_head] = static_cast<float>(weight * share);
   }
 }
 
@@ -355,7 +379,9 @@ void estimate(const EstimateParams& p) {
 }
 
 void select(const SelectParams& p) {
-  for (int head = 0; head < p.shape.kv_heads; ++head) select_head(p, head);
+  for (std::int64_t token = 0; token < p.batch.count; ++token) {
+    for (int head = 0; head < p.shape.kv_heads; ++head) select_head(p, token, head);
+  }
 }
 
 void attend_selected(const AttendSelectedParams& given) {

@@ -49,37 +49,42 @@ class CutWalk {
   Cut cut_;
 };
 
-// The choice of one KV head.
+// The choice of one KV head of a token.
 class HeadChoice {
  public:
-  HeadChoice(const SelectParams& p, std::int64_t head) : p_(p), head_(head) {
+  HeadChoice(const SelectParams& p, std::int64_t token, std::int64_t kv_head)
+      : p_(p),
+        token_(p.batch.tokens[token]),
+        head_(token * p.shape.kv_heads + kv_head),
+        sinks_(std::min(p.sinks, token_.page_first())),
+        recent_first_(std::max<std::int64_t>(token_.count() - p.recent, 0)) {
     const SelectionView* const list = p.candidates;
-    if (list != nullptr) {
-      listed_ = list->positions + head * list->capacity;
-      count_ = list->heads[head].count;
-      total_ = count_ + p.tail;
-    } else {
-      count_ = std::min(p.end, p.count);
-      total_ = p.count;
-    }
+    if (list != nullptr) listed_ = list->positions + head_ * list->capacity;
+    count_ = list != nullptr ? list->heads[head_].count : token_.page_first();
+    total_ = count_ + (p.skip_newest ? 0 : token_.count() - token_.page_first());
+    if (p.eligible != nullptr) eligible_ = p.eligible + token_.sequence * p.eligible_stride;
     kept_.assign(static_cast<std::size_t>(count_), 0);
   }
 
   void run() {
     HeadSelection& result = p_.selected.heads[head_];
     result = {};
+    keep_forced();
+    if (p_.logits.data == nullptr) return emit(result);
+    if (total_ == 0) return report_nothing();
     if (!softmax_rows()) {
       result.bad = 1;
       return;
     }
     if (p_.prune == Pruner::top_k) {
-      keep_heaviest(std::max(p_.k, forced_));
+      keep_heaviest(std::max(p_.k.of(token_.count()), forced_));
     } else {
+      const std::int64_t cap = p_.cap.of(token_.count());
       for (int g = 0; g < p_.shape.group(); ++g) keep_share(row(g));
       const auto wanted = std::count(kept_.begin(), kept_.end(), std::uint8_t{1});
-      if (wanted > p_.cap) {
+      if (wanted > cap) {
         for (std::size_t i = 0; i < kept_.size(); ++i) kept_[i] = kept_[i] != 0 || is_forced(i);
-        keep_heaviest(std::max(p_.cap, std::min(forced_, p_.selected.capacity)));
+        keep_heaviest(std::max(cap, std::min(forced_, p_.selected.capacity)));
         result.cut = 1;
       }
     }
@@ -90,12 +95,10 @@ class HeadChoice {
   std::int64_t position(std::size_t i) const {
     return listed_ != nullptr ? listed_[i] : static_cast<std::int64_t>(i);
   }
-  bool is_out(std::size_t i) const {
-    return p_.eligible != nullptr && p_.eligible[position(i)] == 0;
-  }
+  bool is_out(std::size_t i) const { return eligible_ != nullptr && eligible_[position(i)] == 0; }
   bool is_forced(std::size_t i) const {
     const std::int64_t at = position(i);
-    return (at < p_.sinks || at >= p_.recent_first) && !is_out(i);
+    return (at < sinks_ || at >= recent_first_) && !is_out(i);
   }
   float* row(int g) const {
     return p_.logits.floats() + (head_ * p_.shape.group() + g) * p_.logits.stride;
@@ -108,8 +111,8 @@ class HeadChoice {
         if (is_forced(i)) body(i);
       return;
     }
-    const auto sinks = static_cast<std::size_t>(std::min(p_.sinks, count_));
-    const auto recent = static_cast<std::size_t>(std::clamp(p_.recent_first, p_.sinks, count_));
+    const auto sinks = static_cast<std::size_t>(sinks_);
+    const auto recent = static_cast<std::size_t>(std::clamp(recent_first_, sinks_, count_));
     for (std::size_t i = 0; i < sinks; ++i)
       if (!is_out(i)) body(i);
     for (std::size_t i = std::max(recent, sinks); i < kept_.size(); ++i)
@@ -119,7 +122,7 @@ class HeadChoice {
   bool softmax_rows() {
     for (int g = 0; g < p_.shape.group(); ++g) {
       float* const logits = row(g);
-      if (p_.eligible != nullptr) {
+      if (eligible_ != nullptr) {
         for (std::size_t i = 0; i < kept_.size(); ++i) {
           if (is_out(i)) logits[i] = -std::numeric_limits<float>::infinity();
         }
@@ -127,11 +130,26 @@ class HeadChoice {
       float* const lse = p_.lse != nullptr ? p_.lse + head_ * p_.shape.group() + g : nullptr;
       if (!softmax(logits, total_, lse)) return false;
     }
+    return true;
+  }
+
+  void keep_forced() {
     for_forced([&](std::size_t i) {
       kept_[i] = 1;
       ++forced_;
     });
-    return true;
+  }
+
+  double share(std::int64_t query_head) const {
+    return p_.share != nullptr ? static_cast<double>(p_.share[query_head]) : 1.0;
+  }
+
+  void report_nothing() {
+    for (int g = 0; g < p_.shape.group(); ++g) {
+      const std::int64_t query_head = head_ * p_.shape.group() + g;
+      p_.alpha[query_head] = static_cast<float>(share(query_head));
+      if (p_.lse != nullptr) p_.lse[query_head] = -std::numeric_limits<float>::infinity();
+    }
   }
 
   // Keeps the `count` heaviest by summed weight, what is always kept among them; of top_p's choice
@@ -166,7 +184,8 @@ class HeadChoice {
 
   void emit(HeadSelection& result) {
     std::int32_t* const to = p_.selected.positions + head_ * p_.selected.capacity;
-    std::vector<double> alpha(static_cast<std::size_t>(p_.shape.group()));
+    const bool has_logits = p_.logits.data != nullptr;
+    std::vector<double> alpha(static_cast<std::size_t>(p_.shape.group()), has_logits ? 0.0 : 1.0);
     for (std::size_t i = 0; i < kept_.size(); ++i) {
       if (kept_[i] == 0) continue;
       if (result.count == p_.selected.capacity) {
@@ -178,25 +197,30 @@ class HeadChoice {
         ++result.pages;
       }
       to[result.count++] = static_cast<std::int32_t>(at);
-      for (int g = 0; g < p_.shape.group(); ++g) {
+      for (int g = 0; has_logits && g < p_.shape.group(); ++g) {
         alpha[static_cast<std::size_t>(g)] += static_cast<double>(row(g)[i]);
       }
     }
     for (int g = 0; g < p_.shape.group(); ++g) {
       double& sum = alpha[static_cast<std::size_t>(g)];
-      for (std::int64_t i = count_; i < total_; ++i) sum += static_cast<double>(row(g)[i]);
+      for (std::int64_t i = count_; has_logits && i < total_; ++i) {
+        sum += static_cast<double>(row(g)[i]);
+      }
       const std::int64_t query_head = head_ * p_.shape.group() + g;
-      const double share = p_.share != nullptr ? static_cast<double>(p_.share[query_head]) : 1.0;
-      p_.alpha[query_head] = static_cast<float>(std::min(sum, 1.0) * share);
+      p_.alpha[query_head] = static_cast<float>(std::min(sum, 1.0) * share(query_head));
     }
   }
 
   const SelectParams& p_;
-  std::int64_t head_;
+  BatchToken token_;
+  std::int64_t head_;  // of all tokens'
+  std::int64_t sinks_;
+  std::int64_t recent_first_;
   const std::int32_t* listed_ = nullptr;
-  std::int64_t count_ = 0;   // entries that may be emitted
-  std::int64_t total_ = 0;   // and those of the tail
-  std::int64_t forced_ = 0;  // always kept
+  const std::uint8_t* eligible_ = nullptr;  // of its sequence
+  std::int64_t count_ = 0;                  // entries that may be emitted
+  std::int64_t total_ = 0;                  // and those of the tail
+  std::int64_t forced_ = 0;                 // always kept
   std::vector<std::uint8_t> kept_;
 };
 
@@ -241,10 +265,12 @@ Cut cut_by_weight(std::span<const float> weights, double target) {
 }
 
 void select(const SelectParams& p, Threads& threads) {
-  const std::int64_t longest = p.candidates != nullptr ? p.candidates->capacity : p.count;
+  const std::int64_t kv_heads = p.shape.kv_heads;
+  const std::int64_t longest = p.candidates != nullptr ? p.candidates->capacity : p.batch.capacity;
   threads.for_each(
-      p.shape.kv_heads, [&](std::int64_t head) { HeadChoice(p, head).run(); },
-      longest * p.shape.query_heads * static_cast<std::int64_t>(sizeof(float)));
+      p.batch.count * kv_heads,
+      [&](std::int64_t task) { HeadChoice(p, task / kv_heads, task % kv_heads).run(); },
+      longest * p.batch.count * p.shape.query_heads * static_cast<std::int64_t>(sizeof(float)));
 }
 
 }  // namespace sluice::cpu

@@ -13,8 +13,8 @@ namespace sluice::cuda {
 // fp32; of top_k with one query head per KV head, logits are compared themselves.
 void select(const SelectParams& params, const Launch& launch);
 
-// Scratch with which select() looks at all heads at once, from sizes alone. With less it takes
-// several rounds; one head's must fit.
+// Scratch with which select() takes the fewest rounds, from sizes alone. With less it takes more;
+// that of one KV head of a token must fit. See select_paths.cuh for the ways that it goes.
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device);
 
 }  // namespace sluice::cuda

@@ -10,9 +10,9 @@ namespace {
 __device__ __forceinline__ void select_head(const auto& w) {
   share_sums(w);
   if (!join_sums(w)) return report_bad(w);
-  if (w.row_bins > 0 || w.has_keys) find_thresholds(w, [&] { count_rows(w); });
+  if (w.row_bins > 0 || w.c.has_keys) find_thresholds(w, [&] { count_rows(w); });
   bool is_cut = false;
-  if (w.has_keys) {
+  if (w.c.has_keys) {
     set_bounds(w);
     is_cut = mark_heaviest(w);
   } else {
@@ -26,6 +26,7 @@ __device__ __forceinline__ void select_in_cluster(const ClusterCall& call, std::
   if (thread_id() == 0) set_up_exchanges(work);
   set_zero(work);
   begin(work);
+  if (!has_logits(work)) return;
   work.share_out(work.shared->extent);
   select_head(work);
 }
@@ -59,7 +60,7 @@ int blocks_of(const SelectCall& c, const DeviceLimits& device) {
   constexpr std::int64_t kWorth = 16384;  // logits of a block
   // Parts of the device have a few multiprocessors to spare.
   const std::int64_t most = std::min<std::int64_t>(
-      device.multiprocessors * 7 / 8 / std::max(c.kv_heads, 1), most_blocks_of(device));
+      device.multiprocessors * 7 / 8 / std::max(c.head_count, 1), most_blocks_of(device));
   const std::int64_t work = std::int64_t{c.entries} * c.group;
   int found = 0;
   for (int blocks = 4; blocks <= most; blocks *= 2) {
@@ -75,8 +76,7 @@ int blocks_of(const SelectCall& c, const DeviceLimits& device) {
 bool fits_cluster(const SelectCall& c, const DeviceLimits& device) {
   if (device.capability < 90 || c.group > kMostRows) return false;
   // With more to keep, candidates would mostly be too many to list.
-  const bool is_cut = !c.is_top_p || c.keep < c.entries;
-  if (is_cut && std::int64_t{c.keep} * c.group * 2 > kMostListed) return false;
+  if (c.has_keys && std::int64_t{c.most_keep} * c.group * 2 > kMostListed) return false;
   return blocks_of(c, device) > 0;
 }
 
@@ -85,7 +85,7 @@ void run_cluster(const SelectCall& c, const Launch& launch) {
   const ClusterCall call = cluster_call(c, blocks);
   const int threads = call.capacity * c.group <= 1024 ? 256 : kMostWarps * kWarp;
   launch_early_clusters("select_cluster", select_cluster,
-                        dim3(static_cast<unsigned>(c.kv_heads * blocks)), threads, call.bytes,
+                        dim3(static_cast<unsigned>(c.head_count * blocks)), threads, call.bytes,
                         blocks, launch, call);
 }
 

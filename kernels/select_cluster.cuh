@@ -21,6 +21,7 @@
 #include "kernels/cluster.cuh"
 #include "kernels/launch.h"
 #include "kernels/select_keys.cuh"
+#include "kernels/select_paths.cuh"
 #include "kernels/select_strip.cuh"
 
 namespace sluice::cuda {
@@ -138,7 +139,6 @@ struct alignas(16) ClusterShared {
 // The call, and where things lie: in bytes from the start of shared memory, after ClusterShared.
 struct ClusterCall {
   SelectCall call;
-  bool has_keys = false;      // a cut by keys is made, or may be
   std::int32_t capacity = 0;  // vectors of a block
   std::int32_t bins = 0;      // per row, a multiple of kCoarse, or 0
   std::uint32_t bins_at = 0;
@@ -146,7 +146,7 @@ struct ClusterCall {
   std::uint32_t scratch_at = 0;
   std::uint32_t bytes = 0;  // of all
 
-  explicit ClusterCall(const SelectCall& c) : call(c), has_keys(!c.is_top_p || c.keep < c.entries) {
+  explicit ClusterCall(const SelectCall& c) : call(c) {
     if (!c.is_top_p || c.p >= 1.0f) return;
     const auto needed = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
     bins = (needed + kCoarse - 1) / kCoarse * kCoarse;
@@ -157,13 +157,13 @@ struct ClusterCall {
     const auto aligned = [](std::int64_t n) {
       return static_cast<std::uint32_t>((n + 15) / 16 * 16);
     };
-    const std::int64_t keys = has_keys ? kMostListed : 0;
+    const std::int64_t keys = call.has_keys ? kMostListed : 0;
     const int marks = (capacity + kWarp - 1) / kWarp * kWarp;
     const std::int64_t slots = blocks * call.group;  // of what all blocks send of every row
-    const int kinds = (bins > 0 ? 1 : 0) + (has_keys ? 1 : 0);
+    const int kinds = (bins > 0 ? 1 : 0) + (call.has_keys ? 1 : 0);
     bins_at = aligned(std::int64_t{sizeof(ClusterShared)} + held);
     kept_at = bins_at + aligned(4 * std::max(std::int64_t{bins} * call.group, keys));
-    scratch_at = kept_at + aligned((has_keys ? 2 : 1) * marks);
+    scratch_at = kept_at + aligned((call.has_keys ? 2 : 1) * marks);
     bytes = scratch_at + aligned(std::max(scratch + kinds * slots * kWarp * 4, list));
   }
 };
@@ -195,7 +195,6 @@ struct WorkOf {
 
   const SelectCall& c;
   Cluster cluster;
-  bool has_keys;
   bool has_sketches;
   int group;
   int parts;     // warps of a row, as long as they look at rows one by one
@@ -221,8 +220,7 @@ struct WorkOf {
 
   __device__ WorkOf(const ClusterCall& call, std::byte* memory)
       : c(call.call),
-        has_keys(call.has_keys),
-        has_sketches(call.has_keys),
+        has_sketches(c.has_keys),
         group(c.group),
         parts(warps() / group),
         part(warp_id() / group),
@@ -310,7 +308,7 @@ __device__ __forceinline__ void set_zero(const auto& w) {
 #pragma unroll 1
   for (int i = thread_id(); i < w.group * w.row_bins / 4; i += threads()) bins[i] = zero;
   if (thread_id() < 4) w.shared->counts[thread_id()] = 0;
-  if (!w.has_keys) return;
+  if (!w.c.has_keys) return;
   if (thread_id() == 0) w.shared->picked_count = 0;
   if (thread_id() < kMostPicked) w.shared->picked[thread_id()] = 0;
   auto* const digits = reinterpret_cast<uint4*>(w.shared->digits);
@@ -340,21 +338,28 @@ __device__ __forceinline__ void set_up_exchanges(const auto& w) {
 // Waits for the kernel before, and reads what is known of the head; other blocks have begun once
 // w.cluster.wait() is over.
 __device__ __forceinline__ void begin(const auto& w) {
+  const TokenBounds token = bounds_of(w.c, w.head);
   __syncthreads();
   w.cluster.arrive();
   wait_for_kernel_before();
   allow_next_kernel();
   if (warp_id() == 0) {
-    const Extent extent = extent_of(w.c, w.head);
+    const Extent extent = extent_of(w.c, w.head, token);
     if (lane_id() == 0) w.shared->extent = extent;
   }
   if (thread_id() < w.group) {
-    const float* const shares = w.c.share;
     const std::int64_t row = static_cast<std::int64_t>(w.head) * w.group + thread_id();
-    w.shared->shares[thread_id()] =
-        shares == nullptr ? 1.0f : *static_cast<const volatile float*>(shares + row);
+    w.shared->shares[thread_id()] = share_of(w.c, row);
   }
   __syncthreads();
+}
+
+// Whether there are logits, else says so. By all blocks, in place of w.cluster.wait() if not.
+__device__ __forceinline__ bool has_logits(const auto& w) {
+  if (w.shared->extent.total > 0) return true;
+  w.cluster.wait();
+  if (w.cluster.rank == 0) report_none(w.c, w.head, false);
+  return false;
 }
 
 }  // namespace sluice::cuda

@@ -385,7 +385,7 @@ __device__ __forceinline__ bool cut_at_key(const auto& w, KeyCut& cut) {
   const bool is_long = __any_sync(kAllLanes, own.x > kMostListedOwn) || listed > kMostListed;
   cut.available = __reduce_add_sync(kAllLanes, own.y);
   cut.forced = __reduce_add_sync(kAllLanes, own.z);
-  begin_cut(w.c, cut);
+  begin_cut(w.c, w.extent, cut);
   if (cut.settled != 0) return true;
   if (is_long || listed < cut.ties) return false;
   exchange_keys(w, own.x, listed);

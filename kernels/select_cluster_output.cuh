@@ -155,14 +155,7 @@ __device__ __forceinline__ void write_kept(const auto& w, bool is_cut) {
 }
 
 __device__ __forceinline__ void report_bad(const auto& w) {
-  if (w.cluster.rank != 0) return;
-  if (thread_id() < w.group) {
-    w.c.alpha[static_cast<std::int64_t>(w.head) * w.group + thread_id()] = 0.0f;
-  }
-  if (thread_id() != 0) return;
-  HeadSelection result;
-  result.bad = 1;
-  w.c.heads[w.head] = result;
+  if (w.cluster.rank == 0) report_none(w.c, w.head, true);
 }
 
 }  // namespace sluice::cuda

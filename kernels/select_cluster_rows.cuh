@@ -412,7 +412,7 @@ __device__ __forceinline__ std::uint16_t find_bound(const auto& w, int g) {
     high += both >> 16;
   }
   const std::uint32_t sum = warp_inclusive(low + high);
-  const auto keep = static_cast<std::uint32_t>(max(w.c.keep, 1));
+  const auto keep = static_cast<std::uint32_t>(max(w.extent.keep, 1));
   const unsigned reached = __ballot_sync(kAllLanes, sum >= keep);
   if (reached == 0) return static_cast<std::uint16_t>(kMinusInfinities);
   const int lane = __ffs(static_cast<int>(reached)) - 1;

@@ -1,4 +1,4 @@
-// What the kernels of select() share: the call by value, reading logits and scans over a block.
+// What the kernels of select() share: reading logits, weights and scans over a block.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -7,7 +7,7 @@
 
 #include "kernels/device_math.cuh"
 #include "kernels/early_launch.cuh"
-#include "lib/selection.h"
+#include "kernels/select_call.cuh"
 
 namespace sluice::cuda {
 
@@ -19,52 +19,6 @@ inline constexpr std::int32_t kMassedEntries = 1 << 16;
 inline constexpr std::uint32_t kMinusInfinities = 0xfc00fc00u;  // two f16
 inline constexpr std::uint16_t kLowestHalf = 0xfbff;
 inline constexpr std::uint16_t kInfiniteHalf = 0x7c00;
-
-// SelectParams by value, with sizes that fit 32 bits.
-struct SelectCall {
-  const __half* logits = nullptr;  // [kv_heads * group, stride]
-  std::int64_t stride = 0;
-  bool is_aligned = false;  // every row starts at a multiple of 16 bytes
-  LogitDigest digest;       // of the pages below `end`, or null pointers
-  std::int32_t kv_heads = 0;
-  std::int32_t group = 0;
-  std::int32_t entries = 0;  // logits per row at most
-  std::int32_t count = 0;
-  std::int32_t end = 0;
-  const std::int32_t* list = nullptr;  // [kv_heads, list_capacity] or null
-  std::int64_t list_capacity = 0;
-  const HeadSelection* list_heads = nullptr;  // host-visible [kv_heads]
-  std::int32_t tail = 0;
-  bool is_top_p = false;
-  float p = 0.0f;
-  float bin_range = 0.0f;  // nats below the row's maximum where weight may matter to top_p
-  std::int32_t keep = 0;   // k or the cap
-  std::int32_t sinks = 0;
-  std::int32_t recent_first = 0;
-  const std::uint8_t* eligible = nullptr;  // [end] or null
-  bool is_mask_aligned = false;            // it starts at a multiple of 8 bytes
-  std::int32_t* positions = nullptr;       // [kv_heads, capacity]
-  std::int64_t capacity = 0;
-  HeadSelection* heads = nullptr;  // host-visible [kv_heads]
-  const float* share = nullptr;    // host-visible [kv_heads * group] or null
-  float* alpha = nullptr;          // host-visible [kv_heads * group]
-  float* lse = nullptr;            // [kv_heads * group] or null
-
-  __device__ const __half* row(int head, int g) const {
-    return logits + (static_cast<std::int64_t>(head) * group + g) * stride;
-  }
-  __device__ const std::int32_t* head_list(int head) const {
-    return list == nullptr ? nullptr : list + head * list_capacity;
-  }
-};
-
-// The entries of one KV head: [0, low) and [high, emit) are always kept, [emit, total) is the tail.
-struct Extent {
-  std::int32_t total = 0;
-  std::int32_t emit = 0;
-  std::int32_t low = 0;
-  std::int32_t high = 0;
-};
 
 // One query head: the weight of logit x is scale * 2^(x log2(e) - norm). The scale, close to 1, is
 // what rounding took from the norm: with logits in the thousands that is much.
@@ -126,26 +80,6 @@ __device__ __forceinline__ std::uint16_t half_of_ordered(std::uint32_t number) {
   return static_cast<std::uint16_t>(number ^ ((number & 0x8000u) != 0 ? 0x8000u : 0xffffu));
 }
 
-// By one whole warp.
-__device__ inline Extent extent_of(const SelectCall& c, int head) {
-  Extent e;
-  if (c.list != nullptr) {
-    const std::int32_t count =
-        *static_cast<const volatile std::int32_t*>(&c.list_heads[head].count);
-    e.emit = min(max(count, 0), static_cast<std::int32_t>(c.list_capacity));
-    e.total = e.emit + c.tail;
-    const std::int32_t* const list = c.head_list(head);
-    e.low = count_below(list, e.emit, c.sinks);
-    e.high = max(e.low, count_below(list, e.emit, c.recent_first));
-    return e;
-  }
-  e.total = c.count;
-  e.emit = min(c.end, c.count);
-  e.low = min(max(c.sinks, 0), e.emit);
-  e.high = max(e.low, min(c.recent_first, e.emit));
-  return e;
-}
-
 // Bit e: entry i + e is eligible, of the first `left`. Out of line, for there seldom is a mask.
 __device__ __noinline__ static std::uint32_t eligible8(const std::uint8_t* eligible,
                                                        bool is_mask_aligned,
@@ -173,7 +107,9 @@ __device__ __forceinline__ std::uint32_t allowed8(const SelectCall& c, const std
                                                   const Extent& extent, std::int32_t i) {
   const std::int32_t left = extent.emit - i;
   if (left <= 0) return 0;
-  if (c.eligible != nullptr) return eligible8(c.eligible, c.is_mask_aligned, list, i, left);
+  if (c.eligible != nullptr) {
+    return eligible8(extent.eligible, c.is_mask_aligned, list, i, left);
+  }
   return left >= 8 ? 0xffu : (1u << left) - 1u;
 }
 

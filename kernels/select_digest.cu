@@ -143,6 +143,7 @@ __device__ __forceinline__ void select_digested(const DigestCall& call, std::byt
     marks[i] = make_uint4(0, 0, 0, 0);
   }
   begin(w);
+  if (!has_logits(w)) return;
   w.share_out(w.shared->extent);
   share_digest(w);
   if (!join_sums(w)) return report_bad(w);
@@ -157,10 +158,6 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
   if constexpr (kBulkCopies) select_digested(call, reinterpret_cast<std::byte*>(memory));
 }
 
-std::int64_t forced_of(const SelectCall& c) {
-  return std::int64_t{c.sinks} + std::max(c.end - c.recent_first, 0);
-}
-
 DigestCall digest_call(const SelectCall& c, int blocks) {
   DigestCall l(c);
   const std::int64_t all = (c.entries + kPageTokens - 1) / kPageTokens;
@@ -169,7 +166,7 @@ DigestCall digest_call(const SelectCall& c, int blocks) {
   l.capacity = l.pages * kPageVectors;
   const std::int64_t items = std::int64_t{l.pages} * c.group;
   const std::int64_t scratch = ClusterScratch<std::uint32_t>::bytes(blocks * c.group);
-  const std::int64_t list = 4 * std::max<std::int64_t>(c.keep, forced_of(c));
+  const std::int64_t list = 4 * std::max<std::int64_t>(c.most_keep, c.most_forced);
   l.lay_out(blocks, std::int64_t{sizeof(DigestShared)} + items * 20, scratch, list);
   l.maxima_at = static_cast<std::uint32_t>(sizeof(ClusterShared) + sizeof(DigestShared));
   l.sums_at = l.maxima_at + static_cast<std::uint32_t>(items * 16);
@@ -198,9 +195,11 @@ bool fits_digest(const SelectCall& c, const DeviceLimits& device) {
   constexpr std::int64_t kMostForced = 4096;
   if (device.capability < 90 || c.group > kMostRows || c.digest.maxima == nullptr) return false;
   if (!c.is_aligned || c.eligible != nullptr || c.list != nullptr) return false;
-  if (c.is_top_p && (c.p >= 1.0f || c.keep >= c.entries)) return false;
+  if (!c.has_keys || (c.is_top_p && c.p >= 1.0f)) return false;
   // With more to keep, candidates would mostly be too many to list.
-  if (std::int64_t{c.keep} * c.group * 2 > kMostListed || forced_of(c) > kMostForced) return false;
+  if (std::int64_t{c.most_keep} * c.group * 2 > kMostListed || c.most_forced > kMostForced) {
+    return false;
+  }
   return blocks_of(c, device) > 0;
 }
 
@@ -208,7 +207,7 @@ void run_digest(const SelectCall& c, const Launch& launch) {
   const int blocks = blocks_of(c, *launch.device);
   const DigestCall call = digest_call(c, blocks);
   launch_early_clusters("select_digest", select_digest,
-                        dim3(static_cast<unsigned>(c.kv_heads * blocks)), kMostWarps * kWarp,
+                        dim3(static_cast<unsigned>(c.head_count * blocks)), kMostWarps * kWarp,
                         call.bytes, blocks, launch, call);
 }
 

@@ -116,7 +116,7 @@ __device__ __forceinline__ float find_weight(const DigestWork& w, float heaviest
 #pragma unroll
   for (const std::uint32_t x : counts) own += x;
   const std::uint32_t sum = warp_inclusive(own);
-  const auto target = static_cast<std::uint32_t>(w.c.keep) + 1;
+  const auto target = static_cast<std::uint32_t>(w.extent.keep) + 1;
   const unsigned reached = __ballot_sync(kAllLanes, sum >= target);
   if (reached == 0) return -INFINITY;
   std::uint32_t before = sum - own;

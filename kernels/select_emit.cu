@@ -436,8 +436,8 @@ __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ Larg
 }  // namespace
 
 void run_emit(const LargeCall& call, const Launch& launch) {
-  const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.spans;
-  launch_early("emit", call.has_keys ? emit<true> : emit<false>,
+  const std::int64_t blocks = std::int64_t{call.call.head_count} * call.spans;
+  launch_early("emit", call.call.has_keys ? emit<true> : emit<false>,
                dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call);
 }
 

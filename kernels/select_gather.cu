@@ -38,7 +38,8 @@ struct Bound {
 };
 
 // The highest of the query heads' bounds.
-__device__ Bound bound_of(const LargeCall& call, std::int32_t head, bool is_exact, Shared* shared) {
+__device__ Bound bound_of(const LargeCall& call, std::int32_t head, const Extent& extent,
+                          bool is_exact, Shared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   if (thread < c.group) {
@@ -53,7 +54,9 @@ __device__ Bound bound_of(const LargeCall& call, std::int32_t head, bool is_exac
   bound.logit = twice(static_cast<std::uint16_t>(kMinusInfinities));
   // Else it may be that no more than the cap are wanted; and if it is not much more, some of the
   // heaviest hardly lie above the bounds.
-  if (!is_exact && shared->sure / 2 <= static_cast<std::uint32_t>(c.keep)) return bound;
+  if (!is_exact && shared->sure / 2 <= static_cast<std::uint32_t>(extent.keep)) {
+    return bound;
+  }
   if (is_exact && c.is_top_p &&
       shared->reaching <= static_cast<std::uint32_t>(call.list_capacity)) {
     bound.is_valid = bound.is_all = true;
@@ -210,15 +213,15 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Extent extent = call.extents[head];
   const std::int32_t active = max(1, (extent.emit + kStrips * kChunk - 1) / (kStrips * kChunk));
   if (chunk >= active || load_infos(call, head, shared.rows)) return;
-  const Bound bound = bound_of(call, head, is_exact, &shared);
+  const Bound bound = bound_of(call, head, extent, is_exact, &shared);
   if (!bound.is_valid) return;
-  const std::int32_t slot = (is_exact ? c.kv_heads : 0) + head;
+  const std::int32_t slot = (is_exact ? c.head_count : 0) + head;
   gather_chunk<kStrips>(call, head, chunk, extent, bound, slot, &shared);
   if (!is_last_of(call.gathered + slot, active)) return;
   const auto count = static_cast<std::int32_t>(__ldcg(call.listed + slot));
   if (count > call.list_capacity) return;
   // Top_p may also want some that are lighter.
-  if (c.is_top_p && !bound.is_all && count <= c.keep) return;
+  if (c.is_top_p && !bound.is_all && count <= extent.keep) return;
   const Candidates candidates = put_in_order(call, head, active, count, &shared.pick);
   const bool settles = pick(c, head, extent, shared.rows, candidates,
                             is_exact ? nullptr : shared.mosts, &shared.pick);
@@ -228,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 }  // namespace
 
 void run_gather(const LargeCall& call, bool is_exact, const Launch& launch) {
-  const std::int64_t blocks = std::int64_t{call.call.kv_heads} * call.gather_chunks();
+  const std::int64_t blocks = std::int64_t{call.call.head_count} * call.gather_chunks();
   const auto kernel = call.gather_strips == 1 ? gather<1> : gather<kMostStrips>;
   launch_early("gather", kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call,
                is_exact);

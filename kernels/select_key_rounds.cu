@@ -34,7 +34,7 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
                    ? nullptr
                    : call.keys + static_cast<std::int64_t>(head) * call.key_chunks * kKeyChunk;
   place.bins =
-      call.key_bins + (static_cast<std::int64_t>(round) * c.kv_heads + head) * kMostKeyBins;
+      call.key_bins + (static_cast<std::int64_t>(round) * c.head_count + head) * kMostKeyBins;
   if (load_infos(call, head, shared->rows)) place.extent.emit = 0;
   return place;
 }
@@ -100,7 +100,7 @@ __device__ void finish_round(const LargeCall& call, const Place& place, int roun
   const int group = call.call.group;
   if (threadIdx.x == 0) {
     shared->cut = call.cuts[place.head];
-    if (round == 0) begin_cut(call.call, shared->cut);
+    if (round == 0) begin_cut(call.call, place.extent, shared->cut);
   }
   __syncthreads();
   if (shared->cut.settled == 0) {
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kKeyThreads, 2)
     key_rounds_of(const __grid_constant__ LargeCall call) {
   __shared__ Shared shared;
   const std::int32_t blocks = (call.key_chunks + call.key_loops - 1) / call.key_loops;
-  const std::int32_t all = blocks * call.call.kv_heads;
+  const std::int32_t all = blocks * call.call.head_count;
   const int round = static_cast<int>(blockIdx.x) / all;
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) % all / blocks;
   const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % blocks;
@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(kKeyThreads, 2)
   allow_next_kernel();
   wait_for_kernel_before();
   if (call.list_capacity > 0 && call.settled[head] != 0) return;
-  wait_for_round(call, head, round);
-  const KeyCut cut = call.cuts[head];
-  if (round > 0 && cut.settled != 0) return;
   const Place place = place_of(call, head, round, &shared);
   const std::int32_t chunks = max(1, (place.extent.emit + kKeyChunk - 1) / kKeyChunk);
   const std::int32_t active = (chunks + call.key_loops - 1) / call.key_loops;
   if (block >= active) return;
+  wait_for_round(call, head, round);
+  const KeyCut cut = call.cuts[head];
+  if (round > 0 && cut.settled != 0) return;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const int bins = key_bins(call.call.group, round);
   for (std::int32_t i = thread; i < bins; i += kKeyThreads) shared.bins[i] = 0;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kKeyThreads, 2)
     if (thread % kWarp == 0 && available != 0) atomicAdd(&call.cuts[head].available, available);
   }
   std::uint32_t* const done =
-      call.key_done + static_cast<std::int64_t>(round) * call.call.kv_heads + head;
+      call.key_done + static_cast<std::int64_t>(round) * call.call.head_count + head;
   if (is_last_of(done, active)) finish_round(call, place, round, &shared);
 }
 
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kKeyThreads, 2)
 
 void run_key_rounds(const LargeCall& call, const Launch& launch) {
   const std::int64_t each = (call.key_chunks + call.key_loops - 1) / call.key_loops;
-  const std::int64_t blocks = key_rounds(call.call.group) * call.call.kv_heads * each;
+  const std::int64_t blocks = key_rounds(call.call.group) * call.call.head_count * each;
   launch_early("key_rounds", key_rounds_of, dim3(static_cast<unsigned>(blocks)), kKeyThreads, 0,
                launch, call);
 }

@@ -132,8 +132,8 @@ struct KeyRound {
 };
 
 // Before the first round: how many keys are wanted at all, and whether that settles it.
-__device__ inline void begin_cut(const SelectCall& c, KeyCut& cut) {
-  const auto keep = static_cast<std::uint32_t>(c.keep);
+__device__ inline void begin_cut(const SelectCall& c, const Extent& extent, KeyCut& cut) {
+  const auto keep = static_cast<std::uint32_t>(extent.keep);
   const std::uint32_t wanted = keep > cut.forced ? keep - cut.forced : 0;
   cut.cut = c.is_top_p && cut.forced + cut.available > keep ? 1 : 0;
   cut.key = 0;

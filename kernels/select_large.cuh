@@ -16,6 +16,7 @@
 #include "kernels/launch.h"
 #include "kernels/select_common.cuh"
 #include "kernels/select_keys.cuh"
+#include "kernels/select_paths.cuh"
 #include "kernels/ticket.cuh"
 
 namespace sluice::cuda {
@@ -40,7 +41,6 @@ inline constexpr int kWrittenBins = 2 * kThreads;
 inline constexpr int kKeyThreads = 512;
 inline constexpr int kKeyChunk = kKeyThreads * 8;
 inline constexpr int kKeyRounds = 3;
-inline constexpr int kMostGroup = 64;
 
 // What a unit, some strips of one row, is found to hold.
 struct alignas(16) UnitHead {
@@ -74,48 +74,47 @@ struct ChunkResult {
   std::int32_t last_page = 0;
 };
 
-// A call, or the part of it for as many KV heads as go at once.
+// A call, or the part of it for as many heads as go at once; rows are their query heads.
 struct LargeCall {
   SelectCall call;
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
   std::int32_t unit_strips = 0;
   std::int32_t bins = 0;             // of a row's histogram for its threshold, or 0: makes none
-  std::int32_t chunks = 0;           // of kChunk entries, per KV head
+  std::int32_t chunks = 0;           // of kChunk entries, per head
   std::int32_t warp_strips = 0;      // that a warp of emit takes
-  std::int32_t spans = 0;            // of span_entries(), per KV head
+  std::int32_t spans = 0;            // of span_entries(), per head
   std::int32_t gather_strips = 0;    // that a warp of gather takes
-  std::int32_t list_capacity = 0;    // candidates per KV head, or 0: gathers none
-  bool has_keys = false;             // a cut by keys is made, or may be
-  std::int32_t key_chunks = 0;       // of kKeyChunk entries, per KV head
+  std::int32_t list_capacity = 0;    // candidates per head, or 0: gathers none
+  std::int32_t key_chunks = 0;       // of kKeyChunk entries, per head
   std::int32_t key_loops = 0;        // such chunks per block
-  std::uint32_t* tickets = nullptr;  // [kv_heads * group], zero on entry, left zero
-  RowInfo* rows = nullptr;           // [kv_heads * group]
-  RowSearch* searches = nullptr;     // [kv_heads * group]
-  Extent* extents = nullptr;         // [kv_heads]
-  std::uint32_t* maxima = nullptr;   // f16 [kv_heads, pages, group, kBoundsPerPage]
+  std::uint32_t* tickets = nullptr;  // [rows], zero on entry, left zero
+  RowInfo* rows = nullptr;           // [rows]
+  RowSearch* searches = nullptr;     // [rows]
+  Extent* extents = nullptr;         // [heads]
+  std::uint32_t* maxima = nullptr;   // f16 [heads, pages, group, kBoundsPerPage]
   std::int64_t pages = 0;            // of a row, in whole strips
-  UnitHead* unit_heads = nullptr;    // [kv_heads * group, units]
-  uint2* rough = nullptr;            // [kv_heads * group, units, kRoughBins]: sectors, masses
-  ChunkResult* results = nullptr;    // [kv_heads, spans]
-  float* alphas = nullptr;           // [kv_heads, spans, group]
+  UnitHead* unit_heads = nullptr;    // [rows, units]
+  uint2* rough = nullptr;            // [rows, units, kRoughBins]: sectors, masses
+  ChunkResult* results = nullptr;    // [heads, spans]
+  float* alphas = nullptr;           // [heads, spans, group]
   // Candidates as blocks found room for them, and in order.
-  std::uint32_t* listed_keys = nullptr;    // [2, kv_heads, list_capacity]
-  std::int32_t* listed_entries = nullptr;  // [2, kv_heads, list_capacity]
-  uint2* listed_chunks = nullptr;  // [kv_heads, gather_chunks()]: where a chunk's are, how many
-  std::uint32_t* keys = nullptr;   // [kv_heads, key_chunks * kKeyChunk] if group > 1
+  std::uint32_t* listed_keys = nullptr;    // [2, heads, list_capacity]
+  std::int32_t* listed_entries = nullptr;  // [2, heads, list_capacity]
+  uint2* listed_chunks = nullptr;  // [heads, gather_chunks()]: where a chunk's are, how many
+  std::uint32_t* keys = nullptr;   // [heads, key_chunks * kKeyChunk] if group > 1
   // Zeroed by row_sums for the others:
-  std::uint64_t* masses = nullptr;       // [kv_heads * group, bins], from the top down
-  std::uint64_t* states = nullptr;       // [kv_heads, spans], of emit
-  std::uint32_t* listed = nullptr;       // [2, kv_heads]: candidates
-  KeyCut* cuts = nullptr;                // [kv_heads]
-  std::uint32_t* key_bins = nullptr;     // [kKeyRounds, kv_heads, kMostKeyBins]
-  std::uint32_t* key_done = nullptr;     // [kKeyRounds, kv_heads]
-  std::uint32_t* rounds_done = nullptr;  // [kv_heads]
-  std::uint32_t* rows_done = nullptr;    // [kv_heads * group]
-  std::uint32_t* gathered = nullptr;     // [2, kv_heads]
-  std::uint32_t* done = nullptr;         // [kv_heads]
-  std::uint32_t* settled = nullptr;      // [kv_heads]: 1 if gather has written the answer
+  std::uint64_t* masses = nullptr;       // [rows, bins], from the top down
+  std::uint64_t* states = nullptr;       // [heads, spans], of emit
+  std::uint32_t* listed = nullptr;       // [2, heads]: candidates
+  KeyCut* cuts = nullptr;                // [heads]
+  std::uint32_t* key_bins = nullptr;     // [kKeyRounds, heads, kMostKeyBins]
+  std::uint32_t* key_done = nullptr;     // [kKeyRounds, heads]
+  std::uint32_t* rounds_done = nullptr;  // [heads]
+  std::uint32_t* rows_done = nullptr;    // [rows]
+  std::uint32_t* gathered = nullptr;     // [2, heads]
+  std::uint32_t* done = nullptr;         // [heads]
+  std::uint32_t* settled = nullptr;      // [heads]: 1 if gather has written the answer
   std::uint64_t* zeroed = nullptr;       // all of this, `zeroed_words` long
   std::int64_t zeroed_words = 0;
 
@@ -163,18 +162,5 @@ void run_row_thresholds(const LargeCall& call, const Launch& launch);
 void run_gather(const LargeCall& call, bool is_exact, const Launch& launch);
 void run_key_rounds(const LargeCall& call, const Launch& launch);
 void run_emit(const LargeCall& call, const Launch& launch);
-
-// One KV head per block, all of whose logits fit its shared memory.
-bool fits_small(const SelectCall& call, const DeviceLimits& device);
-void run_small(const SelectCall& call, const Launch& launch);
-// A cluster of blocks per KV head, where the logits fit their shared memories.
-bool fits_cluster(const SelectCall& call, const DeviceLimits& device);
-void run_cluster(const SelectCall& call, const Launch& launch);
-// The same with a small k or cap, where a digest of the logits fits.
-bool fits_digest(const SelectCall& call, const DeviceLimits& device);
-void run_digest(const SelectCall& call, const Launch& launch);
-// One KV head per block, of top_k with one query head each, where the logits fit its registers.
-bool fits_top_k(const SelectCall& call);
-void run_top_k(const SelectCall& call, const Launch& launch);
 
 }  // namespace sluice::cuda

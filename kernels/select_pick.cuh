@@ -41,7 +41,8 @@ __device__ inline Candidates put_in_order(const LargeCall& call, std::int32_t he
                                           PickShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int64_t from = static_cast<std::int64_t>(head) * call.list_capacity;
-  const std::int64_t to = static_cast<std::int64_t>(call.call.kv_heads + head) * call.list_capacity;
+  const std::int64_t to =
+      static_cast<std::int64_t>(call.call.head_count + head) * call.list_capacity;
   const bool fits = count <= kMostHeld;
   const std::int32_t each = kChunk * call.gather_strips;
   std::uint32_t* const keys = fits ? shared->keys : call.listed_keys + to;
@@ -200,7 +201,7 @@ __device__ inline void write_alphas(const SelectCall& c, std::int32_t head, cons
 }
 
 // What is always kept in [first, last) goes to `to`; returns how many.
-__device__ inline std::int32_t put_forced(const SelectCall& c, const std::int32_t* list,
+__device__ inline std::int32_t put_forced(const Extent& extent, const std::int32_t* list,
                                           std::int32_t first, std::int32_t last, std::int32_t* to,
                                           PickShared* shared) {
   if (first >= last) return 0;
@@ -209,7 +210,9 @@ __device__ inline std::int32_t put_forced(const SelectCall& c, const std::int32_
   };
   return compact(
       last - first,
-      [&](std::int32_t i) { return c.eligible == nullptr || c.eligible[position(i)] != 0; },
+      [&](std::int32_t i) {
+        return extent.eligible == nullptr || extent.eligible[position(i)] != 0;
+      },
       [&](std::int32_t i, std::int32_t rank) {
         if (to != nullptr) to[rank] = position(i);
       },
@@ -244,9 +247,9 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t* const list = c.head_list(head);
   std::int32_t* const to = c.positions + head * c.capacity;
-  const std::int32_t below = put_forced(c, list, 0, extent.low, to, shared);
-  const std::int32_t above = put_forced(c, list, extent.high, extent.emit, nullptr, shared);
-  const std::int32_t wanted = max(c.keep - below - above, 0);
+  const std::int32_t below = put_forced(extent, list, 0, extent.low, to, shared);
+  const std::int32_t above = put_forced(extent, list, extent.high, extent.emit, nullptr, shared);
+  const std::int32_t wanted = max(extent.keep - below - above, 0);
   const bool all = from.count <= wanted;
   Cut cut;
   if (wanted == 0) {
@@ -264,7 +267,7 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
         return key > cut.key || (key == cut.key && i <= cut.last_tie);
       },
       [&](std::int32_t i, std::int32_t rank) { entries[rank] = from.entries[i]; }, shared);
-  put_forced(c, list, extent.high, extent.emit, to + below + kept, shared);
+  put_forced(extent, list, extent.high, extent.emit, to + below + kept, shared);
   __syncthreads();
   if (bounds != nullptr && !reach_bounds(c, head, entries, kept, bounds)) return false;
   write_alphas(c, head, rows, entries, kept, shared);
@@ -281,7 +284,7 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   add_pages(to, result.count, &shared->pages);
   __syncthreads();
   result.pages = static_cast<std::int32_t>(shared->pages);
-  result.cut = c.is_top_p && below + from.count + above > c.keep ? 1 : 0;
+  result.cut = c.is_top_p && below + from.count + above > extent.keep ? 1 : 0;
   if (thread == 0) c.heads[head] = result;
   return true;
 }

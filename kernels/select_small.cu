@@ -181,8 +181,7 @@ __device__ __forceinline__ void look_at_rows(const Work& w) {
       set_norm(info, highest, sums.all);
       info.tail = sums.tail / sums.all;
       info.threshold = threshold;
-      info.share =
-          w.c.share == nullptr ? 1.0f : *static_cast<const volatile float*>(w.c.share + query_head);
+      info.share = share_of(w.c, query_head);
       w.shared->rows[g] = info;
       report_lse(w.c, query_head, info);
     }
@@ -239,7 +238,7 @@ __device__ __forceinline__ void find_cut(const Work& w) {
     if (thread_id() == 0 && round == 0) {
       w.shared->cut.forced = w.shared->counts[0];
       w.shared->cut.available = w.shared->counts[1];
-      begin_cut(w.c, w.shared->cut);
+      begin_cut(w.c, w.extent, w.shared->cut);
     }
     __syncthreads();
     if (w.shared->cut.settled != 0) return;
@@ -333,26 +332,17 @@ __device__ __forceinline__ void sum_alphas(const Work& w) {
   }
 }
 
-__device__ __forceinline__ void report_bad(const SelectCall& c, std::int32_t head) {
-  for (int g = thread_id(); g < c.group; g += threads()) {
-    c.alpha[static_cast<std::int64_t>(head) * c.group + g] = 0.0f;
-  }
-  if (thread_id() != 0) return;
-  HeadSelection result;
-  result.bad = 1;
-  c.heads[head] = result;
-}
-
 template <int kThreads, bool kOneHead>
 __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     select_small(const __grid_constant__ SelectCall call, std::int32_t bins) {
-  wait_for_kernel_before();
-  allow_next_kernel();
   extern __shared__ uint4 memory[];
   auto* const shared = reinterpret_cast<Shared*>(memory);
   const auto head = static_cast<std::int32_t>(blockIdx.x);
+  const TokenBounds token = bounds_of(call, head);
+  wait_for_kernel_before();
+  allow_next_kernel();
   if (thread_id() < kWarp) {
-    const Extent extent = extent_of(call, head);
+    const Extent extent = extent_of(call, head, token);
     if (thread_id() == 0) {
       shared->extent = extent;
       shared->cut = KeyCut();
@@ -361,6 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     }
   }
   __syncthreads();
+  if (shared->extent.total == 0) return report_none(call, head, false);
   const std::int32_t vectors = (call.entries + 7) / 8;
   auto* const rows = reinterpret_cast<uint4*>(shared + 1);
   auto* const bin_words = reinterpret_cast<std::uint32_t*>(rows + call.group * vectors);
@@ -376,8 +367,8 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
                   shared->extent};
   load_rows(work);
   look_at_rows(work);
-  if (shared->bad != 0) return report_bad(call, head);
-  const bool by_keys = !call.is_top_p || call.keep < work.extent.emit;
+  if (shared->bad != 0) return report_none(call, head, true);
+  const bool by_keys = call.has_keys && (!call.is_top_p || work.extent.keep < work.extent.emit);
   if (by_keys) find_cut(work);
   const std::int64_t wanted = write_positions(work, by_keys);
   const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));
@@ -397,7 +388,7 @@ std::int32_t bins_of(const SelectCall& call) {
   if (call.is_top_p && call.p < 1.0f) {
     bins = static_cast<std::int32_t>(std::ceil(call.bin_range * kBinsPerNat)) + 3;
   }
-  if (!call.is_top_p || call.keep < call.entries) bins = std::max(bins, kMostKeyBins);
+  if (call.has_keys) bins = std::max(bins, kMostKeyBins);
   return (bins + 3) / 4 * 4;
 }
 
@@ -416,8 +407,8 @@ void launch_threads(const SelectCall& call, const Launch& launch) {
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(bytes)),
           "select_small");
-  launch_early("select_small", kernel, dim3(static_cast<unsigned>(call.kv_heads)), kThreads, bytes,
-               launch, call, bins_of(call));
+  launch_early("select_small", kernel, dim3(static_cast<unsigned>(call.head_count)), kThreads,
+               bytes, launch, call, bins_of(call));
 }
 
 }  // namespace
@@ -428,7 +419,7 @@ bool fits_small(const SelectCall& call, const DeviceLimits& device) {
   // Several blocks per multiprocessor hide each other's waits; a few long rows are better shared
   // out.
   const std::int64_t work = std::int64_t{call.entries} * call.group;
-  return work <= 16384 || call.kv_heads >= device.multiprocessors / 2;
+  return work <= 16384 || call.head_count >= device.multiprocessors / 2;
 }
 
 void run_small(const SelectCall& call, const Launch& launch) {

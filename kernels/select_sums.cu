@@ -30,7 +30,8 @@ __device__ bool counts_sectors(const LargeCall& call) {
   return call.bins > 0 || call.list_capacity > 0;
 }
 
-__device__ void begin(const LargeCall& call, std::int32_t row, Shared* shared) {
+__device__ void begin(const LargeCall& call, std::int32_t row, const TokenBounds& token,
+                      Shared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const auto step = static_cast<std::int64_t>(gridDim.x) * kThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + thread;
@@ -38,7 +39,7 @@ __device__ void begin(const LargeCall& call, std::int32_t row, Shared* shared) {
     call.zeroed[i] = 0;
   }
   if (thread < kWarp) {
-    const Extent extent = extent_of(call.call, row / call.call.group);
+    const Extent extent = extent_of(call.call, row / call.call.group, token);
     if (thread == 0) {
       shared->extent = extent;
       shared->bad = 0;
@@ -231,7 +232,7 @@ __device__ __forceinline__ Units read_units(const LargeCall& call, std::int32_t 
   const UnitHead* const heads = call.unit_heads + static_cast<std::int64_t>(row) * call.units;
   const auto lane = static_cast<std::int32_t>(threadIdx.x);
   Units units;
-  if (c.share != nullptr) units.share = *static_cast<const volatile float*>(c.share + row);
+  units.share = share_of(c, row);
   float highest = -INFINITY;
   for (std::int32_t u = lane; u < call.units; u += kWarp) {
     const UnitHead unit = heads[u];
@@ -248,7 +249,8 @@ __device__ __forceinline__ Units read_units(const LargeCall& call, std::int32_t 
     sums.tail += other.tail;
   }
   highest = warp_max(highest);
-  units.bad = __any_sync(kAllLanes, units.bad) || !(highest > -INFINITY);
+  const bool has_logits = shared->extent.total > 0;
+  units.bad = __any_sync(kAllLanes, units.bad) || (has_logits && !(highest > -INFINITY));
   if (lane == 0) shared->search.highest = highest;
   return units;
 }
@@ -261,11 +263,15 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
   if (threadIdx.x != 0) return;
   const bool bad = units.bad;
   RowInfo info;
-  info.norm = sums.norm + log2f(sums.all);
-  // What rounding took from the norm.
-  info.scale = exp2_fast(info.norm - sums.norm) / sums.all;
-  info.tail = bad ? 0.0f : sums.tail / sums.all;
-  info.kept = bad ? 0.0f : sums.kept / sums.all;
+  if (shared->extent.total > 0) {
+    info.norm = sums.norm + log2f(sums.all);
+    // What rounding took from the norm.
+    info.scale = exp2_fast(info.norm - sums.norm) / sums.all;
+    info.tail = bad ? 0.0f : sums.tail / sums.all;
+    info.kept = bad ? 0.0f : sums.kept / sums.all;
+  } else {
+    info.tail = info.kept = 1.0f;  // of no logits, all
+  }
   info.share = units.share;
   info.bad = bad ? 1 : 0;
   info.threshold = kInfiniteHalf;
@@ -318,7 +324,8 @@ __device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_
       share_units(static_cast<double>(search.missing) * (1.0 + 0x1p-12) + 0x1p-18);
   const std::uint64_t rest =
       share_units((1.0 - static_cast<double>(call.call.p)) * (1.0 + 0x1p-12) + 0x1p-16);
-  const auto keep = static_cast<std::uint32_t>(call.list_capacity > 0 ? max(call.call.keep, 1) : 0);
+  const auto keep =
+      static_cast<std::uint32_t>(call.list_capacity > 0 ? max(shared->extent.keep, 1) : 0);
   std::uint32_t counted = 0;
   std::uint64_t weighed = 0;
   for (std::int32_t done = 0; done < kWrittenBins; done += kThreads) {
@@ -369,7 +376,11 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
   if (shared->info.bad == 0 && counts) find_bounds(call, row, top, rough, shared);
   if (threadIdx.x != 0) return;
   call.rows[row] = shared->info;
-  report_lse(call.call, row, shared->info);
+  if (shared->extent.total > 0) {
+    report_lse(call.call, row, shared->info);
+  } else if (call.call.lse != nullptr) {
+    call.call.lse[row] = -INFINITY;
+  }
   call.searches[row] = shared->search;
   const int group = call.call.group;
   if (row % group == 0) call.extents[row / group] = shared->extent;
@@ -380,14 +391,15 @@ __global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ 
   for (int i = static_cast<int>(threadIdx.x); i < kRoughBins; i += kThreads) {
     shared.counts[i] = shared.masses[i] = 0;
   }
-  wait_for_kernel_before();
-  allow_next_kernel();
   const auto block = static_cast<std::int32_t>(blockIdx.x);
-  const std::int32_t rows = call.call.kv_heads * call.call.group;
+  const std::int32_t rows = call.call.head_count * call.call.group;
   // The last rows were written last, and may still be in the cache.
   const std::int32_t row = rows - 1 - block / call.units;
   const std::int32_t unit = block % call.units;
-  begin(call, row, &shared);
+  const TokenBounds token = bounds_of(call.call, row / call.call.group);
+  wait_for_kernel_before();
+  allow_next_kernel();
+  begin(call, row, token, &shared);
   add_unit(call, row, unit, &shared);
   end_unit(call, row, unit, &shared);
   if (!is_last_of(call.tickets + row, call.units)) return;
@@ -398,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ 
 }  // namespace
 
 void run_row_sums(const LargeCall& call, const Launch& launch) {
-  const std::int64_t rows = std::int64_t{call.call.kv_heads} * call.call.group;
+  const std::int64_t rows = std::int64_t{call.call.head_count} * call.call.group;
   launch_early("row_sums", row_sums, dim3(static_cast<unsigned>(rows * call.units)), kThreads, 0,
                launch, call);
 }

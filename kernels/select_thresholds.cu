@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 }  // namespace
 
 void run_row_thresholds(const LargeCall& call, const Launch& launch) {
-  const std::int64_t rows = std::int64_t{call.call.kv_heads} * call.call.group;
+  const std::int64_t rows = std::int64_t{call.call.head_count} * call.call.group;
   const auto bytes = static_cast<std::size_t>(call.bins) * sizeof(std::uint64_t);
   launch_early("row_thresholds", row_thresholds, dim3(static_cast<unsigned>(rows * call.units)),
                kThreads, bytes, launch, call);

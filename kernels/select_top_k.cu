@@ -140,11 +140,12 @@ struct Search {
 template <int kRowWarps>
 class RowChoice {
  public:
-  __device__ RowChoice(const SelectCall& c, Shared<kRowWarps>& shared)
-      : c_(c), shared_(shared), head_(static_cast<std::int32_t>(blockIdx.x)) {}
+  __device__ RowChoice(const SelectCall& c, Shared<kRowWarps>& shared, std::int32_t head,
+                       const Extent& extent)
+      : c_(c), shared_(shared), head_(head), extent_(extent) {}
 
   __device__ void run() {
-    extent_ = extent_of(c_, head_);
+    if (extent_.total == 0) return report_none(c_, head_, false);
     row_ = c_.row(head_, 0);
     RowPart v;
     load_part(c_, row_, extent_, v);
@@ -179,12 +180,14 @@ class RowChoice {
       for (const std::uint32_t other : shared_.highest) highest = max(highest, other);
       for (const std::uint32_t other : shared_.lowest) lowest = min(lowest, other);
     }
-    if (highest >= kInfinityNumber || highest <= kMinusInfinityNumber) return report_bad();
+    if (highest >= kInfinityNumber || highest <= kMinusInfinityNumber) {
+      return report_none(c_, head_, true);
+    }
 
     Search search;
     const std::int32_t forced = extent_.low + extent_.emit - extent_.high;
     const auto selectable = static_cast<std::uint32_t>(extent_.high - extent_.low);
-    search.wanted = min(static_cast<std::uint32_t>(max(c_.keep - forced, 0)), selectable);
+    search.wanted = min(static_cast<std::uint32_t>(max(extent_.keep - forced, 0)), selectable);
     search.high = highest;
     search.reaching = selectable;
     if (search.wanted == 0) {
@@ -212,14 +215,6 @@ class RowChoice {
  private:
   __device__ static std::int32_t lane() { return static_cast<std::int32_t>(threadIdx.x) % kWarp; }
   __device__ static std::int32_t warp() { return static_cast<std::int32_t>(threadIdx.x) / kWarp; }
-
-  __device__ void report_bad() const {
-    if (threadIdx.x != 0) return;
-    HeadSelection result;
-    result.bad = 1;
-    c_.alpha[head_] = 0.0f;
-    c_.heads[head_] = result;
-  }
 
   // The sum over the row's threads.
   __device__ __forceinline__ std::uint32_t over_row(std::uint32_t own) {
@@ -379,9 +374,7 @@ class RowChoice {
     result.pages = write(kept);
     if (lane() != 0) return;
     report_lse(c_, head_, info);
-    const float of_all =
-        c_.share == nullptr ? 1.0f : *static_cast<const volatile float*>(c_.share + head_);
-    c_.alpha[head_] = fminf(sums.kept / sums.all + weight, 1.0f) * of_all;
+    c_.alpha[head_] = fminf(sums.kept / sums.all + weight, 1.0f) * share_of(c_, head_);
     c_.heads[head_] = result;
   }
 
@@ -413,25 +406,26 @@ template <int kRowWarps>
 __global__ void __launch_bounds__(kRowWarps* kWarp, 16 / kRowWarps)
     top_k_of_row(const __grid_constant__ SelectCall c) {
   __shared__ Shared<kRowWarps> shared;
+  const auto head = static_cast<std::int32_t>(blockIdx.x);
+  const TokenBounds token = bounds_of(c, head);
   wait_for_kernel_before();
   allow_next_kernel();
-  RowChoice<kRowWarps>(c, shared).run();
+  RowChoice<kRowWarps>(c, shared, head, extent_of(c, head, token)).run();
 }
 
 template <int kRowWarps>
 void launch_rows(const SelectCall& call, const Launch& launch) {
-  launch_early("top_k_of_row", top_k_of_row<kRowWarps>, dim3(static_cast<unsigned>(call.kv_heads)),
-               kRowWarps * kWarp, 0, launch, call);
+  launch_early("top_k_of_row", top_k_of_row<kRowWarps>,
+               dim3(static_cast<unsigned>(call.head_count)), kRowWarps * kWarp, 0, launch, call);
 }
 
 }  // namespace
 
 bool fits_top_k(const SelectCall& c) {
   // Nothing is cut by the capacity: what is always kept fits.
-  const std::int64_t forced = std::int64_t{c.sinks} + std::max(c.end - c.recent_first, 0);
   return !c.is_top_p && c.group == 1 && c.is_aligned && c.eligible == nullptr &&
          c.entries <= kMostRowWarps * kWarpEntries &&
-         c.capacity >= std::max<std::int64_t>(c.keep, forced);
+         c.capacity >= std::max(c.most_keep, c.most_forced);
 }
 
 void run_top_k(const SelectCall& call, const Launch& launch) {

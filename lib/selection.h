@@ -6,11 +6,13 @@
 // there or copied from there after synchronize(). No operation waits for the host to see it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <span>
 
+#include "lib/batch.h"
 #include "sluice/policy.h"
 #include "sluice/types.h"
 
@@ -101,20 +103,20 @@ struct SumValuesParams {
   bool subtract = false;
 };
 
-// Tokens chosen for one query token: positions per KV head, ascending.
+// Positions chosen for every token of a batch, ascending per KV head.
 struct SelectionView {
-  std::int32_t* positions = nullptr;  // [kv_heads, capacity]
+  std::int32_t* positions = nullptr;  // [count, kv_heads, capacity]
   std::int64_t capacity = 0;
-  struct HeadSelection* heads = nullptr;  // reported [kv_heads]
+  struct HeadSelection* heads = nullptr;  // reported [count, kv_heads]
 };
 
-// What became of one KV head.
+// What became of one KV head of a token.
 struct HeadSelection {
   std::int32_t count = 0;     // positions
   std::int32_t resident = 0;  // of them, attended where they already were; set by attend_selected
   std::int32_t cut = 0;       // 1 if a cap or the capacity left out what the pruner wanted
   std::int32_t pages = 0;     // pages with a position among them
-  std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf; then count is 0
+  std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf, or all were -Inf; count is 0 then
 };
 
 // What a scan of tiles notes of whole pages' logits in passing, an eighth of their bytes in f16 and
@@ -192,35 +194,60 @@ struct EstimateParams {
   LogitView logits;
 };
 
-// Chooses positions by softmax(logits). What the logits and their digest hold afterwards is left
-// open. A digest covers the pages below `end`.
+// How many of a context's tokens: the larger of a budget and twice another, and some more.
+struct Quota {
+  Budget share;
+  Budget least;            // counts if it is limited
+  std::int64_t extra = 0;  // besides
+
+  // Never more than `count`, the tokens of the context.
+  std::int64_t of(std::int64_t count) const {
+    const std::int64_t twice = least.limited() ? 2 * least.of(count) : 0;
+    return std::min(count, std::max(share.of(count), twice) + extra);
+  }
+};
+
+// Chooses positions by softmax(logits), for every token of a batch and every KV head. What the
+// logits and their digest hold afterwards is left open.
 //
-// Always kept are the first `sinks` and those from `recent_first` on; positions from `end` on (the
-// unfinished page) are never emitted, for they are attended anyway, but they take part in the
-// softmax and their weight counts as kept. top_k keeps k positions, the always kept included; ties
+// A token's page is the one that holds its own position P, its newest rows are those from the
+// page's first on, `page_first`. They are never emitted, for they are attended anyway; if they have
+// logits, they take part in the softmax and their weight counts as kept. Always kept are positions
+// below `sinks` and from P + 1 - recent on. top_k keeps k positions, the always kept included; ties
 // go to the older. top_p keeps per query head the fewest whose weight, with what is always kept,
 // reaches p, then their union; if that exceeds `cap`, the heaviest of them by summed weight. alpha
 // is the kept part of the estimated tokens' weight, times their share of all.
+//
+// Without any logits, as in the first page with `skip_newest`, nothing is emitted, alpha is the
+// share, 1 if that is null, and lse is -Inf.
 struct SelectParams {
   KvShape shape;
+  TokenBatch batch;
+  // [count, query_heads, stride]. `data` null, without candidates: nothing was estimated; exactly
+  // what is always kept and eligible is selected, alpha is the share, 1 if that is null, and lse is
+  // not written.
   LogitView logits;
-  std::int64_t count = 0;  // positions [0, count) have logits; unused with `candidates`
-  std::int64_t end = 0;    // emitted positions lie below
-  const SelectionView* candidates = nullptr;  // their logits come first, then those of the tail
-  std::int64_t tail = 0;                      // logits after the candidates'
+  bool skip_newest = false;  // the newest rows have no logits
+  // Positions below page_first, [count, kv_heads, capacity], or null: all of them. Their logits
+  // come first, then those of the newest rows.
+  const SelectionView* candidates = nullptr;
   Pruner prune = Pruner::top_k;
-  std::int64_t k = 0;
+  Quota k;  // of P + 1 tokens
   float p = 0.0f;
-  std::int64_t cap = 0;
+  Quota cap;  // likewise
   std::int64_t sinks = 0;
-  std::int64_t recent_first = 0;
-  const std::uint8_t* eligible = nullptr;  // [end]: 0 leaves a position out; null: all are in
+  std::int64_t recent = 0;
+  // By sequence, [sequences, eligible_stride]: 0 leaves a position below page_first out; null: all
+  // are in.
+  const std::uint8_t* eligible = nullptr;
+  std::int64_t eligible_stride = 0;
   SelectionView selected;
-  // Reported [query_heads] or null: the weight that the candidates and the tail carry among all
-  // tokens, by whatever proposed them.
+  // Reported [count, query_heads] or null: the weight that the candidates and the newest rows carry
+  // among all tokens, by whatever proposed them.
   const float* share = nullptr;
-  float* alpha = nullptr;  // reported [query_heads]: weight kept, the tail's included
-  float* lse = nullptr;    // [query_heads] or null: log-sum-exp of the logits, where none was bad
+  float* alpha = nullptr;  // reported [count, query_heads]: weight kept, the newest rows' included
+  // [count, query_heads] or null: log-sum-exp of the logits, where none was bad.
+  float* lse = nullptr;
 };
 
 // Where the rows of one KV head are found by position.

@@ -84,5 +84,17 @@ TEST(Cut, KeepsEverythingForWhatCannotBeReached) {
   EXPECT_TRUE(kept_by(weights, cpu::cut_by_weight(weights, 0.0)).empty());
 }
 
+TEST(Quota, IsTheLargerOfItsBudgetsAndWhatIsExtra) {
+  EXPECT_EQ(Quota().of(77), 77);
+  EXPECT_EQ((Quota{{256, 0}, {}, 0}.of(1000)), 256);
+  EXPECT_EQ((Quota{{256, 0}, {}, 0}.of(100)), 100);
+  EXPECT_EQ((Quota{{0, 16}, {}, 0}.of(1000)), 63);
+  EXPECT_EQ((Quota{{0, 16}, {}, 5}.of(1000)), 68);
+  EXPECT_EQ((Quota{{0, 16}, {100, 0}, 5}.of(1000)), 205);
+  EXPECT_EQ((Quota{{0, 16}, {0, 4}, 0}.of(1000)), 500);
+  EXPECT_EQ((Quota{{0, 16}, {100, 0}, 5}.of(150)), 150);
+  EXPECT_EQ((Quota{{0, 1}, {0, 1}, 5}.of(std::int64_t{1} << 31)), std::int64_t{1} << 31);
+}
+
 }  // namespace
 }  // namespace sluice

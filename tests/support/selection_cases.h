@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "lib/backend.h"
@@ -142,85 +143,168 @@ class IndexedCase {
   std::vector<Buffer> rows_;
 };
 
-// What select() is asked and answers, in plain vectors; [kv_heads] and [query_heads] outermost.
+// What select() is asked and answers, in plain vectors. A head is a KV head of a token: number
+// token * kv_heads + KV head; rows are the query heads of all tokens.
 struct SelectCase {
   KvShape shape;
-  std::vector<float> logits;  // [query_heads, count]
-  std::int64_t count = 0;
-  std::int64_t end = 0;
+  std::vector<BatchToken> tokens;
+  std::int64_t context = 0;   // positions lie below
+  std::vector<float> logits;  // [rows, columns]; empty: there are none
+  std::int64_t columns = 0;
+  bool skip_newest = false;
+  std::vector<std::vector<std::int32_t>> candidates;  // [heads] or empty
   Pruner prune = Pruner::top_k;
-  std::int64_t k = 0;
+  Quota k;
   float p = 0.0f;
-  std::int64_t cap = std::numeric_limits<std::int32_t>::max();
+  Quota cap;
   std::int64_t sinks = 0;
-  std::int64_t recent_first = std::numeric_limits<std::int32_t>::max();
-  std::vector<std::uint8_t> eligible;
-  std::int64_t capacity = 0;  // 0: count
+  std::int64_t recent = 0;
+  std::vector<std::uint8_t> eligible;  // [sequences, context] or empty
+  std::vector<float> share;            // [rows] or empty
+  std::int64_t capacity = 0;           // 0: columns
+
+  int heads() const { return static_cast<int>(std::ssize(tokens)) * shape.kv_heads; }
+  int rows() const { return heads() * shape.group(); }
+  const BatchToken& token(int head) const {
+    return tokens[static_cast<std::size_t>(head / shape.kv_heads)];
+  }
+  // Entries that may be emitted, and those with logits.
+  std::int64_t emit(int head) const {
+    return candidates.empty() ? token(head).page_first()
+                              : std::ssize(candidates[static_cast<std::size_t>(head)]);
+  }
+  std::int64_t total(int head) const {
+    return emit(head) + (skip_newest ? 0 : token(head).count() - token(head).page_first());
+  }
+  std::int64_t position(int head, std::int64_t i) const {
+    return candidates.empty()
+               ? i
+               : candidates[static_cast<std::size_t>(head)][static_cast<std::size_t>(i)];
+  }
+  bool is_out(int head, std::int64_t i) const {
+    if (eligible.empty() || i >= emit(head)) return false;
+    return eligible[static_cast<std::size_t>(token(head).sequence * context + position(head, i))] ==
+           0;
+  }
+  bool is_forced(int head, std::int64_t i) const {
+    const std::int64_t at = position(head, i);
+    return !is_out(head, i) && (at < sinks || at >= token(head).count() - recent);
+  }
+  // The same for one of the tokens alone.
+  SelectCase alone(int token) const {
+    SelectCase c = *this;
+    c.tokens = {tokens[static_cast<std::size_t>(token)]};
+    const auto part = [&](auto& all, std::int64_t each) {
+      if (all.empty()) return;
+      const auto first = all.begin() + token * each;
+      all = std::remove_reference_t<decltype(all)>(first, first + each);
+    };
+    part(c.logits, shape.query_heads * columns);
+    part(c.candidates, shape.kv_heads);
+    part(c.share, shape.query_heads);
+    return c;
+  }
 };
 
 struct SelectAnswer {
-  std::vector<std::vector<std::int32_t>> positions;
+  std::vector<std::vector<std::int32_t>> positions;  // [heads]
   std::vector<HeadSelection> heads;
-  std::vector<float> alpha;
-  std::vector<float> lse;
-  std::vector<float> logits;    // [query_heads, count], as the backend saw them
+  std::vector<float> alpha;     // [rows]
+  std::vector<float> lse;       // [rows]
+  std::vector<float> logits;    // [rows, columns], as the backend saw them
   std::vector<double> weights;  // likewise: their softmax over what is eligible
 };
 
 inline std::vector<double> weights_of(const SelectCase& c, const std::vector<float>& logits) {
+  constexpr double kNone = -std::numeric_limits<double>::infinity();
   std::vector<double> weights;
-  for (int head = 0; head < c.shape.query_heads; ++head) {
-    const float* const row = logits.data() + head * c.count;
-    std::vector<double> own;
-    double highest = -std::numeric_limits<double>::infinity();
-    for (std::int64_t t = 0; t < c.count; ++t) {
-      const auto at = static_cast<std::size_t>(t);
-      const bool out = at < c.eligible.size() && c.eligible[at] == 0;
-      own.push_back(out ? -std::numeric_limits<double>::infinity() : static_cast<double>(row[t]));
-      highest = std::max(highest, own.back());
+  for (int r = 0; r < c.rows() && !logits.empty(); ++r) {
+    const int head = r / c.shape.group();
+    std::vector<double> own(static_cast<std::size_t>(c.columns), kNone);
+    for (std::int64_t i = 0; i < c.total(head); ++i) {
+      if (c.is_out(head, i)) continue;
+      own[static_cast<std::size_t>(i)] =
+          static_cast<double>(logits[static_cast<std::size_t>(r * c.columns + i)]);
     }
+    const double highest = *std::max_element(own.begin(), own.end());
     double sum = 0.0;
-    for (double& x : own) sum += x = std::exp(x - highest);
+    for (double& x : own) sum += x = x > kNone ? std::exp(x - highest) : 0.0;
     for (const double x : own) weights.push_back(x / sum);
   }
   return weights;
 }
 
+// Candidates in a backend's memory.
+class CandidateLists {
+ public:
+  CandidateLists(Backend& backend, const SelectCase& c) {
+    std::vector<std::int32_t> positions;
+    std::vector<HeadSelection> heads;
+    for (const auto& list : c.candidates)
+      view_.capacity = std::max(view_.capacity, std::ssize(list));
+    for (const auto& list : c.candidates) {
+      positions.insert(positions.end(), list.begin(), list.end());
+      heads.emplace_back().count = static_cast<std::int32_t>(list.size());
+      positions.resize(heads.size() * static_cast<std::size_t>(view_.capacity), 1 << 30);
+    }
+    positions_ = upload(backend, positions);
+    heads_ = upload(backend, heads);
+    view_.positions = reinterpret_cast<std::int32_t*>(positions_.data());
+    view_.heads = reinterpret_cast<HeadSelection*>(heads_.data());
+  }
+  const SelectionView& view() const { return view_; }
+
+ private:
+  Buffer positions_;
+  Buffer heads_;
+  SelectionView view_;
+};
+
 inline SelectAnswer select(Backend& backend, const SelectCase& c) {
-  const std::int64_t capacity = c.capacity > 0 ? c.capacity : c.count;
-  const auto heads = static_cast<std::size_t>(c.shape.kv_heads);
-  LogitMatrix logits(backend, c.shape.query_heads, c.count);
-  logits.set(c.logits);
-  Buffer eligible = upload(backend, c.eligible);
-  Buffer positions =
+  const std::int64_t capacity = c.capacity > 0 ? c.capacity : std::max(c.columns, c.context);
+  const auto heads = static_cast<std::size_t>(c.heads());
+  const auto rows = static_cast<std::size_t>(c.rows());
+  const Buffer tokens = upload(backend, c.tokens);
+  LogitMatrix logits(backend, c.rows(), std::max<std::int64_t>(c.columns, 1));
+  const CandidateLists candidates(backend, c);
+  const Buffer eligible = upload(backend, c.eligible);
+  const Buffer share = upload(backend, c.share);
+  const Buffer positions =
       upload(backend, std::vector<std::int32_t>(heads * static_cast<std::size_t>(capacity), -7));
-  const auto queries = static_cast<std::size_t>(c.shape.query_heads);
   const Buffer found = backend.allocate(Tier::host, heads * sizeof(HeadSelection));
-  const Buffer alpha = backend.allocate(Tier::host, queries * sizeof(float));
-  const Buffer lse = backend.allocate(backend.info().compute_tier, queries * sizeof(float));
+  const Buffer alpha = backend.allocate(Tier::host, rows * sizeof(float));
+  const Buffer lse = backend.allocate(backend.info().compute_tier, rows * sizeof(float));
   SelectAnswer answer;
   SelectParams p;
   p.shape = c.shape;
-  p.logits = logits.view();
-  p.count = c.count;
-  p.end = c.end;
+  p.batch = {reinterpret_cast<const BatchToken*>(tokens.data()), std::ssize(c.tokens), c.context};
+  if (!c.logits.empty()) {
+    logits.set(c.logits);
+    p.logits = logits.view();
+    answer.logits = logits.get();
+    answer.weights = weights_of(c, answer.logits);
+  }
+  p.skip_newest = c.skip_newest;
+  if (!c.candidates.empty()) p.candidates = &candidates.view();
   p.prune = c.prune;
   p.k = c.k;
   p.p = c.p;
   p.cap = c.cap;
   p.sinks = c.sinks;
-  p.recent_first = c.recent_first;
-  if (!c.eligible.empty()) p.eligible = reinterpret_cast<const std::uint8_t*>(eligible.data());
+  p.recent = c.recent;
+  if (!c.eligible.empty()) {
+    p.eligible = reinterpret_cast<const std::uint8_t*>(eligible.data());
+    p.eligible_stride = c.context;
+  }
   p.selected = {reinterpret_cast<std::int32_t*>(positions.data()), capacity,
                 reinterpret_cast<HeadSelection*>(found.data())};
+  if (!c.share.empty()) p.share = share.floats();
   p.alpha = alpha.floats();
   p.lse = lse.floats();
-  answer.logits = logits.get();
-  answer.weights = weights_of(c, answer.logits);
   backend.select(p);
   const std::vector<std::int32_t> all = download<std::int32_t>(backend, positions);
   answer.heads.assign(p.selected.heads, p.selected.heads + heads);
-  answer.alpha.assign(p.alpha, p.alpha + queries);
+  answer.alpha.assign(p.alpha, p.alpha + rows);
   answer.lse = download<float>(backend, lse);
   for (std::size_t head = 0; head < heads; ++head) {
     const auto first = all.begin() + static_cast<std::int64_t>(head) * capacity;
