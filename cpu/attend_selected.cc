@@ -1,8 +1,9 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
-#include "cpu/attention.h"
-#include "cpu/attention_simd.h"
+#include "cpu/attended_rows.h"
 #include "cpu/elementwise.h"
 #include "cpu/selection.h"
 
@@ -13,114 +14,125 @@ namespace {
 constexpr std::int64_t kAheadRows = 8;
 constexpr std::size_t kLineBytes = 64;
 
-void prefetch_row(const std::byte* row, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(row + at);
-}
-
-const std::byte* row_at(const RowSource& source, std::int64_t position, std::size_t row_bytes) {
-  const std::byte* const base = position < source.resident_count ? source.resident : source.home;
-  return base + static_cast<std::size_t>(position) * row_bytes;
-}
-
-void gather(const RowSource& source, const std::int32_t* positions, std::int64_t count,
-            std::size_t row_bytes, std::byte* to) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (i + kAheadRows < count) {
-      prefetch_row(row_at(source, positions[i + kAheadRows], row_bytes), row_bytes);
+// Calls body(row) for rows of a sequence that are named by position, one after the other.
+void for_rows_at(const PagedRows& rows, std::int32_t sequence, std::int64_t head,
+                 std::span<const std::int32_t> positions, std::size_t row_bytes, const auto& body) {
+  const auto row_at = [&](std::size_t i) {
+    return rows.row(sequence, head, positions[i], static_cast<std::int64_t>(row_bytes));
+  };
+  for (std::size_t i = 0; i < positions.size(); ++i) {
+    if (i + kAheadRows < positions.size()) {
+      const std::byte* const later = row_at(i + kAheadRows);
+      for (std::size_t at = 0; at < row_bytes; at += kLineBytes) __builtin_prefetch(later + at);
     }
-    std::memcpy(to + static_cast<std::size_t>(i) * row_bytes,
-                row_at(source, positions[i], row_bytes), row_bytes);
+    body(row_at(i));
   }
 }
 
-std::byte* arena_of(const AttendSelectedParams& p, std::int64_t head) {
-  return p.arena + static_cast<std::size_t>(head * p.arena_rows) * p.shape.row_bytes();
-}
+// One token and KV head.
+class SelectedHead {
+ public:
+  SelectedHead(const AttendSelectedParams& p, std::int64_t number, std::int64_t head)
+      : p_(p),
+        token_(p.batch.tokens[number]),
+        number_(number),
+        head_(head),
+        index_(number * p.shape.kv_heads + head),
+        selection_(p.selected.heads[index_]),
+        positions_(p.selected.positions + index_ * p.selected.capacity,
+                   static_cast<std::size_t>(selection_.count)) {}
 
-// Copies up to arena_rows rows of a KV head, from number `first` of its selection on, and returns
-// how many.
-std::int64_t gather_piece(const AttendSelectedParams& p, std::int64_t head, std::int64_t first) {
-  const std::int32_t* const positions = p.selected.positions + head * p.selected.capacity;
-  const std::int64_t left = p.selected.heads[head].count - first;
-  const std::int64_t count = std::clamp<std::int64_t>(left, 0, p.arena_rows);
-  gather(p.rows[static_cast<std::size_t>(head)], positions + first, count, p.shape.row_bytes(),
-         arena_of(p, head));
-  return count;
-}
-
-void count_resident(const AttendSelectedParams& p, std::int64_t head) {
-  const std::int32_t* const positions = p.selected.positions + head * p.selected.capacity;
-  HeadSelection& selection = p.selected.heads[head];
-  const std::int64_t resident = p.rows[static_cast<std::size_t>(head)].resident_count;
-  selection.resident = static_cast<std::int32_t>(
-      std::lower_bound(positions, positions + selection.count, resident) - positions);
-}
-
-// One token: gather and attend head by head, while the rows are in the cache.
-void attend_head(const AttendSelectedParams& p, std::int64_t head) {
-  const KvShape& shape = p.shape;
-  const std::int64_t first_head = head * shape.group();
-  AttendTile tile;
-  tile.q = p.q + first_head * shape.head_dim;
-  tile.queries = tile.group = shape.group();
-  tile.head_dim = shape.head_dim;
-  tile.scale = p.scale;
-  tile.rows = arena_of(p, head);
-  tile.row_bytes = shape.row_bytes();
-  tile.dtype = shape.dtype;
-  tile.out = p.out + first_head * shape.head_dim;
-  tile.lse = p.lse + first_head;
-  tile.merge = p.merge;
-  std::int64_t done = 0;
-  do {
-    tile.count = gather_piece(p, head, done);
-    tile.visible = std::min(tile.count, p.first_query + 1 - done);
-    attend_decode(tile);
-    tile.merge = true;
-    done += tile.count;
-  } while (done < p.selected.heads[head].count);
-}
-
-// Many tokens: pieces of all heads at a time go through the kernels of dense attention.
-void attend_tokens(const AttendSelectedParams& p, Threads& threads) {
-  std::int64_t longest = 0;
-  for (int head = 0; head < p.shape.kv_heads; ++head) {
-    longest = std::max<std::int64_t>(longest, p.selected.heads[head].count);
+  void attend(const ArenaPart& arena) const {
+    AttendedRows rows(decode_tile_of(p_, number_, head_), arena);
+    add_rows(p_.rows, token_.sequence, head_, token_.page_first(), token_.count(),
+             p_.shape.row_bytes(), rows);
+    if (p_.estimated_lse != nullptr) {
+      rows.attend();
+      for_queries([&](std::int64_t query) { add_newest_share(query); });
+    }
+    for_rows_at(p_.rows, token_.sequence, head_, positions_, p_.shape.row_bytes(),
+                [&](const std::byte* row) { rows.add_copy(row, 1); });
+    rows.attend();
+    if (p_.value_sums != nullptr) for_queries([&](std::int64_t query) { compensate(query); });
+    selection_.resident = resident();
   }
-  std::vector<RowSpan> rows(static_cast<std::size_t>(p.shape.kv_heads));
-  AttendParams params = dense_of(p);
-  params.rows = rows;
-  std::int64_t first = 0;
-  do {
-    threads.for_each(p.shape.kv_heads, [&](std::int64_t head) {
-      rows[static_cast<std::size_t>(head)] = {arena_of(p, head), gather_piece(p, head, first)};
-    });
-    params.first_row_position = first;
-    attend(params, threads);
-    params.merge = true;
-    first += p.arena_rows;
-  } while (first < longest);
-}
+
+ private:
+  // Queries among [count, query_heads].
+  void for_queries(const auto& body) const {
+    for (std::int64_t g = 0; g < p_.shape.group(); ++g) body(index_ * p_.shape.group() + g);
+  }
+
+  // Once the newest rows alone are attended.
+  void add_newest_share(std::int64_t query) const {
+    const float highest = std::max(p_.estimated_lse[query], p_.lse[query]);
+    const float newest = std::exp(p_.lse[query] - highest);
+    const float estimated = std::exp(p_.estimated_lse[query] - highest);
+    p_.alpha[query] = (p_.alpha[query] * estimated + newest) / (estimated + newest);
+  }
+
+  // Once all rows are attended: the mean value takes its part of the output.
+  void compensate(std::int64_t query) const {
+    const int d = p_.shape.head_dim;
+    const float alpha = p_.alpha[query];
+    const float rest = (1.0f - alpha) / static_cast<float>(token_.count());
+    const float* const sums = p_.value_sums + index_ * d;
+    float* const out = p_.out + query * d;
+    for (int c = 0; c < d; ++c) out[c] = alpha * out[c] + rest * sums[c];
+  }
+
+  std::int32_t resident() const {
+    return static_cast<std::int32_t>(
+        std::count_if(positions_.begin(), positions_.end(), [&](std::int32_t position) {
+          return p_.rows.page(token_.sequence, position / kPageTokens).device != PageSlots::kNone;
+        }));
+  }
+
+  const AttendSelectedParams& p_;
+  const BatchToken& token_;
+  std::int64_t number_;
+  std::int64_t head_;
+  std::int64_t index_;  // of [count, kv_heads]
+  HeadSelection& selection_;
+  std::span<const std::int32_t> positions_;
+};
 
 }  // namespace
 
-void attend_selected(const AttendSelectedParams& params, Threads& threads) {
-  AttendSelectedParams p = params;
-  if (!p.newest.empty()) {
-    attend(newest_of(p), threads);
-    add_newest_share(p);
-    p.merge = true;
-  }
+void attend_selected(const AttendSelectedParams& p, Threads& threads) {
   std::int64_t rows = 0;
-  for (int head = 0; head < p.shape.kv_heads; ++head) {
-    rows += p.selected.heads[head].count;
-    count_resident(p, head);
+  for (std::int64_t b = 0; b < p.batch.count; ++b) {
+    for (std::int64_t head = 0; head < p.shape.kv_heads; ++head) {
+      const BatchToken& token = p.batch.tokens[b];
+      rows +=
+          p.selected.heads[b * p.shape.kv_heads + head].count + token.count() - token.page_first();
+    }
   }
-  if (p.tokens > 1) return attend_tokens(p, threads);
+  const ArenaParts arena(p.arena, p.arena_rows, p.shape.row_bytes(), p.batch.count);
   threads.for_each(
-      p.shape.kv_heads, [&](std::int64_t head) { attend_head(p, head); },
+      arena.count * p.shape.kv_heads,
+      [&](std::int64_t task) {
+        const std::int64_t head = task % p.shape.kv_heads;
+        const std::int64_t part = task / p.shape.kv_heads;
+        for (std::int64_t b = part; b < p.batch.count; b += arena.count) {
+          SelectedHead(p, b, head).attend(arena.part(head, part));
+        }
+      },
       rows * static_cast<std::int64_t>(p.shape.row_bytes()));
-  compensate(p);
+}
+
+void gather(const GatherParams& p, Threads& threads) {
+  const std::size_t row_bytes = p.shape.row_bytes();
+  threads.for_each(p.shape.kv_heads, [&](std::int64_t head) {
+    const std::int64_t count = p.counts[static_cast<std::size_t>(head)];
+    std::byte* to = p.to + static_cast<std::size_t>(head * p.to_rows) * row_bytes;
+    for_rows_at(p.rows, p.sequence, head,
+                {p.positions + head * p.capacity + p.first, static_cast<std::size_t>(count)},
+                row_bytes, [&](const std::byte* row) {
+                  std::memcpy(to, row, row_bytes);
+                  to += row_bytes;
+                });
+  });
 }
 
 void sum_values(const SumValuesParams& p) {

@@ -101,7 +101,8 @@ void run(AttendKernel kernel, const AttendTile& tile) {
     case AttendKernel::amx:
       return attend_amx(tile);
     default:
-      return attend_decode(tile);
+      const RowSpan rows = {tile.rows, tile.count};
+      return attend_decode(tile, {&rows, 1});
   }
 }
 

@@ -29,4 +29,7 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape);
 void attend(const AttendParams& params, Threads& threads,
             AttendKernel kernel = AttendKernel::automatic);
 
+// Backend::attend_batch() likewise.
+void attend_batch(const AttendBatchParams& params, Threads& threads);
+
 }  // namespace sluice::cpu

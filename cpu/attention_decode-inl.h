@@ -14,9 +14,11 @@
 
 #include <algorithm>
 #include <numbers>
+#include <span>
 
 #include "cpu/attention_simd-inl.h"
 #include "cpu/attention_tile.h"
+#include "lib/backend.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice::cpu {
@@ -251,28 +253,39 @@ RowBlock unpack_block(const AttendTile& tile, const DecodeState& state, const Ro
   return {k, k + half, 2 * half, from.rows};
 }
 
-// The block that starts at row `first` of `count`.
-HWY_INLINE RowBlock block_at(const AttendTile& tile, const DecodeState& state, std::int64_t first,
-                             std::int64_t count) {
-  const std::byte* const k = tile.rows + static_cast<std::size_t>(first) * tile.row_bytes;
+// The block that starts at row `first` of `count` in a run.
+HWY_INLINE RowBlock block_at(const AttendTile& tile, const DecodeState& state,
+                             const std::byte* rows, std::int64_t first, std::int64_t count) {
+  const std::byte* const k = rows + static_cast<std::size_t>(first) * tile.row_bytes;
   const auto rest = static_cast<std::size_t>(count - first);
   RowBlock block = {k, k + tile.value_offset(), tile.row_bytes, HWY_MIN(state.block_rows, rest)};
   if ((rest - block.rows) * tile.row_bytes >= kAheadBytes) block.ahead = kAheadBytes;
   return block;
 }
 
+// Attends to a run, of which `count` rows are seen; `before` rows come before it.
 template <int kQ, typename T>
-void attend_rows(const AttendTile& tile, const DecodeState& state) {
-  const std::int64_t count = tile.visible_to(tile.queries - 1);
+void attend_run(const AttendTile& tile, const DecodeState& state, const std::byte* rows,
+                std::int64_t count, std::int64_t before) {
   const bool whole = static_cast<std::size_t>(tile.head_dim) == state.head_dim;
   const auto step = static_cast<std::int64_t>(state.block_rows);
   for (std::int64_t first = 0; first < count; first += step) {
-    const RowBlock block = block_at(tile, state, first, count);
+    const RowBlock block = block_at(tile, state, rows, first, count);
     if (whole) {
-      attend_block<kQ, T>(tile, state, block, first);
+      attend_block<kQ, T>(tile, state, block, before + first);
     } else {
-      attend_block<kQ, float>(tile, state, unpack_block<T>(tile, state, block), first);
+      attend_block<kQ, float>(tile, state, unpack_block<T>(tile, state, block), before + first);
     }
+  }
+}
+
+template <int kQ, typename T>
+void attend_rows(const AttendTile& tile, std::span<const RowSpan> runs, const DecodeState& state) {
+  const std::int64_t seen = tile.visible_to(tile.queries - 1);
+  std::int64_t before = 0;
+  for (const RowSpan& run : runs) {
+    attend_run<kQ, T>(tile, state, run.rows, std::min(run.count, seen - before), before);
+    before += run.count;
   }
 }
 
@@ -313,17 +326,17 @@ DecodeState make_state(const AttendTile& tile, int bunch) {
 }
 
 template <int kQ>
-void attend_bunches(const AttendTile& tile) {
+void attend_bunches(const AttendTile& tile, std::span<const RowSpan> runs) {
   const DecodeState state = make_state(tile, kQ);
   switch (tile.dtype) {
     case DType::f32:
-      attend_rows<kQ, float>(tile, state);
+      attend_rows<kQ, float>(tile, runs, state);
       break;
     case DType::f16:
-      attend_rows<kQ, hwy::float16_t>(tile, state);
+      attend_rows<kQ, hwy::float16_t>(tile, runs, state);
       break;
     case DType::bf16:
-      attend_rows<kQ, hwy::bfloat16_t>(tile, state);
+      attend_rows<kQ, hwy::bfloat16_t>(tile, runs, state);
       break;
   }
   for (int m = 0; m < tile.queries; ++m) {
@@ -335,17 +348,17 @@ void attend_bunches(const AttendTile& tile) {
   }
 }
 
-void decode_tile(const AttendTile& tile) {
+void decode_tile(const AttendTile& tile, std::span<const RowSpan> runs) {
   if constexpr (kMaxBunch >= 8) {
-    if (tile.queries > 4) return attend_bunches<8>(tile);
+    if (tile.queries > 4) return attend_bunches<8>(tile, runs);
   }
   if constexpr (kMaxBunch >= 4) {
-    if (tile.queries > 2) return attend_bunches<4>(tile);
+    if (tile.queries > 2) return attend_bunches<4>(tile, runs);
     // A bunch of one needs kLanes rows at a time, which for long rows is more than a page.
     const bool pages = kLanes * tile.row_bytes > kBlockBytes;
-    if (tile.queries == 2 || pages) return attend_bunches<2>(tile);
+    if (tile.queries == 2 || pages) return attend_bunches<2>(tile, runs);
   }
-  attend_bunches<1>(tile);
+  attend_bunches<1>(tile, runs);
 }
 
 }  // namespace

@@ -15,7 +15,9 @@ namespace sluice::cpu {
 
 HWY_EXPORT(decode_tile);
 
-void attend_decode(const AttendTile& tile) { HWY_DYNAMIC_DISPATCH(decode_tile)(tile); }
+void attend_decode(const AttendTile& tile, std::span<const RowSpan> runs) {
+  HWY_DYNAMIC_DISPATCH(decode_tile)(tile, runs);
+}
 
 }  // namespace sluice::cpu
 #endif  // HWY_ONCE

@@ -160,6 +160,10 @@ void CpuBackend::append_batch(const AppendBatchParams& params) {
 
 void CpuBackend::attend(const AttendParams& params) { cpu::attend(params, threads_); }
 
+void CpuBackend::attend_batch(const AttendBatchParams& params) {
+  cpu::attend_batch(params, threads_);
+}
+
 void CpuBackend::build_index(const BuildIndexParams& params) { cpu::build_index(params, threads_); }
 
 void CpuBackend::estimate(const EstimateParams& params) { cpu::estimate(params, threads_); }
@@ -169,6 +173,8 @@ void CpuBackend::select(const SelectParams& params) { cpu::select(params, thread
 void CpuBackend::attend_selected(const AttendSelectedParams& params) {
   cpu::attend_selected(params, threads_);
 }
+
+void CpuBackend::gather(const GatherParams& params) { cpu::gather(params, threads_); }
 
 void CpuBackend::column_sums(const ColumnSumsParams& params) { cpu::column_sums(params, threads_); }
 

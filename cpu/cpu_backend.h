@@ -48,10 +48,12 @@ class CpuBackend : public Backend {
   void append(const AppendParams& params) override;
   void append_batch(const AppendBatchParams& params) override;
   void attend(const AttendParams& params) override;
+  void attend_batch(const AttendBatchParams& params) override;
   void build_index(const BuildIndexParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
+  void gather(const GatherParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
   void order(Stream /*signalling*/, Stream /*waiting*/) override {}

@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "cpu/reference_attention.h"
 #include "cpu/reference_ops.h"
 #include "cpu/reference_selection.h"
 
@@ -64,7 +65,11 @@ void ReferenceBackend::append(const AppendParams& params) {
 void ReferenceBackend::append_batch(const AppendBatchParams& params) {
   reference_append_batch(params);
 }
-void ReferenceBackend::attend(const AttendParams& params) { reference_attend(params); }
+void ReferenceBackend::attend(const AttendParams& params) { reference::attend(params, *this); }
+
+void ReferenceBackend::attend_batch(const AttendBatchParams& params) {
+  reference::attend_batch(params, *this);
+}
 
 void ReferenceBackend::build_index(const BuildIndexParams& params) {
   reference::build_index(params);
@@ -75,8 +80,10 @@ void ReferenceBackend::estimate(const EstimateParams& params) { reference::estim
 void ReferenceBackend::select(const SelectParams& params) { reference::select(params); }
 
 void ReferenceBackend::attend_selected(const AttendSelectedParams& params) {
-  reference::attend_selected(params);
+  reference::attend_selected(params, *this);
 }
+
+void ReferenceBackend::gather(const GatherParams& params) { reference::gather(params, *this); }
 
 void ReferenceBackend::column_sums(const ColumnSumsParams& params) {
   reference::column_sums(params);

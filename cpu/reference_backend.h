@@ -7,11 +7,12 @@
 #include <span>
 
 #include "cpu/memory.h"
+#include "cpu/reference_reads.h"
 #include "lib/backend.h"
 
 namespace sluice::cpu {
 
-class ReferenceBackend : public Backend {
+class ReferenceBackend : public Backend, public ReferenceReads {
  public:
   explicit ReferenceBackend(std::uint64_t device_cap = MemoryAccount::kNoCap,
                             std::uint64_t host_cap = MemoryAccount::kNoCap);
@@ -35,10 +36,12 @@ class ReferenceBackend : public Backend {
   void append(const AppendParams& params) override;
   void append_batch(const AppendBatchParams& params) override;
   void attend(const AttendParams& params) override;
+  void attend_batch(const AttendBatchParams& params) override;
   void build_index(const BuildIndexParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
+  void gather(const GatherParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
 

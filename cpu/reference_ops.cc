@@ -1,9 +1,7 @@
 #include "cpu/reference_ops.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "lib/half.h"
@@ -26,9 +24,6 @@ void write_element(void* data, DType dtype, std::int64_t index, float value) {
 }
 
 namespace {
-
-// The log-sum-exp of no logits.
-constexpr double kNone = -std::numeric_limits<double>::infinity();
 
 float at(const Matrix& m, std::int64_t row, std::int64_t column) {
   return read_element(m.data, m.dtype, row * m.stride + column);
@@ -64,66 +59,6 @@ void rotate(float* x, std::int64_t position, const RopeParams& p) {
     x[i] = static_cast<float>(low * cosine - high * sine);
     x[i + half] = static_cast<float>(high * cosine + low * sine);
   }
-}
-
-// The partial of one query over the first `visible` rows of a span.
-struct Query {
-  const float* q;
-  float* out;
-  float* lse;
-};
-
-std::vector<double> logits_of(const Query& query, const AttendParams& p, const RowSpan& span,
-                              std::int64_t visible) {
-  std::vector<double> logits(static_cast<std::size_t>(visible));
-  for (std::int64_t row = 0; row < visible; ++row) {
-    const std::byte* const k = span.rows + static_cast<std::size_t>(row) * p.shape.row_bytes();
-    double dot = 0;
-    for (int c = 0; c < p.shape.head_dim; ++c) {
-      dot += static_cast<double>(query.q[c]) * read_element(k, p.shape.dtype, c);
-    }
-    logits[static_cast<std::size_t>(row)] = dot * p.scale;
-  }
-  return logits;
-}
-
-// Weights relative to the old partial and this one; both zero when neither holds a row.
-struct MergeWeights {
-  double before;
-  double here;
-  double lse;
-};
-
-MergeWeights merge_weights(double before, double here) {
-  if (before == kNone && here == kNone) return {0, 0, kNone};
-  const double highest = std::max(before, here);
-  const double lse = highest + std::log(std::exp(before - highest) + std::exp(here - highest));
-  return {std::exp(before - lse), std::exp(here - lse), lse};
-}
-
-void attend_query(const Query& query, const AttendParams& p, const RowSpan& span,
-                  std::int64_t visible) {
-  const int d = p.shape.head_dim;
-  std::vector<double> weights = logits_of(query, p, span, visible);
-  double highest = kNone;
-  for (const double logit : weights) highest = logit > highest ? logit : highest;
-  // Logits that are all -inf give no weight to any row, like no rows at all; a NaN stays a NaN.
-  const double reference = highest == kNone ? 0 : highest;
-  double sum = 0;
-  for (double& weight : weights) sum += weight = std::exp(weight - reference);
-  const double here = sum == 0 ? kNone : reference + std::log(sum);
-
-  const MergeWeights merge = merge_weights(p.merge ? *query.lse : kNone, here);
-  for (int c = 0; c < d; ++c) {
-    double value = 0;
-    for (std::int64_t row = 0; row < visible && sum != 0; ++row) {
-      const std::byte* const k = span.rows + static_cast<std::size_t>(row) * p.shape.row_bytes();
-      value += weights[static_cast<std::size_t>(row)] / sum * read_element(k, p.shape.dtype, d + c);
-    }
-    const double before = merge.before == 0 ? 0 : merge.before * query.out[c];
-    query.out[c] = static_cast<float>(before + (merge.here == 0 ? 0 : merge.here * value));
-  }
-  *query.lse = static_cast<float>(merge.lse);
 }
 
 }  // namespace
@@ -228,21 +163,6 @@ void reference_append_batch(const AppendBatchParams& p) {
         sum += read_element(row.data(), p.shape.dtype, d + c);
         if (p.token_sums != nullptr) p.token_sums[(t * p.shape.kv_heads + h) * d + c] = sum;
       }
-    }
-  }
-}
-
-void reference_attend(const AttendParams& p) {
-  const int group = p.shape.group();
-  for (std::int64_t t = 0; t < p.tokens; ++t) {
-    for (int head = 0; head < p.shape.query_heads; ++head) {
-      const RowSpan& span = p.rows[static_cast<std::size_t>(head / group)];
-      const std::int64_t before = p.first_query_position + t + 1 - p.first_row_position;
-      const std::int64_t visible = std::clamp<std::int64_t>(before, 0, span.count);
-      const std::int64_t index = t * p.shape.query_heads + head;
-      attend_query({p.q + t * p.q_stride + static_cast<std::int64_t>(head) * p.shape.head_dim,
-                    p.out + index * p.shape.head_dim, p.lse + index},
-                   p, span, visible);
     }
   }
 }

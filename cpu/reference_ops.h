@@ -1,4 +1,4 @@
-// Every operation of lib/backend.h as plain loops: the definition that faster code is held to.
+// Operations of lib/backend.h as plain loops: the definition that faster code is held to.
 // Shapes and sources are those of the parameter structs there. Single-threaded; sums are fp64.
 #pragma once
 
@@ -20,6 +20,5 @@ void reference_cast(const Matrix& from, const Matrix& to);
 // Bytes of a row past its values (row_bytes() rounds up) keep what they held.
 void reference_append(const AppendParams& params);
 void reference_append_batch(const AppendBatchParams& params);
-void reference_attend(const AttendParams& params);
 
 }  // namespace sluice::cpu

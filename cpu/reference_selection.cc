@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cpu/elementwise.h"
-#include "cpu/reference_ops.h"
 #include "lib/half.h"
 
 namespace sluice::cpu::reference {
@@ -382,36 +381,6 @@ void select(const SelectParams& p) {
   for (std::int64_t token = 0; token < p.batch.count; ++token) {
     for (int head = 0; head < p.shape.kv_heads; ++head) select_head(p, token, head);
   }
-}
-
-void attend_selected(const AttendSelectedParams& given) {
-  AttendSelectedParams p = given;
-  if (!p.newest.empty()) {
-    reference_attend(newest_of(p));
-    add_newest_share(p);
-    p.merge = true;
-  }
-  const std::size_t row_bytes = p.shape.row_bytes();
-  std::vector<std::vector<std::byte>> rows(p.rows.size());
-  std::vector<RowSpan> spans;
-  for (std::size_t head = 0; head < rows.size(); ++head) {
-    HeadSelection& selection = p.selected.heads[head];
-    selection.resident = 0;
-    const auto first = static_cast<std::int64_t>(head) * p.selected.capacity;
-    for (std::int32_t i = 0; i < selection.count; ++i) {
-      const std::int32_t at = p.selected.positions[first + i];
-      const bool resident = at < p.rows[head].resident_count;
-      selection.resident += resident ? 1 : 0;
-      const std::byte* const row = (resident ? p.rows[head].resident : p.rows[head].home) +
-                                   static_cast<std::size_t>(at) * row_bytes;
-      rows[head].insert(rows[head].end(), row, row + row_bytes);
-    }
-    spans.push_back({rows[head].data(), selection.count});
-  }
-  AttendParams params = dense_of(p);
-  params.rows = spans;
-  reference_attend(params);
-  compensate(p);
 }
 
 void column_sums(const ColumnSumsParams& p) {

@@ -15,6 +15,7 @@ namespace sluice::cpu {
 void estimate(const EstimateParams& params, Threads& threads);
 void select(const SelectParams& params, Threads& threads);
 void attend_selected(const AttendSelectedParams& params, Threads& threads);
+void gather(const GatherParams& params, Threads& threads);
 void column_sums(const ColumnSumsParams& params, Threads& threads);
 void sum_values(const SumValuesParams& params);
 

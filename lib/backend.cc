@@ -1,7 +1,5 @@
 #include "lib/backend.h"
 
-#include <cmath>
-#include <limits>
 #include <utility>
 
 #include "lib/check.h"
@@ -65,50 +63,6 @@ void copy_home(Backend& backend, const AppendParams& p) {
         {p.home[head], p.rows[head], static_cast<std::size_t>(p.tokens) * p.shape.row_bytes()});
   }
   if (!ops.empty()) backend.copy(ops, Stream::compute);
-}
-
-AttendParams dense_of(const AttendSelectedParams& p) {
-  AttendParams dense;
-  dense.q = p.q;
-  dense.tokens = p.tokens;
-  dense.q_stride = p.q_stride;
-  dense.first_query_position = p.first_query;
-  dense.shape = p.shape;
-  dense.scale = p.scale;
-  dense.out = p.out;
-  dense.lse = p.lse;
-  dense.merge = p.merge;
-  return dense;
-}
-
-AttendParams newest_of(const AttendSelectedParams& p) {
-  check(p.tokens == 1, "newest rows are for a single token");
-  AttendParams newest = dense_of(p);
-  newest.rows = p.newest;
-  newest.first_query_position = std::numeric_limits<std::int64_t>::max() - 1;
-  return newest;
-}
-
-void add_newest_share(const AttendSelectedParams& p) {
-  if (p.estimated_lse == nullptr) return;
-  for (int head = 0; head < p.shape.query_heads; ++head) {
-    const float highest = std::max(p.estimated_lse[head], p.lse[head]);
-    const float newest = std::exp(p.lse[head] - highest);
-    const float estimated = std::exp(p.estimated_lse[head] - highest);
-    p.alpha[head] = (p.alpha[head] * estimated + newest) / (estimated + newest);
-  }
-}
-
-void compensate(const AttendSelectedParams& p) {
-  if (p.mean.sums == nullptr) return;
-  const int d = p.shape.head_dim;
-  for (int head = 0; head < p.shape.query_heads; ++head) {
-    const float alpha = p.alpha[head];
-    const float rest = (1.0f - alpha) / static_cast<float>(p.mean.count);
-    const float* const sums = p.mean.sums + static_cast<std::int64_t>(head / p.shape.group()) * d;
-    float* const out = p.out + static_cast<std::int64_t>(head) * d;
-    for (int c = 0; c < d; ++c) out[c] = alpha * out[c] + rest * sums[c];
-  }
 }
 
 }  // namespace sluice

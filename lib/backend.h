@@ -185,14 +185,23 @@ struct AttendParams {
 // Copies what append() wrote to its home.
 void copy_home(Backend& backend, const AppendParams& params);
 
-// Attention to the selected rows once they follow each other: all but where they are.
-AttendParams dense_of(const AttendSelectedParams& params);
-// Attention to the newest rows, as a partial to merge the selected ones into.
-AttendParams newest_of(const AttendSelectedParams& params);
-// Once that is done: the newest rows' share goes into params.alpha, if they had no logits.
-void add_newest_share(const AttendSelectedParams& params);
-// Once all rows are attended: the mean value takes its part of the outputs, if it is to.
-void compensate(const AttendSelectedParams& params);
+// Attention of decoded tokens to all rows of their sequences up to their own.
+//
+// To a backend that computes in host memory the device is a bounded part of it: rows that are only
+// at home are copied to `arena` before they are attended. Without an arena, and by other backends,
+// they are attended where they lie.
+struct AttendBatchParams {
+  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t q_stride = 0;
+  KvShape shape;
+  TokenBatch batch;
+  PagedRows rows;
+  float scale = 0.0f;
+  float* out = nullptr;        // [count, query_heads, head_dim]
+  float* lse = nullptr;        // [count, query_heads]
+  std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
+  std::int64_t arena_rows = 0;
+};
 
 // One copy of contiguous bytes. Which of the two sides is host memory follows from the call.
 struct CopyOp {
@@ -265,12 +274,14 @@ class Backend {
   virtual void append(const AppendParams& params) = 0;
   virtual void append_batch(const AppendBatchParams& params) = 0;
   virtual void attend(const AttendParams& params) = 0;
+  virtual void attend_batch(const AttendBatchParams& params) = 0;
 
   // Choosing tokens: see lib/selection.h.
   virtual void build_index(const BuildIndexParams& params) = 0;
   virtual void estimate(const EstimateParams& params) = 0;
   virtual void select(const SelectParams& params) = 0;
   virtual void attend_selected(const AttendSelectedParams& params) = 0;
+  virtual void gather(const GatherParams& params) = 0;
   virtual void column_sums(const ColumnSumsParams& params) = 0;
   virtual void sum_values(const SumValuesParams& params) = 0;
 

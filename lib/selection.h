@@ -250,47 +250,48 @@ struct SelectParams {
   float* lse = nullptr;
 };
 
-// Where the rows of one KV head are found by position.
-struct RowSource {
-  const std::byte* resident = nullptr;  // rows [0, resident_count), on the device
-  std::int64_t resident_count = 0;
-  const std::byte* home = nullptr;  // every row, in host memory
-};
-
-// The mean of all tokens' values, which stands for those that are not attended: an output becomes
-// alpha * output + (1 - alpha) * sums / count; SparQ section 3, equation 9.
-struct MeanValue {
-  const float* sums = nullptr;  // [kv_heads, head_dim]; null: nothing stands for them
-  std::int64_t count = 0;       // values summed
-};
-
-// Attention over selected rows, as a partial; see AttendParams. Rows pass through `arena`, sorted
-// by position, arena_rows at a time. Query token i sees the selected rows up to number
-// first_query + i; a single token usually sees all. For more than one token the counts of the
-// selection are read at the call: `selected.heads` must be host memory then.
+// Attention of decoded tokens to selected rows and to those of their own pages, the newest.
+//
+// Selected positions lie below their token's page_first(); a token of its sequence's first page has
+// none. A backend that computes in host memory may copy rows to `arena`, arena_rows at a time, and
+// attend to them there; see AttendBatchParams.
 struct AttendSelectedParams {
-  const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
-  std::int64_t tokens = 1;
+  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t q_stride = 0;
-  std::int64_t first_query = std::numeric_limits<std::int32_t>::max();
   KvShape shape;
+  TokenBatch batch;
+  // positions [count, kv_heads, capacity], heads [count, kv_heads]. Writes heads[].resident: how
+  // many of the selected rows were read from the device.
   SelectionView selected;
-  std::span<const RowSource> rows;  // host array [kv_heads]
-  // Host array [kv_heads] or empty: rows that a single token attends besides, the newest.
-  std::span<const RowSpan> newest;
-  // The following are of a single token, without `merge`.
-  float* alpha = nullptr;  // [query_heads], what select() reported; or null if neither is needed
-  // [query_heads] or null. Where the newest had no logits when the others were selected: what
-  // select() reported of those. alpha, a share of their weight, becomes the share of theirs and the
-  // newest rows' together; NaN where a logit of the newest rows is NaN or +Inf.
+  PagedRows rows;
+  // [count, query_heads], what select() reported; or null if neither of the next two is there.
+  float* alpha = nullptr;
+  // [count, query_heads] or null. Where the newest had no logits when the others were selected:
+  // what select() reported of those. alpha, a share of their weight, becomes the share of theirs
+  // and the newest rows' together; NaN where a logit of the newest rows is NaN or +Inf.
   const float* estimated_lse = nullptr;
-  MeanValue mean;
-  std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes]
+  // [count, kv_heads, head_dim] or null: sums of the values of all tokens that a token sees. Their
+  // mean stands for those that are not attended: an output becomes
+  // alpha * output + (1 - alpha) * sums / count(); SparQ section 3, equation 9.
+  const float* value_sums = nullptr;
+  std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
   std::int64_t arena_rows = 0;
   float scale = 0.0f;
-  float* out = nullptr;  // [tokens, query_heads, head_dim]
-  float* lse = nullptr;  // [tokens, query_heads]
-  bool merge = false;
+  float* out = nullptr;  // [count, query_heads, head_dim]
+  float* lse = nullptr;  // [count, query_heads]
+};
+
+// Copies rows of one sequence, found by position, so that they follow each other.
+struct GatherParams {
+  KvShape shape;
+  PagedRows rows;
+  std::int32_t sequence = 0;
+  const std::int32_t* positions = nullptr;  // [kv_heads, capacity], ascending
+  std::int64_t capacity = 0;
+  std::int64_t first = 0;                // number of each head's first position to copy
+  std::span<const std::int64_t> counts;  // host array [kv_heads]: rows to copy
+  std::byte* to = nullptr;               // [kv_heads, to_rows, row_bytes]
+  std::int64_t to_rows = 0;
 };
 
 // sums[t] = the softmax weight of row t, summed over probe tokens and query heads. A probe sees the

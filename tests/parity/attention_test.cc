@@ -1,4 +1,4 @@
-// Every implementation of Backend::attend() against the same fp64 oracle.
+// Every implementation of Backend::attend() and attend_batch() against the same fp64 oracle.
 #include "cpu/attention.h"
 
 #include <gtest/gtest.h>
@@ -19,6 +19,7 @@
 #include "tests/support/attention_cases.h"
 #include "tests/support/attention_parity.h"
 #include "tests/support/backends.h"
+#include "tests/support/paged_cases.h"
 #include "tests/support/random.h"
 
 namespace sluice {
@@ -27,12 +28,15 @@ namespace {
 using cpu::AttendKernel;
 using testing::AttentionCase;
 using testing::AttentionRun;
+using testing::BatchRun;
+using testing::newest_case;
 using testing::Partial;
+using testing::Places;
 using testing::Random;
 using testing::random_case;
 using testing::Rounding;
 
-// One kernel, with one instruction set, in the place of the reference's attend().
+// One kernel, with one instruction set, in the place of the reference's.
 class KernelBackend : public cpu::ReferenceBackend {
  public:
   KernelBackend(AttendKernel kernel, std::int64_t targets) : kernel_(kernel) {
@@ -43,6 +47,9 @@ class KernelBackend : public cpu::ReferenceBackend {
   ~KernelBackend() override { hwy::SetSupportedTargetsForTest(0); }
 
   void attend(const AttendParams& params) override { cpu::attend(params, threads_, kernel_); }
+  void attend_batch(const AttendBatchParams& params) override {
+    cpu::attend_batch(params, threads_);
+  }
 
  private:
   AttendKernel kernel_;
@@ -53,25 +60,28 @@ struct Implementation {
   testing::NamedBackend backend;
   std::vector<DType> dtypes = {DType::f32, DType::f16, DType::bf16};
   std::vector<int> head_dims = {32, 40, 64, 80, 128, 256};
-  // By the rows' dtype and the number of query tokens.
-  std::function<Rounding(DType, std::int64_t)> rounding = [](DType, std::int64_t) {
-    return Rounding();
-  };
+  // By the rows' dtype: of attend(), and of attend_batch().
+  std::function<Rounding(DType)> rounding = [](DType) { return Rounding(); };
+  std::function<Rounding(DType)> batch_rounding = [](DType) { return Rounding(); };
 };
 
 Implementation forced(const std::string& name, AttendKernel kernel, std::int64_t targets) {
   return {.backend = {name, [=] { return std::make_unique<KernelBackend>(kernel, targets); }}};
 }
 
-Rounding amx_rounding(DType dtype, std::int64_t /*tokens*/) {
+Rounding amx_rounding(DType dtype) {
   return dtype == DType::bf16 ? Rounding{testing::kBf16Step, testing::kBf16Step} : Rounding();
 }
 
-// One token's queries and weights are sums of two numbers of the rows' dtype; those of many are
-// one.
-Rounding cuda_rounding(DType dtype, std::int64_t tokens) {
+Rounding cuda_rounding(DType dtype) {
   const double step = dtype == DType::bf16 ? testing::kBf16Step : testing::kHalfStep;
-  return tokens == 1 ? Rounding{step * step, step * step} : Rounding{step, step};
+  return {step, step};
+}
+
+// Decoded tokens' queries and weights are sums of two numbers of the rows' dtype.
+Rounding cuda_batch_rounding(DType dtype) {
+  const Rounding one = cuda_rounding(dtype);
+  return {one.queries * one.queries, one.weights * one.weights};
 }
 
 // Every backend, and every kernel of the CPU backend with every instruction set that runs here.
@@ -97,7 +107,8 @@ std::vector<Implementation> implementations() {
     all.push_back({.backend = {"cuda", gpu.front().make},
                    .dtypes = {DType::f16, DType::bf16},
                    .head_dims = {32, 64, 80, 96, 128, 256},
-                   .rounding = cuda_rounding});
+                   .rounding = cuda_rounding,
+                   .batch_rounding = cuda_batch_rounding});
   }
   return all;
 }
@@ -140,8 +151,9 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
             .dtype = GetParam().dtype};
   }
   void SetUp() override { backend_ = testing::make_or_skip(GetParam().implementation.backend); }
-  Rounding rounding(const AttentionCase& c) const {
-    return GetParam().implementation.rounding(GetParam().dtype, c.tokens);
+  Rounding rounding() const { return GetParam().implementation.rounding(GetParam().dtype); }
+  Rounding batch_rounding() const {
+    return GetParam().implementation.batch_rounding(GetParam().dtype);
   }
   // All queries behind all rows, unless the case says otherwise.
   static void show_all(AttentionCase& c) {
@@ -152,7 +164,28 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
   void check(const AttentionCase& c) {
     AttentionRun run(*backend_, c);
     run.attend();
-    testing::expect_parity(c, run.result(), rounding(c));
+    testing::expect_parity(c, run.result(), rounding());
+  }
+  void check_batch(const std::vector<AttentionCase>& cases, Places places = Places::either,
+                   std::int64_t arena_rows = 0) {
+    BatchRun run(*backend_, random_, cases, places);
+    check_results(cases, run.attend(arena_rows), batch_rounding());
+  }
+  // A token that is the newest of its sequence, beside one of another.
+  void check_in_batch(const AttentionCase& c) {
+    AttentionCase other = newest_case(random_, c.shape, 200);
+    other.scale = c.scale;
+    std::vector<AttentionCase> cases = {other, c};
+    cases[1].first_query_position = c.count(0) - 1;
+    check_batch(cases);
+  }
+  static void check_results(const std::vector<AttentionCase>& cases,
+                            const std::vector<Partial>& results, const Rounding& rounding) {
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+      SCOPED_TRACE(::testing::Message() << "sequence " << i << " of " << cases[i].count(0));
+      testing::expect_parity(cases[i], results[i], rounding);
+      if (HasFatalFailure()) return;
+    }
   }
 
   const std::uint64_t seed_ = testing::seed(20250611);
@@ -163,7 +196,38 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
 
 class AttentionParityOfShapes : public AttentionParity {};
 
-TEST_P(AttentionParityOfShapes, DecodesAnyGroupAndLength) {
+TEST_P(AttentionParityOfShapes, DecodesBatches) {
+  for (const int group : {1, 2, 3, 4, 7, 8, 16, 17}) {
+    SCOPED_TRACE(::testing::Message() << "group " << group);
+    std::vector<AttentionCase> cases;
+    for (const std::int64_t count : {1, 127, 128, 129, 64}) {
+      cases.push_back(newest_case(random_, shape(2, group), count));
+    }
+    cases.push_back(newest_case(random_, shape(2, group), random_.integer(130, 1000)));
+    // Two tokens on either side of a page's border, and three at the beginning of a sequence.
+    cases.push_back(newest_case(random_, shape(2, group), 257, 2));
+    cases.push_back(newest_case(random_, shape(2, group), 3, 3));
+    std::shuffle(cases.begin(), cases.end(), random_.engine());
+    check_batch(cases);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(AttentionParityOfShapes, DecodesFromAnyTier) {
+  for (const Places places : {Places::device, Places::home, Places::both, Places::either}) {
+    // Whole pages, parts of one, and more than there is.
+    for (const std::int64_t arena_rows : {0, 50, 256, 5000}) {
+      SCOPED_TRACE(::testing::Message()
+                   << "places " << static_cast<int>(places) << " arena " << arena_rows);
+      check_batch({newest_case(random_, shape(2, 4), random_.integer(600, 1200)),
+                   newest_case(random_, shape(2, 4), random_.integer(1, 300))},
+                  places, arena_rows);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(AttentionParityOfShapes, AttendsForOneTokenOfAnyGroupAndLength) {
   for (const int group : {1, 2, 3, 4, 7, 8, 16}) {
     for (const std::int64_t count : {std::int64_t{1}, std::int64_t{127}, std::int64_t{128},
                                      std::int64_t{129}, random_.integer(2, 1000)}) {
@@ -206,7 +270,7 @@ TEST_P(AttentionParityOfShapes, MergedPartialsEqualTheWhole) {
       run.attend({begin, end}, begin > 0);
       begin = end;
     }
-    testing::expect_parity(c, run.result(), rounding(c));
+    testing::expect_parity(c, run.result(), rounding());
     if (HasFatalFailure()) return;
   }
 }
@@ -230,8 +294,30 @@ TEST_P(AttentionParity, LongContext) {
   check(c);
 }
 
-// More tiles than a GPU has workers, most of which serve parts of several heads.
-TEST_P(AttentionParity, DecodesManyHeads) {
+TEST_P(AttentionParity, LongContextInABatch) {
+  std::vector<AttentionCase> cases;
+  for (const std::int64_t count : {20000, 1, 4097, 128}) {
+    cases.push_back(newest_case(random_, shape(2, 8), count));
+    for (float& value : cases.back().q) value *= 4;
+  }
+  check_batch(cases);
+  if (HasFatalFailure()) return;
+  check_batch({cases.front()});
+}
+
+// The division of work follows the positions, not the room that a launch has for them.
+TEST_P(AttentionParity, CapacityChangesNothing) {
+  BatchRun run(*backend_, random_,
+               {newest_case(random_, shape(2, 4), 700), newest_case(random_, shape(2, 4), 300)});
+  const std::vector<Partial> tight = run.attend();
+  const std::vector<Partial> wide = run.attend(run.sequences().batch(std::int64_t{1} << 30), 0);
+  for (std::size_t i = 0; i < tight.size(); ++i) {
+    EXPECT_EQ(tight[i].out, wide[i].out);
+    EXPECT_EQ(tight[i].lse, wide[i].lse);
+  }
+}
+
+TEST_P(AttentionParity, AttendsForOneTokenOfManyHeads) {
   constexpr int kHeads = 50;
   for (const bool differ : {false, true}) {
     std::vector<std::int64_t> counts(kHeads, random_.integer(260, 400));
@@ -243,6 +329,24 @@ TEST_P(AttentionParity, DecodesManyHeads) {
     check(c);
     if (HasFatalFailure()) return;
   }
+}
+
+// More tiles than a GPU has workers, most of which serve parts of several heads.
+TEST_P(AttentionParity, DecodesManyHeads) {
+  constexpr int kHeads = 50;
+  const std::int64_t count = random_.integer(260, 400);
+  check_batch({newest_case(random_, shape(kHeads, 2), count)});
+  if (HasFatalFailure()) return;
+  // As many for all, and others.
+  check_batch({newest_case(random_, shape(kHeads, 2), count),
+               newest_case(random_, shape(kHeads, 2), count)});
+  if (HasFatalFailure()) return;
+  std::vector<AttentionCase> cases;
+  for (int i = 0; i < 12; ++i) {
+    const std::int64_t others = random_.integer(0, 2) * random_.integer(1, 250);
+    cases.push_back(newest_case(random_, shape(kHeads / 5, 2), 1 + others));
+  }
+  check_batch(cases);
 }
 
 TEST_P(AttentionParity, LongContextOfAChunk) {
@@ -265,7 +369,7 @@ TEST_P(AttentionParity, EmptyPartialIsZeroWithNoWeight) {
   for (std::size_t i = 0; i < 10 * static_cast<std::size_t>(c.shape.head_dim); ++i) {
     ASSERT_EQ(partial.out[i], 0.0f) << i;
   }
-  testing::expect_parity(c, partial, rounding(c));
+  testing::expect_parity(c, partial, rounding());
 }
 
 TEST_P(AttentionParity, MergingNothingChangesNothing) {
@@ -291,7 +395,7 @@ TEST_P(AttentionParity, MergesIntoAnEmptyPartial) {
     AttentionRun run(*backend_, c);
     run.attend({0, 0});
     run.attend({0, 300}, true);
-    testing::expect_parity(c, run.result(), rounding(c));
+    testing::expect_parity(c, run.result(), rounding());
   }
 }
 
@@ -304,7 +408,12 @@ TEST_P(AttentionParity, HugeLogitsDoNotOverflow) {
     c.first_query_position = 380;
     AttentionRun run(*backend_, c);
     run.attend();
-    testing::expect_parity(c, run.result(), {0, rounding(c).weights});
+    testing::expect_parity(c, run.result(), {0, rounding().weights});
+    if (HasFatalFailure()) return;
+    c.first_query_position = 400 - tokens;
+    if (tokens == 1) {
+      check_results({c}, BatchRun(*backend_, random_, {c}).attend(), {0, batch_rounding().weights});
+    }
     if (HasFatalFailure()) return;
   }
 }
@@ -321,6 +430,8 @@ TEST_P(AttentionParity, EnormousKeysDoNotHideOthers) {
     for (std::int64_t row = 10; row < 300; ++row) set_row_element(c, 1, row, 0, lowest);
     check(c);
     if (HasFatalFailure()) return;
+    if (tokens == 1) check_in_batch(c);
+    if (HasFatalFailure()) return;
   }
 }
 
@@ -332,6 +443,8 @@ TEST_P(AttentionParity, NaNStaysNaNAndStaysInItsHead) {
     set_row_element(c, 0, 150, 7, std::numeric_limits<float>::quiet_NaN());
     check(c);
     if (HasFatalFailure()) return;
+    if (tokens == 1) check_in_batch(c);
+    if (HasFatalFailure()) return;
   }
 }
 
@@ -342,6 +455,8 @@ TEST_P(AttentionParity, NegativeScale) {
     c.first_query_position = 280;
     c.scale = -c.scale;
     check(c);
+    if (HasFatalFailure()) return;
+    if (tokens == 1) check_in_batch(c);
     if (HasFatalFailure()) return;
   }
 }

@@ -1,0 +1,21 @@
+// What the reference backend reads of sequences, as it reads it.
+#pragma once
+
+#include <cstddef>
+
+namespace sluice::cpu {
+
+// Overridden by who wants to know, as tests do that hold an account of reads to what was read.
+class ReferenceReads {
+ public:
+  ReferenceReads() = default;
+  ReferenceReads(const ReferenceReads&) = delete;
+  ReferenceReads& operator=(const ReferenceReads&) = delete;
+  virtual ~ReferenceReads() = default;
+
+  // A row, keys and values: once for every KV head and token of a batch that attends to it, once
+  // for every KV head of a chunk of tokens, and once when it is gathered.
+  virtual void on_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
+};
+
+}  // namespace sluice::cpu
