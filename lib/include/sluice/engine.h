@@ -100,8 +100,8 @@ struct SessionOptions {
   std::int64_t tokens = 0;
   // Caps in bytes on this session and those that share its memory, beside the engine's. On a GPU the
   // device's does not cover weights and activations.
-  std::optional<std::uint64_t> device_memory;
-  std::optional<std::uint64_t> host_memory;
+  std::optional<std::uint64_t> device_memory = std::nullopt;
+  std::optional<std::uint64_t> host_memory = std::nullopt;
 };
 
 // Stores the policy that Engine::policy() gives for preset `name` of the checkpoint in `model`, in
@@ -161,12 +161,13 @@ class Engine {
   // Memory of all sessions, as the allocators counted it.
   MemoryUse memory() const;
 
+  struct Impl;  // opaque
+
  private:
   std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
   std::uint64_t sessions_host_bytes(const Plan& plan) const;
 
   friend class Session;
-  struct Impl;
   explicit Engine(std::shared_ptr<Impl> impl);
   std::shared_ptr<Impl> impl_;
 };
@@ -221,10 +222,11 @@ class Session {
   // Of the last step; empty if it was dense.
   const StepSelection& selection() const;
 
+  struct Impl;  // opaque
+
  private:
   friend class Engine;
   friend struct SessionStep;
-  struct Impl;
   explicit Session(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
