@@ -11,72 +11,15 @@
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/random.h"
+#include "tests/support/script.h"
 
 namespace sluice {
 namespace {
 
 using sluice::testing::CountingBackend;
+using sluice::testing::largest_difference;
 using sluice::testing::Random;
-
-// Made-up queries, keys and values of every position and layer; the same for any way of running.
-class Script {
- public:
-  Script(const KvShape& shape, std::int64_t tokens, std::uint64_t seed) : shape_(shape) {
-    Random random(seed);
-    for (int layer = 0; layer < shape.layers; ++layer) {
-      q_.push_back(random.normal(tokens * query_width(), 2.0f));
-      k_.push_back(random.normal(tokens * key_width()));
-      v_.push_back(random.normal(tokens * key_width()));
-    }
-  }
-
-  std::int64_t query_width() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
-  std::int64_t key_width() const { return std::int64_t{shape_.kv_heads} * shape_.head_dim; }
-
-  void damage_key(int layer, std::int64_t position, float value) {
-    k_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * key_width())] = value;
-  }
-
-  // Runs positions [length, length + tokens) as one step; the attention output of all layers.
-  std::vector<float> step(KvSession& session, Phase phase, std::int64_t tokens) const {
-    const std::int64_t first = session.length();
-    std::vector<float> result;
-    session.begin_step(phase, tokens);
-    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
-      const float* const k = k_[layer].data() + first * key_width();
-      const float* const v = v_[layer].data() + first * key_width();
-      std::vector<float> out(static_cast<std::size_t>(tokens * query_width()));
-      std::vector<float> lse(static_cast<std::size_t>(tokens * shape_.query_heads));
-      session.append(static_cast<int>(layer), {k, v, key_width()});
-      session.attend(static_cast<int>(layer), {q_[layer].data() + first * query_width(),
-                                               query_width(), out.data(), lse.data()});
-      result.insert(result.end(), out.begin(), out.end());
-    }
-    session.end_step();
-    return result;
-  }
-
-  void prefill(KvSession& session, std::int64_t tokens) const {
-    while (tokens > 0) {
-      const std::int64_t now = std::min(tokens, session.plan().chunk);
-      step(session, Phase::prefill, now);
-      tokens -= now;
-    }
-  }
-
- private:
-  KvShape shape_;
-  std::vector<std::vector<float>> q_, k_, v_;  // [layers][tokens, heads, head_dim]
-};
-
-double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
-  EXPECT_EQ(a.size(), b.size());
-  double largest = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    largest = std::max(largest, std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])));
-  }
-  return largest;
-}
+using sluice::testing::Script;
 
 constexpr double kTolerance = 3e-5;  // fp32 sums of a few thousand terms of order one
 
@@ -147,26 +90,32 @@ class SparseBudget : public ::testing::TestWithParam<const char*> {
   Policy policy_ = parse_policy(GetParam());
 };
 
-// A step of several tokens shows each token what it would see alone, across a page's end, too.
+// A step of several tokens shows each token what it would see alone, and the next step begins with
+// the index of the page that they completed.
 TEST_P(SparseBudget, SeveralTokensInAStepEqualOneByOne) {
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   KvSession single = make_session(backend, shape_, context_, {policy_});
   KvSession batched = make_session(backend, shape_, context_, {policy_}, 16);
   script_.prefill(single, 505);
   script_.prefill(batched, 505);
-  const std::vector<float> together = script_.step(batched, Phase::decode, 16);
   const auto width = static_cast<std::size_t>(script_.query_width());
   // Many queries at a time may go through bf16 tiles; only dense layers have many.
   const double tolerance = policy_.dense_layers.empty() ? kTolerance : 0.01;
-  for (std::size_t token = 0; token < 16; ++token) {
-    const std::vector<float> alone = script_.step(single, Phase::decode, 1);
-    for (std::size_t layer = 0; layer < 3; ++layer) {
-      const auto first = together.begin() + static_cast<std::int64_t>((layer * 16 + token) * width);
-      const auto own = alone.begin() + static_cast<std::int64_t>(layer * width);
-      ASSERT_LT(largest_difference({first, first + script_.query_width()},
-                                   {own, own + script_.query_width()}),
-                tolerance)
-          << "token " << token << " layer " << layer;
+  for (const std::size_t tokens : {7u, 16u, 3u}) {
+    ASSERT_LE(static_cast<std::int64_t>(tokens), batched.decode_room());
+    const std::vector<float> together =
+        script_.step(batched, Phase::decode, static_cast<std::int64_t>(tokens));
+    for (std::size_t token = 0; token < tokens; ++token) {
+      const std::vector<float> alone = script_.step(single, Phase::decode, 1);
+      for (std::size_t layer = 0; layer < 3; ++layer) {
+        const auto first =
+            together.begin() + static_cast<std::int64_t>((layer * tokens + token) * width);
+        const auto own = alone.begin() + static_cast<std::int64_t>(layer * width);
+        ASSERT_LT(largest_difference({first, first + script_.query_width()},
+                                     {own, own + script_.query_width()}),
+                  tolerance)
+            << "token " << token << " layer " << layer;
+      }
     }
   }
 }
@@ -257,8 +206,8 @@ TEST(SparseSession, AStepMayLeaveTheResidentRows) {
   ASSERT_LT(resident, 300);
   for (KvSession* s : {&expected, &session}) script.prefill(*s, resident - 7);
   for (int i = 0; i < 3; ++i) {
-    const std::vector<float> answer = script.step(expected, Phase::decode, 16);
-    EXPECT_LT(largest_difference(answer, script.step(session, Phase::decode, 16)), kTolerance) << i;
+    const std::vector<float> answer = script.decode(expected, 16);
+    EXPECT_LT(largest_difference(answer, script.decode(session, 16)), kTolerance) << i;
   }
   // Prefill steps may, too.
   expected.truncate(resident - 3);

@@ -11,7 +11,8 @@
 namespace sluice::testing {
 
 // Tells device memory from host memory by address, and counts the bytes of every copy between
-// them and the device bytes allocated, independently of the accounts and the ledger.
+// them, of rows that decoding reads from home or writes there, of rows and of the key index that are
+// read at all, and the device bytes allocated, independently of the accounts and the ledger.
 class CountingBackend : public cpu::ReferenceBackend {
  public:
   using ReferenceBackend::ReferenceBackend;
@@ -33,9 +34,32 @@ class CountingBackend : public cpu::ReferenceBackend {
         host_rows_attended += static_cast<std::uint64_t>(rows.count);
       }
     }
+    in_run_ = true;
     ReferenceBackend::attend(params);
+    in_run_ = false;
   }
 
+  void append_batch(const AppendBatchParams& params) override {
+    if (params.rows.device != nullptr) {
+      device_to_host += static_cast<std::uint64_t>(params.batch.count * params.shape.kv_heads) *
+                        params.shape.row_bytes();
+    }
+    ReferenceBackend::append_batch(params);
+  }
+
+  void on_read(const std::byte* row, std::size_t bytes) override {
+    ++rows_read;
+    // Runs get their rows by copy(). Without a device tier nothing crosses.
+    if (in_run_ || blocks_.empty() || on_device(row)) return;
+    ++home_rows_read;
+    host_to_device += bytes;
+  }
+
+  void on_index_read(const cpu::IndexRead& read) override { index_bytes_read += read.bytes; }
+
+  std::uint64_t rows_read = 0;
+  std::uint64_t home_rows_read = 0;
+  std::uint64_t index_bytes_read = 0;
   std::uint64_t host_to_device = 0;
   std::uint64_t device_to_host = 0;
   std::uint64_t host_rows_attended = 0;
@@ -73,6 +97,7 @@ class CountingBackend : public cpu::ReferenceBackend {
   }
 
   std::vector<Block> blocks_;
+  bool in_run_ = false;
 };
 
 }  // namespace sluice::testing

@@ -1,0 +1,130 @@
+// Made-up queries, keys and values of every position and layer; the same for any way of running.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "offload/kv_batch.h"
+#include "offload/kv_session.h"
+#include "tests/support/random.h"
+
+namespace sluice::testing {
+
+class Script {
+ public:
+  Script(const KvShape& shape, std::int64_t tokens, std::uint64_t seed) : shape_(shape) {
+    Random random(seed);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      q_.push_back(random.normal(tokens * query_width(), 2.0f));
+      k_.push_back(random.normal(tokens * key_width()));
+      v_.push_back(random.normal(tokens * key_width()));
+    }
+  }
+
+  const KvShape& shape() const { return shape_; }
+  std::int64_t query_width() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
+  std::int64_t key_width() const { return std::int64_t{shape_.kv_heads} * shape_.head_dim; }
+  const float* q(std::size_t layer, std::int64_t at) const {
+    return q_[layer].data() + at * query_width();
+  }
+  const float* k(std::size_t layer, std::int64_t at) const {
+    return k_[layer].data() + at * key_width();
+  }
+  const float* v(std::size_t layer, std::int64_t at) const {
+    return v_[layer].data() + at * key_width();
+  }
+
+  void damage_key(int layer, std::int64_t position, float value) {
+    k_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * key_width())] = value;
+  }
+
+  // Runs positions [length, length + tokens) as one step; the attention output of all layers.
+  std::vector<float> step(KvSession& session, Phase phase, std::int64_t tokens) const {
+    const std::int64_t first = session.length();
+    std::vector<float> result;
+    session.begin_step(phase, tokens);
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      std::vector<float> out(static_cast<std::size_t>(tokens * query_width()));
+      std::vector<float> lse(static_cast<std::size_t>(tokens * shape_.query_heads));
+      session.append(static_cast<int>(layer), {k(layer, first), v(layer, first), key_width()});
+      session.attend(static_cast<int>(layer),
+                     {q(layer, first), query_width(), out.data(), lse.data()});
+      result.insert(result.end(), out.begin(), out.end());
+    }
+    session.end_step();
+    return result;
+  }
+
+  // The next `tokens` tokens, as many at a time as a step takes.
+  std::vector<float> decode(KvSession& session, std::int64_t tokens) const {
+    std::vector<float> result;
+    while (tokens > 0) {
+      const std::int64_t now = std::min(tokens, session.decode_room());
+      const std::vector<float> part = step(session, Phase::decode, now);
+      result.insert(result.end(), part.begin(), part.end());
+      tokens -= now;
+    }
+    return result;
+  }
+
+  void prefill(KvSession& session, std::int64_t tokens) const {
+    while (tokens > 0) {
+      const std::int64_t now = std::min(tokens, session.plan().chunk);
+      step(session, Phase::prefill, now);
+      tokens -= now;
+    }
+  }
+
+ private:
+  KvShape shape_;
+  std::vector<std::vector<float>> q_, k_, v_;  // [layers][tokens, heads, head_dim]
+};
+
+// The next token of several sessions, each by its own script, in one step. For each session the
+// attention output of all layers.
+inline std::vector<std::vector<float>> step_together(std::span<KvSession* const> sessions,
+                                                     std::span<const Script* const> scripts) {
+  KvBatch batch(sessions);
+  const Script& any = *scripts.front();
+  const auto query_width = static_cast<std::size_t>(any.query_width());
+  const auto key_width = static_cast<std::size_t>(any.key_width());
+  std::vector<std::vector<float>> results(sessions.size());
+  batch.issue_tokens();
+  for (int layer = 0; layer < any.shape().layers; ++layer) {
+    const auto at = static_cast<std::size_t>(layer);
+    std::vector<float> q, k, v;
+    for (std::size_t i = 0; i < sessions.size(); ++i) {
+      const std::int64_t position = sessions[i]->length();
+      q.insert(q.end(), scripts[i]->q(at, position), scripts[i]->q(at, position) + query_width);
+      k.insert(k.end(), scripts[i]->k(at, position), scripts[i]->k(at, position) + key_width);
+      v.insert(v.end(), scripts[i]->v(at, position), scripts[i]->v(at, position) + key_width);
+    }
+    std::vector<float> out(q.size());
+    std::vector<float> lse(sessions.size() * static_cast<std::size_t>(any.shape().query_heads));
+    batch.append(layer, {k.data(), v.data(), static_cast<std::int64_t>(key_width)});
+    batch.attend(layer,
+                 {q.data(), static_cast<std::int64_t>(query_width), out.data(), lse.data()});
+    for (std::size_t i = 0; i < sessions.size(); ++i) {
+      const float* const own = out.data() + i * query_width;
+      results[i].insert(results[i].end(), own, own + query_width);
+    }
+  }
+  batch.issue_report();
+  for (const std::optional<Error>& error : batch.end()) {
+    if (error) throw *error;
+  }
+  return results;
+}
+
+inline double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double largest = 0.0;
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    largest = std::max(largest, std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])));
+  }
+  return largest;
+}
+
+}  // namespace sluice::testing
