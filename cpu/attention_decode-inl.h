@@ -167,7 +167,9 @@ void mask_scores(const AttendTile& tile, int bunch, std::int64_t first, std::siz
   const std::size_t padded = hwy::RoundUpTo(rows, kLanes / kQ);
   for (std::size_t g = 0; g < kQ; ++g) {
     const int m = std::min(bunch * kQ + static_cast<int>(g), tile.queries - 1);
-    const std::int64_t seen = std::max<std::int64_t>(tile.visible_to(m) - first, 0);
+    // Rows past the block's last are those that it repeats.
+    const auto seen =
+        std::clamp<std::int64_t>(tile.visible_to(m) - first, 0, static_cast<std::int64_t>(rows));
     for (auto r = static_cast<std::size_t>(seen); r < padded; ++r) {
       scores[r * kQ + g] = kMinusInfinity;
     }

@@ -10,35 +10,46 @@
 
 #include "tests/support/attention_parity.h"
 #include "tests/support/backends.h"
+#include "tests/support/paged_cases.h"
 #include "tests/support/random.h"
 
 namespace sluice {
 namespace {
 
 using testing::AttentionCase;
+using testing::BatchQueries;
 using testing::download;
 using testing::NamedBackend;
+using testing::newest_case;
+using testing::PagedSequences;
+using testing::Places;
 using testing::Random;
 using testing::upload;
 
-// Positions chosen among the first rows of a case, and the case that is left of it: the chosen
-// rows, then the newest.
+// A token of a batch with positions chosen before its page, and what is left for it to attend to:
+// the rows chosen, then those of its page.
 struct Chosen {
   std::vector<std::vector<std::int32_t>> positions;  // [kv_heads], ascending
   AttentionCase expected;
 };
 
-Chosen choose(Random& random, const AttentionCase& c, std::int64_t among, std::int64_t most,
-              std::int64_t newest) {
+Chosen choose(Random& random, const AttentionCase& c, std::int64_t token, std::int64_t most) {
+  const std::int64_t position = c.first_query_position + token;
+  const std::int64_t first = position / kPageTokens * kPageTokens;
+  const std::size_t bytes = c.shape.row_bytes();
   Chosen chosen;
   chosen.expected = c;
-  const std::size_t bytes = c.shape.row_bytes();
+  chosen.expected.tokens = 1;
+  chosen.expected.first_query_position = position;
+  const auto q = c.q.begin() + token * c.shape.query_heads * c.shape.head_dim;
+  chosen.expected.q.assign(q, q + std::int64_t{c.shape.query_heads} * c.shape.head_dim);
   for (std::size_t head = 0; head < c.rows.size(); ++head) {
-    std::vector<std::int32_t> all(static_cast<std::size_t>(among));
+    std::vector<std::int32_t> all(static_cast<std::size_t>(first));
     std::iota(all.begin(), all.end(), 0);
     std::shuffle(all.begin(), all.end(), random.engine());
-    // The first head has the most, the second few or none.
-    all.resize(static_cast<std::size_t>(head == 0 ? most : random.integer(0, most / 4)));
+    // The first head has the most, others few or none.
+    const std::int64_t wanted = head == 0 ? most : random.integer(0, most / 4);
+    all.resize(static_cast<std::size_t>(std::min(first, wanted)));
     std::sort(all.begin(), all.end());
     std::vector<std::byte>& rows = chosen.expected.rows[head];
     rows.clear();
@@ -46,50 +57,61 @@ Chosen choose(Random& random, const AttentionCase& c, std::int64_t among, std::i
       const std::byte* const from = &c.rows[head][static_cast<std::size_t>(row) * bytes];
       rows.insert(rows.end(), from, from + bytes);
     };
-    for (const std::int32_t position : all) add(position);
-    for (std::int64_t i = 0; i < newest; ++i) add(among + i);
+    for (const std::int32_t at : all) add(at);
+    for (std::int64_t at = first; at <= position; ++at) add(at);
     chosen.positions.push_back(std::move(all));
   }
   return chosen;
 }
 
-// A case's rows at home in host memory, the first of them on the device, too, and what is chosen.
+// The rows of a token's own page alone.
+AttentionCase own_page(const Chosen& chosen) {
+  AttentionCase own = chosen.expected;
+  for (std::size_t head = 0; head < own.rows.size(); ++head) {
+    const auto selected = chosen.positions[head].size() * own.shape.row_bytes();
+    own.rows[head].erase(own.rows[head].begin(),
+                         own.rows[head].begin() + static_cast<std::ptrdiff_t>(selected));
+  }
+  return own;
+}
+
+// Cases as sequences in a backend, with up to `most` positions chosen for each head of their
+// tokens.
 class SelectedRun {
  public:
-  SelectedRun(Backend& backend, const AttentionCase& c, const Chosen& chosen, std::int64_t resident)
-      : backend_(backend), case_(c), resident_(resident) {
-    const std::size_t bytes = c.shape.row_bytes();
-    const auto heads = static_cast<std::size_t>(c.shape.kv_heads);
-    for (const std::vector<std::byte>& rows : c.rows) {
-      capacity_ = std::max(capacity_, c.count(static_cast<int>(home_.size())));
-      home_.push_back(backend.allocate(Tier::host, rows.size()));
-      std::copy(rows.begin(), rows.end(), home_.back().data());
-      const auto first = rows.begin();
-      const auto end =
-          first + static_cast<std::int64_t>(static_cast<std::size_t>(resident) * bytes);
-      device_.push_back(upload(backend, std::vector<std::byte>(first, end)));
-      all_.push_back(upload(backend, rows));
+  SelectedRun(Backend& backend, Random& random, const std::vector<AttentionCase>& cases,
+              std::int64_t most, Places places = Places::either)
+      : backend_(backend),
+        sequences_(backend, random, cases, places),
+        queries_(backend, cases),
+        scale_(cases.front().scale) {
+    const auto heads = static_cast<std::size_t>(cases.front().shape.kv_heads);
+    for (const AttentionCase& c : cases) {
+      for (std::int64_t t = 0; t < c.tokens; ++t) {
+        chosen_.push_back(choose(random, c, t, most));
+      }
     }
-    std::vector<std::int32_t> positions(heads * static_cast<std::size_t>(capacity_), -1);
-    heads_ = backend.allocate(Tier::host, heads * sizeof(HeadSelection));
-    for (std::size_t head = 0; head < heads; ++head) {
-      const auto& own = chosen.positions[head];
-      std::copy(own.begin(), own.end(),
-                positions.begin() + static_cast<std::int64_t>(head) * capacity_);
-      this->head(head).count = static_cast<std::int32_t>(own.size());
+    capacity_ = most + 3;
+    std::vector<std::int32_t> positions;
+    heads_ = backend.allocate(Tier::host, chosen_.size() * heads * sizeof(HeadSelection));
+    for (std::size_t token = 0; token < chosen_.size(); ++token) {
+      for (std::size_t i = 0; i < heads; ++i) {
+        const auto& own = chosen_[token].positions[i];
+        positions.insert(positions.end(), own.begin(), own.end());
+        positions.resize((token * heads + i + 1) * static_cast<std::size_t>(capacity_), -1);
+        head(token * heads + i).count = static_cast<std::int32_t>(own.size());
+        head(token * heads + i).resident = -1;
+      }
     }
     positions_ = upload(backend, positions);
-    q_ = upload(backend, c.q);
-    const Tier tier = backend.info().compute_tier;
-    const auto queries = static_cast<std::size_t>(c.tokens * c.shape.query_heads);
-    const auto d = static_cast<std::size_t>(c.shape.head_dim);
-    out_ = backend.allocate(tier, queries * d * sizeof(float));
-    lse_ = backend.allocate(tier, queries * sizeof(float));
-    arena_ = backend.allocate(tier, heads * kArenaRows * bytes);
+    arena_ =
+        backend.allocate(backend.info().compute_tier, heads * static_cast<std::size_t>(kArenaRows) *
+                                                          cases.front().shape.row_bytes());
   }
 
-  HeadSelection& head(std::size_t head) const {
-    return reinterpret_cast<HeadSelection*>(heads_.data())[head];
+  const std::vector<Chosen>& chosen() const { return chosen_; }
+  HeadSelection& head(std::size_t index) const {
+    return reinterpret_cast<HeadSelection*>(heads_.data())[index];
   }
 
   // Alpha, and the log-sum-exp of what it is a share of, to which attend() adds the newest, if
@@ -98,54 +120,63 @@ class SelectedRun {
     alpha_ = upload(backend_, alpha);
     if (!estimated_lse.empty()) estimated_lse_ = upload(backend_, estimated_lse);
   }
-  // Sums of so many values, whose mean stands for what alpha lacks.
-  void fill_up_with(const std::vector<float>& sums, std::int64_t count) {
-    sums_ = upload(backend_, sums);
-    summed_ = count;
-  }
+  // Sums of values, whose mean stands for what alpha lacks.
+  void fill_up_with(const std::vector<float>& sums) { sums_ = upload(backend_, sums); }
   std::vector<float> alpha() const { return download<float>(backend_, alpha_); }
 
-  testing::Partial attend(std::int64_t first_query, std::int64_t newest_first,
-                          std::int64_t newest) {
-    std::vector<RowSource> sources;
-    std::vector<RowSpan> tail;
-    for (std::size_t i = 0; i < home_.size(); ++i) {
-      sources.push_back({device_[i].data(), resident_, home_[i].data()});
-      const auto offset = static_cast<std::size_t>(newest_first) * case_.shape.row_bytes();
-      tail.push_back({all_[i].data() + offset, newest});
-    }
+  // By token.
+  std::vector<testing::Partial> attend(std::int64_t arena_rows = kArenaRows) {
     AttendSelectedParams p;
-    p.q = q_.floats();
-    p.tokens = case_.tokens;
-    p.q_stride = static_cast<std::int64_t>(case_.shape.query_heads) * case_.shape.head_dim;
-    p.first_query = first_query;
-    p.shape = case_.shape;
+    queries_.put(p);
+    p.batch = sequences_.batch();
     p.selected = {reinterpret_cast<std::int32_t*>(positions_.data()), capacity_,
                   reinterpret_cast<HeadSelection*>(heads_.data())};
-    p.rows = sources;
-    if (newest > 0) p.newest = tail;
-    p.arena = arena_.data();
-    p.arena_rows = kArenaRows;
-    p.scale = case_.scale;
-    p.out = out_.floats();
-    p.lse = lse_.floats();
+    p.rows = sequences_.rows();
+    p.arena = arena_rows > 0 ? arena_.data() : nullptr;
+    p.arena_rows = arena_rows;
+    p.scale = scale_;
     if (alpha_.bytes() > 0) p.alpha = alpha_.floats();
     if (estimated_lse_.bytes() > 0) p.estimated_lse = estimated_lse_.floats();
-    if (summed_ > 0) p.mean = {sums_.floats(), summed_};
+    if (sums_.bytes() > 0) p.value_sums = sums_.floats();
     backend_.attend_selected(p);
-    return {download<float>(backend_, out_), download<float>(backend_, lse_)};
+    return queries_.results_by_token();
   }
 
- private:
-  static constexpr std::int64_t kArenaRows = 96;
+  void expect_parity(const std::vector<testing::Partial>& results,
+                     const testing::Rounding& rounding) const {
+    for (std::size_t token = 0; token < chosen_.size(); ++token) {
+      const AttentionCase& expected = chosen_[token].expected;
+      SCOPED_TRACE(::testing::Message()
+                   << "token " << token << " at " << expected.first_query_position);
+      testing::expect_parity(expected, results[token], rounding);
+      if (::testing::Test::HasFatalFailure()) return;
+    }
+  }
+  void expect_resident() const {
+    for (std::size_t token = 0; token < chosen_.size(); ++token) {
+      const auto& positions = chosen_[token].positions;
+      for (std::size_t i = 0; i < positions.size(); ++i) {
+        const std::int32_t sequence = sequences_.tokens()[token].sequence;
+        const auto resident =
+            std::count_if(positions[i].begin(), positions[i].end(),
+                          [&](std::int32_t at) { return sequences_.on_device(sequence, at); });
+        ASSERT_EQ(head(token * positions.size() + i).resident, resident)
+            << "token " << token << " head " << i;
+      }
+    }
+  }
 
+  // More than a page, so that tokens share it, and less than what is chosen.
+  static constexpr std::int64_t kArenaRows = 300;
+
+ private:
   Backend& backend_;
-  const AttentionCase& case_;
-  std::int64_t resident_;
+  PagedSequences sequences_;
+  BatchQueries queries_;
+  float scale_;
+  std::vector<Chosen> chosen_;  // by token
   std::int64_t capacity_ = 0;
-  std::int64_t summed_ = 0;
-  std::vector<Buffer> home_, device_, all_;
-  Buffer positions_, heads_, q_, out_, lse_, alpha_, estimated_lse_, sums_, arena_;
+  Buffer positions_, heads_, alpha_, estimated_lse_, sums_, arena_;
 };
 
 using Shape = std::tuple<DType, int, int>;  // dtype, head_dim, group
@@ -158,13 +189,23 @@ class AttendSelected : public ::testing::TestWithParam<Param> {
     const auto [dtype, head_dim, group] = std::get<Shape>(GetParam());
     return {1, kv_heads * group, kv_heads, head_dim, dtype};
   }
-  // CUDA rounds what the suite of dense attention says; the CPU's AMX kernel likewise.
-  testing::Rounding rounding(std::int64_t tokens) const {
-    const bool half = shape().dtype == DType::f16;
-    const double step = half ? testing::kHalfStep : testing::kBf16Step;
-    const bool cuda = backend_->info().compute_tier == Tier::device;
-    if (cuda && tokens == 1) return {step * step, step * step};
-    return cuda || !half ? testing::Rounding{step, step} : testing::Rounding{};
+  // CUDA rounds what the suite of dense attention says.
+  testing::Rounding rounding() const {
+    const double step = shape().dtype == DType::f16 ? testing::kHalfStep : testing::kBf16Step;
+    if (backend_->info().compute_tier == Tier::device) return {step * step, step * step};
+    return {};
+  }
+  // Tokens of sequences of any length.
+  std::vector<AttentionCase> mixed_batch() {
+    std::vector<AttentionCase> cases;
+    for (const std::int64_t count : {1, 128, 129, 700}) {
+      cases.push_back(newest_case(random_, shape(), count));
+    }
+    cases.push_back(newest_case(random_, shape(), random_.integer(2, 2000)));
+    // On either side of a page's border.
+    cases.push_back(newest_case(random_, shape(), 386, 4));
+    std::shuffle(cases.begin(), cases.end(), random_.engine());
+    return cases;
   }
 
   const std::uint64_t seed_ = testing::seed(31);
@@ -173,102 +214,165 @@ class AttendSelected : public ::testing::TestWithParam<Param> {
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
-TEST_P(AttendSelected, OneTokenSeesTheChosenAndTheNewest) {
+TEST_P(AttendSelected, TokensSeeTheChosenAndTheNewest) {
   for (const std::int64_t most : {0, 1, 64, 500}) {
-    for (const std::int64_t resident : {0, 256, 640}) {
-      const std::int64_t newest = random_.integer(0, 1) * random_.integer(1, 60);
+    for (const Places places : {Places::device, Places::home, Places::both, Places::either}) {
       SCOPED_TRACE(::testing::Message()
-                   << "most " << most << " resident " << resident << " newest " << newest);
-      const std::int64_t counts[] = {700, 700};
-      AttentionCase c = testing::random_case(random_, shape(), 1, counts);
-      Chosen chosen = choose(random_, c, 640, most, newest);
-      chosen.expected.first_query_position = 1000;
-      SelectedRun run(*backend_, c, chosen, resident);
-      testing::expect_parity(chosen.expected, run.attend(1 << 30, 640, newest), rounding(1));
-      if (HasFatalFailure()) return;
-      for (std::size_t head = 0; head < 2; ++head) {
-        const auto& own = chosen.positions[head];
-        EXPECT_EQ(run.head(head).resident,
-                  std::lower_bound(own.begin(), own.end(), resident) - own.begin());
+                   << "most " << most << " places " << static_cast<int>(places));
+      SelectedRun run(*backend_, random_, mixed_batch(), most, places);
+      for (const std::int64_t arena_rows : {std::int64_t{0}, std::int64_t{96}, run.kArenaRows}) {
+        run.expect_parity(run.attend(arena_rows), rounding());
+        if (HasFatalFailure()) return;
+        run.expect_resident();
+        if (HasFatalFailure()) return;
       }
+    }
+  }
+}
+
+TEST_P(AttendSelected, OneToken) {
+  for (const std::int64_t count : {1, 127, 128, 129, 640, 700}) {
+    for (const std::int64_t most : {0, 3, 200}) {
+      SCOPED_TRACE(::testing::Message() << "most " << most << " of " << count);
+      SelectedRun run(*backend_, random_, {newest_case(random_, shape(), count)}, most);
+      run.expect_parity(run.attend(), rounding());
+      if (HasFatalFailure()) return;
+      run.expect_resident();
+      if (HasFatalFailure()) return;
     }
   }
 }
 
 // More tiles than a GPU has workers, most of which serve parts of several heads.
 TEST_P(AttendSelected, ManyHeadsOfDifferentCounts) {
-  constexpr int kHeads = 60;
-  const std::vector<std::int64_t> counts(kHeads, 700);
-  const AttentionCase c = testing::random_case(random_, shape(kHeads), 1, counts);
-  Chosen chosen = choose(random_, c, 630, random_.integer(500, 600), 70);
-  chosen.expected.first_query_position = 2000;
-  SelectedRun run(*backend_, c, chosen, 400);
-  testing::expect_parity(chosen.expected, run.attend(1 << 30, 630, 70), rounding(1));
-  for (std::size_t head = 0; head < kHeads; ++head) {
-    const auto& own = chosen.positions[head];
-    ASSERT_EQ(run.head(head).resident, std::lower_bound(own.begin(), own.end(), 400) - own.begin())
-        << head;
-  }
+  constexpr int kHeads = 30;
+  SelectedRun run(*backend_, random_,
+                  {newest_case(random_, shape(kHeads), 700),
+                   newest_case(random_, shape(kHeads), random_.integer(1, 500))},
+                  random_.integer(500, 600));
+  run.expect_parity(run.attend(), rounding());
+  if (HasFatalFailure()) return;
+  run.expect_resident();
 }
 
 // Few heads go whole to one worker of a GPU, many are shared.
 TEST_P(AttendSelected, AlphaTakesInTheNewest) {
-  for (const int heads : {2, 60}) {
-    for (const std::int64_t newest : {1, 70}) {
-      SCOPED_TRACE(::testing::Message() << heads << " heads, newest " << newest);
-      const std::vector<std::int64_t> counts(static_cast<std::size_t>(heads), 700);
-      const AttentionCase c = testing::random_case(random_, shape(heads), 1, counts);
-      const Chosen chosen = choose(random_, c, 600, 300, newest);
-      const Chosen newest_alone = choose(random_, c, 600, 0, newest);
-      AttentionCase expected = newest_alone.expected;
-      expected.first_query_position = 1000;
-      const testing::AttentionOracle oracle(expected);
-      SelectedRun run(*backend_, c, chosen, 300);
-      std::vector<float> before;
-      std::vector<float> estimated_lse;
-      for (int query = 0; query < c.shape.query_heads; ++query) {
+  for (const int heads : {2, 30}) {
+    SCOPED_TRACE(::testing::Message() << heads << " heads");
+    SelectedRun run(*backend_, random_,
+                    {newest_case(random_, shape(heads), 641), newest_case(random_, shape(heads), 5),
+                     newest_case(random_, shape(heads), 710)},
+                    300);
+    const int queries = shape(heads).query_heads;
+    std::vector<testing::QueryOracle> newest;
+    std::vector<float> before;
+    std::vector<float> estimated_lse;
+    for (const Chosen& chosen : run.chosen()) {
+      const AttentionCase own = own_page(chosen);
+      const testing::AttentionOracle oracle(own);
+      for (int query = 0; query < queries; ++query) {
+        newest.push_back(oracle.query(0, query));
         before.push_back(static_cast<float>(random_.integer(0, 100)) / 100.0f);
         // Sometimes one of the two is all that counts.
         const auto apart = static_cast<double>(random_.integer(-5, 5) * (query % 4 == 0 ? 40 : 1));
-        estimated_lse.push_back(static_cast<float>(oracle.query(0, query).lse + apart));
+        estimated_lse.push_back(static_cast<float>(newest.back().lse + apart));
       }
-      run.start_from(before, estimated_lse);
-      run.attend(1 << 30, 600, newest);
-      const std::vector<float> after = run.alpha();
-      for (std::size_t query = 0; query < after.size(); ++query) {
-        const testing::QueryOracle truth = oracle.query(0, static_cast<int>(query));
-        const double share =
-            1.0 / (1.0 + std::exp(static_cast<double>(estimated_lse[query]) - truth.lse));
-        const double alpha = static_cast<double>(before[query]);
-        // A share is off by at most a quarter of what the log-sum-exp is.
-        ASSERT_NEAR(after[query], alpha + (1.0 - alpha) * share,
-                    testing::tolerance_of(truth, rounding(1)).lse + 1e-6)
-            << "query head " << query;
+    }
+    // No row but the newest had a logit.
+    estimated_lse.front() = -std::numeric_limits<float>::infinity();
+    run.start_from(before, estimated_lse);
+    run.attend();
+    const std::vector<float> after = run.alpha();
+    for (std::size_t i = 0; i < after.size(); ++i) {
+      const double share =
+          1.0 / (1.0 + std::exp(static_cast<double>(estimated_lse[i]) - newest[i].lse));
+      const double alpha = static_cast<double>(before[i]);
+      // A share is off by at most a quarter of what the log-sum-exp is.
+      ASSERT_NEAR(after[i], alpha + (1.0 - alpha) * share,
+                  testing::tolerance_of(newest[i], rounding()).lse + 1e-6)
+          << "query head " << i;
+    }
+  }
+}
+
+// Few rows are attended by one worker of a GPU, more are shared.
+TEST_P(AttendSelected, MeanValuesStandForTheRest) {
+  for (const std::int64_t most : {0, 20, 400}) {
+    for (const bool apart : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << "most " << most << " newest apart " << apart);
+      SelectedRun run(*backend_, random_, mixed_batch(), most);
+      const auto tokens = static_cast<std::int64_t>(run.chosen().size());
+      const int queries = shape().query_heads;
+      const int d = shape().head_dim;
+      const std::vector<float> alpha = random_.normal(tokens * queries, 0.2f);
+      const std::vector<float> sums = random_.normal(tokens * 2 * d, 200.0f);
+      const std::vector<testing::Partial> before = run.attend();
+      run.start_from(alpha, apart ? random_.normal(tokens * queries) : std::vector<float>());
+      run.fill_up_with(sums);
+      const std::vector<testing::Partial> after = run.attend();
+      const std::vector<float> share = run.alpha();
+      if (!apart) {
+        EXPECT_EQ(share, alpha);
+      }
+      for (std::size_t token = 0; token < run.chosen().size(); ++token) {
+        const auto count =
+            static_cast<double>(run.chosen()[token].expected.first_query_position + 1);
+        for (std::size_t i = 0; i < after[token].out.size(); ++i) {
+          const std::size_t query = i / static_cast<std::size_t>(d);
+          const std::size_t head = token * 2 + query / static_cast<std::size_t>(shape().group());
+          const std::size_t channel = i % static_cast<std::size_t>(d);
+          const double mean =
+              static_cast<double>(sums[head * static_cast<std::size_t>(d) + channel]) / count;
+          const double a = share[token * static_cast<std::size_t>(queries) + query];
+          ASSERT_NEAR(after[token].out[i], a * before[token].out[i] + (1 - a) * mean,
+                      1e-5 + 1e-6 * std::abs(mean))
+              << "token " << token << " query " << query;
+        }
       }
     }
   }
 }
 
-TEST_P(AttendSelected, ManyTokensSeeOneMoreEach) {
-  for (const std::int64_t resident : {0, 300}) {
-    const std::int64_t counts[] = {700, 700};
-    AttentionCase c = testing::random_case(random_, shape(), 33, counts);
-    Chosen chosen = choose(random_, c, 700, 260, 0);
-    // As prompts have it, the same positions for all heads.
-    chosen.positions[1] = chosen.positions[0];
-    const std::size_t bytes = c.shape.row_bytes();
-    chosen.expected.rows[1].clear();
-    for (const std::int32_t position : chosen.positions[1]) {
-      const std::byte* const from = &c.rows[1][static_cast<std::size_t>(position) * bytes];
-      chosen.expected.rows[1].insert(chosen.expected.rows[1].end(), from, from + bytes);
+TEST_P(AttendSelected, GathersRowsByPosition) {
+  const std::size_t bytes = shape().row_bytes();
+  constexpr std::int64_t kFirst = 3;
+  constexpr std::int64_t kCapacity = 400;
+  for (const Places places : {Places::device, Places::home, Places::either}) {
+    const std::vector<AttentionCase> cases = {newest_case(random_, shape(), 300),
+                                              newest_case(random_, shape(), 900)};
+    const PagedSequences sequences(*backend_, random_, cases, places);
+    const Chosen chosen = choose(random_, cases[1], 0, kCapacity);
+    std::vector<std::int32_t> positions;
+    std::vector<std::int64_t> counts;
+    for (const std::vector<std::int32_t>& own : chosen.positions) {
+      positions.insert(positions.end(), own.begin(), own.end());
+      positions.resize((counts.size() + 1) * kCapacity, -1);
+      counts.push_back(std::max<std::int64_t>(0, static_cast<std::int64_t>(own.size()) - kFirst));
     }
-    chosen.expected.first_query_position = 220;
-    SelectedRun run(*backend_, c, chosen, resident);
-    testing::expect_parity(chosen.expected, run.attend(220, 0, 0), rounding(33));
-    if (HasFatalFailure()) return;
-    EXPECT_EQ(run.head(1).resident,
-              std::lower_bound(chosen.positions[1].begin(), chosen.positions[1].end(), resident) -
-                  chosen.positions[1].begin());
+    const std::int64_t to_rows = kCapacity + 7;
+    const Buffer at = upload(*backend_, positions);
+    const Buffer to = backend_->allocate(backend_->info().compute_tier,
+                                         2 * static_cast<std::size_t>(to_rows) * bytes);
+    GatherParams p;
+    p.shape = shape();
+    p.rows = sequences.rows();
+    p.sequence = sequences.sequence(1);
+    p.positions = reinterpret_cast<const std::int32_t*>(at.data());
+    p.capacity = kCapacity;
+    p.first = kFirst;
+    p.counts = counts;
+    p.to = to.data();
+    p.to_rows = to_rows;
+    backend_->gather(p);
+    const std::vector<std::byte> rows = download<std::byte>(*backend_, to);
+    std::vector<std::byte> expected(rows.size());
+    for (std::size_t head = 0; head < 2; ++head) {
+      std::copy_n(chosen.expected.rows[head].begin() + kFirst * static_cast<std::ptrdiff_t>(bytes),
+                  counts[head] * static_cast<std::int64_t>(bytes),
+                  expected.begin() + static_cast<std::ptrdiff_t>(
+                                         head * static_cast<std::size_t>(to_rows) * bytes));
+    }
+    EXPECT_TRUE(rows == expected) << "places " << static_cast<int>(places);
   }
 }
 
@@ -297,39 +401,6 @@ TEST_P(AttendSelected, SumsOfValuesGrowAndShrink) {
       }
       // 500 numbers of order 1, added in fp32.
       ASSERT_NEAR(actual[i++], sum, 500 * 0x1p-20);
-    }
-  }
-}
-
-// Few rows are attended by one worker of a GPU, more are shared.
-TEST_P(AttendSelected, MeanValuesStandForTheRest) {
-  for (const std::int64_t most : {0, 20, 400}) {
-    for (const bool apart : {false, true}) {
-      SCOPED_TRACE(::testing::Message() << "most " << most << " newest apart " << apart);
-      const std::int64_t counts[] = {700, 700};
-      const AttentionCase c = testing::random_case(random_, shape(), 1, counts);
-      const Chosen chosen = choose(random_, c, 640, most, 30);
-      const int queries = shape().query_heads;
-      const int d = shape().head_dim;
-      const std::vector<float> alpha = random_.normal(queries, 0.2f);
-      const std::vector<float> sums = random_.normal(2 * d);
-      SelectedRun run(*backend_, c, chosen, 256);
-      const std::vector<float> before = run.attend(1 << 30, 640, 30).out;
-      run.start_from(alpha, apart ? random_.normal(queries) : std::vector<float>());
-      run.fill_up_with(sums, 200);
-      const std::vector<float> after = run.attend(1 << 30, 640, 30).out;
-      const std::vector<float> share = run.alpha();
-      if (!apart) {
-        EXPECT_EQ(share, alpha);
-      }
-      for (std::size_t i = 0; i < after.size(); ++i) {
-        const std::size_t query = i / static_cast<std::size_t>(d);
-        const std::size_t head = query / static_cast<std::size_t>(shape().group());
-        const std::size_t channel = i % static_cast<std::size_t>(d);
-        const double mean = sums[head * static_cast<std::size_t>(d) + channel] / 200.0;
-        const double a = share[query];
-        ASSERT_NEAR(after[i], a * before[i] + (1 - a) * mean, 1e-5) << "query " << query;
-      }
     }
   }
 }

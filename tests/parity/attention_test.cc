@@ -197,7 +197,7 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
 class AttentionParityOfShapes : public AttentionParity {};
 
 TEST_P(AttentionParityOfShapes, DecodesBatches) {
-  for (const int group : {1, 2, 3, 4, 7, 8, 16, 17}) {
+  for (const int group : {1, 3, 4, 8, 17}) {
     SCOPED_TRACE(::testing::Message() << "group " << group);
     std::vector<AttentionCase> cases;
     for (const std::int64_t count : {1, 127, 128, 129, 64}) {
@@ -215,12 +215,12 @@ TEST_P(AttentionParityOfShapes, DecodesBatches) {
 
 TEST_P(AttentionParityOfShapes, DecodesFromAnyTier) {
   for (const Places places : {Places::device, Places::home, Places::both, Places::either}) {
-    // Whole pages, parts of one, and more than there is.
-    for (const std::int64_t arena_rows : {0, 50, 256, 5000}) {
+    // None, part of a page, and whole pages.
+    for (const std::int64_t arena_rows : {0, 50, 300}) {
       SCOPED_TRACE(::testing::Message()
                    << "places " << static_cast<int>(places) << " arena " << arena_rows);
-      check_batch({newest_case(random_, shape(2, 4), random_.integer(600, 1200)),
-                   newest_case(random_, shape(2, 4), random_.integer(1, 300))},
+      check_batch({newest_case(random_, shape(2, 2), random_.integer(400, 700)),
+                   newest_case(random_, shape(2, 2), random_.integer(1, 300))},
                   places, arena_rows);
       if (HasFatalFailure()) return;
     }
@@ -296,7 +296,7 @@ TEST_P(AttentionParity, LongContext) {
 
 TEST_P(AttentionParity, LongContextInABatch) {
   std::vector<AttentionCase> cases;
-  for (const std::int64_t count : {20000, 1, 4097, 128}) {
+  for (const std::int64_t count : {12000, 1, 4097, 128}) {
     cases.push_back(newest_case(random_, shape(2, 8), count));
     for (float& value : cases.back().q) value *= 4;
   }

@@ -173,14 +173,23 @@ class BatchQueries {
     p.lse = lse_.floats();
   }
 
-  // Of each case.
-  std::vector<Partial> results() const {
+  // Of each case, all its tokens.
+  std::vector<Partial> results() const { return results(tokens_); }
+  std::vector<Partial> results_by_token() const {
+    return results(std::vector<std::int64_t>(
+        lse_.bytes() / sizeof(float) / static_cast<std::size_t>(shape_.query_heads), 1));
+  }
+
+ private:
+  static constexpr std::int64_t kBetween = 4;
+
+  std::vector<Partial> results(const std::vector<std::int64_t>& parts) const {
     const std::vector<float> out = download<float>(backend_, out_);
     const std::vector<float> lse = download<float>(backend_, lse_);
     std::vector<Partial> results;
     auto value = out.begin();
     auto logit = lse.begin();
-    for (const std::int64_t tokens : tokens_) {
+    for (const std::int64_t tokens : parts) {
       results.push_back(
           {{value, value + tokens * width()}, {logit, logit + tokens * shape_.query_heads}});
       value += tokens * width();
@@ -188,9 +197,6 @@ class BatchQueries {
     }
     return results;
   }
-
- private:
-  static constexpr std::int64_t kBetween = 4;
 
   std::int64_t width() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
 
