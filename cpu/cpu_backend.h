@@ -46,6 +46,7 @@ class CpuBackend : public Backend {
   void append(const AppendParams& params) override;
   void attend(const AttendParams& params) override;
   void build_index(const BuildIndexParams& params) override;
+  void build_batch(const BuildBatchParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
