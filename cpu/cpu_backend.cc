@@ -166,6 +166,8 @@ void CpuBackend::attend_batch(const AttendBatchParams& params) {
 
 void CpuBackend::build_index(const BuildIndexParams& params) { cpu::build_index(params, threads_); }
 
+void CpuBackend::build_batch(const BuildBatchParams& params) { cpu::build_batch(params, threads_); }
+
 void CpuBackend::estimate(const EstimateParams& params) { cpu::estimate(params, threads_); }
 
 void CpuBackend::select(const SelectParams& params) { cpu::select(params, threads_); }

@@ -50,6 +50,7 @@ class CpuBackend : public Backend {
   void attend(const AttendParams& params) override;
   void attend_batch(const AttendBatchParams& params) override;
   void build_index(const BuildIndexParams& params) override;
+  void build_batch(const BuildBatchParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;

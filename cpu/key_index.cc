@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -123,6 +124,22 @@ void build_bounds(const PageKeys& keys, int head_dim, std::uint16_t* to) {
   }
 }
 
+// Builds a page from its rows; false, and nothing is built, if a key is NaN or Inf.
+bool build_page(const KvShape& shape, const KeyIndexView& index, std::int64_t head,
+                std::int64_t sequence, std::int64_t page, const std::byte* rows) {
+  const PageKeys keys(rows, shape);
+  if (!keys.finite()) return false;
+  const int d = shape.head_dim;
+  const std::int64_t slot = index.slot(sequence, page);
+  if (index.tiles.codes != nullptr) {
+    build_tile(keys, d, index.tiles.bits, tile_page(index.tiles, d, head, slot, page));
+  }
+  if (index.bounds.bounds != nullptr) {
+    build_bounds(keys, d, index.bounds.of(d, head, slot, page));
+  }
+  return true;
+}
+
 void find_places(ChannelList& list) {
   std::transform(list.index.begin(), list.index.end(), list.place.begin(), [](std::uint8_t c) {
     return static_cast<std::uint16_t>(KeyTiles::place_of(0, c));
@@ -131,17 +148,10 @@ void find_places(ChannelList& list) {
 
 }  // namespace
 
-TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t page) {
-  const auto index = static_cast<std::size_t>(head * tiles.capacity + page);
-  const auto channels = static_cast<std::size_t>(head_dim);
-  std::uint16_t* const scales = tiles.scales + index * 2 * channels;
-  return {tiles.tile_of(head_dim, head, page), scales, scales + channels, page};
-}
-
-std::uint16_t* bounds_page(const PageBounds& bounds, int head_dim, std::int64_t head,
-                           std::int64_t page) {
-  const auto index = static_cast<std::size_t>(head * bounds.capacity + page);
-  return bounds.bounds + index * kBoundsPerPage * 2 * static_cast<std::size_t>(head_dim);
+TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t slot,
+                   std::int64_t page) {
+  std::uint16_t* const scales = tiles.scales_of(head_dim, head, slot, page);
+  return {tiles.codes_of(head_dim, head, slot), scales, scales + head_dim, page};
 }
 
 void build_index(const BuildIndexParams& p, Threads& threads) {
@@ -153,22 +163,32 @@ void build_index(const BuildIndexParams& p, Threads& threads) {
         const std::int64_t head = task % heads;
         const std::int64_t page = task / heads;
         const RowSpan& rows = p.rows[static_cast<std::size_t>(head)];
-        const PageKeys keys(rows.rows + static_cast<std::size_t>(page) * page_bytes, p.shape);
-        if (!keys.finite()) {
-          p.bad[head] = 1;
-          return;
-        }
-        const std::int64_t to = p.first_page + page;
-        if (p.index.tiles.codes != nullptr) {
-          build_tile(keys, p.shape.head_dim, p.index.tiles.bits,
-                     tile_page(p.index.tiles, p.shape.head_dim, head, to));
-        }
-        if (p.index.bounds.bounds != nullptr) {
-          build_bounds(keys, p.shape.head_dim,
-                       bounds_page(p.index.bounds, p.shape.head_dim, head, to));
+        if (!build_page(p.shape, p.index, head, p.sequence, p.first_page + page,
+                        rows.rows + static_cast<std::size_t>(page) * page_bytes)) {
+          p.bad[p.sequence * heads + head] = 1;
         }
       },
       heads * p.pages * static_cast<std::int64_t>(page_bytes));
+}
+
+void build_batch(const BuildBatchParams& p, Threads& threads) {
+  const std::int64_t heads = p.shape.kv_heads;
+  const auto row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  std::vector<BatchToken> last;  // of their pages
+  std::copy_if(p.batch.tokens, p.batch.tokens + p.batch.count, std::back_inserter(last),
+               [](const BatchToken& token) { return token.count() % kPageTokens == 0; });
+  const auto pages = static_cast<std::int64_t>(last.size());
+  threads.for_each(
+      heads * pages,
+      [&](std::int64_t task) {
+        const std::int64_t head = task % heads;
+        const BatchToken& token = last[static_cast<std::size_t>(task / heads)];
+        if (!build_page(p.shape, p.index, head, token.sequence, token.pages(),
+                        p.rows.row(token.sequence, head, token.page_first(), row_bytes))) {
+          p.bad[token.sequence * heads + head] = 1;
+        }
+      },
+      heads * pages * kPageTokens * row_bytes);
 }
 
 ChannelList all_channels(int head_dim) {

@@ -13,7 +13,7 @@ namespace sluice::cpu {
 
 inline constexpr int kMaxHeadDim = 256;
 
-// Where the parts of page `page` of KV head `head` begin.
+// Where the parts of a page of one KV head begin.
 struct TilePage {
   std::byte* codes = nullptr;       // of the tile, [head_dim, kTilePages, code_bytes]
   std::uint16_t* scales = nullptr;  // f16 [head_dim]
@@ -25,12 +25,13 @@ struct TilePage {
     return codes + KeyTiles::place_of(page, channel) * code_bytes;
   }
 };
-TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t page);
-std::uint16_t* bounds_page(const PageBounds& bounds, int head_dim, std::int64_t head,
-                           std::int64_t page);
+// Page `page` of a sequence, in the slot that has its tile.
+TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t slot,
+                   std::int64_t page);
 
-// Backend::build_index().
+// Backend::build_index() and build_batch().
 void build_index(const BuildIndexParams& params, Threads& threads);
+void build_batch(const BuildBatchParams& params, Threads& threads);
 
 // The channels that a scan reads, ascending; one list for all query heads of a KV head.
 struct ChannelList {

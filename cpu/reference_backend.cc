@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cpu/reference_attention.h"
+#include "cpu/reference_index.h"
 #include "cpu/reference_ops.h"
 #include "cpu/reference_selection.h"
 
@@ -75,7 +76,13 @@ void ReferenceBackend::build_index(const BuildIndexParams& params) {
   reference::build_index(params);
 }
 
-void ReferenceBackend::estimate(const EstimateParams& params) { reference::estimate(params); }
+void ReferenceBackend::build_batch(const BuildBatchParams& params) {
+  reference::build_batch(params);
+}
+
+void ReferenceBackend::estimate(const EstimateParams& params) {
+  reference::estimate(params, [&](const IndexRead& read) { on_index_read(read); });
+}
 
 void ReferenceBackend::select(const SelectParams& params) { reference::select(params); }
 

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "cpu/memory.h"
+#include "cpu/reference_index.h"
 #include "cpu/reference_reads.h"
 #include "lib/backend.h"
 
@@ -38,6 +39,7 @@ class ReferenceBackend : public Backend, public ReferenceReads {
   void attend(const AttendParams& params) override;
   void attend_batch(const AttendBatchParams& params) override;
   void build_index(const BuildIndexParams& params) override;
+  void build_batch(const BuildBatchParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
@@ -54,6 +56,8 @@ class ReferenceBackend : public Backend, public ReferenceReads {
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
     memory_.give_back(tier, data, bytes);
   }
+  // Called for every page of the key index that an operation reads, once for its KV head.
+  virtual void on_index_read(const IndexRead& /*read*/) {}
 
  private:
   BackendInfo info_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/elementwise.h"
+#include "cpu/reference_ops.h"
 #include "lib/half.h"
 
 namespace sluice::cpu::reference {
@@ -22,154 +23,12 @@ std::vector<float> row_of_span(const RowSpan& span, std::int64_t row, const KvSh
   return floats_of(span.rows + static_cast<std::size_t>(row) * shape.row_bytes(), shape);
 }
 
-// Where channel `channel` of a page lies.
-struct Channel {
-  std::byte* codes;
-  std::uint16_t* scale;
-  std::uint16_t* zero;
-};
-
-Channel channel_of(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t page,
-                   int channel) {
-  const auto index = static_cast<std::size_t>(head * tiles.capacity + page);
-  const auto d = static_cast<std::size_t>(head_dim);
-  const auto c = static_cast<std::size_t>(channel);
-  return {tiles.tile_of(head_dim, head, page) + KeyTiles::place_of(page, c) * tiles.code_bytes(),
-          tiles.scales + index * 2 * d + c, tiles.scales + (index * 2 + 1) * d + c};
-}
-
-// The part of a byte that holds a token's code, and the byte.
-struct CodePlace {
-  std::size_t byte;
-  int shift;
-};
-
-CodePlace place_of(const KeyTiles& tiles, std::size_t token) {
-  return {token % tiles.code_bytes(), static_cast<int>(token / tiles.code_bytes()) * tiles.bits};
-}
-
-void build_channel(const KeyTiles& tiles, const Channel& channel, const std::vector<float>& keys) {
-  const auto [low, high] = std::minmax_element(keys.begin(), keys.end());
-  const int largest = (1 << tiles.bits) - 1;
-  const float limit = 65504.0f;
-  *channel.zero = float_to_f16(std::clamp(*low, -limit, limit));
-  *channel.scale =
-      float_to_f16(std::clamp((*high - *low) / static_cast<float>(largest), -limit, limit));
-  const float zero = f16_to_float(*channel.zero);
-  const float scale = f16_to_float(*channel.scale);
-  std::fill_n(channel.codes, tiles.code_bytes(), std::byte{0});
-  for (std::size_t token = 0; token < keys.size(); ++token) {
-    const float exact = scale > 0.0f ? (keys[token] - zero) * (1.0f / scale) : 0.0f;
-    const auto code =
-        static_cast<unsigned>(std::lrint(std::clamp(exact, 0.0f, static_cast<float>(largest))));
-    const CodePlace place = place_of(tiles, token);
-    channel.codes[place.byte] |= static_cast<std::byte>(code << place.shift);
-  }
-}
-
-// The smallest f16 that is not below x, by trying.
-std::uint16_t f16_at_least(float x) {
-  const float limited = std::clamp(x, -65504.0f, 65504.0f);
-  std::uint16_t best = float_to_f16(limited);
-  for (int step = -2; step <= 2; ++step) {
-    const auto candidate = static_cast<std::uint16_t>(float_to_f16(limited) + step);
-    const float value = f16_to_float(candidate);
-    if (!(value >= limited)) continue;
-    if (!(f16_to_float(best) >= limited) || value < f16_to_float(best)) best = candidate;
-  }
-  return f16_to_float(best) >= limited ? best : std::uint16_t{0};
-}
-
-double key_of(const EstimateParams& p, int head, std::int64_t position, int channel) {
-  const KeyTiles& tiles = p.index.tiles;
-  const Channel at = channel_of(tiles, p.shape.head_dim, head, position / kPageTokens, channel);
-  const CodePlace place = place_of(tiles, static_cast<std::size_t>(position % kPageTokens));
-  const int code =
-      (static_cast<int>(at.codes[place.byte]) >> place.shift) & ((1 << tiles.bits) - 1);
-  return static_cast<double>(f16_to_float(*at.zero)) +
-         static_cast<double>(f16_to_float(*at.scale)) * code;
-}
-
-// The channels that SparQ looks at; all of them for everybody else.
-std::vector<int> channels_of(const EstimateParams& p, int head) {
-  const int d = p.shape.head_dim;
-  std::vector<int> order(static_cast<std::size_t>(d));
-  std::iota(order.begin(), order.end(), 0);
-  if (p.method != Selector::sparq) return order;
-  const auto size = [&](int channel) {
-    float sum = 0.0f;
-    for (int g = 0; g < p.shape.group(); ++g) {
-      sum += std::fabs(p.q[(head * p.shape.group() + g) * d + channel]);
-    }
-    return sum;
-  };
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return size(a) > size(b); });
-  order.resize(static_cast<std::size_t>(std::min(p.channels, d)));
-  return order;
-}
-
-double temperature(const float* q, int head_dim, const std::vector<int>& channels) {
-  double all = 0.0;
-  double kept = 0.0;
-  for (int c = 0; c < head_dim; ++c) all += std::fabs(static_cast<double>(q[c]));
-  for (const int c : channels) kept += std::fabs(static_cast<double>(q[c]));
-  if (static_cast<int>(channels.size()) == head_dim) return std::sqrt(head_dim);
-  return std::sqrt(head_dim * kept / all);
-}
-
-double bound_of(const EstimateParams& p, int head, std::int64_t position, const float* q) {
-  const auto d = static_cast<std::size_t>(p.shape.head_dim);
-  const auto part = static_cast<std::size_t>(head * p.index.bounds.capacity * kBoundsPerPage +
-                                             position / kBoundTokens);
-  const std::uint16_t* const low = p.index.bounds.bounds + part * 2 * d;
-  double sum = 0.0;
-  for (std::size_t c = 0; c < d; ++c) {
-    const auto query = static_cast<double>(q[c]);
-    sum += std::max(query * static_cast<double>(f16_to_float(low[c])),
-                    query * static_cast<double>(f16_to_float(low[d + c])));
-  }
-  return sum;
-}
-
 double product(const float* q, const std::vector<float>& key, const std::vector<int>& channels) {
   double sum = 0.0;
   for (const int c : channels) {
     sum += static_cast<double>(q[c]) * static_cast<double>(key[static_cast<std::size_t>(c)]);
   }
   return sum;
-}
-
-void estimate_query(const EstimateParams& p, int query_head) {
-  const int head = query_head / p.shape.group();
-  const float* const q = p.q + query_head * p.shape.head_dim;
-  const std::vector<int> channels = channels_of(p, head);
-  const double divisor = temperature(q, p.shape.head_dim, channels);
-  float* to = p.logits.floats() + query_head * p.logits.stride;
-  const auto put = [&](double dot) {
-    *to++ = static_cast<float>(divisor > 0.0 || std::isnan(divisor) ? dot / divisor : 0.0);
-  };
-  const auto indexed = [&](std::int64_t position) {
-    if (p.method == Selector::quest) return bound_of(p, head, position, q);
-    double dot = 0.0;
-    for (const int c : channels) dot += static_cast<double>(q[c]) * key_of(p, head, position, c);
-    return dot;
-  };
-  if (p.candidates != nullptr) {
-    const std::int32_t* const at = p.candidates->positions + head * p.candidates->capacity;
-    for (std::int32_t i = 0; i < p.candidates->heads[head].count; ++i) {
-      put(p.method == Selector::exact
-              ? product(
-                    q,
-                    row_of_span(p.candidate_rows[static_cast<std::size_t>(head)], at[i], p.shape),
-                    channels)
-              : indexed(at[i]));
-    }
-  } else {
-    for (std::int64_t t = 0; t < p.pages * kPageTokens; ++t) put(indexed(t));
-  }
-  const RowSpan& rows = p.rows[static_cast<std::size_t>(head)];
-  for (std::int64_t i = 0; i < rows.count; ++i)
-    put(product(q, row_of_span(rows, i, p.shape), channels));
 }
 
 // One KV head of a token of a SelectParams, as plain vectors.
@@ -339,43 +198,6 @@ void select_head(const SelectParams& p, std::int64_t token, int kv_head) {
 }
 
 }  // namespace
-
-void build_index(const BuildIndexParams& p) {
-  for (int head = 0; head < p.shape.kv_heads; ++head) {
-    const RowSpan& rows = p.rows[static_cast<std::size_t>(head)];
-    for (std::int64_t page = 0; page < p.pages; ++page) {
-      for (int channel = 0; channel < p.shape.head_dim; ++channel) {
-        std::vector<float> keys;
-        for (std::int64_t t = 0; t < kPageTokens; ++t) {
-          keys.push_back(row_of_span(rows, page * kPageTokens + t,
-                                     p.shape)[static_cast<std::size_t>(channel)]);
-          if (!std::isfinite(keys.back())) p.bad[head] = 1;
-        }
-        if (p.bad[head] != 0) return;
-        if (p.index.tiles.codes != nullptr) {
-          build_channel(
-              p.index.tiles,
-              channel_of(p.index.tiles, p.shape.head_dim, head, p.first_page + page, channel),
-              keys);
-        }
-        if (p.index.bounds.bounds == nullptr) continue;
-        for (std::int64_t part = 0; part < kBoundsPerPage; ++part) {
-          const auto first = keys.begin() + part * kBoundTokens;
-          const auto [low, high] = std::minmax_element(first, first + kBoundTokens);
-          const std::int64_t at =
-              ((head * p.index.bounds.capacity + p.first_page + page) * kBoundsPerPage + part) * 2;
-          std::uint16_t* const to = p.index.bounds.bounds + at * p.shape.head_dim + channel;
-          to[0] = static_cast<std::uint16_t>(f16_at_least(-*low) ^ 0x8000u);
-          to[p.shape.head_dim] = f16_at_least(*high);
-        }
-      }
-    }
-  }
-}
-
-void estimate(const EstimateParams& p) {
-  for (int head = 0; head < p.shape.query_heads; ++head) estimate_query(p, head);
-}
 
 void select(const SelectParams& p) {
   for (std::int64_t token = 0; token < p.batch.count; ++token) {

@@ -7,8 +7,6 @@
 
 namespace sluice::cpu::reference {
 
-void build_index(const BuildIndexParams& params);
-void estimate(const EstimateParams& params);
 void select(const SelectParams& params);
 void column_sums(const ColumnSumsParams& params);
 void sum_values(const SumValuesParams& params);

@@ -3,6 +3,7 @@
 // Source of channel choice and temperature: Ribar et al. 2024, "SparQ Attention", section 3.
 #pragma once
 
+#include "kernels/channels.h"
 #include "kernels/device_math.cuh"
 #include "kernels/early_launch.cuh"
 
@@ -17,21 +18,26 @@ inline constexpr int kQueryThreads = 128;  // of the blocks that load queries
 inline constexpr int kChannelWords = kMaxHeadDim / kWarp;
 
 struct QueryArgs {
-  const float* q;  // [kv_heads, group, head_dim]
+  const float* q;         // [tokens, kv_heads, group, head_dim]
+  std::int64_t q_stride;  // from token to token
   int group;
   int head_dim;
   int channels;  // that count; head_dim of them unless the method is SparQ
   int first;     // of the query heads of this pass
   int count;     // of them, up to kMaxQueries
 
-  __device__ __forceinline__ const float* head(int head) const {
-    return q + static_cast<std::int64_t>(head) * group * head_dim;
-  }
-  // Query head `n` of this pass.
-  __device__ __forceinline__ const float* query(int head_number, int n) const {
-    return head(head_number) + (first + n) * head_dim;
+  // The queries of one KV head, [group, head_dim].
+  __device__ __forceinline__ const float* of(int token, int kv_head) const {
+    return q + token * q_stride + static_cast<std::int64_t>(kv_head) * group * head_dim;
   }
 };
+
+inline QueryArgs query_args(const ScanPass& pass) {
+  const EstimateParams& p = *pass.estimate;
+  return {
+      p.q,         p.q_stride, p.shape.group(), p.shape.head_dim, channels_of(p), pass.first_query,
+      pass.queries};
+}
 
 // Of one KV head, in shared memory.
 struct Queries {
@@ -61,12 +67,11 @@ __device__ __forceinline__ float power_below_inverse(float largest) {
 
 // The sum of |q| over the group as bits, which are in order as integers; -1 beyond the channels.
 // NaN counts first.
-__device__ __forceinline__ int channel_size(const QueryArgs& a, int head, int channel) {
+__device__ __forceinline__ int channel_size(const QueryArgs& a, const float* q, int channel) {
   if (channel >= a.head_dim) return -1;
-  const float* const q = a.head(head) + channel;
   float sum = 0.0f;
 #pragma unroll 4
-  for (int g = 0; g < a.group; ++g) sum += fabsf(q[g * a.head_dim]);
+  for (int g = 0; g < a.group; ++g) sum += fabsf(q[g * a.head_dim + channel]);
   return sum == sum ? __float_as_int(sum) : 0x7f800000;
 }
 
@@ -110,9 +115,10 @@ __device__ __forceinline__ void choose_channels(const QueryArgs& a, Queries& to)
   }
 }
 
-// Scales query `n`, by a warp.
-__device__ __forceinline__ void scale_query(const QueryArgs& a, int head, int n, Queries& to) {
-  const float* const from = a.query(head, n);
+// Scales query head `n` of this pass, by a warp.
+__device__ __forceinline__ void scale_query(const QueryArgs& a, const float* of_head, int n,
+                                            Queries& to) {
+  const float* const from = of_head + (a.first + n) * a.head_dim;
   float q[kChannelWords];
   float all = 0.0f;
   float kept = 0.0f;
@@ -137,14 +143,14 @@ __device__ __forceinline__ void scale_query(const QueryArgs& a, int head, int n,
   }
 }
 
-// Called by all kQueryThreads threads of a block; ends with a barrier.
-__device__ inline void load_queries(const QueryArgs& a, int head, Queries& to) {
+// Called by all kQueryThreads threads of a block with a.of() its KV head; ends with a barrier.
+__device__ inline void load_queries(const QueryArgs& a, const float* of_head, Queries& to) {
   const auto thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarp;
   if (a.channels < a.head_dim) {
 #pragma unroll 1
     for (int c = thread; c < kMaxHeadDim; c += kQueryThreads) {
-      to.size[c] = channel_size(a, head, c);
+      to.size[c] = channel_size(a, of_head, c);
     }
     __syncthreads();
     choose_channels(a, to);
@@ -156,7 +162,7 @@ __device__ inline void load_queries(const QueryArgs& a, int head, Queries& to) {
   }
   __syncthreads();
 #pragma unroll 1
-  for (int n = warp; n < a.count; n += kQueryThreads / kWarp) scale_query(a, head, n, to);
+  for (int n = warp; n < a.count; n += kQueryThreads / kWarp) scale_query(a, of_head, n, to);
   __syncthreads();
 }
 

@@ -2,9 +2,10 @@
 // finding their range and quantising them, so that they are read once.
 #include "kernels/device_math.cuh"
 #include "kernels/dispatch.h"
-#include "kernels/error.h"
+#include "kernels/early_launch.cuh"
 #include "kernels/heads.h"
 #include "kernels/key_index.h"
+#include "kernels/paged_rows.cuh"
 #include "lib/backend.h"
 #include "lib/check.h"
 
@@ -21,17 +22,53 @@ constexpr float kLargestHalf = 65504.0f;
 // Added to a float of [0, 2^22), it leaves that rounded to nearest even in the lowest bits.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
 
+// A page of one KV head that a block builds.
+struct BuildPage {
+  const std::byte* rows;  // [kPageTokens, row_bytes]
+  std::int64_t sequence;
+  std::int64_t number;  // among the pages of the sequence
+};
+
+// Pages of one sequence from rows that follow each other, a block for each.
+struct PageRun {
+  HeadRows rows;
+  std::int64_t sequence;
+  std::int64_t first;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
+    const std::int64_t i = blockIdx.x;
+    page = {rows[head] + i * kPageTokens * row_bytes, sequence, first + i};
+    return true;
+  }
+};
+
+// Pages that a token of a batch is the last of, a block for each token.
+struct PagesOfBatch {
+  const BatchToken* tokens;
+  PagedRows rows;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
+    const BatchToken token = tokens[blockIdx.x];
+    if (token.position % kPageTokens != kPageTokens - 1) return false;
+    const int number = token.position / kPageTokens;
+    const PageSlots slots = pages_of(rows, token.sequence)[number];
+    page = {page_rows(rows, head, slots, row_bytes), token.sequence, number};
+    return true;
+  }
+};
+
+template <typename Pages>
 struct BuildArgs {
-  HeadRows rows;            // the rows of these pages
-  std::byte* codes;         // [kv_heads, tiles, head_dim, kTilePages, code bytes] or null
-  std::uint16_t* scales;    // f16 [kv_heads, tile_capacity, 2, head_dim]
-  std::uint16_t* bounds;    // f16 [kv_heads, bound_capacity, kBoundsPerPage, 2, head_dim] or null
-  std::int32_t* bad;        // host-visible [kv_heads]
-  std::int64_t row_bytes;   // from row to row
-  std::int64_t first_page;  // among the pages of the index
-  std::int64_t tile_capacity;  // pages
-  std::int64_t tiles;          // that they lie in
-  std::int64_t bound_capacity;
+  Pages pages;
+  std::int64_t row_bytes;     // from row to row
+  const std::int32_t* table;  // [sequences, table_stride]: slots of tiles
+  std::int64_t table_stride;
+  std::byte* codes;       // [kv_heads, slots, head_dim, kTilePages, code bytes] or null
+  std::uint16_t* scales;  // f16 [kv_heads, slots, kTilePages, 2, head_dim]
+  std::uint16_t* bounds;  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim] or null
+  std::int64_t tile_slots;   // of a KV head
+  std::int64_t bound_slots;  // likewise
+  std::int32_t* bad;         // host-visible [sequences, kv_heads]
   int head_dim;
   int bits;
 };
@@ -192,26 +229,34 @@ __device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kMaxThreads) build_kernel(const __grid_constant__ BuildArgs a) {
+// A block builds a page of one KV head, or has nothing to do.
+template <typename T, typename Pages>
+__global__ void __launch_bounds__(kMaxThreads)
+    build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
   using Pair = decltype(as_pair(T(), 0u));
   extern __shared__ uint4 staged[];  // codes, 64 bytes a channel
   __shared__ Range<Pair> ranges[kParts][kMaxHeadDim / 2];
+  const int head = static_cast<int>(blockIdx.y);
+  BuildPage page;
+  const bool has_page = a.pages.find(head, a.row_bytes, page);
+  std::int64_t slot = 0;
+  if (has_page) slot = a.table[page.sequence * a.table_stride + page.number / kTilePages];
+  // Also by those with nothing to do, so that this kernel ends after the one before.
+  wait_for_kernel_before();
+  allow_next_kernel();
+  if (!has_page) return;
 
   const int pairs = a.head_dim / 2;
   const int thread = static_cast<int>(threadIdx.x);
   const bool works = thread < kParts * pairs;
   const int part = works ? thread / pairs : 0;
   const int pair = works ? thread % pairs : 0;
-  const int head = static_cast<int>(blockIdx.y);
-  const std::int64_t page = blockIdx.x;
-  const std::byte* const rows = a.rows[head] + page * kPageTokens * a.row_bytes;
 
   Pair keys[kThreadTokens];
 #pragma unroll
   for (int k = 0; k < kThreadTokens; ++k) {
     const auto* const row =
-        reinterpret_cast<const std::uint32_t*>(rows + token_of(part, k) * a.row_bytes);
+        reinterpret_cast<const std::uint32_t*>(page.rows + token_of(part, k) * a.row_bytes);
     keys[k] = as_pair(T(), row[pair]);
   }
   Pair strange = as_pair(T(), 0u);
@@ -221,13 +266,14 @@ __global__ void __launch_bounds__(kMaxThreads) build_kernel(const __grid_constan
   all.include(second);
   if (works) ranges[part][pair] = all;
   if (__syncthreads_or((bits_of(strange) & 0x7fff7fffu) != 0) != 0) {
-    if (thread == 0) a.bad[head] = 1;
+    if (thread == 0) a.bad[page.sequence * gridDim.y + head] = 1;
     return;
   }
 
-  const std::int64_t to = a.first_page + page;
+  const auto odd = static_cast<int>(page.number % kTilePages);
   if (a.bounds != nullptr && works) {
-    const std::int64_t at = (head * a.bound_capacity + to) * kBoundsPerPage + part;
+    const std::int64_t at =
+        ((head * a.bound_slots + slot) * kTilePages + odd) * kBoundsPerPage + part;
     std::uint16_t* const bounds = a.bounds + at * 2 * a.head_dim + 2 * pair;
     write_bounds(first, a.head_dim, bounds);
     write_bounds(second, a.head_dim, bounds + kParts * 2 * a.head_dim);
@@ -237,9 +283,9 @@ __global__ void __launch_bounds__(kMaxThreads) build_kernel(const __grid_constan
   const float2 low = floats_of(all.low);
   const float2 high = floats_of(all.high);
   const Quantiser quantisers[2] = {{low.x, high.x, a.bits}, {low.y, high.y, a.bits}};
-  const std::int64_t at = head * a.tile_capacity + to;
+  const std::int64_t tile = head * a.tile_slots + slot;
   if (works && part == 0) {
-    std::uint16_t* const scales = a.scales + at * 2 * a.head_dim + 2 * pair;
+    std::uint16_t* const scales = a.scales + (tile * kTilePages + odd) * 2 * a.head_dim + 2 * pair;
     write_pair(scales, quantisers[0].scale, quantisers[1].scale);
     write_pair(scales + a.head_dim, quantisers[0].zero, quantisers[1].zero);
   }
@@ -247,44 +293,50 @@ __global__ void __launch_bounds__(kMaxThreads) build_kernel(const __grid_constan
   __syncthreads();
   const std::int64_t tile_bytes =
       static_cast<std::int64_t>(a.head_dim) * kTilePages * kPageTokens * a.bits / 8;
-  std::byte* const tile = a.codes + (head * a.tiles + to / kTilePages) * tile_bytes;
-  write_codes(staged, a.head_dim, a.bits, static_cast<int>(to % kTilePages),
-              reinterpret_cast<uint4*>(tile));
+  write_codes(staged, a.head_dim, a.bits, odd,
+              reinterpret_cast<uint4*>(a.codes + tile * tile_bytes));
 }
 
-BuildArgs build_args(const BuildIndexParams& p) {
-  BuildArgs a{};
-  a.rows = head_rows(p.rows);
-  a.codes = p.index.tiles.codes;
-  a.scales = p.index.tiles.scales;
-  a.bounds = p.index.bounds.bounds;
-  a.bad = p.bad;
-  a.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
-  a.first_page = p.first_page;
-  a.tile_capacity = p.index.tiles.capacity;
-  a.tiles = p.index.tiles.tiles();
-  a.bound_capacity = p.index.bounds.capacity;
-  a.head_dim = p.shape.head_dim;
-  a.bits = p.index.tiles.bits;
-  return a;
+// For `blocks` pages of every KV head.
+template <typename Pages>
+void build(const char* what, const KvShape& shape, const KeyIndexView& index, const Pages& pages,
+           std::int64_t blocks, std::int32_t* bad, const Launch& launch) {
+  const int d = shape.head_dim;
+  check(d > 0 && d % 2 == 0 && d <= kMaxHeadDim, "build_index: head_dim");
+  check(index.tiles.bits == 4 || index.tiles.bits == 2, "build_index: bits");
+  if (blocks == 0) return;
+  BuildArgs<Pages> a{};
+  a.pages = pages;
+  a.row_bytes = static_cast<std::int64_t>(shape.row_bytes());
+  a.table = index.slots;
+  a.table_stride = index.table_stride;
+  a.codes = index.tiles.codes;
+  a.scales = index.tiles.scales;
+  a.bounds = index.bounds.bounds;
+  a.tile_slots = index.tiles.slots;
+  a.bound_slots = index.bounds.slots;
+  a.bad = bad;
+  a.head_dim = d;
+  a.bits = index.tiles.bits;
+  const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
+  const std::size_t shared = static_cast<std::size_t>(d) * kPageTokens / 2;
+  dispatch_rows(shape.dtype, [&](auto row) {
+    launch_early(what, build_kernel<decltype(row), Pages>, grid, static_cast<unsigned>(threads),
+                 shared, launch, a);
+  });
 }
 
 }  // namespace
 
 void build_index(const BuildIndexParams& p, const Launch& launch) {
-  if (p.pages == 0) return;
-  const int d = p.shape.head_dim;
-  check(d > 0 && d % 2 == 0 && d <= kMaxHeadDim, "build_index: head_dim");
-  check(p.index.tiles.bits == 4 || p.index.tiles.bits == 2, "build_index: bits");
-  const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
-  const dim3 grid(static_cast<unsigned>(p.pages), static_cast<unsigned>(p.shape.kv_heads));
-  const std::size_t shared = static_cast<std::size_t>(d) * kPageTokens / 2;
-  const BuildArgs args = build_args(p);
-  dispatch_rows(p.shape.dtype, [&](auto row) {
-    build_kernel<decltype(row)>
-        <<<grid, static_cast<unsigned>(threads), shared, launch.stream>>>(args);
-    require_launch("build_index");
-  });
+  const PageRun pages = {head_rows(p.rows), p.sequence, p.first_page};
+  build("build_index", p.shape, p.index, pages, p.pages, p.bad, launch);
+}
+
+void build_batch(const BuildBatchParams& p, const Launch& launch) {
+  const PagesOfBatch pages = {p.batch.tokens, p.rows};
+  build("build_batch", p.shape, p.index, pages, p.batch.count, p.bad, launch);
 }
 
 }  // namespace sluice::cuda

@@ -7,5 +7,6 @@
 namespace sluice::cuda {
 
 void build_index(const BuildIndexParams& params, const Launch& launch);
+void build_batch(const BuildBatchParams& params, const Launch& launch);
 
 }  // namespace sluice::cuda

@@ -8,40 +8,32 @@
 namespace sluice::cuda {
 namespace {
 
-// Work beyond one wave of blocks is split finer, so that all end together, but not so fine that
-// making queries ready counts.
-constexpr int kWaves = 3;
-constexpr int kLeastTiles = 12;  // of a warp
+constexpr std::int64_t kUnitRows = kRowWarps * kTileRows;  // of a block at once
 
-RowScanArgs common_args(const ScanPass& pass) {
+RowScanArgs common_args(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
   RowScanArgs a{};
-  const int d = p.shape.head_dim;
-  const int channels = p.method == Selector::sparq ? std::min(p.channels, d) : d;
-  a.queries = {p.q, p.shape.group(), d, channels, pass.first_query, pass.queries};
+  a.tokens = p.batch.tokens;
+  a.rows = p.rows;
   a.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
-  a.logits = reinterpret_cast<__half*>(p.logits.data);
-  a.stride = p.logits.stride;
-  a.elements = d;
-  a.wide = d % 8 == 0;
+  a.table = p.index.slots;
+  a.table_stride = p.index.table_stride;
+  a.queries = query_args(pass);
   if (p.candidates != nullptr) {
     a.positions = p.candidates->positions;
     a.position_capacity = p.candidates->capacity;
     a.candidates = p.candidates->heads;
-  } else {
-    a.first_logit = p.pages * kPageTokens;
   }
+  a.logits = reinterpret_cast<__half*>(p.logits.data);
+  a.stride = p.logits.stride;
+  a.token_count = static_cast<int>(p.batch.count);
+  a.kv_heads = p.shape.kv_heads;
+  a.elements = p.shape.head_dim;
+  a.wide = p.shape.head_dim % 8 == 0;
+  a.skip_newest = p.skip_newest;
+  a.wave = launch.device->multiprocessors * kRowBlocks;
+  a.prepare_block = -1;
   return a;
-}
-
-// Blocks for `rows` rows of every head.
-int blocks_of(std::int64_t rows, int heads, const Launch& launch) {
-  const std::int64_t block_rows = kRowWarps * kTileRows;
-  const std::int64_t useful = (rows + block_rows - 1) / block_rows;
-  const std::int64_t wave =
-      (std::int64_t{launch.device->multiprocessors} * kRowBlocks + heads - 1) / heads;
-  const std::int64_t fine = std::min(kWaves * wave, useful / kLeastTiles);
-  return static_cast<int>(std::min(useful, std::max(wave, fine)));
 }
 
 template <typename T, RowKind kKind, int kColumns>
@@ -57,16 +49,7 @@ void launch_columns(const RowScanArgs& a, const dim3& grid, const Launch& launch
 }
 
 template <typename T, RowKind kKind>
-void launch_kind(RowScanArgs a, std::int64_t rows, int heads, bool prepares, const Launch& launch) {
-  a.scan_blocks = blocks_of(rows, heads, launch);
-  if (a.scan_blocks == 0) return;
-  int blocks = a.scan_blocks;
-  a.prepare_block = prepares ? 0 : -1;
-  // Of few heads a block of its own is sooner ready.
-  if (prepares && (blocks + 1) * heads <= launch.device->multiprocessors) {
-    a.prepare_block = blocks++;
-  }
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
+void launch_kind(const RowScanArgs& a, const dim3& grid, const Launch& launch) {
   if (a.queries.count <= 8) {
     launch_columns<T, kKind, 1>(a, grid, launch);
   } else {
@@ -74,44 +57,66 @@ void launch_kind(RowScanArgs a, std::int64_t rows, int heads, bool prepares, con
   }
 }
 
+// So many blocks of every head.
+template <RowKind kKind>
+void launch_even(const ScanPass& pass, const RowScanArgs& a, int blocks, const Launch& launch) {
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(a.kv_heads),
+                  static_cast<unsigned>(a.token_count));
+  dispatch_rows(pass.estimate->shape.dtype,
+                [&](auto row) { launch_kind<decltype(row), kKind>(a, grid, launch); });
+}
+
+// For heads of up to so many units. A block more of every head, since parts are rounded up.
+dim3 shared_grid(const RowScanArgs& a, std::int64_t units) {
+  const std::int64_t heads = std::int64_t{a.token_count} * a.kv_heads;
+  return dim3(static_cast<unsigned>(shared_blocks(units * heads, std::int64_t{a.wave}) + heads));
+}
+
 }  // namespace
 
 void scan_rows(const ScanPass& pass, const PrepareArgs* prepare, const Launch& launch) {
+  RowScanArgs a = common_args(pass, launch);
+  // A page keeps one block busy. Of few heads a second one is sooner ready with the queries.
+  int blocks = a.scan_blocks = 1;
+  if (prepare != nullptr) {
+    a.prepare = *prepare;
+    a.prepare_block = 0;
+    const int twice = (blocks + 1) * a.kv_heads * a.token_count;
+    if (twice <= launch.device->multiprocessors) a.prepare_block = blocks++;
+  }
+  launch_even<RowKind::newest>(pass, a, blocks, launch);
+}
+
+void scan_all_rows(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
-  RowScanArgs a = common_args(pass);
-  a.rows = head_rows(p.rows);
-  a.counts = head_counts(p.rows);
-  if (prepare != nullptr) a.prepare = *prepare;
-  std::int64_t longest = 0;
-  for (const RowSpan& span : p.rows) longest = std::max(longest, span.count);
-  dispatch_rows(p.shape.dtype, [&](auto row) {
-    launch_kind<decltype(row), RowKind::rows>(a, longest, p.shape.kv_heads, prepare != nullptr,
-                                              launch);
-  });
+  const RowScanArgs a = common_args(pass, launch);
+  const dim3 grid = shared_grid(a, most_pages(p.batch) + 1);
+  dispatch_rows(p.shape.dtype,
+                [&](auto row) { launch_kind<decltype(row), RowKind::all>(a, grid, launch); });
 }
 
 void scan_candidate_rows(const ScanPass& pass, const Launch& launch) {
-  const EstimateParams& p = *pass.estimate;
-  RowScanArgs a = common_args(pass);
-  a.rows = head_rows(p.candidate_rows);
-  dispatch_rows(p.shape.dtype, [&](auto row) {
-    launch_kind<decltype(row), RowKind::candidates>(a, a.position_capacity, p.shape.kv_heads, false,
-                                                    launch);
-  });
+  RowScanArgs a = common_args(pass, launch);
+  const std::int64_t heads = std::int64_t{a.token_count} * a.kv_heads;
+  const std::int64_t units = (a.position_capacity + kUnitRows - 1) / kUnitRows;
+  if (units == 0) return;
+  const std::int64_t wave = (a.wave + heads - 1) / heads;
+  a.scan_blocks = static_cast<int>(shared_blocks(units, wave));
+  launch_even<RowKind::candidates>(pass, a, a.scan_blocks, launch);
 }
 
 void scan_bounds(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
-  RowScanArgs a = common_args(pass);
+  RowScanArgs a = common_args(pass, launch);
   const int d = p.shape.head_dim;
+  a.bounds = p.index.bounds.bounds;
+  a.slots = p.index.bounds.slots;
   a.row_bytes = 2 * d * static_cast<std::int64_t>(sizeof(std::uint16_t));
-  a.rows.base = reinterpret_cast<const std::byte*>(p.index.bounds.bounds);
-  a.rows.stride = p.index.bounds.capacity * kBoundsPerPage * a.row_bytes;
-  a.counts.uniform = p.pages * kBoundsPerPage;
-  a.first_logit = 0;
   a.elements = 2 * d;
   a.wide = d % 4 == 0;
-  launch_kind<__half, RowKind::bounds>(a, a.counts.uniform, p.shape.kv_heads, false, launch);
+  const std::int64_t rows = most_pages(p.batch) * kBoundsPerPage;
+  const dim3 grid = shared_grid(a, (rows + kUnitRows - 1) / kUnitRows);
+  launch_kind<__half, RowKind::bounds>(a, grid, launch);
 }
 
 }  // namespace sluice::cuda

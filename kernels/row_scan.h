@@ -8,9 +8,11 @@ namespace sluice::cuda {
 
 struct PrepareArgs;
 
-// The rows after the pages, which every method has; for `exact` they are all. The same launch makes
-// ready a scan of tiles, if `prepare` is not null.
+// The rows of every token's own page. The same launch makes ready a scan of tiles, if `prepare` is
+// not null.
 void scan_rows(const ScanPass& pass, const PrepareArgs* prepare, const Launch& launch);
+// The rows of all tokens, for `exact`.
+void scan_all_rows(const ScanPass& pass, const Launch& launch);
 // The rows of candidates, for `exact`.
 void scan_candidate_rows(const ScanPass& pass, const Launch& launch);
 // Upper bounds of sub-pages, for `quest`.

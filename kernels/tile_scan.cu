@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <limits>
 
 #include "kernels/error.h"
 #include "kernels/tile_scan.h"
@@ -14,23 +13,24 @@ constexpr int kScanThreads = kScanWarps * kWarp;
 constexpr int kTableThreads = 256;
 constexpr int kTableBlocks = 16;  // of a multiprocessor
 
-// One block a KV head.
+// One block a head.
 __global__ void __launch_bounds__(kQueryThreads)
     prepare_kernel(const __grid_constant__ PrepareArgs a) {
   __shared__ Queries queries;
-  const int head = static_cast<int>(blockIdx.x);
+  const auto token = static_cast<int>(blockIdx.y);
+  const auto kv_head = static_cast<int>(blockIdx.x);
   // In this order: a scan of tiles that begins early may copy tiles at once.
   wait_for_kernel_before();
   allow_next_kernel();
-  load_queries(a.queries, head, queries);
-  prepare_tiles(queries, a, head);
+  load_queries(a.queries, a.queries.of(token, kv_head), queries);
+  prepare_tiles(queries, a, token * static_cast<int>(gridDim.x) + kv_head, token);
 }
 
 // Notes where the candidates of every tile begin.
 __global__ void __launch_bounds__(kTableThreads)
     table_kernel(const std::int32_t* positions, std::int64_t position_capacity,
-                 const __grid_constant__ TileQueries to, std::int64_t tiles) {
-  const auto head = static_cast<std::int64_t>(blockIdx.y);
+                 const __grid_constant__ TileQueries to, std::int64_t most_tiles) {
+  const auto head = static_cast<std::int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
   wait_for_kernel_before();
   allow_next_kernel();
   const std::int32_t count = to.counts[head];
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kTableThreads)
   for (auto i = static_cast<std::int32_t>(blockIdx.x * kTableThreads + threadIdx.x); i < count;
        i += step) {
     const std::int32_t tile = list[i] / kTileTokens;
-    if (i == 0 || list[i - 1] / kTileTokens != tile) to.first[head * tiles + tile] = i;
+    if (i == 0 || list[i - 1] / kTileTokens != tile) to.first[head * most_tiles + tile] = i;
   }
 }
 
@@ -50,7 +50,9 @@ __global__ void __launch_bounds__(kScanThreads, kQueries <= 8 ? kScanBlocks : 2)
   constexpr int kColumns = kColumnTiles<kQueries>;
   using Shape = TileShape<kBits, kListed>;
   extern __shared__ __align__(128) std::byte shared[];
+  __shared__ ScanTokens tokens;
   __shared__ std::uint64_t full[kScanWarps][Shape::kStages];
+  find_tokens(a, Shape::kStaticEighths, tokens);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::uint32_t tables = table_bytes<kListed, kColumns>(a.pairs);
   std::byte* const mine =
@@ -64,28 +66,20 @@ __global__ void __launch_bounds__(kScanThreads, kQueries <= 8 ? kScanBlocks : 2)
   memory.staged = reinterpret_cast<__half*>(shared + kScanWarps * (Shape::kRingBytes + tables)) +
                   warp * a.query_count * kTileTokens;
   memory.full = full[warp];
-  scan_tiles<kBits, kScan, kQueries>(a, memory);
+  scan_tiles<kBits, kScan, kQueries>(a, tokens, memory);
 }
 
 template <int kSteps>
 __global__ void __launch_bounds__(kScanThreads, kScanBlocks)
     scan_few_kernel(const __grid_constant__ TileScanArgs a) {
   extern __shared__ __align__(128) std::byte shared[];
-  scan_few<kSteps>(a, shared + threadIdx.x / kWarp * FewShape::kRingBytes);
-}
-
-// How many of `total` tiles `warps` warps share out in advance; see TileRuns.
-template <int kBits, bool kListed>
-int static_tiles(std::int64_t total, std::int64_t warps) {
-  check(total < std::numeric_limits<std::int32_t>::max() / kTilePages, "tile scan: pages");
-  // Every counter needs warps that ask it.
-  const bool dynamic = total >= kLeastDynamicTiles * warps && warps >= kRunCounters * kScanWarps;
-  return static_cast<int>(dynamic ? total * TileShape<kBits, kListed>::kStaticEighths / 8 : total);
+  __shared__ ScanTokens tokens;
+  find_tokens(a, FewShape::kStaticEighths, tokens);
+  scan_few<kSteps>(a, tokens, shared + threadIdx.x / kWarp * FewShape::kRingBytes);
 }
 
 // A kernel that scans with `shared` bytes of shared memory a block.
-template <int kBits, bool kListed>
-void launch_kernel(void (*kernel)(TileScanArgs), std::size_t shared, TileScanArgs a,
+void launch_kernel(void (*kernel)(TileScanArgs), std::size_t shared, const TileScanArgs& a,
                    const Launch& launch) {
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
@@ -94,12 +88,11 @@ void launch_kernel(void (*kernel)(TileScanArgs), std::size_t shared, TileScanArg
   require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kScanThreads, shared),
           "tile scan");
   check(resident > 0, "tile scan: no block fits");
-  const std::int64_t total = std::int64_t{a.tiles} * a.heads;
-  const std::int64_t useful = (total + kScanWarps - 1) / kScanWarps;
+  const std::int64_t most = a.most_tiles * a.kv_heads * a.token_count;
+  check(most <= kMostTiles, "tile scan: tiles");
+  const std::int64_t useful = (most + kScanWarps - 1) / kScanWarps;
   const std::int64_t blocks =
       std::min<std::int64_t>(std::int64_t{launch.device->multiprocessors} * resident, useful);
-  a.static_tiles = static_tiles<kBits, kListed>(total, blocks * kScanWarps);
-
   launch_early("tile scan", kernel, dim3(static_cast<unsigned>(blocks)), kScanThreads, shared,
                launch, a);
 }
@@ -112,7 +105,7 @@ void launch_scan(const TileScanArgs& a, const Launch& launch) {
   if (a.has_candidates) {
     shared += kScanWarps * kTileTokens * sizeof(__half) * static_cast<unsigned>(a.query_count);
   }
-  launch_kernel<kBits, kListed>(scan_kernel<kBits, kScan, kQueries>, shared, a, launch);
+  launch_kernel(scan_kernel<kBits, kScan, kQueries>, shared, a, launch);
 }
 
 // Whether scan_few() can do it.
@@ -123,7 +116,7 @@ bool is_few(const TileScanArgs& a, int bits) {
 
 void launch_few(const TileScanArgs& a, const Launch& launch) {
   const auto kernel = a.steps == 1 ? scan_few_kernel<1> : scan_few_kernel<2>;
-  launch_kernel<4, true>(kernel, kScanWarps * FewShape::kRingBytes, a, launch);
+  launch_kernel(kernel, kScanWarps * FewShape::kRingBytes, a, launch);
 }
 
 template <int kBits, TileScan kScan>
@@ -148,10 +141,6 @@ void dispatch_scan(const TileScanArgs& a, bool listed, const Launch& launch) {
   }
 }
 
-int channels_of(const EstimateParams& p) {
-  return p.method == Selector::sparq ? std::min(p.channels, p.shape.head_dim) : p.shape.head_dim;
-}
-
 int steps_of(const EstimateParams& p) {
   return (channels_of(p) + kStepChannels - 1) / kStepChannels;
 }
@@ -160,9 +149,6 @@ int steps_of(const EstimateParams& p) {
 bool is_listed(const EstimateParams& p) {
   return channels_of(p) != p.shape.head_dim || p.shape.head_dim % kStepChannels != 0;
 }
-
-// Tiles that a KV head's pages lie in.
-std::int64_t tiles_of(const EstimateParams& p) { return (p.pages + kTilePages - 1) / kTilePages; }
 
 // Takes pieces of the scratch memory; a first pass without memory counts them.
 class Pieces {
@@ -183,7 +169,7 @@ class Pieces {
 };
 
 TileQueries take_queries(const EstimateParams& p, Pieces& pieces) {
-  const std::int64_t heads = p.shape.kv_heads;
+  const std::int64_t heads = p.batch.count * p.shape.kv_heads;
   TileQueries to{};
   const std::int64_t pairs = (steps_of(p) + 1) / 2;
   to.fragments = pieces.take<uint4>(heads * pairs * (kMaxQueries / 8) * kWarp);
@@ -194,24 +180,30 @@ TileQueries take_queries(const EstimateParams& p, Pieces& pieces) {
   to.counters = pieces.take<std::uint32_t>(kRunCounters);
   if (p.candidates != nullptr) {
     to.counts = pieces.take<std::int32_t>(heads);
-    to.first = pieces.take<std::int32_t>(heads * tiles_of(p));
+    to.first = pieces.take<std::int32_t>(heads * most_tiles(p));
   }
   return to;
 }
 
 void make_table(const EstimateParams& p, const TileQueries& to, const Launch& launch) {
-  const std::int64_t heads = p.shape.kv_heads;
+  const std::int64_t heads = p.batch.count * p.shape.kv_heads;
   const std::int64_t useful = (p.candidates->capacity + kTableThreads - 1) / kTableThreads;
   const std::int64_t fit = kTableBlocks * launch.device->multiprocessors / heads;
   const std::int64_t blocks = std::clamp<std::int64_t>(fit, 1, std::max<std::int64_t>(useful, 1));
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.shape.kv_heads),
+                  static_cast<unsigned>(p.batch.count));
   launch_early("candidate table", table_kernel, grid, kTableThreads, 0, launch,
-               p.candidates->positions, p.candidates->capacity, to, tiles_of(p));
+               p.candidates->positions, p.candidates->capacity, to, most_tiles(p));
 }
 
 TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
   const EstimateParams& p = *pass.estimate;
   TileScanArgs a{};
+  a.tokens = p.batch.tokens;
+  a.token_count = static_cast<int>(p.batch.count);
+  a.table = p.index.slots;
+  a.table_stride = p.index.table_stride;
+  a.kv_heads = p.shape.kv_heads;
   a.queries = queries;
   a.codes = p.index.tiles.codes;
   a.scales = p.index.tiles.scales;
@@ -222,12 +214,9 @@ TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
   }
   a.logits = reinterpret_cast<__half*>(p.logits.data);
   a.digest = p.logits.digest;
-  a.capacity = p.index.tiles.capacity;
-  a.tile_capacity = p.index.tiles.tiles();
+  a.slots = p.index.tiles.slots;
   a.stride = p.logits.stride;
-  a.pages = static_cast<int>(p.pages);
-  a.tiles = static_cast<int>(tiles_of(p));
-  a.heads = p.shape.kv_heads;
+  a.most_tiles = most_tiles(p);
   a.head_dim = p.shape.head_dim;
   a.steps = steps_of(p);
   a.pairs = (a.steps + 1) / 2;
@@ -240,6 +229,10 @@ TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
 
 }  // namespace
 
+std::int64_t most_tiles(const EstimateParams& p) {
+  return (most_pages(p.batch) + kTilePages - 1) / kTilePages;
+}
+
 std::size_t tile_scan_scratch_bytes(const EstimateParams& p) {
   Pieces pieces(nullptr);
   take_queries(p, pieces);
@@ -249,13 +242,13 @@ std::size_t tile_scan_scratch_bytes(const EstimateParams& p) {
 PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
   PrepareArgs a{};
-  a.queries = {p.q,         p.shape.group(), p.shape.head_dim, channels_of(p), pass.first_query,
-               pass.queries};
+  a.queries = query_args(pass);
   check(tile_scan_scratch_bytes(p) <= launch.scratch_bytes, "tile scan: scratch");
   Pieces pieces(launch.scratch);
   a.to = take_queries(p, pieces);
+  a.tokens = p.batch.tokens;
   a.candidates = p.candidates != nullptr ? p.candidates->heads : nullptr;
-  a.tiles = tiles_of(p);
+  a.most_tiles = most_tiles(p);
   a.steps = steps_of(p);
   a.column_tiles = pass.queries <= 8 ? 1 : 2;
   a.columns = pass.queries <= kSharedQueries ? kSharedQueries : 8;
@@ -264,14 +257,14 @@ PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
   return a;
 }
 
-void prepare_scan(const PrepareArgs& args, int heads, const Launch& launch) {
-  launch_early("prepare tile scan", prepare_kernel, dim3(static_cast<unsigned>(heads)),
-               kQueryThreads, 0, launch, args);
+void prepare_scan(const ScanPass& pass, const PrepareArgs& args, const Launch& launch) {
+  const dim3 grid(static_cast<unsigned>(pass.estimate->shape.kv_heads),
+                  static_cast<unsigned>(pass.estimate->batch.count));
+  launch_early("prepare tile scan", prepare_kernel, grid, kQueryThreads, 0, launch, args);
 }
 
 void scan_tiles(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
-  if (p.pages == 0) return;
   Pieces pieces(launch.scratch);
   const TileQueries queries = take_queries(p, pieces);
   if (p.candidates != nullptr) make_table(p, queries, launch);

@@ -348,7 +348,7 @@ __device__ __forceinline__ void multiply_pair(std::uint32_t slot,
 template <int kBits, TileScan kScan, int kQueries>
 __device__ __forceinline__ void store_tile(TileSums<kBits, kQueries>& sums, const TileScanArgs& a,
                                            const HeadQueries<kColumnTiles<kQueries>>& queries,
-                                           const TileHead& at, const TileCandidates& candidates,
+                                           TilePlace at, const TileCandidates& candidates,
                                            __half* staged) {
   if constexpr (kQueries != kSharedQueries) {
 #pragma unroll
@@ -362,20 +362,21 @@ __device__ __forceinline__ void store_tile(TileSums<kBits, kQueries>& sums, cons
   if (has_candidates<kScan>(a)) {
     store_candidates<kBits, kQueries>(sums, a, queries, at, candidates, staged);
   } else if (a.aligned) {
-    store_logits<kBits, true, kQueries>(sums, a, queries, at.head, at.tile);
+    store_logits<kBits, true, kQueries>(sums, a, queries, at);
   } else {
-    store_logits<kBits, false, kQueries>(sums, a, queries, at.head, at.tile);
+    store_logits<kBits, false, kQueries>(sums, a, queries, at);
   }
 }
 
 // Sums and stores the tiles of one warp.
 template <int kBits, TileScan kScan, int kQueries>
-__device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const WarpMemory& memory) {
+__device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanTokens& tokens,
+                                           const WarpMemory& memory) {
   constexpr bool kListed = kScan == TileScan::listed;
   constexpr int kColumns = kColumnTiles<kQueries>;
   using Shape = TileShape<kBits, kListed>;
   using Copier = std::conditional_t<kListed, ListedCopier<kBits>, OrderedCopier<kBits, kScan>>;
-  Copier copier(a, memory);
+  Copier copier(a, tokens, memory);
   // Tiles that are scanned in any case are copied while the queries are made ready.
   constexpr bool kEarly = kScan == TileScan::all;
   static_assert(Shape::kAhead < kLeastDynamicTiles * Shape::kStaticEighths / 8, "see begin()");
@@ -394,12 +395,13 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const WarpMemo
   const std::uint32_t first_slot = shared_address(memory.ring);
   std::uint32_t slot = first_slot;
   unsigned round = 0;  // the lowest bit of how often the ring was gone through
-  TileHead at;
+  TilePlace at;
   HeadQueries<kColumns> queries;
-  while (copier.oldest() >= 0) {
-    if (at.find(copier.oldest(), a.tiles)) {
-      queries = enter_head<kBits, kListed, kQueries>(a, at.head, memory);
+  while (copier.oldest().last_page >= 0) {
+    if (copier.oldest().head != at.head) {
+      queries = enter_head<kBits, kListed, kQueries>(a, copier.oldest().head, memory);
     }
+    at = copier.oldest();
     TileCandidates candidates{};
     if (kScan == TileScan::candidates) candidates = candidates_of(a, at);
     TileSums<kBits, kQueries> sums{};

@@ -22,9 +22,9 @@ __device__ __forceinline__ std::int32_t position_of(const TileScanArgs& a, int h
   return i < a.queries.counts[head] ? a.positions[head * a.position_capacity + i] : -1;
 }
 
-__device__ __forceinline__ TileCandidates candidates_of(const TileScanArgs& a, const TileHead& at) {
+__device__ __forceinline__ TileCandidates candidates_of(const TileScanArgs& a, TilePlace at) {
   TileCandidates of;
-  of.first = a.queries.first[at.head * a.tiles + at.tile];
+  of.first = a.queries.first[at.head * a.most_tiles + at.tile()];
 #pragma unroll
   for (int i = 0; i < of.kEarly; ++i) {
     of.early[i] = position_of(a, at.head, of.first + i * kWarp + lane_id());
@@ -37,8 +37,8 @@ template <int kBits, int kQueries>
 __device__ __forceinline__ void store_candidates(const TileSums<kBits, kQueries>& sums,
                                                  const TileScanArgs& a,
                                                  const HeadQueries<kColumnTiles<kQueries>>& queries,
-                                                 const TileHead& at,
-                                                 const TileCandidates& candidates, __half* staged) {
+                                                 TilePlace at, const TileCandidates& candidates,
+                                                 __half* staged) {
   constexpr bool kShared = kQueries == kSharedQueries;
   const int first = first_column<kQueries>();
 #pragma unroll
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_candidates(const TileSums<kBits, kQueries>
     const std::int32_t i = candidates.first + round * kWarp + lane_id();
     const std::int32_t position =
         round < candidates.kEarly ? candidates.early[round] : position_of(a, at.head, i);
-    const std::int32_t token = position - at.tile * kTileTokens;
+    const std::int32_t token = position - at.tile() * kTileTokens;
     if (token < 0 || token >= kTileTokens) break;
     for (int n = 0; n < a.query_count; ++n) {
       a.logits[(query + n) * a.stride + i] = staged[n * kTileTokens + token];

@@ -13,16 +13,16 @@ using FewShape = TileShape<4, true>;
 template <int kSteps>
 class FewCopier {
  public:
-  __device__ FewCopier(const TileScanArgs& a, std::byte* ring) : a_(a), at_(a, ring) {
-    at_.tiles.begin();
-  }
+  __device__ FewCopier(const TileScanArgs& a, const ScanTokens& tokens, std::byte* ring)
+      : a_(a), at_(a, tokens, ring) {}
 
-  __device__ __forceinline__ int oldest() const { return at_.oldest(); }
+  __device__ __forceinline__ void begin() { at_.tiles.begin(); }
+  __device__ __forceinline__ TilePlace oldest() const { return at_.oldest(); }
   // One more tile, or nothing at the end; always commits a group.
   __device__ __forceinline__ void copy_next() {
     if (at_.begin_slot()) {
-      if (head_.find(at_.tiles.tile, a_.tiles)) enter();
-      copy_listed<4>(a_, codes_, scales_, head_.tile, places_, scale_place_, kSteps == kPairSteps,
+      if (const int head = at_.tiles.place().head; head != head_) enter(head);
+      copy_listed<4>(a_, at_.tiles.in_index(), places_, scale_place_, kSteps == kPairSteps,
                      at_.slot);
       at_.next_chunk(1);
     }
@@ -33,20 +33,17 @@ class FewCopier {
   __device__ __forceinline__ void wait() const { copy_async_wait<FewShape::kAhead - 1>(); }
 
  private:
-  __device__ __forceinline__ void enter() {
-    codes_ = codes_of_head<4>(a_, head_.head);
-    scales_ = scales_of_head(a_, head_.head);
-    places_ = __ldg(a_.queries.places + head_.head * kWarp + lane_id());
-    scale_place_ = __ldg(a_.queries.scales + head_.head * kWarp + lane_id());
+  __device__ __forceinline__ void enter(int head) {
+    head_ = head;
+    places_ = __ldg(a_.queries.places + head * kWarp + lane_id());
+    scale_place_ = __ldg(a_.queries.scales + head * kWarp + lane_id());
   }
 
   const TileScanArgs& a_;
   ChunkCursor<4, TileScan::few> at_;
-  TileHead head_;
-  const std::byte* codes_ = nullptr;   // of the head
-  const std::byte* scales_ = nullptr;  // likewise
-  uint4 places_{};                     // likewise, of this lane
-  std::uint32_t scale_place_ = 0;      // likewise
+  int head_ = -1;
+  uint4 places_{};                 // of the head, of this lane
+  std::uint32_t scale_place_ = 0;  // likewise
 };
 
 // What a lane needs of the KV head whose tiles it scans.
@@ -94,26 +91,29 @@ __device__ __forceinline__ void scan_slot(std::uint32_t slot, const LaneOffsets<
 
 // Scans and stores the tiles of one warp, whose ring has FewShape::kRingBytes.
 template <int kSteps>
-__device__ __forceinline__ void scan_few(const TileScanArgs& a, std::byte* ring) {
+__device__ __forceinline__ void scan_few(const TileScanArgs& a, const ScanTokens& tokens,
+                                         std::byte* ring) {
+  FewCopier<kSteps> copier(a, tokens, ring);
   wait_for_kernel_before();
-  FewCopier<kSteps> copier(a, ring);
+  copier.begin();
 #pragma unroll 1
   for (int i = 0; i < FewShape::kAhead; ++i) copier.copy_next();
   const LaneOffsets<4, true> offsets;
   const std::uint32_t first_slot = shared_address(ring);
   std::uint32_t slot = first_slot;
-  TileHead at;
+  TilePlace at;
   FewQueries queries{};
-  while (copier.oldest() >= 0) {
-    if (at.find(copier.oldest(), a.tiles)) queries = enter_few(a, at.head);
+  while (copier.oldest().last_page >= 0) {
+    if (copier.oldest().head != at.head) queries = enter_few(a, copier.oldest().head);
+    at = copier.oldest();
     copier.wait();
     __syncwarp();
     copier.copy_next();
     Runs<4> runs[2];
     scan_slot<kSteps>(slot, offsets, queries, runs);
-    const int page = at.tile * kTilePages + page_of_lane();
+    const int page = at.tile() * kTilePages + page_of_lane();
     store_runs<4, true>(runs, a, queries.head.logits + std::int64_t{page} * kPageTokens,
-                        first_column<kSharedQueries>(), at.head, page);
+                        first_column<kSharedQueries>(), at, page);
     slot += FewShape::kSlotBytes;
     if (slot == first_slot + FewShape::kRingBytes) slot = first_slot;
   }

@@ -14,17 +14,18 @@ inline constexpr int kListedCopies = kBits / 2 * kPairSteps* kTilePages;
 
 // A pass over channels takes `steps` steps; the last is filled up with channels that the queries
 // are zero in.
+// Heads are the KV heads of all tokens, [tokens, kv_heads].
 struct TileQueries {
-  uint4* fragments;  // [kv_heads, pairs of steps, column tiles, lanes], queries as B
-  float* factors;    // [kv_heads, kMaxQueries]
-  // If channels are listed, [kv_heads, pairs of steps, lanes]: where in a tile a lane finds what it
+  uint4* fragments;  // [heads, pairs of steps, column tiles, lanes], queries as B
+  float* factors;    // [heads, kMaxQueries]
+  // If channels are listed, [heads, pairs of steps, lanes]: where in a tile a lane finds what it
   // copies, as eight 16-bit numbers of 16 bytes of codes; and a pair of scales;
-  // and [kv_heads, pairs of steps, 4]: which halves of pairs of scales to take.
+  // and [heads, pairs of steps, 4]: which halves of pairs of scales to take.
   uint4* places;
   std::uint32_t* scales;
   uint4* selectors;
-  std::int32_t* counts;     // [kv_heads]: candidates, if there are any
-  std::int32_t* first;      // [kv_heads, tiles]: the first candidate in a tile or -1, or null
+  std::int32_t* counts;     // [heads]: candidates, if there are any
+  std::int32_t* first;      // [heads, most_tiles]: the first candidate in a tile or -1, or null
   std::uint32_t* counters;  // [kRunCounters]: tiles given to warps
 };
 
@@ -34,8 +35,9 @@ inline constexpr int kRunCounters = 16;
 struct PrepareArgs {
   QueryArgs queries;
   TileQueries to;
-  const HeadSelection* candidates;  // host-visible [kv_heads] or null
-  std::int64_t tiles;
+  const BatchToken* tokens;
+  const HeadSelection* candidates;  // host-visible [heads] or null
+  std::int64_t most_tiles;          // that a head may have
   int steps;
   int column_tiles;
   int columns;  // of the first tile, until queries are repeated
@@ -113,13 +115,21 @@ __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a,
   }
 }
 
-// Called by all threads of one block for every KV head, after load_queries().
-__device__ inline void prepare_tiles(const Queries& queries, const PrepareArgs& a, int head) {
+// Tiles that the whole pages of a token lie in.
+__device__ __forceinline__ int tiles_of(const BatchToken& token) {
+  return (token.position / kPageTokens + kTilePages - 1) / kTilePages;
+}
+
+// Called by all threads of one block for every head, after load_queries().
+__device__ inline void prepare_tiles(const Queries& queries, const PrepareArgs& a, int head,
+                                     int token) {
   if (head == 0 && threadIdx.x < kRunCounters) a.to.counters[threadIdx.x] = 0;
   if (a.candidates != nullptr) {
     if (threadIdx.x == 0) a.to.counts[head] = a.candidates[head].count;
-    for (std::int64_t tile = threadIdx.x; tile < a.tiles; tile += kQueryThreads) {
-      a.to.first[head * a.tiles + tile] = -1;
+    std::int32_t* const first = a.to.first + head * a.most_tiles;
+    const int tiles = tiles_of(a.tokens[token]);
+    for (int tile = static_cast<int>(threadIdx.x); tile < tiles; tile += kQueryThreads) {
+      first[tile] = -1;
     }
   }
   write_fragments(queries, a, head);

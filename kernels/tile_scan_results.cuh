@@ -211,11 +211,11 @@ __device__ __forceinline__ void digest_page(const Runs<kBits> (&runs)[2], bool h
 }
 
 // The logits of column `column` and the next, to their place. Lanes may have different pages;
-// nothing is stored of one beyond the last.
+// nothing is stored of one that is not there.
 template <int kBits, bool kAligned>
 __device__ __forceinline__ void store_runs(const Runs<kBits> (&runs)[2], const TileScanArgs& a,
-                                           __half* logits, int column, int head, int page) {
-  const bool present = page < a.pages;
+                                           __half* logits, int column, TilePlace at, int page) {
+  const bool present = page <= at.last_page;
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     if (column + side >= a.query_count || !present) continue;
@@ -226,7 +226,7 @@ __device__ __forceinline__ void store_runs(const Runs<kBits> (&runs)[2], const T
   }
   if (a.digest.maxima == nullptr) return;
   const int query = column + lane_id() / 4 % 2;
-  const std::int64_t place = (head * a.digest.pages + page) * a.group + a.first_query + query;
+  const std::int64_t place = (at.head * a.digest.pages + page) * a.group + a.first_query + query;
   // The same for all lanes, since all take part.
   const bool has_second = column / 8 * 8 + 1 < a.query_count;
   digest_page<kBits>(runs, has_second, query < a.query_count && present,
@@ -239,22 +239,22 @@ template <int kBits, bool kAligned, int kQueries>
 __device__ __forceinline__ void store_logits(const TileSums<kBits, kQueries>& sums,
                                              const TileScanArgs& a,
                                              const HeadQueries<kColumnTiles<kQueries>>& queries,
-                                             int head, int tile) {
+                                             TilePlace at) {
   const int first = first_column<kQueries>();
   if constexpr (kQueries == kSharedQueries) {
-    const int page = tile * kTilePages + page_of_lane();
+    const int page = at.tile() * kTilePages + page_of_lane();
     Runs<kBits> runs[2];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       find_runs<kBits>(sums, side, queries.factors, runs[side]);
     }
     store_runs<kBits, kAligned>(runs, a, queries.logits + std::int64_t{page} * kPageTokens, first,
-                                head, page);
+                                at, page);
   } else {
 #pragma unroll
     for (int p = 0; p < kTilePages; ++p) {
-      const int page = tile * kTilePages + p;
-      if (page >= a.pages) break;
+      const int page = at.tile() * kTilePages + p;
+      if (page > at.last_page) break;
       __half* const logits = queries.logits + std::int64_t{page} * kPageTokens;
 #pragma unroll
       for (int c = 0; c < kColumnTiles<kQueries>; ++c) {
@@ -264,7 +264,7 @@ __device__ __forceinline__ void store_logits(const TileSums<kBits, kQueries>& su
         for (int side = 0; side < 2; ++side) {
           find_runs<kBits>(sums.pages[p], c, side, queries.factors, runs[side]);
         }
-        store_runs<kBits, kAligned>(runs, a, logits + c * 8 * a.stride, c * 8 + first, head, page);
+        store_runs<kBits, kAligned>(runs, a, logits + c * 8 * a.stride, c * 8 + first, at, page);
       }
     }
   }

@@ -278,6 +278,7 @@ class Backend {
 
   // Choosing tokens: see lib/selection.h.
   virtual void build_index(const BuildIndexParams& params) = 0;
+  virtual void build_batch(const BuildBatchParams& params) = 0;
   virtual void estimate(const EstimateParams& params) = 0;
   virtual void select(const SelectParams& params) = 0;
   virtual void attend_selected(const AttendSelectedParams& params) = 0;

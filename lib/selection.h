@@ -1,5 +1,5 @@
 // Parameters of the backend operations that choose tokens: the key index, estimates, selection and
-// attention over what was selected. All work on one layer and one query token.
+// attention over what was selected. All work on one layer and the tokens of a step.
 //
 // Pointers are the backend's own unless a comment says host. "Reported" is what a caller reads
 // later: it lies in the backend's memory or in host memory that the backend allocated, and is read
@@ -33,31 +33,38 @@ inline constexpr int kTilePages = 2;
 // key = zero + scale * code, code in [0, 2^bits).
 // At 4 bits byte b of a channel holds token b in its low and token 64 + b in its high half; at 2
 // bits byte b holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up.
-// A channel of a tile has the codes of two neighbouring pages, the second page's first if the
-// channel's number is odd: those who read neighbouring channels of a page then find them in
-// different banks of memory. The last tile may have but one page.
+// A channel of a tile has the codes of two neighbouring pages of a sequence, the second page's
+// first if the channel's number is odd: those who read neighbouring channels of a page then find
+// them in different banks of memory. The last tile of a sequence may have but one page; what is in
+// the place of the other is left open.
 struct KeyTiles {
   int bits = 4;
-  std::byte* codes = nullptr;       // [kv_heads, tiles(), head_dim, kTilePages, code_bytes()]
-  std::uint16_t* scales = nullptr;  // f16 [kv_heads, capacity, 2, head_dim]: scales, then zeros
-  std::int64_t capacity = 0;        // pages per KV head
+  std::byte* codes = nullptr;       // [kv_heads, slots, head_dim, kTilePages, code_bytes()]
+  std::uint16_t* scales = nullptr;  // f16 [kv_heads, slots, kTilePages, 2, head_dim]: scales, zeros
+  std::int64_t slots = 0;           // tiles per KV head
 
-  // Per KV head.
-  std::int64_t tiles() const { return (capacity + kTilePages - 1) / kTilePages; }
   // Of one channel of one page.
   std::size_t code_bytes() const { return static_cast<std::size_t>(kPageTokens * bits / 8); }
-  // Of a tile of one KV head.
+  // Codes of a tile of one KV head.
   std::size_t tile_bytes(int head_dim) const {
     return static_cast<std::size_t>(head_dim * kTilePages) * code_bytes();
   }
   // Of all codes.
   std::size_t codes_bytes(int kv_heads, int head_dim) const {
-    return static_cast<std::size_t>(kv_heads * tiles()) * tile_bytes(head_dim);
+    return static_cast<std::size_t>(kv_heads * slots) * tile_bytes(head_dim);
   }
-  // The tile of a page.
-  std::byte* tile_of(int head_dim, std::int64_t head, std::int64_t page) const {
-    return codes +
-           static_cast<std::size_t>(head * tiles() + page / kTilePages) * tile_bytes(head_dim);
+  // Of all scales and zeros.
+  std::size_t scales_bytes(int kv_heads, int head_dim) const {
+    return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_scales_bytes(head_dim);
+  }
+  // The codes of a slot's tile.
+  std::byte* codes_of(int head_dim, std::int64_t head, std::int64_t slot) const {
+    return codes + static_cast<std::size_t>(head * slots + slot) * tile_bytes(head_dim);
+  }
+  // The scales of a page in a slot, [2, head_dim].
+  std::uint16_t* scales_of(int head_dim, std::int64_t head, std::int64_t slot,
+                           std::int64_t page) const {
+    return scales + ((head * slots + slot) * kTilePages + page % kTilePages) * 2 * head_dim;
   }
   // Where one channel of a page lies in its tile, in units of code_bytes().
   static constexpr std::size_t place_of(std::int64_t page, std::size_t channel) {
@@ -65,34 +72,67 @@ struct KeyTiles {
   }
   // Bytes of one page of one KV head, by the channels that are read of it.
   std::size_t page_bytes(int channels) const {
-    return static_cast<std::size_t>(channels) * (code_bytes() + 2 * sizeof(std::uint16_t));
+    return static_cast<std::size_t>(channels) * code_bytes() + page_scales_bytes(channels);
+  }
+
+ private:
+  static std::size_t page_scales_bytes(int channels) {
+    return static_cast<std::size_t>(channels) * 2 * sizeof(std::uint16_t);
   }
 };
 
 // The smallest and largest key of every sub-page, per channel, rounded outwards.
 struct PageBounds {
-  std::uint16_t* bounds = nullptr;  // f16 [kv_heads, capacity, kBoundsPerPage, 2, head_dim]
-  std::int64_t capacity = 0;        // pages per KV head
+  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim]
+  std::uint16_t* bounds = nullptr;
+  std::int64_t slots = 0;  // tiles per KV head
 
   std::size_t page_bytes(int channels) const {
     return static_cast<std::size_t>(kBoundsPerPage * 2 * channels) * sizeof(std::uint16_t);
   }
+  // Of all bounds.
+  std::size_t bytes(int kv_heads, int head_dim) const {
+    return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_bytes(head_dim);
+  }
+  // The bounds of a page in a slot, [kBoundsPerPage, 2, head_dim].
+  std::uint16_t* of(int head_dim, std::int64_t head, std::int64_t slot, std::int64_t page) const {
+    return bounds +
+           ((head * slots + slot) * kTilePages + page % kTilePages) * kBoundsPerPage * 2 * head_dim;
+  }
 };
 
-// The key index of one layer; null pointers where it has no such part.
+// The key index of one layer, of all sequences of a pool; null pointers where it has no such part.
+// Tiles and bounds of two neighbouring pages have the same slot in their pools.
 struct KeyIndexView {
   KeyTiles tiles;
   PageBounds bounds;
+  const std::int32_t* slots = nullptr;  // the backend's memory, [sequences, table_stride]
+  std::int64_t table_stride = 0;        // tiles that a sequence may have
+
+  // The slot of a page; for those who reach `slots`.
+  std::int64_t slot(std::int64_t sequence, std::int64_t page) const {
+    return slots[sequence * table_stride + page / kTilePages];
+  }
 };
 
-// Builds pages [first_page, first_page + pages) of the index from their rows.
+// Builds pages [first_page, first_page + pages) of a sequence's index from their rows.
 struct BuildIndexParams {
   KvShape shape;
   KeyIndexView index;
+  std::int32_t sequence = 0;
   std::int64_t first_page = 0;
   std::int64_t pages = 0;
   std::span<const RowSpan> rows;  // host array [kv_heads]: the rows of these pages
-  std::int32_t* bad = nullptr;    // reported [kv_heads]: set to 1 if a key is NaN or Inf
+  std::int32_t* bad = nullptr;    // reported [sequences, kv_heads]: set to 1 if a key is NaN or Inf
+};
+
+// For each token of a batch that is the last of its page: builds that page from its rows.
+struct BuildBatchParams {
+  KvShape shape;
+  KeyIndexView index;
+  TokenBatch batch;
+  PagedRows rows;
+  std::int32_t* bad = nullptr;  // reported [sequences, kv_heads]: set to 1 if a key is NaN or Inf
 };
 
 // Adds the values of rows to sums, or subtracts them.
@@ -122,10 +162,10 @@ struct HeadSelection {
 // What a scan of tiles notes of whole pages' logits in passing, an eighth of their bytes in f16 and
 // less, so that select() need not read all of them once more. Null pointers: there is none.
 struct LogitDigest {
-  // f16 [kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
+  // f16 [tokens, kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
   std::uint16_t* maxima = nullptr;
-  // [kv_heads, pages, group]: over the page, of 2^(x log2(e) - m log2(e)) for its largest logit m;
-  // the latter product is rounded to f32, the former is not. 0 if m is -Inf.
+  // [tokens, kv_heads, pages, group]: over the page, of 2^(x log2(e) - m log2(e)) for its largest
+  // logit m; the latter product is rounded to f32, the former is not. 0 if m is -Inf.
   float* sums = nullptr;
   std::int64_t pages = 0;  // of a row
 
@@ -158,11 +198,11 @@ struct LogitFormat {
   std::int64_t digested_from = std::numeric_limits<std::int64_t>::max();
 };
 
-// Estimated logits of one query token, [query_heads, stride], in the backend's format.
+// Estimated logits, [tokens, query_heads, stride], in the backend's format.
 struct LogitView {
   std::byte* data = nullptr;
   std::int64_t stride = 0;  // a multiple of kLogitAlignment
-  // Of all whole pages, by int4 and sparq without candidates; or none.
+  // Of each token's whole pages, by int4 and sparq without candidates; or none.
   LogitDigest digest = {};
 
   // Rows begin where a cache line does, whatever the dtype.
@@ -171,27 +211,28 @@ struct LogitView {
   float* floats() const { return reinterpret_cast<float*>(data); }
 };
 
-// Estimates logits in natural units (what softmax takes).
+// Estimates logits in natural units (what softmax takes) for every token of a batch.
 //
-// Covers positions [0, pages * 128) through the index and the rows after them directly. `sparq`
-// looks at the `channels` with the largest sum of |q| over the group and divides by
+// A token at position P, whose page begins at F, gets logits of [0, F) through the index, those of
+// candidates if there are any, and of [F, P] from their rows. `exact` reads all from their rows.
+// `sparq` looks at the `channels` with the largest sum of |q| over the group and divides by
 // sqrt(head_dim * |q of these|_1 / |q|_1) instead of sqrt(head_dim); SparQ section 3, equation 8.
 // `quest` writes the upper bound of a sub-page to each of its tokens.
 struct EstimateParams {
-  const float* q = nullptr;  // [query_heads, head_dim]
+  const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t q_stride = 0;
   KvShape shape;
+  TokenBatch batch;
   Selector method = Selector::int4;  // exact, int4, sparq or quest
   int channels = 0;                  // of sparq
   KeyIndexView index;
-  std::int64_t pages = 0;
-  std::span<const RowSpan> rows;  // host array [kv_heads]: rows from position pages * 128 on; for
-                                  // `exact`, pages is 0 and these are all rows
-  // If set, only these positions are estimated (int4 or exact), each below pages * 128, and the
-  // rows after them: the logits of KV head h are then those of its heads[h].count positions
-  // followed by those of its rows.
+  PagedRows rows;
+  bool skip_newest = false;  // the rows of the token's own page get no logits
+  // If set, only these positions are estimated (int4 or exact), each below F, and the rows from F
+  // on: the logits of a token's KV head are then those of its selected positions, followed by those
+  // of the rows.
   const SelectionView* candidates = nullptr;
-  std::span<const RowSpan> candidate_rows;  // host array [kv_heads], for `exact`: rows from 0 on
-  LogitView logits;
+  LogitView logits;  // rows of at least as many logits as a token has
 };
 
 // How many of a context's tokens: the larger of a budget and twice another, and some more.

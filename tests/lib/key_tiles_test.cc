@@ -9,22 +9,29 @@ namespace sluice {
 namespace {
 
 // Every channel of every page of either KV head has a place of its own, and together they fill what
-// is allocated, but for the half of a tile that an odd page count leaves.
+// is allocated; likewise the scales of every page.
 TEST(KeyTiles, GivesEveryChannelOfEveryPageItsOwnPlace) {
   constexpr int kHeads = 2;
   constexpr int kHeadDim = 6;
   for (const int bits : {2, 4}) {
-    for (const std::int64_t pages : {1, 4, 5}) {
+    for (const std::int64_t slots : {1, 4, 5}) {
       KeyTiles tiles;
       tiles.bits = bits;
-      tiles.capacity = pages;
+      tiles.slots = slots;
       std::vector<std::byte> memory(tiles.codes_bytes(kHeads, kHeadDim));
+      std::vector<std::uint16_t> scales(tiles.scales_bytes(kHeads, kHeadDim) / 2);
       tiles.codes = memory.data();
+      tiles.scales = scales.data();
       std::set<std::size_t> places;
+      std::set<std::int64_t> scale_places;
       for (std::int64_t head = 0; head < kHeads; ++head) {
-        for (std::int64_t page = 0; page < pages; ++page) {
+        for (std::int64_t page = 0; page < slots * kTilePages; ++page) {
+          const std::int64_t slot = page / kTilePages;
+          const auto place = tiles.scales_of(kHeadDim, head, slot, page) - tiles.scales;
+          EXPECT_EQ(place % (2 * kHeadDim), 0);
+          EXPECT_TRUE(scale_places.insert(place).second);
           for (std::size_t channel = 0; channel < kHeadDim; ++channel) {
-            const std::byte* const at = tiles.tile_of(kHeadDim, head, page) +
+            const std::byte* const at = tiles.codes_of(kHeadDim, head, slot) +
                                         KeyTiles::place_of(page, channel) * tiles.code_bytes();
             const auto offset = static_cast<std::size_t>(at - tiles.codes);
             EXPECT_EQ(offset % tiles.code_bytes(), 0u);
@@ -33,8 +40,8 @@ TEST(KeyTiles, GivesEveryChannelOfEveryPageItsOwnPlace) {
           }
         }
       }
-      EXPECT_EQ(memory.size(), static_cast<std::size_t>((pages + 1) / 2 * 2 * kHeads * kHeadDim) *
-                                   tiles.code_bytes());
+      EXPECT_EQ(memory.size(), places.size() * tiles.code_bytes());
+      EXPECT_EQ(scales.size(), scale_places.size() * 2 * kHeadDim);
     }
   }
 }

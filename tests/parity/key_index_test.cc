@@ -9,13 +9,14 @@
 
 #include "lib/half.h"
 #include "tests/support/backends.h"
+#include "tests/support/indexed_case.h"
 #include "tests/support/random.h"
-#include "tests/support/selection_cases.h"
 
 namespace sluice {
 namespace {
 
 using sluice::testing::AttentionCase;
+using sluice::testing::EstimateCase;
 using sluice::testing::IndexedCase;
 using sluice::testing::NamedBackend;
 using sluice::testing::Random;
@@ -23,6 +24,28 @@ using sluice::testing::Random;
 AttentionCase random_keys(Random& random, const KvShape& shape, std::int64_t tokens) {
   const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape.kv_heads), tokens);
   return testing::random_case(random, shape, 1, counts);
+}
+
+std::vector<AttentionCase> random_sequences(Random& random, const KvShape& shape,
+                                            const std::vector<std::int64_t>& lengths) {
+  std::vector<AttentionCase> sequences;
+  for (const std::int64_t tokens : lengths) {
+    sequences.push_back(random_keys(random, shape, tokens));
+  }
+  return sequences;
+}
+
+// Lengths around the borders of pages and tiles.
+const std::vector<std::int64_t> kLengths = {2 * kPageTokens + 75, 1, kPageTokens, kPageTokens + 1,
+                                            5 * kPageTokens};
+
+// The newest token of every sequence, after the one before it in the first.
+std::vector<BatchToken> newest_tokens(const std::vector<std::int64_t>& lengths) {
+  std::vector<BatchToken> tokens = {{0, static_cast<std::int32_t>(lengths[0]) - 2}};
+  for (std::size_t i = 0; i < lengths.size(); ++i) {
+    tokens.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(lengths[i]) - 1});
+  }
+  return tokens;
 }
 
 double key_at(const AttentionCase& c, int head, std::int64_t token, int channel) {
@@ -54,23 +77,54 @@ TEST_P(KeyIndexParity, BuildsWhatTheReferenceBuilds) {
   const std::uint64_t seed = testing::seed(11);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
-  const AttentionCase c = random_keys(random, shape(), 3 * kPageTokens + 40);
+  const auto sequences = random_sequences(random, shape(), {3 * kPageTokens + 40, 127, 256});
   cpu::ReferenceBackend slow;
-  IndexedCase a(*backend_, c, bits());
-  IndexedCase b(slow, c, bits());
+  IndexedCase a(*backend_, sequences, bits(), seed);
+  IndexedCase b(slow, sequences, bits(), seed);
+  a.build();
+  b.build();
   EXPECT_EQ(a.codes(), b.codes());
   EXPECT_EQ(a.scales(), b.scales());
   EXPECT_EQ(a.bounds(), b.bounds());
-  EXPECT_EQ(a.bad(), (std::vector<std::int32_t>{0, 0}));
+  EXPECT_EQ(a.bad(), std::vector<std::int32_t>(6));
+}
+
+// Token by token, in batches with tokens that complete no page.
+TEST_P(KeyIndexParity, StepsBuildWhatPrefillBuilds) {
+  const std::uint64_t seed = testing::seed(17);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  const auto sequences = random_sequences(random, shape(), kLengths);
+  IndexedCase a(*backend_, sequences, bits(), seed);
+  IndexedCase b(*backend_, sequences, bits(), seed);
+  a.build();
+  for (std::int32_t last = kPageTokens - 1; last < kLengths.back(); last += kPageTokens) {
+    std::vector<BatchToken> tokens;
+    for (std::int32_t i = 0; i < static_cast<std::int32_t>(kLengths.size()); ++i) {
+      if (last - 1 < kLengths[static_cast<std::size_t>(i)]) tokens.push_back({i, last - 1});
+      if (last < kLengths[static_cast<std::size_t>(i)]) tokens.push_back({i, last});
+    }
+    b.build_batch(tokens);
+  }
+  EXPECT_EQ(a.codes(), b.codes());
+  EXPECT_EQ(a.scales(), b.scales());
+  EXPECT_EQ(a.bounds(), b.bounds());
+  EXPECT_EQ(b.bad(), std::vector<std::int32_t>(2 * kLengths.size()));
+  const std::vector<std::uint8_t> codes = a.codes();
+  EXPECT_NE(codes, std::vector<std::uint8_t>(codes.size()));
 }
 
 TEST_P(KeyIndexParity, BoundsHoldEveryKeyTightly) {
   Random random(testing::seed(12));
-  const AttentionCase c = random_keys(random, shape(), 2 * kPageTokens);
-  IndexedCase index(*backend_, c, bits());
+  const auto sequences = random_sequences(random, shape(), {2 * kPageTokens});
+  const AttentionCase& c = sequences[0];
+  IndexedCase index(*backend_, sequences, bits(), 12);
+  index.build();
   const std::vector<std::uint16_t> bounds = index.bounds();
   const int d = shape().head_dim;
   for (std::int64_t part = 0; part < 2 * kBoundsPerPage; ++part) {
+    const std::size_t first = index.bounds_of(0, 0, part / kBoundsPerPage) +
+                              static_cast<std::size_t>(part % kBoundsPerPage * 2 * d);
     for (int channel = 0; channel < d; ++channel) {
       double low = INFINITY;
       double high = -INFINITY;
@@ -79,7 +133,7 @@ TEST_P(KeyIndexParity, BoundsHoldEveryKeyTightly) {
         low = std::min(low, key);
         high = std::max(high, key);
       }
-      const auto at = static_cast<std::size_t>(part * 2 * d + channel);
+      const std::size_t at = first + static_cast<std::size_t>(channel);
       const double below = f16_to_float(bounds[at]);
       const double above = f16_to_float(bounds[at + static_cast<std::size_t>(d)]);
       ASSERT_LE(below, low);
@@ -92,9 +146,9 @@ TEST_P(KeyIndexParity, BoundsHoldEveryKeyTightly) {
 
 // The 8-bit weights of a folded query are off by up to half a step of 1/127 of the largest
 // |q * scale|, each multiplied by a code: independent errors, so seven deviations of their sum.
-double fold_rounding(const AttentionCase& c, int query_head, int bits, int channels) {
+double fold_rounding(const AttentionCase& c, const float* of_query, int head, int bits,
+                     int channels) {
   const int d = c.shape.head_dim;
-  const int head = query_head / c.shape.group();
   const double levels = (1 << bits) - 1;
   double largest = 0.0;
   for (int channel = 0; channel < d; ++channel) {
@@ -104,43 +158,144 @@ double fold_rounding(const AttentionCase& c, int query_head, int bits, int chann
       low = std::min(low, key_at(c, head, t, channel));
       high = std::max(high, key_at(c, head, t, channel));
     }
-    const double q = c.q[static_cast<std::size_t>(query_head) * static_cast<std::size_t>(d) +
-                         static_cast<std::size_t>(channel)];
-    largest = std::max(largest, std::abs(q) * (high - low) / levels);
+    largest =
+        std::max(largest, std::abs(static_cast<double>(of_query[channel])) * (high - low) / levels);
   }
   return 7.0 * largest / 127.0 / std::sqrt(12.0) * levels *
          std::sqrt(static_cast<double>(channels));
+}
+
+// Every method by itself, with and without the rows of a token's own page, then candidates.
+std::vector<EstimateCase> estimate_cases(Random& random, const KvShape& shape,
+                                         const std::vector<BatchToken>& tokens) {
+  const int d = shape.head_dim;
+  EstimateCase c;
+  c.tokens = tokens;
+  c.q = random.normal(static_cast<std::int64_t>(tokens.size()) * shape.query_heads * d);
+  std::vector<EstimateCase> cases;
+  for (const auto& [method, channels] :
+       {std::tuple{Selector::int4, d}, std::tuple{Selector::sparq, d / 4},
+        std::tuple{Selector::sparq, d - 1}, std::tuple{Selector::sparq, 1},
+        std::tuple{Selector::quest, d}, std::tuple{Selector::exact, d}}) {
+    c.method = method;
+    c.channels = channels;
+    c.skip_newest = random.integer(0, 1) == 1;
+    cases.push_back(c);
+  }
+  for (const BatchToken& token : tokens) {
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      const std::int64_t often = random.integer(1, 40);
+      auto& list = c.candidates.emplace_back();
+      for (std::int32_t t = 0; t < token.page_first(); ++t) {
+        if (random.integer(0, often) == 0) list.push_back(t);
+      }
+    }
+  }
+  for (const Selector method : {Selector::int4, Selector::exact}) {
+    c.method = method;
+    c.channels = d;
+    c.skip_newest = !c.skip_newest;
+    cases.push_back(c);
+  }
+  return cases;
 }
 
 TEST_P(KeyIndexParity, EstimatesWhatTheReferenceEstimates) {
   const std::uint64_t seed = testing::seed(13);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
-  const AttentionCase c = random_keys(random, shape(), 2 * kPageTokens + 75);
+  const auto sequences = random_sequences(random, shape(), kLengths);
   const int d = shape().head_dim;
   cpu::ReferenceBackend slow;
-  IndexedCase a(*backend_, c, bits());
-  IndexedCase b(slow, c, bits());
-  const std::int64_t tokens = c.count(0);
-  for (const auto& [method, channels] :
-       {std::tuple{Selector::int4, d}, std::tuple{Selector::sparq, d / 4},
-        std::tuple{Selector::sparq, d - 1}, std::tuple{Selector::sparq, 1},
-        std::tuple{Selector::quest, d}, std::tuple{Selector::exact, d}}) {
-    const std::vector<float> x = a.estimate(method, channels);
-    const std::vector<float> y = b.estimate(method, channels);
-    for (int head = 0; head < shape().query_heads; ++head) {
-      const bool tiles = method == Selector::int4 || method == Selector::sparq;
+  IndexedCase a(*backend_, sequences, bits(), seed);
+  IndexedCase b(slow, sequences, bits(), seed);
+  a.build();
+  b.build();
+  for (const EstimateCase& c : estimate_cases(random, shape(), newest_tokens(kLengths))) {
+    const auto x = a.estimate(c);
+    const auto y = b.estimate(c);
+    for (std::size_t row = 0; row < x.size(); ++row) {
+      const auto number = row / static_cast<std::size_t>(shape().query_heads);
+      const BatchToken& token = c.tokens[number];
+      const int head = static_cast<int>(row) % shape().query_heads / shape().group();
+      const bool tiles = c.method == Selector::int4 || c.method == Selector::sparq;
       // 1 / temperature is at most 1 / sqrt(head_dim) * sqrt(|q|_1 / |q of the channels|_1).
-      const double factor = method == Selector::sparq ? 1.0 : 1.0 / std::sqrt(d);
-      const double rounding = tiles ? fold_rounding(c, head, bits(), channels) * factor : 0.0;
-      for (std::int64_t t = 0; t < tokens; ++t) {
-        const auto i = static_cast<std::size_t>(head * tokens + t);
-        const bool indexed = t < a.pages() * kPageTokens;
+      const double factor = c.method == Selector::sparq ? 1.0 : 1.0 / std::sqrt(d);
+      const double rounding =
+          tiles ? fold_rounding(sequences[static_cast<std::size_t>(token.sequence)],
+                                &c.q[row * static_cast<std::size_t>(d)], head, bits(), c.channels) *
+                      factor
+                : 0.0;
+      const std::vector<std::int64_t> at = b.positions(c, static_cast<std::int64_t>(row));
+      for (std::size_t i = 0; i < at.size(); ++i) {
+        const bool indexed = at[i] < token.page_first();
         // Queries and results in f16: 2^-11 of each, the terms' errors independent.
         const double half =
-            half_logits() ? 0x1p-11 * (std::abs(y[i]) + 7 * factor * std::sqrt(d)) : 0.0;
-        ASSERT_NEAR(x[i], y[i], 2e-5 + half + (indexed ? rounding : 0.0))
-            << "head " << head << " token " << t << " method " << static_cast<int>(method);
+            half_logits() ? 0x1p-11 * (std::abs(y[row][i]) + 7 * factor * std::sqrt(d)) : 0.0;
+        ASSERT_NEAR(x[row][i], y[row][i], 2e-5 + half + (indexed ? rounding : 0.0))
+            << "token " << number << " row " << row << " position " << at[i] << " method "
+            << static_cast<int>(c.method) << " candidates " << !c.candidates.empty();
+      }
+    }
+  }
+}
+
+// Rows in full precision, by plain loops over what was put into the sequences.
+TEST_P(KeyIndexParity, ExactLogitsAreProducts) {
+  const std::uint64_t seed = testing::seed(18);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  const auto sequences = random_sequences(random, shape(), kLengths);
+  const int d = shape().head_dim;
+  IndexedCase index(*backend_, sequences, bits(), seed);
+  for (const EstimateCase& c : estimate_cases(random, shape(), newest_tokens(kLengths))) {
+    if (c.method != Selector::exact) continue;
+    const auto logits = index.estimate(c);
+    for (std::size_t row = 0; row < logits.size(); ++row) {
+      const BatchToken& token = c.tokens[row / static_cast<std::size_t>(shape().query_heads)];
+      const int head = static_cast<int>(row) % shape().query_heads / shape().group();
+      const std::vector<std::int64_t> at = index.positions(c, static_cast<std::int64_t>(row));
+      for (std::size_t i = 0; i < at.size(); ++i) {
+        double sum = 0.0;
+        for (int channel = 0; channel < d; ++channel) {
+          sum += static_cast<double>(
+                     c.q[row * static_cast<std::size_t>(d) + static_cast<std::size_t>(channel)]) *
+                 key_at(sequences[static_cast<std::size_t>(token.sequence)], head, at[i], channel);
+        }
+        const double logit = sum / std::sqrt(d);
+        const double half = half_logits() ? 0x1p-11 * (std::abs(logit) + 7) : 0.0;
+        ASSERT_NEAR(logits[row][i], logit, 2e-5 + half) << "row " << row << " position " << at[i];
+      }
+    }
+  }
+}
+
+// A token's logits are nothing to who else is in the batch.
+TEST_P(KeyIndexParity, EstimatesABatchAsItsTokensAlone) {
+  const std::uint64_t seed = testing::seed(19);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  const auto sequences = random_sequences(random, shape(), kLengths);
+  IndexedCase index(*backend_, sequences, bits(), seed);
+  index.build();
+  const auto queries = static_cast<std::size_t>(shape().query_heads);
+  const auto heads = static_cast<std::size_t>(shape().kv_heads);
+  for (const EstimateCase& c : estimate_cases(random, shape(), newest_tokens(kLengths))) {
+    const auto together = index.estimate(c);
+    for (std::size_t i = 0; i < c.tokens.size(); ++i) {
+      EstimateCase one = c;
+      const auto slice = [i](auto& all, std::size_t each) {
+        if (all.empty()) return;
+        all = {all.begin() + static_cast<std::int64_t>(i * each),
+               all.begin() + static_cast<std::int64_t>((i + 1) * each)};
+      };
+      slice(one.tokens, 1);
+      slice(one.q, queries * static_cast<std::size_t>(shape().head_dim));
+      slice(one.candidates, heads);
+      const auto alone = index.estimate(one);
+      for (std::size_t head = 0; head < queries; ++head) {
+        ASSERT_EQ(alone[head], together[i * queries + head])
+            << "token " << i << " head " << head << " method " << static_cast<int>(c.method);
       }
     }
   }
@@ -148,17 +303,27 @@ TEST_P(KeyIndexParity, EstimatesWhatTheReferenceEstimates) {
 
 TEST_P(KeyIndexParity, TilesEstimateTheLogits) {
   Random random(testing::seed(14));
-  const AttentionCase c = random_keys(random, shape(), 2 * kPageTokens);
-  IndexedCase index(*backend_, c, bits());
-  const std::vector<float> estimate = index.estimate(Selector::int4, shape().head_dim);
-  const std::vector<float> exact = index.estimate(Selector::exact, shape().head_dim);
+  const auto sequences = random_sequences(random, shape(), {2 * kPageTokens + 1});
+  IndexedCase index(*backend_, sequences, bits(), 14);
+  index.build();
+  EstimateCase c;
+  c.tokens = {{0, 2 * kPageTokens}};
+  c.q = sequences[0].q;
+  c.skip_newest = true;
+  const auto estimate = index.estimate(c);
+  c.method = Selector::exact;
+  const auto exact = index.estimate(c);
   // Keys of deviation 1 range over about 5.4 in 128 tokens; a code is off by up to half a step.
   const double step = 5.4 / ((1 << bits()) - 1);
   double squares = 0.0;
-  for (std::size_t i = 0; i < exact.size(); ++i) {
-    squares += std::pow(static_cast<double>(estimate[i]) - static_cast<double>(exact[i]), 2);
+  double count = 0.0;
+  for (std::size_t row = 0; row < exact.size(); ++row) {
+    for (std::size_t i = 0; i < exact[row].size(); ++i, ++count) {
+      squares +=
+          std::pow(static_cast<double>(estimate[row][i]) - static_cast<double>(exact[row][i]), 2);
+    }
   }
-  const double deviation = std::sqrt(squares / static_cast<double>(exact.size()));
+  const double deviation = std::sqrt(squares / count);
   EXPECT_LT(deviation, 1.3 * step / std::sqrt(12.0));
   EXPECT_GT(deviation, 0.0);
 }
@@ -188,10 +353,55 @@ TEST_P(BuildIndex, NamesTheHeadOfAKeyThatIsNoNumber) {
   if (backend == nullptr) return;
   Random random(testing::seed(16));
   for (const float strange : {std::nanf(""), -std::numeric_limits<float>::infinity()}) {
-    AttentionCase c = random_keys(random, {1, 4, 2, 64, DType::bf16}, 2 * kPageTokens);
-    testing::set_row_element(c, 1, 200, 63, strange);
-    EXPECT_EQ(IndexedCase(*backend, c, 4).bad(), (std::vector<std::int32_t>{0, 1}));
+    auto sequences = random_sequences(random, {1, 4, 2, 64, DType::bf16}, {300, 2 * kPageTokens});
+    testing::set_row_element(sequences[1], 1, 200, 63, strange);
+    IndexedCase prefilled(*backend, sequences, 4, 16);
+    prefilled.build();
+    EXPECT_EQ(prefilled.bad(), (std::vector<std::int32_t>{0, 0, 0, 1}));
+    IndexedCase stepped(*backend, sequences, 4, 16);
+    stepped.build_batch({{0, 255}, {1, 127}, {1, 254}});
+    EXPECT_EQ(stepped.bad(), std::vector<std::int32_t>(4));
+    stepped.build_batch({{0, 255}, {1, 255}});
+    EXPECT_EQ(stepped.bad(), (std::vector<std::int32_t>{0, 0, 0, 1}));
   }
+}
+
+// The reference tells of every page of the index that it reads, once for a KV head.
+TEST(ReferenceEstimate, TellsWhatItReads) {
+  struct Reads : cpu::ReferenceBackend {
+    void on_index_read(const cpu::IndexRead& read) override { all.push_back(read); }
+    std::vector<cpu::IndexRead> all;
+  };
+  Random random(testing::seed(20));
+  const KvShape shape = {1, 4, 2, 64, DType::bf16};
+  const auto sequences = random_sequences(random, shape, kLengths);
+  Reads backend;
+  IndexedCase index(backend, sequences, 4, 20);
+  index.build();
+  EstimateCase c;
+  c.tokens = {{2, 127}, {4, 639}};
+  c.q = random.normal(2 * 4 * 64);
+  const auto read = [&] {
+    backend.all.clear();
+    index.estimate(c);
+    std::size_t bytes = 0;
+    for (const cpu::IndexRead& one : backend.all) {
+      EXPECT_EQ(one.sequence, 4);
+      bytes += one.bytes;
+    }
+    return bytes;
+  };
+  EXPECT_EQ(read(), 2u * 4 * 64 * (64 + 4));  // KV heads, pages, channels, codes and scales
+  c.method = Selector::sparq;
+  c.channels = 16;
+  EXPECT_EQ(read(), 2u * 4 * 16 * (64 + 4));
+  c.method = Selector::quest;
+  EXPECT_EQ(read(), 2u * 4 * 64 * 8 * 2 * 2);  // sub-pages, two bounds of f16
+  c.method = Selector::int4;
+  c.candidates = {{}, {}, {1, 2, 300}, {511}};
+  EXPECT_EQ(read(), 3u * 64 * (64 + 4));
+  c.method = Selector::exact;
+  EXPECT_EQ(read(), 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, BuildIndex, ::testing::ValuesIn(testing::backends_by_kind()),

@@ -1,0 +1,32 @@
+// The reference backend's key index: what is built and what is estimated from it, fp64, plain
+// loops. See lib/selection.h for what the operations do.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "lib/backend.h"
+#include "lib/selection.h"
+
+namespace sluice::cpu {
+
+// What an estimate reads of a page of one KV head's index.
+struct IndexRead {
+  std::int32_t sequence = 0;
+  int head = 0;
+  std::int64_t page = 0;
+  std::size_t bytes = 0;
+};
+
+}  // namespace sluice::cpu
+
+namespace sluice::cpu::reference {
+
+void build_index(const BuildIndexParams& params);
+void build_batch(const BuildBatchParams& params);
+void estimate(
+    const EstimateParams& params,
+    const std::function<void(const IndexRead&)>& observe = [](const IndexRead&) {});
+
+}  // namespace sluice::cpu::reference

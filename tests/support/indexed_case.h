@@ -1,0 +1,242 @@
+// Sequences with a key index, in one backend's memory: rows in pages that lie anywhere, on the
+// device or at home or both, and tiles in slots of any order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "lib/backend.h"
+#include "lib/batch.h"
+#include "lib/selection.h"
+#include "tests/support/attention_cases.h"
+#include "tests/support/device.h"
+#include "tests/support/random.h"
+#include "tests/support/selection_cases.h"
+
+namespace sluice::testing {
+
+// What is asked of an index.
+struct EstimateCase {
+  std::vector<BatchToken> tokens;
+  std::vector<float> q;  // [tokens, query_heads, head_dim]
+  Selector method = Selector::int4;
+  int channels = 0;
+  bool skip_newest = false;
+  std::vector<std::vector<std::int32_t>> candidates = {};  // [tokens * kv_heads], or empty
+};
+
+class IndexedCase {
+ public:
+  // Sequences of one shape, whose KV heads have as many rows each. The index is yet to be built.
+  IndexedCase(Backend& backend, const std::vector<AttentionCase>& sequences, int bits,
+              std::uint64_t seed)
+      : backend_(backend), sequences_(sequences), shape_(sequences.front().shape) {
+    for (const AttentionCase& c : sequences) {
+      pages_ = std::max(pages_, (c.count(0) + kPageTokens - 1) / kPageTokens);
+    }
+    Random random(seed);
+    place_rows(random);
+    place_index(random, bits);
+    bad_ = backend.allocate(Tier::host, sequences.size() * heads() * sizeof(std::int32_t));
+    backend.synchronize();
+  }
+
+  // The index of all whole pages, from rows that follow each other.
+  void build() {
+    for (std::size_t i = 0; i < sequences_.size(); ++i) {
+      const AttentionCase& c = sequences_[i];
+      std::vector<Buffer> rows;
+      std::vector<RowSpan> spans;
+      for (const auto& of_head : c.rows) {
+        rows.push_back(upload(backend_, of_head));
+        spans.push_back({rows.back().data(), c.count(0)});
+      }
+      BuildIndexParams p;
+      p.shape = shape_;
+      p.index = view_;
+      p.sequence = static_cast<std::int32_t>(i);
+      p.pages = c.count(0) / kPageTokens;
+      p.rows = spans;
+      p.bad = flags();
+      if (p.pages > 0) backend_.build_index(p);
+      backend_.synchronize();
+    }
+  }
+
+  // As a step does it.
+  void build_batch(const std::vector<BatchToken>& tokens) {
+    const Buffer batch = upload(backend_, tokens);
+    backend_.synchronize();
+    backend_.build_batch({shape_, view_, batch_of(tokens, batch), rows_, flags()});
+    backend_.synchronize();
+  }
+
+  // The logits of every query head of every token, [tokens * query_heads].
+  std::vector<std::vector<float>> estimate(const EstimateCase& c) {
+    const Buffer q = upload(backend_, c.q);
+    const Buffer batch = upload(backend_, c.tokens);
+    EstimateParams p;
+    p.q = q.floats();
+    p.q_stride = std::int64_t{shape_.query_heads} * shape_.head_dim;
+    p.shape = shape_;
+    p.batch = batch_of(c.tokens, batch);
+    p.method = c.method;
+    p.channels = c.channels;
+    p.index = view_;
+    p.rows = rows_;
+    p.skip_newest = c.skip_newest;
+    Candidates candidates(backend_, c.candidates);
+    if (!c.candidates.empty()) p.candidates = &candidates.view;
+    const auto rows = static_cast<std::int64_t>(c.tokens.size()) * shape_.query_heads;
+    LogitMatrix logits(backend_, rows, p.batch.capacity);
+    p.logits = logits.view();
+    backend_.synchronize();
+    backend_.estimate(p);
+    const std::vector<float> all = logits.get();
+    std::vector<std::vector<float>> of_rows;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const auto first = all.begin() + row * p.batch.capacity;
+      of_rows.emplace_back(first, first + static_cast<std::int64_t>(positions(c, row).size()));
+    }
+    return of_rows;
+  }
+
+  // The positions of a row's logits, in their order.
+  std::vector<std::int64_t> positions(const EstimateCase& c, std::int64_t row) const {
+    const BatchToken& token = c.tokens[static_cast<std::size_t>(row / shape_.query_heads)];
+    std::vector<std::int64_t> all(static_cast<std::size_t>(token.page_first()));
+    std::iota(all.begin(), all.end(), 0);
+    if (!c.candidates.empty()) {
+      const auto& listed = c.candidates[static_cast<std::size_t>(row / shape_.group())];
+      all.assign(listed.begin(), listed.end());
+    }
+    for (std::int64_t t = token.page_first(); t < token.count() && !c.skip_newest; ++t) {
+      all.push_back(t);
+    }
+    return all;
+  }
+
+  std::vector<std::uint8_t> codes() { return download<std::uint8_t>(backend_, codes_); }
+  std::vector<std::uint16_t> scales() { return download<std::uint16_t>(backend_, scales_); }
+  std::vector<std::uint16_t> bounds() { return download<std::uint16_t>(backend_, bounds_); }
+  // [sequences, kv_heads]
+  std::vector<std::int32_t> bad() {
+    backend_.synchronize();
+    return {flags(), flags() + sequences_.size() * heads()};
+  }
+  // Where a page's bounds lie among bounds().
+  std::size_t bounds_of(std::size_t sequence, std::int64_t head, std::int64_t page) const {
+    const std::int64_t slot = slots_[sequence * static_cast<std::size_t>(view_.table_stride) +
+                                     static_cast<std::size_t>(page / kTilePages)];
+    PageBounds from_zero = view_.bounds;
+    return static_cast<std::size_t>(from_zero.of(shape_.head_dim, head, slot, page) -
+                                    from_zero.bounds);
+  }
+
+ private:
+  // Lists of all heads, in the backend's memory.
+  struct Candidates {
+    Candidates(Backend& backend, const std::vector<std::vector<std::int32_t>>& lists) {
+      for (const auto& list : lists) {
+        view.capacity = std::max(view.capacity, static_cast<std::int64_t>(list.size()) + 3);
+      }
+      std::vector<std::int32_t> all(lists.size() * static_cast<std::size_t>(view.capacity), -9);
+      found = backend.allocate(Tier::host, lists.size() * sizeof(HeadSelection));
+      view.heads = reinterpret_cast<HeadSelection*>(found.data());
+      for (std::size_t i = 0; i < lists.size(); ++i) {
+        std::copy(lists[i].begin(), lists[i].end(),
+                  all.begin() + static_cast<std::int64_t>(i) * view.capacity);
+        view.heads[i].count = static_cast<std::int32_t>(lists[i].size());
+      }
+      positions = upload(backend, all);
+      view.positions = reinterpret_cast<std::int32_t*>(positions.data());
+    }
+    Buffer positions, found;
+    SelectionView view;
+  };
+
+  std::size_t heads() const { return static_cast<std::size_t>(shape_.kv_heads); }
+  std::int32_t* flags() const { return reinterpret_cast<std::int32_t*>(bad_.data()); }
+
+  TokenBatch batch_of(const std::vector<BatchToken>& tokens, const Buffer& buffer) const {
+    return {reinterpret_cast<const BatchToken*>(buffer.data()),
+            static_cast<std::int64_t>(tokens.size()), pages_ * kPageTokens};
+  }
+
+  static std::vector<std::int32_t> shuffled(Random& random, std::size_t count) {
+    std::vector<std::int32_t> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    std::shuffle(numbers.begin(), numbers.end(), random.engine());
+    return numbers;
+  }
+
+  // Rows that no page has are NaN.
+  void place_rows(Random& random) {
+    const std::size_t pages = sequences_.size() * static_cast<std::size_t>(pages_);
+    const std::size_t page_bytes = kPageTokens * shape_.row_bytes();
+    const std::vector<std::int32_t> on_device = shuffled(random, pages);
+    const std::vector<std::int32_t> at_home = shuffled(random, pages);
+    std::vector<std::byte> device(heads() * pages * page_bytes, std::byte{0xff});
+    std::vector<std::byte> host = device;
+    std::vector<PageSlots> table(pages);
+    for (std::size_t i = 0; i < pages; ++i) {
+      const std::int64_t where = random.integer(0, 2);
+      if (where != 1) table[i].device = on_device[i];
+      if (where != 0) table[i].host = at_home[i];
+      const AttentionCase& c = sequences_[i / static_cast<std::size_t>(pages_)];
+      const std::size_t first = i % static_cast<std::size_t>(pages_) * page_bytes;
+      for (std::size_t head = 0; head < heads(); ++head) {
+        const std::vector<std::byte>& rows = c.rows[head];
+        if (first >= rows.size()) continue;
+        const std::size_t bytes = std::min(page_bytes, rows.size() - first);
+        const auto to = [&](std::vector<std::byte>& pool, std::int32_t slot) {
+          if (slot == PageSlots::kNone) return;
+          std::memcpy(&pool[(head * pages + static_cast<std::size_t>(slot)) * page_bytes],
+                      &rows[first], bytes);
+        };
+        to(device, table[i].device);
+        to(host, table[i].host);
+      }
+    }
+    device_ = upload(backend_, device);
+    host_ = backend_.allocate(Tier::host, host.size());
+    std::memcpy(host_.data(), host.data(), host.size());
+    table_ = upload(backend_, table);
+    rows_.device = device_.data();
+    rows_.host = host_.data();
+    rows_.device_stride = rows_.host_stride = static_cast<std::int64_t>(pages * page_bytes);
+    rows_.pages = reinterpret_cast<const PageSlots*>(table_.data());
+    rows_.table_stride = pages_;
+  }
+
+  void place_index(Random& random, int bits) {
+    view_.table_stride = (pages_ + kTilePages - 1) / kTilePages;
+    slots_ = shuffled(random, sequences_.size() * static_cast<std::size_t>(view_.table_stride));
+    view_.tiles.bits = bits;
+    view_.tiles.slots = view_.bounds.slots = static_cast<std::int64_t>(slots_.size());
+    const int d = shape_.head_dim;
+    const Tier tier = backend_.info().compute_tier;
+    codes_ = backend_.allocate(tier, view_.tiles.codes_bytes(shape_.kv_heads, d));
+    scales_ = backend_.allocate(tier, view_.tiles.scales_bytes(shape_.kv_heads, d));
+    bounds_ = backend_.allocate(tier, view_.bounds.bytes(shape_.kv_heads, d));
+    slot_table_ = upload(backend_, slots_);
+    view_.tiles.codes = codes_.data();
+    view_.tiles.scales = reinterpret_cast<std::uint16_t*>(scales_.data());
+    view_.bounds.bounds = reinterpret_cast<std::uint16_t*>(bounds_.data());
+    view_.slots = reinterpret_cast<const std::int32_t*>(slot_table_.data());
+  }
+
+  Backend& backend_;
+  const std::vector<AttentionCase>& sequences_;
+  KvShape shape_;
+  std::int64_t pages_ = 0;  // that a sequence may have
+  PagedRows rows_;
+  KeyIndexView view_;
+  std::vector<std::int32_t> slots_;  // [sequences, tiles]
+  Buffer device_, host_, table_, slot_table_, codes_, scales_, bounds_, bad_;
+};
+
+}  // namespace sluice::testing
