@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kAppendThreads)
     };
     put(device);
     put(host);
+#pragma unroll 1  // mostly one token
     for (std::int64_t t = token; t < end; ++t) {
       if (t > token) value = from_float<T>(p.v[t * p.stride + channel]);
       sum += to_float(value);

@@ -289,7 +289,8 @@ class Backend {
   // Issues work to the compute stream: what issue() issues. A backend may record that the first
   // time, when `recording` is null, and from then on only start the recording, which spares what
   // each launch costs. So issue() issues the same with the same pointers every time; it allocates
-  // nothing, waits for nothing and copies nothing from or to memory that is not this backend's.
+  // nothing, waits for nothing and copies only between memory that the backend has allocated or
+  // registered. The tokens and page tables of a batch are written before, not by issue().
   // The transfer stream takes part between order(compute, transfer) and order(transfer, compute).
   // If issue() throws, nothing is recorded; whether something was issued is left open.
   virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
