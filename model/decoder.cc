@@ -181,7 +181,6 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
   std::copy(tokens.begin(), tokens.end(), staged);
   backend_->replay(batch.recording(), [&] {
     const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
-    batch.issue_tokens();
     embed({staged, tokens.size()}, x);
     for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
       project(layer, x, {batch.tokens(), 0});

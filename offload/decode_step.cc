@@ -22,7 +22,10 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
   for (const BatchToken& token : tokens) longest = std::max(longest, token.count());
   capacity_ = std::min(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest))),
                        pool_->plan().context);
-  std::copy(tokens.begin(), tokens.end(), pool_->staged_tokens());
+  const CopyOp op = {reinterpret_cast<std::byte*>(pool_->tokens()),
+                     reinterpret_cast<const std::byte*>(tokens_.data()),
+                     tokens_.size() * sizeof(BatchToken)};
+  pool_->backend().copy({&op, 1}, Stream::compute);
 }
 
 KvPool::StepKind DecodeStep::kind() const {
@@ -41,13 +44,6 @@ bool DecodeStep::evicts() const {
 }
 
 bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer) && !evicts(); }
-
-void DecodeStep::issue_tokens() {
-  const CopyOp op = {reinterpret_cast<std::byte*>(pool_->tokens()),
-                     reinterpret_cast<const std::byte*>(pool_->staged_tokens()),
-                     tokens_.size() * sizeof(BatchToken)};
-  pool_->backend().copy({&op, 1}, Stream::compute);
-}
 
 void DecodeStep::append(int layer, const NewRows& rows) {
   AppendBatchParams params;

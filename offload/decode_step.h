@@ -17,13 +17,13 @@ class DecodeStep {
  public:
   explicit DecodeStep(KvPool& pool) : pool_(&pool) {}
 
-  // Under one of the pool's policies. Room was made for the tokens by KvPool::write().
+  // Under one of the pool's policies. Room was made for the tokens by KvPool::write(). Brings the
+  // tokens where the backend reads them, ahead of what the step issues: its first kernel may begin
+  // early, and reads them.
   void begin(std::span<const BatchToken> tokens, const Policy& policy);
 
   // Steps of the same kind issue the same work.
   KvPool::StepKind kind() const;
-  // Issued first: brings the step's tokens where the backend reads them.
-  void issue_tokens();
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
   // Whether a layer attends to everything, and its tokens can go through a TokenRun instead.

@@ -107,14 +107,11 @@ std::uint64_t IndexLayout::host_bytes() const {
   return selects() ? report_bytes() + bad_bytes() : 0;
 }
 
-std::uint64_t IndexLayout::state_bytes() const {
-  return static_cast<std::uint64_t>(batch) * sizeof(BatchToken);
-}
-
 std::uint64_t IndexLayout::table_bytes() const {
   const auto of_sequence = static_cast<std::uint64_t>(pages()) * sizeof(PageSlots) +
                            static_cast<std::uint64_t>(sequence_tiles()) * sizeof(std::int32_t);
-  return static_cast<std::uint64_t>(sequences) * of_sequence + state_bytes();
+  return static_cast<std::uint64_t>(sequences) * of_sequence +
+         static_cast<std::uint64_t>(batch) * sizeof(BatchToken);
 }
 
 std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens) {

@@ -55,7 +55,6 @@ struct IndexLayout {
   std::uint64_t report_bytes() const;  // of selections
   std::uint64_t bad_bytes() const;     // of keys that are NaN or Inf
   std::uint64_t table_bytes() const;   // of pages and tiles, and of a step's tokens
-  std::uint64_t state_bytes() const;   // of a step's tokens alone
 };
 
 // Blocks for sequences that have `tokens` different ones together.

@@ -23,7 +23,6 @@ class KvBatch {
   std::unique_ptr<Recording>& recording();
 
   // What a step issues, in this order; see DecodeStep.
-  void issue_tokens() { step_.issue_tokens(); }
   void append(int layer, const NewRows& rows) { step_.append(layer, rows); }
   void attend(int layer, const Queries& queries) { step_.attend(layer, queries); }
   void issue_report() { step_.issue_report(); }

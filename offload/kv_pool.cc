@@ -60,8 +60,7 @@ KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> pol
       tier(), sequences * static_cast<std::size_t>(layout_.pages()) * sizeof(PageSlots));
   tiles_ = backend.allocate(tier(), sequences * static_cast<std::size_t>(layout_.sequence_tiles()) *
                                         sizeof(std::int32_t));
-  tokens_ = backend.allocate(tier(), static_cast<std::size_t>(layout_.state_bytes()));
-  staged_ = backend.allocate(Tier::host, static_cast<std::size_t>(layout_.state_bytes()));
+  tokens_ = backend.allocate(tier(), static_cast<std::size_t>(layout_.batch) * sizeof(BatchToken));
   if (layout_.selects()) {
     sparse_ = std::make_unique<SparseAttention>(backend, layout_, tier());
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));

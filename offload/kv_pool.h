@@ -71,9 +71,8 @@ class KvPool {
   std::byte* window(int head) const;
   std::byte* stream(std::size_t buffer, int head) const;
   std::byte* arena() const { return stream_.data(); }
-  // The step's tokens where the backend reads them, and in host memory that it can copy from.
+  // The step's tokens where the backend reads them.
   BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
-  BatchToken* staged_tokens() const { return reinterpret_cast<BatchToken*>(staged_.data()); }
 
   SparseAttention* sparse() const { return sparse_.get(); }       // null if all policies are dense
   ImportantTokens* important() const { return important_.get(); }  // null if all prefill is
@@ -97,7 +96,6 @@ class KvPool {
   Buffer pages_;    // PageSlots [sequences, pages of one]
   Buffer tiles_;    // std::int32_t [sequences, tiles of one]
   Buffer tokens_;   // BatchToken [decode_batch]
-  Buffer staged_;   // likewise, host memory
   IndexLayout layout_;
   std::unique_ptr<SparseAttention> sparse_;
   std::unique_ptr<ImportantTokens> important_;

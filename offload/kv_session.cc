@@ -117,7 +117,6 @@ void KvSession::begin_step(Phase phase, std::int64_t tokens) {
     batch.push_back({sequence_, static_cast<std::int32_t>(length_ + i)});
   }
   decode_->begin(batch, policy_);
-  decode_->issue_tokens();
 }
 
 void KvSession::append(int layer, const NewRows& rows) {

@@ -146,7 +146,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.work_bytes = layout.work_bytes();
   plan.table_bytes = layout.table_bytes();
   plan.host_bytes = sizes.regions * host_region_bytes(request.shape, plan.home_rows()) +
-                    layout.host_bytes() + layout.state_bytes();
+                    layout.host_bytes();
   if (layout.zipvl) {
     plan.work_bytes +=
         ImportantTokens::work_bytes(request.shape, request.context, request.sequences);

@@ -91,7 +91,6 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
   const auto query_width = static_cast<std::size_t>(any.query_width());
   const auto key_width = static_cast<std::size_t>(any.key_width());
   std::vector<std::vector<float>> results(sessions.size());
-  batch.issue_tokens();
   for (int layer = 0; layer < any.shape().layers; ++layer) {
     const auto at = static_cast<std::size_t>(layer);
     std::vector<float> q, k, v;
