@@ -77,10 +77,9 @@ void KvSession::require_layer(int layer) const {
 }
 
 std::int64_t KvSession::decode_room() const {
-  const std::int64_t most = std::min(plan().chunk, plan().decode_batch);
+  if (pool_->sparse() == nullptr) return plan().chunk;
   // Tokens of one page: what becomes an index behind them serves the next step.
-  return pool_->sparse() == nullptr ? most
-                                    : std::min(most, kPageTokens - length_ % kPageTokens);
+  return std::min({plan().chunk, plan().decode_batch, kPageTokens - length_ % kPageTokens});
 }
 
 std::int32_t KvSession::begin_rows(Phase phase, std::int64_t tokens) {
@@ -111,7 +110,7 @@ void KvSession::begin_step(Phase phase, std::int64_t tokens) {
   const bool decodes = phase == Phase::decode;
   is_run_ = !decodes || (tokens > 1 && pool_->sparse() == nullptr);
   if (is_run_ || tokens > 1) run_->begin(sequence_, step_, begun);
-  if (!decodes) return;
+  if (is_run_) return;
   std::vector<BatchToken> batch;
   for (std::int64_t i = 0; i < tokens; ++i) {
     batch.push_back({sequence_, static_cast<std::int32_t>(length_ + i)});
@@ -151,7 +150,7 @@ void KvSession::attend(int layer, const Queries& queries) {
   }
   if (!attends_run(layer)) return decode_->attend(layer, queries);
   run_->attend(layer, queries);
-  if (phase_ == Phase::decode) return;  // counted token by token
+  if (!is_run_) return;  // counted token by token
   const Tier tier = pool_->tier();
   ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits()));
   ledger_.record(layer, Tier::host, tier, Cause::miss, traffic_of(plan().shape, run_->misses()));
@@ -184,7 +183,7 @@ void KvSession::end_step() {
                                       " has no rows of this step yet");
   }
   selection_.clear();
-  if (phase_ == Phase::decode) {
+  if (!is_run_) {
     decode_->issue_report();
     if (decode_->reports()) pool_->backend().synchronize();
     selection_ = decode_->finish(sequence_, ledger_);

@@ -17,12 +17,15 @@ class CountingBackend : public cpu::ReferenceBackend {
  public:
   using ReferenceBackend::ReferenceBackend;
 
+  // Rows at home are in memory that was registered; what else crosses are tables.
+  void register_host(std::byte* data, std::size_t bytes) override {
+    homes_.push_back({data, bytes});
+  }
+
   void copy(std::span<const CopyOp> ops, Stream stream) override {
     for (const CopyOp& op : ops) {
-      const bool from_device = on_device(op.from);
-      const bool to_device = on_device(op.to);
-      if (from_device && !to_device) device_to_host += op.bytes;
-      if (!from_device && to_device) host_to_device += op.bytes;
+      if (on_device(op.from) && is_home(op.to)) device_to_host += op.bytes;
+      if (is_home(op.from) && on_device(op.to)) host_to_device += op.bytes;
     }
     ReferenceBackend::copy(ops, stream);
   }
@@ -72,11 +75,13 @@ class CountingBackend : public cpu::ReferenceBackend {
     std::size_t bytes;
   };
 
-  bool on_device(const std::byte* data) const {
-    return std::any_of(blocks_.begin(), blocks_.end(), [&](const Block& block) {
+  static bool within(const std::vector<Block>& blocks, const std::byte* data) {
+    return std::any_of(blocks.begin(), blocks.end(), [&](const Block& block) {
       return data >= block.begin && data < block.begin + block.bytes;
     });
   }
+  bool on_device(const std::byte* data) const { return within(blocks_, data); }
+  bool is_home(const std::byte* data) const { return within(homes_, data); }
 
   std::byte* take(Tier tier, std::size_t bytes) override {
     std::byte* const data = ReferenceBackend::take(tier, bytes);
@@ -97,6 +102,7 @@ class CountingBackend : public cpu::ReferenceBackend {
   }
 
   std::vector<Block> blocks_;
+  std::vector<Block> homes_;
   bool in_run_ = false;
 };
 
