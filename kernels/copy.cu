@@ -3,6 +3,8 @@
 
 #include "kernels/copy.h"
 #include "kernels/early_launch.cuh"
+#include "kernels/heads.h"
+#include "kernels/paged.cuh"
 
 namespace sluice::cuda {
 namespace {
@@ -35,8 +37,9 @@ __device__ void copy_words(const CopyOp& op, std::size_t first, std::size_t last
   }
 }
 
+// The next kernel does not begin early: it may read what was copied before it waits for others, as
+// kernels of a step do with what stays the same during the step.
 __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ Pieces pieces) {
-  allow_next_kernel();
   const int block = static_cast<int>(blockIdx.x);
   int piece = 0;
   while (pieces.blocks_before[piece + 1] <= block) ++piece;
@@ -60,13 +63,27 @@ void launch_pieces(Pieces& pieces, const Launch& launch) {
   pieces.count = 0;
 }
 
+struct GatherArgs {
+  std::int64_t row_bytes = 0;  // a multiple of 16
+  int kv_heads = 0;
+  std::int64_t longest = 0;  // of counts
+  PagedRows rows;
+  std::int32_t sequence = 0;
+  const std::int32_t* positions = nullptr;  // [kv_heads, capacity], from the first to copy on
+  std::int64_t capacity = 0;
+  std::byte* to = nullptr;  // [kv_heads, to_rows, row_bytes]
+  std::int64_t to_rows = 0;
+  HeadCounts counts;
+};
+
 // Rows of all heads are numbered as if each had the longest head's count.
 __global__ void __launch_bounds__(kGatherThreads)
-    gather_kernel(const __grid_constant__ GatherParams p, std::int64_t longest) {
-  allow_next_kernel();
+    gather_kernel(const __grid_constant__ GatherArgs p) {
   wait_for_kernel_before();
-  const auto chunks_of_row = static_cast<std::int64_t>(p.row_bytes / sizeof(uint4));
-  const std::int64_t chunks = longest * p.kv_heads * chunks_of_row;
+  allow_next_kernel();
+  const PageSlots* const table = page_table_of(p.rows, p.sequence);
+  const std::int64_t chunks_of_row = p.row_bytes / static_cast<std::int64_t>(sizeof(uint4));
+  const std::int64_t chunks = p.longest * p.kv_heads * chunks_of_row;
   const std::int64_t stride = std::int64_t{kGatherThreads} * gridDim.x;
   const std::int64_t self = std::int64_t{kGatherThreads} * blockIdx.x + threadIdx.x;
   for (std::int64_t first = self; first < chunks; first += stride * kGatherAhead) {
@@ -79,16 +96,14 @@ __global__ void __launch_bounds__(kGatherThreads)
       if (chunk >= chunks) continue;
       const std::int64_t row = chunk / chunks_of_row;
       const std::int64_t column = chunk % chunks_of_row * static_cast<std::int64_t>(sizeof(uint4));
-      const int head = static_cast<int>(row / longest);
-      const std::int64_t number = row % longest;
+      const int head = static_cast<int>(row / p.longest);
+      const std::int64_t number = row % p.longest;
       if (number >= p.counts[head]) continue;
-      const std::int64_t position = p.positions[head * p.capacity + number];
-      const std::byte* const base = position < p.sources.resident_count[head]
-                                        ? p.sources.resident[head]
-                                        : p.sources.home[head];
-      data[i] = __ldcs(reinterpret_cast<const uint4*>(
-          base + position * static_cast<std::int64_t>(p.row_bytes) + column));
-      to[i] = p.to + (head * p.to_rows + number) * static_cast<std::int64_t>(p.row_bytes) + column;
+      const std::int32_t position = p.positions[head * p.capacity + number];
+      const PageSlots page = table[position / kPageTokens];
+      const std::byte* const from = row_of(p.rows, page, head, position, p.row_bytes);
+      data[i] = __ldcs(reinterpret_cast<const uint4*>(from + column));
+      to[i] = p.to + (head * p.to_rows + number) * p.row_bytes + column;
     }
 #pragma unroll
     for (int i = 0; i < kGatherAhead; ++i) {
@@ -112,14 +127,21 @@ void copy_pieces(std::span<const CopyOp> ops, const Launch& launch) {
   launch_pieces(pieces, launch);
 }
 
-void gather(const GatherParams& p, const Launch& launch) {
-  std::int64_t longest = p.counts.uniform;
-  if (p.counts.is_listed) {
-    longest = *std::max_element(p.counts.listed, p.counts.listed + p.kv_heads);
-  }
-  if (longest == 0 || p.kv_heads == 0) return;
-  launch_early("gather", gather_kernel, dim3(static_cast<unsigned>(p.blocks)), kGatherThreads, 0,
-               launch, p, longest);
+void gather(const GatherParams& p, const Launch& launch, int blocks) {
+  GatherArgs args;
+  args.longest = p.counts.empty() ? 0 : *std::max_element(p.counts.begin(), p.counts.end());
+  if (args.longest == 0) return;
+  args.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  args.kv_heads = p.shape.kv_heads;
+  args.rows = p.rows;
+  args.sequence = p.sequence;
+  args.positions = p.positions + p.first;
+  args.capacity = p.capacity;
+  args.to = p.to;
+  args.to_rows = p.to_rows;
+  args.counts = head_counts(p.counts);
+  launch_early("gather", gather_kernel, dim3(static_cast<unsigned>(blocks)), kGatherThreads, 0,
+               launch, args);
 }
 
 }  // namespace sluice::cuda

@@ -14,7 +14,6 @@
 #include "kernels/estimate.h"
 #include "kernels/gemm.h"
 #include "kernels/gemv.h"
-#include "kernels/heads.h"
 #include "kernels/key_index.h"
 #include "kernels/memory.h"
 #include "kernels/owners.h"
@@ -145,12 +144,16 @@ class CudaBackend : public Backend {
   void append_batch(const AppendBatchParams& params) override {
     cuda::append_batch(params, launch());
   }
-  void attend(const AttendParams& params) override;
+  void attend(const AttendParams& params) override { attend_prefill(params, launch()); }
+  void attend_batch(const AttendBatchParams& params) override { attend_decode(params, launch()); }
   void build_index(const BuildIndexParams& params) override { cuda::build_index(params, launch()); }
   void build_batch(const BuildBatchParams& params) override { cuda::build_batch(params, launch()); }
   void estimate(const EstimateParams& params) override { cuda::estimate(params, launch()); }
   void select(const SelectParams& params) override { cuda::select(params, launch()); }
-  void attend_selected(const AttendSelectedParams& params) override;
+  void attend_selected(const AttendSelectedParams& params) override {
+    attend_decode_selected(params, launch());
+  }
+  void gather(const GatherParams& params) override { cuda::gather(params, launch()); }
   void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) override {
@@ -186,7 +189,6 @@ class CudaBackend : public Backend {
   }
   const void* weight_of(const LinearParams& params) const;
   void copy_large(CopyOp op, cudaStream_t stream);
-  void attend_gathered(const AttendSelectedParams& params);
 
   int ordinal_;
   Workspace workspace_;
@@ -305,56 +307,6 @@ void CudaBackend::append(const AppendParams& params) {
   if (!at_once) copy_home(*this, params);
 }
 
-void CudaBackend::attend(const AttendParams& params) {
-  if (params.tokens == 1) {
-    attend_decode(params, launch());
-  } else {
-    attend_prefill(params, launch());
-  }
-}
-
-void CudaBackend::attend_selected(const AttendSelectedParams& params) {
-  if (params.tokens == 1) {
-    attend_decode_selected(params, launch());
-  } else {
-    attend_gathered(params);
-  }
-}
-
-// Many tokens: the host knows the counts, and every row serves all queries, so rows are gathered
-// and go through the kernels of dense attention, piece by piece.
-void CudaBackend::attend_gathered(const AttendSelectedParams& p) {
-  GatherParams rows;
-  std::int64_t longest = 0;
-  for (std::size_t head = 0; head < p.rows.size(); ++head) {
-    longest = std::max<std::int64_t>(longest, p.selected.heads[head].count);
-  }
-  rows.row_bytes = p.shape.row_bytes();
-  rows.kv_heads = p.shape.kv_heads;
-  rows.capacity = p.selected.capacity;
-  rows.sources = head_sources(p.rows);
-  rows.to = p.arena;
-  rows.to_rows = p.arena_rows;
-  std::vector<RowSpan> spans(p.rows.size());
-  AttendParams params = dense_of(p);
-  params.rows = spans;
-  std::int64_t first = 0;
-  do {
-    for (std::size_t head = 0; head < spans.size(); ++head) {
-      const std::int64_t left = p.selected.heads[head].count - first;
-      spans[head] = {p.arena + head * static_cast<std::size_t>(p.arena_rows) * rows.row_bytes,
-                     std::clamp<std::int64_t>(left, 0, p.arena_rows)};
-    }
-    rows.positions = p.selected.positions + first;
-    rows.counts = head_counts(spans);
-    gather(rows, launch());
-    params.first_row_position = first;
-    attend(params);
-    params.merge = true;
-    first += p.arena_rows;
-  } while (first < longest);
-  count_resident(p, launch());
-}
 
 void CudaBackend::order(Stream signalling, Stream waiting) {
   const cudaEvent_t event = events_[static_cast<std::size_t>(signalling)].get();

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <numbers>
 
 #include "kernels/decode_attention.h"
@@ -45,15 +46,25 @@ template <int kHeadDim, int kStages>
 __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
                        const DecodeRing<kHeadDim, kStages>& ring) {
   const auto bunch = static_cast<int>(blockIdx.y);
-  const bool reports = p.positions != nullptr && bunch == 0 &&
-                       threadIdx.x / kWarp == DecodeShape<kHeadDim>::kFirstFinishWarp;
+  const bool reports =
+      counts_resident(p) && threadIdx.x / kWarp == DecodeShape<kHeadDim>::kFirstFinishWarp;
   int segment = 0;
   for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), ++segment) {
-    if (reports && s.first == 0) report_resident(p, s.head);
     const DecodeSharers sharers = work.sharers_of(s);
     const auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.take_found(segment));
-    finish_segment(p, s.head, bunch, sharers, block);
+    const int resident = reports ? ring.take_resident(segment) : 0;
+    finish_segment(p, s, bunch, sharers, block, reports, resident);
     ring.release_found(segment);
+  }
+}
+
+// What is looked up for selected rows is asked for before anybody knows which: the tables of the
+// sequences, each by one block.
+__device__ __forceinline__ void prefetch_page_tables(const DecodeKernelParams& p) {
+  if (blockIdx.y != 0) return;
+  for (auto number = static_cast<int>(blockIdx.x); number < p.count;
+       number += static_cast<int>(gridDim.x)) {
+    prefetch_page_table(p.rows, p.tokens[number]);
   }
 }
 
@@ -64,163 +75,206 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
   using Fetch = DecodeFetch<kHeadDim, kStages>;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ typename Ring::Barriers barriers;
-  __shared__ typename Fetch::Positions positions;
+  __shared__ typename Fetch::Lookups lookups;
   const Ring ring(shared, barriers);
   if (threadIdx.x == 0) ring.init();
-  wait_for_kernel_before();
-  allow_next_kernel();
-  const DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
+  DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
+  if (p.selects()) {
+    prefetch_page_tables(p);
+    wait_for_kernel_before();
+  }
+  work.divide();
   __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  // Those that read or write memory wait for the kernel before, if that was not done above.
   if (warp < kDecodeWarps) {
     consume<T>(p, work, ring);
   } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
-    Fetch(p, work, ring, positions).run();
+    Fetch(p, work, ring, lookups).run();
   } else {
+    wait_for_kernel_before();
+    allow_next_kernel();
     finish(p, work, ring);
   }
 }
 
-// Shared memory that is not stages: what the kernel declares, and what it needs to know of a
-// thousand heads.
-constexpr int kDeclaredBytes = 3 << 10;
-constexpr int kBesideStages = 11 << 10;
+// Shared memory that the kernel declares, with some to spare for what is not named here.
+template <int kHeadDim, int kStages>
+constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim, kStages>::Barriers) +
+                               sizeof(typename DecodeFetch<kHeadDim, kStages>::Lookups) + 512;
 
-template <typename T, int kHeadDim, int kStages>
-void launch_stages(DecodeKernelParams& p, const Launch& launch, std::int64_t most_tiles,
-                   std::size_t head_bytes) {
-  const auto kernel = decode_kernel<T, kHeadDim, kStages>;
-  // One block on a multiprocessor keeps enough rows under way; with more of them whatever else is
-  // read waits for longer.
-  const int bunches = (p.group + kBunch - 1) / kBunch;
-  p.workers = static_cast<int>(
-      std::clamp<std::int64_t>(launch.device->multiprocessors / bunches, 1, most_tiles));
-  const std::int64_t partials = std::int64_t{bunches} * (p.workers + p.kv_heads);
-  p.partial_lse = reinterpret_cast<float2*>(p.partials + partials * kBunch * kHeadDim);
-  const auto* const scratch_end = reinterpret_cast<std::byte*>(p.partial_lse + partials * kBunch);
-  check(scratch_end <= launch.scratch + launch.scratch_bytes,
-        "decode attention: too little scratch memory");
-  check(reinterpret_cast<std::uintptr_t>(p.q) % 16 == 0, "decode attention: unaligned queries");
-  check(bunches * p.kv_heads <= Launch::kCounters, "decode attention: too many KV heads");
-  const std::size_t shared = DecodeRing<kHeadDim, kStages>::kBytes + head_bytes;
-  check(shared + kDeclaredBytes <= static_cast<std::size_t>(launch.device->shared_bytes),
-        "decode attention: too many KV heads");
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)),
-          "shared memory of decode attention");
-  launch_early("decode attention", kernel,
-               dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
-               DecodeShape<kHeadDim>::kThreads, shared, launch, p);
+// What a launch may have besides its declared memory and stages.
+template <int kHeadDim, int kStages>
+std::int64_t room_of(const DeviceLimits& device) {
+  return std::int64_t{device.shared_bytes} - kDeclaredBytes<kHeadDim, kStages> -
+         DecodeRing<kHeadDim, kStages>::kBytes;
 }
 
-// As many stages as keep about 100 KB under way, if shared memory has room for them.
-template <typename T, int kHeadDim>
-void launch_shape(DecodeKernelParams& p, const Launch& launch, std::int64_t most_tiles) {
-  constexpr int kStage = DecodeShape<kHeadDim>::kStageBytes;
-  constexpr int kMost = kHeadDim <= 64 ? 6 : kHeadDim <= 96 ? 4 : 3;
-  const bool differ = p.positions != nullptr || p.counts.is_listed;
-  const std::size_t head_bytes = differ ? DecodeWork::shared_bytes(p.kv_heads) : 0;
-  const std::size_t most = std::size_t{kMost} * kStage + head_bytes + kDeclaredBytes;
-  if (most <= static_cast<std::size_t>(launch.device->shared_bytes)) {
-    launch_stages<T, kHeadDim, kMost>(p, launch, most_tiles, head_bytes);
-  } else {
-    launch_stages<T, kHeadDim, 2>(p, launch, most_tiles, head_bytes);
+// Rows of all heads of one launch, at most.
+struct DecodeSize {
+  std::int64_t head_tiles = 1;
+  std::int64_t token_bytes = 0;  // of shared memory, beside the stages
+};
+
+// Scratch that a partial takes.
+template <int kHeadDim>
+constexpr std::int64_t kPartialBytes = kBunch*(kHeadDim * sizeof(float) + sizeof(float2)) +
+                                       sizeof(std::int32_t);
+
+// Tokens that one launch can serve: all but always all.
+template <int kHeadDim, int kStages>
+std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
+                            const DecodeSize& size, std::int64_t bunches, std::int64_t workers) {
+  constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t partials =
+      static_cast<std::int64_t>(launch.scratch_bytes) / kPartialBytes<kHeadDim> / bunches - workers;
+  std::int64_t tokens = std::min({std::int64_t{p.count}, partials / p.kv_heads,
+                                  Launch::kCounters / (bunches * p.kv_heads),
+                                  kMostTiles / (size.head_tiles * p.kv_heads)});
+  if (size.token_bytes > 0) {
+    const std::int64_t room = room_of<kHeadDim, kStages>(*launch.device);
+    const auto beside = static_cast<std::int64_t>(DecodeWork::kBytesBeside);
+    tokens = std::min(tokens, (room - beside) / size.token_bytes);
+  }
+  check(tokens > 0, "decode attention: too many KV heads");
+  return tokens;
+}
+
+// The parameters of `count` tokens from number `first` on.
+template <int kHeadDim>
+DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_t count) {
+  const std::int64_t heads = first * p.kv_heads;
+  const std::int64_t queries = heads * p.group;
+  const auto skip = [](auto& pointer, std::int64_t by) {
+    if (pointer != nullptr) pointer += by;
+  };
+  p.q += first * p.q_stride;
+  p.tokens += first;
+  p.count = static_cast<int>(count);
+  p.heads = p.count * p.kv_heads;
+  skip(p.positions, heads * p.capacity);
+  skip(p.selections, heads);
+  p.out += queries * kHeadDim;
+  p.lse += queries;
+  skip(p.alpha, queries);
+  skip(p.estimated_lse, queries);
+  skip(p.sums, heads * kHeadDim);
+  return p;
+}
+
+template <typename T, int kHeadDim, int kStages>
+void launch_stages(const DecodeKernelParams& all, const Launch& launch, const DecodeSize& size) {
+  const auto kernel = decode_kernel<T, kHeadDim, kStages>;
+  // Always the same, for calls that were recorded before start later.
+  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               launch.device->shared_bytes - kDeclaredBytes<kHeadDim, kStages>),
+          "shared memory of decode attention");
+  // One block on a multiprocessor keeps enough rows under way; with more of them whatever else is
+  // read waits for longer.
+  const int bunches = (all.group + kBunch - 1) / kBunch;
+  const int most_workers = std::max(1, launch.device->multiprocessors / bunches);
+  const std::int64_t at_once =
+      tokens_at_once<kHeadDim, kStages>(all, launch, size, bunches, most_workers);
+  for (std::int64_t first = 0; first < all.count; first += at_once) {
+    DecodeKernelParams p = part_of<kHeadDim>(all, first, std::min(at_once, all.count - first));
+    p.workers = static_cast<int>(std::min<std::int64_t>(most_workers, size.head_tiles * p.heads));
+    const std::int64_t partials = std::int64_t{bunches} * (p.workers + p.heads);
+    p.partial_lse = reinterpret_cast<float2*>(p.partials + partials * kBunch * kHeadDim);
+    p.partial_resident = reinterpret_cast<std::int32_t*>(p.partial_lse + partials * kBunch);
+    const std::size_t beside =
+        size.token_bytes > 0
+            ? DecodeWork::kBytesBeside + static_cast<std::size_t>(p.count * size.token_bytes)
+            : 0;
+    launch_early("decode attention", kernel,
+                 dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
+                 DecodeShape<kHeadDim>::kThreads, DecodeRing<kHeadDim, kStages>::kBytes + beside,
+                 launch, p);
   }
 }
 
-void run(DecodeKernelParams& p, const KvShape& shape, const Launch& launch,
-         std::int64_t most_tiles) {
-  dispatch_rows(shape.dtype, [&](auto element) {
-    dispatch_head_dim(shape.head_dim, [&](auto head_dim) {
-      launch_shape<decltype(element), head_dim()>(p, launch, most_tiles);
-    });
-  });
+// As many stages as keep about 100 KB under way, if shared memory has room for them and for what
+// all tokens need.
+template <typename T, int kHeadDim>
+void launch_shape(const DecodeKernelParams& p, const Launch& launch, const DecodeSize& size) {
+  constexpr int kMost = kHeadDim <= 64 ? 6 : kHeadDim <= 96 ? 4 : 3;
+  const auto wanted =
+      static_cast<std::int64_t>(DecodeWork::kBytesBeside) + p.count * size.token_bytes;
+  if (room_of<kHeadDim, kMost>(*launch.device) >= wanted) {
+    launch_stages<T, kHeadDim, kMost>(p, launch, size);
+  } else {
+    launch_stages<T, kHeadDim, 2>(p, launch, size);
+  }
 }
 
-DecodeKernelParams common_params(const KvShape& shape, const float* q, float scale, float* out,
-                                 float* lse, bool merge, const Launch& launch) {
+// Of AttendBatchParams or AttendSelectedParams.
+template <typename Params>
+DecodeKernelParams common_params(const Params& a, const Launch& launch) {
+  check(reinterpret_cast<std::uintptr_t>(a.q) % 16 == 0 && a.q_stride % 4 == 0,
+        "decode attention: unaligned queries");
+  check(reinterpret_cast<std::uintptr_t>(a.rows.pages) % sizeof(PageSlots) == 0,
+        "decode attention: unaligned table of pages");
+  check(a.batch.capacity > 0, "decode attention: a batch without room for positions");
   DecodeKernelParams p;
-  p.q = q;
-  p.kv_heads = shape.kv_heads;
-  p.group = shape.group();
-  p.scale = scale * std::numbers::log2e_v<float>;
-  p.out = out;
-  p.lse = lse;
-  p.merge = merge;
+  p.q = a.q;
+  p.q_stride = a.q_stride;
+  p.tokens = a.batch.tokens;
+  p.count = static_cast<int>(a.batch.count);
+  p.kv_heads = a.shape.kv_heads;
+  p.group = a.shape.group();
+  p.rows = a.rows;
+  p.scale = a.scale * std::numbers::log2e_v<float>;
+  p.out = a.out;
+  p.lse = a.lse;
   p.partials = reinterpret_cast<float*>(launch.scratch);
   p.finished = launch.counters;
   return p;
 }
 
-std::int64_t longest_of(const HeadCounts& counts, int kv_heads) {
-  return counts.is_listed ? *std::max_element(counts.listed, counts.listed + kv_heads)
-                          : counts.uniform;
-}
-
-std::int64_t most_tiles_of(std::int64_t rows, int kv_heads) {
-  return std::max<std::int64_t>(1, (rows + kTileRows - 1) / kTileRows) * kv_heads;
-}
-
-__global__ void resident_kernel(const __grid_constant__ DecodeKernelParams p) {
-  report_resident(p, static_cast<int>(blockIdx.x));
-}
-
-DecodeKernelParams selected_params(const AttendSelectedParams& a, const Launch& launch) {
-  DecodeKernelParams p = common_params(a.shape, a.q, a.scale, a.out, a.lse, a.merge, launch);
-  const HeadSources sources = head_sources(a.rows);
-  p.rows = sources.resident;
-  p.home = sources.home;
-  p.resident = sources.resident_count;
-  p.positions = a.selected.positions;
-  p.capacity = a.selected.capacity;
-  p.heads = a.selected.heads;
-  p.newest = head_rows(a.newest);
-  p.counts = head_counts(a.newest);
-  p.visible = a.first_query + 1;
-  p.alpha = a.alpha;
-  p.estimated_lse = a.estimated_lse;
-  p.sums = a.mean.sums;
-  if (p.sums != nullptr) p.share = 1.0f / static_cast<float>(a.mean.count);
-  return p;
+// Heads have at most so many rows.
+void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch,
+         std::int64_t rows) {
+  DecodeSize size;
+  size.head_tiles = (rows - 1) / kTileRows + 1;
+  const bool differ = p.selects() || p.count > 1;
+  if (differ) size.token_bytes = static_cast<std::int64_t>(DecodeWork::token_bytes(p.kv_heads));
+  dispatch_rows(shape.dtype, [&](auto element) {
+    dispatch_head_dim(shape.head_dim, [&](auto head_dim) {
+      launch_shape<decltype(element), head_dim()>(p, launch, size);
+    });
+  });
 }
 
 }  // namespace
 
 bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
+  // Of these one token has no more than several hundred KV heads.
+  constexpr std::int64_t kBesideStages = 6 << 10;
   bool fits = false;
   dispatch_head_dim(head_dim, [&](auto constant) {
-    constexpr int kStage = DecodeShape<decltype(constant)::value>::kStageBytes;
-    fits = 2 * kStage + kBesideStages <= device.shared_bytes;
+    fits = room_of<decltype(constant)::value, 2>(device) >= kBesideStages;
   });
   return fits;
 }
 
-void attend_decode(const AttendParams& a, const Launch& launch) {
-  check(a.tokens == 1, "attend_decode is for one token");
-  DecodeKernelParams p = common_params(a.shape, a.q, a.scale, a.out, a.lse, a.merge, launch);
-  p.rows = head_rows(a.rows);
-  p.counts = head_counts(a.rows);
-  p.visible = std::max<std::int64_t>(0, a.first_query_position + 1 - a.first_row_position);
-  const std::int64_t longest = std::min(longest_of(p.counts, p.kv_heads), p.visible);
-  run(p, a.shape, launch, most_tiles_of(longest, p.kv_heads));
+void attend_decode(const AttendBatchParams& a, const Launch& launch) {
+  if (a.batch.count == 0) return;
+  run(common_params(a, launch), a.shape, launch, a.batch.capacity);
 }
 
 void attend_decode_selected(const AttendSelectedParams& a, const Launch& launch) {
-  check(a.tokens == 1, "attend_decode_selected is for one token");
-  check(a.alpha != nullptr || (a.estimated_lse == nullptr && a.mean.sums == nullptr),
+  if (a.batch.count == 0) return;
+  check(a.alpha != nullptr || (a.estimated_lse == nullptr && a.value_sums == nullptr),
         "attend_decode_selected: no alpha");
-  check(!a.merge || a.alpha == nullptr, "attend_decode_selected: alpha of a partial");
-  check(reinterpret_cast<std::uintptr_t>(a.mean.sums) % 16 == 0,
+  check(reinterpret_cast<std::uintptr_t>(a.value_sums) % 16 == 0,
         "attend_decode_selected: unaligned sums of values");
-  DecodeKernelParams p = selected_params(a, launch);
-  run(p, a.shape, launch,
-      most_tiles_of(a.selected.capacity + longest_of(p.counts, p.kv_heads), p.kv_heads));
-}
-
-void count_resident(const AttendSelectedParams& a, const Launch& launch) {
-  const DecodeKernelParams p = selected_params(a, launch);
-  resident_kernel<<<static_cast<unsigned>(p.kv_heads), kWarp, 0, launch.stream>>>(p);
-  require_launch("counting resident rows");
+  DecodeKernelParams p = common_params(a, launch);
+  p.positions = a.selected.positions;
+  p.capacity = a.selected.capacity;
+  p.selections = a.selected.heads;
+  p.alpha = a.alpha;
+  p.estimated_lse = a.estimated_lse;
+  p.sums = a.value_sums;
+  run(p, a.shape, launch, std::min(a.batch.capacity, a.selected.capacity + kPageTokens));
 }
 
 }  // namespace sluice::cuda

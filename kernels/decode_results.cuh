@@ -25,14 +25,6 @@ struct DecodeResult {
   float2 lse;    // log-sum-exp in base 2, of all rows and of the newest alone
 };
 
-// a x + b y, but for what has no weight.
-__device__ __forceinline__ float4 mix(float a, const float4& x, float b, const float4& y) {
-  const auto one = [&](float p, float q) {
-    return (a == 0.0f ? 0.0f : a * p) + (b == 0.0f ? 0.0f : b * q);
-  };
-  return make_float4(one(x.x, y.x), one(x.y, y.y), one(x.z, y.z), one(x.w, y.w));
-}
-
 // What a sum of values is whose weights, relative to logit `top`, are `total` together.
 __device__ __forceinline__ DecodeResult normalised(const float4& sum, float2 total, float top) {
   if (total.x == 0.0f) {
@@ -49,13 +41,15 @@ struct DecodeGiven {
   float estimated_lse = INFINITY;
   float4 mean = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of all tokens' values, of four channels
 
-  // `value` is where the four channels are among those of all KV heads.
-  __device__ DecodeGiven(const DecodeKernelParams& p, std::int64_t query, std::int64_t value) {
+  // `value` is where the four channels are among those of all heads, `share` of whose sums is the
+  // mean.
+  __device__ DecodeGiven(const DecodeKernelParams& p, std::int64_t query, std::int64_t value,
+                         float share) {
     if (p.alpha != nullptr) alpha = p.alpha[query];
     if (p.estimated_lse != nullptr) estimated_lse = p.estimated_lse[query];
     if (p.sums == nullptr) return;
     const float4 sum = *reinterpret_cast<const float4*>(p.sums + value);
-    mean = make_float4(sum.x * p.share, sum.y * p.share, sum.z * p.share, sum.w * p.share);
+    mean = make_float4(sum.x * share, sum.y * share, sum.z * share, sum.w * share);
   }
 
   // Alpha once the newest rows, of this log-sum-exp, have their share.
@@ -96,41 +90,30 @@ __device__ void for_channels(const Body& body) {
   }
 }
 
-// Writes results of a bunch of queries, or merges them with what is there. All finishing warps call
-// it; result(query, channel) gives each.
+// Writes results of a bunch of queries. All finishing warps call it; result(query, channel) gives
+// each.
 template <int kHeadDim, typename Result>
-__device__ void write_results(const DecodeKernelParams& p, int head, int bunch, int queries,
-                              const Result& result) {
-  const std::int64_t first_query = static_cast<std::int64_t>(head) * p.group + bunch * kBunch;
+__device__ void write_results(const DecodeKernelParams& p, const DecodeSegment& s, int bunch,
+                              int queries, const Result& result) {
+  const std::int64_t first_query = static_cast<std::int64_t>(s.head) * p.group + bunch * kBunch;
+  const float share = __fdividef(1.0f, static_cast<float>(s.token.position) + 1.0f);
   for_queries<kHeadDim>(queries, [&](int query) {
     const std::int64_t at = first_query + query;
-    float new_lse = -INFINITY;
-    float new_alpha = 0.0f;
+    float lse = -INFINITY;
+    float alpha = 0.0f;
     for_channels<kHeadDim>([&](int channel) {
-      const DecodeGiven given(p, at, std::int64_t{head} * kHeadDim + channel);
+      const DecodeGiven given(p, at, std::int64_t{s.head} * kHeadDim + channel, share);
       const DecodeResult own = result(query, channel);
-      const float lse = own.lse.x * kLn2;
-      auto& out = *reinterpret_cast<float4*>(p.out + at * kHeadDim + channel);
-      if (!p.merge) {
-        new_lse = lse;
-        new_alpha = given.alpha_with(own.lse.y * kLn2);
-        out = p.sums == nullptr ? own.value : given.compensate(own.value, new_alpha);
-        return;
-      }
-      const float old = p.lse[at];
-      new_lse = old;
-      if (own.lse.x == -INFINITY) return;
-      const float highest = fmaxf(old, lse);
-      const float a = old == -INFINITY ? 0.0f : expf(old - highest);
-      const float b = expf(lse - highest);
-      out = mix(a / (a + b), out, b / (a + b), own.value);
-      new_lse = highest + logf(a + b);
+      lse = own.lse.x * kLn2;
+      alpha = given.alpha_with(own.lse.y * kLn2);
+      *reinterpret_cast<float4*>(p.out + at * kHeadDim + channel) =
+          p.sums == nullptr ? own.value : given.compensate(own.value, alpha);
     });
-    // Every lane has read the old log-sum-exp and alpha before one of them replaces it.
+    // Every lane has read the old alpha before it is replaced.
     __syncwarp();
     if (threadIdx.x % kWarp != 0) return;
-    p.lse[at] = new_lse;
-    if (p.estimated_lse != nullptr) p.alpha[at] = new_alpha;
+    p.lse[at] = lse;
+    if (p.estimated_lse != nullptr) p.alpha[at] = alpha;
   });
 }
 
@@ -213,7 +196,7 @@ struct DecodeMerge {
 // a slot.
 __device__ __forceinline__ std::int64_t slot_of(const DecodeKernelParams& p, int bunch, int worker,
                                                 int head) {
-  return static_cast<std::int64_t>(bunch) * (p.workers + p.kv_heads) + worker + head;
+  return static_cast<std::int64_t>(bunch) * (p.workers + p.heads) + worker + head;
 }
 
 template <int kHeadDim>
@@ -242,26 +225,40 @@ __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers
   return is_last;
 }
 
-// Brings what the block found of a segment to where it belongs.
-template <int kHeadDim>
-__device__ void finish_segment(const DecodeKernelParams& p, int head, int bunch,
-                               const DecodeSharers& sharers, const DecodeBlock<kHeadDim>& block) {
-  const int queries = min(kBunch, p.group - bunch * kBunch);
-  if (sharers.count == 1) return write_results<kHeadDim>(p, head, bunch, queries, block);
-  store_partial(p, slot_of(p, bunch, static_cast<int>(blockIdx.x), head), queries, block);
-  std::uint32_t* const finished = p.finished + static_cast<std::int64_t>(bunch) * p.kv_heads + head;
-  if (!finish_part<kHeadDim>(finished, sharers.count)) return;
-  const std::int64_t slot = slot_of(p, bunch, sharers.first, head);
-  const DecodeMerge<kHeadDim> merge{p.partials + slot * kBunch * kHeadDim,
-                                    p.partial_lse + slot * kBunch, sharers.count};
-  write_results<kHeadDim>(p, head, bunch, queries, merge);
+// One warp says how many rows of a head were on the device.
+__device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int head, int rows) {
+  if (threadIdx.x % kWarp == 0) p.selections[head].resident = rows;
 }
 
-// One warp reports how many rows of a head were where they already lay.
-__device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int head) {
-  const int count =
-      count_below(p.positions + head * p.capacity, p.heads[head].count, p.resident[head]);
-  if (threadIdx.x % kWarp == 0) p.heads[head].resident = count;
+// Brings what the block found of a segment to where it belongs. One warp `reports` how many of its
+// selected rows were on the device.
+template <int kHeadDim>
+__device__ void finish_segment(const DecodeKernelParams& p, const DecodeSegment& s, int bunch,
+                               const DecodeSharers& sharers, const DecodeBlock<kHeadDim>& block,
+                               bool reports, int resident) {
+  const int queries = min(kBunch, p.group - bunch * kBunch);
+  if (sharers.count == 1) {
+    if (reports) report_resident(p, s.head, resident);
+    return write_results<kHeadDim>(p, s, bunch, queries, block);
+  }
+  const std::int64_t own = slot_of(p, bunch, static_cast<int>(blockIdx.x), s.head);
+  store_partial(p, own, queries, block);
+  if (reports && threadIdx.x % kWarp == 0) __stcg(p.partial_resident + own, resident);
+  std::uint32_t* const finished = p.finished + static_cast<std::int64_t>(bunch) * p.heads + s.head;
+  if (!finish_part<kHeadDim>(finished, sharers.count)) return;
+  const std::int64_t slot = slot_of(p, bunch, sharers.first, s.head);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  // Asked for ahead of the partials, looked at behind them.
+  const bool adds = reports && lane < sharers.count;
+  int sum = adds ? __ldcg(p.partial_resident + slot + lane) : 0;
+  const DecodeMerge<kHeadDim> merge{p.partials + slot * kBunch * kHeadDim,
+                                    p.partial_lse + slot * kBunch, sharers.count};
+  write_results<kHeadDim>(p, s, bunch, queries, merge);
+  if (!reports) return;
+  for (int i = lane + kWarp; i < sharers.count; i += kWarp) {
+    sum += __ldcg(p.partial_resident + slot + i);
+  }
+  report_resident(p, s.head, __reduce_add_sync(kAllLanes, sum));
 }
 
 }  // namespace sluice::cuda

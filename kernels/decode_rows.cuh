@@ -3,6 +3,7 @@
 
 #include "kernels/barriers.cuh"
 #include "kernels/decode_work.cuh"
+#include "kernels/early_launch.cuh"
 
 namespace sluice::cuda {
 
@@ -21,6 +22,7 @@ class DecodeRing {
     // is finished, so that there are never more than there are stages.
     std::uint64_t found[kStages];
     int found_in[kStages];
+    int resident[kStages];  // selected rows of a segment that were on the device
   };
 
   // `stages` [kBytes] and `barriers` are shared memory.
@@ -33,6 +35,7 @@ class DecodeRing {
       barrier_init(shared_address(&barriers_.full[i]), Shape::kFetchWarps * kWarp);
       barrier_init(shared_address(&barriers_.empty[i]), kDecodeWarps);
       barrier_init(shared_address(&barriers_.found[i]), kDecodeWarps * kWarp);
+      barriers_.resident[i] = 0;
     }
     if constexpr (kBulkCopies) barrier_init_fence();
   }
@@ -71,6 +74,18 @@ class DecodeRing {
     barrier_wait(found(segment), static_cast<std::uint32_t>(segment / kStages % 2));
     return stages_ + barriers_.found_in[segment % kStages] * Shape::kStageBytes;
   }
+  // So many more of a segment's selected rows were on the device; before they arrive.
+  __device__ void add_resident(int segment, int rows) const {
+    atomicAdd(&barriers_.resident[segment % kStages], rows);
+  }
+  // How many were, after take_found(). One warp.
+  __device__ int take_resident(int segment) const {
+    int& resident = barriers_.resident[segment % kStages];
+    const int rows = resident;
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) resident = 0;
+    return rows;
+  }
   // This warp is done with what take_found() gave.
   __device__ void release_found(int segment) const {
     const int stage = barriers_.found_in[segment % kStages];
@@ -105,40 +120,54 @@ class DecodeFetch {
   using Ring = DecodeRing<kHeadDim, kStages>;
 
  public:
-  // Positions are asked for so many tiles before their rows are: memory that is busy with rows
-  // answers late.
-  static constexpr int kAhead = 8;
-  using Positions = std::int32_t[kAhead][kTileRows];
+  // Pages are looked up so many tiles before rows are asked for, and positions as many before that:
+  // memory that is busy with rows answers late.
+  static constexpr unsigned kAhead = kStages < 4 ? 4 : 8;
 
-  // `positions` is shared memory.
+  // What each lane looked up for its rows of the tiles to come.
+  struct Lookups {
+    std::int32_t positions[2 * kAhead][kTileRows];
+    int2 pages[kAhead][kTileRows];  // PageSlots
+  };
+
+  // `lookups` is shared memory.
   __device__ DecodeFetch(const DecodeKernelParams& p, const DecodeWork& work, const Ring& ring,
-                         Positions& positions)
+                         Lookups& lookups)
       : p_(p),
         work_(work),
         ring_(ring),
-        positions_(positions),
+        lookups_(lookups),
         lane_(static_cast<int>(threadIdx.x) % kWarp),
         first_row_((static_cast<int>(threadIdx.x) / kWarp - kDecodeWarps) * Shape::kFetchRows) {}
 
-  // The whole warp.
+  // The whole warp. At step i the positions of tile i are asked for, the pages of tile i - kAhead
+  // and the rows of tile i - 2 kAhead.
   __device__ void run() {
-    static_assert(kStages < kAhead, "tiles that are under way would delay positions");
+    static_assert(kStages < static_cast<int>(kAhead),
+                  "tiles that are under way would delay what is looked up");
     Tile tile = first();
-    Tile ahead = tile;
+    if (!tile.segment.exists()) return;
+    Tile paged = tile;
+    Tile listed = tile;
 #pragma unroll 1
-    for (int i = 0; i < kAhead; ++i) look_up(ahead, i);
-#pragma unroll 1
-    for (int slot = 0; tile.segment.exists(); slot = (slot + 1) % kAhead) {
-      if (p_.positions != nullptr) copy_async_wait<kAhead - 1>();
-      ring_.wait_empty();
-      if constexpr (kBulkCopies) {
-        fetch_bulk(tile, positions_[slot]);
-      } else {
-        fetch_chunks(tile, positions_[slot]);
+    for (unsigned step = p_.selects() ? 0 : kAhead;; ++step) {
+      copy_async_wait<kAhead - 1>();
+      if (step >= 2 * kAhead) {
+        if (!tile.segment.exists()) return;
+        // Pages are what they were before that kernel; queries and rows are not.
+        if (step == 2 * kAhead) wait_for_kernel_before();
+        ring_.wait_empty();
+        if constexpr (kBulkCopies) {
+          fetch_bulk(tile, step);
+        } else {
+          fetch_chunks(tile, step);
+        }
+        ring_.advance();
+        advance(tile);
       }
-      ring_.advance();
-      look_up(ahead, slot);
-      advance(tile);
+      if (step >= kAhead) look_up_pages(paged, step);
+      if (p_.selects()) look_up_positions(listed, step);
+      copy_async_commit();
     }
   }
 
@@ -148,69 +177,103 @@ class DecodeFetch {
   struct Tile {
     DecodeSegment segment;
     int number = 0;
+    int turn = 0;  // of the segment among the block's
   };
 
   __device__ Tile first() const {
     const DecodeSegment segment = work_.first();
-    return {segment, segment.first};
+    return {segment, segment.first, 0};
   }
   __device__ void advance(Tile& tile) const {
     if (++tile.number < tile.segment.last) return;
     tile.segment = work_.after(tile.segment);
     tile.number = tile.segment.first;
+    ++tile.turn;
   }
 
-  // Asks for the positions of a tile, each lane for the one that it needs, and goes to the next.
-  __device__ void look_up(Tile& tile, int slot) const {
-    if (p_.positions == nullptr) return;
-    if (tile.segment.exists()) {
-      const std::int32_t* const positions = p_.positions + tile.segment.head * p_.capacity;
-      const int row = first_row_ + lane_;
-      const int number = tile.number * kTileRows + row;
-      if (lane_ < Shape::kFetchRows && number < tile.segment.selected) {
-        copy_async_word(&positions_[slot][row], positions + number);
-      }
-      advance(tile);
-    }
-    copy_async_commit();
-  }
-
-  // Where a head's rows after the selected are, which are all without positions.
-  __device__ const std::byte* in_turn(const DecodeSegment& s, int row) const {
-    const HeadRows& rows = p_.positions == nullptr ? p_.rows : p_.newest;
-    return rows[s.head] + std::int64_t{row - s.selected} * Shape::kRowBytes;
-  }
-
-  // Where this lane's row of a tile is.
-  __device__ const std::byte* row(const Tile& tile, const std::int32_t* positions) const {
-    const DecodeSegment& s = tile.segment;
-    const int row = tile.number * kTileRows + first_row_ + lane_;
-    if (row >= s.selected) return in_turn(s, row);
-    const std::int32_t position = positions[first_row_ + lane_];
-    const HeadRows& rows = position < p_.resident[s.head] ? p_.rows : p_.home;
-    return rows[s.head] + static_cast<std::int64_t>(position) * Shape::kRowBytes;
-  }
+  // The first of the warp's rows of a tile, among those of the head.
+  __device__ int first_row(const Tile& tile) const { return tile.number * kTileRows + first_row_; }
   // How many of the warp's rows of a tile exist.
   __device__ int count(const Tile& tile) const {
     return max(0, min(Shape::kFetchRows, tile.segment.count(tile.number) - first_row_));
+  }
+  // Whether the warp's rows come in lots, for none of them is found by position: a lot does not
+  // straddle pages.
+  __device__ bool in_lots(const Tile& tile) const {
+    return kBulkCopies && first_row(tile) >= tile.segment.selected;
+  }
+  // Of the warp's rows the one that this lane finds: its own, or the first of its lot. It may not
+  // exist.
+  __device__ int own_row(const Tile& tile) const {
+    return in_lots(tile) ? lane_ * Shape::kLotRows : lane_;
   }
   __device__ bool brings_queries(const Tile& tile) const {
     return first_row_ == 0 && tile.number == tile.segment.first;
   }
 
+  // Asks for the positions of a tile, and goes to the next.
+  __device__ void look_up_positions(Tile& tile, unsigned step) const {
+    if (!tile.segment.exists()) return;
+    const int row = first_row(tile) + lane_;
+    if (lane_ < Shape::kFetchRows && row < tile.segment.selected) {
+      copy_async_word(&lookups_.positions[step % (2 * kAhead)][first_row_ + lane_],
+                      p_.positions + tile.segment.head * p_.capacity + row);
+    }
+    advance(tile);
+  }
+
+  // The position of this lane's row of a tile whose positions were asked for at step `asked`.
+  __device__ std::int32_t position(const Tile& tile, unsigned asked) const {
+    const DecodeSegment& s = tile.segment;
+    const int row = first_row(tile) + own_row(tile);
+    if (row < s.selected) return lookups_.positions[asked % (2 * kAhead)][first_row_ + lane_];
+    return p_.selects() ? page_first_of(s.token) + row - s.selected : row;
+  }
+
+  // Asks for the pages of a tile, and goes to the next.
+  __device__ void look_up_pages(Tile& tile, unsigned step) const {
+    if (!tile.segment.exists()) return;
+    if (own_row(tile) < count(tile)) {
+      const PageSlots* const table = page_table_of(p_.rows, tile.segment.token.sequence);
+      copy_async_page(&lookups_.pages[step % kAhead][first_row_ + lane_],
+                      table + position(tile, step - kAhead) / kPageTokens);
+    }
+    advance(tile);
+  }
+
+  // Where this lane's row of a tile is; something readable if there is none, which the queries are.
+  // Counts those that were selected and are on the device.
+  __device__ const std::byte* find(const Tile& tile, unsigned step) const {
+    const DecodeSegment& s = tile.segment;
+    const auto* from = reinterpret_cast<const std::byte*>(p_.q);
+    bool resident = false;
+    if (own_row(tile) < count(tile)) {
+      const int2 found = lookups_.pages[step % kAhead][first_row_ + lane_];
+      const PageSlots page{found.x, found.y};
+      from = row_of(p_.rows, page, s.kv_head, position(tile, step - 2 * kAhead), Shape::kRowBytes);
+      resident = first_row(tile) + own_row(tile) < s.selected && is_on_device(page);
+    }
+    if (counts_resident(p_)) {
+      const int rows = __popc(__ballot_sync(kAllLanes, resident));
+      if (lane_ == 0 && rows > 0) ring_.add_resident(tile.turn, rows);
+    }
+    return from;
+  }
+
   __device__ const float* queries(const DecodeSegment& s) const {
-    const std::int64_t first = static_cast<std::int64_t>(s.head) * p_.group + blockIdx.y * kBunch;
-    return p_.q + first * kHeadDim;
+    const std::int64_t head = std::int64_t{s.kv_head} * p_.group + blockIdx.y * kBunch;
+    return p_.q + s.number * p_.q_stride + head * kHeadDim;
   }
   __device__ int query_bytes() const {
     const int count = min(kBunch, p_.group - static_cast<int>(blockIdx.y) * kBunch);
     return count * kHeadDim * static_cast<int>(sizeof(float));
   }
 
-  __device__ void fetch_bulk(const Tile& tile, const std::int32_t* positions) const {
+  __device__ void fetch_bulk(const Tile& tile, unsigned step) const {
     std::byte* const to = ring_.stage();
     const std::uint32_t full = ring_.full();
     const int existing = count(tile);
+    const std::byte* const from = find(tile, step);
     if (existing < Shape::kFetchRows) clear(to, existing);
     if (lane_ == 0) {
       const int bytes = existing * Shape::kRowBytes + (brings_queries(tile) ? query_bytes() : 0);
@@ -223,18 +286,11 @@ class DecodeFetch {
       copy_bulk(to + Shape::kTileBytes, queries(tile.segment),
                 static_cast<std::uint32_t>(query_bytes()), full);
     }
-    const int first = tile.number * kTileRows + first_row_;
-    if (first < tile.segment.selected) {
-      if (lane_ >= existing) return;
-      copy_bulk(to + Shape::place(first_row_ + lane_), row(tile, positions), Shape::kRowBytes,
-                full);
-      return;
-    }
-    const int before = lane_ * Shape::kLotRows;
-    if (before >= existing) return;
-    const int bytes = min(Shape::kLotRows, existing - before) * Shape::kRowBytes;
-    copy_bulk(to + Shape::place(first_row_ + before), in_turn(tile.segment, first + before),
-              static_cast<std::uint32_t>(bytes), full);
+    const int own = own_row(tile);
+    if (own >= existing) return;
+    const int rows = in_lots(tile) ? min(Shape::kLotRows, existing - own) : 1;
+    copy_bulk(to + Shape::place(first_row_ + own), from,
+              static_cast<std::uint32_t>(rows * Shape::kRowBytes), full);
   }
 
   // The warp's rows from `existing` on become zero: they have no weight, but what was there may be
@@ -249,12 +305,10 @@ class DecodeFetch {
     shared_write_fence();
   }
 
-  __device__ void fetch_chunks(const Tile& tile, const std::int32_t* positions) const {
+  __device__ void fetch_chunks(const Tile& tile, unsigned step) const {
     std::byte* const to = ring_.stage();
     const int existing = count(tile);
-    // Something readable for lanes without a row: q is.
-    const auto own = reinterpret_cast<unsigned long long>(
-        lane_ < existing ? row(tile, positions) : reinterpret_cast<const std::byte*>(p_.q));
+    const auto own = reinterpret_cast<unsigned long long>(find(tile, step));
 #pragma unroll
     for (int i = 0; i < Shape::kFetchRows * Shape::kRowChunks / kWarp; ++i) {
       const int chunk = lane_ + i * kWarp;
@@ -278,7 +332,7 @@ class DecodeFetch {
   const DecodeKernelParams& p_;
   const DecodeWork& work_;
   Ring ring_;
-  Positions& positions_;
+  Lookups& lookups_;
   int lane_;
   int first_row_;  // of a tile, that this warp fetches
 };

@@ -1,8 +1,8 @@
-// What attention of one token is told, and how its work is divided.
+// What attention of decoded tokens is told, and how its work is divided.
 #pragma once
 
 #include "kernels/device_math.cuh"
-#include "kernels/heads.h"
+#include "kernels/paged.cuh"
 #include "lib/selection.h"
 
 namespace sluice::cuda {
@@ -15,33 +15,35 @@ inline constexpr int kWarpRows = 16;
 inline constexpr int kDecodeWarps = 4;
 inline constexpr int kTileRows = kWarpRows * kDecodeWarps;
 
+// A head is a KV head of one token: number token * kv_heads + KV head.
 struct DecodeKernelParams {
-  const float* q = nullptr;  // [kv_heads * group, head_dim], 16-byte aligned
+  const float* q = nullptr;  // [count, kv_heads * group, head_dim], 16-byte aligned
+  std::int64_t q_stride = 0;
+  const BatchToken* tokens = nullptr;  // [count]
+  int count = 0;
   int kv_heads = 0;
+  int heads = 0;  // count * kv_heads
   int group = 0;
-  const std::int32_t* positions = nullptr;  // [kv_heads, capacity]; null: every row in turn
+  PagedRows rows;
+  const std::int32_t* positions = nullptr;  // [heads, capacity]; null: every row in turn
   std::int64_t capacity = 0;
-  HeadSelection* heads = nullptr;  // reported [kv_heads]: how many positions; null without them
-  std::int64_t visible = 0;        // at most this many rows of each head
-  float scale = 0.0f;              // of logits, times log2(e)
-  float* out = nullptr;            // [kv_heads * group, head_dim]
-  float* lse = nullptr;            // [kv_heads * group], natural logarithm
-  bool merge = false;
-  // Without `merge`:
-  float* alpha = nullptr;                // [kv_heads * group] or null: the share of the selected
-  const float* estimated_lse = nullptr;  // [kv_heads * group], of what alpha is a share of, to
-                                         // which the newest rows' is added; or null
-  const float* sums = nullptr;           // [kv_heads, head_dim], whose `share` stands for what
-  float share = 0.0f;                    // alpha lacks; or null
-  float* partials = nullptr;             // [bunches, workers + kv_heads, kBunch, head_dim]
-  float2* partial_lse = nullptr;         // [bunches, workers + kv_heads, kBunch]: see DecodeResult
-  std::uint32_t* finished = nullptr;     // [bunches, kv_heads], zero
-  int workers = 0;                       // gridDim.x; gridDim.y is the number of bunches
-  HeadCounts counts;                     // rows without positions; else the newest
-  HeadRows rows;                         // row 0 of each head
-  HeadRows newest;                       // of rows after the selected
-  HeadCounts resident;                   // of selected rows: those from here on are at home
-  HeadRows home;
+  HeadSelection* selections = nullptr;   // reported [heads]: how many positions; null without them
+  float scale = 0.0f;                    // of logits, times log2(e)
+  float* out = nullptr;                  // [heads * group, head_dim]
+  float* lse = nullptr;                  // [heads * group], natural logarithm
+  float* alpha = nullptr;                // [heads * group] or null: the share of the selected
+  const float* estimated_lse = nullptr;  // [heads * group], of what alpha is a share of, to which
+                                         // the newest rows' is added; or null
+  const float* sums = nullptr;  // [heads, head_dim] or null: of all values that a token sees, whose
+                                // mean stands for what alpha lacks
+  float* partials = nullptr;    // [bunches, workers + heads, kBunch, head_dim]
+  float2* partial_lse = nullptr;             // [bunches, workers + heads, kBunch]: see DecodeResult
+  std::int32_t* partial_resident = nullptr;  // [workers + heads], of the first bunch
+  std::uint32_t* finished = nullptr;         // [bunches, heads], zero
+  int workers = 0;                           // gridDim.x; gridDim.y is the number of bunches
+
+  // Whether heads have some rows that are found by position, before those of the token's page.
+  __host__ __device__ bool selects() const { return positions != nullptr; }
 };
 
 // Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are
@@ -96,6 +98,9 @@ struct DecodeSegment {
   int rows = 0;      // of the head
   int selected = 0;  // the first of them, found by position
   int tiles = 0;     // of the head
+  int number = 0;    // of the token
+  int kv_head = 0;
+  BatchToken token;
 
   __device__ bool exists() const { return first < last; }
   // How many of a tile's rows exist.
@@ -112,50 +117,70 @@ struct DecodeSharers {
   int count = 0;
 };
 
-__device__ __forceinline__ int tiles_of(int rows) {
-  const int tiles = (rows + kTileRows - 1) / kTileRows;
-  return tiles > 0 ? tiles : 1;  // a head without rows still has a result: an empty partial
-}
+// Tiles of so many rows; there is at least one, the token's own.
+__device__ __forceinline__ int tiles_of(int rows) { return (rows - 1) / kTileRows + 1; }
 
-// Whether every head has as many rows, and the host knows how many.
+// Whether all heads are of one token and have every row that it sees.
 __device__ __forceinline__ bool is_uniform(const DecodeKernelParams& p) {
-  return p.positions == nullptr && !p.counts.is_listed;
+  return !p.selects() && p.count == 1;
 }
 
-// How many rows of a head are found by position.
-__device__ __forceinline__ std::int32_t selected_of(const DecodeKernelParams& p, int head) {
-  return p.positions == nullptr ? 0 : p.heads[head].count;
+// Whether this block reports how many of the selected rows were on the device.
+__device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
+  return p.selects() && blockIdx.y == 0;
 }
 
-// How many rows a head has, of which so many are found by position.
-__device__ __forceinline__ int rows_of(const DecodeKernelParams& p, int head, int selected) {
-  const std::int64_t others = p.counts[head];
-  return static_cast<int>(min(std::int64_t{selected}, p.visible) +
-                          (p.positions == nullptr ? min(others, p.visible) : others));
+// How many rows of a head are not found by position.
+__device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const BatchToken& token) {
+  return (p.selects() ? token.position % kPageTokens : token.position) + 1;
+}
+
+// How many are.
+__device__ __forceinline__ int selected_of(const DecodeKernelParams& p, int head) {
+  return p.selects() ? p.selections[head].count : 0;
 }
 
 // Tiles of all heads, numbered head by head, divided evenly among workers: the first of them have
 // one more if need be. Numbers have 32 bits, for longer ones take long to divide.
 class DecodeWork {
  public:
-  // Shared memory that it takes if heads differ.
-  static constexpr std::size_t shared_bytes(int kv_heads) {
-    return (2 * static_cast<std::size_t>(kv_heads) + 1) * sizeof(std::int32_t);
+  // Shared memory that it takes if heads differ, for each token of a batch, and besides.
+  static constexpr std::size_t token_bytes(int kv_heads) {
+    return static_cast<std::size_t>(kv_heads) * (sizeof(std::int32_t) + 1) + sizeof(BatchToken);
+  }
+  static constexpr std::size_t kBytesBeside = sizeof(std::int32_t);
+
+  // The whole block comes here; `shared` is as large as that. Reads nothing that the kernel before
+  // may write.
+  __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
+      : p_(p),
+        before_(shared),
+        tokens_(reinterpret_cast<BatchToken*>(shared + p.heads + 1)),
+        last_(reinterpret_cast<std::uint8_t*>(tokens_ + p.count)),
+        first_token_(p.tokens[0]) {
+    if (is_uniform(p)) return;
+    for (auto head = static_cast<int>(threadIdx.x); head < p.heads;
+         head += static_cast<int>(blockDim.x)) {
+      before_[head] = in_turn_of(p, p.count == 1 ? first_token_ : p.tokens[head / p.kv_heads]);
+    }
+    for (auto number = static_cast<int>(threadIdx.x); number < p.count;
+         number += static_cast<int>(blockDim.x)) {
+      tokens_[number] = p.tokens[number];
+    }
   }
 
-  // The whole block comes here; `shared` is [shared_bytes].
-  __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
-      : p_(p), before_(shared), rows_(shared + p.kv_heads + 1) {
-    first_rows_ = rows_of(p, 0, selected_of(p, 0));
-    if (is_uniform(p) || load_rows()) {
+  // The whole block, once it is known what is selected. Others see the result after a barrier.
+  __device__ void divide() {
+    first_rows_ = in_turn_of(p_, first_token_) + selected_of(p_, 0);
+    if (is_uniform(p_) || add_selected()) {
       uniform_ = tiles_of(first_rows_);
-      total_ = uniform_ * p.kv_heads;
+      total_ = uniform_ * p_.heads;
     } else {
       add_up();
-      total_ = before_[p.kv_heads];
+      total_ = before_[p_.heads];
     }
     // Then every worker has a tile, and those between a head's first and last all have one of it.
-    const int workers = min(p.workers, total_);
+    const int workers = min(p_.workers, total_);
     each_ = total_ / workers;
     more_ = total_ % workers;
     const auto worker = static_cast<int>(blockIdx.x);
@@ -170,7 +195,7 @@ class DecodeWork {
   }
   __device__ DecodeSegment after(const DecodeSegment& s) const {
     // Every head has a tile.
-    return s.head + 1 < p_.kv_heads ? segment(s.head + 1) : DecodeSegment();
+    return s.head + 1 < p_.heads ? segment(s.head + 1) : DecodeSegment();
   }
 
   // Who has tiles of a segment's head.
@@ -190,38 +215,43 @@ class DecodeWork {
   __device__ DecodeSegment segment(int head) const {
     DecodeSegment s;
     s.head = head;
-    s.rows = uniform_ > 0 ? first_rows_ : rows_[head];
-    s.selected = p_.positions == nullptr ? 0 : s.rows - static_cast<int>(p_.counts[head]);
-    s.tiles = tiles_of(s.rows);
+    s.number = p_.count == 1 ? 0 : head / p_.kv_heads;
+    s.kv_head = head - s.number * p_.kv_heads;
+    s.token = p_.count == 1 ? first_token_ : tokens_[s.number];
+    s.tiles = uniform_ > 0 ? uniform_ : before_[head + 1] - before_[head];
+    s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[head] + 1;
+    s.selected = s.rows - in_turn_of(p_, s.token);
     s.first = max(0, begin_ - before(head));
     s.last = min(s.tiles, end_ - before(head));
     return s;
   }
 
-  // rows[h] = rows of head h. Returns whether all heads have as many, which most selections see to.
-  __device__ bool load_rows() const {
+  // before[h] becomes the rows of head h. Returns whether all heads have as many, which most
+  // selections see to.
+  __device__ bool add_selected() const {
     bool equal = true;
-    for (auto head = static_cast<int>(threadIdx.x); head < p_.kv_heads;
+    for (auto head = static_cast<int>(threadIdx.x); head < p_.heads;
          head += static_cast<int>(blockDim.x)) {
-      rows_[head] = rows_of(p_, head, selected_of(p_, head));
-      equal = equal && rows_[head] == first_rows_;
+      const int rows = before_[head] + selected_of(p_, head);
+      before_[head] = rows;
+      equal = equal && rows == first_rows_;
     }
     return __syncthreads_and(equal ? 1 : 0) != 0;
   }
 
-  // before[h] = tiles of heads 0 to h - 1: each thread adds up a run of heads, then the runs are
-  // added up.
+  // From rows of heads to tiles before[h] of heads 0 to h - 1: each thread adds up a run of heads,
+  // then the runs are added up.
   __device__ void add_up() const {
     __shared__ std::int32_t of_warps[kWarp];
     const auto thread = static_cast<int>(threadIdx.x);
     const auto threads = static_cast<int>(blockDim.x);
-    const int length = (p_.kv_heads + threads - 1) / threads;
-    const int first = min(thread * length, p_.kv_heads);
-    const int last = min(first + length, p_.kv_heads);
+    const int length = (p_.heads + threads - 1) / threads;
+    const int first = min(thread * length, p_.heads);
+    const int last = min(first + length, p_.heads);
     std::int32_t own = 0;
 #pragma unroll 1
     for (int head = first; head < last; ++head) {
-      own += tiles_of(rows_[head]);
+      own += tiles_of(before_[head]);
     }
     std::int32_t sum = warp_inclusive(own);
     if (thread % kWarp == kWarp - 1) of_warps[thread / kWarp] = sum;
@@ -231,17 +261,19 @@ class DecodeWork {
     for (int warp = 0; warp < thread / kWarp; ++warp) sum += of_warps[warp];
 #pragma unroll 1
     for (int head = first; head < last; ++head) {
+      const int rows = before_[head];
       before_[head] = sum;
-      sum += tiles_of(rows_[head]);
+      last_[head] = static_cast<std::uint8_t>((rows - 1) % kTileRows);
+      sum += tiles_of(rows);
     }
-    if (thread == threads - 1) before_[p_.kv_heads] = sum;
+    if (thread == threads - 1) before_[p_.heads] = sum;
     __syncthreads();
   }
 
   __device__ int head_of(int tile) const {
     if (uniform_ > 0) return tile / uniform_;
     int low = 0;
-    int high = p_.kv_heads - 1;
+    int high = p_.heads - 1;
     while (low < high) {
       const int middle = (low + high + 1) / 2;
       if (before_[middle] <= tile) {
@@ -254,8 +286,10 @@ class DecodeWork {
   }
 
   const DecodeKernelParams& p_;
-  std::int32_t* before_;
-  std::int32_t* rows_;
+  std::int32_t* before_;  // [heads + 1]
+  BatchToken* tokens_;    // [count]
+  std::uint8_t* last_;    // [heads]: rows of the last tile, less one
+  BatchToken first_token_;
   int first_rows_ = 0;  // of head 0
   int uniform_ = 0;     // tiles of every head, if they are equal
   int total_ = 0;

@@ -40,30 +40,24 @@ HeadRows head_rows(std::span<const RowSpan> heads) {
   return head_rows(pointers);
 }
 
-HeadCounts head_counts(std::span<const RowSpan> heads) {
+HeadCounts head_counts(std::span<const std::int64_t> heads) {
   HeadCounts result;
   if (heads.empty()) return result;
-  result.uniform = heads[0].count;
+  result.uniform = heads[0];
   result.is_listed = std::any_of(heads.begin(), heads.end(),
-                                 [&](const RowSpan& span) { return span.count != result.uniform; });
+                                 [&](std::int64_t count) { return count != result.uniform; });
   if (!result.is_listed) return result;
   if (heads.size() > HeadRows::kListed) throw_too_many(heads.size());
   for (std::size_t i = 0; i < heads.size(); ++i) {
-    result.listed[i] = static_cast<std::int32_t>(heads[i].count);
+    result.listed[i] = static_cast<std::int32_t>(heads[i]);
   }
   return result;
 }
 
-HeadSources head_sources(std::span<const RowSource> heads) {
-  std::vector<const std::byte*> resident;
-  std::vector<const std::byte*> home;
-  std::vector<RowSpan> counts;
-  for (const RowSource& source : heads) {
-    resident.push_back(source.resident);
-    home.push_back(source.home);
-    counts.push_back({nullptr, source.resident_count});
-  }
-  return {head_rows(resident), head_rows(home), head_counts(counts)};
+HeadCounts head_counts(std::span<const RowSpan> heads) {
+  std::vector<std::int64_t> counts;
+  for (const RowSpan& span : heads) counts.push_back(span.count);
+  return head_counts(counts);
 }
 
 }  // namespace sluice::cuda

@@ -1,13 +1,11 @@
 // Where the rows of every KV head begin, small enough to be a kernel's argument.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
 #include "lib/backend.h"
-#include "lib/selection.h"
 
 #ifdef __CUDACC__
 #define SLUICE_BOTH __host__ __device__
@@ -46,15 +44,7 @@ struct HeadCounts {
   SLUICE_BOTH std::int64_t operator[](int head) const { return is_listed ? listed[head] : uniform; }
 };
 
+HeadCounts head_counts(std::span<const std::int64_t> heads);
 HeadCounts head_counts(std::span<const RowSpan> heads);
-
-// Where single rows of every head are found by position.
-struct HeadSources {
-  HeadRows resident;  // positions below resident_count
-  HeadRows home;      // the others
-  HeadCounts resident_count;
-};
-
-HeadSources head_sources(std::span<const RowSource> heads);
 
 }  // namespace sluice::cuda
