@@ -191,11 +191,7 @@ class Problem {
     mask.insert(mask.begin(), static_cast<std::size_t>(shift_of(c)), 0);
     return mask;
   }
-  static std::int64_t list_capacity(const Case& c) {
-    std::int64_t most = 8;
-    for (const auto& list : c.candidates) most = std::max(most, std::ssize(list));
-    return (most + 7) / 8 * 8;
-  }
+  static std::int64_t list_capacity(const Case& c) { return (c.columns - kPageTokens) / 8 * 8; }
   static std::vector<std::int32_t> lists(const Case& c) {
     std::vector<std::int32_t> all;
     for (const auto& list : c.candidates) {
