@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <numeric>
 #include <vector>
@@ -100,46 +99,69 @@ void run_graph(benchmark::State& state, const Workspace& workspace, int calls, c
   for (const cudaEvent_t event : events) static_cast<void>(cudaEventDestroy(event));
 }
 
-// Arguments: KV heads, group, logits per row, keep (> 0: k of top_k; 0: top_p(0.95); < 0: top_p
-// with this cap), deviation of the logits in tenths (negative: with a needle), form (1: the entries
-// are candidates; 2: with the digest of a scan).
+// Positions at which as many tokens choose among up to `most` others: the first among all of them.
+std::vector<BatchToken> tokens_of(std::int64_t count, std::int64_t most) {
+  std::vector<BatchToken> tokens;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto position = static_cast<std::int32_t>(most * (8 - i % 8) / 8);
+    tokens.push_back({static_cast<std::int32_t>(i), position});
+  }
+  return tokens;
+}
+
+// Arguments: tokens, KV heads, group, logits per row of the longest, keep (> 0: k of top_k; 0:
+// top_p(0.95); < 0: top_p with this cap), deviation of the logits in tenths (negative: with a
+// needle), form (1: the entries are candidates; 2: with the digest of a scan).
 void select_rows(benchmark::State& state) {
-  const auto kv_heads = static_cast<int>(state.range(0));
-  const auto group = static_cast<int>(state.range(1));
-  const std::int64_t columns = state.range(2);
-  const std::int64_t keep = state.range(3);
-  const float deviation = std::fabs(static_cast<float>(state.range(4))) / 10.0f;
-  const bool listed = state.range(5) == 1;
-  const bool digested = state.range(5) == 2;
-  const std::int64_t count = columns * kv_heads * group;
+  const std::int64_t batch = state.range(0);
+  const auto kv_heads = static_cast<int>(state.range(1));
+  const auto group = static_cast<int>(state.range(2));
+  const std::int64_t columns = state.range(3);
+  const std::int64_t keep = state.range(4);
+  const float deviation = std::fabs(static_cast<float>(state.range(5))) / 10.0f;
+  const bool listed = state.range(6) == 1;
+  const bool digested = state.range(6) == 2;
+  const std::int64_t all_heads = batch * kv_heads;
+  const std::int64_t count = columns * all_heads * group;
   const auto inputs = static_cast<int>(std::clamp<std::int64_t>(kCacheBytes / (2 * count), 3, 64));
+  const std::int64_t context = listed ? columns * 4 : columns;
+  const std::vector<BatchToken> tokens = tokens_of(batch, context);
+  const DeviceBlock device_tokens = make_device_block(tokens.size() * sizeof(BatchToken));
+  require(cudaMemcpy(device_tokens.get(), tokens.data(), tokens.size() * sizeof(BatchToken),
+                     cudaMemcpyDefault),
+          "tokens");
   SelectParams p;
   p.shape = {1, kv_heads * group, kv_heads, 128, DType::bf16};
-  p.count = p.end = columns;
+  p.batch = {static_cast<const BatchToken*>(device_tokens.get()), batch, context + 1};
+  p.skip_newest = true;
   p.prune = keep > 0 ? Pruner::top_k : Pruner::top_p;
-  p.k = keep;
+  p.k.share.tokens = keep > 0 ? keep : 0;
   p.p = 0.95f;
-  p.cap = keep < 0 ? -keep : columns;
-  p.recent_first = std::numeric_limits<std::int32_t>::max();
+  p.cap.share.tokens = keep < 0 ? -keep : 0;
 
+  const auto heads = static_cast<std::size_t>(all_heads);
+  const std::size_t list_bytes = heads * static_cast<std::size_t>(columns) * 4;
   const DeviceBlock logits = make_device_block(static_cast<std::size_t>(count * inputs) * 2);
-  const DeviceBlock positions = make_device_block(static_cast<std::size_t>(kv_heads * columns) * 4);
-  const DeviceBlock list = make_device_block(static_cast<std::size_t>(kv_heads * columns) * 4);
-  const auto heads = static_cast<std::size_t>(kv_heads);
+  const DeviceBlock positions = make_device_block(list_bytes);
+  const DeviceBlock list = make_device_block(list_bytes);
   const PinnedBlock results = make_pinned_block(2 * heads * sizeof(HeadSelection));
   const PinnedBlock alpha = make_pinned_block(heads * static_cast<std::size_t>(group) * 4);
   auto* const chosen = static_cast<HeadSelection*>(results.get());
   p.selected = {static_cast<std::int32_t*>(positions.get()), columns, chosen};
   p.alpha = static_cast<float*>(alpha.get());
   SelectionView view{static_cast<std::int32_t*>(list.get()), columns, chosen + heads};
-  if (listed) {
-    const std::int64_t all = columns * kv_heads;
-    fill_list<<<static_cast<unsigned>((all + 255) / 256), 256>>>(view.positions, all, columns);
-    for (int h = 0; h < kv_heads; ++h) view.heads[h].count = static_cast<std::int32_t>(columns);
-    p.candidates = &view;
-    p.end = columns * 4;
+  std::int64_t looked_at = 0;
+  for (std::size_t h = 0; h < heads; ++h) {
+    const BatchToken& token = tokens[h / static_cast<std::size_t>(kv_heads)];
+    view.heads[h].count = static_cast<std::int32_t>(token.page_first() * columns / context);
+    looked_at += std::int64_t{view.heads[h].count} * group;
   }
-  const std::int64_t needle = state.range(4) < 0 ? columns / 3 : -1;
+  if (listed) {
+    const std::int64_t all = columns * all_heads;
+    fill_list<<<static_cast<unsigned>((all + 255) / 256), 256>>>(view.positions, all, columns);
+    p.candidates = &view;
+  }
+  const std::int64_t needle = state.range(5) < 0 ? columns / 3 : -1;
   auto* const data = static_cast<std::byte*>(logits.get());
   for (int i = 0; i < inputs; ++i) {
     auto* const to = reinterpret_cast<__half*>(data + i * count * 2);
@@ -149,7 +171,7 @@ void select_rows(benchmark::State& state) {
   std::vector<DeviceBlock> blocks;
   std::vector<LogitDigest> digests(static_cast<std::size_t>(inputs));
   for (std::size_t i = 0; digested && i < digests.size(); ++i) {
-    const int rows = kv_heads * group;
+    const std::int64_t rows = all_heads * group;
     const std::int64_t pages = count / kPageTokens;
     blocks.push_back(make_device_block(LogitDigest::bytes_of(rows, columns)));
     digests[i] = LogitDigest::in(static_cast<std::byte*>(blocks.back().get()), rows, columns);
@@ -166,11 +188,13 @@ void select_rows(benchmark::State& state) {
     select(p, workspace.launch());
   });
   double kept = 0.0;
-  for (int h = 0; h < kv_heads; ++h) kept += static_cast<double>(chosen[h].count) / kv_heads;
+  for (std::size_t h = 0; h < heads; ++h) {
+    kept += static_cast<double>(chosen[h].count) / static_cast<double>(heads);
+  }
   state.counters["kept"] = kept;
-  state.counters["logits"] =
-      benchmark::Counter(static_cast<double>(count), benchmark::Counter::kIsIterationInvariantRate,
-                         benchmark::Counter::kIs1000);
+  state.counters["logits"] = benchmark::Counter(static_cast<double>(looked_at),
+                                                benchmark::Counter::kIsIterationInvariantRate,
+                                                benchmark::Counter::kIs1000);
 }
 
 // Arguments: probes, rows, rows in host memory.
@@ -216,26 +240,34 @@ void sum_columns(benchmark::State& state) {
 }
 
 void select_shapes(benchmark::internal::Benchmark* bench) {
-  bench->ArgNames({"kv_heads", "group", "logits", "keep", "tenths", "form"});
+  bench->ArgNames({"tokens", "kv_heads", "group", "logits", "keep", "tenths", "form"});
   constexpr std::int64_t kMillion = 1 << 20;
   for (const std::int64_t form : {0, 2}) {
     for (const std::int64_t tenths : {40, 20, -20, 10}) {
-      bench->Args({8, 4, kMillion, 0, tenths, form});
+      bench->Args({1, 8, 4, kMillion, 0, tenths, form});
     }
     for (const std::int64_t keep : {std::int64_t{-256}, std::int64_t{256}, kMillion / 4}) {
-      bench->Args({8, 4, kMillion, keep, 40, form});
+      bench->Args({1, 8, 4, kMillion, keep, 40, form});
     }
   }
-  bench->Args({8, 4, kMillion, -256, -40, 2});
-  for (const std::int64_t keep : {-256, 256}) bench->Args({8, 4, kMillion / 4, keep, 40, 2});
+  bench->Args({1, 8, 4, kMillion, -256, -40, 2});
+  for (const std::int64_t keep : {-256, 256}) bench->Args({1, 8, 4, kMillion / 4, keep, 40, 2});
   for (const std::int64_t heads : {8, 2}) {
     for (const std::int64_t logits : {131072, 32768}) {
-      for (const std::int64_t keep : {0, -256, 256}) bench->Args({heads, 4, logits, keep, 40, 0});
+      for (const std::int64_t keep : {0, -256, 256})
+        bench->Args({1, heads, 4, logits, keep, 40, 0});
     }
   }
-  for (const std::int64_t logits : {4096, 16384}) bench->Args({2048, 1, logits, 128, 40, 0});
-  for (const std::int64_t heads : {512, 2048}) bench->Args({heads, 1, 8192, 0, 20, 1});
-  for (const std::int64_t heads : {512, 2048}) bench->Args({heads, 1, 30000, 8192, 40, 0});
+  for (const std::int64_t tokens : {4, 16, 64}) {
+    for (const std::int64_t logits : {32768, 4096}) {
+      for (const std::int64_t keep : {0, -256, 256})
+        bench->Args({tokens, 8, 4, logits, keep, 40, 0});
+    }
+  }
+  bench->Args({8, 8, 4, kMillion / 4, -256, 40, 2});
+  for (const std::int64_t logits : {4096, 16384}) bench->Args({1, 2048, 1, logits, 128, 40, 0});
+  for (const std::int64_t heads : {512, 2048}) bench->Args({1, heads, 1, 8192, 0, 20, 1});
+  for (const std::int64_t heads : {512, 2048}) bench->Args({1, heads, 1, 30000, 8192, 40, 0});
   bench->UseManualTime()->Unit(benchmark::kMicrosecond);
 }
 

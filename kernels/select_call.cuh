@@ -75,6 +75,10 @@ struct SelectCall {
   __device__ const __half* row(int head, int g) const {
     return logits + (static_cast<std::int64_t>(head) * group + g) * stride;
   }
+  // Where there is a mask: that of a sequence, by position.
+  __device__ const std::uint8_t* mask(std::int32_t sequence) const {
+    return eligible + sequence * eligible_stride;
+  }
   __device__ const std::int32_t* head_list(int head) const {
     return list == nullptr ? nullptr : list + head * list_capacity;
   }
@@ -88,7 +92,7 @@ struct TokenBounds {
   std::int32_t low = 0;
   std::int32_t high = 0;
   std::int32_t keep = 0;  // k or the cap
-  const std::uint8_t* eligible = nullptr;
+  std::int32_t sequence = 0;
 };
 
 __device__ __forceinline__ TokenBounds bounds_of(const SelectCall& c, int head) {
@@ -101,7 +105,7 @@ __device__ __forceinline__ TokenBounds bounds_of(const SelectCall& c, int head) 
   b.low = static_cast<std::int32_t>(min(c.sinks, first));
   b.high = max(b.low, static_cast<std::int32_t>(max(min(recent_first, first), std::int64_t{0})));
   b.keep = c.quota.of(static_cast<std::uint32_t>(token.position) + 1u);
-  if (c.eligible != nullptr) b.eligible = c.eligible + token.sequence * c.eligible_stride;
+  b.sequence = token.sequence;
   return b;
 }
 
@@ -112,15 +116,15 @@ struct Extent {
   std::int32_t emit = 0;
   std::int32_t low = 0;
   std::int32_t high = 0;
-  std::int32_t keep = 0;                   // k or the cap
-  const std::uint8_t* eligible = nullptr;  // by position, of its sequence; or null
+  std::int32_t keep = 0;  // k or the cap
+  std::int32_t sequence = 0;
 };
 
 // By one whole warp, once the kernel before is over.
 __device__ inline Extent extent_of(const SelectCall& c, int head, const TokenBounds& token) {
   Extent e;
   e.keep = token.keep;
-  e.eligible = token.eligible;
+  e.sequence = token.sequence;
   if (c.list != nullptr) {
     const std::int32_t count =
         *static_cast<const volatile std::int32_t*>(&c.list_heads[head].count);

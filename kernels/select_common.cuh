@@ -108,7 +108,7 @@ __device__ __forceinline__ std::uint32_t allowed8(const SelectCall& c, const std
   const std::int32_t left = extent.emit - i;
   if (left <= 0) return 0;
   if (c.eligible != nullptr) {
-    return eligible8(extent.eligible, c.is_mask_aligned, list, i, left);
+    return eligible8(c.mask(extent.sequence), c.is_mask_aligned, list, i, left);
   }
   return left >= 8 ? 0xffu : (1u << left) - 1u;
 }

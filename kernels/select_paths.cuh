@@ -1,17 +1,21 @@
 // The ways of selecting, by what holds a head's logits; select() takes the first that fits. Which
-// one does follows from sizes alone, the batch's capacity among them, never from a position.
+// one does follows from sizes alone, the batch's capacity among them, never from a position. What
+// each finds comes in the order in which it finds it.
 //
-// fixed: there are no logits. One block per head walks over what is always kept.
-// top_k_of_row: few logits of one query head per KV head. They stay in the registers of up to four
-//   warps: bounds by the vectors' maxima, a short list, the k-th largest of it by bisection.
-// select_small: one block per head holds all of its logits in shared memory: maxima and sums, a
-//   histogram for top_p's thresholds, a radix search for a cut, positions, kept weights.
-// select_digest: few are kept of many logits that a scan has digested. A cluster of blocks per head
-//   holds the digest: sums, bounds of what may be kept, the few sectors that reach them, a cut.
-// select_cluster: a cluster per head holds all of its logits: sums, histograms for thresholds and
-//   bounds, candidates, a cut.
-// Else a chain of kernels that share the rows out and leave what they find in scratch: see
-//   select_large.cuh. Of as many heads at a time as there is scratch for.
+// select_fixed: there are no logits. One block per head walks over what is always kept.
+// Where a block's shared memory could hold a head's logits, and those are few or heads are many:
+//   top_k_of_row: top_k of one query head, which stays in the registers of up to four warps. Sums;
+//     a bound of the k-th largest from the vectors' maxima; the few that reach it, in order; the
+//     k-th largest of these by bisection; positions.
+//   select_small: any other. One block per head: maxima and sums of its rows; top_p's thresholds
+//     from histograms; a cut by radix; positions; kept weights.
+// Where a cluster of blocks per head could hold, in their shared memories,
+//   select_digest: its digest, and few are kept: sums; a bound of the lightest kept weight; the few
+//     sectors that reach it and the candidates there; a cut; positions and kept weights.
+//   select_cluster: its logits: sums; thresholds and bounds from histograms; candidates; a cut;
+//     positions and kept weights.
+// Else a chain of kernels that share the rows out, of as many heads at a time as there is scratch
+//   for: see select_large.cuh.
 #pragma once
 
 #include "kernels/launch.h"

@@ -201,9 +201,9 @@ __device__ inline void write_alphas(const SelectCall& c, std::int32_t head, cons
 }
 
 // What is always kept in [first, last) goes to `to`; returns how many.
-__device__ inline std::int32_t put_forced(const Extent& extent, const std::int32_t* list,
-                                          std::int32_t first, std::int32_t last, std::int32_t* to,
-                                          PickShared* shared) {
+__device__ inline std::int32_t put_forced(const SelectCall& c, const Extent& extent,
+                                          const std::int32_t* list, std::int32_t first,
+                                          std::int32_t last, std::int32_t* to, PickShared* shared) {
   if (first >= last) return 0;
   const auto position = [&](std::int32_t i) {
     return list != nullptr ? list[first + i] : first + i;
@@ -211,7 +211,7 @@ __device__ inline std::int32_t put_forced(const Extent& extent, const std::int32
   return compact(
       last - first,
       [&](std::int32_t i) {
-        return extent.eligible == nullptr || extent.eligible[position(i)] != 0;
+        return c.eligible == nullptr || c.mask(extent.sequence)[position(i)] != 0;
       },
       [&](std::int32_t i, std::int32_t rank) {
         if (to != nullptr) to[rank] = position(i);
@@ -247,8 +247,8 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t* const list = c.head_list(head);
   std::int32_t* const to = c.positions + head * c.capacity;
-  const std::int32_t below = put_forced(extent, list, 0, extent.low, to, shared);
-  const std::int32_t above = put_forced(extent, list, extent.high, extent.emit, nullptr, shared);
+  const std::int32_t below = put_forced(c, extent, list, 0, extent.low, to, shared);
+  const std::int32_t above = put_forced(c, extent, list, extent.high, extent.emit, nullptr, shared);
   const std::int32_t wanted = max(extent.keep - below - above, 0);
   const bool all = from.count <= wanted;
   Cut cut;
@@ -267,7 +267,7 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
         return key > cut.key || (key == cut.key && i <= cut.last_tie);
       },
       [&](std::int32_t i, std::int32_t rank) { entries[rank] = from.entries[i]; }, shared);
-  put_forced(extent, list, extent.high, extent.emit, to + below + kept, shared);
+  put_forced(c, extent, list, extent.high, extent.emit, to + below + kept, shared);
   __syncthreads();
   if (bounds != nullptr && !reach_bounds(c, head, entries, kept, bounds)) return false;
   write_alphas(c, head, rows, entries, kept, shared);

@@ -238,7 +238,7 @@ __device__ __forceinline__ void find_cut(const Work& w) {
     if (thread_id() == 0 && round == 0) {
       w.shared->cut.forced = w.shared->counts[0];
       w.shared->cut.available = w.shared->counts[1];
-      begin_cut(w.c, w.extent, w.shared->cut);
+      begin_cut(w.c, w.shared->extent, w.shared->cut);
     }
     __syncthreads();
     if (w.shared->cut.settled != 0) return;
@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
   load_rows(work);
   look_at_rows(work);
   if (shared->bad != 0) return report_none(call, head, true);
-  const bool by_keys = call.has_keys && (!call.is_top_p || work.extent.keep < work.extent.emit);
+  const bool by_keys = call.has_keys && (!call.is_top_p || shared->extent.keep < work.extent.emit);
   if (by_keys) find_cut(work);
   const std::int64_t wanted = write_positions(work, by_keys);
   const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));

@@ -162,8 +162,7 @@ class CandidateLists {
   CandidateLists(Backend& backend, const SelectCase& c) {
     std::vector<std::int32_t> positions;
     std::vector<HeadSelection> heads;
-    for (const auto& list : c.candidates)
-      view_.capacity = std::max(view_.capacity, std::ssize(list));
+    view_.capacity = c.columns - kPageTokens;
     for (const auto& list : c.candidates) {
       positions.insert(positions.end(), list.begin(), list.end());
       heads.emplace_back().count = static_cast<std::int32_t>(list.size());
