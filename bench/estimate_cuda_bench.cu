@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "kernels/error.h"
@@ -132,7 +133,9 @@ void copy(benchmark::State& state) {
   });
 }
 
-// Arguments: tokens, KV heads, head_dim, group, bits, channels, rows after the pages.
+// Arguments: tokens, KV heads, head_dim, group, bits, channels, rows of the newest page (none of
+// which get logits if there are none), sequences. Of several sequences number i has (i + 1) /
+// sequences of the tokens.
 struct Case {
   explicit Case(const benchmark::State& state)
       : tokens(state.range(0)),
@@ -140,9 +143,18 @@ struct Case {
               static_cast<int>(state.range(1)), static_cast<int>(state.range(2)), DType::bf16},
         bits(static_cast<int>(state.range(4))),
         channels(static_cast<int>(state.range(5))),
-        tail(state.range(6)) {}
+        tail(state.range(6)),
+        sequences(state.range(7)) {}
 
-  std::int64_t pages() const { return tokens / kPageTokens; }
+  std::int64_t pages(std::int64_t sequence) const {
+    return tokens * (sequence + 1) / sequences / kPageTokens;
+  }
+  std::int64_t pages() const {
+    std::int64_t all = 0;
+    for (std::int64_t i = 0; i < sequences; ++i) all += pages(i);
+    return all;
+  }
+  // Whole pages of all KV heads.
   std::size_t units() const { return static_cast<std::size_t>(pages() * shape.kv_heads); }
 
   std::int64_t tokens;
@@ -150,56 +162,94 @@ struct Case {
   int bits;
   int channels;
   std::int64_t tail;
+  std::int64_t sequences;
+};
+
+template <typename T>
+DeviceBlock upload(const std::vector<T>& values) {
+  DeviceBlock block = make_device_block(values.size() * sizeof(T));
+  require(cudaMemcpy(block.get(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
+          "upload");
+  return block;
+}
+
+// What lies in memory besides queries and logits.
+struct Parts {
+  bool tiles = false;
+  bool bounds = false;
+  bool rows = false;  // of all tokens, rather than one page that stands for every one
 };
 
 // Indexes enough not to fit the cache, with logits for one of them.
 class Memory {
  public:
-  Memory(const Case& c, bool tiles, bool bounds)
+  Memory(const Case& c, const Parts& parts)
       : case_(c),
-        q_(halves_of_noise(2 * static_cast<std::size_t>(c.shape.query_heads * c.shape.head_dim))),
-        logits_(bytes_of_noise(static_cast<std::size_t>(c.shape.query_heads * stride()) * 2)),
-        digest_(bytes_of_noise(LogitDigest::bytes_of(c.shape.query_heads, stride()))),
-        rows_(halves_of_noise(static_cast<std::size_t>(c.shape.kv_heads * c.tail) *
-                              c.shape.row_bytes() / 2)) {
+        table_pages_(c.pages(c.sequences - 1) + 1),
+        table_tiles_((table_pages_ + kTilePages - 1) / kTilePages),
+        row_pages_(parts.rows ? c.sequences * table_pages_ : 1),
+        q_(halves_of_noise(2 * static_cast<std::size_t>(heads() * c.shape.head_dim))),
+        logits_(bytes_of_noise(static_cast<std::size_t>(heads() * stride()) * 2)),
+        digest_(bytes_of_noise(LogitDigest::bytes_of(heads(), stride()))),
+        rows_(
+            halves_of_noise(static_cast<std::size_t>(c.shape.kv_heads * row_pages_ * kPageTokens) *
+                            c.shape.row_bytes() / 2)),
+        tokens_(upload(tokens_of(c))),
+        page_table_(upload(page_table())),
+        tile_table_(upload(tile_table())) {
     const int d = c.shape.head_dim;
     KeyIndexView view;
     view.tiles.bits = c.bits;
-    view.tiles.capacity = view.bounds.capacity = c.pages();
-    bytes_ = c.units() * (tiles ? view.tiles.page_bytes(c.channels) : view.bounds.page_bytes(d));
+    view.tiles.slots = view.bounds.slots = c.sequences * table_tiles_;
+    view.slots = static_cast<const std::int32_t*>(tile_table_.get());
+    view.table_stride = table_tiles_;
+    bytes_ =
+        c.units() * (parts.tiles ? view.tiles.page_bytes(c.channels) : view.bounds.page_bytes(d));
     const auto copies = std::clamp<std::size_t>(kBeyondCache / bytes_ + 1, 1, 64);
     for (std::size_t i = 0; i < copies; ++i) {
-      if (tiles) {
+      if (parts.tiles) {
         codes_.push_back(bytes_of_noise(view.tiles.codes_bytes(c.shape.kv_heads, d)));
-        scales_.push_back(halves_of_noise(c.units() * static_cast<std::size_t>(d) * 2));
+        scales_.push_back(halves_of_noise(view.tiles.scales_bytes(c.shape.kv_heads, d) / 2));
         view.tiles.codes = codes_.back().as<std::byte>();
         view.tiles.scales = scales_.back().as<std::uint16_t>();
       }
-      if (bounds) {
-        bounds_.push_back(halves_of_noise(c.units() * view.bounds.page_bytes(d) / 2));
+      if (parts.bounds) {
+        bounds_.push_back(halves_of_noise(view.bounds.bytes(c.shape.kv_heads, d) / 2));
         view.bounds.bounds = bounds_.back().as<std::uint16_t>();
       }
       views_.push_back(view);
     }
-    for (int head = 0; head < c.shape.kv_heads; ++head) {
-      spans_.push_back(
-          {rows_.as<std::byte>() + static_cast<std::size_t>(head * c.tail) * c.shape.row_bytes(),
-           c.tail});
-    }
   }
 
+  TokenBatch batch() const {
+    return {static_cast<const BatchToken*>(tokens_.get()), case_.sequences,
+            table_pages_ * kPageTokens};
+  }
+  PagedRows rows() const {
+    PagedRows rows;
+    rows.device = rows_.as<std::byte>();
+    rows.device_stride = row_pages_ * kPageTokens * row_bytes();
+    rows.pages = static_cast<const PageSlots*>(page_table_.get());
+    rows.table_stride = table_pages_;
+    return rows;
+  }
+  const KeyIndexView& index(int copy) const {
+    return views_[static_cast<std::size_t>(copy) % views_.size()];
+  }
   EstimateParams params(Selector method, int copy) const {
     EstimateParams p;
     p.q = q_.as<float>();
+    p.q_stride = std::int64_t{case_.shape.query_heads} * case_.shape.head_dim;
     p.shape = case_.shape;
+    p.batch = batch();
     p.method = method;
     p.channels = case_.channels;
-    p.index = views_[static_cast<std::size_t>(copy) % views_.size()];
-    p.pages = case_.pages();
-    p.rows = spans_;
+    p.index = index(copy);
+    p.rows = rows();
+    p.skip_newest = case_.tail == 0;
     p.logits = {logits_.as<std::byte>(), stride()};
     if (case_.tokens >= kDigestedFrom) {
-      p.logits.digest = LogitDigest::in(digest_.as<std::byte>(), case_.shape.query_heads, stride());
+      p.logits.digest = LogitDigest::in(digest_.as<std::byte>(), heads(), stride());
     }
     return p;
   }
@@ -208,23 +258,52 @@ class Memory {
   int calls() const { return std::max(kLeastCalls, static_cast<int>(views_.size())); }
 
  private:
+  std::int64_t heads() const { return case_.sequences * case_.shape.query_heads; }
+  std::int64_t row_bytes() const { return static_cast<std::int64_t>(case_.shape.row_bytes()); }
+
+  static std::vector<BatchToken> tokens_of(const Case& c) {
+    std::vector<BatchToken> tokens;
+    for (std::int64_t i = 0; i < c.sequences; ++i) {
+      const std::int64_t last = c.pages(i) * kPageTokens + std::max<std::int64_t>(c.tail, 1) - 1;
+      tokens.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(last)});
+    }
+    return tokens;
+  }
+  std::vector<PageSlots> page_table() const {
+    std::vector<PageSlots> table(static_cast<std::size_t>(case_.sequences * table_pages_));
+    for (std::size_t i = 0; i < table.size(); ++i) {
+      table[i].device = static_cast<std::int32_t>(static_cast<std::int64_t>(i) % row_pages_);
+    }
+    return table;
+  }
+  std::vector<std::int32_t> tile_table() const {
+    std::vector<std::int32_t> table(static_cast<std::size_t>(case_.sequences * table_tiles_));
+    std::iota(table.begin(), table.end(), 0);
+    return table;
+  }
+
   Case case_;
+  std::int64_t table_pages_;  // that a sequence may have
+  std::int64_t table_tiles_;  // likewise
+  std::int64_t row_pages_;    // in memory
   Noise q_;
   Noise logits_;
   Noise digest_;
   Noise rows_;
+  DeviceBlock tokens_;
+  DeviceBlock page_table_;
+  DeviceBlock tile_table_;
   std::size_t bytes_ = 0;
   std::vector<Noise> codes_;
   std::vector<Noise> scales_;
   std::vector<Noise> bounds_;
   std::vector<KeyIndexView> views_;
-  std::vector<RowSpan> spans_;
 };
 
 void tiles(benchmark::State& state) {
   const Case c(state);
   const Workspace workspace(kScratch);
-  const Memory memory(c, true, false);
+  const Memory memory(c, {.tiles = true});
   const Selector method = c.channels < c.shape.head_dim ? Selector::sparq : Selector::int4;
   replay(state, workspace, memory.calls(), memory.bytes(),
          [&](int i, const Launch& launch) { estimate(memory.params(method, i), launch); });
@@ -233,29 +312,27 @@ void tiles(benchmark::State& state) {
 void quest(benchmark::State& state) {
   const Case c(state);
   const Workspace workspace(kScratch);
-  const Memory memory(c, false, true);
+  const Memory memory(c, {.bounds = true});
   replay(state, workspace, memory.calls(), memory.bytes(),
          [&](int i, const Launch& launch) { estimate(memory.params(Selector::quest, i), launch); });
 }
 
 // Logits of the rows themselves; counts the bytes of keys.
 void exact(benchmark::State& state) {
-  Case c(state);
+  const Case c(state);
   const Workspace workspace(kScratch);
-  const Memory memory(c, true, false);
-  const auto bytes = static_cast<std::size_t>(c.tail * c.shape.kv_heads * c.shape.head_dim) * 2;
-  replay(state, workspace, kLeastCalls, bytes, [&](int i, const Launch& launch) {
-    EstimateParams p = memory.params(Selector::exact, i);
-    p.pages = 0;
-    estimate(p, launch);
-  });
+  const Memory memory(c, {.rows = true});
+  const std::size_t bytes =
+      c.units() * kPageTokens * static_cast<std::size_t>(c.shape.head_dim) * 2;
+  replay(state, workspace, kLeastCalls, bytes,
+         [&](int i, const Launch& launch) { estimate(memory.params(Selector::exact, i), launch); });
 }
 
 // One of `apart` tokens, by their tiles; counts the bytes of the whole index.
 void candidates(benchmark::State& state, int apart) {
   const Case c(state);
   const Workspace workspace(kScratch);
-  const Memory memory(c, true, false);
+  const Memory memory(c, {.tiles = true});
   const std::int64_t count = c.tokens / apart;
   std::vector<std::int32_t> positions;
   std::uint64_t noise = 1;
@@ -264,9 +341,7 @@ void candidates(benchmark::State& state, int apart) {
     positions.push_back(
         static_cast<std::int32_t>(i % count * apart + static_cast<int>(noise >> 33) % apart));
   }
-  const DeviceBlock list = make_device_block(positions.size() * 4);
-  require(cudaMemcpy(list.get(), positions.data(), positions.size() * 4, cudaMemcpyHostToDevice),
-          "upload");
+  const DeviceBlock list = upload(positions);
   const auto heads = static_cast<std::size_t>(c.shape.kv_heads);
   const PinnedBlock pinned = make_pinned_block(heads * sizeof(HeadSelection));
   auto* const selections = static_cast<HeadSelection*>(pinned.get());
@@ -281,23 +356,35 @@ void candidates(benchmark::State& state, int apart) {
   });
 }
 
-// Counts the bytes of keys read; the rows of all tokens are `tail`.
+// Counts the bytes of keys read.
 void build(benchmark::State& state) {
-  Case c(state);
+  const Case c(state);
   const Workspace workspace(kScratch);
-  const Memory memory(c, true, true);
-  const Noise rows = halves_of_noise(static_cast<std::size_t>(c.tokens * c.shape.kv_heads) *
-                                     c.shape.row_bytes() / 2);
+  const Memory memory(c, {.tiles = true, .bounds = true, .rows = true});
   const PinnedBlock bad = make_pinned_block(static_cast<std::size_t>(c.shape.kv_heads) * 4);
+  const PagedRows rows = memory.rows();
   std::vector<RowSpan> spans;
   for (int head = 0; head < c.shape.kv_heads; ++head) {
-    spans.push_back(
-        {rows.as<std::byte>() + static_cast<std::size_t>(head * c.tokens) * c.shape.row_bytes(),
-         c.tokens});
+    spans.push_back({rows.device + head * rows.device_stride, c.tokens});
   }
-  const auto bytes = static_cast<std::size_t>(c.tokens * c.shape.kv_heads * c.shape.head_dim) * 2;
+  const std::size_t bytes =
+      c.units() * kPageTokens * static_cast<std::size_t>(c.shape.head_dim) * 2;
   replay(state, workspace, kLeastCalls, bytes, [&](int i, const Launch& launch) {
-    build_index({c.shape, memory.params(Selector::int4, i).index, 0, c.pages(), spans,
+    build_index(
+        {c.shape, memory.index(i), 0, 0, c.pages(), spans, static_cast<std::int32_t*>(bad.get())},
+        launch);
+  });
+}
+
+// What a step does: with 128 rows in the newest page it is built, with fewer nothing is.
+void build_step(benchmark::State& state) {
+  const Case c(state);
+  const Workspace workspace(kScratch);
+  const Memory memory(c, {.tiles = true});
+  const auto flags = static_cast<std::size_t>(c.sequences * c.shape.kv_heads);
+  const PinnedBlock bad = make_pinned_block(flags * sizeof(std::int32_t));
+  replay(state, workspace, kLeastCalls, 0, [&](int i, const Launch& launch) {
+    build_batch({c.shape, memory.index(i), memory.batch(), memory.rows(),
                  static_cast<std::int32_t*>(bad.get())},
                 launch);
   });
@@ -307,7 +394,9 @@ constexpr std::int64_t kMillion = 1 << 20;
 constexpr int kIterations = 20;
 
 void names(benchmark::internal::Benchmark* bench) {
-  bench->ArgNames({"tokens", "kv_heads", "head_dim", "group", "bits", "channels", "tail"})
+  bench
+      ->ArgNames(
+          {"tokens", "kv_heads", "head_dim", "group", "bits", "channels", "tail", "sequences"})
       ->UseManualTime()
       ->Iterations(kIterations)
       ->Unit(benchmark::kMicrosecond);
@@ -315,61 +404,78 @@ void names(benchmark::internal::Benchmark* bench) {
 
 void tile_shapes(benchmark::internal::Benchmark* bench) {
   names(bench);
-  for (const std::int64_t group : {4, 1, 8, 16}) bench->Args({kMillion, 8, 128, group, 4, 128, 0});
-  for (const std::int64_t group : {4, 1, 8}) bench->Args({kMillion, 8, 128, group, 4, 32, 0});
+  for (const std::int64_t group : {4, 1, 8, 16})
+    bench->Args({kMillion, 8, 128, group, 4, 128, 0, 1});
+  for (const std::int64_t group : {4, 1, 8}) bench->Args({kMillion, 8, 128, group, 4, 32, 0, 1});
   for (const std::int64_t channels : {16, 64}) {
-    bench->Args({kMillion, 8, 128, 4, 4, channels, 0});
+    bench->Args({kMillion, 8, 128, 4, 4, channels, 0, 1});
   }
-  bench->Args({kMillion, 8, 128, 4, 2, 128, 0});
-  bench->Args({kMillion, 8, 128, 4, 2, 32, 0});
-  bench->Args({kMillion, 8, 64, 4, 4, 64, 0});
-  bench->Args({kMillion, 8, 64, 4, 4, 16, 0});
-  bench->Args({kMillion, 8, 80, 4, 4, 80, 0});
-  bench->Args({kMillion, 8, 256, 2, 4, 256, 0});
+  bench->Args({kMillion, 8, 128, 4, 2, 128, 0, 1});
+  bench->Args({kMillion, 8, 128, 4, 2, 32, 0, 1});
+  bench->Args({kMillion, 8, 64, 4, 4, 64, 0, 1});
+  bench->Args({kMillion, 8, 64, 4, 4, 16, 0, 1});
+  bench->Args({kMillion, 8, 80, 4, 4, 80, 0, 1});
+  bench->Args({kMillion, 8, 256, 2, 4, 256, 0, 1});
   for (const std::int64_t tokens : {4096, 16384}) {
-    bench->Args({tokens, 2048, 128, 1, 4, 32, 0});
-    bench->Args({tokens, 2048, 128, 1, 4, 32, 128});
+    bench->Args({tokens, 2048, 128, 1, 4, 32, 0, 1});
+    bench->Args({tokens, 2048, 128, 1, 4, 32, 128, 1});
   }
   for (const std::int64_t channels : {32, 128}) {
     for (const std::int64_t tail : {0, 128}) {
-      bench->Args({131072, 8, 128, 4, 4, channels, tail});
-      bench->Args({131072, 32, 128, 1, 4, channels, tail});
+      bench->Args({131072, 8, 128, 4, 4, channels, tail, 1});
+      bench->Args({131072, 32, 128, 1, 4, channels, tail, 1});
     }
   }
-  bench->Args({8192, 8, 128, 4, 4, 32, 128});
+  bench->Args({8192, 8, 128, 4, 4, 32, 128, 1});
+  for (const std::int64_t channels : {32, 128}) {
+    for (const std::int64_t sequences : {4, 16, 64}) {
+      bench->Args({32768, 8, 128, 4, 4, channels, 100, sequences});
+    }
+  }
 }
 
 void quest_shapes(benchmark::internal::Benchmark* bench) {
   names(bench);
-  for (const std::int64_t group : {4, 1, 8}) bench->Args({kMillion, 8, 128, group, 4, 128, 0});
-  bench->Args({131072, 8, 128, 4, 4, 128, 128});
+  for (const std::int64_t group : {4, 1, 8}) bench->Args({kMillion, 8, 128, group, 4, 128, 0, 1});
+  bench->Args({131072, 8, 128, 4, 4, 128, 128, 1});
+  bench->Args({32768, 8, 128, 4, 4, 128, 100, 16});
 }
 
 void exact_shapes(benchmark::internal::Benchmark* bench) {
   names(bench);
-  bench->Args({128, 8, 128, 4, 4, 128, kMillion});
-  bench->Args({128, 8, 64, 4, 4, 64, kMillion});
-  bench->Args({128, 8, 128, 4, 4, 128, 131072});
+  bench->Args({kMillion, 8, 128, 4, 4, 128, 0, 1});
+  bench->Args({kMillion, 8, 64, 4, 4, 64, 0, 1});
+  bench->Args({131072, 8, 128, 4, 4, 128, 0, 1});
+  bench->Args({32768, 8, 128, 4, 4, 128, 100, 16});
 }
 
 void candidate_shapes(benchmark::internal::Benchmark* bench) {
   names(bench);
-  bench->Args({131072, 8, 128, 4, 4, 128, 0});
-  bench->Args({131072, 8, 128, 4, 4, 128, 128});
-  bench->Args({kMillion, 8, 128, 4, 4, 128, 128});
+  bench->Args({131072, 8, 128, 4, 4, 128, 0, 1});
+  bench->Args({131072, 8, 128, 4, 4, 128, 128, 1});
+  bench->Args({kMillion, 8, 128, 4, 4, 128, 128, 1});
 }
 
 void dense_candidate_shapes(benchmark::internal::Benchmark* bench) {
   names(bench);
-  bench->Args({30720, 512, 128, 1, 4, 128, 0});
+  bench->Args({30720, 512, 128, 1, 4, 128, 0, 1});
 }
 
 void build_shapes(benchmark::internal::Benchmark* bench) {
   names(bench);
-  bench->Args({kMillion, 8, 128, 4, 4, 128, 0});
-  bench->Args({kMillion, 8, 128, 4, 2, 128, 0});
-  bench->Args({kMillion, 8, 64, 4, 4, 64, 0});
-  bench->Args({128, 8, 128, 4, 4, 128, 0});
+  bench->Args({kMillion, 8, 128, 4, 4, 128, 0, 1});
+  bench->Args({kMillion, 8, 128, 4, 2, 128, 0, 1});
+  bench->Args({kMillion, 8, 64, 4, 4, 64, 0, 1});
+  bench->Args({128, 8, 128, 4, 4, 128, 0, 1});
+}
+
+void step_shapes(benchmark::internal::Benchmark* bench) {
+  names(bench);
+  for (const std::int64_t tail : {100, 128}) {
+    for (const std::int64_t sequences : {1, 64}) {
+      bench->Args({1024, 8, 128, 4, 4, 128, tail, sequences});
+    }
+  }
 }
 
 BENCHMARK(read)->UseManualTime()->Iterations(kIterations)->Unit(benchmark::kMicrosecond);
@@ -380,6 +486,7 @@ BENCHMARK(exact)->Apply(exact_shapes);
 BENCHMARK_CAPTURE(candidates, of_16, 16)->Apply(candidate_shapes);
 BENCHMARK_CAPTURE(candidates, of_4, 4)->Apply(dense_candidate_shapes);
 BENCHMARK(build)->Apply(build_shapes);
+BENCHMARK(build_step)->Apply(step_shapes);
 
 }  // namespace
 }  // namespace sluice::cuda

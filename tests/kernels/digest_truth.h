@@ -31,16 +31,17 @@ inline float digest_sum(const float* page) {
   return static_cast<float>(sum);
 }
 
-// Of f16 logits [rows, stride] that have `pages` digested ones each; others keep 0xff.
-inline void expect_digest(const LogitDigest& digest, const std::uint16_t* logits, std::int64_t rows,
-                          int group, std::int64_t stride, std::int64_t pages) {
+// Of f16 logits [rows, stride], of which row i has pages(i) digested ones; others keep 0xff.
+template <typename Pages>
+void expect_digest(const LogitDigest& digest, const std::uint16_t* logits, std::int64_t rows,
+                   int group, std::int64_t stride, const Pages& pages) {
   for (std::int64_t i = 0; i < rows * digest.pages; ++i) {
     const std::int64_t page = i / group % digest.pages;
     const std::int64_t row = i / (group * digest.pages) * group + i % group;
     const std::uint16_t* const maxima = digest.maxima + i * kBoundsPerPage;
-    if (page >= pages) {
-      ASSERT_EQ(maxima[0], 0xffff) << "page " << page;
-      ASSERT_TRUE(std::isnan(digest.sums[i])) << "page " << page;
+    if (page >= pages(row)) {
+      ASSERT_EQ(maxima[0], 0xffff) << "row " << row << " page " << page;
+      ASSERT_TRUE(std::isnan(digest.sums[i])) << "row " << row << " page " << page;
       continue;
     }
     std::vector<float> x;

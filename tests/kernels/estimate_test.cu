@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -33,47 +34,74 @@ struct Problem {
   int head_dim = 128;
   int group = 4;
   int kv_heads = 2;
-  std::int64_t pages = 3;
-  std::int64_t tail = 37;
+  std::vector<std::int64_t> lengths = {
+      421};                // of sequences; the batch has the newest token of each
+  bool twice = false;      // and the one before it
+  std::int64_t spare = 0;  // capacity of the batch beyond the longest
+  bool skip_newest = false;
   int bits = 4;
   int channels = 32;
   DType dtype = DType::bf16;
-  std::int64_t candidates = -1;      // of every KV head, or none
-  std::int64_t stride_padding = 27;  // makes logits of every head begin aligned, as sessions' do
+  int apart = 0;                // a candidate in so many tokens, or 0: there are none
+  std::int64_t odd_stride = 0;  // without it logits of every head begin aligned, as sessions' do
   float q_deviation = 1.0f;
   bool q_ties = false;  // queries of few sizes, so that channels tie
+  std::size_t scratch = 16u << 20;
 };
 
 std::ostream& operator<<(std::ostream& out, const Problem& p) {
-  return out << "method " << static_cast<int>(p.method) << " head_dim " << p.head_dim << " group "
-             << p.group << " kv_heads " << p.kv_heads << " pages " << p.pages << " tail " << p.tail
-             << " bits " << p.bits << " channels " << p.channels << " dtype " << to_string(p.dtype)
-             << " candidates " << p.candidates << " padding " << p.stride_padding;
+  out << "method " << static_cast<int>(p.method) << " head_dim " << p.head_dim << " group "
+      << p.group << " kv_heads " << p.kv_heads << " skip_newest " << p.skip_newest << " bits "
+      << p.bits << " channels " << p.channels << " dtype " << to_string(p.dtype) << " apart "
+      << p.apart << " odd_stride " << p.odd_stride << " spare " << p.spare << " lengths";
+  for (const std::int64_t length : p.lengths) out << ' ' << length;
+  return out;
 }
 
-// One problem in memory: rows, index, queries and logits.
+std::vector<BatchToken> tokens_of(const Problem& p) {
+  std::vector<BatchToken> tokens;
+  for (std::size_t i = 0; i < p.lengths.size(); ++i) {
+    const auto sequence = static_cast<std::int32_t>(i);
+    const auto last = static_cast<std::int32_t>(p.lengths[i] - 1);
+    if (p.twice && last > 0) tokens.push_back({sequence, last - 1});
+    tokens.push_back({sequence, last});
+  }
+  return tokens;
+}
+
+// One problem in memory: rows in pages that lie anywhere, index, queries and logits.
 class Prepared {
  public:
   Prepared(const Problem& p, std::uint64_t seed)
       : p_(p),
         random_(seed),
         shape_{1, p.group * p.kv_heads, p.kv_heads, p.head_dim, p.dtype},
-        tokens_(p.pages * kPageTokens + p.tail),
+        tokens_(tokens_of(p)),
+        longest_(*std::max_element(p.lengths.begin(), p.lengths.end())),
+        table_pages_((longest_ + kPageTokens - 1) / kPageTokens),
+        table_tiles_((table_pages_ + kTilePages - 1) / kTilePages),
+        page_slots_(p.lengths.size() * static_cast<std::size_t>(table_pages_)),
+        tile_slots_(p.lengths.size() * static_cast<std::size_t>(table_tiles_)),
         row_bytes_(shape_.row_bytes()),
-        rows_(static_cast<std::size_t>(tokens_ * p.kv_heads) * row_bytes_ + 64),
-        codes_(tiles_of(p).codes_bytes(p.kv_heads, p.head_dim) + 16),
-        scales_(units() * 2 + 16),
-        bounds_(units() * 2 * kBoundsPerPage + 16),
-        q_(static_cast<std::size_t>(shape_.query_heads * p.head_dim)),
-        positions_(static_cast<std::size_t>(p.kv_heads * capacity())),
-        heads_(static_cast<std::size_t>(p.kv_heads)),
-        bad_(static_cast<std::size_t>(p.kv_heads)),
-        stride_(tokens_ + p.stride_padding),
-        logits_(static_cast<std::size_t>(shape_.query_heads * stride_)),
-        digest_(LogitDigest::bytes_of(shape_.query_heads, stride_)),
-        workspace_(16u << 20) {
+        batch_(tokens_.size()),
+        page_table_(page_slots_),
+        tile_table_(tile_slots_),
+        on_device_(rows_bytes()),
+        at_home_(rows_bytes()),
+        codes_(tiles_of(p).codes_bytes(p.kv_heads, p.head_dim)),
+        scales_(tiles_of(p).scales_bytes(p.kv_heads, p.head_dim) / 2),
+        bounds_(bounds_of(p).bytes(p.kv_heads, p.head_dim) / 2),
+        q_(rows() * static_cast<std::size_t>(p.head_dim)),
+        bad_(p.lengths.size() * static_cast<std::size_t>(p.kv_heads)),
+        stride_((longest_ + p.spare + 63) / 64 * 64 + p.odd_stride),
+        logits_(rows() * static_cast<std::size_t>(stride_)),
+        digest_(LogitDigest::bytes_of(static_cast<std::int64_t>(rows()), stride_)),
+        workspace_(p.scratch) {
+    std::copy(tokens_.begin(), tokens_.end(), batch_.data());
+    place();
     fill_rows();
-    const std::vector<float> q = random_.normal(shape_.query_heads * p.head_dim, p.q_deviation);
+    const std::vector<float> q =
+        random_.normal(static_cast<std::int64_t>(q_.size()), p.q_deviation);
     for (std::size_t i = 0; i < q.size(); ++i) q_[i] = p.q_ties ? std::round(q[i]) : q[i];
     build();
     choose_candidates();
@@ -85,19 +113,24 @@ class Prepared {
   void run() {
     EstimateParams e;
     e.q = q_.data();
+    e.q_stride = std::int64_t{shape_.query_heads} * p_.head_dim;
     e.shape = shape_;
+    e.batch = {batch_.data(), static_cast<std::int64_t>(tokens_.size()), longest_ + p_.spare};
     e.method = p_.method;
     e.channels = p_.channels;
     e.index = index_;
-    e.pages = indexed() || p_.candidates >= 0 ? p_.pages : 0;
-    const std::vector<RowSpan> tail = spans(first_row(), tokens_ - first_row());
-    const std::vector<RowSpan> all = spans(0, tokens_);
-    const SelectionView view{positions_.data(), capacity(), heads_.data()};
-    e.rows = tail;
-    if (p_.candidates >= 0) {
-      e.candidates = &view;
-      e.candidate_rows = all;
+    e.rows = paged_;
+    e.skip_newest = p_.skip_newest;
+    // With room for one more, as a selection's.
+    Shared<std::int32_t> positions((lists_.size() + 1) * static_cast<std::size_t>(longest_ + 1));
+    Shared<HeadSelection> heads(lists_.size() + 1);
+    for (std::size_t i = 0; i < lists_.size(); ++i) {
+      std::copy(lists_[i].begin(), lists_[i].end(),
+                positions.data() + i * static_cast<std::size_t>(longest_ + 1));
+      heads[i].count = static_cast<std::int32_t>(lists_[i].size());
     }
+    const SelectionView view{positions.data(), longest_ + 1, heads.data()};
+    if (p_.apart > 0) e.candidates = &view;
     e.logits = {reinterpret_cast<std::byte*>(logits_.data()), stride_, digest()};
     estimate(e, workspace_.launch());
     require(cudaDeviceSynchronize(), "estimate");
@@ -106,32 +139,44 @@ class Prepared {
   // Every logit within its tolerance, and nothing written beside them.
   void check() const {
     const bool by_tiles = p_.method == Selector::int4 || p_.method == Selector::sparq;
-    expect_digest(digest(), logits_.data(), shape_.query_heads, p_.group, stride_,
-                  by_tiles && p_.candidates < 0 ? p_.pages : 0);
-    for (int h = 0; h < shape_.query_heads; ++h) {
-      const std::vector<int> channels = channels_of(h / p_.group);
-      const double factor = factor_of(h, channels);
-      const std::int64_t count = logit_count();
+    expect_digest(
+        digest(), logits_.data(), static_cast<std::int64_t>(rows()), p_.group, stride_,
+        [&](std::int64_t row) { return by_tiles && p_.apart == 0 ? token_of(row).pages() : 0; });
+    for (std::int64_t row = 0; row < static_cast<std::int64_t>(rows()); ++row) {
+      const std::vector<int> channels = channels_of(row / p_.group);
+      const double factor = factor_of(row, channels);
+      const std::vector<std::int64_t> at = positions(row);
       for (std::int64_t i = 0; i < stride_; ++i) {
-        const std::uint16_t got = logit(h, i);
-        if (i >= count) {
-          ASSERT_EQ(got, kPoison) << "head " << h << " beyond, at " << i;
+        const std::uint16_t got = logit(row, i);
+        if (i >= static_cast<std::int64_t>(at.size())) {
+          ASSERT_EQ(got, kPoison) << "row " << row << " beyond, at " << i;
           continue;
         }
-        const Expected wanted = expected(h, i, channels, factor);
+        const Expected wanted = expected(row, at[static_cast<std::size_t>(i)], channels, factor);
         ASSERT_LE(std::fabs(static_cast<double>(f16_to_float(got)) - wanted.value),
                   wanted.tolerance)
-            << "head " << h << " logit " << i << " of " << count << " wanted " << wanted.value
+            << "row " << row << " logit " << i << " of " << at.size() << " wanted " << wanted.value
             << " got " << f16_to_float(got);
       }
     }
   }
 
-  std::uint16_t logit(int query_head, std::int64_t i) const {
-    return logits_[static_cast<std::size_t>(query_head * stride_ + i)];
+  std::uint16_t logit(std::int64_t row, std::int64_t i) const {
+    return logits_[static_cast<std::size_t>(row * stride_ + i)];
   }
-  std::int64_t logit_count() const {
-    return p_.candidates >= 0 ? p_.candidates + p_.tail : tokens_;
+  // The positions of a row's logits, in their order.
+  std::vector<std::int64_t> positions(std::int64_t row) const {
+    const BatchToken& token = token_of(row);
+    std::vector<std::int64_t> all(static_cast<std::size_t>(token.page_first()));
+    std::iota(all.begin(), all.end(), 0);
+    if (p_.apart > 0) {
+      const auto& list = lists_[static_cast<std::size_t>(row / p_.group)];
+      all.assign(list.begin(), list.end());
+    }
+    for (std::int64_t t = token.page_first(); t < token.count() && !p_.skip_newest; ++t) {
+      all.push_back(t);
+    }
+    return all;
   }
 
  private:
@@ -141,75 +186,131 @@ class Prepared {
   };
 
   LogitDigest digest() const {
-    return LogitDigest::in(digest_.data(), shape_.query_heads, stride_);
+    return LogitDigest::in(digest_.data(), static_cast<std::int64_t>(rows()), stride_);
   }
-  static KeyTiles tiles_of(const Problem& p) {
+  KeyTiles tiles_of(const Problem& p) const {
     KeyTiles tiles;
     tiles.bits = p.bits;
-    tiles.capacity = p.pages;
+    tiles.slots = static_cast<std::int64_t>(tile_slots_);
     return tiles;
   }
-  bool indexed() const { return p_.method != Selector::exact; }
-  std::int64_t capacity() const { return std::max<std::int64_t>(p_.candidates, 0) + 5; }
-  std::int64_t first_row() const {
-    return indexed() || p_.candidates >= 0 ? p_.pages * kPageTokens : 0;
+  PageBounds bounds_of(const Problem&) const {
+    return {nullptr, static_cast<std::int64_t>(tile_slots_)};
   }
-  std::size_t units() const {
-    return static_cast<std::size_t>(p_.kv_heads * p_.pages * p_.head_dim);
+  // Query heads of all tokens.
+  std::size_t rows() const { return tokens_.size() * static_cast<std::size_t>(shape_.query_heads); }
+  std::size_t rows_bytes() const {
+    return static_cast<std::size_t>(p_.kv_heads) * page_slots_ * kPageTokens * row_bytes_;
+  }
+  const BatchToken& token_of(std::int64_t row) const {
+    return tokens_[static_cast<std::size_t>(row / shape_.query_heads)];
+  }
+  int kv_head_of(std::int64_t row) const {
+    return static_cast<int>(row % shape_.query_heads) / p_.group;
   }
 
-  std::vector<RowSpan> spans(std::int64_t first, std::int64_t count) const {
-    std::vector<RowSpan> spans;
-    for (int head = 0; head < p_.kv_heads; ++head) spans.push_back({row(head, first), count});
-    return spans;
+  std::vector<std::int32_t> shuffled(std::size_t count) {
+    std::vector<std::int32_t> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    std::shuffle(numbers.begin(), numbers.end(), random_.engine());
+    return numbers;
   }
-  std::byte* row(int head, std::int64_t token) const {
-    return rows_.data() + static_cast<std::size_t>(head * tokens_ + token) * row_bytes_;
+
+  // Pages in any order, on the device or at home or both; rows that no page has are NaN.
+  void place() {
+    const std::vector<std::int32_t> device = shuffled(page_slots_);
+    const std::vector<std::int32_t> home = shuffled(page_slots_);
+    for (std::size_t i = 0; i < page_slots_; ++i) {
+      const std::int64_t where = random_.integer(0, 2);
+      if (where != 1) page_table_[i].device = device[i];
+      if (where == 1) page_table_[i].device = PageSlots::kNone;
+      page_table_[i].host = where != 0 ? home[i] : PageSlots::kNone;
+    }
+    const std::vector<std::int32_t> tiles = shuffled(tile_slots_);
+    std::copy(tiles.begin(), tiles.end(), tile_table_.data());
+    std::fill_n(on_device_.data(), on_device_.size(), std::byte{0xff});
+    std::fill_n(at_home_.data(), at_home_.size(), std::byte{0xff});
+    std::fill_n(scales_.data(), scales_.size(), kPoison);
+    std::fill_n(bounds_.data(), bounds_.size(), kPoison);
+    paged_.device = on_device_.data();
+    paged_.host = at_home_.data();
+    paged_.device_stride = paged_.host_stride =
+        static_cast<std::int64_t>(page_slots_ * kPageTokens * row_bytes_);
+    paged_.pages = page_table_.data();
+    paged_.table_stride = table_pages_;
+    index_.tiles = tiles_of(p_);
+    index_.bounds = bounds_of(p_);
+    index_.tiles.codes = codes_.data();
+    index_.tiles.scales = scales_.data();
+    index_.bounds.bounds = bounds_.data();
+    index_.slots = tile_table_.data();
+    index_.table_stride = table_tiles_;
   }
 
   void fill_rows() {
-    for (int head = 0; head < p_.kv_heads; ++head) {
-      for (std::int64_t t = 0; t < tokens_; ++t) {
-        const std::vector<float> values = random_.normal(2 * p_.head_dim);
-        auto* const to = reinterpret_cast<std::uint16_t*>(row(head, t));
-        for (std::size_t c = 0; c < values.size(); ++c) {
-          // Channels differ in size and offset, as keys' do.
-          const float x =
-              values[c] * (1.0f + static_cast<float>(c % 7)) + static_cast<float>(c % 3);
-          to[c] = p_.dtype == DType::bf16 ? float_to_bf16(x) : float_to_f16(x);
+    for (std::size_t i = 0; i < p_.lengths.size(); ++i) {
+      const auto sequence = static_cast<std::int64_t>(i);
+      for (int head = 0; head < p_.kv_heads; ++head) {
+        for (std::int64_t t = 0; t < p_.lengths[i]; ++t) fill_row(sequence, head, t);
+      }
+    }
+  }
+  void fill_row(std::int64_t sequence, int head, std::int64_t t) {
+    const std::vector<float> values = random_.normal(2 * p_.head_dim);
+    std::vector<std::uint16_t> row(values.size());
+    for (std::size_t c = 0; c < values.size(); ++c) {
+      // Channels differ in size and offset, as keys' do.
+      const float x = values[c] * (1.0f + static_cast<float>(c % 7)) + static_cast<float>(c % 3);
+      row[c] = p_.dtype == DType::bf16 ? float_to_bf16(x) : float_to_f16(x);
+    }
+    // A value that is no number must not matter.
+    if (t % 5 == 0) row[static_cast<std::size_t>(p_.head_dim)] = 0x7fc0;
+    const PageSlots& at = paged_.page(sequence, t / kPageTokens);
+    const auto bytes = static_cast<std::int64_t>(row_bytes_);
+    const auto put = [&](std::byte* page) {
+      std::memcpy(page + t % kPageTokens * bytes, row.data(), row.size() * 2);
+    };
+    if (at.device != PageSlots::kNone) put(paged_.in_device(head, at.device, bytes));
+    if (at.host != PageSlots::kNone) put(paged_.in_host(head, at.host, bytes));
+  }
+
+  // A step for every page, of all sequences that have it.
+  void build() {
+    for (std::int64_t page = 0; page < longest_ / kPageTokens; ++page) {
+      std::vector<BatchToken> last;
+      for (std::size_t i = 0; i < p_.lengths.size(); ++i) {
+        if (p_.lengths[i] / kPageTokens <= page) continue;
+        last.push_back({static_cast<std::int32_t>(i),
+                        static_cast<std::int32_t>((page + 1) * kPageTokens - 1)});
+      }
+      const Shared<BatchToken> batch(last.size());
+      std::copy(last.begin(), last.end(), batch.data());
+      build_batch({shape_,
+                   index_,
+                   {batch.data(), static_cast<std::int64_t>(last.size()), longest_},
+                   paged_,
+                   bad_.data()},
+                  workspace_.launch());
+      require(cudaDeviceSynchronize(), "build_batch");
+    }
+  }
+
+  void choose_candidates() {
+    if (p_.apart == 0) return;
+    for (const BatchToken& token : tokens_) {
+      for (int head = 0; head < p_.kv_heads; ++head) {
+        auto& list = lists_.emplace_back();
+        for (std::int32_t t = 0; t < token.page_first(); ++t) {
+          if (random_.integer(1, p_.apart) == 1) list.push_back(t);
         }
-        if (t % 5 == 0) to[p_.head_dim] = 0x7fc0;  // a value that is no number must not matter
       }
     }
   }
 
-  void build() {
-    index_.tiles = tiles_of(p_);
-    index_.bounds.capacity = p_.pages;
-    index_.tiles.codes = codes_.data();
-    index_.tiles.scales = scales_.data();
-    index_.bounds.bounds = bounds_.data();
-    if (p_.pages == 0) return;
-    const std::vector<RowSpan> whole = spans(0, p_.pages * kPageTokens);
-    build_index({shape_, index_, 0, p_.pages, whole, bad_.data()}, workspace_.launch());
-    require(cudaDeviceSynchronize(), "build_index");
-  }
+  const float* query(std::int64_t row) const { return q_.data() + row * p_.head_dim; }
 
-  void choose_candidates() {
-    if (p_.candidates < 0) return;
-    for (int head = 0; head < p_.kv_heads; ++head) {
-      std::vector<std::int32_t> all(static_cast<std::size_t>(p_.pages * kPageTokens));
-      std::iota(all.begin(), all.end(), 0);
-      std::shuffle(all.begin(), all.end(), random_.engine());
-      std::sort(all.begin(), all.begin() + p_.candidates);
-      std::copy_n(all.begin(), p_.candidates, positions_.data() + head * capacity());
-      heads_[static_cast<std::size_t>(head)].count = static_cast<std::int32_t>(p_.candidates);
-    }
-  }
-
-  const float* query(int h) const { return q_.data() + h * p_.head_dim; }
-
-  std::vector<int> channels_of(int head) const {
+  // Of the KV head `head` of all tokens'.
+  std::vector<int> channels_of(std::int64_t head) const {
     std::vector<int> order(static_cast<std::size_t>(p_.head_dim));
     std::iota(order.begin(), order.end(), 0);
     if (p_.method != Selector::sparq) return order;
@@ -227,57 +328,56 @@ class Prepared {
     return order;
   }
 
-  double factor_of(int h, const std::vector<int>& channels) const {
+  double factor_of(std::int64_t row, const std::vector<int>& channels) const {
     double all = 0.0;
     double kept = 0.0;
-    for (int c = 0; c < p_.head_dim; ++c) all += std::fabs(static_cast<double>(query(h)[c]));
-    for (const int c : channels) kept += std::fabs(static_cast<double>(query(h)[c]));
+    for (int c = 0; c < p_.head_dim; ++c) all += std::fabs(static_cast<double>(query(row)[c]));
+    for (const int c : channels) kept += std::fabs(static_cast<double>(query(row)[c]));
     if (kept == 0.0) return 0.0;
     return std::sqrt(all / (kept * p_.head_dim));
   }
 
-  double key_of_row(int head, std::int64_t token, int channel) const {
-    const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(row(head, token))[channel];
+  double key_of_row(std::int64_t sequence, int head, std::int64_t position, int channel) const {
+    const std::byte* const row =
+        paged_.row(sequence, head, position, static_cast<std::int64_t>(row_bytes_));
+    const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(row)[channel];
     return static_cast<double>(p_.dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits));
   }
 
-  Expected expected(int h, std::int64_t i, const std::vector<int>& channels, double factor) const {
-    const int head = h / p_.group;
-    const std::int64_t before = p_.candidates >= 0 ? p_.candidates : first_row();
-    const bool is_row = i >= before || !indexed();
-    std::int64_t token = i;
-    if (p_.candidates >= 0) {
-      token = i < before ? positions_[static_cast<std::size_t>(head * capacity() + i)]
-                         : first_row() + i - before;
-    }
+  Expected expected(std::int64_t row, std::int64_t position, const std::vector<int>& channels,
+                    double factor) const {
+    const BatchToken& token = token_of(row);
+    const int head = kv_head_of(row);
+    const bool is_row = p_.method == Selector::exact || position >= token.page_first();
     double sum = 0.0;
     double size = 0.0;      // sum of absolute products
     double variance = 0.0;  // of what rounding adds
     double largest = 0.0;
     for (const int c : channels) {
-      largest = std::max(largest, std::fabs(static_cast<double>(query(h)[c])));
+      largest = std::max(largest, std::fabs(static_cast<double>(query(row)[c])));
     }
     const double half = 0x1p-11 / std::sqrt(3.0);             // half a step of f16, as a deviation
     const double least = 0x1p-24 * largest / std::sqrt(3.0);  // of subnormal queries
     for (const int c : channels) {
-      const double q = static_cast<double>(query(h)[c]);
+      const double q = static_cast<double>(query(row)[c]);
       double product = 0.0;
       if (is_row) {
         // Split queries keep at least 16 bits.
-        const double key = key_of_row(head, token, c);
+        const double key = key_of_row(token.sequence, head, position, c);
         product = q * key;
         variance += std::pow(product * 0x1p-16, 2) + std::pow(least * key, 2);
       } else if (p_.method == Selector::quest) {
-        const std::size_t at = static_cast<std::size_t>(
-            (head * p_.pages * kBoundsPerPage + token / kBoundTokens) * 2 * p_.head_dim + c);
-        const double low = static_cast<double>(f16_to_float(bounds_[at]));
-        const double high =
-            static_cast<double>(f16_to_float(bounds_[at + static_cast<std::size_t>(p_.head_dim)]));
+        const std::int64_t page = position / kPageTokens;
+        const std::uint16_t* const bounds =
+            index_.bounds.of(p_.head_dim, head, index_.slot(token.sequence, page), page) +
+            position % kPageTokens / kBoundTokens * 2 * p_.head_dim + c;
+        const double low = static_cast<double>(f16_to_float(bounds[0]));
+        const double high = static_cast<double>(f16_to_float(bounds[p_.head_dim]));
         product = std::max(q * low, q * high);
         variance += std::pow(product * 0x1p-16, 2) +
                     std::pow(least * std::max(std::fabs(low), std::fabs(high)), 2);
       } else {
-        const auto [zero, scaled, code] = code_of(head, token, c);
+        const auto [zero, scaled, code] = code_of(token.sequence, head, position, c);
         product = q * (zero + scaled);
         variance += std::pow(product * half, 2) + std::pow(q * scaled * half, 2) +
                     std::pow(least * (zero + scaled), 2) + std::pow(least * code, 2);
@@ -296,39 +396,49 @@ class Prepared {
     double scaled;  // scale times code
     double code;
   };
-  Code code_of(int head, std::int64_t token, int channel) const {
-    const std::int64_t of_head = token / kPageTokens;
-    const auto page = static_cast<std::size_t>(head * p_.pages + of_head);
-    const auto d = static_cast<std::size_t>(p_.head_dim);
-    const auto c = static_cast<std::size_t>(channel);
+  Code code_of(std::int64_t sequence, int head, std::int64_t position, int channel) const {
+    const std::int64_t page = position / kPageTokens;
+    const std::int64_t slot = index_.slot(sequence, page);
     const auto bytes = static_cast<std::size_t>(16 * p_.bits);
-    const auto t = static_cast<std::size_t>(token % kPageTokens);
+    const auto t = static_cast<std::size_t>(position % kPageTokens);
     const std::byte* const codes =
-        index_.tiles.tile_of(p_.head_dim, head, of_head) + KeyTiles::place_of(of_head, c) * bytes;
+        index_.tiles.codes_of(p_.head_dim, head, slot) +
+        KeyTiles::place_of(page, static_cast<std::size_t>(channel)) * bytes;
     const auto byte = static_cast<unsigned>(codes[t % bytes]);
     const unsigned code =
         byte >> (t / bytes * static_cast<unsigned>(p_.bits)) & ((1u << p_.bits) - 1u);
-    const auto scale = static_cast<double>(f16_to_float(scales_[page * 2 * d + c]));
-    const auto zero = static_cast<double>(f16_to_float(scales_[(page * 2 + 1) * d + c]));
+    const std::uint16_t* const scales =
+        index_.tiles.scales_of(p_.head_dim, head, slot, page) + channel;
+    const auto scale = static_cast<double>(f16_to_float(scales[0]));
+    const auto zero = static_cast<double>(f16_to_float(scales[p_.head_dim]));
     return {zero, scale * code, static_cast<double>(code)};
   }
 
   Problem p_;
   Random random_;
   KvShape shape_;
-  std::int64_t tokens_;
+  std::vector<BatchToken> tokens_;
+  std::int64_t longest_;
+  std::int64_t table_pages_;
+  std::int64_t table_tiles_;
+  std::size_t page_slots_;
+  std::size_t tile_slots_;
   std::size_t row_bytes_;
-  Shared<std::byte> rows_;
+  Shared<BatchToken> batch_;
+  Shared<PageSlots> page_table_;
+  Shared<std::int32_t> tile_table_;
+  Shared<std::byte> on_device_;
+  Shared<std::byte> at_home_;
   Shared<std::byte> codes_;
   Shared<std::uint16_t> scales_;
   Shared<std::uint16_t> bounds_;
   Shared<float> q_;
-  Shared<std::int32_t> positions_;
-  Shared<HeadSelection> heads_;
   Shared<std::int32_t> bad_;
   std::int64_t stride_;
   Shared<std::uint16_t> logits_;
   Shared<std::byte> digest_;
+  std::vector<std::vector<std::int32_t>> lists_;  // [tokens * kv_heads], candidates
+  PagedRows paged_;
   KeyIndexView index_;
   Workspace workspace_;
 };
@@ -382,15 +492,17 @@ TEST(CudaEstimate, Candidates) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   std::uint64_t seed = testing::seed(2000);
   for (const Selector method : {Selector::exact, Selector::int4}) {
-    for (const std::int64_t candidates : {0, 1, 7, 100, 1000, 1280}) {
+    for (const int apart : {1, 2, 20, 200, 2000}) {
       for (const int group : {1, 5, 16}) {
         Problem p;
         p.method = method;
         p.group = group;
-        p.pages = 10;
-        p.candidates = candidates;
+        p.lengths = {1280 + 37, 100, 129, 1280};
+        p.twice = group == 5;
+        p.apart = apart;
         p.bits = ++seed % 2 == 0 ? 4 : 2;
         p.head_dim = group == 5 ? 54 : 64;
+        p.skip_newest = seed % 3 == 0;
         expect_close(p, seed);
       }
     }
@@ -401,15 +513,74 @@ TEST(CudaEstimate, LengthsAndStrides) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   std::uint64_t seed = testing::seed(3000);
   for (const Selector method : kMethods) {
-    for (const std::int64_t pages : {0, 1, 5}) {
-      for (const std::int64_t tail : {0, 1, 31, 33, 300}) {
-        if (pages + tail == 0) continue;
+    for (const std::int64_t length : {1, 2, 31, 33, 127, 128, 129, 160, 256, 257, 383, 640, 767}) {
+      Problem p;
+      p.method = method;
+      p.lengths = {length};
+      p.head_dim = 64;
+      p.odd_stride = length % 8;
+      p.skip_newest = length % 3 == 0;
+      expect_close(p, ++seed);
+    }
+  }
+}
+
+// Sequences of very different lengths, two tokens of each, in launches for more than they have.
+TEST(CudaEstimate, Batches) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  std::uint64_t seed = testing::seed(3500);
+  for (const Selector method : kMethods) {
+    for (const int channels : {16, 60, 100}) {
+      for (const int group : {4, 8, 12}) {
         Problem p;
         p.method = method;
-        p.pages = pages;
-        p.tail = tail;
-        p.head_dim = 64;
-        p.stride_padding = 1 + tail % 8;
+        p.channels = channels;
+        p.group = group;
+        p.lengths = {1, 128, 4000, 129, 2, 256, 385, 1000, 127, 257};
+        p.twice = true;
+        p.spare = ++seed % 2 == 0 ? 0 : 100'000;
+        p.head_dim = channels == 60 ? 64 : 128;
+        p.skip_newest = channels == 16;
+        p.bits = group == 8 ? 2 : 4;
+        expect_close(p, seed);
+      }
+    }
+  }
+}
+
+// More tokens than a launch takes.
+TEST(CudaEstimate, ManyTokens) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  std::uint64_t seed = testing::seed(3600);
+  for (const Selector method : kMethods) {
+    Problem p;
+    p.method = method;
+    p.head_dim = 32;
+    p.channels = 8;
+    p.group = 2;
+    p.lengths.clear();
+    Random random(++seed);
+    for (int i = 0; i < 90; ++i) p.lengths.push_back(random.integer(1, i % 10 == 0 ? 1500 : 300));
+    p.twice = true;
+    expect_close(p, seed);
+  }
+}
+
+// Scratch for a few KV heads only, fewer than a token has.
+TEST(CudaEstimate, LittleScratch) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  std::uint64_t seed = testing::seed(3700);
+  for (const std::size_t scratch : {17'000, 60'000}) {
+    for (const Selector method : kMethods) {
+      for (const int apart : {0, 9}) {
+        if (apart > 0 && (method == Selector::quest || method == Selector::sparq)) continue;
+        Problem p;
+        p.method = method;
+        p.kv_heads = 5;
+        p.lengths = {300, 129, 700, 1};
+        p.twice = true;
+        p.apart = apart;
+        p.scratch = scratch;
         expect_close(p, ++seed);
       }
     }
@@ -446,7 +617,7 @@ TEST(CudaEstimate, ManyPages) {
     p.channels = 8;
     p.group = 1;
     p.kv_heads = 3;
-    p.pages = 7500;
+    p.lengths = {7500 * kPageTokens + 37};
     expect_close(p, ++seed);
   }
 }
@@ -474,7 +645,7 @@ TEST(CudaEstimate, NotANumberStaysNone) {
       Prepared setup(p, testing::seed(6000));
       setup.q()[128 + 77] = strange;  // query head 1
       setup.run();
-      for (std::int64_t i = 0; i < setup.logit_count(); ++i) {
+      for (std::int64_t i = 0; i < std::ssize(setup.positions(1)); ++i) {
         ASSERT_TRUE(std::isnan(f16_to_float(setup.logit(1, i)))) << i;
         ASSERT_TRUE(std::isfinite(f16_to_float(setup.logit(4, i)))) << i;
       }
@@ -490,7 +661,7 @@ TEST(CudaEstimate, ZeroQueriesGiveZeros) {
     p.q_deviation = 0.0f;
     Prepared setup(p, testing::seed(7000));
     setup.run();
-    for (std::int64_t i = 0; i < setup.logit_count(); ++i) {
+    for (std::int64_t i = 0; i < std::ssize(setup.positions(3)); ++i) {
       ASSERT_EQ(f16_to_float(setup.logit(3, i)), 0.0f) << i;
     }
   }
