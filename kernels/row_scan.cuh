@@ -330,12 +330,15 @@ __device__ __forceinline__ void add_candidates(const RowScanArgs& a, std::int64_
   }
 }
 
-// Where a tile's rows are: the slots of its page, or of the two tiles of the index that its four
-// pages lie in.
+// Where a tile's rows are: its page on the device and at home, or the slots of the two tiles of the
+// index that its four pages lie in.
 template <RowKind kKind>
-__device__ __forceinline__ PageSlots look_up(const HeadScan& scan, std::int64_t first) {
+__device__ __forceinline__ int2 look_up(const HeadScan& scan, std::int64_t first) {
   if (first >= scan.count) return {};
-  if (kKind == RowKind::all) return scan.pages[first / kPageTokens];
+  if (kKind == RowKind::all) {
+    const PageSlots at = scan.pages[first / kPageTokens];
+    return {at.device, at.host};
+  }
   if (kKind == RowKind::bounds) {
     constexpr int kBounds = kTilePages * kBoundsPerPage;
     static_assert(kTileRows == 2 * kBounds);
@@ -349,10 +352,11 @@ __device__ __forceinline__ PageSlots look_up(const HeadScan& scan, std::int64_t 
 // look_up() found.
 template <RowKind kKind>
 __device__ __forceinline__ void find_rows(const HeadScan& scan, const RowScanArgs& a, int kv_head,
-                                          std::int64_t first, const PageSlots& slots,
+                                          std::int64_t first, int2 slots,
                                           const std::byte* (&rows)[4]) {
-  const std::byte* const page =
-      kKind == RowKind::all ? page_rows(a.rows, kv_head, slots, a.row_bytes) : scan.base;
+  const std::byte* const page = kKind == RowKind::all
+                                    ? page_rows(a.rows, kv_head, {slots.x, slots.y}, a.row_bytes)
+                                    : scan.base;
 #pragma unroll
   for (int half = 0; half < 4; ++half) {
     // Beyond the last: anything that exists.
@@ -360,7 +364,7 @@ __device__ __forceinline__ void find_rows(const HeadScan& scan, const RowScanArg
     if (kKind == RowKind::bounds) {
       constexpr int kBounds = kTilePages * kBoundsPerPage;
       const bool is_later = at / kBounds != first / kBounds;
-      const std::int64_t slot = is_later ? slots.host : slots.device;
+      const std::int64_t slot = is_later ? slots.y : slots.x;
       rows[half] = page + (slot * kBounds + at % kBounds) * a.row_bytes;
     } else if (kKind == RowKind::candidates) {
       const std::int32_t position = scan.positions[at];
@@ -446,7 +450,7 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
   std::int64_t next = (std::int64_t{at.part} * kRowWarps + threadIdx.x / kWarp) * kTileRows;
   HeadScan scan{};
   if (scans) scan = head_scan<kKind>(a, at.kv_head, a.tokens[at.token]);
-  PageSlots slots = look_up<kKind>(scan, next);
+  int2 slots = look_up<kKind>(scan, next);
   // In this order: a scan of tiles that begins early may copy tiles at once.
   wait_for_kernel_before();
   allow_next_kernel();
