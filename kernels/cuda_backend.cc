@@ -307,7 +307,6 @@ void CudaBackend::append(const AppendParams& params) {
   if (!at_once) copy_home(*this, params);
 }
 
-
 void CudaBackend::order(Stream signalling, Stream waiting) {
   const cudaEvent_t event = events_[static_cast<std::size_t>(signalling)].get();
   require(cudaEventRecord(event, stream(signalling)), "an event");

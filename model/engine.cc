@@ -199,8 +199,7 @@ struct Session::Impl {
 
   // Tokens that the next decode step may take.
   std::int64_t decode_room() const {
-    const std::int64_t most =
-        std::min(kv.decode_room(), std::int64_t{Decoder::kLogitRows});
+    const std::int64_t most = std::min(kv.decode_room(), std::int64_t{Decoder::kLogitRows});
     const std::int64_t interval = correction_interval();
     if (interval == 0) return most;
     const std::int64_t left = interval - static_cast<std::int64_t>(uncorrected.size());

@@ -27,8 +27,8 @@ class KvBatch {
   void attend(int layer, const Queries& queries) { step_.attend(layer, queries); }
   void issue_report() { step_.issue_report(); }
 
-  // Ends the step of every session, once all was issued; waits for the backend. For every session the error that it ended with, if any: it cannot go on
-  // then, the others can.
+  // Ends the step of every session, once all was issued; waits for the backend. For every session
+  // the error that it ended with, if any: it cannot go on then, the others can.
   std::vector<std::optional<Error>> end();
 
   TokenBatch tokens() const { return step_.batch(); }

@@ -193,7 +193,8 @@ void KvSession::end_step() {
 
 void KvSession::begin_prompt(std::int64_t tokens) {
   require_outside_step();
-  check(pool_->important() != nullptr && policy_.prefill.tau > 0.0, "this policy's prefill is dense");
+  check(pool_->important() != nullptr && policy_.prefill.tau > 0.0,
+        "this policy's prefill is dense");
   require_room(tokens);
   pool_->require_room(sequence_, length_, length_ + tokens);
   prompt_ = {length_, tokens};

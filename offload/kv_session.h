@@ -86,8 +86,8 @@ class KvSession {
   StepRange step_;
   Phase phase_ = Phase::prefill;
   bool in_step_ = false;
-  bool is_run_ = false;   // the step's tokens are appended by run_, else by decode_
-  int appended_ = -1;     // the layer whose rows came last
+  bool is_run_ = false;         // the step's tokens are appended by run_, else by decode_
+  int appended_ = -1;           // the layer whose rows came last
   std::vector<bool> has_rows_;  // of the step, by layer
   StepRange prompt_;
   bool in_prompt_ = false;

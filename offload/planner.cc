@@ -145,8 +145,8 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.work_bytes();
   plan.table_bytes = layout.table_bytes();
-  plan.host_bytes = sizes.regions * host_region_bytes(request.shape, plan.home_rows()) +
-                    layout.host_bytes();
+  plan.host_bytes =
+      sizes.regions * host_region_bytes(request.shape, plan.home_rows()) + layout.host_bytes();
   if (layout.zipvl) {
     plan.work_bytes +=
         ImportantTokens::work_bytes(request.shape, request.context, request.sequences);
@@ -168,11 +168,10 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
                                           format_bytes(plan.index_bytes + plan.work_bytes) +
                                           "; --policy dense needs none"
                                     : "";
-  throw Error(ErrorCode::memory, "--device-memory " +
-                                     format_bytes(*request.device_cap + request.beside) +
-                                     " is too small for this model; give at least " +
-                                     std::to_string(least) + "B (" + format_bytes(least) + ")" +
-                                     index);
+  throw Error(ErrorCode::memory,
+              "--device-memory " + format_bytes(*request.device_cap + request.beside) +
+                  " is too small for this model; give at least " + std::to_string(least) + "B (" +
+                  format_bytes(least) + ")" + index);
 }
 
 }  // namespace

@@ -33,10 +33,7 @@ int source_of(const Policy& policy, int layer, bool evicts) {
 }  // namespace
 
 SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Tier tier)
-    : backend_(&backend),
-      layout_(layout),
-      index_(backend, layout, tier),
-      tier_(tier) {
+    : backend_(&backend), layout_(layout), index_(backend, layout, tier), tier_(tier) {
   const KvShape& shape = layout.shape;
   const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
     return backend.allocate(where, count * size);
@@ -170,9 +167,8 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   estimate.logits = {logits_.data(), layout_.logit_stride()};
   if (layout_.digested && scans_tiles(policy) &&
       wave.batch.capacity >= layout_.logits.digested_from) {
-    estimate.logits.digest =
-        LogitDigest::in(digest_.data(), layout_.wave * layout_.shape.query_heads,
-                        layout_.logit_stride());
+    estimate.logits.digest = LogitDigest::in(
+        digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
   }
   backend_->estimate(estimate);
 
@@ -292,7 +288,7 @@ void SparseAttention::count_token(const Policy& policy, int layer, int source, s
   ++count.tokens;
   for (int head = 0; head < shape.kv_heads; ++head) {
     const HeadSelection& chosen = seen_.heads[head_entry(source, number) + head];
-    
+
     require_number(chosen.bad == 0, source, head);
     count.hits += static_cast<std::uint64_t>(chosen.resident + token.count() - token.page_first());
     count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);

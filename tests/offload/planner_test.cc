@@ -1,5 +1,3 @@
-#include "tests/support/plan.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +6,7 @@
 
 #include "lib/bytes.h"
 #include "sluice/errors.h"
+#include "tests/support/plan.h"
 #include "tests/support/random.h"
 
 namespace sluice {

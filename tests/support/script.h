@@ -103,8 +103,7 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
     std::vector<float> out(q.size());
     std::vector<float> lse(sessions.size() * static_cast<std::size_t>(any.shape().query_heads));
     batch.append(layer, {k.data(), v.data(), static_cast<std::int64_t>(key_width)});
-    batch.attend(layer,
-                 {q.data(), static_cast<std::int64_t>(query_width), out.data(), lse.data()});
+    batch.attend(layer, {q.data(), static_cast<std::int64_t>(query_width), out.data(), lse.data()});
     for (std::size_t i = 0; i < sessions.size(); ++i) {
       const float* const own = out.data() + i * query_width;
       results[i].insert(results[i].end(), own, own + query_width);

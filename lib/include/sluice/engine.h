@@ -98,8 +98,8 @@ struct SessionOptions {
   int sequences = 1;
   // Tokens of all of them, what forks share counted once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
-  // Caps in bytes on this session and those that share its memory, beside the engine's. On a GPU the
-  // device's does not cover weights and activations.
+  // Caps in bytes on this session and those that share its memory, beside the engine's. On a GPU
+  // the device's does not cover weights and activations.
   std::optional<std::uint64_t> device_memory = std::nullopt;
   std::optional<std::uint64_t> host_memory = std::nullopt;
 };
@@ -121,9 +121,9 @@ struct StepToken {
 };
 // What became of it.
 struct StepResult {
-  std::optional<Error> error;      // the session cannot go on; the others can
-  TokenId next = -1;               // with a sampler
-  std::span<const float> logits;   // without; [vocabulary], valid until the session's next call
+  std::optional<Error> error;     // the session cannot go on; the others can
+  TokenId next = -1;              // with a sampler
+  std::span<const float> logits;  // without; [vocabulary], valid until the session's next call
 };
 
 class Engine {
@@ -192,8 +192,8 @@ class Session {
   Session sibling();
 
   // Appends tokens. Returns the logits [vocabulary] after the last one, valid until this session's
-  // next call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does not
-  // fit the planned context, before anything is computed.
+  // next call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does
+  // not fit the planned context, before anything is computed.
   std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
   // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
   // last T tokens densely.

@@ -31,20 +31,21 @@ struct KvConfig {
 // Where the rows will live and what that takes, worked out before anything is allocated.
 struct KvPlan {
   KvShape shape;
-  std::int64_t context = 0;          // tokens of one sequence
-  std::int64_t sequences = 1;        // that may exist at a time
-  std::int64_t tokens = 0;           // of all sequences together; what forks share counts once
-  std::int64_t blocks = 0;           // of kPageTokens tokens, for all sequences
-  std::int64_t chunk = 0;            // most tokens per step of a prompt
-  bool in_place = false;             // rows are attended in host memory; no device tier
-  std::int64_t resident_tokens = 0;  // of every (layer, KV head), kept on the device: the first ones
-  bool tails = false;                // the newest page of every sequence is kept, too
-  std::int64_t window_tokens = 0;    // room for the rows of one step of one layer, per KV head
-  std::int64_t stream_tokens = 0;    // rows per KV head in each of the two streaming buffers
-  std::int64_t decode_batch = 1;     // most tokens per decode step, of one sequence or of several
-  std::uint64_t index_bytes = 0;     // key index and sums of values; part of the tier's bytes
-  std::uint64_t work_bytes = 0;      // of selecting: logits, positions; part of the tier's bytes
-  std::uint64_t table_bytes = 0;     // which pages sequences have; part of the tier's bytes
+  std::int64_t context = 0;    // tokens of one sequence
+  std::int64_t sequences = 1;  // that may exist at a time
+  std::int64_t tokens = 0;     // of all sequences together; what forks share counts once
+  std::int64_t blocks = 0;     // of kPageTokens tokens, for all sequences
+  std::int64_t chunk = 0;      // most tokens per step of a prompt
+  bool in_place = false;       // rows are attended in host memory; no device tier
+  std::int64_t resident_tokens =
+      0;                           // of every (layer, KV head), kept on the device: the first ones
+  bool tails = false;              // the newest page of every sequence is kept, too
+  std::int64_t window_tokens = 0;  // room for the rows of one step of one layer, per KV head
+  std::int64_t stream_tokens = 0;  // rows per KV head in each of the two streaming buffers
+  std::int64_t decode_batch = 1;   // most tokens per decode step, of one sequence or of several
+  std::uint64_t index_bytes = 0;   // key index and sums of values; part of the tier's bytes
+  std::uint64_t work_bytes = 0;    // of selecting: logits, positions; part of the tier's bytes
+  std::uint64_t table_bytes = 0;   // which pages sequences have; part of the tier's bytes
   std::uint64_t device_bytes = 0;
   std::uint64_t host_bytes = 0;
 
