@@ -23,10 +23,10 @@ constexpr int kMaxChunk = 8192;
 
 void validate(const EngineConfig& config) {
   if (config.chunk < 1 || config.chunk > kMaxChunk) {
-    throw Error(ErrorCode::usage, "--chunk must be 1 to 8192, not " + std::to_string(config.chunk));
+    throw Error(ErrorCode::usage, "`chunk` must be 1 to 8192, not " + std::to_string(config.chunk));
   }
   if (config.threads < 0 || config.threads > 4096) {
-    throw Error(ErrorCode::usage, "--threads must be 0 (one per core) to 4096, not " +
+    throw Error(ErrorCode::usage, "`threads` must be 0 (one per core) to 4096, not " +
                                       std::to_string(config.threads));
   }
 }
@@ -148,7 +148,7 @@ struct Session::Impl {
       throw Error(ErrorCode::prompt,
                   "the prompt has " + std::to_string(tokens.size()) + " tokens but only " +
                       std::to_string(room) + " of the planned context of " +
-                      std::to_string(kv.plan().context) + " are free; raise --context");
+                      std::to_string(kv.plan().context) + " are free; raise `context`");
     }
     for (const TokenId id : tokens) {
       if (id < 0 || id >= engine->info.vocabulary) {
@@ -371,7 +371,7 @@ std::optional<std::uint64_t> Engine::kv_cap(const Plan& plan) const {
                   format_bytes(plan.weight_bytes) + ", activations " +
                   format_bytes(plan.activation_bytes) + " and the backend " +
                   format_bytes(plan.backend_bytes) +
-                  "; raise --device-memory, lower --chunk or choose a smaller model");
+                  "; raise `device_memory`, lower `chunk` or choose a smaller model");
 }
 
 void Engine::load_weights(const std::function<void(double)>& progress) {
