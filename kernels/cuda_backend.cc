@@ -54,9 +54,9 @@ class CudaWeight : public Weight {
 
 int select_device(int ordinal) {
   int count = 0;
-  require(cudaGetDeviceCount(&count), "looking for a device (--device cuda)");
+  require(cudaGetDeviceCount(&count), "looking for a device (`device` cuda)");
   if (ordinal >= count) {
-    throw Error(ErrorCode::unsupported, "--device cuda:" + std::to_string(ordinal) +
+    throw Error(ErrorCode::unsupported, "`device` cuda:" + std::to_string(ordinal) +
                                             ": this machine has " + std::to_string(count) +
                                             " CUDA device(s)");
   }
@@ -140,6 +140,7 @@ class CudaBackend : public Backend {
   void rope(const RopeParams& params) override { cuda::rope(params, launch()); }
   void swiglu(const SwigluParams& params) override { cuda::swiglu(params, launch()); }
   void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, launch()); }
+  void read_heads(const ReadHeadsParams& params) override { cuda::read_heads(params, launch()); }
   void append(const AppendParams& params) override;
   void append_batch(const AppendBatchParams& params) override {
     cuda::append_batch(params, launch());

@@ -55,6 +55,8 @@ class KvSession {
   // Forgets all rows from `length` on.
   void truncate(std::int64_t length);
 
+  // Between begin_step and end_step; for good if an error came between.
+  bool in_step() const { return in_step_; }
   std::int64_t length() const { return length_; }
   const KvPlan& plan() const { return pool_->plan(); }
   const Policy& policy() const { return policy_; }

@@ -58,7 +58,7 @@ TEST(Planner, ARefusalNamesACapThatWorks) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::memory);
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("--device-memory"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("`device_memory`"));
     const std::string message = error.what(), before = "at least ";
     ASSERT_THAT(message, ::testing::HasSubstr(before));
     const std::string rest = message.substr(message.find(before) + before.size());

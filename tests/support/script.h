@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -38,6 +39,26 @@ class Script {
 
   void damage_key(int layer, std::int64_t position, float value) {
     k_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * key_width())] = value;
+  }
+
+  void damage_value(int layer, std::int64_t position, float value) {
+    v_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * key_width())] = value;
+  }
+  void damage_query(int layer, std::int64_t position, float value) {
+    q_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * query_width())] = value;
+  }
+  void scale_queries(float factor) {
+    for (std::vector<float>& layer : q_) {
+      for (float& value : layer) value *= factor;
+    }
+  }
+  // Takes the first tokens from another script.
+  void begin_as(const Script& other, std::int64_t tokens) {
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      std::copy_n(other.q_[layer].begin(), tokens * query_width(), q_[layer].begin());
+      std::copy_n(other.k_[layer].begin(), tokens * key_width(), k_[layer].begin());
+      std::copy_n(other.v_[layer].begin(), tokens * key_width(), v_[layer].begin());
+    }
   }
 
   // Runs positions [length, length + tokens) as one step; the attention output of all layers.

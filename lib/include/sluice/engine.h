@@ -4,7 +4,8 @@
 // Any thread may call any of it: calls that compute wait for each other, whatever the session, and
 // one from inside another's callback throws Error{usage}. One session is one conversation: two
 // threads that use the same one must agree on the order themselves. Sessions keep alive what they
-// need: the engine may be moved, or end, before them.
+// need: the engine may be moved, or end, before them. What was moved from can only be assigned to
+// or destroyed; the rest throws Error{usage}.
 #pragma once
 
 #include <cstdint>
@@ -164,11 +165,11 @@ class Engine {
   struct Impl;  // opaque
 
  private:
-  std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
-  std::uint64_t sessions_host_bytes(const Plan& plan) const;
-
   friend class Session;
   explicit Engine(std::shared_ptr<Impl> impl);
+  Impl& impl() const;
+  std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
+
   std::shared_ptr<Impl> impl_;
 };
 
@@ -228,6 +229,8 @@ class Session {
   friend class Engine;
   friend struct SessionStep;
   explicit Session(std::unique_ptr<Impl> impl);
+  Impl& impl() const;
+
   std::unique_ptr<Impl> impl_;
 };
 
