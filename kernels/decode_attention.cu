@@ -72,10 +72,9 @@ template <typename T, int kHeadDim, int kStages>
 __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel(
     const __grid_constant__ DecodeKernelParams p) {
   using Ring = DecodeRing<kHeadDim, kStages>;
-  using Fetch = DecodeFetch<kHeadDim, kStages>;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ typename Ring::Barriers barriers;
-  __shared__ typename Fetch::Lookups lookups;
+  __shared__ DecodeLookups<kStages> lookups;
   const Ring ring(shared, barriers);
   if (threadIdx.x == 0) ring.init();
   DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
@@ -90,7 +89,11 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
   if (warp < kDecodeWarps) {
     consume<T>(p, work, ring);
   } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
-    Fetch(p, work, ring, lookups).run();
+    if (p.selects()) {
+      DecodeFetch<kHeadDim, kStages, true>(p, work, ring, lookups).run();
+    } else {
+      DecodeFetch<kHeadDim, kStages, false>(p, work, ring, lookups).run();
+    }
   } else {
     wait_for_kernel_before();
     allow_next_kernel();
@@ -101,7 +104,7 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
 // Shared memory that the kernel declares, with some to spare for what is not named here.
 template <int kHeadDim, int kStages>
 constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim, kStages>::Barriers) +
-                               sizeof(typename DecodeFetch<kHeadDim, kStages>::Lookups) + 512;
+                               sizeof(DecodeLookups<kStages>) + 512;
 
 // What a launch may have besides its declared memory and stages.
 template <int kHeadDim, int kStages>

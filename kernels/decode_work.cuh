@@ -76,6 +76,7 @@ struct DecodeShape {
 
   // Where a row of a tile lies.
   __device__ static constexpr int place(int row) {
+    if (kLotStride == kLotRows * kRowBytes) return row * kRowBytes;
     return row / kLotRows * kLotStride + row % kLotRows * kRowBytes;
   }
 };
@@ -132,7 +133,7 @@ __device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
 
 // How many rows of a head are not found by position.
 __device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const BatchToken& token) {
-  return (p.selects() ? token.position % kPageTokens : token.position) + 1;
+  return (p.selects() ? place_in_page(token.position) : token.position) + 1;
 }
 
 // How many are.
@@ -191,11 +192,27 @@ class DecodeWork {
 
   // What this block works on, one after the other until one does not exist.
   __device__ DecodeSegment first() const {
-    return begin_ < end_ ? segment(head_of(begin_)) : DecodeSegment();
+    if (begin_ >= end_) return DecodeSegment();
+    DecodeSegment s;
+    s.head = head_of(begin_);
+    s.number = p_.count == 1 ? 0 : s.head / p_.kv_heads;
+    s.kv_head = s.head - s.number * p_.kv_heads;
+    s.token = p_.count == 1 ? first_token_ : tokens_[s.number];
+    set_tiles(s);
+    return s;
   }
+  // Comes once for every few tiles, so that it may not divide.
   __device__ DecodeSegment after(const DecodeSegment& s) const {
     // Every head has a tile.
-    return s.head + 1 < p_.heads ? segment(s.head + 1) : DecodeSegment();
+    if (s.head + 1 >= p_.heads) return DecodeSegment();
+    DecodeSegment next = s;
+    ++next.head;
+    if (++next.kv_head == p_.kv_heads) {
+      next.kv_head = 0;
+      next.token = tokens_[++next.number];
+    }
+    set_tiles(next);
+    return next;
   }
 
   // Who has tiles of a segment's head.
@@ -212,18 +229,14 @@ class DecodeWork {
   }
   __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
 
-  __device__ DecodeSegment segment(int head) const {
-    DecodeSegment s;
-    s.head = head;
-    s.number = p_.count == 1 ? 0 : head / p_.kv_heads;
-    s.kv_head = head - s.number * p_.kv_heads;
-    s.token = p_.count == 1 ? first_token_ : tokens_[s.number];
-    s.tiles = uniform_ > 0 ? uniform_ : before_[head + 1] - before_[head];
-    s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[head] + 1;
+  // What follows from a segment's head and token.
+  __device__ void set_tiles(DecodeSegment& s) const {
+    const int first_tile = before(s.head);
+    s.tiles = uniform_ > 0 ? uniform_ : before_[s.head + 1] - first_tile;
+    s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[s.head] + 1;
     s.selected = s.rows - in_turn_of(p_, s.token);
-    s.first = max(0, begin_ - before(head));
-    s.last = min(s.tiles, end_ - before(head));
-    return s;
+    s.first = max(0, begin_ - first_tile);
+    s.last = min(s.tiles, end_ - first_tile);
   }
 
   // before[h] becomes the rows of head h. Returns whether all heads have as many, which most
