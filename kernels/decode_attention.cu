@@ -59,10 +59,11 @@ __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
 }
 
 // What is looked up for selected rows is asked for before anybody knows which: the tables of the
-// sequences, each by one block.
+// sequences, each by one block. The last blocks do, for they have nothing else to do if rows are
+// few.
 __device__ __forceinline__ void prefetch_page_tables(const DecodeKernelParams& p) {
   if (blockIdx.y != 0) return;
-  for (auto number = static_cast<int>(blockIdx.x); number < p.count;
+  for (auto number = static_cast<int>(gridDim.x - 1 - blockIdx.x); number < p.count;
        number += static_cast<int>(gridDim.x)) {
     prefetch_page_table(p.rows, p.tokens[number]);
   }
@@ -83,7 +84,6 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
     wait_for_kernel_before();
   }
   work.divide();
-  __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   // Those that read or write memory wait for the kernel before, if that was not done above.
   if (warp < kDecodeWarps) {
