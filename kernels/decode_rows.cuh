@@ -177,6 +177,7 @@ class DecodeFetch {
       if (step >= kAhead) look_up_pages(paged, step);
       if constexpr (kSelects) look_up_positions(listed, step);
       copy_async_commit();
+      if (step < 2 * kAhead) pass_over(step, step < kAhead ? listed : paged);
     }
   }
 
@@ -208,6 +209,14 @@ class DecodeFetch {
   __device__ void advance(Tile& tile) const {
     if (++tile.number < tile.segment.last) return;
     tile = tile_of(work_.after(tile.segment), tile.turn + 1);
+  }
+
+  // Where tiles are few, the steps in which nothing is left to ask for before what was asked for is
+  // needed are passed over; `asked` is the tile that would be asked for next.
+  __device__ static void pass_over(unsigned& step, const Tile& asked) {
+    if (asked.segment.exists()) return;
+    step = (step < kAhead ? kAhead : 2 * kAhead) - 1;
+    copy_async_wait<0>();
   }
 
   // How many rows of a tile's head are found by position.
