@@ -152,14 +152,14 @@ std::span<const float> Session::prefill(std::span<const TokenId> tokens, const P
 std::span<const float> Session::decode(TokenId token) {
   const StepToken one = {this, token};
   const std::vector<StepResult> results = Engine(impl().engine).step({&one, 1});
-  if (results[0].error) throw *results[0].error;
+  if (results[0].error) throw Error(*results[0].error);
   return results[0].logits;
 }
 
 TokenId Session::decode(TokenId token, Sampler& sampler, std::span<const TokenId> history) {
   const StepToken one = {this, token, &sampler, history};
   const std::vector<StepResult> results = Engine(impl().engine).step({&one, 1});
-  if (results[0].error) throw *results[0].error;
+  if (results[0].error) throw Error(*results[0].error);
   return results[0].next;
 }
 

@@ -31,7 +31,7 @@ KvSession::KvSession(std::shared_ptr<KvPool> pool, std::int32_t sequence)
       run_(std::make_unique<TokenRun>(*pool_)),
       decode_(std::make_unique<DecodeStep>(*pool_)) {}
 
-KvSession::KvSession(std::shared_ptr<KvPool> pool) : KvSession(pool, pool->open()) {}
+KvSession::KvSession(const std::shared_ptr<KvPool>& pool) : KvSession(pool, pool->open()) {}
 
 KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
     : KvSession(std::make_shared<KvPool>(backend, plan, policies)) {}

@@ -18,7 +18,7 @@ class KvSession {
  public:
   // A new sequence. Throws Error{memory} if the pool has as many as were planned for. The first of
   // the pool's policies is in force.
-  explicit KvSession(std::shared_ptr<KvPool> pool);
+  explicit KvSession(const std::shared_ptr<KvPool>& pool);
   // In a pool of its own. The shape must be supported.
   KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {});
   KvSession(KvSession&&) noexcept = default;

@@ -81,13 +81,14 @@ void KvStep::Impl::do_or_fail(const auto& work) {
   // What was issued must not write to host memory any more.
   try {
     cache->backend->synchronize();
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    fail_all(error);
   }
-  throw *failure_of_all();
+  throw Error(*failure_of_all());
 }
 
 void KvStep::Impl::require_layer(int layer) const {
-  if (const auto failure = failure_of_all()) throw *failure;
+  if (const auto failure = failure_of_all()) throw Error(*failure);
   if (layer >= 0 && layer < shape().layers) return;
   refuse(name_of(layer) + ": there are 0 to " + std::to_string(shape().layers - 1));
 }
@@ -126,7 +127,7 @@ void KvStep::Impl::fail_bad(int layer) {
                                       std::to_string(token) +
                                       " of the step, are NaN, infinite or too large for the rows");
   }
-  if (const auto failure = failure_of_all()) throw *failure;
+  if (const auto failure = failure_of_all()) throw Error(*failure);
 }
 
 void KvStep::Impl::append(int layer, const KvInput& keys, const KvInput& values) {
@@ -231,7 +232,7 @@ void KvStep::end() {
     sequences = std::move(step.sequences);
     step.cache->end_step();
   }
-  if (failure) throw *failure;
+  if (failure) throw Error(*failure);
 }
 
 }  // namespace sluice
