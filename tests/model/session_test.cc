@@ -208,6 +208,7 @@ TEST_F(Sessions, OutliveTheirEngine) {
     Engine engine = Engine::open(config_for());
     session = engine.new_session(options(100, 2));
     Engine moved = std::move(engine);
+    // NOLINTNEXTLINE(bugprone-use-after-move): what is left is what is tried
     expect_error(ErrorCode::usage, "moved from", [&] { engine.new_session(10); });
     session->prefill(part(0, 1));
     session->truncate(0);
@@ -319,6 +320,7 @@ TEST_F(Sessions, RefuseBatchesThatCannotBe) {
   b.use(policies[1]);
   refused(ErrorCode::usage, "one policy", {{&a, 1}, {&b, 1}});
   const Session moved = std::move(b);
+  // NOLINTNEXTLINE(bugprone-use-after-move): what is left is what is tried
   refused(ErrorCode::usage, "moved from", {{&a, 1}, {&b, 1}});
   const StepToken good = {&a, 1};
   EXPECT_FALSE(engine_.step({&good, 1})[0].error);
