@@ -18,7 +18,6 @@ namespace {
 
 using sluice::testing::CountingBackend;
 using sluice::testing::largest_difference;
-using sluice::testing::Random;
 using sluice::testing::Script;
 
 constexpr double kTolerance = 3e-5;  // fp32 sums of a few thousand terms of order one

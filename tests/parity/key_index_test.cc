@@ -318,7 +318,8 @@ TEST_P(KeyIndexParity, TilesEstimateTheLogits) {
   double squares = 0.0;
   double count = 0.0;
   for (std::size_t row = 0; row < exact.size(); ++row) {
-    for (std::size_t i = 0; i < exact[row].size(); ++i, ++count) {
+    for (std::size_t i = 0; i < exact[row].size(); ++i) {
+      count += 1.0;
       squares +=
           std::pow(static_cast<double>(estimate[row][i]) - static_cast<double>(exact[row][i]), 2);
     }

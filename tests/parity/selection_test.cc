@@ -287,11 +287,15 @@ TEST_P(Select, GivesEveryTokenWhatItGetsAlone) {
     for (int token = 0; token < static_cast<int>(std::ssize(c.tokens)); ++token) {
       const SelectAnswer own = testing::select(*backend_, c.alone(token));
       for (int head = 0; head < c.shape.kv_heads; ++head) {
-        const auto at = static_cast<std::size_t>(token * c.shape.kv_heads + head);
+        const auto at =
+            static_cast<std::size_t>(token) * static_cast<std::size_t>(c.shape.kv_heads) +
+            static_cast<std::size_t>(head);
         EXPECT_EQ(all.positions[at], own.positions[static_cast<std::size_t>(head)]);
       }
       for (int row = 0; row < c.shape.query_heads; ++row) {
-        const auto at = static_cast<std::size_t>(token * c.shape.query_heads + row);
+        const auto at =
+            static_cast<std::size_t>(token) * static_cast<std::size_t>(c.shape.query_heads) +
+            static_cast<std::size_t>(row);
         EXPECT_EQ(all.alpha[at], own.alpha[static_cast<std::size_t>(row)]);
         EXPECT_EQ(all.lse[at], own.lse[static_cast<std::size_t>(row)]);
       }

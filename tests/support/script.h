@@ -132,7 +132,7 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
   }
   batch.issue_report();
   for (const std::optional<Error>& error : batch.end()) {
-    if (error) throw *error;
+    if (error) throw Error(*error);
   }
   return results;
 }
