@@ -17,6 +17,8 @@ struct KvCache::Impl {
     request.context = config.context;
     request.chunk = config.chunk;
     request.policies = {&config.policy, 1};
+    request.scorers = &config.scorers;
+    request.processor = info.processor;
     request.device_cap = config.device_memory;
     request.attends_host_rows = info.attends_host_rows;
     request.logits = info.logits;
@@ -25,7 +27,8 @@ struct KvCache::Impl {
 
   Impl(const KvConfig& config, std::unique_ptr<Backend> owned)
       : backend(std::move(owned)),
-        session(*backend, plan(config, backend->info()), std::span(&config.policy, 1)),
+        session(*backend, plan(config, backend->info()), std::span(&config.policy, 1),
+                config.scorers),
         lse(backend->allocate(backend->info().compute_tier,
                               static_cast<std::size_t>(session.plan().chunk) *
                                   static_cast<std::size_t>(config.shape.query_heads) *

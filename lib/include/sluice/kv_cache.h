@@ -9,6 +9,7 @@
 
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
+#include "sluice/scorer.h"
 #include "sluice/selection.h"
 #include "sluice/types.h"
 
@@ -26,6 +27,7 @@ struct KvConfig {
   int threads = 0;  // 0: one per core
   // How decode steps attend; prefill is dense. Selecting policies take one token per step.
   Policy policy;
+  Scorers scorers;  // that the policy may name
 };
 
 // Where the rows will live and what that takes, worked out before anything is allocated.
