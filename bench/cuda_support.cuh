@@ -56,6 +56,14 @@ DeviceBlock normal_block(std::size_t count, float deviation = 1.0f, std::uint64_
   return block;
 }
 
+template <typename T>
+DeviceBlock device_copy(const std::vector<T>& values) {
+  DeviceBlock block = make_device_block(values.size() * sizeof(T));
+  require(cudaMemcpy(block.get(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
+          "copying to the device");
+  return block;
+}
+
 // Work that is issued to a stream, captured once and replayed: launches leave no gaps.
 class Replay {
  public:

@@ -4,6 +4,7 @@
 // Keys are normal and queries are scaled so that logits have a deviation of 4: about one per cent
 // of the tokens then carry 95 % of the weight, as in text.
 #include <cmath>
+#include <numeric>
 
 #include "bench/cuda_support.cuh"
 #include "kernels/decode_attention.h"
@@ -25,177 +26,214 @@ struct Method {
   float p = 0.0f;
   std::int64_t cap = 0;
   bool compensate = false;
+
+  std::int64_t most() const { return prune == Pruner::top_k ? k : cap; }
 };
 
-// One layer of a batch: sequences of equal length are KV heads side by side.
+Quota quota(std::int64_t tokens) {
+  Quota quota;
+  quota.share.tokens = tokens;
+  return quota;
+}
+
+// One layer of a batch of sequences of equal length, whose pages and tiles lie one after the other.
 class Layer {
  public:
   Layer(std::int64_t batch, int query_heads, int kv_heads, std::int64_t tokens, int head_dim)
-      : shape_{1, static_cast<int>(batch) * query_heads, static_cast<int>(batch) * kv_heads,
-               head_dim, DType::bf16},
+      : shape_{1, query_heads, kv_heads, head_dim, DType::bf16},
+        batch_(batch),
         tokens_(tokens),
-        pages_((tokens - 1) / kPageTokens),
+        pages_((tokens + kPageTokens - 1) / kPageTokens),
+        tiles_((pages_ + kTilePages - 1) / kTilePages),
         stride_((tokens + 63) / 64 * 64) {
-    const auto heads = static_cast<std::size_t>(shape_.kv_heads);
-    const auto queries = static_cast<std::size_t>(shape_.query_heads);
     const auto d = static_cast<std::size_t>(head_dim);
-    rows_ = normal_block<__nv_bfloat16>(heads * static_cast<std::size_t>(tokens) *
-                                        shape_.row_bytes() / 2);
-    q_ = normal_block<float>(queries * d, kDeviation, 2);
-    KeyTiles tiles;
-    const std::size_t units = heads * static_cast<std::size_t>(pages_);
-    tiles.capacity = pages_;
-    codes_ = make_device_block(tiles.codes_bytes(shape_.kv_heads, head_dim));
-    scales_ = make_device_block(units * d * 2 * sizeof(std::uint16_t));
-    logits_ = make_device_block(queries * static_cast<std::size_t>(stride_) * sizeof(__half));
-    digest_ = make_device_block(LogitDigest::bytes_of(shape_.query_heads, stride_));
-    candidate_logits_ =
-        make_device_block(queries * static_cast<std::size_t>(stride_) * sizeof(__half));
-    positions_ =
-        make_device_block(heads * static_cast<std::size_t>(stride_) * sizeof(std::int32_t));
-    candidates_ =
-        make_device_block(heads * static_cast<std::size_t>(stride_) * sizeof(std::int32_t));
-    out_ = make_device_block(queries * d * sizeof(float));
-    lse_ = make_device_block(queries * sizeof(float));
-    estimated_lse_ = make_device_block(queries * sizeof(float));
-    sums_ = normal_block<float>(heads * d);
-    heads_ = make_device_block(2 * heads * sizeof(HeadSelection));
-    alpha_ = make_device_block(2 * queries * sizeof(float));
-    bad_ = make_device_block(heads * sizeof(std::int32_t));
+    rows_ = normal_block<__nv_bfloat16>(static_cast<std::size_t>(kv_heads * head_stride()) / 2);
+    q_ = normal_block<float>(queries() * d, kDeviation, 2);
+    const KeyTiles tiles = index().tiles;
+    codes_ = make_device_block(tiles.codes_bytes(kv_heads, head_dim));
+    scales_ = make_device_block(tiles.scales_bytes(kv_heads, head_dim));
+    const std::size_t logit_bytes = queries() * static_cast<std::size_t>(stride_) * sizeof(__half);
+    logits_ = make_device_block(logit_bytes);
+    candidate_logits_ = make_device_block(logit_bytes);
+    digest_ = make_device_block(digest_bytes());
+    const std::size_t list_bytes = heads() * static_cast<std::size_t>(stride_) * sizeof(int);
+    positions_ = make_device_block(list_bytes);
+    candidates_ = make_device_block(list_bytes);
+    out_ = make_device_block(queries() * d * sizeof(float));
+    lse_ = make_device_block(queries() * sizeof(float));
+    estimated_lse_ = make_device_block(queries() * sizeof(float));
+    sums_ = normal_block<float>(heads() * d);
+    heads_ = make_device_block(2 * heads() * sizeof(HeadSelection));
+    alpha_ = make_device_block(2 * queries() * sizeof(float));
+    bad_ = make_device_block(heads() * sizeof(std::int32_t));
+    upload_tables();
     build();
   }
 
   // Everything that one layer does after its rows are appended.
   void run(const Method& m) {
     const Launch launch = workspace_.launch();
-    const SelectionView chosen = {static_cast<std::int32_t*>(positions_.get()), stride_,
+    const SelectionView chosen = {static_cast<std::int32_t*>(positions_.get()), m.most(),
                                   static_cast<HeadSelection*>(heads_.get())};
-    const SelectionView proposed = {static_cast<std::int32_t*>(candidates_.get()), stride_,
-                                    static_cast<HeadSelection*>(heads_.get()) + shape_.kv_heads};
     auto* const alpha = static_cast<float*>(alpha_.get());
-    auto* const share = alpha + shape_.query_heads;
-    const std::vector<RowSpan> tail = spans(pages_ * kPageTokens);
-    const std::vector<RowSpan> nothing(tail.size());
 
-    const bool newest_apart = leaves_newest_out(m);
-    EstimateParams estimate = estimate_params(m.base, m.channels, newest_apart ? nothing : tail);
+    EstimateParams estimate = estimate_params(m.base, m.channels);
+    estimate.skip_newest = leaves_newest_out(m);
     estimate.logits = {static_cast<std::byte*>(logits_.get()), stride_, digest()};
     cuda::estimate(estimate, launch);
     SelectParams select = select_params(estimate.logits);
-    if (newest_apart) {
-      select.count = select.end;
-      select.lse = static_cast<float*>(estimated_lse_.get());
-    }
+    select.skip_newest = estimate.skip_newest;
+    if (select.skip_newest) select.lse = static_cast<float*>(estimated_lse_.get());
     if (m.candidates > 0) {
-      select.prune = Pruner::top_k;
-      select.k = m.candidates;
-      select.selected = proposed;
-      select.selected.capacity = m.candidates;
-      select.alpha = share;
-      cuda::select(select, launch);
-      EstimateParams again = estimate_params(Selector::int4, 0, tail);
-      again.candidates = &select.selected;
-      again.logits = {static_cast<std::byte*>(candidate_logits_.get()), stride_};
-      cuda::estimate(again, launch);
-      SelectParams rest = select_params(again.logits);
-      rest.candidates = &select.selected;
-      rest.tail = tokens_ - pages_ * kPageTokens;
-      rest.share = share;
-      prune(m, rest, chosen, alpha);
-      cuda::select(rest, launch);
+      rescore(m, select, chosen, alpha, launch);
     } else {
       prune(m, select, chosen, alpha);
       cuda::select(select, launch);
     }
-    AttendSelectedParams attend = attend_params(select_capacity(m, chosen));
-    attend.newest = tail;
-    attend.alpha = newest_apart || m.compensate ? alpha : nullptr;
-    if (newest_apart) attend.estimated_lse = static_cast<const float*>(estimated_lse_.get());
-    if (m.compensate) attend.mean = {static_cast<const float*>(sums_.get()), tokens_};
-    std::vector<RowSource> sources;
-    for (const RowSpan& rows : spans(0)) sources.push_back({rows.rows, tokens_, rows.rows});
-    attend.rows = sources;
+
+    AttendSelectedParams attend = attend_params(chosen);
+    if (select.skip_newest || m.compensate) attend.alpha = alpha;
+    if (select.skip_newest) attend.estimated_lse = select.lse;
+    if (m.compensate) attend.value_sums = static_cast<const float*>(sums_.get());
     attend_decode_selected(attend, launch);
   }
 
   cudaStream_t stream() const { return workspace_.launch().stream; }
   double mean_selected() const {
-    std::vector<HeadSelection> heads(static_cast<std::size_t>(shape_.kv_heads));
-    require(cudaMemcpy(heads.data(), heads_.get(), heads.size() * sizeof(HeadSelection),
+    std::vector<HeadSelection> all(heads());
+    require(cudaMemcpy(all.data(), heads_.get(), all.size() * sizeof(HeadSelection),
                        cudaMemcpyDeviceToHost),
             "reading selections");
     double sum = 0.0;
-    for (const HeadSelection& head : heads) sum += head.count;
-    return sum / shape_.kv_heads;
+    for (const HeadSelection& head : all) sum += head.count;
+    return sum / static_cast<double>(all.size());
   }
   double row_bytes() const {
-    return static_cast<double>(tokens_) * shape_.kv_heads * static_cast<double>(shape_.row_bytes());
+    return static_cast<double>(tokens_) * static_cast<double>(heads() * shape_.row_bytes());
   }
 
  private:
-  std::vector<RowSpan> spans(std::int64_t first) const {
-    std::vector<RowSpan> result;
-    for (int head = 0; head < shape_.kv_heads; ++head) {
-      const auto at = static_cast<std::size_t>(head * tokens_ + first) * shape_.row_bytes();
-      result.push_back({static_cast<const std::byte*>(rows_.get()) + at, tokens_ - first});
-    }
-    return result;
+  // Of all sequences.
+  std::size_t heads() const { return static_cast<std::size_t>(batch_ * shape_.kv_heads); }
+  std::size_t queries() const { return static_cast<std::size_t>(batch_ * shape_.query_heads); }
+
+  // Bytes from KV head to KV head.
+  std::int64_t head_stride() const {
+    return batch_ * pages_ * kPageTokens * static_cast<std::int64_t>(shape_.row_bytes());
   }
 
+  std::size_t digest_bytes() const {
+    return LogitDigest::bytes_of(static_cast<std::int64_t>(queries()), stride_);
+  }
   LogitDigest digest() const {
     if (tokens_ < kDigestedFrom) return {};
-    return LogitDigest::in(static_cast<std::byte*>(digest_.get()), shape_.query_heads, stride_);
+    return LogitDigest::in(static_cast<std::byte*>(digest_.get()),
+                           static_cast<std::int64_t>(queries()), stride_);
   }
 
   KeyIndexView index() const {
     KeyIndexView view;
     view.tiles.codes = static_cast<std::byte*>(codes_.get());
     view.tiles.scales = static_cast<std::uint16_t*>(scales_.get());
-    view.tiles.capacity = pages_;
+    view.tiles.slots = batch_ * tiles_;
+    view.slots = static_cast<const std::int32_t*>(tile_table_.get());
+    view.table_stride = tiles_;
     return view;
   }
 
+  PagedRows rows() const {
+    PagedRows rows;
+    rows.device = static_cast<std::byte*>(rows_.get());
+    rows.device_stride = head_stride();
+    rows.pages = static_cast<const PageSlots*>(page_table_.get());
+    rows.table_stride = pages_;
+    return rows;
+  }
+
+  TokenBatch newest() const {
+    return {static_cast<const BatchToken*>(newest_.get()), batch_, tokens_};
+  }
+
+  void upload_tables() {
+    std::vector<PageSlots> pages(static_cast<std::size_t>(batch_ * pages_));
+    for (std::size_t i = 0; i < pages.size(); ++i) pages[i].device = static_cast<std::int32_t>(i);
+    page_table_ = device_copy(pages);
+    std::vector<std::int32_t> tiles(static_cast<std::size_t>(batch_ * tiles_));
+    std::iota(tiles.begin(), tiles.end(), 0);
+    tile_table_ = device_copy(tiles);
+    std::vector<BatchToken> newest;
+    for (std::int32_t sequence = 0; sequence < batch_; ++sequence) {
+      newest.push_back({sequence, static_cast<std::int32_t>(tokens_ - 1)});
+    }
+    newest_ = device_copy(newest);
+  }
+
+  // The whole pages before every sequence's newest token.
   void build() {
-    const std::vector<RowSpan> rows = spans(0);
-    build_index({shape_, index(), 0, pages_, rows, static_cast<std::int32_t*>(bad_.get())},
-                workspace_.launch());
+    const PagedRows all = rows();
+    for (std::int32_t sequence = 0; sequence < batch_; ++sequence) {
+      std::vector<RowSpan> rows;
+      for (int head = 0; head < shape_.kv_heads; ++head) {
+        rows.push_back(
+            {all.in_device(head, sequence * pages_, static_cast<std::int64_t>(shape_.row_bytes())),
+             tokens_});
+      }
+      build_index({shape_, index(), sequence, 0, (tokens_ - 1) / kPageTokens, rows,
+                   static_cast<std::int32_t*>(bad_.get())},
+                  workspace_.launch());
+    }
     require(cudaStreamSynchronize(workspace_.launch().stream), "building the index");
   }
 
-  EstimateParams estimate_params(Selector method, int channels,
-                                 const std::vector<RowSpan>& tail) const {
+  // Keeps the candidates and estimates them again, by all channels.
+  void rescore(const Method& m, SelectParams select, const SelectionView& chosen, float* alpha,
+               const Launch& launch) const {
+    float* const share = alpha + queries();
+    const SelectionView proposed = {static_cast<std::int32_t*>(candidates_.get()), m.candidates,
+                                    chosen.heads + heads()};
+    select.prune = Pruner::top_k;
+    select.k = quota(m.candidates);
+    select.selected = proposed;
+    select.alpha = share;
+    cuda::select(select, launch);
+    EstimateParams again = estimate_params(Selector::int4, 0);
+    again.candidates = &proposed;
+    again.logits = {static_cast<std::byte*>(candidate_logits_.get()), stride_};
+    cuda::estimate(again, launch);
+    SelectParams rest = select_params(again.logits);
+    rest.candidates = &proposed;
+    rest.share = share;
+    prune(m, rest, chosen, alpha);
+    cuda::select(rest, launch);
+  }
+
+  EstimateParams estimate_params(Selector method, int channels) const {
     EstimateParams p;
     p.q = static_cast<const float*>(q_.get());
+    p.q_stride = query_stride();
     p.shape = shape_;
+    p.batch = newest();
     p.method = method;
     p.channels = channels;
     p.index = index();
-    p.pages = pages_;
-    p.rows = tail;
+    p.rows = rows();
     return p;
   }
 
   SelectParams select_params(const LogitView& logits) const {
     SelectParams p;
     p.shape = shape_;
+    p.batch = newest();
     p.logits = logits;
-    p.count = tokens_;
-    p.end = pages_ * kPageTokens;
-    p.recent_first = tokens_;
     return p;
-  }
-
-  static SelectionView select_capacity(const Method& m, SelectionView chosen) {
-    chosen.capacity = m.prune == Pruner::top_k ? m.k : m.cap;
-    return chosen;
   }
 
   static void prune(const Method& m, SelectParams& p, const SelectionView& chosen, float* alpha) {
     p.prune = m.prune;
-    p.k = m.k;
+    p.k = quota(m.k);
     p.p = m.p;
-    p.cap = m.cap;
-    p.selected = select_capacity(m, chosen);
+    p.cap = quota(m.cap);
+    p.selected = chosen;
     p.alpha = alpha;
   }
 
@@ -207,20 +245,27 @@ class Layer {
   AttendSelectedParams attend_params(const SelectionView& chosen) const {
     AttendSelectedParams p;
     p.q = static_cast<const float*>(q_.get());
+    p.q_stride = query_stride();
     p.shape = shape_;
+    p.batch = newest();
     p.selected = chosen;
+    p.rows = rows();
     p.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
     p.out = static_cast<float*>(out_.get());
     p.lse = static_cast<float*>(lse_.get());
     return p;
   }
+  std::int64_t query_stride() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
 
   KvShape shape_;
+  std::int64_t batch_;
   std::int64_t tokens_;
-  std::int64_t pages_;
-  std::int64_t stride_;
+  std::int64_t pages_;   // of a sequence
+  std::int64_t tiles_;   // likewise
+  std::int64_t stride_;  // of logits
   Workspace workspace_{std::size_t{512} << 20};
   DeviceBlock rows_, q_, codes_, scales_, logits_, digest_, candidate_logits_;
+  DeviceBlock page_table_, tile_table_, newest_;
   DeviceBlock positions_, candidates_;
   DeviceBlock out_, lse_, estimated_lse_, sums_, heads_, alpha_, bad_;
 };

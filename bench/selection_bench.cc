@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "cpu/key_score.h"
@@ -46,6 +47,9 @@ void count_bytes(benchmark::State& state, std::size_t bytes) {
                          benchmark::Counter::kIs1000);
 }
 
+// The token after `tokens` others that fill their pages; its own row takes no part.
+BatchToken next_page(std::int64_t tokens) { return {0, static_cast<std::int32_t>(tokens)}; }
+
 // Arguments: tokens, head_dim, group, bits, channels read, threads (0: one per core).
 struct Scan {
   explicit Scan(const benchmark::State& state)
@@ -54,8 +58,14 @@ struct Scan {
               static_cast<int>(state.range(1)), DType::bf16},
         channels(static_cast<int>(state.range(4))) {
     view.tiles.bits = static_cast<int>(state.range(3));
-    view.tiles.capacity = tokens / kPageTokens;
+    view.tiles.slots = tokens / kPageTokens / kTilePages;
+    slots.resize(static_cast<std::size_t>(view.tiles.slots));
+    std::iota(slots.begin(), slots.end(), 0);
+    view.slots = slots.data();
+    view.table_stride = view.tiles.slots;
   }
+  Scan(const Scan&) = delete;
+  Scan& operator=(const Scan&) = delete;
   std::int64_t pages() const { return tokens / kPageTokens * kKvHeads; }
   std::size_t bytes() const {
     return static_cast<std::size_t>(pages()) * view.tiles.page_bytes(channels);
@@ -65,30 +75,33 @@ struct Scan {
   KvShape shape;
   int channels;
   KeyIndexView view;
+  std::vector<std::int32_t> slots;  // the table of tiles
 };
 
 void scan(benchmark::State& state) {
   Scan s(state);
-  const auto units =
-      static_cast<std::size_t>(s.pages()) * static_cast<std::size_t>(s.shape.head_dim);
   const Noise codes(s.view.tiles.codes_bytes(kKvHeads, s.shape.head_dim));
-  const Noise scales(units * 2 * sizeof(std::uint16_t));
+  const std::size_t scales_bytes = s.view.tiles.scales_bytes(kKvHeads, s.shape.head_dim);
+  const Noise scales(scales_bytes);
   auto* const halves = reinterpret_cast<std::uint16_t*>(scales.data());
-  for (std::size_t i = 0; i < units * 2; ++i) halves[i] = float_to_f16(0.25f);
+  for (std::size_t i = 0; i < scales_bytes / sizeof(std::uint16_t); ++i) {
+    halves[i] = float_to_f16(0.25f);
+  }
   s.view.tiles.codes = codes.data();
   s.view.tiles.scales = halves;
   std::vector<float> q(static_cast<std::size_t>(s.shape.query_heads * s.shape.head_dim));
   for (std::size_t i = 0; i < q.size(); ++i) q[i] = std::sin(static_cast<float>(i));
   const Noise logits(static_cast<std::size_t>(s.shape.query_heads * s.tokens) * sizeof(float));
-  const std::vector<RowSpan> rows(kKvHeads);
+  const BatchToken next = next_page(s.tokens);
   EstimateParams p;
   p.q = q.data();
+  p.q_stride = std::int64_t{s.shape.query_heads} * s.shape.head_dim;
   p.shape = s.shape;
+  p.batch = {&next, 1, next.count()};
   p.method = s.channels < s.shape.head_dim ? Selector::sparq : Selector::int4;
   p.channels = s.channels;
   p.index = s.view;
-  p.pages = s.tokens / kPageTokens;
-  p.rows = rows;
+  p.skip_newest = true;
   p.logits = {logits.data(), s.tokens};
   Threads threads(static_cast<int>(state.range(5)));
   for (auto _ : state) estimate(p, threads);
@@ -132,15 +145,15 @@ void prune(benchmark::State& state) {
   std::vector<std::int32_t> positions(static_cast<std::size_t>(kKvHeads * tokens));
   std::vector<HeadSelection> heads(kKvHeads);
   std::vector<float> alpha(static_cast<std::size_t>(shape.query_heads));
+  const BatchToken next = next_page(tokens);
   SelectParams p;
   p.shape = shape;
+  p.batch = {&next, 1, next.count()};
   p.logits = {reinterpret_cast<std::byte*>(logits.data()), tokens};
-  p.count = p.end = tokens;
+  p.skip_newest = true;
   p.prune = state.range(2) != 0 ? Pruner::top_p : Pruner::top_k;
-  p.k = 256;
+  p.k.share.tokens = 256;
   p.p = 0.95f;
-  p.cap = tokens;
-  p.recent_first = tokens;
   p.selected = {positions.data(), tokens, heads.data()};
   p.alpha = alpha.data();
   Threads threads(static_cast<int>(state.range(3)));

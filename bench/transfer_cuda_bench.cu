@@ -81,39 +81,44 @@ BENCHMARK(copy_to_device)
 // Arguments: rows of each of eight heads, bytes of a row, bytes that they lie in, blocks of the
 // kernel, sorted.
 void gather_rows(benchmark::State& state) {
-  const auto row_bytes = static_cast<std::size_t>(state.range(1));
-  const auto span = static_cast<std::size_t>(state.range(2));
+  const std::int64_t row_bytes = state.range(1);
+  const std::int64_t span = state.range(2);
   constexpr int kHeads = 8;
   const std::int64_t rows = state.range(0);
-  const std::size_t rows_per_head = span / kHeads / row_bytes;
+  const std::int64_t slots = span / kHeads / row_bytes / kPageTokens;
   std::mt19937_64 random(7);
   std::vector<std::int32_t> positions;
   for (int head = 0; head < kHeads; ++head) {
     std::vector<std::int32_t> own;
     for (std::int64_t i = 0; i < rows; ++i) {
-      own.push_back(static_cast<std::int32_t>(random() % rows_per_head));
+      own.push_back(
+          static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(slots * kPageTokens)));
     }
     if (state.range(4) != 0) std::sort(own.begin(), own.end());
     positions.insert(positions.end(), own.begin(), own.end());
   }
+  std::vector<PageSlots> pages;
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
+    pages.push_back({PageSlots::kNone, static_cast<std::int32_t>(slot)});
+  }
   Workspace workspace(1 << 20);
-  const DeviceBlock device_positions = make_device_block(positions.size() * sizeof(std::int32_t));
-  require(cudaMemcpy(device_positions.get(), positions.data(),
-                     positions.size() * sizeof(std::int32_t), cudaMemcpyHostToDevice),
-          "positions");
-  const DeviceBlock to = make_device_block(static_cast<std::size_t>(kHeads * rows) * row_bytes);
+  const DeviceBlock device_positions = device_copy(positions);
+  const DeviceBlock device_pages = device_copy(pages);
+  const DeviceBlock to = make_device_block(static_cast<std::size_t>(kHeads * rows * row_bytes));
+  const std::vector<std::int64_t> counts(kHeads, rows);
   GatherParams p;
-  p.row_bytes = row_bytes;
-  p.kv_heads = kHeads;
+  p.shape = {1, kHeads, kHeads, static_cast<int>(row_bytes / 4), DType::bf16};
+  p.rows.host = host_rows().data();
+  p.rows.host_stride = span / kHeads;
+  p.rows.pages = static_cast<const PageSlots*>(device_pages.get());
+  p.rows.table_stride = slots;
   p.positions = static_cast<const std::int32_t*>(device_positions.get());
   p.capacity = rows;
-  p.counts.uniform = rows;
-  p.sources.home.base = host_rows().data();
-  p.sources.home.stride = static_cast<std::int64_t>(span / kHeads);
+  p.counts = counts;
   p.to = static_cast<std::byte*>(to.get());
   p.to_rows = rows;
-  p.blocks = static_cast<int>(state.range(3));
-  Replay replay(workspace.launch().stream, [&] { gather(p, workspace.launch()); });
+  const auto blocks = static_cast<int>(state.range(3));
+  Replay replay(workspace.launch().stream, [&] { gather(p, workspace.launch(), blocks); });
   time_replay(state, replay, 1);
   count_rate(state, "bytes/s", static_cast<double>(kHeads * rows) * static_cast<double>(row_bytes));
 }

@@ -55,9 +55,9 @@ class CudaWeight : public Weight {
 
 int select_device(int ordinal) {
   int count = 0;
-  require(cudaGetDeviceCount(&count), "looking for a device (--device cuda)");
+  require(cudaGetDeviceCount(&count), "looking for a device (`device` cuda)");
   if (ordinal >= count) {
-    throw Error(ErrorCode::unsupported, "--device cuda:" + std::to_string(ordinal) +
+    throw Error(ErrorCode::unsupported, "`device` cuda:" + std::to_string(ordinal) +
                                             ": this machine has " + std::to_string(count) +
                                             " CUDA device(s)");
   }
@@ -144,6 +144,7 @@ class CudaBackend : public Backend {
   void rope(const RopeParams& params) override { cuda::rope(params, launch()); }
   void swiglu(const SwigluParams& params) override { cuda::swiglu(params, launch()); }
   void cast(const Matrix& from, const Matrix& to) override { cuda::cast(from, to, launch()); }
+  void read_heads(const ReadHeadsParams& params) override { cuda::read_heads(params, launch()); }
   void append(const AppendParams& params) override;
   void append_batch(const AppendBatchParams& params) override {
     cuda::append_batch(params, launch());
@@ -310,7 +311,6 @@ void CudaBackend::append(const AppendParams& params) {
   cuda::append(rows, launch());
   if (!at_once) copy_home(*this, params);
 }
-
 
 void CudaBackend::order(Stream signalling, Stream waiting) {
   const cudaEvent_t event = events_[static_cast<std::size_t>(signalling)].get();

@@ -59,10 +59,11 @@ __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
 }
 
 // What is looked up for selected rows is asked for before anybody knows which: the tables of the
-// sequences, each by one block.
+// sequences, each by one block. The last blocks do, for they have nothing else to do if rows are
+// few.
 __device__ __forceinline__ void prefetch_page_tables(const DecodeKernelParams& p) {
   if (blockIdx.y != 0) return;
-  for (auto number = static_cast<int>(blockIdx.x); number < p.count;
+  for (auto number = static_cast<int>(gridDim.x - 1 - blockIdx.x); number < p.count;
        number += static_cast<int>(gridDim.x)) {
     prefetch_page_table(p.rows, p.tokens[number]);
   }
@@ -72,10 +73,9 @@ template <typename T, int kHeadDim, int kStages>
 __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel(
     const __grid_constant__ DecodeKernelParams p) {
   using Ring = DecodeRing<kHeadDim, kStages>;
-  using Fetch = DecodeFetch<kHeadDim, kStages>;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ typename Ring::Barriers barriers;
-  __shared__ typename Fetch::Lookups lookups;
+  __shared__ DecodeLookups<kStages> lookups;
   const Ring ring(shared, barriers);
   if (threadIdx.x == 0) ring.init();
   DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
@@ -84,13 +84,16 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
     wait_for_kernel_before();
   }
   work.divide();
-  __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   // Those that read or write memory wait for the kernel before, if that was not done above.
   if (warp < kDecodeWarps) {
     consume<T>(p, work, ring);
   } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
-    Fetch(p, work, ring, lookups).run();
+    if (p.selects()) {
+      DecodeFetch<kHeadDim, kStages, true>(p, work, ring, lookups).run();
+    } else {
+      DecodeFetch<kHeadDim, kStages, false>(p, work, ring, lookups).run();
+    }
   } else {
     wait_for_kernel_before();
     allow_next_kernel();
@@ -101,7 +104,7 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
 // Shared memory that the kernel declares, with some to spare for what is not named here.
 template <int kHeadDim, int kStages>
 constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim, kStages>::Barriers) +
-                               sizeof(typename DecodeFetch<kHeadDim, kStages>::Lookups) + 512;
+                               sizeof(DecodeLookups<kStages>) + 512;
 
 // What a launch may have besides its declared memory and stages.
 template <int kHeadDim, int kStages>

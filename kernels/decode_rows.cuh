@@ -112,24 +112,28 @@ class DecodeRing {
   std::uint32_t phase_ = 0;
 };
 
+// What each lane that fetches looked up for its rows of the tiles to come. Pages are looked up so
+// many tiles before rows are asked for, and positions as many before that: memory that is busy with
+// rows answers late.
+template <int kStages>
+struct DecodeLookups {
+  static constexpr unsigned kAhead = kStages < 4 ? 4 : 8;
+
+  std::int32_t positions[2 * kAhead][kTileRows];
+  int2 pages[kAhead][kTileRows];  // PageSlots
+};
+
 // One warp's part of fetching all tiles that a block works on. With the first tile of a head come
-// its queries.
-template <int kHeadDim, int kStages>
+// its queries. `kSelects` is p.selects(): what a warp does for each tile is what limits short rows
+// and those found by position, and each kind does without what only the other needs.
+template <int kHeadDim, int kStages, bool kSelects>
 class DecodeFetch {
   using Shape = DecodeShape<kHeadDim>;
   using Ring = DecodeRing<kHeadDim, kStages>;
+  using Lookups = DecodeLookups<kStages>;
+  static constexpr unsigned kAhead = Lookups::kAhead;
 
  public:
-  // Pages are looked up so many tiles before rows are asked for, and positions as many before that:
-  // memory that is busy with rows answers late.
-  static constexpr unsigned kAhead = kStages < 4 ? 4 : 8;
-
-  // What each lane looked up for its rows of the tiles to come.
-  struct Lookups {
-    std::int32_t positions[2 * kAhead][kTileRows];
-    int2 pages[kAhead][kTileRows];  // PageSlots
-  };
-
   // `lookups` is shared memory.
   __device__ DecodeFetch(const DecodeKernelParams& p, const DecodeWork& work, const Ring& ring,
                          Lookups& lookups)
@@ -145,29 +149,35 @@ class DecodeFetch {
   __device__ void run() {
     static_assert(kStages < static_cast<int>(kAhead),
                   "tiles that are under way would delay what is looked up");
-    Tile tile = first();
+    Tile tile = tile_of(work_.first(), 0);
     if (!tile.segment.exists()) return;
     Tile paged = tile;
     Tile listed = tile;
+    int resident = 0;  // of this lane's selected rows of a segment
 #pragma unroll 1
-    for (unsigned step = p_.selects() ? 0 : kAhead;; ++step) {
+    for (unsigned step = kSelects ? 0 : kAhead;; ++step) {
       copy_async_wait<kAhead - 1>();
       if (step >= 2 * kAhead) {
         if (!tile.segment.exists()) return;
-        // Pages are what they were before that kernel; queries and rows are not.
-        if (step == 2 * kAhead) wait_for_kernel_before();
+        // Pages are what they were before that kernel; queries and rows are not. It is over if
+        // anything was selected.
+        if (!kSelects && step == 2 * kAhead) wait_for_kernel_before();
+        // Before there is room, so that nothing but asking follows.
+        const std::byte* const from = find(tile, step, resident);
         ring_.wait_empty();
+        if (tile.number + 1 == tile.segment.last) report(tile, resident);
         if constexpr (kBulkCopies) {
-          fetch_bulk(tile, step);
+          fetch_bulk(tile, from);
         } else {
-          fetch_chunks(tile, step);
+          fetch_chunks(tile, from);
         }
         ring_.advance();
         advance(tile);
       }
       if (step >= kAhead) look_up_pages(paged, step);
-      if (p_.selects()) look_up_positions(listed, step);
+      if constexpr (kSelects) look_up_positions(listed, step);
       copy_async_commit();
+      if (step < 2 * kAhead) pass_over(step, step < kAhead ? listed : paged);
     }
   }
 
@@ -178,19 +188,39 @@ class DecodeFetch {
     DecodeSegment segment;
     int number = 0;
     int turn = 0;  // of the segment among the block's
+    // Of the segment, where:
+    HeadPools pools;
+    const PageSlots* pages = nullptr;
+    const std::int32_t* positions = nullptr;
+    int in_turn = 0;  // the position of row 0 if all were like those that are not found by position
   };
 
-  __device__ Tile first() const {
-    const DecodeSegment segment = work_.first();
-    return {segment, segment.first, 0};
+  __device__ Tile tile_of(const DecodeSegment& s, int turn) const {
+    Tile tile{s, s.first, turn};
+    if (!s.exists()) return tile;
+    tile.pools = HeadPools(p_.rows, s.kv_head);
+    tile.pages = page_table_of(p_.rows, s.token.sequence);
+    if constexpr (kSelects) {
+      tile.positions = p_.positions + s.head * p_.capacity;
+      tile.in_turn = page_first_of(s.token) - s.selected;
+    }
+    return tile;
   }
   __device__ void advance(Tile& tile) const {
     if (++tile.number < tile.segment.last) return;
-    tile.segment = work_.after(tile.segment);
-    tile.number = tile.segment.first;
-    ++tile.turn;
+    tile = tile_of(work_.after(tile.segment), tile.turn + 1);
   }
 
+  // Where tiles are few, the steps in which nothing is left to ask for before what was asked for is
+  // needed are passed over; `asked` is the tile that would be asked for next.
+  __device__ static void pass_over(unsigned& step, const Tile& asked) {
+    if (asked.segment.exists()) return;
+    step = (step < kAhead ? kAhead : 2 * kAhead) - 1;
+    copy_async_wait<0>();
+  }
+
+  // How many rows of a tile's head are found by position.
+  __device__ static int selected(const Tile& tile) { return kSelects ? tile.segment.selected : 0; }
   // The first of the warp's rows of a tile, among those of the head.
   __device__ int first_row(const Tile& tile) const { return tile.number * kTileRows + first_row_; }
   // How many of the warp's rows of a tile exist.
@@ -200,7 +230,7 @@ class DecodeFetch {
   // Whether the warp's rows come in lots, for none of them is found by position: a lot does not
   // straddle pages.
   __device__ bool in_lots(const Tile& tile) const {
-    return kBulkCopies && first_row(tile) >= tile.segment.selected;
+    return kBulkCopies && (!kSelects || first_row(tile) >= selected(tile));
   }
   // Of the warp's rows the one that this lane finds: its own, or the first of its lot. It may not
   // exist.
@@ -214,50 +244,50 @@ class DecodeFetch {
   // Asks for the positions of a tile, and goes to the next.
   __device__ void look_up_positions(Tile& tile, unsigned step) const {
     if (!tile.segment.exists()) return;
-    const int row = first_row(tile) + lane_;
-    if (lane_ < Shape::kFetchRows && row < tile.segment.selected) {
-      copy_async_word(&lookups_.positions[step % (2 * kAhead)][first_row_ + lane_],
-                      p_.positions + tile.segment.head * p_.capacity + row);
+    if (own_row(tile) < count(tile)) {
+      std::int32_t& to = lookups_.positions[step % (2 * kAhead)][first_row_ + lane_];
+      const int row = first_row(tile) + own_row(tile);
+      if (row < selected(tile)) {
+        copy_async_word(&to, tile.positions + row);
+      } else {
+        to = tile.in_turn + row;
+      }
     }
     advance(tile);
   }
 
   // The position of this lane's row of a tile whose positions were asked for at step `asked`.
   __device__ std::int32_t position(const Tile& tile, unsigned asked) const {
-    const DecodeSegment& s = tile.segment;
-    const int row = first_row(tile) + own_row(tile);
-    if (row < s.selected) return lookups_.positions[asked % (2 * kAhead)][first_row_ + lane_];
-    return p_.selects() ? page_first_of(s.token) + row - s.selected : row;
+    if constexpr (!kSelects) return first_row(tile) + own_row(tile);
+    return lookups_.positions[asked % (2 * kAhead)][first_row_ + lane_];
   }
 
   // Asks for the pages of a tile, and goes to the next.
   __device__ void look_up_pages(Tile& tile, unsigned step) const {
     if (!tile.segment.exists()) return;
     if (own_row(tile) < count(tile)) {
-      const PageSlots* const table = page_table_of(p_.rows, tile.segment.token.sequence);
       copy_async_page(&lookups_.pages[step % kAhead][first_row_ + lane_],
-                      table + position(tile, step - kAhead) / kPageTokens);
+                      tile.pages + page_of(position(tile, step - kAhead)));
     }
     advance(tile);
   }
 
   // Where this lane's row of a tile is; something readable if there is none, which the queries are.
-  // Counts those that were selected and are on the device.
-  __device__ const std::byte* find(const Tile& tile, unsigned step) const {
-    const DecodeSegment& s = tile.segment;
-    const auto* from = reinterpret_cast<const std::byte*>(p_.q);
-    bool resident = false;
-    if (own_row(tile) < count(tile)) {
-      const int2 found = lookups_.pages[step % kAhead][first_row_ + lane_];
-      const PageSlots page{found.x, found.y};
-      from = row_of(p_.rows, page, s.kv_head, position(tile, step - 2 * kAhead), Shape::kRowBytes);
-      resident = first_row(tile) + own_row(tile) < s.selected && is_on_device(page);
-    }
-    if (counts_resident(p_)) {
-      const int rows = __popc(__ballot_sync(kAllLanes, resident));
-      if (lane_ == 0 && rows > 0) ring_.add_resident(tile.turn, rows);
-    }
-    return from;
+  // `resident` counts those that were selected and are on the device.
+  __device__ const std::byte* find(const Tile& tile, unsigned step, int& resident) const {
+    if (own_row(tile) >= count(tile)) return reinterpret_cast<const std::byte*>(p_.q);
+    const int2 found = lookups_.pages[step % kAhead][first_row_ + lane_];
+    const PageSlots page{found.x, found.y};
+    if (first_row(tile) + own_row(tile) < selected(tile) && is_on_device(page)) ++resident;
+    return tile.pools.row_of(page, position(tile, step - 2 * kAhead), Shape::kRowBytes);
+  }
+
+  // Adds what was counted of a segment; begins anew.
+  __device__ void report(const Tile& tile, int& resident) const {
+    if (!kSelects || !counts_resident(p_)) return;
+    const int rows = __reduce_add_sync(kAllLanes, resident);
+    if (lane_ == 0 && rows > 0) ring_.add_resident(tile.turn, rows);
+    resident = 0;
   }
 
   __device__ const float* queries(const DecodeSegment& s) const {
@@ -269,11 +299,10 @@ class DecodeFetch {
     return count * kHeadDim * static_cast<int>(sizeof(float));
   }
 
-  __device__ void fetch_bulk(const Tile& tile, unsigned step) const {
+  __device__ void fetch_bulk(const Tile& tile, const std::byte* from) const {
     std::byte* const to = ring_.stage();
     const std::uint32_t full = ring_.full();
     const int existing = count(tile);
-    const std::byte* const from = find(tile, step);
     if (existing < Shape::kFetchRows) clear(to, existing);
     if (lane_ == 0) {
       const int bytes = existing * Shape::kRowBytes + (brings_queries(tile) ? query_bytes() : 0);
@@ -288,9 +317,14 @@ class DecodeFetch {
     }
     const int own = own_row(tile);
     if (own >= existing) return;
-    const int rows = in_lots(tile) ? min(Shape::kLotRows, existing - own) : 1;
-    copy_bulk(to + Shape::place(first_row_ + own), from,
-              static_cast<std::uint32_t>(rows * Shape::kRowBytes), full);
+    std::byte* const place = to + Shape::place(first_row_ + own);
+    // Lanes copy one after the other, each the longer the more of this differs among them.
+    if (in_lots(tile)) {
+      const int rows = min(Shape::kLotRows, existing - own);
+      copy_bulk(place, from, static_cast<std::uint32_t>(rows * Shape::kRowBytes), full);
+    } else {
+      copy_bulk(place, from, Shape::kRowBytes, full);
+    }
   }
 
   // The warp's rows from `existing` on become zero: they have no weight, but what was there may be
@@ -305,10 +339,10 @@ class DecodeFetch {
     shared_write_fence();
   }
 
-  __device__ void fetch_chunks(const Tile& tile, unsigned step) const {
+  __device__ void fetch_chunks(const Tile& tile, const std::byte* row) const {
     std::byte* const to = ring_.stage();
     const int existing = count(tile);
-    const auto own = reinterpret_cast<unsigned long long>(find(tile, step));
+    const auto own = reinterpret_cast<unsigned long long>(row);
 #pragma unroll
     for (int i = 0; i < Shape::kFetchRows * Shape::kRowChunks / kWarp; ++i) {
       const int chunk = lane_ + i * kWarp;

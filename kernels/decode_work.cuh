@@ -74,6 +74,7 @@ struct DecodeShape {
 
   // Where a row of a tile lies.
   __device__ static constexpr int place(int row) {
+    if (kLotStride == kLotRows * kRowBytes) return row * kRowBytes;
     return row / kLotRows * kLotStride + row % kLotRows * kRowBytes;
   }
 };
@@ -118,11 +119,6 @@ struct DecodeSharers {
 // Tiles of so many rows; there is at least one, the token's own.
 __device__ __forceinline__ int tiles_of(int rows) { return (rows - 1) / kTileRows + 1; }
 
-// Whether all heads are of one token and have every row that it sees.
-__device__ __forceinline__ bool is_uniform(const DecodeKernelParams& p) {
-  return !p.selects() && p.count == 1;
-}
-
 // Whether this block reports how many of the selected rows were on the device.
 __device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
   return p.selects() && blockIdx.y == 0;
@@ -130,7 +126,7 @@ __device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
 
 // How many rows of a head are not found by position.
 __device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const BatchToken& token) {
-  return (p.selects() ? token.position % kPageTokens : token.position) + 1;
+  return (p.selects() ? place_in_page(token.position) : token.position) + 1;
 }
 
 // How many are.
@@ -149,28 +145,27 @@ class DecodeWork {
   static constexpr std::size_t kBytesBeside = sizeof(std::int32_t);
 
   // The whole block comes here; `shared` is as large as that. Reads nothing that the kernel before
-  // may write.
+  // may write, and does not wait for what it reads.
   __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
       : p_(p),
         before_(shared),
         tokens_(reinterpret_cast<BatchToken*>(shared + p.heads + 1)),
         last_(reinterpret_cast<std::uint8_t*>(tokens_ + p.count)),
         first_token_(p.tokens[0]) {
-    if (is_uniform(p)) return;
-    for (auto head = static_cast<int>(threadIdx.x); head < p.heads;
-         head += static_cast<int>(blockDim.x)) {
-      before_[head] = in_turn_of(p, p.count == 1 ? first_token_ : p.tokens[head / p.kv_heads]);
-    }
-    for (auto number = static_cast<int>(threadIdx.x); number < p.count;
-         number += static_cast<int>(blockDim.x)) {
-      tokens_[number] = p.tokens[number];
-    }
+    if (p.count == 1) return;
+    for_mine(p.count, [&](int number) {
+      copy_async_word(&tokens_[number].sequence, &p.tokens[number].sequence);
+      copy_async_word(&tokens_[number].position, &p.tokens[number].position);
+    });
+    copy_async_commit();
   }
 
-  // The whole block, once it is known what is selected. Others see the result after a barrier.
+  // The whole block, once it is known what is selected. What its threads did before is seen by all
+  // of them after.
   __device__ void divide() {
-    first_rows_ = in_turn_of(p_, first_token_) + selected_of(p_, 0);
-    if (is_uniform(p_) || add_selected()) {
+    const int first_selected = selected_of(p_, 0);
+    if (all_equal(first_selected)) {
+      first_rows_ = in_turn_of(p_, first_token_) + first_selected;
       uniform_ = tiles_of(first_rows_);
       total_ = uniform_ * p_.heads;
     } else {
@@ -189,11 +184,27 @@ class DecodeWork {
 
   // What this block works on, one after the other until one does not exist.
   __device__ DecodeSegment first() const {
-    return begin_ < end_ ? segment(head_of(begin_)) : DecodeSegment();
+    if (begin_ >= end_) return DecodeSegment();
+    DecodeSegment s;
+    s.head = head_of(begin_);
+    s.number = p_.count == 1 ? 0 : s.head / p_.kv_heads;
+    s.kv_head = s.head - s.number * p_.kv_heads;
+    s.token = token(s.number);
+    set_tiles(s);
+    return s;
   }
+  // Comes once for every few tiles, so that it may not divide.
   __device__ DecodeSegment after(const DecodeSegment& s) const {
     // Every head has a tile.
-    return s.head + 1 < p_.heads ? segment(s.head + 1) : DecodeSegment();
+    if (s.head + 1 >= p_.heads) return DecodeSegment();
+    DecodeSegment next = s;
+    ++next.head;
+    if (++next.kv_head == p_.kv_heads) {
+      next.kv_head = 0;
+      next.token = tokens_[++next.number];
+    }
+    set_tiles(next);
+    return next;
   }
 
   // Who has tiles of a segment's head.
@@ -203,6 +214,17 @@ class DecodeWork {
   }
 
  private:
+  // Calls body(i) for those of `count` that this thread has.
+  template <typename Body>
+  __device__ static void for_mine(int count, const Body& body) {
+    for (auto i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+      body(i);
+    }
+  }
+  __device__ BatchToken token(int number) const {
+    return p_.count == 1 ? first_token_ : tokens_[number];
+  }
+
   // The worker that has tile number `tile`.
   __device__ int worker_of(int tile) const {
     const int of_first = more_ * (each_ + 1);  // tiles of the workers that have one more
@@ -210,35 +232,48 @@ class DecodeWork {
   }
   __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
 
-  __device__ DecodeSegment segment(int head) const {
-    DecodeSegment s;
-    s.head = head;
-    s.number = p_.count == 1 ? 0 : head / p_.kv_heads;
-    s.kv_head = head - s.number * p_.kv_heads;
-    s.token = p_.count == 1 ? first_token_ : tokens_[s.number];
-    s.tiles = uniform_ > 0 ? uniform_ : before_[head + 1] - before_[head];
-    s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[head] + 1;
+  // What follows from a segment's head and token.
+  __device__ void set_tiles(DecodeSegment& s) const {
+    const int first_tile = before(s.head);
+    s.tiles = uniform_ > 0 ? uniform_ : before_[s.head + 1] - first_tile;
+    s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[s.head] + 1;
     s.selected = s.rows - in_turn_of(p_, s.token);
-    s.first = max(0, begin_ - before(head));
-    s.last = min(s.tiles, end_ - before(head));
-    return s;
+    s.first = max(0, begin_ - first_tile);
+    s.last = min(s.tiles, end_ - first_tile);
   }
 
-  // before[h] becomes the rows of head h. Returns whether all heads have as many, which most
-  // selections see to.
-  __device__ bool add_selected() const {
+  // Whether all of this thread's heads have selected so many. Several are asked for at once, the
+  // last head for those that there are not.
+  __device__ bool all_select(int selected) const {
+    constexpr int kAtOnce = 4;
+    const auto threads = static_cast<int>(blockDim.x);
     bool equal = true;
-    for (auto head = static_cast<int>(threadIdx.x); head < p_.heads;
-         head += static_cast<int>(blockDim.x)) {
-      const int rows = before_[head] + selected_of(p_, head);
-      before_[head] = rows;
-      equal = equal && rows == first_rows_;
+#pragma unroll 1
+    for (auto head = static_cast<int>(threadIdx.x); head < p_.heads; head += kAtOnce * threads) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        equal &= selected_of(p_, min(head + i * threads, p_.heads - 1)) == selected;
+      }
+    }
+    return equal;
+  }
+
+  // Whether all heads have as many rows, selected and not, which most selections see to: then
+  // nothing is written down of each. A barrier.
+  __device__ bool all_equal(int first_selected) const {
+    bool equal = true;
+    if (p_.selects()) equal = all_select(first_selected);
+    if (p_.count > 1) {
+      copy_async_wait<0>();
+      const int first_in_turn = in_turn_of(p_, first_token_);
+      for_mine(p_.count,
+               [&](int number) { equal &= in_turn_of(p_, tokens_[number]) == first_in_turn; });
     }
     return __syncthreads_and(equal ? 1 : 0) != 0;
   }
 
-  // From rows of heads to tiles before[h] of heads 0 to h - 1: each thread adds up a run of heads,
-  // then the runs are added up.
+  // Tiles before[h] of heads 0 to h - 1: each thread adds up a run of heads, then the runs are
+  // added up.
   __device__ void add_up() const {
     __shared__ std::int32_t of_warps[kWarp];
     const auto thread = static_cast<int>(threadIdx.x);
@@ -247,9 +282,16 @@ class DecodeWork {
     const int first = min(thread * length, p_.heads);
     const int last = min(first + length, p_.heads);
     std::int32_t own = 0;
+    int number = first / p_.kv_heads;
+    int left = (number + 1) * p_.kv_heads - first;  // heads of that token
 #pragma unroll 1
     for (int head = first; head < last; ++head) {
-      own += tiles_of(before_[head]);
+      const int rows = in_turn_of(p_, token(number)) + selected_of(p_, head);
+      before_[head] = rows;
+      own += tiles_of(rows);
+      if (--left > 0) continue;
+      ++number;
+      left = p_.kv_heads;
     }
     std::int32_t sum = warp_inclusive(own);
     if (thread % kWarp == kWarp - 1) of_warps[thread / kWarp] = sum;
@@ -288,8 +330,8 @@ class DecodeWork {
   BatchToken* tokens_;    // [count]
   std::uint8_t* last_;    // [heads]: rows of the last tile, less one
   BatchToken first_token_;
-  int first_rows_ = 0;  // of head 0
   int uniform_ = 0;     // tiles of every head, if they are equal
+  int first_rows_ = 0;  // rows of every head then
   int total_ = 0;
   int each_ = 0;  // tiles of a worker
   int more_ = 0;  // workers that have one more

@@ -135,6 +135,23 @@ __global__ void cast_kernel(const From* from, std::int64_t from_stride, To* to,
   to[blockIdx.y * to_stride + c] = from_float<To>(to_float(from[blockIdx.y * from_stride + c]));
 }
 
+// A thread for each element, in the order of the dense array.
+template <typename From>
+__global__ void read_heads_kernel(const __grid_constant__ ReadHeadsParams p) {
+  take_turn();
+  const HeadArray& from = p.from;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= from.tokens * from.heads * from.head_dim) return;
+  const std::int64_t vector = i / from.head_dim;
+  const std::int64_t first =
+      vector / from.heads * from.token_stride + vector % from.heads * from.head_stride;
+  const float value =
+      to_float(static_cast<const From*>(from.data)[first + i % from.head_dim]) * p.factor;
+  const bool fits = fabsf(value) < p.limit;
+  p.to[i] = fits ? value : 0.0f;
+  if (!fits) p.bad[vector] = 1;
+}
+
 __global__ void bias_kernel(const float* bias, float* y, std::int64_t stride, std::int64_t columns,
                             bool accumulate) {
   take_turn();
@@ -216,6 +233,14 @@ void cast(const Matrix& from, const Matrix& to, const Launch& launch) {
                    static_cast<const From*>(from.data), from.stride, static_cast<To*>(to.data),
                    to.stride, to.columns);
     });
+  });
+}
+
+void read_heads(const ReadHeadsParams& p, const Launch& launch) {
+  const std::int64_t elements = p.from.tokens * p.from.heads * p.from.head_dim;
+  dispatch(p.from.dtype, [&](auto element) {
+    launch_early("read_heads", read_heads_kernel<decltype(element)>,
+                 dim3(blocks_for(elements, kThreads)), kThreads, 0, launch, p);
   });
 }
 

@@ -57,7 +57,7 @@ void require(cudaError_t status, const char* what) {
     message += "; the device cannot be used any more by this process: start it again";
   }
   if (code_of(status) == ErrorCode::unsupported) {
-    message += "; look at the device and its driver (nvidia-smi), or use --device cpu";
+    message += "; look at the device and its driver (nvidia-smi), or use `device` cpu";
   }
   throw Error(code_of(status), message);
 }

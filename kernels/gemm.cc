@@ -30,7 +30,7 @@ void* open_library() {
   for (const std::string& path : {name, std::string(SLUICE_CUDA_LIBRARIES) + "/" + name}) {
     if (void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
   }
-  throw Error(ErrorCode::unsupported, "--device cuda needs cuBLAS, and " + name +
+  throw Error(ErrorCode::unsupported, "`device` cuda needs cuBLAS, and " + name +
                                           " cannot be loaded; install it or name its folder in "
                                           "LD_LIBRARY_PATH");
 }

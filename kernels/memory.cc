@@ -100,7 +100,7 @@ void CudaMemory::register_host(std::byte* data, std::size_t bytes) {
     throw Error(is_sticky(status) ? ErrorCode::internal : ErrorCode::memory,
                 "this machine refused to pin " + format_bytes(bytes) +
                     " of host memory for the device (" + cudaGetErrorString(status) +
-                    "); shorten --context, free memory or raise the limit on locked memory "
+                    "); shorten `context`, free memory or raise the limit on locked memory "
                     "(ulimit -l)");
   }
   host_runs_.add(data, bytes);

@@ -6,9 +6,18 @@
 
 namespace sluice::cuda {
 
+// The page of a position and its place there. Positions are not negative, which makes one
+// instruction of what would be four.
+__device__ __forceinline__ int page_of(std::int32_t position) {
+  return static_cast<int>(static_cast<unsigned>(position) / kPageTokens);
+}
+__device__ __forceinline__ int place_in_page(std::int32_t position) {
+  return static_cast<int>(static_cast<unsigned>(position) % kPageTokens);
+}
+
 // The first position of a token's own page.
 __device__ __forceinline__ std::int32_t page_first_of(const BatchToken& token) {
-  return token.position - token.position % kPageTokens;
+  return token.position - place_in_page(token.position);
 }
 
 // Where the pages of a sequence are.
@@ -21,16 +30,30 @@ __device__ __forceinline__ bool is_on_device(const PageSlots& page) {
   return page.device != PageSlots::kNone;
 }
 
-// Where the row of a position is read, which is on this page.
+// The rows of a KV head, of all slots.
+struct HeadPools {
+  const std::byte* device = nullptr;
+  const std::byte* host = nullptr;
+
+  HeadPools() = default;
+  __device__ HeadPools(const PagedRows& rows, int head)
+      : device(rows.device + head * rows.device_stride),
+        host(rows.host + head * rows.host_stride) {}
+
+  // Where the row of a position is read, which is on this page.
+  __device__ const std::byte* row_of(const PageSlots& page, std::int32_t position,
+                                     std::int64_t row_bytes) const {
+    const bool there = is_on_device(page);
+    const std::int64_t row =
+        std::int64_t{there ? page.device : page.host} * kPageTokens + place_in_page(position);
+    return (there ? device : host) + row * row_bytes;
+  }
+};
+
 __device__ __forceinline__ const std::byte* row_of(const PagedRows& rows, const PageSlots& page,
                                                    int head, std::int32_t position,
                                                    std::int64_t row_bytes) {
-  const bool there = is_on_device(page);
-  const std::byte* const first =
-      (there ? rows.device : rows.host) + head * (there ? rows.device_stride : rows.host_stride);
-  const std::int64_t row =
-      std::int64_t{there ? page.device : page.host} * kPageTokens + position % kPageTokens;
-  return first + row * row_bytes;
+  return HeadPools(rows, head).row_of(page, position, row_bytes);
 }
 
 // Asks for an entry of a table; `to` is shared memory. See copy_async_commit().
@@ -46,7 +69,7 @@ __device__ __forceinline__ void prefetch_page_table(const PagedRows& rows,
                                                     const BatchToken& token) {
   constexpr int kLinePages = 128 / static_cast<int>(sizeof(PageSlots));
   const PageSlots* const table = page_table_of(rows, token.sequence);
-  const int pages = token.position / kPageTokens + 1;
+  const int pages = page_of(token.position) + 1;
 #pragma unroll 1
   for (int page = static_cast<int>(threadIdx.x) * kLinePages; page < pages;
        page += static_cast<int>(blockDim.x) * kLinePages) {

@@ -1,4 +1,4 @@
-// Attention of many query tokens over one run of rows per KV head, on tensor cores.
+// Attention of query tokens, one or many, over one run of rows per KV head, on tensor cores.
 // Source: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 #pragma once
 

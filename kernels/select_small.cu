@@ -8,7 +8,7 @@
 namespace sluice::cuda {
 namespace {
 
-struct Shared {
+struct alignas(16) Shared {
   Extent extent;
   float parts[3][kWarp];
   std::uint64_t long_part[kWarp];

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kScanThreads, kScanBlocks)
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ ScanTokens tokens;
   find_tokens(a, FewShape::kStaticEighths, tokens);
-  scan_few<kSteps>(a, tokens, shared + threadIdx.x / kWarp * FewShape::kRingBytes);
+  scan_few<kSteps>(a, tokens, few_memory(shared + threadIdx.x / kWarp * kFewBytes));
 }
 
 // A kernel that scans with `shared` bytes of shared memory a block.
@@ -122,7 +122,7 @@ bool is_few(const TileScanArgs& a, int bits) {
 
 void launch_few(const TileScanArgs& a, const Launch& launch) {
   const auto kernel = a.steps == 1 ? scan_few_kernel<1> : scan_few_kernel<2>;
-  launch_kernel(kernel, kScanWarps * FewShape::kRingBytes, a, launch);
+  launch_kernel(kernel, kScanWarps * kFewBytes, a, launch);
 }
 
 template <int kBits, TileScan kScan>

@@ -375,7 +375,8 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanToke
   constexpr bool kListed = kScan == TileScan::listed;
   constexpr int kColumns = kColumnTiles<kQueries>;
   using Shape = TileShape<kBits, kListed>;
-  using Copier = std::conditional_t<kListed, ListedCopier<kBits>, OrderedCopier<kBits, kScan>>;
+  using Copier =
+      std::conditional_t<kListed, ListedCopier<kBits, kScan>, OrderedCopier<kBits, kScan>>;
   Copier copier(a, tokens, memory);
   // Tiles that are scanned in any case are copied while the queries are made ready.
   constexpr bool kEarly = kScan == TileScan::all;

@@ -140,7 +140,7 @@ __device__ __forceinline__ void copy_listed(const TileScanArgs& a, std::int64_t 
 }
 
 // Copies chunks of listed channels into slots, in the order that they are used in.
-template <int kBits>
+template <int kBits, TileScan kScan>
 class ListedCopier {
   using Shape = TileShape<kBits, true>;
 
@@ -183,7 +183,7 @@ class ListedCopier {
   __device__ __forceinline__ bool whole() const { return (at_.pair + 1) * kPairSteps <= a_.steps; }
 
   const TileScanArgs& a_;
-  ChunkCursor<kBits, TileScan::listed> at_;
+  ChunkCursor<kBits, kScan> at_;
   int head_ = -1;
   uint4* places_;                // of the head, of this lane
   std::uint32_t* scale_places_;  // likewise

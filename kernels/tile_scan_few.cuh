@@ -1,6 +1,7 @@
 // Scans of so few listed channels, for so few queries, that a warp has room to spare: a chunk has
 // all channels of a tile, so that sums over half its tokens are complete before those over the
-// other half begin, and what scans of more channels keep in shared memory fits registers.
+// other half begin, and what scans of more channels keep in shared memory of the queries fits
+// registers.
 #pragma once
 
 #include "kernels/tile_scan.cuh"
@@ -8,43 +9,6 @@
 namespace sluice::cuda {
 
 using FewShape = TileShape<4, true>;
-
-// Copies tiles into slots, in the order that they are used in.
-template <int kSteps>
-class FewCopier {
- public:
-  __device__ FewCopier(const TileScanArgs& a, const ScanTokens& tokens, std::byte* ring)
-      : a_(a), at_(a, tokens, ring) {}
-
-  __device__ __forceinline__ void begin() { at_.tiles.begin(); }
-  __device__ __forceinline__ TilePlace oldest() const { return at_.oldest(); }
-  // One more tile, or nothing at the end; always commits a group.
-  __device__ __forceinline__ void copy_next() {
-    if (at_.begin_slot()) {
-      if (const int head = at_.tiles.place().head; head != head_) enter(head);
-      copy_listed<4>(a_, at_.tiles.in_index(), places_, scale_place_, kSteps == kPairSteps,
-                     at_.slot);
-      at_.next_chunk(1);
-    }
-    at_.end_slot();
-    copy_async_commit();
-  }
-  // Until this lane's part of the oldest tile is there.
-  __device__ __forceinline__ void wait() const { copy_async_wait<FewShape::kAhead - 1>(); }
-
- private:
-  __device__ __forceinline__ void enter(int head) {
-    head_ = head;
-    places_ = __ldg(a_.queries.places + head * kWarp + lane_id());
-    scale_place_ = __ldg(a_.queries.scales + head * kWarp + lane_id());
-  }
-
-  const TileScanArgs& a_;
-  ChunkCursor<4, TileScan::few> at_;
-  int head_ = -1;
-  uint4 places_{};                 // of the head, of this lane
-  std::uint32_t scale_place_ = 0;  // likewise
-};
 
 // What a lane needs of the KV head whose tiles it scans.
 struct FewQueries {
@@ -89,24 +53,36 @@ __device__ __forceinline__ void scan_slot(std::uint32_t slot, const LaneOffsets<
   }
 }
 
-// Scans and stores the tiles of one warp, whose ring has FewShape::kRingBytes.
+// What a warp has in shared memory: its ring, and of its head the places of what it copies.
+inline constexpr std::uint32_t kFewBytes =
+    FewShape::kRingBytes + kWarp * (sizeof(uint4) + sizeof(std::uint32_t));
+
+__device__ __forceinline__ WarpMemory few_memory(std::byte* bytes) {
+  WarpMemory memory{};
+  memory.ring = bytes;
+  memory.places = reinterpret_cast<uint4*>(bytes + FewShape::kRingBytes);
+  memory.scales = reinterpret_cast<std::uint32_t*>(memory.places + kWarp);
+  return memory;
+}
+
+// Scans and stores the tiles of one warp.
 template <int kSteps>
 __device__ __forceinline__ void scan_few(const TileScanArgs& a, const ScanTokens& tokens,
-                                         std::byte* ring) {
-  FewCopier<kSteps> copier(a, tokens, ring);
+                                         const WarpMemory& memory) {
+  ListedCopier<4, TileScan::few> copier(a, tokens, memory);
   wait_for_kernel_before();
   copier.begin();
 #pragma unroll 1
   for (int i = 0; i < FewShape::kAhead; ++i) copier.copy_next();
   const LaneOffsets<4, true> offsets;
-  const std::uint32_t first_slot = shared_address(ring);
+  const std::uint32_t first_slot = shared_address(memory.ring);
   std::uint32_t slot = first_slot;
   TilePlace at;
   FewQueries queries{};
   while (copier.oldest().last_page >= 0) {
     if (copier.oldest().head != at.head) queries = enter_few(a, copier.oldest().head);
     at = copier.oldest();
-    copier.wait();
+    copier.wait(0, 0);
     __syncwarp();
     copier.copy_next();
     Runs<4> runs[2];

@@ -105,9 +105,11 @@ template <TileScan kScan>
 class TileRuns {
  public:
   __device__ TileRuns(const TileScanArgs& a, const ScanTokens& tokens) : a_(a), tokens_(tokens) {
-    // Neighbours in a block have tiles far apart, so that few tiles are spread over all blocks.
     const auto warps = static_cast<int>(gridDim.x * kScanWarps);
-    const auto warp = static_cast<int>(threadIdx.x / kWarp * gridDim.x + blockIdx.x);
+    auto warp = static_cast<int>(blockIdx.x * kScanWarps + threadIdx.x / kWarp);
+    if (tokens.even < warps) {  // then every block has some
+      warp = static_cast<int>(threadIdx.x / kWarp * gridDim.x + blockIdx.x);
+    }
     const int each = tokens.even / warps;
     const int more = tokens.even % warps;  // warps that have one more
     left_ = each + (warp < more ? 1 : 0);
@@ -129,11 +131,13 @@ class TileRuns {
   }
   __device__ __forceinline__ void step() {
     ++tile_;
+    int number = -1;  // of a tile elsewhere
     if (--left_ == 0) {
-      take();
+      number = take();
     } else if (tile_ == tokens_.tiles(token_)) {
-      go_to(tokens_.first[token_] + (kv_head_ + 1) * tile_);
+      number = tokens_.first[token_] + (kv_head_ + 1) * tile_;
     }
+    if (number >= 0) go_to(number);
     if (left_ == 0) return;
     look_up();
     look_for_candidates();
@@ -151,6 +155,7 @@ class TileRuns {
   __device__ __forceinline__ void go_to(int number) {
     int low = 0;
     int high = a_.token_count - 1;
+#pragma unroll 1
     while (low < high) {  // for the last token that begins there or before; others are empty
       const int middle = (low + high + 1) / 2;
       if (tokens_.first[middle] <= number) {
@@ -183,15 +188,16 @@ class TileRuns {
       upcoming_ = atomicAdd(a_.queries.counters + blockIdx.x % kRunCounters, 1u);
     }
   }
-  __device__ __forceinline__ void take() {
-    if (tokens_.even == tokens_.total) return;
+  // The number of one more tile, or -1.
+  __device__ __forceinline__ int take() {
+    if (tokens_.even == tokens_.total) return -1;
     const unsigned run =
         __shfl_sync(kAllLanes, upcoming_, 0) * kRunCounters + blockIdx.x % kRunCounters;
     const std::int64_t taken = tokens_.even + std::int64_t{run};
-    if (taken >= tokens_.total) return;
+    if (taken >= tokens_.total) return -1;
     ask();
     left_ = 1;
-    go_to(static_cast<int>(taken));
+    return static_cast<int>(taken);
   }
 
   const TileScanArgs& a_;

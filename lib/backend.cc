@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "lib/check.h"
+#include "lib/read_heads.h"
 
 namespace sluice {
 
@@ -40,6 +41,11 @@ void Backend::linear_chain(const LinearChain& chain) {
   if (chain.cast) cast(chain.cast->from, chain.cast->to);
   linear(chain.linear);
   if (chain.swiglu) swiglu(*chain.swiglu);
+}
+
+void Backend::read_heads(const ReadHeadsParams& params) {
+  check(info().compute_tier == Tier::host, "reading heads that are not in host memory");
+  sluice::read_heads(params);
 }
 
 void Backend::sample(const Matrix& logits, std::span<const SampleParams> params,

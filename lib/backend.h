@@ -125,6 +125,28 @@ struct CastParams {
   Matrix to;
 };
 
+// An array [tokens, heads, head_dim] of any dtype and strides; the elements of a head follow each
+// other.
+struct HeadArray {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t tokens = 0;
+  int heads = 0;
+  int head_dim = 0;
+  std::int64_t token_stride = 0;  // elements from token to token
+  std::int64_t head_stride = 0;   // elements from head to head
+};
+
+// Brings an array of a caller's to dense f32, times a factor. Zero stands for what is no number or
+// too large a one, and the head that has it is marked.
+struct ReadHeadsParams {
+  HeadArray from;
+  float factor = 1.0f;
+  float limit = 0.0f;           // magnitudes are to be below it, after multiplying
+  float* to = nullptr;          // [tokens, heads, head_dim]
+  std::int32_t* bad = nullptr;  // reported [tokens, heads]: set to 1 for such a head, else left
+};
+
 // A product with what comes right before and after it: rms_norm or cast, if there is one, linear,
 // and swiglu, if there is one. The result of each is the input of the next, but only the last one
 // is sure to be written: a backend may take all in one go.
@@ -283,6 +305,8 @@ class Backend {
   virtual void rope(const RopeParams& params) = 0;
   virtual void swiglu(const SwigluParams& params) = 0;
   virtual void cast(const Matrix& from, const Matrix& to) = 0;
+  // One head after the other in host memory, unless a backend knows better.
+  virtual void read_heads(const ReadHeadsParams& params);
   // One part after the other, unless a backend knows better.
   virtual void linear_chain(const LinearChain& chain);
   // Draws a token from each row of `logits` [n, vocabulary], f32, by its params, host arrays [n];

@@ -15,8 +15,8 @@ void MemoryAccount::charge(std::uint64_t bytes) {
       throw Error(ErrorCode::memory,
                   std::string(to_string(tier_)) + " memory: " + format_bytes(bytes) +
                       " more would exceed the cap of " + format_bytes(cap_) + " (" +
-                      format_bytes(used) + " in use); raise --" + std::string(to_string(tier_)) +
-                      "-memory or shorten the context");
+                      format_bytes(used) + " in use); raise `" + std::string(to_string(tier_)) +
+                      "_memory` or shorten the context");
     }
   } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
   const std::uint64_t now = used + bytes;

@@ -266,10 +266,10 @@ std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
 }
 
 void Decoder::read_logits(std::int64_t token, std::span<float> to) {
-  const CopyOp op = {reinterpret_cast<std::byte*>(to.data()),
-                     reinterpret_cast<const std::byte*>(a_.logits.floats() +
-                                                        token * config_.vocab_size),
-                     to.size_bytes()};
+  const CopyOp op = {
+      reinterpret_cast<std::byte*>(to.data()),
+      reinterpret_cast<const std::byte*>(a_.logits.floats() + token * config_.vocab_size),
+      to.size_bytes()};
   backend_->copy({&op, 1}, Stream::compute);
 }
 

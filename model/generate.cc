@@ -62,9 +62,9 @@ void require_room(const Session& session, std::size_t prompt, int max_tokens) {
   const std::int64_t needed = session.length() + static_cast<std::int64_t>(prompt) + max_tokens - 1;
   if (needed <= context) return;
   throw Error(ErrorCode::prompt, "the prompt of " + std::to_string(prompt) +
-                                     " tokens and --max-tokens " + std::to_string(max_tokens) +
+                                     " tokens and `max_tokens` " + std::to_string(max_tokens) +
                                      " do not fit the planned context of " +
-                                     std::to_string(context) + " tokens; raise --context to " +
+                                     std::to_string(context) + " tokens; raise `context` to " +
                                      std::to_string(needed) + " or shorten the prompt");
 }
 

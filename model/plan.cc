@@ -60,7 +60,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
   if (host_cap && plan.host_bytes() + taken > *host_cap) {
     throw Error(
         ErrorCode::memory,
-        "--host-memory " + format_bytes(*host_cap) + " is too small: " +
+        "`host_memory` " + format_bytes(*host_cap) + " is too small: " +
             (plan.on_device ? ""
                             : "weights take " + format_bytes(plan.weight_bytes) + ", activations " +
                                   format_bytes(plan.activation_bytes) + " and ") +

@@ -12,8 +12,8 @@ namespace sluice {
 // when they are first used.
 std::uint64_t program_bytes();
 
-// Throws Error{memory} if the plan needs more than `host_cap`, of which others have taken `taken`, or
-// more than the machine has free.
+// Throws Error{memory} if the plan needs more than `host_cap`, of which others have taken `taken`,
+// or more than the machine has free.
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
                          std::uint64_t taken);
 

@@ -46,11 +46,11 @@ std::unique_ptr<Backend> make_backend(const BackendOptions& options) {
         {*ordinal, options.compute, options.weight_dtype, options.device_memory, host_cap});
 #else
     throw Error(ErrorCode::unsupported,
-                "--device " + options.device +
+                "`device` " + options.device +
                     ": this build has no CUDA backend; build where nvcc is, with SLUICE_CUDA=ON");
 #endif
   }
-  throw Error(ErrorCode::usage, "--device " + options.device +
+  throw Error(ErrorCode::usage, "`device` " + options.device +
                                     ": there are the devices cpu, cuda, cuda:N and reference");
 }
 

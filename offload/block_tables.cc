@@ -121,9 +121,9 @@ std::int64_t BlockTables::blocks_for_write(std::int32_t sequence, std::int64_t f
 void BlockTables::require_blocks(std::int64_t blocks) const {
   if (blocks <= blocks_.free()) return;
   throw Error(ErrorCode::memory,
-              "of " + std::to_string(limits_.blocks) + " blocks of " +
-                  std::to_string(kPageTokens) + " tokens that were planned for all sequences " +
-                  std::to_string(blocks_.free()) + " are free, and " + std::to_string(blocks) +
+              "of " + std::to_string(limits_.blocks) + " blocks of " + std::to_string(kPageTokens) +
+                  " tokens that were planned for all sequences " + std::to_string(blocks_.free()) +
+                  " are free, and " + std::to_string(blocks) +
                   " are needed; end a sequence or plan for more tokens");
 }
 
@@ -135,10 +135,10 @@ void BlockTables::require_room(std::int32_t sequence, std::int64_t first, std::i
   std::int64_t tiles = tiles_of(end / kPageTokens) - static_cast<std::int64_t>(s.tiles.size());
   if (page % kTilePages != 0 && tiles_.is_shared(s.tiles.back())) ++tiles;
   if (tiles <= tiles_.free()) return;
-  throw Error(ErrorCode::memory,
-              "the key index has room for " + std::to_string(limits_.tiles) +
-                  " tiles of all sequences, of which " + std::to_string(tiles_.free()) +
-                  " are free; end a sequence or plan for more tokens");
+  throw Error(ErrorCode::memory, "the key index has room for " + std::to_string(limits_.tiles) +
+                                     " tiles of all sequences, of which " +
+                                     std::to_string(tiles_.free()) +
+                                     " are free; end a sequence or plan for more tokens");
 }
 
 // Makes the page at whose row `rows` writing goes on the sequence's own, and has it on the device

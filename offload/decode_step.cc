@@ -20,8 +20,9 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
   policy_ = &policy;
   std::int64_t longest = kLeastCapacity;
   for (const BatchToken& token : tokens) longest = std::max(longest, token.count());
-  capacity_ = std::min(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest))),
-                       pool_->plan().context);
+  capacity_ =
+      std::min(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest))),
+               pool_->plan().context);
   const CopyOp op = {reinterpret_cast<std::byte*>(pool_->tokens()),
                      reinterpret_cast<const std::byte*>(tokens_.data()),
                      tokens_.size() * sizeof(BatchToken)};

@@ -25,7 +25,7 @@ constexpr std::uint64_t kMostThreads = 8;
 [[noreturn]] void throw_refused(std::uint64_t bytes) {
   throw Error(ErrorCode::memory, "this machine refused " + format_bytes(bytes) +
                                      " of host memory for the KV cache (" + std::strerror(errno) +
-                                     "); shorten --context or free memory");
+                                     "); shorten `context` or free memory");
 }
 
 }  // namespace

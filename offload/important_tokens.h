@@ -27,8 +27,8 @@ class ImportantTokens {
   static std::uint64_t host_bytes(const KvShape& shape, std::int64_t context,
                                   std::int64_t sequences);
 
-  // A prompt of a sequence after `prompt.first` earlier tokens. Probes are its 64 newest tokens and 64 others,
-  // the same ones in every layer and run.
+  // A prompt of a sequence after `prompt.first` earlier tokens. Probes are its 64 newest tokens and
+  // 64 others, the same ones in every layer and run.
   void begin(std::int32_t sequence, const StepRange& prompt);
   // Keeps the queries of the piece's probes.
   void collect(const StepRange& piece, const Queries& queries);

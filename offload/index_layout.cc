@@ -86,10 +86,10 @@ std::uint64_t IndexLayout::work_bytes() const {
   const auto queries = static_cast<std::uint64_t>(shape.query_heads * wave);
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
   const auto at_once = static_cast<std::uint64_t>(wave);
-  const std::uint64_t sums = sums_values() ? heads * static_cast<std::uint64_t>(batch) *
-                                                 static_cast<std::uint64_t>(shape.head_dim) *
-                                                 sizeof(float)
-                                           : 0;
+  const std::uint64_t sums = sums_values()
+                                 ? heads * static_cast<std::uint64_t>(batch) *
+                                       static_cast<std::uint64_t>(shape.head_dim) * sizeof(float)
+                                 : 0;
   return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) *
              size_of(logits.dtype) +
          digest_bytes() + queries * sizeof(float) + sums +

@@ -72,8 +72,9 @@ std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64
 // Most tokens of a decode step.
 inline constexpr std::int64_t kMostBatch = 64;
 
-// Tokens that a policy's selector proposes: what it asks for, but at least twice what the pruner may
-// keep, so that short contexts leave something to choose from; and besides them what is always kept.
+// Tokens that a policy's selector proposes: what it asks for, but at least twice what the pruner
+// may keep, so that short contexts leave something to choose from; and besides them what is always
+// kept.
 Quota candidates_of(const Policy& policy);
 
 // A policy's scorer in use.

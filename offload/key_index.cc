@@ -38,8 +38,8 @@ KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, const Scorers& s
     const LayerIndex& wanted = layout.layers[i];
     Layer& layer = layers_[i];
     if (wanted.tiles) {
-      layer.codes = backend.allocate(
-          tier, tiles().codes_bytes(layout.shape.kv_heads, layout.shape.head_dim));
+      layer.codes =
+          backend.allocate(tier, tiles().codes_bytes(layout.shape.kv_heads, layout.shape.head_dim));
       layer.scales = backend.allocate(tier, pages * channels * 2 * sizeof(std::uint16_t));
     }
     if (wanted.bounds) {
@@ -226,8 +226,7 @@ KeyIndex::BadKey KeyIndex::bad_key(std::int32_t sequence) const {
   const auto sequences = static_cast<std::size_t>(layout_.sequences);
   const auto* const seen = reinterpret_cast<const std::int32_t*>(seen_bad_.data());
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const auto* const bad =
-        seen + (layer * sequences + static_cast<std::size_t>(sequence)) * heads;
+    const auto* const bad = seen + (layer * sequences + static_cast<std::size_t>(sequence)) * heads;
     for (int head = 0; head < layout_.shape.kv_heads; ++head) {
       if (bad[head] != 0) return {static_cast<int>(layer), head};
     }
@@ -236,13 +235,12 @@ KeyIndex::BadKey KeyIndex::bad_key(std::int32_t sequence) const {
 }
 
 void KeyIndex::clear_bad(std::int32_t sequence) {
-  const std::size_t bytes =
-      static_cast<std::size_t>(layout_.shape.kv_heads) * sizeof(std::int32_t);
+  const std::size_t bytes = static_cast<std::size_t>(layout_.shape.kv_heads) * sizeof(std::int32_t);
   const std::vector<std::byte> zeros(bytes);
   std::vector<CopyOp> ops;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const std::size_t at = layer * static_cast<std::size_t>(layout_.sequences) +
-                           static_cast<std::size_t>(sequence);
+    const std::size_t at =
+        layer * static_cast<std::size_t>(layout_.sequences) + static_cast<std::size_t>(sequence);
     ops.push_back({bad_.data() + at * bytes, zeros.data(), bytes});
   }
   if (!ops.empty()) backend_->copy(ops, Stream::compute);

@@ -20,7 +20,7 @@ KvPool& pool_of(std::span<KvSession* const> sessions) {
 
 KvBatch::KvBatch(std::span<KvSession* const> sessions)
     : sessions_(sessions.begin(), sessions.end()), pool_(&pool_of(sessions)), step_(*pool_) {
-  require_fit();
+  require_fit(sessions);
   std::vector<BatchToken> tokens;
   try {
     for (KvSession* session : sessions_) {
@@ -36,23 +36,23 @@ KvBatch::KvBatch(std::span<KvSession* const> sessions)
   step_.begin(tokens, sessions_.front()->policy_);
 }
 
-void KvBatch::require_fit() const {
-  const KvPlan& plan = pool_->plan();
-  require(count() <= plan.decode_batch, "of " + std::to_string(count()) + " sessions; up to " +
-                                            std::to_string(plan.decode_batch) +
-                                            " were planned for");
-  const std::set<KvSession*> different(sessions_.begin(), sessions_.end());
-  require(different.size() == sessions_.size(), "a session stands in it twice");
+void KvBatch::require_fit(std::span<KvSession* const> sessions) {
+  const KvPool& pool = pool_of(sessions);
+  const auto most = static_cast<std::size_t>(pool.plan().decode_batch);
+  require(sessions.size() <= most, "of " + std::to_string(sessions.size()) + " sessions; up to " +
+                                       std::to_string(most) + " were planned for");
+  const std::set<KvSession*> different(sessions.begin(), sessions.end());
+  require(different.size() == sessions.size(), "a session stands in it twice");
   std::int64_t blocks = 0;
-  for (const KvSession* session : sessions_) {
-    require(session->pool_.get() == pool_, "its sessions must be of one pool");
-    require(session->policy_ == sessions_.front()->policy_, "its sessions must have one policy");
+  for (const KvSession* session : sessions) {
+    require(session->pool_.get() == &pool, "its sessions must be of one pool");
+    require(session->policy_ == sessions.front()->policy_, "its sessions must have one policy");
     session->require_outside_step();
     session->require_room(1);
-    blocks += pool_->tables().blocks_for_write(session->sequence_, session->length_,
-                                               session->length_ + 1);
+    blocks +=
+        pool.tables().blocks_for_write(session->sequence_, session->length_, session->length_ + 1);
   }
-  pool_->tables().require_blocks(blocks);
+  pool.tables().require_blocks(blocks);
 }
 
 std::unique_ptr<Recording>& KvBatch::recording() { return pool_->recordings()[step_.kind()]; }

@@ -17,6 +17,8 @@ class KvBatch {
   // and for more than plan().decode_batch of them; Error{internal} for one that failed earlier, and
   // Error{prompt} or Error{memory} if there is no room; nothing has changed then.
   explicit KvBatch(std::span<KvSession* const> sessions);
+  // Throws that, and does nothing else.
+  static void require_fit(std::span<KvSession* const> sessions);
 
   // Whether steps of the same kind were issued before, so that what was recorded of them can be
   // replayed.
@@ -27,16 +29,14 @@ class KvBatch {
   void attend(int layer, const Queries& queries) { step_.attend(layer, queries); }
   void issue_report() { step_.issue_report(); }
 
-  // Ends the step of every session, once all was issued; waits for the backend. For every session the error that it ended with, if any: it cannot go on
-  // then, the others can.
+  // Ends the step of every session, once all was issued; waits for the backend. For every session
+  // the error that it ended with, if any: it cannot go on then, the others can.
   std::vector<std::optional<Error>> end();
 
   TokenBatch tokens() const { return step_.batch(); }
   std::int64_t count() const { return static_cast<std::int64_t>(sessions_.size()); }
 
  private:
-  void require_fit() const;
-
   std::vector<KvSession*> sessions_;
   KvPool* pool_;
   DecodeStep step_;

@@ -69,8 +69,8 @@ KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> pol
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout_.zipvl) {
-    important_ =
-        std::make_unique<ImportantTokens>(backend, plan.shape, plan.context, plan.sequences, tier());
+    important_ = std::make_unique<ImportantTokens>(backend, plan.shape, plan.context,
+                                                   plan.sequences, tier());
   }
 }
 
@@ -192,8 +192,7 @@ PagedRows KvPool::rows(int layer) const {
   rows.host_stride = home_.head_stride();
   if (!plan_.in_place) {
     rows.device = on_device(layer, 0, 0);
-    rows.device_stride =
-        plan_.device_rows() * static_cast<std::int64_t>(plan_.shape.row_bytes());
+    rows.device_stride = plan_.device_rows() * static_cast<std::int64_t>(plan_.shape.row_bytes());
   }
   rows.pages = reinterpret_cast<const PageSlots*>(pages_.data());
   rows.table_stride = layout_.pages();
@@ -202,8 +201,8 @@ PagedRows KvPool::rows(int layer) const {
 
 std::byte* KvPool::on_device(int layer, int head, std::int64_t number) const {
   const std::int64_t region = std::int64_t{layer} * plan_.shape.kv_heads + head;
-  return device_.data() + static_cast<std::size_t>(region * plan_.device_rows() + number) *
-                              plan_.shape.row_bytes();
+  return device_.data() +
+         static_cast<std::size_t>(region * plan_.device_rows() + number) * plan_.shape.row_bytes();
 }
 
 std::byte* KvPool::row(int layer, int head, const RowRun& run) const {

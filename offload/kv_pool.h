@@ -76,7 +76,7 @@ class KvPool {
   // The step's tokens where the backend reads them.
   BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
 
-  SparseAttention* sparse() const { return sparse_.get(); }       // null if all policies are dense
+  SparseAttention* sparse() const { return sparse_.get(); }        // null if all policies are dense
   ImportantTokens* important() const { return important_.get(); }  // null if all prefill is
 
   // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity.
@@ -92,12 +92,12 @@ class KvPool {
   std::vector<Policy> policies_;
   BlockTables tables_;
   HostStore home_;
-  Buffer device_;   // [layers, kv_heads, device_rows(), row_bytes]
-  Buffer window_;   // [kv_heads, window_tokens, row_bytes]
-  Buffer stream_;   // [2, kv_heads, stream_tokens, row_bytes]
-  Buffer pages_;    // PageSlots [sequences, pages of one]
-  Buffer tiles_;    // std::int32_t [sequences, tiles of one]
-  Buffer tokens_;   // BatchToken [decode_batch]
+  Buffer device_;  // [layers, kv_heads, device_rows(), row_bytes]
+  Buffer window_;  // [kv_heads, window_tokens, row_bytes]
+  Buffer stream_;  // [2, kv_heads, stream_tokens, row_bytes]
+  Buffer pages_;   // PageSlots [sequences, pages of one]
+  Buffer tiles_;   // std::int32_t [sequences, tiles of one]
+  Buffer tokens_;  // BatchToken [decode_batch]
   IndexLayout layout_;
   std::unique_ptr<SparseAttention> sparse_;
   std::unique_ptr<ImportantTokens> important_;

@@ -14,9 +14,9 @@ std::vector<RowRun> runs_of(const BlockTables& tables, std::int32_t sequence, st
     const std::int64_t next = std::min(end, (page + 1) * kPageTokens);
     const PageSlots slots = tables.page(sequence, page);
     const bool near = nearest && slots.device != PageSlots::kNone;
-    const RowRun run{near ? RowPlace::device : RowPlace::home, at, next - at,
-                     (near ? slots.device : slots.host) * std::int64_t{kPageTokens} +
-                         at % kPageTokens};
+    const RowRun run{
+        near ? RowPlace::device : RowPlace::home, at, next - at,
+        (near ? slots.device : slots.host) * std::int64_t{kPageTokens} + at % kPageTokens};
     const bool follows = !runs.empty() && runs.back().place == run.place &&
                          runs.back().number + runs.back().count == run.number;
     if (follows) {

@@ -12,7 +12,7 @@ namespace sluice {
 void require_supported(const BackendInfo& info, const KvShape& shape) {
   if (shape.dtype == DType::f32 && !info.f32_rows) {
     throw Error(ErrorCode::unsupported,
-                "device " + info.name + " keeps rows in bf16 or f16, not f32; choose --kv-dtype");
+                "device " + info.name + " keeps rows in bf16 or f16, not f32 (`kv_dtype`)");
   }
   const std::vector<int>& dims = info.head_dims;
   if (dims.empty() || std::find(dims.begin(), dims.end(), shape.head_dim) != dims.end()) return;
@@ -67,7 +67,7 @@ void KvSession::require_room(std::int64_t tokens) const {
   throw Error(ErrorCode::prompt, "the session is planned for " + std::to_string(context) +
                                      " tokens and cannot take " + std::to_string(tokens) +
                                      " more after " + std::to_string(length_) +
-                                     "; raise --context");
+                                     "; raise `context`");
 }
 
 void KvSession::require_layer(int layer) const {
@@ -193,7 +193,8 @@ void KvSession::end_step() {
 
 void KvSession::begin_prompt(std::int64_t tokens) {
   require_outside_step();
-  check(pool_->important() != nullptr && policy_.prefill.tau > 0.0, "this policy's prefill is dense");
+  check(pool_->important() != nullptr && policy_.prefill.tau > 0.0,
+        "this policy's prefill is dense");
   require_room(tokens);
   pool_->require_room(sequence_, length_, length_ + tokens);
   prompt_ = {length_, tokens};

@@ -56,6 +56,8 @@ class KvSession {
   // Forgets all rows from `length` on.
   void truncate(std::int64_t length);
 
+  // Between begin_step and end_step; for good if an error came between.
+  bool in_step() const { return in_step_; }
   std::int64_t length() const { return length_; }
   const KvPlan& plan() const { return pool_->plan(); }
   const Policy& policy() const { return policy_; }
@@ -87,8 +89,8 @@ class KvSession {
   StepRange step_;
   Phase phase_ = Phase::prefill;
   bool in_step_ = false;
-  bool is_run_ = false;   // the step's tokens are appended by run_, else by decode_
-  int appended_ = -1;     // the layer whose rows came last
+  bool is_run_ = false;         // the step's tokens are appended by run_, else by decode_
+  int appended_ = -1;           // the layer whose rows came last
   std::vector<bool> has_rows_;  // of the step, by layer
   StepRange prompt_;
   bool in_prompt_ = false;

@@ -29,6 +29,9 @@ void validate(const KvRequest& request) {
   const auto require = [](bool holds, const std::string& message) {
     if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
   };
+  const bool known =
+      shape.dtype == DType::f32 || shape.dtype == DType::f16 || shape.dtype == DType::bf16;
+  if (!known) throw Error(ErrorCode::unsupported, "KV cache: dtype must be f32, f16 or bf16");
   require(shape.layers >= 1 && shape.layers <= 4096, "layers must be 1 to 4096");
   require(shape.kv_heads >= 1 && shape.kv_heads <= 4096, "kv_heads must be 1 to 4096");
   require(shape.query_heads >= shape.kv_heads && shape.query_heads % shape.kv_heads == 0,
@@ -145,8 +148,8 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.work_bytes();
   plan.table_bytes = layout.table_bytes();
-  plan.host_bytes = sizes.regions * host_region_bytes(request.shape, plan.home_rows()) +
-                    layout.host_bytes();
+  plan.host_bytes =
+      sizes.regions * host_region_bytes(request.shape, plan.home_rows()) + layout.host_bytes();
   if (layout.zipvl) {
     plan.work_bytes +=
         ImportantTokens::work_bytes(request.shape, request.context, request.sequences);
@@ -166,13 +169,12 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   const std::uint64_t least = std::min(streamed, sizes.total(whole)) + request.beside;
   const std::string index = selects ? ", of which the policy's key index and work space take " +
                                           format_bytes(plan.index_bytes + plan.work_bytes) +
-                                          "; --policy dense needs none"
+                                          "; a dense `policy` needs none"
                                     : "";
-  throw Error(ErrorCode::memory, "--device-memory " +
-                                     format_bytes(*request.device_cap + request.beside) +
-                                     " is too small for this model; give at least " +
-                                     std::to_string(least) + "B (" + format_bytes(least) + ")" +
-                                     index);
+  throw Error(ErrorCode::memory,
+              "`device_memory` " + format_bytes(*request.device_cap + request.beside) +
+                  " is too small for this model; give at least " + std::to_string(least) + "B (" +
+                  format_bytes(least) + ")" + index);
 }
 
 }  // namespace

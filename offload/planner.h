@@ -15,11 +15,11 @@ namespace sluice {
 // What a pool of sequences is asked to be.
 struct KvRequest {
   KvShape shape;
-  std::int64_t context = 0;    // tokens of one sequence
-  std::int64_t chunk = 512;    // most tokens per step of a prompt
-  std::int64_t sequences = 1;  // at a time
-  std::int64_t tokens = 0;     // of all of them, where forks share some; 0: sequences * context
-  std::int64_t decode_batch = 1;         // most tokens per decode step; at least `sequences`
+  std::int64_t context = 0;       // tokens of one sequence
+  std::int64_t chunk = 512;       // most tokens per step of a prompt
+  std::int64_t sequences = 1;     // at a time
+  std::int64_t tokens = 0;        // of all of them, where forks share some; 0: sequences * context
+  std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
   std::span<const Policy> policies = {};  // that sessions may use; none: dense
   const Scorers* scorers = &own_scorers();  // that they may name
   Processor processor = Processor::host;    // that the scorers have to run on

@@ -167,9 +167,8 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   estimate.logits = {logits_.data(), layout_.logit_stride()};
   if (layout_.digested && scorer_of(policy).digests() &&
       wave.batch.capacity >= layout_.logits.digested_from) {
-    estimate.logits.digest =
-        LogitDigest::in(digest_.data(), layout_.wave * layout_.shape.query_heads,
-                        layout_.logit_stride());
+    estimate.logits.digest = LogitDigest::in(
+        digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
   }
   score(policy, wave, estimate);
 

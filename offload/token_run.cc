@@ -30,10 +30,9 @@ void TokenRun::place_new_rows(std::int32_t begun) {
   begun_ = begun;
   front_ = 0;
   fetches_front_ = false;
-  const bool direct =
-      pool_->plan().in_place || std::all_of(own_.begin(), own_.end(), [](const RowRun& run) {
-        return run.place == RowPlace::device;
-      });
+  const bool direct = pool_->plan().in_place ||
+                      std::all_of(own_.begin(), own_.end(),
+                                  [](const RowRun& run) { return run.place == RowPlace::device; });
   if (direct) return;
   // An index is made of whole pages; without one, what the page held is as well streamed.
   if (begun != PageSlots::kNone || pool_->plan().tails) front_ = range_.first - page_first;

@@ -46,8 +46,8 @@ class TokenRun {
   KvPool* pool_;
   std::int32_t sequence_ = 0;
   StepRange range_;
-  std::int64_t front_ = 0;             // rows that the window takes before the new ones
-  bool fetches_front_ = false;         // from home
+  std::int64_t front_ = 0;      // rows that the window takes before the new ones
+  bool fetches_front_ = false;  // from home
   std::int32_t begun_ = PageSlots::kNone;
   std::vector<RowRun> own_;       // the new rows, and with them what their first page held before
   std::vector<RowRun> home_;      // the new rows at home

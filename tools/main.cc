@@ -1,6 +1,8 @@
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <array>
 #include <exception>
+#include <regex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,8 +28,22 @@ std::string one_line(std::string text) {
   return text;
 }
 
+// Fields that the library's messages name are flags here: `device_memory` is --device-memory.
+std::string with_flags(const std::string& text) {
+  static const std::regex field("`([a-z_]+)`");
+  std::string result;
+  auto from = text.begin();
+  for (std::sregex_iterator it(text.begin(), text.end(), field), end; it != end; ++it) {
+    std::string name = (*it)[1];
+    std::replace(name.begin(), name.end(), '_', '-');
+    result.append(from, (*it)[0].first).append("--" + name);
+    from = (*it)[0].second;
+  }
+  return result.append(from, text.end());
+}
+
 int fail(ErrorCode code, const std::string& message) {
-  print_error("sluice: " + one_line(message) + "\n");
+  print_error("sluice: " + with_flags(one_line(message)) + "\n");
   return static_cast<int>(code);
 }
 

@@ -10,6 +10,7 @@
 #include "signs.h"
 #include "sluice/element.h"
 #include "sluice/errors.h"
+#include "sluice/kv_cache.h"
 #include "tests/support/backends.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/elements.h"
@@ -64,20 +65,22 @@ class Oracle {
 
   // Logits of the whole pages before position `at`.
   std::vector<double> estimates(std::int64_t at, int query) const {
-    std::vector<double> logits;
-    for (std::int64_t t = 0; t < at / kPageTokens * kPageTokens; ++t) {
-      const std::int64_t first = t / kPageTokens * kPageTokens;
-      double sum = 0.0;
+    std::vector<double> logits(static_cast<std::size_t>(at / kPageTokens * kPageTokens));
+    for (std::size_t first = 0; first < logits.size(); first += kPageTokens) {
+      const auto token = static_cast<std::int64_t>(first);
       for (int c = 0; c < shape_.head_dim; ++c) {
         double mean = 0.0;
         double distance = 0.0;
-        for (std::int64_t s = first; s < first + kPageTokens; ++s) mean += key(s, query, c) / 128;
-        for (std::int64_t s = first; s < first + kPageTokens; ++s) {
-          distance += std::fabs(key(s, query, c) - mean) / 128;
+        for (int t = 0; t < kPageTokens; ++t) mean += key(token + t, query, c) / kPageTokens;
+        for (int t = 0; t < kPageTokens; ++t) {
+          distance += std::fabs(key(token + t, query, c) - mean) / kPageTokens;
         }
-        sum += q(at, query, c) * (mean + (key(t, query, c) > mean ? distance : -distance));
+        const double factor = q(at, query, c) / std::sqrt(shape_.head_dim);
+        for (int t = 0; t < kPageTokens; ++t) {
+          logits[first + static_cast<std::size_t>(t)] +=
+              factor * (mean + (key(token + t, query, c) > mean ? distance : -distance));
+        }
       }
-      logits.push_back(sum / std::sqrt(shape_.head_dim));
     }
     return logits;
   }
@@ -416,6 +419,67 @@ TEST(SignsSession, WorksWithEveryOtherWord) {
         << text;
   }
 }
+
+// As somebody meets it who runs a model of his own: through public headers, on any device.
+class SignsCache : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(SignsCache, AttendsToWhatTheDefinitionSays) {
+  const std::uint64_t seed = testing::seed(35);
+  SCOPED_TRACE(testing::seed_message(seed));
+  KvConfig config;
+  config.shape = {2, 8, 2, 64, DType::bf16};
+  config.context = 700;
+  config.chunk = 64;
+  config.device = GetParam();
+  config.scorers.add(std::make_shared<signs::Signs>());
+  config.policies = {parse_policy("select=signs prune=top_k(64)", config.scorers)};
+  std::optional<KvCache> cache;
+  try {
+    cache.emplace(config);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::unsupported || config.device != "cuda") throw;
+    GTEST_SKIP() << error.what();
+  }
+  // Where logits are f16, tokens at the border may change places; they weigh little.
+  const double tolerance = config.device == "cuda" ? 0.02 : kTolerance;
+  const Script script(config.shape, 700, seed);
+  KvSequence sequence = cache->new_sequence();
+  const auto run = [&](Phase phase, std::int64_t tokens) {
+    const std::int64_t first = sequence.length();
+    std::vector<float> all;
+    KvStep step = sequence.begin_step(phase, tokens);
+    for (int layer = 0; layer < 2; ++layer) {
+      const auto at = static_cast<std::size_t>(layer);
+      std::vector<float> out(static_cast<std::size_t>(tokens * script.query_width()));
+      step.append(layer, script.k(at, first), script.v(at, first));
+      step.attend(layer, script.q(at, first), out.data());
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    step.end();
+    return all;
+  };
+  while (sequence.length() < 500)
+    run(Phase::prefill, std::min<std::int64_t>(64, 500 - sequence.length()));
+  double from_dense = 0.0;
+  // Page 3 becomes whole on the way, and is scored from its index afterwards.
+  for (std::int64_t at = 500; at < 516; ++at) {
+    const std::vector<float> actual = run(Phase::decode, 1);
+    std::vector<float> expected, dense;
+    for (std::size_t layer = 0; layer < 2; ++layer) {
+      const Oracle oracle(config.shape, script, layer, at + 1);
+      const std::vector<float> of = oracle.output(at, 64);
+      const std::vector<float> whole = oracle.output(at, 1000);
+      expected.insert(expected.end(), of.begin(), of.end());
+      dense.insert(dense.end(), whole.begin(), whole.end());
+    }
+    ASSERT_LT(largest_difference(actual, expected), tolerance) << "position " << at;
+    from_dense = std::max(from_dense, largest_difference(expected, dense));
+  }
+  EXPECT_GT(from_dense, 3.0 * tolerance) << "dense attention would have passed";
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, SignsCache, ::testing::Values("cpu", "reference", "cuda"),
+                         [](const auto& device) { return std::string(device.param); });
 
 TEST(SignsSession, IsUnknownWhereItWasNotAdded) {
   EXPECT_THROW(parse_policy("select=signs prune=top_k(64)"), Error);

@@ -61,7 +61,7 @@ TEST(CudaBackendTest, SaysThatThereIsNoDevice) {
   if (has_device()) GTEST_SKIP() << "there is one";
   const Error error = error_of([] { make_cuda_backend({}); });
   EXPECT_EQ(error.code(), ErrorCode::unsupported);
-  EXPECT_NE(std::string(error.what()).find("--device cuda"), std::string::npos) << error.what();
+  EXPECT_NE(std::string(error.what()).find("`device` cuda"), std::string::npos) << error.what();
 }
 
 class OnDevice : public ::testing::Test {
@@ -112,7 +112,7 @@ TEST_F(OnDevice, SaysThatTheDeviceIsFull) {
     const Error error =
         error_of([&] { static_cast<void>(backend->allocate(Tier::device, 2 * left)); });
     EXPECT_EQ(error.code(), ErrorCode::memory);
-    EXPECT_NE(std::string(error.what()).find("--device-memory"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("`device_memory`"), std::string::npos);
     EXPECT_EQ(backend->account(Tier::device).used(), before);
     expect_working(*backend);
   }

@@ -74,8 +74,7 @@ TEST_P(Batches, EverySessionGetsWhatItWouldGetAlone) {
   for (std::uint64_t i = 0; i < 5; ++i) scripts.emplace_back(shape_, context, 20 + i);
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   const auto pool = std::make_shared<KvPool>(
-      backend,
-      plan_of(shape_, context, 5, {&policy_, 1}, cap(context, 5, {&policy_, 1})),
+      backend, plan_of(shape_, context, 5, {&policy_, 1}, cap(context, 5, {&policy_, 1})),
       std::span(&policy_, 1));
   std::vector<KvSession> together;
   std::vector<KvSession> alone;
@@ -116,8 +115,7 @@ TEST_P(Batches, ForksAnswerAsSessionsOfTheirOwnWould) {
   Random random(seed);
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   const auto pool = std::make_shared<KvPool>(
-      backend,
-      plan_of(shape_, context, 4, {&policy_, 1}, cap(context, 4, {&policy_, 1})),
+      backend, plan_of(shape_, context, 4, {&policy_, 1}, cap(context, 4, {&policy_, 1})),
       std::span(&policy_, 1));
   // Every session follows one script up to where it was forked, and its own from there on.
   struct Branch {
@@ -135,8 +133,8 @@ TEST_P(Batches, ForksAnswerAsSessionsOfTheirOwnWould) {
   branches.push_back({std::make_unique<KvSession>(pool), fresh(150)});
   script.prefill(*branches[0].session, 150);
   for (int round = 0; round < 40; ++round) {
-    const auto at = static_cast<std::size_t>(
-        random.integer(0, static_cast<std::int64_t>(branches.size()) - 1));
+    const auto at =
+        static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(branches.size()) - 1));
     Branch& branch = branches[at];
     const std::int64_t length = branch.session->length();
     switch (random.integer(0, 5)) {
@@ -204,8 +202,8 @@ TEST(KvBatch, TwentyFourForksCostOnePrefixAndWhatTheyAdd) {
   const std::uint64_t added = backend.account(Tier::host).used() - before;
   EXPECT_GE(added, 24 * static_cast<std::uint64_t>(own) * shape.token_bytes());
   EXPECT_LE(added, pages + (prefix + 24 * kPageTokens) / 4 * shape.token_bytes());
-  const std::uint64_t written = forks[0].ledger().total(Phase::decode, Tier::host, Tier::host,
-                                                        Cause::append).rows;
+  const std::uint64_t written =
+      forks[0].ledger().total(Phase::decode, Tier::host, Tier::host, Cause::append).rows;
   EXPECT_EQ(written, static_cast<std::uint64_t>(own * shape.kv_heads * shape.layers));
   EXPECT_EQ(forks[0].ledger().tokens(Phase::prefill), 0u);
 }
@@ -214,8 +212,7 @@ TEST(KvBatch, RefusesWhatItCannotServeAndChangesNothing) {
   const KvShape shape{2, 4, 2, 32, DType::bf16};
   const std::vector<Policy> policies = {parse_policy("select=int4 prune=top_k(8)"), Policy()};
   cpu::CpuBackend backend{cpu::CpuOptions{}};
-  const auto pool =
-      std::make_shared<KvPool>(backend, plan_of(shape, 200, 2, policies), policies);
+  const auto pool = std::make_shared<KvPool>(backend, plan_of(shape, 200, 2, policies), policies);
   KvSession a(pool);
   KvSession b(pool);
   EXPECT_THROW(KvSession{pool}, Error) << "two were planned for";
@@ -270,9 +267,9 @@ TEST(KvBatch, ASessionThatMeetsNaNEndsAloneAndTheOthersGoOn) {
   EXPECT_THROW(KvBatch{both}, Error);
   KvSession alone(backend, plan_of(shape, 300, 1, {&policy, 1}), std::span(&policy, 1));
   script.prefill(alone, 128);
-  EXPECT_LT(largest_difference(script.step(good, Phase::decode, 1),
-                               script.step(alone, Phase::decode, 1)),
-            kTolerance);
+  EXPECT_LT(
+      largest_difference(script.step(good, Phase::decode, 1), script.step(alone, Phase::decode, 1)),
+      kTolerance);
 }
 
 TEST(KvBatch, APoolThatIsFullRefusesTheStepAndServesItOnceThereIsRoom) {

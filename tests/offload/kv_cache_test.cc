@@ -1,104 +1,392 @@
+// KvCache as callers with a model of their own use it, on every device, against attention in fp64.
 #include "sluice/kv_cache.h"
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
-#include <vector>
+#include <thread>
 
-#include "sluice/errors.h"
+#include "tests/support/backends.h"
+#include "tests/support/caller.h"
 #include "tests/support/random.h"
 
 namespace sluice {
 namespace {
 
-using sluice::testing::Random;
+using testing::Attended;
+using testing::CallerFormat;
+using testing::expected_of;
+using testing::largest_difference;
+using testing::Order;
+using testing::run_step;
+using testing::Script;
+using testing::ScriptPart;
+using testing::take;
 
-// What a caller with a model of its own does, on the real CPU backend: the same steps at
-// different caps, with the attention of every layer kept.
-std::vector<float> run(KvCache& cache, std::uint64_t seed) {
-  const KvShape shape = cache.plan().shape;
-  Random random(seed);
-  std::vector<float> all;
-  std::int64_t left = cache.plan().context;
-  // Lengths do not depend on the plan, so that every cap sees the same numbers.
-  for (std::int64_t i = 0; left > 0; ++i) {
-    const std::int64_t tokens = std::min<std::int64_t>(left, i % 3 == 0 ? 16 : 1);
-    cache.begin_step(tokens == 1 ? Phase::decode : Phase::prefill, tokens);
-    for (int layer = 0; layer < shape.layers; ++layer) {
-      const auto k = random.normal(tokens * shape.kv_heads * shape.head_dim);
-      const auto v = random.normal(tokens * shape.kv_heads * shape.head_dim);
-      const auto q = random.normal(tokens * shape.query_heads * shape.head_dim);
-      std::vector<float> out(q.size());
-      cache.append(layer, k.data(), v.data());
-      cache.attend(layer, q.data(), out.data());
-      all.insert(all.end(), out.begin(), out.end());
-    }
-    cache.end_step();
-    left -= tokens;
+std::vector<std::string> devices() {
+  std::vector<std::string> all;
+  for (const testing::NamedBackend& backend : testing::backends_by_kind()) {
+    all.push_back(backend.name);
   }
   return all;
 }
 
-KvConfig config(DType dtype) {
-  KvConfig config;
-  config.shape = {2, 8, 2, 64, dtype};
-  config.context = 900;
-  config.chunk = 16;
-  return config;
-}
-
-double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
-  double largest = a.size() == b.size() ? 0.0 : INFINITY;
-  for (std::size_t i = 0; i < a.size() && i < b.size(); ++i) {
-    largest = std::max(largest, std::abs(double{a[i]} - b[i]));
+class Caches : public ::testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    if (!on_gpu()) return;
+    device_ = testing::make_or_skip(testing::gpu_backends().front());
   }
-  return largest;
-}
+  bool on_gpu() const { return GetParam() == "cuda"; }
+  bool skips() const { return on_gpu() && device_ == nullptr; }
+  DType row_dtype() const { return on_gpu() ? DType::bf16 : DType::f32; }
 
-TEST(KvCache, CapsChangeTheBytesMovedAndNotTheAnswer) {
-  for (const DType dtype : {DType::bf16, DType::f32}) {
-    KvConfig in_place = config(dtype);
-    KvCache reference(in_place);
-    const std::vector<float> expected = run(reference, 5);
-    EXPECT_EQ(reference.memory().device_peak, 0u);
-    // 4 pages per KV head of one layer, of every layer, and everything.
-    const std::uint64_t page = kPageTokens * in_place.shape.row_bytes();
-    const std::uint64_t everything = in_place.shape.token_bytes() * 900 + 4096;  // and tables
-    for (const std::uint64_t cap : {8 * page, 16 * page, everything}) {
-      KvConfig capped = config(dtype);
-      capped.device_memory = cap;
-      KvCache cache(capped);
-      // The parts of a row's attention are merged in another order, which is fp32 rounding; for
-      // bf16 rows AMX also rounds the weights of each part to 8 bits.
-      EXPECT_LT(largest_difference(run(cache, 5), expected), dtype == DType::f32 ? 1e-5 : 5e-3);
-      EXPECT_LE(cache.memory().device_peak, cap);
-      EXPECT_GT(cache.memory().device_peak, 0u);
-      const std::uint64_t fetched = cache.ledger().crossed(Tier::host, Tier::device).bytes;
-      EXPECT_EQ(fetched == 0, cap == everything);
+  KvConfig config(std::int64_t context, DType dtype) const {
+    KvConfig config;
+    config.shape = {2, 8, 2, 64, dtype};
+    config.context = context;
+    config.chunk = 16;
+    config.device = GetParam();
+    config.threads = 2;
+    return config;
+  }
+  KvConfig config(std::int64_t context) const { return config(context, row_dtype()); }
+
+  // fp32 sums of terms of order one; a GPU, and AMX in a prompt, round queries and the softmax's
+  // weights to the 8 or 11 bits of the rows. Then what is written rounds once more.
+  static double tolerance(DType rows, DType out) {
+    const double exact = rows == DType::f32 ? 3e-5 : rows == DType::f16 ? 5e-3 : 3e-2;
+    return exact + (out == DType::f32 ? 0.0 : out == DType::f16 ? 2e-3 : 2e-2);
+  }
+  void expect_near(const Attended& actual, const Attended& expected, DType rows,
+                   DType out = DType::f32) {
+    EXPECT_LT(largest_difference(actual.out, expected.out), tolerance(rows, out));
+    EXPECT_LT(largest_difference(actual.lse, expected.lse), tolerance(rows, DType::f32));
+  }
+
+  const std::uint64_t seed_ = testing::seed(11);
+  ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
+  std::unique_ptr<Backend> device_;  // whose memory callers' arrays are in
+};
+
+INSTANTIATE_TEST_SUITE_P(Devices, Caches, ::testing::ValuesIn(devices()),
+                         [](const auto& parameter) { return parameter.param; });
+
+TEST_P(Caches, TakeArraysOfAnyDtypeLayoutMemoryAndScale) {
+  if (skips()) return;
+  constexpr DType kAll[] = {DType::f32, DType::f16, DType::bf16};
+  int number = 0;
+  for (const DType rows : kAll) {
+    if (rows == DType::f32 && on_gpu()) continue;
+    for (const DType in : kAll) {
+      for (const Order order : {Order::dense, Order::part_of_a_row, Order::heads_first}) {
+        // Every dtype of the output, scale and memory with some of the others.
+        const DType out = kAll[static_cast<std::size_t>(number % 3)];
+        Backend* const memory = number % 2 == 0 ? device_.get() : nullptr;
+        KvConfig config = this->config(64, rows);
+        if (number % 4 > 1) config.scale = 0.31;
+        SCOPED_TRACE(std::to_string(number++));
+        const KvShape shape = config.shape;
+        const double scale = config.scale.value_or(1.0 / 8.0);
+        KvCache cache(config);
+        KvSequence sequence = cache.new_sequence();
+        const Script script(shape, 64, seed_);
+        const CallerFormat format = {in, out, order, memory};
+        expect_near(take(sequence, shape, script, Phase::prefill, 11, format),
+                    expected_of(script, shape, 0, 11, scale, in), rows, out);
+        expect_near(take(sequence, shape, script, Phase::decode, 1, format),
+                    expected_of(script, shape, 11, 1, scale, in), rows, out);
+        expect_near(take(sequence, shape, script, Phase::decode, 3, format),
+                    expected_of(script, shape, 12, 3, scale, in), rows, out);
+      }
     }
   }
 }
 
-TEST(KvCache, CountsItsLength) {
-  KvCache cache(config(DType::bf16));
-  EXPECT_EQ(cache.length(), 0);
-  run(cache, 1);
-  EXPECT_EQ(cache.length(), 900);
-  EXPECT_THROW(cache.begin_step(Phase::decode, 1), Error);
-  EXPECT_GE(cache.memory().host_peak, cache.plan().host_bytes);
+TEST_P(Caches, ScaleSelectionAsTheyScaleAttention) {
+  if (skips()) return;
+  for (const char* const line :
+       {"select=int4 prune=top_k(20)", "select=sparq(r=8) prune=top_p(0.9) compensate=mean_value",
+        "select=quest prune=top_k(32)", "select=exact prune=top_p(0.8)"}) {
+    SCOPED_TRACE(line);
+    KvConfig scaled = config(320);
+    scaled.policies = {parse_policy(line)};
+    KvConfig plain = scaled;
+    scaled.scale = 0.5;  // 4 times 1/sqrt(64), which is no rounding
+    KvCache one(scaled);
+    KvCache other(plain);
+    KvSequence a = one.new_sequence();
+    KvSequence b = other.new_sequence();
+    const Script script(scaled.shape, 320, seed_);
+    Script by_hand = script;
+    by_hand.scale_queries(4.0f);
+    for (int i = 0; i < 18; ++i) {
+      take(a, scaled.shape, script, Phase::prefill, 16);
+      take(b, scaled.shape, by_hand, Phase::prefill, 16);
+    }
+    for (int i = 0; i < 5; ++i) {
+      const Attended actual = take(a, scaled.shape, script, Phase::decode, 1);
+      const Attended expected = take(b, scaled.shape, by_hand, Phase::decode, 1);
+      EXPECT_EQ(actual.out, expected.out);
+      EXPECT_EQ(actual.lse, expected.lse);
+      ASSERT_EQ(a.selection().size(), 2u);
+      EXPECT_EQ(a.selection()[1].alpha, b.selection()[1].alpha);
+      EXPECT_LT(a.selection()[1].attended, 280.0);
+    }
+  }
 }
 
-TEST(KvCache, RefusesAHostCapWhenItIsReached) {
-  KvConfig small = config(DType::bf16);
-  small.host_memory = 64 << 10;
-  KvCache cache(small);
-  try {
-    run(cache, 1);
-    FAIL() << "went past the host cap";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::memory);
+TEST_P(Caches, CompletePoliciesGiveTheOracleAtAnyScale) {
+  if (skips()) return;
+  KvConfig config = this->config(200);
+  config.scale = 0.05;
+  config.policies = {parse_policy("select=int4 prune=top_k(1/1)"), Policy()};
+  KvCache cache(config);
+  KvSequence sequence = cache.new_sequence();
+  const Script script(config.shape, 200, seed_);
+  for (int i = 0; i < 10; ++i) take(sequence, config.shape, script, Phase::prefill, 16);
+  for (int i = 0; i < 2; ++i) {
+    const std::int64_t at = sequence.length();
+    expect_near(take(sequence, config.shape, script, Phase::decode, 1),
+                expected_of(script, config.shape, at, 1, 0.05), config.shape.dtype);
+    EXPECT_EQ(sequence.selection().empty(), i == 1);
+    sequence.use(config.policies[1]);
   }
-  EXPECT_LE(cache.memory().host_peak, 64u << 10);
+}
+
+TEST_P(Caches, BatchesGiveWhatSequencesGetAlone) {
+  if (skips()) return;
+  for (const char* const line : {"dense", "select=int4 prune=top_k(24)",
+                                 "select=sparq prune=top_k(32) compensate=mean_value"}) {
+    SCOPED_TRACE(line);
+    KvConfig shared = config(300);
+    shared.policies = {parse_policy(line)};
+    KvConfig single = shared;
+    shared.sequences = 4;
+    const std::int64_t lengths[] = {1, 127, 128, 250};
+    KvCache cache(shared);
+    std::vector<KvCache> own;
+    std::vector<KvSequence> together, alone;
+    std::vector<KvSequence*> batch;
+    std::vector<Script> scripts;
+    for (std::size_t i = 0; i < 4; ++i) {
+      scripts.emplace_back(shared.shape, 300, seed_ + i);
+      together.push_back(cache.new_sequence());
+      alone.push_back(own.emplace_back(single).new_sequence());
+      while (alone[i].length() < lengths[i]) {
+        const auto tokens = std::min<std::int64_t>(16, lengths[i] - alone[i].length());
+        take(together[i], shared.shape, scripts[i], Phase::prefill, tokens);
+        take(alone[i], shared.shape, scripts[i], Phase::prefill, tokens);
+      }
+    }
+    for (KvSequence& sequence : together) batch.push_back(&sequence);
+    for (int step = 0; step < 3; ++step) {
+      std::vector<ScriptPart> parts;
+      for (std::size_t i = 0; i < 4; ++i) parts.push_back({&scripts[i], together[i].length(), 1});
+      KvStep several = cache.begin_step(batch);
+      const Attended all = run_step(several, shared.shape, parts,
+                                    {DType::f32, DType::f32, Order::part_of_a_row, device_.get()});
+      const std::size_t width = 8 * 64;
+      for (std::size_t i = 0; i < 4; ++i) {
+        const Attended expected = take(alone[i], shared.shape, scripts[i], Phase::decode, 1);
+        Attended actual;
+        for (std::size_t layer = 0; layer < 2; ++layer) {
+          const std::size_t at = layer * 4 + i;
+          const auto out = all.out.begin() + static_cast<std::ptrdiff_t>(at * width);
+          const auto lse = all.lse.begin() + static_cast<std::ptrdiff_t>(at * 8);
+          actual.out.insert(actual.out.end(), out, out + width);
+          actual.lse.insert(actual.lse.end(), lse, lse + 8);
+        }
+        EXPECT_LT(largest_difference(actual.out, expected.out), on_gpu() ? 2e-3 : 3e-5) << i;
+        EXPECT_LT(largest_difference(actual.lse, expected.lse), on_gpu() ? 2e-3 : 3e-5) << i;
+        EXPECT_EQ(together[i].length(), alone[i].length());
+      }
+    }
+  }
+}
+
+TEST_P(Caches, ForksAndCutsAnswerAsTheirTokensSay) {
+  if (skips()) return;
+  KvConfig config = this->config(160);
+  config.sequences = 3;
+  const KvShape shape = config.shape;
+  KvCache cache(config);
+  KvSequence root = cache.new_sequence();
+  const Script script(shape, 160, seed_);
+  for (int i = 0; i < 9; ++i) take(root, shape, script, Phase::prefill, 16);
+  const std::uint64_t before = cache.memory().host_bytes;
+  KvSequence fork = root.fork();
+  KvSequence cut = root.fork();
+  cut.truncate(70);
+  EXPECT_EQ(cache.memory().host_bytes, before);
+  EXPECT_EQ(fork.ledger().tokens(Phase::prefill), 0u);
+  // One script after another's first tokens.
+  Script other(shape, 160, seed_ + 1);
+  other.begin_as(script, 70);
+  for (int i = 0; i < 3; ++i) {
+    for (KvSequence* const sequence : {&root, &fork}) {
+      const std::int64_t at = sequence->length();
+      expect_near(take(*sequence, shape, script, Phase::decode, 1),
+                  expected_of(script, shape, at, 1, 0.125), shape.dtype);
+    }
+    const std::int64_t at = cut.length();
+    expect_near(take(cut, shape, other, Phase::prefill, 5), expected_of(other, shape, at, 5, 0.125),
+                shape.dtype);
+  }
+  EXPECT_EQ(cut.length(), 85);
+  EXPECT_EQ(root.length(), 147);
+}
+
+TEST_P(Caches, WhatIsNoNumberEndsItsSequenceAlone) {
+  if (skips()) return;
+  KvConfig config = this->config(160);
+  config.sequences = 2;
+  config.policies = {parse_policy("select=int4 prune=top_k(1/1)")};
+  const KvShape shape = config.shape;
+  const Script script(shape, 160, seed_);
+  for (const float value : {NAN, INFINITY, -INFINITY, 0x1p60f}) {
+    for (const bool in_key : {true, false}) {
+      std::vector<Backend*> memories = {nullptr};
+      if (on_gpu()) memories.push_back(device_.get());
+      for (Backend* const memory : memories) {
+        KvCache cache(config);
+        KvSequence good = cache.new_sequence();
+        KvSequence bad = cache.new_sequence();
+        for (KvSequence* const sequence : {&good, &bad}) {
+          for (int i = 0; i < 8; ++i) take(*sequence, shape, script, Phase::prefill, 16);
+        }
+        Script damaged = script;
+        if (in_key) damaged.damage_key(1, 128, value);
+        if (!in_key) damaged.damage_value(1, 128, value);
+        KvSequence* const both[] = {&bad, &good};
+        const ScriptPart parts[] = {{&damaged, 128, 1}, {&script, 128, 1}};
+        KvStep step = cache.begin_step(both);
+        try {
+          run_step(step, shape, parts, {DType::f32, DType::f32, Order::dense, memory});
+          FAIL() << "took " << value;
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), ErrorCode::numeric);
+          const std::string text = error.what();
+          EXPECT_NE(text.find(in_key ? "keys of layer 1, KV head 0" : "values of layer 1, KV head"),
+                    std::string::npos)
+              << text;
+        }
+        EXPECT_FALSE(good.failure());
+        ASSERT_TRUE(bad.failure());
+        EXPECT_THROW(bad.begin_step(Phase::decode, 1), Error);
+        EXPECT_THROW(bad.fork(), Error);
+        expect_near(take(good, shape, script, Phase::decode, 1),
+                    expected_of(script, shape, 129, 1, 0.125), shape.dtype);
+        // Memory that it had serves again.
+        bad.reset();
+        EXPECT_EQ(bad.length(), 0);
+        for (int i = 0; i < 8; ++i) take(bad, shape, script, Phase::prefill, 16);
+        expect_near(take(bad, shape, script, Phase::decode, 1),
+                    expected_of(script, shape, 128, 1, 0.125), shape.dtype);
+      }
+    }
+  }
+}
+
+TEST_P(Caches, ThreadsTakeTurns) {
+  if (skips()) return;
+  KvConfig config = this->config(60);
+  config.sequences = 4;
+  const KvShape shape = config.shape;
+  KvCache cache(config);
+  std::vector<std::thread> threads;
+  std::vector<Attended> last(4);
+  std::atomic<int> errors = 0;
+  for (std::size_t i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        const Script script(shape, 60, seed_ + i);
+        KvSequence sequence = cache.new_sequence();
+        take(sequence, shape, script, Phase::prefill, 16);
+        KvSequence(std::move(sequence)).truncate(3);  // and its end
+        sequence = cache.new_sequence();
+        for (int step = 0; step < 20; ++step) {
+          last[i] = take(sequence, shape, script, Phase::decode, 1);
+        }
+      } catch (const Error&) {
+        ++errors;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(errors, 0);
+  for (std::size_t i = 0; i < 4; ++i) {
+    expect_near(last[i], expected_of(Script(shape, 60, seed_ + i), shape, 19, 1, 0.125),
+                shape.dtype);
+  }
+}
+
+// Steps of 16 tokens and of one in turn, up to the whole context; the last one's attention.
+Attended fill(KvSequence& sequence, const KvShape& shape, const Script& script,
+              std::int64_t context) {
+  Attended last;
+  for (int i = 0; sequence.length() < context; ++i) {
+    const auto tokens = std::min<std::int64_t>(context - sequence.length(), i % 2 == 0 ? 16 : 1);
+    last = take(sequence, shape, script, tokens == 1 ? Phase::decode : Phase::prefill, tokens);
+  }
+  return last;
+}
+
+TEST_P(Caches, CapsChangeTheBytesMovedAndNotTheAnswer) {
+  if (skips()) return;
+  KvConfig free = config(500);
+  free.sequences = 2;
+  const KvShape shape = free.shape;
+  const Script script(shape, 500, seed_);
+  KvCache uncapped(free);
+  KvSequence whole = uncapped.new_sequence();
+  const Attended expected = fill(whole, shape, script, 500);
+  EXPECT_EQ(uncapped.memory().device_bytes == 0, !on_gpu());
+  // Room for 2 pages of every layer and KV head and for two streaming buffers, or for everything;
+  // on a GPU besides what the backend and callers' arrays take.
+  const std::uint64_t page = kPageTokens * shape.row_bytes();
+  const std::uint64_t beside = on_gpu()
+                                   ? uncapped.memory().device_bytes - uncapped.plan().device_bytes +
+                                         uncapped.plan().staging_bytes
+                                   : 0;
+  for (const std::uint64_t pages : {16u, 24u, 80u}) {
+    KvConfig capped = free;
+    capped.device_memory = beside + pages * page;
+    KvCache cache(capped);
+    EXPECT_LE(cache.plan().device_bytes, *capped.device_memory);
+    KvSequence sequence = cache.new_sequence();
+    const Attended actual = fill(sequence, shape, script, 500);
+    EXPECT_LT(largest_difference(actual.out, expected.out), on_gpu() ? 2e-3 : 3e-5);
+    EXPECT_LE(cache.memory().device_peak, *capped.device_memory);
+    EXPECT_EQ(sequence.ledger().crossed(Tier::host, Tier::device).rows == 0, pages == 80);
+  }
+}
+
+TEST_P(Caches, OutliveTheirHandles) {
+  if (skips()) return;
+  std::optional<KvSequence> sequence;
+  std::optional<KvSequence> fork;
+  const KvConfig config = [&] {
+    KvConfig two = this->config(60);
+    two.sequences = 2;
+    return two;
+  }();
+  const Script script(config.shape, 60, seed_);
+  {
+    KvCache cache(config);
+    KvCache moved = std::move(cache);
+    sequence = moved.new_sequence();
+    take(*sequence, config.shape, script, Phase::prefill, 9);
+    fork = sequence->fork();
+  }
+  KvStep step = sequence->begin_step(Phase::decode, 1);
+  const ScriptPart part = {&script, 9, 1};
+  sequence.reset();
+  expect_near(run_step(step, config.shape, {&part, 1}),
+              expected_of(script, config.shape, 9, 1, 0.125), config.shape.dtype);
+  expect_near(take(*fork, config.shape, script, Phase::decode, 1),
+              expected_of(script, config.shape, 9, 1, 0.125), config.shape.dtype);
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <tuple>
 
-#include "tests/support/plan.h"
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
+#include "tests/support/plan.h"
 #include "tests/support/random.h"
 
 namespace sluice {

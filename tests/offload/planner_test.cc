@@ -1,5 +1,3 @@
-#include "tests/support/plan.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +6,7 @@
 
 #include "lib/bytes.h"
 #include "sluice/errors.h"
+#include "tests/support/plan.h"
 #include "tests/support/random.h"
 
 namespace sluice {
@@ -59,7 +58,7 @@ TEST(Planner, ARefusalNamesACapThatWorks) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::memory);
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("--device-memory"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("`device_memory`"));
     const std::string message = error.what(), before = "at least ";
     ASSERT_THAT(message, ::testing::HasSubstr(before));
     const std::string rest = message.substr(message.find(before) + before.size());

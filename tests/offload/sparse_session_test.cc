@@ -7,9 +7,9 @@
 
 #include "cpu/cpu_backend.h"
 #include "offload/kv_session.h"
-#include "tests/support/plan.h"
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
+#include "tests/support/plan.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
 

@@ -58,6 +58,7 @@ class KernelBackend : public cpu::ReferenceBackend {
 
 struct Implementation {
   testing::NamedBackend backend;
+  bool batches = true;  // or attend_batch() is another's
   std::vector<DType> dtypes = {DType::f32, DType::f16, DType::bf16};
   std::vector<int> head_dims = {32, 40, 64, 80, 128, 256};
   // By the rows' dtype: of attend(), and of attend_batch().
@@ -66,7 +67,8 @@ struct Implementation {
 };
 
 Implementation forced(const std::string& name, AttendKernel kernel, std::int64_t targets) {
-  return {.backend = {name, [=] { return std::make_unique<KernelBackend>(kernel, targets); }}};
+  return {.backend = {name, [=] { return std::make_unique<KernelBackend>(kernel, targets); }},
+          .batches = kernel == AttendKernel::decode};
 }
 
 Rounding amx_rounding(DType dtype) {
@@ -168,6 +170,7 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
   }
   void check_batch(const std::vector<AttentionCase>& cases, Places places = Places::either,
                    std::int64_t arena_rows = 0) {
+    if (!GetParam().implementation.batches) return;
     BatchRun run(*backend_, random_, cases, places);
     check_results(cases, run.attend(arena_rows), batch_rounding());
   }

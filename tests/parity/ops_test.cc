@@ -223,6 +223,47 @@ TEST_P(OpsParity, SwigluGatesWithSilu) {
   }
 }
 
+TEST_P(OpsParity, ReadHeadsConvertsScalesAndMarksWhatIsNoNumber) {
+  constexpr std::int64_t kTokens = 3;
+  constexpr int kHeads = 5;
+  constexpr int kDim = 20;
+  struct Strides {
+    std::int64_t token, head;
+  };
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    // Dense; heads in a wider row; and one head after the other.
+    for (const auto& [token, head] : {Strides{100, 20}, Strides{160, 30}, Strides{20, 64}}) {
+      const auto at = [&](std::int64_t vector, std::int64_t c) {
+        return static_cast<std::size_t>(vector / kHeads * token + vector % kHeads * head + c);
+      };
+      std::vector<float> x = rounded(random_.normal(480, 10.0f), dtype);
+      x[at(4, 7)] = NAN;
+      x[at(9, 0)] = -INFINITY;
+      x[at(14, 19)] = 500.0f;
+      const Buffer from = upload(*backend_, encoded(x, dtype));
+      const Buffer to = upload(*backend_, random_.normal(kTokens * kHeads * kDim));
+      const Buffer bad = backend_->allocate(Tier::host, kTokens * kHeads * sizeof(std::int32_t));
+      auto* const marks = reinterpret_cast<std::int32_t*>(bad.data());
+      ReadHeadsParams params;
+      params.from = {from.data(), dtype, kTokens, kHeads, kDim, token, head};
+      params.factor = 0.25f;
+      params.limit = 125.0f;
+      params.to = to.floats();
+      params.bad = marks;
+      backend_->read_heads(params);
+      const std::vector<float> actual = values_of(to, DType::f32);
+      for (std::int64_t v = 0; v < kTokens * kHeads; ++v) {
+        EXPECT_EQ(marks[v], v == 4 || v == 9 || v == 14 ? 1 : 0) << v;
+        for (std::int64_t c = 0; c < kDim; ++c) {
+          const float value = x[at(v, c)] * 0.25f;
+          const float expected = std::abs(value) < 125.0f ? value : 0.0f;
+          ASSERT_EQ(actual[static_cast<std::size_t>(v * kDim + c)], expected) << v << ' ' << c;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(OpsParity, CastRoundsToNearest) {
   std::vector<float> x = random_.normal(4 * 50, 10.0f);
   x[0] = 1.0f + 0x1p-8f;  // halfway between two bf16 numbers

@@ -11,8 +11,8 @@
 namespace sluice::testing {
 
 // Tells device memory from host memory by address, and counts the bytes of every copy between
-// them, of rows that decoding reads from home or writes there, of rows and of the key index that are
-// read at all, and the device bytes allocated, independently of the accounts and the ledger.
+// them, of rows that decoding reads from home or writes there, of rows and of the key index that
+// are read at all, and the device bytes allocated, independently of the accounts and the ledger.
 class CountingBackend : public cpu::ReferenceBackend {
  public:
   using ReferenceBackend::ReferenceBackend;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -38,6 +39,26 @@ class Script {
 
   void damage_key(int layer, std::int64_t position, float value) {
     k_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * key_width())] = value;
+  }
+
+  void damage_value(int layer, std::int64_t position, float value) {
+    v_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * key_width())] = value;
+  }
+  void damage_query(int layer, std::int64_t position, float value) {
+    q_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * query_width())] = value;
+  }
+  void scale_queries(float factor) {
+    for (std::vector<float>& layer : q_) {
+      for (float& value : layer) value *= factor;
+    }
+  }
+  // Takes the first tokens from another script.
+  void begin_as(const Script& other, std::int64_t tokens) {
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      std::copy_n(other.q_[layer].begin(), tokens * query_width(), q_[layer].begin());
+      std::copy_n(other.k_[layer].begin(), tokens * key_width(), k_[layer].begin());
+      std::copy_n(other.v_[layer].begin(), tokens * key_width(), v_[layer].begin());
+    }
   }
 
   // Runs positions [length, length + tokens) as one step; the attention output of all layers.
@@ -103,8 +124,7 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
     std::vector<float> out(q.size());
     std::vector<float> lse(sessions.size() * static_cast<std::size_t>(any.shape().query_heads));
     batch.append(layer, {k.data(), v.data(), static_cast<std::int64_t>(key_width)});
-    batch.attend(layer,
-                 {q.data(), static_cast<std::int64_t>(query_width), out.data(), lse.data()});
+    batch.attend(layer, {q.data(), static_cast<std::int64_t>(query_width), out.data(), lse.data()});
     for (std::size_t i = 0; i < sessions.size(); ++i) {
       const float* const own = out.data() + i * query_width;
       results[i].insert(results[i].end(), own, own + query_width);

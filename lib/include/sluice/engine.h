@@ -4,7 +4,8 @@
 // Any thread may call any of it: calls that compute wait for each other, whatever the session, and
 // one from inside another's callback throws Error{usage}. One session is one conversation: two
 // threads that use the same one must agree on the order themselves. Sessions keep alive what they
-// need: the engine may be moved, or end, before them.
+// need: the engine may be moved, or end, before them. What was moved from can only be assigned to
+// or destroyed; the rest throws Error{usage}.
 #pragma once
 
 #include <cstdint>
@@ -100,8 +101,8 @@ struct SessionOptions {
   int sequences = 1;
   // Tokens of all of them, what forks share counted once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
-  // Caps in bytes on this session and those that share its memory, beside the engine's. On a GPU the
-  // device's does not cover weights and activations.
+  // Caps in bytes on this session and those that share its memory, beside the engine's. On a GPU
+  // the device's does not cover weights and activations.
   std::optional<std::uint64_t> device_memory = std::nullopt;
   std::optional<std::uint64_t> host_memory = std::nullopt;
 };
@@ -123,9 +124,9 @@ struct StepToken {
 };
 // What became of it.
 struct StepResult {
-  std::optional<Error> error;      // the session cannot go on; the others can
-  TokenId next = -1;               // with a sampler
-  std::span<const float> logits;   // without; [vocabulary], valid until the session's next call
+  std::optional<Error> error;     // the session cannot go on; the others can
+  TokenId next = -1;              // with a sampler
+  std::span<const float> logits;  // without; [vocabulary], valid until the session's next call
 };
 
 class Engine {
@@ -167,11 +168,11 @@ class Engine {
   struct Impl;  // opaque
 
  private:
-  std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
-  std::uint64_t sessions_host_bytes(const Plan& plan) const;
-
   friend class Session;
   explicit Engine(std::shared_ptr<Impl> impl);
+  Impl& impl() const;
+  std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
+
   std::shared_ptr<Impl> impl_;
 };
 
@@ -195,8 +196,8 @@ class Session {
   Session sibling();
 
   // Appends tokens. Returns the logits [vocabulary] after the last one, valid until this session's
-  // next call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does not
-  // fit the planned context, before anything is computed.
+  // next call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does
+  // not fit the planned context, before anything is computed.
   std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
   // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
   // last T tokens densely.
@@ -231,6 +232,8 @@ class Session {
   friend class Engine;
   friend struct SessionStep;
   explicit Session(std::unique_ptr<Impl> impl);
+  Impl& impl() const;
+
   std::unique_ptr<Impl> impl_;
 };
 

@@ -22,7 +22,8 @@ enum class ErrorCode : int {
   interrupted = 130  // SIGINT; what was generated until then is valid
 };
 
-// `what()` is one line: what is wrong, where (file or flag), and what to do about it.
+// `what()` is one line: what is wrong, where (file, or field in backquotes), and what to do about
+// it.
 class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}

@@ -1,0 +1,125 @@
+// Decode steps of several sequences of ragged lengths on a GPU, beside what the same sequences take
+// one after the other, and what reading their bytes takes at the least.
+#include <benchmark/benchmark.h>
+
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "bench/made_up_model.h"
+#include "offload/kv_pool.h"
+#include "offload/planner.h"
+#include "sluice/errors.h"
+
+namespace sluice::bench {
+namespace {
+
+constexpr std::int64_t kDecoded = 32;  // room for the tokens that a benchmark adds to a sequence
+constexpr int kWarmUp = 2;
+constexpr int kAlone = 3;                    // steps of each sequence by itself
+constexpr double kBytesPerSecond = 4.17e12;  // a plain read of an H200's memory
+
+// Up to `longest` tokens, evenly spread; none fills its pages.
+std::vector<std::int64_t> ragged_lengths(std::int64_t sequences, std::int64_t longest) {
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t i = 0; i < sequences; ++i) {
+    lengths.push_back(longest * (i + 1) / sequences - (37 * i + 64) % kPageTokens);
+  }
+  return lengths;
+}
+
+KvPlan plan_of(const MadeUpModel& model, const Policy& policy,
+               const std::vector<std::int64_t>& lengths, bool resident) {
+  const auto sequences = static_cast<std::int64_t>(lengths.size());
+  KvRequest request = {.shape = model.kv(), .context = lengths.back() + kDecoded, .chunk = kChunk};
+  request.sequences = sequences;
+  request.tokens =
+      std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) + sequences * kDecoded;
+  request.policies = {&policy, 1};
+  request.logits = model.backend().info().logits;
+  const KvPlan whole = plan_kv(request);
+  if (resident) return whole;
+  // Room for the newest pages, the window and streaming, little for resident rows.
+  const std::uint64_t newest =
+      static_cast<std::uint64_t>(sequences) * kPageTokens * request.shape.token_bytes();
+  const std::uint64_t beside = newest + (std::uint64_t{512} << 20);
+  request.device_cap = whole.index_bytes + whole.work_bytes + whole.table_bytes + beside;
+  return plan_kv(request);
+}
+
+// The mean time of a few steps of one sequence by itself, in seconds.
+double seconds_alone(MadeUpModel& model, KvSession& session) {
+  model.decode(session);  // records what was not recorded yet
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < kAlone; ++i) model.decode(session);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  return seconds.count() / kAlone;
+}
+
+void run(benchmark::State& state, const std::string& name) {
+  MadeUpModel& model = made_up_model(ModelShape::llama_8b);
+  const std::vector<std::int64_t> lengths = ragged_lengths(state.range(0), state.range(1));
+  const Policy policy = parse_policy(name);
+  const auto pool = std::make_shared<KvPool>(model.backend(),
+                                             plan_of(model, policy, lengths, state.range(2) != 0),
+                                             std::span<const Policy>(&policy, 1));
+  std::vector<KvSession> sessions;
+  for (const std::int64_t length : lengths) {
+    sessions.emplace_back(pool);
+    model.fill(sessions.back(), length);
+  }
+  std::vector<KvSession*> all;
+  for (KvSession& session : sessions) all.push_back(&session);
+
+  const ReplayCounts counts_before = model.backend().replay_counts();
+  const DecodeBytes before = decode_bytes(all);
+  model.decode(all);
+  const DecodeBytes after = decode_bytes(all);
+  for (int i = 0; i < kWarmUp; ++i) model.decode(all);
+  double host_seconds = 0.0;
+  for (auto _ : state) host_seconds += model.decode(all);
+  const ReplayCounts counts_after = model.backend().replay_counts();
+  double alone = 0.0;
+  for (KvSession& session : sessions) alone += seconds_alone(model, session);
+
+  using benchmark::Counter;
+  const auto read = static_cast<double>(after.read - before.read + model.matrix_bytes());
+  state.counters["host_to_device_bytes"] = static_cast<double>(after.from_host - before.from_host);
+  state.counters["host_us"] = Counter(host_seconds * 1e6, Counter::kAvgIterations);
+  state.counters["recordings"] =
+      static_cast<double>(counts_after.recordings - counts_before.recordings);
+  state.counters["launches"] = static_cast<double>(counts_after.launches - counts_before.launches);
+  state.counters["single_steps_ms"] = alone * 1e3;
+  state.counters["bytes_read"] = read;
+  state.counters["floor_ms"] = read / kBytesPerSecond * 1e3;
+  state.counters["device_KV_bytes"] = static_cast<double>(pool->plan().device_bytes);
+}
+
+// Arguments: sequences, tokens of the longest, 1 if all rows stay on the device; the policy is
+// captured.
+void decode_batch(benchmark::State& state, const std::string& name) {
+  try {
+    run(state, name);
+  } catch (const Error& error) {
+    state.SkipWithError(error.what());
+  }
+}
+
+void shapes(benchmark::internal::Benchmark* bench) {
+  bench->ArgNames({"sequences", "tokens", "resident"});
+  for (const int resident : {1, 0}) {
+    for (const std::int64_t sequences : {1, 4, 16}) bench->Args({sequences, 32768, resident});
+    // The rows of 64 sequences of up to 32K would be more than the device has.
+    bench->Args({64, 8192, resident});
+  }
+  bench->Iterations(10)->UseRealTime()->Unit(benchmark::kMillisecond);
+}
+
+BENCHMARK_CAPTURE(decode_batch, dense, std::string("dense"))->Apply(shapes);
+BENCHMARK_CAPTURE(decode_batch, sparq, std::string("sparq"))->Apply(shapes);
+BENCHMARK_CAPTURE(decode_batch, sluice, std::string("sluice"))->Apply(shapes);
+
+}  // namespace
+}  // namespace sluice::bench

@@ -1,0 +1,190 @@
+#include "bench/made_up_model.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "lib/half.h"
+#include "offload/backends.h"
+#include "offload/kv_batch.h"
+
+namespace sluice::bench {
+namespace {
+
+constexpr TokenId kToken = 267;  // any
+
+ModelConfig llama_8b() {
+  ModelConfig c;
+  c.architecture = "llama";
+  c.hidden_size = 4096;
+  c.intermediate_size = 14336;
+  c.num_hidden_layers = 32;
+  c.num_attention_heads = 32;
+  c.num_key_value_heads = 8;
+  c.head_dim = 128;
+  c.vocab_size = 128256;
+  c.max_position_embeddings = 1 << 20;
+  c.rms_norm_eps = 1e-5f;
+  c.rope.theta = 500000.0;
+  return c;
+}
+
+ModelConfig sluice_22m() {
+  ModelConfig c = llama_8b();
+  c.hidden_size = 384;
+  c.intermediate_size = 1024;
+  c.num_hidden_layers = 12;
+  c.num_attention_heads = 8;
+  c.num_key_value_heads = 2;
+  c.head_dim = 64;
+  c.vocab_size = 4096;
+  return c;
+}
+
+// bf16 numbers of deviation 0.02, as transformers' initialisation has them.
+std::vector<std::uint16_t> made_up(std::size_t count) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal(0.0f, 0.02f);
+  std::vector<std::uint16_t> some(1 << 20);
+  for (std::uint16_t& value : some) value = float_to_bf16(normal(random));
+  std::vector<std::uint16_t> all(count);
+  for (std::size_t i = 0; i < count; ++i) all[i] = some[(i + i / some.size() * 7919) % some.size()];
+  return all;
+}
+
+Buffer upload(Backend& backend, const void* data, std::size_t bytes) {
+  Buffer buffer = backend.allocate(backend.info().compute_tier, bytes);
+  const CopyOp op = {buffer.data(), static_cast<const std::byte*>(data), bytes};
+  backend.copy({&op, 1}, Stream::compute);
+  backend.synchronize();
+  return buffer;
+}
+
+ModelWeights made_up_weights(const ModelConfig& c, Backend& backend) {
+  const std::int64_t hidden = c.hidden_size;
+  const std::vector<std::uint16_t> values =
+      made_up(static_cast<std::size_t>(c.vocab_size) * static_cast<std::size_t>(hidden));
+  const auto matrix = [&](std::int64_t outputs, std::int64_t inputs) {
+    return backend.prepare_weight(
+        {const_cast<std::uint16_t*>(values.data()), DType::bf16, outputs, inputs, inputs});
+  };
+  const std::vector<float> ones(static_cast<std::size_t>(hidden), 1.0f);
+  const auto norm = [&] { return upload(backend, ones.data(), ones.size() * sizeof(float)); };
+  const std::int64_t query = std::int64_t{c.num_attention_heads} * c.head_dim;
+  const std::int64_t key = std::int64_t{c.num_key_value_heads} * c.head_dim;
+  ModelWeights weights;
+  weights.embedding = upload(backend, values.data(), values.size() * sizeof(std::uint16_t));
+  for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
+    LayerWeights& w = weights.layers.emplace_back();
+    w.input_norm = norm();
+    w.qkv = matrix(query + 2 * key, hidden);
+    w.o = matrix(hidden, query);
+    w.post_norm = norm();
+    w.gate_up = matrix(2 * std::int64_t{c.intermediate_size}, hidden);
+    w.down = matrix(hidden, c.intermediate_size);
+  }
+  weights.final_norm = norm();
+  weights.lm_head = matrix(c.vocab_size, hidden);
+  return weights;
+}
+
+std::uint64_t bytes_of(const Weight& weight) {
+  return static_cast<std::uint64_t>(weight.outputs() * weight.inputs()) * sizeof(std::uint16_t);
+}
+
+std::uint64_t bytes_of(const ModelWeights& weights) {
+  std::uint64_t bytes = bytes_of(*weights.lm_head);
+  for (const LayerWeights& w : weights.layers) {
+    bytes += bytes_of(*w.qkv) + bytes_of(*w.o) + bytes_of(*w.gate_up) + bytes_of(*w.down);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+MadeUpModel::MadeUpModel(ModelShape shape)
+    : config_(shape == ModelShape::llama_8b ? llama_8b() : sluice_22m()) {
+  BackendOptions options;
+  options.device = "cuda";
+  backend_ = make_backend(options);
+  ModelWeights weights = made_up_weights(config_, *backend_);
+  matrix_bytes_ = bytes_of(weights);
+  decoder_ = std::make_unique<Decoder>(config_, std::move(weights), *backend_, kChunk);
+  logits_ = backend_->allocate(
+      Tier::host,
+      static_cast<std::size_t>(Decoder::kLogitRows * config_.vocab_size) * sizeof(float));
+}
+
+KvShape MadeUpModel::kv() const {
+  return {config_.num_hidden_layers, config_.num_attention_heads, config_.num_key_value_heads,
+          config_.head_dim, DType::bf16};
+}
+
+void MadeUpModel::fill(KvSession& session, std::int64_t length) const {
+  const KvShape& shape = session.plan().shape;
+  const std::int64_t width = std::int64_t{shape.kv_heads} * shape.head_dim;
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  std::vector<float> rows(static_cast<std::size_t>(session.plan().chunk * width));
+  for (float& value : rows) value = normal(random);
+  const Buffer device = upload(*backend_, rows.data(), rows.size() * sizeof(float));
+  while (session.length() < length) {
+    session.begin_step(Phase::prefill, std::min(session.plan().chunk, length - session.length()));
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      session.append(layer, {device.floats(), device.floats(), width});
+    }
+    session.end_step();
+  }
+  backend_->synchronize();
+}
+
+double MadeUpModel::decode(std::span<KvSession* const> sessions) {
+  const std::vector<TokenId> tokens(sessions.size(), kToken);
+  const auto begin = std::chrono::steady_clock::now();
+  KvBatch batch(sessions);
+  decoder_->decode(tokens, batch);
+  const std::chrono::duration<double> issued = std::chrono::steady_clock::now() - begin;
+  const auto vocabulary = static_cast<std::size_t>(config_.vocab_size);
+  for (std::int64_t i = 0; i < batch.count(); ++i) {
+    decoder_->read_logits(i, {logits_.floats() + i * config_.vocab_size, vocabulary});
+  }
+  for (const std::optional<Error>& error : batch.end()) {
+    if (error) throw Error(*error);
+  }
+  return issued.count();
+}
+
+double MadeUpModel::decode(KvSession& session) {
+  KvSession* const one = &session;
+  return decode({&one, 1});
+}
+
+MadeUpModel& made_up_model(ModelShape shape) {
+  static std::unique_ptr<MadeUpModel> one;
+  static ModelShape made = shape;
+  if (one == nullptr || made != shape) {
+    one.reset();
+    one = std::make_unique<MadeUpModel>(shape);
+    made = shape;
+  }
+  return *one;
+}
+
+DecodeBytes decode_bytes(std::span<KvSession* const> sessions) {
+  DecodeBytes bytes;
+  for (const KvSession* session : sessions) {
+    const Ledger& ledger = session->ledger();
+    const auto total = [&](Tier from, Cause cause) {
+      return ledger.total(Phase::decode, from, Tier::device, cause).bytes;
+    };
+    bytes.read += total(Tier::device, Cause::hit) + total(Tier::host, Cause::miss) +
+                  total(Tier::device, Cause::index_read);
+    bytes.from_host += ledger.crossed(Tier::host, Tier::device).bytes;
+  }
+  return bytes;
+}
+
+}  // namespace sluice::bench

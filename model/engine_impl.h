@@ -1,0 +1,112 @@
+// What Engine and Session share: see sluice/engine.h.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "lib/backend.h"
+#include "model/checkpoint.h"
+#include "model/decoder.h"
+#include "offload/kv_session.h"
+#include "sluice/engine.h"
+
+namespace sluice {
+
+struct Engine::Impl {
+  EngineConfig config;
+  Checkpoint checkpoint;
+  ModelInfo info;
+  std::optional<Tokenizer> tokenizer;
+  std::unique_ptr<Backend> backend;
+  // Before anything was asked of the backend: of the device, and of the host.
+  std::uint64_t backend_bytes = 0;
+  std::uint64_t staging_bytes = 0;
+  std::optional<Decoder> decoder{};       // from load_weights on
+  std::uint64_t promised_host_bytes = 0;  // to sessions' rows, which take them as they grow
+  // Activations and the backend's streams serve one call at a time.
+  std::recursive_mutex mutex{};
+  bool is_busy = false;
+
+  // Steps of several sessions have no more.
+  std::int64_t most_at_once() const {
+    return std::min<std::int64_t>(config.chunk, Decoder::kLogitRows);
+  }
+};
+
+// A call's turn to compute. Other threads wait for theirs; a callback has none.
+class Turn {
+ public:
+  explicit Turn(Engine::Impl& engine) : engine_(&engine), lock_(engine.mutex) {
+    if (engine.is_busy) {
+      throw Error(ErrorCode::usage,
+                  "a callback may not compute: the call that it was called from is not over");
+    }
+    engine.is_busy = true;
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() { engine_->is_busy = false; }
+
+ private:
+  Engine::Impl* engine_;
+  std::unique_lock<std::recursive_mutex> lock_;
+};
+
+// Host memory that a plan was granted, until the last session that has a part of it ends.
+class HostPromise {
+ public:
+  HostPromise(Engine::Impl& engine, std::uint64_t bytes) : engine_(&engine), bytes_(bytes) {
+    engine.promised_host_bytes += bytes;
+  }
+  HostPromise(const HostPromise&) = delete;
+  HostPromise& operator=(const HostPromise&) = delete;
+  ~HostPromise() { engine_->promised_host_bytes -= bytes_; }
+
+ private:
+  Engine::Impl* engine_;
+  std::uint64_t bytes_;
+};
+
+struct Session::Impl {
+  std::shared_ptr<Engine::Impl> engine;
+  KvSession kv;
+  std::shared_ptr<HostPromise> promise;  // of the memory that it shares with forks and siblings
+  std::vector<TokenId> uncorrected{};    // decoded sparsely since the last correction
+  std::vector<float> logits{};           // after the last token
+
+  Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
+       std::shared_ptr<HostPromise> promised)
+      : engine(std::move(owner)), kv(std::move(session)), promise(std::move(promised)) {}
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+  ~Impl();
+
+  // Throws unless `tokens` may be appended, before anything has changed.
+  void require(std::span<const TokenId> tokens) const;
+
+  // Recomputes the tokens that were decoded since the last correction: their rows and their part
+  // of the key index are replaced by what dense attention gives. Source: TidalDecode, section 3.3.
+  void correct();
+  void correct_if_due();
+  // Tokens that were decoded, and will have to be corrected.
+  void note(std::span<const TokenId> tokens);
+
+  // Decodes known tokens, at most as many as one step takes, after a correction if one is due.
+  void decode_known(std::span<const TokenId> tokens);
+  // Tokens that the next decode step may take.
+  std::int64_t decode_room() const;
+
+  // A prompt under a policy whose prefill is sparse.
+  std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress);
+  // Runs `tokens` in steps of the planned chunk; each(first, count) after every step. False if
+  // `progress` stopped it.
+  bool run(std::span<const TokenId> tokens, const Progress& progress,
+           const std::function<void(std::int64_t, std::int64_t)>& each);
+  // The logits after a token of the last step, kept for whoever asked.
+  std::span<const float> keep(std::span<const float> row);
+};
+
+}  // namespace sluice

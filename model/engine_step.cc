@@ -1,0 +1,107 @@
+// A step of several sessions.
+#include <string>
+#include <utility>
+
+#include "model/engine_impl.h"
+#include "offload/kv_batch.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+// Penalties look at what the host knows; draws without them happen where the logits are.
+bool draws_on_device(const StepToken& token) {
+  return token.sampler != nullptr && !token.sampler->penalizes();
+}
+
+}  // namespace
+
+// What a step of several sessions does besides computing.
+struct SessionStep {
+  static Session::Impl& impl(const StepToken& token) { return token.session->impl(); }
+
+  static void require(std::span<const StepToken> tokens, const Engine::Impl& engine) {
+    for (const StepToken& token : tokens) {
+      if (token.session == nullptr || impl(token).engine.get() != &engine) {
+        throw Error(ErrorCode::usage, "a batch: its sessions must be of this engine");
+      }
+      impl(token).require({&token.token, 1});
+    }
+  }
+
+  // Draws, or reads the logits, and waits. Results of sessions that failed are left out later.
+  static std::vector<StepResult> read(std::span<const StepToken> tokens, Decoder& decoder,
+                                      std::int64_t vocabulary) {
+    std::vector<StepResult> results(tokens.size());
+    std::vector<SampleParams> params(tokens.size());
+    bool any_drawn = false;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      if (tokens[i].sampler != nullptr && draws_on_device(tokens[i])) {
+        params[i] = tokens[i].sampler->draw();
+        any_drawn = true;
+        continue;
+      }
+      std::vector<float>& logits = impl(tokens[i]).logits;
+      logits.resize(static_cast<std::size_t>(vocabulary));
+      decoder.read_logits(static_cast<std::int64_t>(i), logits);
+      results[i].logits = logits;
+    }
+    if (!any_drawn) return results;
+    std::vector<SampledToken> drawn(tokens.size());
+    decoder.sample(params, drawn);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      if (!draws_on_device(tokens[i])) continue;
+      settle(results[i], [&] { return token_of(drawn[i]); });
+    }
+    return results;
+  }
+
+  // Draws on the host, once the logits are there.
+  static void draw(const StepToken& token, StepResult& result) {
+    if (token.sampler == nullptr || draws_on_device(token)) return;
+    settle(result, [&] { return token.sampler->next(result.logits, token.history); });
+    result.logits = {};
+  }
+
+  static void settle(StepResult& result, const auto& next) {
+    try {
+      result.next = next();
+    } catch (const Error& error) {
+      result.error = error;
+    }
+  }
+};
+
+std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
+  const Turn turn(impl());
+  if (static_cast<std::int64_t>(tokens.size()) > impl().most_at_once()) {
+    throw Error(ErrorCode::usage, "a batch: of " + std::to_string(tokens.size()) +
+                                      " sessions; this engine takes " +
+                                      std::to_string(impl().most_at_once()) + " at a time");
+  }
+  SessionStep::require(tokens, impl());
+  std::vector<KvSession*> sessions;
+  std::vector<TokenId> ids;
+  for (const StepToken& token : tokens) {
+    sessions.push_back(&SessionStep::impl(token).kv);
+    ids.push_back(token.token);
+  }
+  KvBatch::require_fit(sessions);
+  for (const StepToken& token : tokens) SessionStep::impl(token).correct_if_due();
+  KvBatch batch(sessions);
+  impl().decoder->decode(ids, batch);
+  std::vector<StepResult> results =
+      SessionStep::read(tokens, *impl().decoder, impl().info.vocabulary);
+  const std::vector<std::optional<Error>> outcomes = batch.end();
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (outcomes[i]) {
+      results[i] = {outcomes[i], -1, {}};
+      continue;
+    }
+    SessionStep::impl(tokens[i]).note({&tokens[i].token, 1});
+    SessionStep::draw(tokens[i], results[i]);
+  }
+  return results;
+}
+
+}  // namespace sluice

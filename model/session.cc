@@ -1,0 +1,229 @@
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "model/engine_impl.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+// log softmax(logits)[id], in fp64.
+float log_probability(std::span<const float> logits, TokenId id) {
+  const float largest = *std::max_element(logits.begin(), logits.end());
+  double sum = 0.0;
+  for (const float logit : logits) sum += std::exp(static_cast<double>(logit - largest));
+  return static_cast<float>(static_cast<double>(logits[static_cast<std::size_t>(id)] - largest) -
+                            std::log(sum));
+}
+
+}  // namespace
+
+// Blocks and sequences of the pool are given back in turn, too.
+Session::Impl::~Impl() {
+  const std::lock_guard lock(engine->mutex);
+  const KvSession ended = std::move(kv);
+  promise.reset();
+}
+
+void Session::Impl::require(std::span<const TokenId> tokens) const {
+  if (tokens.empty()) throw Error(ErrorCode::prompt, "the prompt is empty; give some text");
+  const std::int64_t room = kv.plan().context - kv.length();
+  if (static_cast<std::int64_t>(tokens.size()) > room) {
+    throw Error(ErrorCode::prompt,
+                "the prompt has " + std::to_string(tokens.size()) + " tokens but only " +
+                    std::to_string(room) + " of the planned context of " +
+                    std::to_string(kv.plan().context) + " are free; raise `context`");
+  }
+  for (const TokenId id : tokens) {
+    if (id < 0 || id >= engine->info.vocabulary) {
+      throw Error(ErrorCode::prompt, "token id " + std::to_string(id) +
+                                         " is outside the model's vocabulary of " +
+                                         std::to_string(engine->info.vocabulary));
+    }
+  }
+}
+
+void Session::Impl::correct() {
+  const std::vector<TokenId> tokens = std::move(uncorrected);
+  uncorrected.clear();
+  kv.truncate(kv.length() - static_cast<std::int64_t>(tokens.size()));
+  const auto chunk = static_cast<std::size_t>(kv.plan().chunk);
+  for (std::size_t first = 0; first < tokens.size(); first += chunk) {
+    engine->decoder->step(std::span(tokens).subspan(first, std::min(chunk, tokens.size() - first)),
+                          Phase::correction, kv);
+  }
+}
+
+void Session::Impl::correct_if_due() {
+  const std::int64_t interval = kv.policy().correct;
+  if (interval > 0 && static_cast<std::int64_t>(uncorrected.size()) >= interval) correct();
+}
+
+void Session::Impl::note(std::span<const TokenId> tokens) {
+  if (kv.policy().correct == 0) return;
+  uncorrected.insert(uncorrected.end(), tokens.begin(), tokens.end());
+}
+
+void Session::Impl::decode_known(std::span<const TokenId> tokens) {
+  correct_if_due();
+  engine->decoder->step(tokens, Phase::decode, kv);
+  note(tokens);
+}
+
+std::span<const float> Session::Impl::keep(std::span<const float> row) {
+  logits.assign(row.begin(), row.end());
+  return logits;
+}
+
+std::int64_t Session::Impl::decode_room() const {
+  const std::int64_t most = std::min(kv.decode_room(), std::int64_t{Decoder::kLogitRows});
+  const std::int64_t interval = kv.policy().correct;
+  if (interval == 0) return most;
+  const std::int64_t left = interval - static_cast<std::int64_t>(uncorrected.size());
+  return std::min(most, left > 0 ? left : interval);
+}
+
+std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> tokens,
+                                                     const Progress& progress) {
+  const auto total = static_cast<std::int64_t>(tokens.size());
+  const bool whole = engine->decoder->prompt(tokens, kv, [&](double share) {
+    return !progress ||
+           progress(static_cast<std::int64_t>(share * static_cast<double>(total)), total);
+  });
+  if (!whole) return {};
+  if (progress) progress(total, total);
+  return keep(engine->decoder->logits(0, 1));
+}
+
+bool Session::Impl::run(std::span<const TokenId> tokens, const Progress& progress,
+                        const std::function<void(std::int64_t, std::int64_t)>& each) {
+  require(tokens);
+  const auto total = static_cast<std::int64_t>(tokens.size());
+  for (std::int64_t first = 0; first < total;) {
+    if (progress && !progress(first, total)) return false;
+    const std::int64_t count = std::min(kv.plan().chunk, total - first);
+    engine->decoder->step(
+        tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count)),
+        Phase::prefill, kv);
+    each(first, count);
+    first += count;
+  }
+  if (progress) progress(total, total);
+  return true;
+}
+
+Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Session::Session(Session&&) noexcept = default;
+Session& Session::operator=(Session&&) noexcept = default;
+Session::~Session() = default;
+
+Session::Impl& Session::impl() const {
+  if (impl_ == nullptr) throw Error(ErrorCode::usage, "a session that was moved from");
+  return *impl_;
+}
+
+Session Session::fork() {
+  const Turn turn(*impl().engine);
+  auto child = std::make_unique<Impl>(impl().engine, impl().kv.fork(), impl().promise);
+  child->uncorrected = impl().uncorrected;
+  child->logits = impl().logits;
+  return Session(std::move(child));
+}
+
+Session Session::sibling() {
+  const Turn turn(*impl().engine);
+  return Session(
+      std::make_unique<Impl>(impl().engine, KvSession(impl().kv.pool()), impl().promise));
+}
+
+std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
+  const Turn turn(*impl().engine);
+  impl().require(tokens);
+  if (!impl().uncorrected.empty()) impl().correct();
+  if (impl().kv.policy().prefill.tau > 0.0) return impl().sparse_prefill(tokens, progress);
+  std::int64_t last = 0;
+  const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
+  if (!impl().run(tokens, progress, remember)) return {};
+  return impl().keep(impl().engine->decoder->logits(last, 1));
+}
+
+std::span<const float> Session::decode(TokenId token) {
+  const StepToken one = {this, token};
+  const std::vector<StepResult> results = Engine(impl().engine).step({&one, 1});
+  if (results[0].error) throw *results[0].error;
+  return results[0].logits;
+}
+
+TokenId Session::decode(TokenId token, Sampler& sampler, std::span<const TokenId> history) {
+  const StepToken one = {this, token, &sampler, history};
+  const std::vector<StepResult> results = Engine(impl().engine).step({&one, 1});
+  if (results[0].error) throw *results[0].error;
+  return results[0].next;
+}
+
+void Session::decode_known(std::span<const TokenId> tokens,
+                           const std::function<void(std::size_t, std::span<const float>)>& each) {
+  const Turn turn(*impl().engine);
+  impl().require(tokens);
+  const auto vocabulary = static_cast<std::size_t>(impl().engine->info.vocabulary);
+  for (std::size_t first = 0; first < tokens.size();) {
+    const std::size_t count =
+        std::min(static_cast<std::size_t>(impl().decode_room()), tokens.size() - first);
+    impl().decode_known(tokens.subspan(first, count));
+    const std::span<const float> logits =
+        impl().engine->decoder->logits(0, static_cast<std::int64_t>(count));
+    for (std::size_t i = 0; i < count; ++i) {
+      each(first + i, logits.subspan(i * vocabulary, vocabulary));
+    }
+    first += count;
+  }
+}
+
+void Session::use(const Policy& policy) {
+  const Turn turn(*impl().engine);
+  impl().kv.use(policy);
+  impl().uncorrected.clear();
+}
+
+const Policy& Session::policy() const { return impl().kv.policy(); }
+
+void Session::truncate(std::int64_t length) {
+  const Turn turn(*impl().engine);
+  if (length < 0 || length > impl().kv.length()) {
+    throw Error(ErrorCode::usage, "a session of " + std::to_string(impl().kv.length()) +
+                                      " tokens cannot be cut to " + std::to_string(length));
+  }
+  impl().kv.truncate(length);
+  impl().uncorrected.clear();
+}
+
+std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
+  const Turn turn(*impl().engine);
+  impl().require(tokens);
+  if (!impl().uncorrected.empty()) impl().correct();
+  std::vector<float> scores;
+  const auto vocabulary = static_cast<std::size_t>(impl().engine->info.vocabulary);
+  impl().run(tokens, progress, [&](std::int64_t first, std::int64_t count) {
+    const std::int64_t scored =
+        std::min(count, static_cast<std::int64_t>(tokens.size()) - 1 - first);
+    for (std::int64_t row = 0; row < scored; row += Decoder::kLogitRows) {
+      const std::int64_t rows = std::min(Decoder::kLogitRows, scored - row);
+      const std::span<const float> logits = impl().engine->decoder->logits(row, rows);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        scores.push_back(
+            log_probability(logits.subspan(static_cast<std::size_t>(i) * vocabulary, vocabulary),
+                            tokens[static_cast<std::size_t>(first + row + i + 1)]));
+      }
+    }
+  });
+  return scores;
+}
+
+std::int64_t Session::length() const { return impl().kv.length(); }
+const KvPlan& Session::plan() const { return impl().kv.plan(); }
+const Ledger& Session::ledger() const { return impl().kv.ledger(); }
+const StepSelection& Session::selection() const { return impl().kv.selection(); }
+
+}  // namespace sluice

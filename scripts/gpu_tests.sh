@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Runs the tests that need a GPU straight from their executables, without ctest: for a machine that
+# has only the executables of a build, such as what scripts/bundle.sh packed. Of kernels_* that is
+# every case, of all others those whose names say cuda. A line for each executable, and the output of
+# what failed. An executable that skips all its cases, for want of a GPU, failed as well.
+#
+#   scripts/gpu_tests.sh build/release/bin                  all of them
+#   scripts/gpu_tests.sh build/release/bin 'parity_*'       executables of that name only
+#
+# Tests of whole models read models/ and tests/data where the checkout was when they were built.
+set -euo pipefail
+
+limit=300 # seconds for one executable
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+cases_of() {
+  case "$(basename "$1")" in
+    kernels_*) echo '*' ;;
+    *) echo '*cuda*' ;;
+  esac
+}
+
+# number WORD: the count that the log's last line of that kind gives, as in "[  PASSED  ] 12 tests."
+number() {
+  local count
+  count=$(grep -E "^\[ +$1 +\] [0-9]+ test" "$log" | tail -n 1 | grep -oE '[0-9]+' | head -n 1) || true
+  echo "${count:-0}"
+}
+
+# run TEST: prints its line; the status is 0 if cases ran and all passed.
+run() {
+  local test=$1 start=$SECONDS status=0 word=passed
+  timeout "$limit" "$test" --gtest_filter="$(cases_of "$test")" --gtest_brief=1 >"$log" 2>&1 ||
+    status=$?
+  if ((status != 0)); then
+    word=FAILED
+  elif (($(number PASSED) == 0)); then
+    status=1 word=SKIPPED
+  fi
+  printf '%-8s %4d s  %4d passed %4d skipped  %s\n' "$word" $((SECONDS - start)) \
+    "$(number PASSED)" "$(number SKIPPED)" "$(basename "$test")"
+  if ((status == 124)); then echo "took longer than $limit s" >>"$log"; fi
+  if [[ $word == FAILED ]]; then tail -n 40 "$log"; fi
+  return "$status"
+}
+
+# Whether an executable has cases for a GPU at all.
+concerns_gpu() {
+  "$1" --gtest_list_tests --gtest_filter="$(cases_of "$1")" 2>/dev/null | grep -q '^  '
+}
+
+main() {
+  if (($# < 1 || $# > 2)) || [[ ! -d $1 ]]; then
+    echo "usage: scripts/gpu_tests.sh BIN_DIR [FILTER]" >&2
+    return 2
+  fi
+  local bin=$1 filter=${2:-*} test executables=0 failures=0 passed=0
+  # What a bundle brought along.
+  export LD_LIBRARY_PATH="$bin/../lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  for test in "$bin"/*_test; do
+    # shellcheck disable=SC2053  # a pattern
+    if [[ ! -x $test || $(basename "$test") != $filter ]] || ! concerns_gpu "$test"; then continue; fi
+    executables=$((executables + 1))
+    run "$test" || failures=$((failures + 1))
+    passed=$((passed + $(number PASSED)))
+  done
+  if ((executables == 0)); then
+    echo "gpu_tests: no test '$filter' with cases for a GPU in $bin" >&2
+    return 1
+  fi
+  if ((failures > 0)); then
+    echo "FAILED: $failures of $executables executables"
+    return 1
+  fi
+  echo "PASSED: $passed cases of $executables executables"
+}
+
+main "$@"
