@@ -74,6 +74,7 @@ struct KvStep::Impl {
   ~Impl();
 
   KvSession& session() const { return *sequences.front()->kv; }
+  void require_under_way() const;
   void append(int layer, const KvInput& keys, const KvInput& values);
   void attend(int layer, const KvInput& queries, const KvOutput& out, float* lse);
   // The first failure.

@@ -37,6 +37,9 @@ KvSequence::Impl& KvSequence::impl() const {
 }
 
 KvStep KvSequence::begin_step(Phase phase, std::int64_t tokens) {
+  if (phase != Phase::prefill && phase != Phase::decode && phase != Phase::correction) {
+    throw Error(ErrorCode::usage, "a step's phase must be prefill, decode or correction");
+  }
   return KvStep::Impl::begin(impl().cache, {impl_}, phase, tokens);
 }
 

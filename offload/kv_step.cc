@@ -53,6 +53,10 @@ KvStep KvStep::Impl::begin(std::shared_ptr<KvCache::Impl> cache,
   return KvStep(std::move(step));
 }
 
+void KvStep::Impl::require_under_way() const {
+  if (!is_under_way) refuse("the step is over; begin_step() makes another");
+}
+
 std::optional<Error> KvStep::Impl::failure_of_all() const {
   for (const auto& sequence : sequences) {
     if (!sequence->failure) return std::nullopt;
@@ -197,29 +201,36 @@ KvStep& KvStep::operator=(KvStep&&) noexcept = default;
 KvStep::~KvStep() = default;
 
 KvStep::Impl& KvStep::impl() const {
-  if (impl_ == nullptr) refuse("the step is over, or was moved from; begin_step() makes another");
+  if (impl_ == nullptr) refuse("a step that was moved from");
   return *impl_;
 }
 
 void KvStep::append(int layer, const KvInput& keys, const KvInput& values) {
   const std::lock_guard lock(impl().cache->mutex);
+  impl_->require_under_way();
   impl_->append(layer, keys, values);
 }
 
 void KvStep::attend(int layer, const KvInput& queries, const KvOutput& out, float* lse) {
   const std::lock_guard lock(impl().cache->mutex);
+  impl_->require_under_way();
   impl_->attend(layer, queries, out, lse);
 }
 
 void KvStep::end() {
+  Impl& step = impl();
   std::optional<Error> failure;
+  // Sequences whose handles have gone end with the step, and wait for the mutex.
+  std::vector<std::shared_ptr<KvSequence::Impl>> sequences;
   {
-    const std::lock_guard lock(impl().cache->mutex);
-    failure = impl_->end();
-    impl_->is_under_way = false;
-    impl_->cache->end_step();
+    const std::lock_guard lock(step.cache->mutex);
+    step.require_under_way();
+    failure = step.end();
+    step.is_under_way = false;
+    step.batch.reset();
+    sequences = std::move(step.sequences);
+    step.cache->end_step();
   }
-  impl_.reset();
   if (failure) throw *failure;
 }
 

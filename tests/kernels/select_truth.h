@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/kernels/select_cases.h"
@@ -48,24 +49,41 @@ inline Truth truth_of(const Case& c, int head) {
   return truth;
 }
 
-// The lightest logit that one query head needs in order to keep the share p; +Inf if none.
-inline double lightest_needed(const Case& c, const Truth& truth, int head, int g, double p) {
-  const auto& weights = truth.weights[static_cast<std::size_t>(g)];
-  std::vector<std::int64_t> order;
+// What one query head keeps whatever it chooses, and what it chooses from.
+struct Choice {
+  struct Entry {
+    double logit;
+    double weight;
+  };
+  double given = 0.0;          // weight
+  std::vector<Entry> entries;  // the heaviest first
+};
+
+// Nearly all of these tests' time goes by here, so that what is sorted lies side by side.
+inline Choice choice_of(const Case& c, const Truth& truth, int head, int g) {
+  Choice choice;
+  const std::int64_t emit = c.emit(head);
   for (std::int64_t i = 0; i < c.total(head); ++i) {
-    if (i >= c.emit(head) || c.is_forced(head, i)) {
-      p -= weights[static_cast<std::size_t>(i)];
-    } else {
-      order.push_back(i);
+    const double weight = truth.weights[static_cast<std::size_t>(g)][static_cast<std::size_t>(i)];
+    if (i >= emit || c.is_forced(head, i)) {
+      choice.given += weight;
+    } else if (weight > 0.0) {
+      choice.entries.push_back({logit_of(c, head, g, i), weight});
     }
   }
-  const auto logit = [&](std::int64_t i) { return logit_of(c, head, g, i); };
-  std::sort(order.begin(), order.end(), [&](auto a, auto b) { return logit(a) > logit(b); });
+  std::sort(choice.entries.begin(), choice.entries.end(),
+            [](const auto& a, const auto& b) { return a.logit > b.logit; });
+  return choice;
+}
+
+// The lightest logit that is needed in order to keep the share p; +Inf if none.
+inline double lightest_needed(const Choice& choice, double p) {
+  p -= choice.given;
   double lightest = std::numeric_limits<double>::infinity();
-  for (const std::int64_t i : order) {
-    if (p <= 0.0 || weights[static_cast<std::size_t>(i)] == 0.0) break;
-    lightest = logit(i);
-    p -= weights[static_cast<std::size_t>(i)];
+  for (const Choice::Entry& entry : choice.entries) {
+    if (p <= 0.0) break;
+    lightest = entry.logit;
+    p -= entry.weight;
   }
   return lightest;
 }
@@ -79,8 +97,9 @@ inline void bounds_of_top_p(const Case& c, const Truth& truth, int head, Flags& 
   may = must;
   for (int g = 0; g < c.shape.group(); ++g) {
     const double p = static_cast<double>(c.p);
-    const double high = lightest_needed(c, truth, head, g, p - kMargin);
-    const double low = std::floor(lightest_needed(c, truth, head, g, p + kMargin) * 128.0) / 128.0;
+    const Choice choice = choice_of(c, truth, head, g);
+    const double high = lightest_needed(choice, p - kMargin);
+    const double low = std::floor(lightest_needed(choice, p + kMargin) * 128.0) / 128.0;
     for (std::int64_t i = 0; i < emit; ++i) {
       if (c.is_out(head, i)) continue;
       const double x = logit_of(c, head, g, i);
@@ -127,20 +146,18 @@ inline void expect_heaviest(const Case& c, const Truth& truth, int head, const F
 
 inline void expect_ties_to_the_older(const Case& c, int head, const Flags& kept,
                                      std::int64_t count) {
-  std::vector<std::int64_t> order;
+  std::vector<std::pair<double, std::int64_t>> order;  // lighter and newer ones are larger
   Flags expected(kept.size(), 0);
   for (std::int64_t i = 0; i < c.emit(head); ++i) {
     if (c.is_forced(head, i)) {
       expected[static_cast<std::size_t>(i)] = 1;
       --count;
     } else if (!c.is_out(head, i)) {
-      order.push_back(i);
+      order.emplace_back(-logit_of(c, head, 0, i), i);
     }
   }
-  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) {
-    return logit_of(c, head, 0, a) > logit_of(c, head, 0, b);
-  });
-  for (const std::int64_t i : order) {
+  std::sort(order.begin(), order.end());
+  for (const auto& [lightness, i] : order) {
     if (count-- <= 0) break;
     expected[static_cast<std::size_t>(i)] = 1;
   }

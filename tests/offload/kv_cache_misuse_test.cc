@@ -99,7 +99,7 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
   }
   refused(kUsage, "abacus", [](KvConfig& c) { c.device = "abacus"; });
   refused(kUsage, "cuda:-1", [](KvConfig& c) { c.device = "cuda:-1"; });
-  refused(ErrorCode::unsupported, "cuda:99", [](KvConfig& c) { c.device = "cuda:99"; });
+  refused(ErrorCode::unsupported, "device", [](KvConfig& c) { c.device = "cuda:99"; });
   refused(kUsage, "dense",
           [](KvConfig& c) { c.policies = {parse_policy("select=int4 prune=top_k(4) dense=7")}; });
   refused(ErrorCode::unsupported, "prefill",
@@ -113,6 +113,7 @@ TEST_F(Misuse, OfStepsChangesNothing) {
   for (const std::int64_t tokens : {-1, 0, 9}) {
     expect_error(ErrorCode::usage, "1 to 8", [&] { sequence_.begin_step(Phase::prefill, tokens); });
   }
+  expect_error(ErrorCode::usage, "phase", [&] { sequence_.begin_step(static_cast<Phase>(9), 1); });
   expect_error(ErrorCode::usage, "1 to", [&] { sequence_.begin_step(Phase::decode, 9); });
   KvStep step = sequence_.begin_step(Phase::decode, 1);
   const auto under_way = [&](const auto& call) {
@@ -164,7 +165,11 @@ TEST_F(Misuse, OfWhatIsOverOrMovedFrom) {
   gone([&] { cache_.new_sequence(); });
   gone([&] { cache_.plan(); });
   gone([&] { cache_.memory(); });
-  prefill(moved, 3);
+  step = moved.begin_step(Phase::prefill, 3);
+  KvStep its_heir = std::move(step);
+  gone([&] { append(step, 0); });
+  gone([&] { step.end(); });
+  run(std::move(its_heir));
   EXPECT_EQ(moved.length(), 5);
   sequence_ = std::move(moved);
   EXPECT_EQ(sequence_.length(), 5);
@@ -285,6 +290,22 @@ TEST_F(Misuse, AStepThatIsNotEndedFailsItsSequencesAndLetsOthersGoOn) {
   prefill(sequence_, 3);
   EXPECT_EQ(sequence_.length(), 3);
   EXPECT_EQ(sequence_.ledger().tokens(Phase::prefill), 3u);
+}
+
+TEST_F(Misuse, AStepThatIsOverKeepsNoPlace) {
+  KvStep step = sequence_.begin_step(Phase::prefill, 1);
+  for (int layer = 0; layer < kLayers; ++layer) append(step, layer);
+  step.end();
+  { const KvSequence gone = std::move(sequence_); }
+  KvSequence one = cache_.new_sequence();
+  {
+    KvSequence two = cache_.new_sequence();
+    step = one.begin_step(Phase::prefill, 1);  // a handle that goes during another's step
+  }
+  step = KvStep(std::move(step));
+  for (int layer = 0; layer < kLayers; ++layer) append(step, layer);
+  step.end();
+  cache_.new_sequence();
 }
 
 TEST_F(Misuse, OneStepBySeveralThreadsIsAnError) {

@@ -14,8 +14,9 @@
 //   step.end();
 //
 // Misuse throws Error{usage} and changes nothing. Any thread may call any of it: calls wait for
-// each other, and all but those of the step itself until the step under way is over. An object that
-// was moved from can only be assigned to or destroyed.
+// each other, and all but those of the step itself until the step under way is over. Threads that
+// use the same sequence must agree on the order themselves. An object that was moved from can only
+// be assigned to or destroyed.
 #pragma once
 
 #include <cstdint>
