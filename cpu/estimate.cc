@@ -48,6 +48,7 @@ class HeadScan {
     const std::int32_t* const at = p_.candidates->positions + place_ * p_.candidates->capacity;
     const std::int64_t count = candidates();
     std::vector<float> scratch(static_cast<std::size_t>(group_) * kPageTokens);
+    std::int32_t pages = 0;
     for (std::int64_t i = 0; i < count;) {
       if (p_.method == Selector::exact) {
         rows(at[i], 1, i);
@@ -56,6 +57,7 @@ class HeadScan {
       }
       const std::int64_t page = at[i] / kPageTokens;
       page_to(page, [&](int g) { return scratch.data() + g * kPageTokens; });
+      ++pages;
       for (; i < count && at[i] / kPageTokens == page; ++i) {
         for (int g = 0; g < group_; ++g) {
           logits(g)[i] = scratch[static_cast<std::size_t>(g) * kPageTokens +
@@ -63,6 +65,7 @@ class HeadScan {
         }
       }
     }
+    if (p_.pages_read != nullptr) p_.pages_read[place_] = pages;
   }
 
   // The rows of the token's own page.
@@ -153,7 +156,7 @@ void run(const Task& task) {
 std::vector<Task> tasks_of(const EstimateParams& p, const std::vector<HeadScan>& scans) {
   std::vector<Task> tasks;
   for (const HeadScan& scan : scans) {
-    const std::int64_t pages = scan.whole_pages();
+    const std::int64_t pages = p.method == Selector::newest ? 0 : scan.whole_pages();
     if (p.candidates != nullptr) tasks.push_back({&scan, Task::Kind::listed});
     for (std::int64_t page = 0; page < pages && p.candidates == nullptr; page += kTaskPages) {
       tasks.push_back({&scan, Task::Kind::pages, page, std::min(pages, page + kTaskPages)});

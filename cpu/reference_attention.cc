@@ -21,6 +21,12 @@ void report(const Rows& rows, const KvShape& shape, ReferenceReads& reads) {
   for (const std::byte* const row : rows) reads.on_read(row, shape.row_bytes());
 }
 
+// The same by a token that decodes, for each part of its query heads.
+void report_parts(const Rows& rows, const KvShape& shape, ReferenceReads& reads) {
+  const int parts = ReadPattern::parts(shape.group(), reads.attend_queries());
+  for (int part = 0; part < parts; ++part) report(rows, shape, reads);
+}
+
 // What one query makes of rows.
 struct Partial {
   std::vector<double> out;
@@ -147,7 +153,7 @@ void attend_selected_item(const AttendSelectedParams& p, const Item& item, Refer
   const Rows newest = rows_between(p.rows, p.shape, item.token.sequence, item.head,
                                    item.token.page_first(), item.token.count());
   rows.insert(rows.end(), newest.begin(), newest.end());
-  report(rows, p.shape, reads);
+  report_parts(rows, p.shape, reads);
   for (int g = 0; g < p.shape.group(); ++g) {
     const std::int64_t query = item.first_query(p.shape) + g;
     const float* const q =
@@ -196,7 +202,7 @@ void attend_batch(const AttendBatchParams& p, ReferenceReads& reads) {
   for_items(p.batch, p.shape, [&](const Item& item) {
     const Rows rows =
         rows_between(p.rows, p.shape, item.token.sequence, item.head, 0, item.token.count());
-    report(rows, p.shape, reads);
+    report_parts(rows, p.shape, reads);
     for (int g = 0; g < p.shape.group(); ++g) {
       const int head = item.head * p.shape.group() + g;
       const float* const q = p.q + item.number * p.q_stride + std::int64_t{head} * p.shape.head_dim;

@@ -81,7 +81,9 @@ void ReferenceBackend::build_batch(const BuildBatchParams& params) {
 }
 
 void ReferenceBackend::estimate(const EstimateParams& params) {
-  reference::estimate(params, [&](const IndexRead& read) { on_index_read(read); });
+  reference::estimate(params,
+                      {info_.reads, [&](const IndexRead& read) { on_index_read(read); },
+                       [&](const std::byte* row, std::size_t bytes) { on_key_read(row, bytes); }});
 }
 
 void ReferenceBackend::select(const SelectParams& params) { reference::select(params); }

@@ -18,6 +18,10 @@ class ReferenceBackend : public Backend, public ReferenceReads {
   explicit ReferenceBackend(std::uint64_t device_cap = MemoryAccount::kNoCap,
                             std::uint64_t host_cap = MemoryAccount::kNoCap);
 
+  // Reads, as it tells of them, are those of a backend of this pattern.
+  void read_like(const ReadPattern& pattern) { info_.reads = pattern; }
+  int attend_queries() const override { return info_.reads.attend_queries; }
+
   const BackendInfo& info() const override { return info_; }
   MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
   void register_host(std::byte* /*data*/, std::size_t /*bytes*/) override {}
@@ -58,6 +62,8 @@ class ReferenceBackend : public Backend, public ReferenceReads {
   }
   // Called for every page of the key index that an operation reads, once for its KV head.
   virtual void on_index_read(const IndexRead& /*read*/) {}
+  // Called for every row whose key an estimate reads, likewise.
+  virtual void on_key_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
 
  private:
   BackendInfo info_;

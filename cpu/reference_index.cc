@@ -116,7 +116,9 @@ class HeadEstimate {
  public:
   HeadEstimate(const EstimateParams& p, std::int64_t number, int head)
       : p_(p), token_(p.batch.tokens[number]), number_(number), head_(head) {
-    if (p.candidates == nullptr) {
+    if (p.method == Selector::newest) {
+      first_ = token_.page_first();
+    } else if (p.candidates == nullptr) {
       positions_.resize(static_cast<std::size_t>(token_.page_first()));
       std::iota(positions_.begin(), positions_.end(), 0);
     } else {
@@ -128,18 +130,25 @@ class HeadEstimate {
     for (std::int64_t t = token_.page_first(); t < token_.count(); ++t) positions_.push_back(t);
   }
 
-  void observe(const std::function<void(const IndexRead&)>& observer) const {
-    const bool by_bounds = p_.method == Selector::quest;
+  void tell(const EstimateReads& reads) const {
+    const int parts = ReadPattern::parts(p_.shape.group(), reads.pattern.estimate_queries);
+    const std::vector<std::int64_t> pages = pages_read(reads.pattern);
+    const std::size_t key_bytes =
+        static_cast<std::size_t>(p_.shape.head_dim) * size_of(p_.shape.dtype);
     const auto channels = static_cast<int>(channels_of().size());
-    std::int64_t last = -1;
-    for (const std::int64_t position : positions_) {
-      const std::int64_t page = position / kPageTokens;
-      if (!indexed(position) || page == last) continue;
-      last = page;
-      observer(
-          {token_.sequence, head_, page,
-           by_bounds ? p_.index.bounds.page_bytes(channels) : p_.index.tiles.page_bytes(channels)});
+    const std::size_t bytes = p_.method == Selector::quest ? p_.index.bounds.page_bytes(channels)
+                                                           : p_.index.tiles.page_bytes(channels);
+    for (int part = 0; part < parts; ++part) {
+      for (const std::int64_t page : pages) {
+        reads.on_page({token_.sequence, head_, page, bytes});
+      }
+      for (const std::int64_t position : positions_) {
+        if (!indexed(position)) reads.on_key(row(position), key_bytes);
+      }
     }
+    if (p_.pages_read == nullptr) return;
+    p_.pages_read[number_ * p_.shape.kv_heads + head_] =
+        parts * static_cast<std::int32_t>(pages.size());
   }
 
   void write(int g) const {
@@ -147,7 +156,7 @@ class HeadEstimate {
     const float* const q = query(g);
     const std::vector<int> channels = channels_of();
     const double divisor = temperature(q, channels);
-    float* to = p_.logits.floats() + row * p_.logits.stride;
+    float* to = p_.logits.floats() + row * p_.logits.stride + first_;
     for (const std::int64_t position : positions_) {
       const double dot = !indexed(position)             ? row_product(q, position, channels)
                          : p_.method == Selector::quest ? bound_product(q, position)
@@ -159,6 +168,23 @@ class HeadEstimate {
  private:
   bool indexed(std::int64_t position) const {
     return p_.method != Selector::exact && position < token_.page_first();
+  }
+  // Pages of the index, those that share their tiles included.
+  std::vector<std::int64_t> pages_read(const ReadPattern& pattern) const {
+    const std::int64_t unit = p_.method == Selector::quest ? 1 : pattern.tile_pages;
+    std::vector<std::int64_t> pages;
+    std::int64_t last = -1;
+    for (const std::int64_t position : positions_) {
+      const std::int64_t tile = position / kPageTokens / unit;
+      if (!indexed(position) || tile == last) continue;
+      last = tile;
+      for (std::int64_t page = tile * unit; page < (tile + 1) * unit; ++page) pages.push_back(page);
+    }
+    return pages;
+  }
+  const std::byte* row(std::int64_t position) const {
+    return p_.rows.row(token_.sequence, head_, position,
+                       static_cast<std::int64_t>(p_.shape.row_bytes()));
   }
   const float* query(int g) const {
     return p_.q + number_ * p_.q_stride + (head_ * p_.shape.group() + g) * p_.shape.head_dim;
@@ -192,11 +218,10 @@ class HeadEstimate {
 
   double row_product(const float* q, std::int64_t position,
                      const std::vector<int>& channels) const {
-    const std::byte* const row = p_.rows.row(token_.sequence, head_, position,
-                                             static_cast<std::int64_t>(p_.shape.row_bytes()));
+    const std::byte* const keys = row(position);
     double sum = 0.0;
     for (const int c : channels) {
-      sum += static_cast<double>(q[c]) * static_cast<double>(read_element(row, p_.shape.dtype, c));
+      sum += static_cast<double>(q[c]) * static_cast<double>(read_element(keys, p_.shape.dtype, c));
     }
     return sum;
   }
@@ -238,6 +263,7 @@ class HeadEstimate {
   std::int64_t number_;
   int head_;
   std::vector<std::int64_t> positions_;  // in the order of their logits
+  std::int64_t first_ = 0;               // logit
 };
 
 }  // namespace
@@ -271,11 +297,11 @@ void build_batch(const BuildBatchParams& p) {
   }
 }
 
-void estimate(const EstimateParams& p, const std::function<void(const IndexRead&)>& observe) {
+void estimate(const EstimateParams& p, const EstimateReads& reads) {
   for (std::int64_t token = 0; token < p.batch.count; ++token) {
     for (int head = 0; head < p.shape.kv_heads; ++head) {
       const HeadEstimate of_head(p, token, head);
-      of_head.observe(observe);
+      of_head.tell(reads);
       for (int g = 0; g < p.shape.group(); ++g) of_head.write(g);
     }
   }

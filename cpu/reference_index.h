@@ -25,8 +25,14 @@ namespace sluice::cpu::reference {
 
 void build_index(const BuildIndexParams& params);
 void build_batch(const BuildBatchParams& params);
-void estimate(
-    const EstimateParams& params,
-    const std::function<void(const IndexRead&)>& observe = [](const IndexRead&) {});
+
+// Who is told what an estimate reads: a page of an index, and so many bytes of a row's key. The
+// pattern is that of the backend that the reference stands for.
+struct EstimateReads {
+  ReadPattern pattern;
+  std::function<void(const IndexRead&)> on_page = [](const IndexRead&) {};
+  std::function<void(const std::byte*, std::size_t)> on_key = [](const std::byte*, std::size_t) {};
+};
+void estimate(const EstimateParams& params, const EstimateReads& reads = {});
 
 }  // namespace sluice::cpu::reference

@@ -13,9 +13,12 @@ class ReferenceReads {
   ReferenceReads& operator=(const ReferenceReads&) = delete;
   virtual ~ReferenceReads() = default;
 
-  // A row, keys and values: once for every KV head and token of a batch that attends to it, once
-  // for every KV head of a chunk of tokens, and once when it is gathered.
+  // A row, keys and values: for every KV head and token of a batch that attends to it, once for
+  // each part of the query heads (see ReadPattern); once for every KV head of a chunk of tokens,
+  // and once when it is gathered.
   virtual void on_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
+  // Query heads of a KV head that attend in one part.
+  virtual int attend_queries() const = 0;
 };
 
 }  // namespace sluice::cpu

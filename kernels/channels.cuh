@@ -10,8 +10,6 @@
 namespace sluice::cuda {
 
 inline constexpr int kMaxHeadDim = 256;
-// Query heads of a KV head that one pass serves; larger groups take several.
-inline constexpr int kMaxQueries = 16;
 inline constexpr int kQueryThreads = 128;  // of the blocks that load queries
 // A warp holds something of every channel as so many words of each lane: channel c is word
 // c / kWarp of lane c % kWarp.

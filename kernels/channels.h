@@ -11,6 +11,9 @@ namespace sluice::cuda {
 // Tokens of one launch; larger batches take several.
 inline constexpr int kScanTokens = 64;
 
+// Query heads of a KV head that one pass serves; larger groups take several.
+inline constexpr int kMaxQueries = 16;
+
 // One pass over the keys of every KV head, for up to kMaxQueries of its query heads.
 struct ScanPass {
   const EstimateParams* estimate = nullptr;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/append.h"
+#include "kernels/channels.h"
 #include "kernels/column_sums.h"
 #include "kernels/copy.h"
 #include "kernels/decode_attention.h"
@@ -85,6 +86,8 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   info.compute_tier = Tier::device;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
   info.logits = {DType::f16, kDigestedFrom};
+  info.reads = {kTilePages, kMaxQueries, kBunch};
+  info.processor = Processor::cuda;
   for (const int head_dim : {32, 64, 80, 96, 128, 256}) {
     if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
   }
@@ -124,6 +127,7 @@ class CudaBackend : public Backend {
   }
   void unregister_host(std::byte* data) noexcept override { memory_.unregister_host(data); }
 
+  void* native_stream(Stream which) override { return stream(which); }
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
     return static_cast<std::uint64_t>(outputs * inputs) * size_of(info_.compute_dtype);
   }

@@ -9,6 +9,10 @@
 
 namespace sluice::cuda {
 
+// Queries that one block serves: with their rounding errors they fill the 16 rows of a matrix
+// instruction. Rows are read once for every so many of a KV head.
+inline constexpr int kBunch = 8;
+
 // Whether the device has shared memory enough for rows of this head_dim.
 bool attend_decode_fits(int head_dim, const DeviceLimits& device);
 

@@ -1,15 +1,13 @@
 // What attention of decoded tokens is told, and how its work is divided.
 #pragma once
 
+#include "kernels/decode_attention.h"
 #include "kernels/device_math.cuh"
 #include "kernels/paged.cuh"
 #include "lib/selection.h"
 
 namespace sluice::cuda {
 
-// Queries that one block serves: with their rounding errors they fill the 16 rows of a matrix
-// instruction.
-inline constexpr int kBunch = 8;
 // Rows that a warp takes at a time, and warps of a block that do.
 inline constexpr int kWarpRows = 16;
 inline constexpr int kDecodeWarps = 4;

@@ -50,6 +50,7 @@ EstimateParams call_of(const EstimateParams& p, const Part& part, SelectionView&
     candidates = *p.candidates;
     candidates.positions += head * candidates.capacity;
     candidates.heads += head;
+    if (p.pages_read != nullptr) of.pages_read += head;
     of.candidates = &candidates;
   }
   return of;
@@ -103,7 +104,7 @@ void estimate(const EstimateParams& p, const Launch& launch) {
   check(d > 0 && d % 2 == 0 && d <= kMaxHeadDim, "estimate: head_dim");
   check(p.method != Selector::sparq || p.channels > 0, "estimate: channels");
   check(p.method == Selector::int4 || p.method == Selector::sparq || p.method == Selector::quest ||
-            p.method == Selector::exact,
+            p.method == Selector::exact || p.method == Selector::newest,
         "estimate: method");
   check(p.logits.digest.maxima == nullptr || p.logits.digest.pages >= most_pages(p.batch),
         "estimate: digest");

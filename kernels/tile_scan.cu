@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kQueryThreads)
   prepare_tiles(queries, a, token * static_cast<int>(gridDim.x) + kv_head, token);
 }
 
-// Notes where the candidates of every tile begin.
+// Notes where the candidates of every tile begin, and counts the pages of these tiles.
 __global__ void __launch_bounds__(kTableThreads)
     table_kernel(const std::int32_t* positions, std::int64_t position_capacity,
                  const __grid_constant__ TileQueries to, std::int64_t most_tiles) {
@@ -36,11 +36,17 @@ __global__ void __launch_bounds__(kTableThreads)
   const std::int32_t count = to.counts[head];
   const std::int32_t* const list = positions + head * position_capacity;
   const auto step = static_cast<std::int32_t>(gridDim.x * kTableThreads);
+  std::int32_t tiles = 0;
   for (auto i = static_cast<std::int32_t>(blockIdx.x * kTableThreads + threadIdx.x); i < count;
        i += step) {
     const std::int32_t tile = list[i] / kTileTokens;
-    if (i == 0 || list[i - 1] / kTileTokens != tile) to.first[head * most_tiles + tile] = i;
+    if (i > 0 && list[i - 1] / kTileTokens == tile) continue;
+    to.first[head * most_tiles + tile] = i;
+    ++tiles;
   }
+  if (to.read == nullptr) return;
+  tiles = __reduce_add_sync(~0u, tiles);
+  if (lane_id() == 0 && tiles > 0) atomicAdd(&to.read[head], tiles * kTilePages);
 }
 
 template <int kBits, TileScan kScan, int kQueries>
@@ -181,6 +187,7 @@ TileQueries take_queries(const EstimateParams& p, Pieces& pieces) {
   if (p.candidates != nullptr) {
     to.counts = pieces.take<std::int32_t>(heads);
     to.first = pieces.take<std::int32_t>(heads * most_tiles(p));
+    to.read = p.pages_read;
   }
   return to;
 }

@@ -26,6 +26,7 @@ struct TileQueries {
   uint4* selectors;
   std::int32_t* counts;     // [heads]: candidates, if there are any
   std::int32_t* first;      // [heads, most_tiles]: the first candidate in a tile or -1, or null
+  std::int32_t* read;       // reported [heads]: pages read for candidates, or null
   std::uint32_t* counters;  // [kRunCounters]: tiles given to warps
 };
 
@@ -126,6 +127,7 @@ __device__ inline void prepare_tiles(const Queries& queries, const PrepareArgs& 
   if (head == 0 && threadIdx.x < kRunCounters) a.to.counters[threadIdx.x] = 0;
   if (a.candidates != nullptr) {
     if (threadIdx.x == 0) a.to.counts[head] = a.candidates[head].count;
+    if (threadIdx.x == 0 && a.to.read != nullptr && a.queries.first == 0) a.to.read[head] = 0;
     std::int32_t* const first = a.to.first + head * a.most_tiles;
     const int tiles = tiles_of(a.tokens[token]);
     for (int tile = static_cast<int>(threadIdx.x); tile < tiles; tile += kQueryThreads) {

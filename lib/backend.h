@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -19,6 +20,7 @@
 #include "lib/memory_account.h"
 #include "lib/sample_token.h"
 #include "lib/selection.h"
+#include "sluice/scorer.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -243,6 +245,18 @@ struct ReplayCounts {
   std::int64_t launches = 0;    // of recordings
 };
 
+// How a backend reads, for the account of reads: what a KV head's queries share is read once for
+// each part of them.
+struct ReadPattern {
+  static constexpr int kAll = std::numeric_limits<int>::max();
+
+  int tile_pages = 1;           // a tile is read whole: so many pages
+  int estimate_queries = kAll;  // of a part, where estimates are made
+  int attend_queries = kAll;    // of a part, where decoded tokens attend
+
+  static int parts(int group, int queries) { return (group - 1) / queries + 1; }
+};
+
 struct BackendInfo {
   std::string name;                  // "cpu", "reference", "cuda:0"
   std::string description;           // processor and instruction sets, for people
@@ -251,6 +265,8 @@ struct BackendInfo {
   Tier compute_tier = Tier::host;    // where weights and activations live
   DType compute_dtype = DType::f32;  // of the inputs of linear()
   LogitFormat logits;                // of estimates
+  ReadPattern reads;
+  Processor processor = Processor::host;
   std::vector<int> head_dims;        // that attention has kernels for; empty: all even up to 256
   bool f32_rows = true;              // besides f16 and bf16
   int threads = 1;
@@ -269,6 +285,9 @@ class Backend {
   // Makes host memory reachable for transfers (pins it); release before unmapping.
   virtual void register_host(std::byte* data, std::size_t bytes) = 0;
   virtual void unregister_host(std::byte* data) noexcept = 0;
+
+  // For work that others issue: a cudaStream_t; null if there is no such thing.
+  virtual void* native_stream(Stream /*stream*/) { return nullptr; }
 
   // What prepare_weight will charge for a matrix of this shape.
   virtual std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const = 0;

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <functional>
 
 #include "sluice/errors.h"
+#include "sluice/scorer.h"
 
 namespace sluice {
 namespace {
@@ -20,13 +22,12 @@ bool contains(const std::vector<int>& layers, int layer) {
   return std::find(layers.begin(), layers.end(), layer) != layers.end();
 }
 
-// Whether there are estimates to prune, and proposals to score again.
-bool estimates(Selector select) {
-  return select != Selector::dense && select != Selector::streaming;
-}
+using Kind = ScorerInfo::Kind;
 
-// Upper bounds of sub-pages sum up to no total that the kept tokens could have a share of.
-bool weighs_every_token(Selector select) { return estimates(select) && select != Selector::quest; }
+// Those that make estimates to prune, and proposals to score again.
+std::string estimating(const Scorers& scorers) {
+  return scorers.names({Kind::bounds, Kind::logits});
+}
 
 void check_tokens(const std::string& key, std::int64_t tokens) {
   require(tokens >= 0 && tokens <= kMostTokens, key + " is " + std::to_string(tokens) +
@@ -42,18 +43,29 @@ void check_budget(const std::string& key, const Budget& budget) {
           std::to_string(kMostTokens));
 }
 
-void check_selector(const Policy& policy) {
-  require(policy.bits == 4 || policy.bits == 2,
-          "bits is " + std::to_string(policy.bits) + "; it has to be 4 or 2");
-  require(policy.channels >= 0, "the r of sparq is " + std::to_string(policy.channels) +
-                                    "; it has to be from 1 to the model's head_dim");
-  require(policy.channels == 0 || policy.select == Selector::sparq,
-          "only select=sparq takes a number of channels r");
-  require(policy.select != Selector::streaming || policy.sinks + policy.recent >= 1,
-          "select=streaming attends to nothing; sinks + recent has to be 1 or more");
+void check_parameters(const Method& method, const Scorer& scorer) {
+  for (const auto& [name, value] : method.parameters) {
+    const std::vector<ScorerParameter>& known = scorer.info().parameters;
+    const auto found = std::find_if(known.begin(), known.end(),
+                                    [&](const ScorerParameter& p) { return p.name == name; });
+    require(found != known.end(), "select=" + method.name + " takes no parameter " + name);
+    require(value >= found->least && value <= found->most &&
+                (!found->whole || value == std::floor(value)),
+            "the " + name + " of " + to_string(method) + " has to be from " + found->range);
+  }
 }
 
-void check_pruner(const Policy& policy) {
+void check_selector(const Policy& policy, const Scorer& scorer) {
+  require(policy.bits == 4 || policy.bits == 2,
+          "bits is " + std::to_string(policy.bits) + "; it has to be 4 or 2");
+  check_parameters(policy.select, scorer);
+  require(
+      scorer.info().kind != Kind::fixed || policy.sinks + policy.recent >= 1,
+      "select=" + policy.select.name + " attends to nothing; sinks + recent has to be 1 or more");
+}
+
+void check_pruner(const Policy& policy, const Scorers& scorers) {
+  const bool estimates = scorers.at(policy.select).info().estimates();
   const bool top_p = policy.prune == Pruner::top_p;
   check_budget("the k of prune=top_k", policy.k);
   require(!top_p || !policy.k.limited(), "k is of prune=top_k; with top_p, limit cap instead");
@@ -62,23 +74,22 @@ void check_pruner(const Policy& policy) {
   require(!top_p || (policy.p > 0.0 && policy.p <= 1.0),
           "the share of prune=top_p has to be above 0 and up to 1");
   const bool prunes = top_p || policy.k.limited();
-  require(prunes || !estimates(policy.select),
+  require(prunes || !estimates,
           "a selector other than dense and streaming needs prune=top_k(N), top_k(1/N) or "
           "top_p(P), N of 1 or more, P above 0 and up to 1");
-  require(!prunes || estimates(policy.select),
-          "prune needs estimates; it takes select=exact, int4, quest or sparq");
+  require(!prunes || estimates, "prune needs estimates; it takes select=" + estimating(scorers));
   check_budget("cap", policy.cap);
   require(top_p || !policy.cap.limited(),
           "cap limits what top_p keeps; it takes prune=top_p(P), and cap=none with top_k");
 }
 
-void check_candidates(const Policy& policy) {
+void check_candidates(const Policy& policy, const Scorers& scorers) {
   const Budget& candidates = policy.candidates;
   const Budget& k = policy.k;
   check_budget("candidates", candidates);
   if (!candidates.limited()) return;
-  require(estimates(policy.select),
-          "candidates need a selector that proposes them: select=exact, int4, quest or sparq");
+  require(scorers.at(policy.select).info().estimates(),
+          "candidates need a selector that proposes them: select=" + estimating(scorers));
   require(candidates.tokens == 0 || candidates.tokens >= k.tokens,
           "candidates is " + std::to_string(candidates.tokens) +
               ", fewer than top_k keeps; it has " + "to be " + std::to_string(k.tokens) +
@@ -106,12 +117,12 @@ void check_prefix(const Policy& policy) {
   }
 }
 
-void check_layers(const Policy& policy) {
+void check_layers(const Policy& policy, const Scorers& scorers) {
   check_layer_list("dense", policy.dense_layers);
   check_layer_list("anchors", policy.anchors);
   if (policy.anchors.empty()) return;
-  require(estimates(policy.select),
-          "anchors share a selection; they take select=exact, int4, quest or sparq");
+  require(scorers.at(policy.select).info().estimates(),
+          "anchors share a selection; they take select=" + estimating(scorers));
   for (const int layer : policy.anchors) {
     require(!contains(policy.dense_layers, layer),
             "layer " + std::to_string(layer) + " has to be in dense or in anchors, not in both");
@@ -119,12 +130,14 @@ void check_layers(const Policy& policy) {
   check_prefix(policy);
 }
 
-void check_corrections(const Policy& policy) {
-  require(policy.compensate == Compensation::none || weighs_every_token(policy.select),
-          "compensate=mean_value needs the weight of every token; it takes select=exact, int4 or "
-          "sparq");
+void check_corrections(const Policy& policy, const Scorers& scorers) {
+  const ScorerInfo& info = scorers.at(policy.select).info();
+  // Bounds sum up to no total that the kept tokens could have a share of.
+  require(policy.compensate == Compensation::none || info.kind == Kind::logits,
+          "compensate=mean_value needs the weight of every token; it takes select=" +
+              scorers.names({Kind::logits}));
   check_tokens("correct", policy.correct);
-  require(policy.correct == 0 || policy.select != Selector::dense,
+  require(policy.correct == 0 || info.kind != Kind::dense,
           "correct has nothing to correct with select=dense, which takes correct=never only");
 }
 
@@ -157,30 +170,31 @@ std::int64_t Budget::of(std::int64_t context) const {
 }
 
 bool Policy::is_dense(int layer) const {
-  return select == Selector::dense || contains(dense_layers, layer);
+  return select.name == "dense" || contains(dense_layers, layer);
 }
 
 bool Policy::selects(int layer) const {
   return !is_dense(layer) && (anchors.empty() || contains(anchors, layer));
 }
 
-void validate(const Policy& policy) {
+void validate(const Policy& policy, const Scorers& scorers) {
   // Ranges first: later checks compute with these counts.
   check_tokens("sinks", policy.sinks);
   check_tokens("recent", policy.recent);
-  check_selector(policy);
-  check_pruner(policy);
-  check_candidates(policy);
-  check_layers(policy);
-  check_corrections(policy);
+  const Scorer* const scorer = scorers.find(policy.select.name);
+  require(scorer != nullptr,
+          "there is no select=" + policy.select.name + "; select takes " + scorers.accepted());
+  check_selector(policy, *scorer);
+  check_pruner(policy, scorers);
+  check_candidates(policy, scorers);
+  check_layers(policy, scorers);
+  check_corrections(policy, scorers);
   check_prefill(policy);
 }
 
-void validate(const Policy& policy, const KvShape& shape) {
-  validate(policy);
-  require(policy.channels <= shape.head_dim,
-          "the r of sparq is " + std::to_string(policy.channels) + "; it has to be from 1 to " +
-              std::to_string(shape.head_dim) + ", the model's head_dim");
+void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers) {
+  validate(policy, scorers);
+  scorers.at(policy.select).check({shape, policy.select.parameters, policy.bits});
   check_fits("dense", policy.dense_layers, shape.layers);
   check_fits("anchors", policy.anchors, shape.layers);
 }

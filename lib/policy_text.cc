@@ -10,6 +10,7 @@
 #include "lib/check.h"
 #include "sluice/errors.h"
 #include "sluice/policy.h"
+#include "sluice/scorer.h"
 
 namespace sluice {
 namespace {
@@ -112,45 +113,28 @@ std::string write_limit(const Budget& budget) {
 // understand, and leave ranges that need no special reading to validate(); write_ functions return
 // an empty text for the default.
 
-constexpr std::array<std::pair<std::string_view, Selector>, 6> kSelectors = {{
-    {"dense", Selector::dense},
-    {"streaming", Selector::streaming},
-    {"exact", Selector::exact},
-    {"int4", Selector::int4},
-    {"quest", Selector::quest},
-    {"sparq", Selector::sparq},
-}};
-
-// The N of "r=N"; 0, which stands for the default elsewhere, is no number of channels.
-std::optional<int> parse_channels(std::string_view argument) {
+// The name and number of "r=16".
+std::optional<std::pair<std::string, double>> parse_parameter(std::string_view argument) {
   const std::size_t equals = argument.find('=');
-  if (equals == std::string_view::npos || trimmed(argument.substr(0, equals)) != "r") return {};
-  const auto channels = number<int>(trimmed(argument.substr(equals + 1)));
-  return channels && *channels >= 1 ? channels : std::nullopt;
+  if (equals == std::string_view::npos) return {};
+  const auto value = number<double>(trimmed(argument.substr(equals + 1)));
+  if (!value) return {};
+  return std::pair{std::string(trimmed(argument.substr(0, equals))), *value};
 }
 
+// Whether there is such a scorer is left open.
 bool read_select(Policy& policy, std::string_view value) {
   const auto call = parse_call(value);
   if (!call) return false;
-  const auto* const found = std::find_if(kSelectors.begin(), kSelectors.end(),
-                                         [&](const auto& s) { return s.first == call->name; });
-  if (found == kSelectors.end()) return false;
-  policy.select = found->second;
-  policy.channels = 0;
-  if (call->arguments.empty()) return true;
-  if (policy.select != Selector::sparq || call->arguments.size() != 1) return false;
-  const auto channels = parse_channels(call->arguments[0]);
-  policy.channels = channels.value_or(0);
-  return channels.has_value();
+  policy.select = {std::string(call->name), {}};
+  for (const std::string_view argument : call->arguments) {
+    const auto parameter = parse_parameter(argument);
+    if (!parameter || !policy.select.parameters.insert(*parameter).second) return false;
+  }
+  return true;
 }
 
-std::string write_select(const Policy& policy) {
-  const auto* const found = std::find_if(kSelectors.begin(), kSelectors.end(),
-                                         [&](const auto& s) { return s.second == policy.select; });
-  check(found != kSelectors.end(), "unknown selector");
-  const std::string channels = policy.channels == 0 ? "" : "(r=" + digits(policy.channels) + ")";
-  return std::string(found->first) + channels;
-}
+std::string write_select(const Policy& policy) { return to_string(policy.select); }
 
 bool read_prune(Policy& policy, std::string_view value) {
   const auto call = parse_call(value);
@@ -263,11 +247,12 @@ constexpr std::string_view kLimits =
 constexpr std::string_view kTokens = "a number of tokens from 0 to 2147483648";
 constexpr std::string_view kLayers = "the layers' numbers in ascending order such as 2,7, or none";
 
+// What it takes, the scorers say.
+constexpr std::string_view kSelect = "select";
+
 // In the order of writing.
 constexpr std::array<Setting, 12> kSettings = {{
-    {"select", Form::word,
-     "dense, streaming, exact, int4, quest, sparq or sparq(r=N), N from 1 to head_dim", read_select,
-     write_select},
+    {kSelect, Form::word, "", read_select, write_select},
     {"candidates", Form::budget, kLimits, read_budget<&Policy::candidates>,
      write_budget<&Policy::candidates>},
     {"prune", Form::word, "top_k(N), top_k(1/N) or top_p(P), N of 1 or more, P above 0 and up to 1",
@@ -303,11 +288,18 @@ const Setting& find_setting(std::string_view key, std::string_view word) {
   refuse(in_quotes(word) + " is no setting; settings are " + setting_keys());
 }
 
-void read_setting(Policy& policy, const Setting& setting, std::string_view value) {
-  if (setting.read(policy, value)) return;
+std::string accepted_by(const Setting& setting, const Scorers& scorers) {
+  return setting.key == kSelect ? scorers.accepted() : std::string(setting.accepted);
+}
+
+void read_setting(Policy& policy, const Setting& setting, std::string_view value,
+                  const Scorers& scorers) {
+  if (setting.read(policy, value) && (setting.key != kSelect || scorers.accepts(policy.select))) {
+    return;
+  }
   const std::string key(setting.key);
   refuse(in_quotes(key + "=" + std::string(value)) + " is not understood; " + key + " takes " +
-         std::string(setting.accepted));
+         accepted_by(setting, scorers));
 }
 
 // Spaces inside parentheses do not end a word.
@@ -328,7 +320,7 @@ std::vector<std::string_view> split_words(std::string_view text) {
   return words;
 }
 
-Policy read_words(Policy policy, std::span<const std::string_view> words) {
+Policy read_words(Policy policy, std::span<const std::string_view> words, const Scorers& scorers) {
   std::vector<std::string_view> seen;
   for (const std::string_view word : words) {
     const std::size_t equals = word.find('=');
@@ -343,14 +335,16 @@ Policy read_words(Policy policy, std::span<const std::string_view> words) {
              "; it may be given once");
     }
     seen.push_back(setting.key);
-    read_setting(policy, setting, word.substr(equals + 1));
+    read_setting(policy, setting, word.substr(equals + 1), scorers);
   }
   return policy;
 }
 
-Policy preset_policy(std::string_view name) {
+Policy preset_policy(std::string_view name, const Scorers& scorers) {
   for (const Preset& preset : presets()) {
-    if (preset.name == name) return read_words({}, split_words(preset.policy));
+    if (preset.name == name) {
+      return read_words({}, split_words(preset.policy), scorers);
+    }
   }
   refuse(in_quotes(name) + " is neither a preset (" + preset_names() +
          ") nor key=value; settings are " + setting_keys());
@@ -422,22 +416,32 @@ Json parse_json(std::string_view text) {
 
 }  // namespace
 
-Policy parse_policy(std::string_view text) {
+Policy parse_policy(std::string_view text, const Scorers& scorers) {
   const std::vector<std::string_view> words = split_words(text);
   if (words.empty()) {
     refuse("the text is empty; write a preset (" + preset_names() + ") or select=dense");
   }
   const bool named = words[0].find('=') == std::string_view::npos;
-  const Policy base = named ? preset_policy(words[0]) : Policy{};
-  Policy policy = read_words(base, std::span(words).subspan(named ? 1 : 0));
-  validate(policy);
+  const Policy base = named ? preset_policy(words[0], scorers) : Policy{};
+  Policy policy = read_words(base, std::span(words).subspan(named ? 1 : 0), scorers);
+  validate(policy, scorers);
   return policy;
 }
 
-Policy change_policy(const Policy& base, std::string_view settings) {
-  Policy policy = read_words(base, split_words(settings));
-  validate(policy);
+Policy change_policy(const Policy& base, std::string_view settings, const Scorers& scorers) {
+  Policy policy = read_words(base, split_words(settings), scorers);
+  validate(policy, scorers);
   return policy;
+}
+
+std::string to_string(const Method& method) {
+  const std::string list = join(method.parameters, ",", [](const auto& parameter) {
+    // Whole numbers as such, not as 1e+05.
+    const auto whole = static_cast<std::int64_t>(std::clamp(parameter.second, -1e15, 1e15));
+    const bool is_whole = static_cast<double>(whole) == parameter.second;
+    return parameter.first + "=" + (is_whole ? digits(whole) : digits(parameter.second));
+  });
+  return method.name + (list.empty() ? "" : "(" + list + ")");
 }
 
 std::string to_string(const Policy& policy) {
@@ -459,7 +463,7 @@ std::string to_json(const Policy& policy) {
   return root.dump();
 }
 
-Policy policy_from_json(std::string_view json) {
+Policy policy_from_json(std::string_view json, const Scorers& scorers) {
   const Json root = parse_json(json);
   if (!root.is_object()) {
     refuse("the JSON is not an object; its keys may be " + setting_keys());
@@ -472,11 +476,11 @@ Policy policy_from_json(std::string_view json) {
       refuse("the JSON's " + key + " is " +
              in_quotes(value.is_structured() ? value.type_name() : value.dump()) +
              "; it has to be " + std::string(form_name(setting.form)) + ": " +
-             std::string(setting.accepted));
+             accepted_by(setting, scorers));
     }
-    read_setting(policy, setting, *text);
+    read_setting(policy, setting, *text, scorers);
   }
-  validate(policy);
+  validate(policy, scorers);
   return policy;
 }
 

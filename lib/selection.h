@@ -24,10 +24,6 @@ struct RowSpan;
 inline constexpr int kBoundTokens = 16;
 inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
 
-// Pages whose codes lie side by side in a tile: slices of channels are read in pieces twice as
-// long.
-inline constexpr int kTilePages = 2;
-
 // Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
 // that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
 // key = zero + scale * code, code in [0, 2^bits).
@@ -211,19 +207,28 @@ struct LogitView {
   float* floats() const { return reinterpret_cast<float*>(data); }
 };
 
+// How a backend estimates by itself; scorers choose.
+enum class Selector : std::uint8_t {
+  exact,   // from the keys of all rows
+  int4,    // from tiles, every channel
+  sparq,   // from tiles, the query's largest channels
+  quest,   // from bounds
+  newest,  // only rows of the tokens' own pages, from their keys
+};
+
 // Estimates logits in natural units (what softmax takes) for every token of a batch.
 //
 // A token at position P, whose page begins at F, gets logits of [0, F) through the index, those of
 // candidates if there are any, and of [F, P] from their rows. `exact` reads all from their rows.
 // `sparq` looks at the `channels` with the largest sum of |q| over the group and divides by
 // sqrt(head_dim * |q of these|_1 / |q|_1) instead of sqrt(head_dim); SparQ section 3, equation 8.
-// `quest` writes the upper bound of a sub-page to each of its tokens.
+// `quest` writes the upper bound of a sub-page to each of its tokens. `newest` leaves [0, F) open.
 struct EstimateParams {
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t q_stride = 0;
   KvShape shape;
   TokenBatch batch;
-  Selector method = Selector::int4;  // exact, int4, sparq or quest
+  Selector method = Selector::int4;
   int channels = 0;                  // of sparq
   KeyIndexView index;
   PagedRows rows;
@@ -232,6 +237,8 @@ struct EstimateParams {
   // on: the logits of a token's KV head are then those of its selected positions, followed by those
   // of the rows.
   const SelectionView* candidates = nullptr;
+  // Reported [count, kv_heads] or null: pages of tiles that were read for candidates.
+  std::int32_t* pages_read = nullptr;
   LogitView logits;  // rows of at least as many logits as a token has
 };
 

@@ -35,7 +35,8 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
 
 }  // namespace
 
-std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name) {
+std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
+                                        const Scorers& scorers) {
   const std::filesystem::path path = model / kCalibrationFile;
   const nlohmann::json root = read_calibration(path);
   const auto policies = root.find("policies");
@@ -45,7 +46,7 @@ std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std:
   if (!line->is_string())
     throw_unusable(path, "the policy of " + in_quotes(name) + " is no string");
   try {
-    return parse_policy(line->get<std::string>());
+    return parse_policy(line->get<std::string>(), scorers);
   } catch (const Error& error) {
     throw_unusable(path, error.what());
   }

@@ -14,6 +14,7 @@ inline constexpr std::string_view kCalibrationFile = "sluice.json";
 
 // The policy stored for preset `name`, or nothing. Throws Error{corrupt} naming the file if it
 // cannot be understood.
-std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name);
+std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
+                                        const Scorers& scorers);
 
 }  // namespace sluice

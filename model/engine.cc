@@ -130,10 +130,11 @@ Policy Engine::policy(std::string_view text) const {
   const std::string_view name = text.substr(0, text.find(' '));
   const bool preset = std::any_of(presets().begin(), presets().end(),
                                   [&](const Preset& p) { return p.name == name; });
-  if (!preset) return parse_policy(text);
-  const std::optional<Policy> own = calibrated_policy(impl().config.model, name);
-  if (!own) return parse_policy(text);
-  return change_policy(*own, text.substr(name.size()));
+  const Scorers& scorers = impl().config.scorers;
+  if (!preset) return parse_policy(text, scorers);
+  const std::optional<Policy> own = calibrated_policy(impl().config.model, name, scorers);
+  if (!own) return parse_policy(text, scorers);
+  return change_policy(*own, text.substr(name.size()), scorers);
 }
 
 Plan Engine::plan(const SessionOptions& options) const {
@@ -164,6 +165,8 @@ Plan Engine::plan(const SessionOptions& options) const {
   request.tokens = options.tokens;
   request.decode_batch = options.decode_batch;
   request.policies = options.policies;
+  request.scorers = &impl().config.scorers;
+  request.processor = backend.processor;
   request.device_cap = kv_cap(plan);
   if (options.device_memory) {
     request.device_cap = std::min(request.device_cap.value_or(UINT64_MAX), *options.device_memory);
@@ -221,7 +224,8 @@ Session Engine::new_session(const SessionOptions& options) {
   load_weights();
   auto promise = std::make_shared<HostPromise>(impl(), plan.kv.host_bytes);
   return Session(std::make_unique<Session::Impl>(
-      impl_, KvSession(*impl().backend, plan.kv, options.policies), std::move(promise)));
+      impl_, KvSession(*impl().backend, plan.kv, options.policies, impl().config.scorers),
+      std::move(promise)));
 }
 
 Session Engine::new_session(std::int64_t context) {

@@ -94,23 +94,25 @@ void DecodeStep::record_dense(int layer, const BatchToken& token, Ledger& ledger
   const std::int64_t resident = pool_->plan().in_place
                                     ? token.count()
                                     : pool_->tables().resident_rows(token.sequence, token.count());
-  ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape, resident));
-  ledger.record(layer, Tier::host, tier, Cause::miss, traffic_of(shape, token.count() - resident));
+  const int parts = ReadPattern::parts(shape.group(), pool_->backend().info().reads.attend_queries);
+  ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape, parts * resident));
+  ledger.record(layer, Tier::host, tier, Cause::miss,
+                traffic_of(shape, parts * (token.count() - resident)));
 }
 
-StepSelection DecodeStep::finish(std::int32_t sequence, Ledger& ledger) const {
+StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const {
   StepSelection result;
   SparseAttention* const sparse = pool_->sparse();
   for (int layer = 0; layer < pool_->plan().shape.layers; ++layer) {
     if (is_dense(layer)) {
       for (const BatchToken& token : tokens_) {
-        if (token.sequence == sequence) record_dense(layer, token, ledger);
+        if (counts_dense && token.sequence == sequence) record_dense(layer, token, ledger);
       }
       continue;
     }
     LayerSelection& entry = result.emplace_back();
     entry.layer = layer;
-    sparse->finish(*policy_, layer, evicts(), tokens_, sequence, ledger, entry);
+    sparse->finish({policy_, evicts(), tokens_, &pool_->tables()}, layer, sequence, ledger, entry);
   }
   if (sparse != nullptr) sparse->check_keys(sequence);
   return result;

@@ -32,9 +32,9 @@ class DecodeStep {
   void issue_report();
 
   // What the tokens of one sequence did; once the step is done and the backend was waited for.
-  // Throws Error{numeric} naming layer and KV head if a key, a query or an estimate was NaN or
-  // infinite.
-  StepSelection finish(std::int32_t sequence, Ledger& ledger) const;
+  // Layers that attended densely are counted unless their tokens went through a TokenRun. Throws
+  // Error{numeric} naming layer and KV head if a key, a query or an estimate was NaN or infinite.
+  StepSelection finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const;
   // Whether finish() reads what only the backend knows, so that it must be waited for.
   bool reports() const { return pool_->sparse() != nullptr; }
 

@@ -19,20 +19,24 @@ std::int64_t aligned(std::int64_t logits) {
   return (logits + kUnit - 1) / kUnit * kUnit;
 }
 
-bool reads_tiles(const Policy& p) {
-  return scans_tiles(p) || (p.candidates.limited() && p.select != Selector::exact);
+// Candidates are scored again by tiles, where it was not rows that proposed them.
+IndexNeeds needs_of(const Policy& p, const KvShape& shape, const Scorers& scorers) {
+  const Scorer& scorer = scorers.at(p.select);
+  IndexNeeds needs = scorer.needs(use_of(p, shape));
+  needs.tiles = needs.tiles || (p.candidates.limited() && !scorer.reads_rows());
+  return needs;
 }
 
-std::int64_t most_selected(const Policy& p, std::int64_t context) {
-  if (p.select == Selector::streaming) return std::min(p.sinks + p.recent, context);
+std::int64_t most_selected(const Policy& p, std::int64_t context, const Scorers& scorers) {
+  if (!scorers.at(p.select).info().estimates()) return std::min(p.sinks + p.recent, context);
   const std::int64_t chosen = p.prune == Pruner::top_k ? p.k.of(context) : p.cap.of(context);
   return std::min(std::max(chosen, p.sinks + p.recent), context);
 }
 
 }  // namespace
 
-bool scans_tiles(const Policy& p) {
-  return p.select == Selector::int4 || p.select == Selector::sparq;
+ScorerUse use_of(const Policy& policy, const KvShape& shape) {
+  return {shape, policy.select.parameters, policy.bits};
 }
 
 Quota candidates_of(const Policy& p) {
@@ -61,6 +65,9 @@ std::uint64_t IndexLayout::index_bytes() const {
     if (layer.bounds) total += pages * PageBounds().page_bytes(shape.head_dim);
     if (layer.sums) {
       total += static_cast<std::uint64_t>(sequences) * heads * channels * sizeof(float);
+    }
+    for (const OwnIndex& own : layer.own) {
+      total += pages * own.page_bytes + static_cast<std::uint64_t>(sequences) * own.sequence_bytes;
     }
   }
   return total;
@@ -95,7 +102,8 @@ std::uint64_t IndexLayout::work_bytes() const {
 std::uint64_t IndexLayout::report_bytes() const {
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads) * sizeof(HeadSelection);
   const auto queries = static_cast<std::uint64_t>(shape.query_heads) * sizeof(float);
-  return 2 * static_cast<std::uint64_t>(shape.layers * batch) * (heads + queries);
+  const auto pages_read = static_cast<std::uint64_t>(shape.kv_heads) * sizeof(std::int32_t);
+  return static_cast<std::uint64_t>(shape.layers * batch) * (2 * (heads + queries) + pages_read);
 }
 
 std::uint64_t IndexLayout::bad_bytes() const {
@@ -122,34 +130,46 @@ std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64
 
 namespace {
 
+void include_own(LayerIndex& index, const Method& method, const IndexNeeds& needs) {
+  const auto is_same = [&](const OwnIndex& own) { return own.method == method; };
+  if (!needs.own() || std::any_of(index.own.begin(), index.own.end(), is_same)) return;
+  const auto rounded = [](std::size_t bytes) {
+    return (bytes + ScorerMemory::kAlignment - 1) / ScorerMemory::kAlignment *
+           ScorerMemory::kAlignment;
+  };
+  index.own.push_back({method, rounded(needs.page_bytes), rounded(needs.sequence_bytes)});
+}
+
 // What one policy adds to a layout.
-void include(IndexLayout& layout, const Policy& policy) {
+void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) {
   layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
   if (policy.prefill.evict) {
     // Even dense layers then attend to a list: of what is left.
     layout.slots = std::max(layout.slots, layout.wave);
     layout.selected = layout.context;
   }
-  if (policy.select == Selector::dense) return;
+  if (scorers.at(policy.select).info().kind == ScorerInfo::Kind::dense) return;
   layout.slots = std::max(layout.slots, policy.anchors.empty() ? layout.wave : layout.batch);
-  layout.selected = std::max(layout.selected, most_selected(policy, layout.context));
+  layout.selected = std::max(layout.selected, most_selected(policy, layout.context, scorers));
   if (policy.candidates.limited()) {
     layout.candidates = std::max(layout.candidates, candidates_of(policy).of(layout.context));
   }
+  const IndexNeeds needs = needs_of(policy, layout.shape, scorers);
   for (int layer = 0; layer < layout.shape.layers; ++layer) {
     if (!policy.selects(layer)) continue;
     LayerIndex& index = layout.layers[static_cast<std::size_t>(layer)];
-    index.tiles = index.tiles || reads_tiles(policy);
-    index.bounds = index.bounds || policy.select == Selector::quest;
+    index.tiles = index.tiles || needs.tiles;
+    index.bounds = index.bounds || needs.bounds;
     index.sums = index.sums || policy.compensate == Compensation::mean_value;
+    include_own(index, policy.select, needs);
   }
 }
 
 // Of the index, for all policies together.
-int bits_of(std::span<const Policy> policies) {
+int bits_of(const KvRequest& request) {
   int bits = 0;
-  for (const Policy& policy : policies) {
-    if (policy.select == Selector::dense || !reads_tiles(policy)) continue;
+  for (const Policy& policy : request.policies) {
+    if (!needs_of(policy, request.shape, *request.scorers).tiles) continue;
     if (bits != 0 && bits != policy.bits) {
       throw Error(ErrorCode::usage,
                   "policy: one session cannot hold the index at both 2 and 4 bits");
@@ -159,18 +179,30 @@ int bits_of(std::span<const Policy> policies) {
   return bits != 0 ? bits : IndexLayout().bits;
 }
 
+void require_runs(const Scorer& scorer, Processor processor) {
+  if (scorer.runs_on(processor)) return;
+  throw Error(ErrorCode::unsupported, "select=" + scorer.info().name + " does not run on " +
+                                          std::string(to_string(processor)));
+}
+
 }  // namespace
 
 IndexLayout plan_index(const KvRequest& request) {
-  for (const Policy& policy : request.policies) validate(policy, request.shape);
+  for (const Policy& policy : request.policies) {
+    validate(policy, request.shape, *request.scorers);
+    require_runs(request.scorers->at(policy.select), request.processor);
+  }
   IndexLayout layout;
   layout.shape = request.shape;
   layout.context = request.context;
   layout.sequences = request.sequences;
   layout.batch = std::min(std::max(request.decode_batch, request.sequences), kMostBatch);
   layout.logits = request.logits;
-  layout.digested = request.context >= request.logits.digested_from &&
-                    std::any_of(request.policies.begin(), request.policies.end(), scans_tiles);
+  layout.digested =
+      request.context >= request.logits.digested_from &&
+      std::any_of(request.policies.begin(), request.policies.end(), [&](const Policy& policy) {
+        return request.scorers->at(policy.select).digests();
+      });
   const std::int64_t tokens =
       request.tokens > 0 ? request.tokens : request.sequences * request.context;
   layout.tiles = std::min(request.sequences * layout.sequence_tiles(),
@@ -179,8 +211,8 @@ IndexLayout plan_index(const KvRequest& request) {
   const std::int64_t token_bytes = layout.logit_stride() * request.shape.query_heads *
                                    static_cast<std::int64_t>(size_of(request.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);
-  for (const Policy& policy : request.policies) include(layout, policy);
-  layout.bits = bits_of(request.policies);
+  for (const Policy& policy : request.policies) include(layout, policy, *request.scorers);
+  layout.bits = bits_of(request);
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
   return layout;
 }

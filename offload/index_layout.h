@@ -10,14 +10,23 @@
 #include "lib/selection.h"
 #include "offload/planner.h"
 #include "sluice/policy.h"
+#include "sluice/scorer.h"
 #include "sluice/types.h"
 
 namespace sluice {
+
+// Memory that a scorer has by itself, of one method; see IndexNeeds.
+struct OwnIndex {
+  Method method;
+  std::size_t page_bytes = 0;      // rounded up to ScorerMemory::kAlignment
+  std::size_t sequence_bytes = 0;  // likewise
+};
 
 struct LayerIndex {
   bool tiles = false;
   bool bounds = false;
   bool sums = false;  // of all values
+  std::vector<OwnIndex> own;
 };
 
 struct IndexLayout {
@@ -49,7 +58,7 @@ struct IndexLayout {
   std::size_t digest_bytes() const;  // of the former
   bool sums_values() const;          // in some layer
 
-  std::uint64_t index_bytes() const;   // tiles, bounds and sums of all layers
+  std::uint64_t index_bytes() const;   // tiles, bounds, sums and scorers' own, of all layers
   std::uint64_t work_bytes() const;    // logits, their digest, positions and the arena
   std::uint64_t host_bytes() const;    // the host's copy of what the backend reports
   std::uint64_t report_bytes() const;  // of selections
@@ -68,11 +77,12 @@ inline constexpr std::int64_t kMostBatch = 64;
 // kept.
 Quota candidates_of(const Policy& policy);
 
-// Whether its estimates of all tokens come from tiles.
-bool scans_tiles(const Policy& policy);
+// A policy's scorer in use.
+ScorerUse use_of(const Policy& policy, const KvShape& shape);
 
 // A layout that serves every one of the request's policies. Throws Error{usage} if one of them does
-// not fit the shape or if two of them want different bits per key.
+// not fit the shape or if two of them want different bits per key, and Error{unsupported} if a
+// scorer does not run on the processor.
 IndexLayout plan_index(const KvRequest& request);
 
 }  // namespace sluice

@@ -1,9 +1,33 @@
 #include "offload/key_index.h"
 
+#include <algorithm>
+
+#include "lib/check.h"
+
 namespace sluice {
 
-KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, Tier tier)
-    : backend_(&backend), layout_(layout), layers_(layout.layers.size()) {
+namespace {
+
+// Pages whose rows follow each other.
+WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
+                  std::span<const RowSpan> rows) {
+  WholePages run;
+  run.count = pages;
+  run.run_sequence = sequence;
+  run.first = first_page;
+  run.run_rows = rows[0].rows;
+  run.head_stride = rows.size() > 1 ? rows[1].rows - rows[0].rows : 0;
+  for (std::size_t head = 0; head < rows.size(); ++head) {
+    check(rows[head].rows == run.run_rows + static_cast<std::int64_t>(head) * run.head_stride,
+          "rows of KV heads at uneven distances");
+  }
+  return run;
+}
+
+}  // namespace
+
+KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, const Scorers& scorers, Tier tier)
+    : backend_(&backend), layout_(layout), scorers_(scorers), layers_(layout.layers.size()) {
   const auto heads = static_cast<std::size_t>(layout.shape.kv_heads);
   const auto channels = static_cast<std::size_t>(layout.shape.head_dim);
   const std::size_t pages = static_cast<std::size_t>(layout.tiles * kTilePages) * heads;
@@ -26,9 +50,61 @@ KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, Tier tier)
       layer.sums = backend.allocate(
           tier, static_cast<std::size_t>(layout.sequences) * heads * channels * sizeof(float));
     }
+    allocate_own(wanted, tier, layer);
     if (wanted.tiles || wanted.bounds) {
       layer.bad = reinterpret_cast<std::int32_t*>(bad_.data()) + i * flags;
     }
+  }
+}
+
+void KeyIndex::allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer) {
+  const auto pages = static_cast<std::size_t>(layout_.tiles * kTilePages * layout_.shape.kv_heads);
+  for (const OwnIndex& index : wanted.own) {
+    Own& own = layer.own.emplace_back();
+    own.use = {layout_.shape, index.method.parameters, layout_.bits};
+    own.scorer = &scorers_.at(index.method);
+    own.index = index;
+    own.pages = backend_->allocate(tier, pages * index.page_bytes);
+    own.sequences = backend_->allocate(
+        tier, static_cast<std::size_t>(layout_.sequences) * index.sequence_bytes);
+  }
+}
+
+ScorerCall KeyIndex::call(const Own& own, int layer) const {
+  ScorerCall call;
+  call.use = own.use;
+  call.layer = layer;
+  call.memory.pages = own.pages.data();
+  call.memory.page_bytes = own.index.page_bytes;
+  call.memory.slots = layout_.tiles;
+  call.memory.sequences = own.sequences.data();
+  call.memory.sequence_bytes = own.index.sequence_bytes;
+  call.memory.table = table_;
+  call.memory.table_stride = layout_.sequence_tiles();
+  call.processor = backend_->info().processor;
+  call.stream = backend_->native_stream(Stream::compute);
+  return call;
+}
+
+ScorerCall KeyIndex::call(const Policy& policy, int layer) const {
+  for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
+    if (own.index.method == policy.select) return call(own, layer);
+  }
+  Own none;
+  none.use = use_of(policy, layout_.shape);
+  return call(none, layer);
+}
+
+void KeyIndex::build_own(int layer, const WholePages& pages) {
+  for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
+    own.scorer->build({call(own, layer), pages});
+  }
+}
+
+void KeyIndex::truncate(int layer, std::int32_t sequence, std::int64_t from, std::int64_t length,
+                        const PagedRows& rows) {
+  for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
+    own.scorer->truncate({call(own, layer), sequence, from, length, rows});
   }
 }
 
@@ -60,12 +136,15 @@ KeyIndexView KeyIndex::view(int layer) const {
 void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
                      std::span<const RowSpan> rows) {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
-  if (pages == 0 || at.bad == nullptr) return;
+  if (pages == 0) return;
+  if (!at.own.empty()) build_own(layer, run_of(sequence, first_page, pages, rows));
+  if (at.bad == nullptr) return;
   backend_->build_index({layout_.shape, view(layer), sequence, first_page, pages, rows, at.bad});
 }
 
 void KeyIndex::build(int layer, const TokenBatch& batch, const PagedRows& rows) {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  if (!at.own.empty()) build_own(layer, {.count = batch.count, .batch = batch, .paged = rows});
   if (at.bad == nullptr) return;
   backend_->build_batch({layout_.shape, view(layer), batch, rows, at.bad});
 }
@@ -78,25 +157,33 @@ void KeyIndex::add_values(int layer, std::int32_t sequence, std::span<const RowS
   backend_->sum_values({layout_.shape, rows, sums + offset, subtract});
 }
 
-void KeyIndex::clear_values(std::int32_t sequence) {
-  const std::vector<std::byte> zeros(sum_bytes());
-  std::vector<CopyOp> ops;
+template <typename Visit>
+void KeyIndex::for_each_of_sequences(const Visit& visit) const {
   for (const Layer& layer : layers_) {
-    if (layer.sums.data() == nullptr) continue;
-    ops.push_back({layer.sums.data() + static_cast<std::size_t>(sequence) * sum_bytes(),
-                   zeros.data(), sum_bytes()});
+    if (layer.sums.data() != nullptr) visit(layer.sums.data(), sum_bytes());
+    for (const Own& own : layer.own) {
+      if (own.index.sequence_bytes > 0) visit(own.sequences.data(), own.index.sequence_bytes);
+    }
   }
+}
+
+void KeyIndex::clear_values(std::int32_t sequence) {
+  std::size_t most = 0;
+  for_each_of_sequences([&](std::byte*, std::size_t bytes) { most = std::max(most, bytes); });
+  const std::vector<std::byte> zeros(most);
+  std::vector<CopyOp> ops;
+  for_each_of_sequences([&](std::byte* all, std::size_t bytes) {
+    ops.push_back({all + static_cast<std::size_t>(sequence) * bytes, zeros.data(), bytes});
+  });
   if (!ops.empty()) backend_->copy(ops, Stream::compute);
 }
 
 void KeyIndex::copy_values(std::int32_t from, std::int32_t to) {
   std::vector<CopyOp> ops;
-  for (const Layer& layer : layers_) {
-    if (layer.sums.data() == nullptr) continue;
-    std::byte* const all = layer.sums.data();
-    ops.push_back({all + static_cast<std::size_t>(to) * sum_bytes(),
-                   all + static_cast<std::size_t>(from) * sum_bytes(), sum_bytes()});
-  }
+  for_each_of_sequences([&](std::byte* all, std::size_t bytes) {
+    ops.push_back({all + static_cast<std::size_t>(to) * bytes,
+                   all + static_cast<std::size_t>(from) * bytes, bytes});
+  });
   if (!ops.empty()) backend_->copy(ops, Stream::compute);
 }
 
@@ -118,6 +205,7 @@ void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
     copy(layer.codes, tiles().tile_bytes(layout_.shape.head_dim));
     copy(layer.scales, scale_bytes);
     copy(layer.bounds, bound_bytes);
+    for (const Own& own : layer.own) copy(own.pages, kTilePages * own.index.page_bytes);
   }
   if (!ops.empty()) backend_->copy(ops, Stream::compute);
 }

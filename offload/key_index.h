@@ -10,13 +10,14 @@
 #include "lib/batch.h"
 #include "lib/selection.h"
 #include "offload/index_layout.h"
+#include "sluice/scorer.h"
 
 namespace sluice {
 
 class KeyIndex {
  public:
   // Allocates everything that `layout` asks for, in `tier`.
-  KeyIndex(Backend& backend, const IndexLayout& layout, Tier tier);
+  KeyIndex(Backend& backend, const IndexLayout& layout, const Scorers& scorers, Tier tier);
 
   // Where the tiles of sequences are: the backend's memory, [sequences, sequence_tiles()].
   void use_table(const std::int32_t* slots) { table_ = slots; }
@@ -28,15 +29,21 @@ class KeyIndex {
   void build(int layer, const TokenBatch& batch, const PagedRows& rows);
   // Adds rows to a sequence's sums of values, or takes them out again.
   void add_values(int layer, std::int32_t sequence, std::span<const RowSpan> rows, bool subtract);
-  // Sums of no values at all.
+  // What a sequence has that begins anew: sums of no values at all, and nothing that scorers note.
   void clear_values(std::int32_t sequence);
 
-  // What one sequence has becomes another's: its sums of values.
+  // Forgets tokens [length, from) of a sequence, whose rows are still there: what scorers note of
+  // sequences. Sums of values are add_values()'s.
+  void truncate(int layer, std::int32_t sequence, std::int64_t from, std::int64_t length,
+                const PagedRows& rows);
+  // What one sequence has becomes another's: its sums of values, and what scorers note.
   void copy_values(std::int32_t from, std::int32_t to);
   // A tile of every layer.
   void copy_tile(std::int32_t from, std::int32_t to);
 
   KeyIndexView view(int layer) const;
+  // What a scorer is told besides what it is called for; its memory has no parts if it needs none.
+  ScorerCall call(const Policy& policy, int layer) const;
   // [sequences, kv_heads, head_dim], or null if the layer keeps none.
   float* value_sums(int layer) const;
 
@@ -52,18 +59,33 @@ class KeyIndex {
   void clear_bad(std::int32_t sequence);
 
  private:
+  struct Own {
+    ScorerUse use;
+    const Scorer* scorer = nullptr;
+    OwnIndex index;
+    Buffer pages;      // [kv_heads, tiles, kTilePages, page_bytes]
+    Buffer sequences;  // [sequences, sequence_bytes]
+  };
   struct Layer {
     Buffer codes;
     Buffer scales;
     Buffer bounds;
     Buffer sums;
+    std::vector<Own> own;
     std::int32_t* bad = nullptr;  // [sequences, kv_heads], of bad_; null if keys are not looked at
   };
+  void allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer);
+  ScorerCall call(const Own& own, int layer) const;
+  void build_own(int layer, const WholePages& pages);
+  // Calls visit(memory, bytes) for what every sequence has so much of.
+  template <typename Visit>
+  void for_each_of_sequences(const Visit& visit) const;
   std::size_t sum_bytes() const;
   KeyTiles tiles() const;
 
   Backend* backend_;
   IndexLayout layout_;
+  Scorers scorers_;
   std::vector<Layer> layers_;
   const std::int32_t* table_ = nullptr;
   Buffer bad_;       // [layers, sequences, kv_heads]

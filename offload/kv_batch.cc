@@ -62,7 +62,7 @@ std::vector<std::optional<Error>> KvBatch::end() {
   std::vector<std::optional<Error>> outcomes;
   for (KvSession* session : sessions_) {
     try {
-      session->selection_ = step_.finish(session->sequence_, session->ledger_);
+      session->selection_ = step_.finish(session->sequence_, true, session->ledger_);
       session->end_rows();
       outcomes.emplace_back();
     } catch (const Error& error) {

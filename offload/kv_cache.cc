@@ -61,6 +61,8 @@ KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   request.tokens = config.tokens;
   request.decode_batch = config.decode_batch;
   request.policies = config.policies;
+  request.scorers = &config.scorers;
+  request.processor = info.processor;
   request.device_cap = config.device_memory;
   request.attends_host_rows = info.attends_host_rows;
   request.logits = info.logits;
@@ -113,7 +115,7 @@ const auto& of(const auto& impl) {
 
 KvCache::Impl::Impl(const KvConfig& config, std::unique_ptr<Backend> owned, const KvPlan& plan)
     : backend(std::move(owned)),
-      pool(std::make_shared<KvPool>(*backend, plan, config.policies)),
+      pool(std::make_shared<KvPool>(*backend, plan, config.policies, config.scorers)),
       arrays(*backend, plan.shape, step_tokens(plan), query_factor(config)) {
   leaving.reserve(static_cast<std::size_t>(plan.sequences));
 }

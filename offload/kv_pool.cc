@@ -8,8 +8,8 @@
 namespace sluice {
 namespace {
 
-IndexLayout layout_of(const Backend& backend, const KvPlan& plan,
-                      std::span<const Policy> policies) {
+IndexLayout layout_of(const Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
+                      const Scorers& scorers) {
   KvRequest request;
   request.shape = plan.shape;
   request.context = plan.context;
@@ -17,6 +17,8 @@ IndexLayout layout_of(const Backend& backend, const KvPlan& plan,
   request.tokens = plan.tokens;
   request.decode_batch = plan.decode_batch;
   request.policies = policies;
+  request.scorers = &scorers;
+  request.processor = backend.info().processor;
   request.logits = backend.info().logits;
   return plan_index(request);
 }
@@ -36,13 +38,14 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
 
 }  // namespace
 
-KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
+KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
+               const Scorers& scorers)
     : backend_(&backend),
       plan_(plan),
       policies_(policies.begin(), policies.end()),
-      tables_(limits_of(plan, layout_of(backend, plan, policies))),
+      tables_(limits_of(plan, layout_of(backend, plan, policies, scorers))),
       home_(backend, plan.shape, plan.home_rows()),
-      layout_(layout_of(backend, plan, policies)) {
+      layout_(layout_of(backend, plan, policies, scorers)) {
   check(plan.in_place || plan.resident_tokens >= plan.home_rows() || plan.stream_tokens > 0,
         "a plan that neither holds nor streams its rows");
   if (policies_.empty()) policies_.emplace_back();
@@ -62,7 +65,7 @@ KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> pol
                                         sizeof(std::int32_t));
   tokens_ = backend.allocate(tier(), static_cast<std::size_t>(layout_.batch) * sizeof(BatchToken));
   if (layout_.selects()) {
-    sparse_ = std::make_unique<SparseAttention>(backend, layout_, tier());
+    sparse_ = std::make_unique<SparseAttention>(backend, layout_, scorers, tier());
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout_.zipvl) {
@@ -96,6 +99,7 @@ void KvPool::truncate(std::int32_t sequence, std::int64_t from, std::int64_t len
       for (const RowRun& run : home_runs(tables_, sequence, length, from)) {
         sparse_->index().add_values(layer, sequence, spans(layer, run), true);
       }
+      sparse_->index().truncate(layer, sequence, from, length, rows(layer));
     }
   }
   if (important_ != nullptr) important_->rewind(sequence, length);

@@ -19,14 +19,16 @@
 #include "sluice/kv_cache.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
+#include "sluice/scorer.h"
 
 namespace sluice {
 
 class KvPool {
  public:
   // Allocates what the plan says, but for the rows at home, which grow with what is in use.
-  // `policies`: those that sequences may use; none: dense.
-  KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {});
+  // `policies`: those that sequences may use; none: dense. They name `scorers`.
+  KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {},
+         const Scorers& scorers = own_scorers());
   KvPool(const KvPool&) = delete;
   KvPool& operator=(const KvPool&) = delete;
 

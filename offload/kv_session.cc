@@ -33,8 +33,9 @@ KvSession::KvSession(std::shared_ptr<KvPool> pool, std::int32_t sequence)
 
 KvSession::KvSession(const std::shared_ptr<KvPool>& pool) : KvSession(pool, pool->open()) {}
 
-KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies)
-    : KvSession(std::make_shared<KvPool>(backend, plan, policies)) {}
+KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
+                     const Scorers& scorers)
+    : KvSession(std::make_shared<KvPool>(backend, plan, policies, scorers)) {}
 
 KvSession& KvSession::operator=(KvSession&& other) noexcept {
   if (this == &other) return *this;
@@ -150,7 +151,6 @@ void KvSession::attend(int layer, const Queries& queries) {
   }
   if (!attends_run(layer)) return decode_->attend(layer, queries);
   run_->attend(layer, queries);
-  if (!is_run_) return;  // counted token by token
   const Tier tier = pool_->tier();
   ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits()));
   ledger_.record(layer, Tier::host, tier, Cause::miss, traffic_of(plan().shape, run_->misses()));
@@ -186,7 +186,7 @@ void KvSession::end_step() {
   if (!is_run_) {
     decode_->issue_report();
     if (decode_->reports()) pool_->backend().synchronize();
-    selection_ = decode_->finish(sequence_, ledger_);
+    selection_ = decode_->finish(sequence_, step_.tokens == 1, ledger_);
   }
   end_rows();
 }

@@ -8,6 +8,7 @@
 #include "lib/selection.h"
 #include "sluice/kv_cache.h"
 #include "sluice/policy.h"
+#include "sluice/scorer.h"
 
 namespace sluice {
 
@@ -20,6 +21,8 @@ struct KvRequest {
   std::int64_t tokens = 0;        // of all of them, where forks share some; 0: sequences * context
   std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
   std::span<const Policy> policies = {};  // that sessions may use; none: dense
+  const Scorers* scorers = &own_scorers();  // that they may name
+  Processor processor = Processor::host;    // that the scorers have to run on
   std::optional<std::uint64_t> device_cap = std::nullopt;
   bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
   LogitFormat logits = {};         // how the backend keeps estimates

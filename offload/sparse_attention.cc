@@ -15,10 +15,6 @@ std::size_t count_of(std::int64_t a, std::int64_t b, std::int64_t c = 1) {
   return static_cast<std::size_t>(a * b * c);
 }
 
-int channels_of(const Policy& policy, int head_dim) {
-  return policy.channels > 0 ? policy.channels : std::max(1, head_dim / 4);
-}
-
 // The layer whose selection a layer attends to: its own, or that of the latest one that selected.
 // Dense layers select, too, where tokens were evicted: all that are left.
 int source_of(const Policy& policy, int layer, bool evicts) {
@@ -32,8 +28,13 @@ int source_of(const Policy& policy, int layer, bool evicts) {
 
 }  // namespace
 
-SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout, Tier tier)
-    : backend_(&backend), layout_(layout), index_(backend, layout, tier), tier_(tier) {
+SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout,
+                                 const Scorers& scorers, Tier tier)
+    : backend_(&backend),
+      layout_(layout),
+      scorers_(scorers),
+      index_(backend, layout, scorers, tier),
+      tier_(tier) {
   const KvShape& shape = layout.shape;
   const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
     return backend.allocate(where, count * size);
@@ -68,6 +69,7 @@ SparseAttention::Report SparseAttention::make_report(Backend& backend, const Ind
   report.heads = report.candidate_heads + heads;
   report.share = reinterpret_cast<float*>(report.heads + heads);
   report.alpha = report.share + queries;
+  report.pages_read = reinterpret_cast<std::int32_t*>(report.alpha + queries);
   return report;
 }
 
@@ -102,11 +104,11 @@ float* SparseAttention::alpha(int layer, std::int64_t token) const {
 
 // One query head per KV head keeps the same top_k whatever the newest rows weigh. They are then
 // spared the estimate: attention, which reads them anyway, adds their share to alpha.
-bool SparseAttention::newest_apart(const Policy& policy, const Wave& wave) const {
-  const bool estimates = policy.select == Selector::sparq || policy.select == Selector::int4 ||
-                         policy.select == Selector::quest;
-  return policy.selects(wave.layer) && estimates && policy.prune == Pruner::top_k &&
-         !policy.candidates.limited() && layout_.shape.group() == 1 && wave.mask.tokens == nullptr;
+bool SparseAttention::newest_apart(const Policy& policy, int layer, bool masked) const {
+  const Scorer& scorer = scorer_of(policy);
+  return policy.selects(layer) && scorer.info().estimates() && !scorer.reads_rows() &&
+         policy.prune == Pruner::top_k && !policy.candidates.limited() &&
+         layout_.shape.group() == 1 && !masked;
 }
 
 void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
@@ -123,14 +125,14 @@ void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& 
     wave.q_stride = queries.stride;
     wave.rows = rows;
     wave.mask = mask;
-    wave.skip_newest = newest_apart(policy, wave);
+    wave.skip_newest = newest_apart(policy, layer, mask.tokens != nullptr);
     if (source == layer) choose(policy, wave);
     attend_wave(policy, wave, source, queries);
   }
 }
 
 void SparseAttention::choose(const Policy& policy, const Wave& wave) {
-  if (policy.select == Selector::streaming || policy.is_dense(wave.layer)) {
+  if (policy.is_dense(wave.layer) || !scorer_of(policy).info().estimates()) {
     return choose_fixed(policy, wave);
   }
   propose(policy, wave);
@@ -162,15 +164,13 @@ EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
 // is after.
 void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   EstimateParams estimate = estimate_params(wave);
-  estimate.method = policy.select;
-  estimate.channels = channels_of(policy, layout_.shape.head_dim);
   estimate.logits = {logits_.data(), layout_.logit_stride()};
-  if (layout_.digested && scans_tiles(policy) &&
+  if (layout_.digested && scorer_of(policy).digests() &&
       wave.batch.capacity >= layout_.logits.digested_from) {
     estimate.logits.digest = LogitDigest::in(
         digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
   }
-  backend_->estimate(estimate);
+  score(policy, wave, estimate);
 
   SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
@@ -186,12 +186,33 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   backend_->select(select);
 }
 
+// The scorer's estimates. One that is not Sluice's own leaves the newest rows to the backend.
+void SparseAttention::score(const Policy& policy, const Wave& wave,
+                            const EstimateParams& estimate) {
+  if (!own_scorers().has(scorer_of(policy)) && !wave.skip_newest) {
+    EstimateParams newest = estimate;
+    newest.method = Selector::newest;
+    backend_->estimate(newest);
+  }
+  RunScorer call;
+  static_cast<ScorerCall&>(call) = index_.call(policy, wave.layer);
+  call.q = estimate.q;
+  call.q_stride = estimate.q_stride;
+  call.batch = estimate.batch;
+  call.rows = estimate.rows;
+  call.logits = {estimate.logits.data, layout_.logits.dtype, estimate.logits.stride};
+  call.backend = backend_;
+  call.estimate = &estimate;
+  scorer_of(policy).score(call);
+}
+
 // Estimates the candidates with every channel of the index and keeps what the policy is after.
 void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   const SelectionView candidates = this->candidates(wave.layer, wave.first);
   EstimateParams estimate = estimate_params(wave);
-  estimate.method = policy.select == Selector::exact ? Selector::exact : Selector::int4;
+  estimate.method = scorer_of(policy).reads_rows() ? Selector::exact : Selector::int4;
   estimate.candidates = &candidates;
+  estimate.pages_read = report_.pages_read + head_entry(wave.layer, wave.first);
   estimate.logits = {candidate_logits_.data(), layout_.candidate_stride()};
   backend_->estimate(estimate);
 
@@ -200,7 +221,8 @@ void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   select.candidates = &candidates;
   select.selected = selection(wave.layer, wave.first);
   // Bounds are no weights: what a base of bounds left out stays unknown.
-  if (policy.select != Selector::quest) select.share = share(wave.layer, wave.first);
+  if (scorer_of(policy).info().kind == ScorerInfo::Kind::logits)
+    select.share = share(wave.layer, wave.first);
   prune(policy, wave, select);
 }
 
@@ -249,29 +271,6 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   backend_->attend_selected(params);
 }
 
-// What estimating every token before the unfinished page of `position` reads of the index, per KV
-// head.
-Traffic SparseAttention::scanned(const Policy& policy, std::int64_t position) const {
-  const auto pages = static_cast<std::uint64_t>(position / kPageTokens);
-  const int d = layout_.shape.head_dim;
-  KeyTiles tiles;
-  tiles.bits = policy.bits;
-  switch (policy.select) {
-    case Selector::int4:
-      return {pages * kPageTokens, pages * tiles.page_bytes(d)};
-    case Selector::sparq:
-      return {pages * kPageTokens, pages * tiles.page_bytes(channels_of(policy, d))};
-    case Selector::quest:
-      return {pages * kPageTokens, pages * PageBounds().page_bytes(d)};
-    case Selector::exact: {
-      const auto tokens = static_cast<std::uint64_t>(position + 1);
-      return {tokens, tokens * static_cast<std::uint64_t>(d) * size_of(layout_.shape.dtype)};
-    }
-    default:
-      return {};
-  }
-}
-
 void SparseAttention::require_number(bool is_number, int layer, int head) const {
   if (is_number) return;
   throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
@@ -279,35 +278,43 @@ void SparseAttention::require_number(bool is_number, int layer, int head) const 
                                       " is NaN or infinite; the checkpoint's weights are damaged");
 }
 
-void SparseAttention::count_token(const Policy& policy, int layer, int source, std::int64_t number,
-                                  const BatchToken& token, Count& count,
-                                  LayerSelection& entry) const {
-  const KvShape& shape = layout_.shape;
-  KeyTiles tiles;
-  tiles.bits = policy.bits;
-  ++count.tokens;
-  for (int head = 0; head < shape.kv_heads; ++head) {
+void SparseAttention::count_rows(int source, std::int64_t number, const BatchToken& token,
+                                 Count& count, LayerSelection& entry) const {
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
     const HeadSelection& chosen = seen_.heads[head_entry(source, number) + head];
-
     require_number(chosen.bad == 0, source, head);
     count.hits += static_cast<std::uint64_t>(chosen.resident + token.count() - token.page_first());
     count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
     entry.selected += static_cast<double>(chosen.count);
     entry.cut += chosen.cut;
-    if (layer != source || policy.is_dense(layer)) continue;
-    count.index += scanned(policy, token.position);
-    if (!policy.candidates.limited()) continue;
-    const HeadSelection& proposed = seen_.candidate_heads[head_entry(layer, number) + head];
-    require_number(proposed.bad == 0, layer, head);
-    const auto pages = static_cast<std::uint64_t>(proposed.pages);
-    const auto rows = static_cast<std::uint64_t>(proposed.count);
-    const bool exact = policy.select == Selector::exact;
-    count.index +=
-        {rows, exact ? rows * shape.row_bytes() / 2 : pages * tiles.page_bytes(shape.head_dim)};
   }
-  for (int head = 0; head < shape.query_heads; ++head) {
+}
+
+void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t number,
+                                      Count& count) const {
+  const BatchToken& token = step.tokens[static_cast<std::size_t>(number)];
+  const Policy& policy = *step.policy;
+  const Scorer& scorer = scorer_of(policy);
+  const EstimateReads reads(backend_->info().reads, policy, layout_.shape, scorer);
+  const std::int64_t resident =
+      tier_ == Tier::host || !scorer.reads_rows()
+          ? token.page_first()
+          : step.tables->resident_rows(token.sequence, token.page_first());
+  const bool scored = !newest_apart(policy, layer, step.evicts);
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    count.estimates += reads.scan(token, resident, scored);
+    if (!policy.candidates.limited()) continue;
+    const std::int64_t entry = head_entry(layer, number) + head;
+    const HeadSelection& proposed = seen_.candidate_heads[entry];
+    require_number(proposed.bad == 0, layer, head);
+    count.estimates += reads.rescore(token, proposed, seen_.pages_read[entry]);
+  }
+}
+
+void SparseAttention::count_alpha(int source, std::int64_t number, LayerSelection& entry) const {
+  for (int head = 0; head < layout_.shape.query_heads; ++head) {
     const auto value = static_cast<double>(seen_.alpha[query_entry(source, number) + head]);
-    require_number(!std::isnan(value), source, head / shape.group());
+    require_number(!std::isnan(value), source, head / layout_.shape.group());
     entry.alpha += value;
     entry.smallest_alpha = std::min(entry.smallest_alpha, value);
   }
@@ -328,16 +335,20 @@ void SparseAttention::check_keys(std::int32_t sequence) const {
                                       "caller's keys are damaged");
 }
 
-void SparseAttention::finish(const Policy& policy, int layer, bool evicts,
-                             std::span<const BatchToken> tokens, std::int32_t sequence,
-                             Ledger& ledger, LayerSelection& entry) const {
-  const int source = source_of(policy, layer, evicts);
+void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
+                             LayerSelection& entry) const {
+  const int source = source_of(*step.policy, layer, step.evicts);
+  const bool estimates = layer == source && !step.policy->is_dense(layer);
   entry.follower = source != layer;
   entry.smallest_alpha = 1.0;
   Count count;
-  for (std::size_t i = 0; i < tokens.size(); ++i) {
-    if (tokens[i].sequence != sequence) continue;
-    count_token(policy, layer, source, static_cast<std::int64_t>(i), tokens[i], count, entry);
+  for (std::size_t i = 0; i < step.tokens.size(); ++i) {
+    if (step.tokens[i].sequence != sequence) continue;
+    const auto number = static_cast<std::int64_t>(i);
+    ++count.tokens;
+    count_rows(source, number, step.tokens[i], count, entry);
+    if (estimates) count_estimates(step, layer, number, count);
+    count_alpha(source, number, entry);
   }
   const KvShape& shape = layout_.shape;
   const auto pairs = static_cast<double>(count.tokens * shape.kv_heads);
@@ -346,12 +357,17 @@ void SparseAttention::finish(const Policy& policy, int layer, bool evicts,
   entry.selected /= pairs;
   entry.alpha /= static_cast<double>(count.tokens * shape.query_heads);
 
+  const auto parts = static_cast<std::uint64_t>(
+      ReadPattern::parts(shape.group(), backend_->info().reads.attend_queries));
   const std::uint64_t row = shape.row_bytes();
+  const std::uint64_t hits = count.hits * parts;
+  const std::uint64_t misses = count.misses * parts;
   const bool in_place = tier_ == Tier::host;
-  ledger.record(layer, tier_, tier_, Cause::index_read, count.index);
-  ledger.record(layer, tier_, tier_, Cause::hit, {count.hits, count.hits * row});
+  ledger.record(layer, tier_, tier_, Cause::index_read, count.estimates.near);
+  ledger.record(layer, Tier::host, tier_, Cause::index_read, count.estimates.far);
+  ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * row});
   ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
-                {count.misses, count.misses * row});
+                {misses, misses * row});
 }
 
 }  // namespace sluice

@@ -7,9 +7,12 @@
 
 #include "lib/backend.h"
 #include "lib/batch.h"
+#include "offload/block_tables.h"
+#include "offload/estimate_reads.h"
 #include "offload/key_index.h"
 #include "offload/kv_rows.h"
 #include "sluice/policy.h"
+#include "sluice/scorer.h"
 #include "sluice/selection.h"
 
 namespace sluice {
@@ -23,7 +26,7 @@ struct Mask {
 class SparseAttention {
  public:
   // Allocates the index and the work space of `layout` in `tier`.
-  SparseAttention(Backend& backend, const IndexLayout& layout, Tier tier);
+  SparseAttention(Backend& backend, const IndexLayout& layout, const Scorers& scorers, Tier tier);
 
   KeyIndex& index() { return index_; }
   // Where append_batch() puts what the sums of values are after each token of the batch:
@@ -35,12 +38,20 @@ class SparseAttention {
   void attend(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
               const PagedRows& rows, const Mask& mask);
 
-  // Asks for what the step reports; once that is there, what the tokens of one sequence did in a
-  // layer goes to the ledger and into `entry`. Throws Error{numeric} naming layer and KV head if an
-  // estimate was NaN or infinite.
+  // Asks for what the step reports.
   void issue_report();
-  void finish(const Policy& policy, int layer, bool evicts, std::span<const BatchToken> tokens,
-              std::int32_t sequence, Ledger& ledger, LayerSelection& entry) const;
+  // What a step was.
+  struct Step {
+    const Policy* policy = nullptr;
+    bool evicts = false;  // tokens are masked
+    std::span<const BatchToken> tokens;
+    const BlockTables* tables = nullptr;  // where the rows are
+  };
+  // Once the report is there: what the tokens of one sequence did in a layer goes to the ledger and
+  // into `entry`. Throws Error{numeric} naming layer and KV head if an estimate was NaN or
+  // infinite.
+  void finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
+              LayerSelection& entry) const;
   // Throws the same for a key that a page of the index was built from.
   void check_keys(std::int32_t sequence) const;
 
@@ -64,6 +75,7 @@ class SparseAttention {
     HeadSelection* heads = nullptr;            // likewise
     float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
     float* alpha = nullptr;                    // likewise
+    std::int32_t* pages_read = nullptr;        // [layers, batch, kv_heads], for the candidates
   };
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
 
@@ -71,12 +83,14 @@ class SparseAttention {
   void choose_fixed(const Policy& policy, const Wave& wave);
   void propose(const Policy& policy, const Wave& wave);
   void rescore(const Policy& policy, const Wave& wave);
+  void score(const Policy& policy, const Wave& wave, const EstimateParams& estimate);
   EstimateParams estimate_params(const Wave& wave) const;
   // Whatever the stage: what is always kept, and what may be.
   SelectParams select_params(const Policy& policy, const Wave& wave) const;
   void prune(const Policy& policy, const Wave& wave, SelectParams params);
   void attend_wave(const Policy& policy, const Wave& wave, int source, const Queries& queries);
-  bool newest_apart(const Policy& policy, const Wave& wave) const;
+  bool newest_apart(const Policy& policy, int layer, bool masked) const;
+  const Scorer& scorer_of(const Policy& policy) const { return scorers_.at(policy.select); }
 
   SelectionView selection(int layer, std::int64_t token) const;
   SelectionView candidates(int layer, std::int64_t token) const;
@@ -87,18 +101,20 @@ class SparseAttention {
   float* alpha(int layer, std::int64_t token) const;
   // What one layer's tokens did, per cause; summed over tokens and KV heads.
   struct Count {
-    Traffic index;
+    EstimateTraffic estimates;
     std::uint64_t hits = 0;
     std::uint64_t misses = 0;
     std::int64_t tokens = 0;
   };
-  void count_token(const Policy& policy, int layer, int source, std::int64_t number,
-                   const BatchToken& token, Count& count, LayerSelection& entry) const;
+  void count_rows(int source, std::int64_t number, const BatchToken& token, Count& count,
+                  LayerSelection& entry) const;
+  void count_estimates(const Step& step, int layer, std::int64_t number, Count& count) const;
+  void count_alpha(int source, std::int64_t number, LayerSelection& entry) const;
   void require_number(bool is_number, int layer, int head) const;
-  Traffic scanned(const Policy& policy, std::int64_t position) const;
 
   Backend* backend_;
   IndexLayout layout_;
+  Scorers scorers_;
   KeyIndex index_;
   Tier tier_;
   Buffer logits_;            // [wave, query_heads, context]

@@ -5,7 +5,7 @@
 - Only the composition root, offload/backends.cc, sees cpu and kernels: everything else computes
   through lib/backend.h. Files are no such secret, so the floors above may include io.
 - Public headers (lib/include/sluice) include only the standard library and each other.
-- CUDA's headers are for kernels alone.
+- CUDA's headers are for kernels, and for examples of code that users run on a GPU.
 - examples see what a user sees: the public headers. tests and bench include what they like.
 
 Prints one line per breach and exits with 1 if there is one.
@@ -72,7 +72,8 @@ def breach(source: str, target: Optional[str], include: Include) -> Optional[str
     if target is None:
         if include.quoted:
             return "names no file of the project"
-        if CUDA.match(include.name) and layer != "kernels":
+        runs_on_gpu = layer == "kernels" or (layer == "examples" and source.endswith(".cu"))
+        if CUDA.match(include.name) and not runs_on_gpu:
             return "only kernels may include CUDA headers"
         standard = CPP_STANDARD.fullmatch(include.name) or include.name in C_STANDARD
         if source.startswith(PUBLIC) and not standard:

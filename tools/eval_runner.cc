@@ -51,6 +51,7 @@ Counters counters(const Session& session) {
     now.index_bytes += ledger.total(Phase::decode, tier, tier, Cause::index_read).bytes;
     now.corrected_rows += ledger.total(Phase::correction, tier, tier, Cause::hit).rows;
   }
+  now.index_bytes += ledger.total(Phase::decode, Tier::host, Tier::device, Cause::index_read).bytes;
   now.corrected_rows += ledger.total(Phase::correction, Tier::host, Tier::device, Cause::miss).rows;
   return now;
 }

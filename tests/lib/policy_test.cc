@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -89,8 +90,7 @@ TEST(PolicyText, EverySettingIsRead) {
       "select=sparq(r=32) candidates=1/16 prune=top_p(0.95) cap=256 sinks=4 recent=32 "
       "compensate=mean_value dense=0,1 anchors=2,7 correct=1024 prefill=zipvl(0.9) bits=2");
   Policy expected;
-  expected.select = Selector::sparq;
-  expected.channels = 32;
+  expected.select = {"sparq", {{"r", 32}}};
   expected.candidates = {0, 16};
   expected.prune = Pruner::top_p;
   expected.p = 0.95;
@@ -107,12 +107,12 @@ TEST(PolicyText, EverySettingIsRead) {
 }
 
 TEST(PolicyText, EverySelectorHasItsName) {
-  EXPECT_EQ(parse_policy("select=dense").select, Selector::dense);
-  EXPECT_EQ(parse_policy("select=streaming recent=1").select, Selector::streaming);
-  EXPECT_EQ(parse_policy("select=exact prune=top_k(1)").select, Selector::exact);
-  EXPECT_EQ(parse_policy("select=int4 prune=top_k(1)").select, Selector::int4);
-  EXPECT_EQ(parse_policy("select=quest prune=top_k(1)").select, Selector::quest);
-  EXPECT_EQ(parse_policy("select=sparq prune=top_k(1)").select, Selector::sparq);
+  EXPECT_EQ(parse_policy("select=dense").select.name, "dense");
+  EXPECT_EQ(parse_policy("select=streaming recent=1").select.name, "streaming");
+  EXPECT_EQ(parse_policy("select=exact prune=top_k(1)").select.name, "exact");
+  EXPECT_EQ(parse_policy("select=int4 prune=top_k(1)").select.name, "int4");
+  EXPECT_EQ(parse_policy("select=quest prune=top_k(1)").select.name, "quest");
+  EXPECT_EQ(parse_policy("select=sparq prune=top_k(1)").select.name, "sparq");
 }
 
 TEST(PolicyText, ValuesThatMeanTheDefaultAreLeftOut) {
@@ -328,10 +328,15 @@ TEST(PolicyValidation, RefusesFieldsThatContradictEachOther) {
   EXPECT_THAT(refused(policy), HasSubstr("k is of prune=top_k"));
 
   policy = parse_policy("select=int4 prune=top_k(8)");
-  policy.channels = 8;
-  EXPECT_THAT(refused(policy), HasSubstr("only select=sparq takes"));
-  policy.channels = -1;
-  EXPECT_THAT(refused(policy), HasSubstr("from 1 to the model's head_dim"));
+  policy.select.parameters["r"] = 8;
+  EXPECT_THAT(refused(policy), HasSubstr("select=int4 takes no parameter r"));
+  for (const double channels : {-1.0, 0.0, 2.5, std::nan("")}) {
+    policy.select = {"sparq", {{"r", channels}}};
+    EXPECT_THAT(refused(policy), HasSubstr("has to be from 1 to head_dim"));
+  }
+  policy.select = {"magic", {}};
+  EXPECT_THAT(refused(policy),
+              HasSubstr("there is no select=magic; select takes dense, streaming"));
 
   for (const Budget budget : {Budget{8, 8}, Budget{-1, 0}, Budget{0, -1}}) {
     policy = parse_policy("select=int4 prune=top_k(8)");

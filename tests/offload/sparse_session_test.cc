@@ -181,7 +181,7 @@ TEST_P(SparseBudget, ReportsWhatItDid) {
   EXPECT_EQ(hits.bytes, hits.rows * shape_.row_bytes());
   const Traffic index =
       session.ledger().total(Phase::decode, Tier::host, Tier::host, Cause::index_read);
-  EXPECT_EQ(index.rows > 0, policy_.select != Selector::streaming);
+  EXPECT_EQ(index.rows > 0, policy_.select.name != "streaming");
 }
 
 INSTANTIATE_TEST_SUITE_P(Methods, SparseBudget, ::testing::ValuesIn(kSparse));

@@ -111,8 +111,9 @@ TEST(Transfers, TwilightReadsTheTilesOfItsCandidates) {
   const DecodedToken all("select=int4 candidates=1/1 prune=top_p(0.9)");
   const KeyTiles tiles;
   const auto tile = static_cast<std::int64_t>(tiles.page_bytes(kShape.head_dim));
-  // Proposed by every channel, re-scored by every channel: each tile is read twice.
-  EXPECT_EQ(all.index, 2 * kIndexed / kPageTokens * tile);
+  // Proposed by every channel, re-scored by every channel: each tile is read twice, and so are the
+  // keys of the unfinished page, which has none.
+  EXPECT_EQ(all.index, 2 * (kIndexed / kPageTokens * tile + kTail * kShape.head_dim * kBytes));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -297,6 +298,54 @@ TEST_P(KeyIndexParity, EstimatesABatchAsItsTokensAlone) {
         ASSERT_EQ(alone[head], together[i * queries + head])
             << "token " << i << " head " << head << " method " << static_cast<int>(c.method);
       }
+    }
+  }
+}
+
+// Tiles in which there are candidates, as often as the backend reads them.
+TEST_P(KeyIndexParity, TellsWhatWasReadForCandidates) {
+  const std::uint64_t seed = testing::seed(21);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  const auto sequences = random_sequences(random, shape(), kLengths);
+  IndexedCase index(*backend_, sequences, bits(), seed);
+  index.build();
+  const ReadPattern& reads = backend_->info().reads;
+  for (const EstimateCase& c : estimate_cases(random, shape(), newest_tokens(kLengths))) {
+    if (c.method != Selector::int4 || c.candidates.empty()) continue;
+    index.estimate(c);
+    for (std::size_t head = 0; head < c.candidates.size(); ++head) {
+      std::set<std::int64_t> tiles;
+      for (const std::int32_t at : c.candidates[head]) {
+        tiles.insert(at / kPageTokens / reads.tile_pages);
+      }
+      EXPECT_EQ(index.pages_read()[head],
+                static_cast<int>(tiles.size()) * reads.tile_pages *
+                    ReadPattern::parts(shape().group(), reads.estimate_queries))
+          << "KV head " << head << " of all tokens";
+    }
+  }
+}
+
+// The rows of a token's own page alone.
+TEST_P(KeyIndexParity, NewestLogitsAreThoseOfTheRows) {
+  Random random(testing::seed(22));
+  const auto sequences = random_sequences(random, shape(), kLengths);
+  IndexedCase index(*backend_, sequences, bits(), 22);
+  EstimateCase c;
+  c.tokens = newest_tokens(kLengths);
+  c.q = random.normal(static_cast<std::int64_t>(c.tokens.size()) * shape().query_heads *
+                      shape().head_dim);
+  c.method = Selector::exact;
+  const auto exact = index.estimate(c);
+  c.method = Selector::newest;
+  const auto newest = index.estimate(c);
+  for (std::size_t row = 0; row < exact.size(); ++row) {
+    const BatchToken& token = c.tokens[row / static_cast<std::size_t>(shape().query_heads)];
+    for (auto at = static_cast<std::size_t>(token.page_first()); at < exact[row].size(); ++at) {
+      const double half =
+          half_logits() ? 0x1p-10 * std::abs(static_cast<double>(exact[row][at])) : 0.0;
+      ASSERT_NEAR(newest[row][at], exact[row][at], 2e-5 + half) << "row " << row << " " << at;
     }
   }
 }

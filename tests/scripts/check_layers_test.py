@@ -24,6 +24,7 @@ GOOD = {
     "tools/main.cc": '#include "sluice/engine.h"\n#include "model/weights.h"\n',
     "model/weights.h": "#pragma once\n",
     "examples/generate.cc": '#include "sluice/engine.h"\n',
+    "examples/scorer/signs.cu": '#include <sluice/engine.h>\n#include <cuda_fp16.h>\n',
     "tests/any_test.cc": '#include "cpu/backend.h"\n#include "kernels/backend.h"\n',
     "bench/any_bench.cc": '#include "cpu/backend.h"\n#include <cuda_runtime.h>\n',
 }
@@ -77,6 +78,7 @@ BAD = {
         '#include "lib/backend.h"',
         "examples may not include lib",
     ),
+    "CUDA in an example's header": ("examples/generate.cc", "#include <cuda_fp16.h>", "CUDA"),
     "CUDA outside kernels": ("offload/backends.cc", "#include <cuda_runtime.h>", "CUDA"),
     "CUDA by folder": ("cpu/backend.cc", "# include <cub/cub.cuh>", "CUDA"),
     "a project header in angle brackets": (

@@ -59,6 +59,10 @@ class CountingBackend : public cpu::ReferenceBackend {
   }
 
   void on_index_read(const cpu::IndexRead& read) override { index_bytes_read += read.bytes; }
+  void on_key_read(const std::byte* row, std::size_t bytes) override {
+    index_bytes_read += bytes;
+    if (!blocks_.empty() && !on_device(row)) host_to_device += bytes;
+  }
 
   std::uint64_t rows_read = 0;
   std::uint64_t home_rows_read = 0;

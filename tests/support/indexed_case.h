@@ -93,9 +93,12 @@ class IndexedCase {
     const auto rows = static_cast<std::int64_t>(c.tokens.size()) * shape_.query_heads;
     LogitMatrix logits(backend_, rows, p.batch.capacity);
     p.logits = logits.view();
+    const Buffer read = upload(backend_, std::vector<std::int32_t>(c.tokens.size() * heads(), -1));
+    p.pages_read = reinterpret_cast<std::int32_t*>(read.data());
     backend_.synchronize();
     backend_.estimate(p);
     const std::vector<float> all = logits.get();
+    pages_read_ = download<std::int32_t>(backend_, read);
     std::vector<std::vector<float>> of_rows;
     for (std::int64_t row = 0; row < rows; ++row) {
       const auto first = all.begin() + row * p.batch.capacity;
@@ -118,6 +121,9 @@ class IndexedCase {
     }
     return all;
   }
+
+  // What the last estimate reported, [tokens, kv_heads].
+  const std::vector<std::int32_t>& pages_read() const { return pages_read_; }
 
   std::vector<std::uint8_t> codes() { return download<std::uint8_t>(backend_, codes_); }
   std::vector<std::uint16_t> scales() { return download<std::uint16_t>(backend_, scales_); }
@@ -236,6 +242,7 @@ class IndexedCase {
   PagedRows rows_;
   KeyIndexView view_;
   std::vector<std::int32_t> slots_;  // [sequences, tiles]
+  std::vector<std::int32_t> pages_read_;
   Buffer device_, host_, table_, slot_table_, codes_, scales_, bounds_, bad_;
 };
 

@@ -22,6 +22,7 @@
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
 #include "sluice/sampler.h"
+#include "sluice/scorer.h"
 #include "sluice/selection.h"
 #include "sluice/tokenizer.h"
 #include "sluice/types.h"
@@ -43,6 +44,7 @@ struct EngineConfig {
   // and a GPU's free memory is the cap. The host cap covers all that is not on the device.
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
+  Scorers scorers;  // that policies may name: Sluice's own, and what was added; see sluice/scorer.h
 };
 
 // What config.json and the tensors' headers say.
@@ -141,7 +143,8 @@ class Engine {
   // The prompt's ids with the BOS token in front if the model expects one.
   std::vector<TokenId> encode_prompt(std::string_view text) const;
 
-  // parse_policy, but a preset that `sluice calibrate` has adapted to this checkpoint is that.
+  // parse_policy with the engine's scorers, but a preset that `sluice calibrate` has adapted to
+  // this checkpoint is that.
   Policy policy(std::string_view text) const;
 
   // Throws Error{memory} if a cap does not hold the plan, naming what would have to change.

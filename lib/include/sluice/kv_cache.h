@@ -29,6 +29,7 @@
 #include "sluice/errors.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
+#include "sluice/scorer.h"
 #include "sluice/selection.h"
 #include "sluice/types.h"
 
@@ -59,6 +60,7 @@ struct KvConfig {
   // where they lie and copies nothing, and a GPU's free memory is the cap.
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
+  Scorers scorers;  // that the policies may name: Sluice's own, and what was added
 };
 
 // Where the rows will live and what that takes, worked out before anything is allocated.

@@ -17,7 +17,8 @@ enum class Cause : std::uint8_t {
   write_back,  // rows copied to their home in a lower tier
   hit,         // rows attended where they already were
   miss,        // rows fetched from a lower tier because attention needed them
-  index_read,  // the key index, read to estimate weights; rows are tokens estimated
+  index_read,  // the key index, or keys themselves, read to estimate weights; rows are tokens
+               // estimated
 };
 inline constexpr int kCauses = 5;
 std::string_view to_string(Cause cause);

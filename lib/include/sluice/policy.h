@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,15 +22,28 @@
 
 namespace sluice {
 
-// How the weights of tokens are estimated.
-enum class Selector : std::uint8_t {
-  dense,      // not at all: exact attention over every row
-  streaming,  // the first and the newest tokens (Xiao et al. 2023, StreamingLLM)
-  exact,      // from the keys themselves: the oracle that the others approach
-  int4,       // from the key index, every channel of it (Twilight's estimate, Lin et al. 2025)
-  sparq,      // from the key index, the query's largest channels only (Ribar et al. 2023, SparQ)
-  quest,      // upper bounds from each sub-page's extreme keys (Tang et al. 2024, Quest)
+class Scorers;  // see sluice/scorer.h
+
+// Numbers by their names.
+using Parameters = std::map<std::string, double>;
+
+// How the weights of tokens are estimated: a scorer by its name, and its parameters. Sluice's own:
+//
+//   dense       not at all: exact attention over every row
+//   streaming   the first and the newest tokens (Xiao et al. 2023, StreamingLLM)
+//   exact       from the keys themselves: the oracle that the others approach
+//   int4        from the key index, every channel of it (Twilight's estimate, Lin et al. 2025)
+//   quest       upper bounds from each sub-page's extreme keys (Tang et al. 2024, Quest)
+//   sparq(r=N)  from the key index, the query's N largest channels per KV head only (Ribar et al.
+//               2023, SparQ); without r, a quarter of head_dim
+struct Method {
+  std::string name = "dense";
+  Parameters parameters;
+
+  friend bool operator==(const Method&, const Method&) = default;
 };
+// "sparq(r=16)".
+std::string to_string(const Method& method);
 
 // What is kept of the estimated tokens.
 enum class Pruner : std::uint8_t {
@@ -64,8 +78,7 @@ struct SparsePrefill {
 };
 
 struct Policy {
-  Selector select = Selector::dense;
-  int channels = 0;   // of SparQ's slices, per KV head ("r"); 0: a quarter of head_dim
+  Method select;
   int bits = 4;       // per key channel in the index, 4 or 2
   Budget candidates;  // if limited: as many by the selector, scored again by the whole index
   Pruner prune = Pruner::top_k;
@@ -89,23 +102,27 @@ struct Policy {
   bool selects(int layer) const;  // else, if not dense, it follows the latest layer that does
 };
 
+// Scorers that there are unless others are named.
+const Scorers& own_scorers();
+
 // Throws Error{usage} naming the setting and the accepted range if the policy makes no sense by
 // itself (the first) or for this model (the second).
-void validate(const Policy& policy);
-void validate(const Policy& policy, const KvShape& shape);
+void validate(const Policy& policy, const Scorers& scorers = own_scorers());
+void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers = own_scorers());
 
 // Reads one line, see above. Throws Error{usage} with what would be accepted. Does not validate
 // against a model, but everything else.
-Policy parse_policy(std::string_view text);
+Policy parse_policy(std::string_view text, const Scorers& scorers = own_scorers());
 // Settings, none of them a preset, that replace those of `base`; possibly none at all.
-Policy change_policy(const Policy& base, std::string_view settings);
+Policy change_policy(const Policy& base, std::string_view settings,
+                     const Scorers& scorers = own_scorers());
 // The shortest line that parse_policy reads back as the same policy, without presets' names.
 std::string to_string(const Policy& policy);
 // One JSON object with the same words as keys, without those that to_string leaves out. Numbers and
 // lists of layers are JSON's; what else a value may be is a string: {"prune":"top_k(8)","cap":256}.
 std::string to_json(const Policy& policy);
 // Reads that back. Throws as parse_policy does, and refuses keys that are unknown or stand twice.
-Policy policy_from_json(std::string_view json);
+Policy policy_from_json(std::string_view json, const Scorers& scorers = own_scorers());
 
 // A policy with a name.
 struct Preset {

@@ -1,0 +1,80 @@
+// What one step works on: the tokens that it decodes, and where the rows of their sequences are.
+//
+// What changes from token to token lies in the backend's memory, so that a step that was recorded
+// once can be replayed: pointers, counts and capacities of a recorded step stay the same.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sluice/types.h"
+
+namespace sluice {
+
+// A token that a step decodes. It sees the tokens of its sequence up to its own position.
+struct BatchToken {
+  std::int32_t sequence = 0;  // its row in the tables of pages
+  std::int32_t position = 0;  // in the sequence
+
+  // Tokens of the sequence that it sees, itself included.
+  constexpr std::int64_t count() const { return std::int64_t{position} + 1; }
+  // Whole pages before its own; its own page is always attended.
+  constexpr std::int64_t pages() const { return position / kPageTokens; }
+  constexpr std::int64_t page_first() const { return pages() * kPageTokens; }
+};
+
+// The tokens of a step, usually one of each sequence. Several of one sequence follow each other in
+// the batch, and have positions that do.
+struct TokenBatch {
+  const BatchToken* tokens = nullptr;  // the backend's memory, [count]
+  std::int64_t count = 0;
+  std::int64_t capacity = 0;  // every position is below it; launches are sized by it
+};
+
+// Pages of a sequence that have one slot of the key index together: tiles of keys lie side by side
+// in it, so that slices of channels are read in pieces twice as long.
+inline constexpr int kTilePages = 2;
+
+// Where one page of a sequence is: its slots in the pools of rows.
+struct PageSlots {
+  static constexpr std::int32_t kNone = -1;  // the page is not in that tier
+
+  std::int32_t device = kNone;
+  std::int32_t host = kNone;
+};
+
+// Rows of one layer, of all sequences of a pool. Rows are read from the device if they are there
+// and from their home, host memory, if not; they are written to all places that they have.
+struct PagedRows {
+  // [kv_heads, slots, kPageTokens, row_bytes], with so many bytes from KV head to KV head; null if
+  // there is no such tier.
+  std::byte* device = nullptr;
+  std::byte* host = nullptr;
+  std::int64_t device_stride = 0;
+  std::int64_t host_stride = 0;
+  const PageSlots* pages = nullptr;  // the backend's memory, [sequences, table_stride]
+  std::int64_t table_stride = 0;     // pages that a sequence may have
+
+  // Where a page's first row is, by its slot in a tier's pool.
+  constexpr std::byte* in_device(std::int64_t head, std::int64_t slot,
+                                 std::int64_t row_bytes) const {
+    return device + head * device_stride + slot * kPageTokens * row_bytes;
+  }
+  constexpr std::byte* in_host(std::int64_t head, std::int64_t slot, std::int64_t row_bytes) const {
+    return host + head * host_stride + slot * kPageTokens * row_bytes;
+  }
+  constexpr const PageSlots& page(std::int64_t sequence, std::int64_t number) const {
+    return pages[sequence * table_stride + number];
+  }
+  // Where the row of a position is read; for those who reach `pages`.
+  constexpr const std::byte* row(std::int64_t sequence, std::int64_t head, std::int64_t position,
+                                 std::int64_t row_bytes) const {
+    const PageSlots& at = page(sequence, position / kPageTokens);
+    const std::byte* const first = at.device != PageSlots::kNone
+                                       ? in_device(head, at.device, row_bytes)
+                                       : in_host(head, at.host, row_bytes);
+    return first + position % kPageTokens * row_bytes;
+  }
+};
+
+}  // namespace sluice

@@ -1,0 +1,254 @@
+// A scorer is a method of estimating which tokens matter: one class, registered under a name that a
+// policy's select=NAME says. Sluice's own are registered by themselves; another needs no change of
+// Sluice:
+//
+//   sluice::EngineConfig config;
+//   config.scorers.add(std::make_shared<MyScorer>());
+//   ...
+//   engine.policy("select=mine(width=8) prune=top_k(64)");
+//
+// A scorer may have memory beside the rows, so much for every page of 128 tokens of a KV head,
+// which it fills when the page becomes whole and from which it estimates later. Pages that forked
+// sequences share they share there, too. Pointers are the processor's own: of a GPU they are
+// device memory, and work is issued to the stream that comes with the call. It may be recorded and
+// replayed: the same call issues the same work, allocates nothing and waits for nothing.
+//
+// Functions here that say constexpr can be used on a GPU with nvcc's --expt-relaxed-constexpr.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "sluice/batch.h"
+#include "sluice/policy.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+class Backend;
+struct EstimateParams;
+
+// Who computes: the host, at once, or an NVIDIA GPU, some time after the call.
+enum class Processor : std::uint8_t { host, cuda };
+std::string_view to_string(Processor processor);
+
+// A number that a scorer takes: select=NAME(name=N).
+struct ScorerParameter {
+  std::string name;
+  double least = 0.0;
+  double most = std::numeric_limits<std::int32_t>::max();
+  bool whole = true;       // no fractions
+  std::string range = {};  // in words, for messages: "1 to head_dim"
+};
+
+// What is known of a scorer without a model.
+struct ScorerInfo {
+  enum class Kind : std::uint8_t {
+    dense,   // every row is attended to, and nothing is chosen; Sluice's own only
+    fixed,   // no estimates: what is always kept is all that is chosen
+    bounds,  // scores that order tokens but are no weights; nothing can be a share of their sum
+    logits,  // estimates of logits, in natural units: their softmax estimates weights
+  };
+
+  std::string name;  // of lower-case letters, digits and _
+  Kind kind = Kind::logits;
+  std::vector<ScorerParameter> parameters = {};
+
+  bool estimates() const { return kind == Kind::bounds || kind == Kind::logits; }
+};
+
+// A scorer in use: under a policy, for a model.
+struct ScorerUse {
+  KvShape shape;
+  Parameters parameters;
+  int bits = 4;  // per key channel in tiles
+
+  double parameter(const std::string& name, double otherwise) const {
+    const auto found = parameters.find(name);
+    return found == parameters.end() ? otherwise : found->second;
+  }
+};
+
+// What a scorer needs of every layer that selects.
+struct IndexNeeds {
+  bool tiles = false;   // keys at ScorerUse::bits per channel, for the backend's own estimates
+  bool bounds = false;  // the extreme keys of sub-pages, likewise
+  // Memory of its own: for every page of every KV head, and for every sequence.
+  std::size_t page_bytes = 0;
+  std::size_t sequence_bytes = 0;
+
+  bool own() const { return page_bytes > 0 || sequence_bytes > 0; }
+};
+
+// A scorer's own memory in one layer. What is written for a page stays until its slot is another
+// page's. A new sequence's own part is zero; a fork gets a copy of it.
+struct ScorerMemory {
+  static constexpr std::size_t kAlignment = 64;  // of pages and sequences
+
+  std::byte* pages = nullptr;           // [kv_heads, slots, kTilePages, page_bytes]
+  std::size_t page_bytes = 0;           // as asked for, rounded up to kAlignment
+  std::int64_t slots = 0;               // per KV head
+  std::byte* sequences = nullptr;       // [sequences, sequence_bytes]
+  std::size_t sequence_bytes = 0;       // likewise
+  const std::int32_t* table = nullptr;  // [sequences, table_stride]: slots of pages
+  std::int64_t table_stride = 0;
+
+  constexpr std::byte* page(std::int64_t head, std::int64_t sequence, std::int64_t number) const {
+    const std::int64_t slot = table[sequence * table_stride + number / kTilePages];
+    const std::int64_t place = (head * slots + slot) * kTilePages + number % kTilePages;
+    return pages + place * static_cast<std::int64_t>(page_bytes);
+  }
+  constexpr std::byte* sequence(std::int64_t number) const {
+    return sequences + number * static_cast<std::int64_t>(sequence_bytes);
+  }
+};
+
+// What every call says.
+struct ScorerCall {
+  ScorerUse use;
+  int layer = 0;
+  ScorerMemory memory;
+  Processor processor = Processor::host;
+  void* stream = nullptr;  // a cudaStream_t; null on the host
+};
+
+// Pages that became whole, of one layer: a run of one sequence's, or those whose last token is in a
+// batch. Numbers [0, count) of which some may be no page.
+struct WholePages {
+  std::int64_t count = 0;
+  TokenBatch batch;  // of `count` tokens; `tokens` null: a run
+  PagedRows paged;   // of the batch
+  // Of a run: page `first` and those after it, whose rows follow each other.
+  std::int32_t run_sequence = 0;
+  std::int64_t first = 0;
+  const std::byte* run_rows = nullptr;  // of KV head 0
+  std::int64_t head_stride = 0;         // bytes from KV head to KV head
+
+  // For those who reach the batch's tokens.
+  constexpr bool exists(std::int64_t i) const {
+    return batch.tokens == nullptr || batch.tokens[i].count() % kPageTokens == 0;
+  }
+  constexpr std::int32_t sequence(std::int64_t i) const {
+    return batch.tokens == nullptr ? run_sequence : batch.tokens[i].sequence;
+  }
+  constexpr std::int64_t number(std::int64_t i) const {
+    return batch.tokens == nullptr ? first + i : batch.tokens[i].pages();
+  }
+  // The page's first row; the others follow.
+  constexpr const std::byte* rows(std::int64_t i, std::int64_t head, std::int64_t row_bytes) const {
+    return batch.tokens == nullptr
+               ? run_rows + head * head_stride + i * kPageTokens * row_bytes
+               : paged.row(sequence(i), head, number(i) * kPageTokens, row_bytes);
+  }
+};
+
+struct BuildScorer : ScorerCall {
+  WholePages pages;
+};
+
+// A sequence forgets its tokens [length, from).
+struct TruncateScorer : ScorerCall {
+  std::int32_t sequence = 0;
+  std::int64_t from = 0;
+  std::int64_t length = 0;
+  PagedRows rows;  // still has the rows
+};
+
+// Rows of logits, of one number each for every position.
+struct LogitRows {
+  std::byte* data = nullptr;  // [count, query_heads, stride]
+  DType dtype = DType::f32;   // f16 on a GPU
+  std::int64_t stride = 0;
+
+  template <typename T>
+  constexpr T* row(std::int64_t query) const {
+    return reinterpret_cast<T*>(data) + query * stride;
+  }
+};
+
+struct RunScorer : ScorerCall {
+  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t q_stride = 0;
+  TokenBatch batch;
+  PagedRows rows;
+  // Where every token gets a logit for each position of the whole pages before its own: the first
+  // page_first() numbers of the rows of its query heads. Nothing beyond them is to be written, for
+  // the tokens of its own page are scored from their rows. NaN and +Inf end the session's step with
+  // an error; -Inf leaves a token out.
+  LogitRows logits;
+  // What Sluice's own scorers call the backend with; see lib/.
+  Backend* backend = nullptr;
+  const EstimateParams* estimate = nullptr;
+};
+
+// What estimates of one token depend on, for one KV head.
+struct ScanExtent {
+  std::int64_t pages = 0;  // whole pages before the token's own
+  // How the backend's own operations read: tiles of so many pages at least, and everything once for
+  // each of so many parts of the query heads.
+  int tile_pages = 1;
+  int passes = 1;
+};
+
+// One object serves all layers, sequences and sessions: what it remembers is in its ScorerMemory.
+class Scorer {
+ public:
+  explicit Scorer(ScorerInfo info) : info_(std::move(info)) {}
+  Scorer(const Scorer&) = delete;
+  Scorer& operator=(const Scorer&) = delete;
+  virtual ~Scorer() = default;
+
+  const ScorerInfo& info() const { return info_; }
+  virtual bool runs_on(Processor processor) const { return processor == Processor::host; }
+  // Throws Error{usage} for parameters that this model does not allow.
+  virtual void check(const ScorerUse& /*use*/) const {}
+
+  virtual IndexNeeds needs(const ScorerUse& /*use*/) const { return {}; }
+  // Called for every page of a layer that becomes whole, in order.
+  virtual void build(const BuildScorer& /*call*/) const {}
+  // For memory of sequences: pages need nothing, for they are built again.
+  virtual void truncate(const TruncateScorer& /*call*/) const {}
+  virtual void score(const RunScorer& call) const = 0;
+  // Bytes of its own memory, of tiles or of bounds that score() reads for one KV head of a token.
+  virtual std::uint64_t bytes_read(const ScorerUse& use, const ScanExtent& extent) const = 0;
+
+  // For Sluice's own. Whether estimates come from the rows themselves, those of candidates, too;
+  // and whether they come from a scan of tiles that digests them (see LogitDigest).
+  virtual bool reads_rows() const { return false; }
+  virtual bool digests() const { return false; }
+
+ private:
+  ScorerInfo info_;
+};
+
+// The scorers that policies may name. A value: copies share the scorers, and adding to one does not
+// change another.
+class Scorers {
+ public:
+  // Sluice's own.
+  Scorers();
+
+  // Throws Error{usage} for a name that is taken or has other characters than it may.
+  void add(std::shared_ptr<const Scorer> scorer);
+  // Null if there is none of that name.
+  const Scorer* find(std::string_view name) const;
+  // Throws Error{usage} saying what select takes.
+  const Scorer& at(const Method& method) const;
+  bool has(const Scorer& scorer) const { return find(scorer.info().name) == &scorer; }
+  // Whether there is one that takes such parameters.
+  bool accepts(const Method& method) const;
+  // What select= takes, for messages: "dense, ..., sparq or sparq(r=N), N from 1 to head_dim".
+  std::string accepted() const;
+  // Those of some kinds: "exact, int4 or sparq".
+  std::string names(std::initializer_list<ScorerInfo::Kind> kinds) const;
+
+ private:
+  std::vector<std::shared_ptr<const Scorer>> all_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,18 @@
+// Sluice's own scorers, in the order in which messages name them. They are here rather than beside
+// the sessions that use them because reading a policy takes knowing what there is to select.
+#pragma once
+
+#include <memory>
+
+#include "sluice/scorer.h"
+
+namespace sluice::scorers {
+
+std::shared_ptr<const Scorer> make_dense();
+std::shared_ptr<const Scorer> make_streaming();
+std::shared_ptr<const Scorer> make_exact();
+std::shared_ptr<const Scorer> make_int4();
+std::shared_ptr<const Scorer> make_quest();
+std::shared_ptr<const Scorer> make_sparq();
+
+}  // namespace sluice::scorers
