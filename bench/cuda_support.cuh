@@ -10,9 +10,9 @@
 #include <functional>
 #include <vector>
 
-#include "kernels/error.h"
-#include "kernels/owners.h"
-#include "kernels/workspace.h"
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/owners.h"
+#include "kernels/runtime/workspace.h"
 
 namespace sluice::cuda::bench {
 

@@ -5,7 +5,7 @@
 #include <random>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/decode_attention.h"
+#include "kernels/attention/decode.h"
 
 namespace sluice::cuda::bench {
 namespace {

@@ -8,11 +8,11 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/error.h"
-#include "kernels/estimate.h"
-#include "kernels/key_index.h"
-#include "kernels/owners.h"
-#include "kernels/workspace.h"
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/owners.h"
+#include "kernels/runtime/workspace.h"
+#include "kernels/scan/estimate.h"
+#include "kernels/scan/key_index.h"
 #include "lib/backend.h"
 
 namespace sluice::cuda {

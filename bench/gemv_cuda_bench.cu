@@ -2,9 +2,9 @@
 // our kernel and by cuBLAS. Matrices take turns and together exceed the cache; products follow each
 // other as in a decode step.
 #include "bench/cuda_support.cuh"
-#include "kernels/elementwise.h"
-#include "kernels/gemm.h"
-#include "kernels/gemv.h"
+#include "kernels/dense/elementwise.h"
+#include "kernels/dense/gemm.h"
+#include "kernels/dense/gemv.h"
 
 namespace sluice::cuda::bench {
 namespace {

@@ -7,10 +7,10 @@
 #include <numeric>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/decode_attention.h"
-#include "kernels/estimate.h"
-#include "kernels/key_index.h"
-#include "kernels/select.h"
+#include "kernels/attention/decode.h"
+#include "kernels/scan/estimate.h"
+#include "kernels/scan/key_index.h"
+#include "kernels/select/select.h"
 
 namespace sluice::cuda::bench {
 namespace {

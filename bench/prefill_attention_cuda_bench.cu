@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/device_math.cuh"
-#include "kernels/error.h"
-#include "kernels/owners.h"
-#include "kernels/prefill_attention.h"
-#include "kernels/workspace.h"
+#include "kernels/attention/prefill.h"
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/owners.h"
+#include "kernels/runtime/workspace.h"
 
 namespace sluice::cuda {
 namespace {

@@ -11,11 +11,11 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/column_sums.h"
-#include "kernels/error.h"
-#include "kernels/owners.h"
-#include "kernels/select.h"
-#include "kernels/workspace.h"
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/owners.h"
+#include "kernels/runtime/workspace.h"
+#include "kernels/scan/column_sums.h"
+#include "kernels/select/select.h"
 #include "lib/backend.h"
 
 namespace sluice::cuda {

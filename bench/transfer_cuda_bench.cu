@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/copy.h"
+#include "kernels/runtime/copy.h"
 
 namespace sluice::cuda::bench {
 namespace {

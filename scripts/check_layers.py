@@ -4,6 +4,7 @@
 - A folder includes only itself and the folders below it; io, cpu and kernels never each other.
 - Only the composition root, offload/backends.cc, sees cpu and kernels: everything else computes
   through lib/backend.h. Files are no such secret, so the floors above may include io.
+- Within kernels a folder includes only itself and kernels/runtime, but the backend in it sees all.
 - Public headers (lib/include/sluice) include only the standard library and each other.
 - CUDA's headers are for kernels, and for examples of code that users run on a GPU.
 - examples see what a user sees: the public headers. tests and bench include what they like.
@@ -29,6 +30,7 @@ ALLOWED = {
     "examples": {"examples"},
 }
 COMPOSITION_ROOT = "offload/backends.cc"
+CUDA_BACKEND = "kernels/runtime/cuda_backend.cc"
 COMPOSED = {"io", "cpu", "kernels"}
 PUBLIC = "lib/include/"
 
@@ -66,6 +68,16 @@ def resolve(root: Path, file: Path, name: str) -> Optional[str]:
     return None
 
 
+def breach_of_kernels(source: str, target: str) -> Optional[str]:
+    """Says what is wrong with an include across kernels' folders, or returns None."""
+    if not (source.startswith("kernels/") and target.startswith("kernels/")):
+        return None
+    own, other = source.rsplit("/", 1)[0], target.rsplit("/", 1)[0]
+    if source == CUDA_BACKEND or other in (own, "kernels/runtime"):
+        return None
+    return f"{own} may not include {other}"
+
+
 def breach(source: str, target: Optional[str], include: Include) -> Optional[str]:
     """Says what is wrong with an include of `target` in `source`, or returns None."""
     layer = source.split("/")[0]
@@ -86,7 +98,7 @@ def breach(source: str, target: Optional[str], include: Include) -> Optional[str
     allowed = ALLOWED[layer] | (COMPOSED if source == COMPOSITION_ROOT else set())
     target_layer = target.split("/")[0]
     if target_layer in allowed:
-        return None
+        return breach_of_kernels(source, target)
     if target_layer in COMPOSED and "offload" in allowed:
         return f"only {COMPOSITION_ROOT} may include {target_layer}"
     return f"{layer} may not include {target_layer}"

@@ -18,6 +18,10 @@ GOOD = {
     "cpu/backend.cc": '#include "backend.h"\n#include "sluice/types.h"\n',
     "kernels/backend.h": '#include "lib/backend.h"\n',
     "kernels/attend.cu": "#include <cuda_runtime.h>\n#include <cub/cub.cuh>\n",
+    "kernels/runtime/launch.h": "#pragma once\n",
+    "kernels/runtime/cuda_backend.cc": '#include "kernels/scan/tiles.h"\n',
+    "kernels/scan/tiles.h": '#include "kernels/runtime/launch.h"\n',
+    "kernels/select/sums.cu": '#include "kernels/runtime/launch.h"\n',
     "offload/backends.h": '#include "lib/backend.h"\n',
     "offload/backends.cc": '#include "cpu/backend.h"\n#include "kernels/backend.h"\n',
     "model/weights.cc": '#include "io/files.h"\n#include "offload/backends.h"\n',
@@ -37,6 +41,16 @@ BAD = {
     "cpu sees io": ("cpu/backend.cc", '#include "io/files.h"', "cpu may not include io"),
     "cpu sees kernels": ("cpu/backend.h", '#include "kernels/backend.h"', "cpu may not include"),
     "kernels see cpu": ("kernels/backend.h", '#include "cpu/backend.h"', "kernels may not include"),
+    "a folder of kernels sees another": (
+        "kernels/select/sums.cu",
+        '#include "kernels/scan/tiles.h"',
+        "kernels/select may not include kernels/scan",
+    ),
+    "runtime sees what is above it": (
+        "kernels/runtime/launch.h",
+        '#include "kernels/scan/tiles.h"',
+        "kernels/runtime may not include kernels/scan",
+    ),
     "offload sees model": (
         "offload/backends.cc",
         '#include "model/weights.h"',

@@ -1,0 +1,150 @@
+#include <vector>
+
+#include "kernels/attention/append.h"
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/runtime/dispatch.h"
+#include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/heads.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kAppendThreads = 128;
+
+template <typename T>
+__global__ void append_kernel(const float* k, const float* v, std::int64_t stride, int head_dim,
+                              std::int64_t row_bytes, const __grid_constant__ HeadRows rows,
+                              const __grid_constant__ HeadRows home, bool has_home) {
+  take_turn();
+  const std::int64_t token = blockIdx.x;
+  const auto head = static_cast<int>(blockIdx.y);
+  const std::int64_t from = token * stride + static_cast<std::int64_t>(head) * head_dim;
+  const auto row_of = [&](const HeadRows& of) {
+    return reinterpret_cast<T*>(const_cast<std::byte*>(of[head]) + token * row_bytes);
+  };
+  T* const to = row_of(rows);
+  T* const also = has_home ? row_of(home) : to;
+  for (int c = static_cast<int>(threadIdx.x); c < 2 * head_dim; c += static_cast<int>(blockDim.x)) {
+    const T element = from_float<T>(c < head_dim ? k[from + c] : v[from + c - head_dim]);
+    to[c] = element;
+    if (has_home) also[c] = element;
+  }
+}
+
+// One past the last token that follows this one in its sequence.
+__device__ __forceinline__ std::int64_t end_of_run(const TokenBatch& batch, std::int64_t token,
+                                                   std::int32_t sequence) {
+  do ++token;
+  while (token < batch.count && batch.tokens[token].sequence == sequence);
+  return token;
+}
+
+// One block for each KV head of each token; that of a sequence's first token adds the values of all
+// of them to the sums, in order. Where rows go is found before the kernel before is over: tokens
+// and pages stay the same during a step.
+template <typename T>
+__global__ void __launch_bounds__(kAppendThreads)
+    append_batch_kernel(const __grid_constant__ AppendBatchParams p, std::int64_t row_bytes) {
+  allow_next_kernel();
+  const std::int64_t token = blockIdx.x;
+  const std::int64_t head = blockIdx.y;
+  const BatchToken self = p.batch.tokens[token];
+  const bool sums_up =
+      p.sums != nullptr && (token == 0 || p.batch.tokens[token - 1].sequence != self.sequence);
+  const std::int64_t end = sums_up ? end_of_run(p.batch, token, self.sequence) : token;
+  const PageSlots page =
+      p.rows.pages[self.sequence * p.rows.table_stride + self.position / kPageTokens];
+  const auto row_in = [&](std::byte* pool, std::int64_t stride, std::int64_t slot) {
+    const std::int64_t row = slot * kPageTokens + self.position % kPageTokens;
+    return slot == PageSlots::kNone ? nullptr
+                                    : reinterpret_cast<T*>(pool + head * stride + row * row_bytes);
+  };
+  T* const device = row_in(p.rows.device, p.rows.device_stride, page.device);
+  T* const host = row_in(p.rows.host, p.rows.host_stride, page.host);
+  wait_for_kernel_before();
+  const int d = p.shape.head_dim;
+  for (int c = static_cast<int>(threadIdx.x); c < d; c += kAppendThreads) {
+    const std::int64_t channel = head * d + c;
+    float* const sums = p.sums + (std::int64_t{self.sequence} * p.shape.kv_heads + head) * d + c;
+    float sum = sums_up ? *sums : 0.0f;
+    const T key = from_float<T>(p.k[token * p.stride + channel]);
+    T value = from_float<T>(p.v[token * p.stride + channel]);
+    const auto put = [&](T* row) {
+      if (row == nullptr) return;
+      row[c] = key;
+      row[d + c] = value;
+    };
+    put(device);
+    put(host);
+#pragma unroll 1  // mostly one token
+    for (std::int64_t t = token; t < end; ++t) {
+      if (t > token) value = from_float<T>(p.v[t * p.stride + channel]);
+      sum += to_float(value);
+      if (p.token_sums != nullptr) p.token_sums[t * p.shape.kv_heads * d + channel] = sum;
+    }
+    if (sums_up) *sums = sum;
+  }
+}
+
+// One block per KV head: columns of threads add up every kSumRows-th row, then each other.
+constexpr int kSumRows = 8;
+constexpr int kSumColumns = 128;
+
+template <typename T>
+__global__ void sum_values_kernel(const __grid_constant__ HeadRows rows,
+                                  const __grid_constant__ HeadCounts counts, int head_dim,
+                                  std::int64_t row_bytes, float* sums, bool subtract) {
+  __shared__ float parts[kSumRows][kSumColumns];
+  take_turn();
+  const auto head = static_cast<int>(blockIdx.x);
+  const std::int64_t count = counts[head];
+  const auto column = static_cast<int>(threadIdx.x);
+  const int channel = static_cast<int>(blockIdx.y) * kSumColumns + column;
+  float sum = 0.0f;
+  if (channel < head_dim) {
+    for (std::int64_t row = threadIdx.y; row < count; row += kSumRows) {
+      sum += to_float(reinterpret_cast<const T*>(rows[head] + row * row_bytes)[head_dim + channel]);
+    }
+  }
+  parts[threadIdx.y][column] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || channel >= head_dim) return;
+  for (int i = 1; i < kSumRows; ++i) sum += parts[i][column];
+  sums[static_cast<std::int64_t>(head) * head_dim + channel] += subtract ? -sum : sum;
+}
+
+}  // namespace
+
+void append(const AppendParams& p, const Launch& launch) {
+  const auto rows_of = [](std::span<std::byte* const> heads) {
+    return head_rows(std::vector<const std::byte*>(heads.begin(), heads.end()));
+  };
+  const bool has_home = !p.home.empty();
+  const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(p.shape.kv_heads));
+  dispatch_rows(p.shape.dtype, [&](auto element) {
+    launch_early("append", append_kernel<decltype(element)>, grid, kAppendThreads, 0, launch, p.k,
+                 p.v, p.stride, p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()),
+                 rows_of(p.rows), has_home ? rows_of(p.home) : HeadRows{}, has_home);
+  });
+}
+
+void append_batch(const AppendBatchParams& p, const Launch& launch) {
+  const dim3 grid(static_cast<unsigned>(p.batch.count), static_cast<unsigned>(p.shape.kv_heads));
+  dispatch_rows(p.shape.dtype, [&](auto element) {
+    launch_early("append_batch", append_batch_kernel<decltype(element)>, grid, kAppendThreads, 0,
+                 launch, p, static_cast<std::int64_t>(p.shape.row_bytes()));
+  });
+}
+
+void sum_values(const SumValuesParams& p, const Launch& launch) {
+  const auto columns = static_cast<unsigned>((p.shape.head_dim + kSumColumns - 1) / kSumColumns);
+  const dim3 grid(static_cast<unsigned>(p.shape.kv_heads), columns);
+  dispatch_rows(p.shape.dtype, [&](auto element) {
+    launch_early("sum_values", sum_values_kernel<decltype(element)>, grid,
+                 dim3(kSumColumns, kSumRows), 0, launch, head_rows(p.rows), head_counts(p.rows),
+                 p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()), p.sums,
+                 p.subtract);
+  });
+}
+
+}  // namespace sluice::cuda

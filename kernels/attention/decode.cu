@@ -1,0 +1,283 @@
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numbers>
+
+#include "kernels/attention/decode.h"
+#include "kernels/attention/decode_results.cuh"
+#include "kernels/attention/decode_rows.cuh"
+#include "kernels/attention/decode_warp.cuh"
+#include "kernels/runtime/dispatch.h"
+#include "kernels/runtime/early_launch.cuh"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+// The part of the warps that work on rows.
+template <typename T, int kHeadDim, int kStages>
+__device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
+                        DecodeRing<kHeadDim, kStages> ring) {
+  using Shape = DecodeShape<kHeadDim>;
+  static_assert(sizeof(DecodeBlock<kHeadDim>) <= Shape::kTileBytes);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const auto bunch = static_cast<int>(blockIdx.y);
+  const int queries = min(kBunch, p.group - bunch * kBunch);
+  int segment = 0;
+  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
+    const std::byte* rows = ring.take();
+    DecodeWarp<T, kHeadDim> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes),
+                                  queries);
+    for (int tile = s.first;; rows = ring.take()) {
+      state.add(rows, s.count(tile), s.newest(tile), p.scale);
+      if (++tile == s.last) break;
+      ring.release();
+    }
+    // What the warps found takes the place of the last tile.
+    sync_decode_warps();
+    auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.stage());
+    state.store(block.out[warp][0], block.kStride, block.highest[warp], block.sum[warp], queries);
+    ring.hand_over(segment++);
+  }
+}
+
+// The part of the warps that bring what the others found to where it belongs.
+template <int kHeadDim, int kStages>
+__device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
+                       const DecodeRing<kHeadDim, kStages>& ring) {
+  const auto bunch = static_cast<int>(blockIdx.y);
+  const bool reports =
+      counts_resident(p) && threadIdx.x / kWarp == DecodeShape<kHeadDim>::kFirstFinishWarp;
+  int segment = 0;
+  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), ++segment) {
+    const DecodeSharers sharers = work.sharers_of(s);
+    const auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.take_found(segment));
+    const int resident = reports ? ring.take_resident(segment) : 0;
+    finish_segment(p, s, bunch, sharers, block, reports, resident);
+    ring.release_found(segment);
+  }
+}
+
+// What is looked up for selected rows is asked for before anybody knows which: the tables of the
+// sequences, each by one block. The last blocks do, for they have nothing else to do if rows are
+// few.
+__device__ __forceinline__ void prefetch_page_tables(const DecodeKernelParams& p) {
+  if (blockIdx.y != 0) return;
+  for (auto number = static_cast<int>(gridDim.x - 1 - blockIdx.x); number < p.count;
+       number += static_cast<int>(gridDim.x)) {
+    prefetch_page_table(p.rows, p.tokens[number]);
+  }
+}
+
+template <typename T, int kHeadDim, int kStages>
+__global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel(
+    const __grid_constant__ DecodeKernelParams p) {
+  using Ring = DecodeRing<kHeadDim, kStages>;
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ typename Ring::Barriers barriers;
+  __shared__ DecodeLookups<kStages> lookups;
+  const Ring ring(shared, barriers);
+  if (threadIdx.x == 0) ring.init();
+  DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
+  if (p.selects()) {
+    prefetch_page_tables(p);
+    wait_for_kernel_before();
+  }
+  work.divide();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  // Those that read or write memory wait for the kernel before, if that was not done above.
+  if (warp < kDecodeWarps) {
+    consume<T>(p, work, ring);
+  } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
+    if (p.selects()) {
+      DecodeFetch<kHeadDim, kStages, true>(p, work, ring, lookups).run();
+    } else {
+      DecodeFetch<kHeadDim, kStages, false>(p, work, ring, lookups).run();
+    }
+  } else {
+    wait_for_kernel_before();
+    allow_next_kernel();
+    finish(p, work, ring);
+  }
+}
+
+// Shared memory that the kernel declares, with some to spare for what is not named here.
+template <int kHeadDim, int kStages>
+constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim, kStages>::Barriers) +
+                               sizeof(DecodeLookups<kStages>) + 512;
+
+// What a launch may have besides its declared memory and stages.
+template <int kHeadDim, int kStages>
+std::int64_t room_of(const DeviceLimits& device) {
+  return std::int64_t{device.shared_bytes} - kDeclaredBytes<kHeadDim, kStages> -
+         DecodeRing<kHeadDim, kStages>::kBytes;
+}
+
+// Rows of all heads of one launch, at most.
+struct DecodeSize {
+  std::int64_t head_tiles = 1;
+  std::int64_t token_bytes = 0;  // of shared memory, beside the stages
+};
+
+// Scratch that a partial takes.
+template <int kHeadDim>
+constexpr std::int64_t kPartialBytes = kBunch*(kHeadDim * sizeof(float) + sizeof(float2)) +
+                                       sizeof(std::int32_t);
+
+// Tokens that one launch can serve: all but always all.
+template <int kHeadDim, int kStages>
+std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
+                            const DecodeSize& size, std::int64_t bunches, std::int64_t workers) {
+  constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t partials =
+      static_cast<std::int64_t>(launch.scratch_bytes) / kPartialBytes<kHeadDim> / bunches - workers;
+  std::int64_t tokens = std::min({std::int64_t{p.count}, partials / p.kv_heads,
+                                  Launch::kCounters / (bunches * p.kv_heads),
+                                  kMostTiles / (size.head_tiles * p.kv_heads)});
+  if (size.token_bytes > 0) {
+    const std::int64_t room = room_of<kHeadDim, kStages>(*launch.device);
+    const auto beside = static_cast<std::int64_t>(DecodeWork::kBytesBeside);
+    tokens = std::min(tokens, (room - beside) / size.token_bytes);
+  }
+  check(tokens > 0, "decode attention: too many KV heads");
+  return tokens;
+}
+
+// The parameters of `count` tokens from number `first` on.
+template <int kHeadDim>
+DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_t count) {
+  const std::int64_t heads = first * p.kv_heads;
+  const std::int64_t queries = heads * p.group;
+  const auto skip = [](auto& pointer, std::int64_t by) {
+    if (pointer != nullptr) pointer += by;
+  };
+  p.q += first * p.q_stride;
+  p.tokens += first;
+  p.count = static_cast<int>(count);
+  p.heads = p.count * p.kv_heads;
+  skip(p.positions, heads * p.capacity);
+  skip(p.selections, heads);
+  p.out += queries * kHeadDim;
+  p.lse += queries;
+  skip(p.alpha, queries);
+  skip(p.estimated_lse, queries);
+  skip(p.sums, heads * kHeadDim);
+  return p;
+}
+
+template <typename T, int kHeadDim, int kStages>
+void launch_stages(const DecodeKernelParams& all, const Launch& launch, const DecodeSize& size) {
+  const auto kernel = decode_kernel<T, kHeadDim, kStages>;
+  // Always the same, for calls that were recorded before start later.
+  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               launch.device->shared_bytes - kDeclaredBytes<kHeadDim, kStages>),
+          "shared memory of decode attention");
+  // One block on a multiprocessor keeps enough rows under way; with more of them whatever else is
+  // read waits for longer.
+  const int bunches = (all.group + kBunch - 1) / kBunch;
+  const int most_workers = std::max(1, launch.device->multiprocessors / bunches);
+  const std::int64_t at_once =
+      tokens_at_once<kHeadDim, kStages>(all, launch, size, bunches, most_workers);
+  for (std::int64_t first = 0; first < all.count; first += at_once) {
+    DecodeKernelParams p = part_of<kHeadDim>(all, first, std::min(at_once, all.count - first));
+    p.workers = static_cast<int>(std::min<std::int64_t>(most_workers, size.head_tiles * p.heads));
+    const std::int64_t partials = std::int64_t{bunches} * (p.workers + p.heads);
+    p.partial_lse = reinterpret_cast<float2*>(p.partials + partials * kBunch * kHeadDim);
+    p.partial_resident = reinterpret_cast<std::int32_t*>(p.partial_lse + partials * kBunch);
+    const std::size_t beside =
+        size.token_bytes > 0
+            ? DecodeWork::kBytesBeside + static_cast<std::size_t>(p.count * size.token_bytes)
+            : 0;
+    launch_early("decode attention", kernel,
+                 dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
+                 DecodeShape<kHeadDim>::kThreads, DecodeRing<kHeadDim, kStages>::kBytes + beside,
+                 launch, p);
+  }
+}
+
+// As many stages as keep about 100 KB under way, if shared memory has room for them and for what
+// all tokens need.
+template <typename T, int kHeadDim>
+void launch_shape(const DecodeKernelParams& p, const Launch& launch, const DecodeSize& size) {
+  constexpr int kMost = kHeadDim <= 64 ? 6 : kHeadDim <= 96 ? 4 : 3;
+  const auto wanted =
+      static_cast<std::int64_t>(DecodeWork::kBytesBeside) + p.count * size.token_bytes;
+  if (room_of<kHeadDim, kMost>(*launch.device) >= wanted) {
+    launch_stages<T, kHeadDim, kMost>(p, launch, size);
+  } else {
+    launch_stages<T, kHeadDim, 2>(p, launch, size);
+  }
+}
+
+// Of AttendBatchParams or AttendSelectedParams.
+template <typename Params>
+DecodeKernelParams common_params(const Params& a, const Launch& launch) {
+  check(reinterpret_cast<std::uintptr_t>(a.q) % 16 == 0 && a.q_stride % 4 == 0,
+        "decode attention: unaligned queries");
+  check(reinterpret_cast<std::uintptr_t>(a.rows.pages) % sizeof(PageSlots) == 0,
+        "decode attention: unaligned table of pages");
+  check(a.batch.capacity > 0, "decode attention: a batch without room for positions");
+  DecodeKernelParams p;
+  p.q = a.q;
+  p.q_stride = a.q_stride;
+  p.tokens = a.batch.tokens;
+  p.count = static_cast<int>(a.batch.count);
+  p.kv_heads = a.shape.kv_heads;
+  p.group = a.shape.group();
+  p.rows = a.rows;
+  p.scale = a.scale * std::numbers::log2e_v<float>;
+  p.out = a.out;
+  p.lse = a.lse;
+  p.partials = reinterpret_cast<float*>(launch.scratch);
+  p.finished = launch.counters;
+  return p;
+}
+
+// Heads have at most so many rows.
+void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch,
+         std::int64_t rows) {
+  DecodeSize size;
+  size.head_tiles = (rows - 1) / kTileRows + 1;
+  const bool differ = p.selects() || p.count > 1;
+  if (differ) size.token_bytes = static_cast<std::int64_t>(DecodeWork::token_bytes(p.kv_heads));
+  dispatch_rows(shape.dtype, [&](auto element) {
+    dispatch_head_dim(shape.head_dim, [&](auto head_dim) {
+      launch_shape<decltype(element), head_dim()>(p, launch, size);
+    });
+  });
+}
+
+}  // namespace
+
+bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
+  // Of these one token has no more than several hundred KV heads.
+  constexpr std::int64_t kBesideStages = 6 << 10;
+  bool fits = false;
+  dispatch_head_dim(head_dim, [&](auto constant) {
+    fits = room_of<decltype(constant)::value, 2>(device) >= kBesideStages;
+  });
+  return fits;
+}
+
+void attend_decode(const AttendBatchParams& a, const Launch& launch) {
+  if (a.batch.count == 0) return;
+  run(common_params(a, launch), a.shape, launch, a.batch.capacity);
+}
+
+void attend_decode_selected(const AttendSelectedParams& a, const Launch& launch) {
+  if (a.batch.count == 0) return;
+  check(a.alpha != nullptr || (a.estimated_lse == nullptr && a.value_sums == nullptr),
+        "attend_decode_selected: no alpha");
+  check(reinterpret_cast<std::uintptr_t>(a.value_sums) % 16 == 0,
+        "attend_decode_selected: unaligned sums of values");
+  DecodeKernelParams p = common_params(a, launch);
+  p.positions = a.selected.positions;
+  p.capacity = a.selected.capacity;
+  p.selections = a.selected.heads;
+  p.alpha = a.alpha;
+  p.estimated_lse = a.estimated_lse;
+  p.sums = a.value_sums;
+  run(p, a.shape, launch, std::min(a.batch.capacity, a.selected.capacity + kPageTokens));
+}
+
+}  // namespace sluice::cuda

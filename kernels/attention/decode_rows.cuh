@@ -1,0 +1,374 @@
+// Rows on their way to the matrix instructions.
+#pragma once
+
+#include "kernels/attention/decode_work.cuh"
+#include "kernels/runtime/barriers.cuh"
+#include "kernels/runtime/early_launch.cuh"
+
+namespace sluice::cuda {
+
+// A ring of tiles in shared memory: some warps fetch them and others use them.
+template <int kHeadDim, int kStages>
+class DecodeRing {
+  using Shape = DecodeShape<kHeadDim>;
+
+ public:
+  static constexpr int kBytes = kStages * Shape::kStageBytes;
+
+  struct Barriers {
+    std::uint64_t full[kStages];
+    std::uint64_t empty[kStages];
+    // Of segments, in turns: what was found is in stage `found_in`. Each keeps its stage until it
+    // is finished, so that there are never more than there are stages.
+    std::uint64_t found[kStages];
+    int found_in[kStages];
+    int resident[kStages];  // selected rows of a segment that were on the device
+  };
+
+  // `stages` [kBytes] and `barriers` are shared memory.
+  __device__ DecodeRing(std::byte* stages, Barriers& barriers)
+      : stages_(stages), barriers_(barriers) {}
+
+  // One thread does this before all others begin.
+  __device__ void init() const {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared_address(&barriers_.full[i]), Shape::kFetchWarps * kWarp);
+      barrier_init(shared_address(&barriers_.empty[i]), kDecodeWarps);
+      barrier_init(shared_address(&barriers_.found[i]), kDecodeWarps * kWarp);
+      barriers_.resident[i] = 0;
+    }
+    if constexpr (kBulkCopies) barrier_init_fence();
+  }
+
+  __device__ std::byte* stage() const { return stages_ + stage_ * Shape::kStageBytes; }
+  __device__ std::uint32_t full() const { return shared_address(&barriers_.full[stage_]); }
+  __device__ std::uint32_t empty() const { return shared_address(&barriers_.empty[stage_]); }
+  __device__ void advance() {
+    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    if (stage_ == 0) phase_ ^= 1u;
+  }
+
+  // The next tile, once it is there.
+  __device__ const std::byte* take() const {
+    barrier_wait(full(), phase_);
+    return stage();
+  }
+  // This warp is done with the tile that take() gave.
+  __device__ void release() {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) barrier_arrive(empty());
+    advance();
+  }
+  // Until the next stage may be filled.
+  __device__ void wait_empty() const { barrier_wait(empty(), phase_ ^ 1u); }
+
+  // This warp has written what it found of segment number `segment` over the tile that take() gave.
+  __device__ void hand_over(int segment) {
+    reuse_memory();
+    if (threadIdx.x == 0) barriers_.found_in[segment % kStages] = stage_;
+    barrier_arrive(found(segment));
+    advance();
+  }
+  // What all warps found of segment number `segment`, once it is there.
+  __device__ std::byte* take_found(int segment) const {
+    barrier_wait(found(segment), static_cast<std::uint32_t>(segment / kStages % 2));
+    return stages_ + barriers_.found_in[segment % kStages] * Shape::kStageBytes;
+  }
+  // So many more of a segment's selected rows were on the device; before they arrive.
+  __device__ void add_resident(int segment, int rows) const {
+    atomicAdd(&barriers_.resident[segment % kStages], rows);
+  }
+  // How many were, after take_found(). One warp.
+  __device__ int take_resident(int segment) const {
+    int& resident = barriers_.resident[segment % kStages];
+    const int rows = resident;
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) resident = 0;
+    return rows;
+  }
+  // This warp is done with what take_found() gave.
+  __device__ void release_found(int segment) const {
+    const int stage = barriers_.found_in[segment % kStages];
+    reuse_memory();
+    __syncwarp();
+    // As many arrive as there are warps that take tiles.
+    if (threadIdx.x % kWarp < kDecodeWarps / Shape::kFinishWarps) {
+      barrier_arrive(shared_address(&barriers_.empty[stage]));
+    }
+  }
+
+ private:
+  // Other uses of a stage's memory by this thread are over.
+  __device__ static void reuse_memory() {
+    if constexpr (kBulkCopies) shared_write_fence();
+  }
+  __device__ std::uint32_t found(int segment) const {
+    return shared_address(&barriers_.found[segment % kStages]);
+  }
+
+  std::byte* stages_;
+  Barriers& barriers_;
+  int stage_ = 0;
+  std::uint32_t phase_ = 0;
+};
+
+// What each lane that fetches looked up for its rows of the tiles to come. Pages are looked up so
+// many tiles before rows are asked for, and positions as many before that: memory that is busy with
+// rows answers late.
+template <int kStages>
+struct DecodeLookups {
+  static constexpr unsigned kAhead = kStages < 4 ? 4 : 8;
+
+  std::int32_t positions[2 * kAhead][kTileRows];
+  int2 pages[kAhead][kTileRows];  // PageSlots
+};
+
+// One warp's part of fetching all tiles that a block works on. With the first tile of a head come
+// its queries. `kSelects` is p.selects(): what a warp does for each tile is what limits short rows
+// and those found by position, and each kind does without what only the other needs.
+template <int kHeadDim, int kStages, bool kSelects>
+class DecodeFetch {
+  using Shape = DecodeShape<kHeadDim>;
+  using Ring = DecodeRing<kHeadDim, kStages>;
+  using Lookups = DecodeLookups<kStages>;
+  static constexpr unsigned kAhead = Lookups::kAhead;
+
+ public:
+  // `lookups` is shared memory.
+  __device__ DecodeFetch(const DecodeKernelParams& p, const DecodeWork& work, const Ring& ring,
+                         Lookups& lookups)
+      : p_(p),
+        work_(work),
+        ring_(ring),
+        lookups_(lookups),
+        lane_(static_cast<int>(threadIdx.x) % kWarp),
+        first_row_((static_cast<int>(threadIdx.x) / kWarp - kDecodeWarps) * Shape::kFetchRows) {}
+
+  // The whole warp. At step i the positions of tile i are asked for, the pages of tile i - kAhead
+  // and the rows of tile i - 2 kAhead.
+  __device__ void run() {
+    static_assert(kStages < static_cast<int>(kAhead),
+                  "tiles that are under way would delay what is looked up");
+    Tile tile = tile_of(work_.first(), 0);
+    if (!tile.segment.exists()) return;
+    Tile paged = tile;
+    Tile listed = tile;
+    int resident = 0;  // of this lane's selected rows of a segment
+#pragma unroll 1
+    for (unsigned step = kSelects ? 0 : kAhead;; ++step) {
+      copy_async_wait<kAhead - 1>();
+      if (step >= 2 * kAhead) {
+        if (!tile.segment.exists()) return;
+        // Pages are what they were before that kernel; queries and rows are not. It is over if
+        // anything was selected.
+        if (!kSelects && step == 2 * kAhead) wait_for_kernel_before();
+        // Before there is room, so that nothing but asking follows.
+        const std::byte* const from = find(tile, step, resident);
+        ring_.wait_empty();
+        if (tile.number + 1 == tile.segment.last) report(tile, resident);
+        if constexpr (kBulkCopies) {
+          fetch_bulk(tile, from);
+        } else {
+          fetch_chunks(tile, from);
+        }
+        ring_.advance();
+        advance(tile);
+      }
+      if (step >= kAhead) look_up_pages(paged, step);
+      if constexpr (kSelects) look_up_positions(listed, step);
+      copy_async_commit();
+      if (step < 2 * kAhead) pass_over(step, step < kAhead ? listed : paged);
+    }
+  }
+
+ private:
+  static_assert(Shape::kFetchRows <= kWarp && Shape::kFetchRows % Shape::kLotRows == 0);
+
+  struct Tile {
+    DecodeSegment segment;
+    int number = 0;
+    int turn = 0;  // of the segment among the block's
+    // Of the segment, where:
+    HeadPools pools;
+    const PageSlots* pages = nullptr;
+    const std::int32_t* positions = nullptr;
+    int in_turn = 0;  // the position of row 0 if all were like those that are not found by position
+  };
+
+  __device__ Tile tile_of(const DecodeSegment& s, int turn) const {
+    Tile tile{s, s.first, turn};
+    if (!s.exists()) return tile;
+    tile.pools = HeadPools(p_.rows, s.kv_head);
+    tile.pages = page_table_of(p_.rows, s.token.sequence);
+    if constexpr (kSelects) {
+      tile.positions = p_.positions + s.head * p_.capacity;
+      tile.in_turn = page_first_of(s.token) - s.selected;
+    }
+    return tile;
+  }
+  __device__ void advance(Tile& tile) const {
+    if (++tile.number < tile.segment.last) return;
+    tile = tile_of(work_.after(tile.segment), tile.turn + 1);
+  }
+
+  // Where tiles are few, the steps in which nothing is left to ask for before what was asked for is
+  // needed are passed over; `asked` is the tile that would be asked for next.
+  __device__ static void pass_over(unsigned& step, const Tile& asked) {
+    if (asked.segment.exists()) return;
+    step = (step < kAhead ? kAhead : 2 * kAhead) - 1;
+    copy_async_wait<0>();
+  }
+
+  // How many rows of a tile's head are found by position.
+  __device__ static int selected(const Tile& tile) { return kSelects ? tile.segment.selected : 0; }
+  // The first of the warp's rows of a tile, among those of the head.
+  __device__ int first_row(const Tile& tile) const { return tile.number * kTileRows + first_row_; }
+  // How many of the warp's rows of a tile exist.
+  __device__ int count(const Tile& tile) const {
+    return max(0, min(Shape::kFetchRows, tile.segment.count(tile.number) - first_row_));
+  }
+  // Whether the warp's rows come in lots, for none of them is found by position: a lot does not
+  // straddle pages.
+  __device__ bool in_lots(const Tile& tile) const {
+    return kBulkCopies && (!kSelects || first_row(tile) >= selected(tile));
+  }
+  // Of the warp's rows the one that this lane finds: its own, or the first of its lot. It may not
+  // exist.
+  __device__ int own_row(const Tile& tile) const {
+    return in_lots(tile) ? lane_ * Shape::kLotRows : lane_;
+  }
+  __device__ bool brings_queries(const Tile& tile) const {
+    return first_row_ == 0 && tile.number == tile.segment.first;
+  }
+
+  // Asks for the positions of a tile, and goes to the next.
+  __device__ void look_up_positions(Tile& tile, unsigned step) const {
+    if (!tile.segment.exists()) return;
+    if (own_row(tile) < count(tile)) {
+      std::int32_t& to = lookups_.positions[step % (2 * kAhead)][first_row_ + lane_];
+      const int row = first_row(tile) + own_row(tile);
+      if (row < selected(tile)) {
+        copy_async_word(&to, tile.positions + row);
+      } else {
+        to = tile.in_turn + row;
+      }
+    }
+    advance(tile);
+  }
+
+  // The position of this lane's row of a tile whose positions were asked for at step `asked`.
+  __device__ std::int32_t position(const Tile& tile, unsigned asked) const {
+    if constexpr (!kSelects) return first_row(tile) + own_row(tile);
+    return lookups_.positions[asked % (2 * kAhead)][first_row_ + lane_];
+  }
+
+  // Asks for the pages of a tile, and goes to the next.
+  __device__ void look_up_pages(Tile& tile, unsigned step) const {
+    if (!tile.segment.exists()) return;
+    if (own_row(tile) < count(tile)) {
+      copy_async_page(&lookups_.pages[step % kAhead][first_row_ + lane_],
+                      tile.pages + page_of(position(tile, step - kAhead)));
+    }
+    advance(tile);
+  }
+
+  // Where this lane's row of a tile is; something readable if there is none, which the queries are.
+  // `resident` counts those that were selected and are on the device.
+  __device__ const std::byte* find(const Tile& tile, unsigned step, int& resident) const {
+    if (own_row(tile) >= count(tile)) return reinterpret_cast<const std::byte*>(p_.q);
+    const int2 found = lookups_.pages[step % kAhead][first_row_ + lane_];
+    const PageSlots page{found.x, found.y};
+    if (first_row(tile) + own_row(tile) < selected(tile) && is_on_device(page)) ++resident;
+    return tile.pools.row_of(page, position(tile, step - 2 * kAhead), Shape::kRowBytes);
+  }
+
+  // Adds what was counted of a segment; begins anew.
+  __device__ void report(const Tile& tile, int& resident) const {
+    if (!kSelects || !counts_resident(p_)) return;
+    const int rows = __reduce_add_sync(kAllLanes, resident);
+    if (lane_ == 0 && rows > 0) ring_.add_resident(tile.turn, rows);
+    resident = 0;
+  }
+
+  __device__ const float* queries(const DecodeSegment& s) const {
+    const std::int64_t head = std::int64_t{s.kv_head} * p_.group + blockIdx.y * kBunch;
+    return p_.q + s.number * p_.q_stride + head * kHeadDim;
+  }
+  __device__ int query_bytes() const {
+    const int count = min(kBunch, p_.group - static_cast<int>(blockIdx.y) * kBunch);
+    return count * kHeadDim * static_cast<int>(sizeof(float));
+  }
+
+  __device__ void fetch_bulk(const Tile& tile, const std::byte* from) const {
+    std::byte* const to = ring_.stage();
+    const std::uint32_t full = ring_.full();
+    const int existing = count(tile);
+    if (existing < Shape::kFetchRows) clear(to, existing);
+    if (lane_ == 0) {
+      const int bytes = existing * Shape::kRowBytes + (brings_queries(tile) ? query_bytes() : 0);
+      barrier_expect(full, static_cast<std::uint32_t>(bytes));
+    } else {
+      barrier_arrive(full);
+    }
+    __syncwarp();
+    if (lane_ == 0 && brings_queries(tile)) {
+      copy_bulk(to + Shape::kTileBytes, queries(tile.segment),
+                static_cast<std::uint32_t>(query_bytes()), full);
+    }
+    const int own = own_row(tile);
+    if (own >= existing) return;
+    std::byte* const place = to + Shape::place(first_row_ + own);
+    // Lanes copy one after the other, each the longer the more of this differs among them.
+    if (in_lots(tile)) {
+      const int rows = min(Shape::kLotRows, existing - own);
+      copy_bulk(place, from, static_cast<std::uint32_t>(rows * Shape::kRowBytes), full);
+    } else {
+      copy_bulk(place, from, Shape::kRowBytes, full);
+    }
+  }
+
+  // The warp's rows from `existing` on become zero: they have no weight, but what was there may be
+  // no number.
+  __device__ void clear(std::byte* to, int existing) const {
+#pragma unroll 1
+    for (int row = first_row_ + existing; row < first_row_ + Shape::kFetchRows; ++row) {
+      for (int chunk = lane_; chunk < Shape::kRowChunks; chunk += kWarp) {
+        *reinterpret_cast<uint4*>(to + Shape::place(row) + chunk * 16) = make_uint4(0, 0, 0, 0);
+      }
+    }
+    shared_write_fence();
+  }
+
+  __device__ void fetch_chunks(const Tile& tile, const std::byte* row) const {
+    std::byte* const to = ring_.stage();
+    const int existing = count(tile);
+    const auto own = reinterpret_cast<unsigned long long>(row);
+#pragma unroll
+    for (int i = 0; i < Shape::kFetchRows * Shape::kRowChunks / kWarp; ++i) {
+      const int chunk = lane_ + i * kWarp;
+      const int number = chunk / Shape::kRowChunks;
+      const int column = chunk % Shape::kRowChunks * 16;
+      const auto* const from =
+          reinterpret_cast<const std::byte*>(__shfl_sync(kAllLanes, own, number));
+      const bool exists = number < existing;
+      copy_async_or_zero(to + Shape::place(first_row_ + number) + column,
+                         from + (exists ? column : 0), exists);
+    }
+    if (brings_queries(tile)) {
+      const auto* const from = reinterpret_cast<const std::byte*>(queries(tile.segment));
+      for (int i = lane_ * 16; i < query_bytes(); i += kWarp * 16) {
+        copy_async_or_zero(to + Shape::kTileBytes + i, from + i, true);
+      }
+    }
+    barrier_arrive_after_copies(ring_.full());
+  }
+
+  const DecodeKernelParams& p_;
+  const DecodeWork& work_;
+  Ring ring_;
+  Lookups& lookups_;
+  int lane_;
+  int first_row_;  // of a tile, that this warp fetches
+};
+
+}  // namespace sluice::cuda

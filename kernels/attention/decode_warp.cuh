@@ -1,0 +1,255 @@
+// Attention of a few queries to the rows that one warp is given.
+#pragma once
+
+#include "kernels/attention/decode_work.cuh"
+
+namespace sluice::cuda {
+
+// Running attention of one warp: up to kBunch queries over the rows it was given. Lane l holds
+// query l / 4; rows 8 to 15 of the matrices carry what rounding took from rows 0 to 7.
+template <typename T, int kHeadDim>
+class DecodeWarp {
+  using Shape = DecodeShape<kHeadDim>;
+
+ public:
+  // `q`: shared memory [queries, head_dim].
+  __device__ DecodeWarp(const float* q, int queries) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int channel = query_channel(step, half, lane);
+        float2 pair = make_float2(0.0f, 0.0f);
+        if (lane / 4 < queries) {
+          pair = *reinterpret_cast<const float2*>(q + lane / 4 * kHeadDim + channel);
+        }
+        split(pair.x, pair.y, q_[step][2 * half], q_[step][2 * half + 1]);
+      }
+    }
+#pragma unroll
+    for (auto& tile : out_) {
+      for (float& x : tile) x = 0.0f;
+    }
+  }
+
+  // Adds this warp's rows of a tile, of which the first `count` exist and the rest are zero; those
+  // from `newest` on are the newest. They are two of each lot, one for either matrix.
+  __device__ void add(const std::byte* tile, int count, int newest, float scale) {
+    float logits[4][4] = {};
+    const int lane = threadIdx.x % kWarp;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const std::byte* const rows = tile + 2 * warp * Shape::kRowBytes;
+    if constexpr (Shape::kWholeLines) {
+      multiply_keys_of_lines(rows, lane, logits);
+    } else {
+      multiply_keys(rows, lane, logits);
+    }
+    float weights[4];
+    soften(logits, count - 2 * warp, newest - 2 * warp, scale, weights);
+    std::uint32_t p[4];
+    split(weights[0], weights[1], p[0], p[1]);
+    split(weights[2], weights[3], p[2], p[3]);
+    const std::byte* const values = rows + kHeadDim * sizeof(T);
+    if constexpr (Shape::kWholeLines) {
+      add_values_of_lines(values, lane, p);
+    } else {
+      add_values(values, lane, p);
+    }
+  }
+
+  // For each of the first `queries`: outputs that are not normalised yet, in rows of `stride`; the
+  // highest logit (base 2); the sums of weights relative to it, of all rows and of the newest.
+  __device__ void store(float* out, int stride, float* highest, float2* sums, int queries) {
+    const int lane = threadIdx.x % kWarp;
+    const auto over_lanes = [](float x) {
+      x += __shfl_xor_sync(kAllLanes, x, 1);
+      return x + __shfl_xor_sync(kAllLanes, x, 2);
+    };
+    const float2 sum = make_float2(over_lanes(sum_), over_lanes(newest_sum_));
+    if (lane / 4 >= queries) return;
+    if (lane % 4 == 0) {
+      highest[lane / 4] = highest_;
+      sums[lane / 4] = sum;
+    }
+    float* const to = out + lane / 4 * stride;
+#pragma unroll
+    for (int tile = 0; tile < 2 * Shape::kSteps; ++tile) {
+      const float first = out_[tile][0] + out_[tile][2];
+      const float second = out_[tile][1] + out_[tile][3];
+      to[value_channel(tile, lane % 4 * 2)] = first;
+      to[value_channel(tile, lane % 4 * 2 + 1)] = second;
+    }
+  }
+
+ private:
+  // Of whole lines a lane reads chunks of 16 bytes: of a row of keys those of its quarter, which
+  // are two steps of the multiplication each; of four rows of values the kValueChunks of its
+  // column, of which each is eight tiles. Which channels meet which then follows.
+  static constexpr int kValueChunks = kHeadDim / 64;
+  // Sums of one logit, if there are registers for them: shorter chains of instructions.
+  static constexpr int kChains = kHeadDim <= 128 ? 2 : 1;
+
+  // Channel that the query's element 2 (lane % 4) of one half of a step is of.
+  __device__ static int query_channel(int step, int half, int lane) {
+    if (Shape::kWholeLines) return step / 2 * 32 + lane % 4 * 8 + step % 2 * 4 + half * 2;
+    return step * 16 + half * 8 + lane % 4 * 2;
+  }
+  // Channel of a column of a tile of out_.
+  __device__ static int value_channel(int tile, int column) {
+    if (Shape::kWholeLines) return (column * kValueChunks + tile / 8) * 8 + tile % 8;
+    return tile * 8 + column;
+  }
+
+  // Logits of the 16 rows of which `rows` are the first two: [tokens of even lots, of odd; even
+  // steps, odd].
+  __device__ void multiply_keys(const std::byte* rows, int lane, float (&logits)[4][4]) const {
+    const std::byte* const key =
+        rows + lane % 8 * Shape::kLotStride + lane / 16 * Shape::kRowBytes + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; ++step) {
+      std::uint32_t k[4];
+      load_matrices(k, key + step * 32);
+      mma(T(), logits[step % kChains], q_[step], k[0], k[1]);
+      mma(T(), logits[2 + step % kChains], q_[step], k[2], k[3]);
+    }
+  }
+
+  __device__ void add_values(const std::byte* values, int lane, const std::uint32_t (&p)[4]) {
+    const std::byte* const value =
+        values + lane % 8 * Shape::kLotStride + lane / 8 % 2 * Shape::kRowBytes + lane / 16 * 16;
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; ++step) {
+      std::uint32_t v[4];
+      load_matrices_transposed(v, value + step * 32);
+      mma(T(), out_[2 * step], p, v[0], v[1]);
+      mma(T(), out_[2 * step + 1], p, v[2], v[3]);
+    }
+  }
+
+  // Two neighbouring chunks, which lanes that are `swapped` read the other way round: then lanes
+  // that read at once meet in fewer banks.
+  struct Chunks {
+    uint4 first;
+    uint4 second;
+
+    __device__ Chunks(const std::byte* at, int apart, bool swapped) {
+      const uint4 a = *reinterpret_cast<const uint4*>(at + (swapped ? apart : 0));
+      const uint4 b = *reinterpret_cast<const uint4*>(at + (swapped ? 0 : apart));
+      first = chosen(swapped, b, a);
+      second = chosen(swapped, a, b);
+    }
+    __device__ static uint4 chosen(bool which, const uint4& x, const uint4& y) {
+      return make_uint4(which ? x.x : y.x, which ? x.y : y.y, which ? x.z : y.z, which ? x.w : y.w);
+    }
+  };
+
+  __device__ void multiply_keys_of_lines(const std::byte* rows, int lane,
+                                         float (&logits)[4][4]) const {
+    const std::byte* const key = rows + lane / 4 * Shape::kLotStride + lane % 4 * 16;
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; step += 4) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const Chunks k(key + row * Shape::kRowBytes + step * 32, 64, lane / 4 % 2 != 0);
+        mma(T(), logits[2 * row], q_[step], k.first.x, k.first.y);
+        mma(T(), logits[2 * row + 1], q_[step + 1], k.first.z, k.first.w);
+        mma(T(), logits[2 * row], q_[step + 2], k.second.x, k.second.y);
+        mma(T(), logits[2 * row + 1], q_[step + 3], k.second.z, k.second.w);
+      }
+    }
+  }
+
+  __device__ static std::uint32_t word_at(const uint4& v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+  }
+
+  // Adds eight tiles: chunk `chunk` of every column, of the rows in two lots, first and second row.
+  __device__ void add_chunk(int chunk, const std::uint32_t (&p)[4], const uint4& first_even,
+                            const uint4& first_odd, const uint4& second_even,
+                            const uint4& second_odd) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const std::uint32_t halves = i % 2 == 0 ? 0x5410u : 0x7632u;
+      mma(T(), out_[chunk * 8 + i], p,
+          __byte_perm(word_at(first_even, i / 2), word_at(first_odd, i / 2), halves),
+          __byte_perm(word_at(second_even, i / 2), word_at(second_odd, i / 2), halves));
+    }
+  }
+
+  __device__ void add_values_of_lines(const std::byte* values, int lane,
+                                      const std::uint32_t (&p)[4]) {
+    const std::byte* const even =
+        values + lane % 4 * 2 * Shape::kLotStride + lane / 4 * kValueChunks * 16;
+    const std::byte* const odd = even + Shape::kLotStride;
+    if constexpr (kValueChunks == 1) {
+      const auto chunk = [](const std::byte* at) { return *reinterpret_cast<const uint4*>(at); };
+      add_chunk(0, p, chunk(even), chunk(odd), chunk(even + Shape::kRowBytes),
+                chunk(odd + Shape::kRowBytes));
+    } else {
+      const bool swapped = lane % 2 != 0;
+#pragma unroll
+      for (int c = 0; c < kValueChunks; c += 2) {
+        const Chunks a(even + c * 16, 16, swapped);
+        const Chunks b(odd + c * 16, 16, swapped);
+        const Chunks x(even + Shape::kRowBytes + c * 16, 16, swapped);
+        const Chunks y(odd + Shape::kRowBytes + c * 16, 16, swapped);
+        add_chunk(c, p, a.first, b.first, x.first, y.first);
+        add_chunk(c + 1, p, a.second, b.second, x.second, y.second);
+      }
+    }
+  }
+
+  // Two numbers as pairs of T whose sums they are, but for 2^-17 (bf16) of their size.
+  __device__ static void split(float x, float y, std::uint32_t& high, std::uint32_t& low) {
+    const T x_high = from_float<T>(x);
+    const T y_high = from_float<T>(y);
+    high = pack(T(), to_float(x_high), to_float(y_high));
+    low = pack(T(), x - to_float(x_high), y - to_float(y_high));
+  }
+
+  // Turns logits of the rows from this warp's first on, of which `count` are left in the tile, into
+  // weights relative to the highest so far, and what was summed before with it.
+  __device__ void soften(const float (&logits)[4][4], int count, int newest, float scale,
+                         float (&weights)[4]) {
+    const int lane = threadIdx.x % kWarp;
+    const auto row = [&](int i) { return (lane % 4 * 2 + i % 2) * Shape::kLotRows + i / 2; };
+    float highest = highest_;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float(&even)[4] = logits[i / 2 * 2];
+      const float(&odd)[4] = logits[i / 2 * 2 + 1];
+      const float logit = (even[i % 2] + odd[i % 2] + (even[i % 2 + 2] + odd[i % 2 + 2])) * scale;
+      weights[i] = row(i) < count ? logit : -INFINITY;
+      // A NaN stays in the weights; fmaxf would hide it from the maximum only.
+      highest = fmaxf(highest, weights[i]);
+    }
+    highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
+    const float reference = highest == -INFINITY ? 0.0f : highest;
+    const float factor = exp2_fast(highest_ - reference);
+    sum_ *= factor;
+    newest_sum_ *= factor;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      weights[i] = exp2_fast(weights[i] - reference);
+      sum_ += weights[i];
+      if (row(i) >= newest) newest_sum_ += weights[i];
+    }
+    if (__any_sync(kAllLanes, factor != 1.0f)) {
+#pragma unroll
+      for (auto& tile : out_) {
+        for (float& x : tile) x *= factor;
+      }
+    }
+    highest_ = highest;
+  }
+
+  std::uint32_t q_[Shape::kSteps][4];
+  float out_[2 * Shape::kSteps][4];
+  float highest_ = -INFINITY;
+  float sum_ = 0.0f;  // this lane's part
+  float newest_sum_ = 0.0f;
+};
+
+}  // namespace sluice::cuda

@@ -1,0 +1,342 @@
+// What attention of decoded tokens is told, and how its work is divided.
+#pragma once
+
+#include "kernels/attention/decode.h"
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/runtime/paged.cuh"
+#include "lib/selection.h"
+
+namespace sluice::cuda {
+
+// Rows that a warp takes at a time, and warps of a block that do.
+inline constexpr int kWarpRows = 16;
+inline constexpr int kDecodeWarps = 4;
+inline constexpr int kTileRows = kWarpRows * kDecodeWarps;
+
+// A head is a KV head of one token: number token * kv_heads + KV head.
+struct DecodeKernelParams {
+  const float* q = nullptr;  // [count, kv_heads * group, head_dim], 16-byte aligned
+  std::int64_t q_stride = 0;
+  const BatchToken* tokens = nullptr;  // [count]
+  int count = 0;
+  int kv_heads = 0;
+  int heads = 0;  // count * kv_heads
+  int group = 0;
+  PagedRows rows;
+  const std::int32_t* positions = nullptr;  // [heads, capacity]; null: every row in turn
+  std::int64_t capacity = 0;
+  HeadSelection* selections = nullptr;   // reported [heads]: how many positions; null without them
+  float scale = 0.0f;                    // of logits, times log2(e)
+  float* out = nullptr;                  // [heads * group, head_dim]
+  float* lse = nullptr;                  // [heads * group], natural logarithm
+  float* alpha = nullptr;                // [heads * group] or null: the share of the selected
+  const float* estimated_lse = nullptr;  // [heads * group], of what alpha is a share of, to which
+                                         // the newest rows' is added; or null
+  const float* sums = nullptr;  // [heads, head_dim] or null: of all values that a token sees, whose
+                                // mean stands for what alpha lacks
+  float* partials = nullptr;    // [bunches, workers + heads, kBunch, head_dim]
+  float2* partial_lse = nullptr;             // [bunches, workers + heads, kBunch]: see DecodeResult
+  std::int32_t* partial_resident = nullptr;  // [workers + heads], of the first bunch
+  std::uint32_t* finished = nullptr;         // [bunches, heads], zero
+  int workers = 0;                           // gridDim.x; gridDim.y is the number of bunches
+
+  // Whether heads have some rows that are found by position, before those of the token's page.
+  __host__ __device__ bool selects() const { return positions != nullptr; }
+};
+
+// Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are
+// faster than one of each row, and row i of a matrix instruction is of lot i. Rows of whole cache
+// lines lie at multiples of such lines: copies that straddle them are 5 % slower. DecodeWarp then
+// reads around their banks. Between other lots are bytes that keep rows in different banks.
+template <int kHeadDim>
+struct DecodeShape {
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr int kRowBytes = (4 * kHeadDim + 63) / 64 * 64;
+  static constexpr int kRowChunks = kRowBytes / 16;
+  static constexpr int kLots = 8;
+  static constexpr int kLotRows = kTileRows / kLots;
+  // The widest rows leave no registers for that.
+  static constexpr bool kWholeLines = kHeadDim % 64 == 0 && kHeadDim <= 128;
+  static constexpr int kLotStride = kLotRows * kRowBytes + (kWholeLines ? 0 : 16);
+  static constexpr int kTileBytes = kLots * kLotStride;
+  // Warps that fetch, each its rows of every tile: single rows take one warp long to ask for.
+  // Others finish what was found of a segment, while the next is worked on. Wide rows are fewer,
+  // and leave registers for fewer warps.
+  static constexpr int kFetchWarps = kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kFetchRows = kTileRows / kFetchWarps;
+  static constexpr int kFinishWarps = kHeadDim <= 128 ? 4 : 1;
+  static constexpr int kFinishThreads = kFinishWarps * kWarp;
+  static constexpr int kFirstFinishWarp = kDecodeWarps + kFetchWarps;
+  static constexpr int kThreads = (kFirstFinishWarp + kFinishWarps) * kWarp;
+  // The first tile of a head brings its queries.
+  static constexpr int kQueryBytes = kBunch * kHeadDim * static_cast<int>(sizeof(float));
+  static constexpr int kStageBytes = kTileBytes + kQueryBytes;
+
+  // Where a row of a tile lies.
+  __device__ static constexpr int place(int row) {
+    if (kLotStride == kLotRows * kRowBytes) return row * kRowBytes;
+    return row / kLotRows * kLotStride + row % kLotRows * kRowBytes;
+  }
+};
+
+// The warps that work on rows wait for each other.
+__device__ __forceinline__ void sync_decode_warps() {
+  asm volatile("bar.sync 1, %0;\n" ::"n"(kDecodeWarps * kWarp) : "memory");
+}
+// So do those that finish.
+template <int kHeadDim>
+__device__ __forceinline__ void sync_finish_warps() {
+  asm volatile("bar.sync 2, %0;\n" ::"n"(DecodeShape<kHeadDim>::kFinishThreads) : "memory");
+}
+
+// What a block works on: tiles [first, last) of one head.
+struct DecodeSegment {
+  int head = 0;
+  int first = 0;
+  int last = 0;
+  int rows = 0;      // of the head
+  int selected = 0;  // the first of them, found by position
+  int tiles = 0;     // of the head
+  int number = 0;    // of the token
+  int kv_head = 0;
+  BatchToken token;
+
+  __device__ bool exists() const { return first < last; }
+  // How many of a tile's rows exist.
+  __device__ int count(int tile) const { return max(0, min(kTileRows, rows - tile * kTileRows)); }
+  // The first row of a tile that is not found by position.
+  __device__ int newest(int tile) const {
+    return max(0, min(kTileRows, selected - tile * kTileRows));
+  }
+};
+
+// Workers in a row.
+struct DecodeSharers {
+  int first = 0;
+  int count = 0;
+};
+
+// Tiles of so many rows; there is at least one, the token's own.
+__device__ __forceinline__ int tiles_of(int rows) { return (rows - 1) / kTileRows + 1; }
+
+// Whether this block reports how many of the selected rows were on the device.
+__device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
+  return p.selects() && blockIdx.y == 0;
+}
+
+// How many rows of a head are not found by position.
+__device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const BatchToken& token) {
+  return (p.selects() ? place_in_page(token.position) : token.position) + 1;
+}
+
+// How many are.
+__device__ __forceinline__ int selected_of(const DecodeKernelParams& p, int head) {
+  return p.selects() ? p.selections[head].count : 0;
+}
+
+// Tiles of all heads, numbered head by head, divided evenly among workers: the first of them have
+// one more if need be. Numbers have 32 bits, for longer ones take long to divide.
+class DecodeWork {
+ public:
+  // Shared memory that it takes if heads differ, for each token of a batch, and besides.
+  static constexpr std::size_t token_bytes(int kv_heads) {
+    return static_cast<std::size_t>(kv_heads) * (sizeof(std::int32_t) + 1) + sizeof(BatchToken);
+  }
+  static constexpr std::size_t kBytesBeside = sizeof(std::int32_t);
+
+  // The whole block comes here; `shared` is as large as that. Reads nothing that the kernel before
+  // may write, and does not wait for what it reads.
+  __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
+      : p_(p),
+        before_(shared),
+        tokens_(reinterpret_cast<BatchToken*>(shared + p.heads + 1)),
+        last_(reinterpret_cast<std::uint8_t*>(tokens_ + p.count)),
+        first_token_(p.tokens[0]) {
+    if (p.count == 1) return;
+    for_mine(p.count, [&](int number) {
+      copy_async_word(&tokens_[number].sequence, &p.tokens[number].sequence);
+      copy_async_word(&tokens_[number].position, &p.tokens[number].position);
+    });
+    copy_async_commit();
+  }
+
+  // The whole block, once it is known what is selected. What its threads did before is seen by all
+  // of them after.
+  __device__ void divide() {
+    const int first_selected = selected_of(p_, 0);
+    if (all_equal(first_selected)) {
+      first_rows_ = in_turn_of(p_, first_token_) + first_selected;
+      uniform_ = tiles_of(first_rows_);
+      total_ = uniform_ * p_.heads;
+    } else {
+      add_up();
+      total_ = before_[p_.heads];
+    }
+    // Then every worker has a tile, and those between a head's first and last all have one of it.
+    const int workers = min(p_.workers, total_);
+    each_ = total_ / workers;
+    more_ = total_ % workers;
+    const auto worker = static_cast<int>(blockIdx.x);
+    if (worker >= workers) return;
+    begin_ = each_ * worker + min(worker, more_);
+    end_ = begin_ + each_ + (worker < more_ ? 1 : 0);
+  }
+
+  // What this block works on, one after the other until one does not exist.
+  __device__ DecodeSegment first() const {
+    if (begin_ >= end_) return DecodeSegment();
+    DecodeSegment s;
+    s.head = head_of(begin_);
+    s.number = p_.count == 1 ? 0 : s.head / p_.kv_heads;
+    s.kv_head = s.head - s.number * p_.kv_heads;
+    s.token = token(s.number);
+    set_tiles(s);
+    return s;
+  }
+  // Comes once for every few tiles, so that it may not divide.
+  __device__ DecodeSegment after(const DecodeSegment& s) const {
+    // Every head has a tile.
+    if (s.head + 1 >= p_.heads) return DecodeSegment();
+    DecodeSegment next = s;
+    ++next.head;
+    if (++next.kv_head == p_.kv_heads) {
+      next.kv_head = 0;
+      next.token = tokens_[++next.number];
+    }
+    set_tiles(next);
+    return next;
+  }
+
+  // Who has tiles of a segment's head.
+  __device__ DecodeSharers sharers_of(const DecodeSegment& s) const {
+    const int first = worker_of(before(s.head));
+    return {first, worker_of(before(s.head) + s.tiles - 1) - first + 1};
+  }
+
+ private:
+  // Calls body(i) for those of `count` that this thread has.
+  template <typename Body>
+  __device__ static void for_mine(int count, const Body& body) {
+    for (auto i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+      body(i);
+    }
+  }
+  __device__ BatchToken token(int number) const {
+    return p_.count == 1 ? first_token_ : tokens_[number];
+  }
+
+  // The worker that has tile number `tile`.
+  __device__ int worker_of(int tile) const {
+    const int of_first = more_ * (each_ + 1);  // tiles of the workers that have one more
+    return tile < of_first ? tile / (each_ + 1) : more_ + (tile - of_first) / each_;
+  }
+  __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
+
+  // What follows from a segment's head and token.
+  __device__ void set_tiles(DecodeSegment& s) const {
+    const int first_tile = before(s.head);
+    s.tiles = uniform_ > 0 ? uniform_ : before_[s.head + 1] - first_tile;
+    s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[s.head] + 1;
+    s.selected = s.rows - in_turn_of(p_, s.token);
+    s.first = max(0, begin_ - first_tile);
+    s.last = min(s.tiles, end_ - first_tile);
+  }
+
+  // Whether all of this thread's heads have selected so many. Several are asked for at once, the
+  // last head for those that there are not.
+  __device__ bool all_select(int selected) const {
+    constexpr int kAtOnce = 4;
+    const auto threads = static_cast<int>(blockDim.x);
+    bool equal = true;
+#pragma unroll 1
+    for (auto head = static_cast<int>(threadIdx.x); head < p_.heads; head += kAtOnce * threads) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        equal &= selected_of(p_, min(head + i * threads, p_.heads - 1)) == selected;
+      }
+    }
+    return equal;
+  }
+
+  // Whether all heads have as many rows, selected and not, which most selections see to: then
+  // nothing is written down of each. A barrier.
+  __device__ bool all_equal(int first_selected) const {
+    bool equal = true;
+    if (p_.selects()) equal = all_select(first_selected);
+    if (p_.count > 1) {
+      copy_async_wait<0>();
+      const int first_in_turn = in_turn_of(p_, first_token_);
+      for_mine(p_.count,
+               [&](int number) { equal &= in_turn_of(p_, tokens_[number]) == first_in_turn; });
+    }
+    return __syncthreads_and(equal ? 1 : 0) != 0;
+  }
+
+  // Tiles before[h] of heads 0 to h - 1: each thread adds up a run of heads, then the runs are
+  // added up.
+  __device__ void add_up() const {
+    __shared__ std::int32_t of_warps[kWarp];
+    const auto thread = static_cast<int>(threadIdx.x);
+    const auto threads = static_cast<int>(blockDim.x);
+    const int length = (p_.heads + threads - 1) / threads;
+    const int first = min(thread * length, p_.heads);
+    const int last = min(first + length, p_.heads);
+    std::int32_t own = 0;
+    int number = first / p_.kv_heads;
+    int left = (number + 1) * p_.kv_heads - first;  // heads of that token
+#pragma unroll 1
+    for (int head = first; head < last; ++head) {
+      const int rows = in_turn_of(p_, token(number)) + selected_of(p_, head);
+      before_[head] = rows;
+      own += tiles_of(rows);
+      if (--left > 0) continue;
+      ++number;
+      left = p_.kv_heads;
+    }
+    std::int32_t sum = warp_inclusive(own);
+    if (thread % kWarp == kWarp - 1) of_warps[thread / kWarp] = sum;
+    __syncthreads();
+    sum -= own;
+#pragma unroll 1
+    for (int warp = 0; warp < thread / kWarp; ++warp) sum += of_warps[warp];
+#pragma unroll 1
+    for (int head = first; head < last; ++head) {
+      const int rows = before_[head];
+      before_[head] = sum;
+      last_[head] = static_cast<std::uint8_t>((rows - 1) % kTileRows);
+      sum += tiles_of(rows);
+    }
+    if (thread == threads - 1) before_[p_.heads] = sum;
+    __syncthreads();
+  }
+
+  __device__ int head_of(int tile) const {
+    if (uniform_ > 0) return tile / uniform_;
+    int low = 0;
+    int high = p_.heads - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (before_[middle] <= tile) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+
+  const DecodeKernelParams& p_;
+  std::int32_t* before_;  // [heads + 1]
+  BatchToken* tokens_;    // [count]
+  std::uint8_t* last_;    // [heads]: rows of the last tile, less one
+  BatchToken first_token_;
+  int uniform_ = 0;     // tiles of every head, if they are equal
+  int first_rows_ = 0;  // rows of every head then
+  int total_ = 0;
+  int each_ = 0;  // tiles of a worker
+  int more_ = 0;  // workers that have one more
+  int begin_ = 0;
+  int end_ = 0;
+};
+
+}  // namespace sluice::cuda

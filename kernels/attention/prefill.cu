@@ -1,0 +1,149 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels/attention/prefill.h"
+#include "kernels/attention/prefill_common.cuh"
+#include "kernels/runtime/error.h"
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kMergeWarps = 4;
+
+// One warp for each query: `rows` of [tokens, query_heads].
+__global__ void __launch_bounds__(kMergeWarps* kWarp)
+    merge_kernel(const __grid_constant__ PrefillArgs args) {
+  const std::int64_t rows = static_cast<std::int64_t>(args.tokens) * args.kv_heads * args.group;
+  const std::int64_t row =
+      static_cast<std::int64_t>(blockIdx.x) * kMergeWarps + threadIdx.x / kWarp;
+  if (row >= rows) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  float here = kNoLogit;
+  for (int split = 0; split < args.splits; ++split) {
+    here = merge_weights(here, args.split_lse[split * rows + row]).lse;
+  }
+  const float before = args.merge ? args.lse[row] : kNoLogit;
+  __syncwarp();
+  const bool empty = here == kNoLogit;
+  if (empty && args.merge) return;
+  const MergeWeights weights = merge_weights(before, here);
+  float* const out = args.out + row * args.head_dim;
+  for (int c = lane; c < args.head_dim; c += kWarp) {
+    float value = weights.before == 0 ? 0.0f : weights.before * out[c];
+    for (int split = 0; split < args.splits && !empty; ++split) {
+      const float lse = args.split_lse[split * rows + row];
+      if (lse == kNoLogit) continue;
+      const float weight = expf(lse - weights.lse);
+      value = fmaf(weight, args.split_out[(split * rows + row) * args.head_dim + c], value);
+    }
+    out[c] = value;
+  }
+  if (lane == 0) args.lse[row] = weights.lse;
+}
+
+std::int64_t largest_count(const PrefillArgs& args) {
+  if (!args.counts.is_listed) return args.counts.uniform;
+  return *std::max_element(args.counts.listed, args.counts.listed + args.kv_heads);
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// The fewest splits that fill the waves of thread blocks about as well as any number does.
+int choose_splits(std::int64_t items, std::int64_t slots, std::int64_t most) {
+  constexpr double kGoodEnough = 0.9;
+  if (items * 5 >= slots * 4) return 1;
+  const auto efficiency = [&](std::int64_t splits) {
+    const std::int64_t blocks = items * splits;
+    return static_cast<double>(blocks) / static_cast<double>(ceil_div(blocks, slots) * slots);
+  };
+  double best = 0;
+  for (std::int64_t n = 1; n <= most; ++n) best = std::max(best, efficiency(n));
+  std::int64_t splits = 1;
+  while (splits < most && efficiency(splits) < kGoodEnough * best) ++splits;
+  return static_cast<int>(splits);
+}
+
+PrefillArgs args_of(const AttendParams& p) {
+  PrefillArgs args;
+  args.q = p.q;
+  args.out = p.out;
+  args.lse = p.lse;
+  args.rows = head_rows(p.rows);
+  args.counts = head_counts(p.rows);
+  args.q_stride = p.q_stride;
+  args.first_visible = p.first_query_position + 1 - p.first_row_position;
+  args.row_bytes = static_cast<int>(p.shape.row_bytes());
+  args.head_dim = p.shape.head_dim;
+  args.tokens = static_cast<int>(p.tokens);
+  args.kv_heads = p.shape.kv_heads;
+  args.group = p.shape.group();
+  // Never zero: hidden logits are -inf and must stay so.
+  args.scale = std::max(std::abs(p.scale) * kLog2E, std::numeric_limits<float>::min());
+  args.q_sign = p.scale < 0 ? -1.0f : 1.0f;
+  args.q_aligned = reinterpret_cast<std::uintptr_t>(p.q) % 16 == 0 && p.q_stride % 4 == 0 &&
+                   p.shape.head_dim % 4 == 0;
+  args.merge = p.merge;
+  return args;
+}
+
+void check_params(const AttendParams& p) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() / 2;
+  check(p.shape.kv_heads > 0 && p.shape.query_heads % p.shape.kv_heads == 0,
+        "attend_prefill: query heads in groups");
+  check(p.rows.size() == static_cast<std::size_t>(p.shape.kv_heads),
+        "attend_prefill: rows of every KV head");
+  check(p.tokens * p.shape.group() <= kMost, "attend_prefill: too many tokens");
+  for (const RowSpan& span : p.rows) {
+    check(span.count <= kMost, "attend_prefill: too many rows");
+    check(reinterpret_cast<std::uintptr_t>(span.rows) % 16 == 0, "attend_prefill: unaligned rows");
+  }
+  check(reinterpret_cast<std::uintptr_t>(p.out) % 8 == 0, "attend_prefill: unaligned output");
+}
+
+}  // namespace
+
+void divide_prefill(PrefillArgs& args, const TileShape& shape, const Launch& launch) {
+  constexpr std::int64_t kSectionBytes = 16 << 20;  // of rows, to stay in the L2 cache
+  constexpr std::int64_t kSplitBlocks = 4;          // that a split has at least
+  constexpr std::int64_t kMostSplits = 64;
+  const std::int64_t rows = largest_count(args);
+  const std::int64_t queries = static_cast<std::int64_t>(args.tokens) * args.kv_heads * args.group;
+  args.tiles = static_cast<int>(ceil_div(args.tokens * args.group, shape.rows));
+  args.section_heads = static_cast<int>(std::clamp<std::int64_t>(
+      kSectionBytes / std::max<std::int64_t>(1, rows * args.row_bytes), 1, args.kv_heads));
+  const std::int64_t visible =
+      std::clamp<std::int64_t>(args.first_visible + args.tokens - 1, 0, rows);
+  const std::int64_t split_bytes =
+      queries * (args.head_dim + 1) * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t most =
+      std::min({kMostSplits, visible / (kSplitBlocks * shape.keys),
+                static_cast<std::int64_t>(launch.scratch_bytes) / split_bytes});
+  const std::int64_t items = static_cast<std::int64_t>(args.tiles) * args.kv_heads;
+  args.splits = choose_splits(items, launch.device->multiprocessors * shape.blocks_per_sm,
+                              std::max<std::int64_t>(1, most));
+  check(items * args.splits <= std::numeric_limits<std::int32_t>::max() / 2,
+        "attend_prefill: too many tiles");
+  args.split_out = reinterpret_cast<float*>(launch.scratch);
+  args.split_lse = args.split_out + queries * args.head_dim * args.splits;
+}
+
+void merge_prefill_splits(const PrefillArgs& args, const Launch& launch) {
+  if (args.splits == 1) return;
+  const std::int64_t queries = static_cast<std::int64_t>(args.tokens) * args.kv_heads * args.group;
+  const auto blocks = static_cast<unsigned>(ceil_div(queries, kMergeWarps));
+  merge_kernel<<<blocks, kMergeWarps * kWarp, 0, launch.stream>>>(args);
+  require_launch("merge_prefill_splits");
+}
+
+void attend_prefill(const AttendParams& params, const Launch& launch) {
+  if (params.tokens == 0) return;
+  check_params(params);
+  const PrefillArgs args = args_of(params);
+  if (attend_prefill_hopper(args, params.shape.dtype, launch)) return;
+  attend_prefill_generic(args, params.shape.dtype, launch);
+}
+
+}  // namespace sluice::cuda

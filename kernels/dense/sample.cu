@@ -1,0 +1,382 @@
+// One block draws a row's token, in a few passes over the logits, which lie in the L2 cache. Where
+// top-k and top-p end is found by bisection among the heaviest, which fit the threads' registers;
+// if these are too few, among all.
+#include <algorithm>
+#include <cfloat>
+#include <climits>
+
+#include "kernels/dense/sample.h"
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/runtime/early_launch.cuh"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kOwn = 8;  // of the heaviest, per thread
+constexpr int kListed = kOwn * kThreads;
+constexpr int kBins = 4096;  // of keys by their upper bits
+constexpr int kBinShift = 20;
+constexpr int kUnroll = 8;
+
+// How to draw, as SampleParams has it.
+struct SampleRule {
+  float sharpness;  // 1 / temperature
+  bool greedy;
+  int top_k;  // 0: all
+  float top_p;
+  float min_p;
+  float random;
+};
+
+struct SampleBatch {
+  const float* logits;  // [rows, count], `stride` floats from row to row
+  std::int64_t stride;
+  int count;
+  SampledToken* results;  // [rows], host-visible
+  SampleRule rules[kSampleRows];
+};
+
+// What one block does.
+struct SampleCall {
+  const float* logits;  // [count]
+  int count;
+  SampleRule rule;
+};
+
+struct Shared {
+  union {
+    std::uint32_t bins[kBins];
+    std::uint32_t listed[kListed];
+  };
+  std::uint32_t part[kWarp];
+  float sums[kWarps];
+  int ids[kWarps];
+  int bad;
+  int found;
+  std::uint32_t edge;
+  std::uint32_t listed_count;
+};
+
+// Numbers that order like logits.
+__device__ __forceinline__ std::uint32_t key_of(float logit) {
+  const std::uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are one
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float logit_of(std::uint32_t key) {
+  return __uint_as_float((key & 0x80000000u) != 0 ? key & 0x7fffffffu : ~key);
+}
+
+// The tokens up to the last one of a set of the most likely.
+struct Cut {
+  std::uint32_t key;
+  int id;
+
+  __device__ __forceinline__ bool has(std::uint32_t other, int at) const {
+    return other > key || (other == key && at <= id);
+  }
+};
+
+struct Weights {
+  float most;
+  float sharpness;
+
+  // 1 for the most likely.
+  __device__ __forceinline__ float operator()(float logit) const {
+    return exp2_fast(fmaxf(logit - most, -FLT_MAX) * sharpness * kLog2E);
+  }
+};
+
+// Calls body(id, logit) for this thread's tokens.
+template <typename Body>
+__device__ __forceinline__ void for_tokens(const SampleCall& call, const Body& body) {
+#pragma unroll kUnroll
+  for (int i = static_cast<int>(threadIdx.x); i < call.count; i += kThreads) {
+    body(i, call.logits[i]);
+  }
+}
+
+// By all threads; every one gets the sum.
+__device__ float block_total(float x, Shared* shared) {
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % kWarp == 0) shared->sums[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return warp_sum(shared->sums[threadIdx.x % kWarp]);
+}
+
+// The sum of measure(id, logit) over all tokens.
+template <typename Measure>
+__device__ float total(const SampleCall& call, Shared* shared, const Measure& measure) {
+  float sum = 0.0f;
+  for_tokens(call, [&](int i, float logit) { sum += measure(i, logit); });
+  return block_total(sum, shared);
+}
+
+// The first id where the running sum of weigh(id, logit) in the order of ids exceeds `target`; the
+// last that weighs anything if rounding prevents it, or -1. Every warp takes a run of ids.
+template <typename Weigh>
+__device__ int find_in_order(const SampleCall& call, float target, const Weigh& weigh,
+                             Shared* shared) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int run = (call.count + kThreads - 1) / kThreads * kWarp;
+  const int first = warp * run;
+  const int last = min(call.count, first + run);
+  float own = 0.0f;
+#pragma unroll kUnroll
+  for (int i = first + lane; i < last; i += kWarp) own += weigh(i, call.logits[i]);
+  own = warp_sum(own);
+  __syncthreads();
+  if (lane == 0) shared->sums[warp] = own;
+  __syncthreads();
+  const float sum = shared->sums[lane];
+  const float reached = warp_inclusive(sum);
+  const unsigned enough = __ballot_sync(kAllLanes, reached > target);
+  const unsigned any = __ballot_sync(kAllLanes, sum > 0.0f);
+  if (any == 0) return -1;
+  const int chosen = enough != 0 ? __ffs(static_cast<int>(enough)) - 1 : kWarp - 1 - __clz(any);
+  if (warp == chosen) {
+    float before = __shfl_sync(kAllLanes, reached - sum, chosen);
+    int found = -1;
+    for (int base = first; base < last; base += kWarp) {
+      const int i = base + lane;
+      const float weight = i < last ? weigh(i, call.logits[i]) : 0.0f;
+      const float running = before + warp_inclusive(weight);
+      const unsigned heavy = __ballot_sync(kAllLanes, weight > 0.0f);
+      const unsigned over = heavy & __ballot_sync(kAllLanes, running > target);
+      if (heavy != 0) found = base + kWarp - 1 - __clz(heavy);
+      if (over != 0) {
+        found = base + __ffs(static_cast<int>(over)) - 1;
+        break;
+      }
+      before = __shfl_sync(kAllLanes, running, kWarp - 1);
+    }
+    if (lane == 0) shared->found = found;
+  }
+  __syncthreads();
+  return shared->found;
+}
+
+// The keys among which the ends of sets are looked for: those from `edge` on, which are in the
+// threads' registers. kOutside fills up.
+struct Heaviest {
+  static constexpr std::uint32_t kOutside = 0;
+  std::uint32_t edge;
+  std::uint32_t own[kOwn];
+
+  // Of measure(key), by all threads.
+  template <typename Measure>
+  __device__ __forceinline__ float sum(Shared* shared, const Measure& measure) const {
+    float result = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) result += measure(own[i]);
+    return block_total(result, shared);
+  }
+};
+
+// As many whole bins of the heaviest as fit.
+__device__ void find_edge(Shared* shared) {
+  constexpr int kEach = kBins / kThreads;
+  const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
+  std::uint32_t own = 0;
+  for (int i = 0; i < kEach; ++i) own += shared->bins[top - i];
+  std::uint32_t all = 0;
+  std::uint32_t before = block_exclusive(own, shared->part, all);
+  if (before <= kListed && before + own > kListed) {
+    int bin = top;
+    while (before + shared->bins[bin] <= kListed) before += shared->bins[bin--];
+    // Above the bin that is too much.
+    shared->edge = bin + 1 < kBins ? static_cast<std::uint32_t>(bin + 1) << kBinShift : UINT_MAX;
+  }
+  if (threadIdx.x == 0 && all <= kListed) shared->edge = 0;
+  __syncthreads();
+}
+
+__device__ Heaviest list_heaviest(const SampleCall& call, Shared* shared) {
+  for (int i = static_cast<int>(threadIdx.x); i < kBins; i += kThreads) shared->bins[i] = 0;
+  if (threadIdx.x == 0) shared->listed_count = 0;
+  __syncthreads();
+  for_tokens(call,
+             [&](int, float logit) { atomicAdd(&shared->bins[key_of(logit) >> kBinShift], 1u); });
+  __syncthreads();
+  find_edge(shared);
+  Heaviest result;
+  result.edge = shared->edge;
+  for (int i = static_cast<int>(threadIdx.x); i < kListed; i += kThreads) {
+    shared->listed[i] = Heaviest::kOutside;
+  }
+  __syncthreads();
+  for_tokens(call, [&](int, float logit) {
+    const std::uint32_t key = key_of(logit);
+    if (key >= result.edge) shared->listed[atomicAdd(&shared->listed_count, 1u)] = key;
+  });
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    result.own[i] = shared->listed[static_cast<int>(threadIdx.x) + i * kThreads];
+  }
+  return result;
+}
+
+// The largest key, at least `low`, such that it and those above measure `wanted`; sum(key) is what
+// these measure.
+template <typename Sum>
+__device__ std::uint32_t bisect(std::uint32_t low, std::uint32_t high, float wanted,
+                                const Sum& sum) {
+  while (low < high) {
+    const std::uint32_t middle = low + (high - low) / 2 + 1;
+    if (sum(middle) >= wanted) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+// Shrinks `cut` to the fewest of its tokens, from the most likely on, that measure `wanted`;
+// measure(logit) of each.
+template <typename Measure>
+__device__ Cut shrink(const SampleCall& call, const Heaviest& heaviest, std::uint32_t highest,
+                      float wanted, const Cut& cut, const Measure& measure, Shared* shared) {
+  const auto sum_listed = [&](std::uint32_t key) {
+    return heaviest.sum(
+        shared, [&](std::uint32_t own) { return own >= key ? measure(logit_of(own)) : 0.0f; });
+  };
+  const auto sum_all = [&](std::uint32_t key) {
+    return total(call, shared,
+                 [&](int, float logit) { return key_of(logit) >= key ? measure(logit) : 0.0f; });
+  };
+  const std::uint32_t edge = max(heaviest.edge, cut.key);
+  const bool listed = edge <= highest && sum_listed(edge) >= wanted;
+  const std::uint32_t key = listed ? bisect(edge, highest, wanted, sum_listed)
+                                   : bisect(cut.key, highest, wanted, sum_all);
+  const float above = key == highest ? 0.0f : listed ? sum_listed(key + 1) : sum_all(key + 1);
+  const float missing = fmaxf(ceilf((wanted - above) / measure(logit_of(key))), 1.0f);
+  const auto is_equal = [&](std::uint32_t own) { return own == key ? 1.0f : 0.0f; };
+  // Mostly nothing equals the last one.
+  if (listed && heaviest.sum(shared, is_equal) <= missing) {
+    return {key, key == cut.key ? cut.id : INT_MAX};
+  }
+  const int id = find_in_order(
+      call, missing - 0.5f,
+      [&](int i, float logit) {
+        const std::uint32_t own = key_of(logit);
+        return cut.has(own, i) ? is_equal(own) : 0.0f;
+      },
+      shared);
+  return {key, id};
+}
+
+struct Likeliest {
+  float logit = -INFINITY;
+  int id = INT_MAX;
+
+  __device__ __forceinline__ void take(const Likeliest& other) {
+    const bool better = other.logit > logit || (other.logit == logit && other.id < id);
+    if (better) *this = other;
+  }
+  __device__ __forceinline__ void take_from_warp() {
+#pragma unroll
+    for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+      take({__shfl_xor_sync(kAllLanes, logit, lane), __shfl_xor_sync(kAllLanes, id, lane)});
+    }
+  }
+};
+
+// The likeliest token, the first of several; notes the first bad logit.
+__device__ Likeliest find_likeliest(const SampleCall& call, Shared* shared) {
+  if (threadIdx.x == 0) shared->bad = INT_MAX;
+  __syncthreads();
+  Likeliest best;
+  int bad = INT_MAX;
+  for_tokens(call, [&](int id, float logit) {
+    if (!(logit < INFINITY)) bad = min(bad, id);
+    if (logit > best.logit) best = {logit, id};
+  });
+  if (bad != INT_MAX) atomicMin(&shared->bad, bad);
+  best.take_from_warp();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  if (threadIdx.x % kWarp == 0) {
+    shared->sums[warp] = best.logit;
+    shared->ids[warp] = best.id;
+  }
+  __syncthreads();
+  best = {shared->sums[threadIdx.x % kWarp], shared->ids[threadIdx.x % kWarp]};
+  best.take_from_warp();
+  return best;
+}
+
+__device__ int draw(const SampleCall& call, float most, Shared* shared) {
+  const Weights weights{most, call.rule.sharpness};
+  Cut cut{key_of(-FLT_MAX), INT_MAX};
+  const auto weigh = [&](int i, float logit) {
+    return cut.has(key_of(logit), i) ? weights(logit) : 0.0f;
+  };
+  const bool by_count = call.rule.top_k > 0 && call.rule.top_k < call.count;
+  const bool by_weight = call.rule.top_p < 1.0f;
+  if (by_count || by_weight) {
+    const Heaviest heaviest = list_heaviest(call, shared);
+    const auto shrunk = [&](float wanted, const auto& measure) {
+      return shrink(call, heaviest, key_of(most), wanted, cut, measure, shared);
+    };
+    if (by_count) cut = shrunk(static_cast<float>(call.rule.top_k), [](float) { return 1.0f; });
+    if (by_weight) cut = shrunk(call.rule.top_p * total(call, shared, weigh), weights);
+  }
+  const auto likely = [&](int i, float logit) {
+    const float weight = weigh(i, logit);
+    return weight < call.rule.min_p ? 0.0f : weight;
+  };
+  return find_in_order(call, call.rule.random * total(call, shared, likely), likely, shared);
+}
+
+SampleRule rule_of(const SampleParams& p) {
+  SampleRule rule{};
+  rule.greedy = p.temperature == 0.0;
+  // Below that, weights are 0 or 1 anyway.
+  rule.sharpness = static_cast<float>(1.0 / std::max(p.temperature, 1e-30));
+  rule.top_k = p.top_k;
+  rule.top_p = static_cast<float>(p.top_p);
+  rule.min_p = static_cast<float>(p.min_p);
+  rule.random = static_cast<float>(p.random);
+  return rule;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    sample_kernel(const __grid_constant__ SampleBatch batch) {
+  __shared__ Shared shared;
+  const SampleCall call{batch.logits + blockIdx.x * batch.stride, batch.count,
+                        batch.rules[blockIdx.x]};
+  wait_for_kernel_before();
+  const Likeliest best = find_likeliest(call, &shared);
+  SampledToken result;
+  if (shared.bad != INT_MAX) {
+    result.bad = shared.bad;
+    result.bad_logit = call.logits[shared.bad];
+  } else if (best.logit > -INFINITY) {
+    result.id = call.rule.greedy ? best.id : draw(call, best.logit, &shared);
+  }
+  if (threadIdx.x == 0) batch.results[blockIdx.x] = result;
+}
+
+}  // namespace
+
+void sample(const Matrix& logits, std::span<const SampleParams> params, SampledToken* results,
+            const Launch& launch) {
+  check(logits.rows == static_cast<std::int64_t>(params.size()) && logits.rows <= kSampleRows &&
+            logits.columns < INT_MAX / 2,
+        "sample: logits of a few tokens");
+  SampleBatch batch{};
+  batch.logits = static_cast<const float*>(logits.data);
+  batch.stride = logits.stride;
+  batch.count = static_cast<int>(logits.columns);
+  batch.results = results;
+  std::transform(params.begin(), params.end(), batch.rules, rule_of);
+  launch_early("sample", sample_kernel, dim3(static_cast<unsigned>(logits.rows)), dim3(kThreads), 0,
+               launch, batch);
+}
+
+}  // namespace sluice::cuda

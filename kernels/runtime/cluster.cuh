@@ -1,0 +1,100 @@
+// Blocks that run at the same time and reach into each other's shared memory: thread-block
+// clusters, from compute capability 9.0 on. Source: PTX ISA 8, "Cluster of Cooperative Thread
+// Arrays".
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/runtime/device_math.cuh"
+
+namespace sluice::cuda {
+
+// A block's view of its cluster. Addresses in another block are named by the same thing in one's
+// own. Nothing may be reached for before all blocks have begun, or after one may have ended.
+class Cluster {
+ public:
+  int rank = 0;
+  int size = 1;
+
+  __device__ Cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#endif
+  }
+
+  // All threads of all blocks arrive and wait in turns: what they wrote before they arrived can be
+  // seen by those that have waited.
+  __device__ __forceinline__ void arrive() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+  }
+  __device__ __forceinline__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+  }
+  __device__ __forceinline__ void sync() const {
+    arrive();
+    wait();
+  }
+
+  // What lies in another block where `own` lies in this one.
+  template <typename T>
+  __device__ __forceinline__ T* of(T* own, int other) const {
+#if __CUDA_ARCH__ >= 900
+    std::uint64_t there = 0;
+    asm("mapa.u64 %0, %1, %2;"
+        : "=l"(there)
+        : "l"(reinterpret_cast<std::uint64_t>(own)), "r"(other));
+    return reinterpret_cast<T*>(there);
+#else
+    return own;
+#endif
+  }
+
+  // Writes to another block where `own` lies in this one; whoever has waited for the bytes at the
+  // other block's `barrier` sees them. This takes less than sync(), which orders all memory.
+  __device__ __forceinline__ void send(std::uint32_t* own, int other, std::uint32_t barrier,
+                                       std::uint32_t x) const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+            there(shared_address(own), other)),
+        "r"(x), "r"(there(barrier, other))
+        : "memory");
+#endif
+  }
+  __device__ __forceinline__ void send(uint2* own, int other, std::uint32_t barrier,
+                                       uint2 x) const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::
+            "r"(there(shared_address(own), other)),
+        "r"(x.x), "r"(x.y), "r"(there(barrier, other))
+        : "memory");
+#endif
+  }
+  __device__ __forceinline__ void send(uint4* own, int other, std::uint32_t barrier,
+                                       uint4 x) const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(there(shared_address(own), other)),
+        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(there(barrier, other))
+        : "memory");
+#endif
+  }
+
+ private:
+  __device__ __forceinline__ static std::uint32_t there(std::uint32_t own, int other) {
+    std::uint32_t address = own;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(other));
+#endif
+    return address;
+  }
+};
+
+}  // namespace sluice::cuda

@@ -1,0 +1,147 @@
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/runtime/copy.h"
+#include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/heads.h"
+#include "kernels/runtime/paged.cuh"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kPieces = 64;  // of one launch: 1.5 KiB of arguments
+constexpr int kCopyThreads = 256;
+constexpr std::size_t kPieceBytes = 32 << 10;  // of one block
+constexpr int kGatherThreads = 512;
+constexpr int kGatherAhead = 2;  // loads of a thread under way at a time
+
+struct Pieces {
+  CopyOp ops[kPieces];
+  int blocks_before[kPieces + 1];  // blocks of the pieces before each
+  int count = 0;
+};
+
+__device__ bool aligned_16(const CopyOp& op) {
+  return ((reinterpret_cast<std::uintptr_t>(op.to) | reinterpret_cast<std::uintptr_t>(op.from) |
+           op.bytes) &
+          15) == 0;
+}
+
+template <typename Word>
+__device__ void copy_words(const CopyOp& op, std::size_t first, std::size_t last) {
+  auto* const to = reinterpret_cast<Word*>(op.to);
+  const auto* const from = reinterpret_cast<const Word*>(op.from);
+  for (std::size_t i = first / sizeof(Word) + threadIdx.x; i < last / sizeof(Word);
+       i += kCopyThreads) {
+    to[i] = from[i];
+  }
+}
+
+// The next kernel does not begin early: it may read what was copied before it waits for others, as
+// kernels of a step do with what stays the same during the step.
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ Pieces pieces) {
+  const int block = static_cast<int>(blockIdx.x);
+  int piece = 0;
+  while (pieces.blocks_before[piece + 1] <= block) ++piece;
+  const CopyOp& op = pieces.ops[piece];
+  const std::size_t first =
+      static_cast<std::size_t>(block - pieces.blocks_before[piece]) * kPieceBytes;
+  const std::size_t last = min(op.bytes, first + kPieceBytes);
+  wait_for_kernel_before();
+  if (aligned_16(op)) {
+    copy_words<uint4>(op, first, last);
+  } else {
+    copy_words<std::uint8_t>(op, first, last);
+  }
+}
+
+void launch_pieces(Pieces& pieces, const Launch& launch) {
+  if (pieces.count == 0) return;
+  launch_early("a copy of small pieces", copy_kernel,
+               dim3(static_cast<unsigned>(pieces.blocks_before[pieces.count])), kCopyThreads, 0,
+               launch, pieces);
+  pieces.count = 0;
+}
+
+struct GatherArgs {
+  std::int64_t row_bytes = 0;  // a multiple of 16
+  int kv_heads = 0;
+  std::int64_t longest = 0;  // of counts
+  PagedRows rows;
+  std::int32_t sequence = 0;
+  const std::int32_t* positions = nullptr;  // [kv_heads, capacity], from the first to copy on
+  std::int64_t capacity = 0;
+  std::byte* to = nullptr;  // [kv_heads, to_rows, row_bytes]
+  std::int64_t to_rows = 0;
+  HeadCounts counts;
+};
+
+// Rows of all heads are numbered as if each had the longest head's count.
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_kernel(const __grid_constant__ GatherArgs p) {
+  wait_for_kernel_before();
+  allow_next_kernel();
+  const PageSlots* const table = page_table_of(p.rows, p.sequence);
+  const std::int64_t chunks_of_row = p.row_bytes / static_cast<std::int64_t>(sizeof(uint4));
+  const std::int64_t chunks = p.longest * p.kv_heads * chunks_of_row;
+  const std::int64_t stride = std::int64_t{kGatherThreads} * gridDim.x;
+  const std::int64_t self = std::int64_t{kGatherThreads} * blockIdx.x + threadIdx.x;
+  for (std::int64_t first = self; first < chunks; first += stride * kGatherAhead) {
+    uint4 data[kGatherAhead];
+    std::byte* to[kGatherAhead];
+#pragma unroll
+    for (int i = 0; i < kGatherAhead; ++i) {
+      const std::int64_t chunk = first + i * stride;
+      to[i] = nullptr;
+      if (chunk >= chunks) continue;
+      const std::int64_t row = chunk / chunks_of_row;
+      const std::int64_t column = chunk % chunks_of_row * static_cast<std::int64_t>(sizeof(uint4));
+      const int head = static_cast<int>(row / p.longest);
+      const std::int64_t number = row % p.longest;
+      if (number >= p.counts[head]) continue;
+      const std::int32_t position = p.positions[head * p.capacity + number];
+      const PageSlots page = table[position / kPageTokens];
+      const std::byte* const from = row_of(p.rows, page, head, position, p.row_bytes);
+      data[i] = __ldcs(reinterpret_cast<const uint4*>(from + column));
+      to[i] = p.to + (head * p.to_rows + number) * p.row_bytes + column;
+    }
+#pragma unroll
+    for (int i = 0; i < kGatherAhead; ++i) {
+      if (to[i] != nullptr) *reinterpret_cast<uint4*>(to[i]) = data[i];
+    }
+  }
+}
+
+}  // namespace
+
+void copy_pieces(std::span<const CopyOp> ops, const Launch& launch) {
+  Pieces pieces;
+  pieces.blocks_before[0] = 0;
+  for (const CopyOp& op : ops) {
+    if (op.bytes == 0) continue;
+    pieces.ops[pieces.count] = op;
+    const auto blocks = static_cast<int>((op.bytes + kPieceBytes - 1) / kPieceBytes);
+    pieces.blocks_before[pieces.count + 1] = pieces.blocks_before[pieces.count] + blocks;
+    if (++pieces.count == kPieces) launch_pieces(pieces, launch);
+  }
+  launch_pieces(pieces, launch);
+}
+
+void gather(const GatherParams& p, const Launch& launch, int blocks) {
+  GatherArgs args;
+  args.longest = p.counts.empty() ? 0 : *std::max_element(p.counts.begin(), p.counts.end());
+  if (args.longest == 0) return;
+  args.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  args.kv_heads = p.shape.kv_heads;
+  args.rows = p.rows;
+  args.sequence = p.sequence;
+  args.positions = p.positions + p.first;
+  args.capacity = p.capacity;
+  args.to = p.to;
+  args.to_rows = p.to_rows;
+  args.counts = head_counts(p.counts);
+  launch_early("gather", gather_kernel, dim3(static_cast<unsigned>(blocks)), kGatherThreads, 0,
+               launch, args);
+}
+
+}  // namespace sluice::cuda

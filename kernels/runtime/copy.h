@@ -1,0 +1,20 @@
+// Moving small pieces and single rows with kernels: the copy engine takes microseconds for each.
+#pragma once
+
+#include <span>
+
+#include "kernels/runtime/launch.h"
+#include "lib/backend.h"
+#include "lib/selection.h"
+
+namespace sluice::cuda {
+
+// Pieces of any number and alignment, on the device or in mapped host memory.
+void copy_pieces(std::span<const CopyOp> ops, const Launch& launch);
+
+// Ascending addresses keep address translation for host memory in its caches, and a few blocks
+// saturate PCIe, so that the rest of the device can compute meanwhile.
+inline constexpr int kGatherBlocks = 16;
+void gather(const GatherParams& params, const Launch& launch, int blocks = kGatherBlocks);
+
+}  // namespace sluice::cuda

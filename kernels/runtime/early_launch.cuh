@@ -1,0 +1,71 @@
+// Kernels that begin while the one before them in the stream still runs, so that a chain of short
+// ones does not pay for every start. Before compute capability 9.0 they follow each other.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/launch.h"
+
+namespace sluice::cuda {
+
+// The next kernel of the stream may begin as soon as all blocks of this one have said so.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernel before is over and its writes can be seen. It, too, waited for those before it.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// For one of a chain of short kernels, after what it can do without the one before.
+__device__ __forceinline__ void take_turn() {
+  allow_next_kernel();
+  wait_for_kernel_before();
+}
+
+// `kernel` waits for the kernel before it ahead of the first access to memory that kernels write.
+// One that reads what older kernels wrote before it waits must follow a kernel that lets it begin
+// only after waiting itself: then all before that one are over. Clusters, of more than one block,
+// need compute capability 9.0.
+template <typename... Params>
+void launch_early_clusters(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
+                           std::size_t shared, int cluster_blocks, const Launch& launch,
+                           const std::type_identity_t<Params>&... params) {
+  if (cluster_blocks > 1) {
+    const auto set = [&](cudaFuncAttribute attribute, int value) {
+      require(cudaFuncSetAttribute(kernel, attribute, value), what);
+    };
+    set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    // Always the same, for calls that were recorded before start later.
+    set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster_blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared;
+  config.stream = launch.stream;
+  config.attrs = attributes;
+  config.numAttrs = launch.device->capability < 90 ? 0 : cluster_blocks > 1 ? 2 : 1;
+  require(cudaLaunchKernelEx(&config, kernel, params...), what);
+}
+
+// The same without clusters.
+template <typename... Params>
+void launch_early(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
+                  std::size_t shared, const Launch& launch,
+                  const std::type_identity_t<Params>&... params) {
+  launch_early_clusters(what, kernel, grid, threads, shared, 1, launch, params...);
+}
+
+}  // namespace sluice::cuda

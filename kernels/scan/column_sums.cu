@@ -1,0 +1,470 @@
+// Softmax weights summed over probes and query heads, in two passes over the keys: sums of
+// exponentials, then weights.
+//
+// Logits come from tensor cores. A query enters as two numbers of the keys' type, its rounded value
+// and what rounding took away, so that it keeps twice the digits. The inner product may take the
+// channels in any order: a lane reads 8 neighbouring channels of a key at once and takes them for
+// its places in two fragments of 16 channels.
+// Source: lane layout of mma.m16n8k16 from the PTX ISA, "Warp-level matrix fragments".
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/runtime/dispatch.h"
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/heads.h"
+#include "kernels/scan/column_sums.h"
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kTileKeys = 16;                   // of a warp: two fragments of 8
+constexpr int kBlockKeys = kWarps * kTileKeys;  // of a block at a time
+constexpr int kTileQueries = 16;
+constexpr int kMostProbes = 128;   // per launch
+constexpr int kMostQueries = 512;  // per KV head and launch, padded to whole tiles
+
+// The queries of up to kMostProbes probes. Those of a KV head are numbered probe by probe, and
+// padded to whole tiles.
+struct Call {
+  const float* q = nullptr;  // [probes, kv_heads * group, head_dim]
+  std::int32_t positions[kMostProbes]{};
+  std::int32_t probes = 0;
+  std::int32_t kv_heads = 0;
+  std::int32_t group = 0;
+  std::int32_t head_dim = 0;
+  std::int64_t row_bytes = 0;
+  std::int32_t count = 0;  // rows
+  float factor = 0.0f;     // log2(e) / sqrt(head_dim)
+  HeadRows rows;
+  std::byte* staged = nullptr;             // [kv_heads, count, head_dim]: the keys alone, or null
+  bool is_staged = false;                  // they are there
+  const std::uint8_t* eligible = nullptr;  // [count] or null
+  std::int32_t tiles = 0;                  // of queries, per KV head
+  std::int32_t strips = 0;                 // blocks per KV head
+  std::int32_t strip_keys = 0;
+  uint4* fragments = nullptr;    // [kv_heads, tiles, steps, 2, kWarp]: values, then their rests
+  float2* partials = nullptr;    // [kv_heads, strips, tiles * 16]: largest log2, sum above it
+  float* norms = nullptr;        // [kv_heads, tiles * 16]: log2 of the sum
+  float* sums = nullptr;         // [kv_heads, count]
+  std::uint32_t* bad = nullptr;  // [1]: a logit was no number, or a probe saw nothing
+  bool is_first = false;         // else sums and bad hold what earlier probes left
+
+  __host__ __device__ std::int32_t queries() const { return tiles * kTileQueries; }
+};
+
+__host__ __device__ constexpr int channel_blocks(int head_dim) { return (head_dim + 31) / 32; }
+
+// Two neighbouring channels of a query as values or rests; zeros past its end.
+template <typename T>
+__device__ std::uint32_t query_pair(const Call& call, std::int32_t head, std::int32_t query,
+                                    int channel, bool rest) {
+  if (query >= call.probes * call.group || channel >= call.head_dim) return 0;
+  const std::int64_t row =
+      static_cast<std::int64_t>(query / call.group) * call.kv_heads * call.group +
+      head * call.group + query % call.group;
+  const float* const q = call.q + row * call.head_dim + channel;
+  float pair[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pair[i] = q[i];
+    if (rest) pair[i] -= to_float(from_float<T>(pair[i]));
+  }
+  return pack(T(), pair[0], pair[1]);
+}
+
+// Lays the queries out as fragments: step 2 b + s of block b of 32 channels has for lane l, with
+// t = l % 4, the channels 32 b + 8 t + 4 s and the three after it.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ Call call) {
+  const int steps = 2 * channel_blocks(call.head_dim);
+  const std::int32_t i = static_cast<std::int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i == 0 && call.is_first) *call.bad = 0;
+  if (i >= call.kv_heads * call.tiles * steps * 2 * kWarp) return;
+  const int lane = i % kWarp;
+  const bool rest = i / kWarp % 2 != 0;
+  const int step = i / (2 * kWarp) % steps;
+  const std::int32_t tile = i / (2 * kWarp * steps) % call.tiles;
+  const std::int32_t head = i / (2 * kWarp * steps * call.tiles);
+  const int channel = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4;
+  const std::int32_t query = tile * kTileQueries + lane / 4;
+  call.fragments[i] = make_uint4(query_pair<T>(call, head, query, channel, rest),
+                                 query_pair<T>(call, head, query + 8, channel, rest),
+                                 query_pair<T>(call, head, query, channel + 2, rest),
+                                 query_pair<T>(call, head, query + 8, channel + 2, rest));
+}
+
+// Sixteen keys of a warp: lane l holds of keys l / 4 and 8 + l / 4 the 8 channels from
+// 32 b + 8 (l % 4) on, for every block b.
+template <int kBlocks>
+struct Keys {
+  uint4 channels[2][kBlocks];
+  std::int32_t first;    // the first of this lane's columns of the logits
+  std::uint32_t usable;  // bit 2 n + i: column first + 8 n + i exists and is eligible
+};
+
+// From their rows, which may be far away: then they are staged on the way.
+template <int kBlocks>
+__device__ void load_keys(const Call& call, std::int32_t head, std::int32_t first, bool is_staged,
+                          Keys<kBlocks>& keys) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t key_bytes = call.head_dim * 2;
+  std::byte* const staged =
+      call.staged == nullptr ? nullptr : call.staged + head * call.count * key_bytes;
+  const std::byte* const rows = is_staged ? staged : call.rows[head];
+  const std::int64_t row_bytes = is_staged ? key_bytes : call.row_bytes;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const std::int32_t key = first + 8 * n + lane / 4;
+    const auto* const row = reinterpret_cast<const uint4*>(rows + key * row_bytes);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int vector = 4 * b + lane % 4;
+      const bool exists = key < call.count && vector * 8 < call.head_dim;
+      keys.channels[n][b] = exists ? row[vector] : make_uint4(0, 0, 0, 0);
+      if (exists && staged != nullptr && !is_staged)
+        reinterpret_cast<uint4*>(staged + key * key_bytes)[vector] = keys.channels[n][b];
+    }
+  }
+  keys.first = first + 2 * (lane % 4);
+  keys.usable = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const std::int32_t key = keys.first + i / 2 * 8 + i % 2;
+    if (key < call.count && (call.eligible == nullptr || call.eligible[key] != 0)) {
+      keys.usable |= 1u << i;
+    }
+  }
+}
+
+// Logits of a tile of queries in units of log2; -Inf where a query does not see a key.
+// x[n][0], x[n][1] belong to query l / 4 of the tile, x[n][2] and x[n][3] to query 8 + l / 4.
+template <typename T, int kBlocks>
+__device__ __forceinline__ void logits_of(const Call& call, const uint4* fragments,
+                                          const Keys<kBlocks>& keys, const std::int32_t (&sees)[2],
+                                          float (&x)[2][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i / 4][i % 4] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < 2 * kBlocks; ++step) {
+#pragma unroll
+    for (int rest = 0; rest < 2; ++rest) {
+      const uint4 packed = fragments[(step * 2 + rest) * kWarp + lane];
+      const std::uint32_t a[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const uint4& key = keys.channels[n][step / 2];
+        if (step % 2 == 0) {
+          mma(T(), x[n], a, key.x, key.y);
+        } else {
+          mma(T(), x[n], a, key.z, key.w);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool visible =
+          keys.first + 8 * n + i % 2 <= sees[i / 2] && (keys.usable >> (2 * n + i % 2) & 1u) != 0;
+      x[n][i] = visible ? x[n][i] * call.factor : -INFINITY;
+    }
+  }
+}
+
+// Positions of the queries and, per tile, the last of them.
+struct Sight {
+  std::int32_t queries[kMostQueries];
+  std::int32_t tiles[kMostQueries / kTileQueries];
+};
+
+__device__ void look_up_sight(const Call& call, Sight& sight) {
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.queries(); i += kThreads) {
+    sight.queries[i] = i < call.probes * call.group ? call.positions[i / call.group] : -1;
+  }
+  __syncthreads();
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.tiles; i += kThreads) {
+    std::int32_t last = -1;
+    for (int j = 0; j < kTileQueries; ++j) last = max(last, sight.queries[i * kTileQueries + j]);
+    sight.tiles[i] = last;
+  }
+  __syncthreads();
+}
+
+// Calls body(first key) for every 16 keys of this block's strip that its warp takes.
+template <typename Body>
+__device__ void for_tiles(const Call& call, const Body& body) {
+  const std::int32_t strip = static_cast<std::int32_t>(blockIdx.x) % call.strips;
+  const std::int32_t last = min(call.count, (strip + 1) * call.strip_keys);
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  for (std::int32_t first = strip * call.strip_keys + warp * kTileKeys; first < last;
+       first += kBlockKeys) {
+    body(first);
+  }
+}
+
+__device__ float2 merged(float2 a, float2 b) {
+  if (b.x == -INFINITY) return a;
+  if (a.x == -INFINITY) return b;
+  const float most = fmaxf(a.x, b.x);
+  return make_float2(most, a.y * exp2f(a.x - most) + b.y * exp2f(b.x - most));
+}
+
+// Adds one query's logits over a warp's keys to the sum that its lanes share.
+__device__ __forceinline__ void add_logits(const float (&x)[2][4], int half, float2& sum) {
+  float most = -INFINITY;
+  float all = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = fmaxf(most, x[i / 2][2 * half + i % 2]);
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
+  }
+  // A NaN among them is passed over by the maximum, but not by the sum.
+  const float from = most == -INFINITY ? 0.0f : most;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) all += exp2f(x[i / 2][2 * half + i % 2] - from);
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) all += __shfl_xor_sync(kAllLanes, all, step);
+  if (threadIdx.x % 4 != 0) return;
+  if (all != all) most = INFINITY;
+  sum = merged(sum, make_float2(most, all));
+}
+
+template <typename T, int kBlocks>
+__global__ void __launch_bounds__(kThreads, 2) sum_rows(const __grid_constant__ Call call) {
+  __shared__ Sight sight;
+  __shared__ float2 sums[kWarps][kMostQueries];
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.strips;
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  const auto row = static_cast<std::int32_t>(threadIdx.x) % kWarp / 4;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < kWarps * kMostQueries; i += kThreads) {
+    sums[i / kMostQueries][i % kMostQueries] = make_float2(-INFINITY, 0.0f);
+  }
+  look_up_sight(call, sight);
+  for_tiles(call, [&](std::int32_t first) {
+    Keys<kBlocks> keys;
+    load_keys(call, head, first, call.is_staged, keys);
+    for (std::int32_t tile = 0; tile < call.tiles; ++tile) {
+      if (sight.tiles[tile] < first) continue;
+      const std::int32_t query = tile * kTileQueries + row;
+      const std::int32_t sees[2] = {sight.queries[query], sight.queries[query + 8]};
+      float x[2][4];
+      logits_of<T>(call,
+                   call.fragments +
+                       static_cast<std::int64_t>(head * call.tiles + tile) * (4 * kBlocks * kWarp),
+                   keys, sees, x);
+      add_logits(x, 0, sums[warp][query]);
+      add_logits(x, 1, sums[warp][query + 8]);
+    }
+  });
+  __syncthreads();
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.queries(); i += kThreads) {
+    float2 sum = sums[0][i];
+    for (int w = 1; w < kWarps; ++w) sum = merged(sum, sums[w][i]);
+    call.partials[static_cast<std::int64_t>(blockIdx.x) * call.queries() + i] = sum;
+  }
+}
+
+// The norm of every query from its strips.
+__global__ void __launch_bounds__(kThreads) add_strips(const __grid_constant__ Call call) {
+  const auto i = static_cast<std::int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= call.kv_heads * call.queries()) return;
+  const std::int32_t head = i / call.queries();
+  const std::int32_t query = i % call.queries();
+  float2 sum = make_float2(-INFINITY, 0.0f);
+  for (std::int32_t strip = 0; strip < call.strips; ++strip) {
+    const std::int64_t part = static_cast<std::int64_t>(head) * call.strips + strip;
+    sum = merged(sum, call.partials[part * call.queries() + query]);
+  }
+  const bool is_query = query < call.probes * call.group;
+  if (is_query && !(fabsf(sum.x) < INFINITY && sum.y < INFINITY)) *call.bad = 1;
+  call.norms[i] = sum.x + log2f(sum.y);
+}
+
+template <typename T, int kBlocks>
+__global__ void __launch_bounds__(kThreads, 2) sum_columns(const __grid_constant__ Call call) {
+  __shared__ Sight sight;
+  __shared__ float norms[kMostQueries];
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.strips;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.queries(); i += kThreads) {
+    norms[i] = call.norms[static_cast<std::int64_t>(head) * call.queries() + i];
+  }
+  look_up_sight(call, sight);
+  for_tiles(call, [&](std::int32_t first) {
+    Keys<kBlocks> keys;
+    load_keys(call, head, first, call.staged != nullptr, keys);
+    float columns[4] = {};
+    for (std::int32_t tile = 0; tile < call.tiles; ++tile) {
+      if (sight.tiles[tile] < first) continue;
+      const std::int32_t query = tile * kTileQueries + lane / 4;
+      const std::int32_t sees[2] = {sight.queries[query], sight.queries[query + 8]};
+      float x[2][4];
+      logits_of<T>(call,
+                   call.fragments +
+                       static_cast<std::int64_t>(head * call.tiles + tile) * (4 * kBlocks * kWarp),
+                   keys, sees, x);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float low = x[i / 2][i % 2];
+        const float high = x[i / 2][2 + i % 2];
+        // A query that sees nothing has no norm.
+        if (low > -INFINITY) columns[i] += exp2f(low - norms[query]);
+        if (high > -INFINITY) columns[i] += exp2f(high - norms[query + 8]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int step = 4; step < kWarp; step *= 2) {
+        columns[i] += __shfl_xor_sync(kAllLanes, columns[i], step);
+      }
+      const std::int32_t key = keys.first + i / 2 * 8 + i % 2;
+      if (lane >= 4 || key >= call.count) continue;
+      float& sum = call.sums[static_cast<std::int64_t>(head) * call.count + key];
+      sum = call.is_first ? columns[i] : sum + columns[i];
+    }
+  });
+}
+
+// Sums over the KV heads, to the host.
+__global__ void __launch_bounds__(kThreads)
+    add_heads(const float* sums, const std::uint32_t* bad, std::int32_t kv_heads,
+              std::int32_t count, float* out) {
+  const auto i = static_cast<std::int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= count) return;
+  float sum = 0.0f;
+  for (std::int32_t head = 0; head < kv_heads; ++head) {
+    sum += sums[static_cast<std::int64_t>(head) * count + i];
+  }
+  out[i] = *bad != 0 ? NAN : sum;
+}
+
+unsigned blocks_for(std::int64_t threads) {
+  return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
+}
+
+template <typename T, int kBlocks>
+void run(const Call& call, cudaStream_t stream) {
+  const std::int64_t queries = static_cast<std::int64_t>(call.kv_heads) * call.queries();
+  lay_out<T><<<blocks_for(queries * 4 * kBlocks * 2), kThreads, 0, stream>>>(call);
+  require_launch("lay_out");
+  const auto blocks = static_cast<unsigned>(call.kv_heads * call.strips);
+  sum_rows<T, kBlocks><<<blocks, kThreads, 0, stream>>>(call);
+  require_launch("sum_rows");
+  add_strips<<<blocks_for(queries), kThreads, 0, stream>>>(call);
+  require_launch("add_strips");
+  sum_columns<T, kBlocks><<<blocks, kThreads, 0, stream>>>(call);
+  require_launch("sum_columns");
+}
+
+template <typename T>
+void run_for(const Call& call, cudaStream_t stream) {
+  switch (channel_blocks(call.head_dim)) {
+    case 1:
+      return run<T, 1>(call, stream);
+    case 2:
+      return run<T, 2>(call, stream);
+    case 3:
+      return run<T, 3>(call, stream);
+    case 4:
+      return run<T, 4>(call, stream);
+    case 8:
+      return run<T, 8>(call, stream);
+    default:
+      throw Error(ErrorCode::unsupported, "the CUDA backend has no column sums for head_dim " +
+                                              std::to_string(call.head_dim));
+  }
+}
+
+// A piece of scratch, aligned to 16 bytes.
+template <typename T>
+T* take(const Launch& launch, std::size_t& used, std::int64_t count) {
+  auto* const at = reinterpret_cast<T*>(launch.scratch + used);
+  used += (static_cast<std::size_t>(count) * sizeof(T) + 15) / 16 * 16;
+  if (used > launch.scratch_bytes) {
+    throw Error(
+        ErrorCode::unsupported,
+        "the prompt is too long for zipvl on this device: its scores do not fit the scratch "
+        "memory; give it in parts or prefill densely");
+  }
+  return at;
+}
+
+Call call_of(const ColumnSumsParams& p, const Launch& launch) {
+  Call call;
+  call.kv_heads = p.shape.kv_heads;
+  call.group = p.shape.group();
+  call.head_dim = p.shape.head_dim;
+  call.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  check(p.rows[0].count < std::int64_t{1} << 31, "too many rows for column_sums()");
+  check(call.head_dim % 8 == 0 && call.group <= kMostQueries, "a shape without column sums");
+  call.count = static_cast<std::int32_t>(p.rows[0].count);
+  call.factor = kLog2E / std::sqrt(static_cast<float>(call.head_dim));
+  call.rows = head_rows(p.rows);
+  call.eligible = p.eligible;
+  const std::int64_t most_strips =
+      std::max<std::int64_t>(1, 4 * launch.device->multiprocessors / call.kv_heads);
+  const std::int64_t blocks = (call.count + kBlockKeys - 1) / kBlockKeys;
+  const std::int64_t each = std::max<std::int64_t>(1, (blocks + most_strips - 1) / most_strips);
+  call.strip_keys = static_cast<std::int32_t>(each * kBlockKeys);
+  call.strips = static_cast<std::int32_t>(std::max<std::int64_t>(1, (blocks + each - 1) / each));
+  return call;
+}
+
+}  // namespace
+
+void column_sums(const ColumnSumsParams& params, const Launch& launch) {
+  if (params.rows.empty() || params.rows[0].count == 0) return;
+  Call call = call_of(params, launch);
+  const std::int32_t most = std::min(kMostProbes, kMostQueries / call.group);
+  const std::int64_t queries = static_cast<std::int64_t>(call.kv_heads) * kMostQueries;
+  const int steps = 2 * channel_blocks(call.head_dim);
+  std::size_t used = 0;
+  call.bad = take<std::uint32_t>(launch, used, 1);
+  call.norms = take<float>(launch, used, queries);
+  call.partials = take<float2>(launch, used, queries * call.strips);
+  call.fragments = take<uint4>(launch, used, queries / kTileQueries * steps * 2 * kWarp);
+  call.sums = take<float>(launch, used, static_cast<std::int64_t>(call.kv_heads) * call.count);
+  // Rows in host memory are slow to read twice.
+  const std::size_t keys = static_cast<std::size_t>(call.kv_heads) *
+                           static_cast<std::size_t>(call.count) *
+                           static_cast<std::size_t>(call.head_dim) * 2;
+  if (used + keys <= launch.scratch_bytes) {
+    call.staged = take<std::byte>(launch, used, static_cast<std::int64_t>(keys));
+  }
+  const std::int64_t width = std::int64_t{params.shape.query_heads} * call.head_dim;
+  const auto probes = static_cast<std::int64_t>(params.positions.size());
+  if (probes == 0) {
+    require(cudaMemsetAsync(params.sums, 0, static_cast<std::size_t>(call.count) * sizeof(float),
+                            launch.stream),
+            "column sums of no probe");
+    return;
+  }
+  for (std::int64_t first = 0; first < probes; first += most) {
+    call.q = params.q + first * width;
+    call.probes = static_cast<std::int32_t>(std::min<std::int64_t>(most, probes - first));
+    call.is_first = first == 0;
+    call.is_staged = first > 0 && call.staged != nullptr;
+    call.tiles = (call.probes * call.group + kTileQueries - 1) / kTileQueries;
+    for (std::int32_t i = 0; i < call.probes; ++i) {
+      call.positions[i] =
+          static_cast<std::int32_t>(params.positions[static_cast<std::size_t>(first + i)]);
+    }
+    dispatch_rows(params.shape.dtype,
+                  [&](auto element) { run_for<decltype(element)>(call, launch.stream); });
+  }
+  add_heads<<<blocks_for(call.count), kThreads, 0, launch.stream>>>(
+      call.sums, call.bad, call.kv_heads, call.count, params.sums);
+  require_launch("add_heads");
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,342 @@
+// Building pages of the key index: one block a page of one KV head, keys kept in registers between
+// finding their range and quantising them, so that they are read once.
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/runtime/dispatch.h"
+#include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/heads.h"
+#include "kernels/runtime/paged.cuh"
+#include "kernels/scan/key_index.h"
+#include "lib/backend.h"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+// A thread holds two neighbouring channels of 32 tokens: kBoundTokens from kBoundTokens * part on
+// and as many half a page later, which share their bytes at 4 bits.
+constexpr int kParts = 4;
+constexpr int kThreadTokens = kPageTokens / kParts;
+constexpr int kMaxThreads = kParts * kMaxHeadDim / 2;
+constexpr float kLargestHalf = 65504.0f;
+// Added to a float of [0, 2^22), it leaves that rounded to nearest even in the lowest bits.
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+
+// A page of one KV head that a block builds.
+struct BuildPage {
+  const std::byte* rows;  // [kPageTokens, row_bytes]
+  std::int64_t sequence;
+  std::int64_t number;  // among the pages of the sequence
+};
+
+// Pages of one sequence from rows that follow each other, a block for each.
+struct PageRun {
+  HeadRows rows;
+  std::int64_t sequence;
+  std::int64_t first;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
+    const std::int64_t i = blockIdx.x;
+    page = {rows[head] + i * kPageTokens * row_bytes, sequence, first + i};
+    return true;
+  }
+};
+
+// Pages that a token of a batch is the last of, a block for each token.
+struct PagesOfBatch {
+  const BatchToken* tokens;
+  PagedRows rows;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
+    const BatchToken token = tokens[blockIdx.x];
+    if (token.position % kPageTokens != kPageTokens - 1) return false;
+    const int number = token.position / kPageTokens;
+    const PageSlots slots = page_table_of(rows, token.sequence)[number];
+    page = {page_rows(rows, head, slots, row_bytes), token.sequence, number};
+    return true;
+  }
+};
+
+template <typename Pages>
+struct BuildArgs {
+  Pages pages;
+  std::int64_t row_bytes;     // from row to row
+  const std::int32_t* table;  // [sequences, table_stride]: slots of tiles
+  std::int64_t table_stride;
+  std::byte* codes;       // [kv_heads, slots, head_dim, kTilePages, code bytes] or null
+  std::uint16_t* scales;  // f16 [kv_heads, slots, kTilePages, 2, head_dim]
+  std::uint16_t* bounds;  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim] or null
+  std::int64_t tile_slots;   // of a KV head
+  std::int64_t bound_slots;  // likewise
+  std::int32_t* bad;         // host-visible [sequences, kv_heads]
+  int head_dim;
+  int bits;
+};
+
+__device__ __forceinline__ __half2 as_pair(__half, std::uint32_t bits) {
+  return *reinterpret_cast<const __half2*>(&bits);
+}
+__device__ __forceinline__ __nv_bfloat162 as_pair(__nv_bfloat16, std::uint32_t bits) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+}
+template <typename Pair>
+__device__ __forceinline__ std::uint32_t bits_of(Pair pair) {
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
+__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
+  return __bfloat1622float2(pair);
+}
+
+// The smallest and largest key of two channels.
+template <typename Pair>
+struct Range {
+  Pair low;
+  Pair high;
+
+  __device__ void include(const Range& other) {
+    low = __hmin2(low, other.low);
+    high = __hmax2(high, other.high);
+  }
+};
+
+__device__ __forceinline__ float clamp_to_half(float x) {
+  return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
+}
+
+__device__ __forceinline__ int token_of(int part, int k) {
+  const int half = k / kBoundTokens;
+  return half * (kPageTokens / 2) + part * kBoundTokens + k % kBoundTokens;
+}
+
+// Range of kBoundTokens keys. `strange` becomes other than zero if one is NaN or Inf.
+template <typename Pair>
+__device__ __forceinline__ Range<Pair> range_of(const Pair* keys, Pair& strange) {
+  Range<Pair> range{keys[0], keys[0]};
+  const Pair zero = strange;
+#pragma unroll
+  for (int k = 0; k < kBoundTokens; ++k) {
+    range.include({keys[k], keys[k]});
+    strange = __hfma2(keys[k], zero, strange);
+  }
+  return range;
+}
+
+__device__ __forceinline__ void write_pair(std::uint16_t* to, __half low, __half high) {
+  *reinterpret_cast<__half2*>(to) = __halves2half2(low, high);
+}
+
+// One sub-page's bounds of two channels, rounded outwards.
+template <typename Pair>
+__device__ __forceinline__ void write_bounds(const Range<Pair>& range, int head_dim,
+                                             std::uint16_t* to) {
+  const float2 low = floats_of(range.low);
+  const float2 high = floats_of(range.high);
+  write_pair(to, __float2half_rd(clamp_to_half(low.x)), __float2half_rd(clamp_to_half(low.y)));
+  write_pair(to + head_dim, __float2half_ru(clamp_to_half(high.x)),
+             __float2half_ru(clamp_to_half(high.y)));
+}
+
+// Zero and scale of one channel, as they are kept and as keys are quantised with them.
+struct Quantiser {
+  __half scale;
+  __half zero;
+  float base;
+  float inverse;
+  float largest;
+
+  __device__ Quantiser(float low, float high, int bits)
+      : largest(static_cast<float>((1 << bits) - 1)) {
+    zero = __float2half_rn(clamp_to_half(low));
+    scale = __float2half_rn(clamp_to_half(__fdiv_rn(__fsub_rn(high, low), largest)));
+    base = __half2float(zero);
+    const float step = __half2float(scale);
+    inverse = step > 0.0f ? __fdiv_rn(1.0f, step) : 0.0f;
+  }
+
+  // The code in the lowest bits, below those of kRounder.
+  __device__ std::uint32_t operator()(float key) const {
+    const float exact = __fmul_rn(__fsub_rn(key, base), inverse);
+    return __float_as_uint(__fadd_rn(fminf(fmaxf(exact, 0.0f), largest), kRounder));
+  }
+};
+
+// Where 16-byte unit `unit` of the codes lies in shared memory, so that neither its writers (two
+// channels apart) nor its readers (in order) meet in a bank.
+__device__ __forceinline__ int place_of(int unit, int bits) {
+  return unit ^ ((unit / 8) % (bits == 4 ? 8 : 4));
+}
+
+// The codes of one channel that this thread holds: 16 bytes, of which each holds a token of either
+// half of the page, the second `shift` bits above the first.
+template <typename KeyOf>
+__device__ __forceinline__ uint4 pack_codes(const Quantiser& quantiser, int shift, int offset,
+                                            const KeyOf& key) {
+  std::uint32_t words[4];
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    std::uint32_t bytes[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const int k = word * 4 + b;
+      // Bits above the lowest byte are noise that the permutations below leave out.
+      bytes[b] = quantiser(key(k)) + (quantiser(key(kBoundTokens + k)) << shift);
+    }
+    words[word] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x0040),
+                              __byte_perm(bytes[2], bytes[3], 0x0040), 0x5410)
+                  << offset;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// At 2 bits the two halves of a byte come from different parts; 64 bytes a channel either way.
+template <typename Pair>
+__device__ __forceinline__ void stage_codes(const Pair* keys, const Quantiser (&quantisers)[2],
+                                            int bits, int part, int pair, int head_dim,
+                                            uint4* staged) {
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const auto key = [&](int k) {
+      const float2 both = floats_of(keys[k]);
+      return c == 0 ? both.x : both.y;
+    };
+    const int channel = 2 * pair + c;
+    if (bits == 4) {
+      staged[place_of(channel * 4 + part, bits)] = pack_codes(quantisers[c], 4, 0, key);
+    } else {
+      const int half = part / 2;
+      staged[half * head_dim * 2 + place_of(channel * 2 + part % 2, bits)] =
+          pack_codes(quantisers[c], 4, 2 * half, key);
+    }
+  }
+}
+
+__device__ __forceinline__ uint4 operator|(const uint4& a, const uint4& b) {
+  return make_uint4(a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w);
+}
+
+// To a tile, of which this is an odd page or an even one.
+__device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd, uint4* to) {
+  const int of_channel = bits == 4 ? 2 : 1;  // a power of two of units
+  for (int unit = static_cast<int>(threadIdx.x); unit < head_dim << of_channel;
+       unit += static_cast<int>(blockDim.x)) {
+    const int place = place_of(unit, bits);
+    const int channel = unit >> of_channel;
+    const int half = (channel ^ odd) % kTilePages;
+    to[unit + ((channel * (kTilePages - 1) + half) << of_channel)] =
+        bits == 4 ? staged[place] : staged[place] | staged[head_dim * 2 + place];
+  }
+}
+
+// A block builds a page of one KV head, or has nothing to do.
+template <typename T, typename Pages>
+__global__ void __launch_bounds__(kMaxThreads)
+    build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
+  using Pair = decltype(as_pair(T(), 0u));
+  extern __shared__ uint4 staged[];  // codes, 64 bytes a channel
+  __shared__ Range<Pair> ranges[kParts][kMaxHeadDim / 2];
+  const int head = static_cast<int>(blockIdx.y);
+  BuildPage page;
+  const bool has_page = a.pages.find(head, a.row_bytes, page);
+  std::int64_t slot = 0;
+  if (has_page) slot = a.table[page.sequence * a.table_stride + page.number / kTilePages];
+  // Also by those with nothing to do, so that this kernel ends after the one before.
+  wait_for_kernel_before();
+  allow_next_kernel();
+  if (!has_page) return;
+
+  const int pairs = a.head_dim / 2;
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool works = thread < kParts * pairs;
+  const int part = works ? thread / pairs : 0;
+  const int pair = works ? thread % pairs : 0;
+
+  Pair keys[kThreadTokens];
+#pragma unroll
+  for (int k = 0; k < kThreadTokens; ++k) {
+    const auto* const row =
+        reinterpret_cast<const std::uint32_t*>(page.rows + token_of(part, k) * a.row_bytes);
+    keys[k] = as_pair(T(), row[pair]);
+  }
+  Pair strange = as_pair(T(), 0u);
+  const Range<Pair> first = range_of(keys, strange);
+  const Range<Pair> second = range_of(keys + kBoundTokens, strange);
+  Range<Pair> all = first;
+  all.include(second);
+  if (works) ranges[part][pair] = all;
+  if (__syncthreads_or((bits_of(strange) & 0x7fff7fffu) != 0) != 0) {
+    if (thread == 0) a.bad[page.sequence * gridDim.y + head] = 1;
+    return;
+  }
+
+  const auto odd = static_cast<int>(page.number % kTilePages);
+  if (a.bounds != nullptr && works) {
+    const std::int64_t at =
+        ((head * a.bound_slots + slot) * kTilePages + odd) * kBoundsPerPage + part;
+    std::uint16_t* const bounds = a.bounds + at * 2 * a.head_dim + 2 * pair;
+    write_bounds(first, a.head_dim, bounds);
+    write_bounds(second, a.head_dim, bounds + kParts * 2 * a.head_dim);
+  }
+  if (a.codes == nullptr) return;
+  for (int other = 0; other < kParts; ++other) all.include(ranges[other][pair]);
+  const float2 low = floats_of(all.low);
+  const float2 high = floats_of(all.high);
+  const Quantiser quantisers[2] = {{low.x, high.x, a.bits}, {low.y, high.y, a.bits}};
+  const std::int64_t tile = head * a.tile_slots + slot;
+  if (works && part == 0) {
+    std::uint16_t* const scales = a.scales + (tile * kTilePages + odd) * 2 * a.head_dim + 2 * pair;
+    write_pair(scales, quantisers[0].scale, quantisers[1].scale);
+    write_pair(scales + a.head_dim, quantisers[0].zero, quantisers[1].zero);
+  }
+  if (works) stage_codes(keys, quantisers, a.bits, part, pair, a.head_dim, staged);
+  __syncthreads();
+  const std::int64_t tile_bytes =
+      static_cast<std::int64_t>(a.head_dim) * kTilePages * kPageTokens * a.bits / 8;
+  write_codes(staged, a.head_dim, a.bits, odd,
+              reinterpret_cast<uint4*>(a.codes + tile * tile_bytes));
+}
+
+// For `blocks` pages of every KV head.
+template <typename Pages>
+void build(const char* what, const KvShape& shape, const KeyIndexView& index, const Pages& pages,
+           std::int64_t blocks, std::int32_t* bad, const Launch& launch) {
+  const int d = shape.head_dim;
+  check(d > 0 && d % 2 == 0 && d <= kMaxHeadDim, "build_index: head_dim");
+  check(index.tiles.bits == 4 || index.tiles.bits == 2, "build_index: bits");
+  if (blocks == 0) return;
+  BuildArgs<Pages> a{};
+  a.pages = pages;
+  a.row_bytes = static_cast<std::int64_t>(shape.row_bytes());
+  a.table = index.slots;
+  a.table_stride = index.table_stride;
+  a.codes = index.tiles.codes;
+  a.scales = index.tiles.scales;
+  a.bounds = index.bounds.bounds;
+  a.tile_slots = index.tiles.slots;
+  a.bound_slots = index.bounds.slots;
+  a.bad = bad;
+  a.head_dim = d;
+  a.bits = index.tiles.bits;
+  const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
+  const std::size_t shared = static_cast<std::size_t>(d) * kPageTokens / 2;
+  dispatch_rows(shape.dtype, [&](auto row) {
+    launch_early(what, build_kernel<decltype(row), Pages>, grid, static_cast<unsigned>(threads),
+                 shared, launch, a);
+  });
+}
+
+}  // namespace
+
+void build_index(const BuildIndexParams& p, const Launch& launch) {
+  const PageRun pages = {head_rows(p.rows), p.sequence, p.first_page};
+  build("build_index", p.shape, p.index, pages, p.pages, p.bad, launch);
+}
+
+void build_batch(const BuildBatchParams& p, const Launch& launch) {
+  const PagesOfBatch pages = {p.batch.tokens, p.rows};
+  build("build_batch", p.shape, p.index, pages, p.batch.count, p.bad, launch);
+}
+
+}  // namespace sluice::cuda

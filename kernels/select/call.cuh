@@ -1,0 +1,162 @@
+// A call of select() by value, and what follows of it for one head.
+//
+// A head is a KV head of a token of the batch: number token * kv_heads + KV head. Whatever a launch
+// depends on follows from the batch's capacity; what follows from a token's position is found where
+// it is needed, from the token in the device's memory.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/runtime/device_math.cuh"
+#include "lib/batch.h"
+#include "lib/selection.h"
+
+namespace sluice::cuda {
+
+// A Quota in numbers that fit 32 bits: a context has at most 2^31 tokens.
+struct TokenQuota {
+  struct Part {
+    std::uint32_t tokens = 0;   // if there is no divisor
+    std::uint32_t divisor = 0;  // at most 2^31
+
+    __device__ __forceinline__ std::uint32_t of(std::uint32_t count) const {
+      return divisor == 0 ? min(tokens, count) : (count + (divisor - 1)) / divisor;
+    }
+  };
+  Part share;
+  Part least;
+  std::uint32_t extra = 0;
+
+  __device__ __forceinline__ std::int32_t of(std::uint32_t count) const {
+    const std::uint64_t twice = std::uint64_t{2} * least.of(count);
+    const std::uint64_t wanted = max(std::uint64_t{share.of(count)}, twice) + extra;
+    return static_cast<std::int32_t>(min(wanted, std::uint64_t{min(count, 0x7fffffffu)}));
+  }
+};
+
+// SelectParams by value, or the part of it for some neighbouring heads.
+struct SelectCall {
+  const BatchToken* tokens = nullptr;  // of all heads
+  std::int32_t kv_heads = 0;
+  std::int32_t first_head = 0;  // of the part, among all
+  std::int32_t head_count = 0;
+  std::int32_t group = 0;
+  const __half* logits = nullptr;  // [heads, group, stride]
+  std::int64_t stride = 0;
+  bool is_aligned = false;             // every row starts at a multiple of 16 bytes
+  bool skip_newest = false;            // the newest rows have no logits
+  LogitDigest digest;                  // of all whole pages, or null pointers
+  std::int32_t entries = 0;            // logits per row at most
+  const std::int32_t* list = nullptr;  // [heads, list_capacity] or null
+  std::int64_t list_capacity = 0;
+  const HeadSelection* list_heads = nullptr;  // host-visible [heads]
+  bool is_top_p = false;
+  bool has_keys = false;  // a cut by keys is made, or may be
+  float p = 0.0f;
+  float bin_range = 0.0f;        // nats below the row's maximum where weight may matter to top_p
+  TokenQuota quota;              // k or the cap
+  std::int32_t most_keep = 0;    // what it gives at most
+  std::int32_t most_forced = 0;  // what is always kept, at most
+  std::int64_t sinks = 0;
+  std::int64_t recent = 0;
+  const std::uint8_t* eligible = nullptr;  // [sequences, eligible_stride] or null
+  std::int64_t eligible_stride = 0;
+  bool is_mask_aligned = false;       // every sequence's starts at a multiple of 8 bytes
+  std::int32_t* positions = nullptr;  // [heads, capacity]
+  std::int64_t capacity = 0;
+  HeadSelection* heads = nullptr;  // host-visible [heads]
+  const float* share = nullptr;    // host-visible [heads, group] or null
+  float* alpha = nullptr;          // host-visible [heads, group]
+  float* lse = nullptr;            // [heads, group] or null
+
+  __device__ const __half* row(int head, int g) const {
+    return logits + (static_cast<std::int64_t>(head) * group + g) * stride;
+  }
+  // Where there is a mask: that of a sequence, by position.
+  __device__ const std::uint8_t* mask(std::int32_t sequence) const {
+    return eligible + sequence * eligible_stride;
+  }
+  __device__ const std::int32_t* head_list(int head) const {
+    return list == nullptr ? nullptr : list + head * list_capacity;
+  }
+};
+
+// What a head's token says, which is known before the kernel before is over.
+struct TokenBounds {
+  std::int32_t page_first = 0;
+  std::int32_t newest = 0;  // rows with logits from there on
+  // Positions in [low, high) are not always kept.
+  std::int32_t low = 0;
+  std::int32_t high = 0;
+  std::int32_t keep = 0;  // k or the cap
+  std::int32_t sequence = 0;
+};
+
+__device__ __forceinline__ TokenBounds bounds_of(const SelectCall& c, int head) {
+  const BatchToken token = c.tokens[(c.first_head + head) / c.kv_heads];
+  TokenBounds b;
+  b.page_first = token.position / kPageTokens * kPageTokens;
+  if (!c.skip_newest) b.newest = token.position - b.page_first + 1;
+  const std::int64_t first = b.page_first;
+  const std::int64_t recent_first = std::int64_t{token.position} + 1 - c.recent;
+  b.low = static_cast<std::int32_t>(min(c.sinks, first));
+  b.high = max(b.low, static_cast<std::int32_t>(max(min(recent_first, first), std::int64_t{0})));
+  b.keep = c.quota.of(static_cast<std::uint32_t>(token.position) + 1u);
+  b.sequence = token.sequence;
+  return b;
+}
+
+// The entries of one head: [0, low) and [high, emit) are always kept, [emit, total) are the newest
+// rows.
+struct Extent {
+  std::int32_t total = 0;
+  std::int32_t emit = 0;
+  std::int32_t low = 0;
+  std::int32_t high = 0;
+  std::int32_t keep = 0;  // k or the cap
+  std::int32_t sequence = 0;
+};
+
+// By one whole warp, once the kernel before is over.
+__device__ inline Extent extent_of(const SelectCall& c, int head, const TokenBounds& token) {
+  Extent e;
+  e.keep = token.keep;
+  e.sequence = token.sequence;
+  if (c.list != nullptr) {
+    const std::int32_t count =
+        *static_cast<const volatile std::int32_t*>(&c.list_heads[head].count);
+    e.emit = min(max(count, 0), static_cast<std::int32_t>(c.list_capacity));
+    const std::int32_t* const list = c.head_list(head);
+    e.low = count_below(list, e.emit, token.low);
+    e.high = max(e.low, count_below(list, e.emit, token.high));
+  } else {
+    e.emit = token.page_first;
+    e.low = token.low;
+    e.high = token.high;
+  }
+  e.total = e.emit + token.newest;
+  return e;
+}
+
+// By one thread: the share of all tokens' weight that a row's logits have.
+__device__ __forceinline__ float share_of(const SelectCall& c, std::int64_t row) {
+  return c.share == nullptr ? 1.0f : *static_cast<const volatile float*>(c.share + row);
+}
+
+// By a block: a head of which nothing is kept, for a logit is no number, or there are none at all.
+__device__ inline void report_none(const SelectCall& c, int head, bool is_bad) {
+  for (auto g = static_cast<int>(threadIdx.x); g < c.group; g += static_cast<int>(blockDim.x)) {
+    const std::int64_t row = static_cast<std::int64_t>(head) * c.group + g;
+    c.alpha[row] = is_bad ? 0.0f : share_of(c, row);
+    if (!is_bad && c.lse != nullptr) c.lse[row] = -INFINITY;
+  }
+  if (threadIdx.x != 0) return;
+  HeadSelection result;
+  result.bad = is_bad ? 1 : 0;
+  c.heads[head] = result;
+}
+
+}  // namespace sluice::cuda

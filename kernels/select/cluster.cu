@@ -1,0 +1,92 @@
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/select/cluster_cut.cuh"
+#include "kernels/select/cluster_output.cuh"
+
+namespace sluice::cuda {
+namespace {
+
+__device__ __forceinline__ void select_head(const auto& w) {
+  share_sums(w);
+  if (!join_sums(w)) return report_bad(w);
+  if (w.row_bins > 0 || w.c.has_keys) find_thresholds(w, [&] { count_rows(w); });
+  bool is_cut = false;
+  if (w.c.has_keys) {
+    set_bounds(w);
+    is_cut = mark_heaviest(w);
+  } else {
+    mark_reached(w);
+  }
+  write_kept(w, is_cut);
+}
+
+__device__ __forceinline__ void select_in_cluster(const ClusterCall& call, std::byte* memory) {
+  WorkOf<std::uint16_t> work(call, memory);
+  if (thread_id() == 0) set_up_exchanges(work);
+  set_zero(work);
+  begin(work);
+  if (!has_logits(work)) return;
+  work.share_out(work.shared->extent);
+  select_head(work);
+}
+
+__global__ void __launch_bounds__(kMostWarps* kWarp, 1)
+    select_cluster(const __grid_constant__ ClusterCall call) {
+  extern __shared__ uint4 memory[];
+  // Clusters and bulk copies came together.
+  if constexpr (kBulkCopies) select_in_cluster(call, reinterpret_cast<std::byte*>(memory));
+}
+
+ClusterCall cluster_call(const SelectCall& c, int blocks) {
+  ClusterCall l(c);
+  const std::int32_t vectors = (c.entries + 7) / 8;
+  l.capacity = (vectors + 8 * blocks - 1) / (8 * blocks) * 8;
+  const std::int64_t rows = std::int64_t{l.capacity} * c.group * std::int64_t{sizeof(uint4)};
+  l.lay_out(blocks, rows, ClusterScratch<std::uint16_t>::bytes(blocks * c.group),
+            std::int64_t{l.capacity} * 16);
+  return l;
+}
+
+bool fits(const SelectCall& c, int blocks, const DeviceLimits& device) {
+  const ClusterCall l = cluster_call(c, blocks);
+  return l.capacity * 8 <= kMassedEntries && l.bins <= kWarp * kCoarse &&
+         l.bytes <= static_cast<std::uint32_t>(device.shared_bytes);
+}
+
+// Blocks of each KV head, or 0: it does not fit. As many as are worth it; fewer take longer to look
+// at their entries, more to hear of each other.
+int blocks_of(const SelectCall& c, const DeviceLimits& device) {
+  constexpr std::int64_t kWorth = 16384;  // logits of a block
+  // Parts of the device have a few multiprocessors to spare.
+  const std::int64_t most = std::min<std::int64_t>(
+      device.multiprocessors * 7 / 8 / std::max(c.head_count, 1), most_blocks_of(device));
+  const std::int64_t work = std::int64_t{c.entries} * c.group;
+  int found = 0;
+  for (int blocks = 4; blocks <= most; blocks *= 2) {
+    if (!fits(c, blocks, device)) continue;
+    found = blocks;
+    if (work <= blocks * kWorth) break;
+  }
+  return found;
+}
+
+}  // namespace
+
+bool fits_cluster(const SelectCall& c, const DeviceLimits& device) {
+  if (device.capability < 90 || c.group > kMostRows) return false;
+  // With more to keep, candidates would mostly be too many to list.
+  if (c.has_keys && std::int64_t{c.most_keep} * c.group * 2 > kMostListed) return false;
+  return blocks_of(c, device) > 0;
+}
+
+void run_cluster(const SelectCall& c, const Launch& launch) {
+  const int blocks = blocks_of(c, *launch.device);
+  const ClusterCall call = cluster_call(c, blocks);
+  const int threads = call.capacity * c.group <= 1024 ? 256 : kMostWarps * kWarp;
+  launch_early_clusters("select_cluster", select_cluster,
+                        dim3(static_cast<unsigned>(c.head_count * blocks)), threads, call.bytes,
+                        blocks, launch, call);
+}
+
+}  // namespace sluice::cuda

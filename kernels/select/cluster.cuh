@@ -1,0 +1,365 @@
+// Selection where all logits of a KV head fit the shared memories of one cluster of blocks: one
+// kernel, one read. A decode step selects once per layer, and a chain of kernels takes longer to
+// start and to wait for memory than these logits take to look at.
+//
+// The blocks have neighbouring parts of the entries, in order. What one finds it sends to all, and
+// each draws the same conclusions from it, in the order of the blocks: results do not depend on
+// which is faster. They send each other
+//   maxima and sums of their parts of every row,
+//   of a histogram of every row's weights the sums of kCoarse neighbouring bins, then those bins
+//     among which top_p's threshold lies; and how large vectors' maxima are, from which follows a
+//     bound of what is among the heaviest,
+//   for a cut by keys: how many entries reach that bound, then their keys,
+//   how much each has kept.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/runtime/barriers.cuh"
+#include "kernels/runtime/cluster.cuh"
+#include "kernels/runtime/launch.h"
+#include "kernels/select/keys.cuh"
+#include "kernels/select/paths.cuh"
+#include "kernels/select/strip.cuh"
+
+namespace sluice::cuda {
+
+inline constexpr int kMostBlocks = 16;  // of a cluster
+inline constexpr int kMostRows = 8;     // query heads of a KV head
+inline constexpr int kMostWarps = 16;
+inline constexpr int kCoarse = 128;      // bins of weights that are first looked at together
+inline constexpr int kSketchBins = 64;   // of the maxima of vectors
+inline constexpr int kSketchWidth = 32;  // bins of weights in one of them
+inline constexpr int kDigitBits = 9;     // of keys, looked at together
+inline constexpr int kDigits = 1 << kDigitBits;
+inline constexpr int kMostListedOwn = 2048;     // candidates of a block
+inline constexpr int kMostNear = 4096;          // entries of a block that may be candidates
+inline constexpr int kMostListed = 8192;        // and of all
+inline constexpr int kMostPicked = kWarp;       // of them, compared one by one
+inline constexpr int kMostQueued = 17 * kWarp;  // logits of a warp, to be counted
+
+// What a warp found of its part of a row: sums of 2^(x log2(e) - norm), the norm that of `highest`.
+struct alignas(16) RowPart {
+  float highest = 0.0f;  // +Inf if a logit is no number
+  float all = 0.0f;
+  float kept = 0.0f;  // of what is always kept, or in the tail
+  float tail = 0.0f;
+};
+
+// What is known of a row, and how the weights that top_p chooses among are counted: by bins from
+// that of `highest` down.
+struct RowState {
+  RowInfo info;
+  float highest = 0.0f;
+  float missing = 0.0f;  // the share that top_p lacks beside what is always kept
+  std::int32_t top = 0;
+  std::int32_t bins = 0;    // 0: the threshold is known
+  std::uint16_t least = 0;  // f16 of the lowest bin
+  std::uint16_t bound = 0;  // f16: as many entries as are to be kept are not below
+};
+
+// For the first half of the work; the list of what is kept takes its place. Bins that other blocks
+// send lie where the queues were: they do so once they know that all has been counted.
+template <typename Entry>
+struct alignas(16) ClusterScratch {
+  RowPart parts[kMostBlocks][kMostWarps];  // of all blocks
+  union {
+    __half queues[kMostWarps][kMostQueued];  // logits to be counted
+    uint4 fine[1];                           // [blocks, group, kWarp]: four bins each
+    struct {
+      Entry own[kMostListedOwn];  // of candidates
+      Entry near[kMostNear];      // of what may be one
+    } entries;
+  };
+
+  // With so many slots for a warp's lanes.
+  __host__ __device__ static constexpr std::uint32_t bytes(int slots) {
+    const auto fine = static_cast<std::uint32_t>(slots * kWarp) * std::uint32_t{sizeof(uint4)};
+    constexpr auto kQueues = static_cast<std::uint32_t>(sizeof(queues));
+    constexpr auto kEntries = static_cast<std::uint32_t>(sizeof(entries));
+    constexpr std::uint32_t others = kQueues > kEntries ? kQueues : kEntries;
+    return static_cast<std::uint32_t>(sizeof(parts)) + (fine > others ? fine : others);
+  }
+};
+
+// What blocks send each other, by its barrier.
+enum Exchange {
+  kSums,
+  kCoarseBins,
+  kFineBins,
+  kCounts,
+  kKeys,
+  kTies,
+  kEnds,
+  kLaterEnds,
+  kSectors,  // of a digest
+  kLaterSectors,
+  kListed,
+  kLaterListed,
+  kExchanges,
+};
+
+// Where and how a block ends: the pages of its first and last position.
+struct BlockEnds {
+  std::int32_t count = 0;
+  std::int32_t first = 0;
+  std::int32_t last = 0;
+};
+
+struct alignas(16) ClusterShared {
+  std::uint64_t barriers[kExchanges];
+  // Other blocks write here, each to its own place.
+  uint4 counted[kMostBlocks];  // candidates, all that may be selected, what is always kept
+  uint4 ends[2][kMostBlocks];  // BlockEnds
+  std::uint32_t equals[kMostBlocks];
+  uint2 weighed[2][kMostBlocks][kMostWarps];  // the first block's: weights and pages of warps
+  // Other blocks read this.
+  alignas(16) std::uint32_t digits[2 * kDigits];
+  // Only this block's.
+  alignas(16) std::uint32_t sketch[kMostRows][kSketchBins / 2];  // two bins in a word
+  std::uint32_t own_keys[kMostListedOwn];
+  Extent extent;
+  RowState states[kMostRows];
+  RowInfo rows[kMostRows];          // those of the states
+  std::uint16_t leasts[kMostRows];  // candidates reach one of them
+  std::uint32_t bound_key;          // and this
+  std::uint32_t counts[4];          // candidates, wanted, always kept, near the bound
+  std::uint32_t part[kWarp];
+  std::uint32_t totals[256];
+  Crossing<std::uint32_t> found;
+  std::uint32_t in_bin;
+  std::uint32_t picked_count;
+  alignas(16) std::uint32_t picked[kMostPicked];
+  std::uint32_t warp_counts[kMostWarps];
+  float shares[kMostRows];
+};
+
+// The call, and where things lie: in bytes from the start of shared memory, after ClusterShared.
+struct ClusterCall {
+  SelectCall call;
+  std::int32_t capacity = 0;  // vectors of a block
+  std::int32_t bins = 0;      // per row, a multiple of kCoarse, or 0
+  std::uint32_t bins_at = 0;
+  std::uint32_t kept_at = 0;
+  std::uint32_t scratch_at = 0;
+  std::uint32_t bytes = 0;  // of all
+
+  explicit ClusterCall(const SelectCall& c) : call(c) {
+    if (!c.is_top_p || c.p >= 1.0f) return;
+    const auto needed = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
+    bins = (needed + kCoarse - 1) / kCoarse * kCoarse;
+  }
+
+  // Where `held` bytes come first, and in the end either scratch or a list of what is kept.
+  void lay_out(int blocks, std::int64_t held, std::int64_t scratch, std::int64_t list) {
+    const auto aligned = [](std::int64_t n) {
+      return static_cast<std::uint32_t>((n + 15) / 16 * 16);
+    };
+    const std::int64_t keys = call.has_keys ? kMostListed : 0;
+    const int marks = (capacity + kWarp - 1) / kWarp * kWarp;
+    const std::int64_t slots = blocks * call.group;  // of what all blocks send of every row
+    const int kinds = (bins > 0 ? 1 : 0) + (call.has_keys ? 1 : 0);
+    bins_at = aligned(std::int64_t{sizeof(ClusterShared)} + held);
+    kept_at = bins_at + aligned(4 * std::max(std::int64_t{bins} * call.group, keys));
+    scratch_at = kept_at + aligned((call.has_keys ? 2 : 1) * marks);
+    bytes = scratch_at + aligned(std::max(scratch + kinds * slots * kWarp * 4, list));
+  }
+};
+
+// A cluster lies within a part of the device. Hopper's parts have up to 18 multiprocessors where
+// the device has more than a hundred (NVIDIA 2022, "H100 Tensor Core GPU Architecture"); of smaller
+// devices and newer kinds only the portable size is certain.
+inline int most_blocks_of(const DeviceLimits& device) {
+  constexpr int kPortableBlocks = 8;  // on any device that has clusters
+  constexpr int kFullHopper = 114;
+  const bool is_large = device.capability == 90 && device.multiprocessors >= kFullHopper;
+  return is_large ? kMostBlocks : kPortableBlocks;
+}
+
+__device__ __forceinline__ int thread_id() { return static_cast<int>(threadIdx.x); }
+__device__ __forceinline__ int threads() { return static_cast<int>(blockDim.x); }
+__device__ __forceinline__ int lane_id() { return thread_id() % kWarp; }
+__device__ __forceinline__ int warp_id() { return thread_id() / kWarp; }
+__device__ __forceinline__ int warps() { return threads() / kWarp; }
+
+// What a block works on. Vectors are 8 entries; its own are [first, first + count) of the head's.
+// `EntryNumber` counts them.
+template <typename EntryNumber>
+struct WorkOf {
+  using Entry = EntryNumber;
+  using Scratch = ClusterScratch<Entry>;
+  // Units of a weight's mass; fewer where there are more entries to add up.
+  static constexpr int kMassShift = sizeof(Entry) == 2 ? 0 : 1;
+
+  const SelectCall& c;
+  Cluster cluster;
+  bool has_sketches;
+  int group;
+  int parts;     // warps of a row, as long as they look at rows one by one
+  int row = -1;  // this warp's; -1: none
+  int part;
+  std::int32_t head;
+  std::int32_t first = 0;
+  std::int32_t count = 0;
+  std::int32_t each = 0;  // vectors of a warp, where it looks at all rows: a multiple of kWarp
+  std::int32_t capacity;
+  std::int32_t row_bins;
+  ClusterShared* shared;
+  const uint4* rows;        // [group, capacity]
+  std::uint32_t* bins;      // [group, row_bins] of weights; later the keys of all candidates
+  std::uint8_t* kept;       // [capacity]: bit e of vector v is entry 8 v + e
+  std::uint8_t* equal;      // [capacity]: entries whose key is that of the cut
+  Scratch* scratch;         // or
+  Entry* entries;           // [8 * capacity], kept
+  std::uint32_t* coarse;    // [blocks, group, kWarp], of all blocks, after `scratch`
+  std::uint32_t* sketches;  // [blocks, group, kWarp], of all blocks
+  const std::int32_t* list;
+  Extent extent;
+
+  __device__ WorkOf(const ClusterCall& call, std::byte* memory)
+      : c(call.call),
+        has_sketches(c.has_keys),
+        group(c.group),
+        parts(warps() / group),
+        part(warp_id() / group),
+        head(static_cast<std::int32_t>(blockIdx.x) / cluster.size),
+        capacity(call.capacity),
+        row_bins(call.bins),
+        shared(reinterpret_cast<ClusterShared*>(memory)),
+        rows(reinterpret_cast<const uint4*>(shared + 1)),
+        bins(reinterpret_cast<std::uint32_t*>(memory + call.bins_at)),
+        kept(reinterpret_cast<std::uint8_t*>(memory + call.kept_at)),
+        equal(kept + (capacity + kWarp - 1) / kWarp * kWarp),
+        scratch(reinterpret_cast<Scratch*>(memory + call.scratch_at)),
+        entries(reinterpret_cast<Entry*>(memory + call.scratch_at)),
+        coarse(reinterpret_cast<std::uint32_t*>(memory + call.scratch_at +
+                                                Scratch::bytes(cluster.size * group))),
+        sketches(coarse + (row_bins > 0 ? cluster.size * group * kWarp : 0)),
+        list(c.head_list(head)) {
+    if (part < parts) row = warp_id() % group;
+  }
+
+  // Shares the entries out, once it is known how many there are.
+  __device__ void share_out(const Extent& known) {
+    extent = known;
+    const std::int32_t all = (extent.total + 7) / 8;
+    // Cache lines are of one block.
+    const std::int32_t own = (all + 8 * cluster.size - 1) / (8 * cluster.size) * 8;
+    first = cluster.rank * own;
+    count = max(0, min(own, all - first));
+    each = (count + threads() - 1) / threads() * kWarp;
+  }
+
+  __device__ __forceinline__ std::int32_t entry(std::int32_t v) const { return (first + v) * 8; }
+
+  __device__ __forceinline__ std::uint32_t barrier(int exchange) const {
+    return shared_address(shared->barriers + exchange);
+  }
+  // By one thread: what this block will have received in an exchange.
+  __device__ __forceinline__ void expect(int exchange, std::uint32_t bytes) const {
+    barrier_expect(barrier(exchange), bytes);
+  }
+  // Until it has, in its first or second turn.
+  __device__ __forceinline__ void receive(int exchange, int turn = 0) const {
+    barrier_wait_for_cluster(barrier(exchange), static_cast<std::uint32_t>(turn));
+  }
+};
+
+// Calls body(v) for this thread's vectors, by all lanes of a warp at the same time: a warp has
+// neighbouring ones. v may lie beyond the last.
+template <typename Body>
+__device__ __forceinline__ void for_own(const auto& w, const Body& body) {
+  const std::int32_t last = min((warp_id() + 1) * w.each, w.count);
+#pragma unroll 1
+  for (std::int32_t v = warp_id() * w.each; v < last; v += kWarp) body(v + lane_id());
+}
+
+// The same in two steps, the first of which, look(v), is on its way for two vectors at a time; it
+// is called with vectors that there are.
+template <typename Look, typename Body>
+__device__ __forceinline__ void for_own_pairs(const auto& w, const Look& look, const Body& body) {
+  const std::int32_t last = min((warp_id() + 1) * w.each, w.count);
+#pragma unroll 1
+  for (std::int32_t first = warp_id() * w.each; first < last; first += 2 * kWarp) {
+    const std::int32_t v = first + lane_id();
+    const auto low = look(min(v, w.count - 1));
+    const auto high = look(min(v + kWarp, w.count - 1));
+    body(v, low);
+    if (first + kWarp < last) body(v + kWarp, high);
+  }
+}
+
+// By one warp: calls body(part) for the parts of a row of all blocks.
+template <typename Body>
+__device__ __forceinline__ void for_parts(const auto& w, int g, const Body& body) {
+  const int block = lane_id() % kMostBlocks;
+  const int last = block < w.cluster.size ? w.parts : 0;
+#pragma unroll 4
+  for (int i = lane_id() / kMostBlocks; i < last; i += kWarp / kMostBlocks) {
+    body(block, i * w.group + g);
+  }
+}
+
+__device__ __forceinline__ void set_zero(const auto& w) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  auto* const bins = reinterpret_cast<uint4*>(w.bins);
+#pragma unroll 1
+  for (int i = thread_id(); i < w.group * w.row_bins / 4; i += threads()) bins[i] = zero;
+  if (thread_id() < 4) w.shared->counts[thread_id()] = 0;
+  if (!w.c.has_keys) return;
+  if (thread_id() == 0) w.shared->picked_count = 0;
+  if (thread_id() < kMostPicked) w.shared->picked[thread_id()] = 0;
+  auto* const digits = reinterpret_cast<uint4*>(w.shared->digits);
+#pragma unroll 1
+  for (int i = thread_id(); i < 2 * kDigits / 4; i += threads()) digits[i] = zero;
+  auto* const sketch = reinterpret_cast<uint4*>(w.shared->sketch);
+#pragma unroll 1
+  for (int i = thread_id(); i < kMostRows * kSketchBins / 8; i += threads()) sketch[i] = zero;
+}
+
+// By one thread: prepares all exchanges, and expects what is known of them; not all of them need
+// take place.
+__device__ __forceinline__ void set_up_exchanges(const auto& w) {
+  for (int i = 0; i < kExchanges; ++i) barrier_init(w.barrier(i), 1);
+  barrier_init_fence();
+  const auto blocks = static_cast<std::uint32_t>(w.cluster.size);
+  const auto units = static_cast<std::uint32_t>(w.parts * w.group) * blocks;  // warps with rows
+  w.expect(kSums, units * sizeof(RowPart));
+  w.expect(kCounts, blocks * sizeof(uint4));
+  w.expect(kTies, blocks * sizeof(std::uint32_t));
+  const std::uint32_t ends =
+      blocks * sizeof(uint4) + (w.cluster.rank == 0 ? units * sizeof(uint2) : 0);
+  w.expect(kEnds, ends);
+  w.expect(kLaterEnds, ends);
+}
+
+// Waits for the kernel before, and reads what is known of the head; other blocks have begun once
+// w.cluster.wait() is over.
+__device__ __forceinline__ void begin(const auto& w) {
+  const TokenBounds token = bounds_of(w.c, w.head);
+  __syncthreads();
+  w.cluster.arrive();
+  wait_for_kernel_before();
+  allow_next_kernel();
+  if (warp_id() == 0) {
+    const Extent extent = extent_of(w.c, w.head, token);
+    if (lane_id() == 0) w.shared->extent = extent;
+  }
+  if (thread_id() < w.group) {
+    const std::int64_t row = static_cast<std::int64_t>(w.head) * w.group + thread_id();
+    w.shared->shares[thread_id()] = share_of(w.c, row);
+  }
+  __syncthreads();
+}
+
+// Whether there are logits, else says so. By all blocks, in place of w.cluster.wait() if not.
+__device__ __forceinline__ bool has_logits(const auto& w) {
+  if (w.shared->extent.total > 0) return true;
+  w.cluster.wait();
+  if (w.cluster.rank == 0) report_none(w.c, w.head, false);
+  return false;
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,411 @@
+// Where a cut by keys lies, for a cluster. Every block lists those of its entries that may be among
+// the heaviest; all blocks get all their keys and search them by radix. Where the lists are too
+// long they search among all entries instead, digit by digit.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/select/cluster_rows.cuh"
+
+namespace sluice::cuda {
+
+constexpr std::uint32_t kTooMany = 1u << 20;  // stands for a number of candidates
+
+// What a thread needs to know of its vector's entries.
+__device__ __forceinline__ void selectable8(const auto& w, std::int32_t v, std::uint32_t& forced,
+                                            std::uint32_t& others) {
+  const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, w.entry(v));
+  forced = allowed & free8(w.extent, w.entry(v));
+  others = allowed & ~forced;
+}
+
+__device__ __forceinline__ std::uint32_t reached_of(const auto& w, std::int32_t v) {
+  return reached8(w.group, w.shared->rows, [&](int g) { return w.rows[g * w.capacity + v]; });
+}
+
+// Bounds of what is listed: of the keys, and so of the logits, one of which must reach its own.
+__device__ __forceinline__ void set_bounds(const auto& w) {
+  if (warp_id() == 0) {
+    const int g = min(lane_id(), w.group - 1);
+    const RowInfo& row = w.shared->rows[g];
+    const __half bound = __ushort_as_half(w.shared->states[g].bound);
+    // Entries that top_p does not want are no bound for those that it does.
+    const bool is_valid = !w.c.is_top_p || __hge(bound, __ushort_as_half(row.threshold));
+    std::uint16_t least = static_cast<std::uint16_t>(kMinusInfinities);
+    std::uint32_t key = 1;
+    if (w.group == 1) {
+      if (is_valid) least = __half_as_ushort(bound);
+      key = ordered2(least) << 16;
+    } else {
+      // Sums of weights are rounded.
+      constexpr float kLess = 1.0f - 0x1p-16f;
+      const float weight = warp_max(is_valid ? weight_of(bound, row) : 0.0f) * kLess;
+      if (weight > 0.0f) {
+        key = (__float_as_uint(weight) << 1) + 1u;
+        const float each = __log2f(weight * 0.98f / static_cast<float>(w.group));
+        least = __half_as_ushort(__float2half_rd((each + row.norm) / kLog2E));
+      }
+    }
+    if (lane_id() < w.group) w.shared->leasts[g] = least;
+    if (lane_id() == 0) w.shared->bound_key = key;
+  }
+  __syncthreads();
+}
+
+// Bits of a vector's entries.
+struct Near {
+  std::uint32_t forced;  // always kept
+  std::uint32_t wanted;  // may be selected
+  std::uint32_t near;    // and be candidates
+};
+
+__device__ __forceinline__ Near look_near(const auto& w, std::int32_t v) {
+  Near x{0, 0, 0};
+  std::uint32_t others;
+  selectable8(w, v, x.forced, others);
+  for_group(
+      w.group, [&](int g) { return w.rows[g * w.capacity + v]; },
+      [&](int g, const uint4& row) {
+        x.near |= reaching(row, twice(w.shared->leasts[g]));
+        if (w.c.is_top_p) x.wanted |= reaching(row, twice(w.shared->rows[g].threshold));
+      });
+  x.wanted = w.c.is_top_p ? x.wanted & others : others;
+  x.near &= x.wanted;
+  return x;
+}
+
+// Finds the keys of what may be candidates, and lists those that are.
+__device__ __forceinline__ void list_near(const auto& w) {
+  const std::uint32_t bound = w.shared->bound_key;
+  const auto* const halves = reinterpret_cast<const __half*>(w.rows);
+  const std::uint32_t count = min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear));
+#pragma unroll 1
+  for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
+       i += static_cast<std::uint32_t>(threads())) {
+    const auto entry = w.scratch->entries.near[i];
+    const std::uint32_t key = key_of(halves + entry, w.capacity * 8, w.group, w.shared->rows);
+    if (key < bound) continue;
+    const std::uint32_t slot = atomicAdd(&w.shared->counts[0], 1u);
+    if (slot >= kMostListedOwn) continue;
+    w.shared->own_keys[slot] = key;
+    w.scratch->entries.own[slot] = entry;
+  }
+}
+
+// Lists the block's candidates, marks what is always kept, and tells all blocks how many there are.
+template <typename Work>
+__device__ __forceinline__ void list_candidates(const Work& w) {
+  std::uint32_t counts[2] = {0, 0};
+  for_own_pairs(
+      w, [&](std::int32_t v) { return look_near(w, v); },
+      [&](std::int32_t v, const Near& x) {
+        const bool is_one = v < w.count;
+        w.kept[v] = static_cast<std::uint8_t>(is_one ? x.forced : 0u);
+        w.equal[v] = 0;
+        if (!is_one) return;
+        counts[0] += static_cast<std::uint32_t>(__popc(x.wanted));
+        counts[1] += static_cast<std::uint32_t>(__popc(x.forced));
+        if (x.near == 0) return;
+        std::uint32_t slot =
+            atomicAdd(&w.shared->counts[3], static_cast<std::uint32_t>(__popc(x.near)));
+        for (std::uint32_t bits = x.near; bits != 0; bits &= bits - 1, ++slot) {
+          if (slot >= kMostNear) break;
+          w.scratch->entries.near[slot] =
+              static_cast<typename Work::Entry>(v * 8 + __ffs(static_cast<int>(bits)) - 1);
+        }
+      });
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t sum = __reduce_add_sync(kAllLanes, counts[i]);
+    if (lane_id() == 0 && sum != 0) atomicAdd(&w.shared->counts[1 + i], sum);
+  }
+  __syncthreads();
+  list_near(w);
+  __syncthreads();
+  if (thread_id() < w.cluster.size) {
+    const std::uint32_t* const own = w.shared->counts;
+    w.cluster.send(&w.shared->counted[w.cluster.rank], thread_id(), w.barrier(kCounts),
+                   make_uint4(own[3] > kMostNear ? kTooMany : own[0], own[1], own[2], 0));
+  }
+  w.receive(kCounts);
+}
+
+// Sends the candidates' keys to all blocks; `count` is how many the lane's block has, of `all`.
+__device__ __forceinline__ void exchange_keys(const auto& w, std::uint32_t count,
+                                              std::uint32_t all) {
+  if (thread_id() == 0) w.expect(kKeys, all * 4);
+  const std::uint32_t start = warp_inclusive(count) - count;
+  std::uint32_t* const to = w.bins + __shfl_sync(kAllLanes, start, w.cluster.rank);
+  const std::uint32_t own = __shfl_sync(kAllLanes, count, w.cluster.rank);
+#pragma unroll 1
+  for (auto i = static_cast<std::uint32_t>(thread_id()); i < own;
+       i += static_cast<std::uint32_t>(threads())) {
+    const std::uint32_t key = w.shared->own_keys[i];
+#pragma unroll 4
+    for (int other = 0; other < w.cluster.size; ++other) {
+      w.cluster.send(to + i, other, w.barrier(kKeys), key);
+    }
+  }
+  w.receive(kKeys);
+}
+
+// By one warp: where the wanted keys end among those counted, the heaviest first.
+__device__ __forceinline__ void find_digit(const auto& w, std::uint32_t wanted) {
+  constexpr int kEach = kDigits / kWarp;
+  static_assert(kEach == 16);
+  const std::uint32_t* const own = w.shared->digits + lane_id() * kEach;
+  uint4 x[kEach / 4];
+  std::uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach / 4; ++i) {
+    x[i] = reinterpret_cast<const uint4*>(own)[i];
+    sum += x[i].x + x[i].y + x[i].z + x[i].w;
+  }
+  const std::uint32_t up_to = warp_inclusive(sum);
+  if (up_to < wanted || up_to - sum >= wanted) return;
+  std::uint32_t before = up_to - sum;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const std::uint32_t here = word_of(x[i / 4], i % 4);
+    if (before < wanted && before + here >= wanted) {
+      w.shared->found = {lane_id() * kEach + i, before, true};
+      w.shared->in_bin = here;
+    }
+    before += here;
+  }
+}
+
+// The cut among the few keys that were picked, by every warp. The others are zero.
+__device__ __forceinline__ void cut_picked(const auto& w, KeyCut& cut) {
+  const std::uint32_t key = w.shared->picked[lane_id()];
+  std::uint32_t larger = 0;
+  std::uint32_t equal = 0;
+#pragma unroll
+  for (int i = 0; i < kMostPicked / 4; ++i) {
+    const uint4 others = reinterpret_cast<const uint4*>(w.shared->picked)[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      larger += word_of(others, j) > key ? 1u : 0u;
+      equal += word_of(others, j) == key ? 1u : 0u;
+    }
+  }
+  const bool is_cut = key != 0 && larger < cut.ties && larger + equal >= cut.ties;
+  const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_cut))) - 1;
+  cut.key = __shfl_sync(kAllLanes, key, lane);
+  cut.ties -= __shfl_sync(kAllLanes, larger, lane);
+  if (cut.ties != __shfl_sync(kAllLanes, equal, lane)) return;
+  --cut.key;
+  cut.ties = 0;
+}
+
+// The cut among the candidates that have been read: by the upper bits in which they differ, then by
+// those below, until few are left. Digits are zero on entry.
+__device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, KeyCut& cut) {
+  const std::uint32_t* const keys = w.bins;
+  const std::uint32_t base = w.shared->bound_key;
+  // Sums of weights are rounded.
+  const std::uint32_t highest =
+      w.group == 1 ? 0xffffffffu : (__float_as_uint(static_cast<float>(w.group)) << 1) + 1024;
+  int known = 32 - __clz(static_cast<int>(highest - base));  // the bits below are not
+  std::uint32_t found = 0;
+  while (true) {
+    const int shift = max(known - kDigitBits, 0);
+    const auto is_left = [&](std::uint32_t key) {
+      return known == 32 || (key ^ found) >> known == 0;
+    };
+#pragma unroll 1
+    for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
+         i += static_cast<std::uint32_t>(threads())) {
+      const std::uint32_t key = keys[i] - base;
+      if (is_left(key)) atomicAdd(w.shared->digits + (~(key >> shift) & (kDigits - 1)), 1u);
+    }
+    __syncthreads();
+    if (warp_id() == 0) find_digit(w, cut.ties);
+    __syncthreads();
+    const Crossing<std::uint32_t> crossing = w.shared->found;
+    const std::uint32_t in_bin = w.shared->in_bin;
+    const std::uint32_t upper = known == 32 ? 0u : found >> known << known;
+    found = upper | ((~static_cast<std::uint32_t>(crossing.bin) & (kDigits - 1)) << shift &
+                     (known == 32 ? ~0u : (1u << known) - 1u));
+    cut.ties -= crossing.before;
+    cut.key = base + found;
+    if (cut.ties == in_bin) {
+      --cut.key;
+      cut.ties = 0;
+    }
+    if (cut.ties == 0 || shift == 0) return;
+    known = shift;
+    if (in_bin <= kMostPicked) {
+#pragma unroll 1
+      for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
+           i += static_cast<std::uint32_t>(threads())) {
+        if (is_left(keys[i] - base)) {
+          w.shared->picked[atomicAdd(&w.shared->picked_count, 1u)] = keys[i];
+        }
+      }
+      __syncthreads();
+      return cut_picked(w, cut);
+    }
+#pragma unroll 1
+    for (int i = thread_id(); i < kDigits; i += threads()) w.shared->digits[i] = 0;
+    __syncthreads();
+  }
+}
+
+// Marks which candidates of this block lie above the cut, and which in it.
+__device__ __forceinline__ void mark_listed(const auto& w, const KeyCut& cut) {
+#pragma unroll 1
+  for (auto i = static_cast<std::uint32_t>(thread_id()); i < w.shared->counts[0];
+       i += static_cast<std::uint32_t>(threads())) {
+    const std::uint32_t key = w.shared->own_keys[i];
+    const std::uint32_t entry = w.scratch->entries.own[i];
+    if (key < cut.key || (key == cut.key && cut.ties == 0)) continue;
+    auto* const words = reinterpret_cast<std::uint32_t*>(key > cut.key ? w.kept : w.equal);
+    atomicOr(words + entry / 32, 1u << entry % 32);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void keys_of(const auto& w, std::int32_t v, std::uint32_t (&keys)[8]) {
+  std::uint32_t forced;
+  std::uint32_t others;
+  selectable8(w, v, forced, others);
+  keys8(
+      w.c, w.group, w.shared->rows, others, [&](int g) { return w.rows[g * w.capacity + v]; },
+      keys);
+}
+
+// The cut among all entries, eight bits at a time, and what lies above it and in it.
+__device__ __noinline__ static KeyCut cut_entries(auto w, KeyCut cut) {
+  for (int round = 0; round < 4; ++round) {
+    const int shift = 24 - 8 * round;
+    std::uint32_t* const digits = w.shared->digits + round * 256;
+    for_own(w, [&](std::int32_t v) {
+      if (v >= w.count) return;
+      std::uint32_t keys[8];
+      keys_of(w, v, keys);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (keys[e] == 0 || (round > 0 && (keys[e] ^ cut.key) >> (shift + 8) != 0)) continue;
+        atomicAdd(digits + (keys[e] >> shift & 255u), 1u);
+      }
+    });
+    w.cluster.sync();
+    if (thread_id() < 256) {
+      std::uint32_t sum = 0;
+#pragma unroll 4
+      for (int other = 0; other < w.cluster.size; ++other) {
+        sum += w.cluster.of(digits, other)[255 - thread_id()];
+      }
+      w.shared->totals[thread_id()] = sum;
+    }
+    __syncthreads();
+    find_crossing([&](std::int32_t i) { return w.shared->totals[i]; }, 256, cut.ties,
+                  &w.shared->found, w.shared->part);
+    const Crossing<std::uint32_t> found = w.shared->found;
+    cut.key |= static_cast<std::uint32_t>(255 - found.bin) << shift;
+    cut.ties -= found.before;
+    if (cut.ties == w.shared->totals[found.bin]) {
+      --cut.key;
+      cut.ties = 0;
+      break;
+    }
+  }
+  w.cluster.sync();  // others may still read this block's digits
+  for_own(w, [&](std::int32_t v) {
+    if (v >= w.count) return;
+    std::uint32_t keys[8];
+    keys_of(w, v, keys);
+    std::uint32_t above;
+    std::uint32_t equal;
+    compare8(cut, keys, above, equal);
+    w.kept[v] = static_cast<std::uint8_t>(w.kept[v] | above);
+    w.equal[v] = static_cast<std::uint8_t>(equal);
+  });
+  return cut;
+}
+
+// Keeps the first so many of the entries in the cut.
+__device__ __forceinline__ void keep_ties(const auto& w, std::uint32_t ties) {
+  __syncwarp();  // other lanes have marked neighbouring entries
+  // Of 32 entries each.
+  const auto* const equals = reinterpret_cast<const std::uint32_t*>(w.equal);
+  auto* const kept = reinterpret_cast<std::uint32_t*>(w.kept);
+  const std::int32_t first = warp_id() * w.each / 4;
+  const std::int32_t last =
+      min((warp_id() + 1) * w.each, (w.count + kWarp - 1) / kWarp * kWarp) / 4;
+  std::uint32_t own = 0;
+#pragma unroll 1
+  for (std::int32_t i = first + lane_id(); i < last; i += kWarp) {
+    own += static_cast<std::uint32_t>(__popc(equals[i]));
+  }
+  own = __reduce_add_sync(kAllLanes, own);
+  std::uint32_t all = 0;
+  std::uint32_t before = block_exclusive(lane_id() == 0 ? own : 0u, w.shared->part, all);
+  before = __shfl_sync(kAllLanes, before, 0);
+  if (thread_id() < w.cluster.size) {
+    w.cluster.send(w.shared->equals + w.cluster.rank, thread_id(), w.barrier(kTies), all);
+  }
+  w.receive(kTies);
+  before +=
+      __reduce_add_sync(kAllLanes, lane_id() < w.cluster.rank ? w.shared->equals[lane_id()] : 0u);
+#pragma unroll 1
+  for (std::int32_t at = first; own > 0 && at < last; at += kWarp) {
+    const std::int32_t i = at + lane_id();
+    const std::uint32_t equal = i < last ? equals[i] : 0u;
+    const auto count = static_cast<std::uint32_t>(__popc(equal));
+    const std::uint32_t up_to = before + warp_inclusive(count);
+    const std::uint32_t used = min(up_to - count, ties);
+    if (equal != 0) kept[i] |= first_bits(equal, static_cast<std::int32_t>(ties - used));
+    before = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+  }
+}
+
+// Marks what is always kept and all that top_p wants.
+__device__ __forceinline__ void mark_reached(const auto& w) {
+  for_own_pairs(
+      w,
+      [&](std::int32_t v) {
+        std::uint32_t forced;
+        std::uint32_t others;
+        selectable8(w, v, forced, others);
+        return forced | (w.c.is_top_p ? others & reached_of(w, v) : others);
+      },
+      [&](std::int32_t v, std::uint32_t kept) {
+        w.kept[v] = static_cast<std::uint8_t>(v < w.count ? kept : 0u);
+      });
+}
+
+// Cuts at the lightest key that is kept, with what the blocks have told each other of their lists;
+// false if those do not do.
+__device__ __forceinline__ bool cut_at_key(const auto& w, KeyCut& cut) {
+  uint4 own = make_uint4(0, 0, 0, 0);
+  if (lane_id() < w.cluster.size) own = w.shared->counted[lane_id()];
+  const std::uint32_t listed = __reduce_add_sync(kAllLanes, own.x);
+  const bool is_long = __any_sync(kAllLanes, own.x > kMostListedOwn) || listed > kMostListed;
+  cut.available = __reduce_add_sync(kAllLanes, own.y);
+  cut.forced = __reduce_add_sync(kAllLanes, own.z);
+  begin_cut(w.c, w.extent, cut);
+  if (cut.settled != 0) return true;
+  if (is_long || listed < cut.ties) return false;
+  exchange_keys(w, own.x, listed);
+  cut_lists(w, listed, cut);
+  mark_listed(w, cut);
+  if (cut.ties > 0) keep_ties(w, cut.ties);
+  return true;
+}
+
+// Marks what is kept; returns whether not all that top_p wants is.
+__device__ __forceinline__ bool mark_heaviest(const auto& w) {
+  list_candidates(w);
+  KeyCut cut;
+  if (!cut_at_key(w, cut)) {
+    cut = cut_entries(w, cut);
+    if (cut.ties > 0) keep_ties(w, cut.ties);
+  } else if (cut.settled != 0 && cut.available > 0 && cut.key == 0) {
+    mark_reached(w);
+  }
+  return cut.cut != 0;
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,208 @@
+// Selection with a small k or cap among logits that a scan has digested: one kernel, in which a
+// cluster of blocks per KV head holds the digest in its shared memories and reads only the few
+// logits that may be kept.
+//
+// The blocks have neighbouring pages. They send each other
+//   maxima and sums of their parts of every row,
+//   how many of their sectors have a maximum of which weight: as many as are to be kept bound the
+//     lightest weight that is kept,
+//   how many candidates they have listed in the sectors that reach it, and then their keys, among
+//     which the cluster cuts as it does where it has all logits,
+//   how much each has kept.
+// What top_p wants need not be known if it is sure to want all candidates: where the pages with
+// nothing as heavy hold more than it may leave out. Else thresholds are found first, from the
+// sectors that may hold what matters. Where candidates are too many to list, all logits are read,
+// in the same way as if they were in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/select/cluster_cut.cuh"
+
+namespace sluice::cuda {
+
+constexpr int kPageVectors = kPageTokens / 8;
+constexpr int kPageStep = 4;  // of a block's pages: bulk copies begin and end there
+constexpr int kSectorBins = 256;
+// Sectors are counted by how far, in nats, they lie below the heaviest: by the upper bits of an
+// f16, so that bins are the wider the farther they are. It is taken from 4 on.
+constexpr std::uint32_t kFours = 0x44004400u;
+constexpr int kEdgeShift = 4;
+constexpr float kLightest = -120.0f;  // the logarithm of a weight that is no number of its own
+
+struct DigestCall : ClusterCall {
+  std::int32_t pages = 0;  // of a block at most
+  std::uint32_t maxima_at = 0;
+  std::uint32_t sums_at = 0;
+
+  using ClusterCall::ClusterCall;
+};
+
+struct alignas(16) DigestShared {
+  // Other blocks write here.
+  alignas(16) std::uint32_t below[kMostBlocks][kMostRows];  // shares of pages below the bounds
+  // Only this block's.
+  RowPart parts[kMostWarps][kMostRows];
+  alignas(16) std::uint32_t own_below[kMostRows];
+  std::uint64_t loaded;                 // barrier of the digest
+  std::uint32_t references[kMostRows];  // logits of the heaviest weight, f16 twice
+  float weight;                         // the lightest kept is not lighter
+  std::uint32_t is_bounded;
+};
+
+struct DigestWork : WorkOf<std::uint32_t> {
+  DigestShared* digest;
+  uint4* maxima;  // [pages, group]: of a page's sectors, without what is always kept
+  float* sums;    // [pages, group], of plain pages
+  std::int32_t first_page = 0;
+  std::int32_t pages = 0;
+  // Of these the plain ones: digested, with nothing that is always kept.
+  std::int32_t first_plain = 0;
+  std::int32_t last_plain = 0;
+
+  __device__ DigestWork(const DigestCall& call, std::byte* memory)
+      : WorkOf(call, memory),
+        digest(reinterpret_cast<DigestShared*>(shared + 1)),
+        maxima(reinterpret_cast<uint4*>(memory + call.maxima_at)),
+        sums(reinterpret_cast<float*>(memory + call.sums_at)) {
+    has_sketches = false;
+  }
+
+  __device__ void share_out(const Extent& known) {
+    extent = known;
+    const std::int32_t all = (extent.total + kPageTokens - 1) / kPageTokens;
+    const int step = kPageStep * cluster.size;
+    const std::int32_t own = (all + step - 1) / step * kPageStep;
+    first_page = cluster.rank * own;
+    pages = min(max(all - first_page, 0), own);
+    first = first_page * kPageVectors;
+    count = max(0, min(pages * kPageVectors, (extent.total + 7) / 8 - first));
+    each = (count + threads() - 1) / threads() * kWarp;
+    rows = reinterpret_cast<const uint4*>(c.row(head, 0)) + first;
+    capacity = static_cast<std::int32_t>(c.stride / 8);
+    constexpr std::int32_t kStep = kPageStep * kPageTokens;
+    const std::int32_t low = (extent.low + kStep - 1) / kStep * kPageStep;
+    const std::int32_t high = extent.high / kStep * kPageStep;
+    first_plain = min(max(low - first_page, 0), pages);
+    last_plain = min(max(high - first_page, first_plain), pages);
+  }
+};
+
+// By one thread: begins to read the digest of plain pages.
+__device__ __forceinline__ void load_digest(const DigestWork& w) {
+  const std::int32_t count = (w.last_plain - w.first_plain) * w.group;
+  const std::uint32_t barrier = shared_address(&w.digest->loaded);
+  const std::int32_t to = w.first_plain * w.group;
+  const std::int64_t from =
+      (static_cast<std::int64_t>(w.head) * w.c.digest.pages + w.first_page + w.first_plain) *
+      w.group;
+  const auto bytes = static_cast<std::uint32_t>(count);
+  barrier_expect(barrier, bytes * static_cast<std::uint32_t>(sizeof(uint4) + sizeof(float)));
+  if (count == 0) return;
+  copy_bulk(w.maxima + to, w.c.digest.maxima + from * kBoundsPerPage, bytes * 16u, barrier);
+  copy_bulk(w.sums + to, w.c.digest.sums + from, bytes * 4u, barrier);
+}
+
+// By one warp: reads its part of its row's pages that are not plain, and puts their maxima into the
+// digest.
+__device__ __forceinline__ Seen read_special(const DigestWork& w) {
+  const __half* const row = w.c.row(w.head, w.row);
+  auto* const maxima = reinterpret_cast<__half*>(w.maxima);
+  const std::int32_t gap = (w.last_plain - w.first_plain) * kPageVectors;
+  Seen seen;
+  Sums& sums = seen.sums;
+#pragma unroll 1
+  for (std::int32_t at = w.part * kWarp; at < w.pages * kPageVectors - gap; at += w.parts * kWarp) {
+    std::int32_t v = at + lane_id();
+    if (v >= w.first_plain * kPageVectors) v += gap;
+    uint4 x = all_minus_infinity();
+    if (v < w.count) x = load8(w.c, row, nullptr, w.extent, w.entry(v));
+    const __half2 both = __hmax2_nan(__hmax2_nan(as_half2(x.x), as_half2(x.y)),
+                                     __hmax2_nan(as_half2(x.z), as_half2(x.w)));
+    seen.most = __hmax2_nan(seen.most, both);
+    sums.refer_to(fmaxf(sums.norm, larger_of(both) * kLog2E));
+    sums.all += weight8(x, sums.norm);
+    add_kept8(w.extent, w.entry(v), x, sums);
+    float most = largest8(masked(x, ~free8(w.extent, w.entry(v))));
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+    if (v % 2 != 0 || v >= w.pages * kPageVectors) continue;
+    const std::int32_t place = v / kPageVectors * w.group + w.row;
+    maxima[place * kBoundsPerPage + v % kPageVectors / 2] = __float2half_rn(most);
+  }
+  return seen;
+}
+
+// Lanes have neighbouring pages of all rows: lane l page l / group, row l % group, as long as there
+// are whole pages. Adds up (or so) what lanes of the same row have, for the first of them.
+template <typename T, typename Add>
+__device__ __forceinline__ T over_pages(int group, T x, const Add& add) {
+  const int pages = kWarp / group;
+  const int page = lane_id() / group;
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const T other = __shfl_down_sync(kAllLanes, x, step * group);
+    if (page < step && page + step < pages) x = add(x, other);
+  }
+  return x;
+}
+
+// Calls body(i) for this lane's items of the digest's plain pages, i counting pages times rows.
+template <typename Body>
+__device__ __forceinline__ void for_plain(const DigestWork& w, const Body& body) {
+  const int pages = kWarp / w.group;
+  const int page = lane_id() / w.group;
+  if (page >= pages) return;
+#pragma unroll 2
+  for (std::int32_t at = w.first_plain + warp_id() * pages + page; at < w.last_plain;
+       at += warps() * pages) {
+    body(at * w.group + lane_id() % w.group);
+  }
+}
+
+// Finds what the block's plain pages hold of every row.
+__device__ __forceinline__ void read_plain(const DigestWork& w) {
+  barrier_wait(shared_address(&w.digest->loaded), 0);
+  Seen seen;
+  for_plain(w, [&](std::int32_t i) { seen.add(w.maxima[i], w.sums[i]); });
+  RowPart part;
+  const float own = larger_of(seen.most);
+  part.highest = over_pages(w.group, own < INFINITY ? own : INFINITY,
+                            [](float a, float b) { return fmaxf(a, b); });
+  const float highest = __shfl_sync(kAllLanes, part.highest, lane_id() % w.group);
+  seen.sums.refer_to(fmaxf(kNoNorm, highest * kLog2E));
+  part.all = over_pages(w.group, seen.sums.all, [](float a, float b) { return a + b; });
+  if (lane_id() < w.group) w.digest->parts[warp_id()][lane_id()] = part;
+}
+
+// By one warp: what the block holds of the warp's row, in this and the other parts of it.
+__device__ __forceinline__ RowPart join_parts(const DigestWork& w, Seen seen) {
+  RowPart plain;
+  plain.highest = -INFINITY;
+  if (lane_id() < warps() && lane_id() % w.parts == w.part) {
+    plain = w.digest->parts[lane_id()][w.row];
+  }
+  const float own = larger_of(seen.most);
+  RowPart part;
+  part.highest = warp_max(fmaxf(own < INFINITY ? own : INFINITY, plain.highest));
+  const float norm = fmaxf(kNoNorm, part.highest * kLog2E);
+  seen.sums.refer_to(norm);
+  const float factor = exp2_fast(fmaxf(kNoNorm, plain.highest * kLog2E) - norm);
+  part.all = warp_sum(fmaf(factor, plain.all, seen.sums.all));
+  part.kept = warp_sum(seen.sums.kept);
+  part.tail = warp_sum(seen.sums.tail);
+  return part;
+}
+
+// Reads the digest, and tells all blocks what this one's sums are.
+__device__ __forceinline__ void share_digest(const DigestWork& w) {
+  if (thread_id() == 0) load_digest(w);
+  Seen seen;
+  if (w.row >= 0) seen = read_special(w);
+  read_plain(w);
+  __syncthreads();
+  RowPart part;
+  if (w.row >= 0) part = join_parts(w, seen);
+  exchange_parts(w, part);
+}
+
+}  // namespace sluice::cuda

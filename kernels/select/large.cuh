@@ -1,0 +1,166 @@
+// The kernels for rows that many blocks share, and the scratch between them.
+//
+// row_sums finds maximum and sums of every row, the maxima of its sectors, and bounds from them.
+// gather, for a small k or cap, lists the few entries that may be kept and picks the heaviest.
+// row_thresholds finds what top_p keeps of every row, from the sectors that may matter; then gather
+// comes again. Where it leaves a k or cap open, key_rounds goes by radix towards the lightest kept.
+// emit writes the positions in order, and kept weights, of what gather has not settled.
+//
+// A sector is what memory reads at once: 16 logits. Where its maximum is too low, it is not read
+// again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/runtime/launch.h"
+#include "kernels/runtime/ticket.cuh"
+#include "kernels/select/common.cuh"
+#include "kernels/select/keys.cuh"
+#include "kernels/select/paths.cuh"
+
+namespace sluice::cuda {
+
+inline constexpr int kMostEntries = 1 << 25;  // per row
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / kWarp;
+inline constexpr int kSector = 16;
+inline constexpr int kStrip = 1024;  // entries that a warp takes at a time
+inline constexpr int kStripSectors = kStrip / kSector;
+inline constexpr int kStripPages = kStrip / kPageTokens;
+static_assert(kSector == kBoundTokens);
+inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
+inline constexpr int kMostUnits = 512;                       // per row
+inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of gather, at least
+// A block of emit has a span of some strips per warp.
+inline constexpr int kMostWarpStrips = 2;
+inline constexpr int kMostSpan = kWarps * kMostWarpStrips * kStrip;
+inline constexpr int kMostGatherChunks = kMostEntries / (2 * kChunk);
+inline constexpr int kRoughBins = 2048;  // f16 numbers by their upper 11 bits
+inline constexpr int kWrittenBins = 2 * kThreads;
+inline constexpr int kKeyThreads = 512;
+inline constexpr int kKeyChunk = kKeyThreads * 8;
+inline constexpr int kKeyRounds = 3;
+
+// What a unit, some strips of one row, is found to hold.
+struct alignas(16) UnitHead {
+  float norm = 0.0f;
+  float sum = 0.0f;   // of 2^(x log2(e) - norm)
+  float kept = 0.0f;  // of them, always kept or in the tail
+  float tail = 0.0f;
+  float highest = 0.0f;
+  std::uint32_t bad = 0;
+  std::int32_t top = 0;  // rough bin of `highest`: from there down, kWrittenBins are written
+};
+
+// What is still to be found of a row, and what is known of it.
+struct RowSearch {
+  float missing = 0.0f;  // the share that top_p lacks beside what is always kept
+  float highest = 0.0f;
+  std::int32_t lowest = 0;     // bin: the threshold lies there or above; kSettled: it is known
+  std::uint32_t reaching = 0;  // no more entries than that reach the threshold
+  std::uint32_t sure = 0;      // at least so many entries are not below `most`
+  std::uint16_t most = 0;      // f16: the threshold is not above
+  std::uint16_t least = 0;     // f16: as many entries as are to be kept are not below
+
+  static constexpr std::int32_t kSettled = INT32_MAX;
+};
+
+struct ChunkResult {
+  std::int32_t wanted = 0;
+  std::int32_t emitted = 0;
+  std::int32_t pages = 0;
+  std::int32_t first_page = 0;
+  std::int32_t last_page = 0;
+};
+
+// A call, or the part of it for as many heads as go at once; rows are their query heads.
+struct LargeCall {
+  SelectCall call;
+  std::int32_t strips = 0;  // per row
+  std::int32_t units = 0;   // per row
+  std::int32_t unit_strips = 0;
+  std::int32_t bins = 0;             // of a row's histogram for its threshold, or 0: makes none
+  std::int32_t chunks = 0;           // of kChunk entries, per head
+  std::int32_t warp_strips = 0;      // that a warp of emit takes
+  std::int32_t spans = 0;            // of span_entries(), per head
+  std::int32_t gather_strips = 0;    // that a warp of gather takes
+  std::int32_t list_capacity = 0;    // candidates per head, or 0: gathers none
+  std::int32_t key_chunks = 0;       // of kKeyChunk entries, per head
+  std::int32_t key_loops = 0;        // such chunks per block
+  std::uint32_t* tickets = nullptr;  // [rows], zero on entry, left zero
+  RowInfo* rows = nullptr;           // [rows]
+  RowSearch* searches = nullptr;     // [rows]
+  Extent* extents = nullptr;         // [heads]
+  std::uint32_t* maxima = nullptr;   // f16 [heads, pages, group, kBoundsPerPage]
+  std::int64_t pages = 0;            // of a row, in whole strips
+  UnitHead* unit_heads = nullptr;    // [rows, units]
+  uint2* rough = nullptr;            // [rows, units, kRoughBins]: sectors, masses
+  ChunkResult* results = nullptr;    // [heads, spans]
+  float* alphas = nullptr;           // [heads, spans, group]
+  // Candidates as blocks found room for them, and in order.
+  std::uint32_t* listed_keys = nullptr;    // [2, heads, list_capacity]
+  std::int32_t* listed_entries = nullptr;  // [2, heads, list_capacity]
+  uint2* listed_chunks = nullptr;  // [heads, gather_chunks()]: where a chunk's are, how many
+  std::uint32_t* keys = nullptr;   // [heads, key_chunks * kKeyChunk] if group > 1
+  // Zeroed by row_sums for the others:
+  std::uint64_t* masses = nullptr;       // [rows, bins], from the top down
+  std::uint64_t* states = nullptr;       // [heads, spans], of emit
+  std::uint32_t* listed = nullptr;       // [2, heads]: candidates
+  KeyCut* cuts = nullptr;                // [heads]
+  std::uint32_t* key_bins = nullptr;     // [kKeyRounds, heads, kMostKeyBins]
+  std::uint32_t* key_done = nullptr;     // [kKeyRounds, heads]
+  std::uint32_t* rounds_done = nullptr;  // [heads]
+  std::uint32_t* rows_done = nullptr;    // [rows]
+  std::uint32_t* gathered = nullptr;     // [2, heads]
+  std::uint32_t* done = nullptr;         // [heads]
+  std::uint32_t* settled = nullptr;      // [heads]: 1 if gather has written the answer
+  std::uint64_t* zeroed = nullptr;       // all of this, `zeroed_words` long
+  std::int64_t zeroed_words = 0;
+
+  __host__ __device__ std::int32_t span_entries() const { return kWarps * kStrip * warp_strips; }
+  __host__ __device__ std::int32_t gather_chunks() const {
+    return (chunks + gather_strips - 1) / gather_strips;
+  }
+
+  // The maxima of two neighbouring sectors, word `word` of a strip; the next query head's are
+  // kPageWords on.
+  static constexpr int kPageWords = kBoundsPerPage / 2;
+  __device__ std::uint32_t* strip_maxima(std::int32_t row, std::int32_t strip,
+                                         std::int32_t word) const {
+    const std::int64_t page = row / call.group * pages + strip * kStripPages + word / kPageWords;
+    return maxima + (page * call.group + row % call.group) * kPageWords + word % kPageWords;
+  }
+};
+
+// The block that takes the last of `count` tickets sees what the others have written.
+__device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t count) {
+  __shared__ std::uint32_t is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = takes_last_ticket(tickets, count) ? 1 : 0;
+  }
+  __syncthreads();
+  return is_last != 0;
+}
+
+// Loads the query heads' rows; returns whether one is bad.
+__device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowInfo* rows) {
+  const int group = call.call.group;
+  bool bad = false;
+  if (threadIdx.x < static_cast<unsigned>(group)) {
+    const RowInfo row = call.rows[static_cast<std::int64_t>(head) * group + threadIdx.x];
+    rows[threadIdx.x] = row;
+    bad = row.bad != 0;
+  }
+  return __syncthreads_or(bad ? 1 : 0) != 0;
+}
+
+void run_row_sums(const LargeCall& call, const Launch& launch);
+void run_row_thresholds(const LargeCall& call, const Launch& launch);
+// Once more, `is_exact`, when thresholds are known: for heads that bounds of them do not settle.
+void run_gather(const LargeCall& call, bool is_exact, const Launch& launch);
+void run_key_rounds(const LargeCall& call, const Launch& launch);
+void run_emit(const LargeCall& call, const Launch& launch);
+
+}  // namespace sluice::cuda

@@ -1,0 +1,312 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "kernels/select/large.cuh"
+#include "kernels/select/select.h"
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr std::int64_t kRowsAtOnce = 512;
+static_assert(kRowsAtOnce + kMostGroup <= Launch::kCounters);
+
+std::int32_t to_int(std::int64_t x) {
+  return static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(x, 0, std::numeric_limits<std::int32_t>::max()));
+}
+
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // of a context
+
+std::uint32_t to_tokens(std::int64_t x) {
+  return static_cast<std::uint32_t>(std::clamp<std::int64_t>(x, 0, kMostTokens));
+}
+
+TokenQuota::Part part_of(const Budget& budget, std::int64_t unlimited) {
+  if (budget.tokens > 0) return {to_tokens(budget.tokens), 0};
+  if (budget.divisor > 0) return {0, to_tokens(budget.divisor)};
+  return {to_tokens(unlimited), 0};
+}
+
+TokenQuota device_quota(const Quota& quota) {
+  return {part_of(quota.share, kMostTokens), part_of(quota.least, 0), to_tokens(quota.extra)};
+}
+
+// Whether a cap may leave out some of up to `most` entries, those of the whole pages.
+bool may_cut(const Quota& cap, std::int64_t most) {
+  return cap.share.tokens > 0 ? cap.share.tokens < most : cap.share.divisor > 1;
+}
+
+// What lies where, and what is kept of each token's logits.
+void set_entries(SelectCall& c, const SelectParams& p) {
+  const std::int64_t last = std::max<std::int64_t>(p.batch.capacity, 1) - 1;
+  const bool listed = p.candidates != nullptr;
+  const std::int64_t emit = listed ? p.candidates->capacity : last / kPageTokens * kPageTokens;
+  const std::int64_t newest = p.skip_newest ? 0 : listed ? kPageTokens : last - emit + 1;
+  const std::int64_t entries = p.logits.data == nullptr ? 0 : emit + newest;
+  if (entries > kMostEntries) {
+    throw Error(ErrorCode::unsupported, "selecting among " + std::to_string(entries) +
+                                            " tokens: the CUDA backend takes up to " +
+                                            std::to_string(kMostEntries));
+  }
+  check(entries <= c.stride, "rows of logits that are too short for select()");
+  check(c.digest.maxima == nullptr || c.digest.pages >= LogitDigest::pages_of(entries),
+        "a digest of fewer logits than select() is to choose from");
+  c.entries = to_int(entries);
+  const Quota& quota = c.is_top_p ? p.cap : p.k;
+  c.quota = device_quota(quota);
+  c.has_keys = !c.is_top_p || may_cut(quota, emit);
+  c.most_keep = to_int(std::min(quota.of(last + 1), emit));
+  c.most_forced = to_int(std::min(std::min(p.sinks, emit) + std::min(p.recent, emit), emit));
+  const double light = (1.0 - static_cast<double>(p.p)) /
+                       (2.0 * static_cast<double>(std::max<std::int64_t>(entries, 1)));
+  c.bin_range = c.is_top_p && p.p < 1.0f ? static_cast<float>(-std::log(light)) : 0.0f;
+}
+
+SelectCall call_of(const SelectParams& p) {
+  SelectCall c;
+  c.tokens = p.batch.tokens;
+  c.kv_heads = p.shape.kv_heads;
+  c.head_count = to_int(p.batch.count * p.shape.kv_heads);
+  c.group = p.shape.group();
+  check(c.group <= kMostGroup, "more query heads per KV head than select() takes");
+  c.logits = reinterpret_cast<const __half*>(p.logits.data);
+  c.stride = p.logits.stride;
+  c.is_aligned =
+      reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && p.logits.stride % 8 == 0;
+  c.skip_newest = p.skip_newest;
+  c.digest = p.logits.digest;
+  if (p.candidates != nullptr) {
+    check(p.logits.data != nullptr, "candidates without logits");
+    c.list = p.candidates->positions;
+    c.list_capacity = p.candidates->capacity;
+    c.list_heads = p.candidates->heads;
+  }
+  c.is_top_p = p.prune == Pruner::top_p;
+  c.p = p.p;
+  set_entries(c, p);
+  c.sinks = p.sinks;
+  c.recent = p.recent;
+  c.eligible = p.eligible;
+  c.eligible_stride = p.eligible_stride;
+  c.is_mask_aligned =
+      reinterpret_cast<std::uintptr_t>(p.eligible) % 8 == 0 && p.eligible_stride % 8 == 0;
+  c.positions = p.selected.positions;
+  c.capacity = p.selected.capacity;
+  c.heads = p.selected.heads;
+  c.share = p.share;
+  c.alpha = p.alpha;
+  c.lse = p.lse;
+  return c;
+}
+
+// The call for heads [first, first + count) alone.
+SelectCall part_of(SelectCall c, std::int32_t first, std::int32_t count) {
+  const std::int64_t row = static_cast<std::int64_t>(first) * c.group;
+  c.first_head += first;
+  c.head_count = count;
+  c.logits += row * c.stride;
+  if (c.digest.maxima != nullptr) {
+    c.digest.maxima += row * c.digest.pages * kBoundsPerPage;
+    c.digest.sums += row * c.digest.pages;
+  }
+  if (c.list != nullptr) {
+    c.list += first * c.list_capacity;
+    c.list_heads += first;
+  }
+  c.positions += first * c.capacity;
+  c.heads += first;
+  if (c.share != nullptr) c.share += row;
+  c.alpha += row;
+  if (c.lse != nullptr) c.lse += row;
+  return c;
+}
+
+// Hands out scratch, every piece aligned to 16 bytes.
+class Carver {
+ public:
+  explicit Carver(std::byte* base) : base_(reinterpret_cast<std::uintptr_t>(base)) {}
+  template <typename T>
+  T* take(std::int64_t count) {
+    auto* const at = reinterpret_cast<T*>(base_ + used_);
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 15) / 16 * 16;
+    return at;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::uintptr_t base_;
+  std::size_t used_ = 0;
+};
+
+std::int32_t ceil_div(std::int64_t a, std::int64_t b) {
+  return static_cast<std::int32_t>((a + b - 1) / b);
+}
+
+// How many candidates to gather per head, or 0: too few sectors for a bound, or too many
+// positions for one block to pick.
+std::int32_t list_capacity_of(const SelectCall& c) {
+  constexpr std::int64_t kMostListed = 65536;
+  constexpr std::int64_t kMostListedInAll = std::int64_t{1} << 23;
+  constexpr std::int64_t kMostForced = 16384;
+  const std::int64_t least = 2 * std::int64_t{c.most_keep} * c.group;
+  const std::int64_t most = std::min(kMostListed, kMostListedInAll / std::max(c.head_count, 1));
+  if (least > most || c.most_forced > kMostForced) return 0;
+  // What is picked is not cut by the capacity.
+  if (c.capacity < std::max(c.most_keep, c.most_forced)) return 0;
+  if (std::int64_t{c.most_keep} * kSector * 4 > std::int64_t{c.entries} * 3) return 0;
+  return static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(8 * least, std::min<std::int64_t>(8192, most), most));
+}
+
+// How the rows are shared out, from sizes alone.
+LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
+  LargeCall l;
+  l.call = c;
+  const std::int64_t rows = static_cast<std::int64_t>(c.head_count) * c.group;
+  // About one round of four blocks per multiprocessor.
+  const std::int64_t blocks = 4 * device.multiprocessors;
+  l.strips = std::max(1, ceil_div(c.entries, kStrip));
+  l.unit_strips =
+      std::min(ceil_div(ceil_div(l.strips * rows, blocks), kWarps) * kWarps, kUnitStrips);
+  l.units = ceil_div(l.strips, l.unit_strips);
+  if (c.is_top_p && c.p < 1.0f) {
+    l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
+  }
+  l.chunks = std::max(1, ceil_div(c.entries, kChunk));
+  l.gather_strips =
+      std::int64_t{l.chunks} * c.head_count > std::min<std::int64_t>(blocks, kMostGatherChunks) ? 2
+                                                                                                : 1;
+  // So that all blocks of emit run at once, where that takes no more strips per warp.
+  const bool fills = std::int64_t{l.strips} * c.head_count > 2 * kWarps * device.multiprocessors;
+  l.warp_strips = fills ? kMostWarpStrips : 1;
+  l.spans = std::max(1, ceil_div(c.entries, l.span_entries()));
+  if (c.has_keys) l.list_capacity = list_capacity_of(c);
+  l.key_chunks = std::max(1, ceil_div(c.entries, kKeyChunk));
+  // Two blocks per multiprocessor: of one round, or of all where mostly they have nothing to do.
+  const std::int64_t key_blocks =
+      2 * device.multiprocessors / (l.list_capacity > 0 ? key_rounds(c.group) : 1);
+  l.key_loops = std::max(1, ceil_div(static_cast<std::int64_t>(l.key_chunks) * c.head_count,
+                                     std::max<std::int64_t>(key_blocks, 1)));
+  return l;
+}
+
+// Lays the call's arrays out in scratch; returns the bytes they take.
+std::size_t place(LargeCall& l, std::byte* scratch) {
+  const std::int64_t heads = l.call.head_count;
+  const std::int64_t rows = heads * l.call.group;
+  const std::int64_t spans = heads * l.spans;
+  Carver carver(scratch);
+  l.zeroed = carver.take<std::uint64_t>(0);
+  l.masses = carver.take<std::uint64_t>(rows * l.bins);
+  l.states = carver.take<std::uint64_t>(spans);
+  l.cuts = carver.take<KeyCut>(heads);
+  l.key_bins = carver.take<std::uint32_t>(l.call.has_keys ? kKeyRounds * heads * kMostKeyBins : 0);
+  l.key_done = carver.take<std::uint32_t>(kKeyRounds * heads);
+  l.rounds_done = carver.take<std::uint32_t>(heads);
+  l.rows_done = carver.take<std::uint32_t>(rows);
+  l.gathered = carver.take<std::uint32_t>(2 * heads);
+  l.listed = carver.take<std::uint32_t>(2 * heads);
+  l.done = carver.take<std::uint32_t>(heads);
+  l.settled = carver.take<std::uint32_t>(heads);
+  l.zeroed_words = static_cast<std::int64_t>(carver.used() / sizeof(std::uint64_t));
+  l.rows = carver.take<RowInfo>(rows);
+  l.searches = carver.take<RowSearch>(rows);
+  l.extents = carver.take<Extent>(heads);
+  if (l.call.digest.maxima != nullptr) {
+    // Those of strips that have something special are put in their place.
+    l.maxima = reinterpret_cast<std::uint32_t*>(l.call.digest.maxima);
+    l.pages = l.call.digest.pages;
+  } else {
+    l.pages = std::int64_t{l.strips} * kStripPages;
+    l.maxima = carver.take<std::uint32_t>(rows * l.pages * LargeCall::kPageWords);
+  }
+  l.unit_heads = carver.take<UnitHead>(rows * l.units);
+  const bool has_bounds = l.bins > 0 || l.list_capacity > 0;
+  l.rough = carver.take<uint2>(has_bounds ? rows * l.units * kRoughBins : 0);
+  l.results = carver.take<ChunkResult>(spans);
+  l.alphas = carver.take<float>(spans * l.call.group);
+  l.listed_keys = carver.take<std::uint32_t>(2 * heads * l.list_capacity);
+  l.listed_entries = carver.take<std::int32_t>(2 * heads * l.list_capacity);
+  l.listed_chunks = carver.take<uint2>(l.list_capacity > 0 ? heads * l.gather_chunks() : 0);
+  const bool stores_keys = l.call.has_keys && l.call.group > 1;
+  auto* const keys = carver.take<std::uint32_t>(stores_keys ? heads * l.key_chunks * kKeyChunk : 0);
+  l.keys = stores_keys ? keys : nullptr;
+  return carver.used();
+}
+
+std::int32_t most_heads_at_once(const SelectCall& c) {
+  return static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, std::max(c.head_count, 1)));
+}
+
+// What it takes to select for so many heads at once.
+std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimits& device) {
+  const auto bytes_of = [&](std::int32_t count) {
+    LargeCall l = large_call(part_of(c, 0, count), device);
+    return place(l, nullptr);
+  };
+  // The last heads may be fewer, and then more blocks share a row.
+  const std::int32_t rest = c.head_count % heads;
+  return std::max(bytes_of(heads), rest == 0 ? 0 : bytes_of(rest));
+}
+
+// Fewer heads take less scratch.
+std::int32_t heads_at_once(const SelectCall& c, const Launch& launch) {
+  std::int32_t heads = most_heads_at_once(c);
+  while (heads > 1 && scratch_of(c, heads, *launch.device) > launch.scratch_bytes) {
+    heads = (heads + 1) / 2;
+  }
+  return heads;
+}
+
+void select_large(const SelectCall& c, const Launch& launch) {
+  const std::int32_t step = heads_at_once(c, launch);
+  for (std::int32_t first = 0; first < c.head_count; first += step) {
+    LargeCall l =
+        large_call(part_of(c, first, std::min(step, c.head_count - first)), *launch.device);
+    check(l.units <= kMostUnits, "a row too long for select()");
+    l.tickets = launch.counters;
+    const std::size_t needed = place(l, launch.scratch);
+    if (needed > launch.scratch_bytes) {
+      throw Error(ErrorCode::unsupported,
+                  "selecting among " + std::to_string(c.entries) + " tokens for " +
+                      std::to_string(c.group) + " query heads of a KV head takes " +
+                      std::to_string(needed) + " bytes of scratch on the device and there are " +
+                      std::to_string(launch.scratch_bytes) + "; shorten the context");
+    }
+    run_row_sums(l, launch);
+    const bool gathers = l.list_capacity > 0;
+    if (gathers && l.bins > 0) run_gather(l, false, launch);
+    if (l.bins > 0) run_row_thresholds(l, launch);
+    if (gathers) run_gather(l, true, launch);
+    if (l.call.has_keys) run_key_rounds(l, launch);
+    run_emit(l, launch);
+  }
+}
+
+}  // namespace
+
+std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device) {
+  const SelectCall c = call_of(params);
+  if (c.logits == nullptr || fits_small(c, device)) return 0;
+  if (fits_digest(c, device) || fits_cluster(c, device)) return 0;
+  return scratch_of(c, most_heads_at_once(c), device);
+}
+
+void select(const SelectParams& params, const Launch& launch) {
+  const SelectCall c = call_of(params);
+  if (c.head_count == 0) return;
+  if (c.logits == nullptr) return run_fixed(c, launch);
+  if (fits_small(c, *launch.device)) {
+    return fits_top_k(c) ? run_top_k(c, launch) : run_small(c, launch);
+  }
+  if (fits_digest(c, *launch.device)) return run_digest(c, launch);
+  if (fits_cluster(c, *launch.device)) return run_cluster(c, launch);
+  select_large(c, launch);
+}
+
+}  // namespace sluice::cuda

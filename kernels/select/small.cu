@@ -1,0 +1,433 @@
+// Selection where all logits of a KV head fit a block's shared memory: one kernel, one read.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/runtime/error.h"
+#include "kernels/select/large.cuh"
+
+namespace sluice::cuda {
+namespace {
+
+struct alignas(16) Shared {
+  Extent extent;
+  float parts[3][kWarp];
+  std::uint64_t long_part[kWarp];
+  std::uint32_t part[kWarp];
+  Crossing<std::uint64_t> found_share;
+  Crossing<std::uint32_t> found_key;
+  KeyCut cut;
+  std::uint32_t counts[2];  // always kept, other keys
+  std::uint32_t pages;
+  std::uint32_t bad;
+  RowInfo rows[kMostGroup];
+  float alphas[kMostGroup];
+};
+
+// What the block works on. After Shared lie the rows, the bins and the kept bits.
+struct Work {
+  const SelectCall& c;
+  int group;  // a constant where there is but one query head
+  std::int32_t head;
+  std::int32_t vectors;  // of 8 entries, per row
+  Shared* shared;
+  std::uint32_t* bins;
+  uint4* rows;         // [group, vectors]
+  std::uint8_t* kept;  // [vectors]: bit e of vector v is entry 8 v + e
+  const std::int32_t* list;
+  Extent extent;
+};
+
+__device__ int thread_id() { return static_cast<int>(threadIdx.x); }
+__device__ int threads() { return static_cast<int>(blockDim.x); }
+
+__device__ __forceinline__ void load_rows(const Work& w) {
+  const SelectCall& c = w.c;
+  const std::int32_t live = (w.extent.total + 7) / 8;
+  for (int g = 0; g < w.group; ++g) {
+    const __half* const row = c.row(w.head, g);
+    uint4* const to = w.rows + g * w.vectors;
+#pragma unroll 4
+    for (std::int32_t v = thread_id(); v < live; v += threads()) {
+      to[v] = load8(c, row, w.list, w.extent, v * 8);
+    }
+  }
+  __syncthreads();
+}
+
+struct Sums {
+  float all = 0.0f;
+  float kept = 0.0f;
+  float tail = 0.0f;
+};
+
+__device__ __forceinline__ Sums block_sums(Sums x, Shared* shared) {
+  const int warp = thread_id() / kWarp;
+  const int lane = thread_id() % kWarp;
+  const bool has = lane < threads() / kWarp;
+  const Sums own{warp_sum(x.all), warp_sum(x.kept), warp_sum(x.tail)};
+  if (lane == 0) {
+    shared->parts[0][warp] = own.all;
+    shared->parts[1][warp] = own.kept;
+    shared->parts[2][warp] = own.tail;
+  }
+  __syncthreads();
+  const Sums sums{warp_sum(has ? shared->parts[0][lane] : 0.0f),
+                  warp_sum(has ? shared->parts[1][lane] : 0.0f),
+                  warp_sum(has ? shared->parts[2][lane] : 0.0f)};
+  __syncthreads();
+  return sums;
+}
+
+// The largest logit of a row; +Inf if one is no number.
+__device__ __forceinline__ float row_maximum(const Work& w, const uint4* row) {
+  __half2 most = as_half2(kMinusInfinities);
+  for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
+    const uint4 x = row[v];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = __hmax2_nan(most, as_half2(word_of(x, i)));
+  }
+  float own = __half2float(__hmax_nan(__low2half(most), __high2half(most)));
+  if (!(own < INFINITY)) own = INFINITY;
+  own = warp_max(own);
+  const int lane = thread_id() % kWarp;
+  if (lane == 0) w.shared->parts[0][thread_id() / kWarp] = own;
+  __syncthreads();
+  const float highest = warp_max(lane < threads() / kWarp ? w.shared->parts[0][lane] : -INFINITY);
+  __syncthreads();
+  return highest;
+}
+
+__device__ __forceinline__ Sums row_sums(const Work& w, const uint4* row, float highest) {
+  const float norm = highest * kLog2E;
+  Sums own;
+  for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
+    const uint4 x = row[v];
+    const std::uint32_t free = free8(w.extent, v * 8);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(as_half2(word_of(x, i)));
+      const float low = exp2_fast(fmaf(pair.x, kLog2E, -norm));
+      const float high = exp2_fast(fmaf(pair.y, kLog2E, -norm));
+      own.all += low + high;
+      if (free == 0) continue;
+      const std::int32_t at = v * 8 + 2 * i;
+      if ((free >> (2 * i) & 1u) != 0) own.kept += low;
+      if ((free >> (2 * i + 1) & 1u) != 0) own.kept += high;
+      if (at >= w.extent.emit) own.tail += low;
+      if (at + 1 >= w.extent.emit) own.tail += high;
+    }
+  }
+  Sums sums = block_sums(own, w.shared);
+  const float factor = shortfall(highest, norm);
+  sums.all *= factor;
+  sums.kept *= factor;
+  sums.tail *= factor;
+  return sums;
+}
+
+// The lowest f16 that top_p keeps of a row.
+__device__ __forceinline__ std::uint16_t row_threshold(const Work& w, const uint4* row,
+                                                       float highest, const Sums& sums) {
+  if (w.c.p >= 1.0f) return kLowestHalf;
+  const double missing =
+      static_cast<double>(w.c.p) - static_cast<double>(sums.kept) / static_cast<double>(sums.all);
+  if (missing <= 0.0) return kInfiniteHalf;
+  const std::int32_t top = bin_floor(highest);
+  // What weighs less than (1 - p) / entries of the sum is not needed; half of that for safety.
+  const std::int32_t floor = bin_floor(highest + logf(sums.all) - w.c.bin_range);
+  const std::int32_t bins = top - floor + 1;
+  for (std::int32_t i = thread_id(); i < bins; i += threads()) w.bins[i] = 0;
+  __syncthreads();
+  const BinMap map(highest);
+  const __half2 least = twice(bin_threshold(floor));
+  for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
+    const uint4 x = row[v];
+    std::uint32_t bits = reaching(x, least) & ~free8(w.extent, v * 8);
+    const auto* const halves = reinterpret_cast<const __half*>(row + v);
+    for (; bits != 0; bits &= bits - 1) {
+      std::uint32_t mass;
+      const std::int32_t bin =
+          map.bin(__half2float(halves[__ffs(static_cast<int>(bits)) - 1]), mass);
+      atomicAdd(w.bins + (top - bin), mass);
+    }
+  }
+  __syncthreads();
+  const double scale = 1.0 / static_cast<double>(sums.all);
+  const auto share_of = [&](std::int32_t below) {
+    return share_units(static_cast<double>(w.bins[below]) * scale *
+                       static_cast<double>(mass_unit(below, highest)));
+  };
+  find_crossing(share_of, bins, share_units(missing) + 1, &w.shared->found_share,
+                w.shared->long_part);
+  const std::int32_t found = w.shared->found_share.bin;
+  __syncthreads();
+  return bin_threshold(top - found);
+}
+
+__device__ __forceinline__ void look_at_rows(const Work& w) {
+  for (int g = 0; g < w.group; ++g) {
+    const uint4* const row = w.rows + g * w.vectors;
+    const float highest = row_maximum(w, row);
+    if (!(highest < INFINITY) || !(highest > -INFINITY)) {
+      if (thread_id() == 0) w.shared->bad = 1;
+      continue;
+    }
+    const Sums sums = row_sums(w, row, highest);
+    const std::uint16_t threshold =
+        w.c.is_top_p ? row_threshold(w, row, highest, sums) : kInfiniteHalf;
+    if (thread_id() == 0) {
+      const std::int64_t query_head = static_cast<std::int64_t>(w.head) * w.group + g;
+      RowInfo info;
+      set_norm(info, highest, sums.all);
+      info.tail = sums.tail / sums.all;
+      info.threshold = threshold;
+      info.share = share_of(w.c, query_head);
+      w.shared->rows[g] = info;
+      report_lse(w.c, query_head, info);
+    }
+  }
+  __syncthreads();
+}
+
+// The keys of the eight entries of vector v, and which are always kept.
+__device__ __forceinline__ void keys_of(const Work& w, std::int32_t v, std::uint32_t (&keys)[8],
+                                        std::uint32_t& forced) {
+  const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
+  forced = allowed & free8(w.extent, v * 8);
+  const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
+  keys8(w.c, w.group, w.shared->rows, allowed & ~forced, load, keys);
+}
+
+// Counts keys by the digit of this round. A single query head's logits go by fours of words.
+__device__ __forceinline__ void count_keys(const Work& w, int round) {
+  const KeyRound view(w.group, round, w.shared->cut);
+  const int bins = key_bins(w.group, round);
+  auto* const quads = reinterpret_cast<uint4*>(w.bins);
+  for (std::int32_t i = thread_id(); i < bins / 4; i += threads()) {
+    quads[i] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  std::uint32_t counts[2] = {0, 0};
+  for (std::int32_t v = thread_id(); v < (w.extent.emit + 7) / 8; v += threads()) {
+    std::uint32_t keys[8];
+    std::uint32_t forced;
+    keys_of(w, v, keys, forced);
+    counts[0] += static_cast<std::uint32_t>(__popc(forced));
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (!view.concerns(keys[e])) continue;
+      ++counts[1];
+      atomicAdd(w.bins + view.bin(keys[e]), 1u);
+    }
+  }
+  if (round == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::uint32_t sum = __reduce_add_sync(kAllLanes, counts[i]);
+      if (thread_id() % kWarp == 0 && sum != 0) atomicAdd(w.shared->counts + i, sum);
+    }
+  }
+  __syncthreads();
+}
+
+// Where the kept keys end.
+__device__ __forceinline__ void find_cut(const Work& w) {
+  const int group = w.group;
+  for (int round = 0; round < key_rounds(group); ++round) {
+    count_keys(w, round);
+    if (thread_id() == 0 && round == 0) {
+      w.shared->cut.forced = w.shared->counts[0];
+      w.shared->cut.available = w.shared->counts[1];
+      begin_cut(w.c, w.shared->extent, w.shared->cut);
+    }
+    __syncthreads();
+    if (w.shared->cut.settled != 0) return;
+    const int last = key_bins(group, round) - 1;
+    const auto bin_of = [&](std::int32_t i) { return w.bins[last - i]; };
+    const std::uint32_t target = w.shared->cut.ties;
+    find_crossing(bin_of, last + 1, target, &w.shared->found_key, w.shared->part);
+    if (thread_id() == 0) {
+      advance_cut(w.shared->cut, group, round, w.shared->found_key,
+                  bin_of(w.shared->found_key.bin));
+    }
+    __syncthreads();
+    if (w.shared->cut.settled != 0) return;
+  }
+}
+
+// Which entries of vector v are kept, and which equal the cut.
+__device__ __forceinline__ void find_kept(const Work& w, const KeyCut& cut, bool by_keys,
+                                          std::int32_t v, std::uint32_t& above,
+                                          std::uint32_t& equal) {
+  const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
+  const std::uint32_t forced = allowed & free8(w.extent, v * 8);
+  if (!by_keys) {
+    const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
+    above = reached8(w.group, w.shared->rows, load) & allowed;
+  } else if (w.group == 1) {
+    std::uint32_t others = allowed & ~forced;
+    const uint4 x = w.rows[v];
+    if (w.c.is_top_p) others &= reaching(x, twice(w.shared->rows[0].threshold));
+    LogitCut(cut).compare8(x, others, above, equal);
+  } else {
+    std::uint32_t keys[8];
+    std::uint32_t unused;
+    keys_of(w, v, keys, unused);
+    compare8(cut, keys, above, equal);
+  }
+  above |= forced;
+}
+
+// Writes the kept positions; returns how many were wanted.
+__device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_keys) {
+  const SelectCall& c = w.c;
+  const KeyCut cut = w.shared->cut;
+  std::int32_t* const to = c.positions + w.head * c.capacity;
+  const auto capacity = static_cast<std::int32_t>(min(c.capacity, std::int64_t{1} << 30));
+  const std::int32_t vectors = (w.extent.emit + 7) / 8;
+  std::int32_t at = 0;
+  std::uint32_t ties = cut.ties;
+  for (std::int32_t first = 0; first < vectors; first += threads()) {
+    const std::int32_t v = first + thread_id();
+    std::uint32_t above = 0;
+    std::uint32_t equal = 0;
+    if (v < vectors) find_kept(w, cut, by_keys, v, above, equal);
+    const auto own = static_cast<std::uint32_t>(__popc(above) | __popc(equal) << 16);
+    std::uint32_t total;
+    const std::uint32_t before = block_exclusive(own, w.shared->part, total);
+    const std::uint32_t ties_before = min(before >> 16, ties);
+    const std::uint32_t ties_own =
+        min((before >> 16) + static_cast<std::uint32_t>(__popc(equal)), ties) - ties_before;
+    std::int32_t slot = at + static_cast<std::int32_t>((before & 0xffffu) + ties_before);
+    std::uint32_t kept = above | first_bits(equal, static_cast<std::int32_t>(ties_own));
+    kept = first_bits(kept, capacity - slot);
+    if (v < vectors) w.kept[v] = static_cast<std::uint8_t>(kept);
+    for (; kept != 0; kept &= kept - 1) {
+      const std::int32_t i = v * 8 + __ffs(static_cast<int>(kept)) - 1;
+      to[slot++] = w.list != nullptr ? w.list[i] : i;
+    }
+    const std::uint32_t ties_used = min(total >> 16, ties);
+    ties -= ties_used;
+    at += static_cast<std::int32_t>((total & 0xffffu) + ties_used);
+    __syncthreads();
+  }
+  return at;
+}
+
+// Weights of what was kept, in an order that depends on nothing else.
+__device__ __forceinline__ void sum_alphas(const Work& w) {
+  for (int g = 0; g < w.group; ++g) {
+    const RowInfo info = w.shared->rows[g];
+    const auto* const row = reinterpret_cast<const __half*>(w.rows + g * w.vectors);
+    Sums own;
+    for (std::int32_t v = thread_id(); v < (w.extent.emit + 7) / 8; v += threads()) {
+      for (std::uint32_t kept = w.kept[v]; kept != 0; kept &= kept - 1) {
+        own.all += weight_of(row[v * 8 + __ffs(static_cast<int>(kept)) - 1], info);
+      }
+    }
+    const float sum = block_sums(own, w.shared).all;
+    if (thread_id() != 0) continue;
+    w.c.alpha[static_cast<std::int64_t>(w.head) * w.group + g] =
+        fminf(sum + info.tail, 1.0f) * info.share;
+  }
+}
+
+template <int kThreads, bool kOneHead>
+__global__ void __launch_bounds__(kThreads, 1536 / kThreads)
+    select_small(const __grid_constant__ SelectCall call, std::int32_t bins) {
+  extern __shared__ uint4 memory[];
+  auto* const shared = reinterpret_cast<Shared*>(memory);
+  const auto head = static_cast<std::int32_t>(blockIdx.x);
+  const TokenBounds token = bounds_of(call, head);
+  wait_for_kernel_before();
+  allow_next_kernel();
+  if (thread_id() < kWarp) {
+    const Extent extent = extent_of(call, head, token);
+    if (thread_id() == 0) {
+      shared->extent = extent;
+      shared->cut = KeyCut();
+      shared->counts[0] = shared->counts[1] = 0;
+      shared->pages = shared->bad = 0;
+    }
+  }
+  __syncthreads();
+  if (shared->extent.total == 0) return report_none(call, head, false);
+  const std::int32_t vectors = (call.entries + 7) / 8;
+  auto* const rows = reinterpret_cast<uint4*>(shared + 1);
+  auto* const bin_words = reinterpret_cast<std::uint32_t*>(rows + call.group * vectors);
+  const Work work{call,
+                  kOneHead ? 1 : call.group,
+                  head,
+                  vectors,
+                  shared,
+                  bin_words,
+                  rows,
+                  reinterpret_cast<std::uint8_t*>(bin_words + bins),
+                  call.head_list(head),
+                  shared->extent};
+  load_rows(work);
+  look_at_rows(work);
+  if (shared->bad != 0) return report_none(call, head, true);
+  const bool by_keys = call.has_keys && (!call.is_top_p || shared->extent.keep < work.extent.emit);
+  if (by_keys) find_cut(work);
+  const std::int64_t wanted = write_positions(work, by_keys);
+  const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));
+  add_pages(call.positions + head * call.capacity, count, &shared->pages);
+  sum_alphas(work);
+  __syncthreads();
+  if (thread_id() != 0) return;
+  HeadSelection result;
+  result.count = count;
+  result.cut = shared->cut.cut != 0 || wanted > count ? 1 : 0;
+  result.pages = static_cast<std::int32_t>(shared->pages);
+  call.heads[head] = result;
+}
+
+std::int32_t bins_of(const SelectCall& call) {
+  std::int32_t bins = 0;
+  if (call.is_top_p && call.p < 1.0f) {
+    bins = static_cast<std::int32_t>(std::ceil(call.bin_range * kBinsPerNat)) + 3;
+  }
+  if (call.has_keys) bins = std::max(bins, kMostKeyBins);
+  return (bins + 3) / 4 * 4;
+}
+
+std::size_t small_bytes(const SelectCall& call) {
+  const auto vectors = static_cast<std::size_t>((call.entries + 7) / 8);
+  return (sizeof(Shared) + vectors * (static_cast<std::size_t>(call.group) * 16 + 1) +
+          static_cast<std::size_t>(bins_of(call)) * sizeof(std::uint32_t) + 15) /
+         16 * 16;
+}
+
+template <int kThreads>
+void launch_threads(const SelectCall& call, const Launch& launch) {
+  const std::size_t bytes = small_bytes(call);
+  const auto kernel =
+      call.group == 1 ? select_small<kThreads, true> : select_small<kThreads, false>;
+  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(bytes)),
+          "select_small");
+  launch_early("select_small", kernel, dim3(static_cast<unsigned>(call.head_count)), kThreads,
+               bytes, launch, call, bins_of(call));
+}
+
+}  // namespace
+
+bool fits_small(const SelectCall& call, const DeviceLimits& device) {
+  if (call.entries > kMassedEntries) return false;
+  if (small_bytes(call) > static_cast<std::size_t>(device.shared_bytes)) return false;
+  // Several blocks per multiprocessor hide each other's waits; a few long rows are better shared
+  // out.
+  const std::int64_t work = std::int64_t{call.entries} * call.group;
+  return work <= 16384 || call.head_count >= device.multiprocessors / 2;
+}
+
+void run_small(const SelectCall& call, const Launch& launch) {
+  const std::int64_t work = std::int64_t{call.entries} * call.group;
+  if (work <= 4096) return launch_threads<128>(call, launch);
+  if (work <= 16384) return launch_threads<256>(call, launch);
+  if (work <= 65536) return launch_threads<512>(call, launch);
+  launch_threads<1024>(call, launch);
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,91 @@
+// Every way of selecting, whatever device there is: which is taken follows from what the device is
+// said to have.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/workspace.h"
+#include "kernels/select/select.h"
+#include "tests/kernels/has_device.h"
+#include "tests/kernels/select/cases.h"
+#include "tests/kernels/select/truth.h"
+
+namespace sluice::cuda {
+
+inline constexpr std::size_t kScratch = std::size_t{192} << 20;
+
+enum class Path { small, cluster, digested_cluster, large, digested };
+
+class Select : public ::testing::TestWithParam<Path> {
+ protected:
+  void SetUp() override {
+    if (!has_device()) GTEST_SKIP() << "no CUDA device";
+    workspace_.emplace(kScratch);
+    limits_ = workspace_->device();
+    // Which path is taken follows from these alone.
+    if (GetParam() == Path::large || GetParam() == Path::digested) limits_.shared_bytes = 0;
+    if (GetParam() == Path::small) limits_.multiprocessors = 1;
+    if (is_clustered()) limits_.multiprocessors = 1 << 20;
+    // Nothing may be taken for granted of scratch.
+    require(cudaMemset(launch().scratch, 0xa5, kScratch), "memset");
+  }
+  static bool is_clustered() {
+    return GetParam() == Path::cluster || GetParam() == Path::digested_cluster;
+  }
+  static bool digested(const Case& c) {
+    const bool is = GetParam() == Path::digested || GetParam() == Path::digested_cluster;
+    return is && c.candidates.empty();
+  }
+  Launch launch() const {
+    Launch launch = workspace_->launch();
+    launch.device = &limits_;
+    return launch;
+  }
+  Answer run(const Case& c) const {
+    const Problem problem(c, digested(c));
+    EXPECT_LE(select_scratch_bytes(problem.params(), limits_), kScratch);
+    select(problem.params(), launch());
+    require(cudaStreamSynchronize(launch().stream), "select");
+    return problem.answer();
+  }
+  void check_case(const Case& c) const {
+    const Answer a = run(c);
+    const Answer b = run(c);
+    EXPECT_EQ(a.positions, b.positions);
+    EXPECT_EQ(a.alpha, b.alpha);
+    for (int head = 0; head < c.heads(); ++head) {
+      SCOPED_TRACE("head " + std::to_string(head) + " at " +
+                   std::to_string(c.token(head).position));
+      expect_head(c, a, head);
+      if (HasFailure()) return;
+    }
+  }
+
+  std::optional<Workspace> workspace_;
+  DeviceLimits limits_;
+};
+
+inline std::string name_of(const ::testing::TestParamInfo<Path>& path) {
+  switch (path.param) {
+    case Path::small:
+      return "small";
+    case Path::cluster:
+      return "cluster";
+    case Path::digested_cluster:
+      return "digested_cluster";
+    case Path::large:
+      return "large";
+    case Path::digested:
+      break;
+  }
+  return "digested";
+}
+
+inline constexpr auto kPaths = std::to_array(
+    {Path::small, Path::cluster, Path::digested_cluster, Path::large, Path::digested});
+
+}  // namespace sluice::cuda
