@@ -5,7 +5,7 @@
 #include <random>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/attention/decode.h"
+#include "kernels/attention/attention.h"
 
 namespace sluice::cuda::bench {
 namespace {

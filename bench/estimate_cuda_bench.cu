@@ -11,8 +11,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
-#include "kernels/scan/estimate.h"
-#include "kernels/scan/key_index.h"
+#include "kernels/scan/scan.h"
 #include "lib/backend.h"
 
 namespace sluice::cuda {

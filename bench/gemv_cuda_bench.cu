@@ -2,9 +2,7 @@
 // our kernel and by cuBLAS. Matrices take turns and together exceed the cache; products follow each
 // other as in a decode step.
 #include "bench/cuda_support.cuh"
-#include "kernels/dense/elementwise.h"
-#include "kernels/dense/gemm.h"
-#include "kernels/dense/gemv.h"
+#include "kernels/dense/dense.h"
 
 namespace sluice::cuda::bench {
 namespace {

@@ -7,9 +7,8 @@
 #include <numeric>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/attention/decode.h"
-#include "kernels/scan/estimate.h"
-#include "kernels/scan/key_index.h"
+#include "kernels/attention/attention.h"
+#include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 
 namespace sluice::cuda::bench {

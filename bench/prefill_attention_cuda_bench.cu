@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/attention/prefill.h"
+#include "kernels/attention/attention.h"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/dense/sample.h"
+#include "kernels/dense/dense.h"
 #include "lib/sample_token.h"
 
 namespace sluice::cuda::bench {

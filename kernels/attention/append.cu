@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "kernels/attention/append.h"
+#include "kernels/attention/attention.h"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"

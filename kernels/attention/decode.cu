@@ -3,7 +3,7 @@
 #include <limits>
 #include <numbers>
 
-#include "kernels/attention/decode.h"
+#include "kernels/attention/attention.h"
 #include "kernels/attention/decode_results.cuh"
 #include "kernels/attention/decode_rows.cuh"
 #include "kernels/attention/decode_warp.cuh"

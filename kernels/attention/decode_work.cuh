@@ -1,7 +1,7 @@
 // What attention of decoded tokens is told, and how its work is divided.
 #pragma once
 
-#include "kernels/attention/decode.h"
+#include "kernels/attention/attention.h"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/paged.cuh"
 #include "lib/selection.h"

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/attention/prefill.h"
+#include "kernels/attention/attention.h"
 #include "kernels/attention/prefill_common.cuh"
 #include "kernels/runtime/error.h"
 #include "lib/check.h"

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "kernels/dense/elementwise.h"
+#include "kernels/dense/dense.h"
 #include "kernels/dense/rms_norm.cuh"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/dispatch.h"

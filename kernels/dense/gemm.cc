@@ -1,12 +1,10 @@
-#include "kernels/dense/gemm.h"
-
 #include <cublas_v2.h>
 #include <dlfcn.h>
 
 #include <array>
 #include <string>
 
-#include "kernels/dense/elementwise.h"
+#include "kernels/dense/dense.h"
 #include "sluice/errors.h"
 
 namespace sluice::cuda {

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "kernels/dense/gemv.h"
+#include "kernels/dense/dense.h"
 #include "kernels/dense/rms_norm.cuh"
 #include "kernels/runtime/barriers.cuh"
 #include "kernels/runtime/device_math.cuh"

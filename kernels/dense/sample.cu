@@ -5,7 +5,7 @@
 #include <cfloat>
 #include <climits>
 
-#include "kernels/dense/sample.h"
+#include "kernels/dense/dense.h"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
 #include "lib/check.h"
@@ -17,7 +17,7 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kOwn = 8;  // of the heaviest, per thread
 constexpr int kListed = kOwn * kThreads;
-constexpr int kBins = 4096;  // of keys by their upper bits
+constexpr int kBins = 4096;  // of grades by their upper bits
 constexpr int kBinShift = 20;
 constexpr int kUnroll = 8;
 
@@ -35,7 +35,7 @@ struct SampleBatch {
   const float* logits;  // [rows, count], `stride` floats from row to row
   std::int64_t stride;
   int count;
-  SampledToken* results;  // [rows], host-visible
+  SampledToken* results;  // [rows], reported
   SampleRule rules[kSampleRows];
 };
 
@@ -61,21 +61,21 @@ struct Shared {
 };
 
 // Numbers that order like logits.
-__device__ __forceinline__ std::uint32_t key_of(float logit) {
+__device__ __forceinline__ std::uint32_t grade_of(float logit) {
   const std::uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are one
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
-__device__ __forceinline__ float logit_of(std::uint32_t key) {
-  return __uint_as_float((key & 0x80000000u) != 0 ? key & 0x7fffffffu : ~key);
+__device__ __forceinline__ float logit_of(std::uint32_t grade) {
+  return __uint_as_float((grade & 0x80000000u) != 0 ? grade & 0x7fffffffu : ~grade);
 }
 
 // The tokens up to the last one of a set of the most likely.
 struct Cut {
-  std::uint32_t key;
+  std::uint32_t grade;
   int id;
 
   __device__ __forceinline__ bool has(std::uint32_t other, int at) const {
-    return other > key || (other == key && at <= id);
+    return other > grade || (other == grade && at <= id);
   }
 };
 
@@ -160,14 +160,14 @@ __device__ int find_in_order(const SampleCall& call, float target, const Weigh& 
   return shared->found;
 }
 
-// The keys among which the ends of sets are looked for: those from `edge` on, which are in the
+// The grades among which the ends of sets are looked for: those from `edge` on, which are in the
 // threads' registers. kOutside fills up.
 struct Heaviest {
   static constexpr std::uint32_t kOutside = 0;
   std::uint32_t edge;
   std::uint32_t own[kOwn];
 
-  // Of measure(key), by all threads.
+  // Of measure(grade), by all threads.
   template <typename Measure>
   __device__ __forceinline__ float sum(Shared* shared, const Measure& measure) const {
     float result = 0.0f;
@@ -200,7 +200,7 @@ __device__ Heaviest list_heaviest(const SampleCall& call, Shared* shared) {
   if (threadIdx.x == 0) shared->listed_count = 0;
   __syncthreads();
   for_tokens(call,
-             [&](int, float logit) { atomicAdd(&shared->bins[key_of(logit) >> kBinShift], 1u); });
+             [&](int, float logit) { atomicAdd(&shared->bins[grade_of(logit) >> kBinShift], 1u); });
   __syncthreads();
   find_edge(shared);
   Heaviest result;
@@ -210,8 +210,8 @@ __device__ Heaviest list_heaviest(const SampleCall& call, Shared* shared) {
   }
   __syncthreads();
   for_tokens(call, [&](int, float logit) {
-    const std::uint32_t key = key_of(logit);
-    if (key >= result.edge) shared->listed[atomicAdd(&shared->listed_count, 1u)] = key;
+    const std::uint32_t grade = grade_of(logit);
+    if (grade >= result.edge) shared->listed[atomicAdd(&shared->listed_count, 1u)] = grade;
   });
   __syncthreads();
 #pragma unroll
@@ -221,8 +221,8 @@ __device__ Heaviest list_heaviest(const SampleCall& call, Shared* shared) {
   return result;
 }
 
-// The largest key, at least `low`, such that it and those above measure `wanted`; sum(key) is what
-// these measure.
+// The largest grade, at least `low`, such that it and those above measure `wanted`; sum(grade) is
+// what these measure.
 template <typename Sum>
 __device__ std::uint32_t bisect(std::uint32_t low, std::uint32_t high, float wanted,
                                 const Sum& sum) {
@@ -242,33 +242,34 @@ __device__ std::uint32_t bisect(std::uint32_t low, std::uint32_t high, float wan
 template <typename Measure>
 __device__ Cut shrink(const SampleCall& call, const Heaviest& heaviest, std::uint32_t highest,
                       float wanted, const Cut& cut, const Measure& measure, Shared* shared) {
-  const auto sum_listed = [&](std::uint32_t key) {
+  const auto sum_listed = [&](std::uint32_t grade) {
     return heaviest.sum(
-        shared, [&](std::uint32_t own) { return own >= key ? measure(logit_of(own)) : 0.0f; });
+        shared, [&](std::uint32_t own) { return own >= grade ? measure(logit_of(own)) : 0.0f; });
   };
-  const auto sum_all = [&](std::uint32_t key) {
-    return total(call, shared,
-                 [&](int, float logit) { return key_of(logit) >= key ? measure(logit) : 0.0f; });
+  const auto sum_all = [&](std::uint32_t grade) {
+    return total(call, shared, [&](int, float logit) {
+      return grade_of(logit) >= grade ? measure(logit) : 0.0f;
+    });
   };
-  const std::uint32_t edge = max(heaviest.edge, cut.key);
+  const std::uint32_t edge = max(heaviest.edge, cut.grade);
   const bool listed = edge <= highest && sum_listed(edge) >= wanted;
-  const std::uint32_t key = listed ? bisect(edge, highest, wanted, sum_listed)
-                                   : bisect(cut.key, highest, wanted, sum_all);
-  const float above = key == highest ? 0.0f : listed ? sum_listed(key + 1) : sum_all(key + 1);
-  const float missing = fmaxf(ceilf((wanted - above) / measure(logit_of(key))), 1.0f);
-  const auto is_equal = [&](std::uint32_t own) { return own == key ? 1.0f : 0.0f; };
+  const std::uint32_t grade = listed ? bisect(edge, highest, wanted, sum_listed)
+                                     : bisect(cut.grade, highest, wanted, sum_all);
+  const float above = grade == highest ? 0.0f : listed ? sum_listed(grade + 1) : sum_all(grade + 1);
+  const float missing = fmaxf(ceilf((wanted - above) / measure(logit_of(grade))), 1.0f);
+  const auto is_equal = [&](std::uint32_t own) { return own == grade ? 1.0f : 0.0f; };
   // Mostly nothing equals the last one.
   if (listed && heaviest.sum(shared, is_equal) <= missing) {
-    return {key, key == cut.key ? cut.id : INT_MAX};
+    return {grade, grade == cut.grade ? cut.id : INT_MAX};
   }
   const int id = find_in_order(
       call, missing - 0.5f,
       [&](int i, float logit) {
-        const std::uint32_t own = key_of(logit);
+        const std::uint32_t own = grade_of(logit);
         return cut.has(own, i) ? is_equal(own) : 0.0f;
       },
       shared);
-  return {key, id};
+  return {grade, id};
 }
 
 struct Likeliest {
@@ -312,16 +313,16 @@ __device__ Likeliest find_likeliest(const SampleCall& call, Shared* shared) {
 
 __device__ int draw(const SampleCall& call, float most, Shared* shared) {
   const Weights weights{most, call.rule.sharpness};
-  Cut cut{key_of(-FLT_MAX), INT_MAX};
+  Cut cut{grade_of(-FLT_MAX), INT_MAX};
   const auto weigh = [&](int i, float logit) {
-    return cut.has(key_of(logit), i) ? weights(logit) : 0.0f;
+    return cut.has(grade_of(logit), i) ? weights(logit) : 0.0f;
   };
   const bool by_count = call.rule.top_k > 0 && call.rule.top_k < call.count;
   const bool by_weight = call.rule.top_p < 1.0f;
   if (by_count || by_weight) {
     const Heaviest heaviest = list_heaviest(call, shared);
     const auto shrunk = [&](float wanted, const auto& measure) {
-      return shrink(call, heaviest, key_of(most), wanted, cut, measure, shared);
+      return shrink(call, heaviest, grade_of(most), wanted, cut, measure, shared);
     };
     if (by_count) cut = shrunk(static_cast<float>(call.rule.top_k), [](float) { return 1.0f; });
     if (by_weight) cut = shrunk(call.rule.top_p * total(call, shared, weigh), weights);

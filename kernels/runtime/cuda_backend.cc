@@ -5,13 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/attention/append.h"
-#include "kernels/attention/decode.h"
-#include "kernels/attention/prefill.h"
-#include "kernels/dense/elementwise.h"
-#include "kernels/dense/gemm.h"
-#include "kernels/dense/gemv.h"
-#include "kernels/dense/sample.h"
+#include "kernels/attention/attention.h"
+#include "kernels/dense/dense.h"
 #include "kernels/runtime/copy.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/memory.h"
@@ -19,9 +14,7 @@
 #include "kernels/runtime/recorder.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/channels.h"
-#include "kernels/scan/column_sums.h"
-#include "kernels/scan/estimate.h"
-#include "kernels/scan/key_index.h"
+#include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "lib/check.h"
 #include "lib/element.h"

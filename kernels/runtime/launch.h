@@ -1,4 +1,16 @@
 // What every kernel launcher is given besides its parameters.
+//
+// The rest of this folder, from the host to the device:
+//   cuda_backend  the operations of lib/backend.h: which launcher, on which stream
+//   memory        device and pinned host memory, as their caps allow; owners, of CUDA's objects
+//   workspace     a stream and what its kernels share: a Launch
+//   recorder      a step as a graph, recorded once and replayed
+//   copy          small pieces and single rows by kernels; cuda_backend leaves large ones to the
+//                 copy engine
+//   heads, dispatch   a call's host arrays as a kernel's argument, its dtypes as constants
+//   early_launch  kernels that begin while the one before them still runs
+//   paged, device_math, barriers, cluster, ticket   what kernels are made of: where rows lie, what
+//                 warps, blocks, clusters and whole grids do together
 #pragma once
 
 #include <cuda_runtime.h>

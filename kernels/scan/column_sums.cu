@@ -14,7 +14,7 @@
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/heads.h"
-#include "kernels/scan/column_sums.h"
+#include "kernels/scan/scan.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "kernels/scan/channels.cuh"
-#include "kernels/scan/estimate.h"
 #include "kernels/scan/rows.h"
+#include "kernels/scan/scan.h"
 #include "kernels/scan/tile_queries.cuh"
 #include "kernels/scan/tiles.h"
 #include "lib/backend.h"

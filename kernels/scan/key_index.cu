@@ -5,7 +5,7 @@
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/heads.h"
 #include "kernels/runtime/paged.cuh"
-#include "kernels/scan/key_index.h"
+#include "kernels/scan/scan.h"
 #include "lib/backend.h"
 #include "lib/check.h"
 
@@ -68,7 +68,7 @@ struct BuildArgs {
   std::uint16_t* bounds;  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim] or null
   std::int64_t tile_slots;   // of a KV head
   std::int64_t bound_slots;  // likewise
-  std::int32_t* bad;         // host-visible [sequences, kv_heads]
+  std::int32_t* bad;         // reported [sequences, kv_heads]
   int head_dim;
   int bits;
 };

@@ -50,7 +50,7 @@ struct RowScanArgs {
   std::int64_t slots;  // of a KV head
   QueryArgs queries;
   const std::int32_t* positions;    // [heads, position_capacity], of candidates
-  const HeadSelection* candidates;  // host-visible [heads], or null if there are none
+  const HeadSelection* candidates;  // reported [heads], or null if there are none
   std::int64_t position_capacity;
   __half* logits;  // [heads, group, stride]
   std::int64_t stride;

@@ -37,7 +37,7 @@ struct PrepareArgs {
   QueryArgs queries;
   TileQueries to;
   const BatchToken* tokens;
-  const HeadSelection* candidates;  // host-visible [heads] or null
+  const HeadSelection* candidates;  // reported [heads] or null
   std::int64_t most_tiles;          // that a head may have
   int steps;
   int column_tiles;

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/attention/decode.h"
+#include "kernels/attention/attention.h"
 #include "kernels/runtime/cuda_backend.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/attention/prefill.h"
+#include "kernels/attention/attention.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"

@@ -11,7 +11,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
-#include "kernels/scan/column_sums.h"
+#include "kernels/scan/scan.h"
 #include "lib/backend.h"
 #include "lib/half.h"
 #include "tests/kernels/has_device.h"

@@ -14,8 +14,7 @@
 
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/workspace.h"
-#include "kernels/scan/estimate.h"
-#include "kernels/scan/key_index.h"
+#include "kernels/scan/scan.h"
 #include "lib/backend.h"
 #include "lib/half.h"
 #include "tests/kernels/digest_truth.h"
