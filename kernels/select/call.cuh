@@ -52,9 +52,9 @@ struct SelectCall {
   std::int32_t entries = 0;            // logits per row at most
   const std::int32_t* list = nullptr;  // [heads, list_capacity] or null
   std::int64_t list_capacity = 0;
-  const HeadSelection* list_heads = nullptr;  // host-visible [heads]
+  const HeadSelection* list_heads = nullptr;  // reported [heads]
   bool is_top_p = false;
-  bool has_keys = false;  // a cut by keys is made, or may be
+  bool has_grades = false;  // a cut by grades is made, or may be
   float p = 0.0f;
   float bin_range = 0.0f;        // nats below the row's maximum where weight may matter to top_p
   TokenQuota quota;              // k or the cap
@@ -67,9 +67,9 @@ struct SelectCall {
   bool is_mask_aligned = false;       // every sequence's starts at a multiple of 8 bytes
   std::int32_t* positions = nullptr;  // [heads, capacity]
   std::int64_t capacity = 0;
-  HeadSelection* heads = nullptr;  // host-visible [heads]
-  const float* share = nullptr;    // host-visible [heads, group] or null
-  float* alpha = nullptr;          // host-visible [heads, group]
+  HeadSelection* heads = nullptr;  // reported [heads]
+  const float* share = nullptr;    // reported [heads, group] or null
+  float* alpha = nullptr;          // reported [heads, group]
   float* lse = nullptr;            // [heads, group] or null
 
   __device__ const __half* row(int head, int g) const {

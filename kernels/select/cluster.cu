@@ -10,9 +10,9 @@ namespace {
 __device__ __forceinline__ void select_head(const auto& w) {
   share_sums(w);
   if (!join_sums(w)) return report_bad(w);
-  if (w.row_bins > 0 || w.c.has_keys) find_thresholds(w, [&] { count_rows(w); });
+  if (w.row_bins > 0 || w.c.has_grades) find_thresholds(w, [&] { count_rows(w); });
   bool is_cut = false;
-  if (w.c.has_keys) {
+  if (w.c.has_grades) {
     set_bounds(w);
     is_cut = mark_heaviest(w);
   } else {
@@ -76,7 +76,7 @@ int blocks_of(const SelectCall& c, const DeviceLimits& device) {
 bool fits_cluster(const SelectCall& c, const DeviceLimits& device) {
   if (device.capability < 90 || c.group > kMostRows) return false;
   // With more to keep, candidates would mostly be too many to list.
-  if (c.has_keys && std::int64_t{c.most_keep} * c.group * 2 > kMostListed) return false;
+  if (c.has_grades && std::int64_t{c.most_keep} * c.group * 2 > kMostListed) return false;
   return blocks_of(c, device) > 0;
 }
 

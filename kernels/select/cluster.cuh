@@ -9,7 +9,7 @@
 //   of a histogram of every row's weights the sums of kCoarse neighbouring bins, then those bins
 //     among which top_p's threshold lies; and how large vectors' maxima are, from which follows a
 //     bound of what is among the heaviest,
-//   for a cut by keys: how many entries reach that bound, then their keys,
+//   for a cut by grades: how many entries reach that bound, then their grades,
 //   how much each has kept.
 #pragma once
 
@@ -20,7 +20,7 @@
 #include "kernels/runtime/barriers.cuh"
 #include "kernels/runtime/cluster.cuh"
 #include "kernels/runtime/launch.h"
-#include "kernels/select/keys.cuh"
+#include "kernels/select/grades.cuh"
 #include "kernels/select/paths.cuh"
 #include "kernels/select/strip.cuh"
 
@@ -32,7 +32,7 @@ inline constexpr int kMostWarps = 16;
 inline constexpr int kCoarse = 128;      // bins of weights that are first looked at together
 inline constexpr int kSketchBins = 64;   // of the maxima of vectors
 inline constexpr int kSketchWidth = 32;  // bins of weights in one of them
-inline constexpr int kDigitBits = 9;     // of keys, looked at together
+inline constexpr int kDigitBits = 9;     // of grades, looked at together
 inline constexpr int kDigits = 1 << kDigitBits;
 inline constexpr int kMostListedOwn = 2048;     // candidates of a block
 inline constexpr int kMostNear = 4096;          // entries of a block that may be candidates
@@ -90,7 +90,7 @@ enum Exchange {
   kCoarseBins,
   kFineBins,
   kCounts,
-  kKeys,
+  kGrades,
   kTies,
   kEnds,
   kLaterEnds,
@@ -119,12 +119,12 @@ struct alignas(16) ClusterShared {
   alignas(16) std::uint32_t digits[2 * kDigits];
   // Only this block's.
   alignas(16) std::uint32_t sketch[kMostRows][kSketchBins / 2];  // two bins in a word
-  std::uint32_t own_keys[kMostListedOwn];
+  std::uint32_t own_grades[kMostListedOwn];
   Extent extent;
   RowState states[kMostRows];
   RowInfo rows[kMostRows];          // those of the states
   std::uint16_t leasts[kMostRows];  // candidates reach one of them
-  std::uint32_t bound_key;          // and this
+  std::uint32_t bound_grade;        // and this
   std::uint32_t counts[4];          // candidates, wanted, always kept, near the bound
   std::uint32_t part[kWarp];
   std::uint32_t totals[256];
@@ -157,13 +157,13 @@ struct ClusterCall {
     const auto aligned = [](std::int64_t n) {
       return static_cast<std::uint32_t>((n + 15) / 16 * 16);
     };
-    const std::int64_t keys = call.has_keys ? kMostListed : 0;
+    const std::int64_t grades = call.has_grades ? kMostListed : 0;
     const int marks = (capacity + kWarp - 1) / kWarp * kWarp;
     const std::int64_t slots = blocks * call.group;  // of what all blocks send of every row
-    const int kinds = (bins > 0 ? 1 : 0) + (call.has_keys ? 1 : 0);
+    const int kinds = (bins > 0 ? 1 : 0) + (call.has_grades ? 1 : 0);
     bins_at = aligned(std::int64_t{sizeof(ClusterShared)} + held);
-    kept_at = bins_at + aligned(4 * std::max(std::int64_t{bins} * call.group, keys));
-    scratch_at = kept_at + aligned((call.has_keys ? 2 : 1) * marks);
+    kept_at = bins_at + aligned(4 * std::max(std::int64_t{bins} * call.group, grades));
+    scratch_at = kept_at + aligned((call.has_grades ? 2 : 1) * marks);
     bytes = scratch_at + aligned(std::max(scratch + kinds * slots * kWarp * 4, list));
   }
 };
@@ -208,9 +208,9 @@ struct WorkOf {
   std::int32_t row_bins;
   ClusterShared* shared;
   const uint4* rows;        // [group, capacity]
-  std::uint32_t* bins;      // [group, row_bins] of weights; later the keys of all candidates
+  std::uint32_t* bins;      // [group, row_bins] of weights; later the grades of all candidates
   std::uint8_t* kept;       // [capacity]: bit e of vector v is entry 8 v + e
-  std::uint8_t* equal;      // [capacity]: entries whose key is that of the cut
+  std::uint8_t* equal;      // [capacity]: entries whose grade is that of the cut
   Scratch* scratch;         // or
   Entry* entries;           // [8 * capacity], kept
   std::uint32_t* coarse;    // [blocks, group, kWarp], of all blocks, after `scratch`
@@ -220,7 +220,7 @@ struct WorkOf {
 
   __device__ WorkOf(const ClusterCall& call, std::byte* memory)
       : c(call.call),
-        has_sketches(c.has_keys),
+        has_sketches(c.has_grades),
         group(c.group),
         parts(warps() / group),
         part(warp_id() / group),
@@ -308,7 +308,7 @@ __device__ __forceinline__ void set_zero(const auto& w) {
 #pragma unroll 1
   for (int i = thread_id(); i < w.group * w.row_bins / 4; i += threads()) bins[i] = zero;
   if (thread_id() < 4) w.shared->counts[thread_id()] = 0;
-  if (!w.c.has_keys) return;
+  if (!w.c.has_grades) return;
   if (thread_id() == 0) w.shared->picked_count = 0;
   if (thread_id() < kMostPicked) w.shared->picked[thread_id()] = 0;
   auto* const digits = reinterpret_cast<uint4*>(w.shared->digits);

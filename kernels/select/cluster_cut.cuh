@@ -1,6 +1,6 @@
-// Where a cut by keys lies, for a cluster. Every block lists those of its entries that may be among
-// the heaviest; all blocks get all their keys and search them by radix. Where the lists are too
-// long they search among all entries instead, digit by digit.
+// Where a cut by grades lies, for a cluster. Every block lists those of its entries that may be
+// among the heaviest; all blocks get all their grades and search them by radix. Where the lists are
+// too long they search among all entries instead, digit by digit.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ constexpr std::uint32_t kTooMany = 1u << 20;  // stands for a number of candidat
 __device__ __forceinline__ void selectable8(const auto& w, std::int32_t v, std::uint32_t& forced,
                                             std::uint32_t& others) {
   const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, w.entry(v));
-  forced = allowed & free8(w.extent, w.entry(v));
+  forced = allowed & forced8(w.extent, w.entry(v));
   others = allowed & ~forced;
 }
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ std::uint32_t reached_of(const auto& w, std::int32_t 
   return reached8(w.group, w.shared->rows, [&](int g) { return w.rows[g * w.capacity + v]; });
 }
 
-// Bounds of what is listed: of the keys, and so of the logits, one of which must reach its own.
+// Bounds of what is listed: of the grades, and so of the logits, one of which must reach its own.
 __device__ __forceinline__ void set_bounds(const auto& w) {
   if (warp_id() == 0) {
     const int g = min(lane_id(), w.group - 1);
@@ -32,22 +32,22 @@ __device__ __forceinline__ void set_bounds(const auto& w) {
     // Entries that top_p does not want are no bound for those that it does.
     const bool is_valid = !w.c.is_top_p || __hge(bound, __ushort_as_half(row.threshold));
     std::uint16_t least = static_cast<std::uint16_t>(kMinusInfinities);
-    std::uint32_t key = 1;
+    std::uint32_t grade = 1;
     if (w.group == 1) {
       if (is_valid) least = __half_as_ushort(bound);
-      key = ordered2(least) << 16;
+      grade = ordered2(least) << 16;
     } else {
       // Sums of weights are rounded.
       constexpr float kLess = 1.0f - 0x1p-16f;
       const float weight = warp_max(is_valid ? weight_of(bound, row) : 0.0f) * kLess;
       if (weight > 0.0f) {
-        key = (__float_as_uint(weight) << 1) + 1u;
+        grade = (__float_as_uint(weight) << 1) + 1u;
         const float each = __log2f(weight * 0.98f / static_cast<float>(w.group));
         least = __half_as_ushort(__float2half_rd((each + row.norm) / kLog2E));
       }
     }
     if (lane_id() < w.group) w.shared->leasts[g] = least;
-    if (lane_id() == 0) w.shared->bound_key = key;
+    if (lane_id() == 0) w.shared->bound_grade = grade;
   }
   __syncthreads();
 }
@@ -74,20 +74,20 @@ __device__ __forceinline__ Near look_near(const auto& w, std::int32_t v) {
   return x;
 }
 
-// Finds the keys of what may be candidates, and lists those that are.
+// Finds the grades of what may be candidates, and lists those that are.
 __device__ __forceinline__ void list_near(const auto& w) {
-  const std::uint32_t bound = w.shared->bound_key;
+  const std::uint32_t bound = w.shared->bound_grade;
   const auto* const halves = reinterpret_cast<const __half*>(w.rows);
   const std::uint32_t count = min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear));
 #pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
        i += static_cast<std::uint32_t>(threads())) {
     const auto entry = w.scratch->entries.near[i];
-    const std::uint32_t key = key_of(halves + entry, w.capacity * 8, w.group, w.shared->rows);
-    if (key < bound) continue;
+    const std::uint32_t grade = grade_of(halves + entry, w.capacity * 8, w.group, w.shared->rows);
+    if (grade < bound) continue;
     const std::uint32_t slot = atomicAdd(&w.shared->counts[0], 1u);
     if (slot >= kMostListedOwn) continue;
-    w.shared->own_keys[slot] = key;
+    w.shared->own_grades[slot] = grade;
     w.scratch->entries.own[slot] = entry;
   }
 }
@@ -130,26 +130,26 @@ __device__ __forceinline__ void list_candidates(const Work& w) {
   w.receive(kCounts);
 }
 
-// Sends the candidates' keys to all blocks; `count` is how many the lane's block has, of `all`.
-__device__ __forceinline__ void exchange_keys(const auto& w, std::uint32_t count,
-                                              std::uint32_t all) {
-  if (thread_id() == 0) w.expect(kKeys, all * 4);
+// Sends the candidates' grades to all blocks; `count` is how many the lane's block has, of `all`.
+__device__ __forceinline__ void exchange_grades(const auto& w, std::uint32_t count,
+                                                std::uint32_t all) {
+  if (thread_id() == 0) w.expect(kGrades, all * 4);
   const std::uint32_t start = warp_inclusive(count) - count;
   std::uint32_t* const to = w.bins + __shfl_sync(kAllLanes, start, w.cluster.rank);
   const std::uint32_t own = __shfl_sync(kAllLanes, count, w.cluster.rank);
 #pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < own;
        i += static_cast<std::uint32_t>(threads())) {
-    const std::uint32_t key = w.shared->own_keys[i];
+    const std::uint32_t grade = w.shared->own_grades[i];
 #pragma unroll 4
     for (int other = 0; other < w.cluster.size; ++other) {
-      w.cluster.send(to + i, other, w.barrier(kKeys), key);
+      w.cluster.send(to + i, other, w.barrier(kGrades), grade);
     }
   }
-  w.receive(kKeys);
+  w.receive(kGrades);
 }
 
-// By one warp: where the wanted keys end among those counted, the heaviest first.
+// By one warp: where the wanted grades end among those counted, the heaviest first.
 __device__ __forceinline__ void find_digit(const auto& w, std::uint32_t wanted) {
   constexpr int kEach = kDigits / kWarp;
   static_assert(kEach == 16);
@@ -175,9 +175,9 @@ __device__ __forceinline__ void find_digit(const auto& w, std::uint32_t wanted) 
   }
 }
 
-// The cut among the few keys that were picked, by every warp. The others are zero.
-__device__ __forceinline__ void cut_picked(const auto& w, KeyCut& cut) {
-  const std::uint32_t key = w.shared->picked[lane_id()];
+// The cut among the few grades that were picked, by every warp. The others are zero.
+__device__ __forceinline__ void cut_picked(const auto& w, GradeCut& cut) {
+  const std::uint32_t grade = w.shared->picked[lane_id()];
   std::uint32_t larger = 0;
   std::uint32_t equal = 0;
 #pragma unroll
@@ -185,24 +185,24 @@ __device__ __forceinline__ void cut_picked(const auto& w, KeyCut& cut) {
     const uint4 others = reinterpret_cast<const uint4*>(w.shared->picked)[i];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      larger += word_of(others, j) > key ? 1u : 0u;
-      equal += word_of(others, j) == key ? 1u : 0u;
+      larger += word_of(others, j) > grade ? 1u : 0u;
+      equal += word_of(others, j) == grade ? 1u : 0u;
     }
   }
-  const bool is_cut = key != 0 && larger < cut.ties && larger + equal >= cut.ties;
+  const bool is_cut = grade != 0 && larger < cut.ties && larger + equal >= cut.ties;
   const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_cut))) - 1;
-  cut.key = __shfl_sync(kAllLanes, key, lane);
+  cut.grade = __shfl_sync(kAllLanes, grade, lane);
   cut.ties -= __shfl_sync(kAllLanes, larger, lane);
   if (cut.ties != __shfl_sync(kAllLanes, equal, lane)) return;
-  --cut.key;
+  --cut.grade;
   cut.ties = 0;
 }
 
 // The cut among the candidates that have been read: by the upper bits in which they differ, then by
 // those below, until few are left. Digits are zero on entry.
-__device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, KeyCut& cut) {
-  const std::uint32_t* const keys = w.bins;
-  const std::uint32_t base = w.shared->bound_key;
+__device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, GradeCut& cut) {
+  const std::uint32_t* const grades = w.bins;
+  const std::uint32_t base = w.shared->bound_grade;
   // Sums of weights are rounded.
   const std::uint32_t highest =
       w.group == 1 ? 0xffffffffu : (__float_as_uint(static_cast<float>(w.group)) << 1) + 1024;
@@ -210,14 +210,14 @@ __device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, Ke
   std::uint32_t found = 0;
   while (true) {
     const int shift = max(known - kDigitBits, 0);
-    const auto is_left = [&](std::uint32_t key) {
-      return known == 32 || (key ^ found) >> known == 0;
+    const auto is_left = [&](std::uint32_t grade) {
+      return known == 32 || (grade ^ found) >> known == 0;
     };
 #pragma unroll 1
     for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
          i += static_cast<std::uint32_t>(threads())) {
-      const std::uint32_t key = keys[i] - base;
-      if (is_left(key)) atomicAdd(w.shared->digits + (~(key >> shift) & (kDigits - 1)), 1u);
+      const std::uint32_t grade = grades[i] - base;
+      if (is_left(grade)) atomicAdd(w.shared->digits + (~(grade >> shift) & (kDigits - 1)), 1u);
     }
     __syncthreads();
     if (warp_id() == 0) find_digit(w, cut.ties);
@@ -228,9 +228,9 @@ __device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, Ke
     found = upper | ((~static_cast<std::uint32_t>(crossing.bin) & (kDigits - 1)) << shift &
                      (known == 32 ? ~0u : (1u << known) - 1u));
     cut.ties -= crossing.before;
-    cut.key = base + found;
+    cut.grade = base + found;
     if (cut.ties == in_bin) {
-      --cut.key;
+      --cut.grade;
       cut.ties = 0;
     }
     if (cut.ties == 0 || shift == 0) return;
@@ -239,8 +239,8 @@ __device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, Ke
 #pragma unroll 1
       for (auto i = static_cast<std::uint32_t>(thread_id()); i < count;
            i += static_cast<std::uint32_t>(threads())) {
-        if (is_left(keys[i] - base)) {
-          w.shared->picked[atomicAdd(&w.shared->picked_count, 1u)] = keys[i];
+        if (is_left(grades[i] - base)) {
+          w.shared->picked[atomicAdd(&w.shared->picked_count, 1u)] = grades[i];
         }
       }
       __syncthreads();
@@ -253,41 +253,42 @@ __device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, Ke
 }
 
 // Marks which candidates of this block lie above the cut, and which in it.
-__device__ __forceinline__ void mark_listed(const auto& w, const KeyCut& cut) {
+__device__ __forceinline__ void mark_listed(const auto& w, const GradeCut& cut) {
 #pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < w.shared->counts[0];
        i += static_cast<std::uint32_t>(threads())) {
-    const std::uint32_t key = w.shared->own_keys[i];
+    const std::uint32_t grade = w.shared->own_grades[i];
     const std::uint32_t entry = w.scratch->entries.own[i];
-    if (key < cut.key || (key == cut.key && cut.ties == 0)) continue;
-    auto* const words = reinterpret_cast<std::uint32_t*>(key > cut.key ? w.kept : w.equal);
+    if (grade < cut.grade || (grade == cut.grade && cut.ties == 0)) continue;
+    auto* const words = reinterpret_cast<std::uint32_t*>(grade > cut.grade ? w.kept : w.equal);
     atomicOr(words + entry / 32, 1u << entry % 32);
   }
   __syncthreads();
 }
 
-__device__ __forceinline__ void keys_of(const auto& w, std::int32_t v, std::uint32_t (&keys)[8]) {
+__device__ __forceinline__ void grades_of(const auto& w, std::int32_t v,
+                                          std::uint32_t (&grades)[8]) {
   std::uint32_t forced;
   std::uint32_t others;
   selectable8(w, v, forced, others);
-  keys8(
+  grades8(
       w.c, w.group, w.shared->rows, others, [&](int g) { return w.rows[g * w.capacity + v]; },
-      keys);
+      grades);
 }
 
 // The cut among all entries, eight bits at a time, and what lies above it and in it.
-__device__ __noinline__ static KeyCut cut_entries(auto w, KeyCut cut) {
+__device__ __noinline__ static GradeCut cut_entries(auto w, GradeCut cut) {
   for (int round = 0; round < 4; ++round) {
     const int shift = 24 - 8 * round;
     std::uint32_t* const digits = w.shared->digits + round * 256;
     for_own(w, [&](std::int32_t v) {
       if (v >= w.count) return;
-      std::uint32_t keys[8];
-      keys_of(w, v, keys);
+      std::uint32_t grades[8];
+      grades_of(w, v, grades);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        if (keys[e] == 0 || (round > 0 && (keys[e] ^ cut.key) >> (shift + 8) != 0)) continue;
-        atomicAdd(digits + (keys[e] >> shift & 255u), 1u);
+        if (grades[e] == 0 || (round > 0 && (grades[e] ^ cut.grade) >> (shift + 8) != 0)) continue;
+        atomicAdd(digits + (grades[e] >> shift & 255u), 1u);
       }
     });
     w.cluster.sync();
@@ -303,10 +304,10 @@ __device__ __noinline__ static KeyCut cut_entries(auto w, KeyCut cut) {
     find_crossing([&](std::int32_t i) { return w.shared->totals[i]; }, 256, cut.ties,
                   &w.shared->found, w.shared->part);
     const Crossing<std::uint32_t> found = w.shared->found;
-    cut.key |= static_cast<std::uint32_t>(255 - found.bin) << shift;
+    cut.grade |= static_cast<std::uint32_t>(255 - found.bin) << shift;
     cut.ties -= found.before;
     if (cut.ties == w.shared->totals[found.bin]) {
-      --cut.key;
+      --cut.grade;
       cut.ties = 0;
       break;
     }
@@ -314,11 +315,11 @@ __device__ __noinline__ static KeyCut cut_entries(auto w, KeyCut cut) {
   w.cluster.sync();  // others may still read this block's digits
   for_own(w, [&](std::int32_t v) {
     if (v >= w.count) return;
-    std::uint32_t keys[8];
-    keys_of(w, v, keys);
+    std::uint32_t grades[8];
+    grades_of(w, v, grades);
     std::uint32_t above;
     std::uint32_t equal;
-    compare8(cut, keys, above, equal);
+    compare8(cut, grades, above, equal);
     w.kept[v] = static_cast<std::uint8_t>(w.kept[v] | above);
     w.equal[v] = static_cast<std::uint8_t>(equal);
   });
@@ -376,9 +377,9 @@ __device__ __forceinline__ void mark_reached(const auto& w) {
       });
 }
 
-// Cuts at the lightest key that is kept, with what the blocks have told each other of their lists;
-// false if those do not do.
-__device__ __forceinline__ bool cut_at_key(const auto& w, KeyCut& cut) {
+// Cuts at the lightest grade that is kept, with what the blocks have told each other of their
+// lists; false if those do not do.
+__device__ __forceinline__ bool cut_at_grade(const auto& w, GradeCut& cut) {
   uint4 own = make_uint4(0, 0, 0, 0);
   if (lane_id() < w.cluster.size) own = w.shared->counted[lane_id()];
   const std::uint32_t listed = __reduce_add_sync(kAllLanes, own.x);
@@ -388,7 +389,7 @@ __device__ __forceinline__ bool cut_at_key(const auto& w, KeyCut& cut) {
   begin_cut(w.c, w.extent, cut);
   if (cut.settled != 0) return true;
   if (is_long || listed < cut.ties) return false;
-  exchange_keys(w, own.x, listed);
+  exchange_grades(w, own.x, listed);
   cut_lists(w, listed, cut);
   mark_listed(w, cut);
   if (cut.ties > 0) keep_ties(w, cut.ties);
@@ -398,11 +399,11 @@ __device__ __forceinline__ bool cut_at_key(const auto& w, KeyCut& cut) {
 // Marks what is kept; returns whether not all that top_p wants is.
 __device__ __forceinline__ bool mark_heaviest(const auto& w) {
   list_candidates(w);
-  KeyCut cut;
-  if (!cut_at_key(w, cut)) {
+  GradeCut cut;
+  if (!cut_at_grade(w, cut)) {
     cut = cut_entries(w, cut);
     if (cut.ties > 0) keep_ties(w, cut.ties);
-  } else if (cut.settled != 0 && cut.available > 0 && cut.key == 0) {
+  } else if (cut.settled != 0 && cut.available > 0 && cut.grade == 0) {
     mark_reached(w);
   }
   return cut.cut != 0;

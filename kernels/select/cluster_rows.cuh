@@ -294,8 +294,8 @@ __device__ __forceinline__ void count_row(const auto& w, std::int32_t count, con
 // A vector of the warp's row, without what is always kept.
 __device__ __forceinline__ uint4 selectable_of(const auto& w, std::int32_t v) {
   const uint4 x = w.rows[w.row * w.capacity + v];
-  const std::uint32_t free = free8(w.extent, w.entry(v));
-  return free != 0 ? masked(x, ~free) : x;
+  const std::uint32_t forced = forced8(w.extent, w.entry(v));
+  return forced != 0 ? masked(x, ~forced) : x;
 }
 
 // Histograms of what may be selected of the block's part of every row; all blocks get those of the

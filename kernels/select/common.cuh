@@ -114,7 +114,7 @@ __device__ __forceinline__ std::uint32_t allowed8(const SelectCall& c, const std
 }
 
 // Bit e: entry i + e is always kept, if it may be emitted.
-__device__ __forceinline__ std::uint32_t free8(const Extent& extent, std::int32_t i) {
+__device__ __forceinline__ std::uint32_t forced8(const Extent& extent, std::int32_t i) {
   if (i >= extent.low && i + 8 <= extent.high) return 0;
   // Those below `low`, and those from `high` on.
   const std::uint32_t below = (1u << min(max(extent.low - i, 0), 8)) - 1u;

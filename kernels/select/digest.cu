@@ -79,7 +79,7 @@ __device__ __noinline__ void find_exact_thresholds(const DigestCall& call) {
   }
 }
 
-// Marks what is kept, by keys of all logits; returns whether not all that top_p wants is.
+// Marks what is kept, by grades of all logits; returns whether not all that top_p wants is.
 __device__ __noinline__ bool mark_by_logits(const DigestCall& call) {
   const DigestWork w = begin_again(call);
   if (thread_id() < w.group) w.shared->leasts[thread_id()] = kInfiniteHalf;
@@ -112,9 +112,9 @@ __device__ __forceinline__ bool mark_kept(const DigestCall& call, const DigestWo
       has_thresholds = true;
       continue;
     }
-    KeyCut cut;
-    if (!cut_at_key(w, cut)) continue;
-    const bool is_all = cut.settled != 0 && cut.key == 0;
+    GradeCut cut;
+    if (!cut_at_grade(w, cut)) continue;
+    const bool is_all = cut.settled != 0 && cut.grade == 0;
     if (is_all && !has_thresholds) {
       has_thresholds = w.c.is_top_p;
       continue;
@@ -195,7 +195,7 @@ bool fits_digest(const SelectCall& c, const DeviceLimits& device) {
   constexpr std::int64_t kMostForced = 4096;
   if (device.capability < 90 || c.group > kMostRows || c.digest.maxima == nullptr) return false;
   if (!c.is_aligned || c.eligible != nullptr || c.list != nullptr) return false;
-  if (!c.has_keys || (c.is_top_p && c.p >= 1.0f)) return false;
+  if (!c.has_grades || (c.is_top_p && c.p >= 1.0f)) return false;
   // With more to keep, candidates would mostly be too many to list.
   if (std::int64_t{c.most_keep} * c.group * 2 > kMostListed || c.most_forced > kMostForced) {
     return false;

@@ -6,7 +6,7 @@
 //   maxima and sums of their parts of every row,
 //   how many of their sectors have a maximum of which weight: as many as are to be kept bound the
 //     lightest weight that is kept,
-//   how many candidates they have listed in the sectors that reach it, and then their keys, among
+//   how many candidates they have listed in the sectors that reach it, and then their grades, among
 //     which the cluster cuts as it does where it has all logits,
 //   how much each has kept.
 // What top_p wants need not be known if it is sure to want all candidates: where the pages with
@@ -123,7 +123,7 @@ __device__ __forceinline__ Seen read_special(const DigestWork& w) {
     sums.refer_to(fmaxf(sums.norm, larger_of(both) * kLog2E));
     sums.all += weight8(x, sums.norm);
     add_kept8(w.extent, w.entry(v), x, sums);
-    float most = largest8(masked(x, ~free8(w.extent, w.entry(v))));
+    float most = largest8(masked(x, ~forced8(w.extent, w.entry(v))));
     most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
     if (v % 2 != 0 || v >= w.pages * kPageVectors) continue;
     const std::int32_t place = v / kPageVectors * w.group + w.row;

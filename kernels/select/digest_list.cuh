@@ -152,9 +152,9 @@ __device__ __forceinline__ void set_digest_bounds(const DigestWork& w, float hea
   if (lane_id() != 0) return;
   w.digest->is_bounded = is_bounded ? 1 : 0;
   w.digest->weight = is_bounded ? weight : 0.0f;
-  const std::uint32_t key =
+  const std::uint32_t grade =
       w.group == 1 ? ordered2(least) << 16 : (__float_as_uint(weight) << 1) + 1u;
-  w.shared->bound_key = is_bounded ? key : 1u;
+  w.shared->bound_grade = is_bounded ? grade : 1u;
 }
 
 // Finds bounds of what may be kept; false if there are none.
@@ -246,7 +246,7 @@ __device__ __forceinline__ void weigh_below(const DigestWork& w) {
 // Reads the queued sectors, two entries a thread, and lists the candidates there.
 __device__ __forceinline__ void list_sectors(const DigestWork& w) {
   constexpr int kPairs = kBoundTokens / 2;
-  const std::uint32_t bound = w.shared->bound_key;
+  const std::uint32_t bound = w.shared->bound_grade;
   const auto queued =
       static_cast<std::int32_t>(min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear)));
   const auto* const pairs = reinterpret_cast<const std::uint32_t*>(w.rows);
@@ -265,24 +265,24 @@ __device__ __forceinline__ void list_sectors(const DigestWork& w) {
       word = pairs[g * w.capacity * 4 + pair];
       const RowInfo& row = w.shared->rows[g];
       wanted |= __hge2_mask(as_half2(word), twice(row.threshold));
-      // As keys are elsewhere.
+      // As grades are elsewhere.
       const float2 x = __half22float2(as_half2(word));
       low = fmaf(row.scale, exp2_fast(fmaf(x.x, kLog2E, -row.norm)), low);
       high = fmaf(row.scale, exp2_fast(fmaf(x.y, kLog2E, -row.norm)), high);
     }
-    std::uint32_t keys[2] = {(__float_as_uint(low) << 1) + 1u, (__float_as_uint(high) << 1) + 1u};
+    std::uint32_t grades[2] = {(__float_as_uint(low) << 1) + 1u, (__float_as_uint(high) << 1) + 1u};
     if (w.group == 1) {
       const std::uint32_t numbers = ordered2(word);
-      keys[0] = numbers << 16;
-      keys[1] = numbers & 0xffff0000u;
+      grades[0] = numbers << 16;
+      grades[1] = numbers & 0xffff0000u;
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (entry + e < w.extent.low || entry + e >= w.extent.high) continue;
-      if (keys[e] < bound || (wanted >> (16 * e) & 1u) == 0) continue;
+      if (grades[e] < bound || (wanted >> (16 * e) & 1u) == 0) continue;
       const std::uint32_t slot = atomicAdd(&w.shared->counts[0], 1u);
       if (slot >= kMostListedOwn) continue;
-      w.shared->own_keys[slot] = keys[e];
+      w.shared->own_grades[slot] = grades[e];
       w.scratch->entries.own[slot] = static_cast<std::uint32_t>(pair * 2 + e);
     }
   }

@@ -176,7 +176,7 @@ __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& 
   visit_sectors(queue, count, span.strip * kStrip, [&](std::int32_t i) {
     if (i >= span.extent.emit) return;
     const std::uint32_t allowed = allowed8(c, span.list, span.extent, i);
-    std::uint32_t bits = allowed & free8(span.extent, i);
+    std::uint32_t bits = allowed & forced8(span.extent, i);
     for (int g = 0; g < c.group; g += kHeadsAtOnce) {
       const Batch batch(c, span, g, i);
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ void write_positions(const Span& span, std::int32_t* to, std::int32_t
 }
 
 // By the last block of a head.
-__device__ void finish_head(const LargeCall& call, const Span& span, const KeyCut& cut,
+__device__ void finish_head(const LargeCall& call, const Span& span, const GradeCut& cut,
                             EmitShared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -279,9 +279,9 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const KeyCu
 }
 
 // Writes what the span keeps; `equal_bits`, like the kept ones, are those equal to the cut or null.
-template <bool kByKeys>
+template <bool kByGrades>
 __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& span,
-                                          const KeyCut& cut, const std::uint32_t* equal_bits,
+                                          const GradeCut& cut, const std::uint32_t* equal_bits,
                                           Staged* staged, EmitShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   std::uint32_t kept[kMostWarpStrips];
@@ -292,7 +292,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
   for (int w = 0; w < kMostWarpStrips; ++w) {
     const bool has = w < span.each;
     kept[w] = has ? shared->kept_bits[thread * span.each + w] : 0;
-    equal[w] = kByKeys && has ? equal_bits[thread * span.each + w] : 0;
+    equal[w] = kByGrades && has ? equal_bits[thread * span.each + w] : 0;
     own += static_cast<std::uint32_t>(__popc(kept[w]) | __popc(equal[w]) << 16);
   }
   std::uint32_t total = 0;
@@ -304,7 +304,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     if (thread == 0) shared->before = before;
   }
   // Meanwhile, for hardly ever is something left out after all.
-  if (!kByKeys && call.call.group > kHeadsAtOnce) add_weights(call.call, span, shared);
+  if (!kByGrades && call.call.group > kHeadsAtOnce) add_weights(call.call, span, shared);
   __syncthreads();
   const Counts before = shared->before;
   // Of those equal to the cut, as many as it has ties.
@@ -321,7 +321,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
   for (int w = 0; w < kMostWarpStrips; ++w) {
     slots[w] = static_cast<std::int32_t>(within & 0xffffu);
     const auto above = static_cast<std::uint32_t>(__popc(kept[w]));
-    if (kByKeys) {
+    if (kByGrades) {
       const std::uint32_t equals = within >> 16;
       const auto here = static_cast<std::uint32_t>(__popc(equal[w]));
       const std::int32_t first = ties(equals);
@@ -332,7 +332,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     within += above;
     kept[w] = first_bits(kept[w], emitted - slots[w]);
   }
-  if (kByKeys || emitted < wanted) {
+  if (kByGrades || emitted < wanted) {
     for (int w = 0; w < span.each; ++w) shared->kept_bits[thread * span.each + w] = kept[w];
     add_weights(call.call, span, shared);
   }
@@ -366,36 +366,36 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
 struct Shared {
   EmitShared common;
   Staged staged;
-  std::uint32_t equal_bits[kMostSpan / 32];  // by keys: those equal to the cut
+  std::uint32_t equal_bits[kMostSpan / 32];  // by grades: those equal to the cut
 };
 
 // Which of the eight entries from i on are above the cut, and which equal it.
-__device__ void compare_keys(const LargeCall& call, const Span& span, const KeyCut& cut,
-                             std::int32_t i, const RowInfo* rows, std::uint32_t& above,
-                             std::uint32_t& equal) {
+__device__ void compare_grades(const LargeCall& call, const Span& span, const GradeCut& cut,
+                               std::int32_t i, const RowInfo* rows, std::uint32_t& above,
+                               std::uint32_t& equal) {
   const SelectCall& c = call.call;
   above = 0;
   equal = 0;
   if (i >= span.extent.emit) return;
   const std::uint32_t allowed = allowed8(c, span.list, span.extent, i);
-  const std::uint32_t forced = allowed & free8(span.extent, i);
-  if (call.keys == nullptr) {
+  const std::uint32_t forced = allowed & forced8(span.extent, i);
+  if (call.grades == nullptr) {
     const uint4 v = load8_raw(c, c.row(span.head, 0), span.extent.total, i);
     std::uint32_t others = allowed & ~forced;
     if (c.is_top_p) others &= reaching(v, twice(rows[0].threshold));
     LogitCut(cut).compare8(v, others, above, equal);
   } else {
     const auto* const from = reinterpret_cast<const uint4*>(
-        call.keys + static_cast<std::int64_t>(span.head) * call.key_chunks * kKeyChunk + i);
+        call.grades + static_cast<std::int64_t>(span.head) * call.grade_chunks * kGradeChunk + i);
     const uint4 low = from[0];
     const uint4 high = from[1];
-    const std::uint32_t keys[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    compare8(cut, keys, above, equal);
+    const std::uint32_t grades[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    compare8(cut, grades, above, equal);
   }
   above |= forced;
 }
 
-__device__ void find_heaviest(const LargeCall& call, const Span& span, const KeyCut& cut,
+__device__ void find_heaviest(const LargeCall& call, const Span& span, const GradeCut& cut,
                               Shared* shared) {
   EmitShared* const common = &shared->common;
   const std::int32_t last = span.first + call.span_entries();
@@ -403,13 +403,13 @@ __device__ void find_heaviest(const LargeCall& call, const Span& span, const Key
        i += kThreads * 8) {
     std::uint32_t above;
     std::uint32_t equal;
-    compare_keys(call, span, cut, i, common->rows, above, equal);
+    compare_grades(call, span, cut, i, common->rows, above, equal);
     *byte_of(common->kept_bits, span, i) = static_cast<std::uint8_t>(above);
     *byte_of(shared->equal_bits, span, i) = static_cast<std::uint8_t>(equal);
   }
 }
 
-template <bool kByKeys>
+template <bool kByGrades>
 __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ LargeCall call) {
   __shared__ Shared memory;
   EmitShared* const shared = &memory.common;
@@ -417,11 +417,11 @@ __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ Larg
   wait_for_kernel_before();
   allow_next_kernel();
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.spans;
-  if (call.list_capacity > 0 && call.settled[head] != 0) return;
+  if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;
   const Span span = span_of(call, shared);
   if (span.number >= span.active) return;
-  KeyCut cut;
-  if constexpr (kByKeys) {
+  GradeCut cut;
+  if constexpr (kByGrades) {
     cut = call.cuts[head];
     find_heaviest(call, span, cut, &memory);
   } else {
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ Larg
     find_reached(call, span, shared);
   }
   __syncthreads();
-  emit_span<kByKeys>(call, span, cut, memory.equal_bits, &memory.staged, shared);
+  emit_span<kByGrades>(call, span, cut, memory.equal_bits, &memory.staged, shared);
   if (is_last_of(call.done + head, span.active)) finish_head(call, span, cut, shared);
 }
 
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ Larg
 
 void run_emit(const LargeCall& call, const Launch& launch) {
   const std::int64_t blocks = std::int64_t{call.call.head_count} * call.spans;
-  launch_early("emit", call.call.has_keys ? emit<true> : emit<false>,
+  launch_early("emit", call.call.has_grades ? emit<true> : emit<false>,
                dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call);
 }
 

@@ -1,10 +1,11 @@
 // The kernels for rows that many blocks share, and the scratch between them.
 //
-// row_sums finds maximum and sums of every row, the maxima of its sectors, and bounds from them.
-// gather, for a small k or cap, lists the few entries that may be kept and picks the heaviest.
-// row_thresholds finds what top_p keeps of every row, from the sectors that may matter; then gather
-// comes again. Where it leaves a k or cap open, key_rounds goes by radix towards the lightest kept.
-// emit writes the positions in order, and kept weights, of what gather has not settled.
+// sums finds maximum and sum of every row, the maxima of its sectors, and bounds from them.
+// shortlist, for a small k or cap, lists the few entries that may be kept and picks the heaviest.
+// thresholds finds what top_p keeps of every row, from the sectors that may matter; then shortlist
+// comes again. Where it leaves a k or cap open, grade_rounds goes by radix towards the lightest
+// grade that is kept. emit writes the positions in order, and kept weights, of what shortlist has
+// not settled.
 //
 // A sector is what memory reads at once: 16 logits. Where its maximum is too low, it is not read
 // again.
@@ -16,7 +17,7 @@
 #include "kernels/runtime/launch.h"
 #include "kernels/runtime/ticket.cuh"
 #include "kernels/select/common.cuh"
-#include "kernels/select/keys.cuh"
+#include "kernels/select/grades.cuh"
 #include "kernels/select/paths.cuh"
 
 namespace sluice::cuda {
@@ -31,16 +32,16 @@ inline constexpr int kStripPages = kStrip / kPageTokens;
 static_assert(kSector == kBoundTokens);
 inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
 inline constexpr int kMostUnits = 512;                       // per row
-inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of gather, at least
+inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of shortlist, at least
 // A block of emit has a span of some strips per warp.
 inline constexpr int kMostWarpStrips = 2;
 inline constexpr int kMostSpan = kWarps * kMostWarpStrips * kStrip;
-inline constexpr int kMostGatherChunks = kMostEntries / (2 * kChunk);
+inline constexpr int kMostShortlistChunks = kMostEntries / (2 * kChunk);
 inline constexpr int kRoughBins = 2048;  // f16 numbers by their upper 11 bits
 inline constexpr int kWrittenBins = 2 * kThreads;
-inline constexpr int kKeyThreads = 512;
-inline constexpr int kKeyChunk = kKeyThreads * 8;
-inline constexpr int kKeyRounds = 3;
+inline constexpr int kGradeThreads = 512;
+inline constexpr int kGradeChunk = kGradeThreads * 8;
+inline constexpr int kGradeRounds = 3;
 
 // What a unit, some strips of one row, is found to hold.
 struct alignas(16) UnitHead {
@@ -80,47 +81,47 @@ struct LargeCall {
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
   std::int32_t unit_strips = 0;
-  std::int32_t bins = 0;             // of a row's histogram for its threshold, or 0: makes none
-  std::int32_t chunks = 0;           // of kChunk entries, per head
-  std::int32_t warp_strips = 0;      // that a warp of emit takes
-  std::int32_t spans = 0;            // of span_entries(), per head
-  std::int32_t gather_strips = 0;    // that a warp of gather takes
-  std::int32_t list_capacity = 0;    // candidates per head, or 0: gathers none
-  std::int32_t key_chunks = 0;       // of kKeyChunk entries, per head
-  std::int32_t key_loops = 0;        // such chunks per block
-  std::uint32_t* tickets = nullptr;  // [rows], zero on entry, left zero
-  RowInfo* rows = nullptr;           // [rows]
-  RowSearch* searches = nullptr;     // [rows]
-  Extent* extents = nullptr;         // [heads]
-  std::uint32_t* maxima = nullptr;   // f16 [heads, pages, group, kBoundsPerPage]
-  std::int64_t pages = 0;            // of a row, in whole strips
-  UnitHead* unit_heads = nullptr;    // [rows, units]
-  uint2* rough = nullptr;            // [rows, units, kRoughBins]: sectors, masses
-  ChunkResult* results = nullptr;    // [heads, spans]
-  float* alphas = nullptr;           // [heads, spans, group]
+  std::int32_t bins = 0;                // of a row's histogram for its threshold, or 0: makes none
+  std::int32_t chunks = 0;              // of kChunk entries, per head
+  std::int32_t warp_strips = 0;         // that a warp of emit takes
+  std::int32_t spans = 0;               // of span_entries(), per head
+  std::int32_t shortlist_strips = 0;    // that a warp of shortlist takes
+  std::int32_t shortlist_capacity = 0;  // candidates per head, or 0: makes none
+  std::int32_t grade_chunks = 0;        // of kGradeChunk entries, per head
+  std::int32_t grade_loops = 0;         // such chunks per block
+  std::uint32_t* tickets = nullptr;     // [rows], zero on entry, left zero
+  RowInfo* rows = nullptr;              // [rows]
+  RowSearch* searches = nullptr;        // [rows]
+  Extent* extents = nullptr;            // [heads]
+  std::uint32_t* maxima = nullptr;      // f16 [heads, pages, group, kBoundsPerPage]
+  std::int64_t pages = 0;               // of a row, in whole strips
+  UnitHead* unit_heads = nullptr;       // [rows, units]
+  uint2* rough = nullptr;               // [rows, units, kRoughBins]: sectors, masses
+  ChunkResult* results = nullptr;       // [heads, spans]
+  float* alphas = nullptr;              // [heads, spans, group]
   // Candidates as blocks found room for them, and in order.
-  std::uint32_t* listed_keys = nullptr;    // [2, heads, list_capacity]
-  std::int32_t* listed_entries = nullptr;  // [2, heads, list_capacity]
-  uint2* listed_chunks = nullptr;  // [heads, gather_chunks()]: where a chunk's are, how many
-  std::uint32_t* keys = nullptr;   // [heads, key_chunks * kKeyChunk] if group > 1
+  std::uint32_t* listed_grades = nullptr;  // [2, heads, shortlist_capacity]
+  std::int32_t* listed_entries = nullptr;  // [2, heads, shortlist_capacity]
+  uint2* listed_chunks = nullptr;   // [heads, shortlist_chunks()]: where a chunk's are, how many
+  std::uint32_t* grades = nullptr;  // [heads, grade_chunks * kGradeChunk] if group > 1
   // Zeroed by row_sums for the others:
-  std::uint64_t* masses = nullptr;       // [rows, bins], from the top down
-  std::uint64_t* states = nullptr;       // [heads, spans], of emit
-  std::uint32_t* listed = nullptr;       // [2, heads]: candidates
-  KeyCut* cuts = nullptr;                // [heads]
-  std::uint32_t* key_bins = nullptr;     // [kKeyRounds, heads, kMostKeyBins]
-  std::uint32_t* key_done = nullptr;     // [kKeyRounds, heads]
-  std::uint32_t* rounds_done = nullptr;  // [heads]
-  std::uint32_t* rows_done = nullptr;    // [rows]
-  std::uint32_t* gathered = nullptr;     // [2, heads]
-  std::uint32_t* done = nullptr;         // [heads]
-  std::uint32_t* settled = nullptr;      // [heads]: 1 if gather has written the answer
-  std::uint64_t* zeroed = nullptr;       // all of this, `zeroed_words` long
+  std::uint64_t* masses = nullptr;         // [rows, bins], from the top down
+  std::uint64_t* states = nullptr;         // [heads, spans], of emit
+  std::uint32_t* listed = nullptr;         // [2, heads]: candidates
+  GradeCut* cuts = nullptr;                // [heads]
+  std::uint32_t* grade_bins = nullptr;     // [kGradeRounds, heads, kMostGradeBins]
+  std::uint32_t* grade_done = nullptr;     // [kGradeRounds, heads]
+  std::uint32_t* rounds_done = nullptr;    // [heads]
+  std::uint32_t* rows_done = nullptr;      // [rows]
+  std::uint32_t* chunks_listed = nullptr;  // [2, heads]
+  std::uint32_t* done = nullptr;           // [heads]
+  std::uint32_t* settled = nullptr;        // [heads]: 1 if shortlist has written the answer
+  std::uint64_t* zeroed = nullptr;         // all of this, `zeroed_words` long
   std::int64_t zeroed_words = 0;
 
   __host__ __device__ std::int32_t span_entries() const { return kWarps * kStrip * warp_strips; }
-  __host__ __device__ std::int32_t gather_chunks() const {
-    return (chunks + gather_strips - 1) / gather_strips;
+  __host__ __device__ std::int32_t shortlist_chunks() const {
+    return (chunks + shortlist_strips - 1) / shortlist_strips;
   }
 
   // The maxima of two neighbouring sectors, word `word` of a strip; the next query head's are
@@ -159,8 +160,8 @@ __device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowI
 void run_row_sums(const LargeCall& call, const Launch& launch);
 void run_row_thresholds(const LargeCall& call, const Launch& launch);
 // Once more, `is_exact`, when thresholds are known: for heads that bounds of them do not settle.
-void run_gather(const LargeCall& call, bool is_exact, const Launch& launch);
-void run_key_rounds(const LargeCall& call, const Launch& launch);
+void run_shortlist(const LargeCall& call, bool is_exact, const Launch& launch);
+void run_grade_rounds(const LargeCall& call, const Launch& launch);
 void run_emit(const LargeCall& call, const Launch& launch);
 
 }  // namespace sluice::cuda

@@ -11,7 +11,7 @@ constexpr std::int32_t kMostHeld = 3072;  // candidates in shared memory
 
 constexpr int kPickBits = 11;
 constexpr int kPickBins = 1 << kPickBits;
-static_assert(kMostGatherChunks <= kPickBins);
+static_assert(kMostShortlistChunks <= kPickBins);
 
 struct PickShared {
   std::uint32_t bins[kPickBins];  // at first, how far each chunk's candidates are moved
@@ -23,13 +23,13 @@ struct PickShared {
   std::int32_t last_tie;
   std::uint32_t pages;
   float alphas[kWarps][kMostGroup];
-  std::uint32_t keys[kMostHeld];
+  std::uint32_t grades[kMostHeld];
   std::int32_t entries[kMostHeld];
 };
 
 // A head's candidates in order, where they are.
 struct Candidates {
-  const std::uint32_t* keys;
+  const std::uint32_t* grades;
   const std::int32_t* entries;
   std::int32_t count;
 };
@@ -40,15 +40,15 @@ __device__ inline Candidates put_in_order(const LargeCall& call, std::int32_t he
                                           std::int32_t chunks, std::int32_t count,
                                           PickShared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const std::int64_t from = static_cast<std::int64_t>(head) * call.list_capacity;
+  const std::int64_t from = static_cast<std::int64_t>(head) * call.shortlist_capacity;
   const std::int64_t to =
-      static_cast<std::int64_t>(call.call.head_count + head) * call.list_capacity;
+      static_cast<std::int64_t>(call.call.head_count + head) * call.shortlist_capacity;
   const bool fits = count <= kMostHeld;
-  const std::int32_t each = kChunk * call.gather_strips;
-  std::uint32_t* const keys = fits ? shared->keys : call.listed_keys + to;
+  const std::int32_t each = kChunk * call.shortlist_strips;
+  std::uint32_t* const grades = fits ? shared->grades : call.listed_grades + to;
   std::int32_t* const entries = fits ? shared->entries : call.listed_entries + to;
   const uint2* const places =
-      call.listed_chunks + static_cast<std::int64_t>(head) * call.gather_chunks();
+      call.listed_chunks + static_cast<std::int64_t>(head) * call.shortlist_chunks();
   std::uint32_t before = 0;
   for (std::int32_t first = 0; first < chunks; first += kThreads) {
     const std::int32_t chunk = first + thread;
@@ -61,14 +61,14 @@ __device__ inline Candidates put_in_order(const LargeCall& call, std::int32_t he
   }
 #pragma unroll 4
   for (std::int32_t i = thread; i < count; i += kThreads) {
-    const std::uint32_t key = __ldcg(call.listed_keys + from + i);
+    const std::uint32_t grade = __ldcg(call.listed_grades + from + i);
     const std::int32_t entry = __ldcg(call.listed_entries + from + i);
     const std::int32_t at = i + static_cast<std::int32_t>(shared->bins[entry / each]);
-    keys[at] = key;
+    grades[at] = grade;
     entries[at] = entry;
   }
   __syncthreads();
-  return {keys, entries, count};
+  return {grades, entries, count};
 }
 
 // Calls write(i, rank) for those i in [0, count) that `keeps` wants, in order; returns how many.
@@ -105,13 +105,13 @@ __device__ __forceinline__ std::int32_t compact(std::int32_t count, const Keeps&
   return all;
 }
 
-// Larger keys are kept, and of the equal ones those up to candidate `last_tie`.
+// Larger grades are kept, and of the equal ones those up to candidate `last_tie`.
 struct Cut {
-  std::uint32_t key = 0;
+  std::uint32_t grade = 0;
   std::int32_t last_tie = -1;
 };
 
-// The `wanted`-th largest key, of more; by radix, 11 bits at a time.
+// The `wanted`-th largest grade, of more; by radix, 11 bits at a time.
 __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, PickShared* shared) {
   constexpr std::int32_t kEach = kPickBins / kThreads;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -126,10 +126,10 @@ __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, Pic
     __syncthreads();
 #pragma unroll 1
     for (std::int32_t i = thread; i < from.count; i += kThreads) {
-      const std::uint32_t key = from.keys[i];
+      const std::uint32_t grade = from.grades[i];
       // From the heaviest.
-      const std::uint32_t bin = kPickBins - 1 - (key >> shift & (kPickBins - 1));
-      if (above == kWarp || (key ^ cut.key) >> above == 0) atomicAdd(shared->bins + bin, 1u);
+      const std::uint32_t bin = kPickBins - 1 - (grade >> shift & (kPickBins - 1));
+      if (above == kWarp || (grade ^ cut.grade) >> above == 0) atomicAdd(shared->bins + bin, 1u);
     }
     __syncthreads();
     std::uint32_t counts[kEach];
@@ -152,18 +152,18 @@ __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, Pic
     __syncthreads();
     const std::uint32_t known =
         above - shift == kPickBits ? kPickBins - 1 : (1u << (above - shift)) - 1u;
-    cut.key |= (shared->digit & known) << shift;
+    cut.grade |= (shared->digit & known) << shift;
     wanted -= shared->before;
     is_all = wanted == shared->in_bin;
     above = shift;
   }
   if (is_all) {
-    // Whatever is larger than the key before the digits that are known.
-    --cut.key;
+    // Whatever is larger than the grade before the digits that are known.
+    --cut.grade;
     return cut;
   }
   compact(
-      from.count, [&](std::int32_t i) { return from.keys[i] == cut.key; },
+      from.count, [&](std::int32_t i) { return from.grades[i] == cut.grade; },
       [&](std::int32_t i, std::int32_t rank) {
         if (rank + 1 == static_cast<std::int32_t>(wanted)) shared->last_tie = i;
       },
@@ -253,7 +253,7 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   const bool all = from.count <= wanted;
   Cut cut;
   if (wanted == 0) {
-    cut.key = ~0u;
+    cut.grade = ~0u;
   } else if (!all) {
     cut = find_cut(from, static_cast<std::uint32_t>(wanted), shared);
   }
@@ -263,8 +263,8 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   const std::int32_t kept = compact(
       from.count,
       [&](std::int32_t i) {
-        const std::uint32_t key = from.keys[i];
-        return key > cut.key || (key == cut.key && i <= cut.last_tie);
+        const std::uint32_t grade = from.grades[i];
+        return grade > cut.grade || (grade == cut.grade && i <= cut.last_tie);
       },
       [&](std::int32_t i, std::int32_t rank) { entries[rank] = from.entries[i]; }, shared);
   put_forced(c, extent, list, extent.high, extent.emit, to + below + kept, shared);

@@ -58,7 +58,7 @@ void set_entries(SelectCall& c, const SelectParams& p) {
   c.entries = to_int(entries);
   const Quota& quota = c.is_top_p ? p.cap : p.k;
   c.quota = device_quota(quota);
-  c.has_keys = !c.is_top_p || may_cut(quota, emit);
+  c.has_grades = !c.is_top_p || may_cut(quota, emit);
   c.most_keep = to_int(std::min(quota.of(last + 1), emit));
   c.most_forced = to_int(std::min(std::min(p.sinks, emit) + std::min(p.recent, emit), emit));
   const double light = (1.0 - static_cast<double>(p.p)) /
@@ -146,9 +146,9 @@ std::int32_t ceil_div(std::int64_t a, std::int64_t b) {
   return static_cast<std::int32_t>((a + b - 1) / b);
 }
 
-// How many candidates to gather per head, or 0: too few sectors for a bound, or too many
+// How many candidates to shortlist per head, or 0: too few sectors for a bound, or too many
 // positions for one block to pick.
-std::int32_t list_capacity_of(const SelectCall& c) {
+std::int32_t shortlist_capacity_of(const SelectCall& c) {
   constexpr std::int64_t kMostListed = 65536;
   constexpr std::int64_t kMostListedInAll = std::int64_t{1} << 23;
   constexpr std::int64_t kMostForced = 16384;
@@ -177,20 +177,21 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
     l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
   }
   l.chunks = std::max(1, ceil_div(c.entries, kChunk));
-  l.gather_strips =
-      std::int64_t{l.chunks} * c.head_count > std::min<std::int64_t>(blocks, kMostGatherChunks) ? 2
-                                                                                                : 1;
+  l.shortlist_strips =
+      std::int64_t{l.chunks} * c.head_count > std::min<std::int64_t>(blocks, kMostShortlistChunks)
+          ? 2
+          : 1;
   // So that all blocks of emit run at once, where that takes no more strips per warp.
   const bool fills = std::int64_t{l.strips} * c.head_count > 2 * kWarps * device.multiprocessors;
   l.warp_strips = fills ? kMostWarpStrips : 1;
   l.spans = std::max(1, ceil_div(c.entries, l.span_entries()));
-  if (c.has_keys) l.list_capacity = list_capacity_of(c);
-  l.key_chunks = std::max(1, ceil_div(c.entries, kKeyChunk));
+  if (c.has_grades) l.shortlist_capacity = shortlist_capacity_of(c);
+  l.grade_chunks = std::max(1, ceil_div(c.entries, kGradeChunk));
   // Two blocks per multiprocessor: of one round, or of all where mostly they have nothing to do.
-  const std::int64_t key_blocks =
-      2 * device.multiprocessors / (l.list_capacity > 0 ? key_rounds(c.group) : 1);
-  l.key_loops = std::max(1, ceil_div(static_cast<std::int64_t>(l.key_chunks) * c.head_count,
-                                     std::max<std::int64_t>(key_blocks, 1)));
+  const std::int64_t grade_blocks =
+      2 * device.multiprocessors / (l.shortlist_capacity > 0 ? grade_rounds(c.group) : 1);
+  l.grade_loops = std::max(1, ceil_div(static_cast<std::int64_t>(l.grade_chunks) * c.head_count,
+                                       std::max<std::int64_t>(grade_blocks, 1)));
   return l;
 }
 
@@ -203,12 +204,13 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   l.zeroed = carver.take<std::uint64_t>(0);
   l.masses = carver.take<std::uint64_t>(rows * l.bins);
   l.states = carver.take<std::uint64_t>(spans);
-  l.cuts = carver.take<KeyCut>(heads);
-  l.key_bins = carver.take<std::uint32_t>(l.call.has_keys ? kKeyRounds * heads * kMostKeyBins : 0);
-  l.key_done = carver.take<std::uint32_t>(kKeyRounds * heads);
+  l.cuts = carver.take<GradeCut>(heads);
+  l.grade_bins =
+      carver.take<std::uint32_t>(l.call.has_grades ? kGradeRounds * heads * kMostGradeBins : 0);
+  l.grade_done = carver.take<std::uint32_t>(kGradeRounds * heads);
   l.rounds_done = carver.take<std::uint32_t>(heads);
   l.rows_done = carver.take<std::uint32_t>(rows);
-  l.gathered = carver.take<std::uint32_t>(2 * heads);
+  l.chunks_listed = carver.take<std::uint32_t>(2 * heads);
   l.listed = carver.take<std::uint32_t>(2 * heads);
   l.done = carver.take<std::uint32_t>(heads);
   l.settled = carver.take<std::uint32_t>(heads);
@@ -225,16 +227,17 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
     l.maxima = carver.take<std::uint32_t>(rows * l.pages * LargeCall::kPageWords);
   }
   l.unit_heads = carver.take<UnitHead>(rows * l.units);
-  const bool has_bounds = l.bins > 0 || l.list_capacity > 0;
+  const bool has_bounds = l.bins > 0 || l.shortlist_capacity > 0;
   l.rough = carver.take<uint2>(has_bounds ? rows * l.units * kRoughBins : 0);
   l.results = carver.take<ChunkResult>(spans);
   l.alphas = carver.take<float>(spans * l.call.group);
-  l.listed_keys = carver.take<std::uint32_t>(2 * heads * l.list_capacity);
-  l.listed_entries = carver.take<std::int32_t>(2 * heads * l.list_capacity);
-  l.listed_chunks = carver.take<uint2>(l.list_capacity > 0 ? heads * l.gather_chunks() : 0);
-  const bool stores_keys = l.call.has_keys && l.call.group > 1;
-  auto* const keys = carver.take<std::uint32_t>(stores_keys ? heads * l.key_chunks * kKeyChunk : 0);
-  l.keys = stores_keys ? keys : nullptr;
+  l.listed_grades = carver.take<std::uint32_t>(2 * heads * l.shortlist_capacity);
+  l.listed_entries = carver.take<std::int32_t>(2 * heads * l.shortlist_capacity);
+  l.listed_chunks = carver.take<uint2>(l.shortlist_capacity > 0 ? heads * l.shortlist_chunks() : 0);
+  const bool stores_grades = l.call.has_grades && l.call.group > 1;
+  auto* const grades =
+      carver.take<std::uint32_t>(stores_grades ? heads * l.grade_chunks * kGradeChunk : 0);
+  l.grades = stores_grades ? grades : nullptr;
   return carver.used();
 }
 
@@ -279,11 +282,11 @@ void select_large(const SelectCall& c, const Launch& launch) {
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
     run_row_sums(l, launch);
-    const bool gathers = l.list_capacity > 0;
-    if (gathers && l.bins > 0) run_gather(l, false, launch);
+    const bool shortlists = l.shortlist_capacity > 0;
+    if (shortlists && l.bins > 0) run_shortlist(l, false, launch);
     if (l.bins > 0) run_row_thresholds(l, launch);
-    if (gathers) run_gather(l, true, launch);
-    if (l.call.has_keys) run_key_rounds(l, launch);
+    if (shortlists) run_shortlist(l, true, launch);
+    if (l.call.has_grades) run_grade_rounds(l, launch);
     run_emit(l, launch);
   }
 }

@@ -1,4 +1,29 @@
 // Choosing positions by estimated weight.
+//
+// In come logits, f16, with what a scan has noted of whole pages (LogitDigest), or none; out go
+// positions, ascending per KV head, the weight that they carry (alpha) and what became of each
+// head. A row has the logits of one query head, a grade is a number that orders the entries of a KV
+// head, larger for heavier ones. Whatever holds the logits, it finds
+//   1. of every row, its maximum and its sum of weights,
+//   2. of top_p, the lowest logit of every row that it keeps (threshold),
+//   3. of top_k, or where a cap may cut, the lightest grade that is kept (cut),
+//   4. positions in order, kept weights and pages.
+// Each of 2 and 3 looks closely only at entries that bounds from the steps before leave open.
+//
+// Which way it goes follows from sizes alone, the batch's capacity among them, never from a
+// position; the first that fits is taken:
+//   fixed     there are no logits: what is always kept, by one block per head
+//   one block per head, where its shared memory can hold the logits, and those are few (16384 per
+//   head) or heads are many (half as many as multiprocessors):
+//     top_k   top_k of one query head, up to 16384 entries, in the registers of up to four warps
+//     small   any other
+//   one cluster of blocks per head (compute capability 9.0, up to 8 query heads), where shared
+//   memories can hold
+//     digest  the digest, and few are kept: reads only logits that may be kept
+//     cluster the logits, and few are kept or no cap may cut, and heads are few
+//   large     whatever is left, by a chain of kernels that share the rows out, of as many heads at
+//             a time as there is scratch for: sums; shortlist, for a small k or cap; thresholds, of
+//             top_p; shortlist again; then, for heads that it has left open, grade_rounds and emit
 #pragma once
 
 #include <cstddef>
@@ -14,7 +39,7 @@ namespace sluice::cuda {
 void select(const SelectParams& params, const Launch& launch);
 
 // Scratch with which select() takes the fewest rounds, from sizes alone. With less it takes more;
-// that of one KV head of a token must fit. See paths.cuh for the ways that it goes.
+// that of one KV head of a token must fit.
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device);
 
 }  // namespace sluice::cuda

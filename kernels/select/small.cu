@@ -14,9 +14,9 @@ struct alignas(16) Shared {
   std::uint64_t long_part[kWarp];
   std::uint32_t part[kWarp];
   Crossing<std::uint64_t> found_share;
-  Crossing<std::uint32_t> found_key;
-  KeyCut cut;
-  std::uint32_t counts[2];  // always kept, other keys
+  Crossing<std::uint32_t> found_grade;
+  GradeCut cut;
+  std::uint32_t counts[2];  // always kept, other grades
   std::uint32_t pages;
   std::uint32_t bad;
   RowInfo rows[kMostGroup];
@@ -102,17 +102,17 @@ __device__ __forceinline__ Sums row_sums(const Work& w, const uint4* row, float 
   Sums own;
   for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
     const uint4 x = row[v];
-    const std::uint32_t free = free8(w.extent, v * 8);
+    const std::uint32_t forced = forced8(w.extent, v * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 pair = __half22float2(as_half2(word_of(x, i)));
       const float low = exp2_fast(fmaf(pair.x, kLog2E, -norm));
       const float high = exp2_fast(fmaf(pair.y, kLog2E, -norm));
       own.all += low + high;
-      if (free == 0) continue;
+      if (forced == 0) continue;
       const std::int32_t at = v * 8 + 2 * i;
-      if ((free >> (2 * i) & 1u) != 0) own.kept += low;
-      if ((free >> (2 * i + 1) & 1u) != 0) own.kept += high;
+      if ((forced >> (2 * i) & 1u) != 0) own.kept += low;
+      if ((forced >> (2 * i + 1) & 1u) != 0) own.kept += high;
       if (at >= w.extent.emit) own.tail += low;
       if (at + 1 >= w.extent.emit) own.tail += high;
     }
@@ -142,7 +142,7 @@ __device__ __forceinline__ std::uint16_t row_threshold(const Work& w, const uint
   const __half2 least = twice(bin_threshold(floor));
   for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {
     const uint4 x = row[v];
-    std::uint32_t bits = reaching(x, least) & ~free8(w.extent, v * 8);
+    std::uint32_t bits = reaching(x, least) & ~forced8(w.extent, v * 8);
     const auto* const halves = reinterpret_cast<const __half*>(row + v);
     for (; bits != 0; bits &= bits - 1) {
       std::uint32_t mass;
@@ -189,19 +189,19 @@ __device__ __forceinline__ void look_at_rows(const Work& w) {
   __syncthreads();
 }
 
-// The keys of the eight entries of vector v, and which are always kept.
-__device__ __forceinline__ void keys_of(const Work& w, std::int32_t v, std::uint32_t (&keys)[8],
-                                        std::uint32_t& forced) {
+// The grades of the eight entries of vector v, and which are always kept.
+__device__ __forceinline__ void grades_of(const Work& w, std::int32_t v, std::uint32_t (&grades)[8],
+                                          std::uint32_t& forced) {
   const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
-  forced = allowed & free8(w.extent, v * 8);
+  forced = allowed & forced8(w.extent, v * 8);
   const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
-  keys8(w.c, w.group, w.shared->rows, allowed & ~forced, load, keys);
+  grades8(w.c, w.group, w.shared->rows, allowed & ~forced, load, grades);
 }
 
-// Counts keys by the digit of this round. A single query head's logits go by fours of words.
-__device__ __forceinline__ void count_keys(const Work& w, int round) {
-  const KeyRound view(w.group, round, w.shared->cut);
-  const int bins = key_bins(w.group, round);
+// Counts grades by the digit of this round. A single query head's logits go by fours of words.
+__device__ __forceinline__ void count_grades(const Work& w, int round) {
+  const GradeRound view(w.group, round, w.shared->cut);
+  const int bins = grade_bins(w.group, round);
   auto* const quads = reinterpret_cast<uint4*>(w.bins);
   for (std::int32_t i = thread_id(); i < bins / 4; i += threads()) {
     quads[i] = make_uint4(0, 0, 0, 0);
@@ -209,15 +209,15 @@ __device__ __forceinline__ void count_keys(const Work& w, int round) {
   __syncthreads();
   std::uint32_t counts[2] = {0, 0};
   for (std::int32_t v = thread_id(); v < (w.extent.emit + 7) / 8; v += threads()) {
-    std::uint32_t keys[8];
+    std::uint32_t grades[8];
     std::uint32_t forced;
-    keys_of(w, v, keys, forced);
+    grades_of(w, v, grades, forced);
     counts[0] += static_cast<std::uint32_t>(__popc(forced));
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      if (!view.concerns(keys[e])) continue;
+      if (!view.concerns(grades[e])) continue;
       ++counts[1];
-      atomicAdd(w.bins + view.bin(keys[e]), 1u);
+      atomicAdd(w.bins + view.bin(grades[e]), 1u);
     }
   }
   if (round == 0) {
@@ -230,11 +230,11 @@ __device__ __forceinline__ void count_keys(const Work& w, int round) {
   __syncthreads();
 }
 
-// Where the kept keys end.
+// Where the kept grades end.
 __device__ __forceinline__ void find_cut(const Work& w) {
   const int group = w.group;
-  for (int round = 0; round < key_rounds(group); ++round) {
-    count_keys(w, round);
+  for (int round = 0; round < grade_rounds(group); ++round) {
+    count_grades(w, round);
     if (thread_id() == 0 && round == 0) {
       w.shared->cut.forced = w.shared->counts[0];
       w.shared->cut.available = w.shared->counts[1];
@@ -242,13 +242,13 @@ __device__ __forceinline__ void find_cut(const Work& w) {
     }
     __syncthreads();
     if (w.shared->cut.settled != 0) return;
-    const int last = key_bins(group, round) - 1;
+    const int last = grade_bins(group, round) - 1;
     const auto bin_of = [&](std::int32_t i) { return w.bins[last - i]; };
     const std::uint32_t target = w.shared->cut.ties;
-    find_crossing(bin_of, last + 1, target, &w.shared->found_key, w.shared->part);
+    find_crossing(bin_of, last + 1, target, &w.shared->found_grade, w.shared->part);
     if (thread_id() == 0) {
-      advance_cut(w.shared->cut, group, round, w.shared->found_key,
-                  bin_of(w.shared->found_key.bin));
+      advance_cut(w.shared->cut, group, round, w.shared->found_grade,
+                  bin_of(w.shared->found_grade.bin));
     }
     __syncthreads();
     if (w.shared->cut.settled != 0) return;
@@ -256,12 +256,12 @@ __device__ __forceinline__ void find_cut(const Work& w) {
 }
 
 // Which entries of vector v are kept, and which equal the cut.
-__device__ __forceinline__ void find_kept(const Work& w, const KeyCut& cut, bool by_keys,
+__device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bool by_grades,
                                           std::int32_t v, std::uint32_t& above,
                                           std::uint32_t& equal) {
   const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
-  const std::uint32_t forced = allowed & free8(w.extent, v * 8);
-  if (!by_keys) {
+  const std::uint32_t forced = allowed & forced8(w.extent, v * 8);
+  if (!by_grades) {
     const auto load = [&](int g) { return w.rows[g * w.vectors + v]; };
     above = reached8(w.group, w.shared->rows, load) & allowed;
   } else if (w.group == 1) {
@@ -270,18 +270,18 @@ __device__ __forceinline__ void find_kept(const Work& w, const KeyCut& cut, bool
     if (w.c.is_top_p) others &= reaching(x, twice(w.shared->rows[0].threshold));
     LogitCut(cut).compare8(x, others, above, equal);
   } else {
-    std::uint32_t keys[8];
+    std::uint32_t grades[8];
     std::uint32_t unused;
-    keys_of(w, v, keys, unused);
-    compare8(cut, keys, above, equal);
+    grades_of(w, v, grades, unused);
+    compare8(cut, grades, above, equal);
   }
   above |= forced;
 }
 
 // Writes the kept positions; returns how many were wanted.
-__device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_keys) {
+__device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_grades) {
   const SelectCall& c = w.c;
-  const KeyCut cut = w.shared->cut;
+  const GradeCut cut = w.shared->cut;
   std::int32_t* const to = c.positions + w.head * c.capacity;
   const auto capacity = static_cast<std::int32_t>(min(c.capacity, std::int64_t{1} << 30));
   const std::int32_t vectors = (w.extent.emit + 7) / 8;
@@ -291,7 +291,7 @@ __device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_k
     const std::int32_t v = first + thread_id();
     std::uint32_t above = 0;
     std::uint32_t equal = 0;
-    if (v < vectors) find_kept(w, cut, by_keys, v, above, equal);
+    if (v < vectors) find_kept(w, cut, by_grades, v, above, equal);
     const auto own = static_cast<std::uint32_t>(__popc(above) | __popc(equal) << 16);
     std::uint32_t total;
     const std::uint32_t before = block_exclusive(own, w.shared->part, total);
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
     const Extent extent = extent_of(call, head, token);
     if (thread_id() == 0) {
       shared->extent = extent;
-      shared->cut = KeyCut();
+      shared->cut = GradeCut();
       shared->counts[0] = shared->counts[1] = 0;
       shared->pages = shared->bad = 0;
     }
@@ -368,9 +368,10 @@ __global__ void __launch_bounds__(kThreads, 1536 / kThreads)
   load_rows(work);
   look_at_rows(work);
   if (shared->bad != 0) return report_none(call, head, true);
-  const bool by_keys = call.has_keys && (!call.is_top_p || shared->extent.keep < work.extent.emit);
-  if (by_keys) find_cut(work);
-  const std::int64_t wanted = write_positions(work, by_keys);
+  const bool by_grades =
+      call.has_grades && (!call.is_top_p || shared->extent.keep < work.extent.emit);
+  if (by_grades) find_cut(work);
+  const std::int64_t wanted = write_positions(work, by_grades);
   const auto count = static_cast<std::int32_t>(min(wanted, call.capacity));
   add_pages(call.positions + head * call.capacity, count, &shared->pages);
   sum_alphas(work);
@@ -388,7 +389,7 @@ std::int32_t bins_of(const SelectCall& call) {
   if (call.is_top_p && call.p < 1.0f) {
     bins = static_cast<std::int32_t>(std::ceil(call.bin_range * kBinsPerNat)) + 3;
   }
-  if (call.has_keys) bins = std::max(bins, kMostKeyBins);
+  if (call.has_grades) bins = std::max(bins, kMostGradeBins);
   return (bins + 3) / 4 * 4;
 }
 

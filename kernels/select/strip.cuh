@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_weights(const uint4 (&v)[kVectors], Sums& su
 // Adds what is always kept of eight entries from i on, or lies in the tail.
 __device__ __forceinline__ void add_kept8(const Extent& extent, std::int32_t i, const uint4& v,
                                           Sums& sums) {
-  const std::uint32_t kept = free8(extent, i);
+  const std::uint32_t kept = forced8(extent, i);
   if (kept == 0) return;
   sums.kept += weight8(masked(v, kept), sums.norm);
   const std::uint32_t tail = 0xffu << min(max(extent.emit - i, 0), 8);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void take_kept(const Extent& extent, std::int32_t str
   for (int j = 0; j < kVectors; ++j) {
     const std::int32_t i = entry_of(strip, j);
     add_kept8(extent, i, v[j], sums);
-    v[j] = masked(v[j], ~free8(extent, i));
+    v[j] = masked(v[j], ~forced8(extent, i));
   }
 }
 

@@ -27,7 +27,7 @@ struct Shared {
 
 // What a call needs to know of its sectors.
 __device__ bool counts_sectors(const LargeCall& call) {
-  return call.bins > 0 || call.list_capacity > 0;
+  return call.bins > 0 || call.shortlist_capacity > 0;
 }
 
 __device__ void begin(const LargeCall& call, std::int32_t row, const TokenBounds& token,
@@ -79,7 +79,7 @@ struct SectorSink {
                                      static_cast<std::int32_t>(threadIdx.x) % kWarp / 2)),
         strip_words(static_cast<std::int64_t>(kStripPages * LargeCall::kPageWords) *
                     call.call.group),
-        counts(call.list_capacity > 0 ? shared->counts : nullptr),
+        counts(call.shortlist_capacity > 0 ? shared->counts : nullptr),
         masses(call.bins > 0 ? shared->masses : nullptr) {}
 
   __device__ __forceinline__ void take(std::int32_t strip, const StripMaxima& found) const {
@@ -325,7 +325,7 @@ __device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_
   const std::uint64_t rest =
       share_units((1.0 - static_cast<double>(call.call.p)) * (1.0 + 0x1p-12) + 0x1p-16);
   const auto keep =
-      static_cast<std::uint32_t>(call.list_capacity > 0 ? max(shared->extent.keep, 1) : 0);
+      static_cast<std::uint32_t>(call.shortlist_capacity > 0 ? max(shared->extent.keep, 1) : 0);
   std::uint32_t counted = 0;
   std::uint64_t weighed = 0;
   for (std::int32_t done = 0; done < kWrittenBins; done += kThreads) {

@@ -27,11 +27,12 @@ struct Row {
 };
 
 // Eight entries that are neither always kept nor out, else -Inf.
-__device__ __forceinline__ uint4 load_free8(const SelectCall& c, const Row& row, std::int32_t i) {
+__device__ __forceinline__ uint4 load_selectable8(const SelectCall& c, const Row& row,
+                                                  std::int32_t i) {
   if (c.is_aligned && c.eligible == nullptr && i >= row.extent.low && i + 8 <= row.extent.high) {
     return *reinterpret_cast<const uint4*>(row.logits + i);
   }
-  return masked(load8(c, row.logits, row.list, row.extent, i), ~free8(row.extent, i));
+  return masked(load8(c, row.logits, row.list, row.extent, i), ~forced8(row.extent, i));
 }
 
 __device__ __forceinline__ void add_masses(const uint4& v, const Row& row, std::uint32_t* bins) {
@@ -79,7 +80,7 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
       v[j] = all_minus_infinity();
       if (slot < count) {
         const std::int32_t i = first * kStrip + queue[slot] * kSector + lane % 2 * 8;
-        v[j] = load_free8(call.call, row, i);
+        v[j] = load_selectable8(call.call, row, i);
       }
     }
 #pragma unroll
@@ -119,7 +120,7 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
   __syncthreads();
   const std::int32_t found = shared->found;
   std::uint64_t reaching = 0;
-  if (call.list_capacity > 0) {
+  if (call.shortlist_capacity > 0) {
 #pragma unroll 4
     for (std::int32_t i = thread; i <= found; i += kThreads) {
       reaching += __ldcg(masses + i) >> kMassBits;
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   // In this order: what follows waits before it looks at anything, and often nothing is left to do.
   allow_next_kernel();
   wait_for_kernel_before();
-  if (call.list_capacity > 0 && call.settled[head] != 0) return;
+  if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;
   const RowSearch search = call.searches[number];
   if (search.lowest == RowSearch::kSettled) return;
   const Row row{

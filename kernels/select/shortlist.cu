@@ -1,7 +1,7 @@
-// Of every KV head, the entries whose key is not below a lower bound of the lightest kept. There
+// Of every KV head, the entries whose grade is not below a lower bound of the lightest kept. There
 // are about as many as are to be kept, times the query heads, unless many weigh the same; the last
 // block of a head puts them in order and picks the heaviest. Where they are too many, or too few
-// because top_p wants others, the head is left to key_rounds and emit.
+// because top_p wants others, the head is left to grade_rounds and emit.
 //
 // While top_p's thresholds are not known, a head is settled if what is heaviest of all lies above
 // their upper bounds.
@@ -28,13 +28,13 @@ struct Shared {
   PickShared pick;
 };
 
-// Keys that may be among the heaviest.
+// Grades that may be among the heaviest.
 struct Bound {
   bool is_valid = false;
-  bool is_all = false;    // whatever top_p wants: there are few enough
-  std::uint32_t key = 1;  // candidates' keys are not below
-  float weight = 0.0f;    // the same for sums of weights, a little lower
-  __half2 logit{};        // the same for a single query head's logits, twice
+  bool is_all = false;      // whatever top_p wants: there are few enough
+  std::uint32_t grade = 1;  // candidates' grades are not below
+  float weight = 0.0f;      // the same for sums of weights, a little lower
+  __half2 logit{};          // the same for a single query head's logits, twice
 };
 
 // The highest of the query heads' bounds.
@@ -58,13 +58,13 @@ __device__ Bound bound_of(const LargeCall& call, std::int32_t head, const Extent
     return bound;
   }
   if (is_exact && c.is_top_p &&
-      shared->reaching <= static_cast<std::uint32_t>(call.list_capacity)) {
+      shared->reaching <= static_cast<std::uint32_t>(call.shortlist_capacity)) {
     bound.is_valid = bound.is_all = true;
     return bound;
   }
   if (c.group == 1) {
     bound.logit = twice(shared->leasts[0]);
-    bound.key = ordered2(shared->leasts[0]) << 16;
+    bound.grade = ordered2(shared->leasts[0]) << 16;
     bound.is_valid = shared->leasts[0] != static_cast<std::uint16_t>(kMinusInfinities);
     return bound;
   }
@@ -75,7 +75,7 @@ __device__ Bound bound_of(const LargeCall& call, std::int32_t head, const Extent
   // Sums of weights are rounded.
   constexpr float kLess = 1.0f - 0x1p-16f;
   bound.weight = least * kLess * kLess;
-  bound.key = (__float_as_uint(least * kLess) << 1) + 1u;
+  bound.grade = (__float_as_uint(least * kLess) << 1) + 1u;
   bound.is_valid = bound.weight > 0.0f;
   return bound;
 }
@@ -123,13 +123,13 @@ __device__ int queue_strips(const LargeCall& call, std::int32_t head, std::int32
 __device__ __forceinline__ std::uint32_t candidates8(const SelectCall& c, std::int32_t head,
                                                      const Extent& extent, std::int32_t i,
                                                      const Bound& bound, const RowInfo* rows) {
-  const std::uint32_t selectable = allowed8(c, c.head_list(head), extent, i) & ~free8(extent, i);
+  const std::uint32_t selectable = allowed8(c, c.head_list(head), extent, i) & ~forced8(extent, i);
   const auto load = [&](int g) { return load8_raw(c, c.row(head, g), extent.total, i); };
-  std::uint32_t keys[8];
-  keys8(c, c.group, rows, selectable, load, keys);
+  std::uint32_t grades[8];
+  grades8(c, c.group, rows, selectable, load, grades);
   std::uint32_t bits = 0;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) bits |= keys[e] >= bound.key ? 1u << e : 0u;
+  for (int e = 0; e < 8; ++e) bits |= grades[e] >= bound.grade ? 1u << e : 0u;
   return bits;
 }
 
@@ -137,10 +137,11 @@ __device__ __forceinline__ std::uint32_t candidates8(const SelectCall& c, std::i
 __device__ void write_candidates(const LargeCall& call, std::int32_t head, std::int32_t first,
                                  std::uint32_t rank, std::uint32_t bits, const RowInfo* rows) {
   const SelectCall& c = call.call;
-  const std::int64_t list = static_cast<std::int64_t>(head) * call.list_capacity;
-  for (; bits != 0 && rank < static_cast<std::uint32_t>(call.list_capacity); bits &= bits - 1) {
+  const std::int64_t list = static_cast<std::int64_t>(head) * call.shortlist_capacity;
+  for (; bits != 0 && rank < static_cast<std::uint32_t>(call.shortlist_capacity);
+       bits &= bits - 1) {
     const std::int32_t entry = first + __ffs(static_cast<int>(bits)) - 1;
-    call.listed_keys[list + rank] = key_of(c.row(head, 0) + entry, c.stride, c.group, rows);
+    call.listed_grades[list + rank] = grade_of(c.row(head, 0) + entry, c.stride, c.group, rows);
     call.listed_entries[list + rank] = entry;
     ++rank;
   }
@@ -149,9 +150,9 @@ __device__ void write_candidates(const LargeCall& call, std::int32_t head, std::
 // Appends the chunk's candidates to those that the head has. Thread t has entries 32 kStrips t and
 // so many after it.
 template <int kStrips>
-__device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int32_t chunk,
-                             const Extent& extent, const Bound& bound, std::int32_t slot,
-                             Shared* shared) {
+__device__ void list_chunk(const LargeCall& call, std::int32_t head, std::int32_t chunk,
+                           const Extent& extent, const Bound& bound, std::int32_t slot,
+                           Shared* shared) {
   const SelectCall& c = call.call;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t warp = thread / kWarp;
@@ -183,7 +184,7 @@ __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int3
   const std::uint32_t within = block_exclusive(own, shared->part, total);
   if (thread == 0) {
     const std::uint32_t place = total == 0 ? 0 : atomicAdd(call.listed + slot, total);
-    call.listed_chunks[static_cast<std::int64_t>(head) * call.gather_chunks() + chunk] =
+    call.listed_chunks[static_cast<std::int64_t>(head) * call.shortlist_chunks() + chunk] =
         make_uint2(place, total);
     shared->place = place;
   }
@@ -200,15 +201,15 @@ __device__ void gather_chunk(const LargeCall& call, std::int32_t head, std::int3
 
 template <int kStrips>
 __global__ void __launch_bounds__(kThreads, 4)
-    gather(const __grid_constant__ LargeCall call, bool is_exact) {
+    shortlist(const __grid_constant__ LargeCall call, bool is_exact) {
   __shared__ Shared shared;
   const SelectCall& c = call.call;
   if (threadIdx.x == 0) shared.reaching = shared.sure = 0;
   // What follows waits before it looks at anything, and often nothing is left to do.
   allow_next_kernel();
   wait_for_kernel_before();
-  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.gather_chunks();
-  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) % call.gather_chunks();
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.shortlist_chunks();
+  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) % call.shortlist_chunks();
   if (call.settled[head] != 0) return;
   const Extent extent = call.extents[head];
   const std::int32_t active = max(1, (extent.emit + kStrips * kChunk - 1) / (kStrips * kChunk));
@@ -216,10 +217,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   const Bound bound = bound_of(call, head, extent, is_exact, &shared);
   if (!bound.is_valid) return;
   const std::int32_t slot = (is_exact ? c.head_count : 0) + head;
-  gather_chunk<kStrips>(call, head, chunk, extent, bound, slot, &shared);
-  if (!is_last_of(call.gathered + slot, active)) return;
+  list_chunk<kStrips>(call, head, chunk, extent, bound, slot, &shared);
+  if (!is_last_of(call.chunks_listed + slot, active)) return;
   const auto count = static_cast<std::int32_t>(__ldcg(call.listed + slot));
-  if (count > call.list_capacity) return;
+  if (count > call.shortlist_capacity) return;
   // Top_p may also want some that are lighter.
   if (c.is_top_p && !bound.is_all && count <= extent.keep) return;
   const Candidates candidates = put_in_order(call, head, active, count, &shared.pick);
@@ -230,10 +231,10 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void run_gather(const LargeCall& call, bool is_exact, const Launch& launch) {
-  const std::int64_t blocks = std::int64_t{call.call.head_count} * call.gather_chunks();
-  const auto kernel = call.gather_strips == 1 ? gather<1> : gather<kMostStrips>;
-  launch_early("gather", kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call,
+void run_shortlist(const LargeCall& call, bool is_exact, const Launch& launch) {
+  const std::int64_t blocks = std::int64_t{call.call.head_count} * call.shortlist_chunks();
+  const auto kernel = call.shortlist_strips == 1 ? shortlist<1> : shortlist<kMostStrips>;
+  launch_early("shortlist", kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call,
                is_exact);
 }
 

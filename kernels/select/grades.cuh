@@ -34,20 +34,21 @@ __device__ __forceinline__ std::uint32_t reached8(int group, const RowInfo* rows
   return bits;
 }
 
-// Sorting keys of the entries in `allowed`: larger is heavier. 0 for the others and, of top_p, for
-// what no query head wants. A single query head's logits are its keys, else summed weights are.
+// Grades of the entries in `allowed`: larger is heavier. 0 for the others and, of top_p,
+// for what no query head wants. A single query head's logits are its grades, else summed weights
+// are.
 template <typename Load>
-__device__ __forceinline__ void keys8(const SelectCall& c, int group, const RowInfo* rows,
-                                      std::uint32_t allowed, const Load& load,
-                                      std::uint32_t (&keys)[8]) {
+__device__ __forceinline__ void grades8(const SelectCall& c, int group, const RowInfo* rows,
+                                        std::uint32_t allowed, const Load& load,
+                                        std::uint32_t (&grades)[8]) {
   if (group == 1) {
     const uint4 v = load(0);
     if (c.is_top_p) allowed &= reaching(v, twice(rows[0].threshold));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       const std::uint32_t pair = ordered2(word_of(v, w));
-      keys[2 * w] = pair << 16;
-      keys[2 * w + 1] = pair & 0xffff0000u;
+      grades[2 * w] = pair << 16;
+      grades[2 * w + 1] = pair & 0xffff0000u;
     }
   } else {
     float sums[8] = {};
@@ -65,18 +66,18 @@ __device__ __forceinline__ void keys8(const SelectCall& c, int group, const RowI
     });
     if (c.is_top_p) allowed &= wanted;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) keys[e] = (__float_as_uint(sums[e]) << 1) + 1u;
+    for (int e = 0; e < 8; ++e) grades[e] = (__float_as_uint(sums[e]) << 1) + 1u;
   }
   if (allowed == 0xffu) return;
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    if ((allowed >> e & 1u) == 0) keys[e] = 0;
+    if ((allowed >> e & 1u) == 0) grades[e] = 0;
   }
 }
 
-// The same of one entry whose key is not 0; `logits` has one logit of every query head.
-__device__ __forceinline__ std::uint32_t key_of(const __half* logits, std::int64_t stride,
-                                                int group, const RowInfo* rows) {
+// The same of one entry whose grade is not 0; `logits` has one logit of every query head.
+__device__ __forceinline__ std::uint32_t grade_of(const __half* logits, std::int64_t stride,
+                                                  int group, const RowInfo* rows) {
   if (group == 1) return ordered2(__half_as_ushort(*logits)) << 16;
   float sum = 0.0f;
 #pragma unroll 4
@@ -88,89 +89,89 @@ __device__ __forceinline__ std::uint32_t key_of(const __half* logits, std::int64
 }
 
 // Radix rounds look at 11, 11 and 10 bits of summed weights, at 11 and 5 bits of logits, which lie
-// in a key's upper half.
-inline constexpr int kMostKeyBins = 2048;
-__host__ __device__ constexpr int key_shift(int group, int round) {
+// in a grade's upper half.
+inline constexpr int kMostGradeBins = 2048;
+__host__ __device__ constexpr int grade_shift(int group, int round) {
   if (group == 1) return round == 0 ? 21 : 16;
   return round == 0 ? 21 : round == 1 ? 10 : 0;
 }
-__host__ __device__ constexpr int key_bins(int group, int round) {
+__host__ __device__ constexpr int grade_bins(int group, int round) {
   if (group == 1) return round == 0 ? 2048 : 32;
   return round == 2 ? 1024 : 2048;
 }
-__host__ __device__ constexpr int key_rounds(int group) { return group == 1 ? 2 : 3; }
+__host__ __device__ constexpr int grade_rounds(int group) { return group == 1 ? 2 : 3; }
 
-// The search for the lightest key that is kept.
-struct KeyCut {
+// The search for the lightest grade that is kept.
+struct GradeCut {
   std::uint32_t forced = 0;     // entries that are always kept
-  std::uint32_t available = 0;  // other keys
-  std::uint32_t key = 0;        // larger ones are kept
+  std::uint32_t available = 0;  // other grades
+  std::uint32_t grade = 0;      // larger ones are kept
   std::uint32_t ties = 0;       // of equal ones, the first so many
   std::uint32_t settled = 0;
   std::uint32_t cut = 0;  // not all could be kept
 };
 
-// A round's view of the keys: which it counts, and where.
-struct KeyRound {
+// A round's view of the grades: which it counts, and where.
+struct GradeRound {
   std::uint32_t known;  // the digits found so far
   int known_shift;      // below them; 32: none
   int shift;
   std::uint32_t mask;
 
-  __device__ KeyRound(int group, int round, const KeyCut& cut)
-      : known(round == 0 ? 0 : cut.key >> key_shift(group, round - 1)),
-        known_shift(round == 0 ? 32 : key_shift(group, round - 1)),
-        shift(key_shift(group, round)),
-        mask(static_cast<std::uint32_t>(key_bins(group, round) - 1)) {}
+  __device__ GradeRound(int group, int round, const GradeCut& cut)
+      : known(round == 0 ? 0 : cut.grade >> grade_shift(group, round - 1)),
+        known_shift(round == 0 ? 32 : grade_shift(group, round - 1)),
+        shift(grade_shift(group, round)),
+        mask(static_cast<std::uint32_t>(grade_bins(group, round) - 1)) {}
 
-  __device__ __forceinline__ bool concerns(std::uint32_t key) const {
-    return key != 0 && (known_shift == 32 || key >> known_shift == known);
+  __device__ __forceinline__ bool concerns(std::uint32_t grade) const {
+    return grade != 0 && (known_shift == 32 || grade >> known_shift == known);
   }
-  __device__ __forceinline__ std::uint32_t bin(std::uint32_t key) const {
-    return key >> shift & mask;
+  __device__ __forceinline__ std::uint32_t bin(std::uint32_t grade) const {
+    return grade >> shift & mask;
   }
 };
 
-// Before the first round: how many keys are wanted at all, and whether that settles it.
-__device__ inline void begin_cut(const SelectCall& c, const Extent& extent, KeyCut& cut) {
+// Before the first round: how many grades are wanted at all, and whether that settles it.
+__device__ inline void begin_cut(const SelectCall& c, const Extent& extent, GradeCut& cut) {
   const auto keep = static_cast<std::uint32_t>(extent.keep);
   const std::uint32_t wanted = keep > cut.forced ? keep - cut.forced : 0;
   cut.cut = c.is_top_p && cut.forced + cut.available > keep ? 1 : 0;
-  cut.key = 0;
+  cut.grade = 0;
   cut.ties = wanted;
   cut.settled = 1;
   if (cut.available <= wanted) {
     cut.ties = 0;
   } else if (wanted == 0) {
-    cut.key = 0xffffffffu;
+    cut.grade = 0xffffffffu;
     cut.ties = 0;
   } else {
     cut.settled = 0;
   }
 }
 
-// After a round: the bin (counted from the heaviest) where the wanted keys end.
-__device__ inline void advance_cut(KeyCut& cut, int group, int round,
+// After a round: the bin (counted from the heaviest) where the wanted grades end.
+__device__ inline void advance_cut(GradeCut& cut, int group, int round,
                                    const Crossing<std::uint32_t>& found, std::uint32_t in_bin) {
-  const auto digit = static_cast<std::uint32_t>(key_bins(group, round) - 1 - found.bin);
-  cut.key |= digit << key_shift(group, round);
+  const auto digit = static_cast<std::uint32_t>(grade_bins(group, round) - 1 - found.bin);
+  cut.grade |= digit << grade_shift(group, round);
   cut.ties -= found.before;
   if (cut.ties != in_bin) return;
-  // All of the bin: whatever is larger than the key before it.
-  cut.key = cut.key == 0 ? 0 : cut.key - 1;
+  // All of the bin: whatever is larger than the grade before it.
+  cut.grade = cut.grade == 0 ? 0 : cut.grade - 1;
   cut.ties = 0;
   cut.settled = 1;
 }
 
-// Bits of the keys above the cut and of those equal to it.
-__device__ __forceinline__ void compare8(const KeyCut& cut, const std::uint32_t (&keys)[8],
+// Bits of the grades above the cut and of those equal to it.
+__device__ __forceinline__ void compare8(const GradeCut& cut, const std::uint32_t (&grades)[8],
                                          std::uint32_t& above, std::uint32_t& equal) {
   above = 0;
   equal = 0;
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    above |= keys[e] > cut.key ? 1u << e : 0u;
-    equal |= keys[e] == cut.key ? 1u << e : 0u;
+    above |= grades[e] > cut.grade ? 1u << e : 0u;
+    equal |= grades[e] == cut.grade ? 1u << e : 0u;
   }
   if (cut.ties == 0) equal = 0;
 }
@@ -186,18 +187,18 @@ __device__ __forceinline__ std::uint32_t first_bits(std::uint32_t bits, std::int
   return kept;
 }
 
-// How f16 logits compare with a cut through a single query head's keys.
+// How f16 logits compare with a cut through a single query head's grades.
 struct LogitCut {
   __half2 limit;   // above it, twice
   bool keeps_all;  // even -Inf
   bool keeps_none;
   bool has_ties;
 
-  __device__ explicit LogitCut(const KeyCut& cut) {
+  __device__ explicit LogitCut(const GradeCut& cut) {
     constexpr std::uint32_t kMinusInfinity = 0x03ffu;  // as an ordered number
     constexpr std::uint32_t kInfinity = 0xfc00u;
     constexpr std::uint32_t kMinusZero = 0x7fffu;  // no logit's: 0 stands for it
-    std::uint32_t number = cut.key >> 16;
+    std::uint32_t number = cut.grade >> 16;
     keeps_all = number < kMinusInfinity;
     keeps_none = number >= kInfinity;
     has_ties = cut.ties != 0;
