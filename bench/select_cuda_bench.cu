@@ -14,7 +14,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
-#include "kernels/scan/column_sums.h"
+#include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "lib/backend.h"
 
@@ -251,7 +251,9 @@ void select_shapes(benchmark::internal::Benchmark* bench) {
     }
   }
   bench->Args({1, 8, 4, kMillion, -256, -40, 2});
-  for (const std::int64_t keep : {-256, 256}) bench->Args({1, 8, 4, kMillion / 4, keep, 40, 2});
+  for (const std::int64_t logits : {kMillion / 4, kMillion / 8, kMillion / 32}) {
+    for (const std::int64_t keep : {-256, 256}) bench->Args({1, 8, 4, logits, keep, 40, 2});
+  }
   for (const std::int64_t heads : {8, 2}) {
     for (const std::int64_t logits : {131072, 32768}) {
       for (const std::int64_t keep : {0, -256, 256})
@@ -263,6 +265,9 @@ void select_shapes(benchmark::internal::Benchmark* bench) {
       for (const std::int64_t keep : {0, -256, 256})
         bench->Args({tokens, 8, 4, logits, keep, 40, 0});
     }
+  }
+  for (const std::int64_t tokens : {4, 16, 64}) {
+    for (const std::int64_t keep : {-256, 256}) bench->Args({tokens, 8, 4, 32768, keep, 40, 2});
   }
   bench->Args({8, 8, 4, kMillion / 4, -256, 40, 2});
   for (const std::int64_t logits : {4096, 16384}) bench->Args({1, 2048, 1, logits, 128, 40, 0});
