@@ -62,9 +62,9 @@ void run(benchmark::State& state, const std::string& name) {
   MadeUpModel& model = made_up_model(ModelShape::llama_8b);
   const std::vector<std::int64_t> lengths = ragged_lengths(state.range(0), state.range(1));
   const Policy policy = parse_policy(name);
-  const auto pool = std::make_shared<KvPool>(model.backend(),
-                                             plan_of(model, policy, lengths, state.range(2) != 0),
-                                             std::span<const Policy>(&policy, 1));
+  const auto pool =
+      std::make_shared<KvPool>(model.queue(), plan_of(model, policy, lengths, state.range(2) != 0),
+                               std::span<const Policy>(&policy, 1));
   std::vector<KvSession> sessions;
   for (const std::int64_t length : lengths) {
     sessions.emplace_back(pool);
@@ -73,14 +73,14 @@ void run(benchmark::State& state, const std::string& name) {
   std::vector<KvSession*> all;
   for (KvSession& session : sessions) all.push_back(&session);
 
-  const ReplayCounts counts_before = model.backend().replay_counts();
+  const ReplayCounts counts_before = model.queue().replay_counts();
   const DecodeBytes before = decode_bytes(all);
   model.decode(all);
   const DecodeBytes after = decode_bytes(all);
   for (int i = 0; i < kWarmUp; ++i) model.decode(all);
   double host_seconds = 0.0;
   for (auto _ : state) host_seconds += model.decode(all);
-  const ReplayCounts counts_after = model.backend().replay_counts();
+  const ReplayCounts counts_after = model.queue().replay_counts();
   double alone = 0.0;
   for (KvSession& session : sessions) alone += seconds_alone(model, session);
 

@@ -12,7 +12,8 @@
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
+#include "lib/backend/memory.h"
 
 namespace sluice::cuda {
 namespace {

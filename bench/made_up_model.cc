@@ -55,28 +55,29 @@ std::vector<std::uint16_t> made_up(std::size_t count) {
   return all;
 }
 
-Buffer upload(Backend& backend, const void* data, std::size_t bytes) {
+Buffer upload(Queue& queue, const void* data, std::size_t bytes) {
+  Backend& backend = queue.backend();
   Buffer buffer = backend.allocate(backend.info().compute_tier, bytes);
   const CopyOp op = {buffer.data(), static_cast<const std::byte*>(data), bytes};
-  backend.copy({&op, 1}, Stream::compute);
-  backend.synchronize();
+  queue.copy({&op, 1});
+  queue.synchronize();
   return buffer;
 }
 
-ModelWeights made_up_weights(const ModelConfig& c, Backend& backend) {
+ModelWeights made_up_weights(const ModelConfig& c, Queue& queue) {
   const std::int64_t hidden = c.hidden_size;
   const std::vector<std::uint16_t> values =
       made_up(static_cast<std::size_t>(c.vocab_size) * static_cast<std::size_t>(hidden));
   const auto matrix = [&](std::int64_t outputs, std::int64_t inputs) {
-    return backend.prepare_weight(
+    return queue.backend().prepare_weight(
         {const_cast<std::uint16_t*>(values.data()), DType::bf16, outputs, inputs, inputs});
   };
   const std::vector<float> ones(static_cast<std::size_t>(hidden), 1.0f);
-  const auto norm = [&] { return upload(backend, ones.data(), ones.size() * sizeof(float)); };
+  const auto norm = [&] { return upload(queue, ones.data(), ones.size() * sizeof(float)); };
   const std::int64_t query = std::int64_t{c.num_attention_heads} * c.head_dim;
   const std::int64_t key = std::int64_t{c.num_key_value_heads} * c.head_dim;
   ModelWeights weights;
-  weights.embedding = upload(backend, values.data(), values.size() * sizeof(std::uint16_t));
+  weights.embedding = upload(queue, values.data(), values.size() * sizeof(std::uint16_t));
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     LayerWeights& w = weights.layers.emplace_back();
     w.input_norm = norm();
@@ -110,9 +111,10 @@ MadeUpModel::MadeUpModel(ModelShape shape)
   BackendOptions options;
   options.device = "cuda";
   backend_ = make_backend(options);
-  ModelWeights weights = made_up_weights(config_, *backend_);
+  queue_ = backend_->make_queue();
+  ModelWeights weights = made_up_weights(config_, *queue_);
   matrix_bytes_ = bytes_of(weights);
-  decoder_ = std::make_unique<Decoder>(config_, std::move(weights), *backend_, kChunk);
+  decoder_ = std::make_unique<Decoder>(config_, std::move(weights), *queue_, kChunk);
   logits_ = backend_->allocate(
       Tier::host,
       static_cast<std::size_t>(Decoder::kLogitRows * config_.vocab_size) * sizeof(float));
@@ -130,7 +132,7 @@ void MadeUpModel::fill(KvSession& session, std::int64_t length) const {
   std::normal_distribution<float> normal;
   std::vector<float> rows(static_cast<std::size_t>(session.plan().chunk * width));
   for (float& value : rows) value = normal(random);
-  const Buffer device = upload(*backend_, rows.data(), rows.size() * sizeof(float));
+  const Buffer device = upload(*queue_, rows.data(), rows.size() * sizeof(float));
   while (session.length() < length) {
     session.begin_step(Phase::prefill, std::min(session.plan().chunk, length - session.length()));
     for (int layer = 0; layer < shape.layers; ++layer) {
@@ -138,7 +140,7 @@ void MadeUpModel::fill(KvSession& session, std::int64_t length) const {
     }
     session.end_step();
   }
-  backend_->synchronize();
+  queue_->synchronize();
 }
 
 double MadeUpModel::decode(std::span<KvSession* const> sessions) {

@@ -25,6 +25,7 @@ constexpr std::int64_t kChunk = 512;
 // A session filled up to kContext but for the tokens that the benchmark will decode.
 struct Book {
   std::unique_ptr<Backend> backend;
+  std::unique_ptr<Queue> queue;
   std::unique_ptr<Decoder> decoder;
   std::unique_ptr<KvSession> session;
 };
@@ -54,8 +55,9 @@ Book open_book(std::int64_t decoded, std::int64_t device_memory) {
   options.device_memory = cap;
   Book book;
   book.backend = make_backend(options);
+  book.queue = book.backend->make_queue();
   book.decoder = std::make_unique<Decoder>(config, load_weights(checkpoint, *book.backend, {}),
-                                           *book.backend, kChunk);
+                                           *book.queue, kChunk);
   const KvShape shape{config.num_hidden_layers, config.num_attention_heads,
                       config.num_key_value_heads, config.head_dim, DType::bf16};
   const KvRequest request = {.shape = shape,
@@ -63,7 +65,8 @@ Book open_book(std::int64_t decoded, std::int64_t device_memory) {
                              .chunk = kChunk,
                              .device_cap = cap,
                              .attends_host_rows = true};
-  book.session = std::make_unique<KvSession>(*book.backend, plan_kv(request));
+  book.session =
+      std::make_unique<KvSession>(std::make_shared<KvPool>(*book.queue, plan_kv(request)));
   const std::vector<TokenId> tokens(static_cast<std::size_t>(kChunk), 267);
   while (book.session->length() < kPrefill) {
     book.decoder->step(tokens, Phase::prefill, *book.session);

@@ -16,7 +16,7 @@
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 namespace {

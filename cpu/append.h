@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/threads.h"
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cpu {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cpu/attention_tile.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cpu {
 

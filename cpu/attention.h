@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cpu/threads.h"
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cpu {
 

@@ -18,7 +18,7 @@
 
 #include "cpu/attention_simd-inl.h"
 #include "cpu/attention_tile.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice::cpu {

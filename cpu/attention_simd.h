@@ -4,7 +4,7 @@
 #include <span>
 
 #include "cpu/attention_tile.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cpu {
 

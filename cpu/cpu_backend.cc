@@ -1,23 +1,13 @@
 #include "cpu/cpu_backend.h"
 
-#include <cstring>
 #include <string>
-#include <vector>
 
-#include "cpu/append.h"
-#include "cpu/attention.h"
-#include "cpu/elementwise.h"
-#include "cpu/key_index.h"
-#include "cpu/selection.h"
-#include "lib/check.h"
+#include "cpu/cpu_queue.h"
 #include "sluice/errors.h"
 #include "sluice/topology.h"
 
 namespace sluice::cpu {
 namespace {
-
-// Below this many floats a task costs more to hand out than to do.
-constexpr std::int64_t kGrainFloats = 16 * 1024;
 
 DType compute_dtype(const CpuOptions& options) {
   if (options.compute == DType::f16) {
@@ -58,128 +48,11 @@ std::unique_ptr<Weight> CpuBackend::prepare_weight(const Matrix& host) {
   return linear_.pack(host, memory_.account(info_.compute_tier));
 }
 
-void CpuBackend::copy(std::span<const CopyOp> ops, Stream /*stream*/) {
-  std::size_t bytes = 0;
-  for (const CopyOp& op : ops) bytes += op.bytes;
-  const auto items = static_cast<std::int64_t>(ops.size());
-  // A single row per head is not worth waking a thread.
-  const std::int64_t grain = bytes < (std::size_t{64} << 10) ? items : 1;
-  threads_.for_ranges(items, grain, [&](std::int64_t begin, std::int64_t end) {
-    for (const CopyOp& op :
-         ops.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin))) {
-      std::memcpy(op.to, op.from, op.bytes);
-    }
-  });
-}
-
-void CpuBackend::for_rows(std::int64_t rows, std::int64_t columns, const auto& body) {
-  threads_.for_ranges(rows, kGrainFloats / columns + 1, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> scratch(static_cast<std::size_t>(columns));
-    for (std::int64_t row = begin; row < end; ++row) body(row, scratch.data());
-  });
-}
-
-void CpuBackend::embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
-  check(y.dtype == DType::f32, "embed: output must be f32");
-  for (std::int64_t i = 0; i < y.rows; ++i) {
-    std::byte* const to = row_of(y, i);
-    if (ids[i] >= 0 && ids[i] < table.rows) {
-      convert(row_of(table, ids[i]), table.dtype, to, DType::f32, table.columns);
-    } else {
-      std::memset(to, 0, static_cast<std::size_t>(table.columns) * sizeof(float));
-    }
+std::unique_ptr<Queue> CpuBackend::make_queue(const QueueOptions& options) {
+  if (options.stream != nullptr) {
+    throw Error(ErrorCode::usage, "device cpu has no streams (`stream`)");
   }
+  return std::make_unique<CpuQueue>(*this);
 }
-
-void CpuBackend::linear(const LinearParams& params) { linear_.run(params); }
-
-void CpuBackend::rms_norm(const RmsNormParams& p) {
-  for_rows(p.x.rows, p.x.columns, [&](std::int64_t row, float* scratch) {
-    const auto* x = reinterpret_cast<const float*>(row_of(p.x, row));
-    rms_norm_row(x, p.weight, p.epsilon, p.x.columns, scratch);
-    convert(scratch, DType::f32, row_of(p.y, row), p.y.dtype, p.y.columns);
-  });
-}
-
-void CpuBackend::rope(const RopeParams& p) {
-  rope_table_.update(p);
-  for_rows(p.tokens, std::int64_t{p.heads()} * p.head_dim, [&](std::int64_t token, float*) {
-    for (int head = 0; head < p.heads(); ++head) {
-      float* const x = p.x + token * p.stride + std::int64_t{head} * p.head_dim;
-      if (const float* const norm = p.norm_of(head)) {
-        rms_norm_row(x, norm, p.norm_epsilon, p.head_dim, x);
-      }
-      rope_head(x, rope_table_.cosines(token), rope_table_.sines(token), p.head_dim);
-    }
-  });
-}
-
-void CpuBackend::swiglu(const SwigluParams& p) {
-  const std::int64_t columns = p.y.columns;
-  for_rows(p.y.rows, columns, [&](std::int64_t row, float* scratch) {
-    const auto* gate = reinterpret_cast<const float*>(row_of(p.gate_up, row));
-    swiglu_row(gate, gate + columns, columns, scratch);
-    convert(scratch, DType::f32, row_of(p.y, row), p.y.dtype, columns);
-  });
-}
-
-void CpuBackend::cast(const Matrix& from, const Matrix& to) {
-  check(from.rows == to.rows && from.columns == to.columns, "cast: shapes disagree");
-  for_rows(from.rows, from.columns, [&](std::int64_t row, float*) {
-    convert(row_of(from, row), from.dtype, row_of(to, row), to.dtype, from.columns);
-  });
-}
-
-void CpuBackend::sample(const Matrix& logits, std::span<const SampleParams> params,
-                        std::span<SampledToken> tokens) {
-  threads_.for_each(static_cast<std::int64_t>(tokens.size()), [&](std::int64_t i) {
-    const auto* const row = reinterpret_cast<const float*>(row_of(logits, i));
-    const auto at = static_cast<std::size_t>(i);
-    tokens[at] = draw_token({row, static_cast<std::size_t>(logits.columns)}, params[at]);
-  });
-}
-
-void CpuBackend::append(const AppendParams& p) {
-  const std::int64_t head_dim = p.shape.head_dim;
-  const std::size_t value_offset = static_cast<std::size_t>(head_dim) * size_of(p.shape.dtype);
-  for_rows(p.tokens, p.shape.kv_heads * head_dim, [&](std::int64_t token, float*) {
-    for (int head = 0; head < p.shape.kv_heads; ++head) {
-      const std::int64_t source = token * p.stride + head * head_dim;
-      std::byte* const row = p.rows[static_cast<std::size_t>(head)] +
-                             static_cast<std::size_t>(token) * p.shape.row_bytes();
-      convert(p.k + source, DType::f32, row, p.shape.dtype, head_dim);
-      convert(p.v + source, DType::f32, row + value_offset, p.shape.dtype, head_dim);
-    }
-  });
-  copy_home(*this, p);
-}
-
-void CpuBackend::append_batch(const AppendBatchParams& params) {
-  cpu::append_batch(params, threads_);
-}
-
-void CpuBackend::attend(const AttendParams& params) { cpu::attend(params, threads_); }
-
-void CpuBackend::attend_batch(const AttendBatchParams& params) {
-  cpu::attend_batch(params, threads_);
-}
-
-void CpuBackend::build_index(const BuildIndexParams& params) { cpu::build_index(params, threads_); }
-
-void CpuBackend::build_batch(const BuildBatchParams& params) { cpu::build_batch(params, threads_); }
-
-void CpuBackend::estimate(const EstimateParams& params) { cpu::estimate(params, threads_); }
-
-void CpuBackend::select(const SelectParams& params) { cpu::select(params, threads_); }
-
-void CpuBackend::attend_selected(const AttendSelectedParams& params) {
-  cpu::attend_selected(params, threads_);
-}
-
-void CpuBackend::gather(const GatherParams& params) { cpu::gather(params, threads_); }
-
-void CpuBackend::column_sums(const ColumnSumsParams& params) { cpu::column_sums(params, threads_); }
-
-void CpuBackend::sum_values(const SumValuesParams& params) { cpu::sum_values(params); }
 
 }  // namespace sluice::cpu

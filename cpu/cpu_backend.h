@@ -4,11 +4,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 
 #include "cpu/linear.h"
 #include "cpu/memory.h"
-#include "cpu/rope_table.h"
 #include "cpu/threads.h"
 #include "lib/backend.h"
 
@@ -22,7 +20,6 @@ struct CpuOptions {
   std::uint64_t host_cap = MemoryAccount::kNoCap;
 };
 
-// Synchronous: every call returns when its work is done, so streams are always idle.
 class CpuBackend : public Backend {
  public:
   explicit CpuBackend(const CpuOptions& options);
@@ -31,50 +28,28 @@ class CpuBackend : public Backend {
   MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
   void register_host(std::byte* /*data*/, std::size_t /*bytes*/) override {}
   void unregister_host(std::byte* /*data*/) noexcept override {}
+  using Backend::make_queue;
+  std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
     return linear_.packed_bytes(outputs, inputs);
   }
   std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
-  void copy(std::span<const CopyOp> ops, Stream stream) override;
-  void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override;
-  void linear(const LinearParams& params) override;
-  void rms_norm(const RmsNormParams& params) override;
-  void rope(const RopeParams& params) override;
-  void swiglu(const SwigluParams& params) override;
-  void cast(const Matrix& from, const Matrix& to) override;
-  void sample(const Matrix& logits, std::span<const SampleParams> params,
-              std::span<SampledToken> tokens) override;
-  void append(const AppendParams& params) override;
-  void append_batch(const AppendBatchParams& params) override;
-  void attend(const AttendParams& params) override;
-  void attend_batch(const AttendBatchParams& params) override;
-  void build_index(const BuildIndexParams& params) override;
-  void build_batch(const BuildBatchParams& params) override;
-  void estimate(const EstimateParams& params) override;
-  void select(const SelectParams& params) override;
-  void attend_selected(const AttendSelectedParams& params) override;
-  void gather(const GatherParams& params) override;
-  void column_sums(const ColumnSumsParams& params) override;
-  void sum_values(const SumValuesParams& params) override;
-  void order(Stream /*signalling*/, Stream /*waiting*/) override {}
-  void synchronize() override {}
 
+  // For its queues.
   Threads& threads() { return threads_; }
+  Linear& products() { return linear_; }
 
  private:
   std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
     memory_.give_back(tier, data, bytes);
   }
-  // Runs body(row, scratch) for every row, several rows to a task; scratch has `columns` floats.
-  void for_rows(std::int64_t rows, std::int64_t columns, const auto& body);
 
   CpuMemory memory_;
   Threads threads_;
   BackendInfo info_;
   Linear linear_;
-  RopeTable rope_table_;
 };
 
 }  // namespace sluice::cpu

@@ -6,8 +6,7 @@
 #include <span>
 
 #include "cpu/threads.h"
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cpu {
 

@@ -4,7 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "lib/backend.h"
+#include "lib/backend/dense_ops.h"
+#include "lib/memory_account.h"
 
 namespace sluice::cpu {
 

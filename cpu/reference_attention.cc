@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/reference_ops.h"
+#include "lib/backend.h"
 
 namespace sluice::cpu::reference {
 namespace {

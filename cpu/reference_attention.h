@@ -3,8 +3,7 @@
 #pragma once
 
 #include "cpu/reference_reads.h"
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cpu::reference {
 

@@ -8,6 +8,8 @@
 #include "cpu/reference_index.h"
 #include "cpu/reference_ops.h"
 #include "cpu/reference_selection.h"
+#include "lib/read_heads.h"
+#include "sluice/errors.h"
 
 namespace sluice::cpu {
 namespace {
@@ -43,61 +45,72 @@ std::unique_ptr<Weight> ReferenceBackend::prepare_weight(const Matrix& host) {
   return std::make_unique<ReferenceWeight>(std::move(values), host.rows, host.columns);
 }
 
-void ReferenceBackend::copy(std::span<const CopyOp> ops, Stream /*stream*/) {
+std::unique_ptr<Queue> ReferenceBackend::make_queue(const QueueOptions& options) {
+  if (options.stream != nullptr) {
+    throw Error(ErrorCode::usage, "device reference has no streams (`stream`)");
+  }
+  return std::make_unique<ReferenceQueue>(*this);
+}
+
+void ReferenceQueue::copy(std::span<const CopyOp> ops) {
   for (const CopyOp& op : ops) std::memcpy(op.to, op.from, op.bytes);
 }
 
-void ReferenceBackend::embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
+void ReferenceQueue::embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
   reference_embed(table, ids, y);
 }
 
-void ReferenceBackend::linear(const LinearParams& params) {
+void ReferenceQueue::linear(const LinearParams& params) {
   reference_linear(params, static_cast<const ReferenceWeight*>(params.weight)->values());
 }
 
-void ReferenceBackend::rms_norm(const RmsNormParams& params) { reference_rms_norm(params); }
-void ReferenceBackend::rope(const RopeParams& params) { reference_rope(params); }
-void ReferenceBackend::swiglu(const SwigluParams& params) { reference_swiglu(params); }
-void ReferenceBackend::cast(const Matrix& from, const Matrix& to) { reference_cast(from, to); }
-void ReferenceBackend::append(const AppendParams& params) {
+void ReferenceQueue::rms_norm(const RmsNormParams& params) { reference_rms_norm(params); }
+void ReferenceQueue::rope(const RopeParams& params) { reference_rope(params); }
+void ReferenceQueue::swiglu(const SwigluParams& params) { reference_swiglu(params); }
+void ReferenceQueue::cast(const Matrix& from, const Matrix& to) { reference_cast(from, to); }
+void ReferenceQueue::read_heads(const ReadHeadsParams& params) { sluice::read_heads(params); }
+
+void ReferenceQueue::sample(const Matrix& logits, std::span<const SampleParams> params,
+                            std::span<SampledToken> tokens) {
+  const auto* row = static_cast<const float*>(logits.data);
+  for (std::size_t i = 0; i < tokens.size(); ++i, row += logits.stride) {
+    tokens[i] = draw_token({row, static_cast<std::size_t>(logits.columns)}, params[i]);
+  }
+}
+
+void ReferenceQueue::append(const AppendParams& params) {
   reference_append(params);
   copy_home(*this, params);
 }
-void ReferenceBackend::append_batch(const AppendBatchParams& params) {
+void ReferenceQueue::append_batch(const AppendBatchParams& params) {
   reference_append_batch(params);
 }
-void ReferenceBackend::attend(const AttendParams& params) { reference::attend(params, *this); }
+void ReferenceQueue::attend(const AttendParams& params) { reference::attend(params, *this); }
 
-void ReferenceBackend::attend_batch(const AttendBatchParams& params) {
+void ReferenceQueue::attend_batch(const AttendBatchParams& params) {
   reference::attend_batch(params, *this);
 }
 
-void ReferenceBackend::build_index(const BuildIndexParams& params) {
-  reference::build_index(params);
-}
+void ReferenceQueue::build_index(const BuildIndexParams& params) { reference::build_index(params); }
 
-void ReferenceBackend::build_batch(const BuildBatchParams& params) {
-  reference::build_batch(params);
-}
+void ReferenceQueue::build_batch(const BuildBatchParams& params) { reference::build_batch(params); }
 
-void ReferenceBackend::estimate(const EstimateParams& params) {
+void ReferenceQueue::estimate(const EstimateParams& params) {
   reference::estimate(params,
-                      {info_.reads, [&](const IndexRead& read) { on_index_read(read); },
+                      {backend().info().reads, [&](const IndexRead& read) { on_index_read(read); },
                        [&](const std::byte* row, std::size_t bytes) { on_key_read(row, bytes); }});
 }
 
-void ReferenceBackend::select(const SelectParams& params) { reference::select(params); }
+void ReferenceQueue::select(const SelectParams& params) { reference::select(params); }
 
-void ReferenceBackend::attend_selected(const AttendSelectedParams& params) {
+void ReferenceQueue::attend_selected(const AttendSelectedParams& params) {
   reference::attend_selected(params, *this);
 }
 
-void ReferenceBackend::gather(const GatherParams& params) { reference::gather(params, *this); }
+void ReferenceQueue::gather(const GatherParams& params) { reference::gather(params, *this); }
 
-void ReferenceBackend::column_sums(const ColumnSumsParams& params) {
-  reference::column_sums(params);
-}
+void ReferenceQueue::column_sums(const ColumnSumsParams& params) { reference::column_sums(params); }
 
-void ReferenceBackend::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
+void ReferenceQueue::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
 
 }  // namespace sluice::cpu

@@ -13,25 +13,45 @@
 
 namespace sluice::cpu {
 
-class ReferenceBackend : public Backend, public ReferenceReads {
+class ReferenceBackend : public Backend {
  public:
   explicit ReferenceBackend(std::uint64_t device_cap = MemoryAccount::kNoCap,
                             std::uint64_t host_cap = MemoryAccount::kNoCap);
 
   // Reads, as it tells of them, are those of a backend of this pattern.
   void read_like(const ReadPattern& pattern) { info_.reads = pattern; }
-  int attend_queries() const override { return info_.reads.attend_queries; }
 
   const BackendInfo& info() const override { return info_; }
   MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
   void register_host(std::byte* /*data*/, std::size_t /*bytes*/) override {}
   void unregister_host(std::byte* /*data*/) noexcept override {}
+  using Backend::make_queue;
+  std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
     return static_cast<std::uint64_t>(outputs * inputs) * sizeof(float);
   }
   std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
-  void copy(std::span<const CopyOp> ops, Stream stream) override;
+
+ protected:
+  std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
+  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    memory_.give_back(tier, data, bytes);
+  }
+
+ private:
+  BackendInfo info_;
+  CpuMemory memory_;
+};
+
+// Work is done when a call returns. What it reads can be watched by overriding on_*_read().
+class ReferenceQueue : public Queue, public ReferenceReads {
+ public:
+  explicit ReferenceQueue(ReferenceBackend& backend) : Queue(backend) {}
+
+  int attend_queries() const override { return backend().info().reads.attend_queries; }
+
+  void copy(std::span<const CopyOp> ops) override;
   void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override;
   void linear(const LinearParams& params) override;
   void rms_norm(const RmsNormParams& params) override;
@@ -50,24 +70,17 @@ class ReferenceBackend : public Backend, public ReferenceReads {
   void gather(const GatherParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
-
-  // Every call has finished when it returns, so streams are always idle.
-  void order(Stream /*signalling*/, Stream /*waiting*/) override {}
-  void synchronize() override {}
+  void read_heads(const ReadHeadsParams& params) override;
+  void sample(const Matrix& logits, std::span<const SampleParams> params,
+              std::span<SampledToken> tokens) override;
+  void wait_for(Queue& /*other*/) override {}
+  void synchronize() override { static_cast<void>(backend()); }
 
  protected:
-  std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
-  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
-    memory_.give_back(tier, data, bytes);
-  }
   // Called for every page of the key index that an operation reads, once for its KV head.
   virtual void on_index_read(const IndexRead& /*read*/) {}
   // Called for every row whose key an estimate reads, likewise.
   virtual void on_key_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
-
- private:
-  BackendInfo info_;
-  CpuMemory memory_;
 };
 
 }  // namespace sluice::cpu

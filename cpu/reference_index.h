@@ -7,7 +7,6 @@
 #include <functional>
 
 #include "lib/backend.h"
-#include "lib/selection.h"
 
 namespace sluice::cpu {
 

@@ -2,7 +2,8 @@
 // Shapes and sources are those of the parameter structs there. Single-threaded; sums are fp64.
 #pragma once
 
-#include "lib/backend.h"
+#include "lib/backend/dense_ops.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cpu {
 

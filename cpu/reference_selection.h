@@ -2,8 +2,7 @@
 // lib/selection.h for what the operations do.
 #pragma once
 
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cpu::reference {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/dense_ops.h"
 
 namespace sluice::cpu {
 

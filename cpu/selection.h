@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "cpu/threads.h"
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cpu {
 

@@ -1,9 +1,9 @@
 #include "lib/backend.h"
 
 #include <utility>
+#include <vector>
 
-#include "lib/check.h"
-#include "lib/read_heads.h"
+#include "sluice/errors.h"
 
 namespace sluice {
 
@@ -23,7 +23,7 @@ Buffer::~Buffer() {
   owner_->account(tier_).release(bytes_);
 }
 
-Buffer Backend::allocate(Tier tier, std::size_t bytes) {
+Buffer Memory::allocate(Tier tier, std::size_t bytes) {
   if (bytes == 0) return {};
   account(tier).charge(bytes);
   std::byte* data = nullptr;
@@ -36,39 +36,31 @@ Buffer Backend::allocate(Tier tier, std::size_t bytes) {
   return {this, tier, data, bytes};
 }
 
-void Backend::linear_chain(const LinearChain& chain) {
+void DenseOps::linear_chain(const LinearChain& chain) {
   if (chain.norm) rms_norm(*chain.norm);
   if (chain.cast) cast(chain.cast->from, chain.cast->to);
   linear(chain.linear);
   if (chain.swiglu) swiglu(*chain.swiglu);
 }
 
-void Backend::read_heads(const ReadHeadsParams& params) {
-  check(info().compute_tier == Tier::host, "reading heads that are not in host memory");
-  sluice::read_heads(params);
+Queue::Queue(Backend& backend) : backend_(&backend), life_(backend.life_) {}
+
+Backend& Queue::backend() const {
+  if (has_backend()) return *backend_;
+  throw Error(ErrorCode::usage, "a queue was used after its backend had ended");
 }
 
-void Backend::sample(const Matrix& logits, std::span<const SampleParams> params,
-                     std::span<SampledToken> tokens) {
-  check(info().compute_tier == Tier::host, "sampling what is not in host memory");
-  const auto* row = static_cast<const float*>(logits.data);
-  for (std::size_t i = 0; i < tokens.size(); ++i, row += logits.stride) {
-    tokens[i] = draw_token({row, static_cast<std::size_t>(logits.columns)}, params[i]);
-  }
-}
-
-void Backend::replay(std::unique_ptr<Recording>& /*recording*/,
-                     const std::function<void()>& issue) {
+void Queue::replay(std::unique_ptr<Recording>& /*recording*/, const std::function<void()>& issue) {
   issue();
 }
 
-void copy_home(Backend& backend, const AppendParams& p) {
+void copy_home(Queue& queue, const AppendParams& p) {
   std::vector<CopyOp> ops;
   for (std::size_t head = 0; head < p.home.size(); ++head) {
     ops.push_back(
         {p.home[head], p.rows[head], static_cast<std::size_t>(p.tokens) * p.shape.row_bytes()});
   }
-  if (!ops.empty()) backend.copy(ops, Stream::compute);
+  if (!ops.empty()) queue.copy(ops);
 }
 
 }  // namespace sluice

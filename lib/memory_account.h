@@ -36,6 +36,26 @@ class MemoryAccount {
   std::atomic<std::uint64_t> peak_{0};
 };
 
+// Bytes charged to an account while this lives.
+class Charge {
+ public:
+  // Throws Error{memory} past the cap.
+  Charge(MemoryAccount& account, std::uint64_t bytes) : account_(&account), bytes_(bytes) {
+    account.charge(bytes);
+  }
+  Charge(const Charge&) = delete;
+  Charge& operator=(const Charge&) = delete;
+  ~Charge() {
+    if (account_ != nullptr) account_->release(bytes_);
+  }
+  // The account is gone.
+  void forget() { account_ = nullptr; }
+
+ private:
+  MemoryAccount* account_;
+  std::uint64_t bytes_;
+};
+
 // The accounts of every tier.
 class TierAccounts {
  public:

@@ -1,7 +1,7 @@
 // Arrays of heads in host memory, of any dtype and strides, to dense f32 and back.
 #pragma once
 
-#include "lib/backend.h"
+#include "lib/backend/dense_ops.h"
 
 namespace sluice {
 

@@ -52,12 +52,12 @@ std::uint64_t Decoder::host_bytes(const ModelConfig& config, const Backend& back
                    sizeof(float);
 }
 
-Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Backend& backend,
-                 std::int64_t chunk)
+Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue, std::int64_t chunk)
     : config_(config),
       weights_(std::move(weights)),
-      backend_(&backend),
+      queue_(&queue),
       inverse_frequencies_(inverse_frequencies(config)) {
+  Backend& backend = queue.backend();
   const Widths w(config);
   const DType compute = backend.info().compute_dtype;
   const auto allocate = [&](std::int64_t rows, std::int64_t columns, DType dtype) {
@@ -88,10 +88,10 @@ RmsNormParams Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix&
 void Decoder::embed(std::span<const TokenId> tokens, const Matrix& x) {
   const CopyOp op = {a_.ids.data(), reinterpret_cast<const std::byte*>(tokens.data()),
                      tokens.size_bytes()};
-  backend_->copy({&op, 1}, Stream::compute);
+  queue_->copy({&op, 1});
   const Matrix table =
       view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
-  backend_->embed(table, reinterpret_cast<const TokenId*>(a_.ids.data()), x);
+  queue_->embed(table, reinterpret_cast<const TokenId*>(a_.ids.data()), x);
 }
 
 void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions) {
@@ -108,18 +108,18 @@ void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Pos
   params.query_norm = optional_floats(weights.q_norm);
   params.key_norm = optional_floats(weights.k_norm);
   params.norm_epsilon = config_.rms_norm_eps;
-  backend_->rope(params);
+  queue_->rope(params);
 }
 
 void Decoder::project(int layer, const Matrix& x, const Positions& positions) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
-  const Matrix normed = view(a_.normed, backend_->info().compute_dtype, x.rows, w.hidden);
+  const Matrix normed = view(a_.normed, queue_->backend().info().compute_dtype, x.rows, w.hidden);
   const Matrix qkv = view(a_.qkv, DType::f32, x.rows, w.qkv);
   LinearChain chain;
   chain.norm = norm(x, weights.input_norm, normed);
   chain.linear = {normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv};
-  backend_->linear_chain(chain);
+  queue_->linear_chain(chain);
   rotate(weights, x.rows, positions);
 }
 
@@ -136,17 +136,17 @@ Queries Decoder::queries() const {
 void Decoder::mix(int layer, const Matrix& x) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
-  const Matrix mixed = view(a_.mixed, backend_->info().compute_dtype, x.rows, w.query);
+  const Matrix mixed = view(a_.mixed, queue_->backend().info().compute_dtype, x.rows, w.query);
   LinearChain chain;
   chain.cast = {view(a_.attended, DType::f32, x.rows, w.query), mixed};
   chain.linear = {mixed, weights.o.get(), optional_floats(weights.o_bias), x, true};
-  backend_->linear_chain(chain);
+  queue_->linear_chain(chain);
 }
 
 void Decoder::feed_forward(int layer, const Matrix& x) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
-  const DType compute = backend_->info().compute_dtype;
+  const DType compute = queue_->backend().info().compute_dtype;
   const Matrix normed = view(a_.normed, compute, x.rows, w.hidden);
   const Matrix gate_up = view(a_.gate_up, DType::f32, x.rows, 2 * w.intermediate);
   const Matrix product = view(a_.product, compute, x.rows, w.intermediate);
@@ -155,12 +155,13 @@ void Decoder::feed_forward(int layer, const Matrix& x) {
   chain.norm = norm(x, weights.post_norm, normed);
   chain.linear = {normed, weights.gate_up.get(), nullptr, gate_up};
   chain.swiglu = {gate_up, product};
-  backend_->linear_chain(chain);
-  backend_->linear({product, weights.down.get(), nullptr, x, true});
+  queue_->linear_chain(chain);
+  queue_->linear({product, weights.down.get(), nullptr, x, true});
 }
 
 void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& session) {
   const auto count = static_cast<std::int64_t>(tokens.size());
+  check(&session.pool()->queue() == queue_, "a session that works on another queue");
   session.begin_step(phase, count);
   const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
   embed(tokens, x);
@@ -179,7 +180,7 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
   check(count == batch.count() && count <= kLogitRows, "decode: a token for each session");
   auto* const staged = reinterpret_cast<TokenId*>(staged_ids_.data());
   std::copy(tokens.begin(), tokens.end(), staged);
-  backend_->replay(batch.recording(), [&] {
+  queue_->replay(batch.recording(), [&] {
     const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
     embed({staged, tokens.size()}, x);
     for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
@@ -202,8 +203,8 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session,
                      const std::function<bool(double)>& progress) {
   const auto total = static_cast<std::int64_t>(tokens.size());
   const std::int64_t hidden = config_.hidden_size;
-  const Buffer stream =
-      backend_->allocate(backend_->info().compute_tier, prompt_bytes(config_, total));
+  const Buffer stream = queue_->backend().allocate(queue_->backend().info().compute_tier,
+                                                   prompt_bytes(config_, total));
   const auto for_pieces = [&](const auto& body) {
     for (std::int64_t first = 0; first < total; first += session.plan().chunk) {
       const std::int64_t count = std::min(session.plan().chunk, total - first);
@@ -233,23 +234,23 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session,
   }
   session.end_prompt();
   // The last token's residual stream is what logits() starts from.
-  backend_->cast({stream.floats() + (total - 1) * hidden, DType::f32, 1, hidden, hidden},
-                 view(a_.x, DType::f32, 1, hidden));
-  backend_->synchronize();
+  queue_->cast({stream.floats() + (total - 1) * hidden, DType::f32, 1, hidden, hidden},
+               view(a_.x, DType::f32, 1, hidden));
+  queue_->synchronize();
   return true;
 }
 
 Matrix Decoder::compute_logits(std::int64_t first, std::int64_t count) {
   check(count >= 1 && count <= kLogitRows, "logits: too many rows at once");
   const Widths w(config_);
-  const DType compute = backend_->info().compute_dtype;
+  const DType compute = queue_->backend().info().compute_dtype;
   const Matrix x{a_.x.floats() + first * w.hidden, DType::f32, count, w.hidden, w.hidden};
   const Matrix normed = view(a_.normed, compute, count, w.hidden);
   LinearChain chain;
   chain.norm = norm(x, weights_.final_norm, normed);
   chain.linear = {normed, weights_.lm_head.get(), nullptr,
                   view(a_.logits, DType::f32, count, w.vocabulary)};
-  backend_->linear_chain(chain);
+  queue_->linear_chain(chain);
   return chain.linear.y;
 }
 
@@ -259,9 +260,9 @@ std::span<const float> Decoder::logits(std::int64_t first, std::int64_t count) {
   const bool on_host = host_logits_.data() == nullptr;
   if (!on_host) {
     const CopyOp op = {host_logits_.data(), a_.logits.data(), size * sizeof(float)};
-    backend_->copy({&op, 1}, Stream::compute);
+    queue_->copy({&op, 1});
   }
-  backend_->synchronize();
+  queue_->synchronize();
   return {on_host ? a_.logits.floats() : host_logits_.floats(), size};
 }
 
@@ -270,12 +271,12 @@ void Decoder::read_logits(std::int64_t token, std::span<float> to) {
       reinterpret_cast<std::byte*>(to.data()),
       reinterpret_cast<const std::byte*>(a_.logits.floats() + token * config_.vocab_size),
       to.size_bytes()};
-  backend_->copy({&op, 1}, Stream::compute);
+  queue_->copy({&op, 1});
 }
 
 void Decoder::sample(std::span<const SampleParams> params, std::span<SampledToken> tokens) {
   const auto count = static_cast<std::int64_t>(tokens.size());
-  backend_->sample(view(a_.logits, DType::f32, count, config_.vocab_size), params, tokens);
+  queue_->sample(view(a_.logits, DType::f32, count, config_.vocab_size), params, tokens);
 }
 
 }  // namespace sluice

@@ -17,7 +17,7 @@ namespace sluice {
 class Decoder {
  public:
   // Activations for steps of up to `chunk` tokens are allocated here, none later.
-  Decoder(const ModelConfig& config, ModelWeights weights, Backend& backend, std::int64_t chunk);
+  Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue, std::int64_t chunk);
 
   // Runs the layers over `tokens` and appends them to `session`. Throws what the session throws.
   void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
@@ -86,7 +86,7 @@ class Decoder {
 
   ModelConfig config_;
   ModelWeights weights_;
-  Backend* backend_;
+  Queue* queue_;
   std::vector<float> inverse_frequencies_;
   Activations a_;
   Buffer host_logits_;  // a copy of a_.logits, if that is not in host memory

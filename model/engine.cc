@@ -93,6 +93,7 @@ Engine Engine::open(const EngineConfig& config) {
   if (std::filesystem::exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
   auto backend = make_backend(backend_options(config, info.weight_dtype));
   require_supported(backend->info(), info.kv);
+  std::unique_ptr<Queue> queue = backend->make_queue();
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
   const std::uint64_t staging_bytes = backend->account(Tier::host).used();
   auto* const impl = new Impl{config,
@@ -100,6 +101,7 @@ Engine Engine::open(const EngineConfig& config) {
                               std::move(info),
                               std::move(tokenizer),
                               std::move(backend),
+                              std::move(queue),
                               backend_bytes,
                               staging_bytes};
   return Engine(std::shared_ptr<Impl>(impl));
@@ -214,7 +216,7 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   if (impl().decoder) return;
   const Turn turn(impl());
   ModelWeights weights = sluice::load_weights(impl().checkpoint, *impl().backend, progress);
-  impl().decoder.emplace(impl().checkpoint.config(), std::move(weights), *impl().backend,
+  impl().decoder.emplace(impl().checkpoint.config(), std::move(weights), *impl().queue,
                          impl().config.chunk);
 }
 
@@ -224,7 +226,9 @@ Session Engine::new_session(const SessionOptions& options) {
   load_weights();
   auto promise = std::make_shared<HostPromise>(impl(), plan.kv.host_bytes);
   return Session(std::make_unique<Session::Impl>(
-      impl_, KvSession(*impl().backend, plan.kv, options.policies, impl().config.scorers),
+      impl_,
+      KvSession(std::make_shared<KvPool>(*impl().queue, plan.kv, options.policies,
+                                         impl().config.scorers)),
       std::move(promise)));
 }
 

@@ -15,7 +15,9 @@ namespace {
 class Loader {
  public:
   Loader(const Checkpoint& checkpoint, Backend& backend)
-      : checkpoint_(&checkpoint), backend_(&backend) {}
+      : checkpoint_(&checkpoint),
+        backend_(&backend),
+        queue_(backend.make_queue({.computes = false})) {}
 
   // Matrices with the same inputs, one below the other.
   std::unique_ptr<Weight> matrix(const TensorGroup& group) {
@@ -53,14 +55,15 @@ class Loader {
     if (bytes.empty()) return {};
     Buffer buffer = backend_->allocate(backend_->info().compute_tier, bytes.size());
     const CopyOp op{buffer.data(), bytes.data(), bytes.size()};
-    backend_->copy({&op, 1}, Stream::compute);
-    backend_->synchronize();
+    queue_->copy({&op, 1});
+    queue_->synchronize();
     return buffer;
   }
 
  private:
   const Checkpoint* checkpoint_;
   Backend* backend_;
+  std::unique_ptr<Queue> queue_;
 };
 
 LayerWeights load_layer(Loader& loader, const LayerTensors& t) {

@@ -7,7 +7,7 @@
 #include "cpu/reference_backend.h"
 #include "sluice/errors.h"
 #ifdef SLUICE_CUDA
-#include "kernels/runtime/cuda_backend.h"
+#include "kernels/cuda_backend.h"
 #endif
 
 namespace sluice {

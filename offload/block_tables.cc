@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "lib/check.h"
-#include "lib/selection.h"
 #include "sluice/errors.h"
 
 namespace sluice {

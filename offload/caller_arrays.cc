@@ -27,7 +27,8 @@ std::size_t lse_bytes(const KvShape& shape, std::int64_t tokens) {
   return static_cast<std::size_t>(tokens * shape.query_heads) * sizeof(float);
 }
 std::size_t bad_bytes(const KvShape& shape, std::int64_t tokens) {
-  return static_cast<std::size_t>(tokens * heads_in(shape)) * sizeof(std::int32_t);
+  const std::int64_t heads = 2 * shape.kv_heads + shape.query_heads;
+  return static_cast<std::size_t>(shape.layers * tokens * heads) * sizeof(std::int32_t);
 }
 
 HeadArray array_of(void* data, const ArrayLayout& layout, std::int64_t tokens, int heads,
@@ -74,7 +75,7 @@ void require_array(std::string_view name, const void* data, const ArrayLayout& l
 
 // An array of f32 of the backend's to one of any dtype and strides there, in as few matrices as
 // possible: rows are tokens or heads.
-void cast_heads(Backend& backend, float* from, const HeadArray& to) {
+void cast_heads(Queue& queue, float* from, const HeadArray& to) {
   const std::int64_t dim = to.head_dim;
   const std::int64_t width = to.heads * dim;
   auto* const data = static_cast<std::byte*>(to.data);
@@ -82,27 +83,27 @@ void cast_heads(Backend& backend, float* from, const HeadArray& to) {
     return data + static_cast<std::size_t>(elements) * size_of(to.dtype);
   };
   if (to.head_stride == dim || to.heads == 1) {
-    return backend.cast({from, DType::f32, to.tokens, width, width},
-                        {data, to.dtype, to.tokens, width, to.token_stride});
+    return queue.cast({from, DType::f32, to.tokens, width, width},
+                      {data, to.dtype, to.tokens, width, to.token_stride});
   }
   if (to.tokens < to.heads) {
     for (std::int64_t token = 0; token < to.tokens; ++token) {
-      backend.cast({from + token * width, DType::f32, to.heads, dim, dim},
-                   {at(token * to.token_stride), to.dtype, to.heads, dim, to.head_stride});
+      queue.cast({from + token * width, DType::f32, to.heads, dim, dim},
+                 {at(token * to.token_stride), to.dtype, to.heads, dim, to.head_stride});
     }
     return;
   }
   for (std::int64_t head = 0; head < to.heads; ++head) {
-    backend.cast({from + head * dim, DType::f32, to.tokens, dim, width},
-                 {at(head * to.head_stride), to.dtype, to.tokens, dim, to.token_stride});
+    queue.cast({from + head * dim, DType::f32, to.tokens, dim, width},
+               {at(head * to.head_stride), to.dtype, to.tokens, dim, to.token_stride});
   }
 }
 
 }  // namespace
 
-CallerArrays::CallerArrays(Backend& backend, const KvShape& shape, std::int64_t tokens,
-                           float factor)
-    : backend_(&backend), shape_(shape), factor_(factor) {
+CallerArrays::CallerArrays(Queue& queue, const KvShape& shape, std::int64_t tokens, float factor)
+    : queue_(&queue), shape_(shape), factor_(factor), tokens_(tokens) {
+  Backend& backend = queue.backend();
   const Tier tier = backend.info().compute_tier;
   in_ = backend.allocate(tier, in_bytes(shape, tokens));
   out_ = backend.allocate(tier, out_bytes(shape, tokens));
@@ -126,49 +127,60 @@ std::uint64_t CallerArrays::host_bytes(const BackendInfo& info, const KvShape& s
 
 void CallerArrays::require(std::string_view name, const KvInput& array, int heads,
                            std::int64_t tokens) const {
-  require_array(name, array.data, array.layout, heads, tokens, shape_.head_dim, backend_->info());
+  require_array(name, array.data, array.layout, heads, tokens, shape_.head_dim,
+                queue_->backend().info());
 }
 
 void CallerArrays::require(std::string_view name, const KvOutput& array, int heads,
                            std::int64_t tokens) const {
-  require_array(name, array.data, array.layout, heads, tokens, shape_.head_dim, backend_->info());
+  require_array(name, array.data, array.layout, heads, tokens, shape_.head_dim,
+                queue_->backend().info());
 }
 
 void CallerArrays::copy(void* to, const void* from, std::size_t bytes) {
   const CopyOp op = {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes};
-  backend_->copy({&op, 1}, Stream::compute);
+  queue_->copy({&op, 1});
+}
+
+std::int32_t* CallerArrays::bad_rows_of(int layer) const {
+  return reinterpret_cast<std::int32_t*>(bad_.data()) +
+         layer * tokens_ * (2 * shape_.kv_heads + shape_.query_heads);
+}
+
+std::int32_t* CallerArrays::bad_queries_of(int layer) const {
+  return bad_rows_of(layer) + tokens_ * 2 * shape_.kv_heads;
 }
 
 // As the vectors from number `at` on.
 void CallerArrays::read(const KvInput& array, std::int64_t tokens, int heads, float factor,
-                        std::int64_t at) {
+                        std::int64_t at, std::int32_t* bad) {
   ReadHeadsParams params;
   params.from =
       array_of(const_cast<void*>(array.data), array.layout, tokens, heads, shape_.head_dim);
   params.factor = factor;
   params.limit = magnitude_limit(shape_.dtype);
   params.to = in_.floats() + at * shape_.head_dim;
-  params.bad = reinterpret_cast<std::int32_t*>(bad_.data()) + at;
+  params.bad = bad;
   const std::int64_t vectors = tokens * heads;
   std::fill_n(params.bad, vectors, 0);
-  if (array.layout.tier == backend_->info().compute_tier) return backend_->read_heads(params);
+  if (array.layout.tier == queue_->backend().info().compute_tier) return queue_->read_heads(params);
   float* const to = params.to;
   params.to = host_in_.floats() + at * shape_.head_dim;
   read_heads(params);
   copy(to, params.to, static_cast<std::size_t>(vectors * shape_.head_dim) * sizeof(float));
 }
 
-NewRows CallerArrays::read_rows(const KvInput& keys, const KvInput& values, std::int64_t tokens) {
-  values_at_ = tokens * shape_.kv_heads;
-  read(keys, tokens, shape_.kv_heads, 1.0f, 0);
-  read(values, tokens, shape_.kv_heads, 1.0f, values_at_);
-  return {in_.floats(), in_.floats() + values_at_ * shape_.head_dim,
+NewRows CallerArrays::read_rows(int layer, const KvInput& keys, const KvInput& values,
+                                std::int64_t tokens) {
+  const std::int64_t heads = tokens * shape_.kv_heads;
+  read(keys, tokens, shape_.kv_heads, 1.0f, 0, bad_rows_of(layer));
+  read(values, tokens, shape_.kv_heads, 1.0f, heads, bad_rows_of(layer) + heads);
+  return {in_.floats(), in_.floats() + heads * shape_.head_dim,
           std::int64_t{shape_.kv_heads} * shape_.head_dim};
 }
 
-Queries CallerArrays::read_queries(const KvInput& queries, std::int64_t tokens) {
-  values_at_ = 0;
-  read(queries, tokens, shape_.query_heads, factor_, 0);
+Queries CallerArrays::read_queries(int layer, const KvInput& queries, std::int64_t tokens) {
+  read(queries, tokens, shape_.query_heads, factor_, 0, bad_queries_of(layer));
   return {in_.floats(), std::int64_t{shape_.query_heads} * shape_.head_dim, out_.floats(),
           lse_.floats()};
 }
@@ -179,7 +191,7 @@ void CallerArrays::write(const KvOutput& out, float* lse, std::int64_t tokens) {
 }
 
 void CallerArrays::to_device(const KvOutput& out, float* lse, std::int64_t tokens) {
-  cast_heads(*backend_, out_.floats(),
+  cast_heads(*queue_, out_.floats(),
              array_of(out.data, out.layout, tokens, shape_.query_heads, shape_.head_dim));
   if (lse != nullptr) copy(lse, lse_.data(), lse_bytes(shape_, tokens));
 }
@@ -188,23 +200,27 @@ void CallerArrays::to_host(const KvOutput& out, float* lse, std::int64_t tokens)
   const bool passes = host_out_.data() != nullptr;
   if (passes) copy(host_out_.data(), out_.data(), out_bytes(shape_, tokens));
   if (lse != nullptr) copy(lse, lse_.data(), lse_bytes(shape_, tokens));
-  backend_->synchronize();
+  queue_->synchronize();
   write_heads(passes ? host_out_.floats() : out_.floats(),
               array_of(out.data, out.layout, tokens, shape_.query_heads, shape_.head_dim));
 }
 
-std::optional<CallerArrays::Bad> CallerArrays::bad_of(std::int64_t token) const {
-  const auto* const bad = reinterpret_cast<const std::int32_t*>(bad_.data());
-  if (values_at_ == 0) {
-    for (int head = 0; head < shape_.query_heads; ++head) {
-      if (bad[token * shape_.query_heads + head] != 0) return {{"queries", head / shape_.group()}};
-    }
-    return std::nullopt;
-  }
+std::optional<CallerArrays::Bad> CallerArrays::bad_rows(int layer, std::int64_t tokens,
+                                                        std::int64_t token) const {
+  const std::int32_t* const keys = bad_rows_of(layer);
+  const std::int32_t* const values = keys + tokens * shape_.kv_heads;
   for (int head = 0; head < shape_.kv_heads; ++head) {
     const std::int64_t at = token * shape_.kv_heads + head;
-    if (bad[at] != 0) return {{"keys", head}};
-    if (bad[values_at_ + at] != 0) return {{"values", head}};
+    if (keys[at] != 0) return {{"keys", head}};
+    if (values[at] != 0) return {{"values", head}};
+  }
+  return std::nullopt;
+}
+
+std::optional<CallerArrays::Bad> CallerArrays::bad_queries(int layer, std::int64_t token) const {
+  const std::int32_t* const bad = bad_queries_of(layer) + token * shape_.query_heads;
+  for (int head = 0; head < shape_.query_heads; ++head) {
+    if (bad[head] != 0) return {{"queries", head / shape_.group()}};
   }
   return std::nullopt;
 }

@@ -26,7 +26,7 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
   const CopyOp op = {reinterpret_cast<std::byte*>(pool_->tokens()),
                      reinterpret_cast<const std::byte*>(tokens_.data()),
                      tokens_.size() * sizeof(BatchToken)};
-  pool_->backend().copy({&op, 1}, Stream::compute);
+  pool_->queue().copy({&op, 1});
 }
 
 KvPool::StepKind DecodeStep::kind() const {
@@ -59,7 +59,7 @@ void DecodeStep::append(int layer, const NewRows& rows) {
     params.sums = sparse->index().value_sums(layer);
     params.token_sums = sparse->token_sums();
   }
-  pool_->backend().append_batch(params);
+  pool_->queue().append_batch(params);
   if (sparse != nullptr) sparse->index().build(layer, params.batch, params.rows);
 }
 
@@ -80,7 +80,7 @@ void DecodeStep::attend(int layer, const Queries& queries) {
   params.lse = queries.lse;
   params.arena = pool_->arena();
   params.arena_rows = 2 * pool_->plan().stream_tokens;
-  pool_->backend().attend_batch(params);
+  pool_->queue().attend_batch(params);
 }
 
 void DecodeStep::issue_report() {

@@ -4,7 +4,6 @@
 
 #include "lib/backend.h"
 #include "lib/batch.h"
-#include "lib/selection.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"

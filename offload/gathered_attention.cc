@@ -5,7 +5,7 @@
 
 namespace sluice {
 
-void attend_gathered(Backend& backend, const GatheredAttention& params) {
+void attend_gathered(Queue& queue, const GatheredAttention& params) {
   AttendParams attend = params.attend;
   GatherParams gather = params.keys;
   gather.to = params.arena;
@@ -22,10 +22,10 @@ void attend_gathered(Backend& backend, const GatheredAttention& params) {
     }
     gather.first = first;
     gather.counts = counts;
-    backend.gather(gather);
+    queue.gather(gather);
     attend.rows = rows;
     attend.first_row_position = first;
-    backend.attend(attend);
+    queue.attend(attend);
     attend.merge = true;
   }
 }

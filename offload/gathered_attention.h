@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "lib/backend.h"
+#include "lib/backend/queue.h"
 
 namespace sluice {
 
@@ -18,6 +18,6 @@ struct GatheredAttention {
   std::int64_t arena_rows = 0;
 };
 
-void attend_gathered(Backend& backend, const GatheredAttention& params);
+void attend_gathered(Queue& queue, const GatheredAttention& params);
 
 }  // namespace sluice

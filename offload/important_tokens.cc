@@ -44,12 +44,12 @@ std::int64_t count_for(const std::vector<float>& sums, double tau) {
 
 }  // namespace
 
-ImportantTokens::ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context,
+ImportantTokens::ImportantTokens(Queue& queue, const KvShape& shape, std::int64_t context,
                                  std::int64_t sequences, Tier tier)
-    : backend_(&backend), shape_(shape), context_(context), sequences_(sequences) {
+    : queue_(&queue), shape_(shape), context_(context), sequences_(sequences) {
   const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
   const auto allocate = [&](Tier where, std::int64_t count, std::size_t size) {
-    return backend.allocate(where, bytes_of(count, size));
+    return queue.backend().allocate(where, bytes_of(count, size));
   };
   probe_queries_ = allocate(tier, kProbes * width, sizeof(float));
   sums_ = allocate(Tier::host, context, sizeof(float));
@@ -84,7 +84,7 @@ void ImportantTokens::publish(int layer, std::int32_t sequence, std::int64_t fir
   const CopyOp op = {masks_.data() + offset,
                      reinterpret_cast<const std::byte*>(eligible_.data()) + offset,
                      bytes_of(end - first, 1)};
-  backend_->copy({&op, 1}, Stream::compute);
+  queue_->copy({&op, 1});
 }
 
 Mask ImportantTokens::mask(int layer) const {
@@ -135,7 +135,7 @@ void ImportantTokens::collect(const StepRange& piece, const Queries& queries) {
     ops.push_back({reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from),
                    bytes_of(width, sizeof(float))});
   }
-  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+  if (!ops.empty()) queue_->copy(ops);
 }
 
 // Softmax weights of every token of the prompt, summed over probes and query heads.
@@ -154,8 +154,8 @@ std::vector<float> ImportantTokens::column_sums(int layer, const KvPool& pool) {
   params.rows = rows;
   if (evicted_) params.eligible = mask(layer).tokens + sequence_ * context_;
   params.sums = sums_.floats();
-  backend_->column_sums(params);
-  backend_->synchronize();
+  queue_->column_sums(params);
+  queue_->synchronize();
   std::vector<float> sums(sums_.floats() + prompt_.first, sums_.floats() + prompt_.end());
   if (!std::all_of(sums.begin(), sums.end(), [](float x) { return std::isfinite(x); })) {
     throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
@@ -234,7 +234,7 @@ void ImportantTokens::put_keys(const std::vector<std::int32_t>& keys) {
                    reinterpret_cast<const std::byte*>(keys.data()),
                    keys.size() * sizeof(std::int32_t)});
   }
-  backend_->copy(ops, Stream::compute);
+  queue_->copy(ops);
 }
 
 // Queries of the part into one run, and its outputs back to their places; zero for the rest.
@@ -254,7 +254,7 @@ void ImportantTokens::copy_queries(const Part& part, const StepRange& block,
                   reinterpret_cast<const std::byte*>(queries.q + token * queries.stride), bytes});
     out_ops_[static_cast<std::size_t>(token)].from = out_.data() + i * bytes;
   }
-  if (!in.empty()) backend_->copy(in, Stream::compute);
+  if (!in.empty()) queue_->copy(in);
 }
 
 void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRange& piece,
@@ -293,12 +293,12 @@ void ImportantTokens::attend_block(int layer, const Part& part, const StepRange&
     params.count = static_cast<std::int64_t>(part.keys.size());
     params.arena = arena_.data();
     params.arena_rows = kArenaRows;
-    attend_gathered(*backend_, params);
+    attend_gathered(*queue_, params);
     // The host's list of keys may go.
-    backend_->synchronize();
+    queue_->synchronize();
     record(layer, part.keys, pool, ledger);
   }
-  backend_->copy(out_ops_, Stream::compute);
+  queue_->copy(out_ops_);
 }
 
 void ImportantTokens::record(int layer, const std::vector<std::int32_t>& keys, const KvPool& pool,

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/memory.h"
+#include "lib/backend/queue.h"
 #include "offload/kv_rows.h"
 #include "offload/sparse_attention.h"
 #include "sluice/policy.h"
@@ -19,8 +19,8 @@ class KvPool;
 class ImportantTokens {
  public:
   // Work space for prompts of up to `context` tokens, in `tier`.
-  ImportantTokens(Backend& backend, const KvShape& shape, std::int64_t context,
-                  std::int64_t sequences, Tier tier);
+  ImportantTokens(Queue& queue, const KvShape& shape, std::int64_t context, std::int64_t sequences,
+                  Tier tier);
 
   static std::uint64_t work_bytes(const KvShape& shape, std::int64_t context,
                                   std::int64_t sequences);
@@ -80,7 +80,7 @@ class ImportantTokens {
   void put_keys(const std::vector<std::int32_t>& keys);
   void copy_queries(const Part& part, const StepRange& block, const Queries& queries);
 
-  Backend* backend_;
+  Queue* queue_;
   KvShape shape_;
   std::int64_t context_;
   std::int64_t sequences_;

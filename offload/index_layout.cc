@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "lib/backend/index_ops.h"
 #include "lib/batch.h"
-#include "lib/selection.h"
 #include "sluice/errors.h"
 
 namespace sluice {

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 #include "offload/planner.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"

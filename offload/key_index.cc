@@ -26,8 +26,9 @@ WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t p
 
 }  // namespace
 
-KeyIndex::KeyIndex(Backend& backend, const IndexLayout& layout, const Scorers& scorers, Tier tier)
-    : backend_(&backend), layout_(layout), scorers_(scorers), layers_(layout.layers.size()) {
+KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier)
+    : queue_(&queue), layout_(layout), scorers_(scorers), layers_(layout.layers.size()) {
+  Backend& backend = queue.backend();
   const auto heads = static_cast<std::size_t>(layout.shape.kv_heads);
   const auto channels = static_cast<std::size_t>(layout.shape.head_dim);
   const std::size_t pages = static_cast<std::size_t>(layout.tiles * kTilePages) * heads;
@@ -64,8 +65,8 @@ void KeyIndex::allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer) {
     own.use = {layout_.shape, index.method.parameters, layout_.bits};
     own.scorer = &scorers_.at(index.method);
     own.index = index;
-    own.pages = backend_->allocate(tier, pages * index.page_bytes);
-    own.sequences = backend_->allocate(
+    own.pages = queue_->backend().allocate(tier, pages * index.page_bytes);
+    own.sequences = queue_->backend().allocate(
         tier, static_cast<std::size_t>(layout_.sequences) * index.sequence_bytes);
   }
 }
@@ -81,8 +82,8 @@ ScorerCall KeyIndex::call(const Own& own, int layer) const {
   call.memory.sequence_bytes = own.index.sequence_bytes;
   call.memory.table = table_;
   call.memory.table_stride = layout_.sequence_tiles();
-  call.processor = backend_->info().processor;
-  call.stream = backend_->native_stream(Stream::compute);
+  call.processor = queue_->backend().info().processor;
+  call.stream = queue_->native_stream();
   return call;
 }
 
@@ -139,14 +140,14 @@ void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, 
   if (pages == 0) return;
   if (!at.own.empty()) build_own(layer, run_of(sequence, first_page, pages, rows));
   if (at.bad == nullptr) return;
-  backend_->build_index({layout_.shape, view(layer), sequence, first_page, pages, rows, at.bad});
+  queue_->build_index({layout_.shape, view(layer), sequence, first_page, pages, rows, at.bad});
 }
 
 void KeyIndex::build(int layer, const TokenBatch& batch, const PagedRows& rows) {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
   if (!at.own.empty()) build_own(layer, {.count = batch.count, .batch = batch, .paged = rows});
   if (at.bad == nullptr) return;
-  backend_->build_batch({layout_.shape, view(layer), batch, rows, at.bad});
+  queue_->build_batch({layout_.shape, view(layer), batch, rows, at.bad});
 }
 
 void KeyIndex::add_values(int layer, std::int32_t sequence, std::span<const RowSpan> rows,
@@ -154,7 +155,7 @@ void KeyIndex::add_values(int layer, std::int32_t sequence, std::span<const RowS
   float* const sums = value_sums(layer);
   if (sums == nullptr) return;
   const std::size_t offset = static_cast<std::size_t>(sequence) * sum_bytes() / sizeof(float);
-  backend_->sum_values({layout_.shape, rows, sums + offset, subtract});
+  queue_->sum_values({layout_.shape, rows, sums + offset, subtract});
 }
 
 template <typename Visit>
@@ -175,7 +176,7 @@ void KeyIndex::clear_values(std::int32_t sequence) {
   for_each_of_sequences([&](std::byte* all, std::size_t bytes) {
     ops.push_back({all + static_cast<std::size_t>(sequence) * bytes, zeros.data(), bytes});
   });
-  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+  if (!ops.empty()) queue_->copy(ops);
 }
 
 void KeyIndex::copy_values(std::int32_t from, std::int32_t to) {
@@ -184,7 +185,7 @@ void KeyIndex::copy_values(std::int32_t from, std::int32_t to) {
     ops.push_back({all + static_cast<std::size_t>(to) * bytes,
                    all + static_cast<std::size_t>(from) * bytes, bytes});
   });
-  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+  if (!ops.empty()) queue_->copy(ops);
 }
 
 void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
@@ -207,7 +208,7 @@ void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
     copy(layer.bounds, bound_bytes);
     for (const Own& own : layer.own) copy(own.pages, kTilePages * own.index.page_bytes);
   }
-  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+  if (!ops.empty()) queue_->copy(ops);
 }
 
 float* KeyIndex::value_sums(int layer) const {
@@ -218,7 +219,7 @@ float* KeyIndex::value_sums(int layer) const {
 void KeyIndex::report_bad() {
   if (bad_.bytes() == 0) return;
   const CopyOp op = {seen_bad_.data(), bad_.data(), bad_.bytes()};
-  backend_->copy({&op, 1}, Stream::compute);
+  queue_->copy({&op, 1});
 }
 
 KeyIndex::BadKey KeyIndex::bad_key(std::int32_t sequence) const {
@@ -243,7 +244,7 @@ void KeyIndex::clear_bad(std::int32_t sequence) {
         layer * static_cast<std::size_t>(layout_.sequences) + static_cast<std::size_t>(sequence);
     ops.push_back({bad_.data() + at * bytes, zeros.data(), bytes});
   }
-  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+  if (!ops.empty()) queue_->copy(ops);
 }
 
 }  // namespace sluice

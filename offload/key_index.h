@@ -8,7 +8,6 @@
 
 #include "lib/backend.h"
 #include "lib/batch.h"
-#include "lib/selection.h"
 #include "offload/index_layout.h"
 #include "sluice/scorer.h"
 
@@ -17,7 +16,7 @@ namespace sluice {
 class KeyIndex {
  public:
   // Allocates everything that `layout` asks for, in `tier`.
-  KeyIndex(Backend& backend, const IndexLayout& layout, const Scorers& scorers, Tier tier);
+  KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier);
 
   // Where the tiles of sequences are: the backend's memory, [sequences, sequence_tiles()].
   void use_table(const std::int32_t* slots) { table_ = slots; }
@@ -83,7 +82,7 @@ class KeyIndex {
   std::size_t sum_bytes() const;
   KeyTiles tiles() const;
 
-  Backend* backend_;
+  Queue* queue_;
   IndexLayout layout_;
   Scorers scorers_;
   std::vector<Layer> layers_;

@@ -58,7 +58,7 @@ void KvBatch::require_fit(std::span<KvSession* const> sessions) {
 std::unique_ptr<Recording>& KvBatch::recording() { return pool_->recordings()[step_.kind()]; }
 
 std::vector<std::optional<Error>> KvBatch::end() {
-  pool_->backend().synchronize();
+  pool_->queue().synchronize();
   std::vector<std::optional<Error>> outcomes;
   for (KvSession* session : sessions_) {
     try {

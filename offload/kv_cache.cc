@@ -113,10 +113,13 @@ const auto& of(const auto& impl) {
 
 }  // namespace
 
-KvCache::Impl::Impl(const KvConfig& config, std::unique_ptr<Backend> owned, const KvPlan& plan)
+KvCache::Impl::Impl(const KvConfig& config, std::unique_ptr<Backend> owned,
+                    std::unique_ptr<Queue> work, const KvPlan& plan)
     : backend(std::move(owned)),
-      pool(std::make_shared<KvPool>(*backend, plan, config.policies, config.scorers)),
-      arrays(*backend, plan.shape, step_tokens(plan), query_factor(config)) {
+      queue(std::move(work)),
+      pool(std::make_shared<KvPool>(*queue, plan, config.policies, config.scorers)),
+      arrays(*queue, plan.shape, step_tokens(plan), query_factor(config)),
+      waits(config.stream == nullptr) {
   leaving.reserve(static_cast<std::size_t>(plan.sequences));
 }
 
@@ -138,8 +141,9 @@ void KvCache::Impl::end_step() {
 KvCache::KvCache(const KvConfig& config) {
   validate(config);
   std::unique_ptr<Backend> backend = make_backend(backend_options(config));
+  std::unique_ptr<Queue> queue = backend->make_queue({.stream = config.stream});
   const KvPlan plan = plan_cache(config, *backend);
-  impl_ = std::make_shared<Impl>(config, std::move(backend), plan);
+  impl_ = std::make_shared<Impl>(config, std::move(backend), std::move(queue), plan);
 }
 
 KvCache::KvCache(KvCache&&) noexcept = default;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,15 +22,18 @@ namespace sluice {
 // Backend, work space and tables serve one call at a time, and one step from its begin to its end.
 struct KvCache::Impl {
   std::unique_ptr<Backend> backend;
+  std::unique_ptr<Queue> queue;
   std::shared_ptr<KvPool> pool;
   CallerArrays arrays;
+  bool waits;  // for every call's work, whatever the memory of its arrays
 
   std::mutex mutex{};
   std::condition_variable step_over{};
   std::optional<std::thread::id> stepping{};  // whose step is under way
   std::vector<KvSession> leaving{};           // ended during a step; closed after it
 
-  Impl(const KvConfig& config, std::unique_ptr<Backend> owned, const KvPlan& plan);
+  Impl(const KvConfig& config, std::unique_ptr<Backend> owned, std::unique_ptr<Queue> work,
+       const KvPlan& plan);
 
   // Once no step is under way. Throws Error{usage} if one is the calling thread's own.
   std::unique_lock<std::mutex> between_steps();
@@ -89,7 +93,13 @@ struct KvStep::Impl {
   void fail_all(const Error& error);
   // An error in `work` is the end of all its sequences.
   void do_or_fail(const auto& work);
-  void fail_bad(int layer);
+  // Whether a call is to wait for its work, and to look at what it read.
+  bool waits(std::initializer_list<Tier> arrays) const;
+  // What was found bad is the end of its sequence.
+  void fail_bad(int layer, std::int64_t token, const std::optional<CallerArrays::Bad>& bad);
+  void fail_bad_rows(int layer);
+  void fail_bad_queries(int layer);
+  void fail_bad_of_all();
 };
 
 }  // namespace sluice

@@ -40,12 +40,23 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
 
 KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
                const Scorers& scorers)
-    : backend_(&backend),
+    : KvPool(backend.make_queue(), nullptr, plan, policies, scorers) {}
+
+KvPool::KvPool(Queue& queue, const KvPlan& plan, std::span<const Policy> policies,
+               const Scorers& scorers)
+    : KvPool(nullptr, &queue, plan, policies, scorers) {}
+
+KvPool::KvPool(std::unique_ptr<Queue> owned, Queue* queue, const KvPlan& plan,
+               std::span<const Policy> policies, const Scorers& scorers)
+    : owned_(std::move(owned)),
+      queue_(owned_ != nullptr ? owned_.get() : queue),
+      transfer_(queue_->backend().make_queue({.computes = false})),
       plan_(plan),
       policies_(policies.begin(), policies.end()),
-      tables_(limits_of(plan, layout_of(backend, plan, policies, scorers))),
-      home_(backend, plan.shape, plan.home_rows()),
-      layout_(layout_of(backend, plan, policies, scorers)) {
+      tables_(limits_of(plan, layout_of(queue_->backend(), plan, policies, scorers))),
+      home_(queue_->backend(), plan.shape, plan.home_rows()),
+      layout_(layout_of(queue_->backend(), plan, policies, scorers)) {
+  Backend& backend = queue_->backend();
   check(plan.in_place || plan.resident_tokens >= plan.home_rows() || plan.stream_tokens > 0,
         "a plan that neither holds nor streams its rows");
   if (policies_.empty()) policies_.emplace_back();
@@ -65,11 +76,11 @@ KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> pol
                                         sizeof(std::int32_t));
   tokens_ = backend.allocate(tier(), static_cast<std::size_t>(layout_.batch) * sizeof(BatchToken));
   if (layout_.selects()) {
-    sparse_ = std::make_unique<SparseAttention>(backend, layout_, scorers, tier());
+    sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier());
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout_.zipvl) {
-    important_ = std::make_unique<ImportantTokens>(backend, plan.shape, plan.context,
+    important_ = std::make_unique<ImportantTokens>(*queue_, plan.shape, plan.context,
                                                    plan.sequences, tier());
   }
 }
@@ -144,7 +155,7 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
         ops.push_back({home(layer, head, copy.to.host * kPageTokens), from_home, bytes});
       }
     }
-    if (!ops.empty()) backend_->copy(ops, Stream::compute);
+    if (!ops.empty()) queue_->copy(ops);
     if (fetches) {
       ledger.record(layer, Tier::host, Tier::device, Cause::miss,
                     traffic_of(plan_.shape, copy.rows));
@@ -183,7 +194,7 @@ void KvPool::publish() {
           sizeof(PageSlots));
     }
   }
-  if (!ops.empty()) backend_->copy(ops, Stream::compute);
+  if (!ops.empty()) queue_->copy(ops);
 }
 
 PagedRows KvPool::rows(int layer) const {

@@ -27,12 +27,18 @@ class KvPool {
  public:
   // Allocates what the plan says, but for the rows at home, which grow with what is in use.
   // `policies`: those that sequences may use; none: dense. They name `scorers`.
+  KvPool(Queue& queue, const KvPlan& plan, std::span<const Policy> policies = {},
+         const Scorers& scorers = own_scorers());
+  // On a queue of its own.
   KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {},
          const Scorers& scorers = own_scorers());
   KvPool(const KvPool&) = delete;
   KvPool& operator=(const KvPool&) = delete;
 
-  Backend& backend() const { return *backend_; }
+  Backend& backend() const { return queue_->backend(); }
+  // That steps are issued to, and that brings rows beside it.
+  Queue& queue() const { return *queue_; }
+  Queue& transfer() const { return *transfer_; }
   const KvPlan& plan() const { return plan_; }
   const std::vector<Policy>& policies() const { return policies_; }
   const BlockTables& tables() const { return tables_; }
@@ -84,10 +90,14 @@ class KvPool {
   std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
 
  private:
+  KvPool(std::unique_ptr<Queue> owned, Queue* queue, const KvPlan& plan,
+         std::span<const Policy> policies, const Scorers& scorers);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void publish();
 
-  Backend* backend_;
+  std::unique_ptr<Queue> owned_;
+  Queue* queue_;
+  std::unique_ptr<Queue> transfer_;
   KvPlan plan_;
   std::vector<Policy> policies_;
   BlockTables tables_;

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
 #include "offload/block_tables.h"
 #include "sluice/ledger.h"
 

@@ -185,7 +185,7 @@ void KvSession::end_step() {
   selection_.clear();
   if (!is_run_) {
     decode_->issue_report();
-    if (decode_->reports()) pool_->backend().synchronize();
+    if (decode_->reports()) pool_->queue().synchronize();
     selection_ = decode_->finish(sequence_, step_.tokens == 1, ledger_);
   }
   end_rows();
@@ -223,7 +223,7 @@ void KvSession::choose(int layer) {
 
 void KvSession::end_prompt() {
   check(in_prompt_, "end_prompt outside a prompt");
-  pool_->backend().synchronize();
+  pool_->queue().synchronize();
   selection_.clear();
   step_ = prompt_;
   end_rows();

@@ -80,7 +80,7 @@ void KvStep::Impl::do_or_fail(const auto& work) {
   }
   // What was issued must not write to host memory any more.
   try {
-    cache->backend->synchronize();
+    cache->queue->synchronize();
   } catch (const Error& error) {
     fail_all(error);
   }
@@ -115,17 +115,30 @@ void KvStep::Impl::require_complete() const {
   }
 }
 
-// What the arrays read last have that is no number.
-void KvStep::Impl::fail_bad(int layer) {
+bool KvStep::Impl::waits(std::initializer_list<Tier> arrays) const {
+  return cache->waits || std::find(arrays.begin(), arrays.end(), Tier::host) != arrays.end();
+}
+
+void KvStep::Impl::fail_bad(int layer, std::int64_t token,
+                            const std::optional<CallerArrays::Bad>& bad) {
+  KvSequence::Impl& sequence = *sequences[batch ? static_cast<std::size_t>(token) : 0];
+  if (!bad || sequence.failure) return;
+  sequence.failure = Error(
+      ErrorCode::numeric, std::string("the ") + bad->what + " of " + name_of(layer) + ", KV head " +
+                              std::to_string(bad->kv_head) + ", token " + std::to_string(token) +
+                              " of the step, are NaN, infinite or too large for the rows");
+}
+
+void KvStep::Impl::fail_bad_rows(int layer) {
   for (std::int64_t token = 0; token < tokens; ++token) {
-    const auto bad = cache->arrays.bad_of(token);
-    KvSequence::Impl& sequence = *sequences[batch ? static_cast<std::size_t>(token) : 0];
-    if (!bad || sequence.failure) continue;
-    sequence.failure =
-        Error(ErrorCode::numeric, std::string("the ") + bad->what + " of " + name_of(layer) +
-                                      ", KV head " + std::to_string(bad->kv_head) + ", token " +
-                                      std::to_string(token) +
-                                      " of the step, are NaN, infinite or too large for the rows");
+    fail_bad(layer, token, cache->arrays.bad_rows(layer, tokens, token));
+  }
+  if (const auto failure = failure_of_all()) throw Error(*failure);
+}
+
+void KvStep::Impl::fail_bad_queries(int layer) {
+  for (std::int64_t token = 0; token < tokens; ++token) {
+    fail_bad(layer, token, cache->arrays.bad_queries(layer, token));
   }
   if (const auto failure = failure_of_all()) throw Error(*failure);
 }
@@ -137,18 +150,19 @@ void KvStep::Impl::append(int layer, const KvInput& keys, const KvInput& values)
   }
   cache->arrays.require("keys", keys, shape().kv_heads, tokens);
   cache->arrays.require("values", values, shape().kv_heads, tokens);
+  const bool waits = this->waits({keys.layout.tier, values.layout.tier});
   do_or_fail([&] {
-    const NewRows rows = cache->arrays.read_rows(keys, values, tokens);
+    const NewRows rows = cache->arrays.read_rows(layer, keys, values, tokens);
     if (batch) {
       batch->append(layer, rows);
     } else {
       session().append(layer, rows);
     }
-    cache->backend->synchronize();
+    if (waits) cache->queue->synchronize();
   });
   appended[static_cast<std::size_t>(layer)] = true;
   latest = layer;
-  fail_bad(layer);
+  if (waits) fail_bad_rows(layer);
 }
 
 void KvStep::Impl::attend(int layer, const KvInput& input, const KvOutput& out, float* lse) {
@@ -157,18 +171,30 @@ void KvStep::Impl::attend(int layer, const KvInput& input, const KvOutput& out, 
   require_selection(layer);
   cache->arrays.require("queries", input, shape().query_heads, tokens);
   cache->arrays.require("out", out, shape().query_heads, tokens);
+  const bool waits = this->waits({input.layout.tier, out.layout.tier});
   do_or_fail([&] {
-    const Queries queries = cache->arrays.read_queries(input, tokens);
+    const Queries queries = cache->arrays.read_queries(layer, input, tokens);
     if (batch) {
       batch->attend(layer, queries);
     } else {
       session().attend(layer, queries);
     }
     cache->arrays.write(out, lse, tokens);
-    cache->backend->synchronize();
+    if (waits) cache->queue->synchronize();
   });
   attended[static_cast<std::size_t>(layer)] = true;
-  fail_bad(layer);
+  if (waits) fail_bad_queries(layer);
+}
+
+// What calls did not wait to see.
+void KvStep::Impl::fail_bad_of_all() {
+  if (cache->waits) return;
+  cache->queue->synchronize();
+  for (int layer = 0; layer < shape().layers; ++layer) {
+    const auto at = static_cast<std::size_t>(layer);
+    if (appended[at]) fail_bad_rows(layer);
+    if (attended[at]) fail_bad_queries(layer);
+  }
 }
 
 std::optional<Error> KvStep::Impl::end() {
@@ -177,6 +203,7 @@ std::optional<Error> KvStep::Impl::end() {
   std::vector<std::optional<Error>> outcomes(sequences.size());
   try {
     do_or_fail([&] {
+      fail_bad_of_all();
       if (batch) {
         batch->issue_report();
         outcomes = batch->end();

@@ -5,7 +5,7 @@
 #include <optional>
 #include <span>
 
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 #include "sluice/kv_cache.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"
@@ -20,7 +20,7 @@ struct KvRequest {
   std::int64_t sequences = 1;     // at a time
   std::int64_t tokens = 0;        // of all of them, where forks share some; 0: sequences * context
   std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
-  std::span<const Policy> policies = {};  // that sessions may use; none: dense
+  std::span<const Policy> policies = {};    // that sessions may use; none: dense
   const Scorers* scorers = &own_scorers();  // that they may name
   Processor processor = Processor::host;    // that the scorers have to run on
   std::optional<std::uint64_t> device_cap = std::nullopt;

@@ -28,16 +28,16 @@ int source_of(const Policy& policy, int layer, bool evicts) {
 
 }  // namespace
 
-SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout,
-                                 const Scorers& scorers, Tier tier)
-    : backend_(&backend),
+SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers,
+                                 Tier tier)
+    : queue_(&queue),
       layout_(layout),
       scorers_(scorers),
-      index_(backend, layout, scorers, tier),
+      index_(queue, layout, scorers, tier),
       tier_(tier) {
   const KvShape& shape = layout.shape;
   const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
-    return backend.allocate(where, count * size);
+    return queue.backend().allocate(where, count * size);
   };
   const std::size_t logit = size_of(layout.logits.dtype);
   logits_ = allocate(tier, count_of(layout.wave, shape.query_heads, layout.logit_stride()), logit);
@@ -54,8 +54,8 @@ SparseAttention::SparseAttention(Backend& backend, const IndexLayout& layout,
         allocate(tier, count_of(layout.batch, shape.kv_heads, shape.head_dim), sizeof(float));
   }
   arena_ = allocate(tier, count_of(shape.kv_heads, layout.arena_rows), shape.row_bytes());
-  report_ = make_report(backend, layout, tier);
-  seen_ = make_report(backend, layout, Tier::host);
+  report_ = make_report(queue.backend(), layout, tier);
+  seen_ = make_report(queue.backend(), layout, Tier::host);
 }
 
 SparseAttention::Report SparseAttention::make_report(Backend& backend, const IndexLayout& layout,
@@ -145,7 +145,7 @@ void SparseAttention::choose_fixed(const Policy& policy, const Wave& wave) {
   if (policy.is_dense(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
   select.selected = selection(wave.layer, wave.first);
   select.alpha = alpha(wave.layer, wave.first);
-  backend_->select(select);
+  queue_->select(select);
 }
 
 EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
@@ -183,7 +183,7 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   select.k = candidates_of(policy);
   select.selected = candidates(wave.layer, wave.first);
   select.alpha = share(wave.layer, wave.first);
-  backend_->select(select);
+  queue_->select(select);
 }
 
 // The scorer's estimates. One that is not Sluice's own leaves the newest rows to the backend.
@@ -192,7 +192,7 @@ void SparseAttention::score(const Policy& policy, const Wave& wave,
   if (!own_scorers().has(scorer_of(policy)) && !wave.skip_newest) {
     EstimateParams newest = estimate;
     newest.method = Selector::newest;
-    backend_->estimate(newest);
+    queue_->estimate(newest);
   }
   RunScorer call;
   static_cast<ScorerCall&>(call) = index_.call(policy, wave.layer);
@@ -201,7 +201,7 @@ void SparseAttention::score(const Policy& policy, const Wave& wave,
   call.batch = estimate.batch;
   call.rows = estimate.rows;
   call.logits = {estimate.logits.data, layout_.logits.dtype, estimate.logits.stride};
-  call.backend = backend_;
+  call.queue = queue_;
   call.estimate = &estimate;
   scorer_of(policy).score(call);
 }
@@ -214,7 +214,7 @@ void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   estimate.candidates = &candidates;
   estimate.pages_read = report_.pages_read + head_entry(wave.layer, wave.first);
   estimate.logits = {candidate_logits_.data(), layout_.candidate_stride()};
-  backend_->estimate(estimate);
+  queue_->estimate(estimate);
 
   SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
@@ -243,7 +243,7 @@ void SparseAttention::prune(const Policy& policy, const Wave& wave, SelectParams
   params.p = static_cast<float>(policy.p);
   params.cap = {policy.cap, {}, 0};
   params.alpha = alpha(wave.layer, wave.first);
-  backend_->select(params);
+  queue_->select(params);
 }
 
 void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int source,
@@ -268,7 +268,7 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   params.scale = attend_params(shape, {}, {}).scale;
   params.out = queries.out + wave.first * shape.query_heads * shape.head_dim;
   params.lse = queries.lse + wave.first * shape.query_heads;
-  backend_->attend_selected(params);
+  queue_->attend_selected(params);
 }
 
 void SparseAttention::require_number(bool is_number, int layer, int head) const {
@@ -295,7 +295,7 @@ void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t 
   const BatchToken& token = step.tokens[static_cast<std::size_t>(number)];
   const Policy& policy = *step.policy;
   const Scorer& scorer = scorer_of(policy);
-  const EstimateReads reads(backend_->info().reads, policy, layout_.shape, scorer);
+  const EstimateReads reads(queue_->backend().info().reads, policy, layout_.shape, scorer);
   const std::int64_t resident =
       tier_ == Tier::host || !scorer.reads_rows()
           ? token.page_first()
@@ -322,7 +322,7 @@ void SparseAttention::count_alpha(int source, std::int64_t number, LayerSelectio
 
 void SparseAttention::issue_report() {
   const CopyOp op = {seen_.all.data(), report_.all.data(), report_.all.bytes()};
-  backend_->copy({&op, 1}, Stream::compute);
+  queue_->copy({&op, 1});
   index_.report_bad();
 }
 
@@ -358,7 +358,7 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
   entry.alpha /= static_cast<double>(count.tokens * shape.query_heads);
 
   const auto parts = static_cast<std::uint64_t>(
-      ReadPattern::parts(shape.group(), backend_->info().reads.attend_queries));
+      ReadPattern::parts(shape.group(), queue_->backend().info().reads.attend_queries));
   const std::uint64_t row = shape.row_bytes();
   const std::uint64_t hits = count.hits * parts;
   const std::uint64_t misses = count.misses * parts;

@@ -26,7 +26,7 @@ struct Mask {
 class SparseAttention {
  public:
   // Allocates the index and the work space of `layout` in `tier`.
-  SparseAttention(Backend& backend, const IndexLayout& layout, const Scorers& scorers, Tier tier);
+  SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier);
 
   KeyIndex& index() { return index_; }
   // Where append_batch() puts what the sums of values are after each token of the batch:
@@ -112,7 +112,7 @@ class SparseAttention {
   void count_alpha(int source, std::int64_t number, LayerSelection& entry) const;
   void require_number(bool is_number, int layer, int head) const;
 
-  Backend* backend_;
+  Queue* queue_;
   IndexLayout layout_;
   Scorers scorers_;
   KeyIndex index_;

@@ -56,7 +56,7 @@ void TokenRun::copy_front(int layer) {
   for (int head = 0; head < shape.kv_heads; ++head) {
     ops.push_back({pool_->window(head), pool_->row(layer, head, from), bytes});
   }
-  pool_->backend().copy(ops, Stream::compute);
+  pool_->queue().copy(ops);
 }
 
 void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
@@ -88,7 +88,7 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
     if (!pool_->plan().in_place) homes.push_back(pool_->row(layer, head, home));
   }
   const std::int64_t offset = (to.first - range_.first) * rows.stride;
-  pool_->backend().append(
+  pool_->queue().append(
       {rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, homes});
 }
 
@@ -106,7 +106,7 @@ void TokenRun::copy_window(int layer) {
                      pool_->row(layer, head, window.part(run.first, run.end())), bytes});
     }
   }
-  if (!ops.empty()) pool_->backend().copy(ops, Stream::compute);
+  if (!ops.empty()) pool_->queue().copy(ops);
 }
 
 void TokenRun::build_index(int layer) {
@@ -125,7 +125,7 @@ void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
   const std::vector<RowSpan> rows = pool_->spans(layer, run);
   params.rows = rows;
   params.first_row_position = run.first;
-  pool_->backend().attend(params);
+  pool_->queue().attend(params);
   params.rows = {};
   params.merge = true;
 }
@@ -146,21 +146,22 @@ void TokenRun::attend_streamed(int layer, AttendParams& params) {
     }
   }
   const KvShape& shape = pool_->plan().shape;
-  Backend& backend = pool_->backend();
+  Queue& queue = pool_->queue();
+  Queue& transfer = pool_->transfer();
   const auto fetch = [&](std::size_t number) {
     if (number >= pieces.size()) return;
     // Not before attention has finished with what the buffer held.
-    backend.order(Stream::compute, Stream::transfer);
+    transfer.wait_for(queue);
     std::vector<CopyOp> ops;
     for (int head = 0; head < shape.kv_heads; ++head) {
       ops.push_back({pool_->stream(number % 2, head), pool_->row(layer, head, pieces[number]),
                      static_cast<std::size_t>(pieces[number].count) * shape.row_bytes()});
     }
-    backend.copy(ops, Stream::transfer);
+    transfer.copy(ops);
   };
   fetch(0);
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    backend.order(Stream::transfer, Stream::compute);
+    queue.wait_for(transfer);
     fetch(i + 1);
     std::vector<RowSpan> rows;
     for (int head = 0; head < shape.kv_heads; ++head) {
@@ -168,7 +169,7 @@ void TokenRun::attend_streamed(int layer, AttendParams& params) {
     }
     params.rows = rows;
     params.first_row_position = pieces[i].first;
-    backend.attend(params);
+    queue.attend(params);
     params.merge = true;
   }
   params.rows = {};

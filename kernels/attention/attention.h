@@ -20,8 +20,7 @@
 #pragma once
 
 #include "kernels/runtime/launch.h"
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cuda {
 

@@ -4,7 +4,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/paged.cuh"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 

@@ -12,7 +12,7 @@
 #include <span>
 
 #include "kernels/runtime/launch.h"
-#include "lib/backend.h"
+#include "lib/backend/dense_ops.h"
 
 namespace sluice::cuda {
 

@@ -4,8 +4,7 @@
 #include <span>
 
 #include "kernels/runtime/launch.h"
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/queue.h"
 
 namespace sluice::cuda {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 
 #ifdef __CUDACC__
 #define SLUICE_BOTH __host__ __device__

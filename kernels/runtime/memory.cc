@@ -26,8 +26,8 @@ PoolOwner make_pool(int ordinal) {
   static_cast<void>(cudaGetLastError());
   const std::string name(to_string(tier));
   throw Error(ErrorCode::memory, "the " + name + " has no " + format_bytes(bytes) + " left (" +
-                                     cudaGetErrorString(status) + "); lower --" + name +
-                                     "-memory, shorten the context or end what else uses it");
+                                     cudaGetErrorString(status) + "); lower `" + name +
+                                     "_memory`, shorten the context or end what else uses it");
 }
 
 }  // namespace
@@ -76,6 +76,8 @@ std::byte* CudaMemory::take(Tier tier, std::size_t bytes) {
   const cudaError_t status = cudaMallocFromPoolAsync(&data, bytes, pool_.get(), stream_);
   if (status != cudaSuccess) throw_no_memory(tier, bytes, status);
   require(cudaMemsetAsync(data, 0, bytes, stream_), "zeroing device memory");
+  // Queues may use it at once.
+  require(cudaStreamSynchronize(stream_), "zeroing device memory");
   device_runs_.add(static_cast<std::byte*>(data), bytes);
   return static_cast<std::byte*>(data);
 }

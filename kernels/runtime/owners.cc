@@ -4,9 +4,13 @@
 
 namespace sluice::cuda {
 
-StreamOwner make_stream() {
+StreamOwner make_stream(bool urgent) {
+  int least = 0;
+  int greatest = 0;
+  require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "the priorities of streams");
   cudaStream_t stream = nullptr;
-  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+  require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, urgent ? greatest : least),
+          "a stream");
   return StreamOwner(stream);
 }
 

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "kernels/runtime/owners.h"
-#include "lib/backend.h"
+#include "lib/backend/queue.h"
 
 namespace sluice::cuda {
 

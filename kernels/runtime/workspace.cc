@@ -7,6 +7,8 @@ namespace {
 
 constexpr std::size_t kCounterBytes = Launch::kCounters * sizeof(std::uint32_t);
 
+}  // namespace
+
 DeviceLimits current_limits() {
   int ordinal = 0;
   require(cudaGetDevice(&ordinal), "the current device");
@@ -23,23 +25,25 @@ DeviceLimits current_limits() {
   return limits;
 }
 
-}  // namespace
-
-Workspace::Workspace(std::size_t scratch_bytes)
+Workspace::Workspace(std::size_t scratch_bytes, cudaStream_t wrapped, bool urgent)
     : device_(current_limits()),
-      stream_(make_stream()),
-      scratch_bytes_(scratch_bytes),
-      scratch_(make_device_block(scratch_bytes)),
-      counters_(make_device_block(kCounterBytes)) {
-  require(cudaMemsetAsync(counters_.get(), 0, kCounterBytes, stream_.get()), "memset");
-  require(cudaStreamSynchronize(stream_.get()), "a new workspace");
+      own_(wrapped == nullptr ? make_stream(urgent) : StreamOwner()),
+      stream_(wrapped == nullptr ? own_.get() : wrapped),
+      scratch_bytes_(scratch_bytes) {
+  if (scratch_bytes == 0) return;
+  scratch_ = make_device_block(scratch_bytes);
+  counters_ = make_device_block(kCounterBytes);
+  require(cudaMemsetAsync(counters_.get(), 0, kCounterBytes, stream_), "memset");
+  require(cudaStreamSynchronize(stream_), "a new workspace");
 }
 
 Launch Workspace::launch() const {
-  return {stream_.get(), &device_, static_cast<std::uint32_t*>(counters_.get()),
+  return {stream_, &device_, static_cast<std::uint32_t*>(counters_.get()),
           static_cast<std::byte*>(scratch_.get()), scratch_bytes_};
 }
 
-std::size_t Workspace::bytes(std::size_t scratch_bytes) { return scratch_bytes + kCounterBytes; }
+std::size_t Workspace::bytes(std::size_t scratch_bytes) {
+  return scratch_bytes == 0 ? 0 : scratch_bytes + kCounterBytes;
+}
 
 }  // namespace sluice::cuda

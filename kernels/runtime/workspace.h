@@ -8,10 +8,16 @@
 
 namespace sluice::cuda {
 
+// Of the current device.
+DeviceLimits current_limits();
+
 class Workspace {
  public:
-  // On the current device. Throws Error{unsupported} if there is none that can be used.
-  explicit Workspace(std::size_t scratch_bytes);
+  // On the current device. `wrapped`: a stream that outlives this; null: one of its own, before
+  // others if `urgent`. Without scratch there are no counters either, and no kernels that need
+  // them. Throws Error{unsupported} if there is no device that can be used.
+  explicit Workspace(std::size_t scratch_bytes, cudaStream_t wrapped = nullptr,
+                     bool urgent = false);
 
   Launch launch() const;
   const DeviceLimits& device() const { return device_; }
@@ -20,7 +26,8 @@ class Workspace {
 
  private:
   DeviceLimits device_;
-  StreamOwner stream_;
+  StreamOwner own_;
+  cudaStream_t stream_;
   std::size_t scratch_bytes_;
   DeviceBlock scratch_;
   DeviceBlock counters_;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 

@@ -7,7 +7,7 @@
 #include "kernels/scan/scan.h"
 #include "kernels/scan/tile_queries.cuh"
 #include "kernels/scan/tiles.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 #include "lib/check.h"
 
 namespace sluice::cuda {

@@ -6,7 +6,7 @@
 #include "kernels/runtime/heads.h"
 #include "kernels/runtime/paged.cuh"
 #include "kernels/scan/scan.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 #include "lib/check.h"
 
 namespace sluice::cuda {

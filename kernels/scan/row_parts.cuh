@@ -4,7 +4,7 @@
 #include "kernels/runtime/paged.cuh"
 #include "kernels/scan/channels.cuh"
 #include "kernels/scan/tile_queries.cuh"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 

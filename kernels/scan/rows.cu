@@ -3,7 +3,7 @@
 #include "kernels/runtime/dispatch.h"
 #include "kernels/scan/rows.cuh"
 #include "kernels/scan/rows.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 namespace {

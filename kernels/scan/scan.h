@@ -15,7 +15,7 @@
 #pragma once
 
 #include "kernels/runtime/launch.h"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 

@@ -6,7 +6,6 @@
 
 #include "kernels/runtime/barriers.cuh"
 #include "kernels/scan/tile_runs.cuh"
-#include "lib/selection.h"
 
 namespace sluice::cuda {
 

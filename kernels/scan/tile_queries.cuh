@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/scan/channels.cuh"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 

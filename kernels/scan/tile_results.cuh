@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/scan/tile_copy.cuh"
-#include "lib/selection.h"
 
 namespace sluice::cuda {
 

@@ -3,7 +3,7 @@
 
 #include "kernels/scan/channels.h"
 #include "kernels/scan/tile_queries.cuh"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 

@@ -3,7 +3,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/scan/tile_few.cuh"
 #include "kernels/scan/tiles.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 #include "lib/check.h"
 
 namespace sluice::cuda {

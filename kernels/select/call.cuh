@@ -11,8 +11,8 @@
 #include <cstdint>
 
 #include "kernels/runtime/device_math.cuh"
+#include "lib/backend/index_ops.h"
 #include "lib/batch.h"
-#include "lib/selection.h"
 
 namespace sluice::cuda {
 

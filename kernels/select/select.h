@@ -29,7 +29,7 @@
 #include <cstddef>
 
 #include "kernels/runtime/launch.h"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
 

@@ -1,8 +1,7 @@
 // What scorers share that leave the work to an operation of the backend.
 #pragma once
 
-#include "lib/backend.h"
-#include "lib/selection.h"
+#include "lib/backend/queue.h"
 #include "sluice/scorer.h"
 
 namespace sluice::scorers {
@@ -11,7 +10,7 @@ inline void estimate(const RunScorer& call, Selector method, int channels = 0) {
   EstimateParams params = *call.estimate;
   params.method = method;
   params.channels = channels;
-  call.backend->estimate(params);
+  call.queue->estimate(params);
 }
 
 // Of so many channels of all tiles.

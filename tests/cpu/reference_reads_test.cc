@@ -9,6 +9,7 @@
 
 #include "cpu/reference_backend.h"
 #include "tests/support/paged_cases.h"
+#include "tests/support/watched_device.h"
 
 namespace sluice::cpu {
 namespace {
@@ -18,8 +19,10 @@ using testing::newest_case;
 
 constexpr KvShape kShape{1, 4, 2, 32, DType::bf16};
 
-class ReadsOfRows : public ReferenceBackend {
+class ReadsOfRows : public ReferenceQueue {
  public:
+  using ReferenceQueue::ReferenceQueue;
+
   void on_read(const std::byte* row, std::size_t bytes) override {
     ++reads[row];
     sizes_agree = sizes_agree && bytes == kShape.row_bytes();
@@ -46,7 +49,7 @@ class RowReads : public ::testing::Test {
 
   const std::uint64_t seed_ = testing::seed(5);
   testing::Random random_{seed_};
-  ReadsOfRows backend_;
+  testing::WatchedDevice<ReadsOfRows> backend_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
@@ -59,8 +62,8 @@ TEST_F(RowReads, ABatchReadsWhatEachTokenSees) {
   expect(expected, run.sequences(), 0, 0, 300);
   expect(expected, run.sequences(), 1, 0, 129);
   expect(expected, run.sequences(), 1, 0, 130);
-  EXPECT_EQ(backend_.reads, expected);
-  EXPECT_TRUE(backend_.sizes_agree);
+  EXPECT_EQ(backend_.watch().reads, expected);
+  EXPECT_TRUE(backend_.watch().sizes_agree);
 }
 
 TEST_F(RowReads, AChunkReadsWhatItsLastTokenSees) {
@@ -68,8 +71,8 @@ TEST_F(RowReads, AChunkReadsWhatItsLastTokenSees) {
   c.first_query_position -= 10;
   testing::AttentionRun run(backend_, c);
   run.attend();
-  EXPECT_EQ(backend_.reads.size(), std::size_t{2 * 190});
-  EXPECT_TRUE(std::all_of(backend_.reads.begin(), backend_.reads.end(),
+  EXPECT_EQ(backend_.watch().reads.size(), std::size_t{2 * 190});
+  EXPECT_TRUE(std::all_of(backend_.watch().reads.begin(), backend_.watch().reads.end(),
                           [](const auto& read) { return read.second == 1; }));
 }
 
@@ -98,12 +101,12 @@ TEST_F(RowReadsOfChosen, SelectedRowsAndTheNewest) {
   p.rows = sequences_.rows();
   p.selected = {positions_.data(), 3, heads.data()};
   p.scale = 1.0f;
-  backend_.attend_selected(p);
+  backend_.queue->attend_selected(p);
   std::map<const std::byte*, int> expected;
   expect_chosen(expected, sequences_);
   expect(expected, sequences_, 0, 256, 300);
-  EXPECT_EQ(backend_.reads, expected);
-  EXPECT_TRUE(backend_.sizes_agree);
+  EXPECT_EQ(backend_.watch().reads, expected);
+  EXPECT_TRUE(backend_.watch().sizes_agree);
 }
 
 TEST_F(RowReadsOfChosen, GatheredRows) {
@@ -118,10 +121,10 @@ TEST_F(RowReadsOfChosen, GatheredRows) {
   p.counts = counts;
   p.to = to.data();
   p.to_rows = 3;
-  backend_.gather(p);
+  backend_.queue->gather(p);
   std::map<const std::byte*, int> expected;
   expect_chosen(expected, sequences_);
-  EXPECT_EQ(backend_.reads, expected);
+  EXPECT_EQ(backend_.watch().reads, expected);
 }
 
 }  // namespace

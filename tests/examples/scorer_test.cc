@@ -156,7 +156,7 @@ class Signs : public ::testing::TestWithParam<testing::NamedBackend> {};
 // Pages built as runs and by batches, then scored: bit for bit no backend equals another, but all
 // equal the definition.
 TEST_P(Signs, EstimatesWhatTheDefinitionSays) {
-  const std::unique_ptr<Backend> backend = testing::make_or_skip(GetParam());
+  const std::unique_ptr<testing::Device> backend = testing::make_or_skip(GetParam());
   if (backend == nullptr) return;
   const std::uint64_t seed = testing::seed(31);
   SCOPED_TRACE(testing::seed_message(seed));
@@ -202,7 +202,7 @@ TEST_P(Signs, EstimatesWhatTheDefinitionSays) {
     call.memory.table = reinterpret_cast<const std::int32_t*>(places.data());
     call.memory.table_stride = 2;
     call.processor = backend->info().processor;
-    call.stream = backend->native_stream(Stream::compute);
+    call.stream = backend->queue->native_stream();
     call.rows.device = device.data();
     call.rows.device_stride = static_cast<std::int64_t>(4 * kPageTokens * row_bytes);
     call.rows.pages = reinterpret_cast<const PageSlots*>(slots.data());
@@ -440,8 +440,9 @@ TEST_P(SignsCache, AttendsToWhatTheDefinitionSays) {
     if (error.code() != ErrorCode::unsupported || config.device != "cuda") throw;
     GTEST_SKIP() << error.what();
   }
-  // Where logits are f16, tokens at the border may change places; they weigh little.
-  const double tolerance = config.device == "cuda" ? 0.02 : kTolerance;
+  // A GPU rounds queries and weights to the 8 bits of the rows; and where logits are f16, tokens at
+  // the border may change places, which weigh little.
+  const double tolerance = config.device == "cuda" ? 0.05 : kTolerance;
   const Script script(config.shape, 700, seed);
   KvSequence sequence = cache->new_sequence();
   const auto run = [&](Phase phase, std::int64_t tokens) {

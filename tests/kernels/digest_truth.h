@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "lib/backend/index_ops.h"
 #include "lib/half.h"
-#include "lib/selection.h"
 
 namespace sluice::cuda {
 

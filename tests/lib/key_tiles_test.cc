@@ -1,9 +1,9 @@
+#include "lib/backend/key_tiles.h"
+
 #include <gtest/gtest.h>
 
 #include <set>
 #include <vector>
-
-#include "lib/selection.h"
 
 namespace sluice {
 namespace {

@@ -8,7 +8,6 @@
 #include <set>
 #include <vector>
 
-#include "lib/selection.h"
 #include "sluice/errors.h"
 #include "tests/support/random.h"
 

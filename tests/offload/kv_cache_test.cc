@@ -67,7 +67,7 @@ class Caches : public ::testing::TestWithParam<std::string> {
 
   const std::uint64_t seed_ = testing::seed(11);
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
-  std::unique_ptr<Backend> device_;  // whose memory callers' arrays are in
+  std::unique_ptr<testing::Device> device_;  // whose memory callers' arrays are in
 };
 
 INSTANTIATE_TEST_SUITE_P(Devices, Caches, ::testing::ValuesIn(devices()),
@@ -83,7 +83,7 @@ TEST_P(Caches, TakeArraysOfAnyDtypeLayoutMemoryAndScale) {
       for (const Order order : {Order::dense, Order::part_of_a_row, Order::heads_first}) {
         // Every dtype of the output, scale and memory with some of the others.
         const DType out = kAll[static_cast<std::size_t>(number % 3)];
-        Backend* const memory = number % 2 == 0 ? device_.get() : nullptr;
+        testing::Device* const memory = number % 2 == 0 ? device_.get() : nullptr;
         KvConfig config = this->config(64, rows);
         if (number % 4 > 1) config.scale = 0.31;
         SCOPED_TRACE(std::to_string(number++));
@@ -247,9 +247,9 @@ TEST_P(Caches, WhatIsNoNumberEndsItsSequenceAlone) {
   const Script script(shape, 160, seed_);
   for (const float value : {NAN, INFINITY, -INFINITY, 0x1p60f}) {
     for (const bool in_key : {true, false}) {
-      std::vector<Backend*> memories = {nullptr};
+      std::vector<testing::Device*> memories = {nullptr};
       if (on_gpu()) memories.push_back(device_.get());
-      for (Backend* const memory : memories) {
+      for (testing::Device* const memory : memories) {
         KvCache cache(config);
         KvSequence good = cache.new_sequence();
         KvSequence bad = cache.new_sequence();

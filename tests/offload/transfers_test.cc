@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "cpu/cpu_backend.h"
-#include "lib/selection.h"
+#include "lib/backend/key_tiles.h"
 #include "offload/kv_session.h"
 #include "tests/support/plan.h"
 #include "tests/support/random.h"

@@ -31,7 +31,7 @@ class AppendParity : public ::testing::TestWithParam<NamedBackend> {
 
   const std::uint64_t seed_ = testing::seed(13);
   Random random_{seed_};
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
@@ -53,7 +53,7 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHome) {
       const std::array<Buffer, 2> home = two(Tier::host);
       std::byte* const to[] = {rows[0].data(), rows[1].data()};
       std::byte* const home_to[] = {home[0].data(), home[1].data()};
-      backend_->append(
+      backend_->queue->append(
           {device.floats(), device.floats() + 2 * d, tokens, stride, shape, to, home_to});
       const std::vector<float> expected = rounded(kv, dtype);
       const std::size_t width = shape.row_bytes() / size_of(dtype);
@@ -198,7 +198,7 @@ struct Without {
 };
 
 // Appends the whole batch at once, or token by token.
-Written appended(Backend& backend, const BatchCase& c, const Written& start, bool alone,
+Written appended(testing::Device& backend, const BatchCase& c, const Written& start, bool alone,
                  const Without& without = {}) {
   const Buffer device = upload(backend, start.device);
   const Buffer host = backend.allocate(Tier::host, c.pool_bytes());
@@ -227,7 +227,7 @@ Written appended(Backend& backend, const BatchCase& c, const Written& start, boo
     if (!without.token_sums) {
       p.token_sums = token_sums.floats() + static_cast<std::ptrdiff_t>(c.sums(first));
     }
-    backend.append_batch(p);
+    backend.queue->append_batch(p);
   }
   return {download<std::byte>(backend, device), download<std::byte>(backend, host),
           download<float>(backend, sums), download<float>(backend, token_sums)};

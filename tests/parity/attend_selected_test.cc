@@ -79,7 +79,7 @@ AttentionCase own_page(const Chosen& chosen) {
 // tokens.
 class SelectedRun {
  public:
-  SelectedRun(Backend& backend, Random& random, const std::vector<AttentionCase>& cases,
+  SelectedRun(testing::Device& backend, Random& random, const std::vector<AttentionCase>& cases,
               std::int64_t most, Places places = Places::either)
       : backend_(backend),
         sequences_(backend, random, cases, places),
@@ -138,7 +138,7 @@ class SelectedRun {
     if (alpha_.bytes() > 0) p.alpha = alpha_.floats();
     if (estimated_lse_.bytes() > 0) p.estimated_lse = estimated_lse_.floats();
     if (sums_.bytes() > 0) p.value_sums = sums_.floats();
-    backend_.attend_selected(p);
+    backend_.queue->attend_selected(p);
     return queries_.results_by_token();
   }
 
@@ -170,7 +170,7 @@ class SelectedRun {
   static constexpr std::int64_t kArenaRows = 300;
 
  private:
-  Backend& backend_;
+  testing::Device& backend_;
   PagedSequences sequences_;
   BatchQueries queries_;
   float scale_;
@@ -210,7 +210,7 @@ class AttendSelected : public ::testing::TestWithParam<Param> {
 
   const std::uint64_t seed_ = testing::seed(31);
   Random random_{seed_};
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
@@ -363,7 +363,7 @@ TEST_P(AttendSelected, GathersRowsByPosition) {
     p.counts = counts;
     p.to = to.data();
     p.to_rows = to_rows;
-    backend_->gather(p);
+    backend_->queue->gather(p);
     const std::vector<std::byte> rows = download<std::byte>(*backend_, to);
     std::vector<std::byte> expected(rows.size());
     for (std::size_t head = 0; head < 2; ++head) {
@@ -388,9 +388,9 @@ TEST_P(AttendSelected, SumsOfValuesGrowAndShrink) {
   }
   const Buffer sums = backend_->allocate(backend_->info().compute_tier,
                                          static_cast<std::size_t>(2 * d) * sizeof(float));
-  backend_->sum_values({shape(), spans, sums.floats(), false});
+  backend_->queue->sum_values({shape(), spans, sums.floats(), false});
   for (RowSpan& span : spans) span.count = 100;
-  backend_->sum_values({shape(), spans, sums.floats(), true});
+  backend_->queue->sum_values({shape(), spans, sums.floats(), true});
   const std::vector<float> actual = download<float>(*backend_, sums);
   std::size_t i = 0;
   for (int head = 0; head < 2; ++head) {
@@ -420,8 +420,8 @@ TEST_P(AttendSelected, ColumnSumsAreTheProbesWeights) {
     spans.push_back({rows.back().data(), 400});
   }
   const Buffer sums = backend_->allocate(Tier::host, 400 * sizeof(float));
-  backend_->column_sums({q.floats(), probes, shape(), spans,
-                         reinterpret_cast<const std::uint8_t*>(mask.data()), sums.floats()});
+  backend_->queue->column_sums({q.floats(), probes, shape(), spans,
+                                reinterpret_cast<const std::uint8_t*>(mask.data()), sums.floats()});
   backend_->synchronize();
   std::vector<double> expected(400);
   for (std::size_t probe = 0; probe < probes.size(); ++probe) {

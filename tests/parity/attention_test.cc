@@ -37,14 +37,13 @@ using testing::random_case;
 using testing::Rounding;
 
 // One kernel, with one instruction set, in the place of the reference's.
-class KernelBackend : public cpu::ReferenceBackend {
+class KernelQueue : public cpu::ReferenceQueue {
  public:
-  KernelBackend(AttendKernel kernel, std::int64_t targets) : kernel_(kernel) {
+  KernelQueue(cpu::ReferenceBackend& backend, AttendKernel kernel, std::int64_t targets)
+      : ReferenceQueue(backend), kernel_(kernel) {
     hwy::SetSupportedTargetsForTest(targets);
   }
-  KernelBackend(const KernelBackend&) = delete;
-  KernelBackend& operator=(const KernelBackend&) = delete;
-  ~KernelBackend() override { hwy::SetSupportedTargetsForTest(0); }
+  ~KernelQueue() override { hwy::SetSupportedTargetsForTest(0); }
 
   void attend(const AttendParams& params) override { cpu::attend(params, threads_, kernel_); }
   void attend_batch(const AttendBatchParams& params) override {
@@ -54,6 +53,19 @@ class KernelBackend : public cpu::ReferenceBackend {
  private:
   AttendKernel kernel_;
   cpu::Threads threads_{2};
+};
+
+class KernelBackend : public cpu::ReferenceBackend {
+ public:
+  KernelBackend(AttendKernel kernel, std::int64_t targets) : kernel_(kernel), targets_(targets) {}
+
+  std::unique_ptr<Queue> make_queue(const QueueOptions& /*options*/) override {
+    return std::make_unique<KernelQueue>(*this, kernel_, targets_);
+  }
+
+ private:
+  AttendKernel kernel_;
+  std::int64_t targets_;
 };
 
 struct Implementation {
@@ -193,7 +205,7 @@ class AttentionParity : public ::testing::TestWithParam<Parameter> {
 
   const std::uint64_t seed_ = testing::seed(20250611);
   Random random_{seed_};
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 

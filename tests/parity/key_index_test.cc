@@ -12,6 +12,7 @@
 #include "tests/support/backends.h"
 #include "tests/support/indexed_case.h"
 #include "tests/support/random.h"
+#include "tests/support/watched_device.h"
 
 namespace sluice {
 namespace {
@@ -71,7 +72,7 @@ class KeyIndexParity : public ::testing::TestWithParam<Param> {
   }
   bool half_logits() const { return backend_->info().logits.dtype == DType::f16; }
 
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
 };
 
 TEST_P(KeyIndexParity, BuildsWhatTheReferenceBuilds) {
@@ -79,7 +80,7 @@ TEST_P(KeyIndexParity, BuildsWhatTheReferenceBuilds) {
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
   const auto sequences = random_sequences(random, shape(), {3 * kPageTokens + 40, 127, 256});
-  cpu::ReferenceBackend slow;
+  testing::Device slow(std::make_unique<cpu::ReferenceBackend>());
   IndexedCase a(*backend_, sequences, bits(), seed);
   IndexedCase b(slow, sequences, bits(), seed);
   a.build();
@@ -207,7 +208,7 @@ TEST_P(KeyIndexParity, EstimatesWhatTheReferenceEstimates) {
   Random random(seed);
   const auto sequences = random_sequences(random, shape(), kLengths);
   const int d = shape().head_dim;
-  cpu::ReferenceBackend slow;
+  testing::Device slow(std::make_unique<cpu::ReferenceBackend>());
   IndexedCase a(*backend_, sequences, bits(), seed);
   IndexedCase b(slow, sequences, bits(), seed);
   a.build();
@@ -399,7 +400,7 @@ INSTANTIATE_TEST_SUITE_P(
 class BuildIndex : public ::testing::TestWithParam<NamedBackend> {};
 
 TEST_P(BuildIndex, NamesTheHeadOfAKeyThatIsNoNumber) {
-  const std::unique_ptr<Backend> backend = testing::make_or_skip(GetParam());
+  const std::unique_ptr<testing::Device> backend = testing::make_or_skip(GetParam());
   if (backend == nullptr) return;
   Random random(testing::seed(16));
   for (const float strange : {std::nanf(""), -std::numeric_limits<float>::infinity()}) {
@@ -418,24 +419,25 @@ TEST_P(BuildIndex, NamesTheHeadOfAKeyThatIsNoNumber) {
 
 // The reference tells of every page of the index that it reads, once for a KV head.
 TEST(ReferenceEstimate, TellsWhatItReads) {
-  struct Reads : cpu::ReferenceBackend {
+  struct Reads : cpu::ReferenceQueue {
+    using ReferenceQueue::ReferenceQueue;
     void on_index_read(const cpu::IndexRead& read) override { all.push_back(read); }
     std::vector<cpu::IndexRead> all;
   };
   Random random(testing::seed(20));
   const KvShape shape = {1, 4, 2, 64, DType::bf16};
   const auto sequences = random_sequences(random, shape, kLengths);
-  Reads backend;
+  testing::WatchedDevice<Reads> backend;
   IndexedCase index(backend, sequences, 4, 20);
   index.build();
   EstimateCase c;
   c.tokens = {{2, 127}, {4, 639}};
   c.q = random.normal(2 * 4 * 64);
   const auto read = [&] {
-    backend.all.clear();
+    backend.watch().all.clear();
     index.estimate(c);
     std::size_t bytes = 0;
-    for (const cpu::IndexRead& one : backend.all) {
+    for (const cpu::IndexRead& one : backend.watch().all) {
       EXPECT_EQ(one.sequence, 4);
       bytes += one.bytes;
     }

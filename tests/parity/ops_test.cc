@@ -49,7 +49,7 @@ class OpsParity : public ::testing::TestWithParam<NamedBackend> {
 
   const std::uint64_t seed_ = testing::seed(7);
   Random random_{seed_};
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
   DType compute_ = DType::f32;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
@@ -61,9 +61,9 @@ TEST_P(OpsParity, EmbedCopiesRowsOfTheTableAndZerosForWhatItLacks) {
     const std::vector<TokenId> ids = {6, 0, -1, 3, 3, 7, std::numeric_limits<TokenId>::max()};
     const Buffer device_ids = upload(*backend_, ids);
     const Buffer y = upload(*backend_, random_.normal(7 * 33));
-    backend_->embed({device.data(), dtype, 7, 33, 33},
-                    reinterpret_cast<const TokenId*>(device_ids.data()),
-                    {y.data(), DType::f32, 7, 33, 33});
+    backend_->queue->embed({device.data(), dtype, 7, 33, 33},
+                           reinterpret_cast<const TokenId*>(device_ids.data()),
+                           {y.data(), DType::f32, 7, 33, 33});
     const std::vector<float> actual = values_of(y, DType::f32);
     for (std::size_t i = 0; i < actual.size(); ++i) {
       const TokenId id = ids[i / 33];
@@ -83,7 +83,7 @@ TEST_P(OpsParity, LinearMultipliesAddsBiasAndAccumulates) {
       const std::vector<float> bias = random_.normal(kOutputs);
       const std::vector<float> before = random_.normal(tokens * kOutputs);
       const auto weight =
-          backend_->prepare_weight({w.data(), DType::f32, kOutputs, kInputs, kInputs});
+          backend_->backend->prepare_weight({w.data(), DType::f32, kOutputs, kInputs, kInputs});
       ASSERT_EQ(weight->outputs(), kOutputs);
       ASSERT_EQ(weight->inputs(), kInputs);
       const Buffer device_x = upload(*backend_, encoded(x, compute_));
@@ -95,7 +95,7 @@ TEST_P(OpsParity, LinearMultipliesAddsBiasAndAccumulates) {
       p.bias = device_bias.floats();
       p.y = {y.data(), DType::f32, tokens, kOutputs, kOutputs};
       p.accumulate = accumulate;
-      backend_->linear(p);
+      backend_->queue->linear(p);
       const std::vector<float> actual = values_of(y, DType::f32);
       for (std::size_t i = 0; i < actual.size(); ++i) {
         double expected = bias[i % kOutputs] + (accumulate ? before[i] : 0.0f);
@@ -127,7 +127,7 @@ TEST_P(OpsParity, LinearChainIsItsPartsInOrder) {
     const std::vector<float> w = rounded(random_.normal(kOutputs * kInputs, 0.1f), compute_);
     const std::vector<float> bias = random_.normal(kOutputs);
     const std::vector<float> before = random_.normal(tokens * kOutputs);
-    const auto weight = backend_->prepare_weight(
+    const auto weight = backend_->backend->prepare_weight(
         {const_cast<float*>(w.data()), DType::f32, kOutputs, kInputs, kInputs});
     const Buffer device_x = upload(*backend_, x);
     const Buffer device_norm = upload(*backend_, norm);
@@ -158,7 +158,7 @@ TEST_P(OpsParity, LinearChainIsItsPartsInOrder) {
                       device_bias.floats(),
                       {y.data(), DType::f32, tokens, kOutputs, kOutputs},
                       true};
-      backend_->linear_chain(chain);
+      backend_->queue->linear_chain(chain);
       const std::vector<float> actual = values_of(y, DType::f32);
       for (std::size_t i = 0; i < actual.size(); ++i) {
         const ChainValue sum = product(i / kOutputs, i % kOutputs, normed);
@@ -170,7 +170,7 @@ TEST_P(OpsParity, LinearChainIsItsPartsInOrder) {
       chain.linear.bias = nullptr;
       chain.linear.accumulate = false;
       chain.swiglu = {chain.linear.y, {gated.data(), compute_, tokens, kHalf, kHalf}};
-      backend_->linear_chain(chain);
+      backend_->queue->linear_chain(chain);
       const std::vector<float> halves = values_of(gated, compute_);
       for (std::size_t i = 0; i < halves.size(); ++i) {
         const ChainValue gate = product(i / kHalf, i % kHalf, normed);
@@ -193,10 +193,10 @@ TEST_P(OpsParity, RmsNormScalesEveryRow) {
     const Buffer device_weight = upload(*backend_, weight);
     const Buffer y = zeros(3 * 90, dtype);
     // Rows of 90 in a matrix whose stride is 100.
-    backend_->rms_norm({{device_x.data(), DType::f32, 3, 90, 100},
-                        device_weight.floats(),
-                        1e-2f,
-                        {y.data(), dtype, 3, 90, 90}});
+    backend_->queue->rms_norm({{device_x.data(), DType::f32, 3, 90, 100},
+                               device_weight.floats(),
+                               1e-2f,
+                               {y.data(), dtype, 3, 90, 90}});
     const std::vector<float> actual = values_of(y, dtype);
     for (std::size_t i = 0; i < actual.size(); ++i) {
       double squares = 0;
@@ -214,7 +214,8 @@ TEST_P(OpsParity, SwigluGatesWithSilu) {
   gate_up[1] = 200.0f;
   const Buffer device = upload(*backend_, gate_up);
   const Buffer y = zeros(2 * 37, compute_);
-  backend_->swiglu({{device.data(), DType::f32, 2, 74, 74}, {y.data(), compute_, 2, 37, 37}});
+  backend_->queue->swiglu(
+      {{device.data(), DType::f32, 2, 74, 74}, {y.data(), compute_, 2, 37, 37}});
   const std::vector<float> actual = values_of(y, compute_);
   for (std::size_t i = 0; i < actual.size(); ++i) {
     const double gate = gate_up[i / 37 * 74 + i % 37];
@@ -250,7 +251,7 @@ TEST_P(OpsParity, ReadHeadsConvertsScalesAndMarksWhatIsNoNumber) {
       params.limit = 125.0f;
       params.to = to.floats();
       params.bad = marks;
-      backend_->read_heads(params);
+      backend_->queue->read_heads(params);
       const std::vector<float> actual = values_of(to, DType::f32);
       for (std::int64_t v = 0; v < kTokens * kHeads; ++v) {
         EXPECT_EQ(marks[v], v == 4 || v == 9 || v == 14 ? 1 : 0) << v;
@@ -270,7 +271,7 @@ TEST_P(OpsParity, CastRoundsToNearest) {
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     const Buffer from = upload(*backend_, x);
     const Buffer to = zeros(4 * 45, dtype);
-    backend_->cast({from.data(), DType::f32, 4, 45, 50}, {to.data(), dtype, 4, 45, 45});
+    backend_->queue->cast({from.data(), DType::f32, 4, 45, 50}, {to.data(), dtype, 4, 45, 45});
     const std::vector<float> expected = rounded(x, dtype);
     const std::vector<float> actual = values_of(to, dtype);
     for (std::size_t i = 0; i < actual.size(); ++i) {
@@ -283,16 +284,16 @@ TEST_P(OpsParity, MemoryIsZeroedAlignedAndCharged) {
   for (const Tier tier : {Tier::device, Tier::host}) {
     // Small, and large enough to come from the kernel directly.
     for (const std::size_t bytes : {std::size_t{1000}, std::size_t{9} << 20}) {
-      const std::uint64_t before = backend_->account(tier).used();
+      const std::uint64_t before = backend_->backend->account(tier).used();
       {
         const Buffer buffer = backend_->allocate(tier, bytes);
         EXPECT_EQ(reinterpret_cast<std::uintptr_t>(buffer.data()) % kRowAlignment, 0u);
-        EXPECT_EQ(backend_->account(tier).used(), before + bytes);
+        EXPECT_EQ(backend_->backend->account(tier).used(), before + bytes);
         const std::vector<std::byte> values = download<std::byte>(*backend_, buffer);
         EXPECT_TRUE(std::all_of(values.begin(), values.end(),
                                 [](std::byte value) { return value == std::byte{0}; }));
       }
-      EXPECT_EQ(backend_->account(tier).used(), before);
+      EXPECT_EQ(backend_->backend->account(tier).used(), before);
     }
   }
 }

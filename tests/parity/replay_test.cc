@@ -26,7 +26,7 @@ constexpr std::int64_t kWidth = (4 + 2 + 2) * 64;  // queries, keys, values
 // The rows of new tokens, from their ids: without products, so that it is the same everywhere.
 class Step {
  public:
-  Step(Backend& backend, const std::vector<float>& table)
+  Step(testing::Device& backend, const std::vector<float>& table)
       : backend_(backend),
         table_(upload(backend, table)),
         ids_(upload(backend, std::vector<TokenId>(kTokens))),
@@ -41,16 +41,16 @@ class Step {
     const CopyOp ops[] = {
         {ids_.data(), reinterpret_cast<const std::byte*>(ids.data()), ids_.bytes()},
         {tokens_.data(), reinterpret_cast<const std::byte*>(tokens.data()), tokens_.bytes()}};
-    backend_.copy(ops, Stream::compute);
+    backend_.queue->copy(ops);
   }
 
   void issue() {
     ++issued;
     const TokenBatch batch = {reinterpret_cast<const BatchToken*>(tokens_.data()), kTokens,
                               kPages * kPageTokens};
-    backend_.embed({table_.data(), DType::f32, kVocabulary, kWidth, kWidth},
-                   reinterpret_cast<const TokenId*>(ids_.data()),
-                   {x_.data(), DType::f32, kTokens, kWidth, kWidth});
+    backend_.queue->embed({table_.data(), DType::f32, kVocabulary, kWidth, kWidth},
+                          reinterpret_cast<const TokenId*>(ids_.data()),
+                          {x_.data(), DType::f32, kTokens, kWidth, kWidth});
     RopeParams rope;
     rope.x = x_.floats();
     rope.tokens = kTokens;
@@ -61,7 +61,7 @@ class Step {
     rope.batch = batch;
     const std::vector<float> frequencies(static_cast<std::size_t>(kShape.head_dim / 2), 0.01f);
     rope.inverse_frequency = frequencies.data();
-    backend_.rope(rope);
+    backend_.queue->rope(rope);
     AppendBatchParams append;
     append.k = x_.floats() + 4 * 64;
     append.v = append.k + 2 * 64;
@@ -75,7 +75,7 @@ class Step {
                    reinterpret_cast<const PageSlots*>(pages_.data()),
                    kPages};
     append.sums = sums_.floats();
-    backend_.append_batch(append);
+    backend_.queue->append_batch(append);
   }
 
   std::vector<std::vector<std::byte>> results() const {
@@ -88,7 +88,7 @@ class Step {
  private:
   static constexpr std::int64_t kPoolBytes = 2 * 2 * kPageTokens * 256;  // 2 heads of 2 slots
 
-  Backend& backend_;
+  testing::Device& backend_;
   Buffer table_, ids_, tokens_, pages_, x_, device_, home_, sums_;
 };
 
@@ -114,12 +114,12 @@ TEST_P(ReplayParity, AReplayedStepSeesWhatChanged) {
       tokens.push_back({i, page * kPageTokens + 20 * i + round});
     }
     replayed.set(ids, tokens);
-    backend->replay(recording, [&] { replayed.issue(); });
+    backend->queue->replay(recording, [&] { replayed.issue(); });
     plain.set(ids, tokens);
     plain.issue();
     ASSERT_TRUE(replayed.results() == plain.results()) << "round " << round;
   }
-  const ReplayCounts counts = backend->replay_counts();
+  const ReplayCounts counts = backend->queue->replay_counts();
   EXPECT_EQ(counts.recordings, recording != nullptr ? 1 : 0);
   EXPECT_EQ(counts.launches, recording != nullptr ? 5 : 0);
   EXPECT_EQ(replayed.issued, recording != nullptr ? 1 : 5);

@@ -46,13 +46,13 @@ class RopeParity : public ::testing::TestWithParam<NamedBackend> {
                std::int64_t{1} << 31};
     p.first_position = 12345;  // is nothing to a batch
     p.inverse_frequency = frequency.data();
-    backend_->rope(p);
+    backend_->queue->rope(p);
     return download<float>(*backend_, device);
   }
 
   const std::uint64_t seed_ = testing::seed(17);
   Random random_{seed_};
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
@@ -82,7 +82,7 @@ TEST_P(RopeParity, NormalisesAndRotatesHalves) {
       p.query_norm = norm ? query_norm.floats() : nullptr;
       p.key_norm = norm ? key_norm.floats() : nullptr;
       p.norm_epsilon = 1e-3f;
-      backend_->rope(p);
+      backend_->queue->rope(p);
       const std::vector<float> actual = download<float>(*backend_, device_x);
       for (std::size_t i = 0; i < actual.size(); ++i) {
         const std::size_t column = i % stride;

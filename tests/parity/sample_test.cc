@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/memory.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
 #include "tests/support/device.h"
@@ -61,7 +61,8 @@ class SampleParity : public ::testing::TestWithParam<NamedBackend> {
     const Buffer device = testing::upload(*backend_, logits);
     const auto count = static_cast<std::int64_t>(logits.size());
     SampledToken token;
-    backend_->sample({device.data(), DType::f32, 1, count, count}, {&params, 1}, {&token, 1});
+    backend_->queue->sample({device.data(), DType::f32, 1, count, count}, {&params, 1},
+                            {&token, 1});
     return token_of(token);
   }
   // Sums in f32 may move the borders between tokens by so much.
@@ -94,7 +95,7 @@ class SampleParity : public ::testing::TestWithParam<NamedBackend> {
 
   const std::uint64_t seed_ = testing::seed(11);
   Random random_{seed_};
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
@@ -185,12 +186,12 @@ TEST_P(SampleParity, RowsAreDrawnAsIfAlone) {
   }
   const Buffer device = testing::upload(*backend_, logits);
   std::vector<SampledToken> tokens(kRows);
-  backend_->sample({device.data(), DType::f32, kRows, kCount, kStride}, params, tokens);
+  backend_->queue->sample({device.data(), DType::f32, kRows, kCount, kStride}, params, tokens);
   for (std::int64_t i = 0; i < kRows; ++i) {
     const auto at = static_cast<std::size_t>(i);
     SampledToken alone;
     float* const first = device.floats() + i * kStride;
-    backend_->sample({first, DType::f32, 1, kCount, kStride}, {&params[at], 1}, {&alone, 1});
+    backend_->queue->sample({first, DType::f32, 1, kCount, kStride}, {&params[at], 1}, {&alone, 1});
     EXPECT_EQ(tokens[at].id, alone.id) << i;
     EXPECT_EQ(tokens[at].bad, alone.bad) << i;
     const bool bad = i == 0 || i == 3 || i == 149;

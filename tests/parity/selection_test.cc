@@ -118,7 +118,7 @@ class Select : public ::testing::TestWithParam<NamedBackend> {
   // Half-precision logits come with bins of weight; full ones are sorted.
   double bin() const { return backend_->info().logits.dtype == DType::f16 ? 1.0 / 64 : 0.0; }
 
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
 };
 
 // fp32 weights are off by a few 2^-24 of the exponential and of the sum's parts.
@@ -387,7 +387,7 @@ TEST_P(Select, ChoosesWhatTheReferenceChooses) {
   const std::uint64_t seed = testing::seed(6);
   SCOPED_TRACE(testing::seed_message(seed));
   Random random(seed);
-  cpu::ReferenceBackend reference;
+  testing::Device reference(std::make_unique<cpu::ReferenceBackend>());
   std::size_t differing = 0;
   std::size_t positions = 0;
   for (int round = 0; round < 60; ++round) {

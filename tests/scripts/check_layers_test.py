@@ -19,7 +19,7 @@ GOOD = {
     "kernels/backend.h": '#include "lib/backend.h"\n',
     "kernels/attend.cu": "#include <cuda_runtime.h>\n#include <cub/cub.cuh>\n",
     "kernels/runtime/launch.h": "#pragma once\n",
-    "kernels/runtime/cuda_backend.cc": '#include "kernels/scan/tiles.h"\n',
+    "kernels/cuda_backend.cc": '#include "kernels/scan/tiles.h"\n',
     "kernels/scan/tiles.h": '#include "kernels/runtime/launch.h"\n',
     "kernels/select/sums.cu": '#include "kernels/runtime/launch.h"\n',
     "offload/backends.h": '#include "lib/backend.h"\n',

@@ -8,7 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
+#include "lib/backend/memory.h"
 #include "tests/support/attention_oracle.h"
 #include "tests/support/device.h"
 #include "tests/support/random.h"
@@ -49,7 +50,7 @@ struct Partial {
 // Sends a case to a backend's memory once and attends over parts of it.
 class AttentionRun {
  public:
-  AttentionRun(Backend& backend, const AttentionCase& c) : backend_(backend), case_(c) {
+  AttentionRun(Device& backend, const AttentionCase& c) : backend_(backend), case_(c) {
     q_ = upload(backend, c.q);
     for (const std::vector<std::byte>& rows : c.rows) rows_.push_back(upload(backend, rows));
     const auto queries = static_cast<std::size_t>(c.tokens * c.shape.query_heads);
@@ -80,13 +81,13 @@ class AttentionRun {
     p.out = out_.floats();
     p.lse = lse_.floats();
     p.merge = merge;
-    backend_.attend(p);
+    backend_.queue->attend(p);
   }
 
   Partial result() { return {download<float>(backend_, out_), download<float>(backend_, lse_)}; }
 
  private:
-  Backend& backend_;
+  Device& backend_;
   const AttentionCase& case_;
   Buffer q_;
   std::vector<Buffer> rows_;

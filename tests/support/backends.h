@@ -12,8 +12,9 @@
 #include "cpu/cpu_backend.h"
 #include "cpu/reference_backend.h"
 #include "sluice/errors.h"
+#include "tests/support/device.h"
 #ifdef SLUICE_CUDA
-#include "kernels/runtime/cuda_backend.h"
+#include "kernels/cuda_backend.h"
 #endif
 
 namespace sluice::testing {
@@ -76,9 +77,9 @@ inline std::vector<NamedBackend> backends_by_kind() {
 }
 
 // Null, and the running test skipped, where a GPU's backend cannot be made for want of a GPU.
-inline std::unique_ptr<Backend> make_or_skip(const NamedBackend& backend) {
+inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend) {
   try {
-    return backend.make();
+    return std::make_unique<Device>(backend.make());
   } catch (const Error& error) {
     if (error.code() != ErrorCode::unsupported || !backend.name.starts_with("cuda")) throw;
     [&] { GTEST_SKIP() << error.what(); }();

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/memory.h"
 #include "sluice/kv_cache.h"
 #include "tests/support/attention_oracle.h"
 #include "tests/support/device.h"
@@ -27,7 +27,7 @@ class CallerArray {
  public:
   // In the memory of `device`; null: in host memory.
   CallerArray(std::int64_t tokens, int heads, int head_dim, DType dtype, Order order,
-              Backend* device)
+              Device* device)
       : tokens_(tokens), heads_(heads), dim_(head_dim), device_(device) {
     layout_.dtype = dtype;
     layout_.tier = device != nullptr ? Tier::device : Tier::host;
@@ -78,7 +78,7 @@ class CallerArray {
   std::int64_t tokens_;
   int heads_;
   int dim_;
-  Backend* device_;
+  Device* device_;
   ArrayLayout layout_;
   std::vector<float> values_;
   std::vector<std::byte> bytes_;
@@ -102,7 +102,7 @@ struct CallerFormat {
   DType in = DType::f32;
   DType out = DType::f32;
   Order order = Order::dense;
-  Backend* device = nullptr;  // whose memory the arrays are in; null: host memory
+  Device* device = nullptr;  // whose memory the arrays are in; null: host memory
 };
 
 // All layers of a step, up to its end.

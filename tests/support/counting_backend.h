@@ -15,54 +15,18 @@ namespace sluice::testing {
 // are read at all, and the device bytes allocated, independently of the accounts and the ledger.
 class CountingBackend : public cpu::ReferenceBackend {
  public:
+  using Backend::make_queue;
   using ReferenceBackend::ReferenceBackend;
+  inline std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
   // Rows at home are in memory that was registered; what else crosses are tables.
   void register_host(std::byte* data, std::size_t bytes) override {
     homes_.push_back({data, bytes});
   }
 
-  void copy(std::span<const CopyOp> ops, Stream stream) override {
-    for (const CopyOp& op : ops) {
-      if (on_device(op.from) && is_home(op.to)) device_to_host += op.bytes;
-      if (is_home(op.from) && on_device(op.to)) host_to_device += op.bytes;
-    }
-    ReferenceBackend::copy(ops, stream);
-  }
-
-  // Rows outside the device tier that attention was given.
-  void attend(const AttendParams& params) override {
-    for (const RowSpan& rows : params.rows) {
-      if (rows.count > 0 && !on_device(rows.rows)) {
-        host_rows_attended += static_cast<std::uint64_t>(rows.count);
-      }
-    }
-    in_run_ = true;
-    ReferenceBackend::attend(params);
-    in_run_ = false;
-  }
-
-  void append_batch(const AppendBatchParams& params) override {
-    if (params.rows.device != nullptr) {
-      device_to_host += static_cast<std::uint64_t>(params.batch.count * params.shape.kv_heads) *
-                        params.shape.row_bytes();
-    }
-    ReferenceBackend::append_batch(params);
-  }
-
-  void on_read(const std::byte* row, std::size_t bytes) override {
-    ++rows_read;
-    // Runs get their rows by copy(). Without a device tier nothing crosses.
-    if (in_run_ || blocks_.empty() || on_device(row)) return;
-    ++home_rows_read;
-    host_to_device += bytes;
-  }
-
-  void on_index_read(const cpu::IndexRead& read) override { index_bytes_read += read.bytes; }
-  void on_key_read(const std::byte* row, std::size_t bytes) override {
-    index_bytes_read += bytes;
-    if (!blocks_.empty() && !on_device(row)) host_to_device += bytes;
-  }
+  bool has_device() const { return !blocks_.empty(); }
+  bool on_device(const std::byte* data) const { return within(blocks_, data); }
+  bool is_home(const std::byte* data) const { return within(homes_, data); }
 
   std::uint64_t rows_read = 0;
   std::uint64_t home_rows_read = 0;
@@ -84,8 +48,6 @@ class CountingBackend : public cpu::ReferenceBackend {
       return data >= block.begin && data < block.begin + block.bytes;
     });
   }
-  bool on_device(const std::byte* data) const { return within(blocks_, data); }
-  bool is_home(const std::byte* data) const { return within(homes_, data); }
 
   std::byte* take(Tier tier, std::size_t bytes) override {
     std::byte* const data = ReferenceBackend::take(tier, bytes);
@@ -107,7 +69,69 @@ class CountingBackend : public cpu::ReferenceBackend {
 
   std::vector<Block> blocks_;
   std::vector<Block> homes_;
+};
+
+class CountingQueue : public cpu::ReferenceQueue {
+ public:
+  explicit CountingQueue(CountingBackend& backend) : ReferenceQueue(backend), counts_(&backend) {}
+
+  void copy(std::span<const CopyOp> ops) override {
+    for (const CopyOp& op : ops) {
+      if (counts_->on_device(op.from) && counts_->is_home(op.to)) {
+        counts_->device_to_host += op.bytes;
+      }
+      if (counts_->is_home(op.from) && counts_->on_device(op.to)) {
+        counts_->host_to_device += op.bytes;
+      }
+    }
+    ReferenceQueue::copy(ops);
+  }
+
+  // Rows outside the device tier that attention was given.
+  void attend(const AttendParams& params) override {
+    for (const RowSpan& rows : params.rows) {
+      if (rows.count > 0 && !counts_->on_device(rows.rows)) {
+        counts_->host_rows_attended += static_cast<std::uint64_t>(rows.count);
+      }
+    }
+    in_run_ = true;
+    ReferenceQueue::attend(params);
+    in_run_ = false;
+  }
+
+  void append_batch(const AppendBatchParams& params) override {
+    if (params.rows.device != nullptr) {
+      counts_->device_to_host +=
+          static_cast<std::uint64_t>(params.batch.count * params.shape.kv_heads) *
+          params.shape.row_bytes();
+    }
+    ReferenceQueue::append_batch(params);
+  }
+
+ protected:
+  void on_read(const std::byte* row, std::size_t bytes) override {
+    ++counts_->rows_read;
+    // Runs get their rows by copy(). Without a device tier nothing crosses.
+    if (in_run_ || !counts_->has_device() || counts_->on_device(row)) return;
+    ++counts_->home_rows_read;
+    counts_->host_to_device += bytes;
+  }
+
+  void on_index_read(const cpu::IndexRead& read) override {
+    counts_->index_bytes_read += read.bytes;
+  }
+  void on_key_read(const std::byte* row, std::size_t bytes) override {
+    counts_->index_bytes_read += bytes;
+    if (counts_->has_device() && !counts_->on_device(row)) counts_->host_to_device += bytes;
+  }
+
+ private:
+  CountingBackend* counts_;
   bool in_run_ = false;
 };
+
+inline std::unique_ptr<Queue> CountingBackend::make_queue(const QueueOptions& /*options*/) {
+  return std::make_unique<CountingQueue>(*this);
+}
 
 }  // namespace sluice::testing

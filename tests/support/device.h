@@ -1,30 +1,44 @@
-// Arrays to and from a backend's memory.
+// A backend with a queue, and arrays to and from its memory.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "lib/backend.h"
 
 namespace sluice::testing {
 
+struct Device {
+  std::unique_ptr<Backend> backend;
+  std::unique_ptr<Queue> queue;
+
+  explicit Device(std::unique_ptr<Backend> owned)
+      : backend(std::move(owned)), queue(backend->make_queue()) {}
+
+  const BackendInfo& info() const { return backend->info(); }
+  Buffer allocate(Tier tier, std::size_t bytes) { return backend->allocate(tier, bytes); }
+  void synchronize() { queue->synchronize(); }
+};
+
 template <typename T>
-Buffer upload(Backend& backend, const std::vector<T>& values) {
+Buffer upload(Device& device, const std::vector<T>& values) {
   const std::size_t bytes = values.size() * sizeof(T);
-  Buffer buffer = backend.allocate(backend.info().compute_tier, bytes);
+  Buffer buffer = device.allocate(device.info().compute_tier, bytes);
   if (bytes == 0) return buffer;
   const CopyOp op = {buffer.data(), reinterpret_cast<const std::byte*>(values.data()), bytes};
-  backend.copy(std::span(&op, 1), Stream::compute);
+  device.queue->copy(std::span(&op, 1));
   return buffer;
 }
 
 template <typename T>
-std::vector<T> download(Backend& backend, const Buffer& buffer) {
+std::vector<T> download(Device& device, const Buffer& buffer) {
   std::vector<T> values(buffer.bytes() / sizeof(T));
   const CopyOp op = {reinterpret_cast<std::byte*>(values.data()), buffer.data(), buffer.bytes()};
-  if (!values.empty()) backend.copy(std::span(&op, 1), Stream::compute);
-  backend.synchronize();
+  if (!values.empty()) device.queue->copy(std::span(&op, 1));
+  device.synchronize();
   return values;
 }
 

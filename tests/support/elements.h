@@ -43,12 +43,12 @@ inline std::vector<float> decoded(const std::vector<std::byte>& bytes, DType dty
   return values;
 }
 
-inline std::vector<float> values_of(Backend& backend, const Buffer& buffer, DType dtype) {
+inline std::vector<float> values_of(Device& backend, const Buffer& buffer, DType dtype) {
   return decoded(download<std::byte>(backend, buffer), dtype);
 }
 
 // That a backend's rows may have.
-inline std::vector<DType> row_dtypes(const Backend& backend) {
+inline std::vector<DType> row_dtypes(const Device& backend) {
   std::vector<DType> all = {DType::f16, DType::bf16};
   if (backend.info().f32_rows) all.push_back(DType::f32);
   return all;

@@ -8,9 +8,9 @@
 #include <numeric>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
+#include "lib/backend/memory.h"
 #include "lib/batch.h"
-#include "lib/selection.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/device.h"
 #include "tests/support/random.h"
@@ -31,7 +31,7 @@ struct EstimateCase {
 class IndexedCase {
  public:
   // Sequences of one shape, whose KV heads have as many rows each. The index is yet to be built.
-  IndexedCase(Backend& backend, const std::vector<AttentionCase>& sequences, int bits,
+  IndexedCase(Device& backend, const std::vector<AttentionCase>& sequences, int bits,
               std::uint64_t seed)
       : backend_(backend), sequences_(sequences), shape_(sequences.front().shape) {
     for (const AttentionCase& c : sequences) {
@@ -61,7 +61,7 @@ class IndexedCase {
       p.pages = c.count(0) / kPageTokens;
       p.rows = spans;
       p.bad = flags();
-      if (p.pages > 0) backend_.build_index(p);
+      if (p.pages > 0) backend_.queue->build_index(p);
       backend_.synchronize();
     }
   }
@@ -70,7 +70,7 @@ class IndexedCase {
   void build_batch(const std::vector<BatchToken>& tokens) {
     const Buffer batch = upload(backend_, tokens);
     backend_.synchronize();
-    backend_.build_batch({shape_, view_, batch_of(tokens, batch), rows_, flags()});
+    backend_.queue->build_batch({shape_, view_, batch_of(tokens, batch), rows_, flags()});
     backend_.synchronize();
   }
 
@@ -96,7 +96,7 @@ class IndexedCase {
     const Buffer read = upload(backend_, std::vector<std::int32_t>(c.tokens.size() * heads(), -1));
     p.pages_read = reinterpret_cast<std::int32_t*>(read.data());
     backend_.synchronize();
-    backend_.estimate(p);
+    backend_.queue->estimate(p);
     const std::vector<float> all = logits.get();
     pages_read_ = download<std::int32_t>(backend_, read);
     std::vector<std::vector<float>> of_rows;
@@ -145,7 +145,7 @@ class IndexedCase {
  private:
   // Lists of all heads, in the backend's memory.
   struct Candidates {
-    Candidates(Backend& backend, const std::vector<std::vector<std::int32_t>>& lists) {
+    Candidates(Device& backend, const std::vector<std::vector<std::int32_t>>& lists) {
       for (const auto& list : lists) {
         view.capacity = std::max(view.capacity, static_cast<std::int64_t>(list.size()) + 3);
       }
@@ -235,7 +235,7 @@ class IndexedCase {
     view_.slots = reinterpret_cast<const std::int32_t*>(slot_table_.data());
   }
 
-  Backend& backend_;
+  Device& backend_;
   const std::vector<AttentionCase>& sequences_;
   KvShape shape_;
   std::int64_t pages_ = 0;  // that a sequence may have

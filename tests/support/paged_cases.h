@@ -9,7 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
+#include "lib/backend/memory.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/attention_oracle.h"
 #include "tests/support/device.h"
@@ -33,7 +34,7 @@ inline AttentionCase newest_case(Random& random, const KvShape& shape, std::int6
 // What belongs to no sequence is NaN.
 class PagedSequences {
  public:
-  PagedSequences(Backend& backend, Random& random, const std::vector<AttentionCase>& cases,
+  PagedSequences(Device& backend, Random& random, const std::vector<AttentionCase>& cases,
                  Places places)
       : shape_(cases.front().shape) {
     std::int64_t pages = 0;
@@ -144,7 +145,7 @@ class PagedSequences {
 // Queries of all cases' tokens, with something between tokens, and where results go.
 class BatchQueries {
  public:
-  BatchQueries(Backend& backend, const std::vector<AttentionCase>& cases)
+  BatchQueries(Device& backend, const std::vector<AttentionCase>& cases)
       : backend_(backend), shape_(cases.front().shape) {
     std::vector<float> q;
     for (const AttentionCase& c : cases) {
@@ -200,7 +201,7 @@ class BatchQueries {
 
   std::int64_t width() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
 
-  Backend& backend_;
+  Device& backend_;
   KvShape shape_;
   std::vector<std::int64_t> tokens_;
   Buffer q_, out_, lse_;
@@ -209,7 +210,7 @@ class BatchQueries {
 // Dense attention of a batch.
 class BatchRun {
  public:
-  BatchRun(Backend& backend, Random& random, const std::vector<AttentionCase>& cases,
+  BatchRun(Device& backend, Random& random, const std::vector<AttentionCase>& cases,
            Places places = Places::either)
       : backend_(backend),
         sequences_(backend, random, cases, places),
@@ -231,13 +232,13 @@ class BatchRun {
     p.scale = scale_;
     p.arena = arena.data();
     p.arena_rows = arena_rows;
-    backend_.attend_batch(p);
+    backend_.queue->attend_batch(p);
     return queries_.results();
   }
   const PagedSequences& sequences() const { return sequences_; }
 
  private:
-  Backend& backend_;
+  Device& backend_;
   PagedSequences sequences_;
   BatchQueries queries_;
   float scale_;

@@ -8,9 +8,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "lib/backend.h"
+#include "lib/backend/memory.h"
+#include "lib/backend/queue.h"
 #include "lib/element.h"
-#include "lib/selection.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/device.h"
 
@@ -19,7 +19,7 @@ namespace sluice::testing {
 // Logits in a backend's memory: their dtype and the distance of their rows are the backend's own.
 class LogitMatrix {
  public:
-  LogitMatrix(Backend& backend, std::int64_t rows, std::int64_t columns)
+  LogitMatrix(Device& backend, std::int64_t rows, std::int64_t columns)
       : backend_(backend), rows_(rows), columns_(columns) {
     constexpr std::int64_t kUnit = LogitView::kLogitAlignment;
     stride_ = (columns + kUnit - 1) / kUnit * kUnit;
@@ -38,7 +38,7 @@ class LogitMatrix {
       }
     }
     const CopyOp op = {data_.data(), bytes.data(), bytes.size()};
-    backend_.copy({&op, 1}, Stream::compute);
+    backend_.queue->copy({&op, 1});
   }
 
   std::vector<float> get() {
@@ -58,7 +58,7 @@ class LogitMatrix {
     return static_cast<std::size_t>(row * stride_ + column) * size_of(dtype());
   }
 
-  Backend& backend_;
+  Device& backend_;
   std::int64_t rows_;
   std::int64_t columns_;
   std::int64_t stride_ = 0;
@@ -159,7 +159,7 @@ inline std::vector<double> weights_of(const SelectCase& c, const std::vector<flo
 // Candidates in a backend's memory.
 class CandidateLists {
  public:
-  CandidateLists(Backend& backend, const SelectCase& c) {
+  CandidateLists(Device& backend, const SelectCase& c) {
     std::vector<std::int32_t> positions;
     std::vector<HeadSelection> heads;
     view_.capacity = c.columns - kPageTokens;
@@ -181,7 +181,7 @@ class CandidateLists {
   SelectionView view_;
 };
 
-inline SelectAnswer select(Backend& backend, const SelectCase& c) {
+inline SelectAnswer select(Device& backend, const SelectCase& c) {
   const std::int64_t capacity = c.capacity > 0 ? c.capacity : std::max(c.columns, c.context);
   const auto heads = static_cast<std::size_t>(c.heads());
   const auto rows = static_cast<std::size_t>(c.rows());
@@ -222,7 +222,7 @@ inline SelectAnswer select(Backend& backend, const SelectCase& c) {
   if (!c.share.empty()) p.share = share.floats();
   p.alpha = alpha.floats();
   p.lse = lse.floats();
-  backend.select(p);
+  backend.queue->select(p);
   const std::vector<std::int32_t> all = download<std::int32_t>(backend, positions);
   answer.heads.assign(p.selected.heads, p.selected.heads + heads);
   answer.alpha.assign(p.alpha, p.alpha + rows);

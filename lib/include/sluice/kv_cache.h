@@ -40,10 +40,12 @@ struct KvConfig {
   KvShape shape;
   std::int64_t context = 0;  // tokens that a sequence must be able to hold
   // "cpu"; "cuda" or "cuda:N", an NVIDIA GPU; or "reference", the slow fp32 backend for checking.
-  // On a GPU work runs on a stream of the cache's own: arrays are ready when they are passed, and
-  // no longer in use when the call returns. A caller's stream would become a field here, and calls
-  // then return once their work is issued to it.
   std::string device = "cpu";
+  // On a GPU: a cudaStream_t of that device, which outlives the cache. append() and attend() of
+  // arrays in the GPU's memory then use them in the stream's order and return once their work is
+  // issued, so a NaN among them is found by end(), which waits. Null: work runs on a stream of the
+  // cache's own; arrays are ready when they are passed and no longer in use when a call returns.
+  void* stream = nullptr;
   int threads = 0;  // of a CPU; 0: one per core
   int chunk = 512;  // most tokens per step; a small cap may force fewer, see KvPlan
   // Sequences that may exist at a time; up to 64 of them can take a decode step together.
@@ -131,9 +133,9 @@ class KvStep;
 // Memory for the rows of a number of sequences. Sequences keep it alive.
 class KvCache {
  public:
-  // Throws Error{usage} for an impossible shape, Error{unsupported} for a device that there is not
-  // or that has no attention for the shape, and Error{memory} if a cap is too small, with the
-  // smallest that would do.
+  // Throws Error{usage} for an impossible shape or a stream of another device, Error{unsupported}
+  // for a device that there is not or that has no attention for the shape, and Error{memory} if a
+  // cap is too small, with the smallest that would do.
   explicit KvCache(const KvConfig& config);
   KvCache(KvCache&&) noexcept;
   KvCache& operator=(KvCache&&) noexcept;

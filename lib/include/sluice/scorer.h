@@ -30,7 +30,7 @@
 
 namespace sluice {
 
-class Backend;
+class Queue;
 struct EstimateParams;
 
 // Who computes: the host, at once, or an NVIDIA GPU, some time after the call.
@@ -182,7 +182,7 @@ struct RunScorer : ScorerCall {
   // an error; -Inf leaves a token out.
   LogitRows logits;
   // What Sluice's own scorers call the backend with; see lib/.
-  Backend* backend = nullptr;
+  Queue* queue = nullptr;
   const EstimateParams* estimate = nullptr;
 };
 

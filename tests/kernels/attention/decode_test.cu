@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kernels/attention/attention.h"
-#include "kernels/runtime/cuda_backend.h"
+#include "kernels/cuda_backend.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
@@ -30,7 +30,7 @@ class DecodeAttention : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!has_device()) GTEST_SKIP() << "no CUDA device";
-    backend_ = make_cuda_backend({});
+    backend_ = std::make_unique<testing::Device>(make_cuda_backend({}));
     workspace_ = std::make_unique<Workspace>(std::size_t{64} << 20);
     limits_ = workspace_->device();
   }
@@ -49,7 +49,7 @@ class DecodeAttention : public ::testing::Test {
 
   const std::uint64_t seed_ = testing::seed(77);
   testing::Random random_{seed_};
-  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<testing::Device> backend_;
   std::unique_ptr<Workspace> workspace_;
   DeviceLimits limits_;
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
@@ -57,7 +57,7 @@ class DecodeAttention : public ::testing::Test {
 
 // Cases in device memory, with room for positions up to `capacity`.
 struct Batch {
-  Batch(Backend& backend, testing::Random& random, const std::vector<AttentionCase>& cases,
+  Batch(testing::Device& backend, testing::Random& random, const std::vector<AttentionCase>& cases,
         std::int64_t capacity)
       : sequences(backend, random, cases, testing::Places::either), queries(backend, cases) {
     queries.put(params);

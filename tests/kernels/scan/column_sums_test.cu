@@ -12,7 +12,7 @@
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 #include "lib/half.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/random.h"

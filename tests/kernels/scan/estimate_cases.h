@@ -15,7 +15,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
-#include "lib/backend.h"
+#include "lib/backend/index_ops.h"
 #include "lib/half.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/kernels/scan/shared_array.h"

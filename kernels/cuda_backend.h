@@ -17,8 +17,8 @@ struct CudaOptions {
   std::uint64_t host_cap = MemoryAccount::kNoCap;
 };
 
-// Device memory that a backend takes for itself: scratch of its kernels.
-std::uint64_t own_bytes();
+// Device memory that a queue takes for itself if it computes: scratch of its kernels.
+std::uint64_t queue_bytes();
 
 // Throws Error{unsupported} if there is no such device, if its driver is too old or if this build
 // has no kernels for it.

@@ -1,6 +1,6 @@
 // What the CUDA backend says when there is no device, no memory or nothing to pin, and that it goes
 // on afterwards.
-#include "kernels/runtime/cuda_backend.h"
+#include "kernels/cuda_backend.h"
 
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
@@ -70,12 +70,16 @@ class OnDevice : public ::testing::Test {
     if (!has_device()) GTEST_SKIP() << "no CUDA device";
   }
 
+  static std::unique_ptr<testing::Device> make(const CudaOptions& options) {
+    return std::make_unique<testing::Device>(make_cuda_backend(options));
+  }
+
   // A little work of which the answer is known.
-  static void expect_working(Backend& backend) {
+  static void expect_working(testing::Device& backend) {
     const std::vector<float> x = {1.0f, 2.0f, 3.0f, 4.0f};
     const Buffer from = testing::upload(backend, x);
     const Buffer to = backend.allocate(Tier::device, x.size() * sizeof(float));
-    backend.cast({from.data(), DType::f32, 1, 4, 4}, {to.data(), DType::f32, 1, 4, 4});
+    backend.queue->cast({from.data(), DType::f32, 1, 4, 4}, {to.data(), DType::f32, 1, 4, 4});
     EXPECT_EQ(testing::download<float>(backend, to), x);
   }
 };
@@ -88,19 +92,19 @@ TEST_F(OnDevice, RefusesADeviceThatIsNotThere) {
 
 TEST_F(OnDevice, HoldsItsCap) {
   CudaOptions options;
-  options.device_cap = own_bytes() + (1 << 20);
-  const auto backend = make_cuda_backend(options);
+  options.device_cap = queue_bytes() + (1 << 20);
+  const auto backend = make(options);
   const Error error =
       error_of([&] { static_cast<void>(backend->allocate(Tier::device, (1 << 20) + 1)); });
   EXPECT_EQ(error.code(), ErrorCode::memory);
   expect_working(*backend);
-  EXPECT_LE(backend->account(Tier::device).peak(), *options.device_cap);
+  EXPECT_LE(backend->backend->account(Tier::device).peak(), *options.device_cap);
 }
 
 TEST_F(OnDevice, SaysThatTheDeviceIsFull) {
   CudaOptions options;
   options.device_cap = MemoryAccount::kNoCap;
-  const auto backend = make_cuda_backend(options);
+  const auto backend = make(options);
   std::size_t free = 0;
   std::size_t total = 0;
   require(cudaMemGetInfo(&free, &total), "free memory");
@@ -108,12 +112,12 @@ TEST_F(OnDevice, SaysThatTheDeviceIsFull) {
   if (free < 2 * left) GTEST_SKIP() << "too little free memory for a ballast";
   {
     const DeviceBlock ballast = make_device_block(free - left);
-    const std::uint64_t before = backend->account(Tier::device).used();
+    const std::uint64_t before = backend->backend->account(Tier::device).used();
     const Error error =
         error_of([&] { static_cast<void>(backend->allocate(Tier::device, 2 * left)); });
     EXPECT_EQ(error.code(), ErrorCode::memory);
     EXPECT_NE(std::string(error.what()).find("`device_memory`"), std::string::npos);
-    EXPECT_EQ(backend->account(Tier::device).used(), before);
+    EXPECT_EQ(backend->backend->account(Tier::device).used(), before);
     expect_working(*backend);
   }
   // With the ballast gone the same succeeds.
@@ -121,22 +125,24 @@ TEST_F(OnDevice, SaysThatTheDeviceIsFull) {
 }
 
 TEST_F(OnDevice, SaysThatMemoryCannotBePinned) {
-  const auto backend = make_cuda_backend({});
+  const auto backend = make({});
   constexpr std::size_t kBytes = 1 << 20;
   void* const memory =
       ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(memory, MAP_FAILED);
   ::munmap(memory, kBytes);
   auto* const gone = static_cast<std::byte*>(memory);
-  EXPECT_EQ(error_of([&] { backend->register_host(gone, kBytes); }).code(), ErrorCode::memory);
+  EXPECT_EQ(error_of([&] { backend->backend->register_host(gone, kBytes); }).code(),
+            ErrorCode::memory);
   expect_working(*backend);
 }
 
-// Casts what is in pinned memory, [4], to f32 on the device, by both streams.
+// Casts what is in pinned memory, [4], to f32 on the device, by two queues.
 class Step {
  public:
-  explicit Step(Backend& backend)
+  explicit Step(testing::Device& backend)
       : backend_(backend),
+        transfer_(backend.backend->make_queue({.computes = false})),
         x_(backend.allocate(Tier::host, 16)),
         brought_(backend.allocate(Tier::device, 16)),
         y_(backend.allocate(Tier::device, 16)) {}
@@ -144,15 +150,16 @@ class Step {
   // The input changes, the work does not.
   std::vector<float> run(std::unique_ptr<Recording>& recording, const std::vector<float>& x) {
     std::copy(x.begin(), x.end(), x_.floats());
-    backend_.replay(recording, [&] {
+    backend_.queue->replay(recording, [&] {
       ++issued;
-      backend_.order(Stream::compute, Stream::transfer);
+      transfer_->wait_for(*backend_.queue);
       const CopyOp op = {brought_.data(), x_.data(), 16};
-      backend_.copy({&op, 1}, Stream::transfer);
-      backend_.order(Stream::transfer, Stream::compute);
+      transfer_->copy({&op, 1});
+      backend_.queue->wait_for(*transfer_);
       // Two, so that one starts while the other still runs.
       for (int i = 0; i < 2; ++i) {
-        backend_.cast({brought_.data(), DType::f32, 2, 2, 2}, {y_.data(), DType::f32, 2, 2, 2});
+        backend_.queue->cast({brought_.data(), DType::f32, 2, 2, 2},
+                             {y_.data(), DType::f32, 2, 2, 2});
       }
       if (fails) throw Error(ErrorCode::usage, "a test");
     });
@@ -163,12 +170,13 @@ class Step {
   bool fails = false;
 
  private:
-  Backend& backend_;
+  testing::Device& backend_;
+  std::unique_ptr<Queue> transfer_;
   Buffer x_, brought_, y_;
 };
 
 TEST_F(OnDevice, AStepIsRecordedOnceAndReplayed) {
-  const auto backend = make_cuda_backend({});
+  const auto backend = make({});
   Step step(*backend);
   std::unique_ptr<Recording> recordings[2];
   for (int round = 0; round < 1000; ++round) {
@@ -177,22 +185,22 @@ TEST_F(OnDevice, AStepIsRecordedOnceAndReplayed) {
     ASSERT_EQ(step.run(recordings[round % 2], x), x);
   }
   EXPECT_EQ(step.issued, 2);
-  EXPECT_EQ(backend->replay_counts().recordings, 2);
-  EXPECT_EQ(backend->replay_counts().launches, 1000);
+  EXPECT_EQ(backend->queue->replay_counts().recordings, 2);
+  EXPECT_EQ(backend->queue->replay_counts().launches, 1000);
   recordings[0].reset();
   EXPECT_EQ(step.run(recordings[0], {4.0f, 3.0f, 2.0f, 1.0f})[0], 4.0f);
-  EXPECT_EQ(backend->replay_counts().recordings, 3);
+  EXPECT_EQ(backend->queue->replay_counts().recordings, 3);
 }
 
 TEST_F(OnDevice, AStepThatCannotBeIssuedIsNotRecorded) {
-  const auto backend = make_cuda_backend({});
+  const auto backend = make({});
   Step step(*backend);
   std::unique_ptr<Recording> recording;
   const std::vector<float> x = {1.0f, 2.0f, 3.0f, 4.0f};
   step.fails = true;
   EXPECT_EQ(error_of([&] { step.run(recording, x); }).code(), ErrorCode::usage);
   EXPECT_EQ(recording, nullptr);
-  EXPECT_EQ(backend->replay_counts().launches, 0);
+  EXPECT_EQ(backend->queue->replay_counts().launches, 0);
   expect_working(*backend);
   step.fails = false;
   EXPECT_EQ(step.run(recording, x), x);
@@ -200,11 +208,11 @@ TEST_F(OnDevice, AStepThatCannotBeIssuedIsNotRecorded) {
 }
 
 TEST_F(OnDevice, ARecordedStepNeitherAllocatesNorWaitsNorCopiesPageableMemory) {
-  const auto backend = make_cuda_backend({});
+  const auto backend = make({});
   const Buffer y = backend->allocate(Tier::device, 16);
   const auto dies = [&](const std::function<void()>& issue, const char* why) {
     std::unique_ptr<Recording> recording;
-    EXPECT_DEATH(backend->replay(recording, issue), why);
+    EXPECT_DEATH(backend->queue->replay(recording, issue), why);
   };
   // A forked process has no device: each begins anew.
   ::testing::FLAGS_gtest_death_test_style = "threadsafe";
@@ -214,7 +222,7 @@ TEST_F(OnDevice, ARecordedStepNeitherAllocatesNorWaitsNorCopiesPageableMemory) {
       [&] {
         std::vector<std::byte> pageable(16);
         const CopyOp op = {y.data(), pageable.data(), 16};
-        backend->copy({&op, 1}, Stream::compute);
+        backend->queue->copy({&op, 1});
       },
       "not pinned");
 }

@@ -1,9 +1,9 @@
-// Parameters of the backend operations that choose tokens: the key index, estimates, selection and
-// attention over what was selected. All work on one layer and the tokens of a step.
+// Choosing tokens: the key index, estimates and selection. All work on one layer and the tokens of
+// a step.
 //
-// Pointers are the backend's own unless a comment says host. "Reported" is what a caller reads
-// later: it lies in the backend's memory or in host memory that the backend allocated, and is read
-// there or copied from there after synchronize(). No operation waits for the host to see it.
+// "Reported" is what a caller reads later: it lies in the backend's memory or in host memory that
+// the backend allocated, and is read there or copied from there after synchronize(). No operation
+// waits for the host to see it.
 #pragma once
 
 #include <algorithm>
@@ -12,103 +12,17 @@
 #include <limits>
 #include <span>
 
+#include "lib/backend/key_tiles.h"
 #include "lib/batch.h"
 #include "sluice/policy.h"
 #include "sluice/types.h"
 
 namespace sluice {
 
-struct RowSpan;
-
-// Tokens per page bound (Quest): a sub-page.
-inline constexpr int kBoundTokens = 16;
-inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
-
-// Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
-// that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
-// key = zero + scale * code, code in [0, 2^bits).
-// At 4 bits byte b of a channel holds token b in its low and token 64 + b in its high half; at 2
-// bits byte b holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up.
-// A channel of a tile has the codes of two neighbouring pages of a sequence, the second page's
-// first if the channel's number is odd: those who read neighbouring channels of a page then find
-// them in different banks of memory. The last tile of a sequence may have but one page; what is in
-// the place of the other is left open.
-struct KeyTiles {
-  int bits = 4;
-  std::byte* codes = nullptr;       // [kv_heads, slots, head_dim, kTilePages, code_bytes()]
-  std::uint16_t* scales = nullptr;  // f16 [kv_heads, slots, kTilePages, 2, head_dim]: scales, zeros
-  std::int64_t slots = 0;           // tiles per KV head
-
-  // Of one channel of one page.
-  std::size_t code_bytes() const { return static_cast<std::size_t>(kPageTokens * bits / 8); }
-  // Codes of a tile of one KV head.
-  std::size_t tile_bytes(int head_dim) const {
-    return static_cast<std::size_t>(head_dim * kTilePages) * code_bytes();
-  }
-  // Of all codes.
-  std::size_t codes_bytes(int kv_heads, int head_dim) const {
-    return static_cast<std::size_t>(kv_heads * slots) * tile_bytes(head_dim);
-  }
-  // Of all scales and zeros.
-  std::size_t scales_bytes(int kv_heads, int head_dim) const {
-    return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_scales_bytes(head_dim);
-  }
-  // The codes of a slot's tile.
-  std::byte* codes_of(int head_dim, std::int64_t head, std::int64_t slot) const {
-    return codes + static_cast<std::size_t>(head * slots + slot) * tile_bytes(head_dim);
-  }
-  // The scales of a page in a slot, [2, head_dim].
-  std::uint16_t* scales_of(int head_dim, std::int64_t head, std::int64_t slot,
-                           std::int64_t page) const {
-    return scales + ((head * slots + slot) * kTilePages + page % kTilePages) * 2 * head_dim;
-  }
-  // Where one channel of a page lies in its tile, in units of code_bytes().
-  static constexpr std::size_t place_of(std::int64_t page, std::size_t channel) {
-    return channel * kTilePages + (static_cast<std::size_t>(page) ^ channel) % kTilePages;
-  }
-  // Bytes of one page of one KV head, by the channels that are read of it.
-  std::size_t page_bytes(int channels) const {
-    return static_cast<std::size_t>(channels) * code_bytes() + page_scales_bytes(channels);
-  }
-
- private:
-  static std::size_t page_scales_bytes(int channels) {
-    return static_cast<std::size_t>(channels) * 2 * sizeof(std::uint16_t);
-  }
-};
-
-// The smallest and largest key of every sub-page, per channel, rounded outwards.
-struct PageBounds {
-  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim]
-  std::uint16_t* bounds = nullptr;
-  std::int64_t slots = 0;  // tiles per KV head
-
-  std::size_t page_bytes(int channels) const {
-    return static_cast<std::size_t>(kBoundsPerPage * 2 * channels) * sizeof(std::uint16_t);
-  }
-  // Of all bounds.
-  std::size_t bytes(int kv_heads, int head_dim) const {
-    return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_bytes(head_dim);
-  }
-  // The bounds of a page in a slot, [kBoundsPerPage, 2, head_dim].
-  std::uint16_t* of(int head_dim, std::int64_t head, std::int64_t slot, std::int64_t page) const {
-    return bounds +
-           ((head * slots + slot) * kTilePages + page % kTilePages) * kBoundsPerPage * 2 * head_dim;
-  }
-};
-
-// The key index of one layer, of all sequences of a pool; null pointers where it has no such part.
-// Tiles and bounds of two neighbouring pages have the same slot in their pools.
-struct KeyIndexView {
-  KeyTiles tiles;
-  PageBounds bounds;
-  const std::int32_t* slots = nullptr;  // the backend's memory, [sequences, table_stride]
-  std::int64_t table_stride = 0;        // tiles that a sequence may have
-
-  // The slot of a page; for those who reach `slots`.
-  std::int64_t slot(std::int64_t sequence, std::int64_t page) const {
-    return slots[sequence * table_stride + page / kTilePages];
-  }
+// A run of consecutive rows of one KV head.
+struct RowSpan {
+  const std::byte* rows = nullptr;  // [count, row_bytes]
+  std::int64_t count = 0;
 };
 
 // Builds pages [first_page, first_page + pages) of a sequence's index from their rows.
@@ -129,14 +43,6 @@ struct BuildBatchParams {
   TokenBatch batch;
   PagedRows rows;
   std::int32_t* bad = nullptr;  // reported [sequences, kv_heads]: set to 1 if a key is NaN or Inf
-};
-
-// Adds the values of rows to sums, or subtracts them.
-struct SumValuesParams {
-  KvShape shape;
-  std::span<const RowSpan> rows;  // host array [kv_heads]
-  float* sums = nullptr;          // [kv_heads, head_dim]
-  bool subtract = false;
 };
 
 // Positions chosen for every token of a batch, ascending per KV head.
@@ -229,7 +135,7 @@ struct EstimateParams {
   KvShape shape;
   TokenBatch batch;
   Selector method = Selector::int4;
-  int channels = 0;                  // of sparq
+  int channels = 0;  // of sparq
   KeyIndexView index;
   PagedRows rows;
   bool skip_newest = false;  // the rows of the token's own page get no logits
@@ -298,50 +204,6 @@ struct SelectParams {
   float* lse = nullptr;
 };
 
-// Attention of decoded tokens to selected rows and to those of their own pages, the newest.
-//
-// Selected positions lie below their token's page_first(); a token of its sequence's first page has
-// none. A backend that computes in host memory may copy rows to `arena`, arena_rows at a time, and
-// attend to them there; see AttendBatchParams.
-struct AttendSelectedParams {
-  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
-  std::int64_t q_stride = 0;
-  KvShape shape;
-  TokenBatch batch;
-  // positions [count, kv_heads, capacity], heads [count, kv_heads]. Writes heads[].resident: how
-  // many of the selected rows were read from the device.
-  SelectionView selected;
-  PagedRows rows;
-  // [count, query_heads], what select() reported; or null if neither of the next two is there.
-  float* alpha = nullptr;
-  // [count, query_heads] or null. Where the newest had no logits when the others were selected:
-  // what select() reported of those. alpha, a share of their weight, becomes the share of theirs
-  // and the newest rows' together; NaN where a logit of the newest rows is NaN or +Inf.
-  const float* estimated_lse = nullptr;
-  // [count, kv_heads, head_dim] or null: sums of the values of all tokens that a token sees. Their
-  // mean stands for those that are not attended: an output becomes
-  // alpha * output + (1 - alpha) * sums / count(); SparQ section 3, equation 9.
-  const float* value_sums = nullptr;
-  std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
-  std::int64_t arena_rows = 0;
-  float scale = 0.0f;
-  float* out = nullptr;  // [count, query_heads, head_dim]
-  float* lse = nullptr;  // [count, query_heads]
-};
-
-// Copies rows of one sequence, found by position, so that they follow each other.
-struct GatherParams {
-  KvShape shape;
-  PagedRows rows;
-  std::int32_t sequence = 0;
-  const std::int32_t* positions = nullptr;  // [kv_heads, capacity], ascending
-  std::int64_t capacity = 0;
-  std::int64_t first = 0;                // number of each head's first position to copy
-  std::span<const std::int64_t> counts;  // host array [kv_heads]: rows to copy
-  std::byte* to = nullptr;               // [kv_heads, to_rows, row_bytes]
-  std::int64_t to_rows = 0;
-};
-
 // sums[t] = the softmax weight of row t, summed over probe tokens and query heads. A probe sees the
 // rows up to its own position.
 struct ColumnSumsParams {
@@ -351,6 +213,17 @@ struct ColumnSumsParams {
   std::span<const RowSpan> rows;           // host array [kv_heads], rows from position 0 on
   const std::uint8_t* eligible = nullptr;  // [rows]: 0 leaves a row out; null: all are in
   float* sums = nullptr;                   // reported [rows]; NaN where a logit was no number
+};
+
+class IndexOps {
+ public:
+  virtual ~IndexOps() = default;
+
+  virtual void build_index(const BuildIndexParams& params) = 0;
+  virtual void build_batch(const BuildBatchParams& params) = 0;
+  virtual void estimate(const EstimateParams& params) = 0;
+  virtual void select(const SelectParams& params) = 0;
+  virtual void column_sums(const ColumnSumsParams& params) = 0;
 };
 
 }  // namespace sluice

@@ -1,0 +1,158 @@
+#include "kernels/cuda_backend.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "kernels/attention/attention.h"
+#include "kernels/cuda_device.h"
+#include "kernels/cuda_queue.h"
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/workspace.h"
+#include "kernels/scan/channels.h"
+#include "kernels/scan/scan.h"
+#include "lib/check.h"
+#include "lib/element.h"
+#include "sluice/errors.h"
+
+namespace sluice::cuda {
+namespace {
+
+// Left to the driver and to cuBLAS if no cap is given.
+constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
+
+int select_device(int ordinal) {
+  int count = 0;
+  require(cudaGetDeviceCount(&count), "looking for a device (`device` cuda)");
+  if (ordinal >= count) {
+    throw Error(ErrorCode::unsupported, "`device` cuda:" + std::to_string(ordinal) +
+                                            ": this machine has " + std::to_string(count) +
+                                            " CUDA device(s)");
+  }
+  require(cudaSetDevice(ordinal), "selecting the device");
+  return ordinal;
+}
+
+std::uint64_t cap_of(const CudaOptions& options) {
+  if (options.device_cap) return *options.device_cap;
+  std::size_t free = 0;
+  std::size_t total = 0;
+  require(cudaMemGetInfo(&free, &total), "asking for free device memory");
+  return free > kReserve ? free - kReserve : 0;
+}
+
+BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
+  cudaDeviceProp properties{};
+  require(cudaGetDeviceProperties(&properties, options.ordinal), "the device's properties");
+  BackendInfo info;
+  info.name = "cuda:" + std::to_string(options.ordinal);
+  info.description = std::string(properties.name) + ", compute capability " +
+                     std::to_string(limits.capability / 10) + "." +
+                     std::to_string(limits.capability % 10) + ", " +
+                     std::to_string(limits.multiprocessors) + " multiprocessors";
+  info.compute_tier = Tier::device;
+  info.compute_dtype = options.compute.value_or(options.weight_dtype);
+  info.logits = {DType::f16, kDigestedFrom};
+  info.reads = {kTilePages, kMaxQueries, kBunch};
+  info.processor = Processor::cuda;
+  for (const int head_dim : {32, 64, 80, 96, 128, 256}) {
+    if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
+  }
+  info.f32_rows = false;
+  return info;
+}
+
+// A host matrix with dense rows in another dtype.
+std::vector<std::byte> converted(const Matrix& host, DType dtype) {
+  std::vector<std::byte> result(static_cast<std::size_t>(host.rows * host.columns) *
+                                size_of(dtype));
+  std::byte* to = result.data();
+  for (std::int64_t row = 0; row < host.rows; ++row) {
+    const auto* from = static_cast<const std::byte*>(host.data) +
+                       static_cast<std::size_t>(row * host.stride) * size_of(host.dtype);
+    for (std::int64_t column = 0; column < host.columns; ++column) {
+      write_element(to, dtype, read_element(from, host.dtype));
+      to += size_of(dtype);
+      from += size_of(host.dtype);
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+CudaBackend::CudaBackend(const CudaOptions& options)
+    : ordinal_(select_device(options.ordinal)),
+      limits_(current_limits()),
+      stream_(make_stream()),
+      memory_(ordinal_, cap_of(options), options.host_cap, stream_.get()),
+      info_(describe(options, limits_)) {}
+
+void CudaBackend::use_device() const { require(cudaSetDevice(ordinal_), "selecting the device"); }
+
+void CudaBackend::register_host(std::byte* data, std::size_t bytes) {
+  use_device();
+  memory_.register_host(data, bytes);
+}
+
+std::byte* CudaBackend::take(Tier tier, std::size_t bytes) {
+  check(recording == 0, "memory taken by work that is recorded");
+  use_device();
+  return memory_.take(tier, bytes);
+}
+
+void CudaBackend::give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept {
+  check(recording == 0, "memory given back by work that is recorded");
+  memory_.give_back(tier, data, bytes);
+}
+
+std::uint64_t CudaBackend::weight_bytes(std::int64_t outputs, std::int64_t inputs) const {
+  return static_cast<std::uint64_t>(outputs * inputs) * size_of(info_.compute_dtype);
+}
+
+std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {
+  Buffer data = allocate(Tier::device, weight_bytes(host.rows, host.columns));
+  std::vector<std::byte> other;
+  const auto* from = static_cast<const std::byte*>(host.data);
+  if (host.dtype != info_.compute_dtype || host.stride != host.columns) {
+    other = converted(host, info_.compute_dtype);
+    from = other.data();
+  }
+  copy_large({data.data(), from, data.bytes()}, stream_.get());
+  // The host's matrix may be freed from here on.
+  require(cudaStreamSynchronize(stream_.get()), "uploading weights");
+  return std::make_unique<CudaWeight>(std::move(data), host.rows, host.columns);
+}
+
+void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) const {
+  const auto within = [&](const std::byte* data, std::size_t bytes) {
+    const std::size_t part = memory_.host().reach(data, bytes);
+    return part > 0 ? part : bytes;
+  };
+  while (op.bytes > 0) {
+    const std::size_t bytes = std::min(within(op.to, op.bytes), within(op.from, op.bytes));
+    require(cudaMemcpyAsync(op.to, op.from, bytes, cudaMemcpyDefault, stream), "a copy");
+    op.to += bytes;
+    op.from += bytes;
+    op.bytes -= bytes;
+  }
+}
+
+std::unique_ptr<Queue> CudaBackend::make_queue(const QueueOptions& options) {
+  use_device();
+  int of = ordinal_;
+  if (options.stream != nullptr) {
+    require(cudaStreamGetDevice(static_cast<cudaStream_t>(options.stream), &of), "a stream");
+  }
+  if (of != ordinal_) {
+    throw Error(ErrorCode::usage,
+                "`stream` is of device cuda:" + std::to_string(of) + ", not of " + info_.name);
+  }
+  return std::make_unique<CudaQueue>(*this, options);
+}
+
+std::unique_ptr<Backend> make_cuda_backend(const CudaOptions& options) {
+  return std::make_unique<CudaBackend>(options);
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,63 @@
+// What the queues of a CUDA backend share: the device, its memory, and whether work is recorded.
+#pragma once
+
+#include <memory>
+
+#include "kernels/cuda_backend.h"
+#include "kernels/runtime/launch.h"
+#include "kernels/runtime/memory.h"
+#include "kernels/runtime/owners.h"
+
+namespace sluice::cuda {
+
+class CudaWeight : public Weight {
+ public:
+  CudaWeight(Buffer data, std::int64_t outputs, std::int64_t inputs)
+      : data_(std::move(data)), outputs_(outputs), inputs_(inputs) {}
+  std::int64_t outputs() const override { return outputs_; }
+  std::int64_t inputs() const override { return inputs_; }
+  const void* data() const { return data_.data(); }
+
+ private:
+  Buffer data_;
+  std::int64_t outputs_;
+  std::int64_t inputs_;
+};
+
+class CudaBackend : public Backend {
+ public:
+  explicit CudaBackend(const CudaOptions& options);
+  ~CudaBackend() override { static_cast<void>(cudaDeviceSynchronize()); }
+
+  const BackendInfo& info() const override { return info_; }
+  MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
+  void register_host(std::byte* data, std::size_t bytes) override;
+  void unregister_host(std::byte* data) noexcept override { memory_.unregister_host(data); }
+  using Backend::make_queue;
+  std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
+  std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override;
+  std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
+
+  // For queues. Whoever calls may have used another device in between, or be another thread.
+  void use_device() const;
+  const DeviceLimits& limits() const { return limits_; }
+  // Issues a copy of any size. The driver wants each side of it within one allocation.
+  void copy_large(CopyOp op, cudaStream_t stream) const;
+  bool kernels_reach(const std::byte* data, std::size_t bytes) const {
+    return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes);
+  }
+  // Queues that record: nothing is allocated then.
+  int recording = 0;
+
+ private:
+  std::byte* take(Tier tier, std::size_t bytes) override;
+  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override;
+
+  int ordinal_;
+  DeviceLimits limits_;
+  StreamOwner stream_;  // of memory, and of weights on their way
+  CudaMemory memory_;
+  BackendInfo info_;
+};
+
+}  // namespace sluice::cuda

@@ -1,0 +1,133 @@
+#include "kernels/cuda_queue.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/runtime/error.h"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+// What select() needs for 1.4 million tokens of eight KV heads with four query heads each, the most
+// of any kernel. Beyond, it takes several rounds.
+constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
+// Below this a copy is a kernel's: the copy engine takes 3 microseconds for each piece.
+constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
+constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
+
+std::size_t scratch_of(const QueueOptions& options) { return options.computes ? kScratchBytes : 0; }
+
+}  // namespace
+
+CudaQueue::CudaQueue(CudaBackend& backend, const QueueOptions& options)
+    : Queue(backend),
+      device_charge_(backend.account(Tier::device), Workspace::bytes(scratch_of(options))),
+      host_charge_(backend.account(Tier::host), options.computes ? kSampledBytes : 0),
+      workspace_(scratch_of(options), static_cast<cudaStream_t>(options.stream), options.urgent),
+      event_(make_event()),
+      recorder_(workspace_.launch().stream) {
+  if (!options.computes) return;
+  gemm_.emplace(workspace_.launch());
+  sampled_ = make_pinned_block(kSampledBytes);
+}
+
+CudaQueue::~CudaQueue() {
+  if (has_backend()) {
+    static_cast<void>(cudaStreamSynchronize(workspace_.launch().stream));
+  } else {
+    device_charge_.forget();
+    host_charge_.forget();
+  }
+}
+
+void CudaQueue::copy(std::span<const CopyOp> ops) {
+  std::vector<CopyOp> small;
+  for (const CopyOp& op : ops) {
+    const bool reached =
+        own().kernels_reach(op.to, op.bytes) && own().kernels_reach(op.from, op.bytes);
+    check(reached || own().recording == 0, "a recorded copy of memory that is not pinned");
+    if (op.bytes < kSmallCopy && reached) {
+      small.push_back(op);
+    } else {
+      own().copy_large(op, stream());
+    }
+  }
+  if (small.empty()) return;
+  copy_pieces(small, launch());
+}
+
+const void* CudaQueue::weight_of(const LinearParams& params) const {
+  check(params.x.dtype == own().info().compute_dtype, "linear: inputs must have the compute dtype");
+  return dynamic_cast<const CudaWeight&>(*params.weight).data();
+}
+
+void CudaQueue::linear(const LinearParams& params) {
+  LinearChain chain;
+  chain.linear = params;
+  if (gemv_supported(chain, workspace_.device())) {
+    gemv(chain, weight_of(params), launch());
+  } else {
+    gemm_->run(params, weight_of(params));
+  }
+}
+
+void CudaQueue::linear_chain(const LinearChain& chain) {
+  if (!gemv_supported(chain, workspace_.device())) return DenseOps::linear_chain(chain);
+  gemv(chain, weight_of(chain.linear), launch());
+}
+
+void CudaQueue::sample(const Matrix& logits, std::span<const SampleParams> params,
+                       std::span<SampledToken> tokens) {
+  auto* const drawn = static_cast<SampledToken*>(sampled_.get());
+  Matrix part = logits;
+  for (std::size_t first = 0; first < tokens.size(); first += kSampleRows) {
+    const std::size_t count = std::min<std::size_t>(kSampleRows, tokens.size() - first);
+    part.rows = static_cast<std::int64_t>(count);
+    cuda::sample(part, params.subspan(first, count), drawn, launch());
+    synchronize();
+    std::copy_n(drawn, count, tokens.data() + first);
+    part.data = static_cast<float*>(part.data) + kSampleRows * part.stride;
+  }
+}
+
+// Few rows are written to both places at once, many by the copy engine.
+void CudaQueue::append(const AppendParams& params) {
+  const std::size_t bytes = static_cast<std::size_t>(params.tokens) * params.shape.row_bytes();
+  const bool at_once = bytes < kSmallCopy &&
+                       std::all_of(params.home.begin(), params.home.end(),
+                                   [&](auto* home) { return own().kernels_reach(home, bytes); });
+  AppendParams rows = params;
+  if (!at_once) rows.home = {};
+  cuda::append(rows, launch());
+  if (!at_once) copy_home(*this, params);
+}
+
+void CudaQueue::replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) {
+  own().use_device();
+  recorder_.replay(recording, [&] {
+    ++own().recording;
+    try {
+      issue();
+    } catch (...) {
+      --own().recording;
+      throw;
+    }
+    --own().recording;
+  });
+}
+
+void CudaQueue::wait_for(Queue& other) {
+  auto& from = dynamic_cast<CudaQueue&>(other);
+  require(cudaEventRecord(from.event_.get(), from.stream()), "an event");
+  require(cudaStreamWaitEvent(stream(), from.event_.get()), "waiting for an event");
+}
+
+void CudaQueue::synchronize() {
+  check(own().recording == 0, "work that is recorded waits for itself");
+  require(cudaStreamSynchronize(stream()), "work on the device");
+}
+
+std::uint64_t queue_bytes() { return Workspace::bytes(kScratchBytes); }
+
+}  // namespace sluice::cuda

@@ -1,0 +1,103 @@
+// The key index of a layer: keys in a few bits, and the bounds of sub-pages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lib/batch.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+// Tokens per page bound (Quest): a sub-page.
+inline constexpr int kBoundTokens = 16;
+inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
+
+// Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
+// that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
+// key = zero + scale * code, code in [0, 2^bits).
+// At 4 bits byte b of a channel holds token b in its low and token 64 + b in its high half; at 2
+// bits byte b holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up.
+// A channel of a tile has the codes of two neighbouring pages of a sequence, the second page's
+// first if the channel's number is odd: those who read neighbouring channels of a page then find
+// them in different banks of memory. The last tile of a sequence may have but one page; what is in
+// the place of the other is left open.
+struct KeyTiles {
+  int bits = 4;
+  std::byte* codes = nullptr;       // [kv_heads, slots, head_dim, kTilePages, code_bytes()]
+  std::uint16_t* scales = nullptr;  // f16 [kv_heads, slots, kTilePages, 2, head_dim]: scales, zeros
+  std::int64_t slots = 0;           // tiles per KV head
+
+  // Of one channel of one page.
+  std::size_t code_bytes() const { return static_cast<std::size_t>(kPageTokens * bits / 8); }
+  // Codes of a tile of one KV head.
+  std::size_t tile_bytes(int head_dim) const {
+    return static_cast<std::size_t>(head_dim * kTilePages) * code_bytes();
+  }
+  // Of all codes.
+  std::size_t codes_bytes(int kv_heads, int head_dim) const {
+    return static_cast<std::size_t>(kv_heads * slots) * tile_bytes(head_dim);
+  }
+  // Of all scales and zeros.
+  std::size_t scales_bytes(int kv_heads, int head_dim) const {
+    return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_scales_bytes(head_dim);
+  }
+  // The codes of a slot's tile.
+  std::byte* codes_of(int head_dim, std::int64_t head, std::int64_t slot) const {
+    return codes + static_cast<std::size_t>(head * slots + slot) * tile_bytes(head_dim);
+  }
+  // The scales of a page in a slot, [2, head_dim].
+  std::uint16_t* scales_of(int head_dim, std::int64_t head, std::int64_t slot,
+                           std::int64_t page) const {
+    return scales + ((head * slots + slot) * kTilePages + page % kTilePages) * 2 * head_dim;
+  }
+  // Where one channel of a page lies in its tile, in units of code_bytes().
+  static constexpr std::size_t place_of(std::int64_t page, std::size_t channel) {
+    return channel * kTilePages + (static_cast<std::size_t>(page) ^ channel) % kTilePages;
+  }
+  // Bytes of one page of one KV head, by the channels that are read of it.
+  std::size_t page_bytes(int channels) const {
+    return static_cast<std::size_t>(channels) * code_bytes() + page_scales_bytes(channels);
+  }
+
+ private:
+  static std::size_t page_scales_bytes(int channels) {
+    return static_cast<std::size_t>(channels) * 2 * sizeof(std::uint16_t);
+  }
+};
+
+// The smallest and largest key of every sub-page, per channel, rounded outwards.
+struct PageBounds {
+  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim]
+  std::uint16_t* bounds = nullptr;
+  std::int64_t slots = 0;  // tiles per KV head
+
+  std::size_t page_bytes(int channels) const {
+    return static_cast<std::size_t>(kBoundsPerPage * 2 * channels) * sizeof(std::uint16_t);
+  }
+  // Of all bounds.
+  std::size_t bytes(int kv_heads, int head_dim) const {
+    return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_bytes(head_dim);
+  }
+  // The bounds of a page in a slot, [kBoundsPerPage, 2, head_dim].
+  std::uint16_t* of(int head_dim, std::int64_t head, std::int64_t slot, std::int64_t page) const {
+    return bounds +
+           ((head * slots + slot) * kTilePages + page % kTilePages) * kBoundsPerPage * 2 * head_dim;
+  }
+};
+
+// The key index of one layer, of all sequences of a pool; null pointers where it has no such part.
+// Tiles and bounds of two neighbouring pages have the same slot in their pools.
+struct KeyIndexView {
+  KeyTiles tiles;
+  PageBounds bounds;
+  const std::int32_t* slots = nullptr;  // the backend's memory, [sequences, table_stride]
+  std::int64_t table_stride = 0;        // tiles that a sequence may have
+
+  // The slot of a page; for those who reach `slots`.
+  std::int64_t slot(std::int64_t sequence, std::int64_t page) const {
+    return slots[sequence * table_stride + page / kTilePages];
+  }
+};
+
+}  // namespace sluice

@@ -1,0 +1,140 @@
+// What a step does with rows: append them, attend to them, gather them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "lib/backend/index_ops.h"
+#include "lib/batch.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+// Turns keys and values into rows: K then V, in the cache's dtype.
+struct AppendParams {
+  const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
+  const float* v = nullptr;  // likewise
+  std::int64_t tokens = 0;
+  std::int64_t stride = 0;
+  KvShape shape;
+  std::span<std::byte* const> rows;  // host array [kv_heads]: where each head's first row goes
+  // Host array [kv_heads] or empty: host memory that gets the same rows, written through.
+  std::span<std::byte* const> home = {};
+};
+
+// The same for the tokens of a batch: each row goes to every place that its page has. Values are
+// added to running sums as the rows have them, rounded, token by token.
+struct AppendBatchParams {
+  const float* k = nullptr;  // [count, kv_heads, head_dim], `stride` floats from token to token
+  const float* v = nullptr;  // likewise
+  std::int64_t stride = 0;
+  KvShape shape;
+  TokenBatch batch;
+  PagedRows rows;
+  float* sums = nullptr;        // [sequences, kv_heads, head_dim], or null
+  float* token_sums = nullptr;  // [count, kv_heads, head_dim]: the sums as each token sees them,
+                                // itself included; or null, as it is without `sums`
+};
+
+// Attention of queries over one run of rows per KV head, as a partial: the output over these rows
+// and the log-sum-exp of their logits. Partials over disjoint rows merge into attention over all.
+// Source: FlashDecoding; Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
+struct AttendParams {
+  const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t tokens = 0;
+  std::int64_t q_stride = 0;
+  std::int64_t first_query_position = 0;
+  KvShape shape;
+  std::span<const RowSpan> rows;        // host array [kv_heads]
+  std::int64_t first_row_position = 0;  // rows after a query's position are masked for it
+  float scale = 0.0f;                   // of the logits, 1 / sqrt(head_dim)
+  float* out = nullptr;                 // [tokens, query_heads, head_dim]
+  float* lse = nullptr;                 // [tokens, query_heads]; -inf where no row was visible
+  bool merge = false;                   // merge with the partial already in out and lse
+};
+
+// Attention of decoded tokens to all rows of their sequences up to their own.
+//
+// To a backend that computes in host memory the device is a bounded part of it: rows that are only
+// at home are copied to `arena` before they are attended. Without an arena, and by other backends,
+// they are attended where they lie.
+struct AttendBatchParams {
+  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t q_stride = 0;
+  KvShape shape;
+  TokenBatch batch;
+  PagedRows rows;
+  float scale = 0.0f;
+  float* out = nullptr;        // [count, query_heads, head_dim]
+  float* lse = nullptr;        // [count, query_heads]
+  std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
+  std::int64_t arena_rows = 0;
+};
+
+// Attention of decoded tokens to selected rows and to those of their own pages, the newest.
+//
+// Selected positions lie below their token's page_first(); a token of its sequence's first page has
+// none. A backend that computes in host memory may copy rows to `arena`, arena_rows at a time, and
+// attend to them there; see AttendBatchParams.
+struct AttendSelectedParams {
+  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
+  std::int64_t q_stride = 0;
+  KvShape shape;
+  TokenBatch batch;
+  // positions [count, kv_heads, capacity], heads [count, kv_heads]. Writes heads[].resident: how
+  // many of the selected rows were read from the device.
+  SelectionView selected;
+  PagedRows rows;
+  // [count, query_heads], what select() reported; or null if neither of the next two is there.
+  float* alpha = nullptr;
+  // [count, query_heads] or null. Where the newest had no logits when the others were selected:
+  // what select() reported of those. alpha, a share of their weight, becomes the share of theirs
+  // and the newest rows' together; NaN where a logit of the newest rows is NaN or +Inf.
+  const float* estimated_lse = nullptr;
+  // [count, kv_heads, head_dim] or null: sums of the values of all tokens that a token sees. Their
+  // mean stands for those that are not attended: an output becomes
+  // alpha * output + (1 - alpha) * sums / count(); SparQ section 3, equation 9.
+  const float* value_sums = nullptr;
+  std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
+  std::int64_t arena_rows = 0;
+  float scale = 0.0f;
+  float* out = nullptr;  // [count, query_heads, head_dim]
+  float* lse = nullptr;  // [count, query_heads]
+};
+
+// Copies rows of one sequence, found by position, so that they follow each other.
+struct GatherParams {
+  KvShape shape;
+  PagedRows rows;
+  std::int32_t sequence = 0;
+  const std::int32_t* positions = nullptr;  // [kv_heads, capacity], ascending
+  std::int64_t capacity = 0;
+  std::int64_t first = 0;                // number of each head's first position to copy
+  std::span<const std::int64_t> counts;  // host array [kv_heads]: rows to copy
+  std::byte* to = nullptr;               // [kv_heads, to_rows, row_bytes]
+  std::int64_t to_rows = 0;
+};
+
+// Adds the values of rows to sums, or subtracts them.
+struct SumValuesParams {
+  KvShape shape;
+  std::span<const RowSpan> rows;  // host array [kv_heads]
+  float* sums = nullptr;          // [kv_heads, head_dim]
+  bool subtract = false;
+};
+
+class KvOps {
+ public:
+  virtual ~KvOps() = default;
+
+  virtual void append(const AppendParams& params) = 0;
+  virtual void append_batch(const AppendBatchParams& params) = 0;
+  virtual void attend(const AttendParams& params) = 0;
+  virtual void attend_batch(const AttendBatchParams& params) = 0;
+  virtual void attend_selected(const AttendSelectedParams& params) = 0;
+  virtual void gather(const GatherParams& params) = 0;
+  virtual void sum_values(const SumValuesParams& params) = 0;
+};
+
+}  // namespace sluice

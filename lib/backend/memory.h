@@ -1,0 +1,60 @@
+// Memory of the tiers, and who owns it.
+#pragma once
+
+#include <cstddef>
+
+#include "lib/memory_account.h"
+#include "sluice/types.h"
+
+namespace sluice {
+
+class Memory;
+
+// Memory of one tier, owned. Its bytes stay charged to the tier's account while it lives.
+// Aligned to 64 bytes and zeroed.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Memory* owner, Tier tier, std::byte* data, std::size_t bytes)
+      : owner_(owner), tier_(tier), data_(data), bytes_(bytes) {}
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer();
+
+  std::byte* data() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  Memory* owner_ = nullptr;
+  Tier tier_ = Tier::host;
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// Where a backend takes memory from. It outlives its buffers.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  virtual ~Memory() = default;
+
+  virtual MemoryAccount& account(Tier tier) = 0;
+
+  // Throws Error{memory} past the tier's cap or when the machine has no more.
+  Buffer allocate(Tier tier, std::size_t bytes);
+
+  // Makes host memory reachable for transfers (pins it); release before unmapping.
+  virtual void register_host(std::byte* data, std::size_t bytes) = 0;
+  virtual void unregister_host(std::byte* data) noexcept = 0;
+
+ private:
+  friend class Buffer;
+  virtual std::byte* take(Tier tier, std::size_t bytes) = 0;
+  virtual void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept = 0;
+};
+
+}  // namespace sluice

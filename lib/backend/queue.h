@@ -1,0 +1,88 @@
+// A queue of a backend's work: every operation is asked of a queue, and is done in its order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "lib/backend/dense_ops.h"
+#include "lib/backend/index_ops.h"
+#include "lib/backend/kv_ops.h"
+
+namespace sluice {
+
+class Backend;
+
+// One copy of contiguous bytes. Which of the two sides is host memory follows from the call.
+struct CopyOp {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  std::size_t bytes = 0;
+};
+
+// What a backend keeps of work that it replays. It ends before the memory that the work uses.
+class Recording {
+ public:
+  virtual ~Recording() = default;
+};
+
+struct ReplayCounts {
+  std::int64_t recordings = 0;  // made
+  std::int64_t launches = 0;    // of recordings
+};
+
+struct QueueOptions {
+  // A stream of a caller's, a cudaStream_t, which outlives the queue; null: one of its own.
+  void* stream = nullptr;
+  // Whether it computes, or only copies and gathers, which takes no memory.
+  bool computes = true;
+  // Where the device has to choose, work of urgent queues goes first.
+  bool urgent = false;
+};
+
+// Stream, scratch memory and what else work needs that is under way: queues share nothing, so work
+// of one runs beside that of others and meets it only at wait_for(). One thread at a time may use a
+// queue.
+class Queue : public DenseOps, public KvOps, public IndexOps {
+ public:
+  explicit Queue(Backend& backend);
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+
+  // Throws Error{usage} once the backend has ended, as operations that need it do.
+  Backend& backend() const;
+  bool has_backend() const { return !life_.expired(); }
+
+  // Moves or copies bytes; `from` and `to` may be in any tier but disk. Regions do not overlap.
+  virtual void copy(std::span<const CopyOp> ops) = 0;
+
+  // Issues what issue() issues. A backend may record that the first time, when `recording` is null,
+  // and from then on only start the recording, which spares what each launch costs. So issue()
+  // issues the same with the same pointers every time; it allocates nothing, waits for nothing and
+  // copies only between memory that the backend has allocated or registered. The tokens and page
+  // tables of a batch are written before, not by issue(). Another queue takes part between its
+  // wait_for() this one and this one's wait_for() it. If issue() throws, nothing is recorded;
+  // whether something was issued is left open.
+  virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
+  // So far.
+  virtual ReplayCounts replay_counts() const { return {}; }
+
+  // Work issued from now on starts after all work issued to `other` so far.
+  virtual void wait_for(Queue& other) = 0;
+  // Returns when the queue is idle. Errors of earlier work surface here at the latest.
+  virtual void synchronize() = 0;
+
+  // For work that others issue: a cudaStream_t; null if there is no such thing.
+  virtual void* native_stream() { return nullptr; }
+
+ private:
+  Backend* backend_;
+  std::weak_ptr<const void> life_;
+};
+
+// Copies what append() wrote to its home.
+void copy_home(Queue& queue, const AppendParams& params);
+
+}  // namespace sluice

@@ -1,0 +1,103 @@
+// Queues of every backend: work of one beside that of others, and what is not to be asked of them.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "sluice/errors.h"
+#include "tests/support/backends.h"
+#include "tests/support/device.h"
+
+namespace sluice {
+namespace {
+
+using testing::NamedBackend;
+
+class QueueParity : public ::testing::TestWithParam<NamedBackend> {
+ protected:
+  static Matrix column(const Buffer& buffer) {
+    const auto rows = static_cast<std::int64_t>(buffer.bytes() / sizeof(float));
+    return {buffer.data(), DType::f32, rows, 1, 1};
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Backends, QueueParity, ::testing::ValuesIn(testing::backends_by_kind()),
+                         testing::name_of);
+
+// A value goes through eight queues in turn, and through each of them many times.
+TEST_P(QueueParity, WaitForEachOther) {
+  const auto device = testing::make_or_skip(GetParam());
+  if (device == nullptr) return;
+  std::vector<std::unique_ptr<Queue>> queues;
+  std::vector<Buffer> values;
+  const std::vector<float> first(1 << 16, 42.0f);
+  values.push_back(upload(*device, first));
+  for (int i = 0; i < 8; ++i) {
+    queues.push_back(device->backend->make_queue({.computes = i % 2 == 0, .urgent = i % 4 == 0}));
+    values.push_back(device->allocate(device->info().compute_tier, first.size() * sizeof(float)));
+  }
+  Queue* before = device->queue.get();
+  for (int round = 0; round < 20; ++round) {
+    for (std::size_t i = 0; i < queues.size(); ++i) {
+      queues[i]->wait_for(*before);
+      const CopyOp op = {values[i + 1].data(), values[i].data(), values[i].bytes()};
+      queues[i]->copy({&op, 1});
+      before = queues[i].get();
+    }
+    // Back to the start, as something else.
+    device->queue->wait_for(*before);
+    device->queue->cast(column(values.back()), column(values.front()));
+    before = device->queue.get();
+  }
+  EXPECT_EQ(testing::download<float>(*device, values.front()), first);
+}
+
+TEST_P(QueueParity, TakeMemoryOnlyWhileTheyLive) {
+  const auto device = testing::make_or_skip(GetParam());
+  if (device == nullptr) return;
+  const std::uint64_t before = device->backend->account(Tier::device).used();
+  {
+    const auto copies = device->backend->make_queue({.computes = false});
+    EXPECT_EQ(device->backend->account(Tier::device).used(), before);
+    const auto computes = device->backend->make_queue();
+    if (device->info().compute_tier == Tier::device) {
+      EXPECT_GT(device->backend->account(Tier::device).used(), before);
+    }
+  }
+  EXPECT_EQ(device->backend->account(Tier::device).used(), before);
+}
+
+TEST_P(QueueParity, SayThatTheirBackendHasEnded) {
+  auto device = testing::make_or_skip(GetParam());
+  if (device == nullptr) return;
+  const std::unique_ptr<Queue> queue = std::move(device->queue);
+  EXPECT_TRUE(queue->has_backend());
+  device.reset();
+  EXPECT_FALSE(queue->has_backend());
+  const auto refuses = [&](const auto& work) {
+    try {
+      work();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage) << error.what();
+    }
+  };
+  float x = 1.0f;
+  const Matrix one = {&x, DType::f32, 1, 1, 1};
+  if (GetParam().name != "reference") {  // its plain loops need no backend
+    refuses([&] { queue->cast(one, one); });
+    refuses([&] { queue->swiglu({one, one}); });
+  }
+  refuses([&] { queue->synchronize(); });
+  refuses([&] { static_cast<void>(queue->backend()); });
+}
+
+TEST_P(QueueParity, OnlyAGpuHasStreams) {
+  const auto device = testing::make_or_skip(GetParam());
+  if (device == nullptr || device->info().compute_tier == Tier::device) return;
+  int anything = 0;
+  EXPECT_THROW(device->backend->make_queue({.stream = &anything}), Error);
+}
+
+}  // namespace
+}  // namespace sluice
