@@ -10,6 +10,7 @@
 #include "lib/backend.h"
 #include "model/checkpoint.h"
 #include "model/decoder.h"
+#include "model/turns.h"
 #include "offload/kv_session.h"
 #include "sluice/engine.h"
 
@@ -28,7 +29,7 @@ struct Engine::Impl {
   std::optional<Decoder> decoder{};       // from load_weights on
   std::uint64_t promised_host_bytes = 0;  // to sessions' rows, which take them as they grow
   // Activations and the backend's streams serve one call at a time.
-  std::recursive_mutex mutex{};
+  FairMutex mutex{};
   bool is_busy = false;
 
   // Steps of several sessions have no more.
@@ -40,20 +41,23 @@ struct Engine::Impl {
 // A call's turn to compute. Other threads wait for theirs; a callback has none.
 class Turn {
  public:
-  explicit Turn(Engine::Impl& engine) : engine_(&engine), lock_(engine.mutex) {
-    if (engine.is_busy) {
-      throw Error(ErrorCode::usage,
-                  "a callback may not compute: the call that it was called from is not over");
-    }
-    engine.is_busy = true;
-  }
+  explicit Turn(Engine::Impl& engine) : engine_(&engine), lock_(engine.mutex) { begin(); }
+  // Once no other call is under way for any of the sessions.
+  Turn(Engine::Impl& engine, std::span<Session::Impl* const> sessions);
+  Turn(Engine::Impl& engine, Session::Impl& session);
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
-  ~Turn() { engine_->is_busy = false; }
+  ~Turn();
+
+  // Lets those who wait have theirs first. Calls for this turn's sessions wait on.
+  void pause();
 
  private:
+  void begin();
+
   Engine::Impl* engine_;
-  std::unique_lock<std::recursive_mutex> lock_;
+  std::unique_lock<FairMutex> lock_;
+  std::vector<Session::Impl*> sessions_;
 };
 
 // Host memory that a plan was granted, until the last session that has a part of it ends.
@@ -77,6 +81,7 @@ struct Session::Impl {
   std::shared_ptr<HostPromise> promise;  // of the memory that it shares with forks and siblings
   std::vector<TokenId> uncorrected{};    // decoded sparsely since the last correction
   std::vector<float> logits{};           // after the last token
+  bool in_call = false;                  // which has not returned yet
 
   Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
        std::shared_ptr<HostPromise> promised)
@@ -102,9 +107,9 @@ struct Session::Impl {
 
   // A prompt under a policy whose prefill is sparse.
   std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress);
-  // Runs `tokens` in steps of the planned chunk; each(first, count) after every step. False if
-  // `progress` stopped it.
-  bool run(std::span<const TokenId> tokens, const Progress& progress,
+  // Runs `tokens` in steps of the planned chunk, between which others may have their turn;
+  // each(first, count) after every step. False if `progress` stopped it.
+  bool run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
            const std::function<void(std::int64_t, std::int64_t)>& each);
   // The logits after a token of the last step, kept for whoever asked.
   std::span<const float> keep(std::span<const float> row);

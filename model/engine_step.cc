@@ -20,13 +20,16 @@ bool draws_on_device(const StepToken& token) {
 struct SessionStep {
   static Session::Impl& impl(const StepToken& token) { return token.session->impl(); }
 
-  static void require(std::span<const StepToken> tokens, const Engine::Impl& engine) {
+  static std::vector<Session::Impl*> impls(std::span<const StepToken> tokens,
+                                           const Engine::Impl& engine) {
+    std::vector<Session::Impl*> all;
     for (const StepToken& token : tokens) {
       if (token.session == nullptr || impl(token).engine.get() != &engine) {
         throw Error(ErrorCode::usage, "a batch: its sessions must be of this engine");
       }
-      impl(token).require({&token.token, 1});
+      all.push_back(&impl(token));
     }
+    return all;
   }
 
   // Draws, or reads the logits, and waits. Results of sessions that failed are left out later.
@@ -73,13 +76,13 @@ struct SessionStep {
 };
 
 std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
-  const Turn turn(impl());
+  const Turn turn(impl(), SessionStep::impls(tokens, impl()));
   if (static_cast<std::int64_t>(tokens.size()) > impl().most_at_once()) {
     throw Error(ErrorCode::usage, "a batch: of " + std::to_string(tokens.size()) +
                                       " sessions; this engine takes " +
                                       std::to_string(impl().most_at_once()) + " at a time");
   }
-  SessionStep::require(tokens, impl());
+  for (const StepToken& token : tokens) SessionStep::impl(token).require({&token.token, 1});
   std::vector<KvSession*> sessions;
   std::vector<TokenId> ids;
   for (const StepToken& token : tokens) {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -19,6 +20,41 @@ float log_probability(std::span<const float> logits, TokenId id) {
 }
 
 }  // namespace
+
+void Turn::begin() {
+  if (engine_->is_busy) {
+    throw Error(ErrorCode::usage,
+                "a callback may not compute: the call that it was called from is not over");
+  }
+  engine_->is_busy = true;
+}
+
+Turn::Turn(Engine::Impl& engine, std::span<Session::Impl* const> sessions)
+    : engine_(&engine), lock_(engine.mutex) {
+  const auto is_free = [](const Session::Impl* session) { return !session->in_call; };
+  // A call for one of them that paused goes on in the meantime.
+  while (!engine.is_busy && !std::all_of(sessions.begin(), sessions.end(), is_free)) {
+    lock_.unlock();
+    lock_.lock();
+  }
+  begin();
+  sessions_.assign(sessions.begin(), sessions.end());
+  for (Session::Impl* session : sessions_) session->in_call = true;
+}
+
+Turn::Turn(Engine::Impl& engine, Session::Impl& session) : Turn(engine, std::array{&session}) {}
+
+Turn::~Turn() {
+  for (Session::Impl* session : sessions_) session->in_call = false;
+  engine_->is_busy = false;
+}
+
+void Turn::pause() {
+  engine_->is_busy = false;
+  lock_.unlock();
+  lock_.lock();
+  engine_->is_busy = true;
+}
 
 // Blocks and sequences of the pool are given back in turn, too.
 Session::Impl::~Impl() {
@@ -97,11 +133,12 @@ std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> to
   return keep(engine->decoder->logits(0, 1));
 }
 
-bool Session::Impl::run(std::span<const TokenId> tokens, const Progress& progress,
+bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
                         const std::function<void(std::int64_t, std::int64_t)>& each) {
   require(tokens);
   const auto total = static_cast<std::int64_t>(tokens.size());
   for (std::int64_t first = 0; first < total;) {
+    if (first > 0) turn.pause();
     if (progress && !progress(first, total)) return false;
     const std::int64_t count = std::min(kv.plan().chunk, total - first);
     engine->decoder->step(
@@ -125,7 +162,7 @@ Session::Impl& Session::impl() const {
 }
 
 Session Session::fork() {
-  const Turn turn(*impl().engine);
+  const Turn turn(*impl().engine, impl());
   auto child = std::make_unique<Impl>(impl().engine, impl().kv.fork(), impl().promise);
   child->uncorrected = impl().uncorrected;
   child->logits = impl().logits;
@@ -133,19 +170,19 @@ Session Session::fork() {
 }
 
 Session Session::sibling() {
-  const Turn turn(*impl().engine);
+  const Turn turn(*impl().engine, impl());
   return Session(
       std::make_unique<Impl>(impl().engine, KvSession(impl().kv.pool()), impl().promise));
 }
 
 std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
-  const Turn turn(*impl().engine);
+  Turn turn(*impl().engine, impl());
   impl().require(tokens);
   if (!impl().uncorrected.empty()) impl().correct();
   if (impl().kv.policy().prefill.tau > 0.0) return impl().sparse_prefill(tokens, progress);
   std::int64_t last = 0;
   const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
-  if (!impl().run(tokens, progress, remember)) return {};
+  if (!impl().run(turn, tokens, progress, remember)) return {};
   return impl().keep(impl().engine->decoder->logits(last, 1));
 }
 
@@ -165,10 +202,11 @@ TokenId Session::decode(TokenId token, Sampler& sampler, std::span<const TokenId
 
 void Session::decode_known(std::span<const TokenId> tokens,
                            const std::function<void(std::size_t, std::span<const float>)>& each) {
-  const Turn turn(*impl().engine);
+  Turn turn(*impl().engine, impl());
   impl().require(tokens);
   const auto vocabulary = static_cast<std::size_t>(impl().engine->info.vocabulary);
   for (std::size_t first = 0; first < tokens.size();) {
+    if (first > 0) turn.pause();
     const std::size_t count =
         std::min(static_cast<std::size_t>(impl().decode_room()), tokens.size() - first);
     impl().decode_known(tokens.subspan(first, count));
@@ -182,7 +220,7 @@ void Session::decode_known(std::span<const TokenId> tokens,
 }
 
 void Session::use(const Policy& policy) {
-  const Turn turn(*impl().engine);
+  const Turn turn(*impl().engine, impl());
   impl().kv.use(policy);
   impl().uncorrected.clear();
 }
@@ -190,7 +228,7 @@ void Session::use(const Policy& policy) {
 const Policy& Session::policy() const { return impl().kv.policy(); }
 
 void Session::truncate(std::int64_t length) {
-  const Turn turn(*impl().engine);
+  const Turn turn(*impl().engine, impl());
   if (length < 0 || length > impl().kv.length()) {
     throw Error(ErrorCode::usage, "a session of " + std::to_string(impl().kv.length()) +
                                       " tokens cannot be cut to " + std::to_string(length));
@@ -200,12 +238,12 @@ void Session::truncate(std::int64_t length) {
 }
 
 std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
-  const Turn turn(*impl().engine);
+  Turn turn(*impl().engine, impl());
   impl().require(tokens);
   if (!impl().uncorrected.empty()) impl().correct();
   std::vector<float> scores;
   const auto vocabulary = static_cast<std::size_t>(impl().engine->info.vocabulary);
-  impl().run(tokens, progress, [&](std::int64_t first, std::int64_t count) {
+  impl().run(turn, tokens, progress, [&](std::int64_t first, std::int64_t count) {
     const std::int64_t scored =
         std::min(count, static_cast<std::int64_t>(tokens.size()) - 1 - first);
     for (std::int64_t row = 0; row < scored; row += Decoder::kLogitRows) {

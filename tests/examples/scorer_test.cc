@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <numeric>
 
 #include "offload/kv_session.h"
@@ -88,6 +89,25 @@ class Oracle {
   // What position `at` attends to of the pages before its own: the k heaviest by their weight,
   // summed over the query heads, whose softmax the newest rows take part in.
   std::vector<std::int64_t> selected(std::int64_t at, int kv_head, std::size_t k) const {
+    const std::vector<double> weights = this->weights(at, kv_head);
+    std::vector<std::int64_t> order(weights.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+      return weights[static_cast<std::size_t>(a)] > weights[static_cast<std::size_t>(b)];
+    });
+    order.resize(std::min(order.size(), k));
+    return order;
+  }
+
+  // By what part the lightest of these k outweighs the heaviest of the others.
+  double lead(std::int64_t at, int kv_head, std::size_t k) const {
+    std::vector<double> weights = this->weights(at, kv_head);
+    std::sort(weights.begin(), weights.end(), std::greater<>());
+    return weights[k - 1] / weights[k] - 1.0;
+  }
+
+  // Those weights, of every position before the page of `at`.
+  std::vector<double> weights(std::int64_t at, int kv_head) const {
     const std::int64_t first = at / kPageTokens * kPageTokens;
     std::vector<double> weights(static_cast<std::size_t>(first));
     for (int g = 0; g < shape_.group(); ++g) {
@@ -99,13 +119,7 @@ class Oracle {
       for (double& x : logits) sum += x = std::exp(x - highest);
       for (std::size_t t = 0; t < weights.size(); ++t) weights[t] += logits[t] / sum;
     }
-    std::vector<std::int64_t> order(weights.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
-      return weights[static_cast<std::size_t>(a)] > weights[static_cast<std::size_t>(b)];
-    });
-    order.resize(std::min(order.size(), k));
-    return order;
+    return weights;
   }
 
   // Attention of position `at` to what is selected and to its own page, [query_heads, head_dim].
@@ -440,9 +454,12 @@ TEST_P(SignsCache, AttendsToWhatTheDefinitionSays) {
     if (error.code() != ErrorCode::unsupported || config.device != "cuda") throw;
     GTEST_SKIP() << error.what();
   }
-  // A GPU rounds queries and weights to the 8 bits of the rows; and where logits are f16, tokens at
-  // the border may change places, which weigh little.
-  const double tolerance = config.device == "cuda" ? 0.05 : kTolerance;
+  // A GPU rounds queries and weights to the 8 bits of the rows, and logits to f16: which of two
+  // tokens that weigh nearly the same is chosen is then open.
+  const bool on_gpu = config.device == "cuda";
+  const double tolerance = on_gpu ? 0.05 : kTolerance;
+  const double least_lead = on_gpu ? 0.01 : 0.0;
+  int compared = 0;
   const Script script(config.shape, 700, seed);
   KvSequence sequence = cache->new_sequence();
   const auto run = [&](Phase phase, std::int64_t tokens) {
@@ -465,17 +482,26 @@ TEST_P(SignsCache, AttendsToWhatTheDefinitionSays) {
   // Page 3 becomes whole on the way, and is scored from its index afterwards.
   for (std::int64_t at = 500; at < 516; ++at) {
     const std::vector<float> actual = run(Phase::decode, 1);
-    std::vector<float> expected, dense;
     for (std::size_t layer = 0; layer < 2; ++layer) {
       const Oracle oracle(config.shape, script, layer, at + 1);
-      const std::vector<float> of = oracle.output(at, 64);
-      const std::vector<float> whole = oracle.output(at, 1000);
-      expected.insert(expected.end(), of.begin(), of.end());
-      dense.insert(dense.end(), whole.begin(), whole.end());
+      const std::vector<float> expected = oracle.output(at, 64);
+      const std::vector<float> dense = oracle.output(at, 1000);
+      for (int head = 0; head < config.shape.kv_heads; ++head) {
+        if (oracle.lead(at, head, 64) < least_lead) continue;
+        ++compared;
+        const auto of_head = [&](const std::vector<float>& all, std::size_t first) {
+          const auto width = static_cast<std::int64_t>(config.shape.group()) * 64;
+          const auto begin = all.begin() + static_cast<std::int64_t>(first) + head * width;
+          return std::vector<float>(begin, begin + width);
+        };
+        const std::vector<float> right = of_head(expected, 0);
+        ASSERT_LT(largest_difference(of_head(actual, layer * expected.size()), right), tolerance)
+            << "position " << at << " layer " << layer << " KV head " << head;
+        from_dense = std::max(from_dense, largest_difference(right, of_head(dense, 0)));
+      }
     }
-    ASSERT_LT(largest_difference(actual, expected), tolerance) << "position " << at;
-    from_dense = std::max(from_dense, largest_difference(expected, dense));
   }
+  EXPECT_GE(compared, 16) << "of 64";
   EXPECT_GT(from_dense, 3.0 * tolerance) << "dense attention would have passed";
 }
 

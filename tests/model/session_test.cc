@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -80,6 +81,46 @@ void expect_error(ErrorCode code, const std::string& text, const auto& call) {
     EXPECT_EQ(error.code(), code) << error.what();
     EXPECT_THAT(error.what(), HasSubstr(text));
   }
+}
+
+// A prompt does not keep other sessions waiting until it is through: their steps come between its
+// pieces, and nobody's answer changes.
+TEST(Turns, StepsComeBetweenThePiecesOfAPrompt) {
+  Engine engine = Engine::open(config_for());
+  const std::vector<TokenId> book = book_tokens(engine, 2600);
+  SessionOptions options;
+  options.context = 2700;
+  options.sequences = 3;
+  Session answering = engine.new_session(options);
+  Session alone = answering.sibling();
+  Session reading = answering.sibling();
+  const std::span<const TokenId> prompt = std::span(book).first(100);
+  const std::vector<TokenId> expected = continuation(alone, prompt, 12);
+  TokenId next = likeliest(answering.prefill(prompt));
+
+  std::atomic<std::int64_t> pieces = 0;
+  std::atomic<bool> is_through = false;
+  std::thread reader([&] {
+    reading.prefill(book, [&](std::int64_t, std::int64_t) {
+      ++pieces;
+      return true;
+    });
+    is_through = true;
+  });
+  while (pieces == 0) std::this_thread::yield();
+  std::vector<TokenId> actual = {next};
+  int between = 0;
+  while (actual.size() < expected.size()) {
+    next = likeliest(answering.decode(next));
+    actual.push_back(next);
+    if (!is_through) ++between;
+  }
+  // A call for the session that is reading waits for the whole prompt.
+  reading.decode(book.front());
+  EXPECT_EQ(reading.length(), 2601);
+  reader.join();
+  EXPECT_EQ(actual, expected);
+  EXPECT_GE(between, 5);
 }
 
 class Batches : public ::testing::TestWithParam<std::tuple<std::string, std::string>> {

@@ -15,9 +15,9 @@ using testing::NamedBackend;
 
 class QueueParity : public ::testing::TestWithParam<NamedBackend> {
  protected:
-  static Matrix column(const Buffer& buffer) {
-    const auto rows = static_cast<std::int64_t>(buffer.bytes() / sizeof(float));
-    return {buffer.data(), DType::f32, rows, 1, 1};
+  static Matrix row(const Buffer& buffer) {
+    const auto columns = static_cast<std::int64_t>(buffer.bytes() / sizeof(float));
+    return {buffer.data(), DType::f32, 1, columns, columns};
   }
 };
 
@@ -46,7 +46,7 @@ TEST_P(QueueParity, WaitForEachOther) {
     }
     // Back to the start, as something else.
     device->queue->wait_for(*before);
-    device->queue->cast(column(values.back()), column(values.front()));
+    device->queue->cast(row(values.back()), row(values.front()));
     before = device->queue.get();
   }
   EXPECT_EQ(testing::download<float>(*device, values.front()), first);
