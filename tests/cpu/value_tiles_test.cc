@@ -54,7 +54,7 @@ void expect_right(const Implementation& by, const ValueCase& c, std::uint64_t se
   ValueProblem problem(c, seed);
   const testing::ValueAnswer wanted = testing::answer_of(problem);
   by.attend(problem.params());
-  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read, 2e-5);
+  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read);
 }
 
 TEST_P(ValueTilesTest, AttendLikeTheDefinition) {
@@ -74,7 +74,7 @@ TEST_P(ValueTilesTest, TakeWeightsInPlaceOfLogits) {
     problem.logits[i] = std::exp(problem.logits[i] - problem.estimated_lse[query]);
   }
   GetParam().attend(p);
-  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read, 2e-5);
+  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read);
 }
 
 TEST_P(ValueTilesTest, LeaveOutHeadsWhoseSelectionIsBad) {
@@ -93,7 +93,7 @@ TEST_P(ValueTilesTest, LeaveOutHeadsWhoseSelectionIsBad) {
         std::numeric_limits<float>::quiet_NaN();
     problem.estimated_lse[query] = std::numeric_limits<float>::quiet_NaN();
     GetParam().attend(problem.params());
-    testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read, 2e-5);
+    testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read);
   }
 }
 

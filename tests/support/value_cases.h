@@ -327,10 +327,16 @@ inline ValueAnswer answer_of(const ValueProblem& problem) {
   return answer;
 }
 
-// `tolerance` is of numbers of about 1.
+// How far numbers may be from what is right.
+struct ValueTolerance {
+  double out = 2e-5;  // of numbers of about 1
+  double lse = 2e-5;
+};
+
 inline void expect_answer(const ValueAnswer& wanted, const std::vector<float>& out,
                           const std::vector<float>& lse,
-                          const std::vector<std::int32_t>& pages_read, double tolerance) {
+                          const std::vector<std::int32_t>& pages_read,
+                          const ValueTolerance& tolerance = {}) {
   ASSERT_EQ(out.size(), wanted.out.size());
   ASSERT_EQ(lse.size(), wanted.lse.size());
   EXPECT_EQ(pages_read, wanted.pages_read);
@@ -339,12 +345,12 @@ inline void expect_answer(const ValueAnswer& wanted, const std::vector<float>& o
     ASSERT_TRUE(std::isfinite(out[i])) << i;
     worst = std::max(worst, std::fabs(static_cast<double>(out[i]) - wanted.out[i]));
   }
-  EXPECT_LE(worst, tolerance);
+  EXPECT_LE(worst, tolerance.out);
   for (std::size_t i = 0; i < lse.size(); ++i) {
     if (std::isinf(wanted.lse[i])) {
       EXPECT_EQ(lse[i], static_cast<float>(wanted.lse[i])) << i;
     } else {
-      EXPECT_NEAR(static_cast<double>(lse[i]), wanted.lse[i], tolerance) << i;
+      EXPECT_NEAR(static_cast<double>(lse[i]), wanted.lse[i], tolerance.lse) << i;
     }
   }
 }
