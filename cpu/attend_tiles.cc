@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -219,7 +220,8 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
   }
   firsts.push_back(tasks.size());
   // [tasks, group, head_dim]: added up in this order, whoever is done first.
-  const auto size = static_cast<std::size_t>(p.shape.group() * p.shape.head_dim);
+  const auto size =
+      static_cast<std::size_t>(p.shape.group()) * static_cast<std::size_t>(p.shape.head_dim);
   std::vector<float> sums(tasks.size() * size);
   threads.for_each(
       static_cast<std::int64_t>(tasks.size()),
