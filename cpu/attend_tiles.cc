@@ -17,6 +17,7 @@ namespace {
 // Pages of one task: of their logits, and of the values of those that are read.
 constexpr std::int64_t kWeighPages = 32;
 constexpr std::size_t kReadPages = 16;
+constexpr std::size_t kLineBytes = 64;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Pages whose weights have the same one are read together.
@@ -72,10 +73,10 @@ class HeadTiles {
   void add(std::span<const std::int32_t> pages, float* sums) const {
     const int d = p_.shape.head_dim;
     std::array<PageWeights, kMostPageQueries> queries;
-    for (const std::int32_t page : pages) {
-      const ValuePage values = {
-          p_.values.tiles.page(d, head_, p_.values.slot(token_.sequence, page), page),
-          p_.values.tiles.bits, d};
+    for (std::size_t at = 0; at < pages.size(); ++at) {
+      const std::int32_t page = pages[at];
+      if (at + 1 < pages.size()) prefetch(pages[at + 1]);
+      const ValuePage values = {values_of(page), p_.values.tiles.bits, d};
       for (int first = 0; first < group_; first += kMostPageQueries) {
         const int count = std::min(kMostPageQueries, group_ - first);
         for (int i = 0; i < count; ++i) {
@@ -127,6 +128,17 @@ class HeadTiles {
   }
   float page_weight(int g, std::int64_t page) const {
     return page_weights_[static_cast<std::size_t>(page * group_ + g)];
+  }
+
+  const std::byte* values_of(std::int64_t page) const {
+    return p_.values.tiles.page(p_.shape.head_dim, head_, p_.values.slot(token_.sequence, page),
+                                page);
+  }
+  // Pages that are read lie anywhere: the processor does not guess which is next.
+  void prefetch(std::int64_t page) const {
+    const std::byte* const values = values_of(page);
+    const std::size_t bytes = p_.values.tiles.page_bytes(p_.shape.head_dim);
+    for (std::size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(values + at);
   }
 
   void take_out(std::int64_t begin, std::int64_t end) const {

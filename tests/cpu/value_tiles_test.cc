@@ -2,6 +2,7 @@
 #include "cpu/value_tiles.h"
 
 #include <gtest/gtest.h>
+#include <hwy/targets.h>
 
 #include <algorithm>
 #include <cmath>
@@ -32,6 +33,7 @@ struct Implementation {
   std::function<void(const BuildValuesBatchParams&)> build_batch;
   std::function<void(const AttendTilesParams&)> attend;
   std::function<void(const MergePartialsParams&)> merge;
+  double weight_error = 0.0;  // of the heaviest of a page
 };
 
 cpu::Threads& threads() {
@@ -40,28 +42,50 @@ cpu::Threads& threads() {
 }
 
 std::vector<Implementation> implementations() {
-  return {
-      {"reference", cpu::reference::build_values, cpu::reference::build_values_batch,
-       [](const AttendTilesParams& p) { cpu::reference::attend_tiles(p); },
-       cpu::reference::merge_partials},
-      {"simd", [](const BuildValuesParams& p) { cpu::build_values(p, threads()); },
-       [](const BuildValuesBatchParams& p) { cpu::build_values_batch(p, threads()); },
-       [](const AttendTilesParams& p) { cpu::attend_tiles(p, threads()); }, cpu::merge_partials}};
+  return {{"reference", cpu::reference::build_values, cpu::reference::build_values_batch,
+           [](const AttendTilesParams& p) { cpu::reference::attend_tiles(p); },
+           cpu::reference::merge_partials},
+          {"simd", [](const BuildValuesParams& p) { cpu::build_values(p, threads()); },
+           [](const BuildValuesBatchParams& p) { cpu::build_values_batch(p, threads()); },
+           [](const AttendTilesParams& p) { cpu::attend_tiles(p, threads()); }, cpu::merge_partials,
+           // 16 bits, whose rounding adds up over a page at random.
+           1e-4}};
 }
 
 class ValueTilesTest : public ::testing::TestWithParam<Implementation> {};
+
+void expect_answer(const Implementation& by, const testing::ValueAnswer& wanted,
+                   const ValueProblem& problem) {
+  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read,
+                         testing::tolerance_of(problem.of(), by.weight_error));
+}
 
 void expect_right(const Implementation& by, const ValueCase& c, std::uint64_t seed) {
   SCOPED_TRACE(testing::seed_message(seed) + " " + c.name());
   ValueProblem problem(c, seed);
   const testing::ValueAnswer wanted = testing::answer_of(problem);
   by.attend(problem.params());
-  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read);
+  expect_answer(by, wanted, problem);
 }
 
 TEST_P(ValueTilesTest, AttendLikeTheDefinition) {
   std::uint64_t seed = testing::seed(1);
   for (const ValueCase& c : testing::value_cases()) expect_right(GetParam(), c, ++seed);
+}
+
+TEST(ValueTiles, AttendLikeTheDefinitionByEveryInstructionSet) {
+  for (const std::int64_t target : {HWY_AVX3, HWY_AVX2, HWY_SCALAR}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    SCOPED_TRACE(hwy::TargetName(target));
+    hwy::SetSupportedTargetsForTest(target);
+    std::uint64_t seed = testing::seed(200);
+    for (const int bits : {2, 3, 4}) {
+      for (const int head_dim : {20, 128}) {
+        expect_right(implementations()[1], {head_dim, 3, bits}, ++seed);
+      }
+    }
+  }
+  hwy::SetSupportedTargetsForTest(0);
 }
 
 TEST_P(ValueTilesTest, TakeWeightsInPlaceOfLogits) {
@@ -76,7 +100,7 @@ TEST_P(ValueTilesTest, TakeWeightsInPlaceOfLogits) {
     problem.logits[i] = std::exp(problem.logits[i] - problem.estimated_lse[query]);
   }
   GetParam().attend(p);
-  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read);
+  expect_answer(GetParam(), wanted, problem);
 }
 
 TEST_P(ValueTilesTest, LeaveOutHeadsWhoseSelectionIsBad) {
@@ -95,7 +119,7 @@ TEST_P(ValueTilesTest, LeaveOutHeadsWhoseSelectionIsBad) {
         std::numeric_limits<float>::quiet_NaN();
     problem.estimated_lse[query] = std::numeric_limits<float>::quiet_NaN();
     GetParam().attend(problem.params());
-    testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read);
+    expect_answer(GetParam(), wanted, problem);
   }
 }
 

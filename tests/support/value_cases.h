@@ -333,6 +333,14 @@ struct ValueTolerance {
   double lse = 2e-5;
 };
 
+// Where the weights of a page err by so much of the heaviest: scales are normal with a deviation of
+// 0.7, of which 4 are seldom exceeded.
+inline ValueTolerance tolerance_of(const ValueCase& c, double weight_error) {
+  ValueTolerance tolerance;
+  tolerance.out += weight_error * 0.7 * 4 * static_cast<double>((1 << c.bits) - 1);
+  return tolerance;
+}
+
 inline void expect_answer(const ValueAnswer& wanted, const std::vector<float>& out,
                           const std::vector<float>& lse,
                           const std::vector<std::int32_t>& pages_read,

@@ -149,16 +149,13 @@ class DeviceProblem {
   bool with_digest_;
 };
 
-// Weights are f16 where they meet codes, relative to the heaviest of their page: an error of at
-// most 2^-11 of what a value lies above its channel's zero. Scales are of 0.7, normal, and 4
-// deviations are seldom exceeded.
-double tolerance_of(const ValueCase& c) {
-  return 0.7 * 4 * static_cast<double>((1 << c.bits) - 1) / 2048;
-}
+// Weights are f16 where they meet codes, relative to the heaviest of their page.
+constexpr double kWeightError = 0x1p-11;
 
 void expect_equal(const ValueCase& c, const DeviceProblem& device, const ValueAnswer& wanted) {
-  testing::expect_answer(wanted, device.out(), device.lse(), device.pages_read(),
-                         {tolerance_of(c), 1e-4});
+  testing::ValueTolerance tolerance = testing::tolerance_of(c, kWeightError);
+  tolerance.lse = 1e-4;
+  testing::expect_answer(wanted, device.out(), device.lse(), device.pages_read(), tolerance);
 }
 
 void check_case(const ValueCase& c, std::uint64_t seed, bool with_digest,
