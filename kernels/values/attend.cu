@@ -89,6 +89,7 @@ std::size_t place(TilesCall& c, std::byte* scratch) {
   take(c.weights, heads * c.most_pages);
   take(c.masks, heads * c.most_pages);
   take(c.slice_masses, heads * c.slices * c.group);
+  take(c.is_bad, heads);
   take(c.masses, heads * c.group);
   take(c.read_counts, heads);
   take(c.read, heads * c.most_pages);

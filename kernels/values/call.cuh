@@ -54,9 +54,10 @@ struct TilesCall {
   std::int32_t query_parts = 0;  // of a group
 
   // Scratch. Of every page its weight and a bit for each token that is selected; sums of weights.
-  float* weights = nullptr;       // [heads, most_pages]
-  uint4* masks = nullptr;         // [heads, most_pages]
-  float* slice_masses = nullptr;  // [heads, slices, group]
+  float* weights = nullptr;        // [heads, most_pages]
+  uint4* masks = nullptr;          // [heads, most_pages]
+  float* slice_masses = nullptr;   // [heads, slices, group]
+  std::int32_t* is_bad = nullptr;  // [heads], of those that have pages
   // What is chosen.
   float* masses = nullptr;              // [heads, group], of all pages
   std::int32_t* read_counts = nullptr;  // [heads]

@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kChooseThreads)
   wait_for_kernel_before();
   allow_next_kernel();
   const auto head = static_cast<int>(blockIdx.x);
-  const bool is_bad = c.selections[head].bad != 0;
-  const int pages = is_bad ? 0 : page_of(c.token_of(head).position);
+  int pages = page_of(c.token_of(head).position);
+  if (pages > 0 && c.is_bad[head] != 0) pages = 0;
   add_masses(c, head, pages);
   std::int32_t count = 0;
   if (pages > 0) {

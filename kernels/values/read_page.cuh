@@ -124,7 +124,7 @@ __device__ __forceinline__ PageWeights weigh_page(const __half* logits, std::uin
   }
   w.sum += __shfl_xor_sync(kAllLanes, w.sum, 1);
   w.sum += __shfl_xor_sync(kAllLanes, w.sum, 2);
-  w.factor = exp2_fast(base - norm);
+  w.factor = highest > -INFINITY ? exp2_fast(base - norm) : 0.0f;
   return w;
 }
 

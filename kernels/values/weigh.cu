@@ -137,6 +137,8 @@ __global__ void __launch_bounds__(kWeighThreads) weigh_pages(const __grid_consta
   slice.count = min(pages - slice.first, c.slice_pages);
   if (slice.count <= 0) return;
   const HeadSelection selection = c.selections[slice.head];
+  // What comes next need not ask the host's memory again.
+  if (slice.first == 0 && threadIdx.x == 0) c.is_bad[slice.head] = selection.bad;
   if (selection.bad != 0) return;
   slice.masks = memory;
   slice.weights = reinterpret_cast<float*>(memory + c.slice_pages);

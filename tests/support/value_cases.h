@@ -29,6 +29,7 @@ struct ValueCase {
   int kv_heads = 2;
   bool merge = false;
   float deviation = 2.0f;  // of the logits
+  float level = -3.0f;     // around which they are
 
   std::string name() const {
     return "head_dim " + std::to_string(head_dim) + " group " + std::to_string(group) + " bits " +
@@ -181,7 +182,7 @@ class ValueProblem {
       double sum = 0.0;
       for (std::int64_t at = 0; at < end; ++at) {
         const float x = own[static_cast<std::size_t>(at)] +
-                        levels[static_cast<std::size_t>(at / kPageTokens)] - 3.0f;
+                        levels[static_cast<std::size_t>(at / kPageTokens)] + c.level;
         const float rounded = f16_to_float(float_to_f16(x));
         logits[static_cast<std::size_t>(query * stride + at)] = rounded;
         highest = std::max(highest, static_cast<double>(rounded));
@@ -383,6 +384,12 @@ inline std::vector<ValueCase> value_cases() {
     cases.push_back({128, 4, 2, 0.9f, {3, 9000}, 16, 2, false, deviation});
   }
   cases.push_back({64, 2, 2, 0.9f, {0, 64, 127}, 4});  // first pages only
+  // Logits far from zero, and pages that are read although all of them is selected.
+  for (const float level : {-200.0f, 0.0f, 200.0f}) {
+    for (const int selected : {128, 100000}) {
+      cases.push_back({64, 2, 3, 1.0f, {130, 260, 700}, selected, 2, false, 2.0f, level});
+    }
+  }
   return cases;
 }
 
