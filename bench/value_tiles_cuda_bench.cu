@@ -12,8 +12,7 @@
 #include <vector>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/values/attend.h"
-#include "kernels/values/build.h"
+#include "kernels/values/values.h"
 #include "lib/backend.h"
 
 namespace sluice::cuda {

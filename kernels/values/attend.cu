@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <string>
 
-#include "kernels/values/attend.h"
 #include "kernels/values/call.cuh"
+#include "kernels/values/values.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 

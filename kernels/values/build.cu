@@ -4,8 +4,8 @@
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/heads.h"
 #include "kernels/runtime/paged.cuh"
-#include "kernels/values/build.h"
 #include "kernels/values/tile.cuh"
+#include "kernels/values/values.h"
 #include "lib/backend.h"
 #include "lib/check.h"
 

@@ -11,8 +11,8 @@
 
 #include "kernels/runtime/launch.h"
 #include "kernels/runtime/paged.cuh"
-#include "kernels/values/attend.h"
 #include "kernels/values/tile.cuh"
+#include "kernels/values/values.h"
 #include "lib/batch.h"
 #include "lib/value_tiles.h"
 

@@ -9,7 +9,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
-#include "kernels/values/build.h"
+#include "kernels/values/values.h"
 #include "lib/backend.h"
 #include "sluice/errors.h"
 #include "tests/kernels/has_device.h"
