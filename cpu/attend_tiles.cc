@@ -1,0 +1,272 @@
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "cpu/selection.h"
+#include "cpu/value_page.h"
+#include "cpu/value_tiles.h"
+#include "lib/check.h"
+
+namespace sluice::cpu {
+namespace {
+
+// Pages of one task: of their logits, and of the values of those that are read.
+constexpr std::int64_t kWeighPages = 32;
+constexpr std::size_t kReadPages = 16;
+constexpr std::size_t kLineBytes = 64;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// Pages whose weights have the same one are read together.
+std::uint32_t class_of(float weight) { return std::bit_cast<std::uint32_t>(weight) >> 16; }
+
+// One KV head of one token.
+class HeadTiles {
+ public:
+  HeadTiles(const AttendTilesParams& p, std::int64_t number, std::int64_t head)
+      : p_(p),
+        token_(p.batch.tokens[number]),
+        head_(head),
+        place_(number * p.shape.kv_heads + head),
+        group_(p.shape.group()),
+        pages_(p.selected.heads[place_].bad != 0 ? 0 : token_.pages()),
+        page_weights_(static_cast<std::size_t>(pages_ * group_)) {}
+
+  std::int64_t pages() const { return pages_; }
+  std::span<const std::int32_t> read() const { return read_; }
+
+  // Weighs pages [begin, end): what is selected of them weighs nothing.
+  void weigh(std::int64_t begin, std::int64_t end) {
+    take_out(begin, end);
+    for (std::int64_t page = begin; page < end; ++page) {
+      for (int g = 0; g < group_; ++g) {
+        float* const row = weights(g, page);
+        page_weight(g, page) = p_.weighed ? sum_page(row) : weigh_page(row, reference(g));
+      }
+    }
+  }
+
+  // Once all are weighed: which pages are read.
+  void choose() {
+    std::vector<float> sums(static_cast<std::size_t>(pages_));
+    double all = 0.0;
+    for (std::int64_t page = 0; page < pages_; ++page) {
+      float& sum = sums[static_cast<std::size_t>(page)];
+      for (int g = 0; g < group_; ++g) sum += page_weight(g, page);
+      all += static_cast<double>(sum);
+    }
+    std::uint32_t lightest = 0;
+    if (p_.share < 1.0f) {
+      const Cut cut = cut_by_weight(sums, all * static_cast<double>(p_.share));
+      if (cut.weight >= 0.0f) lightest = class_of(cut.weight);
+    }
+    for (std::size_t page = 0; page < sums.size(); ++page) {
+      if (class_of(sums[page]) >= lightest) read_.push_back(static_cast<std::int32_t>(page));
+    }
+    if (p_.pages_read != nullptr) p_.pages_read[place_] = static_cast<std::int32_t>(read_.size());
+  }
+
+  // Adds the values of pages that are read to sums [group, head_dim].
+  void add(std::span<const std::int32_t> pages, float* sums) const {
+    const int d = p_.shape.head_dim;
+    std::array<PageWeights, kMostPageQueries> queries;
+    for (std::size_t at = 0; at < pages.size(); ++at) {
+      const std::int32_t page = pages[at];
+      if (at + 1 < pages.size()) prefetch(pages[at + 1]);
+      const ValuePage values = {values_of(page), p_.values.tiles.bits, d};
+      for (int first = 0; first < group_; first += kMostPageQueries) {
+        const int count = std::min(kMostPageQueries, group_ - first);
+        for (int i = 0; i < count; ++i) {
+          const int g = first + i;
+          queries[static_cast<std::size_t>(i)] = {weights(g, page), page_weight(g, page),
+                                                  sums + std::int64_t{g} * d};
+        }
+        add_value_page(values, {queries.data(), static_cast<std::size_t>(count)});
+      }
+    }
+  }
+
+  // The partial of all query heads out of their sums, [group, head_dim], which are overwritten.
+  void finish(float* sums) const {
+    const int d = p_.shape.head_dim;
+    const float* const values = p_.value_sums + place_ * d;
+    std::vector<float> lse(static_cast<std::size_t>(group_), kMinusInfinity);
+    for (int g = 0; g < group_; ++g) {
+      float* const sum = sums + std::int64_t{g} * d;
+      const Mass mass = mass_of(g);
+      if (mass.all > 0.0) {
+        lse[static_cast<std::size_t>(g)] = reference(g) + static_cast<float>(std::log(mass.all));
+        const auto scale = static_cast<float>(1.0 / mass.all);
+        const auto mean =
+            static_cast<float>(mass.unread / mass.all / static_cast<double>(token_.count()));
+        for (int c = 0; c < d; ++c) sum[c] = scale * sum[c] + mean * values[c];
+      }
+    }
+    float* const out = p_.out + place_ * group_ * d;
+    float* const out_lse = p_.lse + place_ * group_;
+    if (p_.merge) return merge_partials({group_, d, sums, lse.data(), out, out_lse});
+    std::copy_n(sums, std::int64_t{group_} * d, out);
+    std::copy(lse.begin(), lse.end(), out_lse);
+  }
+
+ private:
+  // Relative to estimated_lse.
+  struct Mass {
+    double all = 0.0;
+    double unread = 0.0;
+  };
+
+  float reference(int g) const { return p_.estimated_lse[place_ * group_ + g]; }
+  float* weights(int g, std::int64_t page) const {
+    return p_.logits.floats() + (place_ * group_ + g) * p_.logits.stride + page * kPageTokens;
+  }
+  float& page_weight(int g, std::int64_t page) {
+    return page_weights_[static_cast<std::size_t>(page * group_ + g)];
+  }
+  float page_weight(int g, std::int64_t page) const {
+    return page_weights_[static_cast<std::size_t>(page * group_ + g)];
+  }
+
+  const std::byte* values_of(std::int64_t page) const {
+    return p_.values.tiles.page(p_.shape.head_dim, head_, p_.values.slot(token_.sequence, page),
+                                page);
+  }
+  // Pages that are read lie anywhere: the processor does not guess which is next.
+  void prefetch(std::int64_t page) const {
+    const std::byte* const values = values_of(page);
+    const std::size_t bytes = p_.values.tiles.page_bytes(p_.shape.head_dim);
+    for (std::size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(values + at);
+  }
+
+  void take_out(std::int64_t begin, std::int64_t end) const {
+    const std::int32_t* const first = p_.selected.positions + place_ * p_.selected.capacity;
+    const std::int32_t* const last = first + p_.selected.heads[place_].count;
+    const float nothing = p_.weighed ? 0.0f : kMinusInfinity;
+    for (const std::int32_t* at = std::lower_bound(first, last, begin * kPageTokens);
+         at != last && *at < end * kPageTokens; ++at) {
+      for (int g = 0; g < group_; ++g) weights(g, 0)[*at] = nothing;
+    }
+  }
+
+  Mass mass_of(int g) const {
+    Mass mass;
+    auto next = read_.begin();
+    for (std::int64_t page = 0; page < pages_; ++page) {
+      const auto weight = static_cast<double>(page_weight(g, page));
+      mass.all += weight;
+      if (next != read_.end() && *next == page) {
+        ++next;
+      } else {
+        mass.unread += weight;
+      }
+    }
+    return mass;
+  }
+
+  const AttendTilesParams& p_;
+  const BatchToken token_;
+  std::int64_t head_;
+  std::int64_t place_;  // among the KV heads of all tokens
+  int group_;
+  std::int64_t pages_;               // that are attended
+  std::vector<float> page_weights_;  // [pages, group]
+  std::vector<std::int32_t> read_;   // pages, ascending
+};
+
+// A part of a head's pages.
+struct WeighTask {
+  HeadTiles* head;
+  std::int64_t begin;
+  std::int64_t end;
+};
+struct ReadTask {
+  const HeadTiles* head;
+  std::span<const std::int32_t> pages;
+};
+
+void weigh(std::vector<HeadTiles>& heads, const AttendTilesParams& p, Threads& threads) {
+  std::vector<WeighTask> tasks;
+  std::int64_t pages = 0;
+  for (HeadTiles& head : heads) {
+    pages += head.pages();
+    for (std::int64_t page = 0; page < head.pages(); page += kWeighPages) {
+      tasks.push_back({&head, page, std::min(head.pages(), page + kWeighPages)});
+    }
+  }
+  const std::int64_t page_bytes = std::int64_t{kPageTokens} * p.shape.group() * 4;
+  threads.for_each(
+      static_cast<std::int64_t>(tasks.size()),
+      [&](std::int64_t i) {
+        const WeighTask& task = tasks[static_cast<std::size_t>(i)];
+        task.head->weigh(task.begin, task.end);
+      },
+      pages * page_bytes);
+  threads.for_each(
+      static_cast<std::int64_t>(heads.size()),
+      [&](std::int64_t i) { heads[static_cast<std::size_t>(i)].choose(); }, pages * page_bytes);
+}
+
+}  // namespace
+
+void attend_tiles(const AttendTilesParams& p, Threads& threads) {
+  std::vector<HeadTiles> heads;
+  heads.reserve(static_cast<std::size_t>(p.batch.count * p.shape.kv_heads));
+  for (std::int64_t token = 0; token < p.batch.count; ++token) {
+    for (int head = 0; head < p.shape.kv_heads; ++head) heads.emplace_back(p, token, head);
+  }
+  weigh(heads, p, threads);
+
+  std::vector<ReadTask> tasks;
+  std::vector<std::size_t> firsts;  // tasks of every head, in the order of pages
+  std::int64_t bytes = 0;
+  for (const HeadTiles& head : heads) {
+    firsts.push_back(tasks.size());
+    const std::span<const std::int32_t> read = head.read();
+    for (std::size_t i = 0; i < read.size(); i += kReadPages) {
+      tasks.push_back({&head, read.subspan(i, std::min(kReadPages, read.size() - i))});
+    }
+    bytes += static_cast<std::int64_t>(read.size() * p.values.tiles.page_bytes(p.shape.head_dim));
+  }
+  firsts.push_back(tasks.size());
+  // [tasks, group, head_dim]: added up in this order, whoever is done first.
+  const auto size =
+      static_cast<std::size_t>(p.shape.group()) * static_cast<std::size_t>(p.shape.head_dim);
+  std::vector<float> sums(tasks.size() * size);
+  threads.for_each(
+      static_cast<std::int64_t>(tasks.size()),
+      [&](std::int64_t i) {
+        const ReadTask& task = tasks[static_cast<std::size_t>(i)];
+        task.head->add(task.pages, &sums[static_cast<std::size_t>(i) * size]);
+      },
+      bytes);
+  std::vector<float> sum(size);
+  for (std::size_t head = 0; head < heads.size(); ++head) {
+    std::fill(sum.begin(), sum.end(), 0.0f);
+    for (std::size_t task = firsts[head]; task < firsts[head + 1]; ++task) {
+      for (std::size_t i = 0; i < size; ++i) sum[i] += sums[task * size + i];
+    }
+    heads[head].finish(sum.data());
+  }
+}
+
+void merge_partials(const MergePartialsParams& p) {
+  for (std::int64_t row = 0; row < p.rows; ++row) {
+    const float highest = std::max(p.from_lse[row], p.lse[row]);
+    if (p.from_lse[row] == kMinusInfinity) continue;
+    const float here = std::exp(p.from_lse[row] - highest);
+    const float before = std::exp(p.lse[row] - highest);
+    const float weight = here / (here + before);
+    const float kept = before / (here + before);
+    const float* const from = p.from + row * p.head_dim;
+    float* const out = p.out + row * p.head_dim;
+    for (int c = 0; c < p.head_dim; ++c) {
+      out[c] = (kept == 0.0f ? 0.0f : kept * out[c]) + weight * from[c];
+    }
+    p.lse[row] = highest + std::log(here + before);
+  }
+}
+
+}  // namespace sluice::cpu

@@ -1,0 +1,35 @@
+// What attention over value tiles does with one page, in SIMD.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace sluice::cpu {
+
+// x = e^(x - reference) for the logits of one page; their sum. Source of weights for
+// add_value_page().
+float weigh_page(float* logits, float reference);
+// The sum of weights of one page.
+float sum_page(const float* weights);
+
+// Query heads that read a page at once; their sums fit the registers.
+inline constexpr int kMostPageQueries = 4;
+
+// A page of one KV head, as ValueTiles says.
+struct ValuePage {
+  const std::byte* page = nullptr;
+  int bits = 2;
+  int head_dim = 0;
+};
+
+// What one query head gives a page and takes from it.
+struct PageWeights {
+  const float* weights = nullptr;  // [kPageTokens]
+  float sum = 0.0f;                // of these
+  float* out = nullptr;            // [head_dim]: weights * values are added
+};
+
+void add_value_page(const ValuePage& page, std::span<const PageWeights> queries);
+
+}  // namespace sluice::cpu

@@ -1,0 +1,256 @@
+// Building pages of value tiles: one block a page of one KV head. A thread holds two neighbouring
+// channels of 32 tokens, whose codes fill whole words.
+#include "kernels/runtime/dispatch.h"
+#include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/heads.h"
+#include "kernels/runtime/paged.cuh"
+#include "kernels/values/tile.cuh"
+#include "kernels/values/values.h"
+#include "lib/backend.h"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kParts = kPageTokens / kThreadTokens;
+constexpr int kMaxThreads = kParts * kMaxHeadDim / 2;
+constexpr float kLargestHalf = 65504.0f;
+// Added to a float of [0, 2^22), it leaves that rounded to nearest even in the lowest bits.
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+
+// A page of one KV head that a block builds.
+struct BuildPage {
+  const std::byte* rows;  // [kPageTokens, row_bytes]
+  std::int64_t sequence;
+  int number;  // among the pages of the sequence
+};
+
+// Pages of one sequence from rows that follow each other, a block for each.
+struct PageRun {
+  HeadRows rows;
+  std::int64_t sequence;
+  std::int64_t first;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
+    const std::int64_t i = blockIdx.x;
+    page = {rows[head] + i * kPageTokens * row_bytes, sequence, static_cast<int>(first + i)};
+    return true;
+  }
+};
+
+// Pages that a token of a batch is the last of, a block for each token.
+struct PagesOfBatch {
+  const BatchToken* tokens;
+  PagedRows rows;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
+    const BatchToken token = tokens[blockIdx.x];
+    if (place_in_page(token.position) != kPageTokens - 1) return false;
+    const int number = page_of(token.position);
+    const PageSlots slots = page_table_of(rows, token.sequence)[number];
+    page = {page_rows(rows, head, slots, row_bytes), token.sequence, number};
+    return true;
+  }
+};
+
+template <typename Pages>
+struct BuildArgs {
+  Pages pages;
+  TilePool to;
+  std::int64_t row_bytes;  // from row to row
+  std::int32_t* bad;       // host-visible [sequences, kv_heads]
+  int head_dim;
+  float margin;  // ValueTiles::margin()
+  float step;    // ValueTiles::step()
+};
+
+__device__ __forceinline__ __half2 as_pair(__half, std::uint32_t bits) { return as_half2(bits); }
+__device__ __forceinline__ __nv_bfloat162 as_pair(__nv_bfloat16, std::uint32_t bits) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+}
+template <typename Pair>
+__device__ __forceinline__ std::uint32_t bits_of(Pair pair) {
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
+__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
+  return __bfloat1622float2(pair);
+}
+
+// Of two neighbouring channels.
+template <typename Pair>
+struct Range {
+  Pair low;
+  Pair high;
+
+  __device__ void include(const Range& other) {
+    low = __hmin2(low, other.low);
+    high = __hmax2(high, other.high);
+  }
+};
+
+__device__ __forceinline__ __half as_stored(float x) {
+  return __float2half_rn(fminf(fmaxf(x, -kLargestHalf), kLargestHalf));
+}
+
+// Zero and scale of one channel, as they are kept and as values are quantised with them; rounded at
+// every step, like the CPU's.
+template <int kBits>
+struct Quantiser {
+  __half scale;
+  __half zero;
+  float base;
+  float inverse;
+
+  __device__ Quantiser(float low, float high, float margin, float step) {
+    const float out = __fsub_rn(__fmul_rn(high, margin), __fmul_rn(low, margin));
+    zero = as_stored(__fadd_rn(low, out));
+    scale = as_stored(__fsub_rn(__fmul_rn(high, step), __fmul_rn(low, step)));
+    base = __half2float(zero);
+    const float own = __half2float(scale);
+    inverse = own > 0.0f ? __fdiv_rn(1.0f, own) : 0.0f;
+  }
+
+  __device__ std::uint32_t operator()(float value) const {
+    constexpr auto kLargest = static_cast<float>((1 << kBits) - 1);
+    const float exact = __fmul_rn(__fsub_rn(value, base), inverse);
+    const float code = fminf(fmaxf(exact, 0.0f), kLargest);
+    return __float_as_uint(__fadd_rn(code, kRounder)) & ((1u << kBits) - 1u);
+  }
+};
+
+// The words of one channel that a thread has: value(k) of its token k.
+template <int kBits, typename Value>
+__device__ __forceinline__ void pack(const Quantiser<kBits>& quantiser, const Value& value,
+                                     std::uint32_t (&low)[kLowWords<kBits>], std::uint32_t& high) {
+  constexpr std::uint32_t kMask = (1u << kLowBits<kBits>)-1u;
+#pragma unroll
+  for (int pair = 0; pair < kThreadPairs; ++pair) {
+    const std::uint32_t first = quantiser(value(2 * pair));
+    const std::uint32_t second = quantiser(value(2 * pair + 1));
+    low[pair / kWordPairs<kBits>] |= ((first & kMask) | (second & kMask) << 16)
+                                     << low_shift<kBits>(pair);
+    if constexpr (kBits == 3) high |= (first >> 2 | second >> 2 << 16) << high_shift(pair);
+  }
+}
+
+__device__ __forceinline__ void write_halves(std::byte* page, int index, __half low, __half high) {
+  reinterpret_cast<__half2*>(page)[index] = __halves2half2(low, high);
+}
+
+// A block builds a page of one KV head, or has nothing to do.
+template <typename T, int kBits, typename Pages>
+__global__ void __launch_bounds__(kMaxThreads)
+    build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
+  using Pair = decltype(as_pair(T(), 0u));
+  __shared__ Range<Pair> ranges[kParts][kMaxHeadDim / 2];
+  const int head = static_cast<int>(blockIdx.y);
+  BuildPage page;
+  const bool has_page = a.pages.find(head, a.row_bytes, page);
+  std::int64_t place = 0;
+  if (has_page) place = a.to.place_of(page.sequence, page.number);
+  // Also by those with nothing to do, so that this kernel ends after the one before.
+  wait_for_kernel_before();
+  allow_next_kernel();
+  if (!has_page) return;
+
+  const int pairs = a.head_dim / 2;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const bool works = thread < kParts * pairs;
+  const int part = works ? thread / pairs : 0;
+  const int pair = works ? thread % pairs : 0;
+  Pair values[kThreadTokens];
+#pragma unroll
+  for (int k = 0; k < kThreadTokens; ++k) {
+    const auto* const row = reinterpret_cast<const std::uint32_t*>(
+        page.rows + (part * kThreadTokens + k) * a.row_bytes);
+    values[k] = as_pair(T(), row[pairs + pair]);
+  }
+  Pair strange = as_pair(T(), 0u);  // becomes other than zero if a value is NaN or Inf
+  const Pair zero = strange;
+  Range<Pair> all{values[0], values[0]};
+#pragma unroll
+  for (int k = 0; k < kThreadTokens; ++k) {
+    all.include({values[k], values[k]});
+    strange = __hfma2(values[k], zero, strange);
+  }
+  if (works) ranges[part][pair] = all;
+  if (__syncthreads_or((bits_of(strange) & 0x7fff7fffu) != 0) != 0) {
+    if (thread == 0) a.bad[page.sequence * gridDim.y + head] = 1;
+    return;
+  }
+  if (!works) return;
+  for (int other = 0; other < kParts; ++other) all.include(ranges[other][pair]);
+  const float2 low = floats_of(all.low);
+  const float2 high = floats_of(all.high);
+  const Quantiser<kBits> quantisers[2] = {{low.x, high.x, a.margin, a.step},
+                                          {low.y, high.y, a.margin, a.step}};
+  std::byte* const to = a.to.at(head, place);
+  if (part == 0) {
+    write_halves(to, pair, quantisers[0].scale, quantisers[1].scale);
+    write_halves(to, pairs + pair, quantisers[0].zero, quantisers[1].zero);
+  }
+  std::uint32_t lows[2][kLowWords<kBits>] = {};
+  std::uint32_t highs[2] = {};
+  pack<kBits>(
+      quantisers[0], [&](int k) { return floats_of(values[k]).x; }, lows[0], highs[0]);
+  pack<kBits>(
+      quantisers[1], [&](int k) { return floats_of(values[k]).y; }, lows[1], highs[1]);
+  auto* const words = reinterpret_cast<uint2*>(to + 4 * a.head_dim) + pair;
+#pragma unroll
+  for (int i = 0; i < kLowWords<kBits>; ++i) {
+    words[(part * kLowWords<kBits> + i) * pairs] = make_uint2(lows[0][i], lows[1][i]);
+  }
+  if constexpr (kBits == 3) {
+    words[(kParts * kLowWords<kBits> + part) * pairs] = make_uint2(highs[0], highs[1]);
+  }
+}
+
+// For `blocks` pages of every KV head.
+template <typename Pages>
+void build(const char* what, const KvShape& shape, const ValueTilesView& values, const Pages& pages,
+           std::int64_t blocks, std::int32_t* bad, const Launch& launch) {
+  const int d = shape.head_dim;
+  check(d > 0 && d % 4 == 0 && d <= kMaxHeadDim, "build_values: head_dim");
+  if (blocks == 0) return;
+  BuildArgs<Pages> a{};
+  a.pages = pages;
+  a.to = TilePool(values, d);
+  a.row_bytes = static_cast<std::int64_t>(shape.row_bytes());
+  a.bad = bad;
+  a.head_dim = d;
+  a.margin = ValueTiles::margin(values.tiles.bits);
+  a.step = ValueTiles::step(values.tiles.bits);
+  const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
+  dispatch_rows(shape.dtype, [&](auto row) {
+    const auto start = [&](auto kernel) {
+      launch_early(what, kernel, grid, static_cast<unsigned>(threads), 0, launch, a);
+    };
+    switch (values.tiles.bits) {
+      case 2:
+        return start(build_kernel<decltype(row), 2, Pages>);
+      case 3:
+        return start(build_kernel<decltype(row), 3, Pages>);
+      case 4:
+        return start(build_kernel<decltype(row), 4, Pages>);
+      default:
+        check(false, "build_values: bits");
+    }
+  });
+}
+
+}  // namespace
+
+void build_values(const BuildValuesParams& p, const Launch& launch) {
+  const PageRun pages = {head_rows(p.rows), p.sequence, p.first_page};
+  build("build_values", p.shape, p.values, pages, p.pages, p.bad, launch);
+}
+
+void build_values_batch(const BuildValuesBatchParams& p, const Launch& launch) {
+  const PagesOfBatch pages = {p.batch.tokens, p.rows};
+  build("build_values_batch", p.shape, p.values, pages, p.batch.count, p.bad, launch);
+}
+
+}  // namespace sluice::cuda

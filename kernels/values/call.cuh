@@ -1,0 +1,85 @@
+// A call of attend_tiles() by value, and what its kernels leave for each other.
+//
+// A head is a KV head of a token of the batch: number token * kv_heads + KV head. Launches depend
+// on the batch's capacity alone; what follows from a token's position is found on the device.
+// Weights are relative to the log-sum-exp that select() reported, so that sums of them just add up.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "kernels/runtime/launch.h"
+#include "kernels/runtime/paged.cuh"
+#include "kernels/values/tile.cuh"
+#include "kernels/values/values.h"
+#include "lib/batch.h"
+#include "lib/value_tiles.h"
+
+namespace sluice::cuda {
+
+// A page that is read.
+struct ReadPage {
+  std::int32_t number;
+  std::int32_t place;  // see TilePool
+};
+
+struct TilesCall {
+  const BatchToken* tokens = nullptr;
+  const HeadSelection* selections = nullptr;  // host-visible [heads]
+  const std::int32_t* positions = nullptr;    // [heads, position_capacity]
+  std::int64_t position_capacity = 0;
+  const __half* logits = nullptr;  // [heads, group, stride]
+  std::int64_t stride = 0;
+  LogitDigest digest;          // or null pointers
+  const float* lse = nullptr;  // [heads, group]
+  TilePool values;
+  int bits = 0;
+  int kv_heads = 0;
+  int heads = 0;
+  int group = 0;
+  int head_dim = 0;
+  float share = 1.0f;
+  const float* value_sums = nullptr;  // [heads, head_dim]
+  float* out = nullptr;               // [heads, group, head_dim]
+  float* out_lse = nullptr;           // [heads, group]
+  bool merge = false;
+  std::int32_t* pages_read = nullptr;  // host-visible [heads] or null
+
+  // How the work is shared out.
+  std::int32_t most_pages = 0;   // of a head
+  std::int32_t slice_pages = 0;  // that a block weighs
+  std::int32_t slices = 0;
+  std::int32_t splits = 0;       // blocks that read pages of a head
+  std::int32_t query_parts = 0;  // of a group
+
+  // Scratch. Of every page its weight and a bit for each token that is selected; sums of weights.
+  float* weights = nullptr;        // [heads, most_pages]
+  uint4* masks = nullptr;          // [heads, most_pages]
+  float* slice_masses = nullptr;   // [heads, slices, group]
+  std::int32_t* is_bad = nullptr;  // [heads], of those that have pages
+  // What is chosen.
+  float* masses = nullptr;              // [heads, group], of all pages
+  std::int32_t* read_counts = nullptr;  // [heads]
+  ReadPage* read = nullptr;             // [heads, most_pages]
+  // What blocks have read: see PageSums.
+  float* partials = nullptr;         // [heads, query_parts, splits, partial_size]
+  std::uint32_t* tickets = nullptr;  // [heads, query_parts], zero before and after
+
+  __device__ __forceinline__ BatchToken token_of(int head) const { return tokens[head / kv_heads]; }
+  __device__ __forceinline__ const __half* row(int head, int query) const {
+    return logits + (std::int64_t{head} * group + query) * stride;
+  }
+};
+
+// Threads of the block that chooses one head's pages.
+inline constexpr int kChooseThreads = 1024;
+
+void run_weigh(const TilesCall& call, const Launch& launch);
+void run_choose(const TilesCall& call, const Launch& launch);
+void run_read(const TilesCall& call, const Launch& launch);
+
+// Floats that a block's partial takes; from the head dimension alone.
+std::int64_t partial_size(int head_dim);
+
+}  // namespace sluice::cuda

@@ -1,0 +1,185 @@
+// What a warp makes of one page of value tiles: sums of weight * value, by tensor cores.
+//
+// A product has channels as rows, tokens inside and up to kTileQueries query heads as columns, so
+// that of 16 x 8 results few go unused. Codes stay where they lie in their words: as f16 a code in
+// bits s and up is 2^(s - 24) times the code, exactly, and the weights of those tokens are the
+// larger the smaller s is. Lane l has tokens 32 (l % 4) and up, of 32 channels four: 4 (l / 4) and
+// up, the rows of two tiles of results.
+#pragma once
+
+#include "kernels/values/call.cuh"
+
+namespace sluice::cuda {
+
+inline constexpr int kBlockChannels = 32;
+inline constexpr int kBlockResults = 8;  // of a lane: channels 2 m + e / 2, columns e % 2 of two
+
+// The largest shift of a pair's weights over the smallest.
+template <int kBits>
+inline constexpr int kTopShift = (kWordPairs<kBits> / 2 - 1) * kLowBits<kBits>;
+// Of a pair in a word's lower half; those in the upper half are brought there.
+template <int kBits>
+__device__ __forceinline__ constexpr int shift_of(int pair) {
+  return pair % (kWordPairs<kBits> / 2) * kLowBits<kBits>;
+}
+
+// A pair's codes as two f16, 2^(shift_of() - 24) times as large.
+template <int kBits>
+__device__ __forceinline__ std::uint32_t codes_of(std::uint32_t low, std::uint32_t high, int pair) {
+  constexpr std::uint32_t kMask = ((1u << kLowBits<kBits>)-1u) * 0x10001u;
+  const bool is_upper = pair % kWordPairs<kBits> >= kWordPairs<kBits> / 2;
+  const int shift = shift_of<kBits>(pair);
+  std::uint32_t codes = (is_upper ? low >> 8 : low) & kMask << shift;
+  if constexpr (kBits == 3) {
+    const int by = shift + 2 - high_shift(pair);
+    codes |= (by >= 0 ? high << max(by, 0) : high >> max(-by, 0)) & 0x40004u << shift;
+  }
+  return codes;
+}
+
+__device__ __forceinline__ std::uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// A lane's words of a block of channels, of which it has four.
+template <int kBits>
+struct LaneWords {
+  uint4 low[kLowWords<kBits>];
+  uint4 high;
+};
+
+// Zeros for channels that there are not.
+template <int kBits>
+__device__ __forceinline__ void load_words(const std::byte* page, int head_dim, int first,
+                                           LaneWords<kBits>& words) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int channel = first + lane / 4 * 4;
+  const bool is_there = channel < head_dim;
+  const auto* const from = reinterpret_cast<const uint4*>(page + 4 * head_dim) + channel / 4;
+  const int row = head_dim / 4;
+#pragma unroll
+  for (int i = 0; i < kLowWords<kBits>; ++i) {
+    words.low[i] = make_uint4(0, 0, 0, 0);
+    if (is_there) words.low[i] = __ldcs(from + (lane % 4 * kLowWords<kBits> + i) * row);
+  }
+  if constexpr (kBits == 3) {
+    words.high = make_uint4(0, 0, 0, 0);
+    if (is_there) words.high = __ldcs(from + (4 * kLowWords<kBits> + lane % 4) * row);
+  }
+}
+
+// Weights of one query head, that of the lane's column lane / 4, of the lane's 32 tokens: as
+// columns of a product, relative to the heaviest of the page.
+struct PageWeights {
+  std::uint32_t columns[kThreadPairs];
+  // Of the page, the same for all lanes of the query head.
+  float factor;  // turns weights into those relative to the row's log-sum-exp
+  float sum;     // of all weights
+};
+
+// Replaces logits that are taken out by -Inf.
+__device__ __forceinline__ std::uint32_t without(std::uint32_t pair, std::uint32_t taken) {
+  if ((taken & 1u) != 0) pair = (pair & 0xffff0000u) | 0xfc00u;
+  if ((taken & 2u) != 0) pair = (pair & 0xffffu) | 0xfc000000u;
+  return pair;
+}
+
+// `logits` are the lane's 32 tokens', or null if there is no such query head; `taken` has a bit for
+// each that is selected.
+template <int kBits>
+__device__ __forceinline__ PageWeights weigh_page(const __half* logits, std::uint32_t taken,
+                                                  float norm) {
+  constexpr std::uint32_t kNothing = 0xfc00fc00u;  // -Inf twice
+  PageWeights w;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint4 v = make_uint4(kNothing, kNothing, kNothing, kNothing);
+    if (logits != nullptr) v = reinterpret_cast<const uint4*>(logits)[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) w.columns[4 * i + j] = word_of(v, j);
+  }
+  if (taken != 0) {
+#pragma unroll
+    for (int i = 0; i < kThreadPairs; ++i) {
+      w.columns[i] = without(w.columns[i], taken >> (2 * i));
+    }
+  }
+  __half2 most = as_half2(w.columns[0]);
+#pragma unroll
+  for (int i = 1; i < kThreadPairs; ++i) most = __hmax2(most, as_half2(w.columns[i]));
+  float highest = larger_of(most);
+  highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
+  highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
+  const float base = highest > -INFINITY ? highest * kLog2E : 0.0f;
+  w.sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kThreadPairs; ++i) {
+    const auto up = static_cast<float>(kTopShift<kBits> - shift_of<kBits>(i));
+    const float2 x = __half22float2(as_half2(w.columns[i]));
+    const float first = exp2_fast(fmaf(x.x, kLog2E, up - base));
+    const float second = exp2_fast(fmaf(x.y, kLog2E, up - base));
+    w.sum = fmaf(first + second,
+                 1.0f / static_cast<float>(1 << (kTopShift<kBits> - shift_of<kBits>(i))), w.sum);
+    w.columns[i] = pack(__half(), first, second);
+  }
+  w.sum += __shfl_xor_sync(kAllLanes, w.sum, 1);
+  w.sum += __shfl_xor_sync(kAllLanes, w.sum, 2);
+  w.factor = highest > -INFINITY ? exp2_fast(base - norm) : 0.0f;
+  return w;
+}
+
+// For the lane's two columns of results: what a sum of codes and what a zero counts.
+struct ColumnFactors {
+  float codes[2];
+  float zeros[2];
+
+  __device__ __forceinline__ ColumnFactors(const PageWeights& w, float unit) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int from = (lane % 4 * 2 + i) * 4;
+      codes[i] = __shfl_sync(kAllLanes, w.factor, from) * unit;
+      zeros[i] = __shfl_sync(kAllLanes, w.factor * w.sum, from);
+    }
+  }
+};
+
+// Adds weight * value of a block of channels to its results.
+template <int kBits>
+__device__ __forceinline__ void add_block(const std::byte* page, int head_dim, int first,
+                                          const LaneWords<kBits>& words, const PageWeights& w,
+                                          const ColumnFactors& factors,
+                                          float (&results)[kBlockResults]) {
+  float sums[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < kThreadPairs; i += 2) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const auto codes = [&](int row, int pair) {
+        const int channel = 2 * m + row;
+        const std::uint32_t high = kBits == 3 ? word_of(words.high, channel) : 0u;
+        return codes_of<kBits>(word_of(words.low[pair / kWordPairs<kBits>], channel), high, pair);
+      };
+      const std::uint32_t a[4] = {codes(0, i), codes(1, i), codes(0, i + 1), codes(1, i + 1)};
+      mma(__half(), sums[m], a, w.columns[i], w.columns[i + 1]);
+    }
+  }
+  const int channel = first + static_cast<int>(threadIdx.x) % kWarp / 4 * 4;
+  if (channel >= head_dim) return;
+  const auto* const halves = reinterpret_cast<const __half*>(page) + channel;
+  const uint2 scales = __ldcs(reinterpret_cast<const uint2*>(halves));
+  const uint2 zeros = __ldcs(reinterpret_cast<const uint2*>(halves + head_dim));
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const float2 scale = __half22float2(as_half2(m == 0 ? scales.x : scales.y));
+    const float2 zero = __half22float2(as_half2(m == 0 ? zeros.x : zeros.y));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& result = results[4 * m + e];
+      result = fmaf(e < 2 ? scale.x : scale.y, factors.codes[e % 2] * sums[m][e], result);
+      result = fmaf(e < 2 ? zero.x : zero.y, factors.zeros[e % 2], result);
+    }
+  }
+}
+
+}  // namespace sluice::cuda

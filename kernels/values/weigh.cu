@@ -1,0 +1,170 @@
+// What every page weighs without what is selected of it. A block weighs neighbouring pages of one
+// head: from the digest where there is one and nothing is selected, else from the logits.
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/runtime/early_launch.cuh"
+#include "kernels/values/call.cuh"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kWeighThreads = 256;
+constexpr int kWeighWarps = kWeighThreads / kWarp;
+constexpr int kRowLanes = kPageTokens / 8;  // that read one query head's logits of a page
+constexpr int kRowsAtOnce = kWarp / kRowLanes;
+
+// The pages that a block weighs, and its shared memory.
+struct Slice {
+  int head;
+  int first;
+  int count;
+  uint4* masks;    // [count]
+  float* weights;  // [count, group]
+};
+
+// Marks what is selected of the slice.
+__device__ void mark_selected(const TilesCall& c, const Slice& slice, std::int32_t selected) {
+  __shared__ std::int32_t range[2];
+  const auto thread = static_cast<int>(threadIdx.x);
+  const std::int32_t* const list = c.positions + slice.head * c.position_capacity;
+  for (int page = thread; page < slice.count; page += kWeighThreads) {
+    slice.masks[page] = make_uint4(0, 0, 0, 0);
+  }
+  if (thread < 2 * kWarp) {
+    const int end = thread / kWarp;
+    const std::int64_t page = slice.first + end * slice.count;
+    const std::int32_t found = count_below(list, selected, page * kPageTokens);
+    if (thread % kWarp == 0) range[end] = found;
+  }
+  __syncthreads();
+  auto* const words = reinterpret_cast<std::uint32_t*>(slice.masks);
+  for (std::int32_t i = range[0] + thread; i < range[1]; i += kWeighThreads) {
+    const std::int32_t at = list[i] - slice.first * kPageTokens;
+    atomicOr(words + at / kWarp, 1u << at % kWarp);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ bool is_marked(const uint4& mask) {
+  return (mask.x | mask.y | mask.z | mask.w) != 0;
+}
+
+// A query head's weight on a page by the digest.
+__device__ __forceinline__ float digested(const TilesCall& c, const Slice& slice, int page,
+                                          int query) {
+  const std::int64_t pages = std::int64_t{slice.head} * c.digest.pages + slice.first + page;
+  const std::int64_t place = pages * c.group + query;
+  const uint4 maxima = reinterpret_cast<const uint4*>(c.digest.maxima)[place];
+  const __half2 most = __hmax2(__hmax2(as_half2(maxima.x), as_half2(maxima.y)),
+                               __hmax2(as_half2(maxima.z), as_half2(maxima.w)));
+  const float highest = larger_of(most) * kLog2E;
+  const float norm = c.lse[slice.head * c.group + query] * kLog2E;
+  return c.digest.sums[place] * exp2_fast(highest - norm);
+}
+
+// The weights of eight logits, of which those with their bit set do not count.
+__device__ __forceinline__ float weight8(const uint4& logits, std::uint32_t taken, float norm) {
+  const std::uint32_t words[4] = {logits.x, logits.y, logits.z, logits.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = __half22float2(as_half2(words[i]));
+    const float low = exp2_fast(fmaf(x.x, kLog2E, -norm));
+    const float high = exp2_fast(fmaf(x.y, kLog2E, -norm));
+    if ((taken >> (2 * i) & 1u) == 0) sum += low;
+    if ((taken >> (2 * i + 1) & 1u) == 0) sum += high;
+  }
+  return sum;
+}
+
+// By half a warp for every query head and page: the weights that the digest does not tell.
+__device__ void weigh_logits(const TilesCall& c, const Slice& slice) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const bool has_digest = c.digest.maxima != nullptr;
+  const int items = slice.count * c.group;
+#pragma unroll 2
+  for (int base = warp * kRowsAtOnce; base < items; base += kWeighWarps * kRowsAtOnce) {
+    const int item = base + lane / kRowLanes;
+    const int part = lane % kRowLanes;
+    float sum = 0.0f;
+    bool counts = false;
+    if (item < items) {
+      const int page = item / c.group;
+      const int query = item % c.group;
+      const auto* const mask = reinterpret_cast<const std::uint32_t*>(slice.masks + page);
+      counts = !has_digest || is_marked(slice.masks[page]);
+      if (counts) {
+        const __half* const row = c.row(slice.head, query) + (slice.first + page) * kPageTokens;
+        const float norm = c.lse[slice.head * c.group + query] * kLog2E;
+        sum = weight8(reinterpret_cast<const uint4*>(row)[part], mask[part / 4] >> part % 4 * 8,
+                      norm);
+      }
+    }
+#pragma unroll
+    for (int step = kRowLanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, step);
+    }
+    if (counts && part == 0) slice.weights[item] = sum;
+  }
+}
+
+__device__ void report(const TilesCall& c, const Slice& slice) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  const std::int64_t first = std::int64_t{slice.head} * c.most_pages + slice.first;
+  for (int page = thread; page < slice.count; page += kWeighThreads) {
+    float sum = 0.0f;
+    for (int g = 0; g < c.group; ++g) sum += slice.weights[page * c.group + g];
+    c.weights[first + page] = sum;
+    c.masks[first + page] = slice.masks[page];
+  }
+  float* const masses =
+      c.slice_masses + (std::int64_t{slice.head} * c.slices + blockIdx.x) * c.group;
+  for (int g = thread; g < c.group; g += kWeighThreads) {
+    float sum = 0.0f;
+    for (int page = 0; page < slice.count; ++page) sum += slice.weights[page * c.group + g];
+    masses[g] = sum;
+  }
+}
+
+__global__ void __launch_bounds__(kWeighThreads) weigh_pages(const __grid_constant__ TilesCall c) {
+  extern __shared__ uint4 memory[];
+  wait_for_kernel_before();
+  allow_next_kernel();
+  Slice slice;
+  slice.head = static_cast<int>(blockIdx.y);
+  slice.first = static_cast<int>(blockIdx.x) * c.slice_pages;
+  const int pages = page_of(c.token_of(slice.head).position);
+  slice.count = min(pages - slice.first, c.slice_pages);
+  if (slice.count <= 0) return;
+  const HeadSelection selection = c.selections[slice.head];
+  // What comes next need not ask the host's memory again.
+  if (slice.first == 0 && threadIdx.x == 0) c.is_bad[slice.head] = selection.bad;
+  if (selection.bad != 0) return;
+  slice.masks = memory;
+  slice.weights = reinterpret_cast<float*>(memory + c.slice_pages);
+  mark_selected(c, slice, selection.count);
+  if (c.digest.maxima != nullptr) {
+    for (auto item = static_cast<int>(threadIdx.x); item < slice.count * c.group;
+         item += kWeighThreads) {
+      const int page = item / c.group;
+      if (!is_marked(slice.masks[page])) {
+        slice.weights[item] = digested(c, slice, page, item % c.group);
+      }
+    }
+  }
+  weigh_logits(c, slice);
+  __syncthreads();
+  report(c, slice);
+}
+
+}  // namespace
+
+void run_weigh(const TilesCall& c, const Launch& launch) {
+  const std::size_t shared = static_cast<std::size_t>(c.slice_pages) *
+                             (sizeof(uint4) + static_cast<std::size_t>(c.group) * sizeof(float));
+  launch_early("weighing pages of value tiles", weigh_pages,
+               dim3(static_cast<unsigned>(c.slices), static_cast<unsigned>(c.heads)), kWeighThreads,
+               shared, launch, c);
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,389 @@
+// Value tiles of the CPU and of its reference, by their definition.
+#include "cpu/value_tiles.h"
+
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cpu/reference_values.h"
+#include "cpu/threads.h"
+#include "lib/backend.h"
+#include "sluice/errors.h"
+#include "tests/support/elements.h"
+#include "tests/support/value_cases.h"
+
+namespace sluice {
+namespace {
+
+using testing::Random;
+using testing::ValueCase;
+using testing::ValueProblem;
+
+// The operations of one implementation.
+struct Implementation {
+  std::string name;
+  std::function<void(const BuildValuesParams&)> build;
+  std::function<void(const BuildValuesBatchParams&)> build_batch;
+  std::function<void(const AttendTilesParams&)> attend;
+  std::function<void(const MergePartialsParams&)> merge;
+  double weight_error = 0.0;  // of the heaviest of a page
+};
+
+cpu::Threads& threads() {
+  static cpu::Threads of_tests(2);
+  return of_tests;
+}
+
+std::vector<Implementation> implementations() {
+  return {{"reference", cpu::reference::build_values, cpu::reference::build_values_batch,
+           [](const AttendTilesParams& p) { cpu::reference::attend_tiles(p); },
+           cpu::reference::merge_partials},
+          {"simd", [](const BuildValuesParams& p) { cpu::build_values(p, threads()); },
+           [](const BuildValuesBatchParams& p) { cpu::build_values_batch(p, threads()); },
+           [](const AttendTilesParams& p) { cpu::attend_tiles(p, threads()); }, cpu::merge_partials,
+           // 16 bits, whose rounding adds up over a page at random.
+           1e-4}};
+}
+
+class ValueTilesTest : public ::testing::TestWithParam<Implementation> {};
+
+void expect_answer(const Implementation& by, const testing::ValueAnswer& wanted,
+                   const ValueProblem& problem) {
+  testing::expect_answer(wanted, problem.out, problem.lse, problem.pages_read,
+                         testing::tolerance_of(problem.of(), by.weight_error));
+}
+
+void expect_right(const Implementation& by, const ValueCase& c, std::uint64_t seed) {
+  SCOPED_TRACE(testing::seed_message(seed) + " " + c.name());
+  ValueProblem problem(c, seed);
+  const testing::ValueAnswer wanted = testing::answer_of(problem);
+  by.attend(problem.params());
+  expect_answer(by, wanted, problem);
+}
+
+TEST_P(ValueTilesTest, AttendLikeTheDefinition) {
+  std::uint64_t seed = testing::seed(1);
+  for (const ValueCase& c : testing::value_cases()) expect_right(GetParam(), c, ++seed);
+}
+
+TEST(ValueTiles, AttendLikeTheDefinitionByEveryInstructionSet) {
+  for (const std::int64_t target : {HWY_AVX3, HWY_AVX2, HWY_SCALAR}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    SCOPED_TRACE(hwy::TargetName(target));
+    hwy::SetSupportedTargetsForTest(target);
+    std::uint64_t seed = testing::seed(200);
+    for (const int bits : {2, 3, 4}) {
+      for (const int head_dim : {20, 128}) {
+        expect_right(implementations()[1], {head_dim, 3, bits}, ++seed);
+      }
+    }
+  }
+  hwy::SetSupportedTargetsForTest(0);
+}
+
+TEST_P(ValueTilesTest, TakeWeightsInPlaceOfLogits) {
+  const std::uint64_t seed = testing::seed(2);
+  SCOPED_TRACE(testing::seed_message(seed));
+  ValueProblem problem(ValueCase{}, seed);
+  const testing::ValueAnswer wanted = testing::answer_of(problem);
+  AttendTilesParams p = problem.params();
+  p.weighed = true;
+  for (std::size_t i = 0; i < problem.logits.size(); ++i) {
+    const std::size_t query = i / static_cast<std::size_t>(problem.stride);
+    problem.logits[i] = std::exp(problem.logits[i] - problem.estimated_lse[query]);
+  }
+  GetParam().attend(p);
+  expect_answer(GetParam(), wanted, problem);
+}
+
+TEST_P(ValueTilesTest, LeaveOutHeadsWhoseSelectionIsBad) {
+  const std::uint64_t seed = testing::seed(3);
+  SCOPED_TRACE(testing::seed_message(seed));
+  for (const bool merge : {false, true}) {
+    ValueCase c;
+    c.merge = merge;
+    ValueProblem problem(c, seed);
+    problem.heads[7].bad = 1;
+    problem.heads[7].count = 0;
+    const testing::ValueAnswer wanted = testing::answer_of(problem);
+    const std::size_t query = 7 * 4;
+    EXPECT_EQ(std::isinf(wanted.lse[query]), !merge);
+    problem.logits[query * static_cast<std::size_t>(problem.stride)] =
+        std::numeric_limits<float>::quiet_NaN();
+    problem.estimated_lse[query] = std::numeric_limits<float>::quiet_NaN();
+    GetParam().attend(problem.params());
+    expect_answer(GetParam(), wanted, problem);
+  }
+}
+
+TEST_P(ValueTilesTest, ReadFewerPagesForSmallerShares) {
+  const std::uint64_t seed = testing::seed(4);
+  SCOPED_TRACE(testing::seed_message(seed));
+  std::vector<std::int32_t> last;
+  for (const float share : {0.3f, 0.6f, 0.9f, 1.0f}) {
+    ValueCase c{64, 4, 2, share, {12800}, 16, 1};
+    ValueProblem problem(c, seed);
+    GetParam().attend(problem.params());
+    if (!last.empty()) {
+      EXPECT_GT(problem.pages_read[0], last[0]);
+    }
+    last = problem.pages_read;
+  }
+  EXPECT_EQ(last[0], 100);
+}
+
+TEST_P(ValueTilesTest, MergePartialsOfAnySize) {
+  const std::uint64_t seed = testing::seed(5);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const std::vector<float> from_lse = {1.0f, -kInfinity, 300.0f, -kInfinity, -5.0f, 2.0f};
+  std::vector<float> lse = {2.0f, 3.0f, -300.0f, -kInfinity, -kInfinity, 2.0f};
+  const std::vector<float> old_lse = lse;
+  const int d = 20;
+  const auto rows = static_cast<std::int64_t>(lse.size());
+  const std::vector<float> from = random.normal(rows * d);
+  std::vector<float> out = random.normal(rows * d);
+  const std::vector<float> old = out;
+  GetParam().merge({rows, d, from.data(), from_lse.data(), out.data(), lse.data()});
+  for (std::size_t row = 0; row < lse.size(); ++row) {
+    const double a = std::exp(static_cast<double>(from_lse[row]));
+    const double b = std::exp(static_cast<double>(old_lse[row]));
+    if (a + b == 0.0) {
+      EXPECT_EQ(lse[row], -kInfinity);
+      continue;
+    }
+    EXPECT_NEAR(static_cast<double>(lse[row]), std::log(a + b), 1e-5) << row;
+    for (std::size_t i = row * d; i < (row + 1) * d; ++i) {
+      const double wanted =
+          (a * static_cast<double>(from[i]) + b * static_cast<double>(old[i])) / (a + b);
+      EXPECT_NEAR(static_cast<double>(out[i]), wanted, 1e-6) << row;
+    }
+  }
+}
+
+// Rows of a sequence's whole pages and the tiles that are built of them.
+class Built {
+ public:
+  Built(int head_dim, int bits, DType dtype, std::int64_t pages, std::uint64_t seed,
+        float deviation = 1.0f)
+      : shape_{1, 2, 2, head_dim, dtype}, pages_(pages) {
+    Random random(seed);
+    values = random.normal(2 * pages * kPageTokens * head_dim, deviation);
+    values = testing::rounded(std::move(values), dtype);
+    const std::vector<std::byte> bytes = testing::encoded(values, dtype);
+    const std::size_t half = static_cast<std::size_t>(head_dim) * size_of(dtype);
+    rows.resize(static_cast<std::size_t>(2 * pages * kPageTokens) * shape_.row_bytes());
+    for (std::size_t row = 0; row * half < bytes.size(); ++row) {
+      std::memcpy(&rows[row * shape_.row_bytes() + half], &bytes[row * half], half);
+    }
+    view_.tiles = {bits, nullptr, (pages + 1) / 2 + 1};
+    tiles.assign(view_.tiles.bytes(2, head_dim), std::byte{0x5a});
+    for (std::int64_t i = 0; i < (pages + 1) / 2; ++i) {
+      table.push_back(static_cast<std::int32_t>((pages + 1) / 2 - i));
+    }
+    bad.assign(2, 0);
+  }
+
+  void build(const Implementation& by) {
+    std::vector<RowSpan> spans;
+    for (std::size_t head = 0; head < 2; ++head) spans.push_back({rows_of(head), count()});
+    by.build({shape_, view(), 0, 0, pages_, spans, bad.data()});
+  }
+  // By a token for each page that completes it, and others that complete none.
+  void build_batch(const Implementation& by) {
+    std::vector<PageSlots> slots;
+    for (std::int32_t page = 0; page < pages_; ++page) slots.push_back({PageSlots::kNone, page});
+    PagedRows paged;
+    paged.host = rows.data();
+    paged.host_stride = static_cast<std::int64_t>(shape_.row_bytes()) * count();
+    paged.pages = slots.data();
+    paged.table_stride = pages_;
+    std::vector<BatchToken> batch;
+    for (std::int32_t page = 0; page < pages_; ++page) {
+      batch.push_back({0, page * kPageTokens + 126});
+      batch.push_back({0, page * kPageTokens + 127});
+    }
+    by.build_batch({shape_, view(), {batch.data(), std::ssize(batch), count()}, paged, bad.data()});
+  }
+
+  std::int64_t count() const { return pages_ * kPageTokens; }
+  std::byte* rows_of(std::size_t head) {
+    return &rows[head * static_cast<std::size_t>(count()) * shape_.row_bytes()];
+  }
+  ValueTilesView view() {
+    view_.tiles.pages = tiles.data();
+    view_.slots = table.data();
+    view_.table_stride = std::ssize(table);
+    return view_;
+  }
+  const KvShape& shape() const { return shape_; }
+  float value(std::int64_t head, std::int64_t token, int channel) const {
+    return values[static_cast<std::size_t>((head * count() + token) * shape_.head_dim + channel)];
+  }
+  double coded(std::int64_t head, std::int64_t token, int channel) {
+    const std::int64_t page = token / kPageTokens;
+    const std::byte* const bytes =
+        view().tiles.page(shape_.head_dim, head, view_.slot(0, page), page);
+    return testing::value_in_page(bytes, view_.tiles.bits, shape_.head_dim,
+                                  static_cast<int>(token % kPageTokens), channel);
+  }
+
+  std::vector<float> values;  // [kv_heads, tokens, head_dim]
+  std::vector<std::byte> rows;
+  std::vector<std::byte> tiles;
+  std::vector<std::int32_t> table;
+  std::vector<std::int32_t> bad;
+
+ private:
+  KvShape shape_;
+  std::int64_t pages_;
+  ValueTilesView view_;
+};
+
+// How much of the range the codes of so many bits are to span.
+double kept_of(int bits) { return bits == 2 ? 0.75 : bits == 3 ? 0.9 : 0.95; }
+
+// Every value becomes the nearest of 2^bits evenly spaced ones in the middle of the range.
+void expect_nearest(Built& built, int bits) {
+  const int d = built.shape().head_dim;
+  for (std::int64_t at = 0; at < 2 * built.count() / kPageTokens * d; ++at) {
+    const std::int64_t head = at / d % 2;
+    const std::int64_t first = at / d / 2 * kPageTokens;
+    const auto c = static_cast<int>(at % d);
+    double low = HUGE_VAL;
+    double high = -HUGE_VAL;
+    for (std::int64_t t = first; t < first + kPageTokens; ++t) {
+      low = std::min(low, static_cast<double>(built.value(head, t, c)));
+      high = std::max(high, static_cast<double>(built.value(head, t, c)));
+    }
+    const double range = (high - low) * kept_of(bits);
+    const double middle = (high + low) / 2;
+    const double step = range / ((1 << bits) - 1);
+    for (std::int64_t t = first; t < first + kPageTokens; ++t) {
+      const auto value = static_cast<double>(built.value(head, t, c));
+      const double inside = std::clamp(value, middle - range / 2, middle + range / 2);
+      // Zero and scale are rounded to f16.
+      ASSERT_NEAR(built.coded(head, t, c), inside, step * 0.502 + range * 2e-3)
+          << "channel " << c << " token " << t;
+    }
+  }
+}
+
+TEST_P(ValueTilesTest, HoldTheNearestCodes) {
+  std::uint64_t seed = testing::seed(10);
+  for (const int bits : {2, 3, 4}) {
+    for (const int head_dim : {4, 64, 80, 256}) {
+      for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+        SCOPED_TRACE(testing::seed_message(++seed) + " bits " + std::to_string(bits));
+        Built built(head_dim, bits, dtype, 3, seed);
+        built.build(GetParam());
+        expect_nearest(built, bits);
+        EXPECT_EQ(built.bad, std::vector<std::int32_t>(2));
+        Built by_steps(head_dim, bits, dtype, 3, seed);
+        by_steps.build_batch(GetParam());
+        EXPECT_TRUE(built.tiles == by_steps.tiles);
+      }
+    }
+  }
+}
+
+TEST_P(ValueTilesTest, AreTheSameBitByBitAsTheReferences) {
+  std::uint64_t seed = testing::seed(50);
+  for (const int bits : {2, 3, 4}) {
+    for (const float deviation : {0.0f, 1e-8f, 1e-4f, 1.0f, 1e4f, 1e30f}) {
+      SCOPED_TRACE(testing::seed_message(++seed) + " bits " + std::to_string(bits));
+      Built built(64, bits, DType::bf16, 2, seed, deviation);
+      Built reference(64, bits, DType::bf16, 2, seed, deviation);
+      built.build(GetParam());
+      reference.build(implementations()[0]);
+      EXPECT_TRUE(built.tiles == reference.tiles) << deviation;
+    }
+  }
+}
+
+TEST_P(ValueTilesTest, ReportValuesThatAreNoNumbers) {
+  for (const float strange :
+       {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    Built built(64, 2, DType::f32, 2, testing::seed(60));
+    const auto row = static_cast<std::int64_t>(built.shape().row_bytes());
+    // Head 1, page 1, token 127, channel 63; a key of head 0, which is no value.
+    std::memcpy(built.rows_of(1) + 255 * row + 127 * 4, &strange, 4);
+    std::memcpy(built.rows_of(0) + 3 * row, &strange, 4);
+    built.build(GetParam());
+    EXPECT_EQ(built.bad, (std::vector<std::int32_t>{0, 1}));
+    const ValueTilesView view = built.view();
+    const std::byte* const page = view.tiles.page(64, 1, view.slot(0, 1), 1);
+    const std::size_t bytes = view.tiles.page_bytes(64);
+    EXPECT_EQ(std::vector<std::byte>(page, page + bytes),
+              std::vector<std::byte>(bytes, std::byte{0x5a}));
+  }
+}
+
+// Attention to tokens that are nowhere else: close to exact attention, the closer the more bits.
+TEST_P(ValueTilesTest, ComeCloserToExactAttentionWithMoreBits) {
+  const std::uint64_t seed = testing::seed(70);
+  SCOPED_TRACE(testing::seed_message(seed));
+  double last = 0.5;
+  for (const int bits : {2, 3, 4}) {
+    Built built(64, bits, DType::bf16, 8, seed);
+    built.build(GetParam());
+    ValueProblem problem({64, 1, bits, 1.0f, {1024}, 0, 2}, seed);
+    AttendTilesParams p = problem.params();
+    p.values = built.view();
+    const std::vector<float> logits = problem.logits;
+    GetParam().attend(p);
+    double error = 0.0;
+    for (int head = 0; head < 2; ++head) {
+      std::vector<double> exact(64, 0.0);
+      for (std::int64_t t = 0; t < 1024; ++t) {
+        const auto at = static_cast<std::size_t>(head * problem.stride + t);
+        const double weight =
+            std::exp(static_cast<double>(logits[at]) -
+                     static_cast<double>(problem.estimated_lse[static_cast<std::size_t>(head)]));
+        for (int c = 0; c < 64; ++c) {
+          exact[static_cast<std::size_t>(c)] +=
+              weight * static_cast<double>(built.value(head, t, c));
+        }
+      }
+      for (std::size_t c = 0; c < 64; ++c) {
+        const auto got = static_cast<double>(problem.out[static_cast<std::size_t>(head) * 64 + c]);
+        error += (got - exact[c]) * (got - exact[c]) / 128;
+      }
+    }
+    EXPECT_LT(error, last * 0.5) << bits;
+    last = error;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, ValueTilesTest, ::testing::ValuesIn(implementations()),
+                         [](const auto& test) { return test.param.name; });
+
+TEST(ValueTiles, TakeAsManyBytesAsTheySay) {
+  EXPECT_EQ(ValueTiles::page_bytes(2, 128), 36u * kPageTokens);
+  EXPECT_EQ(ValueTiles::page_bytes(3, 128), 52u * kPageTokens);
+  EXPECT_EQ(ValueTiles::page_bytes(4, 128), 68u * kPageTokens);
+  EXPECT_EQ((ValueTiles{2, nullptr, 5}).bytes(3, 128), 36u * kPageTokens * 2 * 5 * 3);
+}
+
+TEST(ValueTiles, RefuseSettingsThatDoNotExist) {
+  EXPECT_NO_THROW(check_value_tiles(2, 128, 0.9f));
+  EXPECT_NO_THROW(check_value_tiles(4, 80, 1.0f));
+  EXPECT_THROW(check_value_tiles(1, 128, 0.9f), Error);
+  EXPECT_THROW(check_value_tiles(5, 128, 0.9f), Error);
+  EXPECT_THROW(check_value_tiles(2, 128, 0.0f), Error);
+  EXPECT_THROW(check_value_tiles(2, 128, 1.01f), Error);
+  EXPECT_THROW(check_value_tiles(2, 128, std::numeric_limits<float>::quiet_NaN()), Error);
+  EXPECT_THROW(check_value_tiles(2, 66, 0.9f), Error);
+  EXPECT_THROW(check_value_tiles(2, 512, 0.9f), Error);
+}
+
+}  // namespace
+}  // namespace sluice
