@@ -13,7 +13,7 @@
 
 #include "bench/cuda_support.cuh"
 #include "kernels/values/values.h"
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
 
 namespace sluice::cuda {
 namespace {

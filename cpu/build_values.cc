@@ -6,7 +6,7 @@
 
 #include "cpu/elementwise.h"
 #include "cpu/value_tiles.h"
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
 #include "lib/check.h"
 #include "lib/half.h"
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/reference_ops.h"
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
 #include "lib/half.h"
 
 namespace sluice::cpu::reference {

@@ -11,7 +11,7 @@
 #include <span>
 
 #include "lib/batch.h"
-#include "lib/selection.h"
+#include "lib/backend/index_ops.h"
 #include "sluice/types.h"
 
 namespace sluice {

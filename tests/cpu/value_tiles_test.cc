@@ -14,7 +14,7 @@
 
 #include "cpu/reference_values.h"
 #include "cpu/threads.h"
-#include "lib/backend.h"
+#include "lib/backend/kv_ops.h"
 #include "sluice/errors.h"
 #include "tests/support/elements.h"
 #include "tests/support/value_cases.h"

@@ -2,7 +2,10 @@
 #include "offload/kv_batch.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <fstream>
 #include <map>
 #include <memory>
 
@@ -137,7 +140,7 @@ TEST_P(Batches, ForksAnswerAsSessionsOfTheirOwnWould) {
         static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(branches.size()) - 1));
     Branch& branch = branches[at];
     const std::int64_t length = branch.session->length();
-    switch (random.integer(0, 5)) {
+    switch (random.integer(0, 6)) {
       case 0:
         if (branches.size() == 4) break;
         branches.push_back({std::make_unique<KvSession>(branch.session->fork()), fresh(length)});
@@ -156,6 +159,15 @@ TEST_P(Batches, ForksAnswerAsSessionsOfTheirOwnWould) {
         if (tokens == 0) break;
         script.step(*branch.session, Phase::prefill, tokens);
         script.step(*branch.own, Phase::prefill, tokens);
+        break;
+      }
+      case 4: {
+        // The newest tokens once more, as cache correction replaces them.
+        const std::int64_t tokens = random.integer(1, std::min<std::int64_t>(length, 40));
+        for (KvSession* session : {branch.session.get(), branch.own.get()}) {
+          session->truncate(length - tokens);
+          script.step(*session, Phase::correction, tokens);
+        }
         break;
       }
       default: {
@@ -177,10 +189,33 @@ TEST_P(Batches, ForksAnswerAsSessionsOfTheirOwnWould) {
 INSTANTIATE_TEST_SUITE_P(Policies, Batches,
                          ::testing::Combine(::testing::ValuesIn(kPolicies), ::testing::Bool()));
 
+// Of this process, in bytes.
+std::uint64_t resident_memory() {
+  std::ifstream file("/proc/self/statm");
+  std::uint64_t size = 0;
+  std::uint64_t resident = 0;
+  file >> size >> resident;
+  return resident * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+// Rows that nobody attends to yet.
+void append_only(KvSession& session, const Script& script, std::int64_t tokens) {
+  for (std::int64_t first = 0; first < tokens;) {
+    const std::int64_t count = std::min(session.plan().chunk, tokens - first);
+    session.begin_step(Phase::prefill, count);
+    for (int layer = 0; layer < script.shape().layers; ++layer) {
+      const auto at = static_cast<std::size_t>(layer);
+      session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
+    }
+    session.end_step();
+    first += count;
+  }
+}
+
 TEST(KvBatch, TwentyFourForksCostOnePrefixAndWhatTheyAdd) {
-  const KvShape shape{2, 4, 2, 64, DType::bf16};
+  const KvShape shape{1, 4, 2, 64, DType::bf16};
   const Policy policy = parse_policy("select=int4 prune=top_k(64)");
-  const std::int64_t prefix = 4096;
+  const std::int64_t prefix = 32768;
   const std::int64_t own = 40;  // tokens that each adds
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   const KvPlan plan =
@@ -188,8 +223,9 @@ TEST(KvBatch, TwentyFourForksCostOnePrefixAndWhatTheyAdd) {
   const auto pool = std::make_shared<KvPool>(backend, plan, std::span(&policy, 1));
   const Script script(shape, prefix + own, 3);
   KvSession root(pool);
-  script.prefill(root, prefix);
+  append_only(root, script, prefix);
   const std::uint64_t before = backend.account(Tier::host).used();
+  const std::uint64_t resident = resident_memory();
   std::vector<KvSession> forks;
   for (int i = 0; i < 24; ++i) forks.push_back(root.fork());
   EXPECT_EQ(backend.account(Tier::host).used(), before) << "a fork by itself costs nothing";
@@ -202,6 +238,11 @@ TEST(KvBatch, TwentyFourForksCostOnePrefixAndWhatTheyAdd) {
   const std::uint64_t added = backend.account(Tier::host).used() - before;
   EXPECT_GE(added, 24 * static_cast<std::uint64_t>(own) * shape.token_bytes());
   EXPECT_LE(added, pages + (prefix + 24 * kPageTokens) / 4 * shape.token_bytes());
+  // Steps touch their work space for the first time. Copies of the prefix would be 24 times its
+  // rows.
+  const std::uint64_t growth = resident_memory() - std::min(resident, resident_memory());
+  EXPECT_LE(growth, added + plan.work_bytes + (std::uint64_t{4} << 20));
+  EXPECT_GE(24 * static_cast<std::uint64_t>(prefix) * shape.token_bytes(), 10 * growth);
   const std::uint64_t written =
       forks[0].ledger().total(Phase::decode, Tier::host, Tier::host, Cause::append).rows;
   EXPECT_EQ(written, static_cast<std::uint64_t>(own * shape.kv_heads * shape.layers));
