@@ -88,6 +88,17 @@ CudaBackend::CudaBackend(const CudaOptions& options)
       memory_(ordinal_, cap_of(options), options.host_cap, stream_.get()),
       info_(describe(options, limits_)) {}
 
+// Destructors wait for this device, whatever device the thread used before.
+CudaBackend::~CudaBackend() {
+  static_cast<void>(cudaSetDevice(ordinal_));
+  static_cast<void>(cudaDeviceSynchronize());
+}
+
+void CudaBackend::unregister_host(std::byte* data) noexcept {
+  static_cast<void>(cudaSetDevice(ordinal_));
+  memory_.unregister_host(data);
+}
+
 void CudaBackend::use_device() const { require(cudaSetDevice(ordinal_), "selecting the device"); }
 
 void CudaBackend::register_host(std::byte* data, std::size_t bytes) {
@@ -103,6 +114,7 @@ std::byte* CudaBackend::take(Tier tier, std::size_t bytes) {
 
 void CudaBackend::give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept {
   check(recording == 0, "memory given back by work that is recorded");
+  static_cast<void>(cudaSetDevice(ordinal_));
   memory_.give_back(tier, data, bytes);
 }
 
@@ -138,16 +150,22 @@ void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) const {
   }
 }
 
+void CudaBackend::require_usable(cudaStream_t stream) const {
+  const auto refuse = [](const std::string& why) {
+    throw Error(ErrorCode::usage, "`stream` " + why);
+  };
+  if (stream == cudaStreamPerThread) refuse("is another one in every thread; make one");
+  int of = 0;
+  require(cudaStreamGetDevice(stream, &of), "a stream");
+  if (of != ordinal_) refuse("is of device cuda:" + std::to_string(of) + ", not of " + info_.name);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  require(cudaStreamIsCapturing(stream, &status), "a stream");
+  if (status != cudaStreamCaptureStatusNone) refuse("is being captured");
+}
+
 std::unique_ptr<Queue> CudaBackend::make_queue(const QueueOptions& options) {
   use_device();
-  int of = ordinal_;
-  if (options.stream != nullptr) {
-    require(cudaStreamGetDevice(static_cast<cudaStream_t>(options.stream), &of), "a stream");
-  }
-  if (of != ordinal_) {
-    throw Error(ErrorCode::usage,
-                "`stream` is of device cuda:" + std::to_string(of) + ", not of " + info_.name);
-  }
+  if (options.stream != nullptr) require_usable(static_cast<cudaStream_t>(options.stream));
   return std::make_unique<CudaQueue>(*this, options);
 }
 

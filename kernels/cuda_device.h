@@ -27,12 +27,12 @@ class CudaWeight : public Weight {
 class CudaBackend : public Backend {
  public:
   explicit CudaBackend(const CudaOptions& options);
-  ~CudaBackend() override { static_cast<void>(cudaDeviceSynchronize()); }
+  ~CudaBackend() override;
 
   const BackendInfo& info() const override { return info_; }
   MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
   void register_host(std::byte* data, std::size_t bytes) override;
-  void unregister_host(std::byte* data) noexcept override { memory_.unregister_host(data); }
+  void unregister_host(std::byte* data) noexcept override;
   using Backend::make_queue;
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override;
@@ -50,6 +50,7 @@ class CudaBackend : public Backend {
   int recording = 0;
 
  private:
+  void require_usable(cudaStream_t stream) const;
   std::byte* take(Tier tier, std::size_t bytes) override;
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override;
 

@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <span>
 
-#include "lib/batch.h"
 #include "lib/backend/index_ops.h"
+#include "lib/batch.h"
 #include "sluice/types.h"
 
 namespace sluice {

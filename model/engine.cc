@@ -224,6 +224,7 @@ Session Engine::new_session(const SessionOptions& options) {
   const std::lock_guard lock(impl().mutex);
   const Plan plan = this->plan(options);
   load_weights();
+  const Turn turn(impl());
   auto promise = std::make_shared<HostPromise>(impl(), plan.kv.host_bytes);
   return Session(std::make_unique<Session::Impl>(
       impl_,

@@ -31,6 +31,7 @@ struct Engine::Impl {
   // Activations and the backend's streams serve one call at a time.
   FairMutex mutex{};
   bool is_busy = false;
+  int sessions = 0;
 
   // Steps of several sessions have no more.
   std::int64_t most_at_once() const {
@@ -84,8 +85,7 @@ struct Session::Impl {
   bool in_call = false;                  // which has not returned yet
 
   Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
-       std::shared_ptr<HostPromise> promised)
-      : engine(std::move(owner)), kv(std::move(session)), promise(std::move(promised)) {}
+       std::shared_ptr<HostPromise> promised);
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
   ~Impl();
@@ -108,9 +108,12 @@ struct Session::Impl {
   // A prompt under a policy whose prefill is sparse.
   std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress);
   // Runs `tokens` in steps of the planned chunk, between which others may have their turn;
-  // each(first, count) after every step. False if `progress` stopped it.
+  // each(first, count) after every step. False if `progress` stopped it. What fails leaves the
+  // tokens that there were, unless the session cannot go on.
   bool run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
            const std::function<void(std::int64_t, std::int64_t)>& each);
+  bool run_pieces(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
+                  const std::function<void(std::int64_t, std::int64_t)>& each);
   // The logits after a token of the last step, kept for whoever asked.
   std::span<const float> keep(std::span<const float> row);
 };

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "lib/check.h"
 #include "model/engine_impl.h"
 #include "sluice/errors.h"
 
@@ -37,8 +38,8 @@ Turn::Turn(Engine::Impl& engine, std::span<Session::Impl* const> sessions)
     lock_.unlock();
     lock_.lock();
   }
-  begin();
   sessions_.assign(sessions.begin(), sessions.end());
+  begin();
   for (Session::Impl* session : sessions_) session->in_call = true;
 }
 
@@ -49,16 +50,32 @@ Turn::~Turn() {
   engine_->is_busy = false;
 }
 
+// Others get the device, too, not only the right to issue work behind what is queued.
 void Turn::pause() {
+  if (engine_->sessions > 1) engine_->queue->synchronize();
   engine_->is_busy = false;
   lock_.unlock();
   lock_.lock();
   engine_->is_busy = true;
 }
 
+Session::Impl::Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
+                    std::shared_ptr<HostPromise> promised)
+    : engine(std::move(owner)), kv(std::move(session)), promise(std::move(promised)) {
+  const std::lock_guard lock(engine->mutex);
+  ++engine->sessions;
+}
+
 // Blocks and sequences of the pool are given back in turn, too.
 Session::Impl::~Impl() {
-  const std::lock_guard lock(engine->mutex);
+  std::unique_lock lock(engine->mutex);
+  // Another thread's call goes on to its end.
+  while (in_call && !engine->is_busy) {
+    lock.unlock();
+    lock.lock();
+  }
+  check(!in_call, "a session destroyed by a callback of its own call");
+  --engine->sessions;
   const KvSession ended = std::move(kv);
   promise.reset();
 }
@@ -82,6 +99,7 @@ void Session::Impl::require(std::span<const TokenId> tokens) const {
 }
 
 void Session::Impl::correct() {
+  kv.require_rewrite(static_cast<std::int64_t>(uncorrected.size()));
   const std::vector<TokenId> tokens = std::move(uncorrected);
   uncorrected.clear();
   kv.truncate(kv.length() - static_cast<std::int64_t>(tokens.size()));
@@ -136,10 +154,26 @@ std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> to
 bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
                         const std::function<void(std::int64_t, std::int64_t)>& each) {
   require(tokens);
+  const std::int64_t before = kv.length();
+  try {
+    return run_pieces(turn, tokens, progress, each);
+  } catch (const Error&) {
+    // Others may have taken the room that there was.
+    if (!kv.in_step()) kv.truncate(before);
+    throw;
+  }
+}
+
+bool Session::Impl::run_pieces(Turn& turn, std::span<const TokenId> tokens,
+                               const Progress& progress,
+                               const std::function<void(std::int64_t, std::int64_t)>& each) {
   const auto total = static_cast<std::int64_t>(tokens.size());
   for (std::int64_t first = 0; first < total;) {
     if (first > 0) turn.pause();
-    if (progress && !progress(first, total)) return false;
+    if (progress && !progress(first, total)) {
+      engine->queue->synchronize();
+      return false;
+    }
     const std::int64_t count = std::min(kv.plan().chunk, total - first);
     engine->decoder->step(
         tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count)),

@@ -37,6 +37,11 @@ class KvSession {
   void attend(int layer, const Queries& queries);
   // Throws Error{numeric} if a selection met a NaN or an infinity.
   void end_step();
+  // Throws Error{memory} if there is no room to write the newest `tokens` anew, of which forks may
+  // have a share; nothing has changed then.
+  void require_rewrite(std::int64_t tokens) const {
+    pool_->require_room(sequence_, length_ - tokens, length_);
+  }
   // Most tokens that begin_step(Phase::decode) takes next.
   std::int64_t decode_room() const;
 

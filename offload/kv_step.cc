@@ -25,6 +25,12 @@ KvStep::Impl::~Impl() {
   if (!is_under_way) return;
   const std::lock_guard lock(cache->mutex);
   fail_all({ErrorCode::internal, "its step was not ended"});
+  // What it issued is done before the next step reports anything.
+  try {
+    cache->queue->synchronize();
+  } catch (const Error& error) {
+    fail_all(error);
+  }
   cache->end_step();
 }
 
@@ -168,6 +174,9 @@ void KvStep::Impl::append(int layer, const KvInput& keys, const KvInput& values)
 void KvStep::Impl::attend(int layer, const KvInput& input, const KvOutput& out, float* lse) {
   require_layer(layer);
   if (layer != latest) refuse(name_of(layer) + " is attended right after its rows were appended");
+  if (attended[static_cast<std::size_t>(layer)]) {
+    refuse(name_of(layer) + " was attended in this step already");
+  }
   require_selection(layer);
   cache->arrays.require("queries", input, shape().query_heads, tokens);
   cache->arrays.require("out", out, shape().query_heads, tokens);

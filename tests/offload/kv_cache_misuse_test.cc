@@ -131,6 +131,8 @@ TEST_F(Misuse, OfStepsChangesNothing) {
   expect_error(ErrorCode::usage, "layer 1 has its rows", [&] { append(step, 1); });
   expect_error(ErrorCode::usage, "layer 2 is attended", [&] { attend(step, 2); });
   attend(step, 1);
+  expect_error(ErrorCode::usage, "layer 1 was attended in this step already",
+               [&] { attend(step, 1); });
   for (const int layer : {-1, kLayers, std::numeric_limits<int>::max()}) {
     expect_error(ErrorCode::usage, "there are 0 to 2", [&] { append(step, layer); });
     expect_error(ErrorCode::usage, "there are 0 to 2", [&] { attend(step, layer); });

@@ -3,10 +3,10 @@
 // Everything operating throws Error; nothing is printed. One engine serves any number of sessions.
 // Any thread may call any of it: calls that compute take turns, in the order in which they came; a
 // prompt gives others theirs between its pieces of `chunk` tokens. A call from inside another's
-// callback throws Error{usage}. One session is one conversation: two
-// threads that use the same one must agree on the order themselves. Sessions keep alive what they
-// need: the engine may be moved, or end, before them. What was moved from can only be assigned to
-// or destroyed; the rest throws Error{usage}.
+// callback throws Error{usage}. On a GPU a call leaves the engine's device the thread's current
+// one. One session is one conversation: two threads that use the same one must agree on the order
+// themselves. Sessions keep alive what they need: the engine may be moved, or end, before them.
+// What was moved from can only be assigned to or destroyed; the rest throws Error{usage}.
 #pragma once
 
 #include <cstdint>

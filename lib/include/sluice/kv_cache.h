@@ -15,8 +15,9 @@
 //
 // Misuse throws Error{usage} and changes nothing. Any thread may call any of it: calls wait for
 // each other, and all but those of the step itself until the step under way is over. Threads that
-// use the same sequence must agree on the order themselves. An object that was moved from can only
-// be assigned to or destroyed.
+// use the same sequence must agree on the order themselves; the thread that begins a step ends it.
+// On a GPU a call leaves the cache's device the thread's current one. An object that was moved from
+// can only be assigned to or destroyed.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +42,8 @@ struct KvConfig {
   std::int64_t context = 0;  // tokens that a sequence must be able to hold
   // "cpu"; "cuda" or "cuda:N", an NVIDIA GPU; or "reference", the slow fp32 backend for checking.
   std::string device = "cpu";
-  // On a GPU: a cudaStream_t of that device, which outlives the cache. append() and attend() of
+  // On a GPU: a cudaStream_t of that device, which outlives the cache, its sequences and steps and
+  // is not being captured; CUDA's default stream is cudaStreamLegacy. append() and attend() of
   // arrays in the GPU's memory then use them in the stream's order and return once their work is
   // issued, so a NaN among them is found by end(), which waits. Null: work runs on a stream of the
   // cache's own; arrays are ready when they are passed and no longer in use when a call returns.
