@@ -178,6 +178,7 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
 void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
   const auto count = static_cast<std::int64_t>(tokens.size());
   check(count == batch.count() && count <= kLogitRows, "decode: a token for each session");
+  check(&batch.queue() == queue_, "sessions that work on another queue");
   auto* const staged = reinterpret_cast<TokenId*>(staged_ids_.data());
   std::copy(tokens.begin(), tokens.end(), staged);
   queue_->replay(batch.recording(), [&] {

@@ -34,6 +34,7 @@ class KvBatch {
   std::vector<std::optional<Error>> end();
 
   TokenBatch tokens() const { return step_.batch(); }
+  Queue& queue() const { return pool_->queue(); }
   std::int64_t count() const { return static_cast<std::int64_t>(sessions_.size()); }
 
  private:
