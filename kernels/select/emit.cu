@@ -1,7 +1,6 @@
 // Writes the kept positions in order. A block takes a span of a KV head's entries, reads again what
 // may be kept of it, and finds where that goes from the spans before it.
 #include "kernels/select/large.cuh"
-#include "kernels/select/look_back.cuh"
 #include "kernels/select/sectors.cuh"
 
 namespace sluice::cuda {
@@ -9,6 +8,12 @@ namespace {
 
 constexpr int kHeadsAtOnce = 4;
 constexpr int kStaged = 8192;  // kept entries that are written at once
+
+// Kept entries and those equal to the cut.
+struct Counts {
+  std::uint32_t above = 0;
+  std::uint32_t equal = 0;
+};
 
 struct EmitShared {
   RowInfo rows[kMostGroup];
@@ -276,6 +281,24 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const Grade
   result.pages = static_cast<std::int32_t>(shared->totals[2]);
   result.bad = span.bad ? 1 : 0;
   c.heads[span.head] = result;
+}
+
+// By one warp: tells the spans after this one what it has, and waits for what those before it have.
+// The device starts blocks in their order. A state is both counts above a flag.
+__device__ Counts exchange(std::uint64_t* states, std::int32_t span, const Counts& own) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  auto* const words = static_cast<volatile std::uint64_t*>(states);
+  if (lane == 0) {
+    words[span] = static_cast<std::uint64_t>(own.above) << 32 | own.equal << 1 | 1u;
+  }
+  Counts sum;
+  for (std::int32_t at = lane; at < span; at += kWarp) {
+    std::uint64_t word = 0;
+    while (word == 0) word = words[at];
+    sum.above += static_cast<std::uint32_t>(word >> 32);
+    sum.equal += static_cast<std::uint32_t>(word) >> 1;
+  }
+  return {__reduce_add_sync(kAllLanes, sum.above), __reduce_add_sync(kAllLanes, sum.equal)};
 }
 
 // Writes what the span keeps; `equal_bits`, like the kept ones, are those equal to the cut or null.
