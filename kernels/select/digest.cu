@@ -183,7 +183,10 @@ bool fits(const SelectCall& c, int blocks, const DeviceLimits& device) {
 // Blocks of each KV head, or 0: it does not fit.
 int blocks_of(const SelectCall& c, const DeviceLimits& device) {
   const int most = most_blocks_of(device);
-  for (int blocks = 8; blocks <= most; blocks *= 2) {
+  // As many as keep the device busy, which takes fewer if heads are many.
+  int blocks = 8;
+  while (blocks > 2 && std::int64_t{blocks} * c.head_count > device.multiprocessors) blocks /= 2;
+  for (; blocks <= most; blocks *= 2) {
     if (fits(c, blocks, device)) return blocks;
   }
   return 0;
