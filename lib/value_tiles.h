@@ -3,7 +3,7 @@
 // are attended by what the device has of them anyway: the weights that select() went by, and these
 // values. Pages that carry hardly any weight are not even read; the mean value stands for them.
 //
-// See lib/selection.h for whose memory pointers point to, and for what "reported" means.
+// See lib/backend/index_ops.h for whose memory pointers point to, and for what "reported" means.
 #pragma once
 
 #include <cstddef>

@@ -29,7 +29,10 @@ Page page_at(const PageLayout& layout, std::byte* page) {
 
 void build_page(const std::vector<float>& keys, const PageLayout& layout, const Page& page) {
   const int d = layout.head_dim;
-  const auto key = [&](int token, int c) { return keys[static_cast<std::size_t>(token * d + c)]; };
+  const auto key = [&](int token, int c) {
+    return keys[static_cast<std::size_t>(token) * static_cast<std::size_t>(d) +
+                static_cast<std::size_t>(c)];
+  };
   std::fill_n(page.signs, kPageTokens * layout.words(), 0u);
   for (int c = 0; c < d; ++c) {
     float sum = 0.0f;

@@ -38,8 +38,8 @@ class StepArrays {
   void issue(KvStep& step) const {
     const ArrayLayout layout = {DType::f32, 0, 0, Tier::device};
     for (int layer = 0; layer < shape_.layers; ++layer) {
-      const auto at = [&](int part) {
-        return blocks_[static_cast<std::size_t>(4 * layer + part)].get();
+      const auto at = [&](std::size_t part) {
+        return blocks_[4 * static_cast<std::size_t>(layer) + part].get();
       };
       step.append(layer, {at(1), layout}, {at(2), layout});
       step.attend(layer, {at(0), layout}, {at(3), layout});
@@ -51,7 +51,7 @@ class StepArrays {
     std::vector<float> all;
     for (int layer = 0; layer < shape_.layers; ++layer) {
       std::vector<float> one(out_bytes() / sizeof(float));
-      EXPECT_EQ(cudaMemcpy(one.data(), blocks_[static_cast<std::size_t>(4 * layer + 3)].get(),
+      EXPECT_EQ(cudaMemcpy(one.data(), blocks_[4 * static_cast<std::size_t>(layer) + 3].get(),
                            out_bytes(), cudaMemcpyDeviceToHost),
                 cudaSuccess);
       all.insert(all.end(), one.begin(), one.end());

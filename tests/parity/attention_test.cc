@@ -1,4 +1,4 @@
-// Every implementation of Backend::attend() and attend_batch() against the same fp64 oracle.
+// Every implementation of KvOps::attend() and attend_batch() against the same fp64 oracle.
 #include "cpu/attention.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Every other operation of Backend against its definition in fp64.
+// Every other operation of a queue against its definition in fp64.
 #include <gtest/gtest.h>
 
 #include <algorithm>
