@@ -20,7 +20,7 @@ enum class AttendKernel : std::uint8_t {
 // Whether this process may use `kernel` for rows of `shape`.
 bool attend_supported(AttendKernel kernel, const KvShape& shape);
 
-// Backend::attend() on the calling thread and `threads`; every pointer is host memory.
+// KvOps::attend() on the calling thread and `threads`; every pointer is host memory.
 //
 // Any number of tokens, any group, any even head_dim, row counts that differ between KV heads.
 // Sums are fp32; the amx kernel rounds queries and weights to bf16, as GPU kernels do. A query
@@ -29,7 +29,7 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape);
 void attend(const AttendParams& params, Threads& threads,
             AttendKernel kernel = AttendKernel::automatic);
 
-// Backend::attend_batch() likewise.
+// KvOps::attend_batch() likewise.
 void attend_batch(const AttendBatchParams& params, Threads& threads);
 
 }  // namespace sluice::cpu
