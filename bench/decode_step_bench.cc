@@ -34,9 +34,9 @@ void decode_step(benchmark::State& state, const std::string& name) {
         made_up_model(state.range(0) != 0 ? ModelShape::llama_8b : ModelShape::sluice_22m);
     const std::int64_t tokens = state.range(1);
     const Policy policy = parse_policy(name);
-    KvSession session(std::make_shared<KvPool>(
-        model.queue(), plan_of(model, policy, tokens, state.range(2) != 0),
-        std::span<const Policy>(&policy, 1)));
+    KvSession session(std::make_shared<KvPool>(model.queue(),
+                                               plan_of(model, policy, tokens, state.range(2) != 0),
+                                               std::span<const Policy>(&policy, 1)));
     model.fill(session, tokens);
     const ReplayCounts before = model.queue().replay_counts();
     const std::uint64_t crossed = session.ledger().crossed(Tier::host, Tier::device).bytes;
