@@ -8,6 +8,7 @@
 #include "cpu/elementwise.h"
 #include "cpu/key_index.h"
 #include "cpu/selection.h"
+#include "cpu/value_tiles.h"
 #include "lib/check.h"
 #include "lib/read_heads.h"
 
@@ -144,5 +145,17 @@ void CpuQueue::gather(const GatherParams& params) { cpu::gather(params, threads(
 void CpuQueue::column_sums(const ColumnSumsParams& params) { cpu::column_sums(params, threads()); }
 
 void CpuQueue::sum_values(const SumValuesParams& params) { cpu::sum_values(params); }
+
+void CpuQueue::build_values(const BuildValuesParams& params) {
+  cpu::build_values(params, threads());
+}
+
+void CpuQueue::build_values_batch(const BuildValuesBatchParams& params) {
+  cpu::build_values_batch(params, threads());
+}
+
+void CpuQueue::attend_tiles(const AttendTilesParams& params) {
+  cpu::attend_tiles(params, threads());
+}
 
 }  // namespace sluice::cpu

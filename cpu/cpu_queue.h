@@ -36,6 +36,9 @@ class CpuQueue : public Queue {
   void gather(const GatherParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
+  void build_values(const BuildValuesParams& params) override;
+  void build_values_batch(const BuildValuesBatchParams& params) override;
+  void attend_tiles(const AttendTilesParams& params) override;
   void wait_for(Queue& /*other*/) override {}
   void synchronize() override { static_cast<void>(backend()); }
 

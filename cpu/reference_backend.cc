@@ -113,4 +113,16 @@ void ReferenceQueue::column_sums(const ColumnSumsParams& params) { reference::co
 
 void ReferenceQueue::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
 
+void ReferenceQueue::build_values(const BuildValuesParams& params) {
+  reference::build_values(params);
+}
+
+void ReferenceQueue::build_values_batch(const BuildValuesBatchParams& params) {
+  reference::build_values_batch(params);
+}
+
+void ReferenceQueue::attend_tiles(const AttendTilesParams& params) {
+  reference::attend_tiles(params, [&](const ValuesRead& read) { on_values_read(read); });
+}
+
 }  // namespace sluice::cpu

@@ -9,6 +9,7 @@
 #include "cpu/memory.h"
 #include "cpu/reference_index.h"
 #include "cpu/reference_reads.h"
+#include "cpu/reference_values.h"
 #include "lib/backend.h"
 
 namespace sluice::cpu {
@@ -70,6 +71,9 @@ class ReferenceQueue : public Queue, public ReferenceReads {
   void gather(const GatherParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void sum_values(const SumValuesParams& params) override;
+  void build_values(const BuildValuesParams& params) override;
+  void build_values_batch(const BuildValuesBatchParams& params) override;
+  void attend_tiles(const AttendTilesParams& params) override;
   void read_heads(const ReadHeadsParams& params) override;
   void sample(const Matrix& logits, std::span<const SampleParams> params,
               std::span<SampledToken> tokens) override;
@@ -79,6 +83,8 @@ class ReferenceQueue : public Queue, public ReferenceReads {
  protected:
   // Called for every page of the key index that an operation reads, once for its KV head.
   virtual void on_index_read(const IndexRead& /*read*/) {}
+  // Called for every page of value tiles that is read, likewise.
+  virtual void on_values_read(const ValuesRead& /*read*/) {}
   // Called for every row whose key an estimate reads, likewise.
   virtual void on_key_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
 };

@@ -52,7 +52,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
                      std::to_string(limits.multiprocessors) + " multiprocessors";
   info.compute_tier = Tier::device;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
-  info.logits = {DType::f16, kDigestedFrom};
+  info.logits = {DType::f16, false, kDigestedFrom};
   info.reads = {kTilePages, kMaxQueries, kBunch};
   info.processor = Processor::cuda;
   for (const int head_dim : {32, 64, 80, 96, 128, 256}) {

@@ -14,6 +14,7 @@
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
+#include "kernels/values/values.h"
 
 namespace sluice::cuda {
 
@@ -51,6 +52,15 @@ class CudaQueue : public Queue {
   void gather(const GatherParams& params) override { cuda::gather(params, launch()); }
   void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
+  void build_values(const BuildValuesParams& params) override {
+    cuda::build_values(params, launch());
+  }
+  void build_values_batch(const BuildValuesBatchParams& params) override {
+    cuda::build_values_batch(params, launch());
+  }
+  void attend_tiles(const AttendTilesParams& params) override {
+    cuda::attend_tiles(params, launch());
+  }
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) override;
   ReplayCounts replay_counts() const override { return recorder_.counts(); }
   void wait_for(Queue& other) override;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 
+#include "lib/value_tiles.h"
 #include "sluice/errors.h"
 #include "sluice/scorer.h"
 
@@ -73,7 +74,11 @@ void check_pruner(const Policy& policy, const Scorers& scorers) {
   // The comparison is false for NaN.
   require(!top_p || (policy.p > 0.0 && policy.p <= 1.0),
           "the share of prune=top_p has to be above 0 and up to 1");
-  const bool prunes = top_p || policy.k.limited();
+  const bool keeps_none = policy.prune == Pruner::none;
+  require(!keeps_none || !policy.k.limited(), "k is of prune=top_k; prune=none has none");
+  require(!keeps_none || policy.compensate == Compensation::values,
+          "prune=none keeps nothing that is estimated; it takes compensate=values");
+  const bool prunes = top_p || policy.k.limited() || keeps_none;
   require(prunes || !estimates,
           "a selector other than dense and streaming needs prune=top_k(N), top_k(1/N) or "
           "top_p(P), N of 1 or more, P above 0 and up to 1");
@@ -90,6 +95,8 @@ void check_candidates(const Policy& policy, const Scorers& scorers) {
   if (!candidates.limited()) return;
   require(scorers.at(policy.select).info().estimates(),
           "candidates need a selector that proposes them: select=" + estimating(scorers));
+  require(policy.prune != Pruner::none,
+          "candidates are scored again to choose among them; prune=none takes candidates=none");
   require(candidates.tokens == 0 || candidates.tokens >= k.tokens,
           "candidates is " + std::to_string(candidates.tokens) +
               ", fewer than top_k keeps; it has " + "to be " + std::to_string(k.tokens) +
@@ -130,12 +137,26 @@ void check_layers(const Policy& policy, const Scorers& scorers) {
   check_prefix(policy);
 }
 
+void check_compensation(const Policy& policy, const Scorers& scorers) {
+  const bool by_values = policy.compensate == Compensation::values;
+  // Bounds sum up to no total that the kept tokens could have a share of.
+  require(policy.compensate == Compensation::none ||
+              scorers.at(policy.select).info().kind == Kind::logits,
+          std::string("compensate=") + (by_values ? "values" : "mean_value") +
+              " needs the weight of every token; it takes select=" + scorers.names({Kind::logits}));
+  require(by_values || policy.values == ValueBits{},
+          "bits and pages of values are of compensate=values");
+  require(policy.values.bits >= 2 && policy.values.bits <= 4,
+          "the bits of compensate=values have to be 2, 3 or 4");
+  require(policy.values.pages > 0.0 && policy.values.pages <= 1.0,
+          "the pages of compensate=values have to be a share above 0 and up to 1");
+  require(!by_values || !policy.prefill.evict,
+          "values of tokens that were evicted are still in their pages: compensate=values takes no "
+          "prefill that evicts");
+}
+
 void check_corrections(const Policy& policy, const Scorers& scorers) {
   const ScorerInfo& info = scorers.at(policy.select).info();
-  // Bounds sum up to no total that the kept tokens could have a share of.
-  require(policy.compensate == Compensation::none || info.kind == Kind::logits,
-          "compensate=mean_value needs the weight of every token; it takes select=" +
-              scorers.names({Kind::logits}));
   check_tokens("correct", policy.correct);
   require(policy.correct == 0 || info.kind != Kind::dense,
           "correct has nothing to correct with select=dense, which takes correct=never only");
@@ -188,6 +209,7 @@ void validate(const Policy& policy, const Scorers& scorers) {
   check_pruner(policy, scorers);
   check_candidates(policy, scorers);
   check_layers(policy, scorers);
+  check_compensation(policy, scorers);
   check_corrections(policy, scorers);
   check_prefill(policy);
 }
@@ -197,6 +219,9 @@ void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers
   scorers.at(policy.select).check({shape, policy.select.parameters, policy.bits});
   check_fits("dense", policy.dense_layers, shape.layers);
   check_fits("anchors", policy.anchors, shape.layers);
+  if (policy.compensate == Compensation::values) {
+    check_value_tiles(policy.values.bits, shape.head_dim, static_cast<float>(policy.values.pages));
+  }
 }
 
 std::span<const Preset> presets() {

@@ -137,6 +137,10 @@ bool read_select(Policy& policy, std::string_view value) {
 std::string write_select(const Policy& policy) { return to_string(policy.select); }
 
 bool read_prune(Policy& policy, std::string_view value) {
+  policy.k = {};
+  policy.p = 0.0;
+  policy.prune = Pruner::none;
+  if (value == "none") return true;
   const auto call = parse_call(value);
   if (!call || call->arguments.size() != 1) return false;
   const bool top_p = call->name == "top_p";
@@ -150,17 +154,59 @@ bool read_prune(Policy& policy, std::string_view value) {
 }
 
 std::string write_prune(const Policy& policy) {
+  if (policy.prune == Pruner::none) return "none";
   if (policy.prune == Pruner::top_p) return "top_p(" + digits(policy.p) + ")";
   return policy.k.limited() ? "top_k(" + write_limit(policy.k) + ")" : "";
 }
 
+// Each of "bits=2,pages=0.9" may be left out.
+bool read_values(ValueBits& values, std::span<const std::string_view> arguments) {
+  std::vector<std::string> seen;
+  for (const std::string_view argument : arguments) {
+    const auto parameter = parse_parameter(argument);
+    if (!parameter || std::find(seen.begin(), seen.end(), parameter->first) != seen.end()) {
+      return false;
+    }
+    const auto& [name, value] = *parameter;
+    if (name == "bits" && (value == 2.0 || value == 3.0 || value == 4.0)) {
+      values.bits = static_cast<int>(value);
+    } else if (name == "pages") {
+      values.pages = value;
+    } else {
+      return false;
+    }
+    seen.push_back(name);
+  }
+  return true;
+}
+
 bool read_compensate(Policy& policy, std::string_view value) {
+  policy.values = {};
   policy.compensate = value == "none" ? Compensation::none : Compensation::mean_value;
-  return value == "none" || value == "mean_value";
+  if (value == "none" || value == "mean_value") return true;
+  policy.compensate = Compensation::values;
+  const auto call = parse_call(value);
+  return call && call->name == "values" && read_values(policy.values, call->arguments);
+}
+
+std::string write_values(const ValueBits& values) {
+  std::vector<std::string> parts;
+  if (values.bits != ValueBits{}.bits) parts.push_back("bits=" + digits(values.bits));
+  if (values.pages != ValueBits{}.pages) parts.push_back("pages=" + digits(values.pages));
+  const std::string list = join(parts, ",", [](const std::string& part) { return part; });
+  return "values" + (list.empty() ? "" : "(" + list + ")");
 }
 
 std::string write_compensate(const Policy& policy) {
-  return policy.compensate == Compensation::none ? "" : "mean_value";
+  switch (policy.compensate) {
+    case Compensation::none:
+      return "";
+    case Compensation::mean_value:
+      return "mean_value";
+    case Compensation::values:
+      return write_values(policy.values);
+  }
+  return "";
 }
 
 bool read_prefill(Policy& policy, std::string_view value) {
@@ -255,12 +301,15 @@ constexpr std::array<Setting, 12> kSettings = {{
     {kSelect, Form::word, "", read_select, write_select},
     {"candidates", Form::budget, kLimits, read_budget<&Policy::candidates>,
      write_budget<&Policy::candidates>},
-    {"prune", Form::word, "top_k(N), top_k(1/N) or top_p(P), N of 1 or more, P above 0 and up to 1",
-     read_prune, write_prune},
+    {"prune", Form::word,
+     "top_k(N), top_k(1/N), top_p(P) or none, N of 1 or more, P above 0 and up to 1", read_prune,
+     write_prune},
     {"cap", Form::budget, kLimits, read_budget<&Policy::cap>, write_budget<&Policy::cap>},
     {"sinks", Form::count, kTokens, read_count<&Policy::sinks>, write_count<&Policy::sinks>},
     {"recent", Form::count, kTokens, read_count<&Policy::recent>, write_count<&Policy::recent>},
-    {"compensate", Form::word, "none or mean_value", read_compensate, write_compensate},
+    {"compensate", Form::word,
+     "none, mean_value or values(bits=B,pages=P), B 2, 3 or 4, P above 0 and up to 1",
+     read_compensate, write_compensate},
     {"dense", Form::layers, kLayers, read_layers<&Policy::dense_layers>,
      write_layers<&Policy::dense_layers>},
     {"anchors", Form::layers, kLayers, read_layers<&Policy::anchors>,

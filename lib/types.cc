@@ -43,6 +43,8 @@ std::string_view to_string(Cause cause) {
       return "miss";
     case Cause::index_read:
       return "index_read";
+    case Cause::value_read:
+      return "value_read";
   }
   check(false, "unknown cause");
   return {};

@@ -114,7 +114,7 @@ StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledge
     entry.layer = layer;
     sparse->finish({policy_, evicts(), tokens_, &pool_->tables()}, layer, sequence, ledger, entry);
   }
-  if (sparse != nullptr) sparse->check_keys(sequence);
+  if (sparse != nullptr) sparse->check_pages(sequence);
   return result;
 }
 

@@ -4,6 +4,7 @@
 
 #include "lib/backend/index_ops.h"
 #include "lib/batch.h"
+#include "lib/value_tiles.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -29,7 +30,9 @@ IndexNeeds needs_of(const Policy& p, const KvShape& shape, const Scorers& scorer
 
 std::int64_t most_selected(const Policy& p, std::int64_t context, const Scorers& scorers) {
   if (!scorers.at(p.select).info().estimates()) return std::min(p.sinks + p.recent, context);
-  const std::int64_t chosen = p.prune == Pruner::top_k ? p.k.of(context) : p.cap.of(context);
+  const std::int64_t chosen = p.prune == Pruner::top_k   ? p.k.of(context)
+                              : p.prune == Pruner::top_p ? p.cap.of(context)
+                                                         : 1;
   return std::min(std::max(chosen, p.sinks + p.recent), context);
 }
 
@@ -63,6 +66,9 @@ std::uint64_t IndexLayout::index_bytes() const {
                pages * channels * 2 * sizeof(std::uint16_t);
     }
     if (layer.bounds) total += pages * PageBounds().page_bytes(shape.head_dim);
+    if (layer.values) {
+      total += ValueTiles{value_bits, nullptr, tiles}.bytes(shape.kv_heads, shape.head_dim);
+    }
     if (layer.sums) {
       total += static_cast<std::uint64_t>(sequences) * heads * channels * sizeof(float);
     }
@@ -75,6 +81,10 @@ std::uint64_t IndexLayout::index_bytes() const {
 
 bool IndexLayout::sums_values() const {
   return std::any_of(layers.begin(), layers.end(), [](const LayerIndex& l) { return l.sums; });
+}
+
+bool IndexLayout::keeps_values() const {
+  return std::any_of(layers.begin(), layers.end(), [](const LayerIndex& l) { return l.values; });
 }
 
 std::size_t IndexLayout::digest_bytes() const {
@@ -103,11 +113,14 @@ std::uint64_t IndexLayout::report_bytes() const {
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads) * sizeof(HeadSelection);
   const auto queries = static_cast<std::uint64_t>(shape.query_heads) * sizeof(float);
   const auto pages_read = static_cast<std::uint64_t>(shape.kv_heads) * sizeof(std::int32_t);
-  return static_cast<std::uint64_t>(shape.layers * batch) * (2 * (heads + queries) + pages_read);
+  const std::uint64_t reads = keeps_values() ? 2 : 1;
+  return static_cast<std::uint64_t>(shape.layers * batch) *
+         (2 * (heads + queries) + reads * pages_read);
 }
 
 std::uint64_t IndexLayout::bad_bytes() const {
-  return static_cast<std::uint64_t>(shape.layers * sequences) *
+  const std::uint64_t kinds = keeps_values() ? 2 : 1;
+  return kinds * static_cast<std::uint64_t>(shape.layers * sequences) *
          static_cast<std::uint64_t>(shape.kv_heads) * sizeof(std::int32_t);
 }
 
@@ -160,23 +173,41 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
     LayerIndex& index = layout.layers[static_cast<std::size_t>(layer)];
     index.tiles = index.tiles || needs.tiles;
     index.bounds = index.bounds || needs.bounds;
-    index.sums = index.sums || policy.compensate == Compensation::mean_value;
+    index.sums = index.sums || policy.compensate != Compensation::none;
+    index.values = index.values || policy.compensate == Compensation::values;
     include_own(index, policy.select, needs);
   }
 }
 
-// Of the index, for all policies together.
-int bits_of(const KvRequest& request) {
+// The bits of what all policies that need it share; `otherwise` if none does.
+int common_bits(const KvRequest& request, const std::string& what, int otherwise,
+                const auto& is_needed, const auto& bits_of) {
   int bits = 0;
   for (const Policy& policy : request.policies) {
-    if (!needs_of(policy, request.shape, *request.scorers).tiles) continue;
-    if (bits != 0 && bits != policy.bits) {
-      throw Error(ErrorCode::usage,
-                  "policy: one session cannot hold the index at both 2 and 4 bits");
+    if (!is_needed(policy)) continue;
+    const int wanted = bits_of(policy);
+    if (bits != 0 && bits != wanted) {
+      throw Error(ErrorCode::usage, "policy: one session cannot hold " + what + " at both " +
+                                        std::to_string(std::min(bits, wanted)) + " and " +
+                                        std::to_string(std::max(bits, wanted)) + " bits");
     }
-    bits = policy.bits;
+    bits = wanted;
   }
-  return bits != 0 ? bits : IndexLayout().bits;
+  return bits != 0 ? bits : otherwise;
+}
+
+int key_bits(const KvRequest& request) {
+  return common_bits(
+      request, "the index", IndexLayout().bits,
+      [&](const Policy& p) { return needs_of(p, request.shape, *request.scorers).tiles; },
+      [](const Policy& p) { return p.bits; });
+}
+
+int value_bits(const KvRequest& request) {
+  return common_bits(
+      request, "values", IndexLayout().value_bits,
+      [](const Policy& p) { return p.compensate == Compensation::values; },
+      [](const Policy& p) { return p.values.bits; });
 }
 
 void require_runs(const Scorer& scorer, Processor processor) {
@@ -212,7 +243,8 @@ IndexLayout plan_index(const KvRequest& request) {
                                    static_cast<std::int64_t>(size_of(request.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);
   for (const Policy& policy : request.policies) include(layout, policy, *request.scorers);
-  layout.bits = bits_of(request);
+  layout.bits = key_bits(request);
+  layout.value_bits = value_bits(request);
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
   return layout;
 }

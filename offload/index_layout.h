@@ -25,7 +25,8 @@ struct OwnIndex {
 struct LayerIndex {
   bool tiles = false;
   bool bounds = false;
-  bool sums = false;  // of all values
+  bool sums = false;    // of all values
+  bool values = false;  // in value tiles
   std::vector<OwnIndex> own;
 };
 
@@ -38,7 +39,8 @@ struct IndexLayout {
   std::int64_t wave = 1;       // of them, tokens whose weights are estimated at a time
   LogitFormat logits;
   bool digested = false;  // some policy's logits are
-  int bits = 4;
+  int bits = 4;           // of keys
+  int value_bits = 2;     // of value tiles
   std::vector<LayerIndex> layers;
   std::int64_t slots = 0;       // selections remembered at a time; 0: nothing ever selects
   std::int64_t selected = 0;    // most positions that a selection holds per KV head
@@ -57,12 +59,13 @@ struct IndexLayout {
   std::int64_t candidate_stride() const;
   std::size_t digest_bytes() const;  // of the former
   bool sums_values() const;          // in some layer
+  bool keeps_values() const;         // likewise: in value tiles
 
   std::uint64_t index_bytes() const;   // tiles, bounds, sums and scorers' own, of all layers
   std::uint64_t work_bytes() const;    // logits, their digest, positions and the arena
   std::uint64_t host_bytes() const;    // the host's copy of what the backend reports
   std::uint64_t report_bytes() const;  // of selections
-  std::uint64_t bad_bytes() const;     // of keys that are NaN or Inf
+  std::uint64_t bad_bytes() const;     // of keys and of values that are NaN or Inf
   std::uint64_t table_bytes() const;   // of pages and tiles, and of a step's tokens
 };
 

@@ -32,8 +32,7 @@ KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& score
   const auto heads = static_cast<std::size_t>(layout.shape.kv_heads);
   const auto channels = static_cast<std::size_t>(layout.shape.head_dim);
   const std::size_t pages = static_cast<std::size_t>(layout.tiles * kTilePages) * heads;
-  const std::size_t flags = static_cast<std::size_t>(layout.sequences) * heads;
-  bad_ = backend.allocate(tier, layers_.size() * flags * sizeof(std::int32_t));
+  bad_ = backend.allocate(tier, layout.bad_bytes());
   seen_bad_ = backend.allocate(Tier::host, bad_.bytes());
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const LayerIndex& wanted = layout.layers[i];
@@ -53,9 +52,24 @@ KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& score
     }
     allocate_own(wanted, tier, layer);
     if (wanted.tiles || wanted.bounds) {
-      layer.bad = reinterpret_cast<std::int32_t*>(bad_.data()) + i * flags;
+      layer.bad = reinterpret_cast<std::int32_t*>(bad_.data()) + i * flags();
     }
+    if (wanted.values) allocate_values(i, tier);
   }
+}
+
+std::size_t KeyIndex::flags() const {
+  return static_cast<std::size_t>(layout_.sequences) *
+         static_cast<std::size_t>(layout_.shape.kv_heads);
+}
+
+void KeyIndex::allocate_values(std::size_t number, Tier tier) {
+  const ValueTiles tiles = {layout_.value_bits, nullptr, layout_.tiles};
+  Layer& layer = layers_[number];
+  layer.values =
+      queue_->backend().allocate(tier, tiles.bytes(layout_.shape.kv_heads, layout_.shape.head_dim));
+  layer.bad_values =
+      reinterpret_cast<std::int32_t*>(bad_.data()) + (layers_.size() + number) * flags();
 }
 
 void KeyIndex::allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer) {
@@ -134,11 +148,20 @@ KeyIndexView KeyIndex::view(int layer) const {
   return view;
 }
 
+ValueTilesView KeyIndex::values(int layer) const {
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  return {{layout_.value_bits, at.values.data(), layout_.tiles}, table_, layout_.sequence_tiles()};
+}
+
 void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
                      std::span<const RowSpan> rows) {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
   if (pages == 0) return;
   if (!at.own.empty()) build_own(layer, run_of(sequence, first_page, pages, rows));
+  if (at.bad_values != nullptr) {
+    queue_->build_values(
+        {layout_.shape, values(layer), sequence, first_page, pages, rows, at.bad_values});
+  }
   if (at.bad == nullptr) return;
   queue_->build_index({layout_.shape, view(layer), sequence, first_page, pages, rows, at.bad});
 }
@@ -146,6 +169,9 @@ void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, 
 void KeyIndex::build(int layer, const TokenBatch& batch, const PagedRows& rows) {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
   if (!at.own.empty()) build_own(layer, {.count = batch.count, .batch = batch, .paged = rows});
+  if (at.bad_values != nullptr) {
+    queue_->build_values_batch({layout_.shape, values(layer), batch, rows, at.bad_values});
+  }
   if (at.bad == nullptr) return;
   queue_->build_batch({layout_.shape, view(layer), batch, rows, at.bad});
 }
@@ -193,6 +219,8 @@ void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
   const auto slots = static_cast<std::size_t>(layout_.tiles);
   const std::size_t scale_bytes = kTilePages * 2 * d * sizeof(std::uint16_t);
   const std::size_t bound_bytes = kTilePages * PageBounds().page_bytes(layout_.shape.head_dim);
+  const std::size_t value_bytes =
+      kTilePages * ValueTiles::page_bytes(layout_.value_bits, layout_.shape.head_dim);
   std::vector<CopyOp> ops;
   const auto copy = [&](const Buffer& buffer, std::size_t bytes) {
     if (buffer.data() == nullptr) return;
@@ -206,6 +234,7 @@ void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
     copy(layer.codes, tiles().tile_bytes(layout_.shape.head_dim));
     copy(layer.scales, scale_bytes);
     copy(layer.bounds, bound_bytes);
+    copy(layer.values, value_bytes);
     for (const Own& own : layer.own) copy(own.pages, kTilePages * own.index.page_bytes);
   }
   if (!ops.empty()) queue_->copy(ops);
@@ -222,14 +251,15 @@ void KeyIndex::report_bad() {
   queue_->copy({&op, 1});
 }
 
-KeyIndex::BadKey KeyIndex::bad_key(std::int32_t sequence) const {
+KeyIndex::BadPage KeyIndex::bad_page(std::int32_t sequence) const {
   const auto heads = static_cast<std::size_t>(layout_.shape.kv_heads);
-  const auto sequences = static_cast<std::size_t>(layout_.sequences);
   const auto* const seen = reinterpret_cast<const std::int32_t*>(seen_bad_.data());
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const auto* const bad = seen + (layer * sequences + static_cast<std::size_t>(sequence)) * heads;
+  const std::size_t entries = seen_bad_.bytes() / sizeof(std::int32_t) / flags();
+  for (std::size_t entry = 0; entry < entries; ++entry) {
+    const auto* const bad = seen + entry * flags() + static_cast<std::size_t>(sequence) * heads;
     for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-      if (bad[head] != 0) return {static_cast<int>(layer), head};
+      if (bad[head] == 0) continue;
+      return {static_cast<int>(entry % layers_.size()), head, entry >= layers_.size()};
     }
   }
   return {};
@@ -239,10 +269,10 @@ void KeyIndex::clear_bad(std::int32_t sequence) {
   const std::size_t bytes = static_cast<std::size_t>(layout_.shape.kv_heads) * sizeof(std::int32_t);
   const std::vector<std::byte> zeros(bytes);
   std::vector<CopyOp> ops;
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const std::size_t at =
-        layer * static_cast<std::size_t>(layout_.sequences) + static_cast<std::size_t>(sequence);
-    ops.push_back({bad_.data() + at * bytes, zeros.data(), bytes});
+  const std::size_t of_layer = flags() * sizeof(std::int32_t);
+  for (std::size_t first = 0; first < bad_.bytes(); first += of_layer) {
+    ops.push_back(
+        {bad_.data() + first + static_cast<std::size_t>(sequence) * bytes, zeros.data(), bytes});
   }
   if (!ops.empty()) queue_->copy(ops);
 }

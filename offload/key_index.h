@@ -1,5 +1,5 @@
-// The key index of a pool: what is kept of every key so that weights can be estimated without
-// reading rows; and the sums of values whose mean stands for rows that are not attended.
+// The index of a pool: what is kept of every key so that weights can be estimated without reading
+// rows; and of values, for rows that are not attended: their sums, and value tiles.
 #pragma once
 
 #include <cstdint>
@@ -41,19 +41,22 @@ class KeyIndex {
   void copy_tile(std::int32_t from, std::int32_t to);
 
   KeyIndexView view(int layer) const;
+  // No pages if the layer keeps none.
+  ValueTilesView values(int layer) const;
   // What a scorer is told besides what it is called for; its memory has no parts if it needs none.
   ScorerCall call(const Policy& policy, int layer) const;
   // [sequences, kv_heads, head_dim], or null if the layer keeps none.
   float* value_sums(int layer) const;
 
   // Asks for what build() found, and, once that is done, tells of it: the first KV head of a layer
-  // of a sequence that had a key which is NaN or Inf, or no layer at all. Forgets what it tells.
+  // of a sequence that had a key or a value which is NaN or Inf, or no layer at all.
   void report_bad();
-  struct BadKey {
+  struct BadPage {
     int layer = -1;
     int head = 0;
+    bool is_value = false;  // else a key
   };
-  BadKey bad_key(std::int32_t sequence) const;
+  BadPage bad_page(std::int32_t sequence) const;
   // A sequence that begins anew has none.
   void clear_bad(std::int32_t sequence);
 
@@ -69,10 +72,13 @@ class KeyIndex {
     Buffer codes;
     Buffer scales;
     Buffer bounds;
+    Buffer values;
     Buffer sums;
     std::vector<Own> own;
     std::int32_t* bad = nullptr;  // [sequences, kv_heads], of bad_; null if keys are not looked at
+    std::int32_t* bad_values = nullptr;  // likewise
   };
+  void allocate_values(std::size_t layer, Tier tier);
   void allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer);
   ScorerCall call(const Own& own, int layer) const;
   void build_own(int layer, const WholePages& pages);
@@ -81,13 +87,14 @@ class KeyIndex {
   void for_each_of_sequences(const Visit& visit) const;
   std::size_t sum_bytes() const;
   KeyTiles tiles() const;
+  std::size_t flags() const;  // of one layer, that its pages are bad
 
   Queue* queue_;
   IndexLayout layout_;
   Scorers scorers_;
   std::vector<Layer> layers_;
   const std::int32_t* table_ = nullptr;
-  Buffer bad_;       // [layers, sequences, kv_heads]
+  Buffer bad_;       // [layers, sequences, kv_heads] of keys, and the same of values if there are
   Buffer seen_bad_;  // the host's copy of it
 };
 

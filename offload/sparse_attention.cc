@@ -70,6 +70,9 @@ SparseAttention::Report SparseAttention::make_report(Backend& backend, const Ind
   report.share = reinterpret_cast<float*>(report.heads + heads);
   report.alpha = report.share + queries;
   report.pages_read = reinterpret_cast<std::int32_t*>(report.alpha + queries);
+  if (layout.keeps_values()) {
+    report.value_pages = report.pages_read + count_of(shape.layers, layout.batch, shape.kv_heads);
+  }
   return report;
 }
 
@@ -175,7 +178,10 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
   select.skip_newest = wave.skip_newest;
-  if (wave.skip_newest) select.lse = lse_.floats();
+  if (wave.skip_newest || policy.compensates(wave.layer, Compensation::values)) {
+    select.lse = lse_.floats();
+  }
+  estimated_ = estimate.logits;
   if (!policy.candidates.limited()) {
     select.selected = selection(wave.layer, wave.first);
     return prune(policy, wave, select);
@@ -238,8 +244,9 @@ SelectParams SparseAttention::select_params(const Policy& policy, const Wave& wa
 }
 
 void SparseAttention::prune(const Policy& policy, const Wave& wave, SelectParams params) {
-  params.prune = policy.prune;
-  params.k = {policy.k, {}, 0};
+  const bool is_any = policy.prune != Pruner::none;
+  params.prune = is_any ? policy.prune : Pruner::top_k;
+  params.k = is_any ? Quota{policy.k, {}, 0} : Quota::nothing();
   params.p = static_cast<float>(policy.p);
   params.cap = {policy.cap, {}, 0};
   params.alpha = alpha(wave.layer, wave.first);
@@ -256,19 +263,40 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   params.batch = wave.batch;
   params.selected = selection(source, wave.first);
   params.rows = wave.rows;
-  const bool compensates =
-      policy.selects(wave.layer) && policy.compensate == Compensation::mean_value;
+  const bool compensates = policy.compensates(wave.layer, Compensation::mean_value);
   if (wave.skip_newest || compensates) params.alpha = alpha(wave.layer, wave.first);
   if (wave.skip_newest) params.estimated_lse = lse_.floats();
-  if (compensates) {
-    params.value_sums = token_sums_.floats() + wave.first * shape.kv_heads * shape.head_dim;
-  }
+  if (compensates) params.value_sums = value_sums(wave);
   params.arena = arena_.data();
   params.arena_rows = layout_.arena_rows;
   params.scale = attend_params(shape, {}, {}).scale;
   params.out = queries.out + wave.first * shape.query_heads * shape.head_dim;
   params.lse = queries.lse + wave.first * shape.query_heads;
   queue_->attend_selected(params);
+  if (policy.compensates(wave.layer, Compensation::values)) attend_values(policy, wave, params);
+}
+
+const float* SparseAttention::value_sums(const Wave& wave) const {
+  return token_sums_.floats() + wave.first * layout_.shape.kv_heads * layout_.shape.head_dim;
+}
+
+void SparseAttention::attend_values(const Policy& policy, const Wave& wave,
+                                    const AttendSelectedParams& attended) {
+  AttendTilesParams params;
+  params.shape = layout_.shape;
+  params.batch = wave.batch;
+  params.logits = estimated_;
+  params.weighed = layout_.logits.weighed;
+  params.estimated_lse = lse_.floats();
+  params.selected = attended.selected;
+  params.values = index_.values(wave.layer);
+  params.share = static_cast<float>(policy.values.pages);
+  params.value_sums = value_sums(wave);
+  params.out = attended.out;
+  params.lse = attended.lse;
+  params.merge = true;
+  params.pages_read = report_.value_pages + head_entry(wave.layer, wave.first);
+  queue_->attend_tiles(params);
 }
 
 void SparseAttention::require_number(bool is_number, int layer, int head) const {
@@ -326,13 +354,15 @@ void SparseAttention::issue_report() {
   index_.report_bad();
 }
 
-void SparseAttention::check_keys(std::int32_t sequence) const {
-  const KeyIndex::BadKey bad = index_.bad_key(sequence);
+void SparseAttention::check_pages(std::int32_t sequence) const {
+  const KeyIndex::BadPage bad = index_.bad_page(sequence);
   if (bad.layer < 0) return;
-  throw Error(ErrorCode::numeric, "a key of layer " + std::to_string(bad.layer) + ", KV head " +
-                                      std::to_string(bad.head) +
+  const std::string what = bad.is_value ? "value" : "key";
+  throw Error(ErrorCode::numeric, "a " + what + " of layer " + std::to_string(bad.layer) +
+                                      ", KV head " + std::to_string(bad.head) +
                                       " is NaN or infinite; the checkpoint's weights or the "
-                                      "caller's keys are damaged");
+                                      "caller's " +
+                                      what + "s are damaged");
 }
 
 void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
@@ -348,6 +378,12 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
     ++count.tokens;
     count_rows(source, number, step.tokens[i], count, entry);
     if (estimates) count_estimates(step, layer, number, count);
+    if (step.policy->compensates(layer, Compensation::values)) {
+      for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+        count.value_pages +=
+            static_cast<std::uint64_t>(seen_.value_pages[head_entry(layer, number) + head]);
+      }
+    }
     count_alpha(source, number, entry);
   }
   const KvShape& shape = layout_.shape;
@@ -365,6 +401,9 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
   const bool in_place = tier_ == Tier::host;
   ledger.record(layer, tier_, tier_, Cause::index_read, count.estimates.near);
   ledger.record(layer, Tier::host, tier_, Cause::index_read, count.estimates.far);
+  const std::size_t value_page = ValueTiles::page_bytes(layout_.value_bits, shape.head_dim);
+  ledger.record(layer, tier_, tier_, Cause::value_read,
+                {count.value_pages * kPageTokens, count.value_pages * value_page});
   ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * row});
   ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
                 {misses, misses * row});

@@ -52,8 +52,8 @@ class SparseAttention {
   // infinite.
   void finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
               LayerSelection& entry) const;
-  // Throws the same for a key that a page of the index was built from.
-  void check_keys(std::int32_t sequence) const;
+  // Throws the same for a key or value that a page of the index was built from.
+  void check_pages(std::int32_t sequence) const;
 
  private:
   // A layer's part of a step: some tokens of the batch, those whose estimates fit at a time.
@@ -76,6 +76,7 @@ class SparseAttention {
     float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
     float* alpha = nullptr;                    // likewise
     std::int32_t* pages_read = nullptr;        // [layers, batch, kv_heads], for the candidates
+    std::int32_t* value_pages = nullptr;       // likewise, of value tiles; or none
   };
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
 
@@ -89,6 +90,8 @@ class SparseAttention {
   SelectParams select_params(const Policy& policy, const Wave& wave) const;
   void prune(const Policy& policy, const Wave& wave, SelectParams params);
   void attend_wave(const Policy& policy, const Wave& wave, int source, const Queries& queries);
+  // Adds what is not selected, by its values in a few bits.
+  void attend_values(const Policy& policy, const Wave& wave, const AttendSelectedParams& attended);
   bool newest_apart(const Policy& policy, int layer, bool masked) const;
   const Scorer& scorer_of(const Policy& policy) const { return scorers_.at(policy.select); }
 
@@ -97,6 +100,7 @@ class SparseAttention {
   // Where a layer's token has its entries among those of KV heads and query heads.
   std::int64_t head_entry(int layer, std::int64_t token) const;
   std::int64_t query_entry(int layer, std::int64_t token) const;
+  const float* value_sums(const Wave& wave) const;
   float* share(int layer, std::int64_t token) const;
   float* alpha(int layer, std::int64_t token) const;
   // What one layer's tokens did, per cause; summed over tokens and KV heads.
@@ -104,6 +108,7 @@ class SparseAttention {
     EstimateTraffic estimates;
     std::uint64_t hits = 0;
     std::uint64_t misses = 0;
+    std::uint64_t value_pages = 0;
     std::int64_t tokens = 0;
   };
   void count_rows(int source, std::int64_t number, const BatchToken& token, Count& count,
@@ -120,6 +125,7 @@ class SparseAttention {
   Buffer logits_;            // [wave, query_heads, context]
   Buffer digest_;            // of these logits
   Buffer candidate_logits_;  // [wave, query_heads, candidates + kPageTokens]
+  LogitView estimated_;      // what the latest wave's estimates became, of all tokens
   Buffer lse_;               // [wave, query_heads], of the latest wave's logits
   Buffer positions_;         // [slots, kv_heads, selected]
   Buffer candidates_;        // [wave, kv_heads, candidates]

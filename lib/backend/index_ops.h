@@ -96,6 +96,9 @@ struct LogitDigest {
 // in half precision.
 struct LogitFormat {
   DType dtype = DType::f32;
+  // Whether select() leaves weights in their place, e^(logit - lse), of all that it looked at. Else
+  // logits survive it.
+  bool weighed = true;
   // From so many tokens on, those of tiles are to come with a LogitDigest.
   std::int64_t digested_from = std::numeric_limits<std::int64_t>::max();
 };
@@ -159,6 +162,7 @@ struct Quota {
     const std::int64_t twice = least.limited() ? 2 * least.of(count) : 0;
     return std::min(count, std::max(share.of(count), twice) + extra);
   }
+  static constexpr Quota nothing() { return {{1, 0}, {}, -1}; }
 };
 
 // Chooses positions by softmax(logits), for every token of a batch and every KV head. What the

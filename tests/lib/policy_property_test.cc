@@ -53,7 +53,15 @@ class RandomPolicy {
   void choose_selection() {
     if (policy_.select.name == "sparq" && maybe()) policy_.select.parameters["r"] = channels();
     if (policy_.select.name != "quest" && maybe()) {
-      policy_.compensate = Compensation::mean_value;
+      policy_.compensate = maybe() ? Compensation::values : Compensation::mean_value;
+    }
+    if (policy_.compensate == Compensation::values) {
+      policy_.prefill.evict = false;
+      policy_.values = {static_cast<int>(random_.integer(2, 4)), share()};
+      if (random_.integer(0, 3) == 0) {
+        policy_.prune = Pruner::none;
+        return;
+      }
     }
     policy_.prune = maybe() ? Pruner::top_p : Pruner::top_k;
     if (policy_.prune == Pruner::top_p) {

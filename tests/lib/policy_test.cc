@@ -106,6 +106,21 @@ TEST(PolicyText, EverySettingIsRead) {
   EXPECT_EQ(policy, expected);
 }
 
+TEST(PolicyText, ValuesInAFewBits) {
+  const Policy policy =
+      parse_policy("select=int4 prune=top_k(16) compensate=values( bits=3, pages=0.8 )");
+  EXPECT_EQ(policy.compensate, Compensation::values);
+  EXPECT_EQ(policy.values, (ValueBits{3, 0.8}));
+  EXPECT_EQ(to_string(policy), "select=int4 prune=top_k(16) compensate=values(bits=3,pages=0.8)");
+  EXPECT_EQ(policy_from_json(to_json(policy)), policy);
+  const Policy plain = parse_policy("select=int4 prune=none compensate=values(pages=0.9,bits=2)");
+  EXPECT_EQ(plain.prune, Pruner::none);
+  EXPECT_EQ(plain.values, ValueBits{});
+  EXPECT_EQ(to_string(plain), "select=int4 prune=none compensate=values");
+  EXPECT_EQ(to_string(change_policy(policy, "compensate=none")), "select=int4 prune=top_k(16)");
+  EXPECT_EQ(change_policy(policy, "prune=top_p(0.9)").k, Budget{});
+}
+
 TEST(PolicyText, EverySelectorHasItsName) {
   EXPECT_EQ(parse_policy("select=dense").select.name, "dense");
   EXPECT_EQ(parse_policy("select=streaming recent=1").select.name, "streaming");
@@ -189,8 +204,9 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"cap=0.5", "'cap=0.5' is not understood; cap takes a number of tokens"},
       {"cap=-1", "cap takes a number of tokens"},
       {"prune=128",
-       "policy: 'prune=128' is not understood; prune takes top_k(N), top_k(1/N) or "
-       "top_p(P), N of 1 or more, P above 0 and up to 1"},
+       "policy: 'prune=128' is not understood; prune takes top_k(N), top_k(1/N), "
+       "top_p(P) or none, N of 1 or more, P above 0 and up to 1"},
+      {"prune=nothing", "prune takes top_k(N)"},
       {"prune=top_k", "prune takes top_k(N)"},
       {"prune=top_k()", "prune takes top_k(N)"},
       {"prune=top_k(0)", "prune takes top_k(N)"},
@@ -206,8 +222,13 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"recent=4.5", "recent takes a number of tokens from 0 to 2147483648"},
       {"recent=99999999999999999999", "recent takes a number of tokens from 0 to 2147483648"},
       {"compensate=mean",
-       "'compensate=mean' is not understood; compensate takes none or "
-       "mean_value"},
+       "'compensate=mean' is not understood; compensate takes none, "
+       "mean_value or values(bits=B,pages=P), B 2, 3 or 4, P above 0 and up to 1"},
+      {"compensate=values(bits=1)", "compensate takes none"},
+      {"compensate=values(bits=2.5)", "compensate takes none"},
+      {"compensate=values(bits=2,bits=3)", "compensate takes none"},
+      {"compensate=values(share=1)", "compensate takes none"},
+      {"compensate=values(2)", "compensate takes none"},
       {"dense=1,",
        "'dense=1,' is not understood; dense takes the layers' numbers in ascending "
        "order such as 2,7, or none"},
@@ -270,6 +291,20 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"quest compensate=mean_value",
        "compensate=mean_value needs the weight of every token; it "
        "takes select=exact, int4 or sparq"},
+      {"quest compensate=values",
+       "compensate=values needs the weight of every token; it takes select=exact, int4 or sparq"},
+      {"select=int4 prune=top_k(9) compensate=values(pages=0)",
+       "the pages of compensate=values have to be a share above 0 and up to 1"},
+      {"select=int4 prune=top_k(9) compensate=values(pages=1.1)", "a share above 0 and up to 1"},
+      {"select=int4 prune=top_k(9) compensate=values(pages=nan)", "a share above 0 and up to 1"},
+      {"select=int4 prune=top_k(9) compensate=values prefill=zipvl(0.9,evict)",
+       "compensate=values takes no prefill that evicts"},
+      {"select=int4 prune=none",
+       "prune=none keeps nothing that is estimated; it takes compensate=values"},
+      {"select=int4 prune=none candidates=64 compensate=values",
+       "prune=none takes candidates=none"},
+      {"select=int4 prune=none cap=64 compensate=values", "cap limits what top_p keeps"},
+      {"streaming prune=none", "takes compensate=values"},
       {"streaming compensate=mean_value", "it takes select=exact, int4 or sparq"},
       {"dense compensate=mean_value", "it takes select=exact, int4 or sparq"},
       {"dense=1,0", "dense has to list layers of 0 or more in ascending order, each once"},

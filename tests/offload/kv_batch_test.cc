@@ -51,6 +51,8 @@ const char* const kPolicies[] = {
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=mean_value",
     "select=quest candidates=1/2 prune=top_p(0.9)",
     "select=int4 prune=top_k(50) dense=0 anchors=1",
+    "select=int4 prune=top_k(16) compensate=values",
+    "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
 };
 
 class Batches : public ::testing::TestWithParam<std::tuple<const char*, bool>> {
@@ -103,7 +105,8 @@ TEST_P(Batches, EverySessionGetsWhatItWouldGetAlone) {
   for (std::size_t i = 0; i < 5; ++i) {
     const auto index = [](const KvSession& s, Tier tier) {
       const auto bytes = [&](Tier from) {
-        return s.ledger().total(Phase::decode, from, tier, Cause::index_read).bytes;
+        return s.ledger().total(Phase::decode, from, tier, Cause::index_read).bytes +
+               s.ledger().total(Phase::decode, from, tier, Cause::value_read).bytes;
       };
       return bytes(tier) + (tier == Tier::host ? 0 : bytes(Tier::host));
     };

@@ -31,26 +31,32 @@ const char* const kPolicies[] = {
     "select=int4 candidates=1/8 prune=top_k(16)",
     "select=sparq(r=8) candidates=1/4 prune=top_p(0.9) cap=50 bits=2",
     "select=quest prune=top_k(1/4) compensate=none",
+    "select=int4 prune=top_k(16) compensate=values",
+    "select=sparq(r=8) candidates=1/4 prune=top_k(16) compensate=values(bits=3,pages=0.5)",
+    "select=int4 prune=none compensate=values(bits=4,pages=1) dense=0 anchors=1",
 };
 
 struct Reads {
   std::uint64_t rows = 0;
   std::uint64_t index_bytes = 0;
-  std::uint64_t crossed = 0;  // from home to the device
+  std::uint64_t value_bytes = 0;  // of value tiles
+  std::uint64_t crossed = 0;      // from home to the device
 
   friend bool operator==(const Reads&, const Reads&) = default;
   friend std::ostream& operator<<(std::ostream& out, const Reads& reads) {
     return out << reads.rows << " rows, " << reads.index_bytes << " B of the index, "
-               << reads.crossed << " B from home";
+               << reads.value_bytes << " B of value tiles, " << reads.crossed << " B from home";
   }
 };
 
 Reads read_by(const CountingBackend& backend) {
-  return {backend.rows_read, backend.index_bytes_read, backend.host_to_device};
+  return {backend.rows_read, backend.index_bytes_read, backend.value_bytes_read,
+          backend.host_to_device};
 }
 
 Reads operator-(const Reads& a, const Reads& b) {
-  return {a.rows - b.rows, a.index_bytes - b.index_bytes, a.crossed - b.crossed};
+  return {a.rows - b.rows, a.index_bytes - b.index_bytes, a.value_bytes - b.value_bytes,
+          a.crossed - b.crossed};
 }
 
 // What the decode steps of sessions say that they read.
@@ -65,6 +71,7 @@ Reads told(std::span<KvSession* const> sessions) {
         };
         sum.rows += total(Cause::hit).rows + total(Cause::miss).rows;
         sum.index_bytes += total(Cause::index_read).bytes;
+        sum.value_bytes += total(Cause::value_read).bytes;
       }
     }
     for (const Cause cause : {Cause::miss, Cause::index_read}) {

@@ -40,6 +40,8 @@ const char* const kComplete[] = {
     "select=quest candidates=1/1 prune=top_p(1)",
     "select=exact candidates=1/1 prune=top_p(1) compensate=mean_value",
     "select=int4 prune=top_k(1/1) dense=0 anchors=1",
+    "select=int4 prune=top_k(1/1) compensate=values",
+    "select=sparq candidates=1/1 prune=top_p(1) compensate=values(bits=4,pages=1)",
 };
 
 class CompleteBudget : public ::testing::TestWithParam<const char*> {};
@@ -79,6 +81,9 @@ const char* const kSparse[] = {
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=mean_value",
     "select=quest candidates=1/2 prune=top_p(0.9)",
     "select=int4 prune=top_k(50) dense=0 anchors=1",
+    "select=int4 prune=top_k(16) compensate=values",
+    "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
+    "select=int4 prune=top_k(50) compensate=values(bits=4,pages=1) dense=0 anchors=1",
 };
 
 class SparseBudget : public ::testing::TestWithParam<const char*> {
@@ -231,6 +236,43 @@ TEST(SparseSession, PlansEveryByteOfTheHost) {
   }
 }
 
+// What is not fetched is approximated the better the more bits its values have, and far better than
+// by their mean. One row is fetched here, or none.
+TEST(SparseSession, ValuesStandForRows) {
+  const KvShape shape{2, 8, 2, 64, DType::bf16};
+  const std::int64_t context = 1000;
+  const Script script(shape, context, 5);
+  const auto answer = [&](const std::vector<Policy>& policies) {
+    cpu::CpuBackend backend{cpu::CpuOptions{}};
+    KvSession session = make_session(backend, shape, context, policies);
+    script.prefill(session, 900);
+    return script.step(session, Phase::decode, 1);
+  };
+  const std::vector<float> dense = answer({});
+  const auto error = [&](const std::string& compensate, const std::string& prune = "top_k(1)") {
+    const std::vector<float> got =
+        answer({parse_policy("select=exact prune=" + prune + " compensate=" + compensate)});
+    double sum = 0.0;
+    for (std::size_t i = 0; i < dense.size(); ++i) {
+      sum += std::pow(static_cast<double>(got[i]) - static_cast<double>(dense[i]), 2);
+    }
+    return std::sqrt(sum / static_cast<double>(dense.size()));
+  };
+  const double two = error("values(bits=2,pages=1)");
+  const double three = error("values(bits=3,pages=1)");
+  const double four = error("values(bits=4,pages=1)");
+  const double few_pages = error("values(bits=4,pages=0.1)");
+  const double no_row = error("values(bits=4,pages=1)", "none");
+  const double mean = error("mean_value");
+  EXPECT_LT(four, 0.6 * three);
+  EXPECT_LT(three, 0.6 * two);
+  EXPECT_LT(two, 0.6 * mean);
+  EXPECT_LT(four, 0.5 * few_pages);
+  EXPECT_LT(few_pages, mean);
+  EXPECT_LT(four, no_row);
+  EXPECT_LT(no_row, 0.6 * mean);
+}
+
 TEST(SparseSession, CandidatesKeepWhatIsAlwaysKept) {
   const KvShape shape{1, 4, 2, 32, DType::bf16};
   const Script script(shape, 600, 5);
@@ -277,12 +319,37 @@ TEST(SparseSession, NamesLayerAndHeadOfWhatIsNoNumber) {
   }
 }
 
+TEST(SparseSession, NamesLayerAndHeadOfValuesThatAreNoNumbers) {
+  const KvShape shape{2, 4, 2, 32, DType::bf16};
+  for (const float value : {std::nanf(""), INFINITY}) {
+    Script script(shape, 400, 3);
+    script.damage_value(1, 40, value);
+    cpu::CpuBackend backend{cpu::CpuOptions{}};
+    KvSession session = make_session(
+        backend, shape, 400, {parse_policy("select=int4 prune=top_k(8) compensate=values")});
+    script.prefill(session, 300);
+    try {
+      script.step(session, Phase::decode, 1);
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::numeric);
+      EXPECT_NE(std::string(error.what()).find("a value of layer 1, KV head 0"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
 TEST(SparseSession, RefusesWhatItWasNotPlannedFor) {
   const KvShape shape{2, 4, 2, 32, DType::bf16};
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   KvSession session =
       make_session(backend, shape, 400, {parse_policy("select=int4 prune=top_k(8)")});
   EXPECT_THROW(session.use(parse_policy("quest")), Error);
+  EXPECT_THROW(session.use(parse_policy("select=int4 prune=top_k(8) compensate=values")), Error);
+  EXPECT_THROW(make_session(backend, shape, 400,
+                            {parse_policy("select=int4 prune=top_k(8) compensate=values"),
+                             parse_policy("select=int4 prune=top_k(8) compensate=values(bits=3)")}),
+               Error);
   EXPECT_THROW(make_session(backend, shape, 400,
                             {parse_policy("select=int4 prune=top_k(8) bits=2"),
                              parse_policy("select=int4 prune=top_k(8)")}),

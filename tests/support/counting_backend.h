@@ -31,6 +31,7 @@ class CountingBackend : public cpu::ReferenceBackend {
   std::uint64_t rows_read = 0;
   std::uint64_t home_rows_read = 0;
   std::uint64_t index_bytes_read = 0;
+  std::uint64_t value_bytes_read = 0;  // of value tiles
   std::uint64_t host_to_device = 0;
   std::uint64_t device_to_host = 0;
   std::uint64_t host_rows_attended = 0;
@@ -119,6 +120,9 @@ class CountingQueue : public cpu::ReferenceQueue {
 
   void on_index_read(const cpu::IndexRead& read) override {
     counts_->index_bytes_read += read.bytes;
+  }
+  void on_values_read(const cpu::ValuesRead& read) override {
+    counts_->value_bytes_read += read.bytes;
   }
   void on_key_read(const std::byte* row, std::size_t bytes) override {
     counts_->index_bytes_read += bytes;

@@ -19,8 +19,10 @@ enum class Cause : std::uint8_t {
   miss,        // rows fetched from a lower tier because attention needed them
   index_read,  // the key index, or keys themselves, read to estimate weights; rows are tokens
                // estimated
+  value_read,  // values in a few bits, read for tokens whose rows are not; rows are tokens of the
+               // pages that were read
 };
-inline constexpr int kCauses = 5;
+inline constexpr int kCauses = 6;
 std::string_view to_string(Cause cause);
 
 // Correction recomputes tokens that were decoded sparsely.

@@ -49,12 +49,23 @@ std::string to_string(const Method& method);
 enum class Pruner : std::uint8_t {
   top_k,  // the k heaviest by their weight summed over the query heads of a KV head
   top_p,  // per query head the fewest that carry a share p of the weight; then their union
+  none,   // nothing: only what is always kept; all else is compensated for
 };
 
 // What stands for the rows that were left out.
 enum class Compensation : std::uint8_t {
   none,
   mean_value,  // (1 - alpha) times the mean of all values (SparQ, section 4)
+  values,      // their values in a few bits, each with its estimated weight
+};
+
+// Of Compensation::values.
+struct ValueBits {
+  int bits = 2;        // per channel of a value: 2, 3 or 4
+  double pages = 0.9;  // the fewest pages that carry this share of what was left out are read; the
+                       // mean of all values stands for the rest
+
+  friend bool operator==(const ValueBits&, const ValueBits&) = default;
 };
 
 // A number of tokens: fixed, or a share of the context.
@@ -88,6 +99,7 @@ struct Policy {
   std::int64_t sinks = 0;   // first tokens, always kept
   std::int64_t recent = 0;  // newest tokens, always kept; the unfinished page always is
   Compensation compensate = Compensation::none;
+  ValueBits values;               // of compensate=values
   std::vector<int> dense_layers;  // attend to everything; ascending
   // If not empty: only these layers select, and every later layer up to the next of them reuses
   // the selection, KV head by KV head (Yang et al. 2024, TidalDecode); ascending.
@@ -100,6 +112,8 @@ struct Policy {
   // What a layer does.
   bool is_dense(int layer) const;
   bool selects(int layer) const;  // else, if not dense, it follows the latest layer that does
+  // Whether what a layer leaves out is compensated for so.
+  bool compensates(int layer, Compensation by) const { return selects(layer) && compensate == by; }
 };
 
 // Scorers that there are unless others are named.
