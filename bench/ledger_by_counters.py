@@ -15,6 +15,7 @@ import argparse
 import csv
 import datetime
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,13 @@ def ledger_bytes(account: dict, cause: str) -> int:
     return sum(entry["bytes"] for entry in account["totals"] if entry["cause"] == cause)
 
 
+def machine() -> str:
+    """Names the GPU that is counted, the first of the machine."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return names.splitlines()[0].strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     for name in ("--sluice", "--model", "--prompt-file", "--device-memory"):
@@ -73,7 +81,11 @@ def main() -> int:
         print(" ".join(f"{key}={value}" for key, value in entry.items()))
         results.append(entry)
     if args.json:
-        context = {"command": " ".join(sys.argv), "date": datetime.date.today().isoformat()}
+        context = {
+            "command": shlex.join(["bench/ledger_by_counters.py", *sys.argv[1:]]),
+            "machine": machine(),
+            "date": datetime.date.today().isoformat(),
+        }
         Path(args.json).write_text(json.dumps({"context": context, "runs": results}, indent=2) + "\n")
     agree = all(
         r["miss_ledger"] == r["miss_counted"] and r["write_back_ledger"] == r["write_back_counted"]
