@@ -24,7 +24,7 @@ CudaQueue::CudaQueue(CudaBackend& backend, const QueueOptions& options)
     : Queue(backend),
       device_charge_(backend.account(Tier::device), Workspace::bytes(scratch_of(options))),
       host_charge_(backend.account(Tier::host), options.computes ? kSampledBytes : 0),
-      workspace_(scratch_of(options), static_cast<cudaStream_t>(options.stream), options.urgent),
+      workspace_(scratch_of(options), static_cast<cudaStream_t>(options.stream)),
       event_(make_event()),
       recorder_(workspace_.launch().stream) {
   if (!options.computes) return;

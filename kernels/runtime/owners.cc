@@ -4,13 +4,9 @@
 
 namespace sluice::cuda {
 
-StreamOwner make_stream(bool urgent) {
-  int least = 0;
-  int greatest = 0;
-  require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "the priorities of streams");
+StreamOwner make_stream() {
   cudaStream_t stream = nullptr;
-  require(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, urgent ? greatest : least),
-          "a stream");
+  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
   return StreamOwner(stream);
 }
 

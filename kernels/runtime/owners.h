@@ -39,8 +39,8 @@ using PoolOwner = Owner<cudaMemPool_t, cudaMemPoolDestroy>;
 using DeviceBlock = Owner<void*, cudaFree>;
 using PinnedBlock = Owner<void*, cudaFreeHost>;
 
-StreamOwner make_stream(bool urgent = false);  // before others, where the device must choose
-EventOwner make_event();                       // without timing
+StreamOwner make_stream();
+EventOwner make_event();  // without timing
 DeviceBlock make_device_block(std::size_t bytes);
 PinnedBlock make_pinned_block(std::size_t bytes);  // mapped: kernels reach it by the same address
 

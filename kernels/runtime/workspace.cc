@@ -25,9 +25,9 @@ DeviceLimits current_limits() {
   return limits;
 }
 
-Workspace::Workspace(std::size_t scratch_bytes, cudaStream_t wrapped, bool urgent)
+Workspace::Workspace(std::size_t scratch_bytes, cudaStream_t wrapped)
     : device_(current_limits()),
-      own_(wrapped == nullptr ? make_stream(urgent) : StreamOwner()),
+      own_(wrapped == nullptr ? make_stream() : StreamOwner()),
       stream_(wrapped == nullptr ? own_.get() : wrapped),
       scratch_bytes_(scratch_bytes) {
   if (scratch_bytes == 0) return;

@@ -13,11 +13,10 @@ DeviceLimits current_limits();
 
 class Workspace {
  public:
-  // On the current device. `wrapped`: a stream that outlives this; null: one of its own, before
-  // others if `urgent`. Without scratch there are no counters either, and no kernels that need
-  // them. Throws Error{unsupported} if there is no device that can be used.
-  explicit Workspace(std::size_t scratch_bytes, cudaStream_t wrapped = nullptr,
-                     bool urgent = false);
+  // On the current device. `wrapped`: a stream that outlives this; null: one of its own.
+  // Without scratch there are no counters either, and no kernels that need them. Throws
+  // Error{unsupported} if there is no device that can be used.
+  explicit Workspace(std::size_t scratch_bytes, cudaStream_t wrapped = nullptr);
 
   Launch launch() const;
   const DeviceLimits& device() const { return device_; }

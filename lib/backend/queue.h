@@ -39,8 +39,6 @@ struct QueueOptions {
   void* stream = nullptr;
   // Whether it computes, or only copies and gathers, which takes no memory.
   bool computes = true;
-  // Where the device has to choose, work of urgent queues goes first.
-  bool urgent = false;
 };
 
 // Stream, scratch memory and what else work needs that is under way: queues share nothing, so work

@@ -33,7 +33,7 @@ TEST_P(QueueParity, WaitForEachOther) {
   const std::vector<float> first(1 << 16, 42.0f);
   values.push_back(upload(*device, first));
   for (int i = 0; i < 8; ++i) {
-    queues.push_back(device->backend->make_queue({.computes = i % 2 == 0, .urgent = i % 4 == 0}));
+    queues.push_back(device->backend->make_queue({.computes = i % 2 == 0}));
     values.push_back(device->allocate(device->info().compute_tier, first.size() * sizeof(float)));
   }
   Queue* before = device->queue.get();
