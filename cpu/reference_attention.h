@@ -1,5 +1,5 @@
-// The reference backend's attention: from its definition, fp64, one thread. See lib/backend.h and
-// lib/selection.h for what the operations do.
+// The reference backend's attention: from its definition, fp64, one thread. See
+// lib/backend/kv_ops.h for what the operations do.
 #pragma once
 
 #include "cpu/reference_reads.h"

@@ -1,5 +1,5 @@
 // The reference backend's key index: what is built and what is estimated from it, fp64, plain
-// loops. See lib/selection.h for what the operations do.
+// loops. See lib/backend/index_ops.h for what the operations do.
 #pragma once
 
 #include <cstddef>

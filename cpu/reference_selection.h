@@ -1,5 +1,5 @@
 // The reference backend's way of choosing tokens: fp64, full sorts, one thread. See
-// lib/selection.h for what the operations do.
+// lib/backend/index_ops.h for what the operations do.
 #pragma once
 
 #include "lib/backend/kv_ops.h"

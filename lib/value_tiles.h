@@ -16,8 +16,6 @@
 
 namespace sluice {
 
-struct RowSpan;
-
 // Values of whole pages of every KV head, quantised per channel over the 128 tokens of a page:
 // value = zero + scale * code, code in [0, 2^bits).
 //
