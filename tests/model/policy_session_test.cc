@@ -6,45 +6,26 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <sstream>
 #include <tuple>
 
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
+#include "tests/support/expect.h"
+#include "tests/support/model_sessions.h"
 
 namespace sluice {
 namespace {
 
-const std::string kModel = SLUICE_SOURCE_DIR "/models/sluice-22m";
+using testing::book_tokens;
+using testing::kModel;
+using testing::largest_difference;
 
 Engine open_engine(std::optional<std::uint64_t> cap = std::nullopt,
                    const std::string& device = "cpu") {
-  EngineConfig config;
-  config.model = kModel;
-  config.device = device;
-  config.compute = DType::f32;
-  config.kv_dtype = device == "cpu" ? DType::f32 : DType::bf16;
-  config.chunk = 128;
+  EngineConfig config = testing::config_for(device);
   config.device_memory = cap;
   return Engine::open(config);
-}
-
-std::vector<TokenId> book_tokens(const Engine& engine, std::size_t count) {
-  std::ifstream file(SLUICE_TEST_DATA "/needle_6k.txt");
-  std::stringstream text;
-  text << file.rdbuf();
-  std::vector<TokenId> tokens = engine.encode_prompt(text.str());
-  tokens.resize(count);
-  return tokens;
-}
-
-double largest_difference(std::span<const float> a, std::span<const float> b) {
-  double largest = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    largest = std::max(largest, std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])));
-  }
-  return largest;
 }
 
 // Logits reach 20; the kernels' fp32 sums differ in order only.
@@ -75,15 +56,9 @@ TEST_P(CompletePolicy, GivesTheLogitsOfDense) {
   }
 }
 
-std::vector<std::string> devices() {
-  std::vector<std::string> all = {"cpu"};
-  if (!testing::gpu_backends().empty()) all.emplace_back("cuda");
-  return all;
-}
-
 INSTANTIATE_TEST_SUITE_P(
     Policies, CompletePolicy,
-    ::testing::Combine(::testing::ValuesIn(devices()),
+    ::testing::Combine(::testing::ValuesIn(testing::devices()),
                        ::testing::Values("select=int4 prune=top_k(1/1)",
                                          "select=exact prune=top_p(1)", "sparq prune=top_k(1/1)",
                                          "sluice candidates=1/1 prune=top_p(1) cap=none",
@@ -188,7 +163,7 @@ TEST(EnginePolicy, CalibrationReplacesAPreset) {
       std::filesystem::temp_directory_path() / ("sluice-calibration-" + std::to_string(::getpid()));
   std::filesystem::create_directory(copy);
   for (const char* file : {"config.json", "tokenizer.json", "model.safetensors"}) {
-    std::filesystem::create_symlink(std::filesystem::path(kModel) / file, copy / file);
+    std::filesystem::create_symlink(kModel / file, copy / file);
   }
   EngineConfig config;
   config.model = copy;

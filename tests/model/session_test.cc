@@ -1,178 +1,35 @@
-// Sessions of one engine: threads, batches, forks, lifetimes, caps and errors.
+// Sessions of one engine: batches, forks, threads, lifetimes, caps and errors.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <thread>
 #include <vector>
 
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
+#include "tests/support/expect.h"
+#include "tests/support/model_sessions.h"
 #include "tests/support/random.h"
 
 namespace sluice {
 namespace {
 
+using testing::book_tokens;
+using testing::config_for;
+using testing::continuation;
+using testing::copy_of;
+using testing::expect_error;
 using ::testing::HasSubstr;
-
-const std::filesystem::path kModel = SLUICE_SOURCE_DIR "/models/sluice-22m";
-
-EngineConfig config_for(const std::string& device = "cpu") {
-  EngineConfig config;
-  config.model = kModel;
-  config.device = device;
-  config.compute = DType::f32;
-  config.kv_dtype = device == "cpu" ? DType::f32 : DType::bf16;
-  config.chunk = 128;
-  return config;
-}
-
-std::vector<TokenId> book_tokens(const Engine& engine, std::size_t count) {
-  std::ifstream file(SLUICE_TEST_DATA "/needle_6k.txt");
-  std::stringstream text;
-  text << file.rdbuf();
-  std::vector<TokenId> tokens = engine.encode_prompt(text.str());
-  tokens.resize(count);
-  return tokens;
-}
-
-std::vector<float> copy_of(std::span<const float> logits) { return {logits.begin(), logits.end()}; }
-
-TokenId likeliest(std::span<const float> logits) {
-  return static_cast<TokenId>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-}
-
-// How far the likeliest token is ahead of the next.
-float lead(std::vector<float> logits) {
-  std::nth_element(logits.begin(), logits.begin() + 1, logits.end(), std::greater<>());
-  return logits[0] - logits[1];
-}
-
-float largest_difference(std::span<const float> a, std::span<const float> b) {
-  EXPECT_EQ(a.size(), b.size());
-  float largest = 0.0f;
-  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-    largest = std::max(largest, std::abs(a[i] - b[i]));
-  }
-  return largest;
-}
-
-// Greedy tokens after a prompt.
-std::vector<TokenId> continuation(Session& session, std::span<const TokenId> prompt, int count) {
-  std::vector<TokenId> tokens = {likeliest(session.prefill(prompt))};
-  while (static_cast<int>(tokens.size()) < count) {
-    tokens.push_back(likeliest(session.decode(tokens.back())));
-  }
-  return tokens;
-}
-
-void expect_error(ErrorCode code, const std::string& text, const auto& call) {
-  try {
-    call();
-    ADD_FAILURE() << "nothing was refused where '" << text << "' was expected";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_THAT(error.what(), HasSubstr(text));
-  }
-}
-
-// A prompt does not keep other sessions waiting until it is through: their steps come between its
-// pieces, and nobody's answer changes.
-TEST(Turns, StepsComeBetweenThePiecesOfAPrompt) {
-  Engine engine = Engine::open(config_for());
-  const std::vector<TokenId> book = book_tokens(engine, 2600);
-  SessionOptions options;
-  options.context = 2700;
-  options.sequences = 3;
-  Session answering = engine.new_session(options);
-  Session alone = answering.sibling();
-  Session reading = answering.sibling();
-  const std::span<const TokenId> prompt = std::span(book).first(100);
-  const std::vector<TokenId> expected = continuation(alone, prompt, 12);
-  TokenId next = likeliest(answering.prefill(prompt));
-
-  std::atomic<std::int64_t> pieces = 0;
-  std::atomic<bool> is_through = false;
-  std::thread reader([&] {
-    reading.prefill(book, [&](std::int64_t, std::int64_t) {
-      ++pieces;
-      return true;
-    });
-    is_through = true;
-  });
-  while (pieces == 0) std::this_thread::yield();
-  std::vector<TokenId> actual = {next};
-  int between = 0;
-  while (actual.size() < expected.size()) {
-    next = likeliest(answering.decode(next));
-    actual.push_back(next);
-    if (!is_through) ++between;
-  }
-  // A call for the session that is reading waits for the whole prompt.
-  reading.decode(book.front());
-  EXPECT_EQ(reading.length(), 2601);
-  reader.join();
-  EXPECT_EQ(actual, expected);
-  EXPECT_GE(between, 5);
-}
-
-// Memory that ran out, partway or before a correction, leaves the tokens that there were.
-TEST(Room, ThatIsMissingChangesNothing) {
-  Engine engine = Engine::open(config_for());
-  const std::vector<TokenId> book = book_tokens(engine, 900);
-  SessionOptions options;
-  options.context = 900;
-  options.sequences = 2;
-  options.tokens = 900;  // and a block for each sequence
-  options.policies = {engine.policy("tidaldecode correct=32")};
-  auto first = std::make_unique<Session>(engine.new_session(options));
-  Session second = first->sibling();
-  first->prefill(std::span(book).first(400));
-  expect_error(ErrorCode::memory, "", [&] { second.prefill(book); });
-  EXPECT_EQ(second.length(), 0);
-  second.prefill(std::span(book).first(500));
-  EXPECT_EQ(second.length(), 500);
-}
-
-TEST(Room, ThatIsMissingForACorrectionChangesNothing) {
-  Engine engine = Engine::open(config_for());
-  const std::vector<TokenId> book = book_tokens(engine, 400);
-  SessionOptions options;
-  options.context = 400;
-  options.sequences = 4;
-  options.tokens = 400;  // and a block for each sequence
-  options.policies = {engine.policy("tidaldecode correct=32")};
-  Session parent = engine.new_session(options);
-  parent.prefill(std::span(book).first(200));
-  for (std::size_t i = 200; i < 203; ++i) parent.decode(book[i]);
-  Session child = parent.fork();
-  // Others take what is left of the memory.
-  Session fillers[] = {parent.sibling(), parent.sibling()};
-  for (Session& filler : fillers) {
-    try {
-      for (const TokenId token : book) filler.prefill({&token, 1});
-    } catch (const Error& error) {
-      ASSERT_EQ(error.code(), ErrorCode::memory) << error.what();
-    }
-  }
-  // What was decoded is to be corrected first, in a block that the parent has, too.
-  const std::span<const TokenId> more = std::span(book).subspan(203, 2);
-  expect_error(ErrorCode::memory, "", [&] { child.prefill(more); });
-  EXPECT_EQ(child.length(), 203);
-  fillers[0].truncate(0);
-  const std::vector<float> late = copy_of(child.prefill(more));
-  Session alone = engine.new_session(options);
-  alone.prefill(std::span(book).first(200));
-  for (std::size_t i = 200; i < 203; ++i) alone.decode(book[i]);
-  EXPECT_LT(largest_difference(late, alone.prefill(more)), 1e-3f);
-}
+using testing::kModel;
+using testing::largest_difference;
+using testing::lead;
+using testing::likeliest;
 
 class Batches : public ::testing::TestWithParam<std::tuple<std::string, std::string>> {
  protected:
@@ -239,14 +96,8 @@ TEST_P(Batches, GiveTheTokensOfEachSessionAlone) {
   }
 }
 
-std::vector<std::string> devices() {
-  std::vector<std::string> all = {"cpu"};
-  if (!testing::gpu_backends().empty()) all.emplace_back("cuda");
-  return all;
-}
-
 INSTANTIATE_TEST_SUITE_P(Policies, Batches,
-                         ::testing::Combine(::testing::ValuesIn(devices()),
+                         ::testing::Combine(::testing::ValuesIn(testing::devices()),
                                             ::testing::Values("dense", "sparq", "sluice")),
                          [](const auto& parameter) {
                            return std::get<0>(parameter.param) + "_" + std::get<1>(parameter.param);

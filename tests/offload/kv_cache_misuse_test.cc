@@ -1,5 +1,4 @@
 // What KvCache refuses: with one clear line, and so that what was right before still is.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -11,11 +10,12 @@
 #include <vector>
 
 #include "sluice/kv_cache.h"
+#include "tests/support/expect.h"
 
 namespace sluice {
 namespace {
 
-using ::testing::HasSubstr;
+using testing::expect_error;
 
 constexpr int kLayers = 3;
 constexpr int kQueryHeads = 4;
@@ -32,18 +32,6 @@ KvConfig config() {
   config.policies = {Policy(), parse_policy("select=int4 prune=top_k(4)"),
                      parse_policy("select=int4 prune=top_k(4) anchors=0")};
   return config;
-}
-
-void expect_error(ErrorCode code, const std::string& text, const auto& call) {
-  try {
-    call();
-    ADD_FAILURE() << "nothing was refused where '" << text << "' was expected";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_THAT(error.what(), HasSubstr(text));
-    EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("\n")));
-    EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("--"))) << "a flag, not a field";
-  }
 }
 
 class Misuse : public ::testing::Test {

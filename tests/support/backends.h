@@ -60,6 +60,13 @@ inline std::vector<NamedBackend> gpu_backends() {
   return all;
 }
 
+// What an engine or a cache can be asked to run on; a GPU whether or not there is one.
+inline std::vector<std::string> devices() {
+  std::vector<std::string> all = {"cpu"};
+  if (!gpu_backends().empty()) all.emplace_back("cuda");
+  return all;
+}
+
 inline std::vector<NamedBackend> backends() {
   std::vector<NamedBackend> all = {reference_backend(), cpu_backend(DType::f32)};
   if (cpu::Linear::bf16_is_fast()) all.push_back(cpu_backend(DType::bf16));

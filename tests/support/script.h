@@ -9,6 +9,7 @@
 
 #include "offload/kv_batch.h"
 #include "offload/kv_session.h"
+#include "tests/support/expect.h"
 #include "tests/support/random.h"
 
 namespace sluice::testing {
@@ -135,15 +136,6 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
     if (error) throw Error(*error);
   }
   return results;
-}
-
-inline double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
-  EXPECT_EQ(a.size(), b.size());
-  double largest = 0.0;
-  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-    largest = std::max(largest, std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])));
-  }
-  return largest;
 }
 
 }  // namespace sluice::testing

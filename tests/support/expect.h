@@ -1,0 +1,39 @@
+// What tests expect: errors that say one clear thing, and numbers that hardly differ.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <string>
+
+#include "sluice/errors.h"
+
+namespace sluice::testing {
+
+// `text`: a part of what the error says, in one line that names fields and no flags.
+inline void expect_error(ErrorCode code, const std::string& text, const auto& call) {
+  using ::testing::HasSubstr;
+  try {
+    call();
+    ADD_FAILURE() << "nothing was refused where '" << text << "' was expected";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.what();
+    EXPECT_THAT(error.what(), HasSubstr(text));
+    EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("\n")));
+    EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("--"))) << "a flag, not a field";
+  }
+}
+
+inline double largest_difference(std::span<const float> a, std::span<const float> b) {
+  EXPECT_EQ(a.size(), b.size());
+  double largest = 0.0;
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    largest = std::max(largest, std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i])));
+  }
+  return largest;
+}
+
+}  // namespace sluice::testing
