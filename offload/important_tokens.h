@@ -92,7 +92,7 @@ class ImportantTokens {
   std::vector<CopyOp> out_ops_;          // of the block being attended
   bool evicted_ = false;
   Buffer probe_queries_;                // [probes, query_heads, head_dim]
-  Buffer sums_;                         // host-visible [context]
+  Buffer sums_;                         // reported [context]
   Buffer positions_;                    // [kv_heads, context]
   Buffer queries_;                      // [kBlock, query_heads, head_dim]
   Buffer out_;                          // likewise

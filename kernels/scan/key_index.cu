@@ -1,10 +1,8 @@
 // Building pages of the key index: one block a page of one KV head, keys kept in registers between
 // finding their range and quantising them, so that they are read once.
-#include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
-#include "kernels/runtime/heads.h"
-#include "kernels/runtime/paged.cuh"
+#include "kernels/runtime/whole_pages.cuh"
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
 #include "lib/check.h"
@@ -18,45 +16,6 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kParts = 4;
 constexpr int kThreadTokens = kPageTokens / kParts;
 constexpr int kMaxThreads = kParts * kMaxHeadDim / 2;
-constexpr float kLargestHalf = 65504.0f;
-// Added to a float of [0, 2^22), it leaves that rounded to nearest even in the lowest bits.
-constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
-
-// A page of one KV head that a block builds.
-struct BuildPage {
-  const std::byte* rows;  // [kPageTokens, row_bytes]
-  std::int64_t sequence;
-  std::int64_t number;  // among the pages of the sequence
-};
-
-// Pages of one sequence from rows that follow each other, a block for each.
-struct PageRun {
-  HeadRows rows;
-  std::int64_t sequence;
-  std::int64_t first;
-
-  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
-    const std::int64_t i = blockIdx.x;
-    page = {rows[head] + i * kPageTokens * row_bytes, sequence, first + i};
-    return true;
-  }
-};
-
-// Pages that a token of a batch is the last of, a block for each token.
-struct PagesOfBatch {
-  const BatchToken* tokens;
-  PagedRows rows;
-
-  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
-    const BatchToken token = tokens[blockIdx.x];
-    if (token.position % kPageTokens != kPageTokens - 1) return false;
-    const int number = token.position / kPageTokens;
-    const PageSlots slots = page_table_of(rows, token.sequence)[number];
-    page = {page_rows(rows, head, slots, row_bytes), token.sequence, number};
-    return true;
-  }
-};
-
 template <typename Pages>
 struct BuildArgs {
   Pages pages;
@@ -73,38 +32,6 @@ struct BuildArgs {
   int bits;
 };
 
-__device__ __forceinline__ __half2 as_pair(__half, std::uint32_t bits) {
-  return *reinterpret_cast<const __half2*>(&bits);
-}
-__device__ __forceinline__ __nv_bfloat162 as_pair(__nv_bfloat16, std::uint32_t bits) {
-  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
-}
-template <typename Pair>
-__device__ __forceinline__ std::uint32_t bits_of(Pair pair) {
-  return *reinterpret_cast<const std::uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
-__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
-  return __bfloat1622float2(pair);
-}
-
-// The smallest and largest key of two channels.
-template <typename Pair>
-struct Range {
-  Pair low;
-  Pair high;
-
-  __device__ void include(const Range& other) {
-    low = __hmin2(low, other.low);
-    high = __hmax2(high, other.high);
-  }
-};
-
-__device__ __forceinline__ float clamp_to_half(float x) {
-  return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
-}
-
 __device__ __forceinline__ int token_of(int part, int k) {
   const int half = k / kBoundTokens;
   return half * (kPageTokens / 2) + part * kBoundTokens + k % kBoundTokens;
@@ -112,13 +39,13 @@ __device__ __forceinline__ int token_of(int part, int k) {
 
 // Range of kBoundTokens keys. `strange` becomes other than zero if one is NaN or Inf.
 template <typename Pair>
-__device__ __forceinline__ Range<Pair> range_of(const Pair* keys, Pair& strange) {
-  Range<Pair> range{keys[0], keys[0]};
-  const Pair zero = strange;
+__device__ __forceinline__ PairRange<Pair> range_of(const Pair* keys, Pair& strange) {
+  PairRange<Pair> range{keys[0], keys[0]};
+  const Pair zeros = strange;
 #pragma unroll
   for (int k = 0; k < kBoundTokens; ++k) {
     range.include({keys[k], keys[k]});
-    strange = __hfma2(keys[k], zero, strange);
+    note_strange(keys[k], zeros, strange);
   }
   return range;
 }
@@ -129,7 +56,7 @@ __device__ __forceinline__ void write_pair(std::uint16_t* to, __half low, __half
 
 // One sub-page's bounds of two channels, rounded outwards.
 template <typename Pair>
-__device__ __forceinline__ void write_bounds(const Range<Pair>& range, int head_dim,
+__device__ __forceinline__ void write_bounds(const PairRange<Pair>& range, int head_dim,
                                              std::uint16_t* to) {
   const float2 low = floats_of(range.low);
   const float2 high = floats_of(range.high);
@@ -155,10 +82,8 @@ struct Quantiser {
     inverse = step > 0.0f ? __fdiv_rn(1.0f, step) : 0.0f;
   }
 
-  // The code in the lowest bits, below those of kRounder.
   __device__ std::uint32_t operator()(float key) const {
-    const float exact = __fmul_rn(__fsub_rn(key, base), inverse);
-    return __float_as_uint(__fadd_rn(fminf(fmaxf(exact, 0.0f), largest), kRounder));
+    return code_of(key, base, inverse, largest);
   }
 };
 
@@ -235,9 +160,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
   using Pair = decltype(as_pair(T(), 0u));
   extern __shared__ uint4 staged[];  // codes, 64 bytes a channel
-  __shared__ Range<Pair> ranges[kParts][kMaxHeadDim / 2];
+  __shared__ PairRange<Pair> ranges[kParts][kMaxHeadDim / 2];
   const int head = static_cast<int>(blockIdx.y);
-  BuildPage page;
+  WholePage page;
   const bool has_page = a.pages.find(head, a.row_bytes, page);
   std::int64_t slot = 0;
   if (has_page) slot = a.table[page.sequence * a.table_stride + page.number / kTilePages];
@@ -260,17 +185,17 @@ __global__ void __launch_bounds__(kMaxThreads)
     keys[k] = as_pair(T(), row[pair]);
   }
   Pair strange = as_pair(T(), 0u);
-  const Range<Pair> first = range_of(keys, strange);
-  const Range<Pair> second = range_of(keys + kBoundTokens, strange);
-  Range<Pair> all = first;
+  const PairRange<Pair> first = range_of(keys, strange);
+  const PairRange<Pair> second = range_of(keys + kBoundTokens, strange);
+  PairRange<Pair> all = first;
   all.include(second);
   if (works) ranges[part][pair] = all;
-  if (__syncthreads_or((bits_of(strange) & 0x7fff7fffu) != 0) != 0) {
+  if (__syncthreads_or(is_strange(strange)) != 0) {
     if (thread == 0) a.bad[page.sequence * gridDim.y + head] = 1;
     return;
   }
 
-  const auto odd = static_cast<int>(page.number % kTilePages);
+  const int odd = page.number % kTilePages;
   if (a.bounds != nullptr && works) {
     const std::int64_t at =
         ((head * a.bound_slots + slot) * kTilePages + odd) * kBoundsPerPage + part;

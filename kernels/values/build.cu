@@ -2,8 +2,7 @@
 // channels of 32 tokens, whose codes fill whole words.
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
-#include "kernels/runtime/heads.h"
-#include "kernels/runtime/paged.cuh"
+#include "kernels/runtime/whole_pages.cuh"
 #include "kernels/values/tile.cuh"
 #include "kernels/values/values.h"
 #include "lib/backend.h"
@@ -15,84 +14,16 @@ namespace {
 constexpr int kMaxHeadDim = 256;
 constexpr int kParts = kPageTokens / kThreadTokens;
 constexpr int kMaxThreads = kParts * kMaxHeadDim / 2;
-constexpr float kLargestHalf = 65504.0f;
-// Added to a float of [0, 2^22), it leaves that rounded to nearest even in the lowest bits.
-constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
-
-// A page of one KV head that a block builds.
-struct BuildPage {
-  const std::byte* rows;  // [kPageTokens, row_bytes]
-  std::int64_t sequence;
-  int number;  // among the pages of the sequence
-};
-
-// Pages of one sequence from rows that follow each other, a block for each.
-struct PageRun {
-  HeadRows rows;
-  std::int64_t sequence;
-  std::int64_t first;
-
-  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
-    const std::int64_t i = blockIdx.x;
-    page = {rows[head] + i * kPageTokens * row_bytes, sequence, static_cast<int>(first + i)};
-    return true;
-  }
-};
-
-// Pages that a token of a batch is the last of, a block for each token.
-struct PagesOfBatch {
-  const BatchToken* tokens;
-  PagedRows rows;
-
-  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, BuildPage& page) const {
-    const BatchToken token = tokens[blockIdx.x];
-    if (place_in_page(token.position) != kPageTokens - 1) return false;
-    const int number = page_of(token.position);
-    const PageSlots slots = page_table_of(rows, token.sequence)[number];
-    page = {page_rows(rows, head, slots, row_bytes), token.sequence, number};
-    return true;
-  }
-};
-
 template <typename Pages>
 struct BuildArgs {
   Pages pages;
   TilePool to;
   std::int64_t row_bytes;  // from row to row
-  std::int32_t* bad;       // host-visible [sequences, kv_heads]
+  std::int32_t* bad;       // reported [sequences, kv_heads]
   int head_dim;
   float margin;  // ValueTiles::margin()
   float step;    // ValueTiles::step()
 };
-
-__device__ __forceinline__ __half2 as_pair(__half, std::uint32_t bits) { return as_half2(bits); }
-__device__ __forceinline__ __nv_bfloat162 as_pair(__nv_bfloat16, std::uint32_t bits) {
-  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
-}
-template <typename Pair>
-__device__ __forceinline__ std::uint32_t bits_of(Pair pair) {
-  return *reinterpret_cast<const std::uint32_t*>(&pair);
-}
-__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
-__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
-  return __bfloat1622float2(pair);
-}
-
-// Of two neighbouring channels.
-template <typename Pair>
-struct Range {
-  Pair low;
-  Pair high;
-
-  __device__ void include(const Range& other) {
-    low = __hmin2(low, other.low);
-    high = __hmax2(high, other.high);
-  }
-};
-
-__device__ __forceinline__ __half as_stored(float x) {
-  return __float2half_rn(fminf(fmaxf(x, -kLargestHalf), kLargestHalf));
-}
 
 // Zero and scale of one channel, as they are kept and as values are quantised with them; rounded at
 // every step, like the CPU's.
@@ -105,8 +36,8 @@ struct Quantiser {
 
   __device__ Quantiser(float low, float high, float margin, float step) {
     const float out = __fsub_rn(__fmul_rn(high, margin), __fmul_rn(low, margin));
-    zero = as_stored(__fadd_rn(low, out));
-    scale = as_stored(__fsub_rn(__fmul_rn(high, step), __fmul_rn(low, step)));
+    zero = __float2half_rn(clamp_to_half(__fadd_rn(low, out)));
+    scale = __float2half_rn(clamp_to_half(__fsub_rn(__fmul_rn(high, step), __fmul_rn(low, step))));
     base = __half2float(zero);
     const float own = __half2float(scale);
     inverse = own > 0.0f ? __fdiv_rn(1.0f, own) : 0.0f;
@@ -114,9 +45,7 @@ struct Quantiser {
 
   __device__ std::uint32_t operator()(float value) const {
     constexpr auto kLargest = static_cast<float>((1 << kBits) - 1);
-    const float exact = __fmul_rn(__fsub_rn(value, base), inverse);
-    const float code = fminf(fmaxf(exact, 0.0f), kLargest);
-    return __float_as_uint(__fadd_rn(code, kRounder)) & ((1u << kBits) - 1u);
+    return code_of(value, base, inverse, kLargest) & ((1u << kBits) - 1u);
   }
 };
 
@@ -144,9 +73,9 @@ template <typename T, int kBits, typename Pages>
 __global__ void __launch_bounds__(kMaxThreads)
     build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
   using Pair = decltype(as_pair(T(), 0u));
-  __shared__ Range<Pair> ranges[kParts][kMaxHeadDim / 2];
+  __shared__ PairRange<Pair> ranges[kParts][kMaxHeadDim / 2];
   const int head = static_cast<int>(blockIdx.y);
-  BuildPage page;
+  WholePage page;
   const bool has_page = a.pages.find(head, a.row_bytes, page);
   std::int64_t place = 0;
   if (has_page) place = a.to.place_of(page.sequence, page.number);
@@ -167,16 +96,16 @@ __global__ void __launch_bounds__(kMaxThreads)
         page.rows + (part * kThreadTokens + k) * a.row_bytes);
     values[k] = as_pair(T(), row[pairs + pair]);
   }
-  Pair strange = as_pair(T(), 0u);  // becomes other than zero if a value is NaN or Inf
-  const Pair zero = strange;
-  Range<Pair> all{values[0], values[0]};
+  const Pair zeros = as_pair(T(), 0u);
+  Pair strange = zeros;
+  PairRange<Pair> all{values[0], values[0]};
 #pragma unroll
   for (int k = 0; k < kThreadTokens; ++k) {
     all.include({values[k], values[k]});
-    strange = __hfma2(values[k], zero, strange);
+    note_strange(values[k], zeros, strange);
   }
   if (works) ranges[part][pair] = all;
-  if (__syncthreads_or((bits_of(strange) & 0x7fff7fffu) != 0) != 0) {
+  if (__syncthreads_or(is_strange(strange)) != 0) {
     if (thread == 0) a.bad[page.sequence * gridDim.y + head] = 1;
     return;
   }

@@ -26,7 +26,7 @@ struct ReadPage {
 
 struct TilesCall {
   const BatchToken* tokens = nullptr;
-  const HeadSelection* selections = nullptr;  // host-visible [heads]
+  const HeadSelection* selections = nullptr;  // reported [heads]
   const std::int32_t* positions = nullptr;    // [heads, position_capacity]
   std::int64_t position_capacity = 0;
   const __half* logits = nullptr;  // [heads, group, stride]
@@ -44,7 +44,7 @@ struct TilesCall {
   float* out = nullptr;               // [heads, group, head_dim]
   float* out_lse = nullptr;           // [heads, group]
   bool merge = false;
-  std::int32_t* pages_read = nullptr;  // host-visible [heads] or null
+  std::int32_t* pages_read = nullptr;  // reported [heads] or null
 
   // How the work is shared out.
   std::int32_t most_pages = 0;   // of a head

@@ -1,0 +1,99 @@
+// What kernels share that build an index of whole pages: the pages that blocks build, and pairs of
+// neighbouring channels, whose range is found and which are then quantised.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/runtime/heads.h"
+#include "kernels/runtime/paged.cuh"
+
+namespace sluice::cuda {
+
+// A page of one KV head that a block builds.
+struct WholePage {
+  const std::byte* rows;  // [kPageTokens, row_bytes]
+  std::int64_t sequence;
+  int number;  // among the pages of the sequence
+};
+
+// Pages of one sequence from rows that follow each other, a block for each.
+struct PageRun {
+  HeadRows rows;
+  std::int64_t sequence;
+  std::int64_t first;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, WholePage& page) const {
+    const std::int64_t i = blockIdx.x;
+    page = {rows[head] + i * kPageTokens * row_bytes, sequence, static_cast<int>(first + i)};
+    return true;
+  }
+};
+
+// Pages that a token of a batch is the last of, a block for each token.
+struct PagesOfBatch {
+  const BatchToken* tokens;
+  PagedRows rows;
+
+  __device__ __forceinline__ bool find(int head, std::int64_t row_bytes, WholePage& page) const {
+    const BatchToken token = tokens[blockIdx.x];
+    if (place_in_page(token.position) != kPageTokens - 1) return false;
+    const int number = page_of(token.position);
+    const PageSlots slots = page_table_of(rows, token.sequence)[number];
+    page = {page_rows(rows, head, slots, row_bytes), token.sequence, number};
+    return true;
+  }
+};
+
+__device__ __forceinline__ __half2 as_pair(__half, std::uint32_t bits) { return as_half2(bits); }
+__device__ __forceinline__ __nv_bfloat162 as_pair(__nv_bfloat16, std::uint32_t bits) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+}
+__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
+__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
+  return __bfloat1622float2(pair);
+}
+
+// Makes `strange`, which begins as zeros, other than zero if an element is NaN or Inf; see
+// is_strange().
+template <typename Pair>
+__device__ __forceinline__ void note_strange(Pair pair, Pair zeros, Pair& strange) {
+  strange = __hfma2(pair, zeros, strange);
+}
+template <typename Pair>
+__device__ __forceinline__ bool is_strange(Pair strange) {
+  return (*reinterpret_cast<const std::uint32_t*>(&strange) & 0x7fff7fffu) != 0;
+}
+
+// The smallest and largest element of two channels.
+template <typename Pair>
+struct PairRange {
+  Pair low;
+  Pair high;
+
+  __device__ void include(const PairRange& other) {
+    low = __hmin2(low, other.low);
+    high = __hmax2(high, other.high);
+  }
+};
+
+// What is finite as f16 stays so.
+__device__ __forceinline__ float clamp_to_half(float x) {
+  constexpr float kLargestHalf = 65504.0f;
+  return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
+}
+
+// The code of an element in the lowest bits, rounded to nearest even, below others that are left
+// to whoever uses it. Rounded at every step, like the CPU's.
+__device__ __forceinline__ std::uint32_t code_of(float x, float zero, float inverse_step,
+                                                 float largest) {
+  // Added to a float of [0, 2^22), it leaves that rounded in the lowest bits.
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+  const float exact = __fmul_rn(__fsub_rn(x, zero), inverse_step);
+  return __float_as_uint(__fadd_rn(fminf(fmaxf(exact, 0.0f), largest), kRounder));
+}
+
+}  // namespace sluice::cuda
