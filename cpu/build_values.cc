@@ -1,12 +1,11 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <iterator>
 #include <vector>
 
 #include "cpu/elementwise.h"
 #include "cpu/value_tiles.h"
-#include "lib/backend/kv_ops.h"
+#include "cpu/whole_pages.h"
 #include "lib/check.h"
 #include "lib/half.h"
 
@@ -93,53 +92,24 @@ bool build_page(const KvShape& shape, int bits, const std::byte* rows, std::byte
   return true;
 }
 
-std::byte* page_of(const ValueTilesView& view, int head_dim, std::int64_t head,
-                   std::int64_t sequence, std::int64_t page) {
-  return view.tiles.page(head_dim, head, view.slot(sequence, page), page);
+template <typename Params>
+void build(const Params& p, const std::vector<WholePage>& pages, Threads& threads) {
+  check(p.shape.head_dim <= static_cast<int>(kMaxHeadDim), "build_values: head_dim");
+  build_pages(p, pages, threads, [&](const WholePage& page) {
+    const std::int64_t slot = p.values.slot(page.sequence, page.number);
+    std::byte* const to = p.values.tiles.page(p.shape.head_dim, page.head, slot, page.number);
+    return build_page(p.shape, p.values.tiles.bits, page.rows, to);
+  });
 }
 
 }  // namespace
 
-void build_values(const BuildValuesParams& p, Threads& threads) {
-  check(p.shape.head_dim <= static_cast<int>(kMaxHeadDim), "build_values: head_dim");
-  const std::int64_t heads = p.shape.kv_heads;
-  const std::size_t page_bytes = kPageTokens * p.shape.row_bytes();
-  threads.for_each(
-      heads * p.pages,
-      [&](std::int64_t task) {
-        const std::int64_t head = task % heads;
-        const std::int64_t page = task / heads;
-        const std::byte* const rows = p.rows[static_cast<std::size_t>(head)].rows +
-                                      static_cast<std::size_t>(page) * page_bytes;
-        if (!build_page(
-                p.shape, p.values.tiles.bits, rows,
-                page_of(p.values, p.shape.head_dim, head, p.sequence, p.first_page + page))) {
-          p.bad[p.sequence * heads + head] = 1;
-        }
-      },
-      heads * p.pages * static_cast<std::int64_t>(page_bytes));
+void build_values(const BuildValuesParams& params, Threads& threads) {
+  build(params, pages_of_run(params), threads);
 }
 
-void build_values_batch(const BuildValuesBatchParams& p, Threads& threads) {
-  check(p.shape.head_dim <= static_cast<int>(kMaxHeadDim), "build_values_batch: head_dim");
-  const std::int64_t heads = p.shape.kv_heads;
-  const auto row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
-  std::vector<BatchToken> last;  // of their pages
-  std::copy_if(p.batch.tokens, p.batch.tokens + p.batch.count, std::back_inserter(last),
-               [](const BatchToken& token) { return token.count() % kPageTokens == 0; });
-  const auto pages = static_cast<std::int64_t>(last.size());
-  threads.for_each(
-      heads * pages,
-      [&](std::int64_t task) {
-        const std::int64_t head = task % heads;
-        const BatchToken& token = last[static_cast<std::size_t>(task / heads)];
-        if (!build_page(p.shape, p.values.tiles.bits,
-                        p.rows.row(token.sequence, head, token.page_first(), row_bytes),
-                        page_of(p.values, p.shape.head_dim, head, token.sequence, token.pages()))) {
-          p.bad[token.sequence * heads + head] = 1;
-        }
-      },
-      heads * pages * kPageTokens * row_bytes);
+void build_values_batch(const BuildValuesBatchParams& params, Threads& threads) {
+  build(params, pages_of_batch(params), threads);
 }
 
 }  // namespace sluice::cpu

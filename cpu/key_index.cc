@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <limits>
 #include <numeric>
 #include <vector>
 
 #include "cpu/elementwise.h"
+#include "cpu/whole_pages.h"
 #include "lib/half.h"
 
 namespace sluice::cpu {
@@ -125,17 +125,16 @@ void build_bounds(const PageKeys& keys, int head_dim, std::uint16_t* to) {
 }
 
 // Builds a page from its rows; false, and nothing is built, if a key is NaN or Inf.
-bool build_page(const KvShape& shape, const KeyIndexView& index, std::int64_t head,
-                std::int64_t sequence, std::int64_t page, const std::byte* rows) {
-  const PageKeys keys(rows, shape);
+bool build_page(const KvShape& shape, const KeyIndexView& index, const WholePage& page) {
+  const PageKeys keys(page.rows, shape);
   if (!keys.finite()) return false;
   const int d = shape.head_dim;
-  const std::int64_t slot = index.slot(sequence, page);
+  const std::int64_t slot = index.slot(page.sequence, page.number);
   if (index.tiles.codes != nullptr) {
-    build_tile(keys, d, index.tiles.bits, tile_page(index.tiles, d, head, slot, page));
+    build_tile(keys, d, index.tiles.bits, tile_page(index.tiles, d, page.head, slot, page.number));
   }
   if (index.bounds.bounds != nullptr) {
-    build_bounds(keys, d, index.bounds.of(d, head, slot, page));
+    build_bounds(keys, d, index.bounds.of(d, page.head, slot, page.number));
   }
   return true;
 }
@@ -155,40 +154,13 @@ TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::
 }
 
 void build_index(const BuildIndexParams& p, Threads& threads) {
-  const std::int64_t heads = p.shape.kv_heads;
-  const std::size_t page_bytes = kPageTokens * p.shape.row_bytes();
-  threads.for_each(
-      heads * p.pages,
-      [&](std::int64_t task) {
-        const std::int64_t head = task % heads;
-        const std::int64_t page = task / heads;
-        const RowSpan& rows = p.rows[static_cast<std::size_t>(head)];
-        if (!build_page(p.shape, p.index, head, p.sequence, p.first_page + page,
-                        rows.rows + static_cast<std::size_t>(page) * page_bytes)) {
-          p.bad[p.sequence * heads + head] = 1;
-        }
-      },
-      heads * p.pages * static_cast<std::int64_t>(page_bytes));
+  build_pages(p, pages_of_run(p), threads,
+              [&](const WholePage& page) { return build_page(p.shape, p.index, page); });
 }
 
 void build_batch(const BuildBatchParams& p, Threads& threads) {
-  const std::int64_t heads = p.shape.kv_heads;
-  const auto row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
-  std::vector<BatchToken> last;  // of their pages
-  std::copy_if(p.batch.tokens, p.batch.tokens + p.batch.count, std::back_inserter(last),
-               [](const BatchToken& token) { return token.count() % kPageTokens == 0; });
-  const auto pages = static_cast<std::int64_t>(last.size());
-  threads.for_each(
-      heads * pages,
-      [&](std::int64_t task) {
-        const std::int64_t head = task % heads;
-        const BatchToken& token = last[static_cast<std::size_t>(task / heads)];
-        if (!build_page(p.shape, p.index, head, token.sequence, token.pages(),
-                        p.rows.row(token.sequence, head, token.page_first(), row_bytes))) {
-          p.bad[token.sequence * heads + head] = 1;
-        }
-      },
-      heads * pages * kPageTokens * row_bytes);
+  build_pages(p, pages_of_batch(p), threads,
+              [&](const WholePage& page) { return build_page(p.shape, p.index, page); });
 }
 
 ChannelList all_channels(int head_dim) {

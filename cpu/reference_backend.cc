@@ -97,7 +97,7 @@ void ReferenceQueue::build_batch(const BuildBatchParams& params) { reference::bu
 
 void ReferenceQueue::estimate(const EstimateParams& params) {
   reference::estimate(params,
-                      {backend().info().reads, [&](const IndexRead& read) { on_index_read(read); },
+                      {backend().info().reads, [&](const PageRead& read) { on_index_read(read); },
                        [&](const std::byte* row, std::size_t bytes) { on_key_read(row, bytes); }});
 }
 
@@ -122,7 +122,7 @@ void ReferenceQueue::build_values_batch(const BuildValuesBatchParams& params) {
 }
 
 void ReferenceQueue::attend_tiles(const AttendTilesParams& params) {
-  reference::attend_tiles(params, [&](const ValuesRead& read) { on_values_read(read); });
+  reference::attend_tiles(params, [&](const PageRead& read) { on_values_read(read); });
 }
 
 }  // namespace sluice::cpu

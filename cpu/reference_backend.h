@@ -82,9 +82,9 @@ class ReferenceQueue : public Queue, public ReferenceReads {
 
  protected:
   // Called for every page of the key index that an operation reads, once for its KV head.
-  virtual void on_index_read(const IndexRead& /*read*/) {}
+  virtual void on_index_read(const PageRead& /*read*/) {}
   // Called for every page of value tiles that is read, likewise.
-  virtual void on_values_read(const ValuesRead& /*read*/) {}
+  virtual void on_values_read(const PageRead& /*read*/) {}
   // Called for every row whose key an estimate reads, likewise.
   virtual void on_key_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
 };

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/reference_ops.h"
+#include "cpu/whole_pages.h"
 #include "lib/half.h"
 
 namespace sluice::cpu::reference {
@@ -109,6 +110,14 @@ bool build_page(const KvShape& shape, const KeyIndexView& index, const IndexPage
     }
   }
   return true;
+}
+
+template <typename Params>
+void build(const Params& p, const std::vector<WholePage>& pages) {
+  build_pages(p, pages, [&](const WholePage& page) {
+    const std::int64_t slot = p.index.slot(page.sequence, page.number);
+    return build_page(p.shape, p.index, {page.head, slot, page.number}, page.rows);
+  });
 }
 
 // The estimates of one KV head of one token.
@@ -268,34 +277,9 @@ class HeadEstimate {
 
 }  // namespace
 
-void build_index(const BuildIndexParams& p) {
-  const std::size_t page_bytes = kPageTokens * p.shape.row_bytes();
-  for (int head = 0; head < p.shape.kv_heads; ++head) {
-    const std::byte* const rows = p.rows[static_cast<std::size_t>(head)].rows;
-    for (std::int64_t i = 0; i < p.pages; ++i) {
-      const std::int64_t page = p.first_page + i;
-      const IndexPage at = {head, p.index.slot(p.sequence, page), page};
-      if (!build_page(p.shape, p.index, at, rows + static_cast<std::size_t>(i) * page_bytes)) {
-        p.bad[std::int64_t{p.sequence} * p.shape.kv_heads + head] = 1;
-      }
-    }
-  }
-}
+void build_index(const BuildIndexParams& params) { build(params, pages_of_run(params)); }
 
-void build_batch(const BuildBatchParams& p) {
-  for (std::int64_t i = 0; i < p.batch.count; ++i) {
-    const BatchToken& token = p.batch.tokens[i];
-    if (token.count() % kPageTokens != 0) continue;
-    for (int head = 0; head < p.shape.kv_heads; ++head) {
-      const IndexPage at = {head, p.index.slot(token.sequence, token.pages()), token.pages()};
-      const std::byte* const rows = p.rows.row(token.sequence, head, token.page_first(),
-                                               static_cast<std::int64_t>(p.shape.row_bytes()));
-      if (!build_page(p.shape, p.index, at, rows)) {
-        p.bad[std::int64_t{token.sequence} * p.shape.kv_heads + head] = 1;
-      }
-    }
-  }
-}
+void build_batch(const BuildBatchParams& params) { build(params, pages_of_batch(params)); }
 
 void estimate(const EstimateParams& p, const EstimateReads& reads) {
   for (std::int64_t token = 0; token < p.batch.count; ++token) {

@@ -3,22 +3,10 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 
+#include "cpu/reference_reads.h"
 #include "lib/backend.h"
-
-namespace sluice::cpu {
-
-// What an estimate reads of a page of one KV head's index.
-struct IndexRead {
-  std::int32_t sequence = 0;
-  int head = 0;
-  std::int64_t page = 0;
-  std::size_t bytes = 0;
-};
-
-}  // namespace sluice::cpu
 
 namespace sluice::cpu::reference {
 
@@ -29,7 +17,7 @@ void build_batch(const BuildBatchParams& params);
 // pattern is that of the backend that the reference stands for.
 struct EstimateReads {
   ReadPattern pattern;
-  std::function<void(const IndexRead&)> on_page = [](const IndexRead&) {};
+  std::function<void(const PageRead&)> on_page = [](const PageRead&) {};
   std::function<void(const std::byte*, std::size_t)> on_key = [](const std::byte*, std::size_t) {};
 };
 void estimate(const EstimateParams& params, const EstimateReads& reads = {});

@@ -2,8 +2,17 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace sluice::cpu {
+
+// What is read of a page of one KV head's index, or of its value tiles.
+struct PageRead {
+  std::int32_t sequence = 0;
+  int head = 0;
+  std::int64_t page = 0;
+  std::size_t bytes = 0;
+};
 
 // Overridden by who wants to know, as tests do that hold an account of reads to what was read.
 class ReferenceReads {

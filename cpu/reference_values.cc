@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/reference_ops.h"
-#include "lib/backend/kv_ops.h"
+#include "cpu/whole_pages.h"
 #include "lib/half.h"
 
 namespace sluice::cpu::reference {
@@ -92,6 +92,15 @@ bool build_page(const KvShape& shape, const TilePage& page, const std::byte* row
   return true;
 }
 
+template <typename Params>
+void build(const Params& p, const std::vector<WholePage>& pages) {
+  build_pages(p, pages, [&](const WholePage& page) {
+    return build_page(p.shape,
+                      tile_page(p.values, p.shape.head_dim, page.head, page.sequence, page.number),
+                      page.rows);
+  });
+}
+
 // What one KV head of a token attends, all weights relative to estimated_lse.
 class HeadTiles {
  public:
@@ -105,7 +114,7 @@ class HeadTiles {
     if (!is_bad_) choose();
   }
 
-  void report(const std::function<void(const ValuesRead&)>& on_page) const {
+  void report(const std::function<void(const PageRead&)>& on_page) const {
     std::int32_t pages = 0;
     for (std::size_t page = 0; page < is_read_.size(); ++page) {
       if (!is_read_[page]) continue;
@@ -207,38 +216,13 @@ class HeadTiles {
 
 }  // namespace
 
-void build_values(const BuildValuesParams& p) {
-  const std::size_t page_bytes = kPageTokens * p.shape.row_bytes();
-  for (int head = 0; head < p.shape.kv_heads; ++head) {
-    const std::byte* rows = p.rows[static_cast<std::size_t>(head)].rows;
-    for (std::int64_t i = 0; i < p.pages; ++i, rows += page_bytes) {
-      const TilePage page =
-          tile_page(p.values, p.shape.head_dim, head, p.sequence, p.first_page + i);
-      if (!build_page(p.shape, page, rows)) {
-        p.bad[std::int64_t{p.sequence} * p.shape.kv_heads + head] = 1;
-      }
-    }
-  }
+void build_values(const BuildValuesParams& params) { build(params, pages_of_run(params)); }
+
+void build_values_batch(const BuildValuesBatchParams& params) {
+  build(params, pages_of_batch(params));
 }
 
-void build_values_batch(const BuildValuesBatchParams& p) {
-  const auto row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
-  for (std::int64_t i = 0; i < p.batch.count; ++i) {
-    const BatchToken& token = p.batch.tokens[i];
-    if (token.count() % kPageTokens != 0) continue;
-    for (int head = 0; head < p.shape.kv_heads; ++head) {
-      const TilePage page =
-          tile_page(p.values, p.shape.head_dim, head, token.sequence, token.pages());
-      if (!build_page(p.shape, page,
-                      p.rows.row(token.sequence, head, token.page_first(), row_bytes))) {
-        p.bad[std::int64_t{token.sequence} * p.shape.kv_heads + head] = 1;
-      }
-    }
-  }
-}
-
-void attend_tiles(const AttendTilesParams& p,
-                  const std::function<void(const ValuesRead&)>& on_page) {
+void attend_tiles(const AttendTilesParams& p, const std::function<void(const PageRead&)>& on_page) {
   for (std::int64_t token = 0; token < p.batch.count; ++token) {
     for (int head = 0; head < p.shape.kv_heads; ++head) {
       const HeadTiles tiles(p, token, head);

@@ -2,23 +2,10 @@
 // lib/value_tiles.h for what the operations do.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <functional>
 
+#include "cpu/reference_reads.h"
 #include "lib/value_tiles.h"
-
-namespace sluice::cpu {
-
-// What attention over value tiles reads of a page of one KV head.
-struct ValuesRead {
-  std::int32_t sequence = 0;
-  int head = 0;
-  std::int64_t page = 0;
-  std::size_t bytes = 0;
-};
-
-}  // namespace sluice::cpu
 
 namespace sluice::cpu::reference {
 
@@ -27,7 +14,7 @@ void build_values_batch(const BuildValuesBatchParams& params);
 // Tells on_page of each page that is read.
 void attend_tiles(
     const AttendTilesParams& params,
-    const std::function<void(const ValuesRead&)>& on_page = [](const ValuesRead&) {});
+    const std::function<void(const PageRead&)>& on_page = [](const PageRead&) {});
 void merge_partials(const MergePartialsParams& params);
 
 }  // namespace sluice::cpu::reference

@@ -421,8 +421,8 @@ TEST_P(BuildIndex, NamesTheHeadOfAKeyThatIsNoNumber) {
 TEST(ReferenceEstimate, TellsWhatItReads) {
   struct Reads : cpu::ReferenceQueue {
     using ReferenceQueue::ReferenceQueue;
-    void on_index_read(const cpu::IndexRead& read) override { all.push_back(read); }
-    std::vector<cpu::IndexRead> all;
+    void on_index_read(const cpu::PageRead& read) override { all.push_back(read); }
+    std::vector<cpu::PageRead> all;
   };
   Random random(testing::seed(20));
   const KvShape shape = {1, 4, 2, 64, DType::bf16};
@@ -437,7 +437,7 @@ TEST(ReferenceEstimate, TellsWhatItReads) {
     backend.watch().all.clear();
     index.estimate(c);
     std::size_t bytes = 0;
-    for (const cpu::IndexRead& one : backend.watch().all) {
+    for (const cpu::PageRead& one : backend.watch().all) {
       EXPECT_EQ(one.sequence, 4);
       bytes += one.bytes;
     }

@@ -118,10 +118,10 @@ class CountingQueue : public cpu::ReferenceQueue {
     counts_->host_to_device += bytes;
   }
 
-  void on_index_read(const cpu::IndexRead& read) override {
+  void on_index_read(const cpu::PageRead& read) override {
     counts_->index_bytes_read += read.bytes;
   }
-  void on_values_read(const cpu::ValuesRead& read) override {
+  void on_values_read(const cpu::PageRead& read) override {
     counts_->value_bytes_read += read.bytes;
   }
   void on_key_read(const std::byte* row, std::size_t bytes) override {
