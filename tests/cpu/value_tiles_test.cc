@@ -17,6 +17,7 @@
 #include "lib/backend/kv_ops.h"
 #include "sluice/errors.h"
 #include "tests/support/elements.h"
+#include "tests/support/partial_cases.h"
 #include "tests/support/value_cases.h"
 
 namespace sluice {
@@ -110,14 +111,8 @@ TEST_P(ValueTilesTest, LeaveOutHeadsWhoseSelectionIsBad) {
     ValueCase c;
     c.merge = merge;
     ValueProblem problem(c, seed);
-    problem.heads[7].bad = 1;
-    problem.heads[7].count = 0;
-    const testing::ValueAnswer wanted = testing::answer_of(problem);
-    const std::size_t query = 7 * 4;
-    EXPECT_EQ(std::isinf(wanted.lse[query]), !merge);
-    problem.logits[query * static_cast<std::size_t>(problem.stride)] =
-        std::numeric_limits<float>::quiet_NaN();
-    problem.estimated_lse[query] = std::numeric_limits<float>::quiet_NaN();
+    const testing::ValueAnswer wanted = testing::spoil_head(problem, 7);
+    EXPECT_EQ(std::isinf(wanted.lse[7 * 4]), !merge);
     GetParam().attend(problem.params());
     expect_answer(GetParam(), wanted, problem);
   }
@@ -142,31 +137,12 @@ TEST_P(ValueTilesTest, ReadFewerPagesForSmallerShares) {
 TEST_P(ValueTilesTest, MergePartialsOfAnySize) {
   const std::uint64_t seed = testing::seed(5);
   SCOPED_TRACE(testing::seed_message(seed));
-  Random random(seed);
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const std::vector<float> from_lse = {1.0f, -kInfinity, 300.0f, -kInfinity, -5.0f, 2.0f};
-  std::vector<float> lse = {2.0f, 3.0f, -300.0f, -kInfinity, -kInfinity, 2.0f};
-  const std::vector<float> old_lse = lse;
-  const int d = 20;
-  const auto rows = static_cast<std::int64_t>(lse.size());
-  const std::vector<float> from = random.normal(rows * d);
-  std::vector<float> out = random.normal(rows * d);
-  const std::vector<float> old = out;
-  GetParam().merge({rows, d, from.data(), from_lse.data(), out.data(), lse.data()});
-  for (std::size_t row = 0; row < lse.size(); ++row) {
-    const double a = std::exp(static_cast<double>(from_lse[row]));
-    const double b = std::exp(static_cast<double>(old_lse[row]));
-    if (a + b == 0.0) {
-      EXPECT_EQ(lse[row], -kInfinity);
-      continue;
-    }
-    EXPECT_NEAR(static_cast<double>(lse[row]), std::log(a + b), 1e-5) << row;
-    for (std::size_t i = row * d; i < (row + 1) * d; ++i) {
-      const double wanted =
-          (a * static_cast<double>(from[i]) + b * static_cast<double>(old[i])) / (a + b);
-      EXPECT_NEAR(static_cast<double>(out[i]), wanted, 1e-6) << row;
-    }
-  }
+  const testing::PartialsCase c(20, seed);
+  std::vector<float> out = c.old;
+  std::vector<float> lse = c.old_lse;
+  GetParam().merge(
+      {c.rows(), c.head_dim, c.from.data(), c.from_lse.data(), out.data(), lse.data()});
+  testing::expect_merged(c, out, lse);
 }
 
 // Rows of a sequence's whole pages and the tiles that are built of them.

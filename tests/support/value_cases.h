@@ -328,6 +328,20 @@ inline ValueAnswer answer_of(const ValueProblem& problem) {
   return answer;
 }
 
+// Makes the selection of one KV head bad, and NaN of what nobody may look at then. What is right:
+// nothing is attended of it.
+inline ValueAnswer spoil_head(ValueProblem& problem, std::int64_t head) {
+  HeadSelection& selection = problem.heads[static_cast<std::size_t>(head)];
+  selection.bad = 1;
+  selection.count = 0;
+  const ValueAnswer wanted = answer_of(problem);
+  const std::int64_t query = head * problem.of().group;
+  problem.logits[static_cast<std::size_t>(query * problem.stride)] =
+      std::numeric_limits<float>::quiet_NaN();
+  problem.estimated_lse[static_cast<std::size_t>(query)] = std::numeric_limits<float>::quiet_NaN();
+  return wanted;
+}
+
 // How far numbers may be from what is right.
 struct ValueTolerance {
   double out = 2e-5;  // of numbers of about 1

@@ -14,6 +14,7 @@
 #include "sluice/errors.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/kernels/has_device.h"
+#include "tests/support/partial_cases.h"
 #include "tests/support/value_cases.h"
 
 namespace sluice::cuda {
@@ -224,12 +225,7 @@ TEST(CudaAttendTiles, LeavesOutHeadsWhoseSelectionIsBad) {
     ValueCase c;
     c.merge = merge;
     ValueProblem problem(c, testing::seed(3));
-    problem.heads[7].bad = 1;
-    problem.heads[7].count = 0;
-    const ValueAnswer wanted = testing::answer_of(problem);
-    problem.logits[static_cast<std::size_t>(7 * 4 * problem.stride)] =
-        std::numeric_limits<float>::quiet_NaN();
-    problem.estimated_lse[7 * 4] = std::numeric_limits<float>::quiet_NaN();
+    const ValueAnswer wanted = testing::spoil_head(problem, 7);
     const Workspace workspace(kScratch);
     const DeviceProblem device(problem, false);
     attend_tiles(device.params(), workspace.launch());
@@ -287,40 +283,19 @@ TEST(CudaMergePartials, OfAnySize) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   const std::uint64_t seed = testing::seed(5);
   SCOPED_TRACE(testing::seed_message(seed));
-  testing::Random random(seed);
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const std::vector<float> from_lse = {1.0f, -kInfinity, 300.0f, -kInfinity, -5.0f, 2.0f};
-  const std::vector<float> old_lse = {2.0f, 3.0f, -300.0f, -kInfinity, -kInfinity, 2.0f};
-  const int d = 80;
-  const auto rows = static_cast<std::int64_t>(old_lse.size());
-  const std::vector<float> from = random.normal(rows * d);
-  const std::vector<float> old = random.normal(rows * d);
-  const DeviceBlock device_from = upload(from);
-  const DeviceBlock device_from_lse = upload(from_lse);
-  const DeviceBlock device_out = upload(old);
-  const DeviceBlock device_lse = upload(old_lse);
+  const testing::PartialsCase c(80, seed);
+  const DeviceBlock from = upload(c.from);
+  const DeviceBlock from_lse = upload(c.from_lse);
+  const DeviceBlock out = upload(c.old);
+  const DeviceBlock lse = upload(c.old_lse);
   const Workspace workspace(256);
-  merge_partials({rows, d, static_cast<const float*>(device_from.get()),
-                  static_cast<const float*>(device_from_lse.get()),
-                  static_cast<float*>(device_out.get()), static_cast<float*>(device_lse.get())},
+  merge_partials({c.rows(), c.head_dim, static_cast<const float*>(from.get()),
+                  static_cast<const float*>(from_lse.get()), static_cast<float*>(out.get()),
+                  static_cast<float*>(lse.get())},
                  workspace.launch());
   require(cudaStreamSynchronize(workspace.launch().stream), "merge_partials");
-  const std::vector<float> out = download<float>(device_out, old.size());
-  const std::vector<float> lse = download<float>(device_lse, old_lse.size());
-  for (std::size_t row = 0; row < lse.size(); ++row) {
-    const double a = std::exp(static_cast<double>(from_lse[row]));
-    const double b = std::exp(static_cast<double>(old_lse[row]));
-    if (a + b == 0.0) {
-      EXPECT_EQ(lse[row], -kInfinity);
-      continue;
-    }
-    EXPECT_NEAR(static_cast<double>(lse[row]), std::log(a + b), 1e-5) << row;
-    for (std::size_t i = row * d; i < (row + 1) * d; ++i) {
-      const double wanted =
-          (a * static_cast<double>(from[i]) + b * static_cast<double>(old[i])) / (a + b);
-      EXPECT_NEAR(static_cast<double>(out[i]), wanted, 1e-6) << row;
-    }
-  }
+  testing::expect_merged(c, download<float>(out, c.old.size()),
+                         download<float>(lse, c.old_lse.size()));
 }
 
 }  // namespace
