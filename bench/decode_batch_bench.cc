@@ -73,14 +73,14 @@ void run(benchmark::State& state, const std::string& name) {
   std::vector<KvSession*> all;
   for (KvSession& session : sessions) all.push_back(&session);
 
-  const ReplayCounts counts_before = model.queue().replay_counts();
+  const ReplayCounts counts_before = model.queue()->replay_counts();
   const DecodeBytes before = decode_bytes(all);
   model.decode(all);
   const DecodeBytes after = decode_bytes(all);
   for (int i = 0; i < kWarmUp; ++i) model.decode(all);
   double host_seconds = 0.0;
   for (auto _ : state) host_seconds += model.decode(all);
-  const ReplayCounts counts_after = model.queue().replay_counts();
+  const ReplayCounts counts_after = model.queue()->replay_counts();
   double alone = 0.0;
   for (KvSession& session : sessions) alone += seconds_alone(model, session);
 

@@ -38,7 +38,7 @@ void decode_step(benchmark::State& state, const std::string& name) {
                                                plan_of(model, policy, tokens, state.range(2) != 0),
                                                std::span<const Policy>(&policy, 1)));
     model.fill(session, tokens);
-    const ReplayCounts before = model.queue().replay_counts();
+    const ReplayCounts before = model.queue()->replay_counts();
     const std::uint64_t crossed = session.ledger().crossed(Tier::host, Tier::device).bytes;
     model.decode(session);
     state.counters["host_to_device_bytes"] =
@@ -46,7 +46,7 @@ void decode_step(benchmark::State& state, const std::string& name) {
     for (int i = 0; i < kWarmUp; ++i) model.decode(session);
     double host_seconds = 0.0;
     for (auto _ : state) host_seconds += model.decode(session);
-    const ReplayCounts after = model.queue().replay_counts();
+    const ReplayCounts after = model.queue()->replay_counts();
     using benchmark::Counter;
     state.counters["host_us"] = Counter(host_seconds * 1e6, Counter::kAvgIterations);
     state.counters["recordings"] = static_cast<double>(after.recordings - before.recordings);

@@ -107,9 +107,9 @@ void run(benchmark::State& state) {
   const std::vector<Policy> policies = {parse_policy("dense"), parse_policy("sluice")};
   Trace trace(model, std::make_shared<KvPool>(
                          model.queue(), plan_of(model, policies, state.range(0) != 0), policies));
-  const ReplayCounts before = model.queue().replay_counts();
+  const ReplayCounts before = model.queue()->replay_counts();
   for (auto _ : state) trace.run();
-  const ReplayCounts after = model.queue().replay_counts();
+  const ReplayCounts after = model.queue()->replay_counts();
   const std::int64_t recordings = after.recordings - before.recordings;
   const std::int64_t launches = after.launches - before.launches;
   const auto kinds = static_cast<std::int64_t>(trace.kinds());

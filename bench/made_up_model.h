@@ -24,7 +24,7 @@ class MadeUpModel {
   explicit MadeUpModel(ModelShape shape);
 
   Backend& backend() const { return *backend_; }
-  Queue& queue() const { return *queue_; }
+  const std::shared_ptr<Queue>& queue() const { return queue_; }
   Decoder& decoder() const { return *decoder_; }
   KvShape kv() const;
   // Of the matrices, every one of which a decode step reads once.
@@ -41,7 +41,7 @@ class MadeUpModel {
  private:
   ModelConfig config_;
   std::unique_ptr<Backend> backend_;
-  std::unique_ptr<Queue> queue_;
+  std::shared_ptr<Queue> queue_;
   std::unique_ptr<Decoder> decoder_;
   Buffer logits_;  // host memory, [Decoder::kLogitRows, vocabulary]
   std::uint64_t matrix_bytes_ = 0;

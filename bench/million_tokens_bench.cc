@@ -25,7 +25,7 @@ constexpr std::int64_t kChunk = 512;
 // A session filled up to kContext but for the tokens that the benchmark will decode.
 struct Book {
   std::unique_ptr<Backend> backend;
-  std::unique_ptr<Queue> queue;
+  std::shared_ptr<Queue> queue;
   std::unique_ptr<Decoder> decoder;
   std::unique_ptr<KvSession> session;
 };
@@ -66,7 +66,7 @@ Book open_book(std::int64_t decoded, std::int64_t device_memory) {
                              .device_cap = cap,
                              .attends_host_rows = true};
   book.session =
-      std::make_unique<KvSession>(std::make_shared<KvPool>(*book.queue, plan_kv(request)));
+      std::make_unique<KvSession>(std::make_shared<KvPool>(book.queue, plan_kv(request)));
   const std::vector<TokenId> tokens(static_cast<std::size_t>(kChunk), 267);
   while (book.session->length() < kPrefill) {
     book.decoder->step(tokens, Phase::prefill, *book.session);

@@ -228,8 +228,8 @@ Session Engine::new_session(const SessionOptions& options) {
   auto promise = std::make_shared<HostPromise>(impl(), plan.kv.host_bytes);
   return Session(std::make_unique<Session::Impl>(
       impl_,
-      KvSession(std::make_shared<KvPool>(*impl().queue, plan.kv, options.policies,
-                                         impl().config.scorers)),
+      KvSession(
+          std::make_shared<KvPool>(impl().queue, plan.kv, options.policies, impl().config.scorers)),
       std::move(promise)));
 }
 

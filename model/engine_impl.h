@@ -22,7 +22,7 @@ struct Engine::Impl {
   ModelInfo info;
   std::optional<Tokenizer> tokenizer;
   std::unique_ptr<Backend> backend;
-  std::unique_ptr<Queue> queue;
+  std::shared_ptr<Queue> queue;  // of all pools
   // Before anything was asked of the backend: of the device, and of the host.
   std::uint64_t backend_bytes = 0;
   std::uint64_t staging_bytes = 0;

@@ -114,11 +114,10 @@ const auto& of(const auto& impl) {
 }  // namespace
 
 KvCache::Impl::Impl(const KvConfig& config, std::unique_ptr<Backend> owned,
-                    std::unique_ptr<Queue> work, const KvPlan& plan)
+                    std::unique_ptr<Queue> queue, const KvPlan& plan)
     : backend(std::move(owned)),
-      queue(std::move(work)),
-      pool(std::make_shared<KvPool>(*queue, plan, config.policies, config.scorers)),
-      arrays(*queue, plan.shape, step_tokens(plan), query_factor(config)),
+      pool(std::make_shared<KvPool>(std::move(queue), plan, config.policies, config.scorers)),
+      arrays(pool->queue(), plan.shape, step_tokens(plan), query_factor(config)),
       waits(config.stream == nullptr) {
   leaving.reserve(static_cast<std::size_t>(plan.sequences));
 }

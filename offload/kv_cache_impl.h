@@ -22,7 +22,6 @@ namespace sluice {
 // Backend, work space and tables serve one call at a time, and one step from its begin to its end.
 struct KvCache::Impl {
   std::unique_ptr<Backend> backend;
-  std::unique_ptr<Queue> queue;
   std::shared_ptr<KvPool> pool;
   CallerArrays arrays;
   bool waits;  // for every call's work, whatever the memory of its arrays
@@ -32,7 +31,7 @@ struct KvCache::Impl {
   std::optional<std::thread::id> stepping{};  // whose step is under way
   std::vector<KvSession> leaving{};           // ended during a step; closed after it
 
-  Impl(const KvConfig& config, std::unique_ptr<Backend> owned, std::unique_ptr<Queue> work,
+  Impl(const KvConfig& config, std::unique_ptr<Backend> owned, std::unique_ptr<Queue> queue,
        const KvPlan& plan);
 
   // Once no step is under way. Throws Error{usage} if one is the calling thread's own.

@@ -38,18 +38,9 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
 
 }  // namespace
 
-KvPool::KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
+KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies,
                const Scorers& scorers)
-    : KvPool(backend.make_queue(), nullptr, plan, policies, scorers) {}
-
-KvPool::KvPool(Queue& queue, const KvPlan& plan, std::span<const Policy> policies,
-               const Scorers& scorers)
-    : KvPool(nullptr, &queue, plan, policies, scorers) {}
-
-KvPool::KvPool(std::unique_ptr<Queue> owned, Queue* queue, const KvPlan& plan,
-               std::span<const Policy> policies, const Scorers& scorers)
-    : owned_(std::move(owned)),
-      queue_(owned_ != nullptr ? owned_.get() : queue),
+    : queue_(std::move(queue)),
       transfer_(queue_->backend().make_queue({.computes = false})),
       plan_(plan),
       policies_(policies.begin(), policies.end()),

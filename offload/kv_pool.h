@@ -25,12 +25,10 @@ namespace sluice {
 
 class KvPool {
  public:
-  // Allocates what the plan says, but for the rows at home, which grow with what is in use.
-  // `policies`: those that sequences may use; none: dense. They name `scorers`.
-  KvPool(Queue& queue, const KvPlan& plan, std::span<const Policy> policies = {},
-         const Scorers& scorers = own_scorers());
-  // On a queue of its own.
-  KvPool(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {},
+  // Allocates what the plan says, but for the rows at home, which grow with what is in use. Steps
+  // are issued to `queue`. `policies`: those that sequences may use; none: dense. They name
+  // `scorers`.
+  KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies = {},
          const Scorers& scorers = own_scorers());
   KvPool(const KvPool&) = delete;
   KvPool& operator=(const KvPool&) = delete;
@@ -90,13 +88,10 @@ class KvPool {
   std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
 
  private:
-  KvPool(std::unique_ptr<Queue> owned, Queue* queue, const KvPlan& plan,
-         std::span<const Policy> policies, const Scorers& scorers);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void publish();
 
-  std::unique_ptr<Queue> owned_;
-  Queue* queue_;
+  std::shared_ptr<Queue> queue_;
   std::unique_ptr<Queue> transfer_;
   KvPlan plan_;
   std::vector<Policy> policies_;

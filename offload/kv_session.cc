@@ -33,10 +33,6 @@ KvSession::KvSession(std::shared_ptr<KvPool> pool, std::int32_t sequence)
 
 KvSession::KvSession(const std::shared_ptr<KvPool>& pool) : KvSession(pool, pool->open()) {}
 
-KvSession::KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
-                     const Scorers& scorers)
-    : KvSession(std::make_shared<KvPool>(backend, plan, policies, scorers)) {}
-
 KvSession& KvSession::operator=(KvSession&& other) noexcept {
   if (this == &other) return *this;
   std::destroy_at(this);

@@ -19,9 +19,6 @@ class KvSession {
   // A new sequence. Throws Error{memory} if the pool has as many as were planned for. The first of
   // the pool's policies is in force.
   explicit KvSession(const std::shared_ptr<KvPool>& pool);
-  // In a pool of its own. The shape must be supported.
-  KvSession(Backend& backend, const KvPlan& plan, std::span<const Policy> policies = {},
-            const Scorers& scorers = own_scorers());
   KvSession(KvSession&&) noexcept = default;
   KvSession& operator=(KvSession&& other) noexcept;
   ~KvSession();

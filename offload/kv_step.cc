@@ -27,7 +27,7 @@ KvStep::Impl::~Impl() {
   fail_all({ErrorCode::internal, "its step was not ended"});
   // What it issued is done before the next step reports anything.
   try {
-    cache->queue->synchronize();
+    cache->pool->queue().synchronize();
   } catch (const Error& error) {
     fail_all(error);
   }
@@ -86,7 +86,7 @@ void KvStep::Impl::do_or_fail(const auto& work) {
   }
   // What was issued must not write to host memory any more.
   try {
-    cache->queue->synchronize();
+    cache->pool->queue().synchronize();
   } catch (const Error& error) {
     fail_all(error);
   }
@@ -164,7 +164,7 @@ void KvStep::Impl::append(int layer, const KvInput& keys, const KvInput& values)
     } else {
       session().append(layer, rows);
     }
-    if (waits) cache->queue->synchronize();
+    if (waits) cache->pool->queue().synchronize();
   });
   appended[static_cast<std::size_t>(layer)] = true;
   latest = layer;
@@ -189,7 +189,7 @@ void KvStep::Impl::attend(int layer, const KvInput& input, const KvOutput& out, 
       session().attend(layer, queries);
     }
     cache->arrays.write(out, lse, tokens);
-    if (waits) cache->queue->synchronize();
+    if (waits) cache->pool->queue().synchronize();
   });
   attended[static_cast<std::size_t>(layer)] = true;
   if (waits) fail_bad_queries(layer);
@@ -198,7 +198,7 @@ void KvStep::Impl::attend(int layer, const KvInput& input, const KvOutput& out, 
 // What calls did not wait to see.
 void KvStep::Impl::fail_bad_of_all() {
   if (cache->waits) return;
-  cache->queue->synchronize();
+  cache->pool->queue().synchronize();
   for (int layer = 0; layer < shape().layers; ++layer) {
     const auto at = static_cast<std::size_t>(layer);
     if (appended[at]) fail_bad_rows(layer);

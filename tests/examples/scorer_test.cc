@@ -16,6 +16,7 @@
 #include "tests/support/backends.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/elements.h"
+#include "tests/support/plan.h"
 #include "tests/support/script.h"
 
 namespace sluice {
@@ -54,7 +55,7 @@ KvPlan plan_of(const KvShape& shape, std::int64_t context, const Policy& policy,
 }
 
 KvSession session_of(Backend& backend, const KvPlan& plan, const Policy& policy) {
-  return {backend, plan, {&policy, 1}, with_signs()};
+  return testing::session_of(backend, plan, {&policy, 1}, with_signs());
 }
 
 class Signs : public ::testing::TestWithParam<testing::NamedBackend> {};
@@ -208,8 +209,9 @@ TEST(SignsSession, TheIndexSurvivesForksAndRewinding) {
   const Script one(shape, 700, seed);
   const Script two(shape, 700, seed + 1);
   cpu::CpuBackend backend{cpu::CpuOptions{}};
-  const auto pool = std::make_shared<KvPool>(backend, plan_of(shape, 700, policy, {}, 3),
-                                             std::span(&policy, 1), with_signs());
+  const auto pool =
+      std::make_shared<KvPool>(backend.make_queue(), plan_of(shape, 700, policy, {}, 3),
+                               std::span(&policy, 1), with_signs());
   const auto answer = [&](std::int64_t shared, std::int64_t end) {
     KvSession fresh = session_of(backend, plan_of(shape, 700, policy), policy);
     one.prefill(fresh, shared);

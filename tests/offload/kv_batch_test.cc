@@ -79,7 +79,8 @@ TEST_P(Batches, EverySessionGetsWhatItWouldGetAlone) {
   for (std::uint64_t i = 0; i < 5; ++i) scripts.emplace_back(shape_, context, 20 + i);
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   const auto pool = std::make_shared<KvPool>(
-      backend, plan_of(shape_, context, 5, {&policy_, 1}, cap(context, 5, {&policy_, 1})),
+      backend.make_queue(),
+      plan_of(shape_, context, 5, {&policy_, 1}, cap(context, 5, {&policy_, 1})),
       std::span(&policy_, 1));
   std::vector<KvSession> together;
   std::vector<KvSession> alone;
@@ -87,7 +88,8 @@ TEST_P(Batches, EverySessionGetsWhatItWouldGetAlone) {
   std::vector<const Script*> ordered;
   for (std::size_t i = 0; i < 5; ++i) {
     together.emplace_back(pool);
-    alone.emplace_back(backend, plan_of(shape_, context, 1, {&policy_, 1}), std::span(&policy_, 1));
+    alone.push_back(
+        testing::session_of(backend, plan_of(shape_, context, 1, {&policy_, 1}), {&policy_, 1}));
     scripts[i].prefill(together[i], lengths[i]);
     scripts[i].prefill(alone[i], lengths[i]);
   }
@@ -121,7 +123,8 @@ TEST_P(Batches, ForksAnswerAsSessionsOfTheirOwnWould) {
   Random random(seed);
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   const auto pool = std::make_shared<KvPool>(
-      backend, plan_of(shape_, context, 4, {&policy_, 1}, cap(context, 4, {&policy_, 1})),
+      backend.make_queue(),
+      plan_of(shape_, context, 4, {&policy_, 1}, cap(context, 4, {&policy_, 1})),
       std::span(&policy_, 1));
   // Every session follows one script up to where it was forked, and its own from there on.
   struct Branch {
@@ -130,8 +133,8 @@ TEST_P(Batches, ForksAnswerAsSessionsOfTheirOwnWould) {
   };
   const Script script(shape_, context, seed);
   const auto fresh = [&](std::int64_t tokens) {
-    auto session = std::make_unique<KvSession>(backend, plan_of(shape_, context, 1, {&policy_, 1}),
-                                               std::span(&policy_, 1));
+    auto session = std::make_unique<KvSession>(
+        testing::session_of(backend, plan_of(shape_, context, 1, {&policy_, 1}), {&policy_, 1}));
     script.prefill(*session, tokens);
     return session;
   };
@@ -223,7 +226,7 @@ TEST(KvBatch, TwentyFourForksCostOnePrefixAndWhatTheyAdd) {
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   const KvPlan plan =
       plan_of(shape, prefix + own, 25, {&policy, 1}, std::nullopt, prefix + 25 * own);
-  const auto pool = std::make_shared<KvPool>(backend, plan, std::span(&policy, 1));
+  const auto pool = std::make_shared<KvPool>(backend.make_queue(), plan, std::span(&policy, 1));
   const Script script(shape, prefix + own, 3);
   KvSession root(pool);
   append_only(root, script, prefix);
@@ -256,11 +259,12 @@ TEST(KvBatch, RefusesWhatItCannotServeAndChangesNothing) {
   const KvShape shape{2, 4, 2, 32, DType::bf16};
   const std::vector<Policy> policies = {parse_policy("select=int4 prune=top_k(8)"), Policy()};
   cpu::CpuBackend backend{cpu::CpuOptions{}};
-  const auto pool = std::make_shared<KvPool>(backend, plan_of(shape, 200, 2, policies), policies);
+  const auto pool =
+      std::make_shared<KvPool>(backend.make_queue(), plan_of(shape, 200, 2, policies), policies);
   KvSession a(pool);
   KvSession b(pool);
   EXPECT_THROW(KvSession{pool}, Error) << "two were planned for";
-  KvSession other(backend, plan_of(shape, 200, 1, policies), policies);
+  KvSession other = testing::session_of(backend, plan_of(shape, 200, 1, policies), policies);
   const Script script(shape, 200, 1);
   script.prefill(a, 50);
   script.prefill(b, 200);
@@ -293,8 +297,8 @@ TEST(KvBatch, ASessionThatMeetsNaNEndsAloneAndTheOthersGoOn) {
   const KvShape shape{2, 4, 2, 32, DType::bf16};
   const Policy policy = parse_policy("select=int4 prune=top_k(8)");
   cpu::CpuBackend backend{cpu::CpuOptions{}};
-  const auto pool = std::make_shared<KvPool>(backend, plan_of(shape, 300, 2, {&policy, 1}),
-                                             std::span(&policy, 1));
+  const auto pool = std::make_shared<KvPool>(
+      backend.make_queue(), plan_of(shape, 300, 2, {&policy, 1}), std::span(&policy, 1));
   KvSession good(pool);
   KvSession bad(pool);
   const Script script(shape, 300, 1);
@@ -309,7 +313,8 @@ TEST(KvBatch, ASessionThatMeetsNaNEndsAloneAndTheOthersGoOn) {
   EXPECT_EQ(bad.length(), 127);
   EXPECT_THROW(bad.fork(), Error) << "a fork of a broken session";
   EXPECT_THROW(KvBatch{both}, Error);
-  KvSession alone(backend, plan_of(shape, 300, 1, {&policy, 1}), std::span(&policy, 1));
+  KvSession alone =
+      testing::session_of(backend, plan_of(shape, 300, 1, {&policy, 1}), std::span(&policy, 1));
   script.prefill(alone, 128);
   EXPECT_LT(
       largest_difference(script.step(good, Phase::decode, 1), script.step(alone, Phase::decode, 1)),
@@ -320,7 +325,7 @@ TEST(KvBatch, APoolThatIsFullRefusesTheStepAndServesItOnceThereIsRoom) {
   const KvShape shape{1, 2, 1, 32, DType::bf16};
   CountingBackend backend;
   const KvPlan plan = plan_of(shape, 384, 3, {}, std::nullopt, 256);  // six blocks
-  const auto pool = std::make_shared<KvPool>(backend, plan);
+  const auto pool = std::make_shared<KvPool>(backend.make_queue(), plan);
   const Script script(shape, 384, 1);
   KvSession a(pool);
   KvSession b(pool);

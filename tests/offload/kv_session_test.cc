@@ -108,7 +108,7 @@ TEST(KvSession, EqualsDenseAttentionAtEveryCap) {
     SCOPED_TRACE(cap);
     CountingBackend backend(cap);
     const KvPlan plan = testing::plan_of(shape, context, 200, cap, true);
-    KvSession session(backend, plan);
+    KvSession session = testing::session_of(backend, plan);
     Conversation conversation(shape, 42);
     for (const std::int64_t tokens : {3, 200, 60, 1, 1, 128, 5}) {
       for (std::int64_t left = tokens; left > 0;) {
@@ -142,7 +142,7 @@ TEST(KvSession, LedgerEqualsTheBytesThatReallyMoved) {
     SCOPED_TRACE(::testing::Message() << "case " << i << ", cap " << cap);
     CountingBackend backend(cap);
     const KvPlan plan = testing::plan_of(shape, context, random.integer(1, 150), cap, true);
-    KvSession session(backend, plan);
+    KvSession session = testing::session_of(backend, plan);
     Conversation conversation(shape, seed);
     std::uint64_t seen_rows = 0;
     while (conversation.length() < context) {
@@ -167,7 +167,8 @@ TEST(KvSession, LedgerEqualsTheBytesThatReallyMoved) {
 TEST(KvSession, InPlaceMovesNothing) {
   const KvShape shape{2, 4, 2, 32, DType::f32};
   CountingBackend backend;
-  KvSession session(backend, testing::plan_of(shape, 400, 150, std::nullopt, true));
+  KvSession session =
+      testing::session_of(backend, testing::plan_of(shape, 400, 150, std::nullopt, true));
   Conversation conversation(shape, 3);
   for (const std::int64_t tokens : {150, 1, 100, 1, 1}) {
     EXPECT_LT(conversation.step(session, tokens), kTolerance);
@@ -181,7 +182,8 @@ TEST(KvSession, InPlaceMovesNothing) {
 TEST(KvSession, RefusesMoreThanItWasPlannedFor) {
   const KvShape shape{1, 1, 1, 32, DType::f32};
   CountingBackend backend;
-  KvSession session(backend, testing::plan_of(shape, 10, 8, std::nullopt, true));
+  KvSession session =
+      testing::session_of(backend, testing::plan_of(shape, 10, 8, std::nullopt, true));
   Conversation conversation(shape, 3);
   conversation.step(session, 8);
   const auto code_of = [&](std::int64_t tokens) {
@@ -203,8 +205,9 @@ TEST(KvSession, AnInterruptedStepEndsTheSessionAndNoOther) {
   const std::uint64_t rows = 64 * shape.row_bytes();
   CountingBackend backend(MemoryAccount::kNoCap, 6 * rows);
   const KvPlan plan = testing::plan_of(shape, 100000, 512, std::nullopt, true);
-  KvSession hungry(backend, plan);
-  KvSession modest(backend, testing::plan_of(shape, 64, 64, std::nullopt, true));
+  KvSession hungry = testing::session_of(backend, plan);
+  KvSession modest =
+      testing::session_of(backend, testing::plan_of(shape, 64, 64, std::nullopt, true));
   EXPECT_THROW(hungry.begin_step(Phase::prefill, 512), Error);
   try {
     hungry.begin_step(Phase::prefill, 1);

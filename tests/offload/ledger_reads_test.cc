@@ -130,8 +130,8 @@ TEST_P(LedgerReads, AreThoseThatHappened) {
   CountingBackend backend(cap().value_or(MemoryAccount::kNoCap));
   // Prime to each other and to the groups, so that no part stands for another.
   if (case_.like_gpu) backend.read_like({kTilePages, 7, 3});
-  const auto pool =
-      std::make_shared<KvPool>(backend, plan(cap()), std::span<const Policy>(&policy_, 1));
+  const auto pool = std::make_shared<KvPool>(backend.make_queue(), plan(cap()),
+                                             std::span<const Policy>(&policy_, 1));
   std::vector<Script> scripts;
   std::vector<KvSession> sessions;
   std::vector<KvSession*> all;

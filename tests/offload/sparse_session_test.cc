@@ -25,7 +25,8 @@ constexpr double kTolerance = 3e-5;  // fp32 sums of a few thousand terms of ord
 KvSession make_session(Backend& backend, const KvShape& shape, std::int64_t context,
                        const std::vector<Policy>& policies, std::int64_t batch = 1,
                        std::optional<std::uint64_t> cap = std::nullopt) {
-  return {backend, testing::plan_of(shape, context, 256, cap, true, policies, batch), policies};
+  return testing::session_of(
+      backend, testing::plan_of(shape, context, 256, cap, true, policies, batch), policies);
 }
 
 // Every method with a budget that leaves nothing out.
@@ -131,14 +132,14 @@ TEST_P(SparseBudget, ACapChangesNothingAndHolds) {
     return testing::plan_of(shape_, context_, 64, cap, true, {&policy_, 1});
   };
   CountingBackend free;
-  KvSession expected(free, plan(std::nullopt), {&policy_, 1});
+  KvSession expected = testing::session_of(free, plan(std::nullopt), {&policy_, 1});
   script_.prefill(expected, prompt);
   const std::vector<float> answer = script_.step(expected, Phase::decode, 1);
   const std::uint64_t overhead = expected.plan().index_bytes + expected.plan().work_bytes;
   const std::uint64_t page = kPageTokens * shape_.row_bytes();
   for (const std::uint64_t cap : {overhead + 12 * page, overhead + 64 * page}) {
     CountingBackend backend(cap);
-    KvSession session(backend, plan(cap), {&policy_, 1});
+    KvSession session = testing::session_of(backend, plan(cap), {&policy_, 1});
     script_.prefill(session, prompt);
     backend.host_rows_attended = 0;
     EXPECT_LT(largest_difference(answer, script_.step(session, Phase::decode, 1)), kTolerance);
@@ -201,10 +202,10 @@ TEST(SparseSession, AStepMayLeaveTheResidentRows) {
     return testing::plan_of(shape, context, 64, cap, true, {&policy, 1}, 16);
   };
   CountingBackend free;
-  KvSession expected(free, plan(std::nullopt), {&policy, 1});
+  KvSession expected = testing::session_of(free, plan(std::nullopt), {&policy, 1});
   const std::uint64_t cap = plan(std::uint64_t{1} << 40).device_bytes - 400 * shape.row_bytes();
   CountingBackend backend(cap);
-  KvSession session(backend, plan(cap), {&policy, 1});
+  KvSession session = testing::session_of(backend, plan(cap), {&policy, 1});
   const std::int64_t resident = session.plan().resident_tokens;
   ASSERT_GE(resident, 128);
   ASSERT_LT(resident, 300);
@@ -227,7 +228,7 @@ TEST(SparseSession, PlansEveryByteOfTheHost) {
     const Policy policy = parse_policy(text);
     const KvPlan plan = testing::plan_of(shape, 500, 64, std::nullopt, true, {&policy, 1}, 4);
     CountingBackend backend(MemoryAccount::kNoCap, plan.host_bytes);
-    KvSession session(backend, plan, {&policy, 1});
+    KvSession session = testing::session_of(backend, plan, {&policy, 1});
     if (policy.prefill.tau > 0.0) continue;
     const Script script(shape, 500, 5);
     script.prefill(session, 490);

@@ -1,9 +1,12 @@
-// Plans of one sequence, in short.
+// Plans of one sequence, and sessions of pools of their own, in short.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <span>
 
+#include "offload/kv_pool.h"
+#include "offload/kv_session.h"
 #include "offload/planner.h"
 
 namespace sluice::testing {
@@ -20,6 +23,13 @@ inline KvPlan plan_of(const KvShape& shape, std::int64_t context, std::int64_t c
   request.device_cap = device_cap;
   request.attends_host_rows = attends_host_rows;
   return plan_kv(request);
+}
+
+// On a queue of its own.
+inline KvSession session_of(Backend& backend, const KvPlan& plan,
+                            std::span<const Policy> policies = {},
+                            const Scorers& scorers = own_scorers()) {
+  return KvSession(std::make_shared<KvPool>(backend.make_queue(), plan, policies, scorers));
 }
 
 }  // namespace sluice::testing
