@@ -37,13 +37,16 @@ void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& f
     largest = std::max(largest, std::fabs(products[i]));
   }
   const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  const float step = largest / 127.0f;
+  float lost = 0.0f;
   for (std::size_t i = 0; i < count; ++i) {
     folded.weights[i] = static_cast<std::int8_t>(std::lrint(products[i] * inverse));
+    lost += products[i] - step * static_cast<float>(folded.weights[i]);
   }
   std::fill(folded.weights.begin() + count, folded.weights.begin() + (count + 3) / 4 * 4,
             std::int8_t{0});
-  folded.factor = largest / 127.0f * factor;
-  folded.offset = offset * factor;
+  folded.factor = step * factor;
+  folded.offset = (offset + middle_code(scan.bits) * lost) * factor;
 }
 
 }  // namespace

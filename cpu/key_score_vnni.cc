@@ -250,13 +250,19 @@ void fold_bunch(const float* q, std::int64_t stride, const float* factors, const
   for (int h = 0; h < kQueries; ++h) {
     const float high = _mm512_reduce_max_ps(largest[h]);
     const __m512 inverse = _mm512_set1_ps(high > 0.0f ? 127.0f / high : 0.0f);
+    const __m512 step = _mm512_set1_ps(high / 127.0f);
+    __m512 lost = _mm512_setzero_ps();
     for (std::size_t i = 0; i < count; i += kLanes) {
-      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(products[h][i / kLanes], inverse));
+      const __m512 product = products[h][i / kLanes];
+      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(product, inverse));
+      lost = _mm512_add_ps(lost, _mm512_fnmadd_ps(_mm512_cvtepi32_ps(rounded), step, product));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(folded[h].weights.data() + i),
                        _mm512_cvtepi32_epi8(rounded));
     }
     folded[h].factor = high / 127.0f * factors[h];
-    folded[h].offset = _mm512_reduce_add_ps(offset[h]) * factors[h];
+    folded[h].offset =
+        (_mm512_reduce_add_ps(offset[h]) + middle_code(scan.bits) * _mm512_reduce_add_ps(lost)) *
+        factors[h];
   }
 }
 

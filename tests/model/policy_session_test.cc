@@ -63,6 +63,7 @@ INSTANTIATE_TEST_SUITE_P(
                                          "select=exact prune=top_p(1)", "sparq prune=top_k(1/1)",
                                          "sluice candidates=1/1 prune=top_p(1) cap=none",
                                          "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
+                                         "select=int4 prune=top_k(1/1) compensate=values",
                                          "streaming recent=100000", "select=dense prefill=zipvl(1)",
                                          "select=dense prefill=zipvl(1,evict)",
                                          "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)")),

@@ -108,7 +108,8 @@ TEST_P(Caches, ScaleSelectionAsTheyScaleAttention) {
   if (skips()) return;
   for (const char* const line :
        {"select=int4 prune=top_k(20)", "select=sparq(r=8) prune=top_p(0.9) compensate=mean_value",
-        "select=quest prune=top_k(32)", "select=exact prune=top_p(0.8)"}) {
+        "select=quest prune=top_k(32)", "select=exact prune=top_p(0.8)",
+        "select=int4 prune=top_k(8) compensate=values"}) {
     SCOPED_TRACE(line);
     KvConfig scaled = config(320);
     scaled.policies = {parse_policy(line)};
@@ -155,10 +156,53 @@ TEST_P(Caches, CompletePoliciesGiveTheOracleAtAnyScale) {
   }
 }
 
+// Where nothing, or nothing that matters, depends on which of two equals is selected. Estimates go
+// through weights of 8 bits on the CPU and numbers of 16 bits on a GPU.
+TEST_P(Caches, ValuesInAFewBitsAreThoseOfTheReference) {
+  if (skips()) return;
+  constexpr double kClose = 6e-2;
+  for (const char* const line : {"select=int4 prune=none compensate=values(bits=2,pages=1)",
+                                 "select=int4 prune=none compensate=values(bits=3,pages=1)",
+                                 "select=int4 prune=none compensate=values(bits=4,pages=1)",
+                                 "select=int4 prune=none sinks=130 compensate=values(pages=0.3)",
+                                 "select=int4 prune=top_k(16) compensate=values(bits=4,pages=1)"}) {
+    SCOPED_TRACE(line);
+    KvConfig config = this->config(300);
+    config.policies = {parse_policy(line)};
+    // Rounded weights may choose other pages.
+    if (on_gpu() && config.policies[0].values.pages < 1.0) continue;
+    KvConfig reference = config;
+    reference.device = "reference";
+    KvCache cache(config);
+    KvCache expected_cache(reference);
+    KvSequence sequence = cache.new_sequence();
+    KvSequence expected_sequence = expected_cache.new_sequence();
+    const Script script(config.shape, 300, seed_);
+    for (int i = 0; i < 15; ++i) {
+      take(sequence, config.shape, script, Phase::prefill, 16);
+      take(expected_sequence, config.shape, script, Phase::prefill, 16);
+    }
+    // Over the end of a page, which is then of those that are built.
+    for (int i = 0; i < 20; ++i) {
+      const Attended actual = take(sequence, config.shape, script, Phase::decode, 1);
+      const Attended expected = take(expected_sequence, config.shape, script, Phase::decode, 1);
+      EXPECT_LT(largest_difference(actual.out, expected.out), kClose) << i;
+      EXPECT_LT(largest_difference(actual.lse, expected.lse), kClose) << i;
+    }
+    const auto values = [](const KvSequence& of, Tier tier) {
+      return of.ledger().total(Phase::decode, tier, tier, Cause::value_read).bytes;
+    };
+    EXPECT_GT(values(expected_sequence, Tier::host), 0u);
+    EXPECT_EQ(values(sequence, on_gpu() ? Tier::device : Tier::host),
+              values(expected_sequence, Tier::host));
+  }
+}
+
 TEST_P(Caches, BatchesGiveWhatSequencesGetAlone) {
   if (skips()) return;
   for (const char* const line : {"dense", "select=int4 prune=top_k(24)",
-                                 "select=sparq prune=top_k(32) compensate=mean_value"}) {
+                                 "select=sparq prune=top_k(32) compensate=mean_value",
+                                 "select=int4 prune=top_k(16) compensate=values"}) {
     SCOPED_TRACE(line);
     KvConfig shared = config(300);
     shared.policies = {parse_policy(line)};
