@@ -49,10 +49,15 @@ void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& f
   folded.offset = (offset + middle_code(scan.bits) * lost) * factor;
 }
 
-}  // namespace
+void fold_portable(const float* q, std::int64_t stride, std::span<const float> factors,
+                   const PageScan& scan, PageQuery* folded) {
+  for (std::size_t h = 0; h < factors.size(); ++h) {
+    fold_query(q + static_cast<std::int64_t>(h) * stride, factors[h], scan, folded[h]);
+  }
+}
 
-void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded,
-                         std::span<float* const> logits) {
+void score_portable(const PageScan& scan, std::span<const PageQuery> folded,
+                    std::span<float* const> logits) {
   const std::size_t bytes = static_cast<std::size_t>(kPageTokens * scan.bits / 8);
   for (std::size_t h = 0; h < folded.size(); ++h) {
     std::array<std::int32_t, kPageTokens> sums{};
@@ -67,24 +72,29 @@ void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded
   }
 }
 
-void fold_queries(const float* q, std::int64_t stride, std::span<const float> factors,
-                  const PageScan& scan, PageQuery* folded) {
-  if (scores_with_vnni()) return fold_queries_vnni(q, stride, factors, scan, folded);
-  for (std::size_t h = 0; h < factors.size(); ++h) {
-    fold_query(q + static_cast<std::int64_t>(h) * stride, factors[h], scan, folded[h]);
-  }
+const PageScorer& scorer() {
+  static const PageScorer& best = avx512_scorer() != nullptr ? *avx512_scorer()
+                                  : avx2_scorer() != nullptr ? *avx2_scorer()
+                                                             : portable_scorer();
+  return best;
 }
 
-bool scores_with_vnni() {
-  static const bool available = vnni_available();
-  return available;
+}  // namespace
+
+const PageScorer& portable_scorer() {
+  static constexpr PageScorer kScorer = {"portable", fold_portable, score_portable};
+  return kScorer;
+}
+
+void fold_queries(const float* q, std::int64_t stride, std::span<const float> factors,
+                  const PageScan& scan, PageQuery* folded) {
+  scorer().fold(q, stride, factors, scan, folded);
 }
 
 void score_page(const PageScan& scan, std::span<const PageQuery> folded,
                 std::span<float* const> logits) {
   check(folded.size() == logits.size() && folded.size() <= kMaxBunch, "score_page: bunch");
-  if (scores_with_vnni()) return score_page_vnni(scan, folded, logits);
-  score_page_portable(scan, folded, logits);
+  scorer().score(scan, folded, logits);
 }
 
 }  // namespace sluice::cpu

@@ -29,13 +29,6 @@ void fold_queries(const float* q, std::int64_t stride, std::span<const float> fa
 void score_page(const PageScan& scan, std::span<const PageQuery> folded,
                 std::span<float* const> logits);
 
-// Whether score_page uses the processor's 8-bit dot products (AVX-512 VNNI). The results are the
-// same, for sums of integers are exact.
-bool scores_with_vnni();
-// For tests: the portable form.
-void score_page_portable(const PageScan& scan, std::span<const PageQuery> folded,
-                         std::span<float* const> logits);
-
 // logits[t] = factor * q . key over `channels` of rows [0, count); `rows` have row_bytes from one
 // to the next.
 struct RowScan {

@@ -1,21 +1,11 @@
+// Pages of the key index with AVX-512's dot products of bytes (VNNI).
 #include "cpu/key_score_simd.h"
 
 #if !defined(__x86_64__)
 
-#include "lib/check.h"
-
 namespace sluice::cpu {
 
-bool vnni_available() { return false; }
-
-void fold_queries_vnni(const float*, std::int64_t, std::span<const float>, const PageScan&,
-                       PageQuery*) {
-  check(false, "this processor has no AVX-512 VNNI");
-}
-
-void score_page_vnni(const PageScan&, std::span<const PageQuery>, std::span<float* const>) {
-  check(false, "this processor has no AVX-512 VNNI");
-}
+const PageScorer* avx512_scorer() { return nullptr; }
 
 }  // namespace sluice::cpu
 
@@ -207,19 +197,6 @@ inline __m512 queries_of(const float* q, const ChannelList& channels, std::size_
   return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(bytes), q, 4);
 }
 
-#pragma GCC pop_options
-
-}  // namespace
-
-bool vnni_available() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
-}
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")
-
 // Up to kMaxBunch queries side by side: they share the conversions of scales and zeros, and the
 // latencies of their sums overlap.
 template <int kQueries>
@@ -266,8 +243,8 @@ void fold_bunch(const float* q, std::int64_t stride, const float* factors, const
   }
 }
 
-void fold_queries_vnni(const float* q, std::int64_t stride, std::span<const float> factors,
-                       const PageScan& scan, PageQuery* folded) {
+void fold(const float* q, std::int64_t stride, std::span<const float> factors, const PageScan& scan,
+          PageQuery* folded) {
   switch (factors.size()) {
     case 4:
       return fold_bunch<4>(q, stride, factors.data(), scan, folded);
@@ -280,13 +257,25 @@ void fold_queries_vnni(const float* q, std::int64_t stride, std::span<const floa
   }
 }
 
-void score_page_vnni(const PageScan& scan, std::span<const PageQuery> folded,
-                     std::span<float* const> logits) {
+void score(const PageScan& scan, std::span<const PageQuery> folded,
+           std::span<float* const> logits) {
   if (scan.bits == 4) {
     score_bits<4>(scan, folded, logits);
   } else {
     score_bits<2>(scan, folded, logits);
   }
+}
+
+#pragma GCC pop_options
+
+}  // namespace
+
+const PageScorer* avx512_scorer() {
+  static constexpr PageScorer kScorer = {"AVX-512 VNNI", fold, score};
+  const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+  return runs ? &kScorer : nullptr;
 }
 
 }  // namespace sluice::cpu
