@@ -24,6 +24,7 @@ from check_layers import includes, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = "clang-tidy-19"
+ATTEMPTS = 2
 LAUNCHERS = {"ccache", "sccache", "distcc"}
 # Warnings are GCC's business (-Werror in every preset); clang need not know its flags.
 GCC_ONLY = ("-W", "-fno-semantic-interposition")
@@ -102,12 +103,17 @@ def check_file(file: str, stamp: Path, database: Path) -> Result:
         return Result(file, "", True, True, 0.0)
     start = time.monotonic()
     command = [TOOL, "-p", str(database), "--quiet", f"--header-filter=^{re.escape(str(ROOT))}/"]
-    done = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True, check=False)
+    for _ in range(ATTEMPTS):
+        done = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True)
+        # Killed, as where memory is short: that says nothing about the file.
+        if done.returncode >= 0:
+            break
     clean = done.returncode == 0
     if clean:
         stamp.touch()
     # stderr counts the warnings in other projects' headers, which nobody wants to read.
     errors = [line for line in done.stderr.splitlines() if "warning" not in line]
+    errors.append(f"{file}: clang-tidy ended with {done.returncode}")
     output = done.stdout if clean or done.stdout else "\n".join(errors) + "\n"
     return Result(file, "" if clean else output, clean, False, time.monotonic() - start)
 

@@ -18,16 +18,19 @@ export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 
 summary=()
 failures=0
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 
 # step NAME COMMAND...: runs the command, notes the result and the time, and returns its status.
 step() {
   local name=$1 start=$SECONDS status=0 word=passed
   shift
   printf '\n== %s\n' "$name"
-  "$@" || status=$?
+  "$@" 2>&1 | tee "$logs/step" || status=${PIPESTATUS[0]}
   if ((status != 0)); then
     word=FAILED
     failures=$((failures + 1))
+    { printf '\n== how "%s" ended\n' "$name" && tail -n 40 "$logs/step"; } >>"$logs/failed"
   fi
   summary+=("$(printf '%-28s %-7s %4d s' "$name" "$word" $((SECONDS - start)))")
   return "$status"
@@ -43,7 +46,9 @@ build_and_test() {
   fi
 }
 
+# What failed comes last, where one looks first.
 report() {
+  ((failures == 0)) || cat "$logs/failed"
   printf '\n== summary\n'
   printf '%s\n' "${summary[@]}"
   if ((failures > 0)); then
