@@ -225,7 +225,7 @@ void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers
 }
 
 std::span<const Preset> presets() {
-  static constexpr std::array<Preset, 8> kPresets = {{
+  static constexpr std::array<Preset, 10> kPresets = {{
       {"dense", "select=dense", "exact attention to every token: the baseline"},
       {"streaming", "select=streaming sinks=4 recent=1020",
        "the first 4 and the newest 1020 tokens (StreamingLLM, Xiao et al. 2023)"},
@@ -241,6 +241,10 @@ std::span<const Preset> presets() {
        "the prompt's important tokens only, then dense decoding (ZipVL, He et al. 2024)"},
       {"sluice", "select=sparq candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value",
        "SparQ proposes, Twilight's top-p keeps up to 256 tokens, SparQ's mean value compensates"},
+      {"values", "select=int4 prune=top_k(16) compensate=values",
+       "16 tokens exactly, all others by their values in 2 bits: fewest bytes over the bus"},
+      {"quantized", "select=int4 prune=none compensate=values(bits=4,pages=1)",
+       "keys and values in 4 bits only, no row is fetched (compare KIVI, Liu et al. 2024)"},
   }};
   return kPresets;
 }

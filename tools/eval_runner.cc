@@ -156,17 +156,22 @@ class ProbeRun {
   Counters read_;
 };
 
-// Policies that can share a prefill and a key index.
+// Policies that can share a prefill and an index.
 bool same_group(const Policy& a, const Policy& b) {
   const bool same_layers = a.prefill.tau == 0.0 || a.dense_layers == b.dense_layers;
-  return a.prefill == b.prefill && a.bits == b.bits && same_layers;
+  const bool both_keep_values =
+      a.compensate == Compensation::values && b.compensate == Compensation::values;
+  const bool same_values = !both_keep_values || a.values.bits == b.values.bits;
+  return a.prefill == b.prefill && a.bits == b.bits && same_layers && same_values;
 }
 
 std::vector<std::vector<std::size_t>> groups_of(const std::vector<NamedPolicy>& policies) {
   std::vector<std::vector<std::size_t>> groups;
   for (std::size_t i = 0; i < policies.size(); ++i) {
     const auto at = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
-      return same_group(policies[group.front()].policy, policies[i].policy);
+      return std::all_of(group.begin(), group.end(), [&](std::size_t member) {
+        return same_group(policies[member].policy, policies[i].policy);
+      });
     });
     if (at == groups.end()) {
       groups.push_back({i});

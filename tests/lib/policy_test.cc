@@ -161,11 +161,12 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
   const std::vector<Refusal> refusals = {
       {"",
        "policy: the text is empty; write a preset (dense, streaming, quest, sparq, twilight, "
-       "tidaldecode, zipvl, sluice) or select=dense"},
+       "tidaldecode, zipvl, sluice, values, quantized) or select=dense"},
       {"   ", "the text is empty"},
       {"fast",
        "'fast' is neither a preset (dense, streaming, quest, sparq, twilight, tidaldecode, "
-       "zipvl, sluice) nor key=value; settings are select, candidates, prune, cap, sinks, "
+       "zipvl, sluice, values, quantized) nor key=value; settings are select, candidates, prune, "
+       "cap, sinks, "
        "recent, compensate, dense, anchors, correct, prefill, bits"},
       {"Dense", "'Dense' is neither a preset"},
       {"quest fast", "'fast' is not key=value, and only the first word may be a preset's name"},
@@ -412,8 +413,9 @@ TEST(Presets, ReadAsTheirNamesSay) {
     EXPECT_NO_THROW(validate(policy, kShape)) << preset.name;
     EXPECT_FALSE(preset.description.empty() || preset.description.find('\n') != std::string::npos);
   }
-  EXPECT_THAT(names, ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
-                                            "tidaldecode", "zipvl", "sluice"));
+  EXPECT_THAT(names,
+              ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
+                                     "tidaldecode", "zipvl", "sluice", "values", "quantized"));
 }
 
 TEST(PolicyJson, HasTheSameWordsAsKeys) {
