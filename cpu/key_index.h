@@ -49,8 +49,8 @@ float inverse_temperature(const float* q, int head_dim, const ChannelList& chann
 
 // A query folded into the scales of one page, so that a logit is an integer dot product:
 // factor * sum over channels of weights * codes + offset. The weights are rounded to 8 bits, which
-// adds to each channel at most 1/508 of the largest |q * scale| per step of its code; the offset has
-// what that makes with codes in the middle of their range.
+// adds to each channel at most 1/508 of the largest |q * scale| per step of its code; the offset
+// has what that makes with codes in the middle of their range.
 struct PageQuery {
   std::array<std::int8_t, kMaxHeadDim> weights;  // [channels], zeros up to a multiple of four
   float factor;
