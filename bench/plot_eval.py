@@ -8,10 +8,14 @@ Writes a PNG and an SVG beside each file. Needs matplotlib (Debian: python3-matp
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("plot_eval: needs matplotlib; install Debian's python3-matplotlib")
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)

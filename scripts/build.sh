@@ -62,7 +62,7 @@ cuda_options() {
 
 # Seconds of one core, measured with GCC 12 and nvcc 13.0: for a source, and for a kernel per kind
 # of GPU.
-source_seconds=4
+source_seconds=3
 kernel_seconds=10
 
 # announce ARCHITECTURES JOBS BUILD_COMMAND...: what the command will do, and for about how long.

@@ -12,6 +12,7 @@
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/policy_help.h"
 
 namespace sluice::tools {
 namespace {
@@ -103,6 +104,7 @@ int run(const EvalFlags& flags) {
 Command add_eval(CLI::App& app) {
   const auto flags = std::make_shared<EvalFlags>();
   flags->model.add_to(app);
+  app.footer(policy_help() + "\n" + app.get_footer());
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();
   app.add_option("--task", flags->tasks,

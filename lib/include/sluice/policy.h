@@ -138,6 +138,14 @@ std::string to_json(const Policy& policy);
 // Reads that back. Throws as parse_policy does, and refuses keys that are unknown or stand twice.
 Policy policy_from_json(std::string_view json, const Scorers& scorers = own_scorers());
 
+// A setting of a policy line: key=value.
+struct PolicySetting {
+  std::string_view key;
+  std::string_view meaning;
+  std::string accepted;  // values, in words
+};
+std::vector<PolicySetting> policy_settings(const Scorers& scorers = own_scorers());
+
 // A policy with a name.
 struct Preset {
   std::string_view name;
