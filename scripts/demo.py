@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK = ROOT / "data" / "war-and-peace.txt"
@@ -30,19 +30,18 @@ class Run(NamedTuple):
     policy: str
     report: dict[str, Any]
 
-    def traffic(self, *, crossed: bool, causes: tuple[str, ...]) -> float:
-        """Bytes per decoded token, from the ledger."""
+    def per_token(self, counts: Callable[[dict[str, Any]], bool]) -> float:
+        """Bytes per decoded token of the ledger's entries that `counts` says yes to."""
         decode = self.report["ledger"]["decode"]
-        total = sum(
-            entry["bytes"]
-            for entry in decode["totals"]
-            if (entry["from"] != entry["to"]) == crossed and entry["cause"] in causes
-        )
-        return total / max(1, decode["tokens"])
+        return sum(e["bytes"] for e in decode["totals"] if counts(e)) / max(1, decode["tokens"])
 
     @property
     def moved(self) -> float:
-        return self.traffic(crossed=True, causes=("miss", "index_read", "write_back"))
+        return self.per_token(lambda entry: entry["from"] != entry["to"])
+
+    @property
+    def index_read(self) -> float:
+        return self.per_token(lambda entry: entry["cause"] == "index_read")
 
     @property
     def peak(self) -> int:
@@ -85,12 +84,11 @@ def table(runs: list[Run]) -> str:
     rows = [("policy", "answer", "moved per token", "index read", "time per token", "prefill")]
     for one in runs:
         timings = one.report["timings"]
-        index = one.traffic(crossed=False, causes=("index_read",))
         rows.append((
             one.policy,
             one.report["text"].split()[0] if one.report["text"].split() else "none",
             f"{one.moved / MIB:.2f} MiB",
-            f"{index / MIB:.2f} MiB",
+            f"{one.index_read / MIB:.2f} MiB",
             f"{timings['seconds_per_output_token'] * 1e3:.1f} ms",
             f"{timings['prefill_seconds']:.0f} s",
         ))  # fmt: skip
