@@ -3,8 +3,8 @@
 
     scripts/demo.py build/release/bin/sluice [TOKENS...]
 
-The device tier is capped at a sixth of the KV cache: what the key index of the selecting policy
-needs. Prints what each moved and how long it took. The exit status is 1 unless every answer is right
+The device tier is capped at less than a fifth of the KV cache: what the key index of the selecting
+policy needs. Prints what each moved and how long it took. The exit status is 1 unless every answer is right
 and the cap held.
 """
 
