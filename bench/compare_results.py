@@ -5,7 +5,7 @@
     bench/compare_results.py --only slower BEFORE.json AFTER.json
 
 Benchmarks belong together if their names say the same, whatever iterations and least times they ran
-with. Arguments that only one of the files knows are left out of the names; where several have the
+with. Arguments that only one of the files knows are dropped from the names; where several have the
 same name then, the one whose arguments of that kind are 1 counts (one sequence of a batch).
 """
 

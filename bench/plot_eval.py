@@ -8,10 +8,14 @@ Writes a PNG and an SVG beside each file. Needs matplotlib (Debian: python3-matp
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    sys.exit("plot_eval: needs matplotlib; install Debian's python3-matplotlib")
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
@@ -34,6 +38,9 @@ AXES = {
         lambda p: p["nll_change"]["mean"],
         lambda p: p["nll_change"]["standard_error"],
     ),
+    "agreement": Axis(
+        "KL divergence from dense, nats per token", lambda p: p["kl"], lambda p: 0.0
+    ),
     "repetition": Axis(
         "characters before divergence",
         lambda p: p["characters"]["mean"],
@@ -43,8 +50,17 @@ AXES = {
 
 
 def transferred(policy: dict[str, Any]) -> float:
-    """Bytes per token: rows outside the newest page, and the key index."""
+    """Bytes per token that crossed between tiers, by the ledger."""
+    if "transferred_bytes_per_token" in policy:
+        return policy["transferred_bytes_per_token"]
+    # Older reports have no ledger: what is read, rows outside the newest page and the key index.
     return policy["row_bytes_per_token"] + policy["index_bytes_per_token"]
+
+
+def label_of(result: dict[str, Any]) -> str:
+    if "transferred_bytes_per_token" in result["policies"][0]:
+        return "bytes transferred between tiers per decoded token"
+    return "bytes read per decoded token: rows and key index"
 
 
 def draw(axes: Any, result: dict[str, Any]) -> None:
@@ -60,7 +76,7 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
             label=policy["name"],
         )
     axes.set_xscale("log")
-    axes.set_xlabel("bytes per decoded token: rows and key index")
+    axes.set_xlabel(label_of(result))
     axes.set_ylabel(axis.label)
     axes.set_title(f"{result['task']}, {result['context']} tokens")
     axes.grid(alpha=0.3)
@@ -68,6 +84,8 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
 
 def plot(path: Path) -> None:
     results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    if not any(transferred(policy) for result in results for policy in result["policies"]):
+        sys.exit(f"{path}: nothing crossed between tiers; give sluice eval a --device-memory")
     figure, all_axes = plt.subplots(1, len(results), figsize=(7 * len(results), 5), squeeze=False)
     for axes, result in zip(all_axes[0], results):
         draw(axes, result)

@@ -10,7 +10,7 @@
 namespace sluice::cpu {
 namespace {
 
-// Adds the weights that one query gives to the rows it sees; false if a logit was no number.
+// Adds the weights that one query gives to the rows it sees; false if a logit was NaN.
 bool add_query(const ColumnSumsParams& p, std::int64_t probe, std::int64_t query_head,
                std::vector<float>& logits, std::vector<float>& sums) {
   const RowSpan& rows = p.rows[static_cast<std::size_t>(query_head / p.shape.group())];

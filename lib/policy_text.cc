@@ -283,6 +283,7 @@ enum class Form {
 struct Setting {
   std::string_view key;
   Form form;
+  std::string_view meaning;
   std::string_view accepted;
   bool (*read)(Policy& policy, std::string_view value);
   std::string (*write)(const Policy& policy);
@@ -298,28 +299,35 @@ constexpr std::string_view kSelect = "select";
 
 // In the order of writing.
 constexpr std::array<Setting, 12> kSettings = {{
-    {kSelect, Form::word, "", read_select, write_select},
-    {"candidates", Form::budget, kLimits, read_budget<&Policy::candidates>,
-     write_budget<&Policy::candidates>},
+    {kSelect, Form::word, "how the weights of tokens are estimated", "", read_select, write_select},
+    {"candidates", Form::budget,
+     "most tokens that are proposed, then scored again with the whole index", kLimits,
+     read_budget<&Policy::candidates>, write_budget<&Policy::candidates>},
     {"prune", Form::word,
+     "which tokens are kept: the heaviest N, or the fewest that carry a share P",
      "top_k(N), top_k(1/N), top_p(P) or none, N of 1 or more, P above 0 and up to 1", read_prune,
      write_prune},
-    {"cap", Form::budget, kLimits, read_budget<&Policy::cap>, write_budget<&Policy::cap>},
-    {"sinks", Form::count, kTokens, read_count<&Policy::sinks>, write_count<&Policy::sinks>},
-    {"recent", Form::count, kTokens, read_count<&Policy::recent>, write_count<&Policy::recent>},
-    {"compensate", Form::word,
+    {"cap", Form::budget, "most tokens that top_p keeps, per KV head", kLimits,
+     read_budget<&Policy::cap>, write_budget<&Policy::cap>},
+    {"sinks", Form::count, "first tokens, always kept", kTokens, read_count<&Policy::sinks>,
+     write_count<&Policy::sinks>},
+    {"recent", Form::count, "newest tokens, always kept; the unfinished page of 128 always is",
+     kTokens, read_count<&Policy::recent>, write_count<&Policy::recent>},
+    {"compensate", Form::word, "what stands for the tokens that are not kept",
      "none, mean_value or values(bits=B,pages=P), B 2, 3 or 4, P above 0 and up to 1",
      read_compensate, write_compensate},
-    {"dense", Form::layers, kLayers, read_layers<&Policy::dense_layers>,
-     write_layers<&Policy::dense_layers>},
-    {"anchors", Form::layers, kLayers, read_layers<&Policy::anchors>,
-     write_layers<&Policy::anchors>},
-    {"correct", Form::budget, "a number of tokens from 1 to 2147483648, or never", read_correct,
+    {"dense", Form::layers, "layers that attend to every token", kLayers,
+     read_layers<&Policy::dense_layers>, write_layers<&Policy::dense_layers>},
+    {"anchors", Form::layers, "layers that select; those after each reuse its selection", kLayers,
+     read_layers<&Policy::anchors>, write_layers<&Policy::anchors>},
+    {"correct", Form::budget, "recompute the last T decoded tokens densely, every T",
+     "a number of tokens from 1 to 2147483648, or never", read_correct,
      write_count<&Policy::correct>},
-    {"prefill", Form::word,
+    {"prefill", Form::word, "what a prompt's tokens attend to",
      "dense, zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), TAU from 0 to 1", read_prefill,
      write_prefill},
-    {"bits", Form::count, "4 or 2", read_count<&Policy::bits>, write_count<&Policy::bits>},
+    {"bits", Form::count, "per key channel, in the key index", "4 or 2", read_count<&Policy::bits>,
+     write_count<&Policy::bits>},
 }};
 
 std::string setting_keys() {
@@ -531,6 +539,14 @@ Policy policy_from_json(std::string_view json, const Scorers& scorers) {
   }
   validate(policy, scorers);
   return policy;
+}
+
+std::vector<PolicySetting> policy_settings(const Scorers& scorers) {
+  std::vector<PolicySetting> settings;
+  for (const Setting& setting : kSettings) {
+    settings.push_back({setting.key, setting.meaning, accepted_by(setting, scorers)});
+  }
+  return settings;
 }
 
 }  // namespace sluice

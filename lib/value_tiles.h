@@ -76,7 +76,7 @@ struct ValueTiles {
   static constexpr float kept_range(int bits) {
     return bits == 2 ? 0.75f : bits == 3 ? 0.9f : 0.95f;
   }
-  // As parts of that range: what is left out at either end, and a step.
+  // As parts of that range: what is dropped at either end, and a step.
   static constexpr float margin(int bits) { return (1.0f - kept_range(bits)) / 2.0f; }
   static constexpr float step(int bits) {
     return kept_range(bits) / static_cast<float>((1 << bits) - 1);

@@ -16,7 +16,7 @@ namespace sluice {
 struct AddedToken {
   std::string content;  // never empty
   TokenId id = 0;
-  bool special = false;     // left out of decoded text
+  bool special = false;     // dropped from decoded text
   bool lstrip = false;      // takes the white space before it along
   bool rstrip = false;      // takes the white space after it along
   bool normalized = false;  // is searched for in normalised text

@@ -44,12 +44,29 @@ std::string shard_name(const JsonObject& index, const std::string& tensor,
   return name;
 }
 
+// A path to a single file is a mistake that config.json's absence would not explain.
+void require_folder(const std::filesystem::path& path) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path, ignored)) return;
+  if (path.extension() == ".gguf") {
+    throw Error(ErrorCode::unsupported,
+                path.string() +
+                    ": GGUF files are not read; give the folder of the checkpoint in "
+                    "the Hugging Face format (config.json, tokenizer.json and "
+                    "safetensors)");
+  }
+  throw Error(ErrorCode::not_found, path.string() +
+                                        ": is a file; give the folder of a checkpoint, which has "
+                                        "config.json, tokenizer.json and safetensors");
+}
+
 }  // namespace
 
 Checkpoint::Checkpoint(std::filesystem::path directory, ModelConfig config)
     : directory_(std::move(directory)), config_(std::move(config)) {}
 
 Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
+  require_folder(directory);
   Checkpoint checkpoint(directory, read_config(directory));
   const std::filesystem::path single = directory / "model.safetensors";
   const std::filesystem::path index = directory / "model.safetensors.index.json";

@@ -37,7 +37,7 @@ struct ModelConfig {
 // Reads config.json and, if there is one, the eos_token_id of generation_config.json, both in
 // `directory`. Where a key is missing, transformers' default holds.
 // Throws Error{not_found}, Error{corrupt} naming file and key, or Error{unsupported} naming
-// whatever the model has that the decoder does not compute: nothing is silently left out.
+// whatever the model has that the decoder does not compute: nothing is silently dropped.
 ModelConfig read_config(const std::filesystem::path& directory);
 
 // [head_dim / 2], radians per token.

@@ -43,12 +43,18 @@ std::string line(const char* name, std::uint64_t bytes, const std::string& note)
   return text.data() + note + "\n";
 }
 
-std::string device_note(const KvPlan& kv) {
-  if (kv.in_place) return "no cap: rows are attended in host memory";
-  if (kv.resident_tokens >= kv.home_rows()) return "every row is resident";
-  return std::to_string(kv.resident_tokens) + " tokens resident" +
-         (kv.tails ? ", newest page kept" : "") + ", the rest streamed " +
-         std::to_string(kv.stream_tokens) + " rows at a time";
+std::string continued(const std::string& note) { return std::string(37, ' ') + note + "\n"; }
+
+// In lines of up to 80 columns at a million tokens.
+std::string device_lines(const KvPlan& kv) {
+  const auto first = [&](const std::string& note) {
+    return line("device tier", kv.device_bytes, note);
+  };
+  if (kv.in_place) return first("no cap: rows are attended in host memory");
+  if (kv.resident_tokens >= kv.home_rows()) return first("every row is resident");
+  return first(std::to_string(kv.resident_tokens) + " tokens" +
+               (kv.tails ? " and the newest page" : "") + " resident,") +
+         continued("the rest streamed, " + std::to_string(kv.stream_tokens) + " rows at a time");
 }
 
 }  // namespace
@@ -88,10 +94,11 @@ std::string Plan::to_table() const {
       static_cast<std::uint64_t>(kv.shape.layers) * static_cast<std::uint64_t>(kv.shape.kv_heads);
   const std::string sequences =
       kv.sequences > 1 ? std::to_string(kv.sequences) + " sequences of up to " : "";
-  std::string table = "plan for " + sequences + std::to_string(kv.context) + " tokens (" +
-                      std::to_string(rows) + " rows of " + format_bytes(kv.shape.row_bytes()) +
-                      " each, " + std::to_string(kv.chunk) + " tokens per step)\n";
-  table += line("device tier", kv.device_bytes, device_note(kv));
+  std::string table = "plan for " + sequences + std::to_string(kv.context) + " tokens, " +
+                      std::to_string(kv.chunk) + " per step of a prompt\n";
+  table += line("rows of one token", kv.shape.token_bytes(),
+                std::to_string(rows) + " of " + format_bytes(kv.shape.row_bytes()));
+  table += device_lines(kv);
   const std::uint64_t selecting = kv.index_bytes + kv.work_bytes;
   table += line("host: rows", kv.host_bytes - (kv.in_place ? selecting + kv.table_bytes : 0), "");
   if (selecting > 0) {

@@ -226,7 +226,7 @@ void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   select.logits = estimate.logits;
   select.candidates = &candidates;
   select.selected = selection(wave.layer, wave.first);
-  // Bounds are no weights: what a base of bounds left out stays unknown.
+  // Bounds are no weights: what a base of bounds dropped stays unknown.
   if (scorer_of(policy).info().kind == ScorerInfo::Kind::logits)
     select.share = share(wave.layer, wave.first);
   prune(policy, wave, select);

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Configures and builds one preset of CMakePresets.json into build/<preset>.
+# Configures one preset of CMakePresets.json and builds it into build/<preset>. Says beforehand how
+# much there is to do.
 #
-#   scripts/build.sh [PRESET]    release if none is given
-#   JOBS=4 scripts/build.sh      with a fixed number of compilers at a time
-#   SLUICE_CUDA_ARCHITECTURES=90a-real scripts/build.sh      CUDA kernels for one processor only
+#   scripts/build.sh [PRESET [TARGET...]]    release, and everything in it, if not given
+#   JOBS=4 scripts/build.sh                  with a fixed number of compilers at a time
+#
+# CUDA kernels are built where nvcc is on the PATH, for the GPUs that this machine has. For others:
+#
+#   SLUICE_CUDA_ARCHITECTURES=90a-real scripts/build.sh    for one kind of GPU
+#   SLUICE_CUDA_ARCHITECTURES=all scripts/build.sh         for every kind that there are kernels for
+#   SLUICE_CUDA_ARCHITECTURES=none scripts/build.sh        for the CPU only
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,18 +23,82 @@ job_count() {
   echo $((cores < fitting ? cores : fitting))
 }
 
+# architecture COMPUTE_CAPABILITY: whose kernels such a GPU runs; nothing if there are none.
+architecture() {
+  case "$1" in
+    8.0) echo 80-real ;;
+    8.6 | 8.7) echo 86-real ;;
+    8.9) echo 89-real ;;
+    9.0) echo 90a-real ;;
+    10.*) echo 100-real ;;
+    12.*) echo 120-real ;;
+  esac
+}
+
+# What SLUICE_CUDA_ARCHITECTURES has to be for the GPUs of this machine.
+gpus_here() {
+  local capabilities capability kinds=()
+  if capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null); then
+    while read -r capability; do
+      kinds+=("$(architecture "$capability")")
+    done < <(sort -u <<<"$capabilities")
+    capabilities=$(printf '%s\n' "${kinds[@]}" | sed '/^$/d' | sort -u | paste -sd ';')
+    echo "${capabilities:-none}"
+  elif [[ -e ${SLUICE_GPU_DEVICE:-/dev/nvidia0} ]]; then
+    echo all # there is a GPU, but no tool that says which
+  else
+    echo none
+  fi
+}
+
+# cuda_options ARCHITECTURES: for CMake, in place of what an earlier build was narrowed to.
+cuda_options() {
+  case "$1" in
+    none) echo -DSLUICE_CUDA=OFF ;;
+    all) echo -USLUICE_CUDA_ARCHITECTURES ;;
+    *) echo "-DSLUICE_CUDA_ARCHITECTURES=$1" ;;
+  esac
+}
+
+# Seconds of one core, measured with GCC 12 and nvcc 13.0: for a source, and for a kernel per kind
+# of GPU.
+source_seconds=3
+kernel_seconds=10
+
+# announce ARCHITECTURES JOBS BUILD_COMMAND...: what the command will do, and for about how long.
+announce() {
+  local architectures=$1 jobs=$2 plan sources kernels kinds seconds
+  shift 2
+  plan=$("$@" -- -n)
+  sources=$(grep -c 'Building CXX' <<<"$plan" || true)
+  kernels=$(grep -c 'Building CUDA' <<<"$plan" || true)
+  ((sources + kernels > 0)) || return 0
+  kinds=$(tr ';' '\n' <<<"$architectures" | wc -l)
+  [[ $architectures != all ]] || kinds=6
+  seconds=$(((sources * source_seconds + kernels * (source_seconds + kinds * kernel_seconds)) / jobs))
+  printf 'build: %d sources' "$sources"
+  ((kernels == 0)) || printf ' and %d CUDA kernels (%s)' "$kernels" "$architectures"
+  printf ', about %d min with %d compilers at a time; less where ccache has them\n' \
+    $((seconds / 60 + 1)) "$jobs"
+}
+
 main() {
-  local preset=${1:-release} jobs=${JOBS:-$(job_count)} options=()
+  local preset=${1:-release} jobs=${JOBS:-$(job_count)} options=() build architectures
+  shift $(($# > 0))
+  architectures=${SLUICE_CUDA_ARCHITECTURES:-$(gpus_here)}
+  options+=("$(cuda_options "$architectures")")
   if command -v ccache >/dev/null; then
     options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
   fi
-  if [[ -n ${SLUICE_CUDA_ARCHITECTURES:-} ]]; then
-    options+=("-DSLUICE_CUDA_ARCHITECTURES=$SLUICE_CUDA_ARCHITECTURES")
-  else
-    options+=(-USLUICE_CUDA_ARCHITECTURES) # what an earlier build was narrowed to
+  if [[ -z ${SLUICE_CUDA_ARCHITECTURES:-} && $architectures != none ]] && ! command -v nvcc >/dev/null
+  then
+    echo "build: there is a GPU, but no nvcc on the PATH: without the device cuda"
   fi
   cmake --preset "$preset" "${options[@]}" --log-level=WARNING >/dev/null
-  cmake --build --preset "$preset" --parallel "$jobs"
+  build=(cmake --build --preset "$preset" --parallel "$jobs")
+  (($# == 0)) || build+=(--target "$@")
+  announce "$architectures" "$jobs" "${build[@]}"
+  "${build[@]}"
 }
 
 main "$@"

@@ -20,6 +20,7 @@ namespace sluice::tools {
 namespace {
 
 constexpr int kFirstAnchor = 2;
+constexpr int kStepTokens = 32;  // only answers count here, no bytes
 
 struct CalibrateFlags {
   ModelFlags model;
@@ -193,6 +194,7 @@ int run(const CalibrateFlags& flags) {
 Command add_calibrate(CLI::App& app) {
   const auto flags = std::make_shared<CalibrateFlags>();
   flags->model.add_to(app);
+  flags->options.step_tokens = kStepTokens;
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();
   app.add_option("--length", flags->options.context, "tokens of context")->capture_default_str();

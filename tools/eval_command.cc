@@ -12,6 +12,7 @@
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/policy_help.h"
 
 namespace sluice::tools {
 namespace {
@@ -27,11 +28,9 @@ struct EvalFlags {
 };
 
 Task parse_task(const std::string& name) {
-  for (const Task task : {Task::needle, Task::perplexity, Task::repetition}) {
+  for (const Task task : {Task::needle, Task::perplexity, Task::agreement, Task::repetition}) {
     if (name == to_string(task)) return task;
   }
-  // Agreement with dense attention is measured wherever perplexity is.
-  if (name == "agreement") return Task::perplexity;
   throw Error(ErrorCode::usage, "--task '" + name +
                                     "' is unknown; give needle, perplexity, agreement or "
                                     "repetition");
@@ -52,6 +51,7 @@ std::vector<NamedPolicy> parse_policies(const Engine& engine,
   for (const std::string& text : texts) {
     const Policy policy = engine.policy(text);
     validate(policy, engine.info().kv);
+    if (policy == Policy()) continue;  // dense, which always runs
     policies.push_back({text, policy});
   }
   return policies;
@@ -80,7 +80,9 @@ int run(const EvalFlags& flags) {
                                            return !interrupted();
                                          });
       bar.clear();
-      print(eval_table(result, engine.info().kv) + "\n");
+      const std::string table = eval_table(result, engine.info().kv) + "\n";
+      // Standard output is the report's alone if that goes there.
+      flags.json == "-" ? print_error(table) : print(table);
       results.push_back(eval_json(result, engine.info().kv));
     }
   }
@@ -93,6 +95,8 @@ int run(const EvalFlags& flags) {
                                {"needles", flags.options.needles},
                                {"digits", flags.options.digits},
                                {"tokens", flags.options.tokens},
+                               {"step_tokens", flags.options.step_tokens},
+                               {"device_memory", flags.model.device_memory},
                                {"results", results}};
   write_report(flags.json, report_text(root));
   return 0;
@@ -103,6 +107,7 @@ int run(const EvalFlags& flags) {
 Command add_eval(CLI::App& app) {
   const auto flags = std::make_shared<EvalFlags>();
   flags->model.add_to(app);
+  app.footer(policy_help() + "\n" + app.get_footer());
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();
   app.add_option("--task", flags->tasks,
@@ -121,6 +126,11 @@ Command add_eval(CLI::App& app) {
       ->capture_default_str();
   app.add_option("--tokens", flags->options.tokens,
                  "tokens that perplexity is measured over; most that a repetition goes on")
+      ->capture_default_str();
+  app.add_option(
+         "--step-tokens", flags->options.step_tokens,
+         "tokens that a decode step takes; more are faster, but dense layers then read rows "
+         "once for all of them, and the bytes say so")
       ->capture_default_str();
   app.add_option("--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();

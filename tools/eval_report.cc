@@ -53,12 +53,31 @@ nlohmann::json json_of(const Estimate& e) {
   return {{"mean", e.mean}, {"standard_error", e.error}};
 }
 
+std::string bytes_text(double bytes) { return format_bytes(static_cast<std::uint64_t>(bytes)); }
+
+// The ledger's sums, per decoded token.
+nlohmann::json traffic_json(const Cost& cost) {
+  const auto tokens = static_cast<double>(std::max<std::int64_t>(cost.tokens, 1));
+  nlohmann::json list = nlohmann::json::array();
+  for (const auto& [movement, traffic] : cost.traffic) {
+    const auto& [from, to, cause] = movement;
+    list.push_back({{"from", to_string(from)},
+                    {"to", to_string(to)},
+                    {"cause", to_string(cause)},
+                    {"rows_per_token", static_cast<double>(traffic.rows) / tokens},
+                    {"bytes_per_token", static_cast<double>(traffic.bytes) / tokens}});
+  }
+  return list;
+}
+
 std::string quality_header(Task task) {
   switch (task) {
     case Task::needle:
       return "recall          vs dense";
     case Task::perplexity:
       return "perplexity  nll vs dense      top-1   KL    ";
+    case Task::agreement:
+      return "top-1   KL    ";
     case Task::repetition:
       return "characters      vs dense";
   }
@@ -73,6 +92,8 @@ std::string quality(Task task, const Score& s) {
     case Task::perplexity:
       return format("%9.3f  %+7.4f +- %6.4f  %5.1f%%  %6.4f", std::exp(s.nll.mean),
                     s.nll_change.mean, s.nll_change.error, 100 * s.top1_agreement, s.kl);
+    case Task::agreement:
+      return format("%5.1f%%  %6.4f", 100 * s.top1_agreement, s.kl);
     case Task::repetition:
       return format("%6.1f +- %5.1f  %+6.1f +- %5.1f", s.characters.mean, s.characters.error,
                     s.characters_change.mean, s.characters_change.error);
@@ -134,18 +155,21 @@ Score score_of(const PolicyResult& result, const PolicyResult& dense) {
 CostPerToken cost_per_token(const Cost& cost, const KvShape& shape) {
   CostPerToken result;
   const auto tokens = static_cast<double>(std::max<std::int64_t>(cost.tokens, 1));
-  const double heads = shape.kv_heads;
-  const double regions = heads * shape.layers;
-  const auto row = static_cast<double>(shape.row_bytes());
   result.attended_rows = cost.attended / tokens / shape.layers;
   result.selected_rows = cost.selected / tokens / shape.layers;
-  result.row_bytes = result.selected_rows * regions * row;
-  result.index_bytes = static_cast<double>(cost.index_bytes) / tokens;
-  result.dense_bytes = static_cast<double>(cost.dense_rows) / tokens * heads * row;
+  for (const auto& [movement, traffic] : cost.traffic) {
+    const auto& [from, to, cause] = movement;
+    const double bytes = static_cast<double>(traffic.bytes) / tokens;
+    if (from != to) result.moved_bytes += bytes;
+    if (from == to && cause == Cause::hit) result.read_bytes += bytes;
+    if (cause == Cause::index_read) result.index_bytes += bytes;
+    if (cause == Cause::value_read) result.value_bytes += bytes;
+  }
   result.alpha = 1.0;
   if (cost.alphas > 0) {
     result.alpha = cost.alpha / static_cast<double>(cost.alphas);
-    result.cut_share = static_cast<double>(cost.cut) / static_cast<double>(cost.alphas) / heads;
+    result.cut_share =
+        static_cast<double>(cost.cut) / static_cast<double>(cost.alphas) / shape.kv_heads;
   }
   return result;
 }
@@ -154,17 +178,18 @@ std::string eval_table(const TaskResult& result, const KvShape& shape) {
   std::string table = format(
       "%s at %lld tokens, %zu probes per policy\n", std::string(to_string(result.task)).c_str(),
       static_cast<long long>(result.context), result.policies.front().probes.size());
-  table +=
-      format("%-14s %s  %9s %8s %11s %11s %6s\n", "policy", quality_header(result.task).c_str(),
-             "rows/head", "1/dense", "rows B/tok", "index B/tok", "alpha");
+  table += format("%-14s %s  %9s %8s %10s %10s %10s %6s\n", "policy",
+                  quality_header(result.task).c_str(), "rows/head", "1/dense", "moved/tok",
+                  "read/tok", "index/tok", "alpha");
   const double dense = cost_per_token(result.policies.front().cost, shape).selected_rows;
   for (const PolicyResult& policy : result.policies) {
     const CostPerToken cost = cost_per_token(policy.cost, shape);
-    table += format("%-14s %s  %9.1f %8.1f %11s %11s %6.3f\n", policy.name.substr(0, 14).c_str(),
-                    quality(result.task, score_of(policy, result.policies.front())).c_str(),
-                    cost.selected_rows, dense / std::max(cost.selected_rows, 1.0),
-                    format_bytes(static_cast<std::uint64_t>(cost.row_bytes)).c_str(),
-                    format_bytes(static_cast<std::uint64_t>(cost.index_bytes)).c_str(), cost.alpha);
+    table +=
+        format("%-14s %s  %9.1f %8.1f %10s %10s %10s %6.3f\n", policy.name.substr(0, 14).c_str(),
+               quality(result.task, score_of(policy, result.policies.front())).c_str(),
+               cost.selected_rows, dense / std::max(cost.selected_rows, 1.0),
+               bytes_text(cost.moved_bytes).c_str(), bytes_text(cost.read_bytes).c_str(),
+               bytes_text(cost.index_bytes + cost.value_bytes).c_str(), cost.alpha);
   }
   return table;
 }
@@ -179,9 +204,11 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
                             {"probes", policy.probes.size()},
                             {"attended_rows", c.attended_rows},
                             {"selected_rows", c.selected_rows},
-                            {"row_bytes_per_token", c.row_bytes},
+                            {"transferred_bytes_per_token", c.moved_bytes},
+                            {"read_bytes_per_token", c.read_bytes},
                             {"index_bytes_per_token", c.index_bytes},
-                            {"dense_bytes_per_token", c.dense_bytes},
+                            {"value_bytes_per_token", c.value_bytes},
+                            {"traffic", traffic_json(policy.cost)},
                             {"alpha", c.alpha},
                             {"cut_share", c.cut_share}};
     switch (result.task) {
@@ -191,6 +218,7 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
         entry["recall_by_depth"] = by_depth(policy);
         break;
       case Task::perplexity:
+      case Task::agreement:
         entry["nll"] = json_of(s.nll);
         entry["nll_change"] = json_of(s.nll_change);
         entry["perplexity"] = std::exp(s.nll.mean);

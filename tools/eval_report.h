@@ -29,13 +29,14 @@ struct Score {
 };
 Score score_of(const PolicyResult& result, const PolicyResult& dense);
 
-// Means per decoded token.
+// Means per decoded token; bytes as the ledger counted them.
 struct CostPerToken {
   double attended_rows = 0.0;  // per KV head and layer
   double selected_rows = 0.0;  // likewise, without the newest page
-  double row_bytes = 0.0;      // of selected rows, all layers and KV heads
-  double index_bytes = 0.0;
-  double dense_bytes = 0.0;  // what dense attention reads
+  double moved_bytes = 0.0;    // between tiers, both ways and whatever the cause
+  double read_bytes = 0.0;     // rows attended where they were
+  double index_bytes = 0.0;    // read to estimate weights, wherever that lies
+  double value_bytes = 0.0;    // of values in a few bits
   double alpha = 0.0;
   double cut_share = 0.0;  // of selections that a cap cut
 };

@@ -9,8 +9,6 @@
 namespace sluice::tools {
 namespace {
 
-constexpr int kDecodeBatch = 32;
-
 // log softmax, fp64 sum.
 std::vector<float> log_probabilities(std::span<const float> logits) {
   const float highest = *std::max_element(logits.begin(), logits.end());
@@ -38,30 +36,36 @@ double divergence(const std::vector<float>& dense, const std::vector<float>& oth
 // log probabilities of every target of every probe under dense attention.
 using Baseline = std::vector<std::vector<std::vector<float>>>;
 
-// What a session's ledger has counted so far.
-struct Counters {
-  std::uint64_t index_bytes = 0;
-  std::uint64_t corrected_rows = 0;  // attended by corrections, all layers and KV heads
-};
-
-Counters counters(const Session& session) {
-  const Ledger& ledger = session.ledger();
-  Counters now;
-  for (const Tier tier : {Tier::device, Tier::host}) {
-    now.index_bytes += ledger.total(Phase::decode, tier, tier, Cause::index_read).bytes;
-    now.corrected_rows += ledger.total(Phase::correction, tier, tier, Cause::hit).rows;
+// What a session's ledger has counted so far of decoding, and of the corrections in between.
+std::map<Movement, Traffic> counted(const Ledger& ledger) {
+  std::map<Movement, Traffic> traffic;
+  for (const Tier from : {Tier::device, Tier::host}) {
+    for (const Tier to : {Tier::device, Tier::host}) {
+      for (int number = 0; number < kCauses; ++number) {
+        const auto cause = static_cast<Cause>(number);
+        Traffic sum = ledger.total(Phase::decode, from, to, cause);
+        sum += ledger.total(Phase::correction, from, to, cause);
+        if (sum.rows > 0) traffic[{from, to, cause}] = sum;
+      }
+    }
   }
-  now.index_bytes += ledger.total(Phase::decode, Tier::host, Tier::device, Cause::index_read).bytes;
-  now.corrected_rows += ledger.total(Phase::correction, Tier::host, Tier::device, Cause::miss).rows;
-  return now;
+  return traffic;
 }
 
-// What one step cost, from the session's own account. Layers that did not select were dense.
-Cost cost_of(const Session& session, std::int64_t tokens, const Counters& counted) {
+// Rows attended by corrections, all layers and KV heads.
+std::uint64_t corrected_rows(const Ledger& ledger) {
+  std::uint64_t rows = ledger.total(Phase::correction, Tier::host, Tier::device, Cause::miss).rows;
+  for (const Tier tier : {Tier::device, Tier::host}) {
+    rows += ledger.total(Phase::correction, tier, tier, Cause::hit).rows;
+  }
+  return rows;
+}
+
+// What one step attended, from the session's own account. Layers that did not select were dense.
+Cost cost_of(const Session& session, std::int64_t tokens) {
   const KvShape& shape = session.plan().shape;
   Cost cost;
   cost.tokens = tokens;
-  cost.index_bytes = counted.index_bytes;
   const std::int64_t first = session.length() - tokens;
   double dense = 0.0;
   double tail = 0.0;
@@ -72,7 +76,6 @@ Cost cost_of(const Session& session, std::int64_t tokens, const Counters& counte
   const StepSelection& selection = session.selection();
   const auto dense_layers =
       static_cast<double>(shape.layers) - static_cast<double>(selection.size());
-  cost.dense_rows = static_cast<std::uint64_t>(dense) * static_cast<std::uint64_t>(shape.layers);
   cost.attended = dense * dense_layers;
   cost.selected = (dense - tail) * dense_layers;
   for (const LayerSelection& layer : selection) {
@@ -83,29 +86,36 @@ Cost cost_of(const Session& session, std::int64_t tokens, const Counters& counte
     cost.alpha += layer.alpha * static_cast<double>(tokens);
     cost.alphas += tokens;
   }
-  const auto corrected =
-      static_cast<double>(counted.corrected_rows) / static_cast<double>(shape.kv_heads);
-  cost.attended += corrected;
-  cost.selected += corrected;
   return cost;
+}
+
+// What came to an account between two looks at it.
+std::map<Movement, Traffic> between(const std::map<Movement, Traffic>& before,
+                                    std::map<Movement, Traffic> after) {
+  for (const auto& [movement, traffic] : before) {
+    after[movement].rows -= traffic.rows;
+    after[movement].bytes -= traffic.bytes;
+  }
+  return after;
 }
 
 // Feeds a probe in pieces of one step and scores its targets.
 class ProbeRun {
  public:
-  ProbeRun(const Engine& engine, Session& session, const Probe& probe)
-      : engine_(engine), session_(session), probe_(probe) {
+  ProbeRun(const Engine& engine, Session& session, const Probe& probe, std::size_t step_tokens)
+      : engine_(engine), session_(session), probe_(probe), step_tokens_(step_tokens) {
     result_.depth = probe.depth;
     result_.right = true;
-    read_ = counters(session);
   }
 
   // `baseline` is filled if it is empty, compared with otherwise. With `until_wrong` the probe ends
   // with the first step that has a wrong answer: nothing after it counts.
   ProbeResult run(std::vector<std::vector<float>>& baseline, bool until_wrong, Cost& cost) {
     const bool first = baseline.empty();
+    const std::map<Movement, Traffic> before = counted(session_.ledger());
+    const std::uint64_t corrected = corrected_rows(session_.ledger());
     for (std::size_t done = 0; done < probe_.tokens.size();) {
-      const std::size_t count = std::min<std::size_t>(kDecodeBatch, probe_.tokens.size() - done);
+      const std::size_t count = std::min(step_tokens_, probe_.tokens.size() - done);
       std::size_t accounted = 0;
       session_.decode_known(std::span(probe_.tokens).subspan(done, count),
                             [&](std::size_t i, std::span<const float> logits) {
@@ -117,20 +127,22 @@ class ProbeRun {
       done += count;
       if (until_wrong && !result_.right) break;
     }
+    Cost counts;
+    counts.traffic = between(before, counted(session_.ledger()));
+    counts.attended = counts.selected =
+        static_cast<double>(corrected_rows(session_.ledger()) - corrected) /
+        static_cast<double>(session_.plan().shape.kv_heads);
+    cost += counts;
     const std::span leading(probe_.targets.data(), static_cast<std::size_t>(result_.leading));
     result_.characters = static_cast<int>(engine_.tokenizer().decode(leading).size());
     return result_;
   }
 
  private:
-  // Adds what the last step cost, and a correction before it; returns the step's tokens.
+  // Adds what the last step attended; returns the step's tokens.
   std::size_t account(Cost& cost) {
     const int tokens = session_.ledger().history().back().tokens;
-    const Counters now = counters(session_);
-    cost +=
-        cost_of(session_, tokens,
-                {now.index_bytes - read_.index_bytes, now.corrected_rows - read_.corrected_rows});
-    read_ = now;
+    cost += cost_of(session_, tokens);
     return static_cast<std::size_t>(tokens);
   }
 
@@ -152,8 +164,8 @@ class ProbeRun {
   const Engine& engine_;
   Session& session_;
   const Probe& probe_;
+  std::size_t step_tokens_;
   ProbeResult result_;
-  Counters read_;
 };
 
 // Policies that can share a prefill and an index.
@@ -197,8 +209,7 @@ Cost& Cost::operator+=(const Cost& other) {
   alpha += other.alpha;
   alphas += other.alphas;
   cut += other.cut;
-  index_bytes += other.index_bytes;
-  dense_rows += other.dense_rows;
+  for (const auto& [movement, moved] : other.traffic) traffic[movement] += moved;
   return *this;
 }
 
@@ -232,7 +243,7 @@ TaskResult run_task(Engine& engine, const PassageBuilder& passages, Task task,
         wanted.context =
             static_cast<std::int64_t>(passage.context.size() + longest_probe(passage)) + 64;
         for (const std::size_t i : group) wanted.policies.push_back(all[i].policy);
-        wanted.decode_batch = kDecodeBatch;
+        wanted.decode_batch = options.step_tokens;
         session.emplace(engine.new_session(wanted));
       }
       session->truncate(0);
@@ -248,7 +259,8 @@ TaskResult run_task(Engine& engine, const PassageBuilder& passages, Task task,
         report(0.5, all[i].name);
         session->use(all[i].policy);
         for (std::size_t probe = 0; probe < passage.probes.size(); ++probe) {
-          ProbeRun run(engine, *session, passage.probes[probe]);
+          ProbeRun run(engine, *session, passage.probes[probe],
+                       static_cast<std::size_t>(options.step_tokens));
           result.policies[i].probes.push_back(run.run(
               baseline[probe], task == Task::repetition && i != 0, result.policies[i].cost));
           session->truncate(length);

@@ -3,7 +3,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "sluice/engine.h"
@@ -27,6 +29,9 @@ struct ProbeResult {
   double depth = 0.0;
 };
 
+// From one tier to another, or in place, and why.
+using Movement = std::tuple<Tier, Tier, Cause>;
+
 // Sums over all decoded tokens and layers.
 struct Cost {
   std::int64_t tokens = 0;
@@ -35,8 +40,8 @@ struct Cost {
   double alpha = 0.0;     // of layers that select, mean over query heads
   std::int64_t alphas = 0;
   std::int64_t cut = 0;  // (layer, token, KV head) in which a cap cut the selection
-  std::uint64_t index_bytes = 0;
-  std::uint64_t dense_rows = 0;  // what dense attention would attend, as `attended`
+  // What the sessions' ledgers counted while decoding and correcting.
+  std::map<Movement, Traffic> traffic;
 
   Cost& operator+=(const Cost& other);
 };

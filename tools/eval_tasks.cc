@@ -78,6 +78,7 @@ void validate(const TaskOptions& options) {
   require(options.needles >= 1 && options.needles <= 16, "--needles must be 1 to 16");
   require(options.digits >= 1 && options.digits <= 18, "--digits must be 1 to 18");
   require(options.tokens >= 1 && options.tokens <= 65536, "--tokens must be 1 to 65536");
+  require(options.step_tokens >= 1 && options.step_tokens <= 64, "--step-tokens must be 1 to 64");
   require(options.context >= 16 && options.context <= (std::int64_t{1} << 30),
           "--length must be 16 to 1073741824");
 }
@@ -88,6 +89,8 @@ std::string_view to_string(Task task) {
       return "needle";
     case Task::perplexity:
       return "perplexity";
+    case Task::agreement:
+      return "agreement";
     case Task::repetition:
       return "repetition";
   }
@@ -213,6 +216,7 @@ Passage PassageBuilder::build(Task task, int round) const {
     case Task::needle:
       return needles(round);
     case Task::perplexity:
+    case Task::agreement:
       return perplexity(round);
     case Task::repetition:
       return repetition(round);

@@ -36,13 +36,17 @@ struct TaskOptions {
   int needles = 8;              // per passage
   int digits = 6;               // of a needle's number
   int tokens = 256;             // that perplexity is measured over, and a repetition's length
+  // Known tokens per decode step. More are faster; layers that attend densely then read rows once
+  // for all of them, which the ledger shows.
+  int step_tokens = 1;
   std::uint64_t seed = 1;
 };
 
 // Throws Error{usage} naming the flag and the accepted range.
 void validate(const TaskOptions& options);
 
-enum class Task : std::uint8_t { needle, perplexity, repetition };
+// Perplexity and agreement ask the same, and tell different things of the answers.
+enum class Task : std::uint8_t { needle, perplexity, agreement, repetition };
 std::string_view to_string(Task task);
 
 // Builds passages out of one text, the same ones for the same options.

@@ -1,13 +1,9 @@
-#include <unistd.h>
-
 #include <array>
 #include <cstdio>
-#include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "io/file.h"
 #include "lib/bytes.h"
 #include "sluice/errors.h"
 #include "sluice/generate.h"
@@ -16,11 +12,14 @@
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/policy_help.h"
+#include "tools/prompt.h"
 
 namespace sluice::tools {
 namespace {
 
-constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
+constexpr std::size_t kPlanIndent = 25;  // of what stands beside the names of a plan's lines
+constexpr std::size_t kNoteIndent = 6;
 
 struct GenerateFlags {
   ModelFlags model;
@@ -34,31 +33,6 @@ struct GenerateFlags {
   bool ignore_eos = false;
   bool quiet = false;
 };
-
-std::string read_standard_input() {
-  std::string text;
-  std::array<char, 65536> piece{};
-  while (std::cin.read(piece.data(), piece.size()) || std::cin.gcount() > 0) {
-    text.append(piece.data(), static_cast<std::size_t>(std::cin.gcount()));
-    if (text.size() > kMaxPromptBytes) {
-      throw Error(ErrorCode::prompt, "standard input: the prompt is larger than 1 GiB; shorten it");
-    }
-  }
-  if (std::cin.bad()) throw Error(ErrorCode::io, "standard input: reading failed");
-  return text;
-}
-
-std::string read_prompt(const GenerateFlags& flags, bool prompt_given) {
-  if (prompt_given) return flags.prompt;
-  if (!flags.prompt_file.empty() && flags.prompt_file != "-") {
-    return read_text_file(flags.prompt_file, kMaxPromptBytes);
-  }
-  if (flags.prompt_file.empty() && ::isatty(STDIN_FILENO) != 0) {
-    throw Error(ErrorCode::usage,
-                "no prompt: give --prompt, --prompt-file, or text on standard input");
-  }
-  return read_standard_input();
-}
 
 std::vector<TokenId> encode(const Engine& engine, const GenerateFlags& flags,
                             const std::string& text) {
@@ -79,7 +53,8 @@ std::vector<TokenId> encode(const Engine& engine, const GenerateFlags& flags,
 std::string timing_table(const Timings& t) {
   std::array<char, 320> text{};
   std::snprintf(text.data(), text.size(),
-                "prefill  %lld tokens in %.3f s, %.1f tokens/s; first token after %.3f s (TTFT)\n"
+                "prefill  %lld tokens in %.3f s, %.1f tokens/s\n"
+                "first    token after %.3f s (TTFT)\n"
                 "decode   %lld tokens in %.3f s, %.1f tokens/s, %.2f ms per token (TPOT)\n",
                 static_cast<long long>(t.prefill_tokens), t.prefill_seconds, t.prefill_rate(),
                 t.first_token_seconds, static_cast<long long>(t.decode_tokens), t.decode_seconds,
@@ -88,8 +63,8 @@ std::string timing_table(const Timings& t) {
 }
 
 std::string memory_table(const MemoryUse& memory) {
-  return "memory   device tier peak " + format_bytes(memory.device_peak) +
-         ", host rows, weights and activations peak " + format_bytes(memory.host_peak) + "\n";
+  return "memory   peak of the device tier " + format_bytes(memory.device_peak) +
+         ", of host memory " + format_bytes(memory.host_peak) + "\n";
 }
 
 // What the last decoded token chose, layer by layer; empty if every layer was dense.
@@ -118,8 +93,8 @@ std::string selection_line(const StepSelection& selection, std::int64_t length) 
   }
   std::array<char, 160> text{};
   std::snprintf(text.data(), text.size(),
-                "policy   last token: %.0f of %lld rows per KV head in %zu layers, alpha %.3f\n",
-                rows, static_cast<long long>(length), selection.size(), alpha);
+                "policy   last token: %.0f of %lld rows per KV head, alpha %.3f\n", rows,
+                static_cast<long long>(length), alpha);
   return text.data();
 }
 
@@ -179,20 +154,46 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   return generate(engine, session, prompt, options);
 }
 
+// The session to plan, and why it is not what --policy auto prefers, if so.
+struct Choice {
+  SessionOptions options;
+  std::string fallback;
+};
+
 // The policy asked for. "auto" is the preset sluice, or dense under a cap that does not hold the
 // key index.
-SessionOptions session_options(const GenerateFlags& flags, const Engine& engine,
-                               std::int64_t context) {
+Choice choose_session(const GenerateFlags& flags, const Engine& engine, std::int64_t context) {
   const bool automatic = flags.policy == "auto";
-  SessionOptions options{context, {engine.policy(automatic ? "sluice" : flags.policy)}, 1};
-  if (!automatic) return options;
+  Choice choice;
+  choice.options.context = context;
+  choice.options.policies = {engine.policy(automatic ? "sluice" : flags.policy)};
+  if (!automatic) return choice;
   try {
-    engine.plan(options);
+    engine.plan(choice.options);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::memory) throw;
-    options.policies = {Policy()};
+    choice.options.policies = {Policy()};
+    choice.fallback = error.what();
   }
-  return options;
+  return choice;
+}
+
+// Notes for people: what they might not have expected.
+std::string notes(const ModelInfo& info, const Choice& choice) {
+  std::string text;
+  if (!choice.fallback.empty()) {
+    text += wrapped(
+        "note:", kNoteIndent,
+        "decoding is dense, for the policy sluice does not fit: " + with_flags(choice.fallback));
+  }
+  const std::int64_t context = choice.options.context;
+  if (info.trained_context > 0 && context > info.trained_context) {
+    text +=
+        wrapped("note:", kNoteIndent,
+                "the model was trained for " + std::to_string(info.trained_context) +
+                    " tokens; at " + std::to_string(context) + " its answers may make no sense");
+  }
+  return text;
 }
 
 int run(const GenerateFlags& flags, bool prompt_given) {
@@ -203,14 +204,16 @@ int run(const GenerateFlags& flags, bool prompt_given) {
                 "--context " + std::to_string(flags.context) + ": give a number of tokens");
   }
   Engine engine = Engine::open(flags.model.config());
-  const std::vector<TokenId> prompt = encode(engine, flags, read_prompt(flags, prompt_given));
+  const std::vector<TokenId> prompt =
+      encode(engine, flags, prompt_given ? flags.prompt : read_prompt(flags.prompt_file));
   const std::int64_t needed = static_cast<std::int64_t>(prompt.size()) + flags.sampling.max_tokens;
-  const SessionOptions options =
-      session_options(flags, engine, flags.context > 0 ? flags.context : needed);
+  const Choice choice = choose_session(flags, engine, flags.context > 0 ? flags.context : needed);
+  const SessionOptions& options = choice.options;
   const Plan plan = engine.plan(options);
   if (!flags.quiet) {
-    print_error(plan.to_table() + "  policy                 " +
-                to_string(options.policies.front()) + "\n\n");
+    print_error(plan.to_table() +
+                wrapped("  policy", kPlanIndent, to_string(options.policies.front())) +
+                notes(engine.info(), choice) + "\n");
   }
   load(engine);
   Session session = engine.new_session(options);
@@ -234,17 +237,18 @@ int run(const GenerateFlags& flags, bool prompt_given) {
 Command add_generate(CLI::App& app) {
   const auto flags = std::make_shared<GenerateFlags>();
   flags->model.add_to(app);
+  app.footer(policy_help() + "\n" + app.get_footer());
   auto* prompt = app.add_option("-p,--prompt", flags->prompt, "the prompt itself");
   app.add_option("-f,--prompt-file", flags->prompt_file,
-                 "read the prompt from a file, - for standard input (the default)")
+                 "read the prompt from a file or a pipe, - for standard input (the default)")
       ->excludes(prompt);
   app.add_option("--bos", flags->bos, "put the model's BOS token in front of the prompt")
       ->check(CLI::IsMember({"auto", "always", "never"}))
       ->capture_default_str();
-  app.add_option("--policy", flags->policy,
-                 "which tokens decoding attends to: dense, streaming, quest, sparq, twilight, "
-                 "tidaldecode, zipvl, sluice, or a line such as 'sluice cap=512'; auto is sluice, "
-                 "or dense where --device-memory does not hold the key index")
+  app.add_option(
+         "--policy", flags->policy,
+         "which tokens decoding attends to: a preset or a line of settings, see below; auto "
+         "is sluice, or dense where --device-memory does not hold the key index")
       ->capture_default_str();
   app.add_option("-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();

@@ -1,9 +1,9 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <array>
 #include <exception>
-#include <regex>
+#include <numeric>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -28,23 +28,46 @@ std::string one_line(std::string text) {
   return text;
 }
 
-// Fields that the library's messages name are flags here: `device_memory` is --device-memory.
-std::string with_flags(const std::string& text) {
-  static const std::regex field("`([a-z_]+)`");
-  std::string result;
-  auto from = text.begin();
-  for (std::sregex_iterator it(text.begin(), text.end(), field), end; it != end; ++it) {
-    std::string name = (*it)[1];
-    std::replace(name.begin(), name.end(), '_', '-');
-    result.append(from, (*it)[0].first).append("--" + name);
-    from = (*it)[0].second;
-  }
-  return result.append(from, text.end());
-}
-
 int fail(ErrorCode code, const std::string& message) {
   print_error("sluice: " + with_flags(one_line(message)) + "\n");
   return static_cast<int>(code);
+}
+
+// How many letters to add, drop or change to make one word the other.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i + 1);
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t changed = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({changed, diagonal + 1, row[j] + 1});
+    }
+  }
+  return row.back();
+}
+
+using Commands = std::vector<std::pair<CLI::App*, Command>>;
+
+// What is wrong with a first argument that is no command; empty if it is one, or a flag.
+std::string unknown_command(const Commands& commands, std::string_view given) {
+  constexpr std::size_t kLongestWord = 32;
+  std::string known;
+  const CLI::App* nearest = nullptr;
+  std::size_t nearest_distance = 3;
+  for (const auto& [command, action] : commands) {
+    const std::string name = command->get_name();
+    if (name == given) return {};
+    known += (known.empty() ? "" : ", ") + name;
+    if (given.size() > kLongestWord || distance(given, name) >= nearest_distance) continue;
+    nearest = command;
+    nearest_distance = distance(given, name);
+  }
+  if (given.empty() || given.front() == '-') return {};
+  const std::string hint =
+      nearest != nullptr ? "did you mean " + nearest->get_name() + "?" : "there are " + known;
+  return "'" + std::string(given) + "' is no command; " + hint;
 }
 
 int run(int argc, const char* const* argv) {
@@ -52,7 +75,7 @@ int run(int argc, const char* const* argv) {
   app.set_version_flag("--version", std::string("sluice ") + kVersion);
   app.require_subcommand(1);
   app.footer(kFooter);
-  std::vector<std::pair<CLI::App*, Command>> commands;
+  Commands commands;
   const auto add = [&](const char* name, const char* description, Command (*declare)(CLI::App&)) {
     CLI::App* command = app.add_subcommand(name, description);
     command->footer(kFooter);
@@ -64,6 +87,8 @@ int run(int argc, const char* const* argv) {
       add_eval);
   add("calibrate", "Find the layers at which this model should select tokens anew", add_calibrate);
   add("topology", "Show the processor, its memory and their measured bandwidth", add_topology);
+  const std::string wrong = argc > 1 ? unknown_command(commands, argv[1]) : "";
+  if (!wrong.empty()) return fail(ErrorCode::usage, wrong + " (see sluice --help)");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

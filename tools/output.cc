@@ -13,6 +13,8 @@
 namespace sluice::tools {
 namespace {
 
+constexpr std::size_t kColumns = 80;
+constexpr std::string_view kFieldLetters = "abcdefghijklmnopqrstuvwxyz_";
 constexpr int kBarCells = 30;
 constexpr auto kRedraw = std::chrono::milliseconds(100);
 
@@ -41,6 +43,47 @@ void write_report(const std::string& path, const std::string& text) {
   const bool written = std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
   // Closing flushes, and may be what finds the disk full.
   if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
+}
+
+std::string with_flags(std::string_view text) {
+  std::string result;
+  while (!text.empty()) {
+    const std::size_t open = text.find('`');
+    const std::size_t close = text.find_first_not_of(kFieldLetters, open + 1);
+    const bool is_field =
+        open < text.size() && close < text.size() && text[close] == '`' && close > open + 1;
+    if (!is_field) {
+      const std::size_t taken = open < text.size() ? open + 1 : text.size();
+      result += text.substr(0, taken);
+      text.remove_prefix(taken);
+      continue;
+    }
+    std::string name(text.substr(open + 1, close - open - 1));
+    std::replace(name.begin(), name.end(), '_', '-');
+    result.append(text.substr(0, open)).append("--" + name);
+    text.remove_prefix(close + 1);
+  }
+  return result;
+}
+
+std::string wrapped(std::string first, std::size_t indent, std::string_view text) {
+  first.resize(std::max(first.size(), indent), ' ');
+  std::size_t column = first.size();
+  while (!text.empty()) {
+    const std::string_view word = text.substr(0, text.find(' '));
+    text.remove_prefix(std::min(text.size(), word.size() + 1));
+    const bool begins_line = column <= indent;
+    if (!begins_line && column + 1 + word.size() > kColumns) {
+      first.append("\n").append(indent, ' ');
+      column = indent;
+    } else if (!begins_line) {
+      first += ' ';
+      ++column;
+    }
+    first += word;
+    column += word.size();
+  }
+  return first + "\n";
 }
 
 std::string report_text(const nlohmann::json& report) {

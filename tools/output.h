@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -14,6 +15,13 @@ void print(std::string_view text);
 
 // Diagnostics. Failure to show them is not an error.
 void print_error(std::string_view text);
+
+// Fields that the library's messages name are flags here: `device_memory` is --device-memory.
+std::string with_flags(std::string_view text);
+
+// `first` and after it the words of `text`, in lines of up to 80 columns of which all begin at
+// column `indent`; ends with a line break.
+std::string wrapped(std::string first, std::size_t indent, std::string_view text);
 
 // A report as it is written; paths that are not UTF-8 lose what JSON cannot hold.
 std::string report_text(const nlohmann::json& report);

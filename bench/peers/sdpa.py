@@ -59,7 +59,7 @@ def graph_time(issue, runs):
 
 
 def measure(shape):
-    """Seconds by backend for one shape; a backend that refuses is left out."""
+    """Seconds by backend for one shape; a backend that refuses is dropped."""
     batch, tokens, query_heads, kv_heads, dim = shape
     size = 2 * batch * kv_heads * tokens * dim * 2
     copies = max(1, LEAST_BYTES // size)

@@ -52,7 +52,7 @@ struct Call {
   float2* partials = nullptr;    // [kv_heads, strips, tiles * 16]: largest log2, sum above it
   float* norms = nullptr;        // [kv_heads, tiles * 16]: log2 of the sum
   float* sums = nullptr;         // [kv_heads, count]
-  std::uint32_t* bad = nullptr;  // [1]: a logit was no number, or a probe saw nothing
+  std::uint32_t* bad = nullptr;  // [1]: a logit was NaN, or a probe saw nothing
   bool is_first = false;         // else sums and bad hold what earlier probes left
 
   __host__ __device__ std::int32_t queries() const { return tiles * kTileQueries; }

@@ -326,7 +326,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     const Counts before = exchange(states, span.number, counts);
     if (thread == 0) shared->before = before;
   }
-  // Meanwhile, for hardly ever is something left out after all.
+  // Meanwhile, for hardly ever is something dropped after all.
   if (!kByGrades && call.call.group > kHeadsAtOnce) add_weights(call.call, span, shared);
   __syncthreads();
   const Counts before = shared->before;

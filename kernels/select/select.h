@@ -34,7 +34,7 @@
 namespace sluice::cuda {
 
 // Logits are f16 and survive. No part of it waits for the host. top_p cuts each query head at a
-// multiple of 1/128 nat: what weighs between two of them is kept or left out together. Weights are
+// multiple of 1/128 nat: what weighs between two of them is kept or dropped together. Weights are
 // fp32; of top_k with one query head per KV head, logits are compared themselves.
 void select(const SelectParams& params, const Launch& launch);
 

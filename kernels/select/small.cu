@@ -78,7 +78,7 @@ __device__ __forceinline__ Sums block_sums(Sums x, Shared* shared) {
   return sums;
 }
 
-// The largest logit of a row; +Inf if one is no number.
+// The largest logit of a row; +Inf if one is NaN.
 __device__ __forceinline__ float row_maximum(const Work& w, const uint4* row) {
   __half2 most = as_half2(kMinusInfinities);
   for (std::int32_t v = thread_id(); v < (w.extent.total + 7) / 8; v += threads()) {

@@ -95,8 +95,8 @@ struct HeadArray {
   std::int64_t head_stride = 0;   // elements from head to head
 };
 
-// Brings an array of a caller's to dense f32, times a factor. Zero stands for what is no number or
-// too large a one, and the head that has it is marked.
+// Brings an array of a caller's to dense f32, times a factor. Zero stands for what is NaN or
+// too large, and the head that has it is marked.
 struct ReadHeadsParams {
   HeadArray from;
   float factor = 1.0f;

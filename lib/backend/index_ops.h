@@ -56,7 +56,7 @@ struct SelectionView {
 struct HeadSelection {
   std::int32_t count = 0;     // positions
   std::int32_t resident = 0;  // of them, attended where they already were; set by attend_selected
-  std::int32_t cut = 0;       // 1 if a cap or the capacity left out what the pruner wanted
+  std::int32_t cut = 0;       // 1 if a cap or the capacity dropped what the pruner wanted
   std::int32_t pages = 0;     // pages with a position among them
   std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf, or all were -Inf; count is 0 then
 };
@@ -216,7 +216,7 @@ struct ColumnSumsParams {
   KvShape shape;
   std::span<const RowSpan> rows;           // host array [kv_heads], rows from position 0 on
   const std::uint8_t* eligible = nullptr;  // [rows]: 0 leaves a row out; null: all are in
-  float* sums = nullptr;                   // reported [rows]; NaN where a logit was no number
+  float* sums = nullptr;                   // reported [rows]; NaN where a logit was NaN
 };
 
 class IndexOps {

@@ -190,7 +190,7 @@ void expect_lse(const SelectCase& c, const SelectAnswer& answer, int row) {
 }
 
 // Checks an answer of top_p or top_k for one KV head of a token against what its own weights say.
-// `bin`: how far apart, in logits, weights may be that are kept or left out together.
+// `bin`: how far apart, in logits, weights may be that are kept or dropped together.
 void expect_choice(const SelectCase& c, const SelectAnswer& answer, int head, double bin) {
   const HeadSelection& result = answer.heads[static_cast<std::size_t>(head)];
   ASSERT_EQ(result.bad, 0);

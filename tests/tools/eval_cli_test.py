@@ -39,6 +39,48 @@ class Eval(unittest.TestCase):
         self.assertEqual(dense["index_bytes_per_token"], 0)
         self.assertGreater(complete["index_bytes_per_token"], 0)
         self.assertIn("needle at 2000 tokens, 12 probes per policy", done.stdout)
+        self.assertIn("agreement at 2000 tokens, 2 probes per policy", done.stdout)
+        self.assertNotIn("perplexity", done.stdout)
+
+    def test_bytes_are_those_that_crossed_between_tiers(self):
+        context, token_bytes, stretch = 2000, 6144, 8
+        flags = ["--length", context, "--rounds", 1, "--tokens", stretch, "--task", "perplexity",
+                 "--policy", "dense", "--policy", "sluice", "--json", "-"]
+        moved = {}
+        for cap in (None, "4MiB", "8MiB", "1GiB"):
+            done = evaluate(*flags, *(["--device-memory", cap] if cap else []))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            policies = json.loads(done.stdout)["results"][0]["policies"]
+            # Dense once, although it was asked for again.
+            self.assertEqual([policy["name"] for policy in policies], ["dense", "sluice"])
+            for policy in policies:
+                crossed = [e for e in policy["traffic"] if e["from"] != e["to"]]
+                self.assertAlmostEqual(sum(e["bytes_per_token"] for e in crossed),
+                                       policy["transferred_bytes_per_token"], places=6)
+                self.assertEqual(policy["index_bytes_per_token"] > 0, policy["name"] == "sluice")
+            moved[cap] = [policy["transferred_bytes_per_token"] for policy in policies]
+        # In host memory nothing moves; where every row fits, new rows are written home.
+        self.assertEqual(moved[None], [0, 0])
+        self.assertEqual(moved["1GiB"], [token_bytes, token_bytes])
+        # Dense attention fetches whatever is not resident, for every token anew. A larger cap holds
+        # more rows, of whole pages.
+        saved = moved["4MiB"][0] - moved["8MiB"][0]
+        self.assertGreater(saved, 0)
+        self.assertAlmostEqual(saved % (128 * token_bytes), 0, places=3)
+        self.assertLess(moved["4MiB"][0], (context + 2) * token_bytes)
+        self.assertGreater(moved["4MiB"][0], (context - 128 - stretch) * token_bytes - (4 << 20))
+        self.assertLess(moved["4MiB"][1], moved["4MiB"][0] / 2)
+
+    def test_tokens_of_a_step_share_what_dense_layers_fetch(self):
+        flags = ["--length", 1500, "--rounds", 1, "--tokens", 32, "--task", "agreement",
+                 "--policy", "streaming", "--device-memory", "4MiB", "--json", "-"]
+        alone, shared = (
+            json.loads(evaluate(*flags, "--step-tokens", tokens).stdout)["results"][0]["policies"][0]
+            for tokens in (1, 32)
+        )
+        self.assertLess(8 * shared["transferred_bytes_per_token"],
+                        alone["transferred_bytes_per_token"])
+        self.assertAlmostEqual(alone["nll"]["mean"], shared["nll"]["mean"], delta=0.01)
 
     def test_repetition_counts_characters(self):
         done = evaluate(
@@ -46,7 +88,9 @@ class Eval(unittest.TestCase):
             "--task", "repetition", "--policy", "streaming recent=64", "--json", "-",
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr)
-        result = json.loads(done.stdout[done.stdout.index("{\n") :])["results"][0]
+        # The report is all there is on standard output, the tables are beside it.
+        result = json.loads(done.stdout)["results"][0]
+        self.assertIn("repetition at 1500 tokens, 4 probes per policy", done.stderr)
         dense, streaming = (policy["characters"]["mean"] for policy in result["policies"])
         self.assertGreater(dense, streaming)
 
@@ -61,6 +105,7 @@ class Eval(unittest.TestCase):
             (("--length", 4), 2, "--length"),
             (("--length", 4000000), 7, "give a longer text"),
             (("--rounds", 0), 2, "--rounds"),
+            (("--step-tokens", 65), 2, "--step-tokens"),
             (("--needles", 99), 2, "--needles"),
             (("--json", "/nowhere/report.json", "--length", 300, "--rounds", 1, "--needles", 1,
               "--policy", "streaming"), 9, "/nowhere/report.json"),

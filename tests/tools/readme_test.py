@@ -1,16 +1,61 @@
-"""The README shows examples/generate.cc as it is compiled."""
+"""The README says what is so: its program, commands, flags, settings, files, links and words."""
 
-import sys
-from pathlib import Path
+import re
+import unittest
+
+from command import ROOT, sluice
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
 
 
-def main() -> int:
-    readme, example = (Path(name).read_text(encoding="utf-8") for name in sys.argv[1:3])
-    if f"```cpp\n{example}```" in readme:
-        return 0
-    print("README.md does not contain examples/generate.cc word for word")
-    return 1
+def anchor(heading: str) -> str:
+    return re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
+
+
+class Readme(unittest.TestCase):
+    def test_shows_the_example_as_it_is_compiled(self):
+        example = (ROOT / "examples" / "generate.cc").read_text(encoding="utf-8")
+        self.assertTrue(f"```cpp\n{example}```" in README)
+
+    def test_commands_have_their_flags(self):
+        commands = re.findall(r"bin/sluice (\w+) (.*)", "\n".join(BLOCKS))
+        self.assertGreater(len(commands), 4)
+        for command, arguments in commands:
+            done = sluice(command, "--help")
+            self.assertEqual(done.returncode, 0, command)
+            for flag in re.findall(r"--[a-z-]+", arguments):
+                self.assertRegex(done.stdout, rf"(^|[ ,]){flag} ", f"{command} {flag}")
+
+    def test_files_are_there(self):
+        named = re.findall(
+            r"(?<![\w/])((?:bench|docs|examples|lib|model|scripts|tests)/[\w./-]+\w)", README
+        )
+        named += re.findall(r"`(\w+\.md)`", README)
+        self.assertGreater(len(named), 20)
+        for name in named:
+            self.assertTrue((ROOT / name).exists(), name)
+
+    def test_links_lead_somewhere(self):
+        headings = {anchor(line) for line in re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)}
+        links = re.findall(r"\]\(#([\w-]+)\)", README)
+        self.assertGreater(len(links), 5)
+        for link in links:
+            self.assertIn(link, headings)
+
+    def test_words_are_explained_before_they_are_used(self):
+        for word in ("TTFT", "TPOT", "NLL", "alpha", "perplexity", "recall", "ledger", "KV head"):
+            first = re.search(rf"\b{word}\b", README)
+            self.assertEqual(README[first.start() - 2 : first.start()], "**", word)
+
+    def test_settings_and_presets_are_all_there(self):
+        text = sluice("generate", "--help").stdout
+        listed = text[text.index("Policies:") : text.index("Exit codes:")]
+        names = re.findall(r"^  (\w+) ", listed, flags=re.MULTILINE)
+        self.assertGreater(len(names), 15)
+        for name in names:
+            self.assertTrue(f"`{name}`" in README, name)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    unittest.main()

@@ -1,7 +1,7 @@
 // A policy says which tokens a decoded token attends to, and which a prompt's tokens do.
 //
 // A selector estimates the attention weight of every token without reading its row; a pruner keeps
-// the few that matter; layers may share one selection; what is left out may be compensated for.
+// the few that matter; layers may share one selection; what is dropped may be compensated for.
 // One line of text describes it all:
 //
 //   select=sparq(r=16) candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value
@@ -52,7 +52,7 @@ enum class Pruner : std::uint8_t {
   none,   // nothing: only what is always kept; all else is compensated for
 };
 
-// What stands for the rows that were left out.
+// What stands for the rows that were dropped.
 enum class Compensation : std::uint8_t {
   none,
   mean_value,  // (1 - alpha) times the mean of all values (SparQ, section 4)
@@ -62,7 +62,7 @@ enum class Compensation : std::uint8_t {
 // Of Compensation::values.
 struct ValueBits {
   int bits = 2;        // per channel of a value: 2, 3 or 4
-  double pages = 0.9;  // the fewest pages that carry this share of what was left out are read; the
+  double pages = 0.9;  // the fewest pages that carry this share of what was dropped are read; the
                        // mean of all values stands for the rest
 
   friend bool operator==(const ValueBits&, const ValueBits&) = default;
@@ -137,6 +137,14 @@ std::string to_string(const Policy& policy);
 std::string to_json(const Policy& policy);
 // Reads that back. Throws as parse_policy does, and refuses keys that are unknown or stand twice.
 Policy policy_from_json(std::string_view json, const Scorers& scorers = own_scorers());
+
+// A setting of a policy line: key=value.
+struct PolicySetting {
+  std::string_view key;
+  std::string_view meaning;
+  std::string accepted;  // values, in words
+};
+std::vector<PolicySetting> policy_settings(const Scorers& scorers = own_scorers());
 
 // A policy with a name.
 struct Preset {

@@ -38,7 +38,7 @@ class Tokenizer {
   // Whether the file has a post-processor at all; without one, prefix() says nothing.
   bool has_post_processor() const;
 
-  // Text of the ids; incomplete or invalid UTF-8 becomes U+FFFD. Special tokens are left out
+  // Text of the ids; incomplete or invalid UTF-8 becomes U+FFFD. Special tokens are dropped
   // unless `keep_special`. Throws Error{tokenizer} on an id that the vocabulary lacks.
   std::string decode(std::span<const TokenId> ids, bool keep_special = false) const;
 

@@ -261,7 +261,7 @@ class Prepared {
       const float x = values[c] * (1.0f + static_cast<float>(c % 7)) + static_cast<float>(c % 3);
       row[c] = p_.dtype == DType::bf16 ? float_to_bf16(x) : float_to_f16(x);
     }
-    // A value that is no number must not matter.
+    // A NaN among the values must not matter.
     if (t % 5 == 0) row[static_cast<std::size_t>(p_.head_dim)] = 0x7fc0;
     const PageSlots& at = paged_.page(sequence, t / kPageTokens);
     const auto bytes = static_cast<std::int64_t>(row_bytes_);

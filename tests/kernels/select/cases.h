@@ -315,7 +315,7 @@ inline void fill_eligible(Random& random, Case& c) {
   }
 }
 
-// Not all that a token sees may be left out.
+// Not all that a token sees may be dropped.
 inline void keep_some_eligible(Case& c) {
   for (int head = 0; head < c.heads() && !c.eligible.empty(); ++head) {
     if (c.emit(head) == 0) continue;

@@ -1,0 +1,92 @@
+"""Programs outside the tree, built against what is installed, as static and as a shared library.
+
+    install_test.py BUILD    an existing build of static libraries; a shared one is made beside it
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "generate.cc"
+MODEL = ROOT / "models" / "sluice-22m"
+
+
+def run(*command: object, **options) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise AssertionError(f"{command}: {done.returncode}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def installed(build: Path, prefix: Path) -> Path:
+    """The folder of its libraries."""
+    run("cmake", "--install", build, "--prefix", prefix)
+    return next(prefix.glob("lib*/**/cmake/sluice")).parents[1]
+
+
+class Install(unittest.TestCase):
+    build = Path()
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.prefix = self.folder / "prefix"
+
+    def expect_answer(self, program: Path, **environment: str) -> None:
+        text = run(program, MODEL, "Well, Prince,", env={**os.environ, **environment})
+        self.assertIn("device tier, at its peak", text)
+
+    def expect_cmake_program(self, *flags: str) -> None:
+        source = ROOT / "tests" / "install" / "program"
+        run("cmake", "-S", source, "-B", self.folder / "program", f"-DSOURCE={EXAMPLE}",
+            f"-DCMAKE_PREFIX_PATH={self.prefix}", *flags)  # fmt: skip
+        run("cmake", "--build", self.folder / "program")
+        self.expect_answer(self.folder / "program" / "program")
+
+    def expect_command_and_licence(self) -> None:
+        self.assertIn("sluice ", run(self.prefix / "bin" / "sluice", "--version"))
+        licence = (self.prefix / "share" / "doc" / "sluice" / "LICENSE").read_text()
+        self.assertEqual(licence, (ROOT / "LICENSE").read_text())
+
+    def test_static_libraries(self) -> None:
+        libraries = installed(self.build, self.prefix)
+        self.assertTrue((libraries / "libsluice_model.a").exists())
+        self.expect_command_and_licence()
+        self.expect_cmake_program()
+
+    def test_shared_library(self) -> None:
+        build = self.build / "shared"
+        launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
+        run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+            "-DBUILD_SHARED_LIBS=ON", "-DSLUICE_WERROR=ON", "-DSLUICE_CUDA=OFF",
+            "-DSLUICE_TESTS=OFF", "-DSLUICE_BENCH=OFF", *launcher)  # fmt: skip
+        run("cmake", "--build", build, "--parallel", os.environ.get("JOBS", "2"))
+        libraries = installed(build, self.prefix)
+        self.assertEqual([file.name for file in libraries.glob("*.a")], [])
+        self.expect_command_and_licence()
+        # Nothing that the library was built from has to be found.
+        hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON"
+                  for name in ("TBB", "dnnl", "OpenMP", "PkgConfig", "CUDAToolkit")]  # fmt: skip
+        self.expect_cmake_program(*hidden)
+        self.expect_pkg_config_program(libraries)
+
+    def expect_pkg_config_program(self, libraries: Path) -> None:
+        environment = {**os.environ, "PKG_CONFIG_PATH": str(libraries / "pkgconfig")}
+        flags = run("pkg-config", "--cflags", "--libs", "sluice", env=environment).split()
+        program = self.folder / "by_hand"
+        run(os.environ.get("CXX", "c++"), "-std=c++20", EXAMPLE, "-o", program, *flags)
+        self.expect_answer(program, LD_LIBRARY_PATH=str(libraries))
+
+
+if __name__ == "__main__":
+    Install.build = Path(sys.argv.pop(1)).resolve()
+    unittest.main()
