@@ -6,11 +6,14 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "io/json.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
+
+// Dimensions of a shape, at most.
+constexpr std::size_t kMaxNumbers = 16;
 
 struct StoredDType {
   std::string_view name;
@@ -56,6 +59,10 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
 
   bool number_unsigned(number_unsigned_t value) override {
     if (place_ != Place::numbers) refuse_value("a number");
+    if (numbers_.size() == kMaxNumbers) {
+      refuse_tensor("has more than " + std::to_string(kMaxNumbers) + " numbers in " +
+                    in_quotes(field_));
+    }
     numbers_.push_back(value);
     return true;
   }

@@ -5,6 +5,7 @@
 
 #include "io/file.h"
 #include "io/json.h"
+#include "lib/text.h"
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 

@@ -7,6 +7,7 @@
 
 #include "io/file.h"
 #include "io/json.h"
+#include "lib/text.h"
 #include "model/json_object.h"
 #include "sluice/errors.h"
 

@@ -20,8 +20,8 @@
 namespace sluice {
 namespace {
 
-// Several times the size of the largest tokenizer.json in use.
-constexpr std::uint64_t kMaxFile = std::uint64_t{128} << 20;
+// Twice the size of the largest tokenizer.json in use.
+constexpr std::uint64_t kMaxFile = std::uint64_t{64} << 20;
 constexpr int kMaxVocabulary = 1 << 24;
 
 struct Token {

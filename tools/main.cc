@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "lib/text.h"
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
@@ -19,14 +20,6 @@ constexpr const char* kFooter =
     "Exit codes: 0 success, 2 bad flag, 3 file not found, 4 corrupt checkpoint, 5 not supported,\n"
     "6 tokenizer, 7 prompt, 8 memory cap too small, 9 reading or writing failed, 10 internal\n"
     "error, 11 NaN or infinity, 130 interrupted.";
-
-// The message may quote input; whatever it holds, the user gets one line.
-std::string one_line(std::string text) {
-  for (char& c : text) {
-    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
-  }
-  return text;
-}
 
 // Fields that the library's messages name are flags here: `device_memory` is --device-memory.
 std::string with_flags(const std::string& text) {

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <array>
+#include <chrono>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -99,10 +100,23 @@ TEST(Json, RefusesWhatIsNotStrictlyJson) {
   EXPECT_NO_THROW(read_json_file(dir.write("a", deepest), 1 << 20));
 }
 
-TEST(Json, QuotedTextIsShortAndPrintable) {
-  EXPECT_EQ(in_quotes("model.norm"), "'model.norm'");
-  EXPECT_EQ(in_quotes("a\n\x1b[31m\xff"), R"('a\x0a\x1b[31m\xff')");
-  EXPECT_LT(in_quotes(std::string(100'000, 'a')).size(), 110u);
+TEST(Json, TakesTimeLinearInTheNumberOfValues) {
+  const TempDir dir;
+  std::string text = "[{}";
+  for (int i = 1; i < 300'000; ++i) text += ",{}";
+  const std::filesystem::path path = dir.write("a", text + "]");
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(read_json_file(path, 1 << 20).size(), 300'000u);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(Json, ValuesAreBounded) {
+  const TempDir dir;
+  std::string text = "[0";
+  for (int i = 2; i < kMaxJsonValues; ++i) text += ",0";
+  EXPECT_NO_THROW(read_json_file(dir.write("a", text + "]"), 1 << 24));
+  expect_error(ErrorCode::corrupt, "more than 4194304 values",
+               [&] { read_json_file(dir.write("a", text + ",0]"), 1 << 24); });
 }
 
 }  // namespace
