@@ -1,6 +1,5 @@
 #include "model/calibration.h"
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "io/file.h"
@@ -58,23 +57,13 @@ void store_calibration(const std::filesystem::path& model, std::string_view name
   const std::filesystem::path path = model / kCalibrationFile;
   nlohmann::json root = read_calibration(path);
   root["policies"][std::string(name)] = to_string(policy);
-  // A file is replaced whole or not at all.
-  const std::filesystem::path draft = path.string() + ".new";
-  {
-    std::ofstream out(draft);
-    out << root.dump(2) << "\n";
-    out.flush();
-    if (!out) {
-      std::error_code ignored;
-      std::filesystem::remove(draft, ignored);
-      throw Error(ErrorCode::io, path.string() + ": cannot be written; is the directory writable?");
-    }
-  }
-  std::error_code failure;
-  std::filesystem::rename(draft, path, failure);
-  if (failure) {
-    throw Error(ErrorCode::io, path.string() + ": cannot be replaced: " + failure.message());
-  }
+  replace_file(path, root.dump(2) + "\n");
+}
+
+void require_storable(const std::filesystem::path& model) {
+  const std::filesystem::path path = model / kCalibrationFile;
+  read_calibration(path);
+  require_replaceable(path);
 }
 
 }  // namespace sluice

@@ -17,4 +17,8 @@ inline constexpr std::string_view kCalibrationFile = "sluice.json";
 std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
                                         const Scorers& scorers);
 
+// Throws what store_calibration (sluice/engine.h) would throw: before the work whose result is to
+// be stored.
+void require_storable(const std::filesystem::path& model);
+
 }  // namespace sluice

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "io/file.h"
+#include "model/calibration.h"
 #include "sluice/errors.h"
 #include "tools/commands.h"
 #include "tools/eval_report.h"
@@ -149,9 +150,10 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
 }
 
 int run(const CalibrateFlags& flags) {
-  watch_interrupts();
+  end_on_interrupt();
   Engine engine = Engine::open(flags.model.config());
   validate(flags, engine.info());
+  if (!flags.dry_run) require_storable(flags.model.model);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   engine.load_weights();
   std::vector<Candidate> candidates = candidates_of(engine.info().kv.layers);
@@ -163,11 +165,9 @@ int run(const CalibrateFlags& flags) {
   }
   const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   ProgressBar bar("calibrate");
-  const TaskResult result = run_task(engine, passages, Task::needle, flags.options, policies,
-                                     [&](double share, const std::string& note) {
-                                       bar.update(share, note);
-                                       return !interrupted();
-                                     });
+  const TaskResult result =
+      run_task(engine, passages, Task::needle, flags.options, policies,
+               [&](double share, const std::string& note) { bar.update(share, note); });
   bar.clear();
   const PolicyResult& dense = result.policies.front();
   std::size_t next = 1;

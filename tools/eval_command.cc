@@ -58,8 +58,9 @@ std::vector<NamedPolicy> parse_policies(const Engine& engine,
 }
 
 int run(const EvalFlags& flags) {
-  watch_interrupts();
+  end_on_interrupt();
   validate(flags);
+  require_writable(flags.json);
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
   Engine engine = Engine::open(flags.model.config());
@@ -74,11 +75,9 @@ int run(const EvalFlags& flags) {
     options.context = length;
     const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, options);
     for (const Task task : tasks) {
-      const TaskResult result = run_task(engine, passages, task, options, policies,
-                                         [&](double share, const std::string& note) {
-                                           bar.update(share, note);
-                                           return !interrupted();
-                                         });
+      const TaskResult result =
+          run_task(engine, passages, task, options, policies,
+                   [&](double share, const std::string& note) { bar.update(share, note); });
       bar.clear();
       print(eval_table(result, engine.info().kv) + "\n");
       results.push_back(eval_json(result, engine.info().kv));

@@ -153,10 +153,7 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
 
 void load(Engine& engine) {
   ProgressBar bar("loading");
-  engine.load_weights([&](double share) {
-    bar.update(share, "");
-    if (interrupted()) throw Error(ErrorCode::interrupted, "interrupted while loading the model");
-  });
+  engine.load_weights([&](double share) { bar.update(share, ""); });
 }
 
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
@@ -169,14 +166,19 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   options.on_prefill = [&](std::int64_t done, std::int64_t total) {
     bar->update(static_cast<double>(done) / static_cast<double>(total),
                 std::to_string(done) + " of " + std::to_string(total) + " tokens");
-    if (done == total) bar.reset();
+    if (done == total) {
+      bar.reset();
+      flag_interrupt();  // from here on there is text to keep
+    }
     return true;
   };
   const bool stream_text = flags.json != "-";
   options.on_text = [&](std::string_view text) {
     if (stream_text) print(text);
   };
-  return generate(engine, session, prompt, options);
+  GenerateResult result = generate(engine, session, prompt, options);
+  take_time();
+  return result;
 }
 
 // The policy asked for. "auto" is the preset sluice, or dense under a cap that does not hold the
@@ -196,8 +198,9 @@ SessionOptions session_options(const GenerateFlags& flags, const Engine& engine,
 }
 
 int run(const GenerateFlags& flags, bool prompt_given) {
-  watch_interrupts();
+  end_on_interrupt();
   flags.sampling.validate();
+  require_writable(flags.json);
   if (flags.context < 0) {
     throw Error(ErrorCode::usage,
                 "--context " + std::to_string(flags.context) + ": give a number of tokens");

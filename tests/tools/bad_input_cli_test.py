@@ -173,5 +173,22 @@ class BadInput(unittest.TestCase):
         self.assertIn("standard output", done.stderr)
 
 
+    def test_reports_that_cannot_be_written_are_refused_before_the_work(self):
+        for path in ("/nowhere/report.json", self.folder.name):
+            done = sluice("generate", "-m", "/no/model", "-p", "Hi", "--json", path)
+            self.assertEqual(done.returncode, IO, done.stderr)
+            self.assertIn(path, done.stderr)
+            done = sluice("eval", "-m", "/no/model", "--text", "/no/text", "--json", path)
+            self.assertEqual(done.returncode, IO, done.stderr)
+
+    def test_a_broken_calibration_is_refused_before_the_work(self):
+        model = Path(self.folder.name) / "demo"
+        shutil.copytree(MODEL, model)
+        (model / "sluice.json").write_text("garbage")
+        done = sluice("calibrate", "-m", model, "--text", "/no/text")
+        self.assertEqual(done.returncode, CORRUPT, done.stderr)
+        self.assertIn("sluice.json", done.stderr)
+
+
 if __name__ == "__main__":
     unittest.main()
