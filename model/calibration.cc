@@ -36,7 +36,7 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
 }  // namespace
 
 std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
-                                        const Scorers& scorers) {
+                                        const KvShape& shape, const Scorers& scorers) {
   const std::filesystem::path path = model / kCalibrationFile;
   const nlohmann::json root = read_calibration(path);
   const auto policies = root.find("policies");
@@ -46,7 +46,9 @@ std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std:
   if (!line->is_string())
     throw_unusable(path, "the policy of " + in_quotes(name) + " is no string");
   try {
-    return parse_policy(line->get<std::string>(), scorers);
+    const Policy policy = parse_policy(line->get<std::string>(), scorers);
+    validate(policy, shape, scorers);
+    return policy;
   } catch (const Error& error) {
     throw_unusable(path, error.what());
   }

@@ -13,6 +13,7 @@
 #include "tools/commands.h"
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
+#include "tools/flags.h"
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
@@ -195,13 +196,14 @@ Command add_calibrate(CLI::App& app) {
   flags->model.add_to(app);
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();
-  app.add_option("--length", flags->options.context, "tokens of context")->capture_default_str();
-  app.add_option("--budget", flags->budgets,
-                 "tokens kept per KV head; may be given several times, all count")
+  add_integer(app, "--length", flags->options.context, "tokens of context")->capture_default_str();
+  add_integer(app, "--budget", flags->budgets,
+              "tokens kept per KV head; may be given several times, all count")
       ->capture_default_str();
-  app.add_option("--rounds", flags->options.rounds, "contexts")->capture_default_str();
-  app.add_option("--needles", flags->options.needles, "needles per context")->capture_default_str();
-  app.add_option("--seed", flags->options.seed, "of needles and their places")
+  add_integer(app, "--rounds", flags->options.rounds, "contexts")->capture_default_str();
+  add_integer(app, "--needles", flags->options.needles, "needles per context")
+      ->capture_default_str();
+  add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();
   app.add_flag("--dry-run", flags->dry_run, "print the table, store nothing");
   return [flags] { return run(*flags); };

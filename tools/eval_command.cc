@@ -9,6 +9,7 @@
 #include "tools/commands.h"
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
+#include "tools/flags.h"
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
@@ -107,21 +108,21 @@ Command add_eval(CLI::App& app) {
   app.add_option("--task", flags->tasks,
                  "needle, perplexity, agreement or repetition; may be given several times")
       ->capture_default_str();
-  app.add_option("--length", flags->lengths, "tokens of context; may be given several times")
+  add_integer(app, "--length", flags->lengths, "tokens of context; may be given several times")
       ->capture_default_str();
   app.add_option("--policy", flags->policies,
                  "a preset or a policy line; may be given several times. dense always runs")
       ->capture_default_str();
-  app.add_option("--rounds", flags->options.rounds, "contexts per task and length")
+  add_integer(app, "--rounds", flags->options.rounds, "contexts per task and length")
       ->capture_default_str();
-  app.add_option("--needles", flags->options.needles, "needles, or quoted passages, per context")
+  add_integer(app, "--needles", flags->options.needles, "needles, or quoted passages, per context")
       ->capture_default_str();
-  app.add_option("--digits", flags->options.digits, "digits of a needle's number")
+  add_integer(app, "--digits", flags->options.digits, "digits of a needle's number")
       ->capture_default_str();
-  app.add_option("--tokens", flags->options.tokens,
-                 "tokens that perplexity is measured over; most that a repetition goes on")
+  add_integer(app, "--tokens", flags->options.tokens,
+              "tokens that perplexity is measured over; most that a repetition goes on")
       ->capture_default_str();
-  app.add_option("--seed", flags->options.seed, "of needles and their places")
+  add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();
   app.add_option("--json", flags->json, "write every number to this file, - for standard output");
   return [flags] { return run(*flags); };

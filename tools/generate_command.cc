@@ -13,6 +13,7 @@
 #include "sluice/generate.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/flags.h"
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
@@ -249,13 +250,13 @@ Command add_generate(CLI::App& app) {
                  "tidaldecode, zipvl, sluice, or a line such as 'sluice cap=512'; auto is sluice, "
                  "or dense where --device-memory does not hold the key index")
       ->capture_default_str();
-  app.add_option("-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
+  add_integer(app, "-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
-  app.add_option("--context", flags->context,
-                 "tokens to plan memory for; default: prompt and --max-tokens");
+  add_integer(app, "--context", flags->context,
+              "tokens to plan memory for; default: prompt and --max-tokens");
   SamplingParams& sampling = flags->sampling;
   app.add_option("--temperature", sampling.temperature, "0 is greedy")->capture_default_str();
-  app.add_option("--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
+  add_integer(app, "--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
       ->capture_default_str();
   app.add_option("--top-p", sampling.top_p, "sample from the smallest set this probable")
       ->capture_default_str();
@@ -263,8 +264,9 @@ Command add_generate(CLI::App& app) {
       ->capture_default_str();
   app.add_option("--repetition-penalty", sampling.repetition_penalty, "above 1: repeat less")
       ->capture_default_str();
-  app.add_option("--seed", sampling.seed, "of the sampler")->capture_default_str();
-  app.add_option("--stop", sampling.stop, "end before this string; may be given several times");
+  add_integer(app, "--seed", sampling.seed, "of the sampler")->capture_default_str();
+  app.add_option("--stop", sampling.stop, "end before this string; may be given several times")
+      ->allow_extra_args(false);  // or [re] would be a list of re
   app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
   app.add_option("--json", flags->json,
                  "write text, timings, plan and ledger to this file, - for standard output");
