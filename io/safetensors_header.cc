@@ -12,8 +12,8 @@
 namespace sluice {
 namespace {
 
-// Dimensions of a shape, at most.
-constexpr std::size_t kMaxNumbers = 16;
+constexpr std::size_t kMaxTensors = 1 << 17;  // the largest files in use have some thousands
+constexpr std::size_t kMaxNumbers = 16;       // dimensions of a shape
 
 struct StoredDType {
   std::string_view name;
@@ -189,6 +189,9 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
     if (bits % 8 != 0 || bits / 8 != tensor_.bytes()) {
       refuse_tensor("takes " + std::to_string(tensor_.bytes()) +
                     " bytes, but dtype and shape give " + std::to_string(bits) + " bits");
+    }
+    if (tensors_.size() == kMaxTensors) {
+      refuse("has more than " + std::to_string(kMaxTensors) + " tensors");
     }
     tensor_.name = name_;
     tensor_.dtype = dtype->loaded;

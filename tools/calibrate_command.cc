@@ -14,7 +14,6 @@
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
 #include "tools/flags.h"
-#include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
 
@@ -151,11 +150,11 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
 }
 
 int run(const CalibrateFlags& flags) {
-  end_on_interrupt();
   Engine engine = Engine::open(flags.model.config());
   validate(flags, engine.info());
   if (!flags.dry_run) require_storable(flags.model.model);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
+  const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   engine.load_weights();
   std::vector<Candidate> candidates = candidates_of(engine.info().kv.layers);
   std::vector<NamedPolicy> policies;
@@ -164,7 +163,6 @@ int run(const CalibrateFlags& flags) {
       policies.push_back({name_of(candidate.anchors), policy_of(candidate.anchors, budget)});
     }
   }
-  const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   ProgressBar bar("calibrate");
   const TaskResult result =
       run_task(engine, passages, Task::needle, flags.options, policies,

@@ -10,7 +10,6 @@
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
 #include "tools/flags.h"
-#include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
 
@@ -59,7 +58,6 @@ std::vector<NamedPolicy> parse_policies(const Engine& engine,
 }
 
 int run(const EvalFlags& flags) {
-  end_on_interrupt();
   validate(flags);
   require_writable(flags.json);
   std::vector<Task> tasks;
@@ -67,17 +65,21 @@ int run(const EvalFlags& flags) {
   Engine engine = Engine::open(flags.model.config());
   const std::vector<NamedPolicy> policies = parse_policies(engine, flags.policies);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
+  // Texts that are too short are refused before the weights are read.
+  std::vector<PassageBuilder> passages;
+  std::vector<TaskOptions> options(flags.lengths.size(), flags.options);
+  for (std::size_t i = 0; i < flags.lengths.size(); ++i) {
+    options[i].context = flags.lengths[i];
+    passages.emplace_back(engine.tokenizer(), engine.encode_prompt(""), text, options[i]);
+  }
   engine.load_weights();
 
   nlohmann::json results = nlohmann::json::array();
   ProgressBar bar("eval");
-  for (const std::int64_t length : flags.lengths) {
-    TaskOptions options = flags.options;
-    options.context = length;
-    const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, options);
+  for (std::size_t i = 0; i < passages.size(); ++i) {
     for (const Task task : tasks) {
       const TaskResult result =
-          run_task(engine, passages, task, options, policies,
+          run_task(engine, passages[i], task, options[i], policies,
                    [&](double share, const std::string& note) { bar.update(share, note); });
       bar.clear();
       print(eval_table(result, engine.info().kv) + "\n");

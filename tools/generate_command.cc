@@ -199,7 +199,6 @@ SessionOptions session_options(const GenerateFlags& flags, const Engine& engine,
 }
 
 int run(const GenerateFlags& flags, bool prompt_given) {
-  end_on_interrupt();
   flags.sampling.validate();
   require_writable(flags.json);
   if (flags.context < 0) {

@@ -15,6 +15,7 @@
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/interrupt.h"
 #include "tools/output.h"
 
 namespace sluice::tools {
@@ -111,6 +112,7 @@ int main(int argc, char** argv) {
   using sluice::ErrorCode;
   try {
     sluice::tools::occupy_closed_streams();
+    sluice::tools::end_on_interrupt();
     return sluice::tools::run(argc, argv);
   } catch (const sluice::Error& error) {
     return sluice::tools::fail(error.code(), error.what());

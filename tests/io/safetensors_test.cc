@@ -228,6 +228,16 @@ TEST(Safetensors, DeepNestingAndHugeCountsEndEarly) {
                  "tensor 'a' has more than 16 numbers in 'shape'");
 }
 
+TEST(Safetensors, TensorsAreBounded) {
+  std::string header;
+  for (int i = 0; i < 1 << 17; ++i) {
+    header += (i == 0 ? "{" : ",") + entry(std::to_string(i), "F32", "[0]", 0, 0);
+  }
+  EXPECT_NO_THROW(open(header + "}", ""));
+  expect_corrupt(header + "," + entry("x", "F32", "[0]", 0, 0) + "}", "",
+                 "more than 131072 tensors");
+}
+
 TEST(Safetensors, NamesInMessagesStayOnOneLine) {
   expect_corrupt("{" + entry(R"(line\nbreak)", "F33", "[1]", 0, 4) + "}", "xxxx",
                  R"(tensor 'line\x0abreak' has the unknown dtype)");
