@@ -114,6 +114,27 @@ TEST(Splitter, BacktrackingChangesNoPiece) {
               ElementsAre("-", run + "b", "\u00e9", "x", run + "c", "x"));
 }
 
+TEST(Splitter, AfterBacktrackingOtherTextIsCutAsBefore) {
+  const std::string costly = "(?:z|z){14}b|";
+  for (const std::string& pattern : {costly + kLlama, costly + R"(\p{N}{1,3})", costly + "(?=a)"}) {
+    const Splitter splitter({pattern});
+    const auto cut = [&](Splitter::Run& run, const std::string& text) {
+      std::vector<std::string> pieces;
+      run.split(text, [&](std::string_view piece) { pieces.emplace_back(piece); });
+      return pieces;
+    };
+    for (std::uint64_t seed = 0; seed < 300; ++seed) {
+      SCOPED_TRACE(pattern + ", seed " + std::to_string(seed));
+      std::mt19937_64 random(seed);
+      const std::string text = testing::random_text(random, 60);
+      Splitter::Run fresh(splitter, text.size());
+      Splitter::Run burdened(splitter, text.size());
+      cut(burdened, std::string(15, 'z'));
+      ASSERT_EQ(cut(burdened, text), cut(fresh, text));
+    }
+  }
+}
+
 TEST(Splitter, ABrokenExpressionIsAnError) {
   expect_error(ErrorCode::tokenizer, "does not compile", [] { Splitter({"(a"}); });
   expect_error(ErrorCode::tokenizer, "does not compile", [] { Splitter({"a\\"}); });
