@@ -1,10 +1,14 @@
 #include "tools/interrupt.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <ctime>
 #include <string_view>
+#include <system_error>
+#include <thread>
 
 #include "sluice/errors.h"
 
@@ -13,65 +17,63 @@ namespace {
 
 constexpr timespec kPatience = {0, 400'000'000};
 
-// Signal handlers can reach nothing but globals.
+// Ctrl-C is for the whole process, and so are these.
 std::atomic<bool> flag{false};
-std::atomic<bool> on_terminal{false};
-std::atomic<timer_t> deadline{};
-static_assert(std::atomic<bool>::is_always_lock_free && std::atomic<timer_t>::is_always_lock_free);
+std::atomic<bool> is_looked_at{false};
+std::atomic<bool> has_time{false};
 
-// Handlers may call little: no stream, no allocation.
 [[noreturn]] void end_with(std::string_view message) {
   [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, message.data(), message.size());
+  // Nothing is torn down: other threads are still at work.
   ::_exit(static_cast<int>(ErrorCode::interrupted));
 }
 
-void set_deadline(const timespec& after) {
-  const itimerspec once = {{}, after};
-  ::timer_settime(deadline, 0, &once, nullptr);
+void wait_for(const sigset_t& signals) {
+  int signal = 0;
+  ::sigwait(&signals, &signal);
 }
 
-// Over a progress bar, if there is one.
-extern "C" void on_interrupt(int /*signal*/) {
-  end_with(on_terminal ? "\r\x1b[Ksluice: interrupted\n" : "sluice: interrupted\n");
+// Whether there is another one while patience lasts. A process that was stopped waits anew.
+bool comes_again(const sigset_t& signals) {
+  int result = 0;
+  do {
+    result = ::sigtimedwait(&signals, nullptr, &kPatience);
+  } while (result < 0 && errno == EINTR);
+  return result >= 0;
 }
 
-extern "C" void on_deadline(int /*signal*/) {
+void watch(const sigset_t& signals) {
+  wait_for(signals);
+  if (!is_looked_at) {
+    const bool redraws = ::isatty(STDERR_FILENO) != 0;  // a progress bar, perhaps
+    end_with(redraws ? "\r\x1b[Ksluice: interrupted\n" : "sluice: interrupted\n");
+  }
+  flag = true;
+  if (!comes_again(signals) && has_time) wait_for(signals);
   end_with("\nsluice: interrupted; the text above is what was generated until then\n");
-}
-
-extern "C" void on_flagged_interrupt(int signal) {
-  if (flag.exchange(true)) on_deadline(signal);
-  set_deadline(kPatience);
-}
-
-void handle(int signal, void (*handler)(int)) {
-  struct sigaction action = {};
-  action.sa_handler = handler;
-  // What the command was waiting for goes on.
-  action.sa_flags = SA_RESTART;
-  ::sigaction(signal, &action, nullptr);
 }
 
 }  // namespace
 
+// A thread waits for the signal. A handler would run in whichever thread is there, and only after
+// the system call that it is in: populating memory, say.
 void end_on_interrupt() {
-  on_terminal = ::isatty(STDERR_FILENO) != 0;
-  handle(SIGINT, on_interrupt);
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  ::sigaddset(&signals, SIGINT);
+  ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // of all threads that start from here on
+  try {
+    std::thread([signals] { watch(signals); }).detach();
+  } catch (const std::system_error&) {
+    // No thread: Ctrl-C ends the process as it does without this.
+    ::pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+  }
 }
 
-void flag_interrupt() {
-  timer_t timer{};
-  sigevent event = {};
-  event.sigev_notify = SIGEV_SIGNAL;
-  event.sigev_signo = SIGALRM;
-  if (::timer_create(CLOCK_MONOTONIC, &event, &timer) != 0) return;
-  deadline = timer;
-  handle(SIGALRM, on_deadline);
-  handle(SIGINT, on_flagged_interrupt);
-}
+void flag_interrupt() { is_looked_at = true; }
 
 const std::atomic<bool>& interrupted() { return flag; }
 
-void take_time() { set_deadline({}); }
+void take_time() { has_time = true; }
 
 }  // namespace sluice::tools
