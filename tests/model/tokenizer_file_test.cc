@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -124,6 +125,16 @@ TEST(TokenizerFile, AddedTokens) {
                  add({{"id", 259}, {"content", std::string(1025, 'x')}}));
   expect_refused(ErrorCode::unsupported, "'single_word'",
                  add({{"id", 259}, {"content", "word"}, {"single_word", true}}));
+}
+
+TEST(TokenizerFile, WhiteSpaceThatIsAlsoATokenTakesLinearTime) {
+  Json file = small_file();
+  file["added_tokens"].push_back({{"id", 259}, {"content", "\n"}, {"rstrip", true}});
+  const Tokenizer tokenizer = load_text(file.dump());
+  EXPECT_THAT(tokenizer.encode("\n\nab\n \n"), ::testing::ElementsAre(259, 259, 256, 259, 259));
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(tokenizer.encode(std::string(1 << 20, '\n')).size(), std::size_t{1} << 20);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
 }
 
 TEST(TokenizerFile, NoSequenceIsTooLong) {
