@@ -46,7 +46,7 @@ std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std:
   if (!line->is_string())
     throw_unusable(path, "the policy of " + in_quotes(name) + " is no string");
   try {
-    const Policy policy = parse_policy(line->get<std::string>(), scorers);
+    Policy policy = parse_policy(line->get<std::string>(), scorers);
     validate(policy, shape, scorers);
     return policy;
   } catch (const Error& error) {

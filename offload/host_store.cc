@@ -147,7 +147,7 @@ bool HostStore::populate(std::uint64_t from, std::uint64_t to) const {
     try {
       for (std::uint64_t i = 1; i < std::min(useful, most); ++i) helpers.emplace_back(work);
     } catch (const std::system_error&) {
-      // The threads that there are do it.
+      errno = 0;  // the threads that there are do it
     }
     work();
   }
