@@ -6,11 +6,41 @@
 #include <tbb/task_arena.h>
 
 #include <algorithm>
+#include <latch>
 #include <optional>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
 
+#include "sluice/errors.h"
 #include "sluice/topology.h"
 
 namespace sluice::cpu {
+namespace {
+
+// oneTBB ends the process when the system denies it a thread, so that is found out before.
+void require_threads(int count) {
+  std::latch all_asked(1);
+  std::vector<std::jthread> threads;
+  std::string refused;
+  try {
+    while (static_cast<int>(threads.size()) < count - 1) {
+      threads.emplace_back([&] { all_asked.wait(); });
+    }
+  } catch (const std::system_error& error) {
+    refused = error.code().message();
+  }
+  all_asked.count_down();
+  if (refused.empty()) return;
+  throw Error(ErrorCode::unsupported, "of " + std::to_string(count) +
+                                          " threads the system gives this process " +
+                                          std::to_string(threads.size() + 1) + " (" + refused +
+                                          "); lower `threads`, or raise the limit (ulimit -u)");
+}
+
+}  // namespace
+
 struct Threads::Arena {
   explicit Arena(int count) : arena(count) {
     // oneTBB stops at one thread per core unless told otherwise; telling it less than that would
@@ -25,7 +55,9 @@ struct Threads::Arena {
 
 Threads::Threads(int count)
     : count_(count > 0 ? count : detect_topology().usable_cores),
-      arena_(std::make_unique<Arena>(count_)) {}
+      arena_(std::make_unique<Arena>(count_)) {
+  require_threads(count_);
+}
 
 Threads::~Threads() = default;
 

@@ -8,7 +8,8 @@ namespace sluice::cpu {
 
 class Threads {
  public:
-  // `count` threads, or one per core that this process may use if 0.
+  // `count` threads, or one per core that this process may use if 0. Throws
+  // Error{unsupported} if the system does not give that many.
   explicit Threads(int count = 0);
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;

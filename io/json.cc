@@ -1,12 +1,12 @@
 #include "io/json.h"
 
-#include <array>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "io/file.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -14,23 +14,34 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Watches the parser go through a document.
-class Guard {
+// Goes through a document before it is built. (The parser's own callback takes quadratic time.)
+class Guard : public nlohmann::json_sax<Json> {
  public:
   explicit Guard(const std::filesystem::path& path) : path_(&path) {}
 
-  void see(int depth, Json::parse_event_t event, const Json& parsed) {
-    using Event = Json::parse_event_t;
-    const bool opens = event == Event::object_start || event == Event::array_start;
-    if (opens && depth >= kMaxJsonDepth) {
-      refuse("is nested deeper than " + std::to_string(kMaxJsonDepth) + " levels");
+  bool null() override { return count(); }
+  bool boolean(bool) override { return count(); }
+  bool number_integer(number_integer_t) override { return count(); }
+  bool number_unsigned(number_unsigned_t) override { return count(); }
+  bool number_float(number_float_t, const string_t&) override { return count(); }
+  bool string(string_t&) override { return count(); }
+  bool binary(binary_t&) override { return count(); }
+  bool start_object(std::size_t) override { return open(); }
+  bool start_array(std::size_t) override { return open(); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+
+  bool key(string_t& key) override {
+    if (!keys_.back().insert(key).second) refuse("has the key " + in_quotes(key) + " twice");
+    return true;
+  }
+
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::detail::exception& error) override {
+    if (dynamic_cast<const Json::parse_error*>(&error) == nullptr) {
+      refuse("has a number that no type can hold");
     }
-    if (event == Event::object_start) keys_.emplace_back();
-    if (event == Event::object_end) keys_.pop_back();
-    if (event == Event::key) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      if (!keys_.back().insert(key).second) refuse("has the key " + in_quotes(key) + " twice");
-    }
+    refuse("is not JSON: it breaks off at byte " + std::to_string(position));
   }
 
   [[noreturn]] void refuse(const std::string& what) const {
@@ -38,8 +49,28 @@ class Guard {
   }
 
  private:
+  bool count() {
+    if (++values_ > kMaxJsonValues) {
+      refuse("has more than " + std::to_string(kMaxJsonValues) + " values");
+    }
+    return true;
+  }
+  bool open() {
+    if (keys_.size() >= static_cast<std::size_t>(kMaxJsonDepth)) {
+      refuse("is nested deeper than " + std::to_string(kMaxJsonDepth) + " levels");
+    }
+    keys_.emplace_back();
+    return count();
+  }
+  bool close() {
+    keys_.pop_back();
+    return true;
+  }
+
   const std::filesystem::path* path_;
-  std::vector<std::set<std::string>> keys_;  // of the objects that are open
+  std::vector<std::set<std::string>>
+      keys_;  // of the objects, and none of the arrays, that are open
+  int values_ = 0;
 };
 
 }  // namespace
@@ -48,32 +79,8 @@ Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) 
   const std::string text = read_text_file(path, max_bytes);
   Guard guard(path);
   if (text.find('\0') != std::string::npos) guard.refuse("is not JSON: it has a NUL byte");
-  try {
-    return Json::parse(text, [&](int depth, Json::parse_event_t event, const Json& parsed) {
-      guard.see(depth, event, parsed);
-      return true;
-    });
-  } catch (const Json::parse_error& error) {
-    guard.refuse("is not JSON: it breaks off at byte " + std::to_string(error.byte));
-  } catch (const Json::exception&) {
-    guard.refuse("has a number that no type can hold");
-  }
-}
-
-std::string in_quotes(std::string_view text) {
-  constexpr std::size_t kLongest = 96;
-  std::string result = "'";
-  for (const char c : text.substr(0, kLongest)) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte >= 0x20 && byte < 0x7f) {
-      result += c;
-    } else {
-      std::array<char, 8> escaped{};
-      std::snprintf(escaped.data(), escaped.size(), "\\x%02x", static_cast<unsigned>(byte));
-      result += escaped.data();
-    }
-  }
-  return result + (text.size() > kLongest ? "...'" : "'");
+  Json::sax_parse(text, &guard);
+  return Json::parse(text);
 }
 
 }  // namespace sluice

@@ -4,21 +4,20 @@
 #include <cstdint>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
-#include <string>
-#include <string_view>
 
 namespace sluice {
 
 // Objects and arrays inside each other, at most.
 inline constexpr int kMaxJsonDepth = 32;
 
-// The JSON document in a file of up to `max_bytes`. Stricter than the parser alone: a key that
-// stands twice in an object, more than kMaxJsonDepth levels, or a NUL byte (which the parser takes
-// for the end) is an error. Throws Error{corrupt}, and what read_text_file throws.
-nlohmann::json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes);
+// Values in a document, at most: twice those of the largest tokenizer.json in use. A value of two
+// bytes in the file takes up to a hundred in memory.
+inline constexpr int kMaxJsonValues = 1 << 22;
 
-// Text from a file as it may stand in a one-line message: in quotes, without control characters
-// and cut to a readable length.
-std::string in_quotes(std::string_view text);
+// The JSON document in a file of up to `max_bytes`. Stricter than the parser alone: a key that
+// stands twice in an object, more than kMaxJsonDepth levels or kMaxJsonValues values, or a NUL byte
+// (which the parser takes for the end) is an error, before anything is built of the document. Takes
+// time n log n. Throws Error{corrupt}, and what read_text_file throws.
+nlohmann::json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes);
 
 }  // namespace sluice

@@ -3,8 +3,8 @@
 #include <array>
 #include <string>
 
-#include "io/json.h"
 #include "lib/check.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {

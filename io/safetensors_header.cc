@@ -6,11 +6,14 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "io/json.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
+
+constexpr std::size_t kMaxTensors = 1 << 17;  // the largest files in use have some thousands
+constexpr std::size_t kMaxNumbers = 16;       // dimensions of a shape
 
 struct StoredDType {
   std::string_view name;
@@ -56,6 +59,10 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
 
   bool number_unsigned(number_unsigned_t value) override {
     if (place_ != Place::numbers) refuse_value("a number");
+    if (numbers_.size() == kMaxNumbers) {
+      refuse_tensor("has more than " + std::to_string(kMaxNumbers) + " numbers in " +
+                    in_quotes(field_));
+    }
     numbers_.push_back(value);
     return true;
   }
@@ -182,6 +189,9 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
     if (bits % 8 != 0 || bits / 8 != tensor_.bytes()) {
       refuse_tensor("takes " + std::to_string(tensor_.bytes()) +
                     " bytes, but dtype and shape give " + std::to_string(bits) + " bits");
+    }
+    if (tensors_.size() == kMaxTensors) {
+      refuse("has more than " + std::to_string(kMaxTensors) + " tensors");
     }
     tensor_.name = name_;
     tensor_.dtype = dtype->loaded;

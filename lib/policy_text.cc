@@ -1,13 +1,13 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
 #include "lib/check.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"
@@ -17,23 +17,10 @@ namespace {
 
 using Json = nlohmann::json;
 
+constexpr std::size_t kMaxJson = 1 << 16;
+
 [[noreturn]] void refuse(const std::string& why) {
   throw Error(ErrorCode::usage, "policy: " + why);
-}
-
-// Text that somebody typed, as it may stand in a one-line message.
-std::string in_quotes(std::string_view text) {
-  constexpr std::size_t kLongest = 96;
-  std::string result = "'";
-  for (const char c : text.substr(0, kLongest)) {
-    const auto byte = static_cast<unsigned char>(c);
-    std::array<char, 8> escaped{c};
-    if (byte < 0x20 || byte >= 0x7f) {
-      std::snprintf(escaped.data(), escaped.size(), "\\x%02x", static_cast<unsigned>(byte));
-    }
-    result += escaped.data();
-  }
-  return result + (text.size() > kLongest ? "...'" : "'");
 }
 
 std::string_view trimmed(std::string_view text) {
@@ -456,6 +443,10 @@ class KeyGuard {
 };
 
 Json parse_json(std::string_view text) {
+  if (text.size() > kMaxJson) {
+    refuse("the JSON has " + std::to_string(text.size()) + " bytes; it may have " +
+           std::to_string(kMaxJson));
+  }
   // The parser would take a NUL byte for the end.
   if (text.find('\0') != std::string_view::npos) refuse("not JSON: it has a NUL byte");
   KeyGuard guard;

@@ -140,13 +140,13 @@ SampledToken draw_token(std::span<const float> logits, const SampleParams& param
 
 TokenId token_of(const SampledToken& sampled) {
   if (sampled.bad >= 0) {
-    throw Error(ErrorCode::internal, "the model gave token " + std::to_string(sampled.bad) +
-                                         " the logit " +
-                                         (std::isnan(sampled.bad_logit) ? "NaN" : "infinity") +
-                                         "; check the checkpoint's weights, or compute in f32");
+    throw Error(ErrorCode::numeric, "the model gave token " + std::to_string(sampled.bad) +
+                                        " the logit " +
+                                        (std::isnan(sampled.bad_logit) ? "NaN" : "infinity") +
+                                        "; check the checkpoint's weights, or compute in f32");
   }
   if (sampled.id < 0) {
-    throw Error(ErrorCode::internal,
+    throw Error(ErrorCode::numeric,
                 "the model gave every token the logit -infinity; check the checkpoint's weights");
   }
   return sampled.id;

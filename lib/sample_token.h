@@ -27,7 +27,7 @@ struct SampledToken {
 
 SampledToken draw_token(std::span<const float> logits, const SampleParams& params);
 
-// Throws Error{internal} if there is none.
+// Throws Error{numeric} if there is none.
 TokenId token_of(const SampledToken& sampled);
 
 // Both at once.

@@ -75,6 +75,7 @@ std::vector<Segment> AddedTokenFinder::split(std::string_view text) const {
   std::vector<Segment> segments;
   std::size_t done = 0;
   std::size_t at = 0;
+  std::size_t white_end = 0;  // of the last white space that was stripped
   while (at < text.size()) {
     const std::int32_t index = longest_at(text.substr(at));
     if (index == kNone) {
@@ -85,7 +86,8 @@ std::vector<Segment> AddedTokenFinder::split(std::string_view text) const {
     std::size_t begin = at;
     at += token.content.size();
     // White space that a token takes along may hold tokens of its own; they count as well.
-    const std::size_t end = token.rstrip ? strip_right(text, at) : at;
+    if (token.rstrip && at > white_end) white_end = strip_right(text, at);
+    const std::size_t end = token.rstrip ? white_end : at;
     if (token.lstrip && done < begin) begin = strip_left(text, done, begin);
     if (done < begin) segments.push_back({text.substr(done, begin - done), Segment::kText});
     segments.push_back({text.substr(begin, end - begin), token.id});

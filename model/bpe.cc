@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <random>
 
 #include "lib/check.h"
 
@@ -18,9 +19,14 @@ bool comes_later(const Bpe::Scratch::Candidate& a, const Bpe::Scratch::Candidate
   return a.rank != b.rank ? a.rank > b.rank : a.position > b.position;
 }
 
+std::uint64_t random_odd_number() {
+  std::random_device random;
+  return (std::uint64_t{random()} << 32) | random() | 1;
+}
+
 }  // namespace
 
-MergeTable::MergeTable(std::span<const MergeRule> rules) {
+MergeTable::MergeTable(std::span<const MergeRule> rules) : multiplier_(random_odd_number()) {
   slots_.resize(std::bit_ceil(2 * rules.size() + 2));
   shift_ = 64 - std::countr_zero(slots_.size());
   for (std::size_t rank = 0; rank < rules.size(); ++rank) {
@@ -34,9 +40,10 @@ MergeTable::MergeTable(std::span<const MergeRule> rules) {
   }
 }
 
-// Multiplicative hashing: the high bits of the product depend on all bits of the pair.
+// Multiplicative hashing: the high bits of the product depend on all bits of the pair, and two
+// pairs collide for few multipliers only (Dietzfelbinger et al. 1997, section 2).
 std::size_t MergeTable::home(std::uint64_t pair) const {
-  return static_cast<std::size_t>((pair * 0x9E3779B97F4A7C15u) >> shift_);
+  return static_cast<std::size_t>((pair * multiplier_) >> shift_);
 }
 
 MergeTable::Merge MergeTable::find(TokenId left, TokenId right) const {

@@ -19,7 +19,8 @@ struct MergeRule {
   TokenId result = 0;
 };
 
-// A hash table from pairs of tokens to what they merge to.
+// A hash table from pairs of tokens to what they merge to. Every table hashes differently, so that
+// no file can be made whose pairs all collide.
 class MergeTable {
  public:
   struct Merge {
@@ -37,6 +38,7 @@ class MergeTable {
   };
   std::size_t home(std::uint64_t pair) const;
 
+  std::uint64_t multiplier_;
   std::vector<Slot> slots_;  // a power of two, at most half of them in use
   int shift_ = 0;
 };

@@ -1,10 +1,10 @@
 #include "model/calibration.h"
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "io/file.h"
 #include "io/json.h"
+#include "lib/text.h"
 #include "sluice/engine.h"
 #include "sluice/errors.h"
 
@@ -36,7 +36,7 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
 }  // namespace
 
 std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
-                                        const Scorers& scorers) {
+                                        const KvShape& shape, const Scorers& scorers) {
   const std::filesystem::path path = model / kCalibrationFile;
   const nlohmann::json root = read_calibration(path);
   const auto policies = root.find("policies");
@@ -46,7 +46,9 @@ std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std:
   if (!line->is_string())
     throw_unusable(path, "the policy of " + in_quotes(name) + " is no string");
   try {
-    return parse_policy(line->get<std::string>(), scorers);
+    Policy policy = parse_policy(line->get<std::string>(), scorers);
+    validate(policy, shape, scorers);
+    return policy;
   } catch (const Error& error) {
     throw_unusable(path, error.what());
   }
@@ -57,23 +59,13 @@ void store_calibration(const std::filesystem::path& model, std::string_view name
   const std::filesystem::path path = model / kCalibrationFile;
   nlohmann::json root = read_calibration(path);
   root["policies"][std::string(name)] = to_string(policy);
-  // A file is replaced whole or not at all.
-  const std::filesystem::path draft = path.string() + ".new";
-  {
-    std::ofstream out(draft);
-    out << root.dump(2) << "\n";
-    out.flush();
-    if (!out) {
-      std::error_code ignored;
-      std::filesystem::remove(draft, ignored);
-      throw Error(ErrorCode::io, path.string() + ": cannot be written; is the directory writable?");
-    }
-  }
-  std::error_code failure;
-  std::filesystem::rename(draft, path, failure);
-  if (failure) {
-    throw Error(ErrorCode::io, path.string() + ": cannot be replaced: " + failure.message());
-  }
+  replace_file(path, root.dump(2) + "\n");
+}
+
+void require_storable(const std::filesystem::path& model) {
+  const std::filesystem::path path = model / kCalibrationFile;
+  read_calibration(path);
+  require_replaceable(path);
 }
 
 }  // namespace sluice

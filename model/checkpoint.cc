@@ -7,6 +7,7 @@
 
 #include "io/file.h"
 #include "io/json.h"
+#include "lib/text.h"
 #include "model/json_object.h"
 #include "sluice/errors.h"
 
@@ -112,6 +113,29 @@ void Checkpoint::open_shards(const std::filesystem::path& index_path) {
     }
     tensors_.emplace(info->name, Location{info, found->second});
   }
+  require_indexed(index_path);
+}
+
+void Checkpoint::require_indexed(const std::filesystem::path& index_path) const {
+  for (const SafetensorsFile& file : files_) {
+    for (const auto& [name, tensor] : file.tensors()) {
+      const auto found = tensors_.find(name);
+      if (found != tensors_.end() && found->second.info == &tensor) continue;
+      throw Error(ErrorCode::corrupt, file.path().string() + ": has a tensor " + in_quotes(name) +
+                                          " that " + index_path.filename().string() +
+                                          " does not place there; download both files again");
+    }
+  }
+}
+
+std::vector<std::string_view> Checkpoint::names() const {
+  std::vector<std::string_view> names;
+  for (const auto& [name, location] : tensors_) names.push_back(name);
+  return names;
+}
+
+const std::filesystem::path& Checkpoint::file_of(std::string_view name) const {
+  return files_[locate(name).file].path();
 }
 
 const Checkpoint::Location& Checkpoint::locate(std::string_view name) const {

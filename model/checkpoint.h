@@ -36,6 +36,9 @@ class Checkpoint {
   std::uint64_t parameter_bytes() const;  // bytes of all tensors, as stored
 
   bool has(std::string_view name) const { return tensors_.contains(name); }
+  std::vector<std::string_view> names() const;  // of all tensors, sorted
+  // The file that a tensor lies in. Throws Error{corrupt} if there is no such tensor.
+  const std::filesystem::path& file_of(std::string_view name) const;
   // Throws Error{corrupt} if there is no such tensor.
   const TensorInfo& info(std::string_view name) const { return *locate(name).info; }
   // Throws Error{corrupt} if there is no such tensor or its shape is not `shape`,
@@ -53,6 +56,7 @@ class Checkpoint {
   Checkpoint(std::filesystem::path directory, ModelConfig config);
   void open_single(const std::filesystem::path& path);
   void open_shards(const std::filesystem::path& index_path);
+  void require_indexed(const std::filesystem::path& index_path) const;
   const Location& locate(std::string_view name) const;
 
   std::filesystem::path directory_;

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "io/json.h"
+#include "lib/text.h"
 
 namespace sluice {
 namespace {

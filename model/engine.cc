@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "io/file.h"
 #include "lib/bytes.h"
 #include "model/calibration.h"
 #include "model/engine_impl.h"
@@ -90,7 +91,7 @@ Engine Engine::open(const EngineConfig& config) {
   ModelInfo info = describe(checkpoint, config.kv_dtype);
   std::optional<Tokenizer> tokenizer;
   const std::filesystem::path path = config.model / "tokenizer.json";
-  if (std::filesystem::exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
+  if (file_exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
   auto backend = make_backend(backend_options(config, info.weight_dtype));
   require_supported(backend->info(), info.kv);
   std::unique_ptr<Queue> queue = backend->make_queue();
@@ -134,7 +135,8 @@ Policy Engine::policy(std::string_view text) const {
                                   [&](const Preset& p) { return p.name == name; });
   const Scorers& scorers = impl().config.scorers;
   if (!preset) return parse_policy(text, scorers);
-  const std::optional<Policy> own = calibrated_policy(impl().config.model, name, scorers);
+  const std::optional<Policy> own =
+      calibrated_policy(impl().config.model, name, impl().info.kv, scorers);
   if (!own) return parse_policy(text, scorers);
   return change_policy(*own, text.substr(name.size()), scorers);
 }

@@ -4,7 +4,7 @@
 #include <numbers>
 #include <string>
 
-#include "io/json.h"
+#include "lib/text.h"
 
 namespace sluice {
 namespace {

@@ -59,7 +59,7 @@ std::vector<float> Sampler::penalized(std::span<const float> logits,
   for (const TokenId id : history) {
     const auto index = static_cast<std::size_t>(id);
     if (id < 0 || index >= result.size()) {
-      throw Error(ErrorCode::internal,
+      throw Error(ErrorCode::usage,
                   "token " + std::to_string(id) + " of the history is not one of the " +
                       std::to_string(result.size()) + " that the model has logits for");
     }

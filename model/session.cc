@@ -11,13 +11,19 @@
 namespace sluice {
 namespace {
 
-// log softmax(logits)[id], in fp64.
+// log softmax(logits)[id], in fp64. Throws Error{numeric} if that is NaN.
 float log_probability(std::span<const float> logits, TokenId id) {
   const float largest = *std::max_element(logits.begin(), logits.end());
   double sum = 0.0;
   for (const float logit : logits) sum += std::exp(static_cast<double>(logit - largest));
-  return static_cast<float>(static_cast<double>(logits[static_cast<std::size_t>(id)] - largest) -
-                            std::log(sum));
+  const double result =
+      static_cast<double>(logits[static_cast<std::size_t>(id)] - largest) - std::log(sum);
+  if (std::isnan(result)) {
+    throw Error(ErrorCode::numeric, "the model gave token " + std::to_string(id) +
+                                        " a probability that is NaN; check the checkpoint's "
+                                        "weights, or compute in f32");
+  }
+  return static_cast<float>(result);
 }
 
 }  // namespace

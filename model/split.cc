@@ -37,9 +37,12 @@ Splitter::Splitter(const std::vector<std::string>& patterns) {
   for (const std::string& pattern : patterns) regexes_.emplace_back(pattern);
 }
 
-void Splitter::split(std::string_view text, const Sink& sink) const {
-  std::vector<Matcher> matchers(regexes_.begin(), regexes_.end());
-  split_with(matchers, text, sink);
+Splitter::Run::Run(const Splitter& splitter, std::size_t text_bytes) : budget_(text_bytes) {
+  for (const Regex& regex : splitter.regexes_) matchers_.emplace_back(regex, budget_);
+}
+
+void Splitter::Run::split(std::string_view part, const Sink& sink) {
+  split_with(matchers_, part, sink);
 }
 
 }  // namespace sluice

@@ -1,6 +1,7 @@
 // The pre-tokenizer: cuts text into the pieces within which tokens may merge.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -17,10 +18,23 @@ class Splitter {
   // Each expression cuts further what those before it left whole. Throws what Regex throws.
   explicit Splitter(const std::vector<std::string>& patterns);
 
-  // Hands the pieces of `text`, which must be valid UTF-8, to `sink` in order. A match is a piece
-  // and so is what lies between two matches ("isolated"); no piece is empty and together they are
-  // the text. Throws what Matcher::find throws.
-  void split(std::string_view text, const Sink& sink) const;
+  // Cuts one text, which may come in parts.
+  class Run {
+   public:
+    // `text_bytes` is the length of the whole text; `splitter` must outlive it.
+    Run(const Splitter& splitter, std::size_t text_bytes);
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+
+    // Hands the pieces of `part`, which must be valid UTF-8, to `sink` in order. A match is a piece
+    // and so is what lies between two matches ("isolated"); no piece is empty and together they are
+    // the part. Throws what Matcher::find throws.
+    void split(std::string_view part, const Sink& sink);
+
+   private:
+    StepBudget budget_;
+    std::vector<Matcher> matchers_;
+  };
 
  private:
   std::vector<Regex> regexes_;

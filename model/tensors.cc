@@ -1,5 +1,11 @@
 #include "model/tensors.h"
 
+#include <set>
+#include <string_view>
+
+#include "lib/text.h"
+#include "sluice/errors.h"
+
 namespace sluice {
 namespace {
 
@@ -63,11 +69,53 @@ ModelTensors model_tensors(const ModelConfig& c) {
   return t;
 }
 
+namespace {
+
+// Matrices that become one have one dtype.
+void require_one_dtype(const Checkpoint& checkpoint, const TensorGroup& group) {
+  if (group.columns == 0) return;
+  const TensorInfo& first = checkpoint.info(group.parts.front().name);
+  for (const NamedRows& part : group.parts) {
+    const TensorInfo& info = checkpoint.info(part.name);
+    if (info.dtype == first.dtype) continue;
+    throw Error(ErrorCode::unsupported,
+                checkpoint.file_of(part.name).string() + ": tensor " + in_quotes(part.name) +
+                    " is " + info.stored_dtype + " beside " + in_quotes(first.name) + " in " +
+                    first.stored_dtype + "; convert the checkpoint to one dtype");
+  }
+}
+
+// What transformers ignores as well: the angles, which follow from the config, and a copy of tied
+// embeddings.
+bool is_redundant(std::string_view name, const ModelConfig& config) {
+  return name.ends_with(".rotary_emb.inv_freq") ||
+         (config.tie_word_embeddings && name == "lm_head.weight");
+}
+
+void require_read(const Checkpoint& checkpoint, const std::set<std::string, std::less<>>& read) {
+  const ModelConfig& config = checkpoint.config();
+  for (const std::string_view name : checkpoint.names()) {
+    if (read.contains(name) || is_redundant(name, config)) continue;
+    throw Error(ErrorCode::unsupported,
+                checkpoint.file_of(name).string() + ": has a tensor " + in_quotes(name) +
+                    ", which no " + config.architecture + " of " +
+                    std::to_string(config.num_hidden_layers) +
+                    " layers has with this config.json; without it the model would be another. "
+                    "Correct model_type, num_hidden_layers or attention_bias there, or convert "
+                    "the checkpoint to plain F32, F16 or BF16 weights");
+  }
+}
+
+}  // namespace
+
 void check_tensors(const Checkpoint& checkpoint) {
+  std::set<std::string, std::less<>> read;
   const auto check_group = [&](const TensorGroup& group) {
     for (std::size_t i = 0; i < group.parts.size(); ++i) {
       checkpoint.require(group.parts[i].name, group.shape(i));
+      read.insert(group.parts[i].name);
     }
+    require_one_dtype(checkpoint, group);
   };
   const ModelTensors tensors = model_tensors(checkpoint.config());
   for (const TensorGroup* group : {&tensors.embedding, &tensors.lm_head, &tensors.final_norm}) {
@@ -76,6 +124,7 @@ void check_tensors(const Checkpoint& checkpoint) {
   for (const LayerTensors& layer : tensors.layers) {
     for (const TensorGroup* group : layer.all()) check_group(*group);
   }
+  require_read(checkpoint, read);
 }
 
 }  // namespace sluice

@@ -40,7 +40,8 @@ ModelTensors model_tensors(const ModelConfig& config);
 
 // Compares the headers with the config, before any weight is read. Throws Error{corrupt} naming a
 // tensor that is missing or has another shape, Error{unsupported} for one in a dtype that is not
-// computed with.
+// computed with or other than its neighbours', or one that the decoder does not read although the
+// model would be another with it.
 void check_tensors(const Checkpoint& checkpoint);
 
 }  // namespace sluice

@@ -20,8 +20,8 @@
 namespace sluice {
 namespace {
 
-// Several times the size of the largest tokenizer.json in use.
-constexpr std::uint64_t kMaxFile = std::uint64_t{128} << 20;
+// Twice the size of the largest tokenizer.json in use.
+constexpr std::uint64_t kMaxFile = std::uint64_t{64} << 20;
 constexpr int kMaxVocabulary = 1 << 24;
 
 struct Token {
@@ -114,14 +114,14 @@ struct Tokenizer::Impl {
   }
 
   // Text without verbatim added tokens.
-  void encode_text(std::string_view text, Bpe::Scratch& scratch, std::vector<TokenId>& ids) const {
+  void encode_text(std::string_view text, Splitter::Run& run, Bpe::Scratch& scratch,
+                   std::vector<TokenId>& ids) const {
     for (const Segment& segment : normalized.split(text)) {
       if (segment.id != Segment::kText) {
         ids.push_back(segment.id);
         continue;
       }
-      splitter.split(segment.text,
-                     [&](std::string_view piece) { encode_piece(piece, scratch, ids); });
+      run.split(segment.text, [&](std::string_view piece) { encode_piece(piece, scratch, ids); });
     }
   }
 
@@ -169,13 +169,14 @@ std::vector<TokenId> Tokenizer::encode(std::string_view text) const {
   }
   std::vector<TokenId> ids;
   Bpe::Scratch scratch;
+  Splitter::Run run(impl_->splitter, text.size());
   for (const Segment& segment : impl_->verbatim.split(text)) {
     if (segment.id != Segment::kText) {
       ids.push_back(segment.id);
     } else if (impl_->pipeline.nfc) {
-      impl_->encode_text(to_nfc(segment.text), scratch, ids);
+      impl_->encode_text(to_nfc(segment.text), run, scratch, ids);
     } else {
-      impl_->encode_text(segment.text, scratch, ids);
+      impl_->encode_text(segment.text, run, scratch, ids);
     }
   }
   return ids;

@@ -15,11 +15,19 @@ constexpr const char* kGpt2Pattern =
   throw_unsupported(where, "type " + as_json(type));
 }
 
+// Each is another pass over every piece of a text. Those in use have up to six.
+constexpr std::size_t kMaxComponents = 32;
+
 // The components of a possibly nested Sequence in order; none for null.
 void flatten(const Json& component, const char* list, const std::string& where,
              std::vector<const Json*>& components) {
   if (component.is_null()) return;
-  if (string_of(component, "type", where) != "Sequence") return components.push_back(&component);
+  if (string_of(component, "type", where) != "Sequence") {
+    if (components.size() == kMaxComponents) {
+      throw_unsupported(where, "a Sequence of more than " + std::to_string(kMaxComponents));
+    }
+    return components.push_back(&component);
+  }
   const Json& parts = member(component, list);
   if (!parts.is_array()) throw_broken(where, std::string("the Sequence has no '") + list + "'");
   for (const Json& part : parts) {

@@ -11,6 +11,9 @@ namespace {
 
 using Json = nlohmann::json;
 
+// Of an added token: a text is compared with it from every place on. Those in use have up to 40.
+constexpr std::size_t kMaxContent = 1024;
+
 constexpr const char* kNoId = " has no id (an integer from 0 to 2147483647)";
 
 bool is_off(const Json& value) {
@@ -61,6 +64,10 @@ AddedToken read_added_token(const Json& entry) {
   token.content = string_of(entry, "content", where);
   if (token.content.empty()) throw_broken(where, "there is a token without content");
   const std::string named = where + ": token " + as_json(token.content);
+  if (token.content.size() > kMaxContent) {
+    throw_broken(named, "has " + std::to_string(token.content.size()) + " bytes, more than " +
+                            std::to_string(kMaxContent));
+  }
   const std::optional<TokenId> id = id_of(member(entry, "id"));
   if (!id) throw_broken(where, "token " + as_json(token.content) + kNoId);
   token.id = *id;

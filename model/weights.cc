@@ -4,6 +4,7 @@
 #include <span>
 #include <string>
 
+#include "lib/check.h"
 #include "lib/element.h"
 #include "model/tensors.h"
 #include "sluice/errors.h"
@@ -25,12 +26,7 @@ class Loader {
     DType dtype = DType::bf16;
     for (std::size_t i = 0; i < group.parts.size(); ++i) {
       const Tensor tensor = checkpoint_->load(group.parts[i].name, group.shape(i));
-      if (i > 0 && tensor.dtype != dtype) {
-        throw Error(ErrorCode::unsupported,
-                    group.parts[i].name + ": " + std::string(to_string(tensor.dtype)) +
-                        " beside tensors of the same layer in " + std::string(to_string(dtype)) +
-                        "; convert the checkpoint to one dtype");
-      }
+      check(i == 0 || tensor.dtype == dtype, "matrices of two dtypes in a group");
       dtype = tensor.dtype;
       stacked.insert(stacked.end(), tensor.data.begin(), tensor.data.end());
     }

@@ -33,7 +33,8 @@ struct ModelWeights {
 };
 
 // Reads one tensor group after the other, so that only the largest is held twice. `progress` gets
-// the share done, 0 to 1. Throws what Checkpoint and the backend throw.
+// the share done, 0 to 1. The checkpoint must have passed check_tensors. Throws what Checkpoint and
+// the backend throw.
 ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
                           const std::function<void(double)>& progress);
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "lib/bytes.h"
@@ -143,7 +144,11 @@ bool HostStore::populate(std::uint64_t from, std::uint64_t to) const {
     const std::uint64_t useful = regions() * (to - from) / kBytesPerThread;
     const std::uint64_t most =
         std::min<std::uint64_t>(kMostThreads, std::thread::hardware_concurrency());
-    for (std::uint64_t i = 1; i < std::min(useful, most); ++i) helpers.emplace_back(work);
+    try {
+      for (std::uint64_t i = 1; i < std::min(useful, most); ++i) helpers.emplace_back(work);
+    } catch (const std::system_error&) {
+      errno = 0;  // the threads that there are do it
+    }
     work();
   }
   if (refused) errno = ENOMEM;

@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "io/file.h"
+#include "model/calibration.h"
 #include "sluice/errors.h"
 #include "tools/commands.h"
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
-#include "tools/interrupt.h"
+#include "tools/flags.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
 
@@ -150,10 +151,11 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
 }
 
 int run(const CalibrateFlags& flags) {
-  watch_interrupts();
   Engine engine = Engine::open(flags.model.config());
   validate(flags, engine.info());
+  if (!flags.dry_run) require_storable(flags.model.model);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
+  const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   engine.load_weights();
   std::vector<Candidate> candidates = candidates_of(engine.info().kv.layers);
   std::vector<NamedPolicy> policies;
@@ -162,13 +164,10 @@ int run(const CalibrateFlags& flags) {
       policies.push_back({name_of(candidate.anchors), policy_of(candidate.anchors, budget)});
     }
   }
-  const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   ProgressBar bar("calibrate");
-  const TaskResult result = run_task(engine, passages, Task::needle, flags.options, policies,
-                                     [&](double share, const std::string& note) {
-                                       bar.update(share, note);
-                                       return !interrupted();
-                                     });
+  const TaskResult result =
+      run_task(engine, passages, Task::needle, flags.options, policies,
+               [&](double share, const std::string& note) { bar.update(share, note); });
   bar.clear();
   const PolicyResult& dense = result.policies.front();
   std::size_t next = 1;
@@ -197,13 +196,14 @@ Command add_calibrate(CLI::App& app) {
   flags->options.step_tokens = kStepTokens;
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();
-  app.add_option("--length", flags->options.context, "tokens of context")->capture_default_str();
-  app.add_option("--budget", flags->budgets,
-                 "tokens kept per KV head; may be given several times, all count")
+  add_integer(app, "--length", flags->options.context, "tokens of context")->capture_default_str();
+  add_integer(app, "--budget", flags->budgets,
+              "tokens kept per KV head; may be given several times, all count")
       ->capture_default_str();
-  app.add_option("--rounds", flags->options.rounds, "contexts")->capture_default_str();
-  app.add_option("--needles", flags->options.needles, "needles per context")->capture_default_str();
-  app.add_option("--seed", flags->options.seed, "of needles and their places")
+  add_integer(app, "--rounds", flags->options.rounds, "contexts")->capture_default_str();
+  add_integer(app, "--needles", flags->options.needles, "needles per context")
+      ->capture_default_str();
+  add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();
   app.add_flag("--dry-run", flags->dry_run, "print the table, store nothing");
   return [flags] { return run(*flags); };

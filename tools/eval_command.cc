@@ -9,7 +9,7 @@
 #include "tools/commands.h"
 #include "tools/eval_report.h"
 #include "tools/eval_runner.h"
-#include "tools/interrupt.h"
+#include "tools/flags.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
 #include "tools/policy_help.h"
@@ -58,27 +58,29 @@ std::vector<NamedPolicy> parse_policies(const Engine& engine,
 }
 
 int run(const EvalFlags& flags) {
-  watch_interrupts();
   validate(flags);
+  require_writable(flags.json);
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
   Engine engine = Engine::open(flags.model.config());
   const std::vector<NamedPolicy> policies = parse_policies(engine, flags.policies);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
+  // Texts that are too short are refused before the weights are read.
+  std::vector<PassageBuilder> passages;
+  std::vector<TaskOptions> options(flags.lengths.size(), flags.options);
+  for (std::size_t i = 0; i < flags.lengths.size(); ++i) {
+    options[i].context = flags.lengths[i];
+    passages.emplace_back(engine.tokenizer(), engine.encode_prompt(""), text, options[i]);
+  }
   engine.load_weights();
 
   nlohmann::json results = nlohmann::json::array();
   ProgressBar bar("eval");
-  for (const std::int64_t length : flags.lengths) {
-    TaskOptions options = flags.options;
-    options.context = length;
-    const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, options);
+  for (std::size_t i = 0; i < passages.size(); ++i) {
     for (const Task task : tasks) {
-      const TaskResult result = run_task(engine, passages, task, options, policies,
-                                         [&](double share, const std::string& note) {
-                                           bar.update(share, note);
-                                           return !interrupted();
-                                         });
+      const TaskResult result =
+          run_task(engine, passages[i], task, options[i], policies,
+                   [&](double share, const std::string& note) { bar.update(share, note); });
       bar.clear();
       const std::string table = eval_table(result, engine.info().kv) + "\n";
       // Standard output is the report's alone if that goes there.
@@ -113,26 +115,25 @@ Command add_eval(CLI::App& app) {
   app.add_option("--task", flags->tasks,
                  "needle, perplexity, agreement or repetition; may be given several times")
       ->capture_default_str();
-  app.add_option("--length", flags->lengths, "tokens of context; may be given several times")
+  add_integer(app, "--length", flags->lengths, "tokens of context; may be given several times")
       ->capture_default_str();
   app.add_option("--policy", flags->policies,
                  "a preset or a policy line; may be given several times. dense always runs")
       ->capture_default_str();
-  app.add_option("--rounds", flags->options.rounds, "contexts per task and length")
+  add_integer(app, "--rounds", flags->options.rounds, "contexts per task and length")
       ->capture_default_str();
-  app.add_option("--needles", flags->options.needles, "needles, or quoted passages, per context")
+  add_integer(app, "--needles", flags->options.needles, "needles, or quoted passages, per context")
       ->capture_default_str();
-  app.add_option("--digits", flags->options.digits, "digits of a needle's number")
+  add_integer(app, "--digits", flags->options.digits, "digits of a needle's number")
       ->capture_default_str();
-  app.add_option("--tokens", flags->options.tokens,
-                 "tokens that perplexity is measured over; most that a repetition goes on")
+  add_integer(app, "--tokens", flags->options.tokens,
+              "tokens that perplexity is measured over; most that a repetition goes on")
       ->capture_default_str();
-  app.add_option(
-         "--step-tokens", flags->options.step_tokens,
-         "tokens that a decode step takes; more are faster, but dense layers then read rows "
-         "once for all of them, and the bytes say so")
+  add_integer(app, "--step-tokens", flags->options.step_tokens,
+              "tokens that a decode step takes; more are faster, but dense layers then read rows "
+              "once for all of them, and the bytes say so")
       ->capture_default_str();
-  app.add_option("--seed", flags->options.seed, "of needles and their places")
+  add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();
   app.add_option("--json", flags->json, "write every number to this file, - for standard output");
   return [flags] { return run(*flags); };

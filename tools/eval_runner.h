@@ -59,12 +59,11 @@ struct TaskResult {
   std::vector<PolicyResult> policies;  // the first is dense
 };
 
-// Called with the share done and what is being done; returning false ends the run.
-using EvalProgress = std::function<bool(double share, const std::string& note)>;
+// Called with the share done and what is being done.
+using EvalProgress = std::function<void(double share, const std::string& note)>;
 
 // `policies` without dense, which is always run first. Every policy answers after a dense prefill
-// (or its own, if it has one) of the same passages. Throws Error{interrupted} if `progress` says
-// so.
+// (or its own, if it has one) of the same passages.
 TaskResult run_task(Engine& engine, const PassageBuilder& passages, Task task,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
                     const EvalProgress& progress);

@@ -104,6 +104,15 @@ PassageBuilder::PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> 
       prefix_(std::move(prefix)),
       text_(tokenizer.encode(text)),
       options_(options) {
+  // Something to read, and something to predict.
+  const auto shortest = static_cast<std::int64_t>(prefix_.size()) + 2;
+  if (options.context < shortest) {
+    throw Error(ErrorCode::usage, "--length " + std::to_string(options.context) +
+                                      " is too short: the tokenizer puts " +
+                                      std::to_string(prefix_.size()) +
+                                      " tokens in front of every text, so it must be at least " +
+                                      std::to_string(shortest));
+  }
   const std::int64_t least = options.context + options.tokens + 1;
   if (static_cast<std::int64_t>(text_.size()) < least) {
     throw Error(ErrorCode::prompt, "--text has " + std::to_string(text_.size()) +

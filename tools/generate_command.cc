@@ -9,6 +9,7 @@
 #include "sluice/generate.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/flags.h"
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
@@ -128,10 +129,7 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
 
 void load(Engine& engine) {
   ProgressBar bar("loading");
-  engine.load_weights([&](double share) {
-    bar.update(share, "");
-    if (interrupted()) throw Error(ErrorCode::interrupted, "interrupted while loading the model");
-  });
+  engine.load_weights([&](double share) { bar.update(share, ""); });
 }
 
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
@@ -144,14 +142,19 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   options.on_prefill = [&](std::int64_t done, std::int64_t total) {
     bar->update(static_cast<double>(done) / static_cast<double>(total),
                 std::to_string(done) + " of " + std::to_string(total) + " tokens");
-    if (done == total) bar.reset();
+    if (done == total) {
+      bar.reset();
+      flag_interrupt();  // from here on there is text to keep
+    }
     return true;
   };
   const bool stream_text = flags.json != "-";
   options.on_text = [&](std::string_view text) {
     if (stream_text) print(text);
   };
-  return generate(engine, session, prompt, options);
+  GenerateResult result = generate(engine, session, prompt, options);
+  take_time();
+  return result;
 }
 
 // The session to plan, and why it is not what --policy auto prefers, if so.
@@ -197,8 +200,8 @@ std::string notes(const ModelInfo& info, const Choice& choice) {
 }
 
 int run(const GenerateFlags& flags, bool prompt_given) {
-  watch_interrupts();
   flags.sampling.validate();
+  require_writable(flags.json);
   if (flags.context < 0) {
     throw Error(ErrorCode::usage,
                 "--context " + std::to_string(flags.context) + ": give a number of tokens");
@@ -250,13 +253,13 @@ Command add_generate(CLI::App& app) {
          "which tokens decoding attends to: a preset or a line of settings, see below; auto "
          "is sluice, or dense where --device-memory does not hold the key index")
       ->capture_default_str();
-  app.add_option("-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
+  add_integer(app, "-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
-  app.add_option("--context", flags->context,
-                 "tokens to plan memory for; default: prompt and --max-tokens");
+  add_integer(app, "--context", flags->context,
+              "tokens to plan memory for; default: prompt and --max-tokens");
   SamplingParams& sampling = flags->sampling;
   app.add_option("--temperature", sampling.temperature, "0 is greedy")->capture_default_str();
-  app.add_option("--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
+  add_integer(app, "--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
       ->capture_default_str();
   app.add_option("--top-p", sampling.top_p, "sample from the smallest set this probable")
       ->capture_default_str();
@@ -264,8 +267,9 @@ Command add_generate(CLI::App& app) {
       ->capture_default_str();
   app.add_option("--repetition-penalty", sampling.repetition_penalty, "above 1: repeat less")
       ->capture_default_str();
-  app.add_option("--seed", sampling.seed, "of the sampler")->capture_default_str();
-  app.add_option("--stop", sampling.stop, "end before this string; may be given several times");
+  add_integer(app, "--seed", sampling.seed, "of the sampler")->capture_default_str();
+  app.add_option("--stop", sampling.stop, "end before this string; may be given several times")
+      ->allow_extra_args(false);  // or [re] would be a list of re
   app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
   app.add_option("--json", flags->json,
                  "write text, timings, plan and ledger to this file, - for standard output");

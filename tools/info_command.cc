@@ -6,6 +6,7 @@
 #include "lib/bytes.h"
 #include "sluice/engine.h"
 #include "tools/commands.h"
+#include "tools/flags.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
 
@@ -49,7 +50,7 @@ Command add_info(CLI::App& app) {
   const auto context = std::make_shared<std::int64_t>(0);
   flags->add_to(app);
   const auto policy = std::make_shared<std::string>("dense");
-  app.add_option("--context", *context, "also show the memory plan for this many tokens");
+  add_integer(app, "--context", *context, "also show the memory plan for this many tokens");
   app.add_option("--policy", *policy, "of the plan: a preset or a line, see sluice generate --help")
       ->capture_default_str();
   return [flags, context, policy] {

@@ -1,25 +1,79 @@
 #include "tools/interrupt.h"
 
+#include <pthread.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <csignal>
+#include <ctime>
+#include <string_view>
+#include <system_error>
+#include <thread>
+
+#include "sluice/errors.h"
 
 namespace sluice::tools {
 namespace {
 
-// A signal handler can reach nothing but a global.
-std::atomic<bool> flag{false};
-static_assert(std::atomic<bool>::is_always_lock_free);
+constexpr timespec kPatience = {0, 400'000'000};
 
-extern "C" void on_interrupt(int /*signal*/) { flag = true; }
+// Ctrl-C is for the whole process, and so are these.
+std::atomic<bool> flag{false};
+std::atomic<bool> is_looked_at{false};
+std::atomic<bool> has_time{false};
+
+[[noreturn]] void end_with(std::string_view message) {
+  [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, message.data(), message.size());
+  // Nothing is torn down: other threads are still at work.
+  ::_exit(static_cast<int>(ErrorCode::interrupted));
+}
+
+void wait_for(const sigset_t& signals) {
+  int signal = 0;
+  ::sigwait(&signals, &signal);
+}
+
+// Whether there is another one while patience lasts. A process that was stopped waits anew.
+bool comes_again(const sigset_t& signals) {
+  int result = 0;
+  do {
+    result = ::sigtimedwait(&signals, nullptr, &kPatience);
+  } while (result < 0 && errno == EINTR);
+  return result >= 0;
+}
+
+void watch(const sigset_t& signals) {
+  wait_for(signals);
+  if (!is_looked_at) {
+    const bool redraws = ::isatty(STDERR_FILENO) != 0;  // a progress bar, perhaps
+    end_with(redraws ? "\r\x1b[Ksluice: interrupted\n" : "sluice: interrupted\n");
+  }
+  flag = true;
+  if (!comes_again(signals) && has_time) wait_for(signals);
+  end_with("\nsluice: interrupted; the text above is what was generated until then\n");
+}
 
 }  // namespace
 
-void watch_interrupts() {
-  struct sigaction action = {};
-  action.sa_handler = on_interrupt;
-  action.sa_flags = SA_RESETHAND;
-  sigaction(SIGINT, &action, nullptr);
+// A thread waits for the signal. A handler would run in whichever thread is there, and only after
+// the system call that it is in: populating memory, say.
+void end_on_interrupt() {
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  ::sigaddset(&signals, SIGINT);
+  ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // of all threads that start from here on
+  try {
+    std::thread([signals] { watch(signals); }).detach();
+  } catch (const std::system_error&) {
+    // No thread: Ctrl-C ends the process as it does without this.
+    ::pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+  }
 }
 
+void flag_interrupt() { is_looked_at = true; }
+
 const std::atomic<bool>& interrupted() { return flag; }
+
+void take_time() { has_time = true; }
 
 }  // namespace sluice::tools

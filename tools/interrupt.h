@@ -1,11 +1,20 @@
-// SIGINT as a flag: the first asks the command to end cleanly, the second ends it at once.
+// Ctrl-C (SIGINT).
 #pragma once
 
 #include <atomic>
 
 namespace sluice::tools {
 
-void watch_interrupts();
+// From here on Ctrl-C ends the command at once with the exit code 130: what it computes could not
+// look at a flag often enough.
+void end_on_interrupt();
+
+// From here on the first Ctrl-C raises the flag, and whoever looks at it ends the command with what
+// it has. If that has not happened after 0.4 seconds, or at the second Ctrl-C, it ends at once.
+void flag_interrupt();
 const std::atomic<bool>& interrupted();
+
+// Whoever looked at the flag has time from here on: for reports, say.
+void take_time();
 
 }  // namespace sluice::tools

@@ -1,15 +1,21 @@
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <exception>
 #include <numeric>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "lib/text.h"
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/interrupt.h"
 #include "tools/output.h"
 
 namespace sluice::tools {
@@ -19,14 +25,6 @@ constexpr const char* kFooter =
     "Exit codes: 0 success, 2 bad flag, 3 file not found, 4 corrupt checkpoint, 5 not supported,\n"
     "6 tokenizer, 7 prompt, 8 memory cap too small, 9 reading or writing failed, 10 internal\n"
     "error, 11 NaN or infinity, 130 interrupted.";
-
-// The message may quote input; whatever it holds, the user gets one line.
-std::string one_line(std::string text) {
-  for (char& c : text) {
-    if (static_cast<unsigned char>(c) < 0x20) c = ' ';
-  }
-  return text;
-}
 
 int fail(ErrorCode code, const std::string& message) {
   print_error("sluice: " + with_flags(one_line(message)) + "\n");
@@ -70,6 +68,36 @@ std::string unknown_command(const Commands& commands, std::string_view given) {
   return "'" + std::string(given) + "' is no command; " + hint;
 }
 
+// An empty value is a variable that was not set, not a wish for the default.
+void refuse_empty_values(CLI::App& command) {
+  const auto check = [](const std::string& text) {
+    return std::string(text.empty() ? "the value is empty; give one or leave the flag out" : "");
+  };
+  for (CLI::Option* option : command.get_options()) {
+    const bool prompt = option->check_name("--prompt");  // which has an error of its own
+    if (option->get_items_expected_max() > 0 && !prompt) option->check(check);
+  }
+}
+
+// A file opened under the number of a standard stream that is closed would be taken for it. What
+// takes its place cannot be used either.
+void occupy_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(stream, F_GETFD) >= 0) continue;
+    // The lowest number that is free, which is this one.
+    [[maybe_unused]] const int placeholder =
+        ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+  }
+}
+
+// --help and --version.
+int show(const CLI::App& app, const CLI::ParseError& wish) {
+  std::ostringstream text;
+  const int code = app.exit(wish, text, text);
+  print(text.str());
+  return code;
+}
+
 int run(int argc, const char* const* argv) {
   CLI::App app("Sluice: long-context LLM inference with the KV cache off the device", "sluice");
   app.set_version_flag("--version", std::string("sluice ") + kVersion);
@@ -80,6 +108,7 @@ int run(int argc, const char* const* argv) {
     CLI::App* command = app.add_subcommand(name, description);
     command->footer(kFooter);
     commands.emplace_back(command, declare(*command));
+    refuse_empty_values(*command);
   };
   add("generate", "Generate text after a prompt, and account for every byte moved", add_generate);
   add("info", "Show what a checkpoint is and what its KV cache takes", add_info);
@@ -92,7 +121,7 @@ int run(int argc, const char* const* argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    if (error.get_exit_code() == 0) return show(app, error);
     return fail(ErrorCode::usage, std::string(error.what()) + " (see sluice --help)");
   }
   for (const auto& [command, action] : commands) {
@@ -107,6 +136,8 @@ int run(int argc, const char* const* argv) {
 int main(int argc, char** argv) {
   using sluice::ErrorCode;
   try {
+    sluice::tools::occupy_closed_streams();
+    sluice::tools::end_on_interrupt();
     return sluice::tools::run(argc, argv);
   } catch (const sluice::Error& error) {
     return sluice::tools::fail(error.code(), error.what());

@@ -4,6 +4,7 @@
 
 #include "lib/bytes.h"
 #include "sluice/errors.h"
+#include "tools/flags.h"
 
 namespace sluice::tools {
 namespace {
@@ -40,8 +41,8 @@ void ModelFlags::add_to(CLI::App& app) {
                  "element type of matrix products; auto loses nothing of the weights")
       ->check(CLI::IsMember({"auto", "bf16", "f32"}))
       ->capture_default_str();
-  app.add_option("--threads", threads, "threads, 0 for one per core")->capture_default_str();
-  app.add_option("--chunk", chunk, "most tokens per prefill step")->capture_default_str();
+  add_integer(app, "--threads", threads, "threads, 0 for one per core")->capture_default_str();
+  add_integer(app, "--chunk", chunk, "most tokens per prefill step")->capture_default_str();
 }
 
 EngineConfig ModelFlags::config() const {

@@ -1,5 +1,7 @@
 #include "tools/output.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,6 +36,23 @@ void print(std::string_view text) {
 void print_error(std::string_view text) {
   std::fwrite(text.data(), 1, text.size(), stderr);
   std::fflush(stderr);
+}
+
+void require_writable(const std::string& path) {
+  if (path.empty() || path == "-") return;
+  struct stat status {};
+  if (::stat(path.c_str(), &status) == 0) {
+    errno = EISDIR;
+    if (S_ISDIR(status.st_mode) || ::access(path.c_str(), W_OK) != 0) throw_write_error(path);
+    return;
+  }
+  // Not there yet: can it be? A link that leads nowhere is in the way and left alone.
+  const int descriptor =
+      ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, S_IRUSR | S_IWUSR);
+  if (descriptor < 0 && errno == EEXIST) return;
+  if (descriptor < 0) throw_write_error(path);
+  ::close(descriptor);
+  ::unlink(path.c_str());
 }
 
 void write_report(const std::string& path, const std::string& text) {

@@ -26,6 +26,10 @@ std::string wrapped(std::string first, std::size_t indent, std::string_view text
 // A report as it is written; paths that are not UTF-8 lose what JSON cannot hold.
 std::string report_text(const nlohmann::json& report);
 
+// Throws Error{io} if `path` cannot be written, before the work whose report is to go there. An
+// empty path or "-" can.
+void require_writable(const std::string& path);
+
 // Writes a whole file, "-" for standard output. Throws Error{io} that names it.
 void write_report(const std::string& path, const std::string& text);
 

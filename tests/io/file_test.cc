@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <array>
+#include <chrono>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -69,6 +70,50 @@ TEST(File, TextIsBounded) {
   expect_error(ErrorCode::corrupt, "8 B, more than the 7 B", [&] { read_text_file(path, 7); });
 }
 
+std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    names.push_back(entry.path().filename());
+  }
+  return names;
+}
+
+TEST(ReplaceFile, PutsTheTextInPlaceAndLeavesNothingElse) {
+  const TempDir dir;
+  const std::filesystem::path path = dir.path() / "a";
+  require_replaceable(path);
+  EXPECT_THAT(names_in(dir.path()), ::testing::IsEmpty());
+  replace_file(path, "one");
+  replace_file(path, std::string(1 << 20, 'x'));
+  EXPECT_EQ(testing::read_bytes(path), std::string(1 << 20, 'x'));
+  EXPECT_THAT(names_in(dir.path()), ::testing::ElementsAre("a"));
+}
+
+TEST(ReplaceFile, NeitherFollowsLinksNorWaits) {
+  const TempDir dir;
+  const std::filesystem::path victim = dir.write("victim", "precious");
+  for (const char* name : {"a", "a.new"}) {
+    std::filesystem::create_symlink(victim, dir.path() / name);
+  }
+  replace_file(dir.path() / "a", "text");
+  EXPECT_EQ(testing::read_bytes(victim), "precious");
+  EXPECT_EQ(testing::read_bytes(dir.path() / "a"), "text");
+  const std::filesystem::path fifo = dir.path() / "fifo";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  replace_file(fifo, "text");
+  EXPECT_EQ(testing::read_bytes(fifo), "text");
+}
+
+TEST(ReplaceFile, WhatCannotBeWrittenIsAnIoErrorAndLeavesNothing) {
+  const TempDir dir;
+  expect_error(ErrorCode::io, "nowhere/a: cannot be written",
+               [&] { require_replaceable(dir.path() / "nowhere" / "a"); });
+  std::filesystem::create_directory(dir.path() / "folder");
+  expect_error(ErrorCode::io, "folder: cannot be written",
+               [&] { replace_file(dir.path() / "folder", "text"); });
+  EXPECT_THAT(names_in(dir.path()), ::testing::ElementsAre("folder"));
+}
+
 TEST(Json, GivesTheDocument) {
   const TempDir dir;
   const auto json = read_json_file(dir.write("a", R"({"a": [1, {"a": null}], "b": {"a": 2}})"), 99);
@@ -99,10 +144,23 @@ TEST(Json, RefusesWhatIsNotStrictlyJson) {
   EXPECT_NO_THROW(read_json_file(dir.write("a", deepest), 1 << 20));
 }
 
-TEST(Json, QuotedTextIsShortAndPrintable) {
-  EXPECT_EQ(in_quotes("model.norm"), "'model.norm'");
-  EXPECT_EQ(in_quotes("a\n\x1b[31m\xff"), R"('a\x0a\x1b[31m\xff')");
-  EXPECT_LT(in_quotes(std::string(100'000, 'a')).size(), 110u);
+TEST(Json, TakesTimeLinearInTheNumberOfValues) {
+  const TempDir dir;
+  std::string text = "[{}";
+  for (int i = 1; i < 300'000; ++i) text += ",{}";
+  const std::filesystem::path path = dir.write("a", text + "]");
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(read_json_file(path, 1 << 20).size(), 300'000u);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(Json, ValuesAreBounded) {
+  const TempDir dir;
+  std::string text = "[0";
+  for (int i = 2; i < kMaxJsonValues; ++i) text += ",0";
+  EXPECT_NO_THROW(read_json_file(dir.write("a", text + "]"), 1 << 24));
+  expect_error(ErrorCode::corrupt, "more than 4194304 values",
+               [&] { read_json_file(dir.write("a", text + ",0]"), 1 << 24); });
 }
 
 }  // namespace

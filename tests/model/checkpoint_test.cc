@@ -108,6 +108,18 @@ TEST(Checkpoint, ReadsShards) {
   EXPECT_EQ(norm.data, std::vector<std::byte>(256, std::byte{'n'}));
 }
 
+TEST(Checkpoint, WhatTheIndexDoesNotNameIsNotLeftOut) {
+  const TempDir dir;
+  write_shards(dir, whole_map());
+  dir.write("two.safetensors",
+            safetensors("{" + entry("model.norm.weight", "F32", "[64]", 0, 256) + "," +
+                            entry("model.norm.bias", "F32", "[1]", 256, 260) + "}",
+                        std::string(260, 'n')));
+  expect_error(ErrorCode::corrupt,
+               "two.safetensors: has a tensor 'model.norm.bias' that model.safetensors.index.json",
+               [&] { Checkpoint::open(dir.path()); });
+}
+
 TEST(Checkpoint, AMissingTensorOrAnotherShapeIsNamed) {
   const TempDir dir;
   dir.write("config.json", kConfig);

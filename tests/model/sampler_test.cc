@@ -226,13 +226,13 @@ TEST(Sampler, BadLogitsAreErrors) {
     const auto next = [&](const std::vector<float>& logits, const std::vector<TokenId>& history) {
       return [=, &sampler] { sampler.next(logits, history); };
     };
-    constexpr auto kCode = ErrorCode::internal;
+    constexpr auto kCode = ErrorCode::numeric;
     expect_error(kCode, "token 1 the logit NaN", next({0.0f, kNan}, {}));
     expect_error(kCode, "token 0 the logit infinity", next({kInfinity, 0.0f}, {}));
     expect_error(kCode, "every token", next({-kInfinity, -kInfinity}, {}));
     expect_error(kCode, "every token", next({}, {}));
-    expect_error(kCode, "token 2 of the history", next({0.0f, 0.0f}, {2}));
-    expect_error(kCode, "token -1 of the history", next({0.0f, 0.0f}, {-1}));
+    expect_error(ErrorCode::usage, "token 2 of the history", next({0.0f, 0.0f}, {2}));
+    expect_error(ErrorCode::usage, "token -1 of the history", next({0.0f, 0.0f}, {-1}));
   }
 }
 

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+
 #include "model/onig.h"
 #include "tests/io/test_files.h"
 #include "tests/model/random_text.h"
@@ -18,7 +20,8 @@ constexpr const char* kLlama =
 
 std::vector<std::string> split(const Splitter& splitter, std::string_view text) {
   std::vector<std::string> pieces;
-  splitter.split(text, [&](std::string_view piece) { pieces.emplace_back(piece); });
+  Splitter::Run run(splitter, text.size());
+  run.split(text, [&](std::string_view piece) { pieces.emplace_back(piece); });
   return pieces;
 }
 
@@ -84,6 +87,52 @@ TEST(Splitter, AnExpressionThatDoesNotComeBackIsAnError) {
   const Splitter splitter({"(?:a|aa|aaa)+b"});
   expect_error(ErrorCode::tokenizer, "match limit",
                [&] { split(splitter, std::string(200, 'a') + "cb"); });
+}
+
+TEST(Splitter, TheLimitIsForTheWholeText) {
+  // 2^20 ways at each place, which none of them by itself would forbid.
+  for (const char* pattern : {"(?:(?:a|a){20}b|.)", "(?:a|a){20}b"}) {
+    SCOPED_TRACE(pattern);
+    const Splitter splitter({pattern});
+    const auto start = std::chrono::steady_clock::now();
+    expect_error(ErrorCode::tokenizer, "a text of 2000 bytes again and again (match limit",
+                 [&] { split(splitter, std::string(1998, 'a') + "cb"); });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+  }
+  const Splitter splitter({"(?:(?:a|a){20}b|.)"});
+  Splitter::Run run(splitter, 2000);
+  const auto ignore = [](std::string_view) {};
+  expect_error(ErrorCode::tokenizer, "match limit", [&] {
+    for (int part = 0; part < 80; ++part) run.split(std::string(25, 'a'), ignore);
+  });
+}
+
+TEST(Splitter, BacktrackingChangesNoPiece) {
+  // More steps than are free, at the first place and at the last.
+  const std::string run(14, 'a');
+  EXPECT_THAT(split(Splitter({"(?:a|a){14}b|x"}), "-" + run + "b\u00e9x" + run + "cx"),
+              ElementsAre("-", run + "b", "\u00e9", "x", run + "c", "x"));
+}
+
+TEST(Splitter, AfterBacktrackingOtherTextIsCutAsBefore) {
+  const std::string costly = "(?:z|z){14}b|";
+  for (const std::string& pattern : {costly + kLlama, costly + R"(\p{N}{1,3})", costly + "(?=a)"}) {
+    const Splitter splitter({pattern});
+    const auto cut = [&](Splitter::Run& run, const std::string& text) {
+      std::vector<std::string> pieces;
+      run.split(text, [&](std::string_view piece) { pieces.emplace_back(piece); });
+      return pieces;
+    };
+    for (std::uint64_t seed = 0; seed < 300; ++seed) {
+      SCOPED_TRACE(pattern + ", seed " + std::to_string(seed));
+      std::mt19937_64 random(seed);
+      const std::string text = testing::random_text(random, 60);
+      Splitter::Run fresh(splitter, text.size());
+      Splitter::Run burdened(splitter, text.size());
+      cut(burdened, std::string(15, 'z'));
+      ASSERT_EQ(cut(burdened, text), cut(fresh, text));
+    }
+  }
 }
 
 TEST(Splitter, ABrokenExpressionIsAnError) {

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -120,8 +121,39 @@ TEST(TokenizerFile, AddedTokens) {
   expect_refused(kCode, "\"<end>\" has two entries", add({{"id", 259}, {"content", "<end>"}}));
   expect_refused(kCode, "\"abc\" has two entries", add({{"id", 259}, {"content", "abc"}}));
   expect_refused(kCode, "only 300 tokens", add({{"id", 300}, {"content", "<other>"}}));
+  expect_refused(kCode, "has 1025 bytes, more than 1024",
+                 add({{"id", 259}, {"content", std::string(1025, 'x')}}));
   expect_refused(ErrorCode::unsupported, "'single_word'",
                  add({{"id", 259}, {"content", "word"}, {"single_word", true}}));
+}
+
+TEST(TokenizerFile, WhiteSpaceThatIsAlsoATokenTakesLinearTime) {
+  Json file = small_file();
+  file["added_tokens"].push_back({{"id", 259}, {"content", "\n"}, {"rstrip", true}});
+  const Tokenizer tokenizer = load_text(file.dump());
+  EXPECT_THAT(tokenizer.encode("\n\nab\n \n"), ::testing::ElementsAre(259, 259, 256, 259, 259));
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(tokenizer.encode(std::string(1 << 20, '\n')).size(), std::size_t{1} << 20);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(TokenizerFile, NoSequenceIsTooLong) {
+  const auto splits = [](int count) {
+    return [count](Json& f) {
+      const Json split = {
+          {"type", "Split"}, {"pattern", {{"Regex", "a"}}}, {"behavior", "Isolated"}};
+      Json steps = Json::array();
+      for (int i = 0; i < count; ++i) steps.push_back(split);
+      steps.push_back(f["pre_tokenizer"]);
+      f["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", steps}};
+    };
+  };
+  Json file = small_file();
+  splits(31)(file);
+  EXPECT_THAT(load_text(file.dump()).encode("abc"), ::testing::SizeIs(3));
+  expect_refused(ErrorCode::unsupported, "pre_tokenizer: a Sequence of more than 32", splits(32));
+  expect_refused(ErrorCode::unsupported, "pre_tokenizer: a Sequence of more than 32",
+                 splits(80'000));
 }
 
 TEST(TokenizerFile, Merges) {

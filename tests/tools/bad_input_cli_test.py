@@ -8,9 +8,9 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from command import GOLDEN, MODEL, sluice
+from command import GOLDEN, MODEL, ROOT, sluice
 
-USAGE, NOT_FOUND, CORRUPT, UNSUPPORTED, TOKENIZER, PROMPT, MEMORY, IO = 2, 3, 4, 5, 6, 7, 8, 9
+USAGE, NOT_FOUND, CORRUPT, UNSUPPORTED, TOKENIZER, PROMPT, MEMORY, IO, NUMERIC = *range(2, 10), 11
 
 
 class BadInput(unittest.TestCase):
@@ -64,6 +64,47 @@ class BadInput(unittest.TestCase):
         self.refused(USAGE, "--threads", flags=["--threads", "-2"])
         self.refused(USAGE, "--context", flags=["--context", "-5"], model=MODEL)
         self.refused(USAGE, "--prompt-file", flags=["-p", "x", "--prompt-file", "y"])
+
+    def test_numbers_are_decimal_and_fit(self):
+        text = sluice("generate", "-m", MODEL, "-q", "-p", "x", "-n", 10).stdout
+        self.assertEqual(sluice("generate", "-m", MODEL, "-q", "-p", "x", "-n", "010").stdout, text)
+        for flag, value in (("-n", "0x10"), ("-n", "1e2"), ("-n", "2147483648"), ("--seed", "-1"),
+                            ("--seed", str(1 << 64)), ("--threads", "two"), ("--top-k", "")):
+            self.refused(USAGE, flag.lstrip("-n"), "is", flags=[flag, value])
+
+    def test_empty_values_are_not_the_default(self):
+        for flag in ("--device-memory", "--host-memory", "--json", "--policy", "--prompt-file"):
+            self.refused(USAGE, flag, "empty", flags=[flag, ""])
+
+    def test_stop_strings_are_taken_as_they_are(self):
+        flags = ["generate", "-m", MODEL, "-q", "-p", "Once upon a time", "-n", 20]
+        text = sluice(*flags).stdout
+        word = text.split()[3]
+        done = sluice(*flags, "--stop", f"[{word}]", "--stop", "[]")
+        self.assertEqual((done.returncode, done.stdout), (0, text), done.stderr)
+        self.assertNotEqual(sluice(*flags, "--stop", word).stdout, text)
+
+    def test_long_and_strange_values_are_shown_short_and_plain(self):
+        for flags in (["--device", "x" * 100000], ["--" + "x" * 100000], ["-n", "`" + "a" * 100000],
+                      ["--policy", "\u202e\u2028" * 1000], ["--device", "\udcff\n\x1b[31m"]):
+            done = sluice("generate", "-m", MODEL, "-p", "x", *flags)
+            self.assertEqual(done.returncode, USAGE)
+            self.assertLess(len(done.stderr), 3000)
+            self.assertEqual(done.stderr.count("\n"), 1)
+            self.assertTrue(done.stderr[:-1].isprintable(), done.stderr)
+
+    def test_closed_streams_are_not_taken_for_files(self):
+        flags = ["generate", "-m", MODEL, "-q", "-n", 1]
+        done = sluice(*flags, stdin=None, preexec_fn=lambda: os.close(0))
+        self.assertIn(done.returncode, (PROMPT, IO), done.stderr)
+        done = sluice(*flags, "-p", "x", stdout=None, preexec_fn=lambda: os.close(1))
+        self.assertEqual(done.returncode, IO, done.stderr)
+
+    def test_help_that_cannot_be_shown(self):
+        with open("/dev/full", "wb") as full:
+            for flags in (["--help"], ["generate", "--help"], ["--version"]):
+                done = sluice(*flags, stdout=full)
+                self.assertEqual(done.returncode, IO)
 
     def test_no_command(self):
         done = sluice()
@@ -143,6 +184,87 @@ class BadInput(unittest.TestCase):
         self.edit_config(architectures=["GPT2LMHeadModel"], model_type="gpt2")
         self.refused(UNSUPPORTED, "gpt2")
 
+    def test_tensors_that_would_not_be_read(self):
+        tensors = "model.safetensors"
+        self.edit_config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+        self.refused(UNSUPPORTED, tensors, "'model.layers.2.", "num_hidden_layers")
+        self.edit_config(num_hidden_layers=3, layer_types=["full_attention"] * 3)
+
+        def add_scale(header):
+            header["model.layers.0.mlp.up_proj.weight_scale"] = {
+                "dtype": "F32", "shape": [0], "data_offsets": [0, 0]}  # fmt: skip
+
+        self.edit_header(add_scale)
+        self.refused(UNSUPPORTED, tensors, "'model.layers.0.mlp.up_proj.weight_scale'")
+        # Queries and keys that the model normalises.
+        shutil.copytree(GOLDEN / "qwen3", self.model, dirs_exist_ok=True)
+        self.edit_config(architectures=["LlamaForCausalLM"], model_type="llama")
+        self.refused(UNSUPPORTED, tensors, "self_attn.k_norm.weight'", "model_type")
+
+    def test_mixed_dtypes_are_refused_at_once(self):
+        def half(header):
+            header["model.layers.1.mlp.up_proj.weight"]["dtype"] = "F16"
+
+        self.edit_header(half)
+        done = sluice("info", "-m", self.model)
+        self.assertEqual(done.returncode, UNSUPPORTED, done.stderr)
+        for part in ("model.safetensors", "'model.layers.1.mlp.up_proj.weight' is F16"):
+            self.assertIn(part, done.stderr)
+
+    def test_weights_that_are_nan(self):
+        """Every command ends with the code that README gives, and stores nothing."""
+        model = Path(self.folder.name) / "nan"
+        shutil.copytree(MODEL, model)
+        path = model / "model.safetensors"
+        raw = bytearray(path.read_bytes())
+        size = struct.unpack("<Q", raw[:8])[0]
+        begin = json.loads(raw[8 : 8 + size])["model.norm.weight"]["data_offsets"][0] + 8 + size
+        raw[begin : begin + 2] = b"\xc0\x7f"
+        path.write_bytes(raw)
+        book = ["--text", ROOT / "data" / "war-and-peace.txt", "--rounds", 1]
+        for command in (["generate", "-p", "x"], ["eval", *book, "--length", 1000],
+                        ["eval", *book, "--length", 64, "--task", "perplexity", "--tokens", 4],
+                        ["calibrate", *book, "--length", 1000]):  # fmt: skip
+            done = sluice(command[0], "-m", model, *command[1:])
+            self.assertEqual(done.returncode, NUMERIC, done.stderr)
+            self.assertIn("NaN", done.stderr)
+            self.assertEqual(done.stdout.strip(), "")
+        self.assertFalse((model / "sluice.json").exists())
+
+    def test_links_that_lead_nowhere(self):
+        for name in ("tokenizer.json", "config.json", "model.safetensors"):
+            path = self.model / name
+            path.rename(self.model / "kept")
+            path.symlink_to(name)
+            self.refused(IO, name, "symbolic links")
+            path.unlink()
+            (self.model / "kept").rename(path)
+
+    def test_a_stored_policy_that_does_not_fit_names_its_file(self):
+        model = Path(self.folder.name) / "demo"
+        shutil.copytree(MODEL, model)
+        stored = {"tidaldecode": "select=int4 prune=top_k(512) dense=0,1 anchors=2,40"}
+        (model / "sluice.json").write_text(json.dumps({"policies": stored}))
+        self.refused(CORRUPT, "sluice.json", "anchors lists layer 40", model=model,
+                     flags=["--policy", "tidaldecode"])
+
+    def test_lengths_that_the_tokenizers_prefix_fills(self):
+        model = Path(self.folder.name) / "demo"
+        shutil.copytree(MODEL, model)
+        tokenizer = json.loads((model / "tokenizer.json").read_text())
+        for ids in (15, 16, 17, 100):
+            tokenizer["post_processor"] = {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "x"}}, {"Sequence": {"id": "A"}}],
+                "special_tokens": {"x": {"id": "x", "ids": [5] * ids}},
+            }
+            (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+            for task in ("perplexity", "repetition", "needle"):
+                done = sluice("eval", "-m", model, "--text", ROOT / "data" / "war-and-peace.txt",
+                              "--task", task, "--length", 16)  # fmt: skip
+                self.assertEqual(done.returncode, USAGE, done.stderr)
+                self.assertIn("--length 16 is too short", done.stderr)
+
     def test_tokenizer_lacks_an_id(self):
         self.refused(TOKENIZER, "tokenizer.json")  # 4096 entries for a vocabulary of 384
 
@@ -171,6 +293,23 @@ class BadInput(unittest.TestCase):
             done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", stdout=full)
         self.assertEqual(done.returncode, IO)
         self.assertIn("standard output", done.stderr)
+
+
+    def test_reports_that_cannot_be_written_are_refused_before_the_work(self):
+        for path in ("/nowhere/report.json", self.folder.name):
+            done = sluice("generate", "-m", "/no/model", "-p", "Hi", "--json", path)
+            self.assertEqual(done.returncode, IO, done.stderr)
+            self.assertIn(path, done.stderr)
+            done = sluice("eval", "-m", "/no/model", "--text", "/no/text", "--json", path)
+            self.assertEqual(done.returncode, IO, done.stderr)
+
+    def test_a_broken_calibration_is_refused_before_the_work(self):
+        model = Path(self.folder.name) / "demo"
+        shutil.copytree(MODEL, model)
+        (model / "sluice.json").write_text("garbage")
+        done = sluice("calibrate", "-m", model, "--text", "/no/text")
+        self.assertEqual(done.returncode, CORRUPT, done.stderr)
+        self.assertIn("sluice.json", done.stderr)
 
 
 if __name__ == "__main__":

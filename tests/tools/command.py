@@ -9,9 +9,9 @@ MODEL = ROOT / "models" / "sluice-22m"
 GOLDEN = ROOT / "tests" / "data" / "golden"
 
 
-def sluice(*arguments: object, stdin: str | bytes = "", **options) -> subprocess.CompletedProcess:
+def sluice(*arguments: object, stdin: str | bytes | None = "", **options) -> subprocess.CompletedProcess:
     """The finished command; stdout and stderr are text."""
-    data = stdin if isinstance(stdin, bytes) else stdin.encode()
+    data = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run(
         [os.environ["SLUICE_BINARY"], *map(str, arguments)],
         input=data,

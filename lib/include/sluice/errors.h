@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace sluice {
 
@@ -23,10 +24,11 @@ enum class ErrorCode : int {
 };
 
 // `what()` is one line: what is wrong, where (file, or field in backquotes), and what to do about
-// it.
+// it. Whatever a file or a flag holds, it is at most some kilobytes of UTF-8 without control or
+// formatting characters, which stand there as \xNN.
 class Error : public std::runtime_error {
  public:
-  Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  Error(ErrorCode code, std::string_view message);
   ErrorCode code() const noexcept { return code_; }
 
  private:

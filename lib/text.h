@@ -1,0 +1,17 @@
+// Text from elsewhere (files, flags, paths) as it may stand in a message.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace sluice {
+
+// One line that says what `text` holds whatever that is: control and formatting characters, line
+// breaks and bytes that are not UTF-8 become \xNN each. Of a long text the middle is cut out, so
+// that a message keeps both its file and its reason. Gives back unchanged what it has made itself.
+std::string one_line(std::string_view text);
+
+// The same, shorter, between single quotes: a name or a value inside a message.
+std::string in_quotes(std::string_view text);
+
+}  // namespace sluice

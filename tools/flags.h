@@ -1,0 +1,44 @@
+// How flags read their values where CLI11's own way would surprise.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <charconv>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "lib/text.h"
+
+namespace sluice::tools {
+
+// Whole decimal numbers that an Integer holds, and nothing else: 010 is ten, and -1 no seed.
+template <typename Integer>
+CLI::Validator whole_number() {
+  const auto read = [](std::string& text) -> std::string {
+    using Limits = std::numeric_limits<Integer>;
+    Integer value{};
+    const char* const end = text.data() + text.size();
+    const auto [stop, status] = std::from_chars(text.data(), end, value);
+    if (status == std::errc{} && stop == end) {
+      text = std::to_string(value);
+      return {};
+    }
+    return in_quotes(text) + " is not a whole number from " + std::to_string(Limits::min()) +
+           " to " + std::to_string(Limits::max());
+  };
+  return {read, ""};
+}
+
+template <typename Integer>
+CLI::Option* add_integer(CLI::App& app, const char* name, Integer& value, const char* help) {
+  return app.add_option(name, value, help)->transform(whole_number<Integer>());
+}
+
+// The same for a flag that may be given several times.
+template <typename Integer>
+CLI::Option* add_integer(CLI::App& app, const char* name, std::vector<Integer>& values,
+                         const char* help) {
+  return app.add_option(name, values, help)->transform(whole_number<Integer>());
+}
+
+}  // namespace sluice::tools
