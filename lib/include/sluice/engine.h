@@ -109,8 +109,8 @@ struct SessionOptions {
 };
 
 // Stores the policy that Engine::policy() gives for preset `name` of the checkpoint in `model`, in
-// sluice.json there. Throws Error{io} if it cannot be written, Error{corrupt} if what is there is no
-// calibration.
+// sluice.json there. Throws Error{io} if it cannot be written, Error{corrupt} if what is there is
+// no calibration.
 void store_calibration(const std::filesystem::path& model, std::string_view name,
                        const Policy& policy);
 
