@@ -31,11 +31,14 @@ def interrupted(*arguments, after: float, output: int = 0):
 
 class Interrupt(unittest.TestCase):
     def ends(self, *arguments, after: float, output: int = 0):
-        code, seconds, out, errors = interrupted(*arguments, after=after, output=output)
-        self.assertEqual(code, 130, errors)
-        self.assertLess(seconds, 0.5)
-        self.assertIn("sluice: interrupted", errors)
-        return out
+        for _ in range(3):
+            code, seconds, out, errors = interrupted(*arguments, after=after, output=output)
+            self.assertEqual(code, 130, errors)
+            self.assertIn("sluice: interrupted", errors)
+            # Once or twice the machine may be busy with something else.
+            if seconds < 0.5:
+                return out
+        self.fail(f"{seconds} s after the signal, as in the attempts before")
 
     def test_prefill(self):
         with tempfile.NamedTemporaryFile() as file:
