@@ -1,7 +1,9 @@
 #include "cpu/reference_ops.h"
 
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "lib/half.h"
@@ -72,15 +74,29 @@ void reference_embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
   }
 }
 
+namespace {
+
+// In several sums, which need not wait for each other.
+double dot(const std::vector<double>& x, const float* y) {
+  std::array<double, 8> sums = {};
+  std::size_t i = 0;
+  for (; i + sums.size() <= x.size(); i += sums.size()) {
+    for (std::size_t s = 0; s < sums.size(); ++s) sums[s] += x[i + s] * y[i + s];
+  }
+  for (; i < x.size(); ++i) sums[0] += x[i] * y[i];
+  return std::accumulate(sums.begin(), sums.end(), 0.0);
+}
+
+}  // namespace
+
 void reference_linear(const LinearParams& p, const float* weight) {
-  const std::int64_t inputs = p.weight->inputs();
+  std::vector<double> x(static_cast<std::size_t>(p.weight->inputs()));
   for (std::int64_t t = 0; t < p.x.rows; ++t) {
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = at(p.x, t, static_cast<std::int64_t>(i));
     for (std::int64_t o = 0; o < p.weight->outputs(); ++o) {
       double sum = p.accumulate ? at(p.y, t, o) : 0;
       if (p.bias != nullptr) sum += p.bias[o];
-      for (std::int64_t i = 0; i < inputs; ++i) {
-        sum += static_cast<double>(at(p.x, t, i)) * weight[o * inputs + i];
-      }
+      sum += dot(x, weight + o * p.weight->inputs());
       put(p.y, t, o, static_cast<float>(sum));
     }
   }
