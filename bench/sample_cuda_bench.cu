@@ -13,8 +13,8 @@ namespace {
 constexpr int kDraws = 16;
 
 // Arguments: rows, vocabulary, temperature in hundredths, top_k, top_p in hundredths.
-SampleParams params_of(const benchmark::State& state) {
-  SampleParams p;
+TokenDraw params_of(const benchmark::State& state) {
+  TokenDraw p;
   p.temperature = static_cast<double>(state.range(2)) / 100.0;
   p.top_k = static_cast<int>(state.range(3));
   p.top_p = static_cast<double>(state.range(4)) / 100.0;
@@ -31,7 +31,7 @@ void device(benchmark::State& state) {
   const DeviceBlock logits = normal_block<float>(logits_of(state), 2.5f);
   const PinnedBlock results = make_pinned_block(kSampleRows * sizeof(SampledToken));
   const Matrix matrix = {logits.get(), DType::f32, state.range(0), state.range(1), state.range(1)};
-  const std::vector<SampleParams> params(static_cast<std::size_t>(matrix.rows), params_of(state));
+  const std::vector<TokenDraw> params(static_cast<std::size_t>(matrix.rows), params_of(state));
   Replay replay(workspace.launch().stream, [&] {
     for (int i = 0; i < kDraws; ++i) {
       sample(matrix, params, static_cast<SampledToken*>(results.get()), workspace.launch());

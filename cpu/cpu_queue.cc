@@ -94,7 +94,7 @@ void CpuQueue::cast(const Matrix& from, const Matrix& to) {
 
 void CpuQueue::read_heads(const ReadHeadsParams& params) { sluice::read_heads(params); }
 
-void CpuQueue::sample(const Matrix& logits, std::span<const SampleParams> params,
+void CpuQueue::sample(const Matrix& logits, std::span<const TokenDraw> params,
                       std::span<SampledToken> tokens) {
   threads().for_each(static_cast<std::int64_t>(tokens.size()), [&](std::int64_t i) {
     const auto* const row = reinterpret_cast<const float*>(row_of(logits, i));

@@ -22,7 +22,7 @@ class CpuQueue : public Queue {
   void swiglu(const SwigluParams& params) override;
   void cast(const Matrix& from, const Matrix& to) override;
   void read_heads(const ReadHeadsParams& params) override;
-  void sample(const Matrix& logits, std::span<const SampleParams> params,
+  void sample(const Matrix& logits, std::span<const TokenDraw> params,
               std::span<SampledToken> tokens) override;
   void append(const AppendParams& params) override;
   void append_batch(const AppendBatchParams& params) override;

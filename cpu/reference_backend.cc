@@ -70,7 +70,7 @@ void ReferenceQueue::swiglu(const SwigluParams& params) { reference_swiglu(param
 void ReferenceQueue::cast(const Matrix& from, const Matrix& to) { reference_cast(from, to); }
 void ReferenceQueue::read_heads(const ReadHeadsParams& params) { sluice::read_heads(params); }
 
-void ReferenceQueue::sample(const Matrix& logits, std::span<const SampleParams> params,
+void ReferenceQueue::sample(const Matrix& logits, std::span<const TokenDraw> params,
                             std::span<SampledToken> tokens) {
   const auto* row = static_cast<const float*>(logits.data);
   for (std::size_t i = 0; i < tokens.size(); ++i, row += logits.stride) {

@@ -75,7 +75,7 @@ class ReferenceQueue : public Queue, public ReferenceReads {
   void build_values_batch(const BuildValuesBatchParams& params) override;
   void attend_tiles(const AttendTilesParams& params) override;
   void read_heads(const ReadHeadsParams& params) override;
-  void sample(const Matrix& logits, std::span<const SampleParams> params,
+  void sample(const Matrix& logits, std::span<const TokenDraw> params,
               std::span<SampledToken> tokens) override;
   void wait_for(Queue& /*other*/) override {}
   void synchronize() override { static_cast<void>(backend()); }

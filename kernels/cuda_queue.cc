@@ -77,7 +77,7 @@ void CudaQueue::linear_chain(const LinearChain& chain) {
   gemv(chain, weight_of(chain.linear), launch());
 }
 
-void CudaQueue::sample(const Matrix& logits, std::span<const SampleParams> params,
+void CudaQueue::sample(const Matrix& logits, std::span<const TokenDraw> params,
                        std::span<SampledToken> tokens) {
   auto* const drawn = static_cast<SampledToken*>(sampled_.get());
   Matrix part = logits;

@@ -29,7 +29,7 @@ class CudaQueue : public Queue {
   }
   void linear(const LinearParams& params) override;
   void linear_chain(const LinearChain& chain) override;
-  void sample(const Matrix& logits, std::span<const SampleParams> params,
+  void sample(const Matrix& logits, std::span<const TokenDraw> params,
               std::span<SampledToken> tokens) override;
   void rms_norm(const RmsNormParams& params) override { cuda::rms_norm(params, launch()); }
   void rope(const RopeParams& params) override { cuda::rope(params, launch()); }

@@ -124,7 +124,7 @@ TokenId draw(double random, std::span<const Candidate> candidates) {
 
 }  // namespace
 
-SampledToken draw_token(std::span<const float> logits, const SampleParams& params) {
+SampledToken draw_token(std::span<const float> logits, const TokenDraw& params) {
   // Without a list of candidates, which would take longer than some models' layers.
   if (params.temperature == 0.0) return likeliest(logits);
   SampledToken result;
@@ -152,7 +152,7 @@ TokenId token_of(const SampledToken& sampled) {
   return sampled.id;
 }
 
-TokenId sample_token(std::span<const float> logits, const SampleParams& params) {
+TokenId sample_token(std::span<const float> logits, const TokenDraw& params) {
   return token_of(draw_token(logits, params));
 }
 

@@ -275,7 +275,7 @@ void Decoder::read_logits(std::int64_t token, std::span<float> to) {
   queue_->copy({&op, 1});
 }
 
-void Decoder::sample(std::span<const SampleParams> params, std::span<SampledToken> tokens) {
+void Decoder::sample(std::span<const TokenDraw> params, std::span<SampledToken> tokens) {
   const auto count = static_cast<std::int64_t>(tokens.size());
   queue_->sample(view(a_.logits, DType::f32, count, config_.vocab_size), params, tokens);
 }

@@ -41,7 +41,7 @@ class Decoder {
   // The same after the tokens of decode(): those of one of them into `to`, [vocabulary].
   void read_logits(std::int64_t token, std::span<float> to);
   // Draws the tokens after those of decode() where their logits are; see DenseOps::sample.
-  void sample(std::span<const SampleParams> params, std::span<SampledToken> tokens);
+  void sample(std::span<const TokenDraw> params, std::span<SampledToken> tokens);
 
   static constexpr std::int64_t kLogitRows = 64;
 

@@ -36,7 +36,7 @@ struct SessionStep {
   static std::vector<StepResult> read(std::span<const StepToken> tokens, Decoder& decoder,
                                       std::int64_t vocabulary) {
     std::vector<StepResult> results(tokens.size());
-    std::vector<SampleParams> params(tokens.size());
+    std::vector<TokenDraw> params(tokens.size());
     bool any_drawn = false;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       if (tokens[i].sampler != nullptr && draws_on_device(tokens[i])) {

@@ -40,13 +40,13 @@ Sampler::Sampler(const SamplingParams& params) : params_(params), random_(params
 }
 
 TokenId Sampler::next(std::span<const float> logits, std::span<const TokenId> history) {
-  const SampleParams params = draw();
+  const TokenDraw params = draw();
   return penalizes() ? sample_token(penalized(logits, history), params)
                      : sample_token(logits, params);
 }
 
-SampleParams Sampler::draw() {
-  SampleParams p = {params_.temperature, params_.top_k, params_.top_p, params_.min_p};
+TokenDraw Sampler::draw() {
+  TokenDraw p = {params_.temperature, params_.top_k, params_.top_p, params_.min_p};
   // 53 random bits; std::uniform_real_distribution differs by library.
   if (p.temperature > 0.0) p.random = static_cast<double>(random_() >> 11) * 0x1p-53;
   return p;

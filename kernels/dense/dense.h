@@ -55,7 +55,7 @@ inline constexpr int kSampleRows = 64;  // of one launch: 1.5 KiB of arguments
 
 // As draw_token() of each row, with weights and their sums in f32: up to kSampleRows. `results` are
 // reported, `params` host arrays.
-void sample(const Matrix& logits, std::span<const SampleParams> params, SampledToken* results,
+void sample(const Matrix& logits, std::span<const TokenDraw> params, SampledToken* results,
             const Launch& launch);
 
 }  // namespace sluice::cuda

@@ -21,7 +21,7 @@ constexpr int kBins = 4096;  // of grades by their upper bits
 constexpr int kBinShift = 20;
 constexpr int kUnroll = 8;
 
-// How to draw, as SampleParams has it.
+// How to draw, as TokenDraw has it.
 struct SampleRule {
   float sharpness;  // 1 / temperature
   bool greedy;
@@ -334,7 +334,7 @@ __device__ int draw(const SampleCall& call, float most, Shared* shared) {
   return find_in_order(call, call.rule.random * total(call, shared, likely), likely, shared);
 }
 
-SampleRule rule_of(const SampleParams& p) {
+SampleRule rule_of(const TokenDraw& p) {
   SampleRule rule{};
   rule.greedy = p.temperature == 0.0;
   // Below that, weights are 0 or 1 anyway.
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void sample(const Matrix& logits, std::span<const SampleParams> params, SampledToken* results,
+void sample(const Matrix& logits, std::span<const TokenDraw> params, SampledToken* results,
             const Launch& launch) {
   check(logits.rows == static_cast<std::int64_t>(params.size()) && logits.rows <= kSampleRows &&
             logits.columns < INT_MAX / 2,

@@ -133,7 +133,7 @@ class DenseOps {
   // Draws a token from each row of `logits` [n, vocabulary], f32, by its params, host arrays [n];
   // waits for them. See token_of(). Where weights are summed in f32, a draw within rounding of two
   // tokens' border may give either.
-  virtual void sample(const Matrix& logits, std::span<const SampleParams> params,
+  virtual void sample(const Matrix& logits, std::span<const TokenDraw> params,
                       std::span<SampledToken> tokens) = 0;
 };
 

@@ -10,8 +10,6 @@
 
 namespace sluice {
 
-struct SampleParams;
-
 class Sampler {
  public:
   // Throws what SamplingParams::validate throws.
@@ -26,7 +24,7 @@ class Sampler {
   // Whether next() looks at the history.
   bool penalizes() const { return params_.repetition_penalty != 1.0; }
   // What the next token is drawn by, for a draw where the logits are; takes a random number.
-  SampleParams draw();
+  TokenDraw draw();
 
  private:
   std::vector<float> penalized(std::span<const float> logits,

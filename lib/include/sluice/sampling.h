@@ -22,4 +22,15 @@ struct SamplingParams {
   void validate() const;
 };
 
+// One draw by such parameters, from logits that the repetition penalty has been applied to. A set
+// of the most likely tokens takes those of lower ids first where logits are equal; the draw goes
+// through ids in order.
+struct TokenDraw {
+  double temperature = 0.0;  // 0: the most likely token
+  int top_k = 0;
+  double top_p = 1.0;
+  double min_p = 0.0;
+  double random = 0.0;  // in [0, 1)
+};
+
 }  // namespace sluice
