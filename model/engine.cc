@@ -168,6 +168,7 @@ Plan Engine::plan(const SessionOptions& options) const {
   request.sequences = options.sequences;
   request.tokens = options.tokens;
   request.decode_batch = options.decode_batch;
+  request.reports_positions = options.reports_positions;
   request.policies = options.policies;
   request.scorers = &impl().config.scorers;
   request.processor = backend.processor;

@@ -142,6 +142,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     }
     id = session.decode(id, sampler, history);
     ++timings.decode_tokens;
+    if (options.on_decode) options.on_decode(session);
   }
   // Whatever ended the loop, the token it ended at is not in the cache.
   result.pending = id;

@@ -52,6 +52,17 @@ std::int64_t IndexLayout::candidate_stride() const {
   return candidates > 0 ? aligned(candidates + kPageTokens) : 0;
 }
 
+std::int64_t IndexLayout::slot(int layer, std::int64_t token) const {
+  if (reports_positions) return layer * batch + token;
+  // Layers that follow another need its positions later; without them those of a wave do for all.
+  return slots >= batch ? token : token % wave;
+}
+
+std::uint64_t IndexLayout::position_bytes() const {
+  return static_cast<std::uint64_t>(shape.kv_heads) * static_cast<std::uint64_t>(slots * selected) *
+         sizeof(std::int32_t);
+}
+
 std::uint64_t IndexLayout::index_bytes() const {
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
   const auto pages = static_cast<std::uint64_t>(tiles * kTilePages) * heads;
@@ -102,8 +113,7 @@ std::uint64_t IndexLayout::work_bytes() const {
                                  : 0;
   return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) *
              size_of(logits.dtype) +
-         digest_bytes() + queries * sizeof(float) + sums +
-         heads * static_cast<std::uint64_t>(slots * selected) * sizeof(std::int32_t) +
+         digest_bytes() + queries * sizeof(float) + sums + position_bytes() +
          heads * at_once * static_cast<std::uint64_t>(candidates) * sizeof(std::int32_t) +
          heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes() + report_bytes() +
          bad_bytes();
@@ -125,7 +135,8 @@ std::uint64_t IndexLayout::bad_bytes() const {
 }
 
 std::uint64_t IndexLayout::host_bytes() const {
-  return selects() ? report_bytes() + bad_bytes() : 0;
+  if (!selects()) return 0;
+  return report_bytes() + bad_bytes() + (reports_positions ? position_bytes() : 0);
 }
 
 std::uint64_t IndexLayout::table_bytes() const {
@@ -243,6 +254,10 @@ IndexLayout plan_index(const KvRequest& request) {
                                    static_cast<std::int64_t>(size_of(request.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);
   for (const Policy& policy : request.policies) include(layout, policy, *request.scorers);
+  if (layout.selects() && request.reports_positions) {
+    layout.reports_positions = true;
+    layout.slots = layout.shape.layers * layout.batch;
+  }
   layout.bits = key_bits(request);
   layout.value_bits = value_bits(request);
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;

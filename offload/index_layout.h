@@ -42,13 +42,16 @@ struct IndexLayout {
   int bits = 4;           // of keys
   int value_bits = 2;     // of value tiles
   std::vector<LayerIndex> layers;
-  std::int64_t slots = 0;       // selections remembered at a time; 0: nothing ever selects
-  std::int64_t selected = 0;    // most positions that a selection holds per KV head
-  std::int64_t candidates = 0;  // likewise, before they are re-scored; 0: none are
-  bool zipvl = false;           // some policy's prefill is sparse
-  std::int64_t arena_rows = 0;  // selected rows per KV head attended at a time
+  std::int64_t slots = 0;          // selections remembered at a time; 0: nothing ever selects
+  std::int64_t selected = 0;       // most positions that a selection holds per KV head
+  bool reports_positions = false;  // there is a slot for every layer's selections, see slot()
+  std::int64_t candidates = 0;     // likewise, before they are re-scored; 0: none are
+  bool zipvl = false;              // some policy's prefill is sparse
+  std::int64_t arena_rows = 0;     // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }
+  // Which selection is that of a layer's token.
+  std::int64_t slot(int layer, std::int64_t token) const;
   // Pages that a sequence may have, and tiles of those that become whole.
   std::int64_t pages() const { return (context + kPageTokens - 1) / kPageTokens; }
   std::int64_t sequence_tiles() const {
@@ -61,12 +64,13 @@ struct IndexLayout {
   bool sums_values() const;          // in some layer
   bool keeps_values() const;         // likewise: in value tiles
 
-  std::uint64_t index_bytes() const;   // tiles, bounds, sums and scorers' own, of all layers
-  std::uint64_t work_bytes() const;    // logits, their digest, positions and the arena
-  std::uint64_t host_bytes() const;    // the host's copy of what the backend reports
-  std::uint64_t report_bytes() const;  // of selections
-  std::uint64_t bad_bytes() const;     // of keys and of values that are NaN or Inf
-  std::uint64_t table_bytes() const;   // of pages and tiles, and of a step's tokens
+  std::uint64_t index_bytes() const;     // tiles, bounds, sums and scorers' own, of all layers
+  std::uint64_t work_bytes() const;      // logits, their digest, positions and the arena
+  std::uint64_t host_bytes() const;      // the host's copy of what the backend reports
+  std::uint64_t report_bytes() const;    // of selections
+  std::uint64_t position_bytes() const;  // of all slots
+  std::uint64_t bad_bytes() const;       // of keys and of values that are NaN or Inf
+  std::uint64_t table_bytes() const;     // of pages and tiles, and of a step's tokens
 };
 
 // Blocks for sequences that have `tokens` different ones together.

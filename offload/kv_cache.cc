@@ -60,6 +60,7 @@ KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   request.sequences = config.sequences;
   request.tokens = config.tokens;
   request.decode_batch = config.decode_batch;
+  request.reports_positions = config.reports_positions;
   request.policies = config.policies;
   request.scorers = &config.scorers;
   request.processor = info.processor;

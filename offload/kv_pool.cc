@@ -16,6 +16,7 @@ IndexLayout layout_of(const Backend& backend, const KvPlan& plan, std::span<cons
   request.sequences = plan.sequences;
   request.tokens = plan.tokens;
   request.decode_batch = plan.decode_batch;
+  request.reports_positions = plan.reports_positions;
   request.policies = policies;
   request.scorers = &scorers;
   request.processor = backend.info().processor;

@@ -145,6 +145,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.blocks = blocks_for(request.context, request.sequences, plan.tokens);
   plan.chunk = std::min(request.chunk, request.context);
   plan.decode_batch = layout.batch;
+  plan.reports_positions = request.reports_positions;
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.work_bytes();
   plan.table_bytes = layout.table_bytes();

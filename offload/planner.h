@@ -20,6 +20,7 @@ struct KvRequest {
   std::int64_t sequences = 1;     // at a time
   std::int64_t tokens = 0;        // of all of them, where forks share some; 0: sequences * context
   std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
+  bool reports_positions = false;
   std::span<const Policy> policies = {};    // that sessions may use; none: dense
   const Scorers* scorers = &own_scorers();  // that they may name
   Processor processor = Processor::host;    // that the scorers have to run on

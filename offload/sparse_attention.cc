@@ -45,8 +45,10 @@ SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const 
   candidate_logits_ =
       allocate(tier, count_of(layout.wave, shape.query_heads, layout.candidate_stride()), logit);
   lse_ = allocate(tier, count_of(layout.wave, shape.query_heads), sizeof(float));
-  positions_ =
-      allocate(tier, count_of(layout.slots, shape.kv_heads, layout.selected), sizeof(std::int32_t));
+  positions_ = allocate(tier, layout.position_bytes(), 1);
+  if (layout.reports_positions) {
+    seen_positions_ = allocate(Tier::host, layout.position_bytes(), 1);
+  }
   candidates_ = allocate(tier, count_of(layout.wave, shape.kv_heads, layout.candidates),
                          sizeof(std::int32_t));
   if (layout.sums_values()) {
@@ -85,10 +87,8 @@ std::int64_t SparseAttention::query_entry(int layer, std::int64_t token) const {
 }
 
 SelectionView SparseAttention::selection(int layer, std::int64_t token) const {
-  // Layers that follow another need its positions later; without them those of a wave do for all.
-  const std::int64_t slot = layout_.slots >= layout_.batch ? token : token % layout_.wave;
   auto* const positions = reinterpret_cast<std::int32_t*>(positions_.data()) +
-                          slot * layout_.shape.kv_heads * layout_.selected;
+                          layout_.slot(layer, token) * layout_.shape.kv_heads * layout_.selected;
   return {positions, layout_.selected, report_.heads + head_entry(layer, token)};
 }
 
@@ -348,9 +348,24 @@ void SparseAttention::count_alpha(int source, std::int64_t number, LayerSelectio
   }
 }
 
+void SparseAttention::report_positions(int source, std::int64_t number,
+                                       LayerSelection& entry) const {
+  const int heads = layout_.shape.kv_heads;
+  const auto* from = reinterpret_cast<const std::int32_t*>(seen_positions_.data()) +
+                     layout_.slot(source, number) * heads * layout_.selected;
+  for (int head = 0; head < heads; ++head, from += layout_.selected) {
+    std::vector<std::int32_t>& to = entry.positions.emplace_back(
+        from, from + seen_.heads[head_entry(source, number) + head].count);
+    std::sort(to.begin(), to.end());
+  }
+}
+
 void SparseAttention::issue_report() {
-  const CopyOp op = {seen_.all.data(), report_.all.data(), report_.all.bytes()};
-  queue_->copy({&op, 1});
+  std::vector<CopyOp> ops = {{seen_.all.data(), report_.all.data(), report_.all.bytes()}};
+  if (layout_.reports_positions) {
+    ops.push_back({seen_positions_.data(), positions_.data(), positions_.bytes()});
+  }
+  queue_->copy(ops);
   index_.report_bad();
 }
 
@@ -377,6 +392,7 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
     const auto number = static_cast<std::int64_t>(i);
     ++count.tokens;
     count_rows(source, number, step.tokens[i], count, entry);
+    if (layout_.reports_positions) report_positions(source, number, entry);
     if (estimates) count_estimates(step, layer, number, count);
     if (step.policy->compensates(layer, Compensation::values)) {
       for (int head = 0; head < layout_.shape.kv_heads; ++head) {

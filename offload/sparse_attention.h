@@ -115,6 +115,7 @@ class SparseAttention {
                   LayerSelection& entry) const;
   void count_estimates(const Step& step, int layer, std::int64_t number, Count& count) const;
   void count_alpha(int source, std::int64_t number, LayerSelection& entry) const;
+  void report_positions(int source, std::int64_t number, LayerSelection& entry) const;
   void require_number(bool is_number, int layer, int head) const;
 
   Queue* queue_;
@@ -128,6 +129,7 @@ class SparseAttention {
   LogitView estimated_;      // what the latest wave's estimates became, of all tokens
   Buffer lse_;               // [wave, query_heads], of the latest wave's logits
   Buffer positions_;         // [slots, kv_heads, selected]
+  Buffer seen_positions_;    // the host's copy of it, where positions are reported
   Buffer candidates_;        // [wave, kv_heads, candidates]
   Buffer token_sums_;        // [batch, kv_heads, head_dim]
   Report report_;            // in `tier_`

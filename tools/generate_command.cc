@@ -31,6 +31,7 @@ struct GenerateFlags {
   std::string json;
   std::string policy = "auto";
   std::int64_t context = 0;
+  bool positions = false;
   bool ignore_eos = false;
   bool quiet = false;
 };
@@ -83,6 +84,15 @@ nlohmann::json selection_json(const StepSelection& selection) {
   return layers;
 }
 
+// What a decoded token attended to besides the newest page, layer by layer and KV head by KV head.
+nlohmann::json positions_json(const Session& session) {
+  nlohmann::json layers = nlohmann::json::array();
+  for (const LayerSelection& layer : session.selection()) {
+    layers.push_back({{"layer", layer.layer}, {"positions", layer.positions}});
+  }
+  return {{"length", session.length()}, {"layers", std::move(layers)}};
+}
+
 // One line about it for people.
 std::string selection_line(const StepSelection& selection, std::int64_t length) {
   if (selection.empty()) return "";
@@ -100,10 +110,11 @@ std::string selection_line(const StepSelection& selection, std::int64_t length) 
 }
 
 std::string report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
-                        const Plan& plan, const GenerateResult& result) {
+                        const Plan& plan, const GenerateResult& result,
+                        const nlohmann::json& steps) {
   const Timings& t = result.timings;
   const MemoryUse memory = engine.memory();
-  const nlohmann::json root = {
+  nlohmann::json root = {
       {"version", kVersion},
       {"model", flags.model.model},
       {"text", result.text},
@@ -124,6 +135,7 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
       {"selection", selection_json(session.selection())},
       {"plan", nlohmann::json::parse(plan.to_json())},
       {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
+  if (flags.positions) root["steps"] = steps;
   return report_text(root);
 }
 
@@ -133,7 +145,7 @@ void load(Engine& engine) {
 }
 
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
-                         const std::vector<TokenId>& prompt) {
+                         const std::vector<TokenId>& prompt, nlohmann::json& steps) {
   std::optional<ProgressBar> bar("prefill");
   GenerateOptions options;
   options.sampling = flags.sampling;
@@ -148,6 +160,9 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
     }
     return true;
   };
+  if (flags.positions) {
+    options.on_decode = [&](const Session& at) { steps.push_back(positions_json(at)); };
+  }
   const bool stream_text = flags.json != "-";
   options.on_text = [&](std::string_view text) {
     if (stream_text) print(text);
@@ -169,6 +184,7 @@ Choice choose_session(const GenerateFlags& flags, const Engine& engine, std::int
   const bool automatic = flags.policy == "auto";
   Choice choice;
   choice.options.context = context;
+  choice.options.reports_positions = flags.positions;
   choice.options.policies = {engine.policy(automatic ? "sluice" : flags.policy)};
   if (!automatic) return choice;
   try {
@@ -220,7 +236,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   }
   load(engine);
   Session session = engine.new_session(options);
-  const GenerateResult result = run_model(flags, engine, session, prompt);
+  nlohmann::json steps = nlohmann::json::array();
+  const GenerateResult result = run_model(flags, engine, session, prompt, steps);
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
     print_error("\n" + timing_table(result.timings) + memory_table(engine.memory()) +
@@ -228,7 +245,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
                 session.ledger().to_table());
   }
   if (!flags.json.empty()) {
-    write_report(flags.json, report_json(flags, engine, session, plan, result));
+    write_report(flags.json, report_json(flags, engine, session, plan, result, steps));
   }
   if (result.reason != FinishReason::interrupted) return 0;
   print_error("sluice: interrupted; the text above is what was generated until then\n");
@@ -271,8 +288,12 @@ Command add_generate(CLI::App& app) {
   app.add_option("--stop", sampling.stop, "end before this string; may be given several times")
       ->allow_extra_args(false);  // or [re] would be a list of re
   app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
-  app.add_option("--json", flags->json,
-                 "write text, timings, plan and ledger to this file, - for standard output");
+  auto* json =
+      app.add_option("--json", flags->json,
+                     "write text, timings, plan and ledger to this file, - for standard output");
+  app.add_flag("--positions", flags->positions,
+               "list in it what every token selected: positions by layer and KV head")
+      ->needs(json);
   app.add_flag("-q,--quiet", flags->quiet, "no plan, timings or ledger on standard error");
   return [flags, prompt] { return run(*flags, prompt->count() > 0); };
 }

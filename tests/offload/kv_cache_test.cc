@@ -198,6 +198,69 @@ TEST_P(Caches, ValuesInAFewBitsAreThoseOfTheReference) {
   }
 }
 
+// Positions of the steps after a prompt, of two tokens each where they share one. Every one that
+// was selected weighs as much as any that was not, but for the rounding of rows and logits.
+void expect_largest_selected(const KvCache& cache, const KvSequence& sequence, const Script& script,
+                             std::size_t selected) {
+  const KvShape& shape = cache.plan().shape;
+  ASSERT_EQ(sequence.selection().size(), 2u);
+  const auto heads = static_cast<std::size_t>(shape.kv_heads);
+  for (const LayerSelection& layer : sequence.selection()) {
+    const std::size_t source = layer.follower ? 0 : static_cast<std::size_t>(layer.layer);
+    ASSERT_EQ(layer.positions.size(), static_cast<std::size_t>(layer.tokens) * heads);
+    for (std::size_t i = 0; i < layer.positions.size(); ++i) {
+      const std::int64_t token =
+          sequence.length() - layer.tokens + static_cast<std::int64_t>(i / heads);
+      const std::int64_t page = token / kPageTokens * kPageTokens;
+      const std::vector<std::int32_t>& chosen = layer.positions[i];
+      ASSERT_EQ(chosen.size(), selected);
+      ASSERT_TRUE(std::is_sorted(chosen.begin(), chosen.end()));
+      double least = 1e30;
+      double most_left = -1e30;
+      for (std::int64_t at = 0; at < page; ++at) {
+        const auto head = static_cast<std::int64_t>(i % heads) * shape.head_dim;
+        double logit = 0.0;
+        for (int c = 0; c < shape.head_dim; ++c) {
+          logit += static_cast<double>(script.q(source, token)[head + c]) *
+                   static_cast<double>(script.k(source, at)[head + c]);
+        }
+        logit /= std::sqrt(shape.head_dim);
+        const bool is_chosen = std::binary_search(chosen.begin(), chosen.end(), at);
+        (is_chosen ? least : most_left) =
+            is_chosen ? std::min(least, logit) : std::max(most_left, logit);
+      }
+      EXPECT_GT(least, most_left - 0.05) << "layer " << layer.layer << ", entry " << i;
+    }
+  }
+}
+
+TEST_P(Caches, ReportPositionsThatStepsSelected) {
+  if (skips()) return;
+  for (const char* const line :
+       {"select=exact prune=top_k(24)", "select=exact prune=top_k(24) anchors=0"}) {
+    SCOPED_TRACE(line);
+    KvConfig config = this->config(400);
+    config.shape.query_heads = config.shape.kv_heads;
+    config.policies = {parse_policy(line)};
+    config.decode_batch = 2;
+    KvCache silent(config);
+    config.reports_positions = true;
+    KvCache cache(config);
+    EXPECT_GT(cache.plan().work_bytes, silent.plan().work_bytes);
+    const Script script(config.shape, 400, seed_);
+    KvSequence sequence = cache.new_sequence();
+    for (int i = 0; i < 15; ++i) take(sequence, config.shape, script, Phase::prefill, 16);
+    for (int i = 0; i < 20; ++i) {
+      take(sequence, config.shape, script, Phase::decode, sequence.decode_room());
+      expect_largest_selected(cache, sequence, script, 24);
+    }
+    KvSequence quiet = silent.new_sequence();
+    for (int i = 0; i < 15; ++i) take(quiet, config.shape, script, Phase::prefill, 16);
+    take(quiet, config.shape, script, Phase::decode, 1);
+    EXPECT_TRUE(quiet.selection().front().positions.empty());
+  }
+}
+
 TEST_P(Caches, BatchesGiveWhatSequencesGetAlone) {
   if (skips()) return;
   for (const char* const line : {"dense", "select=int4 prune=top_k(24)",

@@ -92,6 +92,26 @@ class Generate(unittest.TestCase):
         stopped = sluice(*flags, "--stop", word).stdout.rstrip("\n")
         self.assertEqual(stopped, text[: text.index(word)])
 
+    def test_positions_of_every_step(self):
+        done = sluice("generate", "-m", MODEL, "-q", "-n", 4, "--json", "-", "--positions",
+                      "--policy", "select=sparq prune=top_k(40) dense=0", "--ignore-eos",
+                      stdin=BOOK.read_text(encoding="utf-8")[:3000])  # fmt: skip
+        report = json.loads(done.stdout)
+        prompt = report["timings"]["prefill_tokens"]
+        self.assertEqual([step["length"] for step in report["steps"]],
+                         [prompt + i for i in (1, 2, 3)])  # fmt: skip
+        for step in report["steps"]:
+            self.assertEqual([layer["layer"] for layer in step["layers"]], list(range(1, 12)))
+            for layer in step["layers"]:
+                for positions in layer["positions"]:
+                    self.assertEqual(len(set(positions)), 40)
+                    self.assertLess(max(positions), prompt // 128 * 128)
+
+    def test_positions_go_into_a_report(self):
+        done = sluice("generate", "-m", MODEL, "-p", "Hello", "--positions", check=False)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--positions requires --json", done.stderr)
+
     def test_json_on_standard_output_is_all_there_is(self):
         done = sluice("generate", "-m", MODEL, "-q", "-p", "Hello", "-n", 3, "--json", "-")
         data = json.loads(done.stdout)

@@ -97,6 +97,9 @@ struct SessionOptions {
   std::vector<Policy> policies;  // that Session::use() may be called with; the first is in force.
                                  // None: dense
   int decode_batch = 1;          // most tokens per step of Session::decode_known()
+  // LayerSelection::positions is filled. For those who look at selections: it takes memory for the
+  // positions of all layers, on the device and off it, and brings them over in every step.
+  bool reports_positions = false;
   // Sessions that share this one's memory, at a time: itself, its forks and its siblings. They can
   // take a step together.
   int sequences = 1;

@@ -34,6 +34,7 @@ struct GenerateOptions {
   bool ignore_eos = false;
   Progress on_prefill;                                 // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as they come
+  std::function<void(const Session&)> on_decode;       // after every token that was decoded
   const std::atomic<bool>* interrupt = nullptr;        // set from elsewhere: ends cleanly
 };
 

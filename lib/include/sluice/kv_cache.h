@@ -54,7 +54,8 @@ struct KvConfig {
   int sequences = 1;
   // Tokens of all of them, what forks share counted once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
-  int decode_batch = 1;  // most tokens of one sequence per decode step
+  int decode_batch = 1;            // most tokens of one sequence per decode step
+  bool reports_positions = false;  // see SessionOptions
   // That KvSequence::use() may be called with; the first is in force. None: dense. They say how
   // decode steps attend; a prompt attends to everything, and the policy's `prefill` must be dense.
   // `correct` is left to the caller: truncate(), and a step of Phase::correction.
@@ -82,6 +83,7 @@ struct KvPlan {
   std::int64_t window_tokens = 0;   // room for the rows of one step of one layer, per KV head
   std::int64_t stream_tokens = 0;   // rows per KV head in each of the two streaming buffers
   std::int64_t decode_batch = 1;    // most tokens per decode step, of one sequence or of several
+  bool reports_positions = false;   // that decode steps selected
   std::uint64_t index_bytes = 0;    // key index and sums of values; part of the tier's bytes
   std::uint64_t work_bytes = 0;     // of selecting: logits, positions; part of the tier's bytes
   std::uint64_t table_bytes = 0;    // which pages sequences have; part of the tier's bytes

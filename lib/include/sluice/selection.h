@@ -15,6 +15,9 @@ struct LayerSelection {
   double alpha = 0.0;       // estimated weight kept, mean over query heads; 1 for streaming
   double smallest_alpha = 0.0;
   std::int64_t cut = 0;  // (token, KV head) pairs in which a cap cut the selection
+  // What was selected, ascending, of token t and KV head h at t * kv_heads + h; empty unless
+  // SessionOptions::reports_positions. The newest page, always attended, is not among it.
+  std::vector<std::vector<std::int32_t>> positions;
 };
 
 using StepSelection = std::vector<LayerSelection>;  // one entry per layer that did not run dense
