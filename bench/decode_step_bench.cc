@@ -72,12 +72,20 @@ BENCHMARK_CAPTURE(decode_step, sparq, std::string("sparq"))->Apply(shapes<1>);
 BENCHMARK_CAPTURE(decode_step, twilight, std::string("twilight cap=2048"))->Apply(shapes<1>);
 BENCHMARK_CAPTURE(decode_step, tidaldecode, std::string("tidaldecode anchors=2,13"))
     ->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step, sparse_anchors,
+                  std::string("tidaldecode select=int4 anchors=2,13 anchors_attend=selected"))
+    ->Apply(shapes<1>);
 BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step, values, std::string("values"))->Apply(shapes<1>);
 BENCHMARK_CAPTURE(decode_step, dense, std::string("dense"))->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, sparq, std::string("sparq"))->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, twilight, std::string("twilight cap=2048"))->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, tidaldecode, std::string("tidaldecode"))->Apply(shapes<0>);
+BENCHMARK_CAPTURE(decode_step, sparse_anchors,
+                  std::string("tidaldecode select=int4 anchors_attend=selected"))
+    ->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes<0>);
+BENCHMARK_CAPTURE(decode_step, values, std::string("values"))->Apply(shapes<0>);
 
 }  // namespace
 }  // namespace sluice::bench

@@ -127,12 +127,15 @@ void check_prefix(const Policy& policy) {
 void check_layers(const Policy& policy, const Scorers& scorers) {
   check_layer_list("dense", policy.dense_layers);
   check_layer_list("anchors", policy.anchors);
+  require(!policy.dense_anchors || !policy.anchors.empty(),
+          "anchors_attend=all needs anchors that do; anchors=none takes anchors_attend=selected");
   if (policy.anchors.empty()) return;
   require(scorers.at(policy.select).info().estimates(),
           "anchors share a selection; they take select=" + estimating(scorers));
   for (const int layer : policy.anchors) {
     require(!contains(policy.dense_layers, layer),
-            "layer " + std::to_string(layer) + " has to be in dense or in anchors, not in both");
+            "layer " + std::to_string(layer) +
+                " has to be in dense or in anchors, not in both; anchors_attend=all is for both");
   }
   check_prefix(policy);
 }
@@ -191,11 +194,12 @@ std::int64_t Budget::of(std::int64_t context) const {
 }
 
 bool Policy::is_dense(int layer) const {
-  return select.name == "dense" || contains(dense_layers, layer);
+  return select.name == "dense" || contains(dense_layers, layer) ||
+         (dense_anchors && contains(anchors, layer));
 }
 
 bool Policy::selects(int layer) const {
-  return !is_dense(layer) && (anchors.empty() || contains(anchors, layer));
+  return anchors.empty() ? !is_dense(layer) : contains(anchors, layer);
 }
 
 void validate(const Policy& policy, const Scorers& scorers) {
@@ -235,7 +239,7 @@ std::span<const Preset> presets() {
        "128 tokens by the query's largest channels (SparQ Attention, Ribar et al. 2023)"},
       {"twilight", "select=quest candidates=1/4 prune=top_p(0.95) dense=0,1",
        "as many of Quest's tokens as carry 95% of the weight (Twilight, Lin et al. 2025)"},
-      {"tidaldecode", "select=int4 prune=top_k(512) dense=0,1 anchors=2,7",
+      {"tidaldecode", "select=exact prune=top_k(512) dense=0,1 anchors=2,7 anchors_attend=all",
        "512 tokens that two layers select for all others (TidalDecode, Yang et al. 2024)"},
       {"zipvl", "select=dense prefill=zipvl(0.975)",
        "the prompt's important tokens only, then dense decoding (ZipVL, He et al. 2024)"},

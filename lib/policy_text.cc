@@ -259,6 +259,13 @@ std::string write_layers(const Policy& policy) {
   return join(policy.*Member, ",", digits<int>);
 }
 
+bool read_anchors_attend(Policy& policy, std::string_view value) {
+  policy.dense_anchors = value == "all";
+  return value == "all" || value == "selected";
+}
+
+std::string write_anchors_attend(const Policy& policy) { return policy.dense_anchors ? "all" : ""; }
+
 // What a value is in JSON.
 enum class Form {
   word,    // a string
@@ -285,7 +292,7 @@ constexpr std::string_view kLayers = "the layers' numbers in ascending order suc
 constexpr std::string_view kSelect = "select";
 
 // In the order of writing.
-constexpr std::array<Setting, 12> kSettings = {{
+constexpr std::array<Setting, 13> kSettings = {{
     {kSelect, Form::word, "how the weights of tokens are estimated", "", read_select, write_select},
     {"candidates", Form::budget,
      "most tokens that are proposed, then scored again with the whole index", kLimits,
@@ -307,6 +314,8 @@ constexpr std::array<Setting, 12> kSettings = {{
      read_layers<&Policy::dense_layers>, write_layers<&Policy::dense_layers>},
     {"anchors", Form::layers, "layers that select; those after each reuse its selection", kLayers,
      read_layers<&Policy::anchors>, write_layers<&Policy::anchors>},
+    {"anchors_attend", Form::word, "what anchors attend to themselves",
+     "selected or all, as TidalDecode's do", read_anchors_attend, write_anchors_attend},
     {"correct", Form::budget, "recompute the last T decoded tokens densely, every T",
      "a number of tokens from 1 to 2147483648, or never", read_correct,
      write_count<&Policy::correct>},

@@ -46,6 +46,8 @@ bool DecodeStep::evicts() const {
 
 bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer) && !evicts(); }
 
+bool DecodeStep::selects(int layer) const { return policy_->selects(layer); }
+
 void DecodeStep::append(int layer, const NewRows& rows) {
   AppendBatchParams params;
   params.k = rows.k;
@@ -81,6 +83,12 @@ void DecodeStep::attend(int layer, const Queries& queries) {
   params.arena = pool_->arena();
   params.arena_rows = 2 * pool_->plan().stream_tokens;
   pool_->queue().attend_batch(params);
+  select(layer, queries);
+}
+
+void DecodeStep::select(int layer, const Queries& queries) {
+  if (!selects(layer)) return;
+  pool_->sparse()->select(*policy_, layer, batch(), queries, pool_->rows(layer));
 }
 
 void DecodeStep::issue_report() {
@@ -108,7 +116,7 @@ StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledge
       for (const BatchToken& token : tokens_) {
         if (counts_dense && token.sequence == sequence) record_dense(layer, token, ledger);
       }
-      continue;
+      if (!selects(layer)) continue;
     }
     LayerSelection& entry = result.emplace_back();
     entry.layer = layer;

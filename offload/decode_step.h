@@ -28,6 +28,8 @@ class DecodeStep {
   void attend(int layer, const Queries& queries);
   // Whether a layer attends to everything, and its tokens can go through a TokenRun instead.
   bool is_dense(int layer) const;
+  // What such a layer has to do besides, if others follow it.
+  void select(int layer, const Queries& queries);
   // Issued last: asks for what finish() reads.
   void issue_report();
 
@@ -44,6 +46,7 @@ class DecodeStep {
  private:
   // Some prompt's tokens were dropped for good: nothing attends to them again, dense layers either.
   bool evicts() const;
+  bool selects(int layer) const;
   void record_dense(int layer, const BatchToken& token, Ledger& ledger) const;
 
   KvPool* pool_;

@@ -184,8 +184,8 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
     LayerIndex& index = layout.layers[static_cast<std::size_t>(layer)];
     index.tiles = index.tiles || needs.tiles;
     index.bounds = index.bounds || needs.bounds;
-    index.sums = index.sums || policy.compensate != Compensation::none;
-    index.values = index.values || policy.compensate == Compensation::values;
+    index.values = index.values || policy.compensates(layer, Compensation::values);
+    index.sums = index.sums || index.values || policy.compensates(layer, Compensation::mean_value);
     include_own(index, policy.select, needs);
   }
 }
@@ -221,6 +221,18 @@ int value_bits(const KvRequest& request) {
       [](const Policy& p) { return p.values.bits; });
 }
 
+// Anchors that attend to everything would have to attend to a list where tokens were evicted, and
+// have another one for those who follow them.
+void require_compatible(std::span<const Policy> policies) {
+  const bool evicts = std::any_of(policies.begin(), policies.end(),
+                                  [](const Policy& p) { return p.prefill.evict; });
+  const bool dense_anchors = std::any_of(policies.begin(), policies.end(),
+                                         [](const Policy& p) { return p.dense_anchors; });
+  if (!evicts || !dense_anchors) return;
+  throw Error(ErrorCode::usage,
+              "policy: one session cannot have both a prefill that evicts and anchors_attend=all");
+}
+
 void require_runs(const Scorer& scorer, Processor processor) {
   if (scorer.runs_on(processor)) return;
   throw Error(ErrorCode::unsupported, "select=" + scorer.info().name + " does not run on " +
@@ -234,6 +246,7 @@ IndexLayout plan_index(const KvRequest& request) {
     validate(policy, request.shape, *request.scorers);
     require_runs(request.scorers->at(policy.select), request.processor);
   }
+  require_compatible(request.policies);
   IndexLayout layout;
   layout.shape = request.shape;
   layout.context = request.context;

@@ -147,6 +147,7 @@ void KvSession::attend(int layer, const Queries& queries) {
   }
   if (!attends_run(layer)) return decode_->attend(layer, queries);
   run_->attend(layer, queries);
+  if (!is_run_) decode_->select(layer, queries);
   const Tier tier = pool_->tier();
   ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits()));
   ledger_.record(layer, Tier::host, tier, Cause::miss, traffic_of(plan().shape, run_->misses()));

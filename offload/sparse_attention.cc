@@ -109,15 +109,14 @@ float* SparseAttention::alpha(int layer, std::int64_t token) const {
 // spared the estimate: attention, which reads them anyway, adds their share to alpha.
 bool SparseAttention::newest_apart(const Policy& policy, int layer, bool masked) const {
   const Scorer& scorer = scorer_of(policy);
-  return policy.selects(layer) && scorer.info().estimates() && !scorer.reads_rows() &&
-         policy.prune == Pruner::top_k && !policy.candidates.limited() &&
+  return policy.selects(layer) && !policy.is_dense(layer) && scorer.info().estimates() &&
+         !scorer.reads_rows() && policy.prune == Pruner::top_k && !policy.candidates.limited() &&
          layout_.shape.group() == 1 && !masked;
 }
 
-void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
-                             const Queries& queries, const PagedRows& rows, const Mask& mask) {
-  // A dense layer is here because some tokens were evicted: it attends to what is left.
-  const int source = source_of(policy, layer, mask.tokens != nullptr);
+void SparseAttention::for_waves(const Policy& policy, int layer, const TokenBatch& batch,
+                                const Queries& queries, const PagedRows& rows, const Mask& mask,
+                                const std::function<void(const Wave&)>& body) {
   for (std::int64_t first = 0; first < batch.count; first += layout_.wave) {
     Wave wave;
     wave.layer = layer;
@@ -129,13 +128,28 @@ void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& 
     wave.rows = rows;
     wave.mask = mask;
     wave.skip_newest = newest_apart(policy, layer, mask.tokens != nullptr);
-    if (source == layer) choose(policy, wave);
-    attend_wave(policy, wave, source, queries);
+    body(wave);
   }
 }
 
+void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
+                             const Queries& queries, const PagedRows& rows, const Mask& mask) {
+  // A dense layer is here because some tokens were evicted: it attends to what is left.
+  const int source = source_of(policy, layer, mask.tokens != nullptr);
+  for_waves(policy, layer, batch, queries, rows, mask, [&](const Wave& wave) {
+    if (source == layer) choose(policy, wave);
+    attend_wave(policy, wave, source, queries);
+  });
+}
+
+void SparseAttention::select(const Policy& policy, int layer, const TokenBatch& batch,
+                             const Queries& queries, const PagedRows& rows) {
+  for_waves(policy, layer, batch, queries, rows, Mask(),
+            [&](const Wave& wave) { choose(policy, wave); });
+}
+
 void SparseAttention::choose(const Policy& policy, const Wave& wave) {
-  if (policy.is_dense(wave.layer) || !scorer_of(policy).info().estimates()) {
+  if (!policy.selects(wave.layer) || !scorer_of(policy).info().estimates()) {
     return choose_fixed(policy, wave);
   }
   propose(policy, wave);
@@ -145,7 +159,7 @@ void SparseAttention::choose(const Policy& policy, const Wave& wave) {
 // No estimate is needed: what is always kept is all that is.
 void SparseAttention::choose_fixed(const Policy& policy, const Wave& wave) {
   SelectParams select = select_params(policy, wave);
-  if (policy.is_dense(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
+  if (!policy.selects(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
   select.selected = selection(wave.layer, wave.first);
   select.alpha = alpha(wave.layer, wave.first);
   queue_->select(select);
@@ -383,15 +397,18 @@ void SparseAttention::check_pages(std::int32_t sequence) const {
 void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
                              LayerSelection& entry) const {
   const int source = source_of(*step.policy, layer, step.evicts);
-  const bool estimates = layer == source && !step.policy->is_dense(layer);
+  const bool estimates = step.policy->selects(layer);
+  const bool is_dense = step.policy->is_dense(layer) && !step.evicts;
   entry.follower = source != layer;
   entry.smallest_alpha = 1.0;
   Count count;
+  std::int64_t dense_rows = 0;
   for (std::size_t i = 0; i < step.tokens.size(); ++i) {
     if (step.tokens[i].sequence != sequence) continue;
     const auto number = static_cast<std::int64_t>(i);
     ++count.tokens;
     count_rows(source, number, step.tokens[i], count, entry);
+    dense_rows += step.tokens[i].count() * layout_.shape.kv_heads;
     if (layout_.reports_positions) report_positions(source, number, entry);
     if (estimates) count_estimates(step, layer, number, count);
     if (step.policy->compensates(layer, Compensation::values)) {
@@ -405,7 +422,10 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
   const KvShape& shape = layout_.shape;
   const auto pairs = static_cast<double>(count.tokens * shape.kv_heads);
   entry.tokens = count.tokens;
-  entry.attended = static_cast<double>(count.hits + count.misses) / pairs;
+  if (is_dense) count.hits = count.misses = 0;  // its rows are counted as those of dense layers
+  entry.attended = (is_dense ? static_cast<double>(dense_rows)
+                             : static_cast<double>(count.hits + count.misses)) /
+                   pairs;
   entry.selected /= pairs;
   entry.alpha /= static_cast<double>(count.tokens * shape.query_heads);
 

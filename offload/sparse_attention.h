@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -37,6 +38,10 @@ class SparseAttention {
   // serves as an index only to tokens after it. Masked tokens are never chosen.
   void attend(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
               const PagedRows& rows, const Mask& mask);
+
+  // Selects only, for layers that follow one which attends to everything.
+  void select(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
+              const PagedRows& rows);
 
   // Asks for what the step reports.
   void issue_report();
@@ -80,6 +85,9 @@ class SparseAttention {
   };
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
 
+  void for_waves(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
+                 const PagedRows& rows, const Mask& mask,
+                 const std::function<void(const Wave&)>& body);
   void choose(const Policy& policy, const Wave& wave);
   void choose_fixed(const Policy& policy, const Wave& wave);
   void propose(const Policy& policy, const Wave& wave);

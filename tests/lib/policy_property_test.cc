@@ -93,6 +93,7 @@ class RandomPolicy {
     }
     if (!anchored) return;
     policy_.anchors.push_back(first);
+    policy_.dense_anchors = maybe();
     for (int layer = first + 1; layer < 40; ++layer) {
       const std::int64_t role = random_.integer(0, 4);
       if (role == 0) policy_.dense_layers.push_back(layer);

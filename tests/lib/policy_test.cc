@@ -80,6 +80,12 @@ TEST(Policy, LayersAreDenseSelectOrFollow) {
     EXPECT_EQ(anchored.selects(layer), layer == 2 || layer == 6) << layer;
   }
 
+  const Policy both = change_policy(anchored, "anchors_attend=all");
+  for (int layer = 0; layer < 8; ++layer) {
+    EXPECT_EQ(both.is_dense(layer), anchored.is_dense(layer) || anchored.selects(layer)) << layer;
+    EXPECT_EQ(both.selects(layer), anchored.selects(layer)) << layer;
+  }
+
   EXPECT_TRUE(Policy{}.is_dense(5));
   EXPECT_FALSE(Policy{}.selects(5));
   EXPECT_TRUE(parse_policy("streaming").selects(5));
@@ -167,7 +173,7 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
        "'fast' is neither a preset (dense, streaming, quest, sparq, twilight, tidaldecode, "
        "zipvl, sluice, values, quantized) nor key=value; settings are select, candidates, prune, "
        "cap, sinks, "
-       "recent, compensate, dense, anchors, correct, prefill, bits"},
+       "recent, compensate, dense, anchors, anchors_attend, correct, prefill, bits"},
       {"Dense", "'Dense' is neither a preset"},
       {"quest fast", "'fast' is not key=value, and only the first word may be a preset's name"},
       {"sinks=4 quest", "'quest' is not key=value"},
@@ -313,7 +319,11 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"dense=-1,1", "dense has to list layers of 0 or more"},
       {"quest anchors=3,2", "anchors has to list layers of 0 or more in ascending order"},
       {"quest anchors=2,2", "anchors has to list layers of 0 or more in ascending order"},
-      {"quest anchors=1,2", "layer 1 has to be in dense or in anchors, not in both"},
+      {"quest anchors=1,2",
+       "layer 1 has to be in dense or in anchors, not in both; anchors_attend=all is for both"},
+      {"quest anchors_attend=all", "anchors_attend=all needs anchors that do"},
+      {"quest anchors=2 anchors_attend=none",
+       "'anchors_attend=none' is not understood; anchors_attend takes selected or all"},
       {"quest dense=none anchors=2",
        "policy: layer 0 follows no anchor: dense has to list every "
        "layer before the first anchor, 2"},
@@ -421,8 +431,8 @@ TEST(Presets, ReadAsTheirNamesSay) {
 TEST(PolicyJson, HasTheSameWordsAsKeys) {
   EXPECT_EQ(to_json(Policy{}), R"({"select":"dense"})");
   EXPECT_EQ(to_json(parse_policy("tidaldecode sinks=4 correct=64")),
-            R"-({"select":"int4","prune":"top_k(512)","sinks":4,"dense":[0,1],)-"
-            R"-("anchors":[2,7],"correct":64})-");
+            R"-({"select":"exact","prune":"top_k(512)","sinks":4,"dense":[0,1],)-"
+            R"-("anchors":[2,7],"anchors_attend":"all","correct":64})-");
   EXPECT_EQ(to_json(parse_policy("sluice bits=2 prefill=zipvl(0.5)")),
             R"-({"select":"sparq","candidates":"1/16","prune":"top_p(0.95)","cap":256,)-"
             R"-("compensate":"mean_value","prefill":"zipvl(0.5)","bits":2})-");

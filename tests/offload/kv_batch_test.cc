@@ -51,6 +51,7 @@ const char* const kPolicies[] = {
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=mean_value",
     "select=quest candidates=1/2 prune=top_p(0.9)",
     "select=int4 prune=top_k(50) dense=0 anchors=1",
+    "select=exact prune=top_k(50) dense=0 anchors=1 anchors_attend=all",
     "select=int4 prune=top_k(16) compensate=values",
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
 };

@@ -237,7 +237,8 @@ void expect_largest_selected(const KvCache& cache, const KvSequence& sequence, c
 TEST_P(Caches, ReportPositionsThatStepsSelected) {
   if (skips()) return;
   for (const char* const line :
-       {"select=exact prune=top_k(24)", "select=exact prune=top_k(24) anchors=0"}) {
+       {"select=exact prune=top_k(24)", "select=exact prune=top_k(24) anchors=0",
+        "select=exact prune=top_k(24) anchors=0 anchors_attend=all"}) {
     SCOPED_TRACE(line);
     KvConfig config = this->config(400);
     config.shape.query_heads = config.shape.kv_heads;

@@ -1,5 +1,6 @@
 // Sessions whose decode steps select: what they attend to, what they count, and that steps of
 // several tokens, rewinding and corrections change nothing that they should not.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -41,6 +42,7 @@ const char* const kComplete[] = {
     "select=quest candidates=1/1 prune=top_p(1)",
     "select=exact candidates=1/1 prune=top_p(1) compensate=mean_value",
     "select=int4 prune=top_k(1/1) dense=0 anchors=1",
+    "select=exact prune=top_k(1/1) anchors=0 anchors_attend=all",
     "select=int4 prune=top_k(1/1) compensate=values",
     "select=sparq candidates=1/1 prune=top_p(1) compensate=values(bits=4,pages=1)",
 };
@@ -82,6 +84,8 @@ const char* const kSparse[] = {
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=mean_value",
     "select=quest candidates=1/2 prune=top_p(0.9)",
     "select=int4 prune=top_k(50) dense=0 anchors=1",
+    "select=exact prune=top_k(50) dense=0 anchors=1 anchors_attend=all",
+    "select=int4 prune=top_p(0.5) anchors=0,2 anchors_attend=all compensate=mean_value",
     "select=int4 prune=top_k(16) compensate=values",
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
     "select=int4 prune=top_k(50) compensate=values(bits=4,pages=1) dense=0 anchors=1",
@@ -174,7 +178,8 @@ TEST_P(SparseBudget, ReportsWhatItDid) {
     EXPECT_EQ(layer.follower, !policy_.selects(layer.layer));
     EXPECT_GT(layer.selected, 0.0);
     EXPECT_LT(layer.selected, 512.0);
-    EXPECT_DOUBLE_EQ(layer.attended, layer.selected + 600 % kPageTokens + 1);
+    const bool is_dense = policy_.is_dense(layer.layer);
+    EXPECT_DOUBLE_EQ(layer.attended, is_dense ? 601 : layer.selected + 600 % kPageTokens + 1);
     EXPECT_GT(layer.alpha, 0.0);
     EXPECT_LE(layer.alpha, 1.0);
     EXPECT_LE(layer.smallest_alpha, layer.alpha + 1e-6);
@@ -274,6 +279,31 @@ TEST(SparseSession, ValuesStandForRows) {
   EXPECT_LT(no_row, 0.6 * mean);
 }
 
+// Anchors that attend to everything do, and layers that follow attend to what the anchor's own
+// exact scores chose: the same as where an anchor attends to its choice.
+TEST(SparseSession, DenseAnchorsSelectForOthers) {
+  const KvShape shape{2, 8, 2, 32, DType::bf16};
+  const Script script(shape, 400, 5);
+  const auto answer = [&](const char* text) {
+    cpu::CpuBackend backend{cpu::CpuOptions{}};
+    KvSession session = make_session(backend, shape, 400, {parse_policy(text)});
+    script.prefill(session, 300);
+    return script.step(session, Phase::decode, 1);
+  };
+  const auto layer = [&](const std::vector<float>& of, std::int64_t number) {
+    const auto first = of.begin() + static_cast<std::ptrdiff_t>(number * script.query_width());
+    return std::vector<float>(first, first + static_cast<std::ptrdiff_t>(script.query_width()));
+  };
+  const std::vector<float> dense = answer("dense");
+  const std::vector<float> paper =
+      answer("select=exact prune=top_k(30) anchors=0 anchors_attend=all");
+  const std::vector<float> sparse = answer("select=exact prune=top_k(30) anchors=0");
+  EXPECT_LT(largest_difference(layer(paper, 0), layer(dense, 0)), kTolerance);
+  EXPECT_LT(largest_difference(layer(paper, 1), layer(sparse, 1)), kTolerance);
+  EXPECT_GT(largest_difference(layer(sparse, 0), layer(dense, 0)), 0.01);
+  EXPECT_GT(largest_difference(layer(sparse, 1), layer(dense, 1)), 0.01);
+}
+
 TEST(SparseSession, CandidatesKeepWhatIsAlwaysKept) {
   const KvShape shape{1, 4, 2, 32, DType::bf16};
   const Script script(shape, 600, 5);
@@ -320,6 +350,20 @@ TEST(SparseSession, NamesLayerAndHeadOfWhatIsNoNumber) {
       expect_damage_is_named(script, "select=int4 prune=top_k(8) compensate=values",
                              "a value of layer 1, KV head 0");
     }
+  }
+}
+
+TEST(SparseSession, RefusesToEvictWhatDenseAnchorsAttendTo) {
+  const std::vector<Policy> policies = {parse_policy("zipvl prefill=zipvl(0.9,evict)"),
+                                        parse_policy("tidaldecode anchors=2")};
+  const KvShape shape{4, 4, 2, 32, DType::bf16};
+  EXPECT_NO_THROW(testing::plan_of(shape, 600, 64, std::nullopt, true, {&policies[1], 1}));
+  try {
+    testing::plan_of(shape, 600, 64, std::nullopt, true, policies);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::usage);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("evicts and anchors_attend=all"));
   }
 }
 

@@ -104,16 +104,20 @@ struct Policy {
   // If not empty: only these layers select, and every later layer up to the next of them reuses
   // the selection, KV head by KV head (Yang et al. 2024, TidalDecode); ascending.
   std::vector<int> anchors;
-  std::int64_t correct = 0;  // recompute the last T decoded tokens densely, every T; 0: never
+  bool dense_anchors = false;  // they attend to everything themselves, as the paper's do
+  std::int64_t correct = 0;    // recompute the last T decoded tokens densely, every T; 0: never
   SparsePrefill prefill;
 
   friend bool operator==(const Policy&, const Policy&) = default;
 
-  // What a layer does.
+  // What a layer does: it may attend to everything, it may select, for itself and for those that
+  // follow it, or both; else it follows the latest layer that selects.
   bool is_dense(int layer) const;
-  bool selects(int layer) const;  // else, if not dense, it follows the latest layer that does
+  bool selects(int layer) const;
   // Whether what a layer leaves out is compensated for so.
-  bool compensates(int layer, Compensation by) const { return selects(layer) && compensate == by; }
+  bool compensates(int layer, Compensation by) const {
+    return selects(layer) && !is_dense(layer) && compensate == by;
+  }
 };
 
 // Scorers that there are unless others are named.

@@ -20,6 +20,7 @@ struct LayerSelection {
   std::vector<std::vector<std::int32_t>> positions;
 };
 
-using StepSelection = std::vector<LayerSelection>;  // one entry per layer that did not run dense
+// One entry per layer that selected, or attended to a selection.
+using StepSelection = std::vector<LayerSelection>;
 
 }  // namespace sluice
