@@ -1,23 +1,38 @@
 # sluice::sluice is the library that programs link: all folders but the tools. It is their static
 # libraries, whose own dependencies a program then links, too; or, with BUILD_SHARED_LIBS, one shared
-# library that needs nothing more to be linked.
+# library that needs nothing more to be linked, and one of the CUDA backend that it loads when a
+# program asks for that.
 include(CMakePackageConfigHelpers)
+
+# sluice_shared(NAME FOLDERS...): a shared library of folders' objects.
+function(sluice_shared name)
+  list(TRANSFORM ARGN REPLACE "(.+)" "$<TARGET_OBJECTS:\\1>" OUTPUT_VARIABLE objects)
+  add_library(${name} SHARED ${objects})
+  # What comes from archives, CUDA's runtime, stays inside.
+  target_link_options(${name} PRIVATE -Wl,--exclude-libs,ALL)
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION}
+    SOVERSION ${SLUICE_SOVERSION} INSTALL_RPATH $ORIGIN)
+endfunction()
 
 get_property(sluice_folders GLOBAL PROPERTY SLUICE_FOLDERS)
 set(SLUICE_SHARED OFF)
 if(BUILD_SHARED_LIBS)
   set(SLUICE_SHARED ON)
-  list(TRANSFORM sluice_folders REPLACE "(.+)" "$<TARGET_OBJECTS:\\1>" OUTPUT_VARIABLE sluice_objects)
-  add_library(sluice SHARED ${sluice_objects})
-  target_link_libraries(sluice PRIVATE ${sluice_folders})
-  # What comes from archives, CUDA's runtime, stays inside.
-  target_link_options(sluice PRIVATE -Wl,--exclude-libs,ALL)
+  list(REMOVE_ITEM sluice_folders sluice_kernels)
+  sluice_shared(sluice ${sluice_folders})
+  target_link_libraries(sluice PRIVATE ${sluice_folders} ${CMAKE_DL_LIBS})
+  if(SLUICE_CUDA_FOUND)
+    sluice_shared(sluice_cuda sluice_kernels)
+    target_sources(sluice_cuda PRIVATE kernels/cuda_module.cc)
+    target_include_directories(sluice_cuda PRIVATE ${PROJECT_SOURCE_DIR})
+    target_compile_features(sluice_cuda PRIVATE cxx_std_20)
+    target_link_libraries(sluice_cuda PRIVATE sluice CUDA::cudart_static ${CMAKE_DL_LIBS})
+    install(TARGETS sluice_cuda LIBRARY NAMELINK_SKIP)
+  endif()
   target_compile_features(sluice INTERFACE cxx_std_20)
   target_include_directories(sluice INTERFACE
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/lib/include>
     $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-  set_target_properties(sluice PROPERTIES LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION}
-    SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
   install(TARGETS sluice EXPORT sluiceTargets)
 else()
   add_library(sluice INTERFACE)

@@ -8,6 +8,10 @@
 #include "sluice/errors.h"
 #ifdef SLUICE_CUDA
 #include "kernels/cuda_backend.h"
+#elif defined(SLUICE_CUDA_MODULE)
+#include <dlfcn.h>
+
+#include "kernels/cuda_module.h"
 #endif
 
 namespace sluice {
@@ -28,6 +32,30 @@ std::optional<int> cuda_ordinal(std::string_view device) {
   return ordinal;
 }
 
+#ifdef SLUICE_CUDA
+using cuda::make_cuda_backend;
+#elif defined(SLUICE_CUDA_MODULE)
+// From a library of its own beside this one, which stays loaded.
+std::unique_ptr<Backend> make_cuda_backend(const cuda::CudaOptions& options) {
+  const char* const why = "; install all of Sluice, or choose `device` cpu";
+  void* const module = ::dlopen(SLUICE_CUDA_MODULE, RTLD_NOW | RTLD_LOCAL);
+  if (module == nullptr) {
+    throw Error(ErrorCode::unsupported,
+                std::string("`device` cuda: the library of the CUDA backend cannot be loaded (") +
+                    ::dlerror() + ")" + why);
+  }
+  const auto make =
+      reinterpret_cast<cuda::MakeCudaBackend*>(::dlsym(module, cuda::kMakeCudaBackend));
+  if (make == nullptr) {
+    throw Error(ErrorCode::unsupported,
+                "`device` cuda: " SLUICE_CUDA_MODULE " is of another build" + std::string(why));
+  }
+  std::unique_ptr<Backend> backend;
+  make(options, backend);
+  return backend;
+}
+#endif
+
 }  // namespace
 
 std::unique_ptr<Backend> make_backend(const BackendOptions& options) {
@@ -41,8 +69,8 @@ std::unique_ptr<Backend> make_backend(const BackendOptions& options) {
     return std::make_unique<cpu::ReferenceBackend>(device_cap, host_cap);
   }
   if (const std::optional<int> ordinal = cuda_ordinal(options.device)) {
-#ifdef SLUICE_CUDA
-    return cuda::make_cuda_backend(
+#if defined(SLUICE_CUDA) || defined(SLUICE_CUDA_MODULE)
+    return make_cuda_backend(
         {*ordinal, options.compute, options.weight_dtype, options.device_memory, host_cap});
 #else
     throw Error(ErrorCode::unsupported,
