@@ -15,6 +15,9 @@ namespace {
 // Far beyond any context, and sums of a few such counts are far from overflow.
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;
 
+// No model has more, and lists of layers stay so short that searching them costs nothing.
+constexpr int kMostLayers = 1024;
+
 void require(bool condition, const std::string& otherwise) {
   if (!condition) throw Error(ErrorCode::usage, "policy: " + otherwise);
 }
@@ -109,8 +112,9 @@ void check_candidates(const Policy& policy, const Scorers& scorers) {
 void check_layer_list(const std::string& key, const std::vector<int>& layers) {
   const bool ascending =
       std::adjacent_find(layers.begin(), layers.end(), std::greater_equal<>()) == layers.end();
-  require(ascending && (layers.empty() || layers.front() >= 0),
-          key + " has to list layers of 0 or more in ascending order, each once");
+  require(ascending && (layers.empty() || (layers.front() >= 0 && layers.back() < kMostLayers)),
+          key + " has to list layers of 0 to " + std::to_string(kMostLayers - 1) +
+              " in ascending order, each once");
 }
 
 // The layers before the first anchor have nothing to follow.

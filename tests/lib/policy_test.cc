@@ -314,11 +314,12 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"streaming prune=none", "takes compensate=values"},
       {"streaming compensate=mean_value", "it takes select=exact, int4 or sparq"},
       {"dense compensate=mean_value", "it takes select=exact, int4 or sparq"},
-      {"dense=1,0", "dense has to list layers of 0 or more in ascending order, each once"},
-      {"dense=1,1", "dense has to list layers of 0 or more in ascending order, each once"},
-      {"dense=-1,1", "dense has to list layers of 0 or more"},
-      {"quest anchors=3,2", "anchors has to list layers of 0 or more in ascending order"},
-      {"quest anchors=2,2", "anchors has to list layers of 0 or more in ascending order"},
+      {"dense=1,0", "dense has to list layers of 0 to 1023 in ascending order, each once"},
+      {"dense=1,1", "dense has to list layers of 0 to 1023 in ascending order, each once"},
+      {"dense=-1,1", "dense has to list layers of 0 to 1023"},
+      {"dense=0,1024", "dense has to list layers of 0 to 1023"},
+      {"quest anchors=3,2", "anchors has to list layers of 0 to 1023 in ascending order"},
+      {"quest anchors=2,2", "anchors has to list layers of 0 to 1023 in ascending order"},
       {"quest anchors=1,2",
        "layer 1 has to be in dense or in anchors, not in both; anchors_attend=all is for both"},
       {"quest anchors_attend=all", "anchors_attend=all needs anchors that do"},
@@ -328,7 +329,7 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
        "policy: layer 0 follows no anchor: dense has to list every "
        "layer before the first anchor, 2"},
       {"quest dense=0,2 anchors=3", "layer 1 follows no anchor"},
-      {"quest anchors=2147483647", "layer 2 follows no anchor"},
+      {"quest anchors=1023", "layer 2 follows no anchor"},
       {"dense anchors=0",
        "anchors share a selection; they take select=exact, int4, quest or sparq"},
       {"streaming anchors=0", "anchors share a selection"},
@@ -342,6 +343,21 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
   for (const Refusal& refusal : refusals) {
     EXPECT_THAT(refused_text(refusal.text), HasSubstr(refusal.message)) << refusal.text;
   }
+}
+
+TEST(PolicyText, ListsOfLayersAreShort) {
+  std::string layers = "0";
+  for (int layer = 1; layer < 1024; ++layer) layers += "," + std::to_string(layer);
+  const Policy policy = parse_policy("dense=" + layers);
+  EXPECT_EQ(policy_from_json(to_json(policy)), policy) << "a policy's JSON is never too long";
+  // Every other of 150,000: searching one list for each layer of the other would take seconds.
+  std::string dense = "dense=0";
+  std::string anchors = " anchors=1";
+  for (int layer = 2; layer < 150'000; layer += 2) {
+    dense += "," + std::to_string(layer);
+    anchors += "," + std::to_string(layer + 1);
+  }
+  EXPECT_THAT(refused_text("quest " + dense + anchors), HasSubstr("layers of 0 to 1023"));
 }
 
 TEST(PolicyText, AcceptsTheEndsOfEveryRange) {
