@@ -435,11 +435,19 @@ std::string_view form_name(Form form) {
   return form == Form::budget ? "an integer or a string" : "an array of integers";
 }
 
-// The parser would keep the last of equal keys.
+// The parser would keep the last of equal keys. It and this take quadratic time in the number of
+// objects and keys.
 class KeyGuard {
  public:
   void see(int depth, Json::parse_event_t event, const Json& parsed) {
-    if (event != Json::parse_event_t::key || depth != 1) return;
+    using Event = Json::parse_event_t;
+    const bool counts =
+        event == Event::key || event == Event::object_start || event == Event::array_start;
+    if (counts && ++parts_ > kMaxParts) {
+      refuse("the JSON has more keys, objects and arrays than all settings take; settings are " +
+             setting_keys());
+    }
+    if (event != Event::key || depth != 1) return;
     const auto& key = parsed.get_ref<const std::string&>();
     if (std::find(keys_.begin(), keys_.end(), key) != keys_.end()) {
       refuse("the JSON has the key " + in_quotes(key) + " twice; it may be given once");
@@ -448,7 +456,10 @@ class KeyGuard {
   }
 
  private:
+  static constexpr std::size_t kMaxParts = 4 * kSettings.size();
+
   std::vector<std::string> keys_;
+  std::size_t parts_ = 0;
 };
 
 Json parse_json(std::string_view text) {

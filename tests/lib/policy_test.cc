@@ -503,10 +503,22 @@ TEST(PolicyJson, RefusesEverythingElse) {
   for (const Refusal& refusal : refusals) {
     EXPECT_THAT(refused_json(refusal.text), HasSubstr(refusal.message)) << refusal.text;
   }
-  EXPECT_THAT(refused_json(std::string(20000, '[')), HasSubstr("not JSON"));
+  EXPECT_THAT(refused_json(std::string(40, '[')), HasSubstr("not JSON"));
   EXPECT_THAT(refused_json(std::string(200000, '[')), HasSubstr("200000 bytes; it may have 65536"));
+}
+
+TEST(PolicyJson, OfManyPartsIsRefusedAtOnce) {
+  constexpr std::string_view kWhy = "more keys, objects and arrays than all settings take";
+  std::string keys;
+  std::string objects;
+  for (int i = 0; i < 6000; ++i) {
+    keys += (i == 0 ? "" : ",") + ("\"" + std::to_string(i) + "\":1");
+    objects += i == 0 ? "{}" : ",{}";
+  }
   const std::string deep = std::string(20000, '[') + std::string(20000, ']');
-  EXPECT_THAT(refused_json(R"({"dense":)" + deep + "}"), HasSubstr("array of integers"));
+  EXPECT_THAT(refused_json("{" + keys + "}"), HasSubstr(kWhy));
+  EXPECT_THAT(refused_json(R"({"dense":[)" + objects + "]}"), HasSubstr(kWhy));
+  EXPECT_THAT(refused_json(R"({"dense":)" + deep + "}"), HasSubstr(kWhy));
 }
 
 }  // namespace
