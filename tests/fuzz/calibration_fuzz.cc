@@ -1,0 +1,35 @@
+// A sluice.json: what is stored for a preset is a policy that fits the model, or there is none;
+// either way a policy can be stored there, and then is what is found.
+#include "model/calibration.h"
+#include "sluice/engine.h"
+#include "tests/fuzz/fuzz.h"
+
+namespace sluice::fuzz {
+namespace {
+
+constexpr std::string_view kPreset = "twilight";
+constexpr KvShape kShape{.layers = 12, .query_heads = 8, .kv_heads = 2, .head_dim = 64};
+
+std::optional<Policy> stored(const std::filesystem::path& folder) {
+  return calibrated_policy(folder, kPreset, kShape, own_scorers());
+}
+
+std::string hold(const std::optional<Policy>& found, const std::filesystem::path& folder) {
+  if (found) validate(*found, kShape);
+  const Policy policy = found.value_or(parse_policy("twilight cap=64"));
+  require_storable(folder);
+  store_calibration(folder, kPreset, policy);
+  require(stored(folder) == policy, "what was stored is found");
+  return found ? to_string(policy) : "none";
+}
+
+}  // namespace
+
+Answer answer(std::string_view input, const std::filesystem::path& folder) {
+  write_file(folder / kCalibrationFile, input);
+  return answer_of(
+      {ErrorCode::corrupt}, [&] { return stored(folder); },
+      [&](const std::optional<Policy>& found) { return hold(found, folder); });
+}
+
+}  // namespace sluice::fuzz

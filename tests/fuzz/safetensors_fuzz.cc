@@ -1,0 +1,71 @@
+// A safetensors file, as it is and with the length of its header put right (most changes of a file
+// would otherwise be refused for that). In what is accepted, the tensors lie side by side, cover
+// the data and have as many bytes as their shapes say; those of a dtype that is loaded can be read.
+#include <map>
+#include <vector>
+
+#include "io/safetensors.h"
+#include "tests/fuzz/fuzz.h"
+
+namespace sluice::fuzz {
+namespace {
+
+constexpr std::size_t kLengthBytes = 8;
+
+void read_tensor(const SafetensorsFile& file, const TensorInfo& tensor) {
+  std::vector<std::byte> bytes(static_cast<std::size_t>(tensor.bytes()));
+  const auto read = [&] { return file.read(tensor, bytes), true; };
+  const Answer read_answer =
+      answer_of({ErrorCode::unsupported}, read, [](bool) { return std::string(); });
+  require(read_answer.accepted == tensor.dtype.has_value(), "a dtype says whether it is loaded");
+  if (!tensor.dtype) return;
+  require(static_cast<std::uint64_t>(tensor.elements()) * size_of(*tensor.dtype) == tensor.bytes(),
+          "a tensor has the bytes of its shape");
+}
+
+std::string hold(const SafetensorsFile& file) {
+  std::multimap<std::uint64_t, std::uint64_t> ranges;
+  std::string dtypes;
+  for (const auto& [name, tensor] : file.tensors()) {
+    require(file.find(name) == &tensor, "a tensor is found by its name");
+    read_tensor(file, tensor);
+    if (tensor.bytes() > 0) ranges.emplace(tensor.begin, tensor.end);
+    dtypes += tensor.stored_dtype + " ";
+  }
+  std::uint64_t covered = 0;
+  for (const auto& [begin, end] : ranges) {
+    require(begin == covered, "tensors lie side by side");
+    covered = end;
+  }
+  return dtypes;
+}
+
+// The same file with the length that its header has if that ends at the last '}' of the file's
+// text.
+std::string with_length(std::string_view file) {
+  std::string right(file);
+  if (right.size() < kLengthBytes) return right;
+  const std::size_t end = right.rfind('}');
+  std::uint64_t length =
+      end == std::string::npos || end < kLengthBytes ? 0 : end + 1 - kLengthBytes;
+  for (std::size_t i = 0; i < kLengthBytes; ++i, length >>= 8) {
+    right[i] = static_cast<char>(length & 0xFFu);
+  }
+  return right;
+}
+
+Answer answer_file(std::string_view file, const std::filesystem::path& path) {
+  write_file(path, file);
+  return answer_of(
+      {ErrorCode::corrupt}, [&] { return SafetensorsFile::open(path); }, hold);
+}
+
+}  // namespace
+
+Answer answer(std::string_view input, const std::filesystem::path& folder) {
+  Answer as_it_is = answer_file(input, folder / "model.safetensors");
+  if (as_it_is.accepted) return as_it_is;
+  return answer_file(with_length(input), folder / "model.safetensors");
+}
+
+}  // namespace sluice::fuzz
