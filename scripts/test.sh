@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that has to pass: lint, the release build with all tests, and the quick tests under
-# AddressSanitizer and UBSan. Every step runs unless one that it needs failed; the exit status is 0
-# only if all passed.
+# Everything that has to pass: lint, the release build with all tests, and the quick tests and a minute
+# of each fuzzer under AddressSanitizer and UBSan. Every step runs unless one that it needs failed; the
+# exit status is 0 only if all passed.
 #
 #   scripts/test.sh            all of it
 #   scripts/test.sh --quick    release build and its quick tests only
@@ -74,7 +74,7 @@ main() {
     step "lint" scripts/lint.sh --tidy || true
     build_and_test release "all"
     # The golden answers and the command take too long under a sanitizer.
-    build_and_test asan "quick" -R '^(lib|io|offload|model)/' -E golden
+    build_and_test asan "quick, fuzzers" -R '^(lib|io|offload|model|fuzz)/' -E golden
   fi
   report
 }
