@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Ten million changed inputs, under AddressSanitizer and UBSan, into everything that reads what others
-# wrote: half an hour of one core. Goes on after a finding, whose input it leaves in build/fuzz, and
-# exits with 1 then. tests/fuzz/README.md has what came of it.
+# wrote: half an hour of one core, or an hour of a busy one. Goes on after a finding, whose input it
+# leaves in build/fuzz, and exits with 1 then. tests/fuzz/README.md has what came of it.
 #
 #   scripts/fuzz.sh           with the seed 1
 #   scripts/fuzz.sh SEED
