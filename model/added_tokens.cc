@@ -58,12 +58,14 @@ void AddedTokenFinder::insert(std::int32_t token) {
   token_at_[static_cast<std::size_t>(node)] = token;
 }
 
-std::int32_t AddedTokenFinder::longest_at(std::string_view text) const {
+std::int32_t AddedTokenFinder::longest_at(std::string_view text, const TokenFilter& wanted) const {
   std::int32_t node = root_.at(static_cast<std::uint8_t>(text.front()));
   std::int32_t longest = kNone;
   for (std::size_t i = 1; node != kNone; ++i) {
     const std::int32_t token = token_at_[static_cast<std::size_t>(node)];
-    if (token != kNone) longest = token;
+    if (token != kNone && (!wanted || wanted(tokens_[static_cast<std::size_t>(token)]))) {
+      longest = token;
+    }
     if (i == text.size()) break;
     const auto child = children_.find(edge(node, text[i]));
     node = child == children_.end() ? kNone : child->second;
@@ -71,13 +73,14 @@ std::int32_t AddedTokenFinder::longest_at(std::string_view text) const {
   return longest;
 }
 
-std::vector<Segment> AddedTokenFinder::split(std::string_view text) const {
+std::vector<Segment> AddedTokenFinder::split(std::string_view text,
+                                             const TokenFilter& wanted) const {
   std::vector<Segment> segments;
   std::size_t done = 0;
   std::size_t at = 0;
   std::size_t white_end = 0;  // of the last white space that was stripped
   while (at < text.size()) {
-    const std::int32_t index = longest_at(text.substr(at));
+    const std::int32_t index = longest_at(text.substr(at), wanted);
     if (index == kNone) {
       ++at;
       continue;

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -29,19 +30,21 @@ struct Segment {
   TokenId id = kText;
 };
 
+using TokenFilter = std::function<bool(const AddedToken&)>;
+
 class AddedTokenFinder {
  public:
   explicit AddedTokenFinder(std::vector<AddedToken> tokens);
 
   // The leftmost token first and the longest of those that begin there; the views point into
-  // `text`. An empty text has no segment.
-  std::vector<Segment> split(std::string_view text) const;
+  // `text`. An empty text has no segment. Of tokens that are not `wanted` nothing is seen.
+  std::vector<Segment> split(std::string_view text, const TokenFilter& wanted = {}) const;
 
  private:
   static constexpr std::int32_t kNone = -1;
 
   void insert(std::int32_t token);
-  std::int32_t longest_at(std::string_view text) const;
+  std::int32_t longest_at(std::string_view text, const TokenFilter& wanted) const;
 
   std::vector<AddedToken> tokens_;
   // A trie: the root's children by byte, the others' by (node, byte), and the token, or kNone,

@@ -76,6 +76,7 @@ struct Tokenizer::Impl {
         normalized(searched_in(true, vocabulary.added)),
         splitter(pipeline.patterns),
         bpe(vocabulary.bytes, vocabulary.merges) {
+    for (const AddedToken& token : vocabulary.added) added.emplace(token.content, token.id);
     if (vocabulary.ignore_merges) index_pieces(vocabulary);
     for (const TokenId id : pipeline.prefix) {
       if (!knows(id)) throw_broken("post_processor", "no token has the id " + std::to_string(id));
@@ -85,7 +86,8 @@ struct Tokenizer::Impl {
   void index_pieces(const VocabularySpec& vocabulary) {
     pieces.reserve(vocabulary.ids.size());
     for (const auto& [content, id] : vocabulary.ids) {
-      if (symbols_to_bytes(content)) pieces.emplace(tokens[static_cast<std::size_t>(id)].bytes, id);
+      const Token& token = tokens[static_cast<std::size_t>(id)];
+      if (!token.special && symbols_to_bytes(content)) pieces.emplace(token.bytes, id);
     }
   }
 
@@ -113,10 +115,12 @@ struct Tokenizer::Impl {
     }
   }
 
+  std::vector<TokenId> encode(std::string_view text, const TokenFilter& wanted) const;
+
   // Text without verbatim added tokens.
-  void encode_text(std::string_view text, Splitter::Run& run, Bpe::Scratch& scratch,
-                   std::vector<TokenId>& ids) const {
-    for (const Segment& segment : normalized.split(text)) {
+  void encode_text(std::string_view text, const TokenFilter& wanted, Splitter::Run& run,
+                   Bpe::Scratch& scratch, std::vector<TokenId>& ids) const {
+    for (const Segment& segment : normalized.split(text, wanted)) {
       if (segment.id != Segment::kText) {
         ids.push_back(segment.id);
         continue;
@@ -129,6 +133,7 @@ struct Tokenizer::Impl {
   std::vector<Token> tokens;
   AddedTokenFinder verbatim;
   AddedTokenFinder normalized;
+  std::unordered_map<std::string, TokenId> added;  // by content
   Splitter splitter;
   Bpe bpe;
   std::unordered_map<std::string_view, TokenId> pieces;  // empty unless model.ignore_merges
@@ -157,7 +162,8 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocab
   }
 }
 
-std::vector<TokenId> Tokenizer::encode(std::string_view text) const {
+std::vector<TokenId> Tokenizer::Impl::encode(std::string_view text,
+                                             const TokenFilter& wanted) const {
   if (const auto offset = find_invalid_utf8(text)) {
     throw Error(ErrorCode::prompt, "the text is not UTF-8: the byte at offset " +
                                        std::to_string(*offset) +
@@ -169,17 +175,35 @@ std::vector<TokenId> Tokenizer::encode(std::string_view text) const {
   }
   std::vector<TokenId> ids;
   Bpe::Scratch scratch;
-  Splitter::Run run(impl_->splitter, text.size());
-  for (const Segment& segment : impl_->verbatim.split(text)) {
+  Splitter::Run run(splitter, text.size());
+  for (const Segment& segment : verbatim.split(text, wanted)) {
     if (segment.id != Segment::kText) {
       ids.push_back(segment.id);
-    } else if (impl_->pipeline.nfc) {
-      impl_->encode_text(to_nfc(segment.text), run, scratch, ids);
+    } else if (pipeline.nfc) {
+      encode_text(to_nfc(segment.text), wanted, run, scratch, ids);
     } else {
-      impl_->encode_text(segment.text, run, scratch, ids);
+      encode_text(segment.text, wanted, run, scratch, ids);
     }
   }
   return ids;
+}
+
+std::vector<TokenId> Tokenizer::encode(std::string_view text) const {
+  return impl_->encode(text, {});
+}
+
+std::vector<TokenId> Tokenizer::encode_plain(std::string_view text,
+                                             std::span<const TokenId> controls) const {
+  return impl_->encode(text, [controls](const AddedToken& token) {
+    return !token.special &&
+           std::find(controls.begin(), controls.end(), token.id) == controls.end();
+  });
+}
+
+std::optional<TokenId> Tokenizer::added_token(std::string_view content) const {
+  const auto found = impl_->added.find(std::string(content));
+  if (found == impl_->added.end()) return std::nullopt;
+  return found->second;
 }
 
 std::span<const TokenId> Tokenizer::prefix() const { return impl_->pipeline.prefix; }

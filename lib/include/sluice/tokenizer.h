@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -32,6 +33,13 @@ class Tokenizer {
   // naming the byte offset, or on more than 512 MiB, and Error{tokenizer} if the file's regular
   // expression takes implausibly many steps. Takes time n log n in the length.
   std::vector<TokenId> encode(std::string_view text) const;
+
+  // The same for text that may not hold tokens that steer the model, what somebody typed say:
+  // special tokens in it, and those of `controls`, are text like any other.
+  std::vector<TokenId> encode_plain(std::string_view text,
+                                    std::span<const TokenId> controls = {}) const;
+  // The id of the added token that is written so.
+  std::optional<TokenId> added_token(std::string_view content) const;
 
   // The ids that the file's post-processor puts before a single sequence (often a BOS token).
   std::span<const TokenId> prefix() const;
