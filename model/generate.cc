@@ -121,7 +121,8 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   Sampler sampler(options.sampling);
   TextStream stream(engine.tokenizer(), options, result.text);
   std::vector<TokenId> history(prompt.begin(), prompt.end());
-  const std::vector<TokenId>& eos = engine.info().eos;
+  std::vector<TokenId> eos = engine.info().eos;
+  eos.insert(eos.end(), options.end_tokens.begin(), options.end_tokens.end());
   TokenId id = sampler.next(logits, history);
   while (true) {
     if (result.tokens.empty()) timings.first_token_seconds = total.seconds();

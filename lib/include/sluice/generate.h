@@ -31,8 +31,9 @@ struct Timings {
 
 struct GenerateOptions {
   SamplingParams sampling;
-  bool ignore_eos = false;
-  Progress on_prefill;                                 // see Session::prefill
+  std::vector<TokenId> end_tokens;  // that end the text, besides the model's EOS tokens
+  bool ignore_eos = false;          // nor do those
+  Progress on_prefill;              // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as they come
   std::function<void(const Session&)> on_decode;       // after every token that was decoded
   const std::atomic<bool>* interrupt = nullptr;        // set from elsewhere: ends cleanly
