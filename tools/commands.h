@@ -10,6 +10,7 @@ namespace sluice::tools {
 using Command = std::function<int()>;
 
 Command add_calibrate(CLI::App& app);
+Command add_chat(CLI::App& app);
 Command add_generate(CLI::App& app);
 Command add_eval(CLI::App& app);
 Command add_info(CLI::App& app);

@@ -30,7 +30,7 @@ CLI::Validator whole_number() {
 }
 
 template <typename Integer>
-CLI::Option* add_integer(CLI::App& app, const char* name, Integer& value, const char* help) {
+CLI::Option* add_integer(CLI::App& app, const char* name, Integer& value, const std::string& help) {
   return app.add_option(name, value, help)->transform(whole_number<Integer>());
 }
 

@@ -1,15 +1,13 @@
-#include <array>
-#include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "lib/bytes.h"
+#include "sluice/chat.h"
 #include "sluice/errors.h"
 #include "sluice/generate.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
-#include "tools/flags.h"
+#include "tools/generation.h"
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
@@ -19,29 +17,39 @@
 namespace sluice::tools {
 namespace {
 
-constexpr std::size_t kPlanIndent = 25;  // of what stands beside the names of a plan's lines
-constexpr std::size_t kNoteIndent = 6;
-
 struct GenerateFlags {
   ModelFlags model;
-  SamplingParams sampling;
+  GenerationFlags generation;
   std::string prompt;
   std::string prompt_file;
   std::string bos = "auto";
   std::string json;
-  std::string policy = "auto";
-  std::int64_t context = 0;
+  std::string system;
+  bool chat = false;
   bool positions = false;
   bool ignore_eos = false;
   bool quiet = false;
 };
 
-std::vector<TokenId> encode(const Engine& engine, const GenerateFlags& flags,
-                            const std::string& text) {
+struct Prompt {
+  std::vector<TokenId> ids;
+  std::vector<TokenId> end_tokens;  // of an answer
+};
+
+// One question as the checkpoint's chat template writes it.
+Prompt encode_question(const Engine& engine, const GenerateFlags& flags, const std::string& text) {
+  const ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
+  const ChatTurn turn = {text, {}, {}};
+  return {format.render(flags.system, std::span(&turn, 1)),
+          {format.end_tokens().begin(), format.end_tokens().end()}};
+}
+
+Prompt encode(const Engine& engine, const GenerateFlags& flags, const std::string& text) {
   if (text.empty()) {
     throw Error(ErrorCode::prompt, "the prompt is empty; give some text to continue");
   }
-  if (flags.bos == "auto") return engine.encode_prompt(text);
+  if (flags.chat) return encode_question(engine, flags, text);
+  if (flags.bos == "auto") return {engine.encode_prompt(text), {}};
   std::vector<TokenId> ids = engine.tokenizer().encode(text);
   if (flags.bos == "always") {
     if (!engine.info().bos) {
@@ -49,24 +57,7 @@ std::vector<TokenId> encode(const Engine& engine, const GenerateFlags& flags,
     }
     ids.insert(ids.begin(), *engine.info().bos);
   }
-  return ids;
-}
-
-std::string timing_table(const Timings& t) {
-  std::array<char, 320> text{};
-  std::snprintf(text.data(), text.size(),
-                "prefill  %lld tokens in %.3f s, %.1f tokens/s\n"
-                "first    token after %.3f s (TTFT)\n"
-                "decode   %lld tokens in %.3f s, %.1f tokens/s, %.2f ms per token (TPOT)\n",
-                static_cast<long long>(t.prefill_tokens), t.prefill_seconds, t.prefill_rate(),
-                t.first_token_seconds, static_cast<long long>(t.decode_tokens), t.decode_seconds,
-                t.decode_rate(), t.seconds_per_output_token() * 1e3);
-  return text.data();
-}
-
-std::string memory_table(const MemoryUse& memory) {
-  return "memory   peak of the device tier " + format_bytes(memory.device_peak) +
-         ", of host memory " + format_bytes(memory.host_peak) + "\n";
+  return {std::move(ids), {}};
 }
 
 // What the last decoded token chose, layer by layer; empty if every layer was dense.
@@ -91,22 +82,6 @@ nlohmann::json positions_json(const Session& session) {
     layers.push_back({{"layer", layer.layer}, {"positions", layer.positions}});
   }
   return {{"length", session.length()}, {"layers", std::move(layers)}};
-}
-
-// One line about it for people.
-std::string selection_line(const StepSelection& selection, std::int64_t length) {
-  if (selection.empty()) return "";
-  double rows = 0.0;
-  double alpha = 0.0;
-  for (const LayerSelection& layer : selection) {
-    rows += layer.attended / static_cast<double>(selection.size());
-    alpha += layer.alpha / static_cast<double>(selection.size());
-  }
-  std::array<char, 160> text{};
-  std::snprintf(text.data(), text.size(),
-                "policy   last token: %.0f of %lld rows per KV head, alpha %.3f\n", rows,
-                static_cast<long long>(length), alpha);
-  return text.data();
 }
 
 std::string report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
@@ -139,16 +114,12 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
   return report_text(root);
 }
 
-void load(Engine& engine) {
-  ProgressBar bar("loading");
-  engine.load_weights([&](double share) { bar.update(share, ""); });
-}
-
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
-                         const std::vector<TokenId>& prompt, nlohmann::json& steps) {
+                         const Prompt& prompt, nlohmann::json& steps) {
   std::optional<ProgressBar> bar("prefill");
   GenerateOptions options;
-  options.sampling = flags.sampling;
+  options.sampling = flags.generation.sampling;
+  options.end_tokens = prompt.end_tokens;
   options.ignore_eos = flags.ignore_eos;
   options.interrupt = &interrupted();
   options.on_prefill = [&](std::int64_t done, std::int64_t total) {
@@ -167,73 +138,27 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   options.on_text = [&](std::string_view text) {
     if (stream_text) print(text);
   };
-  GenerateResult result = generate(engine, session, prompt, options);
+  GenerateResult result = generate(engine, session, prompt.ids, options);
   take_time();
   return result;
 }
 
-// The session to plan, and why it is not what --policy auto prefers, if so.
-struct Choice {
-  SessionOptions options;
-  std::string fallback;
-};
-
-// The policy asked for. "auto" is the preset sluice, or dense under a cap that does not hold the
-// key index.
-Choice choose_session(const GenerateFlags& flags, const Engine& engine, std::int64_t context) {
-  const bool automatic = flags.policy == "auto";
-  Choice choice;
-  choice.options.context = context;
-  choice.options.reports_positions = flags.positions;
-  choice.options.policies = {engine.policy(automatic ? "sluice" : flags.policy)};
-  if (!automatic) return choice;
-  try {
-    engine.plan(choice.options);
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::memory) throw;
-    choice.options.policies = {Policy()};
-    choice.fallback = error.what();
-  }
-  return choice;
-}
-
-// Notes for people: what they might not have expected.
-std::string notes(const ModelInfo& info, const Choice& choice) {
-  std::string text;
-  if (!choice.fallback.empty()) {
-    text += wrapped(
-        "note:", kNoteIndent,
-        "decoding is dense, for the policy sluice does not fit: " + with_flags(choice.fallback));
-  }
-  const std::int64_t context = choice.options.context;
-  if (info.trained_context > 0 && context > info.trained_context) {
-    text +=
-        wrapped("note:", kNoteIndent,
-                "the model was trained for " + std::to_string(info.trained_context) +
-                    " tokens; at " + std::to_string(context) + " its answers may make no sense");
-  }
-  return text;
-}
-
 int run(const GenerateFlags& flags, bool prompt_given) {
-  flags.sampling.validate();
+  flags.generation.validate();
   require_writable(flags.json);
-  if (flags.context < 0) {
-    throw Error(ErrorCode::usage,
-                "--context " + std::to_string(flags.context) + ": give a number of tokens");
-  }
   Engine engine = Engine::open(flags.model.config());
-  const std::vector<TokenId> prompt =
+  const Prompt prompt =
       encode(engine, flags, prompt_given ? flags.prompt : read_prompt(flags.prompt_file));
-  const std::int64_t needed = static_cast<std::int64_t>(prompt.size()) + flags.sampling.max_tokens;
-  const Choice choice = choose_session(flags, engine, flags.context > 0 ? flags.context : needed);
+  const GenerationFlags& generation = flags.generation;
+  const std::int64_t needed =
+      static_cast<std::int64_t>(prompt.ids.size()) + generation.sampling.max_tokens;
+  SessionOptions wanted;
+  wanted.context = generation.context > 0 ? generation.context : needed;
+  wanted.reports_positions = flags.positions;
+  const Choice choice = choose_session(engine, generation.policy, std::move(wanted));
   const SessionOptions& options = choice.options;
   const Plan plan = engine.plan(options);
-  if (!flags.quiet) {
-    print_error(plan.to_table() +
-                wrapped("  policy", kPlanIndent, to_string(options.policies.front())) +
-                notes(engine.info(), choice) + "\n");
-  }
+  if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
   load(engine);
   Session session = engine.new_session(options);
   nlohmann::json steps = nlohmann::json::array();
@@ -262,31 +187,16 @@ Command add_generate(CLI::App& app) {
   app.add_option("-f,--prompt-file", flags->prompt_file,
                  "read the prompt from a file or a pipe, - for standard input (the default)")
       ->excludes(prompt);
-  app.add_option("--bos", flags->bos, "put the model's BOS token in front of the prompt")
-      ->check(CLI::IsMember({"auto", "always", "never"}))
-      ->capture_default_str();
-  app.add_option(
-         "--policy", flags->policy,
-         "which tokens decoding attends to: a preset or a line of settings, see below; auto "
-         "is sluice, or dense where --device-memory does not hold the key index")
-      ->capture_default_str();
-  add_integer(app, "-n,--max-tokens", flags->sampling.max_tokens, "most tokens to generate")
-      ->capture_default_str();
-  add_integer(app, "--context", flags->context,
-              "tokens to plan memory for; default: prompt and --max-tokens");
-  SamplingParams& sampling = flags->sampling;
-  app.add_option("--temperature", sampling.temperature, "0 is greedy")->capture_default_str();
-  add_integer(app, "--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
-      ->capture_default_str();
-  app.add_option("--top-p", sampling.top_p, "sample from the smallest set this probable")
-      ->capture_default_str();
-  app.add_option("--min-p", sampling.min_p, "drop tokens below this share of the likeliest")
-      ->capture_default_str();
-  app.add_option("--repetition-penalty", sampling.repetition_penalty, "above 1: repeat less")
-      ->capture_default_str();
-  add_integer(app, "--seed", sampling.seed, "of the sampler")->capture_default_str();
-  app.add_option("--stop", sampling.stop, "end before this string; may be given several times")
-      ->allow_extra_args(false);  // or [re] would be a list of re
+  auto* bos =
+      app.add_option("--bos", flags->bos, "put the model's BOS token in front of the prompt")
+          ->check(CLI::IsMember({"auto", "always", "never"}))
+          ->capture_default_str();
+  auto* chat = app.add_flag("--chat", flags->chat,
+                            "the prompt is a question: write it as the checkpoint's chat template "
+                            "has it");
+  chat->excludes(bos);
+  app.add_option("--system", flags->system, "text of the system, with --chat")->needs(chat);
+  flags->generation.add_to(app, "prompt and --max-tokens");
   app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
   auto* json =
       app.add_option("--json", flags->json,

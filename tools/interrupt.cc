@@ -1,6 +1,7 @@
 #include "tools/interrupt.h"
 
 #include <pthread.h>
+#include <termios.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -21,8 +22,12 @@ constexpr timespec kPatience = {0, 400'000'000};
 std::atomic<bool> flag{false};
 std::atomic<bool> is_looked_at{false};
 std::atomic<bool> has_time{false};
+std::atomic<bool> keeps_on{false};
+std::atomic<bool> has_terminal{false};
+termios terminal{};  // written before has_terminal is
 
 [[noreturn]] void end_with(std::string_view message) {
+  if (has_terminal) ::tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
   [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, message.data(), message.size());
   // Nothing is torn down: other threads are still at work.
   ::_exit(static_cast<int>(ErrorCode::interrupted));
@@ -44,6 +49,10 @@ bool comes_again(const sigset_t& signals) {
 
 void watch(const sigset_t& signals) {
   wait_for(signals);
+  while (keeps_on) {
+    if (flag.exchange(true)) end_with("\nsluice: interrupted\n");
+    wait_for(signals);
+  }
   if (!is_looked_at) {
     const bool redraws = ::isatty(STDERR_FILENO) != 0;  // a progress bar, perhaps
     end_with(redraws ? "\r\x1b[Ksluice: interrupted\n" : "sluice: interrupted\n");
@@ -73,6 +82,13 @@ void end_on_interrupt() {
 void flag_interrupt() { is_looked_at = true; }
 
 const std::atomic<bool>& interrupted() { return flag; }
+
+void keep_on_interrupt() {
+  if (::tcgetattr(STDIN_FILENO, &terminal) == 0) has_terminal = true;
+  keeps_on = true;
+}
+
+void lower_interrupt() { flag = false; }
 
 void take_time() { has_time = true; }
 

@@ -14,6 +14,11 @@ void end_on_interrupt();
 void flag_interrupt();
 const std::atomic<bool>& interrupted();
 
+// From here on Ctrl-C raises the flag and nothing else, until whoever looks at it lowers it again.
+// At another one before that the command ends at once, and leaves the terminal as it is now.
+void keep_on_interrupt();
+void lower_interrupt();
+
 // Whoever looked at the flag has time from here on: for reports, say.
 void take_time();
 

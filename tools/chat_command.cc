@@ -1,0 +1,228 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "lib/text.h"
+#include "sluice/chat.h"
+#include "sluice/errors.h"
+#include "tools/commands.h"
+#include "tools/generation.h"
+#include "tools/interrupt.h"
+#include "tools/line_reader.h"
+#include "tools/model_flags.h"
+#include "tools/output.h"
+#include "tools/policy_help.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr int kMaxTokens = 1024;              // of an answer
+constexpr std::int64_t kMostContext = 32768;  // planned without --context
+constexpr std::int64_t kUnknownContext = 8192;
+constexpr std::int64_t kBarTokens = 512;  // a shorter prompt needs no progress bar
+
+constexpr const char* kHelp =
+    "/stats  what the conversation took: tokens, times and the ledger\n"
+    "/reset  begin anew, with an empty context\n"
+    "/help   this list\n"
+    "/quit   end, as Ctrl-D does\n"
+    "//TEXT  a line that begins with a slash\n"
+    "Ctrl-C ends an answer; a second one, or one without an answer, ends the program.\n";
+
+struct ChatFlags {
+  ModelFlags model;
+  GenerationFlags generation;
+  std::string system;
+  bool quiet = false;
+};
+
+// Escape sequences, or nothing where there is no terminal, or it is to have none.
+// Source: no-color.org.
+struct Colours {
+  std::string prompt;
+  std::string note;
+  std::string off;
+
+  static Colours of_terminal() {
+    const auto is_set = [](const char* name) {
+      const char* const value = std::getenv(name);
+      return value != nullptr && *value != '\0';
+    };
+    const char* const terminal = std::getenv("TERM");
+    const bool dumb = terminal == nullptr || std::string_view(terminal) == "dumb";
+    if (::isatty(STDOUT_FILENO) == 0 || is_set("NO_COLOR") || dumb) return {};
+    return {"\x1b[1;32m", "\x1b[2m", "\x1b[0m"};
+  }
+};
+
+// A prompt for libedit, which has to know what of it takes no room, and writes that with what
+// follows it.
+std::string editable(const Colours& colours) {
+  if (colours.off.empty()) return "> ";
+  const std::string escape(1, '\x01');
+  return escape + colours.prompt + escape + ">" + escape + colours.off + escape + " ";
+}
+
+std::int64_t default_context(const ModelInfo& info) {
+  return info.trained_context > 0 ? std::min(info.trained_context, kMostContext) : kUnknownContext;
+}
+
+class Talk {
+ public:
+  Talk(const ChatFlags& flags, const Engine& engine, Chat chat, bool on_terminal)
+      : flags_(&flags),
+        engine_(&engine),
+        chat_(std::move(chat)),
+        on_terminal_(on_terminal),
+        colours_(Colours::of_terminal()) {}
+
+  // Until /quit, or the end of the input. Returns the exit code: of what a script got wrong last;
+  // on a terminal one has seen it and gone on.
+  int run() {
+    LineReader lines(on_terminal_ ? std::optional(editable(colours_)) : std::nullopt);
+    keep_on_interrupt();
+    int code = 0;
+    while (!over_) {
+      const std::optional<std::string> line = lines.next();
+      if (!line) break;
+      try {
+        take(*line);
+      } catch (const Error& error) {
+        // The question is at fault; the session is as it was.
+        if (error.code() != ErrorCode::prompt && error.code() != ErrorCode::usage) throw;
+        print_error("sluice: " + with_flags(error.what()) + "\n");
+        code = static_cast<int>(error.code());
+      }
+    }
+    return on_terminal_ ? 0 : code;
+  }
+
+ private:
+  void take(const std::string& line) {
+    if (line.find_first_not_of(" \t") == std::string::npos) return;
+    if (line.starts_with("//")) return answer(line.substr(1));
+    if (line.starts_with('/')) return obey(line.substr(0, line.find_last_not_of(" \t") + 1));
+    answer(line);
+  }
+
+  void obey(const std::string& command) {
+    if (command == "/help") return print(kHelp);
+    if (command == "/stats") return print(stats());
+    if (command == "/quit") {
+      over_ = true;
+      return;
+    }
+    if (command != "/reset") {
+      throw Error(ErrorCode::usage, in_quotes(command) +
+                                        " is no command; see /help, or begin with // to send a "
+                                        "line that begins with a slash");
+    }
+    chat_.reset();
+    last_.reset();
+    note("a new conversation");
+  }
+
+  void answer(std::string question) {
+    std::optional<ProgressBar> bar("prefill");
+    GenerateOptions options;
+    options.sampling = flags_->generation.sampling;
+    options.interrupt = &interrupted();
+    options.on_prefill = [&](std::int64_t done, std::int64_t total) {
+      if (total > kBarTokens && done < total) {
+        bar->update(static_cast<double>(done) / static_cast<double>(total),
+                    std::to_string(done) + " of " + std::to_string(total) + " tokens");
+      }
+      if (done == total) bar.reset();
+      return true;
+    };
+    options.on_text = [](std::string_view text) { print(text); };
+    last_ = chat_.ask(std::move(question), options);
+    bar.reset();
+    print("\n");
+    lower_interrupt();
+    const std::int64_t room = chat_.session().plan().context - chat_.session().length();
+    if (last_->reason == FinishReason::interrupted) {
+      note(last_->tokens.empty() ? "interrupted; the question counts as not asked" : "interrupted");
+    } else if (last_->reason == FinishReason::max_tokens) {
+      note(room < 1 ? "the context is full: /reset begins anew, --context plans for more"
+                    : "the answer was cut at --max-tokens");
+    }
+  }
+
+  // For people, not for what reads the answers.
+  void note(const std::string& text) const {
+    if (flags_->quiet && !on_terminal_) return;
+    print_error(colours_.note + "(" + text + ")" + colours_.off + "\n");
+  }
+
+  std::string stats() const {
+    const Session& session = chat_.session();
+    std::array<char, 160> text{};
+    std::snprintf(text.data(), text.size(), "context  %lld of %lld tokens, %zu turns\n",
+                  static_cast<long long>(session.length()),
+                  static_cast<long long>(session.plan().context), chat_.turns().size());
+    std::string table = text.data();
+    if (last_) table += "last answer:\n" + timing_table(last_->timings);
+    table += memory_table(engine_->memory());
+    table += selection_line(session.selection(), session.length());
+    return table + "\n" + session.ledger().to_table();
+  }
+
+  const ChatFlags* flags_;
+  const Engine* engine_;
+  Chat chat_;
+  bool on_terminal_;
+  Colours colours_;
+  std::optional<GenerateResult> last_;
+  bool over_ = false;
+};
+
+int run(const ChatFlags& flags) {
+  flags.generation.validate();
+  Engine engine = Engine::open(flags.model.config());
+  ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
+  const ChatTurn probe;
+  format.render(flags.system, std::span(&probe, 1));  // throws before the weights are read
+  SessionOptions wanted;
+  wanted.context = flags.generation.context;
+  if (wanted.context == 0) wanted.context = default_context(engine.info());
+  const Choice choice = choose_session(engine, flags.generation.policy, std::move(wanted));
+  const Plan plan = engine.plan(choice.options);
+  const bool on_terminal = ::isatty(STDIN_FILENO) != 0 && ::isatty(STDOUT_FILENO) != 0;
+  if (!flags.quiet) {
+    print_error(plan_text(engine, plan, choice) +
+                wrapped("  chat template", kPlanIndent, format.family()));
+    if (!flags.system.empty() && format.moves_system()) {
+      print_error(
+          wrapped("note:", 6,
+                  "this model's template puts the text of the system in front of the newest "
+                  "question, so every turn is computed from the question before on"));
+    }
+    print_error(on_terminal ? "\n/help lists commands, Ctrl-D ends.\n\n" : "\n");
+  }
+  load(engine);
+  Chat chat(engine, engine.new_session(choice.options), std::move(format), flags.system);
+  return Talk(flags, engine, std::move(chat), on_terminal).run();
+}
+
+}  // namespace
+
+Command add_chat(CLI::App& app) {
+  const auto flags = std::make_shared<ChatFlags>();
+  flags->model.add_to(app);
+  app.footer("Lines of standard input are questions. Commands:\n" + std::string(kHelp) + "\n" +
+             policy_help() + "\n" + app.get_footer());
+  app.add_option("--system", flags->system, "text of the system, in front of the conversation");
+  flags->generation.sampling.max_tokens = kMaxTokens;
+  flags->generation.add_to(app, "what the model was trained for, 32768 at most");
+  app.add_flag("-q,--quiet", flags->quiet, "no plan and no notes on standard error");
+  return [flags] { return run(*flags); };
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,126 @@
+#include "tools/generation.h"
+
+#include <array>
+#include <cstdio>
+#include <utility>
+
+#include "lib/bytes.h"
+#include "sluice/errors.h"
+#include "tools/flags.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::size_t kNoteIndent = 6;
+
+// Notes for people: what they might not have expected.
+std::string notes(const ModelInfo& info, const Choice& choice) {
+  std::string text;
+  if (!choice.fallback.empty()) {
+    text += wrapped(
+        "note:", kNoteIndent,
+        "decoding is dense, for the policy sluice does not fit: " + with_flags(choice.fallback));
+  }
+  const std::int64_t context = choice.options.context;
+  if (info.trained_context > 0 && context > info.trained_context) {
+    text +=
+        wrapped("note:", kNoteIndent,
+                "the model was trained for " + std::to_string(info.trained_context) +
+                    " tokens; at " + std::to_string(context) + " its answers may make no sense");
+  }
+  return text;
+}
+
+}  // namespace
+
+void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) {
+  app.add_option(
+         "--policy", policy,
+         "which tokens decoding attends to: a preset or a line of settings, see below; auto "
+         "is sluice, or dense where --device-memory does not hold the key index")
+      ->capture_default_str();
+  add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
+      ->capture_default_str();
+  add_integer(app, "--context", context, "tokens to plan memory for; default: " + context_default);
+  app.add_option("--temperature", sampling.temperature, "0 is greedy")->capture_default_str();
+  add_integer(app, "--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
+      ->capture_default_str();
+  app.add_option("--top-p", sampling.top_p, "sample from the smallest set this probable")
+      ->capture_default_str();
+  app.add_option("--min-p", sampling.min_p, "drop tokens below this share of the likeliest")
+      ->capture_default_str();
+  app.add_option("--repetition-penalty", sampling.repetition_penalty, "above 1: repeat less")
+      ->capture_default_str();
+  add_integer(app, "--seed", sampling.seed, "of the sampler")->capture_default_str();
+  app.add_option("--stop", sampling.stop, "end before this string; may be given several times")
+      ->allow_extra_args(false);  // or [re] would be a list of re
+}
+
+void GenerationFlags::validate() const {
+  sampling.validate();
+  if (context < 0) {
+    throw Error(ErrorCode::usage,
+                "--context " + std::to_string(context) + ": give a number of tokens");
+  }
+}
+
+Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options) {
+  const bool automatic = policy == "auto";
+  Choice choice{std::move(options), {}};
+  choice.options.policies = {engine.policy(automatic ? "sluice" : policy)};
+  if (!automatic) return choice;
+  try {
+    engine.plan(choice.options);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::memory) throw;
+    choice.options.policies = {Policy()};
+    choice.fallback = error.what();
+  }
+  return choice;
+}
+
+std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choice) {
+  return plan.to_table() +
+         wrapped("  policy", kPlanIndent, to_string(choice.options.policies.front())) +
+         notes(engine.info(), choice);
+}
+
+void load(Engine& engine) {
+  ProgressBar bar("loading");
+  engine.load_weights([&](double share) { bar.update(share, ""); });
+}
+
+std::string timing_table(const Timings& t) {
+  std::array<char, 320> text{};
+  std::snprintf(text.data(), text.size(),
+                "prefill  %lld tokens in %.3f s, %.1f tokens/s\n"
+                "first    token after %.3f s (TTFT)\n"
+                "decode   %lld tokens in %.3f s, %.1f tokens/s, %.2f ms per token (TPOT)\n",
+                static_cast<long long>(t.prefill_tokens), t.prefill_seconds, t.prefill_rate(),
+                t.first_token_seconds, static_cast<long long>(t.decode_tokens), t.decode_seconds,
+                t.decode_rate(), t.seconds_per_output_token() * 1e3);
+  return text.data();
+}
+
+std::string memory_table(const MemoryUse& memory) {
+  return "memory   peak of the device tier " + format_bytes(memory.device_peak) +
+         ", of host memory " + format_bytes(memory.host_peak) + "\n";
+}
+
+std::string selection_line(const StepSelection& selection, std::int64_t length) {
+  if (selection.empty()) return "";
+  double rows = 0.0;
+  double alpha = 0.0;
+  for (const LayerSelection& layer : selection) {
+    rows += layer.attended / static_cast<double>(selection.size());
+    alpha += layer.alpha / static_cast<double>(selection.size());
+  }
+  std::array<char, 160> text{};
+  std::snprintf(text.data(), text.size(),
+                "policy   last token: %.0f of %lld rows per KV head, alpha %.3f\n", rows,
+                static_cast<long long>(length), alpha);
+  return text.data();
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,48 @@
+// What `sluice generate` and `sluice chat` share: flags of sampling and planning, the session that
+// they plan, and what they tell people about it.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <string>
+
+#include "sluice/engine.h"
+#include "sluice/generate.h"
+
+namespace sluice::tools {
+
+constexpr std::size_t kPlanIndent = 25;  // of what stands beside the names of a plan's lines
+
+struct GenerationFlags {
+  SamplingParams sampling;
+  std::string policy = "auto";
+  std::int64_t context = 0;
+
+  // `context_default` says in --help what is planned for without --context.
+  void add_to(CLI::App& app, const std::string& context_default);
+  // Throws Error{usage} for values that make no sense.
+  void validate() const;
+};
+
+// The session to plan, and why it is not what --policy auto prefers, if so.
+struct Choice {
+  SessionOptions options;
+  std::string fallback;
+};
+
+// `options` with the policy asked for. "auto" is the preset sluice, or dense under a cap that does
+// not hold the key index.
+Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options);
+
+// The plan, the policy, and what people might not have expected.
+std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choice);
+
+// Loads the weights behind a progress bar.
+void load(Engine& engine);
+
+std::string timing_table(const Timings& timings);
+std::string memory_table(const MemoryUse& memory);
+// What the last decoded token attended to; empty if every layer was dense.
+std::string selection_line(const StepSelection& selection, std::int64_t length);
+
+}  // namespace sluice::tools
