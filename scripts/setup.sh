@@ -10,7 +10,7 @@ set -euo pipefail
 build_packages=(
   g++ cmake ninja-build ccache pkg-config git python3
   libdnnl-dev ocl-icd-opencl-dev libtbb-dev libhwloc-dev libhwy-dev
-  nlohmann-json3-dev libcli11-dev libpcre2-dev libutf8proc-dev libedit-dev
+  nlohmann-json3-dev libcli11-dev libpcre2-dev libutf8proc-dev libedit-dev groff-base
   libgtest-dev libgmock-dev libbenchmark-dev)
 # libomp-19-dev has the omp.h that clang understands.
 lint_packages=(clang-format-14 clang-tidy-19 libomp-19-dev shellcheck)

@@ -55,6 +55,10 @@ class Install(unittest.TestCase):
 
     def expect_command_and_licence(self) -> None:
         self.assertIn("sluice ", run(self.prefix / "bin" / "sluice", "--version"))
+        page = (self.prefix / "share" / "man" / "man1" / "sluice.1").read_text()
+        self.assertIn(".SS sluice chat", page)
+        completions = self.prefix / "share" / "bash-completion" / "completions"
+        self.assertIn("_sluice()", (completions / "sluice").read_text())
         licence = (self.prefix / "share" / "doc" / "sluice" / "LICENSE").read_text()
         self.assertEqual(licence, (ROOT / "LICENSE").read_text())
 
