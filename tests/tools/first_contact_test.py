@@ -75,7 +75,7 @@ class Mistakes(unittest.TestCase):
     def test_commands(self):
         self.refused(2, "did you mean generate?", "generat", "-m", MODEL)
         self.refused(2, "did you mean eval?", "evla")
-        self.refused(2, "there are generate, info, eval", "serve")
+        self.refused(2, "there are generate, chat, info, eval", "serve")
 
     def test_models_that_are_files(self):
         with tempfile.TemporaryDirectory() as folder:
