@@ -31,6 +31,6 @@ int main(int argc, char** argv) {
     return 0;
   } catch (const sluice::Error& error) {
     std::cerr << error.what() << "\n";
-    return static_cast<int>(error.code());
+    return 1;
   }
 }

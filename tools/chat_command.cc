@@ -12,6 +12,7 @@
 #include "sluice/chat.h"
 #include "sluice/errors.h"
 #include "tools/commands.h"
+#include "tools/exit_code.h"
 #include "tools/generation.h"
 #include "tools/interrupt.h"
 #include "tools/line_reader.h"
@@ -97,7 +98,7 @@ class Talk {
         // The question is at fault; the session is as it was.
         if (error.code() != ErrorCode::prompt && error.code() != ErrorCode::usage) throw;
         print_error("sluice: " + with_flags(error.what()) + "\n");
-        code = static_cast<int>(error.code());
+        code = exit_code(error.code());
       }
     }
     return on_terminal_ ? 0 : code;

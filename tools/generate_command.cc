@@ -7,6 +7,7 @@
 #include "sluice/generate.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/exit_code.h"
 #include "tools/generation.h"
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
@@ -174,7 +175,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   }
   if (result.reason != FinishReason::interrupted) return 0;
   print_error("sluice: interrupted; the text above is what was generated until then\n");
-  return static_cast<int>(ErrorCode::interrupted);
+  return kInterruptedExit;
 }
 
 }  // namespace

@@ -11,7 +11,7 @@
 #include <system_error>
 #include <thread>
 
-#include "sluice/errors.h"
+#include "tools/exit_code.h"
 
 namespace sluice::tools {
 namespace {
@@ -30,7 +30,7 @@ termios terminal{};  // written before has_terminal is
   if (has_terminal) ::tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
   [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, message.data(), message.size());
   // Nothing is torn down: other threads are still at work.
-  ::_exit(static_cast<int>(ErrorCode::interrupted));
+  ::_exit(kInterruptedExit);
 }
 
 void wait_for(const sigset_t& signals) {

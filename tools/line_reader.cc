@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "sluice/errors.h"
+#include "tools/exit_code.h"
 #include "tools/interrupt.h"
 
 namespace sluice::tools {
@@ -39,7 +40,7 @@ bool wait_for_input() {
 // Up to `size` bytes, or 0 at the end; throws Error{interrupted} or {io}.
 std::size_t read_some(char* bytes, std::size_t size) {
   while (true) {
-    if (!wait_for_input()) throw Error(ErrorCode::interrupted, "interrupted");
+    if (!wait_for_input()) throw Interrupted("interrupted");
     const ssize_t count = ::read(STDIN_FILENO, bytes, size);
     if (count >= 0) return static_cast<std::size_t>(count);
     if (errno == EIO) return 0;  // the terminal is gone

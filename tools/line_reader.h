@@ -16,7 +16,7 @@ class LineReader {
   LineReader& operator=(const LineReader&) = delete;
   ~LineReader();
 
-  // The next line without its end; nothing at the end of the input. Throws Error{interrupted} when
+  // The next line without its end; nothing at the end of the input. Throws Interrupted when
   // interrupted() is raised meanwhile, Error{prompt} past 1 GiB, Error{io}.
   std::optional<std::string> next();
 

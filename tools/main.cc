@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <numeric>
 #include <sstream>
 #include <string>
@@ -15,6 +16,7 @@
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/commands.h"
+#include "tools/exit_code.h"
 #include "tools/interrupt.h"
 #include "tools/output.h"
 
@@ -22,13 +24,13 @@ namespace sluice::tools {
 namespace {
 
 constexpr const char* kFooter =
-    "Exit codes: 0 success, 2 bad flag, 3 file not found, 4 corrupt checkpoint, 5 not supported,\n"
-    "6 tokenizer, 7 prompt, 8 memory cap too small, 9 reading or writing failed, 10 internal\n"
-    "error, 11 NaN or infinity, 130 interrupted.";
+    "Exit codes: 0 success, 2 bad flag, 3 file not found, 4 corrupt checkpoint,\n"
+    "5 not supported, 6 tokenizer, 7 prompt, 8 memory cap too small, 9 reading or\n"
+    "writing failed, 10 internal error, 11 NaN or infinity, 130 interrupted.";
 
-int fail(ErrorCode code, const std::string& message) {
+int fail(int code, const std::string& message) {
   print_error("sluice: " + with_flags(one_line(message)) + "\n");
-  return static_cast<int>(code);
+  return code;
 }
 
 // How many letters to add, drop or change to make one word the other.
@@ -45,6 +47,20 @@ std::size_t distance(std::string_view a, std::string_view b) {
   }
   return row.back();
 }
+
+// CLI11's own lists flags in lines of any length.
+class HelpFormatter : public CLI::Formatter {
+ public:
+  std::string make_option(const CLI::Option* option, bool is_positional) const override {
+    std::string head = "  " + make_option_name(option, is_positional) + make_option_opts(option);
+    const std::size_t column = get_column_width();
+    const std::string above = head.size() < column ? "" : std::exchange(head, "") + "\n";
+    return above + wrapped(head, column, make_option_desc(option));
+  }
+  std::string make_subcommand(const CLI::App* command) const override {
+    return wrapped("  " + command->get_name(), get_column_width(), command->get_description());
+  }
+};
 
 using Commands = std::vector<std::pair<CLI::App*, Command>>;
 
@@ -102,6 +118,7 @@ int run(int argc, const char* const* argv) {
   CLI::App app("Sluice: long-context LLM inference with the KV cache off the device", "sluice");
   app.set_version_flag("--version", std::string("sluice ") + kVersion);
   app.require_subcommand(1);
+  app.formatter(std::make_shared<HelpFormatter>());  // of the commands, too
   app.footer(kFooter);
   Commands commands;
   const auto add = [&](const char* name, const char* description, Command (*declare)(CLI::App&)) {
@@ -118,33 +135,37 @@ int run(int argc, const char* const* argv) {
   add("calibrate", "Find the layers at which this model should select tokens anew", add_calibrate);
   add("topology", "Show the processor, its memory and their measured bandwidth", add_topology);
   const std::string wrong = argc > 1 ? unknown_command(commands, argv[1]) : "";
-  if (!wrong.empty()) return fail(ErrorCode::usage, wrong + " (see sluice --help)");
+  if (!wrong.empty()) return fail(kUsageExit, wrong + " (see sluice --help)");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return show(app, error);
-    return fail(ErrorCode::usage, std::string(error.what()) + " (see sluice --help)");
+    return fail(kUsageExit, std::string(error.what()) + " (see sluice --help)");
   }
   for (const auto& [command, action] : commands) {
     if (command->parsed()) return action();
   }
-  return fail(ErrorCode::usage, "no command given (see sluice --help)");
+  return fail(kUsageExit, "no command given (see sluice --help)");
+}
+
+// Whatever goes wrong is one line and an exit code.
+int run_safely(int argc, const char* const* argv) {
+  try {
+    occupy_closed_streams();
+    end_on_interrupt();
+    return run(argc, argv);
+  } catch (const Error& error) {
+    return fail(exit_code(error.code()), error.what());
+  } catch (const Interrupted& error) {
+    return fail(kInterruptedExit, error.what());
+  } catch (const std::bad_alloc&) {
+    return fail(kMemoryExit, "this machine is out of memory");
+  } catch (const std::exception& error) {
+    return fail(kInternalExit, error.what());
+  }
 }
 
 }  // namespace
 }  // namespace sluice::tools
 
-int main(int argc, char** argv) {
-  using sluice::ErrorCode;
-  try {
-    sluice::tools::occupy_closed_streams();
-    sluice::tools::end_on_interrupt();
-    return sluice::tools::run(argc, argv);
-  } catch (const sluice::Error& error) {
-    return sluice::tools::fail(error.code(), error.what());
-  } catch (const std::bad_alloc&) {
-    return sluice::tools::fail(ErrorCode::memory, "this machine is out of memory");
-  } catch (const std::exception& error) {
-    return sluice::tools::fail(ErrorCode::internal, error.what());
-  }
-}
+int main(int argc, char** argv) { return sluice::tools::run_safely(argc, argv); }

@@ -18,8 +18,7 @@ std::string entry(std::string_view name, std::string_view text) {
 }  // namespace
 
 std::string policy_help() {
-  std::string text =
-      "Policies: a preset, settings, or a preset with changes, such as 'sluice cap=512'.\n";
+  std::string text = "Policies: a preset, settings, or a preset with changes: 'sluice cap=512'.\n";
   for (const Preset& preset : presets()) text += entry(preset.name, preset.description);
   text += "Settings of a policy, key=value with spaces between them:\n";
   for (const PolicySetting& setting : policy_settings()) {

@@ -11,6 +11,7 @@
 
 #include "io/file.h"
 #include "sluice/errors.h"
+#include "tools/exit_code.h"
 #include "tools/interrupt.h"
 #include "tools/output.h"
 
@@ -19,9 +20,7 @@ namespace {
 
 constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
-[[noreturn]] void throw_interrupted() {
-  throw Error(ErrorCode::interrupted, "interrupted while reading the prompt");
-}
+[[noreturn]] void throw_interrupted() { throw Interrupted("interrupted while reading the prompt"); }
 
 // Returns when there is something to read, in short waits: an interrupt may come just before one.
 void wait_for_text(int descriptor) {

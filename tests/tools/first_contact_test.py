@@ -145,5 +145,13 @@ class Notes(unittest.TestCase):
                 self.assertIn(f" {word}", text)
 
 
+class Help(unittest.TestCase):
+    def test_fits_a_terminal(self):
+        for command in ([], ["generate"], ["chat"], ["eval"], ["calibrate"], ["info"], ["topology"]):
+            done = sluice(*command, "--help")
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertEqual([line for line in done.stdout.splitlines() if len(line) > 80], [])
+
+
 if __name__ == "__main__":
     unittest.main()

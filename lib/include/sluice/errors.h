@@ -2,25 +2,25 @@
 // Sluice) are assertions instead, see lib/check.h.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 
 namespace sluice {
 
-// What went wrong, by what the user has to change. The value is the exit code of `sluice`.
-enum class ErrorCode : int {
-  usage = 2,         // a flag or an argument makes no sense
-  not_found = 3,     // a file or directory is missing or unreadable
-  corrupt = 4,       // a file contradicts its format, or a tensor contradicts the config
-  unsupported = 5,   // a valid model, option or machine that Sluice does not handle
-  tokenizer = 6,     // tokenizer.json is broken, or lacks something that the text needs
-  prompt = 7,        // the prompt is empty, not UTF-8, or longer than the planned context
-  memory = 8,        // a memory cap is too small for what was asked
-  io = 9,            // reading or writing failed (a full disk, a device error)
-  internal = 10,     // a bug in Sluice, or a session used after it failed
-  numeric = 11,      // a NaN or an infinity where there must be a number
-  interrupted = 130  // SIGINT; what was generated until then is valid
+// What went wrong, by what the user has to change.
+enum class ErrorCode : std::uint8_t {
+  usage,        // a flag or an argument makes no sense
+  not_found,    // a file or directory is missing or unreadable
+  corrupt,      // a file contradicts its format, or a tensor contradicts the config
+  unsupported,  // a valid model, option or machine that Sluice does not handle
+  tokenizer,    // tokenizer.json is broken, or lacks something that the text needs
+  prompt,       // the prompt is empty, not UTF-8, or longer than the planned context
+  memory,       // a memory cap is too small for what was asked
+  io,           // reading or writing failed (a full disk, a device error)
+  internal,     // a bug in Sluice, or a session used after it failed
+  numeric       // a NaN or an infinity where there must be a number
 };
 
 // `what()` is one line: what is wrong, where (file, or field in backquotes), and what to do about
