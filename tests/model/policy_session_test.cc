@@ -128,17 +128,27 @@ TEST(SparsePrefill, WhatIsEvictedIsNeverAttended) {
   Engine engine = open_engine();
   const std::vector<TokenId> tokens = book_tokens(engine, 700);
   const Policy evict = parse_policy("select=dense prefill=zipvl(0.8,evict)");
-  Session session = engine.new_session({720, {evict}, 1});
+  SessionOptions options;
+  options.context = 720;
+  options.policies = {evict};
+  options.reports_positions = true;
+  Session session = engine.new_session(options);
   session.prefill(std::span(tokens.data(), 690));
   session.decode(tokens[690]);
-  ASSERT_EQ(session.selection().size(), 12u);
-  double most = 0.0;
-  for (const LayerSelection& layer : session.selection()) most = std::max(most, layer.attended);
-  EXPECT_LT(most, 690.0);
-  // Rows of the prompt that were not evicted are attended by every later token again.
-  const double first = session.selection()[5].selected;
-  session.decode(tokens[691]);
-  EXPECT_EQ(session.selection()[5].selected, first);
+  const StepSelection first = session.selection();
+  ASSERT_EQ(first.size(), 12u);
+  // Later tokens attend to the very rows that were left, every KV head of a layer to the same.
+  for (std::size_t token = 691; token < 700; ++token) {
+    session.decode(tokens[token]);
+    for (std::size_t layer = 0; layer < 12; ++layer) {
+      const std::vector<std::vector<std::int32_t>>& left = first[layer].positions;
+      ASSERT_EQ(left.size(), 2u);
+      EXPECT_EQ(left[0], left[1]) << layer;
+      EXPECT_GT(left[0].size(), 0u) << layer;
+      EXPECT_LT(left[0].size(), 640u) << layer;  // of the whole pages' tokens
+      EXPECT_EQ(session.selection()[layer].positions, left) << layer;
+    }
+  }
 }
 
 TEST(SparsePrefill, HoldsUnderACap) {

@@ -189,6 +189,27 @@ void expect_lse(const SelectCase& c, const SelectAnswer& answer, int row) {
   EXPECT_NEAR(lse, static_cast<double>(answer.logits[at]) - std::log(*heaviest), 2e-5);
 }
 
+// Nothing that top_k dropped outweighs, summed over query heads, anything that it kept by choice.
+void expect_heaviest(const SelectCase& c, const SelectAnswer& answer, int head,
+                     const std::set<std::int64_t>& kept, double bin) {
+  double lightest_kept = std::numeric_limits<double>::infinity();
+  double heaviest_dropped = 0.0;
+  for (std::int64_t i = 0; i < c.emit(head); ++i) {
+    if (c.is_forced(head, i) || c.is_out(head, i)) continue;
+    double weight = 0.0;
+    for (int g = 0; g < c.shape.group(); ++g) {
+      const std::int64_t row = head * c.shape.group() + g;
+      weight += answer.weights[static_cast<std::size_t>(row * c.columns + i)];
+    }
+    if (kept.contains(i)) {
+      lightest_kept = std::min(lightest_kept, weight);
+    } else {
+      heaviest_dropped = std::max(heaviest_dropped, weight);
+    }
+  }
+  EXPECT_GE(lightest_kept * (1 + kRounding), heaviest_dropped * std::exp(-2 * bin));
+}
+
 // Checks an answer of top_p or top_k for one KV head of a token against what its own weights say.
 // `bin`: how far apart, in logits, weights may be that are kept or dropped together.
 void expect_choice(const SelectCase& c, const SelectAnswer& answer, int head, double bin) {
@@ -221,6 +242,7 @@ void expect_choice(const SelectCase& c, const SelectAnswer& answer, int head, do
   }
   if (c.prune == Pruner::top_k) {
     EXPECT_EQ(result.count, std::min(eligible, std::max(c.k.of(tokens), forced)));
+    expect_heaviest(c, answer, head, kept, bin);
   } else if (result.cut != 0) {
     EXPECT_EQ(result.count, std::max(c.cap.of(tokens), forced));
   } else {
