@@ -103,6 +103,9 @@ Source read_source(const std::filesystem::path& checkpoint) {
   }
   if (text->size() > kMaxTemplate)
     throw_broken(source.file, "chat_template is larger than 128 KiB");
+  if (const auto offset = find_invalid_utf8(*text)) {
+    throw_broken(source.file, "chat_template is not UTF-8 at offset " + std::to_string(*offset));
+  }
   source.text = *std::move(text);
   return source;
 }

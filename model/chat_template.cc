@@ -15,13 +15,9 @@ using std::string_literals::operator""s;
 const std::string kValue(1, mark::kValue);
 const std::string kTrimmed(1, mark::kTrimmed);
 const std::string kEos(1, mark::kEos);
-constexpr std::string_view kAccepted =
-    "; Sluice knows those of ChatML, Llama 3 and Mistral. For others give generate a prompt that "
-    "is "
-    "written as the model expects it";
-
 [[noreturn]] void refuse(const std::string& what) {
-  throw Error(ErrorCode::unsupported, "the chat template " + what + std::string(kAccepted));
+  throw Error(ErrorCode::unsupported,
+              "the chat template " + what + std::string(kAcceptedTemplates));
 }
 
 bool has(std::string_view text, std::string_view part) {

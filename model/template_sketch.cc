@@ -3,15 +3,18 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <functional>
 #include <vector>
 
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
 
 constexpr std::string_view kWhite = " \t\n\r";
-constexpr int kMaxDepth = 32;  // of brackets; those in use have up to 5
+constexpr int kMaxDepth = 32;            // of brackets; those in use have up to 5
+constexpr std::size_t kLongestTag = 60;  // of what a message shows of one
 
 bool is_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; }
 
@@ -22,7 +25,8 @@ std::string_view stripped(std::string_view text) {
 }
 
 [[noreturn]] void refuse(const std::string& what) {
-  throw Error(ErrorCode::unsupported, "the chat template " + what);
+  throw Error(ErrorCode::unsupported,
+              "the chat template " + what + std::string(kAcceptedTemplates));
 }
 
 // Where the string literal that begins at `begin` ends, behind its quote.
@@ -129,17 +133,20 @@ bool is_variable(std::string_view code) {
   return plain;
 }
 
-char mark_of(std::string_view operand) {
+// What a variable is the mark of, by its name.
+using MarkOf = std::function<char(std::string_view)>;
+
+char mark_of(std::string_view operand, const MarkOf& variable) {
   if (operand == "bos_token") return mark::kBos;
   if (operand == "eos_token") return mark::kEos;
-  if (is_variable(operand)) return mark::kValue;
+  if (is_variable(operand)) return variable(operand);
   const bool trims = take_suffix(operand, ".strip()") ||
                      (take_suffix(operand, "trim") && take_suffix(operand, "|"));
   return trims && is_variable(operand) ? mark::kTrimmed : mark::kComputed;
 }
 
 // What an expression writes.
-std::string sketch_expression(std::string_view code, int depth = 0) {
+std::string sketch_expression(std::string_view code, const MarkOf& variable, int depth = 0) {
   if (depth > kMaxDepth) refuse("has brackets that do not match");
   if (has_operator(code)) return {mark::kComputed};
   std::string text;
@@ -149,9 +156,10 @@ std::string sketch_expression(std::string_view code, int depth = 0) {
       text += unescaped(operand);
     } else if (operand.starts_with('(') && operand.ends_with(')') &&
                operand.find(')') == operand.size() - 1) {
-      text += sketch_expression(stripped(operand.substr(1, operand.size() - 2)), depth + 1);
+      text +=
+          sketch_expression(stripped(operand.substr(1, operand.size() - 2)), variable, depth + 1);
     } else {
-      text += mark_of(operand);
+      text += mark_of(operand, variable);
     }
   }
   return text;
@@ -160,6 +168,19 @@ std::string sketch_expression(std::string_view code, int depth = 0) {
 bool has_marks(std::string_view text) {
   return std::any_of(text.begin(), text.end(),
                      [](char c) { return c >= mark::kValue && c <= mark::kComputed; });
+}
+
+// Statements whose text is written where and as it stands, or not at all.
+void require_known_statement(std::string_view code) {
+  constexpr std::array<std::string_view, 9> kKnown = {
+      "if", "elif", "else", "endif", "for", "endfor", "set", "generation", "endgeneration"};
+  const auto end = std::find_if_not(code.begin(), code.end(), is_name);
+  const std::string_view word = code.substr(0, static_cast<std::size_t>(end - code.begin()));
+  const bool known = std::find(kKnown.begin(), kKnown.end(), word) != kKnown.end();
+  const bool drops_messages = word == "for" && code.find("[-") != std::string_view::npos;
+  if (!known || drops_messages || (word == "set" && code.find('=') == std::string_view::npos)) {
+    refuse("has a tag that is not known here: " + in_quotes(code.substr(0, kLongestTag)));
+  }
 }
 
 class Sketcher {
@@ -235,19 +256,22 @@ class Sketcher {
     if (kind == '#') return;
     note_code(code);
     if (kind == '{') {
-      sketch_.text += sketch_expression(code);
+      sketch_.text += sketch(code);
     } else {
       add_statement(code);
     }
   }
 
   void add_statement(std::string_view code) {
+    require_known_statement(code);
     sketch_.text += mark::kStatement;
     const std::size_t equals = code.find('=');
     if (code.starts_with("set ") && equals != std::string_view::npos) {
       const std::string name(stripped(code.substr(4, equals - 4)));
       const std::string_view value = stripped(code.substr(equals + 1));
-      const std::string text = sketch_expression(value);
+      const std::string text = sketch(value);
+      const auto known = marks_.try_emplace(name, text).first;
+      if (known->second != text) known->second = {mark::kValue};  // one thing here, another there
       if (has_marks(text)) {
         sketch_.computed[name] = value;
       } else {
@@ -258,6 +282,16 @@ class Sketcher {
     if (code.find("add_generation_prompt") != std::string_view::npos) {
       sketch_.generation = sketch_.text.size();
     }
+  }
+
+  // What an expression writes; for a variable that is always a value without the white space around
+  // it, that.
+  std::string sketch(std::string_view code) const {
+    return sketch_expression(code, [&](std::string_view name) {
+      const auto set = marks_.find(name);
+      const bool trimmed = set != marks_.end() && set->second == std::string(1, mark::kTrimmed);
+      return trimmed ? mark::kTrimmed : mark::kValue;
+    });
   }
 
   void note_code(std::string_view code) {
@@ -272,6 +306,7 @@ class Sketcher {
   std::size_t at_ = 0;
   bool strips_ = false;      // the last tag takes the white space behind it along
   bool ends_block_ = false;  // it takes a line break
+  std::map<std::string, std::string, std::less<>> marks_;  // what variables were set to, if alike
   TemplateSketch sketch_;
 };
 

@@ -18,6 +18,12 @@ inline constexpr char kStatement = '\x05';  // what stands on both sides may not
 inline constexpr char kComputed = '\x06';   // anything else
 }  // namespace mark
 
+// How a refusal ends.
+inline constexpr std::string_view kAcceptedTemplates =
+    "; Sluice knows those of ChatML, Llama 3 and Mistral. For others give generate a prompt that "
+    "is "
+    "written as the model expects it";
+
 struct TemplateSketch {
   // Literal text and string literals that are written or assigned, in the order of the template,
   // with marks between them. White space around tags is removed as transformers has Jinja do it
@@ -34,7 +40,7 @@ struct TemplateSketch {
 };
 
 // Takes time linear in the length. Throws Error{unsupported} for a tag or a string that does not
-// end, and for control characters.
+// end, for control characters and for tags that would have to be run: macros, filters, blocks.
 TemplateSketch sketch_template(std::string_view source);
 
 }  // namespace sluice

@@ -16,6 +16,7 @@
 #include "sluice/errors.h"
 #include "tools/exit_code.h"
 #include "tools/interrupt.h"
+#include "tools/output.h"
 
 namespace sluice::tools {
 namespace {
@@ -37,10 +38,13 @@ bool wait_for_input() {
   return true;
 }
 
-// Up to `size` bytes, or 0 at the end; throws Error{interrupted} or {io}.
+// Up to `size` bytes, or 0 at the end; throws Interrupted or Error{io}.
 std::size_t read_some(char* bytes, std::size_t size) {
   while (true) {
-    if (!wait_for_input()) throw Interrupted("interrupted");
+    if (!wait_for_input()) {
+      if (::isatty(STDIN_FILENO) != 0) print_error("\n");  // the line that was being typed ends
+      throw Interrupted("interrupted");
+    }
     const ssize_t count = ::read(STDIN_FILENO, bytes, size);
     if (count >= 0) return static_cast<std::size_t>(count);
     if (errno == EIO) return 0;  // the terminal is gone

@@ -248,6 +248,13 @@ TEST(ChatTemplate, UnknownFormsAreRefused) {
   refused("opens an answer with", kUser + "{% if add_generation_prompt %}{{ 'assistant:' }}");
   refused("does not open an answer", kUser);
   refused("'<|vision_start|>'", kUser + "{{ '<|vision_start|>' }}" + kOpens);
+  const std::string loop = "{% for message in messages %}" + kUser + "{% endfor %}" + kOpens;
+  EXPECT_NO_THROW((checkpoint.write_config(config(loop)), checkpoint.load()));
+  for (const char* tag : {"macro m(x)", "filter upper", "raw", "call m()", "set preset"}) {
+    refused("not known here: '" + std::string(tag), "{% " + std::string(tag) + " %}" + loop);
+  }
+  refused("'for message in messages[-2:]'",
+          "{% for message in messages[-2:] %}" + kUser + "{% endfor %}" + kOpens);
   refused("writes the date", kUser + "{{ strftime_now('%Y') }}" + kOpens);
   refused("behind a message", kUser + "\n" + kOpens);
   refused("in front of a message", "  " + kUser + kOpens);
@@ -300,6 +307,19 @@ TEST(ChatTemplate, TextsOfTheSystem) {
   EXPECT_FALSE(format.moves_system());
   checkpoint.write_config(recorded()["formats"][11]["config"]);
   EXPECT_TRUE(checkpoint.load().moves_system());
+}
+
+TEST(ChatTemplate, TextsAreTrimmedByWayOfAVariable) {
+  Checkpoint checkpoint;
+  for (const char* text :
+       {"message.content | trim", "message['content'].strip()", "message.content"}) {
+    checkpoint.write_template("{% set text = " + std::string(text) +
+                              " %}{{ '<|im_start|>user\\n' + text + '<|im_end|>\\n' }}" + kOpens);
+    const std::string written =
+        checkpoint.tokenizer().decode(checkpoint.load().render("", turns_of({" a "})), true);
+    const bool trims = std::string_view(text) != "message.content";
+    EXPECT_NE(written.find(trims ? "user\na<" : "user\n a <"), std::string::npos) << written;
+  }
 }
 
 TEST(ChatTemplate, TextsThatAreNotUtf8) {

@@ -12,7 +12,9 @@ struct LayerSelection {
   std::int64_t tokens = 0;  // query tokens
   double attended = 0.0;    // rows attended per KV head and token: selected, and the newest page
   double selected = 0.0;    // rows selected per KV head and token
-  double alpha = 0.0;       // estimated weight kept, mean over query heads; 1 for streaming
+  // Estimated weight of what was selected and the newest page, mean over query heads; 1 for
+  // streaming. Of an anchor that attends to everything that is what its followers attend to.
+  double alpha = 0.0;
   double smallest_alpha = 0.0;
   std::int64_t cut = 0;  // (token, KV head) pairs in which a cap cut the selection
   // What was selected, ascending, of token t and KV head h at t * kv_heads + h; empty unless
