@@ -79,8 +79,7 @@ void require_proper(const Error& error, std::initializer_list<ErrorCode> codes) 
   const bool proper = !message.empty() && message.size() <= kLongestMessage &&
                       !has_control_character(message) && !invalid_utf8_at(message) &&
                       std::find(codes.begin(), codes.end(), error.code()) != codes.end();
-  require(proper, "an error is one bounded line with an expected code, not code " +
-                      std::to_string(static_cast<int>(error.code())) + " with " +
+  require(proper, "an error is one bounded line with an expected code, not these " +
                       std::to_string(message.size()) + " bytes: " + std::string(message));
 }
 
