@@ -1,5 +1,6 @@
 #include "tools/interrupt.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <termios.h>
 #include <unistd.h>
@@ -82,6 +83,18 @@ void end_on_interrupt() {
 void flag_interrupt() { is_looked_at = true; }
 
 const std::atomic<bool>& interrupted() { return flag; }
+
+// In short waits: no signal ends one, and an interrupt may come just before.
+bool wait_for_input(int descriptor) {
+  constexpr int kMilliseconds = 100;
+  pollfd wanted = {descriptor, POLLIN, 0};
+  int ready = 0;
+  while (ready == 0 || (ready < 0 && errno == EINTR)) {
+    if (flag) return false;
+    ready = ::poll(&wanted, 1, kMilliseconds);
+  }
+  return true;
+}
 
 void keep_on_interrupt() {
   if (::tcgetattr(STDIN_FILENO, &terminal) == 0) has_terminal = true;

@@ -14,6 +14,9 @@ void end_on_interrupt();
 void flag_interrupt();
 const std::atomic<bool>& interrupted();
 
+// Returns when there is something to read; false if interrupted() before.
+bool wait_for_input(int descriptor);
+
 // From here on Ctrl-C raises the flag and nothing else, until whoever looks at it lowers it again.
 // At another one before that the command ends at once, and leaves the terminal as it is now.
 void keep_on_interrupt();

@@ -2,7 +2,6 @@
 
 #include <histedit.h>
 #include <langinfo.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <array>
@@ -10,6 +9,7 @@
 #include <clocale>
 #include <cstring>
 #include <cwchar>
+#include <exception>
 #include <string_view>
 #include <utility>
 
@@ -25,23 +25,10 @@ constexpr std::size_t kMaxLine = std::size_t{1} << 30;
 constexpr int kHistory = 1000;  // lines
 constexpr char kEscape = '\x01';
 
-// Returns when there is something to read; false if interrupted before. In short waits: a signal
-// interrupts nothing here.
-bool wait_for_input() {
-  constexpr int kMilliseconds = 100;
-  pollfd wanted = {STDIN_FILENO, POLLIN, 0};
-  int ready = 0;
-  while (ready == 0 || (ready < 0 && errno == EINTR)) {
-    if (interrupted()) return false;
-    ready = ::poll(&wanted, 1, kMilliseconds);
-  }
-  return true;
-}
-
 // Up to `size` bytes, or 0 at the end; throws Interrupted or Error{io}.
 std::size_t read_some(char* bytes, std::size_t size) {
   while (true) {
-    if (!wait_for_input()) {
+    if (!wait_for_input(STDIN_FILENO)) {
       if (::isatty(STDIN_FILENO) != 0) print_error("\n");  // the line that was being typed ends
       throw Interrupted("interrupted");
     }
@@ -94,10 +81,10 @@ class LineReader::Edited {
 
   std::optional<std::string> next() {
     int count = 0;
-    failure_.reset();
+    failure_ = nullptr;
     ::el_resize(lines_);  // it may have another size by now
     const char* const text = ::el_gets(lines_, &count);
-    if (failure_) throw Error(*std::exchange(failure_, std::nullopt));
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
     if (text == nullptr || count <= 0) return std::nullopt;
     std::string line(text, static_cast<std::size_t>(count));
     take_line_end(line);
@@ -126,8 +113,8 @@ class LineReader::Edited {
         state = {};
       }
       return 0;
-    } catch (const Error& error) {
-      of(lines).failure_ = error;
+    } catch (...) {
+      of(lines).failure_ = std::current_exception();
       return -1;
     }
   }
@@ -141,7 +128,7 @@ class LineReader::Edited {
   EditLine* lines_ = nullptr;
   History* history_ = nullptr;
   HistEvent event_{};
-  std::optional<Error> failure_;  // of read_character
+  std::exception_ptr failure_;  // of read_character
 };
 
 LineReader::LineReader(const std::optional<std::string>& prompt) {

@@ -1,7 +1,6 @@
 #include "tools/prompt.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <array>
@@ -20,19 +19,6 @@ namespace {
 
 constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
-[[noreturn]] void throw_interrupted() { throw Interrupted("interrupted while reading the prompt"); }
-
-// Returns when there is something to read, in short waits: an interrupt may come just before one.
-void wait_for_text(int descriptor) {
-  constexpr int kMilliseconds = 100;
-  pollfd wanted = {descriptor, POLLIN, 0};
-  int ready = 0;
-  while (ready == 0 || (ready < 0 && errno == EINTR)) {
-    if (interrupted()) throw_interrupted();
-    ready = ::poll(&wanted, 1, kMilliseconds);
-  }
-}
-
 // Until the end of what can only be read once. `name` is for messages.
 std::string read_all(int descriptor, const std::string& name) {
   if (::isatty(descriptor) != 0) {
@@ -41,7 +27,7 @@ std::string read_all(int descriptor, const std::string& name) {
   std::string text;
   std::array<char, 65536> piece{};
   while (true) {
-    wait_for_text(descriptor);
+    if (!wait_for_input(descriptor)) throw Interrupted("interrupted while reading the prompt");
     const ssize_t count = ::read(descriptor, piece.data(), piece.size());
     if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (count < 0) {
