@@ -46,8 +46,6 @@ bool DecodeStep::evicts() const {
 
 bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer) && !evicts(); }
 
-bool DecodeStep::selects(int layer) const { return policy_->selects(layer); }
-
 void DecodeStep::append(int layer, const NewRows& rows) {
   AppendBatchParams params;
   params.k = rows.k;
@@ -87,7 +85,7 @@ void DecodeStep::attend(int layer, const Queries& queries) {
 }
 
 void DecodeStep::select(int layer, const Queries& queries) {
-  if (!selects(layer)) return;
+  if (!policy_->selects(layer)) return;
   pool_->sparse()->select(*policy_, layer, batch(), queries, pool_->rows(layer));
 }
 
@@ -116,7 +114,7 @@ StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledge
       for (const BatchToken& token : tokens_) {
         if (counts_dense && token.sequence == sequence) record_dense(layer, token, ledger);
       }
-      if (!selects(layer)) continue;
+      if (!policy_->selects(layer)) continue;
     }
     LayerSelection& entry = result.emplace_back();
     entry.layer = layer;

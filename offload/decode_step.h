@@ -46,7 +46,6 @@ class DecodeStep {
  private:
   // Some prompt's tokens were dropped for good: nothing attends to them again, dense layers either.
   bool evicts() const;
-  bool selects(int layer) const;
   void record_dense(int layer, const BatchToken& token, Ledger& ledger) const;
 
   KvPool* pool_;

@@ -397,20 +397,20 @@ void SparseAttention::check_pages(std::int32_t sequence) const {
 void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
                              LayerSelection& entry) const {
   const int source = source_of(*step.policy, layer, step.evicts);
-  const bool estimates = step.policy->selects(layer);
+  // The rows that a dense layer attended to are counted as those of all dense layers.
   const bool is_dense = step.policy->is_dense(layer) && !step.evicts;
   entry.follower = source != layer;
   entry.smallest_alpha = 1.0;
   Count count;
-  std::int64_t dense_rows = 0;
   for (std::size_t i = 0; i < step.tokens.size(); ++i) {
-    if (step.tokens[i].sequence != sequence) continue;
+    const BatchToken& token = step.tokens[i];
+    if (token.sequence != sequence) continue;
     const auto number = static_cast<std::int64_t>(i);
     ++count.tokens;
-    count_rows(source, number, step.tokens[i], count, entry);
-    dense_rows += step.tokens[i].count() * layout_.shape.kv_heads;
+    if (is_dense) entry.attended += static_cast<double>(token.count() * layout_.shape.kv_heads);
+    count_rows(source, number, token, count, entry);
     if (layout_.reports_positions) report_positions(source, number, entry);
-    if (estimates) count_estimates(step, layer, number, count);
+    if (step.policy->selects(layer)) count_estimates(step, layer, number, count);
     if (step.policy->compensates(layer, Compensation::values)) {
       for (int head = 0; head < layout_.shape.kv_heads; ++head) {
         count.value_pages +=
@@ -419,30 +419,36 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
     }
     count_alpha(source, number, entry);
   }
-  const KvShape& shape = layout_.shape;
-  const auto pairs = static_cast<double>(count.tokens * shape.kv_heads);
+  if (!is_dense) {
+    entry.attended = static_cast<double>(count.hits + count.misses);
+    record_rows(layer, count, ledger);
+  }
+  record_index(layer, count, ledger);
+  const auto pairs = static_cast<double>(count.tokens * layout_.shape.kv_heads);
   entry.tokens = count.tokens;
-  if (is_dense) count.hits = count.misses = 0;  // its rows are counted as those of dense layers
-  entry.attended = (is_dense ? static_cast<double>(dense_rows)
-                             : static_cast<double>(count.hits + count.misses)) /
-                   pairs;
+  entry.attended /= pairs;
   entry.selected /= pairs;
-  entry.alpha /= static_cast<double>(count.tokens * shape.query_heads);
+  entry.alpha /= static_cast<double>(count.tokens * layout_.shape.query_heads);
+}
 
+void SparseAttention::record_rows(int layer, const Count& count, Ledger& ledger) const {
+  const KvShape& shape = layout_.shape;
   const auto parts = static_cast<std::uint64_t>(
       ReadPattern::parts(shape.group(), queue_->backend().info().reads.attend_queries));
-  const std::uint64_t row = shape.row_bytes();
   const std::uint64_t hits = count.hits * parts;
   const std::uint64_t misses = count.misses * parts;
   const bool in_place = tier_ == Tier::host;
+  ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * shape.row_bytes()});
+  ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
+                {misses, misses * shape.row_bytes()});
+}
+
+void SparseAttention::record_index(int layer, const Count& count, Ledger& ledger) const {
+  const std::size_t page = ValueTiles::page_bytes(layout_.value_bits, layout_.shape.head_dim);
   ledger.record(layer, tier_, tier_, Cause::index_read, count.estimates.near);
   ledger.record(layer, Tier::host, tier_, Cause::index_read, count.estimates.far);
-  const std::size_t value_page = ValueTiles::page_bytes(layout_.value_bits, shape.head_dim);
   ledger.record(layer, tier_, tier_, Cause::value_read,
-                {count.value_pages * kPageTokens, count.value_pages * value_page});
-  ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * row});
-  ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
-                {misses, misses * row});
+                {count.value_pages * kPageTokens, count.value_pages * page});
 }
 
 }  // namespace sluice

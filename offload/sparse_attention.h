@@ -123,6 +123,8 @@ class SparseAttention {
                   LayerSelection& entry) const;
   void count_estimates(const Step& step, int layer, std::int64_t number, Count& count) const;
   void count_alpha(int source, std::int64_t number, LayerSelection& entry) const;
+  void record_rows(int layer, const Count& count, Ledger& ledger) const;
+  void record_index(int layer, const Count& count, Ledger& ledger) const;
   void report_positions(int source, std::int64_t number, LayerSelection& entry) const;
   void require_number(bool is_number, int layer, int head) const;
 

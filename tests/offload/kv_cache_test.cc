@@ -198,8 +198,7 @@ TEST_P(Caches, ValuesInAFewBitsAreThoseOfTheReference) {
   }
 }
 
-// Positions of the steps after a prompt, of two tokens each where they share one. Every one that
-// was selected weighs as much as any that was not, but for the rounding of rows and logits.
+// What a step selected weighs as much as what it did not, but for the rounding of rows and logits.
 void expect_largest_selected(const KvCache& cache, const KvSequence& sequence, const Script& script,
                              std::size_t selected) {
   const KvShape& shape = cache.plan().shape;
