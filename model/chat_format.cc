@@ -128,14 +128,6 @@ std::string_view trimmed(std::string_view text, bool trims) {
   return text;
 }
 
-void require_utf8(std::string_view text) {
-  if (const auto offset = find_invalid_utf8(text)) {
-    throw Error(ErrorCode::prompt, "the text is not UTF-8: the byte at offset " +
-                                       std::to_string(*offset) +
-                                       " begins no character; convert it to UTF-8");
-  }
-}
-
 std::string_view without_thinking(std::string_view answer) {
   constexpr std::string_view kEnd = "</think>";
   const std::size_t at = answer.rfind(kEnd);

@@ -5,7 +5,6 @@
 
 #include "lib/text.h"
 #include "model/template_sketch.h"
-#include "sluice/errors.h"
 
 namespace sluice {
 namespace {
@@ -15,10 +14,6 @@ using std::string_literals::operator""s;
 const std::string kValue(1, mark::kValue);
 const std::string kTrimmed(1, mark::kTrimmed);
 const std::string kEos(1, mark::kEos);
-[[noreturn]] void refuse(const std::string& what) {
-  throw Error(ErrorCode::unsupported,
-              "the chat template " + what + std::string(kAcceptedTemplates));
-}
 
 bool has(std::string_view text, std::string_view part) {
   return text.find(part) != std::string_view::npos;
@@ -60,7 +55,7 @@ void require_known_markers(std::string_view text, const std::vector<std::string_
     if (end == std::string_view::npos) continue;
     const std::string_view marker = piece.substr(0, end + 2);
     if (std::find(known.begin(), known.end(), marker) == known.end()) {
-      refuse("writes " + in_quotes(marker) + ", which is not known here");
+      refuse_template("writes " + in_quotes(marker) + ", which is not known here");
     }
   }
 }
@@ -69,7 +64,7 @@ void require_known_markers(std::string_view text, const std::vector<std::string_
 void require_nothing_behind(const TemplateSketch& sketch, const std::string& form) {
   const std::size_t end = sketch.text.find(form) + form.size();
   if (end < sketch.text.size() && !is_mark(sketch.text[end]) && sketch.text[end] != '<') {
-    refuse("writes " + in_quotes(literal_at(sketch.text, end)) + " behind a message");
+    refuse_template("writes " + in_quotes(literal_at(sketch.text, end)) + " behind a message");
   }
 }
 
@@ -79,7 +74,7 @@ bool writes(const TemplateSketch& sketch, const std::string& form) {
   if (at == std::string::npos) return false;
   require_nothing_behind(sketch, form);
   const bool indented = at > 0 && (sketch.text[at - 1] == ' ' || sketch.text[at - 1] == '\n');
-  if (indented) refuse("writes white space in front of a message");
+  if (indented) refuse_template("writes white space in front of a message");
   return true;
 }
 
@@ -87,7 +82,7 @@ bool writes(const TemplateSketch& sketch, const std::string& form) {
 bool trims(const TemplateSketch& sketch, const std::string& before, const std::string& after) {
   const bool as_it_is = writes(sketch, before + kValue + after);
   const bool trimmed = writes(sketch, before + kTrimmed + after);
-  if (as_it_is == trimmed) refuse("does not write a message as its family does");
+  if (as_it_is == trimmed) refuse_template("does not write a message as its family does");
   return trimmed;
 }
 
@@ -95,9 +90,9 @@ bool trims(const TemplateSketch& sketch, const std::string& before, const std::s
 void read_assigned_system(const TemplateSketch& sketch, ChatTemplate& result) {
   const auto names_system = [](const std::string& name) { return has(name, "system"); };
   for (const auto& [name, expression] : sketch.computed) {
-    const bool literal = has(expression, "'") && (has(expression, "+") || has(expression, " if "));
-    const bool quoted = has(expression, "\"") && (has(expression, "+") || has(expression, " if "));
-    if (names_system(name) && (literal || quoted)) result.needs_system = true;
+    const bool literal = has(expression, "'") || has(expression, "\"");
+    const bool composed = has(expression, "+") || has(expression, " if ");
+    if (names_system(name) && literal && composed) result.needs_system = true;
   }
   for (const auto& [name, text] : sketch.assigned) {
     if (names_system(name) && !text.empty()) result.needs_system = true;
@@ -119,7 +114,7 @@ void read_thinking(const TemplateSketch& sketch, ChatTemplate& result) {
                      has(code, "split('</think>')[-1]|trim") ||
                      has(code, "split('</think>')[-1] | trim");
   if (!known || !has(code, "last_query_index")) {
-    refuse("keeps what a model thinks aloud in a way not known here");
+    refuse_template("keeps what a model thinks aloud in a way not known here");
   }
   result.drops_thinking = true;
 }
@@ -135,9 +130,9 @@ void read_answer_opening(const TemplateSketch& sketch, ChatTemplate& result) {
     result.answer_opens += thinks;
   } else if (sketch.generation > 0 && text != result.answer_before &&
              !(optional && text == result.answer_before + no_thoughts)) {
-    refuse("opens an answer with " + in_quotes(text));
+    refuse_template("opens an answer with " + in_quotes(text));
   } else if (!is_end) {
-    refuse("does not open an answer");
+    refuse_template("does not open an answer");
   }
 }
 
@@ -145,7 +140,7 @@ ChatTemplate chatml(const TemplateSketch& sketch) {
   const std::string open = "<|im_start|>";
   const std::string close = "<|im_end|>";
   require_known_markers(sketch.text, {open, close, "<|endoftext|>"});
-  if (has(sketch.code, "strftime_now")) refuse("writes the date");
+  if (has(sketch.code, "strftime_now")) refuse_template("writes the date");
   ChatTemplate result;
   result.family = "ChatML";
   result.controls = {open, close};
@@ -179,7 +174,7 @@ std::string dates_of(const TemplateSketch& sketch, const std::string& today) {
   const std::size_t at = sketch.text.find(cutoff);
   const bool has_date = has(sketch.text, date + kValue + "\n\n");
   if (at == std::string::npos && !has(sketch.text, date)) {
-    if (has(sketch.code, "strftime_now")) refuse("writes the date");
+    if (has(sketch.code, "strftime_now")) refuse_template("writes the date");
     return {};
   }
   const auto fixed = sketch.assigned.find("date_string");
@@ -188,13 +183,13 @@ std::string dates_of(const TemplateSketch& sketch, const std::string& today) {
                           has(sketch.code, "strftime_now('%d %b %Y')");
   if (at == std::string::npos || !has_date || !known_form ||
       (!by_clock && fixed == sketch.assigned.end())) {
-    refuse("writes dates in a way not known here");
+    refuse_template("writes dates in a way not known here");
   }
   const std::string_view literal = literal_at(sketch.text, at);
   const std::string line(literal.substr(0, literal.find('\n') + 1));
   const std::string_view rest = literal.substr(line.size());
   if (line.empty() || (!rest.empty() && rest != date)) {
-    refuse("writes dates in a way not known here");
+    refuse_template("writes dates in a way not known here");
   }
   return line + date + (by_clock ? today : fixed->second) + "\n\n";
 }
@@ -242,13 +237,13 @@ Spaced spaced(const TemplateSketch& sketch, const std::string& before, const std
         text += trimmed ? kTrimmed : kValue;
         text += form.after;
         if (!has(sketch.text, text)) continue;
-        if (found) refuse("writes a message in two ways");
+        if (found) refuse_template("writes a message in two ways");
         require_nothing_behind(sketch, text);
         found = form;
       }
     }
   }
-  if (!found) refuse("does not write a message as its family does");
+  if (!found) refuse_template("does not write a message as its family does");
   return *found;
 }
 
@@ -258,7 +253,7 @@ std::string space_before(const TemplateSketch& sketch, const std::string& form) 
   std::size_t begin = at;
   while (begin > 0 && (sketch.text[begin - 1] == ' ' || sketch.text[begin - 1] == '\n')) --begin;
   if (begin > 0 && sketch.text[begin - 1] != mark::kStatement) {
-    refuse("begins a question in a way not known here");
+    refuse_template("begins a question in a way not known here");
   }
   return sketch.text.substr(begin, at - begin);
 }
@@ -276,13 +271,13 @@ void read_mistral_answer(const TemplateSketch& sketch, ChatTemplate& result) {
     while (begin > 0 && sketch.text[begin - 1] == ' ') --begin;
     // Calls of tools end like this, too, behind other text.
     if (begin > 0 && sketch.text[begin - 1] != mark::kStatement) continue;
-    if (found) refuse("writes an answer in two ways");
+    if (found) refuse_template("writes an answer in two ways");
     const std::string_view rest = literal_at(sketch.text, at + 1);
     found = {sketch.text.substr(begin, value - 1 - begin),
              sketch.text.substr(value, at - value) + result.ends.front() + std::string(rest),
              content == mark::kTrimmed};
   }
-  if (!found) refuse("does not write an answer as its family does");
+  if (!found) refuse_template("does not write an answer as its family does");
   result.answer_before = found->before;  // which the model writes, too
   result.answer_after = found->after;
   result.trims_answer = found->trims;
@@ -309,14 +304,16 @@ void read_mistral_system(const TemplateSketch& sketch, ChatTemplate& result) {
              has(sketch.code, "loop.index0 == 0 and system_message")) {
     result.system = SystemPlace::first_question;
   } else {
-    refuse("puts the text of the system in a place not known here");
+    refuse_template("puts the text of the system in a place not known here");
   }
 }
 
 ChatTemplate mistral(const TemplateSketch& sketch, const std::string& eos) {
-  if (eos.empty()) refuse("ends answers with an EOS token, but tokenizer_config.json has none");
+  if (eos.empty())
+    refuse_template("ends answers with an EOS token, but tokenizer_config.json has none");
   if (has(sketch.text, "<<SYS>>") || has(sketch.text, "[MODEL_SETTINGS]")) {
-    refuse("writes " + std::string(has(sketch.text, "<<SYS>>") ? "'<<SYS>>'" : "model settings"));
+    refuse_template("writes " +
+                    std::string(has(sketch.text, "<<SYS>>") ? "'<<SYS>>'" : "model settings"));
   }
   require_known_markers(sketch.text, {});
   ChatTemplate result;
@@ -345,7 +342,7 @@ ChatTemplate recognise_template(std::string_view source, const TemplateTokens& t
     if (has(sketch.text, "[INST]") && has(sketch.text, "[/INST]")) {
       return mistral(sketch, tokens.eos);
     }
-    refuse("is of another family: it writes " + first_marker(sketch.text));
+    refuse_template("is of another family: it writes " + first_marker(sketch.text));
   };
   ChatTemplate result = family();
   const std::string literal_bos = "<|begin_of_text|>";

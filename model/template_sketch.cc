@@ -24,11 +24,6 @@ std::string_view stripped(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(kWhite) - begin + 1);
 }
 
-[[noreturn]] void refuse(const std::string& what) {
-  throw Error(ErrorCode::unsupported,
-              "the chat template " + what + std::string(kAcceptedTemplates));
-}
-
 // Where the string literal that begins at `begin` ends, behind its quote.
 std::size_t literal_end(std::string_view code, std::size_t begin) {
   for (std::size_t i = begin + 1; i < code.size(); ++i) {
@@ -38,7 +33,7 @@ std::size_t literal_end(std::string_view code, std::size_t begin) {
       return i + 1;
     }
   }
-  refuse("has a string that does not end");
+  refuse_template("has a string that does not end");
 }
 
 // A literal's text, without its quotes.
@@ -62,7 +57,7 @@ std::string unescaped(std::string_view literal) {
         text += literal[i];
         break;
       default:
-        refuse(std::string("has the escape \\") + literal[i] + " in a string");
+        refuse_template(std::string("has the escape \\") + literal[i] + " in a string");
     }
   }
   return text;
@@ -78,10 +73,10 @@ void scan(std::string_view code, Each&& each) {
     if (c == ')' || c == ']' || c == '}') --depth;
     each(i, depth);
     if (c == '(' || c == '[' || c == '{') ++depth;
-    if (depth < 0 || depth > kMaxDepth) refuse("has brackets that do not match");
+    if (depth < 0 || depth > kMaxDepth) refuse_template("has brackets that do not match");
     i = c == '\'' || c == '"' ? literal_end(code, i) : i + 1;
   }
-  if (depth != 0) refuse("has brackets that do not match");
+  if (depth != 0) refuse_template("has brackets that do not match");
 }
 
 // Whether one of the words stands outside of brackets and literals.
@@ -147,7 +142,7 @@ char mark_of(std::string_view operand, const MarkOf& variable) {
 
 // What an expression writes.
 std::string sketch_expression(std::string_view code, const MarkOf& variable, int depth = 0) {
-  if (depth > kMaxDepth) refuse("has brackets that do not match");
+  if (depth > kMaxDepth) refuse_template("has brackets that do not match");
   if (has_operator(code)) return {mark::kComputed};
   std::string text;
   for (const std::string_view operand : operands(code)) {
@@ -179,7 +174,7 @@ void require_known_statement(std::string_view code) {
   const bool known = std::find(kKnown.begin(), kKnown.end(), word) != kKnown.end();
   const bool drops_messages = word == "for" && code.find("[-") != std::string_view::npos;
   if (!known || drops_messages || (word == "set" && code.find('=') == std::string_view::npos)) {
-    refuse("has a tag that is not known here: " + in_quotes(code.substr(0, kLongestTag)));
+    refuse_template("has a tag that is not known here: " + in_quotes(code.substr(0, kLongestTag)));
   }
 }
 
@@ -239,7 +234,7 @@ class Sketcher {
       const bool quoted = brackets.front() != '#' && (source_[i] == '\'' || source_[i] == '"');
       i = quoted ? literal_end(source_, i) : i + 1;
     }
-    refuse("has a tag that does not end");
+    refuse_template("has a tag that does not end");
   }
 
   void add_tag(std::size_t tag) {
@@ -312,10 +307,17 @@ class Sketcher {
 
 }  // namespace
 
+void refuse_template(const std::string& what) {
+  throw Error(ErrorCode::unsupported,
+              "the chat template " + what +
+                  "; Sluice knows those of ChatML, Llama 3 and Mistral. For others give generate a "
+                  "prompt that is written as the model expects it");
+}
+
 TemplateSketch sketch_template(std::string_view source) {
   for (const char c : source) {
     if (static_cast<unsigned char>(c) < 0x20 && kWhite.find(c) == std::string_view::npos) {
-      refuse("has control characters");
+      refuse_template("has control characters");
     }
   }
   std::string lines;

@@ -18,11 +18,8 @@ inline constexpr char kStatement = '\x05';  // what stands on both sides may not
 inline constexpr char kComputed = '\x06';   // anything else
 }  // namespace mark
 
-// How a refusal ends.
-inline constexpr std::string_view kAcceptedTemplates =
-    "; Sluice knows those of ChatML, Llama 3 and Mistral. For others give generate a prompt that "
-    "is "
-    "written as the model expects it";
+// Throws Error{unsupported}: the chat template `what`, and which are known.
+[[noreturn]] void refuse_template(const std::string& what);
 
 struct TemplateSketch {
   // Literal text and string literals that are written or assigned, in the order of the template,

@@ -164,11 +164,7 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocab
 
 std::vector<TokenId> Tokenizer::Impl::encode(std::string_view text,
                                              const TokenFilter& wanted) const {
-  if (const auto offset = find_invalid_utf8(text)) {
-    throw Error(ErrorCode::prompt, "the text is not UTF-8: the byte at offset " +
-                                       std::to_string(*offset) +
-                                       " begins no character; convert it to UTF-8");
-  }
+  require_utf8(text);
   if (text.size() > static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max() / 4)) {
     throw Error(ErrorCode::prompt, "the text has " + std::to_string(text.size()) +
                                        " bytes, more than 512 MiB; give it in parts");

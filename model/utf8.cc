@@ -2,8 +2,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "lib/check.h"
+#include "sluice/errors.h"
 
 namespace sluice {
 namespace {
@@ -84,6 +86,14 @@ std::optional<std::size_t> find_invalid_utf8(std::string_view bytes) {
     at += ascii_prefix(bytes.substr(at));
   }
   return std::nullopt;
+}
+
+void require_utf8(std::string_view text) {
+  if (const auto offset = find_invalid_utf8(text)) {
+    throw Error(ErrorCode::prompt, "the text is not UTF-8: the byte at offset " +
+                                       std::to_string(*offset) +
+                                       " begins no character; convert it to UTF-8");
+  }
 }
 
 std::string to_valid_utf8(std::string_view bytes) {

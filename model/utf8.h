@@ -21,6 +21,8 @@ Utf8Unit next_utf8_unit(std::string_view bytes);
 
 // Offset of the first byte that is not part of a valid character.
 std::optional<std::size_t> find_invalid_utf8(std::string_view bytes);
+// Throws Error{prompt} that names it.
+void require_utf8(std::string_view text);
 
 // Every maximal subpart becomes one U+FFFD, as String::from_utf8_lossy of Rust does it.
 std::string to_valid_utf8(std::string_view bytes);
