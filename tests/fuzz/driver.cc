@@ -15,31 +15,15 @@
 
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/run.h"
+#include "tests/support/temp_dir.h"
 
 namespace sluice::fuzz {
 namespace {
 
-// A folder in memory where there is one, gone with the object.
-class Folder {
- public:
-  Folder() {
-    const bool in_memory = ::access("/dev/shm", W_OK) == 0;
-    std::string name = in_memory ? "/dev/shm" : std::filesystem::temp_directory_path().string();
-    name += "/sluice_fuzz_XXXXXX";
-    require(::mkdtemp(name.data()) != nullptr, "a temporary folder can be made");
-    path_ = name;
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  ~Folder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
+// In memory where there is a file system in it.
+std::filesystem::path parent_folder() {
+  return ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : std::filesystem::temp_directory_path();
+}
 
 // Never given back: both processes use it to their ends.
 Current& shared_current() {
@@ -117,7 +101,7 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   if (corpus->empty() && file->empty()) return app.exit(CLI::RequiredError("corpus or --input"));
 
-  const sluice::fuzz::Folder folder;
+  const sluice::testing::TempDir folder(sluice::fuzz::parent_folder());
   options.folder = folder.path();
   options.name = (options.corpus / "").parent_path().filename().string();
   return input.empty() ? sluice::fuzz::fuzz(options)
