@@ -1,0 +1,53 @@
+// What Jinja, and transformers beside it, bring along: filters, tests, methods and functions.
+#pragma once
+
+#include <cstddef>
+#include <ctime>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "model/jinja/value.h"
+
+namespace sluice::jinja {
+
+// Of a call, a filter or a test.
+struct Arguments {
+  std::vector<Value> values;
+  std::vector<std::pair<std::string, Value>> named;
+
+  // In the order of these parameters, null where nothing is given. Throws Error{unsupported} for
+  // an argument that has no parameter, or two for one.
+  std::vector<const Value*> match(const std::string& callee,
+                                  const std::vector<std::string_view>& parameters) const;
+};
+
+// All throw Error{unsupported}: for a name that is not known, for values that do not fit, and when
+// the budget is used up.
+Value apply_filter(const std::string& name, const Value& value, const Arguments& arguments,
+                   Budget& budget);
+bool apply_test(const std::string& name, const Value& value, const Arguments& arguments,
+                Budget& budget);
+Value call_method(const Value& object, const std::string& name, const Arguments& arguments,
+                  Budget& budget);
+
+// range, namespace, dict, raise_exception, strftime_now.
+bool is_function(std::string_view name);
+// Also throws Error{prompt}, if the template raises an exception.
+Value call_function(const std::string& name, const Arguments& arguments, const std::tm& now,
+                    Budget& budget);
+
+// object.key or object[key]: undefined if there is no such member. Throws Error{unsupported} if
+// the object itself is undefined.
+Value member_of(const Value& object, const Value& key);
+// Whether a value of this kind has a method of that name in Python, known here or not.
+bool has_method(const Value& object, std::string_view name);
+
+// What a loop runs over: the items of a list, the keys of a dictionary, the characters of a text.
+std::vector<Value> items_of(const Value& value, Budget& budget);
+// A whole number; throws Error{unsupported} for anything else. `what` is it for?
+std::int64_t integer_of(const Value& value, const std::string& what);
+const Text& text_of(const Value& value, const std::string& what);
+
+}  // namespace sluice::jinja
