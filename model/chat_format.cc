@@ -1,14 +1,11 @@
 #include <algorithm>
-#include <array>
 #include <ctime>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
-#include "io/file.h"
-#include "io/json.h"
 #include "lib/text.h"
-#include "model/chat_template.h"
+#include "model/chat_source.h"
+#include "model/jinja/template.h"
 #include "model/utf8.h"
 #include "sluice/chat.h"
 #include "sluice/errors.h"
@@ -16,184 +13,155 @@
 namespace sluice {
 namespace {
 
-using Json = nlohmann::json;
+using jinja::Text;
 
-constexpr std::uint64_t kMaxFile = std::uint64_t{16} << 20;   // tokenizer_config.json lists tokens
-constexpr std::size_t kMaxTemplate = std::size_t{128} << 10;  // those in use have up to 20 KiB
+// What every text of a conversation is told from the template's by; see jinja::Origin.
+constexpr jinja::Origin kSystem = 1;
+jinja::Origin question(std::size_t turn) { return static_cast<jinja::Origin>(2 * turn + 2); }
+jinja::Origin answer(std::size_t turn) { return static_cast<jinja::Origin>(2 * turn + 3); }
+bool is_answer(jinja::Origin origin) { return origin > kSystem && origin % 2 == 1; }
+std::size_t turn_of(jinja::Origin origin) { return (origin - 2) / 2; }
 
-[[noreturn]] void throw_broken(const std::filesystem::path& file, const std::string& what) {
-  throw Error(ErrorCode::corrupt,
-              file.string() + ": " + what + "; take the file of the checkpoint unchanged");
+constexpr std::size_t kMostTurns = 1'000'000;
+
+// Steps and bytes that a template in use takes for a conversation, and a multiple of that.
+std::uint64_t budget_of(std::size_t turns, std::size_t bytes) {
+  return 4'000'000 + 20'000 * std::uint64_t{turns} + 64 * std::uint64_t{bytes};
 }
 
-// A token is written as its text, or as an object that has it as "content".
-std::string token_of(const Json& config, const char* key, const std::filesystem::path& file) {
-  const auto found = config.find(key);
-  if (found == config.end() || found->is_null()) return {};
-  const Json* text = &*found;
-  if (text->is_object() && text->contains("content")) text = &text->at("content");
-  if (!text->is_string()) throw_broken(file, std::string(key) + " is no token");
-  return text->get<std::string>();
-}
-
-// A template is a string, or the one that is called "default" in a list of them.
-std::optional<std::string> template_of(const Json& value, const std::filesystem::path& file) {
-  if (value.is_null()) return std::nullopt;
-  if (value.is_string()) return value.get<std::string>();
-  if (!value.is_array()) throw_broken(file, "chat_template is neither a string nor a list");
-  for (const Json& entry : value) {
-    if (!entry.is_object() || !entry.contains("name") || !entry.contains("template") ||
-        !entry["template"].is_string()) {
-      throw_broken(file, "chat_template has an entry without name and template");
-    }
-    if (entry["name"] == "default") return entry["template"].get<std::string>();
-  }
-  throw Error(ErrorCode::unsupported,
-              file.string() + ": chat_template has no entry called 'default'");
-}
-
-Json read_object(const std::filesystem::path& file) {
-  Json json = read_json_file(file, kMaxFile);
-  if (!json.is_object()) throw_broken(file, "is no JSON object");
-  return json;
-}
-
-std::string today() {
+std::tm local_time() {
   const std::time_t now = std::time(nullptr);
   std::tm local{};
   ::localtime_r(&now, &local);
-  constexpr std::array<const char*, 12> kMonths = {"Jan", "Feb", "Mar", "Apr", "May", "Jun",
-                                                   "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"};
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%02d %s %d", local.tm_mday,
-                kMonths.at(static_cast<std::size_t>(local.tm_mon)), local.tm_year + 1900);
-  return text.data();
+  return local;
 }
 
-struct Source {
-  std::string text;
-  std::filesystem::path file;
-  TemplateTokens tokens;
+// A stretch of one origin.
+struct Run {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+  jinja::Origin origin = jinja::kTemplate;
 };
 
-// The order is that of transformers.
-Source read_source(const std::filesystem::path& checkpoint) {
-  Source source;
-  source.tokens.today = today();
-  Json config = Json::object();
-  const std::filesystem::path config_file = checkpoint / "tokenizer_config.json";
-  if (file_exists(config_file)) config = read_object(config_file);
-  source.tokens.bos = token_of(config, "bos_token", config_file);
-  source.tokens.eos = token_of(config, "eos_token", config_file);
-  std::optional<std::string> text;
-  source.file = checkpoint / "chat_template.jinja";
-  if (file_exists(source.file)) text = read_text_file(source.file, kMaxTemplate);
-  for (const char* name : {"chat_template.json", "tokenizer_config.json"}) {
-    if (text) break;
-    source.file = checkpoint / name;
-    if (!file_exists(source.file)) continue;
-    const Json json = name == config_file.filename() ? config : read_object(source.file);
-    text = template_of(json.value("chat_template", Json()), source.file);
+std::vector<Run> runs_of(const Text& text) {
+  std::vector<Run> runs;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const jinja::Origin origin = text.origins()[i];
+    if (runs.empty() || runs.back().origin != origin) runs.push_back({i, i, origin});
+    runs.back().end = i + 1;
   }
-  if (!text) {
-    throw Error(ErrorCode::unsupported,
-                checkpoint.string() +
-                    ": this checkpoint has no chat template, so nothing says how a conversation is "
-                    "written for it; give generate a prompt to continue instead");
-  }
-  if (text->size() > kMaxTemplate)
-    throw_broken(source.file, "chat_template is larger than 128 KiB");
-  if (const auto offset = find_invalid_utf8(*text)) {
-    throw_broken(source.file, "chat_template is not UTF-8 at offset " + std::to_string(*offset));
-  }
-  source.text = *std::move(text);
-  return source;
+  return runs;
 }
 
-// What Python's str.strip() removes.
-bool is_stripped(char32_t c) { return is_white_space(c) || (c >= 0x1C && c <= 0x1F); }
-
-// Of valid UTF-8.
-std::string_view trimmed(std::string_view text, bool trims) {
-  if (!trims) return text;
-  while (!text.empty() && is_stripped(first_code_point(text))) {
-    text.remove_prefix(next_utf8_unit(text).length);
+// The first and only stretch of `origin`, or none.
+std::optional<Run> only_run(const Text& text, jinja::Origin origin) {
+  std::optional<Run> found;
+  for (const Run& run : runs_of(text)) {
+    if (run.origin != origin) continue;
+    if (found) return std::nullopt;
+    found = run;
   }
-  while (!text.empty()) {
-    std::size_t last = text.size() - 1;
-    while ((static_cast<unsigned char>(text[last]) & 0xC0u) == 0x80u) --last;
-    if (!is_stripped(first_code_point(text.substr(last)))) break;
-    text.remove_suffix(text.size() - last);
-  }
-  return text;
+  return found;
 }
 
-std::string_view without_thinking(std::string_view answer) {
-  constexpr std::string_view kEnd = "</think>";
-  const std::size_t at = answer.rfind(kEnd);
-  if (at == std::string_view::npos) return answer;
-  answer.remove_prefix(at + kEnd.size());
-  answer.remove_prefix(std::min(answer.find_first_not_of('\n'), answer.size()));
-  return answer;
+[[noreturn]] void throw_no_place() {
+  throw Error(ErrorCode::unsupported,
+              "the chat template has no place for a text of the system; leave it out");
+}
+
+bool is_blank(std::string_view text) { return strip(Text(text), jinja::Side::both).size() == 0; }
+
+std::size_t common_prefix(std::string_view a, std::string_view b) {
+  return static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first -
+                                  a.begin());
 }
 
 }  // namespace
 
 struct ChatFormat::Impl {
-  Impl(ChatTemplate form_of, const Tokenizer& its_tokenizer)
-      : form(std::move(form_of)), tokenizer(&its_tokenizer) {
-    for (const std::string& text : form.controls) controls.push_back(control_id(text));
-    for (const std::string& text : form.ends) ends.push_back(control_id(text));
+  Impl(const ChatSource& source, const Tokenizer& its_tokenizer)
+      : form(source.text), tokens(source.tokens), tokenizer(&its_tokenizer), now(local_time()) {
+    file = source.file;
+    learn();
   }
 
-  TokenId control_id(const std::string& text) const {
-    const std::optional<TokenId> id = tokenizer->added_token(text);
-    if (!id) {
-      throw Error(ErrorCode::tokenizer, "the chat template of " + form.family +
-                                            " needs the token " + in_quotes(text) +
-                                            ", which is no added token of tokenizer.json; take "
-                                            "both files from the same checkpoint");
-    }
-    if (tokenizer->encode("\n" + text + "\n").size() < 3) {
-      throw Error(ErrorCode::unsupported, "tokenizer.json: the token " + in_quotes(text) +
-                                              " takes white space beside it along, and the chat "
-                                              "template writes some there");
-    }
-    return *id;
-  }
+  // The text of a conversation whose last turn is open.
+  Text write(std::string_view system, std::span<const ChatTurn> turns) const;
+  // What is the same in all conversations, read off a short one.
+  void learn();
+  void learn_system();
+  void require_written(const Text& text, std::string_view system,
+                       std::span<const ChatTurn> turns) const;
+  // Whether the answer was drawn as it is written at `run`.
+  bool is_as_drawn(const Text& text, const Run& run, const ChatTurn& turn) const;
 
-  ChatTemplate form;
+  jinja::Template form;
+  std::vector<std::pair<std::string, std::string>> tokens;
   const Tokenizer* tokenizer;
-  std::vector<TokenId> controls;  // of form.controls
+  std::tm now;  // stays, so that the beginning of a conversation does not change at midnight
+  std::filesystem::path file;
+  std::vector<TokenId> controls;  // added tokens that the template writes
   std::vector<TokenId> ends;
+  // An answer is drawn behind `opening`, and written behind `header` when it has become an
+  // earlier one; what both begin with is in neither.
+  std::string opening;
+  std::string header;
+  bool moves_system = false;
+  bool refuses_system = false;
 };
 
 namespace {
 
-// Text and control tokens in turn. Text that stands together is encoded together, wherever it
-// comes from, as a tokenizer would that got all of it at once.
+jinja::Value message(const char* role, std::string_view content, jinja::Origin origin) {
+  jinja::Dict dict;
+  dict.set("role", Text(role));
+  dict.set("content", Text(content, origin));
+  return jinja::Value::dict(std::move(dict));
+}
+
+// Markers that look like control tokens, and are none.
+void require_tokens(std::string_view text,
+                    const std::vector<std::pair<std::string, std::string>>& tokens) {
+  const auto fail = [](std::string_view marker) {
+    throw Error(ErrorCode::tokenizer, "the chat template needs the token " + in_quotes(marker) +
+                                          ", which is no added token of tokenizer.json; take "
+                                          "both files from the same checkpoint");
+  };
+  for (const auto& [name, token] : tokens) {
+    if (name == "bos_token" || name == "eos_token") {
+      if (text.find(token) != std::string_view::npos) fail(token);
+    }
+  }
+  constexpr std::size_t kLongest = 64;
+  for (std::size_t at = text.find("<|"); at != std::string_view::npos;
+       at = text.find("<|", at + 1)) {
+    const std::string_view marker = text.substr(at, kLongest);
+    const std::size_t end = marker.find("|>", 2);
+    if (end != std::string_view::npos) fail(marker.substr(0, end + 2));
+  }
+}
+
+// Text and tokens in turn. Text that stands together is encoded together, wherever it comes from,
+// as a tokenizer would that got all of it at once.
 class Writer {
  public:
-  Writer(const Tokenizer& tokenizer, const ChatTemplate& form, std::span<const TokenId> controls)
-      : tokenizer_(&tokenizer), form_(&form), controls_(controls) {}
+  Writer(const Tokenizer& tokenizer, std::vector<TokenId> controls)
+      : tokenizer_(&tokenizer), controls_(std::move(controls)) {}
 
-  // Of the template: control tokens in it are such.
-  void write(std::string_view text) {
-    while (!text.empty()) {
-      std::size_t begin = text.size();
-      std::size_t which = 0;
-      for (std::size_t i = 0; i < controls_.size(); ++i) {
-        const std::size_t at = text.find(form_->controls[i]);
-        if (at >= begin) continue;
-        begin = at;
-        which = i;
-      }
-      pending_ += text.substr(0, begin);
-      text.remove_prefix(begin);
-      if (text.empty()) return;
-      add(std::span(controls_).subspan(which, 1));
-      text.remove_prefix(form_->controls[which].size());
+  // Of the template: added tokens in it are such.
+  void write(std::string_view text,
+             const std::vector<std::pair<std::string, std::string>>& tokens) {
+    std::size_t done = 0;
+    for (const AddedTokenPlace& place : tokenizer_->find_added(text)) {
+      const std::string_view between = text.substr(done, place.begin - done);
+      require_tokens(between, tokens);
+      pending_ += between;
+      note_control(place.id, text.substr(place.begin, place.end - place.begin));
+      add(std::span(&place.id, 1));
+      done = place.end;
     }
+    require_tokens(text.substr(done), tokens);
+    pending_ += text.substr(done);
   }
 
   // Of a person or a model.
@@ -209,7 +177,19 @@ class Writer {
     return std::move(ids_);
   }
 
+  const std::vector<TokenId>& controls() const { return controls_; }
+
  private:
+  void note_control(TokenId id, std::string_view text) {
+    if (std::find(controls_.begin(), controls_.end(), id) != controls_.end()) return;
+    controls_.push_back(id);
+    if (tokenizer_->encode("\n" + std::string(text) + "\n").size() < 3) {
+      throw Error(ErrorCode::unsupported, "tokenizer.json: the token " + in_quotes(text) +
+                                              " takes white space beside it along, and the chat "
+                                              "template writes it");
+    }
+  }
+
   void flush() {
     const std::vector<TokenId> ids = tokenizer_->encode_plain(pending_, controls_);
     ids_.insert(ids_.end(), ids.begin(), ids.end());
@@ -217,31 +197,111 @@ class Writer {
   }
 
   const Tokenizer* tokenizer_;
-  const ChatTemplate* form_;
-  std::span<const TokenId> controls_;  // by their place in form_->controls
+  std::vector<TokenId> controls_;
   std::string pending_;
   std::vector<TokenId> ids_;
 };
 
-// An answer stays as it was drawn if that is what the template writes.
-void write_answer(const ChatTemplate& form, const Tokenizer& tokenizer, const ChatTurn& turn,
-                  Writer& writer) {
-  const std::string_view kept =
-      trimmed(form.drops_thinking ? without_thinking(turn.answer) : turn.answer, form.trims_answer);
-  const std::string written = form.answer_before + std::string(kept);
-  const bool as_drawn =
-      !turn.tokens.empty() && form.answer_opens + tokenizer.decode(turn.tokens, true) == written;
-  if (as_drawn) {
-    writer.write(form.answer_opens);
-    writer.add(turn.tokens);
-  } else {
-    writer.write(form.answer_before);
-    writer.write_plain(kept);
+}  // namespace
+
+Text ChatFormat::Impl::write(std::string_view system, std::span<const ChatTurn> turns) const {
+  std::vector<jinja::Value> messages;
+  std::size_t bytes = system.size();
+  if (!system.empty()) messages.push_back(message("system", system, kSystem));
+  for (std::size_t i = 0; i < turns.size(); ++i) {
+    messages.push_back(message("user", turns[i].question, question(i)));
+    bytes += turns[i].question.size() + turns[i].answer.size();
+    if (i + 1 < turns.size()) {
+      messages.push_back(message("assistant", turns[i].answer, answer(i)));
+    }
   }
-  writer.write(form.answer_after);
+  jinja::Dict variables;
+  for (const auto& [name, token] : tokens) variables.set(name, Text(token));
+  variables.set("messages", jinja::Value::list(std::move(messages)));
+  variables.set("add_generation_prompt", true);
+  variables.set("tools", nullptr);
+  variables.set("documents", nullptr);
+  return form.render(variables, now, budget_of(turns.size(), bytes));
 }
 
-}  // namespace
+void ChatFormat::Impl::learn() {
+  const std::vector<ChatTurn> turns = {{"x", "x", {}}, {"x", {}, {}}};
+  // A template may want a text of the system, or not allow one.
+  std::string system;
+  Text first;
+  try {
+    first = write(system, std::span(turns).first(1));
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::prompt) throw;
+    system = "x";
+    first = write(system, std::span(turns).first(1));
+  }
+  const Text second = write(system, turns);
+  const std::optional<Run> run = only_run(second, answer(0));
+  if (!run || !only_run(second, question(0)) || !only_run(second, question(1))) {
+    throw Error(ErrorCode::unsupported, "the chat template does not write every text once");
+  }
+  const std::size_t common = common_prefix(first.bytes(), second.bytes());
+  if (common <= run->begin) {
+    opening = first.bytes().substr(common);
+    header = second.bytes().substr(common, run->begin - common);
+  }
+  const auto next = std::find_if(second.origins().begin() + static_cast<std::ptrdiff_t>(run->end),
+                                 second.origins().end(),
+                                 [](jinja::Origin origin) { return origin != jinja::kTemplate; });
+  const auto behind = static_cast<std::size_t>(next - second.origins().begin());
+  const std::string_view after =
+      std::string_view(second.bytes()).substr(run->end, behind - run->end);
+  const std::vector<AddedTokenPlace> places = tokenizer->find_added(after);
+  if (!places.empty()) ends.push_back(places.front().id);
+  Writer writer(*tokenizer, {});
+  for (const Run& part : runs_of(second)) {
+    if (part.origin != jinja::kTemplate) continue;
+    writer.write(std::string_view(second.bytes()).substr(part.begin, part.end - part.begin),
+                 tokens);
+  }
+  controls = writer.controls();
+  learn_system();
+}
+
+void ChatFormat::Impl::learn_system() {
+  const std::vector<ChatTurn> turns = {{"x", "x", {}}, {"x", {}, {}}};
+  try {
+    const Text first = write("x", std::span(turns).first(1));
+    const std::optional<Run> asked = only_run(first, question(0));
+    const Text second = write("x", turns);
+    moves_system = asked && common_prefix(first.bytes(), second.bytes()) < asked->end;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::prompt) throw;
+    refuses_system = true;
+  }
+}
+
+void ChatFormat::Impl::require_written(const Text& text, std::string_view system,
+                                       std::span<const ChatTurn> turns) const {
+  std::vector<bool> written(2 * turns.size() + 2, false);
+  for (const jinja::Origin origin : text.origins()) written[origin] = true;
+  if (!is_blank(system) && !written[kSystem]) throw_no_place();
+  for (std::size_t i = 0; i < turns.size(); ++i) {
+    if (!is_blank(turns[i].question) && !written[question(i)]) {
+      throw Error(ErrorCode::prompt, "the chat template drops a question");
+    }
+  }
+}
+
+bool ChatFormat::Impl::is_as_drawn(const Text& text, const Run& run, const ChatTurn& turn) const {
+  if (turn.tokens.empty() || run.begin < header.size()) return false;
+  // What stands before it has to be the template's, as it is for every answer.
+  const auto before =
+      text.origins().subspan(0, run.begin).last(header.size() + (run.begin > header.size()));
+  if (std::any_of(before.begin(), before.end(),
+                  [](jinja::Origin origin) { return origin != jinja::kTemplate; })) {
+    return false;
+  }
+  const std::string written =
+      text.bytes().substr(run.begin - header.size(), run.end - run.begin + header.size());
+  return written.starts_with(header) && opening + tokenizer->decode(turn.tokens, true) == written;
+}
 
 ChatFormat::ChatFormat(std::unique_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 ChatFormat::ChatFormat(ChatFormat&&) noexcept = default;
@@ -249,61 +309,54 @@ ChatFormat& ChatFormat::operator=(ChatFormat&&) noexcept = default;
 ChatFormat::~ChatFormat() = default;
 
 ChatFormat ChatFormat::load(const std::filesystem::path& checkpoint, const Tokenizer& tokenizer) {
-  const Source source = read_source(checkpoint);
+  const ChatSource source = read_chat_source(checkpoint);
   try {
-    return ChatFormat(
-        std::make_unique<const Impl>(recognise_template(source.text, source.tokens), tokenizer));
+    return ChatFormat(std::make_unique<const Impl>(source, tokenizer));
   } catch (const Error& error) {
-    throw Error(error.code(), source.file.string() + ": " + error.what());
+    const ErrorCode code =
+        error.code() == ErrorCode::prompt ? ErrorCode::unsupported : error.code();
+    throw Error(code, source.file.string() + ": " + error.what());
   }
 }
 
-std::string_view ChatFormat::family() const { return impl_->form.family; }
+const std::filesystem::path& ChatFormat::file() const { return impl_->file; }
 
 std::span<const TokenId> ChatFormat::end_tokens() const { return impl_->ends; }
 
-bool ChatFormat::moves_system() const { return impl_->form.system == SystemPlace::last_question; }
+bool ChatFormat::moves_system() const { return impl_->moves_system; }
 
 std::vector<TokenId> ChatFormat::render(std::string_view system,
                                         std::span<const ChatTurn> turns) const {
-  const ChatTemplate& form = impl_->form;
   if (turns.empty()) throw Error(ErrorCode::prompt, "a conversation without a question");
-  if (!system.empty() && form.system == SystemPlace::none) {
-    throw Error(ErrorCode::unsupported,
-                "the chat template has no place for a text of the system; leave it out");
-  }
-  if (system.empty() && form.needs_system) {
-    throw Error(ErrorCode::unsupported,
-                "the chat template computes a text of the system of its own, which Sluice does "
-                "not; give one with `system`");
+  if (turns.size() > kMostTurns) {
+    throw Error(ErrorCode::prompt, "a conversation of more than a million turns");
   }
   require_utf8(system);
   for (const ChatTurn& turn : turns) {
     require_utf8(turn.question);
     require_utf8(turn.answer);
   }
-  Writer writer(*impl_->tokenizer, form, impl_->controls);
-  writer.write(form.start);
-  const std::string_view given = trimmed(system, form.trims_system);
-  const bool is_default = system.empty() && form.default_system;
-  if (form.system == SystemPlace::own && (!system.empty() || is_default || form.always_system)) {
-    writer.write(form.system_before);
-    writer.write(form.system_preamble);
-    writer.write_plain(is_default ? std::string_view(*form.default_system) : given);
-    writer.write(form.system_after);
+  if (!system.empty() && impl_->refuses_system) throw_no_place();
+  const Text text = impl_->write(system, turns);
+  impl_->require_written(text, system, turns);
+  const std::vector<Run> runs = runs_of(text);
+  Writer writer(*impl_->tokenizer, impl_->controls);
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const Run& run = runs[i];
+    const auto is_kept = [&](const Run& one) {
+      return is_answer(one.origin) && impl_->is_as_drawn(text, one, turns[turn_of(one.origin)]);
+    };
+    std::string_view bytes = std::string_view(text.bytes()).substr(run.begin, run.end - run.begin);
+    if (run.origin == jinja::kTemplate) {
+      const bool opens = i + 1 < runs.size() && is_kept(runs[i + 1]);
+      if (opens) bytes.remove_suffix(impl_->header.size());
+      writer.write(opens ? std::string(bytes) + impl_->opening : bytes, impl_->tokens);
+    } else if (is_kept(run)) {
+      writer.add(turns[turn_of(run.origin)].tokens);
+    } else {
+      writer.write_plain(bytes);
+    }
   }
-  for (const ChatTurn& turn : turns) {
-    const bool last = &turn == &turns.back();
-    const bool joins = !system.empty() &&
-                       ((form.system == SystemPlace::last_question && last) ||
-                        (form.system == SystemPlace::first_question && &turn == &turns.front()));
-    writer.write(form.question_before);
-    if (joins) writer.write_plain(std::string(given) + "\n\n");
-    writer.write_plain(trimmed(turn.question, form.trims_question));
-    writer.write(form.question_after);
-    if (!last) write_answer(form, *impl_->tokenizer, turn, writer);
-  }
-  writer.write(form.answer_opens);
   return writer.finish();
 }
 

@@ -76,7 +76,6 @@ struct Tokenizer::Impl {
         normalized(searched_in(true, vocabulary.added)),
         splitter(pipeline.patterns),
         bpe(vocabulary.bytes, vocabulary.merges) {
-    for (const AddedToken& token : vocabulary.added) added.emplace(token.content, token.id);
     if (vocabulary.ignore_merges) index_pieces(vocabulary);
     for (const TokenId id : pipeline.prefix) {
       if (!knows(id)) throw_broken("post_processor", "no token has the id " + std::to_string(id));
@@ -133,7 +132,6 @@ struct Tokenizer::Impl {
   std::vector<Token> tokens;
   AddedTokenFinder verbatim;
   AddedTokenFinder normalized;
-  std::unordered_map<std::string, TokenId> added;  // by content
   Splitter splitter;
   Bpe bpe;
   std::unordered_map<std::string_view, TokenId> pieces;  // empty unless model.ignore_merges
@@ -196,10 +194,22 @@ std::vector<TokenId> Tokenizer::encode_plain(std::string_view text,
   });
 }
 
-std::optional<TokenId> Tokenizer::added_token(std::string_view content) const {
-  const auto found = impl_->added.find(std::string(content));
-  if (found == impl_->added.end()) return std::nullopt;
-  return found->second;
+std::vector<AddedTokenPlace> Tokenizer::find_added(std::string_view text) const {
+  std::vector<AddedTokenPlace> places;
+  const auto note = [&](const Segment& segment) {
+    const auto begin = static_cast<std::size_t>(segment.text.data() - text.data());
+    places.push_back({begin, begin + segment.text.size(), segment.id});
+  };
+  for (const Segment& segment : impl_->verbatim.split(text)) {
+    if (segment.id != Segment::kText) {
+      note(segment);
+      continue;
+    }
+    for (const Segment& inner : impl_->normalized.split(segment.text)) {
+      if (inner.id != Segment::kText) note(inner);
+    }
+  }
+  return places;
 }
 
 std::span<const TokenId> Tokenizer::prefix() const { return impl_->pipeline.prefix; }

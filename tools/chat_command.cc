@@ -198,7 +198,7 @@ int run(const ChatFlags& flags) {
   const bool on_terminal = ::isatty(STDIN_FILENO) != 0 && ::isatty(STDOUT_FILENO) != 0;
   if (!flags.quiet) {
     print_error(plan_text(engine, plan, choice) +
-                wrapped("  chat template", kPlanIndent, format.family()));
+                wrapped("  chat template", kPlanIndent, format.file().filename().string()));
     if (!flags.system.empty() && format.moves_system()) {
       print_error(
           wrapped("note:", 6,

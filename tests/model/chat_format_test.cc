@@ -1,14 +1,11 @@
 // Chat templates: what Jinja and Hugging Face's tokenizers make of conversations is what
 // ChatFormat makes of them, and what it cannot write it refuses.
-#include "model/chat_template.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
-#include <random>
 
 #include "sluice/chat.h"
 #include "tests/io/test_files.h"
@@ -20,7 +17,9 @@ using Json = nlohmann::json;
 using testing::expect_error;
 
 constexpr int kVocabulary = 4200;
-const std::string kUser = "{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}";
+const std::string kUser =
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>\\n' }}{% endfor %}";
 const std::string kOpens =
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
@@ -57,7 +56,7 @@ std::vector<ChatTurn> turns_of(const std::vector<std::string>& texts) {
   return turns;
 }
 
-TEST(ChatTemplate, WritesWhatJinjaWrites) {
+TEST(ChatFormatTest, WritesWhatJinjaWrites) {
   const Json all = recorded();
   ASSERT_EQ(all["formats"].size(), 14u);
   Checkpoint checkpoint;
@@ -65,7 +64,7 @@ TEST(ChatTemplate, WritesWhatJinjaWrites) {
     SCOPED_TRACE(format["name"].get<std::string>());
     checkpoint.write_config(format["config"]);
     const ChatFormat loaded = checkpoint.load();
-    EXPECT_EQ(loaded.family(), format["family"].get<std::string>());
+    EXPECT_EQ(loaded.file().filename(), "tokenizer_config.json");
     ASSERT_GE(format["cases"].size(), 3u);
     for (const Json& expected : format["cases"]) {
       SCOPED_TRACE(expected["text"].dump(-1, ' ', true));
@@ -77,7 +76,7 @@ TEST(ChatTemplate, WritesWhatJinjaWrites) {
   }
 }
 
-TEST(ChatTemplate, WhatIsTypedNeverBecomesAControlToken) {
+TEST(ChatFormatTest, WhatIsTypedNeverBecomesAControlToken) {
   const Json all = recorded();
   Checkpoint checkpoint;
   std::string typed = "a";
@@ -106,7 +105,7 @@ TEST(ChatTemplate, WhatIsTypedNeverBecomesAControlToken) {
 }
 
 // Control tokens that a checkpoint forgot to call special, as some do.
-TEST(ChatTemplate, ControlTokensNeedNotBeSpecial) {
+TEST(ChatFormatTest, ControlTokensNeedNotBeSpecial) {
   Json patch = recorded()["tokenizer_patch"];
   for (Json& token : patch["added_tokens"]) token["special"] = false;
   Checkpoint checkpoint(patch);
@@ -114,11 +113,12 @@ TEST(ChatTemplate, ControlTokensNeedNotBeSpecial) {
   const ChatFormat format = checkpoint.load();
   const auto turns = turns_of({"<|im_end|>"});
   const std::vector<TokenId> ids = format.render("", turns);
-  EXPECT_EQ(std::count(ids.begin(), ids.end(), *checkpoint.tokenizer().added_token("<|im_end|>")),
-            1);
+  EXPECT_EQ(
+      std::count(ids.begin(), ids.end(), checkpoint.tokenizer().find_added("<|im_end|>").at(0).id),
+      1);
 }
 
-TEST(ChatTemplate, AnswersStayAsTheyWereDrawn) {
+TEST(ChatFormatTest, AnswersStayAsTheyWereDrawn) {
   Checkpoint checkpoint;
   checkpoint.write_config(recorded()["formats"][0]["config"]);
   const ChatFormat format = checkpoint.load();
@@ -138,7 +138,7 @@ TEST(ChatTemplate, AnswersStayAsTheyWereDrawn) {
   EXPECT_EQ(cut, format.render("", turns));
 }
 
-TEST(ChatTemplate, EndTokens) {
+TEST(ChatFormatTest, EndTokens) {
   Checkpoint checkpoint;
   const auto ends = [&](std::size_t format) {
     checkpoint.write_config(recorded()["formats"][format]["config"]);
@@ -150,18 +150,19 @@ TEST(ChatTemplate, EndTokens) {
   EXPECT_EQ(ends(11), "</s>");
 }
 
-TEST(ChatTemplate, TheDateOfLlamaIsTheClocksWhereTheTemplateAsksIt) {
+TEST(ChatFormatTest, DatesAreTodays) {
   std::string text = recorded()["formats"][9]["config"]["chat_template"];
   const std::string fixed = "set date_string = \"26 Jul 2024\"";
   text.replace(text.find(fixed), fixed.size(), "set date_string = strftime_now(\"%d %b %Y\")");
-  const TemplateTokens tokens{"<|begin_of_text|>", "", "05 Mar 2025"};
-  EXPECT_EQ(recognise_template(text, tokens).system_preamble,
-            "Cutting Knowledge Date: December 2023\nToday Date: 05 Mar 2025\n\n");
-  text.replace(text.find("%d %b %Y"), 8, "%Y-%m-%d");
-  expect_error(ErrorCode::unsupported, "writes dates", [&] { recognise_template(text, tokens); });
+  Checkpoint checkpoint;
+  checkpoint.write_config({{"chat_template", text}, {"bos_token", "<s>"}});
+  const std::string written =
+      checkpoint.tokenizer().decode(checkpoint.load().render("", turns_of({"x"})));
+  EXPECT_THAT(written,
+              ::testing::ContainsRegex("Today Date: [0-9][0-9] [A-Z][a-z][a-z] 20[0-9][0-9]\n"));
 }
 
-TEST(ChatTemplate, Files) {
+TEST(ChatFormatTest, Files) {
   Checkpoint checkpoint;
   expect_error(ErrorCode::unsupported, "has no chat template", [&] { checkpoint.load(); });
   checkpoint.write_config({{"bos_token", "<s>"}});
@@ -170,15 +171,20 @@ TEST(ChatTemplate, Files) {
   checkpoint.write_config(
       {{"chat_template",
         {{{"name", "tools"}, {"template", "x"}}, {{"name", "default"}, {"template", chatml}}}}});
-  EXPECT_EQ(checkpoint.load().family(), "ChatML");
+  EXPECT_EQ(checkpoint.load().file().filename(), "tokenizer_config.json");
   // Newer files win.
-  checkpoint.write("chat_template.json", Json{{"chat_template", "<start_of_turn>"}}.dump());
+  checkpoint.write("chat_template.json", Json{{"chat_template", "{% nonsense %}"}}.dump());
   expect_error(ErrorCode::unsupported, "chat_template.json: ", [&] { checkpoint.load(); });
   checkpoint.write("chat_template.jinja", chatml + "\n");
-  EXPECT_EQ(checkpoint.load().family(), "ChatML");
+  EXPECT_EQ(checkpoint.load().file().filename(), "chat_template.jinja");
+  // A token that tokenizer_config.json lacks may stand in an older file.
+  checkpoint.write("chat_template.jinja", "{{ bos_token }}" + chatml);
+  checkpoint.write("special_tokens_map.json", R"({"bos_token": {"content": "<s>"}})");
+  EXPECT_THAT(checkpoint.tokenizer().decode(checkpoint.load().render("", turns_of({"x"})), true),
+              ::testing::StartsWith("<s><|im_start|>user\nx"));
 }
 
-TEST(ChatTemplate, BrokenFiles) {
+TEST(ChatFormatTest, BrokenFiles) {
   Checkpoint checkpoint;
   const auto broken = [&](const std::string& part, const std::string& text) {
     SCOPED_TRACE(text);
@@ -199,130 +205,98 @@ TEST(ChatTemplate, BrokenFiles) {
   expect_error(ErrorCode::unsupported, "no entry called 'default'", [&] { checkpoint.load(); });
 }
 
-TEST(ChatTemplate, OtherFamiliesAreRefusedByName) {
+TEST(ChatFormatTest, WhatCannotBeWrittenIsRefused) {
   Checkpoint checkpoint;
   const auto refused = [&](const std::string& part, const std::string& text) {
     SCOPED_TRACE(text.substr(0, 200));
-    checkpoint.write_template(text);
+    checkpoint.write_config({{"chat_template", text}, {"bos_token", "<s>"}, {"eos_token", "</s>"}});
     expect_error(ErrorCode::unsupported, part, [&] { checkpoint.load(); });
-    expect_error(ErrorCode::unsupported, "ChatML, Llama 3 and Mistral", [&] { checkpoint.load(); });
+    expect_error(ErrorCode::unsupported, "tokenizer_config.json: ", [&] { checkpoint.load(); });
   };
-  refused("another family: it writes '<start_of_turn>'",
-          "{{ bos_token }}{% if x %}{{ raise_exception('[no]') }}{% endif %}"
-          "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim }}");
-  refused("'<\xEF\xBD\x9CUser\xEF\xBD\x9C>'",
-          "{{ '<\xEF\xBD\x9CUser\xEF\xBD\x9C>' + message['content'] }}");
-  refused("'USER: '", "{% for m in messages %}{{ 'USER: ' + m.content }}{% endfor %}");
-  refused("'<a\\xc2\\x9b>'", "{{ '<a\xC2\x9B>' }}");
-  refused("writes nothing", "");
-  refused("'<|im_start|>'", "<|im_start|>{{ x }}");
+  refused("does not write every text once", "");
+  refused("does not write every text once", "{{ messages[0].content }}");
+  refused("does not write every text once", kUser + kUser + kOpens);
+  refused("does not write every text once",
+          "{% for message in messages %}{{ message.content | length }}{% endfor %}");
+  refused("'block', in line 1", "{% block x %}{% endblock %}" + kUser);
+  refused("uses 'message', which is undefined in line 1", "{{ message.content }}");
+  refused("refuses this conversation: 'never'", "{{ raise_exception('never') }}");
+  refused("takes implausibly many steps", "{{ 'x' * 99999999 }}");
 }
 
-// Forms of the families that would be written otherwise than the family is.
-TEST(ChatTemplate, UnknownFormsAreRefused) {
+// Whatever a fine-tune has changed is run as it stands.
+TEST(ChatFormatTest, ConditionsAndDefaultsAreTheTemplates) {
   Checkpoint checkpoint;
-  const Json all = recorded();
-  const auto text_of = [&](const std::string& name) -> std::string {
-    for (const Json& format : all["formats"]) {
-      if (format["name"] == name) return format["config"]["chat_template"];
-    }
-    return {};
+  const auto written = [&](const std::string& text, const std::string& system,
+                           const std::vector<std::string>& texts) {
+    checkpoint.write_config({{"chat_template", text}, {"bos_token", "<s>"}, {"eos_token", "</s>"}});
+    return checkpoint.tokenizer().decode(checkpoint.load().render(system, turns_of(texts)), true);
   };
-  const auto config = [](const std::string& text) -> Json {
-    return {{"chat_template", text}, {"bos_token", "<s>"}, {"eos_token", "</s>"}};
-  };
-  const auto refused = [&](const std::string& part, const std::string& text) {
-    SCOPED_TRACE(text.substr(0, 300));
-    checkpoint.write_config(config(text));
-    expect_error(ErrorCode::unsupported, part, [&] { checkpoint.load(); });
-  };
-  const auto changed = [&](const std::string& name, const std::string& from,
-                           const std::string& to) {
-    std::string text = text_of(name);
-    const std::size_t at = text.find(from);
-    EXPECT_NE(at, std::string::npos) << from;
-    return text.replace(at, from.size(), to);
-  };
-  checkpoint.write_config(config(kUser + kOpens));
-  EXPECT_EQ(checkpoint.load().family(), "ChatML");
-  refused("opens an answer with", kUser + "{% if add_generation_prompt %}{{ 'assistant:' }}");
-  refused("does not open an answer", kUser);
-  refused("'<|vision_start|>'", kUser + "{{ '<|vision_start|>' }}" + kOpens);
-  const std::string loop = "{% for message in messages %}" + kUser + "{% endfor %}" + kOpens;
-  EXPECT_NO_THROW((checkpoint.write_config(config(loop)), checkpoint.load()));
-  for (const char* tag : {"macro m(x)", "filter upper", "raw", "call m()", "set preset"}) {
-    refused("not known here: '" + std::string(tag), "{% " + std::string(tag) + " %}" + loop);
-  }
-  refused("'for message in messages[-2:]'",
-          "{% for message in messages[-2:] %}" + kUser + "{% endfor %}" + kOpens);
-  refused("writes the date", kUser + "{{ strftime_now('%Y') }}" + kOpens);
-  refused("behind a message", kUser + "\n" + kOpens);
-  refused("in front of a message", "  " + kUser + kOpens);
-  refused("as its family does",
-          "{{ '<|im_start|>user\\n' + message.content | upper + '<|im_end|>\\n' }}" + kOpens);
-  refused("as its family does",
-          "{{ '<|im_start|>user\\n' + (message.content if x else 'y') + "
-          "'<|im_end|>\\n' }}" +
-              kOpens);
-  refused(
-      "in front of a message",
-      kUser + "{{ '<|im_start|>user\\n' + message.content | trim + '<|im_end|>\\n' }}" + kOpens);
-  refused("thinks aloud", kUser + "{{ content.split('</think>')[0] }}" + kOpens);
-  refused("as its family does", changed("llama3", "'<|eot_id|>'", "'\\n<|eot_id|>'"));
-  refused("writes dates", changed("llama31", "Today Date: ", "Today's Date: "));
-  refused("begins a question", changed("mistral7", "'[INST]'", "bos_token + '[INST]'"));
-  refused("an answer in two ways",
-          changed("mistral7", "{% else %}", "{% elif x %}{{ x + eos_token }}{% else %}"));
-  refused("an answer as its", changed("mistral3", "message[\"content\"] + eos_token}}", "'x'}}"));
-  refused("a place not known", changed("mistral3", "loop.last and", "loop.index0 == 1 and"));
-  refused("'<<SYS>>'", changed("mistral1", "'[INST] '", "'[INST] <<SYS>>'"));
-  refused("has a string that does not end", "{{ 'abc }}");
-  refused("has a tag that does not end", "{{ 'abc' ");
-  refused("has a tag that does not end", "{# abc ");
-  refused("brackets that do not match", "{{ (a }}");
-  refused("brackets that do not match", "{{ a) }}");
-  refused("brackets that do not match", "{{ " + std::string(100'000, '(') + " }}");
-  refused("control characters", "a\x01");
-  refused("escape \\x", R"({{ '\x01' }})");
-  checkpoint.write_config({{"chat_template", text_of("mistral3")}});
-  expect_error(ErrorCode::unsupported, "has none", [&] { checkpoint.load(); });
+  const std::string by_default =
+      "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+      "{% set messages = messages[1:] %}{% elif messages | length > 2 %}{% set system = 'Long.' %}"
+      "{% else %}{% set system = 'Today is ' + 'x' %}{% endif %}"
+      "{{ bos_token if messages | length > 2 }}{{ '[SYSTEM_PROMPT]' + system }}" +
+      kUser + kOpens;
+  const std::string user = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n";
+  EXPECT_EQ(written(by_default, "", {"a"}), "[SYSTEM_PROMPT]Today is x" + user);
+  EXPECT_EQ(written(by_default, "Mine.", {"a"}), "[SYSTEM_PROMPT]Mine." + user);
+  EXPECT_EQ(written(by_default, "", {"a", "b", "a"}),
+            "<s>[SYSTEM_PROMPT]Long." + user + "b<|im_end|>\n" + user);
+  const std::string per_role =
+      "{% for message in messages %}{{ loop.index }}{% if message.role == 'user' %}"
+      "{{ '[INST]' + message.content | trim + '[/INST]' }}{% else %}{{ message.content + eos_token "
+      "}}"
+      "{% endif %}{% endfor %}";
+  EXPECT_EQ(written(per_role, "", {" a ", " b ", " c"}), "1[INST]a[/INST]2 b </s>3[INST]c[/INST]");
+  EXPECT_EQ(checkpoint.tokenizer().decode(checkpoint.load().end_tokens(), true), "</s>");
+  // Families of their own.
+  const std::string plain =
+      "{% for message in messages %}{{ message.role | capitalize + ': ' + message.content + '\\n' "
+      "}}"
+      "{% endfor %}{{ 'Assistant:' }}";
+  EXPECT_EQ(written(plain, "", {"a", " b", "c"}), "User: a\nAssistant:  b\nUser: c\nAssistant:");
+  EXPECT_TRUE(checkpoint.load().end_tokens().empty());
 }
 
-TEST(ChatTemplate, TextsOfTheSystem) {
+TEST(ChatFormatTest, TextsOfTheSystem) {
   Checkpoint checkpoint;
   const auto turns = turns_of({"Hello"});
   checkpoint.write_config(recorded()["formats"][10]["config"]);
   expect_error(ErrorCode::unsupported, "no place for a text of the system",
                [&] { checkpoint.load().render("x", turns); });
   expect_error(ErrorCode::prompt, "without a question", [&] { checkpoint.load().render("", {}); });
-  // A default that is made of parts, as Mistral's with a date in it.
-  Json config = recorded()["formats"][13]["config"];
-  config["chat_template"] = "{% set default_system_message = 'Today is ' + today %}" +
-                            config["chat_template"].get<std::string>();
-  checkpoint.write_config(config);
-  const ChatFormat format = checkpoint.load();
-  expect_error(ErrorCode::unsupported, "give one with `system`", [&] { format.render("", turns); });
-  EXPECT_EQ(checkpoint.tokenizer().decode(format.render("x", turns), true),
-            "<s>[SYSTEM_PROMPT]x[/SYSTEM_PROMPT][INST]Hello[/INST]");
-  EXPECT_FALSE(format.moves_system());
+  EXPECT_FALSE(checkpoint.load().moves_system());
+  // Nothing that was given is dropped without a word.
+  checkpoint.write_template(
+      "{% set messages = messages | rejectattr('role', 'equalto', 'system') %}" + kUser + kOpens);
+  EXPECT_NO_THROW(checkpoint.load().render("", turns));
+  expect_error(ErrorCode::unsupported, "no place for a text of the system",
+               [&] { checkpoint.load().render("x", turns); });
+  checkpoint.write_template("{% set messages = messages[-3:] %}" + kUser + kOpens);
+  expect_error(ErrorCode::prompt, "drops a question", [&] {
+    checkpoint.load().render("", turns_of({"a", "b", "c", "d", "e"}));
+  });
   checkpoint.write_config(recorded()["formats"][11]["config"]);
   EXPECT_TRUE(checkpoint.load().moves_system());
+  checkpoint.write_config(recorded()["formats"][13]["config"]);
+  EXPECT_FALSE(checkpoint.load().moves_system());
 }
 
-TEST(ChatTemplate, TextsAreTrimmedByWayOfAVariable) {
+// Some templates want a text of the system.
+TEST(ChatFormatTest, ASystemThatIsWantedIsAskedFor) {
   Checkpoint checkpoint;
-  for (const char* text :
-       {"message.content | trim", "message['content'].strip()", "message.content"}) {
-    checkpoint.write_template("{% set text = " + std::string(text) +
-                              " %}{{ '<|im_start|>user\\n' + text + '<|im_end|>\\n' }}" + kOpens);
-    const std::string written =
-        checkpoint.tokenizer().decode(checkpoint.load().render("", turns_of({" a "})), true);
-    const bool trims = std::string_view(text) != "message.content";
-    EXPECT_NE(written.find(trims ? "user\na<" : "user\n a <"), std::string::npos) << written;
-  }
+  checkpoint.write_template(
+      "{% if messages[0].role != 'system' %}{{ raise_exception('Say who I am.') }}{% endif %}" +
+      kUser + kOpens);
+  const ChatFormat format = checkpoint.load();
+  expect_error(ErrorCode::prompt, "'Say who I am.'", [&] { format.render("", turns_of({"a"})); });
+  EXPECT_EQ(checkpoint.tokenizer().decode(format.render("A bird.", turns_of({"a"})), true),
+            "<|im_start|>system\nA bird.<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+            "<|im_start|>assistant\n");
 }
 
-TEST(ChatTemplate, TextsThatAreNotUtf8) {
+TEST(ChatFormatTest, TextsThatAreNotUtf8) {
   Checkpoint checkpoint;
   checkpoint.write_template(kUser + kOpens);
   const ChatFormat format = checkpoint.load();
@@ -331,7 +305,7 @@ TEST(ChatTemplate, TextsThatAreNotUtf8) {
   expect_error(ErrorCode::prompt, "offset 0", [&] { format.render("\x80", turns_of({"a"})); });
 }
 
-TEST(ChatTemplate, ControlTokensMustBeThere) {
+TEST(ChatFormatTest, ControlTokensMustBeThere) {
   Json patch = recorded()["tokenizer_patch"];
   for (Json& token : patch["added_tokens"]) {
     if (token["content"] == "<|im_end|>") token["content"] = "<|end|>";
@@ -345,48 +319,41 @@ TEST(ChatTemplate, ControlTokensMustBeThere) {
 }
 
 // What a file can hold takes no time worth mentioning, whatever it is.
-TEST(ChatTemplate, LongTemplatesTakeLittleTime) {
+TEST(ChatFormatTest, LongTemplatesTakeLittleTime) {
   Checkpoint checkpoint;
   const std::string known = kUser + kOpens;
   const auto start = std::chrono::steady_clock::now();
-  for (const std::string piece : {"<", "<|", "[", "{{", "{{(", "{{ a }}", "<|im_start|>system\n",
-                                  "<|im_end|><|im_start|>", "{% set a = 'b' %}", "{{ '\\n' +"}) {
+  for (const std::string piece : {"<", "<|", "[", "{", "{{", "{{(", "{%", "{#", "{{ a }}",
+                                  "{{ '<|' }}", "<|im_end|><|im_start|>", "{% set a = 'b' %}",
+                                  "{{ '\\n' +", "{% if a %}", "{% for a in messages %}"}) {
     std::string text;
     while (text.size() < 130'000) text += piece;
-    checkpoint.write("chat_template.jinja", text);
-    EXPECT_THROW(checkpoint.load(), Error) << piece;
-    text.insert(0, known);
-    checkpoint.write("chat_template.jinja", text);
-    EXPECT_THROW(checkpoint.load(), Error) << piece;
+    for (const std::string& begin : {std::string(), known}) {
+      checkpoint.write("chat_template.jinja", begin + text);
+      try {
+        checkpoint.load().render("", turns_of({"x"}));
+      } catch (const Error& error) {
+        EXPECT_EQ(std::string_view(error.what()).find('\n'), std::string_view::npos);
+      }
+    }
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
   checkpoint.write("chat_template.jinja", std::string(140'000, 'x'));
   expect_error(ErrorCode::corrupt, "chat_template.jinja", [&] { checkpoint.load(); });
 }
 
-// Every cut of a template, and random changes of single bytes: a format or an error.
-TEST(ChatTemplate, DamageIsNeverMoreThanAnError) {
-  const Json all = recorded();
-  std::mt19937_64 random(17);  // the seed
-  int formats = 0;
-  for (const Json& format : all["formats"]) {
-    const std::string text = format["config"]["chat_template"];
-    for (int i = 0; i < 300; ++i) {
-      std::string damaged = text;
-      for (std::size_t n = 1 + random() % 3; n > 0; --n) {
-        damaged[random() % damaged.size()] = static_cast<char>(random() % 256);
-      }
-      if (i % 4 == 0) damaged.resize(random() % damaged.size());
-      try {
-        recognise_template(damaged, {"<s>", "</s>", "05 Mar 2025"});
-        ++formats;
-      } catch (const Error& error) {
-        ASSERT_EQ(error.code(), ErrorCode::unsupported) << error.what();
-        ASSERT_EQ(std::string_view(error.what()).find('\n'), std::string_view::npos);
-      }
-    }
-  }
-  EXPECT_GT(formats, 0);
+TEST(ChatFormatTest, LongConversations) {
+  Checkpoint checkpoint;
+  checkpoint.write_config(recorded()["formats"][6]["config"]);
+  const ChatFormat format = checkpoint.load();
+  const std::vector<TokenId> few = format.render("", turns_of({"a", "b", "a"}));
+  std::vector<std::string> texts(20'001, "a");
+  for (std::size_t i = 1; i < texts.size(); i += 2) texts[i] = "b";
+  const std::vector<TokenId> many = format.render("", turns_of(texts));
+  const std::size_t opening = format.render("", turns_of({"a"})).size();
+  EXPECT_EQ(many.size(), opening + (few.size() - opening) * 10'000);
+  const std::vector<TokenId> wide = format.render("", turns_of({std::string(1 << 23, 'a')}));
+  EXPECT_GT(wide.size(), 100'000u);
 }
 
 }  // namespace

@@ -150,8 +150,14 @@ class WrongModels(Models):
         self.assertIn("give generate a prompt", done.stderr)
 
     def test_other_templates(self):
-        self.edit_config(chat_template="{{ '<start_of_turn>' + role }}")
-        self.refused(5, "tokenizer_config.json", "'<start_of_turn>'", "ChatML, Llama 3 and Mistral")
+        self.edit_config(chat_template="{% block turn %}{% endblock %}")
+        self.refused(5, "tokenizer_config.json", "'block', in line 1")
+        self.edit_config(chat_template="{% for m in messages %}{{ '<turn>' + m.role + m.content }}"
+                                       "{% endfor %}{{ raise_exception('odd') if messages|length > 3 }}")  # fmt: skip
+        done = sluice("chat", "-m", self.model, "-n", 2, stdin="Hello\nAnd?\nMore?\n")
+        self.assertEqual(done.returncode, 7)
+        self.assertEqual(done.stderr.count("the template refuses this conversation: 'odd'"), 1)
+        self.assertEqual(done.stdout.count("\n"), 2)
 
     def test_broken_files(self):
         self.edit_config(chat_template=7)

@@ -21,13 +21,12 @@ struct ChatTurn {
   std::vector<TokenId> tokens;  // of the answer as they were drawn; none: the tokenizer's
 };
 
-// The chat template of a checkpoint. The template is recognised, not run: ChatML (Qwen, SmolLM2,
-// Hermes), Llama 3 and Mistral.
+// The chat template of a checkpoint, run as transformers runs it.
 class ChatFormat {
  public:
   // From chat_template.jinja, chat_template.json or tokenizer_config.json, the first that has one.
-  // Throws Error{unsupported} if none has or it is of another family, Error{corrupt} for files
-  // that are broken, Error{tokenizer} if the tokenizer lacks one of the template's control tokens.
+  // Throws Error{unsupported} if none has or Sluice cannot run it, Error{corrupt} for files that
+  // are broken, Error{tokenizer} if the tokenizer lacks one of the template's control tokens.
   // `tokenizer` must outlive the format.
   static ChatFormat load(const std::filesystem::path& checkpoint, const Tokenizer& tokenizer);
 
@@ -35,19 +34,19 @@ class ChatFormat {
   ChatFormat& operator=(ChatFormat&&) noexcept;
   ~ChatFormat();
 
-  // "ChatML", "Llama 3" or "Mistral".
-  std::string_view family() const;
-  // Tokens that end an answer, besides the model's EOS tokens.
+  // That the template is from.
+  const std::filesystem::path& file() const;
+  // Tokens that the template ends an answer with, besides the model's EOS tokens; may be none.
   std::span<const TokenId> end_tokens() const;
   // Whether a text of the system stands in front of the newest question, so that everything from
   // the question before on is written anew with every turn.
   bool moves_system() const;
 
   // The ids of a conversation whose last turn is still to be answered. Only what the template
-  // writes becomes control tokens: what the texts hold is text. An empty `system` is none, and the
-  // template's default, if it has one, takes its place. Throws Error{prompt} if there is no turn
-  // or a text is not UTF-8, Error{unsupported} if the template has no place for a text of the
-  // system, or a default that has to be computed.
+  // writes becomes control tokens: what the texts hold is text. An empty `system` is none: the
+  // template may have a default for it. Throws Error{prompt} if there is no turn, a text is not
+  // UTF-8 or the template refuses the conversation, Error{unsupported} if it has no place for a
+  // text of the system or computes what Sluice does not.
   std::vector<TokenId> render(std::string_view system, std::span<const ChatTurn> turns) const;
 
  private:

@@ -13,6 +13,13 @@
 
 namespace sluice {
 
+// Where an added token stands in a text, in bytes.
+struct AddedTokenPlace {
+  std::size_t begin = 0;
+  std::size_t end = 0;  // with the white space that the token takes along
+  TokenId id = 0;
+};
+
 // Immutable after load and safe to share between threads. Gives the ids that the tokenizers library
 // of Hugging Face gives; only characters newer than Unicode 9 may be normalised differently, and
 // newer than Unicode 14 split differently.
@@ -38,8 +45,8 @@ class Tokenizer {
   // special tokens in it, and those of `controls`, are text like any other.
   std::vector<TokenId> encode_plain(std::string_view text,
                                     std::span<const TokenId> controls = {}) const;
-  // The id of the added token that is written so.
-  std::optional<TokenId> added_token(std::string_view content) const;
+  // The added tokens ("<|end_of_text|>") in a text, from the left.
+  std::vector<AddedTokenPlace> find_added(std::string_view text) const;
 
   // The ids that the file's post-processor puts before a single sequence (often a BOS token).
   std::span<const TokenId> prefix() const;

@@ -1,0 +1,23 @@
+// Where a checkpoint's chat template stands, and the tokens that it may refer to.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace sluice {
+
+struct ChatSource {
+  std::filesystem::path file;
+  std::string text;  // UTF-8
+  // By the names that templates have for them: "bos_token", "eos_token" and so on.
+  std::vector<std::pair<std::string, std::string>> tokens;
+};
+
+// From chat_template.jinja, chat_template.json or tokenizer_config.json, the first that has one,
+// and the tokens from tokenizer_config.json or special_tokens_map.json. Throws Error{unsupported}
+// if none has a template, Error{corrupt} for files that are broken.
+ChatSource read_chat_source(const std::filesystem::path& checkpoint);
+
+}  // namespace sluice
