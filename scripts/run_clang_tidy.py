@@ -2,8 +2,9 @@
 """Runs clang-tidy over the source files named on standard input, one per line.
 
 A file that was clean is not looked at again until the file, a header of the project that it
-reaches, its compile command, .clang-tidy or the tool changes: build/lint-cache holds an empty file
-named by the hash of all these. A file that no compile command mentions is skipped, and said so.
+reaches, its compile command, a .clang-tidy above it or the tool changes: build/lint-cache holds an
+empty file named by the hash of all these. A file that no compile command mentions is skipped, and
+said so.
 """
 
 import argparse
@@ -87,9 +88,16 @@ def tool_version() -> str:
     return subprocess.run([TOOL, "--version"], check=True, capture_output=True, text=True).stdout
 
 
+def configuration(file: str) -> str:
+    """Returns what the .clang-tidy of the file's folder, and those above it, say."""
+    folders = [folder for folder in (ROOT / file).parents if folder.is_relative_to(ROOT)]
+    found = [folder / ".clang-tidy" for folder in folders]
+    return "".join(path.read_text(encoding="utf-8") for path in found if path.exists())
+
+
 def key(file: str, command: list[str], common: str) -> str:
     """Hashes everything that clang-tidy's verdict on `file` depends on."""
-    digest = hashlib.sha256(common.encode())
+    digest = hashlib.sha256((common + configuration(file)).encode())
     digest.update("\0".join(command).encode())
     for path in reachable(ROOT / file):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
@@ -123,8 +131,7 @@ def check_files(files: list[str], build: Path, cache: Path, jobs: int) -> list[R
     cache.mkdir(parents=True, exist_ok=True)
     commands = compile_commands(build)
     write_database(commands, cache)
-    config = (ROOT / ".clang-tidy").read_text(encoding="utf-8")
-    common = config + tool_version() + Path(__file__).read_text(encoding="utf-8")
+    common = tool_version() + Path(__file__).read_text(encoding="utf-8")
 
     def run(file: str) -> Optional[Result]:
         if file not in commands:
