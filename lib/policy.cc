@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 
+#include "lib/policy_settings.h"
 #include "lib/value_tiles.h"
 #include "sluice/errors.h"
 #include "sluice/scorer.h"
@@ -197,6 +198,24 @@ std::int64_t Budget::of(std::int64_t context) const {
   return context;
 }
 
+Policy Policy::at(int layer) const {
+  Policy own = *this;
+  own.layers.clear();
+  if (const auto found = layers.find(layer); found != layers.end()) {
+    for (const Setting& setting : all_settings()) {
+      if (setting.give != nullptr) setting.give(found->second, own);
+    }
+  }
+  return own;
+}
+
+bool Policy::compensates(int layer, Compensation by) const {
+  const auto found = layers.find(layer);
+  const bool is_own = found != layers.end() && found->second.compensate;
+  return selects(layer) && !is_dense(layer) &&
+         (is_own ? found->second.compensate->by : compensate) == by;
+}
+
 bool Policy::is_dense(int layer) const {
   return select.name == "dense" || contains(dense_layers, layer) ||
          (dense_anchors && contains(anchors, layer));
@@ -206,7 +225,10 @@ bool Policy::selects(int layer) const {
   return anchors.empty() ? !is_dense(layer) : contains(anchors, layer);
 }
 
-void validate(const Policy& policy, const Scorers& scorers) {
+namespace {
+
+// Of one layer.
+void check_settings(const Policy& policy, const Scorers& scorers) {
   // Ranges first: later checks compute with these counts.
   check_tokens("sinks", policy.sinks);
   check_tokens("recent", policy.recent);
@@ -222,13 +244,51 @@ void validate(const Policy& policy, const Scorers& scorers) {
   check_prefill(policy);
 }
 
-void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers) {
-  validate(policy, scorers);
+// What layers have of their own has to make sense with the rest, and to be used.
+void check_own_settings(const Policy& policy, const Scorers& scorers) {
+  require(policy.layers.size() <= kMostOwnLayers, std::to_string(policy.layers.size()) +
+                                                      " layers have settings of their own; " +
+                                                      std::to_string(kMostOwnLayers) + " may");
+  for (const auto& [layer, settings] : policy.layers) {
+    const std::string name = "layer " + std::to_string(layer);
+    require(layer >= 0 && layer < kMostLayers,
+            name + " cannot have settings of its own; layers are 0 to " +
+                std::to_string(kMostLayers - 1));
+    require(settings != LayerSettings{}, name + " has settings of its own and none is set");
+    require(policy.selects(layer),
+            name + " selects nothing, so it can have no settings of its own");
+    try {
+      check_settings(policy.at(layer), scorers);
+    } catch (const Error& error) {
+      const std::string_view message = error.what();
+      require(false, "in " + name + ": " + std::string(message.substr(message.find(": ") + 2)));
+    }
+  }
+}
+
+// Of one layer.
+void check_shape(const Policy& policy, const KvShape& shape, const Scorers& scorers) {
   scorers.at(policy.select).check({shape, policy.select.parameters, policy.bits});
-  check_fits("dense", policy.dense_layers, shape.layers);
-  check_fits("anchors", policy.anchors, shape.layers);
   if (policy.compensate == Compensation::values) {
     check_value_tiles(policy.values.bits, shape.head_dim, static_cast<float>(policy.values.pages));
+  }
+}
+
+}  // namespace
+
+void validate(const Policy& policy, const Scorers& scorers) {
+  check_settings(policy, scorers);
+  check_own_settings(policy, scorers);
+}
+
+void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers) {
+  validate(policy, scorers);
+  check_fits("dense", policy.dense_layers, shape.layers);
+  check_fits("anchors", policy.anchors, shape.layers);
+  check_shape(policy, shape, scorers);
+  for (const auto& [layer, settings] : policy.layers) {
+    check_fits("a setting of layers", {layer}, shape.layers);
+    check_shape(policy.at(layer), shape, scorers);
   }
 }
 

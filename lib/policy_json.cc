@@ -14,6 +14,8 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::size_t kMaxJson = 1 << 16;  // bytes
+// Keys, objects and arrays: more than a valid policy has.
+constexpr std::size_t kMostParts = 4 * kMostOwnLayers + 64;
 
 // A number if it is one: a budget may also be 1/16.
 Json json_number(const std::string& text) {
@@ -54,7 +56,7 @@ class KeyGuard {
     using Event = Json::parse_event_t;
     const bool counts =
         event == Event::key || event == Event::object_start || event == Event::array_start;
-    if (counts && ++parts_ > 4 * all_settings().size()) {
+    if (counts && ++parts_ > kMostParts) {
       refuse_policy(
           "the JSON has more keys, objects and arrays than all settings take; settings are " +
           setting_keys());
@@ -100,6 +102,11 @@ std::string to_json(const Policy& policy) {
     const std::string value = setting.write(policy);
     if (!value.empty()) root[std::string(setting.key)] = json_value(setting, value);
   }
+  for (const Setting& setting : all_settings()) {
+    for (const auto& [key, value] : write_layers(policy, setting)) {
+      root[key] = json_value(setting, value);
+    }
+  }
   return root.dump();
 }
 
@@ -110,7 +117,8 @@ Policy policy_from_json(std::string_view json, const Scorers& scorers) {
   }
   Policy policy;
   for (const auto& [key, value] : root.items()) {
-    const Setting& setting = find_setting(key, key);
+    const Place place = find_place(key, key);
+    const Setting& setting = *place.setting;
     const auto text = text_value(setting.form, value);
     if (!text) {
       refuse_policy("the JSON's " + key + " is " +
@@ -118,7 +126,15 @@ Policy policy_from_json(std::string_view json, const Scorers& scorers) {
                     "; it has to be " + std::string(form_name(setting.form)) + ": " +
                     accepted_by(setting, scorers));
     }
-    read_setting(policy, setting, *text, scorers);
+    for (const int layer : place.layers) {
+      Policy own;
+      if (const auto found = policy.layers.find(layer);
+          found != policy.layers.end() && setting.give(found->second, own)) {
+        refuse_policy("the JSON has " + std::to_string(layer) + ":" + std::string(setting.key) +
+                      " twice; it may be given once");
+      }
+    }
+    read_place(policy, place, *text, scorers);
   }
   validate(policy, scorers);
   return policy;

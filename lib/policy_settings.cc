@@ -89,6 +89,17 @@ std::string write_limit(const Budget& budget) {
   return budget.tokens > 0 ? digits(budget.tokens) : "1/" + digits(budget.divisor);
 }
 
+// Numbers with commas between them.
+std::optional<std::vector<int>> parse_layers(std::string_view text) {
+  std::vector<int> layers;
+  for (const std::string_view part : split(text, ',')) {
+    const auto layer = number<int>(part);
+    if (!layer) return std::nullopt;
+    layers.push_back(*layer);
+  }
+  return layers;
+}
+
 // The name and number of "r=16".
 std::optional<std::pair<std::string, double>> parse_parameter(std::string_view argument) {
   const std::size_t equals = argument.find('=');
@@ -233,18 +244,13 @@ bool read_correct(Policy& policy, std::string_view value) {
 
 template <auto Member>
 bool read_layers(Policy& policy, std::string_view value) {
-  (policy.*Member).clear();
-  if (value == "none") return true;
-  for (const std::string_view part : split(value, ',')) {
-    const auto layer = number<int>(part);
-    if (!layer) return false;
-    (policy.*Member).push_back(*layer);
-  }
-  return true;
+  const auto layers = value == "none" ? std::vector<int>() : parse_layers(value);
+  policy.*Member = layers.value_or(std::vector<int>());
+  return layers.has_value();
 }
 
 template <auto Member>
-std::string write_layers(const Policy& policy) {
+std::string write_list(const Policy& policy) {
   return join(policy.*Member, ",", digits<int>);
 }
 
@@ -255,9 +261,44 @@ bool read_anchors_attend(Policy& policy, std::string_view value) {
 
 std::string write_anchors_attend(const Policy& policy) { return policy.dense_anchors ? "all" : ""; }
 
+void take_pruning(LayerSettings& layer, const Policy& policy) {
+  layer.prune = {policy.prune, policy.k, policy.p};
+}
+
+bool give_pruning(const LayerSettings& layer, Policy& policy) {
+  if (!layer.prune) return false;
+  policy.prune = layer.prune->prune;
+  policy.k = layer.prune->k;
+  policy.p = layer.prune->p;
+  return true;
+}
+
+void take_compensation(LayerSettings& layer, const Policy& policy) {
+  layer.compensate = {policy.compensate, policy.values};
+}
+
+bool give_compensation(const LayerSettings& layer, Policy& policy) {
+  if (!layer.compensate) return false;
+  policy.compensate = layer.compensate->by;
+  policy.values = layer.compensate->values;
+  return true;
+}
+
+template <auto Own, auto Member>
+void take_member(LayerSettings& layer, const Policy& policy) {
+  layer.*Own = policy.*Member;
+}
+
+template <auto Own, auto Member>
+bool give_member(const LayerSettings& layer, Policy& policy) {
+  if (layer.*Own) policy.*Member = *(layer.*Own);
+  return (layer.*Own).has_value();
+}
+
 constexpr std::string_view kLimits =
     "a number of tokens such as 256, a share of the context such as 1/16, or none";
 constexpr std::string_view kTokens = "a number of tokens from 0 to 2147483648";
+constexpr std::string_view kLayerList = "the layers' numbers in ascending order such as 2,7";
 constexpr std::string_view kLayers = "the layers' numbers in ascending order such as 2,7, or none";
 
 // What it takes, the scorers say.
@@ -271,20 +312,22 @@ constexpr std::array<Setting, 13> kSettings = {{
     {"prune", Form::word,
      "which tokens are kept: the heaviest N, or the fewest that carry a share P",
      "top_k(N), top_k(1/N), top_p(P) or none, N of 1 or more, P above 0 and up to 1", read_prune,
-     write_prune},
+     write_prune, take_pruning, give_pruning},
     {"cap", Form::budget, "most tokens that top_p keeps, per KV head", kLimits,
-     read_budget<&Policy::cap>, write_budget<&Policy::cap>},
+     read_budget<&Policy::cap>, write_budget<&Policy::cap>,
+     take_member<&LayerSettings::cap, &Policy::cap>,
+     give_member<&LayerSettings::cap, &Policy::cap>},
     {"sinks", Form::count, "first tokens, always kept", kTokens, read_count<&Policy::sinks>,
      write_count<&Policy::sinks>},
     {"recent", Form::count, "newest tokens, always kept; the unfinished page of 128 always is",
      kTokens, read_count<&Policy::recent>, write_count<&Policy::recent>},
     {"compensate", Form::word, "what stands for the tokens that are not kept",
      "none, mean_value or values(bits=B,pages=P), B 2, 3 or 4, P above 0 and up to 1",
-     read_compensate, write_compensate},
+     read_compensate, write_compensate, take_compensation, give_compensation},
     {"dense", Form::layers, "layers that attend to every token", kLayers,
-     read_layers<&Policy::dense_layers>, write_layers<&Policy::dense_layers>},
+     read_layers<&Policy::dense_layers>, write_list<&Policy::dense_layers>},
     {"anchors", Form::layers, "layers that select; those after each reuse its selection", kLayers,
-     read_layers<&Policy::anchors>, write_layers<&Policy::anchors>},
+     read_layers<&Policy::anchors>, write_list<&Policy::anchors>},
     {"anchors_attend", Form::word, "what anchors attend to themselves",
      "selected or all, as TidalDecode's do", read_anchors_attend, write_anchors_attend},
     {"correct", Form::budget, "recompute the last T decoded tokens densely, every T",
@@ -294,8 +337,22 @@ constexpr std::array<Setting, 13> kSettings = {{
      "dense, zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), TAU from 0 to 1", read_prefill,
      write_prefill},
     {"bits", Form::count, "per key channel, in the key index", "4 or 2", read_count<&Policy::bits>,
-     write_count<&Policy::bits>},
+     write_count<&Policy::bits>, take_member<&LayerSettings::bits, &Policy::bits>,
+     give_member<&LayerSettings::bits, &Policy::bits>},
 }};
+
+// How the default, which write() leaves out, is written.
+std::string default_of(const Setting& setting) {
+  return setting.form == Form::count ? digits(Policy{}.bits) : "none";
+}
+
+std::string layer_keys() {
+  std::vector<std::string_view> keys;
+  for (const Setting& setting : kSettings) {
+    if (setting.take != nullptr) keys.push_back(setting.key);
+  }
+  return join(keys, ", ", [](std::string_view key) { return key; });
+}
 
 }  // namespace
 
@@ -307,11 +364,29 @@ std::string setting_keys() {
   return join(kSettings, ", ", [](const Setting& setting) { return setting.key; });
 }
 
-const Setting& find_setting(std::string_view key, std::string_view word) {
-  for (const Setting& setting : kSettings) {
-    if (setting.key == key) return setting;
+Place find_place(std::string_view key, std::string_view word) {
+  const std::size_t colon = key.find(':');
+  const bool is_own = colon != std::string_view::npos;
+  const std::string_view name = is_own ? key.substr(colon + 1) : key;
+  const auto* const found =
+      std::find_if(kSettings.begin(), kSettings.end(),
+                   [&](const Setting& setting) { return setting.key == name; });
+  if (found == kSettings.end()) {
+    refuse_policy(in_quotes(word) + " is no setting; settings are " + setting_keys());
   }
-  refuse_policy(in_quotes(word) + " is no setting; settings are " + setting_keys());
+  Place place{found, {}};
+  if (!is_own) return place;
+  const auto layers = parse_layers(key.substr(0, colon));
+  if (!layers) {
+    refuse_policy(in_quotes(word) + " is about no layers; before the colon stand " +
+                  std::string(kLayerList));
+  }
+  if (found->take == nullptr) {
+    refuse_policy(in_quotes(word) + " is for all layers alike; of their own layers may have " +
+                  layer_keys());
+  }
+  place.layers = *layers;
+  return place;
 }
 
 std::string accepted_by(const Setting& setting, const Scorers& scorers) {
@@ -328,6 +403,35 @@ void read_setting(Policy& policy, const Setting& setting, std::string_view value
                 " takes " + accepted_by(setting, scorers));
 }
 
+void read_place(Policy& policy, const Place& place, std::string_view value,
+                const Scorers& scorers) {
+  if (place.layers.empty()) return read_setting(policy, *place.setting, value, scorers);
+  Policy own;
+  read_setting(own, *place.setting, value, scorers);
+  for (const int layer : place.layers) place.setting->take(policy.layers[layer], own);
+}
+
+std::vector<std::pair<std::string, std::string>> write_layers(const Policy& policy,
+                                                              const Setting& setting) {
+  std::vector<std::pair<std::string, std::string>> written;  // layers, value
+  if (setting.give == nullptr) return written;
+  for (const auto& [layer, settings] : policy.layers) {
+    Policy own;
+    if (!setting.give(settings, own)) continue;
+    const std::string text = setting.write(own);
+    const std::string value = !text.empty() ? text : default_of(setting);
+    const auto same = std::find_if(written.begin(), written.end(),
+                                   [&](const auto& pair) { return pair.second == value; });
+    if (same == written.end()) {
+      written.emplace_back(digits(layer), value);
+    } else {
+      same->first += "," + digits(layer);
+    }
+  }
+  for (auto& [layers, value] : written) layers += ":" + std::string(setting.key);
+  return written;
+}
+
 std::string to_string(const Method& method) {
   const std::string list = join(method.parameters, ",", [](const auto& parameter) {
     // Whole numbers as such, not as 1e+05.
@@ -341,7 +445,8 @@ std::string to_string(const Method& method) {
 std::vector<PolicySetting> policy_settings(const Scorers& scorers) {
   std::vector<PolicySetting> settings;
   for (const Setting& setting : kSettings) {
-    settings.push_back({setting.key, setting.meaning, accepted_by(setting, scorers)});
+    settings.push_back(
+        {setting.key, setting.meaning, accepted_by(setting, scorers), setting.take != nullptr});
   }
   return settings;
 }

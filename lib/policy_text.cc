@@ -1,5 +1,6 @@
-#include <algorithm>
+#include <set>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "lib/policy_settings.h"
@@ -36,7 +37,7 @@ std::vector<std::string_view> split_words(std::string_view text) {
 }
 
 Policy read_words(Policy policy, std::span<const std::string_view> words, const Scorers& scorers) {
-  std::vector<std::string_view> seen;
+  std::set<std::string> seen;
   for (const std::string_view word : words) {
     const std::size_t equals = word.find('=');
     if (equals == std::string_view::npos) {
@@ -44,13 +45,20 @@ Policy read_words(Policy policy, std::span<const std::string_view> words, const 
                     " is not key=value, and only the first word may be a preset's name; " +
                     "settings are " + setting_keys());
     }
-    const Setting& setting = find_setting(word.substr(0, equals), word);
-    if (std::find(seen.begin(), seen.end(), setting.key) != seen.end()) {
-      refuse_policy(std::string(setting.key) + " is given twice, again as " + in_quotes(word) +
-                    "; it may be given once");
+    const std::string_view key = word.substr(0, equals);
+    const Place place = find_place(key, word);
+    // "cap", or "0:cap" and "3:cap".
+    std::vector<std::string> keys;
+    for (const int layer : place.layers) keys.push_back(std::to_string(layer) + ":");
+    if (keys.empty()) keys.emplace_back();
+    for (std::string& one : keys) {
+      one += place.setting->key;
+      if (!seen.insert(one).second) {
+        refuse_policy(one + " is given twice, again as " + in_quotes(word) +
+                      "; it may be given once");
+      }
     }
-    seen.push_back(setting.key);
-    read_setting(policy, setting, word.substr(equals + 1), scorers);
+    read_place(policy, place, word.substr(equals + 1), scorers);
   }
   return policy;
 }
@@ -91,6 +99,9 @@ std::string to_string(const Policy& policy) {
     const std::string value = setting.write(policy);
     if (value.empty()) continue;
     line += (line.empty() ? "" : " ") + std::string(setting.key) + "=" + value;
+  }
+  for (const Setting& setting : all_settings()) {
+    for (const auto& [key, value] : write_layers(policy, setting)) line += " " + key + "=" + value;
   }
   return line;
 }

@@ -18,6 +18,10 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
         "more tokens in a step than were planned for");
   tokens_.assign(tokens.begin(), tokens.end());
   policy_ = &policy;
+  by_layer_.clear();
+  for (int layer = 0; !policy.layers.empty() && layer < pool_->plan().shape.layers; ++layer) {
+    by_layer_.push_back(policy.at(layer));
+  }
   std::int64_t longest = kLeastCapacity;
   for (const BatchToken& token : tokens) longest = std::max(longest, token.count());
   capacity_ =
@@ -44,6 +48,10 @@ bool DecodeStep::evicts() const {
   return pool_->important() != nullptr && pool_->important()->has_evicted();
 }
 
+const Policy& DecodeStep::policy(int layer) const {
+  return by_layer_.empty() ? *policy_ : by_layer_[static_cast<std::size_t>(layer)];
+}
+
 bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer) && !evicts(); }
 
 void DecodeStep::append(int layer, const NewRows& rows) {
@@ -67,7 +75,8 @@ void DecodeStep::attend(int layer, const Queries& queries) {
   if (!is_dense(layer)) {
     const bool evicts = this->evicts();
     const Mask mask = evicts ? pool_->important()->mask(layer) : Mask();
-    return pool_->sparse()->attend(*policy_, layer, batch(), queries, pool_->rows(layer), mask);
+    return pool_->sparse()->attend(policy(layer), layer, batch(), queries, pool_->rows(layer),
+                                   mask);
   }
   AttendBatchParams params;
   params.q = queries.q;
@@ -86,7 +95,7 @@ void DecodeStep::attend(int layer, const Queries& queries) {
 
 void DecodeStep::select(int layer, const Queries& queries) {
   if (!policy_->selects(layer)) return;
-  pool_->sparse()->select(*policy_, layer, batch(), queries, pool_->rows(layer));
+  pool_->sparse()->select(policy(layer), layer, batch(), queries, pool_->rows(layer));
 }
 
 void DecodeStep::issue_report() {
@@ -118,7 +127,8 @@ StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledge
     }
     LayerSelection& entry = result.emplace_back();
     entry.layer = layer;
-    sparse->finish({policy_, evicts(), tokens_, &pool_->tables()}, layer, sequence, ledger, entry);
+    sparse->finish({&policy(layer), evicts(), tokens_, &pool_->tables()}, layer, sequence, ledger,
+                   entry);
   }
   if (sparse != nullptr) sparse->check_pages(sequence);
   return result;

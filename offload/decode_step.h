@@ -47,10 +47,13 @@ class DecodeStep {
   // Some prompt's tokens were dropped for good: nothing attends to them again, dense layers either.
   bool evicts() const;
   void record_dense(int layer, const BatchToken& token, Ledger& ledger) const;
+  // As this layer has it.
+  const Policy& policy(int layer) const;
 
   KvPool* pool_;
   std::vector<BatchToken> tokens_;
   const Policy* policy_ = nullptr;
+  std::vector<Policy> by_layer_;  // of *policy_, if layers differ
   std::int64_t capacity_ = 0;
 };
 

@@ -67,18 +67,18 @@ std::uint64_t IndexLayout::index_bytes() const {
   const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
   const auto pages = static_cast<std::uint64_t>(tiles * kTilePages) * heads;
   const auto channels = static_cast<std::uint64_t>(shape.head_dim);
-  KeyTiles of_tiles;
-  of_tiles.bits = bits;
-  of_tiles.slots = tiles;
   std::uint64_t total = 0;
   for (const LayerIndex& layer : layers) {
-    if (layer.tiles) {
+    if (layer.bits > 0) {
+      KeyTiles of_tiles;
+      of_tiles.bits = layer.bits;
+      of_tiles.slots = tiles;
       total += of_tiles.codes_bytes(shape.kv_heads, shape.head_dim) +
                pages * channels * 2 * sizeof(std::uint16_t);
     }
     if (layer.bounds) total += pages * PageBounds().page_bytes(shape.head_dim);
-    if (layer.values) {
-      total += ValueTiles{value_bits, nullptr, tiles}.bytes(shape.kv_heads, shape.head_dim);
+    if (layer.value_bits > 0) {
+      total += ValueTiles{layer.value_bits, nullptr, tiles}.bytes(shape.kv_heads, shape.head_dim);
     }
     if (layer.sums) {
       total += static_cast<std::uint64_t>(sequences) * heads * channels * sizeof(float);
@@ -95,7 +95,8 @@ bool IndexLayout::sums_values() const {
 }
 
 bool IndexLayout::keeps_values() const {
-  return std::any_of(layers.begin(), layers.end(), [](const LayerIndex& l) { return l.values; });
+  return std::any_of(layers.begin(), layers.end(),
+                     [](const LayerIndex& l) { return l.value_bits > 0; });
 }
 
 std::size_t IndexLayout::digest_bytes() const {
@@ -164,6 +165,32 @@ void include_own(LayerIndex& index, const Method& method, const IndexNeeds& need
   index.own.push_back({method, rounded(needs.page_bytes), rounded(needs.sequence_bytes)});
 }
 
+// A layer is kept in one number of bits, whatever policies there are.
+void keep_in(int& bits, int wanted, const std::string& what) {
+  if (bits != 0 && bits != wanted) {
+    throw Error(ErrorCode::usage, "policy: one session cannot hold " + what + " at both " +
+                                      std::to_string(std::min(bits, wanted)) + " and " +
+                                      std::to_string(std::max(bits, wanted)) + " bits");
+  }
+  bits = wanted;
+}
+
+// What a layer that selects adds, by the policy as that layer has it.
+void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Policy& policy,
+                   const Scorers& scorers) {
+  const IndexNeeds needs = needs_of(policy, layout.shape, scorers);
+  layout.selected = std::max(layout.selected, most_selected(policy, layout.context, scorers));
+  if (policy.candidates.limited()) {
+    layout.candidates = std::max(layout.candidates, candidates_of(policy).of(layout.context));
+  }
+  const bool by_values = policy.compensates(layer, Compensation::values);
+  if (needs.tiles) keep_in(index.bits, policy.bits, "the index");
+  if (by_values) keep_in(index.value_bits, policy.values.bits, "values");
+  index.bounds = index.bounds || needs.bounds;
+  index.sums = index.sums || by_values || policy.compensates(layer, Compensation::mean_value);
+  include_own(index, policy.select, needs);
+}
+
 // What one policy adds to a layout.
 void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) {
   layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
@@ -174,51 +201,11 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
   }
   if (scorers.at(policy.select).info().kind == ScorerInfo::Kind::dense) return;
   layout.slots = std::max(layout.slots, policy.anchors.empty() ? layout.wave : layout.batch);
-  layout.selected = std::max(layout.selected, most_selected(policy, layout.context, scorers));
-  if (policy.candidates.limited()) {
-    layout.candidates = std::max(layout.candidates, candidates_of(policy).of(layout.context));
-  }
-  const IndexNeeds needs = needs_of(policy, layout.shape, scorers);
   for (int layer = 0; layer < layout.shape.layers; ++layer) {
     if (!policy.selects(layer)) continue;
-    LayerIndex& index = layout.layers[static_cast<std::size_t>(layer)];
-    index.tiles = index.tiles || needs.tiles;
-    index.bounds = index.bounds || needs.bounds;
-    index.values = index.values || policy.compensates(layer, Compensation::values);
-    index.sums = index.sums || index.values || policy.compensates(layer, Compensation::mean_value);
-    include_own(index, policy.select, needs);
+    include_layer(layout, layout.layers[static_cast<std::size_t>(layer)], layer, policy.at(layer),
+                  scorers);
   }
-}
-
-// The bits of what all policies that need it share; `otherwise` if none does.
-int common_bits(const KvRequest& request, const std::string& what, int otherwise,
-                const auto& is_needed, const auto& bits_of) {
-  int bits = 0;
-  for (const Policy& policy : request.policies) {
-    if (!is_needed(policy)) continue;
-    const int wanted = bits_of(policy);
-    if (bits != 0 && bits != wanted) {
-      throw Error(ErrorCode::usage, "policy: one session cannot hold " + what + " at both " +
-                                        std::to_string(std::min(bits, wanted)) + " and " +
-                                        std::to_string(std::max(bits, wanted)) + " bits");
-    }
-    bits = wanted;
-  }
-  return bits != 0 ? bits : otherwise;
-}
-
-int key_bits(const KvRequest& request) {
-  return common_bits(
-      request, "the index", IndexLayout().bits,
-      [&](const Policy& p) { return needs_of(p, request.shape, *request.scorers).tiles; },
-      [](const Policy& p) { return p.bits; });
-}
-
-int value_bits(const KvRequest& request) {
-  return common_bits(
-      request, "values", IndexLayout().value_bits,
-      [](const Policy& p) { return p.compensate == Compensation::values; },
-      [](const Policy& p) { return p.values.bits; });
 }
 
 // Anchors that attend to everything would have to attend to a list where tokens were evicted, and
@@ -271,8 +258,6 @@ IndexLayout plan_index(const KvRequest& request) {
     layout.reports_positions = true;
     layout.slots = layout.shape.layers * layout.batch;
   }
-  layout.bits = key_bits(request);
-  layout.value_bits = value_bits(request);
   layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
   return layout;
 }

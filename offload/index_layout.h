@@ -23,10 +23,10 @@ struct OwnIndex {
 };
 
 struct LayerIndex {
-  bool tiles = false;
+  int bits = 0;  // per key channel, in key tiles; 0: there are none
   bool bounds = false;
-  bool sums = false;    // of all values
-  bool values = false;  // in value tiles
+  bool sums = false;   // of all values
+  int value_bits = 0;  // in value tiles; 0: there are none
   std::vector<OwnIndex> own;
 };
 
@@ -39,8 +39,6 @@ struct IndexLayout {
   std::int64_t wave = 1;       // of them, tokens whose weights are estimated at a time
   LogitFormat logits;
   bool digested = false;  // some policy's logits are
-  int bits = 4;           // of keys
-  int value_bits = 2;     // of value tiles
   std::vector<LayerIndex> layers;
   std::int64_t slots = 0;          // selections remembered at a time; 0: nothing ever selects
   std::int64_t selected = 0;       // most positions that a selection holds per KV head
@@ -88,8 +86,8 @@ Quota candidates_of(const Policy& policy);
 ScorerUse use_of(const Policy& policy, const KvShape& shape);
 
 // A layout that serves every one of the request's policies. Throws Error{usage} if one of them does
-// not fit the shape or if two of them want different bits per key, and Error{unsupported} if a
-// scorer does not run on the processor.
+// not fit the shape or if two of them want a layer's keys or values in different bits, and
+// Error{unsupported} if a scorer does not run on the processor.
 IndexLayout plan_index(const KvRequest& request);
 
 }  // namespace sluice

@@ -37,9 +37,9 @@ KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& score
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const LayerIndex& wanted = layout.layers[i];
     Layer& layer = layers_[i];
-    if (wanted.tiles) {
-      layer.codes =
-          backend.allocate(tier, tiles().codes_bytes(layout.shape.kv_heads, layout.shape.head_dim));
+    if (wanted.bits > 0) {
+      layer.codes = backend.allocate(
+          tier, tiles(wanted).codes_bytes(layout.shape.kv_heads, layout.shape.head_dim));
       layer.scales = backend.allocate(tier, pages * channels * 2 * sizeof(std::uint16_t));
     }
     if (wanted.bounds) {
@@ -51,10 +51,10 @@ KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& score
           tier, static_cast<std::size_t>(layout.sequences) * heads * channels * sizeof(float));
     }
     allocate_own(wanted, tier, layer);
-    if (wanted.tiles || wanted.bounds) {
+    if (wanted.bits > 0 || wanted.bounds) {
       layer.bad = reinterpret_cast<std::int32_t*>(bad_.data()) + i * flags();
     }
-    if (wanted.values) allocate_values(i, tier);
+    if (wanted.value_bits > 0) allocate_values(i, tier);
   }
 }
 
@@ -64,7 +64,7 @@ std::size_t KeyIndex::flags() const {
 }
 
 void KeyIndex::allocate_values(std::size_t number, Tier tier) {
-  const ValueTiles tiles = {layout_.value_bits, nullptr, layout_.tiles};
+  const ValueTiles tiles = {layout_.layers[number].value_bits, nullptr, layout_.tiles};
   Layer& layer = layers_[number];
   layer.values =
       queue_->backend().allocate(tier, tiles.bytes(layout_.shape.kv_heads, layout_.shape.head_dim));
@@ -76,7 +76,7 @@ void KeyIndex::allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer) {
   const auto pages = static_cast<std::size_t>(layout_.tiles * kTilePages * layout_.shape.kv_heads);
   for (const OwnIndex& index : wanted.own) {
     Own& own = layer.own.emplace_back();
-    own.use = {layout_.shape, index.method.parameters, layout_.bits};
+    own.use = {layout_.shape, index.method.parameters, tiles(wanted).bits};
     own.scorer = &scorers_.at(index.method);
     own.index = index;
     own.pages = queue_->backend().allocate(tier, pages * index.page_bytes);
@@ -123,9 +123,9 @@ void KeyIndex::truncate(int layer, std::int32_t sequence, std::int64_t from, std
   }
 }
 
-KeyTiles KeyIndex::tiles() const {
+KeyTiles KeyIndex::tiles(const LayerIndex& layer) const {
   KeyTiles tiles;
-  tiles.bits = layout_.bits;
+  if (layer.bits > 0) tiles.bits = layer.bits;
   tiles.slots = layout_.tiles;
   return tiles;
 }
@@ -138,7 +138,7 @@ std::size_t KeyIndex::sum_bytes() const {
 KeyIndexView KeyIndex::view(int layer) const {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
   KeyIndexView view;
-  view.tiles = tiles();
+  view.tiles = tiles(layout_.layers[static_cast<std::size_t>(layer)]);
   view.tiles.codes = at.codes.data();
   view.tiles.scales = reinterpret_cast<std::uint16_t*>(at.scales.data());
   view.bounds.bounds = reinterpret_cast<std::uint16_t*>(at.bounds.data());
@@ -150,7 +150,8 @@ KeyIndexView KeyIndex::view(int layer) const {
 
 ValueTilesView KeyIndex::values(int layer) const {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
-  return {{layout_.value_bits, at.values.data(), layout_.tiles}, table_, layout_.sequence_tiles()};
+  const int bits = layout_.layers[static_cast<std::size_t>(layer)].value_bits;
+  return {{bits, at.values.data(), layout_.tiles}, table_, layout_.sequence_tiles()};
 }
 
 void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
@@ -219,8 +220,6 @@ void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
   const auto slots = static_cast<std::size_t>(layout_.tiles);
   const std::size_t scale_bytes = kTilePages * 2 * d * sizeof(std::uint16_t);
   const std::size_t bound_bytes = kTilePages * PageBounds().page_bytes(layout_.shape.head_dim);
-  const std::size_t value_bytes =
-      kTilePages * ValueTiles::page_bytes(layout_.value_bits, layout_.shape.head_dim);
   std::vector<CopyOp> ops;
   const auto copy = [&](const Buffer& buffer, std::size_t bytes) {
     if (buffer.data() == nullptr) return;
@@ -230,11 +229,14 @@ void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
                      own + static_cast<std::size_t>(from) * bytes, bytes});
     }
   };
-  for (const Layer& layer : layers_) {
-    copy(layer.codes, tiles().tile_bytes(layout_.shape.head_dim));
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    const LayerIndex& kept = layout_.layers[i];
+    copy(layer.codes, tiles(kept).tile_bytes(layout_.shape.head_dim));
     copy(layer.scales, scale_bytes);
     copy(layer.bounds, bound_bytes);
-    copy(layer.values, value_bytes);
+    copy(layer.values,
+         kTilePages * ValueTiles::page_bytes(kept.value_bits, layout_.shape.head_dim));
     for (const Own& own : layer.own) copy(own.pages, kTilePages * own.index.page_bytes);
   }
   if (!ops.empty()) queue_->copy(ops);

@@ -86,7 +86,7 @@ class KeyIndex {
   template <typename Visit>
   void for_each_of_sequences(const Visit& visit) const;
   std::size_t sum_bytes() const;
-  KeyTiles tiles() const;
+  KeyTiles tiles(const LayerIndex& layer) const;
   std::size_t flags() const;  // of one layer, that its pages are bad
 
   Queue* queue_;

@@ -444,7 +444,8 @@ void SparseAttention::record_rows(int layer, const Count& count, Ledger& ledger)
 }
 
 void SparseAttention::record_index(int layer, const Count& count, Ledger& ledger) const {
-  const std::size_t page = ValueTiles::page_bytes(layout_.value_bits, layout_.shape.head_dim);
+  const int bits = layout_.layers[static_cast<std::size_t>(layer)].value_bits;
+  const std::size_t page = ValueTiles::page_bytes(bits, layout_.shape.head_dim);
   ledger.record(layer, tier_, tier_, Cause::index_read, count.estimates.near);
   ledger.record(layer, Tier::host, tier_, Cause::index_read, count.estimates.far);
   ledger.record(layer, tier_, tier_, Cause::value_read,

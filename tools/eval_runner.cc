@@ -168,13 +168,22 @@ class ProbeRun {
   ProbeResult result_;
 };
 
+// Whether an index that serves both can hold keys and values in their bits.
+bool same_bits(const Policy& a, const Policy& b) {
+  const bool both_keep_values =
+      a.compensate == Compensation::values && b.compensate == Compensation::values;
+  return a.bits == b.bits && (!both_keep_values || a.values.bits == b.values.bits);
+}
+
 // Policies that can share a prefill and an index.
 bool same_group(const Policy& a, const Policy& b) {
   const bool same_layers = a.prefill.tau == 0.0 || a.dense_layers == b.dense_layers;
-  const bool both_keep_values =
-      a.compensate == Compensation::values && b.compensate == Compensation::values;
-  const bool same_values = !both_keep_values || a.values.bits == b.values.bits;
-  return a.prefill == b.prefill && a.bits == b.bits && same_layers && same_values;
+  const auto same_in = [&](const auto& entry) {
+    return same_bits(a.at(entry.first), b.at(entry.first));
+  };
+  return a.prefill == b.prefill && same_layers && same_bits(a, b) &&
+         std::all_of(a.layers.begin(), a.layers.end(), same_in) &&
+         std::all_of(b.layers.begin(), b.layers.end(), same_in);
 }
 
 std::vector<std::vector<std::size_t>> groups_of(const std::vector<NamedPolicy>& policies) {

@@ -21,10 +21,12 @@ std::string policy_help() {
   std::string text = "Policies: a preset, settings, or a preset with changes: 'sluice cap=512'.\n";
   for (const Preset& preset : presets()) text += entry(preset.name, preset.description);
   text += "Settings of a policy, key=value with spaces between them:\n";
+  std::string by_layer;
   for (const PolicySetting& setting : policy_settings()) {
     text += entry(setting.key, std::string(setting.meaning) + ": " + setting.accepted);
+    if (setting.by_layer) by_layer += (by_layer.empty() ? "" : ", ") + std::string(setting.key);
   }
-  return text;
+  return text + wrapped("Layers may differ in", 0, by_layer + ": 'sluice 0,3:cap=64 3:bits=2'.");
 }
 
 }  // namespace sluice::tools

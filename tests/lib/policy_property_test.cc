@@ -34,6 +34,9 @@ class RandomPolicy {
     if (estimates_) choose_selection();
     choose_layers();
     if (policy_.correct > 0 || !policy_.anchors.empty()) policy_.prefill.evict = false;
+    for (int layer = 0; maybe() && layer < 40; layer += static_cast<int>(random_.integer(1, 9))) {
+      choose_own(layer);
+    }
     return policy_;
   }
 
@@ -101,6 +104,26 @@ class RandomPolicy {
     }
   }
 
+  // Settings of one layer, if they go with the rest.
+  void choose_own(int layer) {
+    LayerSettings own;
+    if (maybe()) own.bits = maybe() ? 2 : 4;
+    if (maybe()) own.cap = maybe() ? budget() : Budget{};
+    if (maybe()) own.prune = LayerSettings::Pruning{Pruner::top_k, budget(), 0.0};
+    if (maybe()) own.prune = LayerSettings::Pruning{Pruner::top_p, {}, share()};
+    if (maybe()) own.compensate = LayerSettings::Compensating{Compensation::mean_value, {}};
+    if (maybe()) {
+      own.compensate = LayerSettings::Compensating{
+          Compensation::values, {static_cast<int>(random_.integer(2, 4)), share()}};
+    }
+    policy_.layers[layer] = own;
+    try {
+      validate(policy_);
+    } catch (const Error&) {
+      policy_.layers.erase(layer);
+    }
+  }
+
   Random random_;
   Policy policy_;
   bool estimates_ = false;
@@ -110,8 +133,10 @@ TEST(PolicyProperty, EveryValidPolicyComesBackFromTextAndJson) {
   const std::uint64_t seed = testing::seed(20250611);
   SCOPED_TRACE(testing::seed_message(seed));
   RandomPolicy policies(seed);
+  std::size_t own = 0;
   for (int i = 0; i < 5000; ++i) {
     const Policy policy = policies.next();
+    own += policy.layers.size();
     const std::string text = to_string(policy);
     ASSERT_NO_THROW(validate(policy)) << text;
     ASSERT_EQ(parse_policy(text), policy) << text;
@@ -119,6 +144,7 @@ TEST(PolicyProperty, EveryValidPolicyComesBackFromTextAndJson) {
     ASSERT_TRUE(text.starts_with("select=")) << text;
     ASSERT_EQ(policy_from_json(to_json(policy)), policy) << to_json(policy);
   }
+  EXPECT_GT(own, 500u);
 }
 
 // Some bytes of `text` replaced, removed or repeated.

@@ -35,6 +35,7 @@ const char* const kPolicies[] = {
     "select=int4 prune=top_k(16) compensate=values",
     "select=sparq(r=8) candidates=1/4 prune=top_k(16) compensate=values(bits=3,pages=0.5)",
     "select=int4 prune=none compensate=values(bits=4,pages=1) dense=0 anchors=1",
+    "sluice cap=40 0:bits=2 1:cap=8 1:compensate=values(bits=3) 0:compensate=none",
 };
 
 struct Reads {

@@ -89,6 +89,7 @@ const char* const kSparse[] = {
     "select=int4 prune=top_k(16) compensate=values",
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
     "select=int4 prune=top_k(50) compensate=values(bits=4,pages=1) dense=0 anchors=1",
+    "sluice cap=50 0:bits=2 1:cap=8 1:compensate=values(bits=3) 2:prune=top_p(0.5)",
 };
 
 class SparseBudget : public ::testing::TestWithParam<const char*> {
@@ -196,6 +197,45 @@ TEST_P(SparseBudget, ReportsWhatItDid) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Methods, SparseBudget, ::testing::ValuesIn(kSparse));
+
+// A layer does what it would do if all layers had its settings, and counts as much.
+TEST(SparseSession, LayersHaveSettingsOfTheirOwn) {
+  const KvShape shape{5, 8, 2, 32, DType::bf16};
+  const Script script(shape, 700, 12);
+  const Policy policy = parse_policy(
+      "select=int4 prune=top_p(0.9) cap=40 compensate=mean_value 0:bits=2 1:cap=none "
+      "1:prune=top_k(7) 2,3:compensate=values(bits=4,pages=0.6) 3:bits=2 3:cap=3");
+  const auto width = static_cast<std::ptrdiff_t>(script.query_width());
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  KvSession mixed = make_session(backend, shape, 700, {policy});
+  script.prefill(mixed, 600);
+  std::vector<KvSession> uniform;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    uniform.push_back(make_session(backend, shape, 700, {policy.at(layer)}));
+    script.prefill(uniform.back(), 600);
+  }
+  for (int token = 0; token < 70; ++token) {
+    const std::vector<float> all = script.step(mixed, Phase::decode, 1);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      SCOPED_TRACE(layer);
+      KvSession& session = uniform[static_cast<std::size_t>(layer)];
+      const std::vector<float> expected = script.step(session, Phase::decode, 1);
+      const auto own = [&](const std::vector<float>& out) {
+        return std::vector<float>(out.begin() + layer * width, out.begin() + (layer + 1) * width);
+      };
+      ASSERT_EQ(own(all), own(expected)) << token;
+      const auto at = static_cast<std::size_t>(layer);
+      ASSERT_EQ(mixed.selection()[at].selected, session.selection()[at].selected);
+      ASSERT_EQ(mixed.selection()[at].alpha, session.selection()[at].alpha);
+      for (const Cause cause : {Cause::hit, Cause::index_read, Cause::value_read}) {
+        const auto read = [&](const KvSession& by) {
+          return by.ledger().total(Phase::decode, layer, Tier::host, Tier::host, cause);
+        };
+        ASSERT_EQ(read(mixed), read(session));
+      }
+    }
+  }
+}
 
 // Steps of several tokens that begin among resident rows and end beyond them.
 TEST(SparseSession, AStepMayLeaveTheResidentRows) {

@@ -6,13 +6,16 @@
 //
 //   select=sparq(r=16) candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value
 //   twilight dense=0,1 anchors=2,7
+//   values 1,2,3:prune=top_k(4) 0:compensate=values(bits=3)
 //
 // Words are separated by spaces; the first may be the name of a preset, whose settings the others
-// replace.
+// replace. prune, cap, compensate and bits may differ from layer to layer: a word that begins with
+// layers is about these alone.
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -88,6 +91,27 @@ struct SparsePrefill {
   friend bool operator==(const SparsePrefill&, const SparsePrefill&) = default;
 };
 
+// What a layer that selects does otherwise than the policy says; what is not set is as there.
+struct LayerSettings {
+  struct Pruning {
+    Pruner prune = Pruner::top_k;
+    Budget k;
+    double p = 0.0;
+    friend bool operator==(const Pruning&, const Pruning&) = default;
+  };
+  struct Compensating {
+    Compensation by = Compensation::none;
+    ValueBits values;
+    friend bool operator==(const Compensating&, const Compensating&) = default;
+  };
+  std::optional<Pruning> prune;
+  std::optional<Budget> cap;
+  std::optional<Compensating> compensate;
+  std::optional<int> bits;
+
+  friend bool operator==(const LayerSettings&, const LayerSettings&) = default;
+};
+
 struct Policy {
   Method select;
   int bits = 4;       // per key channel in the index, 4 or 2
@@ -107,17 +131,19 @@ struct Policy {
   bool dense_anchors = false;  // they attend to everything themselves, as the paper's do
   std::int64_t correct = 0;    // recompute the last T decoded tokens densely, every T; 0: never
   SparsePrefill prefill;
+  std::map<int, LayerSettings> layers;  // those that differ
 
   friend bool operator==(const Policy&, const Policy&) = default;
+
+  // The policy as this layer has it; its `layers` are empty.
+  Policy at(int layer) const;
 
   // What a layer does: it may attend to everything, it may select, for itself and for those that
   // follow it, or both; else it follows the latest layer that selects.
   bool is_dense(int layer) const;
   bool selects(int layer) const;
   // Whether what a layer leaves out is compensated for so.
-  bool compensates(int layer, Compensation by) const {
-    return selects(layer) && !is_dense(layer) && compensate == by;
-  }
+  bool compensates(int layer, Compensation by) const;
 };
 
 // Scorers that there are unless others are named.
@@ -146,7 +172,8 @@ Policy policy_from_json(std::string_view json, const Scorers& scorers = own_scor
 struct PolicySetting {
   std::string_view key;
   std::string_view meaning;
-  std::string accepted;  // values, in words
+  std::string accepted;   // values, in words
+  bool by_layer = false;  // LAYERS:key=value may be given, too
 };
 std::vector<PolicySetting> policy_settings(const Scorers& scorers = own_scorers());
 
