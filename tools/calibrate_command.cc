@@ -1,8 +1,6 @@
-// TidalDecode's choice of layers (Yang et al. 2024, section 4.3 and its table of re-selection
-// layers): layers 0 and 1 are dense, layer 2 selects, and one or two later layers select anew.
+// Finds out by measuring what suits a model best, and stores it beside it.
 #include <algorithm>
-#include <array>
-#include <cstdio>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,9 +8,8 @@
 #include "io/file.h"
 #include "model/calibration.h"
 #include "sluice/errors.h"
+#include "tools/calibration.h"
 #include "tools/commands.h"
-#include "tools/eval_report.h"
-#include "tools/eval_runner.h"
 #include "tools/flags.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
@@ -20,132 +17,39 @@
 namespace sluice::tools {
 namespace {
 
-constexpr int kFirstAnchor = 2;
 constexpr int kStepTokens = 32;  // only answers count here, no bytes
 
 struct CalibrateFlags {
   ModelFlags model;
   TaskOptions options;
+  std::string preset = "tidaldecode";
   std::string text;
   std::vector<std::int64_t> budgets = {64, 256};
+  LayerChoices choices;
   bool dry_run = false;
 };
 
-// The layers that select, and how they did for each budget.
-struct Candidate {
-  std::vector<int> anchors;
-  std::vector<Score> scores;  // [budgets]
-  double probes = 0.0;
-
-  double recall() const {
-    double sum = 0.0;
-    for (const Score& score : scores) sum += score.recall.mean;
-    return sum;
+template <typename T>
+void require_all(const std::vector<T>& values, T least, T most, const std::string& flag) {
+  for (const T value : values) {
+    if (value >= least && value <= most) continue;
+    throw Error(ErrorCode::usage, flag + " is " + std::to_string(value) + "; it has to be from " +
+                                      std::to_string(least) + " to " + std::to_string(most));
   }
-  double nll() const {
-    double sum = 0.0;
-    for (const Score& score : scores) sum += score.nll.mean;
-    return sum;
-  }
-};
-
-// More recall first; of equals, the surer answers.
-bool better(const Candidate& a, const Candidate& b) {
-  return a.recall() != b.recall() ? a.recall() > b.recall() : a.nll() < b.nll();
-}
-
-// The fewest layers whose recall is within the error of the best, for every one of them scans the
-// whole index; among these the best.
-Candidate choose(const std::vector<Candidate>& candidates) {
-  const Candidate& best = *std::min_element(candidates.begin(), candidates.end(), better);
-  double error = 0.0;
-  for (const Score& score : best.scores) error += score.recall.error;
-  // Of needles that were all found, one might as well not have been.
-  error = std::max(error, static_cast<double>(best.scores.size()) / best.probes);
-  const Candidate* chosen = &best;
-  for (const Candidate& candidate : candidates) {
-    if (candidate.recall() < best.recall() - error) continue;
-    const std::size_t layers = candidate.anchors.size();
-    const bool fewer = layers < chosen->anchors.size();
-    if (fewer || (layers == chosen->anchors.size() && better(candidate, *chosen))) {
-      chosen = &candidate;
-    }
-  }
-  return *chosen;
-}
-
-std::vector<Candidate> candidates_of(int layers) {
-  std::vector<Candidate> candidates = {{{kFirstAnchor}, {}, 0.0}};
-  for (int second = kFirstAnchor + 1; second < layers; ++second) {
-    candidates.push_back({{kFirstAnchor, second}, {}, 0.0});
-  }
-  for (int second = kFirstAnchor + 1; second < layers; ++second) {
-    for (int third = second + 1; third < layers; ++third) {
-      candidates.push_back({{kFirstAnchor, second, third}, {}, 0.0});
-    }
-  }
-  return candidates;
-}
-
-Policy policy_of(const std::vector<int>& anchors, std::int64_t budget) {
-  Policy policy = parse_policy("tidaldecode");
-  policy.anchors = anchors;
-  policy.k = {budget, 0};
-  return policy;
-}
-
-std::string name_of(const std::vector<int>& anchors) {
-  std::string name;
-  for (const int layer : anchors) name += (name.empty() ? "" : ",") + std::to_string(layer);
-  return name;
-}
-
-std::string row_of(const Candidate& candidate) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%-12s", name_of(candidate.anchors).c_str());
-  std::string row = text.data();
-  for (const Score& score : candidate.scores) {
-    std::snprintf(text.data(), text.size(), "  %5.1f%% +- %4.1f  %6.3f", 100 * score.recall.mean,
-                  100 * score.recall.error, score.nll.mean);
-    row += text.data();
-  }
-  return row + "\n";
-}
-
-std::string table_of(const std::vector<Candidate>& candidates, const Score& dense,
-                     const std::vector<std::int64_t>& budgets) {
-  std::string table = "layers that  recall and NLL of the answers, by tokens kept\nselect      ";
-  std::array<char, 64> text{};
-  for (const std::int64_t budget : budgets) {
-    std::snprintf(text.data(), text.size(), "  %22lld", static_cast<long long>(budget));
-    table += text.data();
-  }
-  table += "\n";
-  const auto shown = [&](std::size_t anchors, std::size_t most) {
-    std::vector<Candidate> part;
-    std::copy_if(candidates.begin(), candidates.end(), std::back_inserter(part),
-                 [&](const Candidate& c) { return c.anchors.size() == anchors; });
-    if (part.size() > most) {
-      std::sort(part.begin(), part.end(), better);
-      part.resize(most);
-    }
-    for (const Candidate& candidate : part) table += row_of(candidate);
-  };
-  shown(1, 1);
-  shown(2, candidates.size());
-  constexpr std::size_t kBestPairs = 10;
-  shown(3, kBestPairs);
-  return table + row_of({{}, std::vector<Score>(budgets.size(), dense), 0.0}) +
-         "(the last line is dense attention; of two re-selection layers the best ten are shown)\n";
 }
 
 void validate(const CalibrateFlags& flags, const ModelInfo& info) {
-  if (info.kv.layers <= kFirstAnchor + 1) {
-    throw Error(ErrorCode::unsupported, "calibrate: a model of " + std::to_string(info.kv.layers) +
-                                            " layers has none to select anew; it needs 4");
-  }
+  if (flags.preset == "tidaldecode") require_anchors(info);
   for (const std::int64_t budget : flags.budgets) {
     if (budget < 1) throw Error(ErrorCode::usage, "--budget must be at least 1");
+  }
+  require_all<std::int64_t>(flags.choices.rows, 0, std::int64_t{1} << 31, "--rows");
+  require_all(flags.choices.value_bits, 2, 4, "--value-bits");
+  for (const int bits : flags.choices.key_bits) {
+    if (bits != 2 && bits != 4) throw Error(ErrorCode::usage, "--key-bits has to be 2 or 4");
+  }
+  if (!(flags.choices.loss > 0.0)) {
+    throw Error(ErrorCode::usage, "--loss has to be above 0");  // NaN is not
   }
   validate(flags.options);
 }
@@ -157,34 +61,13 @@ int run(const CalibrateFlags& flags) {
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   engine.load_weights();
-  std::vector<Candidate> candidates = candidates_of(engine.info().kv.layers);
-  std::vector<NamedPolicy> policies;
-  for (const Candidate& candidate : candidates) {
-    for (const std::int64_t budget : flags.budgets) {
-      policies.push_back({name_of(candidate.anchors), policy_of(candidate.anchors, budget)});
-    }
-  }
-  ProgressBar bar("calibrate");
-  const TaskResult result =
-      run_task(engine, passages, Task::needle, flags.options, policies,
-               [&](double share, const std::string& note) { bar.update(share, note); });
-  bar.clear();
-  const PolicyResult& dense = result.policies.front();
-  std::size_t next = 1;
-  for (Candidate& candidate : candidates) {
-    for (std::size_t i = 0; i < flags.budgets.size(); ++i) {
-      candidate.probes = static_cast<double>(dense.probes.size());
-      candidate.scores.push_back(score_of(result.policies[next++], dense));
-    }
-  }
-  print(table_of(candidates, score_of(dense, dense), flags.budgets));
-  const Candidate best = choose(candidates);
-  Policy policy = parse_policy("tidaldecode");
-  policy.anchors = best.anchors;
+  const Policy policy = flags.preset == "tidaldecode"
+                            ? calibrate_anchors(engine, passages, flags.options, flags.budgets)
+                            : calibrate_layers(engine, passages, flags.options, flags.choices);
   print("best: " + to_string(policy) + "\n");
   if (flags.dry_run) return 0;
-  store_calibration(flags.model.model, "tidaldecode", policy);
-  print("stored as the preset tidaldecode of " + flags.model.model + "\n");
+  store_calibration(flags.model.model, flags.preset, policy);
+  print("stored as the preset " + flags.preset + " of " + flags.model.model + "\n");
   return 0;
 }
 
@@ -194,14 +77,38 @@ Command add_calibrate(CLI::App& app) {
   const auto flags = std::make_shared<CalibrateFlags>();
   flags->model.add_to(app);
   flags->options.step_tokens = kStepTokens;
+  app.add_option("--preset", flags->preset,
+                 "what is fitted to the model: tidaldecode, the layers that select; values, what "
+                 "every layer keeps")
+      ->check(CLI::IsMember({"tidaldecode", "values"}))
+      ->capture_default_str();
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();
   add_integer(app, "--length", flags->options.context, "tokens of context")->capture_default_str();
   add_integer(app, "--budget", flags->budgets,
-              "tokens kept per KV head; may be given several times, all count")
+              "of tidaldecode: tokens kept per KV head; may be given several times, all count")
+      ->capture_default_str();
+  app.add_option("--loss", flags->choices.loss,
+                 "of values: most nats per token, KL of dense attention's answers to its own")
+      ->capture_default_str();
+  const std::map<std::string, Saving> savings = {{"bus", Saving::bus}, {"device", Saving::device}};
+  app.add_option("--save", flags->choices.saving,
+                 "of values: what is saved first, rows fetched or memory of the index")
+      ->transform(CLI::CheckedTransformer(savings).description("bus or device"))
+      ->default_str("bus");
+  add_integer(app, "--rows", flags->choices.rows,
+              "of values: exact tokens that a layer may keep per KV head; several times")
+      ->capture_default_str();
+  add_integer(app, "--value-bits", flags->choices.value_bits,
+              "of values: bits that a layer may keep values in; several times")
+      ->capture_default_str();
+  add_integer(app, "--key-bits", flags->choices.key_bits,
+              "of values: bits that a layer may keep keys in; several times")
       ->capture_default_str();
   add_integer(app, "--rounds", flags->options.rounds, "contexts")->capture_default_str();
-  add_integer(app, "--needles", flags->options.needles, "needles per context")
+  add_integer(app, "--needles", flags->options.needles, "of tidaldecode: needles per context")
+      ->capture_default_str();
+  add_integer(app, "--tokens", flags->options.tokens, "of values: tokens compared per context")
       ->capture_default_str();
   add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();

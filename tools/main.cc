@@ -132,7 +132,7 @@ int run(int argc, const char* const* argv) {
   add("info", "Show what a checkpoint is and what its KV cache takes", add_info);
   add("eval", "Measure what policies keep of dense attention's answers, and what they cost",
       add_eval);
-  add("calibrate", "Find the layers at which this model should select tokens anew", add_calibrate);
+  add("calibrate", "Find what suits this model best, by measuring, and store it", add_calibrate);
   add("topology", "Show the processor, its memory and their measured bandwidth", add_topology);
   const std::string wrong = argc > 1 ? unknown_command(commands, argv[1]) : "";
   if (!wrong.empty()) return fail(kUsageExit, wrong + " (see sluice --help)");

@@ -1,0 +1,261 @@
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tools/calibration.h"
+#include "tools/eval_report.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr int kMostChecks = 5;  // of a whole plan, each tighter than the one before
+
+// What a layer may keep.
+struct Choice {
+  std::int64_t rows = 0;  // per KV head
+  int value_bits = 2;
+  int key_bits = 4;
+  bool dense = false;
+};
+
+// What a choice takes in one layer.
+struct Price {
+  double first = 0.0;  // of what is saved first
+  double second = 0.0;
+
+  friend auto operator<=>(const Price&, const Price&) = default;
+};
+
+struct Measured {
+  Choice choice;
+  Price price;
+  double kl = 0.0;    // nats per token, of this layer alone
+  double top1 = 1.0;  // share of tokens
+};
+
+using Layer = std::vector<Measured>;    // what it may keep, the dearest last: all
+using Plan = std::vector<std::size_t>;  // of each layer, which
+
+std::vector<Choice> choices_of(const LayerChoices& choices) {
+  std::vector<Choice> all;
+  for (const std::int64_t rows : choices.rows) {
+    for (const int value_bits : choices.value_bits) {
+      for (const int key_bits : choices.key_bits)
+        all.push_back({rows, value_bits, key_bits, false});
+    }
+  }
+  return all;
+}
+
+std::string name_of(const Choice& choice) {
+  if (choice.dense) return "all";
+  return std::to_string(choice.rows) + "/" + std::to_string(choice.value_bits) + "/" +
+         std::to_string(choice.key_bits);
+}
+
+void apply(const Choice& choice, int layer, Policy& policy) {
+  if (choice.dense) {
+    policy.dense_layers.push_back(layer);
+    return;
+  }
+  const Policy base = parse_policy("values");
+  LayerSettings own;
+  const LayerSettings::Pruning pruning =
+      choice.rows == 0 ? LayerSettings::Pruning{Pruner::none, {}, 0.0}
+                       : LayerSettings::Pruning{Pruner::top_k, {choice.rows, 0}, 0.0};
+  if (pruning != LayerSettings::Pruning{base.prune, base.k, base.p}) own.prune = pruning;
+  if (choice.value_bits != base.values.bits) {
+    own.compensate = {Compensation::values, {choice.value_bits, base.values.pages}};
+  }
+  if (choice.key_bits != base.bits) own.bits = choice.key_bits;
+  if (own != LayerSettings{}) policy.layers[layer] = own;
+}
+
+Policy policy_of(const std::vector<Layer>& layers, const Plan& plan) {
+  Policy policy = parse_policy("values");
+  for (std::size_t i = 0; i < plan.size(); ++i) {
+    apply(layers[i][plan[i]].choice, static_cast<int>(i), policy);
+  }
+  return policy;
+}
+
+// All other layers are dense.
+Policy alone(const Choice& choice, int layer, int layers) {
+  Policy policy = parse_policy("values");
+  for (int other = 0; other < layers; ++other) {
+    apply(other == layer ? choice : Choice{0, 0, 0, true}, other, policy);
+  }
+  return policy;
+}
+
+Price price_of(const Engine& engine, const Choice& choice, const Policy& policy,
+               std::int64_t context, Saving saving) {
+  const KvShape& shape = engine.info().kv;
+  const std::int64_t rows = choice.dense ? context : choice.rows;
+  const auto bus =
+      static_cast<double>(static_cast<std::uint64_t>(rows * shape.kv_heads) * shape.row_bytes());
+  SessionOptions wanted;
+  wanted.context = context;
+  wanted.policies = {policy};
+  const auto device = static_cast<double>(engine.plan(wanted).kv.index_bytes);
+  return saving == Saving::bus ? Price{bus, device} : Price{device, bus};
+}
+
+TaskResult measure(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
+                   const std::vector<NamedPolicy>& policies, const std::string& what) {
+  ProgressBar bar(what);
+  TaskResult result =
+      run_task(engine, passages, Task::agreement, options, policies,
+               [&](double share, const std::string& note) { bar.update(share, note); });
+  bar.clear();
+  return result;
+}
+
+std::vector<Layer> measure_layers(Engine& engine, const PassageBuilder& passages,
+                                  const TaskOptions& options, const LayerChoices& choices) {
+  const int count = engine.info().kv.layers;
+  const std::vector<Choice> all = choices_of(choices);
+  std::vector<NamedPolicy> policies;
+  for (int layer = 0; layer < count; ++layer) {
+    for (const Choice& choice : all) policies.push_back({"", alone(choice, layer, count)});
+  }
+  const TaskResult result = measure(engine, passages, options, policies, "each layer by itself");
+  std::vector<Layer> layers(static_cast<std::size_t>(count));
+  std::size_t next = 0;
+  for (int layer = 0; layer < count; ++layer) {
+    Layer& measured = layers[static_cast<std::size_t>(layer)];
+    for (const Choice& choice : all) {
+      const Score score = score_of(result.policies[next + 1], result.policies.front());
+      measured.push_back(
+          {choice, price_of(engine, choice, policies[next].policy, options.context, choices.saving),
+           score.kl, score.top1_agreement});
+      ++next;
+    }
+    const Choice dense{0, 0, 0, true};
+    measured.push_back(
+        {dense, price_of(engine, dense, parse_policy("dense"), options.context, choices.saving),
+         0.0, 1.0});
+  }
+  return layers;
+}
+
+double loss_of(const std::vector<Layer>& layers, const Plan& plan) {
+  double loss = 0.0;
+  for (std::size_t i = 0; i < plan.size(); ++i) loss += layers[i][plan[i]].kl;
+  return loss;
+}
+
+// Begins with the cheapest and buys, step by step, where a loss is taken back for the least, until
+// the sum is at most `loss`. What a step costs is counted in the bytes that are saved first.
+Plan cheapest(const std::vector<Layer>& layers, double loss) {
+  Plan plan;
+  for (const Layer& layer : layers) {
+    const auto by_price = [](const Measured& a, const Measured& b) { return a.price < b.price; };
+    plan.push_back(static_cast<std::size_t>(std::min_element(layer.begin(), layer.end(), by_price) -
+                                            layer.begin()));
+  }
+  while (loss_of(layers, plan) > loss) {
+    double best = 0.0;
+    std::pair<std::size_t, std::size_t> step;
+    for (std::size_t i = 0; i < plan.size(); ++i) {
+      const Measured& now = layers[i][plan[i]];
+      for (std::size_t next = 0; next < layers[i].size(); ++next) {
+        const Measured& other = layers[i][next];
+        const double gain = now.kl - other.kl;
+        if (gain <= 0.0) continue;
+        // A byte of the second kind is worth having for next to nothing of the first.
+        constexpr double kSecond = 1e-6;
+        const double price = std::max(other.price.first - now.price.first, 0.0) +
+                             kSecond * std::max(other.price.second - now.price.second, 1.0);
+        if (gain / price <= best) continue;
+        best = gain / price;
+        step = {i, next};
+      }
+    }
+    if (best == 0.0) break;
+    plan[step.first] = step.second;
+  }
+  return plan;
+}
+
+// A plan, measured as a whole beside the preset.
+struct Checked {
+  Plan plan;
+  TaskResult result;
+  double kl = 0.0;
+};
+
+Checked check_whole(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
+                    const std::vector<Layer>& layers, const Plan& plan) {
+  const std::vector<NamedPolicy> policies = {{"calibrated", policy_of(layers, plan)},
+                                             {"values", parse_policy("values")}};
+  Checked checked{plan, measure(engine, passages, options, policies, "the whole"), 0.0};
+  checked.kl = score_of(checked.result.policies[1], checked.result.policies[0]).kl;
+  return checked;
+}
+
+std::string table_of(const std::vector<Layer>& layers, const Plan& plan) {
+  std::array<char, 64> text{};
+  std::string table =
+      "KL(dense || policy) x 1000 with only that layer sparse, by rows/bits of "
+      "values/bits of keys;\n[chosen]\nlayer";
+  for (const Measured& measured : layers.front()) {
+    if (measured.choice.dense) continue;
+    std::snprintf(text.data(), text.size(), "  %9s", name_of(measured.choice).c_str());
+    table += text.data();
+  }
+  table += "\n";
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    std::snprintf(text.data(), text.size(), "%5zu", i);
+    table += text.data();
+    for (std::size_t c = 0; c < layers[i].size(); ++c) {
+      const Measured& measured = layers[i][c];
+      if (measured.choice.dense) {
+        if (plan[i] == c) table += "  [all]";
+        continue;
+      }
+      std::array<char, 32> number{};
+      std::snprintf(number.data(), number.size(), plan[i] == c ? "[%.3f]" : "%.3f ",
+                    1000.0 * measured.kl);
+      std::snprintf(text.data(), text.size(), "  %9s", number.data());
+      table += text.data();
+    }
+    table += "\n";
+  }
+  return table;
+}
+
+}  // namespace
+
+Policy calibrate_layers(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
+                        const LayerChoices& choices) {
+  const std::vector<Layer> layers = measure_layers(engine, passages, options, choices);
+  std::optional<Checked> best;
+  double allowed = choices.loss;
+  for (int check = 0; check < kMostChecks; ++check) {
+    const Plan plan = cheapest(layers, allowed);
+    if (best && plan == best->plan) break;
+    Checked checked = check_whole(engine, passages, options, layers, plan);
+    // Losses add up to more, or less, than their sum.
+    allowed = loss_of(layers, plan) * std::clamp(choices.loss / checked.kl, 0.3, 3.0) * 0.95;
+    const bool holds = checked.kl <= choices.loss;
+    const bool is_closer = !best || (holds ? best->kl > choices.loss || checked.kl > best->kl
+                                           : best->kl > choices.loss && checked.kl < best->kl);
+    if (is_closer) best = std::move(checked);
+  }
+  print(table_of(layers, best->plan) + "\n" + eval_table(best->result, engine.info().kv));
+  std::array<char, 128> text{};
+  std::snprintf(text.data(), text.size(),
+                "layer by layer it loses %.4f nats a token; as a whole %.4f, %s %.4f\n",
+                loss_of(layers, best->plan), best->kl,
+                best->kl <= choices.loss ? "within" : "which is NOT within", choices.loss);
+  print(text.data());
+  return policy_of(layers, best->plan);
+}
+
+}  // namespace sluice::tools
