@@ -30,6 +30,17 @@ struct KvRequest {
   std::uint64_t beside = 0;        // what else the cap has to hold, for the message
 };
 
+// What KvPool allocates of rows on the device.
+struct DeviceRowBytes {
+  explicit DeviceRowBytes(const KvPlan& plan);
+
+  std::uint64_t resident;  // and the newest pages
+  std::uint64_t window;    // of a step's rows
+  std::uint64_t stream;    // both buffers
+
+  std::uint64_t sum() const { return resident + window + stream; }
+};
+
 // Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is
 // too small to run at all.
 KvPlan plan_kv(const KvRequest& request);
