@@ -58,6 +58,12 @@ std::uint64_t total_of(const KvPlan& plan) {
   return plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).sum();
 }
 
+// What beside it leaves of the cap.
+std::uint64_t room_of(const KvRequest& request) {
+  const std::uint64_t cap = request.device_cap.value_or(UINT64_MAX);
+  return cap - std::min(cap, request.beside);
+}
+
 // A layout that streams, with the smallest streaming buffers and nothing resident.
 KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
   plan.tails = tails;
@@ -162,14 +168,17 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   KvPlan whole = plan;
   whole.resident_tokens = whole.home_rows();
   const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
+  const std::string beside = request.beside > 0 ? ", of which what is not the KV cache takes " +
+                                                      format_bytes(request.beside)
+                                                : "";
   const std::string index = selects ? ", of which the policy's key index and work space take " +
                                           format_bytes(plan.index_bytes + plan.work_bytes) +
                                           "; a dense `policy` needs none"
                                     : "";
-  throw Error(ErrorCode::memory,
-              "`device_memory` " + format_bytes(*request.device_cap + request.beside) +
-                  " is too small for this model; give at least " + std::to_string(least) + "B (" +
-                  format_bytes(least) + ")" + index);
+  throw Error(ErrorCode::memory, "`device_memory` " + format_bytes(*request.device_cap) +
+                                     " is too small for this model; give at least " +
+                                     std::to_string(least) + "B (" + format_bytes(least) + ")" +
+                                     beside + index);
 }
 
 }  // namespace
@@ -183,7 +192,7 @@ KvPlan plan_kv(const KvRequest& request) {
     plan.host_bytes += plan.index_bytes + plan.work_bytes + plan.table_bytes;
     return plan;
   }
-  const std::uint64_t cap = request.device_cap.value_or(UINT64_MAX);
+  const std::uint64_t cap = room_of(request);
   KvPlan whole = plan;
   whole.resident_tokens = whole.home_rows();
   if (total_of(whole) <= cap) {

@@ -27,7 +27,7 @@ struct KvRequest {
   std::optional<std::uint64_t> device_cap = std::nullopt;
   bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
   LogitFormat logits = {};         // how the backend keeps estimates
-  std::uint64_t beside = 0;        // what else the cap has to hold, for the message
+  std::uint64_t beside = 0;        // what else the device cap has to hold
 };
 
 // What KvPool allocates of rows on the device.
