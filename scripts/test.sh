@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that has to pass: lint, the release build with all tests, and the quick tests and a minute
-# of each fuzzer under AddressSanitizer and UBSan. Every step runs unless one that it needs failed; the
-# exit status is 0 only if all passed.
+# Everything that has to pass: lint, the release build with all tests, the quick tests and a minute of
+# each fuzzer under AddressSanitizer and UBSan, and what threads share under ThreadSanitizer. Every step
+# runs unless one that it needs failed; the exit status is 0 only if all passed.
 #
 #   scripts/test.sh            all of it
 #   scripts/test.sh --quick    release build and its quick tests only
@@ -36,11 +36,12 @@ step() {
   return "$status"
 }
 
-# build_and_test PRESET WHICH CTEST_OPTIONS...
+# build_and_test PRESET WHICH CTEST_OPTIONS...; builds the targets named in the array `targets`, or all.
+targets=()
 build_and_test() {
   local preset=$1 which=$2
   shift 2
-  if step "build $preset" scripts/build.sh "$preset"; then
+  if step "build $preset" scripts/build.sh "$preset" "${targets[@]}"; then
     step "test $preset, $which" \
       ctest --preset "$preset" --parallel "$(nproc)" --no-tests=error --progress "$@" || true
   fi
@@ -75,6 +76,8 @@ main() {
     build_and_test release "all"
     # The golden answers and the command take too long under a sanitizer.
     build_and_test asan "quick, fuzzers" -R '^(lib|io|offload|model|fuzz)/' -E golden
+    targets=(threads_tests)
+    build_and_test tsan "threads" -R '^threads/'
   fi
   report
 }
