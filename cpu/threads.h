@@ -52,11 +52,15 @@ class Threads {
   struct Arena;
   using Task = void (*)(const void* context, std::int64_t task);
 
+  // Throws what the constructor throws.
+  static void require(int count);
+  // In threads_tbb.cc or, for ThreadSanitizer, in threads_plain.cc.
+  static std::shared_ptr<Arena> make_arena(int count);
   void run(std::int64_t tasks, Task task, const void* context);
   std::int64_t pieces_of(std::int64_t items, std::int64_t grain) const;
 
   int count_;
-  std::unique_ptr<Arena> arena_;
+  std::shared_ptr<Arena> arena_;
 };
 
 }  // namespace sluice::cpu

@@ -31,25 +31,35 @@ const float* optional_floats(const Buffer& buffer) {
 
 }  // namespace
 
+Decoder::ActivationBytes::ActivationBytes(const ModelConfig& config, const Backend& backend,
+                                          std::int64_t chunk) {
+  const Widths w(config);
+  const auto bytes_of = [](std::int64_t rows, std::int64_t columns, DType dtype) {
+    return static_cast<std::size_t>(rows * columns) * size_of(dtype);
+  };
+  const DType compute = backend.info().compute_dtype;
+  ids = static_cast<std::size_t>(chunk) * sizeof(TokenId);
+  x = bytes_of(chunk, w.hidden, DType::f32);
+  normed = bytes_of(chunk, w.hidden, compute);
+  qkv = bytes_of(chunk, w.qkv, DType::f32);
+  attended = bytes_of(chunk, w.query, DType::f32);
+  lse = bytes_of(chunk, config.num_attention_heads, DType::f32);
+  mixed = bytes_of(chunk, w.query, compute);
+  gate_up = bytes_of(chunk, 2 * w.intermediate, DType::f32);
+  product = bytes_of(chunk, w.intermediate, compute);
+  logits = bytes_of(std::min(chunk, kLogitRows), w.vocabulary, DType::f32);
+}
+
 std::uint64_t Decoder::activation_bytes(const ModelConfig& config, const Backend& backend,
                                         std::int64_t chunk) {
-  const Widths w(config);
-  const auto full = static_cast<std::int64_t>(sizeof(float));
-  const auto compute = static_cast<std::int64_t>(size_of(backend.info().compute_dtype));
-  const std::int64_t per_token =
-      full * (w.hidden + w.qkv + w.query + config.num_attention_heads + 2 * w.intermediate) +
-      compute * (w.hidden + w.query + w.intermediate);
-  const auto id = static_cast<std::int64_t>(sizeof(TokenId));
-  return static_cast<std::uint64_t>(chunk * (per_token + id) +
-                                    std::min(chunk, kLogitRows) * w.vocabulary * full);
+  return ActivationBytes(config, backend, chunk).sum();
 }
 
 std::uint64_t Decoder::host_bytes(const ModelConfig& config, const Backend& backend,
                                   std::int64_t chunk) {
   const std::uint64_t ids = static_cast<std::uint64_t>(kLogitRows) * sizeof(TokenId);
   if (backend.info().compute_tier == Tier::host) return ids;
-  return ids + static_cast<std::uint64_t>(std::min(chunk, kLogitRows) * config.vocab_size) *
-                   sizeof(float);
+  return ids + ActivationBytes(config, backend, chunk).logits;
 }
 
 Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue, std::int64_t chunk)
@@ -58,24 +68,21 @@ Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue, 
       queue_(&queue),
       inverse_frequencies_(inverse_frequencies(config)) {
   Backend& backend = queue.backend();
-  const Widths w(config);
-  const DType compute = backend.info().compute_dtype;
-  const auto allocate = [&](std::int64_t rows, std::int64_t columns, DType dtype) {
-    return backend.allocate(backend.info().compute_tier,
-                            static_cast<std::size_t>(rows * columns) * size_of(dtype));
+  const ActivationBytes bytes(config, backend, chunk);
+  const auto allocate = [&](std::size_t count) {
+    return backend.allocate(backend.info().compute_tier, count);
   };
-  a_.ids = backend.allocate(backend.info().compute_tier,
-                            static_cast<std::size_t>(chunk) * sizeof(TokenId));
   staged_ids_ = backend.allocate(Tier::host, kLogitRows * sizeof(TokenId));
-  a_.x = allocate(chunk, w.hidden, DType::f32);
-  a_.normed = allocate(chunk, w.hidden, compute);
-  a_.qkv = allocate(chunk, w.qkv, DType::f32);
-  a_.attended = allocate(chunk, w.query, DType::f32);
-  a_.lse = allocate(chunk, config.num_attention_heads, DType::f32);
-  a_.mixed = allocate(chunk, w.query, compute);
-  a_.gate_up = allocate(chunk, 2 * w.intermediate, DType::f32);
-  a_.product = allocate(chunk, w.intermediate, compute);
-  a_.logits = allocate(std::min(chunk, kLogitRows), w.vocabulary, DType::f32);
+  a_.ids = allocate(bytes.ids);
+  a_.x = allocate(bytes.x);
+  a_.normed = allocate(bytes.normed);
+  a_.qkv = allocate(bytes.qkv);
+  a_.attended = allocate(bytes.attended);
+  a_.lse = allocate(bytes.lse);
+  a_.mixed = allocate(bytes.mixed);
+  a_.gate_up = allocate(bytes.gate_up);
+  a_.product = allocate(bytes.product);
+  a_.logits = allocate(bytes.logits);
   if (backend.info().compute_tier != Tier::host) {
     host_logits_ = backend.allocate(Tier::host, a_.logits.bytes());
   }
@@ -200,12 +207,11 @@ std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t toke
   return static_cast<std::uint64_t>(tokens * config.hidden_size) * sizeof(float);
 }
 
-bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session,
+bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const Buffer& stream,
                      const std::function<bool(double)>& progress) {
   const auto total = static_cast<std::int64_t>(tokens.size());
   const std::int64_t hidden = config_.hidden_size;
-  const Buffer stream = queue_->backend().allocate(queue_->backend().info().compute_tier,
-                                                   prompt_bytes(config_, total));
+  check(stream.bytes() >= prompt_bytes(config_, total), "a prompt that has no room");
   const auto for_pieces = [&](const auto& body) {
     for (std::int64_t first = 0; first < total; first += session.plan().chunk) {
       const std::int64_t count = std::min(session.plan().chunk, total - first);

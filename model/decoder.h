@@ -27,10 +27,10 @@ class Decoder {
   void decode(std::span<const TokenId> tokens, KvBatch& batch);
 
   // The same for a whole prompt under a policy whose prefill is sparse: layer by layer, for every
-  // layer looks at all tokens before it attends. Holds the residual stream of the whole prompt.
-  // `progress` is called after every layer and ends the run by returning false; then false is
-  // returned and the session cannot go on.
-  bool prompt(std::span<const TokenId> tokens, KvSession& session,
+  // layer looks at all tokens before it attends. `stream`: prompt_bytes() of memory where
+  // activations are, for the residual stream of the whole prompt. `progress` is called after every
+  // layer and ends the run by returning false; then false is returned and the session cannot go on.
+  bool prompt(std::span<const TokenId> tokens, KvSession& session, const Buffer& stream,
               const std::function<bool(double share)>& progress);
 
   static std::uint64_t prompt_bytes(const ModelConfig& config, std::int64_t tokens);
@@ -52,6 +52,16 @@ class Decoder {
                                   std::int64_t chunk);
 
  private:
+  // Bytes of the buffers below.
+  struct ActivationBytes {
+    ActivationBytes(const ModelConfig& config, const Backend& backend, std::int64_t chunk);
+
+    std::size_t ids, x, normed, qkv, attended, lse, mixed, gate_up, product, logits;
+
+    std::uint64_t sum() const {
+      return ids + x + normed + qkv + attended + lse + mixed + gate_up + product + logits;
+    }
+  };
   // The buffers of one step; a row per token.
   struct Activations {
     Buffer ids;       // [chunk] token ids

@@ -85,6 +85,11 @@ Engine::Impl& Engine::impl() const {
 }
 
 Engine Engine::open(const EngineConfig& config) {
+  return Impl::open(config,
+                    [&](DType weights) { return make_backend(backend_options(config, weights)); });
+}
+
+Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   validate(config);
   Checkpoint checkpoint = Checkpoint::open(config.model);
   check_tensors(checkpoint);
@@ -92,7 +97,7 @@ Engine Engine::open(const EngineConfig& config) {
   std::optional<Tokenizer> tokenizer;
   const std::filesystem::path path = config.model / "tokenizer.json";
   if (file_exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
-  auto backend = make_backend(backend_options(config, info.weight_dtype));
+  std::unique_ptr<Backend> backend = make(info.weight_dtype);
   require_supported(backend->info(), info.kv);
   std::unique_ptr<Queue> queue = backend->make_queue();
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
@@ -141,77 +146,82 @@ Policy Engine::policy(std::string_view text) const {
   return change_policy(*own, text.substr(name.size()), scorers);
 }
 
-Plan Engine::plan(const SessionOptions& options) const {
-  const std::lock_guard lock(impl().mutex);
-  validate(options, impl().most_at_once());
-  const ModelConfig& config = impl().checkpoint.config();
-  const BackendInfo& backend = impl().backend->info();
+// All but the KV cache.
+Plan Engine::Impl::model_plan(const SessionOptions& options) const {
+  const ModelConfig& model = checkpoint.config();
+  const WeightSizes weights = weight_sizes(checkpoint, *backend);
   Plan plan;
-  const WeightSizes weights = weight_sizes(impl().checkpoint, *impl().backend);
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
-  plan.activation_bytes = Decoder::activation_bytes(config, *impl().backend, impl().config.chunk);
+  plan.activation_bytes = Decoder::activation_bytes(model, *backend, config.chunk);
   const bool sparse_prefill =
       std::any_of(options.policies.begin(), options.policies.end(),
                   [](const Policy& policy) { return policy.prefill.tau > 0.0; });
-  if (sparse_prefill) plan.activation_bytes += Decoder::prompt_bytes(config, options.context);
+  if (sparse_prefill) plan.prompt_bytes = Decoder::prompt_bytes(model, options.context);
   plan.program_bytes = program_bytes();
-  plan.on_device = backend.compute_tier == Tier::device;
-  plan.backend_bytes = impl().backend_bytes;
-  plan.staging_bytes =
-      impl().staging_bytes + Decoder::host_bytes(config, *impl().backend, impl().config.chunk);
+  plan.on_device = backend->info().compute_tier == Tier::device;
+  plan.backend_bytes = backend_bytes;
+  plan.staging_bytes = staging_bytes + Decoder::host_bytes(model, *backend, config.chunk);
+  return plan;
+}
 
+std::optional<Engine::Impl::DeviceCap> Engine::Impl::device_cap(const Plan& plan) const {
+  if (!plan.on_device && !config.device_memory) return std::nullopt;
+  const MemoryAccount& account = backend->account(Tier::device);
+  // The device tier of a CPU holds sessions alone. A GPU will hold the model, too, if it does not.
+  const bool is_there = !plan.on_device || decoder;
+  const std::uint64_t shared = is_there ? account.used() : plan.model_bytes() + plan.backend_bytes;
+  return DeviceCap{account.cap(), shared + plan.session_device_bytes()};
+}
+
+KvRequest Engine::Impl::kv_request(const SessionOptions& options,
+                                   const std::optional<DeviceCap>& cap) const {
+  const BackendInfo& on = backend->info();
   KvRequest request;
-  request.shape = impl().info.kv;
+  request.shape = info.kv;
   request.context = options.context;
-  request.chunk = impl().config.chunk;
+  request.chunk = config.chunk;
   request.sequences = options.sequences;
   request.tokens = options.tokens;
   request.decode_batch = options.decode_batch;
   request.reports_positions = options.reports_positions;
   request.policies = options.policies;
-  request.scorers = &impl().config.scorers;
-  request.processor = backend.processor;
-  request.device_cap = kv_cap(plan);
-  if (options.device_memory) {
-    request.device_cap = std::min(request.device_cap.value_or(UINT64_MAX), *options.device_memory);
+  request.scorers = &config.scorers;
+  request.processor = on.processor;
+  request.attends_host_rows = on.attends_host_rows;
+  request.logits = on.logits;
+  if (cap) {
+    request.device_cap = cap->bytes;
+    request.beside = cap->beside;
   }
-  request.attends_host_rows = backend.attends_host_rows;
-  request.logits = backend.logits;
-  request.beside = plan.on_device ? plan.model_bytes() + plan.backend_bytes : 0;
-  plan.kv = plan_kv(request);
-  const std::uint64_t taken = impl().promised_host_bytes;
-  require_host_memory(plan, impl().config.host_memory, taken);
-  if (options.host_memory && plan.kv.host_bytes > *options.host_memory) {
-    throw Error(ErrorCode::memory, "the session's rows take " + format_bytes(plan.kv.host_bytes) +
-                                       " of host memory, more than its cap of " +
-                                       format_bytes(*options.host_memory));
-  }
-  if (const auto left = kv_cap(plan)) plan.device_left = *left - plan.kv.device_bytes;
-  if (impl().config.host_memory) {
-    plan.host_left = *impl().config.host_memory - plan.host_bytes() - taken;
-  }
-  return plan;
+  return request;
 }
 
-std::optional<std::uint64_t> Engine::kv_cap(const Plan& plan) const {
-  if (!plan.on_device) {
-    if (!impl().config.device_memory) return std::nullopt;
-    // Other sessions hold their part already.
-    const std::uint64_t used = impl().backend->account(Tier::device).used();
-    return *impl().config.device_memory - std::min(used, *impl().config.device_memory);
+Plan Engine::plan(const SessionOptions& options) const {
+  const std::lock_guard lock(impl().mutex);
+  validate(options, impl().most_at_once());
+  Plan plan = impl().model_plan(options);
+  const std::optional<Impl::DeviceCap> cap = impl().device_cap(plan);
+  std::optional<Impl::DeviceCap> tightest = cap;
+  if (options.device_memory) {
+    const Impl::DeviceCap own = {*options.device_memory, plan.session_device_bytes()};
+    if (!cap || own.left() < cap->left()) tightest = own;
   }
-  const std::uint64_t cap = impl().backend->account(Tier::device).cap();
-  const std::uint64_t model = plan.model_bytes() + plan.backend_bytes;
-  // Other sessions hold their part already.
-  const std::uint64_t taken = impl().decoder ? impl().backend->account(Tier::device).used() : model;
-  if (taken < cap) return cap - taken;
-  throw Error(ErrorCode::memory,
-              "the device's memory is too small: of " + format_bytes(cap) + " the weights take " +
-                  format_bytes(plan.weight_bytes) + ", activations " +
-                  format_bytes(plan.activation_bytes) + " and the backend " +
-                  format_bytes(plan.backend_bytes) +
-                  "; raise `device_memory`, lower `chunk` or choose a smaller model");
+  plan.kv = plan_kv(impl().kv_request(options, tightest));
+  const std::uint64_t promised = impl().promised_host_bytes;
+  require_host_memory(plan, impl().config.host_memory, promised,
+                      impl().backend->account(Tier::host).used());
+  if (options.host_memory && plan.session_host_bytes() > *options.host_memory) {
+    throw Error(ErrorCode::memory, "the session takes " + format_bytes(plan.session_host_bytes()) +
+                                       " of host memory, more than its cap of " +
+                                       format_bytes(*options.host_memory) + "; give at least " +
+                                       std::to_string(plan.session_host_bytes()) + "B");
+  }
+  if (cap) plan.device_left = cap->left() - plan.kv.device_bytes;
+  if (impl().config.host_memory) {
+    plan.host_left = *impl().config.host_memory - plan.host_bytes() - promised;
+  }
+  return plan;
 }
 
 void Engine::load_weights(const std::function<void(double)>& progress) {
@@ -228,12 +238,12 @@ Session Engine::new_session(const SessionOptions& options) {
   const Plan plan = this->plan(options);
   load_weights();
   const Turn turn(impl());
-  auto promise = std::make_shared<HostPromise>(impl(), plan.kv.host_bytes);
+  auto grant = std::make_shared<SessionGrant>(impl(), plan);
   return Session(std::make_unique<Session::Impl>(
       impl_,
       KvSession(
           std::make_shared<KvPool>(impl().queue, plan.kv, options.policies, impl().config.scorers)),
-      std::move(promise)));
+      std::move(grant)));
 }
 
 Session Engine::new_session(std::int64_t context) {

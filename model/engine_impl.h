@@ -1,6 +1,8 @@
 // What Engine and Session share: see sluice/engine.h.
 #pragma once
 
+#include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,6 +14,7 @@
 #include "model/decoder.h"
 #include "model/turns.h"
 #include "offload/kv_session.h"
+#include "offload/planner.h"
 #include "sluice/engine.h"
 
 namespace sluice {
@@ -27,11 +30,30 @@ struct Engine::Impl {
   std::uint64_t backend_bytes = 0;
   std::uint64_t staging_bytes = 0;
   std::optional<Decoder> decoder{};       // from load_weights on
-  std::uint64_t promised_host_bytes = 0;  // to sessions' rows, which take them as they grow
+  std::uint64_t promised_host_bytes = 0;  // to sessions, whose rows take them as they grow
   // Activations and the backend's streams serve one call at a time.
   FairMutex mutex{};
   bool is_busy = false;
   int sessions = 0;
+
+  // Engine::open() with a backend of the caller's choice, for weights of a dtype.
+  using MakeBackend = std::function<std::unique_ptr<Backend>(DType weights)>;
+  static Engine open(const EngineConfig& config, const MakeBackend& make);
+
+  // A cap on device memory, and what it has to hold besides a new session's KV cache: its prompt,
+  // other sessions and, on a GPU, what all share, be it there already or not.
+  struct DeviceCap {
+    std::uint64_t bytes = 0;
+    std::uint64_t beside = 0;
+
+    std::uint64_t left() const { return bytes - std::min(bytes, beside); }
+  };
+
+  // The parts of Engine::plan(). The engine's cap, none if there is none, is that of a model's
+  // plan.
+  Plan model_plan(const SessionOptions& options) const;
+  std::optional<DeviceCap> device_cap(const Plan& plan) const;
+  KvRequest kv_request(const SessionOptions& options, const std::optional<DeviceCap>& cap) const;
 
   // Steps of several sessions have no more.
   std::int64_t most_at_once() const {
@@ -61,17 +83,26 @@ class Turn {
   std::vector<Session::Impl*> sessions_;
 };
 
-// Host memory that a plan was granted, until the last session that has a part of it ends.
-class HostPromise {
+// What a plan was granted besides its pool, until the last session that has a part of it ends: the
+// promise of host memory for its rows, and room for a prompt.
+class SessionGrant {
  public:
-  HostPromise(Engine::Impl& engine, std::uint64_t bytes) : engine_(&engine), bytes_(bytes) {
-    engine.promised_host_bytes += bytes;
+  // Throws Error{memory} if there is no room.
+  SessionGrant(Engine::Impl& engine, const Plan& plan)
+      : prompt_(engine.backend->allocate(engine.backend->info().compute_tier, plan.prompt_bytes)),
+        engine_(&engine),
+        bytes_(plan.session_host_bytes()) {
+    engine.promised_host_bytes += bytes_;
   }
-  HostPromise(const HostPromise&) = delete;
-  HostPromise& operator=(const HostPromise&) = delete;
-  ~HostPromise() { engine_->promised_host_bytes -= bytes_; }
+  SessionGrant(const SessionGrant&) = delete;
+  SessionGrant& operator=(const SessionGrant&) = delete;
+  ~SessionGrant() { engine_->promised_host_bytes -= bytes_; }
+
+  // See Decoder::prompt(). Taken when the session begins: what others find free later is theirs.
+  const Buffer& prompt() const { return prompt_; }
 
  private:
+  Buffer prompt_;
   Engine::Impl* engine_;
   std::uint64_t bytes_;
 };
@@ -79,13 +110,13 @@ class HostPromise {
 struct Session::Impl {
   std::shared_ptr<Engine::Impl> engine;
   KvSession kv;
-  std::shared_ptr<HostPromise> promise;  // of the memory that it shares with forks and siblings
-  std::vector<TokenId> uncorrected{};    // decoded sparsely since the last correction
-  std::vector<float> logits{};           // after the last token
-  bool in_call = false;                  // which has not returned yet
+  std::shared_ptr<SessionGrant> grant;  // that it shares with forks and siblings
+  std::vector<TokenId> uncorrected{};   // decoded sparsely since the last correction
+  std::vector<float> logits{};          // after the last token
+  bool in_call = false;                 // which has not returned yet
 
   Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
-       std::shared_ptr<HostPromise> promised);
+       std::shared_ptr<SessionGrant> granted);
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
   ~Impl();

@@ -62,22 +62,24 @@ std::string device_lines(const KvPlan& kv) {
 std::uint64_t program_bytes() { return resident_now() + kFirstUseBytes; }
 
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
-                         std::uint64_t taken) {
-  if (host_cap && plan.host_bytes() + taken > *host_cap) {
+                         std::uint64_t promised, std::uint64_t used) {
+  const std::uint64_t all = plan.host_bytes() + promised;
+  if (host_cap && all > *host_cap) {
     throw Error(
         ErrorCode::memory,
         "`host_memory` " + format_bytes(*host_cap) + " is too small: " +
             (plan.on_device ? ""
                             : "weights take " + format_bytes(plan.weight_bytes) + ", activations " +
                                   format_bytes(plan.activation_bytes) + " and ") +
-            "the rows of " + std::to_string(plan.kv.context) + " tokens " +
-            format_bytes(plan.kv.host_bytes) + "; give at least " +
-            std::to_string(plan.host_bytes() + taken) + "B or shorten the context");
+            "what " + std::to_string(plan.kv.context) + " tokens need " +
+            format_bytes(plan.session_host_bytes()) + "; give at least " + std::to_string(all) +
+            "B or shorten the context");
   }
-  const std::uint64_t needed = plan.host_bytes() + (plan.on_device ? 0 : plan.kv.device_bytes);
+  const std::uint64_t needed =
+      all - std::min(all, used) + (plan.on_device ? 0 : plan.kv.device_bytes);
   const std::uint64_t available = available_now();
   if (needed > available) {
-    throw Error(ErrorCode::memory, "the plan needs " + format_bytes(needed) +
+    throw Error(ErrorCode::memory, "the plan needs another " + format_bytes(needed) +
                                        " but this machine has " + format_bytes(available) +
                                        " of memory free; shorten the context");
   }
@@ -85,7 +87,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
 
 std::uint64_t Plan::process_bytes() const {
   if (on_device) return program_bytes + staging_bytes + std::max(loading_bytes, kv.host_bytes);
-  const std::uint64_t running = activation_bytes + kv.host_bytes + kv.device_bytes;
+  const std::uint64_t running = activation_bytes + prompt_bytes + kv.host_bytes + kv.device_bytes;
   return program_bytes + weight_bytes + std::max(loading_bytes, running);
 }
 
@@ -109,6 +111,10 @@ std::string Plan::to_table() const {
   const std::string where = on_device ? "device: " : "host: ";
   table += line((where + "weights").c_str(), weight_bytes, "");
   table += line((where + "activations").c_str(), activation_bytes, "");
+  if (prompt_bytes > 0) {
+    table +=
+        line((where + "prompt").c_str(), prompt_bytes, "between the layers of a sparse prefill");
+  }
   if (on_device) {
     table += line("device: backend", backend_bytes, "scratch of its kernels");
     table += line("device, in all", device_bytes(), "");
@@ -135,6 +141,7 @@ std::string Plan::to_json() const {
                                {"host_rows_bytes", kv.host_bytes},
                                {"weight_bytes", weight_bytes},
                                {"activation_bytes", activation_bytes},
+                               {"prompt_bytes", prompt_bytes},
                                {"loading_bytes", loading_bytes},
                                {"program_bytes", program_bytes},
                                {"backend_bytes", backend_bytes},

@@ -12,9 +12,9 @@ namespace sluice {
 // when they are first used.
 std::uint64_t program_bytes();
 
-// Throws Error{memory} if the plan needs more than `host_cap`, of which others have taken `taken`,
-// or more than the machine has free.
+// Throws Error{memory} if the plan needs more than `host_cap`, of which others were promised
+// `promised`, or more than the machine has free besides the `used` bytes of all that are there.
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
-                         std::uint64_t taken);
+                         std::uint64_t promised, std::uint64_t used);
 
 }  // namespace sluice

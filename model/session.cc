@@ -66,8 +66,8 @@ void Turn::pause() {
 }
 
 Session::Impl::Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
-                    std::shared_ptr<HostPromise> promised)
-    : engine(std::move(owner)), kv(std::move(session)), promise(std::move(promised)) {
+                    std::shared_ptr<SessionGrant> granted)
+    : engine(std::move(owner)), kv(std::move(session)), grant(std::move(granted)) {
   const std::lock_guard lock(engine->mutex);
   ++engine->sessions;
 }
@@ -83,7 +83,7 @@ Session::Impl::~Impl() {
   check(!in_call, "a session destroyed by a callback of its own call");
   --engine->sessions;
   const KvSession ended = std::move(kv);
-  promise.reset();
+  grant.reset();
 }
 
 void Session::Impl::require(std::span<const TokenId> tokens) const {
@@ -148,7 +148,7 @@ std::int64_t Session::Impl::decode_room() const {
 std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> tokens,
                                                      const Progress& progress) {
   const auto total = static_cast<std::int64_t>(tokens.size());
-  const bool whole = engine->decoder->prompt(tokens, kv, [&](double share) {
+  const bool whole = engine->decoder->prompt(tokens, kv, grant->prompt(), [&](double share) {
     return !progress ||
            progress(static_cast<std::int64_t>(share * static_cast<double>(total)), total);
   });
@@ -203,7 +203,7 @@ Session::Impl& Session::impl() const {
 
 Session Session::fork() {
   const Turn turn(*impl().engine, impl());
-  auto child = std::make_unique<Impl>(impl().engine, impl().kv.fork(), impl().promise);
+  auto child = std::make_unique<Impl>(impl().engine, impl().kv.fork(), impl().grant);
   child->uncorrected = impl().uncorrected;
   child->logits = impl().logits;
   return Session(std::move(child));
@@ -211,8 +211,7 @@ Session Session::fork() {
 
 Session Session::sibling() {
   const Turn turn(*impl().engine, impl());
-  return Session(
-      std::make_unique<Impl>(impl().engine, KvSession(impl().kv.pool()), impl().promise));
+  return Session(std::make_unique<Impl>(impl().engine, KvSession(impl().kv.pool()), impl().grant));
 }
 
 std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {

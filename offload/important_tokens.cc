@@ -44,46 +44,45 @@ std::int64_t count_for(const std::vector<float>& sums, double tau) {
 
 }  // namespace
 
+ImportantTokenBytes::ImportantTokenBytes(const KvShape& shape, std::int64_t context,
+                                         std::int64_t sequences)
+    : probe_queries(bytes_of(kProbes * shape.query_heads * shape.head_dim, sizeof(float))),
+      positions(bytes_of(shape.kv_heads * context, sizeof(std::int32_t))),
+      queries(bytes_of(kBlock * shape.query_heads * shape.head_dim, sizeof(float))),
+      out(queries),
+      lse(bytes_of(kBlock * shape.query_heads, sizeof(float))),
+      arena(bytes_of(shape.kv_heads * kArenaRows, shape.row_bytes())),
+      zeros(bytes_of(std::int64_t{shape.query_heads} * shape.head_dim, sizeof(float))),
+      masks(bytes_of(shape.layers * sequences * context, 1)),
+      sums(bytes_of(context, sizeof(float))) {}
+
+std::uint64_t ImportantTokenBytes::work() const {
+  return probe_queries + positions + queries + out + lse + arena + zeros + masks;
+}
+
 ImportantTokens::ImportantTokens(Queue& queue, const KvShape& shape, std::int64_t context,
                                  std::int64_t sequences, Tier tier)
     : queue_(&queue), shape_(shape), context_(context), sequences_(sequences) {
-  const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
-  const auto allocate = [&](Tier where, std::int64_t count, std::size_t size) {
-    return queue.backend().allocate(where, bytes_of(count, size));
-  };
-  probe_queries_ = allocate(tier, kProbes * width, sizeof(float));
-  sums_ = allocate(Tier::host, context, sizeof(float));
-  positions_ = allocate(tier, shape.kv_heads * context, sizeof(std::int32_t));
-  queries_ = allocate(tier, kBlock * width, sizeof(float));
-  out_ = allocate(tier, kBlock * width, sizeof(float));
-  lse_ = allocate(tier, kBlock * shape.query_heads, sizeof(float));
-  arena_ = allocate(tier, shape.kv_heads * kArenaRows, shape.row_bytes());
-  zeros_ = allocate(tier, width, sizeof(float));
-  masks_ = allocate(tier, shape.layers * sequences * context, 1);
-  eligible_.assign(masks_.bytes(), 1);
-}
-
-std::uint64_t ImportantTokens::host_bytes(const KvShape& shape, std::int64_t context,
-                                          std::int64_t sequences) {
-  return bytes_of(context, sizeof(float)) + bytes_of(shape.layers * sequences * context, 1);
-}
-
-std::uint64_t ImportantTokens::work_bytes(const KvShape& shape, std::int64_t context,
-                                          std::int64_t sequences) {
-  const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
-  return bytes_of((kProbes + 2 * kBlock + 1) * width + kBlock * shape.query_heads, sizeof(float)) +
-         bytes_of(shape.kv_heads * context, sizeof(std::int32_t)) +
-         bytes_of(shape.kv_heads * kArenaRows, shape.row_bytes()) +
-         bytes_of(shape.layers * sequences * context, 1);
+  Backend& backend = queue.backend();
+  const ImportantTokenBytes bytes(shape, context, sequences);
+  probe_queries_ = backend.allocate(tier, bytes.probe_queries);
+  positions_ = backend.allocate(tier, bytes.positions);
+  queries_ = backend.allocate(tier, bytes.queries);
+  out_ = backend.allocate(tier, bytes.out);
+  lse_ = backend.allocate(tier, bytes.lse);
+  arena_ = backend.allocate(tier, bytes.arena);
+  zeros_ = backend.allocate(tier, bytes.zeros);
+  masks_ = backend.allocate(tier, bytes.masks);
+  sums_ = backend.allocate(Tier::host, bytes.sums);
+  eligible_ = backend.allocate(Tier::host, bytes.masks);
+  std::fill_n(eligible(0, 0), bytes.masks, std::uint8_t{1});
 }
 
 void ImportantTokens::publish(int layer, std::int32_t sequence, std::int64_t first,
                               std::int64_t end) {
   if (first == end) return;
   const std::size_t offset = mask_offset(layer, sequence) + bytes_of(first, 1);
-  const CopyOp op = {masks_.data() + offset,
-                     reinterpret_cast<const std::byte*>(eligible_.data()) + offset,
-                     bytes_of(end - first, 1)};
+  const CopyOp op = {masks_.data() + offset, eligible_.data() + offset, bytes_of(end - first, 1)};
   queue_->copy({&op, 1});
 }
 
@@ -97,7 +96,8 @@ void ImportantTokens::rewind(std::int32_t sequence, std::int64_t length) {
     std::fill(own + length, own + context_, std::uint8_t{1});
     publish(layer, sequence, length, context_);
   }
-  evicted_ = std::find(eligible_.begin(), eligible_.end(), std::uint8_t{0}) != eligible_.end();
+  const std::uint8_t* const all = eligible(0, 0);
+  evicted_ = std::find(all, all + eligible_.bytes(), std::uint8_t{0}) != all + eligible_.bytes();
 }
 
 void ImportantTokens::copy(std::int32_t from, std::int32_t to) {

@@ -16,16 +16,30 @@ namespace sluice {
 
 class KvPool;
 
+// What ImportantTokens allocates for prompts of up to `context` tokens.
+struct ImportantTokenBytes {
+  ImportantTokenBytes(const KvShape& shape, std::int64_t context, std::int64_t sequences);
+
+  std::size_t probe_queries;
+  std::size_t positions;
+  std::size_t queries;
+  std::size_t out;
+  std::size_t lse;
+  std::size_t arena;
+  std::size_t zeros;
+  std::size_t masks;
+  std::size_t sums;  // host memory
+
+  // Where attention looks, and in host memory, which has a copy of the masks.
+  std::uint64_t work() const;
+  std::uint64_t host() const { return sums + masks; }
+};
+
 class ImportantTokens {
  public:
   // Work space for prompts of up to `context` tokens, in `tier`.
   ImportantTokens(Queue& queue, const KvShape& shape, std::int64_t context, std::int64_t sequences,
                   Tier tier);
-
-  static std::uint64_t work_bytes(const KvShape& shape, std::int64_t context,
-                                  std::int64_t sequences);
-  static std::uint64_t host_bytes(const KvShape& shape, std::int64_t context,
-                                  std::int64_t sequences);
 
   // A prompt of a sequence after `prompt.first` earlier tokens. Probes are its 64 newest tokens and
   // 64 others, the same ones in every layer and run.
@@ -60,7 +74,7 @@ class ImportantTokens {
     return static_cast<std::size_t>((layer * sequences_ + sequence) * context_);
   }
   std::uint8_t* eligible(int layer, std::int32_t sequence) {
-    return &eligible_[mask_offset(layer, sequence)];
+    return reinterpret_cast<std::uint8_t*>(eligible_.data()) + mask_offset(layer, sequence);
   }
   // Brings [first, end) of a sequence's mask to where attention looks.
   void publish(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
@@ -91,16 +105,16 @@ class ImportantTokens {
   std::vector<std::uint8_t> important_;  // [prompt.tokens]
   std::vector<CopyOp> out_ops_;          // of the block being attended
   bool evicted_ = false;
-  Buffer probe_queries_;                // [probes, query_heads, head_dim]
-  Buffer sums_;                         // reported [context]
-  Buffer positions_;                    // [kv_heads, context]
-  Buffer queries_;                      // [kBlock, query_heads, head_dim]
-  Buffer out_;                          // likewise
-  Buffer lse_;                          // [kBlock, query_heads]
-  Buffer arena_;                        // [kv_heads, kArenaRows, row_bytes]
-  Buffer zeros_;                        // [query_heads, head_dim]
-  std::vector<std::uint8_t> eligible_;  // [layers, sequences, context]
-  Buffer masks_;                        // a copy of it in `tier`
+  Buffer probe_queries_;  // [probes, query_heads, head_dim]
+  Buffer sums_;           // reported [context]
+  Buffer positions_;      // [kv_heads, context]
+  Buffer queries_;        // [kBlock, query_heads, head_dim]
+  Buffer out_;            // likewise
+  Buffer lse_;            // [kBlock, query_heads]
+  Buffer arena_;          // [kv_heads, kArenaRows, row_bytes]
+  Buffer zeros_;          // [query_heads, head_dim]
+  Buffer eligible_;       // host memory, [layers, sequences, context]
+  Buffer masks_;          // a copy of it in `tier`
 };
 
 }  // namespace sluice

@@ -20,6 +20,10 @@ std::int64_t aligned(std::int64_t logits) {
   return (logits + kUnit - 1) / kUnit * kUnit;
 }
 
+std::size_t count_of(std::int64_t a, std::int64_t b = 1, std::int64_t c = 1) {
+  return static_cast<std::size_t>(a * b * c);
+}
+
 // Candidates are scored again by tiles, where it was not rows that proposed them.
 IndexNeeds needs_of(const Policy& p, const KvShape& shape, const Scorers& scorers) {
   const Scorer& scorer = scorers.at(p.select);
@@ -58,35 +62,45 @@ std::int64_t IndexLayout::slot(int layer, std::int64_t token) const {
   return slots >= batch ? token : token % wave;
 }
 
-std::uint64_t IndexLayout::position_bytes() const {
-  return static_cast<std::uint64_t>(shape.kv_heads) * static_cast<std::uint64_t>(slots * selected) *
-         sizeof(std::int32_t);
+std::uint64_t LayerIndexBytes::sum() const {
+  std::uint64_t total = codes + scales + bounds + values + sums;
+  for (const Own& part : own) total += part.pages + part.sequences;
+  return total;
+}
+
+std::uint64_t SelectionBytes::sum() const {
+  return logits + digest + candidate_logits + lse + positions + candidates + token_sums + arena +
+         report + bad;
+}
+
+LayerIndexBytes IndexLayout::layer_bytes(std::size_t layer) const {
+  const LayerIndex& wanted = layers[layer];
+  const std::size_t pages = count_of(tiles, kTilePages, shape.kv_heads);
+  LayerIndexBytes bytes;
+  if (wanted.bits > 0) {
+    KeyTiles of_keys;
+    of_keys.bits = wanted.bits;
+    of_keys.slots = tiles;
+    bytes.codes = of_keys.codes_bytes(shape.kv_heads, shape.head_dim);
+    bytes.scales = pages * count_of(shape.head_dim, 2) * sizeof(std::uint16_t);
+  }
+  if (wanted.bounds) bytes.bounds = pages * PageBounds().page_bytes(shape.head_dim);
+  if (wanted.value_bits > 0) {
+    const ValueTiles of_values{wanted.value_bits, nullptr, tiles};
+    bytes.values = of_values.bytes(shape.kv_heads, shape.head_dim);
+  }
+  if (wanted.sums) {
+    bytes.sums = count_of(sequences, shape.kv_heads, shape.head_dim) * sizeof(float);
+  }
+  for (const OwnIndex& own : wanted.own) {
+    bytes.own.push_back({pages * own.page_bytes, count_of(sequences) * own.sequence_bytes});
+  }
+  return bytes;
 }
 
 std::uint64_t IndexLayout::index_bytes() const {
-  const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
-  const auto pages = static_cast<std::uint64_t>(tiles * kTilePages) * heads;
-  const auto channels = static_cast<std::uint64_t>(shape.head_dim);
   std::uint64_t total = 0;
-  for (const LayerIndex& layer : layers) {
-    if (layer.bits > 0) {
-      KeyTiles of_tiles;
-      of_tiles.bits = layer.bits;
-      of_tiles.slots = tiles;
-      total += of_tiles.codes_bytes(shape.kv_heads, shape.head_dim) +
-               pages * channels * 2 * sizeof(std::uint16_t);
-    }
-    if (layer.bounds) total += pages * PageBounds().page_bytes(shape.head_dim);
-    if (layer.value_bits > 0) {
-      total += ValueTiles{layer.value_bits, nullptr, tiles}.bytes(shape.kv_heads, shape.head_dim);
-    }
-    if (layer.sums) {
-      total += static_cast<std::uint64_t>(sequences) * heads * channels * sizeof(float);
-    }
-    for (const OwnIndex& own : layer.own) {
-      total += pages * own.page_bytes + static_cast<std::uint64_t>(sequences) * own.sequence_bytes;
-    }
-  }
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) total += layer_bytes(layer).sum();
   return total;
 }
 
@@ -99,52 +113,56 @@ bool IndexLayout::keeps_values() const {
                      [](const LayerIndex& l) { return l.value_bits > 0; });
 }
 
-std::size_t IndexLayout::digest_bytes() const {
-  return digested ? LogitDigest::bytes_of(wave * shape.query_heads, logit_stride()) : 0;
+SelectionBytes IndexLayout::selection_bytes() const {
+  SelectionBytes bytes;
+  if (!selects()) return bytes;
+  const std::size_t queries = count_of(wave, shape.query_heads);
+  const std::size_t logit = size_of(logits.dtype);
+  bytes.logits = queries * count_of(logit_stride()) * logit;
+  if (digested) bytes.digest = LogitDigest::bytes_of(wave * shape.query_heads, logit_stride());
+  bytes.candidate_logits = queries * count_of(candidate_stride()) * logit;
+  bytes.lse = queries * sizeof(float);
+  bytes.positions = count_of(slots, shape.kv_heads, selected) * sizeof(std::int32_t);
+  bytes.candidates = count_of(wave, shape.kv_heads, candidates) * sizeof(std::int32_t);
+  if (sums_values()) {
+    bytes.token_sums = count_of(batch, shape.kv_heads, shape.head_dim) * sizeof(float);
+  }
+  bytes.arena = count_of(shape.kv_heads, arena_rows) * shape.row_bytes();
+  bytes.report = report_bytes();
+  bytes.bad = bad_bytes();
+  return bytes;
 }
 
-std::uint64_t IndexLayout::work_bytes() const {
-  if (!selects()) return 0;
-  const auto queries = static_cast<std::uint64_t>(shape.query_heads * wave);
-  const auto heads = static_cast<std::uint64_t>(shape.kv_heads);
-  const auto at_once = static_cast<std::uint64_t>(wave);
-  const std::uint64_t sums = sums_values()
-                                 ? heads * static_cast<std::uint64_t>(batch) *
-                                       static_cast<std::uint64_t>(shape.head_dim) * sizeof(float)
-                                 : 0;
-  return queries * static_cast<std::uint64_t>(logit_stride() + candidate_stride()) *
-             size_of(logits.dtype) +
-         digest_bytes() + queries * sizeof(float) + sums + position_bytes() +
-         heads * at_once * static_cast<std::uint64_t>(candidates) * sizeof(std::int32_t) +
-         heads * static_cast<std::uint64_t>(arena_rows) * shape.row_bytes() + report_bytes() +
-         bad_bytes();
+std::size_t IndexLayout::report_bytes() const {
+  const std::size_t heads = count_of(shape.kv_heads) * sizeof(HeadSelection);
+  const std::size_t queries = count_of(shape.query_heads) * sizeof(float);
+  const std::size_t pages_read = count_of(shape.kv_heads) * sizeof(std::int32_t);
+  const std::size_t reads = keeps_values() ? 2 : 1;
+  return count_of(shape.layers, batch) * (2 * (heads + queries) + reads * pages_read);
 }
 
-std::uint64_t IndexLayout::report_bytes() const {
-  const auto heads = static_cast<std::uint64_t>(shape.kv_heads) * sizeof(HeadSelection);
-  const auto queries = static_cast<std::uint64_t>(shape.query_heads) * sizeof(float);
-  const auto pages_read = static_cast<std::uint64_t>(shape.kv_heads) * sizeof(std::int32_t);
-  const std::uint64_t reads = keeps_values() ? 2 : 1;
-  return static_cast<std::uint64_t>(shape.layers * batch) *
-         (2 * (heads + queries) + reads * pages_read);
-}
-
-std::uint64_t IndexLayout::bad_bytes() const {
-  const std::uint64_t kinds = keeps_values() ? 2 : 1;
-  return kinds * static_cast<std::uint64_t>(shape.layers * sequences) *
-         static_cast<std::uint64_t>(shape.kv_heads) * sizeof(std::int32_t);
+std::size_t IndexLayout::bad_bytes() const {
+  const std::size_t kinds = keeps_values() ? 2 : 1;
+  return kinds * count_of(shape.layers, sequences, shape.kv_heads) * sizeof(std::int32_t);
 }
 
 std::uint64_t IndexLayout::host_bytes() const {
-  if (!selects()) return 0;
-  return report_bytes() + bad_bytes() + (reports_positions ? position_bytes() : 0);
+  const SelectionBytes bytes = selection_bytes();
+  return bytes.report + bytes.bad + (reports_positions ? bytes.positions : 0);
 }
 
+std::size_t IndexLayout::page_table_bytes() const {
+  return count_of(sequences, pages()) * sizeof(PageSlots);
+}
+
+std::size_t IndexLayout::tile_table_bytes() const {
+  return count_of(sequences, sequence_tiles()) * sizeof(std::int32_t);
+}
+
+std::size_t IndexLayout::token_bytes() const { return count_of(batch) * sizeof(BatchToken); }
+
 std::uint64_t IndexLayout::table_bytes() const {
-  const auto of_sequence = static_cast<std::uint64_t>(pages()) * sizeof(PageSlots) +
-                           static_cast<std::uint64_t>(sequence_tiles()) * sizeof(std::int32_t);
-  return static_cast<std::uint64_t>(sequences) * of_sequence +
-         static_cast<std::uint64_t>(batch) * sizeof(BatchToken);
+  return page_table_bytes() + tile_table_bytes() + token_bytes();
 }
 
 std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens) {

@@ -30,6 +30,38 @@ struct LayerIndex {
   std::vector<OwnIndex> own;
 };
 
+// Bytes of a layer's part of the index, for all sequences and KV heads: what KeyIndex allocates.
+struct LayerIndexBytes {
+  std::size_t codes = 0;
+  std::size_t scales = 0;
+  std::size_t bounds = 0;
+  std::size_t values = 0;
+  std::size_t sums = 0;
+  struct Own {
+    std::size_t pages = 0;
+    std::size_t sequences = 0;
+  };
+  std::vector<Own> own;  // of LayerIndex::own
+
+  std::uint64_t sum() const;
+};
+
+// Bytes of the work space: what SparseAttention allocates, and KeyIndex of it `bad`.
+struct SelectionBytes {
+  std::size_t logits = 0;
+  std::size_t digest = 0;            // of the former
+  std::size_t candidate_logits = 0;  // those of candidates that are scored again
+  std::size_t lse = 0;
+  std::size_t positions = 0;  // of all slots
+  std::size_t candidates = 0;
+  std::size_t token_sums = 0;
+  std::size_t arena = 0;
+  std::size_t report = 0;  // of selections
+  std::size_t bad = 0;     // pages, by keys and by values that are NaN or Inf
+
+  std::uint64_t sum() const;
+};
+
 struct IndexLayout {
   KvShape shape;
   std::int64_t context = 0;    // tokens of one sequence
@@ -58,17 +90,22 @@ struct IndexLayout {
   // Logits per query head: one per token, or per candidate and token of the unfinished page.
   std::int64_t logit_stride() const;
   std::int64_t candidate_stride() const;
-  std::size_t digest_bytes() const;  // of the former
-  bool sums_values() const;          // in some layer
-  bool keeps_values() const;         // likewise: in value tiles
+  bool sums_values() const;   // in some layer
+  bool keeps_values() const;  // likewise: in value tiles
 
-  std::uint64_t index_bytes() const;     // tiles, bounds, sums and scorers' own, of all layers
-  std::uint64_t work_bytes() const;      // logits, their digest, positions and the arena
-  std::uint64_t host_bytes() const;      // the host's copy of what the backend reports
-  std::uint64_t report_bytes() const;    // of selections
-  std::uint64_t position_bytes() const;  // of all slots
-  std::uint64_t bad_bytes() const;       // of keys and of values that are NaN or Inf
-  std::uint64_t table_bytes() const;     // of pages and tiles, and of a step's tokens
+  LayerIndexBytes layer_bytes(std::size_t layer) const;
+  std::uint64_t index_bytes() const;       // of all layers
+  SelectionBytes selection_bytes() const;  // none if nothing ever selects
+  std::uint64_t host_bytes() const;        // the host's copy of what the backend reports
+  // Of the tables of pages and tiles, and of a step's tokens.
+  std::size_t page_table_bytes() const;
+  std::size_t tile_table_bytes() const;
+  std::size_t token_bytes() const;
+  std::uint64_t table_bytes() const;  // of all three
+
+ private:
+  std::size_t report_bytes() const;
+  std::size_t bad_bytes() const;
 };
 
 // Blocks for sequences that have `tokens` different ones together.

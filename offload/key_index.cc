@@ -29,32 +29,21 @@ WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t p
 KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier)
     : queue_(&queue), layout_(layout), scorers_(scorers), layers_(layout.layers.size()) {
   Backend& backend = queue.backend();
-  const auto heads = static_cast<std::size_t>(layout.shape.kv_heads);
-  const auto channels = static_cast<std::size_t>(layout.shape.head_dim);
-  const std::size_t pages = static_cast<std::size_t>(layout.tiles * kTilePages) * heads;
-  bad_ = backend.allocate(tier, layout.bad_bytes());
+  bad_ = backend.allocate(tier, layout.selection_bytes().bad);
   seen_bad_ = backend.allocate(Tier::host, bad_.bytes());
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const LayerIndex& wanted = layout.layers[i];
+    const LayerIndexBytes bytes = layout.layer_bytes(i);
     Layer& layer = layers_[i];
-    if (wanted.bits > 0) {
-      layer.codes = backend.allocate(
-          tier, tiles(wanted).codes_bytes(layout.shape.kv_heads, layout.shape.head_dim));
-      layer.scales = backend.allocate(tier, pages * channels * 2 * sizeof(std::uint16_t));
-    }
-    if (wanted.bounds) {
-      const PageBounds bounds;
-      layer.bounds = backend.allocate(tier, pages * bounds.page_bytes(layout.shape.head_dim));
-    }
-    if (wanted.sums) {
-      layer.sums = backend.allocate(
-          tier, static_cast<std::size_t>(layout.sequences) * heads * channels * sizeof(float));
-    }
-    allocate_own(wanted, tier, layer);
-    if (wanted.bits > 0 || wanted.bounds) {
-      layer.bad = reinterpret_cast<std::int32_t*>(bad_.data()) + i * flags();
-    }
-    if (wanted.value_bits > 0) allocate_values(i, tier);
+    layer.codes = backend.allocate(tier, bytes.codes);
+    layer.scales = backend.allocate(tier, bytes.scales);
+    layer.bounds = backend.allocate(tier, bytes.bounds);
+    layer.values = backend.allocate(tier, bytes.values);
+    layer.sums = backend.allocate(tier, bytes.sums);
+    allocate_own(wanted, bytes, tier, layer);
+    auto* const bad = reinterpret_cast<std::int32_t*>(bad_.data());
+    if (wanted.bits > 0 || wanted.bounds) layer.bad = bad + i * flags();
+    if (wanted.value_bits > 0) layer.bad_values = bad + (layers_.size() + i) * flags();
   }
 }
 
@@ -63,25 +52,16 @@ std::size_t KeyIndex::flags() const {
          static_cast<std::size_t>(layout_.shape.kv_heads);
 }
 
-void KeyIndex::allocate_values(std::size_t number, Tier tier) {
-  const ValueTiles tiles = {layout_.layers[number].value_bits, nullptr, layout_.tiles};
-  Layer& layer = layers_[number];
-  layer.values =
-      queue_->backend().allocate(tier, tiles.bytes(layout_.shape.kv_heads, layout_.shape.head_dim));
-  layer.bad_values =
-      reinterpret_cast<std::int32_t*>(bad_.data()) + (layers_.size() + number) * flags();
-}
-
-void KeyIndex::allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer) {
-  const auto pages = static_cast<std::size_t>(layout_.tiles * kTilePages * layout_.shape.kv_heads);
-  for (const OwnIndex& index : wanted.own) {
+void KeyIndex::allocate_own(const LayerIndex& wanted, const LayerIndexBytes& bytes, Tier tier,
+                            Layer& layer) {
+  for (std::size_t i = 0; i < wanted.own.size(); ++i) {
+    const OwnIndex& index = wanted.own[i];
     Own& own = layer.own.emplace_back();
     own.use = {layout_.shape, index.method.parameters, tiles(wanted).bits};
     own.scorer = &scorers_.at(index.method);
     own.index = index;
-    own.pages = queue_->backend().allocate(tier, pages * index.page_bytes);
-    own.sequences = queue_->backend().allocate(
-        tier, static_cast<std::size_t>(layout_.sequences) * index.sequence_bytes);
+    own.pages = queue_->backend().allocate(tier, bytes.own[i].pages);
+    own.sequences = queue_->backend().allocate(tier, bytes.own[i].sequences);
   }
 }
 

@@ -78,8 +78,8 @@ class KeyIndex {
     std::int32_t* bad = nullptr;  // [sequences, kv_heads], of bad_; null if keys are not looked at
     std::int32_t* bad_values = nullptr;  // likewise
   };
-  void allocate_values(std::size_t layer, Tier tier);
-  void allocate_own(const LayerIndex& wanted, Tier tier, Layer& layer);
+  void allocate_own(const LayerIndex& wanted, const LayerIndexBytes& bytes, Tier tier,
+                    Layer& layer);
   ScorerCall call(const Own& own, int layer) const;
   void build_own(int layer, const WholePages& pages);
   // Calls visit(memory, bytes) for what every sequence has so much of.

@@ -94,7 +94,7 @@ KvPlan plan_cache(const KvConfig& config, Backend& backend) {
   if (on_device) {
     const MemoryAccount& account = backend.account(Tier::device);
     request.beside = account.used() + staging;
-    request.device_cap = account.cap() - std::min(account.cap(), request.beside);
+    request.device_cap = account.cap();
   }
   KvPlan plan = plan_kv(request);
   const std::uint64_t own =

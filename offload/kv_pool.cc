@@ -52,21 +52,13 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   check(plan.in_place || plan.resident_tokens >= plan.home_rows() || plan.stream_tokens > 0,
         "a plan that neither holds nor streams its rows");
   if (policies_.empty()) policies_.emplace_back();
-  const auto heads = static_cast<std::size_t>(plan.shape.kv_heads);
-  const auto layers = static_cast<std::size_t>(plan.shape.layers);
-  const auto sequences = static_cast<std::size_t>(plan.sequences);
-  const auto rows = [&](std::size_t runs, std::int64_t tokens) {
-    return backend.allocate(Tier::device,
-                            runs * static_cast<std::size_t>(tokens) * plan.shape.row_bytes());
-  };
-  device_ = rows(layers * heads, plan.device_rows());
-  window_ = rows(heads, plan.window_tokens);
-  stream_ = rows(2 * heads, plan.stream_tokens);
-  pages_ = backend.allocate(
-      tier(), sequences * static_cast<std::size_t>(layout_.pages()) * sizeof(PageSlots));
-  tiles_ = backend.allocate(tier(), sequences * static_cast<std::size_t>(layout_.sequence_tiles()) *
-                                        sizeof(std::int32_t));
-  tokens_ = backend.allocate(tier(), static_cast<std::size_t>(layout_.batch) * sizeof(BatchToken));
+  const DeviceRowBytes rows(plan);
+  device_ = backend.allocate(Tier::device, rows.resident);
+  window_ = backend.allocate(Tier::device, rows.window);
+  stream_ = backend.allocate(Tier::device, rows.stream);
+  pages_ = backend.allocate(tier(), layout_.page_table_bytes());
+  tiles_ = backend.allocate(tier(), layout_.tile_table_bytes());
+  tokens_ = backend.allocate(tier(), layout_.token_bytes());
   if (layout_.selects()) {
     sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier());
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));

@@ -49,26 +49,20 @@ void validate(const KvRequest& request) {
           "tokens must not exceed those of all sequences");
 }
 
-// The device bytes of a layout, and of each part.
-struct Sizes {
-  std::uint64_t row, heads, regions;
+std::uint64_t regions_of(const KvShape& shape) {
+  return static_cast<std::uint64_t>(shape.layers) * static_cast<std::uint64_t>(shape.kv_heads);
+}
 
-  explicit Sizes(const KvShape& shape)
-      : row(shape.row_bytes()),
-        heads(static_cast<std::uint64_t>(shape.kv_heads)),
-        regions(heads * static_cast<std::uint64_t>(shape.layers)) {}
+// On the device.
+std::uint64_t total_of(const KvPlan& plan) {
+  return plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).sum();
+}
 
-  std::uint64_t per_region(std::int64_t tokens) const {
-    return regions * static_cast<std::uint64_t>(tokens) * row;
-  }
-  std::uint64_t per_head(std::int64_t tokens) const {
-    return heads * static_cast<std::uint64_t>(tokens) * row;
-  }
-  std::uint64_t total(const KvPlan& p) const {
-    return p.index_bytes + p.work_bytes + p.table_bytes + per_region(p.device_rows()) +
-           per_head(p.window_tokens + 2 * p.stream_tokens);
-  }
-};
+// What beside it leaves of the cap.
+std::uint64_t room_of(const KvRequest& request) {
+  const std::uint64_t cap = request.device_cap.value_or(UINT64_MAX);
+  return cap - std::min(cap, request.beside);
+}
 
 // A layout that streams, with the smallest streaming buffers and nothing resident.
 KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
@@ -83,13 +77,13 @@ KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
 // Selecting attention needs the unfinished page on the device.
 bool needs_tails(const KvPlan& plan) { return plan.work_bytes > 0; }
 
-std::optional<KvPlan> fit_streaming(const KvPlan& base, const Sizes& sizes, std::uint64_t cap) {
+std::optional<KvPlan> fit_streaming(const KvPlan& base, std::uint64_t cap) {
   for (const bool tails : {true, false}) {
     if (!tails && needs_tails(base)) break;
     const std::int64_t least = std::min(base.chunk, tails ? kMinChunkBesideTails : kMinChunk);
     for (std::int64_t chunk = base.chunk; chunk >= least; chunk = std::max(chunk / 2, least)) {
       const KvPlan plan = smallest(base, tails, chunk);
-      if (sizes.total(plan) <= cap) return plan;
+      if (total_of(plan) <= cap) return plan;
       if (chunk == least) break;
     }
   }
@@ -97,15 +91,16 @@ std::optional<KvPlan> fit_streaming(const KvPlan& base, const Sizes& sizes, std:
 }
 
 // Spends what is left of the cap: larger streaming buffers first, then resident pages.
-KvPlan widen(KvPlan plan, const Sizes& sizes, std::uint64_t cap) {
+KvPlan widen(KvPlan plan, std::uint64_t cap) {
   for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
     KvPlan wider = plan;
     wider.stream_tokens = tokens;
-    if (sizes.total(wider) > cap) continue;
+    if (total_of(wider) > cap) continue;
     plan = wider;
     break;
   }
-  const auto rows = static_cast<std::int64_t>((cap - sizes.total(plan)) / sizes.per_region(1));
+  const std::uint64_t of_token = regions_of(plan.shape) * plan.shape.row_bytes();
+  const auto rows = static_cast<std::int64_t>((cap - total_of(plan)) / of_token);
   plan.resident_tokens = std::min(rows / kPageTokens, plan.blocks - 1) * kPageTokens;
   return plan;
 }
@@ -128,6 +123,14 @@ std::int64_t KvPlan::device_rows() const {
   return std::min(home_rows(), resident_tokens + pinned);
 }
 
+DeviceRowBytes::DeviceRowBytes(const KvPlan& plan) {
+  const std::uint64_t row = plan.shape.row_bytes();
+  const std::uint64_t of_heads = static_cast<std::uint64_t>(plan.shape.kv_heads) * row;
+  resident = regions_of(plan.shape) * static_cast<std::uint64_t>(plan.device_rows()) * row;
+  window = of_heads * static_cast<std::uint64_t>(plan.window_tokens);
+  stream = of_heads * static_cast<std::uint64_t>(2 * plan.stream_tokens);
+}
+
 std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
   return round_up(static_cast<std::uint64_t>(rows) * shape.row_bytes(), kHostPage);
 }
@@ -136,7 +139,6 @@ namespace {
 
 // What does not depend on the caps.
 KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
-  const Sizes sizes(request.shape);
   KvPlan plan;
   plan.shape = request.shape;
   plan.context = request.context;
@@ -147,35 +149,36 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.decode_batch = layout.batch;
   plan.reports_positions = request.reports_positions;
   plan.index_bytes = layout.index_bytes();
-  plan.work_bytes = layout.work_bytes();
+  plan.work_bytes = layout.selection_bytes().sum();
   plan.table_bytes = layout.table_bytes();
-  plan.host_bytes =
-      sizes.regions * host_region_bytes(request.shape, plan.home_rows()) + layout.host_bytes();
+  plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.home_rows()) +
+                    layout.host_bytes();
   if (layout.zipvl) {
-    plan.work_bytes +=
-        ImportantTokens::work_bytes(request.shape, request.context, request.sequences);
-    plan.host_bytes +=
-        ImportantTokens::host_bytes(request.shape, request.context, request.sequences);
+    const ImportantTokenBytes bytes(request.shape, request.context, request.sequences);
+    plan.work_bytes += bytes.work();
+    plan.host_bytes += bytes.host();
   }
   return plan;
 }
 
-[[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& plan,
-                                  const Sizes& sizes) {
+[[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& plan) {
   const bool selects = needs_tails(plan);
-  const std::uint64_t streamed = sizes.total(
+  const std::uint64_t streamed = total_of(
       smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
   KvPlan whole = plan;
   whole.resident_tokens = whole.home_rows();
-  const std::uint64_t least = std::min(streamed, sizes.total(whole)) + request.beside;
+  const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
+  const std::string beside = request.beside > 0 ? ", of which what is not the KV cache takes " +
+                                                      format_bytes(request.beside)
+                                                : "";
   const std::string index = selects ? ", of which the policy's key index and work space take " +
                                           format_bytes(plan.index_bytes + plan.work_bytes) +
                                           "; a dense `policy` needs none"
                                     : "";
-  throw Error(ErrorCode::memory,
-              "`device_memory` " + format_bytes(*request.device_cap + request.beside) +
-                  " is too small for this model; give at least " + std::to_string(least) + "B (" +
-                  format_bytes(least) + ")" + index);
+  throw Error(ErrorCode::memory, "`device_memory` " + format_bytes(*request.device_cap) +
+                                     " is too small for this model; give at least " +
+                                     std::to_string(least) + "B (" + format_bytes(least) + ")" +
+                                     beside + index);
 }
 
 }  // namespace
@@ -183,24 +186,23 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
 KvPlan plan_kv(const KvRequest& request) {
   validate(request);
   const IndexLayout layout = plan_index(request);
-  const Sizes sizes(request.shape);
   KvPlan plan = uncapped(request, layout);
   if (!request.device_cap && request.attends_host_rows) {
     plan.in_place = true;
     plan.host_bytes += plan.index_bytes + plan.work_bytes + plan.table_bytes;
     return plan;
   }
-  const std::uint64_t cap = request.device_cap.value_or(UINT64_MAX);
+  const std::uint64_t cap = room_of(request);
   KvPlan whole = plan;
   whole.resident_tokens = whole.home_rows();
-  if (sizes.total(whole) <= cap) {
+  if (total_of(whole) <= cap) {
     plan = whole;
-  } else if (const auto streaming = fit_streaming(plan, sizes, cap)) {
-    plan = widen(*streaming, sizes, cap);
+  } else if (const auto streaming = fit_streaming(plan, cap)) {
+    plan = widen(*streaming, cap);
   } else {
-    throw_too_small(request, plan, sizes);
+    throw_too_small(request, plan);
   }
-  plan.device_bytes = sizes.total(plan);
+  plan.device_bytes = total_of(plan);
   return plan;
 }
 

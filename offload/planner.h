@@ -27,7 +27,18 @@ struct KvRequest {
   std::optional<std::uint64_t> device_cap = std::nullopt;
   bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
   LogitFormat logits = {};         // how the backend keeps estimates
-  std::uint64_t beside = 0;        // what else the cap has to hold, for the message
+  std::uint64_t beside = 0;        // what else the device cap has to hold
+};
+
+// What KvPool allocates of rows on the device.
+struct DeviceRowBytes {
+  explicit DeviceRowBytes(const KvPlan& plan);
+
+  std::uint64_t resident;  // and the newest pages
+  std::uint64_t window;    // of a step's rows
+  std::uint64_t stream;    // both buffers
+
+  std::uint64_t sum() const { return resident + window + stream; }
 };
 
 // Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is

@@ -35,29 +35,19 @@ SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const 
       scorers_(scorers),
       index_(queue, layout, scorers, tier),
       tier_(tier) {
-  const KvShape& shape = layout.shape;
-  const auto allocate = [&](Tier where, std::size_t count, std::size_t size) {
-    return queue.backend().allocate(where, count * size);
-  };
-  const std::size_t logit = size_of(layout.logits.dtype);
-  logits_ = allocate(tier, count_of(layout.wave, shape.query_heads, layout.logit_stride()), logit);
-  digest_ = allocate(tier, layout.digest_bytes(), 1);
-  candidate_logits_ =
-      allocate(tier, count_of(layout.wave, shape.query_heads, layout.candidate_stride()), logit);
-  lse_ = allocate(tier, count_of(layout.wave, shape.query_heads), sizeof(float));
-  positions_ = allocate(tier, layout.position_bytes(), 1);
-  if (layout.reports_positions) {
-    seen_positions_ = allocate(Tier::host, layout.position_bytes(), 1);
-  }
-  candidates_ = allocate(tier, count_of(layout.wave, shape.kv_heads, layout.candidates),
-                         sizeof(std::int32_t));
-  if (layout.sums_values()) {
-    token_sums_ =
-        allocate(tier, count_of(layout.batch, shape.kv_heads, shape.head_dim), sizeof(float));
-  }
-  arena_ = allocate(tier, count_of(shape.kv_heads, layout.arena_rows), shape.row_bytes());
-  report_ = make_report(queue.backend(), layout, tier);
-  seen_ = make_report(queue.backend(), layout, Tier::host);
+  Backend& backend = queue.backend();
+  const SelectionBytes bytes = layout.selection_bytes();
+  logits_ = backend.allocate(tier, bytes.logits);
+  digest_ = backend.allocate(tier, bytes.digest);
+  candidate_logits_ = backend.allocate(tier, bytes.candidate_logits);
+  lse_ = backend.allocate(tier, bytes.lse);
+  positions_ = backend.allocate(tier, bytes.positions);
+  if (layout.reports_positions) seen_positions_ = backend.allocate(Tier::host, bytes.positions);
+  candidates_ = backend.allocate(tier, bytes.candidates);
+  token_sums_ = backend.allocate(tier, bytes.token_sums);
+  arena_ = backend.allocate(tier, bytes.arena);
+  report_ = make_report(backend, layout, tier);
+  seen_ = make_report(backend, layout, Tier::host);
 }
 
 SparseAttention::Report SparseAttention::make_report(Backend& backend, const IndexLayout& layout,
@@ -66,7 +56,7 @@ SparseAttention::Report SparseAttention::make_report(Backend& backend, const Ind
   const std::size_t heads = count_of(shape.layers, layout.batch, shape.kv_heads);
   const std::size_t queries = count_of(shape.layers, layout.batch, shape.query_heads);
   Report report;
-  report.all = backend.allocate(tier, layout.report_bytes());
+  report.all = backend.allocate(tier, layout.selection_bytes().report);
   report.candidate_heads = reinterpret_cast<HeadSelection*>(report.all.data());
   report.heads = report.candidate_heads + heads;
   report.share = reinterpret_cast<float*>(report.heads + heads);

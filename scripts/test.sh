@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that has to pass: lint, the release build with all tests, and the quick tests and a minute
-# of each fuzzer under AddressSanitizer and UBSan. Every step runs unless one that it needs failed; the
-# exit status is 0 only if all passed.
+# Everything that has to pass: lint, the release build with all tests, the quick tests and a minute of
+# each fuzzer under AddressSanitizer and UBSan, and what threads share under ThreadSanitizer. Every step
+# runs unless one that it needs failed; the exit status is 0 only if all passed.
 #
 #   scripts/test.sh            all of it
 #   scripts/test.sh --quick    release build and its quick tests only
@@ -75,9 +75,10 @@ main() {
   elif step "setup" scripts/setup.sh --lint; then
     step "lint" scripts/lint.sh --tidy || true
     build_and_test release "all" ""
-    # The golden answers and the command take too long under a sanitizer.
+    # The golden answers, plans walked to their ends and the command take too long under a sanitizer.
     build_and_test asan "quick, fuzzers" "lib io offload model fuzz" \
-      -R '^(lib|io|offload|model|fuzz)/' -E golden
+      -R '^(lib|io|offload|model|fuzz)/' -E '(golden|plan_)'
+    build_and_test tsan "threads" "threads" -R '^threads/'
   fi
   report
 }

@@ -69,6 +69,7 @@ struct Plan {
   KvPlan kv;
   std::uint64_t weight_bytes = 0;      // as computed with
   std::uint64_t activation_bytes = 0;  // buffers of one step
+  std::uint64_t prompt_bytes = 0;      // of sparse prefills: a whole prompt between two layers
   std::uint64_t loading_bytes = 0;     // held only while weights are being loaded
   std::uint64_t program_bytes = 0;     // the process itself: code, libraries, tokenizer
   std::uint64_t backend_bytes = 0;     // device memory that the backend itself needs
@@ -79,11 +80,18 @@ struct Plan {
   std::optional<std::uint64_t> host_left;
 
   std::uint64_t model_bytes() const { return weight_bytes + activation_bytes; }
+  // What the session holds by itself, of the device and of the host.
+  std::uint64_t session_device_bytes() const {
+    return kv.device_bytes + (on_device ? prompt_bytes : 0);
+  }
+  std::uint64_t session_host_bytes() const {
+    return kv.host_bytes + (on_device ? 0 : prompt_bytes);
+  }
   std::uint64_t host_bytes() const {
-    return kv.host_bytes + staging_bytes + (on_device ? 0 : model_bytes());
+    return session_host_bytes() + staging_bytes + (on_device ? 0 : model_bytes());
   }
   std::uint64_t device_bytes() const {
-    return kv.device_bytes + (on_device ? model_bytes() + backend_bytes : 0);
+    return session_device_bytes() + (on_device ? model_bytes() + backend_bytes : 0);
   }
   // Peak resident memory of the process; without a GPU the device tier is part of it.
   std::uint64_t process_bytes() const;
@@ -105,8 +113,8 @@ struct SessionOptions {
   int sequences = 1;
   // Tokens of all of them, what forks share counted once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
-  // Caps in bytes on this session and those that share its memory, beside the engine's. On a GPU
-  // the device's does not cover weights and activations.
+  // Caps in bytes on this session and those that share its memory, beside the engine's. Weights and
+  // activations are not theirs; the prompt of a sparse prefill is.
   std::optional<std::uint64_t> device_memory = std::nullopt;
   std::optional<std::uint64_t> host_memory = std::nullopt;
 };
@@ -176,7 +184,6 @@ class Engine {
   friend class Session;
   explicit Engine(std::shared_ptr<Impl> impl);
   Impl& impl() const;
-  std::optional<std::uint64_t> kv_cap(const Plan& plan) const;
 
   std::shared_ptr<Impl> impl_;
 };
