@@ -25,10 +25,10 @@ std::int64_t size_of(const Value& value) {
 }
 
 // A member of a member, with points between their names.
-Value path_of(const Value& object, const Value& path) {
-  if (path.text() == nullptr) return member_of(object, path);
+Value path_of(const Value& object, const Value& path, Budget& budget) {
+  if (path.text() == nullptr) return member_of(object, path, budget);
   Value value = object;
-  for (const Text& part : split(*path.text(), ".")) value = member_of(value, part);
+  for (const Text& part : split(*path.text(), ".")) value = member_of(value, part, budget);
   return value;
 }
 
@@ -56,7 +56,7 @@ Value join(const Value& value, const Arguments& arguments, Budget& budget) {
   for (const Value& item : items_of(value, budget)) {
     if (!is_first) joined.append(between);
     is_first = false;
-    const Value part = given[1] == nullptr ? item : path_of(item, *given[1]);
+    const Value part = given[1] == nullptr ? item : path_of(item, *given[1], budget);
     budget.charge(part.weight() + between.size());
     joined.append(to_text(part));
   }
@@ -130,7 +130,7 @@ Value mapped(const Value& value, const Arguments& arguments, Budget& budget) {
     const auto given = arguments.match("map", {"attribute", "default"});
     if (given[0] == nullptr) refuse("maps without saying to what");
     for (Value& item : items) {
-      item = path_of(item, *given[0]);
+      item = path_of(item, *given[0], budget);
       if (item.undefined() != nullptr && given[1] != nullptr) item = *given[1];
     }
     return Value::list(std::move(items));
@@ -160,7 +160,7 @@ Value chosen(const Value& value, const Arguments& arguments, Budget& budget, boo
   }
   std::vector<Value> items;
   for (Value& item : items_if_true(value, budget)) {
-    const Value tested = by_member ? path_of(item, arguments.values[0]) : item;
+    const Value tested = by_member ? path_of(item, arguments.values[0], budget) : item;
     const bool holds = test.empty() ? is_true(tested) : apply_test(test, tested, rest, budget);
     if (holds == wanted) items.push_back(std::move(item));
   }

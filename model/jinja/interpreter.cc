@@ -199,7 +199,7 @@ Value Interpreter::compute(const Expression& expression, const Scope& scope) {
     case Expression::Kind::attribute:
       return attribute(expression, scope);
     case Expression::Kind::item:
-      return member_of(operand(0), operand(1));
+      return member_of(operand(0), operand(1), *budget_);
     case Expression::Kind::slice:
       return slice(expression, scope);
     case Expression::Kind::call:
@@ -233,7 +233,7 @@ Value Interpreter::attribute(const Expression& expression, const Scope& scope) {
   if (has_method(object, expression.name)) {
     refuse("has the method " + in_quotes(expression.name) + " without calling it");
   }
-  return member_of(object, Text(expression.name));
+  return member_of(object, Text(expression.name), *budget_);
 }
 
 Value Interpreter::collection(const Expression& expression, const Scope& scope) {

@@ -177,6 +177,8 @@ TEST(Jinja, NothingCostsMoreThanTheBudget) {
                  steps);
   expect_refused("{% set x = 'a' * 400000 %}{% for i in range(9999) %}{{ x in x }}{% endfor %}",
                  steps);
+  expect_refused("{% set x = 'a' * 400000 %}{% for i in range(9999) %}{{ x[-1] }}{% endfor %}",
+                 steps);
   expect_refused(
       "{% set q = namespace(a=[1]) %}{% for i in range(60) %}{% set q.a = [q.a, q.a] %}"
       "{% endfor %}{{ q.a == q.a }}",
