@@ -26,8 +26,9 @@ void SamplingParams::validate() const {
   require(top_p > 0.0 && top_p <= 1.0,
           "`top_p` " + text(top_p) + ": give a number above 0, up to 1 (all tokens)");
   require(min_p >= 0.0 && min_p <= 1.0, "`min_p` " + text(min_p) + ": give a number from 0 to 1");
-  require(std::isfinite(repetition_penalty) && repetition_penalty > 0.0,
-          "`repetition_penalty` " + text(repetition_penalty) + ": give a number above 0 (1 is off)");
+  require(
+      std::isfinite(repetition_penalty) && repetition_penalty > 0.0,
+      "`repetition_penalty` " + text(repetition_penalty) + ": give a number above 0 (1 is off)");
   require(max_tokens >= 1, "`max_tokens` " + std::to_string(max_tokens) + ": give 1 or more");
   for (const std::string& string : stop) {
     require(!string.empty(), "`stop`: a stop string is empty; give it some text or leave it out");
