@@ -129,7 +129,8 @@ void File::read(std::uint64_t offset, std::span<std::byte> destination) const {
 
 bool file_exists(const std::filesystem::path& path) {
   std::error_code ignored;
-  return std::filesystem::status(path, ignored).type() != std::filesystem::file_type::not_found;
+  return std::filesystem::symlink_status(path, ignored).type() !=
+         std::filesystem::file_type::not_found;
 }
 
 std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_bytes) {

@@ -41,8 +41,8 @@ class File {
   std::uint64_t size_ = 0;
 };
 
-// Whether there is something at `path`, readable or not: what is there but cannot be opened is an
-// error of open, not a file that is missing.
+// Whether there is something at `path`, be it a link to nothing: what is there but cannot be opened
+// is an error of open, not a file that is missing.
 bool file_exists(const std::filesystem::path& path);
 
 // The whole file. Throws what File throws, and Error{corrupt} if it has more than `max_bytes`.

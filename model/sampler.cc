@@ -21,17 +21,18 @@ void require(bool holds, const std::string& message) {
 void SamplingParams::validate() const {
   const auto text = [](double value) { return std::to_string(value); };
   require(std::isfinite(temperature) && temperature >= 0.0,
-          "temperature " + text(temperature) + ": give a number of 0 (greedy) or more");
-  require(top_k >= 0, "top-k " + std::to_string(top_k) + ": give 0 (all tokens) or more");
+          "`temperature` " + text(temperature) + ": give a number of 0 (greedy) or more");
+  require(top_k >= 0, "`top_k` " + std::to_string(top_k) + ": give 0 (all tokens) or more");
   require(top_p > 0.0 && top_p <= 1.0,
-          "top-p " + text(top_p) + ": give a number above 0, up to 1 (all tokens)");
-  require(min_p >= 0.0 && min_p <= 1.0, "min-p " + text(min_p) + ": give a number from 0 to 1");
-  require(std::isfinite(repetition_penalty) && repetition_penalty > 0.0,
-          "repetition-penalty " + text(repetition_penalty) + ": give a number above 0 (1 is off)");
-  require(max_tokens >= 1, "max-tokens " + std::to_string(max_tokens) + ": give 1 or more");
+          "`top_p` " + text(top_p) + ": give a number above 0, up to 1 (all tokens)");
+  require(min_p >= 0.0 && min_p <= 1.0, "`min_p` " + text(min_p) + ": give a number from 0 to 1");
+  require(
+      std::isfinite(repetition_penalty) && repetition_penalty > 0.0,
+      "`repetition_penalty` " + text(repetition_penalty) + ": give a number above 0 (1 is off)");
+  require(max_tokens >= 1, "`max_tokens` " + std::to_string(max_tokens) + ": give 1 or more");
   for (const std::string& string : stop) {
-    require(!string.empty(), "stop: a stop string is empty; give it some text or leave it out");
-    require(!find_invalid_utf8(string), "stop: a stop string is not UTF-8, so no text has it");
+    require(!string.empty(), "`stop`: a stop string is empty; give it some text or leave it out");
+    require(!find_invalid_utf8(string), "`stop`: a stop string is not UTF-8, so no text has it");
   }
 }
 

@@ -27,8 +27,21 @@ std::atomic<bool> keeps_on{false};
 std::atomic<bool> has_terminal{false};
 termios terminal{};  // written before has_terminal is
 
+// In the background the terminal is somebody else's, and setting it would stop the process.
+void restore_terminal() {
+  if (has_terminal && ::tcgetpgrp(STDIN_FILENO) == ::getpgrp()) {
+    ::tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
+  }
+}
+
+// Once: when this returns, the signal does what it does without a handler.
+void end_by_signal(int signal) {
+  restore_terminal();
+  ::raise(signal);
+}
+
 [[noreturn]] void end_with(std::string_view message) {
-  if (has_terminal) ::tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
+  restore_terminal();
   [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, message.data(), message.size());
   // Nothing is torn down: other threads are still at work.
   ::_exit(kInterruptedExit);
@@ -97,7 +110,13 @@ bool wait_for_input(int descriptor) {
 }
 
 void keep_on_interrupt() {
-  if (::tcgetattr(STDIN_FILENO, &terminal) == 0) has_terminal = true;
+  if (::tcgetattr(STDIN_FILENO, &terminal) == 0) {
+    has_terminal = true;
+    struct sigaction action = {};
+    action.sa_handler = end_by_signal;
+    action.sa_flags = SA_RESETHAND;
+    ::sigaction(SIGTERM, &action, nullptr);
+  }
   keeps_on = true;
 }
 

@@ -18,7 +18,8 @@ const std::atomic<bool>& interrupted();
 bool wait_for_input(int descriptor);
 
 // From here on Ctrl-C raises the flag and nothing else, until whoever looks at it lowers it again.
-// At another one before that the command ends at once, and leaves the terminal as it is now.
+// At another one before that the command ends at once, as it does at a SIGTERM, and leaves the
+// terminal as it is now.
 void keep_on_interrupt();
 void lower_interrupt();
 

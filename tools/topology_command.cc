@@ -48,10 +48,10 @@ Command add_topology(CLI::App& app) {
   app.add_option("--size", *size, "memory to stream through when measuring; 0 measures nothing")
       ->capture_default_str();
   return [size] {
+    const std::uint64_t wanted = parse_bytes(*size, "--size");
     const Topology topology = detect_topology();
     print(describe(topology));
-    const std::uint64_t bytes =
-        std::min(parse_bytes(*size, "--size"), topology.available_bytes / 4);
+    const std::uint64_t bytes = std::min(wanted, topology.available_bytes / 4);
     if (bytes == 0) return 0;
     print(describe(measure_bandwidth(1, bytes)));
     if (topology.usable_cores > 1) print(describe(measure_bandwidth(0, bytes)));

@@ -25,10 +25,10 @@ std::int64_t size_of(const Value& value) {
 }
 
 // A member of a member, with points between their names.
-Value path_of(const Value& object, const Value& path) {
-  if (path.text() == nullptr) return member_of(object, path);
+Value path_of(const Value& object, const Value& path, Budget& budget) {
+  if (path.text() == nullptr) return member_of(object, path, budget);
   Value value = object;
-  for (const Text& part : split(*path.text(), ".")) value = member_of(value, part);
+  for (const Text& part : split(*path.text(), ".")) value = member_of(value, part, budget);
   return value;
 }
 
@@ -56,7 +56,7 @@ Value join(const Value& value, const Arguments& arguments, Budget& budget) {
   for (const Value& item : items_of(value, budget)) {
     if (!is_first) joined.append(between);
     is_first = false;
-    const Value part = given[1] == nullptr ? item : path_of(item, *given[1]);
+    const Value part = given[1] == nullptr ? item : path_of(item, *given[1], budget);
     budget.charge(part.weight() + between.size());
     joined.append(to_text(part));
   }
@@ -118,14 +118,19 @@ Value pairs_of(const Value& value, const Arguments& arguments, Budget& budget) {
   return call_method(value, "items", {}, budget);
 }
 
+// Jinja maps, and chooses from, what is false as if it were empty: no tools, say.
+std::vector<Value> items_if_true(const Value& value, Budget& budget) {
+  return is_true(value) ? items_of(value, budget) : std::vector<Value>();
+}
+
 // map('filter', arguments...) or map(attribute=path, default=value).
 Value mapped(const Value& value, const Arguments& arguments, Budget& budget) {
-  std::vector<Value> items = items_of(value, budget);
+  std::vector<Value> items = items_if_true(value, budget);
   if (arguments.values.empty()) {
     const auto given = arguments.match("map", {"attribute", "default"});
     if (given[0] == nullptr) refuse("maps without saying to what");
     for (Value& item : items) {
-      item = path_of(item, *given[0]);
+      item = path_of(item, *given[0], budget);
       if (item.undefined() != nullptr && given[1] != nullptr) item = *given[1];
     }
     return Value::list(std::move(items));
@@ -154,15 +159,15 @@ Value chosen(const Value& value, const Arguments& arguments, Budget& budget, boo
                        arguments.values.end());
   }
   std::vector<Value> items;
-  for (Value& item : items_of(value, budget)) {
-    const Value tested = by_member ? path_of(item, arguments.values[0]) : item;
+  for (Value& item : items_if_true(value, budget)) {
+    const Value tested = by_member ? path_of(item, arguments.values[0], budget) : item;
     const bool holds = test.empty() ? is_true(tested) : apply_test(test, tested, rest, budget);
     if (holds == wanted) items.push_back(std::move(item));
   }
   return Value::list(std::move(items));
 }
 
-constexpr std::array<Named<Filter>, 24> kFilters = {{
+constexpr std::array<Named<Filter>, 23> kFilters = {{
     {"trim", trim},
     {"length", [](const Value& v, const Arguments&, Budget&) { return Value(size_of(v)); }},
     {"count", [](const Value& v, const Arguments&, Budget&) { return Value(size_of(v)); }},
@@ -180,7 +185,6 @@ constexpr std::array<Named<Filter>, 24> kFilters = {{
     {"list",
      [](const Value& v, const Arguments&, Budget& b) { return Value::list(items_of(v, b)); }},
     {"string", [](const Value& v, const Arguments&, Budget&) { return Value(to_text(v)); }},
-    {"safe", [](const Value& v, const Arguments&, Budget&) { return v; }},
     {"int", to_integer},
     {"tojson", as_json},
     {"items", pairs_of},

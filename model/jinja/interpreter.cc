@@ -10,6 +10,7 @@ namespace sluice::jinja {
 namespace {
 
 constexpr std::size_t kMostCalls = 10;  // of macros in each other
+constexpr std::size_t kPerStep = 16;    // variables that are looked at
 
 // The variable `loop` of a round.
 Value round_of(const std::vector<Value>& items, std::size_t index) {
@@ -54,9 +55,15 @@ std::vector<std::size_t> places_of(std::int64_t size, const Value& start, const 
 
 const Value* Scope::find(std::string_view name) const {
   for (const Scope* scope = this; scope != nullptr; scope = scope->outer_) {
+    budget_->charge(scope->own_.entries.size() / kPerStep);
     if (const Value* const value = scope->own_.find(name)) return value;
   }
   return nullptr;
+}
+
+void Scope::set(std::string_view name, Value value) {
+  budget_->charge(own_.entries.size() / kPerStep);
+  own_.set(name, std::move(value));
 }
 
 void Interpreter::run(const std::vector<Statement>& statements, Scope& scope, Text& out) {
@@ -91,7 +98,7 @@ Interpreter::Flow Interpreter::execute(const Statement& statement, Scope& scope,
       assign(statement.targets, evaluate(statement.value, scope), scope);
       break;
     case Statement::Kind::set_block: {
-      Scope inner(&scope);
+      Scope inner(&scope, *budget_);
       Text text;
       execute(statement.body, inner, text);
       assign(statement.targets, text, scope);
@@ -106,7 +113,7 @@ Interpreter::Flow Interpreter::execute(const Statement& statement, Scope& scope,
       scope.set(statement.name, Function{statement.name, &statement});
       break;
     case Statement::Kind::group: {
-      Scope inner(&scope);
+      Scope inner(&scope, *budget_);
       return execute(statement.body, inner, out);
     }
     case Statement::Kind::leave_loop:
@@ -128,7 +135,7 @@ void Interpreter::loop(const Statement& statement, Scope& scope, Text& out) {
   std::vector<Value> items = items_of(evaluate(statement.value, scope), *budget_);
   if (!statement.condition.empty()) {
     const auto is_left_out = [&](const Value& item) {
-      Scope round(&scope);
+      Scope round(&scope, *budget_);
       assign(statement.targets, item, round);
       return !is_true(evaluate(statement.condition.front(), round));
     };
@@ -141,7 +148,7 @@ void Interpreter::loop(const Statement& statement, Scope& scope, Text& out) {
   for (std::size_t i = 0; i < items.size(); ++i) {
     budget_->charge(10);
     // What a round sets is gone with it.
-    Scope round(&scope);
+    Scope round(&scope, *budget_);
     round.set("loop", round_of(items, i));
     assign(statement.targets, items[i], round);
     if (execute(statement.body, round, out) == Flow::leave_loop) return;
@@ -199,7 +206,7 @@ Value Interpreter::compute(const Expression& expression, const Scope& scope) {
     case Expression::Kind::attribute:
       return attribute(expression, scope);
     case Expression::Kind::item:
-      return member_of(operand(0), operand(1));
+      return member_of(operand(0), operand(1), *budget_);
     case Expression::Kind::slice:
       return slice(expression, scope);
     case Expression::Kind::call:
@@ -233,7 +240,7 @@ Value Interpreter::attribute(const Expression& expression, const Scope& scope) {
   if (has_method(object, expression.name)) {
     refuse("has the method " + in_quotes(expression.name) + " without calling it");
   }
-  return member_of(object, Text(expression.name));
+  return member_of(object, Text(expression.name), *budget_);
 }
 
 Value Interpreter::collection(const Expression& expression, const Scope& scope) {
@@ -325,7 +332,7 @@ Value Interpreter::call_macro(const Statement& macro, const Arguments& arguments
   const std::vector<std::string_view> parameters(macro.targets.begin(), macro.targets.end());
   if (++calls_ > kMostCalls) refuse("calls macros in each other too deeply");
   const std::vector<const Value*> given = arguments.match(macro.name, parameters);
-  Scope scope(global_);
+  Scope scope(global_, *budget_);
   const std::size_t required = macro.targets.size() - macro.defaults.size();
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (given[i] != nullptr) {
@@ -343,10 +350,10 @@ Value Interpreter::call_macro(const Statement& macro, const Arguments& arguments
 }
 
 Text Template::render(const Dict& variables, const std::tm& now, std::uint64_t budget) const {
-  Scope given(nullptr);
-  for (const auto& [name, value] : variables.entries) given.set(name, value);
-  Scope scope(&given);
   Budget left(budget);
+  Scope given(nullptr, left);
+  for (const auto& [name, value] : variables.entries) given.set(name, value);
+  Scope scope(&given, left);
   Text out;
   Interpreter(now, left).run(statements_, scope, out);
   return out;

@@ -18,13 +18,15 @@ namespace sluice::jinja {
 // The variables that a template, a round of a loop or a call of a macro has set.
 class Scope {
  public:
-  explicit Scope(const Scope* outer) : outer_(outer) {}
+  // Looking through many variables is charged to the budget.
+  Scope(const Scope* outer, Budget& budget) : outer_(outer), budget_(&budget) {}
 
   const Value* find(std::string_view name) const;
-  void set(std::string_view name, Value value) { own_.set(name, std::move(value)); }
+  void set(std::string_view name, Value value);
 
  private:
   const Scope* outer_;
+  Budget* budget_;
   Dict own_;
 };
 

@@ -121,7 +121,7 @@ std::vector<Value> items_of(const Value& value, Budget& budget) {
   return items;
 }
 
-Value member_of(const Value& object, const Value& key) {
+Value member_of(const Value& object, const Value& key, Budget& budget) {
   const std::string name = key.text() != nullptr ? key.text()->bytes() : "an item";
   if (object.undefined() != nullptr) {
     refuse("uses " + in_quotes(object.undefined()->name) + ", which is undefined");
@@ -133,6 +133,7 @@ Value member_of(const Value& object, const Value& key) {
   }
   const bool has_index = key.integer() != nullptr || key.truth() != nullptr;
   if (has_index && object.text() != nullptr) {
+    budget.charge(object.text()->size() / 8);  // its characters are counted
     return character_at(*object.text(), integer_of(key, "an index"));
   }
   if (has_index && object.list() != nullptr) {

@@ -40,7 +40,7 @@ Value call_function(const std::string& name, const Arguments& arguments, const s
 
 // object.key or object[key]: undefined if there is no such member. Throws Error{unsupported} if
 // the object itself is undefined.
-Value member_of(const Value& object, const Value& key);
+Value member_of(const Value& object, const Value& key, Budget& budget);
 // Whether a value of this kind has a method of that name in Python, known here or not.
 bool has_method(const Value& object, std::string_view name);
 

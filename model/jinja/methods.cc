@@ -86,7 +86,7 @@ Value occurrences(const Text& text, const Arguments& arguments) {
   return static_cast<std::int64_t>(split(text, part).size()) - 1;
 }
 
-constexpr std::array<TextMethod, 16> kTextMethods = {{
+constexpr std::array<TextMethod, 17> kTextMethods = {{
     {"strip", [](const Text& t, const Arguments& a) { return stripped(t, a, Side::both); }},
     {"lstrip", [](const Text& t, const Arguments& a) { return stripped(t, a, Side::left); }},
     {"rstrip", [](const Text& t, const Arguments& a) { return stripped(t, a, Side::right); }},
@@ -102,6 +102,7 @@ constexpr std::array<TextMethod, 16> kTextMethods = {{
     {"lower", [](const Text& t, const Arguments&) { return Value(lower(t)); }},
     {"upper", [](const Text& t, const Arguments&) { return Value(upper(t)); }},
     {"capitalize", [](const Text& t, const Arguments&) { return Value(capitalize(t)); }},
+    {"title", [](const Text& t, const Arguments&) { return Value(title(t)); }},
     {"isspace",
      [](const Text& t, const Arguments&) {
        return Value(t.size() > 0 && strip(t, Side::both).size() == 0);

@@ -270,4 +270,13 @@ Text capitalize(const Text& text) {
                         [](char32_t c, bool first) { return first ? to_upper(c) : to_lower(c); });
 }
 
+Text title(const Text& text) {
+  bool in_word = false;
+  return map_characters(text, [&in_word](char32_t c, bool) {
+    const char32_t mapped = in_word ? to_lower(c) : to_upper(c);
+    in_word = to_lower(c) != to_upper(c);
+    return mapped;
+  });
+}
+
 }  // namespace sluice::jinja

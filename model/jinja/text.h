@@ -61,6 +61,7 @@ Text replace(const Text& text, std::string_view from, const Text& to, std::int64
 Text lower(const Text& text);
 Text upper(const Text& text);
 Text capitalize(const Text& text);
+Text title(const Text& text);
 
 // Whether Python's str.isspace() says so of the character.
 bool is_space(char32_t c);

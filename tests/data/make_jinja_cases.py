@@ -64,7 +64,7 @@ TEMPLATES = [
     "{% for k, v in d | items %}{{ k }}={{ v }};{% endfor %}{% for k, v in d.items() %}{{ k }}{% endfor %}",
     "{{ messages | map(attribute='role') | join(',') }} {{ xs | map('upper') | join }} {{ messages | map(attribute='name', default='-') | join }}",
     "{{ messages | selectattr('role', 'equalto', 'user') | list | length }} {{ messages | rejectattr('role', '==', 'user') | map(attribute='role') | join }} {{ messages | selectattr('tool_calls', 'defined') | list | length }}",
-    "{{ ns | select('odd') | join }} {{ ns | reject('gt', 1) | join }} {{ [0, 1, ''] | select | list | length }}", "{{ s | nosuchfilter }}", "{{ 'a' | safe }} {{ 5 | string + 'x' }}",
+    "{{ ns | select('odd') | join }} {{ ns | reject('gt', 1) | join }} {{ [0, 1, ''] | select | list | length }}", "{{ s | nosuchfilter }}", "{{ 5 | string + 'x' }}", "{{ none | selectattr('a') | list | length }}{{ 0 | map('upper') | list | length }}{{ no | reject | join }}",
     # Tests.
     "{{ s is string }} {{ n is string }} {{ d is mapping }} {{ xs is mapping }} {{ xs is iterable }} {{ d is iterable }} {{ s is iterable }} {{ n is iterable }} {{ xs is sequence }}",
     "{{ n is integer }} {{ f is float }} {{ yes is boolean }} {{ yes is true }} {{ no is false }} {{ n is true }} {{ nothing is none }} {{ yes is number }} {{ yes is integer }}",
@@ -75,7 +75,7 @@ TEMPLATES = [
     "{{ t.rsplit(',', 1) | join('|') }} {{ 'a  b c '.rsplit(none, 1) | join('|') }} {{ 'aaa'.split('aa') | join('|') }} {{ 'aaa'.rsplit('aa') | join('|') }} {{ ''.split(',') | length }} {{ ''.split() | length }}",
     "{{ t.startswith('one') }} {{ t.endswith(('x', 'three')) }} {{ t.startswith('two') }} {{ t.find('two') }} {{ s.find('B') }} {{ t.find('z') }} {{ t.count(',') }} {{ s.count('') }}",
     "{{ t.replace(',', '') }} {{ t.replace(',', '.', 2) }} {{ s.upper() }} {{ s.lower() }} {{ ','.join(xs) }} {{ t.removeprefix('one') }} {{ t.removesuffix('three') }} {{ t.removesuffix('z') }}",
-    "{{ messages[1].content.splitlines() | join('|') }} {{ 'a\\r\\nb\\n\\n'.splitlines() | length }} {{ ' '.isspace() }} {{ 'aB'.capitalize() }}", "{{ t.split('') }}", "{{ t.nosuchmethod() }}", "{{ n.strip() }}", "{{ xs.append('x') }}",
+    "{{ messages[1].content.splitlines() | join('|') }} {{ 'a\\r\\nb\\n\\n'.splitlines() | length }} {{ ' '.isspace() }} {{ 'aB'.capitalize() }}", "{{ \"they're bILL's 3rd-\u00e9t\u00c9\".title() }} {{ ''.title() }}|", "{{ t.split('') }}", "{{ t.nosuchmethod() }}", "{{ n.strip() }}", "{{ xs.append('x') }}",
     "{{ d.get('role') }} {{ d.get('x') }} {{ d.get('x', 'y') }} {{ d.keys() | list | join }} {{ d.values() | list | join }} {{ d.items() | list | length }}",
     "{{ messages[2].content.split('</think>')[-1].lstrip('\\n') }} {{ messages[2].content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') }}",
     # Statements.

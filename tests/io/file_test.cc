@@ -60,6 +60,8 @@ TEST(File, WhatExistsButCannotBeReachedCountsAsExisting) {
   std::filesystem::create_symlink("loop", dir.path() / "loop");
   EXPECT_TRUE(file_exists(dir.path() / "loop"));
   EXPECT_FALSE(file_exists(dir.path() / "nothing"));
+  std::filesystem::create_symlink("nothing", dir.path() / "dangling");
+  EXPECT_TRUE(file_exists(dir.path() / "dangling"));
   expect_error(ErrorCode::io, "cannot be opened", [&] { File::open(dir.path() / "loop"); });
 }
 

@@ -177,6 +177,11 @@ TEST(Jinja, NothingCostsMoreThanTheBudget) {
                  steps);
   expect_refused("{% set x = 'a' * 400000 %}{% for i in range(9999) %}{{ x in x }}{% endfor %}",
                  steps);
+  std::string many;
+  for (int i = 0; i < 5000; ++i) many += "{% set a" + std::to_string(i) + " = 1 %}";
+  expect_refused("{% for i in range(9999) %}" + many + "{% endfor %}", steps);
+  expect_refused("{% set x = 'a' * 400000 %}{% for i in range(9999) %}{{ x[-1] }}{% endfor %}",
+                 steps);
   expect_refused(
       "{% set q = namespace(a=[1]) %}{% for i in range(60) %}{% set q.a = [q.a, q.a] %}"
       "{% endfor %}{{ q.a == q.a }}",

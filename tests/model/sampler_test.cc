@@ -245,16 +245,16 @@ TEST(SamplingParams, OutOfRangeIsAUsageErrorThatNamesTheParameter) {
   };
   const double nan = std::nan("");
   EXPECT_NO_THROW(SamplingParams().validate());
-  refuse("temperature", [](SamplingParams& p) { p.temperature = -0.1; });
-  refuse("temperature", [&](SamplingParams& p) { p.temperature = nan; });
-  refuse("top-k", [](SamplingParams& p) { p.top_k = -1; });
-  refuse("top-p", [](SamplingParams& p) { p.top_p = 0.0; });
-  refuse("top-p", [](SamplingParams& p) { p.top_p = 1.1; });
-  refuse("min-p", [&](SamplingParams& p) { p.min_p = nan; });
-  refuse("repetition-penalty", [](SamplingParams& p) { p.repetition_penalty = 0.0; });
-  refuse("max-tokens", [](SamplingParams& p) { p.max_tokens = 0; });
-  refuse("stop", [](SamplingParams& p) { p.stop = {"ok", ""}; });
-  refuse("stop", [](SamplingParams& p) { p.stop = {"\xFF"}; });
+  refuse("`temperature`", [](SamplingParams& p) { p.temperature = -0.1; });
+  refuse("`temperature`", [&](SamplingParams& p) { p.temperature = nan; });
+  refuse("`top_k`", [](SamplingParams& p) { p.top_k = -1; });
+  refuse("`top_p`", [](SamplingParams& p) { p.top_p = 0.0; });
+  refuse("`top_p`", [](SamplingParams& p) { p.top_p = 1.1; });
+  refuse("`min_p`", [&](SamplingParams& p) { p.min_p = nan; });
+  refuse("`repetition_penalty`", [](SamplingParams& p) { p.repetition_penalty = 0.0; });
+  refuse("`max_tokens`", [](SamplingParams& p) { p.max_tokens = 0; });
+  refuse("`stop`", [](SamplingParams& p) { p.stop = {"ok", ""}; });
+  refuse("`stop`", [](SamplingParams& p) { p.stop = {"\xFF"}; });
 }
 
 }  // namespace

@@ -114,7 +114,7 @@ class BadInput(unittest.TestCase):
     def test_max_tokens(self):
         done = sluice("generate", "-m", MODEL, "-p", "x", "-n", 0)
         self.assertEqual(done.returncode, USAGE)
-        self.assertIn("max-tokens", done.stderr)
+        self.assertIn("--max-tokens 0: give 1 or more", done.stderr)
 
     # Files
 

@@ -266,6 +266,14 @@ class Terminal(Models):
         self.see(b"sluice: interrupted")
         self.ends(130)
 
+    def test_an_end_from_outside_leaves_the_terminal_as_it_was(self):
+        self.start()
+        self.see(PROMPT)
+        self.type(b"half a line")
+        self.see(b"half a line")
+        self.process.terminate()
+        self.ends(-signal.SIGTERM)
+
     def test_the_end_of_the_terminal(self):
         self.start()
         self.see(PROMPT)

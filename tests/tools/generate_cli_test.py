@@ -150,6 +150,8 @@ class Generate(unittest.TestCase):
         topology = sluice("topology", "--size", "16MiB")
         self.assertEqual(topology.returncode, 0, topology.stderr)
         self.assertIn("GB/s", topology.stdout)
+        wrong = sluice("topology", "--size", "x")
+        self.assertEqual((wrong.returncode, wrong.stdout), (2, ""))
 
     def test_help_and_version(self):
         for arguments in (["--help"], ["generate", "--help"], ["--version"]):
