@@ -26,7 +26,7 @@ constexpr std::size_t kMostTurns = 1'000'000;
 
 // Steps and bytes that a template in use takes for a conversation, and a multiple of that.
 std::uint64_t budget_of(std::size_t turns, std::size_t bytes) {
-  return 4'000'000 + 20'000 * std::uint64_t{turns} + 64 * std::uint64_t{bytes};
+  return 2'000'000 + 20'000 * std::uint64_t{turns} + 64 * std::uint64_t{bytes};
 }
 
 std::tm local_time() {

@@ -10,7 +10,7 @@
 namespace sluice::jinja {
 namespace {
 
-constexpr std::int64_t kMostItems = 100'000;  // of a range
+constexpr std::int64_t kMostItems = 10'000;  // of a range
 
 Value character_at(const Text& text, std::int64_t index) {
   const auto count = static_cast<std::int64_t>(length(text));

@@ -120,12 +120,52 @@ class Eval(unittest.TestCase):
 
 
 class Calibrate(unittest.TestCase):
+    def copy_model(self, folder):
+        model = Path(folder) / "model"
+        model.mkdir()
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            shutil.copy(Path(MODEL) / file, model / file)
+        return model
+
+    def test_finds_what_every_layer_keeps(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = self.copy_model(folder)
+            done = sluice(
+                "calibrate", "--model", model, "--text", BOOK, "--length", 600, "--rounds", 1,
+                "--preset", "values", "--tokens", 24, "--rows", 4, "--rows", 64,
+                "--value-bits", 2, "--loss", 0.01,
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            stored = json.loads((model / "sluice.json").read_text())["policies"]["values"]
+            self.assertIn("compensate=values", stored)
+            self.assertIn(f"best: {stored}", done.stdout)
+            self.assertIn(", within 0.01", done.stdout)
+            # A line for each layer, in which what it keeps stands between brackets.
+            lines = [line.split() for line in done.stdout.splitlines()]
+            layers = [line for line in lines if len(line) == 3 and line[0].isdigit()]
+            self.assertEqual([int(line[0]) for line in layers], list(range(12)))
+            self.assertEqual([sum("[" in word for word in line) for line in layers], [1] * 12)
+            # The looser the cheaper: most layers keep few.
+            few = sum("[" in line[1] for line in layers)
+            self.assertGreater(few, 6)
+            info = sluice(
+                "generate", "--model", model, "--prompt", "Well", "-n", 2, "--policy", "values"
+            )
+            self.assertIn(stored, " ".join(info.stderr.split()))
+
+    def test_wrong_choices(self):
+        for flag, value, words in (("--rows", -1, "--rows is -1"), ("--value-bits", 5, "from 2 to 4"),
+                                   ("--key-bits", 3, "2 or 4"), ("--loss", 0, "above 0"),
+                                   ("--loss", "nan", "above 0"), ("--save", "x", "--save"),
+                                   ("--preset", "sluice", "--preset")):  # fmt: skip
+            done = sluice("calibrate", "--model", MODEL, "--text", BOOK, "--dry-run", flag, value)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(words, done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+
     def test_finds_and_stores_the_layers(self):
         with tempfile.TemporaryDirectory() as folder:
-            model = Path(folder) / "model"
-            model.mkdir()
-            for file in ("config.json", "tokenizer.json", "model.safetensors"):
-                shutil.copy(Path(MODEL) / file, model / file)
+            model = self.copy_model(folder)
             done = sluice(
                 "calibrate", "--model", model, "--text", BOOK, "--length", 1200,
                 "--rounds", 1, "--needles", 4, "--budget", 32,
