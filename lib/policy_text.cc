@@ -101,7 +101,12 @@ std::string to_string(const Policy& policy) {
     line += (line.empty() ? "" : " ") + std::string(setting.key) + "=" + value;
   }
   for (const Setting& setting : all_settings()) {
-    for (const auto& [key, value] : write_layers(policy, setting)) line += " " + key + "=" + value;
+    for (const auto& [key, value] : write_layers(policy, setting)) {
+      line += ' ';
+      line += key;
+      line += '=';
+      line += value;
+    }
   }
   return line;
 }
