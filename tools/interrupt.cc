@@ -25,7 +25,8 @@ std::atomic<bool> is_looked_at{false};
 std::atomic<bool> has_time{false};
 std::atomic<bool> keeps_on{false};
 std::atomic<bool> has_terminal{false};
-termios terminal{};  // written before has_terminal is
+std::atomic<bool> goes_on{false};  // after a stop
+termios terminal{};                // written before has_terminal is
 
 // In the background the terminal is somebody else's, and setting it would stop the process.
 void restore_terminal() {
@@ -98,12 +99,13 @@ void flag_interrupt() { is_looked_at = true; }
 const std::atomic<bool>& interrupted() { return flag; }
 
 // In short waits: no signal ends one, and an interrupt may come just before.
-bool wait_for_input(int descriptor) {
+bool wait_for_input(int descriptor, const std::function<void()>& resumed) {
   constexpr int kMilliseconds = 100;
   pollfd wanted = {descriptor, POLLIN, 0};
   int ready = 0;
   while (ready == 0 || (ready < 0 && errno == EINTR)) {
     if (flag) return false;
+    if (resumed && goes_on.exchange(false)) resumed();
     ready = ::poll(&wanted, 1, kMilliseconds);
   }
   return true;
@@ -116,6 +118,9 @@ void keep_on_interrupt() {
     action.sa_handler = end_by_signal;
     action.sa_flags = SA_RESETHAND;
     ::sigaction(SIGTERM, &action, nullptr);
+    action.sa_handler = [](int) { goes_on = true; };
+    action.sa_flags = SA_RESTART;
+    ::sigaction(SIGCONT, &action, nullptr);
   }
   keeps_on = true;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 
 namespace sluice::tools {
 
@@ -14,8 +15,9 @@ void end_on_interrupt();
 void flag_interrupt();
 const std::atomic<bool>& interrupted();
 
-// Returns when there is something to read; false if interrupted() before.
-bool wait_for_input(int descriptor);
+// Returns when there is something to read; false if interrupted() before. Calls `resumed` when the
+// process was stopped (Ctrl-Z) and goes on, once keep_on_interrupt() was called.
+bool wait_for_input(int descriptor, const std::function<void()>& resumed = {});
 
 // From here on Ctrl-C raises the flag and nothing else, until whoever looks at it lowers it again.
 // At another one before that the command ends at once, as it does at a SIGTERM, and leaves the

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <cwchar>
 #include <exception>
+#include <functional>
 #include <string_view>
 #include <utility>
 
@@ -26,9 +27,9 @@ constexpr int kHistory = 1000;  // lines
 constexpr char kEscape = '\x01';
 
 // Up to `size` bytes, or 0 at the end; throws Interrupted or Error{io}.
-std::size_t read_some(char* bytes, std::size_t size) {
+std::size_t read_some(char* bytes, std::size_t size, const std::function<void()>& resumed = {}) {
   while (true) {
-    if (!wait_for_input(STDIN_FILENO)) {
+    if (!wait_for_input(STDIN_FILENO, resumed)) {
       if (::isatty(STDIN_FILENO) != 0) print_error("\n");  // the line that was being typed ends
       throw Interrupted("interrupted");
     }
@@ -103,10 +104,16 @@ class LineReader::Edited {
 
   // Called by C code, through which nothing may be thrown. 1: a character; 0: the end; -1: failed.
   static int read_character(EditLine* lines, wchar_t* character) {
+    // Whoever had the terminal meanwhile has set it otherwise, which libedit does not know.
+    const auto draw_again = [lines] {
+      ::el_set(lines, EL_PREP_TERM, 0);
+      ::el_set(lines, EL_PREP_TERM, 1);
+      ::el_set(lines, EL_REFRESH);
+    };
     try {
       std::mbstate_t state{};
       char byte = 0;
-      while (read_some(&byte, 1) == 1) {
+      while (read_some(&byte, 1, draw_again) == 1) {
         const std::size_t length = std::mbrtowc(character, &byte, 1, &state);
         if (length == static_cast<std::size_t>(-2)) continue;  // more of it is to come
         if (length != static_cast<std::size_t>(-1)) return 1;

@@ -274,6 +274,23 @@ class Terminal(Models):
         self.process.terminate()
         self.ends(-signal.SIGTERM)
 
+    def test_a_stop_at_the_prompt_and_going_on(self):
+        self.start("-n", "2")
+        self.see(PROMPT)
+        self.type(b"/he")
+        self.see(b"/he")
+        self.process.send_signal(signal.SIGSTOP)
+        edited = termios.tcgetattr(self.terminal)
+        # As a shell does that goes on with something else.
+        termios.tcsetattr(self.terminal, termios.TCSANOW, self.settings)
+        self.process.send_signal(signal.SIGCONT)
+        self.see(b"/he")  # is drawn again
+        self.assertEqual(termios.tcgetattr(self.terminal)[3], edited[3])
+        self.type(b"x\x7flp\r")
+        self.see(b"a line that begins with a slash")
+        self.type(b"/quit\r")
+        self.ends(0)
+
     def test_the_end_of_the_terminal(self):
         self.start()
         self.see(PROMPT)
