@@ -25,7 +25,7 @@ enum class Saving : std::uint8_t {
 };
 
 struct LayerChoices {
-  std::vector<std::int64_t> rows = {0, 16, 64};  // per KV head
+  std::vector<std::int64_t> rows = {0, 16, 64, 256};  // per KV head
   std::vector<int> value_bits = {2, 4};
   std::vector<int> key_bits = {4};
   double loss = 0.002;  // most nats per token, KL(dense || policy), of the whole
