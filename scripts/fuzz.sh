@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ten million changed inputs, under AddressSanitizer and UBSan, into everything that reads what others
+# Over ten million changed inputs, under AddressSanitizer and UBSan, into everything that reads what others
 # wrote: half an hour of one core, or an hour of a busy one. Goes on after a finding, whose input it
 # leaves in build/fuzz, and exits with 1 then. tests/fuzz/README.md has what came of it.
 #
