@@ -223,7 +223,8 @@ TEST(SparseSession, LayersHaveSettingsOfTheirOwn) {
       const auto own = [&](const std::vector<float>& out) {
         return std::vector<float>(out.begin() + layer * width, out.begin() + (layer + 1) * width);
       };
-      ASSERT_EQ(own(all), own(expected)) << token;
+      // How many rows are attended at a time is the pool's, and may round otherwise.
+      ASSERT_LT(largest_difference(own(expected), own(all)), kTolerance) << token;
       const auto at = static_cast<std::size_t>(layer);
       ASSERT_EQ(mixed.selection()[at].selected, session.selection()[at].selected);
       ASSERT_EQ(mixed.selection()[at].alpha, session.selection()[at].alpha);
