@@ -248,6 +248,7 @@ def plot(results: dict[str, Any], tokens: int, path: Path) -> None:
             axis.plot([int(s) for s in rates], [100 * r for r in rates.values()], "o-", label=name)
         axis.set(title=policy, xscale="log", xticks=SIZES, xticklabels=SIZES, ylim=(0, 100),
                  xlabel="rows in the cache / selected")  # fmt: skip
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     np.atleast_1d(axes)[0].set_ylabel(f"hits in % at {tokens} tokens")
     np.atleast_1d(axes)[-1].legend()
