@@ -116,6 +116,7 @@ Policy policy_from_json(std::string_view json, const Scorers& scorers) {
     refuse_policy("the JSON is not an object; its keys may be " + setting_keys());
   }
   Policy policy;
+  GivenOnce given;
   for (const auto& [key, value] : root.items()) {
     const Place place = find_place(key, key);
     const Setting& setting = *place.setting;
@@ -126,13 +127,8 @@ Policy policy_from_json(std::string_view json, const Scorers& scorers) {
                     "; it has to be " + std::string(form_name(setting.form)) + ": " +
                     accepted_by(setting, scorers));
     }
-    for (const int layer : place.layers) {
-      Policy own;
-      if (const auto found = policy.layers.find(layer);
-          found != policy.layers.end() && setting.give(found->second, own)) {
-        refuse_policy("the JSON has " + std::to_string(layer) + ":" + std::string(setting.key) +
-                      " twice; it may be given once");
-      }
+    if (const auto repeated = given.note(place)) {
+      refuse_policy("the JSON has " + *repeated + " twice; it may be given once");
     }
     read_place(policy, place, *text, scorers);
   }

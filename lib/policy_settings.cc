@@ -403,6 +403,17 @@ void read_setting(Policy& policy, const Setting& setting, std::string_view value
                 " takes " + accepted_by(setting, scorers));
 }
 
+std::optional<std::string> GivenOnce::note(const Place& place) {
+  std::vector<std::string> prefixes;
+  for (const int layer : place.layers) prefixes.push_back(digits(layer) + ":");
+  if (prefixes.empty()) prefixes.emplace_back();
+  for (const std::string& prefix : prefixes) {
+    const auto [key, is_new] = keys_.insert(prefix + std::string(place.setting->key));
+    if (!is_new) return *key;
+  }
+  return std::nullopt;
+}
+
 void read_place(Policy& policy, const Place& place, std::string_view value,
                 const Scorers& scorers) {
   if (place.layers.empty()) return read_setting(policy, *place.setting, value, scorers);

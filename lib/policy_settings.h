@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -58,7 +60,17 @@ Place find_place(std::string_view key, std::string_view word);
 std::vector<std::pair<std::string, std::string>> write_layers(const Policy& policy,
                                                               const Setting& setting);
 
-// Throws Error{usage} for a value that is not understood, and for a layer that has it already.
+// Settings that were read, each of which may be given once, for all layers and for each.
+class GivenOnce {
+ public:
+  // The first key of the place ("cap", or "3:cap") that was noted before; nothing: it is new.
+  std::optional<std::string> note(const Place& place);
+
+ private:
+  std::set<std::string> keys_;
+};
+
+// Throw Error{usage} for a value that is not understood.
 void read_place(Policy& policy, const Place& place, std::string_view value, const Scorers& scorers);
 void read_setting(Policy& policy, const Setting& setting, std::string_view value,
                   const Scorers& scorers);

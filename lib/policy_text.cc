@@ -1,4 +1,3 @@
-#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -37,7 +36,7 @@ std::vector<std::string_view> split_words(std::string_view text) {
 }
 
 Policy read_words(Policy policy, std::span<const std::string_view> words, const Scorers& scorers) {
-  std::set<std::string> seen;
+  GivenOnce given;
   for (const std::string_view word : words) {
     const std::size_t equals = word.find('=');
     if (equals == std::string_view::npos) {
@@ -45,18 +44,10 @@ Policy read_words(Policy policy, std::span<const std::string_view> words, const 
                     " is not key=value, and only the first word may be a preset's name; " +
                     "settings are " + setting_keys());
     }
-    const std::string_view key = word.substr(0, equals);
-    const Place place = find_place(key, word);
-    // "cap", or "0:cap" and "3:cap".
-    std::vector<std::string> keys;
-    for (const int layer : place.layers) keys.push_back(std::to_string(layer) + ":");
-    if (keys.empty()) keys.emplace_back();
-    for (std::string& one : keys) {
-      one += place.setting->key;
-      if (!seen.insert(one).second) {
-        refuse_policy(one + " is given twice, again as " + in_quotes(word) +
-                      "; it may be given once");
-      }
+    const Place place = find_place(word.substr(0, equals), word);
+    if (const auto key = given.note(place)) {
+      refuse_policy(*key + " is given twice, again as " + in_quotes(word) +
+                    "; it may be given once");
     }
     read_place(policy, place, word.substr(equals + 1), scorers);
   }

@@ -119,6 +119,8 @@ jinja::Value message(const char* role, std::string_view content, jinja::Origin o
   return jinja::Value::dict(std::move(dict));
 }
 
+std::vector<ChatTurn> short_conversation() { return {{"x", "x", {}}, {"x", {}, {}}}; }
+
 // Markers that look like control tokens, and are none.
 void require_tokens(std::string_view text,
                     const std::vector<std::pair<std::string, std::string>>& tokens) {
@@ -225,7 +227,7 @@ Text ChatFormat::Impl::write(std::string_view system, std::span<const ChatTurn> 
 }
 
 void ChatFormat::Impl::learn() {
-  const std::vector<ChatTurn> turns = {{"x", "x", {}}, {"x", {}, {}}};
+  const std::vector<ChatTurn> turns = short_conversation();
   // A template may want a text of the system, or not allow one.
   std::string system;
   Text first;
@@ -265,7 +267,7 @@ void ChatFormat::Impl::learn() {
 }
 
 void ChatFormat::Impl::learn_system() {
-  const std::vector<ChatTurn> turns = {{"x", "x", {}}, {"x", {}, {}}};
+  const std::vector<ChatTurn> turns = short_conversation();
   try {
     const Text first = write("x", std::span(turns).first(1));
     const std::optional<Run> asked = only_run(first, question(0));

@@ -13,7 +13,7 @@
 namespace sluice::tools {
 namespace {
 
-constexpr int kMostChecks = 5;  // of a whole plan, each tighter than the one before
+constexpr int kMostChecks = 5;  // of a whole plan
 
 // What a layer may keep.
 struct Choice {
@@ -34,8 +34,7 @@ struct Price {
 struct Measured {
   Choice choice;
   Price price;
-  double kl = 0.0;    // nats per token, of this layer alone
-  double top1 = 1.0;  // share of tokens
+  double kl = 0.0;  // nats per token, of this layer alone
 };
 
 using Layer = std::vector<Measured>;    // what it may keep, the dearest last: all
@@ -52,8 +51,8 @@ std::vector<Choice> choices_of(const LayerChoices& choices) {
   return all;
 }
 
+// Of one that is not dense.
 std::string name_of(const Choice& choice) {
-  if (choice.dense) return "all";
   return std::to_string(choice.rows) + "/" + std::to_string(choice.value_bits) + "/" +
          std::to_string(choice.key_bits);
 }
@@ -130,16 +129,15 @@ std::vector<Layer> measure_layers(Engine& engine, const PassageBuilder& passages
   for (int layer = 0; layer < count; ++layer) {
     Layer& measured = layers[static_cast<std::size_t>(layer)];
     for (const Choice& choice : all) {
-      const Score score = score_of(result.policies[next + 1], result.policies.front());
       measured.push_back(
           {choice, price_of(engine, choice, policies[next].policy, options.context, choices.saving),
-           score.kl, score.top1_agreement});
+           score_of(result.policies[next + 1], result.policies.front()).kl});
       ++next;
     }
     const Choice dense{0, 0, 0, true};
     measured.push_back(
         {dense, price_of(engine, dense, parse_policy("dense"), options.context, choices.saving),
-         0.0, 1.0});
+         0.0});
   }
   return layers;
 }

@@ -34,7 +34,8 @@ struct LayerChoices {
 
 // What every layer keeps under `values`, the cheapest that loses at most choices.loss: each choice
 // of each layer is measured with all others dense, losses are taken for additive, and what that
-// gives is measured as a whole and tightened until it holds. Prints a table.
+// gives is measured as a whole, then tightened or loosened a few times. Prints a table, and whether
+// the loss holds.
 Policy calibrate_layers(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
                         const LayerChoices& choices);
 

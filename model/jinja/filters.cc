@@ -245,7 +245,6 @@ auto found_in(const Table& table, std::string_view name) {
                       [name](const auto& entry) { return entry.name == name; });
 }
 
-// The first of `names` that is `name`, or none.
 bool is_one_of(std::string_view name, std::initializer_list<std::string_view> names) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }

@@ -4,18 +4,11 @@
 #include <bit>
 #include <vector>
 
-#include "sluice/tokenizer.h"
 #include "tests/fuzz/fuzz.h"
+#include "tests/fuzz/shipped_tokenizer.h"
 
 namespace sluice::fuzz {
 namespace {
-
-const Tokenizer& tokenizer() {
-  constexpr int kVocabulary = 4096;
-  static const Tokenizer tokenizer =
-      Tokenizer::load(SLUICE_SOURCE_DIR "/models/sluice-22m/tokenizer.json", kVocabulary);
-  return tokenizer;
-}
 
 std::string decode_one_by_one(const std::vector<TokenId>& ids) {
   StreamDecoder decoder(tokenizer());

@@ -7,16 +7,10 @@
 
 #include "sluice/chat.h"
 #include "tests/fuzz/fuzz.h"
+#include "tests/fuzz/shipped_tokenizer.h"
 
 namespace sluice::fuzz {
 namespace {
-
-const Tokenizer& tokenizer() {
-  constexpr int kVocabulary = 4096;
-  static const Tokenizer tokenizer =
-      Tokenizer::load(SLUICE_SOURCE_DIR "/models/sluice-22m/tokenizer.json", kVocabulary);
-  return tokenizer;
-}
 
 struct Conversation {
   std::string system;
