@@ -28,12 +28,12 @@ struct TokenQuota {
   };
   Part share;
   Part least;
-  std::uint32_t extra = 0;
+  std::int32_t extra = 0;  // -1 with a share of one token: nothing
 
   __device__ __forceinline__ std::int32_t of(std::uint32_t count) const {
-    const std::uint64_t twice = std::uint64_t{2} * least.of(count);
-    const std::uint64_t wanted = max(std::uint64_t{share.of(count)}, twice) + extra;
-    return static_cast<std::int32_t>(min(wanted, std::uint64_t{min(count, 0x7fffffffu)}));
+    const std::int64_t twice = std::int64_t{2} * least.of(count);
+    const std::int64_t wanted = max(std::int64_t{share.of(count)}, twice) + extra;
+    return static_cast<std::int32_t>(min(wanted, std::int64_t{min(count, 0x7fffffffu)}));
   }
 };
 

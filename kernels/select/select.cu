@@ -32,7 +32,8 @@ TokenQuota::Part part_of(const Budget& budget, std::int64_t unlimited) {
 }
 
 TokenQuota device_quota(const Quota& quota) {
-  return {part_of(quota.share, kMostTokens), part_of(quota.least, 0), to_tokens(quota.extra)};
+  const std::int32_t extra = quota.extra < 0 ? -1 : to_int(quota.extra);
+  return {part_of(quota.share, kMostTokens), part_of(quota.least, 0), extra};
 }
 
 // Whether a cap may leave out some of up to `most` entries, those of the whole pages.

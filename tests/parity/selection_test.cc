@@ -42,6 +42,7 @@ std::vector<BatchToken> random_tokens(Random& random, std::int64_t context) {
 }
 
 Quota random_quota(Random& random, std::int64_t context) {
+  if (random.integer(0, 9) == 0) return Quota::nothing();
   Quota quota;
   switch (random.integer(0, 3)) {
     case 0:

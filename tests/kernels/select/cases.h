@@ -329,6 +329,7 @@ inline void keep_some_eligible(Case& c) {
 }
 
 inline Quota random_quota(Random& random, std::int64_t most) {
+  if (random.integer(0, 9) == 0) return Quota::nothing();
   Quota quota;
   if (random.integer(0, 2) > 0) {
     quota.share.tokens =
