@@ -1,5 +1,6 @@
-// Selection and attention of one layer for one query token of every sequence, rows on the device:
-// what replaces the dense attention of bench/decode_attention_cuda_bench.cu.
+// Selection and attention of one layer for one query token of every sequence: what replaces the
+// dense attention of bench/decode_attention_cuda_bench.cu. Rows are on the device, or those of
+// whole pages in host memory.
 //
 // Keys are normal and queries are scaled so that logits have a deviation of 4: about one per cent
 // of the tokens then carry 95 % of the weight, as in text.
@@ -10,6 +11,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
+#include "kernels/values/values.h"
 
 namespace sluice::cuda::bench {
 namespace {
@@ -24,7 +26,9 @@ struct Method {
   std::int64_t k = 0;
   float p = 0.0f;
   std::int64_t cap = 0;
-  bool compensate = false;
+  bool compensate = false;  // by the mean value
+  int value_bits = 0;       // of tiles with the values of what is not selected; 0: none
+  bool on_host = false;     // rows of whole pages
 
   std::int64_t most() const { return prune == Pruner::top_k ? k : cap; }
 };
@@ -38,8 +42,10 @@ Quota quota(std::int64_t tokens) {
 // One layer of a batch of sequences of equal length, whose pages and tiles lie one after the other.
 class Layer {
  public:
-  Layer(std::int64_t batch, int query_heads, int kv_heads, std::int64_t tokens, int head_dim)
-      : shape_{1, query_heads, kv_heads, head_dim, DType::bf16},
+  Layer(const Method& method, std::int64_t batch, int query_heads, int kv_heads,
+        std::int64_t tokens, int head_dim)
+      : method_(method),
+        shape_{1, query_heads, kv_heads, head_dim, DType::bf16},
         batch_(batch),
         tokens_(tokens),
         pages_((tokens + kPageTokens - 1) / kPageTokens),
@@ -47,6 +53,7 @@ class Layer {
         stride_((tokens + 63) / 64 * 64) {
     const auto d = static_cast<std::size_t>(head_dim);
     rows_ = normal_block<__nv_bfloat16>(static_cast<std::size_t>(kv_heads * head_stride()) / 2);
+    if (method.on_host) host_rows_ = to_host(rows_, kv_heads * head_stride());
     q_ = normal_block<float>(queries() * d, kDeviation, 2);
     const KeyTiles tiles = index().tiles;
     codes_ = make_device_block(tiles.codes_bytes(kv_heads, head_dim));
@@ -65,12 +72,15 @@ class Layer {
     heads_ = make_device_block(2 * heads() * sizeof(HeadSelection));
     alpha_ = make_device_block(2 * queries() * sizeof(float));
     bad_ = make_device_block(heads() * sizeof(std::int32_t));
+    if (method.value_bits > 0)
+      values_ = make_device_block(values().tiles.bytes(kv_heads, head_dim));
     upload_tables();
     build();
   }
 
   // Everything that one layer does after its rows are appended.
-  void run(const Method& m) {
+  void run() {
+    const Method& m = method_;
     const Launch launch = workspace_.launch();
     const SelectionView chosen = {static_cast<std::int32_t*>(positions_.get()), m.most(),
                                   static_cast<HeadSelection*>(heads_.get())};
@@ -82,7 +92,9 @@ class Layer {
     cuda::estimate(estimate, launch);
     SelectParams select = select_params(estimate.logits);
     select.skip_newest = estimate.skip_newest;
-    if (select.skip_newest) select.lse = static_cast<float*>(estimated_lse_.get());
+    if (select.skip_newest || m.value_bits > 0) {
+      select.lse = static_cast<float*>(estimated_lse_.get());
+    }
     if (m.candidates > 0) {
       rescore(m, select, chosen, alpha, launch);
     } else {
@@ -95,6 +107,7 @@ class Layer {
     if (select.skip_newest) attend.estimated_lse = select.lse;
     if (m.compensate) attend.value_sums = static_cast<const float*>(sums_.get());
     attend_decode_selected(attend, launch);
+    if (m.value_bits > 0) attend_values(attend, select, launch);
   }
 
   cudaStream_t stream() const { return workspace_.launch().stream; }
@@ -140,10 +153,28 @@ class Layer {
     return view;
   }
 
+  ValueTilesView values() const {
+    ValueTilesView view;
+    view.tiles = {method_.value_bits, static_cast<std::byte*>(values_.get()), batch_ * tiles_};
+    view.slots = static_cast<const std::int32_t*>(tile_table_.get());
+    view.table_stride = tiles_;
+    return view;
+  }
+
+  static PinnedBlock to_host(const DeviceBlock& rows, std::int64_t bytes) {
+    PinnedBlock block = make_pinned_block(static_cast<std::size_t>(bytes));
+    require(cudaMemcpy(block.get(), rows.get(), static_cast<std::size_t>(bytes),
+                       cudaMemcpyDeviceToHost),
+            "copying rows to the host");
+    return block;
+  }
+
   PagedRows rows() const {
     PagedRows rows;
     rows.device = static_cast<std::byte*>(rows_.get());
     rows.device_stride = head_stride();
+    rows.host = static_cast<std::byte*>(host_rows_.get());
+    rows.host_stride = head_stride();
     rows.pages = static_cast<const PageSlots*>(page_table_.get());
     rows.table_stride = pages_;
     return rows;
@@ -155,7 +186,11 @@ class Layer {
 
   void upload_tables() {
     std::vector<PageSlots> pages(static_cast<std::size_t>(batch_ * pages_));
-    for (std::size_t i = 0; i < pages.size(); ++i) pages[i].device = static_cast<std::int32_t>(i);
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+      const auto slot = static_cast<std::int32_t>(i);
+      const bool is_newest = slot % pages_ == (tokens_ - 1) / kPageTokens;
+      (method_.on_host && !is_newest ? pages[i].host : pages[i].device) = slot;
+    }
     page_table_ = device_copy(pages);
     std::vector<std::int32_t> tiles(static_cast<std::size_t>(batch_ * tiles_));
     std::iota(tiles.begin(), tiles.end(), 0);
@@ -177,9 +212,11 @@ class Layer {
             {all.in_device(head, sequence * pages_, static_cast<std::int64_t>(shape_.row_bytes())),
              tokens_});
       }
-      build_index({shape_, index(), sequence, 0, (tokens_ - 1) / kPageTokens, rows,
-                   static_cast<std::int32_t*>(bad_.get())},
-                  workspace_.launch());
+      const std::int64_t pages = (tokens_ - 1) / kPageTokens;
+      auto* const bad = static_cast<std::int32_t*>(bad_.get());
+      build_index({shape_, index(), sequence, 0, pages, rows, bad}, workspace_.launch());
+      if (method_.value_bits == 0) continue;
+      build_values({shape_, values(), sequence, 0, pages, rows, bad}, workspace_.launch());
     }
     require(cudaStreamSynchronize(workspace_.launch().stream), "building the index");
   }
@@ -254,8 +291,26 @@ class Layer {
     p.lse = static_cast<float*>(lse_.get());
     return p;
   }
+
+  void attend_values(const AttendSelectedParams& attended, const SelectParams& select,
+                     const Launch& launch) const {
+    AttendTilesParams p;
+    p.shape = shape_;
+    p.batch = attended.batch;
+    p.logits = select.logits;
+    p.estimated_lse = select.lse;
+    p.selected = attended.selected;
+    p.values = values();
+    p.share = 0.9f;
+    p.value_sums = static_cast<const float*>(sums_.get());
+    p.out = attended.out;
+    p.lse = attended.lse;
+    p.merge = true;
+    attend_tiles(p, launch);
+  }
   std::int64_t query_stride() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
 
+  Method method_;
   KvShape shape_;
   std::int64_t batch_;
   std::int64_t tokens_;
@@ -263,17 +318,18 @@ class Layer {
   std::int64_t tiles_;   // likewise
   std::int64_t stride_;  // of logits
   Workspace workspace_{std::size_t{512} << 20};
-  DeviceBlock rows_, q_, codes_, scales_, logits_, digest_, candidate_logits_;
+  DeviceBlock rows_, q_, codes_, scales_, values_, logits_, digest_, candidate_logits_;
+  PinnedBlock host_rows_;
   DeviceBlock page_table_, tile_table_, newest_;
   DeviceBlock positions_, candidates_;
   DeviceBlock out_, lse_, estimated_lse_, sums_, heads_, alpha_, bad_;
 };
 
 // Arguments: batch, query heads, KV heads, tokens; head_dim is 128.
-void layer(benchmark::State& state, Method method) {
-  Layer layer(state.range(0), static_cast<int>(state.range(1)), static_cast<int>(state.range(2)),
-              state.range(3), 128);
-  Replay replay(layer.stream(), [&] { layer.run(method); });
+void layer(benchmark::State& state, const Method& method) {
+  Layer layer(method, state.range(0), static_cast<int>(state.range(1)),
+              static_cast<int>(state.range(2)), state.range(3), 128);
+  Replay replay(layer.stream(), [&] { layer.run(); });
   time_replay(state, replay, 1);
   state.counters["selected"] = layer.mean_selected();
   count_rate(state, "dense_bytes/s", layer.row_bytes());
@@ -291,6 +347,11 @@ const Method kInt4Twilight = {.base = Selector::int4, .p = 0.95f, .cap = 8192};
 const Method kInt4 = {.base = Selector::int4, .p = 0.95f, .cap = 256, .compensate = true};
 const Method kSlices = {
     .base = Selector::sparq, .channels = 32, .p = 0.95f, .cap = 256, .compensate = true};
+const Method kMeanOfSome = {
+    .base = Selector::int4, .prune = Pruner::top_k, .k = 256, .compensate = true};
+const Method kValues = {.base = Selector::int4, .prune = Pruner::top_k, .k = 16, .value_bits = 2};
+const Method kValuesOnHost = {
+    .base = Selector::int4, .prune = Pruner::top_k, .k = 32, .value_bits = 2, .on_host = true};
 const Method kSluice = {.base = Selector::sparq,
                         .channels = 32,
                         .candidates = 65536,
@@ -303,6 +364,10 @@ void settle(benchmark::internal::Benchmark* bench) {
       ->UseManualTime()
       ->MinTime(0.05)
       ->Unit(benchmark::kMicrosecond);
+}
+void long_contexts(benchmark::internal::Benchmark* bench) {
+  for (const std::int64_t tokens : {1048576, 131072, 32768}) bench->Args({1, 32, 8, tokens});
+  settle(bench);
 }
 BENCHMARK_CAPTURE(layer, sparq, kSparq)
     ->Args({64, 32, 32, 4096})
@@ -326,16 +391,11 @@ BENCHMARK_CAPTURE(layer, int4_twilight, kInt4Twilight)
     ->Args({16, 32, 32, 30000})
     ->Args({64, 32, 32, 30000})
     ->Apply(settle);
-BENCHMARK_CAPTURE(layer, int4_top_p, kInt4)
-    ->Args({1, 32, 8, 1048576})
-    ->Args({1, 32, 8, 131072})
-    ->Args({1, 32, 8, 32768})
-    ->Apply(settle);
-BENCHMARK_CAPTURE(layer, slices_top_p, kSlices)
-    ->Args({1, 32, 8, 1048576})
-    ->Args({1, 32, 8, 131072})
-    ->Args({1, 32, 8, 32768})
-    ->Apply(settle);
+BENCHMARK_CAPTURE(layer, int4_top_p, kInt4)->Apply(long_contexts);
+BENCHMARK_CAPTURE(layer, slices_top_p, kSlices)->Apply(long_contexts);
+BENCHMARK_CAPTURE(layer, int4_top_k_256, kMeanOfSome)->Apply(long_contexts);
+BENCHMARK_CAPTURE(layer, values, kValues)->Apply(long_contexts);
+BENCHMARK_CAPTURE(layer, values_32_on_host, kValuesOnHost)->Apply(long_contexts);
 BENCHMARK_CAPTURE(layer, slices_int4_top_p, kSluice)->Args({1, 32, 8, 1048576})->Apply(settle);
 
 }  // namespace

@@ -90,10 +90,7 @@ std::size_t place(TilesCall& c, std::byte* scratch) {
   take(c.masks, heads * c.most_pages);
   take(c.slice_masses, heads * c.slices * c.group);
   take(c.is_bad, heads);
-  take(c.masses, heads * c.group);
-  take(c.read_counts, heads);
-  take(c.read, heads * c.most_pages);
-  take(c.partials, heads * c.query_parts * c.splits * partial_size(c.head_dim));
+  take(c.partials, heads * c.query_parts * c.splits * partial_floats(c.head_dim));
   return used;
 }
 
@@ -145,7 +142,6 @@ void attend_tiles(const AttendTilesParams& p, const Launch& launch) {
     }
     c.tickets = launch.counters;
     run_weigh(c, launch);
-    run_choose(c, launch);
     run_read(c, launch);
   }
 }

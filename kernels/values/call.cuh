@@ -18,12 +18,6 @@
 
 namespace sluice::cuda {
 
-// A page that is read.
-struct ReadPage {
-  std::int32_t number;
-  std::int32_t place;  // see TilePool
-};
-
 struct TilesCall {
   const BatchToken* tokens = nullptr;
   const HeadSelection* selections = nullptr;  // reported [heads]
@@ -58,12 +52,8 @@ struct TilesCall {
   uint4* masks = nullptr;          // [heads, most_pages]
   float* slice_masses = nullptr;   // [heads, slices, group]
   std::int32_t* is_bad = nullptr;  // [heads], of those that have pages
-  // What is chosen.
-  float* masses = nullptr;              // [heads, group], of all pages
-  std::int32_t* read_counts = nullptr;  // [heads]
-  ReadPage* read = nullptr;             // [heads, most_pages]
-  // What blocks have read: see PageSums.
-  float* partials = nullptr;         // [heads, query_parts, splits, partial_size]
+  // What blocks have read.
+  float* partials = nullptr;         // [heads, query_parts, splits, partial_floats()]
   std::uint32_t* tickets = nullptr;  // [heads, query_parts], zero before and after
 
   __device__ __forceinline__ BatchToken token_of(int head) const { return tokens[head / kv_heads]; }
@@ -72,14 +62,12 @@ struct TilesCall {
   }
 };
 
-// Threads of the block that chooses one head's pages.
-inline constexpr int kChooseThreads = 1024;
+// Floats of a block's partial: sums of values [kTileQueries, head_dim], masses [kTileQueries].
+__host__ __device__ constexpr std::int64_t partial_floats(int head_dim) {
+  return kTileQueries * (head_dim + std::int64_t{1});
+}
 
 void run_weigh(const TilesCall& call, const Launch& launch);
-void run_choose(const TilesCall& call, const Launch& launch);
 void run_read(const TilesCall& call, const Launch& launch);
-
-// Floats that a block's partial takes; from the head dimension alone.
-std::int64_t partial_size(int head_dim);
 
 }  // namespace sluice::cuda

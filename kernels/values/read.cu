@@ -1,18 +1,18 @@
-// Attention to the pages that were chosen. Blocks share a head's pages, a warp has one at a time;
-// the last block of a head adds up what all have, gives the mean value what is left, and merges.
+// Attention to the pages that are read. Blocks share a head's pages, a warp has one at a time; the
+// last block of a head adds up what all have, gives the mean value what is left, and merges.
 #include <cmath>
 
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/ticket.cuh"
+#include "kernels/values/choose.cuh"
 #include "kernels/values/read_page.cuh"
 #include "lib/check.h"
 
 namespace sluice::cuda {
 namespace {
 
-constexpr int kReadThreads = 256;
-constexpr int kReadWarps = kReadThreads / kWarp;
+constexpr int kSumWarps = kReadWarps / 2;  // whose sums meet in shared memory
 
 // What a lane has of its warp's pages.
 template <int kBlocks>
@@ -22,6 +22,13 @@ struct PageSums {
 
   static constexpr int kNumbers = kBlocks * kBlockResults + 1;  // of a lane
   static constexpr int kSize = kNumbers * kWarp;
+
+  // Where for_each() puts what a query head has of a channel, and its mass.
+  __device__ static int place_of(int query, int channel) {
+    const int number = channel / kBlockChannels * kBlockResults + channel % 4 * 2 + query % 2;
+    return number * kWarp + channel % kBlockChannels / 4 * 4 + query / 2;
+  }
+  __device__ static int mass_place(int query) { return (kNumbers - 1) * kWarp + query * 4; }
 
   // Calls body(number, place) for all of a lane's numbers.
   template <typename Body>
@@ -35,22 +42,35 @@ struct PageSums {
   }
 };
 
+// A page that is read.
+struct ReadPage {
+  int number;
+  std::int64_t place;  // see TilePool
+};
+
 // The part of a head that a block has: some of its pages for some of its query heads.
 struct BlockPart {
   int head;
+  int pages;       // of the head
+  int chosen = 0;  // that are read
   int split;
-  int splits;  // that have pages
+  int splits = 1;  // that have pages
   int first_query;
   int queries;
   std::int64_t place;  // of the head's query part among all
 
-  __device__ explicit BlockPart(const TilesCall& c, std::int32_t pages)
+  __device__ explicit BlockPart(const TilesCall& c)
       : head(static_cast<int>(blockIdx.y)),
+        pages(page_of(c.token_of(head).position)),
         split(static_cast<int>(blockIdx.x)),
-        splits(min(max((pages + kReadWarps - 1) / kReadWarps, 1), c.splits)),
         first_query(static_cast<int>(blockIdx.z) * kTileQueries),
         queries(min(c.group - first_query, kTileQueries)),
         place(std::int64_t{head} * c.query_parts + blockIdx.z) {}
+
+  __device__ void share_out(const TilesCall& c, int pages_chosen) {
+    chosen = pages_chosen;
+    splits = min(max((chosen + kReadWarps - 1) / kReadWarps, 1), c.splits);
+  }
 };
 
 template <int kBits, int kBlocks>
@@ -93,23 +113,60 @@ __device__ __forceinline__ void add_page(const TilesCall& c, const BlockPart& pa
   }
 }
 
-// Over all warps, for the first. `memory` is [kReadWarps / 2, PageSums::kSize].
+// Of shared memory: the sums of half the warps, or of columns that threads share.
 template <int kBlocks>
-__device__ void add_warps(PageSums<kBlocks>& sums, float* memory) {
+__host__ __device__ constexpr std::size_t sum_floats() {
+  constexpr std::size_t kSums = std::size_t{kSumWarps} * PageSums<kBlocks>::kSize;
+  return kSums > 4 * kReadThreads ? kSums : 4 * kReadThreads;
+}
+
+// Adds up the warps' sums in shared memory, [kSumWarps, PageSums::kSize], for sum_of().
+template <int kBlocks>
+__device__ void join_warps(PageSums<kBlocks>& sums, float* memory) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-#pragma unroll 1
-  for (int half = kReadWarps / 2; half > 0; half /= 2) {
-    if (warp >= half && warp < 2 * half) {
-      float* const to = memory + (warp - half) * PageSums<kBlocks>::kSize;
-      sums.for_each([&](float x, int place) { to[place] = x; });
-    }
-    __syncthreads();
-    if (warp < half) {
-      const float* const from = memory + warp * PageSums<kBlocks>::kSize;
-      sums.for_each([&](float& x, int place) { x += from[place]; });
-    }
-    __syncthreads();
+  float* const own = memory + warp % kSumWarps * PageSums<kBlocks>::kSize;
+  if (warp >= kSumWarps) sums.for_each([&](float x, int place) { own[place] = x; });
+  __syncthreads();
+  if (warp < kSumWarps) sums.for_each([&](float x, int place) { own[place] += x; });
+  __syncthreads();
+}
+
+// What all of the block's warps have at a place.
+template <int kBlocks>
+__device__ __forceinline__ float sum_of(const float* memory, int place) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kSumWarps; ++warp) {
+    sum += memory[warp * PageSums<kBlocks>::kSize + place];
   }
+  return sum;
+}
+
+// What a block leaves for the last one of its head: sums [kTileQueries, head_dim] of those query
+// heads that there are, then their masses.
+struct Partial {
+  float* sums;
+  float* masses;
+
+  __device__ Partial(const TilesCall& c, const BlockPart& part, int split)
+      : sums(c.partials + (part.place * c.splits + split) * partial_floats(c.head_dim)),
+        masses(sums + kTileQueries * c.head_dim) {}
+};
+
+template <int kBlocks>
+__device__ void write_partial(const TilesCall& c, const BlockPart& part, const float* memory) {
+  using Sums = PageSums<kBlocks>;
+  const Partial to(c, part, part.split);
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < part.queries * c.head_dim; i += kReadThreads) {
+    to.sums[i] = sum_of<kBlocks>(memory, Sums::place_of(i / c.head_dim, i % c.head_dim));
+  }
+  if (thread < part.queries) to.masses[thread] = sum_of<kBlocks>(memory, Sums::mass_place(thread));
+}
+
+__device__ __forceinline__ float4 add_scaled(const float4& x, float factor, const float4& y) {
+  return make_float4(fmaf(factor, y.x, x.x), fmaf(factor, y.y, x.y), fmaf(factor, y.z, x.z),
+                     fmaf(factor, y.w, x.w));
 }
 
 // One query head of a head whose pages are all read.
@@ -119,10 +176,25 @@ struct Finished {
   float before;  // and the partial that was there
 };
 
-__device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int query, float read,
+// By one warp. Sums are taken in the same order every time.
+__device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int query,
                                  bool is_all) {
+  const auto lane = static_cast<int>(threadIdx.x) % kWarp;
   const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query + query;
-  const float unread = is_all ? 0.0f : fmaxf(c.masses[row] - read, 0.0f);
+  const float old = c.merge ? c.out_lse[row] : 0.0f;
+  float read = 0.0f;
+  for (int split = lane; split < part.splits; split += kWarp) {
+    read += Partial(c, part, split).masses[query];
+  }
+  float all = 0.0f;
+  const int slices = is_all ? 0 : (part.pages + c.slice_pages - 1) / c.slice_pages;
+  for (int slice = lane; slice < slices; slice += kWarp) {
+    all += c.slice_masses[(std::int64_t{part.head} * c.slices + slice) * c.group +
+                          part.first_query + query];
+  }
+  read = warp_sum(read);
+  all = warp_sum(all);
+  const float unread = fmaxf(all - read, 0.0f);
   const float mass = read + unread;
   float here = -INFINITY;
   Finished f = {0.0f, 0.0f, 0.0f};
@@ -133,7 +205,6 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   }
   float lse = here;
   if (c.merge) {
-    const float old = c.out_lse[row];
     f.before = 1.0f;
     if (here > -INFINITY) {
       const float highest = fmaxf(here, old);
@@ -147,85 +218,107 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
       lse = old;
     }
   }
-  c.out_lse[row] = lse;
+  if (lane == 0) c.out_lse[row] = lse;
   return f;
 }
 
-// By the last block of a head: adds up all blocks' sums and writes the result.
-template <int kBlocks>
-__device__ void finish(const TilesCall& c, const BlockPart& part, bool is_all) {
-  using Sums = PageSums<kBlocks>;
+// Four channels of a query head, whose sums of values these are.
+__device__ __forceinline__ void write_columns(const TilesCall& c, const BlockPart& part, int column,
+                                              const float4& sum, const Finished& f) {
+  const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query;
+  const int channel = column * 4 % c.head_dim;
+  const auto& mean = reinterpret_cast<const float4*>(c.value_sums + std::int64_t{part.head} *
+                                                                        c.head_dim)[channel / 4];
+  auto& to = reinterpret_cast<float4*>(c.out + row * c.head_dim)[column];
+  float4 x = make_float4(f.read * sum.x, f.read * sum.y, f.read * sum.z, f.read * sum.w);
+  if (f.mean > 0.0f) x = add_scaled(x, f.mean, mean);
+  if (c.merge && f.before != 0.0f) x = add_scaled(x, f.before, to);
+  to = x;
+}
+
+// By the last block of a head: adds up all blocks' sums and writes the result. Threads have four
+// channels each; where they suffice, several share what there is to add up. `memory` is
+// [kReadThreads] float4.
+__device__ void finish(const TilesCall& c, const BlockPart& part, float4* memory) {
   __shared__ Finished finished[kTileQueries];
   const auto thread = static_cast<int>(threadIdx.x);
-  const float* const partials = c.partials + part.place * c.splits * Sums::kSize;
-  const auto sum_at = [&](int place) {
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int split = 0; split < part.splits; ++split) sum += partials[split * Sums::kSize + place];
-    return sum;
-  };
-  if (thread < part.queries) {
-    const float read = sum_at((Sums::kNumbers - 1) * kWarp + thread * 4);
-    finished[thread] = finish_query(c, part, thread, read, is_all);
+  const bool is_all = part.chosen == part.pages;
+  const int columns = part.queries * c.head_dim / 4;
+  const int shares = max(kReadThreads / columns, 1);
+  const int query = thread / kWarp;
+  if (query < part.queries) {
+    const Finished f = finish_query(c, part, query, is_all);
+    if (thread % kWarp == 0) finished[query] = f;
   }
-  __syncthreads();
-  for (int i = thread; i < Sums::kSize - kWarp; i += kReadThreads) {
-    const int lane = i % kWarp;
-    const int number = i / kWarp % kBlockResults;
-    const int channel = i / kWarp / kBlockResults * kBlockChannels + lane / 4 * 4 + number / 2;
-    const int query = lane % 4 * 2 + number % 2;
-    if (channel >= c.head_dim || query >= part.queries) continue;
-    const Finished f = finished[query];
-    const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query + query;
-    float* const out = c.out + row * c.head_dim + channel;
-    float x = f.read * sum_at(i);
-    if (f.mean > 0.0f) {
-      x = fmaf(f.mean, c.value_sums[std::int64_t{part.head} * c.head_dim + channel], x);
+  for (int first = 0; first < columns; first += kReadThreads) {
+    const int column = first + (shares > 1 ? thread % columns : thread);
+    const int share = shares > 1 ? thread / columns : 0;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (column < columns && share < shares) {
+#pragma unroll 8
+      for (int split = share; split < part.splits; split += shares) {
+        sum = add_scaled(sum, 1.0f,
+                         reinterpret_cast<const float4*>(Partial(c, part, split).sums)[column]);
+      }
     }
-    if (c.merge && f.before != 0.0f) x = fmaf(f.before, *out, x);
-    *out = x;
+    memory[thread] = sum;
+    __syncthreads();
+    if (share == 0 && column < columns) {
+      for (int other = 1; other < shares; ++other) {
+        sum = add_scaled(sum, 1.0f, memory[thread + other * columns]);
+      }
+      write_columns(c, part, column, sum, finished[column * 4 / c.head_dim]);
+    }
+    __syncthreads();
   }
 }
 
 template <int kBits, int kBlocks>
 __global__ void __launch_bounds__(kReadThreads, kBlocks <= 4 ? 2 : 1)
     read_pages(const __grid_constant__ TilesCall c) {
-  using Sums = PageSums<kBlocks>;
-  extern __shared__ float memory[];
+  extern __shared__ float4 memory[];
+  __shared__ PageChoice::Shared choice;
   __shared__ bool is_last;
+  auto* const floats = reinterpret_cast<float*>(memory);
+  auto* const list = reinterpret_cast<PageChoice::Page*>(floats + sum_floats<kBlocks>());
   wait_for_kernel_before();
   allow_next_kernel();
-  const auto head = static_cast<int>(blockIdx.y);
-  const std::int32_t pages = c.read_counts[head];
-  const BlockPart part(c, pages);
-  if (part.split >= part.splits) return;
+  BlockPart part(c);
+  if (part.pages > 0 && c.is_bad[part.head] != 0) part.pages = 0;
+  PageChoice pages(c.weights + std::int64_t{part.head} * c.most_pages, part.pages, choice);
+  part.share_out(c, part.pages > 0 ? pages.list(c.share, list) : 0);
   const auto thread = static_cast<int>(threadIdx.x);
+  if (part.split == 0 && blockIdx.z == 0 && thread == 0 && c.pages_read != nullptr) {
+    c.pages_read[part.head] = part.chosen * c.query_parts;
+  }
+  if (part.split >= part.splits) return;
+  __syncthreads();
   const int query = min(thread % kWarp / 4, part.queries - 1);
-  const float norm = c.lse[std::int64_t{head} * c.group + part.first_query + query] * kLog2E;
-  const ReadPage* const list = c.read + std::int64_t{head} * c.most_pages;
-  Sums sums;
+  const float norm = c.lse[std::int64_t{part.head} * c.group + part.first_query + query] * kLog2E;
+  const std::int32_t sequence = c.token_of(part.head).sequence;
+  const auto page_at = [&](int i) {
+    const int number = list[i];
+    return ReadPage{number, c.values.place_of(sequence, number)};
+  };
+  PageSums<kBlocks> sums;
   const int step = part.splits * kReadWarps;
   int i = thread / kWarp * part.splits + part.split;
   ReadPage page{};
-  if (i < pages) page = list[i];
+  if (i < part.chosen) page = page_at(i);
 #pragma unroll 1
-  for (; i < pages; i += step) {
+  for (; i < part.chosen; i += step) {
     const ReadPage own = page;
-    if (i + step < pages) page = list[i + step];
+    if (i + step < part.chosen) page = page_at(i + step);
     add_page<kBits, kBlocks>(c, part, own, norm, sums);
   }
-  add_warps(sums, memory);
-  if (thread < kWarp) {
-    float* const to = c.partials + (part.place * c.splits + part.split) * Sums::kSize;
-    sums.for_each([&](float x, int place) { to[place] = x; });
-  }
+  join_warps(sums, floats);
+  write_partial<kBlocks>(c, part, floats);
   __syncthreads();
   if (thread == 0) is_last = takes_last_ticket(c.tickets + part.place, part.splits);
   __syncthreads();
   if (!is_last) return;
   if (thread == 0) c.tickets[part.place] = 0;
-  const bool is_all = pages == page_of(c.token_of(head).position);
-  finish<kBlocks>(c, part, is_all);
+  finish(c, part, memory);
 }
 
 // Calls body(std::integral_constant<int, blocks of kBlockChannels>()), enough for a head.
@@ -242,11 +335,16 @@ template <int kBits>
 void run_bits(const TilesCall& c, const Launch& launch) {
   dispatch_blocks(c.head_dim, [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
-    constexpr std::size_t kShared = sizeof(float) * kReadWarps / 2 * PageSums<kBlocks>::kSize;
+    const std::size_t shared = sizeof(float) * sum_floats<kBlocks>() +
+                               sizeof(PageChoice::Page) * static_cast<std::size_t>(c.most_pages);
+    check(c.most_pages <= PageChoice::kMostPages, "attend_tiles: pages");
+    const auto kernel = read_pages<kBits, kBlocks>;
+    require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared)),
+            "attention to value tiles");
     const dim3 grid(static_cast<unsigned>(c.splits), static_cast<unsigned>(c.heads),
                     static_cast<unsigned>(c.query_parts));
-    launch_early("attention to value tiles", read_pages<kBits, kBlocks>, grid, kReadThreads,
-                 kShared, launch, c);
+    launch_early("attention to value tiles", kernel, grid, kReadThreads, shared, launch, c);
   });
 }
 
@@ -276,12 +374,6 @@ __global__ void __launch_bounds__(kReadThreads)
 }
 
 }  // namespace
-
-std::int64_t partial_size(int head_dim) {
-  std::int64_t size = 0;
-  dispatch_blocks(head_dim, [&](auto blocks) { size = PageSums<decltype(blocks)::value>::kSize; });
-  return size;
-}
 
 void run_read(const TilesCall& c, const Launch& launch) {
   switch (c.bits) {

@@ -4,9 +4,9 @@
 // tokens at a time as there is scratch for:
 //   weigh   what every page weighs without what is selected of it, by blocks side by side: from the
 //           digest if there is one and nothing is selected of the page, else from the logits
-//   choose  which pages carry the share, by one block per head
-//   read    values of those, a page to a warp, by tensor cores; the last block of a head adds up
-//           what all have, gives the mean value what is left, and merges
+//   read    finds which pages carry the share, in every block, and reads their values, a page to a
+//           warp, by tensor cores; the last block of a head adds up what all have, gives the mean
+//           value what is left, and merges
 // A head is a KV head of a token of the batch. Launches depend on the batch's capacity alone.
 #pragma once
 
