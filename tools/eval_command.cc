@@ -133,7 +133,7 @@ Command add_eval(CLI::App& app) {
       ->capture_default_str();
   add_integer(app, "--needles", flags->options.needles,
               "hidden lines, common words or quoted passages per context; of "
-              "tracking, each is followed from line to line")
+              "variable_tracking, each is followed from line to line")
       ->capture_default_str();
   add_integer(app, "--digits", flags->options.digits, "digits of a needle's number")
       ->capture_default_str();

@@ -153,9 +153,9 @@ QuestionSet make_questions(Task task, const TaskOptions& options, Dice& dice) {
       return all_of_one(things(count));
     case Task::multiquery:
       return at_once(things(count), dice);
-    case Task::turns:
+    case Task::multiturn:
       return in_turn(things(count), dice);
-    case Task::tracking:
+    case Task::variable_tracking:
       return followed(things((1 + kHops) * count), count);
     default:
       check(false, "no task about hidden lines");

@@ -46,7 +46,7 @@ struct QuestionSet {
   std::vector<std::vector<Question>> probes;
 };
 
-// Of tasks about hidden lines: needle to tracking.
+// Of tasks about hidden lines: needle to variable_tracking.
 QuestionSet make_questions(Task task, const TaskOptions& options, Dice& dice);
 
 // `common` in this order is what is to be said, each of them found anywhere.

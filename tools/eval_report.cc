@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 #include <span>
 
 #include "lib/bytes.h"
@@ -169,7 +170,7 @@ Estimate estimate_of(const std::vector<double>& values) {
   Estimate e;
   if (values.empty()) return e;
   const auto count = static_cast<double>(values.size());
-  for (const double v : values) e.mean += v / count;
+  e.mean = std::accumulate(values.begin(), values.end(), 0.0) / count;
   double squares = 0.0;
   for (const double v : values) squares += (v - e.mean) * (v - e.mean);
   if (values.size() > 1) e.error = std::sqrt(squares / (count - 1.0) / count);
@@ -243,9 +244,11 @@ CostPerToken cost_per_token(const Cost& cost, const KvShape& shape) {
 std::string eval_table(const TaskResult& result, const KvShape& shape) {
   const PolicyResult& dense = result.policies.front();
   const std::size_t width = name_width(result);
-  std::string table = format("%s at %lld tokens, %zu probes per policy\n",
+  std::string table = format("%s at %lld tokens, %zu probes per policy",
                              std::string(to_string(result.task)).c_str(),
                              static_cast<long long>(result.context), dense.probes.size());
+  if (has_facts(result.task)) table += format(", %zu facts", facts_right(dense).size());
+  table += "\n";
   table +=
       in_column("policy", width) + format("%stop-1   KL      %9s %8s %10s %10s %10s %6s\n",
                                           quality_header(result.task).c_str(), "rows/head",
@@ -295,7 +298,7 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
       entry["recall"] = json_of(s.recall);
       entry["recall_change"] = json_of(s.recall_change);
     }
-    if (has_facts(result.task) && result.task != Task::words) {
+    if (has_facts(result.task) && result.task != Task::common_words) {
       entry["recall_by_depth"] = by_depth(policy);
     }
     if (result.task == Task::perplexity || result.task == Task::agreement) {
@@ -312,7 +315,7 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
   }
   return {{"task", to_string(result.task)},
           {"context", result.context},
-          {"dense_can", can_do(result)},
+          {"dense_can_do", can_do(result)},
           {"policies", policies}};
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 // Tokens of a passage that are quoted again: enough to be found by.
 constexpr std::int64_t kQuoteTokens = 32;
-// How often a common word of a list stands there, and another one (RULER, appendix B).
+// How often a common word of a list stands there, and another one (as in RULER).
 constexpr std::int64_t kCommon = 30;
 constexpr std::int64_t kRare = 3;
 
@@ -57,7 +57,7 @@ void validate(const TaskOptions& options) {
 
 std::string_view to_string(Task task) { return kTaskNames.at(static_cast<std::size_t>(task)); }
 
-bool has_facts(Task task) { return task <= Task::words; }
+bool has_facts(Task task) { return task <= Task::common_words; }
 
 PassageBuilder::PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> prefix,
                                std::string_view text, const TaskOptions& options)
@@ -169,7 +169,7 @@ Passage PassageBuilder::words(int round) const {
   }
   if (used < 2 * common) {
     refuse_length(
-        Task::words, options_,
+        Task::common_words, options_,
         std::to_string(common) + " words are to be the most common; give fewer --needles");
   }
   dice.shuffle(list);
@@ -227,7 +227,7 @@ Passage PassageBuilder::repetition(int round) const {
 
 Passage PassageBuilder::build(Task task, int round) const {
   switch (task) {
-    case Task::words:
+    case Task::common_words:
       return words(round);
     case Task::perplexity:
     case Task::agreement:

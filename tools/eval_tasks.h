@@ -65,23 +65,23 @@ struct TaskOptions {
 void validate(const TaskOptions& options);
 
 // In the order of kTaskNames. Names are those of RULER (Hsieh et al. 2024), section 3, and, for
-// `turns`, of what SCBench (Li et al. 2025) asks on one shared context.
+// `multiturn`, of what SCBench (Li et al. 2024) asks on one shared context.
 enum class Task : std::uint8_t {
-  needle,      // numbers of things whose names differ in both words
-  multikey,    // of things whose names differ in one word only
-  multivalue,  // all numbers of one thing
-  multiquery,  // the numbers of all things, in one answer
-  turns,       // the same, by questions in turn
-  tracking,    // a number that has to be followed from thing to thing
-  words,       // the most common words of a list
-  perplexity,  // how likely the text's own continuation is
-  agreement,   // the same; only compared with dense attention
-  drift,       // a continuation of dense attention's own
-  repetition,  // a passage of the context, word by word
+  needle,             // numbers of things whose names differ in both words
+  multikey,           // of things whose names differ in one word only
+  multivalue,         // all numbers of one thing
+  multiquery,         // the numbers of all things, in one answer
+  multiturn,          // the same, by questions in turn
+  variable_tracking,  // a number that has to be followed from thing to thing
+  common_words,       // the most common words of a list
+  perplexity,         // how likely the text's own continuation is
+  agreement,          // the same; only compared with dense attention
+  drift,              // a continuation of dense attention's own
+  repetition,         // a passage of the context, word by word
 };
 inline constexpr std::array<std::string_view, 11> kTaskNames = {
-    "needle", "multikey",   "multivalue", "multiquery", "turns",     "tracking",
-    "words",  "perplexity", "agreement",  "drift",      "repetition"};
+    "needle",       "multikey",   "multivalue", "multiquery", "multiturn", "variable_tracking",
+    "common_words", "perplexity", "agreement",  "drift",      "repetition"};
 std::string_view to_string(Task task);
 // Whether answers are right or wrong.
 bool has_facts(Task task);
