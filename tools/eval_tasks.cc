@@ -146,8 +146,9 @@ Passage PassageBuilder::questions(Task task, int round) const {
 
 Passage PassageBuilder::words(int round) const {
   Dice dice(options_.seed, round);
-  std::vector<std::string> words =
-      distinct_words(tokenizer_->decode(stretch(round, options_.context)));
+  // Every word fills 3 places of the list, so that its words are those of a longer text.
+  const std::int64_t source = std::min(4 * options_.context, size_of(text_));
+  std::vector<std::string> words = distinct_words(tokenizer_->decode(stretch(round, source)));
   dice.shuffle(words);
   const auto common = static_cast<std::size_t>(options_.needles);
   std::vector<std::vector<TokenId>> pieces;
