@@ -81,6 +81,7 @@ Cost CostMeter::read() const {
     cost.traffic[movement].rows -= traffic.rows;
     cost.traffic[movement].bytes -= traffic.bytes;
   }
+  std::erase_if(cost.traffic, [](const auto& entry) { return entry.second.rows == 0; });
   cost.attended = cost.selected =
       static_cast<double>(corrected_rows(session_->ledger()) - corrected_) /
       static_cast<double>(session_->plan().shape.kv_heads);

@@ -1,7 +1,7 @@
 #include "tools/eval_runner.h"
 
 #include <algorithm>
-#include <optional>
+#include <iterator>
 #include <utility>
 
 namespace sluice::tools {
@@ -42,17 +42,15 @@ std::vector<std::vector<std::size_t>> groups_of(const std::vector<NamedPolicy>& 
   return groups;
 }
 
-// Tokens of the longest passage with its longest probe.
-std::int64_t longest(const std::vector<Passage>& passages) {
-  std::size_t most = 0;
-  for (const Passage& passage : passages) {
-    for (const Probe& probe : passage.probes) {
-      std::size_t length = passage.context.size();
-      for (const Turn& turn : probe.turns) length += turn.given.size() + turn.answer.size();
-      most = std::max(most, length);
-    }
+// Tokens of a passage with its longest probe.
+std::int64_t length_of(const Passage& passage) {
+  std::size_t longest = 0;
+  for (const Probe& probe : passage.probes) {
+    std::size_t length = 0;
+    for (const Turn& turn : probe.turns) length += turn.given.size() + turn.answer.size();
+    longest = std::max(longest, length);
   }
-  return static_cast<std::int64_t>(most);
+  return static_cast<std::int64_t>(passage.context.size() + longest);
 }
 
 }  // namespace
@@ -68,12 +66,6 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
   for (const NamedPolicy& policy : all) {
     result.policies.push_back({policy.name, to_string(policy.policy), {}, {}});
   }
-  std::vector<Passage> passages;
-  std::vector<std::vector<Baseline>> baselines;  // [rounds][probes]
-  for (int round = 0; round < options.rounds; ++round) {
-    passages.push_back(builder.build(task, round));
-    baselines.emplace_back(passages.back().probes.size());
-  }
   const auto steps = static_cast<double>(options.rounds) * static_cast<double>(all.size());
   double done = 0.0;
   const auto report = [&](double share, const std::string& what) {
@@ -81,31 +73,31 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
         std::string(to_string(task)) + ", " + std::to_string(options.context) + " tokens: " + what;
     progress((done + share) / steps, note);
   };
-  for (const std::vector<std::size_t>& group : groups_of(all)) {
-    SessionOptions wanted;
-    wanted.context = longest(passages);
-    for (const std::size_t i : group) wanted.policies.push_back(all[i].policy);
-    wanted.decode_batch = options.step_tokens;
-    Session session = engine.new_session(wanted);
-    for (std::size_t round = 0; round < passages.size(); ++round) {
-      const Passage& passage = passages[round];
-      session.truncate(0);
-      session.use(all[group.front()].policy);
+  const std::vector<std::vector<std::size_t>> groups = groups_of(all);
+  for (int round = 0; round < options.rounds; ++round) {
+    const Passage passage = builder.build(task, round);
+    std::vector<Baseline> baselines(passage.probes.size());
+    for (const std::vector<std::size_t>& group : groups) {
+      SessionOptions wanted;
+      wanted.context = length_of(passage);
+      for (const std::size_t i : group) wanted.policies.push_back(all[i].policy);
+      wanted.decode_batch = options.step_tokens;
+      Session session = engine.new_session(wanted);
       session.prefill(passage.context, [&](std::int64_t at, std::int64_t of) {
         report(0.5 * static_cast<double>(at) / static_cast<double>(of), "prefill");
         return true;
       });
-      const std::int64_t length = session.length();
       for (const std::size_t i : group) {
         report(0.5, all[i].name);
         session.use(all[i].policy);
         const ProbeOptions how = {passage.writer, static_cast<std::size_t>(options.step_tokens),
-                                  options.seed + round, task == Task::repetition && i != 0};
+                                  options.seed + static_cast<std::uint64_t>(round),
+                                  task == Task::repetition && i != 0};
         for (std::size_t probe = 0; probe < passage.probes.size(); ++probe) {
-          result.policies[i].probes.push_back(
-              run_probe(engine.tokenizer(), session, passage.probes[probe], how,
-                        baselines[round][probe], result.policies[i].cost));
-          session.truncate(length);
+          result.policies[i].probes.push_back(run_probe(engine.tokenizer(), session,
+                                                        passage.probes[probe], how,
+                                                        baselines[probe], result.policies[i].cost));
+          session.truncate(std::ssize(passage.context));
         }
         done += 1.0;
       }
