@@ -132,8 +132,7 @@ Command add_eval(CLI::App& app) {
   add_integer(app, "--rounds", flags->options.rounds, "contexts per task and length")
       ->capture_default_str();
   add_integer(app, "--needles", flags->options.needles,
-              "hidden lines, common words or quoted passages per context; of "
-              "variable_tracking, each is followed from line to line")
+              "hidden numbers, common words or quoted passages that a context is asked for")
       ->capture_default_str();
   add_integer(app, "--digits", flags->options.digits, "digits of a needle's number")
       ->capture_default_str();
@@ -146,7 +145,8 @@ Command add_eval(CLI::App& app) {
               "tokens that a decode step takes; more are faster, but dense layers then read rows "
               "once for all of them, and the bytes say so")
       ->capture_default_str();
-  add_integer(app, "--seed", flags->options.seed, "of needles and their places")
+  add_integer(app, "--seed", flags->options.seed,
+              "of what is hidden and where, and of what drift draws")
       ->capture_default_str();
   app.add_option("--json", flags->json, "write every number to this file, - for standard output");
   return [flags] { return run(*flags); };

@@ -51,13 +51,14 @@ class Reading {
   // Along `known` answers, or along its own if there are none.
   void run(std::span<const TokenId> known) {
     known_ = known;
+    std::size_t written = 0;
     for (const Turn& turn : probe_.turns) {
       pending_.insert(pending_.end(), turn.given.begin(), turn.given.end());
       for (std::size_t i = 0; i < turn.answer.size(); ++i) {
         asked_.push_back(pending_.size() - 1);
         if (known.empty()) feed();
-        pending_.push_back(known.empty() ? answers_.back() : known[written_]);
-        ++written_;
+        pending_.push_back(known.empty() ? answers_.back() : known[written]);
+        ++written;
       }
     }
     pending_.pop_back();  // nothing is asked after the last answer
@@ -121,7 +122,6 @@ class Reading {
   std::span<const TokenId> known_;
   std::vector<TokenId> pending_;    // not read yet
   std::vector<std::size_t> asked_;  // those of them after which an answer's token is asked for
-  std::size_t written_ = 0;
   std::vector<TokenId> answers_;
   std::vector<TokenId> likeliest_;
   bool wrong_ = false;
