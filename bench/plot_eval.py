@@ -29,17 +29,13 @@ class Axis(NamedTuple):
     error: Callable[[dict[str, Any]], float]
 
 
+RECALL = Axis("recall", lambda p: p["recall"]["mean"], lambda p: p["recall"]["standard_error"])
+KL = Axis("KL divergence from dense, nats per token", lambda p: p["kl"], lambda p: 0.0)
 AXES = {
-    "needle": Axis(
-        "needle recall", lambda p: p["recall"]["mean"], lambda p: p["recall"]["standard_error"]
-    ),
     "perplexity": Axis(
         "NLL above dense, nats per token",
         lambda p: p["nll_change"]["mean"],
         lambda p: p["nll_change"]["standard_error"],
-    ),
-    "agreement": Axis(
-        "KL divergence from dense, nats per token", lambda p: p["kl"], lambda p: 0.0
     ),
     "repetition": Axis(
         "characters before divergence",
@@ -47,6 +43,11 @@ AXES = {
         lambda p: p["characters"]["standard_error"],
     ),
 }
+
+
+def axis_of(result: dict[str, Any]) -> Axis:
+    asked = "recall" in result["policies"][0]
+    return AXES.get(result["task"], RECALL if asked else KL)
 
 
 def transferred(policy: dict[str, Any]) -> float:
@@ -64,7 +65,7 @@ def label_of(result: dict[str, Any]) -> str:
 
 
 def draw(axes: Any, result: dict[str, Any]) -> None:
-    axis = AXES[result["task"]]
+    axis = axis_of(result)
     for number, policy in enumerate(result["policies"]):
         marker = "os^vD*Pp<>hX8d"[number % 14]
         axes.errorbar(

@@ -1,6 +1,8 @@
+#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/file.h"
@@ -27,13 +29,20 @@ struct EvalFlags {
   std::string json;
 };
 
-Task parse_task(const std::string& name) {
-  for (const Task task : {Task::needle, Task::perplexity, Task::agreement, Task::repetition}) {
-    if (name == to_string(task)) return task;
+// "needle, multikey, ... or repetition"
+std::string task_names() {
+  std::string names;
+  for (const std::string_view name : kTaskNames) {
+    if (name != kTaskNames.front()) names += name == kTaskNames.back() ? " or " : ", ";
+    names += name;
   }
-  throw Error(ErrorCode::usage, "--task '" + name +
-                                    "' is unknown; give needle, perplexity, agreement or "
-                                    "repetition");
+  return names;
+}
+
+Task parse_task(const std::string& name) {
+  const auto* const at = std::find(kTaskNames.begin(), kTaskNames.end(), name);
+  if (at != kTaskNames.end()) return static_cast<Task>(at - kTaskNames.begin());
+  throw Error(ErrorCode::usage, "--task '" + name + "' is unknown; give " + task_names());
 }
 
 void validate(const EvalFlags& flags) {
@@ -65,12 +74,13 @@ int run(const EvalFlags& flags) {
   Engine engine = Engine::open(flags.model.config());
   const std::vector<NamedPolicy> policies = parse_policies(engine, flags.policies);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
-  // Texts that are too short are refused before the weights are read.
+  // Texts and lengths that are too short are refused before the weights are read.
   std::vector<PassageBuilder> passages;
   std::vector<TaskOptions> options(flags.lengths.size(), flags.options);
   for (std::size_t i = 0; i < flags.lengths.size(); ++i) {
     options[i].context = flags.lengths[i];
     passages.emplace_back(engine.tokenizer(), engine.encode_prompt(""), text, options[i]);
+    for (const Task task : tasks) passages.back().build(task, 0);
   }
   engine.load_weights();
 
@@ -112,8 +122,7 @@ Command add_eval(CLI::App& app) {
   app.footer(policy_help() + "\n" + app.get_footer());
   app.add_option("-t,--text", flags->text, "text that contexts are cut from, unseen in training")
       ->required();
-  app.add_option("--task", flags->tasks,
-                 "needle, perplexity, agreement or repetition; may be given several times")
+  app.add_option("--task", flags->tasks, task_names() + "; may be given several times")
       ->capture_default_str();
   add_integer(app, "--length", flags->lengths, "tokens of context; may be given several times")
       ->capture_default_str();
@@ -122,18 +131,22 @@ Command add_eval(CLI::App& app) {
       ->capture_default_str();
   add_integer(app, "--rounds", flags->options.rounds, "contexts per task and length")
       ->capture_default_str();
-  add_integer(app, "--needles", flags->options.needles, "needles, or quoted passages, per context")
+  add_integer(app, "--needles", flags->options.needles,
+              "hidden numbers, common words or quoted passages that a context is asked for")
       ->capture_default_str();
   add_integer(app, "--digits", flags->options.digits, "digits of a needle's number")
       ->capture_default_str();
-  add_integer(app, "--tokens", flags->options.tokens,
-              "tokens that perplexity is measured over; most that a repetition goes on")
+  add_integer(
+      app, "--tokens", flags->options.tokens,
+      "last tokens of a context, over which perplexity, agreement and drift are measured; most "
+      "that a repetition goes on")
       ->capture_default_str();
   add_integer(app, "--step-tokens", flags->options.step_tokens,
               "tokens that a decode step takes; more are faster, but dense layers then read rows "
               "once for all of them, and the bytes say so")
       ->capture_default_str();
-  add_integer(app, "--seed", flags->options.seed, "of needles and their places")
+  add_integer(app, "--seed", flags->options.seed,
+              "of what is hidden and where, and of what drift draws")
       ->capture_default_str();
   app.add_option("--json", flags->json, "write every number to this file, - for standard output");
   return [flags] { return run(*flags); };

@@ -4,25 +4,37 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
+#include <span>
 
 #include "lib/bytes.h"
 
 namespace sluice::tools {
 namespace {
 
-// One value per probe, or per target of all probes.
+// One value per probe.
 std::vector<double> per_probe(const PolicyResult& result, const auto& value) {
   std::vector<double> values;
   for (const ProbeResult& probe : result.probes) values.push_back(value(probe));
   return values;
 }
 
-std::vector<double> per_target(const PolicyResult& result) {
+// All values of a list that every probe has.
+std::vector<double> all_of(const PolicyResult& result, const auto& list) {
   std::vector<double> values;
   for (const ProbeResult& probe : result.probes) {
-    values.insert(values.end(), probe.nll.begin(), probe.nll.end());
+    const auto& more = list(probe);
+    values.insert(values.end(), more.begin(), more.end());
   }
   return values;
+}
+
+std::vector<double> facts_right(const PolicyResult& result) {
+  return all_of(result, [](const ProbeResult& probe) {
+    std::vector<double> right;
+    for (const FactResult& fact : probe.facts) right.push_back(fact.right ? 1.0 : 0.0);
+    return right;
+  });
 }
 
 // NLL of the same targets; a repetition may have been ended early in one of the two.
@@ -70,47 +82,84 @@ nlohmann::json traffic_json(const Cost& cost) {
   return list;
 }
 
+// Of the column that a task has before those of all tasks.
 std::string quality_header(Task task) {
-  switch (task) {
-    case Task::needle:
-      return "recall          vs dense";
-    case Task::perplexity:
-      return "perplexity  nll vs dense      top-1   KL    ";
-    case Task::agreement:
-      return "top-1   KL    ";
-    case Task::repetition:
-      return "characters      vs dense";
-  }
+  if (has_facts(task)) return "recall          vs dense      ";
+  if (task == Task::perplexity) return "perplexity  nll vs dense       ";
+  if (task == Task::repetition) return "characters      vs dense       ";
   return {};
 }
 
 std::string quality(Task task, const Score& s) {
-  switch (task) {
-    case Task::needle:
-      return format("%5.1f%% +- %4.1f  %+5.1f +- %4.1f", 100 * s.recall.mean, 100 * s.recall.error,
-                    100 * s.recall_change.mean, 100 * s.recall_change.error);
-    case Task::perplexity:
-      return format("%9.3f  %+7.4f +- %6.4f  %5.1f%%  %6.4f", std::exp(s.nll.mean),
-                    s.nll_change.mean, s.nll_change.error, 100 * s.top1_agreement, s.kl);
-    case Task::agreement:
-      return format("%5.1f%%  %6.4f", 100 * s.top1_agreement, s.kl);
-    case Task::repetition:
-      return format("%6.1f +- %5.1f  %+6.1f +- %5.1f", s.characters.mean, s.characters.error,
-                    s.characters_change.mean, s.characters_change.error);
+  if (has_facts(task)) {
+    return format("%5.1f%% +- %4.1f  %+5.1f +- %4.1f  ", 100 * s.recall.mean, 100 * s.recall.error,
+                  100 * s.recall_change.mean, 100 * s.recall_change.error);
+  }
+  if (task == Task::perplexity) {
+    return format("%9.3f   %+7.4f +- %6.4f  ", std::exp(s.nll.mean), s.nll_change.mean,
+                  s.nll_change.error);
+  }
+  if (task == Task::repetition) {
+    return format("%6.1f +- %5.1f  %+6.1f +- %5.1f  ", s.characters.mean, s.characters.error,
+                  s.characters_change.mean, s.characters_change.error);
   }
   return {};
 }
 
-// Recall by depth in quarters of the context; empty for tasks without depths.
+// Recall by depth in quarters of the context.
 nlohmann::json by_depth(const PolicyResult& result) {
   std::array<std::vector<double>, 4> quarters;
   for (const ProbeResult& probe : result.probes) {
-    const auto quarter = static_cast<std::size_t>(std::clamp(probe.depth * 4.0, 0.0, 3.0));
-    quarters[quarter].push_back(probe.right ? 1.0 : 0.0);
+    for (const FactResult& fact : probe.facts) {
+      const auto quarter = static_cast<std::size_t>(std::clamp(fact.depth * 4.0, 0.0, 3.0));
+      quarters[quarter].push_back(fact.right ? 1.0 : 0.0);
+    }
   }
   nlohmann::json list = nlohmann::json::array();
   for (const std::vector<double>& quarter : quarters) {
     list.push_back({{"probes", quarter.size()}, {"recall", estimate_of(quarter).mean}});
+  }
+  return list;
+}
+
+// A name that is wider than its column has a line of its own.
+std::string in_column(const std::string& name, std::size_t width) {
+  if (name.size() <= width) return name + std::string(width - name.size(), ' ') + " ";
+  return name + "\n" + std::string(width + 1, ' ');
+}
+
+std::size_t name_width(const TaskResult& result) {
+  constexpr std::size_t kWidest = 24;
+  std::size_t width = 10;
+  for (const PolicyResult& policy : result.policies) {
+    if (policy.name.size() <= kWidest) width = std::max(width, policy.name.size());
+  }
+  return width;
+}
+
+std::string drift_table(const TaskResult& result, std::size_t width) {
+  std::string table = in_column("to token", width);
+  for (const Window& window : windows_of(result.policies.front())) {
+    table += format("  %13lld", static_cast<long long>(window.end));
+  }
+  table += "\n";
+  for (const PolicyResult& policy : result.policies) {
+    table += in_column(policy.name, width);
+    for (const Window& window : windows_of(policy)) {
+      table += format("  %6.4f %5.1f%%", window.kl.mean, 100 * window.top1_agreement.mean);
+    }
+    table += "\n";
+  }
+  return table + "(KL and top-1 agreement since the number of tokens in the column before)\n";
+}
+
+nlohmann::json drift_json(const PolicyResult& policy) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const Window& window : windows_of(policy)) {
+    list.push_back({{"begin", window.begin},
+                    {"end", window.end},
+                    {"kl", json_of(window.kl)},
+                    {"top1_agreement", json_of(window.top1_agreement)}});
   }
   return list;
 }
@@ -121,7 +170,7 @@ Estimate estimate_of(const std::vector<double>& values) {
   Estimate e;
   if (values.empty()) return e;
   const auto count = static_cast<double>(values.size());
-  for (const double v : values) e.mean += v / count;
+  e.mean = std::accumulate(values.begin(), values.end(), 0.0) / count;
   double squares = 0.0;
   for (const double v : values) squares += (v - e.mean) * (v - e.mean);
   if (values.size() > 1) e.error = std::sqrt(squares / (count - 1.0) / count);
@@ -129,27 +178,45 @@ Estimate estimate_of(const std::vector<double>& values) {
 }
 
 Score score_of(const PolicyResult& result, const PolicyResult& dense) {
-  const auto right = [](const ProbeResult& p) { return p.right ? 1.0 : 0.0; };
+  const auto nll = [](const ProbeResult& p) { return p.nll; };
+  const auto kl = [](const ProbeResult& p) { return p.kl; };
+  const auto agree = [](const ProbeResult& p) { return p.agree; };
   const auto characters = [](const ProbeResult& p) { return static_cast<double>(p.characters); };
   Score score;
-  score.recall = estimate_of(per_probe(result, right));
-  score.recall_change = estimate_of(minus(per_probe(result, right), per_probe(dense, right)));
-  score.nll = estimate_of(per_target(result));
+  score.recall = estimate_of(facts_right(result));
+  score.recall_change = estimate_of(minus(facts_right(result), facts_right(dense)));
+  score.nll = estimate_of(all_of(result, nll));
   score.nll_change = estimate_of(nll_changes(result, dense));
   score.characters = estimate_of(per_probe(result, characters));
   score.characters_change =
       estimate_of(minus(per_probe(result, characters), per_probe(dense, characters)));
-  double targets = 0.0;
-  for (const ProbeResult& probe : result.probes) {
-    targets += static_cast<double>(probe.nll.size());
-    score.top1_agreement += probe.top1_as_dense;
-    score.kl += probe.kl;
-  }
-  if (targets > 0.0) {
-    score.top1_agreement /= targets;
-    score.kl /= targets;
-  }
+  score.top1_agreement = estimate_of(all_of(result, agree)).mean;
+  score.kl = estimate_of(all_of(result, kl)).mean;
   return score;
+}
+
+std::vector<Window> windows_of(const PolicyResult& result) {
+  constexpr std::size_t kWindows = 8;
+  const std::size_t tokens = result.probes.front().kl.size();
+  const std::size_t count = std::min(kWindows, tokens);
+  std::vector<Window> windows;
+  for (std::size_t i = 0; i < count; ++i) {
+    Window window = {i * tokens / count, (i + 1) * tokens / count, {}, {}};
+    const auto part = [&](const std::vector<double>& values) {
+      return std::span(values).subspan(window.begin, window.end - window.begin);
+    };
+    window.kl = estimate_of(all_of(result, [&](const ProbeResult& p) { return part(p.kl); }));
+    window.top1_agreement =
+        estimate_of(all_of(result, [&](const ProbeResult& p) { return part(p.agree); }));
+    windows.push_back(window);
+  }
+  return windows;
+}
+
+bool can_do(const TaskResult& result) {
+  constexpr double kLeast = 0.2;
+  const PolicyResult& dense = result.policies.front();
+  return !has_facts(result.task) || score_of(dense, dense).recall.mean >= kLeast;
 }
 
 CostPerToken cost_per_token(const Cost& cost, const KvShape& shape) {
@@ -175,21 +242,34 @@ CostPerToken cost_per_token(const Cost& cost, const KvShape& shape) {
 }
 
 std::string eval_table(const TaskResult& result, const KvShape& shape) {
-  std::string table = format(
-      "%s at %lld tokens, %zu probes per policy\n", std::string(to_string(result.task)).c_str(),
-      static_cast<long long>(result.context), result.policies.front().probes.size());
-  table += format("%-14s %s  %9s %8s %10s %10s %10s %6s\n", "policy",
-                  quality_header(result.task).c_str(), "rows/head", "1/dense", "moved/tok",
-                  "read/tok", "index/tok", "alpha");
-  const double dense = cost_per_token(result.policies.front().cost, shape).selected_rows;
+  const PolicyResult& dense = result.policies.front();
+  const std::size_t width = name_width(result);
+  std::string table = format("%s at %lld tokens, %zu probes per policy",
+                             std::string(to_string(result.task)).c_str(),
+                             static_cast<long long>(result.context), dense.probes.size());
+  if (has_facts(result.task)) table += format(", %zu facts", facts_right(dense).size());
+  table += "\n";
+  table +=
+      in_column("policy", width) + format("%stop-1   KL      %9s %8s %10s %10s %10s %6s\n",
+                                          quality_header(result.task).c_str(), "rows/head",
+                                          "1/dense", "moved/tok", "read/tok", "index/tok", "alpha");
+  const double rows = cost_per_token(dense.cost, shape).selected_rows;
   for (const PolicyResult& policy : result.policies) {
     const CostPerToken cost = cost_per_token(policy.cost, shape);
-    table +=
-        format("%-14s %s  %9.1f %8.1f %10s %10s %10s %6.3f\n", policy.name.substr(0, 14).c_str(),
-               quality(result.task, score_of(policy, result.policies.front())).c_str(),
-               cost.selected_rows, dense / std::max(cost.selected_rows, 1.0),
-               bytes_text(cost.moved_bytes).c_str(), bytes_text(cost.read_bytes).c_str(),
-               bytes_text(cost.index_bytes + cost.value_bytes).c_str(), cost.alpha);
+    const Score score = score_of(policy, dense);
+    table += in_column(policy.name, width) +
+             format("%s%5.1f%%  %6.4f  %9.1f %8.1f %10s %10s %10s %6.3f\n",
+                    quality(result.task, score).c_str(), 100 * score.top1_agreement, score.kl,
+                    cost.selected_rows, rows / std::max(cost.selected_rows, 1.0),
+                    bytes_text(cost.moved_bytes).c_str(), bytes_text(cost.read_bytes).c_str(),
+                    bytes_text(cost.index_bytes + cost.value_bytes).c_str(), cost.alpha);
+  }
+  if (result.task == Task::drift) table += drift_table(result, width);
+  if (!can_do(result)) {
+    table += format(
+        "dense attention is right in %.1f%%: the model cannot do this, and recall says "
+        "nothing about policies\n",
+        100 * score_of(dense, dense).recall.mean);
   }
   return table;
 }
@@ -202,6 +282,8 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
     nlohmann::json entry = {{"name", policy.name},
                             {"policy", policy.policy},
                             {"probes", policy.probes.size()},
+                            {"top1_agreement", s.top1_agreement},
+                            {"kl", s.kl},
                             {"attended_rows", c.attended_rows},
                             {"selected_rows", c.selected_rows},
                             {"transferred_bytes_per_token", c.moved_bytes},
@@ -211,28 +293,30 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
                             {"traffic", traffic_json(policy.cost)},
                             {"alpha", c.alpha},
                             {"cut_share", c.cut_share}};
-    switch (result.task) {
-      case Task::needle:
-        entry["recall"] = json_of(s.recall);
-        entry["recall_change"] = json_of(s.recall_change);
-        entry["recall_by_depth"] = by_depth(policy);
-        break;
-      case Task::perplexity:
-      case Task::agreement:
-        entry["nll"] = json_of(s.nll);
-        entry["nll_change"] = json_of(s.nll_change);
-        entry["perplexity"] = std::exp(s.nll.mean);
-        entry["top1_agreement"] = s.top1_agreement;
-        entry["kl"] = s.kl;
-        break;
-      case Task::repetition:
-        entry["characters"] = json_of(s.characters);
-        entry["characters_change"] = json_of(s.characters_change);
-        break;
+    if (has_facts(result.task)) {
+      entry["facts"] = facts_right(policy).size();
+      entry["recall"] = json_of(s.recall);
+      entry["recall_change"] = json_of(s.recall_change);
+    }
+    if (has_facts(result.task) && result.task != Task::common_words) {
+      entry["recall_by_depth"] = by_depth(policy);
+    }
+    if (result.task == Task::perplexity || result.task == Task::agreement) {
+      entry["nll"] = json_of(s.nll);
+      entry["nll_change"] = json_of(s.nll_change);
+      entry["perplexity"] = std::exp(s.nll.mean);
+    }
+    if (result.task == Task::drift) entry["windows"] = drift_json(policy);
+    if (result.task == Task::repetition) {
+      entry["characters"] = json_of(s.characters);
+      entry["characters_change"] = json_of(s.characters_change);
     }
     policies.push_back(entry);
   }
-  return {{"task", to_string(result.task)}, {"context", result.context}, {"policies", policies}};
+  return {{"task", to_string(result.task)},
+          {"context", result.context},
+          {"dense_can_do", can_do(result)},
+          {"policies", policies}};
 }
 
 }  // namespace sluice::tools

@@ -1,6 +1,7 @@
 // The numbers of an evaluation: means with their standard errors, for people and for programs.
 #pragma once
 
+#include <cstddef>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -18,7 +19,7 @@ Estimate estimate_of(const std::vector<double>& values);
 
 // What one policy scored. Differences to dense are paired: the same probes and targets.
 struct Score {
-  Estimate recall;         // share of probes whose answer was right
+  Estimate recall;         // share of facts that were answered
   Estimate recall_change;  // against dense
   Estimate nll;            // nats per target
   Estimate nll_change;     // against dense
@@ -28,6 +29,20 @@ struct Score {
   double kl = 0.0;              // nats per target
 };
 Score score_of(const PolicyResult& result, const PolicyResult& dense);
+
+// Tokens [begin, end) of every probe.
+struct Window {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+  Estimate kl;              // nats per token
+  Estimate top1_agreement;  // share of tokens
+};
+// Up to 8 of equal length, to within a token, of probes of equal length.
+std::vector<Window> windows_of(const PolicyResult& result);
+
+// Whether dense attention answers a fifth of what is asked for: of a model that does not, recall
+// says nothing about policies. Tasks without facts can be done.
+bool can_do(const TaskResult& result);
 
 // Means per decoded token; bytes as the ledger counted them.
 struct CostPerToken {

@@ -1,60 +1,32 @@
 #include "tools/eval_tasks.h"
 
 #include <algorithm>
-#include <array>
-#include <random>
 
 #include "lib/check.h"
 #include "sluice/errors.h"
+#include "tools/eval_questions.h"
 
 namespace sluice::tools {
 namespace {
 
-constexpr std::array<std::string_view, 16> kAdjectives = {
-    "amber",  "silver", "crimson", "hidden", "quiet",  "golden", "broken", "distant",
-    "frozen", "gentle", "hollow",  "iron",   "purple", "velvet", "wooden", "yellow"};
-constexpr std::array<std::string_view, 16> kNouns = {
-    "falcon", "river",  "castle", "lantern", "garden", "mountain", "whistle", "compass",
-    "anchor", "bridge", "candle", "dragon",  "forest", "harbour",  "mirror",  "wagon"};
-
 // Tokens of a passage that are quoted again: enough to be found by.
 constexpr std::int64_t kQuoteTokens = 32;
-
-// A generator whose sequence is the same with every standard library.
-class Dice {
- public:
-  Dice(std::uint64_t seed, int round) : engine_(seed * 1000003 + static_cast<unsigned>(round)) {}
-  std::uint64_t below(std::uint64_t limit) { return engine_() % limit; }
-
- private:
-  std::mt19937_64 engine_;
-};
-
-struct Needle {
-  std::string name;
-  std::string number;
-};
-
-// Needles whose names differ in both words.
-std::vector<Needle> make_needles(Dice& dice, int count, int digits) {
-  std::vector<Needle> needles;
-  const std::uint64_t adjective = dice.below(kAdjectives.size());
-  const std::uint64_t noun = dice.below(kNouns.size());
-  for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(count); ++i) {
-    Needle needle;
-    needle.name = std::string(kAdjectives[(adjective + i) % kAdjectives.size()]) + " " +
-                  std::string(kNouns[(noun + 3 * i) % kNouns.size()]);
-    needle.number = std::to_string(1 + dice.below(9));
-    while (static_cast<int>(needle.number.size()) < digits) {
-      needle.number += std::to_string(dice.below(10));
-    }
-    needles.push_back(needle);
-  }
-  return needles;
-}
+// How often a common word of a list stands there, and another one (as in RULER).
+constexpr std::int64_t kCommon = 30;
+constexpr std::int64_t kRare = 3;
 
 void append(std::vector<TokenId>& to, const std::vector<TokenId>& from) {
   to.insert(to.end(), from.begin(), from.end());
+}
+
+[[noreturn]] void refuse_length(Task task, const TaskOptions& options, const std::string& why) {
+  throw Error(ErrorCode::usage, "--length " + std::to_string(options.context) +
+                                    " is too short for --task " + std::string(to_string(task)) +
+                                    ": " + why);
+}
+
+std::int64_t size_of(const std::vector<TokenId>& tokens) {
+  return static_cast<std::int64_t>(tokens.size());
 }
 
 // The first line break at or after `at`, so that a needle gets a line of its own.
@@ -83,20 +55,9 @@ void validate(const TaskOptions& options) {
           "--length must be 16 to 1073741824");
 }
 
-std::string_view to_string(Task task) {
-  switch (task) {
-    case Task::needle:
-      return "needle";
-    case Task::perplexity:
-      return "perplexity";
-    case Task::agreement:
-      return "agreement";
-    case Task::repetition:
-      return "repetition";
-  }
-  check(false, "unknown task");
-  return {};
-}
+std::string_view to_string(Task task) { return kTaskNames.at(static_cast<std::size_t>(task)); }
+
+bool has_facts(Task task) { return task <= Task::common_words; }
 
 PassageBuilder::PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> prefix,
                                std::string_view text, const TaskOptions& options)
@@ -131,107 +92,153 @@ std::vector<TokenId> PassageBuilder::stretch(int round, std::int64_t count) cons
   return {text_.begin() + first, text_.begin() + first + count};
 }
 
-Passage PassageBuilder::needles(int round) const {
-  Dice dice(options_.seed, round);
-  const std::vector<Needle> needles = make_needles(dice, options_.needles, options_.digits);
-  std::vector<std::vector<TokenId>> lines;
-  std::int64_t planted = 0;
-  for (const Needle& needle : needles) {
-    lines.push_back(tokenizer_->encode("The secret number of the " + needle.name + " is " +
-                                       needle.number + ". Remember it.\n"));
-    planted += static_cast<std::int64_t>(lines.back().size());
+std::int64_t PassageBuilder::room() const { return options_.context - size_of(prefix_); }
+
+Turn PassageBuilder::turn_of(const Question& question, const std::vector<double>& depths) const {
+  Turn turn;
+  turn.given = tokenizer_->encode(question.given);
+  turn.answer = tokenizer_->encode(question.answer);
+  for (const Wanted& wanted : question.wanted) {
+    turn.facts.push_back({wanted.text, depths.empty() ? 0.0 : depths[wanted.line]});
   }
-  const auto prefix = static_cast<std::int64_t>(prefix_.size());
-  const std::int64_t plain = options_.context - planted - prefix;
-  if (plain < 8 * options_.needles) {
-    throw Error(ErrorCode::usage, "a context of " + std::to_string(options_.context) +
-                                      " tokens is too short for " +
-                                      std::to_string(options_.needles) + " needles");
+  return turn;
+}
+
+Passage PassageBuilder::questions(Task task, int round) const {
+  Dice dice(options_.seed, round);
+  const QuestionSet set = make_questions(task, options_, dice);
+  std::vector<std::vector<TokenId>> lines;
+  std::int64_t plain = room();
+  for (const std::string& line : set.lines) {
+    lines.push_back(tokenizer_->encode(line));
+    plain -= size_of(lines.back());
+  }
+  const auto count = static_cast<std::int64_t>(lines.size());
+  if (plain < 8 * count) {
+    refuse_length(task, options_,
+                  std::to_string(count) + " lines are to be hidden in it; give fewer --needles");
   }
   const std::vector<TokenId> hay = stretch(round, plain);
   Passage passage;
   passage.context = prefix_;
+  std::vector<double> depths;
   std::int64_t taken = 0;
-  for (int i = 0; i < options_.needles; ++i) {
-    // One needle in each of as many equal parts, anywhere in it.
-    const std::int64_t part = plain / options_.needles;
+  for (std::int64_t i = 0; i < count; ++i) {
+    // One line in each of as many equal parts, anywhere in it.
+    const std::int64_t part = plain / count;
     const auto offset = static_cast<std::int64_t>(dice.below(static_cast<std::uint64_t>(part)));
     const std::int64_t at =
         std::max(taken, std::min(line_end(*tokenizer_, hay, i * part + offset), plain));
     passage.context.insert(passage.context.end(), hay.begin() + taken, hay.begin() + at);
     taken = at;
     append(passage.context, lines[static_cast<std::size_t>(i)]);
-
-    const Needle& needle = needles[static_cast<std::size_t>(i)];
-    Probe probe;
-    probe.depth = static_cast<double>(at) / static_cast<double>(plain);
-    probe.tokens = tokenizer_->encode("\nQuestion: What is the secret number of the " +
-                                      needle.name + "?\nAnswer: ");
-    probe.scored = probe.tokens.size() - 1;
-    probe.targets = tokenizer_->encode(needle.number);
-    probe.tokens.insert(probe.tokens.end(), probe.targets.begin(), probe.targets.end() - 1);
-    passage.probes.push_back(probe);
+    depths.push_back(static_cast<double>(at) / static_cast<double>(plain));
   }
   passage.context.insert(passage.context.end(), hay.begin() + taken, hay.end());
+  for (const std::vector<Question>& asked : set.probes) {
+    Probe& probe = passage.probes.emplace_back();
+    for (const Question& question : asked) probe.turns.push_back(turn_of(question, depths));
+  }
+  // The likelihood of needles' right answers tells `calibrate` how sure they are.
+  passage.writer = task == Task::needle ? Writer::text : Writer::dense;
   return passage;
 }
 
-Passage PassageBuilder::perplexity(int round) const {
-  const auto prefix = static_cast<std::int64_t>(prefix_.size());
-  const std::int64_t count = options_.context - prefix;
-  const std::vector<TokenId> tokens = stretch(round, count + 1);
-  const std::int64_t split = std::max<std::int64_t>(1, count - options_.tokens);
+Passage PassageBuilder::words(int round) const {
+  Dice dice(options_.seed, round);
+  // Every word fills 3 places of the list, so that its words are those of a longer text.
+  const std::int64_t source = std::min(4 * options_.context, size_of(text_));
+  std::vector<std::string> words = distinct_words(tokenizer_->decode(stretch(round, source)));
+  dice.shuffle(words);
+  const auto common = static_cast<std::size_t>(options_.needles);
+  std::vector<std::vector<TokenId>> pieces;
+  std::int64_t once = 0;  // tokens of the list if every word stood there as often as it has to
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    pieces.push_back(tokenizer_->encode(" " + words[i] + ","));
+    once += (i < common ? kCommon : kRare) * size_of(pieces.back());
+  }
+  // A text that has too few words for a long list has them more often.
+  const std::int64_t times = once > 0 ? (room() + once - 1) / once : 1;
+  std::vector<std::size_t> list;
+  std::int64_t left = room();
+  std::size_t used = 0;
+  for (; used < words.size(); ++used) {
+    const std::int64_t repeats = times * (used < common ? kCommon : kRare);
+    if (repeats * size_of(pieces[used]) > left) break;
+    list.insert(list.end(), static_cast<std::size_t>(repeats), used);
+    left -= repeats * size_of(pieces[used]);
+  }
+  if (used < 2 * common) {
+    refuse_length(
+        Task::common_words, options_,
+        std::to_string(common) + " words are to be the most common; give fewer --needles");
+  }
+  dice.shuffle(list);
+  Passage passage;
+  passage.context = prefix_;
+  for (const std::size_t word : list) append(passage.context, pieces[word]);
+  words.resize(common);
+  passage.probes.push_back({{turn_of(ask_for_words(words), {})}});
+  passage.writer = Writer::dense;
+  return passage;
+}
+
+Passage PassageBuilder::continuation(Task task, int round) const {
+  if (options_.tokens >= room()) {
+    refuse_length(task, options_,
+                  "--tokens " + std::to_string(options_.tokens) +
+                      " of it are to be continued with, and leave nothing to read");
+  }
+  const std::vector<TokenId> tokens = stretch(round, room() + 1);
+  const std::int64_t split = room() - options_.tokens;
   Passage passage;
   passage.context = prefix_;
   passage.context.insert(passage.context.end(), tokens.begin(), tokens.begin() + split);
-  Probe probe;
-  probe.tokens.assign(tokens.begin() + split, tokens.end() - 1);
-  probe.targets.assign(tokens.begin() + split + 1, tokens.end());
-  probe.depth = 1.0;
-  passage.probes.push_back(probe);
+  Turn turn;
+  turn.given = {tokens[static_cast<std::size_t>(split)]};
+  turn.answer.assign(tokens.begin() + split + 1, tokens.end());
+  passage.probes.push_back({{turn}});
+  passage.writer = task == Task::drift ? Writer::drawn : Writer::text;
   return passage;
 }
 
 Passage PassageBuilder::repetition(int round) const {
   Dice dice(options_.seed + 7, round);
-  const auto prefix = static_cast<std::int64_t>(prefix_.size());
-  const std::int64_t count = options_.context - prefix;
-  const std::vector<TokenId> tokens = stretch(round, count);
+  const std::vector<TokenId> tokens = stretch(round, room());
   Passage passage;
   passage.context = prefix_;
   append(passage.context, tokens);
   const std::int64_t length = kQuoteTokens + options_.tokens;
+  const std::int64_t part = (room() - length) / options_.needles;
+  if (part < 1) {
+    refuse_length(Task::repetition, options_,
+                  std::to_string(options_.needles) + " passages of " + std::to_string(length) +
+                      " tokens are to be quoted from it");
+  }
   for (int i = 0; i < options_.needles; ++i) {
-    const std::int64_t part = (count - length) / options_.needles;
-    if (part < 1) {
-      throw Error(ErrorCode::usage, "a context of " + std::to_string(options_.context) +
-                                        " tokens is too short for repetitions of " +
-                                        std::to_string(length));
-    }
     const std::int64_t at =
         i * part + static_cast<std::int64_t>(dice.below(static_cast<std::uint64_t>(part)));
-    Probe probe;
-    probe.depth = static_cast<double>(at) / static_cast<double>(count);
-    probe.scored = kQuoteTokens - 1;
-    probe.tokens.assign(tokens.begin() + at, tokens.begin() + at + length - 1);
-    probe.targets.assign(tokens.begin() + at + kQuoteTokens, tokens.begin() + at + length);
-    passage.probes.push_back(probe);
+    Turn turn;
+    turn.given.assign(tokens.begin() + at, tokens.begin() + at + kQuoteTokens);
+    turn.answer.assign(tokens.begin() + at + kQuoteTokens, tokens.begin() + at + length);
+    passage.probes.push_back({{turn}});
   }
   return passage;
 }
 
 Passage PassageBuilder::build(Task task, int round) const {
   switch (task) {
-    case Task::needle:
-      return needles(round);
+    case Task::common_words:
+      return words(round);
     case Task::perplexity:
     case Task::agreement:
-      return perplexity(round);
+    case Task::drift:
+      return continuation(task, round);
     case Task::repetition:
       return repetition(round);
+    default:
+      return questions(task, round);
   }
-  check(false, "unknown task");
-  return {};
 }
 
 }  // namespace sluice::tools

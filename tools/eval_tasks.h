@@ -1,7 +1,8 @@
-// What `sluice eval` asks: a long context, and after it short continuations that are known in
-// advance, so that every policy answers the same questions about the same prefix.
+// What `sluice eval` asks: a long context, and after it questions or a continuation, the same ones
+// for every policy.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -13,18 +14,36 @@
 
 namespace sluice::tools {
 
-// A continuation of a passage. After token `scored + i` of `tokens` the model should say
-// `targets[i]`; those are tokens themselves, but for the last.
+// Something that a right answer says.
+struct Fact {
+  std::string text;
+  double depth = 0.0;  // where in the context it stands, 0 to 1
+};
+
+// What is given to the model, and what it should say then.
+struct Turn {
+  std::vector<TokenId> given;   // at least one
+  std::vector<TokenId> answer;  // as it should be; own answers are as long
+  std::vector<Fact> facts;      // that count, found anywhere in the answer; a continuation has none
+};
+
+// What follows a context: the next turn begins where the answer before it ended.
 struct Probe {
-  std::vector<TokenId> tokens;
-  std::size_t scored = 0;
-  std::vector<TokenId> targets;
-  double depth = 0.0;  // where in the context the answer lies, 0 to 1
+  std::vector<Turn> turns;
+};
+
+// Whose answers are read on: every policy's likelihoods are of the same tokens.
+enum class Writer : std::uint8_t {
+  text,   // the right ones
+  dense,  // what dense attention finds likeliest
+  drawn,  // drawn from dense attention's distribution: its likeliest tokens soon go round in
+          // circles
 };
 
 struct Passage {
   std::vector<TokenId> context;
-  std::vector<Probe> probes;
+  std::vector<Probe> probes;  // each of them follows the context, not the probe before
+  Writer writer = Writer::text;
 };
 
 // Of a text that contexts are cut from.
@@ -35,7 +54,7 @@ struct TaskOptions {
   int rounds = 4;               // passages
   int needles = 8;              // per passage
   int digits = 6;               // of a needle's number
-  int tokens = 256;             // that perplexity is measured over, and a repetition's length
+  int tokens = 256;             // of a continuation or a repetition
   // Known tokens per decode step. More are faster; layers that attend densely then read rows once
   // for all of them, which the ledger shows.
   int step_tokens = 1;
@@ -45,9 +64,29 @@ struct TaskOptions {
 // Throws Error{usage} naming the flag and the accepted range.
 void validate(const TaskOptions& options);
 
-// Perplexity and agreement ask the same, and tell different things of the answers.
-enum class Task : std::uint8_t { needle, perplexity, agreement, repetition };
+// In the order of kTaskNames. Names are those of RULER (Hsieh et al. 2024), section 3, and, for
+// `multiturn`, of what SCBench (Li et al. 2024) asks on one shared context.
+enum class Task : std::uint8_t {
+  needle,             // numbers of things whose names differ in both words
+  multikey,           // of things whose names differ in one word only
+  multivalue,         // all numbers of one thing
+  multiquery,         // the numbers of all things, in one answer
+  multiturn,          // the same, by questions in turn
+  variable_tracking,  // a number that has to be followed from thing to thing
+  common_words,       // the most common words of a list
+  perplexity,         // how likely the text's own continuation is
+  agreement,          // the same; only compared with dense attention
+  drift,              // a continuation of dense attention's own
+  repetition,         // a passage of the context, word by word
+};
+inline constexpr std::array<std::string_view, 11> kTaskNames = {
+    "needle",       "multikey",   "multivalue", "multiquery", "multiturn", "variable_tracking",
+    "common_words", "perplexity", "agreement",  "drift",      "repetition"};
 std::string_view to_string(Task task);
+// Whether answers are right or wrong.
+bool has_facts(Task task);
+
+struct Question;
 
 // Builds passages out of one text, the same ones for the same options.
 class PassageBuilder {
@@ -56,14 +95,19 @@ class PassageBuilder {
   PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> prefix, std::string_view text,
                  const TaskOptions& options);
 
+  // Throws Error{usage} if the task does not fit the context.
   Passage build(Task task, int round) const;
 
  private:
-  Passage needles(int round) const;
-  Passage perplexity(int round) const;
+  Turn turn_of(const Question& question, const std::vector<double>& depths) const;
+  Passage questions(Task task, int round) const;
+  Passage words(int round) const;
+  Passage continuation(Task task, int round) const;
   Passage repetition(int round) const;
   // `count` tokens of the text, a stretch of its own for every round.
   std::vector<TokenId> stretch(int round, std::int64_t count) const;
+  // Tokens of a context without those that the tokenizer puts in front.
+  std::int64_t room() const;
 
   const Tokenizer* tokenizer_;
   std::vector<TokenId> prefix_;

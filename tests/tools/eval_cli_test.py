@@ -8,6 +8,8 @@ from pathlib import Path
 
 from command import MODEL, ROOT, sluice
 
+TASKS = ("needle", "multikey", "multivalue", "multiquery", "multiturn", "variable_tracking",
+         "common_words", "perplexity", "agreement", "drift", "repetition")  # fmt: skip
 BOOK = ROOT / "data" / "war-and-peace.txt"
 
 
@@ -41,6 +43,68 @@ class Eval(unittest.TestCase):
         self.assertIn("needle at 2000 tokens, 12 probes per policy", done.stdout)
         self.assertIn("agreement at 2000 tokens, 2 probes per policy", done.stdout)
         self.assertNotIn("perplexity", done.stdout)
+
+    def test_dense_agrees_with_itself_in_every_task(self):
+        # The settings of a policy, and every layer dense after all.
+        same = "sluice dense=" + ",".join(map(str, range(12)))
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            done = evaluate(
+                "--length", 900, "--rounds", 1, "--needles", 2, "--tokens", 24, "--seed", 3,
+                *(word for task in TASKS for word in ("--task", task)),
+                "--policy", same, "--policy", "streaming recent=64", "--json", report,
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            results = json.loads(report.read_text())["results"]
+        self.assertEqual(tuple(result["task"] for result in results), TASKS)
+        for result in results:
+            with self.subTest(result["task"]):
+                dense, again, streaming = result["policies"]
+                for policy in (dense, again):
+                    self.assertEqual(policy["top1_agreement"], 1)
+                    self.assertEqual(policy["kl"], 0)
+                self.assertGreater(streaming["kl"], 0)
+                self.assertGreater(streaming["read_bytes_per_token"], 0)
+                if "recall" not in dense:
+                    continue
+                self.assertEqual(again["recall"], dense["recall"])
+                self.assertEqual(dense["facts"], 2)
+                self.assertEqual(result["dense_can_do"], dense["recall"]["mean"] >= 0.2)
+        # One line for each task that the model cannot do, and names that are whole.
+        hopeless = [result for result in results if not result["dense_can_do"]]
+        self.assertIn("common_words", [result["task"] for result in hopeless])
+        self.assertEqual(done.stdout.count("recall says nothing about policies"), len(hopeless))
+        self.assertEqual(done.stdout.count(f"\n{same}\n"), len(TASKS) + 1)  # drift has two tables
+        drift = results[TASKS.index("drift")]["policies"]
+        for policy in drift:
+            windows = policy["windows"]
+            self.assertEqual([w["begin"] for w in windows], list(range(0, 24, 3)))
+            self.assertEqual([w["end"] for w in windows], list(range(3, 25, 3)))
+            self.assertAlmostEqual(sum(w["kl"]["mean"] for w in windows) / 8, policy["kl"])
+        self.assertIn("to token ", done.stdout)
+
+    def test_drift_is_the_seeds(self):
+        flags = ["--length", 300, "--rounds", 1, "--tokens", 12, "--task", "drift",
+                 "--policy", "streaming recent=16", "--json", "-"]
+        kl = []
+        for seed in (1, 1, 2):
+            done = evaluate(*flags, "--seed", seed)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            kl.append(json.loads(done.stdout)["results"][0]["policies"][1]["kl"])
+        self.assertEqual(kl[0], kl[1])
+        self.assertNotEqual(kl[0], kl[2])
+
+    def test_answers_in_turn_are_those_of_many_steps(self):
+        # Turns are read along what dense attention says: pieces of one token or of many agree.
+        flags = ["--length", 1500, "--rounds", 1, "--needles", 6, "--task", "multiturn",
+                 "--policy", "streaming recent=128", "--json", "-"]
+        alone, shared = (
+            json.loads(evaluate(*flags, "--step-tokens", tokens).stdout)["results"][0]["policies"][1]
+            for tokens in (1, 16)
+        )
+        self.assertLess(alone["top1_agreement"], 1)
+        self.assertAlmostEqual(alone["kl"], shared["kl"], delta=0.02 * alone["kl"])
+        self.assertEqual(alone["recall"], shared["recall"])
 
     def test_bytes_are_those_that_crossed_between_tiers(self):
         context, token_bytes, stretch = 2000, 6144, 8
@@ -103,6 +167,9 @@ class Eval(unittest.TestCase):
             (("--policy", "select=int4 prune=top_k(0)"), 2, "top_k"),
             (("--task", "poetry"), 2, "poetry"),
             (("--length", 4), 2, "--length"),
+            (("--task", "multikey", "--length", 200), 2, "too short for --task multikey"),
+            (("--task", "common_words", "--length", 500), 2, "give fewer --needles"),
+            (("--task", "drift", "--length", 500, "--tokens", 500), 2, "--tokens 500"),
             (("--length", 4000000), 7, "give a longer text"),
             (("--rounds", 0), 2, "--rounds"),
             (("--step-tokens", 65), 2, "--step-tokens"),

@@ -1,0 +1,91 @@
+#include "tools/eval_cost.h"
+
+namespace sluice::tools {
+namespace {
+
+// What a session's ledger has counted so far of decoding, and of the corrections in between.
+std::map<Movement, Traffic> counted(const Ledger& ledger) {
+  std::map<Movement, Traffic> traffic;
+  for (const Tier from : {Tier::device, Tier::host}) {
+    for (const Tier to : {Tier::device, Tier::host}) {
+      for (int number = 0; number < kCauses; ++number) {
+        const auto cause = static_cast<Cause>(number);
+        Traffic sum = ledger.total(Phase::decode, from, to, cause);
+        sum += ledger.total(Phase::correction, from, to, cause);
+        if (sum.rows > 0) traffic[{from, to, cause}] = sum;
+      }
+    }
+  }
+  return traffic;
+}
+
+// Rows attended by corrections, all layers and KV heads.
+std::uint64_t corrected_rows(const Ledger& ledger) {
+  std::uint64_t rows = ledger.total(Phase::correction, Tier::host, Tier::device, Cause::miss).rows;
+  for (const Tier tier : {Tier::device, Tier::host}) {
+    rows += ledger.total(Phase::correction, tier, tier, Cause::hit).rows;
+  }
+  return rows;
+}
+
+}  // namespace
+
+Cost& Cost::operator+=(const Cost& other) {
+  tokens += other.tokens;
+  attended += other.attended;
+  selected += other.selected;
+  alpha += other.alpha;
+  alphas += other.alphas;
+  cut += other.cut;
+  for (const auto& [movement, moved] : other.traffic) traffic[movement] += moved;
+  return *this;
+}
+
+// Layers that did not select were dense.
+Cost cost_of(const Session& session, std::int64_t tokens) {
+  const KvShape& shape = session.plan().shape;
+  Cost cost;
+  cost.tokens = tokens;
+  const std::int64_t first = session.length() - tokens;
+  double dense = 0.0;
+  double tail = 0.0;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    dense += static_cast<double>(first + i + 1);
+    tail += static_cast<double>((first + i) % kPageTokens + 1);
+  }
+  const StepSelection& selection = session.selection();
+  const auto dense_layers =
+      static_cast<double>(shape.layers) - static_cast<double>(selection.size());
+  cost.attended = dense * dense_layers;
+  cost.selected = (dense - tail) * dense_layers;
+  for (const LayerSelection& layer : selection) {
+    cost.attended += layer.attended * static_cast<double>(tokens);
+    cost.selected += layer.selected * static_cast<double>(tokens);
+    if (layer.follower) continue;
+    cost.cut += layer.cut;
+    cost.alpha += layer.alpha * static_cast<double>(tokens);
+    cost.alphas += tokens;
+  }
+  return cost;
+}
+
+CostMeter::CostMeter(const Session& session)
+    : session_(&session),
+      before_(counted(session.ledger())),
+      corrected_(corrected_rows(session.ledger())) {}
+
+Cost CostMeter::read() const {
+  Cost cost;
+  cost.traffic = counted(session_->ledger());
+  for (const auto& [movement, traffic] : before_) {
+    cost.traffic[movement].rows -= traffic.rows;
+    cost.traffic[movement].bytes -= traffic.bytes;
+  }
+  std::erase_if(cost.traffic, [](const auto& entry) { return entry.second.rows == 0; });
+  cost.attended = cost.selected =
+      static_cast<double>(corrected_rows(session_->ledger()) - corrected_) /
+      static_cast<double>(session_->plan().shape.kv_heads);
+  return cost;
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,183 @@
+#include "tools/eval_probe.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "lib/sample_token.h"
+#include "sluice/sampler.h"
+
+namespace sluice::tools {
+namespace {
+
+// log softmax, fp64 sum.
+std::vector<float> log_probabilities(std::span<const float> logits) {
+  const float highest = *std::max_element(logits.begin(), logits.end());
+  double sum = 0.0;
+  for (const float x : logits) sum += std::exp(static_cast<double>(x - highest));
+  const auto shift = static_cast<float>(static_cast<double>(highest) + std::log(sum));
+  std::vector<float> result(logits.begin(), logits.end());
+  for (float& x : result) x -= shift;
+  return result;
+}
+
+TokenId likeliest(std::span<const float> logits) {
+  return static_cast<TokenId>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+double divergence(const std::vector<float>& dense, const std::vector<float>& other) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < dense.size(); ++i) {
+    const auto p = static_cast<double>(dense[i]);
+    sum += std::exp(p) * (p - static_cast<double>(other[i]));
+  }
+  return sum;
+}
+
+// One way through a probe.
+class Reading {
+ public:
+  Reading(Session& session, const Probe& probe, const ProbeOptions& options, Baseline& baseline)
+      : session_(session), probe_(probe), options_(options), baseline_(baseline) {
+    if (options.writer != Writer::drawn) return;
+    SamplingParams params;
+    params.temperature = 1.0;
+    params.seed = options.seed;
+    sampler_.emplace(params);
+  }
+
+  // Along `known` answers, or along its own if there are none.
+  void run(std::span<const TokenId> known) {
+    known_ = known;
+    std::size_t written = 0;
+    for (const Turn& turn : probe_.turns) {
+      pending_.insert(pending_.end(), turn.given.begin(), turn.given.end());
+      for (std::size_t i = 0; i < turn.answer.size(); ++i) {
+        asked_.push_back(pending_.size() - 1);
+        if (known.empty()) feed();
+        pending_.push_back(known.empty() ? answers_.back() : known[written]);
+        ++written;
+      }
+    }
+    pending_.pop_back();  // nothing is asked after the last answer
+    feed();
+  }
+
+  // What was read along, and what the policy in force found likeliest in each place of it.
+  const std::vector<TokenId>& answers() const { return answers_; }
+  const std::vector<TokenId>& likeliest() const { return likeliest_; }
+  const ProbeResult& result() const { return result_; }
+  const Cost& cost() const { return cost_; }
+
+ private:
+  void feed() {
+    std::size_t next = 0;  // of what is asked
+    for (std::size_t done = 0; done < pending_.size();) {
+      const std::size_t count = std::min(options_.step_tokens, pending_.size() - done);
+      std::size_t accounted = 0;
+      session_.decode_known(std::span(pending_).subspan(done, count),
+                            [&](std::size_t i, std::span<const float> logits) {
+                              if (i == accounted) accounted += account();
+                              if (next == asked_.size() || asked_[next] != done + i) return;
+                              score(logits);
+                              ++next;
+                            });
+      done += count;
+      if (options_.until_wrong && wrong_) break;
+    }
+    pending_.clear();
+    asked_.clear();
+  }
+
+  // Adds what the last step attended; returns the step's tokens.
+  std::size_t account() {
+    const int tokens = session_.ledger().history().back().tokens;
+    cost_ += cost_of(session_, tokens);
+    return static_cast<std::size_t>(tokens);
+  }
+
+  void score(std::span<const float> logits) {
+    const std::size_t at = answers_.size();
+    const TokenId best = sample_token(logits, {});  // NaN is an error
+    const TokenId drawn = sampler_ && known_.empty() ? sampler_->next(logits, {}) : best;
+    answers_.push_back(known_.empty() ? drawn : known_[at]);
+    likeliest_.push_back(best);
+    if (best != answers_.back()) wrong_ = true;
+    if (!wrong_) ++result_.leading;
+    std::vector<float> own = log_probabilities(logits);
+    result_.nll.push_back(-static_cast<double>(own[static_cast<std::size_t>(answers_.back())]));
+    if (at == baseline_.log_probabilities.size()) baseline_.log_probabilities.push_back(own);
+    const std::vector<float>& dense = baseline_.log_probabilities[at];
+    result_.kl.push_back(divergence(dense, own));
+    result_.agree.push_back(tools::likeliest(dense) == best ? 1.0 : 0.0);
+  }
+
+  Session& session_;
+  const Probe& probe_;
+  const ProbeOptions& options_;
+  Baseline& baseline_;
+  std::optional<Sampler> sampler_;
+  std::span<const TokenId> known_;
+  std::vector<TokenId> pending_;    // not read yet
+  std::vector<std::size_t> asked_;  // those of them after which an answer's token is asked for
+  std::vector<TokenId> answers_;
+  std::vector<TokenId> likeliest_;
+  bool wrong_ = false;
+  ProbeResult result_;
+  Cost cost_;
+};
+
+std::vector<TokenId> right_answers(const Probe& probe) {
+  std::vector<TokenId> answers;
+  for (const Turn& turn : probe.turns) {
+    answers.insert(answers.end(), turn.answer.begin(), turn.answer.end());
+  }
+  return answers;
+}
+
+std::vector<FactResult> facts_in(const Tokenizer& tokenizer, const Probe& probe,
+                                 const std::vector<TokenId>& answers) {
+  std::vector<FactResult> results;
+  std::size_t begin = 0;
+  for (const Turn& turn : probe.turns) {
+    const std::size_t count = std::min(turn.answer.size(), answers.size() - begin);
+    const std::string said = tokenizer.decode(std::span(answers).subspan(begin, count));
+    begin += count;
+    for (const Fact& fact : turn.facts) {
+      results.push_back({said.find(fact.text) != std::string::npos, fact.depth});
+    }
+  }
+  return results;
+}
+
+}  // namespace
+
+ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe& probe,
+                      const ProbeOptions& options, Baseline& baseline, Cost& cost) {
+  const CostMeter meter(session);
+  const std::int64_t begin = session.length();
+  const bool first = baseline.answers.empty();
+  if (first && options.writer == Writer::text) baseline.answers = right_answers(probe);
+  Reading reading(session, probe, options, baseline);
+  reading.run(baseline.answers);
+  if (first) baseline.answers = reading.answers();
+  cost += meter.read();
+  cost += reading.cost();
+
+  ProbeResult result = reading.result();
+  const std::span leading(reading.answers().data(), static_cast<std::size_t>(result.leading));
+  result.characters = static_cast<int>(tokenizer.decode(leading).size());
+  std::vector<TokenId> own = reading.likeliest();
+  if (options.writer == Writer::dense && own != baseline.answers) {
+    session.truncate(begin);
+    Reading alone(session, probe, options, baseline);
+    alone.run({});
+    own = alone.answers();
+  }
+  result.facts = facts_in(tokenizer, probe, own);
+  return result;
+}
+
+}  // namespace sluice::tools

@@ -1,0 +1,48 @@
+// One probe under one policy: what was answered, how that compares with dense attention, and what
+// it cost.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sluice/engine.h"
+#include "tools/eval_cost.h"
+#include "tools/eval_tasks.h"
+
+namespace sluice::tools {
+
+// What dense attention said, and the answers that all policies read on along.
+struct Baseline {
+  std::vector<std::vector<float>> log_probabilities;  // [tokens of the answers][vocabulary]
+  std::vector<TokenId> answers;                       // of all turns
+};
+
+struct FactResult {
+  bool right = false;
+  double depth = 0.0;  // of the fact
+};
+
+struct ProbeResult {
+  std::vector<FactResult> facts;  // of all turns
+  int leading = 0;                // tokens before the first that was not the likeliest
+  int characters = 0;             // of their text
+  // Per token of the answers that were read along.
+  std::vector<double> nll;    // nats
+  std::vector<double> kl;     // KL(dense || this), nats
+  std::vector<double> agree;  // 1: the likeliest token is dense attention's; 0: it is not
+};
+
+struct ProbeOptions {
+  Writer writer = Writer::text;
+  std::size_t step_tokens = 1;
+  std::uint64_t seed = 0;    // of what is drawn
+  bool until_wrong = false;  // ends with the first step that has a wrong answer
+};
+
+// Fills `baseline` if it is empty. Otherwise reads along its answers; if facts are asked for and
+// the policy in force would have said something else, it answers once more by itself, which adds
+// nothing to `cost`. The session is left behind the probe.
+ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe& probe,
+                      const ProbeOptions& options, Baseline& baseline, Cost& cost);
+
+}  // namespace sluice::tools
