@@ -3,8 +3,7 @@
 
 #include <vector>
 
-#include "cpu/linear.h"
-#include "cpu/threads.h"
+#include "cpu/cpu_backend.h"
 
 namespace sluice::cpu {
 namespace {
@@ -19,21 +18,21 @@ void gemm(benchmark::State& state) {
     state.SkipWithError("this processor has no bf16 multiplication");
     return;
   }
-  Threads threads;
-  Linear linear(threads, dtype);
-  MemoryAccount account(Tier::host);
+  CpuOptions options;
+  options.compute = dtype;
+  CpuBackend backend(options);
   // Zeros: the time of a product does not depend on its values.
   std::vector<float> weights(static_cast<std::size_t>(inputs * outputs));
   std::vector<std::byte> x(static_cast<std::size_t>(tokens * inputs) * size_of(dtype));
   std::vector<float> y(static_cast<std::size_t>(tokens * outputs));
-  const auto weight = linear.pack({weights.data(), DType::f32, outputs, inputs, inputs}, account);
+  const auto weight = backend.prepare_weight({weights.data(), DType::f32, outputs, inputs, inputs});
   const LinearParams params{{x.data(), dtype, tokens, inputs, inputs},
                             weight.get(),
                             nullptr,
                             {y.data(), DType::f32, tokens, outputs, outputs}};
-  for (auto _ : state) linear.run(params);
+  for (auto _ : state) backend.products().run(params);
   const auto products = static_cast<double>(2 * tokens * inputs * outputs);
-  const auto weight_bytes = static_cast<double>(account.used());
+  const auto weight_bytes = static_cast<double>(backend.weight_bytes(outputs, inputs));
   using benchmark::Counter;
   state.counters["FLOP/s"] = Counter(products, Counter::kIsIterationInvariantRate);
   state.counters["weight_bytes/s"] = Counter(weight_bytes, Counter::kIsIterationInvariantRate);

@@ -44,8 +44,9 @@ CpuBackend::CpuBackend(const CpuOptions& options)
       info_(describe(options, threads_.count())),
       linear_(threads_, info_.compute_dtype) {}
 
-std::unique_ptr<Weight> CpuBackend::prepare_weight(const Matrix& host) {
-  return linear_.pack(host, memory_.account(info_.compute_tier));
+std::unique_ptr<Weight> CpuBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
+  return Linear::make_weight(outputs, inputs,
+                             allocate(info().compute_tier, weight_bytes(outputs, inputs)));
 }
 
 std::unique_ptr<Queue> CpuBackend::make_queue(const QueueOptions& options) {

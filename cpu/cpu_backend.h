@@ -34,7 +34,8 @@ class CpuBackend : public Backend {
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
     return linear_.packed_bytes(outputs, inputs);
   }
-  std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
+  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
+  std::int64_t weight_rows() const override { return linear_.block_outputs(); }
 
   // For its queues.
   Threads& threads() { return threads_; }

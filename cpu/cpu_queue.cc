@@ -55,6 +55,10 @@ void CpuQueue::embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
 
 void CpuQueue::linear(const LinearParams& params) { own().products().run(params); }
 
+void CpuQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
+  own().products().write(weight, first, rows);
+}
+
 void CpuQueue::rms_norm(const RmsNormParams& p) {
   for_rows(p.x.rows, p.x.columns, [&](std::int64_t row, float* scratch) {
     const auto* x = reinterpret_cast<const float*>(row_of(p.x, row));

@@ -17,6 +17,7 @@ class CpuQueue : public Queue {
   void copy(std::span<const CopyOp> ops) override;
   void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override;
   void linear(const LinearParams& params) override;
+  void write_weight(Weight& weight, std::int64_t first, const Matrix& rows) override;
   void rms_norm(const RmsNormParams& params) override;
   void rope(const RopeParams& params) override;
   void swiglu(const SwigluParams& params) override;

@@ -52,9 +52,17 @@ struct Shape {
   auto operator<=>(const Shape&) const = default;
 };
 
+memory::desc weights_of(std::int64_t inputs, std::int64_t outputs, DType dtype,
+                        memory::format_tag layout) {
+  return memory::desc(memory::dims{inputs, outputs}, to_dnnl(dtype), layout);
+}
+
+// Weights as a checkpoint has them: [outputs, inputs] row-major is [inputs, outputs] column-major.
+constexpr memory::format_tag kPlain = memory::format_tag::ba;
+
 // Versions 2 and 3 of oneDNN differ in how a matmul is described.
 dnnl::matmul::primitive_desc describe(const dnnl::engine& engine, const Shape& shape,
-                                      DType compute) {
+                                      memory::format_tag layout, DType compute) {
   const SingleThreadedOpenMp single_threaded;
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
@@ -64,8 +72,7 @@ dnnl::matmul::primitive_desc describe(const dnnl::engine& engine, const Shape& s
     attributes.set_post_ops(post_ops);
   }
   const memory::desc x = dense(shape.tokens, shape.inputs, compute);
-  const memory::desc weights(memory::dims{shape.inputs, shape.outputs}, to_dnnl(compute),
-                             memory::format_tag::any);
+  const memory::desc weights = weights_of(shape.inputs, shape.outputs, compute, layout);
   const memory::desc bias = shape.bias ? dense(1, shape.outputs, DType::f32) : memory::desc();
   const memory::desc y = dense(shape.tokens, shape.outputs, DType::f32);
 #if DNNL_VERSION_MAJOR >= 3
@@ -89,30 +96,56 @@ struct Primitive {
 
 class PackedWeight : public Weight {
  public:
-  PackedWeight(std::int64_t outputs, std::int64_t inputs, memory packed, MemoryAccount& account)
-      : outputs_(outputs), inputs_(inputs), packed_(std::move(packed)), account_(&account) {}
-  PackedWeight(const PackedWeight&) = delete;
-  PackedWeight& operator=(const PackedWeight&) = delete;
-  ~PackedWeight() override { account_->release(packed_.get_desc().get_size()); }
+  PackedWeight(std::int64_t outputs, std::int64_t inputs, Buffer packed)
+      : outputs_(outputs), inputs_(inputs), packed_(std::move(packed)) {}
 
   std::int64_t outputs() const override { return outputs_; }
   std::int64_t inputs() const override { return inputs_; }
 
-  // The packed bytes of the outputs from `first`, a multiple of kBlockOutputs, on.
-  std::byte* from(std::int64_t first) const {
-    const std::size_t blocks =
-        round_up(static_cast<std::uint64_t>(outputs_), kBlockOutputs) / kBlockOutputs;
-    const std::size_t block_bytes = packed_.get_desc().get_size() / blocks;
-    return static_cast<std::byte*>(packed_.get_data_handle()) +
-           static_cast<std::size_t>(first / kBlockOutputs) * block_bytes;
+  // The packed bytes of the outputs from `first`, a multiple of `block`, on.
+  std::byte* from(std::int64_t first, std::int64_t block) const {
+    const std::int64_t blocks = (outputs_ + block - 1) / block;
+    return packed_.data() + static_cast<std::size_t>(first / block) *
+                                (packed_.bytes() / static_cast<std::size_t>(blocks));
   }
 
  private:
   std::int64_t outputs_;
   std::int64_t inputs_;
-  memory packed_;
-  MemoryAccount* account_;
+  Buffer packed_;
 };
+
+// How dense rows of weights are packed.
+struct Packing {
+  explicit Packing(const dnnl::reorder::primitive_desc& d)
+      : reorder(d), plain(d.src_desc()), packed(d.dst_desc()), scratch(d.scratchpad_desc()) {}
+  dnnl::reorder reorder;
+  memory::desc plain, packed, scratch;
+  bool transposes = false;  // words: transpose() does the same, many times faster
+};
+
+// A word is what AVX-512 and AMX multiply at once: one f32, or two bf16 of the same output.
+constexpr std::size_t kWordBytes = 4;
+constexpr std::int64_t kLineWords = 16;  // of a cache line
+
+// [kBlockOutputs, words] to [words, kBlockOutputs]. Source lines are read once and targets written
+// while they are in the first cache.
+void transpose(const std::uint32_t* from, std::int64_t words, std::uint32_t* to) {
+  for (std::int64_t first = 0; first < words; first += kLineWords) {
+    for (std::int64_t output = 0; output < kBlockOutputs; ++output) {
+      const std::uint32_t* const line = from + output * words + first;
+      std::uint32_t* const column = to + first * kBlockOutputs + output;
+      for (std::int64_t i = 0; i < kLineWords; ++i) column[i * kBlockOutputs] = line[i];
+    }
+  }
+}
+
+// Of the calling thread; never null. It grows to what was asked for, and keeps it.
+std::byte* scratch_of(std::size_t bytes) {
+  thread_local std::vector<std::byte> scratch;
+  if (scratch.size() <= bytes) scratch.resize(bytes + 1);
+  return scratch.data();
+}
 
 // A part of one product: some tokens, some outputs.
 struct Piece {
@@ -125,52 +158,106 @@ struct Linear::Impl {
   Threads& threads;
   DType compute;
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
-  bool sliceable = false;  // packed outputs are consecutive, so a product can use some of them
-  std::mutex mutex;        // guards `primitives`
+  std::int64_t block = kBlockOutputs;  // outputs that are packed together
+  std::mutex mutex;                    // guards the maps
   std::map<Shape, Primitive> primitives;
+  std::map<std::pair<std::int64_t, std::int64_t>, Packing> packings;  // by inputs and outputs
 
   Impl(Threads& pool, DType dtype) : threads(pool), compute(dtype) {
-    sliceable = packing_is_consecutive();
+    if (packing_is_consecutive()) return;
+    block = 1;
+    packings.clear();
+  }
+
+  dnnl::matmul::primitive_desc describe(const Shape& shape) const {
+    return cpu::describe(engine, shape, block == 1 ? kPlain : memory::format_tag::any, compute);
   }
 
   // oneDNN chooses one layout for the weights whatever the number of tokens, but promises nothing:
-  // primitive() checks that it did.
+  // primitive() checks that it did. Where that would not have outputs one after the other, weights
+  // stay plain.
   memory::desc layout(std::int64_t inputs, std::int64_t outputs) const {
-    return describe(engine, {kMaxTokens, inputs, outputs, false, false}, compute).weights_desc();
+    return describe({kMaxTokens, inputs, outputs, false, false}).weights_desc();
   }
 
-  // Packs `outputs` rows of dense weights in the compute dtype.
-  memory pack(std::byte* plain, std::int64_t inputs, std::int64_t outputs) const {
+  const Packing& packing(std::int64_t inputs, std::int64_t outputs) {
+    const std::lock_guard lock(mutex);
+    const auto found = packings.find({inputs, outputs});
+    if (found != packings.end()) return found->second;
+    dnnl::primitive_attr attributes;
+    attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+    Packing packing(dnnl::reorder::primitive_desc(engine,
+                                                  weights_of(inputs, outputs, compute, kPlain),
+                                                  engine, layout(inputs, outputs), attributes));
+    packing.transposes = is_transpose(packing, inputs, outputs);
+    return packings.try_emplace({inputs, outputs}, std::move(packing)).first->second;
+  }
+
+  // Whether it is, found out by doing it.
+  bool is_transpose(const Packing& packing, std::int64_t inputs, std::int64_t outputs) const {
+    const std::size_t bytes = packing.plain.get_size();
+    if (outputs != kBlockOutputs || packing.packed.get_size() != bytes ||
+        static_cast<std::size_t>(inputs) * size_of(compute) % (kLineWords * kWordBytes) != 0) {
+      return false;
+    }
+    std::vector<std::uint32_t> plain(bytes / kWordBytes);
+    // Finite numbers in any dtype, and no two halves of a word alike.
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      plain[i] = static_cast<std::uint32_t>(i % 0x3f7f * 0x10001 + 1);
+    }
+    std::vector<std::uint32_t> expected(plain.size());
+    std::vector<std::uint32_t> actual(plain.size());
+    reorder(packing, reinterpret_cast<std::byte*>(plain.data()),
+            reinterpret_cast<std::byte*>(expected.data()));
+    transpose(plain.data(), static_cast<std::int64_t>(plain.size()) / kBlockOutputs, actual.data());
+    return actual == expected;
+  }
+
+  void reorder(const Packing& packing, std::byte* plain, std::byte* to) const {
     const SingleThreadedOpenMp single_threaded;
-    // [outputs, inputs] row-major is [inputs, outputs] column-major.
-    memory source({memory::dims{inputs, outputs}, to_dnnl(compute), memory::format_tag::ba}, engine,
-                  plain);
-    memory packed(layout(inputs, outputs), engine);
     dnnl::stream stream(engine);
-    dnnl::reorder(source, packed).execute(stream, source, packed);
+    std::byte* const scratch = scratch_of(packing.scratch.get_size());
+    packing.reorder.execute(stream,
+                            {{DNNL_ARG_FROM, memory(packing.plain, engine, plain)},
+                             {DNNL_ARG_TO, memory(packing.packed, engine, to)},
+                             {DNNL_ARG_SCRATCHPAD, memory(packing.scratch, engine, scratch)}});
     stream.wait();
-    return packed;
+  }
+
+  // Packs dense rows in the compute dtype.
+  void pack(std::byte* plain, std::int64_t inputs, std::int64_t outputs, std::byte* to) {
+    const Packing& packing = this->packing(inputs, outputs);
+    if (packing.transposes) {
+      const auto words = static_cast<std::int64_t>(static_cast<std::size_t>(inputs) *
+                                                   size_of(compute) / kWordBytes);
+      transpose(reinterpret_cast<std::uint32_t*>(plain), words,
+                reinterpret_cast<std::uint32_t*>(to));
+    } else {
+      reorder(packing, plain, to);
+    }
   }
 
   // Whether packing two blocks of outputs gives the bytes of packing them one by one.
-  bool packing_is_consecutive() const {
+  bool packing_is_consecutive() {
     constexpr std::int64_t kInputs = 64;
-    std::vector<std::uint16_t> plain(2 * kBlockOutputs * kInputs * size_of(compute) / 2);
-    for (std::size_t i = 0; i < plain.size(); ++i) plain[i] = static_cast<std::uint16_t>(i);
-    auto* bytes = reinterpret_cast<std::byte*>(plain.data());
-    const std::size_t half = plain.size();  // two bytes each, so this is half of the bytes
-    const memory both = pack(bytes, kInputs, 2 * kBlockOutputs);
-    const memory second = pack(bytes + half, kInputs, kBlockOutputs);
-    return both.get_desc().get_size() == 2 * half && second.get_desc().get_size() == half &&
-           std::memcmp(static_cast<std::byte*>(both.get_data_handle()) + half,
-                       second.get_data_handle(), half) == 0;
+    const std::size_t half = kBlockOutputs * kInputs * size_of(compute);
+    const auto bytes = [&](std::int64_t outputs) { return layout(kInputs, outputs).get_size(); };
+    if (bytes(kBlockOutputs) != half || bytes(2 * kBlockOutputs) != 2 * half) return false;
+    std::vector<std::byte> plain(2 * half);
+    for (std::size_t i = 0; i < plain.size(); ++i) plain[i] = static_cast<std::byte>(i % 251);
+    std::vector<std::byte> whole(2 * half);
+    std::vector<std::byte> parts(2 * half);
+    pack(plain.data(), kInputs, 2 * kBlockOutputs, whole.data());
+    pack(plain.data(), kInputs, kBlockOutputs, parts.data());
+    pack(plain.data() + half, kInputs, kBlockOutputs, parts.data() + half);
+    return whole == parts;
   }
 
   const Primitive& primitive(const Shape& shape) {
     const std::lock_guard lock(mutex);
     auto found = primitives.find(shape);
     if (found == primitives.end()) {
-      found = primitives.try_emplace(shape, describe(engine, shape, compute)).first;
+      found = primitives.try_emplace(shape, describe(shape)).first;
       check(found->second.weights == layout(shape.inputs, shape.outputs),
             "oneDNN wants weights packed differently for different numbers of tokens");
     }
@@ -181,15 +268,14 @@ struct Linear::Impl {
     const SingleThreadedOpenMp single_threaded;
     const Primitive& primitive = this->primitive(
         {piece.tokens, weight.inputs(), piece.outputs, p.bias != nullptr, p.accumulate});
-    thread_local std::vector<std::byte> scratch;
-    scratch.resize(std::max(scratch.size(), primitive.scratch.get_size() + 1));
+    std::byte* const scratch = scratch_of(primitive.scratch.get_size());
     std::byte* const x = row_of(p.x, piece.token);
     float* const y = static_cast<float*>(p.y.data) + piece.token * p.y.stride + piece.output;
     std::unordered_map<int, memory> arguments{
         {DNNL_ARG_SRC, memory(primitive.x, engine, x)},
-        {DNNL_ARG_WEIGHTS, memory(primitive.weights, engine, weight.from(piece.output))},
+        {DNNL_ARG_WEIGHTS, memory(primitive.weights, engine, weight.from(piece.output, block))},
         {DNNL_ARG_DST, memory(primitive.y, engine, y)},
-        {DNNL_ARG_SCRATCHPAD, memory(primitive.scratch, engine, scratch.data())}};
+        {DNNL_ARG_SCRATCHPAD, memory(primitive.scratch, engine, scratch)}};
     if (p.bias != nullptr) {
       // oneDNN takes a mutable pointer but only reads it.
       auto* bias = const_cast<float*>(p.bias + piece.output);
@@ -207,9 +293,7 @@ struct Linear::Impl {
       return static_cast<std::uint64_t>((items + threads.count() - 1) / threads.count());
     };
     if (tokens == 1) {
-      const auto width =
-          static_cast<std::int64_t>(sliceable ? round_up(share(outputs), kBlockOutputs)
-                                              : static_cast<std::uint64_t>(outputs));
+      const auto width = static_cast<std::int64_t>(round_up(share(outputs), kBlockOutputs));
       for (std::int64_t first = 0; first < outputs; first += width) {
         pieces.push_back({0, 1, first, std::min(width, outputs - first)});
       }
@@ -234,18 +318,36 @@ std::uint64_t Linear::packed_bytes(std::int64_t outputs, std::int64_t inputs) co
   return impl_->layout(inputs, outputs).get_size();
 }
 
-std::unique_ptr<Weight> Linear::pack(const Matrix& host, MemoryAccount& account) {
-  const std::uint64_t bytes = packed_bytes(host.rows, host.columns);
-  account.charge(bytes);
-  try {
-    std::vector<std::byte> plain(static_cast<std::size_t>(host.rows * host.columns) *
-                                 size_of(impl_->compute));
-    cast(host, {plain.data(), impl_->compute, host.rows, host.columns, host.columns});
-    return std::make_unique<PackedWeight>(
-        host.rows, host.columns, impl_->pack(plain.data(), host.columns, host.rows), account);
-  } catch (...) {
-    account.release(bytes);
-    throw;
+std::unique_ptr<Weight> Linear::make_weight(std::int64_t outputs, std::int64_t inputs,
+                                            Buffer memory) {
+  return std::make_unique<PackedWeight>(outputs, inputs, std::move(memory));
+}
+
+std::int64_t Linear::block_outputs() const { return impl_->block; }
+
+void Linear::write(Weight& weight, std::int64_t first, const Matrix& rows) {
+  auto& packed = dynamic_cast<PackedWeight&>(weight);
+  const std::int64_t block = impl_->block;
+  const std::int64_t end = first + rows.rows;
+  check(rows.columns == packed.inputs() && rows.stride == rows.columns && end <= packed.outputs(),
+        "write_weight: shapes disagree");
+  check(first % block == 0 && (end % block == 0 || end == packed.outputs()),
+        "write_weight: a part of a block");
+  const bool converts = rows.dtype != impl_->compute;
+  std::unique_ptr<std::byte[]> converted;
+  if (converts) {
+    converted = std::make_unique_for_overwrite<std::byte[]>(
+        static_cast<std::size_t>(kBlockOutputs * rows.columns) * size_of(impl_->compute));
+  }
+  // A block at a time: it is in the cache still when what was converted is packed.
+  for (std::int64_t row = 0; row < rows.rows; row += kBlockOutputs) {
+    const std::int64_t count = std::min(kBlockOutputs, rows.rows - row);
+    std::byte* plain = row_of(rows, row);
+    if (converts) {
+      convert(plain, rows.dtype, converted.get(), impl_->compute, count * rows.columns);
+      plain = converted.get();
+    }
+    impl_->pack(plain, rows.columns, count, packed.from(first + row, block));
   }
 }
 
@@ -274,8 +376,7 @@ bool Linear::bf16_is_fast() {
 
 std::string Linear::kernel_name(std::int64_t tokens, std::int64_t inputs,
                                 std::int64_t outputs) const {
-  return describe(impl_->engine, {tokens, inputs, outputs, false, false}, impl_->compute)
-      .impl_info_str();
+  return impl_->describe({tokens, inputs, outputs, false, false}).impl_info_str();
 }
 
 }  // namespace sluice::cpu

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "lib/backend/dense_ops.h"
-#include "lib/memory_account.h"
+#include "lib/backend/memory.h"
 
 namespace sluice::cpu {
 
@@ -22,10 +22,16 @@ class Linear {
   Linear& operator=(const Linear&) = delete;
   ~Linear();
 
-  // `host` [outputs, inputs] of any dtype. The packed bytes are charged to `account`.
-  std::unique_ptr<Weight> pack(const Matrix& host, MemoryAccount& account);
-  // What pack() charges.
+  // Bytes of packed weights.
   std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
+  // Weights in memory of packed_bytes(), for write() to fill.
+  static std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs,
+                                             Buffer memory);
+  // Packs rows of any dtype, on the calling thread; see DenseOps::write_weight(). Several threads
+  // may write rows of one weight at a time.
+  void write(Weight& weight, std::int64_t first, const Matrix& rows);
+  // Outputs that are packed together.
+  std::int64_t block_outputs() const;
 
   // x and y have dense rows.
   void run(const LinearParams& params);

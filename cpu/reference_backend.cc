@@ -8,6 +8,7 @@
 #include "cpu/reference_index.h"
 #include "cpu/reference_ops.h"
 #include "cpu/reference_selection.h"
+#include "lib/check.h"
 #include "lib/read_heads.h"
 #include "sluice/errors.h"
 
@@ -20,7 +21,7 @@ class ReferenceWeight : public Weight {
       : values_(std::move(values)), outputs_(outputs), inputs_(inputs) {}
   std::int64_t outputs() const override { return outputs_; }
   std::int64_t inputs() const override { return inputs_; }
-  const float* values() const { return values_.floats(); }
+  float* values() const { return values_.floats(); }
 
  private:
   Buffer values_;  // [outputs, inputs]
@@ -38,11 +39,9 @@ ReferenceBackend::ReferenceBackend(std::uint64_t device_cap, std::uint64_t host_
   info_.synchronous = true;
 }
 
-std::unique_ptr<Weight> ReferenceBackend::prepare_weight(const Matrix& host) {
-  const auto count = static_cast<std::size_t>(host.rows) * static_cast<std::size_t>(host.columns);
-  Buffer values = allocate(info_.compute_tier, count * sizeof(float));
-  reference_cast(host, {values.data(), DType::f32, host.rows, host.columns, host.columns});
-  return std::make_unique<ReferenceWeight>(std::move(values), host.rows, host.columns);
+std::unique_ptr<Weight> ReferenceBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
+  return std::make_unique<ReferenceWeight>(
+      allocate(info_.compute_tier, weight_bytes(outputs, inputs)), outputs, inputs);
 }
 
 std::unique_ptr<Queue> ReferenceBackend::make_queue(const QueueOptions& options) {
@@ -62,6 +61,13 @@ void ReferenceQueue::embed(const Matrix& table, const TokenId* ids, const Matrix
 
 void ReferenceQueue::linear(const LinearParams& params) {
   reference_linear(params, static_cast<const ReferenceWeight*>(params.weight)->values());
+}
+
+void ReferenceQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
+  check(first + rows.rows <= weight.outputs() && rows.columns == weight.inputs(),
+        "write_weight: shapes disagree");
+  float* const to = static_cast<ReferenceWeight&>(weight).values() + first * weight.inputs();
+  reference_cast(rows, {to, DType::f32, rows.rows, rows.columns, rows.columns});
 }
 
 void ReferenceQueue::rms_norm(const RmsNormParams& params) { reference_rms_norm(params); }

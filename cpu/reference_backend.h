@@ -32,7 +32,7 @@ class ReferenceBackend : public Backend {
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
     return static_cast<std::uint64_t>(outputs * inputs) * sizeof(float);
   }
-  std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
+  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
 
  protected:
   std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
@@ -55,6 +55,7 @@ class ReferenceQueue : public Queue, public ReferenceReads {
   void copy(std::span<const CopyOp> ops) override;
   void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override;
   void linear(const LinearParams& params) override;
+  void write_weight(Weight& weight, std::int64_t first, const Matrix& rows) override;
   void rms_norm(const RmsNormParams& params) override;
   void rope(const RopeParams& params) override;
   void swiglu(const SwigluParams& params) override;

@@ -62,11 +62,13 @@ void SafetensorsFile::require_loadable(const TensorInfo& tensor) const {
                                           "; convert it to F32, F16 or BF16, which Sluice loads");
 }
 
-void SafetensorsFile::read(const TensorInfo& tensor, std::span<std::byte> destination) const {
+void SafetensorsFile::read(const TensorInfo& tensor, std::uint64_t first,
+                           std::span<std::byte> destination) const {
   check(find(tensor.name) == &tensor, "a tensor of another file");
-  check(destination.size() == tensor.bytes(), "the destination is not as large as the tensor");
+  check(first <= tensor.bytes() && destination.size() <= tensor.bytes() - first,
+        "more than the tensor was to be read");
   require_loadable(tensor);
-  file_.read(data_offset_ + tensor.begin, destination);
+  file_.read(data_offset_ + tensor.begin + first, destination);
 }
 
 }  // namespace sluice

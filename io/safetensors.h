@@ -15,6 +15,7 @@ namespace sluice {
 // The longest header that the format allows.
 inline constexpr std::uint64_t kMaxSafetensorsHeader = 100'000'000;
 
+// Its tensors can be read from several threads.
 class SafetensorsFile {
  public:
   // Reads and checks the header; see parse_safetensors_header. Throws Error{corrupt} if the file
@@ -29,9 +30,9 @@ class SafetensorsFile {
   // Throws Error{unsupported} unless the tensor's dtype is F32, F16 or BF16.
   void require_loadable(const TensorInfo& tensor) const;
 
-  // Fills `destination`, of tensor.bytes(), with a tensor of this file as it is stored.
+  // Fills `destination` with a tensor of this file as it is stored, from its byte `first` on.
   // Throws Error{unsupported} unless its dtype is F32, F16 or BF16, Error{io} if reading fails.
-  void read(const TensorInfo& tensor, std::span<std::byte> destination) const;
+  void read(const TensorInfo& tensor, std::uint64_t first, std::span<std::byte> destination) const;
 
  private:
   SafetensorsFile(File file, TensorMap tensors, std::uint64_t data_offset)

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "kernels/attention/attention.h"
 #include "kernels/cuda_device.h"
@@ -12,7 +11,6 @@
 #include "kernels/scan/channels.h"
 #include "kernels/scan/scan.h"
 #include "lib/check.h"
-#include "lib/element.h"
 #include "sluice/errors.h"
 
 namespace sluice::cuda {
@@ -62,23 +60,6 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   return info;
 }
 
-// A host matrix with dense rows in another dtype.
-std::vector<std::byte> converted(const Matrix& host, DType dtype) {
-  std::vector<std::byte> result(static_cast<std::size_t>(host.rows * host.columns) *
-                                size_of(dtype));
-  std::byte* to = result.data();
-  for (std::int64_t row = 0; row < host.rows; ++row) {
-    const auto* from = static_cast<const std::byte*>(host.data) +
-                       static_cast<std::size_t>(row * host.stride) * size_of(host.dtype);
-    for (std::int64_t column = 0; column < host.columns; ++column) {
-      write_element(to, dtype, read_element(from, host.dtype));
-      to += size_of(dtype);
-      from += size_of(host.dtype);
-    }
-  }
-  return result;
-}
-
 }  // namespace
 
 CudaBackend::CudaBackend(const CudaOptions& options)
@@ -122,18 +103,9 @@ std::uint64_t CudaBackend::weight_bytes(std::int64_t outputs, std::int64_t input
   return static_cast<std::uint64_t>(outputs * inputs) * size_of(info_.compute_dtype);
 }
 
-std::unique_ptr<Weight> CudaBackend::prepare_weight(const Matrix& host) {
-  Buffer data = allocate(Tier::device, weight_bytes(host.rows, host.columns));
-  std::vector<std::byte> other;
-  const auto* from = static_cast<const std::byte*>(host.data);
-  if (host.dtype != info_.compute_dtype || host.stride != host.columns) {
-    other = converted(host, info_.compute_dtype);
-    from = other.data();
-  }
-  copy_large({data.data(), from, data.bytes()}, stream_.get());
-  // The host's matrix may be freed from here on.
-  require(cudaStreamSynchronize(stream_.get()), "uploading weights");
-  return std::make_unique<CudaWeight>(std::move(data), host.rows, host.columns);
+std::unique_ptr<Weight> CudaBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
+  return std::make_unique<CudaWeight>(allocate(Tier::device, weight_bytes(outputs, inputs)),
+                                      outputs, inputs);
 }
 
 void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) const {

@@ -16,7 +16,7 @@ class CudaWeight : public Weight {
       : data_(std::move(data)), outputs_(outputs), inputs_(inputs) {}
   std::int64_t outputs() const override { return outputs_; }
   std::int64_t inputs() const override { return inputs_; }
-  const void* data() const { return data_.data(); }
+  std::byte* data() const { return data_.data(); }
 
  private:
   Buffer data_;
@@ -36,7 +36,7 @@ class CudaBackend : public Backend {
   using Backend::make_queue;
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override;
-  std::unique_ptr<Weight> prepare_weight(const Matrix& host) override;
+  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
 
   // For queues. Whoever calls may have used another device in between, or be another thread.
   void use_device() const;
@@ -56,7 +56,7 @@ class CudaBackend : public Backend {
 
   int ordinal_;
   DeviceLimits limits_;
-  StreamOwner stream_;  // of memory, and of weights on their way
+  StreamOwner stream_;  // of memory
   CudaMemory memory_;
   BackendInfo info_;
 };

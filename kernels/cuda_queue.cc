@@ -72,6 +72,24 @@ void CudaQueue::linear(const LinearParams& params) {
   }
 }
 
+// As one row: a launch has no more than 65535 rows of blocks.
+void CudaQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
+  check(first + rows.rows <= weight.outputs() && rows.columns == weight.inputs() &&
+            rows.stride == rows.columns,
+        "write_weight: shapes disagree");
+  const DType dtype = own().info().compute_dtype;
+  std::byte* const to = dynamic_cast<CudaWeight&>(weight).data() +
+                        static_cast<std::size_t>(first * rows.columns) * size_of(dtype);
+  const std::int64_t count = rows.rows * rows.columns;
+  if (rows.dtype != dtype) {
+    cuda::cast({rows.data, rows.dtype, 1, count, count}, {to, dtype, 1, count, count}, launch());
+    return;
+  }
+  const CopyOp op = {to, static_cast<const std::byte*>(rows.data),
+                     static_cast<std::size_t>(count) * size_of(dtype)};
+  copy({&op, 1});
+}
+
 void CudaQueue::linear_chain(const LinearChain& chain) {
   if (!gemv_supported(chain, workspace_.device())) return DenseOps::linear_chain(chain);
   gemv(chain, weight_of(chain.linear), launch());

@@ -28,6 +28,7 @@ class CudaQueue : public Queue {
     cuda::embed(table, ids, y, launch());
   }
   void linear(const LinearParams& params) override;
+  void write_weight(Weight& weight, std::int64_t first, const Matrix& rows) override;
   void linear_chain(const LinearChain& chain) override;
   void sample(const Matrix& logits, std::span<const TokenDraw> params,
               std::span<SampledToken> tokens) override;

@@ -1,8 +1,10 @@
 #include "lib/backend.h"
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
+#include "lib/check.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -34,6 +36,20 @@ Buffer Memory::allocate(Tier tier, std::size_t bytes) {
     throw;
   }
   return {this, tier, data, bytes};
+}
+
+std::unique_ptr<Weight> Backend::prepare_weight(const Matrix& host) {
+  check(host.stride == host.columns, "weights without dense rows");
+  const std::size_t bytes =
+      static_cast<std::size_t>(host.rows * host.columns) * size_of(host.dtype);
+  const Buffer staging = allocate(Tier::host, bytes);
+  std::memcpy(staging.data(), host.data, bytes);
+  std::unique_ptr<Weight> weight = make_weight(host.rows, host.columns);
+  const std::unique_ptr<Queue> queue = make_queue({.computes = false});
+  queue->write_weight(*weight, 0,
+                      {staging.data(), host.dtype, host.rows, host.columns, host.columns});
+  queue->synchronize();
+  return weight;
 }
 
 void DenseOps::linear_chain(const LinearChain& chain) {

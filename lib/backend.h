@@ -55,10 +55,16 @@ class Backend : public Memory {
   virtual std::unique_ptr<Queue> make_queue(const QueueOptions& options) = 0;
   std::unique_ptr<Queue> make_queue() { return make_queue({}); }
 
-  // What prepare_weight will charge for a matrix of this shape.
+  // What make_weight will charge for a matrix of this shape.
   virtual std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const = 0;
-  // Takes host weights [outputs, inputs] of any dtype, dense rows. `host` may be freed after.
-  virtual std::unique_ptr<Weight> prepare_weight(const Matrix& host) = 0;
+  // Memory of the compute tier for a matrix of weights, which Queue::write_weight() fills. Throws
+  // Error{memory} as allocate() does.
+  virtual std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) = 0;
+  // Rows of a weight are written from a multiple of it on: so many share their place in memory.
+  virtual std::int64_t weight_rows() const { return 1; }
+  // A weight with the rows of `host` [outputs, inputs], host memory of any dtype, dense rows. For
+  // weights that are in memory anyway: one copy of them is charged while this runs.
+  std::unique_ptr<Weight> prepare_weight(const Matrix& host);
 
  private:
   friend class Queue;

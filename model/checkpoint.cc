@@ -172,13 +172,10 @@ void Checkpoint::require(std::string_view name, const std::vector<std::int64_t>&
   file.require_loadable(info);
 }
 
-Tensor Checkpoint::load(std::string_view name, const std::vector<std::int64_t>& shape) const {
-  require(name, shape);
+void Checkpoint::read(std::string_view name, std::uint64_t first,
+                      std::span<std::byte> destination) const {
   const Location& location = locate(name);
-  const TensorInfo& info = *location.info;
-  std::vector<std::byte> data(static_cast<std::size_t>(info.bytes()));
-  files_[location.file].read(info, data);
-  return {info.dtype.value(), info.shape, std::move(data)};
+  files_[location.file].read(*location.info, first, destination);
 }
 
 }  // namespace sluice

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -14,14 +15,7 @@
 
 namespace sluice {
 
-// A tensor in host memory, in the dtype of the checkpoint.
-struct Tensor {
-  DType dtype = DType::f32;
-  std::vector<std::int64_t> shape;
-  std::vector<std::byte> data;  // row-major
-};
-
-// Its tensors can be loaded from several threads.
+// Its tensors can be read from several threads.
 class Checkpoint {
  public:
   // Reads the config and the headers of model.safetensors, or else of the shards that
@@ -44,8 +38,9 @@ class Checkpoint {
   // Throws Error{corrupt} if there is no such tensor or its shape is not `shape`,
   // Error{unsupported} unless its dtype is F32, F16 or BF16.
   void require(std::string_view name, const std::vector<std::int64_t>& shape) const;
-  // Throws what require() throws, and Error{io} if reading fails.
-  Tensor load(std::string_view name, const std::vector<std::int64_t>& shape) const;
+  // Fills `destination` with a tensor as it is stored, from its byte `first` on. Throws
+  // Error{corrupt} if there is no such tensor, and what SafetensorsFile::read throws.
+  void read(std::string_view name, std::uint64_t first, std::span<std::byte> destination) const;
 
  private:
   struct Location {

@@ -8,6 +8,7 @@
 #include "lib/bytes.h"
 #include "model/calibration.h"
 #include "model/engine_impl.h"
+#include "model/loader.h"
 #include "model/plan.h"
 #include "model/tensors.h"
 #include "offload/backends.h"
@@ -149,7 +150,7 @@ Policy Engine::policy(std::string_view text) const {
 // All but the KV cache.
 Plan Engine::Impl::model_plan(const SessionOptions& options) const {
   const ModelConfig& model = checkpoint.config();
-  const WeightSizes weights = weight_sizes(checkpoint, *backend);
+  const WeightSizes weights = weight_sizes(checkpoint, *backend, reader_count(config.threads));
   Plan plan;
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
@@ -162,6 +163,8 @@ Plan Engine::Impl::model_plan(const SessionOptions& options) const {
   plan.on_device = backend->info().compute_tier == Tier::device;
   plan.backend_bytes = backend_bytes;
   plan.staging_bytes = staging_bytes + Decoder::host_bytes(model, *backend, config.chunk);
+  plan.loading_peak_bytes =
+      staging_bytes + plan.loading_bytes + (plan.on_device ? 0 : plan.weight_bytes);
   return plan;
 }
 
@@ -228,7 +231,8 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   const std::lock_guard lock(impl().mutex);
   if (impl().decoder) return;
   const Turn turn(impl());
-  ModelWeights weights = sluice::load_weights(impl().checkpoint, *impl().backend, progress);
+  ModelWeights weights = sluice::load_weights(impl().checkpoint, *impl().backend,
+                                              reader_count(impl().config.threads), progress);
   impl().decoder.emplace(impl().checkpoint.config(), std::move(weights), *impl().queue,
                          impl().config.chunk);
 }

@@ -63,7 +63,8 @@ std::uint64_t program_bytes() { return resident_now() + kFirstUseBytes; }
 
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
                          std::uint64_t promised, std::uint64_t used) {
-  const std::uint64_t all = plan.host_bytes() + promised;
+  const std::uint64_t running = plan.host_bytes() + promised;
+  const std::uint64_t all = std::max(running, plan.loading_peak_bytes);
   if (host_cap && all > *host_cap) {
     throw Error(
         ErrorCode::memory,
@@ -72,8 +73,11 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
                             : "weights take " + format_bytes(plan.weight_bytes) + ", activations " +
                                   format_bytes(plan.activation_bytes) + " and ") +
             "what " + std::to_string(plan.kv.context) + " tokens need " +
-            format_bytes(plan.session_host_bytes()) + "; give at least " + std::to_string(all) +
-            "B or shorten the context");
+            format_bytes(plan.session_host_bytes()) +
+            (all > running
+                 ? ", and " + format_bytes(plan.loading_bytes) +
+                       " are needed to load the weights; give at least " + std::to_string(all) + "B"
+                 : "; give at least " + std::to_string(all) + "B or shorten the context"));
   }
   const std::uint64_t needed =
       all - std::min(all, used) + (plan.on_device ? 0 : plan.kv.device_bytes);
@@ -143,6 +147,7 @@ std::string Plan::to_json() const {
                                {"activation_bytes", activation_bytes},
                                {"prompt_bytes", prompt_bytes},
                                {"loading_bytes", loading_bytes},
+                               {"loading_peak_bytes", loading_peak_bytes},
                                {"program_bytes", program_bytes},
                                {"backend_bytes", backend_bytes},
                                {"staging_bytes", staging_bytes},

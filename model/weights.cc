@@ -2,127 +2,98 @@
 
 #include <algorithm>
 #include <span>
-#include <string>
+#include <vector>
 
-#include "lib/check.h"
-#include "lib/element.h"
+#include "model/loader.h"
 #include "model/tensors.h"
-#include "sluice/errors.h"
 
 namespace sluice {
 namespace {
 
-// Reads the tensors of a checkpoint into a backend.
-class Loader {
+std::uint64_t elements_of(const TensorGroup& group) {
+  return static_cast<std::uint64_t>(group.rows() * std::max<std::int64_t>(group.columns, 1));
+}
+
+// Memory for the tensors of a model, and where they go.
+class Places {
  public:
-  Loader(const Checkpoint& checkpoint, Backend& backend)
-      : checkpoint_(&checkpoint),
-        backend_(&backend),
-        queue_(backend.make_queue({.computes = false})) {}
+  explicit Places(Backend& backend) : backend_(&backend) {}
 
   // Matrices with the same inputs, one below the other.
   std::unique_ptr<Weight> matrix(const TensorGroup& group) {
-    std::vector<std::byte> stacked;
-    DType dtype = DType::bf16;
-    for (std::size_t i = 0; i < group.parts.size(); ++i) {
-      const Tensor tensor = checkpoint_->load(group.parts[i].name, group.shape(i));
-      check(i == 0 || tensor.dtype == dtype, "matrices of two dtypes in a group");
-      dtype = tensor.dtype;
-      stacked.insert(stacked.end(), tensor.data.begin(), tensor.data.end());
-    }
-    return backend_->prepare_weight(
-        {stacked.data(), dtype, group.rows(), group.columns, group.columns});
+    std::unique_ptr<Weight> weight = backend_->make_weight(group.rows(), group.columns);
+    all_.push_back({&group, weight.get()});
+    return weight;
   }
 
-  // Vectors, one after the other, as f32. An empty buffer for an empty group.
-  Buffer vector(const TensorGroup& group) {
-    std::vector<float> values;
-    for (std::size_t part = 0; part < group.parts.size(); ++part) {
-      const Tensor tensor = checkpoint_->load(group.parts[part].name, group.shape(part));
-      for (std::int64_t i = 0; i < group.parts[part].rows; ++i) {
-        const std::size_t offset = static_cast<std::size_t>(i) * size_of(tensor.dtype);
-        values.push_back(read_element(tensor.data.data() + offset, tensor.dtype));
-      }
-    }
-    return upload(std::as_bytes(std::span(values)));
-  }
-
-  Buffer upload(std::span<const std::byte> bytes) {
-    if (bytes.empty()) return {};
-    Buffer buffer = backend_->allocate(backend_->info().compute_tier, bytes.size());
-    const CopyOp op{buffer.data(), bytes.data(), bytes.size()};
-    queue_->copy({&op, 1});
-    queue_->synchronize();
+  // One after the other. An empty buffer for an empty group.
+  Buffer rows(const TensorGroup& group, DType dtype) {
+    Buffer buffer =
+        backend_->allocate(backend_->info().compute_tier, elements_of(group) * size_of(dtype));
+    all_.push_back({&group, nullptr, buffer.data(), dtype});
     return buffer;
   }
+  Buffer vector(const TensorGroup& group) { return rows(group, DType::f32); }
+
+  std::span<const TensorPlace> all() const { return all_; }
 
  private:
-  const Checkpoint* checkpoint_;
   Backend* backend_;
-  std::unique_ptr<Queue> queue_;
+  std::vector<TensorPlace> all_;
 };
 
-LayerWeights load_layer(Loader& loader, const LayerTensors& t) {
+LayerWeights layer_weights(Places& places, const LayerTensors& t) {
   LayerWeights w;
-  w.input_norm = loader.vector(t.input_norm);
-  w.qkv = loader.matrix(t.qkv);
-  w.qkv_bias = loader.vector(t.qkv_bias);
-  w.q_norm = loader.vector(t.q_norm);
-  w.k_norm = loader.vector(t.k_norm);
-  w.o = loader.matrix(t.o);
-  w.o_bias = loader.vector(t.o_bias);
-  w.post_norm = loader.vector(t.post_norm);
-  w.gate_up = loader.matrix(t.gate_up);
-  w.down = loader.matrix(t.down);
+  w.input_norm = places.vector(t.input_norm);
+  w.qkv = places.matrix(t.qkv);
+  w.qkv_bias = places.vector(t.qkv_bias);
+  w.q_norm = places.vector(t.q_norm);
+  w.k_norm = places.vector(t.k_norm);
+  w.o = places.matrix(t.o);
+  w.o_bias = places.vector(t.o_bias);
+  w.post_norm = places.vector(t.post_norm);
+  w.gate_up = places.matrix(t.gate_up);
+  w.down = places.matrix(t.down);
   return w;
 }
 
 }  // namespace
 
-WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend) {
+WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, int readers) {
   const ModelTensors tensors = model_tensors(checkpoint.config());
-  const auto bytes = [&](const TensorGroup& group) -> std::uint64_t {
-    if (group.columns > 0) return backend.weight_bytes(group.rows(), group.columns);
-    return static_cast<std::uint64_t>(group.rows()) * sizeof(float);
-  };
-  const auto stored = [&](const TensorGroup& group) {
-    return static_cast<std::uint64_t>(group.rows() * group.columns) * size_of(checkpoint.dtype());
-  };
   WeightSizes sizes;
-  sizes.total = stored(tensors.embedding) + bytes(tensors.lm_head) + bytes(tensors.final_norm);
-  std::uint64_t largest = stored(tensors.embedding);
+  std::vector<TensorPlace> places;
+  const auto add = [&](const TensorGroup& group, std::uint64_t bytes) {
+    sizes.total += bytes;
+    places.push_back({&group});
+  };
+  const auto add_computed = [&](const TensorGroup& group) {
+    add(group, group.columns > 0 ? backend.weight_bytes(group.rows(), group.columns)
+                                 : elements_of(group) * sizeof(float));
+  };
+  add(tensors.embedding, elements_of(tensors.embedding) * size_of(checkpoint.dtype()));
+  add_computed(tensors.lm_head);
+  add_computed(tensors.final_norm);
   for (const LayerTensors& layer : tensors.layers) {
-    for (const TensorGroup* group : layer.all()) {
-      sizes.total += bytes(*group);
-      largest = std::max(largest, stored(*group));
-    }
+    for (const TensorGroup* group : layer.all()) add_computed(*group);
   }
-  sizes.transient = 2 * largest;  // as read, and in the compute dtype
+  sizes.transient = reading_bytes(checkpoint, backend, places, {readers});
   return sizes;
 }
 
-ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
+ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int readers,
                           const std::function<void(double)>& progress) {
   const ModelTensors tensors = model_tensors(checkpoint.config());
-  Loader loader(checkpoint, backend);
-  const auto report = [&](double share) {
-    if (progress) progress(share);
-  };
+  Places places(backend);
   ModelWeights weights;
-  {
-    const TensorGroup& group = tensors.embedding;
-    const Tensor table = checkpoint.load(group.parts.front().name, group.shape(0));
-    weights.embedding_dtype = table.dtype;
-    weights.embedding = loader.upload(table.data);
-  }
-  weights.lm_head = loader.matrix(tensors.lm_head);
-  weights.final_norm = loader.vector(tensors.final_norm);
+  weights.embedding_dtype = checkpoint.dtype();
+  weights.embedding = places.rows(tensors.embedding, weights.embedding_dtype);
+  weights.lm_head = places.matrix(tensors.lm_head);
+  weights.final_norm = places.vector(tensors.final_norm);
   for (const LayerTensors& layer : tensors.layers) {
-    report(static_cast<double>(weights.layers.size() + 1) /
-           static_cast<double>(tensors.layers.size() + 1));
-    weights.layers.push_back(load_layer(loader, layer));
+    weights.layers.push_back(layer_weights(places, layer));
   }
-  report(1.0);
+  read_tensors(checkpoint, backend, places.all(), {readers}, progress);
   return weights;
 }
 

@@ -32,16 +32,14 @@ struct ModelWeights {
   std::unique_ptr<Weight> lm_head;  // [vocabulary, hidden]
 };
 
-// Reads one tensor group after the other, so that only the largest is held twice. `progress` gets
-// the share done, 0 to 1. The checkpoint must have passed check_tensors. Throws what Checkpoint and
-// the backend throw.
-ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
+// By `readers` threads: see read_tensors(), which says what it throws and what `progress` gets.
+ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int readers,
                           const std::function<void(double)>& progress);
 
 struct WeightSizes {
   std::uint64_t total = 0;      // what load_weights will hold
-  std::uint64_t transient = 0;  // what it needs beside that while it runs
+  std::uint64_t transient = 0;  // of host memory beside that, while it runs
 };
-WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend);
+WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, int readers);
 
 }  // namespace sluice

@@ -86,31 +86,34 @@ nlohmann::json positions_json(const Session& session) {
 }
 
 std::string report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
-                        const Plan& plan, const GenerateResult& result,
+                        const Plan& plan, const Loading& loading, const GenerateResult& result,
                         const nlohmann::json& steps) {
   const Timings& t = result.timings;
   const MemoryUse memory = engine.memory();
-  nlohmann::json root = {
-      {"version", kVersion},
-      {"model", flags.model.model},
-      {"text", result.text},
-      {"tokens", result.tokens},
-      {"finish_reason", to_string(result.reason)},
-      {"timings",
-       {{"prefill_seconds", t.prefill_seconds},
-        {"prefill_tokens", t.prefill_tokens},
-        {"prefill_tokens_per_second", t.prefill_rate()},
-        {"first_token_seconds", t.first_token_seconds},
-        {"decode_seconds", t.decode_seconds},
-        {"decode_tokens", t.decode_tokens},
-        {"decode_tokens_per_second", t.decode_rate()},
-        {"seconds_per_output_token", t.seconds_per_output_token()}}},
-      {"memory",
-       {{"device_peak_bytes", memory.device_peak}, {"host_peak_bytes", memory.host_peak}}},
-      {"policy", to_string(session.policy())},
-      {"selection", selection_json(session.selection())},
-      {"plan", nlohmann::json::parse(plan.to_json())},
-      {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
+  nlohmann::json root = {{"version", kVersion},
+                         {"model", flags.model.model},
+                         {"text", result.text},
+                         {"tokens", result.tokens},
+                         {"finish_reason", to_string(result.reason)},
+                         {"timings",
+                          {{"load_seconds", loading.seconds},
+                           {"prefill_seconds", t.prefill_seconds},
+                           {"prefill_tokens", t.prefill_tokens},
+                           {"prefill_tokens_per_second", t.prefill_rate()},
+                           {"first_token_seconds", t.first_token_seconds},
+                           {"decode_seconds", t.decode_seconds},
+                           {"decode_tokens", t.decode_tokens},
+                           {"decode_tokens_per_second", t.decode_rate()},
+                           {"seconds_per_output_token", t.seconds_per_output_token()}}},
+                         {"memory",
+                          {{"device_peak_bytes", memory.device_peak},
+                           {"host_peak_bytes", memory.host_peak},
+                           {"load_host_peak_bytes", loading.host_peak},
+                           {"load_process_peak_bytes", loading.process_peak}}},
+                         {"policy", to_string(session.policy())},
+                         {"selection", selection_json(session.selection())},
+                         {"plan", nlohmann::json::parse(plan.to_json())},
+                         {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
   if (flags.positions) root["steps"] = steps;
   return report_text(root);
 }
@@ -160,18 +163,19 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   const SessionOptions& options = choice.options;
   const Plan plan = engine.plan(options);
   if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
-  load(engine);
+  const Loading loading = load(engine);
   Session session = engine.new_session(options);
   nlohmann::json steps = nlohmann::json::array();
   const GenerateResult result = run_model(flags, engine, session, prompt, steps);
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
-    print_error("\n" + timing_table(result.timings) + memory_table(engine.memory()) +
+    print_error("\n" + loading_line(loading) + timing_table(result.timings) +
+                memory_table(engine.memory()) +
                 selection_line(session.selection(), session.length()) + "\n" +
                 session.ledger().to_table());
   }
   if (!flags.json.empty()) {
-    write_report(flags.json, report_json(flags, engine, session, plan, result, steps));
+    write_report(flags.json, report_json(flags, engine, session, plan, loading, result, steps));
   }
   if (result.reason != FinishReason::interrupted) return 0;
   print_error("sluice: interrupted; the text above is what was generated until then\n");

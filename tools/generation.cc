@@ -1,7 +1,9 @@
 #include "tools/generation.h"
 
 #include <array>
+#include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <utility>
 
 #include "lib/bytes.h"
@@ -30,6 +32,16 @@ std::string notes(const ModelInfo& info, const Choice& choice) {
                     " tokens; at " + std::to_string(context) + " its answers may make no sense");
   }
   return text;
+}
+
+std::uint64_t most_resident_yet() {
+  std::ifstream file("/proc/self/status");
+  std::string word;
+  while (file >> word) {
+    std::uint64_t kib = 0;
+    if (word == "VmHWM:" && file >> kib) return kib * 1024;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -86,9 +98,22 @@ std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choi
          notes(engine.info(), choice);
 }
 
-void load(Engine& engine) {
+Loading load(Engine& engine) {
   ProgressBar bar("loading");
+  const auto start = std::chrono::steady_clock::now();
   engine.load_weights([&](double share) { bar.update(share, ""); });
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  return {engine.info().weight_bytes, elapsed.count(), engine.memory().host_peak,
+          most_resident_yet()};
+}
+
+std::string loading_line(const Loading& loading) {
+  std::array<char, 64> seconds{};
+  std::snprintf(seconds.data(), seconds.size(), " in %.3f s, ", loading.seconds);
+  return "load     " + format_bytes(loading.bytes) + seconds.data() +
+         format_bytes(static_cast<std::uint64_t>(loading.rate())) + "/s, peak of host memory " +
+         format_bytes(loading.host_peak) + ", of the process " +
+         format_bytes(loading.process_peak) + "\n";
 }
 
 std::string timing_table(const Timings& t) {

@@ -37,8 +37,20 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
 // The plan, the policy, and what people might not have expected.
 std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choice);
 
+// What loading the weights took.
+struct Loading {
+  std::uint64_t bytes = 0;  // of the weights, as stored
+  double seconds = 0.0;
+  std::uint64_t host_peak = 0;     // host memory, as the allocators counted it
+  std::uint64_t process_peak = 0;  // resident memory of the process until then
+
+  double rate() const { return seconds > 0.0 ? static_cast<double>(bytes) / seconds : 0.0; }
+};
+
 // Loads the weights behind a progress bar.
-void load(Engine& engine);
+Loading load(Engine& engine);
+
+std::string loading_line(const Loading& loading);
 
 std::string timing_table(const Timings& timings);
 std::string memory_table(const MemoryUse& memory);

@@ -21,7 +21,7 @@ struct Matrix {
   std::int64_t stride = 0;
 };
 
-// A matrix of weights in the form that the backend computes with, made once by prepare_weight.
+// A matrix of weights in the form that the backend computes with: see Backend::make_weight().
 class Weight {
  public:
   virtual ~Weight() = default;
@@ -123,6 +123,11 @@ class DenseOps {
   // zero if the table has none for its id.
   virtual void embed(const Matrix& table, const TokenId* ids, const Matrix& y) = 0;
   virtual void linear(const LinearParams& params) = 0;
+  // Rows [first, first + rows.rows) of a weight: `rows` [., inputs] of any dtype, dense, in host
+  // memory that the backend has allocated or registered, which stays as it is until then. Both
+  // numbers are multiples of Backend::weight_rows(), but for the weight's last row. Several queues
+  // may write rows of one weight at a time.
+  virtual void write_weight(Weight& weight, std::int64_t first, const Matrix& rows) = 0;
   virtual void rms_norm(const RmsNormParams& params) = 0;
   virtual void rope(const RopeParams& params) = 0;
   virtual void swiglu(const SwigluParams& params) = 0;

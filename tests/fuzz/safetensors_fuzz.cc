@@ -14,7 +14,7 @@ constexpr std::size_t kLengthBytes = 8;
 
 void read_tensor(const SafetensorsFile& file, const TensorInfo& tensor) {
   std::vector<std::byte> bytes(static_cast<std::size_t>(tensor.bytes()));
-  const auto read = [&] { return file.read(tensor, bytes), true; };
+  const auto read = [&] { return file.read(tensor, 0, bytes), true; };
   const Answer read_answer =
       answer_of({ErrorCode::unsupported}, read, [](bool) { return std::string(); });
   require(read_answer.accepted == tensor.dtype.has_value(), "a dtype says whether it is loaded");

@@ -23,7 +23,7 @@ std::string read_tensor(const SafetensorsFile& file, std::string_view name) {
   const TensorInfo* info = file.find(name);
   if (info == nullptr) return "no such tensor";
   std::string bytes(static_cast<std::size_t>(info->bytes()), '\0');
-  file.read(*info, std::as_writable_bytes(std::span(bytes)));
+  file.read(*info, 0, std::as_writable_bytes(std::span(bytes)));
   return bytes;
 }
 
@@ -68,6 +68,22 @@ TEST(Safetensors, ReadsEveryTensor) {
   EXPECT_EQ(b.elements(), 2);
   EXPECT_EQ(file.find("scalar")->elements(), 1);
   EXPECT_EQ(file.find("empty")->elements(), 0);
+}
+
+TEST(Safetensors, ReadsAnyPartOfATensor) {
+  const TempDir dir;
+  const std::string data = "0123456789abcdefghij";
+  const SafetensorsFile file =
+      SafetensorsFile::open(dir.write("x", safetensors("{" + entry("a", "F16", "[2]", 0, 4) + "," +
+                                                           entry("b", "F16", "[8]", 4, 20) + "}",
+                                                       data)));
+  for (std::size_t first = 0; first <= 16; ++first) {
+    for (std::size_t bytes = 0; first + bytes <= 16; ++bytes) {
+      std::string part(bytes, '\0');
+      file.read(*file.find("b"), first, std::as_writable_bytes(std::span(part)));
+      EXPECT_EQ(part, data.substr(4 + first, bytes));
+    }
+  }
 }
 
 TEST(Safetensors, ReadsTheDemoModel) {

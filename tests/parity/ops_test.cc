@@ -111,6 +111,45 @@ TEST_P(OpsParity, LinearMultipliesAddsBiasAndAccumulates) {
   }
 }
 
+// Two queues, each with every other piece, from memory of the backend's, in any dtype. Products
+// with unit vectors are the weights themselves.
+TEST_P(OpsParity, WriteWeightTakesPiecesOfAnyDtypeFromSeveralQueues) {
+  constexpr std::int64_t kInputs = 96;
+  const std::int64_t block = backend_->backend->weight_rows();
+  const std::int64_t outputs = 5 * std::max<std::int64_t>(block, 16) + 8;
+  std::vector<float> units(kInputs * kInputs);
+  for (std::size_t i = 0; i < kInputs; ++i) units[i * kInputs + i] = 1.0f;
+  const Buffer x = upload(*backend_, encoded(units, compute_));
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    const std::vector<float> w = rounded(random_.normal(outputs * kInputs), dtype);
+    const std::vector<std::byte> bytes = encoded(w, dtype);
+    const Buffer host = backend_->allocate(Tier::host, bytes.size());
+    std::copy(bytes.begin(), bytes.end(), host.data());
+    const std::unique_ptr<Weight> weight = backend_->backend->make_weight(outputs, kInputs);
+    const std::unique_ptr<Queue> other = backend_->backend->make_queue({.computes = false});
+    const std::int64_t step = std::max<std::int64_t>(block, 16);
+    for (std::int64_t first = 0; first < outputs; first += step) {
+      Queue& queue = first / step % 2 == 0 ? *backend_->queue : *other;
+      std::byte* const from =
+          host.data() + static_cast<std::size_t>(first * kInputs) * size_of(dtype);
+      queue.write_weight(*weight, first,
+                         {from, dtype, std::min(step, outputs - first), kInputs, kInputs});
+    }
+    other->synchronize();
+    const Buffer y = zeros(static_cast<std::size_t>(outputs * kInputs), DType::f32);
+    backend_->queue->linear({{x.data(), compute_, kInputs, kInputs, kInputs},
+                             weight.get(),
+                             nullptr,
+                             {y.data(), DType::f32, kInputs, outputs, outputs}});
+    const std::vector<float> actual = values_of(y, DType::f32);
+    const std::vector<float> expected = rounded(w, compute_);
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      const std::size_t output = i % static_cast<std::size_t>(outputs);
+      ASSERT_EQ(actual[i], expected[output * kInputs + i / static_cast<std::size_t>(outputs)]) << i;
+    }
+  }
+}
+
 // What a chain computes, and how far off it may be.
 struct ChainValue {
   double value = 0.0;

@@ -25,9 +25,6 @@ class FarBackend : public cpu::CpuBackend {
   }
 
   const BackendInfo& info() const override { return info_; }
-  std::unique_ptr<Weight> prepare_weight(const Matrix& host) override {
-    return products().pack(host, account(Tier::device));
-  }
 
  private:
   BackendInfo info_;

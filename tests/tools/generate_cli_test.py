@@ -34,6 +34,7 @@ class Generate(unittest.TestCase):
         self.assertGreater(misses[0]["bytes"], 3 * 24 * 256 * (context - 2000))
         self.assertLess(misses[0]["bytes"], 3 * 24 * 256 * (context + 4))
         self.assertIn("dense on the device", done.stderr)
+        self.assertRegex(done.stderr, r"load     41\.\d MiB in \d+\.\d{3} s, ")
 
     def test_the_same_text_at_every_cap(self):
         prompt = BOOK.read_text(encoding="utf-8")[:6000]
@@ -117,6 +118,11 @@ class Generate(unittest.TestCase):
         done = sluice("generate", "-m", MODEL, "-q", "-p", "Hello", "-n", 3, "--json", "-")
         data = json.loads(done.stdout)
         self.assertEqual(len(data["tokens"]), 3)
+        self.assertGreater(data["timings"]["load_seconds"], 0)
+        # Weights in bf16 or f32, and what reading them takes beside.
+        loading = data["plan"]["loading_peak_bytes"]
+        self.assertEqual(data["memory"]["load_host_peak_bytes"], loading)
+        self.assertGreater(data["memory"]["load_process_peak_bytes"], data["plan"]["weight_bytes"])
         self.assertEqual(data["finish_reason"], "max_tokens")
 
     def test_interrupt_keeps_what_was_generated(self):

@@ -67,14 +67,15 @@ struct ModelInfo {
 // Bytes that a session will take, before anything is allocated.
 struct Plan {
   KvPlan kv;
-  std::uint64_t weight_bytes = 0;      // as computed with
-  std::uint64_t activation_bytes = 0;  // buffers of one step
-  std::uint64_t prompt_bytes = 0;      // of sparse prefills: a whole prompt between two layers
-  std::uint64_t loading_bytes = 0;     // held only while weights are being loaded
-  std::uint64_t program_bytes = 0;     // the process itself: code, libraries, tokenizer
-  std::uint64_t backend_bytes = 0;     // device memory that the backend itself needs
-  std::uint64_t staging_bytes = 0;     // host memory through which a GPU's input and output pass
-  bool on_device = false;              // weights and activations are on the device, a GPU
+  std::uint64_t weight_bytes = 0;        // as computed with
+  std::uint64_t activation_bytes = 0;    // buffers of one step
+  std::uint64_t prompt_bytes = 0;        // of sparse prefills: a whole prompt between two layers
+  std::uint64_t loading_bytes = 0;       // of host memory, held only while weights are being loaded
+  std::uint64_t program_bytes = 0;       // the process itself: code, libraries, tokenizer
+  std::uint64_t backend_bytes = 0;       // device memory that the backend itself needs
+  std::uint64_t staging_bytes = 0;       // host memory through which a GPU's input and output pass
+  std::uint64_t loading_peak_bytes = 0;  // of host memory, while weights are being loaded
+  bool on_device = false;                // weights and activations are on the device, a GPU
   // What the engine's caps leave once this session and those that exist are there; none: no cap.
   std::optional<std::uint64_t> device_left;
   std::optional<std::uint64_t> host_left;
