@@ -20,9 +20,7 @@ constexpr std::size_t kNoteIndent = 6;
 std::string notes(const ModelInfo& info, const Choice& choice) {
   std::string text;
   if (!choice.fallback.empty()) {
-    text += wrapped(
-        "note:", kNoteIndent,
-        "decoding is dense, for the policy sluice does not fit: " + with_flags(choice.fallback));
+    text += wrapped("note:", kNoteIndent, with_flags(choice.fallback));
   }
   const std::int64_t context = choice.options.context;
   if (info.trained_context > 0 && context > info.trained_context) {
@@ -50,7 +48,7 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
   app.add_option(
          "--policy", policy,
          "which tokens decoding attends to: a preset or a line of settings, see below; auto "
-         "is sluice, or dense where --device-memory does not hold the key index")
+         "is values, where --device-memory does not hold its key index sluice, else dense")
       ->capture_default_str();
   add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
@@ -78,16 +76,23 @@ void GenerationFlags::validate() const {
 }
 
 Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options) {
-  const bool automatic = policy == "auto";
   Choice choice{std::move(options), {}};
-  choice.options.policies = {engine.policy(automatic ? "sluice" : policy)};
-  if (!automatic) return choice;
-  try {
-    engine.plan(choice.options);
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::memory) throw;
+  const auto fits = [&](const std::string& name, const std::string& instead) {
+    choice.options.policies = {engine.policy(name)};
+    try {
+      engine.plan(choice.options);
+      return true;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::memory && error.code() != ErrorCode::unsupported) throw;
+      choice.fallback =
+          "decoding " + instead + ", for the policy " + name + " does not fit: " + error.what();
+      return false;
+    }
+  };
+  if (policy != "auto") {
+    choice.options.policies = {engine.policy(policy)};
+  } else if (!fits("values", "goes by the policy sluice") && !fits("sluice", "is dense")) {
     choice.options.policies = {Policy()};
-    choice.fallback = error.what();
   }
   return choice;
 }

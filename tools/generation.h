@@ -24,14 +24,15 @@ struct GenerationFlags {
   void validate() const;
 };
 
-// The session to plan, and why it is not what --policy auto prefers, if so.
+// The session to plan and, if so, why it is not what --policy auto prefers.
 struct Choice {
   SessionOptions options;
   std::string fallback;
 };
 
-// `options` with the policy asked for. "auto" is the preset sluice, or dense under a cap that does
-// not hold the key index.
+// `options` with the policy asked for. "auto" is the first that a cap has room for: values, which
+// is the closest to dense attention and fetches the fewest rows, sluice, whose index is smaller, or
+// dense.
 Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options);
 
 // The plan, the policy, and what people might not have expected.

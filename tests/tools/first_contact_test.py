@@ -103,16 +103,29 @@ class Mistakes(unittest.TestCase):
 class Notes(unittest.TestCase):
     def test_auto_says_which_cap_would_do(self):
         flags = ["generate", "-m", MODEL, "-n", 2, "-f", NEEDLE]
-        done = sluice(*flags, "--device-memory", "2MiB")
-        self.assertIn("select=dense", done.stderr)
-        note = " ".join(done.stderr[done.stderr.index("note:") :].split())
-        self.assertIn("decoding is dense, for the policy sluice does not fit", note)
-        least = int(re.search(r"give at least (\d+)B", note).group(1))
-        for cap, line in ((least, "select=sparq"), (least - 1, "select=dense")):
-            done = sluice(*flags, "--device-memory", f"{cap}B")
+        lines = ("select=dense", "select=sparq", "select=int4")  # dense, sluice, values
+
+        def run(cap, line):
+            done = sluice(*flags, "--device-memory", cap)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn(line, done.stderr)
-            self.assertEqual("note:" in done.stderr, line == "select=dense")
+            for other in lines:
+                self.assertEqual(other in done.stderr, other == line, done.stderr)
+            if line == lines[-1]:
+                self.assertNotIn("note:", done.stderr)
+                return 0
+            note = " ".join(done.stderr[done.stderr.index("note:") :].split())
+            instead = "is dense, for the policy sluice" if line == lines[0] else (
+                "goes by the policy sluice, for the policy values")
+            self.assertIn(f"decoding {instead} does not fit", note)
+            return int(re.search(r"give at least (\d+)B", note).group(1))
+
+        of_sluice = run("2MiB", lines[0])
+        self.assertEqual(run(f"{of_sluice - 1}B", lines[0]), of_sluice)
+        of_values = run(f"{of_sluice}B", lines[1])
+        self.assertGreater(of_values, of_sluice)
+        run(f"{of_values - 1}B", lines[1])
+        run(f"{of_values}B", lines[2])
 
     def test_contexts_past_training(self):
         with tempfile.TemporaryDirectory() as folder:
