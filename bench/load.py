@@ -9,8 +9,6 @@ with the tokenizer of models/sluice-22m. Shape 1b is 2.75 GiB, 8b 13.1 GiB. Ever
 after the other,
 
   cat     reading the file and nothing else, on one thread
-  copy    reading it into new memory, on a thread for each core: less than this no loading takes
-          that keeps the weights in host memory
   sluice  what `generate` reports of loading, and the time of the whole command, which computes
           two tokens besides; several commands may be given, such as one of an older build
   torch   safetensors.torch.load_file to the same device, in a process of its own
@@ -21,7 +19,6 @@ The first round brings the file into the page cache and is not reported.
 import argparse
 import datetime
 import json
-import mmap
 import os
 import platform
 import random
@@ -31,14 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "models" / "sluice-22m" / "tokenizer.json"
 BLOCK = 32 << 20  # bytes that are drawn once and repeated
-PIECE = 4 << 20  # bytes that a thread copies at once
 VOCABULARY = 4096
 
 # Of Llama 3.2 1B, with eight more layers for its vocabulary, and of Llama 3 8B.
@@ -136,30 +131,6 @@ def seconds_of(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def measure_copy(path: Path) -> float:
-    """The time in which the file's bytes get into new memory."""
-    size = path.stat().st_size
-    threads = os.cpu_count() or 1
-    file = os.open(path, os.O_RDONLY)
-    start = time.perf_counter()
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
-
-    def copy(thread: int) -> None:
-        for begin in range(thread * PIECE, size, threads * PIECE):
-            if os.preadv(file, [view[begin : min(begin + PIECE, size)]], begin) <= 0:
-                raise OSError("a read broke off")
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(copy, range(threads)))
-    seconds = time.perf_counter() - start
-    os.close(file)
-    view.release()
-    memory.close()
-    return seconds
-
-
 def measure_sluice(command: str, folder: Path, device: str) -> dict[str, Any]:
     """What `generate` says of loading; an old one says nothing."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -186,10 +157,7 @@ def measure_torch(path: Path, device: str) -> float:
 
 def measure(flags: argparse.Namespace, path: Path) -> dict[str, Any]:
     """One round."""
-    result: dict[str, Any] = {
-        "cat_seconds": seconds_of(["cat", str(path)]),
-        "copy_seconds": measure_copy(path),
-    }
+    result: dict[str, Any] = {"cat_seconds": seconds_of(["cat", str(path)])}
     for command in flags.sluice:
         result[command] = measure_sluice(command, flags.folder, flags.device)
     if flags.torch:

@@ -42,7 +42,7 @@ std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choi
 struct Loading {
   std::uint64_t bytes = 0;  // of the weights, as stored
   double seconds = 0.0;
-  std::uint64_t host_peak = 0;     // host memory, as the allocators counted it
+  std::uint64_t host_peak = 0;     // with the buffers of a step, as the allocators counted it
   std::uint64_t process_peak = 0;  // resident memory of the process until then
 
   double rate() const { return seconds > 0.0 ? static_cast<double>(bytes) / seconds : 0.0; }

@@ -119,9 +119,11 @@ class Generate(unittest.TestCase):
         data = json.loads(done.stdout)
         self.assertEqual(len(data["tokens"]), 3)
         self.assertGreater(data["timings"]["load_seconds"], 0)
-        # Weights in bf16 or f32, and what reading them takes beside.
+        # The weights with what reading them takes, or with the activations that come after it.
         loading = data["plan"]["loading_peak_bytes"]
-        self.assertEqual(data["memory"]["load_host_peak_bytes"], loading)
+        host_peak = data["memory"]["load_host_peak_bytes"]
+        self.assertGreaterEqual(host_peak, loading)
+        self.assertLessEqual(host_peak, loading + data["plan"]["activation_bytes"])
         self.assertGreater(data["memory"]["load_process_peak_bytes"], data["plan"]["weight_bytes"])
         self.assertEqual(data["finish_reason"], "max_tokens")
 
