@@ -68,7 +68,7 @@ class Generate(unittest.TestCase):
         self.assertEqual(done.returncode, 8, done.stderr)
         self.assertIn("key index", done.stderr)
         done = sluice("generate", "-m", MODEL, "-n", 2, "-p", "Well, Prince")
-        self.assertIn("select=sparq candidates=1/16", done.stderr)
+        self.assertIn("select=int4 prune=top_k(16) compensate=values", done.stderr)
 
     def test_prompt_from_flag_file_and_pipe_are_one(self):
         text = "Well, Prince, so Genoa and Lucca"
