@@ -23,6 +23,9 @@ DType compute_dtype(const CpuOptions& options) {
   return options.compute.value_or(bf16 && lossless ? DType::bf16 : DType::f32);
 }
 
+// As sluice-22m decodes on two cores of an EPYC with AVX-512.
+constexpr std::uint64_t kDenseBytes = std::uint64_t{12} << 20;
+
 BackendInfo describe(const CpuOptions& options, int threads) {
   const Topology topology = detect_topology();
   BackendInfo info;
@@ -33,6 +36,7 @@ BackendInfo describe(const CpuOptions& options, int threads) {
   info.compute_tier = Tier::host;
   info.compute_dtype = compute_dtype(options);
   info.threads = threads;
+  info.dense_bytes = kDenseBytes;
   return info;
 }
 

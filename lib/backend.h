@@ -44,6 +44,9 @@ struct BackendInfo {
   std::vector<int> head_dims;  // that attention has kernels for; empty: all even up to 256
   bool f32_rows = true;        // besides f16 and bf16
   int threads = 1;
+  // Of a layer's rows, all where attention reads them: up to so many, reading every one takes less
+  // time than selecting by an INT4 index (presets `values` and `sluice`).
+  std::uint64_t dense_bytes = 0;
 };
 
 class Backend : public Memory {

@@ -220,6 +220,12 @@ Plan Engine::plan(const SessionOptions& options) const {
                                        format_bytes(*options.host_memory) + "; give at least " +
                                        std::to_string(plan.session_host_bytes()) + "B");
   }
+  const bool at_hand =
+      plan.kv.in_place || plan.kv.resident_tokens >= std::max(plan.kv.context, plan.kv.tokens);
+  const KvShape& shape = impl().info.kv;
+  const std::uint64_t layer_bytes = static_cast<std::uint64_t>(options.context) *
+                                    static_cast<std::uint64_t>(shape.kv_heads) * shape.row_bytes();
+  plan.dense_is_faster = at_hand && layer_bytes <= impl().backend->info().dense_bytes;
   if (cap) plan.device_left = cap->left() - plan.kv.device_bytes;
   if (impl().config.host_memory) {
     plan.host_left = *impl().config.host_memory - plan.host_bytes() - promised;

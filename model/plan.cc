@@ -152,6 +152,7 @@ std::string Plan::to_json() const {
                                {"backend_bytes", backend_bytes},
                                {"staging_bytes", staging_bytes},
                                {"on_device", on_device},
+                               {"dense_is_faster", dense_is_faster},
                                {"process_bytes", process_bytes()},
                                {"dense_bytes", kv.dense_bytes()}};
   return root.dump();

@@ -16,6 +16,16 @@ namespace {
 
 constexpr std::size_t kNoteIndent = 6;
 
+bool is_dense_faster(const Engine& engine, SessionOptions options) {
+  options.policies = {Policy()};
+  try {
+    return engine.plan(options).dense_is_faster;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::memory) throw;
+    return false;
+  }
+}
+
 // Notes for people: what they might not have expected.
 std::string notes(const ModelInfo& info, const Choice& choice) {
   std::string text;
@@ -48,7 +58,8 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
   app.add_option(
          "--policy", policy,
          "which tokens decoding attends to: a preset or a line of settings, see below; auto "
-         "is values, where --device-memory does not hold its key index sluice, else dense")
+         "is dense where all rows are at hand and so few that this is faster; else values or, "
+         "where --device-memory does not hold its key index, sluice; at last dense")
       ->capture_default_str();
   add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
@@ -76,7 +87,16 @@ void GenerationFlags::validate() const {
 }
 
 Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options) {
-  Choice choice{std::move(options), {}};
+  Choice choice{std::move(options), {}, {}};
+  if (policy != "auto") {
+    choice.options.policies = {engine.policy(policy)};
+    return choice;
+  }
+  if (is_dense_faster(engine, choice.options)) {
+    choice.options.policies = {Policy()};
+    choice.reason = ", for all rows are at hand and so few that this is faster than selecting";
+    return choice;
+  }
   const auto fits = [&](const std::string& name, const std::string& instead) {
     choice.options.policies = {engine.policy(name)};
     try {
@@ -89,9 +109,7 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
       return false;
     }
   };
-  if (policy != "auto") {
-    choice.options.policies = {engine.policy(policy)};
-  } else if (!fits("values", "goes by the policy sluice") && !fits("sluice", "is dense")) {
+  if (!fits("values", "goes by the policy sluice") && !fits("sluice", "is dense")) {
     choice.options.policies = {Policy()};
   }
   return choice;
@@ -99,7 +117,8 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
 
 std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choice) {
   return plan.to_table() +
-         wrapped("  policy", kPlanIndent, to_string(choice.options.policies.front())) +
+         wrapped("  policy", kPlanIndent,
+                 to_string(choice.options.policies.front()) + choice.reason) +
          notes(engine.info(), choice);
 }
 
@@ -117,8 +136,7 @@ std::string loading_line(const Loading& loading) {
   std::snprintf(seconds.data(), seconds.size(), " in %.3f s, ", loading.seconds);
   return "load     " + format_bytes(loading.bytes) + seconds.data() +
          format_bytes(static_cast<std::uint64_t>(loading.rate())) + "/s, peak of host memory " +
-         format_bytes(loading.host_peak) + ", of the process " +
-         format_bytes(loading.process_peak) + "\n";
+         format_bytes(loading.host_peak) + "\n";
 }
 
 std::string timing_table(const Timings& t) {

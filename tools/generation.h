@@ -24,13 +24,15 @@ struct GenerationFlags {
   void validate() const;
 };
 
-// The session to plan and, if so, why it is not what --policy auto prefers.
+// The session to plan, and why --policy auto chose its policy.
 struct Choice {
   SessionOptions options;
-  std::string fallback;
+  std::string reason;    // of what it prefers, to stand behind the policy; or empty
+  std::string fallback;  // why it is not what it prefers; or empty
 };
 
-// `options` with the policy asked for. "auto" is the first that a cap has room for: values, which
+// `options` with the policy asked for. "auto" is dense where Plan::dense_is_faster, else the first
+// that a cap has room for: values, which
 // is the closest to dense attention and fetches the fewest rows, sluice, whose index is smaller, or
 // dense.
 Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options);

@@ -68,7 +68,12 @@ class Generate(unittest.TestCase):
         self.assertEqual(done.returncode, 8, done.stderr)
         self.assertIn("key index", done.stderr)
         done = sluice("generate", "-m", MODEL, "-n", 2, "-p", "Well, Prince")
-        self.assertIn("select=int4 prune=top_k(16) compensate=values", done.stderr)
+        self.assertIn("select=dense, for all rows are at hand", " ".join(done.stderr.split()))
+        self.assertNotIn("note:", done.stderr)
+        # 12 MiB of a layer's rows, which are 512 bytes a token.
+        for context, line in ((24576, "select=dense, for"), (24577, "select=int4 prune=top_k(16)")):
+            done = sluice("generate", "-m", MODEL, "-n", 2, "-p", "x", "--context", context)
+            self.assertIn(line, done.stderr)
 
     def test_prompt_from_flag_file_and_pipe_are_one(self):
         text = "Well, Prince, so Genoa and Lucca"

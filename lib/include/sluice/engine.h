@@ -76,6 +76,9 @@ struct Plan {
   std::uint64_t staging_bytes = 0;       // host memory through which a GPU's input and output pass
   std::uint64_t loading_peak_bytes = 0;  // of host memory, while weights are being loaded
   bool on_device = false;                // weights and activations are on the device, a GPU
+  // All rows lie where attention reads them, and reading every one takes less time than selecting
+  // by an INT4 index, as measured for this kind of device.
+  bool dense_is_faster = false;
   // What the engine's caps leave once this session and those that exist are there; none: no cap.
   std::optional<std::uint64_t> device_left;
   std::optional<std::uint64_t> host_left;
