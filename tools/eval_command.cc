@@ -74,13 +74,15 @@ int run(const EvalFlags& flags) {
   Engine engine = Engine::open(flags.model.config());
   const std::vector<NamedPolicy> policies = parse_policies(engine, flags.policies);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
-  // Texts and lengths that are too short are refused before the weights are read.
+  // Texts and lengths that are too short for any round are refused before the weights are read.
   std::vector<PassageBuilder> passages;
   std::vector<TaskOptions> options(flags.lengths.size(), flags.options);
   for (std::size_t i = 0; i < flags.lengths.size(); ++i) {
     options[i].context = flags.lengths[i];
     passages.emplace_back(engine.tokenizer(), engine.encode_prompt(""), text, options[i]);
-    for (const Task task : tasks) passages.back().build(task, 0);
+    for (const Task task : tasks) {
+      for (int round = 0; round < flags.options.rounds; ++round) passages.back().build(task, round);
+    }
   }
   engine.load_weights();
 

@@ -40,6 +40,26 @@ std::int64_t line_end(const Tokenizer& tokenizer, const std::vector<TokenId>& te
   return std::min(at, size);
 }
 
+struct WordList {
+  std::vector<std::size_t> places;  // which word stands there
+  std::size_t words = 0;            // that stand anywhere
+};
+
+// Words in their order, the first `common` of them more often, until one does not fit `room`
+// tokens.
+WordList fill(const std::vector<std::vector<TokenId>>& pieces, std::size_t common,
+              std::int64_t times, std::int64_t room) {
+  WordList list;
+  for (; list.words < pieces.size(); ++list.words) {
+    const std::int64_t repeats = times * (list.words < common ? kCommon : kRare);
+    const std::int64_t tokens = repeats * size_of(pieces[list.words]);
+    if (tokens > room) break;
+    list.places.insert(list.places.end(), static_cast<std::size_t>(repeats), list.words);
+    room -= tokens;
+  }
+  return list;
+}
+
 }  // namespace
 
 void validate(const TaskOptions& options) {
@@ -151,32 +171,33 @@ Passage PassageBuilder::words(int round) const {
   std::vector<std::string> words = distinct_words(tokenizer_->decode(stretch(round, source)));
   dice.shuffle(words);
   const auto common = static_cast<std::size_t>(options_.needles);
+  if (words.size() < 2 * common) {
+    throw Error(ErrorCode::prompt, "--text has " + std::to_string(words.size()) +
+                                       " words of five lower-case letters or more in a part, but "
+                                       "--task common_words needs at least " +
+                                       std::to_string(2 * common) +
+                                       "; give another text or fewer --needles");
+  }
   std::vector<std::vector<TokenId>> pieces;
   std::int64_t once = 0;  // tokens of the list if every word stood there as often as it has to
   for (std::size_t i = 0; i < words.size(); ++i) {
     pieces.push_back(tokenizer_->encode(" " + words[i] + ","));
     once += (i < common ? kCommon : kRare) * size_of(pieces.back());
   }
-  // A text that has too few words for a long list has them more often.
+  // A text that has too few words for a long list has them more often: so often that the list is
+  // full, or that all of them fit.
   const std::int64_t times = once > 0 ? (room() + once - 1) / once : 1;
-  std::vector<std::size_t> list;
-  std::int64_t left = room();
-  std::size_t used = 0;
-  for (; used < words.size(); ++used) {
-    const std::int64_t repeats = times * (used < common ? kCommon : kRare);
-    if (repeats * size_of(pieces[used]) > left) break;
-    list.insert(list.end(), static_cast<std::size_t>(repeats), used);
-    left -= repeats * size_of(pieces[used]);
-  }
-  if (used < 2 * common) {
+  WordList list = fill(pieces, common, times, room());
+  if (list.words < 2 * common && times > 1) list = fill(pieces, common, times - 1, room());
+  if (list.words < 2 * common) {
     refuse_length(
         Task::common_words, options_,
         std::to_string(common) + " words are to be the most common; give fewer --needles");
   }
-  dice.shuffle(list);
+  dice.shuffle(list.places);
   Passage passage;
   passage.context = prefix_;
-  for (const std::size_t word : list) append(passage.context, pieces[word]);
+  for (const std::size_t word : list.places) append(passage.context, pieces[word]);
   words.resize(common);
   passage.probes.push_back({{turn_of(ask_for_words(words), {})}});
   passage.writer = Writer::dense;

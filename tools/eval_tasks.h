@@ -95,7 +95,8 @@ class PassageBuilder {
   PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> prefix, std::string_view text,
                  const TaskOptions& options);
 
-  // Throws Error{usage} if the task does not fit the context.
+  // Throws Error{usage} if the task does not fit the context, Error{prompt} if the text has too few
+  // words for common_words.
   Passage build(Task task, int round) const;
 
  private:

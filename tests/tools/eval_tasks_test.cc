@@ -219,6 +219,34 @@ TEST(EvalTasks, CommonWordsAreTenTimesAsCommon) {
   }
 }
 
+// Two words, so that both have to fit whatever the length.
+TEST(EvalTasks, FewWordsFillListsOfAnyLength) {
+  TaskOptions options = options_of(1);
+  options.needles = 1;
+  std::string text;
+  for (int i = 0; i < 8000; ++i) text += "banana orange ";
+  for (options.context = 300; options.context < 1000; options.context += 13) {
+    SCOPED_TRACE(std::to_string(options.context));
+    const PassageBuilder builder(source().tokenizer, {1}, text, options);
+    const std::string list = decoded(builder.build(Task::common_words, 0).context);
+    EXPECT_THAT(list, testing::HasSubstr(" banana,"));
+    EXPECT_THAT(list, testing::HasSubstr(" orange,"));
+  }
+}
+
+TEST(EvalTasks, RefusesTextsWithoutWords) {
+  TaskOptions options = options_of(1);
+  std::string text;
+  for (int i = 0; i < 8000; ++i) text += "1 2 3 4 ";
+  try {
+    PassageBuilder(source().tokenizer, {1}, text, options).build(Task::common_words, 0);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::prompt);
+    EXPECT_THAT(error.what(), testing::HasSubstr("--text has 0 words"));
+  }
+}
+
 TEST(EvalTasks, ContinuationsAreTheTextsOwn) {
   TaskOptions options = options_of(1);
   options.tokens = 300;
