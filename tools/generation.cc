@@ -94,7 +94,7 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
   }
   if (is_dense_faster(engine, choice.options)) {
     choice.options.policies = {Policy()};
-    choice.reason = ", for all rows are at hand and so few that this is faster than selecting";
+    choice.reason = "all rows are at hand and so few that this is faster than selecting";
     return choice;
   }
   const auto fits = [&](const std::string& name, const std::string& instead) {
@@ -116,10 +116,9 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
 }
 
 std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choice) {
-  return plan.to_table() +
-         wrapped("  policy", kPlanIndent,
-                 to_string(choice.options.policies.front()) + choice.reason) +
-         notes(engine.info(), choice);
+  std::string policy = to_string(choice.options.policies.front());
+  if (!choice.reason.empty()) policy += ", for " + choice.reason;
+  return plan.to_table() + wrapped("  policy", kPlanIndent, policy) + notes(engine.info(), choice);
 }
 
 Loading load(Engine& engine) {

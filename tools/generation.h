@@ -27,7 +27,7 @@ struct GenerationFlags {
 // The session to plan, and why --policy auto chose its policy.
 struct Choice {
   SessionOptions options;
-  std::string reason;    // of what it prefers, to stand behind the policy; or empty
+  std::string reason;    // why it prefers it, where that depends on the context; or empty
   std::string fallback;  // why it is not what it prefers; or empty
 };
 

@@ -172,6 +172,12 @@ class LoaderParity : public ::testing::TestWithParam<NamedBackend> {
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
+std::vector<TensorPlace> places_of(const std::vector<Case>& cases) {
+  std::vector<TensorPlace> places;
+  for (const Case& c : cases) places.push_back(c.place());
+  return places;
+}
+
 // Pieces from one row to whole tensors, by one thread to five.
 TEST_P(LoaderParity, GivesWhatAPlainReadGives) {
   for (int round = 0; round < 12; ++round) {
@@ -183,8 +189,7 @@ TEST_P(LoaderParity, GivesWhatAPlainReadGives) {
       cases.push_back(vector_case(file));
     }
     const Checkpoint checkpoint = file.open();
-    std::vector<TensorPlace> places;
-    for (const Case& c : cases) places.push_back(c.place());
+    const std::vector<TensorPlace> places = places_of(cases);
     ReadOptions options;
     options.readers = static_cast<int>(random_.integer(1, 5));
     options.piece_bytes = round % 3 == 0 ? 0 : random_.integer(1, 20'000);
@@ -203,8 +208,7 @@ TEST_P(LoaderParity, TakesTheHostMemoryThatItSays) {
   std::vector<Case> cases;
   for (int i = 0; i < 3; ++i) cases.push_back(weight_case(file));
   const Checkpoint checkpoint = file.open();
-  std::vector<TensorPlace> places;
-  for (const Case& c : cases) places.push_back(c.place());
+  const std::vector<TensorPlace> places = places_of(cases);
   MemoryAccount& account = device_->backend->account(Tier::host);
   const std::uint64_t before = account.used();
   // The peak of what was before lies above what is in use now by less than this takes.
@@ -221,8 +225,7 @@ TEST_P(LoaderParity, AFileThatShrinksIsAnIoErrorWhoeverReadsIt) {
   std::vector<Case> cases;
   for (int i = 0; i < 4; ++i) cases.push_back(weight_case(file));
   const Checkpoint checkpoint = file.open();
-  std::vector<TensorPlace> places;
-  for (const Case& c : cases) places.push_back(c.place());
+  const std::vector<TensorPlace> places = places_of(cases);
   file.cut(1);
   for (const int readers : {1, 4}) {
     expect_error(ErrorCode::io, "model.safetensors: ends at byte", [&] {
@@ -236,7 +239,7 @@ TEST_P(LoaderParity, ProgressIsToldByTheCallerAndMayStopIt) {
   std::vector<Case> cases;
   cases.push_back(weight_case(file));
   const Checkpoint checkpoint = file.open();
-  const std::vector<TensorPlace> places = {cases.front().place()};
+  const std::vector<TensorPlace> places = places_of(cases);
   const std::thread::id caller = std::this_thread::get_id();
   std::vector<double> shares;
   read_tensors(checkpoint, *device_->backend, places, {3, 100}, [&](double share) {
