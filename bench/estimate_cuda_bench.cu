@@ -11,6 +11,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
+#include "kernels/scan/page_digest.h"
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
 #include "lib/backend/memory.h"
@@ -190,7 +191,7 @@ class Memory {
         row_pages_(parts.rows ? c.sequences * table_pages_ : 1),
         q_(halves_of_noise(2 * static_cast<std::size_t>(heads() * c.shape.head_dim))),
         logits_(bytes_of_noise(static_cast<std::size_t>(heads() * stride()) * 2)),
-        digest_(bytes_of_noise(LogitDigest::bytes_of(heads(), stride()))),
+        digest_(bytes_of_noise(PageDigest::bytes_of(heads(), stride()))),
         rows_(
             halves_of_noise(static_cast<std::size_t>(c.shape.kv_heads * row_pages_ * kPageTokens) *
                             c.shape.row_bytes() / 2)),

@@ -9,6 +9,7 @@
 
 #include "bench/cuda_support.cuh"
 #include "kernels/attention/attention.h"
+#include "kernels/scan/page_digest.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "kernels/values/values.h"
@@ -135,7 +136,7 @@ class Layer {
   }
 
   std::size_t digest_bytes() const {
-    return LogitDigest::bytes_of(static_cast<std::int64_t>(queries()), stride_);
+    return PageDigest::bytes_of(static_cast<std::int64_t>(queries()), stride_);
   }
   LogitDigest digest() const {
     if (tokens_ < kDigestedFrom) return {};

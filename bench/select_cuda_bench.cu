@@ -14,6 +14,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
+#include "kernels/scan/page_digest.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "lib/backend/index_ops.h"
@@ -43,7 +44,7 @@ __global__ void fill_normal(__half* x, std::int64_t count, std::int64_t columns,
 
 // What a scan of tiles notes of logits [heads, group, columns], one thread a page of a row.
 __global__ void fill_digest(const __half* x, std::int64_t count, int group, std::int64_t columns,
-                            LogitDigest digest) {
+                            PageDigest digest) {
   const std::int64_t at =
       (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPageTokens;
   if (at >= count) return;
@@ -173,11 +174,11 @@ void select_rows(benchmark::State& state) {
   for (std::size_t i = 0; digested && i < digests.size(); ++i) {
     const std::int64_t rows = all_heads * group;
     const std::int64_t pages = count / kPageTokens;
-    blocks.push_back(make_device_block(LogitDigest::bytes_of(rows, columns)));
+    blocks.push_back(make_device_block(PageDigest::bytes_of(rows, columns)));
     digests[i] = LogitDigest::in(static_cast<std::byte*>(blocks.back().get()), rows, columns);
     fill_digest<<<static_cast<unsigned>((pages + 255) / 256), 256>>>(
         reinterpret_cast<const __half*>(data) + static_cast<std::int64_t>(i) * count, count, group,
-        columns, digests[i]);
+        columns, PageDigest::of(digests[i]));
   }
   require(cudaDeviceSynchronize(), "fill");
   p.logits = {data, columns};

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bench/cuda_support.cuh"
+#include "kernels/scan/page_digest.h"
 #include "kernels/values/values.h"
 #include "lib/backend/kv_ops.h"
 
@@ -43,7 +44,7 @@ __global__ void fill_logits(__half* logits, std::int64_t stride, std::int64_t pa
 
 // What a scan notes of them: a thread for every page of a query head.
 __global__ void fill_digest(const __half* logits, std::int64_t stride, std::int64_t pages,
-                            LogitDigest digest) {
+                            PageDigest digest) {
   const std::int64_t page = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (page >= pages) return;
   const std::int64_t query = blockIdx.y;
@@ -109,11 +110,11 @@ class Step {
                   kPageTokens>>>(static_cast<__half*>(logits_.get()), context, pages_);
     const auto rows = static_cast<std::int64_t>(queries);
     if (with_digest) {
-      digest_block_ = make_device_block(LogitDigest::bytes_of(rows, context));
+      digest_block_ = make_device_block(PageDigest::bytes_of(rows, context));
       digest_ = LogitDigest::in(static_cast<std::byte*>(digest_block_.get()), rows, context);
       fill_digest<<<
           dim3(static_cast<unsigned>((pages_ + 127) / 128), static_cast<unsigned>(queries)), 128>>>(
-          static_cast<const __half*>(logits_.get()), context, pages_, digest_);
+          static_cast<const __half*>(logits_.get()), context, pages_, PageDigest::of(digest_));
     }
     require(cudaDeviceSynchronize(), "filling memory");
     const float variance = kPageDeviation * kPageDeviation + kTokenDeviation * kTokenDeviation;

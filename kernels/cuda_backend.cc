@@ -9,6 +9,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/channels.h"
+#include "kernels/scan/page_digest.h"
 #include "kernels/scan/scan.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
@@ -59,7 +60,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
                      std::to_string(limits.multiprocessors) + " multiprocessors";
   info.compute_tier = Tier::device;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
-  info.logits = {DType::f16, false, kDigestedFrom};
+  info.logits = {DType::f16, false, kDigestedFrom, PageDigest::kPageBytes};
   info.reads = {kTilePages, kMaxQueries, kBunch};
   info.processor = Processor::cuda;
   for (const int head_dim : {32, 64, 80, 96, 128, 256}) {

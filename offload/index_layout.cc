@@ -119,7 +119,7 @@ SelectionBytes IndexLayout::selection_bytes() const {
   const std::size_t queries = count_of(wave, shape.query_heads);
   const std::size_t logit = size_of(logits.dtype);
   bytes.logits = queries * count_of(logit_stride()) * logit;
-  if (digested) bytes.digest = LogitDigest::bytes_of(wave * shape.query_heads, logit_stride());
+  if (digested) bytes.digest = logits.digest_bytes(wave * shape.query_heads, logit_stride());
   bytes.candidate_logits = queries * count_of(candidate_stride()) * logit;
   bytes.lse = queries * sizeof(float);
   bytes.positions = count_of(slots, shape.kv_heads, selected) * sizeof(std::int32_t);

@@ -42,10 +42,7 @@ EstimateParams call_of(const EstimateParams& p, const Part& part, SelectionView&
   const std::int64_t head = part.token * p.shape.kv_heads + part.kv_head;
   const std::int64_t query = head * p.shape.group();
   of.logits.data += query * p.logits.stride * static_cast<std::int64_t>(sizeof(__half));
-  if (p.logits.digest.maxima != nullptr) {
-    of.logits.digest.maxima += query * p.logits.digest.pages * kBoundsPerPage;
-    of.logits.digest.sums += query * p.logits.digest.pages;
-  }
+  of.logits.digest.first += query;
   if (p.candidates != nullptr) {
     candidates = *p.candidates;
     candidates.positions += head * candidates.capacity;
@@ -106,7 +103,7 @@ void estimate(const EstimateParams& p, const Launch& launch) {
   check(p.method == Selector::int4 || p.method == Selector::sparq || p.method == Selector::quest ||
             p.method == Selector::exact || p.method == Selector::newest,
         "estimate: method");
-  check(p.logits.digest.maxima == nullptr || p.logits.digest.pages >= most_pages(p.batch),
+  check(p.logits.digest.data == nullptr || p.logits.digest.pages >= most_pages(p.batch),
         "estimate: digest");
   check(
       p.candidates != nullptr ||

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/scan/channels.h"
+#include "kernels/scan/page_digest.h"
 #include "kernels/scan/tile_queries.cuh"
 #include "lib/backend/index_ops.h"
 
@@ -23,7 +24,7 @@ struct TileScanArgs {
   const std::uint16_t* scales;    // f16 [kv_heads, slots, kTilePages, 2, head_dim]
   const std::int32_t* positions;  // [heads, position_capacity], of candidates
   __half* logits;                 // [heads, group, stride]
-  LogitDigest digest;             // of the logits, or null pointers
+  PageDigest digest;              // of the logits, or null pointers
   std::int64_t slots;             // of a KV head
   std::int64_t position_capacity;
   std::int64_t stride;

@@ -220,7 +220,7 @@ TileScanArgs scan_args(const ScanPass& pass, const TileQueries& queries) {
     a.position_capacity = p.candidates->capacity;
   }
   a.logits = reinterpret_cast<__half*>(p.logits.data);
-  a.digest = p.logits.digest;
+  a.digest = PageDigest::of(p.logits.digest);
   a.slots = p.index.tiles.slots;
   a.stride = p.logits.stride;
   a.most_tiles = most_tiles(p);

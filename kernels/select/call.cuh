@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "kernels/runtime/device_math.cuh"
+#include "kernels/scan/page_digest.h"
 #include "lib/backend/index_ops.h"
 #include "lib/batch.h"
 
@@ -48,7 +49,7 @@ struct SelectCall {
   std::int64_t stride = 0;
   bool is_aligned = false;             // every row starts at a multiple of 16 bytes
   bool skip_newest = false;            // the newest rows have no logits
-  LogitDigest digest;                  // of all whole pages, or null pointers
+  PageDigest digest;                   // of all whole pages, or null pointers
   std::int32_t entries = 0;            // logits per row at most
   const std::int32_t* list = nullptr;  // [heads, list_capacity] or null
   std::int64_t list_capacity = 0;

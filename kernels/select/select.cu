@@ -79,7 +79,7 @@ SelectCall call_of(const SelectParams& p) {
   c.is_aligned =
       reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && p.logits.stride % 8 == 0;
   c.skip_newest = p.skip_newest;
-  c.digest = p.logits.digest;
+  c.digest = PageDigest::of(p.logits.digest);
   if (p.candidates != nullptr) {
     check(p.logits.data != nullptr, "candidates without logits");
     c.list = p.candidates->positions;

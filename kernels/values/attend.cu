@@ -29,9 +29,7 @@ AttendTilesParams part_of(AttendTilesParams p, std::int64_t first, std::int64_t 
   p.batch.tokens += first;
   p.batch.count = count;
   p.logits.data += queries * p.logits.stride * static_cast<std::int64_t>(sizeof(std::uint16_t));
-  const std::int64_t digested = queries * p.logits.digest.pages;
-  p.logits.digest.maxima = advanced(p.logits.digest.maxima, digested * kBoundsPerPage);
-  p.logits.digest.sums = advanced(p.logits.digest.sums, digested);
+  p.logits.digest.first += queries;
   p.estimated_lse += queries;
   p.selected.positions += heads * p.selected.capacity;
   p.selected.heads += heads;
@@ -50,7 +48,7 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
   c.position_capacity = p.selected.capacity;
   c.logits = reinterpret_cast<const __half*>(p.logits.data);
   c.stride = p.logits.stride;
-  c.digest = p.logits.digest;
+  c.digest = PageDigest::of(p.logits.digest);
   c.lse = p.estimated_lse;
   c.values = TilePool(p.values, p.shape.head_dim);
   c.bits = p.values.tiles.bits;

@@ -11,6 +11,7 @@
 
 #include "kernels/runtime/launch.h"
 #include "kernels/runtime/paged.cuh"
+#include "kernels/scan/page_digest.h"
 #include "kernels/values/tile.cuh"
 #include "kernels/values/values.h"
 #include "lib/batch.h"
@@ -25,7 +26,7 @@ struct TilesCall {
   std::int64_t position_capacity = 0;
   const __half* logits = nullptr;  // [heads, group, stride]
   std::int64_t stride = 0;
-  LogitDigest digest;          // or null pointers
+  PageDigest digest;           // or null pointers
   const float* lse = nullptr;  // [heads, group]
   TilePool values;
   int bits = 0;

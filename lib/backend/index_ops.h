@@ -61,34 +61,25 @@ struct HeadSelection {
   std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf, or all were -Inf; count is 0 then
 };
 
-// What a scan of tiles notes of whole pages' logits in passing, an eighth of their bytes in f16 and
-// less, so that select() need not read all of them once more. Null pointers: there is none.
+// What a scan of tiles notes of whole pages' logits in passing, a small part of their bytes and in
+// a form of the backend's own, so that select() and attend_tiles() need not read all of them once
+// more. Of a part of a batch it is the same memory, from another row on.
 struct LogitDigest {
-  // f16 [tokens, kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
-  std::uint16_t* maxima = nullptr;
-  // [tokens, kv_heads, pages, group]: over the page, of 2^(x log2(e) - m log2(e)) for its largest
-  // logit m; the latter product is rounded to f32, the former is not. 0 if m is -Inf.
-  float* sums = nullptr;
-  std::int64_t pages = 0;  // of a row
+  std::byte* data = nullptr;  // null: there is none
+  std::int64_t rows = 0;      // of [tokens, query_heads] that the memory is for
+  std::int64_t pages = 0;     // of a row
+  std::int64_t first = 0;     // row
 
   static constexpr std::int64_t kPageAlignment = 8;  // of a row's pages
 
   // Pages that a row of so many logits takes.
-  static std::int64_t pages_of(std::int64_t stride) {
+  static constexpr std::int64_t pages_of(std::int64_t stride) {
     constexpr std::int64_t kUnit = kPageAlignment * kPageTokens;
     return (stride + kUnit - 1) / kUnit * kPageAlignment;
   }
-  static std::size_t bytes_of(std::int64_t rows, std::int64_t stride) {
-    return static_cast<std::size_t>(rows * pages_of(stride)) *
-           (kBoundsPerPage * sizeof(std::uint16_t) + sizeof(float));
-  }
-  // In bytes_of() bytes, aligned to 16.
+  // Of logits [rows, stride], in LogitFormat::digest_bytes() bytes that are aligned to 16.
   static LogitDigest in(std::byte* data, std::int64_t rows, std::int64_t stride) {
-    LogitDigest digest;
-    digest.maxima = reinterpret_cast<std::uint16_t*>(data);
-    digest.pages = pages_of(stride);
-    digest.sums = reinterpret_cast<float*>(digest.maxima + rows * digest.pages * kBoundsPerPage);
-    return digest;
+    return {data, rows, pages_of(stride), 0};
   }
 };
 
@@ -99,8 +90,15 @@ struct LogitFormat {
   // Whether select() leaves weights in their place, e^(logit - lse), of all that it looked at. Else
   // logits survive it.
   bool weighed = true;
-  // From so many tokens on, those of tiles are to come with a LogitDigest.
+  // From so many tokens on, those of tiles are to come with a LogitDigest, which takes so many
+  // bytes per row and page.
   std::int64_t digested_from = std::numeric_limits<std::int64_t>::max();
+  std::size_t digest_page_bytes = 0;
+
+  // Of the digest of logits [rows, stride].
+  std::size_t digest_bytes(std::int64_t rows, std::int64_t stride) const {
+    return static_cast<std::size_t>(rows * LogitDigest::pages_of(stride)) * digest_page_bytes;
+  }
 };
 
 // Estimated logits, [tokens, query_heads, stride], in the backend's format.

@@ -1,4 +1,4 @@
-// What a LogitDigest says of logits by its definition.
+// What a PageDigest says of logits by its definition.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lib/backend/index_ops.h"
+#include "kernels/scan/page_digest.h"
 #include "lib/half.h"
 
 namespace sluice::cuda {
@@ -33,7 +33,7 @@ inline float digest_sum(const float* page) {
 
 // Of f16 logits [rows, stride], of which row i has pages(i) digested ones; others keep 0xff.
 template <typename Pages>
-void expect_digest(const LogitDigest& digest, const std::uint16_t* logits, std::int64_t rows,
+void expect_digest(const PageDigest& digest, const std::uint16_t* logits, std::int64_t rows,
                    int group, std::int64_t stride, const Pages& pages) {
   for (std::int64_t i = 0; i < rows * digest.pages; ++i) {
     const std::int64_t page = i / group % digest.pages;

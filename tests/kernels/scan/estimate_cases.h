@@ -93,7 +93,7 @@ class Prepared {
         bad_(p.lengths.size() * static_cast<std::size_t>(p.kv_heads)),
         stride_((longest_ + p.spare + 63) / 64 * 64 + p.odd_stride),
         logits_(rows() * static_cast<std::size_t>(stride_)),
-        digest_(LogitDigest::bytes_of(static_cast<std::int64_t>(rows()), stride_)),
+        digest_(PageDigest::bytes_of(static_cast<std::int64_t>(rows()), stride_)),
         workspace_(p.scratch) {
     std::copy(tokens_.begin(), tokens_.end(), batch_.data());
     place();
@@ -137,9 +137,10 @@ class Prepared {
   // Every logit within its tolerance, and nothing written beside them.
   void check() const {
     const bool by_tiles = p_.method == Selector::int4 || p_.method == Selector::sparq;
-    expect_digest(
-        digest(), logits_.data(), static_cast<std::int64_t>(rows()), p_.group, stride_,
-        [&](std::int64_t row) { return by_tiles && p_.apart == 0 ? token_of(row).pages() : 0; });
+    expect_digest(PageDigest::of(digest()), logits_.data(), static_cast<std::int64_t>(rows()),
+                  p_.group, stride_, [&](std::int64_t row) {
+                    return by_tiles && p_.apart == 0 ? token_of(row).pages() : 0;
+                  });
     for (std::int64_t row = 0; row < static_cast<std::int64_t>(rows()); ++row) {
       const std::vector<int> channels = channels_of(row / p_.group);
       const double factor = factor_of(row, channels);

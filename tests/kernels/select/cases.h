@@ -69,8 +69,7 @@ class Problem {
       : case_(c),
         tokens_(c.tokens),
         logits_(halves(c)),
-        maxima_(digested ? maxima(c) : std::vector<std::uint16_t>()),
-        sums_(digested ? sums(c) : std::vector<float>()),
+        digest_(digested ? digest_of(c) : std::vector<std::byte>()),
         positions_(std::vector<std::int32_t>(static_cast<std::size_t>(c.heads() * c.capacity), -7)),
         eligible_(shifted(c)),
         lists_(lists(c)),
@@ -89,7 +88,7 @@ class Problem {
       params_.logits = {reinterpret_cast<std::byte*>(logits_.data()), c.columns};
     }
     if (digested) {
-      params_.logits.digest = {maxima_.data(), sums_.data(), LogitDigest::pages_of(c.columns)};
+      params_.logits.digest = LogitDigest::in(digest_.data(), c.rows(), c.columns);
     }
     params_.skip_newest = c.skip_newest;
     if (!c.candidates.empty()) {
@@ -128,10 +127,7 @@ class Problem {
   // The case has got other tokens; a call leaves the digest changed.
   void renew() {
     tokens_.upload(case_.tokens);
-    if (params_.logits.digest.maxima != nullptr) {
-      maxima_.upload(maxima(case_));
-      sums_.upload(sums(case_));
-    }
+    if (params_.logits.digest.data != nullptr) digest_.upload(digest_of(case_));
     require(cudaDeviceSynchronize(), "uploads");
   }
 
@@ -168,21 +164,19 @@ class Problem {
       }
     }
   }
-  static std::vector<std::uint16_t> maxima(const Case& c) {
-    std::vector<std::uint16_t> bits;
+  static std::vector<std::byte> digest_of(const Case& c) {
+    std::vector<std::byte> bytes(PageDigest::bytes_of(c.rows(), c.columns));
+    const auto digest = PageDigest::of(LogitDigest::in(bytes.data(), c.rows(), c.columns));
+    std::int64_t place = 0;
     for_pages(c, [&](const float* page) {
-      for (int i = 0; i < kPageTokens; i += kBoundTokens) {
-        bits.push_back(page == nullptr ? 0x7e5a : float_to_f16(largest_of(page + i, kBoundTokens)));
+      for (int i = 0; i < kBoundsPerPage; ++i) {
+        digest.maxima[place * kBoundsPerPage + i] =
+            page == nullptr ? 0x7e5a
+                            : float_to_f16(largest_of(page + i * kBoundTokens, kBoundTokens));
       }
+      digest.sums[place++] = page == nullptr ? std::nanf("") : digest_sum(page);
     });
-    return bits;
-  }
-  static std::vector<float> sums(const Case& c) {
-    std::vector<float> sums;
-    for_pages(c, [&](const float* page) {
-      sums.push_back(page == nullptr ? std::nanf("") : digest_sum(page));
-    });
-    return sums;
+    return bytes;
   }
   // Masks may start anywhere.
   static std::ptrdiff_t shift_of(const Case& c) { return c.context % 8 == 0 ? 0 : 1; }
@@ -205,8 +199,7 @@ class Problem {
   const Case& case_;
   DeviceArray<BatchToken> tokens_;
   DeviceArray<std::uint16_t> logits_;
-  DeviceArray<std::uint16_t> maxima_;
-  DeviceArray<float> sums_;
+  DeviceArray<std::byte> digest_;
   DeviceArray<std::int32_t> positions_;
   DeviceArray<std::uint8_t> eligible_;
   DeviceArray<std::int32_t> lists_;

@@ -45,8 +45,8 @@ std::vector<T> download(const DeviceBlock& from, std::size_t count) {
 std::vector<std::byte> digest_of(const ValueProblem& problem) {
   const ValueCase& c = problem.of();
   const std::int64_t rows = c.count() * c.query_heads();
-  std::vector<std::byte> bytes(LogitDigest::bytes_of(rows, problem.stride), std::byte{0xff});
-  const LogitDigest digest = LogitDigest::in(bytes.data(), rows, problem.stride);
+  std::vector<std::byte> bytes(PageDigest::bytes_of(rows, problem.stride), std::byte{0xff});
+  const auto digest = PageDigest::of(LogitDigest::in(bytes.data(), rows, problem.stride));
   for (std::int64_t query = 0; query < rows; ++query) {
     const BatchToken token = problem.tokens[static_cast<std::size_t>(query / c.query_heads())];
     for (std::int64_t page = 0; page < token.pages(); ++page) {

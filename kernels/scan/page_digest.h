@@ -1,0 +1,37 @@
+// What a scan of tiles notes of every whole page (LogitDigest), as these kernels have it: an eighth
+// of the logits' bytes and less.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lib/backend/index_ops.h"
+
+namespace sluice::cuda {
+
+// Null pointers: there is none.
+struct PageDigest {
+  // f16 [tokens, kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
+  std::uint16_t* maxima = nullptr;
+  // [tokens, kv_heads, pages, group]: over the page, of 2^(x log2(e) - m log2(e)) for its largest
+  // logit m; the latter product is rounded to f32, the former is not. 0 if m is -Inf.
+  float* sums = nullptr;
+  std::int64_t pages = 0;  // of a row
+
+  static constexpr std::size_t kPageBytes = kBoundsPerPage * sizeof(std::uint16_t) + sizeof(float);
+
+  // Of logits [rows, stride]; as LogitFormat::digest_bytes() has it.
+  static std::size_t bytes_of(std::int64_t rows, std::int64_t stride) {
+    return static_cast<std::size_t>(rows * LogitDigest::pages_of(stride)) * kPageBytes;
+  }
+  static PageDigest of(const LogitDigest& digest) {
+    if (digest.data == nullptr) return {};
+    auto* const maxima = reinterpret_cast<std::uint16_t*>(digest.data);
+    auto* const sums =
+        reinterpret_cast<float*>(maxima + digest.rows * digest.pages * kBoundsPerPage);
+    const std::int64_t first = digest.first * digest.pages;
+    return {maxima + first * kBoundsPerPage, sums + first, digest.pages};
+  }
+};
+
+}  // namespace sluice::cuda
