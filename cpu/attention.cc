@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-#include "cpu/amx.h"
-#include "cpu/attention_amx.h"
+#include "cpu/attention_bf16.h"
 #include "cpu/attention_simd.h"
 #include "cpu/attention_tile.h"
 #include "lib/check.h"
@@ -36,7 +35,10 @@ struct Plan {
 AttendKernel choose(const AttendParams& p) {
   const std::int64_t queries = p.tokens * p.shape.group();
   if (queries <= kDecodeQueries) return AttendKernel::decode;
-  return attend_supported(AttendKernel::amx, p.shape) ? AttendKernel::amx : AttendKernel::prefill;
+  for (const AttendKernel kernel : {AttendKernel::amx, AttendKernel::bf16}) {
+    if (attend_supported(kernel, p.shape)) return kernel;
+  }
+  return AttendKernel::prefill;
 }
 
 Plan make_plan(const AttendParams& p, int threads, AttendKernel kernel) {
@@ -98,8 +100,10 @@ void run(AttendKernel kernel, const AttendTile& tile) {
   switch (kernel) {
     case AttendKernel::prefill:
       return attend_prefill(tile);
+    case AttendKernel::bf16:
+      return attend_bf16(tile, *avx512_products());
     case AttendKernel::amx:
-      return attend_amx(tile);
+      return attend_bf16(tile, *amx_products());
     default:
       const RowSpan rows = {tile.rows, tile.count};
       return attend_decode(tile, {&rows, 1});
@@ -144,7 +148,10 @@ class Partials {
 }  // namespace
 
 bool attend_supported(AttendKernel kernel, const KvShape& shape) {
-  return kernel != AttendKernel::amx || (shape.dtype == DType::bf16 && amx_available());
+  if (kernel != AttendKernel::amx && kernel != AttendKernel::bf16) return true;
+  const Bf16Products* const products =
+      kernel == AttendKernel::amx ? amx_products() : avx512_products();
+  return shape.dtype == DType::bf16 && products != nullptr;
 }
 
 void attend(const AttendParams& params, Threads& threads, AttendKernel kernel) {

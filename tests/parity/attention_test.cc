@@ -83,7 +83,7 @@ Implementation forced(const std::string& name, AttendKernel kernel, std::int64_t
           .batches = kernel == AttendKernel::decode};
 }
 
-Rounding amx_rounding(DType dtype) {
+Rounding bf16_rounding(DType dtype) {
   return dtype == DType::bf16 ? Rounding{testing::kBf16Step, testing::kBf16Step} : Rounding();
 }
 
@@ -109,11 +109,12 @@ std::vector<Implementation> implementations() {
     all.push_back(forced("decode" + suffix, AttendKernel::decode, target));
     all.push_back(forced("prefill" + suffix, AttendKernel::prefill, target));
   }
-  if (cpu::attend_supported(AttendKernel::amx, {.dtype = DType::bf16})) {
-    all[1].rounding = amx_rounding;
-    all.push_back(forced("amx", AttendKernel::amx, 0));
+  for (const AttendKernel kernel : {AttendKernel::amx, AttendKernel::bf16}) {
+    if (!cpu::attend_supported(kernel, {.dtype = DType::bf16})) continue;
+    all[1].rounding = bf16_rounding;
+    all.push_back(forced(kernel == AttendKernel::amx ? "amx" : "bf16", kernel, 0));
     all.back().dtypes = {DType::bf16};
-    all.back().rounding = amx_rounding;
+    all.back().rounding = bf16_rounding;
   }
   const std::vector<testing::NamedBackend> gpu = testing::gpu_backends();
   if (!gpu.empty()) {

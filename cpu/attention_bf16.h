@@ -1,12 +1,13 @@
-// Prefill attention on Intel AMX tiles, for bf16 rows.
+// Prefill attention with products of bf16, for bf16 rows.
 #pragma once
 
 #include "cpu/attention_tile.h"
+#include "cpu/bf16_products.h"
 
 namespace sluice::cpu {
 
 // As attend_prefill(), for rows of bf16; queries and softmax weights are rounded to bf16, sums are
-// fp32. Needs amx_available().
-void attend_amx(const AttendTile& tile);
+// fp32. Needs what `products` need.
+void attend_bf16(const AttendTile& tile, const Bf16Products& products);
 
 }  // namespace sluice::cpu

@@ -1,4 +1,4 @@
-#include "cpu/attention_amx.h"
+#include "cpu/attention_bf16.h"
 
 #if !defined(__x86_64__)
 
@@ -6,7 +6,9 @@
 
 namespace sluice::cpu {
 
-void attend_amx(const AttendTile& /*tile*/) { check(false, "this processor has no AMX"); }
+void attend_bf16(const AttendTile& /*tile*/, const Bf16Products& /*products*/) {
+  check(false, "no products of bf16 on this processor");
+}
 
 }  // namespace sluice::cpu
 
@@ -17,8 +19,8 @@ void attend_amx(const AttendTile& /*tile*/) { check(false, "this processor has n
 #include <cstring>
 #include <limits>
 #include <numbers>
+#include <optional>
 
-#include "cpu/amx.h"
 #include "cpu/intrinsics.h"
 #include "lib/bytes.h"
 #include "lib/half.h"
@@ -29,10 +31,10 @@ namespace {
 constexpr std::size_t kSide = kTileSide;
 constexpr std::size_t kDepth = kTileDepth;
 constexpr std::size_t kPanel = 2 * kSide;  // queries that share each load of K and V
-constexpr std::size_t kBlockRows = 96;     // as fast as any multiple of kDepth up to 512
+constexpr std::size_t kBlockRows = kBf16Rows;
 
 // The scratch of one tile of queries. All sub-tiles are contiguous, 1 KiB.
-struct AmxState {
+struct PanelState {
   std::size_t columns = 0;           // query tiles of kSide, even
   std::size_t head_dim = 0;          // padded to kDepth
   std::uint16_t* q = nullptr;        // [columns, head_dim / kDepth] tiles: [pair, query, 2]
@@ -56,8 +58,8 @@ struct Block {
   std::int64_t first = 0;
 };
 
-AmxState make_state(const AttendTile& tile) {
-  AmxState s;
+PanelState make_state(const AttendTile& tile) {
+  PanelState s;
   const auto queries = static_cast<std::size_t>(tile.queries);
   const auto d = static_cast<std::size_t>(tile.head_dim);
   const std::size_t lanes = round_up(queries, kPanel);
@@ -92,7 +94,8 @@ AmxState make_state(const AttendTile& tile) {
 
 // Rows [first, first + rows) where they lie, or a copy padded with zeros where they are not whole
 // tiles.
-Block make_block(const AttendTile& tile, const AmxState& s, std::int64_t first, std::size_t rows) {
+Block make_block(const AttendTile& tile, const PanelState& s, std::int64_t first,
+                 std::size_t rows) {
   const std::byte* const k = tile.rows + static_cast<std::size_t>(first) * tile.row_bytes;
   const auto d = static_cast<std::size_t>(tile.head_dim);
   const std::size_t whole = round_up(rows, kDepth);
@@ -111,7 +114,7 @@ Block make_block(const AttendTile& tile, const AmxState& s, std::int64_t first, 
 }
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 
 // to[channel][row] = V[row][channel] for kSide channels of kDepth rows.
 void transpose_tile(const std::uint16_t* v, std::size_t stride, std::uint16_t* to) {
@@ -150,7 +153,7 @@ void transpose_tile(const std::uint16_t* v, std::size_t stride, std::uint16_t* t
   for (std::size_t i = 0; i < kSide; ++i) _mm512_store_si512(to + i * kDepth, b[i]);
 }
 
-void transpose_values(const AmxState& s, const Block& block) {
+void transpose_values(const PanelState& s, const Block& block) {
   constexpr std::size_t kTiles = kBlockRows / kDepth;
   for (std::size_t c = 0; c < s.head_dim; c += kSide) {
     for (std::size_t r = 0; r < block.rows; r += kDepth) {
@@ -158,71 +161,6 @@ void transpose_values(const AmxState& s, const Block& block) {
                      s.values_t + (c / kSide * kTiles + r / kDepth) * kTileElements);
     }
   }
-}
-
-// scores = K Q^T of `rows` rows and the two columns of a panel.
-void multiply_keys(const AmxState& s, const Block& block, const std::uint16_t* q,
-                   std::size_t rows) {
-  const std::size_t column = kSide * s.head_dim;
-  const auto stride = block.stride * sizeof(std::uint16_t);
-  order_tile_memory();
-  for (std::size_t r = 0; r < rows; r += kDepth) {
-    const std::uint16_t* const low = block.k + r * block.stride;
-    const std::uint16_t* const high = low + kSide * block.stride;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (std::size_t c = 0; c < s.head_dim; c += kDepth) {
-      _tile_loadd(4, low + c, stride);
-      _tile_loadd(6, q + c * kSide, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, q + column + c * kSide, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, high + c, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    float* const left = s.scores + r * kSide;
-    float* const right = left + kBlockRows * kSide;
-    _tile_stored(0, left, 64);
-    _tile_stored(1, right, 64);
-    _tile_stored(2, left + kSide * kSide, 64);
-    _tile_stored(3, right + kSide * kSide, 64);
-  }
-  order_tile_memory();
-}
-
-// values += V^T P over `rows` rows, for the two columns of a panel.
-void add_values(const AmxState& s, float* values, std::size_t rows) {
-  constexpr std::size_t kTiles = kBlockRows / kDepth;
-  order_tile_memory();
-  for (std::size_t c = 0; c < s.head_dim; c += 2 * kSide) {
-    float* const left = values + c * kSide;
-    float* const right = left + s.head_dim * kSide;
-    _tile_loadd(0, left, 64);
-    _tile_loadd(1, right, 64);
-    _tile_loadd(2, left + kSide * kSide, 64);
-    _tile_loadd(3, right + kSide * kSide, 64);
-    const std::uint16_t* const low = s.values_t + c / kSide * kTiles * kTileElements;
-    for (std::size_t r = 0; r < rows; r += kDepth) {
-      const std::uint16_t* const v = low + r / kDepth * kTileElements;
-      const std::uint16_t* const p = s.weights + r / kDepth * kTileElements;
-      _tile_loadd(4, v, 64);
-      _tile_loadd(6, p, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, p + kTiles * kTileElements, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, v + kTiles * kTileElements, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, left, 64);
-    _tile_stored(1, right, 64);
-    _tile_stored(2, left + kSide * kSide, 64);
-    _tile_stored(3, right + kSide * kSide, 64);
-  }
-  order_tile_memory();
 }
 
 // 2^x to 2^-13, well below the 2^-8 of bf16, for any x <= 0: 2^x = 2^floor(x) 2^f, and on [0, 1)
@@ -258,7 +196,8 @@ void mask_column(const AttendTile& tile, std::size_t column, const Block& block,
 
 // Raises the maxima of a column to those of its scores and scales what was summed under the old
 // ones. Returns the reference for the weights.
-__m512 raise_maxima(const AmxState& s, std::size_t column, const float* scores, std::size_t rows) {
+__m512 raise_maxima(const PanelState& s, std::size_t column, const float* scores,
+                    std::size_t rows) {
   const __m512 none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   __m512 even = none;
   __m512 odd = none;
@@ -286,7 +225,7 @@ __m512 raise_maxima(const AmxState& s, std::size_t column, const float* scores, 
 }
 
 // Turns the scores of a column into weights: bf16 for the product with V, summed in fp32.
-void weigh_column(const AmxState& s, std::size_t column, const float* scores, std::size_t rows,
+void weigh_column(const PanelState& s, std::size_t column, const float* scores, std::size_t rows,
                   std::uint16_t* weights) {
   const __m512 reference = raise_maxima(s, column, scores, rows);
   const __m512 scale = _mm512_set1_ps(s.scale);
@@ -308,14 +247,15 @@ void weigh_column(const AmxState& s, std::size_t column, const float* scores, st
   _mm512_store_ps(sums, _mm512_add_ps(even_sum, odd_sum));
 }
 
-void attend_panel(const AttendTile& tile, const AmxState& s, const Block& block,
-                  std::size_t panel) {
+void attend_panel(const AttendTile& tile, const PanelState& s, const Block& block,
+                  std::size_t panel, const Bf16Products& products) {
   const int last = std::min(static_cast<int>((panel + 1) * kPanel), tile.queries) - 1;
   const std::int64_t seen = tile.visible_to(last) - block.first;
   if (seen <= 0) return;
   const std::size_t rows = std::min(block.rows, round_up(static_cast<std::size_t>(seen), kDepth));
   const std::size_t first = 2 * panel;
-  multiply_keys(s, block, s.q + first * kSide * s.head_dim, rows);
+  const std::size_t matrix = first * kSide * s.head_dim;
+  products.keys({block.k, block.stride, rows, s.head_dim, s.q + matrix, s.scores});
   const std::int64_t seen_by_all = tile.visible_to(static_cast<int>(panel * kPanel)) - block.first;
   for (std::size_t i = 0; i < 2; ++i) {
     float* const scores = s.scores + i * kBlockRows * kSide;
@@ -324,12 +264,12 @@ void attend_panel(const AttendTile& tile, const AmxState& s, const Block& block,
     }
     weigh_column(s, first + i, scores, rows, s.weights + i * kBlockRows * kSide);
   }
-  add_values(s, s.values + first * kSide * s.head_dim, rows);
+  products.values({s.values_t, rows, s.head_dim, s.weights, s.values + matrix});
 }
 
 // Brings panel `panel`'s share of the rows after `first` into the second-level cache, so that they
 // arrive while this block is computed with.
-void prefetch_share(const AttendTile& tile, const AmxState& s, std::int64_t first,
+void prefetch_share(const AttendTile& tile, const PanelState& s, std::int64_t first,
                     std::size_t panel) {
   if (first >= tile.count) return;
   const auto rows = std::min(kBlockRows, static_cast<std::size_t>(tile.count - first));
@@ -341,8 +281,7 @@ void prefetch_share(const AttendTile& tile, const AmxState& s, std::int64_t firs
   }
 }
 
-void attend_blocks(const AttendTile& tile, const AmxState& s) {
-  const AmxTiles tiles;
+void attend_blocks(const AttendTile& tile, const PanelState& s, const Bf16Products& products) {
   const std::int64_t count = tile.visible_to(tile.queries - 1);
   constexpr auto kStep = static_cast<std::int64_t>(kBlockRows);
   for (std::int64_t first = 0; first < count; first += kStep) {
@@ -351,7 +290,7 @@ void attend_blocks(const AttendTile& tile, const AmxState& s) {
     transpose_values(s, block);
     for (std::size_t panel = 0; 2 * panel < s.columns; ++panel) {
       prefetch_share(tile, s, first + kStep, panel);
-      attend_panel(tile, s, block, panel);
+      attend_panel(tile, s, block, panel, products);
     }
   }
 }
@@ -360,9 +299,13 @@ void attend_blocks(const AttendTile& tile, const AmxState& s) {
 
 }  // namespace
 
-void attend_amx(const AttendTile& tile) {
-  const AmxState s = make_state(tile);
-  attend_blocks(tile, s);
+void attend_bf16(const AttendTile& tile, const Bf16Products& products) {
+  const PanelState s = make_state(tile);
+  {
+    std::optional<AmxTiles> tiles;
+    if (products.uses_tiles) tiles.emplace();
+    attend_blocks(tile, s, products);
+  }
   for (int m = 0; m < tile.queries; ++m) {
     const auto i = static_cast<std::size_t>(m);
     const float* const values = s.values + i / kSide * kSide * s.head_dim + i % kSide;
