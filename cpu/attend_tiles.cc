@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "cpu/page_digest.h"
 #include "cpu/selection.h"
 #include "cpu/value_page.h"
 #include "cpu/value_tiles.h"
@@ -33,7 +34,11 @@ class HeadTiles {
         place_(number * p.shape.kv_heads + head),
         group_(p.shape.group()),
         pages_(p.selected.heads[place_].bad != 0 ? 0 : token_.pages()),
-        page_weights_(static_cast<std::size_t>(pages_ * group_)) {}
+        page_weights_(static_cast<std::size_t>(pages_ * group_)) {
+    if (p.logits.digest.data != nullptr) {
+      digest_ = PageDigest::of(p.logits.digest, place_ * group_);
+    }
+  }
 
   std::int64_t pages() const { return pages_; }
   std::span<const std::int32_t> read() const { return read_; }
@@ -47,6 +52,25 @@ class HeadTiles {
         page_weight(g, page) = p_.weighed ? sum_page(row) : weigh_page(row, reference(g));
       }
     }
+  }
+
+  // The same of all pages, by the digest: only pages that something is selected of are looked at.
+  void weigh_by_digest() {
+    for (int g = 0; g < group_; ++g) {
+      const float* const sums = digest_.sums_of(g);
+      for (std::int64_t page = 0; page < pages_; ++page) {
+        page_weight(g, page) = factor(g, page) * sums[page];
+      }
+    }
+    take_out(0, pages_);
+    std::int64_t latest = -1;
+    for_selected(0, pages_, [&](std::int32_t position) {
+      const std::int64_t page = position / kPageTokens;
+      for (int g = 0; page != latest && g < group_; ++g) {
+        page_weight(g, page) = factor(g, page) * sum_page(weights(g, page));
+      }
+      latest = page;
+    });
   }
 
   // Once all are weighed: which pages are read.
@@ -82,7 +106,7 @@ class HeadTiles {
         for (int i = 0; i < count; ++i) {
           const int g = first + i;
           queries[static_cast<std::size_t>(i)] = {weights(g, page), page_weight(g, page),
-                                                  sums + std::int64_t{g} * d};
+                                                  sums + std::int64_t{g} * d, factor(g, page)};
         }
         add_value_page(values, {queries.data(), static_cast<std::size_t>(count)});
       }
@@ -123,6 +147,10 @@ class HeadTiles {
   float* weights(int g, std::int64_t page) const {
     return p_.logits.floats() + (place_ * group_ + g) * p_.logits.stride + page * kPageTokens;
   }
+  // What 1 in the place of a page's logit weighs.
+  float factor(int g, std::int64_t page) const {
+    return digest_.levels == nullptr ? 1.0f : digest_.levels_of(g)[page];
+  }
   float& page_weight(int g, std::int64_t page) {
     return page_weights_[static_cast<std::size_t>(page * group_ + g)];
   }
@@ -141,14 +169,22 @@ class HeadTiles {
     for (std::size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(values + at);
   }
 
-  void take_out(std::int64_t begin, std::int64_t end) const {
+  // Calls body(position) for what is selected of pages [begin, end).
+  void for_selected(std::int64_t begin, std::int64_t end, const auto& body) const {
     const std::int32_t* const first = p_.selected.positions + place_ * p_.selected.capacity;
     const std::int32_t* const last = first + p_.selected.heads[place_].count;
-    const float nothing = p_.weighed ? 0.0f : kMinusInfinity;
     for (const std::int32_t* at = std::lower_bound(first, last, begin * kPageTokens);
          at != last && *at < end * kPageTokens; ++at) {
-      for (int g = 0; g < group_; ++g) weights(g, 0)[*at] = nothing;
+      body(*at);
     }
+  }
+
+  void take_out(std::int64_t begin, std::int64_t end) const {
+    const bool is_weight = p_.weighed || digest_.levels != nullptr;
+    const float nothing = is_weight ? 0.0f : kMinusInfinity;
+    for_selected(begin, end, [&](std::int32_t position) {
+      for (int g = 0; g < group_; ++g) weights(g, 0)[position] = nothing;
+    });
   }
 
   Mass mass_of(int g) const {
@@ -172,6 +208,7 @@ class HeadTiles {
   std::int64_t place_;  // among the KV heads of all tokens
   int group_;
   std::int64_t pages_;               // that are attended
+  PageDigest digest_;                // of its query heads, or null pointers
   std::vector<float> page_weights_;  // [pages, group]
   std::vector<std::int32_t> read_;   // pages, ascending
 };
@@ -187,7 +224,21 @@ struct ReadTask {
   std::span<const std::int32_t> pages;
 };
 
+void weigh_by_digest(std::vector<HeadTiles>& heads, const AttendTilesParams& p, Threads& threads) {
+  std::int64_t pages = 0;
+  for (const HeadTiles& head : heads) pages += head.pages();
+  threads.for_each(
+      static_cast<std::int64_t>(heads.size()),
+      [&](std::int64_t i) {
+        HeadTiles& head = heads[static_cast<std::size_t>(i)];
+        head.weigh_by_digest();
+        head.choose();
+      },
+      pages * p.shape.group() * static_cast<std::int64_t>(PageDigest::kPageBytes));
+}
+
 void weigh(std::vector<HeadTiles>& heads, const AttendTilesParams& p, Threads& threads) {
+  if (p.logits.digest.data != nullptr) return weigh_by_digest(heads, p, threads);
   std::vector<WeighTask> tasks;
   std::int64_t pages = 0;
   for (HeadTiles& head : heads) {

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cpu/cpu_queue.h"
+#include "cpu/page_digest.h"
 #include "sluice/errors.h"
 #include "sluice/topology.h"
 
@@ -32,6 +33,7 @@ BackendInfo describe(const CpuOptions& options, int threads) {
   BackendInfo info;
   info.name = "cpu";
   info.description = topology.processor + ", " + topology.instruction_sets;
+  info.logits = {DType::f32, true, 0, PageDigest::kPageBytes};
   info.attends_host_rows = true;
   info.synchronous = true;
   info.compute_tier = Tier::host;

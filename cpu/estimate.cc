@@ -3,7 +3,9 @@
 #include <vector>
 
 #include "cpu/key_score.h"
+#include "cpu/page_digest.h"
 #include "cpu/selection.h"
+#include "cpu/softmax.h"
 #include "lib/check.h"
 
 namespace sluice::cpu {
@@ -39,6 +41,7 @@ class HeadScan {
         rows(page * kPageTokens, kPageTokens, page * kPageTokens);
       } else {
         page_to(page, [&](int g) { return logits(g) + page * kPageTokens; });
+        if (p_.logits.digest.data != nullptr) note(page);
       }
     }
   }
@@ -75,6 +78,16 @@ class HeadScan {
   }
 
  private:
+  // While the page's logits are at hand.
+  void note(std::int64_t page) const {
+    const PageDigest digest = PageDigest::of(p_.logits.digest, place_ * group_);
+    for (int g = 0; g < group_; ++g) {
+      const PageSum noted = exp_page(logits(g) + page * kPageTokens);
+      digest.levels_of(g)[page] = noted.level;
+      digest.sums_of(g)[page] = noted.sum;
+    }
+  }
+
   std::int64_t candidates() const { return p_.candidates->heads[place_].count; }
   float* logits(int g) const {
     return p_.logits.floats() + (place_ * group_ + g) * p_.logits.stride;

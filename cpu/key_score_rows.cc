@@ -1,14 +1,11 @@
-// Scores from raw rows and from page bounds, and the softmax over scores: bound by memory or by
-// the exponential, in whatever vectors the processor has.
+// Scores from raw rows and from page bounds: bound by memory, in whatever vectors the processor
+// has.
 #include "cpu/key_score.h"
-#include "cpu/softmax.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/key_score_rows.cc"
 #include <hwy/foreach_target.h>
 // Highway compiles what follows once per instruction set.
-#include <numbers>
-
 #include "cpu/attention_simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -92,57 +89,6 @@ void bounds_kernel(const std::uint16_t* bounds, int head_dim, const float* q, fl
   }
 }
 
-bool softmax_kernel(float* x, std::int64_t count, float* lse) {
-  const DF df;
-  const auto n = static_cast<std::size_t>(count);
-  const std::size_t whole = n / kLanes * kLanes;
-  VF maxima = hn::Set(df, kMinusInfinity);
-  // A NaN makes this sum NaN, +Inf makes it +Inf or NaN; finite values and -Inf do not.
-  VF strange = hn::Zero(df);
-  const auto look = [&](VF v) {
-    maxima = hn::Max(maxima, v);
-    strange = hn::Add(strange, hn::Mul(hn::Max(v, hn::Zero(df)), hn::Zero(df)));
-    strange = hn::IfThenElse(hn::IsNaN(v), v, strange);
-  };
-  for (std::size_t i = 0; i < whole; i += kLanes) look(hn::LoadU(df, x + i));
-  for (std::size_t i = whole; i < n; ++i) look(hn::Set(df, x[i]));
-  const float highest = hn::GetLane(hn::MaxOfLanes(df, maxima));
-  if (!(sum_of(strange) == 0.0f) || !(highest > kMinusInfinity)) return false;
-
-  const VF reference = hn::Set(df, highest);
-  const VF log2e = hn::Set(df, std::numbers::log2e_v<float>);
-  const auto weight = [&](VF v) { return exp2_of(hn::Mul(hn::Sub(v, reference), log2e)); };
-  VF sums = hn::Zero(df);
-  for (std::size_t i = 0; i < whole; i += kLanes) {
-    const VF w = weight(hn::LoadU(df, x + i));
-    sums = hn::Add(sums, w);
-    hn::StoreU(w, df, x + i);
-  }
-  float rest = 0.0f;
-  for (std::size_t i = whole; i < n; ++i) {
-    x[i] = hn::GetLane(weight(hn::Set(df, x[i])));
-    rest += x[i];
-  }
-  const float sum = sum_of(sums) + rest;
-  if (lse != nullptr) *lse = highest + std::log(sum);
-  const VF scale = hn::Set(df, 1.0f / sum);
-  for (std::size_t i = 0; i < whole; i += kLanes) {
-    hn::StoreU(hn::Mul(hn::LoadU(df, x + i), scale), df, x + i);
-  }
-  for (std::size_t i = whole; i < n; ++i) x[i] *= hn::GetLane(scale);
-  return true;
-}
-
-void add_kernel(const float* from, std::int64_t count, float* to) {
-  const DF df;
-  const auto n = static_cast<std::size_t>(count);
-  std::size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    hn::StoreU(hn::Add(hn::LoadU(df, to + i), hn::LoadU(df, from + i)), df, to + i);
-  }
-  for (; i < n; ++i) to[i] += from[i];
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace sluice::cpu
 HWY_AFTER_NAMESPACE();
@@ -152,8 +98,6 @@ namespace sluice::cpu {
 
 HWY_EXPORT(rows_kernel);
 HWY_EXPORT(bounds_kernel);
-HWY_EXPORT(softmax_kernel);
-HWY_EXPORT(add_kernel);
 
 void score_rows(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
                 float* logits) {
@@ -163,14 +107,6 @@ void score_rows(const RowScan& scan, const float* q, float factor, const Channel
 void score_bounds(const std::uint16_t* bounds, int head_dim, const float* q, float factor,
                   float* logits) {
   HWY_DYNAMIC_DISPATCH(bounds_kernel)(bounds, head_dim, q, factor, logits);
-}
-
-bool softmax(float* x, std::int64_t count, float* lse) {
-  return HWY_DYNAMIC_DISPATCH(softmax_kernel)(x, count, lse);
-}
-
-void add_to(const float* from, std::int64_t count, float* to) {
-  HWY_DYNAMIC_DISPATCH(add_kernel)(from, count, to);
 }
 
 }  // namespace sluice::cpu

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/digested_selection.h"
 #include "cpu/softmax.h"
 #include "lib/check.h"
 
@@ -63,16 +64,19 @@ class HeadChoice {
     count_ = list != nullptr ? list->heads[head_].count : token_.page_first();
     total_ = count_ + (p.skip_newest ? 0 : token_.count() - token_.page_first());
     if (p.eligible != nullptr) eligible_ = p.eligible + token_.sequence * p.eligible_stride;
-    kept_.assign(static_cast<std::size_t>(count_), 0);
   }
 
   void run() {
     HeadSelection& result = p_.selected.heads[head_];
     result = {};
+    const bool is_digested = p_.logits.digest.data != nullptr;
+    if (is_digested && total_ > 0) {
+      if (choose_by_digest(p_, head_ / p_.shape.kv_heads, head_ % p_.shape.kv_heads)) return;
+    }
     keep_forced();
     if (p_.logits.data == nullptr) return emit(result);
     if (total_ == 0) return report_nothing();
-    if (!softmax_rows()) {
+    if (!is_digested && !softmax_rows()) {
       result.bad = 1;
       return;
     }
@@ -134,6 +138,7 @@ class HeadChoice {
   }
 
   void keep_forced() {
+    kept_.assign(static_cast<std::size_t>(count_), 0);
     for_forced([&](std::size_t i) {
       kept_[i] = 1;
       ++forced_;
@@ -265,6 +270,8 @@ Cut cut_by_weight(std::span<const float> weights, double target) {
 }
 
 void select(const SelectParams& p, Threads& threads) {
+  check(p.logits.digest.data == nullptr || (p.candidates == nullptr && p.eligible == nullptr),
+        "a digest tells of all tokens");
   const std::int64_t kv_heads = p.shape.kv_heads;
   const std::int64_t longest = p.candidates != nullptr ? p.candidates->capacity : p.batch.capacity;
   threads.for_each(

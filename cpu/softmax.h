@@ -1,4 +1,4 @@
-// Softmax over long rows of scores.
+// Softmax over long rows of scores, at once or page by page.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,22 @@ namespace sluice::cpu {
 // vector has lanes.
 bool softmax(float* x, std::int64_t count, float* lse = nullptr);
 
-// to += from.
-void add_to(const float* from, std::int64_t count, float* to);
+struct PageSum {
+  float level = 0.0f;  // the largest score
+  float sum = 0.0f;    // of e^(score - level); NaN if a score was NaN or +Inf
+};
+
+// x = e^(x - level) for one page's scores, [kPageTokens]; 0 if all are -Inf.
+PageSum exp_page(float* x);
+
+// Softmax over pages of which exp_page() told level and sum: level = e^(level - lse). False, with
+// all undefined, where softmax() of their scores would be.
+bool softmax_pages(float* levels, const float* sums, std::int64_t pages, float* lse = nullptr);
+
+// x *= factor.
+void multiply(float* x, std::int64_t count, float factor);
+
+// to += factor * from.
+void add_to(const float* from, std::int64_t count, float* to, float factor = 1.0f);
 
 }  // namespace sluice::cpu

@@ -83,7 +83,7 @@ struct IntegerWeights {
         most = hn::Max(most, hn::LoadU(df, from + i));
       }
       const float heaviest = hn::GetLane(hn::MaxOfLanes(df, most));
-      units[q] = heaviest / kLargest;
+      units[q] = heaviest / kLargest * queries[q].factor;
       const auto factor = hn::Set(df, heaviest > 0.0f ? kLargest / heaviest : 0.0f);
       for (std::size_t i = 0; i < kTokens; i += kLanes) {
         const auto rounded = hn::NearestInt(hn::Mul(hn::LoadU(df, from + i), factor));

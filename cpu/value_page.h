@@ -26,8 +26,9 @@ struct ValuePage {
 // What one query head gives a page and takes from it.
 struct PageWeights {
   const float* weights = nullptr;  // [kPageTokens]
-  float sum = 0.0f;                // of these
-  float* out = nullptr;            // [head_dim]: weights * values are added
+  float sum = 0.0f;                // of these, times `factor`
+  float* out = nullptr;            // [head_dim]: factor * weights * values are added
+  float factor = 1.0f;
 };
 
 void add_value_page(const ValuePage& page, std::span<const PageWeights> queries);

@@ -172,7 +172,8 @@ EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
 void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   EstimateParams estimate = estimate_params(wave);
   estimate.logits = {logits_.data(), layout_.logit_stride()};
-  if (layout_.digested && scorer_of(policy).digests() &&
+  // A digest tells of all tokens: not where some may not be chosen.
+  if (layout_.digested && scorer_of(policy).digests() && wave.mask.tokens == nullptr &&
       wave.batch.capacity >= layout_.logits.digested_from) {
     estimate.logits.digest = LogitDigest::in(
         digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());

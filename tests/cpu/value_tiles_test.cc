@@ -16,6 +16,7 @@
 #include "cpu/threads.h"
 #include "lib/backend/kv_ops.h"
 #include "sluice/errors.h"
+#include "tests/support/cpu_digest.h"
 #include "tests/support/elements.h"
 #include "tests/support/partial_cases.h"
 #include "tests/support/value_cases.h"
@@ -42,6 +43,18 @@ cpu::Threads& threads() {
   return of_tests;
 }
 
+// 16 bits, whose rounding adds up over a page at random.
+constexpr double kWeightError = 1e-4;
+
+void attend_by_digest(AttendTilesParams p) {
+  std::vector<std::byte> digest;
+  if (!p.weighed) {
+    digest = testing::digest_pages(p.shape, p.batch, p.logits);
+    testing::weigh_levels(p.shape, p.batch, p.logits, p.estimated_lse);
+  }
+  cpu::attend_tiles(p, threads());
+}
+
 std::vector<Implementation> implementations() {
   return {{"reference", cpu::reference::build_values, cpu::reference::build_values_batch,
            [](const AttendTilesParams& p) { cpu::reference::attend_tiles(p); },
@@ -49,8 +62,10 @@ std::vector<Implementation> implementations() {
           {"simd", [](const BuildValuesParams& p) { cpu::build_values(p, threads()); },
            [](const BuildValuesBatchParams& p) { cpu::build_values_batch(p, threads()); },
            [](const AttendTilesParams& p) { cpu::attend_tiles(p, threads()); }, cpu::merge_partials,
-           // 16 bits, whose rounding adds up over a page at random.
-           1e-4}};
+           kWeightError},
+          {"simd_by_digest", [](const BuildValuesParams& p) { cpu::build_values(p, threads()); },
+           [](const BuildValuesBatchParams& p) { cpu::build_values_batch(p, threads()); },
+           attend_by_digest, cpu::merge_partials, kWeightError}};
 }
 
 class ValueTilesTest : public ::testing::TestWithParam<Implementation> {};

@@ -10,7 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "cpu/cpu_queue.h"
 #include "tests/support/backends.h"
+#include "tests/support/cpu_digest.h"
 #include "tests/support/random.h"
 #include "tests/support/selection_cases.h"
 
@@ -434,8 +436,43 @@ TEST_P(Select, ChoosesWhatTheReferenceChooses) {
   EXPECT_LE(differing, positions / (bin() > 0.0 ? 100 : 5000)) << "of " << positions;
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Select, ::testing::ValuesIn(testing::backends_by_kind()),
-                         testing::name_of);
+// Logits as a scan leaves them, where it digests them.
+class DigestedQueue : public cpu::CpuQueue {
+ public:
+  using CpuQueue::CpuQueue;
+
+  void select(const SelectParams& params) override {
+    SelectParams p = params;
+    std::vector<std::byte> digest;
+    if (p.logits.data != nullptr && p.candidates == nullptr && p.eligible == nullptr) {
+      digest = testing::digest_pages(p.shape, p.batch, p.logits);
+    }
+    CpuQueue::select(p);
+  }
+};
+
+class DigestedBackend : public cpu::CpuBackend {
+ public:
+  DigestedBackend() : CpuBackend(options()) {}
+  std::unique_ptr<Queue> make_queue(const QueueOptions& /*options*/) override {
+    return std::make_unique<DigestedQueue>(*this);
+  }
+
+ private:
+  static cpu::CpuOptions options() {
+    cpu::CpuOptions options;
+    options.threads = 2;
+    return options;
+  }
+};
+
+std::vector<NamedBackend> backends() {
+  std::vector<NamedBackend> all = testing::backends_by_kind();
+  all.push_back({"cpu_by_digest", [] { return std::make_unique<DigestedBackend>(); }});
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, Select, ::testing::ValuesIn(backends()), testing::name_of);
 
 }  // namespace
 }  // namespace sluice

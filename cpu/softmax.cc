@@ -1,0 +1,157 @@
+// Exponentials of scores, in whatever vectors the processor has.
+#include "cpu/softmax.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/softmax.cc"
+#include <hwy/foreach_target.h>
+// Highway compiles what follows once per instruction set.
+#include <numbers>
+
+#include "cpu/attention_simd-inl.h"
+#include "sluice/types.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace sluice::cpu {
+namespace HWY_NAMESPACE {
+
+constexpr auto kTokens = static_cast<std::size_t>(kPageTokens);
+
+HWY_INLINE float sum_of(VF v) { return hn::GetLane(hn::SumOfLanes(DF(), v)); }
+
+// e^(x - reference).
+HWY_INLINE VF exp_of(VF x, VF reference) {
+  return exp2_of(hn::Mul(hn::Sub(x, reference), hn::Set(DF(), std::numbers::log2e_v<float>)));
+}
+
+// Calls body(vector, i) for vectors that begin at x[i], then for each number that is left in all
+// lanes of one; and what it returns takes their place.
+template <typename Body>
+HWY_INLINE void for_vectors(float* x, std::size_t count, const Body& body) {
+  const DF df;
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) hn::StoreU(body(hn::LoadU(df, x + i), i), df, x + i);
+  for (; i < count; ++i) x[i] = hn::GetLane(body(hn::Set(df, x[i]), i));
+}
+
+// The sum of x.
+HWY_INLINE float sum_all(const float* x, std::size_t count) {
+  const DF df;
+  VF sums = hn::Zero(df);
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sums = hn::Add(sums, hn::LoadU(df, x + i));
+  float sum = sum_of(sums);
+  for (; i < count; ++i) sum += x[i];
+  return sum;
+}
+
+bool softmax_kernel(float* x, std::int64_t count, float* lse) {
+  const DF df;
+  const auto n = static_cast<std::size_t>(count);
+  VF maxima = hn::Set(df, kMinusInfinity);
+  // A NaN makes this sum NaN, +Inf makes it +Inf or NaN; finite values and -Inf do not.
+  VF strange = hn::Zero(df);
+  for_vectors(x, n, [&](VF v, std::size_t) {
+    maxima = hn::Max(maxima, v);
+    strange = hn::Add(strange, hn::Mul(hn::Max(v, hn::Zero(df)), hn::Zero(df)));
+    strange = hn::IfThenElse(hn::IsNaN(v), v, strange);
+    return v;
+  });
+  const VF highest = hn::MaxOfLanes(df, maxima);
+  if (!(sum_of(strange) == 0.0f) || !(hn::GetLane(highest) > kMinusInfinity)) return false;
+
+  for_vectors(x, n, [&](VF v, std::size_t) { return exp_of(v, highest); });
+  const float sum = sum_all(x, n);
+  if (lse != nullptr) *lse = hn::GetLane(highest) + std::log(sum);
+  const VF scale = hn::Set(df, 1.0f / sum);
+  for_vectors(x, n, [&](VF v, std::size_t) { return hn::Mul(v, scale); });
+  return true;
+}
+
+PageSum exp_page_kernel(float* x) {
+  const DF df;
+  VF maxima = hn::LoadU(df, x);
+  for (std::size_t i = kLanes; i < kTokens; i += kLanes) {
+    maxima = hn::Max(maxima, hn::LoadU(df, x + i));
+  }
+  const VF highest = hn::MaxOfLanes(df, maxima);
+  const VF reference = softmax_reference(highest);
+  VF sums = hn::Zero(df);
+  for (std::size_t i = 0; i < kTokens; i += kLanes) {
+    const VF weight = exp_of(hn::LoadU(df, x + i), reference);
+    sums = hn::Add(sums, weight);
+    hn::StoreU(weight, df, x + i);
+  }
+  return {hn::GetLane(highest), sum_of(sums)};
+}
+
+bool softmax_pages_kernel(float* levels, const float* sums, std::int64_t pages, float* lse) {
+  const DF df;
+  const auto n = static_cast<std::size_t>(pages);
+  float highest = kMinusInfinity;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!(sums[i] >= 0.0f)) return false;
+    highest = HWY_MAX(highest, levels[i]);
+  }
+  if (highest == kMinusInfinity) return false;
+  const VF reference = hn::Set(df, highest);
+  for_vectors(levels, n, [&](VF v, std::size_t) { return exp_of(v, reference); });
+  double sum = 0.0;
+  for (std::size_t i = 0; i < n; ++i) {
+    sum += static_cast<double>(levels[i]) * static_cast<double>(sums[i]);
+  }
+  if (lse != nullptr) *lse = highest + static_cast<float>(std::log(sum));
+  const VF scale = hn::Set(df, static_cast<float>(1.0 / sum));
+  for_vectors(levels, n, [&](VF v, std::size_t) { return hn::Mul(v, scale); });
+  return true;
+}
+
+void multiply_kernel(float* x, std::int64_t count, float factor) {
+  const VF all = hn::Set(DF(), factor);
+  for_vectors(x, static_cast<std::size_t>(count),
+              [&](VF v, std::size_t) { return hn::Mul(v, all); });
+}
+
+void add_kernel(const float* from, std::int64_t count, float factor, float* to) {
+  const DF df;
+  const auto n = static_cast<std::size_t>(count);
+  const VF all = hn::Set(df, factor);
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    hn::StoreU(hn::MulAdd(all, hn::LoadU(df, from + i), hn::LoadU(df, to + i)), df, to + i);
+  }
+  for (; i < n; ++i) to[i] += factor * from[i];
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace sluice::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace sluice::cpu {
+
+HWY_EXPORT(softmax_kernel);
+HWY_EXPORT(exp_page_kernel);
+HWY_EXPORT(softmax_pages_kernel);
+HWY_EXPORT(multiply_kernel);
+HWY_EXPORT(add_kernel);
+
+bool softmax(float* x, std::int64_t count, float* lse) {
+  return HWY_DYNAMIC_DISPATCH(softmax_kernel)(x, count, lse);
+}
+
+PageSum exp_page(float* x) { return HWY_DYNAMIC_DISPATCH(exp_page_kernel)(x); }
+
+bool softmax_pages(float* levels, const float* sums, std::int64_t pages, float* lse) {
+  return HWY_DYNAMIC_DISPATCH(softmax_pages_kernel)(levels, sums, pages, lse);
+}
+
+void multiply(float* x, std::int64_t count, float factor) {
+  HWY_DYNAMIC_DISPATCH(multiply_kernel)(x, count, factor);
+}
+
+void add_to(const float* from, std::int64_t count, float* to, float factor) {
+  HWY_DYNAMIC_DISPATCH(add_kernel)(from, count, factor, to);
+}
+
+}  // namespace sluice::cpu
+#endif  // HWY_ONCE
