@@ -113,7 +113,10 @@ Command add_calibrate(CLI::App& app) {
   add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();
   app.add_flag("--dry-run", flags->dry_run, "print the table, store nothing");
-  return [flags] { return run(*flags); };
+  return [flags] {
+    flags->options.step_tokens = flags->model.of_step(flags->options.step_tokens);
+    return run(*flags);
+  };
 }
 
 }  // namespace sluice::tools

@@ -151,7 +151,10 @@ Command add_eval(CLI::App& app) {
               "of what is hidden and where, and of what drift draws")
       ->capture_default_str();
   app.add_option("--json", flags->json, "write every number to this file, - for standard output");
-  return [flags] { return run(*flags); };
+  return [flags] {
+    flags->options.step_tokens = flags->model.of_step(flags->options.step_tokens);
+    return run(*flags);
+  };
 }
 
 }  // namespace sluice::tools

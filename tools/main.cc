@@ -62,26 +62,55 @@ class HelpFormatter : public CLI::Formatter {
   }
 };
 
+// The name that was probably meant; empty if none is like what was given.
+std::string nearest_of(const std::vector<std::string>& names, std::string_view given) {
+  constexpr std::size_t kLongestWord = 32;
+  std::string nearest;
+  std::size_t nearest_distance = 3;
+  for (const std::string& name : names) {
+    if (given.size() > kLongestWord || distance(given, name) >= nearest_distance) continue;
+    nearest = name;
+    nearest_distance = distance(given, name);
+  }
+  return nearest;
+}
+
 using Commands = std::vector<std::pair<CLI::App*, Command>>;
 
 // What is wrong with a first argument that is no command; empty if it is one, or a flag.
 std::string unknown_command(const Commands& commands, std::string_view given) {
-  constexpr std::size_t kLongestWord = 32;
+  std::vector<std::string> names;
   std::string known;
-  const CLI::App* nearest = nullptr;
-  std::size_t nearest_distance = 3;
   for (const auto& [command, action] : commands) {
-    const std::string name = command->get_name();
-    if (name == given) return {};
-    known += (known.empty() ? "" : ", ") + name;
-    if (given.size() > kLongestWord || distance(given, name) >= nearest_distance) continue;
-    nearest = command;
-    nearest_distance = distance(given, name);
+    names.push_back(command->get_name());
+    if (names.back() == given) return {};
+    known += (known.empty() ? "" : ", ") + names.back();
   }
   if (given.empty() || given.front() == '-') return {};
-  const std::string hint =
-      nearest != nullptr ? "did you mean " + nearest->get_name() + "?" : "there are " + known;
-  return "'" + std::string(given) + "' is no command; " + hint;
+  const std::string nearest = nearest_of(names, given);
+  return "'" + std::string(given) + "' is no command; " +
+         (nearest.empty() ? "there are " + known : "did you mean " + nearest + "?");
+}
+
+// The same of the first flag that no command took, which may be why another is missing.
+std::string unknown_flag(const CLI::App& app, const Commands& commands) {
+  const std::vector<std::string> left = app.remaining(true);
+  const auto flag = std::find_if(left.begin(), left.end(), [](const std::string& argument) {
+    return argument.starts_with("-") && argument != "-" && argument != "--";
+  });
+  if (flag == left.end()) return {};
+  std::vector<std::string> names;
+  std::string of;
+  for (const auto& [command, action] : commands) {
+    if (!command->parsed()) continue;
+    of = " of " + command->get_name();
+    for (const CLI::Option* option : command->get_options()) {
+      for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+    }
+  }
+  const std::string given = flag->substr(0, flag->find('='));
+  const std::string nearest = nearest_of(names, given);
+  return given + " is no flag" + of + (nearest.empty() ? "" : "; did you mean " + nearest + "?");
 }
 
 // An empty value is a variable that was not set, not a wish for the default.
@@ -140,7 +169,8 @@ int run(int argc, const char* const* argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return show(app, error);
-    return fail(kUsageExit, std::string(error.what()) + " (see sluice --help)");
+    const std::string unknown = unknown_flag(app, commands);
+    return fail(kUsageExit, (unknown.empty() ? error.what() : unknown) + " (see sluice --help)");
   }
   for (const auto& [command, action] : commands) {
     if (command->parsed()) return action();

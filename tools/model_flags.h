@@ -2,6 +2,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <string>
 
 #include "sluice/engine.h"
@@ -19,6 +20,8 @@ struct ModelFlags {
   int chunk = 512;
 
   void add_to(CLI::App& app);
+  // Of these tokens, as many as a step may have.
+  int of_step(int tokens) const { return std::min(tokens, std::max(chunk, 1)); }
   // Throws Error{usage} for values that make no sense.
   EngineConfig config() const;
 };

@@ -44,6 +44,14 @@ class Eval(unittest.TestCase):
         self.assertIn("agreement at 2000 tokens, 2 probes per policy", done.stdout)
         self.assertNotIn("perplexity", done.stdout)
 
+    def test_steps_are_no_larger_than_chunks(self):
+        done = evaluate(
+            "--length", 300, "--rounds", 1, "--tokens", 16, "--task", "agreement",
+            "--policy", "values", "--step-tokens", 64, "--chunk", 8, "--json", "-",
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(json.loads(done.stdout)["step_tokens"], 8)
+
     def test_dense_agrees_with_itself_in_every_task(self):
         # The settings of a policy, and every layer dense after all.
         same = "sluice dense=" + ",".join(map(str, range(12)))

@@ -77,6 +77,13 @@ class Mistakes(unittest.TestCase):
         self.refused(2, "did you mean eval?", "evla")
         self.refused(2, "there are generate, chat, info, eval", "serve")
 
+    def test_flags(self):
+        wrong = "--modle is no flag of generate; did you mean --model?"
+        self.refused(2, wrong, "generate", "--modle", MODEL)
+        self.refused(2, wrong, "generate", "--modle=" + MODEL)
+        self.refused(2, "--serve is no flag of info (", "info", "-m", MODEL, "--serve", "8080")
+        self.refused(2, "--model is required", "generate", "-p", "Once")
+
     def test_models_that_are_files(self):
         with tempfile.TemporaryDirectory() as folder:
             for name, code, mention in (
