@@ -80,7 +80,7 @@ class Mistakes(unittest.TestCase):
     def test_flags(self):
         wrong = "--modle is no flag of generate; did you mean --model?"
         self.refused(2, wrong, "generate", "--modle", MODEL)
-        self.refused(2, wrong, "generate", "--modle=" + MODEL)
+        self.refused(2, wrong, "generate", f"--modle={MODEL}")
         self.refused(2, "--serve is no flag of info (", "info", "-m", MODEL, "--serve", "8080")
         self.refused(2, "--model is required", "generate", "-p", "Once")
 
