@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "lib/scorers/own.h"
 #include "sluice/errors.h"
@@ -41,13 +42,15 @@ std::string_view to_string(Processor processor) {
 }
 
 const Scorers& own_scorers() {
-  static const Scorers own;
+  static const Scorers own({scorers::make_dense(), scorers::make_streaming(), scorers::make_exact(),
+                            scorers::make_int4(), scorers::make_quest(), scorers::make_sparq()});
   return own;
 }
 
-Scorers::Scorers()
-    : all_{scorers::make_dense(), scorers::make_streaming(), scorers::make_exact(),
-           scorers::make_int4(),  scorers::make_quest(),     scorers::make_sparq()} {}
+// The very same ones, by which has() knows them.
+Scorers::Scorers() : Scorers(own_scorers()) {}
+
+Scorers::Scorers(std::vector<std::shared_ptr<const Scorer>> all) : all_(std::move(all)) {}
 
 void Scorers::add(std::shared_ptr<const Scorer> scorer) {
   const auto refuse = [](const std::string& why) {

@@ -81,6 +81,13 @@ TEST(Scorers, RefusalsSayWhatThereIs) {
   EXPECT_THAT(refused("dense prune=top_k(4)"), HasSubstr("exact, int4, quest, sparq or sketch"));
 }
 
+TEST(Scorers, OfDifferentEnginesShareSluicesOwn) {
+  const Scorers scorers;
+  for (const char* name : {"dense", "streaming", "exact", "int4", "quest", "sparq"}) {
+    EXPECT_TRUE(own_scorers().has(*scorers.find(name))) << name;
+  }
+}
+
 TEST(Scorers, CopiesShareWhatThereIsAndNotWhatIsAdded) {
   Scorers one;
   Scorers two = one;

@@ -248,6 +248,9 @@ class Scorers {
   std::string names(std::initializer_list<ScorerInfo::Kind> kinds) const;
 
  private:
+  friend const Scorers& own_scorers();
+  explicit Scorers(std::vector<std::shared_ptr<const Scorer>> all);
+
   std::vector<std::shared_ptr<const Scorer>> all_;
 };
 
