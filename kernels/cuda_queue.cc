@@ -1,6 +1,9 @@
 #include "kernels/cuda_queue.h"
 
+#include <nvtx3/nvToolsExt.h>
+
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "kernels/runtime/error.h"
@@ -145,6 +148,14 @@ void CudaQueue::synchronize() {
   check(own().recording == 0, "work that is recorded waits for itself");
   require(cudaStreamSynchronize(stream()), "work on the device");
 }
+
+void CudaQueue::begin_range(const QueueRange::Label& label) {
+  std::string name(label.name);
+  if (label.layer >= 0) name += " " + std::to_string(label.layer);
+  nvtxRangePushA(name.c_str());
+}
+
+void CudaQueue::end_range() { nvtxRangePop(); }
 
 std::uint64_t queue_bytes() { return Workspace::bytes(kScratchBytes); }
 

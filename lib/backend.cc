@@ -66,6 +66,16 @@ Backend& Queue::backend() const {
   throw Error(ErrorCode::usage, "a queue was used after its backend had ended");
 }
 
+QueueRange::QueueRange(Queue& queue, const Label& label) : queue_(queue) {
+  queue.begin_range(label);
+}
+
+QueueRange::~QueueRange() { queue_.end_range(); }
+
+std::unique_ptr<Queue> Queue::make_sibling(const QueueOptions& options) {
+  return backend().make_queue(options);
+}
+
 void Queue::replay(std::unique_ptr<Recording>& /*recording*/, const std::function<void()>& issue) {
   issue();
 }

@@ -169,10 +169,12 @@ void Decoder::feed_forward(int layer, const Matrix& x) {
 void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& session) {
   const auto count = static_cast<std::int64_t>(tokens.size());
   check(&session.pool()->queue() == queue_, "a session that works on another queue");
+  const QueueRange range(*queue_, {to_string(phase), -1, count});
   session.begin_step(phase, count);
   const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
   embed(tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+    const QueueRange of_layer(*queue_, {"layer", layer});
     project(layer, x, {{}, session.length()});
     session.append(layer, new_rows());
     session.attend(layer, queries());
@@ -188,10 +190,12 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
   check(&batch.queue() == queue_, "sessions that work on another queue");
   auto* const staged = reinterpret_cast<TokenId*>(staged_ids_.data());
   std::copy(tokens.begin(), tokens.end(), staged);
+  const QueueRange range(*queue_, {to_string(Phase::decode), -1, count});
   queue_->replay(batch.recording(), [&] {
     const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
     embed({staged, tokens.size()}, x);
     for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+      const QueueRange of_layer(*queue_, {"layer", layer});
       project(layer, x, {batch.tokens(), 0});
       batch.append(layer, new_rows());
       batch.attend(layer, queries());
@@ -218,12 +222,14 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
       body(first, Matrix{stream.floats() + first * hidden, DType::f32, count, hidden, hidden});
     }
   };
+  const QueueRange range(*queue_, {to_string(Phase::prefill), -1, total});
   session.begin_prompt(total);
   for_pieces([&](std::int64_t first, const Matrix& x) {
     embed(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)), x);
   });
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
     if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) return false;
+    const QueueRange of_layer(*queue_, {"layer", layer});
     for_pieces([&](std::int64_t first, const Matrix& x) {
       session.take_piece(first, x.rows);
       project(layer, x, {{}, session.length() + first});

@@ -6,6 +6,7 @@
 
 #include "io/file.h"
 #include "lib/bytes.h"
+#include "lib/traced_queue.h"
 #include "model/calibration.h"
 #include "model/engine_impl.h"
 #include "model/loader.h"
@@ -101,6 +102,7 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   std::unique_ptr<Backend> backend = make(info.weight_dtype);
   require_supported(backend->info(), info.kv);
   std::unique_ptr<Queue> queue = backend->make_queue();
+  if (config.trace) queue = std::make_unique<TracedQueue>(std::move(queue), config.trace);
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
   const std::uint64_t staging_bytes = backend->account(Tier::host).used();
   auto* const impl = new Impl{config,

@@ -42,7 +42,7 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
 KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies,
                const Scorers& scorers)
     : queue_(std::move(queue)),
-      transfer_(queue_->backend().make_queue({.computes = false})),
+      transfer_(queue_->make_sibling({.computes = false})),
       plan_(plan),
       policies_(policies.begin(), policies.end()),
       tables_(limits_of(plan, layout_of(queue_->backend(), plan, policies, scorers))),

@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "lib/text.h"
 #include "sluice/chat.h"
 #include "sluice/errors.h"
 #include "sluice/generate.h"
@@ -25,6 +26,7 @@ struct GenerateFlags {
   std::string prompt_file;
   std::string bos = "auto";
   std::string json;
+  std::string trace;
   std::string system;
   bool chat = false;
   bool positions = false;
@@ -147,10 +149,23 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   return result;
 }
 
+void write_trace(const GenerateFlags& flags, const Trace& trace) {
+  write_report(flags.trace, trace.to_json());
+  if (flags.quiet) return;
+  const std::string dropped =
+      trace.dropped() > 0 ? ", " + std::to_string(trace.dropped()) + " more were dropped" : "";
+  print_error("trace: " + std::to_string(trace.events()) + " events in " + one_line(flags.trace) +
+              dropped + "\n");
+}
+
 int run(const GenerateFlags& flags, bool prompt_given) {
   flags.generation.validate();
   require_writable(flags.json);
-  Engine engine = Engine::open(flags.model.config());
+  if (flags.trace == "-") throw Error(ErrorCode::usage, "--trace wants the name of a file");
+  require_writable(flags.trace);
+  EngineConfig config = flags.model.config();
+  if (!flags.trace.empty()) config.trace = std::make_shared<Trace>();
+  Engine engine = Engine::open(config);
   const Prompt prompt =
       encode(engine, flags, prompt_given ? flags.prompt : read_prompt(flags.prompt_file));
   const GenerationFlags& generation = flags.generation;
@@ -177,6 +192,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   if (!flags.json.empty()) {
     write_report(flags.json, report_json(flags, engine, session, plan, loading, result, steps));
   }
+  if (config.trace) write_trace(flags, *config.trace);
   if (result.reason != FinishReason::interrupted) return 0;
   print_error("sluice: interrupted; the text above is what was generated until then\n");
   return kInterruptedExit;
@@ -209,6 +225,9 @@ Command add_generate(CLI::App& app) {
   app.add_flag("--positions", flags->positions,
                "list in it what every token selected: positions by layer and KV head")
       ->needs(json);
+  app.add_option("--trace", flags->trace,
+                 "write a timeline of all operations to this file, for Perfetto or Chrome; they "
+                 "are waited for one by one, which on a GPU takes longer");
   app.add_flag("-q,--quiet", flags->quiet, "no plan, timings or ledger on standard error");
   return [flags, prompt] { return run(*flags, prompt->count() > 0); };
 }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "lib/backend/dense_ops.h"
 #include "lib/backend/index_ops.h"
@@ -39,6 +40,25 @@ struct QueueOptions {
   void* stream = nullptr;
   // Whether it computes, or only copies and gathers, which takes no memory.
   bool computes = true;
+};
+
+class Queue;
+
+// Work that is issued while one lives belongs together, for profilers and traces. Ranges nest.
+class QueueRange {
+ public:
+  struct Label {
+    std::string_view name;    // lasts as long as the program
+    int layer = -1;           // of the model; -1: of none
+    std::int64_t tokens = 0;  // of a step
+  };
+  QueueRange(Queue& queue, const Label& label);
+  QueueRange(const QueueRange&) = delete;
+  QueueRange& operator=(const QueueRange&) = delete;
+  ~QueueRange();
+
+ private:
+  Queue& queue_;
 };
 
 // Stream, scratch memory and what else work needs that is under way: queues share nothing, so work
@@ -75,6 +95,13 @@ class Queue : public DenseOps, public KvOps, public IndexOps, public ValueOps {
 
   // For work that others issue: a cudaStream_t; null if there is no such thing.
   virtual void* native_stream() { return nullptr; }
+
+  // Another queue, that this one may wait for and that may wait for this one.
+  virtual std::unique_ptr<Queue> make_sibling(const QueueOptions& options);
+
+  // By QueueRange.
+  virtual void begin_range(const QueueRange::Label& /*label*/) {}
+  virtual void end_range() {}
 
  private:
   Backend* backend_;

@@ -114,6 +114,26 @@ class Generate(unittest.TestCase):
                     self.assertEqual(len(set(positions)), 40)
                     self.assertLess(max(positions), prompt // 128 * 128)
 
+    def test_a_trace_has_every_operation(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            arguments = ("generate", "-m", MODEL, "-p", "Once upon a time " * 60, "-n", 4,
+                         "--ignore-eos", "--policy", "values", "--seed", 1)  # fmt: skip
+            plain = sluice(*arguments)
+            traced = sluice(*arguments, "--trace", file)
+            events = json.loads(file.read_text())["traceEvents"]
+            blocked = sluice(*arguments, "--trace", Path(folder) / "no" / "file", check=False)
+        self.assertEqual(traced.stdout, plain.stdout)
+        self.assertIn(f" events in {file}", traced.stderr)
+        names = [event["name"] for event in events if event.get("cat") == "steps"]
+        self.assertEqual(names, ["prefill", "decode", "decode", "decode"])
+        kinds = {event["cat"] for event in events if event["ph"] == "X"}
+        self.assertLessEqual({"dense", "append", "scan", "select", "attend", "copy"}, kinds)
+        self.assertEqual(blocked.returncode, 9, blocked.stderr)
+        self.assertEqual(blocked.stderr.count("\n"), 1, blocked.stderr)
+        refused = sluice(*arguments, "--trace", "-", check=False)
+        self.assertEqual(refused.returncode, 2, refused.stderr)
+
     def test_positions_go_into_a_report(self):
         done = sluice("generate", "-m", MODEL, "-p", "Hello", "--positions", check=False)
         self.assertEqual(done.returncode, 2)
