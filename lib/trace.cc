@@ -46,11 +46,13 @@ nlohmann::json json_of(const TraceEvent& event) {
 
 void Trace::add(const TraceEvent& event) {
   const std::lock_guard lock(mutex_);
+  bool fits = events_.size() < kMostEvents;
   try {
-    if (events_.size() < kMostEvents) return events_.push_back(event);
-  } catch (const std::bad_alloc&) {  // who computes goes on
+    if (fits) events_.push_back(event);
+  } catch (const std::bad_alloc&) {
+    fits = false;  // who computes goes on
   }
-  ++dropped_;
+  if (!fits) ++dropped_;
 }
 
 double Trace::now() const {
