@@ -13,8 +13,13 @@ namespace sluice::cpu {
 namespace {
 
 // Weights by the upper bits of their representation, which orders non-negative floats.
-constexpr std::size_t kBins = 1 << 13;
 std::size_t bin_of(float weight) { return std::bit_cast<std::uint32_t>(weight) >> 18; }
+
+// Up to that of the heaviest.
+std::size_t bins_of(std::span<const float> weights) {
+  const auto heaviest = std::max_element(weights.begin(), weights.end());
+  return heaviest == weights.end() || *heaviest < 0.0f ? 1 : bin_of(*heaviest) + 1;
+}
 
 // The weights of one bin, heaviest first.
 std::vector<float> bin_content(std::span<const float> weights, std::size_t bin) {
@@ -233,15 +238,15 @@ class HeadChoice {
 
 Cut cut_by_count(std::span<const float> weights, std::int64_t count) {
   if (count <= 0) return kNothing;
-  std::vector<std::int64_t> bins(kBins);
+  std::vector<std::int64_t> bins(bins_of(weights));
   std::int64_t available = 0;
   for (const float w : weights) {
-    if (w < 0.0f) continue;
+    if (!(w >= 0.0f)) continue;
     ++bins[bin_of(w)];
     ++available;
   }
   if (count >= available) return kEverything;
-  std::size_t bin = kBins - 1;
+  std::size_t bin = bins.size() - 1;
   std::int64_t above = 0;
   while (above + bins[bin] < count) above += bins[bin--];
   return cut_after(bin_content(weights, bin), count - above);
@@ -249,14 +254,14 @@ Cut cut_by_count(std::span<const float> weights, std::int64_t count) {
 
 Cut cut_by_weight(std::span<const float> weights, double target) {
   if (target <= 0.0) return kNothing;
-  std::vector<double> bins(kBins);
+  std::vector<double> bins(bins_of(weights));
   double all = 0.0;
   for (const float w : weights) {
     if (w > 0.0f) bins[bin_of(w)] += static_cast<double>(w);
   }
   for (const double sum : bins) all += sum;
   if (all < target) return kEverything;
-  std::size_t bin = kBins - 1;
+  std::size_t bin = bins.size() - 1;
   double above = 0.0;
   while (bin > 0 && above + bins[bin] < target) above += bins[bin--];
   const std::vector<float> content = bin_content(weights, bin);
