@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <iostream>
 #include <iterator>
 #include <span>
 #include <string>
@@ -27,7 +28,9 @@ class Reader {
   void go_to(std::int64_t tokens) {
     if (session_.length() > tokens) session_.truncate(tokens);
     session_.use(parse_policy("dense"));
-    if (session_.length() < tokens) session_.prefill(from(session_.length(), tokens));
+    if (session_.length() == tokens) return;
+    session_.prefill(from(session_.length(), tokens));
+    std::cerr << "read " << tokens << " tokens\n";  // which takes minutes
   }
   void use(const std::string& policy) { session_.use(parse_policy(policy)); }
   // The next token of the book.
