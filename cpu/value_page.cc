@@ -5,7 +5,9 @@
 #include "lib/check.h"
 #include "lib/value_tiles.h"
 
-// Old instruction sets get the portable code; everything else is worth a variant.
+// Old instruction sets get the portable code; everything else is worth a variant, and products of
+// 16-bit numbers that are added at once (AVX-512 VNNI) worth their own.
+#define HWY_WANT_AVX3_DL
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/value_page.cc"
@@ -14,6 +16,11 @@
 #include "cpu/attention_simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
+#if HWY_TARGET == HWY_AVX3_DL
+// Part of this target, but Highway does not tell the compiler.
+#pragma GCC push_options
+#pragma GCC target("avx512vnni")
+#endif
 namespace sluice::cpu::HWY_NAMESPACE {
 
 using DW = hn::RebindToUnsigned<DF>;
@@ -101,101 +108,143 @@ struct IntegerWeights {
   }
 };
 
-// Sums over a page's tokens of weight * code, of neighbouring channels. Codes come in pairs, as 16-
-// bit numbers side by side: two products and their sum are one instruction.
-template <int kQueries>
+// sum + the two products of 16-bit numbers that lie side by side; `odd` takes what some processors
+// add up apart.
+HWY_INLINE hn::Vec<DI> add_products(hn::Vec<DW> codes, std::int32_t pair, hn::Vec<DI> sum,
+                                    hn::Vec<DI>& odd) {
+  const DI di;
+#if HWY_TARGET == HWY_SCALAR
+  // Highway's vectors of one number have no halves.
+  const auto both = static_cast<std::int32_t>(hn::GetLane(codes));
+  static_cast<void>(odd);
+  return hn::Add(sum, hn::Set(di, (both & 0xffff) * static_cast<std::int16_t>(pair) +
+                                      (both >> 16) * (pair >> 16)));
+#elif HWY_TARGET == HWY_AVX3_DL
+  // One instruction, which Highway does not use yet.
+  static_cast<void>(odd);
+  return hn::Vec<DI>{_mm512_dpwssd_epi32(sum.raw, codes.raw, hn::Set(di, pair).raw)};
+#else
+  const hn::Repartition<std::int16_t, DI> d16;
+  return hn::ReorderWidenMulAccumulate(di, hn::BitCast(d16, codes),
+                                       hn::BitCast(d16, hn::Set(di, pair)), sum, odd);
+#endif
+}
+
+// Vectors of channels that share the loads of weights: with the sums of four queries they fit the
+// registers.
+constexpr std::size_t kWide = kLanes == 16 ? 2 : 1;
+
+// Sums over a page's tokens of weight * code, of kVectors vectors of neighbouring channels. Codes
+// come in pairs, as 16-bit numbers side by side.
+template <int kQueries, std::size_t kVectors>
 class CodeSums {
  public:
   CodeSums() {
-    for (int q = 0; q < kQueries; ++q) even_[q] = odd_[q] = hn::Zero(DI());
-  }
-
-  HWY_INLINE void add(hn::Vec<DW> codes, const IntegerWeights<kQueries>& weights, std::size_t i) {
-    const DI di;
     for (int q = 0; q < kQueries; ++q) {
-#if HWY_TARGET == HWY_SCALAR
-      // Highway's vectors of one number have no halves.
-      const auto both = static_cast<std::int32_t>(hn::GetLane(codes));
-      const std::int32_t sum = (both & 0xffff) * weights.weights[q][2 * i] +
-                               (both >> 16) * weights.weights[q][2 * i + 1];
-      even_[q] = hn::Add(even_[q], hn::Set(di, sum));
-#else
-      const hn::Repartition<std::int16_t, DI> d16;
-      const auto pair = hn::BitCast(d16, hn::Set(di, weights.pair(q, i)));
-      even_[q] =
-          hn::ReorderWidenMulAccumulate(di, hn::BitCast(d16, codes), pair, even_[q], odd_[q]);
-#endif
+      for (std::size_t v = 0; v < kVectors; ++v) even_[q][v] = odd_[q][v] = hn::Zero(DI());
     }
   }
 
-  HWY_INLINE VF of(int q) const {
-    return hn::ConvertTo(DF(), hn::RearrangeToOddPlusEven(even_[q], odd_[q]));
+  HWY_INLINE void add(const hn::Vec<DW> (&codes)[kVectors], const IntegerWeights<kQueries>& weights,
+                      std::size_t i) {
+    for (int q = 0; q < kQueries; ++q) {
+      const std::int32_t pair = weights.pair(q, i);
+      for (std::size_t v = 0; v < kVectors; ++v) {
+        even_[q][v] = add_products(codes[v], pair, even_[q][v], odd_[q][v]);
+      }
+    }
+  }
+
+  HWY_INLINE VF of(int q, std::size_t v) const {
+    return hn::ConvertTo(DF(), hn::RearrangeToOddPlusEven(even_[q][v], odd_[q][v]));
   }
 
  private:
-  hn::Vec<DI> even_[kQueries];
-  hn::Vec<DI> odd_[kQueries];
+  hn::Vec<DI> even_[kQueries][kVectors];
+  hn::Vec<DI> odd_[kQueries][kVectors];
 };
 
-// All codes of neighbouring channels, pair by pair. `words` are `stride` apart.
-template <int kBits, int kQueries>
+// All codes of neighbouring channels, pair by pair. `words` are `stride` apart; there are kVectors
+// vectors of channels, or `channels` of one.
+template <int kBits, int kQueries, std::size_t kVectors>
 HWY_INLINE void add_codes(const std::uint32_t* words, std::size_t stride, std::size_t channels,
-                          const IntegerWeights<kQueries>& weights, CodeSums<kQueries>& sums) {
+                          const IntegerWeights<kQueries>& weights,
+                          CodeSums<kQueries, kVectors>& sums) {
   const DW dw;
   constexpr int kLowBits = ValueTiles::low_bits(kBits);
   constexpr std::size_t kPairs = 16 / kLowBits;  // of a word
   constexpr std::size_t kWords = kTokens / 2 / kPairs;
   const auto mask = hn::Set(dw, ((1u << kLowBits) - 1u) * 0x10001u);
   const auto highest = hn::Set(dw, 0x40004u);
+  hn::Vec<DW> word[kVectors];
+  hn::Vec<DW> high[kVectors];
+  hn::Vec<DW> codes[kVectors];
   for (std::size_t w = 0; w < kWords; ++w) {
-    auto word = load_some(dw, words + w * stride, channels);
-    auto high = word;
-    if constexpr (kBits == 3) {
-      high = load_some(dw, words + (kWords + w / 2) * stride, channels);
-      high = hn::ShiftRightSame(high, static_cast<int>(w % 2 * 8));
+    for (std::size_t v = 0; v < kVectors; ++v) {
+      const std::uint32_t* const from = words + v * kLanes;
+      word[v] = load_some(dw, from + w * stride, channels);
+      if constexpr (kBits == 3) {
+        high[v] = load_some(dw, from + (kWords + w / 2) * stride, channels);
+        high[v] = hn::ShiftRightSame(high[v], static_cast<int>(w % 2 * 8));
+      }
     }
     for (std::size_t i = 0; i < kPairs; ++i) {
-      auto codes = hn::And(word, mask);
-      if constexpr (kBits == 3) {
-        const int at = ValueTiles::high_place(static_cast<int>(2 * i)).shift;
-        const auto bit = hn::ShiftRightSame(hn::ShiftLeft<2>(high), at);
-        codes = hn::Or(codes, hn::And(bit, highest));
+      for (std::size_t v = 0; v < kVectors; ++v) {
+        codes[v] = hn::And(word[v], mask);
+        if constexpr (kBits == 3) {
+          const int at = ValueTiles::high_place(static_cast<int>(2 * i)).shift;
+          const auto bit = hn::ShiftRightSame(hn::ShiftLeft<2>(high[v]), at);
+          codes[v] = hn::Or(codes[v], hn::And(bit, highest));
+        }
+        word[v] = hn::ShiftRight<kLowBits>(word[v]);
       }
       sums.add(codes, weights, w * kPairs + i);
-      word = hn::ShiftRight<kLowBits>(word);
+    }
+  }
+}
+
+// Channels [first, first + kVectors * kLanes), or what is left of them for a single vector.
+template <int kBits, int kQueries, std::size_t kVectors>
+HWY_INLINE void add_channels(const ValuePage& page, std::size_t first, const PageWeights* queries,
+                             const IntegerWeights<kQueries>& weights) {
+  const DF df;
+  const auto d = static_cast<std::size_t>(page.head_dim);
+  const std::size_t channels = kVectors > 1 ? kLanes : HWY_MIN(d - first, kLanes);
+  auto* const data = const_cast<std::byte*>(page.page);
+  CodeSums<kQueries, kVectors> sums;
+  add_codes<kBits>(ValueTiles::words(data, page.head_dim) + first, d, channels, weights, sums);
+  for (std::size_t v = 0; v < kVectors; ++v) {
+    const std::size_t at = first + v * kLanes;
+    const VF scale = load_halves(ValueTiles::scales(data) + at, channels);
+    const VF zero = load_halves(ValueTiles::scales(data) + d + at, channels);
+    for (int q = 0; q < kQueries; ++q) {
+      float* const out = queries[q].out + at;
+      const VF codes = hn::Mul(sums.of(q, v), hn::Set(df, weights.units[q]));
+      VF sum = hn::MulAdd(scale, codes, load_some(df, out, channels));
+      sum = hn::MulAdd(zero, hn::Set(df, queries[q].sum), sum);
+      store_some(sum, out, channels);
     }
   }
 }
 
 template <int kBits, int kQueries>
-HWY_INLINE void add_channels(const ValuePage& page, std::size_t first, const PageWeights* queries,
-                             const IntegerWeights<kQueries>& weights) {
-  const DF df;
+void add_bits(const ValuePage& page, const PageWeights* queries) {
+  const IntegerWeights<kQueries> weights(queries);
   const auto d = static_cast<std::size_t>(page.head_dim);
-  const std::size_t channels = HWY_MIN(d - first, kLanes);
-  auto* const data = const_cast<std::byte*>(page.page);
-  CodeSums<kQueries> sums;
-  add_codes<kBits>(ValueTiles::words(data, page.head_dim) + first, d, channels, weights, sums);
-  const VF scale = load_halves(ValueTiles::scales(data) + first, channels);
-  const VF zero = load_halves(ValueTiles::scales(data) + d + first, channels);
-  for (int q = 0; q < kQueries; ++q) {
-    float* const out = queries[q].out + first;
-    const VF codes = hn::Mul(sums.of(q), hn::Set(df, weights.units[q]));
-    VF sum = hn::MulAdd(scale, codes, load_some(df, out, channels));
-    sum = hn::MulAdd(zero, hn::Set(df, queries[q].sum), sum);
-    store_some(sum, out, channels);
+  std::size_t first = 0;
+  for (; first + kWide * kLanes <= d; first += kWide * kLanes) {
+    add_channels<kBits, kQueries, kWide>(page, first, queries, weights);
+  }
+  for (; first < d; first += kLanes) {
+    add_channels<kBits, kQueries, 1>(page, first, queries, weights);
   }
 }
 
 template <int kQueries>
 void add_to_queries(const ValuePage& page, const PageWeights* queries) {
-  const IntegerWeights<kQueries> weights(queries);
-  const auto d = static_cast<std::size_t>(page.head_dim);
-  for (std::size_t first = 0; first < d; first += kLanes) {
-    if (page.bits == 2) add_channels<2, kQueries>(page, first, queries, weights);
-    if (page.bits == 3) add_channels<3, kQueries>(page, first, queries, weights);
-    if (page.bits == 4) add_channels<4, kQueries>(page, first, queries, weights);
-  }
+  if (page.bits == 2) add_bits<2, kQueries>(page, queries);
+  if (page.bits == 3) add_bits<3, kQueries>(page, queries);
+  if (page.bits == 4) add_bits<4, kQueries>(page, queries);
 }
 
 void add_page(const ValuePage& page, const PageWeights* queries, std::size_t count) {
@@ -212,6 +261,9 @@ void add_page(const ValuePage& page, const PageWeights* queries, std::size_t cou
 }
 
 }  // namespace sluice::cpu::HWY_NAMESPACE
+#if HWY_TARGET == HWY_AVX3_DL
+#pragma GCC pop_options
+#endif
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE

@@ -90,7 +90,7 @@ TEST_P(ValueTilesTest, AttendLikeTheDefinition) {
 }
 
 TEST(ValueTiles, AttendLikeTheDefinitionByEveryInstructionSet) {
-  for (const std::int64_t target : {HWY_AVX3, HWY_AVX2, HWY_SCALAR}) {
+  for (const std::int64_t target : {HWY_AVX3_DL, HWY_AVX3, HWY_AVX2, HWY_SCALAR}) {
     if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
     SCOPED_TRACE(hwy::TargetName(target));
     hwy::SetSupportedTargetsForTest(target);
