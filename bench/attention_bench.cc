@@ -168,7 +168,8 @@ void decode_groups(benchmark::internal::Benchmark* bench) {
 
 void prefill_shapes(benchmark::internal::Benchmark* bench) {
   bench->ArgNames({"heads", "kv_heads", "head_dim", "tokens", "threads", "kernel"});
-  for (const AttendKernel kernel : {AttendKernel::prefill, AttendKernel::amx, AttendKernel::bf16}) {
+  for (const AttendKernel kernel :
+       {AttendKernel::prefill, AttendKernel::amx, AttendKernel::avx512_bf16}) {
     for (const std::int64_t tokens : {2 << 10, 8 << 10}) {
       for (const std::int64_t threads : {1, 0}) {
         bench->Args({8, 2, 64, tokens, threads, static_cast<std::int64_t>(kernel)});

@@ -10,8 +10,8 @@
 
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
+#include "kernels/runtime/page_digest.h"
 #include "kernels/runtime/workspace.h"
-#include "kernels/scan/page_digest.h"
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
 #include "lib/backend/memory.h"

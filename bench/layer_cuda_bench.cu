@@ -9,7 +9,7 @@
 
 #include "bench/cuda_support.cuh"
 #include "kernels/attention/attention.h"
-#include "kernels/scan/page_digest.h"
+#include "kernels/runtime/page_digest.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "kernels/values/values.h"

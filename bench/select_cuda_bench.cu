@@ -13,8 +13,8 @@
 
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
+#include "kernels/runtime/page_digest.h"
 #include "kernels/runtime/workspace.h"
-#include "kernels/scan/page_digest.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "lib/backend/index_ops.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "bench/cuda_support.cuh"
-#include "kernels/scan/page_digest.h"
+#include "kernels/runtime/page_digest.h"
 #include "kernels/values/values.h"
 #include "lib/backend/kv_ops.h"
 

@@ -1,8 +1,8 @@
 // Which tiles a warp scans: the tiles of all tokens and KV heads in order, shared out among warps.
 #pragma once
 
+#include "kernels/runtime/page_digest.h"
 #include "kernels/scan/channels.h"
-#include "kernels/scan/page_digest.h"
 #include "kernels/scan/tile_queries.cuh"
 #include "lib/backend/index_ops.h"
 

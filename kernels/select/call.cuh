@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "kernels/runtime/device_math.cuh"
-#include "kernels/scan/page_digest.h"
+#include "kernels/runtime/page_digest.h"
 #include "lib/backend/index_ops.h"
 #include "lib/batch.h"
 

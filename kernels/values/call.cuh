@@ -10,8 +10,8 @@
 #include <cstdint>
 
 #include "kernels/runtime/launch.h"
+#include "kernels/runtime/page_digest.h"
 #include "kernels/runtime/paged.cuh"
-#include "kernels/scan/page_digest.h"
 #include "kernels/values/tile.cuh"
 #include "kernels/values/values.h"
 #include "lib/batch.h"

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/scan/page_digest.h"
+#include "kernels/runtime/page_digest.h"
 #include "lib/half.h"
 
 namespace sluice::cuda {
