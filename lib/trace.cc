@@ -4,6 +4,7 @@
 #include <new>
 #include <nlohmann/json.hpp>
 #include <string_view>
+#include <utility>
 
 namespace sluice {
 namespace {
@@ -12,18 +13,9 @@ constexpr std::array<std::string_view, kTraceKinds> kNames = {
     "steps",  "layers", "dense",  "append", "index", "scan",
     "select", "attend", "gather", "copy",   "sample"};
 
-// Names a line of the timeline, and says where it stands.
-void add_line(nlohmann::json& events, std::size_t line) {
-  events.push_back({{"ph", "M"},
-                    {"pid", 1},
-                    {"tid", line},
-                    {"name", "thread_name"},
-                    {"args", {{"name", kNames.at(line)}}}});
-  events.push_back({{"ph", "M"},
-                    {"pid", 1},
-                    {"tid", line},
-                    {"name", "thread_sort_index"},
-                    {"args", {{"sort_index", line}}}});
+// What names a line of the timeline, and says where it stands.
+nlohmann::json line_event(std::size_t line, const char* name, nlohmann::json arguments) {
+  return {{"ph", "M"}, {"pid", 1}, {"tid", line}, {"name", name}, {"args", std::move(arguments)}};
 }
 
 nlohmann::json json_of(const TraceEvent& event) {
@@ -70,15 +62,19 @@ std::size_t Trace::dropped() const {
   return dropped_;
 }
 
-std::string Trace::to_json() const {
+void Trace::write_json(const std::function<void(std::string_view)>& to) const {
   const std::lock_guard lock(mutex_);
-  nlohmann::json events = nlohmann::json::array();
-  for (std::size_t line = 0; line < kNames.size(); ++line) add_line(events, line);
-  for (const TraceEvent& event : events_) events.push_back(json_of(event));
-  const nlohmann::json root = {{"traceEvents", std::move(events)},
-                               {"displayTimeUnit", "ms"},
-                               {"otherData", {{"dropped_events", dropped_}}}};
-  return root.dump();
+  to("{\"traceEvents\":[\n");
+  for (std::size_t line = 0; line < kNames.size(); ++line) {
+    to(line_event(line, "thread_name", {{"name", kNames.at(line)}}).dump() + ",\n");
+    to(line_event(line, "thread_sort_index", {{"sort_index", line}}).dump());
+    if (line + 1 < kNames.size() || !events_.empty()) to(",\n");
+  }
+  for (std::size_t i = 0; i < events_.size(); ++i) {
+    to(json_of(events_[i]).dump() + (i + 1 < events_.size() ? ",\n" : "\n"));
+  }
+  const nlohmann::json other = {{"dropped_events", dropped_}};
+  to("],\"displayTimeUnit\":\"ms\",\"otherData\":" + other.dump() + "}\n");
 }
 
 }  // namespace sluice

@@ -143,9 +143,9 @@ std::unique_ptr<Queue> TracedQueue::make_sibling(const QueueOptions& options) {
 }
 
 void TracedQueue::begin_range(const QueueRange::Label& label) {
+  queue_->begin_range(label);
   ranges_.push_back({label, trace_->now()});
   if (label.layer >= 0) layer_ = label.layer;
-  queue_->begin_range(label);
 }
 
 void TracedQueue::end_range() {

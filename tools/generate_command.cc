@@ -150,7 +150,7 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
 }
 
 void write_trace(const GenerateFlags& flags, const Trace& trace) {
-  write_report(flags.trace, trace.to_json());
+  write_report(flags.trace, [&](const TextSink& to) { trace.write_json(to); });
   if (flags.quiet) return;
   const std::string dropped =
       trace.dropped() > 0 ? ", " + std::to_string(trace.dropped()) + " more were dropped" : "";
@@ -161,7 +161,9 @@ void write_trace(const GenerateFlags& flags, const Trace& trace) {
 int run(const GenerateFlags& flags, bool prompt_given) {
   flags.generation.validate();
   require_writable(flags.json);
-  if (flags.trace == "-") throw Error(ErrorCode::usage, "--trace wants the name of a file");
+  if (flags.trace == "-" || (!flags.trace.empty() && flags.trace == flags.json)) {
+    throw Error(ErrorCode::usage, "--trace wants a file of its own");
+  }
   require_writable(flags.trace);
   EngineConfig config = flags.model.config();
   if (!flags.trace.empty()) config.trace = std::make_shared<Trace>();
@@ -189,10 +191,10 @@ int run(const GenerateFlags& flags, bool prompt_given) {
                 selection_line(session.selection(), session.length()) + "\n" +
                 session.ledger().to_table());
   }
+  if (config.trace) write_trace(flags, *config.trace);
   if (!flags.json.empty()) {
     write_report(flags.json, report_json(flags, engine, session, plan, loading, result, steps));
   }
-  if (config.trace) write_trace(flags, *config.trace);
   if (result.reason != FinishReason::interrupted) return 0;
   print_error("sluice: interrupted; the text above is what was generated until then\n");
   return kInterruptedExit;

@@ -56,10 +56,17 @@ void require_writable(const std::string& path) {
 }
 
 void write_report(const std::string& path, const std::string& text) {
-  if (path == "-") return print(text);
+  write_report(path, [&](const TextSink& to) { to(text); });
+}
+
+void write_report(const std::string& path, const std::function<void(const TextSink&)>& write) {
+  if (path == "-") return write([](std::string_view text) { print(text); });
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), &std::fclose);
   if (!file) throw_write_error(path);
-  const bool written = std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
+  bool written = true;
+  write([&](std::string_view text) {
+    written = written && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
+  });
   // Closing flushes, and may be what finds the disk full.
   if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
 }

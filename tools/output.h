@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -32,6 +33,9 @@ void require_writable(const std::string& path);
 
 // Writes a whole file, "-" for standard output. Throws Error{io} that names it.
 void write_report(const std::string& path, const std::string& text);
+// The same, piece by piece.
+using TextSink = std::function<void(std::string_view)>;
+void write_report(const std::string& path, const std::function<void(const TextSink&)>& write);
 
 // A line on standard error that is redrawn in place; nothing unless that is a terminal.
 class ProgressBar {

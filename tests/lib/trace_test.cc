@@ -3,18 +3,30 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 namespace sluice {
 namespace {
 
+nlohmann::json json_of(const Trace& trace) {
+  std::string text;
+  trace.write_json([&](std::string_view piece) { text += piece; });
+  return nlohmann::json::parse(text);
+}
+
+TEST(Trace, WithoutEventsNamesItsLines) {
+  EXPECT_EQ(json_of(Trace())["traceEvents"].size(), 2u * kTraceKinds);
+}
+
 TEST(Trace, IsWhatChromeReads) {
   Trace trace;
   trace.add({"scan", TraceKind::scan, 3, 10.0, 2.5, 0, 0});
   trace.add({"copy", TraceKind::copy, -1, 13.0, 1.0, 4096, 0});
   trace.add({"decode", TraceKind::step, -1, 0.0, 20.0, 0, 2});
-  const nlohmann::json root = nlohmann::json::parse(trace.to_json());
+  const nlohmann::json root = json_of(trace);
   std::vector<nlohmann::json> events;
   int named_lines = 0;
   for (const nlohmann::json& event : root["traceEvents"]) {

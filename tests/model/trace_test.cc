@@ -7,6 +7,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "tests/support/backends.h"
@@ -38,7 +39,9 @@ class Traces : public ::testing::TestWithParam<std::string> {
 
 std::vector<json> events_of(const Trace& trace) {
   std::vector<json> events;
-  const json root = json::parse(trace.to_json());
+  std::string text;
+  trace.write_json([&](std::string_view piece) { text += piece; });
+  const json root = json::parse(text);
   for (const json& event : root["traceEvents"]) {
     if (event["ph"] == "X") events.push_back(event);
   }

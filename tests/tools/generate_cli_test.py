@@ -131,8 +131,10 @@ class Generate(unittest.TestCase):
         self.assertLessEqual({"dense", "append", "scan", "select", "attend", "copy"}, kinds)
         self.assertEqual(blocked.returncode, 9, blocked.stderr)
         self.assertEqual(blocked.stderr.count("\n"), 1, blocked.stderr)
-        refused = sluice(*arguments, "--trace", "-", check=False)
-        self.assertEqual(refused.returncode, 2, refused.stderr)
+        for more in (("--trace", "-"), ("--trace", "report", "--json", "report")):
+            refused = sluice(*arguments, *more, check=False)
+            self.assertEqual(refused.returncode, 2, refused.stderr)
+            self.assertIn("--trace wants a file of its own", refused.stderr)
 
     def test_positions_go_into_a_report(self):
         done = sluice("generate", "-m", MODEL, "-p", "Hello", "--positions", check=False)

@@ -4,8 +4,8 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -40,15 +40,17 @@ struct TraceEvent {
 // Collects events. Any number of threads may use one.
 class Trace {
  public:
-  // Later events are counted and dropped, so that a trace's memory is bounded (64 MiB).
+  // Later events are counted and dropped, so that a trace's memory is bounded: 64 MiB, beside all
+  // caps.
   static constexpr std::size_t kMostEvents = std::size_t{1} << 20;
 
   void add(const TraceEvent& event);
   double now() const;  // microseconds since the trace began
   std::size_t events() const;
   std::size_t dropped() const;
-  // In Chrome's trace event format, for chrome://tracing and Perfetto.
-  std::string to_json() const;
+  // In Chrome's trace event format, for chrome://tracing and Perfetto, piece by piece: an event
+  // takes some 110 bytes.
+  void write_json(const std::function<void(std::string_view)>& to) const;
 
  private:
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
