@@ -35,7 +35,7 @@ struct Plan {
 AttendKernel choose(const AttendParams& p) {
   const std::int64_t queries = p.tokens * p.shape.group();
   if (queries <= kDecodeQueries) return AttendKernel::decode;
-  for (const AttendKernel kernel : {AttendKernel::amx, AttendKernel::bf16}) {
+  for (const AttendKernel kernel : {AttendKernel::amx, AttendKernel::avx512_bf16}) {
     if (attend_supported(kernel, p.shape)) return kernel;
   }
   return AttendKernel::prefill;
@@ -100,7 +100,7 @@ void run(AttendKernel kernel, const AttendTile& tile) {
   switch (kernel) {
     case AttendKernel::prefill:
       return attend_prefill(tile);
-    case AttendKernel::bf16:
+    case AttendKernel::avx512_bf16:
       return attend_bf16(tile, *avx512_products());
     case AttendKernel::amx:
       return attend_bf16(tile, *amx_products());
@@ -148,7 +148,7 @@ class Partials {
 }  // namespace
 
 bool attend_supported(AttendKernel kernel, const KvShape& shape) {
-  if (kernel != AttendKernel::amx && kernel != AttendKernel::bf16) return true;
+  if (kernel != AttendKernel::amx && kernel != AttendKernel::avx512_bf16) return true;
   const Bf16Products* const products =
       kernel == AttendKernel::amx ? amx_products() : avx512_products();
   return shape.dtype == DType::bf16 && products != nullptr;

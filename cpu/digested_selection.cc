@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
+#include <functional>
 #include <limits>
 #include <span>
 #include <vector>
@@ -12,7 +14,8 @@
 namespace sluice::cpu {
 namespace {
 
-// A sum of products may round to more than the sum of their factors.
+// A sum of products may round to more than the sum of their factors; to those that are below the
+// normal numbers it may matter, which weigh nothing.
 constexpr float kRounding = 1.0f + 1e-5f;
 
 struct Weighed {

@@ -12,9 +12,9 @@
 namespace sluice::cpu {
 
 struct PageDigest {
-  // [tokens * query_heads, pages]. -Inf if all of a page's logits are. select() makes
-  // e^(level - lse) of it: what 1 in the page weighs. Of the newest rows it does all of this, too,
-  // if they have logits.
+  // [tokens * query_heads, pages]. -Inf if all of a page's logits are. select() leaves what 1 in
+  // the page weighs: e^(level - lse) or, where it made weights of all logits, 1. It notes the page
+  // of the newest rows for itself.
   float* levels = nullptr;
   float* sums = nullptr;   // likewise: of e^(x - level); NaN if a logit was NaN or +Inf
   std::int64_t pages = 0;  // of a row

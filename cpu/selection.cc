@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "cpu/digested_selection.h"
@@ -13,7 +14,8 @@ namespace sluice::cpu {
 namespace {
 
 // Weights by the upper bits of their representation, which orders non-negative floats.
-std::size_t bin_of(float weight) { return std::bit_cast<std::uint32_t>(weight) >> 18; }
+// A zero that is negative becomes one that is not.
+std::size_t bin_of(float weight) { return std::bit_cast<std::uint32_t>(weight + 0.0f) >> 18; }
 
 // Up to that of the heaviest.
 std::size_t bins_of(std::span<const float> weights) {

@@ -134,9 +134,9 @@ struct AttendTilesParams {
   KvShape shape;
   TokenBatch batch;
   // [count, query_heads, stride] of [0, page_first()), without candidates: as estimate() wrote them
-  // or, if `weighed`, e^(logit - estimated_lse) in f32: as the backend's select() leaves them, see
-  // LogitFormat. What they hold afterwards is left open. The digest is used if it is there, as
-  // select() leaves it.
+  // or, if `weighed`, e^(logit - estimated_lse) in f32, or with a digest as the backend's select()
+  // leaves them, see LogitFormat. What they hold afterwards is left open. The digest is used if it
+  // is there, as select() leaves it.
   LogitView logits;
   bool weighed = false;
   const float* estimated_lse = nullptr;  // [count, query_heads], as select() reported it

@@ -173,8 +173,9 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   EstimateParams estimate = estimate_params(wave);
   estimate.logits = {logits_.data(), layout_.logit_stride()};
   // A digest tells of all tokens: not where some may not be chosen.
-  if (layout_.digested && scorer_of(policy).digests() && wave.mask.tokens == nullptr &&
-      wave.batch.capacity >= layout_.logits.digested_from) {
+  const Scorer& scorer = scorer_of(policy);
+  if (layout_.digested && scorer.digests() && own_scorers().has(scorer) &&
+      wave.mask.tokens == nullptr && wave.batch.capacity >= layout_.logits.digested_from) {
     estimate.logits.digest = LogitDigest::in(
         digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
   }

@@ -62,11 +62,13 @@ class HelpFormatter : public CLI::Formatter {
   }
 };
 
-// The name that was probably meant; empty if none is like what was given.
+// The name that was probably meant; empty if none is like what was given: half the letters may
+// differ, but no more than two.
 std::string nearest_of(const std::vector<std::string>& names, std::string_view given) {
   constexpr std::size_t kLongestWord = 32;
   std::string nearest;
-  std::size_t nearest_distance = 3;
+  const std::size_t letters = given.size() - std::min(given.find_first_not_of('-'), given.size());
+  std::size_t nearest_distance = std::min<std::size_t>(letters / 2, 2) + 1;
   for (const std::string& name : names) {
     if (given.size() > kLongestWord || distance(given, name) >= nearest_distance) continue;
     nearest = name;
@@ -92,25 +94,32 @@ std::string unknown_command(const Commands& commands, std::string_view given) {
          (nearest.empty() ? "there are " + known : "did you mean " + nearest + "?");
 }
 
+std::vector<std::string> flags_of(const CLI::App& command) {
+  std::vector<std::string> flags;
+  for (const CLI::Option* option : command.get_options()) {
+    for (const std::string& name : option->get_lnames()) flags.push_back("--" + name);
+    for (const std::string& name : option->get_snames()) flags.push_back("-" + name);
+  }
+  return flags;
+}
+
 // The same of the first flag that no command took, which may be why another is missing.
 std::string unknown_flag(const CLI::App& app, const Commands& commands) {
   const std::vector<std::string> left = app.remaining(true);
-  const auto flag = std::find_if(left.begin(), left.end(), [](const std::string& argument) {
-    return argument.starts_with("-") && argument != "-" && argument != "--";
+  const auto end = std::find(left.begin(), left.end(), "--");
+  const auto flag = std::find_if(left.begin(), end, [](const std::string& argument) {
+    return argument.starts_with("-") && argument != "-";
   });
-  if (flag == left.end()) return {};
-  std::vector<std::string> names;
-  std::string of;
-  for (const auto& [command, action] : commands) {
-    if (!command->parsed()) continue;
-    of = " of " + command->get_name();
-    for (const CLI::Option* option : command->get_options()) {
-      for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
-    }
-  }
+  if (flag == end) return {};
   const std::string given = flag->substr(0, flag->find('='));
-  const std::string nearest = nearest_of(names, given);
-  return given + " is no flag" + of + (nearest.empty() ? "" : "; did you mean " + nearest + "?");
+  const auto parsed = std::find_if(commands.begin(), commands.end(),
+                                   [](const auto& command) { return command.first->parsed(); });
+  const bool has_command = parsed != commands.end();
+  const std::string name = has_command ? parsed->first->get_name() : "";
+  const std::string nearest = nearest_of(flags_of(has_command ? *parsed->first : app), given);
+  if (nearest == given) return given + " belongs after " + name;
+  return given + " is no flag" + (has_command ? " of " + name : "") +
+         (nearest.empty() ? "" : "; did you mean " + nearest + "?");
 }
 
 // An empty value is a variable that was not set, not a wish for the default.

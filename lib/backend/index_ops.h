@@ -87,8 +87,8 @@ struct LogitDigest {
 // in half precision.
 struct LogitFormat {
   DType dtype = DType::f32;
-  // Whether select() leaves weights in their place, e^(logit - lse), of all that it looked at. Else
-  // logits survive it.
+  // Whether select() leaves weights in their place, e^(logit - lse), of all that it looked at, or
+  // with a digest what the digest makes such weights of. Else logits survive it.
   bool weighed = true;
   // From so many tokens on, those of tiles are to come with a LogitDigest, which takes so many
   // bytes per row and page.
@@ -169,10 +169,11 @@ struct Quota {
 // A token's page is the one that holds its own position P, its newest rows are those from the
 // page's first on, `page_first`. They are never emitted, for they are attended anyway; if they have
 // logits, they take part in the softmax and their weight counts as kept. Always kept are positions
-// below `sinks` and from P + 1 - recent on. top_k keeps k positions, the always kept included; ties
-// go to the older. top_p keeps per query head the fewest whose weight, with what is always kept,
-// reaches p, then their union; if that exceeds `cap`, the heaviest of them by summed weight. alpha
-// is the kept part of the estimated tokens' weight, times their share of all.
+// below `sinks` and from P + 1 - recent on. top_k keeps k positions, the always kept included; of
+// those that weigh the same as a backend rounds weights the older. top_p keeps per query head the
+// fewest whose weight, with what is always kept, reaches p, then their union; if that exceeds
+// `cap`, the heaviest of them by summed weight. alpha is the kept part of the estimated tokens'
+// weight, times their share of all.
 //
 // Without any logits, as in the first page with `skip_newest`, nothing is emitted, alpha is the
 // share, 1 if that is null, and lse is -Inf.

@@ -109,10 +109,10 @@ std::vector<Implementation> implementations() {
     all.push_back(forced("decode" + suffix, AttendKernel::decode, target));
     all.push_back(forced("prefill" + suffix, AttendKernel::prefill, target));
   }
-  for (const AttendKernel kernel : {AttendKernel::amx, AttendKernel::bf16}) {
+  for (const AttendKernel kernel : {AttendKernel::amx, AttendKernel::avx512_bf16}) {
     if (!cpu::attend_supported(kernel, {.dtype = DType::bf16})) continue;
     all[1].rounding = bf16_rounding;
-    all.push_back(forced(kernel == AttendKernel::amx ? "amx" : "bf16", kernel, 0));
+    all.push_back(forced(kernel == AttendKernel::amx ? "amx" : "avx512_bf16", kernel, 0));
     all.back().dtypes = {DType::bf16};
     all.back().rounding = bf16_rounding;
   }

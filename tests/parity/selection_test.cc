@@ -72,9 +72,9 @@ std::vector<std::int32_t> random_list(Random& random, std::int64_t below) {
 
 SelectCase random_case(Random& random, std::int64_t context) {
   SelectCase c;
-  const auto groups = std::to_array({1, 2, 4, 8});
+  const auto groups = std::to_array({1, 2, 3, 4, 8});
   const int kv_heads = static_cast<int>(random.integer(1, 3));
-  const int group = groups[static_cast<std::size_t>(random.integer(0, 3))];
+  const int group = groups[static_cast<std::size_t>(random.integer(0, 4))];
   c.shape = {1, kv_heads * group, kv_heads, 64, DType::bf16};
   c.context = context;
   c.tokens = random_tokens(random, context);
@@ -102,6 +102,10 @@ SelectCase random_case(Random& random, std::int64_t context) {
   if (random.integer(0, 1) == 0) c.cap = random_quota(random, context);
   if (random.integer(0, 1) == 1) c.sinks = random.integer(0, 300);
   if (random.integer(0, 1) == 1) c.recent = random.integer(1, 300);
+  // Half the time, besides what is always kept, as few as there are pages.
+  if (random.integer(0, 1) == 0) {
+    c.k = {{1, 0}, {}, c.sinks + c.recent + random.integer(0, context / kPageTokens)};
+  }
   if (random.integer(0, 1) == 1) {
     for (int row = 0; row < c.rows(); ++row) {
       c.share.push_back(0.125f * static_cast<float>(1 + row % 8));
@@ -269,7 +273,7 @@ TEST_P(Select, KeepsWhatItsDefinitionSays) {
   Random random(seed);
   for (int round = 0; round < 120; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
-    const SelectCase c = random_case(random, random.integer(1, round % 10 == 0 ? 5000 : 600));
+    const SelectCase c = random_case(random, random.integer(1, round % 10 < 4 ? 5000 : 600));
     expect_choices(c, testing::select(*backend_, c), bin());
     if (HasFailure()) return;
   }

@@ -82,6 +82,8 @@ class Mistakes(unittest.TestCase):
         self.refused(2, wrong, "generate", "--modle", MODEL)
         self.refused(2, wrong, "generate", f"--modle={MODEL}")
         self.refused(2, "--serve is no flag of info (", "info", "-m", MODEL, "--serve", "8080")
+        self.refused(2, "--json belongs after generate", "--json", "x", "generate", "-m", MODEL)
+        self.refused(2, "did you mean --version?", "--versoin")
         self.refused(2, "--model is required", "generate", "-p", "Once")
 
     def test_models_that_are_files(self):
