@@ -50,6 +50,8 @@ HWY_INLINE VF load_floats(const hwy::float16_t* from) {
 #endif
 }
 
+HWY_INLINE float sum_lanes(VF v) { return hn::GetLane(hn::SumOfLanes(DF(), v)); }
+
 // 2^x for x <= 0 to about 1 ulp; 0 below 2^-126, NaN for NaN. 2^x = 2^n 2^f with n the nearest
 // integer and |f| <= 1/2; 2^f = 1 + f g(f), g the interpolation of (2^f - 1) / f in six Chebyshev
 // nodes, whose relative error is 2^-27.5.

@@ -12,8 +12,6 @@ HWY_BEFORE_NAMESPACE();
 namespace sluice::cpu {
 namespace HWY_NAMESPACE {
 
-HWY_INLINE float sum_of(VF v) { return hn::GetLane(hn::SumOfLanes(DF(), v)); }
-
 template <typename T>
 void score_all_channels(const RowScan& scan, const float* q, float factor, float* logits) {
   const auto d = static_cast<std::size_t>(scan.head_dim);
@@ -25,7 +23,7 @@ void score_all_channels(const RowScan& scan, const float* q, float factor, float
     for (std::size_t c = 0; c < whole; c += kLanes) {
       sum = hn::MulAdd(load_floats(q + c), load_floats(key + c), sum);
     }
-    float total = sum_of(sum);
+    float total = sum_lanes(sum);
     for (std::size_t c = whole; c < d; ++c) total += q[c] * load_float(key + c);
     logits[row] = total * factor;
   }
@@ -81,7 +79,7 @@ void bounds_kernel(const std::uint16_t* bounds, int head_dim, const float* q, fl
       sum = hn::Add(sum, hn::Max(hn::Mul(query, load_floats(low + c)),
                                  hn::Mul(query, load_floats(high + c))));
     }
-    float total = sum_of(sum);
+    float total = sum_lanes(sum);
     for (std::size_t c = whole; c < d; ++c) {
       total += HWY_MAX(q[c] * load_float(low + c), q[c] * load_float(high + c));
     }

@@ -16,8 +16,6 @@ namespace HWY_NAMESPACE {
 
 constexpr auto kTokens = static_cast<std::size_t>(kPageTokens);
 
-HWY_INLINE float sum_of(VF v) { return hn::GetLane(hn::SumOfLanes(DF(), v)); }
-
 // e^(x - reference).
 HWY_INLINE VF exp_of(VF x, VF reference) {
   return exp2_of(hn::Mul(hn::Sub(x, reference), hn::Set(DF(), std::numbers::log2e_v<float>)));
@@ -39,7 +37,7 @@ HWY_INLINE float sum_all(const float* x, std::size_t count) {
   VF sums = hn::Zero(df);
   std::size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) sums = hn::Add(sums, hn::LoadU(df, x + i));
-  float sum = sum_of(sums);
+  float sum = sum_lanes(sums);
   for (; i < count; ++i) sum += x[i];
   return sum;
 }
@@ -57,7 +55,7 @@ bool softmax_kernel(float* x, std::int64_t count, float* lse) {
     return v;
   });
   const VF highest = hn::MaxOfLanes(df, maxima);
-  if (!(sum_of(strange) == 0.0f) || !(hn::GetLane(highest) > kMinusInfinity)) return false;
+  if (!(sum_lanes(strange) == 0.0f) || !(hn::GetLane(highest) > kMinusInfinity)) return false;
 
   for_vectors(x, n, [&](VF v, std::size_t) { return exp_of(v, highest); });
   const float sum = sum_all(x, n);
@@ -81,7 +79,7 @@ PageSum exp_page_kernel(float* x) {
     sums = hn::Add(sums, weight);
     hn::StoreU(weight, df, x + i);
   }
-  return {hn::GetLane(highest), sum_of(sums)};
+  return {hn::GetLane(highest), sum_lanes(sums)};
 }
 
 bool softmax_pages_kernel(float* levels, const float* sums, std::int64_t pages, float* lse) {

@@ -38,7 +38,7 @@ float weigh(float* logits, float reference) {
     hn::StoreU(weight, df, logits + i);
     sum = hn::Add(sum, weight);
   }
-  return hn::GetLane(hn::SumOfLanes(df, sum));
+  return sum_lanes(sum);
 }
 
 float sum_of(const float* weights) {
@@ -47,7 +47,7 @@ float sum_of(const float* weights) {
   for (std::size_t i = 0; i < kTokens; i += kLanes) {
     sum = hn::Add(sum, hn::LoadU(df, weights + i));
   }
-  return hn::GetLane(hn::SumOfLanes(df, sum));
+  return sum_lanes(sum);
 }
 
 // The first `count` of a vector, which may be fewer than it holds.

@@ -11,10 +11,11 @@ TracedQueue::TracedQueue(std::unique_ptr<Queue> queue, std::shared_ptr<Trace> tr
 
 void TracedQueue::run(std::string_view name, TraceKind kind, const auto& work,
                       std::uint64_t bytes) {
+  const int layer = ranges_.empty() ? -1 : ranges_.back().label.layer;
   const double begin = trace_->now();
   work(*queue_);
   queue_->synchronize();
-  trace_->add({name, kind, layer_, begin, trace_->now() - begin, bytes});
+  trace_->add({name, kind, layer, begin, trace_->now() - begin, bytes});
 }
 
 void TracedQueue::copy(std::span<const CopyOp> ops) {
@@ -145,7 +146,6 @@ std::unique_ptr<Queue> TracedQueue::make_sibling(const QueueOptions& options) {
 void TracedQueue::begin_range(const QueueRange::Label& label) {
   queue_->begin_range(label);
   ranges_.push_back({label, trace_->now()});
-  if (label.layer >= 0) layer_ = label.layer;
 }
 
 void TracedQueue::end_range() {
@@ -153,7 +153,6 @@ void TracedQueue::end_range() {
   const Range range = ranges_.back();
   ranges_.pop_back();
   const bool is_layer = range.label.layer >= 0;
-  if (is_layer) layer_ = -1;
   trace_->add({range.label.name, is_layer ? TraceKind::layer : TraceKind::step, range.label.layer,
                range.begin, trace_->now() - range.begin, 0,
                static_cast<std::uint64_t>(range.label.tokens)});

@@ -64,8 +64,7 @@ class TracedQueue : public Queue {
 
   std::unique_ptr<Queue> queue_;
   std::shared_ptr<Trace> trace_;
-  std::vector<Range> ranges_;
-  int layer_ = -1;
+  std::vector<Range> ranges_;  // the innermost last
 };
 
 }  // namespace sluice

@@ -4,10 +4,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <string_view>
-#include <vector>
 
 namespace sluice {
 
@@ -55,7 +55,7 @@ class Trace {
  private:
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   mutable std::mutex mutex_;
-  std::vector<TraceEvent> events_;
+  std::deque<TraceEvent> events_;
   std::size_t dropped_ = 0;
 };
 
