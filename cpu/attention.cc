@@ -75,7 +75,8 @@ AttendTile make_tile(const AttendParams& p, const Plan& plan, std::int64_t tile,
   t.row_bytes = shape.row_bytes();
   t.dtype = shape.dtype;
   t.count = span.count;
-  t.visible = p.first_query_position + token + 1 - p.first_row_position;
+  if (p.seen != nullptr) t.seen = p.seen + token;
+  t.visible = (p.seen != nullptr ? 0 : p.first_query_position + token + 1) - p.first_row_position;
   t.out_stride = static_cast<std::int64_t>(shape.query_heads) * shape.head_dim;
   t.out = p.out + token * t.out_stride + first_head * shape.head_dim;
   t.lse_stride = shape.query_heads;

@@ -46,7 +46,8 @@ struct AlignedDelete {
 }  // namespace
 
 std::int64_t AttendTile::visible_to(int m) const {
-  return std::clamp<std::int64_t>(visible + m / group, 0, count);
+  const std::int64_t more = seen != nullptr ? seen[m / group] : m / group;
+  return std::clamp<std::int64_t>(visible + more, 0, count);
 }
 
 void finish_query(const AttendTile& tile, int m, const SoftmaxState& state) {

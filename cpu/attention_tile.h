@@ -22,7 +22,8 @@ struct AttendTile {
   std::size_t row_bytes = 0;
   DType dtype = DType::bf16;
   std::int64_t count = 0;
-  std::int64_t visible = 0;  // rows that token 0 sees; may be < 0 or > count. Token t: t more.
+  std::int64_t visible = 0;  // rows that token 0 sees; may be < 0 or > count. Token t: t more, or
+  const std::int32_t* seen = nullptr;  // if this is not null, `visible` and seen[t]
 
   float* out = nullptr;  // [tokens, ..., group, head_dim], `out_stride` floats between tokens
   std::int64_t out_stride = 0;

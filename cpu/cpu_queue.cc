@@ -146,7 +146,15 @@ void CpuQueue::attend_selected(const AttendSelectedParams& params) {
 
 void CpuQueue::gather(const GatherParams& params) { cpu::gather(params, threads()); }
 
+void CpuQueue::pack_tokens(const PackTokensParams& params) { cpu::pack_tokens(params, threads()); }
+
+void CpuQueue::unpack_tokens(const UnpackTokensParams& params) {
+  cpu::unpack_tokens(params, threads());
+}
+
 void CpuQueue::column_sums(const ColumnSumsParams& params) { cpu::column_sums(params, threads()); }
+
+void CpuQueue::choose_tokens(const ChooseTokensParams& params) { cpu::choose_tokens(params); }
 
 void CpuQueue::sum_values(const SumValuesParams& params) { cpu::sum_values(params); }
 

@@ -35,7 +35,10 @@ class CpuQueue : public Queue {
   void select(const SelectParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
   void gather(const GatherParams& params) override;
+  void pack_tokens(const PackTokensParams& params) override;
+  void unpack_tokens(const UnpackTokensParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
+  void choose_tokens(const ChooseTokensParams& params) override;
   void sum_values(const SumValuesParams& params) override;
   void build_values(const BuildValuesParams& params) override;
   void build_values_batch(const BuildValuesBatchParams& params) override;

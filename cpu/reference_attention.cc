@@ -180,8 +180,9 @@ void attend_selected_item(const AttendSelectedParams& p, const Item& item, Refer
 
 void attend(const AttendParams& p, ReferenceReads& reads) {
   const auto visible_to = [&](std::int64_t token, const RowSpan& span) {
-    return static_cast<std::size_t>(std::clamp<std::int64_t>(
-        p.first_query_position + token + 1 - p.first_row_position, 0, span.count));
+    const std::int64_t end = p.seen != nullptr ? p.seen[token] : p.first_query_position + token + 1;
+    return static_cast<std::size_t>(
+        std::clamp<std::int64_t>(end - p.first_row_position, 0, span.count));
   };
   for (int head = 0; head < p.shape.query_heads; ++head) {
     const RowSpan& span = p.rows[static_cast<std::size_t>(head / p.shape.group())];

@@ -115,7 +115,17 @@ void ReferenceQueue::attend_selected(const AttendSelectedParams& params) {
 
 void ReferenceQueue::gather(const GatherParams& params) { reference::gather(params, *this); }
 
+void ReferenceQueue::pack_tokens(const PackTokensParams& params) { reference::pack_tokens(params); }
+
+void ReferenceQueue::unpack_tokens(const UnpackTokensParams& params) {
+  reference::unpack_tokens(params);
+}
+
 void ReferenceQueue::column_sums(const ColumnSumsParams& params) { reference::column_sums(params); }
+
+void ReferenceQueue::choose_tokens(const ChooseTokensParams& params) {
+  reference::choose_tokens(params);
+}
 
 void ReferenceQueue::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
 

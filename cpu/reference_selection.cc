@@ -229,6 +229,58 @@ void column_sums(const ColumnSumsParams& p) {
   std::copy(sums.begin(), sums.end(), p.sums);
 }
 
+void choose_tokens(const ChooseTokensParams& p) {
+  const auto tokens = static_cast<std::size_t>(p.end - p.first);
+  const std::vector<double> sums(p.sums + p.first, p.sums + p.end);
+  *p.bad = std::all_of(sums.begin(), sums.end(), [](double x) { return std::isfinite(x); }) ? 0 : 1;
+  if (*p.bad != 0) return;
+  const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
+  const std::vector<std::size_t> heaviest = by_weight(sums, tokens);
+  std::size_t count = p.tau < 1.0 ? 0 : tokens;
+  for (double carried = 0.0; count < tokens && carried < p.tau * total; ++count) {
+    carried += sums[heaviest[count]];
+  }
+  std::vector<double> means;
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const auto sees = std::count_if(p.probes.begin(), p.probes.end(), [&](std::int64_t probe) {
+      return probe >= p.first + static_cast<std::int64_t>(t);
+    });
+    // Means are fp32, so that equal ones are equal to all backends.
+    means.push_back(static_cast<double>(static_cast<float>(sums[t]) / static_cast<float>(sees)));
+  }
+  std::vector<bool> important(tokens);
+  const std::vector<std::size_t> order = by_weight(means, tokens);
+  for (std::size_t i = 0; i < count; ++i) important[order[i]] = true;
+  const auto newest = std::min(p.end - p.first, p.newest);
+  std::fill(important.end() - newest, important.end(), true);
+
+  std::vector<std::int32_t> before;  // of every position
+  std::int32_t* position = p.positions;
+  for (std::int64_t t = 0; t < p.end; ++t) {
+    const bool is_listed = t >= p.first ? important[static_cast<std::size_t>(t - p.first)]
+                                        : p.eligible == nullptr || p.eligible[t] != 0;
+    before.push_back(static_cast<std::int32_t>(position - p.positions));
+    p.listed[t] = is_listed ? 1 : 0;
+    if (is_listed) *position++ = static_cast<std::int32_t>(t);
+    if (t < p.first) continue;
+    const std::int64_t block = std::max(p.first, t / p.block * p.block);
+    p.seen[t - p.first] = before[static_cast<std::size_t>(block)];
+  }
+}
+
+void pack_tokens(const PackTokensParams& p) {
+  for (std::int64_t i = 0; i < p.count; ++i) {
+    std::copy_n(p.piece + (p.positions[i] - p.first) * p.stride, p.width, p.packed + i * p.width);
+  }
+}
+
+void unpack_tokens(const UnpackTokensParams& p) {
+  if (p.clear) std::fill_n(p.piece, p.tokens * p.width, 0.0f);
+  for (std::int64_t i = 0; i < p.count; ++i) {
+    std::copy_n(p.packed + i * p.width, p.width, p.piece + (p.positions[i] - p.first) * p.width);
+  }
+}
+
 void sum_values(const SumValuesParams& p) {
   for (std::size_t head = 0; head < p.rows.size(); ++head) {
     for (std::int64_t i = 0; i < p.rows[head].count; ++i) {

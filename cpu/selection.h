@@ -16,6 +16,9 @@ void select(const SelectParams& params, Threads& threads);
 void attend_selected(const AttendSelectedParams& params, Threads& threads);
 void gather(const GatherParams& params, Threads& threads);
 void column_sums(const ColumnSumsParams& params, Threads& threads);
+void choose_tokens(const ChooseTokensParams& params);
+void pack_tokens(const PackTokensParams& params, Threads& threads);
+void unpack_tokens(const UnpackTokensParams& params, Threads& threads);
 void sum_values(const SumValuesParams& params);
 
 // A cut through non-negative weights: everything heavier than `weight` is kept, and of those that

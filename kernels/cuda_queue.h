@@ -51,7 +51,14 @@ class CudaQueue : public Queue {
     attend_decode_selected(params, launch());
   }
   void gather(const GatherParams& params) override { cuda::gather(params, launch()); }
+  void pack_tokens(const PackTokensParams& params) override { cuda::pack_tokens(params, launch()); }
+  void unpack_tokens(const UnpackTokensParams& params) override {
+    cuda::unpack_tokens(params, launch());
+  }
   void column_sums(const ColumnSumsParams& params) override { cuda::column_sums(params, launch()); }
+  void choose_tokens(const ChooseTokensParams& params) override {
+    cuda::choose_tokens(params, launch());
+  }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
   void build_values(const BuildValuesParams& params) override {
     cuda::build_values(params, launch());

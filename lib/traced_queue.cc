@@ -95,6 +95,14 @@ void TracedQueue::gather(const GatherParams& params) {
   run("gather", TraceKind::gather, [&](Queue& queue) { queue.gather(params); });
 }
 
+void TracedQueue::pack_tokens(const PackTokensParams& params) {
+  run("pack tokens", TraceKind::copy, [&](Queue& queue) { queue.pack_tokens(params); });
+}
+
+void TracedQueue::unpack_tokens(const UnpackTokensParams& params) {
+  run("unpack tokens", TraceKind::copy, [&](Queue& queue) { queue.unpack_tokens(params); });
+}
+
 void TracedQueue::sum_values(const SumValuesParams& params) {
   run("sum_values", TraceKind::index, [&](Queue& queue) { queue.sum_values(params); });
 }
@@ -118,6 +126,10 @@ void TracedQueue::select(const SelectParams& params) {
 
 void TracedQueue::column_sums(const ColumnSumsParams& params) {
   run("column_sums", TraceKind::scan, [&](Queue& queue) { queue.column_sums(params); });
+}
+
+void TracedQueue::choose_tokens(const ChooseTokensParams& params) {
+  run("choose_tokens", TraceKind::select, [&](Queue& queue) { queue.choose_tokens(params); });
 }
 
 void TracedQueue::build_values(const BuildValuesParams& params) {

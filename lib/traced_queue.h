@@ -35,12 +35,15 @@ class TracedQueue : public Queue {
   void attend_batch(const AttendBatchParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
   void gather(const GatherParams& params) override;
+  void pack_tokens(const PackTokensParams& params) override;
+  void unpack_tokens(const UnpackTokensParams& params) override;
   void sum_values(const SumValuesParams& params) override;
   void build_index(const BuildIndexParams& params) override;
   void build_batch(const BuildBatchParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
+  void choose_tokens(const ChooseTokensParams& params) override;
   void build_values(const BuildValuesParams& params) override;
   void build_values_batch(const BuildValuesBatchParams& params) override;
   void attend_tiles(const AttendTilesParams& params) override;

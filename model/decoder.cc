@@ -239,7 +239,8 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
     session.choose(layer);
     for_pieces([&](std::int64_t first, const Matrix& x) {
       session.take_piece(first, x.rows);
-      project(layer, x, {{}, session.length() + first});
+      // Of a single piece the queries are still there.
+      if (x.rows < total) project(layer, x, {{}, session.length() + first});
       session.attend(layer, queries());
       mix(layer, x);
       feed_forward(layer, x);

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "lib/bytes.h"
+#include "offload/planner.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -106,11 +107,14 @@ std::string Plan::to_table() const {
                 std::to_string(rows) + " of " + format_bytes(kv.shape.row_bytes()));
   table += device_lines(kv);
   const std::uint64_t selecting = kv.index_bytes + kv.work_bytes;
-  table += line("host: rows", kv.host_bytes - (kv.in_place ? selecting + kv.table_bytes : 0), "");
+  const std::uint64_t compact = DeviceRowBytes(kv).compact;
+  table += line("host: rows",
+                kv.host_bytes - (kv.in_place ? selecting + kv.table_bytes + compact : 0), "");
   if (selecting > 0) {
     const char* const where = kv.in_place ? "in host memory" : "of the device tier";
     table += line("key index", kv.index_bytes, where);
     table += line("work space to select", kv.work_bytes, where);
+    if (compact > 0) table += line("important rows", compact, where);
   }
   const std::string where = on_device ? "device: " : "host: ";
   table += line((where + "weights").c_str(), weight_bytes, "");
@@ -136,6 +140,7 @@ std::string Plan::to_json() const {
                                {"resident_tokens", kv.resident_tokens},
                                {"tails", kv.tails},
                                {"stream_tokens", kv.stream_tokens},
+                               {"compact_rows", kv.compact_rows},
                                {"index_bytes", kv.index_bytes},
                                {"work_bytes", kv.work_bytes},
                                {"sequences", kv.sequences},

@@ -1,13 +1,11 @@
 #include "offload/important_tokens.h"
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <random>
 #include <string>
 
 #include "lib/check.h"
-#include "offload/gathered_attention.h"
 #include "offload/kv_pool.h"
 #include "sluice/errors.h"
 
@@ -17,64 +15,61 @@ namespace {
 constexpr std::int64_t kNewestProbes = 64;
 constexpr std::int64_t kRandomProbes = 64;
 constexpr std::int64_t kProbes = kNewestProbes + kRandomProbes;
-// Keys per KV head attended at a time: enough for a block of queries to be worth the gather.
-constexpr std::int64_t kArenaRows = 1024;
+static_assert(kProbes <= ChooseTokensParams::kMostProbes);
 // Tokens that demoted prompts attend to at once, from positions that do not depend on the size of
 // the pieces in which a prompt comes: so neither does the result.
 constexpr std::int64_t kBlock = 512;
+// Important tokens of a piece that attend at a time, when only they do.
+constexpr std::int64_t kPackedTokens = 1024;
 constexpr std::uint64_t kSeed = 20241011;
 
 std::size_t bytes_of(std::int64_t count, std::size_t size) {
   return static_cast<std::size_t>(count) * size;
 }
 
-// As many of the heaviest as carry the share tau of the total.
-std::int64_t count_for(const std::vector<float>& sums, double tau) {
-  if (tau >= 1.0) return static_cast<std::int64_t>(sums.size());
-  std::vector<float> sorted = sums;
-  std::sort(sorted.begin(), sorted.end(), std::greater<>());
-  const double total = std::accumulate(sorted.begin(), sorted.end(), 0.0);
-  double carried = 0.0;
-  std::int64_t count = 0;
-  while (count < static_cast<std::int64_t>(sorted.size()) && carried < tau * total) {
-    carried += static_cast<double>(sorted[static_cast<std::size_t>(count++)]);
-  }
-  return count;
-}
-
 }  // namespace
 
-ImportantTokenBytes::ImportantTokenBytes(const KvShape& shape, std::int64_t context,
-                                         std::int64_t sequences)
-    : probe_queries(bytes_of(kProbes * shape.query_heads * shape.head_dim, sizeof(float))),
-      positions(bytes_of(shape.kv_heads * context, sizeof(std::int32_t))),
-      queries(bytes_of(kBlock * shape.query_heads * shape.head_dim, sizeof(float))),
-      out(queries),
-      lse(bytes_of(kBlock * shape.query_heads, sizeof(float))),
-      arena(bytes_of(shape.kv_heads * kArenaRows, shape.row_bytes())),
-      zeros(bytes_of(std::int64_t{shape.query_heads} * shape.head_dim, sizeof(float))),
-      masks(bytes_of(shape.layers * sequences * context, 1)),
-      sums(bytes_of(context, sizeof(float))) {}
-
-std::uint64_t ImportantTokenBytes::work() const {
-  return probe_queries + positions + queries + out + lse + arena + zeros + masks;
+ImportantTokenBytes::ImportantTokenBytes(const IndexLayout& layout) {
+  const KvShape& shape = layout.shape;
+  const std::int64_t width = std::int64_t{shape.query_heads} * shape.head_dim;
+  const std::int64_t packed_tokens = layout.evicts ? std::min(kPackedTokens, layout.context) : 0;
+  probe_queries = bytes_of(kProbes * width, sizeof(float));
+  sums = bytes_of(layout.context, sizeof(float));
+  listed = bytes_of(layout.context, 1);
+  positions = seen = bytes_of(layout.context, sizeof(std::int32_t));
+  packed = bytes_of(packed_tokens * width, sizeof(float));
+  packed_lse = bytes_of(packed_tokens * shape.query_heads, sizeof(float));
+  masks = layout.evicts ? bytes_of(shape.layers * layout.sequences * layout.context, 1) : 0;
+  bad = sizeof(std::int32_t);
 }
 
-ImportantTokens::ImportantTokens(Queue& queue, const KvShape& shape, std::int64_t context,
-                                 std::int64_t sequences, Tier tier)
-    : queue_(&queue), shape_(shape), context_(context), sequences_(sequences) {
+std::uint64_t ImportantTokenBytes::work() const {
+  return probe_queries + sums + listed + positions + seen + 2 * packed + packed_lse + masks;
+}
+
+ImportantTokens::ImportantTokens(Queue& queue, const IndexLayout& layout, std::uint64_t row_bytes,
+                                 Tier tier)
+    : queue_(&queue),
+      shape_(layout.shape),
+      context_(layout.context),
+      sequences_(layout.sequences),
+      arena_rows_(static_cast<std::int64_t>(row_bytes / shape_.row_bytes()) / shape_.kv_heads) {
+  check(arena_rows_ > 0, "a plan without room for important rows");
   Backend& backend = queue.backend();
-  const ImportantTokenBytes bytes(shape, context, sequences);
+  const ImportantTokenBytes bytes(layout);
   probe_queries_ = backend.allocate(tier, bytes.probe_queries);
+  sums_ = backend.allocate(tier, bytes.sums);
+  listed_ = backend.allocate(tier, bytes.listed);
   positions_ = backend.allocate(tier, bytes.positions);
-  queries_ = backend.allocate(tier, bytes.queries);
-  out_ = backend.allocate(tier, bytes.out);
-  lse_ = backend.allocate(tier, bytes.lse);
-  arena_ = backend.allocate(tier, bytes.arena);
-  zeros_ = backend.allocate(tier, bytes.zeros);
+  seen_ = backend.allocate(tier, bytes.seen);
+  packed_q_ = backend.allocate(tier, bytes.packed);
+  packed_out_ = backend.allocate(tier, bytes.packed);
+  packed_lse_ = backend.allocate(tier, bytes.packed_lse);
+  arena_ = backend.allocate(tier, row_bytes);
   masks_ = backend.allocate(tier, bytes.masks);
-  sums_ = backend.allocate(Tier::host, bytes.sums);
+  host_listed_ = backend.allocate(Tier::host, bytes.listed);
   eligible_ = backend.allocate(Tier::host, bytes.masks);
+  bad_ = backend.allocate(Tier::host, bytes.bad);
   std::fill_n(eligible(0, 0), bytes.masks, std::uint8_t{1});
 }
 
@@ -90,7 +85,12 @@ Mask ImportantTokens::mask(int layer) const {
   return {reinterpret_cast<const std::uint8_t*>(masks_.data()) + mask_offset(layer, 0), context_};
 }
 
+const std::uint8_t* ImportantTokens::eligible_on_backend(int layer) const {
+  return evicted_ ? mask(layer).tokens + sequence_ * context_ : nullptr;
+}
+
 void ImportantTokens::rewind(std::int32_t sequence, std::int64_t length) {
+  if (masks_.bytes() == 0) return;
   for (int layer = 0; layer < shape_.layers; ++layer) {
     std::uint8_t* const own = eligible(layer, sequence);
     std::fill(own + length, own + context_, std::uint8_t{1});
@@ -101,7 +101,7 @@ void ImportantTokens::rewind(std::int32_t sequence, std::int64_t length) {
 }
 
 void ImportantTokens::copy(std::int32_t from, std::int32_t to) {
-  for (int layer = 0; layer < shape_.layers; ++layer) {
+  for (int layer = 0; layer < shape_.layers && masks_.bytes() > 0; ++layer) {
     std::copy_n(eligible(layer, from), context_, eligible(layer, to));
     publish(layer, to, 0, context_);
   }
@@ -139,7 +139,7 @@ void ImportantTokens::collect(const StepRange& piece, const Queries& queries) {
 }
 
 // Softmax weights of every token of the prompt, summed over probes and query heads.
-std::vector<float> ImportantTokens::column_sums(int layer, const KvPool& pool) {
+void ImportantTokens::sum_columns(int layer, const KvPool& pool) {
   const RowRun run = whole_run(pool.tables(), sequence_, prompt_.end(), pool.plan().in_place);
   if (run.count == 0) {
     throw Error(ErrorCode::unsupported,
@@ -152,165 +152,178 @@ std::vector<float> ImportantTokens::column_sums(int layer, const KvPool& pool) {
   params.positions = probes_;
   params.shape = shape_;
   params.rows = rows;
-  if (evicted_) params.eligible = mask(layer).tokens + sequence_ * context_;
+  params.eligible = eligible_on_backend(layer);
   params.sums = sums_.floats();
   queue_->column_sums(params);
+}
+
+void ImportantTokens::choose(int layer, const SparsePrefill& how, const KvPool& pool) {
+  brought_ = -1;
+  sum_columns(layer, pool);
+  const auto* const bad = reinterpret_cast<const std::int32_t*>(bad_.data());
+  ChooseTokensParams params;
+  params.sums = sums_.floats();
+  params.first = prompt_.first;
+  params.end = prompt_.end();
+  params.probes = probes_;
+  params.tau = how.tau;
+  params.newest = kNewestProbes;
+  params.eligible = eligible_on_backend(layer);
+  params.block = kBlock;
+  params.listed = reinterpret_cast<std::uint8_t*>(listed_.data());
+  params.positions = reinterpret_cast<std::int32_t*>(positions_.data());
+  params.seen = reinterpret_cast<std::int32_t*>(seen_.data());
+  params.bad = reinterpret_cast<std::int32_t*>(bad_.data());
+  queue_->choose_tokens(params);
+  const CopyOp op = {host_listed_.data(), listed_.data(), bytes_of(prompt_.end(), 1)};
+  queue_->copy({&op, 1});
   queue_->synchronize();
-  std::vector<float> sums(sums_.floats() + prompt_.first, sums_.floats() + prompt_.end());
-  if (!std::all_of(sums.begin(), sums.end(), [](float x) { return std::isfinite(x); })) {
+  if (*bad != 0) {
     throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
                                         " is NaN or infinite; the checkpoint's weights are "
                                         "damaged");
   }
-  return sums;
+  listed_tokens_.count({reinterpret_cast<const std::uint8_t*>(host_listed_.data()), op.bytes});
+  if (how.evict) keep_mask(layer);
 }
 
-void ImportantTokens::choose(int layer, const SparsePrefill& how, const KvPool& pool) {
-  std::vector<float> scores = column_sums(layer, pool);
-  const auto tokens = static_cast<std::size_t>(prompt_.tokens);
-  const std::int64_t count = count_for(scores, how.tau);
-  // Mean over the probes that can see a token.
-  for (std::size_t t = 0; t < tokens; ++t) {
-    const std::int64_t position = prompt_.first + static_cast<std::int64_t>(t);
-    const auto blind = std::lower_bound(probes_.begin(), probes_.end(), position);
-    scores[t] /= static_cast<float>(probes_.end() - blind);
-  }
-  std::vector<std::size_t> order(tokens);
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t a, std::size_t b) { return scores[a] > scores[b]; });
-  important_.assign(tokens, 0);
-  for (std::int64_t i = 0; i < count; ++i) important_[order[static_cast<std::size_t>(i)]] = 1;
-  const auto newest = static_cast<std::size_t>(std::min(prompt_.tokens, kNewestProbes));
-  std::fill(important_.end() - static_cast<std::int64_t>(newest), important_.end(),
-            std::uint8_t{1});
-
-  keys_.clear();
-  for (std::int64_t t = 0; t < prompt_.first; ++t) {
-    if (eligible(layer, sequence_)[t] != 0) keys_.push_back(static_cast<std::int32_t>(t));
-  }
-  for (std::size_t t = 0; t < tokens; ++t) {
-    if (important_[t] != 0)
-      keys_.push_back(static_cast<std::int32_t>(prompt_.first) + static_cast<std::int32_t>(t));
-  }
-  if (!how.evict) return;
+void ImportantTokens::keep_mask(int layer) {
   evicted_ = true;
-  std::copy(important_.begin(), important_.end(), eligible(layer, sequence_) + prompt_.first);
+  const auto* const listed = reinterpret_cast<const std::uint8_t*>(host_listed_.data());
+  std::copy(listed + prompt_.first, listed + prompt_.end(),
+            eligible(layer, sequence_) + prompt_.first);
   publish(layer, sequence_, prompt_.first, prompt_.end());
 }
 
-// All tokens of a (part of a) block: attention to the important tokens before the block, and to the
-// block.
-ImportantTokens::Part ImportantTokens::whole_block(const StepRange& block) const {
-  Part part;
-  const std::int64_t begin = std::max(prompt_.first, block.first / kBlock * kBlock);
-  const auto before = std::lower_bound(keys_.begin(), keys_.end(), begin);
-  part.keys.assign(keys_.begin(), before);
-  part.first_query = static_cast<std::int64_t>(part.keys.size()) + block.first - begin;
-  for (std::int64_t t = begin; t < block.end(); ++t) {
-    part.keys.push_back(static_cast<std::int32_t>(t));
-    if (t >= block.first) part.queries.push_back(t - block.first);
-  }
-  return part;
-}
-
-// Attention among important tokens only: those of the block follow each other among the keys, as
-// the causal mask wants.
-ImportantTokens::Part ImportantTokens::important_part(const StepRange& block) const {
-  Part part;
-  const auto before = std::lower_bound(keys_.begin(), keys_.end(), block.first);
-  const auto end = std::lower_bound(before, keys_.end(), block.end());
-  part.keys.assign(keys_.begin(), end);
-  part.first_query = before - keys_.begin();
-  for (auto key = before; key != end; ++key) part.queries.push_back(*key - block.first);
-  return part;
-}
-
-// The same keys for every KV head.
-void ImportantTokens::put_keys(const std::vector<std::int32_t>& keys) {
-  std::vector<CopyOp> ops;
-  for (int head = 0; head < shape_.kv_heads; ++head) {
-    ops.push_back({positions_.data() + bytes_of(head * context_, sizeof(std::int32_t)),
-                   reinterpret_cast<const std::byte*>(keys.data()),
-                   keys.size() * sizeof(std::int32_t)});
-  }
-  queue_->copy(ops);
-}
-
-// Queries of the part into one run, and its outputs back to their places; zero for the rest.
-void ImportantTokens::copy_queries(const Part& part, const StepRange& block,
-                                   const Queries& queries) {
-  const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
-  const std::size_t bytes = bytes_of(width, sizeof(float));
-  std::vector<CopyOp> in;
-  out_ops_.clear();
-  for (std::int64_t i = 0; i < block.tokens; ++i) {
-    out_ops_.push_back(
-        {reinterpret_cast<std::byte*>(queries.out + i * width), zeros_.data(), bytes});
-  }
-  for (std::size_t i = 0; i < part.queries.size(); ++i) {
-    const std::int64_t token = part.queries[i];
-    in.push_back({queries_.data() + i * bytes,
-                  reinterpret_cast<const std::byte*>(queries.q + token * queries.stride), bytes});
-    out_ops_[static_cast<std::size_t>(token)].from = out_.data() + i * bytes;
-  }
-  if (!in.empty()) queue_->copy(in);
+std::int64_t ImportantTokens::block_begin(std::int64_t position) const {
+  return std::max(prompt_.first, position / kBlock * kBlock);
 }
 
 void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRange& piece,
                              const Queries& queries, const KvPool& pool, Ledger& ledger) {
+  if (how.evict) return attend_important(layer, piece, queries, pool, ledger);
+  attend_blocks(layer, piece, queries, pool, ledger);
+  attend_before(layer, piece, queries, pool, ledger);
+}
+
+// Every token to the tokens of its block up to itself.
+void ImportantTokens::attend_blocks(int layer, const StepRange& piece, const Queries& queries,
+                                    const KvPool& pool, Ledger& ledger) {
   const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
   for (std::int64_t first = piece.first; first < piece.end();) {
     const std::int64_t end = std::min(piece.end(), (first / kBlock + 1) * kBlock);
-    const StepRange block = {first, end - first};
-    Queries own = queries;
-    own.q += (first - piece.first) * queries.stride;
-    own.out += (first - piece.first) * width;
-    attend_block(layer, how.evict ? important_part(block) : whole_block(block), block, own, pool,
-                 ledger);
+    const std::int64_t token = first - piece.first;
+    AttendParams params =
+        attend_params(shape_, {first, end - first},
+                      {queries.q + token * queries.stride, queries.stride,
+                       queries.out + token * width, queries.lse + token * shape_.query_heads});
+    for (const RowRun& run : nearest_runs(pool.tables(), sequence_, block_begin(first), end)) {
+      attend_run(layer, params, run, pool, ledger);
+    }
     first = end;
   }
 }
 
-void ImportantTokens::attend_block(int layer, const Part& part, const StepRange& block,
-                                   const Queries& queries, const KvPool& pool, Ledger& ledger) {
-  copy_queries(part, block, queries);
-  if (!part.queries.empty()) {
-    put_keys(part.keys);
-    GatheredAttention params;
-    params.attend = attend_params(shape_, block, queries);
-    params.attend.q = queries_.floats();
-    params.attend.tokens = static_cast<std::int64_t>(part.queries.size());
-    params.attend.q_stride = std::int64_t{shape_.query_heads} * shape_.head_dim;
-    params.attend.first_query_position = part.first_query;
-    params.attend.out = out_.floats();
-    params.attend.lse = lse_.floats();
-    params.keys.shape = shape_;
-    params.keys.rows = pool.rows(layer);
-    params.keys.sequence = sequence_;
-    params.keys.positions = reinterpret_cast<const std::int32_t*>(positions_.data());
-    params.keys.capacity = context_;
-    params.count = static_cast<std::int64_t>(part.keys.size());
-    params.arena = arena_.data();
-    params.arena_rows = kArenaRows;
-    attend_gathered(*queue_, params);
-    // The host's list of keys may go.
-    queue_->synchronize();
-    record(layer, part.keys, pool, ledger);
+// Where it is, or where the rows of a step would be.
+void ImportantTokens::attend_run(int layer, AttendParams& params, const RowRun& run,
+                                 const KvPool& pool, Ledger& ledger) {
+  const Tier tier = pool.tier();
+  const bool here = run.place == RowPlace::device || pool.plan().in_place;
+  const std::int64_t most = here ? run.count : pool.plan().window_tokens;
+  for (std::int64_t first = run.first; first < run.end(); first += most) {
+    const RowRun part = run.part(first, std::min(run.end(), first + most));
+    std::vector<RowSpan> rows = pool.spans(layer, part);
+    std::vector<CopyOp> ops;
+    for (int head = 0; head < shape_.kv_heads && !here; ++head) {
+      RowSpan& span = rows[static_cast<std::size_t>(head)];
+      ops.push_back({pool.window(head), span.rows, bytes_of(part.count, shape_.row_bytes())});
+      span.rows = pool.window(head);
+    }
+    if (!here) queue_->copy(ops);
+    ledger.record(layer, here ? tier : Tier::host, tier, here ? Cause::hit : Cause::miss,
+                  traffic_of(shape_, part.count));
+    params.rows = rows;
+    params.first_row_position = part.first;
+    queue_->attend(params);
+    params.rows = {};
+    params.merge = true;
   }
-  queue_->copy(out_ops_);
 }
 
-void ImportantTokens::record(int layer, const std::vector<std::int32_t>& keys, const KvPool& pool,
-                             Ledger& ledger) const {
-  const Tier tier = pool.tier();
-  const auto resident = std::count_if(keys.begin(), keys.end(), [&](std::int32_t key) {
-    return pool.plan().in_place ||
-           pool.tables().page(sequence_, key / kPageTokens).device != PageSlots::kNone;
-  });
-  ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape_, resident));
-  ledger.record(layer, Tier::host, tier, Cause::miss,
-                traffic_of(shape_, static_cast<std::int64_t>(keys.size()) - resident));
+// And to the important tokens before the block.
+void ImportantTokens::attend_before(int layer, const StepRange& piece, const Queries& queries,
+                                    const KvPool& pool, Ledger& ledger) {
+  AttendParams params = attend_params(shape_, piece, queries);
+  params.seen = reinterpret_cast<const std::int32_t*>(seen_.data()) + (piece.first - prompt_.first);
+  params.merge = true;
+  attend_listed(layer, params, listed_tokens_.before(block_begin(piece.end() - 1)), pool, ledger);
+}
+
+// Important tokens follow each other as queries and as rows, as the causal mask wants.
+void ImportantTokens::attend_important(int layer, const StepRange& piece, const Queries& queries,
+                                       const KvPool& pool, Ledger& ledger) {
+  const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
+  const std::int64_t end = listed_tokens_.before(piece.end());
+  std::int64_t first = listed_tokens_.before(piece.first);
+  UnpackTokensParams unpack = {nullptr, 0,       piece.first, piece.tokens,
+                               width,   nullptr, queries.out, true};
+  if (first == end) queue_->unpack_tokens(unpack);
+  for (; first < end; first += kPackedTokens, unpack.clear = false) {
+    unpack.positions = positions() + first;
+    unpack.count = std::min(kPackedTokens, end - first);
+    unpack.packed = packed_out_.floats();
+    queue_->pack_tokens({unpack.positions, unpack.count, piece.first, width, queries.q,
+                         queries.stride, packed_q_.floats()});
+    AttendParams params =
+        attend_params(shape_, {first, unpack.count},
+                      {packed_q_.floats(), width, packed_out_.floats(), packed_lse_.floats()});
+    attend_listed(layer, params, first + unpack.count, pool, ledger);
+    queue_->unpack_tokens(unpack);
+  }
+}
+
+// To the first `count` rows of the list, whose numbers are what `params` takes for positions.
+void ImportantTokens::attend_listed(int layer, AttendParams& params, std::int64_t count,
+                                    const KvPool& pool, Ledger& ledger) {
+  ledger.record(layer, pool.tier(), pool.tier(), Cause::hit, traffic_of(shape_, count));
+  for (std::int64_t first = 0; first < count; first += arena_rows_) {
+    const std::int64_t all = std::min(arena_rows_, listed_tokens_.count() - first);
+    if (brought_ != first) bring(layer, first, all, pool, ledger);
+    const std::vector<RowSpan> rows = brought(std::min(all, count - first));
+    params.rows = rows;
+    params.first_row_position = first;
+    queue_->attend(params);
+    params.rows = {};
+    params.merge = true;
+  }
+}
+
+// Listed rows [first, first + count) to the arena.
+void ImportantTokens::bring(int layer, std::int64_t first, std::int64_t count, const KvPool& pool,
+                            Ledger& ledger) {
+  const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape_.kv_heads), count);
+  GatherParams params;
+  params.shape = shape_;
+  params.rows = pool.rows(layer);
+  params.sequence = sequence_;
+  params.positions = positions();
+  params.first = first;
+  params.counts = counts;
+  params.to = arena_.data();
+  params.to_rows = arena_rows_;
+  queue_->gather(params);
+  brought_ = first;
+  if (pool.plan().in_place) return;
+  const std::int64_t near = listed_tokens_.resident(pool.tables(), sequence_, first, first + count);
+  ledger.record(layer, Tier::host, pool.tier(), Cause::miss, traffic_of(shape_, count - near));
+}
+
+std::vector<RowSpan> ImportantTokens::brought(std::int64_t count) const {
+  std::vector<RowSpan> rows;
+  for (std::int64_t head = 0; head < shape_.kv_heads; ++head) {
+    rows.push_back({arena_.data() + bytes_of(head * arena_rows_, shape_.row_bytes()), count});
+  }
+  return rows;
 }
 
 }  // namespace sluice

@@ -77,6 +77,7 @@ struct IndexLayout {
   bool reports_positions = false;  // there is a slot for every layer's selections, see slot()
   std::int64_t candidates = 0;     // likewise, before they are re-scored; 0: none are
   bool zipvl = false;              // some policy's prefill is sparse
+  bool evicts = false;             // likewise, and forgets what it leaves out
   std::int64_t arena_rows = 0;     // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }

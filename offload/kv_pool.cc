@@ -64,8 +64,7 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout_.zipvl) {
-    important_ = std::make_unique<ImportantTokens>(*queue_, plan.shape, plan.context,
-                                                   plan.sequences, tier());
+    important_ = std::make_unique<ImportantTokens>(*queue_, layout_, rows.compact, tier());
   }
 }
 

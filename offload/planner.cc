@@ -22,6 +22,10 @@ constexpr std::int64_t kMinChunk = 16;
 // With smaller chunks than this, prefill streams so often that tails are the wrong use of memory.
 constexpr std::int64_t kMinChunkBesideTails = 64;
 constexpr std::uint64_t kHostPage = 4096;
+// Important rows that a sparse prefill brings together at a time: with fewer they are brought again
+// for every piece of a prompt. In host memory that costs little.
+constexpr std::int64_t kMinCompactRows = 1024;
+constexpr std::int64_t kHostCompactRows = 8192;
 constexpr std::int64_t kMaxSequences = 4096;
 
 void validate(const KvRequest& request) {
@@ -90,7 +94,18 @@ std::optional<KvPlan> fit_streaming(const KvPlan& base, std::uint64_t cap) {
   return std::nullopt;
 }
 
-// Spends what is left of the cap: larger streaming buffers first, then resident pages.
+// All rows of a prompt together in up to `room` bytes, or as many of them.
+KvPlan compact_in(KvPlan plan, std::uint64_t room) {
+  const std::uint64_t of_row =
+      static_cast<std::uint64_t>(plan.shape.kv_heads) * plan.shape.row_bytes();
+  const auto more = static_cast<std::int64_t>(
+      std::min(room / of_row, static_cast<std::uint64_t>(plan.context - plan.compact_rows)));
+  if (plan.compact_rows > 0) plan.compact_rows += more;
+  return plan;
+}
+
+// Spends what is left of the cap: larger streaming buffers first, then half of it on the important
+// rows of a sparse prefill, which then cross once and not with every piece, then resident pages.
 KvPlan widen(KvPlan plan, std::uint64_t cap) {
   for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
     KvPlan wider = plan;
@@ -99,6 +114,7 @@ KvPlan widen(KvPlan plan, std::uint64_t cap) {
     plan = wider;
     break;
   }
+  plan = compact_in(plan, (cap - total_of(plan)) / 2);
   const std::uint64_t of_token = regions_of(plan.shape) * plan.shape.row_bytes();
   const auto rows = static_cast<std::int64_t>((cap - total_of(plan)) / of_token);
   plan.resident_tokens = std::min(rows / kPageTokens, plan.blocks - 1) * kPageTokens;
@@ -129,6 +145,7 @@ DeviceRowBytes::DeviceRowBytes(const KvPlan& plan) {
   resident = regions_of(plan.shape) * static_cast<std::uint64_t>(plan.device_rows()) * row;
   window = of_heads * static_cast<std::uint64_t>(plan.window_tokens);
   stream = of_heads * static_cast<std::uint64_t>(2 * plan.stream_tokens);
+  compact = of_heads * static_cast<std::uint64_t>(plan.compact_rows);
 }
 
 std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
@@ -154,9 +171,10 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.home_rows()) +
                     layout.host_bytes();
   if (layout.zipvl) {
-    const ImportantTokenBytes bytes(request.shape, request.context, request.sequences);
+    const ImportantTokenBytes bytes(layout);
     plan.work_bytes += bytes.work();
     plan.host_bytes += bytes.host();
+    plan.compact_rows = std::min(kMinCompactRows, request.context);
   }
   return plan;
 }
@@ -189,14 +207,16 @@ KvPlan plan_kv(const KvRequest& request) {
   KvPlan plan = uncapped(request, layout);
   if (!request.device_cap && request.attends_host_rows) {
     plan.in_place = true;
-    plan.host_bytes += plan.index_bytes + plan.work_bytes + plan.table_bytes;
+    if (layout.zipvl) plan.compact_rows = std::min(kHostCompactRows, request.context);
+    plan.host_bytes +=
+        plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).compact;
     return plan;
   }
   const std::uint64_t cap = room_of(request);
   KvPlan whole = plan;
   whole.resident_tokens = whole.home_rows();
   if (total_of(whole) <= cap) {
-    plan = whole;
+    plan = compact_in(whole, cap - total_of(whole));
   } else if (const auto streaming = fit_streaming(plan, cap)) {
     plan = widen(*streaming, cap);
   } else {

@@ -30,15 +30,16 @@ struct KvRequest {
   std::uint64_t beside = 0;        // what else the device cap has to hold
 };
 
-// What KvPool allocates of rows on the device.
+// What KvPool allocates of rows on the device; in a plan that has none, in host memory.
 struct DeviceRowBytes {
   explicit DeviceRowBytes(const KvPlan& plan);
 
   std::uint64_t resident;  // and the newest pages
   std::uint64_t window;    // of a step's rows
   std::uint64_t stream;    // both buffers
+  std::uint64_t compact;   // of important tokens
 
-  std::uint64_t sum() const { return resident + window + stream; }
+  std::uint64_t sum() const { return resident + window + stream + compact; }
 };
 
 // Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is

@@ -1,7 +1,8 @@
 // Rows of keys and values: written, and attended to.
 //
 //   append        new tokens' keys and values become rows, on the device and at home
-//   attend        prefill: many queries of one sequence to one run of rows per KV head
+//   attend        prefill: many queries of one sequence to one run of rows per KV head, causally or
+//                 each to as many as it is said to see
 //                   hopper    wgmma, fed by bulk tensor copies: compute capability 9.0, head_dim
 //                             64 or 128
 //                   generic   mma.sync: any other

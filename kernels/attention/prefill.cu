@@ -74,7 +74,8 @@ PrefillArgs args_of(const AttendParams& p) {
   args.rows = head_rows(p.rows);
   args.counts = head_counts(p.rows);
   args.q_stride = p.q_stride;
-  args.first_visible = p.first_query_position + 1 - p.first_row_position;
+  args.seen = p.seen;
+  args.first_visible = (p.seen != nullptr ? 0 : p.first_query_position + 1) - p.first_row_position;
   args.row_bytes = static_cast<int>(p.shape.row_bytes());
   args.head_dim = p.shape.head_dim;
   args.tokens = static_cast<int>(p.tokens);
@@ -115,7 +116,9 @@ void divide_prefill(PrefillArgs& args, const TileShape& shape, const Launch& lau
   args.section_heads = static_cast<int>(std::clamp<std::int64_t>(
       kSectionBytes / std::max<std::int64_t>(1, rows * args.row_bytes), 1, args.kv_heads));
   const std::int64_t visible =
-      std::clamp<std::int64_t>(args.first_visible + args.tokens - 1, 0, rows);
+      args.seen != nullptr
+          ? rows
+          : std::clamp<std::int64_t>(args.first_visible + args.tokens - 1, 0, rows);
   const std::int64_t split_bytes =
       queries * (args.head_dim + 1) * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t most =

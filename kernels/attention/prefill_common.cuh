@@ -27,7 +27,8 @@ struct PrefillArgs {
   HeadRows rows;               // [kv_heads][count, row_bytes]
   HeadCounts counts;
   std::int64_t q_stride = 0;
-  std::int64_t first_visible = 0;  // rows that token 0 sees, before it is clamped to [0, count]
+  // Rows that token t sees, before they are clamped to [0, count]: so many, and t or seen[t] more.
+  std::int64_t first_visible = 0;
   int row_bytes = 0;
   int head_dim = 0;
   int tokens = 0;
@@ -41,6 +42,7 @@ struct PrefillArgs {
   int tiles = 0;          // per KV head
   int splits = 1;         // of the blocks of a tile
   int section_heads = 1;  // KV heads that are worked on together, so that the L2 cache holds them
+  const std::int32_t* seen = nullptr;  // [tokens] or null, see AttendParams
 };
 
 // What a kernel does at once.
@@ -64,9 +66,10 @@ bool attend_prefill_hopper(PrefillArgs args, DType dtype, const Launch& launch);
 
 inline constexpr float kNoLogit = -__builtin_huge_valf();
 
-// Of a head with `count` rows, those that a query token sees.
+// Of a head with `count` rows, those that a query token sees; of a token past the last, any number.
 __device__ __forceinline__ int visible_rows(const PrefillArgs& args, int count, int token) {
-  const std::int64_t rows = args.first_visible + token;
+  const int more = args.seen == nullptr ? token : args.seen[min(token, args.tokens - 1)];
+  const std::int64_t rows = args.first_visible + more;
   return static_cast<int>(rows < 0 ? 0 : rows > count ? count : rows);
 }
 

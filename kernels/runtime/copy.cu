@@ -3,6 +3,7 @@
 
 #include "kernels/runtime/copy.h"
 #include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/error.h"
 #include "kernels/runtime/heads.h"
 #include "kernels/runtime/paged.cuh"
 
@@ -113,6 +114,47 @@ __global__ void __launch_bounds__(kGatherThreads)
 }
 
 }  // namespace
+
+namespace {
+
+constexpr int kPackThreads = 256;
+
+// A block for each token.
+struct PackArgs {
+  const std::int32_t* positions = nullptr;  // [count]
+  std::int64_t first = 0;
+  std::int64_t width = 0;
+  const float* from = nullptr;
+  float* to = nullptr;
+  std::int64_t stride = 0;  // of the piece
+};
+
+template <bool kPacks>
+__global__ void __launch_bounds__(kPackThreads) pack_kernel(const __grid_constant__ PackArgs p) {
+  const std::int64_t packed = static_cast<std::int64_t>(blockIdx.x) * p.width;
+  const std::int64_t piece = (p.positions[blockIdx.x] - p.first) * p.stride;
+  const float* const from = p.from + (kPacks ? piece : packed);
+  float* const to = p.to + (kPacks ? packed : piece);
+  for (std::int64_t i = threadIdx.x; i < p.width; i += kPackThreads) to[i] = from[i];
+}
+
+}  // namespace
+
+void pack_tokens(const PackTokensParams& p, const Launch& launch) {
+  if (p.count == 0) return;
+  const PackArgs args = {p.positions, p.first, p.width, p.piece, p.packed, p.stride};
+  pack_kernel<true><<<static_cast<unsigned>(p.count), kPackThreads, 0, launch.stream>>>(args);
+  require_launch("pack_tokens");
+}
+
+void unpack_tokens(const UnpackTokensParams& p, const Launch& launch) {
+  const std::size_t bytes = static_cast<std::size_t>(p.tokens * p.width) * sizeof(float);
+  if (p.clear) require(cudaMemsetAsync(p.piece, 0, bytes, launch.stream), "memset");
+  if (p.count == 0) return;
+  const PackArgs args = {p.positions, p.first, p.width, p.packed, p.piece, p.width};
+  pack_kernel<false><<<static_cast<unsigned>(p.count), kPackThreads, 0, launch.stream>>>(args);
+  require_launch("unpack_tokens");
+}
 
 void copy_pieces(std::span<const CopyOp> ops, const Launch& launch) {
   Pieces pieces;

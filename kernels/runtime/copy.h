@@ -16,4 +16,8 @@ void copy_pieces(std::span<const CopyOp> ops, const Launch& launch);
 inline constexpr int kGatherBlocks = 16;
 void gather(const GatherParams& params, const Launch& launch, int blocks = kGatherBlocks);
 
+// Tokens of whole floats, a few KiB each.
+void pack_tokens(const PackTokensParams& params, const Launch& launch);
+void unpack_tokens(const UnpackTokensParams& params, const Launch& launch);
+
 }  // namespace sluice::cuda

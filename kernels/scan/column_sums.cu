@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 2) sum_columns(const __grid_constant
   });
 }
 
-// Sums over the KV heads, to the host.
+// Sums over the KV heads.
 __global__ void __launch_bounds__(kThreads)
     add_heads(const float* sums, const std::uint32_t* bad, std::int32_t kv_heads,
               std::int32_t count, float* out) {

@@ -24,6 +24,8 @@
 //   large     whatever is left, by a chain of kernels that share the rows out, of as many heads at
 //             a time as there is scratch for: sums; shortlist, for a small k or cap; thresholds, of
 //             top_p; shortlist again; then, for heads that it has left open, grade_rounds and emit
+//
+// choose_tokens, of a whole prompt, sorts its scores.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +39,10 @@ namespace sluice::cuda {
 // multiple of 1/128 nat: what weighs between two of them is kept or dropped together. Weights are
 // fp32; of top_k with one query head per KV head, logits are compared themselves.
 void select(const SelectParams& params, const Launch& launch);
+
+// Throws Error{unsupported} for a prompt whose scores do not fit the scratch memory, 20 bytes per
+// token and some.
+void choose_tokens(const ChooseTokensParams& params, const Launch& launch);
 
 // Scratch with which select() takes the fewest rounds, from sizes alone. With less it takes more;
 // that of one KV head of a token must fit.

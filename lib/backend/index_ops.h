@@ -218,6 +218,31 @@ struct ColumnSumsParams {
   float* sums = nullptr;                   // reported [rows]; NaN where a logit was NaN
 };
 
+// Decides which tokens of a prompt are important: as many as the fewest whose sums carry the share
+// `tau` of all, those with the highest mean over the probes that see them, of equals the older; and
+// the `newest`. With what may be attended of the tokens before the prompt they are listed.
+// Source: ZipVL (He et al. 2024), sections 4.1 and 4.2.
+struct ChooseTokensParams {
+  static constexpr std::int64_t kMostProbes = 128;
+
+  const float* sums = nullptr;  // [end], what column_sums() gave for the probes
+  std::int64_t first = 0;       // the prompt's tokens are [first, end)
+  std::int64_t end = 0;
+  std::span<const std::int64_t> probes;  // host array, ascending; the last is end - 1
+  double tau = 1.0;                      // 1: all of the prompt is important
+  std::int64_t newest = 0;
+  const std::uint8_t* eligible = nullptr;  // [first]: 0 leaves a position out; null: all are in
+  std::int64_t block = 1;                  // tokens
+  std::uint8_t* listed = nullptr;          // [end]: 1 or 0
+  std::int32_t* positions = nullptr;       // [end], so many as are listed: which, ascending
+  // [end - first]: how many listed positions lie before the block of a token, whose first token is
+  // at a multiple of `block`, and not before the prompt.
+  std::int32_t* seen = nullptr;
+  // Reported [1]: 1 if a sum of the prompt was NaN or infinite, and what is listed is left open; or
+  // else 0.
+  std::int32_t* bad = nullptr;
+};
+
 class IndexOps {
  public:
   virtual ~IndexOps() = default;
@@ -227,6 +252,7 @@ class IndexOps {
   virtual void estimate(const EstimateParams& params) = 0;
   virtual void select(const SelectParams& params) = 0;
   virtual void column_sums(const ColumnSumsParams& params) = 0;
+  virtual void choose_tokens(const ChooseTokensParams& params) = 0;
 };
 
 }  // namespace sluice

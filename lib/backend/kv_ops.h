@@ -48,10 +48,13 @@ struct AttendParams {
   KvShape shape;
   std::span<const RowSpan> rows;        // host array [kv_heads]
   std::int64_t first_row_position = 0;  // rows after a query's position are masked for it
-  float scale = 0.0f;                   // of the logits, 1 / sqrt(head_dim)
-  float* out = nullptr;                 // [tokens, query_heads, head_dim]
-  float* lse = nullptr;                 // [tokens, query_heads]; -inf where no row was visible
-  bool merge = false;                   // merge with the partial already in out and lse
+  // [tokens] or null: token t sees the rows at positions below seen[t], which does not fall from
+  // token to token; null: up to its own position.
+  const std::int32_t* seen = nullptr;
+  float scale = 0.0f;    // of the logits, 1 / sqrt(head_dim)
+  float* out = nullptr;  // [tokens, query_heads, head_dim]
+  float* lse = nullptr;  // [tokens, query_heads]; -inf where no row was visible
+  bool merge = false;    // merge with the partial already in out and lse
 };
 
 // Attention of decoded tokens to all rows of their sequences up to their own.
@@ -109,11 +112,34 @@ struct GatherParams {
   PagedRows rows;
   std::int32_t sequence = 0;
   const std::int32_t* positions = nullptr;  // [kv_heads, capacity], ascending
-  std::int64_t capacity = 0;
-  std::int64_t first = 0;                // number of each head's first position to copy
-  std::span<const std::int64_t> counts;  // host array [kv_heads]: rows to copy
-  std::byte* to = nullptr;               // [kv_heads, to_rows, row_bytes]
+  std::int64_t capacity = 0;                // 0: all heads have the same positions
+  std::int64_t first = 0;                   // number of each head's first position to copy
+  std::span<const std::int64_t> counts;     // host array [kv_heads]: rows to copy
+  std::byte* to = nullptr;                  // [kv_heads, to_rows, row_bytes]
   std::int64_t to_rows = 0;
+};
+
+// Copies tokens of a piece, found by position, so that they follow each other.
+struct PackTokensParams {
+  const std::int32_t* positions = nullptr;  // [count], ascending, of the piece
+  std::int64_t count = 0;
+  std::int64_t first = 0;        // position of the piece's first token
+  std::int64_t width = 0;        // floats of a token
+  const float* piece = nullptr;  // [tokens, width], `stride` floats between tokens
+  std::int64_t stride = 0;
+  float* packed = nullptr;  // [count, width]
+};
+
+// And back to their places.
+struct UnpackTokensParams {
+  const std::int32_t* positions = nullptr;  // as above
+  std::int64_t count = 0;
+  std::int64_t first = 0;
+  std::int64_t tokens = 0;  // of the piece
+  std::int64_t width = 0;
+  const float* packed = nullptr;  // [count, width]
+  float* piece = nullptr;         // [tokens, width]
+  bool clear = false;             // first sets all of the piece to zero
 };
 
 // Adds the values of rows to sums, or subtracts them.
@@ -134,6 +160,8 @@ class KvOps {
   virtual void attend_batch(const AttendBatchParams& params) = 0;
   virtual void attend_selected(const AttendSelectedParams& params) = 0;
   virtual void gather(const GatherParams& params) = 0;
+  virtual void pack_tokens(const PackTokensParams& params) = 0;
+  virtual void unpack_tokens(const UnpackTokensParams& params) = 0;
   virtual void sum_values(const SumValuesParams& params) = 0;
 };
 

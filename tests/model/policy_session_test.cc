@@ -124,6 +124,17 @@ TEST(SparsePrefill, AttendsToLessAndSaysNearlyTheSame) {
   EXPECT_GT(largest_difference(expected, b), 1e-2);
 }
 
+// The queries of a prompt that is one piece are projected once.
+TEST(SparsePrefill, OfOnePieceGivesTheLogitsOfDense) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 100);
+  Session dense = engine.new_session(120);
+  Session sparse = engine.new_session({120, {parse_policy("select=dense prefill=zipvl(1)")}, 1});
+  const std::span<const float> a = dense.prefill(tokens);
+  const std::vector<float> expected(a.begin(), a.end());
+  EXPECT_LT(largest_difference(expected, sparse.prefill(tokens)), kTolerance);
+}
+
 TEST(SparsePrefill, WhatIsEvictedIsNeverAttended) {
   Engine engine = open_engine();
   const std::vector<TokenId> tokens = book_tokens(engine, 700);

@@ -87,6 +87,31 @@ TEST(Planner, RefusesImpossibleShapes) {
   EXPECT_TRUE(refused({1, 2, 2, 64}, 10, 0));
 }
 
+// All of a layer's if there is room, and as many as there is room for beside other rows.
+TEST(Planner, LeavesRoomForImportantRows) {
+  const Policy policy = parse_policy("zipvl");
+  const auto plan = [&](std::optional<std::uint64_t> cap) {
+    return testing::plan_of(kSmall, 100000, 512, cap, false, {&policy, 1});
+  };
+  EXPECT_EQ(testing::plan_of(kSmall, 100000, 512, {}, false).compact_rows, 0);
+  EXPECT_EQ(plan(std::nullopt).compact_rows, 100000);
+  const std::uint64_t all = plan(std::nullopt).device_bytes;
+  EXPECT_EQ(plan(all).compact_rows, 100000);
+  const KvPlan less = plan(all - 1000 * kSmall.row_bytes());
+  EXPECT_EQ(less.compact_rows, 99500) << "1000 rows of two KV heads";
+  EXPECT_EQ(less.resident_tokens, 100000);
+  EXPECT_EQ(plan(all / 2).compact_rows, 100000) << "before more rows are resident";
+  std::int64_t rows = 100000;
+  for (std::uint64_t cap = all / 2; cap > all / 40; cap = cap * 9 / 10) {
+    const KvPlan some = plan(cap);
+    EXPECT_LE(some.device_bytes, cap);
+    EXPECT_LE(some.compact_rows, rows);
+    EXPECT_GE(some.compact_rows, 1024);
+    rows = some.compact_rows;
+  }
+  EXPECT_LT(rows, 100000);
+}
+
 TEST(Planner, NeverPlansPastTheCap) {
   const std::uint64_t seed = sluice::testing::seed(1);
   SCOPED_TRACE(sluice::testing::seed_message(seed));

@@ -274,6 +274,38 @@ TEST_P(AttentionParityOfShapes, PrefillsChunksUnderACausalMask) {
   }
 }
 
+// Numbers that grow by any steps, from none of the rows to more than there are.
+std::vector<std::int32_t> random_steps(Random& random, std::int64_t tokens, std::int64_t most) {
+  std::vector<std::int32_t> seen;
+  std::int64_t now = random.integer(-5, 20);
+  while (static_cast<std::int64_t>(seen.size()) < tokens) {
+    const std::int64_t run = random.integer(1, std::max<std::int64_t>(1, tokens / 2));
+    for (std::int64_t i = 0; i < run && static_cast<std::int64_t>(seen.size()) < tokens; ++i) {
+      seen.push_back(static_cast<std::int32_t>(std::max<std::int64_t>(0, now)));
+    }
+    now += random.integer(0, most);
+  }
+  return seen;
+}
+
+TEST_P(AttentionParityOfShapes, TokensSeeWhatTheyAreSaidToSee) {
+  for (const int group : {1, 4, 5}) {
+    for (const std::int64_t tokens : {std::int64_t{2}, random_.integer(30, 500 / group)}) {
+      SCOPED_TRACE(::testing::Message() << "group " << group << " tokens " << tokens);
+      const std::int64_t counts[] = {400, 150};
+      AttentionCase c = random_case(random_, shape(2, group), tokens, counts);
+      c.seen = random_steps(random_, tokens, 300);
+      check(c);
+      AttentionRun run(*backend_, c);
+      run.attend({0, 130}, false);
+      run.attend({130, 256}, true);
+      run.attend({256, 400}, true);
+      testing::expect_parity(c, run.result(), rounding());
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_P(AttentionParityOfShapes, MergedPartialsEqualTheWhole) {
   for (const std::int64_t tokens : {1, 40}) {
     const std::int64_t counts[] = {900, 500};
@@ -369,6 +401,13 @@ TEST_P(AttentionParity, LongContextOfAChunk) {
   const std::int64_t counts[] = {5000};
   AttentionCase c = random_case(random_, shape(1, 4), 9, counts);
   c.first_query_position = 4991;
+  check(c);
+}
+
+TEST_P(AttentionParity, LongContextInSteps) {
+  const std::int64_t counts[] = {5000};
+  AttentionCase c = random_case(random_, shape(1, 4), 70, counts);
+  for (int t = 0; t < 70; ++t) c.seen.push_back(t < 20 ? 0 : t < 45 ? 1033 : 4990);
   check(c);
 }
 

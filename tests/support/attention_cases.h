@@ -52,6 +52,7 @@ class AttentionRun {
  public:
   AttentionRun(Device& backend, const AttentionCase& c) : backend_(backend), case_(c) {
     q_ = upload(backend, c.q);
+    seen_ = upload(backend, c.seen);
     for (const std::vector<std::byte>& rows : c.rows) rows_.push_back(upload(backend, rows));
     const auto queries = static_cast<std::size_t>(c.tokens * c.shape.query_heads);
     lse_ = backend.allocate(backend.info().compute_tier, queries * sizeof(float));
@@ -77,6 +78,7 @@ class AttentionRun {
     p.shape = case_.shape;
     p.rows = spans;
     p.first_row_position = case_.first_row_position + range.begin;
+    if (!case_.seen.empty()) p.seen = reinterpret_cast<const std::int32_t*>(seen_.data());
     p.scale = case_.scale;
     p.out = out_.floats();
     p.lse = lse_.floats();
@@ -90,6 +92,7 @@ class AttentionRun {
   Device& backend_;
   const AttentionCase& case_;
   Buffer q_;
+  Buffer seen_;
   std::vector<Buffer> rows_;
   Buffer out_;
   Buffer lse_;

@@ -24,14 +24,16 @@ struct AttentionCase {
   float scale = 1.0f;
   std::vector<float> q;                      // [tokens, query_heads, head_dim]
   std::vector<std::vector<std::byte>> rows;  // [kv_heads][count * row_bytes]
+  std::vector<std::int32_t> seen;            // [tokens], see AttendParams; empty: causal
 
   std::int64_t count(int kv_head) const {
     return static_cast<std::int64_t>(rows[static_cast<std::size_t>(kv_head)].size() /
                                      shape.row_bytes());
   }
   std::int64_t visible(std::int64_t token, int kv_head) const {
-    const std::int64_t before = first_query_position + token + 1 - first_row_position;
-    return std::clamp<std::int64_t>(before, 0, count(kv_head));
+    const std::int64_t end =
+        seen.empty() ? first_query_position + token + 1 : seen[static_cast<std::size_t>(token)];
+    return std::clamp<std::int64_t>(end - first_row_position, 0, count(kv_head));
   }
 };
 

@@ -82,6 +82,7 @@ struct KvPlan {
   bool tails = false;               // the newest page of every sequence is kept, too
   std::int64_t window_tokens = 0;   // room for the rows of one step of one layer, per KV head
   std::int64_t stream_tokens = 0;   // rows per KV head in each of the two streaming buffers
+  std::int64_t compact_rows = 0;    // rows per KV head that a sparse prefill brings together
   std::int64_t decode_batch = 1;    // most tokens per decode step, of one sequence or of several
   bool reports_positions = false;   // that decode steps selected
   std::uint64_t index_bytes = 0;    // key index and sums of values; part of the tier's bytes
