@@ -124,6 +124,7 @@ def main() -> None:
             "command": " ".join(sys.argv),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "model": Path(flags.model).name,
             "device": flags.device,
             "chunk": flags.chunk,
             "text": flags.text.name,
