@@ -10,6 +10,7 @@
 #include "bench/cuda_support.cuh"
 #include "kernels/attention/attention.h"
 #include "kernels/runtime/page_digest.h"
+#include "kernels/runtime/page_weights.h"
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "kernels/values/values.h"
@@ -63,6 +64,9 @@ class Layer {
     logits_ = make_device_block(logit_bytes);
     candidate_logits_ = make_device_block(logit_bytes);
     digest_ = make_device_block(digest_bytes());
+    page_weights_ =
+        make_device_block(heads() * static_cast<std::size_t>(LogitDigest::pages_of(stride_)) *
+                          PageWeights::kPageBytes);
     const std::size_t list_bytes = heads() * static_cast<std::size_t>(stride_) * sizeof(int);
     positions_ = make_device_block(list_bytes);
     candidates_ = make_device_block(list_bytes);
@@ -139,9 +143,13 @@ class Layer {
     return PageDigest::bytes_of(static_cast<std::int64_t>(queries()), stride_);
   }
   LogitDigest digest() const {
-    if (tokens_ < kDigestedFrom) return {};
-    return LogitDigest::in(static_cast<std::byte*>(digest_.get()),
-                           static_cast<std::int64_t>(queries()), stride_);
+    const bool weighs =
+        method_.value_bits > 0 && tokens_ >= kWeighedFrom && tokens_ < kDigestedFrom;
+    if (!weighs && tokens_ < kDigestedFrom) return {};
+    LogitDigest digest = LogitDigest::in(static_cast<std::byte*>(digest_.get()),
+                                         static_cast<std::int64_t>(queries()), stride_);
+    if (weighs) digest.weights = static_cast<std::byte*>(page_weights_.get());
+    return digest;
   }
 
   KeyIndexView index() const {
@@ -319,7 +327,8 @@ class Layer {
   std::int64_t tiles_;   // likewise
   std::int64_t stride_;  // of logits
   Workspace workspace_{std::size_t{512} << 20};
-  DeviceBlock rows_, q_, codes_, scales_, values_, logits_, digest_, candidate_logits_;
+  DeviceBlock rows_, q_, codes_, scales_, values_, logits_, digest_, page_weights_,
+      candidate_logits_;
   PinnedBlock host_rows_;
   DeviceBlock page_table_, tile_table_, newest_;
   DeviceBlock positions_, candidates_;

@@ -8,6 +8,7 @@
 #include "kernels/cuda_queue.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/page_digest.h"
+#include "kernels/runtime/page_weights.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/channels.h"
 #include "kernels/scan/scan.h"
@@ -60,7 +61,9 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
                      std::to_string(limits.multiprocessors) + " multiprocessors";
   info.compute_tier = Tier::device;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
-  info.logits = {DType::f16, false, kDigestedFrom, PageDigest::kPageBytes};
+  info.logits = {
+      DType::f16,   false,        kDigestedFrom, PageDigest::kPageBytes, PageWeights::kPageBytes,
+      kWeighedFrom, kDigestedFrom};
   info.reads = {kTilePages, kMaxQueries, kBunch};
   info.processor = Processor::cuda;
   for (const int head_dim : {32, 64, 80, 96, 128, 256}) {

@@ -76,6 +76,13 @@ void CudaQueue::linear(const LinearParams& params) {
 }
 
 // As one row: a launch has no more than 65535 rows of blocks.
+void CudaQueue::select(const SelectParams& params) {
+  const Launch own = launch();
+  cuda::select(params, own);
+  const bool weighs = params.logits.digest.weights != nullptr;
+  if (weighs && !leaves_page_weights(params, *own.device)) weigh_pages(params, own);
+}
+
 void CudaQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
   check(first + rows.rows <= weight.outputs() && rows.columns == weight.inputs() &&
             rows.stride == rows.columns,

@@ -46,7 +46,7 @@ class CudaQueue : public Queue {
   void build_index(const BuildIndexParams& params) override { cuda::build_index(params, launch()); }
   void build_batch(const BuildBatchParams& params) override { cuda::build_batch(params, launch()); }
   void estimate(const EstimateParams& params) override { cuda::estimate(params, launch()); }
-  void select(const SelectParams& params) override { cuda::select(params, launch()); }
+  void select(const SelectParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override {
     attend_decode_selected(params, launch());
   }

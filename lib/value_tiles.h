@@ -136,7 +136,7 @@ struct AttendTilesParams {
   // [count, query_heads, stride] of [0, page_first()), without candidates: as estimate() wrote them
   // or, if `weighed`, e^(logit - estimated_lse) in f32, or with a digest as the backend's select()
   // leaves them, see LogitFormat. What they hold afterwards is left open. The digest is used if it
-  // is there, as select() leaves it.
+  // is there, as select() leaves it, its weights included.
   LogitView logits;
   bool weighed = false;
   const float* estimated_lse = nullptr;  // [count, query_heads], as select() reported it

@@ -69,8 +69,8 @@ std::uint64_t LayerIndexBytes::sum() const {
 }
 
 std::uint64_t SelectionBytes::sum() const {
-  return logits + digest + candidate_logits + lse + positions + candidates + token_sums + arena +
-         report + bad;
+  return logits + digest + page_weights + candidate_logits + lse + positions + candidates +
+         token_sums + arena + report + bad;
 }
 
 LayerIndexBytes IndexLayout::layer_bytes(std::size_t layer) const {
@@ -119,7 +119,12 @@ SelectionBytes IndexLayout::selection_bytes() const {
   const std::size_t queries = count_of(wave, shape.query_heads);
   const std::size_t logit = size_of(logits.dtype);
   bytes.logits = queries * count_of(logit_stride()) * logit;
-  if (digested) bytes.digest = logits.digest_bytes(wave * shape.query_heads, logit_stride());
+  if (digested) {
+    bytes.digest = logits.digest_bytes(wave * shape.query_heads, logit_stride());
+    if (keeps_values()) {
+      bytes.page_weights = logits.page_weights_bytes(wave * shape.kv_heads, logit_stride());
+    }
+  }
   bytes.candidate_logits = queries * count_of(candidate_stride()) * logit;
   bytes.lse = queries * sizeof(float);
   bytes.positions = count_of(slots, shape.kv_heads, selected) * sizeof(std::int32_t);
@@ -245,7 +250,20 @@ void require_runs(const Scorer& scorer, Processor processor) {
                                           std::string(to_string(processor)));
 }
 
+bool digests_some_layer(const KvRequest& request, const Policy& policy) {
+  if (request.context >= request.logits.digested_from) return true;
+  for (int layer = 0; layer < request.shape.layers; ++layer) {
+    if (weighs_pages(request.logits, policy, layer, request.context)) return true;
+  }
+  return false;
+}
+
 }  // namespace
+
+bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, std::int64_t tokens) {
+  return format.weighs(tokens) && policy.compensates(layer, Compensation::values) &&
+         !policy.candidates.limited();
+}
 
 IndexLayout plan_index(const KvRequest& request) {
   for (const Policy& policy : request.policies) {
@@ -260,9 +278,8 @@ IndexLayout plan_index(const KvRequest& request) {
   layout.batch = std::min(std::max(request.decode_batch, request.sequences), kMostBatch);
   layout.logits = request.logits;
   layout.digested =
-      request.context >= request.logits.digested_from &&
       std::any_of(request.policies.begin(), request.policies.end(), [&](const Policy& policy) {
-        return request.scorers->at(policy.select).digests();
+        return request.scorers->at(policy.select).digests() && digests_some_layer(request, policy);
       });
   const std::int64_t tokens =
       request.tokens > 0 ? request.tokens : request.sequences * request.context;

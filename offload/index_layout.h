@@ -50,6 +50,7 @@ struct LayerIndexBytes {
 struct SelectionBytes {
   std::size_t logits = 0;
   std::size_t digest = 0;            // of the former
+  std::size_t page_weights = 0;      // of the digest
   std::size_t candidate_logits = 0;  // those of candidates that are scored again
   std::size_t lse = 0;
   std::size_t positions = 0;  // of all slots
@@ -119,6 +120,10 @@ inline constexpr std::int64_t kMostBatch = 64;
 // may keep, so that short contexts leave something to choose from; and besides them what is always
 // kept.
 Quota candidates_of(const Policy& policy);
+
+// Whether select() is to weigh a layer's pages for attention to value tiles, in a context of so
+// many tokens. What is scored again is selected too late for that.
+bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, std::int64_t tokens);
 
 // A policy's scorer in use.
 ScorerUse use_of(const Policy& policy, const KvShape& shape);

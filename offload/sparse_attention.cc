@@ -39,6 +39,7 @@ SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const 
   const SelectionBytes bytes = layout.selection_bytes();
   logits_ = backend.allocate(tier, bytes.logits);
   digest_ = backend.allocate(tier, bytes.digest);
+  page_weights_ = backend.allocate(tier, bytes.page_weights);
   candidate_logits_ = backend.allocate(tier, bytes.candidate_logits);
   lse_ = backend.allocate(tier, bytes.lse);
   positions_ = backend.allocate(tier, bytes.positions);
@@ -174,10 +175,13 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   estimate.logits = {logits_.data(), layout_.logit_stride()};
   // A digest tells of all tokens: not where some may not be chosen.
   const Scorer& scorer = scorer_of(policy);
+  const std::int64_t tokens = wave.batch.capacity;
+  const bool weighs = weighs_pages(layout_.logits, policy, wave.layer, tokens);
   if (layout_.digested && scorer.digests() && own_scorers().has(scorer) &&
-      wave.mask.tokens == nullptr && wave.batch.capacity >= layout_.logits.digested_from) {
+      wave.mask.tokens == nullptr && (weighs || tokens >= layout_.logits.digested_from)) {
     estimate.logits.digest = LogitDigest::in(
         digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
+    if (weighs) estimate.logits.digest.weights = page_weights_.data();
   }
   score(policy, wave, estimate);
 

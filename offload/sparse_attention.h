@@ -135,6 +135,7 @@ class SparseAttention {
   Tier tier_;
   Buffer logits_;            // [wave, query_heads, context]
   Buffer digest_;            // of these logits
+  Buffer page_weights_;      // of the digest
   Buffer candidate_logits_;  // [wave, query_heads, candidates + kPageTokens]
   LogitView estimated_;      // what the latest wave's estimates became, of all tokens
   Buffer lse_;               // [wave, query_heads], of the latest wave's logits

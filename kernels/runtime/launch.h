@@ -25,6 +25,8 @@ struct DeviceLimits {
   int multiprocessors = 0;
   int shared_bytes = 0;  // that one block can have
   int capability = 0;    // 90 for compute capability 9.0
+  // Fewer logits a cluster selects from itself, as fast as from their digest.
+  std::int32_t digested_entries = 1 << 18;
 };
 
 // Work that kernels of one stream share, one after the other.

@@ -12,6 +12,7 @@
 
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/page_digest.h"
+#include "kernels/runtime/page_weights.h"
 #include "lib/backend/index_ops.h"
 #include "lib/batch.h"
 
@@ -72,6 +73,7 @@ struct SelectCall {
   const float* share = nullptr;    // reported [heads, group] or null
   float* alpha = nullptr;          // reported [heads, group]
   float* lse = nullptr;            // [heads, group] or null
+  PageWeights page_weights;        // to be left, or null pointers
 
   __device__ const __half* row(int head, int g) const {
     return logits + (static_cast<std::int64_t>(head) * group + g) * stride;

@@ -10,6 +10,9 @@ inline constexpr int kMostGroup = 64;
 
 void run_fixed(const SelectCall& call, const Launch& launch);
 
+bool fits_few(const SelectCall& call, const DeviceLimits& device);
+void run_few(const SelectCall& call, const Launch& launch);
+
 bool fits_top_k(const SelectCall& call);
 void run_top_k(const SelectCall& call, const Launch& launch);
 

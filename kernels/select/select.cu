@@ -80,6 +80,7 @@ SelectCall call_of(const SelectParams& p) {
       reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0 && p.logits.stride % 8 == 0;
   c.skip_newest = p.skip_newest;
   c.digest = PageDigest::of(p.logits.digest);
+  c.page_weights = PageWeights::of(p.logits.digest, c.group);
   if (p.candidates != nullptr) {
     check(p.logits.data != nullptr, "candidates without logits");
     c.list = p.candidates->positions;
@@ -296,7 +297,7 @@ void select_large(const SelectCall& c, const Launch& launch) {
 
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device) {
   const SelectCall c = call_of(params);
-  if (c.logits == nullptr || fits_small(c, device)) return 0;
+  if (c.logits == nullptr || fits_few(c, device) || fits_small(c, device)) return 0;
   if (fits_digest(c, device) || fits_cluster(c, device)) return 0;
   return scratch_of(c, most_heads_at_once(c), device);
 }
@@ -305,12 +306,18 @@ void select(const SelectParams& params, const Launch& launch) {
   const SelectCall c = call_of(params);
   if (c.head_count == 0) return;
   if (c.logits == nullptr) return run_fixed(c, launch);
+  if (fits_few(c, *launch.device)) return run_few(c, launch);
   if (fits_small(c, *launch.device)) {
     return fits_top_k(c) ? run_top_k(c, launch) : run_small(c, launch);
   }
   if (fits_digest(c, *launch.device)) return run_digest(c, launch);
   if (fits_cluster(c, *launch.device)) return run_cluster(c, launch);
   select_large(c, launch);
+}
+
+bool leaves_page_weights(const SelectParams& params, const DeviceLimits& device) {
+  const SelectCall c = call_of(params);
+  return c.head_count == 0 || (c.page_weights.masks != nullptr && fits_few(c, device));
 }
 
 }  // namespace sluice::cuda

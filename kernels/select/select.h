@@ -13,6 +13,8 @@
 // Which way it goes follows from sizes alone, the batch's capacity among them, never from a
 // position; the first that fits is taken:
 //   fixed     there are no logits: what is always kept, by one block per head
+//   few       top_k of up to 64 of up to 262144 entries with a digest, by one block per head, which
+//             leaves page weights, too
 //   one block per head, where its shared memory can hold the logits, and those are few (16384 per
 //   head) or heads are many (half as many as multiprocessors):
 //     top_k   top_k of one query head, up to 16384 entries, in the registers of up to four warps
@@ -47,5 +49,8 @@ void choose_tokens(const ChooseTokensParams& params, const Launch& launch);
 // Scratch with which select() takes the fewest rounds, from sizes alone. With less it takes more;
 // that of one KV head of a token must fit.
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device);
+
+// Whether select() leaves the digest's weights, if they are asked for; else values/ does, after it.
+bool leaves_page_weights(const SelectParams& params, const DeviceLimits& device);
 
 }  // namespace sluice::cuda

@@ -3,6 +3,7 @@
 
 #include "kernels/values/call.cuh"
 #include "kernels/values/values.h"
+#include "kernels/values/weigh.cuh"
 #include "lib/check.h"
 #include "sluice/errors.h"
 
@@ -44,11 +45,8 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
   TilesCall c;
   c.tokens = p.batch.tokens;
   c.selections = p.selected.heads;
-  c.positions = p.selected.positions;
-  c.position_capacity = p.selected.capacity;
   c.logits = reinterpret_cast<const __half*>(p.logits.data);
   c.stride = p.logits.stride;
-  c.digest = PageDigest::of(p.logits.digest);
   c.lse = p.estimated_lse;
   c.values = TilePool(p.values, p.shape.head_dim);
   c.bits = p.values.tiles.bits;
@@ -65,14 +63,30 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
 
   const std::int64_t pages = std::max<std::int64_t>((p.batch.capacity - 1) / kPageTokens, 1);
   c.most_pages = static_cast<std::int32_t>(pages);
-  // A digest leaves little to do for a page.
-  c.slice_pages = c.digest.maxima != nullptr ? 64 : 16;
-  c.slices = static_cast<std::int32_t>(ceil_div(pages, c.slice_pages));
+  c.weights = PageWeights::of(p.logits.digest, c.group);
   c.query_parts = static_cast<std::int32_t>(ceil_div(c.group, kTileQueries));
   // Two blocks per multiprocessor, as long as every warp may have a page.
   const std::int64_t blocks = ceil_div(2 * device.multiprocessors, c.heads * c.query_parts);
   c.splits = static_cast<std::int32_t>(std::min(blocks, ceil_div(pages, kPagesOfBlock)));
   return c;
+}
+
+WeighCall weigh_call(const AttendTilesParams& p, const TilesCall& c) {
+  WeighCall w;
+  w.tokens = c.tokens;
+  w.kv_heads = c.kv_heads;
+  w.heads = c.heads;
+  w.group = c.group;
+  w.selections = c.selections;
+  w.positions = p.selected.positions;
+  w.position_capacity = p.selected.capacity;
+  w.logits = c.logits;
+  w.stride = c.stride;
+  w.digest = PageDigest::of(p.logits.digest);
+  w.lse = c.lse;
+  w.capacity = p.batch.capacity;
+  w.to = c.weights;
+  return w;
 }
 
 // Hands out scratch, every piece aligned to 16 bytes; returns the bytes it takes.
@@ -84,10 +98,12 @@ std::size_t place(TilesCall& c, std::byte* scratch) {
     used += (static_cast<std::size_t>(count) * sizeof(*array) + 15) / 16 * 16;
   };
   const std::int64_t heads = c.heads;
-  take(c.weights, heads * c.most_pages);
-  take(c.masks, heads * c.most_pages);
-  take(c.slice_masses, heads * c.slices * c.group);
-  take(c.is_bad, heads);
+  if (c.weights.masks == nullptr) {
+    const std::int64_t pages = LogitDigest::pages_of(c.most_pages * std::int64_t{kPageTokens});
+    std::byte* weights = nullptr;
+    take(weights, heads * pages * static_cast<std::int64_t>(PageWeights::kPageBytes));
+    c.weights = PageWeights::in(weights, heads, pages, c.group);
+  }
   take(c.partials, heads * c.query_parts * c.splits * partial_floats(c.head_dim));
   return used;
 }
@@ -129,7 +145,8 @@ void attend_tiles(const AttendTilesParams& p, const Launch& launch) {
   if (p.batch.count == 0) return;
   const std::int64_t step = tokens_at_once(p, launch);
   for (std::int64_t first = 0; first < p.batch.count; first += step) {
-    TilesCall c = call_of(part_of(p, first, std::min(step, p.batch.count - first)), *launch.device);
+    const AttendTilesParams part = part_of(p, first, std::min(step, p.batch.count - first));
+    TilesCall c = call_of(part, *launch.device);
     const std::size_t needed = place(c, launch.scratch);
     if (needed > launch.scratch_bytes) {
       throw Error(ErrorCode::unsupported,
@@ -139,7 +156,7 @@ void attend_tiles(const AttendTilesParams& p, const Launch& launch) {
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
     c.tickets = launch.counters;
-    run_weigh(c, launch);
+    if (part.logits.digest.weights == nullptr) run_weigh(weigh_call(part, c), launch);
     run_read(c, launch);
   }
 }

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "kernels/runtime/launch.h"
-#include "kernels/runtime/page_digest.h"
+#include "kernels/runtime/page_weights.h"
 #include "kernels/runtime/paged.cuh"
 #include "kernels/values/tile.cuh"
 #include "kernels/values/values.h"
@@ -22,11 +22,8 @@ namespace sluice::cuda {
 struct TilesCall {
   const BatchToken* tokens = nullptr;
   const HeadSelection* selections = nullptr;  // reported [heads]
-  const std::int32_t* positions = nullptr;    // [heads, position_capacity]
-  std::int64_t position_capacity = 0;
-  const __half* logits = nullptr;  // [heads, group, stride]
+  const __half* logits = nullptr;             // [heads, group, stride]
   std::int64_t stride = 0;
-  PageDigest digest;           // or null pointers
   const float* lse = nullptr;  // [heads, group]
   TilePool values;
   int bits = 0;
@@ -43,17 +40,11 @@ struct TilesCall {
 
   // How the work is shared out.
   std::int32_t most_pages = 0;   // of a head
-  std::int32_t slice_pages = 0;  // that a block weighs
-  std::int32_t slices = 0;
   std::int32_t splits = 0;       // blocks that read pages of a head
   std::int32_t query_parts = 0;  // of a group
 
-  // Scratch. Of every page its weight and a bit for each token that is selected; sums of weights.
-  float* weights = nullptr;        // [heads, most_pages]
-  uint4* masks = nullptr;          // [heads, most_pages]
-  float* slice_masses = nullptr;   // [heads, slices, group]
-  std::int32_t* is_bad = nullptr;  // [heads], of those that have pages
-  // What blocks have read.
+  PageWeights weights;
+  // Scratch: what blocks have read.
   float* partials = nullptr;         // [heads, query_parts, splits, partial_floats()]
   std::uint32_t* tickets = nullptr;  // [heads, query_parts], zero before and after
 
@@ -68,7 +59,6 @@ __host__ __device__ constexpr std::int64_t partial_floats(int head_dim) {
   return kTileQueries * (head_dim + std::int64_t{1});
 }
 
-void run_weigh(const TilesCall& call, const Launch& launch);
 void run_read(const TilesCall& call, const Launch& launch);
 
 }  // namespace sluice::cuda

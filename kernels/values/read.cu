@@ -58,6 +58,7 @@ struct BlockPart {
   int first_query;
   int queries;
   std::int64_t place;  // of the head's query part among all
+  const uint4* masks;  // of the head's pages
 
   __device__ explicit BlockPart(const TilesCall& c)
       : head(static_cast<int>(blockIdx.y)),
@@ -65,7 +66,8 @@ struct BlockPart {
         split(static_cast<int>(blockIdx.x)),
         first_query(static_cast<int>(blockIdx.z) * kTileQueries),
         queries(min(c.group - first_query, kTileQueries)),
-        place(std::int64_t{head} * c.query_parts + blockIdx.z) {}
+        place(std::int64_t{head} * c.query_parts + blockIdx.z),
+        masks(c.weights.from(head).masks) {}
 
   __device__ void share_out(const TilesCall& c, int pages_chosen) {
     chosen = pages_chosen;
@@ -93,9 +95,8 @@ __device__ __forceinline__ void add_page(const TilesCall& c, const BlockPart& pa
     logits = c.row(part.head, part.first_query + query) + page.number * kPageTokens +
              lane % 4 * kThreadTokens;
   }
-  const auto* const masks = reinterpret_cast<const std::uint32_t*>(
-      c.masks + std::int64_t{part.head} * c.most_pages + page.number);
-  const PageWeights w = weigh_page<kBits>(logits, masks[lane % 4], norm);
+  const auto* const masks = reinterpret_cast<const std::uint32_t*>(part.masks + page.number);
+  const ColumnWeights w = weigh_page<kBits>(logits, masks[lane % 4], norm);
   if (query < part.queries) sums.mass = fmaf(w.factor, w.sum, sums.mass);
   const ColumnFactors factors(w, kUnit);
 #pragma unroll
@@ -183,43 +184,31 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query + query;
   const float old = c.merge ? c.out_lse[row] : 0.0f;
   float read = 0.0f;
+#pragma unroll 1
   for (int split = lane; split < part.splits; split += kWarp) {
     read += Partial(c, part, split).masses[query];
   }
   float all = 0.0f;
-  const int slices = is_all ? 0 : (part.pages + c.slice_pages - 1) / c.slice_pages;
-  for (int slice = lane; slice < slices; slice += kWarp) {
-    all += c.slice_masses[(std::int64_t{part.head} * c.slices + slice) * c.group +
-                          part.first_query + query];
-  }
+  const int slices = is_all ? 0 : PageWeights::slices_of(part.pages);
+  const float* const masses = c.weights.from(part.head).masses + part.first_query + query;
+#pragma unroll 1
+  for (int slice = lane; slice < slices; slice += kWarp) all += masses[slice * c.group];
   read = warp_sum(read);
   all = warp_sum(all);
   const float unread = fmaxf(all - read, 0.0f);
   const float mass = read + unread;
-  float here = -INFINITY;
-  Finished f = {0.0f, 0.0f, 0.0f};
-  if (mass > 0.0f) {
-    here = c.lse[row] + logf(mass);
-    f.read = 1.0f / mass;
-    f.mean = unread / mass / static_cast<float>(c.token_of(part.head).position + 1);
-  }
-  float lse = here;
-  if (c.merge) {
-    f.before = 1.0f;
-    if (here > -INFINITY) {
-      const float highest = fmaxf(here, old);
-      const float weight = expf(here - highest);
-      const float kept = expf(old - highest);
-      f.before = kept / (weight + kept);
-      f.read *= weight / (weight + kept);
-      f.mean *= weight / (weight + kept);
-      lse = highest + logf(weight + kept);
-    } else {
-      lse = old;
-    }
-  }
-  if (lane == 0) c.out_lse[row] = lse;
-  return f;
+  // In bits. What weighs nothing is left out, the partial before if there is none.
+  const float here = mass > 0.0f ? fmaf(c.lse[row], kLog2E, __log2f(mass)) : -INFINITY;
+  const float before = c.merge ? old * kLog2E : -INFINITY;
+  const float highest = fmaxf(here, before);
+  const float reference = highest > -INFINITY ? highest : 0.0f;
+  const float weight = exp2_fast(here - reference);
+  const float kept = exp2_fast(before - reference);
+  const float sum = fmaxf(weight + kept, 1.0f);
+  if (lane == 0) c.out_lse[row] = (highest + __log2f(sum)) * kLn2;
+  const float each = mass > 0.0f ? __fdividef(weight, sum * mass) : 0.0f;
+  const auto tokens = static_cast<float>(c.token_of(part.head).position + 1);
+  return {each, __fdividef(each * unread, tokens), __fdividef(kept, sum)};
 }
 
 // Four channels of a query head, whose sums of values these are.
@@ -232,7 +221,7 @@ __device__ __forceinline__ void write_columns(const TilesCall& c, const BlockPar
   auto& to = reinterpret_cast<float4*>(c.out + row * c.head_dim)[column];
   float4 x = make_float4(f.read * sum.x, f.read * sum.y, f.read * sum.z, f.read * sum.w);
   if (f.mean > 0.0f) x = add_scaled(x, f.mean, mean);
-  if (c.merge && f.before != 0.0f) x = add_scaled(x, f.before, to);
+  if (f.before > 0.0f) x = add_scaled(x, f.before, to);
   to = x;
 }
 
@@ -250,20 +239,23 @@ __device__ void finish(const TilesCall& c, const BlockPart& part, float4* memory
     const Finished f = finish_query(c, part, query, is_all);
     if (thread % kWarp == 0) finished[query] = f;
   }
+  const int share = thread / columns;
+  const auto* const sums = reinterpret_cast<const float4*>(Partial(c, part, 0).sums);
+  const auto stride = static_cast<int>(partial_floats(c.head_dim) / 4);
+#pragma unroll 1
   for (int first = 0; first < columns; first += kReadThreads) {
-    const int column = first + (shares > 1 ? thread % columns : thread);
-    const int share = shares > 1 ? thread / columns : 0;
+    const int column = first + thread - share * columns;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (column < columns && share < shares) {
 #pragma unroll 8
       for (int split = share; split < part.splits; split += shares) {
-        sum = add_scaled(sum, 1.0f,
-                         reinterpret_cast<const float4*>(Partial(c, part, split).sums)[column]);
+        sum = add_scaled(sum, 1.0f, sums[split * stride + column]);
       }
     }
     memory[thread] = sum;
     __syncthreads();
     if (share == 0 && column < columns) {
+#pragma unroll 1
       for (int other = 1; other < shares; ++other) {
         sum = add_scaled(sum, 1.0f, memory[thread + other * columns]);
       }
@@ -284,8 +276,8 @@ __global__ void __launch_bounds__(kReadThreads, kBlocks <= 4 ? 2 : 1)
   wait_for_kernel_before();
   allow_next_kernel();
   BlockPart part(c);
-  if (part.pages > 0 && c.is_bad[part.head] != 0) part.pages = 0;
-  PageChoice pages(c.weights + std::int64_t{part.head} * c.most_pages, part.pages, choice);
+  if (part.pages > 0 && c.selections[part.head].bad != 0) part.pages = 0;
+  PageChoice pages(c.weights.from(part.head).weights, part.pages, choice);
   part.share_out(c, part.pages > 0 ? pages.list(c.share, list) : 0);
   const auto thread = static_cast<int>(threadIdx.x);
   if (part.split == 0 && blockIdx.z == 0 && thread == 0 && c.pages_read != nullptr) {

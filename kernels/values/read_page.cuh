@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_words(const std::byte* page, int head_dim, 
 
 // Weights of one query head, that of the lane's column lane / 4, of the lane's 32 tokens: as
 // columns of a product, relative to the heaviest of the page.
-struct PageWeights {
+struct ColumnWeights {
   std::uint32_t columns[kThreadPairs];
   // Of the page, the same for all lanes of the query head.
   float factor;  // turns weights into those relative to the row's log-sum-exp
@@ -87,10 +87,10 @@ __device__ __forceinline__ std::uint32_t without(std::uint32_t pair, std::uint32
 // `logits` are the lane's 32 tokens', or null if there is no such query head; `taken` has a bit for
 // each that is selected.
 template <int kBits>
-__device__ __forceinline__ PageWeights weigh_page(const __half* logits, std::uint32_t taken,
-                                                  float norm) {
+__device__ __forceinline__ ColumnWeights weigh_page(const __half* logits, std::uint32_t taken,
+                                                    float norm) {
   constexpr std::uint32_t kNothing = 0xfc00fc00u;  // -Inf twice
-  PageWeights w;
+  ColumnWeights w;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint4 v = make_uint4(kNothing, kNothing, kNothing, kNothing);
@@ -133,7 +133,7 @@ struct ColumnFactors {
   float codes[2];
   float zeros[2];
 
-  __device__ __forceinline__ ColumnFactors(const PageWeights& w, float unit) {
+  __device__ __forceinline__ ColumnFactors(const ColumnWeights& w, float unit) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -147,7 +147,7 @@ struct ColumnFactors {
 // Adds weight * value of a block of channels to its results.
 template <int kBits>
 __device__ __forceinline__ void add_block(const std::byte* page, int head_dim, int first,
-                                          const LaneWords<kBits>& words, const PageWeights& w,
+                                          const LaneWords<kBits>& words, const ColumnWeights& w,
                                           const ColumnFactors& factors,
                                           float (&results)[kBlockResults]) {
   float sums[2][4] = {};

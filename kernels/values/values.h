@@ -3,7 +3,8 @@
 // Building takes a block for each page of a KV head. Attention is a chain of kernels, of as many
 // tokens at a time as there is scratch for:
 //   weigh   what every page weighs without what is selected of it, by blocks side by side: from the
-//           digest if there is one and nothing is selected of the page, else from the logits
+//           digest if there is one and nothing is selected of the page, else from the logits;
+//           unless the digest's weights tell
 //   read    finds which pages carry the share, in every block, and reads their values, a page to a
 //           warp, by tensor cores; the last block of a head adds up what all have, gives the mean
 //           value what is left, and merges
@@ -28,6 +29,9 @@ void attend_tiles(const AttendTilesParams& params, const Launch& launch);
 void merge_partials(const MergePartialsParams& params, const Launch& launch);
 
 inline constexpr int kTileQueries = 8;  // that read a page together
+
+// Leaves the digest's weights where select() does not (leaves_page_weights()), after it.
+void weigh_pages(const SelectParams& params, const Launch& launch);
 
 // Scratch with which all tokens are attended at once. With less they are in turns; that of one
 // token must fit.

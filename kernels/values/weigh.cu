@@ -2,7 +2,10 @@
 // head: from the digest where there is one and nothing is selected, else from the logits.
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
-#include "kernels/values/call.cuh"
+#include "kernels/runtime/paged.cuh"
+#include "kernels/values/values.h"
+#include "kernels/values/weigh.cuh"
+#include "lib/check.h"
 
 namespace sluice::cuda {
 namespace {
@@ -22,7 +25,7 @@ struct Slice {
 };
 
 // Marks what is selected of the slice.
-__device__ void mark_selected(const TilesCall& c, const Slice& slice, std::int32_t selected) {
+__device__ void mark_selected(const WeighCall& c, const Slice& slice, std::int32_t selected) {
   __shared__ std::int32_t range[2];
   const auto thread = static_cast<int>(threadIdx.x);
   const std::int32_t* const list = c.positions + slice.head * c.position_capacity;
@@ -49,7 +52,7 @@ __device__ __forceinline__ bool is_marked(const uint4& mask) {
 }
 
 // A query head's weight on a page by the digest.
-__device__ __forceinline__ float digested(const TilesCall& c, const Slice& slice, int page,
+__device__ __forceinline__ float digested(const WeighCall& c, const Slice& slice, int page,
                                           int query) {
   const std::int64_t pages = std::int64_t{slice.head} * c.digest.pages + slice.first + page;
   const std::int64_t place = pages * c.group + query;
@@ -77,7 +80,7 @@ __device__ __forceinline__ float weight8(const uint4& logits, std::uint32_t take
 }
 
 // By half a warp for every query head and page: the weights that the digest does not tell.
-__device__ void weigh_logits(const TilesCall& c, const Slice& slice) {
+__device__ void weigh_logits(const WeighCall& c, const Slice& slice) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const bool has_digest = c.digest.maxima != nullptr;
@@ -108,17 +111,16 @@ __device__ void weigh_logits(const TilesCall& c, const Slice& slice) {
   }
 }
 
-__device__ void report(const TilesCall& c, const Slice& slice) {
+__device__ void report(const WeighCall& c, const Slice& slice) {
   const auto thread = static_cast<int>(threadIdx.x);
-  const std::int64_t first = std::int64_t{slice.head} * c.most_pages + slice.first;
+  const PageWeights to = c.to.from(slice.head);
   for (int page = thread; page < slice.count; page += kWeighThreads) {
     float sum = 0.0f;
     for (int g = 0; g < c.group; ++g) sum += slice.weights[page * c.group + g];
-    c.weights[first + page] = sum;
-    c.masks[first + page] = slice.masks[page];
+    to.weights[slice.first + page] = sum;
+    to.masks[slice.first + page] = slice.masks[page];
   }
-  float* const masses =
-      c.slice_masses + (std::int64_t{slice.head} * c.slices + blockIdx.x) * c.group;
+  float* const masses = to.masses + blockIdx.x * c.group;
   for (int g = thread; g < c.group; g += kWeighThreads) {
     float sum = 0.0f;
     for (int page = 0; page < slice.count; ++page) sum += slice.weights[page * c.group + g];
@@ -126,22 +128,20 @@ __device__ void report(const TilesCall& c, const Slice& slice) {
   }
 }
 
-__global__ void __launch_bounds__(kWeighThreads) weigh_pages(const __grid_constant__ TilesCall c) {
+__global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_constant__ WeighCall c) {
   extern __shared__ uint4 memory[];
   wait_for_kernel_before();
   allow_next_kernel();
   Slice slice;
   slice.head = static_cast<int>(blockIdx.y);
-  slice.first = static_cast<int>(blockIdx.x) * c.slice_pages;
+  slice.first = static_cast<int>(blockIdx.x) * PageWeights::kSlicePages;
   const int pages = page_of(c.token_of(slice.head).position);
-  slice.count = min(pages - slice.first, c.slice_pages);
+  slice.count = min(pages - slice.first, PageWeights::kSlicePages);
   if (slice.count <= 0) return;
   const HeadSelection selection = c.selections[slice.head];
-  // What comes next need not ask the host's memory again.
-  if (slice.first == 0 && threadIdx.x == 0) c.is_bad[slice.head] = selection.bad;
   if (selection.bad != 0) return;
   slice.masks = memory;
-  slice.weights = reinterpret_cast<float*>(memory + c.slice_pages);
+  slice.weights = reinterpret_cast<float*>(memory + PageWeights::kSlicePages);
   mark_selected(c, slice, selection.count);
   if (c.digest.maxima != nullptr) {
     for (auto item = static_cast<int>(threadIdx.x); item < slice.count * c.group;
@@ -159,12 +159,36 @@ __global__ void __launch_bounds__(kWeighThreads) weigh_pages(const __grid_consta
 
 }  // namespace
 
-void run_weigh(const TilesCall& c, const Launch& launch) {
-  const std::size_t shared = static_cast<std::size_t>(c.slice_pages) *
+void run_weigh(const WeighCall& c, const Launch& launch) {
+  const std::size_t shared = PageWeights::kSlicePages *
                              (sizeof(uint4) + static_cast<std::size_t>(c.group) * sizeof(float));
-  launch_early("weighing pages of value tiles", weigh_pages,
-               dim3(static_cast<unsigned>(c.slices), static_cast<unsigned>(c.heads)), kWeighThreads,
-               shared, launch, c);
+  const std::int64_t most_pages = std::max<std::int64_t>((c.capacity - 1) / kPageTokens, 1);
+  launch_early("weighing pages", weigh_slices,
+               dim3(static_cast<unsigned>(PageWeights::slices_of(most_pages)),
+                    static_cast<unsigned>(c.heads)),
+               kWeighThreads, shared, launch, c);
+}
+
+void weigh_pages(const SelectParams& p, const Launch& launch) {
+  check(p.logits.digest.weights != nullptr && p.lse != nullptr && p.candidates == nullptr,
+        "page weights without a digest or lse, or of candidates");
+  check(p.logits.stride % 8 == 0 && reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0,
+        "page weights of rows of logits that are not aligned");
+  WeighCall w;
+  w.tokens = p.batch.tokens;
+  w.kv_heads = p.shape.kv_heads;
+  w.heads = static_cast<int>(p.batch.count * p.shape.kv_heads);
+  w.group = p.shape.group();
+  w.selections = p.selected.heads;
+  w.positions = p.selected.positions;
+  w.position_capacity = p.selected.capacity;
+  w.logits = reinterpret_cast<const __half*>(p.logits.data);
+  w.stride = p.logits.stride;
+  w.digest = PageDigest::of(p.logits.digest);
+  w.lse = p.lse;
+  w.capacity = p.batch.capacity;
+  w.to = PageWeights::of(p.logits.digest, w.group);
+  if (w.heads > 0) run_weigh(w, launch);
 }
 
 }  // namespace sluice::cuda

@@ -69,8 +69,12 @@ struct LogitDigest {
   std::int64_t rows = 0;      // of [tokens, query_heads] that the memory is for
   std::int64_t pages = 0;     // of a row
   std::int64_t first = 0;     // row
+  // If set, select() leaves here what every page weighs without what is selected of it, and
+  // attend_tiles() takes it from there. LogitFormat::page_weight_bytes for each KV head and page,
+  // aligned to 16.
+  std::byte* weights = nullptr;
 
-  static constexpr std::int64_t kPageAlignment = 8;  // of a row's pages
+  static constexpr std::int64_t kPageAlignment = 64;  // of a row's pages
 
   // Pages that a row of so many logits takes.
   static constexpr std::int64_t pages_of(std::int64_t stride) {
@@ -79,7 +83,7 @@ struct LogitDigest {
   }
   // Of logits [rows, stride], in LogitFormat::digest_bytes() bytes that are aligned to 16.
   static LogitDigest in(std::byte* data, std::int64_t rows, std::int64_t stride) {
-    return {data, rows, pages_of(stride), 0};
+    return {data, rows, pages_of(stride), 0, nullptr};
   }
 };
 
@@ -94,10 +98,22 @@ struct LogitFormat {
   // bytes per row and page.
   std::int64_t digested_from = std::numeric_limits<std::int64_t>::max();
   std::size_t digest_page_bytes = 0;
+  // Of LogitDigest::weights; 0: attend_tiles() finds them by itself. They are to be asked for in
+  // contexts of [weighed_from, weighed_to) tokens, of which there then is to be a digest, too.
+  std::size_t page_weight_bytes = 0;
+  std::int64_t weighed_from = 0;
+  std::int64_t weighed_to = 0;
 
   // Of the digest of logits [rows, stride].
   std::size_t digest_bytes(std::int64_t rows, std::int64_t stride) const {
     return static_cast<std::size_t>(rows * LogitDigest::pages_of(stride)) * digest_page_bytes;
+  }
+  bool weighs(std::int64_t tokens) const {
+    return page_weight_bytes > 0 && tokens >= weighed_from && tokens < weighed_to;
+  }
+  // Of its weights, for so many KV heads of tokens.
+  std::size_t page_weights_bytes(std::int64_t heads, std::int64_t stride) const {
+    return static_cast<std::size_t>(heads * LogitDigest::pages_of(stride)) * page_weight_bytes;
   }
 };
 
@@ -203,7 +219,8 @@ struct SelectParams {
   // among all tokens, by whatever proposed them.
   const float* share = nullptr;
   float* alpha = nullptr;  // reported [count, query_heads]: weight kept, the newest rows' included
-  // [count, query_heads] or null: log-sum-exp of the logits, where none was bad.
+  // [count, query_heads] or null: log-sum-exp of the logits, where none was bad. It is there if the
+  // digest's weights are to be.
   float* lse = nullptr;
 };
 

@@ -23,7 +23,7 @@ namespace {
 constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
 
 // As a GPU's.
-constexpr LogitFormat kLogits = {DType::f16, false, 65536, 20};
+constexpr LogitFormat kLogits = {DType::f16, false, 65536, 20, 24, 8192, 65536};
 
 class UntouchedBackend : public testing::FarBackend {
  public:

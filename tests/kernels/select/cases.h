@@ -11,6 +11,7 @@
 
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
+#include "kernels/runtime/page_weights.h"
 #include "kernels/select/select.h"
 #include "lib/half.h"
 #include "tests/kernels/digest_truth.h"
@@ -60,6 +61,11 @@ struct Answer {
   std::vector<HeadSelection> heads;
   std::vector<float> alpha;
   std::vector<float> lse;
+  // PageWeights, where there is a digest.
+  std::vector<uint4> masks;
+  std::vector<float> weights;
+  std::vector<float> masses;
+  std::int64_t pages = 0;  // of a head
 };
 
 // A case's arrays on the device and the parameters that name them.
@@ -70,6 +76,7 @@ class Problem {
         tokens_(c.tokens),
         logits_(halves(c)),
         digest_(digested ? digest_of(c) : std::vector<std::byte>()),
+        page_weights_(std::vector<std::byte>(digested ? page_weight_bytes(c) : 0, std::byte{0xa5})),
         positions_(std::vector<std::int32_t>(static_cast<std::size_t>(c.heads() * c.capacity), -7)),
         eligible_(shifted(c)),
         lists_(lists(c)),
@@ -89,6 +96,9 @@ class Problem {
     }
     if (digested) {
       params_.logits.digest = LogitDigest::in(digest_.data(), c.rows(), c.columns);
+      // A digest tells of all tokens.
+      if (c.eligible.empty() && c.columns % 8 == 0)
+        params_.logits.digest.weights = page_weights_.data();
     }
     params_.skip_newest = c.skip_newest;
     if (!c.candidates.empty()) {
@@ -142,10 +152,27 @@ class Problem {
     }
     a.alpha.assign(params_.alpha, params_.alpha + case_.rows());
     a.lse.assign(params_.lse, params_.lse + case_.rows());
+    add_page_weights(a);
     return a;
   }
 
  private:
+  static std::size_t page_weight_bytes(const Case& c) {
+    return static_cast<std::size_t>(c.heads() * LogitDigest::pages_of(c.columns)) *
+           PageWeights::kPageBytes;
+  }
+  void add_page_weights(Answer& a) const {
+    if (params_.logits.digest.weights == nullptr) return;
+    std::vector<std::byte> bytes = page_weights_.download(page_weight_bytes(case_));
+    a.pages = params_.logits.digest.pages;
+    const int group = case_.shape.group();
+    const PageWeights all = PageWeights::in(bytes.data(), case_.heads(), a.pages, group);
+    const std::int64_t count = case_.heads() * a.pages;
+    a.masks.assign(all.masks, all.masks + count);
+    a.weights.assign(all.weights, all.weights + count);
+    a.masses.assign(all.masses,
+                    all.masses + case_.heads() * PageWeights::slices_of(a.pages) * group);
+  }
   static std::vector<std::uint16_t> halves(const Case& c) {
     std::vector<std::uint16_t> bits;
     for (const float x : c.logits) bits.push_back(float_to_f16(x));
@@ -200,6 +227,7 @@ class Problem {
   DeviceArray<BatchToken> tokens_;
   DeviceArray<std::uint16_t> logits_;
   DeviceArray<std::byte> digest_;
+  DeviceArray<std::byte> page_weights_;
   DeviceArray<std::int32_t> positions_;
   DeviceArray<std::uint8_t> eligible_;
   DeviceArray<std::int32_t> lists_;

@@ -83,6 +83,40 @@ TEST_P(Select, FewOfMany) {
   }
 }
 
+// So few that one block finds them: of rows of any kind, and where it must begin anew, as all weigh
+// much the same, rise or fall, or nearly all nothing.
+TEST_P(Select, AFewOfMany) {
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  const std::uint64_t seed = testing::seed(23);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  const auto longest = std::to_array<std::int64_t>({300, 9000, 60000, 262000});
+  for (int round = 0; round < 120; ++round) {
+    const std::int64_t most = longest[static_cast<std::size_t>(round % 4)];
+    Case c = few_of_many(random, random.integer(1, most));
+    const std::int64_t few = random.integer(1, 64);
+    c.prune = Pruner::top_k;
+    c.k = {{few, 0}, {}, 0};
+    if (random.integer(0, 9) == 0) c.k = Quota::nothing();
+    c.sinks = random.integer(0, 1) * random.integer(0, 40);
+    c.recent = random.integer(0, 1) * random.integer(0, 24);
+    c.capacity = 64 + random.integer(0, 9);
+    const auto shape = static_cast<int>(random.integer(0, 5));
+    for (std::int64_t i = 0; shape > 0 && i < std::ssize(c.logits); ++i) {
+      float& x = c.logits[static_cast<std::size_t>(i)];
+      if (!(x == x)) continue;
+      const auto at = static_cast<float>(i % c.columns) / static_cast<float>(c.columns);
+      const float slope = shape == 1 ? at : shape == 2 ? -at : shape == 3 ? 0.0f : 20.0f * at;
+      // The last of them is beyond what weights can tell apart.
+      x = f16_to_float(float_to_f16(shape == 5 ? -300.0f * slope : slope));
+    }
+    SCOPED_TRACE("round " + std::to_string(round) + ", " + std::to_string(c.context) + " tokens, " +
+                 std::to_string(c.shape.group()) + " query heads, shape " + std::to_string(shape));
+    check_case(c);
+    if (HasFailure()) return;
+  }
+}
+
 // More neighbours are wanted than a block of a cluster lists, but no more than may be kept.
 TEST_P(Select, ManyNeighboursOfMany) {
   if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();

@@ -195,6 +195,42 @@ inline void expect_sums(const Case& c, const Truth& truth, const Answer& a, int 
   EXPECT_EQ(a.heads[static_cast<std::size_t>(head)].pages, pages);
 }
 
+// What pages weigh without what is kept of them.
+inline void expect_page_weights(const Case& c, const Truth& truth, const Answer& a, int head,
+                                const Flags& kept) {
+  const int group = c.shape.group();
+  const std::int64_t pages = c.emit(head) / kPageTokens;
+  std::vector<double> masses(static_cast<std::size_t>(group), 0.0);
+  // They are relative to a log-sum-exp in fp32, as expect_sums() has it.
+  double error = 1e-4;
+  for (const double lse : truth.lse) error = std::max(error, 1e-4 + 0x1p-21 * std::abs(lse));
+  for (std::int64_t page = 0; page < pages; ++page) {
+    const auto at = static_cast<std::size_t>(head * a.pages + page);
+    const uint4 mask = a.masks[at];
+    const std::uint32_t words[4] = {mask.x, mask.y, mask.z, mask.w};
+    double sum = 0.0;
+    for (std::int64_t i = 0; i < kPageTokens; ++i) {
+      const auto entry = static_cast<std::size_t>(page * kPageTokens + i);
+      ASSERT_EQ(words[i / 32] >> i % 32 & 1u, std::uint32_t{kept[entry]}) << "entry " << entry;
+      if (kept[entry] != 0) continue;
+      sum += truth.sums[entry];
+      for (int g = 0; g < group; ++g) {
+        masses[static_cast<std::size_t>(g)] += truth.weights[static_cast<std::size_t>(g)][entry];
+      }
+    }
+    ASSERT_NEAR(static_cast<double>(a.weights[at]), sum, error * sum + 1e-7) << "page " << page;
+  }
+  const int slices = PageWeights::slices_of(a.pages);
+  for (int g = 0; g < group; ++g) {
+    double sum = 0.0;
+    for (int slice = 0; slice < PageWeights::slices_of(pages); ++slice) {
+      sum += static_cast<double>(
+          a.masses[static_cast<std::size_t>((head * slices + slice) * group + g)]);
+    }
+    EXPECT_NEAR(sum, masses[static_cast<std::size_t>(g)], error) << "query head " << g;
+  }
+}
+
 inline void expect_head(const Case& c, const Answer& a, int head) {
   const HeadSelection& result = a.heads[static_cast<std::size_t>(head)];
   const Truth truth = truth_of(c, head);
@@ -219,6 +255,7 @@ inline void expect_head(const Case& c, const Answer& a, int head) {
     all[i] = c.is_out(head, static_cast<std::int64_t>(i)) ? 0 : 1;
   }
   if (result.count == c.capacity && result.cut != 0) return;  // looked at elsewhere
+  if (!a.masks.empty()) expect_page_weights(c, truth, a, head, kept);
   const std::int64_t keep = keep_of(c, head);
   if (c.prune == Pruner::top_k) {
     EXPECT_EQ(result.cut, 0);

@@ -1,0 +1,59 @@
+// What select() leaves of every whole page for attend_tiles() (LogitDigest::weights), as these
+// kernels have it: what it weighs without what is selected of it, relative to the log-sum-exp that
+// select() reports.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "lib/backend/index_ops.h"
+
+namespace sluice::cuda {
+
+// Of heads [heads], a KV head of a token each. Null pointers: there are none.
+struct PageWeights {
+  uint4* masks = nullptr;    // [heads, pages]: a bit for each token that is selected
+  float* weights = nullptr;  // [heads, pages]: of all query heads together
+  float* masses = nullptr;   // [heads, slices, group]: of a query head, over kSlicePages pages
+  std::int64_t pages = 0;    // of a head, a multiple of kSlicePages
+  int group = 0;
+
+  static constexpr int kSlicePages = 64;
+  static constexpr int kMostGroup = 64;
+  static constexpr std::size_t kPageBytes = sizeof(uint4) + 2 * sizeof(float);
+  static_assert(LogitDigest::kPageAlignment % kSlicePages == 0);
+  static_assert(kMostGroup <= kSlicePages);
+
+  // Slices that so many pages take.
+  __host__ __device__ static constexpr int slices_of(std::int64_t pages) {
+    return static_cast<int>((pages + kSlicePages - 1) / kSlicePages);
+  }
+  // In `heads * pages * kPageBytes` bytes that are aligned to 16.
+  static PageWeights in(std::byte* data, std::int64_t heads, std::int64_t pages, int group) {
+    PageWeights w;
+    w.masks = reinterpret_cast<uint4*>(data);
+    w.weights = reinterpret_cast<float*>(w.masks + heads * pages);
+    w.masses = w.weights + heads * pages;
+    w.pages = pages;
+    w.group = group;
+    return w;
+  }
+  static PageWeights of(const LogitDigest& digest, int group) {
+    if (digest.weights == nullptr) return {};
+    return in(digest.weights, digest.rows / group, digest.pages, group).from(digest.first / group);
+  }
+
+  // The same, of heads from `head` on.
+  __host__ __device__ PageWeights from(std::int64_t head) const {
+    PageWeights w = *this;
+    if (masks == nullptr) return w;
+    w.masks += head * pages;
+    w.weights += head * pages;
+    w.masses += head * slices_of(pages) * group;
+    return w;
+  }
+};
+
+}  // namespace sluice::cuda

@@ -1,0 +1,403 @@
+// top_k of a few by a scan's digest: one block per head, which reads little besides the digest.
+//
+// The maxima of the digest bound what a sector may hold. First some sectors are looked at, each the
+// most promising of a part of the context: as many of their entries as are to be kept bound what is
+// kept from below. Few other sectors reach that bound; the entries there that do are listed, and
+// the heaviest of them found by bisection. Where too many do, as all weigh much the same, those
+// that fit the list raise the bound and it begins anew.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/runtime/page_weights.h"
+#include "kernels/select/few.cuh"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+// Finds what is kept of one head. Most of it happens once, when fetching instructions takes longer
+// than what they do: such loops stay loops.
+class FewChoice : public FewHead {
+ public:
+  __device__ __forceinline__ FewChoice(const SelectCall& c, FewShared& shared, int head,
+                                       const Extent& extent)
+      : FewHead(c, shared, head, extent) {}
+
+  __device__ __forceinline__ void run() {
+    const bool is_empty = extent_.total == 0;
+    if (!is_empty) read_digest();
+    __syncthreads();
+    if (is_empty || !join_rows()) return report_none(c_, head_, !is_empty);
+    const std::int32_t wanted = min(max(extent_.keep - forced(), 0), extent_.high - extent_.low);
+    if (wanted > 0) keep_heaviest(wanted);
+    __syncthreads();
+    const std::int32_t count = list_kept(wanted);
+    report(count, wanted);
+    if (c_.page_weights.masks != nullptr) weigh_pages(count);
+  }
+
+ private:
+  // Notes the largest logit of every page, and what each thread sees of its row.
+  __device__ __forceinline__ void read_digest() {
+    Sums sums;
+    bool is_bad = false;
+    const auto see = [&](float logit) {
+      is_bad = is_bad || !(logit < INFINITY);
+      const float norm = __fmul_rn(logit, kLog2E);
+      sums.refer_to(fmaxf(sums.norm, norm));
+      return norm;
+    };
+#pragma unroll 4
+    for (int page = first_page_; page < pages_; page += page_step_) {
+      const int item = page * c_.group + row_;
+      const uint4 maxima = maxima_[item];
+      const float sum = sums_[item];
+      const __half2 most = __hmax2_nan(__hmax2_nan(as_half2(maxima.x), as_half2(maxima.y)),
+                                       __hmax2_nan(as_half2(maxima.z), as_half2(maxima.w)));
+      const float norm = see(larger_of(most));
+      sums.all = fmaf(sum, exp2_fast(norm - sums.norm), sums.all);
+      shared_.tops[item] = norm;
+    }
+    // The digest knows what is always kept, but not the newest.
+    const __half* const row = c_.row(head_, row_);
+    const std::int32_t newest = extent_.total - extent_.emit;
+#pragma unroll 1
+    for (int i = first_page_; i < newest + forced(); i += page_step_) {
+      const bool is_newest = i < newest;
+      const std::int32_t entry = is_newest ? extent_.emit + i : forced_entry(i - newest);
+      const float norm = see(__half2float(row[entry]));
+      const float weight = exp2_fast(norm - sums.norm);
+      sums.kept += weight;
+      if (is_newest) sums.all += weight;
+    }
+    if (is_bad) sums.norm = INFINITY;
+    shared_.parts[thread()] = sums;
+  }
+
+  // What is known of every row, by a warp each; false if one is bad.
+  __device__ __forceinline__ bool join_rows() {
+    bool is_bad = false;
+    if (warp() < c_.group) {
+      Sums sums;
+#pragma unroll 1
+      for (int i = lane(); i < page_step_; i += kWarp) {
+        const Sums part = shared_.parts[i * c_.group + warp()];
+        sums.refer_to(fmaxf(sums.norm, part.norm));
+        const float factor = exp2_fast(part.norm - sums.norm);
+        sums.all = fmaf(factor, part.all, sums.all);
+        sums.kept = fmaf(factor, part.kept, sums.kept);
+      }
+      sums.refer_to(warp_max(sums.norm));
+      sums.all = warp_sum(sums.all);
+      sums.kept = warp_sum(sums.kept);
+      is_bad = !(sums.norm < INFINITY) || sums.norm == kNoNorm;
+      RowInfo info;
+      set_norm(info, static_cast<double>(sums.norm) + static_cast<double>(__log2f(sums.all)));
+      info.kept = sums.kept / sums.all;
+      if (lane() == 0) {
+        shared_.rows[warp()] = info;
+        if (!is_bad) report_lse(c_, std::int64_t{head_} * c_.group + warp(), info);
+      }
+    }
+    return __syncthreads_or(is_bad ? 1 : 0) == 0;
+  }
+
+  // Leaves in `winners` which entries are kept by choice, in any order.
+  __device__ __forceinline__ void keep_heaviest(std::int32_t wanted) {
+    Bound bound = sample(static_cast<std::uint32_t>(wanted));
+#pragma unroll 1
+    while (true) {
+      const std::int32_t sectors = list_sectors(bound.log_weight);
+      list_entries(sectors, bound.key);
+      const std::uint32_t listed = shared_.listed;
+      const std::uint64_t own = thread() < listed ? shared_.keys[thread()] : 0;
+      const std::uint64_t least = largest_key(own, static_cast<std::uint32_t>(wanted));
+      if (listed <= kFewThreads) {
+        if (own >= least) shared_.winners[atomicAdd(&shared_.won, 1u)] = entry_of_key(own);
+        return;
+      }
+      bound = {log_weight_of(least), least};
+    }
+  }
+
+  // A bound that so many entries of a sample reach: of those of one sector for every four threads,
+  // the one with the largest weight of the pages that these have. Pages of which something is
+  // always kept are not among them.
+  __device__ __forceinline__ Bound sample(std::uint32_t wanted) const {
+    const std::int32_t first = (extent_.low + kPageTokens - 1) / kPageTokens;
+    const std::int32_t last = extent_.high / kPageTokens;
+    const float norm = shared_.rows[row_].norm;
+    float most = -INFINITY;
+    std::int32_t item = -1;
+#pragma unroll 1
+    for (int page = first_page_; page < last; page += page_step_) {
+      const float weight = shared_.tops[page * c_.group + row_] - norm;
+      if (page < first || weight <= most) continue;
+      most = weight;
+      item = page * c_.group + row_;
+    }
+#pragma unroll
+    for (int step = 1; step < kTeamLanes; step *= 2) {
+      const float other = __shfl_xor_sync(kAllLanes, most, step);
+      const std::int32_t other_item = __shfl_xor_sync(kAllLanes, item, step);
+      if (other > most || (other == most && other_item > item)) {
+        most = other;
+        item = other_item;
+      }
+    }
+    std::uint32_t own = 0;
+    std::uint32_t two = 0;
+    if (item >= 0) two = reinterpret_cast<const std::uint32_t*>(maxima_ + item)[team_lane()];
+    const float2 maxima = __half22float2(as_half2(two));
+    const float top = item >= 0 ? shared_.tops[item] : NAN;
+    const unsigned even = __ballot_sync(kAllLanes, __fmul_rn(maxima.x, kLog2E) == top);
+    const unsigned odd = __ballot_sync(kAllLanes, __fmul_rn(maxima.y, kLog2E) == top);
+    if (item >= 0) {
+      const int shift = lane() - team_lane();
+      const int pair = __ffs(static_cast<int>((even | odd) >> shift)) - 1;
+      const int sector = 2 * pair + ((even >> (shift + pair) & 1u) != 0 ? 0 : 1);
+      const uint4 grades = grades_of(item / c_.group * kPageTokens + sector * kBoundTokens +
+                                     team_lane() * kTeamEntries);
+      own = max(max(grades.x, grades.y), max(grades.z, grades.w));
+    }
+    std::uint32_t found = 0;
+#pragma unroll 1
+    for (std::uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
+      const auto reach = static_cast<std::uint32_t>(__syncthreads_count(own >= (found | bit)));
+      if (reach < wanted) continue;
+      found |= bit;
+      if (reach <= wanted + wanted / 4) break;
+    }
+    if (found == 0) return {};
+    const std::uint64_t key = std::uint64_t{found} << 32;
+    return {log_weight_of(key), key};
+  }
+
+  // The wanted-th largest of the threads' keys, which differ where they are not 0; or a number that
+  // lies between it and the next. There are so many.
+  __device__ __forceinline__ static std::uint64_t largest_key(std::uint64_t own,
+                                                              std::uint32_t wanted) {
+    std::uint64_t found = 0;
+#pragma unroll 1
+    for (std::uint64_t bit = std::uint64_t{1} << 63; bit > 0; bit >>= 1) {
+      const auto reach = static_cast<std::uint32_t>(__syncthreads_count(own >= (found | bit)));
+      if (reach < wanted) continue;
+      found |= bit;
+      if (reach == wanted) break;
+    }
+    return found;
+  }
+
+  // Whether rows' maxima in a sector reach a weight together.
+  __device__ __forceinline__ bool may_reach(std::int32_t sector, float weight) const {
+    const __half* const maxima = reinterpret_cast<const __half*>(maxima_) +
+                                 sector / kBoundsPerPage * c_.group * kBoundsPerPage +
+                                 sector % kBoundsPerPage;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int g = 0; g < c_.group; ++g) {
+      sum += weight_of(maxima[g * kBoundsPerPage], shared_.rows[g]);
+    }
+    return sum >= weight;
+  }
+
+  // Lists sectors in which there may be entries of such a weight. An entry's largest is a part of
+  // the group's at least, so that a row tells what is not worth a closer look.
+  __device__ __forceinline__ std::int32_t list_sectors(float log_weight) {
+    if (thread() < kMostFewSectors / 32) shared_.near[thread()] = 0;
+    if (thread() == 0) shared_.queued = shared_.listed = shared_.won = 0;
+    __syncthreads();
+    const float least = log_weight - __log2f(static_cast<float>(c_.group)) - kFewSlack;
+    const float norm = shared_.rows[row_].norm;
+    const __half2 least_logit = twice(__half_as_ushort(__float2half_rd((least + norm) * kLn2)));
+#pragma unroll 1
+    for (int page = first_page_; page < pages_; page += page_step_) {
+      const int item = page * c_.group + row_;
+      if (shared_.tops[item] - norm < least) continue;
+      const std::uint32_t sectors = reaching(maxima_[item], least_logit);
+      if (sectors != 0) atomicOr(shared_.near + page / 4, sectors << 8 * (page % 4));
+    }
+    __syncthreads();
+    const float weight = exp2_fast(log_weight - kFewSlack);
+    const std::int32_t sectors = pages_ * kBoundsPerPage;
+#pragma unroll 1
+    for (std::int32_t first = warp() * kWarp; first < sectors; first += kFewThreads) {
+      // A word of the bits is a warp's.
+      const std::int32_t sector = first + lane();
+      const bool is_near = (shared_.near[first / kWarp] >> lane() & 1u) != 0;
+      const bool is_one = is_near && may_reach(sector, weight);
+      const unsigned ones = __ballot_sync(kAllLanes, is_one);
+      if (ones == 0) continue;
+      std::uint32_t slot = 0;
+      if (lane() == 0) slot = atomicAdd(&shared_.queued, static_cast<std::uint32_t>(__popc(ones)));
+      slot = __shfl_sync(kAllLanes, slot, 0) +
+             static_cast<std::uint32_t>(__popc(ones & ((1u << lane()) - 1u)));
+      if (is_one) shared_.sectors[slot] = static_cast<std::uint16_t>(sector);
+    }
+    __syncthreads();
+    return static_cast<std::int32_t>(shared_.queued);
+  }
+
+  // Lists entries of these sectors that reach the bound, until there are too many. Few lanes have
+  // sectors that follow each other, so that what is listed then comes from all over the context.
+  __device__ __forceinline__ void list_entries(std::int32_t sectors, std::uint64_t bound) {
+    constexpr int kTeams = kFewThreads / kTeamLanes;
+    const std::int32_t each = (sectors + kTeams - 1) / kTeams;
+    const std::int32_t first = thread() / kTeamLanes * each;
+#pragma unroll 1
+    for (std::int32_t i = first; i < min(first + each, sectors); ++i) {
+      if (*static_cast<volatile std::uint32_t*>(&shared_.listed) > kFewThreads) break;
+      const std::int32_t entry = shared_.sectors[i] * kBoundTokens + team_lane() * kTeamEntries;
+      const uint4 grades = grades_of(entry);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const std::uint64_t key = key_of(entry + e, word_of(grades, e));
+        if (key < bound || entry + e < extent_.low || entry + e >= extent_.high) continue;
+        const std::uint32_t slot = atomicAdd(&shared_.listed, 1u);
+        if (slot < kFewThreads) shared_.keys[slot] = key;
+      }
+    }
+    __syncthreads();
+  }
+
+  // Lists what is kept in order; returns how many.
+  __device__ __forceinline__ std::int32_t list_kept(std::int32_t wanted) {
+    if (thread() < wanted) {
+      const std::int32_t own = shared_.winners[thread()];
+      std::int32_t rank = extent_.low;
+#pragma unroll 1
+      for (int i = 0; i < wanted; ++i) rank += shared_.winners[i] < own ? 1 : 0;
+      shared_.kept[rank] = own;
+    }
+    if (thread() < forced()) {
+      shared_.kept[thread() + (thread() < extent_.low ? 0 : wanted)] = forced_entry(thread());
+    }
+    __syncthreads();
+    return forced() + wanted;
+  }
+
+  __device__ bool begins_page(std::int32_t i) const {
+    return i == 0 || shared_.kept[i] / kPageTokens != shared_.kept[i - 1] / kPageTokens;
+  }
+
+  __device__ __forceinline__ void report(std::int32_t count, std::int32_t wanted) const {
+    if (thread() < count) c_.positions[head_ * c_.capacity + thread()] = shared_.kept[thread()];
+    if (warp() < c_.group) {
+      const RowInfo& info = shared_.rows[warp()];
+      const __half* const row = c_.row(head_, warp());
+      float sum = 0.0f;
+#pragma unroll 1
+      for (std::int32_t i = lane(); i < wanted; i += kWarp) {
+        sum += weight_of(row[shared_.kept[extent_.low + i]], info);
+      }
+      sum = warp_sum(sum);
+      const std::int64_t at = std::int64_t{head_} * c_.group + warp();
+      if (lane() == 0) c_.alpha[at] = fminf(info.kept + sum, 1.0f) * share_of(c_, at);
+    }
+    const int pages = __syncthreads_count(thread() < count && begins_page(thread()));
+    if (thread() != 0) return;
+    HeadSelection result;
+    result.count = count;
+    result.pages = pages;
+    c_.heads[head_] = result;
+  }
+
+  // What every page weighs without what is kept of it: by the digest, and where something is, by
+  // its logits.
+  __device__ __forceinline__ void weigh_pages(std::int32_t count) {
+    const PageWeights to = c_.page_weights.from(head_);
+    const RowInfo info = shared_.rows[row_];
+#pragma unroll 1
+    for (int page = first_page_; page < pages_; page += page_step_) {
+      const int item = page * c_.group + row_;
+      shared_.tops[item] = sums_[item] * info.scale * exp2_fast(shared_.tops[item] - info.norm);
+      if (row_ == 0) to.masks[page] = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    if (thread() < count) {
+      const std::int32_t at = shared_.kept[thread()];
+      atomicOr(reinterpret_cast<std::uint32_t*>(to.masks) + at / kWarp, 1u << at % kWarp);
+    }
+    __syncthreads();
+    weigh_marked(to, count);
+    __syncthreads();
+    float mass = 0.0f;
+#pragma unroll 1
+    for (int page = thread(); page < pages_; page += kFewThreads) {
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int g = 0; g < c_.group; ++g) sum += shared_.tops[page * c_.group + g];
+      to.weights[page] = sum;
+    }
+    if (warp() >= c_.group) return;
+#pragma unroll 4
+    for (int page = lane(); page < pages_; page += kWarp) {
+      mass += shared_.tops[page * c_.group + warp()];
+    }
+    mass = warp_sum(mass);
+#pragma unroll 1
+    for (int slice = lane(); slice < PageWeights::slices_of(pages_); slice += kWarp) {
+      to.masses[slice * c_.group + warp()] = slice == 0 ? mass : 0.0f;
+    }
+  }
+
+  // The pages of which something is kept: half a warp has one of them and a row.
+  __device__ __forceinline__ void weigh_marked(const PageWeights& to, std::int32_t count) {
+    constexpr int kLanes = kPageTokens / 8;
+    const int part = lane() % kLanes;
+    const unsigned lanes = 0xffffu << (lane() / kLanes * kLanes);
+#pragma unroll 1
+    for (std::int32_t item = thread() / kLanes; item < count * c_.group;
+         item += kFewThreads / kLanes) {
+      const std::int32_t i = item / c_.group;
+      const int g = item - i * c_.group;
+      if (!begins_page(i)) continue;
+      const std::int32_t page = shared_.kept[i] / kPageTokens;
+      const uint4 x = reinterpret_cast<const uint4*>(c_.row(head_, g))[page * kLanes + part];
+      const std::uint32_t mask =
+          __ldcg(reinterpret_cast<const std::uint32_t*>(to.masks + page) + part / 4);
+      const RowInfo& info = shared_.rows[g];
+      float sum = info.scale * weight8(masked(x, ~(mask >> part % 4 * 8)), info.norm);
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(lanes, sum, step);
+      if (part == 0) shared_.tops[page * c_.group + g] = sum;
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kFewThreads, 1) select_few(const __grid_constant__ SelectCall c) {
+  extern __shared__ uint4 memory[];
+  const auto head = static_cast<int>(blockIdx.x);
+  const TokenBounds token = bounds_of(c, head);
+  wait_for_kernel_before();
+  allow_next_kernel();
+  const Extent extent = {token.page_first + token.newest,
+                         token.page_first,
+                         token.low,
+                         token.high,
+                         token.keep,
+                         token.sequence};
+  FewChoice(c, *reinterpret_cast<FewShared*>(memory), head, extent).run();
+}
+
+}  // namespace
+
+bool fits_few(const SelectCall& c, const DeviceLimits& device) {
+  if (c.is_top_p || c.digest.maxima == nullptr) return false;
+  if (!c.is_aligned || c.eligible != nullptr || c.list != nullptr) return false;
+  const std::int32_t pages = c.entries / kPageTokens;
+  return c.group <= kMostFewRows && pages * c.group <= kMostFewItems &&
+         pages * kBoundsPerPage <= kMostFewSectors && c.most_keep <= kMostFewKept &&
+         c.most_forced <= kMostFewKept && c.capacity >= std::max(c.most_keep, c.most_forced) &&
+         static_cast<int>(sizeof(FewShared)) <= device.shared_bytes;
+}
+
+void run_few(const SelectCall& call, const Launch& launch) {
+  require(cudaFuncSetAttribute(select_few, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(sizeof(FewShared))),
+          "select_few");
+  launch_early("select_few", select_few, dim3(static_cast<unsigned>(call.head_count)), kFewThreads,
+               sizeof(FewShared), launch, call);
+}
+
+}  // namespace sluice::cuda
