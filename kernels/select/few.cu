@@ -104,7 +104,12 @@ class FewChoice : public FewHead {
 
   // Leaves in `winners` which entries are kept by choice, in any order.
   __device__ __forceinline__ void keep_heaviest(std::int32_t wanted) {
-    Bound bound = sample(static_cast<std::uint32_t>(wanted));
+    // Rows of a page that several teams have may bring it into the sample as often.
+    const bool is_one_teams = kTeamLanes % c_.group == 0;
+    constexpr int kMostTeams = 3;
+    static_assert(kMostFewRows <= 2 * kTeamLanes);
+    const std::int32_t sampled = is_one_teams ? wanted : kMostTeams * wanted;
+    Bound bound = sample(static_cast<std::uint32_t>(sampled));
 #pragma unroll 1
     while (true) {
       const std::int32_t sectors = list_sectors(bound.log_weight);
@@ -120,9 +125,9 @@ class FewChoice : public FewHead {
     }
   }
 
-  // A bound that so many entries of a sample reach: of those of one sector for every four threads,
-  // the one with the largest weight of the pages that these have. Pages of which something is
-  // always kept are not among them.
+  // A bound that so many entries of a sample reach. Every team brings one sector, that with the
+  // largest weight among the pages and rows that its threads have, without pages of which something
+  // is always kept; a thread counts by the heaviest of its entries there.
   __device__ __forceinline__ Bound sample(std::uint32_t wanted) const {
     const std::int32_t first = (extent_.low + kPageTokens - 1) / kPageTokens;
     const std::int32_t last = extent_.high / kPageTokens;
@@ -238,7 +243,7 @@ class FewChoice : public FewHead {
     return static_cast<std::int32_t>(shared_.queued);
   }
 
-  // Lists entries of these sectors that reach the bound, until there are too many. Few lanes have
+  // Lists entries of these sectors that reach the bound, until there are too many. Teams have
   // sectors that follow each other, so that what is listed then comes from all over the context.
   __device__ __forceinline__ void list_entries(std::int32_t sectors, std::uint64_t bound) {
     constexpr int kTeams = kFewThreads / kTeamLanes;

@@ -14,7 +14,7 @@ constexpr std::int32_t kMostFewKept = 64;     // by choice, and as many always
 constexpr std::int32_t kMostFewItems = 8192;  // pages times rows
 constexpr std::int32_t kMostFewSectors = 16384;
 static_assert(kMostFewSectors / 32 <= kFewThreads && kMostFewSectors <= 1 << 16);
-// Threads that look at a sector together, and what each of them has of it.
+// Threads that look at a sector together, a team, and what each of them has of it.
 constexpr int kTeamLanes = 4;
 constexpr int kTeamEntries = kBoundTokens / kTeamLanes;
 // In bits of weight: more than rounding takes from norms, products and halves.

@@ -117,6 +117,25 @@ TEST_P(Select, AFewOfMany) {
   }
 }
 
+// Fewer heavy pages than are wanted, in which every row finds the same entry.
+TEST_P(Select, FewHeavyPagesOfMany) {
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  for (const int group : {1, 2, 3, 4, 5, 6, 7, 8}) {
+    for (const std::int64_t heavy : {1, 3, 8, 15}) {
+      SCOPED_TRACE(std::to_string(group) + " query heads, " + std::to_string(heavy) + " heavy");
+      Case c = case_of(1, group, 65536);
+      c.k.share.tokens = 16;
+      for (std::int64_t i = 0; i < group * c.columns; ++i) {
+        const std::int64_t at = i % c.columns;
+        const bool is_heavy = at % 4096 == 77 && at / 4096 < heavy;
+        c.logits.push_back(is_heavy ? 9.0f
+                                    : f16_to_float(float_to_f16(-1e-4f * static_cast<float>(at))));
+      }
+      check_case(c);
+    }
+  }
+}
+
 // More neighbours are wanted than a block of a cluster lists, but no more than may be kept.
 TEST_P(Select, ManyNeighboursOfMany) {
   if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
