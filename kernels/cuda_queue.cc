@@ -75,7 +75,7 @@ void CudaQueue::linear(const LinearParams& params) {
   }
 }
 
-// As one row: a launch has no more than 65535 rows of blocks.
+// Page weights that are asked for and that select() does not leave are found behind it.
 void CudaQueue::select(const SelectParams& params) {
   const Launch own = launch();
   cuda::select(params, own);
@@ -83,6 +83,7 @@ void CudaQueue::select(const SelectParams& params) {
   if (weighs && !leaves_page_weights(params, *own.device)) weigh_pages(params, own);
 }
 
+// As one row: a launch has no more than 65535 rows of blocks.
 void CudaQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
   check(first + rows.rows <= weight.outputs() && rows.columns == weight.inputs() &&
             rows.stride == rows.columns,

@@ -228,7 +228,11 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
     embed(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)), x);
   });
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
-    if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) return false;
+    if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) {
+      // Nothing that was issued outlives the call.
+      queue_->synchronize();
+      return false;
+    }
     const QueueRange of_layer(*queue_, {"layer", layer});
     for_pieces([&](std::int64_t first, const Matrix& x) {
       session.take_piece(first, x.rows);

@@ -256,6 +256,8 @@ void ImportantTokens::attend_before(int layer, const StepRange& piece, const Que
   AttendParams params = attend_params(shape_, piece, queries);
   params.seen = reinterpret_cast<const std::int32_t*>(seen_.data()) + (piece.first - prompt_.first);
   params.merge = true;
+  // Later ones lie in the piece's own blocks and are counted there.
+  count_hits(layer, listed_tokens_.before(block_begin(piece.first)), pool, ledger);
   attend_listed(layer, params, listed_tokens_.before(block_begin(piece.end() - 1)), pool, ledger);
 }
 
@@ -267,7 +269,8 @@ void ImportantTokens::attend_important(int layer, const StepRange& piece, const 
   std::int64_t first = listed_tokens_.before(piece.first);
   UnpackTokensParams unpack = {nullptr, 0,       piece.first, piece.tokens,
                                width,   nullptr, queries.out, true};
-  if (first == end) queue_->unpack_tokens(unpack);
+  if (first == end) return queue_->unpack_tokens(unpack);
+  count_hits(layer, end, pool, ledger);
   for (; first < end; first += kPackedTokens, unpack.clear = false) {
     unpack.positions = positions() + first;
     unpack.count = std::min(kPackedTokens, end - first);
@@ -282,10 +285,16 @@ void ImportantTokens::attend_important(int layer, const StepRange& piece, const 
   }
 }
 
+// Rows that a piece attends to count once, however many parts it has.
+void ImportantTokens::count_hits(int layer, std::int64_t rows, const KvPool& pool,
+                                 Ledger& ledger) const {
+  if (rows == 0) return;
+  ledger.record(layer, pool.tier(), pool.tier(), Cause::hit, traffic_of(shape_, rows));
+}
+
 // To the first `count` rows of the list, whose numbers are what `params` takes for positions.
 void ImportantTokens::attend_listed(int layer, AttendParams& params, std::int64_t count,
                                     const KvPool& pool, Ledger& ledger) {
-  ledger.record(layer, pool.tier(), pool.tier(), Cause::hit, traffic_of(shape_, count));
   for (std::int64_t first = 0; first < count; first += arena_rows_) {
     const std::int64_t all = std::min(arena_rows_, listed_tokens_.count() - first);
     if (brought_ != first) bring(layer, first, all, pool, ledger);

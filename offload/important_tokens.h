@@ -99,6 +99,7 @@ class ImportantTokens {
                      Ledger& ledger);
   void attend_important(int layer, const StepRange& piece, const Queries& queries,
                         const KvPool& pool, Ledger& ledger);
+  void count_hits(int layer, std::int64_t rows, const KvPool& pool, Ledger& ledger) const;
   void attend_listed(int layer, AttendParams& params, std::int64_t count, const KvPool& pool,
                      Ledger& ledger);
   void bring(int layer, std::int64_t first, std::int64_t count, const KvPool& pool, Ledger& ledger);

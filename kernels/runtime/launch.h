@@ -25,7 +25,7 @@ struct DeviceLimits {
   int multiprocessors = 0;
   int shared_bytes = 0;  // that one block can have
   int capability = 0;    // 90 for compute capability 9.0
-  // Fewer logits a cluster selects from itself, as fast as from their digest.
+  // With fewer logits than these a cluster reads all of them, not their digest.
   std::int32_t digested_entries = 1 << 18;
 };
 

@@ -22,10 +22,9 @@ namespace sluice::cuda {
 void build_index(const BuildIndexParams& params, const Launch& launch);
 void build_batch(const BuildBatchParams& params, const Launch& launch);
 
-// Below, reading the logits once more takes no longer than digesting them, unless pages are to be
-// weighed, when only the shortest contexts are too short for it. Above, select() has no block to
-// spare for that.
+// In contexts of fewer tokens reading the logits once more takes no longer than digesting them.
 inline constexpr std::int64_t kDigestedFrom = std::int64_t{1} << 18;
+// From here to there select() weighs pages for value tiles, and then a digest pays as well.
 inline constexpr std::int64_t kWeighedFrom = 8192;
 
 // Logits are f16, finite ones clamped to its range. Queries are rounded to f16 where they meet the

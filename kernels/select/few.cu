@@ -117,6 +117,11 @@ class FewChoice : public FewHead {
       const std::uint32_t listed = shared_.listed;
       const std::uint64_t own = thread() < listed ? shared_.keys[thread()] : 0;
       const std::uint64_t least = largest_key(own, static_cast<std::uint32_t>(wanted));
+      if (listed < static_cast<std::uint32_t>(wanted)) {
+        // Without a bound there are enough.
+        bound = {};
+        continue;
+      }
       if (listed <= kFewThreads) {
         if (own >= least) shared_.winners[atomicAdd(&shared_.won, 1u)] = entry_of_key(own);
         return;
@@ -173,7 +178,6 @@ class FewChoice : public FewHead {
       found |= bit;
       if (reach <= wanted + wanted / 4) break;
     }
-    if (found == 0) return {};
     const std::uint64_t key = std::uint64_t{found} << 32;
     return {log_weight_of(key), key};
   }

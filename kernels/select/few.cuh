@@ -105,11 +105,12 @@ class FewHead {
     return make_uint4(numbers.x & 0xffffu, numbers.x >> 16, numbers.y & 0xffffu, numbers.y >> 16);
   }
 
+  // -Inf of what is lighter than any number.
   __device__ __forceinline__ float log_weight_of(std::uint64_t key) const {
     const auto grade = static_cast<std::uint32_t>(key >> 32);
     if (c_.group > 1) return __log2f(__uint_as_float(grade));
     const float logit = __half2float(__ushort_as_half(half_of_ordered(grade)));
-    return fmaf(logit, kLog2E, -shared_.rows[0].norm);
+    return fmaxf(fmaf(logit, kLog2E, -shared_.rows[0].norm), -INFINITY);
   }
 
   const SelectCall& c_;

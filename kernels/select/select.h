@@ -13,8 +13,9 @@
 // Which way it goes follows from sizes alone, the batch's capacity among them, never from a
 // position; the first that fits is taken:
 //   fixed     there are no logits: what is always kept, by one block per head
-//   few       top_k of up to 64 of up to 262144 entries with a digest, by one block per head, which
-//             leaves page weights, too
+//   few       top_k of up to 64, of which as many may be always kept, with a digest, without a list
+//             or a mask, of up to 8 query heads and 262144 entries, 1048576 of all query heads
+//             together, by one block per head, which leaves page weights, too
 //   one block per head, where its shared memory can hold the logits, and those are few (16384 per
 //   head) or heads are many (half as many as multiprocessors):
 //     top_k   top_k of one query head, up to 16384 entries, in the registers of up to four warps

@@ -204,7 +204,8 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   const float reference = highest > -INFINITY ? highest : 0.0f;
   const float weight = exp2_fast(here - reference);
   const float kept = exp2_fast(before - reference);
-  const float sum = fmaxf(weight + kept, 1.0f);
+  const float both = weight + kept;
+  const float sum = both == 0.0f ? 1.0f : both;  // NaN stays
   if (lane == 0) c.out_lse[row] = (highest + __log2f(sum)) * kLn2;
   const float each = mass > 0.0f ? __fdividef(weight, sum * mass) : 0.0f;
   const auto tokens = static_cast<float>(c.token_of(part.head).position + 1);
@@ -221,7 +222,7 @@ __device__ __forceinline__ void write_columns(const TilesCall& c, const BlockPar
   auto& to = reinterpret_cast<float4*>(c.out + row * c.head_dim)[column];
   float4 x = make_float4(f.read * sum.x, f.read * sum.y, f.read * sum.z, f.read * sum.w);
   if (f.mean > 0.0f) x = add_scaled(x, f.mean, mean);
-  if (f.before > 0.0f) x = add_scaled(x, f.before, to);
+  if (!(f.before <= 0.0f)) x = add_scaled(x, f.before, to);
   to = x;
 }
 

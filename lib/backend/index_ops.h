@@ -219,8 +219,8 @@ struct SelectParams {
   // among all tokens, by whatever proposed them.
   const float* share = nullptr;
   float* alpha = nullptr;  // reported [count, query_heads]: weight kept, the newest rows' included
-  // [count, query_heads] or null: log-sum-exp of the logits, where none was bad. It is there if the
-  // digest's weights are to be.
+  // [count, query_heads] or null: log-sum-exp of the logits, where none was bad. Must be set if
+  // the digest's weights are asked for.
   float* lse = nullptr;
 };
 

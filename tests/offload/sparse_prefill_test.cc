@@ -329,9 +329,9 @@ TEST_F(SparsePrefillLedger, CountsWhatCrosses) {
 
 // Rows by pieces, as a dense prefill counts them.
 TEST_F(SparsePrefillLedger, CountsWhatItAttendsTo) {
-  const auto hits = [&](const Policy& policy) {
+  const auto hits = [&](const Policy& policy, std::int64_t chunk = 256) {
     Device device(testing::cpu_backend(DType::f32).make());
-    const KvPlan plan = plan_for(device.info(), shape_, policy, 256, std::nullopt);
+    const KvPlan plan = plan_for(device.info(), shape_, policy, chunk, std::nullopt);
     KvSession session = testing::session_of(*device.backend, plan, {&policy, 1});
     if (policy.prefill.tau > 0.0) {
       prefill(device, session, script_);
@@ -343,6 +343,10 @@ TEST_F(SparsePrefillLedger, CountsWhatItAttendsTo) {
   const std::uint64_t dense = hits(Policy{});
   EXPECT_EQ(hits(policy_of(1.0, true)), dense);
   EXPECT_EQ(hits(policy_of(1.0, false)), dense);
+  // Pieces of several blocks, and of more tokens than are packed at a time.
+  for (const bool evict : {true, false}) {
+    EXPECT_EQ(hits(policy_of(1.0, evict), 1300), hits(Policy{}, 1300)) << evict;
+  }
   EXPECT_LT(hits(policy_of(0.5, false)), dense * 2 / 3);
   EXPECT_LT(hits(policy_of(0.5, true)), hits(policy_of(0.5, false)));
 }
