@@ -264,7 +264,7 @@ TEST_P(SparsePrefill, IsTheSameInAnyPiecesUnderAnyCap) {
     const auto expected = run(policy, 512, std::nullopt);
     for (const std::int64_t chunk : {37, 128, 1300}) {
       const std::uint64_t least = least_cap(shape(), policy, chunk);
-      for (const std::uint64_t more : {0, 1 << 20, 1 << 21, 1 << 23}) {
+      for (const std::uint64_t more : {0, 1 << 20, 1 << 23}) {
         SCOPED_TRACE(::testing::Message() << "evicts " << evicts << " chunk " << chunk << " cap "
                                           << least << " + " << more);
         const auto result = run(policy, chunk, least + more);
@@ -310,7 +310,7 @@ TEST_F(SparsePrefillLedger, CountsWhatCrosses) {
   for (const bool evicts : {false, true}) {
     const Policy policy = policy_of(0.97, evicts);
     const std::uint64_t least = least_cap(shape_, policy, 200);
-    for (const std::uint64_t more : {0, 100'000, 1 << 20}) {
+    for (const std::uint64_t more : {0, 1 << 20}) {
       SCOPED_TRACE(::testing::Message()
                    << "evicts " << evicts << " cap " << least << " + " << more);
       auto owned = std::make_unique<CountingBackend>(MemoryAccount::kNoCap);
