@@ -113,10 +113,6 @@ __global__ void __launch_bounds__(kGatherThreads)
   }
 }
 
-}  // namespace
-
-namespace {
-
 constexpr int kPackThreads = 256;
 
 // A block for each token.

@@ -177,6 +177,13 @@ __device__ __forceinline__ bool join_sums(const auto& w) {
   return __syncthreads_or(bad ? 1 : 0) == 0;
 }
 
+// The largest of eight logits.
+__device__ __forceinline__ float largest8(const uint4& v) {
+  const __half2 pair =
+      __hmax2(__hmax2(as_half2(v.x), as_half2(v.y)), __hmax2(as_half2(v.z), as_half2(v.w)));
+  return __half2float(__hmax(__low2half(pair), __high2half(pair)));
+}
+
 // The weights of a row's logits, counted in units of their bin's lower edge. A warp queues those
 // that matter, mostly few, so that it counts as many at a time as it has lanes.
 template <int kMassShift>

@@ -137,13 +137,6 @@ __device__ __forceinline__ uint4 all_minus_infinity() {
   return make_uint4(kMinusInfinities, kMinusInfinities, kMinusInfinities, kMinusInfinities);
 }
 
-// The largest of eight logits.
-__device__ __forceinline__ float largest8(const uint4& v) {
-  const __half2 pair =
-      __hmax2(__hmax2(as_half2(v.x), as_half2(v.y)), __hmax2(as_half2(v.z), as_half2(v.w)));
-  return __half2float(__hmax(__low2half(pair), __high2half(pair)));
-}
-
 // Eight logits of a row from entry i on, a multiple of 8, as they are; -Inf from `total` on.
 __device__ __noinline__ static uint4 load8_unaligned(const __half* row, std::int32_t total,
                                                      std::int32_t i) {

@@ -10,7 +10,6 @@
 
 #include "kernels/runtime/page_weights.h"
 #include "kernels/select/few.cuh"
-#include "lib/check.h"
 
 namespace sluice::cuda {
 namespace {

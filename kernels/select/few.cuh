@@ -64,7 +64,6 @@ class FewHead {
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static int lane() { return thread() % kWarp; }
   __device__ static int warp() { return thread() / kWarp; }
-
   __device__ static int team_lane() { return thread() % kTeamLanes; }
 
   // How many entries are always kept; they are the first and the last.

@@ -317,7 +317,7 @@ void select(const SelectParams& params, const Launch& launch) {
 
 bool leaves_page_weights(const SelectParams& params, const DeviceLimits& device) {
   const SelectCall c = call_of(params);
-  return c.head_count == 0 || (c.page_weights.masks != nullptr && fits_few(c, device));
+  return c.page_weights.masks != nullptr && fits_few(c, device);
 }
 
 }  // namespace sluice::cuda

@@ -3,7 +3,7 @@
 
 #include "kernels/values/call.cuh"
 #include "kernels/values/values.h"
-#include "kernels/values/weigh.cuh"
+#include "kernels/values/weigh.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 
@@ -69,24 +69,6 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
   const std::int64_t blocks = ceil_div(2 * device.multiprocessors, c.heads * c.query_parts);
   c.splits = static_cast<std::int32_t>(std::min(blocks, ceil_div(pages, kPagesOfBlock)));
   return c;
-}
-
-WeighCall weigh_call(const AttendTilesParams& p, const TilesCall& c) {
-  WeighCall w;
-  w.tokens = c.tokens;
-  w.kv_heads = c.kv_heads;
-  w.heads = c.heads;
-  w.group = c.group;
-  w.selections = c.selections;
-  w.positions = p.selected.positions;
-  w.position_capacity = p.selected.capacity;
-  w.logits = c.logits;
-  w.stride = c.stride;
-  w.digest = PageDigest::of(p.logits.digest);
-  w.lse = c.lse;
-  w.capacity = p.batch.capacity;
-  w.to = c.weights;
-  return w;
 }
 
 // Hands out scratch, every piece aligned to 16 bytes; returns the bytes it takes.
@@ -156,7 +138,9 @@ void attend_tiles(const AttendTilesParams& p, const Launch& launch) {
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
     c.tickets = launch.counters;
-    if (part.logits.digest.weights == nullptr) run_weigh(weigh_call(part, c), launch);
+    if (part.logits.digest.weights == nullptr) {
+      weigh_pages({part.shape, part.batch, part.logits, part.selected, c.lse, c.weights}, launch);
+    }
     run_read(c, launch);
   }
 }

@@ -2,9 +2,10 @@
 // head: from the digest where there is one and nothing is selected, else from the logits.
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/page_digest.h"
 #include "kernels/runtime/paged.cuh"
 #include "kernels/values/values.h"
-#include "kernels/values/weigh.cuh"
+#include "kernels/values/weigh.h"
 #include "lib/check.h"
 
 namespace sluice::cuda {
@@ -14,6 +15,27 @@ constexpr int kWeighThreads = 256;
 constexpr int kWeighWarps = kWeighThreads / kWarp;
 constexpr int kRowLanes = kPageTokens / 8;  // that read one query head's logits of a page
 constexpr int kRowsAtOnce = kWarp / kRowLanes;
+
+// A head is a KV head of a token: number token * kv_heads + KV head.
+struct WeighCall {
+  const BatchToken* tokens = nullptr;
+  int kv_heads = 0;
+  int heads = 0;
+  int group = 0;
+  const HeadSelection* selections = nullptr;  // reported [heads]
+  const std::int32_t* positions = nullptr;    // [heads, position_capacity]
+  std::int64_t position_capacity = 0;
+  const __half* logits = nullptr;  // [heads, group, stride]
+  std::int64_t stride = 0;
+  PageDigest digest;           // or null pointers
+  const float* lse = nullptr;  // [heads, group]
+  PageWeights to;
+
+  __device__ __forceinline__ BatchToken token_of(int head) const { return tokens[head / kv_heads]; }
+  __device__ __forceinline__ const __half* row(int head, int query) const {
+    return logits + (std::int64_t{head} * group + query) * stride;
+  }
+};
 
 // The pages that a block weighs, and its shared memory.
 struct Slice {
@@ -159,10 +181,26 @@ __global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_const
 
 }  // namespace
 
-void run_weigh(const WeighCall& c, const Launch& launch) {
+void weigh_pages(const WeighedPages& p, const Launch& launch) {
+  check(p.logits.stride % 8 == 0 && reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0,
+        "page weights of rows of logits that are not aligned");
+  WeighCall c;
+  c.tokens = p.batch.tokens;
+  c.kv_heads = p.shape.kv_heads;
+  c.heads = static_cast<int>(p.batch.count * p.shape.kv_heads);
+  c.group = p.shape.group();
+  c.selections = p.selected.heads;
+  c.positions = p.selected.positions;
+  c.position_capacity = p.selected.capacity;
+  c.logits = reinterpret_cast<const __half*>(p.logits.data);
+  c.stride = p.logits.stride;
+  c.digest = PageDigest::of(p.logits.digest);
+  c.lse = p.lse;
+  c.to = p.to;
+  if (c.heads == 0) return;
   const std::size_t shared = PageWeights::kSlicePages *
                              (sizeof(uint4) + static_cast<std::size_t>(c.group) * sizeof(float));
-  const std::int64_t most_pages = std::max<std::int64_t>((c.capacity - 1) / kPageTokens, 1);
+  const std::int64_t most_pages = std::max<std::int64_t>((p.batch.capacity - 1) / kPageTokens, 1);
   launch_early("weighing pages", weigh_slices,
                dim3(static_cast<unsigned>(PageWeights::slices_of(most_pages)),
                     static_cast<unsigned>(c.heads)),
@@ -172,23 +210,9 @@ void run_weigh(const WeighCall& c, const Launch& launch) {
 void weigh_pages(const SelectParams& p, const Launch& launch) {
   check(p.logits.digest.weights != nullptr && p.lse != nullptr && p.candidates == nullptr,
         "page weights without a digest or lse, or of candidates");
-  check(p.logits.stride % 8 == 0 && reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0,
-        "page weights of rows of logits that are not aligned");
-  WeighCall w;
-  w.tokens = p.batch.tokens;
-  w.kv_heads = p.shape.kv_heads;
-  w.heads = static_cast<int>(p.batch.count * p.shape.kv_heads);
-  w.group = p.shape.group();
-  w.selections = p.selected.heads;
-  w.positions = p.selected.positions;
-  w.position_capacity = p.selected.capacity;
-  w.logits = reinterpret_cast<const __half*>(p.logits.data);
-  w.stride = p.logits.stride;
-  w.digest = PageDigest::of(p.logits.digest);
-  w.lse = p.lse;
-  w.capacity = p.batch.capacity;
-  w.to = PageWeights::of(p.logits.digest, w.group);
-  if (w.heads > 0) run_weigh(w, launch);
+  weigh_pages({p.shape, p.batch, p.logits, p.selected, p.lse,
+               PageWeights::of(p.logits.digest, p.shape.group())},
+              launch);
 }
 
 }  // namespace sluice::cuda
