@@ -18,6 +18,7 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy, std::int64_t toke
   KvRequest request = {.shape = model.kv(), .context = tokens + kDecoded, .chunk = kChunk};
   request.policies = {&policy, 1};
   request.logits = model.backend().info().logits;
+  request.cached_bytes = model.backend().info().cached_bytes;
   const KvPlan whole = plan_kv(request);
   if (resident) return whole;
   // Room for the window and for streaming, little for resident rows.

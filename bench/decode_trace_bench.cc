@@ -95,6 +95,7 @@ KvPlan plan_of(const MadeUpModel& model, std::span<const Policy> policies, bool 
   request.sequences = std::int64_t{kLengths.size()} + 1;
   request.policies = policies;
   request.logits = model.backend().info().logits;
+  request.cached_bytes = model.backend().info().cached_bytes;
   const KvPlan whole = plan_kv(request);
   if (resident) return whole;
   request.device_cap =

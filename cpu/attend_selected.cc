@@ -5,6 +5,7 @@
 
 #include "cpu/attended_rows.h"
 #include "cpu/elementwise.h"
+#include "cpu/row_cache.h"
 #include "cpu/selection.h"
 
 namespace sluice::cpu {
@@ -14,18 +15,14 @@ namespace {
 constexpr std::int64_t kAheadRows = 8;
 constexpr std::size_t kLineBytes = 64;
 
-// Calls body(row) for rows of a sequence that are named by position, one after the other.
-void for_rows_at(const PagedRows& rows, std::int32_t sequence, std::int64_t head,
-                 std::span<const std::int32_t> positions, std::size_t row_bytes, const auto& body) {
-  const auto row_at = [&](std::size_t i) {
-    return rows.row(sequence, head, positions[i], static_cast<std::int64_t>(row_bytes));
-  };
-  for (std::size_t i = 0; i < positions.size(); ++i) {
-    if (i + kAheadRows < positions.size()) {
+// Calls body(i, row) for `count` rows, one after the other; row_at(i) says where they are.
+void for_rows(std::size_t count, std::size_t row_bytes, const auto& row_at, const auto& body) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kAheadRows < count) {
       const std::byte* const later = row_at(i + kAheadRows);
       for (std::size_t at = 0; at < row_bytes; at += kLineBytes) __builtin_prefetch(later + at);
     }
-    body(row_at(i));
+    body(i, row_at(i));
   }
 }
 
@@ -50,14 +47,45 @@ class SelectedHead {
       rows.attend();
       for_queries([&](std::int64_t query) { add_newest_share(query); });
     }
-    for_rows_at(p_.rows, token_.sequence, head_, positions_, p_.shape.row_bytes(),
-                [&](const std::byte* row) { rows.add_copy(row, 1); });
+    if (p_.places != nullptr) {
+      add_placed(rows);
+    } else {
+      add_paged(rows);
+    }
     rows.attend();
     if (p_.value_sums != nullptr) for_queries([&](std::int64_t query) { compensate(query); });
-    selection_.resident = resident();
   }
 
  private:
+  void add_paged(AttendedRows& rows) const {
+    selection_.resident = 0;
+    for_rows(
+        positions_.size(), p_.shape.row_bytes(),
+        [&](std::size_t i) {
+          return p_.rows.row(token_.sequence, head_, positions_[i],
+                             static_cast<std::int64_t>(p_.shape.row_bytes()));
+        },
+        [&](std::size_t i, const std::byte* row) {
+          rows.add_copy(row, 1);
+          const PageSlots& page = p_.rows.page(token_.sequence, positions_[i] / kPageTokens);
+          selection_.resident += page.device != PageSlots::kNone ? 1 : 0;
+        });
+  }
+
+  void add_placed(AttendedRows& rows) const {
+    selection_.resident = 0;
+    const PlacedRow* const places = p_.places + index_ * p_.selected.capacity;
+    for_rows(
+        positions_.size(), p_.shape.row_bytes(),
+        [&](std::size_t i) { return placed_row(p_, head_, places[i]); },
+        [&](std::size_t i, const std::byte* row) {
+          std::byte* const way = way_of(p_, head_, places[i]);
+          if (way != nullptr) std::memcpy(way, row, p_.shape.row_bytes());
+          rows.add_copy(row, 1);
+          selection_.resident += places[i].is_cached() || places[i].is_on_device() ? 1 : 0;
+        });
+  }
+
   // Queries among [count, query_heads].
   void for_queries(const auto& body) const {
     for (std::int64_t g = 0; g < p_.shape.group(); ++g) body(index_ * p_.shape.group() + g);
@@ -79,13 +107,6 @@ class SelectedHead {
     const float* const sums = p_.value_sums + index_ * d;
     float* const out = p_.out + query * d;
     for (int c = 0; c < d; ++c) out[c] = alpha * out[c] + rest * sums[c];
-  }
-
-  std::int32_t resident() const {
-    return static_cast<std::int32_t>(
-        std::count_if(positions_.begin(), positions_.end(), [&](std::int32_t position) {
-          return p_.rows.page(token_.sequence, position / kPageTokens).device != PageSlots::kNone;
-        }));
   }
 
   const AttendSelectedParams& p_;
@@ -126,12 +147,15 @@ void gather(const GatherParams& p, Threads& threads) {
   threads.for_each(p.shape.kv_heads, [&](std::int64_t head) {
     const std::int64_t count = p.counts[static_cast<std::size_t>(head)];
     std::byte* to = p.to + static_cast<std::size_t>(head * p.to_rows) * row_bytes;
-    for_rows_at(p.rows, p.sequence, head,
-                {p.positions + head * p.capacity + p.first, static_cast<std::size_t>(count)},
-                row_bytes, [&](const std::byte* row) {
-                  std::memcpy(to, row, row_bytes);
-                  to += row_bytes;
-                });
+    const std::int32_t* const positions = p.positions + head * p.capacity + p.first;
+    for_rows(
+        static_cast<std::size_t>(count), row_bytes,
+        [&](std::size_t i) {
+          return p.rows.row(p.sequence, head, positions[i], static_cast<std::int64_t>(row_bytes));
+        },
+        [&](std::size_t i, const std::byte* row) {
+          std::memcpy(to + i * row_bytes, row, row_bytes);
+        });
   });
 }
 

@@ -7,6 +7,7 @@
 #include "cpu/attention.h"
 #include "cpu/elementwise.h"
 #include "cpu/key_index.h"
+#include "cpu/row_cache.h"
 #include "cpu/selection.h"
 #include "cpu/value_tiles.h"
 #include "lib/check.h"
@@ -139,6 +140,10 @@ void CpuQueue::build_batch(const BuildBatchParams& params) { cpu::build_batch(pa
 void CpuQueue::estimate(const EstimateParams& params) { cpu::estimate(params, threads()); }
 
 void CpuQueue::select(const SelectParams& params) { cpu::select(params, threads()); }
+
+void CpuQueue::find_rows(const FindRowsParams& params) { cpu::find_rows(params, threads()); }
+
+void CpuQueue::forget_rows(const ForgetRowsParams& params) { cpu::forget_rows(params); }
 
 void CpuQueue::attend_selected(const AttendSelectedParams& params) {
   cpu::attend_selected(params, threads());

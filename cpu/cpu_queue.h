@@ -33,6 +33,8 @@ class CpuQueue : public Queue {
   void build_batch(const BuildBatchParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
+  void find_rows(const FindRowsParams& params) override;
+  void forget_rows(const ForgetRowsParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
   void gather(const GatherParams& params) override;
   void pack_tokens(const PackTokensParams& params) override;

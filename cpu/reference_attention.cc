@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/reference_ops.h"
+#include "cpu/row_cache.h"
 #include "lib/backend.h"
 
 namespace sluice::cpu::reference {
@@ -129,6 +130,12 @@ Rows selected_rows(const AttendSelectedParams& p, const Item& item, std::int32_t
   const std::int64_t index = item.index(p.shape);
   const std::int32_t* const positions = p.selected.positions + index * p.selected.capacity;
   for (std::int32_t i = 0; i < p.selected.heads[index].count; ++i) {
+    if (p.places != nullptr) {
+      const PlacedRow& place = p.places[index * p.selected.capacity + i];
+      resident += place.is_cached() || place.is_on_device() ? 1 : 0;
+      rows.push_back(placed_row(p, item.head, place));
+      continue;
+    }
     const std::int64_t at = positions[i];
     const PageSlots& page = p.rows.page(item.token.sequence, at / kPageTokens);
     resident += page.device != PageSlots::kNone ? 1 : 0;
@@ -136,6 +143,16 @@ Rows selected_rows(const AttendSelectedParams& p, const Item& item, std::int32_t
                               static_cast<std::int64_t>(p.shape.row_bytes())));
   }
   return rows;
+}
+
+// Puts rows of one token and KV head into the ways that they were given.
+void fill_ways(const AttendSelectedParams& p, const Item& item) {
+  const std::int64_t index = item.index(p.shape);
+  for (std::int32_t i = 0; i < p.selected.heads[index].count; ++i) {
+    const PlacedRow& place = p.places[index * p.selected.capacity + i];
+    std::byte* const way = way_of(p, item.head, place);
+    if (way != nullptr) std::memcpy(way, placed_row(p, item.head, place), p.shape.row_bytes());
+  }
 }
 
 // What alpha becomes once the newest rows, of this log-sum-exp, have their share.
@@ -217,6 +234,8 @@ void attend_batch(const AttendBatchParams& p, ReferenceReads& reads) {
 
 void attend_selected(const AttendSelectedParams& p, ReferenceReads& reads) {
   for_items(p.batch, p.shape, [&](const Item& item) { attend_selected_item(p, item, reads); });
+  if (p.places == nullptr) return;
+  for_items(p.batch, p.shape, [&](const Item& item) { fill_ways(p, item); });
 }
 
 void gather(const GatherParams& p, ReferenceReads& reads) {

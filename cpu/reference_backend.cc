@@ -8,6 +8,7 @@
 #include "cpu/reference_index.h"
 #include "cpu/reference_ops.h"
 #include "cpu/reference_selection.h"
+#include "cpu/row_cache.h"
 #include "lib/check.h"
 #include "lib/read_heads.h"
 #include "sluice/errors.h"
@@ -108,6 +109,14 @@ void ReferenceQueue::estimate(const EstimateParams& params) {
 }
 
 void ReferenceQueue::select(const SelectParams& params) { reference::select(params); }
+
+// Where rows are found does not depend on who computes, so there is no slower way to do it.
+void ReferenceQueue::find_rows(const FindRowsParams& params) {
+  Threads one(1);
+  cpu::find_rows(params, one);
+}
+
+void ReferenceQueue::forget_rows(const ForgetRowsParams& params) { cpu::forget_rows(params); }
 
 void ReferenceQueue::attend_selected(const AttendSelectedParams& params) {
   reference::attend_selected(params, *this);

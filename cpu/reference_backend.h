@@ -68,6 +68,8 @@ class ReferenceQueue : public Queue, public ReferenceReads {
   void build_batch(const BuildBatchParams& params) override;
   void estimate(const EstimateParams& params) override;
   void select(const SelectParams& params) override;
+  void find_rows(const FindRowsParams& params) override;
+  void forget_rows(const ForgetRowsParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
   void gather(const GatherParams& params) override;
   void pack_tokens(const PackTokensParams& params) override;

@@ -18,6 +18,8 @@
 namespace sluice::cuda {
 namespace {
 
+// Selected rows of a layer that an H200 fetches in the time that finding them in a cache takes.
+constexpr std::uint64_t kCachedBytes = std::uint64_t{256} << 10;
 // Left to the driver and to cuBLAS if no cap is given.
 constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
 
@@ -73,6 +75,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   // On an H200 steps of Llama 3 8B's shape take the same time at about 90K tokens; what selecting
   // takes there is mostly latency.
   constexpr double kSelecting = 75e-6;  // seconds
+  info.cached_bytes = kCachedBytes;
   info.dense_bytes = static_cast<std::uint64_t>(kSelecting * memory_rate(options.ordinal));
   return info;
 }

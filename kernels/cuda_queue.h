@@ -47,6 +47,8 @@ class CudaQueue : public Queue {
   void build_batch(const BuildBatchParams& params) override { cuda::build_batch(params, launch()); }
   void estimate(const EstimateParams& params) override { cuda::estimate(params, launch()); }
   void select(const SelectParams& params) override;
+  void find_rows(const FindRowsParams& params) override { cuda::find_rows(params, launch()); }
+  void forget_rows(const ForgetRowsParams& params) override { cuda::forget_rows(params, launch()); }
   void attend_selected(const AttendSelectedParams& params) override {
     attend_decode_selected(params, launch());
   }

@@ -47,6 +47,9 @@ struct BackendInfo {
   // Of a layer's rows, all where attention reads them: up to so many, reading every one takes less
   // time than selecting by an INT4 index (presets `values` and `sluice`).
   std::uint64_t dense_bytes = 0;
+  // Of a layer's selected rows in host memory: from so many on, looking for them in a row cache
+  // takes less time than fetching them again.
+  std::uint64_t cached_bytes = 0;
 };
 
 class Backend : public Memory {

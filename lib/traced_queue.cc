@@ -86,6 +86,14 @@ void TracedQueue::attend_batch(const AttendBatchParams& params) {
   run("attend to all rows", TraceKind::attend, [&](Queue& queue) { queue.attend_batch(params); });
 }
 
+void TracedQueue::find_rows(const FindRowsParams& params) {
+  run("find rows", TraceKind::select, [&](Queue& queue) { queue.find_rows(params); });
+}
+
+void TracedQueue::forget_rows(const ForgetRowsParams& params) {
+  run("forget rows", TraceKind::copy, [&](Queue& queue) { queue.forget_rows(params); });
+}
+
 void TracedQueue::attend_selected(const AttendSelectedParams& params) {
   run("attend to selected rows", TraceKind::attend,
       [&](Queue& queue) { queue.attend_selected(params); });

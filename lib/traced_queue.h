@@ -33,6 +33,8 @@ class TracedQueue : public Queue {
   void append_batch(const AppendBatchParams& params) override;
   void attend(const AttendParams& params) override;
   void attend_batch(const AttendBatchParams& params) override;
+  void find_rows(const FindRowsParams& params) override;
+  void forget_rows(const ForgetRowsParams& params) override;
   void attend_selected(const AttendSelectedParams& params) override;
   void gather(const GatherParams& params) override;
   void pack_tokens(const PackTokensParams& params) override;

@@ -195,6 +195,8 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options,
   request.processor = on.processor;
   request.attends_host_rows = on.attends_host_rows;
   request.logits = on.logits;
+  request.cached_bytes = on.cached_bytes;
+  request.cache_memory = config.row_cache;
   if (cap) {
     request.device_cap = cap->bytes;
     request.beside = cap->beside;

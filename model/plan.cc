@@ -116,6 +116,11 @@ std::string Plan::to_table() const {
     table += line("work space to select", kv.work_bytes, where);
     if (compact > 0) table += line("important rows", compact, where);
   }
+  if (kv.cache_rows > 0) {
+    table += line("row cache", DeviceRowBytes(kv).cache,
+                  "of the device tier: " + std::to_string(kv.cache_rows * kv.shape.kv_heads) +
+                      " rows that were selected");
+  }
   const std::string where = on_device ? "device: " : "host: ";
   table += line((where + "weights").c_str(), weight_bytes, "");
   table += line((where + "activations").c_str(), activation_bytes, "");
@@ -141,6 +146,7 @@ std::string Plan::to_json() const {
                                {"tails", kv.tails},
                                {"stream_tokens", kv.stream_tokens},
                                {"compact_rows", kv.compact_rows},
+                               {"cache_rows", kv.cache_rows},
                                {"index_bytes", kv.index_bytes},
                                {"work_bytes", kv.work_bytes},
                                {"sequences", kv.sequences},

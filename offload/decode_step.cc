@@ -31,6 +31,7 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
                      reinterpret_cast<const std::byte*>(tokens_.data()),
                      tokens_.size() * sizeof(BatchToken)};
   pool_->queue().copy({&op, 1});
+  if (pool_->cache() != nullptr) pool_->cache()->advance();
 }
 
 KvPool::StepKind DecodeStep::kind() const {

@@ -67,6 +67,8 @@ KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   request.device_cap = config.device_memory;
   request.attends_host_rows = info.attends_host_rows;
   request.logits = info.logits;
+  request.cached_bytes = info.cached_bytes;
+  request.cache_memory = config.row_cache;
   return request;
 }
 

@@ -59,8 +59,9 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   pages_ = backend.allocate(tier(), layout_.page_table_bytes());
   tiles_ = backend.allocate(tier(), layout_.tile_table_bytes());
   tokens_ = backend.allocate(tier(), layout_.token_bytes());
+  if (plan.cache_rows > 0) cache_ = std::make_unique<RowCache>(*queue_, plan);
   if (layout_.selects()) {
-    sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier());
+    sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier(), cache_.get());
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout_.zipvl) {
@@ -114,6 +115,7 @@ std::int32_t KvPool::write(std::int32_t sequence, std::int64_t first, std::int64
     tables_.truncate(sequence, first);
     throw;
   }
+  if (cache_ != nullptr) cache_->write(tables_, sequence, first, end);
   for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
   for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
   publish();

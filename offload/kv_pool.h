@@ -15,6 +15,7 @@
 #include "offload/host_store.h"
 #include "offload/important_tokens.h"
 #include "offload/kv_rows.h"
+#include "offload/row_cache.h"
 #include "offload/sparse_attention.h"
 #include "sluice/kv_cache.h"
 #include "sluice/ledger.h"
@@ -81,6 +82,7 @@ class KvPool {
   BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
 
   SparseAttention* sparse() const { return sparse_.get(); }        // null if all policies are dense
+  RowCache* cache() const { return cache_.get(); }                 // null if there is none
   ImportantTokens* important() const { return important_.get(); }  // null if all prefill is
 
   // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity.
@@ -104,6 +106,7 @@ class KvPool {
   Buffer tiles_;   // std::int32_t [sequences, tiles of one]
   Buffer tokens_;  // BatchToken [decode_batch]
   IndexLayout layout_;
+  std::unique_ptr<RowCache> cache_;
   std::unique_ptr<SparseAttention> sparse_;
   std::unique_ptr<ImportantTokens> important_;
   std::map<StepKind, std::unique_ptr<Recording>> recordings_;

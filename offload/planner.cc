@@ -4,6 +4,7 @@
 #include <array>
 #include <string>
 
+#include "lib/backend/row_cache.h"
 #include "lib/bytes.h"
 #include "offload/important_tokens.h"
 #include "offload/index_layout.h"
@@ -27,6 +28,11 @@ constexpr std::uint64_t kHostPage = 4096;
 constexpr std::int64_t kMinCompactRows = 1024;
 constexpr std::int64_t kHostCompactRows = 8192;
 constexpr std::int64_t kMaxSequences = 4096;
+// A row cache of more than so many times what a step selects finds few more rows
+// (bench/results/row_cache_*.json).
+constexpr std::int64_t kCacheSteps = 8;
+constexpr std::int64_t kUsualShare = 8;
+constexpr std::int64_t kMostCacheRows = std::int64_t{1} << 30;
 
 void validate(const KvRequest& request) {
   const KvShape& shape = request.shape;
@@ -104,9 +110,48 @@ KvPlan compact_in(KvPlan plan, std::uint64_t room) {
   return plan;
 }
 
+// What a row cache of a plan may have.
+struct CacheWish {
+  std::int64_t rows = 0;  // per KV head; 0: steps do not gain by it
+  double share = 1.0;     // of what a cap leaves; the rest is for layers that attend to everything
+};
+
+CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
+  const std::uint64_t fetched =
+      static_cast<std::uint64_t>(layout.selected * plan.shape.kv_heads) * plan.shape.row_bytes();
+  if (!layout.selects() || fetched < std::max<std::uint64_t>(request.cached_bytes, 1)) return {};
+  const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
+  // A share of the weight without a cap is mostly that of fewer tokens.
+  const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
+  const std::int64_t of_step = usual * layers * plan.sequences;
+  const std::int64_t all = plan.home_rows() * layers;
+  CacheWish wish;
+  wish.rows = std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
+  const auto of_dense = static_cast<double>((plan.shape.layers - layers) * plan.context);
+  const auto of_others = static_cast<double>(usual * layers);
+  if (layers > 0) wish.share = of_others / (of_others + of_dense);
+  return wish;
+}
+
+// A row cache of up to `wanted` rows per KV head, in up to `room` bytes; or none.
+KvPlan cached_in(KvPlan plan, std::int64_t wanted, std::uint64_t room) {
+  KvPlan least = plan;
+  least.cache_rows = RowCacheView::kWays;
+  const std::uint64_t fixed = RowCacheBytes(least).sum();
+  if (wanted < RowCacheView::kWays || fixed > room) return plan;
+  least.cache_rows = 2 * RowCacheView::kWays;
+  const std::uint64_t of_set = RowCacheBytes(least).sum() - fixed;
+  const auto sets = static_cast<std::int64_t>(std::min(
+      (room - fixed) / of_set, static_cast<std::uint64_t>(wanted / RowCacheView::kWays - 1)));
+  plan.cache_rows = (1 + sets) * RowCacheView::kWays;
+  return plan;
+}
+
 // Spends what is left of the cap: larger streaming buffers first, then half of it on the important
-// rows of a sparse prefill, which then cross once and not with every piece, then resident pages.
-KvPlan widen(KvPlan plan, std::uint64_t cap) {
+// rows of a sparse prefill, which then cross once and not with every piece, then the row cache,
+// then resident pages.
+KvPlan widen(KvPlan plan, std::uint64_t cap, const CacheWish& wish,
+             std::optional<std::uint64_t> cache_memory) {
   for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
     KvPlan wider = plan;
     wider.stream_tokens = tokens;
@@ -115,6 +160,9 @@ KvPlan widen(KvPlan plan, std::uint64_t cap) {
     break;
   }
   plan = compact_in(plan, (cap - total_of(plan)) / 2);
+  const auto for_cache =
+      static_cast<std::uint64_t>(wish.share * static_cast<double>(cap - total_of(plan)));
+  plan = cached_in(plan, wish.rows, std::min(for_cache, cache_memory.value_or(cap)));
   const std::uint64_t of_token = regions_of(plan.shape) * plan.shape.row_bytes();
   const auto rows = static_cast<std::int64_t>((cap - total_of(plan)) / of_token);
   plan.resident_tokens = std::min(rows / kPageTokens, plan.blocks - 1) * kPageTokens;
@@ -146,6 +194,18 @@ DeviceRowBytes::DeviceRowBytes(const KvPlan& plan) {
   window = of_heads * static_cast<std::uint64_t>(plan.window_tokens);
   stream = of_heads * static_cast<std::uint64_t>(2 * plan.stream_tokens);
   compact = of_heads * static_cast<std::uint64_t>(plan.compact_rows);
+  cache = RowCacheBytes(plan).sum();
+}
+
+RowCacheBytes::RowCacheBytes(const KvPlan& plan) {
+  if (plan.cache_rows == 0) return;
+  const auto heads = static_cast<std::size_t>(plan.shape.kv_heads);
+  const std::size_t ways = heads * static_cast<std::size_t>(plan.cache_rows);
+  rows = ways * plan.shape.row_bytes();
+  tags = ways * sizeof(std::uint64_t);
+  heat = ways * sizeof(std::int32_t);
+  clock = sizeof(std::int32_t);
+  places = heads * static_cast<std::size_t>(plan.placed_rows) * sizeof(PlacedRow);
 }
 
 std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
@@ -165,6 +225,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.chunk = std::min(request.chunk, request.context);
   plan.decode_batch = layout.batch;
   plan.reports_positions = request.reports_positions;
+  plan.placed_rows = layout.wave * layout.selected;
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.selection_bytes().sum();
   plan.table_bytes = layout.table_bytes();
@@ -218,7 +279,7 @@ KvPlan plan_kv(const KvRequest& request) {
   if (total_of(whole) <= cap) {
     plan = compact_in(whole, cap - total_of(whole));
   } else if (const auto streaming = fit_streaming(plan, cap)) {
-    plan = widen(*streaming, cap);
+    plan = widen(*streaming, cap, cache_wish(plan, request, layout), request.cache_memory);
   } else {
     throw_too_small(request, plan);
   }

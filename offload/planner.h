@@ -28,6 +28,10 @@ struct KvRequest {
   bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
   LogitFormat logits = {};         // how the backend keeps estimates
   std::uint64_t beside = 0;        // what else the device cap has to hold
+  // Bytes of selected rows of a layer, from which on the backend gains by a row cache.
+  std::uint64_t cached_bytes = 0;
+  // For the row cache, at most; unset: what pays.
+  std::optional<std::uint64_t> cache_memory = std::nullopt;
 };
 
 // What KvPool allocates of rows on the device; in a plan that has none, in host memory.
@@ -38,8 +42,22 @@ struct DeviceRowBytes {
   std::uint64_t window;    // of a step's rows
   std::uint64_t stream;    // both buffers
   std::uint64_t compact;   // of important tokens
+  std::uint64_t cache;     // the row cache, and what belongs to it
 
-  std::uint64_t sum() const { return resident + window + stream + compact; }
+  std::uint64_t sum() const { return resident + window + stream + compact + cache; }
+};
+
+// What RowCache allocates.
+struct RowCacheBytes {
+  explicit RowCacheBytes(const KvPlan& plan);
+
+  std::size_t rows = 0;
+  std::size_t tags = 0;
+  std::size_t heat = 0;
+  std::size_t clock = 0;
+  std::size_t places = 0;
+
+  std::uint64_t sum() const { return rows + tags + heat + clock + places; }
 };
 
 // Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is

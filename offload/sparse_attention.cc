@@ -29,12 +29,13 @@ int source_of(const Policy& policy, int layer, bool evicts) {
 }  // namespace
 
 SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers,
-                                 Tier tier)
+                                 Tier tier, RowCache* cache)
     : queue_(&queue),
       layout_(layout),
       scorers_(scorers),
       index_(queue, layout, scorers, tier),
-      tier_(tier) {
+      tier_(tier),
+      cache_(cache) {
   Backend& backend = queue.backend();
   const SelectionBytes bytes = layout.selection_bytes();
   logits_ = backend.allocate(tier, bytes.logits);
@@ -282,8 +283,23 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   params.scale = attend_params(shape, {}, {}).scale;
   params.out = queries.out + wave.first * shape.query_heads * shape.head_dim;
   params.lse = queries.lse + wave.first * shape.query_heads;
+  if (cache_ != nullptr) find_rows(wave, params);
   queue_->attend_selected(params);
   if (policy.compensates(wave.layer, Compensation::values)) attend_values(policy, wave, params);
+}
+
+void SparseAttention::find_rows(const Wave& wave, AttendSelectedParams& params) {
+  FindRowsParams find;
+  find.shape = params.shape;
+  find.batch = params.batch;
+  find.selected = params.selected;
+  find.rows = params.rows;
+  find.layer = wave.layer;
+  find.cache = cache_->view();
+  find.places = cache_->places();
+  queue_->find_rows(find);
+  params.places = find.places;
+  params.cache = find.cache;
 }
 
 const float* SparseAttention::value_sums(const Wave& wave) const {

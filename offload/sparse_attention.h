@@ -12,6 +12,7 @@
 #include "offload/estimate_reads.h"
 #include "offload/key_index.h"
 #include "offload/kv_rows.h"
+#include "offload/row_cache.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"
 #include "sluice/selection.h"
@@ -26,8 +27,10 @@ struct Mask {
 
 class SparseAttention {
  public:
-  // Allocates the index and the work space of `layout` in `tier`.
-  SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier);
+  // Allocates the index and the work space of `layout` in `tier`. `cache`, if there is one, lives
+  // as long.
+  SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier,
+                  RowCache* cache = nullptr);
 
   KeyIndex& index() { return index_; }
   // Where append_batch() puts what the sums of values are after each token of the batch:
@@ -98,6 +101,8 @@ class SparseAttention {
   SelectParams select_params(const Policy& policy, const Wave& wave) const;
   void prune(const Policy& policy, const Wave& wave, SelectParams params);
   void attend_wave(const Policy& policy, const Wave& wave, int source, const Queries& queries);
+  // Looks for the selected rows in the cache.
+  void find_rows(const Wave& wave, AttendSelectedParams& params);
   // Adds what is not selected, by its values in a few bits.
   void attend_values(const Policy& policy, const Wave& wave, const AttendSelectedParams& attended);
   bool newest_apart(const Policy& policy, int layer, bool masked) const;
@@ -133,6 +138,7 @@ class SparseAttention {
   Scorers scorers_;
   KeyIndex index_;
   Tier tier_;
+  RowCache* cache_;
   Buffer logits_;            // [wave, query_heads, context]
   Buffer digest_;            // of these logits
   Buffer page_weights_;      // of the digest

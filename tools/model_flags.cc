@@ -34,6 +34,9 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option(
       "--host-memory", host_memory,
       "cap on what is in host memory, e.g. 8GiB: rows, and without a GPU weights and activations");
+  app.add_option("--row-cache", row_cache,
+                 "of --device-memory at most this for rows that steps select again and again, 0 "
+                 "for none; answers stay the same. Default: what pays");
   app.add_option("--kv-dtype", kv_dtype, "element type of the KV cache")
       ->check(CLI::IsMember({"bf16", "f16", "f32"}))
       ->capture_default_str();
@@ -55,6 +58,7 @@ EngineConfig ModelFlags::config() const {
   if (compute != "auto") config.compute = parse_dtype(compute);
   config.device_memory = parse_cap(device_memory, "--device-memory");
   config.host_memory = parse_cap(host_memory, "--host-memory");
+  config.row_cache = parse_cap(row_cache, "--row-cache");
   return config;
 }
 

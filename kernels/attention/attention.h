@@ -11,6 +11,8 @@
 //                 selected ones and its own page's. One kernel: warps fetch rows by page (rows),
 //                 attend to them (warp), and combine what they found, in the block and between
 //                 blocks (results); what each block does follows from work
+//   find_rows     where selected rows are, on the device, in the row cache or at home: decode then
+//                 looks that up in place of their pages, and puts what it fetched into the cache
 //   sum_values    corrects running sums of values when rows are replaced
 //
 // Prefill attends run by run, wherever the host knows the rows to be; decode looks pages up on the
@@ -28,6 +30,8 @@ namespace sluice::cuda {
 void append(const AppendParams& params, const Launch& launch);
 void append_batch(const AppendBatchParams& params, const Launch& launch);
 void sum_values(const SumValuesParams& params, const Launch& launch);
+void find_rows(const FindRowsParams& params, const Launch& launch);
+void forget_rows(const ForgetRowsParams& params, const Launch& launch);
 
 // AttendParams as lib/backend.h describes them; q and the softmax weights are rounded to the dtype
 // of the rows, sums are fp32. Rows must be on the device. Throws Error{unsupported} for a head_dim

@@ -14,6 +14,26 @@
 namespace sluice::cuda {
 namespace {
 
+// Puts this warp's rows of a tile into the ways of the cache that they were given.
+template <int kHeadDim>
+__device__ void keep_rows(const DecodeKernelParams& p, int kv_head, const std::byte* rows,
+                          const std::int32_t* ways) {
+  using Shape = DecodeShape<kHeadDim>;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int first = static_cast<int>(threadIdx.x) / kWarp * kWarpRows;
+  const std::int32_t own = lane < kWarpRows ? ways[first + lane] : -1;
+  for (unsigned left = __ballot_sync(kAllLanes, own >= 0); left != 0; left &= left - 1) {
+    const int row = __ffs(static_cast<int>(left)) - 1;
+    const std::int64_t way = __shfl_sync(kAllLanes, own, row);
+    const std::byte* const from = rows + Shape::place(first + row);
+    std::byte* const to = p.cache + kv_head * p.cache_stride + way * Shape::kRowBytes;
+    for (int chunk = lane; chunk < Shape::kRowChunks; chunk += kWarp) {
+      *reinterpret_cast<uint4*>(to + chunk * 16) =
+          *reinterpret_cast<const uint4*>(from + chunk * 16);
+    }
+  }
+}
+
 // The part of the warps that work on rows.
 template <typename T, int kHeadDim, int kStages>
 __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
@@ -30,6 +50,9 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
                                   queries);
     for (int tile = s.first;; rows = ring.take()) {
       state.add(rows, s.count(tile), s.newest(tile), p.scale);
+      if (bunch == 0 && p.places != nullptr) {
+        keep_rows<kHeadDim>(p, s.kv_head, rows, ring.ways());
+      }
       if (++tile == s.last) break;
       ring.release();
     }
@@ -156,6 +179,7 @@ DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_
   p.count = static_cast<int>(count);
   p.heads = p.count * p.kv_heads;
   skip(p.positions, heads * p.capacity);
+  skip(p.places, heads * p.capacity);
   skip(p.selections, heads);
   p.out += queries * kHeadDim;
   p.lse += queries;
@@ -274,6 +298,10 @@ void attend_decode_selected(const AttendSelectedParams& a, const Launch& launch)
   p.positions = a.selected.positions;
   p.capacity = a.selected.capacity;
   p.selections = a.selected.heads;
+  p.places = a.places;
+  p.cache = a.cache.rows;
+  p.cache_stride =
+      a.cache.sets * RowCacheView::kWays * static_cast<std::int64_t>(a.shape.row_bytes());
   p.alpha = a.alpha;
   p.estimated_lse = a.estimated_lse;
   p.sums = a.value_sums;

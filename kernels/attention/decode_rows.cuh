@@ -23,6 +23,9 @@ class DecodeRing {
     std::uint64_t found[kStages];
     int found_in[kStages];
     int resident[kStages];  // selected rows of a segment that were on the device
+    // Of a tile's rows the way of the cache that each is put into; negative: none. Only if rows are
+    // placed.
+    std::int32_t ways[kStages][kTileRows];
   };
 
   // `stages` [kBytes] and `barriers` are shared memory.
@@ -53,6 +56,8 @@ class DecodeRing {
     barrier_wait(full(), phase_);
     return stage();
   }
+  // Of the stage's rows, see Barriers.
+  __device__ std::int32_t* ways() const { return barriers_.ways[stage_]; }
   // This warp is done with the tile that take() gave.
   __device__ void release() {
     __syncwarp();
@@ -114,13 +119,13 @@ class DecodeRing {
 
 // What each lane that fetches looked up for its rows of the tiles to come. Pages are looked up so
 // many tiles before rows are asked for, and positions as many before that: memory that is busy with
-// rows answers late.
+// rows answers late. Where rows are placed, that is looked up in place of their pages.
 template <int kStages>
 struct DecodeLookups {
   static constexpr unsigned kAhead = kStages < 4 ? 4 : 8;
 
   std::int32_t positions[2 * kAhead][kTileRows];
-  int2 pages[kAhead][kTileRows];  // PageSlots
+  int2 pages[kAhead][kTileRows];  // PageSlots or PlacedRow
 };
 
 // One warp's part of fetching all tiles that a block works on. With the first tile of a head come
@@ -166,6 +171,7 @@ class DecodeFetch {
         const std::byte* const from = find(tile, step, resident);
         ring_.wait_empty();
         if (tile.number + 1 == tile.segment.last) report(tile, resident);
+        tell_ways(tile, step);
         if constexpr (kBulkCopies) {
           fetch_bulk(tile, from);
         } else {
@@ -192,6 +198,7 @@ class DecodeFetch {
     HeadPools pools;
     const PageSlots* pages = nullptr;
     const std::int32_t* positions = nullptr;
+    const PlacedRow* places = nullptr;
     int in_turn = 0;  // the position of row 0 if all were like those that are not found by position
   };
 
@@ -202,6 +209,7 @@ class DecodeFetch {
     tile.pages = page_table_of(p_.rows, s.token.sequence);
     if constexpr (kSelects) {
       tile.positions = p_.positions + s.head * p_.capacity;
+      if (p_.places != nullptr) tile.places = p_.places + s.head * p_.capacity;
       tile.in_turn = page_first_of(s.token) - s.selected;
     }
     return tile;
@@ -241,6 +249,11 @@ class DecodeFetch {
     return first_row_ == 0 && tile.number == tile.segment.first;
   }
 
+  // Whether this lane's row of a tile was placed, if it exists.
+  __device__ bool is_placed(const Tile& tile) const {
+    return kSelects && tile.places != nullptr && first_row(tile) + own_row(tile) < selected(tile);
+  }
+
   // Asks for the positions of a tile, and goes to the next.
   __device__ void look_up_positions(Tile& tile, unsigned step) const {
     if (!tile.segment.exists()) return;
@@ -266,8 +279,12 @@ class DecodeFetch {
   __device__ void look_up_pages(Tile& tile, unsigned step) const {
     if (!tile.segment.exists()) return;
     if (own_row(tile) < count(tile)) {
-      copy_async_page(&lookups_.pages[step % kAhead][first_row_ + lane_],
-                      tile.pages + page_of(position(tile, step - kAhead)));
+      int2& to = lookups_.pages[step % kAhead][first_row_ + lane_];
+      if (is_placed(tile)) {
+        copy_async_place(&to, tile.places + first_row(tile) + own_row(tile));
+      } else {
+        copy_async_page(&to, tile.pages + page_of(position(tile, step - kAhead)));
+      }
     }
     advance(tile);
   }
@@ -277,9 +294,33 @@ class DecodeFetch {
   __device__ const std::byte* find(const Tile& tile, unsigned step, int& resident) const {
     if (own_row(tile) >= count(tile)) return reinterpret_cast<const std::byte*>(p_.q);
     const int2 found = lookups_.pages[step % kAhead][first_row_ + lane_];
+    if (is_placed(tile)) return find_placed(tile, {found.x, found.y}, resident);
     const PageSlots page{found.x, found.y};
     if (first_row(tile) + own_row(tile) < selected(tile) && is_on_device(page)) ++resident;
     return tile.pools.row_of(page, position(tile, step - 2 * kAhead), Shape::kRowBytes);
+  }
+
+  __device__ const std::byte* find_placed(const Tile& tile, const PlacedRow& row,
+                                          int& resident) const {
+    const bool cached = row.place == PlacedRow::kCached;
+    const bool there = row.place == PlacedRow::kDevice;
+    if (cached || there) ++resident;
+    const std::byte* const first = cached  ? p_.cache + tile.segment.kv_head * p_.cache_stride
+                                   : there ? tile.pools.device
+                                           : tile.pools.host;
+    return first + std::int64_t{row.number} * Shape::kRowBytes;
+  }
+
+  // Tells those that use the tile which of this lane's rows go into the cache, before they arrive.
+  __device__ void tell_ways(const Tile& tile, unsigned step) const {
+    if (!kSelects || p_.places == nullptr || lane_ >= Shape::kFetchRows) return;
+    std::int32_t way = -1;
+    // Of a lot, no row is placed.
+    if (is_placed(tile) && lane_ < count(tile)) {
+      way = lookups_.pages[step % kAhead][first_row_ + lane_].y;
+    }
+    ring_.ways()[first_row_ + lane_] = way;
+    __threadfence_block();
   }
 
   // Adds what was counted of a segment; begins anew.

@@ -25,6 +25,9 @@ struct DecodeKernelParams {
   PagedRows rows;
   const std::int32_t* positions = nullptr;  // [heads, capacity]; null: every row in turn
   std::int64_t capacity = 0;
+  const PlacedRow* places = nullptr;  // [heads, capacity], of these positions; null: see the pages
+  std::byte* cache = nullptr;         // [kv_heads, ways, row_bytes]
+  std::int64_t cache_stride = 0;      // bytes of a KV head
   HeadSelection* selections = nullptr;   // reported [heads]: how many positions; null without them
   float scale = 0.0f;                    // of logits, times log2(e)
   float* out = nullptr;                  // [heads * group, head_dim]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/runtime/device_math.cuh"
+#include "lib/backend/row_cache.h"
 #include "lib/batch.h"
 
 namespace sluice::cuda {
@@ -68,6 +69,11 @@ __device__ __forceinline__ void copy_async_page(int2* to, const PageSlots* from)
   static_assert(sizeof(PageSlots) == sizeof(int2));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(shared_address(to)), "l"(from)
                : "memory");
+}
+
+__device__ __forceinline__ void copy_async_place(int2* to, const PlacedRow* from) {
+  static_assert(sizeof(PlacedRow) == sizeof(PageSlots));
+  copy_async_page(to, reinterpret_cast<const PageSlots*>(from));
 }
 
 // Has the part of a sequence's table that positions up to this one need in the L2 cache when

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "lib/backend/index_ops.h"
+#include "lib/backend/row_cache.h"
 #include "lib/batch.h"
 #include "sluice/types.h"
 
@@ -89,6 +90,10 @@ struct AttendSelectedParams {
   // many of the selected rows were read from the device.
   SelectionView selected;
   PagedRows rows;
+  // [count, kv_heads, selected.capacity], what find_rows() found, and the cache that it looked in;
+  // or null: rows are where the tables say.
+  const PlacedRow* places = nullptr;
+  RowCacheView cache;
   // [count, query_heads], what select() reported; or null if neither of the next two is there.
   float* alpha = nullptr;
   // [count, query_heads] or null. Where the newest had no logits when the others were selected:
@@ -104,6 +109,30 @@ struct AttendSelectedParams {
   float scale = 0.0f;
   float* out = nullptr;  // [count, query_heads, head_dim]
   float* lse = nullptr;  // [count, query_heads]
+};
+
+// Finds where the selected rows of a layer are: on the device by the tables of pages, else in the
+// cache, else at home. Those in the cache become warmer. Those at home get a way, in the order of
+// the batch and of their positions, if their set has one that is empty or colder than they are:
+// attend_selected(), which has to follow, fills it. A row that several tokens selected gets one.
+struct FindRowsParams {
+  KvShape shape;
+  TokenBatch batch;
+  SelectionView selected;
+  PagedRows rows;
+  int layer = 0;
+  RowCacheView cache;
+  PlacedRow* places = nullptr;  // [count, kv_heads, selected.capacity]
+};
+
+// Empties the ways of rows [first, first + count) at home, of all layers and KV heads; or every
+// way, whatever it holds, as a new cache's have to be.
+struct ForgetRowsParams {
+  KvShape shape;
+  RowCacheView cache;
+  bool all = false;
+  std::int64_t first = 0;
+  std::int64_t count = 0;
 };
 
 // Copies rows of one sequence, found by position, so that they follow each other.
@@ -158,6 +187,8 @@ class KvOps {
   virtual void append_batch(const AppendBatchParams& params) = 0;
   virtual void attend(const AttendParams& params) = 0;
   virtual void attend_batch(const AttendBatchParams& params) = 0;
+  virtual void find_rows(const FindRowsParams& params) = 0;
+  virtual void forget_rows(const ForgetRowsParams& params) = 0;
   virtual void attend_selected(const AttendSelectedParams& params) = 0;
   virtual void gather(const GatherParams& params) = 0;
   virtual void pack_tokens(const PackTokensParams& params) = 0;

@@ -246,7 +246,7 @@ TEST(SparseSession, AStepMayLeaveTheResidentRows) {
   const std::int64_t context = 1500;
   const Script script(shape, 400, 5);
   const auto plan = [&](std::optional<std::uint64_t> cap) {
-    return testing::plan_of(shape, context, 64, cap, true, {&policy, 1}, 16);
+    return testing::plan_of(shape, context, 64, cap, true, {&policy, 1}, 16, 0);
   };
   CountingBackend free;
   KvSession expected = testing::session_of(free, plan(std::nullopt), {&policy, 1});

@@ -86,9 +86,11 @@ class PagedSequences {
             static_cast<std::int64_t>(tokens_.size()), capacity};
   }
   std::int32_t sequence(std::size_t number) const { return order_[number]; }
+  const PageSlots& page_of(std::int32_t sequence, std::int64_t position) const {
+    return table_[static_cast<std::size_t>(sequence * stride_ + position / kPageTokens)];
+  }
   bool on_device(std::int32_t sequence, std::int64_t position) const {
-    const std::int64_t page = sequence * stride_ + position / kPageTokens;
-    return table_[static_cast<std::size_t>(page)].device != PageSlots::kNone;
+    return page_of(sequence, position).device != PageSlots::kNone;
   }
 
  private:

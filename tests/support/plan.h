@@ -13,7 +13,8 @@ namespace sluice::testing {
 
 inline KvPlan plan_of(const KvShape& shape, std::int64_t context, std::int64_t chunk,
                       std::optional<std::uint64_t> device_cap, bool attends_host_rows,
-                      std::span<const Policy> policies = {}, std::int64_t decode_batch = 1) {
+                      std::span<const Policy> policies = {}, std::int64_t decode_batch = 1,
+                      std::optional<std::uint64_t> cache_memory = std::nullopt) {
   KvRequest request;
   request.shape = shape;
   request.context = context;
@@ -22,6 +23,7 @@ inline KvPlan plan_of(const KvShape& shape, std::int64_t context, std::int64_t c
   request.policies = policies;
   request.device_cap = device_cap;
   request.attends_host_rows = attends_host_rows;
+  request.cache_memory = cache_memory;
   return plan_kv(request);
 }
 

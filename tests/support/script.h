@@ -53,6 +53,14 @@ class Script {
       for (float& value : layer) value *= factor;
     }
   }
+  // All tokens ask what the first asks.
+  void repeat_queries() {
+    for (std::vector<float>& layer : q_) {
+      for (auto at = layer.begin() + query_width(); at != layer.end(); at += query_width()) {
+        std::copy_n(layer.begin(), query_width(), at);
+      }
+    }
+  }
   // Takes the first tokens from another script.
   void begin_as(const Script& other, std::int64_t tokens) {
     for (std::size_t layer = 0; layer < q_.size(); ++layer) {

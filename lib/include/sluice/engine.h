@@ -46,6 +46,9 @@ struct EngineConfig {
   // and a GPU's free memory is the cap. The host cap covers all that is not on the device.
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
+  // Of a session's part of device_memory at most so many bytes for its row cache; 0: there is none.
+  // Unset: as many as pay. It changes what is moved, never what is computed.
+  std::optional<std::uint64_t> row_cache;
   Scorers scorers;  // that policies may name: Sluice's own, and what was added; see sluice/scorer.h
   // Gets an event for every operation. Each is waited for, so that its time is known: on a GPU
   // steps take longer than without. Answers stay the same.

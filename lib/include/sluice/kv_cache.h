@@ -65,6 +65,9 @@ struct KvConfig {
   // where they lie and copies nothing, and a GPU's free memory is the cap.
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
+  // Of device_memory at most so many bytes for the row cache; 0: there is none. Unset: as many as
+  // pay. It changes what is moved, never what is computed.
+  std::optional<std::uint64_t> row_cache;
   Scorers scorers;  // that the policies may name: Sluice's own, and what was added
 };
 
@@ -78,10 +81,13 @@ struct KvPlan {
   std::int64_t chunk = 0;      // most tokens per step of a prompt
   bool in_place = false;       // rows are attended in host memory; no device tier
   std::int64_t resident_tokens =
-      0;                            // of every (layer, KV head), kept on the device: the first ones
-  bool tails = false;               // the newest page of every sequence is kept, too
-  std::int64_t window_tokens = 0;   // room for the rows of one step of one layer, per KV head
-  std::int64_t stream_tokens = 0;   // rows per KV head in each of the two streaming buffers
+      0;                           // of every (layer, KV head), kept on the device: the first ones
+  bool tails = false;              // the newest page of every sequence is kept, too
+  std::int64_t window_tokens = 0;  // room for the rows of one step of one layer, per KV head
+  std::int64_t stream_tokens = 0;  // rows per KV head in each of the two streaming buffers
+  // Rows per KV head, of all layers, that stay on the device because steps select them again.
+  std::int64_t cache_rows = 0;
+  std::int64_t placed_rows = 0;     // selected rows per KV head looked up there at a time
   std::int64_t compact_rows = 0;    // rows per KV head that a sparse prefill brings together
   std::int64_t decode_batch = 1;    // most tokens per decode step, of one sequence or of several
   bool reports_positions = false;   // that decode steps selected

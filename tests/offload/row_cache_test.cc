@@ -1,0 +1,242 @@
+// Sessions with a row cache: they answer as sessions without one, whatever is written, forgotten,
+// forked and corrected, and fetch less.
+#include "offload/row_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "cpu/cpu_backend.h"
+#include "tests/support/counting_backend.h"
+#include "tests/support/plan.h"
+#include "tests/support/random.h"
+#include "tests/support/script.h"
+
+namespace sluice {
+namespace {
+
+using testing::CountingBackend;
+using testing::Random;
+using testing::Script;
+using testing::step_together;
+
+const KvShape kShape{3, 8, 2, 32, DType::bf16};
+
+KvRequest request_of(std::int64_t context, std::int64_t sequences, const Policy& policy) {
+  KvRequest request;
+  request.shape = kShape;
+  request.context = context;
+  request.chunk = 64;
+  request.sequences = sequences;
+  request.policies = {&policy, 1};
+  request.attends_host_rows = true;
+  return request;
+}
+
+// The smallest plan that keeps the newest pages on the device and beside them a cache of about so
+// many bytes.
+KvPlan plan_of(std::int64_t context, std::int64_t sequences, const Policy& policy,
+               std::uint64_t cache) {
+  KvRequest request = request_of(context, sequences, policy);
+  const KvPlan free = plan_kv(request);
+  const std::uint64_t page = kPageTokens * kShape.row_bytes() * 6;  // of every layer and KV head
+  request.cache_memory = cache;
+  request.device_cap = free.index_bytes + free.work_bytes + free.table_bytes +
+                       (static_cast<std::uint64_t>(sequences) + 2) * page;
+  KvPlan plan = plan_kv(request);
+  while (RowCacheBytes(plan).sum() < cache / 4 * 3 && plan.resident_tokens == 0) {
+    *request.device_cap += std::uint64_t{8} << 10;
+    plan = plan_kv(request);
+  }
+  return plan;
+}
+
+std::uint64_t rows_read(const KvSession& session, Tier from, Cause cause) {
+  return session.ledger().total(Phase::decode, from, Tier::device, cause).rows;
+}
+
+const char* const kPolicies[] = {
+    "select=exact prune=top_k(64)",
+    "select=int4 prune=top_p(0.8) sinks=2 recent=16",
+    "select=sparq(r=8) prune=top_k(40) recent=10 compensate=mean_value",
+    "select=quest candidates=1/2 prune=top_p(0.9)",
+    "select=streaming sinks=4 recent=300",
+    "select=int4 prune=top_k(50) anchors=0,1",
+    "select=int4 prune=top_k(16) compensate=values",
+};
+
+class CachedSessions : public ::testing::TestWithParam<const char*> {
+ protected:
+  Policy policy_ = parse_policy(GetParam());
+};
+
+// A session and its twin in a pool without a cache.
+struct Twins {
+  KvSession cached;
+  KvSession plain;
+  Script script;
+
+  std::int64_t length() const { return plain.length(); }
+  void expect_same(const std::vector<float>& actual, const std::vector<float>& expected) const {
+    ASSERT_EQ(actual, expected) << "at " << length();
+  }
+};
+
+TEST_P(CachedSessions, AnswerAsWithoutIt) {
+  const std::int64_t context = 700;
+  const std::uint64_t seed = testing::seed(7);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (const std::uint64_t cache : {std::uint64_t{60} << 10, std::uint64_t{120} << 10}) {
+    cpu::CpuBackend backend{cpu::CpuOptions{}};
+    const auto pool_of = [&](std::uint64_t bytes) {
+      const KvPlan plan = plan_of(context, 4, policy_, bytes);
+      EXPECT_EQ(plan.cache_rows > 0, bytes > 0);
+      return std::make_shared<KvPool>(backend.make_queue(), plan, std::span(&policy_, 1));
+    };
+    const auto cached = pool_of(cache);
+    const auto plain = pool_of(0);
+    std::vector<Twins> twins;
+    twins.push_back({KvSession(cached), KvSession(plain), Script(kShape, context, seed)});
+    for (KvSession* session : {&twins[0].cached, &twins[0].plain}) {
+      twins[0].script.prefill(*session, 400);
+    }
+    for (int round = 0; round < 60; ++round) {
+      SCOPED_TRACE(::testing::Message() << "round " << round);
+      const auto at =
+          static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(twins.size()) - 1));
+      Twins& two = twins[at];
+      const std::int64_t length = two.length();
+      switch (random.integer(0, 9)) {
+        case 0:
+          if (twins.size() == 4) break;
+          twins.push_back({two.cached.fork(), two.plain.fork(), two.script});
+          break;
+        case 1:
+          if (twins.size() > 1) twins.erase(twins.begin() + static_cast<std::ptrdiff_t>(at));
+          break;
+        case 2: {
+          // Other tokens follow.
+          const std::int64_t shorter = random.integer(length / 3, length);
+          two.cached.truncate(shorter);
+          two.plain.truncate(shorter);
+          Script other(kShape, context, static_cast<std::uint64_t>(random.integer(1, 1 << 30)));
+          other.begin_as(two.script, shorter);
+          two.script = std::move(other);
+          break;
+        }
+        case 3: {
+          const std::int64_t tokens =
+              std::min<std::int64_t>(random.integer(1, 64), context - length);
+          if (tokens == 0) break;
+          two.script.prefill(two.cached, tokens);
+          two.script.prefill(two.plain, tokens);
+          break;
+        }
+        case 4: {
+          const std::int64_t tokens = random.integer(1, std::min<std::int64_t>(length, 60));
+          for (KvSession* session : {&two.cached, &two.plain}) {
+            session->truncate(length - tokens);
+            two.script.step(*session, Phase::correction, tokens);
+          }
+          break;
+        }
+        default: {
+          // All that have room, together.
+          std::vector<KvSession*> with;
+          std::vector<KvSession*> without;
+          std::vector<const Script*> scripts;
+          for (Twins& each : twins) {
+            if (each.length() == context) continue;
+            with.push_back(&each.cached);
+            without.push_back(&each.plain);
+            scripts.push_back(&each.script);
+          }
+          for (int step = 0; step < 3 && !with.empty(); ++step) {
+            if (std::any_of(with.begin(), with.end(),
+                            [&](KvSession* s) { return s->length() == context; })) {
+              break;
+            }
+            const auto expected = step_together(without, scripts);
+            const auto actual = step_together(with, scripts);
+            for (std::size_t i = 0; i < with.size(); ++i) {
+              ASSERT_EQ(actual[i], expected[i]) << "session " << i << " step " << step;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Steps that select the same rows again fetch them once.
+TEST_P(CachedSessions, FetchLess) {
+  const std::int64_t context = 1500;
+  Script script(kShape, context, 3);
+  script.repeat_queries();
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  constexpr std::int64_t kSteps = 90;
+  constexpr std::uint64_t kCache = std::uint64_t{160} << 10;
+  const auto decode = [&](std::uint64_t cache) {
+    KvSession session =
+        testing::session_of(backend, plan_of(context, 1, policy_, cache), {&policy_, 1});
+    script.prefill(session, 1400);
+    script.decode(session, kSteps);
+    const std::uint64_t misses = rows_read(session, Tier::host, Cause::miss);
+    return std::pair(misses, misses + rows_read(session, Tier::device, Cause::hit));
+  };
+  const auto [without, all] = decode(0);
+  const auto [with, as_many] = decode(kCache);
+  const auto ways =
+      static_cast<std::uint64_t>(plan_of(context, 1, policy_, kCache).cache_rows * kShape.kv_heads);
+  EXPECT_EQ(as_many, all) << "rows attended to";
+  // A cache that a step overflows keeps part of what the next one wants.
+  EXPECT_LT(with, without / kSteps < ways ? without / 3 : without - kSteps * ways / 4);
+  EXPECT_GT(with, 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, CachedSessions, ::testing::ValuesIn(kPolicies));
+
+TEST(RowCachePlan, TakesWhatItMayAndIsCounted) {
+  const Policy policy = parse_policy("select=int4 prune=top_k(20)");
+  const KvPlan most = plan_of(2000, 2, policy, 0);
+  for (const std::uint64_t cache : {0, 12000, 60000, 200000}) {
+    KvRequest request = request_of(2000, 2, policy);
+    request.cache_memory = cache;
+    request.device_cap = most.device_bytes + 200000;
+    const KvPlan plan = plan_kv(request);
+    const RowCacheBytes bytes(plan);
+    EXPECT_LE(bytes.sum(), cache);
+    EXPECT_EQ(plan.cache_rows % RowCacheView::kWays, 0);
+    // Eight times what a step of two sequences selects, and no more.
+    EXPECT_LE(plan.cache_rows, 8 * 20 * 3 * 2);
+    EXPECT_EQ(plan.cache_rows > 0, cache > 0);
+    CountingBackend backend(plan.device_bytes);
+    KvSession session = testing::session_of(backend, plan, {&policy, 1});
+    const Script script(kShape, 300, 5);
+    script.prefill(session, 260);
+    script.decode(session, 20);
+    EXPECT_LE(backend.device_peak, plan.device_bytes);
+  }
+}
+
+// All rows on the device, or all of them attended in place, or nobody who selects.
+TEST(RowCachePlan, HasNoneWhereNothingIsFetched) {
+  const Policy policy = parse_policy("select=int4 prune=top_k(20)");
+  KvRequest request = request_of(2000, 1, policy);
+  EXPECT_EQ(plan_kv(request).cache_rows, 0);
+  request.device_cap = std::uint64_t{1} << 40;
+  EXPECT_EQ(plan_kv(request).cache_rows, 0);
+  request.device_cap = plan_of(2000, 1, policy, 100000).device_bytes;
+  EXPECT_GT(plan_kv(request).cache_rows, 0);
+  request.cached_bytes = std::uint64_t{1} << 20;
+  EXPECT_EQ(plan_kv(request).cache_rows, 0) << "too few rows to gain by it";
+  request.cached_bytes = 0;
+  request.policies = {};
+  EXPECT_EQ(plan_kv(request).cache_rows, 0);
+}
+
+}  // namespace
+}  // namespace sluice
