@@ -223,10 +223,13 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
     layout.slots = std::max(layout.slots, layout.wave);
     layout.selected = layout.context;
   }
+  for (int layer = 0; layer < layout.shape.layers; ++layer) {
+    (policy.is_dense(layer) ? layout.attending_all
+                            : layout.selecting)[static_cast<std::size_t>(layer)] = true;
+  }
   if (scorers.at(policy.select).info().kind == ScorerInfo::Kind::dense) return;
   layout.slots = std::max(layout.slots, policy.anchors.empty() ? layout.wave : layout.batch);
   for (int layer = 0; layer < layout.shape.layers; ++layer) {
-    if (!policy.is_dense(layer)) layout.selecting[static_cast<std::size_t>(layer)] = true;
     if (!policy.selects(layer)) continue;
     include_layer(layout, layout.layers[static_cast<std::size_t>(layer)], layer, policy.at(layer),
                   scorers);
@@ -288,6 +291,7 @@ IndexLayout plan_index(const KvRequest& request) {
                           (tokens / kPageTokens + 1) / kTilePages + 2 * request.sequences);
   layout.layers.resize(static_cast<std::size_t>(request.shape.layers));
   layout.selecting.resize(static_cast<std::size_t>(request.shape.layers));
+  layout.attending_all.resize(static_cast<std::size_t>(request.shape.layers));
   const std::int64_t token_bytes = layout.logit_stride() * request.shape.query_heads *
                                    static_cast<std::int64_t>(size_of(request.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);

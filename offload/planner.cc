@@ -119,7 +119,9 @@ struct CacheWish {
 CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
   const std::uint64_t fetched =
       static_cast<std::uint64_t>(layout.selected * plan.shape.kv_heads) * plan.shape.row_bytes();
-  if (!layout.selects() || fetched < std::max<std::uint64_t>(request.cached_bytes, 1)) return {};
+  // Whoever asks for a cache gets one.
+  const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
+  if (!layout.selects() || fetched == 0 || !pays) return {};
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
   // A share of the weight without a cap is mostly that of fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
@@ -127,7 +129,8 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
   const std::int64_t all = plan.home_rows() * layers;
   CacheWish wish;
   wish.rows = std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
-  const auto of_dense = static_cast<double>((plan.shape.layers - layers) * plan.context);
+  const auto dense = std::count(layout.attending_all.begin(), layout.attending_all.end(), true);
+  const auto of_dense = static_cast<double>(dense * plan.context);
   const auto of_others = static_cast<double>(usual * layers);
   if (layers > 0) wish.share = of_others / (of_others + of_dense);
   return wish;

@@ -10,15 +10,20 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr int kFindWarps = 16;
-constexpr int kFindThreads = kFindWarps * kWarp;
-// Rows that a thread looks up at a time, so that it waits for several at once.
-constexpr int kLookups = 4;
-constexpr int kLot = kFindThreads * kLookups;
-constexpr int kMostTokens = 64;
-// Of a block, about: each of its warps finds a few, one after the other.
-constexpr std::int64_t kBlockRows = 64;
+// Rows are looked up by so many lanes each, which look at four ways each.
+constexpr int kLookUpLanes = 8;
+constexpr int kLookUpThreads = 256;
+constexpr int kLookUpRows = kLookUpThreads / kLookUpLanes;  // of a block, at a time
+static_assert(RowCacheView::kWays == 4 * kLookUpLanes);
 
+constexpr int kTakeWarps = 16;
+constexpr int kTakeThreads = kTakeWarps * kWarp;
+// Rows that a thread looks at at a time, so that it waits for several at once.
+constexpr int kTakeRows = 8;
+constexpr int kLot = kTakeThreads * kTakeRows;
+constexpr int kMostTokens = 64;
+// Of a block, about: each of its warps gives ways to a few, one after the other.
+constexpr std::int64_t kBlockRows = 32;
 static_assert(RowCacheView::kWays == kWarp, "a warp looks at a set at once");
 
 __device__ __forceinline__ std::uint64_t tag_of(int layer, std::int32_t home) {
@@ -27,7 +32,7 @@ __device__ __forceinline__ std::uint64_t tag_of(int layer, std::int32_t home) {
 }
 
 // See RowCacheView, whose members a kernel cannot call.
-__device__ __forceinline__ int set_of(std::uint64_t tag, std::int64_t sets) {
+__device__ __forceinline__ int set_of_tag(std::uint64_t tag, std::int64_t sets) {
   const std::uint64_t hash = tag * 0x9E3779B97F4A7C15ull >> 32;
   return static_cast<int>(hash * static_cast<std::uint64_t>(sets) >> 32);
 }
@@ -37,39 +42,115 @@ __device__ __forceinline__ std::int32_t heated(std::int32_t heat, std::int32_t f
   const std::int32_t more = kOctave >> min(apart / kOctave, 31);
   return max(heat, fresh) + more - (more * (apart % kOctave) / kOctave >> 1);
 }
+__device__ __forceinline__ std::int32_t heat_of_new(const FindRowsParams& p) {
+  return RowCacheView::kFade * *p.cache.clock;
+}
 
-// A selected row that is not on the device by the tables of pages.
+// Tokens of a batch may select the same row at the same time; how often counts, not the order.
+__device__ __forceinline__ void warm(std::int32_t* heat, std::int32_t fresh) {
+  std::int32_t seen = *heat;
+  std::int32_t before;
+  do {
+    before = seen;
+    seen = atomicCAS(heat, before, heated(before, fresh));
+  } while (seen != before);
+}
+
+// The way of a row's set that has it, or -1; the lanes of a row together, of which this is number
+// `lane`.
+__device__ __forceinline__ int find_way(const std::uint64_t* set, std::uint64_t tag, int lane) {
+  const auto* const own = reinterpret_cast<const ulonglong2*>(set) + 2 * lane;
+  const ulonglong2 low = own[0];
+  const ulonglong2 high = own[1];
+  const int way = tag == low.x ? 0 : tag == low.y ? 1 : tag == high.x ? 2 : tag == high.y ? 3 : -1;
+  const unsigned first = threadIdx.x % kWarp - static_cast<unsigned>(lane);
+  const unsigned found = __ballot_sync(kAllLanes, way >= 0) >> first & ((1u << kLookUpLanes) - 1);
+  const int owner = __ffs(static_cast<int>(found)) - 1;
+  const int in_owner = __shfl_sync(kAllLanes, way, static_cast<int>(first) + max(owner, 0));
+  return owner < 0 ? -1 : 4 * owner + in_owner;
+}
+
+// Where rows are before any makes room for another: a row of a token's KV head by each group of
+// lanes.
+__global__ __launch_bounds__(kLookUpThreads) void look_up_kernel(
+    const __grid_constant__ FindRowsParams p) {
+  constexpr auto kRows = static_cast<std::int32_t>(kPageTokens);
+  const int lane = static_cast<int>(threadIdx.x) % kLookUpLanes;
+  const auto head = static_cast<int>(blockIdx.y);
+  const auto number = static_cast<int>(blockIdx.z);
+  const PageSlots* const pages = page_table_of(p.rows, p.batch.tokens[number].sequence);
+  const std::int64_t index = std::int64_t{number} * p.shape.kv_heads + head;
+  const std::int32_t* const positions = p.selected.positions + index * p.selected.capacity;
+  PlacedRow* const places = p.places + index * p.selected.capacity;
+  const std::int64_t first_set = head * p.cache.sets;
+  wait_for_kernel_before();
+  allow_next_kernel();
+  const std::int32_t fresh = heat_of_new(p);
+  const std::int32_t count = p.selected.heads[index].count;
+  const auto step = static_cast<std::int32_t>(gridDim.x) * kLookUpRows;
+  // Whole warps stay together.
+  const auto begin = static_cast<std::int32_t>(blockIdx.x * kLookUpRows + threadIdx.x / kWarp * 4);
+  for (std::int32_t at = begin; at < count; at += step) {
+    const std::int32_t row = at + static_cast<int>(threadIdx.x) % kWarp / kLookUpLanes;
+    const std::int32_t position = positions[min(row, count - 1)];
+    const PageSlots page = pages[page_of(position)];
+    const bool there = is_on_device(page);
+    const std::int32_t home = (there ? page.device : page.host) * kRows + place_in_page(position);
+    const std::uint64_t tag = tag_of(p.layer, home);
+    const std::int64_t set = (first_set + set_of_tag(tag, p.cache.sets)) * kWarp;
+    const int way = find_way(p.cache.tags + set, there ? RowCacheView::kNothing - 1 : tag, lane);
+    if (lane != 0 || row >= count) continue;
+    if (way >= 0) warm(p.cache.heat + set + way, fresh);
+    const auto of_head = static_cast<std::int32_t>(set - first_set * kWarp);
+    places[row] = there      ? PlacedRow{home, PlacedRow::kDevice}
+                  : way >= 0 ? PlacedRow{of_head + way, PlacedRow::kCached}
+                             : PlacedRow{home, PlacedRow::kHome};
+  }
+}
+
+// A row that is only at home.
 struct AwayRow {
-  std::int64_t index;  // of places
+  std::int32_t item;  // of all that the KV head selected
   std::int32_t home;
-  int set;
 };
 
-struct FindShared {
+struct TakeShared {
   std::int32_t before[kMostTokens + 1];  // selected rows of the tokens before
-  std::int32_t counts[kLookups * kFindWarps];
+  std::int32_t counts[kTakeRows * kTakeWarps];
   AwayRow rows[kLot];
 };
 
-// Blocks divide the sets of a KV head among them, and warps those of a block: so what happens in a
-// set happens in the order of the batch, whatever there is of either.
-class Finder {
+// Gives ways to rows at home. Blocks divide the sets of a KV head among them, and warps those of a
+// block: so what happens in a set happens in the order of the batch, whatever there is of either.
+class WayTaker {
  public:
-  __device__ Finder(const FindRowsParams& p, FindShared& shared)
+  __device__ WayTaker(const FindRowsParams& p, TakeShared& shared)
       : p_(p),
         shared_(shared),
         lane_(static_cast<int>(threadIdx.x) % kWarp),
         warp_(static_cast<int>(threadIdx.x) / kWarp),
         head_(static_cast<int>(blockIdx.y)),
-        first_set_(p.cache.sets * blockIdx.x / gridDim.x),
-        last_set_(p.cache.sets * (blockIdx.x + 1) / gridDim.x) {}
+        first_set_(static_cast<int>(p.cache.sets * blockIdx.x / gridDim.x)),
+        last_set_(static_cast<int>(p.cache.sets * (blockIdx.x + 1) / gridDim.x)) {}
 
-  __device__ void find() {
-    fresh_ = RowCacheView::kFade * *p_.cache.clock;
+  __device__ void run() {
+    fresh_ = heat_of_new(p_);
     add_up();
-    for_own<true>([&](const AwayRow& row) { look_up(row); });
-    // Rows that are there are warm by now: none of them makes room.
-    for_own<false>([&](const AwayRow& row) { take_way(row); });
+    const std::int32_t total = shared_.before[p_.batch.count];
+#pragma unroll 1
+    for (std::int32_t first = 0; first < total; first += kLot) {
+      const int count = list_own(first, total);
+#pragma unroll 1
+      for (int at = 0; at < count; at += kWarp) {
+        const bool is_own =
+            at + lane_ < count && set_of(shared_.rows[at + lane_]) % kTakeWarps == warp_;
+        for (unsigned left = __ballot_sync(kAllLanes, is_own); left != 0; left &= left - 1) {
+          take_way(shared_.rows[at + __ffs(static_cast<int>(left)) - 1]);
+          __syncwarp();
+        }
+      }
+      __syncthreads();
+    }
   }
 
  private:
@@ -91,8 +172,8 @@ class Finder {
     __syncthreads();
   }
 
-  // Where selected row `item` of the KV head is; `set` is -1 if the tables of pages say so.
-  __device__ AwayRow find_page(std::int32_t item, bool places) const {
+  // Of places, where selected row `item` of the KV head is.
+  __device__ std::int64_t index_of(std::int32_t item) const {
     int number = 0;
     int end = static_cast<int>(p_.batch.count);
     while (end - number > 1) {
@@ -103,132 +184,100 @@ class Finder {
         end = middle;
       }
     }
-    const std::int64_t index =
-        (std::int64_t{number} * p_.shape.kv_heads + head_) * p_.selected.capacity + item -
-        shared_.before[number];
-    const std::int32_t position = p_.selected.positions[index];
-    const PageSlots page =
-        page_table_of(p_.rows, p_.batch.tokens[number].sequence)[page_of(position)];
-    constexpr auto kRows = static_cast<std::int32_t>(kPageTokens);
-    if (is_on_device(page)) {
-      if (places && blockIdx.x == 0) {
-        p_.places[index] = {page.device * kRows + place_in_page(position), PlacedRow::kDevice};
-      }
-      return {index, 0, -1};
-    }
-    const std::int32_t home = page.host * kRows + place_in_page(position);
-    return {index, home, set_of(tag_of(p_.layer, home), p_.cache.sets)};
+    return (std::int64_t{number} * p_.shape.kv_heads + head_) * p_.selected.capacity + item -
+           shared_.before[number];
   }
 
-  // Calls body(row), with a whole warp, for all rows of this block's sets.
-  template <bool kPlaces, typename Body>
-  __device__ void for_own(const Body& body) const {
-    const std::int32_t total = shared_.before[p_.batch.count];
-#pragma unroll 1
-    for (std::int32_t first = 0; first < total; first += kLot) {
-      const int count = list_own<kPlaces>(first, total);
-#pragma unroll 1
-      for (int at = 0; at < count; at += kWarp) {
-        const bool exists = at + lane_ < count;
-        const bool is_own = exists && shared_.rows[at + lane_].set % kFindWarps == warp_;
-        for (unsigned left = __ballot_sync(kAllLanes, is_own); left != 0; left &= left - 1) {
-          body(shared_.rows[at + __ffs(static_cast<int>(left)) - 1]);
-          __syncwarp();
-        }
-      }
-      __syncthreads();
-    }
-  }
-
-  // Of a lot of rows those of this block's sets, in order; how many.
-  template <bool kPlaces>
+  // Of a lot of rows those at home that belong to this block's sets, in order; how many.
   __device__ int list_own(std::int32_t first, std::int32_t total) const {
-    AwayRow rows[kLookups];
-    unsigned own[kLookups];
+    std::int32_t homes[kTakeRows];  // -1: not at home
+    unsigned own[kTakeRows];
 #pragma unroll
-    for (int i = 0; i < kLookups; ++i) {
-      const std::int32_t item = first + i * kFindThreads + static_cast<int>(threadIdx.x);
-      rows[i] = item < total ? find_page(item, kPlaces) : AwayRow{0, 0, -1};
+    for (int i = 0; i < kTakeRows; ++i) {
+      const std::int32_t item = item_of(first, i);
+      const PlacedRow place =
+          item < total ? p_.places[index_of(item)] : PlacedRow{0, PlacedRow::kDevice};
+      homes[i] = place.place == PlacedRow::kHome ? place.number : -1;
     }
 #pragma unroll
-    for (int i = 0; i < kLookups; ++i) {
-      const bool is_own = rows[i].set >= first_set_ && rows[i].set < last_set_;
+    for (int i = 0; i < kTakeRows; ++i) {
+      const int set = set_of({0, homes[i]});
+      const bool is_own = homes[i] >= 0 && set >= first_set_ && set < last_set_;
       own[i] = __ballot_sync(kAllLanes, is_own);
-      if (lane_ == 0) shared_.counts[i * kFindWarps + warp_] = __popc(own[i]);
+      if (lane_ == 0) shared_.counts[i * kTakeWarps + warp_] = __popc(own[i]);
     }
     __syncthreads();
-    int before = 0;
-    int total_own = 0;
-    static_assert(kLookups * kFindWarps == 2 * kWarp);
-    const std::int32_t low = warp_inclusive(shared_.counts[lane_]);
-    const std::int32_t high = warp_inclusive(shared_.counts[kWarp + lane_]);
-    const std::int32_t low_sum = __shfl_sync(kAllLanes, low, kWarp - 1);
-    total_own = low_sum + __shfl_sync(kAllLanes, high, kWarp - 1);
+    // Of this lane's counts, which follow each other, the sum up to each.
+    constexpr int kOfLane = kTakeRows * kTakeWarps / kWarp;
+    std::int32_t sums[kOfLane];
+    std::int32_t sum = 0;
 #pragma unroll
-    for (int i = 0; i < kLookups; ++i) {
-      const int at = i * kFindWarps + warp_;
-      const std::int32_t below_low = __shfl_sync(kAllLanes, low, (at - 1) & (kWarp - 1));
-      const std::int32_t below_high = __shfl_sync(kAllLanes, high, (at - 1) & (kWarp - 1));
-      before = at == 0 ? 0 : at <= kWarp ? below_low : low_sum + below_high;
+    for (int i = 0; i < kOfLane; ++i) sums[i] = sum += shared_.counts[kOfLane * lane_ + i];
+    const std::int32_t inclusive = warp_inclusive(sum);
+    const std::int32_t before_lane = inclusive - sum;
+#pragma unroll
+    for (int i = 0; i < kTakeRows; ++i) {
+      const int at = i * kTakeWarps + warp_;
+      std::int32_t before = before_lane;
+#pragma unroll
+      for (int n = 0; n + 1 < kOfLane; ++n) {
+        if (at % kOfLane == n + 1) before = before_lane + sums[n];
+      }
+      before = __shfl_sync(kAllLanes, before, at / kOfLane);
       const unsigned below = own[i] & ((1u << lane_) - 1);
-      if ((own[i] >> lane_ & 1u) != 0) shared_.rows[before + __popc(below)] = rows[i];
+      if ((own[i] >> lane_ & 1u) != 0) {
+        shared_.rows[before + __popc(below)] = {item_of(first, i), homes[i]};
+      }
     }
     __syncthreads();
-    return total_own;
+    return __shfl_sync(kAllLanes, inclusive, kWarp - 1);
   }
-
-  __device__ std::int64_t first_way(const AwayRow& row) const {
-    return (head_ * p_.cache.sets + row.set) * kWarp;
+  __device__ static std::int32_t item_of(std::int32_t first, int lookup) {
+    return first + lookup * kTakeThreads + static_cast<int>(threadIdx.x);
   }
-  // The way of a set that has a row; -1 if none.
-  __device__ int way_of(const AwayRow& row) const {
-    const std::uint64_t tag = p_.cache.tags[first_way(row) + lane_];
-    return __ffs(static_cast<int>(__ballot_sync(kAllLanes, tag == tag_of(p_.layer, row.home)))) - 1;
-  }
-  __device__ void heat(const AwayRow& row, int way) const {
-    if (lane_ != way) return;
-    std::int32_t& heat = p_.cache.heat[first_way(row) + way];
-    heat = heated(heat, fresh_);
-  }
-
-  __device__ void look_up(const AwayRow& row) const {
-    const int way = way_of(row);
-    if (way >= 0) heat(row, way);
-    if (lane_ != 0) return;
-    p_.places[row.index] = way >= 0 ? PlacedRow{row.set * kWarp + way, PlacedRow::kCached}
-                                    : PlacedRow{row.home, PlacedRow::kHome};
+  __device__ int set_of(const AwayRow& row) const {
+    return set_of_tag(tag_of(p_.layer, row.home), p_.cache.sets);
   }
 
   __device__ void take_way(const AwayRow& row) const {
-    if (p_.places[row.index].place != PlacedRow::kHome) return;
-    if (const int way = way_of(row); way >= 0) return heat(row, way);
-    const std::int32_t heat = p_.cache.heat[first_way(row) + lane_];
+    const std::uint64_t tag = tag_of(p_.layer, row.home);
+    const int number = set_of(row);
+    const std::int64_t set = (head_ * p_.cache.sets + number) * kWarp;
+    std::uint64_t* const own_tag = p_.cache.tags + set + lane_;
+    std::int32_t* const own_heat = p_.cache.heat + set + lane_;
+    // Another token of the batch may have taken one for it, which is still to be filled.
+    if (p_.batch.count > 1) {
+      const bool taken = *own_tag == tag;
+      if (taken) *own_heat = heated(*own_heat, fresh_);
+      if (__any_sync(kAllLanes, taken)) return;
+    }
+    const std::int32_t heat = *own_heat;
     const std::int32_t coldest = __reduce_min_sync(kAllLanes, heat);
     if (coldest >= fresh_) return;
     const int way = __ffs(static_cast<int>(__ballot_sync(kAllLanes, heat == coldest))) - 1;
     if (lane_ == way) {
-      p_.cache.tags[first_way(row) + way] = tag_of(p_.layer, row.home);
-      p_.cache.heat[first_way(row) + way] = fresh_;
+      *own_tag = tag;
+      *own_heat = fresh_;
+      p_.places[index_of(row.item)].place = number * kWarp + way;
     }
-    if (lane_ == 0) p_.places[row.index].place = row.set * kWarp + way;
   }
 
   const FindRowsParams& p_;
-  FindShared& shared_;
+  TakeShared& shared_;
   int lane_;
   int warp_;
   int head_;
-  std::int64_t first_set_;
-  std::int64_t last_set_;
+  int first_set_;
+  int last_set_;
   std::int32_t fresh_ = 0;
 };
 
-__global__ __launch_bounds__(kFindThreads) void find_rows_kernel(
+__global__ __launch_bounds__(kTakeThreads) void take_ways_kernel(
     const __grid_constant__ FindRowsParams p) {
-  __shared__ FindShared shared;
+  __shared__ TakeShared shared;
   wait_for_kernel_before();
   allow_next_kernel();
-  Finder(p, shared).find();
+  WayTaker(p, shared).run();
 }
 
 constexpr int kForgetThreads = 256;
@@ -254,12 +303,21 @@ __global__ __launch_bounds__(kForgetThreads) void forget_rows_kernel(
 void find_rows(const FindRowsParams& p, const Launch& launch) {
   if (p.batch.count == 0) return;
   check(p.batch.count <= kMostTokens, "find_rows: more tokens than a step has");
-  const std::int64_t rows = p.batch.count * std::min(p.selected.capacity, p.batch.capacity);
-  const std::int64_t most =
-      std::max<std::int64_t>(2 * launch.device->multiprocessors / p.shape.kv_heads, 1);
-  const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(rows / kBlockRows, 1, most)),
-                  static_cast<unsigned>(p.shape.kv_heads));
-  launch_early("find_rows", find_rows_kernel, grid, kFindThreads, 0, launch, p);
+  // Some blocks for every multiprocessor, but no more than there is work for.
+  const std::int64_t multiprocessors = launch.device->multiprocessors;
+  const std::int64_t heads = p.shape.kv_heads;
+  const auto blocks = [&](std::int64_t wanted, std::int64_t most) {
+    return static_cast<unsigned>(
+        std::clamp<std::int64_t>(wanted, 1, std::max<std::int64_t>(most, 1)));
+  };
+  const std::int64_t rows = std::min(p.selected.capacity, p.batch.capacity);
+  const dim3 look_up(
+      blocks((rows + kLookUpRows - 1) / kLookUpRows, 8 * multiprocessors / (heads * p.batch.count)),
+      static_cast<unsigned>(heads), static_cast<unsigned>(p.batch.count));
+  launch_early("find_rows", look_up_kernel, look_up, kLookUpThreads, 0, launch, p);
+  const dim3 take(blocks(p.batch.count * rows / kBlockRows, 2 * multiprocessors / heads),
+                  static_cast<unsigned>(heads));
+  launch_early("find_rows", take_ways_kernel, take, kTakeThreads, 0, launch, p);
 }
 
 void forget_rows(const ForgetRowsParams& p, const Launch& launch) {

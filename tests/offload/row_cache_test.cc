@@ -233,6 +233,9 @@ TEST(RowCachePlan, HasNoneWhereNothingIsFetched) {
   EXPECT_GT(plan_kv(request).cache_rows, 0);
   request.cached_bytes = std::uint64_t{1} << 20;
   EXPECT_EQ(plan_kv(request).cache_rows, 0) << "too few rows to gain by it";
+  request.cache_memory = 50000;
+  EXPECT_GT(plan_kv(request).cache_rows, 0) << "but it was asked for";
+  request.cache_memory.reset();
   request.cached_bytes = 0;
   request.policies = {};
   EXPECT_EQ(plan_kv(request).cache_rows, 0);
