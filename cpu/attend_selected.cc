@@ -35,9 +35,8 @@ class SelectedHead {
         number_(number),
         head_(head),
         index_(number * p.shape.kv_heads + head),
-        selection_(p.selected.heads[index_]),
         positions_(p.selected.positions + index_ * p.selected.capacity,
-                   static_cast<std::size_t>(selection_.count)) {}
+                   static_cast<std::size_t>(p.selected.heads[index_].count)) {}
 
   void attend(const ArenaPart& arena) const {
     AttendedRows rows(decode_tile_of(p_, number_, head_), arena);
@@ -58,7 +57,7 @@ class SelectedHead {
 
  private:
   void add_paged(AttendedRows& rows) const {
-    selection_.resident = 0;
+    std::int32_t resident = 0;
     for_rows(
         positions_.size(), p_.shape.row_bytes(),
         [&](std::size_t i) {
@@ -68,12 +67,17 @@ class SelectedHead {
         [&](std::size_t i, const std::byte* row) {
           rows.add_copy(row, 1);
           const PageSlots& page = p_.rows.page(token_.sequence, positions_[i] / kPageTokens);
-          selection_.resident += page.device != PageSlots::kNone ? 1 : 0;
+          resident += page.device != PageSlots::kNone ? 1 : 0;
         });
+    report(resident);
+  }
+
+  void report(std::int32_t resident) const {
+    if (p_.resident != nullptr) p_.resident[index_] = resident;
   }
 
   void add_placed(AttendedRows& rows) const {
-    selection_.resident = 0;
+    std::int32_t resident = 0;
     const PlacedRow* const places = p_.places + index_ * p_.selected.capacity;
     for_rows(
         positions_.size(), p_.shape.row_bytes(),
@@ -82,8 +86,9 @@ class SelectedHead {
           std::byte* const way = way_of(p_, head_, places[i]);
           if (way != nullptr) std::memcpy(way, row, p_.shape.row_bytes());
           rows.add_copy(row, 1);
-          selection_.resident += places[i].is_cached() || places[i].is_on_device() ? 1 : 0;
+          resident += places[i].is_cached() || places[i].is_on_device() ? 1 : 0;
         });
+    report(resident);
   }
 
   // Queries among [count, query_heads].
@@ -114,7 +119,6 @@ class SelectedHead {
   std::int64_t number_;
   std::int64_t head_;
   std::int64_t index_;  // of [count, kv_heads]
-  HeadSelection& selection_;
   std::span<const std::int32_t> positions_;
 };
 

@@ -165,9 +165,9 @@ double alpha_with_newest(double alpha, double estimated_lse, double newest_lse) 
 
 void attend_selected_item(const AttendSelectedParams& p, const Item& item, ReferenceReads& reads) {
   const int d = p.shape.head_dim;
-  HeadSelection& selection = p.selected.heads[item.index(p.shape)];
-  selection.resident = 0;
-  Rows rows = selected_rows(p, item, selection.resident);
+  std::int32_t resident = 0;
+  Rows rows = selected_rows(p, item, resident);
+  if (p.resident != nullptr) p.resident[item.index(p.shape)] = resident;
   const Rows newest = rows_between(p.rows, p.shape, item.token.sequence, item.head,
                                    item.token.page_first(), item.token.count());
   rows.insert(rows.end(), newest.begin(), newest.end());

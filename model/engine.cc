@@ -22,8 +22,10 @@ namespace {
 constexpr int kMaxChunk = 8192;
 
 void validate(const EngineConfig& config) {
-  if (config.chunk < 1 || config.chunk > kMaxChunk) {
-    throw Error(ErrorCode::usage, "`chunk` must be 1 to 8192, not " + std::to_string(config.chunk));
+  if (config.chunk < 0 || config.chunk > kMaxChunk) {
+    throw Error(ErrorCode::usage,
+                "`chunk` must be 1 to 8192, or 0 for what suits the device, not " +
+                    std::to_string(config.chunk));
   }
   if (config.threads < 0 || config.threads > 4096) {
     throw Error(ErrorCode::usage, "`threads` must be 0 (one per core) to 4096, not " +
@@ -74,6 +76,26 @@ BackendOptions backend_options(const EngineConfig& config, DType weight_dtype) {
   return options;
 }
 
+// The first is as fast as any on a CPU. An H200 reads 32K tokens in 512 at a time in 1.7 times the
+// seconds that 2048 take with sluice-22m and in 1.16 times with Llama 3 8B's shape, and 128K tokens
+// of which most rows are streamed in 2.5 times; 4096 gain nothing.
+constexpr int kChunk = 512;
+constexpr int kDeviceChunk = 2048;
+
+int chunk_for(const Checkpoint& checkpoint, Backend& backend, int threads) {
+  if (backend.info().compute_tier == Tier::host) return kChunk;
+  const MemoryAccount& account = backend.account(Tier::device);
+  const std::uint64_t taken =
+      account.used() + weight_sizes(checkpoint, backend, reader_count(threads)).total;
+  const std::uint64_t room = account.cap() - std::min(account.cap(), taken);
+  int chunk = kDeviceChunk;
+  while (chunk > kChunk &&
+         Decoder::activation_bytes(checkpoint.config(), backend, chunk) > room / 4) {
+    chunk /= 2;
+  }
+  return chunk;
+}
+
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -105,14 +127,11 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   if (config.trace) queue = std::make_unique<TracedQueue>(std::move(queue), config.trace);
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
   const std::uint64_t staging_bytes = backend->account(Tier::host).used();
-  auto* const impl = new Impl{config,
-                              std::move(checkpoint),
-                              std::move(info),
-                              std::move(tokenizer),
-                              std::move(backend),
-                              std::move(queue),
-                              backend_bytes,
-                              staging_bytes};
+  EngineConfig chosen = config;
+  if (chosen.chunk == 0) chosen.chunk = chunk_for(checkpoint, *backend, config.threads);
+  auto* const impl =
+      new Impl{std::move(chosen),  std::move(checkpoint), std::move(info), std::move(tokenizer),
+               std::move(backend), std::move(queue),      backend_bytes,   staging_bytes};
   return Engine(std::shared_ptr<Impl>(impl));
 }
 

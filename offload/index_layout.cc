@@ -141,9 +141,10 @@ SelectionBytes IndexLayout::selection_bytes() const {
 std::size_t IndexLayout::report_bytes() const {
   const std::size_t heads = count_of(shape.kv_heads) * sizeof(HeadSelection);
   const std::size_t queries = count_of(shape.query_heads) * sizeof(float);
-  const std::size_t pages_read = count_of(shape.kv_heads) * sizeof(std::int32_t);
-  const std::size_t reads = keeps_values() ? 2 : 1;
-  return count_of(shape.layers, batch) * (2 * (heads + queries) + reads * pages_read);
+  // Pages read, rows on the device and, with values, pages of those.
+  const std::size_t count = count_of(shape.kv_heads) * sizeof(std::int32_t);
+  const std::size_t counts = keeps_values() ? 3 : 2;
+  return count_of(shape.layers, batch) * (2 * (heads + queries) + counts * count);
 }
 
 std::size_t IndexLayout::bad_bytes() const {

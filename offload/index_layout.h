@@ -74,7 +74,7 @@ struct IndexLayout {
   bool digested = false;  // some policy's logits are
   std::vector<LayerIndex> layers;
   // Layers that under some policy attend to what was selected, there or before them, and layers
-  // that under some policy attend to everything.
+  // that under some policy attend to everything, or to all that an eviction left.
   std::vector<bool> selecting;
   std::vector<bool> attending_all;
   std::int64_t slots = 0;          // selections remembered at a time; 0: nothing ever selects

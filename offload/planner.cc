@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <string>
 
 #include "lib/backend/row_cache.h"
@@ -121,7 +122,8 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
       static_cast<std::uint64_t>(layout.selected * plan.shape.kv_heads) * plan.shape.row_bytes();
   // Whoever asks for a cache gets one.
   const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
-  if (!layout.selects() || fetched == 0 || !pays) return {};
+  constexpr std::int64_t kMostHomeRows = std::numeric_limits<std::int32_t>::max();
+  if (!layout.selects() || fetched == 0 || !pays || plan.home_rows() > kMostHomeRows) return {};
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
   // A share of the weight without a cap is mostly that of fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);

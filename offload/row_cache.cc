@@ -1,6 +1,7 @@
 #include "offload/row_cache.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace sluice {
 
@@ -30,9 +31,10 @@ RowCacheView RowCache::view() const {
 }
 
 void RowCache::advance() {
-  if (now_ == RowCacheView::kMostClock) {
+  if (now_ == RowCacheView::kMostClock || is_filling_) {
     clear();
     now_ = 0;
+    is_filling_ = false;
   }
   ++now_;
   const CopyOp op = {clock_.data(), reinterpret_cast<const std::byte*>(&now_), sizeof(now_)};
@@ -47,6 +49,8 @@ void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int6
   const std::int64_t last_page = (end - 1) / kPageTokens;
   std::int64_t from = 0;
   std::int64_t count = 0;
+  // Whatever goes wrong before the end, rows that changed are not found again.
+  const bool was_filling = std::exchange(is_filling_, true);
   for (std::int64_t page = first_page; page <= last_page; ++page) {
     const std::int64_t block = block_of(page);
     if (!selectable_[static_cast<std::size_t>(block)]) continue;
@@ -59,6 +63,7 @@ void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int6
     ++count;
   }
   forget(from, count);
+  is_filling_ = was_filling;
   for (std::int64_t page = std::max<std::int64_t>(first_page - 1, 0); page < last_page; ++page) {
     selectable_[static_cast<std::size_t>(block_of(page))] = true;
   }

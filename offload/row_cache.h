@@ -22,6 +22,10 @@ class RowCache {
 
   // A step begins.
   void advance();
+  // Between a find_rows() and the end of the attend_selected() that fills ways for it. Where that
+  // never comes, the next step begins with an empty cache.
+  void begin_filling() { is_filling_ = true; }
+  void end_filling() { is_filling_ = false; }
   // Tokens [first, end) of a sequence are about to be written, whose blocks are in the tables: no
   // step selects them until a page later than theirs begins.
   void write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
@@ -36,6 +40,7 @@ class RowCache {
   KvShape shape_;
   std::int64_t sets_;
   std::int32_t now_ = 0;
+  bool is_filling_ = false;
   Buffer rows_;                   // [kv_heads, ways, row_bytes]
   Buffer tags_;                   // [kv_heads, ways]
   Buffer heat_;                   // likewise

@@ -64,9 +64,8 @@ SparseAttention::Report SparseAttention::make_report(Backend& backend, const Ind
   report.share = reinterpret_cast<float*>(report.heads + heads);
   report.alpha = report.share + queries;
   report.pages_read = reinterpret_cast<std::int32_t*>(report.alpha + queries);
-  if (layout.keeps_values()) {
-    report.value_pages = report.pages_read + count_of(shape.layers, layout.batch, shape.kv_heads);
-  }
+  report.resident = report.pages_read + heads;
+  if (layout.keeps_values()) report.value_pages = report.resident + heads;
   return report;
 }
 
@@ -273,6 +272,7 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   params.shape = shape;
   params.batch = wave.batch;
   params.selected = selection(source, wave.first);
+  params.resident = report_.resident + head_entry(wave.layer, wave.first);
   params.rows = wave.rows;
   const bool compensates = policy.compensates(wave.layer, Compensation::mean_value);
   if (wave.skip_newest || compensates) params.alpha = alpha(wave.layer, wave.first);
@@ -285,6 +285,7 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   params.lse = queries.lse + wave.first * shape.query_heads;
   if (cache_ != nullptr) find_rows(wave, params);
   queue_->attend_selected(params);
+  if (cache_ != nullptr) cache_->end_filling();
   if (policy.compensates(wave.layer, Compensation::values)) attend_values(policy, wave, params);
 }
 
@@ -297,6 +298,7 @@ void SparseAttention::find_rows(const Wave& wave, AttendSelectedParams& params) 
   find.layer = wave.layer;
   find.cache = cache_->view();
   find.places = cache_->places();
+  cache_->begin_filling();
   queue_->find_rows(find);
   params.places = find.places;
   params.cache = find.cache;
@@ -332,13 +334,16 @@ void SparseAttention::require_number(bool is_number, int layer, int head) const 
                                       " is NaN or infinite; the checkpoint's weights are damaged");
 }
 
-void SparseAttention::count_rows(int source, std::int64_t number, const BatchToken& token,
-                                 Count& count, LayerSelection& entry) const {
+// Layers that follow one attend to the same positions, whose rows may be elsewhere.
+void SparseAttention::count_rows(int layer, int source, std::int64_t number,
+                                 const BatchToken& token, Count& count,
+                                 LayerSelection& entry) const {
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
     const HeadSelection& chosen = seen_.heads[head_entry(source, number) + head];
     require_number(chosen.bad == 0, source, head);
-    count.hits += static_cast<std::uint64_t>(chosen.resident + token.count() - token.page_first());
-    count.misses += static_cast<std::uint64_t>(chosen.count - chosen.resident);
+    const std::int32_t resident = seen_.resident[head_entry(layer, number) + head];
+    count.hits += static_cast<std::uint64_t>(resident + token.count() - token.page_first());
+    count.misses += static_cast<std::uint64_t>(chosen.count - resident);
     entry.selected += static_cast<double>(chosen.count);
     entry.cut += chosen.cut;
   }
@@ -420,7 +425,7 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
     const auto number = static_cast<std::int64_t>(i);
     ++count.tokens;
     if (is_dense) entry.attended += static_cast<double>(token.count() * layout_.shape.kv_heads);
-    count_rows(source, number, token, count, entry);
+    count_rows(layer, source, number, token, count, entry);
     if (layout_.reports_positions) report_positions(source, number, entry);
     if (step.policy->selects(layer)) count_estimates(step, layer, number, count);
     if (step.policy->compensates(layer, Compensation::values)) {

@@ -84,6 +84,7 @@ class SparseAttention {
     float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
     float* alpha = nullptr;                    // likewise
     std::int32_t* pages_read = nullptr;        // [layers, batch, kv_heads], for the candidates
+    std::int32_t* resident = nullptr;          // likewise, of the selected rows those on the device
     std::int32_t* value_pages = nullptr;       // likewise, of value tiles; or none
   };
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
@@ -124,7 +125,7 @@ class SparseAttention {
     std::uint64_t value_pages = 0;
     std::int64_t tokens = 0;
   };
-  void count_rows(int source, std::int64_t number, const BatchToken& token, Count& count,
+  void count_rows(int layer, int source, std::int64_t number, const BatchToken& token, Count& count,
                   LayerSelection& entry) const;
   void count_estimates(const Step& step, int layer, std::int64_t number, Count& count) const;
   void count_alpha(int source, std::int64_t number, LayerSelection& entry) const;

@@ -172,6 +172,7 @@ class Talk {
     if (last_) table += "last answer:\n" + timing_table(last_->timings);
     table += memory_table(engine_->memory());
     table += selection_line(session.selection(), session.length());
+    table += rows_line(session.ledger());
     return table + "\n" + session.ledger().to_table();
   }
 

@@ -188,8 +188,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   if (!flags.quiet) {
     print_error("\n" + loading_line(loading) + timing_table(result.timings) +
                 memory_table(engine.memory()) +
-                selection_line(session.selection(), session.length()) + "\n" +
-                session.ledger().to_table());
+                selection_line(session.selection(), session.length()) +
+                rows_line(session.ledger()) + "\n" + session.ledger().to_table());
   }
   if (config.trace) write_trace(flags, *config.trace);
   if (!flags.json.empty()) {

@@ -59,5 +59,7 @@ std::string timing_table(const Timings& timings);
 std::string memory_table(const MemoryUse& memory);
 // What the last decoded token attended to; empty if every layer was dense.
 std::string selection_line(const StepSelection& selection, std::int64_t length);
+// Where decoding found its rows; empty if there is no device tier.
+std::string rows_line(const Ledger& ledger);
 
 }  // namespace sluice::tools

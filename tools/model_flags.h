@@ -18,11 +18,11 @@ struct ModelFlags {
   std::string kv_dtype = "bf16";
   std::string compute = "auto";
   int threads = 0;
-  int chunk = 512;
+  int chunk = 0;
 
   void add_to(CLI::App& app);
   // Of these tokens, as many as a step may have.
-  int of_step(int tokens) const { return std::min(tokens, std::max(chunk, 1)); }
+  int of_step(int tokens) const { return chunk > 0 ? std::min(tokens, chunk) : tokens; }
   // Throws Error{usage} for values that make no sense.
   EngineConfig config() const;
 };

@@ -181,6 +181,7 @@ DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_
   skip(p.positions, heads * p.capacity);
   skip(p.places, heads * p.capacity);
   skip(p.selections, heads);
+  skip(p.resident, heads);
   p.out += queries * kHeadDim;
   p.lse += queries;
   skip(p.alpha, queries);
@@ -298,6 +299,7 @@ void attend_decode_selected(const AttendSelectedParams& a, const Launch& launch)
   p.positions = a.selected.positions;
   p.capacity = a.selected.capacity;
   p.selections = a.selected.heads;
+  p.resident = a.resident;
   p.places = a.places;
   p.cache = a.cache.rows;
   p.cache_stride =

@@ -227,7 +227,7 @@ __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers
 
 // One warp says how many rows of a head were on the device.
 __device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int head, int rows) {
-  if (threadIdx.x % kWarp == 0) p.selections[head].resident = rows;
+  if (threadIdx.x % kWarp == 0) p.resident[head] = rows;
 }
 
 // Brings what the block found of a segment to where it belongs. One warp `reports` how many of its

@@ -28,7 +28,8 @@ struct DecodeKernelParams {
   const PlacedRow* places = nullptr;  // [heads, capacity], of these positions; null: see the pages
   std::byte* cache = nullptr;         // [kv_heads, ways, row_bytes]
   std::int64_t cache_stride = 0;      // bytes of a KV head
-  HeadSelection* selections = nullptr;   // reported [heads]: how many positions; null without them
+  const HeadSelection* selections = nullptr;  // reported [heads]: how many positions; or null
+  std::int32_t* resident = nullptr;      // reported [heads] or null: of them, rows on the device
   float scale = 0.0f;                    // of logits, times log2(e)
   float* out = nullptr;                  // [heads * group, head_dim]
   float* lse = nullptr;                  // [heads * group], natural logarithm
@@ -124,7 +125,7 @@ __device__ __forceinline__ int tiles_of(int rows) { return (rows - 1) / kTileRow
 
 // Whether this block reports how many of the selected rows were on the device.
 __device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
-  return p.selects() && blockIdx.y == 0;
+  return p.selects() && p.resident != nullptr && blockIdx.y == 0;
 }
 
 // How many rows of a head are not found by position.

@@ -22,8 +22,10 @@ constexpr int kTakeThreads = kTakeWarps * kWarp;
 constexpr int kTakeRows = 8;
 constexpr int kLot = kTakeThreads * kTakeRows;
 constexpr int kMostTokens = 64;
-// Of a block, about: each of its warps gives ways to a few, one after the other.
+// Of a block, about: each of its warps gives ways to a few, one after the other. But all blocks
+// look at all rows of their KV head.
 constexpr std::int64_t kBlockRows = 32;
+constexpr std::int64_t kMostBlocks = 16;  // of a KV head
 static_assert(RowCacheView::kWays == kWarp, "a warp looks at a set at once");
 
 __device__ __forceinline__ std::uint64_t tag_of(int layer, std::int32_t home) {
@@ -315,7 +317,7 @@ void find_rows(const FindRowsParams& p, const Launch& launch) {
       blocks((rows + kLookUpRows - 1) / kLookUpRows, 8 * multiprocessors / (heads * p.batch.count)),
       static_cast<unsigned>(heads), static_cast<unsigned>(p.batch.count));
   launch_early("find_rows", look_up_kernel, look_up, kLookUpThreads, 0, launch, p);
-  const dim3 take(blocks(p.batch.count * rows / kBlockRows, 2 * multiprocessors / heads),
+  const dim3 take(blocks(p.batch.count * rows / kBlockRows, kMostBlocks),
                   static_cast<unsigned>(heads));
   launch_early("find_rows", take_ways_kernel, take, kTakeThreads, 0, launch, p);
 }

@@ -54,11 +54,10 @@ struct SelectionView {
 
 // What became of one KV head of a token.
 struct HeadSelection {
-  std::int32_t count = 0;     // positions
-  std::int32_t resident = 0;  // of them, attended where they already were; set by attend_selected
-  std::int32_t cut = 0;       // 1 if a cap or the capacity dropped what the pruner wanted
-  std::int32_t pages = 0;     // pages with a position among them
-  std::int32_t bad = 0;       // 1 if an estimate was NaN or +Inf, or all were -Inf; count is 0 then
+  std::int32_t count = 0;  // positions
+  std::int32_t cut = 0;    // 1 if a cap or the capacity dropped what the pruner wanted
+  std::int32_t pages = 0;  // pages with a position among them
+  std::int32_t bad = 0;    // 1 if an estimate was NaN or +Inf, or all were -Inf; count is 0 then
 };
 
 // What a scan of tiles notes of whole pages' logits in passing, a small part of their bytes and in

@@ -86,9 +86,9 @@ struct AttendSelectedParams {
   std::int64_t q_stride = 0;
   KvShape shape;
   TokenBatch batch;
-  // positions [count, kv_heads, capacity], heads [count, kv_heads]. Writes heads[].resident: how
-  // many of the selected rows were read from the device.
-  SelectionView selected;
+  SelectionView selected;  // positions [count, kv_heads, capacity], heads [count, kv_heads]
+  // Reported [count, kv_heads] or null: how many of the selected rows were read from the device.
+  std::int32_t* resident = nullptr;
   PagedRows rows;
   // [count, kv_heads, selected.capacity], what find_rows() found, and the cache that it looked in;
   // or null: rows are where the tables say.

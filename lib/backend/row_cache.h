@@ -4,21 +4,19 @@
 // Each KV head has its part of the cache, which all layers share: a layer whose selections repeat
 // themselves finds more of its rows there than one whose do not. A part is divided into sets of
 // kWays rows; a row, named by its layer and its number at home, belongs to one set. Forks share
-// rows, so they share what is cached of them. A row has a heat, the number of steps that selected
-// it, of which each step fades what came before by 5 %; where a new row finds no empty way in its
-// set it takes that of the coldest row, unless that is warmer than a row selected once.
+// rows, so they share what is cached of them. A row has a heat, how often tokens selected it, of
+// which each step fades what came before by 5 %. A new row takes the way of the coldest row of its
+// set, an empty way first of all, but only of one that is colder than a row selected just now: so
+// what a step has found stays until the step is over.
 //
 // Source: set-associative caches are textbook; the fading count is LFU with aging (O'Neil et al.
 // 1993 and Lee et al. 2001, "LRFU"), chosen over LRU and others by bench/row_cache.py.
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-
-#include "lib/batch.h"
 
 namespace sluice {
 

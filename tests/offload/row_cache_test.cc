@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "cpu/cpu_backend.h"
+#include "cpu/cpu_queue.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/plan.h"
 #include "tests/support/random.h"
@@ -57,13 +59,52 @@ std::uint64_t rows_read(const KvSession& session, Tier from, Cause cause) {
   return session.ledger().total(Phase::decode, from, Tier::device, cause).rows;
 }
 
+// Holds every row that the cache gives out to the one at home, and counts what is fetched.
+class WatchedQueue : public cpu::CpuQueue {
+ public:
+  using cpu::CpuQueue::CpuQueue;
+
+  void attend_selected(const AttendSelectedParams& p) override {
+    for (std::int64_t i = 0; i < p.batch.count * p.shape.kv_heads; ++i) {
+      const std::int32_t sequence = p.batch.tokens[i / p.shape.kv_heads].sequence;
+      for (std::int64_t at = i * p.selected.capacity;
+           at < i * p.selected.capacity + p.selected.heads[i].count; ++at) {
+        const std::int32_t position = p.selected.positions[at];
+        const bool on_device =
+            p.rows.page(sequence, position / kPageTokens).device != PageSlots::kNone;
+        const bool is_cached = p.places != nullptr && p.places[at].is_cached();
+        if (is_cached) watch(p, i % p.shape.kv_heads, sequence, position, p.places[at].number);
+        fetched += !is_cached && !on_device ? 1 : 0;
+        cached += is_cached ? 1 : 0;
+      }
+    }
+    CpuQueue::attend_selected(p);
+  }
+
+  std::uint64_t fetched = 0;
+  std::uint64_t cached = 0;
+  std::uint64_t stale = 0;
+
+ private:
+  void watch(const AttendSelectedParams& p, std::int64_t head, std::int32_t sequence,
+             std::int32_t position, std::int64_t way) {
+    const std::size_t bytes = p.shape.row_bytes();
+    const std::byte* const home =
+        p.rows.row(sequence, head, position, static_cast<std::int64_t>(bytes));
+    const std::byte* const in_cache =
+        p.cache.rows + static_cast<std::size_t>(head * p.cache.ways() + way) * bytes;
+    stale += std::memcmp(home, in_cache, bytes) != 0 ? 1 : 0;
+  }
+};
+
 const char* const kPolicies[] = {
     "select=exact prune=top_k(64)",
     "select=int4 prune=top_p(0.8) sinks=2 recent=16",
     "select=sparq(r=8) prune=top_k(40) recent=10 compensate=mean_value",
     "select=quest candidates=1/2 prune=top_p(0.9)",
     "select=streaming sinks=4 recent=300",
-    "select=int4 prune=top_k(50) anchors=0,1",
+    "select=int4 prune=top_k(50) anchors=0",
+    "select=int4 prune=top_p(0.9) anchors=0,1",
     "select=int4 prune=top_k(16) compensate=values",
 };
 
@@ -91,10 +132,11 @@ TEST_P(CachedSessions, AnswerAsWithoutIt) {
   Random random(seed);
   for (const std::uint64_t cache : {std::uint64_t{60} << 10, std::uint64_t{120} << 10}) {
     cpu::CpuBackend backend{cpu::CpuOptions{}};
+    const auto queue = std::make_shared<WatchedQueue>(backend);
     const auto pool_of = [&](std::uint64_t bytes) {
       const KvPlan plan = plan_of(context, 4, policy_, bytes);
       EXPECT_EQ(plan.cache_rows > 0, bytes > 0);
-      return std::make_shared<KvPool>(backend.make_queue(), plan, std::span(&policy_, 1));
+      return std::make_shared<KvPool>(queue, plan, std::span(&policy_, 1));
     };
     const auto cached = pool_of(cache);
     const auto plain = pool_of(0);
@@ -103,7 +145,7 @@ TEST_P(CachedSessions, AnswerAsWithoutIt) {
     for (KvSession* session : {&twins[0].cached, &twins[0].plain}) {
       twins[0].script.prefill(*session, 400);
     }
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < 40; ++round) {
       SCOPED_TRACE(::testing::Message() << "round " << round);
       const auto at =
           static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(twins.size()) - 1));
@@ -154,7 +196,8 @@ TEST_P(CachedSessions, AnswerAsWithoutIt) {
             without.push_back(&each.plain);
             scripts.push_back(&each.script);
           }
-          for (int step = 0; step < 3 && !with.empty(); ++step) {
+          const std::int64_t steps = random.integer(1, 40);
+          for (std::int64_t step = 0; step < steps && !with.empty(); ++step) {
             if (std::any_of(with.begin(), with.end(),
                             [&](KvSession* s) { return s->length() == context; })) {
               break;
@@ -164,10 +207,12 @@ TEST_P(CachedSessions, AnswerAsWithoutIt) {
             for (std::size_t i = 0; i < with.size(); ++i) {
               ASSERT_EQ(actual[i], expected[i]) << "session " << i << " step " << step;
             }
+            ASSERT_EQ(queue->stale, 0u) << "step " << step;
           }
         }
       }
     }
+    EXPECT_GT(queue->cached, 0u);
   }
 }
 
@@ -180,11 +225,13 @@ TEST_P(CachedSessions, FetchLess) {
   constexpr std::int64_t kSteps = 90;
   constexpr std::uint64_t kCache = std::uint64_t{160} << 10;
   const auto decode = [&](std::uint64_t cache) {
-    KvSession session =
-        testing::session_of(backend, plan_of(context, 1, policy_, cache), {&policy_, 1});
+    const auto queue = std::make_shared<WatchedQueue>(backend);
+    KvSession session(std::make_shared<KvPool>(queue, plan_of(context, 1, policy_, cache),
+                                               std::span(&policy_, 1)));
     script.prefill(session, 1400);
     script.decode(session, kSteps);
     const std::uint64_t misses = rows_read(session, Tier::host, Cause::miss);
+    EXPECT_EQ(misses, queue->fetched) << "rows by the ledger";
     return std::pair(misses, misses + rows_read(session, Tier::device, Cause::hit));
   };
   const auto [without, all] = decode(0);
@@ -195,6 +242,39 @@ TEST_P(CachedSessions, FetchLess) {
   // A cache that a step overflows keeps part of what the next one wants.
   EXPECT_LT(with, without / kSteps < ways ? without / 3 : without - kSteps * ways / 4);
   EXPECT_GT(with, 0u);
+}
+
+// Runs out of memory while ways that were given out are not filled yet.
+class FailingQueue : public WatchedQueue {
+ public:
+  using WatchedQueue::WatchedQueue;
+
+  void attend_selected(const AttendSelectedParams& p) override {
+    if (fails) throw std::bad_alloc();
+    WatchedQueue::attend_selected(p);
+  }
+
+  bool fails = false;
+};
+
+TEST_P(CachedSessions, OutliveOthersThatFail) {
+  const std::int64_t context = 700;
+  const Script script(kShape, context, 3);
+  cpu::CpuBackend backend{cpu::CpuOptions{}};
+  const auto queue = std::make_shared<FailingQueue>(backend);
+  const auto pool = std::make_shared<KvPool>(
+      queue, plan_of(context, 2, policy_, std::uint64_t{100} << 10), std::span(&policy_, 1));
+  KvSession session(pool);
+  script.prefill(session, 500);
+  {
+    KvSession fork = session.fork();
+    queue->fails = true;
+    EXPECT_ANY_THROW(script.step(fork, Phase::decode, 1));
+    queue->fails = false;
+  }
+  script.decode(session, 100);
+  EXPECT_EQ(queue->stale, 0u);
+  EXPECT_GT(queue->cached, 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, CachedSessions, ::testing::ValuesIn(kPolicies));

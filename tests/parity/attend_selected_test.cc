@@ -100,10 +100,10 @@ class SelectedRun {
         positions.insert(positions.end(), own.begin(), own.end());
         positions.resize((token * heads + i + 1) * static_cast<std::size_t>(capacity_), -1);
         head(token * heads + i).count = static_cast<std::int32_t>(own.size());
-        head(token * heads + i).resident = -1;
       }
     }
     positions_ = upload(backend, positions);
+    resident_ = backend.allocate(Tier::host, chosen_.size() * heads * sizeof(std::int32_t));
     arena_ =
         backend.allocate(backend.info().compute_tier, heads * static_cast<std::size_t>(kArenaRows) *
                                                           cases.front().shape.row_bytes());
@@ -131,6 +131,8 @@ class SelectedRun {
     p.batch = sequences_.batch();
     p.selected = {reinterpret_cast<std::int32_t*>(positions_.data()), capacity_,
                   reinterpret_cast<HeadSelection*>(heads_.data())};
+    p.resident = reinterpret_cast<std::int32_t*>(resident_.data());
+    std::fill_n(p.resident, resident_.bytes() / sizeof(std::int32_t), -1);
     p.rows = sequences_.rows();
     p.arena = arena_rows > 0 ? arena_.data() : nullptr;
     p.arena_rows = arena_rows;
@@ -160,7 +162,9 @@ class SelectedRun {
         const auto resident =
             std::count_if(positions[i].begin(), positions[i].end(),
                           [&](std::int32_t at) { return sequences_.on_device(sequence, at); });
-        ASSERT_EQ(head(token * positions.size() + i).resident, resident)
+        ASSERT_EQ(
+            reinterpret_cast<const std::int32_t*>(resident_.data())[token * positions.size() + i],
+            resident)
             << "token " << token << " head " << i;
       }
     }
@@ -176,7 +180,7 @@ class SelectedRun {
   float scale_;
   std::vector<Chosen> chosen_;  // by token
   std::int64_t capacity_ = 0;
-  Buffer positions_, heads_, alpha_, estimated_lse_, sums_, arena_;
+  Buffer positions_, heads_, resident_, alpha_, estimated_lse_, sums_, arena_;
 };
 
 using Shape = std::tuple<DType, int, int>;  // dtype, head_dim, group

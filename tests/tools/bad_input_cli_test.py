@@ -60,7 +60,7 @@ class BadInput(unittest.TestCase):
         # Where there is a GPU, not a hundred of them.
         self.refused(UNSUPPORTED, "--device cuda", flags=["--device", "cuda:99"], model=MODEL)
         self.refused(USAGE, "--kv-dtype", flags=["--kv-dtype", "int3"])
-        self.refused(USAGE, "--chunk", flags=["--chunk", "0"])
+        self.refused(USAGE, "--chunk", flags=["--chunk", "-1"])
         self.refused(USAGE, "--threads", flags=["--threads", "-2"])
         self.refused(USAGE, "--context", flags=["--context", "-5"], model=MODEL)
         self.refused(USAGE, "--prompt-file", flags=["-p", "x", "--prompt-file", "y"])
