@@ -347,7 +347,7 @@ void candidates(benchmark::State& state, int apart) {
   const PinnedBlock pinned = make_pinned_block(heads * sizeof(HeadSelection));
   auto* const selections = static_cast<HeadSelection*>(pinned.get());
   for (std::size_t head = 0; head < heads; ++head) {
-    selections[head] = {static_cast<std::int32_t>(count), 0, 0, 0, 0};
+    selections[head] = {.count = static_cast<std::int32_t>(count)};
   }
   const SelectionView view{static_cast<std::int32_t*>(list.get()), count, selections};
   replay(state, workspace, memory.calls(), memory.bytes(), [&](int i, const Launch& launch) {

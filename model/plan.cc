@@ -117,9 +117,9 @@ std::string Plan::to_table() const {
     if (compact > 0) table += line("important rows", compact, where);
   }
   if (kv.cache_rows > 0) {
-    table += line("row cache", DeviceRowBytes(kv).cache,
-                  "of the device tier: " + std::to_string(kv.cache_rows * kv.shape.kv_heads) +
-                      " rows that were selected");
+    table +=
+        line("row cache", DeviceRowBytes(kv).cache,
+             "of the device tier, " + std::to_string(kv.cache_rows * kv.shape.kv_heads) + " rows");
   }
   const std::string where = on_device ? "device: " : "host: ";
   table += line((where + "weights").c_str(), weight_bytes, "");

@@ -175,9 +175,8 @@ std::string rows_line(const Ledger& ledger) {
   const Traffic there = ledger.total(Phase::decode, Tier::device, Tier::device, Cause::hit);
   const std::uint64_t rows = fetched.rows + there.rows;
   if (rows == 0) return "";
-  std::array<char, 96> text{};
-  std::snprintf(text.data(), text.size(),
-                "rows     %.1f%% of those attended to were on the device, ",
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "rows     %.1f%% were on the device, ",
                 100.0 * static_cast<double>(there.rows) / static_cast<double>(rows));
   return text.data() + format_bytes(fetched.bytes / ledger.tokens(Phase::decode)) +
          " fetched per token\n";
