@@ -53,8 +53,15 @@ std::string device_lines(const KvPlan& kv) {
   };
   if (kv.in_place) return first("no cap: rows are attended in host memory");
   if (kv.resident_tokens >= kv.home_rows()) return first("every row is resident");
+  const std::size_t dense = kv.dense_layers.size();
+  const std::string more =
+      dense == 0
+          ? ""
+          : continued(std::to_string(kv.dense_resident_tokens) + " tokens of " +
+                      std::to_string(dense) + (dense == 1 ? " dense layer," : " dense layers,"));
   return first(std::to_string(kv.resident_tokens) + " tokens" +
                (kv.tails ? " and the newest page" : "") + " resident,") +
+         more +
          continued("the rest streamed, " + std::to_string(kv.stream_tokens) + " rows at a time");
 }
 
@@ -143,6 +150,8 @@ std::string Plan::to_json() const {
                                {"chunk", kv.chunk},
                                {"in_place", kv.in_place},
                                {"resident_tokens", kv.resident_tokens},
+                               {"dense_layers", kv.dense_layers},
+                               {"dense_resident_tokens", kv.dense_resident_tokens},
                                {"tails", kv.tails},
                                {"stream_tokens", kv.stream_tokens},
                                {"compact_rows", kv.compact_rows},

@@ -15,9 +15,12 @@ std::int64_t pages_of(std::int64_t tokens) { return (tokens + kPageTokens - 1) /
 // Tiles that hold so many whole pages.
 std::int64_t tiles_of(std::int64_t pages) { return (pages + kTilePages - 1) / kTilePages; }
 
-std::int64_t device_slots(const BlockLimits& limits) {
-  return std::min(limits.blocks,
-                  limits.resident_blocks + (limits.pins_newest ? limits.sequences : 0));
+std::vector<DeviceBlocks> device_blocks(const BlockLimits& limits) {
+  std::vector<DeviceBlocks> sets;
+  for (const std::int64_t resident : limits.resident_blocks) {
+    sets.emplace_back(limits.blocks, resident, limits.pins_newest ? limits.sequences : 0);
+  }
+  return sets;
 }
 
 }  // namespace
@@ -25,9 +28,8 @@ std::int64_t device_slots(const BlockLimits& limits) {
 BlockTables::BlockTables(const BlockLimits& limits)
     : limits_(limits),
       blocks_(limits.blocks),
-      device_(device_slots(limits)),
+      device_(device_blocks(limits)),
       tiles_(limits.tiles),
-      places_(static_cast<std::size_t>(limits.blocks)),
       sequences_(static_cast<std::size_t>(limits.sequences)) {}
 
 const BlockTables::Sequence& BlockTables::at(std::int32_t sequence) const {
@@ -69,7 +71,7 @@ std::int32_t BlockTables::fork(std::int32_t sequence) {
   to = from;
   for (const std::int32_t block : to.blocks) blocks_.share(block);
   for (const std::int32_t tile : to.tiles) tiles_.share(tile);
-  if (to.pinned >= 0) ++place(to.blocks[static_cast<std::size_t>(to.pinned)]).pins;
+  if (to.pinned >= 0) pin(child, to.pinned);
   for (std::int64_t page = 0; page < pages(child); ++page) changed(child, page);
   for (std::size_t tile = 0; tile < to.tiles.size(); ++tile) {
     changes_.push_back({child, static_cast<std::int64_t>(tile), true});
@@ -98,6 +100,7 @@ BlockTables::Writing BlockTables::write(std::int32_t sequence, std::int64_t firs
   check(pages_of(first) == pages(sequence), "tokens that do not follow those that there are");
   require_room(sequence, first, end);
   Writing writing;
+  writing.begun.assign(device_.size(), PageSlots::kNone);
   if (first % kPageTokens != 0) {
     begin_page(sequence, first / kPageTokens, first % kPageTokens, writing);
   }
@@ -146,7 +149,8 @@ void BlockTables::begin_page(std::int32_t sequence, std::int64_t page, std::int6
                              Writing& writing) {
   Sequence& s = at(sequence);
   std::int32_t& block = s.blocks[static_cast<std::size_t>(page)];
-  const PageSlots before = this->page(sequence, page);
+  std::vector<PageSlots> before;
+  for (int set = 0; set < limits_.sets(); ++set) before.push_back(this->page(sequence, page, set));
   if (blocks_.is_shared(block)) {
     // Before it gives up the old one, which keeps its place if others have it pinned.
     const std::optional<std::int32_t> own = blocks_.take(block);
@@ -155,24 +159,23 @@ void BlockTables::begin_page(std::int32_t sequence, std::int64_t page, std::int6
     blocks_.release(old);
     block = *own;
     changed(sequence, page);
-    if (limits_.pins_newest) {
-      pin(sequence, page);
-    } else if (resident_ < limits_.resident_blocks) {
-      put_on_device(block, before.device);
-      ++resident_;
+    if (limits_.pins_newest) pin(sequence, page);
+    for (std::size_t set = 0; set < device_.size() && !limits_.pins_newest; ++set) {
+      device_[set].add(block, before[set].device);
     }
   } else if (limits_.pins_newest && s.pinned != page) {
     if (s.pinned >= 0) unpin(sequence);
     pin(sequence, page);
   }
-  const PageSlots after = this->page(sequence, page);
-  if (after.host != before.host || after.device != before.device) {
-    BlockCopy copy{before, after, rows};
+  for (int set = 0; set < limits_.sets(); ++set) {
+    const PageSlots& from = before[static_cast<std::size_t>(set)];
+    PageSlots to = this->page(sequence, page, set);
+    writing.begun[static_cast<std::size_t>(set)] = to.device;
+    if (to.host == from.host && to.device == from.device) continue;
     // A block that keeps its home comes from there.
-    if (after.host == before.host) copy.to.host = PageSlots::kNone;
-    writing.blocks.push_back(copy);
+    if (to.host == from.host) to.host = PageSlots::kNone;
+    writing.blocks.push_back({set, from, to, rows});
   }
-  writing.begun = after.device;
 }
 
 // Tiles of the pages that become whole.
@@ -201,10 +204,7 @@ void BlockTables::add_block(std::int32_t sequence) {
   const std::int32_t after = s.blocks.empty() ? -1 : s.blocks.back();
   const std::optional<std::int32_t> block = blocks_.take(after);
   check(block.has_value(), "no block where there must be one");
-  if (resident_ < limits_.resident_blocks) {
-    put_on_device(*block, after < 0 ? -1 : place(after).device);
-    ++resident_;
-  }
+  for (DeviceBlocks& set : device_) set.add(*block, after < 0 ? -1 : set.slot(after));
   s.blocks.push_back(*block);
   changed(sequence, pages(sequence) - 1);
 }
@@ -212,16 +212,13 @@ void BlockTables::add_block(std::int32_t sequence) {
 void BlockTables::pin(std::int32_t sequence, std::int64_t page) {
   Sequence& s = at(sequence);
   const std::int32_t block = s.blocks[static_cast<std::size_t>(page)];
-  Place& at = place(block);
+  const std::int32_t before = page > 0 ? s.blocks[static_cast<std::size_t>(page) - 1] : -1;
   s.pinned = page;
-  if (++at.pins > 1) return;
-  if (at.device != PageSlots::kNone) {
-    --resident_;
-    return;
+  bool moved = false;
+  for (DeviceBlocks& set : device_) {
+    moved = set.pin(block, before < 0 ? -1 : set.slot(before)) || moved;
   }
-  const auto before = static_cast<std::size_t>(page) - 1;
-  put_on_device(block, page > 0 ? place(s.blocks[before]).device : -1);
-  changed_for_all(block, page);
+  if (moved) changed_for_all(block, page);
 }
 
 void BlockTables::unpin(std::int32_t sequence) {
@@ -229,31 +226,14 @@ void BlockTables::unpin(std::int32_t sequence) {
   const std::int64_t page = std::exchange(s.pinned, -1);
   if (page < 0) return;
   const std::int32_t block = s.blocks[static_cast<std::size_t>(page)];
-  if (--place(block).pins > 0) return;
-  if (resident_ < limits_.resident_blocks) {
-    ++resident_;
-  } else {
-    device_.release(place(block).device);
-    place(block).device = PageSlots::kNone;
-    changed_for_all(block, page);
-  }
-}
-
-void BlockTables::put_on_device(std::int32_t block, std::int32_t after) {
-  const std::optional<std::int32_t> slot = device_.take(after);
-  check(slot.has_value(), "no room on the device where there must be some");
-  place(block).device = *slot;
+  bool moved = false;
+  for (DeviceBlocks& set : device_) moved = set.unpin(block) || moved;
+  if (moved) changed_for_all(block, page);
 }
 
 void BlockTables::drop_block(std::int32_t block) {
   if (!blocks_.release(block)) return;
-  Place& at = place(block);
-  check(at.pins == 0, "dropping a block that is pinned");
-  if (at.device != PageSlots::kNone) {
-    device_.release(at.device);
-    --resident_;
-  }
-  at = Place();
+  for (DeviceBlocks& set : device_) set.drop(block);
 }
 
 void BlockTables::changed_for_all(std::int32_t block, std::int64_t page) {
@@ -264,19 +244,19 @@ void BlockTables::changed_for_all(std::int32_t block, std::int64_t page) {
   }
 }
 
-PageSlots BlockTables::page(std::int32_t sequence, std::int64_t number) const {
+PageSlots BlockTables::page(std::int32_t sequence, std::int64_t number, int set) const {
   const std::int32_t block = at(sequence).blocks[static_cast<std::size_t>(number)];
-  return {place(block).device, block};
+  return {device_[static_cast<std::size_t>(set)].slot(block), block};
 }
 
 std::int32_t BlockTables::tile(std::int32_t sequence, std::int64_t number) const {
   return at(sequence).tiles[static_cast<std::size_t>(number)];
 }
 
-std::int64_t BlockTables::resident_rows(std::int32_t sequence, std::int64_t tokens) const {
+std::int64_t BlockTables::resident_rows(std::int32_t sequence, std::int64_t tokens, int set) const {
   std::int64_t rows = 0;
   for (std::int64_t page = 0; page < pages_of(tokens); ++page) {
-    if (this->page(sequence, page).device == PageSlots::kNone) continue;
+    if (this->page(sequence, page, set).device == PageSlots::kNone) continue;
     rows += std::min<std::int64_t>(kPageTokens, tokens - page * kPageTokens);
   }
   return rows;

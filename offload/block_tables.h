@@ -4,7 +4,9 @@
 // A block is one page of every (layer, KV head). Its home, a slot of the host's pool, is its name;
 // while it is on the device it has a slot there, too. Sequences that were forked share blocks and
 // tiles until one of them writes. The newest block of every sequence is pinned to the device, if
-// the pool has room for that; besides, the first so many blocks stay there.
+// the pool has room for that; besides, the first so many blocks stay there. Layers are of one set
+// or of several, each with a slot of its own for a block, or none: sets that gain more by it have
+// more blocks on the device.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +14,27 @@
 #include <vector>
 
 #include "lib/batch.h"
+#include "offload/device_blocks.h"
 #include "offload/slot_pool.h"
 
 namespace sluice {
 
 struct BlockLimits {
-  std::int64_t sequences = 1;        // at a time
-  std::int64_t sequence_pages = 0;   // of one sequence
-  std::int64_t blocks = 0;           // of all
-  std::int64_t tiles = 0;            // likewise; 0: there is no key index
-  std::int64_t resident_blocks = 0;  // on the device besides the pinned
+  std::int64_t sequences = 1;       // at a time
+  std::int64_t sequence_pages = 0;  // of one sequence
+  std::int64_t blocks = 0;          // of all
+  std::int64_t tiles = 0;           // likewise; 0: there is no key index
+  // Of every set of layers, on the device besides the pinned.
+  std::vector<std::int64_t> resident_blocks = {0};
   bool pins_newest = false;
+
+  int sets() const { return static_cast<int>(resident_blocks.size()); }
 };
 
-// What must be copied before a sequence can write: slots of every (layer, KV head), or of every
-// layer's index.
+// What must be copied before a sequence can write: slots of every (layer, KV head) of a set, or of
+// every layer's index.
 struct BlockCopy {
+  int set = 0;
   PageSlots from;
   PageSlots to;
   std::int64_t rows = 0;  // the first of the page
@@ -52,9 +59,9 @@ class BlockTables {
     std::vector<BlockCopy> blocks;  // rows to copy, tier by tier; from home where `from.device` is
                                     // none and `to.device` is not
     std::vector<TileCopy> tiles;
-    // Where on the device the rows before `first` are that share its page, until the new ones of
-    // their layer are written.
-    std::int32_t begun = PageSlots::kNone;
+    // [sets]: where on the device the rows before `first` are that share its page, until the new
+    // ones of their layer are written; PageSlots::kNone where they are not, or there are none.
+    std::vector<std::int32_t> begun;
   };
   // Blocks that write() would take, and Error{memory} if so many are not free.
   std::int64_t blocks_for_write(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
@@ -74,12 +81,12 @@ class BlockTables {
   std::int64_t tiles(std::int32_t sequence) const {
     return static_cast<std::int64_t>(at(sequence).tiles.size());
   }
-  PageSlots page(std::int32_t sequence, std::int64_t number) const;
+  PageSlots page(std::int32_t sequence, std::int64_t number, int set = 0) const;
   std::int32_t tile(std::int32_t sequence, std::int64_t number) const;
   // Rows [0, tokens) of a sequence that are on the device.
-  std::int64_t resident_rows(std::int32_t sequence, std::int64_t tokens) const;
+  std::int64_t resident_rows(std::int32_t sequence, std::int64_t tokens, int set = 0) const;
 
-  // Entries of the tables that changed since the last call, for whoever mirrors them.
+  // Entries of the tables that changed since the last call, for whoever mirrors them: of all sets.
   struct Change {
     std::int32_t sequence = 0;
     std::int64_t number = 0;  // of the page or the tile
@@ -99,22 +106,14 @@ class BlockTables {
     std::vector<std::int32_t> blocks;
     std::vector<std::int32_t> tiles;
   };
-  struct Place {
-    std::int32_t device = PageSlots::kNone;
-    std::int32_t pins = 0;  // sequences whose newest block this is
-  };
-
   const Sequence& at(std::int32_t sequence) const;
   Sequence& at(std::int32_t sequence);
-  Place& place(std::int32_t block) { return places_[static_cast<std::size_t>(block)]; }
-  const Place& place(std::int32_t block) const { return places_[static_cast<std::size_t>(block)]; }
 
   void begin_page(std::int32_t sequence, std::int64_t page, std::int64_t rows, Writing& writing);
   void own_tiles(std::int32_t sequence, std::int64_t first, std::int64_t end, Writing& writing);
   void add_block(std::int32_t sequence);
   void pin(std::int32_t sequence, std::int64_t page);
   void unpin(std::int32_t sequence);
-  void put_on_device(std::int32_t block, std::int32_t after);
   void drop_block(std::int32_t block);
   void changed(std::int32_t sequence, std::int64_t page) {
     changes_.push_back({sequence, page, false});
@@ -124,10 +123,8 @@ class BlockTables {
 
   BlockLimits limits_;
   SlotPool blocks_;
-  SlotPool device_;
+  std::vector<DeviceBlocks> device_;  // by set
   SlotPool tiles_;
-  std::int64_t resident_ = 0;  // blocks on the device that are not pinned
-  std::vector<Place> places_;  // by block
   std::vector<Sequence> sequences_;
   std::vector<Change> changes_;
 };

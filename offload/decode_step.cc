@@ -107,9 +107,10 @@ void DecodeStep::issue_report() {
 void DecodeStep::record_dense(int layer, const BatchToken& token, Ledger& ledger) const {
   const KvShape& shape = pool_->plan().shape;
   const Tier tier = pool_->tier();
-  const std::int64_t resident = pool_->plan().in_place
-                                    ? token.count()
-                                    : pool_->tables().resident_rows(token.sequence, token.count());
+  const std::int64_t resident =
+      pool_->plan().in_place
+          ? token.count()
+          : pool_->tables().resident_rows(token.sequence, token.count(), pool_->set_of(layer));
   const int parts = ReadPattern::parts(shape.group(), pool_->backend().info().reads.attend_queries);
   ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape, parts * resident));
   ledger.record(layer, Tier::host, tier, Cause::miss,
@@ -128,8 +129,8 @@ StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledge
     }
     LayerSelection& entry = result.emplace_back();
     entry.layer = layer;
-    sparse->finish({&policy(layer), evicts(), tokens_, &pool_->tables()}, layer, sequence, ledger,
-                   entry);
+    sparse->finish({&policy(layer), evicts(), tokens_, &pool_->tables(), pool_->set_of(layer)},
+                   layer, sequence, ledger, entry);
   }
   if (sparse != nullptr) sparse->check_pages(sequence);
   return result;

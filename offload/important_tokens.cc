@@ -140,7 +140,8 @@ void ImportantTokens::collect(const StepRange& piece, const Queries& queries) {
 
 // Softmax weights of every token of the prompt, summed over probes and query heads.
 void ImportantTokens::sum_columns(int layer, const KvPool& pool) {
-  const RowRun run = whole_run(pool.tables(), sequence_, prompt_.end(), pool.plan().in_place);
+  const RowRun run =
+      whole_run(pool.tables(), sequence_, prompt_.end(), pool.set_of(layer), pool.plan().in_place);
   if (run.count == 0) {
     throw Error(ErrorCode::unsupported,
                 "a sparse prefill needs rows that follow each other, and this sequence shares or "
@@ -217,7 +218,8 @@ void ImportantTokens::attend_blocks(int layer, const StepRange& piece, const Que
         attend_params(shape_, {first, end - first},
                       {queries.q + token * queries.stride, queries.stride,
                        queries.out + token * width, queries.lse + token * shape_.query_heads});
-    for (const RowRun& run : nearest_runs(pool.tables(), sequence_, block_begin(first), end)) {
+    for (const RowRun& run :
+         nearest_runs(pool.tables(), sequence_, block_begin(first), end, pool.set_of(layer))) {
       attend_run(layer, params, run, pool, ledger);
     }
     first = end;
@@ -323,7 +325,8 @@ void ImportantTokens::bring(int layer, std::int64_t first, std::int64_t count, c
   queue_->gather(params);
   brought_ = first;
   if (pool.plan().in_place) return;
-  const std::int64_t near = listed_tokens_.resident(pool.tables(), sequence_, first, first + count);
+  const std::int64_t near =
+      listed_tokens_.resident(pool.tables(), sequence_, first, first + count, pool.set_of(layer));
   ledger.record(layer, Tier::host, pool.tier(), Cause::miss, traffic_of(shape_, count - near));
 }
 

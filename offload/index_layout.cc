@@ -50,6 +50,15 @@ Quota candidates_of(const Policy& p) {
   return {p.candidates, p.prune == Pruner::top_k ? p.k : p.cap, p.sinks + p.recent};
 }
 
+std::vector<int> IndexLayout::dense_layers() const {
+  std::vector<int> dense;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    if (!selecting[static_cast<std::size_t>(layer)]) dense.push_back(layer);
+  }
+  if (static_cast<int>(dense.size()) == shape.layers) dense.clear();
+  return dense;
+}
+
 std::int64_t IndexLayout::logit_stride() const { return aligned(context); }
 
 std::int64_t IndexLayout::candidate_stride() const {
@@ -158,7 +167,9 @@ std::uint64_t IndexLayout::host_bytes() const {
 }
 
 std::size_t IndexLayout::page_table_bytes() const {
-  return count_of(sequences, pages()) * sizeof(PageSlots);
+  // One for every set of layers, see KvPlan::sets().
+  const std::int64_t sets = dense_layers().empty() ? 1 : 2;
+  return count_of(sets, sequences, pages()) * sizeof(PageSlots);
 }
 
 std::size_t IndexLayout::tile_table_bytes() const {
@@ -225,8 +236,7 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
     layout.selected = layout.context;
   }
   for (int layer = 0; layer < layout.shape.layers; ++layer) {
-    (policy.is_dense(layer) ? layout.attending_all
-                            : layout.selecting)[static_cast<std::size_t>(layer)] = true;
+    if (!policy.is_dense(layer)) layout.selecting[static_cast<std::size_t>(layer)] = true;
   }
   if (scorers.at(policy.select).info().kind == ScorerInfo::Kind::dense) return;
   layout.slots = std::max(layout.slots, policy.anchors.empty() ? layout.wave : layout.batch);
@@ -292,7 +302,6 @@ IndexLayout plan_index(const KvRequest& request) {
                           (tokens / kPageTokens + 1) / kTilePages + 2 * request.sequences);
   layout.layers.resize(static_cast<std::size_t>(request.shape.layers));
   layout.selecting.resize(static_cast<std::size_t>(request.shape.layers));
-  layout.attending_all.resize(static_cast<std::size_t>(request.shape.layers));
   const std::int64_t token_bytes = layout.logit_stride() * request.shape.query_heads *
                                    static_cast<std::int64_t>(size_of(request.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);

@@ -30,9 +30,13 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
   limits.sequence_pages = layout.pages();
   limits.blocks = plan.blocks;
   limits.tiles = layout.selects() ? layout.tiles : 0;
+  limits.resident_blocks.assign(static_cast<std::size_t>(plan.sets()), 0);
   if (plan.in_place) return limits;
-  const bool all = plan.resident_tokens >= plan.home_rows();
-  limits.resident_blocks = all ? plan.blocks : plan.resident_tokens / kPageTokens;
+  const auto blocks_of = [&](std::int64_t tokens) {
+    return tokens >= plan.home_rows() ? plan.blocks : tokens / kPageTokens;
+  };
+  limits.resident_blocks = {blocks_of(plan.resident_tokens)};
+  if (plan.sets() > 1) limits.resident_blocks.push_back(blocks_of(plan.dense_resident_tokens));
   limits.pins_newest = plan.tails;
   return limits;
 }
@@ -52,6 +56,12 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   check(plan.in_place || plan.resident_tokens >= plan.home_rows() || plan.stream_tokens > 0,
         "a plan that neither holds nor streams its rows");
   if (policies_.empty()) policies_.emplace_back();
+  std::int64_t before = 0;
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    sets_.push_back(plan_.set_of(layer));
+    on_device_.push_back(before);
+    before += plan_.shape.kv_heads * plan_.device_rows(sets_.back());
+  }
   const DeviceRowBytes rows(plan);
   device_ = backend.allocate(Tier::device, rows.resident);
   window_ = backend.allocate(Tier::device, rows.window);
@@ -101,8 +111,8 @@ void KvPool::truncate(std::int32_t sequence, std::int64_t from, std::int64_t len
   tables_.truncate(sequence, length);
 }
 
-std::int32_t KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
-                           Ledger& ledger) {
+std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                        Ledger& ledger) {
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
   std::int64_t rows = 0;
   for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
@@ -128,6 +138,7 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
   const bool on_device = copy.to.device != PageSlots::kNone;
   const bool fetches = on_device && copy.from.device == PageSlots::kNone;
   for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    if (set_of(layer) != copy.set) continue;
     std::vector<CopyOp> ops;
     for (int head = 0; head < plan_.shape.kv_heads; ++head) {
       const std::byte* const from_home = home(layer, head, copy.from.host * kPageTokens);
@@ -151,7 +162,9 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
 // Neighbouring entries that changed are one copy.
 void KvPool::publish() {
   std::vector<BlockTables::Change> changes = tables_.take_changes();
-  std::vector<PageSlots> pages(changes.size());
+  std::vector<BlockTables::Change> page_changes;
+  std::vector<PageSlots> pages;
+  pages.reserve(changes.size() * static_cast<std::size_t>(plan_.sets()));
   std::vector<std::int32_t> tiles(changes.size());
   std::vector<CopyOp> ops;
   const auto add = [&](std::byte* to, const void* from, std::size_t bytes) {
@@ -173,9 +186,14 @@ void KvPool::publish() {
       add(tiles_.data() + static_cast<std::size_t>(at) * sizeof(std::int32_t), &tiles[i],
           sizeof(std::int32_t));
     } else if (change.number < tables_.pages(change.sequence)) {
-      pages[i] = tables_.page(change.sequence, change.number);
-      const std::int64_t at = change.sequence * layout_.pages() + change.number;
-      add(pages_.data() + static_cast<std::size_t>(at) * sizeof(PageSlots), &pages[i],
+      page_changes.push_back(change);
+    }
+  }
+  for (int set = 0; set < plan_.sets(); ++set) {
+    for (const BlockTables::Change& change : page_changes) {
+      pages.push_back(tables_.page(change.sequence, change.number, set));
+      const std::int64_t at = table_of(set) + change.sequence * layout_.pages() + change.number;
+      add(pages_.data() + static_cast<std::size_t>(at) * sizeof(PageSlots), &pages.back(),
           sizeof(PageSlots));
     }
   }
@@ -186,19 +204,21 @@ PagedRows KvPool::rows(int layer) const {
   PagedRows rows;
   rows.host = home(layer, 0, 0);
   rows.host_stride = home_.head_stride();
+  const int set = set_of(layer);
   if (!plan_.in_place) {
     rows.device = on_device(layer, 0, 0);
-    rows.device_stride = plan_.device_rows() * static_cast<std::int64_t>(plan_.shape.row_bytes());
+    rows.device_stride =
+        plan_.device_rows(set) * static_cast<std::int64_t>(plan_.shape.row_bytes());
   }
-  rows.pages = reinterpret_cast<const PageSlots*>(pages_.data());
+  rows.pages = reinterpret_cast<const PageSlots*>(pages_.data()) + table_of(set);
   rows.table_stride = layout_.pages();
   return rows;
 }
 
 std::byte* KvPool::on_device(int layer, int head, std::int64_t number) const {
-  const std::int64_t region = std::int64_t{layer} * plan_.shape.kv_heads + head;
-  return device_.data() +
-         static_cast<std::size_t>(region * plan_.device_rows() + number) * plan_.shape.row_bytes();
+  const std::int64_t row = on_device_[static_cast<std::size_t>(layer)] +
+                           head * plan_.device_rows(set_of(layer)) + number;
+  return device_.data() + static_cast<std::size_t>(row) * plan_.shape.row_bytes();
 }
 
 std::byte* KvPool::row(int layer, int head, const RowRun& run) const {

@@ -41,6 +41,8 @@ class KvPool {
   const KvPlan& plan() const { return plan_; }
   const std::vector<Policy>& policies() const { return policies_; }
   const BlockTables& tables() const { return tables_; }
+  // Which of the tables' sets a layer is of.
+  int set_of(int layer) const { return sets_[static_cast<std::size_t>(layer)]; }
   // Where attention reads: the device's, or host memory if rows are attended in place.
   Tier tier() const { return plan_.in_place ? Tier::host : Tier::device; }
 
@@ -61,9 +63,10 @@ class KvPool {
   }
   // Makes room for tokens [first, end) of a sequence, copies what it shared, and brings the tables
   // where the backend reads them. Counts rows that came from home. Returns BlockTables::Writing's
-  // `begun`. Throws what require_room() throws with nothing changed, and Error{memory} for want of
-  // host memory; then the sequence can only be closed.
-  std::int32_t write(std::int32_t sequence, std::int64_t first, std::int64_t end, Ledger& ledger);
+  // `begun`, by set of layers. Throws what require_room() throws with nothing changed, and
+  // Error{memory} for want of host memory; then the sequence can only be closed.
+  std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                  Ledger& ledger);
 
   PagedRows rows(int layer) const;
   // A row by its number in a region: slot * kPageTokens + offset.
@@ -92,17 +95,21 @@ class KvPool {
  private:
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void publish();
+  // The first entry of a set's table of pages.
+  std::int64_t table_of(int set) const { return set * plan_.sequences * layout_.pages(); }
 
   std::shared_ptr<Queue> queue_;
   std::unique_ptr<Queue> transfer_;
   KvPlan plan_;
   std::vector<Policy> policies_;
+  std::vector<int> sets_;                // by layer
+  std::vector<std::int64_t> on_device_;  // by layer: rows of the layers before it
   BlockTables tables_;
   HostStore home_;
-  Buffer device_;  // [layers, kv_heads, device_rows(), row_bytes]
+  Buffer device_;  // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
   Buffer window_;  // [kv_heads, window_tokens, row_bytes]
   Buffer stream_;  // [2, kv_heads, stream_tokens, row_bytes]
-  Buffer pages_;   // PageSlots [sequences, pages of one]
+  Buffer pages_;   // PageSlots [sets, sequences, pages of one]
   Buffer tiles_;   // std::int32_t [sequences, tiles of one]
   Buffer tokens_;  // BatchToken [decode_batch]
   IndexLayout layout_;

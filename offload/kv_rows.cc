@@ -7,12 +7,12 @@ namespace sluice {
 namespace {
 
 std::vector<RowRun> runs_of(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
-                            std::int64_t end, bool nearest) {
+                            std::int64_t end, int set, bool nearest) {
   std::vector<RowRun> runs;
   for (std::int64_t at = first; at < end;) {
     const std::int64_t page = at / kPageTokens;
     const std::int64_t next = std::min(end, (page + 1) * kPageTokens);
-    const PageSlots slots = tables.page(sequence, page);
+    const PageSlots slots = tables.page(sequence, page, set);
     const bool near = nearest && slots.device != PageSlots::kNone;
     const RowRun run{
         near ? RowPlace::device : RowPlace::home, at, next - at,
@@ -33,17 +33,17 @@ std::vector<RowRun> runs_of(const BlockTables& tables, std::int32_t sequence, st
 
 std::vector<RowRun> home_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
                               std::int64_t end) {
-  return runs_of(tables, sequence, first, end, false);
+  return runs_of(tables, sequence, first, end, 0, false);
 }
 
 std::vector<RowRun> nearest_runs(const BlockTables& tables, std::int32_t sequence,
-                                 std::int64_t first, std::int64_t end) {
-  return runs_of(tables, sequence, first, end, true);
+                                 std::int64_t first, std::int64_t end, int set) {
+  return runs_of(tables, sequence, first, end, set, true);
 }
 
-RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t end,
+RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t end, int set,
                  bool in_place) {
-  const std::vector<RowRun> near = nearest_runs(tables, sequence, 0, end);
+  const std::vector<RowRun> near = nearest_runs(tables, sequence, 0, end, set);
   if (!in_place && near.size() == 1 && near[0].place == RowPlace::device) return near[0];
   const std::vector<RowRun> home = home_runs(tables, sequence, 0, end);
   return home.size() == 1 ? home[0] : RowRun();

@@ -51,13 +51,14 @@ struct RowRun {
 // Rows [first, end) of a sequence at home.
 std::vector<RowRun> home_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
                               std::int64_t end);
-// The same, on the device where they are there.
+// The same in the layers of a set, on the device where they are there.
 std::vector<RowRun> nearest_runs(const BlockTables& tables, std::int32_t sequence,
-                                 std::int64_t first, std::int64_t end);
+                                 std::int64_t first, std::int64_t end, int set);
 
-// Rows [0, end) of a sequence if they follow each other, on the device or, `in_place` first of all,
-// at home; else a run of none.
-RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t end, bool in_place);
+// Rows [0, end) of a sequence in the layers of a set, if they follow each other, on the device or,
+// `in_place` first of all, at home; else a run of none.
+RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t end, int set,
+                 bool in_place);
 
 // Fills the fields of AttendParams that do not depend on where the rows are.
 AttendParams attend_params(const KvShape& shape, const StepRange& step, const Queries& queries);

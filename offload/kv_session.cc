@@ -79,7 +79,7 @@ std::int64_t KvSession::decode_room() const {
   return std::min({plan().chunk, plan().decode_batch, kPageTokens - length_ % kPageTokens});
 }
 
-std::int32_t KvSession::begin_rows(Phase phase, std::int64_t tokens) {
+std::vector<std::int32_t> KvSession::begin_rows(Phase phase, std::int64_t tokens) {
   pool_->require_room(sequence_, length_, length_ + tokens);
   step_ = {length_, tokens};
   phase_ = phase;
@@ -103,7 +103,7 @@ void KvSession::begin_step(Phase phase, std::int64_t tokens) {
                                       " tokens, not " + std::to_string(tokens));
   }
   require_room(tokens);
-  const std::int32_t begun = begin_rows(phase, tokens);
+  const std::vector<std::int32_t> begun = begin_rows(phase, tokens);
   const bool decodes = phase == Phase::decode;
   is_run_ = !decodes || (tokens > 1 && pool_->sparse() == nullptr);
   if (is_run_ || tokens > 1) run_->begin(sequence_, step_, begun);
@@ -124,7 +124,7 @@ void KvSession::append(int layer, const NewRows& rows) {
   if (is_run_) {
     run_->append(layer, rows, pool_->sparse() != nullptr);
     ledger_.record(layer, Tier::host, Tier::device, Cause::miss,
-                   traffic_of(plan().shape, run_->fetched_front()));
+                   traffic_of(plan().shape, run_->fetched_front(layer)));
   } else {
     decode_->append(layer, rows);
   }
@@ -149,21 +149,27 @@ void KvSession::attend(int layer, const Queries& queries) {
   run_->attend(layer, queries);
   if (!is_run_) decode_->select(layer, queries);
   const Tier tier = pool_->tier();
-  ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits()));
-  ledger_.record(layer, Tier::host, tier, Cause::miss, traffic_of(plan().shape, run_->misses()));
+  ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits(layer)));
+  ledger_.record(layer, Tier::host, tier, Cause::miss,
+                 traffic_of(plan().shape, run_->misses(layer)));
 }
 
 void KvSession::end_rows() {
   const KvShape& shape = plan().shape;
   const Tier tier = pool_->tier();
   const Traffic all = traffic_of(shape, step_.tokens);
-  const Traffic near =
-      plan().in_place || is_run_
-          ? all
-          : traffic_of(shape, pool_->tables().resident_rows(sequence_, step_.end()) -
-                                  pool_->tables().resident_rows(sequence_, step_.first));
+  const auto resident = [&](std::int64_t tokens, int set) {
+    return pool_->tables().resident_rows(sequence_, tokens, set);
+  };
+  std::vector<Traffic> near;  // by set of layers
+  for (int set = 0; set < plan().sets(); ++set) {
+    const bool is_all = plan().in_place || is_run_;
+    near.push_back(
+        is_all ? all : traffic_of(shape, resident(step_.end(), set) - resident(step_.first, set)));
+  }
   for (int layer = 0; layer < shape.layers; ++layer) {
-    ledger_.record(layer, tier, tier, Cause::append, near);
+    ledger_.record(layer, tier, tier, Cause::append,
+                   near[static_cast<std::size_t>(pool_->set_of(layer))]);
     if (!plan().in_place) {
       ledger_.record(layer, Tier::device, Tier::host, Cause::write_back, all);
     }
@@ -206,7 +212,7 @@ void KvSession::take_piece(std::int64_t first, std::int64_t tokens) {
   check(in_prompt_ && first + tokens <= prompt_.tokens && tokens <= plan().chunk, "bad piece");
   step_ = {prompt_.first + first, tokens};
   std::fill(has_rows_.begin(), has_rows_.end(), false);
-  run_->begin(sequence_, step_, PageSlots::kNone);
+  run_->begin(sequence_, step_, {});
 }
 
 void KvSession::collect(const Queries& queries) { pool_->important()->collect(step_, queries); }

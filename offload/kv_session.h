@@ -76,7 +76,7 @@ class KvSession {
   void require_outside_step() const;
   void require_layer(int layer) const;
   // Takes the rows of a step from `length_` on; KvPool::write()'s result.
-  std::int32_t begin_rows(Phase phase, std::int64_t tokens);
+  std::vector<std::int32_t> begin_rows(Phase phase, std::int64_t tokens);
   // Gives back what they took, before anything was written.
   void cancel_rows();
   // Counts the step's new rows, and makes them the session's.

@@ -23,13 +23,13 @@ std::int64_t ListedTokens::before(std::int64_t position) const {
 }
 
 std::int64_t ListedTokens::resident(const BlockTables& tables, std::int32_t sequence,
-                                    std::int64_t first, std::int64_t end) const {
+                                    std::int64_t first, std::int64_t end, int set) const {
   std::int64_t rows = 0;
   for (std::size_t page = 0; page + 1 < before_.size(); ++page) {
     const std::int64_t from = std::max(first, before_[page]);
     const std::int64_t to = std::min(end, before_[page + 1]);
     if (from >= to) continue;
-    const PageSlots slots = tables.page(sequence, static_cast<std::int64_t>(page));
+    const PageSlots slots = tables.page(sequence, static_cast<std::int64_t>(page), set);
     if (slots.device != PageSlots::kNone) rows += to - from;
   }
   return rows;

@@ -17,9 +17,9 @@ class ListedTokens {
   std::int64_t count() const { return before_.back(); }
   // Listed positions below `position`, at most as many as there are positions.
   std::int64_t before(std::int64_t position) const;
-  // Of numbers [first, end) of the list, those whose rows are on the device.
+  // Of numbers [first, end) of the list, those whose rows the layers of a set have on the device.
   std::int64_t resident(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
-                        std::int64_t end) const;
+                        std::int64_t end, int set) const;
 
  private:
   std::span<const std::uint8_t> listed_;

@@ -20,6 +20,8 @@ constexpr std::int64_t kMaxChunk = 1 << 16;
 // a larger one gains nothing (8192 rows of 512 bytes; 512 KiB cost a fifth of PCIe's bandwidth).
 constexpr std::int64_t kMinStreamTokens = 64;
 constexpr std::int64_t kMaxStreamTokens = 8192;
+// And rows that stay are worth more than the last of that: of what a cap leaves.
+constexpr std::uint64_t kStreamShare = 4;
 constexpr std::int64_t kMinChunk = 16;
 // With smaller chunks than this, prefill streams so often that tails are the wrong use of memory.
 constexpr std::int64_t kMinChunkBesideTails = 64;
@@ -111,31 +113,20 @@ KvPlan compact_in(KvPlan plan, std::uint64_t room) {
   return plan;
 }
 
-// What a row cache of a plan may have.
-struct CacheWish {
-  std::int64_t rows = 0;  // per KV head; 0: steps do not gain by it
-  double share = 1.0;     // of what a cap leaves; the rest is for layers that attend to everything
-};
-
-CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
+// Rows per KV head that a row cache of a plan may have; 0: steps do not gain by it.
+std::int64_t cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
   const std::uint64_t fetched =
       static_cast<std::uint64_t>(layout.selected * plan.shape.kv_heads) * plan.shape.row_bytes();
   // Whoever asks for a cache gets one.
   const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
   constexpr std::int64_t kMostHomeRows = std::numeric_limits<std::int32_t>::max();
-  if (!layout.selects() || fetched == 0 || !pays || plan.home_rows() > kMostHomeRows) return {};
+  if (!layout.selects() || fetched == 0 || !pays || plan.home_rows() > kMostHomeRows) return 0;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
   // A share of the weight without a cap is mostly that of fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
   const std::int64_t of_step = usual * layers * plan.sequences;
   const std::int64_t all = plan.home_rows() * layers;
-  CacheWish wish;
-  wish.rows = std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
-  const auto dense = std::count(layout.attending_all.begin(), layout.attending_all.end(), true);
-  const auto of_dense = static_cast<double>(dense * plan.context);
-  const auto of_others = static_cast<double>(usual * layers);
-  if (layers > 0) wish.share = of_others / (of_others + of_dense);
-  return wish;
+  return std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
 }
 
 // A row cache of up to `wanted` rows per KV head, in up to `room` bytes; or none.
@@ -152,25 +143,44 @@ KvPlan cached_in(KvPlan plan, std::int64_t wanted, std::uint64_t room) {
   return plan;
 }
 
+std::uint64_t page_bytes(const KvShape& shape) {
+  return static_cast<std::uint64_t>(kPageTokens * shape.kv_heads) * shape.row_bytes();
+}
+
+// Pages of layers that attend to every row, in up to `room` bytes.
+KvPlan dense_in(KvPlan plan, std::uint64_t room) {
+  if (plan.dense_layers.empty()) return plan;
+  KvPlan whole = plan;
+  whole.dense_resident_tokens = whole.home_rows();
+  const std::uint64_t before = DeviceRowBytes(plan).resident;
+  if (DeviceRowBytes(whole).resident - before <= room) return whole;
+  const auto pages = static_cast<std::int64_t>(
+      room / (page_bytes(plan.shape) * static_cast<std::uint64_t>(plan.dense_layers.size())));
+  plan.dense_resident_tokens = std::min(pages, plan.blocks - 1) * kPageTokens;
+  return plan;
+}
+
 // Spends what is left of the cap: larger streaming buffers first, then half of it on the important
-// rows of a sparse prefill, which then cross once and not with every piece, then the row cache,
-// then resident pages.
-KvPlan widen(KvPlan plan, std::uint64_t cap, const CacheWish& wish,
+// rows of a sparse prefill, which then cross once and not with every piece. Then comes what saves
+// most per byte: a row of a layer that attends to all of them is one less to fetch in every step,
+// one that the row cache holds in some of them. Whoever asks for a cache gets that first.
+KvPlan widen(KvPlan plan, std::uint64_t cap, std::int64_t cached,
              std::optional<std::uint64_t> cache_memory) {
   for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
     KvPlan wider = plan;
     wider.stream_tokens = tokens;
-    if (total_of(wider) > cap) continue;
+    if (total_of(wider) - total_of(plan) > (cap - total_of(plan)) / kStreamShare) continue;
     plan = wider;
     break;
   }
   plan = compact_in(plan, (cap - total_of(plan)) / 2);
-  const auto for_cache =
-      static_cast<std::uint64_t>(wish.share * static_cast<double>(cap - total_of(plan)));
-  plan = cached_in(plan, wish.rows, std::min(for_cache, cache_memory.value_or(cap)));
-  const std::uint64_t of_token = regions_of(plan.shape) * plan.shape.row_bytes();
-  const auto rows = static_cast<std::int64_t>((cap - total_of(plan)) / of_token);
-  plan.resident_tokens = std::min(rows / kPageTokens, plan.blocks - 1) * kPageTokens;
+  if (!cache_memory) plan = dense_in(plan, cap - total_of(plan));
+  plan = cached_in(plan, cached, std::min(cap - total_of(plan), cache_memory.value_or(cap)));
+  if (cache_memory) plan = dense_in(plan, cap - total_of(plan));
+  const auto layers = static_cast<std::uint64_t>(plan.shape.layers) - plan.dense_layers.size();
+  const auto pages =
+      static_cast<std::int64_t>((cap - total_of(plan)) / (page_bytes(plan.shape) * layers));
+  plan.resident_tokens = std::min(pages, plan.blocks - 1) * kPageTokens;
   return plan;
 }
 
@@ -186,16 +196,24 @@ std::int64_t KvPlan::home_rows() const {
   return sequences == 1 ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
 }
 
-std::int64_t KvPlan::device_rows() const {
+int KvPlan::set_of(int layer) const {
+  return std::binary_search(dense_layers.begin(), dense_layers.end(), layer) ? 1 : 0;
+}
+
+std::int64_t KvPlan::device_rows(int set) const {
   if (in_place) return 0;
   const std::int64_t pinned = tails ? sequences * kPageTokens : 0;
-  return std::min(home_rows(), resident_tokens + pinned);
+  const std::int64_t resident = set == 0 ? resident_tokens : dense_resident_tokens;
+  return std::min(home_rows(), resident + pinned);
 }
 
 DeviceRowBytes::DeviceRowBytes(const KvPlan& plan) {
   const std::uint64_t row = plan.shape.row_bytes();
   const std::uint64_t of_heads = static_cast<std::uint64_t>(plan.shape.kv_heads) * row;
-  resident = regions_of(plan.shape) * static_cast<std::uint64_t>(plan.device_rows()) * row;
+  const auto dense = static_cast<std::int64_t>(plan.dense_layers.size());
+  const std::int64_t rows =
+      (plan.shape.layers - dense) * plan.device_rows() + dense * plan.device_rows(1);
+  resident = of_heads * static_cast<std::uint64_t>(rows);
   window = of_heads * static_cast<std::uint64_t>(plan.window_tokens);
   stream = of_heads * static_cast<std::uint64_t>(2 * plan.stream_tokens);
   compact = of_heads * static_cast<std::uint64_t>(plan.compact_rows);
@@ -231,6 +249,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.decode_batch = layout.batch;
   plan.reports_positions = request.reports_positions;
   plan.placed_rows = layout.wave * layout.selected;
+  plan.dense_layers = layout.dense_layers();
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.selection_bytes().sum();
   plan.table_bytes = layout.table_bytes();
@@ -245,12 +264,16 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   return plan;
 }
 
+KvPlan all_resident(KvPlan plan) {
+  plan.resident_tokens = plan.dense_resident_tokens = plan.home_rows();
+  return plan;
+}
+
 [[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& plan) {
   const bool selects = needs_tails(plan);
   const std::uint64_t streamed = total_of(
       smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
-  KvPlan whole = plan;
-  whole.resident_tokens = whole.home_rows();
+  const KvPlan whole = all_resident(plan);
   const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
   const std::string beside = request.beside > 0 ? ", of which what is not the KV cache takes " +
                                                       format_bytes(request.beside)
@@ -279,8 +302,7 @@ KvPlan plan_kv(const KvRequest& request) {
     return plan;
   }
   const std::uint64_t cap = room_of(request);
-  KvPlan whole = plan;
-  whole.resident_tokens = whole.home_rows();
+  const KvPlan whole = all_resident(plan);
   if (total_of(whole) <= cap) {
     plan = compact_in(whole, cap - total_of(whole));
   } else if (const auto streaming = fit_streaming(plan, cap)) {

@@ -358,7 +358,7 @@ void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t 
   const std::int64_t resident =
       tier_ == Tier::host || !scorer.reads_rows()
           ? token.page_first()
-          : step.tables->resident_rows(token.sequence, token.page_first());
+          : step.tables->resident_rows(token.sequence, token.page_first(), step.set);
   const bool scored = !newest_apart(policy, layer, step.evicts);
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
     count.estimates += reads.scan(token, resident, scored);

@@ -54,6 +54,7 @@ class SparseAttention {
     bool evicts = false;  // tokens are masked
     std::span<const BatchToken> tokens;
     const BlockTables* tables = nullptr;  // where the rows are
+    int set = 0;                          // of the tables, that the layer is of
   };
   // Once the report is there: what the tokens of one sequence did in a layer goes to the ledger and
   // into `entry`. Throws Error{numeric} naming layer and KV head if an estimate was NaN or

@@ -6,52 +6,61 @@
 
 namespace sluice {
 
-void TokenRun::begin(std::int32_t sequence, const StepRange& range, std::int32_t begun) {
+void TokenRun::begin(std::int32_t sequence, const StepRange& range,
+                     const std::vector<std::int32_t>& begun) {
   sequence_ = sequence;
   range_ = range;
-  const BlockTables& tables = pool_->tables();
-  home_ = home_runs(tables, sequence, range.first, range.end());
-  resident_.clear();
-  streamed_.clear();
-  misses_ = 0;
-  place_new_rows(begun);
-  for (const RowRun& run : nearest_runs(tables, sequence, 0, own_.front().first)) {
-    const bool resident = run.place == RowPlace::device || pool_->plan().in_place;
-    (resident ? resident_ : streamed_).push_back(run);
-    if (!resident) misses_ += run.count;
+  home_ = home_runs(pool_->tables(), sequence, range.first, range.end());
+  places_.clear();
+  for (int set = 0; set < pool_->plan().sets(); ++set) {
+    const auto at = static_cast<std::size_t>(set);
+    places_.push_back(place(set, begun.empty() ? PageSlots::kNone : begun[at]));
   }
+}
+
+TokenRun::Places TokenRun::place(int set, std::int32_t begun) const {
+  Places places;
+  places.begun = begun;
+  place_new_rows(set, places);
+  for (const RowRun& run :
+       nearest_runs(pool_->tables(), sequence_, 0, places.own.front().first, set)) {
+    const bool resident = run.place == RowPlace::device || pool_->plan().in_place;
+    (resident ? places.resident : places.streamed).push_back(run);
+    if (!resident) places.misses += run.count;
+  }
+  return places;
 }
 
 // New rows are written where they stay if all their pages are there where attention reads; else
 // they are attended in the window.
-void TokenRun::place_new_rows(std::int32_t begun) {
+void TokenRun::place_new_rows(int set, Places& places) const {
   const std::int64_t page_first = range_.first / kPageTokens * kPageTokens;
-  own_ = nearest_runs(pool_->tables(), sequence_, page_first, range_.end());
-  begun_ = begun;
-  front_ = 0;
-  fetches_front_ = false;
+  places.own = nearest_runs(pool_->tables(), sequence_, page_first, range_.end(), set);
   const bool direct = pool_->plan().in_place ||
-                      std::all_of(own_.begin(), own_.end(),
+                      std::all_of(places.own.begin(), places.own.end(),
                                   [](const RowRun& run) { return run.place == RowPlace::device; });
   if (direct) return;
   // An index is made of whole pages; without one, what the page held is as well streamed.
-  if (begun != PageSlots::kNone || pool_->plan().tails) front_ = range_.first - page_first;
-  fetches_front_ = front_ > 0 && begun == PageSlots::kNone;
-  const std::int64_t first = range_.first - front_;
+  const bool is_begun = places.begun != PageSlots::kNone;
+  if (is_begun || pool_->plan().tails) places.front = range_.first - page_first;
+  places.fetches_front = places.front > 0 && !is_begun;
+  const std::int64_t first = range_.first - places.front;
   check(range_.end() - first <= pool_->plan().window_tokens, "more rows than the window holds");
-  own_ = {{RowPlace::window, first, range_.end() - first, 0}};
+  places.own = {{RowPlace::window, first, range_.end() - first, 0}};
 }
 
 // What the first page held already comes before the new rows.
 void TokenRun::copy_front(int layer) {
-  if (front_ == 0) return;
+  const Places& places = of(layer);
+  const std::int64_t front = places.front;
+  if (front == 0) return;
   const KvShape& shape = pool_->plan().shape;
   const RowRun home =
-      home_runs(pool_->tables(), sequence_, range_.first - front_, range_.first).front();
-  const RowRun from = fetches_front_ ? home
-                                     : RowRun{RowPlace::device, home.first, front_,
-                                              begun_ * std::int64_t{kPageTokens}};
-  const std::size_t bytes = static_cast<std::size_t>(front_) * shape.row_bytes();
+      home_runs(pool_->tables(), sequence_, range_.first - front, range_.first).front();
+  const RowRun from = places.fetches_front ? home
+                                           : RowRun{RowPlace::device, home.first, front,
+                                                    places.begun * std::int64_t{kPageTokens}};
+  const std::size_t bytes = static_cast<std::size_t>(front) * shape.row_bytes();
   std::vector<CopyOp> ops;
   for (int head = 0; head < shape.kv_heads; ++head) {
     ops.push_back({pool_->window(head), pool_->row(layer, head, from), bytes});
@@ -61,7 +70,8 @@ void TokenRun::copy_front(int layer) {
 
 void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   copy_front(layer);
-  for (const RowRun& run : own_) {
+  const std::vector<RowRun>& own = of(layer).own;
+  for (const RowRun& run : own) {
     for (const RowRun& home : home_) {
       const std::int64_t first = std::max({run.first, home.first, range_.first});
       const std::int64_t end = std::min(run.end(), home.end());
@@ -71,7 +81,7 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   copy_window(layer);
   if (!indexed) return;
   build_index(layer);
-  for (const RowRun& run : own_) {
+  for (const RowRun& run : own) {
     const std::int64_t first = std::max(run.first, range_.first);
     if (first >= run.end()) continue;
     pool_->sparse()->index().add_values(layer, sequence_,
@@ -94,11 +104,12 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
 
 // Pages that stay on the device get their rows from the window.
 void TokenRun::copy_window(int layer) {
-  const RowRun& window = own_.front();
+  const RowRun& window = of(layer).own.front();
   if (window.place != RowPlace::window) return;
   const KvShape& shape = pool_->plan().shape;
   std::vector<CopyOp> ops;
-  for (const RowRun& run : nearest_runs(pool_->tables(), sequence_, window.first, window.end())) {
+  for (const RowRun& run :
+       nearest_runs(pool_->tables(), sequence_, window.first, window.end(), pool_->set_of(layer))) {
     if (run.place != RowPlace::device) continue;
     const std::size_t bytes = static_cast<std::size_t>(run.count) * shape.row_bytes();
     for (int head = 0; head < shape.kv_heads; ++head) {
@@ -111,7 +122,7 @@ void TokenRun::copy_window(int layer) {
 
 void TokenRun::build_index(int layer) {
   const std::int64_t whole = range_.end() / kPageTokens * kPageTokens;
-  for (const RowRun& run : own_) {
+  for (const RowRun& run : of(layer).own) {
     const std::int64_t end = std::min(run.end(), whole);
     if (run.first >= end) continue;
     check(run.first % kPageTokens == 0, "an index of a page of which a part is elsewhere");
@@ -132,15 +143,15 @@ void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
 
 void TokenRun::attend(int layer, const Queries& queries) {
   AttendParams params = attend_params(pool_->plan().shape, range_, queries);
-  for (const RowRun& run : own_) attend_run(layer, params, run);
-  for (const RowRun& run : resident_) attend_run(layer, params, run);
+  for (const RowRun& run : of(layer).own) attend_run(layer, params, run);
+  for (const RowRun& run : of(layer).resident) attend_run(layer, params, run);
   attend_streamed(layer, params);
 }
 
 void TokenRun::attend_streamed(int layer, AttendParams& params) {
   const std::int64_t most = pool_->plan().stream_tokens;
   std::vector<RowRun> pieces;
-  for (const RowRun& run : streamed_) {
+  for (const RowRun& run : of(layer).streamed) {
     for (std::int64_t first = run.first; first < run.end(); first += most) {
       pieces.push_back(run.part(first, std::min(run.end(), first + most)));
     }

@@ -15,9 +15,9 @@ class TokenRun {
  public:
   explicit TokenRun(KvPool& pool) : pool_(&pool) {}
 
-  // `begun`: what KvPool::write() returned for these tokens; none if they were made room for
+  // `begun`: what KvPool::write() returned for these tokens; empty if they were made room for
   // together with others.
-  void begin(std::int32_t sequence, const StepRange& range, std::int32_t begun);
+  void begin(std::int32_t sequence, const StepRange& range, const std::vector<std::int32_t>& begun);
 
   // Rows to all places that they have; with `indexed`, to the index and the sums as well.
   void append(int layer, const NewRows& rows, bool indexed);
@@ -27,15 +27,32 @@ class TokenRun {
 
   const StepRange& range() const { return range_; }
   std::int32_t sequence() const { return sequence_; }
-  // Rows per KV head that attend() finds in place, and those that it fetches.
-  std::int64_t hits() const { return range_.end() - misses_; }
-  std::int64_t misses() const { return misses_; }
-  // Rows per KV head that append() fetches: what the first page held already, where the device has
-  // it no longer.
-  std::int64_t fetched_front() const { return fetches_front_ ? front_ : 0; }
+  // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
+  std::int64_t hits(int layer) const { return range_.end() - misses(layer); }
+  std::int64_t misses(int layer) const { return of(layer).misses; }
+  // Rows per KV head of a layer that append() fetches: what the first page held already, where the
+  // device has it no longer.
+  std::int64_t fetched_front(int layer) const {
+    return of(layer).fetches_front ? of(layer).front : 0;
+  }
 
  private:
-  void place_new_rows(std::int32_t begun);
+  // Where the layers of a set have the rows.
+  struct Places {
+    std::int64_t front = 0;      // rows that the window takes before the new ones
+    bool fetches_front = false;  // from home
+    std::int32_t begun = PageSlots::kNone;
+    std::vector<RowRun> own;       // the new rows, and with them what their first page held before
+    std::vector<RowRun> resident;  // rows before `own` that are attended where they are
+    std::vector<RowRun> streamed;  // and those that are not
+    std::int64_t misses = 0;
+  };
+
+  const Places& of(int layer) const {
+    return places_[static_cast<std::size_t>(pool_->set_of(layer))];
+  }
+  Places place(int set, std::int32_t begun) const;
+  void place_new_rows(int set, Places& places) const;
   void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home);
   void build_index(int layer);
   void copy_front(int layer);
@@ -46,14 +63,8 @@ class TokenRun {
   KvPool* pool_;
   std::int32_t sequence_ = 0;
   StepRange range_;
-  std::int64_t front_ = 0;      // rows that the window takes before the new ones
-  bool fetches_front_ = false;  // from home
-  std::int32_t begun_ = PageSlots::kNone;
-  std::vector<RowRun> own_;       // the new rows, and with them what their first page held before
-  std::vector<RowRun> home_;      // the new rows at home
-  std::vector<RowRun> resident_;  // rows before `own_` that are attended where they are
-  std::vector<RowRun> streamed_;  // and those that are not
-  std::int64_t misses_ = 0;
+  std::vector<RowRun> home_;    // the new rows at home
+  std::vector<Places> places_;  // by set of layers
 };
 
 }  // namespace sluice

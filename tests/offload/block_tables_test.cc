@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "sluice/errors.h"
@@ -15,12 +17,12 @@ namespace sluice {
 namespace {
 
 BlockLimits limits(std::int64_t sequences, std::int64_t pages, std::int64_t blocks,
-                   std::int64_t resident, bool pins) {
-  return {sequences, pages, blocks, blocks, resident, pins};
+                   std::vector<std::int64_t> resident, bool pins) {
+  return {sequences, pages, blocks, blocks, std::move(resident), pins};
 }
 
 TEST(BlockTables, ASequenceTakesSlotsInARun) {
-  BlockTables tables(limits(1, 10, 10, 4, true));
+  BlockTables tables(limits(1, 10, 10, {4}, true));
   const std::int32_t s = tables.open();
   tables.write(s, 0, 300);
   tables.write(s, 300, 1200);
@@ -32,8 +34,23 @@ TEST(BlockTables, ASequenceTakesSlotsInARun) {
   EXPECT_EQ(tables.resident_rows(s, 1200), 4 * 128 + 1200 - 9 * 128);
 }
 
+TEST(BlockTables, EverySetOfLayersHasItsOwnBlocksOnTheDevice) {
+  BlockTables tables(limits(1, 10, 10, {2, 7}, true));
+  const std::int32_t s = tables.open();
+  tables.write(s, 0, 1200);
+  for (std::int64_t page = 0; page < 10; ++page) {
+    const PageSlots first = tables.page(s, page, 0);
+    const PageSlots second = tables.page(s, page, 1);
+    EXPECT_EQ(first.host, second.host);
+    EXPECT_EQ(first.device != PageSlots::kNone, page < 2 || page == 9) << page;
+    EXPECT_EQ(second.device != PageSlots::kNone, page < 7 || page == 9) << page;
+  }
+  EXPECT_EQ(tables.resident_rows(s, 1200, 0), 2 * 128 + 1200 - 9 * 128);
+  EXPECT_EQ(tables.resident_rows(s, 1200, 1), 7 * 128 + 1200 - 9 * 128);
+}
+
 TEST(BlockTables, AForkSharesUntilItWrites) {
-  BlockTables tables(limits(3, 10, 20, 20, true));
+  BlockTables tables(limits(3, 10, 20, {20}, true));
   const std::int32_t parent = tables.open();
   tables.write(parent, 0, 300);
   const std::int64_t used = tables.block_slots().used();
@@ -54,7 +71,7 @@ TEST(BlockTables, AForkSharesUntilItWrites) {
 }
 
 TEST(BlockTables, ATileIsCopiedWhereItsSecondPageIsWritten) {
-  BlockTables tables(limits(2, 10, 20, 20, true));
+  BlockTables tables(limits(2, 10, 20, {20}, true));
   const std::int32_t parent = tables.open();
   tables.write(parent, 0, 130);
   const std::int32_t child = tables.fork(parent);
@@ -67,7 +84,7 @@ TEST(BlockTables, ATileIsCopiedWhereItsSecondPageIsWritten) {
 }
 
 TEST(BlockTables, APoolThatIsFullRefusesAndChangesNothing) {
-  BlockTables tables(limits(2, 10, 4, 4, true));
+  BlockTables tables(limits(2, 10, 4, {4}, true));
   const std::int32_t a = tables.open();
   const std::int32_t b = tables.open();
   EXPECT_THROW(tables.open(), Error);
@@ -104,9 +121,8 @@ class World {
   }
 
   void check() const {
+    for (int set = 0; set < tables_.limits().sets(); ++set) check_device(set);
     std::set<std::int32_t> blocks;
-    std::map<std::int32_t, std::int32_t> on_device;  // slot -> block
-    std::int64_t pinned = 0;
     for (const auto& [sequence, rows] : truth_) {
       ASSERT_EQ(tables_.pages(sequence),
                 (static_cast<std::int64_t>(rows.size()) + kPageTokens - 1) / kPageTokens);
@@ -114,15 +130,7 @@ class World {
         const PageSlots place = tables_.page(sequence, static_cast<std::int64_t>(at) / kPageTokens);
         const std::int64_t offset = static_cast<std::int64_t>(at) % kPageTokens;
         ASSERT_EQ(home_.at({place.host, offset}), rows[at]) << "home of " << sequence << ", " << at;
-        if (place.device == PageSlots::kNone) continue;
-        ASSERT_EQ(device_.at({place.device, offset}), rows[at]) << sequence << ", " << at;
-      }
-      for (std::int64_t page = 0; page < tables_.pages(sequence); ++page) {
-        const PageSlots place = tables_.page(sequence, page);
         blocks.insert(place.host);
-        if (place.device == PageSlots::kNone) continue;
-        const auto [found, is_new] = on_device.emplace(place.device, place.host);
-        ASSERT_EQ(found->second, place.host) << "two blocks in one slot of the device";
       }
       for (std::size_t page = 0; page < rows.size() / kPageTokens; ++page) {
         const std::int32_t tile =
@@ -133,12 +141,29 @@ class World {
       }
     }
     ASSERT_EQ(static_cast<std::int64_t>(blocks.size()), tables_.block_slots().used());
-    ASSERT_LE(static_cast<std::int64_t>(on_device.size()),
-              tables_.limits().resident_blocks + tables_.limits().sequences + pinned);
     ASSERT_EQ(static_cast<std::int64_t>(truth_.size()), tables_.open_sequences());
   }
 
  private:
+  // What a set of layers has on the device is what was written, and no more than may be.
+  void check_device(int set) const {
+    std::map<std::int32_t, std::int32_t> blocks;  // by slot
+    for (const auto& [sequence, rows] : truth_) {
+      for (std::size_t at = 0; at < rows.size(); ++at) {
+        const PageSlots place =
+            tables_.page(sequence, static_cast<std::int64_t>(at) / kPageTokens, set);
+        if (place.device == PageSlots::kNone) continue;
+        const std::int64_t offset = static_cast<std::int64_t>(at) % kPageTokens;
+        ASSERT_EQ(device_.at({set, place.device, offset}), rows[at]) << sequence << ", " << at;
+        const auto [found, is_new] = blocks.emplace(place.device, place.host);
+        ASSERT_EQ(found->second, place.host) << "two blocks in one slot of the device";
+      }
+    }
+    const BlockLimits& limits = tables_.limits();
+    ASSERT_LE(static_cast<std::int64_t>(blocks.size()),
+              limits.resident_blocks[static_cast<std::size_t>(set)] +
+                  (limits.pins_newest ? limits.sequences : 0));
+  }
   void open() {
     if (tables_.open_sequences() == tables_.limits().sequences) return;
     truth_[tables_.open()] = {};
@@ -185,16 +210,18 @@ class World {
     }
     apply(writing);
     // As a layer does: what the page held already is looked at before anything is written.
-    std::vector<int> begun;
-    for (std::int64_t i = 0; i < first % kPageTokens; ++i) {
-      if (writing.begun != PageSlots::kNone) begun.push_back(device_.at({writing.begun, i}));
-    }
-    for (std::size_t i = 0; i < begun.size(); ++i) {
-      ASSERT_EQ(begun[i], rows[static_cast<std::size_t>(first - first % kPageTokens) + i]);
+    for (int set = 0; set < tables_.limits().sets(); ++set) {
+      const std::int32_t begun = writing.begun.at(static_cast<std::size_t>(set));
+      for (std::int64_t i = 0; i < first % kPageTokens && begun != PageSlots::kNone; ++i) {
+        ASSERT_EQ(device_.at({set, begun, i}),
+                  rows[static_cast<std::size_t>(first - first % kPageTokens + i)]);
+      }
     }
     for (std::int64_t at = first; at < end; ++at) {
       rows.push_back(++stamp_);
-      put(tables_.page(sequence, at / kPageTokens), at % kPageTokens, stamp_);
+      for (int set = 0; set < tables_.limits().sets(); ++set) {
+        put(set, tables_.page(sequence, at / kPageTokens, set), at % kPageTokens, stamp_);
+      }
     }
     // The page where writing began is whole on the device if it stays there.
     for (std::int64_t page = first / kPageTokens; page < end / kPageTokens; ++page) {
@@ -202,19 +229,19 @@ class World {
           rows[static_cast<std::size_t>((page + 1) * kPageTokens - 1)];
     }
   }
-  void put(const PageSlots& place, std::int64_t offset, int stamp) {
+  void put(int set, const PageSlots& place, std::int64_t offset, int stamp) {
     home_[{place.host, offset}] = stamp;
-    if (place.device != PageSlots::kNone) device_[{place.device, offset}] = stamp;
+    if (place.device != PageSlots::kNone) device_[{set, place.device, offset}] = stamp;
   }
   void apply(const BlockTables::Writing& writing) {
     for (const BlockCopy& copy : writing.blocks) {
       for (std::int64_t i = 0; i < copy.rows; ++i) {
         const int stamp = home_.at({copy.from.host, i});
         if (copy.from.device != PageSlots::kNone) {
-          ASSERT_EQ(device_.at({copy.from.device, i}), stamp);
+          ASSERT_EQ(device_.at({copy.set, copy.from.device, i}), stamp);
         }
-        put({copy.to.device, copy.to.host != PageSlots::kNone ? copy.to.host : copy.from.host}, i,
-            stamp);
+        const bool is_new = copy.to.host != PageSlots::kNone;
+        put(copy.set, {copy.to.device, is_new ? copy.to.host : copy.from.host}, i, stamp);
       }
     }
     for (const TileCopy& copy : writing.tiles) {
@@ -228,18 +255,19 @@ class World {
   BlockTables tables_;
   testing::Random random_;
   int stamp_ = 0;
-  std::map<std::int32_t, std::vector<int>> truth_;                // [sequence][position]
-  std::map<std::pair<std::int32_t, std::int64_t>, int> home_;     // [slot, row]
-  std::map<std::pair<std::int32_t, std::int64_t>, int> device_;   // likewise
-  std::map<std::pair<std::int32_t, std::int64_t>, int> tile_of_;  // [tile, page]: its last row
+  std::map<std::int32_t, std::vector<int>> truth_;                     // [sequence][position]
+  std::map<std::pair<std::int32_t, std::int64_t>, int> home_;          // [slot, row]
+  std::map<std::tuple<int, std::int32_t, std::int64_t>, int> device_;  // [set, slot, row]
+  std::map<std::pair<std::int32_t, std::int64_t>, int> tile_of_;       // [tile, page]: its last row
 };
 
 TEST(BlockTables, EverySequenceReadsWhatItWroteWhateverTheOthersDo) {
   const std::uint64_t seed = testing::seed(11);
   SCOPED_TRACE(testing::seed_message(seed));
   for (const BlockLimits& some :
-       {limits(4, 12, 30, 30, true), limits(6, 8, 24, 5, true), limits(5, 9, 45, 0, true),
-        limits(4, 12, 20, 6, false), limits(3, 5, 15, 0, false)}) {
+       {limits(4, 12, 30, {30}, true), limits(6, 8, 24, {5, 24}, true),
+        limits(5, 9, 45, {0, 20}, true), limits(4, 12, 20, {6, 11}, false),
+        limits(3, 5, 15, {0}, false)}) {
     for (std::uint64_t i = 0; i < 20; ++i) {
       World world(some, seed + i);
       for (int step = 0; step < 150; ++step) {

@@ -80,8 +80,12 @@ struct KvPlan {
   std::int64_t blocks = 0;     // of kPageTokens tokens, for all sequences
   std::int64_t chunk = 0;      // most tokens per step of a prompt
   bool in_place = false;       // rows are attended in host memory; no device tier
-  std::int64_t resident_tokens =
-      0;                           // of every (layer, KV head), kept on the device: the first ones
+  // Of every (layer, KV head), kept on the device: the first ones.
+  std::int64_t resident_tokens = 0;
+  // But for these layers, which attend to all rows in every step while others select some. More of
+  // theirs are kept, as each of these rows is one less to fetch per step.
+  std::vector<int> dense_layers;  // ascending
+  std::int64_t dense_resident_tokens = 0;
   bool tails = false;              // the newest page of every sequence is kept, too
   std::int64_t window_tokens = 0;  // room for the rows of one step of one layer, per KV head
   std::int64_t stream_tokens = 0;  // rows per KV head in each of the two streaming buffers
@@ -98,9 +102,12 @@ struct KvPlan {
   std::uint64_t device_bytes = 0;
   std::uint64_t host_bytes = 0;
 
-  // Rows of every (layer, KV head) that there is room for, at home and on the device.
+  // Layers are of one set, or of two if there are dense_layers: those are set 1, others set 0.
+  int sets() const { return dense_layers.empty() ? 1 : 2; }
+  int set_of(int layer) const;
+  // Rows of every (layer, KV head) that there is room for, at home and, by set, on the device.
   std::int64_t home_rows() const;
-  std::int64_t device_rows() const;
+  std::int64_t device_rows(int set = 0) const;
   // What holding every row on the device would take: the cache that Sluice replaces.
   std::uint64_t dense_bytes() const;
 };
