@@ -2,8 +2,12 @@
 """Plots what `sluice eval --json` wrote: accuracy against bytes transferred per decoded token.
 
     bench/plot_eval.py bench/results/eval_32k_cpu.json
+    bench/plot_eval.py --curves bench/results/curves_32k_h200.json
 
-Writes a PNG and an SVG beside each file. Needs matplotlib (Debian: python3-matplotlib).
+With --curves: KL divergence from dense attention of task agreement, against the bytes of the rows
+that were selected and against those of the index that is kept on the device. Policies of one preset
+are one curve. Writes a PNG and an SVG beside each file. Needs matplotlib (Debian:
+python3-matplotlib).
 """
 
 import argparse
@@ -83,6 +87,61 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
     axes.grid(alpha=0.3)
 
 
+def fetched(policy: dict[str, Any]) -> float:
+    """Bytes per token that cross if of all rows only the newest page is on the device."""
+    new_rows = next(t for t in policy["traffic"] if t["cause"] == "append")
+    return policy["selected_rows"] * new_rows["bytes_per_token"]
+
+
+def families(policies: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Policies but for dense by what is the same in their names: the preset."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for policy in policies[1:]:
+        found.setdefault(policy["name"].split()[0], []).append(policy)
+    return found
+
+
+def draw_curves(
+    axes: Any, result: dict[str, Any], label: str, bytes_of: Callable[[dict[str, Any]], float]
+) -> None:
+    for number, (name, members) in enumerate(families(result["policies"]).items()):
+        points = sorted((bytes_of(policy), policy["kl"]) for policy in members)
+        style = "os^vD*Pp"[number % 8] + ("-" if len({x for x, _ in points}) > 1 else "")
+        axes.plot(*zip(*points), style, label=name, alpha=0.8)
+    axes.set_yscale("log")
+    axes.set_xlabel(label)
+    axes.set_ylabel(KL.label)
+    axes.set_title(f"{result['context']} tokens")
+    axes.grid(alpha=0.3)
+
+
+def plot_curves(path: Path) -> None:
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    result = next(r for r in results if r["task"] == "agreement")
+    dense = result["policies"][0]
+    new_rows = next(t for t in dense["traffic"] if t["cause"] == "append")["rows_per_token"]
+    pairs = new_rows * result["context"]  # of a token and a KV head, in all layers
+    figure, (bus, device) = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
+    draw_curves(bus, result, "bytes of selected rows per decoded token", fetched)
+    bus.set_xscale("log")
+    bus.axvline(fetched(dense), color="gray", linestyle="--", label="dense: all rows")
+    draw_curves(
+        device,
+        result,
+        "bytes of index per token and KV head on the device",
+        lambda policy: policy["kept_index_bytes"] / pairs,
+    )
+    bus.legend(fontsize=8)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=110)
+        print(path.with_suffix(suffix))
+
+
 def plot(path: Path) -> None:
     results = json.loads(path.read_text(encoding="utf-8"))["results"]
     if not any(transferred(policy) for result in results for policy in result["policies"]):
@@ -91,17 +150,16 @@ def plot(path: Path) -> None:
     for axes, result in zip(all_axes[0], results):
         draw(axes, result)
     all_axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
-    figure.tight_layout()
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=110)
-        print(path.with_suffix(suffix))
+    save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+")
-    for path in parser.parse_args().files:
-        plot(path)
+    parser.add_argument("--curves", action="store_true", help="loss against two kinds of bytes")
+    given = parser.parse_args()
+    for path in given.files:
+        (plot_curves if given.curves else plot)(path)
 
 
 if __name__ == "__main__":

@@ -290,6 +290,7 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
                             {"read_bytes_per_token", c.read_bytes},
                             {"index_bytes_per_token", c.index_bytes},
                             {"value_bytes_per_token", c.value_bytes},
+                            {"kept_index_bytes", policy.kept_index_bytes},
                             {"traffic", traffic_json(policy.cost)},
                             {"alpha", c.alpha},
                             {"cut_share", c.cut_share}};

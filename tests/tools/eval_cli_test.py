@@ -40,6 +40,10 @@ class Eval(unittest.TestCase):
         self.assertGreater(streaming["kl"], complete["kl"])
         self.assertEqual(dense["index_bytes_per_token"], 0)
         self.assertGreater(complete["index_bytes_per_token"], 0)
+        self.assertEqual([dense["kept_index_bytes"], streaming["kept_index_bytes"]], [0, 0])
+        # 4 bits of 64 channels in 12 layers of 2 KV heads, with scales, of whole tiles.
+        kept = complete["kept_index_bytes"] / (12 * 2 * 2000)
+        self.assertTrue(32 < kept < 40, kept)
         self.assertIn("needle at 2000 tokens, 12 probes per policy", done.stdout)
         self.assertIn("agreement at 2000 tokens, 2 probes per policy", done.stdout)
         self.assertNotIn("perplexity", done.stdout)
