@@ -41,12 +41,13 @@ class CpuBackend : public Backend {
   Threads& threads() { return threads_; }
   Linear& products() { return linear_; }
 
- private:
+ protected:
   std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
     memory_.give_back(tier, data, bytes);
   }
 
+ private:
   CpuMemory memory_;
   Threads threads_;
   BackendInfo info_;

@@ -118,9 +118,6 @@ struct IndexLayout {
 // Blocks for sequences that have `tokens` different ones together.
 std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens);
 
-// Most tokens of a decode step.
-inline constexpr std::int64_t kMostBatch = 64;
-
 // Tokens that a policy's selector proposes: what it asks for, but at least twice what the pruner
 // may keep, so that short contexts leave something to choose from; and besides them what is always
 // kept.

@@ -21,7 +21,6 @@ constexpr int kTakeThreads = kTakeWarps * kWarp;
 // Rows that a thread looks at at a time, so that it waits for several at once.
 constexpr int kTakeRows = 8;
 constexpr int kLot = kTakeThreads * kTakeRows;
-constexpr int kMostTokens = 64;
 // Of a block, about: each of its warps gives ways to a few, one after the other. But all blocks
 // look at all rows of their KV head.
 constexpr std::int64_t kBlockRows = 32;
@@ -117,7 +116,7 @@ struct AwayRow {
 };
 
 struct TakeShared {
-  std::int32_t before[kMostTokens + 1];  // selected rows of the tokens before
+  std::int32_t before[kMostBatch + 1];  // selected rows of the tokens before
   std::int32_t counts[kTakeRows * kTakeWarps];
   AwayRow rows[kLot];
 };
@@ -304,7 +303,7 @@ __global__ __launch_bounds__(kForgetThreads) void forget_rows_kernel(
 
 void find_rows(const FindRowsParams& p, const Launch& launch) {
   if (p.batch.count == 0) return;
-  check(p.batch.count <= kMostTokens, "find_rows: more tokens than a step has");
+  check(p.batch.count <= kMostBatch, "find_rows: more tokens than a step has");
   // Some blocks for every multiprocessor, but no more than there is work for.
   const std::int64_t multiprocessors = launch.device->multiprocessors;
   const std::int64_t heads = p.shape.kv_heads;

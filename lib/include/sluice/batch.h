@@ -31,6 +31,9 @@ struct TokenBatch {
   std::int64_t capacity = 0;  // every position is below it; launches are sized by it
 };
 
+// Most tokens of a decode step.
+inline constexpr std::int64_t kMostBatch = 64;
+
 // Pages of a sequence that have one slot of the key index together: tiles of keys lie side by side
 // in it, so that slices of channels are read in pieces twice as long.
 inline constexpr int kTilePages = 2;

@@ -1,0 +1,343 @@
+// Sessions on queues that do their work later, in an order that a seed decides, and that are
+// refused some of it: what they answer is what they answer where every call waits for its work.
+//
+// SLUICE_SIMULATIONS=N runs N seeds, from SLUICE_SEED on.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <memory>
+#include <new>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cpu/cpu_backend.h"
+#include "offload/kv_batch.h"
+#include "offload/kv_session.h"
+#include "sluice/errors.h"
+#include "tests/support/late_backend.h"
+#include "tests/support/plan.h"
+#include "tests/support/random.h"
+#include "tests/support/script.h"
+
+namespace sluice {
+namespace {
+
+using testing::largest_difference;
+using testing::LateBackend;
+using testing::Random;
+using testing::Script;
+
+const KvShape kShape{3, 4, 2, 32, DType::bf16};
+constexpr std::int64_t kContext = 520;
+constexpr std::int64_t kChunk = 64;
+
+constexpr std::array kPolicies = {
+    "dense",
+    "select=exact prune=top_k(40)",
+    "select=int4 prune=top_p(0.8) sinks=2 recent=16 dense=1",
+    "select=sparq(r=8) prune=top_k(40) recent=10 compensate=mean_value",
+    "select=sparq(r=8) candidates=1/2 prune=top_p(0.9)",
+    "select=quest candidates=1/2 prune=top_p(0.9) dense=0,2",
+    "select=streaming sinks=4 recent=200",
+    "select=int4 prune=top_k(50) anchors=0",
+    "select=exact prune=top_k(50) dense=0 anchors=1 anchors_attend=all",
+    "select=int4 prune=top_k(16) compensate=values",
+};
+
+// What one step was given and what came out, until its work is certainly done.
+struct Step {
+  std::string what;
+  std::deque<std::vector<float>> inputs;
+  std::vector<std::vector<float>> late;
+  std::vector<std::vector<float>> plain;
+};
+
+// A session and its twin, whose work is done at once.
+struct Twins {
+  KvSession late;
+  KvSession plain;
+  const Script* script;
+
+  std::int64_t length() const { return plain.length(); }
+};
+
+class World {
+ public:
+  World(std::uint64_t seed, LateBackend& late, cpu::CpuBackend& plain)
+      : random_(seed), policy_(parse_policy(kPolicies[seed % kPolicies.size()])), backend_(late) {
+    late.begin(seed);
+    const KvPlan plan = some_plan();
+    late_ = std::make_shared<KvPool>(late.make_queue(), plan, std::span(&policy_, 1));
+    plain_ = std::make_shared<KvPool>(plain.make_queue(), plan, std::span(&policy_, 1));
+  }
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+  ~World() {
+    late_->queue().synchronize();
+    late_->transfer().synchronize();
+  }
+
+  void act() {
+    if (twins_.empty()) return open();
+    switch (random_.integer(0, 11)) {
+      case 0:
+        return open();
+      case 1:
+        return fork();
+      case 2:
+        return close();
+      case 3:
+        return truncate();
+      case 4:
+      case 5:
+        return run(Phase::prefill, random_.integer(1, kChunk));
+      case 6:
+        return correct();
+      case 7:
+        return run(Phase::decode, random_.integer(1, 8));
+      case 8:
+        return compare();
+      default:
+        return decode_together();
+    }
+  }
+
+  // Everything that was asked for so far.
+  void compare() {
+    late_->queue().synchronize();
+    // Slots that a refused step gave back are taken in another order, and runs of rows are other
+    // ones then: that rounds otherwise.
+    const double allowed = refused() > 0 ? 1e-5 : 0.0;
+    for (const Step& step : steps_) {
+      ASSERT_EQ(step.late.size(), step.plain.size());
+      for (std::size_t i = 0; i < step.late.size(); ++i) {
+        ASSERT_LE(largest_difference(step.late[i], step.plain[i]), allowed)
+            << step.what << ", " << (i % 2 == 0 ? "out" : "lse") << " of layer " << i / 2 << " by '"
+            << to_string(policy_) << "'";
+      }
+    }
+    steps_.clear();
+  }
+
+  std::int64_t most_waiting() const { return backend_.most_waiting; }
+  std::int64_t refused() const { return backend_.refused; }
+
+ private:
+  // From rows that stream all the time to rows that all stay.
+  KvPlan some_plan() {
+    constexpr std::int64_t kSequences = 3;
+    KvRequest request;
+    request.shape = kShape;
+    request.context = kContext;
+    request.chunk = kChunk;
+    request.sequences = kSequences;
+    request.decode_batch = 8;
+    request.policies = {&policy_, 1};
+    request.attends_host_rows = random_.integer(0, 1) == 0;
+    request.device_cap = std::uint64_t{1} << 40;
+    const KvPlan whole = plan_kv(request);
+    const std::uint64_t rows =
+        whole.device_bytes - whole.index_bytes - whole.work_bytes - whole.table_bytes;
+    if (random_.integer(0, 2) > 0) request.cache_memory = rows / 4;
+    // Dense attention needs less than the newest pages.
+    const auto share = static_cast<std::uint64_t>(random_.integer(10, 20));
+    request.device_cap = whole.device_bytes - rows + rows * share / 20;
+    return plan_kv(request);
+  }
+
+  Twins& any() {
+    return twins_[static_cast<std::size_t>(random_.integer(0, std::ssize(twins_) - 1))];
+  }
+  static const Script& script_of(std::int64_t number) {
+    static const std::array scripts = {Script(kShape, kContext, 1), Script(kShape, kContext, 2),
+                                       Script(kShape, kContext, 3)};
+    return scripts[static_cast<std::size_t>(number)];
+  }
+
+  void open() {
+    if (twins_.size() == 3) return;
+    const Script& script = script_of(random_.integer(0, 2));
+    twins_.push_back({KvSession(late_), KvSession(plain_), &script});
+    // Long enough for something to be selected.
+    const std::int64_t tokens = random_.integer(1, 300);
+    for (std::int64_t at = 0; at < tokens && !twins_.empty(); at += kChunk) {
+      run_of(twins_.back(), Phase::prefill, std::min(kChunk, tokens - at));
+    }
+  }
+  void fork() {
+    if (twins_.size() == 3) return;
+    Twins& twins = any();
+    twins_.push_back({twins.late.fork(), twins.plain.fork(), twins.script});
+  }
+  void close() { close(any()); }
+  void close(const Twins& twins) { twins_.erase(twins_.begin() + (&twins - twins_.data())); }
+  void truncate() {
+    Twins& twins = any();
+    truncate(twins, random_.integer(twins.length() / 2, twins.length()));
+  }
+  static void truncate(Twins& twins, std::int64_t length) {
+    twins.late.truncate(length);
+    twins.plain.truncate(length);
+  }
+  void correct() {
+    Twins& twins = any();
+    if (twins.length() < 2) return;
+    const std::int64_t tokens = random_.integer(1, std::min<std::int64_t>(twins.length(), kChunk));
+    truncate(twins, twins.length() - tokens);
+    run_of(twins, Phase::correction, tokens);
+  }
+
+  // Some steps in a row are refused something.
+  void provoke() {
+    if (random_.integer(0, 11) == 0) backend_.refuse_after = random_.integer(0, 60);
+  }
+  void calm() { backend_.refuse_after = -1; }
+
+  void run(Phase phase, std::int64_t tokens) { run_of(any(), phase, tokens); }
+  void run_of(Twins& twins, Phase phase, std::int64_t tokens) {
+    tokens = std::min(tokens, kContext - twins.length());
+    if (phase == Phase::decode) tokens = std::min(tokens, twins.late.decode_room());
+    if (tokens == 0) return;
+    Step& step = steps_.emplace_back();
+    step.what = std::string(to_string(phase)) + " of " + std::to_string(tokens) + " tokens after " +
+                std::to_string(twins.length());
+    provoke();
+    try {
+      run_one(twins.late, *twins.script, phase, tokens, step.late);
+    } catch (const std::bad_alloc&) {
+      give_up();
+      return close(twins);
+    }
+    calm();
+    run_one(twins.plain, *twins.script, phase, tokens, step.plain);
+  }
+  // What the step was given is still read.
+  void give_up() {
+    calm();
+    late_->queue().synchronize();
+    steps_.pop_back();
+  }
+
+  static void run_one(KvSession& session, const Script& script, Phase phase, std::int64_t tokens,
+                      std::vector<std::vector<float>>& out) {
+    const std::int64_t first = session.length();
+    session.begin_step(phase, tokens);
+    for (int layer = 0; layer < kShape.layers; ++layer) {
+      const auto at = static_cast<std::size_t>(layer);
+      float* const to = room(out, tokens * script.query_width());
+      float* const lse = room(out, tokens * kShape.query_heads);
+      session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
+      session.attend(layer, {script.q(at, first), script.query_width(), to, lse});
+    }
+    session.end_step();
+  }
+  static float* room(std::vector<std::vector<float>>& out, std::int64_t floats) {
+    return out.emplace_back(static_cast<std::size_t>(floats)).data();
+  }
+
+  void decode_together() {
+    std::vector<KvSession*> late, plain;
+    for (Twins& twins : twins_) {
+      if (twins.length() == kContext || random_.integer(0, 3) == 0) continue;
+      late.push_back(&twins.late);
+      plain.push_back(&twins.plain);
+    }
+    if (late.empty()) return;
+    for (std::int64_t steps = random_.integer(1, 6); steps > 0; --steps) {
+      if (std::any_of(plain.begin(), plain.end(),
+                      [](const KvSession* s) { return s->length() == kContext; })) {
+        return;
+      }
+      Step& step = steps_.emplace_back();
+      step.what = "decode of " + std::to_string(plain.size()) + " sequences";
+      provoke();
+      try {
+        run_batch(late, step.inputs, step.late);
+      } catch (const std::bad_alloc&) {
+        give_up();
+        std::erase_if(twins_, [](const Twins& twins) { return twins.late.in_step(); });
+        return;
+      }
+      calm();
+      run_batch(plain, step.inputs, step.plain);
+    }
+  }
+
+  void run_batch(std::span<KvSession* const> sessions, std::deque<std::vector<float>>& inputs,
+                 std::vector<std::vector<float>>& out) {
+    KvBatch batch(sessions);
+    const auto count = static_cast<std::int64_t>(sessions.size());
+    for (int layer = 0; layer < kShape.layers; ++layer) {
+      const auto at = static_cast<std::size_t>(layer);
+      std::vector<float>& q = inputs.emplace_back();
+      std::vector<float>& k = inputs.emplace_back();
+      std::vector<float>& v = inputs.emplace_back();
+      for (const KvSession* session : sessions) {
+        const Script& script = script_of_session(session);
+        const std::int64_t position = session->length();
+        const auto add = [](std::vector<float>& to, const float* from, std::int64_t width) {
+          to.insert(to.end(), from, from + width);
+        };
+        add(q, script.q(at, position), script.query_width());
+        add(k, script.k(at, position), script.key_width());
+        add(v, script.v(at, position), script.key_width());
+      }
+      const Script& any = script_of(0);
+      float* const to = room(out, count * any.query_width());
+      float* const lse = room(out, count * kShape.query_heads);
+      batch.append(layer, {k.data(), v.data(), any.key_width()});
+      batch.attend(layer, {q.data(), any.query_width(), to, lse});
+    }
+    batch.issue_report();
+    for (const std::optional<Error>& error : batch.end()) {
+      if (error) throw Error(*error);
+    }
+  }
+  const Script& script_of_session(const KvSession* session) const {
+    return *std::find_if(twins_.begin(), twins_.end(), [&](const Twins& twins) {
+              return &twins.late == session || &twins.plain == session;
+            })->script;
+  }
+
+  Random random_;
+  Policy policy_;
+  LateBackend& backend_;
+  std::shared_ptr<KvPool> late_;
+  std::shared_ptr<KvPool> plain_;
+  std::deque<Step> steps_;  // which stay where they are
+  std::vector<Twins> twins_;
+};
+
+TEST(Simulation, LateWorkGivesTheSameAnswers) {
+  const std::uint64_t first = testing::seed(1);
+  const char* const asked = std::getenv("SLUICE_SIMULATIONS");
+  const std::uint64_t count = asked != nullptr ? std::strtoull(asked, nullptr, 10) : 100;
+  LateBackend late;
+  cpu::CpuBackend plain{LateBackend::one_thread()};
+  std::int64_t most_waiting = 0;
+  std::int64_t refused = 0;
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    SCOPED_TRACE(testing::seed_message(seed) + " SLUICE_SIMULATIONS=1");
+    World world(seed, late, plain);
+    for (int action = 0; action < 25 && !HasFatalFailure(); ++action) world.act();
+    world.compare();
+    ASSERT_FALSE(HasFatalFailure());
+    most_waiting = std::max(most_waiting, world.most_waiting());
+    refused += world.refused();
+  }
+  std::printf("%llu seeds from %llu on: %lld refusals, up to %lld pieces of work waiting\n",
+              static_cast<unsigned long long>(count), static_cast<unsigned long long>(first),
+              static_cast<long long>(refused), static_cast<long long>(most_waiting));
+  if (count < 50) return;
+  EXPECT_GT(most_waiting, 20) << "work is not late";
+  EXPECT_GT(refused, 0);
+}
+
+}  // namespace
+}  // namespace sluice

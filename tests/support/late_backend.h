@@ -1,0 +1,298 @@
+// A CPU whose queues do their work later, as those of a GPU do, in an order that a seed decides.
+//
+// What a queue was asked for waits until something has to have happened, and is done before that
+// by chance. Queues go on independently of each other but for wait_for(). As with CUDA, memory that
+// the backend has allocated or registered is read and written when the work is done, other memory
+// before copy() returns; arrays of parameters belong to the caller again when a call returns.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <new>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "cpu/cpu_backend.h"
+#include "cpu/cpu_queue.h"
+#include "lib/check.h"
+#include "tests/support/random.h"
+
+namespace sluice::testing {
+
+class LateQueue;
+
+class LateBackend : public cpu::CpuBackend {
+ public:
+  LateBackend() : CpuBackend(one_thread()) {}
+
+  // What happens from here on, until another seed is given.
+  void begin(std::uint64_t seed) {
+    random_ = Random(seed);
+    refuse_after = -1;
+    refused = most_waiting = 0;
+  }
+
+  // Sums are the same then, whatever else runs.
+  static cpu::CpuOptions one_thread() {
+    cpu::CpuOptions options;
+    options.threads = 1;
+    return options;
+  }
+
+  using Backend::make_queue;
+  inline std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
+
+  void register_host(std::byte* data, std::size_t bytes) override {
+    known_.push_back({data, bytes});
+  }
+  void unregister_host(std::byte* data) noexcept override { forget(data); }
+
+  bool knows(const std::byte* data) const {
+    return std::any_of(known_.begin(), known_.end(), [&](std::span<const std::byte> block) {
+      return data >= block.data() && data < block.data() + block.size();
+    });
+  }
+
+  // One piece of work of any queue that can go on; false if there is none.
+  inline bool do_something();
+  // By chance nothing, something or all that can be done.
+  inline void pass_time();
+
+  // After so many more pieces of work were asked for, one is refused for want of memory.
+  std::int64_t refuse_after = -1;
+  std::int64_t refused = 0;
+  std::int64_t most_waiting = 0;  // pieces of work at a time
+
+ private:
+  friend class LateQueue;
+
+  std::byte* take(Tier tier, std::size_t bytes) override {
+    std::byte* const data = CpuBackend::take(tier, bytes);
+    known_.push_back({data, bytes});
+    return data;
+  }
+  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    forget(data);
+    CpuBackend::give_back(tier, data, bytes);
+  }
+  void forget(const std::byte* data) noexcept {
+    std::erase_if(known_, [&](const auto& block) { return block.data() == data; });
+  }
+
+  Random random_{0};
+  std::vector<std::span<const std::byte>> known_;
+  std::vector<LateQueue*> queues_;
+};
+
+class LateQueue : public cpu::CpuQueue {
+ public:
+  explicit LateQueue(LateBackend& backend) : CpuQueue(backend), late_(&backend) {
+    late_->queues_.push_back(this);
+  }
+  ~LateQueue() override {
+    finish();
+    std::erase(late_->queues_, this);
+  }
+
+  void copy(std::span<const CopyOp> ops) override {
+    for (const CopyOp& op : ops) {
+      if (!late_->knows(op.to) && !is_working_) {
+        finish();
+        CpuQueue::copy({&op, 1});
+      } else if (!late_->knows(op.from)) {
+        later([this, op, bytes = std::vector(op.from, op.from + op.bytes)] {
+          const CopyOp staged = {op.to, bytes.data(), op.bytes};
+          CpuQueue::copy({&staged, 1});
+        });
+      } else {
+        later([this, op] { CpuQueue::copy({&op, 1}); });
+      }
+    }
+  }
+
+  void append(const AppendParams& p) override {
+    later([this, p = p, rows = own(p.rows), home = own(p.home)]() mutable {
+      p.rows = rows;
+      p.home = home;
+      CpuQueue::append(p);
+    });
+  }
+  void attend(const AttendParams& p) override {
+    later([this, p = p, rows = own(p.rows)]() mutable {
+      p.rows = rows;
+      CpuQueue::attend(p);
+    });
+  }
+  void gather(const GatherParams& p) override {
+    later([this, p = p, counts = own(p.counts)]() mutable {
+      p.counts = counts;
+      CpuQueue::gather(p);
+    });
+  }
+  void sum_values(const SumValuesParams& p) override {
+    later([this, p = p, rows = own(p.rows)]() mutable {
+      p.rows = rows;
+      CpuQueue::sum_values(p);
+    });
+  }
+  void build_index(const BuildIndexParams& p) override {
+    later([this, p = p, rows = own(p.rows)]() mutable {
+      p.rows = rows;
+      CpuQueue::build_index(p);
+    });
+  }
+  void build_values(const BuildValuesParams& p) override {
+    later([this, p = p, rows = own(p.rows)]() mutable {
+      p.rows = rows;
+      CpuQueue::build_values(p);
+    });
+  }
+  void column_sums(const ColumnSumsParams& p) override {
+    later([this, p = p, rows = own(p.rows), positions = own(p.positions)]() mutable {
+      p.rows = rows;
+      p.positions = positions;
+      CpuQueue::column_sums(p);
+    });
+  }
+  void choose_tokens(const ChooseTokensParams& p) override {
+    later([this, p = p, probes = own(p.probes)]() mutable {
+      p.probes = probes;
+      CpuQueue::choose_tokens(p);
+    });
+  }
+  void estimate(const EstimateParams& p) override {
+    later([this, p = p, view = view_of(p.candidates)]() mutable {
+      if (p.candidates != nullptr) p.candidates = &view;
+      CpuQueue::estimate(p);
+    });
+  }
+  void select(const SelectParams& p) override {
+    later([this, p = p, view = view_of(p.candidates)]() mutable {
+      if (p.candidates != nullptr) p.candidates = &view;
+      CpuQueue::select(p);
+    });
+  }
+  void append_batch(const AppendBatchParams& p) override {
+    later([this, p] { CpuQueue::append_batch(p); });
+  }
+  void attend_batch(const AttendBatchParams& p) override {
+    later([this, p] { CpuQueue::attend_batch(p); });
+  }
+  void build_batch(const BuildBatchParams& p) override {
+    later([this, p] { CpuQueue::build_batch(p); });
+  }
+  void build_values_batch(const BuildValuesBatchParams& p) override {
+    later([this, p] { CpuQueue::build_values_batch(p); });
+  }
+  void find_rows(const FindRowsParams& p) override {
+    later([this, p] { CpuQueue::find_rows(p); });
+  }
+  void forget_rows(const ForgetRowsParams& p) override {
+    later([this, p] { CpuQueue::forget_rows(p); });
+  }
+  void attend_selected(const AttendSelectedParams& p) override {
+    later([this, p] { CpuQueue::attend_selected(p); });
+  }
+  void attend_tiles(const AttendTilesParams& p) override {
+    later([this, p] { CpuQueue::attend_tiles(p); });
+  }
+  void pack_tokens(const PackTokensParams& p) override {
+    later([this, p] { CpuQueue::pack_tokens(p); });
+  }
+  void unpack_tokens(const UnpackTokensParams& p) override {
+    later([this, p] { CpuQueue::unpack_tokens(p); });
+  }
+
+  void wait_for(Queue& other) override {
+    auto& late = static_cast<LateQueue&>(other);
+    waiting_.push_back({{}, &late, late.asked_});
+    ++asked_;
+    late_->pass_time();
+  }
+  void synchronize() override {
+    finish();
+    check(waiting_.empty(), "queues that wait for each other");
+  }
+
+ private:
+  friend class LateBackend;
+
+  // Either work, or what another queue must have done before this one goes on.
+  struct Item {
+    std::function<void()> work;
+    const LateQueue* other = nullptr;
+    std::int64_t until = 0;
+  };
+
+  template <class T>
+  static std::vector<std::remove_const_t<T>> own(std::span<T> array) {
+    return {array.begin(), array.end()};
+  }
+  static SelectionView view_of(const SelectionView* view) {
+    return view != nullptr ? *view : SelectionView();
+  }
+
+  void later(std::function<void()> work) {
+    if (is_working_) return work();  // a part of what is being done
+    if (late_->refuse_after >= 0 && late_->refuse_after-- == 0) {
+      ++late_->refused;
+      throw std::bad_alloc();
+    }
+    waiting_.push_back({std::move(work), nullptr, 0});
+    ++asked_;
+    late_->most_waiting = std::max<std::int64_t>(late_->most_waiting, std::ssize(waiting_));
+    late_->pass_time();
+  }
+
+  bool can_go_on() const {
+    if (waiting_.empty()) return false;
+    const Item& next = waiting_.front();
+    return next.other == nullptr || next.other->done_ >= next.until;
+  }
+  void go_on() {
+    const Item next = std::move(waiting_.front());
+    waiting_.pop_front();
+    is_working_ = true;
+    if (next.work) next.work();
+    is_working_ = false;
+    ++done_;
+  }
+  // Others may get further meanwhile.
+  void finish() {
+    while (!waiting_.empty() && late_->do_something()) {
+    }
+  }
+
+  LateBackend* late_;
+  std::deque<Item> waiting_;
+  std::int64_t asked_ = 0;
+  std::int64_t done_ = 0;
+  bool is_working_ = false;
+};
+
+std::unique_ptr<Queue> LateBackend::make_queue(const QueueOptions& /*options*/) {
+  return std::make_unique<LateQueue>(*this);
+}
+
+bool LateBackend::do_something() {
+  std::vector<LateQueue*> ready;
+  std::copy_if(queues_.begin(), queues_.end(), std::back_inserter(ready),
+               [](const LateQueue* queue) { return queue->can_go_on(); });
+  if (ready.empty()) return false;
+  ready[static_cast<std::size_t>(random_.integer(0, std::ssize(ready) - 1))]->go_on();
+  return true;
+}
+
+void LateBackend::pass_time() {
+  const std::int64_t most = random_.integer(0, 15) == 0 ? 1000 : random_.integer(0, 2);
+  for (std::int64_t i = 0; i < most && do_something(); ++i) {
+  }
+}
+
+}  // namespace sluice::testing
