@@ -40,7 +40,7 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy,
   request.policies = {&policy, 1};
   request.logits = model.backend().info().logits;
   request.cached_bytes = model.backend().info().cached_bytes;
-  const KvPlan whole = plan_kv(request);
+  KvPlan whole = plan_kv(request);
   if (resident) return whole;
   // Room for the newest pages, the window and streaming, little for resident rows.
   const std::uint64_t newest =

@@ -19,7 +19,7 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy, std::int64_t toke
   request.policies = {&policy, 1};
   request.logits = model.backend().info().logits;
   request.cached_bytes = model.backend().info().cached_bytes;
-  const KvPlan whole = plan_kv(request);
+  KvPlan whole = plan_kv(request);
   if (resident) return whole;
   // Room for the window and for streaming, little for resident rows.
   const std::uint64_t beside = std::uint64_t{model.kv().layers == 32 ? 512u : 12u} << 20;

@@ -96,7 +96,7 @@ KvPlan plan_of(const MadeUpModel& model, std::span<const Policy> policies, bool 
   request.policies = policies;
   request.logits = model.backend().info().logits;
   request.cached_bytes = model.backend().info().cached_bytes;
-  const KvPlan whole = plan_kv(request);
+  KvPlan whole = plan_kv(request);
   if (resident) return whole;
   request.device_cap =
       whole.index_bytes + whole.work_bytes + whole.table_bytes + (std::uint64_t{16} << 20);

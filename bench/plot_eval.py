@@ -106,8 +106,12 @@ def draw_curves(
 ) -> None:
     for number, (name, members) in enumerate(families(result["policies"]).items()):
         points = sorted((bytes_of(policy), policy["kl"]) for policy in members)
-        style = "os^vD*Pp"[number % 8] + ("-" if len({x for x, _ in points}) > 1 else "")
-        axes.plot(*zip(*points), style, label=name, alpha=0.8)
+        color = f"C{number}"
+        if points[-1][0] == 0 and axes.get_xscale() == "log":
+            axes.axhline(points[0][1], color=color, linestyle=":", label=f"{name}: none")
+            continue
+        style = "os^vD*Pp<>"[number % 10] + ("-" if len({x for x, _ in points}) > 1 else "")
+        axes.plot(*zip(*points), style, color=color, label=name, alpha=0.8)
     axes.set_yscale("log")
     axes.set_xlabel(label)
     axes.set_ylabel(KL.label)
@@ -117,13 +121,15 @@ def draw_curves(
 
 def plot_curves(path: Path) -> None:
     results = json.loads(path.read_text(encoding="utf-8"))["results"]
-    result = next(r for r in results if r["task"] == "agreement")
+    result = next((r for r in results if r["task"] == "agreement"), None)
+    if result is None:
+        sys.exit(f"{path}: has no task agreement, which --curves shows")
     dense = result["policies"][0]
     new_rows = next(t for t in dense["traffic"] if t["cause"] == "append")["rows_per_token"]
     pairs = new_rows * result["context"]  # of a token and a KV head, in all layers
     figure, (bus, device) = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
-    draw_curves(bus, result, "bytes of selected rows per decoded token", fetched)
     bus.set_xscale("log")
+    draw_curves(bus, result, "bytes of selected rows per decoded token", fetched)
     bus.axvline(fetched(dense), color="gray", linestyle="--", label="dense: all rows")
     draw_curves(
         device,

@@ -11,16 +11,21 @@ void TokenRun::begin(std::int32_t sequence, const StepRange& range,
   sequence_ = sequence;
   range_ = range;
   home_ = home_runs(pool_->tables(), sequence, range.first, range.end());
-  places_.clear();
-  for (int set = 0; set < pool_->plan().sets(); ++set) {
-    const auto at = static_cast<std::size_t>(set);
-    places_.push_back(place(set, begun.empty() ? PageSlots::kNone : begun[at]));
-  }
+  begun_ = begun;
+  places_.assign(static_cast<std::size_t>(pool_->plan().sets()), std::nullopt);
 }
 
-TokenRun::Places TokenRun::place(int set, std::int32_t begun) const {
+// Pieces of a sparse prefill begin anew for every layer, and look at one set only.
+const TokenRun::Places& TokenRun::of(int layer) {
+  const int set = pool_->set_of(layer);
+  std::optional<Places>& places = places_[static_cast<std::size_t>(set)];
+  if (!places) places = place(set);
+  return *places;
+}
+
+TokenRun::Places TokenRun::place(int set) const {
   Places places;
-  places.begun = begun;
+  if (!begun_.empty()) places.begun = begun_[static_cast<std::size_t>(set)];
   place_new_rows(set, places);
   for (const RowRun& run :
        nearest_runs(pool_->tables(), sequence_, 0, places.own.front().first, set)) {
@@ -40,10 +45,10 @@ void TokenRun::place_new_rows(int set, Places& places) const {
                       std::all_of(places.own.begin(), places.own.end(),
                                   [](const RowRun& run) { return run.place == RowPlace::device; });
   if (direct) return;
-  // An index is made of whole pages; without one, what the page held is as well streamed.
-  const bool is_begun = places.begun != PageSlots::kNone;
-  if (is_begun || pool_->plan().tails) places.front = range_.first - page_first;
-  places.fetches_front = places.front > 0 && !is_begun;
+  // An index is made of whole pages, and then the window has room for one; without an index, what
+  // the page held is attended where it is.
+  if (pool_->plan().tails) places.front = range_.first - page_first;
+  places.fetches_front = places.front > 0 && places.begun == PageSlots::kNone;
   const std::int64_t first = range_.first - places.front;
   check(range_.end() - first <= pool_->plan().window_tokens, "more rows than the window holds");
   places.own = {{RowPlace::window, first, range_.end() - first, 0}};

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "offload/kv_pool.h"
@@ -28,13 +29,11 @@ class TokenRun {
   const StepRange& range() const { return range_; }
   std::int32_t sequence() const { return sequence_; }
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
-  std::int64_t hits(int layer) const { return range_.end() - misses(layer); }
-  std::int64_t misses(int layer) const { return of(layer).misses; }
+  std::int64_t hits(int layer) { return range_.end() - misses(layer); }
+  std::int64_t misses(int layer) { return of(layer).misses; }
   // Rows per KV head of a layer that append() fetches: what the first page held already, where the
   // device has it no longer.
-  std::int64_t fetched_front(int layer) const {
-    return of(layer).fetches_front ? of(layer).front : 0;
-  }
+  std::int64_t fetched_front(int layer) { return of(layer).fetches_front ? of(layer).front : 0; }
 
  private:
   // Where the layers of a set have the rows.
@@ -48,10 +47,8 @@ class TokenRun {
     std::int64_t misses = 0;
   };
 
-  const Places& of(int layer) const {
-    return places_[static_cast<std::size_t>(pool_->set_of(layer))];
-  }
-  Places place(int set, std::int32_t begun) const;
+  const Places& of(int layer);
+  Places place(int set) const;
   void place_new_rows(int set, Places& places) const;
   void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home);
   void build_index(int layer);
@@ -63,8 +60,9 @@ class TokenRun {
   KvPool* pool_;
   std::int32_t sequence_ = 0;
   StepRange range_;
-  std::vector<RowRun> home_;    // the new rows at home
-  std::vector<Places> places_;  // by set of layers
+  std::vector<RowRun> home_;                   // the new rows at home
+  std::vector<std::int32_t> begun_;            // by set of layers, or empty
+  std::vector<std::optional<Places>> places_;  // by set of layers, once one of them is there
 };
 
 }  // namespace sluice

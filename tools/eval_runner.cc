@@ -65,8 +65,7 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
   result.context = options.context;
   for (const NamedPolicy& policy : all) {
     const Plan plan = engine.plan(SessionOptions{options.context, {policy.policy}, 1});
-    result.policies.push_back(
-        {policy.name, to_string(policy.policy), plan.kv.index_bytes, {}, {}});
+    result.policies.push_back({policy.name, to_string(policy.policy), plan.kv.index_bytes, {}, {}});
   }
   const auto steps = static_cast<double>(options.rounds) * static_cast<double>(all.size());
   double done = 0.0;

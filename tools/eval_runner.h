@@ -21,7 +21,8 @@ struct NamedPolicy {
 struct PolicyResult {
   std::string name;
   std::string policy;
-  // That the policy alone would have where attention reads: keys, values and their sums.
+  // That the policy alone would have where attention reads: all that choosing and approximating
+  // keep of keys and values.
   std::uint64_t kept_index_bytes = 0;
   std::vector<ProbeResult> probes;
   Cost cost;

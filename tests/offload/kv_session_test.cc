@@ -98,6 +98,23 @@ std::uint64_t bytes(const Ledger& ledger, Tier from, Tier to, Cause cause) {
          ledger.total(Phase::decode, from, to, cause).bytes;
 }
 
+// Without the newest page on the device steps may begin in a page that is there and end beyond it.
+TEST(KvSession, StepsLeaveResidentPagesWhereTheNewestIsNotKept) {
+  const KvShape shape{3, 2, 1, 32, DType::f32};
+  int plans = 0;
+  for (std::uint64_t cap = 400 * shape.token_bytes(); plans < 5; cap -= 16 * shape.row_bytes()) {
+    const KvPlan plan = testing::plan_of(shape, 400, 64, cap, true);
+    if (plan.tails || plan.resident_tokens == 0) continue;
+    ++plans;
+    CountingBackend backend(cap);
+    KvSession session = testing::session_of(backend, plan);
+    Conversation conversation(shape, 9);
+    for (const std::int64_t tokens : {10, 64, 54, 64, 3, 61}) {
+      EXPECT_LT(conversation.step(session, tokens), kTolerance);
+    }
+  }
+}
+
 TEST(KvSession, EqualsDenseAttentionAtEveryCap) {
   const KvShape shape{2, 4, 2, 32, DType::f32};
   const std::int64_t context = 700;

@@ -134,7 +134,7 @@ TEST(Planner, DenseLayersKeepTheirRowsBeforeOthersDo) {
       EXPECT_EQ(some.dense_resident_tokens % kPageTokens, 0);
       EXPECT_LT(cap - some.device_bytes, kSmall.token_bytes() / 12 * 2 * kPageTokens);
     } else {
-      EXPECT_GE(some.device_bytes, of_dense);
+      EXPECT_GE(DeviceRowBytes(some).resident, of_dense);
     }
     tokens = some.dense_resident_tokens;
   }
@@ -151,23 +151,45 @@ TEST(Planner, NeverPlansPastTheCap) {
   const std::uint64_t seed = sluice::testing::seed(1);
   SCOPED_TRACE(sluice::testing::seed_message(seed));
   sluice::testing::Random random(seed);
+  const char* const policies[] = {"dense",    "values", "sparq",
+                                  "twilight", "zipvl",  "select=int4 prune=top_k(64) dense=0"};
+  int planned = 0;
   for (int i = 0; i < 2000; ++i) {
     const int heads = static_cast<int>(random.integer(1, 8));
     const KvShape shape{static_cast<int>(random.integer(1, 40)),
                         heads * static_cast<int>(random.integer(1, 8)), heads,
                         static_cast<int>(random.integer(16, 128)) * 2, DType::bf16};
-    const std::int64_t context = random.integer(1, 200000);
-    const auto cap = static_cast<std::uint64_t>(random.integer(0, std::int64_t{1} << 28));
+    const Policy policy = parse_policy(policies[random.integer(0, std::size(policies) - 1)]);
+    KvRequest request;
+    request.shape = shape;
+    request.context = random.integer(1, 200000);
+    request.chunk = random.integer(1, 2048);
+    request.sequences = random.integer(1, 3);
+    request.attends_host_rows = true;
+    request.device_cap = static_cast<std::uint64_t>(random.integer(0, std::int64_t{1} << 28));
+    if (random.integer(0, 1) == 0) request.cache_memory = *request.device_cap / 3;
     try {
-      const KvPlan plan = testing::plan_of(shape, context, random.integer(1, 2048), cap, true);
-      EXPECT_LE(plan.device_bytes, cap);
-      EXPECT_LE(plan.resident_tokens, context);
-      EXPECT_TRUE(plan.resident_tokens == context || plan.resident_tokens % kPageTokens == 0);
-      EXPECT_TRUE(plan.resident_tokens == context || plan.stream_tokens > 0);
+      validate(policy, shape);
+    } catch (const Error&) {
+      continue;  // of other layers
+    }
+    request.policies = {&policy, 1};
+    try {
+      const KvPlan plan = plan_kv(request);
+      EXPECT_LE(plan.device_bytes, *request.device_cap);
+      EXPECT_EQ(plan.device_bytes,
+                plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).sum());
+      for (const std::int64_t tokens : {plan.resident_tokens, plan.dense_resident_tokens}) {
+        EXPECT_LE(tokens, plan.home_rows());
+        EXPECT_TRUE(tokens == plan.home_rows() || tokens % kPageTokens == 0);
+        EXPECT_TRUE(tokens == plan.home_rows() || plan.stream_tokens > 0 || tokens == 0);
+      }
+      ++planned;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::memory);
     }
   }
+  EXPECT_GT(planned, 500);
 }
 
 }  // namespace

@@ -145,10 +145,14 @@ class World {
     const std::uint64_t rows =
         whole.device_bytes - whole.index_bytes - whole.work_bytes - whole.table_bytes;
     if (random_.integer(0, 2) > 0) request.cache_memory = rows / 4;
-    // Dense attention needs less than the newest pages.
-    const auto share = static_cast<std::uint64_t>(random_.integer(10, 20));
-    request.device_cap = whole.device_bytes - rows + rows * share / 20;
-    return plan_kv(request);
+    for (auto share = static_cast<std::uint64_t>(random_.integer(1, 40));; ++share) {
+      request.device_cap = whole.device_bytes - rows + rows * share / 40;
+      try {
+        return plan_kv(request);
+      } catch (const Error&) {
+        // Too little for this policy.
+      }
+    }
   }
 
   Twins& any() {

@@ -82,8 +82,8 @@ struct KvPlan {
   bool in_place = false;       // rows are attended in host memory; no device tier
   // Of every (layer, KV head), kept on the device: the first ones.
   std::int64_t resident_tokens = 0;
-  // But for these layers, which attend to all rows in every step while others select some. More of
-  // theirs are kept, as each of these rows is one less to fetch per step.
+  // But for these layers, which attend to all rows in every step while others select some: of what
+  // a cap leaves they get theirs first, as each of these rows is one less to fetch per step.
   std::vector<int> dense_layers;  // ascending
   std::int64_t dense_resident_tokens = 0;
   bool tails = false;              // the newest page of every sequence is kept, too
