@@ -77,7 +77,8 @@ class World {
   World(std::uint64_t seed, LateBackend& late, cpu::CpuBackend& plain)
       : random_(seed), policy_(parse_policy(kPolicies[seed % kPolicies.size()])), backend_(late) {
     late.begin(seed);
-    if (random_.integer(0, 1) == 0) policies_.push_back(parse_policy("select=exact prune=top_k(8)"));
+    if (random_.integer(0, 1) == 0)
+      policies_.push_back(parse_policy("select=exact prune=top_k(8)"));
     // What a sparse prefill attends to follows each other.
     if (policy_.prefill.tau > 0.0) sequences_ = 1;
     const KvPlan plan = some_plan();
@@ -104,7 +105,7 @@ class World {
         return truncate();
       case 4:
       case 5:
-        return run(Phase::prefill, random_.integer(1, kChunk));
+        return run(Phase::prefill, random_.integer(1, chunk()));
       case 6:
         return correct();
       case 7:
@@ -175,6 +176,8 @@ class World {
     return scripts[static_cast<std::size_t>(number)];
   }
 
+  // A small cap has made it smaller.
+  std::int64_t chunk() const { return late_->plan().chunk; }
   bool is_full() const { return std::ssize(twins_) == sequences_; }
   void open() {
     if (is_full()) return;
@@ -182,8 +185,8 @@ class World {
     twins_.push_back({KvSession(late_), KvSession(plain_), &script});
     // Long enough for something to be selected.
     const std::int64_t tokens = random_.integer(1, 300);
-    for (std::int64_t at = 0; at < tokens && !twins_.empty(); at += kChunk) {
-      run_of(twins_.back(), Phase::prefill, std::min(kChunk, tokens - at));
+    for (std::int64_t at = 0; at < tokens && !twins_.empty(); at += chunk()) {
+      run_of(twins_.back(), Phase::prefill, std::min(chunk(), tokens - at));
     }
   }
   void fork() {
@@ -204,7 +207,7 @@ class World {
   void correct() {
     Twins& twins = any();
     if (twins.length() < 2) return;
-    const std::int64_t tokens = random_.integer(1, std::min<std::int64_t>(twins.length(), kChunk));
+    const std::int64_t tokens = random_.integer(1, std::min(twins.length(), chunk()));
     truncate(twins, twins.length() - tokens);
     run_of(twins, Phase::correction, tokens);
   }
