@@ -236,7 +236,8 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
     layout.selected = layout.context;
   }
   for (int layer = 0; layer < layout.shape.layers; ++layer) {
-    if (!policy.is_dense(layer)) layout.selecting[static_cast<std::size_t>(layer)] = true;
+    (policy.is_dense(layer) ? layout.attending_all
+                            : layout.selecting)[static_cast<std::size_t>(layer)] = true;
   }
   if (scorers.at(policy.select).info().kind == ScorerInfo::Kind::dense) return;
   layout.slots = std::max(layout.slots, policy.anchors.empty() ? layout.wave : layout.batch);
@@ -302,6 +303,7 @@ IndexLayout plan_index(const KvRequest& request) {
                           (tokens / kPageTokens + 1) / kTilePages + 2 * request.sequences);
   layout.layers.resize(static_cast<std::size_t>(request.shape.layers));
   layout.selecting.resize(static_cast<std::size_t>(request.shape.layers));
+  layout.attending_all.resize(static_cast<std::size_t>(request.shape.layers));
   const std::int64_t token_bytes = layout.logit_stride() * request.shape.query_heads *
                                    static_cast<std::int64_t>(size_of(request.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);

@@ -73,9 +73,10 @@ struct IndexLayout {
   LogitFormat logits;
   bool digested = false;  // some policy's logits are
   std::vector<LayerIndex> layers;
-  // Layers that under some policy attend to what was selected, there or before them. Others attend
-  // to everything, or to all that an eviction left.
+  // Layers that under some policy attend to what was selected, there or before them, and layers
+  // that under some policy attend to everything, or to all that an eviction left.
   std::vector<bool> selecting;
+  std::vector<bool> attending_all;
   std::int64_t slots = 0;          // selections remembered at a time; 0: nothing ever selects
   std::int64_t selected = 0;       // most positions that a selection holds per KV head
   bool reports_positions = false;  // there is a slot for every layer's selections, see slot()

@@ -113,20 +113,35 @@ KvPlan compact_in(KvPlan plan, std::uint64_t room) {
   return plan;
 }
 
-// Rows per KV head that a row cache of a plan may have; 0: steps do not gain by it.
-std::int64_t cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
+// What a row cache of a plan may have.
+struct CacheWish {
+  std::int64_t rows = 0;  // per KV head; 0: steps do not gain by it
+  // Of what a cap leaves; the rest is for layers that under other policies attend to everything.
+  double share = 1.0;
+};
+
+CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
   const std::uint64_t fetched =
       static_cast<std::uint64_t>(layout.selected * plan.shape.kv_heads) * plan.shape.row_bytes();
   // Whoever asks for a cache gets one.
   const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
   constexpr std::int64_t kMostHomeRows = std::numeric_limits<std::int32_t>::max();
-  if (!layout.selects() || fetched == 0 || !pays || plan.home_rows() > kMostHomeRows) return 0;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
+  if (layers == 0 || fetched == 0 || !pays || plan.home_rows() > kMostHomeRows) return {};
   // A share of the weight without a cap is mostly that of fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
   const std::int64_t of_step = usual * layers * plan.sequences;
   const std::int64_t all = plan.home_rows() * layers;
-  return std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
+  CacheWish wish;
+  wish.rows = std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
+  std::int64_t dense = 0;
+  for (std::size_t layer = 0; layer < layout.selecting.size(); ++layer) {
+    if (layout.selecting[layer] && layout.attending_all[layer]) ++dense;
+  }
+  const auto of_dense = static_cast<double>(dense * plan.context);
+  const auto of_others = static_cast<double>(usual * layers);
+  wish.share = of_others / (of_others + of_dense);
+  return wish;
 }
 
 // A row cache of up to `wanted` rows per KV head, in up to `room` bytes; or none.
@@ -164,7 +179,7 @@ KvPlan dense_in(KvPlan plan, std::uint64_t room) {
 // rows of a sparse prefill, which then cross once and not with every piece. Then comes what saves
 // most per byte: a row of a layer that attends to all of them is one less to fetch in every step,
 // one that the row cache holds in some of them. Whoever asks for a cache gets that first.
-KvPlan widen(KvPlan plan, std::uint64_t cap, std::int64_t cached,
+KvPlan widen(KvPlan plan, std::uint64_t cap, const CacheWish& wish,
              std::optional<std::uint64_t> cache_memory) {
   for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
     KvPlan wider = plan;
@@ -175,7 +190,9 @@ KvPlan widen(KvPlan plan, std::uint64_t cap, std::int64_t cached,
   }
   plan = compact_in(plan, (cap - total_of(plan)) / 2);
   if (!cache_memory) plan = dense_in(plan, cap - total_of(plan));
-  plan = cached_in(plan, cached, std::min(cap - total_of(plan), cache_memory.value_or(cap)));
+  const auto for_cache =
+      static_cast<std::uint64_t>(wish.share * static_cast<double>(cap - total_of(plan)));
+  plan = cached_in(plan, wish.rows, std::min(for_cache, cache_memory.value_or(cap)));
   if (cache_memory) plan = dense_in(plan, cap - total_of(plan));
   const auto layers = static_cast<std::uint64_t>(plan.shape.layers) - plan.dense_layers.size();
   const auto pages =
