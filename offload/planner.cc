@@ -95,7 +95,7 @@ std::optional<KvPlan> fit_streaming(const KvPlan& base, std::uint64_t cap) {
     if (!tails && needs_tails(base)) break;
     const std::int64_t least = std::min(base.chunk, tails ? kMinChunkBesideTails : kMinChunk);
     for (std::int64_t chunk = base.chunk; chunk >= least; chunk = std::max(chunk / 2, least)) {
-      const KvPlan plan = smallest(base, tails, chunk);
+      KvPlan plan = smallest(base, tails, chunk);
       if (total_of(plan) <= cap) return plan;
       if (chunk == least) break;
     }

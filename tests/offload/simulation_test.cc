@@ -161,8 +161,8 @@ class World {
       request.device_cap = whole.device_bytes - rows + rows * share / 40;
       try {
         return plan_kv(request);
-      } catch (const Error&) {
-        // Too little for this policy.
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::memory) << "too little for this policy";
       }
     }
   }

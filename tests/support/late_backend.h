@@ -240,10 +240,12 @@ class LateQueue : public cpu::CpuQueue {
 
   void later(std::function<void()> work) {
     if (is_working_) return work();  // a part of what is being done
-    if (late_->refuse_after >= 0 && late_->refuse_after-- == 0) {
+    if (late_->refuse_after == 0) {
+      late_->refuse_after = -1;
       ++late_->refused;
       throw std::bad_alloc();
     }
+    if (late_->refuse_after > 0) --late_->refuse_after;
     waiting_.push_back({std::move(work), nullptr, 0});
     ++asked_;
     late_->most_waiting = std::max<std::int64_t>(late_->most_waiting, std::ssize(waiting_));
