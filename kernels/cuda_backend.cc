@@ -36,12 +36,13 @@ int select_device(int ordinal) {
   return ordinal;
 }
 
-std::uint64_t cap_of(const CudaOptions& options) {
+std::uint64_t cap_of(const CudaOptions& options, const DeviceLimits& limits) {
   if (options.device_cap) return *options.device_cap;
   std::size_t free = 0;
   std::size_t total = 0;
   require(cudaMemGetInfo(&free, &total), "asking for free device memory");
-  return free > kReserve ? free - kReserve : 0;
+  const std::uint64_t left = std::min<std::uint64_t>(free, limits.memory_bytes);
+  return left > kReserve ? left - kReserve : 0;
 }
 
 // Bytes per second that the device's memory is made for.
@@ -87,7 +88,7 @@ CudaBackend::CudaBackend(const CudaOptions& options)
     : ordinal_(select_device(options.ordinal)),
       limits_(current_limits()),
       stream_(make_stream()),
-      memory_(ordinal_, cap_of(options), options.host_cap, stream_.get()),
+      memory_(ordinal_, cap_of(options, limits_), options.host_cap, stream_.get()),
       info_(describe(options, limits_)) {}
 
 // Destructors wait for this device, whatever device the thread used before.

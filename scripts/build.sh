@@ -10,6 +10,8 @@
 #   SLUICE_CUDA_ARCHITECTURES=90a-real scripts/build.sh    for one kind of GPU
 #   SLUICE_CUDA_ARCHITECTURES=all scripts/build.sh         for every kind that there are kernels for
 #   SLUICE_CUDA_ARCHITECTURES=none scripts/build.sh        for the CPU only
+#   scripts/build.sh pretend           for scripts/gpu_tests.sh --pretend 8.0, 8.6 or 8.9, by the PTX of 8.0
+#   SLUICE_CUDA_ARCHITECTURES=90a-real scripts/build.sh pretend     the same for 12.0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -86,6 +88,7 @@ main() {
   local preset=${1:-release} jobs=${JOBS:-$(job_count)} options=() build architectures
   shift $(($# > 0))
   architectures=${SLUICE_CUDA_ARCHITECTURES:-$(gpus_here)}
+  [[ $preset != pretend ]] || architectures=${SLUICE_CUDA_ARCHITECTURES:-80-virtual}
   options+=("$(cuda_options "$architectures")")
   if command -v ccache >/dev/null; then
     options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)

@@ -6,6 +6,9 @@
 #
 #   scripts/gpu_tests.sh build/release/bin                  all of them
 #   scripts/gpu_tests.sh build/release/bin 'parity_*'       executables of that name only
+#   scripts/gpu_tests.sh --pretend 8.9 build/pretend/bin    as on a GPU of that compute capability: 8.0,
+#                                                           8.6, 8.9 or 12.0, on a GPU of 9.0; scripts/build.sh
+#                                                           says how to build for it
 #
 # Tests of whole models read models/ and tests/data where the checkout was when they were built.
 set -euo pipefail
@@ -50,9 +53,20 @@ concerns_gpu() {
   "$1" --gtest_list_tests --gtest_filter="$(cases_of "$1")" 2>/dev/null | grep -q '^  '
 }
 
+# pretend CAPABILITY: what the executables are to take the GPU for. The driver compiles what they hold
+# for 8.0 when it is first used, and keeps it.
+pretend() {
+  export SLUICE_PRETEND_GPU=$1 CUDA_CACHE_MAXSIZE=$((2 << 30))
+  limit=$((limit * 2))
+}
+
 main() {
+  if (($# >= 2)) && [[ $1 == --pretend ]]; then
+    pretend "$2"
+    shift 2
+  fi
   if (($# < 1 || $# > 2)) || [[ ! -d $1 ]]; then
-    echo "usage: scripts/gpu_tests.sh BIN_DIR [FILTER]" >&2
+    echo "usage: scripts/gpu_tests.sh [--pretend 8.0|8.6|8.9|12.0] BIN_DIR [FILTER]" >&2
     return 2
   fi
   local bin=$1 filter=${2:-*} test executables=0 failures=0 passed=0

@@ -3,6 +3,7 @@
 // The rest of this folder, from the host to the device:
 //   cuda_backend  the operations of lib/backend.h: which launcher, on which stream
 //   memory        device and pinned host memory, as their caps allow; owners, of CUDA's objects
+//   limits        what the device can do
 //   workspace     a stream and what its kernels share: a Launch
 //   recorder      a step as a graph, recorded once and replayed
 //   copy          small pieces and single rows by kernels; cuda_backend leaves large ones to the
@@ -18,16 +19,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace sluice::cuda {
+#include "kernels/runtime/limits.h"
 
-// What launchers ask of the device they run on.
-struct DeviceLimits {
-  int multiprocessors = 0;
-  int shared_bytes = 0;  // that one block can have
-  int capability = 0;    // 90 for compute capability 9.0
-  // With fewer logits than these a cluster reads all of them, not their digest.
-  std::int32_t digested_entries = 1 << 18;
-};
+namespace sluice::cuda {
 
 // Work that kernels of one stream share, one after the other.
 struct Launch {

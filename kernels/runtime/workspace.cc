@@ -9,22 +9,6 @@ constexpr std::size_t kCounterBytes = Launch::kCounters * sizeof(std::uint32_t);
 
 }  // namespace
 
-DeviceLimits current_limits() {
-  int ordinal = 0;
-  require(cudaGetDevice(&ordinal), "the current device");
-  const auto attribute = [&](cudaDeviceAttr which) {
-    int value = 0;
-    require(cudaDeviceGetAttribute(&value, which, ordinal), "an attribute of the device");
-    return value;
-  };
-  DeviceLimits limits;
-  limits.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  limits.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  limits.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-                      attribute(cudaDevAttrComputeCapabilityMinor);
-  return limits;
-}
-
 Workspace::Workspace(std::size_t scratch_bytes, cudaStream_t wrapped)
     : device_(current_limits()),
       own_(wrapped == nullptr ? make_stream() : StreamOwner()),

@@ -8,9 +8,6 @@
 
 namespace sluice::cuda {
 
-// Of the current device.
-DeviceLimits current_limits();
-
 class Workspace {
  public:
   // On the current device. `wrapped`: a stream that outlives this; null: one of its own.

@@ -57,6 +57,18 @@ class GpuTests(unittest.TestCase):
         self.assertEqual(self.run_script(tests, "kernels_*").returncode, 1)
         self.assertEqual(self.run_script(tests, "none").returncode, 1)
 
+    def test_pretend_reaches_the_executables(self) -> None:
+        passes_as_ada = f'[ "$SLUICE_PRETEND_GPU" = 8.9 ] || exit 1; {PASSES}'
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "kernels_a_test"
+            file.write_text(FAKE.format(filter="*", body=passes_as_ada))
+            file.chmod(0o755)
+            for arguments, status in ((["--pretend", "8.9"], 0), (["--pretend", "8.6"], 1), ([], 1)):
+                done = subprocess.run(
+                    [SCRIPT, *arguments, folder], capture_output=True, text=True, check=False
+                )
+                self.assertEqual(done.returncode, status, done.stdout + done.stderr)
+
     def test_usage(self) -> None:
         done = subprocess.run([SCRIPT, "/nowhere"], capture_output=True, text=True, check=False)
         self.assertEqual(done.returncode, 2)
