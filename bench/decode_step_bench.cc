@@ -27,16 +27,13 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy, std::int64_t toke
   return plan_kv(request);
 }
 
-// Arguments: 1 for the large model, tokens, 1 if all rows stay on the device; the policy is
-// captured.
-void decode_step(benchmark::State& state, const std::string& name) {
+void run(benchmark::State& state, const std::string& name, ModelShape shape, std::int64_t tokens,
+         bool resident) {
   try {
-    MadeUpModel& model =
-        made_up_model(state.range(0) != 0 ? ModelShape::llama_8b : ModelShape::sluice_22m);
-    const std::int64_t tokens = state.range(1);
+    MadeUpModel& model = made_up_model(shape);
     const Policy policy = parse_policy(name);
     KvSession session(std::make_shared<KvPool>(model.queue(),
-                                               plan_of(model, policy, tokens, state.range(2) != 0),
+                                               plan_of(model, policy, tokens, resident),
                                                std::span<const Policy>(&policy, 1)));
     model.fill(session, tokens);
     const ReplayCounts before = model.queue()->replay_counts();
@@ -59,12 +56,30 @@ void decode_step(benchmark::State& state, const std::string& name) {
   }
 }
 
+// Arguments: 1 for the large model, tokens, 1 if all rows stay on the device; the policy is
+// captured.
+void decode_step(benchmark::State& state, const std::string& name) {
+  run(state, name, state.range(0) != 0 ? ModelShape::llama_8b : ModelShape::sluice_22m,
+      state.range(1), state.range(2) != 0);
+}
+
+// Llama 2 7B's shape, in which TidalDecode was measured (Yang et al. 2024, section 4.2), every row
+// on the device. Argument: tokens.
+void decode_step_mha(benchmark::State& state, const std::string& name) {
+  run(state, name, ModelShape::llama_7b, state.range(0), true);
+}
+
 template <int kLarge>
 void shapes(benchmark::internal::Benchmark* bench) {
   bench->ArgNames({"large", "tokens", "resident"});
   for (const std::int64_t tokens : {32768, 131072}) {
     for (const int resident : {1, 0}) bench->Args({kLarge, tokens, resident});
   }
+  bench->Iterations(20)->UseRealTime()->Unit(benchmark::kMillisecond);
+}
+
+void contexts(benchmark::internal::Benchmark* bench) {
+  bench->ArgName("tokens")->Arg(32768)->Arg(65536)->Arg(102400);
   bench->Iterations(20)->UseRealTime()->Unit(benchmark::kMillisecond);
 }
 
@@ -87,6 +102,10 @@ BENCHMARK_CAPTURE(decode_step, sparse_anchors,
     ->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, values, std::string("values"))->Apply(shapes<0>);
+
+BENCHMARK_CAPTURE(decode_step_mha, dense, std::string("dense"))->Apply(contexts);
+BENCHMARK_CAPTURE(decode_step_mha, tidaldecode, std::string("tidaldecode anchors=2,13"))
+    ->Apply(contexts);
 
 }  // namespace
 }  // namespace sluice::bench

@@ -32,6 +32,16 @@ ModelConfig llama_8b() {
   return c;
 }
 
+// Every attention head has rows of its own.
+ModelConfig llama_7b() {
+  ModelConfig c = llama_8b();
+  c.intermediate_size = 11008;
+  c.num_key_value_heads = 32;
+  c.vocab_size = 32000;
+  c.rope.theta = 10000.0;
+  return c;
+}
+
 ModelConfig sluice_22m() {
   ModelConfig c = llama_8b();
   c.hidden_size = 384;
@@ -42,6 +52,18 @@ ModelConfig sluice_22m() {
   c.head_dim = 64;
   c.vocab_size = 4096;
   return c;
+}
+
+ModelConfig config_of(ModelShape shape) {
+  switch (shape) {
+    case ModelShape::llama_8b:
+      return llama_8b();
+    case ModelShape::llama_7b:
+      return llama_7b();
+    case ModelShape::sluice_22m:
+      break;
+  }
+  return sluice_22m();
 }
 
 // bf16 numbers of deviation 0.02, as transformers' initialisation has them.
@@ -106,8 +128,7 @@ std::uint64_t bytes_of(const ModelWeights& weights) {
 
 }  // namespace
 
-MadeUpModel::MadeUpModel(ModelShape shape)
-    : config_(shape == ModelShape::llama_8b ? llama_8b() : sluice_22m()) {
+MadeUpModel::MadeUpModel(ModelShape shape) : config_(config_of(shape)) {
   BackendOptions options;
   options.device = "cuda";
   backend_ = make_backend(options);

@@ -1,6 +1,6 @@
-// Models of the shapes of Llama 3 8B and of sluice-22m on a GPU, with made-up weights and rows,
-// which take the time that real ones take. Selections of made-up rows hit their caps: more rows
-// than real text needs, never fewer.
+// Models of the shapes of Llama 3 8B, of Llama 2 7B and of sluice-22m on a GPU, with made-up
+// weights and rows, which take the time that real ones take. Selections of made-up rows hit their
+// caps: more rows than real text needs, never fewer.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace sluice::bench {
 // Most tokens per step of a prompt.
 inline constexpr std::int64_t kChunk = 2048;
 
-enum class ModelShape { sluice_22m, llama_8b };
+enum class ModelShape { sluice_22m, llama_8b, llama_7b };
 
 class MadeUpModel {
  public:
