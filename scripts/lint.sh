@@ -5,7 +5,7 @@
 #
 #   scripts/lint.sh            check
 #   scripts/lint.sh --format   rewrite the sources in the project's format first
-#   scripts/lint.sh --tidy     check, with clang-tidy, which takes 14 minutes on two cores the first time
+#   scripts/lint.sh --tidy     check, with clang-tidy, which takes a while the first time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that has to pass: lint, the release build with all tests, the quick tests and a minute of
+# Everything that has to pass: lint, the release build with all tests, the quick tests and half a minute of
 # each fuzzer under AddressSanitizer and UBSan, and what threads share under ThreadSanitizer. Every step
 # runs unless one that it needs failed; the exit status is 0 only if all passed.
 #
