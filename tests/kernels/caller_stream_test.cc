@@ -12,6 +12,7 @@
 
 #include "kernels/runtime/owners.h"
 #include "sluice/kv_cache.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
@@ -66,7 +67,7 @@ class StepArrays {
   void add(const float* from, std::int64_t count) {
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(float);
     blocks_.push_back(make_device_block(bytes));
-    EXPECT_EQ(cudaMemcpy(blocks_.back().get(), from, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    copy_in(blocks_.back().get(), from, bytes);
   }
 
   KvShape shape_;

@@ -44,6 +44,8 @@ std::vector<Precision> precisions() {
 Engine open(const Golden& golden, const Precision& precision,
             std::optional<std::uint64_t> device_memory = {}) {
   EngineConfig config;
+  // What suits a GPU is less under a cap, and so would be what is beside the rows.
+  config.chunk = 512;
   config.model = golden.model;
   config.device = precision.device;
   config.compute = precision.compute;

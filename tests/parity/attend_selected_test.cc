@@ -188,7 +188,9 @@ using Param = std::tuple<NamedBackend, Shape>;
 
 class AttendSelected : public ::testing::TestWithParam<Param> {
  protected:
-  void SetUp() override { backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam())); }
+  void SetUp() override {
+    backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam()), shape().head_dim);
+  }
   KvShape shape(int kv_heads = 2) const {
     const auto [dtype, head_dim, group] = std::get<Shape>(GetParam());
     return {1, kv_heads * group, kv_heads, head_dim, dtype};

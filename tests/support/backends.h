@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <ostream>
@@ -92,6 +93,16 @@ inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend) {
     [&] { GTEST_SKIP() << error.what(); }();
     return nullptr;
   }
+}
+
+// The same for rows of this head_dim, which a device may have no attention for.
+inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend, int head_dim) {
+  std::unique_ptr<Device> device = make_or_skip(backend);
+  if (device == nullptr) return nullptr;
+  const std::vector<int>& dims = device->info().head_dims;
+  if (dims.empty() || std::find(dims.begin(), dims.end(), head_dim) != dims.end()) return device;
+  [&] { GTEST_SKIP() << "no attention for head_dim " << head_dim; }();
+  return nullptr;
 }
 
 }  // namespace sluice::testing

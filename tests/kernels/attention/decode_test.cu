@@ -11,6 +11,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/attention_parity.h"
 #include "tests/support/paged_cases.h"
@@ -104,9 +105,8 @@ TEST_F(DecodeAttention, AReplayFollowsThePositions) {
       tokens[i].position = positions[i];
       cases[i].first_query_position = positions[i];
     }
-    require(cudaMemcpy(const_cast<BatchToken*>(batch.params.batch.tokens), tokens.data(),
-                       tokens.size() * sizeof(BatchToken), cudaMemcpyHostToDevice),
-            "tokens");
+    copy_in(const_cast<BatchToken*>(batch.params.batch.tokens), tokens.data(),
+            tokens.size() * sizeof(BatchToken));
     run([&] { require(cudaGraphLaunch(instance, stream), "a replay"); });
     expect_parity(cases, batch.queries.results());
     if (HasFatalFailure()) return;

@@ -15,6 +15,7 @@
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
 #include "lib/half.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/attention_parity.h"
@@ -150,7 +151,7 @@ class DeviceRun {
       std::byte* const to =
           base + head * stride + (placement_.equal_distances ? 0 : head * head * 64);
       const std::vector<std::byte>& from = case_.rows[head];
-      require(cudaMemcpy(to, from.data(), from.size(), cudaMemcpyHostToDevice), "copy");
+      copy_in(to, from.data(), from.size());
       rows_.push_back(to);
     }
   }
@@ -166,8 +167,7 @@ class DeviceRun {
                   q.begin() + placement_.q_misalignment + token * q_stride());
     }
     q_ = make_device_block(q.size() * sizeof(float));
-    require(cudaMemcpy(q_.get(), q.data(), q.size() * sizeof(float), cudaMemcpyHostToDevice),
-            "copy");
+    copy_in(q_.get(), q.data(), q.size() * sizeof(float));
   }
 
   Workspace& workspace_;

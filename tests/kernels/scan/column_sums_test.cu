@@ -14,6 +14,7 @@
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
 #include "lib/half.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/random.h"
 
@@ -106,7 +107,7 @@ class ColumnSums : public ::testing::Test {
     const auto upload = [&](const auto& host) {
       const std::size_t bytes = host.size() * sizeof(host[0]);
       blocks.push_back(make_device_block(std::max<std::size_t>(bytes, 16)));
-      require(cudaMemcpy(blocks.back().get(), host.data(), bytes, cudaMemcpyDefault), "upload");
+      copy_in(blocks.back().get(), host.data(), bytes);
       return blocks.back().get();
     };
     const PinnedBlock sums = make_pinned_block(static_cast<std::size_t>(c.count) * sizeof(float));

@@ -12,6 +12,7 @@
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
 #include "lib/half.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/random.h"
 
@@ -125,19 +126,6 @@ KeyIndexView view_of(const IndexCase& c, void* codes, void* scales, void* bounds
   return view;
 }
 
-template <typename T>
-DeviceBlock upload(const std::vector<T>& from) {
-  DeviceBlock block = make_device_block(from.size() * sizeof(T));
-  require(cudaMemcpy(block.get(), from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice),
-          "upload");
-  return block;
-}
-template <typename T>
-void download(const DeviceBlock& from, std::vector<T>& to) {
-  require(cudaMemcpy(to.data(), from.get(), to.size() * sizeof(T), cudaMemcpyDeviceToHost),
-          "download");
-}
-
 // Where the rows are that a page is built from.
 enum class Source {
   device,  // follow each other, as in prefill
@@ -204,9 +192,9 @@ IndexBytes build(const IndexCase& c, const std::vector<std::byte>& rows, Source 
                 workspace.launch());
   }
   require(cudaDeviceSynchronize(), "building");
-  download(codes, index.codes);
-  download(scales, index.scales);
-  download(bounds, index.bounds);
+  index.codes = download<std::byte>(codes, index.codes.size());
+  index.scales = download<std::uint16_t>(scales, index.scales.size());
+  index.bounds = download<std::uint16_t>(bounds, index.bounds.size());
   std::memcpy(bad.data(), flags.get(), bad.size() * sizeof(std::int32_t));
   return index;
 }

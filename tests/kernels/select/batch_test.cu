@@ -116,7 +116,7 @@ TEST_P(SelectBatch, TakesTurnsWhereScratchIsShort) {
   const Problem problem(c, digested(c));
   Launch less = launch();
   less.scratch_bytes = select_scratch_bytes(problem.params(), limits_) * 2 / 5;
-  select(problem.params(), less);
+  select_and_weigh(problem, less);
   require(cudaStreamSynchronize(less.stream), "select");
   for (int head = 0; head < c.heads(); ++head) expect_head(c, problem.answer(), head);
   less.scratch_bytes = 1000;
@@ -141,7 +141,7 @@ TEST_P(SelectBatch, IsReplayedFromAGraph) {
   Problem problem(c, digested(c));
   const cudaStream_t stream = launch().stream;
   require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-  select(problem.params(), launch());
+  select_and_weigh(problem, launch());
   cudaGraph_t graph = nullptr;
   require(cudaStreamEndCapture(stream, &graph), "capture");
   const GraphOwner graph_owner(graph);

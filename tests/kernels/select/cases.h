@@ -14,6 +14,7 @@
 #include "kernels/runtime/page_weights.h"
 #include "kernels/select/select.h"
 #include "lib/half.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/support/random.h"
 #include "tests/support/selection_cases.h"
@@ -31,9 +32,7 @@ class DeviceArray {
       : block_(make_device_block(std::max<std::size_t>(host.size() * sizeof(T), 16))) {
     upload(host);
   }
-  void upload(const std::vector<T>& host) {
-    require(cudaMemcpy(data(), host.data(), host.size() * sizeof(T), cudaMemcpyDefault), "upload");
-  }
+  void upload(const std::vector<T>& host) { copy_in(data(), host.data(), host.size() * sizeof(T)); }
   T* data() const { return static_cast<T*>(block_.get()); }
   std::vector<T> download(std::size_t count) const {
     std::vector<T> host(count);

@@ -50,14 +50,17 @@ class Select : public ::testing::TestWithParam<Path> {
   Answer run(const Case& c) const {
     const Problem problem(c, digested(c));
     EXPECT_LE(select_scratch_bytes(problem.params(), limits_), kScratch);
-    select(problem.params(), launch());
-    // What stands behind it where it leaves that to others.
-    if (problem.params().logits.digest.weights != nullptr &&
-        !leaves_page_weights(problem.params(), limits_)) {
-      weigh_pages(problem.params(), launch());
-    }
+    select_and_weigh(problem, launch());
     require(cudaStreamSynchronize(launch().stream), "select");
     return problem.answer();
+  }
+  // With what stands behind a selection that leaves page weights to others.
+  void select_and_weigh(const Problem& problem, const Launch& launch) const {
+    select(problem.params(), launch);
+    if (problem.params().logits.digest.weights != nullptr &&
+        !leaves_page_weights(problem.params(), limits_)) {
+      weigh_pages(problem.params(), launch);
+    }
   }
   void check_case(const Case& c) const {
     const Answer a = run(c);

@@ -12,6 +12,7 @@
 #include "kernels/values/values.h"
 #include "lib/half.h"
 #include "sluice/errors.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/partial_cases.h"
@@ -26,20 +27,6 @@ using testing::ValueProblem;
 
 constexpr std::size_t kScratch = std::size_t{32} << 20;
 constexpr std::uint16_t kNan = 0x7e00;
-
-template <typename T>
-DeviceBlock upload(const std::vector<T>& from) {
-  DeviceBlock block = make_device_block(from.size() * sizeof(T) + 16);
-  require(cudaMemcpy(block.get(), from.data(), from.size() * sizeof(T), cudaMemcpyDefault),
-          "upload");
-  return block;
-}
-template <typename T>
-std::vector<T> download(const DeviceBlock& from, std::size_t count) {
-  std::vector<T> to(count);
-  require(cudaMemcpy(to.data(), from.get(), count * sizeof(T), cudaMemcpyDefault), "download");
-  return to;
-}
 
 // The digest of a problem's whole pages, as a scan leaves it; NaN for pages that there are not.
 std::vector<std::byte> digest_of(const ValueProblem& problem) {
@@ -107,7 +94,7 @@ class DeviceProblem {
   // Puts back what was in out and lse before.
   void reset() const {
     const auto copy = [](const DeviceBlock& to, const std::vector<float>& from) {
-      require(cudaMemcpy(to.get(), from.data(), from.size() * 4, cudaMemcpyDefault), "reset");
+      copy_in(to.get(), from.data(), from.size() * 4);
     };
     copy(out_, problem_.out);
     copy(lse_, problem_.lse);
@@ -258,9 +245,7 @@ TEST(CudaAttendTiles, RunsFromGraphs) {
       for (HeadSelection& head : problem.heads) head.count = 0;
     }
     auto* const tokens = const_cast<BatchToken*>(device.params().batch.tokens);
-    require(cudaMemcpy(tokens, problem.tokens.data(), problem.tokens.size() * sizeof(BatchToken),
-                       cudaMemcpyDefault),
-            "tokens");
+    copy_in(tokens, problem.tokens.data(), problem.tokens.size() * sizeof(BatchToken));
     std::memcpy(device.params().selected.heads, problem.heads.data(),
                 problem.heads.size() * sizeof(HeadSelection));
     device.reset();

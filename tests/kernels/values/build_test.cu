@@ -12,6 +12,7 @@
 #include "kernels/values/values.h"
 #include "lib/backend.h"
 #include "sluice/errors.h"
+#include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/elements.h"
 #include "tests/support/random.h"
@@ -77,14 +78,6 @@ std::vector<RowSpan> spans_of(const BuildCase& c, const void* rows) {
                      count});
   }
   return spans;
-}
-
-template <typename T>
-DeviceBlock upload(const std::vector<T>& from) {
-  DeviceBlock block = make_device_block(from.size() * sizeof(T));
-  require(cudaMemcpy(block.get(), from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice),
-          "upload");
-  return block;
 }
 
 // What is built, and what is reported, [2, kHeads].
