@@ -14,7 +14,7 @@ constexpr std::int64_t kTasksPerThread = 3;
 // Where a token's rows may be divided.
 constexpr std::int64_t kAlign = 64;
 
-// Rows [first, end) of a token of the batch.
+// Of the rows that a token of the batch attends to, numbers [first, end).
 struct Piece {
   std::int64_t token = 0;
   std::int64_t first = 0;
@@ -24,12 +24,12 @@ struct Piece {
 // The tokens' rows in pieces of about the same size, enough of them for all threads.
 std::vector<Piece> pieces_of(const AttendBatchParams& p, int threads) {
   std::int64_t rows = 0;
-  for (std::int64_t b = 0; b < p.batch.count; ++b) rows += p.batch.tokens[b].count();
+  for (std::int64_t b = 0; b < p.batch.count; ++b) rows += p.count(b);
   const std::int64_t wanted = threads == 1 ? 1 : kTasksPerThread * threads;
   const std::int64_t size = std::max(kMinPieceRows, rows * p.shape.kv_heads / wanted);
   std::vector<Piece> pieces;
   for (std::int64_t b = 0; b < p.batch.count; ++b) {
-    const std::int64_t count = p.batch.tokens[b].count();
+    const std::int64_t count = p.count(b);
     const std::int64_t parts = threads == 1 ? 1 : std::max<std::int64_t>(1, count / size);
     for (std::int64_t part = 0; part < parts; ++part) {
       const auto border = [&](std::int64_t number) {
@@ -91,14 +91,25 @@ class Partials {
   float* data_;  // each [query_heads, head_dim] values, then [query_heads] lse
 };
 
+void add_piece(const AttendBatchParams& p, const Piece& piece, std::int64_t head,
+               AttendedRows& rows) {
+  const PositionGap gap = p.gap(piece.token);
+  const auto add = [&](std::int64_t first, std::int64_t end) {
+    add_rows(p.rows, p.batch.tokens[piece.token].sequence, head, first, end, p.shape.row_bytes(),
+             rows);
+  };
+  if (p.in_gaps) return add(gap.first + piece.first, gap.first + piece.end);
+  add(piece.first, std::min<std::int64_t>(piece.end, gap.first));
+  add(std::max<std::int64_t>(piece.first, gap.first) + gap.count(), piece.end + gap.count());
+}
+
 void attend_piece(const AttendBatchParams& p, const Piece& piece, const Place& to,
                   std::int64_t head, const ArenaPart& arena) {
   AttendTile tile = decode_tile_of(p, piece.token, head);
   tile.out = to.out + head * p.shape.group() * p.shape.head_dim;
   tile.lse = to.lse + head * p.shape.group();
   AttendedRows rows(tile, arena);
-  add_rows(p.rows, p.batch.tokens[piece.token].sequence, head, piece.first, piece.end,
-           p.shape.row_bytes(), rows);
+  add_piece(p, piece, head, rows);
   rows.attend();
 }
 

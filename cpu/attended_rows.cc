@@ -64,7 +64,7 @@ void add_rows(const PagedRows& rows, std::int32_t sequence, std::int64_t head, s
     const std::int64_t count = std::min(end, (page + 1) * kPageTokens) - at;
     const std::byte* const from =
         rows.row(sequence, head, at, static_cast<std::int64_t>(row_bytes));
-    if (rows.page(sequence, page).device != PageSlots::kNone) {
+    if (rows.is_on_device(rows.page(sequence, page))) {
       to.add(from, count);
     } else {
       to.add_copy(from, count);

@@ -124,6 +124,19 @@ void for_items(const TokenBatch& batch, const KvShape& shape, const Body& body) 
   }
 }
 
+// All rows of a token but those of its gap, or those alone.
+Rows attended_rows(const AttendBatchParams& p, const Item& item) {
+  const PositionGap gap = p.gap(item.number);
+  const auto between = [&](std::int64_t first, std::int64_t end) {
+    return rows_between(p.rows, p.shape, item.token.sequence, item.head, first, end);
+  };
+  if (p.in_gaps) return between(gap.first, gap.end);
+  Rows rows = between(0, gap.first);
+  const Rows behind = between(gap.end, item.token.count());
+  rows.insert(rows.end(), behind.begin(), behind.end());
+  return rows;
+}
+
 // The rows that a selection names, and how many of them the device has.
 Rows selected_rows(const AttendSelectedParams& p, const Item& item, std::int32_t& resident) {
   Rows rows;
@@ -219,8 +232,7 @@ void attend(const AttendParams& p, ReferenceReads& reads) {
 
 void attend_batch(const AttendBatchParams& p, ReferenceReads& reads) {
   for_items(p.batch, p.shape, [&](const Item& item) {
-    const Rows rows =
-        rows_between(p.rows, p.shape, item.token.sequence, item.head, 0, item.token.count());
+    const Rows rows = attended_rows(p, item);
     report_parts(rows, p.shape, reads);
     for (int g = 0; g < p.shape.group(); ++g) {
       const int head = item.head * p.shape.group() + g;

@@ -47,8 +47,8 @@ bool attend_decode_fits(int head_dim, const DeviceLimits& device);
 
 // Queries and softmax weights take part as sums of two numbers of the rows' dtype, which leaves
 // fp32's rounding. Rows are read where they lie, from mapped host memory too; arenas are not used.
-// Launches depend on counts and capacities alone; batch.tokens and the table of pages are read
-// before the kernel before is over.
+// Launches depend on counts and capacities alone; batch.tokens, gaps and the table of pages are
+// read before the kernel before is over. Others attend to what is in the gaps.
 void attend_decode(const AttendBatchParams& params, const Launch& launch);
 void attend_decode_selected(const AttendSelectedParams& params, const Launch& launch);
 

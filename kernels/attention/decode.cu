@@ -178,6 +178,7 @@ DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_
   p.tokens += first;
   p.count = static_cast<int>(count);
   p.heads = p.count * p.kv_heads;
+  skip(p.gaps, first);
   skip(p.positions, heads * p.capacity);
   skip(p.places, heads * p.capacity);
   skip(p.selections, heads);
@@ -286,7 +287,10 @@ bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
 
 void attend_decode(const AttendBatchParams& a, const Launch& launch) {
   if (a.batch.count == 0) return;
-  run(common_params(a, launch), a.shape, launch, a.batch.capacity);
+  check(!a.in_gaps, "decode attention: gaps are the host's");
+  DecodeKernelParams p = common_params(a, launch);
+  p.gaps = a.gaps;
+  run(p, a.shape, launch, a.batch.capacity);
 }
 
 void attend_decode_selected(const AttendSelectedParams& a, const Launch& launch) {

@@ -271,7 +271,9 @@ class DecodeFetch {
 
   // The position of this lane's row of a tile whose positions were asked for at step `asked`.
   __device__ std::int32_t position(const Tile& tile, unsigned asked) const {
-    if constexpr (!kSelects) return first_row(tile) + own_row(tile);
+    if constexpr (!kSelects) {
+      return position_beside(tile.segment.gap, first_row(tile) + own_row(tile));
+    }
     return lookups_.positions[asked % (2 * kAhead)][first_row_ + lane_];
   }
 

@@ -23,6 +23,7 @@ struct DecodeKernelParams {
   int heads = 0;  // count * kv_heads
   int group = 0;
   PagedRows rows;
+  const PositionGap* gaps = nullptr;        // [count] or null; not if rows are found by position
   const std::int32_t* positions = nullptr;  // [heads, capacity]; null: every row in turn
   std::int64_t capacity = 0;
   const PlacedRow* places = nullptr;  // [heads, capacity], of these positions; null: see the pages
@@ -104,6 +105,7 @@ struct DecodeSegment {
   int number = 0;    // of the token
   int kv_head = 0;
   BatchToken token;
+  PositionGap gap;  // of the token
 
   __device__ bool exists() const { return first < last; }
   // How many of a tile's rows exist.
@@ -129,8 +131,16 @@ __device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
 }
 
 // How many rows of a head are not found by position.
-__device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const BatchToken& token) {
-  return (p.selects() ? place_in_page(token.position) : token.position) + 1;
+__device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const BatchToken& token,
+                                          const PositionGap& gap) {
+  if (p.selects()) return place_in_page(token.position) + 1;
+  return token.position + 1 - (gap.end - gap.first);
+}
+
+// The position of one of them if none is found by position. Gaps are whole pages, so that a tile is
+// on one side.
+__device__ __forceinline__ std::int32_t position_beside(const PositionGap& gap, int row) {
+  return row < gap.first ? row : row + (gap.end - gap.first);
 }
 
 // How many are.
@@ -144,7 +154,8 @@ class DecodeWork {
  public:
   // Shared memory that it takes if heads differ, for each token of a batch, and besides.
   static constexpr std::size_t token_bytes(int kv_heads) {
-    return static_cast<std::size_t>(kv_heads) * (sizeof(std::int32_t) + 1) + sizeof(BatchToken);
+    return static_cast<std::size_t>(kv_heads) * (sizeof(std::int32_t) + 1) + sizeof(BatchToken) +
+           sizeof(PositionGap);
   }
   static constexpr std::size_t kBytesBeside = sizeof(std::int32_t);
 
@@ -154,12 +165,17 @@ class DecodeWork {
       : p_(p),
         before_(shared),
         tokens_(reinterpret_cast<BatchToken*>(shared + p.heads + 1)),
-        last_(reinterpret_cast<std::uint8_t*>(tokens_ + p.count)),
+        gaps_(reinterpret_cast<PositionGap*>(tokens_ + p.count)),
+        last_(reinterpret_cast<std::uint8_t*>(gaps_ + p.count)),
         first_token_(p.tokens[0]) {
+    if (p.gaps != nullptr) first_gap_ = p.gaps[0];
     if (p.count == 1) return;
     for_mine(p.count, [&](int number) {
       copy_async_word(&tokens_[number].sequence, &p.tokens[number].sequence);
       copy_async_word(&tokens_[number].position, &p.tokens[number].position);
+      if (p.gaps == nullptr) return;
+      copy_async_word(&gaps_[number].first, &p.gaps[number].first);
+      copy_async_word(&gaps_[number].end, &p.gaps[number].end);
     });
     copy_async_commit();
   }
@@ -169,7 +185,7 @@ class DecodeWork {
   __device__ void divide() {
     const int first_selected = selected_of(p_, 0);
     if (all_equal(first_selected)) {
-      first_rows_ = in_turn_of(p_, first_token_) + first_selected;
+      first_rows_ = in_turn_of(p_, first_token_, first_gap_) + first_selected;
       uniform_ = tiles_of(first_rows_);
       total_ = uniform_ * p_.heads;
     } else {
@@ -194,6 +210,7 @@ class DecodeWork {
     s.number = p_.count == 1 ? 0 : s.head / p_.kv_heads;
     s.kv_head = s.head - s.number * p_.kv_heads;
     s.token = token(s.number);
+    s.gap = gap(s.number);
     set_tiles(s);
     return s;
   }
@@ -206,6 +223,7 @@ class DecodeWork {
     if (++next.kv_head == p_.kv_heads) {
       next.kv_head = 0;
       next.token = tokens_[++next.number];
+      next.gap = gap(next.number);
     }
     set_tiles(next);
     return next;
@@ -228,6 +246,9 @@ class DecodeWork {
   __device__ BatchToken token(int number) const {
     return p_.count == 1 ? first_token_ : tokens_[number];
   }
+  __device__ PositionGap gap(int number) const {
+    return p_.count == 1 || p_.gaps == nullptr ? first_gap_ : gaps_[number];
+  }
 
   // The worker that has tile number `tile`.
   __device__ int worker_of(int tile) const {
@@ -241,7 +262,7 @@ class DecodeWork {
     const int first_tile = before(s.head);
     s.tiles = uniform_ > 0 ? uniform_ : before_[s.head + 1] - first_tile;
     s.rows = uniform_ > 0 ? first_rows_ : (s.tiles - 1) * kTileRows + last_[s.head] + 1;
-    s.selected = s.rows - in_turn_of(p_, s.token);
+    s.selected = s.rows - in_turn_of(p_, s.token, s.gap);
     s.first = max(0, begin_ - first_tile);
     s.last = min(s.tiles, end_ - first_tile);
   }
@@ -269,9 +290,10 @@ class DecodeWork {
     if (p_.selects()) equal = all_select(first_selected);
     if (p_.count > 1) {
       copy_async_wait<0>();
-      const int first_in_turn = in_turn_of(p_, first_token_);
-      for_mine(p_.count,
-               [&](int number) { equal &= in_turn_of(p_, tokens_[number]) == first_in_turn; });
+      const int first_in_turn = in_turn_of(p_, first_token_, first_gap_);
+      for_mine(p_.count, [&](int number) {
+        equal &= in_turn_of(p_, tokens_[number], gap(number)) == first_in_turn;
+      });
     }
     return __syncthreads_and(equal ? 1 : 0) != 0;
   }
@@ -290,7 +312,7 @@ class DecodeWork {
     int left = (number + 1) * p_.kv_heads - first;  // heads of that token
 #pragma unroll 1
     for (int head = first; head < last; ++head) {
-      const int rows = in_turn_of(p_, token(number)) + selected_of(p_, head);
+      const int rows = in_turn_of(p_, token(number), gap(number)) + selected_of(p_, head);
       before_[head] = rows;
       own += tiles_of(rows);
       if (--left > 0) continue;
@@ -332,8 +354,10 @@ class DecodeWork {
   const DecodeKernelParams& p_;
   std::int32_t* before_;  // [heads + 1]
   BatchToken* tokens_;    // [count]
+  PositionGap* gaps_;     // [count], if there are any
   std::uint8_t* last_;    // [heads]: rows of the last tile, less one
   BatchToken first_token_;
+  PositionGap first_gap_;
   int uniform_ = 0;     // tiles of every head, if they are equal
   int first_rows_ = 0;  // rows of every head then
   int total_ = 0;

@@ -58,7 +58,16 @@ struct AttendParams {
   bool merge = false;    // merge with the partial already in out and lse
 };
 
-// Attention of decoded tokens to all rows of their sequences up to their own.
+// Positions [first, end) of a token's sequence that somebody else attends to: whole pages before
+// its own.
+struct PositionGap {
+  std::int32_t first = 0;
+  std::int32_t end = 0;
+
+  constexpr std::int64_t count() const { return end - first; }
+};
+
+// Attention of decoded tokens to all rows of their sequences up to their own, but for their gaps.
 //
 // To a backend that computes in host memory the device is a bounded part of it: rows that are only
 // at home are copied to `arena` before they are attended. Without an arena, and by other backends,
@@ -69,11 +78,26 @@ struct AttendBatchParams {
   KvShape shape;
   TokenBatch batch;
   PagedRows rows;
+  // [count] or null: there are none. The backend's memory, written before the step as the tokens
+  // are.
+  const PositionGap* gaps = nullptr;
+  // Attends to what is in the gaps, which may be nothing, and to nothing else. Of backends that
+  // compute in host memory.
+  bool in_gaps = false;
   float scale = 0.0f;
   float* out = nullptr;        // [count, query_heads, head_dim]
   float* lse = nullptr;        // [count, query_heads]
   std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
   std::int64_t arena_rows = 0;
+
+  // For those who reach the batch's tokens and gaps.
+  constexpr PositionGap gap(std::int64_t token) const {
+    return gaps == nullptr ? PositionGap() : gaps[token];
+  }
+  // Rows of every KV head that a token attends to.
+  constexpr std::int64_t count(std::int64_t token) const {
+    return in_gaps ? gap(token).count() : batch.tokens[token].count() - gap(token).count();
+  }
 };
 
 // Attention of decoded tokens to selected rows and to those of their own pages, the newest.

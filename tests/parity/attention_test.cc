@@ -249,6 +249,77 @@ TEST_P(AttentionParityOfShapes, DecodesFromAnyTier) {
   }
 }
 
+// A gap of whole pages before a token's own: none, some, or all of them.
+PositionGap random_gap(Random& random, std::int64_t position) {
+  const std::int64_t pages = position / kPageTokens;
+  const std::int64_t first = random.integer(0, 3) == 0 ? 0 : random.integer(0, pages);
+  const std::int64_t end = random.integer(0, 3) == 0 ? pages : random.integer(first, pages);
+  return {static_cast<std::int32_t>(first * kPageTokens),
+          static_cast<std::int32_t>(end * kPageTokens)};
+}
+
+// The case of a sequence of which those rows are all that there is.
+AttentionCase only(const AttentionCase& c, std::int64_t first, std::int64_t end) {
+  AttentionCase part = c;
+  for (std::vector<std::byte>& rows : part.rows) {
+    const auto bytes = static_cast<std::ptrdiff_t>(c.shape.row_bytes());
+    rows = {rows.begin() + first * bytes, rows.begin() + end * bytes};
+  }
+  return part;
+}
+
+AttentionCase around(const AttentionCase& c, const PositionGap& gap) {
+  AttentionCase part = only(c, 0, gap.first);
+  const AttentionCase behind = only(c, gap.end, c.count(0));
+  for (std::size_t head = 0; head < part.rows.size(); ++head) {
+    part.rows[head].insert(part.rows[head].end(), behind.rows[head].begin(),
+                           behind.rows[head].end());
+  }
+  part.first_query_position = part.count(0) - 1;
+  return part;
+}
+
+TEST_P(AttentionParityOfShapes, LeavesGapsToOthers) {
+  for (const bool batch : {true, false}) {
+    for (const int group : {1, 4, 9}) {
+      SCOPED_TRACE(::testing::Message() << "group " << group);
+      std::vector<AttentionCase> cases, outside, inside;
+      std::vector<PositionGap> gaps;
+      for (const std::int64_t count : {random_.integer(700, 3000), random_.integer(1, 500),
+                                       std::int64_t{128}, std::int64_t{257}}) {
+        cases.push_back(newest_case(random_, shape(2, group), count));
+        gaps.push_back(random_gap(random_, count - 1));
+        outside.push_back(around(cases.back(), gaps.back()));
+        inside.push_back(only(cases.back(), gaps.back().first, gaps.back().end));
+        if (!batch) break;
+      }
+      if (!GetParam().implementation.batches) return;
+      BatchRun run(*backend_, random_, cases);
+      check_results(outside, run.attend_around(gaps), batch_rounding());
+      if (HasFatalFailure()) return;
+      if (backend_->info().compute_tier == Tier::device) continue;
+      check_results(inside, run.attend_within(gaps), batch_rounding());
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// As many rows are left of all sequences, and then not.
+TEST_P(AttentionParityOfShapes, GapsMayMakeLengthsEqual) {
+  const std::vector<AttentionCase> cases = {newest_case(random_, shape(2, 4), 900),
+                                            newest_case(random_, shape(2, 4), 900 - 256),
+                                            newest_case(random_, shape(2, 4), 900 - 256)};
+  if (!GetParam().implementation.batches) return;
+  BatchRun run(*backend_, random_, cases);
+  for (const PositionGap& last : {PositionGap{0, 0}, PositionGap{256, 512}}) {
+    const std::vector<PositionGap> gaps = {{128, 384}, {0, 0}, last};
+    std::vector<AttentionCase> outside;
+    for (std::size_t i = 0; i < cases.size(); ++i) outside.push_back(around(cases[i], gaps[i]));
+    check_results(outside, run.attend_around(gaps), batch_rounding());
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_P(AttentionParityOfShapes, AttendsForOneTokenOfAnyGroupAndLength) {
   for (const int group : {1, 2, 3, 4, 7, 8, 16}) {
     for (const std::int64_t count : {std::int64_t{1}, std::int64_t{127}, std::int64_t{128},

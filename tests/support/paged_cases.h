@@ -223,15 +223,26 @@ class BatchRun {
   std::vector<Partial> attend(std::int64_t arena_rows = 0) {
     return attend(sequences_.batch(), arena_rows);
   }
+  // All but what is in the gaps, or that alone. Neither reads what it is not to attend to.
+  std::vector<Partial> attend_around(const std::vector<PositionGap>& gaps) {
+    const Buffer there = upload(backend_, gaps);
+    AttendBatchParams p = params(sequences_.batch());
+    p.gaps = reinterpret_cast<const PositionGap*>(there.data());
+    backend_.queue->attend_batch(p);
+    return queries_.results();
+  }
+  std::vector<Partial> attend_within(const std::vector<PositionGap>& gaps) {
+    AttendBatchParams p = params(sequences_.batch());
+    p.gaps = gaps.data();
+    p.in_gaps = true;
+    backend_.queue->attend_batch(p);
+    return queries_.results();
+  }
   std::vector<Partial> attend(const TokenBatch& batch, std::int64_t arena_rows) {
     const std::size_t arena_bytes =
         static_cast<std::size_t>(shape_.kv_heads * arena_rows) * shape_.row_bytes();
     const Buffer arena = backend_.allocate(backend_.info().compute_tier, arena_bytes);
-    AttendBatchParams p;
-    queries_.put(p);
-    p.batch = batch;
-    p.rows = sequences_.rows();
-    p.scale = scale_;
+    AttendBatchParams p = params(batch);
     p.arena = arena.data();
     p.arena_rows = arena_rows;
     backend_.queue->attend_batch(p);
@@ -240,6 +251,15 @@ class BatchRun {
   const PagedSequences& sequences() const { return sequences_; }
 
  private:
+  AttendBatchParams params(const TokenBatch& batch) const {
+    AttendBatchParams p;
+    queries_.put(p);
+    p.batch = batch;
+    p.rows = sequences_.rows();
+    p.scale = scale_;
+    return p;
+  }
+
   Device& backend_;
   PagedSequences sequences_;
   BatchQueries queries_;

@@ -50,7 +50,7 @@ struct PageSlots {
 // and from their home, host memory, if not; they are written to all places that they have.
 struct PagedRows {
   // [kv_heads, slots, kPageTokens, row_bytes], with so many bytes from KV head to KV head; null if
-  // there is no such tier.
+  // there is no such tier, or the reader does not reach it.
   std::byte* device = nullptr;
   std::byte* host = nullptr;
   std::int64_t device_stride = 0;
@@ -69,13 +69,15 @@ struct PagedRows {
   constexpr const PageSlots& page(std::int64_t sequence, std::int64_t number) const {
     return pages[sequence * table_stride + number];
   }
+  constexpr bool is_on_device(const PageSlots& page) const {
+    return device != nullptr && page.device != PageSlots::kNone;
+  }
   // Where the row of a position is read; for those who reach `pages`.
   constexpr const std::byte* row(std::int64_t sequence, std::int64_t head, std::int64_t position,
                                  std::int64_t row_bytes) const {
     const PageSlots& at = page(sequence, position / kPageTokens);
-    const std::byte* const first = at.device != PageSlots::kNone
-                                       ? in_device(head, at.device, row_bytes)
-                                       : in_host(head, at.host, row_bytes);
+    const std::byte* const first = is_on_device(at) ? in_device(head, at.device, row_bytes)
+                                                    : in_host(head, at.host, row_bytes);
     return first + position % kPageTokens * row_bytes;
   }
 };
