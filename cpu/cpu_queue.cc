@@ -175,4 +175,6 @@ void CpuQueue::attend_tiles(const AttendTilesParams& params) {
   cpu::attend_tiles(params, threads());
 }
 
+void CpuQueue::merge_partials(const MergePartialsParams& params) { cpu::merge_partials(params); }
+
 }  // namespace sluice::cpu

@@ -45,6 +45,7 @@ class CpuQueue : public Queue {
   void build_values(const BuildValuesParams& params) override;
   void build_values_batch(const BuildValuesBatchParams& params) override;
   void attend_tiles(const AttendTilesParams& params) override;
+  void merge_partials(const MergePartialsParams& params) override;
   void wait_for(Queue& /*other*/) override {}
   void synchronize() override { static_cast<void>(backend()); }
 

@@ -146,6 +146,10 @@ void ReferenceQueue::build_values_batch(const BuildValuesBatchParams& params) {
   reference::build_values_batch(params);
 }
 
+void ReferenceQueue::merge_partials(const MergePartialsParams& params) {
+  reference::merge_partials(params);
+}
+
 void ReferenceQueue::attend_tiles(const AttendTilesParams& params) {
   reference::attend_tiles(params, [&](const PageRead& read) { on_values_read(read); });
 }

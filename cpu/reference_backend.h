@@ -80,6 +80,7 @@ class ReferenceQueue : public Queue, public ReferenceReads {
   void build_values(const BuildValuesParams& params) override;
   void build_values_batch(const BuildValuesBatchParams& params) override;
   void attend_tiles(const AttendTilesParams& params) override;
+  void merge_partials(const MergePartialsParams& params) override;
   void read_heads(const ReadHeadsParams& params) override;
   void sample(const Matrix& logits, std::span<const TokenDraw> params,
               std::span<SampledToken> tokens) override;

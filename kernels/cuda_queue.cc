@@ -146,6 +146,11 @@ void CudaQueue::replay(std::unique_ptr<Recording>& recording, const std::functio
   });
 }
 
+void CudaQueue::call_host(HostCall& call) {
+  const auto run = [](void* work) { static_cast<HostCall*>(work)->run(); };
+  require(cudaLaunchHostFunc(stream(), run, &call), "a call of the host");
+}
+
 void CudaQueue::wait_for(Queue& other) {
   auto& from = dynamic_cast<CudaQueue&>(other);
   require(cudaEventRecord(from.event_.get(), from.stream()), "an event");

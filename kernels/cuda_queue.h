@@ -71,6 +71,12 @@ class CudaQueue : public Queue {
   void attend_tiles(const AttendTilesParams& params) override {
     cuda::attend_tiles(params, launch());
   }
+  // What it waits for may be the host.
+  void merge_partials(const MergePartialsParams& params) override {
+    merge_joined_partials(params, launch());
+  }
+  void call_host(HostCall& call) override;
+  void note_time(std::uint64_t* to) override { cuda::note_time(to, launch()); }
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) override;
   ReplayCounts replay_counts() const override { return recorder_.counts(); }
   void wait_for(Queue& other) override;

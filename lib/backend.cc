@@ -1,5 +1,6 @@
 #include "lib/backend.h"
 
+#include <chrono>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -74,6 +75,11 @@ QueueRange::~QueueRange() { queue_.end_range(); }
 
 std::unique_ptr<Queue> Queue::make_sibling(const QueueOptions& options) {
   return backend().make_queue(options);
+}
+
+void Queue::note_time(std::uint64_t* to) {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  *to = static_cast<std::uint64_t>(std::chrono::nanoseconds(now).count());
 }
 
 void Queue::replay(std::unique_ptr<Recording>& /*recording*/, const std::function<void()>& issue) {

@@ -153,6 +153,14 @@ void TracedQueue::attend_tiles(const AttendTilesParams& params) {
       [&](Queue& queue) { queue.attend_tiles(params); });
 }
 
+void TracedQueue::merge_partials(const MergePartialsParams& params) {
+  run("merge partials", TraceKind::attend, [&](Queue& queue) { queue.merge_partials(params); });
+}
+
+void TracedQueue::call_host(HostCall& call) {
+  run("attend on the host", TraceKind::attend, [&](Queue& queue) { queue.call_host(call); });
+}
+
 void TracedQueue::wait_for(Queue& other) {
   auto* const traced = dynamic_cast<TracedQueue*>(&other);
   check(traced != nullptr, "a traced queue waits for one that is not");

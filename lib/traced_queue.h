@@ -49,6 +49,9 @@ class TracedQueue : public Queue {
   void build_values(const BuildValuesParams& params) override;
   void build_values_batch(const BuildValuesBatchParams& params) override;
   void attend_tiles(const AttendTilesParams& params) override;
+  void merge_partials(const MergePartialsParams& params) override;
+  void call_host(HostCall& call) override;
+  void note_time(std::uint64_t* to) override { queue_->note_time(to); }
 
   // `other` is traced, too.
   void wait_for(Queue& other) override;

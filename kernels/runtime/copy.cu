@@ -113,6 +113,12 @@ __global__ void __launch_bounds__(kGatherThreads)
   }
 }
 
+__global__ void note_time_kernel(std::uint64_t* to) {
+  std::uint64_t now = 0;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  *to = now;
+}
+
 constexpr int kPackThreads = 256;
 
 // A block for each token.
@@ -150,6 +156,12 @@ void unpack_tokens(const UnpackTokensParams& p, const Launch& launch) {
   const PackArgs args = {p.positions, p.first, p.width, p.packed, p.piece, p.width};
   pack_kernel<false><<<static_cast<unsigned>(p.count), kPackThreads, 0, launch.stream>>>(args);
   require_launch("unpack_tokens");
+}
+
+// One after the other: kernels before it are over, and those after it have not begun.
+void note_time(std::uint64_t* to, const Launch& launch) {
+  note_time_kernel<<<1, 1, 0, launch.stream>>>(to);
+  require_launch("note_time");
 }
 
 void copy_pieces(std::span<const CopyOp> ops, const Launch& launch) {

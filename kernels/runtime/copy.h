@@ -20,4 +20,7 @@ void gather(const GatherParams& params, const Launch& launch, int blocks = kGath
 void pack_tokens(const PackTokensParams& params, const Launch& launch);
 void unpack_tokens(const UnpackTokensParams& params, const Launch& launch);
 
+// When the stream comes to it: nanoseconds of the device's clock. `to` is reached by kernels.
+void note_time(std::uint64_t* to, const Launch& launch);
+
 }  // namespace sluice::cuda

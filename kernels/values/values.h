@@ -27,6 +27,8 @@ void build_values_batch(const BuildValuesBatchParams& params, const Launch& laun
 // kTileQueries at a time. Error{unsupported} if the scratch does not suffice for one token.
 void attend_tiles(const AttendTilesParams& params, const Launch& launch);
 void merge_partials(const MergePartialsParams& params, const Launch& launch);
+// The same where it has other work than kernels to wait for, of another stream.
+void merge_joined_partials(const MergePartialsParams& params, const Launch& launch);
 
 inline constexpr int kTileQueries = 8;  // that read a page together
 

@@ -35,6 +35,14 @@ struct ReplayCounts {
   std::int64_t launches = 0;    // of recordings
 };
 
+// Work of the host's in a queue's order. It stays where it is as long as the queue, or a recording,
+// may come to it. It asks nothing of the queue's backend.
+class HostCall {
+ public:
+  virtual ~HostCall() = default;
+  virtual void run() noexcept = 0;
+};
+
 struct QueueOptions {
   // A stream of a caller's, a cudaStream_t, which outlives the queue; null: one of its own.
   void* stream = nullptr;
@@ -87,6 +95,11 @@ class Queue : public DenseOps, public KvOps, public IndexOps, public ValueOps {
   virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
   // So far.
   virtual ReplayCounts replay_counts() const { return {}; }
+
+  // Runs `call` when the queue comes to it, on any thread; what is behind it waits.
+  virtual void call_host(HostCall& call) { call.run(); }
+  // Writes when the queue comes to it: nanoseconds of a clock of the backend's.
+  virtual void note_time(std::uint64_t* to);
 
   // Work issued from now on starts after all work issued to `other` so far.
   virtual void wait_for(Queue& other) = 0;

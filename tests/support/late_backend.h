@@ -202,6 +202,15 @@ class LateQueue : public cpu::CpuQueue {
   void attend_tiles(const AttendTilesParams& p) override {
     later([this, p] { CpuQueue::attend_tiles(p); });
   }
+  void merge_partials(const MergePartialsParams& p) override {
+    later([this, p] { CpuQueue::merge_partials(p); });
+  }
+  void call_host(HostCall& call) override {
+    later([&call] { call.run(); });
+  }
+  void note_time(std::uint64_t* to) override {
+    later([this, to] { CpuQueue::note_time(to); });
+  }
   void pack_tokens(const PackTokensParams& p) override {
     later([this, p] { CpuQueue::pack_tokens(p); });
   }
