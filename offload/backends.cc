@@ -1,11 +1,13 @@
 #include "offload/backends.h"
 
+#include <algorithm>
 #include <charconv>
 #include <string_view>
 
 #include "cpu/cpu_backend.h"
 #include "cpu/reference_backend.h"
 #include "sluice/errors.h"
+#include "sluice/topology.h"
 #ifdef SLUICE_CUDA
 #include "kernels/cuda_backend.h"
 #elif defined(SLUICE_CUDA_MODULE)
@@ -80,6 +82,12 @@ std::unique_ptr<Backend> make_backend(const BackendOptions& options) {
   }
   throw Error(ErrorCode::usage, "`device` " + options.device +
                                     ": there are the devices cpu, cuda, cuda:N and reference");
+}
+
+std::unique_ptr<Backend> make_attending_cpu(int threads) {
+  cpu::CpuOptions options;
+  options.threads = threads > 0 ? threads : std::max(1, detect_topology().usable_cores - 1);
+  return std::make_unique<cpu::CpuBackend>(options);
 }
 
 }  // namespace sluice

@@ -31,14 +31,27 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
                      reinterpret_cast<const std::byte*>(tokens_.data()),
                      tokens_.size() * sizeof(BatchToken)};
   pool_->queue().copy({&op, 1});
+  beside_ = find_beside();
   if (pool_->cache() != nullptr) pool_->cache()->advance();
+}
+
+// Several tokens of one sequence go through a TokenRun where layers attend to everything.
+HostAttention* DecodeStep::find_beside() const {
+  HostAttention* const host = pool_->host_attention();
+  const bool is_run = tokens_.size() > 1 && tokens_[0].sequence == tokens_[1].sequence;
+  if (host == nullptr || is_run) return nullptr;
+  std::vector<int> layers;
+  for (int layer = 0; layer < pool_->plan().shape.layers; ++layer) {
+    if (is_dense(layer)) layers.push_back(layer);
+  }
+  return host->begin(tokens_, std::move(layers), pool_->tables()) ? host : nullptr;
 }
 
 KvPool::StepKind DecodeStep::kind() const {
   const std::vector<Policy>& policies = pool_->policies();
   const auto number = std::find(policies.begin(), policies.end(), *policy_) - policies.begin();
   return {static_cast<std::size_t>(number), static_cast<std::int64_t>(tokens_.size()), capacity_,
-          evicts()};
+          evicts(), beside_ != nullptr};
 }
 
 TokenBatch DecodeStep::batch() const {
@@ -90,7 +103,11 @@ void DecodeStep::attend(int layer, const Queries& queries) {
   params.lse = queries.lse;
   params.arena = pool_->arena();
   params.arena_rows = 2 * pool_->plan().stream_tokens;
-  pool_->queue().attend_batch(params);
+  if (beside_ != nullptr) {
+    beside_->attend(layer, params);
+  } else {
+    pool_->queue().attend_batch(params);
+  }
   select(layer, queries);
 }
 
@@ -103,27 +120,36 @@ void DecodeStep::issue_report() {
   if (pool_->sparse() != nullptr) pool_->sparse()->issue_report();
 }
 
-// Rows of a dense layer are where the tables say.
-void DecodeStep::record_dense(int layer, const BatchToken& token, Ledger& ledger) const {
+// Rows of a dense layer are where the tables say, and those in a gap are attended at home.
+void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) const {
   const KvShape& shape = pool_->plan().shape;
   const Tier tier = pool_->tier();
+  const BatchToken& token = tokens_[number];
+  const int set = pool_->set_of(layer);
+  const auto resident_below = [&](std::int64_t tokens) {
+    return pool_->plan().in_place ? tokens
+                                  : pool_->tables().resident_rows(token.sequence, tokens, set);
+  };
+  const PositionGap gap = beside_ != nullptr ? beside_->gap(set, number) : PositionGap();
   const std::int64_t resident =
-      pool_->plan().in_place
-          ? token.count()
-          : pool_->tables().resident_rows(token.sequence, token.count(), pool_->set_of(layer));
+      resident_below(token.count()) - (resident_below(gap.end) - resident_below(gap.first));
   const int parts = ReadPattern::parts(shape.group(), pool_->backend().info().reads.attend_queries);
   ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape, parts * resident));
   ledger.record(layer, Tier::host, tier, Cause::miss,
-                traffic_of(shape, parts * (token.count() - resident)));
+                traffic_of(shape, parts * (token.count() - gap.count() - resident)));
+  if (gap.count() == 0) return;
+  ledger.record(layer, Tier::host, Tier::host, Cause::hit,
+                traffic_of(shape, beside_->reads(shape.group()) * gap.count()));
 }
 
 StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const {
   StepSelection result;
+  if (beside_ != nullptr) beside_->finish();
   SparseAttention* const sparse = pool_->sparse();
   for (int layer = 0; layer < pool_->plan().shape.layers; ++layer) {
     if (is_dense(layer)) {
-      for (const BatchToken& token : tokens_) {
-        if (counts_dense && token.sequence == sequence) record_dense(layer, token, ledger);
+      for (std::size_t i = 0; i < tokens_.size(); ++i) {
+        if (counts_dense && tokens_[i].sequence == sequence) record_dense(layer, i, ledger);
       }
       if (!policy_->selects(layer)) continue;
     }

@@ -38,7 +38,7 @@ class DecodeStep {
   // Error{numeric} naming layer and KV head if a key, a query or an estimate was NaN or infinite.
   StepSelection finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const;
   // Whether finish() reads what only the backend knows, so that it must be waited for.
-  bool reports() const { return pool_->sparse() != nullptr; }
+  bool reports() const { return pool_->sparse() != nullptr || beside_ != nullptr; }
 
   // The tokens where the backend reads them.
   TokenBatch batch() const;
@@ -46,7 +46,9 @@ class DecodeStep {
  private:
   // Some prompt's tokens were dropped for good: nothing attends to them again, dense layers either.
   bool evicts() const;
-  void record_dense(int layer, const BatchToken& token, Ledger& ledger) const;
+  // The host's attention, if it is to attend in this step.
+  HostAttention* find_beside() const;
+  void record_dense(int layer, std::size_t number, Ledger& ledger) const;
   // As this layer has it.
   const Policy& policy(int layer) const;
 
@@ -55,6 +57,7 @@ class DecodeStep {
   const Policy* policy_ = nullptr;
   std::vector<Policy> by_layer_;  // of *policy_, if layers differ
   std::int64_t capacity_ = 0;
+  HostAttention* beside_ = nullptr;
 };
 
 }  // namespace sluice

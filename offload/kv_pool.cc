@@ -44,7 +44,7 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
 }  // namespace
 
 KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies,
-               const Scorers& scorers)
+               const Scorers& scorers, const HostAttender& attender)
     : queue_(std::move(queue)),
       transfer_(queue_->make_sibling({.computes = false})),
       plan_(plan),
@@ -76,6 +76,12 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   }
   if (layout_.zipvl) {
     important_ = std::make_unique<ImportantTokens>(*queue_, layout_, rows.compact, tier());
+  }
+  if (plan.host_attention) {
+    check(attender.backend != nullptr, "a plan with attention on the host, and nobody who attends");
+    host_attention_ = std::make_unique<HostAttention>(
+        *queue_, *transfer_, plan, attender, reinterpret_cast<const PageSlots*>(pages_.data()),
+        tokens());
   }
 }
 
@@ -198,6 +204,12 @@ void KvPool::publish() {
     }
   }
   if (!ops.empty()) queue_->copy(ops);
+  if (host_attention_ == nullptr) return;
+  std::vector<std::int64_t> entries;
+  for (const BlockTables::Change& change : page_changes) {
+    entries.push_back(change.sequence * layout_.pages() + change.number);
+  }
+  host_attention_->mirror(entries);
 }
 
 PagedRows KvPool::rows(int layer) const {

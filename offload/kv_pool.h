@@ -12,6 +12,7 @@
 #include "lib/backend.h"
 #include "lib/batch.h"
 #include "offload/block_tables.h"
+#include "offload/host_attention.h"
 #include "offload/host_store.h"
 #include "offload/important_tokens.h"
 #include "offload/kv_rows.h"
@@ -28,9 +29,9 @@ class KvPool {
  public:
   // Allocates what the plan says, but for the rows at home, which grow with what is in use. Steps
   // are issued to `queue`. `policies`: those that sequences may use; none: dense. They name
-  // `scorers`.
+  // `scorers`. `attender` attends where the plan says so.
   KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies = {},
-         const Scorers& scorers = own_scorers());
+         const Scorers& scorers = own_scorers(), const HostAttender& attender = {});
   KvPool(const KvPool&) = delete;
   KvPool& operator=(const KvPool&) = delete;
 
@@ -84,12 +85,14 @@ class KvPool {
   // The step's tokens where the backend reads them.
   BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
 
-  SparseAttention* sparse() const { return sparse_.get(); }        // null if all policies are dense
-  RowCache* cache() const { return cache_.get(); }                 // null if there is none
-  ImportantTokens* important() const { return important_.get(); }  // null if all prefill is
+  SparseAttention* sparse() const { return sparse_.get(); }  // null if all policies are dense
+  HostAttention* host_attention() const { return host_attention_.get(); }  // null if there is none
+  RowCache* cache() const { return cache_.get(); }                         // null if there is none
+  ImportantTokens* important() const { return important_.get(); }          // null if all prefill is
 
-  // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity.
-  using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool>;
+  // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity; with
+  // evicted tokens or without, with the host's attention or without.
+  using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool, bool>;
   std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
 
  private:
@@ -116,6 +119,7 @@ class KvPool {
   std::unique_ptr<RowCache> cache_;
   std::unique_ptr<SparseAttention> sparse_;
   std::unique_ptr<ImportantTokens> important_;
+  std::unique_ptr<HostAttention> host_attention_;
   std::map<StepKind, std::unique_ptr<Recording>> recordings_;
 };
 

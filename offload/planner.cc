@@ -5,7 +5,9 @@
 #include <limits>
 #include <string>
 
+#include "lib/backend/kv_ops.h"
 #include "lib/backend/row_cache.h"
+#include "lib/batch.h"
 #include "lib/bytes.h"
 #include "offload/important_tokens.h"
 #include "offload/index_layout.h"
@@ -248,6 +250,18 @@ RowCacheBytes::RowCacheBytes(const KvPlan& plan) {
   places = heads * static_cast<std::size_t>(plan.placed_rows) * sizeof(PlacedRow);
 }
 
+HostAttentionBytes::HostAttentionBytes(const KvPlan& plan) {
+  const auto batch = static_cast<std::size_t>(plan.decode_batch);
+  const auto heads = static_cast<std::size_t>(plan.shape.query_heads);
+  const std::int64_t pages = (plan.context + kPageTokens - 1) / kPageTokens;
+  gaps = static_cast<std::size_t>(plan.sets()) * batch * sizeof(PositionGap);
+  tokens = batch * sizeof(BatchToken);
+  table = static_cast<std::size_t>(plan.sequences * pages) * sizeof(PageSlots);
+  queries = batch * heads * static_cast<std::size_t>(plan.shape.head_dim) * sizeof(float);
+  lse = batch * heads * sizeof(float);
+  times = static_cast<std::size_t>(plan.shape.layers) * 2 * sizeof(std::uint64_t);
+}
+
 std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
   return round_up(static_cast<std::uint64_t>(rows) * shape.row_bytes(), kHostPage);
 }
@@ -281,16 +295,29 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   return plan;
 }
 
+// With the host beside the device, if some layer attends to all rows.
+KvPlan shared_with_host(KvPlan plan, const KvRequest& request, const IndexLayout& layout) {
+  const std::vector<bool>& all = layout.attending_all;
+  const bool attends_all = std::find(all.begin(), all.end(), true) != all.end();
+  if (!request.host_attention || !(attends_all || request.policies.empty())) return plan;
+  const HostAttentionBytes bytes(plan);
+  plan.host_attention = true;
+  plan.table_bytes += bytes.gaps;
+  plan.host_bytes += bytes.host();
+  return plan;
+}
+
 KvPlan all_resident(KvPlan plan) {
   plan.resident_tokens = plan.dense_resident_tokens = plan.home_rows();
   return plan;
 }
 
-[[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& plan) {
+// Neither with every row nor as a plan that streams.
+[[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& whole,
+                                  const KvPlan& plan) {
   const bool selects = needs_tails(plan);
   const std::uint64_t streamed = total_of(
       smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
-  const KvPlan whole = all_resident(plan);
   const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
   const std::string beside = request.beside > 0 ? ", of which what is not the KV cache takes " +
                                                       format_bytes(request.beside)
@@ -322,10 +349,11 @@ KvPlan plan_kv(const KvRequest& request) {
   const KvPlan whole = all_resident(plan);
   if (total_of(whole) <= cap) {
     plan = compact_in(whole, cap - total_of(whole));
-  } else if (const auto streaming = fit_streaming(plan, cap)) {
-    plan = widen(*streaming, cap, cache_wish(plan, request, layout), request.cache_memory);
   } else {
-    throw_too_small(request, plan);
+    plan = shared_with_host(plan, request, layout);
+    const std::optional<KvPlan> streaming = fit_streaming(plan, cap);
+    if (!streaming) throw_too_small(request, whole, plan);
+    plan = widen(*streaming, cap, cache_wish(plan, request, layout), request.cache_memory);
   }
   plan.device_bytes = total_of(plan);
   return plan;

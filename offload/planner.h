@@ -32,6 +32,8 @@ struct KvRequest {
   std::uint64_t cached_bytes = 0;
   // For the row cache, at most; unset: what pays.
   std::optional<std::uint64_t> cache_memory = std::nullopt;
+  // The host is to attend to part of what is only at home; see offload/host_attention.h.
+  bool host_attention = false;
 };
 
 // What KvPool allocates of rows on the device; in a plan that has none, in host memory.
@@ -58,6 +60,20 @@ struct RowCacheBytes {
   std::size_t places = 0;
 
   std::uint64_t sum() const { return rows + tags + heat + clock + places; }
+};
+
+// What HostAttention allocates. Of the device it is one array of gaps, all else is host memory.
+struct HostAttentionBytes {
+  explicit HostAttentionBytes(const KvPlan& plan);
+
+  std::size_t gaps = 0;  // of either
+  std::size_t tokens = 0;
+  std::size_t table = 0;
+  std::size_t queries = 0;  // as many as there are results
+  std::size_t lse = 0;
+  std::size_t times = 0;
+
+  std::uint64_t host() const { return gaps + tokens + table + 2 * queries + lse + times; }
 };
 
 // Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is

@@ -82,8 +82,9 @@ class World {
     // What a sparse prefill attends to follows each other.
     if (policy_.prefill.tau > 0.0) sequences_ = 1;
     const KvPlan plan = some_plan();
-    late_ = std::make_shared<KvPool>(late.make_queue(), plan, policies_);
-    plain_ = std::make_shared<KvPool>(plain.make_queue(), plan, policies_);
+    const HostAttender attender = some_attender();
+    late_ = std::make_shared<KvPool>(late.make_queue(), plan, policies_, own_scorers(), attender);
+    plain_ = std::make_shared<KvPool>(plain.make_queue(), plan, policies_, own_scorers(), attender);
   }
   World(const World&) = delete;
   World& operator=(const World&) = delete;
@@ -152,6 +153,7 @@ class World {
     request.decode_batch = 8;
     request.policies = policies_;
     request.attends_host_rows = random_.integer(0, 1) == 0;
+    request.host_attention = random_.integer(0, 1) == 0;
     request.device_cap = std::uint64_t{1} << 40;
     const KvPlan whole = plan_kv(request);
     const std::uint64_t rows =
@@ -165,6 +167,12 @@ class World {
         EXPECT_EQ(error.code(), ErrorCode::memory) << "too little for this policy";
       }
     }
+  }
+
+  // Nothing, some or all of what is at home is the host's.
+  HostAttender some_attender() {
+    return {std::make_shared<cpu::CpuBackend>(LateBackend::one_thread()),
+            static_cast<double>(random_.integer(0, 4)) / 4};
   }
 
   Twins& any() {

@@ -91,8 +91,11 @@ struct KvPlan {
   std::int64_t stream_tokens = 0;  // rows per KV head in each of the two streaming buffers
   // Rows per KV head, of all layers, that stay on the device because steps select them again.
   std::int64_t cache_rows = 0;
-  std::int64_t placed_rows = 0;     // selected rows per KV head looked up there at a time
-  std::int64_t compact_rows = 0;    // rows per KV head that a sparse prefill brings together
+  std::int64_t placed_rows = 0;   // selected rows per KV head looked up there at a time
+  std::int64_t compact_rows = 0;  // rows per KV head that a sparse prefill brings together
+  // Of the rows that are only in host memory, the host attends to part in layers of decode steps
+  // that attend to all; see EngineConfig.
+  bool host_attention = false;
   std::int64_t decode_batch = 1;    // most tokens per decode step, of one sequence or of several
   bool reports_positions = false;   // that decode steps selected
   std::uint64_t index_bytes = 0;    // key index and sums of values; part of the tier's bytes
