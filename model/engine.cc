@@ -13,6 +13,7 @@
 #include "model/plan.h"
 #include "model/tensors.h"
 #include "offload/backends.h"
+#include "offload/host_share.h"
 #include "offload/planner.h"
 #include "sluice/errors.h"
 
@@ -31,6 +32,7 @@ void validate(const EngineConfig& config) {
     throw Error(ErrorCode::usage, "`threads` must be 0 (one per core) to 4096, not " +
                                       std::to_string(config.threads));
   }
+  static_cast<void>(HostShare(config.host_attention));  // which looks at it
 }
 
 void validate(const SessionOptions& options, std::int64_t most_at_once) {
@@ -127,11 +129,15 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   if (config.trace) queue = std::make_unique<TracedQueue>(std::move(queue), config.trace);
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
   const std::uint64_t staging_bytes = backend->account(Tier::host).used();
+  HostAttender attender;
+  if (!backend->info().synchronous && config.host_attention.value_or(1.0) > 0.0) {
+    attender = {make_attending_cpu(config.threads), config.host_attention};
+  }
   EngineConfig chosen = config;
   if (chosen.chunk == 0) chosen.chunk = chunk_for(checkpoint, *backend, config.threads);
-  auto* const impl =
-      new Impl{std::move(chosen),  std::move(checkpoint), std::move(info), std::move(tokenizer),
-               std::move(backend), std::move(queue),      backend_bytes,   staging_bytes};
+  auto* const impl = new Impl{std::move(chosen),    std::move(checkpoint), std::move(info),
+                              std::move(tokenizer), std::move(backend),    std::move(attender),
+                              std::move(queue),     backend_bytes,         staging_bytes};
   return Engine(std::shared_ptr<Impl>(impl));
 }
 
@@ -216,6 +222,7 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options,
   request.logits = on.logits;
   request.cached_bytes = on.cached_bytes;
   request.cache_memory = config.row_cache;
+  request.host_attention = attender.backend != nullptr;
   if (cap) {
     request.device_cap = cap->bytes;
     request.beside = cap->beside;
@@ -274,8 +281,8 @@ Session Engine::new_session(const SessionOptions& options) {
   auto grant = std::make_shared<SessionGrant>(impl(), plan);
   return Session(std::make_unique<Session::Impl>(
       impl_,
-      KvSession(
-          std::make_shared<KvPool>(impl().queue, plan.kv, options.policies, impl().config.scorers)),
+      KvSession(std::make_shared<KvPool>(impl().queue, plan.kv, options.policies,
+                                         impl().config.scorers, impl().attender)),
       std::move(grant)));
 }
 

@@ -25,6 +25,7 @@ struct Engine::Impl {
   ModelInfo info;
   std::optional<Tokenizer> tokenizer;
   std::unique_ptr<Backend> backend;
+  HostAttender attender;         // beside it, if it is a GPU
   std::shared_ptr<Queue> queue;  // of all pools
   // Before anything was asked of the backend: of the device, and of the host.
   std::uint64_t backend_bytes = 0;

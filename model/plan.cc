@@ -156,6 +156,7 @@ std::string Plan::to_json() const {
                                {"stream_tokens", kv.stream_tokens},
                                {"compact_rows", kv.compact_rows},
                                {"cache_rows", kv.cache_rows},
+                               {"host_attention", kv.host_attention},
                                {"index_bytes", kv.index_bytes},
                                {"work_bytes", kv.work_bytes},
                                {"sequences", kv.sequences},

@@ -1,8 +1,10 @@
 #include "tools/model_flags.h"
 
+#include <charconv>
 #include <optional>
 
 #include "lib/bytes.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 #include "tools/flags.h"
 
@@ -18,6 +20,19 @@ DType parse_dtype(const std::string& text) {
 std::optional<std::uint64_t> parse_cap(const std::string& text, const char* flag) {
   if (text.empty()) return std::nullopt;
   return parse_bytes(text, flag);
+}
+
+std::optional<double> parse_share(const std::string& text, const char* flag) {
+  if (text == "auto") return std::nullopt;
+  double share = 0.0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, status] = std::from_chars(text.data(), end, share);
+  if (status != std::errc{} || stop != end || !(share >= 0.0 && share <= 1.0)) {
+    throw Error(
+        ErrorCode::usage,
+        std::string(flag) + " must be auto or a number from 0 to 1, not " + in_quotes(text));
+  }
+  return share;
 }
 
 }  // namespace
@@ -37,6 +52,12 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option("--row-cache", row_cache,
                  "of --device-memory at most this for rows that steps select again and again, 0 "
                  "for none; answers stay the same. Default: what pays");
+  app.add_option(
+         "--host-attention", host_attention,
+         "on a GPU: the share, 0 to 1, of rows in host memory alone that the CPU attends to "
+         "in layers that attend to everything. auto: what is fastest; answers may then "
+         "differ by rounding from run to run")
+      ->capture_default_str();
   app.add_option("--kv-dtype", kv_dtype, "element type of the KV cache")
       ->check(CLI::IsMember({"bf16", "f16", "f32"}))
       ->capture_default_str();
@@ -60,6 +81,7 @@ EngineConfig ModelFlags::config() const {
   config.device_memory = parse_cap(device_memory, "--device-memory");
   config.host_memory = parse_cap(host_memory, "--host-memory");
   config.row_cache = parse_cap(row_cache, "--row-cache");
+  config.host_attention = parse_share(host_attention, "--host-attention");
   return config;
 }
 

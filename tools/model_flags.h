@@ -15,6 +15,7 @@ struct ModelFlags {
   std::string device_memory;
   std::string host_memory;
   std::string row_cache;
+  std::string host_attention = "auto";
   std::string kv_dtype = "bf16";
   std::string compute = "auto";
   int threads = 0;

@@ -35,7 +35,7 @@ struct EngineConfig {
   std::filesystem::path model;  // Hugging Face checkpoint directory
   // "cpu"; "cuda" or "cuda:N", an NVIDIA GPU; or "reference", the slow fp32 backend for checking.
   std::string device = "cpu";
-  int threads = 0;  // 0: one per core
+  int threads = 0;  // 0: one per core; on a GPU, see host_attention, one less
   // Most tokens per prefill step. 0: 512 on a CPU, up to 2048 on a GPU, where activations leave
   // three quarters of what the weights leave.
   int chunk = 0;
@@ -51,6 +51,11 @@ struct EngineConfig {
   // Of a session's part of device_memory at most so many bytes for its row cache; 0: there is none.
   // Unset: as many as pay. It changes what is moved, never what is computed.
   std::optional<std::uint64_t> row_cache;
+  // On a GPU, in layers of decode steps that attend to everything: the share of the rows in host
+  // memory alone that the CPU attends to, with `threads`, while the others cross. 0: none, 1: all.
+  // Unset: what is fastest, as measured while running, and none where it does not pay; answers may
+  // then differ by rounding from run to run.
+  std::optional<double> host_attention;
   Scorers scorers;  // that policies may name: Sluice's own, and what was added; see sluice/scorer.h
   // Gets an event for every operation. Each is waited for, so that its time is known: on a GPU
   // steps take longer than without. Answers stay the same.
