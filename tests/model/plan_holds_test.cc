@@ -50,8 +50,9 @@ const char* const kPolicies[] = {
     "quantized prefill=zipvl(0.9)",
 };
 
-// Where weights and activations are: in host memory, or on the device as on a GPU.
-enum class Computes { near, far };
+// Where weights and activations are: in host memory, or on the device as on a GPU; there with the
+// host attending to part of the rows at home.
+enum class Computes { near, far, shared };
 
 struct Caps {
   std::optional<std::uint64_t> device;
@@ -59,7 +60,7 @@ struct Caps {
 };
 
 std::uint64_t scratch_of(Computes computes) {
-  return computes == Computes::far ? FarBackend::kScratchBytes : 0;
+  return computes != Computes::near ? FarBackend::kScratchBytes : 0;
 }
 
 Engine open_engine(Computes computes, const Caps& caps) {
@@ -71,10 +72,12 @@ Engine open_engine(Computes computes, const Caps& caps) {
   config.device_memory = caps.device;
   config.host_memory = caps.host;
   if (computes == Computes::near) return Engine::open(config);
+  config.host_attention = computes == Computes::shared ? 0.5 : 0.0;
   return Engine::Impl::open(config, [&](DType weights) {
-    return std::make_unique<FarBackend>(cpu::CpuOptions{1, DType::f32, weights,
-                                                        caps.device.value_or(MemoryAccount::kNoCap),
-                                                        caps.host.value_or(MemoryAccount::kNoCap)});
+    return std::make_unique<FarBackend>(
+        cpu::CpuOptions{1, DType::f32, weights, caps.device.value_or(MemoryAccount::kNoCap),
+                        caps.host.value_or(MemoryAccount::kNoCap)},
+        LogitFormat(), computes != Computes::shared);
   });
 }
 
@@ -206,16 +209,18 @@ TEST_P(Plans, HoldBetweenTheLeastCapAndRoomForAll) {
 
 // What refusals name is what bisection finds.
 TEST(LeastCaps, AreTheLeastThatAreAccepted) {
-  for (const char* const policy : kPolicies) {
-    SCOPED_TRACE(policy);
-    const SessionOptions options = options_for(policy, 300);
-    const Caps caps = least_caps(Computes::far, options);
-    EXPECT_EQ(caps.device, least_accepted([&](std::uint64_t cap) {
-                open_engine(Computes::far, {cap, std::nullopt}).plan(options);
-              }));
-    EXPECT_EQ(caps.host, least_accepted([&](std::uint64_t cap) {
-                open_engine(Computes::far, {caps.device, cap}).plan(options);
-              }));
+  for (const Computes computes : {Computes::far, Computes::shared}) {
+    for (const char* const policy : kPolicies) {
+      SCOPED_TRACE(policy);
+      const SessionOptions options = options_for(policy, 300);
+      const Caps caps = least_caps(computes, options);
+      EXPECT_EQ(caps.device, least_accepted([&](std::uint64_t cap) {
+                  open_engine(computes, {cap, std::nullopt}).plan(options);
+                }));
+      EXPECT_EQ(caps.host, least_accepted([&](std::uint64_t cap) {
+                  open_engine(computes, {caps.device, cap}).plan(options);
+                }));
+    }
   }
 }
 
@@ -274,14 +279,19 @@ TEST_P(Plans, HoldForForks) {
   EXPECT_LE(engine.memory().host_peak, std::max(plan.host_bytes(), plan.loading_peak_bytes));
 }
 
+std::string name_of(const ::testing::TestParamInfo<Plans::ParamType>& info) {
+  const Computes computes = std::get<0>(info.param);
+  const std::string name = computes == Computes::near  ? "near"
+                           : computes == Computes::far ? "far"
+                                                       : "shared";
+  return name + "_" + std::to_string(info.index % std::size(kPolicies));
+}
+
 INSTANTIATE_TEST_SUITE_P(Policies, Plans,
-                         ::testing::Combine(::testing::Values(Computes::near, Computes::far),
+                         ::testing::Combine(::testing::Values(Computes::near, Computes::far,
+                                                              Computes::shared),
                                             ::testing::ValuesIn(kPolicies)),
-                         [](const auto& parameter) {
-                           const bool near = std::get<0>(parameter.param) == Computes::near;
-                           return std::string(near ? "near" : "far") + "_" +
-                                  std::to_string(parameter.index % std::size(kPolicies));
-                         });
+                         name_of);
 
 }  // namespace
 }  // namespace sluice

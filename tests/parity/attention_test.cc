@@ -26,10 +26,12 @@ namespace sluice {
 namespace {
 
 using cpu::AttendKernel;
+using testing::around;
 using testing::AttentionCase;
 using testing::AttentionRun;
 using testing::BatchRun;
 using testing::newest_case;
+using testing::only;
 using testing::Partial;
 using testing::Places;
 using testing::Random;
@@ -256,27 +258,6 @@ PositionGap random_gap(Random& random, std::int64_t position) {
   const std::int64_t end = random.integer(0, 3) == 0 ? pages : random.integer(first, pages);
   return {static_cast<std::int32_t>(first * kPageTokens),
           static_cast<std::int32_t>(end * kPageTokens)};
-}
-
-// The case of a sequence of which those rows are all that there is.
-AttentionCase only(const AttentionCase& c, std::int64_t first, std::int64_t end) {
-  AttentionCase part = c;
-  for (std::vector<std::byte>& rows : part.rows) {
-    const auto bytes = static_cast<std::ptrdiff_t>(c.shape.row_bytes());
-    rows = {rows.begin() + first * bytes, rows.begin() + end * bytes};
-  }
-  return part;
-}
-
-AttentionCase around(const AttentionCase& c, const PositionGap& gap) {
-  AttentionCase part = only(c, 0, gap.first);
-  const AttentionCase behind = only(c, gap.end, c.count(0));
-  for (std::size_t head = 0; head < part.rows.size(); ++head) {
-    part.rows[head].insert(part.rows[head].end(), behind.rows[head].begin(),
-                           behind.rows[head].end());
-  }
-  part.first_query_position = part.count(0) - 1;
-  return part;
 }
 
 TEST_P(AttentionParityOfShapes, LeavesGapsToOthers) {

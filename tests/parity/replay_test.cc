@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "tests/support/backends.h"
@@ -123,6 +124,70 @@ TEST_P(ReplayParity, AReplayedStepSeesWhatChanged) {
   EXPECT_EQ(counts.recordings, recording != nullptr ? 1 : 0);
   EXPECT_EQ(counts.launches, recording != nullptr ? 5 : 0);
   EXPECT_EQ(replayed.issued, recording != nullptr ? 1 : 5);
+}
+
+// Doubles numbers in host memory.
+class Doubling : public HostCall {
+ public:
+  explicit Doubling(std::span<float> numbers) : numbers_(numbers) {}
+  void run() noexcept override {
+    for (float& number : numbers_) number *= 2.0f;
+    ++runs;
+  }
+
+  int runs = 0;
+
+ private:
+  std::span<float> numbers_;
+};
+
+// The host has its part on another queue, between what it waits for and what waits for it.
+TEST_P(ReplayParity, AReplayedStepCallsTheHost) {
+  constexpr std::int64_t kRows = 32;
+  constexpr int kDim = 64;
+  const auto backend = testing::make_or_skip(GetParam());
+  if (backend == nullptr) return;
+  const std::unique_ptr<Queue> beside = backend->queue->make_sibling({.computes = false});
+  const Buffer from = upload(*backend, std::vector<float>(kRows * kDim));
+  const Buffer zeros = upload(*backend, std::vector<float>(kRows));
+  const Tier tier = backend->info().compute_tier;
+  const Buffer out = backend->allocate(tier, from.bytes());
+  const Buffer lse = backend->allocate(tier, zeros.bytes());
+  const Buffer host_out = backend->allocate(Tier::host, from.bytes());
+  const Buffer host_lse = backend->allocate(Tier::host, zeros.bytes());
+  const Buffer times = backend->allocate(Tier::host, 2 * sizeof(std::uint64_t));
+  auto* const noted = reinterpret_cast<std::uint64_t*>(times.data());
+  Doubling call({host_out.floats(), kRows * kDim});
+  Queue& queue = *backend->queue;
+  const auto issue = [&] {
+    const CopyOp to_host = {host_out.data(), from.data(), from.bytes()};
+    queue.copy({&to_host, 1});
+    beside->wait_for(queue);
+    beside->call_host(call);
+    queue.note_time(noted);
+    const CopyOp ops[] = {{out.data(), from.data(), from.bytes()},
+                          {lse.data(), zeros.data(), zeros.bytes()}};
+    queue.copy(ops);
+    queue.note_time(noted + 1);
+    queue.wait_for(*beside);
+    queue.merge_partials(
+        {kRows, kDim, host_out.floats(), host_lse.floats(), out.floats(), lse.floats()});
+  };
+  std::unique_ptr<Recording> recording;
+  for (int round = 1; round <= 5; ++round) {
+    const std::vector<float> numbers(kRows * kDim, static_cast<float>(round));
+    const CopyOp op = {from.data(), reinterpret_cast<const std::byte*>(numbers.data()),
+                       from.bytes()};
+    queue.copy({&op, 1});
+    queue.replay(recording, issue);
+    for (const float number : download<float>(*backend, out)) {
+      ASSERT_NEAR(number, 1.5f * static_cast<float>(round), 1e-5f);
+    }
+    for (const float number : download<float>(*backend, lse)) ASSERT_NEAR(number, 0.693147f, 1e-5f);
+    EXPECT_EQ(call.runs, round);
+    EXPECT_GT(noted[0], 0u);
+    EXPECT_GE(noted[1], noted[0]);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(, ReplayParity, ::testing::ValuesIn(testing::backends_by_kind()),

@@ -14,13 +14,16 @@ class FarBackend : public cpu::CpuBackend {
  public:
   static constexpr std::uint64_t kScratchBytes = 1 << 20;
 
-  explicit FarBackend(const cpu::CpuOptions& options, const LogitFormat& logits = {})
+  // `synchronous`: whether it says that it is, as it is in truth.
+  explicit FarBackend(const cpu::CpuOptions& options, const LogitFormat& logits = {},
+                      bool synchronous = true)
       : CpuBackend(options),
         info_(CpuBackend::info()),
         scratch_(account(Tier::device), kScratchBytes) {
     info_.name = "far";
     info_.compute_tier = Tier::device;
     info_.attends_host_rows = false;
+    info_.synchronous = synchronous;
     info_.logits = logits;
   }
 

@@ -30,6 +30,28 @@ inline AttentionCase newest_case(Random& random, const KvShape& shape, std::int6
   return c;
 }
 
+// The case of a sequence of which those rows are all that there is.
+inline AttentionCase only(const AttentionCase& c, std::int64_t first, std::int64_t end) {
+  AttentionCase part = c;
+  for (std::vector<std::byte>& rows : part.rows) {
+    const auto bytes = static_cast<std::ptrdiff_t>(c.shape.row_bytes());
+    rows = {rows.begin() + first * bytes, rows.begin() + end * bytes};
+  }
+  return part;
+}
+
+// All but those of a gap.
+inline AttentionCase around(const AttentionCase& c, const PositionGap& gap) {
+  AttentionCase part = only(c, 0, gap.first);
+  const AttentionCase behind = only(c, gap.end, c.count(0));
+  for (std::size_t head = 0; head < part.rows.size(); ++head) {
+    part.rows[head].insert(part.rows[head].end(), behind.rows[head].begin(),
+                           behind.rows[head].end());
+  }
+  part.first_query_position = part.count(0) - 1;
+  return part;
+}
+
 // The rows of cases, each a sequence, in a backend's memory, and the batch of all their tokens.
 // What belongs to no sequence is NaN.
 class PagedSequences {

@@ -113,6 +113,40 @@ TEST_F(DecodeAttention, AReplayFollowsThePositions) {
   }
 }
 
+// It follows the gaps, too, of one token or of several.
+TEST_F(DecodeAttention, AReplayFollowsTheGaps) {
+  for (const std::size_t count : {1, 3}) {
+    std::vector<AttentionCase> cases;
+    for (std::size_t i = 0; i < count; ++i) cases.push_back(newest_case(random_, kShape, 3000));
+    Batch batch(*backend_, random_, cases, 1 << 20);
+    const Buffer gaps = testing::upload(*backend_, std::vector<PositionGap>(count));
+    batch.params.gaps = reinterpret_cast<const PositionGap*>(gaps.data());
+    const cudaStream_t stream = workspace_->launch().stream;
+    run([&] { attend_decode(batch.params, launch()); });
+    require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
+    attend_decode(batch.params, launch());
+    cudaGraph_t captured = nullptr;
+    require(cudaStreamEndCapture(stream, &captured), "capturing");
+    const GraphOwner graph(captured);
+    cudaGraphExec_t instance = nullptr;
+    require(cudaGraphInstantiate(&instance, captured, 0), "a graph");
+    const GraphExecOwner exec(instance);
+    for (const std::vector<PositionGap>& now : {std::vector<PositionGap>{{0, 0}, {0, 0}, {0, 0}},
+                                                {{0, 2944}, {128, 256}, {0, 0}},
+                                                {{1280, 2944}, {0, 1664}, {256, 1920}},
+                                                {{128, 2816}, {2816, 2944}, {0, 2944}}}) {
+      const std::vector<PositionGap> own(now.begin(),
+                                         now.begin() + static_cast<std::ptrdiff_t>(count));
+      copy_in(gaps.data(), own.data(), own.size() * sizeof(PositionGap));
+      run([&] { require(cudaGraphLaunch(instance, stream), "a replay"); });
+      std::vector<AttentionCase> left;
+      for (std::size_t i = 0; i < count; ++i) left.push_back(testing::around(cases[i], own[i]));
+      expect_parity(left, batch.queries.results());
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // What a device with 99 KiB can have for each block is enough for the largest batch.
 TEST_F(DecodeAttention, TheLargestBatchFitsIntoLittleMemory) {
   constexpr KvShape kMany{1, 64, 64, 128, DType::bf16};
