@@ -62,6 +62,8 @@ class BadInput(unittest.TestCase):
         self.refused(USAGE, "--kv-dtype", flags=["--kv-dtype", "int3"])
         self.refused(USAGE, "--chunk", flags=["--chunk", "-1"])
         self.refused(USAGE, "--threads", flags=["--threads", "-2"])
+        for share in ("1.5", "-0.1", "nan", "inf", "half", ""):
+            self.refused(USAGE, "--host-attention", flags=["--host-attention", share])
         self.refused(USAGE, "--context", flags=["--context", "-5"], model=MODEL)
         self.refused(USAGE, "--prompt-file", flags=["-p", "x", "--prompt-file", "y"])
 
