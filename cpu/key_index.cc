@@ -70,17 +70,24 @@ std::uint16_t round_down_to_half(float x) {
   return static_cast<std::uint16_t>(round_up_to_half(-x) ^ 0x8000u);
 }
 
-// Packs `codes` [kPageTokens] of one channel as KeyTiles says.
-void pack_channel(const std::uint8_t* codes, int bits, std::byte* to) {
-  const std::size_t bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
+// Packs `bits` bits, from bit `first` on, of each of `codes` [kPageTokens].
+void pack_bits(const std::uint8_t* codes, int first, int bits, std::byte* to) {
+  const std::size_t bytes = TilePage::code_bytes(bits);
+  const unsigned mask = (1u << bits) - 1;
   for (std::size_t b = 0; b < bytes; ++b) {
     unsigned packed = 0;
     for (std::size_t part = 0; part * bytes < kPageTokens; ++part) {
-      packed |= static_cast<unsigned>(codes[part * bytes + b])
+      packed |= (static_cast<unsigned>(codes[part * bytes + b]) >> first & mask)
                 << (part * static_cast<unsigned>(bits));
     }
     to[b] = static_cast<std::byte>(packed);
   }
+}
+
+// Packs `codes` [kPageTokens] of one channel as KeyTiles says.
+void pack_channel(const std::uint8_t* codes, int bits, std::byte* to) {
+  pack_bits(codes, 0, KeyTiles::low_bits(bits), to);
+  if (bits == 3) pack_bits(codes, 2, 1, to + KeyTiles::low_bytes(bits));
 }
 
 void build_tile(const PageKeys& keys, int head_dim, int bits, const TilePage& page) {
@@ -106,9 +113,8 @@ void build_tile(const PageKeys& keys, int head_dim, int bits, const TilePage& pa
       codes[c * kPageTokens + token] = static_cast<std::uint8_t>(std::lrint(code));
     }
   }
-  const std::size_t bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
   for (std::size_t c = 0; c < channels; ++c) {
-    pack_channel(&codes[c * kPageTokens], bits, page.codes_of(c, bytes));
+    pack_channel(&codes[c * kPageTokens], bits, page.codes_of(c, bits));
   }
 }
 
@@ -139,12 +145,6 @@ bool build_page(const KvShape& shape, const KeyIndexView& index, const WholePage
   return true;
 }
 
-void find_places(ChannelList& list) {
-  std::transform(list.index.begin(), list.index.end(), list.place.begin(), [](std::uint8_t c) {
-    return static_cast<std::uint16_t>(KeyTiles::place_of(0, c));
-  });
-}
-
 }  // namespace
 
 TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t slot,
@@ -167,7 +167,6 @@ ChannelList all_channels(int head_dim) {
   ChannelList list;
   list.count = head_dim;
   std::iota(list.index.begin(), list.index.begin() + head_dim, std::uint8_t{0});
-  find_places(list);
   return list;
 }
 
@@ -186,7 +185,6 @@ ChannelList largest_channels(const float* q, int group, int head_dim, int count)
     return size[a] != size[b] ? size[a] > size[b] : a < b;
   });
   std::sort(list.index.begin(), chosen);
-  find_places(list);
   return list;
 }
 

@@ -20,8 +20,11 @@ struct TilePage {
   std::int64_t page = 0;            // even or odd: which page of the tile
 
   // Of one channel.
-  std::byte* codes_of(std::size_t channel, std::size_t code_bytes) const {
-    return codes + KeyTiles::place_of(page, channel) * code_bytes;
+  std::byte* codes_of(std::size_t channel, int bits) const {
+    return codes + KeyTiles::place_of(bits, page, channel) * code_bytes(bits);
+  }
+  static constexpr std::size_t code_bytes(int bits) {
+    return static_cast<std::size_t>(kPageTokens / 8 * bits);
   }
 };
 // Page `page` of a sequence, in the slot that has its tile.
@@ -35,7 +38,6 @@ void build_batch(const BuildBatchParams& params, Threads& threads);
 // The channels that a scan reads, ascending; one list for all query heads of a KV head.
 struct ChannelList {
   std::array<std::uint8_t, kMaxHeadDim> index{};
-  std::array<std::uint16_t, kMaxHeadDim> place{};  // KeyTiles::place_of() on even pages
   int count = 0;
 };
 ChannelList all_channels(int head_dim);

@@ -1,5 +1,5 @@
-// Scans of the key index. The inner loop multiplies 8-bit query weights with 4- or 2-bit codes and
-// adds in 32-bit integers, so that any order of any instruction set gives the same sums.
+// Scans of the key index. The inner loop multiplies 8-bit query weights with codes of up to 4 bits
+// and adds in 32-bit integers, so that any order of any instruction set gives the same sums.
 #include "cpu/key_score.h"
 
 #include <algorithm>
@@ -13,9 +13,9 @@
 namespace sluice::cpu {
 namespace {
 
-// weights[c] * code of every token, added up.
-void add_channel(const std::byte* codes, int bits, int weight, std::int32_t* sums) {
-  const std::size_t bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
+// weight * number of every token, for numbers of `bits` bits in as many bytes as they fill.
+void add_bits(const std::byte* codes, int bits, int weight, std::int32_t* sums) {
+  const std::size_t bytes = TilePage::code_bytes(bits);
   const int mask = (1 << bits) - 1;
   for (std::size_t part = 0; part * bytes < kPageTokens; ++part) {
     const int shift = static_cast<int>(part) * bits;
@@ -23,6 +23,12 @@ void add_channel(const std::byte* codes, int bits, int weight, std::int32_t* sum
       sums[part * bytes + b] += weight * ((static_cast<int>(codes[b]) >> shift) & mask);
     }
   }
+}
+
+// weight * code of every token, added up.
+void add_channel(const std::byte* codes, int bits, int weight, std::int32_t* sums) {
+  add_bits(codes, KeyTiles::low_bits(bits), weight, sums);
+  if (bits == 3) add_bits(codes + KeyTiles::low_bytes(bits), 1, 4 * weight, sums);
 }
 
 void fold_query(const float* q, float factor, const PageScan& scan, PageQuery& folded) {
@@ -58,12 +64,11 @@ void fold_portable(const float* q, std::int64_t stride, std::span<const float> f
 
 void score_portable(const PageScan& scan, std::span<const PageQuery> folded,
                     std::span<float* const> logits) {
-  const std::size_t bytes = static_cast<std::size_t>(kPageTokens * scan.bits / 8);
   for (std::size_t h = 0; h < folded.size(); ++h) {
     std::array<std::int32_t, kPageTokens> sums{};
     for (int i = 0; i < scan.channels->count; ++i) {
       const auto at = static_cast<std::size_t>(i);
-      add_channel(scan.page.codes_of(scan.channels->index[at], bytes), scan.bits,
+      add_channel(scan.page.codes_of(scan.channels->index[at], scan.bits), scan.bits,
                   folded[h].weights[at], sums.data());
     }
     for (std::size_t t = 0; t < kPageTokens; ++t) {

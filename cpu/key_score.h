@@ -1,4 +1,4 @@
-// Scoring one page of INT4 or INT2 key tiles, and raw rows, against the queries of a KV head.
+// Scoring one page of key tiles of 4, 3 or 2 bits, and raw rows, against the queries of a KV head.
 #pragma once
 
 #include <cstdint>

@@ -34,27 +34,45 @@ using ChannelCodes = std::array<const std::byte*, kMaxHeadDim + 1>;
 
 template <int kBits>
 ChannelCodes find_codes(const PageScan& scan) {
-  constexpr std::size_t kBytes = kPageTokens * kBits / 8;
+  constexpr std::size_t kBytes = TilePage::code_bytes(kBits);
   ChannelCodes codes;
   const auto count = static_cast<std::size_t>(scan.channels->count);
   for (std::size_t i = 0; i < count; ++i) {
-    codes[i] = scan.page.codes_of(scan.channels->index[i], kBytes);
-    // Slices are too far apart for the processor to guess.
-    const auto place = static_cast<std::size_t>(codes[i] - scan.page.codes);
-    _mm_prefetch(scan.next + (place ^ kBytes), _MM_HINT_T0);
+    const std::size_t place = KeyTiles::place_of(kBits, scan.page.page, scan.channels->index[i]);
+    codes[i] = scan.page.codes + place * kBytes;
+    // Slices are too far apart for the processor to guess. The next page is the other one of a
+    // tile. At 3 bits the end of a channel may lie in another cache line than its beginning.
+    const std::byte* const next = scan.next + (place ^ 1) * kBytes;
+    _mm_prefetch(next, _MM_HINT_T0);
+    if (kBits == 3) _mm_prefetch(next + kBytes - 1, _MM_HINT_T0);
   }
   codes[count] = codes[count - 1];
   return codes;
 }
 
-// Codes of 32 tokens, a byte each: those of group g lie in bytes from place() on, from shift() up.
+// The highest of three bits of 32 tokens, in its place in a byte each. Tokens 16 i + b of the page
+// have bit i of byte b.
+__m256i load_highest(const std::byte* channel, std::size_t group) {
+  const __m128i packed =
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(channel + KeyTiles::low_bytes(3)));
+  const auto first = static_cast<char>(1u << (2 * group));
+  const auto second = static_cast<char>(2u << (2 * group));
+  const __m256i wanted = _mm256_set_m128i(_mm_set1_epi8(second), _mm_set1_epi8(first));
+  const __m256i found = _mm256_and_si256(_mm256_broadcastsi128_si256(packed), wanted);
+  return _mm256_and_si256(_mm256_cmpeq_epi8(found, wanted), _mm256_set1_epi8(4));
+}
+
+// Codes of 32 tokens, a byte each: those of group g, or of 3 bits the lower two, lie in bytes from
+// place() on, from shift() up.
 template <int kBits>
 __m256i load_group(const std::byte* channel, std::size_t group) {
-  const std::size_t place = kBits == 4 ? group % 2 * kGroupTokens : 0;
-  const int shift = static_cast<int>(kBits == 4 ? group / 2 * 4 : group * 2);
+  constexpr int kLow = KeyTiles::low_bits(kBits);
+  const std::size_t place = kLow == 4 ? group % 2 * kGroupTokens : 0;
+  const int shift = static_cast<int>(kLow == 4 ? group / 2 * 4 : group * 2);
   const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(channel + place));
-  return _mm256_and_si256(_mm256_srl_epi16(packed, _mm_cvtsi32_si128(shift)),
-                          _mm256_set1_epi8((1 << kBits) - 1));
+  const __m256i low = _mm256_and_si256(_mm256_srl_epi16(packed, _mm_cvtsi32_si128(shift)),
+                                       _mm256_set1_epi8((1 << kLow) - 1));
+  return kBits == 3 ? _mm256_or_si256(low, load_highest(channel, group)) : low;
 }
 
 // The weights of two neighbouring channels of the list.
@@ -234,6 +252,8 @@ void score(const PageScan& scan, std::span<const PageQuery> folded,
            std::span<float* const> logits) {
   if (scan.bits == 4) {
     score_bits<4>(scan, folded, logits);
+  } else if (scan.bits == 3) {
+    score_bits<3>(scan, folded, logits);
   } else {
     score_bits<2>(scan, folded, logits);
   }

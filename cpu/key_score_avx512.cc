@@ -36,6 +36,20 @@ inline __m512i load_channel(const std::byte* channel) {
   }
 }
 
+// Of 3 bits byte b of the last 16 has the highest ones of tokens 16 i + b as its bits i. For bytes
+// 16 i + b to have them at bits 2 and 6, each quarter is turned by a number of bits of its own;
+// what comes from neighbouring bytes is masked out.
+template <>
+inline __m512i load_channel<3>(const std::byte* channel) {
+  const __m128i packed =
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(channel + KeyTiles::low_bytes(3)));
+  const __m512i turns =
+      _mm512_set_epi32(31, 31, 31, 31, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2);  // to the left
+  const __m512i highest = _mm512_rolv_epi32(_mm512_broadcast_i32x4(packed), turns);
+  return _mm512_or_si512(_mm512_and_si512(load_channel<2>(channel), _mm512_set1_epi8(0x33)),
+                         _mm512_and_si512(highest, _mm512_set1_epi8(0x44)));
+}
+
 // Four channels, interleaved so that each 32-bit lane holds one token's four bytes. Lane 4 * b + i
 // of vector j is token 16 * b + 4 * j + i.
 struct Quads {
@@ -74,18 +88,20 @@ using Sums = std::array<Quads, kMaxBunch>;
 
 template <int kBits>
 inline void unpack(const PageScan& scan, std::size_t first, std::size_t end, Unpacked& to) {
-  constexpr std::size_t kBytes = kPageTokens * kBits / 8;
+  constexpr std::size_t kBytes = TilePage::code_bytes(kBits);
   const __m512i mask = _mm512_set1_epi8((1 << kBits) - 1);
-  const auto& place = scan.channels->place;
+  const auto& index = scan.channels->index;
   const auto count = static_cast<std::size_t>(scan.channels->count);
-  // Odd pages have the other half of every channel.
-  const std::size_t odd = scan.page.page % 2 != 0 ? kBytes : 0;
   const auto channel = [&](std::size_t at) {
     // Past the last channel the weights are zero, so any codes will do.
-    const std::size_t codes = place[at < count ? at : count - 1] * kBytes ^ odd;
-    // Slices are too far apart for the processor to guess.
-    _mm_prefetch(scan.next + (codes ^ kBytes), _MM_HINT_T0);
-    return load_channel<kBits>(scan.page.codes + codes);
+    const std::size_t place =
+        KeyTiles::place_of(kBits, scan.page.page, index[at < count ? at : count - 1]);
+    // Slices are too far apart for the processor to guess. The next page is the other one of a
+    // tile. At 3 bits the end of a channel may lie in another cache line than its beginning.
+    const std::byte* const next = scan.next + (place ^ 1) * kBytes;
+    _mm_prefetch(next, _MM_HINT_T0);
+    if (kBits == 3) _mm_prefetch(next + kBytes - 1, _MM_HINT_T0);
+    return load_channel<kBits>(scan.page.codes + place * kBytes);
   };
   for (std::size_t i = first; i < end; i += 4) {
     const Quads both = interleave(channel(i), channel(i + 1), channel(i + 2), channel(i + 3));
@@ -261,6 +277,8 @@ void score(const PageScan& scan, std::span<const PageQuery> folded,
            std::span<float* const> logits) {
   if (scan.bits == 4) {
     score_bits<4>(scan, folded, logits);
+  } else if (scan.bits == 3) {
+    score_bits<3>(scan, folded, logits);
   } else {
     score_bits<2>(scan, folded, logits);
   }

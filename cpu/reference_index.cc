@@ -23,7 +23,8 @@ Channel channel_of(const KeyTiles& tiles, int head_dim, std::int64_t head, std::
                    std::int64_t page, int channel) {
   std::uint16_t* const scale = tiles.scales_of(head_dim, head, slot, page) + channel;
   return {tiles.codes_of(head_dim, head, slot) +
-              KeyTiles::place_of(page, static_cast<std::size_t>(channel)) * tiles.code_bytes(),
+              KeyTiles::place_of(tiles.bits, page, static_cast<std::size_t>(channel)) *
+                  tiles.code_bytes(),
           scale, scale + head_dim};
 }
 
@@ -33,8 +34,29 @@ struct CodePlace {
   int shift;
 };
 
-CodePlace place_of(const KeyTiles& tiles, std::size_t token) {
-  return {token % tiles.code_bytes(), static_cast<int>(token / tiles.code_bytes()) * tiles.bits};
+// Where `bits` bits of every token lie together.
+CodePlace place_of(int bits, std::size_t token) {
+  const std::size_t bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
+  return {token % bytes, static_cast<int>(token / bytes) * bits};
+}
+
+// Of codes that were zero.
+void write_code(int bits, std::byte* codes, std::size_t token, unsigned code) {
+  const auto write = [&](int count, std::byte* to, unsigned number) {
+    const CodePlace place = place_of(count, token);
+    to[place.byte] |= static_cast<std::byte>(number << place.shift);
+  };
+  if (bits != 3) return write(bits, codes, code);
+  write(2, codes, code & 3);
+  write(1, codes + 32, code >> 2);
+}
+
+int read_code(int bits, const std::byte* codes, std::size_t token) {
+  const auto read = [&](int count, const std::byte* from) {
+    const CodePlace place = place_of(count, token);
+    return (static_cast<int>(from[place.byte]) >> place.shift) & ((1 << count) - 1);
+  };
+  return bits != 3 ? read(bits, codes) : read(2, codes) + 4 * read(1, codes + 32);
 }
 
 void build_channel(const KeyTiles& tiles, const Channel& channel, const std::vector<float>& keys) {
@@ -51,8 +73,7 @@ void build_channel(const KeyTiles& tiles, const Channel& channel, const std::vec
     const float exact = scale > 0.0f ? (keys[token] - zero) * (1.0f / scale) : 0.0f;
     const auto code =
         static_cast<unsigned>(std::lrint(std::clamp(exact, 0.0f, static_cast<float>(largest))));
-    const CodePlace place = place_of(tiles, token);
-    channel.codes[place.byte] |= static_cast<std::byte>(code << place.shift);
+    write_code(tiles.bits, channel.codes, token, code);
   }
 }
 
@@ -240,12 +261,11 @@ class HeadEstimate {
     const KeyTiles& tiles = p_.index.tiles;
     const std::int64_t page = position / kPageTokens;
     const std::int64_t slot = p_.index.slot(token_.sequence, page);
-    const CodePlace place = place_of(tiles, static_cast<std::size_t>(position % kPageTokens));
+    const auto token = static_cast<std::size_t>(position % kPageTokens);
     double sum = 0.0;
     for (const int c : channels) {
       const Channel at = channel_of(tiles, p_.shape.head_dim, head_, slot, page, c);
-      const int code =
-          (static_cast<int>(at.codes[place.byte]) >> place.shift) & ((1 << tiles.bits) - 1);
+      const int code = read_code(tiles.bits, at.codes, token);
       sum += static_cast<double>(q[c]) * (static_cast<double>(f16_to_float(*at.zero)) +
                                           static_cast<double>(f16_to_float(*at.scale)) * code);
     }

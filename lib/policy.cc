@@ -61,8 +61,8 @@ void check_parameters(const Method& method, const Scorer& scorer) {
 }
 
 void check_selector(const Policy& policy, const Scorer& scorer) {
-  require(policy.bits == 4 || policy.bits == 2,
-          "bits is " + std::to_string(policy.bits) + "; it has to be 4 or 2");
+  require(policy.bits >= 2 && policy.bits <= 4,
+          "bits is " + std::to_string(policy.bits) + "; it has to be 4, 3 or 2");
   check_parameters(policy.select, scorer);
   require(
       scorer.info().kind != Kind::fixed || policy.sinks + policy.recent >= 1,

@@ -336,8 +336,9 @@ constexpr std::array<Setting, 13> kSettings = {{
     {"prefill", Form::word, "what a prompt's tokens attend to",
      "dense, zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), TAU from 0 to 1", read_prefill,
      write_prefill},
-    {"bits", Form::count, "per key channel, in the key index", "4 or 2", read_count<&Policy::bits>,
-     write_count<&Policy::bits>, take_member<&LayerSettings::bits, &Policy::bits>,
+    {"bits", Form::count, "per key channel, in the key index", "4, 3 or 2",
+     read_count<&Policy::bits>, write_count<&Policy::bits>,
+     take_member<&LayerSettings::bits, &Policy::bits>,
      give_member<&LayerSettings::bits, &Policy::bits>},
 }};
 

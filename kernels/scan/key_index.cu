@@ -94,10 +94,9 @@ __device__ __forceinline__ int place_of(int unit, int bits) {
 }
 
 // The codes of one channel that this thread holds: 16 bytes, of which each holds a token of either
-// half of the page, the second `shift` bits above the first.
-template <typename KeyOf>
-__device__ __forceinline__ uint4 pack_codes(const Quantiser& quantiser, int shift, int offset,
-                                            const KeyOf& key) {
+// half of the page, the second 4 bits above the first.
+template <typename CodeOf>
+__device__ __forceinline__ uint4 pack_codes(int offset, const CodeOf& code) {
   std::uint32_t words[4];
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
@@ -106,7 +105,7 @@ __device__ __forceinline__ uint4 pack_codes(const Quantiser& quantiser, int shif
     for (int b = 0; b < 4; ++b) {
       const int k = word * 4 + b;
       // Bits above the lowest byte are noise that the permutations below leave out.
-      bytes[b] = quantiser(key(k)) + (quantiser(key(kBoundTokens + k)) << shift);
+      bytes[b] = code(k) + (code(kBoundTokens + k) << 4);
     }
     words[word] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x0040),
                               __byte_perm(bytes[2], bytes[3], 0x0040), 0x5410)
@@ -115,7 +114,9 @@ __device__ __forceinline__ uint4 pack_codes(const Quantiser& quantiser, int shif
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// At 2 bits the two halves of a byte come from different parts; 64 bytes a channel either way.
+// At 2 bits the two halves of a byte come from different parts; 64 bytes a channel either way. At 3
+// bits the lower two are staged likewise, and behind them the highest, of which every part has some
+// in each of a channel's 16 bytes.
 template <typename Pair>
 __device__ __forceinline__ void stage_codes(const Pair* keys, const Quantiser (&quantisers)[2],
                                             int bits, int part, int pair, int head_dim,
@@ -127,12 +128,17 @@ __device__ __forceinline__ void stage_codes(const Pair* keys, const Quantiser (&
       return c == 0 ? both.x : both.y;
     };
     const int channel = 2 * pair + c;
+    const int half = part / 2;
+    const int of_low = half * head_dim * 2 + place_of(channel * 2 + part % 2, 2);
     if (bits == 4) {
-      staged[place_of(channel * 4 + part, bits)] = pack_codes(quantisers[c], 4, 0, key);
+      staged[place_of(channel * 4 + part, bits)] =
+          pack_codes(0, [&](int k) { return quantisers[c](key(k)); });
+    } else if (bits == 2) {
+      staged[of_low] = pack_codes(2 * half, [&](int k) { return quantisers[c](key(k)); });
     } else {
-      const int half = part / 2;
-      staged[half * head_dim * 2 + place_of(channel * 2 + part % 2, bits)] =
-          pack_codes(quantisers[c], 4, 2 * half, key);
+      staged[of_low] = pack_codes(2 * half, [&](int k) { return quantisers[c](key(k)) & 3u; });
+      staged[(4 + part) * head_dim + channel] =
+          pack_codes(part, [&](int k) { return quantisers[c](key(k)) >> 2 & 1u; });
     }
   }
 }
@@ -141,8 +147,24 @@ __device__ __forceinline__ uint4 operator|(const uint4& a, const uint4& b) {
   return make_uint4(a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w);
 }
 
+// To a tile of 3 bits.
+__device__ void write_three_bits(const uint4* staged, int head_dim, int odd, uint4* to) {
+  constexpr int kUnits = 3;  // of a channel
+  for (int unit = static_cast<int>(threadIdx.x); unit < head_dim * kUnits;
+       unit += static_cast<int>(blockDim.x)) {
+    const int channel = unit / kUnits;
+    const int part = unit % kUnits;
+    const int low = place_of(channel * 2 + part % 2, 2);
+    const uint4* const high = staged + 4 * head_dim + channel;
+    to[unit + (channel * (kTilePages - 1) + odd) * kUnits] =
+        part < 2 ? staged[low] | staged[head_dim * 2 + low]
+                 : high[0] | high[head_dim] | high[2 * head_dim] | high[3 * head_dim];
+  }
+}
+
 // To a tile, of which this is an odd page or an even one.
 __device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd, uint4* to) {
+  if (bits == 3) return write_three_bits(staged, head_dim, odd, to);
   const int of_channel = bits == 4 ? 2 : 1;  // a power of two of units
   for (int unit = static_cast<int>(threadIdx.x); unit < head_dim << of_channel;
        unit += static_cast<int>(blockDim.x)) {
@@ -159,7 +181,7 @@ template <typename T, typename Pages>
 __global__ void __launch_bounds__(kMaxThreads)
     build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
   using Pair = decltype(as_pair(T(), 0u));
-  extern __shared__ uint4 staged[];  // codes, 64 bytes a channel
+  extern __shared__ uint4 staged[];  // codes, staged_bytes() of them
   __shared__ PairRange<Pair> ranges[kParts][kMaxHeadDim / 2];
   const int head = static_cast<int>(blockIdx.y);
   WholePage page;
@@ -222,13 +244,18 @@ __global__ void __launch_bounds__(kMaxThreads)
               reinterpret_cast<uint4*>(a.codes + tile * tile_bytes));
 }
 
+// Of shared memory: 64 bytes a channel, at 3 bits as many for the highest.
+std::size_t staged_bytes(int head_dim, int bits) {
+  return static_cast<std::size_t>(head_dim) * kPageTokens / (bits == 3 ? 1 : 2);
+}
+
 // For `blocks` pages of every KV head.
 template <typename Pages>
 void build(const char* what, const KvShape& shape, const KeyIndexView& index, const Pages& pages,
            std::int64_t blocks, std::int32_t* bad, const Launch& launch) {
   const int d = shape.head_dim;
   check(d > 0 && d % 2 == 0 && d <= kMaxHeadDim, "build_index: head_dim");
-  check(index.tiles.bits == 4 || index.tiles.bits == 2, "build_index: bits");
+  check(index.tiles.bits >= 2 && index.tiles.bits <= 4, "build_index: bits");
   if (blocks == 0) return;
   BuildArgs<Pages> a{};
   a.pages = pages;
@@ -245,10 +272,9 @@ void build(const char* what, const KvShape& shape, const KeyIndexView& index, co
   a.bits = index.tiles.bits;
   const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-  const std::size_t shared = static_cast<std::size_t>(d) * kPageTokens / 2;
   dispatch_rows(shape.dtype, [&](auto row) {
     launch_early(what, build_kernel<decltype(row), Pages>, grid, static_cast<unsigned>(threads),
-                 shared, launch, a);
+                 staged_bytes(d, a.bits), launch, a);
   });
 }
 

@@ -19,8 +19,15 @@ struct TileShape {
   static constexpr int kChannels = kPairSteps * kStepChannels;  // of a chunk
   static constexpr int kCodeBytes = kPageTokens * kBits / 8;    // of a channel of a page
   static constexpr int kChannelBytes = kTilePages * kCodeBytes;
+  // Of the highest of three bits, behind the lower two of a channel of a page.
+  static constexpr std::uint32_t kHighOffset = KeyTiles::low_bytes(kBits);
   static constexpr int kUnits = kChannelBytes / 16;
-  static constexpr std::uint32_t kScaleOffset = kChannels * kChannelBytes;
+  // Listed channels of 3 bits lie in groups of four, 32 bytes apart: lanes that differ in the
+  // channel they read, by multiples of four, find different banks. See copy_listed() for others.
+  static constexpr int kGroup = 4;
+  static constexpr std::uint32_t kGap = kListed && kBits == 3 ? 32 : 0;
+  static constexpr std::uint32_t kScaleOffset =
+      kChannels * kChannelBytes + kChannels / kGroup * kGap;
   // Of one page; in pairs if they are listed, of which one counts.
   static constexpr std::uint32_t kScaleBytes = kChannels * (kListed ? 4 : 2);
   static constexpr std::uint32_t kSlotBytes = kScaleOffset + 2 * kTilePages * kScaleBytes;
@@ -121,9 +128,11 @@ __device__ __forceinline__ void copy_listed(const TileScanArgs& a, std::int64_t 
   for (int i = 0; i < kListedCopies<kBits>; ++i) {
     const std::uint32_t from = i % 2 == 0 ? words[i / 2] & 0xffff : words[i / 2] >> 16;
     // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2): lanes that differ in the
-    // channel they read, by multiples of four, find different banks.
+    // channel they read, by multiples of four, find different banks. At 3 bits gaps see to that.
     const std::uint32_t channel = (static_cast<std::uint32_t>(i * kWarp) + lane) / Shape::kUnits;
-    const std::uint32_t to = (slot + lane * 16) ^ channel / 4 % 4 * 32;
+    const std::uint32_t unit = slot + lane * 16;
+    const std::uint32_t to =
+        kBits == 3 ? unit + channel / Shape::kGroup * Shape::kGap : unit ^ channel / 4 % 4 * 32;
     copy_unit_if(to + static_cast<std::uint32_t>(i) * 512, units + from,
                  i < kListedCopies<kBits> / 2 || whole);
   }

@@ -41,7 +41,7 @@ __device__ __forceinline__ void scan_slot(std::uint32_t slot, const LaneOffsets<
     WordSums<4> sums{};
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      uint4 words[kTilePages];
+      Words words[kTilePages];
 #pragma unroll
       for (int p = 0; p < kTilePages; ++p) words[p] = load_words(slot, offsets, s, p, word);
       multiply_word<4>(words, weights[s], sums);

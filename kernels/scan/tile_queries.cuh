@@ -10,7 +10,7 @@ inline constexpr int kStepChannels = 16;  // of one tensor core step
 inline constexpr int kPairSteps = 2;      // that are copied at once
 // Copies of 16 bytes by every lane that a chunk of listed channels takes.
 template <int kBits>
-inline constexpr int kListedCopies = kBits / 2 * kPairSteps* kTilePages;
+inline constexpr int kListedCopies = kBits* kPairSteps* kTilePages / 2;
 
 // A pass over channels takes `steps` steps; the last is filled up with channels that the queries
 // are zero in.
@@ -19,7 +19,7 @@ struct TileQueries {
   uint4* fragments;  // [heads, pairs of steps, column tiles, lanes], queries as B
   float* factors;    // [heads, kMaxQueries]
   // If channels are listed, [heads, pairs of steps, lanes]: where in a tile a lane finds what it
-  // copies, as eight 16-bit numbers of 16 bytes of codes; and a pair of scales;
+  // copies, as up to eight 16-bit numbers of 16 bytes of codes; and a pair of scales;
   // and [heads, pairs of steps, 4]: which halves of pairs of scales to take.
   uint4* places;
   std::uint32_t* scales;
@@ -33,6 +33,23 @@ struct TileQueries {
 // Warps take tiles from one of so many counters: one alone would serve them too slowly.
 inline constexpr int kRunCounters = 16;
 
+// Which 16 bytes of a tile of 8, 6 or 4 for every channel are copied as number `i` of those that a
+// list of channels takes, `inverse` of whose numbers make 1024. The first page's come first.
+struct ListedUnits {
+  int units;
+  int inverse;
+
+  static ListedUnits of_bits(int bits) { return {2 * bits, (1023 + 2 * bits) / (2 * bits)}; }
+  // The place on the list; as exact as a division, for `i` is below 256.
+  __device__ __forceinline__ int channel(int i) const { return i * inverse >> 10; }
+  __device__ __forceinline__ std::uint32_t of(std::uint32_t channel, int place, int i) const {
+    const auto number = static_cast<std::uint32_t>(i - place * units);
+    const auto count = static_cast<std::uint32_t>(units);
+    // At 3 bits the first page is first in the tile, too.
+    return channel * count + (units == 6 ? number : number ^ channel % kTilePages * (count / 2));
+  }
+};
+
 struct PrepareArgs {
   QueryArgs queries;
   TileQueries to;
@@ -42,7 +59,7 @@ struct PrepareArgs {
   int steps;
   int column_tiles;
   int columns;  // of the first tile, until queries are repeated
-  int units;    // of 16 bytes that a channel's codes take in a tile, as a power of two
+  ListedUnits units;
   bool listed;  // channels are looked up rather than taken in order
 };
 
@@ -86,17 +103,17 @@ __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a,
   const auto channel = [&](int place) {
     return static_cast<std::uint32_t>(queries.channel[min(place, a.queries.channels - 1)]);
   };
-  const std::uint32_t units = 1u << a.units;
+  const ListedUnits& units = a.units;
   const std::int64_t to = static_cast<std::int64_t>(head) * pairs * kWarp;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < pairs * kWarp; i += kQueryThreads) {
     const int lane = i % kWarp;
     const int first = i / kWarp * kChannels;
-    // One copy of all lanes takes kWarp units of neighbouring places. The first page's come first.
+    // One copy of all lanes takes kWarp units of neighbouring places.
     const auto unit = [&](int copy) {
-      const std::uint32_t c = channel(first + ((copy * kWarp + lane) >> a.units));
-      return (c << a.units) +
-             ((static_cast<std::uint32_t>(lane) & (units - 1)) ^ c % kTilePages * (units / 2));
+      const int number = copy * kWarp + lane;
+      const int place = units.channel(number);
+      return units.of(channel(first + place), place, number);
     };
     const auto two = [&](int copy) { return unit(copy) | unit(copy + 1) << 16; };
     a.to.places[to + i] = make_uint4(two(0), two(2), two(4), two(6));

@@ -5,6 +5,11 @@
 
 namespace sluice::cuda {
 
+// What follows is of 4 or 2 bits: how tokens are shared out among lanes depends on the bits that
+// lie together, and of three bits two do.
+template <int kBits>
+inline constexpr int kLowBits = KeyTiles::low_bits(kBits);
+
 // Sums of one page. At 4 bits tile m has tokens 8 r + m in row r = lane / 4 and those 64 after in
 // row r + 8; at 2 bits tile 2 k + s has tokens 64 s + 4 r + k, and those 32 after.
 template <int kColumns>

@@ -125,22 +125,32 @@ void launch_few(const TileScanArgs& a, const Launch& launch) {
   launch_kernel(kernel, kScanWarps * kFewBytes, a, launch);
 }
 
+// Whether a kernel is for 8 queries. Kernels take long to compile, so at 3 bits there is but one
+// for what is scanned most, all channels of every tile; other scans take the next larger kernel, of
+// whose columns half are idle then.
+constexpr bool has_eight(int bits, TileScan scan) { return bits != 3 || scan == TileScan::all; }
+
+// For how many queries the kernel is that scans for so many.
+constexpr int width_of(int bits, TileScan scan, int queries) {
+  if (queries <= kSharedQueries) return kSharedQueries;
+  return queries <= 8 && has_eight(bits, scan) ? 8 : kMaxQueries;
+}
+
 template <int kBits, TileScan kScan>
 void dispatch_queries(const TileScanArgs& a, const Launch& launch) {
-  if (a.query_count <= kSharedQueries) {
-    launch_scan<kBits, kScan, kSharedQueries>(a, launch);
-  } else if (a.query_count <= 8) {
-    launch_scan<kBits, kScan, 8>(a, launch);
-  } else {
-    launch_scan<kBits, kScan, kMaxQueries>(a, launch);
+  const int width = width_of(kBits, kScan, a.query_count);
+  if (width == kSharedQueries) return launch_scan<kBits, kScan, kSharedQueries>(a, launch);
+  if constexpr (has_eight(kBits, kScan)) {
+    if (width == 8) return launch_scan<kBits, kScan, 8>(a, launch);
   }
+  launch_scan<kBits, kScan, kMaxQueries>(a, launch);
 }
 
 template <int kBits>
-void dispatch_scan(const TileScanArgs& a, bool listed, const Launch& launch) {
-  if (listed) {
+void dispatch_scan(const TileScanArgs& a, TileScan scan, const Launch& launch) {
+  if (scan == TileScan::listed) {
     dispatch_queries<kBits, TileScan::listed>(a, launch);
-  } else if (a.has_candidates) {
+  } else if (scan == TileScan::candidates) {
     dispatch_queries<kBits, TileScan::candidates>(a, launch);
   } else {
     dispatch_queries<kBits, TileScan::all>(a, launch);
@@ -154,6 +164,11 @@ int steps_of(const EstimateParams& p) {
 // Whole steps of channels lie side by side; anything else is listed.
 bool is_listed(const EstimateParams& p) {
   return channels_of(p) != p.shape.head_dim || p.shape.head_dim % kStepChannels != 0;
+}
+
+TileScan kind_of(const EstimateParams& p) {
+  if (is_listed(p)) return TileScan::listed;
+  return p.candidates != nullptr ? TileScan::candidates : TileScan::all;
 }
 
 // Takes pieces of the scratch memory; a first pass without memory counts them.
@@ -257,9 +272,10 @@ PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
   a.candidates = p.candidates != nullptr ? p.candidates->heads : nullptr;
   a.most_tiles = most_tiles(p);
   a.steps = steps_of(p);
-  a.column_tiles = pass.queries <= 8 ? 1 : 2;
-  a.columns = pass.queries <= kSharedQueries ? kSharedQueries : 8;
-  a.units = p.index.tiles.bits == 4 ? 3 : 2;
+  const int width = width_of(p.index.tiles.bits, kind_of(p), pass.queries);
+  a.column_tiles = width <= 8 ? 1 : 2;
+  a.columns = std::min(width, 8);
+  a.units = ListedUnits::of_bits(p.index.tiles.bits);
   a.listed = is_listed(p);
   return a;
 }
@@ -276,13 +292,15 @@ void scan_tiles(const ScanPass& pass, const Launch& launch) {
   const TileQueries queries = take_queries(p, pieces);
   if (p.candidates != nullptr) make_table(p, queries, launch);
   const TileScanArgs a = scan_args(pass, queries);
-  const bool listed = is_listed(p);
-  if (listed && is_few(a, p.index.tiles.bits)) {
+  const TileScan kind = kind_of(p);
+  if (kind == TileScan::listed && is_few(a, p.index.tiles.bits)) {
     launch_few(a, launch);
   } else if (p.index.tiles.bits == 4) {
-    dispatch_scan<4>(a, listed, launch);
+    dispatch_scan<4>(a, kind, launch);
+  } else if (p.index.tiles.bits == 3) {
+    dispatch_scan<3>(a, kind, launch);
   } else {
-    dispatch_scan<2>(a, listed, launch);
+    dispatch_scan<2>(a, kind, launch);
   }
 }
 

@@ -4,7 +4,8 @@
 // same bytes of the four channels that it has in a step of 16, so that half2 operands need one
 // permutation for two tokens and a mask each: a code in the lowest bits of an f16 is, as a
 // subnormal number, 2^-24 times the code, and tensor cores compute with subnormal numbers exactly.
-// Codes in higher bits are larger by powers of two, which the epilogue takes back.
+// Codes in higher bits are larger by powers of two, which the epilogue takes back. The highest of
+// three bits join the lower two as soon as they are where bytes of a word are.
 #pragma once
 
 #include <type_traits>
@@ -40,7 +41,7 @@ __device__ __forceinline__ HeadQueries<kColumnTiles<kQueries>> enter_head(
     }
   }
   const std::int64_t query = static_cast<std::int64_t>(head) * a.group + a.first_query + column;
-  of.logits = a.logits + query * a.stride + lane_id() / 4 * (2 * kBits);
+  of.logits = a.logits + query * a.stride + lane_id() / 4 * (2 * kLowBits<kBits>);
   return of;
 }
 
@@ -52,25 +53,65 @@ __device__ __forceinline__ std::uint32_t permute(std::uint32_t a, std::uint32_t 
   return bytes;
 }
 
-// Byte `b` of two channels' words, each twice.
+// Byte `b` of two channels' words and byte `next`, one above the other.
 __device__ __forceinline__ std::uint32_t bytes_of(std::uint32_t first, std::uint32_t second,
-                                                  unsigned b) {
-  return permute(first, second, b | b << 4 | (b + 4) << 8 | (b + 4) << 12);
+                                                  unsigned b, unsigned next) {
+  return permute(first, second, b | next << 4 | (b + 4) << 8 | (next + 4) << 12);
+}
+
+// A word of the codes of each of a lane's four channels, and of 3 bits the highest; see turn().
+struct Words {
+  uint4 low;
+  uint4 high;
+};
+
+// Codes of two channels out of byte `b` of their words. Each byte has a code of every run.
+template <int kBits>
+class ByteCodes {
+ public:
+  __device__ ByteCodes(std::uint32_t first, std::uint32_t second, std::uint32_t first_high,
+                       std::uint32_t second_high, unsigned b) {
+    even_ = odd_ = bytes_of(first, second, b, b);
+    if constexpr (kBits == 3) {
+      const std::uint32_t high = bytes_of(first_high, second_high, b, (b + 1) % 4);
+      even_ = (even_ & kEven) | (high & ~kEven);
+      odd_ = (odd_ & ~kEven & 0x00ff00ffu) | (high & (kEven | ~0x00ff00ffu));
+    }
+  }
+  // As two 16-bit numbers, those of run `run` times 2^(kLowBits run).
+  __device__ __forceinline__ std::uint32_t run(int run) const {
+    constexpr std::uint32_t kMask = ((1u << kBits) - 1) * 0x00010001u;
+    return (run % 2 == 0 ? even_ : odd_) & kMask << (run * kLowBits<kBits>);
+  }
+
+ private:
+  // Lower bits of runs 0 and 2. Between and above them there is room for the highest bits, which
+  // belong to neighbours in runs 1 and 3.
+  static constexpr std::uint32_t kEven = 0x00330033u;
+  std::uint32_t even_;
+  std::uint32_t odd_;
+};
+
+template <int kBits>
+__device__ __forceinline__ ByteCodes<kBits> first_two(const Words& words, unsigned b) {
+  return {words.low.x, words.low.y, words.high.x, words.high.y, b};
+}
+template <int kBits>
+__device__ __forceinline__ ByteCodes<kBits> last_two(const Words& words, unsigned b) {
+  return {words.low.z, words.low.w, words.high.z, words.high.w, b};
 }
 
 // Rows of A out of byte `b` of the words of a lane's four channels.
 template <int kBits, int kColumns>
-__device__ __forceinline__ void multiply_byte(const std::uint32_t (&words)[4], unsigned b, int tile,
+__device__ __forceinline__ void multiply_byte(const Words& words, unsigned b, int tile,
                                               const uint2 (&weights)[kColumns],
                                               PageSums<kColumns>& sums) {
-  constexpr std::uint32_t kMask = kBits == 4 ? 0x000f000fu : 0x00030003u;
-  const std::uint32_t first = bytes_of(words[0], words[1], b);
-  const std::uint32_t second = bytes_of(words[2], words[3], b);
+  const auto first = first_two<kBits>(words, b);
+  const auto second = last_two<kBits>(words, b);
 #pragma unroll
-  for (int s = 0; s < (kBits == 4 ? 1 : 2); ++s) {
-    const std::uint32_t upper = kMask << (2 * s * kBits);
-    const std::uint32_t lower = upper << kBits;
-    const std::uint32_t pairs[4] = {first & upper, first & lower, second & upper, second & lower};
+  for (int s = 0; s < 4 / kLowBits<kBits>; ++s) {
+    const std::uint32_t pairs[4] = {first.run(2 * s), first.run(2 * s + 1), second.run(2 * s),
+                                    second.run(2 * s + 1)};
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       mma(__half(), sums.codes[tile + s][c], pairs, weights[c].x, weights[c].y);
@@ -115,10 +156,11 @@ struct LaneOffsets {
 #pragma unroll
       for (int j = 0; j < kCodes; ++j) {
         const int channel = channel_of_lane(kListed, quad, j);
-        const int half = kListed ? p : (p ^ channel) % kTilePages;
+        const int half = kListed || kBits == 3 ? p : (p ^ channel) % kTilePages;
         const int at =
-            channel * Shape::kChannelBytes + half * Shape::kCodeBytes + row * (2 * kBits);
-        codes[p][j] = static_cast<std::uint32_t>(kListed ? at ^ quad * 32 : at);
+            channel * Shape::kChannelBytes + half * Shape::kCodeBytes + row * (2 * kLowBits<kBits>);
+        const int listed = kBits == 3 ? at + quad * static_cast<int>(Shape::kGap) : at ^ quad * 32;
+        codes[p][j] = static_cast<std::uint32_t>(kListed ? listed : at);
       }
     }
     scales = Shape::kScaleOffset + static_cast<std::uint32_t>(kListed ? quad : quad / 2) * 16;
@@ -127,7 +169,8 @@ struct LaneOffsets {
   __device__ __forceinline__ std::uint32_t code(int step, int page, int j) const {
     const int apart = channel_of_lane(kListed, 0, j / kCodes * kCodes);
     return codes[page][j % kCodes] +
-           static_cast<std::uint32_t>((step * kStepChannels + apart) * Shape::kChannelBytes);
+           static_cast<std::uint32_t>((step * kStepChannels + apart) * Shape::kChannelBytes) +
+           static_cast<std::uint32_t>(step) * (kStepChannels / Shape::kGroup * Shape::kGap);
   }
   __device__ __forceinline__ std::uint32_t scale(int step, int page) const {
     return scales + static_cast<std::uint32_t>(step) * kStepChannels * (kListed ? 4 : 2) +
@@ -145,31 +188,53 @@ __device__ __forceinline__ uint2 load_scales(std::uint32_t from, uint2 selectors
   return make_uint2(permute(words.x, words.y, selectors.x), permute(words.z, words.w, selectors.y));
 }
 
-// Codes of this lane's four channels of a step and a page.
+// Codes of this lane's four channels of a step and a page; of 3 bits the lower two, then the
+// highest.
 template <int kBits>
-using Codes = std::conditional_t<kBits == 4, uint2, std::uint32_t>[4];
+using Codes = std::conditional_t<kBits == 2, std::uint32_t, uint2>[4];
+
+// The highest bits of four tokens of every run, for lanes of two rows four apart: byte k has those
+// of 16 i + k as its bits i, of which the upper row has the odd ones. Turned so that bit 2 r of a
+// lane's own becomes bit 2 r + 2, those of run 3 are in the byte after, or the first after the
+// last.
+__device__ __forceinline__ std::uint32_t turn(std::uint32_t high) {
+  return __funnelshift_l(high, high, 2u - static_cast<unsigned>(lane_id()) / 16);
+}
 
 template <int kBits, bool kListed>
 __device__ __forceinline__ void load_codes(std::uint32_t slot,
                                            const LaneOffsets<kBits, kListed>& offsets, int step,
                                            int page, Codes<kBits>& codes) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) load_shared(slot + offsets.code(step, page, j), codes[j]);
+  for (int j = 0; j < 4; ++j) {
+    const std::uint32_t from = slot + offsets.code(step, page, j);
+    if constexpr (kBits == 3) {
+      load_shared(from, codes[j].x);
+      // Rows are 4 bytes apart, and four of them have as many bytes of these.
+      const auto upper = static_cast<std::uint32_t>(lane_id()) / 16 * 16;
+      load_shared(from - upper + TileShape<kBits, kListed>::kHighOffset, codes[j].y);
+      codes[j].y = turn(codes[j].y);
+    } else {
+      load_shared(from, codes[j]);
+    }
+  }
 }
 
 // Word `i` of each channel's codes.
 template <int kBits>
-__device__ __forceinline__ uint4 words_of(const Codes<kBits>& codes, int i) {
-  if constexpr (kBits == 4) {
-    return i == 0 ? make_uint4(codes[0].x, codes[1].x, codes[2].x, codes[3].x)
-                  : make_uint4(codes[0].y, codes[1].y, codes[2].y, codes[3].y);
+__device__ __forceinline__ Words words_of(const Codes<kBits>& codes, int i) {
+  if constexpr (kBits == 2) {
+    return {make_uint4(codes[0], codes[1], codes[2], codes[3]), {}};
   } else {
-    return make_uint4(codes[0], codes[1], codes[2], codes[3]);
+    const uint4 first = make_uint4(codes[0].x, codes[1].x, codes[2].x, codes[3].x);
+    const uint4 second = make_uint4(codes[0].y, codes[1].y, codes[2].y, codes[3].y);
+    if (kBits == 3) return {first, second};
+    return {i == 0 ? first : second, {}};
   }
 }
 
 // Word `word` of this lane's four channels of a step and a page.
-__device__ __forceinline__ uint4 load_words(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
+__device__ __forceinline__ Words load_words(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
                                             int step, int page, int word) {
   uint4 words;
   const auto load = [&](int j, std::uint32_t& to) {
@@ -179,26 +244,22 @@ __device__ __forceinline__ uint4 load_words(std::uint32_t slot, const LaneOffset
   load(1, words.y);
   load(2, words.z);
   load(3, words.w);
-  return words;
+  return {words, {}};
 }
 
 // A word of four channels' codes of either page, times weights.
 template <int kBits>
-__device__ __forceinline__ void multiply_word(const uint4 (&words)[kTilePages], uint2 weights,
-                                              WordSums<kBits>& sums) {
+__device__ __forceinline__ void multiply_word(const Words (&words)[kTilePages], uint2 weights,
+                                              WordSums<kLowBits<kBits>>& sums) {
+  static_assert(kTilePages == 2);
 #pragma unroll
   for (unsigned b = 0; b < 4; ++b) {
-    std::uint32_t bytes[4];
+    const ByteCodes<kBits> codes[4] = {first_two<kBits>(words[0], b), first_two<kBits>(words[1], b),
+                                       last_two<kBits>(words[0], b), last_two<kBits>(words[1], b)};
 #pragma unroll
-    for (int p = 0; p < kTilePages; ++p) {
-      bytes[p] = bytes_of(words[p].x, words[p].y, b);
-      bytes[2 + p] = bytes_of(words[p].z, words[p].w, b);
-    }
-#pragma unroll
-    for (int run = 0; run < 8 / kBits; ++run) {
-      const std::uint32_t mask = (kBits == 4 ? 0x000f000fu : 0x00030003u) << (run * kBits);
-      const std::uint32_t pairs[4] = {bytes[0] & mask, bytes[1] & mask, bytes[2] & mask,
-                                      bytes[3] & mask};
+    for (int run = 0; run < 8 / kLowBits<kBits>; ++run) {
+      const std::uint32_t pairs[4] = {codes[0].run(run), codes[1].run(run), codes[2].run(run),
+                                      codes[3].run(run)};
       mma(__half(), sums[b][run], pairs, weights.x, weights.y);
     }
   }
@@ -209,21 +270,13 @@ template <int kBits, int kColumns>
 __device__ __forceinline__ void multiply_codes(const Codes<kBits>& codes,
                                                const uint2 (&weights)[kColumns],
                                                PageSums<kColumns>& sums) {
-  if constexpr (kBits == 4) {
-    const std::uint32_t near[4] = {codes[0].x, codes[1].x, codes[2].x, codes[3].x};
-    const std::uint32_t far[4] = {codes[0].y, codes[1].y, codes[2].y, codes[3].y};
+  constexpr int kTiles = 4 / kLowBits<kBits>;  // of a byte
 #pragma unroll
-    for (unsigned b = 0; b < 4; ++b) {
-      multiply_byte<kBits>(near, b, static_cast<int>(b), weights, sums);
-    }
+  for (int word = 0; word < kLowBits<kBits> / 2; ++word) {
+    const Words words = words_of<kBits>(codes, word);
 #pragma unroll
-    for (unsigned b = 0; b < 4; ++b) {
-      multiply_byte<kBits>(far, b, static_cast<int>(b) + 4, weights, sums);
-    }
-  } else {
-#pragma unroll
-    for (unsigned b = 0; b < 4; ++b) {
-      multiply_byte<kBits>(codes, b, static_cast<int>(b) * 2, weights, sums);
+    for (int b = 0; b < 4; ++b) {
+      multiply_byte<kBits>(words, static_cast<unsigned>(b), (word * 4 + b) * kTiles, weights, sums);
     }
   }
 }
@@ -265,15 +318,16 @@ template <int kBits, bool kListed, int kQueries>
 __device__ __forceinline__ void multiply_step(std::uint32_t slot,
                                               const LaneOffsets<kBits, kListed>& offsets, int step,
                                               const uint2 (&queries)[kColumnTiles<kQueries>],
-                                              uint2 selectors, TileSums<kBits, kQueries>& sums) {
+                                              uint2 selectors,
+                                              TileSums<kLowBits<kBits>, kQueries>& sums) {
   if constexpr (kQueries == kSharedQueries) {
     const uint2 weights = begin_step(slot, offsets, step, queries[0], selectors, sums.zeros);
     Codes<kBits> codes[kTilePages];
 #pragma unroll
     for (int p = 0; p < kTilePages; ++p) load_codes<kBits>(slot, offsets, step, p, codes[p]);
 #pragma unroll
-    for (int word = 0; word < kBits / 2; ++word) {
-      const uint4 words[kTilePages] = {words_of<kBits>(codes[0], word),
+    for (int word = 0; word < kLowBits<kBits> / 2; ++word) {
+      const Words words[kTilePages] = {words_of<kBits>(codes[0], word),
                                        words_of<kBits>(codes[1], word)};
       multiply_word<kBits>(words, weights, sums.codes[word]);
     }
@@ -331,7 +385,7 @@ template <int kBits, bool kListed, int kQueries>
 __device__ __forceinline__ void multiply_pair(std::uint32_t slot,
                                               const LaneOffsets<kBits, kListed>& offsets, int steps,
                                               const PairQueries<kColumnTiles<kQueries>>& queries,
-                                              TileSums<kBits, kQueries>& sums) {
+                                              TileSums<kLowBits<kBits>, kQueries>& sums) {
   constexpr int kColumns = kColumnTiles<kQueries>;
 #pragma unroll
   for (int s = 0; s < kPairSteps; ++s) {
@@ -405,7 +459,7 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanToke
     at = copier.oldest();
     TileCandidates candidates{};
     if (kScan == TileScan::candidates) candidates = candidates_of(a, at);
-    TileSums<kBits, kQueries> sums{};
+    TileSums<kLowBits<kBits>, kQueries> sums{};
 #pragma unroll 1
     for (int pair = 0; pair < a.pairs; ++pair) {
       PairQueries<kColumns> of_pair;  // asked for early where it comes from far
@@ -425,7 +479,7 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanToke
     if (kListed && has_candidates<kScan>(a)) {
       candidates = candidates_of(a, at);  // rare, and registers are not
     }
-    store_tile<kBits, kScan, kQueries>(sums, a, queries, at, candidates, memory.staged);
+    store_tile<kLowBits<kBits>, kScan, kQueries>(sums, a, queries, at, candidates, memory.staged);
   }
 }
 

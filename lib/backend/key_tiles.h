@@ -16,12 +16,15 @@ inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
 // Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
 // that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
 // key = zero + scale * code, code in [0, 2^bits).
-// At 4 bits byte b of a channel holds token b in its low and token 64 + b in its high half; at 2
-// bits byte b holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up.
+// At 4 bits byte b of a channel's 64 holds token b in its low and token 64 + b in its high half; at
+// 2 bits byte b of 32 holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up. At 3 bits
+// a channel has 48 bytes: 32 with the lower two bits of all codes, laid out as 2 bits are, then 16
+// with the highest, where byte b holds those of tokens b, 16 + b and so on to 112 + b.
 // A channel of a tile has the codes of two neighbouring pages of a sequence, the second page's
 // first if the channel's number is odd: those who read neighbouring channels of a page then find
-// them in different banks of memory. The last tile of a sequence may have but one page; what is in
-// the place of the other is left open.
+// them in different banks of memory. At 3 bits they do so anyway, and the first page's are first.
+// The last tile of a sequence may have but one page; what is in the place of the other is left
+// open.
 struct KeyTiles {
   int bits = 4;
   std::byte* codes = nullptr;       // [kv_heads, slots, head_dim, kTilePages, code_bytes()]
@@ -51,9 +54,16 @@ struct KeyTiles {
                            std::int64_t page) const {
     return scales + ((head * slots + slot) * kTilePages + page % kTilePages) * 2 * head_dim;
   }
+  // Bits of a code that lie together: all but the highest of three.
+  static constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
+  // Bytes of these, of one channel of one page.
+  static constexpr std::size_t low_bytes(int bits) {
+    return static_cast<std::size_t>(kPageTokens / 8 * low_bits(bits));
+  }
   // Where one channel of a page lies in its tile, in units of code_bytes().
-  static constexpr std::size_t place_of(std::int64_t page, std::size_t channel) {
-    return channel * kTilePages + (static_cast<std::size_t>(page) ^ channel) % kTilePages;
+  static constexpr std::size_t place_of(int bits, std::int64_t page, std::size_t channel) {
+    const std::size_t swapped = bits == 3 ? 0 : channel;
+    return channel * kTilePages + (static_cast<std::size_t>(page) ^ swapped) % kTilePages;
   }
   // Bytes of one page of one KV head, by the channels that are read of it.
   std::size_t page_bytes(int channels) const {

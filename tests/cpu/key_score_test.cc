@@ -20,7 +20,7 @@ using sluice::testing::Random;
 struct Page {
   Page(Random& random, const std::vector<float>& q) {
     d = static_cast<int>(q.size());
-    bits = random.integer(0, 1) == 1 ? 4 : 2;
+    bits = static_cast<int>(random.integer(2, 4));
     codes.resize(static_cast<std::size_t>(kTilePages * d * kPageTokens * bits / 8));
     for (std::byte& b : codes) b = static_cast<std::byte>(random.integer(0, 255));
     for (auto* const halves : {&scales, &zeros}) {
@@ -44,17 +44,24 @@ struct Page {
   std::int64_t number = 0;
 };
 
+// `bits` bits of a token, of a channel's that lie together.
+int bits_of(const std::byte* codes, int bits, std::size_t token) {
+  const auto bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
+  const int shift = bits * static_cast<int>(token / bytes);
+  return std::to_integer<int>(codes[token % bytes]) >> shift & ((1 << bits) - 1);
+}
+
 // The logit of a token by the definition of KeyTiles.
 double exact_logit(const Page& page, const std::vector<float>& q, std::size_t token) {
   const auto bytes = static_cast<std::size_t>(kPageTokens * page.bits / 8);
-  const std::size_t parts = static_cast<std::size_t>(8 / page.bits);
   double sum = 0.0;
   for (int i = 0; i < page.channels.count; ++i) {
     const std::size_t c = page.channels.index[static_cast<std::size_t>(i)];
-    const std::byte byte =
-        page.codes[KeyTiles::place_of(page.number, c) * bytes + token % (kPageTokens / parts)];
-    const int shift = page.bits * static_cast<int>(token / (kPageTokens / parts));
-    const int code = std::to_integer<int>(byte) >> shift & ((1 << page.bits) - 1);
+    const std::byte* const of_channel =
+        &page.codes[KeyTiles::place_of(page.bits, page.number, c) * bytes];
+    const int code = page.bits == 3
+                         ? bits_of(of_channel, 2, token) + 4 * bits_of(of_channel + 32, 1, token)
+                         : bits_of(of_channel, page.bits, token);
     sum += static_cast<double>(q[c]) * (static_cast<double>(f16_to_float(page.zeros[c])) +
                                         static_cast<double>(f16_to_float(page.scales[c])) * code);
   }
@@ -159,7 +166,8 @@ TEST(FoldQueries, LogitsAreThoseOfTheCodes) {
       // nothing.
       const auto factor = static_cast<double>(folded.factor);
       const double channels = page.channels.count;
-      const double deviation = factor * (page.bits == 4 ? 4.61 : 1.12) * std::sqrt(channels / 12.0);
+      const double spread = page.bits == 4 ? 4.61 : page.bits == 3 ? 2.29 : 1.12;
+      const double deviation = factor * spread * std::sqrt(channels / 12.0);
       const auto tokens = static_cast<double>(kPageTokens);
       EXPECT_LT(std::sqrt(squared / tokens), 1.6 * deviation + 1e-4)
           << scorer->name << " round " << round;

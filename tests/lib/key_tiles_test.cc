@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace sluice {
@@ -13,7 +14,7 @@ namespace {
 TEST(KeyTiles, GivesEveryChannelOfEveryPageItsOwnPlace) {
   constexpr int kHeads = 2;
   constexpr int kHeadDim = 6;
-  for (const int bits : {2, 4}) {
+  for (const int bits : {2, 3, 4}) {
     for (const std::int64_t slots : {1, 4, 5}) {
       KeyTiles tiles;
       tiles.bits = bits;
@@ -31,8 +32,9 @@ TEST(KeyTiles, GivesEveryChannelOfEveryPageItsOwnPlace) {
           EXPECT_EQ(place % (2 * kHeadDim), 0);
           EXPECT_TRUE(scale_places.insert(place).second);
           for (std::size_t channel = 0; channel < kHeadDim; ++channel) {
-            const std::byte* const at = tiles.codes_of(kHeadDim, head, slot) +
-                                        KeyTiles::place_of(page, channel) * tiles.code_bytes();
+            const std::byte* const at =
+                tiles.codes_of(kHeadDim, head, slot) +
+                KeyTiles::place_of(bits, page, channel) * tiles.code_bytes();
             const auto offset = static_cast<std::size_t>(at - tiles.codes);
             EXPECT_EQ(offset % tiles.code_bytes(), 0u);
             EXPECT_LE(offset + tiles.code_bytes(), memory.size());
@@ -48,9 +50,23 @@ TEST(KeyTiles, GivesEveryChannelOfEveryPageItsOwnPlace) {
 
 // Both pages of a channel are neighbours, so that one copy takes them.
 TEST(KeyTiles, KeepsBothPagesOfAChannelTogether) {
-  for (std::size_t channel = 0; channel < 8; ++channel) {
-    EXPECT_EQ(KeyTiles::place_of(0, channel) / kTilePages, channel);
-    EXPECT_EQ(KeyTiles::place_of(0, channel), KeyTiles::place_of(1, channel) ^ 1u);
+  for (const int bits : {2, 3, 4}) {
+    for (std::size_t channel = 0; channel < 8; ++channel) {
+      EXPECT_EQ(KeyTiles::place_of(bits, 0, channel) / kTilePages, channel);
+      EXPECT_EQ(KeyTiles::place_of(bits, 0, channel), KeyTiles::place_of(bits, 1, channel) ^ 1u);
+    }
+  }
+}
+
+// What the README's bytes per token come from: codes, and a scale and a zero per page.
+TEST(KeyTiles, TakesBytesByBits) {
+  for (const auto& [bits, bytes] : {std::pair{4, 68}, std::pair{3, 52}, std::pair{2, 36}}) {
+    KeyTiles tiles;
+    tiles.bits = bits;
+    tiles.slots = 1;
+    EXPECT_EQ(tiles.codes_bytes(1, 128) + tiles.scales_bytes(1, 128),
+              static_cast<std::size_t>(bytes * kPageTokens * kTilePages));
+    EXPECT_EQ(tiles.page_bytes(128), static_cast<std::size_t>(bytes * kPageTokens));
   }
 }
 

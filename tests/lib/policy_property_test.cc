@@ -26,7 +26,7 @@ class RandomPolicy {
     const std::int64_t number = random_.integer(0, 5);
     estimates_ = number > 1;
     policy_.select.name = kNames[number];
-    policy_.bits = maybe() ? 2 : 4;
+    policy_.bits = maybe() ? 4 : static_cast<int>(random_.integer(2, 3));
     if (maybe()) policy_.sinks = tokens() - 1;
     if (maybe() || policy_.select.name == "streaming") policy_.recent = tokens();
     if (maybe()) policy_.prefill = {share(), maybe()};
@@ -107,7 +107,7 @@ class RandomPolicy {
   // Settings of one layer, if they go with the rest.
   void choose_own(int layer) {
     LayerSettings own;
-    if (maybe()) own.bits = maybe() ? 2 : 4;
+    if (maybe()) own.bits = static_cast<int>(random_.integer(2, 4));
     if (maybe()) own.cap = maybe() ? budget() : Budget{};
     if (maybe()) own.prune = LayerSettings::Pruning{Pruner::top_k, budget(), 0.0};
     if (maybe()) own.prune = LayerSettings::Pruning{Pruner::top_p, {}, share()};

@@ -230,7 +230,9 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"prefill=zipvl(0.5,keep)", "prefill takes dense"},
       {"prefill=zipvl(0.5,evict,evict)", "prefill takes dense"},
       {"prefill=dense(0.5)", "prefill takes dense"},
-      {"bits=four", "'bits=four' is not understood; bits takes 4 or 2"},
+      {"bits=three", "'bits=three' is not understood; bits takes 4, 3 or 2"},
+      {"bits=3.5", "'bits=3.5' is not understood; bits takes 4, 3 or 2"},
+      {"bits=", "bits takes 4, 3 or 2"},
   };
   for (const Refusal& refusal : refusals) {
     EXPECT_THAT(refused_text(refusal.text), HasSubstr(refusal.message)) << refusal.text;
@@ -239,7 +241,10 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
 
 TEST(PolicyText, RefusesWhatMakesNoSense) {
   const std::vector<Refusal> refusals = {
-      {"bits=3", "policy: bits is 3; it has to be 4 or 2"},
+      {"bits=1", "policy: bits is 1; it has to be 4, 3 or 2"},
+      {"bits=5", "policy: bits is 5; it has to be 4, 3 or 2"},
+      {"bits=0", "policy: bits is 0; it has to be 4, 3 or 2"},
+      {"bits=-3", "policy: bits is -3; it has to be 4, 3 or 2"},
       {"sinks=-1", "policy: sinks is -1; it has to be from 0 to 2147483648"},
       {"recent=2147483649", "recent is 2147483649; it has to be from 0 to 2147483648"},
       {"correct=-4", "correct is -4; it has to be from 0 to 2147483648"},
@@ -401,7 +406,7 @@ TEST(PolicyValidation, ChecksAgainstTheModel) {
               HasSubstr("anchors lists layer 9; the model's layers are 0 to 7"));
   Policy broken;
   broken.bits = 1;
-  EXPECT_THAT(refusal([&] { validate(broken, kShape); }), HasSubstr("4 or 2"));
+  EXPECT_THAT(refusal([&] { validate(broken, kShape); }), HasSubstr("4, 3 or 2"));
 
   EXPECT_NO_THROW(validate(parse_policy("select=sparq(r=64) prune=top_k(8) dense=7"), kShape));
   EXPECT_NO_THROW(validate(parse_policy("select=int4 prune=top_k(8) anchors=0,7"), kShape));

@@ -45,6 +45,7 @@ const char* const kPolicies[] = {
     "select=exact prune=top_k(64)",
     "select=int4 prune=top_p(0.8) sinks=2 recent=16",
     "select=int4 bits=2 prune=top_k(40)",
+    "select=sparq candidates=1/4 prune=top_k(16) bits=3 0:bits=4",
     "select=sparq(r=8) prune=top_k(40) recent=10 compensate=mean_value",
     "select=quest prune=top_k(64)",
     "select=streaming sinks=4 recent=60",

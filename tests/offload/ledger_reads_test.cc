@@ -31,6 +31,8 @@ const char* const kPolicies[] = {
     "select=int4 bits=2 prune=top_k(40)",
     "select=int4 candidates=1/8 prune=top_k(16)",
     "select=sparq(r=8) candidates=1/4 prune=top_p(0.9) cap=50 bits=2",
+    "select=sparq(r=8) candidates=1/4 prune=top_p(0.9) cap=50 bits=3",
+    "select=int4 bits=3 prune=top_k(16) compensate=values 0:bits=4 1:bits=2",
     "select=quest prune=top_k(1/4) compensate=none",
     "select=int4 prune=top_k(16) compensate=values",
     "select=sparq(r=8) candidates=1/4 prune=top_k(16) compensate=values(bits=3,pages=0.5)",

@@ -87,6 +87,22 @@ TEST(Planner, RefusesImpossibleShapes) {
   EXPECT_TRUE(refused({1, 2, 2, 64}, 10, 0));
 }
 
+// A bit of every key channel makes 16 bytes per page and channel, in the layers that have it.
+TEST(Planner, CountsTheBitsOfEveryLayersKeys) {
+  const std::int64_t context = 100000;
+  const auto index = [&](const char* text) {
+    const Policy policy = parse_policy(text);
+    return testing::plan_of(kSmall, context, 512, std::nullopt, false, {&policy, 1}).index_bytes;
+  };
+  const std::int64_t tiles = (context / kPageTokens + 1) / kTilePages;
+  const auto bit = static_cast<std::uint64_t>(tiles * kTilePages * kSmall.kv_heads *
+                                              kSmall.head_dim * kPageTokens / 8);
+  const std::uint64_t four = index("values");
+  EXPECT_EQ(four - index("values bits=3"), 12 * bit);
+  EXPECT_EQ(four - index("values bits=2"), 24 * bit);
+  EXPECT_EQ(four - index("values bits=3 1,2:bits=4 3:bits=2"), 11 * bit);
+}
+
 // All of a layer's if there is room, and as many as there is room for beside other rows.
 TEST(Planner, LeavesRoomForImportantRows) {
   const Policy policy = parse_policy("zipvl");

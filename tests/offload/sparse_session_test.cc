@@ -35,6 +35,7 @@ const char* const kComplete[] = {
     "select=exact prune=top_k(100000)",
     "select=int4 prune=top_k(1/1)",
     "select=int4 bits=2 prune=top_p(1)",
+    "select=int4 bits=3 prune=top_p(1)",
     "select=sparq(r=4) prune=top_k(1/1) compensate=mean_value",
     "select=quest prune=top_k(1/1)",
     "select=streaming sinks=4 recent=100000",
@@ -89,7 +90,7 @@ const char* const kSparse[] = {
     "select=int4 prune=top_k(16) compensate=values",
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
     "select=int4 prune=top_k(50) compensate=values(bits=4,pages=1) dense=0 anchors=1",
-    "sluice cap=50 0:bits=2 1:cap=8 1:compensate=values(bits=3) 2:prune=top_p(0.5)",
+    "sluice cap=50 0:bits=2 1:cap=8 1:compensate=values(bits=3) 2:prune=top_p(0.5) 2:bits=3",
 };
 
 class SparseBudget : public ::testing::TestWithParam<const char*> {
@@ -205,7 +206,7 @@ TEST(SparseSession, LayersHaveSettingsOfTheirOwn) {
   const Script script(shape, 700, 12);
   const Policy policy = parse_policy(
       "select=int4 prune=top_p(0.9) cap=40 compensate=mean_value 0:bits=2 1:cap=none "
-      "1:prune=top_k(7) 2,3:compensate=values(bits=4,pages=0.6) 3:bits=2 3:cap=3");
+      "1:prune=top_k(7) 2,3:compensate=values(bits=4,pages=0.6) 3:bits=2 3:cap=3 1,4:bits=3");
   const auto width = static_cast<std::ptrdiff_t>(script.query_width());
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   KvSession mixed = make_session(backend, shape, 700, {policy});
@@ -459,6 +460,10 @@ TEST(SparseSession, RefusesWhatItWasNotPlannedFor) {
   EXPECT_THROW(make_session(backend, shape, 400,
                             {parse_policy("select=int4 prune=top_k(8) bits=2"),
                              parse_policy("select=int4 prune=top_k(8)")}),
+               Error);
+  EXPECT_THROW(make_session(backend, shape, 400,
+                            {parse_policy("select=int4 prune=top_k(8) bits=3"),
+                             parse_policy("select=int4 prune=top_k(8) bits=3 1:bits=2")}),
                Error);
   EXPECT_THROW(make_session(backend, shape, 400, {parse_policy("tidaldecode")}), Error);
 }

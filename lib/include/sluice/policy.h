@@ -114,7 +114,7 @@ struct LayerSettings {
 
 struct Policy {
   Method select;
-  int bits = 4;       // per key channel in the index, 4 or 2
+  int bits = 4;       // per key channel in the index: 4, 3 or 2
   Budget candidates;  // if limited: as many by the selector, scored again by the whole index
   Pruner prune = Pruner::top_k;
   Budget k;                 // of top_k

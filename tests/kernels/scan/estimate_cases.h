@@ -398,14 +398,18 @@ class Prepared {
   Code code_of(std::int64_t sequence, int head, std::int64_t position, int channel) const {
     const std::int64_t page = position / kPageTokens;
     const std::int64_t slot = index_.slot(sequence, page);
-    const auto bytes = static_cast<std::size_t>(16 * p_.bits);
     const auto t = static_cast<std::size_t>(position % kPageTokens);
     const std::byte* const codes =
         index_.tiles.codes_of(p_.head_dim, head, slot) +
-        KeyTiles::place_of(page, static_cast<std::size_t>(channel)) * bytes;
-    const auto byte = static_cast<unsigned>(codes[t % bytes]);
-    const unsigned code =
-        byte >> (t / bytes * static_cast<unsigned>(p_.bits)) & ((1u << p_.bits) - 1u);
+        KeyTiles::place_of(p_.bits, page, static_cast<std::size_t>(channel)) *
+            index_.tiles.code_bytes();
+    // `bits` bits of the token, of those that lie together.
+    const auto read = [&](const std::byte* from, unsigned bits) {
+      const std::size_t bytes = std::size_t{16} * bits;
+      return static_cast<unsigned>(from[t % bytes]) >> (t / bytes * bits) & ((1u << bits) - 1u);
+    };
+    const unsigned code = p_.bits == 3 ? read(codes, 2) + 4 * read(codes + 32, 1)
+                                       : read(codes, static_cast<unsigned>(p_.bits));
     const std::uint16_t* const scales =
         index_.tiles.scales_of(p_.head_dim, head, slot, page) + channel;
     const auto scale = static_cast<double>(f16_to_float(scales[0]));

@@ -36,10 +36,12 @@ TEST(CudaEstimate, EveryShape) {
         p.head_dim = head_dim;
         p.group = group;
         p.channels = head_dim / 3 + 1;
-        ++seed;
-        p.bits = seed % 2 == 0 ? 4 : 2;
-        p.dtype = seed / 2 % 2 == 0 ? DType::bf16 : DType::f16;
-        expect_close(p, seed);
+        for (const int bits : {4, 3, 2}) {
+          ++seed;
+          p.bits = bits;
+          p.dtype = seed % 2 == 0 ? DType::bf16 : DType::f16;
+          expect_close(p, seed);
+        }
       }
     }
   }
@@ -49,7 +51,7 @@ TEST(CudaEstimate, EveryNumberOfChannels) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   std::uint64_t seed = testing::seed(1000);
   for (const int channels : {1, 8, 15, 16, 17, 32, 33, 48, 64, 100, 127, 128, 500}) {
-    for (const int bits : {4, 2}) {
+    for (const int bits : {4, 3, 2}) {
       Problem p;
       p.method = Selector::sparq;
       p.channels = channels;
@@ -72,10 +74,12 @@ TEST(CudaEstimate, Candidates) {
         p.lengths = {1280 + 37, 100, 129, 1280};
         p.twice = group == 5;
         p.apart = apart;
-        p.bits = ++seed % 2 == 0 ? 4 : 2;
         p.head_dim = group == 5 ? 54 : 64;
-        p.skip_newest = seed % 3 == 0;
-        expect_close(p, seed);
+        for (const int bits : {4, 3, 2}) {
+          p.bits = bits;
+          p.skip_newest = ++seed % 5 < 2;
+          expect_close(p, seed);
+        }
       }
     }
   }
@@ -92,7 +96,8 @@ TEST(CudaEstimate, LengthsAndStrides) {
       p.head_dim = 64;
       p.odd_stride = length % 8;
       p.skip_newest = length % 3 == 0;
-      expect_close(p, ++seed);
+      p.bits = 2 + static_cast<int>(++seed % 3);
+      expect_close(p, seed);
     }
   }
 }
@@ -113,8 +118,10 @@ TEST(CudaEstimate, Batches) {
         p.spare = ++seed % 2 == 0 ? 0 : 100'000;
         p.head_dim = channels == 60 ? 64 : 128;
         p.skip_newest = channels == 16;
-        p.bits = group == 8 ? 2 : 4;
-        expect_close(p, seed);
+        for (const int bits : {4, 3, 2}) {
+          p.bits = bits;
+          expect_close(p, seed);
+        }
       }
     }
   }
@@ -190,7 +197,10 @@ TEST(CudaEstimate, ManyPages) {
     p.group = 1;
     p.kv_heads = 3;
     p.lengths = {7500 * kPageTokens + 37};
-    expect_close(p, ++seed);
+    for (const int bits : {4, 3}) {
+      p.bits = bits;
+      expect_close(p, ++seed);
+    }
   }
 }
 
@@ -202,7 +212,8 @@ TEST(CudaEstimate, LargeQueriesAreClampedAndSmallOnesKept) {
       Problem p;
       p.method = method;
       p.q_deviation = deviation;
-      expect_close(p, ++seed);
+      p.bits = 2 + static_cast<int>(++seed % 3);
+      expect_close(p, seed);
     }
   }
 }

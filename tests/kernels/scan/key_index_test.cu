@@ -80,7 +80,7 @@ std::vector<std::byte> codes_of(const IndexCase& c, IndexBytes& index, std::int6
   std::vector<std::byte> codes;
   for (std::size_t channel = 0; channel < static_cast<std::size_t>(c.head_dim); ++channel) {
     const std::byte* const from = tiles.codes_of(c.head_dim, head, slot) +
-                                  KeyTiles::place_of(page, channel) * tiles.code_bytes();
+                                  KeyTiles::place_of(c.bits, page, channel) * tiles.code_bytes();
     codes.insert(codes.end(), from, from + tiles.code_bytes());
   }
   return codes;
@@ -232,7 +232,7 @@ TEST(CudaKeyIndex, EqualsReferenceBitByBit) {
   std::uint64_t seed = testing::seed(1);
   for (const int head_dim : {2, 10, 32, 64, 80, 96, 128, 256}) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
-      for (const int bits : {4, 2}) {
+      for (const int bits : {4, 3, 2}) {
         for (const std::int64_t pages : {1, 4}) {
           for (const Source source : {Source::device, Source::pages}) {
             expect_same({head_dim, dtype, bits, 2, pages}, ++seed, source);
@@ -247,7 +247,7 @@ TEST(CudaKeyIndex, RoundsLikeReferenceAtEveryMagnitude) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   std::uint64_t seed = testing::seed(100);
   for (const float deviation : {0.0f, 1e-8f, 1e-6f, 1e-4f, 100.0f, 1e4f}) {
-    for (const int bits : {4, 2}) {
+    for (const int bits : {4, 3, 2}) {
       expect_same({64, DType::bf16, bits, 3, 1, deviation}, ++seed, Source::host);
     }
   }
