@@ -45,9 +45,7 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
   }
   require_all<std::int64_t>(flags.choices.rows, 0, std::int64_t{1} << 31, "--rows");
   require_all(flags.choices.value_bits, 2, 4, "--value-bits");
-  for (const int bits : flags.choices.key_bits) {
-    if (bits != 2 && bits != 4) throw Error(ErrorCode::usage, "--key-bits has to be 2 or 4");
-  }
+  require_all(flags.choices.key_bits, 2, 4, "--key-bits");
   if (!(flags.choices.loss > 0.0)) {
     throw Error(ErrorCode::usage, "--loss has to be above 0");  // NaN is not
   }
