@@ -69,11 +69,11 @@ class Readers {
  public:
   explicit Readers(const Settings& settings)
       : settings_(settings), engine_(open(settings)), ids_(ids_of(settings, engine_)) {
+    std::cerr << engine_.plan(options(settings)).to_table();
     sessions_.push_back(engine_.new_session(options(settings)));
     while (std::ssize(sessions_) < settings.sequences) {
       sessions_.push_back(sessions_.front().sibling());
     }
-    std::cerr << engine_.plan(options(settings)).to_table();
   }
 
   // Reads on to `tokens`, or goes back to there.
@@ -141,8 +141,11 @@ class Readers {
   static std::vector<TokenId> ids_of(const Settings& settings, const Engine& engine) {
     std::ifstream file(settings.text);
     const std::string text((std::istreambuf_iterator<char>(file)), {});
-    const std::int64_t needed = kBytesPerToken * options(settings).context * 2;
-    return engine.encode_prompt(text.substr(0, static_cast<std::size_t>(needed)));
+    const std::int64_t context = options(settings).context;
+    const auto bytes = static_cast<std::size_t>(2 * kBytesPerToken * context);
+    std::vector<TokenId> ids = engine.encode_prompt(text.substr(0, bytes));
+    if (std::ssize(ids) < context) throw Error(ErrorCode::usage, "--text has too few tokens");
+    return ids;
   }
   // The book from a position of session i on.
   std::span<const TokenId> from(std::size_t i, std::int64_t position) const {
