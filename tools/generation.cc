@@ -26,6 +26,44 @@ bool is_dense_faster(const Engine& engine, SessionOptions options) {
   }
 }
 
+bool computes_on_device(const Engine& engine) {
+  try {
+    return engine.plan(1).on_device;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::memory) throw;
+    return false;  // no policy fits
+  }
+}
+
+// What `auto` takes, and the last of those it prefers that does not fit.
+struct Fitting {
+  std::string line;     // of a policy; empty: dense
+  std::string refused;  // likewise; empty: none
+  std::string why;
+};
+
+// Closest to dense attention first: with sluice-22m behind 32K tokens they lose 0.0014 of KL
+// divergence, 0.0035 and 0.018. Slices and candidates spare a CPU reads, but a GPU reads all of the
+// index in less time than it chooses what to read.
+Fitting first_that_fits(const Engine& engine, SessionOptions options) {
+  const char* const last =
+      computes_on_device(engine) ? "sluice select=int4 candidates=none" : "sluice";
+  Fitting fitting;
+  for (const char* const line : {"values", "values bits=3", last}) {
+    options.policies = {engine.policy(line)};
+    try {
+      engine.plan(options);
+      fitting.line = line;
+      return fitting;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::memory && error.code() != ErrorCode::unsupported) throw;
+      fitting.refused = line;
+      fitting.why = error.what();
+    }
+  }
+  return fitting;
+}
+
 // Notes for people: what they might not have expected.
 std::string notes(const ModelInfo& info, const Choice& choice) {
   std::string text;
@@ -59,7 +97,8 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
          "--policy", policy,
          "which tokens decoding attends to: a preset or a line of settings, see below; auto "
          "is dense where all rows are at hand and so few that this is faster; else values or, "
-         "where --device-memory does not hold its key index, sluice; at last dense")
+         "where --device-memory does not hold its key index, values with keys in 3 bits or "
+         "sluice; at last dense")
       ->capture_default_str();
   add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
@@ -97,20 +136,13 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
     choice.reason = "all rows are at hand and so few that this is faster than selecting";
     return choice;
   }
-  const auto fits = [&](const std::string& name, const std::string& instead) {
-    choice.options.policies = {engine.policy(name)};
-    try {
-      engine.plan(choice.options);
-      return true;
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::memory && error.code() != ErrorCode::unsupported) throw;
-      choice.fallback =
-          "decoding " + instead + ", for the policy " + name + " does not fit: " + error.what();
-      return false;
-    }
-  };
-  if (!fits("values", "goes by the policy sluice") && !fits("sluice", "is dense")) {
-    choice.options.policies = {Policy()};
+  const Fitting fitting = first_that_fits(engine, choice.options);
+  choice.options.policies = {fitting.line.empty() ? Policy() : engine.policy(fitting.line)};
+  if (!fitting.refused.empty()) {
+    const std::string instead =
+        fitting.line.empty() ? "is dense" : "goes by the policy " + fitting.line;
+    choice.fallback = "decoding " + instead + ", for the policy " + fitting.refused +
+                      " does not fit: " + fitting.why;
   }
   return choice;
 }

@@ -112,29 +112,34 @@ class Mistakes(unittest.TestCase):
 class Notes(unittest.TestCase):
     def test_auto_says_which_cap_would_do(self):
         flags = ["generate", "-m", MODEL, "-n", 2, "-f", NEEDLE]
-        lines = ("select=dense", "select=sparq", "select=int4")  # dense, sluice, values
+        lines = ("select=dense", "select=sparq", "bits=3", "compensate=values")
+        names = ("sluice", "values bits=3", "values")  # that each but the last falls short of
 
-        def run(cap, line):
+        def run(cap, number):
+            """The cap that the next better policy needs."""
             done = sluice(*flags, "--device-memory", cap)
             self.assertEqual(done.returncode, 0, done.stderr)
-            self.assertIn(line, done.stderr)
-            for other in lines:
-                self.assertEqual(other in done.stderr, other == line, done.stderr)
-            if line == lines[-1]:
+            # Keys in 3 bits are a setting of the last.
+            said = [line in done.stderr for line in lines]
+            self.assertEqual(said.index(True), number, done.stderr)
+            if number == len(names):
                 self.assertNotIn("note:", done.stderr)
                 return 0
             note = " ".join(done.stderr[done.stderr.index("note:") :].split())
-            instead = "is dense, for the policy sluice" if line == lines[0] else (
-                "goes by the policy sluice, for the policy values")
-            self.assertIn(f"decoding {instead} does not fit", note)
+            instead = "is dense" if number == 0 else f"goes by the policy {names[number - 1]}"
+            self.assertIn(
+                f"decoding {instead}, for the policy {names[number]} does not fit", note
+            )
             return int(re.search(r"give at least (\d+)B", note).group(1))
 
-        of_sluice = run("2MiB", lines[0])
-        self.assertEqual(run(f"{of_sluice - 1}B", lines[0]), of_sluice)
-        of_values = run(f"{of_sluice}B", lines[1])
-        self.assertGreater(of_values, of_sluice)
-        run(f"{of_values - 1}B", lines[1])
-        run(f"{of_values}B", lines[2])
+        cap = run("2MiB", 0)
+        self.assertEqual(run(f"{cap - 1}B", 0), cap)
+        for number in range(1, len(names)):
+            better = run(f"{cap}B", number)
+            self.assertGreater(better, cap)
+            run(f"{better - 1}B", number)
+            cap = better
+        run(f"{cap}B", len(names))
 
     def test_contexts_past_training(self):
         with tempfile.TemporaryDirectory() as folder:
