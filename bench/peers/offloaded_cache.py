@@ -63,19 +63,18 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(flags.model / "tokenizer.json"))
     text = flags.text.read_text(encoding="utf-8")[: 6 * flags.tokens]
     ids = torch.tensor(tokenizer.encode(text).ids[: flags.tokens], device="cuda")
-    results = []
+    report: dict[str, Any] = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+        "model": flags.model.name,
+        "results": [],
+    }
     for offloads in (False, True):
-        results.append(measure(model, ids, offloads, flags.steps))
-        print(results[-1] | {"step_seconds": None}, flush=True)
-    if flags.json:
-        report = {
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(),
-            "model": flags.model.name,
-            "results": results,
-        }
-        flags.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report["results"].append(measure(model, ids, offloads, flags.steps))
+        print(report["results"][-1] | {"step_seconds": None}, flush=True)
+        if flags.json:
+            flags.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
