@@ -80,6 +80,17 @@ void expect_parity(const std::vector<AttentionCase>& cases, const std::vector<Pa
   }
 }
 
+GraphExecOwner recorded(const AttendBatchParams& params, const Launch& launch) {
+  require(cudaStreamBeginCapture(launch.stream, cudaStreamCaptureModeThreadLocal), "capturing");
+  attend_decode(params, launch);
+  cudaGraph_t captured = nullptr;
+  require(cudaStreamEndCapture(launch.stream, &captured), "capturing");
+  const GraphOwner graph(captured);
+  cudaGraphExec_t instance = nullptr;
+  require(cudaGraphInstantiate(&instance, captured, 0), "a graph");
+  return GraphExecOwner(instance);
+}
+
 // A recorded launch serves whatever positions are in memory when it is replayed.
 TEST_F(DecodeAttention, AReplayFollowsThePositions) {
   std::vector<AttentionCase> cases;
@@ -87,14 +98,7 @@ TEST_F(DecodeAttention, AReplayFollowsThePositions) {
   const Batch batch(*backend_, random_, cases, 1 << 20);
   const cudaStream_t stream = workspace_->launch().stream;
   run([&] { attend_decode(batch.params, launch()); });
-  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
-  attend_decode(batch.params, launch());
-  cudaGraph_t captured = nullptr;
-  require(cudaStreamEndCapture(stream, &captured), "capturing");
-  const GraphOwner graph(captured);
-  cudaGraphExec_t instance = nullptr;
-  require(cudaGraphInstantiate(&instance, captured, 0), "a graph");
-  const GraphExecOwner exec(instance);
+  const GraphExecOwner exec = recorded(batch.params, launch());
   std::vector<BatchToken> tokens = batch.sequences.tokens();
   for (const std::vector<std::int32_t>& positions : {std::vector<std::int32_t>{0, 0, 0},
                                                      {127, 128, 2999},
@@ -107,7 +111,7 @@ TEST_F(DecodeAttention, AReplayFollowsThePositions) {
     }
     copy_in(const_cast<BatchToken*>(batch.params.batch.tokens), tokens.data(),
             tokens.size() * sizeof(BatchToken));
-    run([&] { require(cudaGraphLaunch(instance, stream), "a replay"); });
+    run([&] { require(cudaGraphLaunch(exec.get(), stream), "a replay"); });
     expect_parity(cases, batch.queries.results());
     if (HasFatalFailure()) return;
   }
@@ -123,14 +127,7 @@ TEST_F(DecodeAttention, AReplayFollowsTheGaps) {
     batch.params.gaps = reinterpret_cast<const PositionGap*>(gaps.data());
     const cudaStream_t stream = workspace_->launch().stream;
     run([&] { attend_decode(batch.params, launch()); });
-    require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
-    attend_decode(batch.params, launch());
-    cudaGraph_t captured = nullptr;
-    require(cudaStreamEndCapture(stream, &captured), "capturing");
-    const GraphOwner graph(captured);
-    cudaGraphExec_t instance = nullptr;
-    require(cudaGraphInstantiate(&instance, captured, 0), "a graph");
-    const GraphExecOwner exec(instance);
+    const GraphExecOwner exec = recorded(batch.params, launch());
     for (const std::vector<PositionGap>& now : {std::vector<PositionGap>{{0, 0}, {0, 0}, {0, 0}},
                                                 {{0, 2944}, {128, 256}, {0, 0}},
                                                 {{1280, 2944}, {0, 1664}, {256, 1920}},
@@ -138,7 +135,7 @@ TEST_F(DecodeAttention, AReplayFollowsTheGaps) {
       const std::vector<PositionGap> own(now.begin(),
                                          now.begin() + static_cast<std::ptrdiff_t>(count));
       copy_in(gaps.data(), own.data(), own.size() * sizeof(PositionGap));
-      run([&] { require(cudaGraphLaunch(instance, stream), "a replay"); });
+      run([&] { require(cudaGraphLaunch(exec.get(), stream), "a replay"); });
       std::vector<AttentionCase> left;
       for (std::size_t i = 0; i < count; ++i) left.push_back(testing::around(cases[i], own[i]));
       expect_parity(left, batch.queries.results());
