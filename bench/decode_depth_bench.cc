@@ -142,6 +142,7 @@ class Readers {
     std::ifstream file(settings.text);
     const std::string text((std::istreambuf_iterator<char>(file)), {});
     const std::int64_t context = options(settings).context;
+    // Twice as much as one reads: sequences begin at different places.
     const auto bytes = static_cast<std::size_t>(2 * kBytesPerToken * context);
     std::vector<TokenId> ids = engine.encode_prompt(text.substr(0, bytes));
     if (std::ssize(ids) < context) throw Error(ErrorCode::usage, "--text has too few tokens");
