@@ -61,6 +61,18 @@ class Script {
       }
     }
   }
+  // Other queries, keys and values at positions [first, first + tokens).
+  void renew(std::int64_t first, std::int64_t tokens, Random& random) {
+    const auto fill = [&](std::vector<float>& to, std::int64_t width, float deviation) {
+      const std::vector<float> values = random.normal(tokens * width, deviation);
+      std::copy(values.begin(), values.end(), to.begin() + first * width);
+    };
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      fill(q_[layer], query_width(), 2.0f);
+      fill(k_[layer], key_width(), 1.0f);
+      fill(v_[layer], key_width(), 1.0f);
+    }
+  }
   // Takes the first tokens from another script.
   void begin_as(const Script& other, std::int64_t tokens) {
     for (std::size_t layer = 0; layer < q_.size(); ++layer) {
@@ -103,6 +115,19 @@ class Script {
     while (tokens > 0) {
       const std::int64_t now = std::min(tokens, session.plan().chunk);
       step(session, Phase::prefill, now);
+      tokens -= now;
+    }
+  }
+  // The same, but nobody attends to the rows yet.
+  void append(KvSession& session, std::int64_t tokens) const {
+    while (tokens > 0) {
+      const std::int64_t first = session.length();
+      const std::int64_t now = std::min(tokens, session.plan().chunk);
+      session.begin_step(Phase::prefill, now);
+      for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+        session.append(static_cast<int>(layer), {k(layer, first), v(layer, first), key_width()});
+      }
+      session.end_step();
       tokens -= now;
     }
   }
