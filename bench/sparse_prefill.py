@@ -44,9 +44,9 @@ def generate(flags: argparse.Namespace, text: str, policy: str) -> dict[str, Any
 
 def policies_of(flags: argparse.Namespace) -> list[str]:
     """Lines of settings."""
-    return ["dense"] + [
-        f"select=dense prefill=zipvl({tau},{kind})" for tau in flags.tau for kind in flags.kinds
-    ]
+    rules = [f"zipvl({tau},{kind})" for tau in flags.tau for kind in flags.kinds]
+    rules += [f"pages({share})" for share in flags.pages]
+    return ["dense"] + [f"select=dense prefill={rule}" for rule in rules]
 
 
 def rows_attended(report: dict[str, Any]) -> list[int]:
@@ -105,7 +105,8 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--text", type=Path, default=ROOT / "data" / "war-and-peace.txt")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--tau", type=float, nargs="+", default=[0.9, 0.975, 0.99])
+    parser.add_argument("--tau", type=float, nargs="*", default=[0.9, 0.975, 0.99])
+    parser.add_argument("--pages", type=float, nargs="*", default=[0.8, 0.9, 0.95])
     kinds = ["demote", "evict"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,10 +1,12 @@
 #include "cpu/attention.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "cpu/attention_bf16.h"
 #include "cpu/attention_simd.h"
 #include "cpu/attention_tile.h"
+#include "cpu/page_lists.h"
 #include "lib/check.h"
 
 namespace sluice::cpu {
@@ -49,9 +51,15 @@ Plan make_plan(const AttendParams& p, int threads, AttendKernel kernel) {
   std::int64_t queries = all >= wanted * kManyQueries ? kManyQueries : kPrefillQueries;
   if (plan.kernel == AttendKernel::decode) queries = kDecodeQueries;
   plan.tile_tokens = std::max<std::int64_t>(1, queries / p.shape.group());
+  // Tokens of a tile have one list.
+  if (p.listed.exist()) {
+    plan.tile_tokens = std::min(
+        PageLists::kBlock,
+        static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(plan.tile_tokens))));
+  }
   plan.tiles = (p.tokens + plan.tile_tokens - 1) / plan.tile_tokens;
   const std::int64_t tasks = plan.tiles * p.shape.kv_heads;
-  if (threads == 1 || tasks >= wanted) return plan;
+  if (threads == 1 || tasks >= wanted || p.listed.exist()) return plan;
   std::int64_t rows = 0;
   for (const RowSpan& span : p.rows) rows = std::max(rows, span.count);
   plan.splits = std::clamp<std::int64_t>(rows / kMinSplitRows, 1, (wanted + tasks - 1) / tasks);
@@ -109,6 +117,25 @@ void run(AttendKernel kernel, const AttendTile& tile) {
       const RowSpan rows = {tile.rows, tile.count};
       return attend_decode(tile, {&rows, 1});
   }
+}
+
+// Rows of listed pages are brought together first, so many at a time: they stay in a core's cache.
+constexpr std::int64_t kListedRows = 1024;
+
+void run_listed(const AttendParams& p, AttendKernel kernel, AttendTile tile, std::int64_t token,
+                std::int64_t head) {
+  const ListedRows rows(p, token / PageLists::kBlock, head);
+  const std::size_t floats = kListedRows * tile.row_bytes / sizeof(float);
+  auto* const arena = reinterpret_cast<std::byte*>(thread_scratch(Scratch::rows, floats));
+  tile.rows = arena;
+  std::int64_t first = 0;
+  do {
+    tile.count = std::min(kListedRows, rows.count() - first);
+    tile.visible = rows.visible(token) - first;
+    rows.copy(first, tile.count, arena);
+    run(kernel, tile);
+    tile.merge = true;
+  } while ((first += kListedRows) < rows.count());
 }
 
 // Partials of all splits but the first, which goes to its place in the output. In scratch of the
@@ -169,6 +196,9 @@ void attend(const AttendParams& params, Threads& threads, AttendKernel kernel) {
     const std::int64_t tile_index = plan.tiles - 1 - task % pairs / shape.kv_heads;
     const auto head = static_cast<int>(task % shape.kv_heads);
     AttendTile tile = make_tile(params, plan, tile_index, head);
+    if (params.listed.exist()) {
+      return run_listed(params, plan.kernel, tile, tile_index * plan.tile_tokens, head);
+    }
     if (plan.splits > 1) narrow(tile, split, plan.splits);
     partials.redirect(tile, params, split);
     run(plan.kernel, tile);

@@ -73,7 +73,7 @@ float* thread_scratch(Scratch use, std::size_t floats) {
     std::unique_ptr<float, AlignedDelete> data;
     std::size_t size = 0;
   };
-  thread_local std::array<Block, 2> blocks;
+  thread_local std::array<Block, 3> blocks;
   Block& block = blocks[static_cast<std::size_t>(use)];
   if (block.size < floats) {
     block = {};

@@ -54,7 +54,7 @@ void finish_query(const AttendTile& tile, int m, const SoftmaxState& state);
 // Merges the partial (values [head_dim], lse) into (out, *out_lse) of a disjoint set of rows.
 void merge_partial(const float* values, float lse, int head_dim, float* out, float* out_lse);
 
-enum class Scratch : std::uint8_t { tile, partials };
+enum class Scratch : std::uint8_t { tile, partials, rows };
 
 // At least `floats` floats of the calling thread, 64-byte aligned, until its next call for the same
 // use. Tiles need what their block sizes and head_dim say, so the memory is bounded and reused.

@@ -7,6 +7,7 @@
 #include "cpu/attention.h"
 #include "cpu/elementwise.h"
 #include "cpu/key_index.h"
+#include "cpu/page_lists.h"
 #include "cpu/row_cache.h"
 #include "cpu/selection.h"
 #include "cpu/value_tiles.h"
@@ -160,6 +161,12 @@ void CpuQueue::unpack_tokens(const UnpackTokensParams& params) {
 void CpuQueue::column_sums(const ColumnSumsParams& params) { cpu::column_sums(params, threads()); }
 
 void CpuQueue::choose_tokens(const ChooseTokensParams& params) { cpu::choose_tokens(params); }
+
+void CpuQueue::page_means(const PageMeansParams& params) { cpu::page_means(params, threads()); }
+
+void CpuQueue::choose_pages(const ChoosePagesParams& params) {
+  cpu::choose_pages(params, threads());
+}
 
 void CpuQueue::sum_values(const SumValuesParams& params) { cpu::sum_values(params); }
 

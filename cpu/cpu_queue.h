@@ -41,6 +41,8 @@ class CpuQueue : public Queue {
   void unpack_tokens(const UnpackTokensParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void choose_tokens(const ChooseTokensParams& params) override;
+  void page_means(const PageMeansParams& params) override;
+  void choose_pages(const ChoosePagesParams& params) override;
   void sum_values(const SumValuesParams& params) override;
   void build_values(const BuildValuesParams& params) override;
   void build_values_batch(const BuildValuesBatchParams& params) override;

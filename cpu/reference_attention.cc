@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <vector>
 
 #include "cpu/reference_ops.h"
@@ -208,7 +209,58 @@ void attend_selected_item(const AttendSelectedParams& p, const Item& item, Refer
 
 }  // namespace
 
+namespace {
+
+// Positions and rows of one KV head that a block of queries may see, ascending.
+std::map<std::int64_t, const std::byte*> listed_rows(const AttendParams& p, int head,
+                                                     std::int64_t block) {
+  const RowSpan& span = p.rows[static_cast<std::size_t>(head)];
+  std::map<std::int64_t, const std::byte*> rows;
+  for (const std::int32_t page : p.listed.of(head, block)) {
+    for (std::int64_t r = 0; r < kPageTokens; ++r) {
+      const std::int64_t position = page * kPageTokens + r;
+      const std::int64_t number = position - p.first_row_position;
+      if (number < 0 || number >= span.count) continue;
+      rows[position] = span.rows + static_cast<std::size_t>(number) * p.shape.row_bytes();
+    }
+  }
+  return rows;
+}
+
+// A block of queries of one query head, which sees the rows at positions up to its own.
+void attend_listed(const AttendParams& p, int head, std::int64_t block,
+                   const std::map<std::int64_t, const std::byte*>& listed) {
+  Rows rows;
+  for (const auto& [position, row] : listed) rows.push_back(row);
+  const std::int64_t first = block * PageLists::kBlock;
+  for (std::int64_t t = first; t < std::min(p.tokens, first + PageLists::kBlock); ++t) {
+    const auto end = listed.upper_bound(p.first_query_position + t);
+    const auto visible = static_cast<std::size_t>(std::distance(listed.begin(), end));
+    const float* const q = p.q + t * p.q_stride + std::int64_t{head} * p.shape.head_dim;
+    const std::int64_t index = t * p.shape.query_heads + head;
+    store(attend_query(q, p.shape, p.scale, rows, visible), p.merge,
+          p.out + index * p.shape.head_dim, p.lse + index);
+  }
+}
+
+void attend_listed(const AttendParams& p, ReferenceReads& reads) {
+  for (int head = 0; head < p.shape.kv_heads; ++head) {
+    std::map<std::int64_t, const std::byte*> read;
+    for (std::int64_t block = 0; block < p.listed.blocks; ++block) {
+      const auto rows = listed_rows(p, head, block);
+      read.insert(rows.begin(), rows.upper_bound(p.first_query_position + p.tokens - 1));
+      for (int g = 0; g < p.shape.group(); ++g) {
+        attend_listed(p, head * p.shape.group() + g, block, rows);
+      }
+    }
+    for (const auto& [position, row] : read) reads.on_read(row, p.shape.row_bytes());
+  }
+}
+
+}  // namespace
+
 void attend(const AttendParams& p, ReferenceReads& reads) {
+  if (p.listed.exist()) return attend_listed(p, reads);
   const auto visible_to = [&](std::int64_t token, const RowSpan& span) {
     const std::int64_t end = p.seen != nullptr ? p.seen[token] : p.first_query_position + token + 1;
     return static_cast<std::size_t>(

@@ -7,6 +7,7 @@
 #include "cpu/reference_attention.h"
 #include "cpu/reference_index.h"
 #include "cpu/reference_ops.h"
+#include "cpu/reference_pages.h"
 #include "cpu/reference_selection.h"
 #include "cpu/row_cache.h"
 #include "lib/check.h"
@@ -134,6 +135,12 @@ void ReferenceQueue::column_sums(const ColumnSumsParams& params) { reference::co
 
 void ReferenceQueue::choose_tokens(const ChooseTokensParams& params) {
   reference::choose_tokens(params);
+}
+
+void ReferenceQueue::page_means(const PageMeansParams& params) { reference::page_means(params); }
+
+void ReferenceQueue::choose_pages(const ChoosePagesParams& params) {
+  reference::choose_pages(params);
 }
 
 void ReferenceQueue::sum_values(const SumValuesParams& params) { reference::sum_values(params); }

@@ -61,6 +61,10 @@ class CudaQueue : public Queue {
   void choose_tokens(const ChooseTokensParams& params) override {
     cuda::choose_tokens(params, launch());
   }
+  void page_means(const PageMeansParams& params) override { cuda::page_means(params, launch()); }
+  void choose_pages(const ChoosePagesParams& params) override {
+    cuda::choose_pages(params, launch());
+  }
   void sum_values(const SumValuesParams& params) override { cuda::sum_values(params, launch()); }
   void build_values(const BuildValuesParams& params) override {
     cuda::build_values(params, launch());

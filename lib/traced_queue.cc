@@ -140,6 +140,14 @@ void TracedQueue::choose_tokens(const ChooseTokensParams& params) {
   run("choose_tokens", TraceKind::select, [&](Queue& queue) { queue.choose_tokens(params); });
 }
 
+void TracedQueue::page_means(const PageMeansParams& params) {
+  run("page_means", TraceKind::index, [&](Queue& queue) { queue.page_means(params); });
+}
+
+void TracedQueue::choose_pages(const ChoosePagesParams& params) {
+  run("choose_pages", TraceKind::select, [&](Queue& queue) { queue.choose_pages(params); });
+}
+
 void TracedQueue::build_values(const BuildValuesParams& params) {
   run("build_values", TraceKind::index, [&](Queue& queue) { queue.build_values(params); });
 }

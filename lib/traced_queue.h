@@ -46,6 +46,8 @@ class TracedQueue : public Queue {
   void select(const SelectParams& params) override;
   void column_sums(const ColumnSumsParams& params) override;
   void choose_tokens(const ChooseTokensParams& params) override;
+  void page_means(const PageMeansParams& params) override;
+  void choose_pages(const ChoosePagesParams& params) override;
   void build_values(const BuildValuesParams& params) override;
   void build_values_batch(const BuildValuesBatchParams& params) override;
   void attend_tiles(const AttendTilesParams& params) override;

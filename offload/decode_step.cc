@@ -83,6 +83,9 @@ void DecodeStep::append(int layer, const NewRows& rows) {
   }
   pool_->queue().append_batch(params);
   if (sparse != nullptr) sparse->index().build(layer, params.batch, params.rows);
+  if (pool_->listed() == nullptr) return;
+  pool_->listed()->build(
+      layer, {.count = params.batch.count, .batch = params.batch, .paged = params.rows});
 }
 
 void DecodeStep::attend(int layer, const Queries& queries) {

@@ -230,6 +230,7 @@ void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Poli
 void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) {
   layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
   layout.evicts = layout.evicts || policy.prefill.evict;
+  layout.lists_pages = layout.lists_pages || policy.prefill.pages > 0.0;
   if (policy.prefill.evict) {
     // Even dense layers then attend to a list: of what is left.
     layout.slots = std::max(layout.slots, layout.wave);

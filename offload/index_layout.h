@@ -83,6 +83,7 @@ struct IndexLayout {
   std::int64_t candidates = 0;     // likewise, before they are re-scored; 0: none are
   bool zipvl = false;              // some policy's prefill is sparse
   bool evicts = false;             // likewise, and forgets what it leaves out
+  bool lists_pages = false;        // some policy's prefill attends to some pages only
   std::int64_t arena_rows = 0;     // selected rows per KV head attended at a time
 
   bool selects() const { return slots > 0; }

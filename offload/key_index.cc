@@ -3,28 +3,9 @@
 #include <algorithm>
 
 #include "lib/check.h"
+#include "offload/kv_rows.h"
 
 namespace sluice {
-
-namespace {
-
-// Pages whose rows follow each other.
-WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
-                  std::span<const RowSpan> rows) {
-  WholePages run;
-  run.count = pages;
-  run.run_sequence = sequence;
-  run.first = first_page;
-  run.run_rows = rows[0].rows;
-  run.head_stride = rows.size() > 1 ? rows[1].rows - rows[0].rows : 0;
-  for (std::size_t head = 0; head < rows.size(); ++head) {
-    check(rows[head].rows == run.run_rows + static_cast<std::int64_t>(head) * run.head_stride,
-          "rows of KV heads at uneven distances");
-  }
-  return run;
-}
-
-}  // namespace
 
 KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier)
     : queue_(&queue), layout_(layout), scorers_(scorers), layers_(layout.layers.size()) {

@@ -30,7 +30,7 @@ void validate(const KvConfig& config) {
     if (policy.prefill.tau == 0.0) continue;
     throw Error(ErrorCode::unsupported,
                 "KV cache: a prompt goes through layer by layer only in a Session; the policies' "
-                "prefill must be dense");
+                "prefill must be dense or pages");
   }
 }
 

@@ -77,6 +77,7 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   if (layout_.zipvl) {
     important_ = std::make_unique<ImportantTokens>(*queue_, layout_, rows.compact, tier());
   }
+  if (plan.listed_blocks > 0) listed_ = std::make_unique<ListedPages>(*queue_, plan, tier());
   if (plan.host_attention) {
     check(attender.backend != nullptr, "a plan with attention on the host, and nobody who attends");
     host_attention_ = std::make_unique<HostAttention>(
@@ -98,6 +99,7 @@ std::int32_t KvPool::fork(std::int32_t sequence) {
   if (sparse_ != nullptr) sparse_->index().copy_values(sequence, child);
   if (sparse_ != nullptr) sparse_->index().clear_bad(child);
   if (important_ != nullptr) important_->copy(sequence, child);
+  if (listed_ != nullptr) listed_->copy(sequence, child);
   publish();
   return child;
 }

@@ -16,6 +16,7 @@
 #include "offload/host_store.h"
 #include "offload/important_tokens.h"
 #include "offload/kv_rows.h"
+#include "offload/listed_pages.h"
 #include "offload/row_cache.h"
 #include "offload/sparse_attention.h"
 #include "sluice/kv_cache.h"
@@ -90,6 +91,8 @@ class KvPool {
   RowCache* cache() const { return cache_.get(); }                         // null if there is none
   ImportantTokens* important() const { return important_.get(); }          // null if all prefill is
 
+  ListedPages* listed() const { return listed_.get(); }  // likewise
+
   // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity; with
   // evicted tokens or without, with the host's attention or without.
   using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool, bool>;
@@ -119,6 +122,7 @@ class KvPool {
   std::unique_ptr<RowCache> cache_;
   std::unique_ptr<SparseAttention> sparse_;
   std::unique_ptr<ImportantTokens> important_;
+  std::unique_ptr<ListedPages> listed_;
   std::unique_ptr<HostAttention> host_attention_;
   std::map<StepKind, std::unique_ptr<Recording>> recordings_;
 };

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lib/check.h"
+
 namespace sluice {
 namespace {
 
@@ -47,6 +49,21 @@ RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t 
   if (!in_place && near.size() == 1 && near[0].place == RowPlace::device) return near[0];
   const std::vector<RowRun> home = home_runs(tables, sequence, 0, end);
   return home.size() == 1 ? home[0] : RowRun();
+}
+
+WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
+                  std::span<const RowSpan> rows) {
+  WholePages run;
+  run.count = pages;
+  run.run_sequence = sequence;
+  run.first = first_page;
+  run.run_rows = rows[0].rows;
+  run.head_stride = rows.size() > 1 ? rows[1].rows - rows[0].rows : 0;
+  for (std::size_t head = 0; head < rows.size(); ++head) {
+    check(rows[head].rows == run.run_rows + static_cast<std::int64_t>(head) * run.head_stride,
+          "rows of KV heads at uneven distances");
+  }
+  return run;
 }
 
 AttendParams attend_params(const KvShape& shape, const StepRange& step, const Queries& queries) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "lib/backend/kv_ops.h"
@@ -59,6 +60,10 @@ std::vector<RowRun> nearest_runs(const BlockTables& tables, std::int32_t sequenc
 // `in_place` first of all, at home; else a run of none.
 RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t end, int set,
                  bool in_place);
+
+// Pages of a sequence from first_page on, whose rows follow each other in every KV head.
+WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
+                  std::span<const RowSpan> rows);
 
 // Fills the fields of AttendParams that do not depend on where the rows are.
 AttendParams attend_params(const KvShape& shape, const StepRange& step, const Queries& queries);

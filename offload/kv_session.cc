@@ -146,12 +146,43 @@ void KvSession::attend(int layer, const Queries& queries) {
                                       " is attended right after its rows were appended");
   }
   if (!attends_run(layer)) return decode_->attend(layer, queries);
-  run_->attend(layer, queries);
+  const double share = listed_share(layer);
+  run_->attend(layer, queries, share);
   if (!is_run_) decode_->select(layer, queries);
   const Tier tier = pool_->tier();
-  ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits(layer)));
+  if (share == 1.0) {
+    ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits(layer)));
+  }
   ledger_.record(layer, Tier::host, tier, Cause::miss,
                  traffic_of(plan().shape, run_->misses(layer)));
+}
+
+// Pieces of a prompt may attend to some pages only, in layers that are not to be dense.
+double KvSession::listed_share(int layer) const {
+  const std::vector<int>& dense = policy_.dense_layers;
+  const bool lists = is_run_ && phase_ == Phase::prefill && policy_.prefill.pages > 0.0 &&
+                     std::find(dense.begin(), dense.end(), layer) == dense.end();
+  return lists ? policy_.prefill.pages : 1.0;
+}
+
+// Rows of listed pages that were where attention reads, which only the backend knew.
+void KvSession::record_listed_hits() {
+  bool is_here = false;
+  for (int layer = 0; layer < plan().shape.layers; ++layer) {
+    if (listed_share(layer) == 1.0) continue;
+    if (!is_here) {
+      pool_->listed()->issue_report();
+      pool_->queue().synchronize();
+      is_here = true;
+    }
+    std::uint64_t rows = 0;
+    for (int head = 0; head < plan().shape.kv_heads; ++head) {
+      rows +=
+          static_cast<std::uint64_t>(run_->hits_among(layer, pool_->listed()->listed(layer, head)));
+    }
+    ledger_.record(layer, pool_->tier(), pool_->tier(), Cause::hit,
+                   {rows, rows * plan().shape.row_bytes()});
+  }
 }
 
 void KvSession::end_rows() {
@@ -191,6 +222,7 @@ void KvSession::end_step() {
     if (decode_->reports()) pool_->queue().synchronize();
     selection_ = decode_->finish(sequence_, step_.tokens == 1, ledger_);
   }
+  record_listed_hits();
   end_rows();
 }
 

@@ -81,6 +81,8 @@ class KvSession {
   void cancel_rows();
   // Counts the step's new rows, and makes them the session's.
   void end_rows();
+  double listed_share(int layer) const;  // 1: all pages
+  void record_listed_hits();
   // Several known tokens at a time are a run to layers that attend densely.
   bool attends_run(int layer) const;
 

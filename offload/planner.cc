@@ -11,6 +11,7 @@
 #include "lib/bytes.h"
 #include "offload/important_tokens.h"
 #include "offload/index_layout.h"
+#include "offload/listed_pages.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -85,7 +86,8 @@ KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
   plan.chunk = chunk;
   // The step's rows are attended in one piece with the unfinished page before them.
   plan.window_tokens = chunk + (tails ? kPageTokens - 1 : 0);
-  plan.stream_tokens = kMinStreamTokens;
+  // Lists are of whole pages.
+  plan.stream_tokens = plan.listed_blocks > 0 ? kPageTokens : kMinStreamTokens;
   return plan;
 }
 
@@ -286,6 +288,13 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.table_bytes = layout.table_bytes();
   plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.home_rows()) +
                     layout.host_bytes();
+  if (layout.lists_pages) {
+    plan.listed_blocks = PageLists::blocks_of(plan.chunk);
+    const ListedPageBytes bytes(plan);
+    plan.index_bytes += bytes.means;
+    plan.work_bytes += bytes.work();
+    plan.host_bytes += bytes.listed;
+  }
   if (layout.zipvl) {
     const ImportantTokenBytes bytes(layout);
     plan.work_bytes += bytes.work();

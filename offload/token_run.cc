@@ -84,8 +84,8 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
     }
   }
   copy_window(layer);
+  build_index(layer, indexed);
   if (!indexed) return;
-  build_index(layer);
   for (const RowRun& run : own) {
     const std::int64_t first = std::max(run.first, range_.first);
     if (first >= run.end()) continue;
@@ -125,15 +125,19 @@ void TokenRun::copy_window(int layer) {
   if (!ops.empty()) pool_->queue().copy(ops);
 }
 
-void TokenRun::build_index(int layer) {
+void TokenRun::build_index(int layer, bool indexed) {
+  ListedPages* const listed = pool_->listed();
+  if (!indexed && listed == nullptr) return;
   const std::int64_t whole = range_.end() / kPageTokens * kPageTokens;
   for (const RowRun& run : of(layer).own) {
     const std::int64_t end = std::min(run.end(), whole);
     if (run.first >= end) continue;
     check(run.first % kPageTokens == 0, "an index of a page of which a part is elsewhere");
-    pool_->sparse()->index().build(layer, sequence_, run.first / kPageTokens,
-                                   (end - run.first) / kPageTokens,
-                                   pool_->spans(layer, run.part(run.first, end)));
+    const std::vector<RowSpan> rows = pool_->spans(layer, run.part(run.first, end));
+    const std::int64_t first_page = run.first / kPageTokens;
+    const std::int64_t pages = (end - run.first) / kPageTokens;
+    if (indexed) pool_->sparse()->index().build(layer, sequence_, first_page, pages, rows);
+    if (listed != nullptr) listed->build(layer, run_of(sequence_, first_page, pages, rows));
   }
 }
 
@@ -146,8 +150,26 @@ void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
   params.merge = true;
 }
 
-void TokenRun::attend(int layer, const Queries& queries) {
+std::int64_t TokenRun::hits_among(int layer, std::span<const std::uint8_t> listed) {
+  std::int64_t rows = 0;
+  const auto add = [&](const RowRun& run) {
+    for (std::int64_t at = run.first; at < run.end();) {
+      const std::int64_t page = at / kPageTokens;
+      const std::int64_t next = std::min(run.end(), (page + 1) * kPageTokens);
+      if (listed[static_cast<std::size_t>(page)] != 0) rows += next - at;
+      at = next;
+    }
+  };
+  for (const RowRun& run : of(layer).own) add(run);
+  for (const RowRun& run : of(layer).resident) add(run);
+  return rows;
+}
+
+void TokenRun::attend(int layer, const Queries& queries, double share) {
   AttendParams params = attend_params(pool_->plan().shape, range_, queries);
+  if (share < 1.0) {
+    params.listed = pool_->listed()->choose(layer, sequence_, range_, queries, share);
+  }
   for (const RowRun& run : of(layer).own) attend_run(layer, params, run);
   for (const RowRun& run : of(layer).resident) attend_run(layer, params, run);
   attend_streamed(layer, params);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "offload/kv_pool.h"
@@ -22,15 +23,17 @@ class TokenRun {
 
   // Rows to all places that they have; with `indexed`, to the index and the sums as well.
   void append(int layer, const NewRows& rows, bool indexed);
-  // Attention to all rows up to each token. append() of the layer came before, and no other
-  // layer's since.
-  void attend(int layer, const Queries& queries);
+  // Attention to all rows up to each token or, with a share below 1, to those of pages that carry
+  // this share of the weight. append() of the layer came before, and no other layer's since.
+  void attend(int layer, const Queries& queries, double share = 1.0);
 
   const StepRange& range() const { return range_; }
   std::int32_t sequence() const { return sequence_; }
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
   std::int64_t hits(int layer) { return range_.end() - misses(layer); }
   std::int64_t misses(int layer) { return of(layer).misses; }
+  // Of one KV head, those found in place whose page is not 0 in `listed`.
+  std::int64_t hits_among(int layer, std::span<const std::uint8_t> listed);
   // Rows per KV head of a layer that append() fetches: what the first page held already, where the
   // device has it no longer.
   std::int64_t fetched_front(int layer) { return of(layer).fetches_front ? of(layer).front : 0; }
@@ -51,7 +54,7 @@ class TokenRun {
   Places place(int set) const;
   void place_new_rows(int set, Places& places) const;
   void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home);
-  void build_index(int layer);
+  void build_index(int layer, bool indexed);
   void copy_front(int layer);
   void copy_window(int layer);
   void attend_run(int layer, AttendParams& params, const RowRun& run);

@@ -16,7 +16,7 @@ bool same_bits(const Policy& a, const Policy& b) {
 
 // Policies that can share a prefill and an index.
 bool same_group(const Policy& a, const Policy& b) {
-  const bool same_layers = a.prefill.tau == 0.0 || a.dense_layers == b.dense_layers;
+  const bool same_layers = a.prefill.dense() || a.dense_layers == b.dense_layers;
   const auto same_in = [&](const auto& entry) {
     return same_bits(a.at(entry.first), b.at(entry.first));
   };

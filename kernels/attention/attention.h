@@ -33,6 +33,10 @@ void sum_values(const SumValuesParams& params, const Launch& launch);
 void find_rows(const FindRowsParams& params, const Launch& launch);
 void forget_rows(const ForgetRowsParams& params, const Launch& launch);
 
+// Scratch of neither is used. The first launches by counts alone, the second also by positions.
+void page_means(const PageMeansParams& params, const Launch& launch);
+void choose_pages(const ChoosePagesParams& params, const Launch& launch);
+
 // AttendParams as lib/backend.h describes them; q and the softmax weights are rounded to the dtype
 // of the rows, sums are fp32. Rows must be on the device. Throws Error{unsupported} for a head_dim
 // or a row dtype that has no kernel.

@@ -75,6 +75,8 @@ PrefillArgs args_of(const AttendParams& p) {
   args.counts = head_counts(p.rows);
   args.q_stride = p.q_stride;
   args.seen = p.seen;
+  args.listed = p.listed;
+  args.first_page = static_cast<int>(p.first_row_position / kPageTokens);
   args.first_visible = (p.seen != nullptr ? 0 : p.first_query_position + 1) - p.first_row_position;
   args.row_bytes = static_cast<int>(p.shape.row_bytes());
   args.head_dim = p.shape.head_dim;
@@ -97,6 +99,9 @@ void check_params(const AttendParams& p) {
   check(p.rows.size() == static_cast<std::size_t>(p.shape.kv_heads),
         "attend_prefill: rows of every KV head");
   check(p.tokens * p.shape.group() <= kMost, "attend_prefill: too many tokens");
+  check(!p.listed.exist() || (p.seen == nullptr && p.first_row_position % kPageTokens == 0 &&
+                              p.listed.blocks == PageLists::blocks_of(p.tokens)),
+        "attend_prefill: lists of pages");
   for (const RowSpan& span : p.rows) {
     check(span.count <= kMost, "attend_prefill: too many rows");
     check(reinterpret_cast<std::uintptr_t>(span.rows) % 16 == 0, "attend_prefill: unaligned rows");
@@ -112,7 +117,10 @@ void divide_prefill(PrefillArgs& args, const TileShape& shape, const Launch& lau
   constexpr std::int64_t kMostSplits = 64;
   const std::int64_t rows = largest_count(args);
   const std::int64_t queries = static_cast<std::int64_t>(args.tokens) * args.kv_heads * args.group;
-  args.tiles = static_cast<int>(ceil_div(args.tokens * args.group, shape.rows));
+  args.tiles = static_cast<int>(args.listed.exist()
+                                    ? args.listed.blocks *
+                                          ceil_div(PageLists::kBlock * args.group, shape.rows)
+                                    : ceil_div(args.tokens * args.group, shape.rows));
   args.section_heads = static_cast<int>(std::clamp<std::int64_t>(
       kSectionBytes / std::max<std::int64_t>(1, rows * args.row_bytes), 1, args.kv_heads));
   const std::int64_t visible =

@@ -14,6 +14,7 @@
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/heads.h"
 #include "kernels/runtime/launch.h"
+#include "lib/backend/page_ops.h"
 #include "sluice/types.h"
 
 namespace sluice::cuda {
@@ -43,6 +44,8 @@ struct PrefillArgs {
   int splits = 1;         // of the blocks of a tile
   int section_heads = 1;  // KV heads that are worked on together, so that the L2 cache holds them
   const std::int32_t* seen = nullptr;  // [tokens] or null, see AttendParams
+  PageLists listed;                    // or none
+  int first_page = 0;                  // of the rows, if pages are listed
 };
 
 // What a kernel does at once.
@@ -66,25 +69,66 @@ bool attend_prefill_hopper(PrefillArgs args, DType dtype, const Launch& launch);
 
 inline constexpr float kNoLogit = -__builtin_huge_valf();
 
-// Of a head with `count` rows, those that a query token sees; of a token past the last, any number.
-__device__ __forceinline__ int visible_rows(const PrefillArgs& args, int count, int token) {
-  const int more = args.seen == nullptr ? token : args.seen[min(token, args.tokens - 1)];
-  const std::int64_t rows = args.first_visible + more;
-  return static_cast<int>(rows < 0 ? 0 : rows > count ? count : rows);
-}
-
+// A tile's rows are those of the KV head or, of listed pages, as if these followed each other.
 struct Tile {
   int kv_head = 0;
   int split = 0;
-  int first_row = 0;    // packed
-  int count = 0;        // rows of the KV head
-  int first_block = 0;  // blocks of KV rows that this split of the tile sees
+  int first_row = 0;                     // packed
+  int end_row = 0;                       // what is past it is not the tile's
+  int count = 0;                         // KV rows
+  std::int64_t first_visible = 0;        // see PrefillArgs
+  const std::int32_t* listed = nullptr;  // pages, or null
+  int first_block = 0;                   // blocks of KV rows that this split of the tile sees
   int end_block = 0;
   int masked_block = 0;  // blocks from here on hold rows that some query does not see
 };
 
 __device__ __forceinline__ int packed_rows(const PrefillArgs& args) {
   return args.tokens * args.group;
+}
+
+// KV rows that a query token sees; of a token past the last, any number.
+__device__ __forceinline__ int visible_rows(const PrefillArgs& args, const Tile& tile, int token) {
+  const int more = args.seen == nullptr ? token : args.seen[min(token, args.tokens - 1)];
+  const std::int64_t rows = tile.first_visible + more;
+  return static_cast<int>(rows < 0 ? 0 : rows > tile.count ? tile.count : rows);
+}
+
+// Where KV row `row` of a tile is among the KV head's.
+__device__ __forceinline__ std::int64_t place_of(const PrefillArgs& args, const Tile& tile,
+                                                 int row) {
+  if (tile.listed == nullptr) return row;
+  const std::int64_t page = tile.listed[row / kPageTokens] - args.first_page;
+  return page * kPageTokens + row % kPageTokens;
+}
+
+// Packed rows of a block of queries.
+__device__ __forceinline__ int block_rows(const PrefillArgs& args) {
+  return static_cast<int>(PageLists::kBlock) * args.group;
+}
+
+// A tile of a block of queries sees the listed pages that are among the rows. From the block's own
+// pages on all are listed, so there rows follow each other as positions do.
+__device__ inline void list_pages(const PrefillArgs& args, Tile& tile) {
+  const int block = tile.first_row / block_rows(args);
+  const std::int64_t entry = tile.kv_head * args.listed.blocks + block;
+  const std::int32_t* const all = args.listed.pages + entry * args.listed.capacity;
+  const std::int32_t listed = args.listed.counts[entry];
+  const int pages = (tile.count + kPageTokens - 1) / kPageTokens;
+  const std::int32_t first = count_below(all, listed, args.first_page);
+  const std::int32_t end = count_below(all, listed, args.first_page + pages);
+  tile.listed = all + first;
+  if (first == end || tile.first_row >= tile.end_row) {
+    tile.count = 0;
+    return;
+  }
+  const int last_rows = tile.count - (all[end - 1] - args.first_page) * kPageTokens;
+  tile.count = (end - first - 1) * kPageTokens + min(kPageTokens, last_rows);
+  const std::int64_t first_row =
+      args.first_visible - 1 + block * static_cast<int>(PageLists::kBlock);  // its own
+  const std::int64_t own = first_row < 0 ? 0 : first_row / kPageTokens;
+  const std::int32_t before = count_below(all, listed, args.first_page + own) - first;
+  tile.first_visible = (before - own) * kPageTokens + args.first_visible;
 }
 
 // Tiles with many blocks come first, so that no multiprocessor starts one when others run dry.
@@ -98,20 +142,31 @@ __device__ __forceinline__ Tile tile_of(const PrefillArgs& args, int item) {
   tile.split = rest % args.splits;
   rest /= args.splits;
   tile.kv_head = first_head + rest % heads;
-  tile.first_row = (args.tiles - 1 - rest / heads) * kRows;
+  const int number = args.tiles - 1 - rest / heads;
   tile.count = static_cast<int>(args.counts[tile.kv_head]);
-  const int end_row = min(tile.first_row + kRows, packed_rows(args));
-  const int most = visible_rows(args, tile.count, (end_row - 1) / args.group);
+  tile.first_visible = args.first_visible;
+  if (args.listed.pages == nullptr) {
+    tile.first_row = number * kRows;
+    tile.end_row = min(tile.first_row + kRows, packed_rows(args));
+  } else {
+    const int of_block = (block_rows(args) + kRows - 1) / kRows;
+    const int block_row = number / of_block * block_rows(args);
+    tile.first_row = block_row + number % of_block * kRows;
+    tile.end_row =
+        min(min(tile.first_row + kRows, block_row + block_rows(args)), packed_rows(args));
+    list_pages(args, tile);
+  }
+  const int most = visible_rows(args, tile, (tile.end_row - 1) / args.group);
   const int blocks = (most + kKeys - 1) / kKeys;
   tile.first_block = blocks * tile.split / args.splits;
   tile.end_block = blocks * (tile.split + 1) / args.splits;
-  tile.masked_block = visible_rows(args, tile.count, tile.first_row / args.group) / kKeys;
+  tile.masked_block = visible_rows(args, tile, tile.first_row / args.group) / kKeys;
   return tile;
 }
 
 // Rows that a packed row sees; of a packed row past the last, any number.
 __device__ __forceinline__ int visible_of_row(const PrefillArgs& args, const Tile& tile, int row) {
-  return visible_rows(args, tile.count, row / args.group);
+  return visible_rows(args, tile, row / args.group);
 }
 
 // Eight consecutive channels of a packed row of q, rounded; zeros past the last row.
@@ -252,7 +307,7 @@ __device__ __forceinline__ void store_row(const PrefillArgs& args, const Tile& t
   const float sum = quad_sum(rows.sum[half]);
   const bool empty = sum == 0;
   const float here = empty ? kNoLogit : kLn2 * (rows.highest[half] * args.scale + log2f(sum));
-  const bool exists = row < packed_rows(args);
+  const bool exists = row < tile.end_row;
   const bool merge = args.merge && args.splits == 1;
   const int heads = args.kv_heads * args.group;
   const int token = row / args.group;

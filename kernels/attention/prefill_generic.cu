@@ -39,13 +39,13 @@ __device__ __forceinline__ void copy_block(const PrefillArgs& args, const Tile& 
                                            const std::byte* rows, int block, int offset, T* to) {
   using Shape = GenericShape<kHeadDim>;
   constexpr int kPieces = kHeadDim / 8;
+  static_assert(kPageTokens % Shape::kKeys == 0, "a block of keys is of one page");
+  const std::int64_t place = place_of(args, tile, block * Shape::kKeys);
   for (int i = static_cast<int>(threadIdx.x); i < Shape::kKeys * kPieces; i += Shape::kThreads) {
     const int key = i / kPieces;
     const int channel = i % kPieces * 8;
-    const int row = block * Shape::kKeys + key;
-    const bool exists = row < tile.count;
-    const std::byte* const from = rows +
-                                  static_cast<std::int64_t>(exists ? row : 0) * args.row_bytes +
+    const bool exists = block * Shape::kKeys + key < tile.count;
+    const std::byte* const from = rows + (exists ? place + key : 0) * args.row_bytes +
                                   (offset + channel) * static_cast<int>(sizeof(T));
     copy_async_or_zero(to + key * Shape::kPitch + channel, from, exists);
   }

@@ -100,12 +100,14 @@ __device__ __forceinline__ void fill_stage(const HopperArgs& args, const Tile& t
   using Shape = HopperShape<kHeadDim>;
   const CUtensorMap* const map = args.maps + (args.map_per_head ? tile.kv_head : 0);
   const int head = args.map_per_head ? 0 : tile.kv_head;
+  static_assert(Shape::kKeys == kPageTokens, "a block of keys is a page");
+  const auto row =
+      static_cast<int>(place_of(args.prefill, tile, (tile.first_block + i) * Shape::kKeys));
   barrier_wait(empty, parity_of<kHeadDim>(i) ^ 1);
   barrier_expect(full, Shape::kStageBytes);
 #pragma unroll
   for (int box = 0; box < Shape::kBoxes; ++box) {
-    copy_box(to + box * Shape::kBox, map, channel + box * Shape::kBoxChannels,
-             (tile.first_block + i) * Shape::kKeys, head, full);
+    copy_box(to + box * Shape::kBox, map, channel + box * Shape::kBoxChannels, row, head, full);
   }
 }
 

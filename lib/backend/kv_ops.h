@@ -6,6 +6,7 @@
 #include <span>
 
 #include "lib/backend/index_ops.h"
+#include "lib/backend/page_ops.h"
 #include "lib/backend/row_cache.h"
 #include "lib/batch.h"
 #include "sluice/types.h"
@@ -52,6 +53,9 @@ struct AttendParams {
   // [tokens] or null: token t sees the rows at positions below seen[t], which does not fall from
   // token to token; null: up to its own position.
   const std::int32_t* seen = nullptr;
+  // Blocks of queries see only the rows of their pages; without lists, all rows. With them
+  // first_row_position is that of a page's first row, and `seen` is null.
+  PageLists listed;
   float scale = 0.0f;    // of the logits, 1 / sqrt(head_dim)
   float* out = nullptr;  // [tokens, query_heads, head_dim]
   float* lse = nullptr;  // [tokens, query_heads]; -inf where no row was visible

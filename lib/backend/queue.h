@@ -11,6 +11,7 @@
 #include "lib/backend/dense_ops.h"
 #include "lib/backend/index_ops.h"
 #include "lib/backend/kv_ops.h"
+#include "lib/backend/page_ops.h"
 #include "lib/backend/value_ops.h"
 
 namespace sluice {
@@ -72,7 +73,7 @@ class QueueRange {
 // Stream, scratch memory and what else work needs that is under way: queues share nothing, so work
 // of one runs beside that of others and meets it only at wait_for(). One thread at a time may use a
 // queue.
-class Queue : public DenseOps, public KvOps, public IndexOps, public ValueOps {
+class Queue : public DenseOps, public KvOps, public IndexOps, public PageOps, public ValueOps {
  public:
   explicit Queue(Backend& backend);
   Queue(const Queue&) = delete;

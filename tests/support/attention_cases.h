@@ -79,12 +79,15 @@ class AttentionRun {
     p.rows = spans;
     p.first_row_position = case_.first_row_position + range.begin;
     if (!case_.seen.empty()) p.seen = reinterpret_cast<const std::int32_t*>(seen_.data());
+    p.listed = listed;
     p.scale = case_.scale;
     p.out = out_.floats();
     p.lse = lse_.floats();
     p.merge = merge;
     backend_.queue->attend(p);
   }
+
+  PageLists listed;  // see AttendParams
 
   Partial result() { return {download<float>(backend_, out_), download<float>(backend_, lse_)}; }
 

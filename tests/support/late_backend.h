@@ -166,6 +166,12 @@ class LateQueue : public cpu::CpuQueue {
       CpuQueue::choose_tokens(p);
     });
   }
+  void page_means(const PageMeansParams& p) override {
+    later([this, p] { CpuQueue::page_means(p); });
+  }
+  void choose_pages(const ChoosePagesParams& p) override {
+    later([this, p] { CpuQueue::choose_pages(p); });
+  }
   void estimate(const EstimateParams& p) override {
     later([this, p = p, view = view_of(p.candidates)]() mutable {
       if (p.candidates != nullptr) p.candidates = &view;

@@ -57,8 +57,8 @@ struct KvConfig {
   int decode_batch = 1;            // most tokens of one sequence per decode step
   bool reports_positions = false;  // see SessionOptions
   // That KvSequence::use() may be called with; the first is in force. None: dense. They say how
-  // decode steps attend; a prompt attends to everything, and the policy's `prefill` must be dense.
-  // `correct` is left to the caller: truncate(), and a step of Phase::correction.
+  // decode steps attend, and with `prefill=pages` how steps of a prompt do; no other sparse
+  // prefill. `correct` is left to the caller: truncate(), and a step of Phase::correction.
   std::vector<Policy> policies;
   std::optional<double> scale;  // of the logits; unset: 1/sqrt(head_dim)
   // Caps in bytes. Without a device cap a backend that shares the host's memory attends rows
@@ -93,6 +93,8 @@ struct KvPlan {
   std::int64_t cache_rows = 0;
   std::int64_t placed_rows = 0;   // selected rows per KV head looked up there at a time
   std::int64_t compact_rows = 0;  // rows per KV head that a sparse prefill brings together
+  // Blocks of queries whose pages are listed at a time; 0: no policy's prefill lists pages.
+  std::int64_t listed_blocks = 0;
   // Of the rows that are only in host memory, the host attends to part in layers of decode steps
   // that attend to all; see EngineConfig.
   bool host_attention = false;

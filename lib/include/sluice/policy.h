@@ -82,12 +82,15 @@ struct Budget {
   friend bool operator==(const Budget&, const Budget&) = default;
 };
 
-// ZipVL (He et al. 2024): attention to the important tokens of a prompt only.
+// How a prompt's tokens attend to some of it only: by ZipVL (He et al. 2024) to its important
+// tokens, or to the pages that a block of queries looks at, see lib/backend/page_ops.h.
 struct SparsePrefill {
   double tau = 0.0;    // share of the probes' attention that the important tokens carry; 0: dense
   bool evict = false;  // the paper: the other tokens attend to nothing and are forgotten. Else all
                        // attend, to what is important and what is near, and all rows are kept
+  double pages = 0.0;  // share of the weight, as means estimate it, that listed pages carry; 0: all
 
+  bool dense() const { return tau == 0.0 && pages == 0.0; }
   friend bool operator==(const SparsePrefill&, const SparsePrefill&) = default;
 };
 

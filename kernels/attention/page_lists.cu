@@ -1,0 +1,324 @@
+// Means of the keys of pages, and which pages a block of queries attends to: one thread block for
+// each block of queries and KV head.
+//
+// Weights of pages are kept where the list will be. It is made of them in order, so that it never
+// overtakes what is still to be read.
+#include <algorithm>
+
+#include "kernels/attention/attention.h"
+#include "kernels/runtime/dispatch.h"
+#include "kernels/runtime/error.h"
+#include "kernels/runtime/whole_pages.cuh"
+#include "lib/check.h"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kMeanThreads = 256;
+
+template <typename Pages>
+struct MeansArgs {
+  Pages pages;
+  std::uint16_t* means = nullptr;  // [sequences, kv_heads, page_stride, head_dim]
+  std::int64_t page_stride = 0;
+  std::int64_t row_bytes = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+};
+
+__device__ __forceinline__ std::uint32_t as_bf16_pair(float2 x) {
+  return pack(__nv_bfloat16(), x.x, x.y);
+}
+
+// Threads hold pairs of channels, of rows a fixed distance apart.
+template <typename T, typename Pages>
+__global__ void __launch_bounds__(kMeanThreads)
+    page_means_kernel(const __grid_constant__ MeansArgs<Pages> args) {
+  __shared__ float2 parts[kMeanThreads];
+  const int head = static_cast<int>(blockIdx.y);
+  WholePage page;
+  if (!args.pages.find(head, args.row_bytes, page)) return;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int pairs = args.head_dim / 2;
+  const int rows = kMeanThreads / pairs;
+  const int pair = thread % pairs;
+  float2 sum = {0, 0};
+  for (int row = thread / pairs; row < kPageTokens && thread < rows * pairs; row += rows) {
+    const auto bits =
+        reinterpret_cast<const std::uint32_t*>(page.rows + row * args.row_bytes)[pair];
+    const float2 x = floats_of(as_pair(T(), bits));
+    sum.x += x.x;
+    sum.y += x.y;
+  }
+  parts[thread] = sum;
+  __syncthreads();
+  if (thread >= pairs) return;
+  for (int part = 1; part < rows; ++part) {
+    sum.x += parts[part * pairs + thread].x;
+    sum.y += parts[part * pairs + thread].y;
+  }
+  const std::int64_t to =
+      ((page.sequence * args.kv_heads + head) * args.page_stride + page.number) * args.head_dim;
+  constexpr float kShare = 1.0f / kPageTokens;
+  reinterpret_cast<std::uint32_t*>(args.means + to)[thread] =
+      as_bf16_pair({sum.x * kShare, sum.y * kShare});
+}
+
+template <typename Pages>
+void launch_means(const PageMeansParams& p, const Pages& pages, const Launch& launch) {
+  MeansArgs<Pages> args;
+  args.pages = pages;
+  args.means = p.to.means;
+  args.page_stride = p.to.pages;
+  args.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  args.kv_heads = p.shape.kv_heads;
+  args.head_dim = p.shape.head_dim;
+  const dim3 grid(static_cast<unsigned>(p.pages.count), static_cast<unsigned>(p.shape.kv_heads));
+  dispatch_rows(p.shape.dtype, [&](auto element) {
+    page_means_kernel<decltype(element)><<<grid, kMeanThreads, 0, launch.stream>>>(args);
+  });
+  require_launch("page_means");
+}
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kMaxHeadDim = 256;
+// Lanes that share the product of a query and a mean key, and channels that each takes at a time.
+constexpr int kDotLanes = 4;
+constexpr int kDotChannels = 8;
+
+struct ChooseArgs {
+  const float* q = nullptr;              // [tokens, query_heads, head_dim]
+  const std::uint16_t* means = nullptr;  // of the sequence: [kv_heads, page_stride, head_dim]
+  PageLists lists;
+  std::uint8_t* listed = nullptr;  // [kv_heads, page_stride], zeros
+  std::int64_t q_stride = 0;
+  std::int64_t page_stride = 0;
+  std::int64_t first = 0;  // position of the first query
+  int tokens = 0;
+  int group = 0;
+  int head_dim = 0;
+  float scale = 0;
+  float share = 0;
+};
+
+// What a thread block works on.
+struct QueryBlock {
+  int head;
+  int first;  // token
+  int tokens;
+  int before;  // pages that end before its first token
+  int end;     // of the pages of its own tokens
+  std::int32_t* list;
+  std::int32_t* count;
+
+  __device__ explicit QueryBlock(const ChooseArgs& args)
+      : head(static_cast<int>(blockIdx.y)),
+        first(static_cast<int>(blockIdx.x * PageLists::kBlock)),
+        tokens(min(static_cast<int>(PageLists::kBlock), args.tokens - first)),
+        before(static_cast<int>((args.first + first) / kPageTokens)),
+        end(static_cast<int>((args.first + first + tokens - 1) / kPageTokens) + 1) {
+    const std::int64_t entry = head * args.lists.blocks + blockIdx.x;
+    list = args.lists.pages + entry * args.lists.capacity;
+    count = args.lists.counts + entry;
+  }
+};
+
+struct Shared {
+  float query[kMaxHeadDim];  // mean, scaled
+  float parts[kThreads];
+};
+
+__device__ float block_sum(float x, float* part) {
+  float total;
+  block_exclusive(x, part, total);
+  __syncthreads();
+  return total;
+}
+
+// NaN if one is.
+__device__ float block_max(float x, float* part) {
+  const bool bad = __syncthreads_or(isnan(x)) != 0;
+  x = warp_max(x);
+  if (threadIdx.x % kWarp == 0) part[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  x = warp_max(part[lane % kWarps]);
+  __syncthreads();
+  return bad ? __int_as_float(0x7fffffff) : x;
+}
+
+__device__ void average_queries(const ChooseArgs& args, const QueryBlock& block, int query_head,
+                                Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows = kThreads / args.head_dim;
+  const int channel = thread % args.head_dim;
+  float sum = 0;
+  for (int t = thread / args.head_dim; t < block.tokens && thread < rows * args.head_dim;
+       t += rows) {
+    sum += args.q[(block.first + t) * args.q_stride +
+                  static_cast<std::int64_t>(query_head) * args.head_dim + channel];
+  }
+  shared.parts[thread] = sum;
+  __syncthreads();
+  if (thread < args.head_dim) {
+    for (int row = 1; row < rows; ++row) sum += shared.parts[row * args.head_dim + thread];
+    shared.query[thread] = sum * (args.scale / static_cast<float>(block.tokens));
+  }
+  __syncthreads();
+}
+
+// Of one page, by kDotLanes lanes, which all get it.
+__device__ __forceinline__ float logit_of(const ChooseArgs& args, const std::uint16_t* key,
+                                          const float* query) {
+  const int lane = static_cast<int>(threadIdx.x) % kDotLanes;
+  float sum = 0;
+  for (int c = lane * kDotChannels; c < args.head_dim; c += kDotLanes * kDotChannels) {
+    const uint4 words = *reinterpret_cast<const uint4*>(key + c);
+    const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = floats_of(as_pair(__nv_bfloat16(), word[i]));
+      sum = fmaf(query[c + 2 * i], x.x, sum);
+      sum = fmaf(query[c + 2 * i + 1], x.y, sum);
+    }
+  }
+  sum += __shfl_xor_sync(kAllLanes, sum, 1);
+  return sum + __shfl_xor_sync(kAllLanes, sum, 2);
+}
+
+// visit(page, logit) for every page before the block, by one lane each; warps stay together.
+template <typename Visit>
+__device__ __forceinline__ void for_each_logit(const ChooseArgs& args, const QueryBlock& block,
+                                               const Shared& shared, const Visit& visit) {
+  constexpr int kAtOnce = kThreads / kDotLanes;
+  const int own = static_cast<int>(threadIdx.x) / kDotLanes;
+  const std::uint16_t* const keys = args.means + block.head * args.page_stride * args.head_dim;
+  for (int first = 0; first < block.before; first += kAtOnce) {
+    const int page = first + own;
+    const std::int64_t from = min(page, block.before - 1);
+    const float logit = logit_of(args, keys + from * args.head_dim, shared.query);
+    if (page < block.before && threadIdx.x % kDotLanes == 0) visit(page, logit);
+  }
+}
+
+// Adds the softmax of one query head to the weights, or begins with it.
+__device__ void add_weights(const ChooseArgs& args, const QueryBlock& block, int g,
+                            Shared& shared) {
+  average_queries(args, block, block.head * args.group + g, shared);
+  float highest = -__builtin_huge_valf();
+  for_each_logit(args, block, shared, [&](int, float logit) {
+    highest = isnan(logit) || isnan(highest) ? __int_as_float(0x7fffffff) : fmaxf(highest, logit);
+  });
+  highest = block_max(highest, shared.parts);
+  float sum = 0;
+  for_each_logit(args, block, shared,
+                 [&](int, float logit) { sum += exp2_fast((logit - highest) * kLog2E); });
+  const float factor = 1.0f / block_sum(sum, shared.parts);
+  for_each_logit(args, block, shared, [&](int page, float logit) {
+    const float before = g == 0 ? 0.0f : __int_as_float(block.list[page]);
+    const float weight = exp2_fast((logit - highest) * kLog2E) * factor;
+    block.list[page] = __float_as_int(before + weight);
+  });
+  __syncthreads();
+}
+
+__device__ float sum_from(const QueryBlock& block, float cut, float* part) {
+  float sum = 0;
+  for (int page = static_cast<int>(threadIdx.x); page < block.before; page += kThreads) {
+    const float weight = __int_as_float(block.list[page]);
+    if (!(weight < cut)) sum += weight;
+  }
+  return block_sum(sum, part);
+}
+
+// The highest weight from which on weights carry the share of all; 0 if one is no number. Bits of
+// floats that are not negative are in order as the floats are.
+__device__ float find_cut(const QueryBlock& block, float share, float* part) {
+  const float total = sum_from(block, 0, part);
+  if (!(total < __builtin_huge_valf())) return 0;
+  constexpr int kHighestBit = 30;
+  int cut = 0;
+  for (int bit = kHighestBit; bit >= 0; --bit) {
+    const int next = cut | 1 << bit;
+    if (sum_from(block, __int_as_float(next), part) >= share * total) cut = next;
+  }
+  return __int_as_float(cut);
+}
+
+__device__ void write_list(const ChooseArgs& args, const QueryBlock& block, float cut,
+                           std::int32_t* part) {
+  std::int32_t count = 0;
+  for (int first = 0; first < block.end; first += kThreads) {
+    const int page = first + static_cast<int>(threadIdx.x);
+    bool is_listed = page < block.end && (page == 0 || page + 1 >= block.before);
+    if (page < block.before) is_listed |= !(__int_as_float(block.list[page]) < cut);
+    std::int32_t some = 0;
+    const std::int32_t at = count + block_exclusive(is_listed ? 1 : 0, part, some);
+    __syncthreads();
+    if (is_listed) {
+      block.list[at] = page;
+      args.listed[block.head * args.page_stride + page] = 1;
+    }
+    count += some;
+  }
+  if (threadIdx.x == 0) *block.count = count;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    choose_pages_kernel(const __grid_constant__ ChooseArgs args) {
+  __shared__ Shared shared;
+  const QueryBlock block(args);
+  float cut = 0;
+  if (args.share < 1.0f && block.before > 0) {
+    for (int g = 0; g < args.group; ++g) add_weights(args, block, g, shared);
+    cut = find_cut(block, args.share, shared.parts);
+  } else {
+    for (int page = static_cast<int>(threadIdx.x); page < block.before; page += kThreads) {
+      block.list[page] = 0;
+    }
+  }
+  __syncthreads();
+  write_list(args, block, cut, reinterpret_cast<std::int32_t*>(shared.parts));
+}
+
+}  // namespace
+
+void page_means(const PageMeansParams& params, const Launch& launch) {
+  if (params.pages.count == 0) return;
+  const WholePages& pages = params.pages;
+  if (pages.batch.tokens != nullptr) {
+    return launch_means(params, PagesOfBatch{pages.batch.tokens, pages.paged}, launch);
+  }
+  HeadRows rows;
+  rows.base = pages.run_rows;
+  rows.stride = pages.head_stride;
+  launch_means(params, PageRun{rows, pages.run_sequence, pages.first}, launch);
+}
+
+void choose_pages(const ChoosePagesParams& p, const Launch& launch) {
+  check(p.lists.blocks == PageLists::blocks_of(p.tokens), "choose_pages: lists of other blocks");
+  check((p.first + p.tokens - 1) / kPageTokens < p.lists.capacity, "choose_pages: lists too short");
+  check(p.shape.head_dim <= kMaxHeadDim && p.shape.head_dim % kDotChannels == 0,
+        "choose_pages: head_dim");
+  ChooseArgs args;
+  args.q = p.q;
+  args.means = p.means.of(p.shape, p.sequence, 0, 0);
+  args.lists = p.lists;
+  args.listed = p.listed;
+  args.q_stride = p.q_stride;
+  args.page_stride = p.means.pages;
+  args.first = p.first;
+  args.tokens = static_cast<int>(p.tokens);
+  args.group = p.shape.group();
+  args.head_dim = p.shape.head_dim;
+  args.scale = p.scale;
+  args.share = static_cast<float>(p.share);
+  const auto bytes = static_cast<std::size_t>(p.shape.kv_heads * p.means.pages);
+  require(cudaMemsetAsync(p.listed, 0, bytes, launch.stream), "memset");
+  const dim3 grid(static_cast<unsigned>(p.lists.blocks), static_cast<unsigned>(p.shape.kv_heads));
+  choose_pages_kernel<<<grid, kThreads, 0, launch.stream>>>(args);
+  require_launch("choose_pages");
+}
+
+}  // namespace sluice::cuda

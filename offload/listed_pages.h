@@ -1,0 +1,61 @@
+// Prefill that attends to some pages only (`prefill=pages(SHARE)`): means of the keys of every
+// sequence's pages, kept beside the rows, and for one piece of a prompt at a time the pages that
+// its blocks of queries attend to. See lib/backend/page_ops.h.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "lib/backend.h"
+#include "offload/kv_rows.h"
+#include "sluice/kv_cache.h"
+
+namespace sluice {
+
+// What ListedPages allocates; nothing for a plan without lists.
+struct ListedPageBytes {
+  explicit ListedPageBytes(const KvPlan& plan);
+
+  std::size_t means = 0;
+  std::size_t pages = 0;
+  std::size_t counts = 0;
+  std::size_t listed = 0;  // and as much host memory
+
+  std::uint64_t work() const { return pages + counts + listed; }
+};
+
+class ListedPages {
+ public:
+  ListedPages(Queue& queue, const KvPlan& plan, Tier tier);
+
+  // Pages that a step made whole.
+  void build(int layer, const WholePages& pages);
+  // What one sequence has becomes another's.
+  void copy(std::int32_t from, std::int32_t to);
+
+  // Lists for the queries of a step, from what build() made of their own pages and of those before.
+  // They last until the next call.
+  PageLists choose(int layer, std::int32_t sequence, const StepRange& step, const Queries& queries,
+                   double share);
+  // Brings what the step's choices listed to the host, which has it once the queue is idle.
+  void issue_report();
+  // By page: 1 if a layer's last choice listed it for any of the queries of a KV head.
+  std::span<const std::uint8_t> listed(int layer, int head) const;
+
+ private:
+  std::size_t means_of_sequence() const;  // bytes in one layer
+  PageMeansView means(int layer) const;
+
+  Queue* queue_;
+  KvShape shape_;
+  std::int64_t sequences_;
+  std::int64_t pages_of_sequence_;
+  std::int64_t blocks_;
+  Buffer means_;        // bf16 [layers, sequences, kv_heads, pages, head_dim]
+  Buffer pages_;        // [kv_heads, blocks, pages]
+  Buffer counts_;       // [kv_heads, blocks]
+  Buffer listed_;       // [layers, kv_heads, pages]
+  Buffer host_listed_;  // host memory, likewise
+};
+
+}  // namespace sluice
