@@ -123,10 +123,36 @@ std::string table_of(const std::vector<Candidate>& candidates, const Score& dens
          "(the last line is dense attention; of two re-selection layers the best ten are shown)\n";
 }
 
+nlohmann::json score_json(const Score& score) {
+  return {{"recall", json_of(score.recall)},
+          {"nll", json_of(score.nll)},
+          {"top1_agreement", score.top1_agreement},
+          {"kl", score.kl}};
+}
+
+nlohmann::json report_of(const std::vector<Candidate>& candidates, const Candidate& chosen,
+                         const Score& dense, const std::vector<std::int64_t>& budgets) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const Candidate& candidate : candidates) {
+    nlohmann::json scores = nlohmann::json::array();
+    for (std::size_t i = 0; i < budgets.size(); ++i) {
+      scores.push_back(score_json(candidate.scores[i]));
+      scores.back()["budget"] = budgets[i];
+    }
+    list.push_back({{"anchors", candidate.anchors},
+                    {"chosen", candidate.anchors == chosen.anchors},
+                    {"scores", scores}});
+  }
+  return {{"probes", static_cast<std::int64_t>(chosen.probes)},
+          {"dense", score_json(dense)},
+          {"candidates", list}};
+}
+
 }  // namespace
 
-Policy calibrate_anchors(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
-                         const std::vector<std::int64_t>& budgets) {
+Calibration calibrate_anchors(Engine& engine, const PassageBuilder& passages,
+                              const TaskOptions& options,
+                              const std::vector<std::int64_t>& budgets) {
   std::vector<Candidate> candidates = candidates_of(engine.info().kv.layers);
   std::vector<NamedPolicy> policies;
   for (const Candidate& candidate : candidates) {
@@ -147,10 +173,12 @@ Policy calibrate_anchors(Engine& engine, const PassageBuilder& passages, const T
       candidate.scores.push_back(score_of(result.policies[next++], dense));
     }
   }
-  print(table_of(candidates, score_of(dense, dense), budgets));
+  const Candidate chosen = choose(candidates);
+  const Score whole = score_of(dense, dense);
   Policy policy = parse_policy("tidaldecode");
-  policy.anchors = choose(candidates).anchors;
-  return policy;
+  policy.anchors = chosen.anchors;
+  return {policy, table_of(candidates, whole, budgets),
+          report_of(candidates, chosen, whole, budgets)};
 }
 
 void require_anchors(const ModelInfo& info) {

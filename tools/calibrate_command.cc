@@ -2,12 +2,14 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "io/file.h"
 #include "model/calibration.h"
 #include "sluice/errors.h"
+#include "sluice/version.h"
 #include "tools/calibration.h"
 #include "tools/commands.h"
 #include "tools/flags.h"
@@ -27,6 +29,7 @@ struct CalibrateFlags {
   std::vector<std::int64_t> budgets = {64, 256};
   LayerChoices choices;
   bool dry_run = false;
+  std::string json;
 };
 
 template <typename T>
@@ -52,20 +55,46 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
   validate(flags.options);
 }
 
+// What was asked for beside what was found.
+nlohmann::json report_of(const CalibrateFlags& flags, const Calibration& found) {
+  nlohmann::json report = {{"version", kVersion},
+                           {"model", flags.model.model},
+                           {"text", flags.text},
+                           {"preset", flags.preset},
+                           {"context", flags.options.context},
+                           {"seed", flags.options.seed},
+                           {"rounds", flags.options.rounds},
+                           {"step_tokens", flags.options.step_tokens},
+                           {"device_memory", flags.model.device_memory},
+                           {"policy", to_string(found.policy)},
+                           {"stored", !flags.dry_run}};
+  if (flags.preset == "tidaldecode") {
+    report["needles"] = flags.options.needles;
+  } else {
+    report["tokens"] = flags.options.tokens;
+  }
+  report.update(found.report);
+  return report;
+}
+
 int run(const CalibrateFlags& flags) {
+  require_writable(flags.json);
   Engine engine = Engine::open(flags.model.config());
   validate(flags, engine.info());
   if (!flags.dry_run) require_storable(flags.model.model);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   engine.load_weights();
-  const Policy policy = flags.preset == "tidaldecode"
-                            ? calibrate_anchors(engine, passages, flags.options, flags.budgets)
-                            : calibrate_layers(engine, passages, flags.options, flags.choices);
-  print("best: " + to_string(policy) + "\n");
-  if (flags.dry_run) return 0;
-  store_calibration(flags.model.model, flags.preset, policy);
-  print("stored as the preset " + flags.preset + " of " + flags.model.model + "\n");
+  const Calibration found = flags.preset == "tidaldecode"
+                                ? calibrate_anchors(engine, passages, flags.options, flags.budgets)
+                                : calibrate_layers(engine, passages, flags.options, flags.choices);
+  print_beside_report(flags.json, found.table + "best: " + to_string(found.policy) + "\n");
+  if (!flags.dry_run) {
+    store_calibration(flags.model.model, flags.preset, found.policy);
+    print_beside_report(flags.json,
+                        "stored as the preset " + flags.preset + " of " + flags.model.model + "\n");
+  }
+  if (!flags.json.empty()) write_report(flags.json, report_text(report_of(flags, found)));
   return 0;
 }
 
@@ -111,6 +140,7 @@ Command add_calibrate(CLI::App& app) {
   add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();
   app.add_flag("--dry-run", flags->dry_run, "print the table, store nothing");
+  app.add_option("--json", flags->json, "write every number to this file, - for standard output");
   return [flags] {
     flags->options.step_tokens = flags->model.of_step(flags->options.step_tokens);
     return run(*flags);

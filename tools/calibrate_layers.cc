@@ -228,10 +228,56 @@ std::string table_of(const std::vector<Layer>& layers, const Plan& plan) {
   return table;
 }
 
+// One choice of one layer; of a dense layer no bits, for it has no index.
+nlohmann::json choice_json(const Measured& measured, Saving saving) {
+  const Choice& choice = measured.choice;
+  const bool by_bus = saving == Saving::bus;
+  nlohmann::json entry = {{"dense", choice.dense},
+                          {"kl", measured.kl},
+                          {"row_bytes", by_bus ? measured.price.first : measured.price.second},
+                          {"index_bytes", by_bus ? measured.price.second : measured.price.first}};
+  if (choice.dense) return entry;
+  entry["rows"] = choice.rows;
+  entry["value_bits"] = choice.value_bits;
+  entry["key_bits"] = choice.key_bits;
+  return entry;
+}
+
+nlohmann::json report_of(const std::vector<Layer>& layers, const Checked& best,
+                         const LayerChoices& choices, const KvShape& shape) {
+  nlohmann::json list = nlohmann::json::array();
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    nlohmann::json measured = nlohmann::json::array();
+    for (std::size_t c = 0; c < layers[i].size(); ++c) {
+      measured.push_back(choice_json(layers[i][c], choices.saving));
+      measured.back()["chosen"] = best.plan[i] == c;
+    }
+    list.push_back({{"layer", i}, {"choices", measured}});
+  }
+  return {{"saved_first", choices.saving == Saving::bus ? "bus" : "device"},
+          {"most_loss", choices.loss},
+          {"sum_of_layers", loss_of(layers, best.plan)},
+          {"loss", best.kl},
+          {"holds", best.kl <= choices.loss},
+          {"layers", list},
+          {"whole", eval_json(best.result, shape)}};
+}
+
+// Whether the loss holds, in a sentence.
+std::string verdict_of(const std::vector<Layer>& layers, const Checked& best, double most) {
+  std::array<char, 128> text{};
+  std::snprintf(text.data(), text.size(),
+                "layer by layer it loses %.4f nats a token; as a whole %.4f, %s %.4f\n",
+                loss_of(layers, best.plan), best.kl,
+                best.kl <= most ? "within" : "which is NOT within", most);
+  return text.data();
+}
+
 }  // namespace
 
-Policy calibrate_layers(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
-                        const LayerChoices& choices) {
+Calibration calibrate_layers(Engine& engine, const PassageBuilder& passages,
+                             const TaskOptions& options, const LayerChoices& choices) {
+  const KvShape& shape = engine.info().kv;
   const std::vector<Layer> layers = measure_layers(engine, passages, options, choices);
   std::optional<Checked> best;
   double allowed = choices.loss;
@@ -246,14 +292,10 @@ Policy calibrate_layers(Engine& engine, const PassageBuilder& passages, const Ta
                                            : best->kl > choices.loss && checked.kl < best->kl);
     if (is_closer) best = std::move(checked);
   }
-  print(table_of(layers, best->plan) + "\n" + eval_table(best->result, engine.info().kv));
-  std::array<char, 128> text{};
-  std::snprintf(text.data(), text.size(),
-                "layer by layer it loses %.4f nats a token; as a whole %.4f, %s %.4f\n",
-                loss_of(layers, best->plan), best->kl,
-                best->kl <= choices.loss ? "within" : "which is NOT within", choices.loss);
-  print(text.data());
-  return policy_of(layers, best->plan);
+  return {policy_of(layers, best->plan),
+          table_of(layers, best->plan) + "\n" + eval_table(best->result, shape) +
+              verdict_of(layers, *best, choices.loss),
+          report_of(layers, *best, choices, shape)};
 }
 
 }  // namespace sluice::tools

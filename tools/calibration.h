@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
 #include <vector>
 
 #include "sluice/engine.h"
@@ -10,11 +12,18 @@
 
 namespace sluice::tools {
 
+// What was found, and everything that was measured on the way.
+struct Calibration {
+  Policy policy;
+  std::string table;      // for people
+  nlohmann::json report;  // for programs, an object
+};
+
 // TidalDecode's choice of layers (Yang et al. 2024, section 4.3 and its table of re-selection
 // layers): layers 0 and 1 are dense, layer 2 selects, and one or two later layers select anew.
-// Measured by needles with these budgets of tokens per KV head. Prints a table.
-Policy calibrate_anchors(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
-                         const std::vector<std::int64_t>& budgets);
+// Measured by needles with these budgets of tokens per KV head.
+Calibration calibrate_anchors(Engine& engine, const PassageBuilder& passages,
+                              const TaskOptions& options, const std::vector<std::int64_t>& budgets);
 // Throws Error{unsupported} for a model with too few layers.
 void require_anchors(const ModelInfo& info);
 
@@ -34,9 +43,9 @@ struct LayerChoices {
 
 // What every layer keeps under `values`, the cheapest that loses at most choices.loss: each choice
 // of each layer is measured with all others dense, losses are taken for additive, and what that
-// gives is measured as a whole, then tightened or loosened a few times. Prints a table, and whether
-// the loss holds.
-Policy calibrate_layers(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
-                        const LayerChoices& choices);
+// gives is measured as a whole, then tightened or loosened a few times. The table says whether the
+// loss holds.
+Calibration calibrate_layers(Engine& engine, const PassageBuilder& passages,
+                             const TaskOptions& options, const LayerChoices& choices);
 
 }  // namespace sluice::tools

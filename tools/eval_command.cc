@@ -94,9 +94,7 @@ int run(const EvalFlags& flags) {
           run_task(engine, passages[i], task, options[i], policies,
                    [&](double share, const std::string& note) { bar.update(share, note); });
       bar.clear();
-      const std::string table = eval_table(result, engine.info().kv) + "\n";
-      // Standard output is the report's alone if that goes there.
-      flags.json == "-" ? print_error(table) : print(table);
+      print_beside_report(flags.json, eval_table(result, engine.info().kv) + "\n");
       results.push_back(eval_json(result, engine.info().kv));
     }
   }

@@ -61,10 +61,6 @@ std::string format(const char* pattern, auto... values) {
   return text.data();
 }
 
-nlohmann::json json_of(const Estimate& e) {
-  return {{"mean", e.mean}, {"standard_error", e.error}};
-}
-
 std::string bytes_text(double bytes) { return format_bytes(static_cast<std::uint64_t>(bytes)); }
 
 // The ledger's sums, per decoded token.
@@ -175,6 +171,10 @@ Estimate estimate_of(const std::vector<double>& values) {
   for (const double v : values) squares += (v - e.mean) * (v - e.mean);
   if (values.size() > 1) e.error = std::sqrt(squares / (count - 1.0) / count);
   return e;
+}
+
+nlohmann::json json_of(const Estimate& estimate) {
+  return {{"mean", estimate.mean}, {"standard_error", estimate.error}};
 }
 
 Score score_of(const PolicyResult& result, const PolicyResult& dense) {

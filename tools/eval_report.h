@@ -16,6 +16,7 @@ struct Estimate {
   double error = 0.0;  // standard error of the mean
 };
 Estimate estimate_of(const std::vector<double>& values);
+nlohmann::json json_of(const Estimate& estimate);
 
 // What one policy scored. Differences to dense are paired: the same probes and targets.
 struct Score {

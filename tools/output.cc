@@ -71,6 +71,10 @@ void write_report(const std::string& path, const std::function<void(const TextSi
   if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
 }
 
+void print_beside_report(const std::string& path, std::string_view text) {
+  path == "-" ? print_error(text) : print(text);
+}
+
 std::string with_flags(std::string_view text) {
   std::string result;
   while (!text.empty()) {

@@ -33,6 +33,9 @@ void require_writable(const std::string& path);
 
 // Writes a whole file, "-" for standard output. Throws Error{io} that names it.
 void write_report(const std::string& path, const std::string& text);
+// What people read beside a report at `path`: standard output is the report's alone if that goes
+// there.
+void print_beside_report(const std::string& path, std::string_view text);
 // The same, piece by piece.
 using TextSink = std::function<void(std::string_view)>;
 void write_report(const std::string& path, const std::function<void(const TextSink&)>& write);

@@ -302,8 +302,11 @@ class BadInput(unittest.TestCase):
             done = sluice("generate", "-m", "/no/model", "-p", "Hi", "--json", path)
             self.assertEqual(done.returncode, IO, done.stderr)
             self.assertIn(path, done.stderr)
-            done = sluice("eval", "-m", "/no/model", "--text", "/no/text", "--json", path)
-            self.assertEqual(done.returncode, IO, done.stderr)
+            for command in ("eval", "calibrate"):
+                done = sluice(command, "-m", "/no/model", "--text", "/no/text", "--json", path)
+                self.assertEqual(done.returncode, IO, done.stderr)
+                self.assertIn(path, done.stderr)
+                self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
 
     def test_a_broken_calibration_is_refused_before_the_work(self):
         model = Path(self.folder.name) / "demo"

@@ -212,9 +212,10 @@ class Calibrate(unittest.TestCase):
             done = sluice(
                 "calibrate", "--model", model, "--text", BOOK, "--length", 600, "--rounds", 1,
                 "--preset", "values", "--tokens", 24, "--rows", 4, "--rows", 64,
-                "--value-bits", 2, "--loss", 0.01,
+                "--value-bits", 2, "--loss", 0.01, "--json", Path(folder) / "report.json",
             )  # fmt: skip
             self.assertEqual(done.returncode, 0, done.stderr)
+            report = json.loads((Path(folder) / "report.json").read_text())
             stored = json.loads((model / "sluice.json").read_text())["policies"]["values"]
             self.assertIn("compensate=values", stored)
             self.assertIn(f"best: {stored}", done.stdout)
@@ -224,6 +225,7 @@ class Calibrate(unittest.TestCase):
             layers = [line for line in lines if len(line) == 3 and line[0].isdigit()]
             self.assertEqual([int(line[0]) for line in layers], list(range(12)))
             self.assertEqual([sum("[" in word for word in line) for line in layers], [1] * 12)
+            self.check_layers_of_report(report, stored, layers)
             # The looser the cheaper: most layers keep few.
             few = sum("[" in line[1] for line in layers)
             self.assertGreater(few, 6)
@@ -231,6 +233,34 @@ class Calibrate(unittest.TestCase):
                 "generate", "--model", model, "--prompt", "Well", "-n", 2, "--policy", "values"
             )
             self.assertIn(stored, " ".join(info.stderr.split()))
+
+    def check_layers_of_report(self, report, stored, printed):
+        """The numbers of the table that was printed, a line for each layer, and the plan's."""
+        self.assertEqual(
+            (report["preset"], report["context"], report["rounds"], report["tokens"]),
+            ("values", 600, 1, 24),
+        )
+        self.assertEqual((report["policy"], report["stored"]), (stored, True))
+        self.assertEqual([layer["layer"] for layer in report["layers"]], list(range(12)))
+        for line, layer in zip(printed, report["layers"]):
+            *sparse, dense = layer["choices"]
+            self.assertEqual([choice["rows"] for choice in sparse], [4, 64])
+            self.assertEqual([choice["dense"] for choice in layer["choices"]], [False, False, True])
+            self.assertEqual([f"{1000 * choice['kl']:.3f}" for choice in sparse],
+                             [word.strip("[]") for word in line[1:]])
+            self.assertEqual([choice["chosen"] for choice in sparse], ["[" in w for w in line[1:]])
+            # 256 bytes a row and KV head, of which there are 2; dense layers have no index.
+            self.assertEqual([choice["row_bytes"] for choice in layer["choices"]],
+                             [4 * 2 * 256, 64 * 2 * 256, 600 * 2 * 256])
+            self.assertGreater(sparse[0]["index_bytes"], 0)
+            self.assertEqual((dense["index_bytes"], dense["kl"]), (0, 0))
+        chosen = [choice["kl"] for layer in report["layers"] for choice in layer["choices"]
+                  if choice["chosen"]]
+        self.assertAlmostEqual(sum(chosen), report["sum_of_layers"])
+        whole = {policy["name"]: policy for policy in report["whole"]["policies"]}
+        self.assertEqual(list(whole), ["dense", "calibrated", "values"])
+        self.assertEqual(whole["calibrated"]["kl"], report["loss"])
+        self.assertTrue(report["holds"] and report["loss"] <= report["most_loss"] == 0.01)
 
     def test_wrong_choices(self):
         for flag, value, words in (("--rows", -1, "--rows is -1"), ("--value-bits", 5, "from 2 to 4"),
@@ -247,12 +277,22 @@ class Calibrate(unittest.TestCase):
             model = self.copy_model(folder)
             done = sluice(
                 "calibrate", "--model", model, "--text", BOOK, "--length", 1200,
-                "--rounds", 1, "--needles", 4, "--budget", 32,
+                "--rounds", 1, "--needles", 4, "--budget", 32, "--json", "-",
             )  # fmt: skip
             self.assertEqual(done.returncode, 0, done.stderr)
             stored = json.loads((model / "sluice.json").read_text())["policies"]["tidaldecode"]
             self.assertIn("anchors=2,", stored)
-            self.assertIn(stored, done.stdout)
+            self.assertIn(f"best: {stored}", done.stderr)
+            # The report is all there is on standard output, the table is beside it.
+            report = json.loads(done.stdout)
+            self.assertEqual((report["policy"], report["seed"]), (stored, 1))
+            # Layer 2 alone, with one of nine others, with two of them.
+            self.assertEqual(len(report["candidates"]), 1 + 9 + 36)
+            (chosen,) = [c for c in report["candidates"] if c["chosen"]]
+            self.assertIn("anchors=" + ",".join(map(str, chosen["anchors"])), stored)
+            self.assertEqual([score["budget"] for score in chosen["scores"]], [32])
+            self.assertEqual((report["probes"], report["dense"]["kl"]), (4, 0))
+            self.assertIn(f"{100 * chosen['scores'][0]['recall']['mean']:5.1f}%", done.stderr)
             info = sluice(
                 "generate", "--model", model, "--prompt", "Well", "-n", 2, "--policy", "tidaldecode"
             )
