@@ -309,9 +309,16 @@ class ManyForks : public ::testing::Test {
   // A page for each.
   static constexpr std::uint64_t kPages = kForks * kPageTokens * kShape.token_bytes();
 
+  // What threads touch for the first time does not depend on the machine.
+  static cpu::CpuOptions two_threads() {
+    cpu::CpuOptions options;
+    options.threads = 2;
+    return options;
+  }
+
   Policy policy_ = parse_policy("select=int4 prune=top_k(64)");
   Script script_{kShape, kPrefix + kOwn, 3};
-  cpu::CpuBackend backend_{cpu::CpuOptions{}};
+  cpu::CpuBackend backend_{two_threads()};
   std::shared_ptr<KvPool> pool_ =
       std::make_shared<KvPool>(backend_.make_queue(),
                                shared_plan(kShape, kPrefix + kOwn, kForks + 1, {&policy_, 1},
