@@ -174,6 +174,7 @@ bool Session::Impl::run_pieces(Turn& turn, std::span<const TokenId> tokens,
                                const Progress& progress,
                                const std::function<void(std::int64_t, std::int64_t)>& each) {
   const auto total = static_cast<std::int64_t>(tokens.size());
+  kv.expect(total);
   for (std::int64_t first = 0; first < total;) {
     if (first > 0) turn.pause();
     if (progress && !progress(first, total)) {

@@ -86,6 +86,27 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   }
 }
 
+KvPool::~KvPool() {
+  if (!sends_home_) return;
+  try {
+    transfer_->synchronize();
+  } catch (const Error&) {
+    // A step that failed has told of it.
+  }
+}
+
+void KvPool::send_home(std::span<const CopyOp> ops) {
+  transfer_->wait_for(*queue_);
+  transfer_->copy(ops);
+  sends_home_ = true;
+}
+
+void KvPool::settle() {
+  if (!sends_home_) return;
+  queue_->wait_for(*transfer_);
+  sends_home_ = false;
+}
+
 std::int32_t KvPool::open() {
   const std::int32_t sequence = tables_.open();
   if (sparse_ != nullptr) sparse_->index().clear_values(sequence);
@@ -121,6 +142,7 @@ void KvPool::truncate(std::int32_t sequence, std::int64_t from, std::int64_t len
 
 std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                         Ledger& ledger) {
+  settle();  // of a step that failed
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
   std::int64_t rows = 0;
   for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
@@ -133,11 +155,20 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
     tables_.truncate(sequence, first);
     throw;
   }
+  home_used_ = std::max(home_used_, rows);
   if (cache_ != nullptr) cache_->write(tables_, sequence, first, end);
   for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
   for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
   publish();
   return writing.begun;
+}
+
+void KvPool::grow_ahead(std::int64_t rows) noexcept {
+  try {
+    home_.grow(std::min(plan_.home_rows(), home_used_ + rows));
+  } catch (const Error&) {
+    // Whoever writes there is told.
+  }
 }
 
 // On the device from the device if the rows are there, else from home.

@@ -35,6 +35,7 @@ class KvPool {
          const Scorers& scorers = own_scorers(), const HostAttender& attender = {});
   KvPool(const KvPool&) = delete;
   KvPool& operator=(const KvPool&) = delete;
+  ~KvPool();
 
   Backend& backend() const { return queue_->backend(); }
   // That steps are issued to, and that brings rows beside it.
@@ -69,6 +70,16 @@ class KvPool {
   // Error{memory} for want of host memory; then the sequence can only be closed.
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   Ledger& ledger);
+
+  // Room at home for so many rows more than were ever written, so that a later write() need not
+  // wait for it; less if there is none.
+  void grow_ahead(std::int64_t rows) noexcept;
+
+  // Copies home beside what the queue does next; until settle() the rows may be on their way, and
+  // stay as they are on the device.
+  void send_home(std::span<const CopyOp> ops);
+  // Work that is issued to the queue from now on finds them there.
+  void settle();
 
   PagedRows rows(int layer) const;
   // A row by its number in a region: slot * kPageTokens + offset.
@@ -112,12 +123,14 @@ class KvPool {
   std::vector<std::int64_t> on_device_;  // by layer: rows of the layers before it
   BlockTables tables_;
   HostStore home_;
-  Buffer device_;  // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
-  Buffer window_;  // [kv_heads, window_tokens, row_bytes]
-  Buffer stream_;  // [2, kv_heads, stream_tokens, row_bytes]
-  Buffer pages_;   // PageSlots [sets, sequences, pages of one]
-  Buffer tiles_;   // std::int32_t [sequences, tiles of one]
-  Buffer tokens_;  // BatchToken [decode_batch]
+  std::int64_t home_used_ = 0;  // rows of a region up to the last one written
+  bool sends_home_ = false;     // transfer_ may still be at it
+  Buffer device_;               // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
+  Buffer window_;               // [kv_heads, window_tokens, row_bytes]
+  Buffer stream_;               // [2, kv_heads, stream_tokens, row_bytes]
+  Buffer pages_;                // PageSlots [sets, sequences, pages of one]
+  Buffer tiles_;                // std::int32_t [sequences, tiles of one]
+  Buffer tokens_;               // BatchToken [decode_batch]
   IndexLayout layout_;
   std::unique_ptr<RowCache> cache_;
   std::unique_ptr<SparseAttention> sparse_;

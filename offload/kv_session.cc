@@ -123,6 +123,8 @@ void KvSession::append(int layer, const NewRows& rows) {
   }
   if (is_run_) {
     run_->append(layer, rows, pool_->sparse() != nullptr);
+    // A layer of a sparse prefill is attended when all of its rows are there.
+    if (in_prompt_) pool_->settle();
     ledger_.record(layer, Tier::host, Tier::device, Cause::miss,
                    traffic_of(plan().shape, run_->fetched_front(layer)));
   } else {
@@ -172,6 +174,8 @@ void KvSession::record_listed_hits() {
     if (listed_share(layer) == 1.0) continue;
     if (!is_here) {
       pool_->listed()->issue_report();
+      // While the device computes: memory that it can reach takes as long to get as some steps do.
+      pool_->grow_ahead(std::min(plan().chunk, expected_ - step_.end()));
       pool_->queue().synchronize();
       is_here = true;
     }
@@ -217,6 +221,7 @@ void KvSession::end_step() {
                                       " has no rows of this step yet");
   }
   selection_.clear();
+  pool_->settle();
   if (!is_run_) {
     decode_->issue_report();
     if (decode_->reports()) pool_->queue().synchronize();

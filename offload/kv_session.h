@@ -30,6 +30,8 @@ class KvSession {
   // See KvCache for the protocol of a step. What breaks it throws Error{usage} and changes nothing;
   // an error in the work of a step leaves the session unusable, and later calls say so.
   void begin_step(Phase phase, std::int64_t tokens);
+  // Steps of a prompt of so many tokens follow; room for them may be made in advance.
+  void expect(std::int64_t tokens) { expected_ = length_ + tokens; }
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
   // Throws Error{numeric} if a selection met a NaN or an infinity.
@@ -99,6 +101,7 @@ class KvSession {
   StepRange prompt_;
   bool in_prompt_ = false;
   std::int64_t length_ = 0;
+  std::int64_t expected_ = 0;  // length
   StepSelection selection_;
   std::unique_ptr<TokenRun> run_;
   std::unique_ptr<DecodeStep> decode_;

@@ -5,6 +5,12 @@
 #include "lib/check.h"
 
 namespace sluice {
+namespace {
+
+// Of a KV head, from which on a copy that runs beside other work is worth its start.
+constexpr std::size_t kLaterBytes = 64 << 10;
+
+}  // namespace
 
 void TokenRun::begin(std::int32_t sequence, const StepRange& range,
                      const std::vector<std::int32_t>& begun) {
@@ -74,6 +80,7 @@ void TokenRun::copy_front(int layer) {
 }
 
 void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
+  pool_->settle();
   copy_front(layer);
   const std::vector<RowRun>& own = of(layer).own;
   for (const RowRun& run : own) {
@@ -94,17 +101,27 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   }
 }
 
+// Many rows go home by the other queue, while attention works.
 void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home) {
   const KvShape& shape = pool_->plan().shape;
+  const std::size_t bytes = static_cast<std::size_t>(to.count) * shape.row_bytes();
   std::vector<std::byte*> heads;
   std::vector<std::byte*> homes;
+  std::vector<CopyOp> ops;
   for (int head = 0; head < shape.kv_heads; ++head) {
     heads.push_back(pool_->row(layer, head, to));
-    if (!pool_->plan().in_place) homes.push_back(pool_->row(layer, head, home));
+    if (pool_->plan().in_place) continue;
+    std::byte* const at_home = pool_->row(layer, head, home);
+    if (bytes < kLaterBytes) {
+      homes.push_back(at_home);
+    } else {
+      ops.push_back({at_home, heads.back(), bytes});
+    }
   }
   const std::int64_t offset = (to.first - range_.first) * rows.stride;
   pool_->queue().append(
       {rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, homes});
+  if (!ops.empty()) pool_->send_home(ops);
 }
 
 // Pages that stay on the device get their rows from the window.
@@ -173,6 +190,7 @@ void TokenRun::attend(int layer, const Queries& queries, double share) {
   for (const RowRun& run : of(layer).own) attend_run(layer, params, run);
   for (const RowRun& run : of(layer).resident) attend_run(layer, params, run);
   attend_streamed(layer, params);
+  pool_->settle();
 }
 
 void TokenRun::attend_streamed(int layer, AttendParams& params) {

@@ -21,7 +21,8 @@ class TokenRun {
   // together with others.
   void begin(std::int32_t sequence, const StepRange& range, const std::vector<std::int32_t>& begun);
 
-  // Rows to all places that they have; with `indexed`, to the index and the sums as well.
+  // Rows to all places that they have; with `indexed`, to the index and the sums as well. They may
+  // be on their way home until attend() or KvPool::settle().
   void append(int layer, const NewRows& rows, bool indexed);
   // Attention to all rows up to each token or, with a share below 1, to those of pages that carry
   // this share of the weight. append() of the layer came before, and no other layer's since.

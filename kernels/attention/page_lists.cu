@@ -1,8 +1,5 @@
 // Means of the keys of pages, and which pages a block of queries attends to: one thread block for
 // each block of queries and KV head.
-//
-// Weights of pages are kept where the list will be. It is made of them in order, so that it never
-// overtakes what is still to be read.
 #include <algorithm>
 
 #include "kernels/attention/attention.h"
@@ -83,9 +80,13 @@ void launch_means(const PageMeansParams& p, const Pages& pages, const Launch& la
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMaxHeadDim = 256;
+// Query heads at a time: what is loaded of a mean key serves all of them.
+constexpr int kHeads = 4;
 // Lanes that share the product of a query and a mean key, and channels that each takes at a time.
 constexpr int kDotLanes = 4;
 constexpr int kDotChannels = 8;
+// Pages whose weights fit shared memory; those of longer prompts stay where the list will be.
+constexpr int kSharedPages = 8192;
 
 struct ChooseArgs {
   const float* q = nullptr;              // [tokens, query_heads, head_dim]
@@ -102,6 +103,13 @@ struct ChooseArgs {
   float share = 0;
 };
 
+struct Shared {
+  float queries[kHeads][kMaxHeadDim];  // means, scaled
+  float parts[kThreads];
+  float highest[kHeads];
+  float factor[kHeads];  // of weights before they add up to 1
+};
+
 // What a thread block works on.
 struct QueryBlock {
   int head;
@@ -111,8 +119,9 @@ struct QueryBlock {
   int end;     // of the pages of its own tokens
   std::int32_t* list;
   std::int32_t* count;
+  float* weights;  // [before]
 
-  __device__ explicit QueryBlock(const ChooseArgs& args)
+  __device__ QueryBlock(const ChooseArgs& args, float* shared_weights)
       : head(static_cast<int>(blockIdx.y)),
         first(static_cast<int>(blockIdx.x * PageLists::kBlock)),
         tokens(min(static_cast<int>(PageLists::kBlock), args.tokens - first)),
@@ -121,12 +130,8 @@ struct QueryBlock {
     const std::int64_t entry = head * args.lists.blocks + blockIdx.x;
     list = args.lists.pages + entry * args.lists.capacity;
     count = args.lists.counts + entry;
+    weights = before <= kSharedPages ? shared_weights : reinterpret_cast<float*>(list);
   }
-};
-
-struct Shared {
-  float query[kMaxHeadDim];  // mean, scaled
-  float parts[kThreads];
 };
 
 __device__ float block_sum(float x, float* part) {
@@ -142,83 +147,120 @@ __device__ float block_max(float x, float* part) {
   x = warp_max(x);
   if (threadIdx.x % kWarp == 0) part[threadIdx.x / kWarp] = x;
   __syncthreads();
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  x = warp_max(part[lane % kWarps]);
+  x = warp_max(part[threadIdx.x % kWarp % kWarps]);
   __syncthreads();
   return bad ? __int_as_float(0x7fffffff) : x;
 }
 
-__device__ void average_queries(const ChooseArgs& args, const QueryBlock& block, int query_head,
+// Means of the block's queries in heads [first_head, first_head + kHeads) of the group. Those past
+// its last repeat that.
+__device__ void average_queries(const ChooseArgs& args, const QueryBlock& block, int first_head,
                                 Shared& shared) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows = kThreads / args.head_dim;
-  const int channel = thread % args.head_dim;
-  float sum = 0;
-  for (int t = thread / args.head_dim; t < block.tokens && thread < rows * args.head_dim;
-       t += rows) {
-    sum += args.q[(block.first + t) * args.q_stride +
-                  static_cast<std::int64_t>(query_head) * args.head_dim + channel];
+  const int d = args.head_dim;
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int rows = max(1, kThreads / d);
+  const int channel = thread % d;
+  const int row = thread / d;
+  for (int h = 0; h < kHeads; ++h) {
+    const std::int64_t head = block.head * args.group + min(first_head + h, args.group - 1);
+    const float* const q = args.q + block.first * args.q_stride + head * d + channel;
+    float sum = 0;
+    if (row < rows) {
+#pragma unroll 8
+      for (int t = row; t < block.tokens; t += rows) sum += q[t * args.q_stride];
+    }
+    shared.parts[thread] = sum;
+    __syncthreads();
+    if (thread < d) {
+      for (int r = 1; r < rows; ++r) sum += shared.parts[r * d + thread];
+      shared.queries[h][thread] = sum * (args.scale / static_cast<float>(block.tokens));
+    }
+    __syncthreads();
   }
-  shared.parts[thread] = sum;
-  __syncthreads();
-  if (thread < args.head_dim) {
-    for (int row = 1; row < rows; ++row) sum += shared.parts[row * args.head_dim + thread];
-    shared.query[thread] = sum * (args.scale / static_cast<float>(block.tokens));
-  }
-  __syncthreads();
 }
 
-// Of one page, by kDotLanes lanes, which all get it.
-__device__ __forceinline__ float logit_of(const ChooseArgs& args, const std::uint16_t* key,
-                                          const float* query) {
+// Of one page, by kDotLanes lanes, which all get them.
+__device__ __forceinline__ void logits_of(const ChooseArgs& args, const std::uint16_t* key,
+                                          const Shared& shared, float (&logits)[kHeads]) {
   const int lane = static_cast<int>(threadIdx.x) % kDotLanes;
-  float sum = 0;
+#pragma unroll
+  for (float& logit : logits) logit = 0;
+#pragma unroll 4
   for (int c = lane * kDotChannels; c < args.head_dim; c += kDotLanes * kDotChannels) {
     const uint4 words = *reinterpret_cast<const uint4*>(key + c);
     const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = floats_of(as_pair(__nv_bfloat16(), word[i]));
-      sum = fmaf(query[c + 2 * i], x.x, sum);
-      sum = fmaf(query[c + 2 * i + 1], x.y, sum);
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        const float2 q = *reinterpret_cast<const float2*>(&shared.queries[h][c + 2 * i]);
+        logits[h] = fmaf(q.y, x.y, fmaf(q.x, x.x, logits[h]));
+      }
     }
   }
-  sum += __shfl_xor_sync(kAllLanes, sum, 1);
-  return sum + __shfl_xor_sync(kAllLanes, sum, 2);
+#pragma unroll
+  for (float& logit : logits) {
+    logit += __shfl_xor_sync(kAllLanes, logit, 1);
+    logit += __shfl_xor_sync(kAllLanes, logit, 2);
+  }
 }
 
-// visit(page, logit) for every page before the block, by one lane each; warps stay together.
+// visit(page, logits) for every page before the block, by one lane each; warps stay together.
 template <typename Visit>
-__device__ __forceinline__ void for_each_logit(const ChooseArgs& args, const QueryBlock& block,
-                                               const Shared& shared, const Visit& visit) {
+__device__ __forceinline__ void for_each_page(const ChooseArgs& args, const QueryBlock& block,
+                                              const Shared& shared, const Visit& visit) {
   constexpr int kAtOnce = kThreads / kDotLanes;
   const int own = static_cast<int>(threadIdx.x) / kDotLanes;
   const std::uint16_t* const keys = args.means + block.head * args.page_stride * args.head_dim;
   for (int first = 0; first < block.before; first += kAtOnce) {
     const int page = first + own;
     const std::int64_t from = min(page, block.before - 1);
-    const float logit = logit_of(args, keys + from * args.head_dim, shared.query);
-    if (page < block.before && threadIdx.x % kDotLanes == 0) visit(page, logit);
+    float logits[kHeads];
+    logits_of(args, keys + from * args.head_dim, shared, logits);
+    if (page < block.before && threadIdx.x % kDotLanes == 0) visit(page, logits);
   }
 }
 
-// Adds the softmax of one query head to the weights, or begins with it.
-__device__ void add_weights(const ChooseArgs& args, const QueryBlock& block, int g,
+// Two rounds of products cost less than logits of all heads would take of memory.
+__device__ void add_weights(const ChooseArgs& args, const QueryBlock& block, int first_head,
                             Shared& shared) {
-  average_queries(args, block, block.head * args.group + g, shared);
-  float highest = -__builtin_huge_valf();
-  for_each_logit(args, block, shared, [&](int, float logit) {
-    highest = isnan(logit) || isnan(highest) ? __int_as_float(0x7fffffff) : fmaxf(highest, logit);
+  average_queries(args, block, first_head, shared);
+  float highest[kHeads];
+  float sum[kHeads];
+  for (int h = 0; h < kHeads; ++h) {
+    highest[h] = -__builtin_huge_valf();
+    sum[h] = 0;
+  }
+  for_each_page(args, block, shared, [&](int, const float(&logits)[kHeads]) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      // A NaN stays in the sum; the first correction, of a sum of nothing, is one of 0.
+      const float now = fmaxf(highest[h], logits[h]);
+      sum[h] =
+          sum[h] * exp2_fast((highest[h] - now) * kLog2E) + exp2_fast((logits[h] - now) * kLog2E);
+      highest[h] = now;
+    }
   });
-  highest = block_max(highest, shared.parts);
-  float sum = 0;
-  for_each_logit(args, block, shared,
-                 [&](int, float logit) { sum += exp2_fast((logit - highest) * kLog2E); });
-  const float factor = 1.0f / block_sum(sum, shared.parts);
-  for_each_logit(args, block, shared, [&](int page, float logit) {
-    const float before = g == 0 ? 0.0f : __int_as_float(block.list[page]);
-    const float weight = exp2_fast((logit - highest) * kLog2E) * factor;
-    block.list[page] = __float_as_int(before + weight);
+  for (int h = 0; h < kHeads; ++h) {
+    const float all = block_max(highest[h], shared.parts);
+    const float own = highest[h] == -__builtin_huge_valf() && sum[h] == 0
+                          ? 0
+                          : sum[h] * exp2_fast((highest[h] - all) * kLog2E);
+    const float total = block_sum(own, shared.parts);
+    if (threadIdx.x == 0) {
+      shared.highest[h] = all;
+      shared.factor[h] = first_head + h < args.group ? 1.0f / total : 0.0f;
+    }
+  }
+  __syncthreads();
+  for_each_page(args, block, shared, [&](int page, const float(&logits)[kHeads]) {
+    float weight = first_head == 0 ? 0.0f : block.weights[page];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      weight = fmaf(exp2_fast((logits[h] - shared.highest[h]) * kLog2E), shared.factor[h], weight);
+    }
+    block.weights[page] = weight;
   });
   __syncthreads();
 }
@@ -226,7 +268,7 @@ __device__ void add_weights(const ChooseArgs& args, const QueryBlock& block, int
 __device__ float sum_from(const QueryBlock& block, float cut, float* part) {
   float sum = 0;
   for (int page = static_cast<int>(threadIdx.x); page < block.before; page += kThreads) {
-    const float weight = __int_as_float(block.list[page]);
+    const float weight = block.weights[page];
     if (!(weight < cut)) sum += weight;
   }
   return block_sum(sum, part);
@@ -246,13 +288,14 @@ __device__ float find_cut(const QueryBlock& block, float share, float* part) {
   return __int_as_float(cut);
 }
 
+// In order, so that a list in place of its weights never overtakes what is still to be read.
 __device__ void write_list(const ChooseArgs& args, const QueryBlock& block, float cut,
                            std::int32_t* part) {
   std::int32_t count = 0;
   for (int first = 0; first < block.end; first += kThreads) {
     const int page = first + static_cast<int>(threadIdx.x);
     bool is_listed = page < block.end && (page == 0 || page + 1 >= block.before);
-    if (page < block.before) is_listed |= !(__int_as_float(block.list[page]) < cut);
+    if (page < block.before) is_listed |= cut == 0 || !(block.weights[page] < cut);
     std::int32_t some = 0;
     const std::int32_t at = count + block_exclusive(is_listed ? 1 : 0, part, some);
     __syncthreads();
@@ -267,18 +310,14 @@ __device__ void write_list(const ChooseArgs& args, const QueryBlock& block, floa
 
 __global__ void __launch_bounds__(kThreads)
     choose_pages_kernel(const __grid_constant__ ChooseArgs args) {
+  extern __shared__ float choose_pages_weights[];
   __shared__ Shared shared;
-  const QueryBlock block(args);
+  const QueryBlock block(args, choose_pages_weights);
   float cut = 0;
   if (args.share < 1.0f && block.before > 0) {
-    for (int g = 0; g < args.group; ++g) add_weights(args, block, g, shared);
+    for (int head = 0; head < args.group; head += kHeads) add_weights(args, block, head, shared);
     cut = find_cut(block, args.share, shared.parts);
-  } else {
-    for (int page = static_cast<int>(threadIdx.x); page < block.before; page += kThreads) {
-      block.list[page] = 0;
-    }
   }
-  __syncthreads();
   write_list(args, block, cut, reinterpret_cast<std::int32_t*>(shared.parts));
 }
 
@@ -317,7 +356,10 @@ void choose_pages(const ChoosePagesParams& p, const Launch& launch) {
   const auto bytes = static_cast<std::size_t>(p.shape.kv_heads * p.means.pages);
   require(cudaMemsetAsync(p.listed, 0, bytes, launch.stream), "memset");
   const dim3 grid(static_cast<unsigned>(p.lists.blocks), static_cast<unsigned>(p.shape.kv_heads));
-  choose_pages_kernel<<<grid, kThreads, 0, launch.stream>>>(args);
+  const std::int64_t most = (p.first + p.tokens) / kPageTokens + 1;  // pages before a block
+  const std::size_t shared =
+      static_cast<std::size_t>(std::min<std::int64_t>(most, kSharedPages)) * sizeof(float);
+  choose_pages_kernel<<<grid, kThreads, shared, launch.stream>>>(args);
   require_launch("choose_pages");
 }
 
