@@ -7,8 +7,8 @@
 Prompts are the beginning of a text, repeated if it is too short. Every round runs `generate` once
 for every prompt and policy, so that what drifts over minutes meets all of them; the first round is
 not reported. Beside the median of TTFT stands the share of the pairs of queries and keys that
-attention looks at, from the ledger: rows attended, piece by piece, by those of a dense prefill. A
-policy that evicts leaves out queries as well as keys; its share is the mean of the squares over
+attention looks at, for pages as the command reports it, for others from the ledger: rows attended,
+piece by piece, by those of a dense prefill. A policy that evicts leaves out queries as well as keys; its share is the mean of the squares over
 layers, as if every piece had as many important tokens.
 """
 
@@ -57,6 +57,8 @@ def rows_attended(report: dict[str, Any]) -> list[int]:
 
 def share_of(report: dict[str, Any], dense: dict[str, Any]) -> float:
     """Of the pairs of queries and keys of a dense prefill."""
+    if "pages" in report["policy"]:
+        return report["prefill_share"]
     shares = [a / b for a, b in zip(rows_attended(report), rows_attended(dense), strict=True)]
     power = 2 if "evict" in report["policy"] else 1
     return statistics.fmean(share**power for share in shares)

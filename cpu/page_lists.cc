@@ -132,11 +132,11 @@ void choose_pages(const ChoosePagesParams& p, Threads& threads) {
   check((p.first + p.tokens - 1) / kPageTokens < p.lists.capacity, "choose_pages: lists too short");
   threads.for_each(p.lists.blocks * p.shape.kv_heads,
                    [&](std::int64_t task) { list_pages(p, Block(p, task)); });
-  std::fill_n(p.listed, p.shape.kv_heads * p.means.pages, std::uint8_t{0});
+  std::fill_n(p.listed, p.shape.kv_heads * p.means.pages, 0u);
   for (std::int64_t head = 0; head < p.shape.kv_heads; ++head) {
     for (std::int64_t block = 0; block < p.lists.blocks; ++block) {
       for (const std::int32_t page : p.lists.of(head, block)) {
-        p.listed[head * p.means.pages + page] = 1;
+        ++p.listed[head * p.means.pages + page];
       }
     }
   }

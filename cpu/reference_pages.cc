@@ -94,7 +94,7 @@ void page_means(const PageMeansParams& p) {
 }
 
 void choose_pages(const ChoosePagesParams& p) {
-  std::fill_n(p.listed, p.shape.kv_heads * p.means.pages, std::uint8_t{0});
+  std::fill_n(p.listed, p.shape.kv_heads * p.means.pages, 0u);
   for (int head = 0; head < p.shape.kv_heads; ++head) {
     for (std::int64_t number = 0; number < p.lists.blocks; ++number) {
       const std::int64_t first = number * PageLists::kBlock;
@@ -106,7 +106,7 @@ void choose_pages(const ChoosePagesParams& p) {
       std::int32_t* to = p.lists.pages + entry * p.lists.capacity;
       for (const std::int64_t page : pages) {
         *to++ = static_cast<std::int32_t>(page);
-        p.listed[head * p.means.pages + page] = 1;
+        ++p.listed[head * p.means.pages + page];
       }
     }
   }

@@ -303,5 +303,6 @@ std::int64_t Session::length() const { return impl().kv.length(); }
 const KvPlan& Session::plan() const { return impl().kv.plan(); }
 const Ledger& Session::ledger() const { return impl().kv.ledger(); }
 const StepSelection& Session::selection() const { return impl().kv.selection(); }
+double Session::prefill_share() const { return impl().kv.prefill_share(); }
 
 }  // namespace sluice

@@ -66,7 +66,17 @@ std::byte* HostStore::row(int layer, int head, std::int64_t number) const {
 void HostStore::grow(std::int64_t rows) {
   check(rows <= rows_, "more rows than were planned");
   if (rows <= committed_) return;
-  const std::int64_t target = next_size(rows);
+  // Steps of a quarter bound both the number of system calls and the memory held in advance.
+  const std::int64_t ahead = std::max<std::int64_t>(kPageTokens, committed_ / 4);
+  extend(rounded(std::max(rows, committed_ + ahead)));
+}
+
+void HostStore::grow_to(std::int64_t rows) {
+  check(rows <= rows_, "more rows than were planned");
+  if (rows > committed_) extend(rounded(rows));
+}
+
+void HostStore::extend(std::int64_t target) {
   const std::uint64_t from = host_region_bytes(shape_, committed_);
   const std::uint64_t to = host_region_bytes(shape_, target);
   backend_->account(Tier::host).charge(regions() * (to - from));
@@ -80,11 +90,8 @@ void HostStore::grow(std::int64_t rows) {
   committed_ = target;
 }
 
-std::int64_t HostStore::next_size(std::int64_t rows) const {
-  // Steps of a quarter bound both the number of system calls and the memory held in advance.
-  const std::int64_t ahead = std::max<std::int64_t>(kPageTokens, committed_ / 4);
-  const auto target = static_cast<std::uint64_t>(std::max(rows, committed_ + ahead));
-  std::uint64_t bytes = target * shape_.row_bytes();
+std::int64_t HostStore::rounded(std::int64_t rows) const {
+  std::uint64_t bytes = static_cast<std::uint64_t>(rows) * shape_.row_bytes();
   // Past the first huge page a step ends where one ends, so that the next begins a whole one.
   if (bytes > kHugePage) bytes = round_up(bytes, kHugePage);
   return std::min(rows_, static_cast<std::int64_t>(bytes / shape_.row_bytes()));

@@ -19,9 +19,12 @@ class HostStore {
   HostStore& operator=(const HostStore&) = delete;
   ~HostStore();
 
-  // Makes room for `rows` rows in every region. Throws Error{memory} and stays as it was if the
-  // host cap or the machine does not allow it.
+  // Makes room for `rows` rows in every region, and for a quarter more than there was, so that it
+  // need not grow often. Throws Error{memory} and stays as it was if the host cap or the machine
+  // does not allow it.
   void grow(std::int64_t rows);
+  // The same for no more than `rows`, but to the end of a huge page: a little at a time.
+  void grow_to(std::int64_t rows);
 
   // Where a row of a region is, by its number; later rows follow it.
   std::byte* row(int layer, int head, std::int64_t number) const;
@@ -33,7 +36,8 @@ class HostStore {
  private:
   std::uint64_t regions() const;
   std::byte* region(std::uint64_t index) const { return base_ + index * region_bytes_; }
-  std::int64_t next_size(std::int64_t rows) const;
+  void extend(std::int64_t target);
+  std::int64_t rounded(std::int64_t rows) const;
   void commit(std::uint64_t from, std::uint64_t to);
   void withdraw(std::uint64_t from, std::uint64_t to) noexcept;
   bool populate(std::uint64_t from, std::uint64_t to) const;

@@ -165,7 +165,7 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
 
 void KvPool::grow_ahead(std::int64_t rows) noexcept {
   try {
-    home_.grow(std::min(plan_.home_rows(), home_used_ + rows));
+    home_.grow_to(std::min(plan_.home_rows(), home_used_ + rows));
   } catch (const Error&) {
     // Whoever writes there is told.
   }

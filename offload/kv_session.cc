@@ -1,6 +1,7 @@
 #include "offload/kv_session.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -159,6 +160,25 @@ void KvSession::attend(int layer, const Queries& queries) {
                  traffic_of(plan().shape, run_->misses(layer)));
 }
 
+namespace {
+
+// Pages up to the last token of every block of a step's queries, summed.
+std::uint64_t pages_of_blocks(const StepRange& step) {
+  std::int64_t pages = 0;
+  for (std::int64_t first = step.first; first < step.end(); first += PageLists::kBlock) {
+    const std::int64_t last = std::min(first + PageLists::kBlock, step.end()) - 1;
+    pages += last / kPageTokens + 1;
+  }
+  return static_cast<std::uint64_t>(pages);
+}
+
+}  // namespace
+
+double KvSession::prefill_share() const {
+  if (all_pages_ == 0) return 1.0;
+  return static_cast<double>(listed_pages_) / static_cast<double>(all_pages_);
+}
+
 // Pieces of a prompt may attend to some pages only, in layers that are not to be dense.
 double KvSession::listed_share(int layer) const {
   const std::vector<int>& dense = policy_.dense_layers;
@@ -181,8 +201,10 @@ void KvSession::record_listed_hits() {
     }
     std::uint64_t rows = 0;
     for (int head = 0; head < plan().shape.kv_heads; ++head) {
-      rows +=
-          static_cast<std::uint64_t>(run_->hits_among(layer, pool_->listed()->listed(layer, head)));
+      const std::span<const std::uint32_t> listed = pool_->listed()->listed(layer, head);
+      rows += static_cast<std::uint64_t>(run_->hits_among(layer, listed));
+      listed_pages_ += std::accumulate(listed.begin(), listed.end(), std::uint64_t{0});
+      all_pages_ += pages_of_blocks(step_);
     }
     ledger_.record(layer, pool_->tier(), pool_->tier(), Cause::hit,
                    {rows, rows * plan().shape.row_bytes()});

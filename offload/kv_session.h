@@ -68,6 +68,9 @@ class KvSession {
   const Ledger& ledger() const { return ledger_; }
   // Of the last step; empty if every layer was dense.
   const StepSelection& selection() const { return selection_; }
+  // Of the pages that queries of prompts could attend to in layers where they attend to some, those
+  // that they did; 1 if there were no such layers.
+  double prefill_share() const;
   const std::shared_ptr<KvPool>& pool() const { return pool_; }
 
  private:
@@ -101,7 +104,9 @@ class KvSession {
   StepRange prompt_;
   bool in_prompt_ = false;
   std::int64_t length_ = 0;
-  std::int64_t expected_ = 0;  // length
+  std::int64_t expected_ = 0;       // length
+  std::uint64_t listed_pages_ = 0;  // see prefill_share()
+  std::uint64_t all_pages_ = 0;
   StepSelection selection_;
   std::unique_ptr<TokenRun> run_;
   std::unique_ptr<DecodeStep> decode_;

@@ -22,7 +22,7 @@ ListedPageBytes::ListedPageBytes(const KvPlan& plan) {
   means = count_of(shape.layers, plan.sequences, shape.head_dim) * heads * sizeof(std::uint16_t);
   pages = count_of(plan.listed_blocks) * heads * sizeof(std::int32_t);
   counts = count_of(plan.listed_blocks, shape.kv_heads) * sizeof(std::int32_t);
-  listed = count_of(shape.layers) * heads;
+  listed = count_of(shape.layers) * heads * sizeof(std::uint32_t);
 }
 
 ListedPages::ListedPages(Queue& queue, const KvPlan& plan, Tier tier)
@@ -82,7 +82,7 @@ PageLists ListedPages::choose(int layer, std::int32_t sequence, const StepRange&
   params.share = share;
   params.means = means(layer);
   params.lists = lists;
-  params.listed = reinterpret_cast<std::uint8_t*>(listed_.data()) +
+  params.listed = reinterpret_cast<std::uint32_t*>(listed_.data()) +
                   count_of(layer, shape_.kv_heads, pages_of_sequence_);
   queue_->choose_pages(params);
   return lists;
@@ -93,8 +93,8 @@ void ListedPages::issue_report() {
   queue_->copy({&op, 1});
 }
 
-std::span<const std::uint8_t> ListedPages::listed(int layer, int head) const {
-  const auto* const all = reinterpret_cast<const std::uint8_t*>(host_listed_.data());
+std::span<const std::uint32_t> ListedPages::listed(int layer, int head) const {
+  const auto* const all = reinterpret_cast<const std::uint32_t*>(host_listed_.data());
   return {all + count_of(std::int64_t{layer} * shape_.kv_heads + head, pages_of_sequence_),
           count_of(pages_of_sequence_)};
 }

@@ -39,8 +39,8 @@ class ListedPages {
                    double share);
   // Brings what the step's choices listed to the host, which has it once the queue is idle.
   void issue_report();
-  // By page: 1 if a layer's last choice listed it for any of the queries of a KV head.
-  std::span<const std::uint8_t> listed(int layer, int head) const;
+  // By page: how many blocks of queries of a layer's last choice it was listed for, of a KV head.
+  std::span<const std::uint32_t> listed(int layer, int head) const;
 
  private:
   std::size_t means_of_sequence() const;  // bytes in one layer

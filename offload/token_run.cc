@@ -167,7 +167,7 @@ void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
   params.merge = true;
 }
 
-std::int64_t TokenRun::hits_among(int layer, std::span<const std::uint8_t> listed) {
+std::int64_t TokenRun::hits_among(int layer, std::span<const std::uint32_t> listed) {
   std::int64_t rows = 0;
   const auto add = [&](const RowRun& run) {
     for (std::int64_t at = run.first; at < run.end();) {

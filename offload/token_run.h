@@ -34,7 +34,7 @@ class TokenRun {
   std::int64_t hits(int layer) { return range_.end() - misses(layer); }
   std::int64_t misses(int layer) { return of(layer).misses; }
   // Of one KV head, those found in place whose page is not 0 in `listed`.
-  std::int64_t hits_among(int layer, std::span<const std::uint8_t> listed);
+  std::int64_t hits_among(int layer, std::span<const std::uint32_t> listed);
   // Rows per KV head of a layer that append() fetches: what the first page held already, where the
   // device has it no longer.
   std::int64_t fetched_front(int layer) { return of(layer).fetches_front ? of(layer).front : 0; }

@@ -114,6 +114,7 @@ std::string report_json(const GenerateFlags& flags, const Engine& engine, const 
                            {"load_process_peak_bytes", loading.process_peak}}},
                          {"policy", to_string(session.policy())},
                          {"selection", selection_json(session.selection())},
+                         {"prefill_share", session.prefill_share()},
                          {"plan", nlohmann::json::parse(plan.to_json())},
                          {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
   if (flags.positions) root["steps"] = steps;

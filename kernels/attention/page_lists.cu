@@ -92,7 +92,7 @@ struct ChooseArgs {
   const float* q = nullptr;              // [tokens, query_heads, head_dim]
   const std::uint16_t* means = nullptr;  // of the sequence: [kv_heads, page_stride, head_dim]
   PageLists lists;
-  std::uint8_t* listed = nullptr;  // [kv_heads, page_stride], zeros
+  std::uint32_t* listed = nullptr;  // [kv_heads, page_stride], zeros
   std::int64_t q_stride = 0;
   std::int64_t page_stride = 0;
   std::int64_t first = 0;  // position of the first query
@@ -301,7 +301,7 @@ __device__ void write_list(const ChooseArgs& args, const QueryBlock& block, floa
     __syncthreads();
     if (is_listed) {
       block.list[at] = page;
-      args.listed[block.head * args.page_stride + page] = 1;
+      atomicAdd(args.listed + block.head * args.page_stride + page, 1u);
     }
     count += some;
   }
@@ -353,7 +353,7 @@ void choose_pages(const ChoosePagesParams& p, const Launch& launch) {
   args.head_dim = p.shape.head_dim;
   args.scale = p.scale;
   args.share = static_cast<float>(p.share);
-  const auto bytes = static_cast<std::size_t>(p.shape.kv_heads * p.means.pages);
+  const auto bytes = static_cast<std::size_t>(p.shape.kv_heads * p.means.pages) * sizeof(*p.listed);
   require(cudaMemsetAsync(p.listed, 0, bytes, launch.stream), "memset");
   const dim3 grid(static_cast<unsigned>(p.lists.blocks), static_cast<unsigned>(p.shape.kv_heads));
   const std::int64_t most = (p.first + p.tokens) / kPageTokens + 1;  // pages before a block

@@ -72,7 +72,7 @@ struct ChoosePagesParams {
   double share = 1.0;  // 1: all pages
   PageMeansView means;
   PageLists lists;
-  std::uint8_t* listed = nullptr;  // reported [kv_heads, means.pages]: 1 if any block lists a page
+  std::uint32_t* listed = nullptr;  // reported [kv_heads, means.pages]: how many blocks list a page
 };
 
 class PageOps {

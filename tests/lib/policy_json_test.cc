@@ -28,6 +28,8 @@ TEST(PolicyJson, HasTheSameWordsAsKeys) {
   EXPECT_EQ(to_json(parse_policy("sluice bits=2 prefill=zipvl(0.5)")),
             R"-({"select":"sparq","candidates":"1/16","prune":"top_p(0.95)","cap":256,)-"
             R"-("compensate":"mean_value","prefill":"zipvl(0.5)","bits":2})-");
+  EXPECT_EQ(to_json(parse_policy("prefill=pages(0.9)")),
+            R"-({"select":"dense","prefill":"pages(0.9)"})-");
 }
 
 TEST(PolicyJson, ReadsDefaultsAndSpaces) {

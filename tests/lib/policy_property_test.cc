@@ -29,7 +29,7 @@ class RandomPolicy {
     policy_.bits = maybe() ? 4 : static_cast<int>(random_.integer(2, 3));
     if (maybe()) policy_.sinks = tokens() - 1;
     if (maybe() || policy_.select.name == "streaming") policy_.recent = tokens();
-    if (maybe()) policy_.prefill = {share(), maybe()};
+    choose_prefill();
     if (policy_.select.name != "dense" && maybe()) policy_.correct = tokens();
     if (estimates_) choose_selection();
     choose_layers();
@@ -51,6 +51,15 @@ class RandomPolicy {
   double share() {
     const double mantissa = 1.0 - std::ldexp(static_cast<double>(random_.integer(0, 1023)), -11);
     return std::ldexp(mantissa, -static_cast<int>(random_.integer(0, maybe() ? 2 : 900)));
+  }
+
+  void choose_prefill() {
+    if (maybe()) return;
+    if (maybe()) {
+      policy_.prefill = {share(), maybe()};
+    } else {
+      policy_.prefill.pages = share();
+    }
   }
 
   void choose_selection() {

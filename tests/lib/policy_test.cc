@@ -122,6 +122,7 @@ TEST(PolicyText, ValuesThatMeanTheDefaultAreLeftOut) {
   EXPECT_EQ(parse_policy("select=dense correct=0 prefill=zipvl(0)"), Policy{});
   EXPECT_EQ(to_string(parse_policy("bits=4 prefill=zipvl(0.50,demote) select=dense")),
             "select=dense prefill=zipvl(0.5)");
+  EXPECT_EQ(to_string(parse_policy("prefill=pages( 0.90 )")), "select=dense prefill=pages(0.9)");
   EXPECT_EQ(to_string(parse_policy("cap=1/64 prune=top_p(1.0) select=int4")),
             "select=int4 prune=top_p(1) cap=1/64");
 }
@@ -224,12 +225,16 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
        "'correct=always' is not understood; correct takes a number of tokens "
        "from 1 to 2147483648, or never"},
       {"prefill=zipvl",
-       "'prefill=zipvl' is not understood; prefill takes dense, zipvl(TAU), "
-       "zipvl(TAU,demote) or zipvl(TAU,evict), TAU from 0 to 1"},
+       "'prefill=zipvl' is not understood; prefill takes dense, pages(SHARE), zipvl(TAU), "
+       "zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU from 0 to 1"},
       {"prefill=zipvl()", "prefill takes dense"},
       {"prefill=zipvl(0.5,keep)", "prefill takes dense"},
       {"prefill=zipvl(0.5,evict,evict)", "prefill takes dense"},
       {"prefill=dense(0.5)", "prefill takes dense"},
+      {"prefill=pages", "prefill takes dense"},
+      {"prefill=pages()", "prefill takes dense"},
+      {"prefill=pages(half)", "prefill takes dense"},
+      {"prefill=pages(0.5,evict)", "prefill takes dense"},
       {"bits=three", "'bits=three' is not understood; bits takes 4, 3 or 2"},
       {"bits=3.5", "'bits=3.5' is not understood; bits takes 4, 3 or 2"},
       {"bits=", "bits takes 4, 3 or 2"},
@@ -319,6 +324,9 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"prefill=zipvl(1.1)", "the share of prefill=zipvl has to be from 0 to 1"},
       {"prefill=zipvl(-0.1)", "the share of prefill=zipvl has to be from 0 to 1"},
       {"prefill=zipvl(nan)", "the share of prefill=zipvl has to be from 0 to 1"},
+      {"prefill=pages(1.1)", "the share of prefill=pages has to be from 0 to 1"},
+      {"prefill=pages(-0.1)", "the share of prefill=pages has to be from 0 to 1"},
+      {"prefill=pages(nan)", "the share of prefill=pages has to be from 0 to 1"},
       {"prefill=zipvl(0,evict)", "its share has to be above 0 and up to 1"},
       {"tidaldecode prefill=zipvl(0.9,evict)", "evict takes anchors=none"},
       {"sparq correct=9 prefill=zipvl(0.9,evict)", "evict takes correct=never"},
@@ -347,8 +355,9 @@ TEST(PolicyText, AcceptsTheEndsOfEveryRange) {
   for (const char* text :
        {"sinks=2147483648 recent=2147483648", "select=int4 prune=top_p(1)",
         "select=int4 prune=top_k(2147483648)", "select=int4 prune=top_k(1/1)",
-        "select=int4 prune=top_p(1e-300)", "prefill=zipvl(1,evict)",
-        "select=int4 prune=top_k(64) candidates=64", "select=int4 prune=top_k(64) candidates=1/999",
+        "select=int4 prune=top_p(1e-300)", "prefill=zipvl(1,evict)", "prefill=pages(1)",
+        "prefill=pages(0)", "select=int4 prune=top_k(64) candidates=64",
+        "select=int4 prune=top_k(64) candidates=1/999",
         "select=int4 prune=top_k(1/4) candidates=1/4", "select=streaming sinks=1",
         "select=streaming recent=1 correct=2147483648", "select=sparq(r=1) prune=top_k(1)",
         "select=exact prune=top_k(1) anchors=0 compensate=mean_value", "bits=2"}) {

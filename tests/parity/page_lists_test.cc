@@ -57,7 +57,7 @@ struct Choice {
   std::int64_t pages = 0;
 
   std::vector<std::vector<std::int32_t>> lists;  // by KV head, then block
-  std::vector<std::uint8_t> listed;
+  std::vector<std::uint32_t> listed;
 
   std::int64_t blocks() const { return PageLists::blocks_of(tokens); }
   std::int64_t before(std::int64_t block) const {
@@ -99,7 +99,7 @@ void choose(Device& backend, Choice& c) {
   const Buffer counts = backend.allocate(tier, entries * sizeof(std::int32_t));
   const Buffer listed =
       upload(backend,
-             std::vector<std::uint8_t>(static_cast<std::size_t>(c.shape.kv_heads * c.pages), 0xab));
+             std::vector<std::uint32_t>(static_cast<std::size_t>(c.shape.kv_heads * c.pages), 77));
   ChoosePagesParams p;
   p.q = q.floats();
   p.tokens = c.tokens;
@@ -112,11 +112,11 @@ void choose(Device& backend, Choice& c) {
   p.means = {reinterpret_cast<std::uint16_t*>(means.data()), c.pages};
   p.lists = {reinterpret_cast<std::int32_t*>(pages.data()),
              reinterpret_cast<std::int32_t*>(counts.data()), c.blocks(), c.pages};
-  p.listed = reinterpret_cast<std::uint8_t*>(listed.data());
+  p.listed = reinterpret_cast<std::uint32_t*>(listed.data());
   backend.queue->choose_pages(p);
   const auto all = download<std::int32_t>(backend, pages);
   const auto many = download<std::int32_t>(backend, counts);
-  c.listed = download<std::uint8_t>(backend, listed);
+  c.listed = download<std::uint32_t>(backend, listed);
   c.lists.clear();
   for (std::size_t entry = 0; entry < entries; ++entry) {
     const auto begin = all.begin() + static_cast<std::ptrdiff_t>(entry) * c.pages;
@@ -190,12 +190,12 @@ void expect_definition(const Choice& c, int head, std::int64_t block) {
 
 void expect_definition(const Choice& c) {
   for (int head = 0; head < c.shape.kv_heads; ++head) {
-    std::vector<std::uint8_t> listed(static_cast<std::size_t>(c.pages));
+    std::vector<std::uint32_t> listed(static_cast<std::size_t>(c.pages));
     for (std::int64_t block = 0; block < c.blocks(); ++block) {
       expect_definition(c, head, block);
       if (::testing::Test::HasFatalFailure()) return;
       for (const std::int32_t page : c.list(head, block)) {
-        listed[static_cast<std::size_t>(page)] = 1;
+        ++listed[static_cast<std::size_t>(page)];
       }
     }
     const auto of_head = std::span(c.listed).subspan(static_cast<std::size_t>(head * c.pages),

@@ -255,6 +255,9 @@ class Session {
   const Ledger& ledger() const;
   // Of the last step; empty if it was dense.
   const StepSelection& selection() const;
+  // Of the pairs of a query and a page before it, those that prompts under `prefill=pages` looked
+  // at; 1 without such prompts, and in dense layers, which do not count.
+  double prefill_share() const;
 
   struct Impl;  // opaque
 
