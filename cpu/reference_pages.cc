@@ -54,7 +54,8 @@ double lightest_listed(std::vector<double> weights, double share) {
   for (const double weight : weights) total += weight;
   double sum = 0;
   for (const double weight : weights) {
-    if ((sum += weight) >= share * total) return weight;
+    sum += weight;
+    if (sum >= share * total) return weight;
   }
   return 0;
 }

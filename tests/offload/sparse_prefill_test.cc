@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "lib/half.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/plan.h"
 #include "tests/support/script.h"
+#include "tests/support/script_oracle.h"
 
 namespace sluice {
 namespace {
@@ -24,6 +24,7 @@ using testing::CountingBackend;
 using testing::Device;
 using testing::NamedBackend;
 using testing::Script;
+using testing::Sees;
 using testing::upload;
 
 constexpr std::int64_t kBlock = 512;
@@ -113,35 +114,6 @@ std::vector<std::vector<float>> prefill(Device& device, KvSession& session, cons
   return result;
 }
 
-// What a token may attend to.
-using Sees = std::function<bool(std::int64_t token, std::int64_t row)>;
-
-std::vector<double> attention_of(const Script& script, std::size_t layer, std::int64_t token,
-                                 int head, const Sees& sees) {
-  const KvShape& shape = script.shape();
-  const int d = shape.head_dim;
-  const int kv_head = head / shape.group();
-  // As the rows have them.
-  const auto stored = [&](float x) {
-    return static_cast<double>(shape.dtype == DType::f32 ? x : bf16_to_float(float_to_bf16(x)));
-  };
-  const float* const q = script.q(layer, token) + head * d;
-  std::vector<double> out(static_cast<std::size_t>(d));
-  double total = 0.0;
-  for (std::int64_t row = 0; row <= token; ++row) {
-    if (!sees(token, row)) continue;
-    const float* const k = script.k(layer, row) + kv_head * d;
-    const float* const v = script.v(layer, row) + kv_head * d;
-    double logit = 0.0;
-    for (int c = 0; c < d; ++c) logit += static_cast<double>(q[c]) * stored(k[c]);
-    const double weight = std::exp(logit / std::sqrt(d));
-    total += weight;
-    for (int c = 0; c < d; ++c) out[static_cast<std::size_t>(c)] += weight * stored(v[c]);
-  }
-  for (double& x : out) x = total > 0.0 ? x / total : 0.0;
-  return out;
-}
-
 // Of every 7th token of the prompt, and those at the borders of blocks.
 void expect_attention(const std::vector<std::vector<float>>& result, const Script& script,
                       double tolerance, const std::function<Sees(std::size_t layer)>& sees_in) {
@@ -151,7 +123,8 @@ void expect_attention(const std::vector<std::vector<float>>& result, const Scrip
     for (std::int64_t token = kEarlier; token < kContext; ++token) {
       if (token % 7 != 0 && (token + 1) % kBlock > 1) continue;
       for (int head = 0; head < shape.query_heads; ++head) {
-        const std::vector<double> expected = attention_of(script, layer, token, head, sees);
+        const std::vector<double> expected =
+            testing::attention_of(script, layer, token, head, sees);
         const float* const got =
             result[layer].data() + token * script.query_width() + head * shape.head_dim;
         for (std::size_t c = 0; c < expected.size(); ++c) {
@@ -188,20 +161,10 @@ KvPlan plan_for(const BackendInfo& info, const KvShape& shape, const Policy& pol
                           {&policy, 1});
 }
 
-// The least cap that is enough.
 std::uint64_t least_cap(const KvShape& shape, const Policy& policy, std::int64_t chunk) {
-  std::uint64_t low = 0;
-  std::uint64_t high = std::uint64_t{1} << 30;
-  while (low + 1 < high) {
-    const std::uint64_t middle = (low + high) / 2;
-    try {
-      testing::plan_of(shape, kContext, chunk, middle, true, {&policy, 1});
-      high = middle;
-    } catch (const Error&) {
-      low = middle;
-    }
-  }
-  return high;
+  return testing::least_cap([&](std::uint64_t cap) {
+    testing::plan_of(shape, kContext, chunk, cap, true, {&policy, 1});
+  });
 }
 
 class SparsePrefill : public ::testing::TestWithParam<NamedBackend> {

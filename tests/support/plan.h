@@ -1,6 +1,8 @@
 // Plans of one sequence, and sessions of pools of their own, in short.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -8,6 +10,7 @@
 #include "offload/kv_pool.h"
 #include "offload/kv_session.h"
 #include "offload/planner.h"
+#include "sluice/errors.h"
 
 namespace sluice::testing {
 
@@ -32,6 +35,22 @@ inline KvSession session_of(Backend& backend, const KvPlan& plan,
                             std::span<const Policy> policies = {},
                             const Scorers& scorers = own_scorers()) {
   return KvSession(std::make_shared<KvPool>(backend.make_queue(), plan, policies, scorers));
+}
+
+// The least device cap under which `plan` finds room, and does not throw.
+inline std::uint64_t least_cap(const std::function<void(std::uint64_t cap)>& plan) {
+  std::uint64_t low = 0;
+  std::uint64_t high = std::uint64_t{1} << 30;
+  while (low + 1 < high) {
+    const std::uint64_t middle = (low + high) / 2;
+    try {
+      plan(middle);
+      high = middle;
+    } catch (const Error&) {
+      low = middle;
+    }
+  }
+  return high;
 }
 
 }  // namespace sluice::testing

@@ -73,6 +73,19 @@ class Script {
       fill(v_[layer], key_width(), 1.0f);
     }
   }
+  // Adds one vector to the queries of these tokens and another to their keys, in every layer.
+  void shift(std::int64_t first, std::int64_t tokens, float deviation, Random& random) {
+    const auto add = [&](std::vector<float>& to, std::int64_t width) {
+      const std::vector<float> by = random.normal(width, deviation);
+      for (std::int64_t at = first * width; at < (first + tokens) * width; ++at) {
+        to[static_cast<std::size_t>(at)] += by[static_cast<std::size_t>(at % width)];
+      }
+    };
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      add(q_[layer], query_width());
+      add(k_[layer], key_width());
+    }
+  }
   // Takes the first tokens from another script.
   void begin_as(const Script& other, std::int64_t tokens) {
     for (std::size_t layer = 0; layer < q_.size(); ++layer) {
