@@ -90,8 +90,7 @@ KvPool::~KvPool() {
   if (!sends_home_) return;
   try {
     transfer_->synchronize();
-  } catch (const Error&) {
-    // A step that failed has told of it.
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): a step that failed has told of it
   }
 }
 
@@ -166,8 +165,7 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
 void KvPool::grow_ahead(std::int64_t rows) noexcept {
   try {
     home_.grow_to(std::min(plan_.home_rows(), home_used_ + rows));
-  } catch (const Error&) {
-    // Whoever writes there is told.
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): whoever writes there is told
   }
 }
 

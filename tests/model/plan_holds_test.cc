@@ -49,6 +49,8 @@ const char* const kPolicies[] = {
     "select=dense prefill=zipvl(0.9,evict)",
     "sluice prefill=zipvl(0.9)",
     "quantized prefill=zipvl(0.9)",
+    "values prefill=pages(0.9)",
+    "select=dense prefill=pages(0.8)",
 };
 
 // Where weights and activations are: in host memory, or on the device as on a GPU; there with the

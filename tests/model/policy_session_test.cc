@@ -66,7 +66,8 @@ INSTANTIATE_TEST_SUITE_P(
                                          "select=int4 prune=top_k(1/1) compensate=values",
                                          "streaming recent=100000", "select=dense prefill=zipvl(1)",
                                          "select=dense prefill=zipvl(1,evict)",
-                                         "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)")),
+                                         "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)",
+                                         "select=dense prefill=pages(1)")),
     [](const auto& parameter) {
       return std::get<0>(parameter.param) + "_" + std::to_string(parameter.index);
     });

@@ -24,6 +24,7 @@ const char* const kPolicies[] = {
     "select=int4 prune=top_k(64) dense=0 anchors=1",
     "tidaldecode prune=top_k(64) dense=none anchors=0",
     "zipvl",
+    "select=int4 prune=top_k(40) prefill=pages(0.8)",
     "sluice",
     "select=exact prune=top_k(64)",
     "select=exact candidates=1/4 prune=top_p(0.9) cap=64",

@@ -167,8 +167,13 @@ TEST(Planner, NeverPlansPastTheCap) {
   const std::uint64_t seed = sluice::testing::seed(1);
   SCOPED_TRACE(sluice::testing::seed_message(seed));
   sluice::testing::Random random(seed);
-  const char* const policies[] = {"dense",    "values", "sparq",
-                                  "twilight", "zipvl",  "select=int4 prune=top_k(64) dense=0"};
+  const char* const policies[] = {"dense",
+                                  "values",
+                                  "sparq",
+                                  "prefill=pages(0.9)",
+                                  "twilight",
+                                  "zipvl",
+                                  "select=int4 prune=top_k(64) dense=0"};
   int planned = 0;
   for (int i = 0; i < 2000; ++i) {
     const int heads = static_cast<int>(random.integer(1, 8));

@@ -33,9 +33,11 @@ using testing::LateBackend;
 using testing::Random;
 using testing::Script;
 
-const KvShape kShape{3, 4, 2, 32, DType::bf16};
-constexpr std::int64_t kContext = 520;
+const KvShape kShape{3, 4, 2, 64, DType::bf16};
+constexpr std::int64_t kContext = 640;
 constexpr std::int64_t kChunk = 64;
+// Pieces whose rows go home beside attention.
+constexpr std::int64_t kLongChunk = 500;
 
 constexpr std::array kPolicies = {
     "dense",
@@ -51,6 +53,8 @@ constexpr std::array kPolicies = {
     "select=dense prefill=zipvl(0.9)",
     "select=int4 prune=top_k(40) dense=1 prefill=zipvl(0.6)",
     "select=sparq(r=8) prune=top_k(40) prefill=zipvl(0.6,evict)",
+    "select=dense prefill=pages(0.6)",
+    "select=int4 prune=top_k(40) dense=1 prefill=pages(0.4)",
 };
 
 using Outputs = std::vector<std::vector<float>>;
@@ -148,7 +152,7 @@ class World {
     KvRequest request;
     request.shape = kShape;
     request.context = kContext;
-    request.chunk = kChunk;
+    request.chunk = random_.integer(0, 1) == 0 ? kLongChunk : kChunk;
     request.sequences = sequences_;
     request.decode_batch = 8;
     request.policies = policies_;
@@ -191,8 +195,8 @@ class World {
     if (is_full()) return;
     const Script& script = script_of(random_.integer(0, 2));
     twins_.push_back({KvSession(late_), KvSession(plain_), &script});
-    // Long enough for something to be selected.
-    const std::int64_t tokens = random_.integer(1, 300);
+    // Long enough for something to be selected, or for rows to go home late.
+    const std::int64_t tokens = random_.integer(1, std::max<std::int64_t>(300, chunk()));
     for (std::int64_t at = 0; at < tokens && !twins_.empty(); at += chunk()) {
       run_of(twins_.back(), Phase::prefill, std::min(chunk(), tokens - at));
     }

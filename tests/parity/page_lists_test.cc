@@ -159,7 +159,8 @@ double lightest_of_fewest(std::vector<double> weights, double wanted) {
   std::sort(weights.begin(), weights.end(), std::greater<>());
   double sum = 0;
   for (const double weight : weights) {
-    if ((sum += weight) >= wanted) return weight;
+    sum += weight;
+    if (sum >= wanted) return weight;
   }
   return 0;
 }
@@ -308,8 +309,7 @@ INSTANTIATE_TEST_SUITE_P(Backends, ListedPages, ::testing::ValuesIn(testing::bac
 // other.
 class ListedAttention {
  public:
-  ListedAttention(Random& random, Device& backend, const AttentionCase& c)
-      : backend_(backend), c_(c) {
+  ListedAttention(Random& random, Device& backend, const AttentionCase& c) : c_(c) {
     const std::int64_t pages = (c.first_query_position + c.tokens - 1) / kPageTokens + 1;
     blocks_ = PageLists::blocks_of(c.tokens);
     for (int head = 0; head < c.shape.kv_heads; ++head) {
@@ -388,7 +388,6 @@ class ListedAttention {
   std::int64_t blocks() const { return blocks_; }
 
  private:
-  Device& backend_;
   const AttentionCase& c_;
   std::int64_t blocks_ = 0;
   std::vector<std::vector<std::int32_t>> lists_;  // by KV head, then block

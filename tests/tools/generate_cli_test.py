@@ -55,7 +55,11 @@ class Generate(unittest.TestCase):
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertTrue(done.stdout.startswith("481926"), done.stdout)
         # What cannot hold the answer does not find it: the policy is really in force.
-        for policy in ("streaming", "select=dense prefill=zipvl(0.975,evict)"):
+        for policy in (
+            "streaming",
+            "select=dense prefill=zipvl(0.975,evict)",
+            "values prefill=pages(0.8)",
+        ):
             done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, "-f", NEEDLE)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertFalse(done.stdout.startswith("48192"), done.stdout)
