@@ -6,10 +6,11 @@
 
 Prompts are the beginning of a text, repeated if it is too short. Every round runs `generate` once
 for every prompt and policy, so that what drifts over minutes meets all of them; the first round is
-not reported. Beside the median of TTFT stands the share of the pairs of queries and keys that
-attention looks at, for pages as the command reports it, for others from the ledger: rows attended,
-piece by piece, by those of a dense prefill. A policy that evicts leaves out queries as well as keys; its share is the mean of the squares over
-layers, as if every piece had as many important tokens.
+not reported, unless --warm-up says otherwise. Beside the median of TTFT stands the share of the
+pairs of queries and keys that attention looks at, for pages as the command reports it, for others
+from the ledger: rows attended, piece by piece, by those of a dense prefill. A policy that evicts
+leaves out queries as well as keys; its share is the mean of the squares over layers, as if every
+piece had as many important tokens.
 """
 
 import argparse
@@ -68,12 +69,12 @@ def measure(flags: argparse.Namespace, prompts: dict[int, str]) -> list[dict[str
     """All results, the dense one first for every length."""
     seconds: dict[tuple[int, str], list[float]] = {}
     reports: dict[tuple[int, str], dict[str, Any]] = {}
-    for number in range(flags.rounds + 1):
+    for number in range(flags.rounds + flags.warm_up):
         for tokens, text in prompts.items():
             for policy in policies_of(flags):
                 report = generate(flags, text, policy)
                 reports[tokens, policy] = report
-                if number > 0:
+                if number >= flags.warm_up:
                     found = report["timings"]["first_token_seconds"]
                     seconds.setdefault((tokens, policy), []).append(found)
     results = []
@@ -112,6 +113,7 @@ def main() -> None:
     kinds = ["demote", "evict"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds that are not reported")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     flags = parser.parse_args()
     text = flags.text.read_text(encoding="utf-8")

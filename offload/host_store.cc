@@ -73,7 +73,11 @@ void HostStore::grow(std::int64_t rows) {
 
 void HostStore::grow_to(std::int64_t rows) {
   check(rows <= rows_, "more rows than were planned");
-  if (rows > committed_) extend(rounded(rows));
+  if (rows <= committed_) return;
+  // A quarter as long as that is little: every region's growth is a system call of its own.
+  constexpr std::uint64_t kLittle = std::uint64_t{64} << 20;
+  const auto few = static_cast<std::int64_t>(kLittle / (regions() * shape_.row_bytes()));
+  extend(rounded(std::max(rows, committed_ + std::min(few, committed_ / 4))));
 }
 
 void HostStore::extend(std::int64_t target) {

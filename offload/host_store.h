@@ -23,7 +23,8 @@ class HostStore {
   // need not grow often. Throws Error{memory} and stays as it was if the host cap or the machine
   // does not allow it.
   void grow(std::int64_t rows);
-  // The same for no more than `rows`, but to the end of a huge page: a little at a time.
+  // The same, but for no more than 64 MiB in advance and the ends of huge pages: what grows while
+  // something else is waited for need not be much at a time.
   void grow_to(std::int64_t rows);
 
   // Where a row of a region is, by its number; later rows follow it.
