@@ -123,8 +123,8 @@ TEST_P(Shares, GiveTheSameAnswers) {
     scripts.emplace_back(kShape, kContext, 7 + static_cast<std::uint64_t>(tokens));
     sessions.emplace_back(pool);
     twins.emplace_back(plain);
-    scripts.back().prefill(sessions.back(), tokens);
-    scripts.back().prefill(twins.back(), tokens);
+    scripts.back().append(sessions.back(), tokens);
+    scripts.back().append(twins.back(), tokens);
   }
   scripts.push_back(scripts.back());
   const auto all = [](std::vector<KvSession>& of) {
@@ -188,7 +188,7 @@ TEST(HostAttention, MayAttendToEverythingThatIsAtHome) {
   const auto pool = pool_of(backend, policy, some_plan(policy, 0), attender(1.0));
   KvSession session(pool);
   const Script script(kShape, kContext, 3);
-  script.prefill(session, 800);
+  script.append(session, 800);
   script.step(session, Phase::decode, 1);
   const Traffic missed =
       session.ledger().total(Phase::decode, Tier::host, Tier::device, Cause::miss);
@@ -206,7 +206,7 @@ TEST(HostAttention, TheLedgerHasWhatEitherSideRead) {
     const auto pool = pool_of(backend, policy, some_plan(policy, 3), {host, 0.6});
     const Script script(kShape, kContext, 3);
     KvSession session(pool);
-    script.prefill(session, 900);
+    script.append(session, 900);
     const std::uint64_t rows = backend.rows_read;
     const std::uint64_t home_rows = backend.home_rows_read;
     script.step(session, Phase::decode, 1);
@@ -237,8 +237,8 @@ TEST(HostAttention, AFailureIsAnErrorOfTheStep) {
   for (const auto& [fails, code] : failures) {
     KvSession session(pool);
     KvSession other(pool);
-    script.prefill(session, 500);
-    script.prefill(other, 400);
+    script.append(session, 500);
+    script.append(other, 400);
     host->fails = fails;
     expect_error(code, "", [&] { script.step(session, Phase::decode, 1); });
     host->fails = [] {};
@@ -247,7 +247,7 @@ TEST(HostAttention, AFailureIsAnErrorOfTheStep) {
   }
   // In a batch all of them.
   KvSession sessions[] = {KvSession(pool), KvSession(pool)};
-  for (KvSession& session : sessions) script.prefill(session, 500);
+  for (KvSession& session : sessions) script.append(session, 500);
   host->fails = failures[0].first;
   KvSession* const both[] = {&sessions[0], &sessions[1]};
   const Script* const scripts[] = {&script, &script};
@@ -263,7 +263,7 @@ TEST(HostAttention, FewRowsAreLeftToTheDevice) {
   const auto pool = pool_of(backend, policy, some_plan(policy, 0), attender(std::nullopt));
   KvSession session(pool);
   const Script script(kShape, kContext, 3);
-  script.prefill(session, 1000);
+  script.append(session, 1000);
   script.step(session, Phase::decode, 1);
   EXPECT_EQ(reads_of(session).by_host, 0u);
 }
@@ -286,8 +286,8 @@ TEST(HostAttention, FindsAShareItself) {
   const Script script(kWide, 5000, 4);
   KvSession session(pool);
   KvSession twin(plain);
-  script.prefill(session, 4600);
-  script.prefill(twin, 4600);
+  script.append(session, 4600);
+  script.append(twin, 4600);
   const Script* const scripts[] = {&script};
   for (int step = 0; step < 12; ++step) {
     KvSession* const own[] = {&session};

@@ -52,8 +52,8 @@ TEST_P(Batches, EverySessionGetsWhatItWouldGetAlone) {
     together.emplace_back(pool);
     alone.push_back(testing::session_of(backend, shared_plan(shape_, context, 1, {&policy_, 1}),
                                         {&policy_, 1}));
-    scripts[i].prefill(together[i], lengths[i]);
-    scripts[i].prefill(alone[i], lengths[i]);
+    scripts[i].append(together[i], lengths[i]);
+    scripts[i].append(alone[i], lengths[i]);
   }
   for (std::size_t i = 0; i < 5; ++i) sessions.push_back(&together[i]);
   for (const Script& script : scripts) ordered.push_back(&script);

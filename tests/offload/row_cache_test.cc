@@ -179,8 +179,8 @@ TEST_P(CachedSessions, AnswerAsWithoutIt) {
           const std::int64_t tokens =
               std::min<std::int64_t>(random.integer(1, 64), context - length);
           if (tokens == 0) break;
-          two.script.prefill(two.cached, tokens);
-          two.script.prefill(two.plain, tokens);
+          two.script.append(two.cached, tokens);
+          two.script.append(two.plain, tokens);
           break;
         }
         case 4: {
@@ -234,7 +234,7 @@ TEST_P(CachedSessions, FetchLess) {
     const auto queue = std::make_shared<WatchedQueue>(backend);
     KvSession session(std::make_shared<KvPool>(queue, plan_of(context, 1, policy_, cache),
                                                std::span(&policy_, 1)));
-    script.prefill(session, 1400);
+    script.append(session, 1400);
     script.decode(session, kSteps);
     const std::uint64_t misses = rows_read(session, Tier::host, Cause::miss);
     EXPECT_EQ(misses, queue->fetched) << "rows by the ledger";
