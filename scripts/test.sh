@@ -75,8 +75,9 @@ main() {
   elif step "setup" scripts/setup.sh --lint; then
     step "lint" scripts/lint.sh --tidy || true
     build_and_test release "all" ""
-    # The golden answers, plans walked to their ends and the command take too long under a sanitizer.
-    build_and_test asan "quick, fuzzers" "lib io offload model fuzz" \
+    # The golden answers, plans walked to their ends and the command take too long under a sanitizer,
+    # and so do as many simulations.
+    SLUICE_SIMULATIONS=50 build_and_test asan "quick, fuzzers" "lib io offload model fuzz" \
       -R '^(lib|io|offload|model|fuzz)/' -E '(golden|plan_)'
     build_and_test tsan "threads" "threads" -R '^threads/'
   fi

@@ -28,7 +28,7 @@ using testing::NamedBackend;
 using testing::Random;
 using testing::Script;
 
-constexpr std::int64_t kContext = 1900;
+constexpr std::int64_t kContext = 1300;
 constexpr std::int64_t kForks = 3;
 constexpr std::int64_t kSomeMore = 1 << 19;  // bytes
 
