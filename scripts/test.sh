@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Where nvcc is, two kinds of processor stand for all that a release is built for: the oldest, whose
 # kernels are compiled to PTX only, and the one that has kernels of its own.
-export SLUICE_CUDA_ARCHITECTURES=${SLUICE_CUDA_ARCHITECTURES:-80-virtual;90a-real}
+export SLUICE_CUDA_ARCHITECTURES=${SLUICE_CUDA_ARCHITECTURES:-80-real;90a-real}
 # Tests run beside each other, so idle OpenMP threads must not spin on a core.
 export OMP_WAIT_POLICY=passive
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1:strict_string_checks=1}
