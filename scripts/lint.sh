@@ -35,7 +35,7 @@ shell_check() {
 
 main() {
   local failed=() tool tidy=0
-  for tool in clang-format-14 clang-tidy-19 shellcheck; do
+  for tool in clang-format-14 build/clang-tidy/bin/clang-tidy shellcheck; do
     command -v "$tool" >/dev/null ||
       {
         echo "lint: $tool is missing; run scripts/setup.sh --lint" >&2

@@ -24,7 +24,7 @@ from typing import NamedTuple, Optional
 from check_layers import includes, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOL = "clang-tidy-19"
+TOOL = str(ROOT / "build/clang-tidy/bin/clang-tidy")
 ATTEMPTS = 2
 LAUNCHERS = {"ccache", "sccache", "distcc"}
 # Warnings are GCC's business (-Werror in every preset); clang need not know its flags.
@@ -60,17 +60,25 @@ def reachable(file: Path) -> list[Path]:
     return sorted(seen)
 
 
+@lru_cache(maxsize=None)
+def headers_of(compiler: str) -> list[str]:
+    """Returns the flags by which clang-tidy finds headers that only the compiler has: omp.h."""
+    ask = [compiler, "-print-file-name=include"]
+    folder = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+    return ["-idirafter", folder]
+
+
 def compile_commands(build: Path) -> dict[str, list[str]]:
-    """Reads the compile command of each file, without launcher and GCC's own flags."""
+    """Reads the compile command of each C++ file, without launcher and GCC's own flags."""
     commands = {}
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
         words = entry.get("arguments") or shlex.split(entry["command"])
         if Path(words[0]).name in LAUNCHERS:
             words = words[1:]
         path = (Path(entry["directory"]) / entry["file"]).resolve()
-        if path.is_relative_to(ROOT):
+        if path.is_relative_to(ROOT) and path.suffix == ".cc":
             kept = [word for word in words if not word.startswith(GCC_ONLY)]
-            commands[path.relative_to(ROOT).as_posix()] = kept
+            commands[path.relative_to(ROOT).as_posix()] = kept + headers_of(words[0])
     return commands
 
 
