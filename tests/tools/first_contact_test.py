@@ -13,7 +13,6 @@ from pathlib import Path
 
 from command import MODEL, ROOT, sluice
 
-NEEDLE = ROOT / "tests" / "data" / "needle_6k.txt"
 TEXT = "Well, Prince, so Genoa and Lucca"
 QUICK = ["generate", "-m", MODEL, "-n", 6]
 
@@ -111,7 +110,7 @@ class Mistakes(unittest.TestCase):
 
 class Notes(unittest.TestCase):
     def test_auto_says_which_cap_would_do(self):
-        flags = ["generate", "-m", MODEL, "-n", 2, "-f", NEEDLE]
+        flags = [*QUICK, "-p", TEXT, "--context", 6500]
         lines = ("select=dense", "select=sparq", "bits=3", "compensate=values")
         names = ("sluice", "values bits=3", "values")  # that each but the last falls short of
 
@@ -157,7 +156,7 @@ class Notes(unittest.TestCase):
 
     def test_no_line_is_wider_than_a_terminal(self):
         for flags in (["--device-memory", "2MiB"], ["--device-memory", "12MiB"], []):
-            done = sluice("generate", "-m", MODEL, "-n", 2, "-f", NEEDLE, *flags)
+            done = sluice(*QUICK, "-p", TEXT, "--context", 6500, *flags)
             self.assertLessEqual(max(map(len, done.stderr.splitlines())), 80, done.stderr)
         done = sluice("info", "-m", MODEL, "--context", 1000000, "--device-memory", "500MiB")
         self.assertLessEqual(max(map(len, done.stdout.splitlines())), 80, done.stdout)
