@@ -135,8 +135,10 @@ inline void expect_heaviest(const Case& c, const Truth& truth, int head, const F
     forced += c.is_forced(head, entry) ? 1 : 0;
     allowed += may[i];
     found += kept[i];
-    if (c.is_forced(head, entry)) EXPECT_EQ(kept[i], 1) << i;
-    if (c.is_forced(head, entry)) continue;
+    if (c.is_forced(head, entry)) {
+      EXPECT_EQ(kept[i], 1) << i;
+      continue;
+    }
     if (kept[i] != 0) lightest = std::min(lightest, truth.sums[i]);
     if (kept[i] == 0 && may[i] != 0) heaviest = std::max(heaviest, truth.sums[i]);
   }
@@ -268,8 +270,12 @@ inline void expect_head(const Case& c, const Answer& a, int head) {
   for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_LE(kept[i], may[i]) << "needless: " << i;
   const auto least = std::count(must.begin(), must.end(), std::uint8_t{1});
   const auto most = std::count(may.begin(), may.end(), std::uint8_t{1});
-  if (least > keep) EXPECT_EQ(result.cut, 1);
-  if (most <= keep) EXPECT_EQ(result.cut, 0);
+  if (least > keep) {
+    EXPECT_EQ(result.cut, 1);
+  }
+  if (most <= keep) {
+    EXPECT_EQ(result.cut, 0);
+  }
   if (result.cut != 0) {
     // What it chose among may be any set between the two.
     for (std::size_t i = 0; i < kept.size(); ++i) must[i] |= kept[i];
