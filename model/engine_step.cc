@@ -82,7 +82,11 @@ std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
                                       " sessions; this engine takes " +
                                       std::to_string(impl().most_at_once()) + " at a time");
   }
-  for (const StepToken& token : tokens) SessionStep::impl(token).require({&token.token, 1});
+  const auto vocabulary = static_cast<std::size_t>(impl().info.vocabulary);
+  for (const StepToken& token : tokens) {
+    SessionStep::impl(token).require({&token.token, 1});
+    if (token.sampler != nullptr) token.sampler->require_history(token.history, vocabulary);
+  }
   std::vector<KvSession*> sessions;
   std::vector<TokenId> ids;
   for (const StepToken& token : tokens) {

@@ -53,17 +53,24 @@ TokenDraw Sampler::draw() {
   return p;
 }
 
+void Sampler::require_history(std::span<const TokenId> history, std::size_t vocabulary) const {
+  if (!penalizes()) return;
+  for (const TokenId id : history) {
+    if (id < 0 || static_cast<std::size_t>(id) >= vocabulary) {
+      throw Error(ErrorCode::usage,
+                  "token " + std::to_string(id) + " of the history is not one of the " +
+                      std::to_string(vocabulary) + " that the model has logits for");
+    }
+  }
+}
+
 std::vector<float> Sampler::penalized(std::span<const float> logits,
                                       std::span<const TokenId> history) const {
+  require_history(history, logits.size());
   std::vector<float> result(logits.begin(), logits.end());
   std::vector<bool> seen(result.size(), false);
   for (const TokenId id : history) {
     const auto index = static_cast<std::size_t>(id);
-    if (id < 0 || index >= result.size()) {
-      throw Error(ErrorCode::usage,
-                  "token " + std::to_string(id) + " of the history is not one of the " +
-                      std::to_string(result.size()) + " that the model has logits for");
-    }
     if (seen[index]) continue;
     seen[index] = true;
     float& logit = result[index];

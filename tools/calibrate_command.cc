@@ -78,7 +78,7 @@ nlohmann::json report_of(const CalibrateFlags& flags, const Calibration& found) 
 }
 
 int run(const CalibrateFlags& flags) {
-  require_writable(flags.json);
+  require_writable(flags.json, flags.model.model, flags.text);
   Engine engine = Engine::open(flags.model.config());
   validate(flags, engine.info());
   if (!flags.dry_run) require_storable(flags.model.model);

@@ -68,7 +68,7 @@ std::vector<NamedPolicy> parse_policies(const Engine& engine,
 
 int run(const EvalFlags& flags) {
   validate(flags);
-  require_writable(flags.json);
+  require_writable(flags.json, flags.model.model, flags.text);
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
   Engine engine = Engine::open(flags.model.config());

@@ -161,11 +161,11 @@ void write_trace(const GenerateFlags& flags, const Trace& trace) {
 
 int run(const GenerateFlags& flags, bool prompt_given) {
   flags.generation.validate();
-  require_writable(flags.json);
+  require_writable(flags.json, flags.model.model, flags.prompt_file);
   if (flags.trace == "-" || (!flags.trace.empty() && flags.trace == flags.json)) {
     throw Error(ErrorCode::usage, "--trace wants a file of its own");
   }
-  require_writable(flags.trace);
+  require_writable(flags.trace, flags.model.model, flags.prompt_file);
   EngineConfig config = flags.model.config();
   if (!flags.trace.empty()) config.trace = std::make_shared<Trace>();
   Engine engine = Engine::open(config);

@@ -5,10 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
+#include <system_error>
 
 #include "sluice/errors.h"
 
@@ -23,6 +26,22 @@ constexpr auto kRedraw = std::chrono::milliseconds(100);
 [[noreturn]] void throw_write_error(const std::string& name) {
   throw Error(ErrorCode::io, name + ": cannot be written (" + std::strerror(errno) +
                                  "); make room or choose another file");
+}
+
+bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
+  std::error_code ignored;  // what is not there is no other file
+  return std::filesystem::equivalent(a, b, ignored);
+}
+
+// By their names: reports may lie beside a checkpoint's files.
+bool is_of_checkpoint(const std::filesystem::path& file) {
+  static constexpr std::array kNames = {"config.json",         "generation_config.json",
+                                        "tokenizer.json",      "tokenizer_config.json",
+                                        "chat_template.jinja", "model.safetensors.index.json",
+                                        "sluice.json"};
+  const std::string name = file.filename().string();
+  return file.extension() == ".safetensors" ||
+         std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
 }  // namespace
@@ -53,6 +72,22 @@ void require_writable(const std::string& path) {
   if (descriptor < 0) throw_write_error(path);
   ::close(descriptor);
   ::unlink(path.c_str());
+}
+
+void require_writable(const std::string& path, const std::string& model, const std::string& text) {
+  if (path.empty() || path == "-") return;
+  bool is_read = is_same_file(path, text);
+  std::error_code ignored;  // whoever opens the checkpoint says what is wrong with its folder
+  for (const auto& entry : std::filesystem::directory_iterator(model, ignored)) {
+    is_read = is_read || (is_of_checkpoint(entry.path()) && is_same_file(path, entry.path()));
+  }
+  if (is_read) {
+    throw Error(ErrorCode::usage,
+                path +
+                    ": is read by this very command, and writing would overwrite it; choose "
+                    "another file");
+  }
+  require_writable(path);
 }
 
 void write_report(const std::string& path, const std::string& text) {

@@ -30,6 +30,9 @@ std::string report_text(const nlohmann::json& report);
 // Throws Error{io} if `path` cannot be written, before the work whose report is to go there. An
 // empty path or "-" can.
 void require_writable(const std::string& path);
+// The same, and throws Error{usage} if `path` is a file of the checkpoint in `model` or the one at
+// `text`, by whatever name: a report would take the place of what it is about.
+void require_writable(const std::string& path, const std::string& model, const std::string& text);
 
 // Writes a whole file, "-" for standard output. Throws Error{io} that names it.
 void write_report(const std::string& path, const std::string& text);

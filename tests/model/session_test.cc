@@ -260,6 +260,11 @@ TEST_F(Sessions, RefuseBatchesThatCannotBe) {
   refused(ErrorCode::prompt, "raise `context`", {{&a, 1}, {&full, 1}});
   refused(ErrorCode::prompt, "vocabulary", {{&a, 1}, {&b, 4096}});
   refused(ErrorCode::prompt, "vocabulary", {{&a, -1}});
+  SamplingParams penalty;
+  penalty.repetition_penalty = 1.1;
+  Sampler sampler(penalty);
+  const std::vector<TokenId> history = {1, 4096};
+  refused(ErrorCode::usage, "token 4096 of the history", {{&a, 1, &sampler, history}});
   b.use(policies[1]);
   refused(ErrorCode::usage, "one policy", {{&a, 1}, {&b, 1}});
   const Session moved = std::move(b);

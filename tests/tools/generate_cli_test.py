@@ -140,6 +140,29 @@ class Generate(unittest.TestCase):
             self.assertEqual(refused.returncode, 2, refused.stderr)
             self.assertIn("--trace wants a file of its own", refused.stderr)
 
+    def test_what_is_read_is_not_overwritten(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / "model"
+            model.mkdir()
+            for file in MODEL.iterdir():
+                (model / file.name).write_bytes(file.read_bytes())
+            prompt = Path(folder) / "prompt"
+            prompt.write_text("Hello")
+            link = Path(folder) / "link"
+            link.symlink_to(model / "config.json")
+            config = link.read_bytes()
+            flags = ("generate", "-m", model, "-n", 2, "-q", "-f", prompt)
+            for more in (("--json", link), ("--trace", model / "model.safetensors"), ("--json", prompt)):
+                refused = sluice(*flags, *more)
+                self.assertEqual(refused.returncode, 2, refused.stderr)
+                self.assertEqual(refused.stderr.count("\n"), 1, refused.stderr)
+                self.assertIn("would overwrite it", refused.stderr)
+            # A report may lie beside them, and be written again.
+            for _ in range(2):
+                done = sluice(*flags, "--json", model / "report.json")
+                self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(link.read_bytes(), config)
+
     def test_positions_go_into_a_report(self):
         done = sluice("generate", "-m", MODEL, "-p", "Hello", "--positions", check=False)
         self.assertEqual(done.returncode, 2)

@@ -1,6 +1,7 @@
 // Chooses the next token from logits, as SamplingParams say.
 #pragma once
 
+#include <cstddef>
 #include <random>
 #include <span>
 #include <vector>
@@ -17,9 +18,12 @@ class Sampler {
 
   // `logits` [vocabulary], `history` the tokens so far, prompt included, for the repetition
   // penalty: it divides positive and multiplies negative logits of each token in the history
-  // once. Throws Error{internal} if a logit is NaN or +inf, all are -inf, or a token of the
-  // history has no logit.
+  // once. Throws Error{internal} if a logit is NaN or +inf or all are -inf, and what
+  // require_history() throws.
   TokenId next(std::span<const float> logits, std::span<const TokenId> history);
+
+  // Throws Error{usage} if next() would look for a logit that one of these tokens has not.
+  void require_history(std::span<const TokenId> history, std::size_t vocabulary) const;
 
   // Whether next() looks at the history.
   bool penalizes() const { return params_.repetition_penalty != 1.0; }
