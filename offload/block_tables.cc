@@ -1,6 +1,7 @@
 #include "offload/block_tables.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -118,6 +119,20 @@ std::int64_t BlockTables::blocks_for_write(std::int32_t sequence, std::int64_t f
   const auto page = static_cast<std::size_t>(first / kPageTokens);
   const bool copies = first % kPageTokens != 0 && blocks_.is_shared(s.blocks[page]);
   return pages_of(end) - static_cast<std::int64_t>(s.blocks.size()) + (copies ? 1 : 0);
+}
+
+void BlockTables::require_blocks(std::span<const BatchToken> tokens) const {
+  std::int64_t blocks = 0;
+  std::map<std::int32_t, std::int32_t> writers;  // of a block
+  for (const BatchToken& token : tokens) {
+    blocks += blocks_for_write(token.sequence, token.position, token.position + 1);
+    if (token.position % kPageTokens == 0) continue;
+    const auto page = static_cast<std::size_t>(token.position / kPageTokens);
+    const std::int32_t block = at(token.sequence).blocks[page];
+    // If all who share a block write to it, the last one keeps it.
+    if (blocks_.is_shared(block) && ++writers[block] == blocks_.references(block)) --blocks;
+  }
+  require_blocks(blocks);
 }
 
 void BlockTables::require_blocks(std::int64_t blocks) const {

@@ -63,9 +63,9 @@ class BlockTables {
     // ones of their layer are written; PageSlots::kNone where they are not, or there are none.
     std::vector<std::int32_t> begun;
   };
-  // Blocks that write() would take, and Error{memory} if so many are not free.
-  std::int64_t blocks_for_write(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
-  void require_blocks(std::int64_t blocks) const;
+  // Throws Error{memory} if more blocks than are free would be needed for write() of these tokens,
+  // each of another sequence.
+  void require_blocks(std::span<const BatchToken> tokens) const;
   // Throws Error{memory} if write() would need more blocks or tiles than are free.
   void require_room(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
   // Gives the sequence blocks and tiles of its own for tokens [first, end), of which [0, first) are
@@ -109,6 +109,9 @@ class BlockTables {
   const Sequence& at(std::int32_t sequence) const;
   Sequence& at(std::int32_t sequence);
 
+  // Blocks that write() would take, and Error{memory} if so many are not free.
+  std::int64_t blocks_for_write(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
+  void require_blocks(std::int64_t blocks) const;
   void begin_page(std::int32_t sequence, std::int64_t page, std::int64_t rows, Writing& writing);
   void own_tiles(std::int32_t sequence, std::int64_t first, std::int64_t end, Writing& writing);
   void add_block(std::int32_t sequence);

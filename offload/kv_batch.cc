@@ -43,16 +43,15 @@ void KvBatch::require_fit(std::span<KvSession* const> sessions) {
                                        std::to_string(most) + " were planned for");
   const std::set<KvSession*> different(sessions.begin(), sessions.end());
   require(different.size() == sessions.size(), "a session stands in it twice");
-  std::int64_t blocks = 0;
+  std::vector<BatchToken> tokens;
   for (const KvSession* session : sessions) {
     require(session->pool_.get() == &pool, "its sessions must be of one pool");
     require(session->policy_ == sessions.front()->policy_, "its sessions must have one policy");
     session->require_outside_step();
     session->require_room(1);
-    blocks +=
-        pool.tables().blocks_for_write(session->sequence_, session->length_, session->length_ + 1);
+    tokens.push_back({session->sequence_, static_cast<std::int32_t>(session->length_)});
   }
-  pool.tables().require_blocks(blocks);
+  pool.tables().require_blocks(tokens);
 }
 
 std::unique_ptr<Recording>& KvBatch::recording() { return pool_->recordings()[step_.kind()]; }

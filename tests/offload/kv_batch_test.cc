@@ -174,5 +174,27 @@ TEST(KvBatch, APoolThatIsFullRefusesTheStepAndServesItOnceThereIsRoom) {
   EXPECT_EQ(step_together(two, scripts).size(), 2u);
 }
 
+TEST(KvBatch, ForksThatFillAPoolStepTogether) {
+  const KvShape shape{1, 2, 1, 32, DType::bf16};
+  CountingBackend backend;
+  for (const std::size_t count : {2u, 3u, 5u}) {
+    const auto sequences = static_cast<int>(count);
+    const auto pool =
+        std::make_shared<KvPool>(backend.make_queue(), shared_plan(shape, 100, sequences, {}));
+    const Script script(shape, 100, 1);
+    std::vector<KvSession> sessions;
+    sessions.emplace_back(pool);
+    script.prefill(sessions.front(), 50);
+    while (sessions.size() < count) sessions.push_back(sessions.front().fork());
+    std::vector<KvSession*> all;
+    for (KvSession& session : sessions) all.push_back(&session);
+    const std::vector<const Script*> scripts(count, &script);
+    const auto outputs = step_together(all, scripts);
+    ASSERT_EQ(outputs.size(), count);
+    for (const auto& output : outputs) EXPECT_EQ(output, outputs.front());
+    EXPECT_EQ(sessions.back().length(), 51);
+  }
+}
+
 }  // namespace
 }  // namespace sluice
