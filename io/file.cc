@@ -153,4 +153,11 @@ void replace_file(const std::filesystem::path& path, std::string_view text) {
 
 void require_replaceable(const std::filesystem::path& path) { const Draft draft(path); }
 
+void require_not_lfs_pointer(const std::filesystem::path& path, std::string_view start) {
+  if (!start.starts_with("version https://git-lfs")) return;
+  throw Error(ErrorCode::corrupt, path.string() +
+                                      ": is a pointer of Git LFS, not the file itself; run "
+                                      "'git lfs pull' where it was cloned");
+}
+
 }  // namespace sluice

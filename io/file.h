@@ -45,6 +45,9 @@ class File {
 // is an error of open, not a file that is missing.
 bool file_exists(const std::filesystem::path& path);
 
+// Throws Error{corrupt} if a file that begins so is a pointer that Git LFS was to replace.
+void require_not_lfs_pointer(const std::filesystem::path& path, std::string_view start);
+
 // The whole file. Throws what File throws, and Error{corrupt} if it has more than `max_bytes`.
 std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_bytes);
 

@@ -77,6 +77,7 @@ class Guard : public nlohmann::json_sax<Json> {
 
 Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
   const std::string text = read_text_file(path, max_bytes);
+  require_not_lfs_pointer(path, text);
   Guard guard(path);
   if (text.find('\0') != std::string::npos) guard.refuse("is not JSON: it has a NUL byte");
   Json::sax_parse(text, &guard);

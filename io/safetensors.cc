@@ -1,6 +1,8 @@
 #include "io/safetensors.h"
 
+#include <algorithm>
 #include <array>
+#include <span>
 #include <string>
 
 #include "lib/check.h"
@@ -29,6 +31,9 @@ std::uint64_t header_length(const File& file) {
     length |= std::to_integer<std::uint64_t>(bytes.at(i)) << (8 * i);
   }
   if (length > kMaxSafetensorsHeader) {
+    std::string start(static_cast<std::size_t>(std::min<std::uint64_t>(file.size(), 32)), '\0');
+    file.read(0, std::as_writable_bytes(std::span(start)));
+    require_not_lfs_pointer(file.path(), start);
     throw_corrupt(file, "is not a safetensors file: its header would have " +
                             std::to_string(length) + " bytes, more than the format allows");
   }

@@ -127,6 +127,7 @@ TEST(Json, RefusesWhatIsNotStrictlyJson) {
   const TempDir dir;
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"", "is not JSON"},
+      {"version https://git-lfs.x/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"},
       {R"({"a": 1)", "breaks off at byte 8"},
       {R"({"a": 1} x)", "is not JSON"},
       {R"({"a": 1,})", "is not JSON"},

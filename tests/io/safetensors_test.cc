@@ -136,6 +136,7 @@ TEST(Safetensors, TheHeadersLengthIsBounded) {
   refused(header_length(3) + "{}", "ends inside its header of 3 bytes");
   refused(header_length(UINT64_MAX) + "{}", "more than the format allows");
   refused(header_length(100'000'001) + "{}", "more than the format allows");
+  refused("version https://git-lfs.x/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull");
 
   // Refused by the limit alone: the file is as long as it says, but sparse.
   std::filesystem::resize_file(dir.write("x", header_length(200'000'000)), 200'000'008);
