@@ -61,7 +61,7 @@ install_clang_tidy() {
     "clang-tidy==$clang_tidy_version" || fail "no clang-tidy from PyPI; is it reachable?"
 }
 
-# Debian packages that are missing among the arguments.
+# Installs those of the arguments, Debian packages, that are missing.
 install_packages() {
   local missing
   mapfile -t missing < <(missing_packages "$@")

@@ -28,9 +28,10 @@ constexpr auto kRedraw = std::chrono::milliseconds(100);
                                  "); make room or choose another file");
 }
 
+// Of regular files: a terminal may be both read and written.
 bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
   std::error_code ignored;  // what is not there is no other file
-  return std::filesystem::equivalent(a, b, ignored);
+  return std::filesystem::is_regular_file(a, ignored) && std::filesystem::equivalent(a, b, ignored);
 }
 
 // By their names: reports may lie beside a checkpoint's files.
@@ -44,21 +45,15 @@ bool is_of_checkpoint(const std::filesystem::path& file) {
          std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
-}  // namespace
-
-void print(std::string_view text) {
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
-    throw_write_error("standard output");
-  }
-}
-
-void print_error(std::string_view text) {
-  std::fwrite(text.data(), 1, text.size(), stderr);
-  std::fflush(stderr);
+bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::path& model) {
+  std::error_code ignored;  // whoever opens the checkpoint says what is wrong with its folder
+  const std::filesystem::directory_iterator files(model, ignored);
+  return std::any_of(begin(files), end(files), [&](const auto& entry) {
+    return is_of_checkpoint(entry.path()) && is_same_file(file, entry.path());
+  });
 }
 
 void require_writable(const std::string& path) {
-  if (path.empty() || path == "-") return;
   struct stat status {};
   if (::stat(path.c_str(), &status) == 0) {
     errno = EISDIR;
@@ -74,14 +69,22 @@ void require_writable(const std::string& path) {
   ::unlink(path.c_str());
 }
 
+}  // namespace
+
+void print(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    throw_write_error("standard output");
+  }
+}
+
+void print_error(std::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stderr);
+  std::fflush(stderr);
+}
+
 void require_writable(const std::string& path, const std::string& model, const std::string& text) {
   if (path.empty() || path == "-") return;
-  bool is_read = is_same_file(path, text);
-  std::error_code ignored;  // whoever opens the checkpoint says what is wrong with its folder
-  for (const auto& entry : std::filesystem::directory_iterator(model, ignored)) {
-    is_read = is_read || (is_of_checkpoint(entry.path()) && is_same_file(path, entry.path()));
-  }
-  if (is_read) {
+  if (is_same_file(path, text) || is_in_checkpoint(path, model)) {
     throw Error(ErrorCode::usage,
                 path +
                     ": is read by this very command, and writing would overwrite it; choose "

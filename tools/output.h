@@ -27,11 +27,9 @@ std::string wrapped(std::string first, std::size_t indent, std::string_view text
 // A report as it is written; paths that are not UTF-8 lose what JSON cannot hold.
 std::string report_text(const nlohmann::json& report);
 
-// Throws Error{io} if `path` cannot be written, before the work whose report is to go there. An
-// empty path or "-" can.
-void require_writable(const std::string& path);
-// The same, and throws Error{usage} if `path` is a file of the checkpoint in `model` or the one at
-// `text`, by whatever name: a report would take the place of what it is about.
+// Throws Error{io} if `path` cannot be written, before the work whose report is to go there, and
+// Error{usage} if it is a file of the checkpoint in `model` or the one at `text`, by whatever name:
+// the report would take the place of what it is about. An empty path or "-" can be written.
 void require_writable(const std::string& path, const std::string& model, const std::string& text);
 
 // Writes a whole file, "-" for standard output. Throws Error{io} that names it.
