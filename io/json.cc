@@ -17,7 +17,7 @@ using Json = nlohmann::json;
 // Goes through a document before it is built. (The parser's own callback takes quadratic time.)
 class Guard : public nlohmann::json_sax<Json> {
  public:
-  explicit Guard(const std::filesystem::path& path) : path_(&path) {}
+  Guard(const std::filesystem::path& path, std::size_t bytes) : path_(&path), bytes_(bytes) {}
 
   bool null() override { return count(); }
   bool boolean(bool) override { return count(); }
@@ -41,7 +41,7 @@ class Guard : public nlohmann::json_sax<Json> {
     if (dynamic_cast<const Json::parse_error*>(&error) == nullptr) {
       refuse("has a number that no type can hold");
     }
-    refuse("is not JSON: it breaks off at byte " + std::to_string(position));
+    refuse("is not JSON: " + json_fault(position, bytes_));
   }
 
   [[noreturn]] void refuse(const std::string& what) const {
@@ -68,6 +68,7 @@ class Guard : public nlohmann::json_sax<Json> {
   }
 
   const std::filesystem::path* path_;
+  std::size_t bytes_;
   std::vector<std::set<std::string>>
       keys_;  // of the objects, and none of the arrays, that are open
   int values_ = 0;
@@ -78,7 +79,7 @@ class Guard : public nlohmann::json_sax<Json> {
 Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
   const std::string text = read_text_file(path, max_bytes);
   require_not_lfs_pointer(path, text);
-  Guard guard(path);
+  Guard guard(path, text.size());
   if (text.find('\0') != std::string::npos) guard.refuse("is not JSON: it has a NUL byte");
   Json::sax_parse(text, &guard);
   return Json::parse(text);

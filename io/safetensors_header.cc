@@ -40,8 +40,9 @@ constexpr std::array<StoredDType, 22> kDTypes = {{
 // tree of an arbitrary document is ever built.
 class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
  public:
-  HeaderReader(std::uint64_t data_bytes, const std::filesystem::path& file)
-      : data_bytes_(data_bytes), file_(&file) {}
+  HeaderReader(std::size_t header_bytes, std::uint64_t data_bytes,
+               const std::filesystem::path& file)
+      : header_bytes_(header_bytes), data_bytes_(data_bytes), file_(&file) {}
 
   // The tensors read, once their ranges have been checked against each other.
   TensorMap finish() {
@@ -129,7 +130,7 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
 
   bool parse_error(std::size_t position, const std::string&,
                    const nlohmann::detail::exception&) override {
-    refuse("has a header that is not JSON: it breaks off at its byte " + std::to_string(position));
+    refuse("has a header that is not JSON: " + json_fault(position, header_bytes_));
   }
 
  private:
@@ -218,6 +219,7 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
     }
   }
 
+  std::size_t header_bytes_;
   std::uint64_t data_bytes_;
   const std::filesystem::path* file_;
   TensorMap tensors_;
@@ -241,7 +243,7 @@ std::int64_t TensorInfo::elements() const {
 
 TensorMap parse_safetensors_header(std::string_view json, std::uint64_t data_bytes,
                                    const std::filesystem::path& file) {
-  HeaderReader reader(data_bytes, file);
+  HeaderReader reader(json.size(), data_bytes, file);
   // The parser would skip a byte order mark before the '{' and take a NUL for the end.
   if (json.empty() || json.front() != '{' || json.find('\0') != std::string_view::npos) {
     throw Error(ErrorCode::corrupt, file.string() +

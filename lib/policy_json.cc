@@ -88,7 +88,7 @@ Json parse_json(std::string_view text) {
       return true;
     });
   } catch (const Json::parse_error& error) {
-    refuse_policy("not JSON: it breaks off at byte " + std::to_string(error.byte));
+    refuse_policy("not JSON: " + json_fault(error.byte, text.size()));
   } catch (const Json::exception&) {
     refuse_policy("not JSON: it has a number that no type can hold");
   }

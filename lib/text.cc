@@ -87,4 +87,9 @@ std::string in_quotes(std::string_view text) {
 Error::Error(ErrorCode code, std::string_view message)
     : std::runtime_error(one_line(message)), code_(code) {}
 
+std::string json_fault(std::size_t byte, std::size_t bytes) {
+  const std::string place = "byte " + std::to_string(byte);
+  return byte > bytes ? "it breaks off at " + place : "it goes wrong at " + place;
+}
+
 }  // namespace sluice

@@ -1,6 +1,7 @@
 // Text from elsewhere (files, flags, paths) as it may stand in a message.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 
@@ -13,5 +14,8 @@ std::string one_line(std::string_view text);
 
 // The same, shorter, between single quotes: a name or a value inside a message.
 std::string in_quotes(std::string_view text);
+
+// Why a parser gave up at a byte of so many, counted from 1: the end, or what stands there.
+std::string json_fault(std::size_t byte, std::size_t bytes);
 
 }  // namespace sluice

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "lib/text.h"
-#include "model/chat_source.h"
 #include "model/jinja/template.h"
+#include "model/tokenizer_config.h"
 #include "model/utf8.h"
 #include "sluice/chat.h"
 #include "sluice/errors.h"

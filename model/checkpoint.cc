@@ -1,6 +1,7 @@
 #include "model/checkpoint.h"
 
 #include <algorithm>
+#include <cstring>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -15,6 +16,7 @@ namespace sluice {
 namespace {
 
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
+constexpr const char* kHead = "lm_head.weight";
 constexpr std::uint64_t kMaxIndexBytes = std::uint64_t{16} << 20;
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
@@ -81,6 +83,7 @@ Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
                     ": has neither model.safetensors nor model.safetensors.index.json; download "
                     "the weights, or convert them to safetensors");
   }
+  checkpoint.settle_tied_embeddings();
   const TensorInfo& embedding = checkpoint.info(kEmbedding);
   if (!embedding.dtype) {
     throw Error(ErrorCode::unsupported, directory.string() + ": the weights are " +
@@ -89,6 +92,36 @@ Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
   }
   checkpoint.dtype_ = *embedding.dtype;
   return checkpoint;
+}
+
+// As transformers 5 has it (PreTrainedModel.tie_weights): the one that is missing is the other, and
+// two that differ are not tied.
+void Checkpoint::settle_tied_embeddings() {
+  if (!config_.tie_word_embeddings || !has(kHead)) return;
+  if (has(kEmbedding)) {
+    config_.tie_word_embeddings = are_equal(kEmbedding, kHead);
+  } else {
+    auto head = tensors_.extract(kHead);
+    head.key() = kEmbedding;
+    tensors_.insert(std::move(head));
+  }
+}
+
+// To the bit.
+bool Checkpoint::are_equal(std::string_view first, std::string_view second) const {
+  const TensorInfo& info = this->info(first);
+  const TensorInfo& other = this->info(second);
+  if (info.shape != other.shape || info.stored_dtype != other.stored_dtype) return false;
+  constexpr std::uint64_t kPiece = std::uint64_t{1} << 20;
+  std::vector<std::byte> piece(std::min(kPiece, info.bytes()));
+  std::vector<std::byte> other_piece(piece.size());
+  for (std::uint64_t at = 0; at < info.bytes(); at += piece.size()) {
+    const auto bytes = static_cast<std::size_t>(std::min(kPiece, info.bytes() - at));
+    read(first, at, std::span(piece).first(bytes));
+    read(second, at, std::span(other_piece).first(bytes));
+    if (std::memcmp(piece.data(), other_piece.data(), bytes) != 0) return false;
+  }
+  return true;
 }
 
 void Checkpoint::open_single(const std::filesystem::path& path) {

@@ -19,11 +19,14 @@ namespace sluice {
 class Checkpoint {
  public:
   // Reads the config and the headers of model.safetensors, or else of the shards that
-  // model.safetensors.index.json names; no weights yet. Throws Error{not_found} for a missing file,
+  // model.safetensors.index.json names; no weights yet, but where the config ties the embeddings
+  // and there is an lm_head.weight besides, which are compared. Throws Error{not_found} for a missing file,
   // Error{corrupt} if the files contradict their format or each other, Error{unsupported} for a
   // model that the decoder does not handle, Error{io}.
   static Checkpoint open(const std::filesystem::path& directory);
 
+  // tie_word_embeddings is false where the file has an lm_head.weight that differs, whatever the
+  // file says.
   const ModelConfig& config() const { return config_; }
   DType dtype() const { return dtype_; }  // of the embedding
   std::int64_t parameters() const;        // elements of all tensors
@@ -53,6 +56,8 @@ class Checkpoint {
   void open_shards(const std::filesystem::path& index_path);
   void require_indexed(const std::filesystem::path& index_path) const;
   const Location& locate(std::string_view name) const;
+  void settle_tied_embeddings();
+  bool are_equal(std::string_view first, std::string_view second) const;
 
   std::filesystem::path directory_;
   ModelConfig config_;

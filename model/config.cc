@@ -96,7 +96,8 @@ ModelConfig parse_config(const JsonObject& config) {
   ModelConfig result;
   result.architecture = architecture.model_type;
   parse_sizes(config, result);
-  require_supported(config, architecture, result.num_hidden_layers);
+  require_supported(config, architecture);
+  result.window = find_window(config, architecture, result.num_hidden_layers);
   parse_heads(config, architecture, result);
   parse_biases(config, architecture, result);
   result.rope = parse_rope(config);

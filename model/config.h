@@ -24,6 +24,9 @@ struct ModelConfig {
   int head_dim = 0;
   int vocab_size = 0;
   std::int64_t max_position_embeddings = 0;
+  // What some layers attend to, of the newest tokens. None: everything. The decoder knows no
+  // windows: up to so many tokens it makes no difference.
+  std::optional<std::int64_t> window;
   float rms_norm_eps = 1e-6f;
   bool tie_word_embeddings = false;
   bool qkv_bias = false;  // q_proj, k_proj and v_proj have a bias

@@ -44,26 +44,36 @@ void require_absent(const JsonObject& config, const char* key) {
   }
 }
 
-void require_full_attention(const JsonObject& config, const Architecture& architecture,
-                            int layers) {
-  if (architecture.slides_by_default && !config.contains("sliding_window")) {
-    config.unsupported("sliding_window",
-                       "is not given, which means 4096; set it to null if attention is full");
-  }
-  if (!architecture.has_window_switch) require_absent(config, "sliding_window");
-  require_value(config, "use_sliding_window", false);
-  if (!config.has("layer_types")) return;
+// Whether `layer_types` gives any layer a window; nothing where it is not given.
+std::optional<bool> layer_types_slide(const JsonObject& config, int layers) {
+  if (!config.has("layer_types")) return std::nullopt;
   const Json& types = config.value("layer_types");
   if (!types.is_array() || types.size() != static_cast<std::size_t>(layers)) {
     config.corrupt("layer_types", "is not an array with an entry per layer");
   }
+  bool slide = false;
   for (const Json& type : types) {
     if (!type.is_string()) config.corrupt("layer_types", "has an entry that is no string");
-    if (type != "full_attention") {
+    if (type == "sliding_attention") {
+      slide = true;
+    } else if (type != "full_attention") {
       config.unsupported("layer_types",
-                         "has " + value_text(type) + ", but Sluice handles only 'full_attention'");
+                         "has " + value_text(type) +
+                             ", but Sluice handles only 'full_attention' and 'sliding_attention'");
     }
   }
+  return slide;
+}
+
+bool any_layer_slides(const JsonObject& config, const Architecture& architecture, int layers) {
+  const std::optional<bool> by_type = layer_types_slide(config, layers);
+  if (!architecture.has_window_switch) {
+    return config.has("sliding_window") || architecture.slides_by_default || by_type == true;
+  }
+  if (by_type) return *by_type;
+  constexpr int kDefaultFull = 28;  // the first layers, which attend to everything
+  return config.boolean("use_sliding_window", false) &&
+         config.integer("max_window_layers", 0, 1 << 20, kDefaultFull) < layers;
 }
 
 void require_class(const JsonObject& config, const Architecture& architecture) {
@@ -94,7 +104,16 @@ const Architecture& find_architecture(const JsonObject& config) {
                                        ", but Sluice handles llama, mistral, qwen2 and qwen3");
 }
 
-void require_supported(const JsonObject& config, const Architecture& architecture, int layers) {
+std::optional<std::int64_t> find_window(const JsonObject& config, const Architecture& architecture,
+                                        int layers) {
+  if (!any_layer_slides(config, architecture, layers)) return std::nullopt;
+  const bool is_null = config.contains("sliding_window") && !config.has("sliding_window");
+  if (is_null) return std::nullopt;
+  constexpr int kDefaultWindow = 4096;
+  return config.integer("sliding_window", 1, std::int64_t{1} << 30, kDefaultWindow);
+}
+
+void require_supported(const JsonObject& config, const Architecture& architecture) {
   require_value(config, "hidden_act", "silu");
   require_value(config, "mlp_bias", false);
   require_value(config, "is_causal", true);
@@ -113,7 +132,6 @@ void require_supported(const JsonObject& config, const Architecture& architectur
         "logits_scaling", "logit_scale", "no_rope_layers"}) {
     require_absent(config, key);
   }
-  require_full_attention(config, architecture, layers);
 }
 
 }  // namespace sluice

@@ -1,6 +1,8 @@
 // Which features of the architectures that transformers knows the decoder computes.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "model/json_object.h"
@@ -23,6 +25,10 @@ const Architecture& find_architecture(const JsonObject& config);
 
 // Throws Error{unsupported} naming the first key that asks for a feature the decoder lacks: a
 // model run without it would give wrong text instead of an error.
-void require_supported(const JsonObject& config, const Architecture& architecture, int layers);
+void require_supported(const JsonObject& config, const Architecture& architecture);
+
+// How many of the newest tokens the layers that have a window attend to; nothing if none has one.
+std::optional<std::int64_t> find_window(const JsonObject& config, const Architecture& architecture,
+                                        int layers);
 
 }  // namespace sluice

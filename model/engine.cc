@@ -12,6 +12,7 @@
 #include "model/loader.h"
 #include "model/plan.h"
 #include "model/tensors.h"
+#include "model/tokenizer_config.h"
 #include "offload/backends.h"
 #include "offload/host_share.h"
 #include "offload/planner.h"
@@ -45,6 +46,25 @@ void validate(const SessionOptions& options, std::int64_t most_at_once) {
   if (options.sequences < 1) throw Error(ErrorCode::usage, "sequences must be 1 or more");
 }
 
+// What comes before the text of every prompt.
+std::vector<TokenId> prefix_of_prompts(const std::filesystem::path& model,
+                                       const Tokenizer& tokenizer, std::optional<TokenId> bos) {
+  if (tokenizer.has_post_processor()) {
+    return {tokenizer.prefix().begin(), tokenizer.prefix().end()};
+  }
+  // A tokenizer without a post-processor leaves the BOS token to whoever uses it.
+  return bos && prompts_begin_with_bos(model) ? std::vector{*bos} : std::vector<TokenId>();
+}
+
+void require_window(const ModelInfo& info, std::int64_t context) {
+  if (!info.window || context <= *info.window) return;
+  const std::string window = std::to_string(*info.window);
+  throw Error(ErrorCode::unsupported, "layers of this model attend to the newest " + window +
+                                          " tokens alone, which Sluice does not do; give a "
+                                          "`context` up to " +
+                                          window + ", where that makes no difference");
+}
+
 KvShape kv_shape(const ModelConfig& c, DType dtype) {
   return {c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, dtype};
 }
@@ -61,6 +81,7 @@ ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
   info.intermediate = c.intermediate_size;
   info.vocabulary = c.vocab_size;
   info.trained_context = c.max_position_embeddings;
+  info.window = c.window;
   info.tied_embeddings = c.tie_word_embeddings;
   info.bos = c.bos_token_id;
   info.eos = c.eos_token_ids;
@@ -122,7 +143,11 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   ModelInfo info = describe(checkpoint, config.kv_dtype);
   std::optional<Tokenizer> tokenizer;
   const std::filesystem::path path = config.model / "tokenizer.json";
-  if (file_exists(path)) tokenizer = Tokenizer::load(path, info.vocabulary);
+  std::vector<TokenId> prefix;
+  if (file_exists(path)) {
+    tokenizer = Tokenizer::load(path, info.vocabulary);
+    prefix = prefix_of_prompts(config.model, *tokenizer, info.bos);
+  }
   std::unique_ptr<Backend> backend = make(info.weight_dtype);
   require_supported(backend->info(), info.kv);
   std::unique_ptr<Queue> queue = backend->make_queue();
@@ -135,9 +160,10 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   }
   EngineConfig chosen = config;
   if (chosen.chunk == 0) chosen.chunk = chunk_for(checkpoint, *backend, config.threads);
-  auto* const impl = new Impl{std::move(chosen),    std::move(checkpoint), std::move(info),
-                              std::move(tokenizer), std::move(backend),    std::move(attender),
-                              std::move(queue),     backend_bytes,         staging_bytes};
+  auto* const impl =
+      new Impl{std::move(chosen), std::move(checkpoint), std::move(info),     std::move(tokenizer),
+               std::move(prefix), std::move(backend),    std::move(attender), std::move(queue),
+               backend_bytes,     staging_bytes};
   return Engine(std::shared_ptr<Impl>(impl));
 }
 
@@ -153,10 +179,8 @@ const Tokenizer& Engine::tokenizer() const {
 }
 
 std::vector<TokenId> Engine::encode_prompt(std::string_view text) const {
-  std::vector<TokenId> ids(tokenizer().prefix().begin(), tokenizer().prefix().end());
-  // A tokenizer without a post-processor leaves the BOS token to whoever uses it.
-  if (!tokenizer().has_post_processor() && impl().info.bos) ids.push_back(*impl().info.bos);
   const std::vector<TokenId> body = tokenizer().encode(text);
+  std::vector<TokenId> ids = impl().prompt_prefix;
   ids.insert(ids.end(), body.begin(), body.end());
   return ids;
 }
@@ -233,6 +257,7 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options,
 Plan Engine::plan(const SessionOptions& options) const {
   const std::lock_guard lock(impl().mutex);
   validate(options, impl().most_at_once());
+  require_window(impl().info, options.context);
   Plan plan = impl().model_plan(options);
   const std::optional<Impl::DeviceCap> cap = impl().device_cap(plan);
   std::optional<Impl::DeviceCap> tightest = cap;

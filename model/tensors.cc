@@ -85,8 +85,7 @@ void require_one_dtype(const Checkpoint& checkpoint, const TensorGroup& group) {
   }
 }
 
-// What transformers ignores as well: the angles, which follow from the config, and a copy of tied
-// embeddings.
+// The angles, which follow from the config, and a copy of tied embeddings.
 bool is_redundant(std::string_view name, const ModelConfig& config) {
   return name.ends_with(".rotary_emb.inv_freq") ||
          (config.tie_word_embeddings && name == "lm_head.weight");

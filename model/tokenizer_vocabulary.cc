@@ -26,8 +26,10 @@ class Owners {
  public:
   explicit Owners(int vocabulary) : vocabulary_(vocabulary) {}
 
-  void claim(TokenId id, const std::string& content, const std::string& where) {
-    if (id >= vocabulary_) {
+  // `beyond`: so many tokens may lie behind the model's vocabulary.
+  void claim(TokenId id, const std::string& content, const std::string& where,
+             std::size_t beyond = 0) {
+    if (static_cast<std::size_t>(id) >= static_cast<std::size_t>(vocabulary_) + beyond) {
       throw_broken(where, "token " + as_json(content) + " has the id " + std::to_string(id) +
                               ", but the model has only " + std::to_string(vocabulary_) +
                               " tokens");
@@ -83,10 +85,12 @@ void read_added_tokens(const Json& list, Owners& owners, VocabularySpec& spec) {
   if (list.is_null()) return;
   if (!list.is_array()) throw_broken("added_tokens", "is not a list");
   spec.added.reserve(list.size());  // `owners` points to the contents
+  // Tokens are often added (for padding, say) to a model that stays as large as it was. A text with
+  // one of them in it has no answer; all others do.
   std::unordered_map<std::string_view, TokenId> seen;
   for (const Json& entry : list) {
     const AddedToken& token = spec.added.emplace_back(read_added_token(entry));
-    owners.claim(token.id, token.content, "added_tokens");
+    owners.claim(token.id, token.content, "added_tokens", list.size());
     const auto known = spec.ids.find(token.content);
     const bool moved = known != spec.ids.end() && known->second != token.id;
     if (moved || !seen.emplace(token.content, token.id).second) {

@@ -71,7 +71,9 @@ std::string editable(const Colours& colours) {
 }
 
 std::int64_t default_context(const ModelInfo& info) {
-  return info.trained_context > 0 ? std::min(info.trained_context, kMostContext) : kUnknownContext;
+  const std::int64_t trained =
+      info.trained_context > 0 ? std::min(info.trained_context, kMostContext) : kUnknownContext;
+  return std::min(trained, info.window.value_or(trained));
 }
 
 class Talk {

@@ -33,6 +33,9 @@ std::string describe(const ModelInfo& info) {
   text += row("vocabulary",
               std::to_string(info.vocabulary) + (info.tied_embeddings ? ", tied embeddings" : ""));
   text += row("trained context", std::to_string(info.trained_context) + " tokens");
+  if (info.window) {
+    text += row("window", std::to_string(*info.window) + " tokens, which no context may exceed");
+  }
   text += row("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
   text += row("KV cache",
               format_bytes(kv.token_bytes()) + " per token in " + std::string(to_string(kv.dtype)));

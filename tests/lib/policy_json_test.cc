@@ -44,10 +44,10 @@ TEST(PolicyJson, ReadsDefaultsAndSpaces) {
 TEST(PolicyJson, RefusesEverythingElse) {
   const std::vector<Refusal> refusals = {
       {"", "policy: not JSON: it breaks off at byte 1"},
-      {"select=dense", "not JSON: it breaks off at byte 1"},
+      {"select=dense", "not JSON: it goes wrong at byte 1"},
       {"{", "not JSON: it breaks off at byte 2"},
-      {R"({"sinks":4} x)", "not JSON: it breaks off at byte 13"},
-      {"{\"select\":\"\xff\"}", "not JSON: it breaks off"},
+      {R"({"sinks":4} x)", "not JSON: it goes wrong at byte 13"},
+      {"{\"select\":\"\xff\"}", "not JSON: it goes wrong at byte 12"},
       {R"({"sinks":1e999})", "not JSON: it has a number that no type can hold"},
       {std::string_view("{}\0", 3), "not JSON: it has a NUL byte"},
       {"[]", "the JSON is not an object; its keys may be select, candidates"},

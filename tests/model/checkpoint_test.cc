@@ -172,6 +172,48 @@ TEST(Checkpoint, TheEmbeddingMustBeThereInADtypeThatLoads) {
                [&] { Checkpoint::open(dir.path()); });
 }
 
+// A checkpoint under a config that ties the embeddings.
+void write_tied(const TempDir& dir, const std::string& tensors, const std::string& data) {
+  nlohmann::json config = nlohmann::json::parse(kConfig);
+  config["tie_word_embeddings"] = true;
+  dir.write("config.json", config.dump());
+  dir.write("model.safetensors", safetensors("{" + tensors + "}", data));
+}
+
+// As transformers 5 has it.
+TEST(Checkpoint, AHeadThatDiffersIsNotTied) {
+  const std::string both = entry(kEmbedding, "F16", "[2,64]", 0, 256) + "," +
+                           entry("lm_head.weight", "F16", "[2,64]", 256, 512);
+  const TempDir dir;
+  std::string data(512, 'e');
+  write_tied(dir, both, data);
+  EXPECT_TRUE(Checkpoint::open(dir.path()).config().tie_word_embeddings);
+  for (const std::size_t place : {256, 300, 511}) {
+    std::string other = data;
+    other[place] = 'h';
+    write_tied(dir, both, other);
+    EXPECT_FALSE(Checkpoint::open(dir.path()).config().tie_word_embeddings) << place;
+  }
+  write_tied(dir,
+             entry(kEmbedding, "F16", "[2,64]", 0, 256) + "," +
+                 entry("lm_head.weight", "BF16", "[2,64]", 256, 512),
+             data);
+  EXPECT_FALSE(Checkpoint::open(dir.path()).config().tie_word_embeddings) << "another dtype";
+}
+
+TEST(Checkpoint, ATiedHeadAloneIsTheEmbedding) {
+  const TempDir dir;
+  const std::string head = entry("lm_head.weight", "F16", "[2,64]", 0, 256);
+  write_tied(dir, head, std::string(256, 'h'));
+  const Checkpoint checkpoint = Checkpoint::open(dir.path());
+  EXPECT_TRUE(checkpoint.config().tie_word_embeddings);
+  EXPECT_EQ(load(checkpoint, kEmbedding, {2, 64}), std::vector<std::byte>(256, std::byte{'h'}));
+  EXPECT_EQ(checkpoint.parameters(), 128);
+  dir.write("config.json", kConfig);
+  expect_error(ErrorCode::corrupt, "no tensor 'model.embed_tokens.weight'",
+               [&] { Checkpoint::open(dir.path()); });
+}
+
 TEST(Checkpoint, ATensorInAnotherDtypeIsRefusedWhenItIsLoaded) {
   const TempDir dir;
   dir.write("config.json", kConfig);

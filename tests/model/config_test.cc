@@ -215,31 +215,45 @@ TEST(Config, FeaturesThatTheDecoderLacksAreRefusedByName) {
   EXPECT_NO_THROW(parse(with("hidden_act", "silu")));
 }
 
-TEST(Config, SlidingWindowsAreRefusedByName) {
+// As MistralConfig, Qwen2Config and Qwen3Config of transformers 5 have it.
+TEST(Config, AWindowIsWhatSomeLayerHas) {
   Json mistral = of_type("mistral", "MistralForCausalLM");
-  EXPECT_NO_THROW(parse(mistral));
-  const auto unsupported = ErrorCode::unsupported;
-  expect_refused(unsupported, with("sliding_window", 4096, mistral), "sliding_window is 4096");
-  expect_refused(unsupported,
-                 with("use_sliding_window", false, with("sliding_window", 4096, mistral)),
-                 "sliding_window is 4096");
+  EXPECT_EQ(parse(mistral).window, std::nullopt) << "null";
+  EXPECT_EQ(parse(with("sliding_window", 1024, mistral)).window, 1024);
+  EXPECT_EQ(parse(with("use_sliding_window", false, with("sliding_window", 1024, mistral))).window,
+            1024)
+      << "a switch that Mistral does not have";
   mistral.erase("sliding_window");
-  expect_refused(unsupported, mistral, "sliding_window is not given, which means 4096");
-  expect_unsupported("sliding_window", 4096, "sliding_window is 4096");
+  EXPECT_EQ(parse(mistral).window, 4096);
+  EXPECT_EQ(parse(llama()).window, std::nullopt);
+  EXPECT_EQ(parse(with("sliding_window", 512)).window, 512);
 
   for (const auto& [type, name] :
        {std::pair{"qwen2", "Qwen2ForCausalLM"}, std::pair{"qwen3", "Qwen3ForCausalLM"}}) {
-    const Json qwen = with("sliding_window", 131072, of_type(type, name));
-    EXPECT_NO_THROW(parse(qwen)) << "a window that is not used";
-    EXPECT_NO_THROW(parse(with("use_sliding_window", false, qwen)));
-    expect_refused(unsupported, with("use_sliding_window", true, qwen), "use_sliding_window is");
+    const Json off = with("sliding_window", 131072, of_type(type, name));
+    EXPECT_EQ(parse(off).window, std::nullopt);
+    EXPECT_EQ(parse(with("use_sliding_window", false, off)).window, std::nullopt);
+    const Json on = with("use_sliding_window", true, off);
+    EXPECT_EQ(parse(on).window, 131072) << "behind the first 28 layers";
+    EXPECT_EQ(parse(with("max_window_layers", 31, on)).window, 131072);
+    EXPECT_EQ(parse(with("max_window_layers", 32, on)).window, std::nullopt);
+    EXPECT_EQ(parse(with("sliding_window", nullptr, on)).window, std::nullopt);
+    EXPECT_EQ(parse(with("layer_types", Json(32, "full_attention"), on)).window, std::nullopt);
+    Json types(32, "full_attention");
+    types[3] = "sliding_attention";
+    EXPECT_EQ(parse(with("max_window_layers", 32, with("layer_types", types, on))).window, 131072);
+    expect_refused(ErrorCode::corrupt, with("sliding_window", 0, on), "sliding_window is 0");
+    expect_refused(ErrorCode::corrupt, with("max_window_layers", -1, on), "max_window_layers is");
   }
+}
 
-  Json types = Json::array();
-  for (int layer = 0; layer < 32; ++layer) types.push_back("full_attention");
+TEST(Config, LayersAttendInWaysThatAreKnown) {
+  Json types(32, "full_attention");
   EXPECT_NO_THROW(parse(with("layer_types", types)));
-  types[31] = "sliding_attention";
-  expect_unsupported("layer_types", types, "layer_types has 'sliding_attention'");
+  types[31] = "chunked_attention";
+  expect_unsupported("layer_types", types, "layer_types has 'chunked_attention'");
+  types[31] = 1;
+  expect_corrupt("layer_types", types, "layer_types has an entry that is no string");
   types.erase(31);
   expect_corrupt("layer_types", types, "layer_types is not an array with an entry per layer");
 }

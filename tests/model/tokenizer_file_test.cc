@@ -120,11 +120,20 @@ TEST(TokenizerFile, AddedTokens) {
   expect_refused(kCode, "have the same id 258", add({{"id", 258}, {"content", "<other>"}}));
   expect_refused(kCode, "\"<end>\" has two entries", add({{"id", 259}, {"content", "<end>"}}));
   expect_refused(kCode, "\"abc\" has two entries", add({{"id", 259}, {"content", "abc"}}));
-  expect_refused(kCode, "only 300 tokens", add({{"id", 300}, {"content", "<other>"}}));
+  expect_refused(kCode, "only 300 tokens", add({{"id", 302}, {"content", "<other>"}}));
   expect_refused(kCode, "has 1025 bytes, more than 1024",
                  add({{"id", 259}, {"content", std::string(1025, 'x')}}));
   expect_refused(ErrorCode::unsupported, "'single_word'",
                  add({{"id", 259}, {"content", "word"}, {"single_word", true}}));
+}
+
+// As of padding that was added to a model of 300 tokens.
+TEST(TokenizerFile, AddedTokensMayLieBeyondTheModel) {
+  Json file = small_file();
+  file["added_tokens"].push_back({{"id", 300}, {"content", "[PAD]"}, {"special", true}});
+  const Tokenizer tokenizer = load_text(file.dump());
+  EXPECT_EQ(tokenizer.encode("abc"), std::vector<TokenId>{257});
+  EXPECT_EQ(tokenizer.encode("abc[PAD]"), (std::vector<TokenId>{257, 300}));
 }
 
 TEST(TokenizerFile, WhiteSpaceThatIsAlsoATokenTakesLinearTime) {

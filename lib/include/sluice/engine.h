@@ -73,6 +73,9 @@ struct ModelInfo {
   int intermediate = 0;
   int vocabulary = 0;
   std::int64_t trained_context = 0;
+  // Some layers of the model attend to so many of the newest tokens alone (Mistral 7B v0.1: 4096),
+  // which Sluice does not: no context may be longer. None: all attend to everything.
+  std::optional<std::int64_t> window;
   bool tied_embeddings = false;
   std::optional<TokenId> bos;
   std::vector<TokenId> eos;
@@ -178,7 +181,8 @@ class Engine {
   // this checkpoint is that.
   Policy policy(std::string_view text) const;
 
-  // Throws Error{memory} if a cap does not hold the plan, naming what would have to change.
+  // Throws Error{memory} if a cap does not hold the plan, naming what would have to change, and
+  // Error{unsupported} for a context longer than the model's window.
   Plan plan(const SessionOptions& options) const;
   Plan plan(std::int64_t context) const { return plan(SessionOptions{context, {}, 1}); }
   // Loads the weights if that has not happened yet; `progress` gets the share done, 0 to 1.

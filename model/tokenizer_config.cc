@@ -1,10 +1,11 @@
-#include "model/chat_source.h"
+#include "model/tokenizer_config.h"
 
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "io/file.h"
 #include "io/json.h"
+#include "model/json_object.h"
 #include "model/utf8.h"
 #include "sluice/errors.h"
 
@@ -97,6 +98,15 @@ ChatSource read_chat_source(const std::filesystem::path& checkpoint) {
   }
   source.text = *std::move(text);
   return source;
+}
+
+bool prompts_begin_with_bos(const std::filesystem::path& checkpoint) {
+  const std::filesystem::path file = checkpoint / "tokenizer_config.json";
+  if (!file_exists(file)) return true;
+  const Json json = read_object(file);
+  const JsonObject config(json, file);
+  const bool has_none = config.contains("bos_token") && !config.has("bos_token");
+  return config.boolean("add_bos_token", true) && !has_none;
 }
 
 }  // namespace sluice

@@ -1,0 +1,126 @@
+// Checkpoints whose files do not say all, or not the same: what Engine makes of them.
+#include "sluice/engine.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "tests/io/test_files.h"
+#include "tests/support/model_sessions.h"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+using testing::copy_of;
+using testing::expect_error;
+using testing::read_bytes;
+using testing::TempDir;
+
+const std::filesystem::path kGolden = std::filesystem::path(SLUICE_TEST_DATA) / "golden";
+
+// `changes` to config.json; null is a value.
+std::string config_with(const std::filesystem::path& checkpoint, const Json& changes) {
+  Json config = Json::parse(read_bytes(checkpoint / "config.json"));
+  for (const auto& [key, value] : changes.items()) config[key] = value;
+  return config.dump();
+}
+
+Engine open(const std::filesystem::path& checkpoint) {
+  EngineConfig config = testing::config_for();
+  config.model = checkpoint;
+  return Engine::open(config);
+}
+
+// A checkpoint that ties its embeddings, with an lm_head.weight added: the embedding's rows, the
+// last one first.
+std::string with_other_head(const std::string& file) {
+  std::uint64_t length = 0;
+  std::memcpy(&length, file.data(), sizeof(length));
+  Json header = Json::parse(file.substr(8, length));
+  std::string data = file.substr(8 + length);
+  const Json embedding = header["model.embed_tokens.weight"];
+  const auto begin = embedding["data_offsets"][0].get<std::size_t>();
+  const auto end = embedding["data_offsets"][1].get<std::size_t>();
+  const std::size_t row = (end - begin) / embedding["shape"][0].get<std::size_t>();
+  const std::size_t head = data.size();
+  for (std::size_t at = end; at > begin; at -= row) data += data.substr(at - row, row);
+  header["lm_head.weight"] = embedding;
+  header["lm_head.weight"]["data_offsets"] = {head, data.size()};
+  return testing::safetensors(header.dump(), data);
+}
+
+std::vector<float> logits_of(const std::filesystem::path& checkpoint) {
+  Engine engine = open(checkpoint);
+  Session session = engine.new_session(16);
+  return copy_of(session.prefill(std::vector<TokenId>{5, 6, 7, 300}));
+}
+
+// As transformers 5 has it: whatever the config says, both are used.
+TEST(Engine, UsesAHeadThatDiffersFromTheEmbedding) {
+  const std::filesystem::path model = kGolden / "qwen2";
+  const TempDir dir;
+  dir.write("config.json", config_with(model, {{"tie_word_embeddings", true}}));
+  dir.write("model.safetensors", with_other_head(read_bytes(model / "model.safetensors")));
+  EXPECT_FALSE(open(dir.path()).info().tied_embeddings);
+  std::vector<float> logits = logits_of(dir.path());
+  std::reverse(logits.begin(), logits.end());
+  EXPECT_EQ(logits, logits_of(model));
+}
+
+TEST(Engine, GivesAModelWithAWindowNoMoreThanThat) {
+  const std::filesystem::path model = kGolden / "mistral";
+  const TempDir dir;
+  std::filesystem::copy_file(model / "model.safetensors", dir.path() / "model.safetensors");
+  dir.write("config.json", config_with(model, {{"sliding_window", 16}}));
+  Engine engine = open(dir.path());
+  EXPECT_EQ(engine.info().window, 16);
+  expect_error(ErrorCode::unsupported, "newest 16 tokens alone", [&] { engine.new_session(17); });
+  expect_error(ErrorCode::unsupported, "`context` up to 16", [&] { engine.plan(17); });
+  EXPECT_EQ(logits_of(dir.path()), logits_of(model));
+}
+
+class PromptStart : public ::testing::Test {
+ protected:
+  PromptStart() {
+    for (const char* file : {"config.json", "model.safetensors", "tokenizer.json"}) {
+      std::filesystem::copy_file(testing::kModel / file, dir_.path() / file);
+    }
+  }
+
+  TokenId first() const { return open(dir_.path()).encode_prompt("Once upon a time").front(); }
+  TokenId first_with(const Json& tokenizer_config) const {
+    dir_.write("tokenizer_config.json", tokenizer_config.dump());
+    return first();
+  }
+
+  TempDir dir_;
+};
+
+constexpr TokenId kBos = 0;
+
+TEST_F(PromptStart, IsBosUnlessTheTokenizersConfigSaysNo) {
+  EXPECT_EQ(first(), kBos);
+  EXPECT_EQ(first_with(Json::object()), kBos);
+  EXPECT_EQ(first_with({{"add_bos_token", true}, {"bos_token", "<bos>"}}), kBos);
+  EXPECT_NE(first_with({{"add_bos_token", false}}), kBos);
+  EXPECT_NE(first_with({{"bos_token", nullptr}}), kBos);
+  expect_error(ErrorCode::corrupt, "tokenizer_config.json: add_bos_token is a string", [&] {
+    first_with({{"add_bos_token", "no"}});
+  });
+}
+
+// transformers 5 takes no notice of add_bos_token beside a tokenizer.json.
+TEST_F(PromptStart, IsThePostProcessorsWhereThereIsOne) {
+  Json tokenizer = Json::parse(read_bytes(testing::kModel / "tokenizer.json"));
+  tokenizer["post_processor"] = {{"type", "ByteLevel"}};
+  dir_.write("tokenizer.json", tokenizer.dump());
+  EXPECT_NE(first(), kBos);
+  EXPECT_NE(first_with({{"add_bos_token", true}}), kBos);
+}
+
+}  // namespace
+}  // namespace sluice
