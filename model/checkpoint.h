@@ -20,9 +20,9 @@ class Checkpoint {
  public:
   // Reads the config and the headers of model.safetensors, or else of the shards that
   // model.safetensors.index.json names; no weights yet, but where the config ties the embeddings
-  // and there is an lm_head.weight besides, which are compared. Throws Error{not_found} for a missing file,
-  // Error{corrupt} if the files contradict their format or each other, Error{unsupported} for a
-  // model that the decoder does not handle, Error{io}.
+  // and there is an lm_head.weight besides, which are compared. Throws Error{not_found} for a
+  // missing file, Error{corrupt} if the files contradict their format or each other,
+  // Error{unsupported} for a model that the decoder does not handle, Error{io}.
   static Checkpoint open(const std::filesystem::path& directory);
 
   // tie_word_embeddings is false where the file has an lm_head.weight that differs, whatever the

@@ -21,8 +21,8 @@ struct ChatSource {
 // if none has a template, Error{corrupt} for files that are broken.
 ChatSource read_chat_source(const std::filesystem::path& checkpoint);
 
-// Whether a text to continue begins with the BOS token, for a tokenizer.json that does not say: yes,
-// unless tokenizer_config.json has "add_bos_token": false or "bos_token": null. Throws
+// Whether a text to continue begins with the BOS token, for a tokenizer.json that does not say:
+// yes, unless tokenizer_config.json has "add_bos_token": false or "bos_token": null. Throws
 // Error{corrupt} for a file that is broken.
 bool prompts_begin_with_bos(const std::filesystem::path& checkpoint);
 
