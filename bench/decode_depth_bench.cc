@@ -6,6 +6,7 @@
 //                      [--tokens N...] [--sequences N] [--policy LINE...] [--chunk N]
 //                      [--warm-up STEPS] [--benchmark_out=FILE ...]
 //
+// What a cap leaves is shared out among all policies of a run: one alone may have more of it.
 // Steps before those that are timed fill the row cache, if there is one.
 #include <benchmark/benchmark.h>
 
@@ -82,7 +83,7 @@ class Readers {
       const std::int64_t depth = tokens * static_cast<std::int64_t>(i + 1) / settings_.sequences;
       Session& session = sessions_[i];
       if (session.length() > depth) session.truncate(depth);
-      session.use(parse_policy("dense"));
+      session.use(parse_policy(settings_.policies.front()));  // prompts are dense in all of them
       if (session.length() == depth) continue;
       session.prefill(
           from(i, session.length()).first(static_cast<std::size_t>(depth - session.length())));
@@ -121,7 +122,6 @@ class Readers {
     options.tokens = std::min(
         options.context * settings.sequences,
         longest * (settings.sequences + 1) / 2 + (decoded + kPageTokens) * settings.sequences);
-    options.policies.push_back(parse_policy("dense"));
     for (const std::string& policy : settings.policies) {
       options.policies.push_back(parse_policy(policy));
     }

@@ -10,7 +10,9 @@ not reported, unless --warm-up says otherwise. Beside the median of TTFT stands 
 pairs of queries and keys that attention looks at, for pages as the command reports it, for others
 from the ledger: rows attended, piece by piece, by those of a dense prefill. A policy that evicts
 leaves out queries as well as keys; its share is the mean of the squares over layers, as if every
-piece had as many important tokens.
+piece had as many important tokens. With --attention every prompt and policy is run once more with a
+trace, whose operations are waited for one by one: what those took that attend, and those that choose
+what is attended to.
 """
 
 import argparse
@@ -29,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SAMPLE = 50_000  # characters that tell how many make a token
 
 
-def generate(flags: argparse.Namespace, text: str, policy: str) -> dict[str, Any]:
+def generate(flags: argparse.Namespace, text: str, policy: str,
+             trace: Path | None = None) -> dict[str, Any]:
     """The report of one `generate` of one token."""
     with tempfile.TemporaryDirectory() as folder:
         prompt, report = Path(folder, "prompt.txt"), Path(folder, "report.json")
@@ -39,6 +42,8 @@ def generate(flags: argparse.Namespace, text: str, policy: str) -> dict[str, Any
                    "-q", "--json", str(report)]  # fmt: skip
         if flags.device_memory:
             command += ["--device-memory", flags.device_memory]
+        if trace:
+            command += ["--trace", str(trace)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(report.read_text(encoding="utf-8"))
 
@@ -63,6 +68,20 @@ def share_of(report: dict[str, Any], dense: dict[str, Any]) -> float:
     shares = [a / b for a, b in zip(rows_attended(report), rows_attended(dense), strict=True)]
     power = 2 if "evict" in report["policy"] else 1
     return statistics.fmean(share**power for share in shares)
+
+
+def attention_of(flags: argparse.Namespace, text: str, policy: str) -> dict[str, float]:
+    """Seconds of a prefill's attention, and of choosing what it looks at."""
+    kinds = ["attend", "select", "index", "scan", "gather"]
+    seconds = dict.fromkeys(kinds, 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        generate(flags, text, policy, trace)
+        for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] in seconds:
+                seconds[event["cat"]] += event["dur"] / 1e6
+    return {"attention_seconds": seconds["attend"],
+            "choosing_seconds": sum(seconds[kind] for kind in kinds[1:])}  # fmt: skip
 
 
 def measure(flags: argparse.Namespace, prompts: dict[int, str]) -> list[dict[str, Any]]:
@@ -91,6 +110,9 @@ def measure(flags: argparse.Namespace, prompts: dict[int, str]) -> list[dict[str
             "compact_rows": report["plan"]["compact_rows"],
             "device_peak_bytes": report["memory"]["device_peak_bytes"],
         })  # fmt: skip
+        if flags.attention:
+            results[-1] |= attention_of(flags, prompts[tokens], policy)
+            print(results[-1]["attention_seconds"], results[-1]["choosing_seconds"])
         print(f"{results[-1]['prompt_tokens']:>8} {policy:<40} {median:8.3f} s "
               f"{results[-1]['of_dense']:6.2f} of dense, {results[-1]['pairs_share']:.3f} of pairs",
               flush=True)  # fmt: skip
@@ -114,6 +136,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds that are not reported")
+    parser.add_argument("--attention", action="store_true", help="time attention by itself")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     flags = parser.parse_args()
     text = flags.text.read_text(encoding="utf-8")

@@ -54,8 +54,8 @@ void rotate(float* x, std::int64_t position, const RopeParams& p) {
   const int half = p.head_dim / 2;
   for (int i = 0; i < half; ++i) {
     const double angle = static_cast<double>(position) * p.inverse_frequency[i];
-    const double cosine = std::cos(angle);
-    const double sine = std::sin(angle);
+    const double cosine = p.factor * std::cos(angle);
+    const double sine = p.factor * std::sin(angle);
     const double low = x[i];
     const double high = x[i + half];
     x[i] = static_cast<float>(low * cosine - high * sine);

@@ -8,7 +8,8 @@
 namespace sluice::cpu {
 
 bool RopeTable::holds(const RopeParams& p) const {
-  if (p.head_dim / 2 != half_ || p.tokens > static_cast<std::int64_t>(positions_.size()) ||
+  if (p.head_dim / 2 != half_ || p.factor != factor_ ||
+      p.tokens > static_cast<std::int64_t>(positions_.size()) ||
       !std::equal(frequencies_.begin(), frequencies_.end(), p.inverse_frequency)) {
     return false;
   }
@@ -21,6 +22,7 @@ bool RopeTable::holds(const RopeParams& p) const {
 void RopeTable::update(const RopeParams& p) {
   if (holds(p)) return;
   half_ = p.head_dim / 2;
+  factor_ = p.factor;
   frequencies_.assign(p.inverse_frequency, p.inverse_frequency + half_);
   positions_.clear();
   cosines_.clear();
@@ -31,8 +33,8 @@ void RopeTable::update(const RopeParams& p) {
     positions_.push_back(p.position_of(token));
     for (const std::uint64_t turn : turns) {
       const float angle = angle_at(turn, positions_.back());
-      cosines_.push_back(std::cos(angle));
-      sines_.push_back(std::sin(angle));
+      cosines_.push_back(factor_ * std::cos(angle));
+      sines_.push_back(factor_ * std::sin(angle));
     }
   }
 }

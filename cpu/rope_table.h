@@ -22,6 +22,7 @@ class RopeTable {
   bool holds(const RopeParams& params) const;
 
   std::int64_t half_ = 0;
+  float factor_ = 1.0f;
   std::vector<float> frequencies_;       // [half]
   std::vector<std::int64_t> positions_;  // [tokens]
   std::vector<float> cosines_;           // [tokens, half]

@@ -100,7 +100,7 @@ ModelConfig parse_config(const JsonObject& config) {
   result.window = find_window(config, architecture, result.num_hidden_layers);
   parse_heads(config, architecture, result);
   parse_biases(config, architecture, result);
-  result.rope = parse_rope(config);
+  result.rope = parse_rope(config, result.max_position_embeddings);
   if (config.has("bos_token_id")) {
     result.bos_token_id =
         token_id(config, "bos_token_id", config.value("bos_token_id"), result.vocab_size);

@@ -115,6 +115,7 @@ void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Pos
   params.query_norm = optional_floats(weights.q_norm);
   params.key_norm = optional_floats(weights.k_norm);
   params.norm_epsilon = config_.rms_norm_eps;
+  params.factor = static_cast<float>(config_.rope.attention_factor());
   queue_->rope(params);
 }
 

@@ -1,6 +1,7 @@
 #include "sluice/engine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -69,6 +70,14 @@ KvShape kv_shape(const ModelConfig& c, DType dtype) {
   return {c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, dtype};
 }
 
+// YaRN's factor often stands beside the number of positions that there were before.
+std::int64_t trained_context(const ModelConfig& c) {
+  const auto* const yarn = std::get_if<YarnScaling>(&c.rope.scaling);
+  if (yarn == nullptr) return c.max_position_embeddings;
+  const double stretched = yarn->factor * yarn->original_max_position_embeddings;
+  return std::max<std::int64_t>(c.max_position_embeddings, std::llround(stretched));
+}
+
 ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
   const ModelConfig& c = checkpoint.config();
   ModelInfo info;
@@ -80,7 +89,7 @@ ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
   info.hidden = c.hidden_size;
   info.intermediate = c.intermediate_size;
   info.vocabulary = c.vocab_size;
-  info.trained_context = c.max_position_embeddings;
+  info.trained_context = trained_context(c);
   info.window = c.window;
   info.tied_embeddings = c.tie_word_embeddings;
   info.bos = c.bos_token_id;
@@ -304,7 +313,7 @@ Session Engine::new_session(const SessionOptions& options) {
   load_weights();
   const Turn turn(impl());
   auto grant = std::make_shared<SessionGrant>(impl(), plan);
-  return Session(std::make_unique<Session::Impl>(
+  return Session(std::make_shared<Session::Impl>(
       impl_,
       KvSession(std::make_shared<KvPool>(impl().queue, plan.kv, options.policies,
                                          impl().config.scorers, impl().attender)),

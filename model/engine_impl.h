@@ -138,6 +138,7 @@ struct Session::Impl {
   // Tokens that the next decode step may take.
   std::int64_t decode_room() const;
 
+  std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress);
   // A prompt under a policy whose prefill is sparse.
   std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress);
   // Runs `tokens` in steps of the planned chunk, between which others may have their turn;

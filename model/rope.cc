@@ -1,5 +1,6 @@
 #include "model/rope.h"
 
+#include <algorithm>
 #include <cmath>
 #include <numbers>
 #include <string>
@@ -24,6 +25,68 @@ Llama3Scaling parse_llama3(const JsonObject& scaling) {
   return result;
 }
 
+// Of queries and of keys, by how far the context is stretched.
+double yarn_temperature(double factor, double scale = 1.0) {
+  return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
+}
+
+YarnScaling parse_yarn(const JsonObject& config, const JsonObject& scaling, double theta,
+                       std::int64_t max_position_embeddings) {
+  constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
+  const char* const kOriginal = "original_max_position_embeddings";
+  YarnScaling result;
+  const JsonObject& place = config.has(kOriginal) ? config : scaling;
+  const std::int64_t original = place.integer(kOriginal, 1, kMostTokens, max_position_embeddings);
+  result.original_max_position_embeddings = static_cast<double>(original);
+  result.factor =
+      scaling.number("factor", 1.0, 1e6,
+                     static_cast<double>(max_position_embeddings) / static_cast<double>(original));
+  result.beta_fast = scaling.number("beta_fast", 1e-3, 1e6, result.beta_fast);
+  result.beta_slow = scaling.number("beta_slow", 1e-3, 1e6, result.beta_slow);
+  if (result.beta_fast < result.beta_slow) {
+    scaling.corrupt("beta_fast", "is smaller than beta_slow");
+  }
+  if (theta <= 1.0) scaling.corrupt("rope_theta", "is 1, with which yarn has no frequencies");
+  result.truncate = scaling.boolean("truncate", result.truncate);
+  double temperature = yarn_temperature(result.factor);
+  // Both or none, as DeepSeek's have them.
+  const double scale = scaling.number("mscale", 0.0, 1e3, 0.0);
+  const double scale_all = scaling.number("mscale_all_dim", 0.0, 1e3, 0.0);
+  if (scale != 0.0 && scale_all != 0.0) {
+    temperature =
+        yarn_temperature(result.factor, scale) / yarn_temperature(result.factor, scale_all);
+  }
+  result.attention_factor = scaling.number("attention_factor", 1e-3, 1e3, temperature);
+  return result;
+}
+
+// The channel, of `half`, that makes so many turns within the original context.
+double yarn_channel(const YarnScaling& scaling, double turns, double theta, int half) {
+  const double wavelength = scaling.original_max_position_embeddings / turns;
+  return half * std::log(wavelength / (2.0 * std::numbers::pi)) / std::log(theta);
+}
+
+void stretch(std::vector<float>& frequencies, const YarnScaling& scaling, double theta) {
+  const auto half = static_cast<int>(frequencies.size());
+  double first = yarn_channel(scaling, scaling.beta_fast, theta, half);
+  double last = yarn_channel(scaling, scaling.beta_slow, theta, half);
+  if (scaling.truncate) {
+    first = std::floor(first);
+    last = std::ceil(last);
+  }
+  first = std::max(first, 0.0);
+  last = std::min(last, 2.0 * half - 1.0);
+  if (first == last) last += 0.001;
+  for (int i = 0; i < half; ++i) {
+    float& frequency = frequencies[static_cast<std::size_t>(i)];
+    const float ramp =
+        (static_cast<float>(i) - static_cast<float>(first)) / static_cast<float>(last - first);
+    const float kept = 1.0f - std::clamp(ramp, 0.0f, 1.0f);
+    const float divided = 1.0f / (static_cast<float>(scaling.factor) * (1.0f / frequency));
+    frequency = divided * (1.0f - kept) + frequency * kept;
+  }
+}
+
 float stretch(float frequency, const Llama3Scaling& scaling) {
   const auto factor = static_cast<float>(scaling.factor);
   const auto low = static_cast<float>(scaling.low_freq_factor);
@@ -39,7 +102,7 @@ float stretch(float frequency, const Llama3Scaling& scaling) {
 
 }  // namespace
 
-RopeConfig parse_rope(const JsonObject& config) {
+RopeConfig parse_rope(const JsonObject& config, std::int64_t max_position_embeddings) {
   RopeConfig rope;
   rope.theta = config.number("rope_theta", 1.0, kMaxTheta, rope.theta);
   if (config.has("rope_scaling") && config.has("rope_parameters")) {
@@ -59,11 +122,15 @@ RopeConfig parse_rope(const JsonObject& config) {
   const char* const type_key = scaling.has("rope_type") ? "rope_type" : "type";
   if (!scaling.has(type_key) && scaling.has("factor")) scaling.corrupt("rope_type", "is missing");
   const std::string type = scaling.string(type_key, "default");
-  if (type == "llama3") {
-    rope.llama3 = parse_llama3(scaling);
+  if (type == "linear") {
+    rope.scaling = LinearScaling{scaling.number("factor", 1.0, 1e6)};
+  } else if (type == "llama3") {
+    rope.scaling = parse_llama3(scaling);
+  } else if (type == "yarn") {
+    rope.scaling = parse_yarn(config, scaling, rope.theta, max_position_embeddings);
   } else if (type != "default") {
-    scaling.unsupported(type_key,
-                        "is " + in_quotes(type) + ", but Sluice handles default and llama3");
+    scaling.unsupported(type_key, "is " + in_quotes(type) +
+                                      ", but Sluice handles default, linear, llama3 and yarn");
   }
   return rope;
 }
@@ -72,10 +139,24 @@ std::vector<float> inverse_frequencies(const RopeConfig& rope, int head_dim) {
   std::vector<float> frequencies;
   for (int channel = 0; channel < head_dim; channel += 2) {
     const float exponent = static_cast<float>(channel) / static_cast<float>(head_dim);
-    const float frequency = 1.0f / std::pow(static_cast<float>(rope.theta), exponent);
-    frequencies.push_back(rope.llama3 ? stretch(frequency, *rope.llama3) : frequency);
+    frequencies.push_back(1.0f / std::pow(static_cast<float>(rope.theta), exponent));
+  }
+  if (const auto* const yarn = std::get_if<YarnScaling>(&rope.scaling)) {
+    stretch(frequencies, *yarn, rope.theta);
+  }
+  for (float& frequency : frequencies) {
+    if (const auto* const linear = std::get_if<LinearScaling>(&rope.scaling)) {
+      frequency /= static_cast<float>(linear->factor);
+    } else if (const auto* const llama3 = std::get_if<Llama3Scaling>(&rope.scaling)) {
+      frequency = stretch(frequency, *llama3);
+    }
   }
   return frequencies;
+}
+
+double RopeConfig::attention_factor() const {
+  const auto* const yarn = std::get_if<YarnScaling>(&scaling);
+  return yarn == nullptr ? 1.0 : yarn->attention_factor;
 }
 
 }  // namespace sluice

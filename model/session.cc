@@ -74,13 +74,7 @@ Session::Impl::Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
 
 // Blocks and sequences of the pool are given back in turn, too.
 Session::Impl::~Impl() {
-  std::unique_lock lock(engine->mutex);
-  // Another thread's call goes on to its end.
-  while (in_call && !engine->is_busy) {
-    lock.unlock();
-    lock.lock();
-  }
-  check(!in_call, "a session destroyed by a callback of its own call");
+  const std::lock_guard lock(engine->mutex);
   --engine->sessions;
   const KvSession ended = std::move(kv);
   grant.reset();
@@ -157,6 +151,18 @@ std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> to
   return keep(engine->decoder->logits(0, 1));
 }
 
+std::span<const float> Session::Impl::prefill(std::span<const TokenId> tokens,
+                                              const Progress& progress) {
+  Turn turn(*engine, *this);
+  require(tokens);
+  if (!uncorrected.empty()) correct();
+  if (kv.policy().prefill.tau > 0.0) return sparse_prefill(tokens, progress);
+  std::int64_t last = 0;
+  const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
+  if (!run(turn, tokens, progress, remember)) return {};
+  return keep(engine->decoder->logits(last, 1));
+}
+
 bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
                         const std::function<void(std::int64_t, std::int64_t)>& each) {
   require(tokens);
@@ -192,7 +198,7 @@ bool Session::Impl::run_pieces(Turn& turn, std::span<const TokenId> tokens,
   return true;
 }
 
-Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Session::Session(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&&) noexcept = default;
 Session::~Session() = default;
@@ -202,9 +208,14 @@ Session::Impl& Session::impl() const {
   return *impl_;
 }
 
+std::shared_ptr<Session::Impl> Session::share() const {
+  impl();
+  return impl_;
+}
+
 Session Session::fork() {
   const Turn turn(*impl().engine, impl());
-  auto child = std::make_unique<Impl>(impl().engine, impl().kv.fork(), impl().grant);
+  auto child = std::make_shared<Impl>(impl().engine, impl().kv.fork(), impl().grant);
   child->uncorrected = impl().uncorrected;
   child->logits = impl().logits;
   return Session(std::move(child));
@@ -212,18 +223,14 @@ Session Session::fork() {
 
 Session Session::sibling() {
   const Turn turn(*impl().engine, impl());
-  return Session(std::make_unique<Impl>(impl().engine, KvSession(impl().kv.pool()), impl().grant));
+  return Session(std::make_shared<Impl>(impl().engine, KvSession(impl().kv.pool()), impl().grant));
 }
 
 std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
-  Turn turn(*impl().engine, impl());
-  impl().require(tokens);
-  if (!impl().uncorrected.empty()) impl().correct();
-  if (impl().kv.policy().prefill.tau > 0.0) return impl().sparse_prefill(tokens, progress);
-  std::int64_t last = 0;
-  const auto remember = [&](std::int64_t, std::int64_t count) { last = count - 1; };
-  if (!impl().run(turn, tokens, progress, remember)) return {};
-  return impl().keep(impl().engine->decoder->logits(last, 1));
+  const std::shared_ptr<Impl> self = share();
+  const std::span<const float> logits = self->prefill(tokens, progress);
+  // A callback may have ended the session, and with it what the logits lie in.
+  return self.use_count() == 1 ? std::span<const float>() : logits;
 }
 
 std::span<const float> Session::decode(TokenId token) {
@@ -242,16 +249,17 @@ TokenId Session::decode(TokenId token, Sampler& sampler, std::span<const TokenId
 
 void Session::decode_known(std::span<const TokenId> tokens,
                            const std::function<void(std::size_t, std::span<const float>)>& each) {
-  Turn turn(*impl().engine, impl());
-  impl().require(tokens);
-  const auto vocabulary = static_cast<std::size_t>(impl().engine->info.vocabulary);
+  const std::shared_ptr<Impl> self = share();
+  Turn turn(*self->engine, *self);
+  self->require(tokens);
+  const auto vocabulary = static_cast<std::size_t>(self->engine->info.vocabulary);
   for (std::size_t first = 0; first < tokens.size();) {
     if (first > 0) turn.pause();
     const std::size_t count =
-        std::min(static_cast<std::size_t>(impl().decode_room()), tokens.size() - first);
-    impl().decode_known(tokens.subspan(first, count));
+        std::min(static_cast<std::size_t>(self->decode_room()), tokens.size() - first);
+    self->decode_known(tokens.subspan(first, count));
     const std::span<const float> logits =
-        impl().engine->decoder->logits(0, static_cast<std::int64_t>(count));
+        self->engine->decoder->logits(0, static_cast<std::int64_t>(count));
     for (std::size_t i = 0; i < count; ++i) {
       each(first + i, logits.subspan(i * vocabulary, vocabulary));
     }
@@ -278,17 +286,18 @@ void Session::truncate(std::int64_t length) {
 }
 
 std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
-  Turn turn(*impl().engine, impl());
-  impl().require(tokens);
-  if (!impl().uncorrected.empty()) impl().correct();
+  const std::shared_ptr<Impl> self = share();
+  Turn turn(*self->engine, *self);
+  self->require(tokens);
+  if (!self->uncorrected.empty()) self->correct();
   std::vector<float> scores;
-  const auto vocabulary = static_cast<std::size_t>(impl().engine->info.vocabulary);
-  impl().run(turn, tokens, progress, [&](std::int64_t first, std::int64_t count) {
+  const auto vocabulary = static_cast<std::size_t>(self->engine->info.vocabulary);
+  self->run(turn, tokens, progress, [&](std::int64_t first, std::int64_t count) {
     const std::int64_t scored =
         std::min(count, static_cast<std::int64_t>(tokens.size()) - 1 - first);
     for (std::int64_t row = 0; row < scored; row += Decoder::kLogitRows) {
       const std::int64_t rows = std::min(Decoder::kLogitRows, scored - row);
-      const std::span<const float> logits = impl().engine->decoder->logits(row, rows);
+      const std::span<const float> logits = self->engine->decoder->logits(row, rows);
       for (std::int64_t i = 0; i < rows; ++i) {
         scores.push_back(
             log_probability(logits.subspan(static_cast<std::size_t>(i) * vocabulary, vocabulary),

@@ -55,14 +55,16 @@ void validate(const KvRequest& request) {
   require(shape.head_dim >= 2 && shape.head_dim <= 256 && shape.head_dim % 2 == 0,
           "head_dim must be even and 2 to 256");
   require(request.context >= 1 && request.context <= kMaxContext,
-          "context must be 1 to 2147483647 tokens");
+          "`context` must be 1 to 2147483647 tokens, not " + std::to_string(request.context));
   require(request.chunk >= 1 && request.chunk <= kMaxChunk, "chunk must be 1 to 65536 tokens");
   require(request.sequences >= 1 && request.sequences <= kMaxSequences,
           "sequences must be 1 to 4096");
   require(request.decode_batch >= 1 && request.decode_batch <= kMostBatch,
           "a decode step takes 1 to 64 tokens");
-  require(request.tokens >= 0 && request.tokens <= request.sequences * request.context,
-          "tokens must not exceed those of all sequences");
+  const std::int64_t most = request.sequences * request.context;
+  require(request.tokens >= 0 && request.tokens <= most,
+          "`tokens` must be 0 (all that the sequences may have) to " + std::to_string(most) +
+              ", not " + std::to_string(request.tokens));
 }
 
 std::uint64_t regions_of(const KvShape& shape) {

@@ -59,6 +59,7 @@ struct RopeKernelParams {
   const float* query_norm;
   const float* key_norm;
   float norm_epsilon;
+  float factor;
   std::uint64_t turn_per_token[kFrequencies];
 };
 
@@ -84,6 +85,8 @@ __global__ void rope_kernel(const __grid_constant__ RopeKernelParams p) {
     // As angle_at(), in half turns.
     const auto turns = static_cast<std::int32_t>((p.turn_per_token[c] * position) >> 32);
     sincospif(static_cast<float>(turns) * 0x1p-31f, &sine[i], &cosine[i]);
+    sine[i] *= p.factor;
+    cosine[i] *= p.factor;
   }
   wait_for_kernel_before();
   float* const x = p.x + token * p.stride + static_cast<std::int64_t>(head) * p.head_dim;
@@ -204,6 +207,7 @@ void rope(const RopeParams& p, const Launch& launch) {
   k.query_norm = p.query_norm;
   k.key_norm = p.key_norm;
   k.norm_epsilon = p.norm_epsilon;
+  k.factor = p.factor;
   std::transform(p.inverse_frequency, p.inverse_frequency + half, k.turn_per_token, turn_per_token);
   const auto kernel = half <= kWarp       ? rope_kernel<1>
                       : half <= 2 * kWarp ? rope_kernel<2>

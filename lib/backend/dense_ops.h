@@ -47,7 +47,8 @@ struct RmsNormParams {
 };
 
 // Normalises (optional, Qwen3) and rotates (RoPE, halves convention) queries and keys in place. An
-// angle is the product of a position and a frequency, to 1e-5 radians at any position.
+// angle is the product of a position and a frequency, to 1e-5 radians at any position. What is
+// rotated is multiplied by `factor` (YaRN).
 struct RopeParams {
   // [tokens, query_heads + key_heads, head_dim], `stride` floats from token to token
   float* x = nullptr;
@@ -62,6 +63,7 @@ struct RopeParams {
   const float* query_norm = nullptr;         // [head_dim] or null
   const float* key_norm = nullptr;           // likewise
   float norm_epsilon = 0.0f;
+  float factor = 1.0f;
 
   int heads() const { return query_heads + key_heads; }
   const float* norm_of(int head) const { return head < query_heads ? query_norm : key_norm; }

@@ -29,7 +29,7 @@ std::string hold(const ModelConfig& config) {
   require(std::all_of(frequencies.begin(), frequencies.end(),
                       [](float f) { return f >= 0.0f && f <= 1.0f; }),
           "frequencies are 0 to 1 radians per token");
-  return config.architecture + (config.rope.llama3 ? " llama3" : "") +
+  return config.architecture + " rope " + std::to_string(config.rope.scaling.index()) +
          (config.qkv_bias ? " qkv_bias" : "") + (config.o_bias ? " o_bias" : "") +
          (config.bos_token_id ? " bos" : "") + (config.eos_token_ids.empty() ? "" : " eos");
 }

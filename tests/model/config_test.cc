@@ -90,7 +90,7 @@ TEST(Config, ReadsTheDemoModel) {
   EXPECT_TRUE(c.tie_word_embeddings);
   EXPECT_FALSE(c.qkv_bias || c.o_bias || c.qk_norm);
   EXPECT_EQ(c.rope.theta, 500000.0);
-  EXPECT_FALSE(c.rope.llama3);
+  EXPECT_EQ(c.rope.scaling.index(), 0u);
   EXPECT_EQ(c.bos_token_id, 0);
   EXPECT_THAT(c.eos_token_ids, ElementsAre(1));
 }
@@ -101,9 +101,10 @@ TEST(Config, ReadsWhatTransformers5Writes) {
   };
   const ModelConfig stretched = golden("llama3_rope");
   EXPECT_EQ(stretched.rope.theta, 500000.0);
-  ASSERT_TRUE(stretched.rope.llama3);
-  EXPECT_EQ(stretched.rope.llama3->factor, 8.0);
-  EXPECT_EQ(stretched.rope.llama3->original_max_position_embeddings, 256.0);
+  const auto* const llama3 = std::get_if<Llama3Scaling>(&stretched.rope.scaling);
+  ASSERT_NE(llama3, nullptr);
+  EXPECT_EQ(llama3->factor, 8.0);
+  EXPECT_EQ(llama3->original_max_position_embeddings, 256.0);
   EXPECT_EQ(golden("llama_d80").head_dim, 80);
   EXPECT_EQ(golden("llama_mqa128").num_key_value_heads, 1);
   EXPECT_EQ(golden("mistral").architecture, "mistral");

@@ -83,6 +83,19 @@ TEST(Engine, GivesAModelWithAWindowNoMoreThanThat) {
   EXPECT_EQ(logits_of(dir.path()), logits_of(model));
 }
 
+TEST(Engine, CountsWhatYarnAddsToTheContext) {
+  const std::filesystem::path model = kGolden / "mistral";
+  const TempDir dir;
+  std::filesystem::copy_file(model / "model.safetensors", dir.path() / "model.safetensors");
+  const Json yarn = {{"rope_type", "yarn"},
+                     {"rope_theta", 1e4},
+                     {"factor", 4.0},
+                     {"original_max_position_embeddings", 2048}};
+  dir.write("config.json", config_with(model, {{"rope_parameters", yarn}}));
+  EXPECT_EQ(open(dir.path()).info().trained_context, 8192);
+  EXPECT_NE(logits_of(dir.path()), logits_of(model));
+}
+
 class PromptStart : public ::testing::Test {
  protected:
   PromptStart() {

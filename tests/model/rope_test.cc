@@ -15,7 +15,13 @@ namespace {
 using Json = nlohmann::json;
 using testing::expect_error;
 
-RopeConfig parse(const Json& config) { return parse_rope(JsonObject(config, "config.json")); }
+RopeConfig parse(const Json& config) {
+  return parse_rope(JsonObject(config, "config.json"), 40960);
+}
+
+const Llama3Scaling* llama3_of(const RopeConfig& rope) {
+  return std::get_if<Llama3Scaling>(&rope.scaling);
+}
 
 void expect_refused(ErrorCode code, const Json& config, const std::string& part) {
   expect_error(code, "config.json: " + part, [&] { parse(config); });
@@ -39,13 +45,13 @@ TEST(Rope, BothStylesSayTheSame) {
   const RopeConfig old_style = parse({{"rope_theta", 500000.0}, {"rope_scaling", llama3()}});
   const RopeConfig new_style = parse({{"rope_parameters", llama3_with("rope_theta", 500000.0)}});
   EXPECT_EQ(new_style.theta, 500000.0);
-  ASSERT_TRUE(new_style.llama3);
-  EXPECT_EQ(new_style.llama3->high_freq_factor, 4.0);
+  ASSERT_TRUE(llama3_of(new_style));
+  EXPECT_EQ(llama3_of(new_style)->high_freq_factor, 4.0);
   EXPECT_EQ(inverse_frequencies(old_style, 128), inverse_frequencies(new_style, 128));
 
   Json older = llama3_with("type", "llama3");
   older.erase("rope_type");
-  EXPECT_TRUE(parse({{"rope_scaling", older}}).llama3);
+  EXPECT_TRUE(llama3_of(parse({{"rope_scaling", older}})));
   expect_refused(ErrorCode::corrupt, {{"rope_parameters", llama3()}, {"rope_scaling", llama3()}},
                  "rope_scaling stands beside rope_parameters");
 }
@@ -58,7 +64,7 @@ TEST(Rope, IsPlainWhereNothingElseIsSaid) {
                                    {{"rope_parameters", Json::object()}}};
   for (const Json& config : plain) {
     EXPECT_EQ(parse(config).theta, 10000.0) << config;
-    EXPECT_FALSE(parse(config).llama3) << config;
+    EXPECT_EQ(parse(config).scaling.index(), 0u) << config;
   }
   EXPECT_EQ(parse({{"rope_theta", 1e6}}).theta, 1e6);
   EXPECT_EQ(parse({{"rope_theta", 1e6}, {"rope_parameters", {{"rope_type", "default"}}}}).theta,
@@ -66,7 +72,7 @@ TEST(Rope, IsPlainWhereNothingElseIsSaid) {
 }
 
 TEST(Rope, OtherTypesAreRefusedByName) {
-  for (const std::string type : {"linear", "dynamic", "yarn", "longrope", "mrope", "su"}) {
+  for (const std::string type : {"dynamic", "longrope", "mrope", "su"}) {
     expect_refused(ErrorCode::unsupported, {{"rope_scaling", {{"type", type}, {"factor", 4.0}}}},
                    "rope_scaling.type is '" + type + "'");
     expect_refused(ErrorCode::unsupported, {{"rope_parameters", {{"rope_type", type}}}},
@@ -125,8 +131,7 @@ std::vector<double> reference_frequencies(double theta, int head_dim,
 constexpr double kTolerance = 2e-6;
 
 void expect_frequencies(const RopeConfig& rope, int head_dim) {
-  const std::vector<double> expected =
-      reference_frequencies(rope.theta, head_dim, rope.llama3 ? &*rope.llama3 : nullptr);
+  const std::vector<double> expected = reference_frequencies(rope.theta, head_dim, llama3_of(rope));
   const std::vector<float> actual = inverse_frequencies(rope, head_dim);
   ASSERT_EQ(actual.size(), expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
@@ -158,6 +163,84 @@ TEST(Rope, Llama31StretchesLowFrequenciesOnly) {
   EXPECT_EQ(kept, 29);
   EXPECT_EQ(divided, 29);
   EXPECT_EQ(stretched[0], 1.0f);
+}
+
+TEST(Rope, LinearScalingDividesAllFrequencies) {
+  const RopeConfig linear = parse({{"rope_scaling", {{"type", "linear"}, {"factor", 8.0}}}});
+  const std::vector<float> plain = inverse_frequencies({}, 128);
+  const std::vector<float> actual = inverse_frequencies(linear, 128);
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_EQ(actual[i], plain[i] / 8.0f);
+  EXPECT_EQ(linear.attention_factor(), 1.0);
+  expect_refused(ErrorCode::corrupt, {{"rope_scaling", {{"type", "linear"}}}},
+                 "rope_scaling.factor is missing");
+}
+
+// As Qwen3's README has it.
+Json yarn() {
+  return {{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 32768}};
+}
+
+RopeConfig yarn_with(const Json& changes, double theta = 1e6) {
+  Json scaling = yarn();
+  for (const auto& [key, value] : changes.items()) scaling[key] = value;
+  return parse({{"rope_theta", theta}, {"rope_scaling", scaling}});
+}
+
+TEST(Rope, YarnKeepsHighFrequenciesAndDividesLowOnes) {
+  const RopeConfig rope = yarn_with(Json::object());
+  const std::vector<float> plain = inverse_frequencies({1e6, {}}, 128);
+  const std::vector<float> actual = inverse_frequencies(rope, 128);
+  // Channel i makes 32768 / (2 pi 1e6^(i/64)) turns: 32 at 23.6, 1 at 39.7.
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    const double share = std::clamp((static_cast<double>(i) - 23.0) / (40.0 - 23.0), 0.0, 1.0);
+    EXPECT_NEAR(actual[i] / plain[i], 1.0 - share + share / 4.0, 1e-6) << i;
+  }
+  // Without whole channels as bounds the ramp is another, but not beyond a channel.
+  const std::vector<float> exact = inverse_frequencies(yarn_with({{"truncate", false}}), 128);
+  EXPECT_EQ(exact[23], plain[23]);
+  EXPECT_LT(exact[24], plain[24]);
+  EXPECT_GT(exact[24], actual[24]);
+  EXPECT_EQ(exact[40], actual[40]);
+}
+
+TEST(Rope, YarnsAttentionFactorFollowsFromWhatIsThere) {
+  EXPECT_NEAR(yarn_with(Json::object()).attention_factor(), 0.1 * std::log(4.0) + 1.0, 1e-12);
+  EXPECT_EQ(yarn_with({{"factor", 1.0}}).attention_factor(), 1.0);
+  EXPECT_EQ(yarn_with({{"attention_factor", 1.5}}).attention_factor(), 1.5);
+  EXPECT_NEAR(yarn_with({{"mscale", 0.5}}).attention_factor(), 0.1 * std::log(4.0) + 1.0, 1e-12)
+      << "mscale counts beside mscale_all_dim";
+  EXPECT_NEAR(yarn_with({{"mscale", 0.5}, {"mscale_all_dim", 2.0}}).attention_factor(),
+              (0.05 * std::log(4.0) + 1.0) / (0.2 * std::log(4.0) + 1.0), 1e-12);
+}
+
+TEST(Rope, YarnsFactorIsTheRatioOfContextsWhereItIsNotGiven) {
+  const auto factor = [](const Json& config) {
+    return std::get<YarnScaling>(parse(config).scaling).factor;
+  };
+  EXPECT_EQ(
+      factor(
+          {{"rope_scaling",
+            {{"type", "yarn"}, {"factor", nullptr}, {"original_max_position_embeddings", 8192}}}}),
+      5.0);
+  EXPECT_EQ(factor({{"rope_scaling", {{"type", "yarn"}}}}), 1.0);
+  EXPECT_EQ(
+      factor({{"original_max_position_embeddings", 4096}, {"rope_scaling", {{"type", "yarn"}}}}),
+      10.0);
+}
+
+TEST(Rope, YarnsNumbersAreBounded) {
+  const auto refused = [](const Json& changes, const std::string& part) {
+    expect_error(ErrorCode::corrupt, "config.json: rope_scaling." + part,
+                 [&] { yarn_with(changes); });
+  };
+  refused({{"factor", 0.5}}, "factor is 0.5");
+  refused({{"factor", "4"}}, "factor is a string");
+  refused({{"original_max_position_embeddings", 0}}, "original_max_position_embeddings is 0");
+  refused({{"beta_fast", 0.5}}, "beta_fast is smaller than beta_slow");
+  refused({{"beta_slow", 0}}, "beta_slow is 0");
+  refused({{"attention_factor", 0}}, "attention_factor is 0");
+  refused({{"truncate", 1}}, "truncate is a number");
+  refused({{"rope_theta", 1.0}}, "rope_theta is 1, with which yarn has no frequencies");
 }
 
 }  // namespace

@@ -210,6 +210,32 @@ TEST_F(Sessions, RefuseToComputeInACallback) {
   b.prefill(part(0, 5));
 }
 
+TEST_F(Sessions, MayEndInACallbackOfTheirOwn) {
+  engine_.load_weights();
+  const std::uint64_t before = engine_.memory().device_bytes;
+  std::optional<Session> session = engine_.new_session(options(300, 2));
+  std::optional<Session> other = session->sibling();
+  int calls = 0;
+  const auto end_both = [&](std::int64_t, std::int64_t) {
+    ++calls;
+    session.reset();
+    other.reset();
+    return true;
+  };
+  EXPECT_TRUE(session->prefill(part(0, 200), end_both).empty());
+  EXPECT_GT(calls, 1) << "it went on";
+  session = engine_.new_session(options(300, 2));
+  session->prefill(part(0, 200));
+  session->decode_known(part(200, 3), [&](std::size_t, std::span<const float> logits) {
+    session.reset();
+    EXPECT_TRUE(std::isfinite(logits[0]));
+  });
+  session = engine_.new_session(options(300, 2));
+  const std::vector<float> scores = session->score(part(0, 200), end_both);
+  EXPECT_EQ(scores, engine_.new_session(300).score(part(0, 200)));
+  EXPECT_EQ(engine_.memory().device_bytes, before);
+}
+
 TEST_F(Sessions, ForksGoOnAsSessionsOfTheirOwn) {
   for (const char* const policy : {"dense", "sluice", "select=int4 prune=top_k(32) correct=4"}) {
     SCOPED_TRACE(policy);

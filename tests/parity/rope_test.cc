@@ -32,7 +32,7 @@ class RopeParity : public ::testing::TestWithParam<NamedBackend> {
 
   // Rotates the tokens of x, [tokens, heads * head_dim], where a batch says they are.
   std::vector<float> rotated(const std::vector<float>& x, const std::vector<BatchToken>& tokens,
-                             int heads, const std::vector<float>& frequency) {
+                             int heads, const std::vector<float>& frequency, float factor = 1.0f) {
     const Buffer device = upload(*backend_, x);
     const Buffer device_tokens = upload(*backend_, tokens);
     RopeParams p;
@@ -46,6 +46,7 @@ class RopeParity : public ::testing::TestWithParam<NamedBackend> {
                std::int64_t{1} << 31};
     p.first_position = 12345;  // is nothing to a batch
     p.inverse_frequency = frequency.data();
+    p.factor = factor;
     backend_->queue->rope(p);
     return download<float>(*backend_, device);
   }
@@ -136,6 +137,16 @@ TEST_P(RopeParity, AnglesAreExactAtAnyPosition) {
           << "position " << position << " frequency " << frequency[i % half];
     }
   }
+}
+
+TEST_P(RopeParity, MultipliesByTheFactor) {
+  const std::vector<float> frequency = frequencies(64, 1e4);
+  const std::vector<BatchToken> tokens = {{0, 5}, {1, 1000}};
+  const std::vector<float> x = random_.normal(std::int64_t{2} * 3 * 64);
+  // The same positions one after the other with another factor: nothing of the first may be kept.
+  const std::vector<float> plain = rotated(x, tokens, 3, frequency);
+  const std::vector<float> larger = rotated(x, tokens, 3, frequency, 1.25f);
+  for (std::size_t i = 0; i < x.size(); ++i) ASSERT_NEAR(larger[i], 1.25f * plain[i], 2e-6) << i;
 }
 
 TEST_P(RopeParity, ABatchIsItsTokensAlone) {

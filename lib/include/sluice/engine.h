@@ -5,7 +5,8 @@
 // prompt gives others theirs between its pieces of `chunk` tokens. A call from inside another's
 // callback throws Error{usage}. On a GPU a call leaves the engine's device the thread's current
 // one. One session is one conversation: two threads that use the same one must agree on the order
-// themselves. Sessions keep alive what they need: the engine may be moved, or end, before them.
+// themselves. Sessions keep alive what they need: the engine may be moved, or end, before them, and
+// a session in a callback of its own call, which then goes on to its end and returns no logits.
 // What was moved from can only be assigned to or destroyed; the rest throws Error{usage}.
 #pragma once
 
@@ -268,10 +269,11 @@ class Session {
  private:
   friend class Engine;
   friend struct SessionStep;
-  explicit Session(std::unique_ptr<Impl> impl);
+  explicit Session(std::shared_ptr<Impl> impl);
   Impl& impl() const;
+  std::shared_ptr<Impl> share() const;
 
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;  // a call's own as well, until it is over
 };
 
 }  // namespace sluice
