@@ -60,10 +60,11 @@ std::vector<TokenId> prefix_of_prompts(const std::filesystem::path& model,
 void require_window(const ModelInfo& info, std::int64_t context) {
   if (!info.window || context <= *info.window) return;
   const std::string window = std::to_string(*info.window);
-  throw Error(ErrorCode::unsupported, "layers of this model attend to the newest " + window +
-                                          " tokens alone, which Sluice does not do; give a "
-                                          "`context` up to " +
-                                          window + ", where that makes no difference");
+  throw Error(ErrorCode::unsupported,
+              "layers of this model attend to the newest " + window +
+                  " tokens alone, which Sluice does not do; that makes no difference up to a "
+                  "`context` of " +
+                  window + ", but " + std::to_string(context) + " tokens are asked for");
 }
 
 KvShape kv_shape(const ModelConfig& c, DType dtype) {

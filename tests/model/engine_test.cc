@@ -79,7 +79,7 @@ TEST(Engine, GivesAModelWithAWindowNoMoreThanThat) {
   Engine engine = open(dir.path());
   EXPECT_EQ(engine.info().window, 16);
   expect_error(ErrorCode::unsupported, "newest 16 tokens alone", [&] { engine.new_session(17); });
-  expect_error(ErrorCode::unsupported, "`context` up to 16", [&] { engine.plan(17); });
+  expect_error(ErrorCode::unsupported, "`context` of 16", [&] { engine.plan(17); });
   EXPECT_EQ(logits_of(dir.path()), logits_of(model));
 }
 
