@@ -33,7 +33,7 @@ double yarn_temperature(double factor, double scale = 1.0) {
 YarnScaling parse_yarn(const JsonObject& config, const JsonObject& scaling, double theta,
                        std::int64_t max_position_embeddings) {
   constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
-  const char* const kOriginal = "original_max_position_embeddings";
+  constexpr const char* kOriginal = "original_max_position_embeddings";
   YarnScaling result;
   const JsonObject& place = config.has(kOriginal) ? config : scaling;
   const std::int64_t original = place.integer(kOriginal, 1, kMostTokens, max_position_embeddings);
