@@ -43,9 +43,8 @@ inline Golden parse_golden(const std::string& name, const std::filesystem::path&
 inline std::vector<Golden> load_goldens() {
   const std::filesystem::path data = std::filesystem::path(SLUICE_TEST_DATA) / "golden";
   std::vector<Golden> goldens;
-  for (const char* name :
-       {"llama3_rope", "llama_d80", "llama_mqa128", "mistral", "qwen2", "qwen3", "mistral_linear",
-        "qwen3_yarn", "llama_mqa128_yarn"}) {
+  for (const char* name : {"llama3_rope", "llama_d80", "llama_mqa128", "mistral", "qwen2", "qwen3",
+                           "mistral_linear", "qwen3_yarn", "llama_mqa128_yarn"}) {
     std::ifstream file(data / name / "golden.json");
     goldens.push_back(parse_golden(name, data / name, nlohmann::json::parse(file)));
   }
