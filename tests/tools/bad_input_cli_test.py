@@ -179,9 +179,9 @@ class BadInput(unittest.TestCase):
         self.refused(CORRUPT, "160", "161")
 
     def test_unsupported_by_name(self):
-        self.edit_config(use_sliding_window=True, sliding_window=128)
-        self.refused(UNSUPPORTED, "sliding_window")
-        self.edit_config(use_sliding_window=False, sliding_window=None, hidden_act="gelu")
+        self.edit_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+        self.refused(UNSUPPORTED, "dynamic")
+        self.edit_config(rope_parameters={"rope_type": "default"}, hidden_act="gelu")
         self.refused(UNSUPPORTED, "gelu")
         self.edit_config(architectures=["GPT2LMHeadModel"], model_type="gpt2")
         self.refused(UNSUPPORTED, "gpt2")
