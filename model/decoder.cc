@@ -229,9 +229,15 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
     embed(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)), x);
   });
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
-    if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) {
-      // Nothing that was issued outlives the call.
-      queue_->synchronize();
+    bool goes_on = false;
+    try {
+      goes_on = progress(static_cast<double>(layer) / config_.num_hidden_layers);
+    } catch (...) {
+      session.cancel_prompt();
+      throw;
+    }
+    if (!goes_on) {
+      session.cancel_prompt();
       return false;
     }
     const QueueRange of_layer(*queue_, {"layer", layer});

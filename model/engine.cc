@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -37,12 +38,18 @@ void validate(const EngineConfig& config) {
   static_cast<void>(HostShare(config.host_attention));  // which looks at it
 }
 
+constexpr std::int64_t kMostContext = std::numeric_limits<std::int32_t>::max();
+
 void validate(const SessionOptions& options, std::int64_t most_at_once) {
   if (options.decode_batch < 1 || options.decode_batch > Decoder::kLogitRows) {
     throw Error(ErrorCode::usage, "decode_batch must be 1 to 64");
   }
   if (options.decode_batch > most_at_once) {
     throw Error(ErrorCode::usage, "decode_batch must not exceed the engine's chunk");
+  }
+  if (options.context < 1 || options.context > kMostContext) {
+    throw Error(ErrorCode::usage,
+                "`context` must be 1 to 2147483647 tokens, not " + std::to_string(options.context));
   }
   if (options.sequences < 1) throw Error(ErrorCode::usage, "sequences must be 1 or more");
 }
@@ -299,13 +306,15 @@ Plan Engine::plan(const SessionOptions& options) const {
 }
 
 void Engine::load_weights(const std::function<void(double)>& progress) {
-  const std::lock_guard lock(impl().mutex);
-  if (impl().decoder) return;
-  const Turn turn(impl());
-  ModelWeights weights = sluice::load_weights(impl().checkpoint, *impl().backend,
-                                              reader_count(impl().config.threads), progress);
-  impl().decoder.emplace(impl().checkpoint.config(), std::move(weights), *impl().queue,
-                         impl().config.chunk);
+  impl();
+  const std::shared_ptr<Impl> self = impl_;  // `progress` may end this engine, or move it
+  const std::lock_guard lock(self->mutex);
+  if (self->decoder) return;
+  const Turn turn(*self);
+  ModelWeights weights = sluice::load_weights(self->checkpoint, *self->backend,
+                                              reader_count(self->config.threads), progress);
+  self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue,
+                        self->config.chunk);
 }
 
 Session Engine::new_session(const SessionOptions& options) {

@@ -12,13 +12,20 @@ namespace {
 
 constexpr double kMaxTheta = 1e12;
 
-Llama3Scaling parse_llama3(const JsonObject& scaling) {
+// As transformers has it: beside the other keys of the config, else of the scaling.
+std::int64_t original_context(const JsonObject& config, const JsonObject& scaling,
+                              std::int64_t max_position_embeddings) {
+  constexpr const char* kKey = "original_max_position_embeddings";
+  const JsonObject& place = config.has(kKey) ? config : scaling;
+  return place.integer(kKey, 1, std::int64_t{1} << 30, max_position_embeddings);
+}
+
+Llama3Scaling parse_llama3(const JsonObject& scaling, std::int64_t original) {
   Llama3Scaling result;
   result.factor = scaling.number("factor", 1.0, 1e6);
   result.low_freq_factor = scaling.number("low_freq_factor", 1e-3, 1e6);
   result.high_freq_factor = scaling.number("high_freq_factor", 1e-3, 1e6);
-  result.original_max_position_embeddings = static_cast<double>(
-      scaling.integer("original_max_position_embeddings", 1, std::int64_t{1} << 30));
+  result.original_max_position_embeddings = static_cast<double>(original);
   if (result.high_freq_factor <= result.low_freq_factor) {
     scaling.corrupt("high_freq_factor", "is not larger than low_freq_factor");
   }
@@ -30,13 +37,9 @@ double yarn_temperature(double factor, double scale = 1.0) {
   return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
 }
 
-YarnScaling parse_yarn(const JsonObject& config, const JsonObject& scaling, double theta,
+YarnScaling parse_yarn(const JsonObject& scaling, double theta, std::int64_t original,
                        std::int64_t max_position_embeddings) {
-  constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
-  constexpr const char* kOriginal = "original_max_position_embeddings";
   YarnScaling result;
-  const JsonObject& place = config.has(kOriginal) ? config : scaling;
-  const std::int64_t original = place.integer(kOriginal, 1, kMostTokens, max_position_embeddings);
   result.original_max_position_embeddings = static_cast<double>(original);
   result.factor =
       scaling.number("factor", 1.0, 1e6,
@@ -125,9 +128,11 @@ RopeConfig parse_rope(const JsonObject& config, std::int64_t max_position_embedd
   if (type == "linear") {
     rope.scaling = LinearScaling{scaling.number("factor", 1.0, 1e6)};
   } else if (type == "llama3") {
-    rope.scaling = parse_llama3(scaling);
+    rope.scaling =
+        parse_llama3(scaling, original_context(config, scaling, max_position_embeddings));
   } else if (type == "yarn") {
-    rope.scaling = parse_yarn(config, scaling, rope.theta, max_position_embeddings);
+    const std::int64_t original = original_context(config, scaling, max_position_embeddings);
+    rope.scaling = parse_yarn(scaling, rope.theta, original, max_position_embeddings);
   } else if (type != "default") {
     scaling.unsupported(type_key, "is " + in_quotes(type) +
                                       ", but Sluice handles default, linear, llama3 and yarn");

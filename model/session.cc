@@ -169,8 +169,8 @@ bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progr
   const std::int64_t before = kv.length();
   try {
     return run_pieces(turn, tokens, progress, each);
-  } catch (const Error&) {
-    // Others may have taken the room that there was.
+  } catch (...) {
+    // Others may have taken the room that there was, or a callback threw.
     if (!kv.in_step()) kv.truncate(before);
     throw;
   }
@@ -260,7 +260,7 @@ void Session::decode_known(std::span<const TokenId> tokens,
     self->decode_known(tokens.subspan(first, count));
     const std::span<const float> logits =
         self->engine->decoder->logits(0, static_cast<std::int64_t>(count));
-    for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t i = 0; each && i < count; ++i) {
       each(first + i, logits.subspan(i * vocabulary, vocabulary));
     }
     first += count;

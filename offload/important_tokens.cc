@@ -107,9 +107,19 @@ void ImportantTokens::copy(std::int32_t from, std::int32_t to) {
   }
 }
 
-void ImportantTokens::begin(std::int32_t sequence, const StepRange& prompt) {
+RowRun ImportantTokens::all_rows(const KvPool& pool, int set) const {
+  return whole_run(pool.tables(), sequence_, prompt_.end(), set, pool.plan().in_place);
+}
+
+void ImportantTokens::begin(std::int32_t sequence, const StepRange& prompt, const KvPool& pool) {
   sequence_ = sequence;
   prompt_ = prompt;
+  for (int set = 0; set < pool.plan().sets(); ++set) {
+    if (all_rows(pool, set).count > 0) continue;
+    throw Error(ErrorCode::unsupported,
+                "a sparse prefill needs rows that follow each other, and this sequence shares or "
+                "interleaves its own with others; use a session of its own for it");
+  }
   const std::int64_t newest = std::max(prompt.first, prompt.end() - kNewestProbes);
   std::vector<std::int64_t> others(static_cast<std::size_t>(newest - prompt.first));
   std::iota(others.begin(), others.end(), prompt.first);
@@ -140,13 +150,7 @@ void ImportantTokens::collect(const StepRange& piece, const Queries& queries) {
 
 // Softmax weights of every token of the prompt, summed over probes and query heads.
 void ImportantTokens::sum_columns(int layer, const KvPool& pool) {
-  const RowRun run =
-      whole_run(pool.tables(), sequence_, prompt_.end(), pool.set_of(layer), pool.plan().in_place);
-  if (run.count == 0) {
-    throw Error(ErrorCode::unsupported,
-                "a sparse prefill needs rows that follow each other, and this sequence shares or "
-                "interleaves its own with others; use a session of its own for it");
-  }
+  const RowRun run = all_rows(pool, pool.set_of(layer));
   const std::vector<RowSpan> rows = pool.spans(layer, run);
   ColumnSumsParams params;
   params.q = probe_queries_.floats();

@@ -47,7 +47,7 @@ class ImportantTokens {
 
   // A prompt of a sequence after `prompt.first` earlier tokens. Probes are its 64 newest tokens and
   // 64 others, the same ones in every layer and run.
-  void begin(std::int32_t sequence, const StepRange& prompt);
+  void begin(std::int32_t sequence, const StepRange& prompt, const KvPool& pool);
   // Keeps the queries of the piece's probes.
   void collect(const StepRange& piece, const Queries& queries);
   // Decides which tokens of the prompt are important to `layer`: as many as carry the share tau of
@@ -76,6 +76,8 @@ class ImportantTokens {
   void copy(std::int32_t from, std::int32_t to);
 
  private:
+  // Where those of the prompt and before it lie; none if they do not follow each other.
+  RowRun all_rows(const KvPool& pool, int set) const;
   void sum_columns(int layer, const KvPool& pool);
   void keep_mask(int layer);
   std::size_t mask_offset(int layer, std::int32_t sequence) const {

@@ -126,9 +126,12 @@ std::int32_t KvPool::fork(std::int32_t sequence) {
 
 void KvPool::close(std::int32_t sequence) noexcept { tables_.close(sequence); }
 
-void KvPool::truncate(std::int32_t sequence, std::int64_t from, std::int64_t length) {
+void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
+                      std::int64_t length) {
   if (sparse_ != nullptr) {
     for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+      const std::int64_t from = ends[static_cast<std::size_t>(layer)];
+      if (from == length) continue;
       for (const RowRun& run : home_runs(tables_, sequence, length, from)) {
         sparse_->index().add_values(layer, sequence, spans(layer, run), true);
       }

@@ -53,8 +53,8 @@ class KvPool {
   std::int32_t open();
   std::int32_t fork(std::int32_t sequence);
   void close(std::int32_t sequence) noexcept;
-  // Forgets tokens [length, from).
-  void truncate(std::int32_t sequence, std::int64_t from, std::int64_t length);
+  // Forgets tokens from `length` on. `ends`: of each layer, behind the last that has rows.
+  void truncate(std::int32_t sequence, std::span<const std::int64_t> ends, std::int64_t length);
   // Gives back blocks beyond `length` tokens that nothing was written to.
   void forget_blocks(std::int32_t sequence, std::int64_t length) {
     tables_.truncate(sequence, length);

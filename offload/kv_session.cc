@@ -132,6 +132,7 @@ void KvSession::append(int layer, const NewRows& rows) {
     decode_->append(layer, rows);
   }
   has_rows_[static_cast<std::size_t>(layer)] = true;
+  if (in_prompt_) prompt_ends_[static_cast<std::size_t>(layer)] = step_.end();
   appended_ = layer;
 }
 
@@ -261,10 +262,24 @@ void KvSession::begin_prompt(std::int64_t tokens) {
   pool_->require_room(sequence_, length_, length_ + tokens);
   prompt_ = {length_, tokens};
   phase_ = Phase::prefill;
-  in_step_ = in_prompt_ = is_run_ = true;
   ledger_.begin_step(phase_, static_cast<int>(tokens));
   pool_->write(sequence_, prompt_.first, prompt_.end(), ledger_);
-  pool_->important()->begin(sequence_, prompt_);
+  try {
+    pool_->important()->begin(sequence_, prompt_, *pool_);
+  } catch (const Error&) {
+    cancel_rows();
+    throw;
+  }
+  prompt_ends_.assign(static_cast<std::size_t>(plan().shape.layers), length_);
+  in_step_ = in_prompt_ = is_run_ = true;
+}
+
+void KvSession::cancel_prompt() {
+  check(in_prompt_, "cancel_prompt outside a prompt");
+  pool_->settle();
+  pool_->queue().synchronize();
+  pool_->truncate(sequence_, prompt_ends_, length_);
+  in_step_ = in_prompt_ = false;
 }
 
 void KvSession::take_piece(std::int64_t first, std::int64_t tokens) {
@@ -306,7 +321,8 @@ void KvSession::truncate(std::int64_t length) {
   require_outside_step();
   check(length >= 0 && length <= length_, "truncate to more than there is");
   if (length == length_) return;
-  pool_->truncate(sequence_, length_, length);
+  const std::vector<std::int64_t> ends(static_cast<std::size_t>(plan().shape.layers), length_);
+  pool_->truncate(sequence_, ends, length);
   length_ = length;
 }
 

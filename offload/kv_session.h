@@ -47,13 +47,16 @@ class KvSession {
   // A prompt of any length, layer by layer: between begin_prompt and end_prompt, every layer takes
   // all pieces of up to plan().chunk tokens, in order and twice. First take_piece, append and
   // collect for each, then choose, then take_piece and attend for each. For policies whose prefill
-  // is sparse.
+  // is sparse. begin_prompt throws Error{unsupported} for a sequence whose rows do not follow each
+  // other, before anything has changed.
   void begin_prompt(std::int64_t tokens);
   void take_piece(std::int64_t first,
                   std::int64_t tokens);  // `first` counts from the prompt's start
   void collect(const Queries& queries);
   void choose(int layer);
   void end_prompt();
+  // In place of what is left of one, between two layers: the session has the tokens that it had.
+  void cancel_prompt();
 
   // From the next step on. Throws Error{usage} for a policy that was not planned for.
   void use(const Policy& policy);
@@ -103,6 +106,7 @@ class KvSession {
   std::vector<bool> has_rows_;  // of the step, by layer
   StepRange prompt_;
   bool in_prompt_ = false;
+  std::vector<std::int64_t> prompt_ends_;  // [layers], of the prompt's rows that were appended
   std::int64_t length_ = 0;
   std::int64_t expected_ = 0;       // length
   std::uint64_t listed_pages_ = 0;  // see prefill_share()

@@ -56,6 +56,18 @@ TEST(Rope, BothStylesSayTheSame) {
                  "rope_scaling stands beside rope_parameters");
 }
 
+// transformers 5, PreTrainedConfig.standardize_rope_params
+TEST(Rope, TheOriginalContextMayStandElsewhere) {
+  const auto original = [](const Json& config) {
+    return llama3_of(parse(config))->original_max_position_embeddings;
+  };
+  const char* const key = "original_max_position_embeddings";
+  EXPECT_EQ(original({{"rope_scaling", llama3()}}), 8192.0);
+  EXPECT_EQ(original({{key, 64}, {"rope_scaling", llama3()}}), 64.0);
+  EXPECT_EQ(original({{"rope_scaling", llama3_with(key, nullptr)}}), 40960.0)
+      << "max_position_embeddings";
+}
+
 TEST(Rope, IsPlainWhereNothingElseIsSaid) {
   const std::vector<Json> plain = {Json::object(),
                                    {{"rope_scaling", nullptr}},
@@ -93,8 +105,10 @@ TEST(Rope, NumbersAreBounded) {
   for (const char* key :
        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}) {
     const std::string name = std::string("rope_scaling.") + key;
-    expect_refused(ErrorCode::corrupt, {{"rope_scaling", llama3_with(key, nullptr)}},
-                   name + " is missing");
+    if (key != std::string_view("original_max_position_embeddings")) {
+      expect_refused(ErrorCode::corrupt, {{"rope_scaling", llama3_with(key, nullptr)}},
+                     name + " is missing");
+    }
     expect_refused(ErrorCode::corrupt, {{"rope_scaling", llama3_with(key, 0)}}, name + " is 0");
     expect_refused(ErrorCode::corrupt, {{"rope_scaling", llama3_with(key, "8")}},
                    name + " is a string");

@@ -236,6 +236,89 @@ TEST_F(Sessions, MayEndInACallbackOfTheirOwn) {
   EXPECT_EQ(engine_.memory().device_bytes, before);
 }
 
+TEST_F(Sessions, GoOnAfterASparsePrefillThatWasStopped) {
+  for (const char* const line : {"dense prefill=zipvl(0.9)", "values prefill=zipvl(0.9)",
+                                 "sluice prefill=zipvl(0.9,evict)"}) {
+    const Policy policy = engine_.policy(line);
+    Session fresh = engine_.new_session(options(600, 1, {policy}));
+    fresh.prefill(part(0, 300));
+    const std::vector<TokenId> expected = continuation(fresh, part(300, 200), 5);
+    Session session = engine_.new_session(options(600, 1, {policy}));
+    // In the first prompt, and behind one.
+    for (const std::size_t before : {std::size_t{0}, std::size_t{300}}) {
+      if (before > 0) session.prefill(part(0, before));
+      for (const int stop : {1, 2, 7, 12}) {
+        SCOPED_TRACE(std::string(line) + " stopped at " + std::to_string(stop));
+        int calls = 0;
+        const auto other = part(700, 200);
+        EXPECT_TRUE(
+            session.prefill(other, [&](std::int64_t, std::int64_t) { return ++calls < stop; })
+                .empty());
+        EXPECT_EQ(session.length(), static_cast<std::int64_t>(before));
+        calls = 0;
+        const auto throws = [&](std::int64_t, std::int64_t) {
+          if (++calls == stop) throw 5;
+          return true;
+        };
+        EXPECT_THROW(session.prefill(other, throws), int);
+        EXPECT_EQ(session.length(), static_cast<std::int64_t>(before));
+      }
+    }
+    EXPECT_EQ(continuation(session, part(300, 200), 5), expected) << line;
+  }
+}
+
+TEST_F(Sessions, RefuseASparsePrefillOfScatteredRowsBeforeAnythingChanges) {
+  const Policy sparse = engine_.policy("dense prefill=zipvl(0.9)");
+  const Policy dense = engine_.policy("dense");
+  Session root = engine_.new_session(options(600, 3, {sparse, dense}));
+  root.prefill(part(0, 300));
+  Session fork = root.fork();
+  expect_error(ErrorCode::unsupported, "rows that follow each other",
+               [&] { fork.prefill(part(300, 50)); });
+  EXPECT_EQ(fork.length(), 300);
+  fork.use(dense);
+  root.use(dense);
+  EXPECT_EQ(continuation(fork, part(300, 50), 5), continuation(root, part(300, 50), 5));
+}
+
+TEST_F(Sessions, HaveWhatTheyHadAfterACallbackThatThrows) {
+  Session session = engine_.new_session(options(600, 1));
+  session.prefill(part(0, 10));
+  const auto throws = [](std::int64_t done, std::int64_t) {
+    if (done > 0) throw 5;
+    return true;
+  };
+  EXPECT_THROW(session.prefill(part(10, 300), throws), int);
+  EXPECT_EQ(session.length(), 10);
+  EXPECT_THROW(session.score(part(10, 300), throws), int);
+  EXPECT_EQ(session.length(), 10);
+  session.decode_known(part(10, 3), {});
+  EXPECT_EQ(session.length(), 13);
+}
+
+TEST(Engines, MayEndWhileTheirWeightsLoad) {
+  std::optional<Engine> engine = Engine::open(config_for());
+  std::optional<Engine> moved;
+  engine->load_weights([&](double) {
+    if (engine) moved = std::move(*engine);
+    engine.reset();
+  });
+  ASSERT_TRUE(moved);
+  int calls = 0;
+  moved->load_weights([&](double) { ++calls; });
+  EXPECT_EQ(calls, 0) << "they are there";
+  moved.emplace(Engine::open(config_for()));
+  moved->load_weights([&](double) { moved.reset(); });
+  EXPECT_FALSE(moved);
+  expect_error(ErrorCode::usage, "`context` must be 1 to 2147483647 tokens, not", [] {
+    SessionOptions options;
+    options.context = std::numeric_limits<std::int64_t>::max() / 4;
+    options.policies = {parse_policy("dense prefill=zipvl(0.9)")};
+    Engine::open(config_for()).plan(options);
+  });
+}
+
 TEST_F(Sessions, ForksGoOnAsSessionsOfTheirOwn) {
   for (const char* const policy : {"dense", "sluice", "select=int4 prune=top_k(32) correct=4"}) {
     SCOPED_TRACE(policy);

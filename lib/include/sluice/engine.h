@@ -212,7 +212,8 @@ class Engine {
 };
 
 // Called between prefill steps with the tokens done and to do; returning false stops there, with
-// the tokens done so far in the cache.
+// the tokens done so far in the cache; of a prompt that goes layer by layer (`prefill=zipvl`) there
+// are none. What it throws leaves the tokens that there were before the call.
 using Progress = std::function<bool(std::int64_t done, std::int64_t total)>;
 
 // The KV cache and position of one conversation. A session that threw inside a step refuses further
