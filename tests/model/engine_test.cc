@@ -1,4 +1,5 @@
-// Checkpoints whose files do not say all, or not the same: what Engine makes of them.
+// Engines by themselves, and what they make of checkpoints whose files do not say all, or not the
+// same.
 #include "sluice/engine.h"
 
 #include <gmock/gmock.h>
@@ -6,7 +7,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "tests/io/test_files.h"
 #include "tests/support/model_sessions.h"
@@ -94,6 +97,31 @@ TEST(Engine, CountsWhatYarnAddsToTheContext) {
   dir.write("config.json", config_with(model, {{"rope_parameters", yarn}}));
   EXPECT_EQ(open(dir.path()).info().trained_context, 8192);
   EXPECT_NE(logits_of(dir.path()), logits_of(model));
+}
+
+TEST(Engine, MayEndWhileTheirWeightsLoad) {
+  std::optional<Engine> engine = Engine::open(testing::config_for());
+  std::optional<Engine> moved;
+  engine->load_weights([&](double) {
+    if (engine) moved = std::move(*engine);
+    engine.reset();
+  });
+  ASSERT_TRUE(moved);
+  int calls = 0;
+  moved->load_weights([&](double) { ++calls; });
+  EXPECT_EQ(calls, 0) << "they are there";
+  moved.emplace(Engine::open(testing::config_for()));
+  moved->load_weights([&](double) { moved.reset(); });
+  EXPECT_FALSE(moved);
+}
+
+TEST(Engine, RefusesAContextBeyondAllSizesFirst) {
+  expect_error(ErrorCode::usage, "`context` must be 1 to 2147483647 tokens, not", [] {
+    SessionOptions options;
+    options.context = std::numeric_limits<std::int64_t>::max() / 4;
+    options.policies = {parse_policy("dense prefill=zipvl(0.9)")};
+    Engine::open(testing::config_for()).plan(options);
+  });
 }
 
 class PromptStart : public ::testing::Test {

@@ -297,28 +297,6 @@ TEST_F(Sessions, HaveWhatTheyHadAfterACallbackThatThrows) {
   EXPECT_EQ(session.length(), 13);
 }
 
-TEST(Engines, MayEndWhileTheirWeightsLoad) {
-  std::optional<Engine> engine = Engine::open(config_for());
-  std::optional<Engine> moved;
-  engine->load_weights([&](double) {
-    if (engine) moved = std::move(*engine);
-    engine.reset();
-  });
-  ASSERT_TRUE(moved);
-  int calls = 0;
-  moved->load_weights([&](double) { ++calls; });
-  EXPECT_EQ(calls, 0) << "they are there";
-  moved.emplace(Engine::open(config_for()));
-  moved->load_weights([&](double) { moved.reset(); });
-  EXPECT_FALSE(moved);
-  expect_error(ErrorCode::usage, "`context` must be 1 to 2147483647 tokens, not", [] {
-    SessionOptions options;
-    options.context = std::numeric_limits<std::int64_t>::max() / 4;
-    options.policies = {parse_policy("dense prefill=zipvl(0.9)")};
-    Engine::open(config_for()).plan(options);
-  });
-}
-
 TEST_F(Sessions, ForksGoOnAsSessionsOfTheirOwn) {
   for (const char* const policy : {"dense", "sluice", "select=int4 prune=top_k(32) correct=4"}) {
     SCOPED_TRACE(policy);
