@@ -112,7 +112,8 @@ def measure(flags: argparse.Namespace, prompts: dict[int, str]) -> list[dict[str
         })  # fmt: skip
         if flags.attention:
             results[-1] |= attention_of(flags, prompts[tokens], policy)
-            print(results[-1]["attention_seconds"], results[-1]["choosing_seconds"])
+            print(f"{'':>8} {results[-1]['attention_seconds']:.3f} s of attention, "
+                  f"{results[-1]['choosing_seconds']:.3f} s of choosing", flush=True)  # fmt: skip
         print(f"{results[-1]['prompt_tokens']:>8} {policy:<40} {median:8.3f} s "
               f"{results[-1]['of_dense']:6.2f} of dense, {results[-1]['pairs_share']:.3f} of pairs",
               flush=True)  # fmt: skip

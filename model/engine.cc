@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -38,8 +37,6 @@ void validate(const EngineConfig& config) {
   static_cast<void>(HostShare(config.host_attention));  // which looks at it
 }
 
-constexpr std::int64_t kMostContext = std::numeric_limits<std::int32_t>::max();
-
 void validate(const SessionOptions& options, std::int64_t most_at_once) {
   if (options.decode_batch < 1 || options.decode_batch > Decoder::kLogitRows) {
     throw Error(ErrorCode::usage, "decode_batch must be 1 to 64");
@@ -47,10 +44,7 @@ void validate(const SessionOptions& options, std::int64_t most_at_once) {
   if (options.decode_batch > most_at_once) {
     throw Error(ErrorCode::usage, "decode_batch must not exceed the engine's chunk");
   }
-  if (options.context < 1 || options.context > kMostContext) {
-    throw Error(ErrorCode::usage,
-                "`context` must be 1 to 2147483647 tokens, not " + std::to_string(options.context));
-  }
+  require_context(options.context);
   if (options.sequences < 1) throw Error(ErrorCode::usage, "sequences must be 1 or more");
 }
 

@@ -54,8 +54,7 @@ void validate(const KvRequest& request) {
           "query_heads must be a multiple of kv_heads");
   require(shape.head_dim >= 2 && shape.head_dim <= 256 && shape.head_dim % 2 == 0,
           "head_dim must be even and 2 to 256");
-  require(request.context >= 1 && request.context <= kMaxContext,
-          "`context` must be 1 to 2147483647 tokens, not " + std::to_string(request.context));
+  require_context(request.context);
   require(request.chunk >= 1 && request.chunk <= kMaxChunk, "chunk must be 1 to 65536 tokens");
   require(request.sequences >= 1 && request.sequences <= kMaxSequences,
           "sequences must be 1 to 4096");
@@ -344,6 +343,12 @@ KvPlan all_resident(KvPlan plan) {
 }
 
 }  // namespace
+
+void require_context(std::int64_t tokens) {
+  if (tokens >= 1 && tokens <= kMaxContext) return;
+  throw Error(ErrorCode::usage, "`context` must be 1 to " + std::to_string(kMaxContext) +
+                                    " tokens, not " + std::to_string(tokens));
+}
 
 KvPlan plan_kv(const KvRequest& request) {
   validate(request);

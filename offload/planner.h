@@ -76,6 +76,9 @@ struct HostAttentionBytes {
   std::uint64_t host() const { return gaps + tokens + table + 2 * queries + lse + times; }
 };
 
+// Throws Error{usage} unless a plan may be for so many tokens.
+void require_context(std::int64_t tokens);
+
 // Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is
 // too small to run at all.
 KvPlan plan_kv(const KvRequest& request);

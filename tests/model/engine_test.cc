@@ -99,7 +99,7 @@ TEST(Engine, CountsWhatYarnAddsToTheContext) {
   EXPECT_NE(logits_of(dir.path()), logits_of(model));
 }
 
-TEST(Engine, MayEndWhileTheirWeightsLoad) {
+TEST(Engine, MayEndWhileItsWeightsLoad) {
   std::optional<Engine> engine = Engine::open(testing::config_for());
   std::optional<Engine> moved;
   engine->load_weights([&](double) {

@@ -236,35 +236,41 @@ TEST_F(Sessions, MayEndInACallbackOfTheirOwn) {
   EXPECT_EQ(engine_.memory().device_bytes, before);
 }
 
+// Where all rows are at hand, and under a cap that has most of them streamed.
 TEST_F(Sessions, GoOnAfterASparsePrefillThatWasStopped) {
-  for (const char* const line : {"dense prefill=zipvl(0.9)", "values prefill=zipvl(0.9)",
-                                 "sluice prefill=zipvl(0.9,evict)"}) {
-    const Policy policy = engine_.policy(line);
-    Session fresh = engine_.new_session(options(600, 1, {policy}));
-    fresh.prefill(part(0, 300));
-    const std::vector<TokenId> expected = continuation(fresh, part(300, 200), 5);
-    Session session = engine_.new_session(options(600, 1, {policy}));
-    // In the first prompt, and behind one.
-    for (const std::size_t before : {std::size_t{0}, std::size_t{300}}) {
-      if (before > 0) session.prefill(part(0, before));
-      for (const int stop : {1, 2, 7, 12}) {
-        SCOPED_TRACE(std::string(line) + " stopped at " + std::to_string(stop));
-        int calls = 0;
-        const auto other = part(700, 200);
-        EXPECT_TRUE(
-            session.prefill(other, [&](std::int64_t, std::int64_t) { return ++calls < stop; })
-                .empty());
-        EXPECT_EQ(session.length(), static_cast<std::int64_t>(before));
-        calls = 0;
-        const auto throws = [&](std::int64_t, std::int64_t) {
-          if (++calls == stop) throw 5;
-          return true;
-        };
-        EXPECT_THROW(session.prefill(other, throws), int);
-        EXPECT_EQ(session.length(), static_cast<std::int64_t>(before));
+  EngineConfig capped = config_for();
+  capped.device_memory = std::uint64_t{6} << 20;
+  Engine streaming = Engine::open(capped);
+  const auto other = part(700, 200);
+  for (Engine* const engine : {&engine_, &streaming}) {
+    for (const char* const line : {"dense prefill=zipvl(0.9)", "values prefill=zipvl(0.9)",
+                                   "sluice prefill=zipvl(0.9,evict)"}) {
+      SCOPED_TRACE(line);
+      const SessionOptions planned = options(600, 1, {engine->policy(line)});
+      std::optional<Session> fresh = engine->new_session(planned);
+      fresh->prefill(part(0, 300));
+      const std::vector<TokenId> expected = continuation(*fresh, part(300, 200), 5);
+      fresh.reset();  // and its share of the cap
+      Session session = engine->new_session(planned);
+      // In the first prompt, and behind one.
+      for (const std::size_t before : {std::size_t{0}, std::size_t{300}}) {
+        if (before > 0) session.prefill(part(0, before));
+        for (const int stop : {1, 7}) {
+          int calls = 0;
+          const auto stops = [&](std::int64_t, std::int64_t) { return ++calls < stop; };
+          EXPECT_TRUE(session.prefill(other, stops).empty());
+          EXPECT_EQ(session.length(), static_cast<std::int64_t>(before)) << stop;
+          calls = 0;
+          const auto throws = [&](std::int64_t, std::int64_t) {
+            if (++calls == stop) throw 5;
+            return true;
+          };
+          EXPECT_THROW(session.prefill(other, throws), int);
+          EXPECT_EQ(session.length(), static_cast<std::int64_t>(before)) << stop;
+        }
       }
+      EXPECT_EQ(continuation(session, part(300, 200), 5), expected);
     }
-    EXPECT_EQ(continuation(session, part(300, 200), 5), expected) << line;
   }
 }
 

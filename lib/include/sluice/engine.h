@@ -242,8 +242,9 @@ class Session {
   // sampler.next(decode(token), history), but for rounding.
   TokenId decode(TokenId token, Sampler& sampler, std::span<const TokenId> history);
   // Appends tokens that are known in advance as if each were decoded: token i attends to what the
-  // policy chooses for it among the tokens before. `each(i, logits)` gets the logits [vocabulary]
-  // after every token. Several tokens share a step, which changes rounding and nothing else.
+  // policy chooses for it among the tokens before. `each(i, logits)`, if there is one, gets the
+  // logits [vocabulary] after every token. Several tokens share a step, which changes rounding and
+  // nothing else.
   void decode_known(std::span<const TokenId> tokens,
                     const std::function<void(std::size_t, std::span<const float>)>& each);
 
