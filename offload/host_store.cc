@@ -36,7 +36,8 @@ HostStore::HostStore(Backend& backend, const KvShape& shape, std::int64_t rows)
       shape_(shape),
       rows_(rows),
       // Regions begin on huge-page boundaries, so that each can be backed by huge pages.
-      region_bytes_(round_up(host_region_bytes(shape, rows), kHugePage)) {
+      region_bytes_(round_up(host_region_bytes(shape, rows), kHugePage)),
+      committed_(static_cast<std::size_t>(shape.layers)) {
   const std::uint64_t total = regions() * region_bytes_;
   void* memory =
       ::mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -46,53 +47,67 @@ HostStore::HostStore(Backend& backend, const KvShape& shape, std::int64_t rows)
 
 HostStore::~HostStore() {
   for (std::byte* piece : registered_) backend_->unregister_host(piece);
-  const std::uint64_t bytes = host_region_bytes(shape_, committed_);
   ::munmap(base_, regions() * region_bytes_);
-  backend_->account(Tier::host).release(regions() * bytes);
+  backend_->account(Tier::host).release(regions() * host_region_bytes(shape_, charged_));
 }
 
 std::uint64_t HostStore::regions() const {
   return static_cast<std::uint64_t>(shape_.layers) * static_cast<std::uint64_t>(shape_.kv_heads);
 }
 
-std::byte* HostStore::row(int layer, int head, std::int64_t number) const {
-  check(number >= 0 && number <= committed_, "row outside the committed part of its region");
+std::byte* HostStore::region(int layer, int head) const {
   const auto index =
       static_cast<std::uint64_t>(layer) * static_cast<std::uint64_t>(shape_.kv_heads) +
       static_cast<std::uint64_t>(head);
-  return region(index) + static_cast<std::uint64_t>(number) * shape_.row_bytes();
+  return base_ + index * region_bytes_;
+}
+
+std::byte* HostStore::row(int layer, int head, std::int64_t number) const {
+  check(number >= 0 && number <= committed_[static_cast<std::size_t>(layer)],
+        "row outside the committed part of its region");
+  return region(layer, head) + static_cast<std::uint64_t>(number) * shape_.row_bytes();
 }
 
 void HostStore::grow(std::int64_t rows) {
-  check(rows <= rows_, "more rows than were planned");
-  if (rows <= committed_) return;
   // Steps of a quarter bound both the number of system calls and the memory held in advance.
-  const std::int64_t ahead = std::max<std::int64_t>(kPageTokens, committed_ / 4);
-  extend(rounded(std::max(rows, committed_ + ahead)));
+  grow_ahead(rows, std::max<std::int64_t>(kPageTokens, charged_ / 4));
 }
 
 void HostStore::grow_to(std::int64_t rows) {
-  check(rows <= rows_, "more rows than were planned");
-  if (rows <= committed_) return;
   // A quarter as long as that is little: every region's growth is a system call of its own.
   constexpr std::uint64_t kLittle = std::uint64_t{64} << 20;
   const auto few = static_cast<std::int64_t>(kLittle / (regions() * shape_.row_bytes()));
-  extend(rounded(std::max(rows, committed_ + std::min(few, committed_ / 4))));
+  grow_ahead(rows, std::min(few, charged_ / 4));
 }
 
-void HostStore::extend(std::int64_t target) {
-  const std::uint64_t from = host_region_bytes(shape_, committed_);
-  const std::uint64_t to = host_region_bytes(shape_, target);
-  backend_->account(Tier::host).charge(regions() * (to - from));
+void HostStore::grow_ahead(std::int64_t rows, std::int64_t ahead) {
+  check(rows <= rows_, "more rows than were planned");
+  if (rows <= committed_rows()) return;
+  const std::int64_t before = charged_;
+  if (rows > charged_) charge_to(rounded(std::max(rows, charged_ + ahead)));
   try {
-    commit(from, to);
+    commit(0, shape_.layers);
   } catch (...) {
-    withdraw(from, to);
-    backend_->account(Tier::host).release(regions() * (to - from));
+    charge_to(before);
     throw;
   }
-  committed_ = target;
 }
+
+void HostStore::charge(std::int64_t rows) {
+  check(rows <= rows_, "more rows than were planned");
+  if (rows > charged_) charge_to(rounded(rows));
+}
+
+void HostStore::charge_to(std::int64_t target) {
+  MemoryAccount& account = backend_->account(Tier::host);
+  const std::uint64_t before = regions() * host_region_bytes(shape_, charged_);
+  const std::uint64_t after = regions() * host_region_bytes(shape_, target);
+  if (after > before) account.charge(after - before);
+  if (after < before) account.release(before - after);
+  charged_ = target;
+}
+
+void HostStore::commit(int layer) { commit(layer, layer + 1); }
 
 std::int64_t HostStore::rounded(std::int64_t rows) const {
   std::uint64_t bytes = static_cast<std::uint64_t>(rows) * shape_.row_bytes();
@@ -101,62 +116,61 @@ std::int64_t HostStore::rounded(std::int64_t rows) const {
   return std::min(rows_, static_cast<std::int64_t>(bytes / shape_.row_bytes()));
 }
 
-void HostStore::commit(std::uint64_t from, std::uint64_t to) {
-  if (from >= to) return;
-  for (std::uint64_t index = 0; index < regions(); ++index) {
-    if (::mprotect(region(index) + from, to - from, PROT_READ | PROT_WRITE) != 0) {
-      throw_refused(to - from);
-    }
-    // Huge pages only where they fit whole: rounding up would take memory that nobody planned.
-    // Only advice; without it the kernel hands out small pages.
-    const std::uint64_t huge_from = round_up(from, kHugePage);
-    const std::uint64_t huge_to = to / kHugePage * kHugePage;
-    if (huge_from < huge_to) {
-      ::madvise(region(index) + huge_from, huge_to - huge_from, MADV_HUGEPAGE);
+std::vector<HostStore::Piece> HostStore::missing(int first, int last) const {
+  std::vector<Piece> pieces;
+  const std::uint64_t to = host_region_bytes(shape_, charged_);
+  for (int layer = first; layer < last; ++layer) {
+    const std::uint64_t from =
+        host_region_bytes(shape_, committed_[static_cast<std::size_t>(layer)]);
+    for (int head = 0; head < shape_.kv_heads && from < to; ++head) {
+      pieces.push_back({region(layer, head) + from, to - from});
     }
   }
-  if (!populate(from, to)) throw_refused(to - from);
-  for (std::uint64_t index = 0; index < regions(); ++index) {
-    backend_->register_host(region(index) + from, to - from);
-    registered_.push_back(region(index) + from);
-  }
+  return pieces;
 }
 
-// Undoes what commit() did before it failed.
-void HostStore::withdraw(std::uint64_t from, std::uint64_t to) noexcept {
-  const auto is_new = [&](const std::byte* piece) {
-    return static_cast<std::uint64_t>(piece - base_) % region_bytes_ >= from;
-  };
-  while (!registered_.empty() && is_new(registered_.back())) {
-    backend_->unregister_host(registered_.back());
-    registered_.pop_back();
+void HostStore::commit(int first, int last) {
+  const std::vector<Piece> pieces = missing(first, last);
+  const std::size_t registered = registered_.size();
+  try {
+    back(pieces);
+    for (const Piece& piece : pieces) {
+      backend_->register_host(piece.data, piece.bytes);
+      registered_.push_back(piece.data);
+    }
+  } catch (...) {
+    withdraw(pieces, registered);
+    throw;
   }
-  for (std::uint64_t index = 0; index < regions(); ++index) {
-    ::madvise(region(index) + from, to - from, MADV_DONTNEED);
-    ::mprotect(region(index) + from, to - from, PROT_NONE);
-  }
+  std::fill(committed_.begin() + first, committed_.begin() + last, charged_);
 }
+
+namespace {
 
 // Touches every page, so that what the machine does not have is missed here and not by a signal
-// later. Zeroing pages is what takes time: several threads share the regions if there is much.
-bool HostStore::populate(std::uint64_t from, std::uint64_t to) const {
-  std::atomic<std::uint64_t> next = 0;
+// later. Zeroing pages is what takes time: several threads share the pieces if there is much.
+template <typename Pieces>
+bool populate(const Pieces& pieces) {
+  std::atomic<std::size_t> next = 0;
   std::atomic<bool> refused = false;
   const auto work = [&] {
-    for (std::uint64_t index = next++; index < regions(); index = next++) {
+    for (std::size_t i = next++; i < pieces.size(); i = next++) {
       // Advice, but for want of memory.
-      if (::madvise(region(index) + from, to - from, MADV_POPULATE_WRITE) != 0 && errno == ENOMEM) {
+      if (::madvise(pieces[i].data, pieces[i].bytes, MADV_POPULATE_WRITE) != 0 && errno == ENOMEM) {
         refused = true;
       }
     }
   };
   {
     std::vector<std::jthread> helpers;
-    const std::uint64_t useful = regions() * (to - from) / kBytesPerThread;
+    std::uint64_t bytes = 0;
+    for (const auto& piece : pieces) bytes += piece.bytes;
     const std::uint64_t most =
         std::min<std::uint64_t>(kMostThreads, std::thread::hardware_concurrency());
     try {
-      for (std::uint64_t i = 1; i < std::min(useful, most); ++i) helpers.emplace_back(work);
+      for (std::uint64_t i = 1; i < std::min(bytes / kBytesPerThread, most); ++i) {
+        helpers.emplace_back(work);
+      }
     } catch (const std::system_error&) {
       errno = 0;  // the threads that there are do it
     }
@@ -164,6 +178,38 @@ bool HostStore::populate(std::uint64_t from, std::uint64_t to) const {
   }
   if (refused) errno = ENOMEM;
   return !refused;
+}
+
+}  // namespace
+
+// Has the machine put memory behind them.
+void HostStore::back(std::span<const Piece> pieces) {
+  std::uint64_t bytes = 0;
+  for (const Piece& piece : pieces) {
+    bytes += piece.bytes;
+    if (::mprotect(piece.data, piece.bytes, PROT_READ | PROT_WRITE) != 0) {
+      throw_refused(piece.bytes);
+    }
+    // Huge pages only where they fit whole: rounding up would take memory that nobody planned.
+    // Only advice; without it the kernel hands out small pages.
+    const auto from = static_cast<std::uint64_t>(piece.data - base_);
+    const std::uint64_t huge_from = round_up(from, kHugePage);
+    const std::uint64_t huge_to = (from + piece.bytes) / kHugePage * kHugePage;
+    if (huge_from < huge_to) ::madvise(base_ + huge_from, huge_to - huge_from, MADV_HUGEPAGE);
+  }
+  if (!populate(pieces)) throw_refused(bytes);
+}
+
+// Undoes what commit() did before it failed: `registered` pieces were there before.
+void HostStore::withdraw(std::span<const Piece> pieces, std::size_t registered) noexcept {
+  while (registered_.size() > registered) {
+    backend_->unregister_host(registered_.back());
+    registered_.pop_back();
+  }
+  for (const Piece& piece : pieces) {
+    ::madvise(piece.data, piece.bytes, MADV_DONTNEED);
+    ::mprotect(piece.data, piece.bytes, PROT_NONE);
+  }
 }
 
 }  // namespace sluice

@@ -1,8 +1,10 @@
 // The home of every row: one region of host memory per (layer, KV head).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "lib/backend.h"
@@ -26,29 +28,45 @@ class HostStore {
   // The same, but for no more than 64 MiB in advance and the ends of huge pages: what grows while
   // something else is waited for need not be much at a time.
   void grow_to(std::int64_t rows);
+  // grow() in two parts, for what is written layer by layer: charges for the rows of all layers,
+  // and then commits a layer's, which takes as long as zeroing and registering them.
+  void charge(std::int64_t rows);
+  void commit(int layer);
 
   // Where a row of a region is, by its number; later rows follow it.
   std::byte* row(int layer, int head, std::int64_t number) const;
   // Bytes from one KV head's region to the next one's.
   std::int64_t head_stride() const { return static_cast<std::int64_t>(region_bytes_); }
 
-  std::int64_t committed_rows() const { return committed_; }
+  // Of every layer.
+  std::int64_t committed_rows() const {
+    return *std::min_element(committed_.begin(), committed_.end());
+  }
 
  private:
+  struct Piece {
+    std::byte* data;
+    std::uint64_t bytes;
+  };
+
   std::uint64_t regions() const;
-  std::byte* region(std::uint64_t index) const { return base_ + index * region_bytes_; }
-  void extend(std::int64_t target);
+  std::byte* region(int layer, int head) const;
+  void grow_ahead(std::int64_t rows, std::int64_t ahead);
   std::int64_t rounded(std::int64_t rows) const;
-  void commit(std::uint64_t from, std::uint64_t to);
-  void withdraw(std::uint64_t from, std::uint64_t to) noexcept;
-  bool populate(std::uint64_t from, std::uint64_t to) const;
+  void charge_to(std::int64_t target);
+  // What layers [first, last) lack of what they are charged for.
+  std::vector<Piece> missing(int first, int last) const;
+  void commit(int first, int last);
+  void back(std::span<const Piece> pieces);
+  void withdraw(std::span<const Piece> pieces, std::size_t registered) noexcept;
 
   Backend* backend_;
   KvShape shape_;
   std::int64_t rows_;
   std::uint64_t region_bytes_;
   std::byte* base_ = nullptr;
-  std::int64_t committed_ = 0;
+  std::int64_t charged_ = 0;             // rows of every region
+  std::vector<std::int64_t> committed_;  // [layers], of them
   std::vector<std::byte*> registered_;
 };
 

@@ -144,6 +144,16 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
 
 std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                         Ledger& ledger) {
+  return write(sequence, first, end, false, ledger);
+}
+
+void KvPool::write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                             Ledger& ledger) {
+  write(sequence, first, end, true, ledger);
+}
+
+std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                        bool by_layers, Ledger& ledger) {
   settle();  // of a step that failed
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
   std::int64_t rows = 0;
@@ -152,7 +162,8 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
     rows = std::max(rows, tables_.page(sequence, page).host * kPageTokens + used);
   }
   try {
-    home_.grow(rows);
+    // What is copied now has to have its place in all layers.
+    by_layers&& writing.blocks.empty() ? home_.charge(rows) : home_.grow(rows);
   } catch (...) {
     tables_.truncate(sequence, first);
     throw;

@@ -70,6 +70,11 @@ class KvPool {
   // Error{memory} for want of host memory; then the sequence can only be closed.
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   Ledger& ledger);
+  // The same, but every layer's rows have a home only from ready_home() on: memory is handed out
+  // while the device is busy with the layer before. ready_home() throws Error{memory} for want of
+  // it.
+  void write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end, Ledger& ledger);
+  void ready_home(int layer) { home_.commit(layer); }
 
   // Room at home for so many rows more than were ever written, so that a later write() need not
   // wait for it; less if there is none.
@@ -110,6 +115,8 @@ class KvPool {
   std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
 
  private:
+  std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                  bool by_layers, Ledger& ledger);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void publish();
   // The first entry of a set's table of pages.

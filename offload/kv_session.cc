@@ -123,6 +123,7 @@ void KvSession::append(int layer, const NewRows& rows) {
                 "layer " + std::to_string(layer) + " has its rows of this step already");
   }
   if (is_run_) {
+    if (in_prompt_) pool_->ready_home(layer);
     run_->append(layer, rows, pool_->sparse() != nullptr);
     // A layer of a sparse prefill is attended when all of its rows are there.
     if (in_prompt_) pool_->settle();
@@ -263,7 +264,7 @@ void KvSession::begin_prompt(std::int64_t tokens) {
   prompt_ = {length_, tokens};
   phase_ = Phase::prefill;
   ledger_.begin_step(phase_, static_cast<int>(tokens));
-  pool_->write(sequence_, prompt_.first, prompt_.end(), ledger_);
+  pool_->write_by_layers(sequence_, prompt_.first, prompt_.end(), ledger_);
   try {
     pool_->important()->begin(sequence_, prompt_, *pool_);
   } catch (const Error&) {

@@ -57,6 +57,26 @@ TEST(HostStore, StopsAtTheHostCapAndKeepsWhatItHas) {
   EXPECT_LE(backend.account(Tier::host).peak(), 4u * 256 * 1024);
 }
 
+TEST(HostStore, ChargesForAllLayersAndCommitsThemOneByOne) {
+  cpu::ReferenceBackend backend(MemoryAccount::kNoCap, std::uint64_t{64} << 20);
+  HostStore store(backend, kShape, 300000);
+  store.grow(100);
+  std::memset(store.row(1, 0, 99), 5, kShape.row_bytes());
+  store.charge(20000);
+  const std::uint64_t charged = backend.account(Tier::host).used();
+  EXPECT_GE(charged, kShape.token_bytes() * 20000);
+  EXPECT_LT(store.committed_rows(), 20000);
+  EXPECT_THROW(store.charge(100000), Error) << "the cap";
+  EXPECT_EQ(backend.account(Tier::host).used(), charged);
+  store.commit(0);
+  EXPECT_EQ(store.row(0, 1, 19999)[0], std::byte{0});
+  EXPECT_LT(store.committed_rows(), 20000);
+  store.grow(15000);  // what layer 1 lacks
+  EXPECT_EQ(store.row(1, 1, 19999)[0], std::byte{0});
+  EXPECT_EQ(store.row(1, 0, 99)[0], std::byte{5});
+  EXPECT_EQ(backend.account(Tier::host).used(), charged);
+}
+
 // Pins a limited number of pieces, as a system with a limit on locked memory does.
 class PinningBackend : public cpu::ReferenceBackend {
  public:
@@ -103,10 +123,34 @@ TEST(HostStore, GrowsByMuchAtOnce) {
   }
 }
 
+TEST(HostStore, ALayerThatCannotBePinnedIsGivenBackAlone) {
+  PinningBackend backend;
+  {
+    HostStore store(backend, kShape, 100000);
+    store.charge(50000);
+    const std::uint64_t charged = backend.account(Tier::host).used();
+    store.commit(0);
+    backend.limit = backend.pinned.size() + 1;
+    EXPECT_THROW(store.commit(1), Error);
+    EXPECT_EQ(backend.pinned.size(), 2u);
+    EXPECT_EQ(backend.account(Tier::host).used(), charged);
+    backend.limit = 1000;
+    store.commit(1);
+    store.commit(1);
+    EXPECT_EQ(backend.pinned.size(), 4u);
+    EXPECT_EQ(store.row(1, 1, 49999)[0], std::byte{0});
+  }
+  EXPECT_TRUE(backend.pinned.empty());
+  EXPECT_EQ(backend.account(Tier::host).used(), 0u);
+}
+
 TEST(HostStoreDeathTest, RowsBeyondTheCommittedPartAreABug) {
   cpu::ReferenceBackend backend;
   HostStore store(backend, kShape, 100000);
   store.grow(10);
+  EXPECT_DEATH(store.row(0, 0, 50000), "committed");
+  store.charge(60000);
+  store.commit(1);
   EXPECT_DEATH(store.row(0, 0, 50000), "committed");
 }
 
