@@ -1,9 +1,11 @@
-// top_k of a few by a scan's digest: one block per head, which reads little besides the digest.
+// top_k of a few by a scan's digest: one block per head, which reads little
+// besides the digest.
 //
-// The maxima of the digest bound what a sector may hold. First some sectors are looked at, each the
-// most promising of a part of the context: as many of their entries as are to be kept bound what is
-// kept from below. Few other sectors reach that bound; the entries there that do are listed, and
-// the heaviest of them found by bisection. Where too many do, as all weigh much the same, those
+// The maxima of the digest bound what a sector may hold. First some sectors are
+// looked at, each the most promising of a part of the context: as many of their
+// entries as are to be kept bound what is kept from below. Few other sectors
+// reach that bound; the entries there that do are listed, and the heaviest of
+// them found by bisection. Where too many do, as all weigh much the same, those
 // that fit the list raise the bound and it begins anew.
 #include <algorithm>
 #include <cmath>
@@ -14,8 +16,8 @@
 namespace sluice::cuda {
 namespace {
 
-// Finds what is kept of one head. Most of it happens once, when fetching instructions takes longer
-// than what they do: such loops stay loops.
+// Finds what is kept of one head. Most of it happens once, when fetching
+// instructions takes longer than what they do: such loops stay loops.
 class FewChoice : public FewHead {
  public:
   __device__ __forceinline__ FewChoice(const SelectCall& c, FewShared& shared, int head,
@@ -36,7 +38,8 @@ class FewChoice : public FewHead {
   }
 
  private:
-  // Notes the largest logit of every page, and what each thread sees of its row.
+  // Notes the largest logit of every page, and what each thread sees of its
+  // row.
   __device__ __forceinline__ void read_digest() {
     Sums sums;
     bool is_bad = false;
@@ -103,7 +106,8 @@ class FewChoice : public FewHead {
 
   // Leaves in `winners` which entries are kept by choice, in any order.
   __device__ __forceinline__ void keep_heaviest(std::int32_t wanted) {
-    // Rows of a page that several teams have may bring it into the sample as often.
+    // Rows of a page that several teams have may bring it into the sample as
+    // often.
     const bool is_one_teams = kTeamLanes % c_.group == 0;
     constexpr int kMostTeams = 3;
     static_assert(kMostFewRows <= 2 * kTeamLanes);
@@ -114,6 +118,9 @@ class FewChoice : public FewHead {
       const std::int32_t sectors = list_sectors(bound.log_weight);
       list_entries(sectors, bound.key);
       const std::uint32_t listed = shared_.listed;
+      if (listed >= static_cast<std::uint32_t>(wanted) && listed <= kMostFewRanked) {
+        return keep_ranked(listed, wanted);
+      }
       const std::uint64_t own = thread() < listed ? shared_.keys[thread()] : 0;
       const std::uint64_t least = largest_key(own, static_cast<std::uint32_t>(wanted));
       if (listed < static_cast<std::uint32_t>(wanted)) {
@@ -129,15 +136,29 @@ class FewChoice : public FewHead {
     }
   }
 
-  // A bound that so many entries of a sample reach. Every team brings one sector, that with the
-  // largest weight among the pages and rows that its threads have, without pages of which something
-  // is always kept; a thread counts by the heaviest of its entries there.
+  // Where a thread for each listed entry may look at all.
+  __device__ __forceinline__ void keep_ranked(std::uint32_t listed, std::int32_t wanted) const {
+    if (thread() >= listed) return;
+    const std::uint64_t own = shared_.keys[thread()];
+    std::int32_t rank = 0;
+#pragma unroll 4
+    for (std::uint32_t i = 0; i < listed; ++i) rank += shared_.keys[i] > own ? 1 : 0;
+    if (rank < wanted) shared_.winners[rank] = entry_of_key(own);
+  }
+
+  // A bound that so many entries of a sample reach. Every team brings one
+  // sector, that with the largest weight among the pages and rows that its
+  // threads have, without pages of which something is always kept; a thread
+  // counts by the heaviest of its entries there.
   __device__ __forceinline__ Bound sample(std::uint32_t wanted) const {
     const std::int32_t first = (extent_.low + kPageTokens - 1) / kPageTokens;
     const std::int32_t last = extent_.high / kPageTokens;
     const float norm = shared_.rows[row_].norm;
     float most = -INFINITY;
     std::int32_t item = -1;
+    shared_.bins[thread()] = 0;
+    if (thread() == 0) shared_.bound = 0;
+    __syncthreads();
 #pragma unroll 1
     for (int page = first_page_; page < last; page += page_step_) {
       const float weight = shared_.tops[page * c_.group + row_] - norm;
@@ -169,20 +190,30 @@ class FewChoice : public FewHead {
                                      team_lane() * kTeamEntries);
       own = max(max(grades.x, grades.y), max(grades.z, grades.w));
     }
-    std::uint32_t found = 0;
-#pragma unroll 1
-    for (std::uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
-      const auto reach = static_cast<std::uint32_t>(__syncthreads_count(own >= (found | bit)));
-      if (reach < wanted) continue;
-      found |= bit;
-      if (reach <= wanted + wanted / 4) break;
-    }
-    const std::uint64_t key = std::uint64_t{found} << 32;
+    const std::uint64_t key = std::uint64_t{reached(own, wanted)} << 32;
     return {log_weight_of(key), key};
   }
 
-  // The wanted-th largest of the threads' keys, which differ where they are not 0; or a number that
-  // lies between it and the next. There are so many.
+  // A number that so many threads' own reach, or 0: the largest that begins a
+  // bin.
+  __device__ __forceinline__ std::uint32_t reached(std::uint32_t own, std::uint32_t wanted) const {
+    // Of f32, by exponent and two bits more; of ordered f16 likewise and four.
+    const int shift = c_.group > 1 ? 21 : 6;
+    static_assert(kFewThreads == 1 << (31 - 21) && kFewThreads == 1 << (16 - 6));
+    if (own > 0) atomicAdd(&shared_.bins[kFewThreads - 1 - (own >> shift)], 1u);
+    __syncthreads();
+    std::uint32_t all;
+    const std::uint32_t in_bin = shared_.bins[thread()];
+    const std::uint32_t before = block_exclusive(in_bin, shared_.part, all);
+    if (before < wanted && before + in_bin >= wanted) {
+      shared_.bound = static_cast<std::uint32_t>(kFewThreads - 1 - thread()) << shift;
+    }
+    __syncthreads();
+    return shared_.bound;
+  }
+
+  // The wanted-th largest of the threads' keys, which differ where they are not
+  // 0; or a number that lies between it and the next. There are so many.
   __device__ __forceinline__ static std::uint64_t largest_key(std::uint64_t own,
                                                               std::uint32_t wanted) {
     std::uint64_t found = 0;
@@ -209,11 +240,12 @@ class FewChoice : public FewHead {
     return sum >= weight;
   }
 
-  // Lists sectors in which there may be entries of such a weight. An entry's largest is a part of
-  // the group's at least, so that a row tells what is not worth a closer look.
+  // Lists sectors in which there may be entries of such a weight. An entry's
+  // largest is a part of the group's at least, so that a row tells what is not
+  // worth a closer look.
   __device__ __forceinline__ std::int32_t list_sectors(float log_weight) {
     if (thread() < kMostFewSectors / 32) shared_.near[thread()] = 0;
-    if (thread() == 0) shared_.queued = shared_.listed = shared_.won = 0;
+    if (thread() == 0) shared_.queued = shared_.listed = shared_.won = shared_.nears = 0;
     __syncthreads();
     const float least = log_weight - __log2f(static_cast<float>(c_.group)) - kFewSlack;
     const float norm = shared_.rows[row_].norm;
@@ -223,9 +255,14 @@ class FewChoice : public FewHead {
       const int item = page * c_.group + row_;
       if (shared_.tops[item] - norm < least) continue;
       const std::uint32_t sectors = reaching(maxima_[item], least_logit);
-      if (sectors != 0) atomicOr(shared_.near + page / 4, sectors << 8 * (page % 4));
+      if (sectors == 0) continue;
+      const std::uint32_t bits = sectors << 8 * (page % 4);
+      const std::uint32_t before = atomicOr(shared_.near + page / 4, bits);
+      atomicAdd(&shared_.nears, static_cast<std::uint32_t>(__popc(bits & ~before)));
     }
     __syncthreads();
+    // A few are looked at without another look at the digest.
+    const bool are_few = shared_.nears <= kFewThreads / kTeamLanes;
     const float weight = exp2_fast(log_weight - kFewSlack);
     const std::int32_t sectors = pages_ * kBoundsPerPage;
 #pragma unroll 1
@@ -233,7 +270,7 @@ class FewChoice : public FewHead {
       // A word of the bits is a warp's.
       const std::int32_t sector = first + lane();
       const bool is_near = (shared_.near[first / kWarp] >> lane() & 1u) != 0;
-      const bool is_one = is_near && may_reach(sector, weight);
+      const bool is_one = is_near && (are_few || may_reach(sector, weight));
       const unsigned ones = __ballot_sync(kAllLanes, is_one);
       if (ones == 0) continue;
       std::uint32_t slot = 0;
@@ -246,8 +283,9 @@ class FewChoice : public FewHead {
     return static_cast<std::int32_t>(shared_.queued);
   }
 
-  // Lists entries of these sectors that reach the bound, until there are too many. Teams have
-  // sectors that follow each other, so that what is listed then comes from all over the context.
+  // Lists entries of these sectors that reach the bound, until there are too
+  // many. Teams have sectors that follow each other, so that what is listed
+  // then comes from all over the context.
   __device__ __forceinline__ void list_entries(std::int32_t sectors, std::uint64_t bound) {
     constexpr int kTeams = kFewThreads / kTeamLanes;
     const std::int32_t each = (sectors + kTeams - 1) / kTeams;
@@ -310,24 +348,24 @@ class FewChoice : public FewHead {
     c_.heads[head_] = result;
   }
 
-  // What every page weighs without what is kept of it: by the digest, and where something is, by
-  // its logits.
+  // What every page weighs without what is kept of it: by the digest, and where
+  // something is, by its logits.
   __device__ __forceinline__ void weigh_pages(std::int32_t count) {
     const PageWeights to = c_.page_weights.from(head_);
     const RowInfo info = shared_.rows[row_];
-#pragma unroll 1
+#pragma unroll 4
     for (int page = first_page_; page < pages_; page += page_step_) {
       const int item = page * c_.group + row_;
       shared_.tops[item] = sums_[item] * info.scale * exp2_fast(shared_.tops[item] - info.norm);
-      if (row_ == 0) to.masks[page] = make_uint4(0, 0, 0, 0);
+      if (row_ == 0) shared_.masks[page] = make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
     if (thread() < count) {
       const std::int32_t at = shared_.kept[thread()];
-      atomicOr(reinterpret_cast<std::uint32_t*>(to.masks) + at / kWarp, 1u << at % kWarp);
+      atomicOr(reinterpret_cast<std::uint32_t*>(shared_.masks) + at / kWarp, 1u << at % kWarp);
     }
     __syncthreads();
-    weigh_marked(to, count);
+    weigh_marked(count);
     __syncthreads();
     float mass = 0.0f;
 #pragma unroll 1
@@ -336,6 +374,7 @@ class FewChoice : public FewHead {
 #pragma unroll 1
       for (int g = 0; g < c_.group; ++g) sum += shared_.tops[page * c_.group + g];
       to.weights[page] = sum;
+      to.masks[page] = shared_.masks[page];
     }
     if (warp() >= c_.group) return;
 #pragma unroll 4
@@ -349,8 +388,9 @@ class FewChoice : public FewHead {
     }
   }
 
-  // The pages of which something is kept: half a warp has one of them and a row.
-  __device__ __forceinline__ void weigh_marked(const PageWeights& to, std::int32_t count) {
+  // The pages of which something is kept: half a warp has one of them and a
+  // row.
+  __device__ __forceinline__ void weigh_marked(std::int32_t count) {
     constexpr int kLanes = kPageTokens / 8;
     const int part = lane() % kLanes;
     const unsigned lanes = 0xffffu << (lane() / kLanes * kLanes);
@@ -363,7 +403,7 @@ class FewChoice : public FewHead {
       const std::int32_t page = shared_.kept[i] / kPageTokens;
       const uint4 x = reinterpret_cast<const uint4*>(c_.row(head_, g))[page * kLanes + part];
       const std::uint32_t mask =
-          __ldcg(reinterpret_cast<const std::uint32_t*>(to.masks + page) + part / 4);
+          reinterpret_cast<const std::uint32_t*>(shared_.masks + page)[part / 4];
       const RowInfo& info = shared_.rows[g];
       float sum = info.scale * weight8(masked(x, ~(mask >> part % 4 * 8)), info.norm);
 #pragma unroll

@@ -10,8 +10,9 @@ namespace sluice::cuda {
 
 constexpr int kFewThreads = 1024;
 constexpr int kMostFewRows = 8;
-constexpr std::int32_t kMostFewKept = 64;     // by choice, and as many always
-constexpr std::int32_t kMostFewItems = 8192;  // pages times rows
+constexpr std::int32_t kMostFewKept = 64;      // by choice, and as many always
+constexpr std::int32_t kMostFewItems = 8192;   // pages times rows
+constexpr std::uint32_t kMostFewRanked = 128;  // listed entries
 constexpr std::int32_t kMostFewSectors = 16384;
 static_assert(kMostFewSectors / 32 <= kFewThreads && kMostFewSectors <= 1 << 16);
 // Threads that look at a sector together, a team, and what each of them has of it.
@@ -23,14 +24,23 @@ constexpr float kFewSlack = 0x1p-3f;
 struct FewShared {
   float tops[kMostFewItems];  // largest logit times log2(e), later weight; of pages and rows
   std::uint64_t keys[kFewThreads];
-  Sums parts[kFewThreads];  // of a row as a thread sees it
-  std::uint16_t sectors[kMostFewSectors];
+  union {
+    Sums parts[kFewThreads];  // of a row as a thread sees it
+    std::uint32_t bins[kFewThreads];
+  };
+  union {
+    std::uint16_t sectors[kMostFewSectors];
+    uint4 masks[kMostFewSectors / kBoundsPerPage];  // of pages, a bit for each entry that is kept
+  };
   std::uint32_t near[kMostFewSectors / 32];  // a bit for each sector
   RowInfo rows[kMostFewRows];
   std::int32_t winners[kMostFewKept];
   std::int32_t kept[2 * kMostFewKept];  // entries, ascending
-  std::uint32_t queued;                 // sectors
-  std::uint32_t listed;                 // entries, as far as they fit among the keys
+  std::uint32_t part[kWarp];
+  std::uint32_t bound;
+  std::uint32_t nears;   // bits of `near`
+  std::uint32_t queued;  // sectors
+  std::uint32_t listed;  // entries, as far as they fit among the keys
   std::uint32_t won;
 };
 
