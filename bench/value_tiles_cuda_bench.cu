@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -126,16 +125,13 @@ class Step {
                                                     context / kSelected));
     }
     positions_ = bench::device_copy(positions);
-    heads_ = make_pinned_block(heads * sizeof(HeadSelection));
-    for (std::size_t i = 0; i < heads; ++i) {
-      HeadSelection selection;
-      selection.count = kSelected;
-      std::memcpy(static_cast<HeadSelection*>(heads_.get()) + i, &selection, sizeof(selection));
-    }
+    HeadSelection selection;
+    selection.count = kSelected;
+    heads_ = bench::device_copy(std::vector<HeadSelection>(heads, selection));
     sums_ = bench::normal_block<float>(heads * kHeadDim);
     out_ = bench::normal_block<float>(queries * kHeadDim);
     lse_ = bench::normal_block<float>(queries);
-    read_ = make_pinned_block(heads * sizeof(std::int32_t));
+    read_ = make_device_block(heads * sizeof(std::int32_t));
   }
 
   AttendTilesParams params() const {
@@ -156,8 +152,11 @@ class Step {
   std::int64_t pages_of_sequence() const { return pages_; }
   double pages() const { return static_cast<double>(pages_ * count_ * kKvHeads); }
   double pages_read() const {
-    const auto* const read = static_cast<const std::int32_t*>(read_.get());
-    return std::accumulate(read, read + count_ * kKvHeads, 0.0);
+    std::vector<std::int32_t> read(static_cast<std::size_t>(count_ * kKvHeads));
+    require(cudaMemcpy(read.data(), read_.get(), read.size() * sizeof(std::int32_t),
+                       cudaMemcpyDeviceToHost),
+            "reading counts");
+    return std::accumulate(read.begin(), read.end(), 0.0);
   }
 
  private:
@@ -170,11 +169,11 @@ class Step {
   LogitDigest digest_;
   DeviceBlock estimated_lse_;
   DeviceBlock positions_;
-  PinnedBlock heads_;
+  DeviceBlock heads_;
   DeviceBlock sums_;
   DeviceBlock out_;
   DeviceBlock lse_;
-  PinnedBlock read_;
+  DeviceBlock read_;
 };
 
 // Arguments: tokens, context of each, bits, share in hundredths, with a digest.
