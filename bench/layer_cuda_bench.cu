@@ -111,7 +111,7 @@ class Layer {
     if (select.skip_newest || m.compensate) attend.alpha = alpha;
     if (select.skip_newest) attend.estimated_lse = select.lse;
     if (m.compensate) attend.value_sums = static_cast<const float*>(sums_.get());
-    attend_decode_selected(attend, launch);
+    attend_decode_selected(attend, launch.half(false));
     if (m.value_bits > 0) attend_values(attend, select, launch);
   }
 
@@ -315,7 +315,7 @@ class Layer {
     p.out = attended.out;
     p.lse = attended.lse;
     p.merge = true;
-    attend_tiles(p, launch);
+    attend_tiles(p, launch.half(true), true);
   }
   std::int64_t query_stride() const { return std::int64_t{shape_.query_heads} * shape_.head_dim; }
 

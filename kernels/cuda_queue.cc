@@ -83,6 +83,21 @@ void CudaQueue::select(const SelectParams& params) {
   if (weighs && !leaves_page_weights(params, *own.device)) weigh_pages(params, own);
 }
 
+void CudaQueue::attend_selected(const AttendSelectedParams& params) {
+  attend_decode_selected(params, launch().half(false));
+  attends_selected_ = true;
+}
+
+// Tiles are read while selected rows come from the host, if both have scratch enough.
+void CudaQueue::attend_tiles(const AttendTilesParams& params) {
+  const bool is_merged = params.merge && attends_selected_;
+  const Launch all = launch();
+  const Launch half = all.half(true);
+  const bool is_beside =
+      is_merged && attend_tiles_scratch_bytes(params, *all.device) <= half.scratch_bytes;
+  cuda::attend_tiles(params, is_beside ? half : all, is_beside);
+}
+
 // As one row: a launch has no more than 65535 rows of blocks.
 void CudaQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
   check(first + rows.rows <= weight.outputs() && rows.columns == weight.inputs() &&

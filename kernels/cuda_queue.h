@@ -49,9 +49,7 @@ class CudaQueue : public Queue {
   void select(const SelectParams& params) override;
   void find_rows(const FindRowsParams& params) override { cuda::find_rows(params, launch()); }
   void forget_rows(const ForgetRowsParams& params) override { cuda::forget_rows(params, launch()); }
-  void attend_selected(const AttendSelectedParams& params) override {
-    attend_decode_selected(params, launch());
-  }
+  void attend_selected(const AttendSelectedParams& params) override;
   void gather(const GatherParams& params) override { cuda::gather(params, launch()); }
   void pack_tokens(const PackTokensParams& params) override { cuda::pack_tokens(params, launch()); }
   void unpack_tokens(const UnpackTokensParams& params) override {
@@ -72,9 +70,7 @@ class CudaQueue : public Queue {
   void build_values_batch(const BuildValuesBatchParams& params) override {
     cuda::build_values_batch(params, launch());
   }
-  void attend_tiles(const AttendTilesParams& params) override {
-    cuda::attend_tiles(params, launch());
-  }
+  void attend_tiles(const AttendTilesParams& params) override;
   // What it waits for may be the host.
   void merge_partials(const MergePartialsParams& params) override {
     merge_joined_partials(params, launch());
@@ -92,11 +88,12 @@ class CudaQueue : public Queue {
 
  private:
   CudaBackend& own() const { return static_cast<CudaBackend&>(backend()); }
-  Launch launch() const {
+  Launch launch() {
     own().use_device();
+    attends_selected_ = false;
     return workspace_.launch();
   }
-  cudaStream_t stream() const { return launch().stream; }
+  cudaStream_t stream() { return launch().stream; }
   const void* weight_of(const LinearParams& params) const;
 
   Charge device_charge_;
@@ -106,6 +103,7 @@ class CudaQueue : public Queue {
   std::optional<Gemm> gemm_;
   Recorder recorder_;
   PinnedBlock sampled_;
+  bool attends_selected_ = false;  // by the latest operation
 };
 
 }  // namespace sluice::cuda

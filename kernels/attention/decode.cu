@@ -155,7 +155,7 @@ std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
   const std::int64_t partials =
       static_cast<std::int64_t>(launch.scratch_bytes) / kPartialBytes<kHeadDim> / bunches - workers;
   std::int64_t tokens = std::min({std::int64_t{p.count}, partials / p.kv_heads,
-                                  Launch::kCounters / (bunches * p.kv_heads),
+                                  Launch::kHalfCounters / (bunches * p.kv_heads),
                                   kMostTiles / (size.head_tiles * p.kv_heads)});
   if (size.token_bytes > 0) {
     const std::int64_t room = room_of<kHeadDim, kStages>(*launch.device);

@@ -34,6 +34,18 @@ struct Launch {
   std::size_t scratch_bytes = 0;
 
   static constexpr int kCounters = 16384;
+  static constexpr int kHalfCounters = kCounters / 2;
+
+  // The same with half of what there is, for two kernels that may run at the same time.
+  Launch half(bool is_second) const {
+    Launch half = *this;
+    half.scratch_bytes = scratch_bytes / 2 / 256 * 256;
+    if (is_second && scratch != nullptr) {
+      half.scratch += half.scratch_bytes;
+      half.counters += kHalfCounters;
+    }
+    return half;
+  }
 };
 
 }  // namespace sluice::cuda

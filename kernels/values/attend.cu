@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int64_t kMostHeads = 4096;  // of a launch
 constexpr int kPagesOfBlock = 8;           // read at the same time
-static_assert(kMostHeads <= Launch::kCounters);
+static_assert(kMostHeads <= Launch::kHalfCounters);
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -119,7 +119,7 @@ std::size_t attend_tiles_scratch_bytes(const AttendTilesParams& p, const DeviceL
   return std::max(scratch_of(p, tokens, device), rest == 0 ? 0 : scratch_of(p, rest, device));
 }
 
-void attend_tiles(const AttendTilesParams& p, const Launch& launch) {
+void attend_tiles(const AttendTilesParams& p, const Launch& launch, bool is_beside) {
   check(p.shape.head_dim % 4 == 0 && p.shape.head_dim <= 256, "attend_tiles: head_dim");
   check(!p.weighed, "attend_tiles: the device keeps logits");
   check(p.logits.stride % 8 == 0 && reinterpret_cast<std::uintptr_t>(p.logits.data) % 16 == 0,
@@ -138,8 +138,12 @@ void attend_tiles(const AttendTilesParams& p, const Launch& launch) {
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
     c.tickets = launch.counters;
-    if (part.logits.digest.weights == nullptr) {
-      weigh_pages({part.shape, part.batch, part.logits, part.selected, c.lse, c.weights}, launch);
+    const bool weighs = part.logits.digest.weights == nullptr;
+    c.is_beside = is_beside && first == 0 && !weighs;
+    if (weighs) {
+      weigh_pages({part.shape, part.batch, part.logits, part.selected, c.lse, c.weights,
+                   is_beside && first == 0},
+                  launch);
     }
     run_read(c, launch);
   }

@@ -37,11 +37,13 @@ struct TilesCall {
   float* out_lse = nullptr;           // [heads, group]
   bool merge = false;
   std::int32_t* pages_read = nullptr;  // reported [heads] or null
+  bool is_beside = false;              // the kernel before has to do with `out` and `out_lse` alone
 
   // How the work is shared out.
   std::int32_t most_pages = 0;   // of a head
   std::int32_t splits = 0;       // blocks that read pages of a head
   std::int32_t query_parts = 0;  // of a group
+  std::int32_t stages = 0;       // of a warp's pages in shared memory
 
   PageWeights weights;
   // Scratch: what blocks have read.

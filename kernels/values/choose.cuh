@@ -13,11 +13,37 @@ namespace sluice::cuda {
 inline constexpr int kReadThreads = 256;
 inline constexpr int kReadWarps = kReadThreads / kWarp;
 
+// Counts in shared memory, of which neighbouring lanes have copies: else those that count the same
+// wait for each other.
+template <int kBins>
+class Counts {
+  static constexpr int kCopies = 4;
+  static constexpr int kStride = kBins + 1;  // to different banks
+
+ public:
+  __device__ __forceinline__ void clear(int thread, int threads) {
+    for (int i = thread; i < kCopies * kStride; i += threads) counts_[i] = 0;
+  }
+  __device__ __forceinline__ void add(std::uint32_t bin, std::uint32_t count) {
+    atomicAdd(&counts_[threadIdx.x % kCopies * kStride + bin], count);
+  }
+  __device__ __forceinline__ std::uint32_t of(int bin) const {
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) sum += counts_[copy * kStride + bin];
+    return sum;
+  }
+
+ private:
+  std::uint32_t counts_[kCopies * kStride];
+};
+
 // Weights fall into classes of equal sign, exponent and 7 bits. Counted by how far they lie below
 // the heaviest: first 16 at a time, down to where a weight is nothing beside it, then singly.
 class PageChoice {
   static constexpr int kFine = 16;
   static constexpr float kUnits = 0x1p30f;  // of all pages' weight
+  static constexpr int kKept = 4;           // pages whose weights a thread keeps
 
  public:
   using Page = std::uint16_t;  // in a list
@@ -25,8 +51,8 @@ class PageChoice {
 
   // What a block keeps in shared memory.
   struct Shared {
-    std::uint32_t coarse[kReadThreads];
-    std::uint32_t fine[kFine];
+    Counts<kReadThreads> coarse;
+    Counts<kFine> fine;
     std::uint32_t part[kWarp];
     float sums[kReadWarps];
     std::uint32_t tops[kReadWarps];
@@ -36,20 +62,29 @@ class PageChoice {
     int counts[kReadWarps];
   };
 
-  // By all threads of a block.
-  __device__ PageChoice(const float* weights, int pages, Shared& shared)
-      : weights_(weights), pages_(pages), shared_(shared) {}
+  // By all threads of a block. `staged`: room for all weights in shared memory, or null.
+  __device__ PageChoice(const float* weights, int pages, float* staged, Shared& shared)
+      : weights_(weights), pages_(pages), shared_(shared) {
+    // Past the L1 cache, which may have what was there in the layer before.
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (page_of(i) < pages) kept_[i] = __ldcg(weights + page_of(i));
+    }
+    if (staged == nullptr) return;
+#pragma unroll 8
+    for (int page = page_of(kKept); page < pages; page += kReadThreads) {
+      staged[page] = __ldcg(weights + page);
+    }
+    weights_ = staged;
+  }
 
-  // Lists the pages that carry `share`, in order; returns how many. The list can be read after the
-  // next barrier.
+  // Lists the pages that carry `share`, always in the same order; returns how many. The list can be
+  // read after the next barrier.
   __device__ int list(float share, Page* to) {
-    const std::uint32_t lightest = share < 1.0f ? lightest_class(share) : 0;
-    // A warp has neighbouring pages.
-    const int each = (pages_ + kReadThreads - 1) / kReadThreads * kWarp;
-    const int first = warp() * each;
-    const int last = min(first + each, pages_);
+    if (!(share < 1.0f)) return list_all(to);
+    const std::uint32_t lightest = lightest_class(share);
     int own = 0;
-    for (int at = first; at < last; at += kWarp) own += __popc(chosen(at, last, lightest));
+    for_pages([&](int page, float weight) { own += __popc(chosen(page, weight, lightest)); });
     if (lane() == 0) shared_.counts[warp()] = own;
     __syncthreads();
     int slot = 0;
@@ -59,32 +94,43 @@ class PageChoice {
       if (w == warp()) slot = all;
       all += shared_.counts[w];
     }
-    for (int at = first; at < last; at += kWarp) {
-      const std::uint32_t bits = chosen(at, last, lightest);
+    for_pages([&](int page, float weight) {
+      const std::uint32_t bits = chosen(page, weight, lightest);
       const bool is_chosen = (bits >> lane() & 1u) != 0;
-      if (is_chosen)
-        to[slot + __popc(bits & ((1u << lane()) - 1))] = static_cast<Page>(at + lane());
+      if (is_chosen) to[slot + __popc(bits & ((1u << lane()) - 1))] = static_cast<Page>(page);
       slot += __popc(bits);
-    }
+    });
     return all;
   }
 
  private:
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int lane() { return thread() % kWarp; }
+  __device__ static int warp() { return thread() / kWarp; }
+  __device__ static int page_of(int i) { return i * kReadThreads + thread(); }
   __device__ static std::uint32_t class_of(float weight) { return __float_as_uint(weight) >> 16; }
-
-  // Of the pages from `at` on, a bit for each that is read.
-  __device__ std::uint32_t chosen(int at, int last, std::uint32_t lightest) const {
-    const int page = at + lane();
-    return __ballot_sync(kAllLanes, page < last && class_of(weights_[page]) >= lightest);
+  __device__ int list_all(Page* to) const {
+#pragma unroll 1
+    for (int page = thread(); page < pages_; page += kReadThreads) {
+      to[page] = static_cast<Page>(page);
+    }
+    return pages_;
   }
 
+  // Of the warp's pages, a bit for each that is read.
+  __device__ std::uint32_t chosen(int page, float weight, std::uint32_t lightest) const {
+    return __ballot_sync(kAllLanes, page < pages_ && class_of(weight) >= lightest);
+  }
+
+  // Calls body(page, weight), warps together; behind the last page with a weight of 0.
   template <typename Body>
-  __device__ void for_own(const Body& body) const {
+  __device__ __forceinline__ void for_pages(const Body& body) const {
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) body(page_of(i), kept_[i]);
 #pragma unroll 4
-    for (int page = static_cast<int>(threadIdx.x); page < pages_; page += kReadThreads) {
-      body(weights_[page]);
+    for (int first = kKept * kReadThreads; first < pages_; first += kReadThreads) {
+      const int page = first + thread();
+      body(page, page < pages_ ? weights_[page] : 0.0f);
     }
   }
 
@@ -92,7 +138,7 @@ class PageChoice {
   __device__ float weigh(std::uint32_t& top) {
     float sum = 0.0f;
     top = 0;
-    for_own([&](float weight) {
+    for_pages([&](int, float weight) {
       sum += weight;
       top = max(top, class_of(weight));
     });
@@ -114,10 +160,9 @@ class PageChoice {
 
   // From this class on pages carry the share, and without it they do not.
   __device__ std::uint32_t lightest_class(float share) {
-    const auto thread = threadIdx.x;
-    shared_.coarse[thread] = 0;
-    if (thread < kFine) shared_.fine[thread] = 0;
-    if (thread == 0) shared_.lightest = ~0u;
+    shared_.coarse.clear(thread(), kReadThreads);
+    shared_.fine.clear(thread(), kReadThreads);
+    if (thread() == 0) shared_.lightest = ~0u;
     std::uint32_t top;
     const float total = weigh(top);
     const float scale = total > 0.0f ? kUnits / total : 0.0f;
@@ -125,26 +170,28 @@ class PageChoice {
     const auto coarse_of = [&](float weight) {
       return min((top - class_of(weight)) / kFine, static_cast<std::uint32_t>(kReadThreads - 1));
     };
-    for_own([&](float weight) { atomicAdd(&shared_.coarse[coarse_of(weight)], units(weight)); });
+    for_pages([&](int, float weight) {
+      if (weight > 0.0f) shared_.coarse.add(coarse_of(weight), units(weight));
+    });
     __syncthreads();
     std::uint32_t all;
-    const std::uint32_t own = shared_.coarse[thread];
+    const std::uint32_t own = shared_.coarse.of(thread());
     const std::uint32_t before = block_exclusive(own, shared_.part, all);
     const auto target = static_cast<std::uint32_t>(ceilf(static_cast<float>(all) * share));
     if (before < target && before + own >= target) {
-      shared_.coarse_bin = thread;
+      shared_.coarse_bin = static_cast<std::uint32_t>(thread());
       shared_.missing = target - before;
     }
     __syncthreads();
     if (target == 0) return shared_.lightest;
     const std::uint32_t bin = shared_.coarse_bin;
-    for_own([&](float weight) {
-      if (coarse_of(weight) != bin) return;
-      atomicAdd(&shared_.fine[(top - class_of(weight)) % kFine], units(weight));
+    for_pages([&](int, float weight) {
+      if (!(weight > 0.0f) || coarse_of(weight) != bin) return;
+      shared_.fine.add((top - class_of(weight)) % kFine, units(weight));
     });
     __syncthreads();
-    if (thread < kWarp) {
-      const std::uint32_t part = lane() < kFine ? shared_.fine[lane()] : 0;
+    if (warp() == 0) {
+      const std::uint32_t part = lane() < kFine ? shared_.fine.of(lane()) : 0;
       const bool reaches = warp_inclusive(part) >= shared_.missing;
       const std::uint32_t reached = __ballot_sync(kAllLanes, reaches);
       if (lane() == 0) {
@@ -155,9 +202,10 @@ class PageChoice {
     return shared_.lightest;
   }
 
-  const float* weights_;
+  const float* weights_;  // of pages behind those that threads keep
   int pages_;
   Shared& shared_;
+  float kept_[kKept] = {};
 };
 
 }  // namespace sluice::cuda

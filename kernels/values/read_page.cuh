@@ -48,25 +48,37 @@ struct LaneWords {
   uint4 high;
 };
 
-// Zeros for channels that there are not.
+// Of a page in shared memory. Of channels that there are not it is whatever lies there.
 template <int kBits>
 __device__ __forceinline__ void load_words(const std::byte* page, int head_dim, int first,
                                            LaneWords<kBits>& words) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int channel = first + lane / 4 * 4;
-  const bool is_there = channel < head_dim;
-  const auto* const from = reinterpret_cast<const uint4*>(page + 4 * head_dim) + channel / 4;
+  const auto* const from =
+      reinterpret_cast<const uint4*>(page + 4 * head_dim) + first / 4 + lane / 4;
   const int row = head_dim / 4;
 #pragma unroll
   for (int i = 0; i < kLowWords<kBits>; ++i) {
-    words.low[i] = make_uint4(0, 0, 0, 0);
-    if (is_there) words.low[i] = __ldcs(from + (lane % 4 * kLowWords<kBits> + i) * row);
+    words.low[i] = from[(lane % 4 * kLowWords<kBits> + i) * row];
   }
-  if constexpr (kBits == 3) {
-    words.high = make_uint4(0, 0, 0, 0);
-    if (is_there) words.high = __ldcs(from + (4 * kLowWords<kBits> + lane % 4) * row);
-  }
+  if constexpr (kBits == 3) words.high = from[(4 * kLowWords<kBits> + lane % 4) * row];
 }
+
+// A lane's 32 logits of a page, and which of them are selected; -Inf where there is no such query
+// head.
+struct PageLogits {
+  uint4 words[4];
+  std::uint32_t taken;
+
+  // `logits` may be null.
+  __device__ __forceinline__ PageLogits(const __half* logits, std::uint32_t taken) : taken(taken) {
+    constexpr std::uint32_t kNothing = 0xfc00fc00u;  // -Inf twice
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = make_uint4(kNothing, kNothing, kNothing, kNothing);
+      if (logits != nullptr) words[i] = __ldcg(reinterpret_cast<const uint4*>(logits) + i);
+    }
+  }
+};
 
 // Weights of one query head, that of the lane's column lane / 4, of the lane's 32 tokens: as
 // columns of a product, relative to the heaviest of the page.
@@ -84,24 +96,15 @@ __device__ __forceinline__ std::uint32_t without(std::uint32_t pair, std::uint32
   return pair;
 }
 
-// `logits` are the lane's 32 tokens', or null if there is no such query head; `taken` has a bit for
-// each that is selected.
 template <int kBits>
-__device__ __forceinline__ ColumnWeights weigh_page(const __half* logits, std::uint32_t taken,
-                                                    float norm) {
-  constexpr std::uint32_t kNothing = 0xfc00fc00u;  // -Inf twice
+__device__ __forceinline__ ColumnWeights weigh_page(const PageLogits& logits, float norm) {
   ColumnWeights w;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint4 v = make_uint4(kNothing, kNothing, kNothing, kNothing);
-    if (logits != nullptr) v = reinterpret_cast<const uint4*>(logits)[i];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) w.columns[4 * i + j] = word_of(v, j);
-  }
-  if (taken != 0) {
+  for (int i = 0; i < kThreadPairs; ++i) w.columns[i] = word_of(logits.words[i / 4], i % 4);
+  if (logits.taken != 0) {
 #pragma unroll
     for (int i = 0; i < kThreadPairs; ++i) {
-      w.columns[i] = without(w.columns[i], taken >> (2 * i));
+      w.columns[i] = without(w.columns[i], logits.taken >> (2 * i));
     }
   }
   __half2 most = as_half2(w.columns[0]);
@@ -147,9 +150,10 @@ struct ColumnFactors {
 // Adds weight * value of a block of channels to its results.
 template <int kBits>
 __device__ __forceinline__ void add_block(const std::byte* page, int head_dim, int first,
-                                          const LaneWords<kBits>& words, const ColumnWeights& w,
-                                          const ColumnFactors& factors,
+                                          const ColumnWeights& w, const ColumnFactors& factors,
                                           float (&results)[kBlockResults]) {
+  LaneWords<kBits> words;
+  load_words(page, head_dim, first, words);
   float sums[2][4] = {};
 #pragma unroll
   for (int i = 0; i < kThreadPairs; i += 2) {
@@ -165,10 +169,9 @@ __device__ __forceinline__ void add_block(const std::byte* page, int head_dim, i
     }
   }
   const int channel = first + static_cast<int>(threadIdx.x) % kWarp / 4 * 4;
-  if (channel >= head_dim) return;
-  const auto* const halves = reinterpret_cast<const __half*>(page) + channel;
-  const uint2 scales = __ldcs(reinterpret_cast<const uint2*>(halves));
-  const uint2 zeros = __ldcs(reinterpret_cast<const uint2*>(halves + head_dim));
+  const auto* const scaling = reinterpret_cast<const __half*>(page) + channel;
+  const uint2 scales = *reinterpret_cast<const uint2*>(scaling);
+  const uint2 zeros = *reinterpret_cast<const uint2*>(scaling + head_dim);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     const float2 scale = __half22float2(as_half2(m == 0 ? scales.x : scales.y));

@@ -7,7 +7,8 @@
 //           unless the digest's weights tell
 //   read    finds which pages carry the share, in every block, and reads their values, a page to a
 //           warp, by tensor cores; the last block of a head adds up what all have, gives the mean
-//           value what is left, and merges
+//           value what is left, and merges: only there it needs what selected rows gave, so that it
+//           runs while these come from the host
 // A head is a KV head of a token of the batch. Launches depend on the batch's capacity alone.
 #pragma once
 
@@ -25,7 +26,9 @@ void build_values_batch(const BuildValuesBatchParams& params, const Launch& laun
 // Logits are f16 and survive; rows of them start at multiples of 16 bytes. No part of it waits for
 // the host; results do not depend on the order in which blocks run. Query heads are taken
 // kTileQueries at a time. Error{unsupported} if the scratch does not suffice for one token.
-void attend_tiles(const AttendTilesParams& params, const Launch& launch);
+// `is_beside`: the kernel before has to do with `out` and `lse` alone, may run at the same time,
+// and has scratch and counters of its own; it let this one begin after waiting itself.
+void attend_tiles(const AttendTilesParams& params, const Launch& launch, bool is_beside = false);
 void merge_partials(const MergePartialsParams& params, const Launch& launch);
 // The same where it has other work than kernels to wait for, of another stream.
 void merge_joined_partials(const MergePartialsParams& params, const Launch& launch);

@@ -30,6 +30,7 @@ struct WeighCall {
   PageDigest digest;           // or null pointers
   const float* lse = nullptr;  // [heads, group]
   PageWeights to;
+  bool is_beside = false;
 
   __device__ __forceinline__ BatchToken token_of(int head) const { return tokens[head / kv_heads]; }
   __device__ __forceinline__ const __half* row(int head, int query) const {
@@ -150,10 +151,7 @@ __device__ void report(const WeighCall& c, const Slice& slice) {
   }
 }
 
-__global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_constant__ WeighCall c) {
-  extern __shared__ uint4 memory[];
-  wait_for_kernel_before();
-  allow_next_kernel();
+__device__ __forceinline__ void weigh_slice(const WeighCall& c, uint4* memory) {
   Slice slice;
   slice.head = static_cast<int>(blockIdx.y);
   slice.first = static_cast<int>(blockIdx.x) * PageWeights::kSlicePages;
@@ -179,6 +177,22 @@ __global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_const
   report(c, slice);
 }
 
+// Whoever waits for this kernel has waited for the one before, in either case.
+__global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_constant__ WeighCall c) {
+  extern __shared__ uint4 memory[];
+  if (c.is_beside) {
+    __threadfence();  // so that nothing is read as an older kernel had it in this L1 cache
+  } else {
+    wait_for_kernel_before();
+    allow_next_kernel();
+  }
+  weigh_slice(c, memory);
+  if (c.is_beside) {
+    wait_for_kernel_before();
+    allow_next_kernel();
+  }
+}
+
 }  // namespace
 
 void weigh_pages(const WeighedPages& p, const Launch& launch) {
@@ -197,6 +211,7 @@ void weigh_pages(const WeighedPages& p, const Launch& launch) {
   c.digest = PageDigest::of(p.logits.digest);
   c.lse = p.lse;
   c.to = p.to;
+  c.is_beside = p.is_beside;
   if (c.heads == 0) return;
   const std::size_t shared = PageWeights::kSlicePages *
                              (sizeof(uint4) + static_cast<std::size_t>(c.group) * sizeof(float));

@@ -17,6 +17,7 @@ struct WeighedPages {
   SelectionView selected;
   const float* lse = nullptr;  // [count, query_heads]: what weights are relative to
   PageWeights to;              // nothing of heads whose selection is bad
+  bool is_beside = false;      // the kernel before has nothing to do with it
 };
 
 void weigh_pages(const WeighedPages& pages, const Launch& launch);

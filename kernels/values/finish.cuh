@@ -1,0 +1,167 @@
+// Which pages and query heads a block of the reading kernel has, and what the last block of a head
+// does: it adds up what all have, gives the mean value what is left, and merges.
+#pragma once
+
+#include <cmath>
+
+#include "kernels/runtime/device_math.cuh"
+#include "kernels/values/choose.cuh"
+
+namespace sluice::cuda {
+
+// The part of a head that a block has: some of its pages for some of its query heads.
+struct BlockPart {
+  int head;
+  int pages;       // of the head
+  int chosen = 0;  // that are read
+  int split;
+  int splits = 1;  // that have pages
+  int first_query;
+  int queries;
+  std::int64_t place;  // of the head's query part among all
+  const uint4* masks;  // of the head's pages
+
+  __device__ explicit BlockPart(const TilesCall& c)
+      : head(static_cast<int>(blockIdx.y)),
+        pages(page_of(c.token_of(head).position)),
+        split(static_cast<int>(blockIdx.x)),
+        first_query(static_cast<int>(blockIdx.z) * kTileQueries),
+        queries(min(c.group - first_query, kTileQueries)),
+        place(std::int64_t{head} * c.query_parts + blockIdx.z),
+        masks(c.weights.from(head).masks) {}
+
+  __device__ void share_out(const TilesCall& c, int pages_chosen) {
+    chosen = pages_chosen;
+    splits = min(max((chosen + kReadWarps - 1) / kReadWarps, 1), c.splits);
+  }
+};
+
+// What a block leaves for the last one of its head: sums [kTileQueries, head_dim] of those query
+// heads that there are, then their masses.
+struct Partial {
+  float* sums;
+  float* masses;
+
+  __device__ Partial(const TilesCall& c, const BlockPart& part, int split)
+      : sums(c.partials + (part.place * c.splits + split) * partial_floats(c.head_dim)),
+        masses(sums + kTileQueries * c.head_dim) {}
+};
+
+__device__ __forceinline__ float4 add_scaled(const float4& x, float factor, const float4& y) {
+  return make_float4(fmaf(factor, y.x, x.x), fmaf(factor, y.y, x.y), fmaf(factor, y.z, x.z),
+                     fmaf(factor, y.w, x.w));
+}
+
+// One query head of a head whose pages are all read.
+struct Finished {
+  float read;    // what sums of values count
+  float mean;    // and what value_sums do
+  float before;  // and the partial that was there
+};
+
+// By one warp. Sums are taken in the same order every time.
+__device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int query,
+                                 bool is_all) {
+  const auto lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query + query;
+  const float old = c.merge ? c.out_lse[row] : 0.0f;
+  const float lse = c.lse[row] * kLog2E;
+  const int slices = is_all ? 0 : PageWeights::slices_of(part.pages);
+  const float* const masses = c.weights.from(part.head).masses + part.first_query + query;
+  const float* const sums = Partial(c, part, 0).masses + query;
+  const auto stride = static_cast<int>(partial_floats(c.head_dim));
+  float read = 0.0f;
+  float all = 0.0f;
+  // What one turn loads is on its way together.
+#pragma unroll 1
+  for (int i = lane; i < max(part.splits, slices); i += 2 * kWarp) {
+    const int next = i + kWarp;
+    const float first = i < part.splits ? sums[i * stride] : 0.0f;
+    const float second = next < part.splits ? sums[next * stride] : 0.0f;
+    const float first_all = i < slices ? masses[i * c.group] : 0.0f;
+    const float second_all = next < slices ? masses[next * c.group] : 0.0f;
+    read += first + second;
+    all += first_all + second_all;
+  }
+  read = warp_sum(read);
+  all = warp_sum(all);
+  const float unread = fmaxf(all - read, 0.0f);
+  const float mass = read + unread;
+  // In bits. What weighs nothing is left out, the partial before if there is none.
+  const float here = mass > 0.0f ? lse + __log2f(mass) : -INFINITY;
+  const float before = c.merge ? old * kLog2E : -INFINITY;
+  const float highest = fmaxf(here, before);
+  const float reference = highest > -INFINITY ? highest : 0.0f;
+  const float weight = exp2_fast(here - reference);
+  const float kept = exp2_fast(before - reference);
+  const float both = weight + kept;
+  const float sum = both == 0.0f ? 1.0f : both;  // NaN stays
+  if (lane == 0) c.out_lse[row] = (highest + __log2f(sum)) * kLn2;
+  const float each = mass > 0.0f ? __fdividef(weight, sum * mass) : 0.0f;
+  const auto tokens = static_cast<float>(c.token_of(part.head).position + 1);
+  return {each, __fdividef(each * unread, tokens), __fdividef(kept, sum)};
+}
+
+// What four channels of a query head are made of, besides the sums of values.
+struct ColumnParts {
+  float4 mean;
+  float4 before;
+
+  __device__ __forceinline__ ColumnParts(const TilesCall& c, const BlockPart& part, int column)
+      : mean(reinterpret_cast<const float4*>(
+            c.value_sums)[part.head * (c.head_dim / 4) + column % (c.head_dim / 4)]),
+        before(c.merge ? *output(c, part, column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f)) {}
+
+  __device__ __forceinline__ static float4* output(const TilesCall& c, const BlockPart& part,
+                                                   int column) {
+    const std::int64_t row = std::int64_t{part.head} * c.group + part.first_query;
+    return reinterpret_cast<float4*>(c.out + row * c.head_dim) + column;
+  }
+
+  __device__ __forceinline__ float4 with(const float4& sum, const Finished& f) const {
+    float4 x = make_float4(f.read * sum.x, f.read * sum.y, f.read * sum.z, f.read * sum.w);
+    if (f.mean > 0.0f) x = add_scaled(x, f.mean, mean);
+    if (!(f.before <= 0.0f)) x = add_scaled(x, f.before, before);
+    return x;
+  }
+};
+
+// By the last block of a head: adds up all blocks' sums and writes the result. Threads have four
+// channels each; where they suffice, several share what there is to add up. `memory` is
+// [kReadThreads] float4.
+__device__ void finish(const TilesCall& c, const BlockPart& part, float4* memory) {
+  __shared__ Finished finished[kTileQueries];
+  const auto thread = static_cast<int>(threadIdx.x);
+  const bool is_all = part.chosen == part.pages;
+  const int columns = part.queries * c.head_dim / 4;
+  const int shares = max(kReadThreads / columns, 1);
+  const int share = thread / columns;
+  const auto* const sums = reinterpret_cast<const float4*>(Partial(c, part, 0).sums);
+  const auto stride = static_cast<int>(partial_floats(c.head_dim) / 4);
+#pragma unroll 1
+  for (int first = 0; first < columns; first += kReadThreads) {
+    const int column = min(first + thread - share * columns, columns - 1);
+    const ColumnParts parts(c, part, column);
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int split = share; split < part.splits; split += shares) {
+      sum = add_scaled(sum, 1.0f, sums[split * stride + column]);
+    }
+    memory[thread] = sum;
+    if (first == 0 && thread / kWarp < part.queries) {
+      const Finished f = finish_query(c, part, thread / kWarp, is_all);
+      if (thread % kWarp == 0) finished[thread / kWarp] = f;
+    }
+    __syncthreads();
+    if (share == 0 && first + thread < columns) {
+#pragma unroll 1
+      for (int other = 1; other < shares; ++other) {
+        sum = add_scaled(sum, 1.0f, memory[thread + other * columns]);
+      }
+      *ColumnParts::output(c, part, column) = parts.with(sum, finished[column * 4 / c.head_dim]);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace sluice::cuda
