@@ -180,17 +180,21 @@ __device__ __forceinline__ void copy_async_wait() {
 }
 
 // From compute capability 9.0 on: `bytes`, a multiple of 16, from global (or mapped host) to shared
-// memory; both sides aligned to 16. What is copied is used once: it leaves the L2 cache before
-// anything else does.
-__device__ __forceinline__ void copy_bulk(void* to, const void* from, std::uint32_t bytes,
+// memory, by pointer or address; both sides aligned to 16. What is copied is used once: it leaves
+// the L2 cache before anything else does.
+__device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, std::uint32_t bytes,
                                           std::uint32_t barrier) {
   std::uint64_t once = 0;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(once));
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;\n" ::"r"(shared_address(to)),
+      "[%0], [%1], %2, [%3], %4;\n" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(once)
       : "memory");
+}
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, std::uint32_t bytes,
+                                          std::uint32_t barrier) {
+  copy_bulk(shared_address(to), from, bytes, barrier);
 }
 
 }  // namespace sluice::cuda

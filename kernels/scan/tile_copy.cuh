@@ -254,20 +254,13 @@ class OrderedCopier {
     const auto count = static_cast<std::uint32_t>(channels);
     if (lane_id() == 0) {
       barrier_expect(barrier, count * (Shape::kChannelBytes + 4 * kTilePages));
-      bulk(at_.slot, codes(first), count * Shape::kChannelBytes, barrier);
+      copy_bulk(at_.slot, codes(first), count * Shape::kChannelBytes, barrier);
     } else if (lane_id() < kPieces) {
       const int part = lane_id() - 1;
-      bulk(at_.slot + Shape::kScaleOffset + static_cast<std::uint32_t>(part) * Shape::kScaleBytes,
-           scales(first, part), count * 2, barrier);
+      copy_bulk(
+          at_.slot + Shape::kScaleOffset + static_cast<std::uint32_t>(part) * Shape::kScaleBytes,
+          scales(first, part), count * 2, barrier);
     }
-  }
-  __device__ __forceinline__ static void bulk(std::uint32_t to, const void* from,
-                                              std::uint32_t bytes, std::uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-        "[%3];\n" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
   }
   __device__ __forceinline__ void finish() const {}
 #else
