@@ -8,8 +8,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Where nvcc is, two kinds of processor stand for all that a release is built for: the oldest, whose
-# kernels are compiled to PTX only, and the one that has kernels of its own.
+# Where nvcc is, two kinds of processor stand for all that a release is built for: the oldest, and the
+# one that has kernels of its own.
 export SLUICE_CUDA_ARCHITECTURES=${SLUICE_CUDA_ARCHITECTURES:-80-real;90a-real}
 # Tests run beside each other, so idle OpenMP threads must not spin on a core.
 export OMP_WAIT_POLICY=passive
