@@ -101,6 +101,7 @@ void Checkpoint::settle_tied_embeddings() {
   if (has(kEmbedding)) {
     config_.tie_word_embeddings = are_equal(kEmbedding, kHead);
   } else {
+    require(kHead, {config_.vocab_size, config_.hidden_size});
     auto head = tensors_.extract(kHead);
     head.key() = kEmbedding;
     tensors_.insert(std::move(head));

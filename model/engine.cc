@@ -34,6 +34,9 @@ void validate(const EngineConfig& config) {
     throw Error(ErrorCode::usage, "`threads` must be 0 (one per core) to 4096, not " +
                                       std::to_string(config.threads));
   }
+  if (!is_known(config.kv_dtype) || !is_known(config.compute.value_or(DType::f32))) {
+    throw Error(ErrorCode::usage, "`kv_dtype` and `compute` must be f32, f16 or bf16");
+  }
   static_cast<void>(HostShare(config.host_attention));  // which looks at it
 }
 

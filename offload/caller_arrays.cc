@@ -5,6 +5,7 @@
 #include <string>
 
 #include "lib/read_heads.h"
+#include "offload/planner.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -55,9 +56,7 @@ void require_array(std::string_view name, const void* data, const ArrayLayout& l
     if (!holds) throw Error(code, std::string(name) + ": " + what);
   };
   require(data != nullptr, ErrorCode::usage, "a null pointer");
-  const bool known =
-      layout.dtype == DType::f32 || layout.dtype == DType::f16 || layout.dtype == DType::bf16;
-  require(known, ErrorCode::unsupported, "dtype must be f32, f16 or bf16");
+  require(is_known(layout.dtype), ErrorCode::unsupported, "dtype must be f32, f16 or bf16");
   require(reinterpret_cast<std::uintptr_t>(data) % size_of(layout.dtype) == 0, ErrorCode::usage,
           "the pointer is not aligned to its elements");
   require(layout.tier == Tier::host || layout.tier == Tier::device, ErrorCode::usage,

@@ -45,9 +45,9 @@ void validate(const KvRequest& request) {
   const auto require = [](bool holds, const std::string& message) {
     if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
   };
-  const bool known =
-      shape.dtype == DType::f32 || shape.dtype == DType::f16 || shape.dtype == DType::bf16;
-  if (!known) throw Error(ErrorCode::unsupported, "KV cache: dtype must be f32, f16 or bf16");
+  if (!is_known(shape.dtype)) {
+    throw Error(ErrorCode::unsupported, "KV cache: dtype must be f32, f16 or bf16");
+  }
   require(shape.layers >= 1 && shape.layers <= 4096, "layers must be 1 to 4096");
   require(shape.kv_heads >= 1 && shape.kv_heads <= 4096, "kv_heads must be 1 to 4096");
   require(shape.query_heads >= shape.kv_heads && shape.query_heads % shape.kv_heads == 0,

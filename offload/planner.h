@@ -76,6 +76,9 @@ struct HostAttentionBytes {
   std::uint64_t host() const { return gaps + tokens + table + 2 * queries + lse + times; }
 };
 
+// Whether a number that a caller brought is one of these.
+constexpr bool is_known(DType dtype) { return dtype <= DType::bf16; }
+
 // Throws Error{usage} unless a plan may be for so many tokens.
 void require_context(std::int64_t tokens);
 

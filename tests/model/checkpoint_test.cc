@@ -209,6 +209,10 @@ TEST(Checkpoint, ATiedHeadAloneIsTheEmbedding) {
   EXPECT_TRUE(checkpoint.config().tie_word_embeddings);
   EXPECT_EQ(load(checkpoint, kEmbedding, {2, 64}), std::vector<std::byte>(256, std::byte{'h'}));
   EXPECT_EQ(checkpoint.parameters(), 128);
+  write_tied(dir, entry("lm_head.weight", "F16", "[1,64]", 0, 128), std::string(128, 'h'));
+  expect_error(ErrorCode::corrupt, "tensor 'lm_head.weight' is [1, 64]",
+               [&] { Checkpoint::open(dir.path()); });
+  write_tied(dir, head, std::string(256, 'h'));
   dir.write("config.json", kConfig);
   expect_error(ErrorCode::corrupt, "no tensor 'model.embed_tokens.weight'",
                [&] { Checkpoint::open(dir.path()); });

@@ -115,6 +115,14 @@ TEST(Engine, MayEndWhileItsWeightsLoad) {
   EXPECT_FALSE(moved);
 }
 
+TEST(Engine, RefusesDTypesThatThereAreNot) {
+  for (const bool is_compute : {false, true}) {
+    EngineConfig config = testing::config_for();
+    (is_compute ? config.compute.emplace() : config.kv_dtype) = static_cast<DType>(9);
+    expect_error(ErrorCode::usage, "must be f32, f16 or bf16", [&] { Engine::open(config); });
+  }
+}
+
 TEST(Engine, RefusesAContextBeyondAllSizesFirst) {
   expect_error(ErrorCode::usage, "`context` must be 1 to 2147483647 tokens, not", [] {
     SessionOptions options;
