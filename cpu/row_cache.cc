@@ -16,21 +16,27 @@ class CachedHead {
 
   // Those that are there already first: none of them makes room for another.
   void find() const {
-    for_selected([&](const BatchToken& token, std::int32_t position, PlacedRow& to) {
-      to = look_up(token, position);
+    for_selected([&](std::int64_t number, std::int32_t position, PlacedRow& to) {
+      to = look_up(p_.batch.tokens[number], position);
     });
-    for_selected([&](const BatchToken&, std::int32_t, PlacedRow& to) {
-      if (to.place == PlacedRow::kHome) to.place = take_way(to.number);
+    for (std::int64_t number = 0; p_.evicted != nullptr && number < p_.batch.count; ++number) {
+      p_.evicted[index_of(number)] = 0;
+    }
+    for_selected([&](std::int64_t number, std::int32_t, PlacedRow& to) {
+      if (to.place == PlacedRow::kHome) to.place = take_way(to.number, number);
     });
   }
 
  private:
+  std::int64_t index_of(std::int64_t number) const { return number * p_.shape.kv_heads + head_; }
+
+  // Calls body(number of the token, position, place).
   void for_selected(const auto& body) const {
     for (std::int64_t number = 0; number < p_.batch.count; ++number) {
-      const std::int64_t index = number * p_.shape.kv_heads + head_;
+      const std::int64_t index = index_of(number);
       const std::int64_t first = index * p_.selected.capacity;
       for (std::int64_t i = first; i < first + p_.selected.heads[index].count; ++i) {
-        body(p_.batch.tokens[number], p_.selected.positions[i], p_.places[i]);
+        body(number, p_.selected.positions[i], p_.places[i]);
       }
     }
   }
@@ -49,8 +55,8 @@ class CachedHead {
     return {static_cast<std::int32_t>(way), PlacedRow::kCached};
   }
 
-  // The way that a row at home is to be put into, if it is worth one.
-  std::int32_t take_way(std::int32_t home) const {
+  // The way that a row at home, selected by a token, is to be put into, if it is worth one.
+  std::int32_t take_way(std::int32_t home, std::int64_t number) const {
     const std::uint64_t tag = RowCacheView::tag(p_.layer, home);
     // Another token of the batch has taken one for it, which is still to be filled.
     if (const std::int64_t way = way_of(tag); way >= 0) {
@@ -62,6 +68,8 @@ class CachedHead {
     const std::int64_t coldest = std::min_element(heat, heat + RowCacheView::kWays) - heat;
     if (heat[coldest] >= fresh_) return PlacedRow::kHome;
     const std::int64_t way = set + coldest;
+    const bool evicts = p_.cache.tags[first_ + way] != RowCacheView::kNothing;
+    if (evicts && p_.evicted != nullptr) ++p_.evicted[index_of(number)];
     p_.cache.tags[first_ + way] = tag;
     p_.cache.heat[first_ + way] = fresh_;
     return static_cast<std::int32_t>(way);

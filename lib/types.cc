@@ -45,6 +45,8 @@ std::string_view to_string(Cause cause) {
       return "index_read";
     case Cause::value_read:
       return "value_read";
+    case Cause::evict:
+      return "evict";
   }
   check(false, "unknown cause");
   return {};

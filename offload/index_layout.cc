@@ -150,9 +150,9 @@ SelectionBytes IndexLayout::selection_bytes() const {
 std::size_t IndexLayout::report_bytes() const {
   const std::size_t heads = count_of(shape.kv_heads) * sizeof(HeadSelection);
   const std::size_t queries = count_of(shape.query_heads) * sizeof(float);
-  // Pages read, rows on the device and, with values, pages of those.
+  // Pages read, rows on the device, rows evicted and, with values, pages of those.
   const std::size_t count = count_of(shape.kv_heads) * sizeof(std::int32_t);
-  const std::size_t counts = keeps_values() ? 3 : 2;
+  const std::size_t counts = keeps_values() ? 4 : 3;
   return count_of(shape.layers, batch) * (2 * (heads + queries) + counts * count);
 }
 

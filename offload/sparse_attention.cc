@@ -65,7 +65,8 @@ SparseAttention::Report SparseAttention::make_report(Backend& backend, const Ind
   report.alpha = report.share + queries;
   report.pages_read = reinterpret_cast<std::int32_t*>(report.alpha + queries);
   report.resident = report.pages_read + heads;
-  if (layout.keeps_values()) report.value_pages = report.resident + heads;
+  report.evicted = report.resident + heads;
+  if (layout.keeps_values()) report.value_pages = report.evicted + heads;
   return report;
 }
 
@@ -298,6 +299,7 @@ void SparseAttention::find_rows(const Wave& wave, AttendSelectedParams& params) 
   find.layer = wave.layer;
   find.cache = cache_->view();
   find.places = cache_->places();
+  find.evicted = report_.evicted + head_entry(wave.layer, wave.first);
   cache_->begin_filling();
   queue_->find_rows(find);
   params.places = find.places;
@@ -344,6 +346,9 @@ void SparseAttention::count_rows(int layer, int source, std::int64_t number,
     const std::int32_t resident = seen_.resident[head_entry(layer, number) + head];
     count.hits += static_cast<std::uint64_t>(resident + token.count() - token.page_first());
     count.misses += static_cast<std::uint64_t>(chosen.count - resident);
+    if (cache_ != nullptr) {
+      count.evicted += static_cast<std::uint64_t>(seen_.evicted[head_entry(layer, number) + head]);
+    }
     entry.selected += static_cast<double>(chosen.count);
     entry.cut += chosen.cut;
   }
@@ -458,6 +463,7 @@ void SparseAttention::record_rows(int layer, const Count& count, Ledger& ledger)
   ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * shape.row_bytes()});
   ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
                 {misses, misses * shape.row_bytes()});
+  ledger.record(layer, tier_, Tier::host, Cause::evict, {count.evicted, 0});
 }
 
 void SparseAttention::record_index(int layer, const Count& count, Ledger& ledger) const {

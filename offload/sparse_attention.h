@@ -86,6 +86,7 @@ class SparseAttention {
     float* alpha = nullptr;                    // likewise
     std::int32_t* pages_read = nullptr;        // [layers, batch, kv_heads], for the candidates
     std::int32_t* resident = nullptr;          // likewise, of the selected rows those on the device
+    std::int32_t* evicted = nullptr;           // likewise, if there is a row cache
     std::int32_t* value_pages = nullptr;       // likewise, of value tiles; or none
   };
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
@@ -123,6 +124,7 @@ class SparseAttention {
     EstimateTraffic estimates;
     std::uint64_t hits = 0;
     std::uint64_t misses = 0;
+    std::uint64_t evicted = 0;
     std::uint64_t value_pages = 0;
     std::int64_t tokens = 0;
   };

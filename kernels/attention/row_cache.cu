@@ -86,6 +86,7 @@ __global__ __launch_bounds__(kLookUpThreads) void look_up_kernel(
   const std::int64_t first_set = head * p.cache.sets;
   wait_for_kernel_before();
   allow_next_kernel();
+  if (p.evicted != nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.evicted[index] = 0;
   const std::int32_t fresh = heat_of_new(p);
   const std::int32_t count = p.selected.heads[index].count;
   const auto step = static_cast<std::int32_t>(gridDim.x) * kLookUpRows;
@@ -173,8 +174,8 @@ class WayTaker {
     __syncthreads();
   }
 
-  // Of places, where selected row `item` of the KV head is.
-  __device__ std::int64_t index_of(std::int32_t item) const {
+  // Of the token that selected row `item` of the KV head.
+  __device__ int number_of(std::int32_t item) const {
     int number = 0;
     int end = static_cast<int>(p_.batch.count);
     while (end - number > 1) {
@@ -185,8 +186,16 @@ class WayTaker {
         end = middle;
       }
     }
-    return (std::int64_t{number} * p_.shape.kv_heads + head_) * p_.selected.capacity + item -
-           shared_.before[number];
+    return number;
+  }
+  // Of a token's KV head among all.
+  __device__ std::int64_t head_of(int number) const {
+    return std::int64_t{number} * p_.shape.kv_heads + head_;
+  }
+  // Of places, where selected row `item` of the KV head is.
+  __device__ std::int64_t index_of(std::int32_t item) const {
+    const int number = number_of(item);
+    return head_of(number) * p_.selected.capacity + item - shared_.before[number];
   }
 
   // Of a lot of rows those at home that belong to this block's sets, in order; how many.
@@ -257,6 +266,9 @@ class WayTaker {
     if (coldest >= fresh_) return;
     const int way = __ffs(static_cast<int>(__ballot_sync(kAllLanes, heat == coldest))) - 1;
     if (lane_ == way) {
+      if (p_.evicted != nullptr && *own_tag != RowCacheView::kNothing) {
+        atomicAdd(p_.evicted + head_of(number_of(row.item)), 1);
+      }
       *own_tag = tag;
       *own_heat = fresh_;
       p_.places[index_of(row.item)].place = number * kWarp + way;

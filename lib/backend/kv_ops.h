@@ -151,6 +151,8 @@ struct FindRowsParams {
   int layer = 0;
   RowCacheView cache;
   PlacedRow* places = nullptr;  // [count, kv_heads, selected.capacity]
+  // Reported [count, kv_heads] or null: how many rows made room for those that a token selected.
+  std::int32_t* evicted = nullptr;
 };
 
 // Empties the ways of rows [first, first + count) at home, of all layers and KV heads; or every

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "cpu/cpu_backend.h"
@@ -82,6 +84,9 @@ class WatchedQueue : public cpu::CpuQueue {
         if (is_cached) watch(p, i % p.shape.kv_heads, sequence, position, p.places[at].number);
         fetched += !is_cached && !on_device ? 1 : 0;
         cached += is_cached ? 1 : 0;
+        if (p.places != nullptr && p.places[at].is_kept()) {
+          evicted += filled_.emplace(i % p.shape.kv_heads, p.places[at].place).second ? 0 : 1;
+        }
       }
     }
     CpuQueue::attend_selected(p);
@@ -89,6 +94,7 @@ class WatchedQueue : public cpu::CpuQueue {
 
   std::uint64_t fetched = 0;
   std::uint64_t cached = 0;
+  std::uint64_t evicted = 0;  // if no row is forgotten
   std::uint64_t stale = 0;
 
  private:
@@ -101,6 +107,8 @@ class WatchedQueue : public cpu::CpuQueue {
         p.cache.rows + static_cast<std::size_t>(head * p.cache.ways() + way) * bytes;
     stale += std::memcmp(home, in_cache, bytes) != 0 ? 1 : 0;
   }
+
+  std::set<std::pair<std::int64_t, std::int32_t>> filled_;  // KV heads and ways
 };
 
 const char* const kPolicies[] = {
@@ -238,6 +246,11 @@ TEST_P(CachedSessions, FetchLess) {
     script.decode(session, kSteps);
     const std::uint64_t misses = rows_read(session, Tier::host, Cause::miss);
     EXPECT_EQ(misses, queue->fetched) << "rows by the ledger";
+    // What was put into the cache is in it or made room.
+    const Traffic evicted =
+        session.ledger().total(Phase::decode, Tier::device, Tier::host, Cause::evict);
+    EXPECT_EQ(evicted.rows, queue->evicted) << "rows by the ledger";
+    EXPECT_EQ(evicted.bytes, 0u);
     return std::pair(misses, misses + rows_read(session, Tier::device, Cause::hit));
   };
   const auto [without, all] = decode(0);

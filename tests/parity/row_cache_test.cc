@@ -58,10 +58,13 @@ class ModelHead {
       if (at(way).heat < at(coldest).heat) coldest = way;
     }
     if (at(coldest).heat >= fresh) return -1;
+    if (at(coldest).tag != RowCacheView::kNothing) ++evicted;
     at(coldest) = {tag, fresh};
     return static_cast<int>(coldest);
   }
   std::vector<Way>& ways() { return ways_; }
+
+  int evicted = 0;  // rows that made room for others
 
  private:
   Way& at(std::int64_t way) { return ways_[static_cast<std::size_t>(way)]; }
@@ -91,6 +94,7 @@ class CacheRun {
     places_ = backend.allocate(tier, tokens * heads() * capacity() * sizeof(PlacedRow));
     heads_ = backend.allocate(Tier::host, tokens * heads() * sizeof(HeadSelection));
     resident_ = backend.allocate(Tier::host, tokens * heads() * sizeof(std::int32_t));
+    evicted_ = backend.allocate(Tier::host, tokens * heads() * sizeof(std::int32_t));
     arena_ = backend.allocate(tier, heads() * kArenaRows * shape_.row_bytes());
     view_.rows = cached_.data();
     view_.tags = reinterpret_cast<std::uint64_t*>(tags_.data());
@@ -126,6 +130,7 @@ class CacheRun {
     find.layer = layer;
     find.cache = view_;
     find.places = reinterpret_cast<PlacedRow*>(places_.data());
+    find.evicted = reinterpret_cast<std::int32_t*>(evicted_.data());
     backend_.queue->find_rows(find);
     const auto places = download<PlacedRow>(backend_, places_);
     for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -146,6 +151,7 @@ class CacheRun {
     }
     for (std::size_t i = 0; i < resident.size(); ++i) {
       ASSERT_EQ(seen_resident()[i], resident[i]) << "token and head " << i;
+      ASSERT_EQ(find.evicted[i], expected_evicted_[i]) << "token and head " << i;
     }
     expect_contents();
   }
@@ -206,6 +212,7 @@ class CacheRun {
 
   std::vector<PlacedRow> expected_places(int layer) {
     std::vector<PlacedRow> places(chosen_.size() * capacity());
+    expected_evicted_.assign(chosen_.size(), 0);
     const std::int32_t fresh = RowCacheView::heat_of_new(now_);
     const auto for_selected = [&](const auto& body) {
       for (std::size_t i = 0; i < chosen_.size(); ++i) {
@@ -235,7 +242,10 @@ class CacheRun {
       if (place.place != PlacedRow::kHome) return;
       const std::uint64_t tag = RowCacheView::tag(layer, place.number);
       if (const int way = head.find(tag); way >= 0) return head.heat(way, fresh);
+      const int before = head.evicted;
       place.place = head.take(tag, fresh);
+      const auto index = static_cast<std::size_t>(&place - places.data()) / capacity();
+      expected_evicted_[index] += head.evicted - before;
     });
     return places;
   }
@@ -285,11 +295,12 @@ class CacheRun {
   BatchQueries queries_;
   RowCacheView view_;
   std::vector<ModelHead> model_;
-  std::vector<std::vector<std::int32_t>> chosen_;  // [tokens * kv_heads]
+  std::vector<int> expected_evicted_;              // [tokens * kv_heads]
+  std::vector<std::vector<std::int32_t>> chosen_;  // likewise
   std::int32_t now_ = 0;
   std::int64_t hits_ = 0;
   std::int64_t kept_ = 0;
-  Buffer cached_, tags_, heat_, clock_, places_, positions_, heads_, resident_, arena_;
+  Buffer cached_, tags_, heat_, clock_, places_, positions_, heads_, resident_, evicted_, arena_;
 };
 
 using Shape = std::tuple<DType, int, int>;  // dtype, head_dim, group

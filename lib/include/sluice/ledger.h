@@ -21,8 +21,10 @@ enum class Cause : std::uint8_t {
                // estimated
   value_read,  // values in a few bits, read for tokens whose rows are not; rows are tokens of the
                // pages that were read
+  evict,       // rows that made room for others in a row cache, by the layer whose selection needed
+               // it; no bytes, for they have a home
 };
-inline constexpr int kCauses = 6;
+inline constexpr int kCauses = 7;
 std::string_view to_string(Cause cause);
 
 // Correction recomputes tokens that were decoded sparsely.
