@@ -1,11 +1,10 @@
 // Value tiles that are read while the selected rows still come from the host.
 #include <gtest/gtest.h>
 
-#include <numeric>
+#include <cstring>
 #include <vector>
 
 #include "kernels/attention/attention.h"
-#include "kernels/runtime/memory.h"
 #include "kernels/runtime/workspace.h"
 #include "kernels/values/weigh.h"
 #include "tests/kernels/has_device.h"
@@ -88,7 +87,6 @@ void check_beside(const ValueCase& c, std::uint64_t seed, bool is_weighed) {
                         PageWeights::kPageBytes);
   if (is_weighed) tiles.logits.digest.weights = static_cast<std::byte*>(weights.get());
   const auto run = [&](bool is_beside) {
-    require(cudaMemsetAsync(weights.get(), 0xff, 1, all.stream), "memset");
     if (is_weighed) {
       weigh_pages({tiles.shape, tiles.batch, tiles.logits, tiles.selected, tiles.estimated_lse,
                    PageWeights::of(tiles.logits.digest, c.group)},
