@@ -66,6 +66,7 @@ const void* CudaQueue::weight_of(const LinearParams& params) const {
 }
 
 void CudaQueue::linear(const LinearParams& params) {
+  attends_selected_ = false;
   LinearChain chain;
   chain.linear = params;
   if (gemv_supported(chain, workspace_.device())) {
@@ -85,7 +86,7 @@ void CudaQueue::select(const SelectParams& params) {
 
 void CudaQueue::attend_selected(const AttendSelectedParams& params) {
   attend_decode_selected(params, launch().half(false));
-  attends_selected_ = true;
+  attends_selected_ = params.batch.count > 0;
 }
 
 // Tiles are read while selected rows come from the host, if both have scratch enough.
@@ -159,6 +160,7 @@ void CudaQueue::replay(std::unique_ptr<Recording>& recording, const std::functio
     }
     --own().recording;
   });
+  attends_selected_ = false;
 }
 
 void CudaQueue::call_host(HostCall& call) {

@@ -43,7 +43,8 @@ struct TilesCall {
   std::int32_t most_pages = 0;   // of a head
   std::int32_t splits = 0;       // blocks that read pages of a head
   std::int32_t query_parts = 0;  // of a group
-  std::int32_t stages = 0;       // of a warp's pages in shared memory
+  std::int32_t readers = 0;      // warps of a block that read pages, the first ones
+  std::int32_t stages = 0;       // of such a warp's pages in shared memory
 
   PageWeights weights;
   // Scratch: what blocks have read.

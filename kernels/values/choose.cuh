@@ -62,7 +62,8 @@ class PageChoice {
     int counts[kReadWarps];
   };
 
-  // By all threads of a block. `staged`: room for all weights in shared memory, or null.
+  // By all threads of a block. `staged`: room for all weights in shared memory, or null. Weights
+  // that threads do not keep are staged there, each in its place.
   __device__ PageChoice(const float* weights, int pages, float* staged, Shared& shared)
       : weights_(weights), pages_(pages), shared_(shared) {
     // Past the L1 cache, which may have what was there in the layer before.

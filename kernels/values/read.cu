@@ -82,7 +82,7 @@ __host__ __device__ constexpr std::size_t ring_bytes(const TilesCall& c) {
   // Lanes without channels read on behind the last page.
   constexpr std::size_t kBehind = std::size_t{kBlocks} * kBlockChannels * 4;
   const std::size_t pages =
-      static_cast<std::size_t>(kReadWarps * c.stages * c.values.page_bytes) + kBehind;
+      static_cast<std::size_t>(c.readers * c.stages * c.values.page_bytes) + kBehind;
   constexpr std::size_t kSums = sizeof(float) * sum_floats<kBlocks>();
   return pages > kSums ? pages : kSums;
 }
@@ -136,8 +136,9 @@ __device__ __forceinline__ void read_own(const TilesCall& c, const BlockPart& pa
     if (i >= part.chosen) return nullptr;
     return c.values.at(part.head % c.kv_heads, c.values.place_of(sequence, list[i]));
   };
+  if (warp >= c.readers) return;
   PageRing ring(stages + warp * c.stages * page_bytes, c.stages, page_bytes, barriers[warp]);
-  const int step = part.splits * kReadWarps;
+  const int step = part.splits * c.readers;
   int i = warp * part.splits + part.split;
   for (int stage = 0; stage < c.stages; ++stage) ring.fetch(page_at(i + stage * step));
 #pragma unroll 1
@@ -158,7 +159,7 @@ constexpr int kBlocksAtOnce = kBlocks <= 4 ? 2 : 1;
 template <int kBits, int kBlocks>
 __global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
     read_pages(const __grid_constant__ TilesCall c) {
-  // First all pages' weights, if they fit, then the warps' stages, then their sums; behind these
+  // First pages' weights, if all would fit, then the warps' stages, then their sums; behind these
   // the list of pages that are read.
   extern __shared__ float4 memory[];
   __shared__ PageChoice::Shared choice;
@@ -210,10 +211,8 @@ void dispatch_blocks(int head_dim, const Body& body) {
   return body(std::integral_constant<int, 8>());
 }
 
-// Of a block that has so many stages for every warp.
 template <int kBlocks>
-std::size_t shared_bytes(TilesCall c, int stages) {
-  c.stages = stages;
+std::size_t shared_bytes(const TilesCall& c) {
   return ring_bytes<kBlocks>(c) + sizeof(PageChoice::Page) * static_cast<std::size_t>(c.most_pages);
 }
 
@@ -221,26 +220,35 @@ std::size_t shared_bytes(TilesCall c, int stages) {
 constexpr std::size_t kDeclaredBytes = 8192;
 static_assert(sizeof(PageChoice::Shared) + 1024 < kDeclaredBytes);
 
-// Two where the blocks that a multiprocessor can have have room for them.
+// Two stages for all warps where the blocks that a multiprocessor can have have room for them; else
+// one, of half the warps if need be.
 template <int kBlocks>
-int stages_of(const TilesCall& c, std::size_t room) {
-  const auto needed = [&](int stages) { return shared_bytes<kBlocks>(c, stages); };
-  if (kBlocksAtOnce<kBlocks> * (needed(2) + kDeclaredBytes) <= room + kDeclaredBytes) return 2;
-  if (needed(1) <= room) return 1;
+TilesCall with_stages(TilesCall c, std::size_t room) {
+  c.readers = kReadWarps;
+  c.stages = 2;
+  const std::size_t blocks_room = room + kDeclaredBytes;
+  if (kBlocksAtOnce<kBlocks> * (shared_bytes<kBlocks>(c) + kDeclaredBytes) <= blocks_room) return c;
+  c.stages = 1;
+  if (shared_bytes<kBlocks>(c) > room) c.readers = kReadWarps / 2;
+  const std::size_t needed = shared_bytes<kBlocks>(c);
+  if (needed <= room) return c;
   throw Error(ErrorCode::unsupported, "attending value tiles of " +
                                           std::to_string(c.most_pages * kPageTokens) +
-                                          " tokens takes " + std::to_string(needed(1)) +
+                                          " tokens takes " + std::to_string(needed) +
                                           " bytes of shared memory and the device has " +
                                           std::to_string(room) + "; shorten the context");
 }
 
 template <int kBits>
-void run_bits(TilesCall c, const Launch& launch) {
-  check(c.most_pages <= PageChoice::kMostPages, "attend_tiles: pages");
+void run_bits(const TilesCall& call, const Launch& launch) {
+  check(call.most_pages <= PageChoice::kMostPages, "attend_tiles: pages");
   const auto room = static_cast<std::size_t>(launch.device->shared_bytes) - kDeclaredBytes;
-  dispatch_blocks(c.head_dim, [&](auto blocks) {
+  dispatch_blocks(call.head_dim, [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
-    c.stages = stages_of<kBlocks>(c, room);
+    const TilesCall c = with_stages<kBlocks>(call, room);
+    // Weights that do not fit are read where they are, also from the L1 cache.
+    check(!c.is_beside || c.most_pages * sizeof(float) <= ring_bytes<kBlocks>(c),
+          "attend_tiles: too many pages to begin early");
     const auto kernel = read_pages<kBits, kBlocks>;
     // Always the same, for calls that were recorded before start later.
     require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -248,8 +256,8 @@ void run_bits(TilesCall c, const Launch& launch) {
             "attention to value tiles");
     const dim3 grid(static_cast<unsigned>(c.splits), static_cast<unsigned>(c.heads),
                     static_cast<unsigned>(c.query_parts));
-    launch_early("attention to value tiles", kernel, grid, kReadThreads,
-                 shared_bytes<kBlocks>(c, c.stages), launch, c);
+    launch_early("attention to value tiles", kernel, grid, kReadThreads, shared_bytes<kBlocks>(c),
+                 launch, c);
   });
 }
 

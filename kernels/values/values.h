@@ -7,8 +7,8 @@
 //           unless the digest's weights tell
 //   read    finds which pages carry the share, in every block, and reads their values, a page to a
 //           warp, by tensor cores; the last block of a head adds up what all have, gives the mean
-//           value what is left, and merges: only there it needs what selected rows gave, so that it
-//           runs while these come from the host
+//           value what is left, and merges: only there it needs what selected rows gave, so that,
+//           where nothing was left to weigh, it runs while these come from the host
 // A head is a KV head of a token of the batch. Launches depend on the batch's capacity alone.
 #pragma once
 

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/attention/attention.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
@@ -38,8 +37,6 @@ void check_case(const ValueCase& c, std::uint64_t seed, bool with_digest,
                (with_digest ? " digested" : " without a digest"));
   ValueProblem problem(c, seed);
   const Workspace workspace(scratch);
-  // Nobody gets here without attention to rows of this head_dim.
-  if (!attend_decode_fits(c.head_dim, workspace.device())) return;
   require(cudaMemset(workspace.launch().scratch, 0xff, scratch), "memset");
   const DeviceProblem device(problem, with_digest);
   const ValueAnswer wanted = testing::answer_of(problem);
