@@ -232,6 +232,7 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
     bool goes_on = false;
     try {
       goes_on = progress(static_cast<double>(layer) / config_.num_hidden_layers);
+      if (goes_on) session.ready_layer(layer);
     } catch (...) {
       session.cancel_prompt();
       throw;

@@ -70,23 +70,24 @@ std::byte* HostStore::row(int layer, int head, std::int64_t number) const {
 
 void HostStore::grow(std::int64_t rows) {
   // Steps of a quarter bound both the number of system calls and the memory held in advance.
-  grow_ahead(rows, std::max<std::int64_t>(kPageTokens, charged_ / 4));
+  grow_ahead(rows, std::max<std::int64_t>(kPageTokens, committed_rows() / 4));
 }
 
 void HostStore::grow_to(std::int64_t rows) {
   // A quarter as long as that is little: every region's growth is a system call of its own.
   constexpr std::uint64_t kLittle = std::uint64_t{64} << 20;
   const auto few = static_cast<std::int64_t>(kLittle / (regions() * shape_.row_bytes()));
-  grow_ahead(rows, std::min(few, charged_ / 4));
+  grow_ahead(rows, std::min(few, committed_rows() / 4));
 }
 
 void HostStore::grow_ahead(std::int64_t rows, std::int64_t ahead) {
   check(rows <= rows_, "more rows than were planned");
   if (rows <= committed_rows()) return;
   const std::int64_t before = charged_;
-  if (rows > charged_) charge_to(rounded(std::max(rows, charged_ + ahead)));
+  const std::int64_t target = rounded(std::max(rows, committed_rows() + ahead));
+  if (target > charged_) charge_to(target);
   try {
-    commit(0, shape_.layers);
+    commit(0, shape_.layers, target);
   } catch (...) {
     charge_to(before);
     throw;
@@ -98,6 +99,10 @@ void HostStore::charge(std::int64_t rows) {
   if (rows > charged_) charge_to(rounded(rows));
 }
 
+void HostStore::release_uncommitted() {
+  charge_to(*std::max_element(committed_.begin(), committed_.end()));
+}
+
 void HostStore::charge_to(std::int64_t target) {
   MemoryAccount& account = backend_->account(Tier::host);
   const std::uint64_t before = regions() * host_region_bytes(shape_, charged_);
@@ -107,7 +112,10 @@ void HostStore::charge_to(std::int64_t target) {
   charged_ = target;
 }
 
-void HostStore::commit(int layer) { commit(layer, layer + 1); }
+void HostStore::commit(int layer, std::int64_t rows) {
+  charge(rows);
+  if (rows > committed_[static_cast<std::size_t>(layer)]) commit(layer, layer + 1, rounded(rows));
+}
 
 std::int64_t HostStore::rounded(std::int64_t rows) const {
   std::uint64_t bytes = static_cast<std::uint64_t>(rows) * shape_.row_bytes();
@@ -116,9 +124,9 @@ std::int64_t HostStore::rounded(std::int64_t rows) const {
   return std::min(rows_, static_cast<std::int64_t>(bytes / shape_.row_bytes()));
 }
 
-std::vector<HostStore::Piece> HostStore::missing(int first, int last) const {
+std::vector<HostStore::Piece> HostStore::missing(int first, int last, std::int64_t target) const {
   std::vector<Piece> pieces;
-  const std::uint64_t to = host_region_bytes(shape_, charged_);
+  const std::uint64_t to = host_region_bytes(shape_, target);
   for (int layer = first; layer < last; ++layer) {
     const std::uint64_t from =
         host_region_bytes(shape_, committed_[static_cast<std::size_t>(layer)]);
@@ -129,8 +137,8 @@ std::vector<HostStore::Piece> HostStore::missing(int first, int last) const {
   return pieces;
 }
 
-void HostStore::commit(int first, int last) {
-  const std::vector<Piece> pieces = missing(first, last);
+void HostStore::commit(int first, int last, std::int64_t target) {
+  const std::vector<Piece> pieces = missing(first, last, target);
   const std::size_t registered = registered_.size();
   try {
     back(pieces);
@@ -142,7 +150,10 @@ void HostStore::commit(int first, int last) {
     withdraw(pieces, registered);
     throw;
   }
-  std::fill(committed_.begin() + first, committed_.begin() + last, charged_);
+  for (int layer = first; layer < last; ++layer) {
+    std::int64_t& committed = committed_[static_cast<std::size_t>(layer)];
+    committed = std::max(committed, target);
+  }
 }
 
 namespace {

@@ -29,9 +29,11 @@ class HostStore {
   // something else is waited for need not be much at a time.
   void grow_to(std::int64_t rows);
   // grow() in two parts, for what is written layer by layer: charges for the rows of all layers,
-  // and then commits a layer's, which takes as long as zeroing and registering them.
+  // and then commits those of one, which takes as long as zeroing and registering them.
   void charge(std::int64_t rows);
-  void commit(int layer);
+  void commit(int layer, std::int64_t rows);
+  // Gives back what was charged for and no layer has.
+  void release_uncommitted();
 
   // Where a row of a region is, by its number; later rows follow it.
   std::byte* row(int layer, int head, std::int64_t number) const;
@@ -54,9 +56,9 @@ class HostStore {
   void grow_ahead(std::int64_t rows, std::int64_t ahead);
   std::int64_t rounded(std::int64_t rows) const;
   void charge_to(std::int64_t target);
-  // What layers [first, last) lack of what they are charged for.
-  std::vector<Piece> missing(int first, int last) const;
-  void commit(int first, int last);
+  // What layers [first, last) lack of `target` rows.
+  std::vector<Piece> missing(int first, int last, std::int64_t target) const;
+  void commit(int first, int last, std::int64_t target);
   void back(std::span<const Piece> pieces);
   void withdraw(std::span<const Piece> pieces, std::size_t registered) noexcept;
 
@@ -66,7 +68,7 @@ class HostStore {
   std::uint64_t region_bytes_;
   std::byte* base_ = nullptr;
   std::int64_t charged_ = 0;             // rows of every region
-  std::vector<std::int64_t> committed_;  // [layers], of them
+  std::vector<std::int64_t> committed_;  // [layers], of those
   std::vector<std::byte*> registered_;
 };
 

@@ -147,20 +147,28 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   return write(sequence, first, end, false, ledger);
 }
 
-void KvPool::write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
-                             Ledger& ledger) {
+std::int64_t KvPool::write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                     Ledger& ledger) {
   write(sequence, first, end, true, ledger);
+  return rows_at_home(sequence, first, end);
+}
+
+// Up to the last one of tokens [first, end).
+std::int64_t KvPool::rows_at_home(std::int32_t sequence, std::int64_t first,
+                                  std::int64_t end) const {
+  std::int64_t rows = 0;
+  for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
+    const std::int64_t used = std::min<std::int64_t>(kPageTokens, end - page * kPageTokens);
+    rows = std::max(rows, tables_.page(sequence, page).host * kPageTokens + used);
+  }
+  return rows;
 }
 
 std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                         bool by_layers, Ledger& ledger) {
   settle();  // of a step that failed
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
-  std::int64_t rows = 0;
-  for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
-    const std::int64_t used = std::min<std::int64_t>(kPageTokens, end - page * kPageTokens);
-    rows = std::max(rows, tables_.page(sequence, page).host * kPageTokens + used);
-  }
+  const std::int64_t rows = rows_at_home(sequence, first, end);
   try {
     // What is copied now has to have its place in all layers.
     by_layers&& writing.blocks.empty() ? home_.charge(rows) : home_.grow(rows);

@@ -70,11 +70,14 @@ class KvPool {
   // Error{memory} for want of host memory; then the sequence can only be closed.
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   Ledger& ledger);
-  // The same, but every layer's rows have a home only from ready_home() on: memory is handed out
-  // while the device is busy with the layer before. ready_home() throws Error{memory} for want of
-  // it.
-  void write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end, Ledger& ledger);
-  void ready_home(int layer) { home_.commit(layer); }
+  // The same, but every layer's rows have a home only from ready_home() on, which takes what this
+  // returns: memory is handed out while the device is busy with the layer before. ready_home()
+  // throws Error{memory} for want of it, with nothing changed.
+  std::int64_t write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                               Ledger& ledger);
+  void ready_home(int layer, std::int64_t rows) { home_.commit(layer, rows); }
+  // After a write_by_layers() whose layers did not all get theirs.
+  void forget_home() { home_.release_uncommitted(); }
 
   // Room at home for so many rows more than were ever written, so that a later write() need not
   // wait for it; less if there is none.
@@ -117,6 +120,7 @@ class KvPool {
  private:
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   bool by_layers, Ledger& ledger);
+  std::int64_t rows_at_home(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void publish();
   // The first entry of a set's table of pages.

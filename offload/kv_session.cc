@@ -123,7 +123,7 @@ void KvSession::append(int layer, const NewRows& rows) {
                 "layer " + std::to_string(layer) + " has its rows of this step already");
   }
   if (is_run_) {
-    if (in_prompt_) pool_->ready_home(layer);
+    if (in_prompt_) ready_layer(layer);
     run_->append(layer, rows, pool_->sparse() != nullptr);
     // A layer of a sparse prefill is attended when all of its rows are there.
     if (in_prompt_) pool_->settle();
@@ -264,11 +264,12 @@ void KvSession::begin_prompt(std::int64_t tokens) {
   prompt_ = {length_, tokens};
   phase_ = Phase::prefill;
   ledger_.begin_step(phase_, static_cast<int>(tokens));
-  pool_->write_by_layers(sequence_, prompt_.first, prompt_.end(), ledger_);
+  prompt_home_ = pool_->write_by_layers(sequence_, prompt_.first, prompt_.end(), ledger_);
   try {
     pool_->important()->begin(sequence_, prompt_, *pool_);
   } catch (const Error&) {
     cancel_rows();
+    pool_->forget_home();
     throw;
   }
   prompt_ends_.assign(static_cast<std::size_t>(plan().shape.layers), length_);
@@ -280,8 +281,11 @@ void KvSession::cancel_prompt() {
   pool_->settle();
   pool_->queue().synchronize();
   pool_->truncate(sequence_, prompt_ends_, length_);
+  pool_->forget_home();
   in_step_ = in_prompt_ = false;
 }
+
+void KvSession::ready_layer(int layer) { pool_->ready_home(layer, prompt_home_); }
 
 void KvSession::take_piece(std::int64_t first, std::int64_t tokens) {
   check(in_prompt_ && first + tokens <= prompt_.tokens && tokens <= plan().chunk, "bad piece");

@@ -52,6 +52,9 @@ class KvSession {
   void begin_prompt(std::int64_t tokens);
   void take_piece(std::int64_t first,
                   std::int64_t tokens);  // `first` counts from the prompt's start
+  // The first append of a layer makes room for its rows at home; so does this, where Error{memory}
+  // for want of it leaves the prompt between two layers.
+  void ready_layer(int layer);
   void collect(const Queries& queries);
   void choose(int layer);
   void end_prompt();
@@ -106,6 +109,7 @@ class KvSession {
   std::vector<bool> has_rows_;  // of the step, by layer
   StepRange prompt_;
   bool in_prompt_ = false;
+  std::int64_t prompt_home_ = 0;           // what its rows take at home, see KvPool
   std::vector<std::int64_t> prompt_ends_;  // [layers], of the prompt's rows that were appended
   std::int64_t length_ = 0;
   std::int64_t expected_ = 0;       // length

@@ -463,7 +463,7 @@ void SparseAttention::record_rows(int layer, const Count& count, Ledger& ledger)
   ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * shape.row_bytes()});
   ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
                 {misses, misses * shape.row_bytes()});
-  ledger.record(layer, tier_, Tier::host, Cause::evict, {count.evicted, 0});
+  ledger.record(layer, tier_, tier_, Cause::evict, {count.evicted, 0});
 }
 
 void SparseAttention::record_index(int layer, const Count& count, Ledger& ledger) const {

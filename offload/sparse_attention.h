@@ -86,7 +86,7 @@ class SparseAttention {
     float* alpha = nullptr;                    // likewise
     std::int32_t* pages_read = nullptr;        // [layers, batch, kv_heads], for the candidates
     std::int32_t* resident = nullptr;          // likewise, of the selected rows those on the device
-    std::int32_t* evicted = nullptr;           // likewise, if there is a row cache
+    std::int32_t* evicted = nullptr;           // likewise, written if there is a row cache
     std::int32_t* value_pages = nullptr;       // likewise, of value tiles; or none
   };
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);

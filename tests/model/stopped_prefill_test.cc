@@ -1,13 +1,19 @@
 // Sparse prefills that are stopped, or left by an exception.
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "model/engine_impl.h"
 #include "sluice/engine.h"
+#include "sluice/errors.h"
 #include "tests/support/backends.h"
+#include "tests/support/expect.h"
+#include "tests/support/far_backend.h"
 #include "tests/support/model_sessions.h"
 
 namespace sluice {
@@ -69,6 +75,57 @@ TEST_P(StoppedPrefills, LeaveWhatThereWas) {
 
 INSTANTIATE_TEST_SUITE_P(Devices, StoppedPrefills, ::testing::ValuesIn(testing::devices()),
                          [](const auto& device) { return device.param; });
+
+// Pins as many pieces of host memory as it is told.
+class PinningBackend : public testing::FarBackend {
+ public:
+  PinningBackend(const cpu::CpuOptions& options, std::shared_ptr<int> left)
+      : FarBackend(options), left_(std::move(left)) {}
+
+  void register_host(std::byte* data, std::size_t bytes) override {
+    if (*left_ == 0) throw Error(ErrorCode::memory, "no more can be pinned");
+    --*left_;
+    FarBackend::register_host(data, bytes);
+  }
+
+ private:
+  std::shared_ptr<int> left_;
+};
+
+// Rows get their home layer by layer, and the machine may refuse any of them.
+TEST(RefusedPrefills, LeaveWhatThereWas) {
+  constexpr int kMany = 1000;
+  const auto left = std::make_shared<int>(kMany);
+  EngineConfig config;
+  config.model = SLUICE_TEST_DATA "/golden/qwen3";
+  config.threads = 1;
+  Engine engine = Engine::Impl::open(config, [&](DType weights) {
+    return std::make_unique<PinningBackend>(cpu::CpuOptions{1, DType::f32, weights}, left);
+  });
+  const SessionOptions planned = {600, {engine.policy("dense prefill=zipvl(0.9)")}, 1};
+  std::vector<TokenId> tokens(300);
+  std::iota(tokens.begin(), tokens.end(), 10);
+  const std::span<const TokenId> prompt(tokens);
+  Session fresh = engine.new_session(planned);
+  const std::vector<TokenId> expected = continuation(fresh, prompt, 5);
+  Session session = engine.new_session(planned);
+  const std::uint64_t before = engine.memory().host_bytes;
+  int refused = 0;
+  for (*left = 0;; *left = ++refused) {
+    try {
+      session.prefill(prompt);
+      break;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::memory) << error.what();
+      EXPECT_EQ(session.length(), 0);
+    }
+  }
+  EXPECT_GE(refused, 3) << "once in every layer at least";
+  session.truncate(0);
+  *left = kMany;
+  EXPECT_EQ(continuation(session, prompt, 5), expected);
+  EXPECT_GT(engine.memory().host_bytes, before);
+}
 
 }  // namespace
 }  // namespace sluice

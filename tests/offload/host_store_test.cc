@@ -68,13 +68,33 @@ TEST(HostStore, ChargesForAllLayersAndCommitsThemOneByOne) {
   EXPECT_LT(store.committed_rows(), 20000);
   EXPECT_THROW(store.charge(100000), Error) << "the cap";
   EXPECT_EQ(backend.account(Tier::host).used(), charged);
-  store.commit(0);
+  store.commit(0, 20000);
   EXPECT_EQ(store.row(0, 1, 19999)[0], std::byte{0});
   EXPECT_LT(store.committed_rows(), 20000);
-  store.grow(15000);  // what layer 1 lacks
+  store.grow(300);  // no more than that
+  EXPECT_EQ(store.row(1, 1, 299)[0], std::byte{0});
+  EXPECT_LT(store.committed_rows(), 2000);
+  EXPECT_EQ(backend.account(Tier::host).used(), charged);
+  store.commit(1, 20000);
   EXPECT_EQ(store.row(1, 1, 19999)[0], std::byte{0});
   EXPECT_EQ(store.row(1, 0, 99)[0], std::byte{5});
   EXPECT_EQ(backend.account(Tier::host).used(), charged);
+}
+
+TEST(HostStore, GivesBackWhatNoLayerHas) {
+  cpu::ReferenceBackend backend;
+  HostStore store(backend, kShape, 300000);
+  store.grow(100);
+  const std::uint64_t used = backend.account(Tier::host).used();
+  store.charge(200000);
+  store.release_uncommitted();
+  EXPECT_EQ(backend.account(Tier::host).used(), used);
+  store.charge(200000);
+  store.commit(1, 200000);
+  store.release_uncommitted();  // layer 1 has it
+  EXPECT_GE(backend.account(Tier::host).used(), kShape.token_bytes() * 200000);
+  store.commit(0, 200000);
+  EXPECT_EQ(store.row(0, 1, 199999)[0], std::byte{0});
 }
 
 // Pins a limited number of pieces, as a system with a limit on locked memory does.
@@ -129,14 +149,14 @@ TEST(HostStore, ALayerThatCannotBePinnedIsGivenBackAlone) {
     HostStore store(backend, kShape, 100000);
     store.charge(50000);
     const std::uint64_t charged = backend.account(Tier::host).used();
-    store.commit(0);
+    store.commit(0, 50000);
     backend.limit = backend.pinned.size() + 1;
-    EXPECT_THROW(store.commit(1), Error);
+    EXPECT_THROW(store.commit(1, 50000), Error);
     EXPECT_EQ(backend.pinned.size(), 2u);
     EXPECT_EQ(backend.account(Tier::host).used(), charged);
     backend.limit = 1000;
-    store.commit(1);
-    store.commit(1);
+    store.commit(1, 50000);
+    store.commit(1, 50000);
     EXPECT_EQ(backend.pinned.size(), 4u);
     EXPECT_EQ(store.row(1, 1, 49999)[0], std::byte{0});
   }
@@ -149,8 +169,7 @@ TEST(HostStoreDeathTest, RowsBeyondTheCommittedPartAreABug) {
   HostStore store(backend, kShape, 100000);
   store.grow(10);
   EXPECT_DEATH(store.row(0, 0, 50000), "committed");
-  store.charge(60000);
-  store.commit(1);
+  store.commit(1, 60000);
   EXPECT_DEATH(store.row(0, 0, 50000), "committed");
 }
 

@@ -248,7 +248,7 @@ TEST_P(CachedSessions, FetchLess) {
     EXPECT_EQ(misses, queue->fetched) << "rows by the ledger";
     // What was put into the cache is in it or made room.
     const Traffic evicted =
-        session.ledger().total(Phase::decode, Tier::device, Tier::host, Cause::evict);
+        session.ledger().total(Phase::decode, Tier::device, Tier::device, Cause::evict);
     EXPECT_EQ(evicted.rows, queue->evicted) << "rows by the ledger";
     EXPECT_EQ(evicted.bytes, 0u);
     return std::pair(misses, misses + rows_read(session, Tier::device, Cause::hit));
