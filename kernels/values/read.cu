@@ -120,7 +120,7 @@ __device__ void write_partial(const TilesCall& c, const BlockPart& part, const f
   if (thread < part.queries) to.masses[thread] = sum_of<kBlocks>(memory, Sums::mass_place(thread));
 }
 
-// Adds up the pages of a warp, of those listed every `step` from its first on.
+// Adds up a warp's share of the listed pages; where not all warps read, the last have none.
 template <int kBits, int kBlocks>
 __device__ __forceinline__ void read_own(const TilesCall& c, const BlockPart& part,
                                          const PageChoice::Page* list, std::byte* stages,
