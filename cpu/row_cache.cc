@@ -48,7 +48,7 @@ class CachedHead {
       return {page.device * kRows + position % kRows, PlacedRow::kDevice};
     }
     const std::int32_t home = page.host * kRows + position % kRows;
-    const std::uint64_t tag = RowCacheView::tag(p_.layer, home);
+    const RowCacheView::Tag tag = p_.cache.tag(p_.layer, home);
     const std::int64_t way = way_of(tag);
     if (way < 0) return {home, PlacedRow::kHome};
     heat(way);
@@ -57,7 +57,7 @@ class CachedHead {
 
   // The way that a row at home, selected by a token, is to be put into, if it is worth one.
   std::int32_t take_way(std::int32_t home, std::int64_t number) const {
-    const std::uint64_t tag = RowCacheView::tag(p_.layer, home);
+    const RowCacheView::Tag tag = p_.cache.tag(p_.layer, home);
     // Another token of the batch has taken one for it, which is still to be filled.
     if (const std::int64_t way = way_of(tag); way >= 0) {
       heat(way);
@@ -76,10 +76,10 @@ class CachedHead {
   }
 
   // The way that has this row, or -1.
-  std::int64_t way_of(std::uint64_t tag) const {
+  std::int64_t way_of(RowCacheView::Tag tag) const {
     const std::int64_t set = p_.cache.set_of(tag) * RowCacheView::kWays;
-    const std::uint64_t* const tags = p_.cache.tags + first_ + set;
-    const std::uint64_t* const found = std::find(tags, tags + RowCacheView::kWays, tag);
+    const RowCacheView::Tag* const tags = p_.cache.tags + first_ + set;
+    const RowCacheView::Tag* const found = std::find(tags, tags + RowCacheView::kWays, tag);
     return found == tags + RowCacheView::kWays ? -1 : set + (found - tags);
   }
 
@@ -106,15 +106,15 @@ void find_rows(const FindRowsParams& p, Threads& threads) {
     rows += p.selected.heads[i].count;
   }
   // What looking for a row reads.
-  constexpr std::int64_t kSetBytes = RowCacheView::kWays * sizeof(std::uint64_t);
+  constexpr std::int64_t kSetBytes = RowCacheView::kWays * sizeof(RowCacheView::Tag);
   threads.for_each(
       p.shape.kv_heads, [&](std::int64_t head) { CachedHead(p, head).find(); }, rows * kSetBytes);
 }
 
 void forget_rows(const ForgetRowsParams& p) {
   for (std::int64_t way = 0; way < p.shape.kv_heads * p.cache.ways(); ++way) {
-    std::uint64_t& tag = p.cache.tags[way];
-    const auto home = static_cast<std::int64_t>(tag & 0xFFFFFFFFu);
+    RowCacheView::Tag& tag = p.cache.tags[way];
+    const std::int64_t home = p.cache.home_of(tag);
     const bool named = tag != RowCacheView::kNothing && home >= p.first && home - p.first < p.count;
     if (!p.all && !named) continue;
     tag = RowCacheView::kNothing;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <string>
 
 #include "lib/backend/kv_ops.h"
@@ -130,9 +129,9 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
       static_cast<std::uint64_t>(layout.selected * plan.shape.kv_heads) * plan.shape.row_bytes();
   // Whoever asks for a cache gets one.
   const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
-  constexpr std::int64_t kMostHomeRows = std::numeric_limits<std::int32_t>::max();
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
-  if (layers == 0 || fetched == 0 || !pays || plan.home_rows() > kMostHomeRows) return {};
+  const bool fits = RowCacheView::fits(plan.shape.layers, plan.home_rows());
+  if (layers == 0 || fetched == 0 || !pays || !fits) return {};
   // A share of the weight without a cap is mostly that of fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
   const std::int64_t of_step = usual * layers * plan.sequences;
@@ -247,7 +246,7 @@ RowCacheBytes::RowCacheBytes(const KvPlan& plan) {
   const auto heads = static_cast<std::size_t>(plan.shape.kv_heads);
   const std::size_t ways = heads * static_cast<std::size_t>(plan.cache_rows);
   rows = ways * plan.shape.row_bytes();
-  tags = ways * sizeof(std::uint64_t);
+  tags = ways * sizeof(RowCacheView::Tag);
   heat = ways * sizeof(std::int32_t);
   clock = sizeof(std::int32_t);
   places = heads * static_cast<std::size_t>(plan.placed_rows) * sizeof(PlacedRow);

@@ -10,10 +10,14 @@
 namespace sluice::cuda {
 namespace {
 
-// Rows are looked up by so many lanes each, which look at four ways each.
+// Rows are looked up by so many lanes each, a team, which look at four ways each.
 constexpr int kLookUpLanes = 8;
+constexpr int kTeams = kWarp / kLookUpLanes;  // of a warp
 constexpr int kLookUpThreads = 256;
-constexpr int kLookUpRows = kLookUpThreads / kLookUpLanes;  // of a block, at a time
+// Rows of a team at a time: what they read is on its way together.
+constexpr int kLookUpAhead = 4;
+constexpr int kWarpRows = kTeams * kLookUpAhead;
+constexpr int kLookUpRows = kLookUpThreads / kWarp * kWarpRows;  // of a block
 static_assert(RowCacheView::kWays == 4 * kLookUpLanes);
 
 constexpr int kTakeWarps = 16;
@@ -27,13 +31,15 @@ constexpr std::int64_t kBlockRows = 32;
 constexpr std::int64_t kMostBlocks = 16;  // of a KV head
 static_assert(RowCacheView::kWays == kWarp, "a warp looks at a set at once");
 
-__device__ __forceinline__ std::uint64_t tag_of(int layer, std::int32_t home) {
-  return static_cast<std::uint64_t>(static_cast<std::uint32_t>(layer)) << 32 |
-         static_cast<std::uint32_t>(home);
-}
+using Tag = RowCacheView::Tag;
 
 // See RowCacheView, whose members a kernel cannot call.
-__device__ __forceinline__ int set_of_tag(std::uint64_t tag, std::int64_t sets) {
+__device__ __forceinline__ Tag tag_of(const FindRowsParams& p, std::int32_t home) {
+  return static_cast<Tag>(static_cast<std::uint32_t>(p.cache.homes) *
+                              static_cast<std::uint32_t>(p.layer) +
+                          static_cast<std::uint32_t>(home));
+}
+__device__ __forceinline__ int set_of_tag(Tag tag, std::int64_t sets) {
   const std::uint64_t hash = tag * 0x9E3779B97F4A7C15ull >> 32;
   return static_cast<int>(hash * static_cast<std::uint64_t>(sets) >> 32);
 }
@@ -47,67 +53,116 @@ __device__ __forceinline__ std::int32_t heat_of_new(const FindRowsParams& p) {
   return RowCacheView::kFade * *p.cache.clock;
 }
 
-// Tokens of a batch may select the same row at the same time; how often counts, not the order.
-__device__ __forceinline__ void warm(std::int32_t* heat, std::int32_t fresh) {
-  std::int32_t seen = *heat;
-  std::int32_t before;
-  do {
-    before = seen;
-    seen = atomicCAS(heat, before, heated(before, fresh));
-  } while (seen != before);
-}
-
-// The way of a row's set that has it, or -1; the lanes of a row together, of which this is number
-// `lane`.
-__device__ __forceinline__ int find_way(const std::uint64_t* set, std::uint64_t tag, int lane) {
-  const auto* const own = reinterpret_cast<const ulonglong2*>(set) + 2 * lane;
-  const ulonglong2 low = own[0];
-  const ulonglong2 high = own[1];
-  const int way = tag == low.x ? 0 : tag == low.y ? 1 : tag == high.x ? 2 : tag == high.y ? 3 : -1;
-  const unsigned first = threadIdx.x % kWarp - static_cast<unsigned>(lane);
+// The way of a row's set that has it, or -1, by its team; `own`: the tags of this lane's ways.
+__device__ __forceinline__ int find_way(const uint4& own, Tag tag) {
+  const int way = tag == own.x ? 0 : tag == own.y ? 1 : tag == own.z ? 2 : tag == own.w ? 3 : -1;
+  const unsigned lane = threadIdx.x % kWarp;
+  const unsigned first = lane / kLookUpLanes * kLookUpLanes;
   const unsigned found = __ballot_sync(kAllLanes, way >= 0) >> first & ((1u << kLookUpLanes) - 1);
   const int owner = __ffs(static_cast<int>(found)) - 1;
   const int in_owner = __shfl_sync(kAllLanes, way, static_cast<int>(first) + max(owner, 0));
   return owner < 0 ? -1 : 4 * owner + in_owner;
 }
 
-// Where rows are before any makes room for another: a row of a token's KV head by each group of
-// lanes.
+// Where rows of a token's KV head are before any makes room for another.
+class LookUp {
+ public:
+  __device__ __forceinline__ LookUp(const FindRowsParams& p, int number, int head)
+      : p_(p),
+        pages_(page_table_of(p.rows, p.batch.tokens[number].sequence)),
+        index_(std::int64_t{number} * p.shape.kv_heads + head),
+        first_way_(head * p.cache.sets * kWarp) {}
+
+  // By a warp: rows [first, first + kWarpRows) as far as there are so many.
+  __device__ __forceinline__ void find(std::int32_t first, std::int32_t count) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    std::int32_t rows[kLookUpAhead];
+    PlacedRow places[kLookUpAhead];
+    Tag tags[kLookUpAhead];
+    std::int32_t sets[kLookUpAhead];  // where they begin
+    uint4 own[kLookUpAhead];
+#pragma unroll
+    for (int i = 0; i < kLookUpAhead; ++i) {
+      rows[i] = first + i * kTeams + lane / kLookUpLanes;
+      places[i] = home_of(min(rows[i], count - 1));
+    }
+#pragma unroll
+    for (int i = 0; i < kLookUpAhead; ++i) {
+      // What is on the device has no tag that there is.
+      const bool there = places[i].place == PlacedRow::kDevice;
+      tags[i] = there ? RowCacheView::kNothing - 1 : tag_of(p_, places[i].number);
+      sets[i] = set_of_tag(tags[i], p_.cache.sets) * kWarp;
+      const auto* const set = reinterpret_cast<const uint4*>(p_.cache.tags + first_way_ + sets[i]);
+      own[i] = there ? uint4{} : set[lane % kLookUpLanes];
+    }
+    std::int32_t ways[kLookUpAhead];
+    std::int32_t heat[kLookUpAhead];
+#pragma unroll
+    for (int i = 0; i < kLookUpAhead; ++i) {
+      const int way = find_way(own[i], tags[i]);
+      const bool is_found = way >= 0 && places[i].place == PlacedRow::kHome;
+      if (is_found) places[i] = {sets[i] + way, PlacedRow::kCached};
+      // A lane of each team goes on.
+      ways[i] = is_found && lane % kLookUpLanes == 0 && rows[i] < count ? sets[i] + way : -1;
+      if (ways[i] >= 0) heat[i] = p_.cache.heat[first_way_ + ways[i]];
+    }
+    const std::int32_t fresh = heat_of_new(p_);
+#pragma unroll
+    for (int i = 0; i < kLookUpAhead; ++i) {
+      if (ways[i] >= 0) warm(p_.cache.heat + first_way_ + ways[i], heat[i], fresh);
+      if (lane % kLookUpLanes == 0 && rows[i] < count) {
+        p_.places[index_ * p_.selected.capacity + rows[i]] = places[i];
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ PlacedRow home_of(std::int32_t row) const {
+    const std::int32_t position = p_.selected.positions[index_ * p_.selected.capacity + row];
+    const PageSlots page = pages_[page_of(position)];
+    const bool there = is_on_device(page);
+    constexpr auto kRows = static_cast<std::int32_t>(kPageTokens);
+    return {(there ? page.device : page.host) * kRows + place_in_page(position),
+            there ? PlacedRow::kDevice : PlacedRow::kHome};
+  }
+  // Tokens of a batch may select the same row at the same time; how often counts, not the order. A
+  // single token selects no row twice.
+  __device__ __forceinline__ void warm(std::int32_t* heat, std::int32_t seen,
+                                       std::int32_t fresh) const {
+    if (p_.batch.count == 1) {
+      *heat = heated(seen, fresh);
+      return;
+    }
+    std::int32_t before;
+    do {
+      before = seen;
+      seen = atomicCAS(heat, before, heated(before, fresh));
+    } while (seen != before);
+  }
+
+  const FindRowsParams& p_;
+  const PageSlots* pages_;
+  std::int64_t index_;      // of the token's KV head among all
+  std::int64_t first_way_;  // of the KV head's part of the cache
+};
+
 __global__ __launch_bounds__(kLookUpThreads) void look_up_kernel(
     const __grid_constant__ FindRowsParams p) {
-  constexpr auto kRows = static_cast<std::int32_t>(kPageTokens);
-  const int lane = static_cast<int>(threadIdx.x) % kLookUpLanes;
   const auto head = static_cast<int>(blockIdx.y);
   const auto number = static_cast<int>(blockIdx.z);
-  const PageSlots* const pages = page_table_of(p.rows, p.batch.tokens[number].sequence);
-  const std::int64_t index = std::int64_t{number} * p.shape.kv_heads + head;
-  const std::int32_t* const positions = p.selected.positions + index * p.selected.capacity;
-  PlacedRow* const places = p.places + index * p.selected.capacity;
-  const std::int64_t first_set = head * p.cache.sets;
+  const LookUp look_up(p, number, head);
   wait_for_kernel_before();
   allow_next_kernel();
+  const std::int64_t index = std::int64_t{number} * p.shape.kv_heads + head;
   if (p.evicted != nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.evicted[index] = 0;
-  const std::int32_t fresh = heat_of_new(p);
   const std::int32_t count = p.selected.heads[index].count;
   const auto step = static_cast<std::int32_t>(gridDim.x) * kLookUpRows;
-  // Whole warps stay together.
-  const auto begin = static_cast<std::int32_t>(blockIdx.x * kLookUpRows + threadIdx.x / kWarp * 4);
-  for (std::int32_t at = begin; at < count; at += step) {
-    const std::int32_t row = at + static_cast<int>(threadIdx.x) % kWarp / kLookUpLanes;
-    const std::int32_t position = positions[min(row, count - 1)];
-    const PageSlots page = pages[page_of(position)];
-    const bool there = is_on_device(page);
-    const std::int32_t home = (there ? page.device : page.host) * kRows + place_in_page(position);
-    const std::uint64_t tag = tag_of(p.layer, home);
-    const std::int64_t set = (first_set + set_of_tag(tag, p.cache.sets)) * kWarp;
-    const int way = find_way(p.cache.tags + set, there ? RowCacheView::kNothing - 1 : tag, lane);
-    if (lane != 0 || row >= count) continue;
-    if (way >= 0) warm(p.cache.heat + set + way, fresh);
-    const auto of_head = static_cast<std::int32_t>(set - first_set * kWarp);
-    places[row] = there      ? PlacedRow{home, PlacedRow::kDevice}
-                  : way >= 0 ? PlacedRow{of_head + way, PlacedRow::kCached}
-                             : PlacedRow{home, PlacedRow::kHome};
-  }
+  const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
+  // Warps of different blocks have neighbouring rows: a few keep many multiprocessors busy.
+  auto first =
+      (warp * static_cast<std::int32_t>(gridDim.x) + static_cast<std::int32_t>(blockIdx.x)) *
+      kWarpRows;
+  for (; first < count; first += step) look_up.find(first, count);
 }
 
 // A row that is only at home.
@@ -119,7 +174,7 @@ struct AwayRow {
 struct TakeShared {
   std::int32_t before[kMostBatch + 1];  // selected rows of the tokens before
   std::int32_t counts[kTakeRows * kTakeWarps];
-  AwayRow rows[kLot];
+  AwayRow rows[kLot];  // that the block has found so far
 };
 
 // Gives ways to rows at home. Blocks divide the sets of a KV head among them, and warps those of a
@@ -139,20 +194,18 @@ class WayTaker {
     fresh_ = heat_of_new(p_);
     add_up();
     const std::int32_t total = shared_.before[p_.batch.count];
+    int listed = 0;
 #pragma unroll 1
     for (std::int32_t first = 0; first < total; first += kLot) {
-      const int count = list_own(first, total);
-#pragma unroll 1
-      for (int at = 0; at < count; at += kWarp) {
-        const bool is_own =
-            at + lane_ < count && set_of(shared_.rows[at + lane_]) % kTakeWarps == warp_;
-        for (unsigned left = __ballot_sync(kAllLanes, is_own); left != 0; left &= left - 1) {
-          take_way(shared_.rows[at + __ffs(static_cast<int>(left)) - 1]);
-          __syncwarp();
-        }
+      Lot lot = lot_from(first, total);
+      if (listed + lot.count > kLot) {
+        take_ways(listed);
+        listed = 0;
       }
-      __syncthreads();
+      list(lot, first, listed);
+      listed += lot.count;
     }
+    take_ways(listed);
   }
 
  private:
@@ -198,23 +251,30 @@ class WayTaker {
     return head_of(number) * p_.selected.capacity + item - shared_.before[number];
   }
 
-  // Of a lot of rows those at home that belong to this block's sets, in order; how many.
-  __device__ int list_own(std::int32_t first, std::int32_t total) const {
+  // Of a lot of rows those at home that belong to this block's sets.
+  struct Lot {
     std::int32_t homes[kTakeRows];  // -1: not at home
-    unsigned own[kTakeRows];
+    unsigned own[kTakeRows];        // a bit for each lane whose row it is
+    int before[kTakeRows];          // so many of the lot's are before this warp's
+    int count;
+  };
+
+  __device__ Lot lot_from(std::int32_t first, std::int32_t total) const {
+    Lot lot;
 #pragma unroll
     for (int i = 0; i < kTakeRows; ++i) {
       const std::int32_t item = item_of(first, i);
       const PlacedRow place =
           item < total ? p_.places[index_of(item)] : PlacedRow{0, PlacedRow::kDevice};
-      homes[i] = place.place == PlacedRow::kHome ? place.number : -1;
+      lot.homes[i] = place.place == PlacedRow::kHome ? place.number : -1;
     }
 #pragma unroll
     for (int i = 0; i < kTakeRows; ++i) {
-      const int set = set_of({0, homes[i]});
-      const bool is_own = homes[i] >= 0 && set >= first_set_ && set < last_set_;
-      own[i] = __ballot_sync(kAllLanes, is_own);
-      if (lane_ == 0) shared_.counts[i * kTakeWarps + warp_] = __popc(own[i]);
+      const int set = set_of({0, lot.homes[i]});
+      const bool is_own = lot.homes[i] >= 0 && set >= first_set_ && set < last_set_;
+      if (is_own) prefetch(set);
+      lot.own[i] = __ballot_sync(kAllLanes, is_own);
+      if (lane_ == 0) shared_.counts[i * kTakeWarps + warp_] = __popc(lot.own[i]);
     }
     __syncthreads();
     // Of this lane's counts, which follow each other, the sum up to each.
@@ -233,31 +293,59 @@ class WayTaker {
       for (int n = 0; n + 1 < kOfLane; ++n) {
         if (at % kOfLane == n + 1) before = before_lane + sums[n];
       }
-      before = __shfl_sync(kAllLanes, before, at / kOfLane);
-      const unsigned below = own[i] & ((1u << lane_) - 1);
-      if ((own[i] >> lane_ & 1u) != 0) {
-        shared_.rows[before + __popc(below)] = {item_of(first, i), homes[i]};
+      lot.before[i] = __shfl_sync(kAllLanes, before, at / kOfLane);
+    }
+    lot.count = __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+    __syncthreads();
+    return lot;
+  }
+  // Behind `listed` others, in order.
+  __device__ void list(const Lot& lot, std::int32_t first, int listed) const {
+#pragma unroll
+    for (int i = 0; i < kTakeRows; ++i) {
+      const unsigned below = lot.own[i] & ((1u << lane_) - 1);
+      if ((lot.own[i] >> lane_ & 1u) == 0) continue;
+      shared_.rows[listed + lot.before[i] + __popc(below)] = {item_of(first, i), lot.homes[i]};
+    }
+  }
+  // What take_way() will look at.
+  __device__ void prefetch(int set) const {
+    const std::int64_t way = (head_ * p_.cache.sets + set) * kWarp;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p_.cache.heat + way));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p_.cache.tags + way));
+  }
+
+  // For the rows that are listed.
+  __device__ void take_ways(int count) const {
+    __syncthreads();
+#pragma unroll 1
+    for (int at = 0; at < count; at += kWarp) {
+      const bool is_own =
+          at + lane_ < count && set_of(shared_.rows[at + lane_]) % kTakeWarps == warp_;
+      for (unsigned left = __ballot_sync(kAllLanes, is_own); left != 0; left &= left - 1) {
+        take_way(shared_.rows[at + __ffs(static_cast<int>(left)) - 1]);
+        __syncwarp();
       }
     }
     __syncthreads();
-    return __shfl_sync(kAllLanes, inclusive, kWarp - 1);
   }
   __device__ static std::int32_t item_of(std::int32_t first, int lookup) {
     return first + lookup * kTakeThreads + static_cast<int>(threadIdx.x);
   }
   __device__ int set_of(const AwayRow& row) const {
-    return set_of_tag(tag_of(p_.layer, row.home), p_.cache.sets);
+    return set_of_tag(tag_of(p_, row.home), p_.cache.sets);
   }
 
   __device__ void take_way(const AwayRow& row) const {
-    const std::uint64_t tag = tag_of(p_.layer, row.home);
+    const Tag tag = tag_of(p_, row.home);
     const int number = set_of(row);
     const std::int64_t set = (head_ * p_.cache.sets + number) * kWarp;
-    std::uint64_t* const own_tag = p_.cache.tags + set + lane_;
+    Tag* const own_tag = p_.cache.tags + set + lane_;
     std::int32_t* const own_heat = p_.cache.heat + set + lane_;
+    const Tag own = *own_tag;
     // Another token of the batch may have taken one for it, which is still to be filled.
     if (p_.batch.count > 1) {
-      const bool taken = *own_tag == tag;
+      const bool taken = own == tag;
       if (taken) *own_heat = heated(*own_heat, fresh_);
       if (__any_sync(kAllLanes, taken)) return;
     }
@@ -266,7 +354,7 @@ class WayTaker {
     if (coldest >= fresh_) return;
     const int way = __ffs(static_cast<int>(__ballot_sync(kAllLanes, heat == coldest))) - 1;
     if (lane_ == way) {
-      if (p_.evicted != nullptr && *own_tag != RowCacheView::kNothing) {
+      if (p_.evicted != nullptr && own != RowCacheView::kNothing) {
         atomicAdd(p_.evicted + head_of(number_of(row.item)), 1);
       }
       *own_tag = tag;
@@ -302,8 +390,8 @@ __global__ __launch_bounds__(kForgetThreads) void forget_rows_kernel(
   const std::int64_t threads = std::int64_t{gridDim.x} * kForgetThreads;
   for (std::int64_t way = std::int64_t{blockIdx.x} * kForgetThreads + threadIdx.x; way < ways;
        way += threads) {
-    const std::uint64_t tag = p.cache.tags[way];
-    const auto home = static_cast<std::int64_t>(tag & 0xFFFFFFFFu);
+    const Tag tag = p.cache.tags[way];
+    const std::int64_t home = tag % p.cache.homes;
     const bool named = tag != RowCacheView::kNothing && home >= p.first && home - p.first < p.count;
     if (!p.all && !named) continue;
     p.cache.tags[way] = RowCacheView::kNothing;

@@ -22,7 +22,8 @@ namespace sluice {
 
 struct RowCacheView {
   static constexpr int kWays = 32;
-  static constexpr std::uint64_t kNothing = ~std::uint64_t{0};  // tag of an empty way
+  using Tag = std::uint32_t;  // a set's tags are looked at for every row: short ones cost less
+  static constexpr Tag kNothing = ~Tag{0};  // of an empty way
   static constexpr std::int32_t kCold = std::numeric_limits<std::int32_t>::min();  // its heat
   // Heat is the logarithm, in steps of 1/256 of base 2, of the fading count times 1.05^clock: so
   // that it does not change while a row is not selected.
@@ -31,21 +32,24 @@ struct RowCacheView {
   // Before it heat does not overflow.
   static constexpr std::int32_t kMostClock = std::numeric_limits<std::int32_t>::max() / kFade / 2;
 
-  std::byte* rows = nullptr;      // [kv_heads, sets, kWays, row_bytes]; null: there is no cache
-  std::uint64_t* tags = nullptr;  // [kv_heads, sets, kWays], see tag()
-  std::int32_t* heat = nullptr;   // likewise
+  std::byte* rows = nullptr;     // [kv_heads, sets, kWays, row_bytes]; null: there is no cache
+  Tag* tags = nullptr;           // [kv_heads, sets, kWays], see tag()
+  std::int32_t* heat = nullptr;  // likewise
   std::int64_t sets = 0;
+  std::int64_t homes = 0;               // rows of a KV head's and layer's region at home
   const std::int32_t* clock = nullptr;  // the backend's memory: number of the step
 
   std::int64_t ways() const { return sets * kWays; }  // of a KV head
 
-  // Of a row that is number `home` of a KV head's and layer's region at home.
-  static constexpr std::uint64_t tag(int layer, std::int32_t home) {
-    return static_cast<std::uint64_t>(static_cast<std::uint32_t>(layer)) << 32 |
-           static_cast<std::uint32_t>(home);
+  // Whether all rows of so many layers have tags, and there are two numbers that are none.
+  static constexpr bool fits(int layers, std::int64_t homes) {
+    return homes <= (std::int64_t{kNothing} - 1) / layers;
   }
+  // Of a row that is number `home` of its region.
+  Tag tag(int layer, std::int32_t home) const { return static_cast<Tag>(homes * layer + home); }
+  std::int64_t home_of(Tag tag) const { return tag % homes; }
   // Multiplicative hashing by 2^64 / phi; Knuth, "The Art of Computer Programming", section 6.4.
-  std::int64_t set_of(std::uint64_t tag) const {
+  std::int64_t set_of(Tag tag) const {
     const std::uint64_t hash = tag * 0x9E3779B97F4A7C15ull >> 32;
     return static_cast<std::int64_t>(hash * static_cast<std::uint64_t>(sets) >> 32);
   }

@@ -36,11 +36,11 @@ class ModelHead {
       : cache_(cache), ways_(static_cast<std::size_t>(cache.ways())) {}
 
   struct Way {
-    std::uint64_t tag = RowCacheView::kNothing;
+    RowCacheView::Tag tag = RowCacheView::kNothing;
     std::int32_t heat = RowCacheView::kCold;
   };
 
-  int find(std::uint64_t tag) const {
+  int find(RowCacheView::Tag tag) const {
     for (std::size_t way = 0; way < ways_.size(); ++way) {
       if (ways_[way].tag == tag) return static_cast<int>(way);
     }
@@ -51,7 +51,7 @@ class ModelHead {
     heat = RowCacheView::heated(heat, fresh);
   }
   // The way that a row gets which is nowhere; -1 for none.
-  int take(std::uint64_t tag, std::int32_t fresh) {
+  int take(RowCacheView::Tag tag, std::int32_t fresh) {
     const std::int64_t first = cache_.set_of(tag) * RowCacheView::kWays;
     std::int64_t coldest = first;
     for (std::int64_t way = first; way < first + RowCacheView::kWays; ++way) {
@@ -88,7 +88,7 @@ class CacheRun {
     const auto ways = static_cast<std::size_t>(shape_.kv_heads * sets * RowCacheView::kWays);
     const std::size_t tokens = sequences_.tokens().size();
     cached_ = backend.allocate(tier, ways * shape_.row_bytes());
-    tags_ = backend.allocate(tier, ways * sizeof(std::uint64_t));
+    tags_ = backend.allocate(tier, ways * sizeof(RowCacheView::Tag));
     heat_ = backend.allocate(tier, ways * sizeof(std::int32_t));
     clock_ = backend.allocate(tier, sizeof(std::int32_t));
     places_ = backend.allocate(tier, tokens * heads() * capacity() * sizeof(PlacedRow));
@@ -97,9 +97,10 @@ class CacheRun {
     evicted_ = backend.allocate(Tier::host, tokens * heads() * sizeof(std::int32_t));
     arena_ = backend.allocate(tier, heads() * kArenaRows * shape_.row_bytes());
     view_.rows = cached_.data();
-    view_.tags = reinterpret_cast<std::uint64_t*>(tags_.data());
+    view_.tags = reinterpret_cast<RowCacheView::Tag*>(tags_.data());
     view_.heat = reinterpret_cast<std::int32_t*>(heat_.data());
     view_.sets = sets;
+    view_.homes = sequences_.rows().host_stride / static_cast<std::int64_t>(shape_.row_bytes());
     view_.clock = reinterpret_cast<const std::int32_t*>(clock_.data());
     ForgetRowsParams p;
     p.shape = shape_;
@@ -161,7 +162,7 @@ class CacheRun {
     backend_.queue->forget_rows({shape_, view_, false, first, count});
     for (ModelHead& head : model_) {
       for (ModelHead::Way& way : head.ways()) {
-        const auto home = static_cast<std::int64_t>(way.tag & 0xFFFFFFFFu);
+        const auto home = static_cast<std::int64_t>(view_.home_of(way.tag));
         const bool empty = way.tag == RowCacheView::kNothing;
         if (!empty && home >= first && home < first + count) way = ModelHead::Way();
       }
@@ -233,14 +234,14 @@ class CacheRun {
         return;
       }
       place = {number(page.host), PlacedRow::kHome};
-      const int way = head.find(RowCacheView::tag(layer, place.number));
+      const int way = head.find(view_.tag(layer, place.number));
       if (way < 0) return;
       head.heat(way, fresh);
       place = {way, PlacedRow::kCached};
     });
     for_selected([&](ModelHead& head, std::int32_t, std::int32_t, PlacedRow& place) {
       if (place.place != PlacedRow::kHome) return;
-      const std::uint64_t tag = RowCacheView::tag(layer, place.number);
+      const RowCacheView::Tag tag = view_.tag(layer, place.number);
       if (const int way = head.find(tag); way >= 0) return head.heat(way, fresh);
       const int before = head.evicted;
       place.place = head.take(tag, fresh);
@@ -265,7 +266,7 @@ class CacheRun {
 
   // Tags, heat, and the rows themselves.
   void expect_contents() {
-    const auto tags = download<std::uint64_t>(backend_, tags_);
+    const auto tags = download<RowCacheView::Tag>(backend_, tags_);
     const auto heat = download<std::int32_t>(backend_, heat_);
     const auto cached = download<std::byte>(backend_, cached_);
     const std::size_t bytes = shape_.row_bytes();
@@ -278,7 +279,7 @@ class CacheRun {
         if (way.tag != RowCacheView::kNothing) {
           const std::byte* const home = rows.host +
                                         static_cast<std::int64_t>(head) * rows.host_stride +
-                                        static_cast<std::size_t>(way.tag & 0xFFFFFFFFu) * bytes;
+                                        static_cast<std::size_t>(view_.home_of(way.tag)) * bytes;
           ASSERT_EQ(std::memcmp(&cached[at * bytes], home, bytes), 0) << "way " << at;
         }
         ++at;
