@@ -38,6 +38,7 @@ inline constexpr int kMostListedOwn = 2048;     // candidates of a block
 inline constexpr int kMostNear = 4096;          // entries of a block that may be candidates
 inline constexpr int kMostListed = 8192;        // and of all
 inline constexpr int kMostPicked = kWarp;       // of them, compared one by one
+inline constexpr int kMostTurns = 3;            // to list candidates by a digest
 inline constexpr int kMostQueued = 17 * kWarp;  // logits of a warp, to be counted
 
 // What a warp found of its part of a row: sums of 2^(x log2(e) - norm), the norm that of `highest`.
@@ -94,11 +95,9 @@ enum Exchange {
   kTies,
   kEnds,
   kLaterEnds,
-  kSectors,  // of a digest
-  kLaterSectors,
-  kListed,
-  kLaterListed,
-  kExchanges,
+  kSectors,  // of a digest, in each of its turns
+  kListed = kSectors + kMostTurns,
+  kExchanges = kListed + kMostTurns,
 };
 
 // Where and how a block ends: the pages of its first and last position.

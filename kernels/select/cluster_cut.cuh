@@ -198,15 +198,20 @@ __device__ __forceinline__ void cut_picked(const auto& w, GradeCut& cut) {
   cut.ties = 0;
 }
 
+// By how many bits grades of candidates differ at most.
+__device__ __forceinline__ int grade_bits(const auto& w) {
+  // Sums of weights are rounded.
+  const std::uint32_t highest =
+      w.group == 1 ? 0xffffffffu : (__float_as_uint(static_cast<float>(w.group)) << 1) + 1024;
+  return 32 - __clz(static_cast<int>(highest - w.shared->bound_grade));
+}
+
 // The cut among the candidates that have been read: by the upper bits in which they differ, then by
 // those below, until few are left. Digits are zero on entry.
 __device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, GradeCut& cut) {
   const std::uint32_t* const grades = w.bins;
   const std::uint32_t base = w.shared->bound_grade;
-  // Sums of weights are rounded.
-  const std::uint32_t highest =
-      w.group == 1 ? 0xffffffffu : (__float_as_uint(static_cast<float>(w.group)) << 1) + 1024;
-  int known = 32 - __clz(static_cast<int>(highest - base));  // the bits below are not
+  int known = grade_bits(w);  // the bits below are not
   std::uint32_t found = 0;
   while (true) {
     const int shift = max(known - kDigitBits, 0);

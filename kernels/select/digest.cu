@@ -88,7 +88,8 @@ __device__ __noinline__ bool mark_by_logits(const DigestCall& call) {
 }
 
 // The same, at first by what the digest leaves: as if top_p wanted all of it, which is enough where
-// it wants all candidates; then by thresholds, or a finer bound if candidates were too many.
+// it wants all candidates; else by thresholds. If candidates were too many, those that were listed
+// bound what is kept, or the digest does more finely.
 __device__ __forceinline__ bool mark_kept(const DigestCall& call, const DigestWork& w) {
   mark_range(w, 0, w.extent.low);
   if (thread_id() < w.group) {
@@ -97,26 +98,39 @@ __device__ __forceinline__ bool mark_kept(const DigestCall& call, const DigestWo
   __syncthreads();
   mark_range(w, w.extent.high, w.extent.emit);
   bool has_thresholds = false;
+  bool are_found = false;
+  std::uint32_t raised = 0;
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {
-    if (has_thresholds) {
-      find_exact_thresholds(call);
-    } else if (turn > 0) {
+  for (int turn = 0; turn < kMostTurns; ++turn) {
+    if (raised != 0) {
       begin_again(w);
-    }
-    if (!bound_sectors(w, turn) && !has_thresholds) {
-      has_thresholds = w.c.is_top_p;
-      continue;
+      bound_by_grade(w, raised);
+    } else {
+      if (has_thresholds && !are_found) {
+        find_exact_thresholds(call);
+        are_found = true;
+      } else if (turn > 0) {
+        begin_again(w);
+      }
+      if (!bound_sectors(w, turn) && !has_thresholds) {
+        has_thresholds = w.c.is_top_p;
+        continue;
+      }
     }
     if (!list_by_digest(w, turn)) {
       has_thresholds = true;
+      raised = 0;
       continue;
     }
     GradeCut cut;
-    if (!cut_at_grade(w, cut)) continue;
+    if (!cut_at_grade(w, cut)) {
+      raised = raised_grade(w);
+      continue;
+    }
     const bool is_all = cut.settled != 0 && cut.grade == 0;
     if (is_all && !has_thresholds) {
       has_thresholds = w.c.is_top_p;
+      raised = 0;
       continue;
     }
     if (is_all) mark_listed(w, cut);
@@ -131,9 +145,10 @@ __device__ __forceinline__ void select_digested(const DigestCall& call, std::byt
     barrier_init(shared_address(&w.digest->loaded), 1);
     set_up_exchanges(w);
     const auto blocks = static_cast<std::uint32_t>(w.cluster.size);
-    for (int turn = 0; turn < 2; ++turn) {
+    for (int turn = 0; turn < kMostTurns; ++turn) {
       w.expect(kSectors + turn, blocks * kSectorBins * 4u);
-      w.expect(kListed + turn, blocks * static_cast<std::uint32_t>(sizeof(uint4) + kMostRows * 4));
+      w.expect(kListed + turn,
+               blocks * static_cast<std::uint32_t>(sizeof(uint4) + sizeof(uint2) + kMostRows * 4));
     }
   }
   set_zero(w);

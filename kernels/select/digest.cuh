@@ -11,8 +11,9 @@
 //   how much each has kept.
 // What top_p wants need not be known if it is sure to want all candidates: where the pages with
 // nothing as heavy hold more than it may leave out. Else thresholds are found first, from the
-// sectors that may hold what matters. Where candidates are too many to list, all logits are read,
-// in the same way as if they were in shared memory.
+// sectors that may hold what matters. Where many sectors reach the bound, as all weigh much the
+// same, those of a sample raise it. Where candidates still are too many to list, all logits are
+// read, in the same way as if they were in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,7 @@ namespace sluice::cuda {
 constexpr int kPageVectors = kPageTokens / 8;
 constexpr int kPageStep = 4;  // of a block's pages: bulk copies begin and end there
 constexpr int kSectorBins = 256;
+constexpr int kMostSampled = 512;  // sectors of a block
 // Sectors are counted by how far, in nats, they lie below the heaviest: by the upper bits of an
 // f16, so that bins are the wider the farther they are. It is taken from 4 on.
 constexpr std::uint32_t kFours = 0x44004400u;
@@ -41,6 +43,7 @@ struct DigestCall : ClusterCall {
 struct alignas(16) DigestShared {
   // Other blocks write here.
   alignas(16) std::uint32_t below[kMostBlocks][kMostRows];  // shares of pages below the bounds
+  uint2 reached[kMostBlocks];                               // see grades_of_listed()
   // Only this block's.
   RowPart parts[kMostWarps][kMostRows];
   alignas(16) std::uint32_t own_below[kMostRows];

@@ -133,9 +133,9 @@ __device__ __forceinline__ float find_weight(const DigestWork& w, float heaviest
   return heaviest - (__half2float(__ushort_as_half(edge)) - 4.0f) * (kLog2E * (1.0f + 0x1p-10f));
 }
 
-// By the first warp: bounds of what is listed, as set_bounds() does.
-__device__ __forceinline__ void set_digest_bounds(const DigestWork& w, float heaviest) {
-  const float found = find_weight(w, heaviest);
+// By the first warp: bounds of what is listed, as set_bounds() does, by the logarithm to base 2 of
+// a weight that more entries reach than are to be kept; -Inf if none is known.
+__device__ __forceinline__ void set_digest_bounds(const DigestWork& w, float found) {
   const int g = min(lane_id(), w.group - 1);
   const RowInfo& row = w.shared->rows[g];
   // Norms are rounded, and so are sums of weights.
@@ -161,9 +161,75 @@ __device__ __forceinline__ void set_digest_bounds(const DigestWork& w, float hea
 __device__ __forceinline__ bool bound_sectors(const DigestWork& w, int turn) {
   const float heaviest = heaviest_of(w);
   count_sectors(w, heaviest, turn);
-  if (warp_id() == 0) set_digest_bounds(w, heaviest);
+  if (warp_id() == 0) set_digest_bounds(w, find_weight(w, heaviest));
   __syncthreads();
   return w.digest->is_bounded != 0;
+}
+
+// The same by a grade that as many candidates reach.
+__device__ __forceinline__ void bound_by_grade(const DigestWork& w, std::uint32_t grade) {
+  float found = 0.0f;
+  if (w.group > 1) {
+    found = __log2f(__uint_as_float(grade >> 1));
+  } else {
+    const float logit = __half2float(__ushort_as_half(half_of_ordered(grade >> 16)));
+    found = fmaf(logit, kLog2E, -w.shared->rows[0].norm);
+  }
+  if (warp_id() == 0) set_digest_bounds(w, found);
+  __syncthreads();
+}
+
+// So many candidates of each of half of the blocks are more than are to be kept.
+__device__ __forceinline__ std::uint32_t part_of_kept(const DigestWork& w) {
+  return static_cast<std::uint32_t>(2 * w.extent.keep / w.cluster.size) + 1;
+}
+
+// Grades that listed candidates of the block reach: x more than are to be kept, y part_of_kept(). 0
+// where it has not so many, or so few that others' bounds will hardly be needed.
+__device__ __forceinline__ uint2 grades_of_listed(const DigestWork& w, bool is_sample) {
+  const std::uint32_t listed = min(w.shared->counts[0], static_cast<std::uint32_t>(kMostListedOwn));
+  const auto all = static_cast<std::uint32_t>(w.extent.keep) + 1;
+  const std::uint32_t part = part_of_kept(w);
+  const std::uint32_t few = kMostListed / static_cast<unsigned>(w.cluster.size) / 4;
+  if (listed < part || (listed < few && !is_sample)) return make_uint2(0, 0);
+  const std::uint32_t base = w.shared->bound_grade;
+  const int shift = max(grade_bits(w) - kDigitBits, 0);
+#pragma unroll 1
+  for (auto i = static_cast<std::uint32_t>(thread_id()); i < listed;
+       i += static_cast<std::uint32_t>(threads())) {
+    const std::uint32_t digit = (w.shared->own_grades[i] - base) >> shift;
+    atomicAdd(w.shared->digits + (~digit & (kDigits - 1)), 1u);
+  }
+  __syncthreads();
+  const auto reached_by = [&](std::uint32_t wanted) {
+    if (warp_id() == 0) find_digit(w, wanted);
+    __syncthreads();
+    const std::uint32_t digit = ~static_cast<std::uint32_t>(w.shared->found.bin) & (kDigits - 1);
+    __syncthreads();
+    return base + (digit << shift);
+  };
+  const uint2 grades = make_uint2(listed < all ? 0 : reached_by(all), reached_by(part));
+  for (int i = thread_id(); i < kDigits; i += threads()) w.shared->digits[i] = 0;
+  __syncthreads();
+  return grades;
+}
+
+// Where candidates are too many: the largest grade that is known to be reached by more than are to
+// be kept, or 0 if it rules none out.
+__device__ __forceinline__ std::uint32_t raised_grade(const DigestWork& w) {
+  const bool is_one = lane_id() < w.cluster.size;
+  const uint2 own = is_one ? w.digest->reached[lane_id()] : make_uint2(0, 0);
+  const std::uint32_t part = part_of_kept(w);
+  const std::uint32_t blocks = (static_cast<std::uint32_t>(w.extent.keep) + part) / part;
+  std::uint32_t rank = 0;
+#pragma unroll 4
+  for (int i = 0; i < w.cluster.size; ++i) {
+    const std::uint32_t other = __shfl_sync(kAllLanes, own.y, i);
+    if (other > own.y || (other == own.y && i < lane_id())) ++rank;
+  }
+  const std::uint32_t parts = is_one && rank + 1 == blocks ? own.y : 0;
+  const std::uint32_t grade = __reduce_max_sync(kAllLanes, max(own.x, parts));
+  return grade > w.shared->bound_grade ? grade : 0;
 }
 
 // Whether a sector may hold candidates: its maxima weigh enough together, and some query head wants
@@ -184,15 +250,17 @@ __device__ __forceinline__ bool matters(const DigestWork& w, std::int32_t sector
   return weight >= w.digest->weight && is_wanted;
 }
 
-// Queues the sectors that may hold candidates, and begins to read them. A warp first finds those of
-// its pages that some query head's bound does not rule out, mostly few.
-__device__ __forceinline__ void queue_sectors(const DigestWork& w) {
+// Queues the sectors of the block's pages [begin, end) that may hold candidates, and begins to read
+// them. A warp first finds those of its pages that some query head's bound does not rule out,
+// mostly few.
+__device__ __forceinline__ void queue_sectors(const DigestWork& w, std::int32_t begin,
+                                              std::int32_t end) {
   std::uint32_t* const near = w.bins + warp_id() * (kWarp * kBoundsPerPage);
 #pragma unroll 1
-  for (std::int32_t first = warp_id() * kWarp; first < w.pages; first += threads()) {
+  for (std::int32_t first = begin + warp_id() * kWarp; first < end; first += threads()) {
     const std::int32_t page = first + lane_id();
     std::uint32_t sectors = 0;
-    if (page < w.pages) {
+    if (page < end) {
       for_rows(w, page,
                [&](int g, const uint4& x) { sectors |= reaching(x, twice(w.shared->leasts[g])); });
     }
@@ -243,17 +311,16 @@ __device__ __forceinline__ void weigh_below(const DigestWork& w) {
   if (lane_id() < w.group) atomicAdd(&w.digest->own_below[g], sum);
 }
 
-// Reads the queued sectors, two entries a thread, and lists the candidates there.
-__device__ __forceinline__ void list_sectors(const DigestWork& w) {
+// Reads `sectors` of those queued, every `step`-th, two entries a thread, and lists the candidates
+// there.
+__device__ __forceinline__ void list_sectors(const DigestWork& w, int sectors, int step) {
   constexpr int kPairs = kBoundTokens / 2;
   const std::uint32_t bound = w.shared->bound_grade;
-  const auto queued =
-      static_cast<std::int32_t>(min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear)));
   const auto* const pairs = reinterpret_cast<const std::uint32_t*>(w.rows);
 #pragma unroll 1
-  for (std::int32_t i = thread_id(); i < queued * kPairs; i += threads()) {
+  for (std::int32_t i = thread_id(); i < sectors * kPairs; i += threads()) {
     const auto pair =
-        static_cast<std::int32_t>(w.scratch->entries.near[i / kPairs]) * kPairs + i % kPairs;
+        static_cast<std::int32_t>(w.scratch->entries.near[i / kPairs * step]) * kPairs + i % kPairs;
     const std::int32_t entry = w.first * 8 + pair * 2;
     if (entry >= w.extent.high) continue;
     float low = 0.0f;
@@ -302,22 +369,52 @@ __device__ __forceinline__ void mark_range(const DigestWork& w, std::int32_t fir
   }
 }
 
+// Lists candidates; returns whether those of a sample of sectors alone, for a better bound: where
+// sectors are so many that there must be one, but not in the last turn.
+__device__ __forceinline__ bool list_near_sectors(const DigestWork& w, int turn) {
+  queue_sectors(w, 0, w.pages);
+  __syncthreads();
+  const auto queued = static_cast<int>(w.shared->counts[3]);
+  // Where many are kept, many sectors are no sign of a bad bound.
+  const int usual = max(kMostSampled, 16 * static_cast<int>(part_of_kept(w)));
+  const bool is_sample = queued > usual && turn + 1 < kMostTurns;
+  if (is_sample) {
+    list_sectors(w, min(usual, kMostNear), max(min(queued, kMostNear) / usual, 1));
+  } else if (queued <= kMostNear) {
+    list_sectors(w, queued, 1);
+  } else {
+    constexpr std::int32_t kPages = kMostNear / kBoundsPerPage;
+#pragma unroll 1
+    for (std::int32_t first = 0; first < w.pages; first += kPages) {
+      __syncthreads();
+      if (thread_id() == 0) w.shared->counts[3] = 0;
+      __syncthreads();
+      queue_sectors(w, first, min(first + kPages, w.pages));
+      __syncthreads();
+      list_sectors(w, static_cast<int>(w.shared->counts[3]), 1);
+    }
+  }
+  __syncthreads();
+  return is_sample;
+}
+
 // Lists candidates and tells all blocks how many there are; false if top_p may not want them all,
 // where that is not known.
 __device__ __forceinline__ bool list_by_digest(const DigestWork& w, int turn) {
   const Extent& extent = w.extent;
   const bool is_sure = !w.c.is_top_p || turn > 0;
-  queue_sectors(w);
+  const bool is_sample = list_near_sectors(w, turn);
   if (!is_sure) weigh_below(w);
   __syncthreads();
-  list_sectors(w);
-  __syncthreads();
+  const uint2 reached = grades_of_listed(w, is_sample);
   if (thread_id() < w.cluster.size) {
-    const bool is_long = w.shared->counts[3] > kMostNear || w.shared->counts[0] > kMostListedOwn;
+    const bool is_long = is_sample || w.shared->counts[0] > kMostListedOwn;
     const std::uint32_t listed = is_long ? kTooMany : w.shared->counts[0];
     const auto forced = static_cast<std::uint32_t>(extent.low + extent.emit - extent.high);
     w.cluster.send(&w.shared->counted[w.cluster.rank], thread_id(), w.barrier(kListed + turn),
                    make_uint4(listed, listed, w.cluster.rank == 0 ? forced : 0, 0));
+    w.cluster.send(&w.digest->reached[w.cluster.rank], thread_id(), w.barrier(kListed + turn),
+                   reached);
     auto* const own = reinterpret_cast<const uint4*>(w.digest->own_below);
     auto* const to = reinterpret_cast<uint4*>(w.digest->below[w.cluster.rank]);
     for (int i = 0; i < kMostRows / 4; ++i) {

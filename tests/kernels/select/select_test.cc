@@ -142,6 +142,35 @@ TEST_P(Select, FewHeavyOfMany) {
   }
 }
 
+// All weigh much the same: far more reach what the digest tells of the heaviest than can be listed.
+TEST_P(Select, FewOfManyAlike) {
+  if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
+  const std::uint64_t seed = testing::seed(24);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (const int group : {1, 3, 8}) {
+    for (const float deviation : {0.02f, 0.2f, 0.7f}) {
+      const std::int64_t context = random.integer(270000, 1048576 / group + 270000);
+      SCOPED_TRACE(std::to_string(group) + " query heads, deviation " + std::to_string(deviation) +
+                   ", " + std::to_string(context) + " tokens");
+      Case c = case_of(1, group, context);
+      for (const float x : random.normal(group * c.columns, deviation)) {
+        c.logits.push_back(f16_to_float(float_to_f16(x)));
+      }
+      for (const std::int64_t few : {1, 64, 256}) {
+        c.prune = Pruner::top_k;
+        c.k.share.tokens = few;
+        check_case(c);
+        c.prune = Pruner::top_p;
+        c.p = 0.95f;
+        c.cap.share.tokens = few;
+        check_case(c);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
 // More neighbours are wanted than a block of a cluster lists, but no more than may be kept.
 TEST_P(Select, ManyNeighboursOfMany) {
   if (GetParam() != Path::digested_cluster && GetParam() != Path::digested) GTEST_SKIP();
