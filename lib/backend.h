@@ -31,6 +31,13 @@ struct ReadPattern {
   static int parts(int group, int queries) { return (group - 1) / queries + 1; }
 };
 
+// Of the bus between host memory and a device that has memory of its own, as measured, in bytes per
+// second; 0 without such a device.
+struct LinkRates {
+  double copied = 0.0;  // by copies of megabytes
+  double read = 0.0;    // by kernels, where rows lie
+};
+
 struct BackendInfo {
   std::string name;                  // "cpu", "reference", "cuda:0"
   std::string description;           // processor and instruction sets, for people
@@ -44,11 +51,14 @@ struct BackendInfo {
   std::vector<int> head_dims;  // that attention has kernels for; empty: all even up to 256
   bool f32_rows = true;        // besides f16 and bf16
   int threads = 1;
+  LinkRates link;
+  std::uint64_t memory_bytes = 0;  // of such a device
+  double memory_rate = 0.0;        // what that memory is made for, in bytes per second
   // Of a layer's rows, all where attention reads them: up to so many, reading every one takes less
   // time than selecting by an INT4 index (presets `values` and `sluice`).
   std::uint64_t dense_bytes = 0;
-  // Of a layer's selected rows in host memory: from so many on, looking for them in a row cache
-  // takes less time than fetching them again.
+  // Of the rows in host memory that a step selects in a layer: from so many on, looking for them in
+  // a row cache takes less time than fetching them again.
   std::uint64_t cached_bytes = 0;
 };
 

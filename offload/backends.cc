@@ -84,6 +84,18 @@ std::unique_ptr<Backend> make_backend(const BackendOptions& options) {
                                     ": there are the devices cpu, cuda, cuda:N and reference");
 }
 
+DeviceTopology detect_device(const std::string& device) {
+  BackendOptions options;
+  options.device = device;
+  const std::unique_ptr<Backend> backend = make_backend(options);
+  const BackendInfo& info = backend->info();
+  if (info.compute_tier == Tier::host) {
+    throw Error(ErrorCode::usage, "`device` " + device + " has no memory of its own");
+  }
+  return {info.name,        info.description, info.memory_bytes, info.memory_rate,
+          info.link.copied, info.link.read,   info.cached_bytes};
+}
+
 std::unique_ptr<Backend> make_attending_cpu(int threads) {
   cpu::CpuOptions options;
   options.threads = threads > 0 ? threads : std::max(1, detect_topology().usable_cores - 1);

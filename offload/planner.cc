@@ -126,7 +126,8 @@ struct CacheWish {
 
 CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
   const std::uint64_t fetched =
-      static_cast<std::uint64_t>(layout.selected * plan.shape.kv_heads) * plan.shape.row_bytes();
+      static_cast<std::uint64_t>(layout.batch * layout.selected * plan.shape.kv_heads) *
+      plan.shape.row_bytes();
   // Whoever asks for a cache gets one.
   const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);

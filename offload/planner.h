@@ -28,7 +28,7 @@ struct KvRequest {
   bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
   LogitFormat logits = {};         // how the backend keeps estimates
   std::uint64_t beside = 0;        // what else the device cap has to hold
-  // Bytes of selected rows of a layer, from which on the backend gains by a row cache.
+  // Bytes of rows that a step selects in a layer, from which on the backend gains by a row cache.
   std::uint64_t cached_bytes = 0;
   // For the row cache, at most; unset: what pays.
   std::optional<std::uint64_t> cache_memory = std::nullopt;

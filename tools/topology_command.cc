@@ -5,6 +5,7 @@
 #include <string>
 
 #include "lib/bytes.h"
+#include "sluice/errors.h"
 #include "sluice/topology.h"
 #include "tools/commands.h"
 #include "tools/output.h"
@@ -41,16 +42,38 @@ std::string describe(const Bandwidth& bandwidth) {
          gigabytes_per_second(bandwidth.copy_bytes_per_second) + "\n";
 }
 
+std::string describe(const DeviceTopology& device) {
+  return "GPU                " + device.name + ", " + device.description + "\n" +
+         "GPU memory         " + format_bytes(device.memory_bytes) + ", made for " +
+         gigabytes_per_second(device.memory_rate) + "\n" + "from host memory   copies " +
+         gigabytes_per_second(device.copied) + ", rows read " + gigabytes_per_second(device.read) +
+         "\n" + "row cache          where a layer selects " + format_bytes(device.cached_bytes) +
+         " of rows or more\n";
+}
+
+// Who asks about the machine wants to know why its GPU is not used, too.
+std::string describe_if_there(const std::string& device) {
+  try {
+    return describe(detect_device(device));
+  } catch (const Error& error) {
+    return "GPU                none: " + with_flags(error.what()) + "\n";
+  }
+}
+
 }  // namespace
 
 Command add_topology(CLI::App& app) {
   const auto size = std::make_shared<std::string>("1GiB");
   app.add_option("--size", *size, "memory to stream through when measuring; 0 measures nothing")
       ->capture_default_str();
-  return [size] {
+  const auto device = std::make_shared<std::string>();
+  app.add_option("--device", *device, "GPU to show: cuda or cuda:N; the first without it");
+  return [size, device] {
     const std::uint64_t wanted = parse_bytes(*size, "--size");
+    const std::string gpu =
+        device->empty() ? describe_if_there("cuda") : describe(detect_device(*device));
     const Topology topology = detect_topology();
-    print(describe(topology));
+    print(describe(topology) + gpu);
     const std::uint64_t bytes = std::min(wanted, topology.available_bytes / 4);
     if (bytes == 0) return 0;
     print(describe(measure_bandwidth(1, bytes)));

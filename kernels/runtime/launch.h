@@ -3,7 +3,7 @@
 // The rest of this folder, from the host to the device:
 //   cuda_backend  the operations of lib/backend.h: which launcher, on which stream
 //   memory        device and pinned host memory, as their caps allow; owners, of CUDA's objects
-//   limits        what the device can do
+//   limits, link  what the device can do, and the bus to it
 //   workspace     a stream and what its kernels share: a Launch
 //   recorder      a step as a graph, recorded once and replayed
 //   copy          small pieces and single rows by kernels; cuda_backend leaves large ones to the

@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <set>
 #include <utility>
@@ -338,6 +340,37 @@ TEST(RowCachePlan, HasNoneWhereNothingIsFetched) {
   request.cached_bytes = 0;
   request.policies = {};
   EXPECT_EQ(plan_kv(request).cache_rows, 0);
+}
+
+// A step fetches what all its tokens select.
+TEST(RowCachePlan, CountsEveryTokenOfAStep) {
+  const Policy policy = parse_policy("select=int4 prune=top_k(20)");
+  const auto has_cache = [&](std::int64_t sequences, std::uint64_t cached_bytes) {
+    KvRequest request = request_of(2000, sequences, policy);
+    request.device_cap = plan_of(2000, sequences, policy, 100000).device_bytes;
+    request.cached_bytes = cached_bytes;
+    return plan_kv(request).cache_rows > 0;
+  };
+  std::uint64_t enough = 1;
+  while (has_cache(1, 2 * enough)) enough *= 2;
+  EXPECT_TRUE(has_cache(4, 2 * enough));
+  EXPECT_FALSE(has_cache(4, 8 * enough));
+}
+
+// Rows of all layers have tags, and none is that of an empty way.
+TEST(RowCacheView, TagsTellAllRowsApart) {
+  RowCacheView view;
+  view.homes = std::numeric_limits<std::uint32_t>::max() / 32;
+  ASSERT_TRUE(RowCacheView::fits(32, view.homes));
+  EXPECT_FALSE(RowCacheView::fits(32, view.homes + 1));
+  const auto last = static_cast<std::int32_t>(view.homes - 1);
+  for (const int layer : {0, 1, 31}) {
+    for (const std::int32_t home : {0, 1, last}) {
+      EXPECT_LT(view.tag(layer, home), RowCacheView::kNothing - 1);
+      EXPECT_EQ(view.tag(layer, home) / view.homes, layer);
+      EXPECT_EQ(view.home_of(view.tag(layer, home)), home);
+    }
+  }
 }
 
 }  // namespace

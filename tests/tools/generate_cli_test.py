@@ -212,6 +212,13 @@ class Generate(unittest.TestCase):
         topology = sluice("topology", "--size", "16MiB")
         self.assertEqual(topology.returncode, 0, topology.stderr)
         self.assertIn("GB/s", topology.stdout)
+        self.assertRegex(topology.stdout, r"(?m)^GPU +\S")
+        for device in ("cpu", "cuda:99", "gpu"):
+            wrong = sluice("topology", "--size", 0, "--device", device)
+            self.assertIn(wrong.returncode, (2, 5), wrong.stderr)
+            self.assertEqual(wrong.stdout, "")
+            self.assertEqual(len(wrong.stderr.splitlines()), 1)
+            self.assertIn("--device " + device.split(":")[0], wrong.stderr)
         wrong = sluice("topology", "--size", "x")
         self.assertEqual((wrong.returncode, wrong.stdout), (2, ""))
 

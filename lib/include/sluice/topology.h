@@ -29,6 +29,22 @@ struct Topology {
 // Throws Error{unsupported} where hwloc cannot tell.
 Topology detect_topology();
 
+// A GPU and the bus between its memory and the host's.
+struct DeviceTopology {
+  std::string name;         // as EngineConfig::device takes it
+  std::string description;  // product and compute capability
+  std::uint64_t memory_bytes = 0;
+  double memory_rate = 0.0;  // what its memory is made for; this and the others bytes per second
+  double copied = 0.0;       // copies of megabytes from pinned host memory, as measured
+  double read = 0.0;         // kernels that read there: how selected rows cross
+  std::uint64_t cached_bytes = 0;  // rows that a layer selects: from so many on a row cache pays
+};
+
+// `device` as EngineConfig has it. Measuring takes some milliseconds. Throws Error{unsupported}
+// where this build or this machine has no such device, Error{usage} for one without memory of its
+// own.
+DeviceTopology detect_device(const std::string& device = "cuda");
+
 struct Bandwidth {
   int threads = 0;
   double read_bytes_per_second = 0.0;
