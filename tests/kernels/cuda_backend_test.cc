@@ -84,6 +84,18 @@ class OnDevice : public ::testing::Test {
   }
 };
 
+// By which a row cache pays or not: rows cross no faster than the device's own memory is read.
+TEST_F(OnDevice, KnowsItsBus) {
+  const std::unique_ptr<Backend> backend = make_cuda_backend({});
+  const BackendInfo& info = backend->info();
+  EXPECT_GT(info.memory_bytes, 0u);
+  for (const double rate : {info.link.copied, info.link.read}) {
+    EXPECT_GT(rate, 1e8);
+    EXPECT_LT(rate, info.memory_rate);
+  }
+  EXPECT_EQ(info.cached_bytes & (info.cached_bytes - 1), 0u) << "measured as a power of two";
+}
+
 TEST_F(OnDevice, RefusesADeviceThatIsNotThere) {
   CudaOptions options;
   options.ordinal = 4711;
