@@ -17,7 +17,7 @@ namespace {
 
 // Pages of one task: of their logits, and of the values of those that are read.
 constexpr std::int64_t kWeighPages = 32;
-constexpr std::size_t kReadPages = 16;
+constexpr std::size_t kReadPages = 4;
 constexpr std::size_t kLineBytes = 64;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 

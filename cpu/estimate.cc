@@ -11,8 +11,8 @@
 namespace sluice::cpu {
 namespace {
 
-// Pages of one task: 256 KiB of tiles at head_dim 128, a cache's worth of logits.
-constexpr std::int64_t kTaskPages = 32;
+// Pages of one task: 128 KiB of tiles at head_dim 128, a cache's worth of logits.
+constexpr std::int64_t kTaskPages = 16;
 
 // The estimates of one KV head of one token.
 class HeadScan {

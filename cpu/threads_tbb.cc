@@ -4,6 +4,7 @@
 #include <tbb/task_arena.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 
 #include "cpu/threads.h"
@@ -28,14 +29,27 @@ std::shared_ptr<Threads::Arena> Threads::make_arena(int count) {
 
 int Threads::index() { return std::max(0, tbb::this_task_arena::current_thread_index()); }
 
+// Each worker is handed a task of its own, the same one in every loop of as many tasks, and then
+// takes what is left one by one. Left to steal all from each other, sixteen of them take up to 30
+// us more for a loop.
 void Threads::run(std::int64_t tasks, Task task, const void* context) {
+  const std::int64_t workers = std::min<std::int64_t>(tasks, count_);
+  std::atomic<std::int64_t> next = workers;
+  const auto work = [&](std::int64_t first) {
+    for (std::int64_t i = first; i < tasks; i = next++) task(context, i);
+  };
   arena_->arena.execute([&] {
     tbb::parallel_for(
-        tbb::blocked_range<std::int64_t>(0, tasks, 1),
+        tbb::blocked_range<std::int64_t>(0, workers, 1),
         [&](const tbb::blocked_range<std::int64_t>& range) {
-          for (std::int64_t i = range.begin(); i != range.end(); ++i) task(context, i);
+          try {
+            for (std::int64_t i = range.begin(); i != range.end(); ++i) work(i);
+          } catch (...) {
+            next = tasks;
+            throw;
+          }
         },
-        tbb::simple_partitioner());
+        tbb::static_partitioner());
   });
 }
 
