@@ -82,6 +82,13 @@ class DigestedHead {
   }
 
  private:
+  // For one page at a time.
+  struct PageScratch {
+    explicit PageScratch(int group) : rows(static_cast<std::size_t>(group)) {}
+    std::vector<PageRow> rows;
+    std::array<float, kPageTokens> weights{};
+  };
+
   std::int64_t query(int g) const { return head_ * group_ + g; }
   float* logits(int g) const { return p_.logits.floats() + query(g) * p_.logits.stride; }
   std::int64_t forced() const { return sinks_ + token_.page_first() - recent_; }
@@ -113,9 +120,34 @@ class DigestedHead {
     return positions;
   }
 
-  // At least as many tokens as are wanted, the heaviest among them. A page has a token that weighs
-  // at least what any of its levels says, and none that weighs more than all of them together.
+  // At least as many tokens as are wanted, the heaviest among them. As many pages have a token that
+  // weighs as much as the lightest of their heaviest, which the digest bounds first: most pages
+  // have none.
   std::vector<Weighed> heavy_tokens() const {
+    PageScratch scratch(group_);
+    const std::vector<float> heaviest = heaviest_of_pages(scratch);
+    const float lightest = wanted_largest(heaviest);
+    std::vector<Weighed> found;
+    for (std::size_t page = 0; page < heaviest.size(); ++page) {
+      if (heaviest[page] < lightest) continue;
+      weigh_page(static_cast<std::int64_t>(page), scratch);
+      add_heavy(static_cast<std::int64_t>(page), scratch.weights, lightest, found);
+    }
+    return found;
+  }
+
+  // The wanted-th largest of numbers of pages, of those of which nothing is always kept.
+  float wanted_largest(std::span<const float> of_pages) const {
+    std::vector<float> order(of_pages.begin() + free_begin(), of_pages.begin() + free_end());
+    const auto last = order.begin() + wanted_ - 1;
+    std::nth_element(order.begin(), last, order.end(), std::greater<>());
+    return *last;
+  }
+
+  // What the heaviest token of every page weighs, or 0 where the digest says that there are enough
+  // heavier ones. A page has a token that weighs at least what any of its levels says, and none
+  // that weighs more than all of them together.
+  std::vector<float> heaviest_of_pages(PageScratch& scratch) const {
     const auto pages = static_cast<std::size_t>(pages_);
     std::vector<float> least(pages);
     std::vector<float> most(pages);
@@ -126,25 +158,26 @@ class DigestedHead {
         most[page] += levels[page];
       }
     }
-    std::vector<float> order(least.begin() + free_begin(), least.begin() + free_end());
-    const auto last = order.begin() + wanted_ - 1;
-    std::nth_element(order.begin(), last, order.end(), std::greater<>());
-    const float lightest = *last;
-    std::vector<Weighed> found;
+    const float lightest = wanted_largest(least);
     for (std::size_t page = 0; page < pages; ++page) {
-      if (most[page] * kRounding >= lightest) {
-        add_heavy(static_cast<std::int64_t>(page), lightest, found);
-      }
+      most[page] = most[page] * kRounding >= lightest
+                       ? weigh_page(static_cast<std::int64_t>(page), scratch)
+                       : 0.0f;
     }
-    return found;
+    return most;
   }
 
-  void add_heavy(std::int64_t page, float lightest, std::vector<Weighed>& to) const {
-    std::array<float, kPageTokens> weights = {};
+  // Weights of a page's tokens, of all query heads together; returns the largest.
+  float weigh_page(std::int64_t page, PageScratch& to) const {
     for (int g = 0; g < group_; ++g) {
-      add_to(logits(g) + page * kPageTokens, kPageTokens, weights.data(),
-             digest_.levels_of(g)[page]);
+      to.rows[static_cast<std::size_t>(g)] = {logits(g) + page * kPageTokens,
+                                              digest_.levels_of(g)[page]};
     }
+    return sum_page_rows(to.rows, to.weights.data());
+  }
+
+  void add_heavy(std::int64_t page, std::span<const float> weights, float lightest,
+                 std::vector<Weighed>& to) const {
     const std::int64_t first = page * kPageTokens;
     const std::int64_t end = std::min(recent_, first + kPageTokens);
     for (std::int64_t at = std::max(sinks_, first); at < end; ++at) {

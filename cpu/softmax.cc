@@ -103,6 +103,20 @@ bool softmax_pages_kernel(float* levels, const float* sums, std::int64_t pages, 
   return true;
 }
 
+float sum_page_rows_kernel(const PageRow* rows, std::size_t count, float* sums) {
+  const DF df;
+  VF maxima = hn::Set(df, kMinusInfinity);
+  for (std::size_t i = 0; i < kTokens; i += kLanes) {
+    VF sum = hn::Zero(df);
+    for (std::size_t r = 0; r < count; ++r) {
+      sum = hn::MulAdd(hn::Set(df, rows[r].factor), hn::LoadU(df, rows[r].weights + i), sum);
+    }
+    maxima = hn::Max(maxima, sum);
+    hn::StoreU(sum, df, sums + i);
+  }
+  return hn::GetLane(hn::MaxOfLanes(df, maxima));
+}
+
 void multiply_kernel(float* x, std::int64_t count, float factor) {
   const VF all = hn::Set(DF(), factor);
   for_vectors(x, static_cast<std::size_t>(count),
@@ -130,6 +144,7 @@ namespace sluice::cpu {
 HWY_EXPORT(softmax_kernel);
 HWY_EXPORT(exp_page_kernel);
 HWY_EXPORT(softmax_pages_kernel);
+HWY_EXPORT(sum_page_rows_kernel);
 HWY_EXPORT(multiply_kernel);
 HWY_EXPORT(add_kernel);
 
@@ -141,6 +156,10 @@ PageSum exp_page(float* x) { return HWY_DYNAMIC_DISPATCH(exp_page_kernel)(x); }
 
 bool softmax_pages(float* levels, const float* sums, std::int64_t pages, float* lse) {
   return HWY_DYNAMIC_DISPATCH(softmax_pages_kernel)(levels, sums, pages, lse);
+}
+
+float sum_page_rows(std::span<const PageRow> rows, float* sums) {
+  return HWY_DYNAMIC_DISPATCH(sum_page_rows_kernel)(rows.data(), rows.size(), sums);
 }
 
 void multiply(float* x, std::int64_t count, float factor) {

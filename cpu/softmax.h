@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 namespace sluice::cpu {
 
@@ -21,6 +22,14 @@ PageSum exp_page(float* x);
 // Softmax over pages of which exp_page() told level and sum: level = e^(level - lse). False, with
 // all undefined, where softmax() of their scores would be.
 bool softmax_pages(float* levels, const float* sums, std::int64_t pages, float* lse = nullptr);
+
+// One page's weights of several rows together: sums = factors[0] * rows[0] + ..., [kPageTokens]
+// each. Returns the largest.
+struct PageRow {
+  const float* weights = nullptr;
+  float factor = 1.0f;
+};
+float sum_page_rows(std::span<const PageRow> rows, float* sums);
 
 // x *= factor.
 void multiply(float* x, std::int64_t count, float factor);
