@@ -1,6 +1,7 @@
 // Matrix products of a decoder's layers, for decode (one token) and prefill (512 tokens).
 #include <benchmark/benchmark.h>
 
+#include <utility>
 #include <vector>
 
 #include "cpu/cpu_backend.h"
@@ -8,18 +9,19 @@
 namespace sluice::cpu {
 namespace {
 
-// Arguments: tokens, inputs, outputs, and 1 for bf16 or 0 for f32.
+// Arguments: tokens, inputs, outputs, and bits of what is computed with and of weights.
 void gemm(benchmark::State& state) {
   const std::int64_t tokens = state.range(0);
   const std::int64_t inputs = state.range(1);
   const std::int64_t outputs = state.range(2);
-  const DType dtype = state.range(3) == 1 ? DType::bf16 : DType::f32;
+  const DType dtype = state.range(3) == 16 ? DType::bf16 : DType::f32;
   if (dtype == DType::bf16 && !Linear::bf16_is_fast()) {
     state.SkipWithError("this processor has no bf16 multiplication");
     return;
   }
   CpuOptions options;
   options.compute = dtype;
+  options.weight_dtype = state.range(4) == 16 ? DType::bf16 : DType::f32;
   CpuBackend backend(options);
   // Zeros: the time of a product does not depend on its values.
   std::vector<float> weights(static_cast<std::size_t>(inputs * outputs));
@@ -39,13 +41,14 @@ void gemm(benchmark::State& state) {
 }
 
 void shapes(benchmark::internal::Benchmark* benchmark) {
-  benchmark->ArgNames({"tokens", "in", "out", "bf16"});
-  for (const std::int64_t bf16 : {1, 0}) {
-    for (const std::int64_t tokens : {1, 512}) {
-      benchmark->Args({tokens, 384, 2048, bf16});    // gate and up of sluice-22m
-      benchmark->Args({tokens, 1024, 384, bf16});    // down of sluice-22m
-      benchmark->Args({tokens, 4096, 4096, bf16});   // o of an 8B model
-      benchmark->Args({tokens, 4096, 28672, bf16});  // gate and up of an 8B model
+  benchmark->ArgNames({"tokens", "in", "out", "bits", "weight_bits"});
+  for (const auto& [bits, weight_bits] :
+       {std::pair{16, 16}, std::pair{32, 16}, std::pair{32, 32}}) {
+    for (const std::int64_t tokens : {1, 16, 17, 512}) {
+      benchmark->Args({tokens, 384, 2048, bits, weight_bits});    // gate and up of sluice-22m
+      benchmark->Args({tokens, 1024, 384, bits, weight_bits});    // down of sluice-22m
+      benchmark->Args({tokens, 4096, 4096, bits, weight_bits});   // o of an 8B model
+      benchmark->Args({tokens, 4096, 28672, bits, weight_bits});  // gate and up of an 8B model
     }
   }
 }

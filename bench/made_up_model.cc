@@ -100,6 +100,7 @@ ModelWeights made_up_weights(const ModelConfig& c, Queue& queue) {
   const std::int64_t key = std::int64_t{c.num_key_value_heads} * c.head_dim;
   ModelWeights weights;
   weights.embedding = upload(queue, values.data(), values.size() * sizeof(std::uint16_t));
+  weights.table = {weights.embedding.data(), DType::bf16, c.vocab_size, hidden, hidden};
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     LayerWeights& w = weights.layers.emplace_back();
     w.input_norm = norm();

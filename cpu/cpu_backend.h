@@ -13,9 +13,12 @@
 namespace sluice::cpu {
 
 struct CpuOptions {
-  int threads = 0;                   // 0: one per core
-  std::optional<DType> compute;      // bf16 or f32; unset: what loses nothing of the weights and
-  DType weight_dtype = DType::bf16;  // is fast: bf16 for bf16 weights if the processor has it
+  int threads = 0;  // 0: one per core
+  // bf16 or f32; unset: what loses nothing of the weights and is fast: bf16 for bf16 weights if the
+  // processor has it.
+  std::optional<DType> compute;
+  // Of the weights that will be written. Computing in f32, they are stored in it.
+  DType weight_dtype = DType::f32;
   std::uint64_t device_cap = MemoryAccount::kNoCap;
   std::uint64_t host_cap = MemoryAccount::kNoCap;
 };
@@ -35,6 +38,7 @@ class CpuBackend : public Backend {
     return linear_.packed_bytes(outputs, inputs);
   }
   std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
+  std::optional<DType> dense_weights() const override { return linear_.dense_dtype(); }
   std::int64_t weight_rows() const override { return linear_.block_outputs(); }
 
   // For its queues.

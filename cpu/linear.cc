@@ -8,9 +8,11 @@
 #include <dnnl.hpp>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "cpu/elementwise.h"
+#include "cpu/half_weights.h"
 #include "cpu/threads.h"
 #include "lib/bytes.h"
 #include "lib/check.h"
@@ -48,6 +50,7 @@ memory::desc dense(std::int64_t rows, std::int64_t columns, DType dtype) {
 // What one primitive is specialised for.
 struct Shape {
   std::int64_t tokens, inputs, outputs;
+  std::int64_t y_stride;  // floats from token to token
   bool bias, accumulate;
   auto operator<=>(const Shape&) const = default;
 };
@@ -74,7 +77,8 @@ dnnl::matmul::primitive_desc describe(const dnnl::engine& engine, const Shape& s
   const memory::desc x = dense(shape.tokens, shape.inputs, compute);
   const memory::desc weights = weights_of(shape.inputs, shape.outputs, compute, layout);
   const memory::desc bias = shape.bias ? dense(1, shape.outputs, DType::f32) : memory::desc();
-  const memory::desc y = dense(shape.tokens, shape.outputs, DType::f32);
+  const memory::desc y(memory::dims{shape.tokens, shape.outputs}, to_dnnl(DType::f32),
+                       memory::dims{shape.y_stride, 1});
 #if DNNL_VERSION_MAJOR >= 3
   return dnnl::matmul::primitive_desc(engine, x, weights, bias, y, attributes);
 #else
@@ -96,11 +100,16 @@ struct Primitive {
 
 class PackedWeight : public Weight {
  public:
-  PackedWeight(std::int64_t outputs, std::int64_t inputs, Buffer packed)
-      : outputs_(outputs), inputs_(inputs), packed_(std::move(packed)) {}
+  // `dense`: the dtype of its rows, if they are not packed.
+  PackedWeight(std::int64_t outputs, std::int64_t inputs, Buffer packed, std::optional<DType> dense)
+      : outputs_(outputs), inputs_(inputs), packed_(std::move(packed)), dense_(dense) {}
 
   std::int64_t outputs() const override { return outputs_; }
   std::int64_t inputs() const override { return inputs_; }
+  Matrix dense_rows() const override {
+    if (!dense_) return {};
+    return {packed_.data(), *dense_, outputs_, inputs_, inputs_};
+  }
 
   // The packed bytes of the outputs from `first`, a multiple of `block`, on.
   std::byte* from(std::int64_t first, std::int64_t block) const {
@@ -113,6 +122,7 @@ class PackedWeight : public Weight {
   std::int64_t outputs_;
   std::int64_t inputs_;
   Buffer packed_;
+  std::optional<DType> dense_;
 };
 
 // How dense rows of weights are packed.
@@ -140,11 +150,18 @@ void transpose(const std::uint32_t* from, std::int64_t words, std::uint32_t* to)
   }
 }
 
-// Of the calling thread; never null. It grows to what was asked for, and keeps it.
+// Memory of the calling thread; never null. It grows to what was asked for, and keeps it.
+std::byte* grown(std::vector<std::byte>& memory, std::size_t bytes) {
+  if (memory.size() <= bytes) memory.resize(bytes + 1);
+  return memory.data();
+}
 std::byte* scratch_of(std::size_t bytes) {
   thread_local std::vector<std::byte> scratch;
-  if (scratch.size() <= bytes) scratch.resize(bytes + 1);
-  return scratch.data();
+  return grown(scratch, bytes);
+}
+float* widened_of(std::int64_t floats) {
+  thread_local std::vector<std::byte> widened;
+  return reinterpret_cast<float*>(grown(widened, static_cast<std::size_t>(floats) * sizeof(float)));
 }
 
 // A part of one product: some tokens, some outputs.
@@ -152,22 +169,36 @@ struct Piece {
   std::int64_t token, tokens, output, outputs;
 };
 
+float* y_of(const LinearParams& p, const Piece& piece) {
+  return static_cast<float*>(p.y.data) + piece.token * p.y.stride + piece.output;
+}
+
+// The largest power of two up to a number.
+std::int64_t power_below(std::int64_t number) {
+  return static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(number)));
+}
+
 }  // namespace
 
 struct Linear::Impl {
   Threads& threads;
   DType compute;
+  DType stored;
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   std::int64_t block = kBlockOutputs;  // outputs that are packed together
   std::mutex mutex;                    // guards the maps
   std::map<Shape, Primitive> primitives;
   std::map<std::pair<std::int64_t, std::int64_t>, Packing> packings;  // by inputs and outputs
 
-  Impl(Threads& pool, DType dtype) : threads(pool), compute(dtype) {
-    if (packing_is_consecutive()) return;
+  Impl(Threads& pool, DType compute_dtype, DType stored_dtype)
+      : threads(pool), compute(compute_dtype), stored(stored_dtype) {
+    check(!widens() || compute == DType::f32, "linear: weights of a dtype to compute with in f32");
+    if (!widens() && packing_is_consecutive()) return;
     block = 1;
     packings.clear();
   }
+
+  bool widens() const { return stored != compute; }
 
   dnnl::matmul::primitive_desc describe(const Shape& shape) const {
     return cpu::describe(engine, shape, block == 1 ? kPlain : memory::format_tag::any, compute);
@@ -177,7 +208,7 @@ struct Linear::Impl {
   // primitive() checks that it did. Where that would not have outputs one after the other, weights
   // stay plain.
   memory::desc layout(std::int64_t inputs, std::int64_t outputs) const {
-    return describe({kMaxTokens, inputs, outputs, false, false}).weights_desc();
+    return describe({kMaxTokens, inputs, outputs, outputs, false, false}).weights_desc();
   }
 
   const Packing& packing(std::int64_t inputs, std::int64_t outputs) {
@@ -264,16 +295,18 @@ struct Linear::Impl {
     return found->second;
   }
 
-  void multiply(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
+  // `weights`: those of the piece's outputs.
+  void multiply(const LinearParams& p, std::byte* weights, const Piece& piece) {
     const SingleThreadedOpenMp single_threaded;
-    const Primitive& primitive = this->primitive(
-        {piece.tokens, weight.inputs(), piece.outputs, p.bias != nullptr, p.accumulate});
+    const Primitive& primitive = this->primitive({piece.tokens, p.x.columns, piece.outputs,
+                                                  piece.tokens == 1 ? piece.outputs : p.y.stride,
+                                                  p.bias != nullptr, p.accumulate});
     std::byte* const scratch = scratch_of(primitive.scratch.get_size());
     std::byte* const x = row_of(p.x, piece.token);
-    float* const y = static_cast<float*>(p.y.data) + piece.token * p.y.stride + piece.output;
+    float* const y = y_of(p, piece);
     std::unordered_map<int, memory> arguments{
         {DNNL_ARG_SRC, memory(primitive.x, engine, x)},
-        {DNNL_ARG_WEIGHTS, memory(primitive.weights, engine, weight.from(piece.output, block))},
+        {DNNL_ARG_WEIGHTS, memory(primitive.weights, engine, weights)},
         {DNNL_ARG_DST, memory(primitive.y, engine, y)},
         {DNNL_ARG_SCRATCHPAD, memory(primitive.scratch, engine, scratch)}};
     if (p.bias != nullptr) {
@@ -286,41 +319,123 @@ struct Linear::Impl {
     stream.wait();
   }
 
-  // One piece per thread where the work can be divided like that.
-  std::vector<Piece> divide(std::int64_t tokens, std::int64_t outputs) const {
-    std::vector<Piece> pieces;
-    const auto share = [&](std::int64_t items) {
-      return static_cast<std::uint64_t>((items + threads.count() - 1) / threads.count());
-    };
-    if (tokens == 1) {
-      const auto width = static_cast<std::int64_t>(round_up(share(outputs), kBlockOutputs));
-      for (std::int64_t first = 0; first < outputs; first += width) {
-        pieces.push_back({0, 1, first, std::min(width, outputs - first)});
-      }
-      return pieces;
+  void multiply(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
+    multiply(p, weight.from(piece.output, block), piece);
+  }
+
+  HalfRows half_rows(const PackedWeight& weight, const Piece& piece) const {
+    return {reinterpret_cast<const std::uint16_t*>(weight.from(piece.output, block)), stored,
+            piece.outputs, weight.inputs()};
+  }
+
+  void multiply_few(const LinearParams& p, const PackedWeight& weight, const Piece& piece) const {
+    FewProduct product;
+    product.rows = half_rows(weight, piece);
+    product.x = reinterpret_cast<const float*>(row_of(p.x, piece.token));
+    product.tokens = piece.tokens;
+    product.bias = p.bias == nullptr ? nullptr : p.bias + piece.output;
+    product.y = y_of(p, piece);
+    product.y_stride = p.y.stride;
+    product.accumulate = p.accumulate;
+    cpu::multiply_few(product);
+  }
+
+  // Tokens in powers of two.
+  void multiply_widened(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
+    float* const widened = widened_of(piece.outputs * weight.inputs());
+    widen(half_rows(weight, piece), widened);
+    for (std::int64_t done = 0; done < piece.tokens;) {
+      const std::int64_t tokens = power_below(piece.tokens - done);
+      multiply(p, reinterpret_cast<std::byte*>(widened),
+               {piece.token + done, tokens, piece.output, piece.outputs});
+      done += tokens;
     }
-    const auto most = std::min(kMaxTokens, static_cast<std::int64_t>(std::bit_ceil(share(tokens))));
+  }
+
+  std::int64_t share(std::int64_t items) const {
+    return (items + threads.count() - 1) / threads.count();
+  }
+
+  // Outputs of `tokens`, a piece per thread.
+  std::vector<Piece> divide_outputs(std::int64_t tokens, std::int64_t outputs) const {
+    std::vector<Piece> pieces;
+    const auto width = static_cast<std::int64_t>(
+        round_up(static_cast<std::uint64_t>(share(outputs)), kBlockOutputs));
+    for (std::int64_t first = 0; first < outputs; first += width) {
+      pieces.push_back({0, tokens, first, std::min(width, outputs - first)});
+    }
+    return pieces;
+  }
+
+  // Tokens, a piece per thread where they can be divided like that.
+  std::vector<Piece> divide_tokens(std::int64_t tokens, std::int64_t outputs) const {
+    std::vector<Piece> pieces;
+    const auto most = std::min(
+        kMaxTokens,
+        static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(share(tokens)))));
     for (std::int64_t token = 0; token < tokens;) {
-      const auto left = static_cast<std::uint64_t>(tokens - token);
-      const std::int64_t count = std::min(most, static_cast<std::int64_t>(std::bit_floor(left)));
+      const std::int64_t count = std::min(most, power_below(tokens - token));
       pieces.push_back({token, count, 0, outputs});
       token += count;
     }
     return pieces;
   }
+
+  // Blocks of outputs, for so many tokens at a time that widening them counts little.
+  static std::vector<Piece> divide_blocks(std::int64_t tokens, std::int64_t outputs) {
+    std::vector<Piece> pieces;
+    for (std::int64_t token = 0; token < tokens; token += kMaxTokens) {
+      const std::int64_t count = std::min(kMaxTokens, tokens - token);
+      for (std::int64_t first = 0; first < outputs; first += kBlockOutputs) {
+        pieces.push_back({token, count, first, std::min(kBlockOutputs, outputs - first)});
+      }
+    }
+    return pieces;
+  }
+
+  // Calls body(piece) for all of them, on all threads.
+  void for_pieces(const std::vector<Piece>& pieces, std::int64_t bytes, const auto& body) {
+    threads.for_each(
+        static_cast<std::int64_t>(pieces.size()),
+        [&](std::int64_t i) { body(pieces[static_cast<std::size_t>(i)]); }, bytes);
+  }
+
+  void run(const LinearParams& p, const PackedWeight& weight) {
+    const std::int64_t tokens = p.x.rows;
+    // Every eight tokens are worth a pass over the weights: from there on arithmetic is the limit.
+    const std::int64_t bytes = weight.outputs() * weight.inputs() *
+                               static_cast<std::int64_t>(size_of(stored)) * (1 + tokens / 8);
+    if (widens() && tokens <= kFewTokens) {
+      return for_pieces(divide_outputs(tokens, weight.outputs()), bytes,
+                        [&](const Piece& piece) { multiply_few(p, weight, piece); });
+    }
+    if (widens()) {
+      return for_pieces(divide_blocks(tokens, weight.outputs()), bytes,
+                        [&](const Piece& piece) { multiply_widened(p, weight, piece); });
+    }
+    for_pieces(tokens == 1 ? divide_outputs(tokens, weight.outputs())
+                           : divide_tokens(tokens, weight.outputs()),
+               bytes, [&](const Piece& piece) { multiply(p, weight, piece); });
+  }
 };
 
-Linear::Linear(Threads& threads, DType compute) : impl_(std::make_unique<Impl>(threads, compute)) {}
+Linear::Linear(Threads& threads, DType compute, DType stored)
+    : impl_(std::make_unique<Impl>(threads, compute, stored)) {}
 
 Linear::~Linear() = default;
 
 std::uint64_t Linear::packed_bytes(std::int64_t outputs, std::int64_t inputs) const {
+  if (impl_->widens()) return static_cast<std::uint64_t>(outputs * inputs) * size_of(impl_->stored);
   return impl_->layout(inputs, outputs).get_size();
 }
 
+std::optional<DType> Linear::dense_dtype() const {
+  return impl_->block == 1 ? std::optional(impl_->stored) : std::nullopt;
+}
+
 std::unique_ptr<Weight> Linear::make_weight(std::int64_t outputs, std::int64_t inputs,
-                                            Buffer memory) {
-  return std::make_unique<PackedWeight>(outputs, inputs, std::move(memory));
+                                            Buffer memory) const {
+  return std::make_unique<PackedWeight>(outputs, inputs, std::move(memory), dense_dtype());
 }
 
 std::int64_t Linear::block_outputs() const { return impl_->block; }
@@ -333,6 +448,11 @@ void Linear::write(Weight& weight, std::int64_t first, const Matrix& rows) {
         "write_weight: shapes disagree");
   check(first % block == 0 && (end % block == 0 || end == packed.outputs()),
         "write_weight: a part of a block");
+  if (impl_->widens()) {
+    convert(row_of(rows, 0), rows.dtype, packed.from(first, block), impl_->stored,
+            rows.rows * rows.columns);
+    return;
+  }
   const bool converts = rows.dtype != impl_->compute;
   std::unique_ptr<std::byte[]> converted;
   if (converts) {
@@ -358,15 +478,7 @@ void Linear::run(const LinearParams& p) {
   check(p.x.columns == weight->inputs() && p.y.columns == weight->outputs() && p.x.rows == p.y.rows,
         "linear: shapes disagree");
   check(p.x.stride == p.x.columns && p.y.stride == p.y.columns, "linear: rows are not dense");
-  const std::vector<Piece> pieces = impl_->divide(p.x.rows, weight->outputs());
-  // Every eight tokens are worth a pass over the weights: from there on arithmetic is the limit.
-  const std::int64_t passes = 1 + p.x.rows / 8;
-  const std::int64_t bytes = weight->outputs() * weight->inputs() *
-                             static_cast<std::int64_t>(size_of(impl_->compute)) * passes;
-  impl_->threads.for_each(
-      static_cast<std::int64_t>(pieces.size()),
-      [&](std::int64_t i) { impl_->multiply(p, *weight, pieces[static_cast<std::size_t>(i)]); },
-      bytes);
+  impl_->run(p, *weight);
 }
 
 bool Linear::bf16_is_fast() {
@@ -376,7 +488,7 @@ bool Linear::bf16_is_fast() {
 
 std::string Linear::kernel_name(std::int64_t tokens, std::int64_t inputs,
                                 std::int64_t outputs) const {
-  return impl_->describe({tokens, inputs, outputs, false, false}).impl_info_str();
+  return impl_->describe({tokens, inputs, outputs, outputs, false, false}).impl_info_str();
 }
 
 }  // namespace sluice::cpu

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "lib/backend/dense_ops.h"
@@ -14,19 +15,25 @@ class Threads;
 // Weights are packed once into oneDNN's layout, whose outermost dimension is the outputs. Prefill
 // gives each thread some of the tokens, in powers of two, so that few primitives serve every chunk
 // length; a decode step, one token, gives each thread some of the outputs.
+//
+// Weights of 16 bits that are computed with in f32 stay as they are: few tokens are multiplied by
+// our own kernel, and for many a block of outputs at a time is widened.
 class Linear {
  public:
-  // `compute` is bf16 or f32: the dtype of packed weights and of the inputs.
-  Linear(Threads& threads, DType compute);
+  // `compute` is bf16 or f32: the dtype of the inputs. `stored` is what weights are stored in: the
+  // same, or 16 bits to compute with in f32.
+  Linear(Threads& threads, DType compute, DType stored);
   Linear(const Linear&) = delete;
   Linear& operator=(const Linear&) = delete;
   ~Linear();
 
   // Bytes of packed weights.
   std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
+  // The dtype of weights that are not packed; null if they are.
+  std::optional<DType> dense_dtype() const;
   // Weights in memory of packed_bytes(), for write() to fill.
-  static std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs,
-                                             Buffer memory);
+  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs,
+                                      Buffer memory) const;
   // Packs rows of any dtype, on the calling thread; see DenseOps::write_weight(). Several threads
   // may write rows of one weight at a time.
   void write(Weight& weight, std::int64_t first, const Matrix& rows);

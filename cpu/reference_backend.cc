@@ -23,6 +23,7 @@ class ReferenceWeight : public Weight {
       : values_(std::move(values)), outputs_(outputs), inputs_(inputs) {}
   std::int64_t outputs() const override { return outputs_; }
   std::int64_t inputs() const override { return inputs_; }
+  Matrix dense_rows() const override { return {values(), DType::f32, outputs_, inputs_, inputs_}; }
   float* values() const { return values_.floats(); }
 
  private:

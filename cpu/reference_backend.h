@@ -29,6 +29,7 @@ class ReferenceBackend : public Backend {
   using Backend::make_queue;
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
+  std::optional<DType> dense_weights() const override { return DType::f32; }
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
     return static_cast<std::uint64_t>(outputs * inputs) * sizeof(float);
   }

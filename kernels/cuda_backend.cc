@@ -140,7 +140,7 @@ std::uint64_t CudaBackend::weight_bytes(std::int64_t outputs, std::int64_t input
 
 std::unique_ptr<Weight> CudaBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
   return std::make_unique<CudaWeight>(allocate(Tier::device, weight_bytes(outputs, inputs)),
-                                      outputs, inputs);
+                                      info_.compute_dtype, outputs, inputs);
 }
 
 void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) const {

@@ -12,14 +12,16 @@ namespace sluice::cuda {
 
 class CudaWeight : public Weight {
  public:
-  CudaWeight(Buffer data, std::int64_t outputs, std::int64_t inputs)
-      : data_(std::move(data)), outputs_(outputs), inputs_(inputs) {}
+  CudaWeight(Buffer data, DType dtype, std::int64_t outputs, std::int64_t inputs)
+      : data_(std::move(data)), dtype_(dtype), outputs_(outputs), inputs_(inputs) {}
   std::int64_t outputs() const override { return outputs_; }
   std::int64_t inputs() const override { return inputs_; }
+  Matrix dense_rows() const override { return {data(), dtype_, outputs_, inputs_, inputs_}; }
   std::byte* data() const { return data_.data(); }
 
  private:
   Buffer data_;
+  DType dtype_;
   std::int64_t outputs_;
   std::int64_t inputs_;
 };
@@ -37,6 +39,7 @@ class CudaBackend : public Backend {
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override;
   std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
+  std::optional<DType> dense_weights() const override { return info_.compute_dtype; }
 
   // For queues. Whoever calls may have used another device in between, or be another thread.
   void use_device() const;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,8 @@ class Backend : public Memory {
   // Memory of the compute tier for a matrix of weights, which Queue::write_weight() fills. Throws
   // Error{memory} as allocate() does.
   virtual std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) = 0;
+  // What weights are stored in, if as dense rows: such a one can also be a table for embed().
+  virtual std::optional<DType> dense_weights() const { return std::nullopt; }
   // Rows of a weight are written from a multiple of it on: so many share their place in memory.
   virtual std::int64_t weight_rows() const { return 1; }
   // A weight with the rows of `host` [outputs, inputs], host memory of any dtype, dense rows. For

@@ -96,9 +96,7 @@ void Decoder::embed(std::span<const TokenId> tokens, const Matrix& x) {
   const CopyOp op = {a_.ids.data(), reinterpret_cast<const std::byte*>(tokens.data()),
                      tokens.size_bytes()};
   queue_->copy({&op, 1});
-  const Matrix table =
-      view(weights_.embedding, weights_.embedding_dtype, config_.vocab_size, config_.hidden_size);
-  queue_->embed(table, reinterpret_cast<const TokenId*>(a_.ids.data()), x);
+  queue_->embed(weights_.table, reinterpret_cast<const TokenId*>(a_.ids.data()), x);
 }
 
 void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions) {

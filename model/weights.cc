@@ -57,6 +57,11 @@ LayerWeights layer_weights(Places& places, const LayerTensors& t) {
   return w;
 }
 
+// Whether the head's rows are the table of embeddings as it is stored.
+bool head_is_table(const Checkpoint& checkpoint, const Backend& backend) {
+  return checkpoint.config().tie_word_embeddings && backend.dense_weights() == checkpoint.dtype();
+}
+
 }  // namespace
 
 WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, int readers) {
@@ -71,7 +76,9 @@ WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, i
     add(group, group.columns > 0 ? backend.weight_bytes(group.rows(), group.columns)
                                  : elements_of(group) * sizeof(float));
   };
-  add(tensors.embedding, elements_of(tensors.embedding) * size_of(checkpoint.dtype()));
+  if (!head_is_table(checkpoint, backend)) {
+    add(tensors.embedding, elements_of(tensors.embedding) * size_of(checkpoint.dtype()));
+  }
   add_computed(tensors.lm_head);
   add_computed(tensors.final_norm);
   for (const LayerTensors& layer : tensors.layers) {
@@ -86,9 +93,15 @@ ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int re
   const ModelTensors tensors = model_tensors(checkpoint.config());
   Places places(backend);
   ModelWeights weights;
-  weights.embedding_dtype = checkpoint.dtype();
-  weights.embedding = places.rows(tensors.embedding, weights.embedding_dtype);
   weights.lm_head = places.matrix(tensors.lm_head);
+  if (head_is_table(checkpoint, backend)) {
+    weights.table = weights.lm_head->dense_rows();
+  } else {
+    weights.embedding = places.rows(tensors.embedding, checkpoint.dtype());
+    const std::int64_t columns = tensors.embedding.columns;
+    weights.table = {weights.embedding.data(), checkpoint.dtype(), tensors.embedding.rows(),
+                     columns, columns};
+  }
   weights.final_norm = places.vector(tensors.final_norm);
   for (const LayerTensors& layer : tensors.layers) {
     weights.layers.push_back(layer_weights(places, layer));

@@ -25,8 +25,8 @@ struct LayerWeights {
 };
 
 struct ModelWeights {
-  Buffer embedding;  // [vocabulary, hidden] in embedding_dtype
-  DType embedding_dtype = DType::bf16;
+  Buffer embedding;  // of the table, if it is not the head
+  Matrix table;      // [vocabulary, hidden], embeddings as the checkpoint has them
   std::vector<LayerWeights> layers;
   Buffer final_norm;                // [hidden] f32
   std::unique_ptr<Weight> lm_head;  // [vocabulary, hidden]

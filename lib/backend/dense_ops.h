@@ -27,6 +27,9 @@ class Weight {
   virtual ~Weight() = default;
   virtual std::int64_t outputs() const = 0;
   virtual std::int64_t inputs() const = 0;
+  // [outputs, inputs] in the compute tier, where that is how it is stored
+  // (Backend::dense_weights()); else without data.
+  virtual Matrix dense_rows() const { return {}; }
 };
 
 // y = x W^T (+ bias), or y += ... when accumulate is set.

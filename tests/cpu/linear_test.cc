@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 
 #include "cpu/cpu_backend.h"
@@ -24,10 +25,11 @@ struct Case {
   bool bias, accumulate;
 };
 
-CpuBackend backend_of(DType compute, int threads) {
+CpuBackend backend_of(DType compute, int threads, DType weights = DType::f32) {
   CpuOptions options;
   options.threads = threads;
   options.compute = compute;
+  options.weight_dtype = weights;
   return CpuBackend(options);
 }
 
@@ -43,7 +45,7 @@ double largest_error(const Case& c, Random& random) {
   std::vector<std::byte> input(x.size() * size_of(c.compute));
   convert(x.data(), DType::f32, input.data(), c.compute, c.tokens * c.inputs);
 
-  CpuBackend backend = backend_of(c.compute, 3);
+  CpuBackend backend = backend_of(c.compute, 3, c.stored);
   const auto weight =
       backend.prepare_weight({stored.data(), c.stored, c.outputs, c.inputs, c.inputs});
   EXPECT_EQ(backend.account(Tier::host).used(), backend.weight_bytes(c.outputs, c.inputs));
@@ -91,7 +93,7 @@ TEST(Linear, EqualsTheProductOfTheRoundedInputs) {
   if (Linear::bf16_is_fast()) computes.push_back(DType::bf16);
   for (const DType compute : computes) {
     for (const DType stored : {DType::bf16, DType::f16, DType::f32}) {
-      for (const std::int64_t tokens : {1, 2, 7, 64, 257, 600}) {
+      for (const std::int64_t tokens : {1, 2, 3, 7, 16, 17, 64, 257, 600}) {
         const Case c{tokens,  random.integer(1, 300),    random.integer(1, 300),   stored,
                      compute, random.integer(0, 1) == 1, random.integer(0, 1) == 1};
         SCOPED_TRACE(::testing::Message() << tokens << " x " << c.inputs << " x " << c.outputs);
@@ -107,9 +109,74 @@ TEST(Linear, NeverFallsBackToTheReferenceKernel) {
   Threads threads(2);
   for (const DType compute : {DType::f32, DType::bf16}) {
     if (compute == DType::bf16 && !Linear::bf16_is_fast()) continue;
-    const Linear linear(threads, compute);
+    const Linear linear(threads, compute, compute);
     for (const std::int64_t tokens : {1, 2, 16, 256}) {
       EXPECT_EQ(linear.kernel_name(tokens, 384, 768).find("ref"), std::string::npos) << tokens;
+    }
+  }
+}
+
+// Weights of 16 bits take 16 bits, whatever they are computed with.
+TEST(Linear, StoresWeightsAsTheyAre) {
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    CpuBackend backend = backend_of(DType::f32, 2, dtype);
+    EXPECT_EQ(backend.weight_bytes(100, 50), 100u * 50u * 2u) << to_string(dtype);
+    EXPECT_EQ(backend.weight_rows(), 1);
+  }
+  EXPECT_GE(backend_of(DType::f32, 2).weight_bytes(100, 50), 100u * 50u * 4u);
+}
+
+// A token's answer is the same alone and among a few others, on any number of threads.
+TEST(Linear, FewTokensDoNotChangeEachOther) {
+  const std::uint64_t seed = sluice::testing::seed(13);
+  SCOPED_TRACE(sluice::testing::seed_message(seed));
+  Random random(seed);
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const std::int64_t tokens : {2, 5, 15, 16}) {
+      const std::int64_t inputs = random.integer(1, 700);
+      const std::int64_t outputs = random.integer(1, 700);
+      SCOPED_TRACE(::testing::Message() << tokens << " x " << inputs << " x " << outputs);
+      std::vector<float> w = random.normal(outputs * inputs);
+      std::vector<float> x = random.normal(tokens * inputs);
+      std::vector<float> together(static_cast<std::size_t>(tokens * outputs));
+      std::vector<float> alone(together.size());
+      const auto multiply = [&](CpuBackend& backend, std::int64_t step, std::vector<float>& y) {
+        const auto weight = backend.prepare_weight({w.data(), DType::f32, outputs, inputs, inputs});
+        for (std::int64_t t = 0; t < tokens; t += step) {
+          backend.products().run({{x.data() + t * inputs, DType::f32, step, inputs, inputs},
+                                  weight.get(),
+                                  nullptr,
+                                  {y.data() + t * outputs, DType::f32, step, outputs, outputs}});
+        }
+      };
+      CpuBackend three = backend_of(DType::f32, 3, dtype);
+      CpuBackend one = backend_of(DType::f32, 1, dtype);
+      multiply(three, tokens, together);
+      multiply(one, 1, alone);
+      EXPECT_EQ(together, alone);
+    }
+  }
+}
+
+// Infinities and NaN of a checkpoint are still there when it is computed with.
+TEST(Linear, KeepsWhatIsNotANumber) {
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const std::int64_t tokens : {1, 40}) {
+      CpuBackend backend = backend_of(DType::f32, 1, dtype);
+      const std::int64_t inputs = 33;
+      std::vector<float> w(3 * 33, 1.0f);
+      w[5] = std::numeric_limits<float>::infinity();
+      w[33 + 32] = std::numeric_limits<float>::quiet_NaN();
+      const auto weight = backend.prepare_weight({w.data(), DType::f32, 3, inputs, inputs});
+      std::vector<float> x(static_cast<std::size_t>(tokens * inputs), 1.0f);
+      std::vector<float> y(static_cast<std::size_t>(tokens * 3));
+      backend.products().run({{x.data(), DType::f32, tokens, inputs, inputs},
+                              weight.get(),
+                              nullptr,
+                              {y.data(), DType::f32, tokens, 3, 3}});
+      EXPECT_TRUE(std::isinf(y[0]));
+      EXPECT_TRUE(std::isnan(y[1]));
+      EXPECT_EQ(y[2], 33.0f);
     }
   }
 }

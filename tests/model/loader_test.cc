@@ -4,13 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "model/weights.h"
 #include "tests/io/test_files.h"
 #include "tests/support/backends.h"
 #include "tests/support/elements.h"
@@ -105,7 +108,8 @@ class LoaderParity : public ::testing::TestWithParam<NamedBackend> {
       add_part(c, file, 8 * random_.integer(1, 40), stored);
     }
     c.weight = device_->backend->make_weight(c.group.rows(), c.group.columns);
-    c.expected = rounded(c.expected, device_->info().compute_dtype);
+    const std::optional<DType> dense = device_->backend->dense_weights();
+    c.expected = rounded(c.expected, dense.value_or(device_->info().compute_dtype));
     return c;
   }
 
@@ -254,7 +258,38 @@ TEST_P(LoaderParity, ProgressIsToldByTheCallerAndMayStopIt) {
                std::runtime_error);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, LoaderParity, ::testing::ValuesIn(testing::backends()),
+// What weight_sizes() says is what load_weights() holds. Embeddings that are tied to the head are
+// there once, if the head's rows are what is stored.
+TEST_P(LoaderParity, HoldsTiedEmbeddingsOnceWhereItCan) {
+  const Checkpoint checkpoint =
+      Checkpoint::open(std::filesystem::path(SLUICE_SOURCE_DIR) / "models/sluice-22m");
+  ASSERT_TRUE(checkpoint.config().tie_word_embeddings);
+  Backend& backend = *device_->backend;
+  const MemoryAccount& account = backend.account(backend.info().compute_tier);
+  const std::uint64_t before = account.used();
+  const ModelWeights weights = load_weights(checkpoint, backend, 2, {});
+  EXPECT_EQ(account.used() - before, weight_sizes(checkpoint, backend, 2).total);
+  const bool is_once = backend.dense_weights() == checkpoint.dtype();
+  EXPECT_EQ(weights.embedding.bytes() == 0, is_once);
+  EXPECT_EQ(weights.table.data == weights.lm_head->dense_rows().data, is_once);
+  EXPECT_EQ(weights.table.rows, checkpoint.config().vocab_size);
+  EXPECT_EQ(weights.table.dtype, checkpoint.dtype());
+}
+
+// All, and one that computes in f32 with weights of 16 bits.
+std::vector<NamedBackend> backends_and_weights() {
+  std::vector<NamedBackend> all = testing::backends();
+  all.push_back({"cpu_f32_of_bf16", [] {
+                   cpu::CpuOptions options;
+                   options.threads = 2;
+                   options.compute = DType::f32;
+                   options.weight_dtype = DType::bf16;
+                   return std::make_unique<cpu::CpuBackend>(options);
+                 }});
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, LoaderParity, ::testing::ValuesIn(backends_and_weights()),
                          testing::name_of);
 
 }  // namespace
