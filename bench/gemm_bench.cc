@@ -44,7 +44,7 @@ void shapes(benchmark::internal::Benchmark* benchmark) {
   benchmark->ArgNames({"tokens", "in", "out", "bits", "weight_bits"});
   for (const auto& [bits, weight_bits] :
        {std::pair{16, 16}, std::pair{32, 16}, std::pair{32, 32}}) {
-    for (const std::int64_t tokens : {1, 16, 17, 512}) {
+    for (const std::int64_t tokens : {1, 4, 16, 64, 512}) {
       benchmark->Args({tokens, 384, 2048, bits, weight_bits});    // gate and up of sluice-22m
       benchmark->Args({tokens, 1024, 384, bits, weight_bits});    // down of sluice-22m
       benchmark->Args({tokens, 4096, 4096, bits, weight_bits});   // o of an 8B model

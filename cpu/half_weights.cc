@@ -51,10 +51,12 @@ HWY_INLINE void multiply_tile(const FewProduct& p, const float* HWY_RESTRICT x, 
   }
 }
 
-// All outputs of kTokens tokens, kRows at a time: as many sums as registers hold, whose additions
-// hide each other's latency.
+// All outputs of kTokens tokens from `token` on, kRows at a time: as many sums as registers hold,
+// whose additions hide each other's latency.
 template <typename T, std::size_t kRows, std::size_t kTokens>
-HWY_INLINE void multiply_tokens(const FewProduct& p, const float* x, float* y) {
+HWY_INLINE void multiply_tokens(const FewProduct& p, std::int64_t token) {
+  const float* const x = p.x + token * p.rows.inputs;
+  float* const y = p.y + token * p.y_stride;
   constexpr auto kStep = static_cast<std::int64_t>(kRows);
   std::int64_t output = 0;
   for (; output + kStep <= p.rows.outputs; output += kStep) {
@@ -65,17 +67,10 @@ HWY_INLINE void multiply_tokens(const FewProduct& p, const float* x, float* y) {
 
 template <typename T>
 void multiply_rows(const FewProduct& p) {
-  const float* x = p.x;
-  float* y = p.y;
-  std::int64_t left = p.tokens;
-  const auto advance = [&](std::int64_t tokens) {
-    x += tokens * p.rows.inputs;
-    y += tokens * p.y_stride;
-    left -= tokens;
-  };
-  for (; left >= 4; advance(4)) multiply_tokens<T, 2, 4>(p, x, y);
-  for (; left >= 2; advance(2)) multiply_tokens<T, 4, 2>(p, x, y);
-  if (left > 0) multiply_tokens<T, 8, 1>(p, x, y);
+  std::int64_t token = 0;
+  for (; token + 4 <= p.tokens; token += 4) multiply_tokens<T, 2, 4>(p, token);
+  for (; token + 2 <= p.tokens; token += 2) multiply_tokens<T, 4, 2>(p, token);
+  if (token < p.tokens) multiply_tokens<T, 8, 1>(p, token);
 }
 
 void multiply(const FewProduct& p) {

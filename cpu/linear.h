@@ -12,12 +12,11 @@ namespace sluice::cpu {
 
 class Threads;
 
-// Weights are packed once into oneDNN's layout, whose outermost dimension is the outputs. Prefill
-// gives each thread some of the tokens, in powers of two, so that few primitives serve every chunk
-// length; a decode step, one token, gives each thread some of the outputs.
+// Weights are packed once into oneDNN's layout, whose outermost dimension is the outputs: each
+// thread has some of them. Few tokens, as in decode steps, are multiplied by kernels of our own.
 //
-// Weights of 16 bits that are computed with in f32 stay as they are: few tokens are multiplied by
-// our own kernel, and for many a block of outputs at a time is widened.
+// Weights of 16 bits that are computed with in f32 stay as they are; for many tokens a block of
+// outputs at a time is widened.
 class Linear {
  public:
   // `compute` is bf16 or f32: the dtype of the inputs. `stored` is what weights are stored in: the

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include "cpu/cpu_backend.h"
 #include "cpu/elementwise.h"
@@ -126,31 +127,41 @@ TEST(Linear, StoresWeightsAsTheyAre) {
   EXPECT_GE(backend_of(DType::f32, 2).weight_bytes(100, 50), 100u * 50u * 4u);
 }
 
-// A token's answer is the same alone and among a few others, on any number of threads.
+// A token's answer is the same alone and among a few others, on any number of threads: where
+// weights stay in 16 bits, and where they are packed in pairs and blocks are whole.
 TEST(Linear, FewTokensDoNotChangeEachOther) {
   const std::uint64_t seed = sluice::testing::seed(13);
   SCOPED_TRACE(sluice::testing::seed_message(seed));
   Random random(seed);
-  for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const std::int64_t tokens : {2, 5, 15, 16}) {
-      const std::int64_t inputs = random.integer(1, 700);
-      const std::int64_t outputs = random.integer(1, 700);
+  std::vector<std::pair<DType, DType>> dtypes = {{DType::f32, DType::bf16},
+                                                 {DType::f32, DType::f16}};
+  if (Linear::bf16_is_fast()) dtypes.emplace_back(DType::bf16, DType::bf16);
+  for (const auto& [compute, stored] : dtypes) {
+    const bool is_packed = compute == DType::bf16;
+    for (const std::int64_t tokens : {2, 3, 4, 5, 15, 16}) {
+      if (is_packed && tokens > 4) continue;
+      const std::int64_t inputs = is_packed ? 32 * random.integer(1, 20) : random.integer(1, 700);
+      const std::int64_t outputs = is_packed ? 64 * random.integer(1, 10) : random.integer(1, 700);
       SCOPED_TRACE(::testing::Message() << tokens << " x " << inputs << " x " << outputs);
       std::vector<float> w = random.normal(outputs * inputs);
-      std::vector<float> x = random.normal(tokens * inputs);
+      std::vector<std::byte> x(static_cast<std::size_t>(tokens * inputs) * size_of(compute));
+      convert(random.normal(tokens * inputs).data(), DType::f32, x.data(), compute,
+              tokens * inputs);
       std::vector<float> together(static_cast<std::size_t>(tokens * outputs));
       std::vector<float> alone(together.size());
       const auto multiply = [&](CpuBackend& backend, std::int64_t step, std::vector<float>& y) {
         const auto weight = backend.prepare_weight({w.data(), DType::f32, outputs, inputs, inputs});
         for (std::int64_t t = 0; t < tokens; t += step) {
-          backend.products().run({{x.data() + t * inputs, DType::f32, step, inputs, inputs},
+          std::byte* const from =
+              x.data() + static_cast<std::size_t>(t * inputs) * size_of(compute);
+          backend.products().run({{from, compute, step, inputs, inputs},
                                   weight.get(),
                                   nullptr,
                                   {y.data() + t * outputs, DType::f32, step, outputs, outputs}});
         }
       };
-      CpuBackend three = backend_of(DType::f32, 3, dtype);
-      CpuBackend one = backend_of(DType::f32, 1, dtype);
+      CpuBackend three = backend_of(compute, 3, stored);
+      CpuBackend one = backend_of(compute, 1, stored);
       multiply(three, tokens, together);
       multiply(one, 1, alone);
       EXPECT_EQ(together, alone);

@@ -1,0 +1,96 @@
+// What Linear takes of oneDNN: packed weights and products, each on the calling thread alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <dnnl.hpp>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "sluice/types.h"
+
+namespace sluice::cpu {
+
+inline constexpr std::int64_t kBlockOutputs = 64;  // outputs of a block of oneDNN's packed layouts
+inline constexpr std::int64_t kMaxTokens = 256;    // tokens of one product
+
+// y = x W^T (+ bias), or y += ...
+struct Product {
+  std::int64_t tokens = 0;
+  std::int64_t inputs = 0;
+  std::int64_t outputs = 0;
+  std::int64_t y_stride = 0;     // floats from token to token
+  std::byte* x = nullptr;        // [tokens, inputs], compute dtype
+  std::byte* weights = nullptr;  // of the outputs, packed or, with a block of 1, [outputs, inputs]
+  const float* bias = nullptr;   // [outputs] or null
+  float* y = nullptr;            // [tokens, outputs]
+  bool accumulate = false;
+};
+
+class OneDnn {
+ public:
+  // Products of x and weights in `compute`, bf16 or f32. Weights are packed if `packs` and oneDNN's
+  // layout has outputs one block after the other.
+  OneDnn(DType compute, bool packs);
+
+  // Outputs that are packed together; 1 if weights stay dense rows.
+  std::int64_t block() const { return block_; }
+  std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
+  // Packs dense rows in the compute dtype, a block or what there is of it.
+  void pack(std::byte* rows, std::int64_t inputs, std::int64_t outputs, std::byte* to);
+  // Whether whole blocks are [inputs * bytes / 4, kBlockOutputs] of words of 4 bytes: of bf16 two
+  // inputs that follow each other.
+  bool transposes(std::int64_t inputs);
+
+  void multiply(const Product& product);
+
+  // What oneDNN calls its kernel.
+  std::string kernel_name(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs) const;
+
+ private:
+  // What one primitive is specialised for.
+  struct Shape {
+    std::int64_t tokens, inputs, outputs;
+    bool bias, accumulate;
+    auto operator<=>(const Shape&) const = default;
+  };
+  struct Primitive {
+    explicit Primitive(const dnnl::matmul::primitive_desc& d)
+        : matmul(d),
+          x(d.src_desc()),
+          weights(d.weights_desc()),
+          bias(d.bias_desc()),
+          y(d.dst_desc()),
+          scratch(d.scratchpad_desc()) {}
+    dnnl::matmul matmul;
+    dnnl::memory::desc x, weights, bias, y, scratch;
+  };
+  // How dense rows of weights are packed.
+  struct Packing {
+    explicit Packing(const dnnl::reorder::primitive_desc& d)
+        : reorder(d), plain(d.src_desc()), packed(d.dst_desc()), scratch(d.scratchpad_desc()) {}
+    dnnl::reorder reorder;
+    dnnl::memory::desc plain, packed, scratch;
+    bool transposes = false;  // words: transpose() does the same, many times faster
+  };
+
+  dnnl::matmul::primitive_desc describe(const Shape& shape) const;
+  dnnl::memory::desc layout(std::int64_t inputs, std::int64_t outputs) const;
+  const Packing& packing(std::int64_t inputs, std::int64_t outputs);
+  bool is_transpose(const Packing& packing, std::int64_t inputs, std::int64_t outputs) const;
+  bool is_consecutive();
+  void reorder(const Packing& packing, std::byte* plain, std::byte* to) const;
+  const Primitive& primitive(const Shape& shape);
+  void multiply_dense(const Product& product);
+
+  DType compute_;
+  dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
+  std::int64_t block_ = kBlockOutputs;
+  std::mutex mutex_;  // guards the maps
+  std::map<Shape, Primitive> primitives_;
+  std::map<std::pair<std::int64_t, std::int64_t>, Packing> packings_;  // by inputs and outputs
+};
+
+}  // namespace sluice::cpu
