@@ -17,6 +17,10 @@ namespace {
 
 // Up to so many tokens reading weights takes longer than multiplying them without AMX.
 constexpr std::int64_t kPairTokens = 4;
+// Of a block that is widened at a time: 1 MiB of each thread, if that is 16 outputs, as many as
+// oneDNN is fast with.
+constexpr std::int64_t kWidenedFloats = std::int64_t{1} << 18;
+constexpr std::int64_t kLeastWidened = 16;
 // With so many tokens for every thread it is as well that each reads all weights.
 constexpr std::int64_t kManyTokens = 16;
 
@@ -189,12 +193,14 @@ struct Linear::Impl {
   }
 
   // Blocks of outputs, for so many tokens at a time that widening them counts little.
-  static std::vector<Piece> divide_blocks(std::int64_t tokens, std::int64_t outputs) {
+  static std::vector<Piece> divide_blocks(std::int64_t tokens, const PackedWeight& weight) {
     std::vector<Piece> pieces;
+    const std::int64_t fit = kWidenedFloats / weight.inputs() / kLeastWidened * kLeastWidened;
+    const std::int64_t block = std::clamp(fit, kLeastWidened, kBlockOutputs);
     for (std::int64_t token = 0; token < tokens; token += kMaxTokens) {
       const std::int64_t count = std::min(kMaxTokens, tokens - token);
-      for (std::int64_t first = 0; first < outputs; first += kBlockOutputs) {
-        pieces.push_back({token, count, first, std::min(kBlockOutputs, outputs - first)});
+      for (std::int64_t first = 0; first < weight.outputs(); first += block) {
+        pieces.push_back({token, count, first, std::min(block, weight.outputs() - first)});
       }
     }
     return pieces;
@@ -213,7 +219,7 @@ struct Linear::Impl {
     const std::int64_t bytes = weight.outputs() * weight.inputs() *
                                static_cast<std::int64_t>(size_of(stored)) * (1 + tokens / 8);
     if (widens() && tokens > kFewTokens) {
-      return for_pieces(divide_blocks(tokens, weight.outputs()), bytes,
+      return for_pieces(divide_blocks(tokens, weight), bytes,
                         [&](const Piece& piece) { multiply_widened(p, weight, piece); });
     }
     if (!widens() && share(tokens) >= kManyTokens) {

@@ -105,6 +105,18 @@ TEST(Linear, EqualsTheProductOfTheRoundedInputs) {
   }
 }
 
+// So many inputs that fewer outputs than a block are widened at a time.
+TEST(Linear, WidensFewerOutputsOfLongRows) {
+  const std::uint64_t seed = sluice::testing::seed(14);
+  SCOPED_TRACE(sluice::testing::seed_message(seed));
+  Random random(seed);
+  for (const DType stored : {DType::bf16, DType::f16}) {
+    const Case c{40,  random.integer(9000, 20000), random.integer(17, 70), stored, DType::f32, true,
+                 true};
+    EXPECT_LT(largest_error(c, random), 2e-5) << c.inputs << " x " << c.outputs;
+  }
+}
+
 // A layout that oneDNN has no fast kernel for makes it a hundred times slower, silently.
 TEST(Linear, NeverFallsBackToTheReferenceKernel) {
   Threads threads(2);
