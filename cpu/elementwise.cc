@@ -41,6 +41,21 @@ void bf16_to_f32(const std::uint16_t* from, float* to, std::int64_t count) {
       [&](std::int64_t i) { to[i] = bf16_to_float(from[i]); });
 }
 
+void f16_to_f32(const std::uint16_t* from, float* to, std::int64_t count) {
+  std::int64_t i = 0;
+  // Without instructions for it, Highway makes infinities finite.
+#if HWY_TARGET <= HWY_AVX2
+  const Floats f;
+  const hn::Rebind<hwy::float16_t, Floats> f16;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(f));
+  for (; i + lanes <= count; i += lanes) {
+    const auto halves = hn::BitCast(f16, hn::LoadU(Halves(), from + i));
+    hn::StoreU(hn::PromoteTo(f, halves), f, to + i);
+  }
+#endif
+  for (; i < count; ++i) to[i] = f16_to_float(from[i]);
+}
+
 void f32_to_bf16(const float* from, std::uint16_t* to, std::int64_t count) {
   const Floats f;
   const Words w;
@@ -125,6 +140,7 @@ HWY_AFTER_NAMESPACE();
 namespace sluice::cpu {
 
 HWY_EXPORT(bf16_to_f32);
+HWY_EXPORT(f16_to_f32);
 HWY_EXPORT(f32_to_bf16);
 HWY_EXPORT(rms_norm);
 HWY_EXPORT(swiglu);
@@ -136,11 +152,13 @@ void convert(const void* from, DType from_dtype, void* to, DType to_dtype, std::
     std::memcpy(to, from, static_cast<std::size_t>(count) * size_of(from_dtype));
   } else if (from_dtype == DType::bf16 && to_dtype == DType::f32) {
     HWY_DYNAMIC_DISPATCH(bf16_to_f32)(halves, static_cast<float*>(to), count);
+  } else if (from_dtype == DType::f16 && to_dtype == DType::f32) {
+    HWY_DYNAMIC_DISPATCH(f16_to_f32)(halves, static_cast<float*>(to), count);
   } else if (from_dtype == DType::f32 && to_dtype == DType::bf16) {
     HWY_DYNAMIC_DISPATCH(f32_to_bf16)
     (static_cast<const float*>(from), static_cast<std::uint16_t*>(to), count);
   } else {
-    // fp16 is met when weights are loaded and rows of an fp16 cache are written: not hot.
+    // To fp16 rows of such a cache are written: not hot.
     for (std::int64_t i = 0; i < count; ++i) {
       const float value = from_dtype == DType::f32    ? static_cast<const float*>(from)[i]
                           : from_dtype == DType::bf16 ? bf16_to_float(halves[i])

@@ -78,38 +78,18 @@ void multiply(const FewProduct& p) {
   multiply_rows<hwy::float16_t>(p);
 }
 
-void widen_rows(const HalfRows& rows, float* to) {
-  const auto count = static_cast<std::size_t>(rows.outputs * rows.inputs);
-  if (rows.dtype == DType::bf16) {
-    return unpack(reinterpret_cast<const hwy::bfloat16_t*>(rows.data), count, count, to);
-  }
-  unpack(reinterpret_cast<const hwy::float16_t*>(rows.data), count, count, to);
-}
-
 }  // namespace sluice::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace sluice::cpu {
-namespace {
-
-void require_half(const HalfRows& rows) {
-  check(rows.dtype == DType::bf16 || rows.dtype == DType::f16, "half weights: dtype");
-}
-
-}  // namespace
 
 HWY_EXPORT(multiply);
-HWY_EXPORT(widen_rows);
 
 void multiply_few(const FewProduct& product) {
-  require_half(product.rows);
+  check(product.rows.dtype == DType::bf16 || product.rows.dtype == DType::f16,
+        "half weights: dtype");
   HWY_DYNAMIC_DISPATCH(multiply)(product);
-}
-
-void widen(const HalfRows& rows, float* to) {
-  require_half(rows);
-  HWY_DYNAMIC_DISPATCH(widen_rows)(rows, to);
 }
 
 }  // namespace sluice::cpu

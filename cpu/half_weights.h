@@ -32,7 +32,4 @@ struct FewProduct {
 };
 void multiply_few(const FewProduct& product);
 
-// The same numbers as floats: to [outputs, inputs].
-void widen(const HalfRows& rows, float* to);
-
 }  // namespace sluice::cpu

@@ -108,14 +108,11 @@ struct Linear::Impl {
     multiply(p, weight.from(piece.output, onednn.block()), piece);
   }
 
-  HalfRows half_rows(const PackedWeight& weight, const Piece& piece) const {
-    return {reinterpret_cast<const std::uint16_t*>(weight.from(piece.output, onednn.block())),
-            stored, piece.outputs, weight.inputs()};
-  }
-
   void multiply_few(const LinearParams& p, const PackedWeight& weight, const Piece& piece) const {
     FewProduct product;
-    product.rows = half_rows(weight, piece);
+    product.rows = {
+        reinterpret_cast<const std::uint16_t*>(weight.from(piece.output, onednn.block())), stored,
+        piece.outputs, weight.inputs()};
     product.x = reinterpret_cast<const float*>(row_of(p.x, piece.token));
     product.tokens = piece.tokens;
     product.bias = bias_of(p, piece);
@@ -147,7 +144,8 @@ struct Linear::Impl {
   // Tokens in powers of two, so that few primitives serve every number of them.
   void multiply_widened(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
     float* const widened = widened_of(piece.outputs * weight.inputs());
-    widen(half_rows(weight, piece), widened);
+    convert(weight.from(piece.output, onednn.block()), stored, widened, DType::f32,
+            piece.outputs * weight.inputs());
     for (std::int64_t done = 0; done < piece.tokens;) {
       const std::int64_t tokens = power_below(piece.tokens - done);
       multiply(p, reinterpret_cast<std::byte*>(widened),

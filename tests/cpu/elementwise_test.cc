@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "cpu/rope_table.h"
 #include "lib/half.h"
@@ -34,6 +35,25 @@ TEST(Elementwise, ConversionsEqualTheScalarOnes) {
       ASSERT_EQ(bf16[i], float_to_bf16(x[i]));
       ASSERT_EQ(f16[i], float_to_f16(x[i]));
       ASSERT_EQ(back[i], bf16_to_float(bf16[i]));
+    }
+  }
+}
+
+// All that there are, in vectors and one by one.
+TEST(Elementwise, HalvesBecomeTheSameNumbers) {
+  std::vector<std::uint16_t> halves(1 << 16);
+  for (std::size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<std::uint16_t>(i);
+  for (const std::int64_t count : {std::int64_t{1} << 16, std::int64_t{13}}) {
+    std::vector<float> floats(static_cast<std::size_t>(count));
+    const std::size_t first = halves.size() - floats.size();
+    convert(halves.data() + first, DType::f16, floats.data(), DType::f32, count);
+    for (std::size_t i = 0; i < floats.size(); ++i) {
+      const float expected = f16_to_float(halves[first + i]);
+      if (std::isnan(expected)) {
+        ASSERT_TRUE(std::isnan(floats[i])) << first + i;
+      } else {
+        ASSERT_EQ(floats[i], expected) << first + i;
+      }
     }
   }
 }
