@@ -1,7 +1,5 @@
 #include "cpu/half_weights.h"
 
-#include <algorithm>
-
 #include "lib/check.h"
 
 // Old instruction sets get the portable code; everything else is worth a variant.
@@ -20,8 +18,8 @@ template <typename T, std::size_t kRows, std::size_t kTokens>
 HWY_INLINE void multiply_tile(const FewProduct& p, const float* HWY_RESTRICT x, std::int64_t output,
                               float* HWY_RESTRICT y) {
   const DF df;
-  const auto inputs = static_cast<std::size_t>(p.rows.inputs);
-  const T* const rows = reinterpret_cast<const T*>(p.rows.data + output * p.rows.inputs);
+  const auto inputs = static_cast<std::size_t>(p.inputs);
+  const T* const rows = reinterpret_cast<const T*>(p.weights + output * p.inputs);
   VF sums[kRows][kTokens];
   for (std::size_t r = 0; r < kRows; ++r) {
     for (std::size_t t = 0; t < kTokens; ++t) sums[r][t] = hn::Zero(df);
@@ -55,14 +53,14 @@ HWY_INLINE void multiply_tile(const FewProduct& p, const float* HWY_RESTRICT x, 
 // whose additions hide each other's latency.
 template <typename T, std::size_t kRows, std::size_t kTokens>
 HWY_INLINE void multiply_tokens(const FewProduct& p, std::int64_t token) {
-  const float* const x = p.x + token * p.rows.inputs;
+  const float* const x = p.x + token * p.inputs;
   float* const y = p.y + token * p.y_stride;
   constexpr auto kStep = static_cast<std::int64_t>(kRows);
   std::int64_t output = 0;
-  for (; output + kStep <= p.rows.outputs; output += kStep) {
+  for (; output + kStep <= p.outputs; output += kStep) {
     multiply_tile<T, kRows, kTokens>(p, x, output, y);
   }
-  for (; output < p.rows.outputs; ++output) multiply_tile<T, 1, kTokens>(p, x, output, y);
+  for (; output < p.outputs; ++output) multiply_tile<T, 1, kTokens>(p, x, output, y);
 }
 
 template <typename T>
@@ -74,7 +72,7 @@ void multiply_rows(const FewProduct& p) {
 }
 
 void multiply(const FewProduct& p) {
-  if (p.rows.dtype == DType::bf16) return multiply_rows<hwy::bfloat16_t>(p);
+  if (p.dtype == DType::bf16) return multiply_rows<hwy::bfloat16_t>(p);
   multiply_rows<hwy::float16_t>(p);
 }
 
@@ -87,8 +85,7 @@ namespace sluice::cpu {
 HWY_EXPORT(multiply);
 
 void multiply_few(const FewProduct& product) {
-  check(product.rows.dtype == DType::bf16 || product.rows.dtype == DType::f16,
-        "half weights: dtype");
+  check(product.dtype == DType::bf16 || product.dtype == DType::f16, "half weights: dtype");
   HWY_DYNAMIC_DISPATCH(multiply)(product);
 }
 

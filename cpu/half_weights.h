@@ -8,21 +8,16 @@
 
 namespace sluice::cpu {
 
-// Dense rows of weights.
-struct HalfRows {
-  const std::uint16_t* data = nullptr;  // [outputs, inputs]
-  DType dtype = DType::bf16;            // or f16
-  std::int64_t outputs = 0;
-  std::int64_t inputs = 0;
-};
-
 // From so many tokens on, widening a block of rows for a matrix product is faster.
 inline constexpr std::int64_t kFewTokens = 16;
 
-// y[t, o] = sum over i of x[t, i] * rows[o, i] (+ bias[o]) (+ what was there). A sum's order does
+// y[t, o] = sum over i of x[t, i] * W[o, i] (+ bias[o]) (+ what was there). A sum's order does
 // not depend on how many tokens or outputs there are.
 struct FewProduct {
-  HalfRows rows;
+  const std::uint16_t* weights = nullptr;  // [outputs, inputs]
+  DType dtype = DType::bf16;               // of these, or f16
+  std::int64_t outputs = 0;
+  std::int64_t inputs = 0;
   const float* x = nullptr;     // [tokens, inputs]
   std::int64_t tokens = 0;      // a few
   const float* bias = nullptr;  // [outputs] or null

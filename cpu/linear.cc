@@ -110,9 +110,11 @@ struct Linear::Impl {
 
   void multiply_few(const LinearParams& p, const PackedWeight& weight, const Piece& piece) const {
     FewProduct product;
-    product.rows = {
-        reinterpret_cast<const std::uint16_t*>(weight.from(piece.output, onednn.block())), stored,
-        piece.outputs, weight.inputs()};
+    product.weights =
+        reinterpret_cast<const std::uint16_t*>(weight.from(piece.output, onednn.block()));
+    product.dtype = stored;
+    product.outputs = piece.outputs;
+    product.inputs = weight.inputs();
     product.x = reinterpret_cast<const float*>(row_of(p.x, piece.token));
     product.tokens = piece.tokens;
     product.bias = bias_of(p, piece);
