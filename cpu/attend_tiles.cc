@@ -8,6 +8,7 @@
 
 #include "cpu/page_digest.h"
 #include "cpu/selection.h"
+#include "cpu/softmax.h"
 #include "cpu/value_page.h"
 #include "cpu/value_tiles.h"
 #include "lib/check.h"
@@ -19,6 +20,9 @@ namespace {
 constexpr std::int64_t kWeighPages = 32;
 constexpr std::size_t kReadPages = 4;
 constexpr std::size_t kLineBytes = 64;
+// What takes as long: to choose among pages, for each, and to read what other threads just wrote.
+constexpr std::int64_t kChooseBytes = 128;
+constexpr std::int64_t kRemote = 2;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Pages whose weights have the same one are read together.
@@ -34,7 +38,8 @@ class HeadTiles {
         place_(number * p.shape.kv_heads + head),
         group_(p.shape.group()),
         pages_(p.selected.heads[place_].bad != 0 ? 0 : token_.pages()),
-        page_weights_(static_cast<std::size_t>(pages_ * group_)) {
+        page_weights_(static_cast<std::size_t>(pages_ * group_)),
+        masses_(static_cast<std::size_t>(group_)) {
     if (p.logits.digest.data != nullptr) {
       digest_ = PageDigest::of(p.logits.digest, place_ * group_);
     }
@@ -76,19 +81,21 @@ class HeadTiles {
   // Once all are weighed: which pages are read.
   void choose() {
     std::vector<float> sums(static_cast<std::size_t>(pages_));
-    double all = 0.0;
     for (std::int64_t page = 0; page < pages_; ++page) {
-      float& sum = sums[static_cast<std::size_t>(page)];
-      for (int g = 0; g < group_; ++g) sum += page_weight(g, page);
-      all += static_cast<double>(sum);
+      for (int g = 0; g < group_; ++g) {
+        sums[static_cast<std::size_t>(page)] += page_weight(g, page);
+        mass(g).all += static_cast<double>(page_weight(g, page));
+      }
     }
-    std::uint32_t lightest = 0;
-    if (p_.share < 1.0f) {
-      const Cut cut = cut_by_weight(sums, all * static_cast<double>(p_.share));
-      if (cut.weight >= 0.0f) lightest = class_of(cut.weight);
-    }
-    for (std::size_t page = 0; page < sums.size(); ++page) {
-      if (class_of(sums[page]) >= lightest) read_.push_back(static_cast<std::int32_t>(page));
+    const std::uint32_t lightest = lightest_class(sums);
+    for (std::int64_t page = 0; page < pages_; ++page) {
+      if (class_of(sums[static_cast<std::size_t>(page)]) >= lightest) {
+        read_.push_back(static_cast<std::int32_t>(page));
+        continue;
+      }
+      for (int g = 0; g < group_; ++g) {
+        mass(g).unread += static_cast<double>(page_weight(g, page));
+      }
     }
     if (p_.pages_read != nullptr) p_.pages_read[place_] = static_cast<std::int32_t>(read_.size());
   }
@@ -113,27 +120,24 @@ class HeadTiles {
     }
   }
 
-  // The partial of all query heads out of their sums, [group, head_dim], which are overwritten.
-  void finish(float* sums) const {
+  // The partial of a query head out of its sum, [head_dim], which is overwritten.
+  void finish(int g, float* sum) const {
     const int d = p_.shape.head_dim;
-    const float* const values = p_.value_sums + place_ * d;
-    std::vector<float> lse(static_cast<std::size_t>(group_), kMinusInfinity);
-    for (int g = 0; g < group_; ++g) {
-      float* const sum = sums + std::int64_t{g} * d;
-      const Mass mass = mass_of(g);
-      if (mass.all > 0.0) {
-        lse[static_cast<std::size_t>(g)] = reference(g) + static_cast<float>(std::log(mass.all));
-        const auto scale = static_cast<float>(1.0 / mass.all);
-        const auto mean =
-            static_cast<float>(mass.unread / mass.all / static_cast<double>(token_.count()));
-        for (int c = 0; c < d; ++c) sum[c] = scale * sum[c] + mean * values[c];
-      }
+    const Mass& of = masses_[static_cast<std::size_t>(g)];
+    float lse = kMinusInfinity;
+    if (of.all > 0.0) {
+      lse = reference(g) + static_cast<float>(std::log(of.all));
+      const float* const values = p_.value_sums + place_ * d;
+      const auto scale = static_cast<float>(1.0 / of.all);
+      const auto mean =
+          static_cast<float>(of.unread / of.all / static_cast<double>(token_.count()));
+      for (int c = 0; c < d; ++c) sum[c] = scale * sum[c] + mean * values[c];
     }
-    float* const out = p_.out + place_ * group_ * d;
-    float* const out_lse = p_.lse + place_ * group_;
-    if (p_.merge) return merge_partials({group_, d, sums, lse.data(), out, out_lse});
-    std::copy_n(sums, std::int64_t{group_} * d, out);
-    std::copy(lse.begin(), lse.end(), out_lse);
+    const std::int64_t query = place_ * group_ + g;
+    float* const out = p_.out + query * d;
+    if (p_.merge) return merge_partials({1, d, sum, &lse, out, p_.lse + query});
+    std::copy_n(sum, d, out);
+    p_.lse[query] = lse;
   }
 
  private:
@@ -187,19 +191,15 @@ class HeadTiles {
     });
   }
 
-  Mass mass_of(int g) const {
-    Mass mass;
-    auto next = read_.begin();
-    for (std::int64_t page = 0; page < pages_; ++page) {
-      const auto weight = static_cast<double>(page_weight(g, page));
-      mass.all += weight;
-      if (next != read_.end() && *next == page) {
-        ++next;
-      } else {
-        mass.unread += weight;
-      }
-    }
-    return mass;
+  Mass& mass(int g) { return masses_[static_cast<std::size_t>(g)]; }
+
+  // The class of the lightest page that is read, of pages that weigh `sums`.
+  std::uint32_t lightest_class(std::span<const float> sums) const {
+    if (p_.share >= 1.0f) return 0;
+    double all = 0.0;
+    for (const Mass& of : masses_) all += of.all;
+    const Cut cut = cut_by_weight(sums, all * static_cast<double>(p_.share));
+    return cut.weight >= 0.0f ? class_of(cut.weight) : 0;
   }
 
   const AttendTilesParams& p_;
@@ -210,6 +210,7 @@ class HeadTiles {
   std::int64_t pages_;               // that are attended
   PageDigest digest_;                // of its query heads, or null pointers
   std::vector<float> page_weights_;  // [pages, group]
+  std::vector<Mass> masses_;         // [group]
   std::vector<std::int32_t> read_;   // pages, ascending
 };
 
@@ -224,7 +225,7 @@ struct ReadTask {
   std::span<const std::int32_t> pages;
 };
 
-void weigh_by_digest(std::vector<HeadTiles>& heads, const AttendTilesParams& p, Threads& threads) {
+void weigh_by_digest(std::vector<HeadTiles>& heads, Threads& threads) {
   std::int64_t pages = 0;
   for (const HeadTiles& head : heads) pages += head.pages();
   threads.for_each(
@@ -234,11 +235,11 @@ void weigh_by_digest(std::vector<HeadTiles>& heads, const AttendTilesParams& p, 
         head.weigh_by_digest();
         head.choose();
       },
-      pages * p.shape.group() * static_cast<std::int64_t>(PageDigest::kPageBytes));
+      pages * kChooseBytes);
 }
 
 void weigh(std::vector<HeadTiles>& heads, const AttendTilesParams& p, Threads& threads) {
-  if (p.logits.digest.data != nullptr) return weigh_by_digest(heads, p, threads);
+  if (p.logits.digest.data != nullptr) return weigh_by_digest(heads, threads);
   std::vector<WeighTask> tasks;
   std::int64_t pages = 0;
   for (HeadTiles& head : heads) {
@@ -283,8 +284,8 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
   }
   firsts.push_back(tasks.size());
   // [tasks, group, head_dim]: added up in this order, whoever is done first.
-  const auto size =
-      static_cast<std::size_t>(p.shape.group()) * static_cast<std::size_t>(p.shape.head_dim);
+  const auto d = static_cast<std::size_t>(p.shape.head_dim);
+  const std::size_t size = d * static_cast<std::size_t>(p.shape.group());
   std::vector<float> sums(tasks.size() * size);
   threads.for_each(
       static_cast<std::int64_t>(tasks.size()),
@@ -293,14 +294,19 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
         task.head->add(task.pages, &sums[static_cast<std::size_t>(i) * size]);
       },
       bytes);
-  std::vector<float> sum(size);
-  for (std::size_t head = 0; head < heads.size(); ++head) {
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    for (std::size_t task = firsts[head]; task < firsts[head + 1]; ++task) {
-      for (std::size_t i = 0; i < size; ++i) sum[i] += sums[task * size + i];
-    }
-    heads[head].finish(sum.data());
-  }
+  // Sums lie in the caches of the threads that made them.
+  threads.for_each(
+      std::ssize(heads) * p.shape.group(),
+      [&](std::int64_t i) {
+        const auto head = static_cast<std::size_t>(i / p.shape.group());
+        const auto g = static_cast<std::size_t>(i % p.shape.group());
+        std::vector<float> sum(d);
+        for (std::size_t task = firsts[head]; task < firsts[head + 1]; ++task) {
+          add_to(&sums[task * size + g * d], p.shape.head_dim, sum.data());
+        }
+        heads[head].finish(static_cast<int>(g), sum.data());
+      },
+      kRemote * static_cast<std::int64_t>(sums.size() * sizeof(float)));
 }
 
 void merge_partials(const MergePartialsParams& p) {

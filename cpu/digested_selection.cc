@@ -18,6 +18,15 @@ namespace {
 // normal numbers it may matter, which weigh nothing.
 constexpr float kRounding = 1.0f + 1e-5f;
 
+// In the place of a weight that is still to be found.
+constexpr float kOpen = -1.0f;
+
+// From so many pages on, other threads help a head to weigh them, so many at a time.
+constexpr std::int64_t kSharedPages = 64;
+constexpr std::int64_t kTaskPages = 32;
+
+constexpr auto kWeightBytes = static_cast<std::int64_t>(sizeof(float));
+
 struct Weighed {
   float weight = 0.0f;
   std::int32_t position = 0;
@@ -26,6 +35,9 @@ struct Weighed {
 bool is_before(const Weighed& a, const Weighed& b) {
   return a.weight != b.weight ? a.weight > b.weight : a.position < b.position;
 }
+
+// What the digest tells of a head.
+enum class Outcome { few, weights, bad };
 
 class DigestedHead {
  public:
@@ -40,7 +52,48 @@ class DigestedHead {
         recent_(std::clamp(token_.count() - p.recent, sinks_, token_.page_first())),
         wanted_(std::max<std::int64_t>(p.k.of(token_.count()) - forced(), 0)) {}
 
-  // Makes weights of the pages' levels. False if a logit was NaN or +Inf, or none above -Inf.
+  std::int64_t pages() const { return pages_; }
+  // Pages whose tokens weigh_pages() looks at.
+  std::int64_t listed() const { return listed_; }
+
+  // Makes weights of the pages' levels. Where that settles which few pages have what is chosen,
+  // weigh_pages() and choose() are to follow; else all logits become weights, too.
+  Outcome prepare() {
+    if (pages_ == 0 && p_.skip_newest) return Outcome::weights;  // there are none
+    if (!weigh()) {
+      p_.selected.heads[head_].bad = 1;
+      return Outcome::bad;
+    }
+    if (!is_few()) {
+      expand();
+      return Outcome::weights;
+    }
+    if (wanted_ > 0) bound_pages();
+    return Outcome::few;
+  }
+
+  // Finds what the heaviest tokens of pages [begin, end) weigh, where that is open.
+  void weigh_pages(std::int64_t begin, std::int64_t end) {
+    if (listed_ == 0) return;
+    PageScratch scratch(group_);
+    for (std::int64_t page = begin; page < end; ++page) {
+      float& weight = heaviest_[static_cast<std::size_t>(page)];
+      if (weight == kOpen) weight = weigh_page(page, scratch);
+    }
+  }
+
+  void choose() {
+    std::vector<std::int32_t> positions = heaviest();
+    for (std::int64_t at = 0; at < sinks_; ++at) positions.push_back(static_cast<int>(at));
+    for (std::int64_t at = recent_; at < token_.page_first(); ++at) {
+      positions.push_back(static_cast<int>(at));
+    }
+    std::sort(positions.begin(), positions.end());
+    emit(positions);
+  }
+
+ private:
+  // False if a logit was NaN or +Inf, or none above -Inf.
   bool weigh() {
     const std::int64_t newest = p_.skip_newest ? 0 : token_.count() - token_.page_first();
     for (int g = 0; g < group_; ++g) {
@@ -54,16 +107,6 @@ class DigestedHead {
 
   // Whether so few are wanted that the pages' heaviest tokens rule out most pages.
   bool is_few() const { return p_.prune == Pruner::top_k && wanted_ <= free_end() - free_begin(); }
-
-  void choose() {
-    std::vector<std::int32_t> positions = heaviest();
-    for (std::int64_t at = 0; at < sinks_; ++at) positions.push_back(static_cast<int>(at));
-    for (std::int64_t at = recent_; at < token_.page_first(); ++at) {
-      positions.push_back(static_cast<int>(at));
-    }
-    std::sort(positions.begin(), positions.end());
-    emit(positions);
-  }
 
   void expand() {
     for (int g = 0; g < group_; ++g) {
@@ -81,7 +124,6 @@ class DigestedHead {
     }
   }
 
- private:
   // For one page at a time.
   struct PageScratch {
     explicit PageScratch(int group) : rows(static_cast<std::size_t>(group)) {}
@@ -121,15 +163,13 @@ class DigestedHead {
   }
 
   // At least as many tokens as are wanted, the heaviest among them. As many pages have a token that
-  // weighs as much as the lightest of their heaviest, which the digest bounds first: most pages
-  // have none.
+  // weighs as much as the lightest of their heaviest.
   std::vector<Weighed> heavy_tokens() const {
     PageScratch scratch(group_);
-    const std::vector<float> heaviest = heaviest_of_pages(scratch);
-    const float lightest = wanted_largest(heaviest);
+    const float lightest = wanted_largest(heaviest_);
     std::vector<Weighed> found;
-    for (std::size_t page = 0; page < heaviest.size(); ++page) {
-      if (heaviest[page] < lightest) continue;
+    for (std::size_t page = 0; page < heaviest_.size(); ++page) {
+      if (heaviest_[page] < lightest) continue;
       weigh_page(static_cast<std::int64_t>(page), scratch);
       add_heavy(static_cast<std::int64_t>(page), scratch.weights, lightest, found);
     }
@@ -144,27 +184,24 @@ class DigestedHead {
     return *last;
   }
 
-  // What the heaviest token of every page weighs, or 0 where the digest says that there are enough
-  // heavier ones. A page has a token that weighs at least what any of its levels says, and none
-  // that weighs more than all of them together.
-  std::vector<float> heaviest_of_pages(PageScratch& scratch) const {
+  // Rules out pages by the digest. A page has a token that weighs at least what any of its levels
+  // says, and none that weighs more than all of them together.
+  void bound_pages() {
     const auto pages = static_cast<std::size_t>(pages_);
     std::vector<float> least(pages);
-    std::vector<float> most(pages);
+    heaviest_.assign(pages, 0.0f);
     for (int g = 0; g < group_; ++g) {
       const float* const levels = digest_.levels_of(g);
       for (std::size_t page = 0; page < pages; ++page) {
         least[page] = std::max(least[page], levels[page]);
-        most[page] += levels[page];
+        heaviest_[page] += levels[page];
       }
     }
     const float lightest = wanted_largest(least);
-    for (std::size_t page = 0; page < pages; ++page) {
-      most[page] = most[page] * kRounding >= lightest
-                       ? weigh_page(static_cast<std::int64_t>(page), scratch)
-                       : 0.0f;
+    for (float& most : heaviest_) {
+      most = most * kRounding >= lightest ? kOpen : 0.0f;
+      listed_ += most == kOpen ? 1 : 0;
     }
-    return most;
   }
 
   // Weights of a page's tokens, of all query heads together; returns the largest.
@@ -226,22 +263,60 @@ class DigestedHead {
   std::int64_t sinks_;   // always kept, below
   std::int64_t recent_;  // likewise, from here on
   std::int64_t wanted_;  // besides these
+  // What the heaviest token of every page weighs, kOpen, or 0 where there are enough heavier ones.
+  std::vector<float> heaviest_;
+  std::int64_t listed_ = 0;  // pages that are open, or were
 };
+
+// The pages of all heads, where they are many.
+void weigh_together(std::vector<DigestedHead>& heads, Threads& threads) {
+  struct Task {
+    DigestedHead* head;
+    std::int64_t first;
+  };
+  std::vector<Task> tasks;
+  for (DigestedHead& head : heads) {
+    if (head.listed() < kSharedPages) continue;
+    for (std::int64_t page = 0; page < head.pages(); page += kTaskPages) {
+      tasks.push_back({&head, page});
+    }
+  }
+  threads.for_each(std::ssize(tasks), [&](std::int64_t i) {
+    const Task& task = tasks[static_cast<std::size_t>(i)];
+    task.head->weigh_pages(task.first, std::min(task.head->pages(), task.first + kTaskPages));
+  });
+}
 
 }  // namespace
 
-bool choose_by_digest(const SelectParams& p, std::int64_t token, std::int64_t kv_head) {
-  DigestedHead head(p, token, kv_head);
-  if (!head.weigh()) {
-    p.selected.heads[token * p.shape.kv_heads + kv_head].bad = 1;
-    return true;
+void choose_by_digest(const SelectParams& p, Threads& threads, std::span<std::uint8_t> chosen) {
+  const std::int64_t kv_heads = p.shape.kv_heads;
+  const auto count = std::ssize(chosen);
+  std::vector<DigestedHead> heads;
+  heads.reserve(chosen.size());
+  for (std::int64_t i = 0; i < count; ++i) heads.emplace_back(p, i / kv_heads, i % kv_heads);
+  std::vector<Outcome> outcomes(chosen.size());
+  const auto for_heads = [&](const auto& body) {
+    threads.for_each(
+        count, [&](std::int64_t i) { body(static_cast<std::size_t>(i)); },
+        count * p.batch.capacity * p.shape.group() * kWeightBytes);
+  };
+  const auto choose = [&](std::size_t i) {
+    if (outcomes[i] == Outcome::few) {
+      heads[i].weigh_pages(0, heads[i].pages());
+      heads[i].choose();
+    }
+    chosen[i] = outcomes[i] != Outcome::weights ? 1 : 0;
+  };
+  if (count >= threads.count()) {
+    return for_heads([&](std::size_t i) {
+      outcomes[i] = heads[i].prepare();
+      choose(i);
+    });
   }
-  if (head.is_few()) {
-    head.choose();
-    return true;
-  }
-  head.expand();
-  return false;
+  for_heads([&](std::size_t i) { outcomes[i] = heads[i].prepare(); });
+  weigh_together(heads, threads);
+  for_heads(choose);
 }
 
 }  // namespace sluice::cpu

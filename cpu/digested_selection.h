@@ -2,14 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
+#include "cpu/threads.h"
 #include "lib/backend/index_ops.h"
 
 namespace sluice::cpu {
 
-// Chooses for one KV head of one token as select() does, if a look at the digest and at few pages
-// tells. Else it returns false, and the logits of the whole pages and of the newest rows have
-// become weights: what softmax() makes of them.
-bool choose_by_digest(const SelectParams& params, std::int64_t token, std::int64_t kv_head);
+// Chooses for the KV heads of all tokens as select() does, where a look at the digest and at few
+// pages tells, and sets `chosen`, [tokens, kv_heads], to 1. Elsewhere it sets 0, and the logits of
+// the whole pages and of the newest rows have become weights: what softmax() makes of them.
+void choose_by_digest(const SelectParams& params, Threads& threads, std::span<std::uint8_t> chosen);
 
 }  // namespace sluice::cpu

@@ -75,15 +75,10 @@ class HeadChoice {
 
   void run() {
     HeadSelection& result = p_.selected.heads[head_];
-    result = {};
-    const bool is_digested = p_.logits.digest.data != nullptr;
-    if (is_digested && total_ > 0) {
-      if (choose_by_digest(p_, head_ / p_.shape.kv_heads, head_ % p_.shape.kv_heads)) return;
-    }
     keep_forced();
     if (p_.logits.data == nullptr) return emit(result);
     if (total_ == 0) return report_nothing();
-    if (!is_digested && !softmax_rows()) {
+    if (p_.logits.digest.data == nullptr && !softmax_rows()) {
       result.bad = 1;
       return;
     }
@@ -259,9 +254,10 @@ Cut cut_by_weight(std::span<const float> weights, double target) {
   std::vector<double> bins(bins_of(weights));
   double all = 0.0;
   for (const float w : weights) {
-    if (w > 0.0f) bins[bin_of(w)] += static_cast<double>(w);
+    if (!(w > 0.0f)) continue;
+    bins[bin_of(w)] += static_cast<double>(w);
+    all += static_cast<double>(w);
   }
-  for (const double sum : bins) all += sum;
   if (all < target) return kEverything;
   std::size_t bin = bins.size() - 1;
   double above = 0.0;
@@ -280,10 +276,18 @@ void select(const SelectParams& p, Threads& threads) {
   check(p.logits.digest.data == nullptr || (p.candidates == nullptr && p.eligible == nullptr),
         "a digest tells of all tokens");
   const std::int64_t kv_heads = p.shape.kv_heads;
+  const std::int64_t heads = p.batch.count * kv_heads;
+  std::fill_n(p.selected.heads, heads, HeadSelection{});
+  std::vector<std::uint8_t> chosen(static_cast<std::size_t>(heads));
+  if (p.logits.digest.data != nullptr) choose_by_digest(p, threads, chosen);
+  if (std::count(chosen.begin(), chosen.end(), std::uint8_t{0}) == 0) return;
   const std::int64_t longest = p.candidates != nullptr ? p.candidates->capacity : p.batch.capacity;
   threads.for_each(
-      p.batch.count * kv_heads,
-      [&](std::int64_t task) { HeadChoice(p, task / kv_heads, task % kv_heads).run(); },
+      heads,
+      [&](std::int64_t i) {
+        if (chosen[static_cast<std::size_t>(i)] != 0) return;
+        HeadChoice(p, i / kv_heads, i % kv_heads).run();
+      },
       longest * p.batch.count * p.shape.query_heads * static_cast<std::int64_t>(sizeof(float)));
 }
 

@@ -42,6 +42,30 @@ HWY_INLINE float sum_all(const float* x, std::size_t count) {
   return sum;
 }
 
+// The sum of x * y.
+HWY_INLINE float sum_products(const float* x, const float* y, std::size_t count) {
+  const DF df;
+  VF sums = hn::Zero(df);
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    sums = hn::MulAdd(hn::LoadU(df, x + i), hn::LoadU(df, y + i), sums);
+  }
+  float sum = sum_lanes(sums);
+  for (; i < count; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+// -Inf if there is none; whatever it is where one is NaN.
+HWY_INLINE float largest_of(const float* x, std::size_t count) {
+  const DF df;
+  VF maxima = hn::Set(df, kMinusInfinity);
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) maxima = hn::Max(maxima, hn::LoadU(df, x + i));
+  float largest = hn::GetLane(hn::MaxOfLanes(df, maxima));
+  for (const float rest : std::span(x + i, count - i)) largest = HWY_MAX(largest, rest);
+  return largest;
+}
+
 bool softmax_kernel(float* x, std::int64_t count, float* lse) {
   const DF df;
   const auto n = static_cast<std::size_t>(count);
@@ -67,11 +91,8 @@ bool softmax_kernel(float* x, std::int64_t count, float* lse) {
 
 PageSum exp_page_kernel(float* x) {
   const DF df;
-  VF maxima = hn::LoadU(df, x);
-  for (std::size_t i = kLanes; i < kTokens; i += kLanes) {
-    maxima = hn::Max(maxima, hn::LoadU(df, x + i));
-  }
-  const VF highest = hn::MaxOfLanes(df, maxima);
+  const float level = largest_of(x, kTokens);
+  const VF highest = hn::Set(df, level);
   const VF reference = softmax_reference(highest);
   VF sums = hn::Zero(df);
   for (std::size_t i = 0; i < kTokens; i += kLanes) {
@@ -79,26 +100,19 @@ PageSum exp_page_kernel(float* x) {
     sums = hn::Add(sums, weight);
     hn::StoreU(weight, df, x + i);
   }
-  return {hn::GetLane(highest), sum_lanes(sums)};
+  return {level, sum_lanes(sums)};
 }
 
 bool softmax_pages_kernel(float* levels, const float* sums, std::int64_t pages, float* lse) {
-  const DF df;
   const auto n = static_cast<std::size_t>(pages);
-  float highest = kMinusInfinity;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (!(sums[i] >= 0.0f)) return false;
-    highest = HWY_MAX(highest, levels[i]);
-  }
+  const float highest = largest_of(levels, n);
   if (highest == kMinusInfinity) return false;
-  const VF reference = hn::Set(df, highest);
+  const VF reference = hn::Set(DF(), highest);
   for_vectors(levels, n, [&](VF v, std::size_t) { return exp_of(v, reference); });
-  double sum = 0.0;
-  for (std::size_t i = 0; i < n; ++i) {
-    sum += static_cast<double>(levels[i]) * static_cast<double>(sums[i]);
-  }
-  if (lse != nullptr) *lse = highest + static_cast<float>(std::log(sum));
-  const VF scale = hn::Set(df, static_cast<float>(1.0 / sum));
+  const float sum = sum_products(levels, sums, n);
+  if (std::isnan(sum)) return false;
+  if (lse != nullptr) *lse = highest + std::log(sum);
+  const VF scale = hn::Set(DF(), 1.0f / sum);
   for_vectors(levels, n, [&](VF v, std::size_t) { return hn::Mul(v, scale); });
   return true;
 }

@@ -1,4 +1,5 @@
-// The cuts through weights by count and by sum.
+// The cuts through weights by count and by sum, and what does not depend on how many threads
+// choose.
 #include "cpu/selection.h"
 
 #include <gtest/gtest.h>
@@ -7,6 +8,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "tests/support/cpu_digest.h"
 #include "tests/support/random.h"
 
 namespace sluice {
@@ -82,6 +84,45 @@ TEST(Cut, KeepsEverythingForWhatCannotBeReached) {
   EXPECT_EQ(kept_by(weights, cpu::cut_by_weight(weights, 1.0)).size(), 3u);
   EXPECT_EQ(kept_by(weights, cpu::cut_by_count(weights, 7)).size(), 3u);
   EXPECT_TRUE(kept_by(weights, cpu::cut_by_weight(weights, 0.0)).empty());
+}
+
+// Positions of `k` tokens of each KV head, by digested logits.
+std::vector<std::int32_t> chosen_by(const std::vector<float>& logits, std::int64_t tokens,
+                                    std::int64_t k, int threads) {
+  const KvShape shape{1, 6, 2, 64, DType::bf16};
+  const BatchToken token = {0, static_cast<std::int32_t>(tokens)};
+  std::vector<float> own = logits;
+  std::vector<HeadSelection> heads(2);
+  std::vector<std::int32_t> positions(static_cast<std::size_t>(2 * k));
+  std::vector<float> alpha(6);
+  SelectParams p;
+  p.shape = shape;
+  p.batch = {&token, 1, tokens + 1};
+  p.logits = {reinterpret_cast<std::byte*>(own.data()), tokens + kPageTokens};
+  p.prune = Pruner::top_k;
+  p.k.share.tokens = k;
+  p.selected = {positions.data(), k, heads.data()};
+  p.alpha = alpha.data();
+  const std::vector<std::byte> digest = testing::digest_pages(shape, p.batch, p.logits);
+  cpu::Threads workers(threads);
+  cpu::select(p, workers);
+  for (const HeadSelection& head : heads) EXPECT_EQ(head.count, k);
+  return positions;
+}
+
+// With more threads than KV heads they share the pages of a head, if many may have what is chosen.
+TEST(Digest, MakesTheSameChoiceForAnyNumberOfThreads) {
+  const std::uint64_t seed = testing::seed(8);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  for (const std::int64_t tokens : {1000, 30000}) {
+    const std::vector<float> logits = random.normal(6 * (tokens + kPageTokens), 3.0f);
+    const std::int64_t pages = tokens / kPageTokens;
+    for (const std::int64_t k : {std::int64_t{1}, pages / 2, pages, pages + 1, 2 * pages}) {
+      const auto alone = chosen_by(logits, tokens, k, 1);
+      EXPECT_EQ(chosen_by(logits, tokens, k, 7), alone) << k << " of " << tokens;
+    }
+  }
 }
 
 TEST(Quota, IsTheLargerOfItsBudgetsAndWhatIsExtra) {
