@@ -17,7 +17,8 @@ struct CpuOptions {
   // bf16 or f32; unset: what loses nothing of the weights and is fast: bf16 for bf16 weights if the
   // processor has it.
   std::optional<DType> compute;
-  // Of the weights that will be written. Computing in f32, they are stored in it.
+  // Of the weights that will be written: one that none of them is wider than. Computing in f32,
+  // they are stored in it.
   DType weight_dtype = DType::f32;
   std::uint64_t device_cap = MemoryAccount::kNoCap;
   std::uint64_t host_cap = MemoryAccount::kNoCap;

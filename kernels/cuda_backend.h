@@ -12,7 +12,7 @@ namespace sluice::cuda {
 struct CudaOptions {
   int ordinal = 0;
   std::optional<DType> compute;             // of matrix products; unset: the weights' dtype
-  DType weight_dtype = DType::bf16;         // of the checkpoint
+  DType weight_dtype = DType::bf16;         // of the checkpoint's matrices
   std::optional<std::uint64_t> device_cap;  // bytes; unset: what is free, but for a reserve
   std::uint64_t host_cap = MemoryAccount::kNoCap;
 };

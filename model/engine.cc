@@ -88,7 +88,7 @@ ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
   ModelInfo info;
   info.architecture = c.architecture;
   info.weight_bytes = checkpoint.parameter_bytes();
-  info.weight_dtype = checkpoint.dtype();
+  info.weight_dtype = matrix_dtype(checkpoint);
   info.parameters = checkpoint.parameters();
   info.kv = kv_shape(c, kv_dtype);
   info.hidden = c.hidden_size;

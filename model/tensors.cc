@@ -1,5 +1,6 @@
 #include "model/tensors.h"
 
+#include <optional>
 #include <set>
 #include <string_view>
 
@@ -124,6 +125,25 @@ void check_tensors(const Checkpoint& checkpoint) {
     for (const TensorGroup* group : layer.all()) check_group(*group);
   }
   require_read(checkpoint, read);
+}
+
+DType matrix_dtype(const Checkpoint& checkpoint) {
+  std::optional<DType> shared;
+  bool differ = false;
+  const auto add = [&](const TensorGroup& group) {
+    if (group.columns == 0) return;
+    for (const NamedRows& part : group.parts) {
+      const DType dtype = checkpoint.info(part.name).dtype.value_or(DType::f32);
+      differ = differ || shared.value_or(dtype) != dtype;
+      shared = dtype;
+    }
+  };
+  const ModelTensors tensors = model_tensors(checkpoint.config());
+  add(tensors.lm_head);
+  for (const LayerTensors& layer : tensors.layers) {
+    for (const TensorGroup* group : layer.all()) add(*group);
+  }
+  return differ ? DType::f32 : shared.value_or(DType::f32);
 }
 
 }  // namespace sluice

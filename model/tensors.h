@@ -44,4 +44,7 @@ ModelTensors model_tensors(const ModelConfig& config);
 // model would be another with it.
 void check_tensors(const Checkpoint& checkpoint);
 
+// The dtype that keeps what is multiplied with as it is: the matrices' own, or f32 if they differ.
+DType matrix_dtype(const Checkpoint& checkpoint);
+
 }  // namespace sluice

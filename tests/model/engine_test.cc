@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "lib/half.h"
 #include "tests/io/test_files.h"
 #include "tests/support/model_sessions.h"
 
@@ -72,6 +74,61 @@ TEST(Engine, UsesAHeadThatDiffersFromTheEmbedding) {
   std::vector<float> logits = logits_of(dir.path());
   std::reverse(logits.begin(), logits.end());
   EXPECT_EQ(logits, logits_of(model));
+}
+
+// A checkpoint of bf16 with the tensors that `wide` names in f32, numbers of one layer's among them
+// that bf16 does not have.
+std::string widened(const std::string& file, const std::function<bool(std::string_view)>& wide) {
+  std::uint64_t length = 0;
+  std::memcpy(&length, file.data(), sizeof(length));
+  Json header = Json::parse(file.substr(8, length));
+  const std::string from = file.substr(8 + length);
+  std::string data;
+  for (const auto& [name, tensor] : header.items()) {
+    if (name == "__metadata__") continue;
+    const auto begin = tensor["data_offsets"][0].get<std::size_t>();
+    const auto end = tensor["data_offsets"][1].get<std::size_t>();
+    const std::size_t first = data.size();
+    for (std::size_t at = begin; at < end; at += 2) {
+      if (!wide(name)) {
+        data += from.substr(at, 2);
+        continue;
+      }
+      std::uint16_t bits = 0;
+      std::memcpy(&bits, &from[at], sizeof(bits));
+      const bool is_fine = name == "model.layers.1.mlp.down_proj.weight";
+      const float number = bf16_to_float(bits) * (is_fine ? 1.0009765625f : 1.0f);
+      data.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    }
+    if (wide(name)) tensor["dtype"] = "F32";
+    tensor["data_offsets"] = {first, data.size()};
+  }
+  return testing::safetensors(header.dump(), data);
+}
+
+// Products keep what any of the matrices has, whatever the embeddings are.
+TEST(Engine, NarrowsNoMatrixOfACheckpointOfSeveralDTypes) {
+  const std::filesystem::path model = kGolden / "llama_d80";
+  const std::string file = read_bytes(model / "model.safetensors");
+  const auto logits = [&](const std::function<bool(std::string_view)>& wide, DType dtype) {
+    const TempDir dir;
+    dir.write("config.json", read_bytes(model / "config.json"));
+    dir.write("model.safetensors", widened(file, wide));
+    EXPECT_EQ(open(dir.path()).info().weight_dtype, dtype);
+    return logits_of(dir.path());
+  };
+  const auto expected = logits([](std::string_view) { return true; }, DType::f32);
+  EXPECT_EQ(
+      logits([](std::string_view name) { return name.ends_with("down_proj.weight"); }, DType::f32),
+      expected);
+  EXPECT_EQ(
+      logits([](std::string_view name) { return !name.starts_with("model.embed"); }, DType::f32),
+      expected);
+  const auto narrow = logits([](std::string_view) { return false; }, DType::bf16);
+  EXPECT_NE(narrow, expected);
+  EXPECT_EQ(
+      logits([](std::string_view name) { return name.starts_with("model.embed"); }, DType::bf16),
+      narrow);
 }
 
 TEST(Engine, GivesAModelWithAWindowNoMoreThanThat) {
