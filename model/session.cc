@@ -187,7 +187,7 @@ bool Session::Impl::run_pieces(Turn& turn, std::span<const TokenId> tokens,
       engine->queue->synchronize();
       return false;
     }
-    const std::int64_t count = std::min(kv.plan().chunk, total - first);
+    const std::int64_t count = std::min(kv.prompt_room(), total - first);
     engine->decoder->step(
         tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count)),
         Phase::prefill, kv);

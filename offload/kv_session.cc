@@ -74,6 +74,14 @@ void KvSession::require_layer(int layer) const {
                                     std::to_string(plan().shape.layers - 1));
 }
 
+std::int64_t KvSession::prompt_room() const {
+  constexpr std::int64_t kBlock = PageLists::kBlock;
+  const std::int64_t chunk = plan().chunk;
+  if (policy_.prefill.pages == 0.0 || chunk < kBlock) return chunk;
+  const std::int64_t begun = length_ % kBlock;
+  return begun > 0 ? kBlock - begun : chunk / kBlock * kBlock;
+}
+
 std::int64_t KvSession::decode_room() const {
   if (pool_->sparse() == nullptr) return plan().chunk;
   // Tokens of one page: what becomes an index behind them serves the next step.

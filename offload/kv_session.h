@@ -41,6 +41,9 @@ class KvSession {
   void require_rewrite(std::int64_t tokens) const {
     pool_->require_room(sequence_, length_ - tokens, length_);
   }
+  // Tokens of the next step of a prompt that is longer. Where its queries list pages, it ends where
+  // one of PageLists' blocks does, counted from position 0: blocks are the same for any chunk.
+  std::int64_t prompt_room() const;
   // Most tokens that begin_step(Phase::decode) takes next.
   std::int64_t decode_room() const;
 

@@ -91,13 +91,19 @@ KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
   return plan;
 }
 
+// Blocks of queries that list pages must not depend on the chunk.
+std::int64_t least_chunk(const KvPlan& plan, bool tails) {
+  const std::int64_t least = tails ? kMinChunkBesideTails : kMinChunk;
+  return std::min(plan.chunk, plan.listed_blocks > 0 ? PageLists::kBlock : least);
+}
+
 // Selecting attention needs the unfinished page on the device.
 bool needs_tails(const KvPlan& plan) { return plan.work_bytes > 0; }
 
 std::optional<KvPlan> fit_streaming(const KvPlan& base, std::uint64_t cap) {
   for (const bool tails : {true, false}) {
     if (!tails && needs_tails(base)) break;
-    const std::int64_t least = std::min(base.chunk, tails ? kMinChunkBesideTails : kMinChunk);
+    const std::int64_t least = least_chunk(base, tails);
     for (std::int64_t chunk = base.chunk; chunk >= least; chunk = std::max(chunk / 2, least)) {
       KvPlan plan = smallest(base, tails, chunk);
       if (total_of(plan) <= cap) return plan;
@@ -290,6 +296,11 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.home_rows()) +
                     layout.host_bytes();
   if (layout.lists_pages) {
+    if (plan.chunk < std::min(PageLists::kBlock, request.context)) {
+      throw Error(ErrorCode::usage, "KV cache: `prefill=pages` takes a chunk of at least " +
+                                        std::to_string(PageLists::kBlock) + " tokens, not " +
+                                        std::to_string(plan.chunk));
+    }
     plan.listed_blocks = PageLists::blocks_of(plan.chunk);
     const ListedPageBytes bytes(plan);
     plan.index_bytes += bytes.means;
@@ -326,8 +337,7 @@ KvPlan all_resident(KvPlan plan) {
 [[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& whole,
                                   const KvPlan& plan) {
   const bool selects = needs_tails(plan);
-  const std::uint64_t streamed = total_of(
-      smallest(plan, selects, std::min(plan.chunk, selects ? kMinChunkBesideTails : kMinChunk)));
+  const std::uint64_t streamed = total_of(smallest(plan, selects, least_chunk(plan, selects)));
   const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
   const std::string beside = request.beside > 0 ? ", of which what is not the KV cache takes " +
                                                       format_bytes(request.beside)

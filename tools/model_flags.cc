@@ -66,7 +66,9 @@ void ModelFlags::add_to(CLI::App& app) {
       ->check(CLI::IsMember({"auto", "bf16", "f32"}))
       ->capture_default_str();
   add_integer(app, "--threads", threads, "threads, 0 for one per core")->capture_default_str();
-  add_integer(app, "--chunk", chunk, "most tokens per prefill step; 0: what suits the device")
+  add_integer(app, "--chunk", chunk,
+              "most tokens per prefill step, with prefill=pages at least 128; 0: what suits the "
+              "device")
       ->capture_default_str();
 }
 

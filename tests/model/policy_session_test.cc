@@ -72,6 +72,63 @@ INSTANTIATE_TEST_SUITE_P(
       return std::get<0>(parameter.param) + "_" + std::to_string(parameter.index);
     });
 
+// Logits after a prompt and a shorter one behind it.
+std::vector<float> after_two_prompts(Engine& engine, const Policy& policy) {
+  const std::vector<TokenId> tokens = book_tokens(engine, 1100);
+  Session session = engine.new_session({1200, {policy}, 1});
+  session.prefill(std::span(tokens.data(), 900));
+  return testing::copy_of(session.prefill(std::span(tokens.data() + 900, 200)));
+}
+
+// Queries choose pages together with the same neighbours whatever fits a step.
+TEST(ListedPages, DoNotDependOnTheChunk) {
+  const Policy policy = parse_policy("select=dense prefill=pages(0.3)");
+  EngineConfig config = testing::config_for();
+  std::vector<std::vector<float>> logits;
+  for (const int chunk : {512, 128, 300, 1000}) {
+    config.chunk = chunk;
+    Engine engine = Engine::open(config);
+    logits.push_back(after_two_prompts(engine, policy));
+    EXPECT_LT(largest_difference(logits.front(), logits.back()), kTolerance) << chunk;
+  }
+  Engine dense = Engine::open(config);
+  EXPECT_GT(largest_difference(logits.front(), after_two_prompts(dense, Policy())),
+            100 * kTolerance);
+}
+
+// The smallest cap that a plan accepts, too.
+TEST(ListedPages, DoNotDependOnTheCap) {
+  const Policy policy = parse_policy("select=dense prefill=pages(0.3)");
+  EngineConfig config = testing::config_for();
+  config.chunk = 512;
+  Engine ample = Engine::open(config);
+  const std::vector<float> expected = after_two_prompts(ample, policy);
+  std::int64_t smallest = 512;
+  for (std::uint64_t cap = std::uint64_t{4} << 20; cap > 0; cap -= cap / 8) {
+    config.device_memory = cap;
+    Engine engine = Engine::open(config);
+    try {
+      smallest = engine.plan({1200, {policy}, 1}).kv.chunk;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::memory);
+      break;
+    }
+    EXPECT_LT(largest_difference(expected, after_two_prompts(engine, policy)), kTolerance) << cap;
+  }
+  EXPECT_EQ(smallest, 128);
+}
+
+TEST(ListedPages, RefuseAChunkBelowABlock) {
+  EngineConfig config = testing::config_for();
+  config.chunk = 100;
+  Engine engine = Engine::open(config);
+  const Policy policy = parse_policy("select=dense prefill=pages(0.3)");
+  testing::expect_error(ErrorCode::usage, "chunk of at least 128 tokens, not 100", [&] {
+    engine.new_session({1200, {policy}, 1});
+  });
+  EXPECT_NO_THROW(engine.new_session({100, {policy}, 1}));
+}
+
 TEST(Correction, ReplacesWhatSparseStepsWrote) {
   Engine engine = open_engine();
   const std::vector<TokenId> tokens = book_tokens(engine, 520);

@@ -49,7 +49,8 @@ struct KvConfig {
   // cache's own; arrays are ready when they are passed and no longer in use when a call returns.
   void* stream = nullptr;
   int threads = 0;  // of a CPU; 0: one per core
-  int chunk = 512;  // most tokens per step; a small cap may force fewer, see KvPlan
+  // Most tokens per step; a small cap may force fewer, see KvPlan. With prefill=pages at least 128.
+  int chunk = 512;
   // Sequences that may exist at a time; up to 64 of them can take a decode step together.
   int sequences = 1;
   // Tokens of all of them, what forks share counted once; 0: `sequences` times `context`.
@@ -189,7 +190,9 @@ class KvSequence {
   ~KvSequence();
 
   // A step adds `tokens` (1 to plan().chunk, or to decode_room()) to every layer. Throws
-  // Error{prompt} for more than the context holds, Error{memory} if the cache is full.
+  // Error{prompt} for more than the context holds, Error{memory} if the cache is full. With
+  // prefill=pages queries choose pages 128 tokens together, counted from the step's first: where
+  // steps of a prompt end at multiples of 128 positions, answers do not depend on their number.
   KvStep begin_step(Phase phase, std::int64_t tokens);
   // Most tokens of the next step of Phase::decode.
   std::int64_t decode_room() const;
