@@ -1,5 +1,6 @@
 #include "cpu/cpu_backend.h"
 
+#include <algorithm>
 #include <string>
 
 #include "cpu/cpu_queue.h"
@@ -58,6 +59,10 @@ CpuBackend::CpuBackend(const CpuOptions& options)
       linear_(threads_, info_.compute_dtype, stored_dtype(options)) {}
 
 std::unique_ptr<Weight> CpuBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
+  // Threads take it when they first need it, and keep it.
+  const std::uint64_t widened = std::max(widened_bytes_, product_bytes(inputs));
+  account(info().compute_tier).charge(widened - widened_bytes_);
+  widened_bytes_ = widened;
   return linear_.make_weight(outputs, inputs,
                              allocate(info().compute_tier, weight_bytes(outputs, inputs)));
 }

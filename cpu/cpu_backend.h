@@ -38,6 +38,9 @@ class CpuBackend : public Backend {
   std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
     return linear_.packed_bytes(outputs, inputs);
   }
+  std::uint64_t product_bytes(std::int64_t inputs) const override {
+    return linear_.widened_bytes(inputs);
+  }
   std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
   std::optional<DType> dense_weights() const override { return linear_.dense_dtype(); }
   std::int64_t weight_rows() const override { return linear_.block_outputs(); }
@@ -57,6 +60,7 @@ class CpuBackend : public Backend {
   Threads threads_;
   BackendInfo info_;
   Linear linear_;
+  std::uint64_t widened_bytes_ = 0;  // that are charged
 };
 
 }  // namespace sluice::cpu

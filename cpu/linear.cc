@@ -192,11 +192,16 @@ struct Linear::Impl {
     return pieces;
   }
 
+  // Outputs that are widened together.
+  static std::int64_t widened_outputs(std::int64_t inputs) {
+    const std::int64_t fit = kWidenedFloats / inputs / kLeastWidened * kLeastWidened;
+    return std::clamp(fit, kLeastWidened, kBlockOutputs);
+  }
+
   // Blocks of outputs, for so many tokens at a time that widening them counts little.
   static std::vector<Piece> divide_blocks(std::int64_t tokens, const PackedWeight& weight) {
     std::vector<Piece> pieces;
-    const std::int64_t fit = kWidenedFloats / weight.inputs() / kLeastWidened * kLeastWidened;
-    const std::int64_t block = std::clamp(fit, kLeastWidened, kBlockOutputs);
+    const std::int64_t block = widened_outputs(weight.inputs());
     for (std::int64_t token = 0; token < tokens; token += kMaxTokens) {
       const std::int64_t count = std::min(kMaxTokens, tokens - token);
       for (std::int64_t first = 0; first < weight.outputs(); first += block) {
@@ -246,6 +251,12 @@ Linear::~Linear() = default;
 std::uint64_t Linear::packed_bytes(std::int64_t outputs, std::int64_t inputs) const {
   if (impl_->widens()) return static_cast<std::uint64_t>(outputs * inputs) * size_of(impl_->stored);
   return impl_->onednn.packed_bytes(outputs, inputs);
+}
+
+std::uint64_t Linear::widened_bytes(std::int64_t inputs) const {
+  if (!impl_->widens()) return 0;
+  const std::int64_t floats = Impl::widened_outputs(inputs) * inputs * impl_->threads.count();
+  return static_cast<std::uint64_t>(floats) * sizeof(float);
 }
 
 std::optional<DType> Linear::dense_dtype() const {

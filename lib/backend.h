@@ -74,6 +74,8 @@ class Backend : public Memory {
 
   // What make_weight will charge for a matrix of this shape.
   virtual std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const = 0;
+  // What it will charge besides, once: the most that a weight of so many inputs asks for.
+  virtual std::uint64_t product_bytes(std::int64_t /*inputs*/) const { return 0; }
   // Memory of the compute tier for a matrix of weights, which Queue::write_weight() fills. Throws
   // Error{memory} as allocate() does.
   virtual std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) = 0;

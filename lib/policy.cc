@@ -173,9 +173,9 @@ void check_corrections(const Policy& policy, const Scorers& scorers) {
 void check_prefill(const Policy& policy) {
   const SparsePrefill& prefill = policy.prefill;
   require(prefill.tau >= 0.0 && prefill.tau <= 1.0,
-          "the share of prefill=zipvl has to be from 0 to 1");
+          "the share of prefill=zipvl has to be above 0 and up to 1");
   require(prefill.pages >= 0.0 && prefill.pages <= 1.0,
-          "the share of prefill=pages has to be from 0 to 1");
+          "the share of prefill=pages has to be above 0 and up to 1");
   require(prefill.pages == 0.0 || (prefill.tau == 0.0 && !prefill.evict),
           "a prefill is zipvl or pages, not both");
   require(!prefill.evict || prefill.tau > 0.0,

@@ -204,14 +204,14 @@ bool read_prefill(Policy& policy, std::string_view value) {
   if (call->name == "pages") {
     const auto share = number<double>(call->arguments[0]);
     policy.prefill.pages = share.value_or(0.0);
-    return share && call->arguments.size() == 1;
+    return share && *share != 0.0 && call->arguments.size() == 1;
   }
   if (call->name != "zipvl") return false;
   const auto tau = number<double>(call->arguments[0]);
   const std::string_view fate = call->arguments.size() > 1 ? call->arguments[1] : "demote";
   policy.prefill.tau = tau.value_or(0.0);
   policy.prefill.evict = fate == "evict";
-  return tau && call->arguments.size() <= 2 && (fate == "demote" || fate == "evict");
+  return tau && *tau != 0.0 && call->arguments.size() <= 2 && (fate == "demote" || fate == "evict");
 }
 
 std::string write_prefill(const Policy& policy) {
@@ -342,8 +342,8 @@ constexpr std::array<Setting, 13> kSettings = {{
      "a number of tokens from 1 to 2147483648, or never", read_correct,
      write_count<&Policy::correct>},
     {"prefill", Form::word, "what a prompt's tokens attend to",
-     "dense, pages(SHARE), zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU from 0 "
-     "to 1",
+     "dense, pages(SHARE), zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU above "
+     "0 and up to 1",
      read_prefill, write_prefill},
     {"bits", Form::count, "per key channel, in the key index", "4, 3 or 2",
      read_count<&Policy::bits>, write_count<&Policy::bits>,

@@ -143,7 +143,8 @@ TokenId token_of(const SampledToken& sampled) {
     throw Error(ErrorCode::numeric, "the model gave token " + std::to_string(sampled.bad) +
                                         " the logit " +
                                         (std::isnan(sampled.bad_logit) ? "NaN" : "infinity") +
-                                        "; check the checkpoint's weights, or compute in f32");
+                                        "; check the checkpoint's weights, or compute in f32 with "
+                                        "rows of bf16 or f32");
   }
   if (sampled.id < 0) {
     throw Error(ErrorCode::numeric,

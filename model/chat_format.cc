@@ -321,11 +321,16 @@ ChatFormat ChatFormat::load(const std::filesystem::path& checkpoint, const Token
   }
 }
 
-const std::filesystem::path& ChatFormat::file() const { return impl_->file; }
+const ChatFormat::Impl& ChatFormat::impl() const {
+  if (impl_ == nullptr) throw Error(ErrorCode::usage, "a chat format that was moved from");
+  return *impl_;
+}
 
-std::span<const TokenId> ChatFormat::end_tokens() const { return impl_->ends; }
+const std::filesystem::path& ChatFormat::file() const { return impl().file; }
 
-bool ChatFormat::moves_system() const { return impl_->moves_system; }
+std::span<const TokenId> ChatFormat::end_tokens() const { return impl().ends; }
+
+bool ChatFormat::moves_system() const { return impl().moves_system; }
 
 std::vector<TokenId> ChatFormat::render(std::string_view system,
                                         std::span<const ChatTurn> turns) const {
@@ -338,21 +343,21 @@ std::vector<TokenId> ChatFormat::render(std::string_view system,
     require_utf8(turn.question);
     require_utf8(turn.answer);
   }
-  if (!system.empty() && impl_->refuses_system) throw_no_place();
-  const Text text = impl_->write(system, turns);
-  impl_->require_written(text, system, turns);
+  if (!system.empty() && impl().refuses_system) throw_no_place();
+  const Text text = impl().write(system, turns);
+  impl().require_written(text, system, turns);
   const std::vector<Run> runs = runs_of(text);
-  Writer writer(*impl_->tokenizer, impl_->controls);
+  Writer writer(*impl().tokenizer, impl().controls);
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const Run& run = runs[i];
     const auto is_kept = [&](const Run& one) {
-      return is_answer(one.origin) && impl_->is_as_drawn(text, one, turns[turn_of(one.origin)]);
+      return is_answer(one.origin) && impl().is_as_drawn(text, one, turns[turn_of(one.origin)]);
     };
     std::string_view bytes = std::string_view(text.bytes()).substr(run.begin, run.end - run.begin);
     if (run.origin == jinja::kTemplate) {
       const bool opens = i + 1 < runs.size() && is_kept(runs[i + 1]);
-      if (opens) bytes.remove_suffix(impl_->header.size());
-      writer.write(opens ? std::string(bytes) + impl_->opening : bytes, impl_->tokens);
+      if (opens) bytes.remove_suffix(impl().header.size());
+      writer.write(opens ? std::string(bytes) + impl().opening : bytes, impl().tokens);
     } else if (is_kept(run)) {
       writer.add(turns[turn_of(run.origin)].tokens);
     } else {

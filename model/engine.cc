@@ -51,6 +51,17 @@ void validate(const SessionOptions& options, std::int64_t most_at_once) {
   if (options.sequences < 1) throw Error(ErrorCode::usage, "sequences must be 1 or more");
 }
 
+// Steps of a prompt whose queries list pages have whole blocks of them.
+void require_blocks(const SessionOptions& options, std::int64_t chunk) {
+  constexpr std::int64_t kBlock = PageLists::kBlock;
+  const bool lists = std::any_of(options.policies.begin(), options.policies.end(),
+                                 [](const Policy& p) { return p.prefill.pages > 0.0; });
+  if (!lists || chunk >= std::min(kBlock, options.context)) return;
+  throw Error(ErrorCode::usage, "`prefill=pages` takes a `chunk` of at least " +
+                                    std::to_string(kBlock) + " tokens, not " +
+                                    std::to_string(chunk));
+}
+
 // What comes before the text of every prompt.
 std::vector<TokenId> prefix_of_prompts(const std::filesystem::path& model,
                                        const Tokenizer& tokenizer, std::optional<TokenId> bos) {
@@ -272,6 +283,7 @@ Plan Engine::plan(const SessionOptions& options) const {
   const std::lock_guard lock(impl().mutex);
   validate(options, impl().most_at_once());
   require_window(impl().info, options.context);
+  require_blocks(options, impl().config.chunk);
   Plan plan = impl().model_plan(options);
   const std::optional<Impl::DeviceCap> cap = impl().device_cap(plan);
   std::optional<Impl::DeviceCap> tightest = cap;

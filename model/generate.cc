@@ -104,6 +104,8 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   const auto interrupted = [&] { return options.interrupt != nullptr && *options.interrupt; };
 
   GenerateResult result;
+  Sampler sampler(options.sampling);
+  TextStream stream(engine.tokenizer(), options, result.text);
   Timings& timings = result.timings;
   const Stopwatch total;
   const std::span<const float> logits =
@@ -118,8 +120,6 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     return result;
   }
 
-  Sampler sampler(options.sampling);
-  TextStream stream(engine.tokenizer(), options, result.text);
   std::vector<TokenId> history(prompt.begin(), prompt.end());
   std::vector<TokenId> eos = engine.info().eos;
   eos.insert(eos.end(), options.end_tokens.begin(), options.end_tokens.end());

@@ -21,7 +21,7 @@ float log_probability(std::span<const float> logits, TokenId id) {
   if (std::isnan(result)) {
     throw Error(ErrorCode::numeric, "the model gave token " + std::to_string(id) +
                                         " a probability that is NaN; check the checkpoint's "
-                                        "weights, or compute in f32");
+                                        "weights, or compute in f32 with rows of bf16 or f32");
   }
   return static_cast<float>(result);
 }
@@ -85,9 +85,9 @@ void Session::Impl::require(std::span<const TokenId> tokens) const {
   const std::int64_t room = kv.plan().context - kv.length();
   if (static_cast<std::int64_t>(tokens.size()) > room) {
     throw Error(ErrorCode::prompt,
-                "the prompt has " + std::to_string(tokens.size()) + " tokens but only " +
-                    std::to_string(room) + " of the planned context of " +
-                    std::to_string(kv.plan().context) + " are free; raise `context`");
+                std::to_string(tokens.size()) + " more tokens do not fit: " + std::to_string(room) +
+                    " of the planned context of " + std::to_string(kv.plan().context) +
+                    " are free; raise `context`");
   }
   for (const TokenId id : tokens) {
     if (id < 0 || id >= engine->info.vocabulary) {

@@ -69,8 +69,9 @@ nlohmann::json read_file(const std::filesystem::path& path) {
 }  // namespace
 
 struct Tokenizer::Impl {
-  Impl(const VocabularySpec& vocabulary, PipelineSpec spec)
+  Impl(const VocabularySpec& vocabulary, PipelineSpec spec, int ids_of_model)
       : pipeline(std::move(spec)),
+        model_ids(ids_of_model),
         tokens(make_tokens(vocabulary)),
         verbatim(searched_in(false, vocabulary.added)),
         normalized(searched_in(true, vocabulary.added)),
@@ -95,13 +96,14 @@ struct Tokenizer::Impl {
            tokens[static_cast<std::size_t>(id)].known;
   }
 
+  // Embeddings are often padded: a model may sample an id that no token has, which is no text.
   const Token& token(TokenId id) const {
-    if (!knows(id)) {
-      throw Error(ErrorCode::tokenizer,
-                  "the tokenizer has no token with the id " + std::to_string(id) +
-                      "; check that tokenizer.json belongs to this checkpoint");
+    static const Token kNone;
+    if (id < 0 || id >= model_ids) {
+      throw Error(ErrorCode::tokenizer, "no token can have the id " + std::to_string(id) +
+                                            " in a vocabulary of " + std::to_string(model_ids));
     }
-    return tokens[static_cast<std::size_t>(id)];
+    return knows(id) ? tokens[static_cast<std::size_t>(id)] : kNone;
   }
 
   void encode_piece(std::string_view piece, Bpe::Scratch& scratch,
@@ -129,6 +131,7 @@ struct Tokenizer::Impl {
   }
 
   PipelineSpec pipeline;
+  int model_ids;  // that the model has
   std::vector<Token> tokens;
   AddedTokenFinder verbatim;
   AddedTokenFinder normalized;
@@ -142,6 +145,11 @@ Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 Tokenizer& Tokenizer::operator=(Tokenizer&&) noexcept = default;
 Tokenizer::~Tokenizer() = default;
 
+const Tokenizer::Impl& Tokenizer::impl() const {
+  if (impl_ == nullptr) throw Error(ErrorCode::usage, "a tokenizer that was moved from");
+  return *impl_;
+}
+
 Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocabulary) {
   const nlohmann::json file = read_file(tokenizer_json);
   try {
@@ -154,7 +162,7 @@ Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocab
     for (AddedToken& token : vocab.added) {
       if (pipeline.nfc && token.normalized) token.content = to_nfc(token.content);
     }
-    return Tokenizer(std::make_unique<const Impl>(vocab, std::move(pipeline)));
+    return Tokenizer(std::make_unique<const Impl>(vocab, std::move(pipeline), vocabulary));
   } catch (const Error& error) {
     throw Error(error.code(), tokenizer_json.string() + ": " + error.what());
   }
@@ -183,12 +191,12 @@ std::vector<TokenId> Tokenizer::Impl::encode(std::string_view text,
 }
 
 std::vector<TokenId> Tokenizer::encode(std::string_view text) const {
-  return impl_->encode(text, {});
+  return impl().encode(text, {});
 }
 
 std::vector<TokenId> Tokenizer::encode_plain(std::string_view text,
                                              std::span<const TokenId> controls) const {
-  return impl_->encode(text, [controls](const AddedToken& token) {
+  return impl().encode(text, [controls](const AddedToken& token) {
     return !token.special &&
            std::find(controls.begin(), controls.end(), token.id) == controls.end();
   });
@@ -200,37 +208,37 @@ std::vector<AddedTokenPlace> Tokenizer::find_added(std::string_view text) const 
     const auto begin = static_cast<std::size_t>(segment.text.data() - text.data());
     places.push_back({begin, begin + segment.text.size(), segment.id});
   };
-  for (const Segment& segment : impl_->verbatim.split(text)) {
+  for (const Segment& segment : impl().verbatim.split(text)) {
     if (segment.id != Segment::kText) {
       note(segment);
       continue;
     }
-    for (const Segment& inner : impl_->normalized.split(segment.text)) {
+    for (const Segment& inner : impl().normalized.split(segment.text)) {
       if (inner.id != Segment::kText) note(inner);
     }
   }
   return places;
 }
 
-std::span<const TokenId> Tokenizer::prefix() const { return impl_->pipeline.prefix; }
+std::span<const TokenId> Tokenizer::prefix() const { return impl().pipeline.prefix; }
 
-bool Tokenizer::has_post_processor() const { return impl_->pipeline.has_post_processor; }
+bool Tokenizer::has_post_processor() const { return impl().pipeline.has_post_processor; }
 
 std::string Tokenizer::decode(std::span<const TokenId> ids, bool keep_special) const {
   std::string bytes;
   for (const TokenId id : ids) {
-    const Token& token = impl_->token(id);
+    const Token& token = impl().token(id);
     if (keep_special || !token.special) bytes += token.bytes;
   }
   return to_valid_utf8(bytes);
 }
 
 std::string_view Tokenizer::bytes(TokenId id) const {
-  const Token& token = impl_->token(id);
+  const Token& token = impl().token(id);
   return token.special ? std::string_view() : std::string_view(token.bytes);
 }
 
-int Tokenizer::size() const { return static_cast<int>(impl_->tokens.size()); }
+int Tokenizer::size() const { return static_cast<int>(impl().tokens.size()); }
 
 std::string StreamDecoder::push(TokenId id) {
   pending_ += tokenizer_->bytes(id);

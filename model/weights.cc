@@ -72,9 +72,12 @@ WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, i
     sizes.total += bytes;
     places.push_back({&group});
   };
+  std::uint64_t product_bytes = 0;
   const auto add_computed = [&](const TensorGroup& group) {
     add(group, group.columns > 0 ? backend.weight_bytes(group.rows(), group.columns)
                                  : elements_of(group) * sizeof(float));
+    if (group.columns == 0) return;
+    product_bytes = std::max(product_bytes, backend.product_bytes(group.columns));
   };
   if (!head_is_table(checkpoint, backend)) {
     add(tensors.embedding, elements_of(tensors.embedding) * size_of(checkpoint.dtype()));
@@ -84,6 +87,7 @@ WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, i
   for (const LayerTensors& layer : tensors.layers) {
     for (const TensorGroup* group : layer.all()) add_computed(*group);
   }
+  sizes.total += product_bytes;
   sizes.transient = reading_bytes(checkpoint, backend, places, {readers});
   return sizes;
 }

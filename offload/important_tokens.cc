@@ -186,7 +186,8 @@ void ImportantTokens::choose(int layer, const SparsePrefill& how, const KvPool& 
   if (*bad != 0) {
     throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
                                         " is NaN or infinite; the checkpoint's weights are "
-                                        "damaged");
+                                        "damaged" +
+                                        damage_of(shape_));
   }
   listed_tokens_.count({reinterpret_cast<const std::uint8_t*>(host_listed_.data()), op.bytes});
   if (how.evict) keep_mask(layer);

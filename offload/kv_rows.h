@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "lib/backend/kv_ops.h"
@@ -17,6 +18,9 @@ struct StepRange {
   std::int64_t tokens = 0;
   std::int64_t end() const { return first + tokens; }
 };
+
+// What a message says is wrong where keys or values of such rows are no numbers.
+std::string damage_of(const KvShape& shape);
 
 // New rows of one layer, before they are rows. Pointers are the backend's.
 struct NewRows {

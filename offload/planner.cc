@@ -296,11 +296,6 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.home_rows()) +
                     layout.host_bytes();
   if (layout.lists_pages) {
-    if (plan.chunk < std::min(PageLists::kBlock, request.context)) {
-      throw Error(ErrorCode::usage, "KV cache: `prefill=pages` takes a chunk of at least " +
-                                        std::to_string(PageLists::kBlock) + " tokens, not " +
-                                        std::to_string(plan.chunk));
-    }
     plan.listed_blocks = PageLists::blocks_of(plan.chunk);
     const ListedPageBytes bytes(plan);
     plan.index_bytes += bytes.means;

@@ -333,7 +333,8 @@ void SparseAttention::require_number(bool is_number, int layer, int head) const 
   if (is_number) return;
   throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
                                       ", KV head " + std::to_string(head) +
-                                      " is NaN or infinite; the checkpoint's weights are damaged");
+                                      " is NaN or infinite; the checkpoint's weights are damaged" +
+                                      damage_of(layout_.shape));
 }
 
 // Layers that follow one attend to the same positions, whose rows may be elsewhere.
@@ -413,7 +414,7 @@ void SparseAttention::check_pages(std::int32_t sequence) const {
                                       ", KV head " + std::to_string(bad.head) +
                                       " is NaN or infinite; the checkpoint's weights or the "
                                       "caller's " +
-                                      what + "s are damaged");
+                                      what + "s are damaged" + damage_of(layout_.shape));
 }
 
 void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,

@@ -7,6 +7,7 @@
 #include "sluice/engine.h"
 #include "tools/commands.h"
 #include "tools/flags.h"
+#include "tools/generation.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
 
@@ -56,14 +57,16 @@ Command add_info(CLI::App& app) {
   flags->add_to(app);
   const auto policy = std::make_shared<std::string>("dense");
   add_integer(app, "--context", *context, "also show the memory plan for this many tokens");
-  app.add_option("--policy", *policy, "of the plan: a preset or a line, see sluice generate --help")
+  app.add_option("--policy", *policy,
+                 "of the plan: a preset, a line or auto, see sluice generate --help")
       ->capture_default_str();
   return [flags, context, policy] {
     const Engine engine = Engine::open(flags->config());
-    const SessionOptions options{*context, {engine.policy(*policy)}, 1};
+    if (*policy != "auto") engine.policy(*policy);  // in any case it has to be one
     print(describe(engine.info()));
     if (*context != 0) {
-      print("\n" + engine.plan(options).to_table());
+      const Choice choice = choose_session(engine, *policy, {*context, {}, 1});
+      print("\n" + plan_text(engine, engine.plan(choice.options), choice));
     }
     return 0;
   };

@@ -49,7 +49,8 @@ double largest_error(const Case& c, Random& random) {
   CpuBackend backend = backend_of(c.compute, 3, c.stored);
   const auto weight =
       backend.prepare_weight({stored.data(), c.stored, c.outputs, c.inputs, c.inputs});
-  EXPECT_EQ(backend.account(Tier::host).used(), backend.weight_bytes(c.outputs, c.inputs));
+  EXPECT_EQ(backend.account(Tier::host).used(),
+            backend.weight_bytes(c.outputs, c.inputs) + backend.product_bytes(c.inputs));
   std::vector<float> y = y0;
   backend.products().run({{input.data(), c.compute, c.tokens, c.inputs, c.inputs},
                           weight.get(),

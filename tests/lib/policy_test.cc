@@ -119,7 +119,7 @@ TEST(PolicyText, ValuesThatMeanTheDefaultAreLeftOut) {
   EXPECT_EQ(parse_policy("select=dense candidates=none cap=none sinks=0 recent=0 compensate=none "
                          "dense=none anchors=none correct=never prefill=dense bits=4"),
             Policy{});
-  EXPECT_EQ(parse_policy("select=dense correct=0 prefill=zipvl(0)"), Policy{});
+  EXPECT_EQ(parse_policy("select=dense correct=0 prefill=dense"), Policy{});
   EXPECT_EQ(to_string(parse_policy("bits=4 prefill=zipvl(0.50,demote) select=dense")),
             "select=dense prefill=zipvl(0.5)");
   EXPECT_EQ(to_string(parse_policy("prefill=pages( 0.90 )")), "select=dense prefill=pages(0.9)");
@@ -226,7 +226,9 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
        "from 1 to 2147483648, or never"},
       {"prefill=zipvl",
        "'prefill=zipvl' is not understood; prefill takes dense, pages(SHARE), zipvl(TAU), "
-       "zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU from 0 to 1"},
+       "zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU above 0 and up to 1"},
+      {"prefill=zipvl(0)", "prefill takes dense"},
+      {"prefill=pages(0.0)", "prefill takes dense"},
       {"prefill=zipvl()", "prefill takes dense"},
       {"prefill=zipvl(0.5,keep)", "prefill takes dense"},
       {"prefill=zipvl(0.5,evict,evict)", "prefill takes dense"},
@@ -321,13 +323,13 @@ TEST(PolicyText, RefusesWhatMakesNoSense) {
       {"dense anchors=0",
        "anchors share a selection; they take select=exact, int4, quest or sparq"},
       {"streaming anchors=0", "anchors share a selection"},
-      {"prefill=zipvl(1.1)", "the share of prefill=zipvl has to be from 0 to 1"},
-      {"prefill=zipvl(-0.1)", "the share of prefill=zipvl has to be from 0 to 1"},
-      {"prefill=zipvl(nan)", "the share of prefill=zipvl has to be from 0 to 1"},
-      {"prefill=pages(1.1)", "the share of prefill=pages has to be from 0 to 1"},
-      {"prefill=pages(-0.1)", "the share of prefill=pages has to be from 0 to 1"},
-      {"prefill=pages(nan)", "the share of prefill=pages has to be from 0 to 1"},
-      {"prefill=zipvl(0,evict)", "its share has to be above 0 and up to 1"},
+      {"prefill=zipvl(1.1)", "the share of prefill=zipvl has to be above 0 and up to 1"},
+      {"prefill=zipvl(-0.1)", "the share of prefill=zipvl has to be above 0 and up to 1"},
+      {"prefill=zipvl(nan)", "the share of prefill=zipvl has to be above 0 and up to 1"},
+      {"prefill=pages(1.1)", "the share of prefill=pages has to be above 0 and up to 1"},
+      {"prefill=pages(-0.1)", "the share of prefill=pages has to be above 0 and up to 1"},
+      {"prefill=pages(nan)", "the share of prefill=pages has to be above 0 and up to 1"},
+      {"prefill=zipvl(0,evict)", "prefill takes dense"},
       {"tidaldecode prefill=zipvl(0.9,evict)", "evict takes anchors=none"},
       {"sparq correct=9 prefill=zipvl(0.9,evict)", "evict takes correct=never"},
   };
@@ -356,7 +358,7 @@ TEST(PolicyText, AcceptsTheEndsOfEveryRange) {
        {"sinks=2147483648 recent=2147483648", "select=int4 prune=top_p(1)",
         "select=int4 prune=top_k(2147483648)", "select=int4 prune=top_k(1/1)",
         "select=int4 prune=top_p(1e-300)", "prefill=zipvl(1,evict)", "prefill=pages(1)",
-        "prefill=pages(0)", "select=int4 prune=top_k(64) candidates=64",
+        "prefill=pages(1e-300)", "select=int4 prune=top_k(64) candidates=64",
         "select=int4 prune=top_k(64) candidates=1/999",
         "select=int4 prune=top_k(1/4) candidates=1/4", "select=streaming sinks=1",
         "select=streaming recent=1 correct=2147483648", "select=sparq(r=1) prune=top_k(1)",

@@ -160,6 +160,17 @@ TEST(Chat, AFullContextIsAnErrorThatChangesNothing) {
   EXPECT_GT(chat.session().length(), 70);
 }
 
+TEST(Chat, MovesAndLeavesNothing) {
+  const ChatCheckpoint checkpoint(ChatCheckpoint::format("chatml"));
+  Engine engine = open(checkpoint);
+  Chat chat(engine, engine.new_session(200), format_of(checkpoint, engine));
+  Chat moved = std::move(chat);
+  // NOLINTNEXTLINE(bugprone-use-after-move): what is left is what is tried
+  expect_error(ErrorCode::usage, "moved from", [&] { chat.ask("x", at_most(1)); });
+  expect_error(ErrorCode::usage, "moved from", [&] { chat.reset(); });
+  EXPECT_EQ(moved.ask("x", at_most(2)).tokens.size(), 2u);
+}
+
 TEST(Chat, WhatIsNotAnsweredWasNotAsked) {
   const ChatCheckpoint checkpoint(ChatCheckpoint::format("chatml"));
   Engine engine = open(checkpoint);

@@ -123,7 +123,7 @@ TEST(ListedPages, RefuseAChunkBelowABlock) {
   config.chunk = 100;
   Engine engine = Engine::open(config);
   const Policy policy = parse_policy("select=dense prefill=pages(0.3)");
-  testing::expect_error(ErrorCode::usage, "chunk of at least 128 tokens, not 100", [&] {
+  testing::expect_error(ErrorCode::usage, "`chunk` of at least 128 tokens, not 100", [&] {
     engine.new_session({1200, {policy}, 1});
   });
   EXPECT_NO_THROW(engine.new_session({100, {policy}, 1}));

@@ -194,7 +194,14 @@ TEST(Tokenizer, IdsMayHaveGaps) {
   EXPECT_EQ(tokenizer.size(), 4101);
   EXPECT_THAT(tokenizer.encode("<extra>"), ElementsAre(4100));
   EXPECT_EQ(tokenizer.bytes(4100), "<extra>");
-  expect_error(ErrorCode::tokenizer, "the id 4099", [&] { tokenizer.bytes(4099); });
+  // Nor need the last ids of a model have tokens.
+  for (const TokenId id : {4099, 4101, kVocabulary + 99}) {
+    EXPECT_EQ(tokenizer.bytes(id), "");
+    EXPECT_EQ(tokenizer.decode(std::vector<TokenId>{id, 4100}, true), "<extra>");
+    StreamDecoder decoder(tokenizer);
+    EXPECT_EQ(decoder.push(id), "");
+  }
+  expect_error(ErrorCode::tokenizer, "the id 4196", [&] { tokenizer.bytes(kVocabulary + 100); });
 }
 
 TEST(Tokenizer, BytesThatUtf8NeverHasNeedNoToken) {

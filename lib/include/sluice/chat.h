@@ -52,6 +52,7 @@ class ChatFormat {
  private:
   struct Impl;
   explicit ChatFormat(std::unique_ptr<const Impl> impl);
+  const Impl& impl() const;
   std::unique_ptr<const Impl> impl_;
 };
 

@@ -67,7 +67,7 @@ struct EngineConfig {
 struct ModelInfo {
   std::string architecture;
   std::int64_t parameters = 0;
-  std::uint64_t weight_bytes = 0;  // as stored
+  std::uint64_t weight_bytes = 0;    // as stored
   DType weight_dtype = DType::bf16;  // of the matrices; f32 if they differ
   KvShape kv;
   int hidden = 0;

@@ -49,8 +49,7 @@ struct KvConfig {
   // cache's own; arrays are ready when they are passed and no longer in use when a call returns.
   void* stream = nullptr;
   int threads = 0;  // of a CPU; 0: one per core
-  // Most tokens per step; a small cap may force fewer, see KvPlan. With prefill=pages at least 128.
-  int chunk = 512;
+  int chunk = 512;  // most tokens per step; a small cap may force fewer, see KvPlan
   // Sequences that may exist at a time; up to 64 of them can take a decode step together.
   int sequences = 1;
   // Tokens of all of them, what forks share counted once; 0: `sequences` times `context`.

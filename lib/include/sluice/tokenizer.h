@@ -54,7 +54,8 @@ class Tokenizer {
   bool has_post_processor() const;
 
   // Text of the ids; incomplete or invalid UTF-8 becomes U+FFFD. Special tokens are dropped
-  // unless `keep_special`. Throws Error{tokenizer} on an id that the vocabulary lacks.
+  // unless `keep_special`, and ids below `vocabulary` that no token has. Throws Error{tokenizer} on
+  // any other id.
   std::string decode(std::span<const TokenId> ids, bool keep_special = false) const;
 
   // The raw bytes of one token; empty for special tokens. Throws as decode does.
@@ -66,6 +67,7 @@ class Tokenizer {
  private:
   struct Impl;
   explicit Tokenizer(std::unique_ptr<const Impl> impl);
+  const Impl& impl() const;
   std::unique_ptr<const Impl> impl_;
 };
 
