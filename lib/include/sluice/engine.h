@@ -50,7 +50,7 @@ struct EngineConfig {
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
   // Of a session's part of device_memory at most so many bytes for its row cache; 0: there is none.
-  // Unset: as many as pay. It changes what is moved, never what is computed.
+  // Unset: as many as pay. It changes what is moved, and answers by no more than rounding.
   std::optional<std::uint64_t> row_cache;
   // On a GPU, in layers of decode steps that attend to everything: the share of the rows in host
   // memory alone that the CPU attends to, with `threads`, while the others cross. 0: none, 1: all.

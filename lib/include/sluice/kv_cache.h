@@ -66,7 +66,7 @@ struct KvConfig {
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
   // Of device_memory at most so many bytes for the row cache; 0: there is none. Unset: as many as
-  // pay. It changes what is moved, never what is computed.
+  // pay. It changes what is moved, and answers by no more than rounding.
   std::optional<std::uint64_t> row_cache;
   Scorers scorers;  // that the policies may name: Sluice's own, and what was added
 };
