@@ -270,7 +270,7 @@ void Session::decode_known(std::span<const TokenId> tokens,
 void Session::use(const Policy& policy) {
   const Turn turn(*impl().engine, impl());
   impl().kv.use(policy);
-  impl().uncorrected.clear();
+  if (policy.correct == 0) impl().uncorrected.clear();
 }
 
 const Policy& Session::policy() const { return impl().kv.policy(); }
@@ -281,8 +281,11 @@ void Session::truncate(std::int64_t length) {
     throw Error(ErrorCode::usage, "a session of " + std::to_string(impl().kv.length()) +
                                       " tokens cannot be cut to " + std::to_string(length));
   }
+  const std::int64_t cut = impl().kv.length() - length;
   impl().kv.truncate(length);
-  impl().uncorrected.clear();
+  // The newest tokens are those that wait for a correction.
+  std::vector<TokenId>& waiting = impl().uncorrected;
+  waiting.resize(static_cast<std::size_t>(std::max<std::int64_t>(0, std::ssize(waiting) - cut)));
 }
 
 std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {

@@ -84,6 +84,8 @@ int run(const CalibrateFlags& flags) {
   if (!flags.dry_run) require_storable(flags.model.model);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
+  // What the host has no room for is found out before the weights are there.
+  static_cast<void>(engine.plan(flags.options.context));
   engine.load_weights();
   const Calibration found = flags.preset == "tidaldecode"
                                 ? calibrate_anchors(engine, passages, flags.options, flags.budgets)

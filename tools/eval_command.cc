@@ -84,6 +84,8 @@ int run(const EvalFlags& flags) {
       for (int round = 0; round < flags.options.rounds; ++round) passages.back().build(task, round);
     }
   }
+  // What the host has no room for is found out before the weights are there.
+  static_cast<void>(engine.plan(std::ranges::max(flags.lengths)));
   engine.load_weights();
 
   nlohmann::json results = nlohmann::json::array();

@@ -172,14 +172,16 @@ std::string loading_line(const Loading& loading) {
 
 std::string timing_table(const Timings& t) {
   std::array<char, 320> text{};
+  std::snprintf(text.data(), text.size(), "prefill  %lld tokens in %.3f s, %.1f tokens/s\n",
+                static_cast<long long>(t.prefill_tokens), t.prefill_seconds, t.prefill_rate());
+  std::string table = text.data();
+  if (t.first_token_seconds == 0.0) return table;  // it was interrupted before
   std::snprintf(text.data(), text.size(),
-                "prefill  %lld tokens in %.3f s, %.1f tokens/s\n"
                 "first    token after %.3f s (TTFT)\n"
                 "decode   %lld tokens in %.3f s, %.1f tokens/s, %.2f ms per token (TPOT)\n",
-                static_cast<long long>(t.prefill_tokens), t.prefill_seconds, t.prefill_rate(),
                 t.first_token_seconds, static_cast<long long>(t.decode_tokens), t.decode_seconds,
                 t.decode_rate(), t.seconds_per_output_token() * 1e3);
-  return text.data();
+  return table + text.data();
 }
 
 std::string memory_table(const MemoryUse& memory) {

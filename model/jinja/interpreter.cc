@@ -24,6 +24,9 @@ Value round_of(const std::vector<Value>& items, std::size_t index) {
                   {"first", Value(index == 0)},
                   {"last", Value(is_last)},
                   {"length", number(items.size())},
+                  // Of recursive loops, which are refused.
+                  {"depth", number(1)},
+                  {"depth0", number(0)},
                   {"previtem", index == 0 ? Value(Undefined{"loop.previtem"}) : items[index - 1]},
                   {"nextitem", is_last ? Value(Undefined{"loop.nextitem"}) : items[index + 1]}};
   return Value::dict(std::move(loop));

@@ -3,8 +3,11 @@
 #include <utf8proc.h>
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <cstring>
 
+#include "model/jinja/value.h"
 #include "model/utf8.h"
 
 namespace sluice::jinja {
@@ -244,12 +247,31 @@ char32_t to_lower(char32_t c) {
 char32_t to_upper(char32_t c) {
   return static_cast<char32_t>(utf8proc_toupper(static_cast<utf8proc_int32_t>(c)));
 }
+char32_t to_title(char32_t c) {
+  return static_cast<char32_t>(utf8proc_totitle(static_cast<utf8proc_int32_t>(c)));
+}
+
+// Python maps some characters to several, and a sigma by what follows it. Those that fold to
+// several are all of the former (Unicode's SpecialCasing and CaseFolding).
+void require_simple_case(char32_t c) {
+  constexpr char32_t kSigma = 0x3A3;
+  if (c < 0x80) return;
+  std::array<utf8proc_int32_t, 8> folded{};
+  int boundary = 0;
+  const utf8proc_ssize_t count = utf8proc_decompose_char(
+      static_cast<utf8proc_int32_t>(c), folded.data(), folded.size(), UTF8PROC_CASEFOLD, &boundary);
+  if (count <= 1 && c != kSigma) return;
+  std::array<char, 16> name{};
+  std::snprintf(name.data(), name.size(), "U+%04X", static_cast<unsigned>(c));
+  refuse("changes the case of a text with " + std::string(name.data()));
+}
 
 template <typename Mapped>
 Text map_characters(const Text& text, Mapped mapped) {
   Text result;
   for (std::size_t at = 0; at < text.size(); at += character_at(text.bytes(), at)) {
     const char32_t c = first_code_point(std::string_view(text.bytes()).substr(at));
+    require_simple_case(c);
     result.append(mapped(c, at == 0), text.origins()[at]);
   }
   return result;
@@ -267,13 +289,13 @@ Text upper(const Text& text) {
 
 Text capitalize(const Text& text) {
   return map_characters(text,
-                        [](char32_t c, bool first) { return first ? to_upper(c) : to_lower(c); });
+                        [](char32_t c, bool first) { return first ? to_title(c) : to_lower(c); });
 }
 
 Text title(const Text& text) {
   bool in_word = false;
   return map_characters(text, [&in_word](char32_t c, bool) {
-    const char32_t mapped = in_word ? to_lower(c) : to_upper(c);
+    const char32_t mapped = in_word ? to_lower(c) : to_title(c);
     in_word = to_lower(c) != to_upper(c);
     return mapped;
   });

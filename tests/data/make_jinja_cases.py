@@ -81,6 +81,7 @@ TEMPLATES = [
     # Statements.
     "{% if no %}a{% elif yes %}b{% else %}c{% endif %}{% if u %}d{% endif %}{% if empty or d %}e{% endif %}",
     "{% for x in xs %}{{ loop.index }}{{ loop.index0 }}{{ loop.revindex }}{{ loop.revindex0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}{{ x }} {% endfor %}",
+    "{% for x in xs %}{{ loop.depth }}{{ loop.depth0 }}{% endfor %} {{ '\u01c6\u01c4 \u01c6'.title() }}|{{ '\u01c6\u01c4'.capitalize() }}",
     "{% for x in xs %}{{ loop.previtem }}<{{ x }}>{{ loop.nextitem }} {{ loop.previtem is defined }};{% endfor %}",
     "{% for x in empty %}a{% else %}b{% endfor %}{% for x in missing %}a{% else %}b{% endfor %}", "{% for x in n %}a{% endfor %}", "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content }}{% endfor %}",
     "{% for c in 'h\u00e9' %}{{ c }}.{% endfor %}{% for k in d %}{{ k }}.{% endfor %}{% for a, b in [[1, 2], [3, 4]] %}{{ a + b }}.{% endfor %}{% for (a, b) in [(1, 2)] %}{{ a }}{% endfor %}",

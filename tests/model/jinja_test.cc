@@ -98,6 +98,11 @@ TEST(Jinja, WhatIsNotKnownIsRefusedByName) {
                                  "filter upper", "call m()", "with", "do x", "autoescape true"}) {
     expect_refused("\n{% " + word + " %}", "'" + word.substr(0, word.find(' ')) + "', in line 2");
   }
+  for (const char* text : {"stra\u00dfe", "\ufb01", "\u0130", "\u039f\u03a3", "\u0149"}) {
+    for (const char* change : {"upper", "lower", "capitalize"}) {
+      expect_refused("{{ '" + std::string(text) + "' | " + change + " }}", "changes the case of");
+    }
+  }
   expect_refused("a\n\n{{ 2 ** 3 }}", "raises to a power in line 3");
   expect_refused("{{ 1 < 2 < 3 }}", "compares three values at once in line 1");
   expect_refused("{{ 'a' | indent(2) }}", "the filter 'indent', which is not known here in line 1");

@@ -152,6 +152,25 @@ TEST(Correction, ReplacesWhatSparseStepsWrote) {
   EXPECT_GT(largest_difference(expected, sparse.prefill(next)), 10 * kTolerance);
 }
 
+// A cut forgets what it takes away; what stays is still owed.
+TEST(Correction, OutlivesACut) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 520);
+  const Policy policy = parse_policy("select=streaming sinks=1 recent=1 correct=8");
+  Session session = engine.new_session({540, {policy}, 1});
+  session.prefill(std::span(tokens.data(), 500));
+  for (std::size_t i = 500; i < 506; ++i) session.decode(tokens[i]);
+  session.truncate(506);
+  session.use(policy);
+  session.truncate(504);
+  session.prefill(std::span(tokens.data() + 504, 2));
+  EXPECT_EQ(session.ledger().tokens(Phase::correction), 4u);
+  for (std::size_t i = 506; i < 509; ++i) session.decode(tokens[i]);
+  session.truncate(500);
+  session.prefill(std::span(tokens.data() + 500, 2));
+  EXPECT_EQ(session.ledger().tokens(Phase::correction), 4u);
+}
+
 TEST(Correction, ComesEveryTSteps) {
   Engine engine = open_engine();
   const std::vector<TokenId> tokens = book_tokens(engine, 330);

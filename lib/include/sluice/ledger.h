@@ -13,8 +13,9 @@ namespace sluice {
 
 // Why bytes moved or were read.
 enum class Cause : std::uint8_t {
-  append,      // new rows written by the model
-  write_back,  // rows copied to their home in a lower tier
+  append,      // new rows written to where attention reads them
+  write_back,  // rows copied to their home in a lower tier, or written there at once where nothing
+               // above keeps them: then there is no append
   hit,         // rows attended where they already were
   miss,        // rows fetched from a lower tier because attention needed them
   index_read,  // the key index, or keys themselves, read to estimate weights; rows are tokens
