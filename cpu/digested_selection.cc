@@ -281,6 +281,7 @@ void weigh_together(std::vector<DigestedHead>& heads, Threads& threads) {
       tasks.push_back({&head, page});
     }
   }
+  if (tasks.empty()) return;
   threads.for_each(std::ssize(tasks), [&](std::int64_t i) {
     const Task& task = tasks[static_cast<std::size_t>(i)];
     task.head->weigh_pages(task.first, std::min(task.head->pages(), task.first + kTaskPages));

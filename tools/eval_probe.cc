@@ -69,7 +69,11 @@ class Reading {
   const std::vector<TokenId>& answers() const { return answers_; }
   const std::vector<TokenId>& likeliest() const { return likeliest_; }
   const ProbeResult& result() const { return result_; }
-  const Cost& cost() const { return cost_; }
+  Cost cost() const {
+    Cost all = moved_ ? *moved_ : meter_.read();
+    all += cost_;
+    return all;
+  }
 
  private:
   void feed() {
@@ -85,16 +89,17 @@ class Reading {
                               ++next;
                             });
       done += count;
+      if (options_.costs_until_wrong && wrong_ && !moved_) moved_ = meter_.read();
       if (options_.until_wrong && wrong_) break;
     }
     pending_.clear();
     asked_.clear();
   }
 
-  // Adds what the last step attended; returns the step's tokens.
+  // Adds what the last step attended, if that counts; returns the step's tokens.
   std::size_t account() {
     const int tokens = session_.ledger().history().back().tokens;
-    cost_ += cost_of(session_, tokens);
+    if (!wrong_ || !options_.costs_until_wrong) cost_ += cost_of(session_, tokens);
     return static_cast<std::size_t>(tokens);
   }
 
@@ -126,7 +131,9 @@ class Reading {
   std::vector<TokenId> likeliest_;
   bool wrong_ = false;
   ProbeResult result_;
-  Cost cost_;
+  CostMeter meter_{session_};
+  std::optional<Cost> moved_;  // until the first wrong answer, if costs end there
+  Cost cost_;                  // of steps, without what they moved
 };
 
 std::vector<TokenId> right_answers(const Probe& probe) {
@@ -156,14 +163,12 @@ std::vector<FactResult> facts_in(const Tokenizer& tokenizer, const Probe& probe,
 
 ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe& probe,
                       const ProbeOptions& options, Baseline& baseline, Cost& cost) {
-  const CostMeter meter(session);
   const std::int64_t begin = session.length();
   const bool first = baseline.answers.empty();
   if (first && options.writer == Writer::text) baseline.answers = right_answers(probe);
   Reading reading(session, probe, options, baseline);
   reading.run(baseline.answers);
   if (first) baseline.answers = reading.answers();
-  cost += meter.read();
   cost += reading.cost();
 
   ProbeResult result = reading.result();

@@ -93,7 +93,7 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
         session.use(all[i].policy);
         const ProbeOptions how = {passage.writer, static_cast<std::size_t>(options.step_tokens),
                                   options.seed + static_cast<std::uint64_t>(round),
-                                  task == Task::repetition && i != 0};
+                                  task == Task::repetition && i != 0, task == Task::repetition};
         for (std::size_t probe = 0; probe < passage.probes.size(); ++probe) {
           result.policies[i].probes.push_back(run_probe(engine.tokenizer(), session,
                                                         passage.probes[probe], how,

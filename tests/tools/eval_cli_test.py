@@ -161,14 +161,19 @@ class Eval(unittest.TestCase):
     def test_repetition_counts_characters(self):
         done = evaluate(
             "--length", 1500, "--rounds", 1, "--needles", 4, "--tokens", 32,
-            "--task", "repetition", "--policy", "streaming recent=64", "--json", "-",
+            "--task", "repetition", "--policy", "streaming recent=64",
+            "--policy", "select=dense prefill=zipvl(1)", "--json", "-",
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr)
         # The report is all there is on standard output, the tables are beside it.
         result = json.loads(done.stdout)["results"][0]
         self.assertIn("repetition at 1500 tokens, 4 probes per policy", done.stderr)
-        dense, streaming = (policy["characters"]["mean"] for policy in result["policies"])
-        self.assertGreater(dense, streaming)
+        dense, streaming, same = result["policies"]
+        self.assertGreater(dense["characters"]["mean"], streaming["characters"]["mean"])
+        # Costs are those of the steps up to the first wrong answer, also where others follow.
+        self.assertEqual(dense["characters"]["mean"], same["characters"]["mean"])
+        for cost in ("read_bytes_per_token", "transferred_bytes_per_token"):
+            self.assertEqual(dense[cost], same[cost])
 
     def test_bad_input(self):
         for arguments, code, words in [
