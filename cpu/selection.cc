@@ -263,7 +263,7 @@ Cut cut_by_weight(std::span<const float> weights, double target) {
   double above = 0.0;
   while (bin > 0 && above + bins[bin] < target) above += bins[bin--];
   const std::vector<float> content = bin_content(weights, bin);
-  // Added from above, the sums may round to just below what they came to from below.
+  // Added up from the heaviest, they may round to just below what they came to in order.
   if (content.empty() || content.front() == 0.0f) return kEverything;
   std::int64_t count = 0;
   while (above < target && count < static_cast<std::int64_t>(content.size())) {
