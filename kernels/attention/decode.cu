@@ -35,15 +35,15 @@ __device__ void keep_rows(const DecodeKernelParams& p, int kv_head, const std::b
 }
 
 // The part of the warps that work on rows.
-template <typename T, int kHeadDim, int kStages>
+template <typename T, int kHeadDim>
 __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
-                        DecodeRing<kHeadDim, kStages> ring) {
+                        DecodeRing<kHeadDim> ring) {
   using Shape = DecodeShape<kHeadDim>;
   static_assert(sizeof(DecodeBlock<kHeadDim>) <= Shape::kTileBytes);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const auto bunch = static_cast<int>(blockIdx.y);
   const int queries = min(kBunch, p.group - bunch * kBunch);
-  int segment = 0;
+  typename DecodeRing<kHeadDim>::Turn turn;
   for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
     const std::byte* rows = ring.take();
     DecodeWarp<T, kHeadDim> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes),
@@ -60,24 +60,25 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
     sync_decode_warps();
     auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.stage());
     state.store(block.out[warp][0], block.kStride, block.highest[warp], block.sum[warp], queries);
-    ring.hand_over(segment++);
+    ring.hand_over(turn);
+    turn = ring.after(turn);
   }
 }
 
 // The part of the warps that bring what the others found to where it belongs.
-template <int kHeadDim, int kStages>
+template <int kHeadDim>
 __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
-                       const DecodeRing<kHeadDim, kStages>& ring) {
+                       const DecodeRing<kHeadDim>& ring) {
   const auto bunch = static_cast<int>(blockIdx.y);
   const bool reports =
       counts_resident(p) && threadIdx.x / kWarp == DecodeShape<kHeadDim>::kFirstFinishWarp;
-  int segment = 0;
-  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), ++segment) {
+  typename DecodeRing<kHeadDim>::Turn turn;
+  for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), turn = ring.after(turn)) {
     const DecodeSharers sharers = work.sharers_of(s);
-    const auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.take_found(segment));
-    const int resident = reports ? ring.take_resident(segment) : 0;
+    const auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.take_found(turn));
+    const int resident = reports ? ring.take_resident(turn) : 0;
     finish_segment(p, s, bunch, sharers, block, reports, resident);
-    ring.release_found(segment);
+    ring.release_found(turn);
   }
 }
 
@@ -92,16 +93,17 @@ __device__ __forceinline__ void prefetch_page_tables(const DecodeKernelParams& p
   }
 }
 
-template <typename T, int kHeadDim, int kStages>
+template <typename T, int kHeadDim>
 __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel(
     const __grid_constant__ DecodeKernelParams p) {
-  using Ring = DecodeRing<kHeadDim, kStages>;
+  using Ring = DecodeRing<kHeadDim>;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ typename Ring::Barriers barriers;
-  __shared__ DecodeLookups<kStages> lookups;
-  const Ring ring(shared, barriers);
+  __shared__ DecodeLookups<kHeadDim> lookups;
+  const Ring ring(shared, p.stages, barriers);
   if (threadIdx.x == 0) ring.init();
-  DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + Ring::kBytes));
+  DecodeWork work(
+      p, reinterpret_cast<std::int32_t*>(shared + p.stages * DecodeShape<kHeadDim>::kStageBytes));
   if (p.selects()) {
     prefetch_page_tables(p);
     wait_for_kernel_before();
@@ -113,9 +115,9 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
     consume<T>(p, work, ring);
   } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
     if (p.selects()) {
-      DecodeFetch<kHeadDim, kStages, true>(p, work, ring, lookups).run();
+      DecodeFetch<kHeadDim, true>(p, work, ring, lookups).run();
     } else {
-      DecodeFetch<kHeadDim, kStages, false>(p, work, ring, lookups).run();
+      DecodeFetch<kHeadDim, false>(p, work, ring, lookups).run();
     }
   } else {
     wait_for_kernel_before();
@@ -125,15 +127,15 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
 }
 
 // Shared memory that the kernel declares, with some to spare for what is not named here.
-template <int kHeadDim, int kStages>
-constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim, kStages>::Barriers) +
-                               sizeof(DecodeLookups<kStages>) + 512;
+template <int kHeadDim>
+constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim>::Barriers) +
+                               sizeof(DecodeLookups<kHeadDim>) + 512;
 
 // What a launch may have besides its declared memory and stages.
-template <int kHeadDim, int kStages>
-std::int64_t room_of(const DeviceLimits& device) {
-  return std::int64_t{device.shared_bytes} - kDeclaredBytes<kHeadDim, kStages> -
-         DecodeRing<kHeadDim, kStages>::kBytes;
+template <int kHeadDim>
+std::int64_t room_of(const DeviceLimits& device, int stages) {
+  return std::int64_t{device.shared_bytes} - kDeclaredBytes<kHeadDim> -
+         std::int64_t{stages} * DecodeShape<kHeadDim>::kStageBytes;
 }
 
 // Rows of all heads of one launch, at most.
@@ -148,7 +150,7 @@ constexpr std::int64_t kPartialBytes = kBunch*(kHeadDim * sizeof(float) + sizeof
                                        sizeof(std::int32_t);
 
 // Tokens that one launch can serve: all but always all.
-template <int kHeadDim, int kStages>
+template <int kHeadDim>
 std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
                             const DecodeSize& size, std::int64_t bunches, std::int64_t workers) {
   constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max();
@@ -158,7 +160,7 @@ std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
                                   Launch::kHalfCounters / (bunches * p.kv_heads),
                                   kMostTiles / (size.head_tiles * p.kv_heads)});
   if (size.token_bytes > 0) {
-    const std::int64_t room = room_of<kHeadDim, kStages>(*launch.device);
+    const std::int64_t room = room_of<kHeadDim>(*launch.device, p.stages);
     const auto beside = static_cast<std::int64_t>(DecodeWork::kBytesBeside);
     tokens = std::min(tokens, (room - beside) / size.token_bytes);
   }
@@ -191,19 +193,14 @@ DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_
   return p;
 }
 
-template <typename T, int kHeadDim, int kStages>
+template <typename T, int kHeadDim>
 void launch_stages(const DecodeKernelParams& all, const Launch& launch, const DecodeSize& size) {
-  const auto kernel = decode_kernel<T, kHeadDim, kStages>;
-  // Always the same, for calls that were recorded before start later.
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               launch.device->shared_bytes - kDeclaredBytes<kHeadDim, kStages>),
-          "shared memory of decode attention");
+  const auto kernel = decode_kernel<T, kHeadDim>;
   // One block on a multiprocessor keeps enough rows under way; with more of them whatever else is
   // read waits for longer.
   const int bunches = (all.group + kBunch - 1) / kBunch;
   const int most_workers = std::max(1, launch.device->multiprocessors / bunches);
-  const std::int64_t at_once =
-      tokens_at_once<kHeadDim, kStages>(all, launch, size, bunches, most_workers);
+  const std::int64_t at_once = tokens_at_once<kHeadDim>(all, launch, size, bunches, most_workers);
   for (std::int64_t first = 0; first < all.count; first += at_once) {
     DecodeKernelParams p = part_of<kHeadDim>(all, first, std::min(at_once, all.count - first));
     p.workers = static_cast<int>(std::min<std::int64_t>(most_workers, size.head_tiles * p.heads));
@@ -214,25 +211,21 @@ void launch_stages(const DecodeKernelParams& all, const Launch& launch, const De
         size.token_bytes > 0
             ? DecodeWork::kBytesBeside + static_cast<std::size_t>(p.count * size.token_bytes)
             : 0;
+    const auto bytes = static_cast<std::size_t>(p.stages * DecodeShape<kHeadDim>::kStageBytes);
     launch_early("decode attention", kernel,
                  dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
-                 DecodeShape<kHeadDim>::kThreads, DecodeRing<kHeadDim, kStages>::kBytes + beside,
-                 launch, p);
+                 DecodeShape<kHeadDim>::kThreads, bytes + beside, launch, p);
   }
 }
 
-// As many stages as keep about 100 KB under way, if shared memory has room for them and for what
-// all tokens need.
+// As many stages as shared memory has room for beside what all tokens need.
 template <typename T, int kHeadDim>
-void launch_shape(const DecodeKernelParams& p, const Launch& launch, const DecodeSize& size) {
-  constexpr int kMost = kHeadDim <= 64 ? 6 : kHeadDim <= 96 ? 4 : 3;
+void launch_shape(DecodeKernelParams p, const Launch& launch, const DecodeSize& size) {
   const auto wanted =
       static_cast<std::int64_t>(DecodeWork::kBytesBeside) + p.count * size.token_bytes;
-  if (room_of<kHeadDim, kMost>(*launch.device) >= wanted) {
-    launch_stages<T, kHeadDim, kMost>(p, launch, size);
-  } else {
-    launch_stages<T, kHeadDim, 2>(p, launch, size);
-  }
+  p.stages = DecodeRing<kHeadDim>::kMostStages;
+  while (p.stages > 2 && room_of<kHeadDim>(*launch.device, p.stages) < wanted) --p.stages;
+  launch_stages<T, kHeadDim>(p, launch, size);
 }
 
 // Of AttendBatchParams or AttendSelectedParams.
@@ -280,7 +273,7 @@ bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
   constexpr std::int64_t kBesideStages = 6 << 10;
   bool fits = false;
   dispatch_head_dim(head_dim, [&](auto constant) {
-    fits = room_of<decltype(constant)::value, 2>(device) >= kBesideStages;
+    fits = room_of<decltype(constant)::value>(device, 2) >= kBesideStages;
   });
   return fits;
 }

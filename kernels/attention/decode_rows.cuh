@@ -7,34 +7,43 @@
 
 namespace sluice::cuda {
 
-// A ring of tiles in shared memory: some warps fetch them and others use them.
-template <int kHeadDim, int kStages>
+// A ring of tiles in shared memory: some warps fetch them and others use them. It has `stages`,
+// from 2 to kMostStages: those keep about 100 KB under way, and devices may have room for fewer.
+template <int kHeadDim>
 class DecodeRing {
   using Shape = DecodeShape<kHeadDim>;
 
  public:
-  static constexpr int kBytes = kStages * Shape::kStageBytes;
+  static constexpr int kMostStages = kHeadDim <= 64 ? 6 : kHeadDim <= 96 ? 4 : 3;
 
   struct Barriers {
-    std::uint64_t full[kStages];
-    std::uint64_t empty[kStages];
+    std::uint64_t full[kMostStages];
+    std::uint64_t empty[kMostStages];
     // Of segments, in turns: what was found is in stage `found_in`. Each keeps its stage until it
     // is finished, so that there are never more than there are stages.
-    std::uint64_t found[kStages];
-    int found_in[kStages];
-    int resident[kStages];  // selected rows of a segment that were on the device
+    std::uint64_t found[kMostStages];
+    int found_in[kMostStages];
+    int resident[kMostStages];  // selected rows of a segment that were on the device
     // Of a tile's rows the way of the cache that each is put into; negative: none. Only if rows are
     // placed.
-    std::int32_t ways[kStages][kTileRows];
+    std::int32_t ways[kMostStages][kTileRows];
   };
 
-  // `stages` [kBytes] and `barriers` are shared memory.
-  __device__ DecodeRing(std::byte* stages, Barriers& barriers)
-      : stages_(stages), barriers_(barriers) {}
+  // Of tiles, or of segments: which stage's, and how often those were used, as a bit.
+  struct Turn {
+    int stage = 0;
+    std::uint32_t phase = 0;
+  };
+
+  // `memory` [stages * kStageBytes] and `barriers` are shared memory.
+  __device__ DecodeRing(std::byte* memory, int stages, Barriers& barriers)
+      : memory_(memory), stages_(stages), barriers_(barriers) {}
 
   // One thread does this before all others begin.
   __device__ void init() const {
-    for (int i = 0; i < kStages; ++i) {
+#pragma unroll
+    for (int i = 0; i < kMostStages; ++i) {
+      if (i >= stages_) break;
       barrier_init(shared_address(&barriers_.full[i]), Shape::kFetchWarps * kWarp);
       barrier_init(shared_address(&barriers_.empty[i]), kDecodeWarps);
       barrier_init(shared_address(&barriers_.found[i]), kDecodeWarps * kWarp);
@@ -43,21 +52,22 @@ class DecodeRing {
     if constexpr (kBulkCopies) barrier_init_fence();
   }
 
-  __device__ std::byte* stage() const { return stages_ + stage_ * Shape::kStageBytes; }
-  __device__ std::uint32_t full() const { return shared_address(&barriers_.full[stage_]); }
-  __device__ std::uint32_t empty() const { return shared_address(&barriers_.empty[stage_]); }
-  __device__ void advance() {
-    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
-    if (stage_ == 0) phase_ ^= 1u;
+  __device__ std::byte* stage() const { return memory_ + tile_.stage * Shape::kStageBytes; }
+  __device__ std::uint32_t full() const { return shared_address(&barriers_.full[tile_.stage]); }
+  __device__ std::uint32_t empty() const { return shared_address(&barriers_.empty[tile_.stage]); }
+  __device__ void advance() { tile_ = after(tile_); }
+  __device__ Turn after(Turn turn) const {
+    if (turn.stage + 1 < stages_) return {turn.stage + 1, turn.phase};
+    return {0, turn.phase ^ 1u};
   }
 
   // The next tile, once it is there.
   __device__ const std::byte* take() const {
-    barrier_wait(full(), phase_);
+    barrier_wait(full(), tile_.phase);
     return stage();
   }
   // Of the stage's rows, see Barriers.
-  __device__ std::int32_t* ways() const { return barriers_.ways[stage_]; }
+  __device__ std::int32_t* ways() const { return barriers_.ways[tile_.stage]; }
   // This warp is done with the tile that take() gave.
   __device__ void release() {
     __syncwarp();
@@ -65,35 +75,35 @@ class DecodeRing {
     advance();
   }
   // Until the next stage may be filled.
-  __device__ void wait_empty() const { barrier_wait(empty(), phase_ ^ 1u); }
+  __device__ void wait_empty() const { barrier_wait(empty(), tile_.phase ^ 1u); }
 
-  // This warp has written what it found of segment number `segment` over the tile that take() gave.
-  __device__ void hand_over(int segment) {
+  // This warp has written what it found of a segment over the tile that take() gave.
+  __device__ void hand_over(Turn segment) {
     reuse_memory();
-    if (threadIdx.x == 0) barriers_.found_in[segment % kStages] = stage_;
+    if (threadIdx.x == 0) barriers_.found_in[segment.stage] = tile_.stage;
     barrier_arrive(found(segment));
     advance();
   }
-  // What all warps found of segment number `segment`, once it is there.
-  __device__ std::byte* take_found(int segment) const {
-    barrier_wait(found(segment), static_cast<std::uint32_t>(segment / kStages % 2));
-    return stages_ + barriers_.found_in[segment % kStages] * Shape::kStageBytes;
+  // What all warps found of a segment, once it is there.
+  __device__ std::byte* take_found(Turn segment) const {
+    barrier_wait(found(segment), segment.phase);
+    return memory_ + barriers_.found_in[segment.stage] * Shape::kStageBytes;
   }
   // So many more of a segment's selected rows were on the device; before they arrive.
-  __device__ void add_resident(int segment, int rows) const {
-    atomicAdd(&barriers_.resident[segment % kStages], rows);
+  __device__ void add_resident(Turn segment, int rows) const {
+    atomicAdd(&barriers_.resident[segment.stage], rows);
   }
   // How many were, after take_found(). One warp.
-  __device__ int take_resident(int segment) const {
-    int& resident = barriers_.resident[segment % kStages];
+  __device__ int take_resident(Turn segment) const {
+    int& resident = barriers_.resident[segment.stage];
     const int rows = resident;
     __syncwarp();
     if (threadIdx.x % kWarp == 0) resident = 0;
     return rows;
   }
   // This warp is done with what take_found() gave.
-  __device__ void release_found(int segment) const {
-    const int stage = barriers_.found_in[segment % kStages];
+  __device__ void release_found(Turn segment) const {
+    const int stage = barriers_.found_in[segment.stage];
     reuse_memory();
     __syncwarp();
     // As many arrive as there are warps that take tiles.
@@ -107,22 +117,25 @@ class DecodeRing {
   __device__ static void reuse_memory() {
     if constexpr (kBulkCopies) shared_write_fence();
   }
-  __device__ std::uint32_t found(int segment) const {
-    return shared_address(&barriers_.found[segment % kStages]);
+  __device__ std::uint32_t found(Turn segment) const {
+    return shared_address(&barriers_.found[segment.stage]);
   }
 
-  std::byte* stages_;
+  std::byte* memory_;
+  int stages_;
   Barriers& barriers_;
-  int stage_ = 0;
-  std::uint32_t phase_ = 0;
+  Turn tile_;
 };
 
 // What each lane that fetches looked up for its rows of the tiles to come. Pages are looked up so
 // many tiles before rows are asked for, and positions as many before that: memory that is busy with
 // rows answers late. Where rows are placed, that is looked up in place of their pages.
-template <int kStages>
+template <int kHeadDim>
 struct DecodeLookups {
-  static constexpr unsigned kAhead = kStages < 4 ? 4 : 8;
+  static constexpr int kMostStages = DecodeRing<kHeadDim>::kMostStages;
+  static constexpr unsigned kAhead = kMostStages < 4 ? 4 : 8;
+  static_assert(kMostStages < static_cast<int>(kAhead),
+                "tiles that are under way would delay what is looked up");
 
   std::int32_t positions[2 * kAhead][kTileRows];
   int2 pages[kAhead][kTileRows];  // PageSlots or PlacedRow
@@ -131,11 +144,11 @@ struct DecodeLookups {
 // One warp's part of fetching all tiles that a block works on. With the first tile of a head come
 // its queries. `kSelects` is p.selects(): what a warp does for each tile is what limits short rows
 // and those found by position, and each kind does without what only the other needs.
-template <int kHeadDim, int kStages, bool kSelects>
+template <int kHeadDim, bool kSelects>
 class DecodeFetch {
   using Shape = DecodeShape<kHeadDim>;
-  using Ring = DecodeRing<kHeadDim, kStages>;
-  using Lookups = DecodeLookups<kStages>;
+  using Ring = DecodeRing<kHeadDim>;
+  using Lookups = DecodeLookups<kHeadDim>;
   static constexpr unsigned kAhead = Lookups::kAhead;
 
  public:
@@ -152,9 +165,7 @@ class DecodeFetch {
   // The whole warp. At step i the positions of tile i are asked for, the pages of tile i - kAhead
   // and the rows of tile i - 2 kAhead.
   __device__ void run() {
-    static_assert(kStages < static_cast<int>(kAhead),
-                  "tiles that are under way would delay what is looked up");
-    Tile tile = tile_of(work_.first(), 0);
+    Tile tile = tile_of(work_.first(), {});
     if (!tile.segment.exists()) return;
     Tile paged = tile;
     Tile listed = tile;
@@ -193,7 +204,7 @@ class DecodeFetch {
   struct Tile {
     DecodeSegment segment;
     int number = 0;
-    int turn = 0;  // of the segment among the block's
+    typename Ring::Turn turn;  // of the segment
     // Of the segment, where:
     HeadPools pools;
     const PageSlots* pages = nullptr;
@@ -202,7 +213,7 @@ class DecodeFetch {
     int in_turn = 0;  // the position of row 0 if all were like those that are not found by position
   };
 
-  __device__ Tile tile_of(const DecodeSegment& s, int turn) const {
+  __device__ Tile tile_of(const DecodeSegment& s, typename Ring::Turn turn) const {
     Tile tile{s, s.first, turn};
     if (!s.exists()) return tile;
     tile.pools = HeadPools(p_.rows, s.kv_head);
@@ -216,7 +227,7 @@ class DecodeFetch {
   }
   __device__ void advance(Tile& tile) const {
     if (++tile.number < tile.segment.last) return;
-    tile = tile_of(work_.after(tile.segment), tile.turn + 1);
+    tile = tile_of(work_.after(tile.segment), ring_.after(tile.turn));
   }
 
   // Where tiles are few, the steps in which nothing is left to ask for before what was asked for is

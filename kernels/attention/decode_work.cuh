@@ -44,6 +44,7 @@ struct DecodeKernelParams {
   std::int32_t* partial_resident = nullptr;  // [workers + heads], of the first bunch
   std::uint32_t* finished = nullptr;         // [bunches, heads], zero
   int workers = 0;                           // gridDim.x; gridDim.y is the number of bunches
+  int stages = 0;                            // of a block's ring
 
   // Whether heads have some rows that are found by position, before those of the token's page.
   __host__ __device__ bool selects() const { return positions != nullptr; }

@@ -252,9 +252,6 @@ template <typename T, int kStages>
 void launch_stages(const GemvKernelParams& p, int warps, const Launch& launch) {
   const auto kernel = gemv_kernel<T, kStages>;
   const auto shared = static_cast<std::size_t>(shared_bytes(p.row_bytes, warps, kStages));
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)),
-          "shared memory of gemv");
   const auto blocks = std::min<std::int64_t>(launch.device->multiprocessors, p.outputs);
   launch_early("gemv", kernel, dim3(static_cast<unsigned>(blocks)), dim3(warps * kWarp), shared,
                launch, p);

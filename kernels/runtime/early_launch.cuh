@@ -6,6 +6,7 @@
 
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/launch.h"
+#include "kernels/runtime/shared_memory.h"
 
 namespace sluice::cuda {
 
@@ -37,13 +38,9 @@ template <typename... Params>
 void launch_early_clusters(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
                            std::size_t shared, int cluster_blocks, const Launch& launch,
                            const std::type_identity_t<Params>&... params) {
+  if (shared > 0) allow_shared_memory(what, kernel, shared, *launch.device);
   if (cluster_blocks > 1) {
-    const auto set = [&](cudaFuncAttribute attribute, int value) {
-      require(cudaFuncSetAttribute(kernel, attribute, value), what);
-    };
-    set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    // Always the same, for calls that were recorded before start later.
-    set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    require(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), what);
   }
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -10,6 +10,7 @@
 //                 copy engine
 //   heads, dispatch   a call's host arrays as a kernel's argument, its dtypes as constants
 //   early_launch  kernels that begin while the one before them still runs
+//   shared_memory what of it kernels are allowed
 //   paged, device_math, barriers, cluster, ticket   what kernels are made of: where rows lie, what
 //                 warps, blocks, clusters and whole grids do together
 #pragma once

@@ -42,9 +42,6 @@ void launch_columns(const RowScanArgs& a, const dim3& grid, const Launch& launch
   const std::size_t shared =
       static_cast<std::size_t>(blocks) * 2 * kColumns * kWarp * sizeof(uint4);
   const auto kernel = row_scan_kernel<T, kKind, kColumns>;
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)),
-          "row scan");
   launch_early("row scan", kernel, grid, kQueryThreads, shared, launch, a);
 }
 

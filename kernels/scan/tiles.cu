@@ -87,9 +87,7 @@ __global__ void __launch_bounds__(kScanThreads, kScanBlocks)
 // A kernel that scans with `shared` bytes of shared memory a block.
 void launch_kernel(void (*kernel)(TileScanArgs), std::size_t shared, const TileScanArgs& a,
                    const Launch& launch) {
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)),
-          "tile scan");
+  allow_shared_memory("tile scan", kernel, shared, *launch.device);  // also to be asked about
   int resident = 0;
   require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kScanThreads, shared),
           "tile scan");

@@ -441,9 +441,6 @@ bool fits_few(const SelectCall& c, const DeviceLimits& device) {
 }
 
 void run_few(const SelectCall& call, const Launch& launch) {
-  require(cudaFuncSetAttribute(select_few, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(sizeof(FewShared))),
-          "select_few");
   launch_early("select_few", select_few, dim3(static_cast<unsigned>(call.head_count)), kFewThreads,
                sizeof(FewShared), launch, call);
 }

@@ -405,9 +405,6 @@ void launch_threads(const SelectCall& call, const Launch& launch) {
   const std::size_t bytes = small_bytes(call);
   const auto kernel =
       call.group == 1 ? select_small<kThreads, true> : select_small<kThreads, false>;
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(bytes)),
-          "select_small");
   launch_early("select_small", kernel, dim3(static_cast<unsigned>(call.head_count)), kThreads,
                bytes, launch, call, bins_of(call));
 }

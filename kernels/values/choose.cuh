@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/values/call.cuh"
@@ -47,7 +48,7 @@ class PageChoice {
 
  public:
   using Page = std::uint16_t;  // in a list
-  static constexpr std::int64_t kMostPages = std::int64_t{1} << 16;
+  static_assert(kMostTilePages - 1 <= std::numeric_limits<Page>::max());
 
   // What a block keeps in shared memory.
   struct Shared {

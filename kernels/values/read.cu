@@ -241,7 +241,7 @@ TilesCall with_stages(TilesCall c, std::size_t room) {
 
 template <int kBits>
 void run_bits(const TilesCall& call, const Launch& launch) {
-  check(call.most_pages <= PageChoice::kMostPages, "attend_tiles: pages");
+  check(call.most_pages <= kMostTilePages, "attend_tiles: pages");
   const auto room = static_cast<std::size_t>(launch.device->shared_bytes) - kDeclaredBytes;
   dispatch_blocks(call.head_dim, [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
@@ -250,10 +250,6 @@ void run_bits(const TilesCall& call, const Launch& launch) {
     check(!c.is_beside || c.most_pages * sizeof(float) <= ring_bytes<kBlocks>(c),
           "attend_tiles: too many pages to begin early");
     const auto kernel = read_pages<kBits, kBlocks>;
-    // Always the same, for calls that were recorded before start later.
-    require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(room)),
-            "attention to value tiles");
     const dim3 grid(static_cast<unsigned>(c.splits), static_cast<unsigned>(c.heads),
                     static_cast<unsigned>(c.query_parts));
     launch_early("attention to value tiles", kernel, grid, kReadThreads, shared_bytes<kBlocks>(c),

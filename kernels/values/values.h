@@ -33,7 +33,8 @@ void merge_partials(const MergePartialsParams& params, const Launch& launch);
 // The same where it has other work than kernels to wait for, of another stream.
 void merge_joined_partials(const MergePartialsParams& params, const Launch& launch);
 
-inline constexpr int kTileQueries = 8;  // that read a page together
+inline constexpr int kTileQueries = 8;                                 // that read a page together
+inline constexpr std::int64_t kMostTilePages = std::int64_t{1} << 16;  // of a head
 
 // Leaves the digest's weights where select() does not (leaves_page_weights()), after it.
 void weigh_pages(const SelectParams& params, const Launch& launch);
