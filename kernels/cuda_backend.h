@@ -17,7 +17,8 @@ struct CudaOptions {
   std::uint64_t host_cap = MemoryAccount::kNoCap;
 };
 
-// Device memory that a queue takes for itself if it computes: scratch of its kernels.
+// Device memory that a queue takes for itself if it computes and records: scratch of its kernels,
+// and recordings.
 std::uint64_t queue_bytes();
 
 // Throws Error{unsupported} if there is no such device, if its driver is too old or if this build

@@ -21,15 +21,25 @@ constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
 
 std::size_t scratch_of(const QueueOptions& options) { return options.computes ? kScratchBytes : 0; }
 
+bool records(const QueueOptions& options) { return options.computes && options.records; }
+
+std::size_t device_bytes(const QueueOptions& options) {
+  return Workspace::bytes(scratch_of(options)) + (records(options) ? Recorder::kDeviceBytes : 0);
+}
+
+std::size_t host_bytes(const QueueOptions& options) {
+  return (options.computes ? kSampledBytes : 0) + (records(options) ? Recorder::kHostBytes : 0);
+}
+
 }  // namespace
 
 CudaQueue::CudaQueue(CudaBackend& backend, const QueueOptions& options)
     : Queue(backend),
-      device_charge_(backend.account(Tier::device), Workspace::bytes(scratch_of(options))),
-      host_charge_(backend.account(Tier::host), options.computes ? kSampledBytes : 0),
+      device_charge_(backend.account(Tier::device), device_bytes(options)),
+      host_charge_(backend.account(Tier::host), host_bytes(options)),
       workspace_(scratch_of(options), static_cast<cudaStream_t>(options.stream)),
-      event_(make_event()),
-      recorder_(workspace_.launch().stream) {
+      event_(make_event()) {
+  if (records(options)) recorder_.emplace(workspace_.launch().stream);
   if (!options.computes) return;
   gemm_.emplace(workspace_.launch());
   sampled_ = make_pinned_block(kSampledBytes);
@@ -67,10 +77,11 @@ const void* CudaQueue::weight_of(const LinearParams& params) const {
 
 void CudaQueue::linear(const LinearParams& params) {
   attends_selected_ = false;
+  const Launch own = launch();  // of this device, for cuBLAS, too
   LinearChain chain;
   chain.linear = params;
   if (gemv_supported(chain, workspace_.device())) {
-    gemv(chain, weight_of(params), launch());
+    gemv(chain, weight_of(params), own);
   } else {
     gemm_->run(params, weight_of(params));
   }
@@ -150,7 +161,9 @@ void CudaQueue::append(const AppendParams& params) {
 
 void CudaQueue::replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) {
   own().use_device();
-  recorder_.replay(recording, [&] {
+  attends_selected_ = false;
+  if (!recorder_) return issue();
+  recorder_->replay(recording, [&] {
     ++own().recording;
     try {
       issue();
@@ -187,6 +200,6 @@ void CudaQueue::begin_range(const QueueRange::Label& label) {
 
 void CudaQueue::end_range() { nvtxRangePop(); }
 
-std::uint64_t queue_bytes() { return Workspace::bytes(kScratchBytes); }
+std::uint64_t queue_bytes() { return device_bytes({}); }
 
 }  // namespace sluice::cuda

@@ -78,7 +78,9 @@ class CudaQueue : public Queue {
   void call_host(HostCall& call) override;
   void note_time(std::uint64_t* to) override { cuda::note_time(to, launch()); }
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) override;
-  ReplayCounts replay_counts() const override { return recorder_.counts(); }
+  ReplayCounts replay_counts() const override {
+    return recorder_ ? recorder_->counts() : ReplayCounts();
+  }
   void wait_for(Queue& other) override;
   void synchronize() override;
   void* native_stream() override { return stream(); }
@@ -101,7 +103,7 @@ class CudaQueue : public Queue {
   Workspace workspace_;
   EventOwner event_;
   std::optional<Gemm> gemm_;
-  Recorder recorder_;
+  std::optional<Recorder> recorder_;
   PinnedBlock sampled_;
   bool attends_selected_ = false;  // by the latest operation
 };

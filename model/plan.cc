@@ -136,7 +136,7 @@ std::string Plan::to_table() const {
         line((where + "prompt").c_str(), prompt_bytes, "between the layers of a sparse prefill");
   }
   if (on_device) {
-    table += line("device: backend", backend_bytes, "scratch of its kernels");
+    table += line("device: backend", backend_bytes, "scratch of its kernels, recorded steps");
     table += line("device, in all", device_bytes(), "");
   }
   table += line("program", program_bytes, "");

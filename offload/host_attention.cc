@@ -50,7 +50,7 @@ HostAttention::HostAttention(Queue& queue, Queue& beside, const KvPlan& plan,
       plan_(plan),
       share_(attender.share),
       attender_(attender.backend),
-      host_queue_(attender_->make_queue()),
+      host_queue_(attender_->make_queue({.records = false})),
       pages_(pages),
       step_tokens_(tokens) {
   check(attender_->info().compute_tier == Tier::host && attender_->info().attends_host_rows,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -143,9 +144,15 @@ void KvCache::Impl::end_step() {
 KvCache::KvCache(const KvConfig& config) {
   validate(config);
   std::unique_ptr<Backend> backend = make_backend(backend_options(config));
-  std::unique_ptr<Queue> queue = backend->make_queue({.stream = config.stream});
+  std::unique_ptr<Queue> queue = backend->make_queue({.stream = config.stream, .records = false});
   const KvPlan plan = plan_cache(config, *backend);
-  impl_ = std::make_shared<Impl>(config, std::move(backend), std::move(queue), plan);
+  try {
+    impl_ = std::make_shared<Impl>(config, std::move(backend), std::move(queue), plan);
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorCode::memory, "the machine has no memory left for the tables of " +
+                                       std::to_string(plan.tokens) +
+                                       " tokens; lower `context`, `sequences` or `tokens`");
+  }
 }
 
 KvCache::KvCache(KvCache&&) noexcept = default;

@@ -1,34 +1,66 @@
 #include "kernels/runtime/recorder.h"
 
+#include <utility>
+
 #include "kernels/runtime/error.h"
 #include "lib/check.h"
 
 namespace sluice::cuda {
-namespace {
 
+// Owners may end it after the queue that made it.
 class GraphRecording : public Recording {
  public:
-  explicit GraphRecording(cudaGraph_t graph) {
+  explicit GraphRecording(std::shared_ptr<Recordings> all) : all_(std::move(all)) {}
+  GraphRecording(const GraphRecording&) = delete;
+  GraphRecording& operator=(const GraphRecording&) = delete;
+  ~GraphRecording() override { drop(); }
+
+  bool exists() const { return exec_.get() != nullptr; }
+  void make(cudaGraph_t graph) {
+    std::size_t nodes = 0;
+    require(cudaGraphGetNodes(graph, nullptr, &nodes), "the nodes of a graph");
+    all_->nodes += nodes;
+    nodes_ = nodes;
+    all_->used.push_front(this);
+    while (all_->nodes > Recorder::kMostNodes && all_->used.size() > 1) all_->used.back()->drop();
     cudaGraphExec_t exec = nullptr;
-    require(cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
     exec_ = GraphExecOwner(exec);
+    if (status != cudaSuccess) drop();
+    require(status, "a graph");
   }
-  cudaGraphExec_t get() const { return exec_.get(); }
+  // It was used.
+  cudaGraphExec_t use() {
+    all_->used.remove(this);
+    all_->used.push_front(this);
+    return exec_.get();
+  }
 
  private:
-  GraphExecOwner exec_;  // may end while it still runs
-};
+  void drop() {
+    all_->used.remove(this);
+    all_->nodes -= nodes_;
+    nodes_ = 0;
+    exec_ = GraphExecOwner();  // may still run
+  }
 
-}  // namespace
+  std::shared_ptr<Recordings> all_;
+  GraphExecOwner exec_;
+  std::size_t nodes_ = 0;
+};
 
 void Recorder::replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) {
   check(!is_recording_, "a replay within a recording");
-  if (recording == nullptr) {
+  std::unique_ptr<Recording> fresh;
+  if (recording == nullptr) fresh = std::make_unique<GraphRecording>(recordings_);
+  auto& own = dynamic_cast<GraphRecording&>(fresh != nullptr ? *fresh : *recording);
+  if (!own.exists()) {
     const GraphOwner graph = record(issue);
-    recording = std::make_unique<GraphRecording>(graph.get());
+    own.make(graph.get());
     ++counts_.recordings;
   }
-  require(cudaGraphLaunch(dynamic_cast<GraphRecording&>(*recording).get(), stream_), "a step");
+  if (fresh != nullptr) recording = std::move(fresh);
+  require(cudaGraphLaunch(own.use(), stream_), "a step");
   ++counts_.launches;
 }
 

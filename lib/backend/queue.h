@@ -49,6 +49,8 @@ struct QueueOptions {
   void* stream = nullptr;
   // Whether it computes, or only copies and gathers, which takes no memory.
   bool computes = true;
+  // Whether replay() of one that computes is to record, which may take memory.
+  bool records = true;
 };
 
 class Queue;
