@@ -14,6 +14,8 @@
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/channels.h"
 #include "kernels/scan/scan.h"
+#include "kernels/select/select.h"
+#include "kernels/values/values.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 
@@ -25,6 +27,9 @@ namespace {
 // 10.4 and 10.3.
 constexpr std::uint64_t kCachedBytes = std::uint64_t{1} << 20;
 constexpr double kPcie5 = 50e9;  // bytes per second that kernels read
+// Kernels have counters for so many heads of one token, whatever their groups.
+constexpr int kMostHeads = 4096;
+static_assert(kMostHeads <= Launch::kHalfCounters);
 // Left to the driver and to cuBLAS if no cap is given.
 constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
 
@@ -78,6 +83,10 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   info.logits = {
       DType::f16,   false,        kDigestedFrom, PageDigest::kPageBytes, PageWeights::kPageBytes,
       kWeighedFrom, kDigestedFrom};
+  info.logits.most_group = kMostGroup;
+  info.logits.most_tokens = kMostEntries;
+  info.logits.most_tile_tokens = kMostTilePages * kPageTokens;
+  info.most_query_heads = kMostHeads;
   info.reads = {kTilePages, kMaxQueries, kBunch};
   info.processor = Processor::cuda;
   for (const int head_dim : {32, 64, 80, 96, 128, 256}) {

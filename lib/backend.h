@@ -51,6 +51,7 @@ struct BackendInfo {
   Processor processor = Processor::host;
   std::vector<int> head_dims;  // that attention has kernels for; empty: all even up to 256
   bool f32_rows = true;        // besides f16 and bf16
+  int most_query_heads = std::numeric_limits<int>::max();
   int threads = 1;
   LinkRates link;
   std::uint64_t memory_bytes = 0;  // of such a device

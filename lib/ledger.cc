@@ -7,6 +7,7 @@
 
 #include "lib/bytes.h"
 #include "lib/check.h"
+#include "sluice/errors.h"
 
 namespace sluice {
 namespace {
@@ -47,7 +48,7 @@ Traffic& Traffic::operator+=(const Traffic& other) {
 }
 
 Ledger::Ledger(int layers) : layers_(layers) {
-  check(layers > 0, "a ledger needs at least one layer");
+  if (layers < 1) throw Error(ErrorCode::usage, "a ledger needs at least one layer");
   for (auto& phase : totals_) phase.resize(static_cast<std::size_t>(layers));
 }
 
@@ -57,7 +58,10 @@ std::size_t Ledger::kind(Tier from, Tier to, Cause cause) {
 }
 
 const Ledger::Totals& Ledger::totals(Phase phase, int layer) const {
-  check(layer >= 0 && layer < layers_, "ledger layer out of range");
+  if (layer < 0 || layer >= layers_) {
+    throw Error(ErrorCode::usage, "a ledger of " + std::to_string(layers_) +
+                                      " layers has no layer " + std::to_string(layer));
+  }
   return totals_[static_cast<std::size_t>(phase)][static_cast<std::size_t>(layer)];
 }
 
@@ -67,6 +71,13 @@ void Ledger::begin_step(Phase phase, int tokens) {
   tokens_[static_cast<std::size_t>(phase)] += static_cast<std::uint64_t>(tokens);
   if (history_.size() == kHistory) history_.pop_front();
   history_.push_back({index, phase, tokens, {}});
+}
+
+void Ledger::drop_tokens() {
+  check(!history_.empty(), "no step whose tokens could be dropped");
+  LedgerStep& step = history_.back();
+  tokens_[static_cast<std::size_t>(step.phase)] -= static_cast<std::uint64_t>(step.tokens);
+  step.tokens = 0;
 }
 
 void Ledger::record(int layer, Tier from, Tier to, Cause cause, Traffic traffic) {

@@ -210,53 +210,67 @@ std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t toke
   return static_cast<std::uint64_t>(tokens * config.hidden_size) * sizeof(float);
 }
 
+namespace {
+
+// Calls body(first, x) for every piece of a prompt: up to `chunk` rows of its residual stream.
+template <typename Body>
+void for_pieces(const Matrix& stream, std::int64_t chunk, const Body& body) {
+  auto* const rows = static_cast<float*>(stream.data);
+  for (std::int64_t first = 0; first < stream.rows; first += chunk) {
+    Matrix piece = stream;
+    piece.data = rows + first * stream.columns;
+    piece.rows = std::min(chunk, stream.rows - first);
+    body(first, piece);
+  }
+}
+
+}  // namespace
+
+void Decoder::prompt_layer(int layer, const Matrix& stream, KvSession& session) {
+  const QueueRange range(*queue_, {"layer", layer});
+  const std::int64_t chunk = session.plan().chunk;
+  for_pieces(stream, chunk, [&](std::int64_t first, const Matrix& x) {
+    session.take_piece(first, x.rows);
+    project(layer, x, {{}, session.length() + first});
+    session.append(layer, new_rows());
+    session.collect(queries());
+  });
+  session.choose(layer);
+  for_pieces(stream, chunk, [&](std::int64_t first, const Matrix& x) {
+    session.take_piece(first, x.rows);
+    // Of a single piece the queries are still there.
+    if (x.rows < stream.rows) project(layer, x, {{}, session.length() + first});
+    session.attend(layer, queries());
+    mix(layer, x);
+    feed_forward(layer, x);
+  });
+}
+
 bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const Buffer& stream,
                      const std::function<bool(double)>& progress) {
   const auto total = static_cast<std::int64_t>(tokens.size());
   const std::int64_t hidden = config_.hidden_size;
   check(stream.bytes() >= prompt_bytes(config_, total), "a prompt that has no room");
-  const auto for_pieces = [&](const auto& body) {
-    for (std::int64_t first = 0; first < total; first += session.plan().chunk) {
-      const std::int64_t count = std::min(session.plan().chunk, total - first);
-      body(first, Matrix{stream.floats() + first * hidden, DType::f32, count, hidden, hidden});
-    }
-  };
+  const Matrix all = {stream.floats(), DType::f32, total, hidden, hidden};
   const QueueRange range(*queue_, {to_string(Phase::prefill), -1, total});
   session.begin_prompt(total);
-  for_pieces([&](std::int64_t first, const Matrix& x) {
-    embed(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)), x);
-  });
-  for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
-    bool goes_on = false;
-    try {
-      goes_on = progress(static_cast<double>(layer) / config_.num_hidden_layers);
-      if (goes_on) session.ready_layer(layer);
-    } catch (...) {
-      session.cancel_prompt();
-      throw;
-    }
-    if (!goes_on) {
-      session.cancel_prompt();
-      return false;
-    }
-    const QueueRange of_layer(*queue_, {"layer", layer});
-    for_pieces([&](std::int64_t first, const Matrix& x) {
-      session.take_piece(first, x.rows);
-      project(layer, x, {{}, session.length() + first});
-      session.append(layer, new_rows());
-      session.collect(queries());
+  try {
+    for_pieces(all, session.plan().chunk, [&](std::int64_t first, const Matrix& x) {
+      embed(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(x.rows)), x);
     });
-    session.choose(layer);
-    for_pieces([&](std::int64_t first, const Matrix& x) {
-      session.take_piece(first, x.rows);
-      // Of a single piece the queries are still there.
-      if (x.rows < total) project(layer, x, {{}, session.length() + first});
-      session.attend(layer, queries());
-      mix(layer, x);
-      feed_forward(layer, x);
-    });
+    for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
+      if (!progress(static_cast<double>(layer) / config_.num_hidden_layers)) {
+        session.cancel_prompt();
+        return false;
+      }
+      session.ready_layer(layer);
+      prompt_layer(layer, all, session);
+    }
+    session.end_prompt();
+  } catch (...) {
+    if (session.in_step()) session.cancel_prompt();
+    throw;
   }
-  session.end_prompt();
   // The last token's residual stream is what logits() starts from.
   queue_->cast({stream.floats() + (total - 1) * hidden, DType::f32, 1, hidden, hidden},
                view(a_.x, DType::f32, 1, hidden));

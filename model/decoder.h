@@ -29,7 +29,8 @@ class Decoder {
   // The same for a whole prompt under a policy whose prefill is sparse: layer by layer, for every
   // layer looks at all tokens before it attends. `stream`: prompt_bytes() of memory where
   // activations are, for the residual stream of the whole prompt. `progress` is called after every
-  // layer and ends the run by returning false; then false is returned and the session cannot go on.
+  // layer and ends the run by returning false; then false is returned. Then, and after an error,
+  // the session has the tokens that it had.
   bool prompt(std::span<const TokenId> tokens, KvSession& session, const Buffer& stream,
               const std::function<bool(double share)>& progress);
 
@@ -89,6 +90,8 @@ class Decoder {
   Queries queries() const;
   void mix(int layer, const Matrix& x);
   void feed_forward(int layer, const Matrix& x);
+  // A layer of a whole prompt, whose residual stream this is.
+  void prompt_layer(int layer, const Matrix& stream, KvSession& session);
   // The logits after tokens [first, first + count), where activations are.
   Matrix compute_logits(std::int64_t first, std::int64_t count);
   RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;

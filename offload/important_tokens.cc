@@ -100,6 +100,15 @@ void ImportantTokens::rewind(std::int32_t sequence, std::int64_t length) {
   evicted_ = std::find(all, all + eligible_.bytes(), std::uint8_t{0}) != all + eligible_.bytes();
 }
 
+bool ImportantTokens::has_evicted_of(std::int32_t sequence) const {
+  if (!evicted_) return false;
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    const std::uint8_t* const own = eligible(layer, sequence);
+    if (std::find(own, own + context_, std::uint8_t{0}) != own + context_) return true;
+  }
+  return false;
+}
+
 void ImportantTokens::copy(std::int32_t from, std::int32_t to) {
   for (int layer = 0; layer < shape_.layers && masks_.bytes() > 0; ++layer) {
     std::copy_n(eligible(layer, from), context_, eligible(layer, to));

@@ -69,6 +69,7 @@ class ImportantTokens {
 
   // Whether tokens were evicted, of any sequence; then, which of them may still be attended.
   bool has_evicted() const { return evicted_; }
+  bool has_evicted_of(std::int32_t sequence) const;
   Mask mask(int layer) const;
   // Tokens of a sequence from `length` on are forgotten; new ones in their place may be attended.
   void rewind(std::int32_t sequence, std::int64_t length);
@@ -83,7 +84,7 @@ class ImportantTokens {
   std::size_t mask_offset(int layer, std::int32_t sequence) const {
     return static_cast<std::size_t>((layer * sequences_ + sequence) * context_);
   }
-  std::uint8_t* eligible(int layer, std::int32_t sequence) {
+  std::uint8_t* eligible(int layer, std::int32_t sequence) const {
     return reinterpret_cast<std::uint8_t*>(eligible_.data()) + mask_offset(layer, sequence);
   }
   // null if every token of the sequence may be attended.

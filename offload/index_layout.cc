@@ -249,22 +249,53 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
   }
 }
 
-// Anchors that attend to everything would have to attend to a list where tokens were evicted, and
-// have another one for those who follow them.
-void require_compatible(std::span<const Policy> policies) {
-  const bool evicts = std::any_of(policies.begin(), policies.end(),
-                                  [](const Policy& p) { return p.prefill.evict; });
-  const bool dense_anchors = std::any_of(policies.begin(), policies.end(),
-                                         [](const Policy& p) { return p.dense_anchors; });
-  if (!evicts || !dense_anchors) return;
-  throw Error(ErrorCode::usage,
-              "policy: one session cannot have both a prefill that evicts and anchors_attend=all");
+// Whether some layer attends to value tiles.
+bool reads_values(const Policy& policy, int layers) {
+  for (int layer = 0; layer < layers; ++layer) {
+    if (policy.compensates(layer, Compensation::values)) return true;
+  }
+  return false;
+}
+
+// What one policy evicts is evicted for the others, too: none of them can do what one that evicts
+// cannot (validate()).
+void require_compatible(std::span<const Policy> policies, int layers) {
+  const auto any = [&](const auto& does) {
+    return std::any_of(policies.begin(), policies.end(), does);
+  };
+  if (!any([](const Policy& p) { return p.prefill.evict; })) return;
+  const auto refuse = [&](const auto& does, const std::string& what) {
+    if (!any(does)) return;
+    throw Error(ErrorCode::usage,
+                "policy: one session cannot have both a prefill that evicts and " + what);
+  };
+  refuse([](const Policy& p) { return !p.anchors.empty(); }, "anchors");
+  refuse([](const Policy& p) { return p.correct > 0; }, "corrections (`correct`)");
+  refuse([&](const Policy& p) { return reads_values(p, layers); }, "compensate=values");
 }
 
 void require_runs(const Scorer& scorer, Processor processor) {
   if (scorer.runs_on(processor)) return;
   throw Error(ErrorCode::unsupported, "select=" + scorer.info().name + " does not run on " +
                                           std::string(to_string(processor)));
+}
+
+// What the backend's select() and attend_tiles() do not take.
+void require_within(const LogitFormat& most, const KvRequest& request, const Policy& policy) {
+  const ScorerInfo& scorer = request.scorers->at(policy.select).info();
+  if (scorer.kind == ScorerInfo::Kind::dense && policy.prefill.tau == 0.0) return;
+  const auto require = [&](std::int64_t is, std::int64_t limit, const std::string& what) {
+    if (is <= limit) return;
+    throw Error(ErrorCode::unsupported, "on this device the policy '" + to_string(policy) +
+                                            "' takes up to " + std::to_string(limit) + what +
+                                            ", not " + std::to_string(is));
+  };
+  require(request.shape.group(), most.most_group, " query heads per KV head");
+  const bool reads_tiles = reads_values(policy, request.shape.layers);
+  if (scorer.estimates()) {
+    require(request.context, reads_tiles ? most.most_tile_tokens : most.most_tokens,
+            " tokens of context");
+  }
 }
 
 bool digests_some_layer(const KvRequest& request, const Policy& policy) {
@@ -286,8 +317,9 @@ IndexLayout plan_index(const KvRequest& request) {
   for (const Policy& policy : request.policies) {
     validate(policy, request.shape, *request.scorers);
     require_runs(request.scorers->at(policy.select), request.processor);
+    require_within(request.logits, request, policy);
   }
-  require_compatible(request.policies);
+  require_compatible(request.policies, request.shape.layers);
   IndexLayout layout;
   layout.shape = request.shape;
   layout.context = request.context;

@@ -15,6 +15,11 @@ void require_supported(const BackendInfo& info, const KvShape& shape) {
     throw Error(ErrorCode::unsupported,
                 "device " + info.name + " keeps rows in bf16 or f16, not f32 (`kv_dtype`)");
   }
+  if (shape.query_heads > info.most_query_heads) {
+    throw Error(ErrorCode::unsupported,
+                "device " + info.name + " takes up to " + std::to_string(info.most_query_heads) +
+                    " query heads, not " + std::to_string(shape.query_heads));
+  }
   const std::vector<int>& dims = info.head_dims;
   if (dims.empty() || std::find(dims.begin(), dims.end(), shape.head_dim) != dims.end()) return;
   std::string known;
@@ -23,16 +28,18 @@ void require_supported(const BackendInfo& info, const KvShape& shape) {
                                           std::to_string(shape.head_dim) + "; it has " + known);
 }
 
-KvSession::KvSession(std::shared_ptr<KvPool> pool, std::int32_t sequence)
+KvSession::KvSession(std::shared_ptr<KvPool> pool, NoSequence /*none*/)
     : pool_(std::move(pool)),
-      sequence_(sequence),
       policy_(pool_->policies().front()),
       ledger_(pool_->plan().shape.layers),
       has_rows_(static_cast<std::size_t>(pool_->plan().shape.layers)),
       run_(std::make_unique<TokenRun>(*pool_)),
       decode_(std::make_unique<DecodeStep>(*pool_)) {}
 
-KvSession::KvSession(const std::shared_ptr<KvPool>& pool) : KvSession(pool, pool->open()) {}
+// What comes after the delegate is done may throw: then the destructor runs.
+KvSession::KvSession(const std::shared_ptr<KvPool>& pool) : KvSession(pool, NoSequence()) {
+  sequence_ = pool_->open();
+}
 
 KvSession& KvSession::operator=(KvSession&& other) noexcept {
   if (this == &other) return *this;
@@ -41,12 +48,13 @@ KvSession& KvSession::operator=(KvSession&& other) noexcept {
 }
 
 KvSession::~KvSession() {
-  if (pool_ != nullptr) pool_->close(sequence_);
+  if (pool_ != nullptr && sequence_ != kNone) pool_->close(sequence_);
 }
 
 KvSession KvSession::fork() {
   require_outside_step();
-  KvSession child(pool_, pool_->fork(sequence_));
+  KvSession child(pool_, NoSequence{});
+  child.sequence_ = pool_->fork(sequence_);
   child.policy_ = policy_;
   child.length_ = length_;
   return child;
@@ -96,12 +104,27 @@ std::vector<std::int32_t> KvSession::begin_rows(Phase phase, std::int64_t tokens
   appended_ = -1;
   std::fill(has_rows_.begin(), has_rows_.end(), false);
   ledger_.begin_step(phase, static_cast<int>(tokens));
-  return pool_->write(sequence_, step_.first, step_.end(), ledger_);
+  try {
+    return pool_->write(sequence_, step_.first, step_.end(), ledger_);
+  } catch (...) {
+    cancel_rows();
+    throw;
+  }
 }
 
 void KvSession::cancel_rows() {
+  ledger_.drop_tokens();
   pool_->forget_blocks(sequence_, length_);
   in_step_ = false;
+}
+
+// Steps of a prompt attend to a run of rows, which none is left out of.
+void KvSession::require_nothing_evicted() const {
+  const ImportantTokens* const tokens = pool_->important();
+  if (tokens == nullptr || !tokens->has_evicted_of(sequence_)) return;
+  throw Error(ErrorCode::usage,
+              "a prefill of this session has evicted tokens, and this would attend to them, too: "
+              "give it more by decoding, or by another prefill that evicts");
 }
 
 void KvSession::begin_step(Phase phase, std::int64_t tokens) {
@@ -112,6 +135,7 @@ void KvSession::begin_step(Phase phase, std::int64_t tokens) {
                                       " tokens, not " + std::to_string(tokens));
   }
   require_room(tokens);
+  if (phase != Phase::decode) require_nothing_evicted();
   const std::vector<std::int32_t> begun = begin_rows(phase, tokens);
   const bool decodes = phase == Phase::decode;
   is_run_ = !decodes || (tokens > 1 && pool_->sparse() == nullptr);
@@ -221,9 +245,14 @@ void KvSession::record_listed_hits() {
   }
 }
 
+// New rows of a layer: those that were put near where attention reads, and all that went home.
+void KvSession::record_rows(int layer, const Traffic& near, const Traffic& all) {
+  ledger_.record(layer, pool_->tier(), pool_->tier(), Cause::append, near);
+  if (!plan().in_place) ledger_.record(layer, Tier::device, Tier::host, Cause::write_back, all);
+}
+
 void KvSession::end_rows() {
   const KvShape& shape = plan().shape;
-  const Tier tier = pool_->tier();
   const Traffic all = traffic_of(shape, step_.tokens);
   const auto resident = [&](std::int64_t tokens, int set) {
     return pool_->tables().resident_rows(sequence_, tokens, set);
@@ -235,11 +264,7 @@ void KvSession::end_rows() {
         is_all ? all : traffic_of(shape, resident(step_.end(), set) - resident(step_.first, set)));
   }
   for (int layer = 0; layer < shape.layers; ++layer) {
-    ledger_.record(layer, tier, tier, Cause::append,
-                   near[static_cast<std::size_t>(pool_->set_of(layer))]);
-    if (!plan().in_place) {
-      ledger_.record(layer, Tier::device, Tier::host, Cause::write_back, all);
-    }
+    record_rows(layer, near[static_cast<std::size_t>(pool_->set_of(layer))], all);
   }
   length_ = step_.end();
   in_step_ = false;
@@ -288,6 +313,12 @@ void KvSession::cancel_prompt() {
   check(in_prompt_, "cancel_prompt outside a prompt");
   pool_->settle();
   pool_->queue().synchronize();
+  ledger_.drop_tokens();
+  for (int layer = 0; layer < plan().shape.layers; ++layer) {
+    const Traffic rows =
+        traffic_of(plan().shape, prompt_ends_[static_cast<std::size_t>(layer)] - length_);
+    record_rows(layer, rows, rows);
+  }
   pool_->truncate(sequence_, prompt_ends_, length_);
   pool_->forget_home();
   in_step_ = in_prompt_ = false;

@@ -61,7 +61,7 @@ class KvSession {
   void collect(const Queries& queries);
   void choose(int layer);
   void end_prompt();
-  // In place of what is left of one, between two layers: the session has the tokens that it had.
+  // In place of what is left of one: the session has the tokens that it had.
   void cancel_prompt();
 
   // From the next step on. Throws Error{usage} for a policy that was not planned for.
@@ -85,10 +85,15 @@ class KvSession {
  private:
   friend class KvBatch;
 
-  KvSession(std::shared_ptr<KvPool> pool, std::int32_t sequence);
+  static constexpr std::int32_t kNone = -1;
+  struct NoSequence {};
+
+  // With a sequence still to come.
+  KvSession(std::shared_ptr<KvPool> pool, NoSequence none);
   void require_room(std::int64_t tokens) const;
   void require_outside_step() const;
   void require_layer(int layer) const;
+  void require_nothing_evicted() const;
   // Takes the rows of a step from `length_` on; KvPool::write()'s result.
   std::vector<std::int32_t> begin_rows(Phase phase, std::int64_t tokens);
   // Gives back what they took, before anything was written.
@@ -96,12 +101,13 @@ class KvSession {
   // Counts the step's new rows, and makes them the session's.
   void end_rows();
   double listed_share(int layer) const;  // 1: all pages
+  void record_rows(int layer, const Traffic& near, const Traffic& all);
   void record_listed_hits();
   // Several known tokens at a time are a run to layers that attend densely.
   bool attends_run(int layer) const;
 
   std::shared_ptr<KvPool> pool_;
-  std::int32_t sequence_ = 0;
+  std::int32_t sequence_ = kNone;
   Policy policy_;
   Ledger ledger_;
   StepRange step_;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -47,9 +48,11 @@ KvStep KvStep::Impl::begin(std::shared_ptr<KvCache::Impl> cache,
     } else {
       step->batch.emplace(sessions);
     }
-  } catch (const Error& error) {
+  } catch (const std::exception& exception) {
+    const auto* const error = dynamic_cast<const Error*>(&exception);
     for (const auto& sequence : step->sequences) {
-      if (sequence->kv->in_step()) sequence->failure = error;
+      if (!sequence->kv->in_step()) continue;
+      sequence->failure = error != nullptr ? *error : Error(ErrorCode::internal, exception.what());
     }
     throw;
   }

@@ -60,6 +60,9 @@ void validate(const KvRequest& request) {
   require(request.decode_batch >= 1 && request.decode_batch <= kMostBatch,
           "a decode step takes 1 to 64 tokens");
   const std::int64_t most = request.sequences * request.context;
+  // So that sums of several such sizes are numbers, too.
+  require(static_cast<double>(shape.token_bytes()) * static_cast<double>(most) < 0x1p56,
+          "the rows of " + std::to_string(most) + " tokens have more bytes than any machine");
   require(request.tokens >= 0 && request.tokens <= most,
           "`tokens` must be 0 (all that the sequences may have) to " + std::to_string(most) +
               ", not " + std::to_string(request.tokens));
@@ -334,9 +337,10 @@ KvPlan all_resident(KvPlan plan) {
   const bool selects = needs_tails(plan);
   const std::uint64_t streamed = total_of(smallest(plan, selects, least_chunk(plan, selects)));
   const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
-  const std::string beside = request.beside > 0 ? ", of which what is not the KV cache takes " +
-                                                      format_bytes(request.beside)
-                                                : "";
+  const std::string beside =
+      request.beside > 0
+          ? ", of which what is there beside this KV cache takes " + format_bytes(request.beside)
+          : "";
   const std::string index = selects ? ", of which the policy's key index and work space take " +
                                           format_bytes(plan.index_bytes + plan.work_bytes) +
                                           "; a dense `policy` needs none"

@@ -331,10 +331,11 @@ void SparseAttention::attend_values(const Policy& policy, const Wave& wave,
 
 void SparseAttention::require_number(bool is_number, int layer, int head) const {
   if (is_number) return;
-  throw Error(ErrorCode::numeric, "a query or key of layer " + std::to_string(layer) +
-                                      ", KV head " + std::to_string(head) +
-                                      " is NaN or infinite; the checkpoint's weights are damaged" +
-                                      damage_of(layout_.shape));
+  throw Error(ErrorCode::numeric,
+              "a query or key of layer " + std::to_string(layer) + ", KV head " +
+                  std::to_string(head) +
+                  " is NaN or infinite, or what `select` made of them; check the weights" +
+                  damage_of(layout_.shape));
 }
 
 // Layers that follow one attend to the same positions, whose rows may be elsewhere.

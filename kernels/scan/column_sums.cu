@@ -32,7 +32,8 @@ constexpr int kMostQueries = 512;  // per KV head and launch, padded to whole ti
 // The queries of up to kMostProbes probes. Those of a KV head are numbered probe by probe, and
 // padded to whole tiles.
 struct Call {
-  const float* q = nullptr;  // [probes, kv_heads * group, head_dim]
+  const float* q = nullptr;      // [probes, query_heads, head_dim], from these KV heads' first on
+  std::int32_t query_heads = 0;  // of a probe
   std::int32_t positions[kMostProbes]{};
   std::int32_t probes = 0;
   std::int32_t kv_heads = 0;
@@ -65,9 +66,8 @@ template <typename T>
 __device__ std::uint32_t query_pair(const Call& call, std::int32_t head, std::int32_t query,
                                     int channel, bool rest) {
   if (query >= call.probes * call.group || channel >= call.head_dim) return 0;
-  const std::int64_t row =
-      static_cast<std::int64_t>(query / call.group) * call.kv_heads * call.group +
-      head * call.group + query % call.group;
+  const std::int64_t row = static_cast<std::int64_t>(query / call.group) * call.query_heads +
+                           head * call.group + query % call.group;
   const float* const q = call.q + row * call.head_dim + channel;
   float pair[2];
 #pragma unroll
@@ -335,13 +335,13 @@ __global__ void __launch_bounds__(kThreads, 2) sum_columns(const __grid_constant
   });
 }
 
-// Sums over the KV heads.
+// Sums over the KV heads, onto those of other KV heads if there are any.
 __global__ void __launch_bounds__(kThreads)
     add_heads(const float* sums, const std::uint32_t* bad, std::int32_t kv_heads,
-              std::int32_t count, float* out) {
+              std::int32_t count, bool is_first, float* out) {
   const auto i = static_cast<std::int32_t>(blockIdx.x * kThreads + threadIdx.x);
   if (i >= count) return;
-  float sum = 0.0f;
+  float sum = is_first ? 0.0f : out[i];
   for (std::int32_t head = 0; head < kv_heads; ++head) {
     sum += sums[static_cast<std::int64_t>(head) * count + i];
   }
@@ -385,31 +385,22 @@ void run_for(const Call& call, cudaStream_t stream) {
   }
 }
 
-// A piece of scratch, aligned to 16 bytes.
-template <typename T>
-T* take(const Launch& launch, std::size_t& used, std::int64_t count) {
-  auto* const at = reinterpret_cast<T*>(launch.scratch + used);
-  used += (static_cast<std::size_t>(count) * sizeof(T) + 15) / 16 * 16;
-  if (used > launch.scratch_bytes) {
-    throw Error(
-        ErrorCode::unsupported,
-        "the prompt is too long for zipvl on this device: its scores do not fit the scratch "
-        "memory; give it in parts or prefill densely");
-  }
-  return at;
-}
-
-Call call_of(const ColumnSumsParams& p, const Launch& launch) {
+// The call for `heads` KV heads from number `first` on, without probes and scratch.
+Call call_of(const ColumnSumsParams& p, std::int32_t first, std::int32_t heads,
+             const Launch& launch) {
+  const std::span<const RowSpan> rows =
+      p.rows.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(heads));
   Call call;
-  call.kv_heads = p.shape.kv_heads;
+  call.query_heads = p.shape.query_heads;
+  call.kv_heads = heads;
   call.group = p.shape.group();
   call.head_dim = p.shape.head_dim;
   call.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
-  check(p.rows[0].count < std::int64_t{1} << 31, "too many rows for column_sums()");
+  check(rows[0].count < std::int64_t{1} << 31, "too many rows for column_sums()");
   check(call.head_dim % 8 == 0 && call.group <= kMostQueries, "a shape without column sums");
-  call.count = static_cast<std::int32_t>(p.rows[0].count);
+  call.count = static_cast<std::int32_t>(rows[0].count);
   call.factor = kLog2E / std::sqrt(static_cast<float>(call.head_dim));
-  call.rows = head_rows(p.rows);
+  call.rows = head_rows(rows);
   call.eligible = p.eligible;
   const std::int64_t most_strips =
       std::max<std::int64_t>(1, 4 * launch.device->multiprocessors / call.kv_heads);
@@ -420,51 +411,83 @@ Call call_of(const ColumnSumsParams& p, const Launch& launch) {
   return call;
 }
 
-}  // namespace
-
-void column_sums(const ColumnSumsParams& params, const Launch& launch) {
-  if (params.rows.empty() || params.rows[0].count == 0) return;
-  Call call = call_of(params, launch);
-  const std::int32_t most = std::min(kMostProbes, kMostQueries / call.group);
+// Lays the call's arrays out in scratch, each aligned to 16 bytes, and the keys if there is room;
+// returns the bytes that the arrays take.
+std::size_t place(Call& call, const Launch& launch) {
+  std::size_t used = 0;
+  const auto take = [&](auto*& array, std::int64_t count) {
+    array = reinterpret_cast<std::decay_t<decltype(array)>>(launch.scratch + used);
+    used += (static_cast<std::size_t>(count) * sizeof(*array) + 15) / 16 * 16;
+  };
   const std::int64_t queries = static_cast<std::int64_t>(call.kv_heads) * kMostQueries;
   const int steps = 2 * channel_blocks(call.head_dim);
-  std::size_t used = 0;
-  call.bad = take<std::uint32_t>(launch, used, 1);
-  call.norms = take<float>(launch, used, queries);
-  call.partials = take<float2>(launch, used, queries * call.strips);
-  call.fragments = take<uint4>(launch, used, queries / kTileQueries * steps * 2 * kWarp);
-  call.sums = take<float>(launch, used, static_cast<std::int64_t>(call.kv_heads) * call.count);
+  const std::int64_t keys = static_cast<std::int64_t>(call.kv_heads) * call.count;
+  take(call.bad, 1);
+  take(call.norms, queries);
+  take(call.partials, queries * call.strips);
+  take(call.fragments, queries / kTileQueries * steps * 2 * kWarp);
+  take(call.sums, keys);
   // Rows in host memory are slow to read twice.
-  const std::size_t keys = static_cast<std::size_t>(call.kv_heads) *
-                           static_cast<std::size_t>(call.count) *
-                           static_cast<std::size_t>(call.head_dim) * 2;
-  if (used + keys <= launch.scratch_bytes) {
-    call.staged = take<std::byte>(launch, used, static_cast<std::int64_t>(keys));
+  const std::size_t key_bytes = static_cast<std::size_t>(keys * call.head_dim) * 2;
+  const std::size_t arrays = used;
+  if (used + key_bytes <= launch.scratch_bytes)
+    take(call.staged, static_cast<std::int64_t>(key_bytes));
+  return arrays;
+}
+
+// As many KV heads as have room in scratch.
+std::int32_t heads_at_once(const ColumnSumsParams& p, const Launch& launch) {
+  std::int32_t heads = p.shape.kv_heads;
+  while (true) {
+    Call call = call_of(p, 0, heads, launch);
+    if (place(call, launch) <= launch.scratch_bytes) return heads;
+    if (heads == 1) break;
+    heads = (heads + 1) / 2;
   }
+  throw Error(ErrorCode::unsupported,
+              "the prompt is too long for zipvl on this device: its scores do not fit the scratch "
+              "memory; give it in parts or prefill densely");
+}
+
+// Adds what `heads` KV heads from number `first` on have, or puts it there if they are the first.
+void sum_heads(const ColumnSumsParams& params, std::int32_t first, std::int32_t heads,
+               const Launch& launch) {
+  Call call = call_of(params, first, heads, launch);
+  place(call, launch);
   const std::int64_t width = std::int64_t{params.shape.query_heads} * call.head_dim;
   const auto probes = static_cast<std::int64_t>(params.positions.size());
-  if (probes == 0) {
-    require(cudaMemsetAsync(params.sums, 0, static_cast<std::size_t>(call.count) * sizeof(float),
-                            launch.stream),
-            "column sums of no probe");
-    return;
-  }
-  for (std::int64_t first = 0; first < probes; first += most) {
-    call.q = params.q + first * width;
-    call.probes = static_cast<std::int32_t>(std::min<std::int64_t>(most, probes - first));
-    call.is_first = first == 0;
-    call.is_staged = first > 0 && call.staged != nullptr;
+  const std::int32_t most = std::min(kMostProbes, kMostQueries / call.group);
+  for (std::int64_t probe = 0; probe < probes; probe += most) {
+    call.q = params.q + probe * width + std::int64_t{first} * call.group * call.head_dim;
+    call.probes = static_cast<std::int32_t>(std::min<std::int64_t>(most, probes - probe));
+    call.is_first = probe == 0;
+    call.is_staged = probe > 0 && call.staged != nullptr;
     call.tiles = (call.probes * call.group + kTileQueries - 1) / kTileQueries;
     for (std::int32_t i = 0; i < call.probes; ++i) {
       call.positions[i] =
-          static_cast<std::int32_t>(params.positions[static_cast<std::size_t>(first + i)]);
+          static_cast<std::int32_t>(params.positions[static_cast<std::size_t>(probe + i)]);
     }
     dispatch_rows(params.shape.dtype,
                   [&](auto element) { run_for<decltype(element)>(call, launch.stream); });
   }
   add_heads<<<blocks_for(call.count), kThreads, 0, launch.stream>>>(
-      call.sums, call.bad, call.kv_heads, call.count, params.sums);
+      call.sums, call.bad, call.kv_heads, call.count, first == 0, params.sums);
   require_launch("add_heads");
+}
+
+}  // namespace
+
+void column_sums(const ColumnSumsParams& params, const Launch& launch) {
+  if (params.rows.empty() || params.rows[0].count == 0) return;
+  if (params.positions.empty()) {
+    const auto bytes = static_cast<std::size_t>(params.rows[0].count) * sizeof(float);
+    require(cudaMemsetAsync(params.sums, 0, bytes, launch.stream), "column sums of no probe");
+    return;
+  }
+  const std::int32_t step = heads_at_once(params, launch);
+  for (std::int32_t first = 0; first < params.shape.kv_heads; first += step) {
+    sum_heads(params, first, std::min(step, params.shape.kv_heads - first), launch);
+  }
 }
 
 }  // namespace sluice::cuda

@@ -22,7 +22,6 @@
 
 namespace sluice::cuda {
 
-inline constexpr int kMostEntries = 1 << 25;  // per row
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / kWarp;
 inline constexpr int kSector = 16;
@@ -32,6 +31,7 @@ inline constexpr int kStripPages = kStrip / kPageTokens;
 static_assert(kSector == kBoundTokens);
 inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
 inline constexpr int kMostUnits = 512;                       // per row
+static_assert(std::int64_t{kUnitStrips} * kMostUnits * kStrip >= kMostEntries);
 inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of shortlist, at least
 // A block of emit has a span of some strips per warp.
 inline constexpr int kMostWarpStrips = 2;

@@ -3,10 +3,9 @@
 
 #include "kernels/runtime/launch.h"
 #include "kernels/select/call.cuh"
+#include "kernels/select/select.h"
 
 namespace sluice::cuda {
-
-inline constexpr int kMostGroup = 64;
 
 void run_fixed(const SelectCall& call, const Launch& launch);
 

@@ -172,8 +172,9 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   // About one round of four blocks per multiprocessor.
   const std::int64_t blocks = 4 * device.multiprocessors;
   l.strips = std::max(1, ceil_div(c.entries, kStrip));
-  l.unit_strips =
-      std::min(ceil_div(ceil_div(l.strips * rows, blocks), kWarps) * kWarps, kUnitStrips);
+  const std::int32_t strips =
+      std::max(ceil_div(l.strips * rows, blocks), ceil_div(l.strips, kMostUnits));
+  l.unit_strips = std::min(ceil_div(strips, kWarps) * kWarps, kUnitStrips);
   l.units = ceil_div(l.strips, l.unit_strips);
   if (c.is_top_p && c.p < 1.0f) {
     l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;

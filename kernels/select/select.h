@@ -38,6 +38,9 @@
 
 namespace sluice::cuda {
 
+inline constexpr int kMostGroup = 64;         // query heads of a KV head
+inline constexpr int kMostEntries = 1 << 25;  // of a query head
+
 // Logits are f16 and survive. No part of it waits for the host. top_p cuts each query head at a
 // multiple of 1/128 nat: what weighs between two of them is kept or dropped together. Weights are
 // fp32; of top_k with one query head per KV head, logits are compared themselves.

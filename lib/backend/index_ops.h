@@ -102,6 +102,11 @@ struct LogitFormat {
   std::size_t page_weight_bytes = 0;
   std::int64_t weighed_from = 0;
   std::int64_t weighed_to = 0;
+  // What select() and attend_tiles() take at most: query heads of a KV head, and tokens of a
+  // context, of one with value tiles fewer.
+  std::int64_t most_group = std::numeric_limits<std::int64_t>::max();
+  std::int64_t most_tokens = std::numeric_limits<std::int64_t>::max();
+  std::int64_t most_tile_tokens = std::numeric_limits<std::int64_t>::max();
 
   // Of the digest of logits [rows, stride].
   std::size_t digest_bytes(std::int64_t rows, std::int64_t stride) const {

@@ -5,6 +5,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "sluice/errors.h"
+
 namespace sluice {
 namespace {
 
@@ -64,6 +66,25 @@ TEST(Ledger, TableShowsBytesPerToken) {
   ledger.record(0, Tier::host, Tier::device, Cause::miss, {8, 4096});
   EXPECT_THAT(ledger.to_table(), testing::HasSubstr("host -> device"));
   EXPECT_THAT(ledger.to_table(), testing::HasSubstr("1024 B"));
+}
+
+TEST(Ledger, TokensOfAStepThatStoppedAreTakenBack) {
+  Ledger ledger(1);
+  ledger.begin_step(Phase::prefill, 5);
+  ledger.begin_step(Phase::prefill, 7);
+  ledger.record(0, Tier::device, Tier::host, Cause::write_back, {3, 300});
+  ledger.drop_tokens();
+  EXPECT_EQ(ledger.tokens(Phase::prefill), 5u);
+  EXPECT_EQ(ledger.history().back().tokens, 0);
+  EXPECT_EQ(ledger.crossed(Tier::device, Tier::host).bytes, 300u);
+}
+
+TEST(Ledger, HasNoOtherLayersThanItsOwn) {
+  const Ledger ledger(2);
+  for (const int layer : {-1, 2}) {
+    EXPECT_THROW(ledger.total(Phase::decode, layer, Tier::host, Tier::host, Cause::hit), Error);
+  }
+  EXPECT_THROW(Ledger(0), Error);
 }
 
 TEST(LedgerDeathTest, RefusesEntriesOutsideAStepOrLayer) {

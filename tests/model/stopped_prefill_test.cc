@@ -54,11 +54,13 @@ TEST_P(StoppedPrefills, LeaveWhatThereWas) {
       // In the first prompt, and behind one.
       for (const std::size_t before : {std::size_t{0}, std::size_t{300}}) {
         if (before > 0) session.prefill(part(0, before));
+        const std::uint64_t counted = session.ledger().tokens(Phase::prefill);
         for (const int stop : {1, 7}) {
           int calls = 0;
           const auto stops = [&](std::int64_t, std::int64_t) { return ++calls < stop; };
           EXPECT_TRUE(session.prefill(other, stops).empty());
           EXPECT_EQ(session.length(), static_cast<std::int64_t>(before)) << stop;
+          EXPECT_EQ(session.ledger().tokens(Phase::prefill), counted) << stop;
           calls = 0;
           const auto throws = [&](std::int64_t, std::int64_t) {
             if (++calls == stop) throw 5;
@@ -67,6 +69,15 @@ TEST_P(StoppedPrefills, LeaveWhatThereWas) {
           EXPECT_THROW(session.prefill(other, throws), int);
           EXPECT_EQ(session.length(), static_cast<std::int64_t>(before)) << stop;
         }
+        // When all is done but to say so.
+        const auto throws_late = [&](std::int64_t done, std::int64_t total) {
+          if (done == total) throw 5;
+          return true;
+        };
+        EXPECT_THROW(session.prefill(other, throws_late), int);
+        EXPECT_EQ(session.length(), static_cast<std::int64_t>(before));
+        session.truncate(0);
+        if (before > 0) session.prefill(part(0, before));
       }
       EXPECT_EQ(continuation(session, part(300, 200), 5), expected);
     }
@@ -92,39 +103,64 @@ class PinningBackend : public testing::FarBackend {
   std::shared_ptr<int> left_;
 };
 
-// Rows get their home layer by layer, and the machine may refuse any of them.
-TEST(RefusedPrefills, LeaveWhatThereWas) {
-  constexpr int kMany = 1000;
-  const auto left = std::make_shared<int>(kMany);
-  EngineConfig config;
-  config.model = SLUICE_TEST_DATA "/golden/qwen3";
-  config.threads = 1;
-  Engine engine = Engine::Impl::open(config, [&](DType weights) {
-    return std::make_unique<PinningBackend>(cpu::CpuOptions{1, DType::f32, weights}, left);
-  });
-  const SessionOptions planned = {600, {engine.policy("dense prefill=zipvl(0.9)")}, 1};
+class RefusedPrefills : public ::testing::TestWithParam<std::string> {
+ protected:
+  RefusedPrefills() : engine_(open(left_)) {}
+
+  static Engine open(const std::shared_ptr<int>& left) {
+    EngineConfig config;
+    config.model = SLUICE_TEST_DATA "/golden/qwen3";
+    config.threads = 1;
+    return Engine::Impl::open(config, [&](DType weights) {
+      return std::make_unique<PinningBackend>(cpu::CpuOptions{1, DType::f32, weights}, left);
+    });
+  }
+  // Calls `prefill` until nothing is refused any more, which leaves `session` as it is.
+  template <typename Prefill>
+  int refusals(const Session& session, const Prefill& prefill) {
+    const std::int64_t before = session.length();
+    int refused = 0;
+    for (*left_ = 0; session.length() == before; *left_ = ++refused) {
+      try {
+        prefill();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::memory) << error.what();
+        EXPECT_EQ(session.length(), before);
+      }
+    }
+    *left_ = kMany;
+    return refused;
+  }
+
+  static constexpr int kMany = 1000;
+  std::shared_ptr<int> left_ = std::make_shared<int>(kMany);
+  Engine engine_;
+};
+
+// Rows get their home layer by layer or block by block, and the machine may refuse any of them.
+TEST_P(RefusedPrefills, LeaveWhatThereWas) {
+  const SessionOptions planned = {600, {engine_.policy(GetParam())}, 2};
   std::vector<TokenId> tokens(300);
   std::iota(tokens.begin(), tokens.end(), 10);
   const std::span<const TokenId> prompt(tokens);
-  Session fresh = engine.new_session(planned);
-  const std::vector<TokenId> expected = continuation(fresh, prompt, 5);
-  Session session = engine.new_session(planned);
-  const std::uint64_t before = engine.memory().host_bytes;
-  int refused = 0;
-  for (*left = 0; session.length() == 0; *left = ++refused) {
-    try {
-      session.prefill(prompt);
-    } catch (const Error& error) {
-      ASSERT_EQ(error.code(), ErrorCode::memory) << error.what();
-      ASSERT_EQ(session.length(), 0);
-    }
-  }
-  EXPECT_GE(refused, 3) << "once in every layer at least";
+  std::optional<Session> fresh = engine_.new_session(planned);
+  const std::vector<TokenId> expected = continuation(*fresh, prompt, 5);
+  fresh.reset();
+  Session session = engine_.new_session(planned);
+  const std::uint64_t before = engine_.memory().host_bytes;
+  EXPECT_GE(refusals(session, [&] { session.prefill(prompt); }), 1);
   session.truncate(0);
-  *left = kMany;
   EXPECT_EQ(continuation(session, prompt, 5), expected);
-  EXPECT_GT(engine.memory().host_bytes, before);
+  EXPECT_GT(engine_.memory().host_bytes, before);
 }
+
+INSTANTIATE_TEST_SUITE_P(Policies, RefusedPrefills,
+                         ::testing::Values("dense prefill=zipvl(0.9)", "dense", "values"),
+                         [](const auto& policy) {
+                           const std::string& line = policy.param;
+                           return line.substr(0, line.find(' ')) +
+                                  (line.find("zipvl") == std::string::npos ? "" : "_zipvl");
+                         });
 
 }  // namespace
 }  // namespace sluice

@@ -87,6 +87,41 @@ TEST(Planner, RefusesImpossibleShapes) {
   EXPECT_TRUE(refused({1, 2, 2, 64}, 10, 0));
 }
 
+// What a backend cannot select among is refused before there is anything to lose.
+TEST(Planner, RefusesWhatTheBackendDoesNotTake) {
+  const auto plan = [](const char* text, int group, std::int64_t context) {
+    const Policy policy = parse_policy(text);
+    KvRequest request;
+    request.shape = {4, 2 * group, 2, 64, DType::bf16};
+    request.context = context;
+    request.policies = {&policy, 1};
+    request.logits.most_group = 64;
+    request.logits.most_tokens = 100000;
+    request.logits.most_tile_tokens = 50000;
+    return plan_kv(request);
+  };
+  const auto refused = [&](const char* text, int group, std::int64_t context) {
+    try {
+      plan(text, group, context);
+      return std::string();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::unsupported) << error.what();
+      return std::string(error.what());
+    }
+  };
+  EXPECT_EQ(refused("dense", 65, 200000), "");
+  for (const char* text : {"values", "sparq", "streaming", "dense prefill=zipvl(0.9)"}) {
+    EXPECT_EQ(refused(text, 64, 50000), "") << text;
+    EXPECT_THAT(refused(text, 65, 50000), ::testing::HasSubstr("up to 64 query heads per KV head"));
+  }
+  EXPECT_EQ(refused("sparq", 8, 100000), "");
+  EXPECT_EQ(refused("streaming", 8, 200000), "");
+  EXPECT_THAT(refused("sparq", 8, 100001), ::testing::HasSubstr("up to 100000 tokens"));
+  EXPECT_THAT(refused("values", 8, 50001), ::testing::HasSubstr("up to 50000 tokens"));
+  EXPECT_THAT(refused("sparq 3:compensate=values", 8, 50001),
+              ::testing::HasSubstr("up to 50000 tokens"));
+}
+
 // A bit of every key channel makes 16 bytes per page and channel, in the layers that have it.
 TEST(Planner, CountsTheBitsOfEveryLayersKeys) {
   const std::int64_t context = 100000;

@@ -432,18 +432,25 @@ TEST(SparseSession, NamesLayerAndHeadOfWhatIsNoNumber) {
   }
 }
 
-TEST(SparseSession, RefusesToEvictWhatDenseAnchorsAttendTo) {
-  const std::vector<Policy> policies = {parse_policy("zipvl prefill=zipvl(0.9,evict)"),
-                                        parse_policy("tidaldecode anchors=2")};
+TEST(SparseSession, RefusesToEvictWhatAnotherPolicyAttendsTo) {
   const KvShape shape{4, 4, 2, 32, DType::bf16};
-  EXPECT_NO_THROW(testing::plan_of(shape, 600, 64, std::nullopt, true, {&policies[1], 1}));
-  try {
-    testing::plan_of(shape, 600, 64, std::nullopt, true, policies);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::usage);
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("evicts and anchors_attend=all"));
-  }
+  const auto expect_refusal = [&](const char* other, const char* what) {
+    const std::vector<Policy> policies = {parse_policy("zipvl prefill=zipvl(0.9,evict)"),
+                                          parse_policy(other)};
+    EXPECT_NO_THROW(testing::plan_of(shape, 600, 64, std::nullopt, true, {&policies[1], 1}));
+    try {
+      testing::plan_of(shape, 600, 64, std::nullopt, true, policies);
+      ADD_FAILURE() << other;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage) << other;
+      EXPECT_THAT(error.what(), ::testing::HasSubstr(std::string("evicts and ") + what));
+    }
+  };
+  expect_refusal("tidaldecode anchors=2", "anchors");
+  expect_refusal("select=int4 prune=top_k(8) anchors=0", "anchors");
+  expect_refusal("select=int4 prune=top_k(8) correct=4", "corrections");
+  expect_refusal("values", "compensate=values");
+  expect_refusal("sluice 2:compensate=values", "compensate=values");
 }
 
 TEST(SparseSession, RefusesWhatItWasNotPlannedFor) {

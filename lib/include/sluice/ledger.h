@@ -68,10 +68,13 @@ class Ledger {
   explicit Ledger(int layers);
 
   void begin_step(Phase phase, int tokens);
+  // The current step stopped, and its tokens were not kept. What it moved stays counted.
+  void drop_tokens();
   // Adds to the current step. `bytes` counts whole rows, padding included: what the bus carries.
   void record(int layer, Tier from, Tier to, Cause cause, Traffic traffic);
 
-  // Totals of a phase, over all layers or of one.
+  // Totals of a phase, over all layers or of one. Throws Error{usage} for a layer that there is
+  // not.
   Traffic total(Phase phase, Tier from, Tier to, Cause cause) const;
   Traffic total(Phase phase, int layer, Tier from, Tier to, Cause cause) const;
   // All bytes that crossed from one tier to another, whatever the cause and phase.
