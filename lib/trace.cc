@@ -34,6 +34,11 @@ nlohmann::json json_of(const TraceEvent& event) {
           {"args", std::move(arguments)}};
 }
 
+// A name that is no UTF-8 is written with what stands for its errors.
+std::string text_of(const nlohmann::json& json) {
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 }  // namespace
 
 void Trace::add(const TraceEvent& event) {
@@ -71,7 +76,7 @@ void Trace::write_json(const std::function<void(std::string_view)>& to) const {
     if (line + 1 < kNames.size() || !events_.empty()) to(",\n");
   }
   for (std::size_t i = 0; i < events_.size(); ++i) {
-    to(json_of(events_[i]).dump() + (i + 1 < events_.size() ? ",\n" : "\n"));
+    to(text_of(json_of(events_[i])) + (i + 1 < events_.size() ? ",\n" : "\n"));
   }
   const nlohmann::json other = {{"dropped_events", dropped_}};
   to("],\"displayTimeUnit\":\"ms\",\"otherData\":" + other.dump() + "}\n");

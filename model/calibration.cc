@@ -1,5 +1,6 @@
 #include "model/calibration.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "io/file.h"
@@ -33,6 +34,19 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
   return root;
 }
 
+// What Engine::policy() would not find again, or not as it is.
+void require_readable(std::string_view name, const Policy& policy) {
+  const auto presets = sluice::presets();
+  const bool is_preset = std::any_of(presets.begin(), presets.end(),
+                                     [&](const Preset& preset) { return preset.name == name; });
+  if (!is_preset) throw Error(ErrorCode::usage, "no preset is called " + in_quotes(name));
+  // What other scorers take is not known here.
+  if (own_scorers().find(policy.select.name) == nullptr) return;
+  const std::string line = to_string(policy);
+  if (parse_policy(line) == policy) return;
+  throw Error(ErrorCode::usage, "a policy that is not what its line says: " + line);
+}
+
 }  // namespace
 
 std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
@@ -56,6 +70,7 @@ std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std:
 
 void store_calibration(const std::filesystem::path& model, std::string_view name,
                        const Policy& policy) {
+  require_readable(name, policy);
   const std::filesystem::path path = model / kCalibrationFile;
   nlohmann::json root = read_calibration(path);
   root["policies"][std::string(name)] = to_string(policy);

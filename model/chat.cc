@@ -13,7 +13,14 @@ Chat::Chat(const Engine& engine, Session session, ChatFormat format, std::string
       format_(std::move(format)),
       system_(std::move(system)) {}
 
+void Chat::require_no_question() const {
+  if (!is_asking_) return;
+  throw Error(ErrorCode::usage,
+              "a callback may not change the chat: the question that it is from is not over");
+}
+
 void Chat::reset() {
+  require_no_question();
   session_.truncate(0);
   held_.clear();
   turns_.clear();
@@ -31,7 +38,18 @@ std::size_t Chat::keep_common(std::span<const TokenId> ids) {
   return common;
 }
 
+// Whatever of the question a failed step may have left, NaN rows among them. What failed is what
+// the caller is told: a session that stopped inside a step cannot be cut.
+void Chat::forget_from(std::size_t token) {
+  held_.resize(std::min(token, held_.size()));
+  try {
+    session_.truncate(std::min(static_cast<std::int64_t>(held_.size()), session_.length()));
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch)
+  }
+}
+
 GenerateResult Chat::ask(std::string question, GenerateOptions options) {
+  require_no_question();
   std::vector<ChatTurn> turns = turns_;
   turns.push_back({std::move(question), {}, {}});
   std::vector<TokenId> ids = format_.render(system_, turns);
@@ -49,22 +67,22 @@ GenerateResult Chat::ask(std::string question, GenerateOptions options) {
   const std::span<const TokenId> ends = format_.end_tokens();
   options.end_tokens.insert(options.end_tokens.end(), ends.begin(), ends.end());
   const std::size_t common = keep_common(ids);
-  const auto note_held = [&] {
-    const auto length = static_cast<std::size_t>(session_.length());
-    held_.assign(ids.begin(),
-                 ids.begin() + static_cast<std::ptrdiff_t>(std::min(length, ids.size())));
-    session_.truncate(static_cast<std::int64_t>(held_.size()));
-  };
   GenerateResult result;
   try {
+    is_asking_ = true;
     result = generate(*engine_, session_, std::span(ids).subspan(common), options);
   } catch (...) {
-    note_held();
+    is_asking_ = false;
+    forget_from(common);
     throw;
   }
-  const bool answered = session_.length() >= static_cast<std::int64_t>(ids.size());
+  is_asking_ = false;
+  const bool answered = result.reason != FinishReason::interrupted || !result.tokens.empty();
   ids.insert(ids.end(), result.tokens.begin(), result.tokens.end());
-  note_held();
+  const auto length = static_cast<std::size_t>(session_.length());
+  ids.resize(std::min(length, ids.size()));
+  held_ = std::move(ids);
+  session_.truncate(static_cast<std::int64_t>(held_.size()));
   if (!answered) return result;
   turns.back().answer = result.text;
   turns.back().tokens = result.tokens;

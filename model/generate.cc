@@ -56,6 +56,32 @@ class TextStream {
   std::string* text_;
 };
 
+}  // namespace
+
+// The session of a generation, which lives as long as that does, whatever callbacks do.
+class GeneratingSession {
+ public:
+  explicit GeneratingSession(const Session& session) : own_(session.share()) {}
+
+  Session* operator->() { return &own_; }
+  const Session& operator*() const { return own_; }
+
+  // From here on, and after every token that is decoded.
+  void note_length() { length_ = own_.length(); }
+  // After a callback: false if it ended the session. Throws Error{usage} if it changed the tokens.
+  bool goes_on() const {
+    if (own_.impl_.use_count() == 1) return false;
+    if (own_.length() == length_) return true;
+    throw Error(ErrorCode::usage, "a callback changed the session whose text it was given");
+  }
+
+ private:
+  Session own_;
+  std::int64_t length_ = 0;
+};
+
+namespace {
+
 void require_room(const Session& session, std::size_t prompt, int max_tokens) {
   const std::int64_t context = session.plan().context;
   // The last token is never fed back, so it needs no room.
@@ -108,14 +134,17 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   TextStream stream(engine.tokenizer(), options, result.text);
   Timings& timings = result.timings;
   const Stopwatch total;
+  GeneratingSession own(session);
+  bool goes_on = true;
   const std::span<const float> logits =
-      session.prefill(prompt, [&](std::int64_t done, std::int64_t of) {
+      own->prefill(prompt, [&](std::int64_t done, std::int64_t of) {
         timings.prefill_tokens = done;
-        const bool wanted = !options.on_prefill || options.on_prefill(done, of);
-        return wanted && !interrupted();
+        goes_on = (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
+        return goes_on;
       });
+  own.note_length();
   timings.prefill_seconds = total.seconds();
-  if (logits.empty()) {
+  if (!goes_on || !own.goes_on()) {
     result.reason = FinishReason::interrupted;
     return result;
   }
@@ -137,13 +166,14 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
       break;
     }
     if (static_cast<int>(result.tokens.size()) == options.sampling.max_tokens) break;
-    if (interrupted()) {
+    if (!own.goes_on() || interrupted()) {
       result.reason = FinishReason::interrupted;
       break;
     }
-    id = session.decode(id, sampler, history);
+    id = own->decode(id, sampler, history);
+    own.note_length();
     ++timings.decode_tokens;
-    if (options.on_decode) options.on_decode(session);
+    if (options.on_decode) options.on_decode(*own);
   }
   // Whatever ended the loop, the token it ended at is not in the cache.
   result.pending = id;

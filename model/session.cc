@@ -142,12 +142,18 @@ std::int64_t Session::Impl::decode_room() const {
 std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> tokens,
                                                      const Progress& progress) {
   const auto total = static_cast<std::int64_t>(tokens.size());
+  const std::int64_t before = kv.length();
   const bool whole = engine->decoder->prompt(tokens, kv, grant->prompt(), [&](double share) {
     return !progress ||
            progress(static_cast<std::int64_t>(share * static_cast<double>(total)), total);
   });
   if (!whole) return {};
-  if (progress) progress(total, total);
+  try {
+    if (progress) progress(total, total);
+  } catch (...) {
+    kv.truncate(before);
+    throw;
+  }
   return keep(engine->decoder->logits(0, 1));
 }
 

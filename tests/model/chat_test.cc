@@ -190,7 +190,13 @@ TEST(Chat, WhatIsNotAnsweredWasNotAsked) {
       EXPECT_TRUE(result.tokens.empty());
       GenerateOptions throwing = at_most(5);
       throwing.on_text = [](std::string_view) { throw std::runtime_error("no room on the disk"); };
+      const std::size_t held = chat.tokens().size();
       EXPECT_THROW(chat.ask("And you?", throwing), std::runtime_error);
+      EXPECT_LE(chat.tokens().size(), held) << "nothing of what failed";
+      throwing.on_text = [&](std::string_view) { chat.ask("And you?", at_most(1)); };
+      expect_error(ErrorCode::usage, "callback", [&] { chat.ask("Why?", throwing); });
+      throwing.on_text = [&](std::string_view) { chat.reset(); };
+      expect_error(ErrorCode::usage, "callback", [&] { chat.ask("Why?", throwing); });
       expect_error(ErrorCode::prompt, "not UTF-8", [&] { chat.ask("\xFF", at_most(1)); });
       expect_error(ErrorCode::usage, "temperature", [&] {
         GenerateOptions wrong = at_most(1);

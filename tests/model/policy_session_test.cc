@@ -239,6 +239,40 @@ TEST(SparsePrefill, WhatIsEvictedIsNeverAttended) {
   }
 }
 
+// Steps of a prompt would attend to what was evicted.
+TEST(SparsePrefill, TakesNoOtherAfterOneThatEvicts) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 400);
+  const auto part = [&](std::size_t first, std::size_t count) {
+    return std::span(tokens).subspan(first, count);
+  };
+  SessionOptions options;
+  options.context = 420;
+  options.policies = {parse_policy("select=dense prefill=zipvl(0.8,evict)"), Policy{}};
+  options.sequences = 2;
+  Session session = engine.new_session(options);
+  Session other = session.sibling();
+  session.prefill(part(0, 300));
+  const auto expect_refusal = [&](const auto& call) {
+    try {
+      call();
+      ADD_FAILURE() << "nothing was refused";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage) << error.what();
+    }
+    EXPECT_EQ(session.length(), 300);
+  };
+  expect_refusal([&] { session.score(part(300, 20)); });
+  session.use(Policy{});
+  expect_refusal([&] { session.prefill(part(300, 20)); });
+  session.decode(tokens[300]);
+  session.use(options.policies.front());
+  EXPECT_FALSE(session.prefill(part(301, 20)).empty());
+  EXPECT_EQ(other.score(part(0, 20)).size(), 19u) << "of a session that has all of its tokens";
+  session.truncate(0);
+  EXPECT_EQ(session.score(part(0, 20)).size(), 19u);
+}
+
 TEST(SparsePrefill, HoldsUnderACap) {
   const Policy policy = parse_policy("select=int4 prune=top_k(64) prefill=zipvl(0.9)");
   Engine unlimited = open_engine();
@@ -272,6 +306,11 @@ TEST(EnginePolicy, CalibrationReplacesAPreset) {
   EXPECT_EQ(engine.policy("tidaldecode"), chosen);
   EXPECT_EQ(engine.policy("tidaldecode prune=top_k(64)").anchors, (std::vector<int>{2, 5, 9}));
   EXPECT_EQ(engine.policy("quest"), parse_policy("quest"));
+  testing::expect_error(ErrorCode::usage, "no preset",
+                        [&] { store_calibration(copy, "\xff", chosen); });
+  chosen.anchors = {9, 2};
+  testing::expect_error(ErrorCode::usage, "anchors",
+                        [&] { store_calibration(copy, "tidaldecode", chosen); });
   std::ofstream(copy / "sluice.json") << "{\"policies\": [1]}";
   try {
     engine.policy("tidaldecode");

@@ -66,9 +66,10 @@ class Chat {
 
   // Asks, and generates the answer; options.sampling.max_tokens is cut to what the context holds.
   // Without an answer, because prefill was interrupted or failed, the question counts as not
-  // asked. Throws Error{prompt} if the context is full, and what generate() throws.
+  // asked. Throws Error{prompt} if the context is full, Error{usage} in a callback of another
+  // question, and what generate() throws.
   GenerateResult ask(std::string question, GenerateOptions options);
-  // Forgets all turns.
+  // Forgets all turns. Throws Error{usage} in a callback of a question.
   void reset();
 
   std::span<const ChatTurn> turns() const { return turns_; }
@@ -80,6 +81,9 @@ class Chat {
  private:
   // Keeps of the session what `ids` begin with, and returns how many tokens that are.
   std::size_t keep_common(std::span<const TokenId> ids);
+  void require_no_question() const;
+  // Of what the session holds, after a question that failed.
+  void forget_from(std::size_t token);
 
   const Engine* engine_;
   Session session_;
@@ -87,6 +91,7 @@ class Chat {
   std::string system_;
   std::vector<ChatTurn> turns_;
   std::vector<TokenId> held_;  // by the session
+  bool is_asking_ = false;
 };
 
 }  // namespace sluice

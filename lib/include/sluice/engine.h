@@ -143,7 +143,7 @@ struct SessionOptions {
 
 // Stores the policy that Engine::policy() gives for preset `name` of the checkpoint in `model`, in
 // sluice.json there. Throws Error{io} if it cannot be written, Error{corrupt} if what is there is
-// no calibration.
+// no calibration, Error{usage} for a preset that there is not or a policy that makes no sense.
 void store_calibration(const std::filesystem::path& model, std::string_view name,
                        const Policy& policy);
 
@@ -198,7 +198,7 @@ class Engine {
   // is computed if the batch cannot be served; what fails for one session alone is in its result.
   std::vector<StepResult> step(std::span<const StepToken> tokens);
 
-  // Memory of all sessions, as the allocators counted it.
+  // Memory of weights, activations and all sessions, as the allocators counted it.
   MemoryUse memory() const;
 
   struct Impl;  // opaque
@@ -254,7 +254,8 @@ class Session {
   // Forgets all tokens from `length` on.
   void truncate(std::int64_t length);
   // Appends tokens and returns log p(tokens[i] | everything before) for i = 1 .. size-1, in nats;
-  // the mean of the negatives is the NLL.
+  // the mean of the negatives is the NLL. Attends to every token, so that it throws Error{usage}
+  // after a prefill that evicted some.
   std::vector<float> score(std::span<const TokenId> tokens, const Progress& progress = {});
 
   std::int64_t length() const;
@@ -270,6 +271,7 @@ class Session {
 
  private:
   friend class Engine;
+  friend class GeneratingSession;
   friend struct SessionStep;
   explicit Session(std::shared_ptr<Impl> impl);
   Impl& impl() const;

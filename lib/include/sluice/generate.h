@@ -52,6 +52,9 @@ struct GenerateResult {
 // Generates after `prompt` in `session`, which must have room for the prompt and max_tokens.
 // Throws Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad
 // sampling parameters.
+//
+// on_text and on_decode may compute with other sessions, and may end this one, which ends the
+// text; Error{usage} if they change its tokens.
 GenerateResult generate(const Engine& engine, Session& session, std::span<const TokenId> prompt,
                         const GenerateOptions& options);
 

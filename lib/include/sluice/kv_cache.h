@@ -227,8 +227,9 @@ class KvSequence {
 // A step under way, from begin_step() to end(). A step that is destroyed before it ends has failed,
 // and its sequences with it.
 //
-// A sequence whose keys, values or queries have a NaN, an infinity or what the rows' dtype cannot
-// hold fails by itself; a step in which none is left throws Error{numeric}, naming layer and head.
+// A sequence whose keys, values or queries have a NaN, an infinity or a number too large fails by
+// itself, too large being what rows of f16 cannot hold, and 2^59 for others, whose logits would
+// overflow; a step in which none is left throws Error{numeric}, naming layer and head.
 class KvStep {
  public:
   KvStep(KvStep&&) noexcept;

@@ -87,7 +87,8 @@ struct Budget {
 struct SparsePrefill {
   double tau = 0.0;    // share of the probes' attention that the important tokens carry; 0: dense
   bool evict = false;  // the paper: the other tokens attend to nothing and are forgotten. Else all
-                       // attend, to what is important and what is near, and all rows are kept
+                       // attend, to what is important and what is near, and all rows are kept.
+                       // What follows has to be decode steps or prefills that evict, too
   double pages = 0.0;  // share of the weight, as means estimate it, that listed pages carry; 0: all
 
   bool dense() const { return tau == 0.0 && pages == 0.0; }
@@ -153,7 +154,8 @@ struct Policy {
 const Scorers& own_scorers();
 
 // Throws Error{usage} naming the setting and the accepted range if the policy makes no sense by
-// itself (the first) or for this model (the second).
+// itself (the first) or for this model (the second); Error{unsupported} for compensate=values where
+// head_dim is no multiple of 4.
 void validate(const Policy& policy, const Scorers& scorers = own_scorers());
 void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers = own_scorers());
 
@@ -166,7 +168,8 @@ Policy change_policy(const Policy& base, std::string_view settings,
 // The shortest line that parse_policy reads back as the same policy, without presets' names.
 std::string to_string(const Policy& policy);
 // One JSON object with the same words as keys, without those that to_string leaves out. Numbers and
-// lists of layers are JSON's; what else a value may be is a string: {"prune":"top_k(8)","cap":256}.
+// lists of layers are JSON's; what else a value may be is a string:
+// {"prune":"top_p(0.9)","cap":256}.
 std::string to_json(const Policy& policy);
 // Reads that back. Throws as parse_policy does, and refuses keys that are unknown or stand twice.
 Policy policy_from_json(std::string_view json, const Scorers& scorers = own_scorers());

@@ -18,7 +18,7 @@ class Sampler {
 
   // `logits` [vocabulary], `history` the tokens so far, prompt included, for the repetition
   // penalty: it divides positive and multiplies negative logits of each token in the history
-  // once. Throws Error{internal} if a logit is NaN or +inf or all are -inf, and what
+  // once. Throws Error{numeric} if a logit is NaN or +inf or all are -inf, and what
   // require_history() throws.
   TokenId next(std::span<const float> logits, std::span<const TokenId> history);
 

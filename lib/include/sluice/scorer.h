@@ -179,7 +179,8 @@ struct RunScorer : ScorerCall {
   // Where every token gets a logit for each position of the whole pages before its own: the first
   // page_first() numbers of the rows of its query heads. Nothing beyond them is to be written, for
   // the tokens of its own page are scored from their rows. NaN and +Inf end the session's step with
-  // an error; -Inf leaves a token out.
+  // an error; -Inf is no weight, so that a token comes behind all that have some, and is kept only
+  // where there are fewer of those than are to be kept.
   LogitRows logits;
   // What Sluice's own scorers call the backend with; see lib/.
   Queue* queue = nullptr;

@@ -52,7 +52,8 @@ struct Bandwidth {
 };
 
 // Streams through `bytes` of memory with `threads` threads; best of three passes. Take several
-// times the L3 cache to measure DRAM. `threads` 0 is one per core.
+// times the L3 cache to measure DRAM. `threads` 0 is one per core. Throws Error{usage} for more
+// than 1 TiB.
 Bandwidth measure_bandwidth(int threads, std::uint64_t bytes);
 
 }  // namespace sluice

@@ -49,7 +49,7 @@ class Trace {
   std::size_t events() const;
   std::size_t dropped() const;
   // In Chrome's trace event format, for chrome://tracing and Perfetto, piece by piece: an event
-  // takes some 110 bytes.
+  // takes some 110 bytes. `to` may not use the trace.
   void write_json(const std::function<void(std::string_view)>& to) const;
 
  private:
