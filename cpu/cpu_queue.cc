@@ -31,7 +31,7 @@ void CpuQueue::copy(std::span<const CopyOp> ops) {
   threads().for_ranges(items, grain, [&](std::int64_t begin, std::int64_t end) {
     for (const CopyOp& op :
          ops.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin))) {
-      std::memcpy(op.to, op.from, op.bytes);
+      if (op.bytes > 0) std::memcpy(op.to, op.from, op.bytes);  // of nothing may be null
     }
   });
 }

@@ -41,9 +41,8 @@ std::byte* CpuMemory::take(Tier tier, std::size_t bytes) {
   std::byte* const data = bytes >= kMapFrom ? map(bytes) : allocate(bytes);
   if (data == nullptr) {
     throw Error(ErrorCode::memory, "the machine has no " + format_bytes(bytes) + " left for the " +
-                                       std::string(to_string(tier)) + " tier; lower --" +
                                        std::string(to_string(tier)) +
-                                       "-memory or shorten the context");
+                                       " tier; shorten the context or end what else uses it");
   }
   return data;
 }

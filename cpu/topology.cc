@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "cpu/threads.h"
+#include "lib/bytes.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 
@@ -95,6 +96,8 @@ std::vector<NumaNode> numa_nodes(hwloc_topology_t topology) {
   return nodes;
 }
 
+constexpr std::uint64_t kMostMeasured = std::uint64_t{1} << 40;
+
 }  // namespace
 
 Topology detect_topology() {
@@ -118,6 +121,10 @@ Topology detect_topology() {
 }
 
 Bandwidth measure_bandwidth(int threads, std::uint64_t bytes) {
+  if (bytes > kMostMeasured) {
+    throw Error(ErrorCode::usage,
+                "bandwidth is measured with up to 1 TiB, not " + format_bytes(bytes));
+  }
   cpu::Threads pool(threads);
   const std::size_t words = std::max<std::uint64_t>(bytes / sizeof(std::uint64_t), 1);
   std::vector<std::uint64_t> source(words, 1);
