@@ -217,23 +217,38 @@ TEST(KvSession, RefusesMoreThanItWasPlannedFor) {
   EXPECT_LT(conversation.step(session, 2), kTolerance) << "a refused step changes nothing";
 }
 
-TEST(KvSession, AnInterruptedStepEndsTheSessionAndNoOther) {
+TEST(KvSession, WithoutMemoryForAStepGoesOnWithoutIt) {
   const KvShape shape{1, 1, 1, 32, DType::f32};
   const std::uint64_t rows = 64 * shape.row_bytes();
   CountingBackend backend(MemoryAccount::kNoCap, 6 * rows);
   const KvPlan plan = testing::plan_of(shape, 100000, 512, std::nullopt, true);
   KvSession hungry = testing::session_of(backend, plan);
-  KvSession modest =
-      testing::session_of(backend, testing::plan_of(shape, 64, 64, std::nullopt, true));
-  EXPECT_THROW(hungry.begin_step(Phase::prefill, 512), Error);
   try {
-    hungry.begin_step(Phase::prefill, 1);
+    hungry.begin_step(Phase::prefill, 512);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::memory);
+  }
+  EXPECT_EQ(hungry.ledger().tokens(Phase::prefill), 0u);
+  Conversation conversation(shape, 3);
+  EXPECT_LT(conversation.step(hungry, 64), kTolerance);
+}
+
+TEST(KvSession, AnInterruptedStepEndsTheSessionAndNoOther) {
+  const KvShape shape{1, 1, 1, 32, DType::f32};
+  CountingBackend backend;
+  const KvPlan plan = testing::plan_of(shape, 64, 64, std::nullopt, true);
+  KvSession stopped = testing::session_of(backend, plan);
+  KvSession other = testing::session_of(backend, plan);
+  stopped.begin_step(Phase::prefill, 8);
+  try {
+    stopped.begin_step(Phase::prefill, 1);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::internal);
   }
   Conversation conversation(shape, 3);
-  EXPECT_LT(conversation.step(modest, 64), kTolerance);
+  EXPECT_LT(conversation.step(other, 64), kTolerance);
 }
 
 }  // namespace
