@@ -238,11 +238,16 @@ class World {
   }
   void calm() { backend_.refuse_after = -1; }
 
+  // Of the only sequence: then it takes no steps of a prompt.
+  bool has_evicted() const {
+    return late_->important() != nullptr && late_->important()->has_evicted();
+  }
+
   void run(Phase phase, std::int64_t tokens) { run_of(any(), phase, tokens); }
   void run_of(Twins& twins, Phase phase, std::int64_t tokens) {
     tokens = std::min(tokens, kContext - twins.length());
     if (phase == Phase::decode) tokens = std::min(tokens, twins.late.decode_room());
-    if (tokens == 0) return;
+    if (tokens == 0 || (phase != Phase::decode && has_evicted())) return;
     step_of(twins, std::string(to_string(phase)), tokens, [&](KvSession& session, Outputs& out) {
       run_one(session, *twins.script, phase, tokens, out);
     });
