@@ -166,7 +166,9 @@ std::int64_t KvPool::rows_at_home(std::int32_t sequence, std::int64_t first,
 
 std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                         bool by_layers, Ledger& ledger) {
+  kept_rows_ = true;
   settle();  // of a step that failed
+  kept_rows_ = false;
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
   const std::int64_t rows = rows_at_home(sequence, first, end);
   try {
@@ -174,6 +176,8 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
     by_layers&& writing.blocks.empty() ? home_.charge(rows) : home_.grow(rows);
   } catch (...) {
     tables_.truncate(sequence, first);
+    // What was to be copied is not where the tables say now.
+    kept_rows_ = writing.blocks.empty() && writing.tiles.empty();
     throw;
   }
   home_used_ = std::max(home_used_, rows);

@@ -67,7 +67,8 @@ class KvPool {
   // Makes room for tokens [first, end) of a sequence, copies what it shared, and brings the tables
   // where the backend reads them. Counts rows that came from home. Returns BlockTables::Writing's
   // `begun`, by set of layers. Throws what require_room() throws with nothing changed, and
-  // Error{memory} for want of host memory; then the sequence can only be closed.
+  // Error{memory} for want of host memory; then the sequence can only be closed, unless
+  // kept_rows().
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   Ledger& ledger);
   // The same, but every layer's rows have a home only from ready_home() on, which takes what this
@@ -78,6 +79,10 @@ class KvPool {
   void ready_home(int layer, std::int64_t rows) { home_.commit(layer, rows); }
   // After a write_by_layers() whose layers did not all get theirs.
   void forget_home() { home_.release_uncommitted(); }
+
+  // Whether the latest write() or write_by_layers(), if it threw, left what the sequence had: not
+  // if it was to copy a page that the sequence shared.
+  bool kept_rows() const { return kept_rows_; }
 
   // Room at home for so many rows more than were ever written, so that a later write() need not
   // wait for it; less if there is none.
@@ -148,6 +153,7 @@ class KvPool {
   std::unique_ptr<ImportantTokens> important_;
   std::unique_ptr<ListedPages> listed_;
   std::unique_ptr<HostAttention> host_attention_;
+  bool kept_rows_ = true;
   std::map<StepKind, std::unique_ptr<Recording>> recordings_;
 };
 

@@ -107,9 +107,15 @@ std::vector<std::int32_t> KvSession::begin_rows(Phase phase, std::int64_t tokens
   try {
     return pool_->write(sequence_, step_.first, step_.end(), ledger_);
   } catch (...) {
-    cancel_rows();
+    give_up_rows();
     throw;
   }
+}
+
+// After a write() that threw: the session goes on if it has the rows that it had.
+void KvSession::give_up_rows() {
+  in_step_ = true;
+  if (pool_->kept_rows()) cancel_rows();
 }
 
 void KvSession::cancel_rows() {
@@ -297,7 +303,12 @@ void KvSession::begin_prompt(std::int64_t tokens) {
   prompt_ = {length_, tokens};
   phase_ = Phase::prefill;
   ledger_.begin_step(phase_, static_cast<int>(tokens));
-  prompt_home_ = pool_->write_by_layers(sequence_, prompt_.first, prompt_.end(), ledger_);
+  try {
+    prompt_home_ = pool_->write_by_layers(sequence_, prompt_.first, prompt_.end(), ledger_);
+  } catch (...) {
+    give_up_rows();
+    throw;
+  }
   try {
     pool_->important()->begin(sequence_, prompt_, *pool_);
   } catch (const Error&) {

@@ -98,6 +98,7 @@ class KvSession {
   std::vector<std::int32_t> begin_rows(Phase phase, std::int64_t tokens);
   // Gives back what they took, before anything was written.
   void cancel_rows();
+  void give_up_rows();
   // Counts the step's new rows, and makes them the session's.
   void end_rows();
   double listed_share(int layer) const;  // 1: all pages
