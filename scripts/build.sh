@@ -91,6 +91,8 @@ main() {
   [[ $preset != pretend ]] || architectures=${SLUICE_CUDA_ARCHITECTURES:-80-virtual}
   options+=("$(cuda_options "$architectures")")
   if command -v ccache >/dev/null; then
+    # Without these it passes over sources whose headers are precompiled.
+    export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:+$CCACHE_SLOPPINESS,}pch_defines,time_macros
     options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
   fi
   if [[ -z ${SLUICE_CUDA_ARCHITECTURES:-} && $architectures != none ]] && ! command -v nvcc >/dev/null

@@ -28,7 +28,7 @@ TOOL = str(ROOT / "build/clang-tidy/bin/clang-tidy")
 ATTEMPTS = 2
 LAUNCHERS = {"ccache", "sccache", "distcc"}
 # Warnings are GCC's business (-Werror in every preset); clang need not know its flags.
-GCC_ONLY = ("-W", "-fno-semantic-interposition")
+GCC_ONLY = ("-W", "-fno-semantic-interposition", "-fpch-preprocess")
 
 
 class Result(NamedTuple):
@@ -68,6 +68,12 @@ def headers_of(compiler: str) -> list[str]:
     return ["-idirafter", folder]
 
 
+def without_precompiled(words: list[str]) -> list[str]:
+    """Drops `-include HEADER`: it is GCC's alone, and sources have to include what they use."""
+    kept = iter(words)
+    return [word for word in kept if word != "-include" or not next(kept)]
+
+
 def compile_commands(build: Path) -> dict[str, list[str]]:
     """Reads the compile command of each C++ file, without launcher and GCC's own flags."""
     commands = {}
@@ -77,7 +83,8 @@ def compile_commands(build: Path) -> dict[str, list[str]]:
             words = words[1:]
         path = (Path(entry["directory"]) / entry["file"]).resolve()
         if path.is_relative_to(ROOT) and path.suffix == ".cc":
-            kept = [word for word in words if not word.startswith(GCC_ONLY)]
+            own = without_precompiled(words)
+            kept = [word for word in own if not word.startswith(GCC_ONLY)]
             commands[path.relative_to(ROOT).as_posix()] = kept + headers_of(words[0])
     return commands
 
