@@ -49,9 +49,12 @@ class Generate(unittest.TestCase):
         self.assertEqual(len(texts), 1, texts)
 
     def test_policies_answer_and_report(self):
+        # The number, 2,100 tokens around it, and the question.
+        needle = NEEDLE.read_text(encoding="utf-8")
+        prompt = needle[2500:8500] + needle[needle.index("\nQuestion:"):]
         for policy in ("sluice", "sparq", "quest prune=top_k(512)", "zipvl", "tidaldecode"):
             with self.subTest(policy):
-                done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, "-f", NEEDLE)
+                done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, stdin=prompt)
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertTrue(done.stdout.startswith("481926"), done.stdout)
         # What cannot hold the answer does not find it: the policy is really in force.
@@ -60,7 +63,7 @@ class Generate(unittest.TestCase):
             "select=dense prefill=zipvl(0.975,evict)",
             "values prefill=pages(0.8)",
         ):
-            done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, "-f", NEEDLE)
+            done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, stdin=prompt)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertFalse(done.stdout.startswith("48192"), done.stdout)
 
