@@ -76,7 +76,7 @@ class GoldenTest : public ::testing::TestWithParam<std::tuple<Golden, Precision>
   }
   const Golden& golden() const { return std::get<0>(GetParam()); }
   const Precision& precision() const { return std::get<1>(GetParam()); }
-  // The reference backend takes minutes for thousands of tokens.
+
   // The answers for the random checkpoints are themselves off by as much as 0.02: transformers
   // 5.17 in fp32 differs from them by 0.0078 (llama3_rope), 0.0030 (mistral) and so on, and Sluice
   // in fp32 by the same to five digits. Those for sluice-22m are exact.
@@ -84,6 +84,8 @@ class GoldenTest : public ::testing::TestWithParam<std::tuple<Golden, Precision>
     const bool random = golden().model.filename() != "sluice-22m";
     return precision().logit_tolerance + (random ? 0.02f : 0.0f);
   }
+
+  // The reference backend takes minutes for thousands of tokens.
   bool too_slow() const { return golden().ids.size() > 1000 && precision().name[0] == 'r'; }
 
   // Follows the golden continuation, of which rounding may only decide between tokens that are
