@@ -32,28 +32,3 @@ function(sluice_folder name)
     PRIVATE ${PROJECT_SOURCE_DIR})
   set_property(GLOBAL APPEND PROPERTY SLUICE_FOLDERS sluice_${name})
 endfunction()
-
-# sluice_precompile(TARGET HEADERS...): reads these headers of others once for all of the target's sources.
-# Each source still includes what it uses: scripts/lint.sh looks at it without them.
-function(sluice_precompile target)
-  target_precompile_headers(${target} PRIVATE ${ARGN})
-  sluice_precompile_options(${target})
-endfunction()
-
-# sluice_precompiled(TARGET OTHER): the headers that OTHER, with the same options, has read.
-function(sluice_precompiled target other)
-  target_precompile_headers(${target} REUSE_FROM ${other})
-  sluice_precompile_options(${target})
-endfunction()
-
-function(sluice_precompile_options target)
-  if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
-    # Without it ccache would not know an object again.
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
-    # In instrumented code it sees std::string leave its bounds, which it passes over in headers that are
-    # not precompiled.
-    if(SLUICE_SANITIZE)
-      target_compile_options(${target} PRIVATE -Wno-array-bounds -Wno-stringop-overflow)
-    endif()
-  endif()
-endfunction()

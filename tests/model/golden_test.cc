@@ -166,7 +166,7 @@ TEST_P(GoldenTest, LogitsAgreeAtEveryCap) {
   const std::uint64_t page = kPageTokens * shape.row_bytes();
   const std::uint64_t everything = shape.token_bytes() * static_cast<std::uint64_t>(context);
   std::vector<std::uint64_t> caps = {everything, 4 * page * heads};
-  if (context < 1000) caps.push_back(everything / 2);
+  if (context < 1000) caps.push_back(everything / 2);  // of long texts every run takes long
   for (const std::uint64_t cap : caps) {
     Engine engine = open(golden(), precision(), cap + beside_rows);
     Session session = engine.new_session(context);
