@@ -99,6 +99,7 @@ __device__ __forceinline__ bool mark_kept(const DigestCall& call, const DigestWo
   mark_range(w, w.extent.high, w.extent.emit);
   bool has_thresholds = false;
   bool are_found = false;
+  bool may_sample = true;
   std::uint32_t raised = 0;
 #pragma unroll 1
   for (int turn = 0; turn < kMostTurns; ++turn) {
@@ -117,13 +118,14 @@ __device__ __forceinline__ bool mark_kept(const DigestCall& call, const DigestWo
         continue;
       }
     }
-    if (!list_by_digest(w, turn)) {
+    if (!list_by_digest(w, turn, may_sample && turn + 1 < kMostTurns)) {
       has_thresholds = true;
       raised = 0;
       continue;
     }
     GradeCut cut;
     if (!cut_at_grade(w, cut)) {
+      may_sample = false;
       raised = raised_grade(w);
       continue;
     }
@@ -190,6 +192,7 @@ DigestCall digest_call(const SelectCall& c, int blocks) {
 
 bool fits(const SelectCall& c, int blocks, const DeviceLimits& device) {
   constexpr std::int64_t kMostOfBlock = 3 << 16;  // entries whose masses add up in 32 bits
+  static_assert(kMostOfBlock / kPageTokens <= kMostWarps * kWarp * 8);  // see find_near()
   const DigestCall l = digest_call(c, blocks);
   return std::int64_t{l.capacity} * 8 <= kMostOfBlock && l.bins <= kWarp * kCoarse &&
          l.bytes <= static_cast<std::uint32_t>(device.shared_bytes);

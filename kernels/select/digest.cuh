@@ -25,7 +25,7 @@ namespace sluice::cuda {
 constexpr int kPageVectors = kPageTokens / 8;
 constexpr int kPageStep = 4;  // of a block's pages: bulk copies begin and end there
 constexpr int kSectorBins = 256;
-constexpr int kMostSampled = 512;  // sectors of a block
+constexpr int kSampled = 256;  // sectors of a block, if not more
 // Sectors are counted by how far, in nats, they lie below the heaviest: by the upper bits of an
 // f16, so that bins are the wider the farther they are. It is taken from 4 on.
 constexpr std::uint32_t kFours = 0x44004400u;
@@ -43,13 +43,15 @@ struct DigestCall : ClusterCall {
 struct alignas(16) DigestShared {
   // Other blocks write here.
   alignas(16) std::uint32_t below[kMostBlocks][kMostRows];  // shares of pages below the bounds
-  uint2 reached[kMostBlocks];                               // see grades_of_listed()
+  uint2 reached[kMostBlocks];                               // see grades_reached()
   // Only this block's.
   RowPart parts[kMostWarps][kMostRows];
   alignas(16) std::uint32_t own_below[kMostRows];
   std::uint64_t loaded;                 // barrier of the digest
   std::uint32_t references[kMostRows];  // logits of the heaviest weight, f16 twice
   float weight;                         // the lightest kept is not lighter
+  float highest;                        // about the logarithm of the largest candidate's
+  int digit_shift;                      // of grades less their bound, as they are counted
   std::uint32_t is_bounded;
 };
 
