@@ -126,7 +126,9 @@ struct SessionOptions {
   std::int64_t context = 0;      // tokens
   std::vector<Policy> policies;  // that Session::use() may be called with; the first is in force.
                                  // None: dense
-  int decode_batch = 1;          // most tokens per step of Session::decode_known()
+  // Most tokens per step of Session::decode_known(), unless all policies are dense: then their rows
+  // are fetched once for as many tokens as a step of a prompt has.
+  int decode_batch = 1;
   // LayerSelection::positions is filled. For those who look at selections: it takes memory for the
   // positions of all layers, on the device and off it, and brings them over in every step.
   bool reports_positions = false;
@@ -244,7 +246,7 @@ class Session {
   // Appends tokens that are known in advance as if each were decoded: token i attends to what the
   // policy chooses for it among the tokens before. `each(i, logits)`, if there is one, gets the
   // logits [vocabulary] after every token. Several tokens share a step, which changes rounding and
-  // nothing else.
+  // nothing else; if `each` throws, the session has all tokens of the step.
   void decode_known(std::span<const TokenId> tokens,
                     const std::function<void(std::size_t, std::span<const float>)>& each);
 

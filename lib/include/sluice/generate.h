@@ -44,7 +44,8 @@ struct GenerateResult {
   std::vector<TokenId> tokens;  // without the end-of-text token
   FinishReason reason = FinishReason::max_tokens;
   // The last token, if it was drawn but not appended to the session: what comes next in the same
-  // conversation begins with it.
+  // conversation begins with it. In a prompt it attends densely; Session::decode() appends it as
+  // generate() would have, had it gone on.
   std::optional<TokenId> pending;
   Timings timings;
 };
@@ -52,6 +53,9 @@ struct GenerateResult {
 // Generates after `prompt` in `session`, which must have room for the prompt and max_tokens.
 // Throws Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad
 // sampling parameters.
+//
+// A repetition penalty is of the tokens of `prompt` and of what follows, not of those that the
+// session held before.
 //
 // on_text and on_decode may compute with other sessions, and may end this one, which ends the
 // text; Error{usage} if they change its tokens.
