@@ -35,13 +35,13 @@ __device__ __forceinline__ void set_bounds(const auto& w) {
     std::uint32_t grade = 1;
     if (w.group == 1) {
       if (is_valid) least = __half_as_ushort(bound);
-      grade = ordered2(least) << 16;
+      grade = grade_of_logit(least);
     } else {
       // Sums of weights are rounded.
       constexpr float kLess = 1.0f - 0x1p-16f;
       const float weight = warp_max(is_valid ? weight_of(bound, row) : 0.0f) * kLess;
       if (weight > 0.0f) {
-        grade = (__float_as_uint(weight) << 1) + 1u;
+        grade = grade_of_weight(weight);
         const float each = __log2f(weight * 0.98f / static_cast<float>(w.group));
         least = __half_as_ushort(__float2half_rd((each + row.norm) / kLog2E));
       }

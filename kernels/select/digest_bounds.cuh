@@ -149,14 +149,6 @@ __device__ __forceinline__ KnownWeights find_weights(const DigestWork& w, float 
   return {heaviest - bin_distance(first), heaviest - bin_distance(last + 1) * (1.0f + 0x1p-10f)};
 }
 
-// Grades of a weight in all, or of a single query head's logit.
-__device__ __forceinline__ std::uint32_t grade_of_weight(float weight) {
-  return (__float_as_uint(weight) << 1) + 1u;
-}
-__device__ __forceinline__ std::uint32_t grade_of_logit(std::uint16_t logit) {
-  return ordered2(logit) << 16;
-}
-
 // By the first warp: bounds of what is listed, as set_bounds() does.
 __device__ __forceinline__ void set_digest_bounds(const DigestWork& w, const KnownWeights& known) {
   const int g = min(lane_id(), w.group - 1);

@@ -99,6 +99,7 @@ __device__ __forceinline__ void weigh_below(const DigestWork& w) {
   if (lane_id() < w.group) atomicAdd(&w.digest->own_below[g], sum);
 }
 
+// Lists a candidate, if there is room; counts it in any case.
 __device__ __forceinline__ void list_one(const DigestWork& w, std::uint32_t entry,
                                          std::uint32_t grade) {
   const std::uint32_t slot = atomicAdd(&w.shared->counts[0], 1u);
@@ -107,7 +108,8 @@ __device__ __forceinline__ void list_one(const DigestWork& w, std::uint32_t entr
   w.scratch->entries.own[slot] = entry;
 }
 
-// Lists the candidates in a few queued sectors, or in some more; or counts their grades.
+// Lists the candidates in so few sectors that every thread has two entries at most: what runs once
+// is the faster the shorter it is.
 __device__ __forceinline__ void list_few(const DigestWork& w, std::uint32_t sectors) {
   constexpr int kPairs = kBoundTokens / 2;
   const auto* const pairs = reinterpret_cast<const std::uint32_t*>(w.rows);
@@ -143,6 +145,8 @@ __device__ __forceinline__ void list_few(const DigestWork& w, std::uint32_t sect
     list_one(w, static_cast<std::uint32_t>(pair * 2 + e), grades[e]);
   }
 }
+
+// Lists the candidates in any number of sectors, or counts their grades if they are a sample's.
 __device__ __forceinline__ void list_many(const DigestWork& w, std::uint32_t sectors,
                                           bool is_sample) {
   constexpr std::uint32_t kHalves = kBoundTokens / 8;
@@ -210,6 +214,7 @@ __device__ __forceinline__ bool list_near_sectors(const DigestWork& w, bool may_
   const auto all = static_cast<int>(w.shared->counts[1]);
   // Where many are kept, many sectors are no sign of a bad bound.
   const int sample = max(kSampled, 16 * static_cast<int>(part_of_kept(w)));
+  // A sample that was not needed costs about as much as to look at some more.
   bool is_sample = may_sample && all > 8 * sample;
   const int rounds = (w.pages + threads() - 1) / threads();
 #pragma unroll 1

@@ -34,6 +34,14 @@ __device__ __forceinline__ std::uint32_t reached8(int group, const RowInfo* rows
   return bits;
 }
 
+// Grades of weights summed over query heads, and of a single query head's logit.
+__device__ __forceinline__ std::uint32_t grade_of_weight(float weight) {
+  return (__float_as_uint(weight) << 1) + 1u;
+}
+__device__ __forceinline__ std::uint32_t grade_of_logit(std::uint16_t logit) {
+  return ordered2(logit) << 16;
+}
+
 // Grades of the entries in `allowed`: larger is heavier. 0 for the others and, of top_p,
 // for what no query head wants. A single query head's logits are its grades, else summed weights
 // are.
@@ -66,7 +74,7 @@ __device__ __forceinline__ void grades8(const SelectCall& c, int group, const Ro
     });
     if (c.is_top_p) allowed &= wanted;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) grades[e] = (__float_as_uint(sums[e]) << 1) + 1u;
+    for (int e = 0; e < 8; ++e) grades[e] = grade_of_weight(sums[e]);
   }
   if (allowed == 0xffu) return;
 #pragma unroll
@@ -78,14 +86,14 @@ __device__ __forceinline__ void grades8(const SelectCall& c, int group, const Ro
 // The same of one entry whose grade is not 0; `logits` has one logit of every query head.
 __device__ __forceinline__ std::uint32_t grade_of(const __half* logits, std::int64_t stride,
                                                   int group, const RowInfo* rows) {
-  if (group == 1) return ordered2(__half_as_ushort(*logits)) << 16;
+  if (group == 1) return grade_of_logit(__half_as_ushort(*logits));
   float sum = 0.0f;
 #pragma unroll 4
   for (int g = 0; g < group; ++g) {
     const float x = __half2float(logits[g * stride]);
     sum = fmaf(rows[g].scale, exp2_fast(fmaf(x, kLog2E, -rows[g].norm)), sum);
   }
-  return (__float_as_uint(sum) << 1) + 1u;
+  return grade_of_weight(sum);
 }
 
 // Radix rounds look at 11, 11 and 10 bits of summed weights, at 11 and 5 bits of logits, which lie

@@ -75,7 +75,7 @@ __device__ Bound bound_of(const LargeCall& call, std::int32_t head, const Extent
   // Sums of weights are rounded.
   constexpr float kLess = 1.0f - 0x1p-16f;
   bound.weight = least * kLess * kLess;
-  bound.grade = (__float_as_uint(least * kLess) << 1) + 1u;
+  bound.grade = grade_of_weight(least * kLess);
   bound.is_valid = bound.weight > 0.0f;
   return bound;
 }
