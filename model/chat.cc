@@ -67,6 +67,8 @@ GenerateResult Chat::ask(std::string question, GenerateOptions options) {
   const std::span<const TokenId> ends = format_.end_tokens();
   options.end_tokens.insert(options.end_tokens.end(), ends.begin(), ends.end());
   const std::size_t common = keep_common(ids);
+  const std::span<const TokenId> before = std::span(ids).first(common);
+  options.history.insert(options.history.end(), before.begin(), before.end());
   GenerateResult result;
   try {
     is_asking_ = true;

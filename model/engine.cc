@@ -48,7 +48,6 @@ void validate(const SessionOptions& options, std::int64_t most_at_once) {
     throw Error(ErrorCode::usage, "decode_batch must not exceed the engine's chunk");
   }
   require_context(options.context);
-  if (options.sequences < 1) throw Error(ErrorCode::usage, "sequences must be 1 or more");
 }
 
 // Steps of a prompt whose queries list pages have whole blocks of them.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include "model/stop.h"
 #include "sluice/errors.h"
@@ -94,6 +95,53 @@ void require_room(const Session& session, std::size_t prompt, int max_tokens) {
                                      std::to_string(needed) + " or shorten the prompt");
 }
 
+// What the repetition penalty is of: every token once, as it asks no more. Empty without one.
+std::vector<TokenId> penalized_tokens(const GenerateOptions& options,
+                                      std::span<const TokenId> prompt) {
+  if (options.sampling.repetition_penalty == 1.0) return {};
+  std::vector<TokenId> tokens = options.history;
+  tokens.insert(tokens.end(), prompt.begin(), prompt.end());
+  std::sort(tokens.begin(), tokens.end());
+  tokens.erase(std::unique(tokens.begin(), tokens.end()), tokens.end());
+  return tokens;
+}
+
+// A prompt of one token behind others: what an answer that was cut off would have appended, had it
+// gone on. Otherwise as a prefill.
+std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, Sampler& sampler,
+                                     std::span<const TokenId> history, const Progress& progress) {
+  const std::int64_t before = own->length();
+  if (!progress(0, 1) || !own.goes_on()) return {};
+  const TokenId next = own->decode(token, sampler, history);
+  own.note_length();
+  try {
+    if (!progress(1, 1) || !own.goes_on()) return {};
+  } catch (...) {
+    if (own->length() > before) own->truncate(before);
+    throw;
+  }
+  return next;
+}
+
+// Appends the prompt and draws the token after it; none if a callback stopped that.
+std::optional<TokenId> first_token(GeneratingSession& own, std::span<const TokenId> prompt,
+                                   Sampler& sampler, std::span<const TokenId> history,
+                                   const Progress& progress) {
+  own.note_length();
+  if (prompt.size() == 1 && own->length() > 0) {
+    return decode_prompt(own, prompt[0], sampler, history, progress);
+  }
+  bool goes_on = true;
+  const std::span<const float> logits =
+      own->prefill(prompt, [&](std::int64_t done, std::int64_t of) {
+        goes_on = progress(done, of);
+        return goes_on;
+      });
+  own.note_length();
+  if (!goes_on || !own.goes_on()) return {};
+  return sampler.next(logits, history);
+}
+
 }  // namespace
 
 std::string_view to_string(FinishReason reason) {
@@ -135,24 +183,22 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   Timings& timings = result.timings;
   const Stopwatch total;
   GeneratingSession own(session);
-  bool goes_on = true;
-  const std::span<const float> logits =
-      own->prefill(prompt, [&](std::int64_t done, std::int64_t of) {
+  std::vector<TokenId> history = penalized_tokens(options, prompt);
+  sampler.require_history(options.history, static_cast<std::size_t>(engine.info().vocabulary));
+  const std::optional<TokenId> first =
+      first_token(own, prompt, sampler, history, [&](std::int64_t done, std::int64_t of) {
         timings.prefill_tokens = done;
-        goes_on = (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
-        return goes_on;
+        return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
       });
-  own.note_length();
   timings.prefill_seconds = total.seconds();
-  if (!goes_on || !own.goes_on()) {
+  if (!first) {
     result.reason = FinishReason::interrupted;
     return result;
   }
 
-  std::vector<TokenId> history(prompt.begin(), prompt.end());
   std::vector<TokenId> eos = engine.info().eos;
   eos.insert(eos.end(), options.end_tokens.begin(), options.end_tokens.end());
-  TokenId id = sampler.next(logits, history);
+  TokenId id = *first;
   while (true) {
     if (result.tokens.empty()) timings.first_token_seconds = total.seconds();
     if (!options.ignore_eos && std::find(eos.begin(), eos.end(), id) != eos.end()) {
@@ -160,7 +206,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
       break;
     }
     result.tokens.push_back(id);
-    history.push_back(id);
+    if (sampler.penalizes()) history.push_back(id);
     if (stream.push(id)) {
       result.reason = FinishReason::stop_string;
       break;

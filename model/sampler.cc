@@ -1,6 +1,8 @@
 #include "sluice/sampler.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -19,16 +21,21 @@ void require(bool holds, const std::string& message) {
 }  // namespace
 
 void SamplingParams::validate() const {
-  const auto text = [](double value) { return std::to_string(value); };
+  // All digits that tell it from others: one of 1.0000001 is not 1.
+  const auto text = [](double value) {
+    std::array<char, 32> digits{};
+    const auto written = std::to_chars(digits.data(), digits.data() + digits.size(), value);
+    return std::string(digits.data(), written.ptr);
+  };
   require(std::isfinite(temperature) && temperature >= 0.0,
-          "`temperature` " + text(temperature) + ": give a number of 0 (greedy) or more");
+          "`temperature` " + text(temperature) + ": give a finite number of 0 (greedy) or more");
   require(top_k >= 0, "`top_k` " + std::to_string(top_k) + ": give 0 (all tokens) or more");
   require(top_p > 0.0 && top_p <= 1.0,
           "`top_p` " + text(top_p) + ": give a number above 0, up to 1 (all tokens)");
   require(min_p >= 0.0 && min_p <= 1.0, "`min_p` " + text(min_p) + ": give a number from 0 to 1");
-  require(
-      std::isfinite(repetition_penalty) && repetition_penalty > 0.0,
-      "`repetition_penalty` " + text(repetition_penalty) + ": give a number above 0 (1 is off)");
+  require(std::isfinite(repetition_penalty) && repetition_penalty > 0.0,
+          "`repetition_penalty` " + text(repetition_penalty) +
+              ": give a finite number above 0 (1 is off)");
   require(max_tokens >= 1, "`max_tokens` " + std::to_string(max_tokens) + ": give 1 or more");
   for (const std::string& string : stop) {
     require(!string.empty(), "`stop`: a stop string is empty; give it some text or leave it out");

@@ -212,6 +212,23 @@ TEST(Chat, WhatIsNotAnsweredWasNotAsked) {
   EXPECT_EQ(answers(true), answers(false));
 }
 
+TEST(Chat, PenalizesTheWholeConversation) {
+  const ChatCheckpoint checkpoint(ChatCheckpoint::format("chatml"));
+  Engine engine = open(checkpoint);
+  Chat chat(engine, engine.new_session(400), format_of(checkpoint, engine));
+  GenerateOptions options = at_most(8);
+  options.ignore_eos = true;
+  options.sampling.repetition_penalty = 1e6;  // no token comes twice
+  std::vector<TokenId> answers = chat.ask("Hello", options).tokens;
+  for (const char* question : {"And", "then"}) {
+    const std::vector<TokenId> more = chat.ask(question, options).tokens;
+    answers.insert(answers.end(), more.begin(), more.end());
+  }
+  ASSERT_EQ(answers.size(), 24u);
+  std::sort(answers.begin(), answers.end());
+  EXPECT_EQ(std::unique(answers.begin(), answers.end()), answers.end());
+}
+
 TEST(Chat, AnInterruptedAnswerIsClosedAndTheTalkGoesOn) {
   const ChatCheckpoint checkpoint(ChatCheckpoint::format("chatml"));
   Engine engine = open(checkpoint);

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -88,6 +90,81 @@ TEST_F(Generate, StopsWhereverThePrefillIsToldTo) {
     EXPECT_TRUE(result.tokens.empty()) << late;
     EXPECT_EQ(session.length(), late ? 200 : 128);
   }
+}
+
+// An answer in pieces, each of which begins with what was pending of the one before.
+std::vector<TokenId> in_pieces(const Engine& engine, Session& session, std::vector<TokenId> prompt,
+                               GenerateOptions options, int pieces) {
+  std::vector<TokenId> tokens;
+  for (int i = 0; i < pieces; ++i) {
+    const GenerateResult result = generate(engine, session, prompt, options);
+    tokens.insert(tokens.end(), result.tokens.begin(), result.tokens.end());
+    options.history.insert(options.history.end(), prompt.begin(), prompt.end());
+    options.history.insert(options.history.end(), result.tokens.begin(), result.tokens.end());
+    prompt = {result.pending.value()};
+  }
+  return tokens;
+}
+
+std::uint64_t decoded_rows(const Session& session) {
+  return session.ledger().total(Phase::decode, Tier::host, Tier::host, Cause::hit).rows;
+}
+
+TEST_F(Generate, GoesOnAfterWhatWasPendingAsIfNeverCutOff) {
+  const std::vector<TokenId> prompt = book_tokens(engine_, 500);
+  for (const char* policy : {"values", "sparq prune=top_k(32)", "streaming recent=128", "sparq correct=5"}) {
+    SCOPED_TRACE(policy);
+    options_.sampling.repetition_penalty = policy == std::string("values") ? 1.3 : 1.0;
+    options_.sampling.max_tokens = 12;
+    const SessionOptions planned = {600, {engine_.policy(policy)}, 1};
+    Session whole = engine_.new_session(planned);
+    const GenerateResult expected = generate(engine_, whole, prompt, options_);
+    options_.sampling.max_tokens = 4;
+    Session cut = engine_.new_session(planned);
+    EXPECT_EQ(in_pieces(engine_, cut, prompt, options_, 3), expected.tokens);
+    EXPECT_EQ(cut.length(), whole.length());
+    EXPECT_EQ(decoded_rows(cut), decoded_rows(whole));
+  }
+}
+
+TEST_F(Generate, APendingTokenCanBeStoppedAsAPromptCan) {
+  for (const bool late : {false, true}) {
+    SCOPED_TRACE(late ? "late" : "early");
+    Session session = engine_.new_session(300);
+    options_.on_prefill = {};
+    const std::vector<TokenId> pending = {run(session).pending.value()};
+    const std::int64_t before = session.length();
+    options_.on_prefill = [&](std::int64_t done, std::int64_t total) {
+      return late && done < total;
+    };
+    const GenerateResult result = generate(engine_, session, pending, options_);
+    EXPECT_EQ(result.reason, FinishReason::interrupted);
+    EXPECT_TRUE(result.tokens.empty());
+    EXPECT_EQ(session.length(), before + (late ? 1 : 0));
+    session.truncate(before);
+    options_.on_prefill = [&](std::int64_t done, std::int64_t total) -> bool {
+      if (late == (done == total)) throw std::runtime_error("no");
+      return true;
+    };
+    EXPECT_THROW(generate(engine_, session, pending, options_), std::runtime_error);
+    EXPECT_EQ(session.length(), before);
+    options_.on_prefill = [&](std::int64_t done, std::int64_t total) {
+      if (late == (done == total)) session.truncate(1);
+      return true;
+    };
+    expect_error(ErrorCode::usage, "callback",
+                 [&] { generate(engine_, session, pending, options_); });
+  }
+}
+
+TEST_F(Generate, RefusesATokenOfTheHistoryThatThereIsNot) {
+  options_.history = {1, 1 << 30};
+  Session session = engine_.new_session(300);
+  EXPECT_EQ(run(session).tokens.size(), 6u) << "nothing is penalised";
+  options_.sampling.repetition_penalty = 1.1;
+  session.truncate(0);
+  expect_error(ErrorCode::usage, "of the history", [&] { run(session); });
+  EXPECT_EQ(session.length(), 0);
 }
 
 }  // namespace

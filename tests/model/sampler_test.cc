@@ -250,6 +250,9 @@ TEST(SamplingParams, OutOfRangeIsAUsageErrorThatNamesTheParameter) {
   refuse("`top_k`", [](SamplingParams& p) { p.top_k = -1; });
   refuse("`top_p`", [](SamplingParams& p) { p.top_p = 0.0; });
   refuse("`top_p`", [](SamplingParams& p) { p.top_p = 1.1; });
+  refuse("`top_p` 1.0000001", [](SamplingParams& p) { p.top_p = 1.0000001; });
+  refuse("finite",
+         [](SamplingParams& p) { p.temperature = std::numeric_limits<double>::infinity(); });
   refuse("`min_p`", [&](SamplingParams& p) { p.min_p = nan; });
   refuse("`repetition_penalty`", [](SamplingParams& p) { p.repetition_penalty = 0.0; });
   refuse("`max_tokens`", [](SamplingParams& p) { p.max_tokens = 0; });

@@ -64,7 +64,8 @@ class Chat {
   // `engine` must outlive it; `session` is the engine's and empty.
   Chat(const Engine& engine, Session session, ChatFormat format, std::string system = {});
 
-  // Asks, and generates the answer; options.sampling.max_tokens is cut to what the context holds.
+  // Asks, and generates the answer; options.sampling.max_tokens is cut to what the context holds,
+  // and a repetition penalty is of the whole conversation.
   // Without an answer, because prefill was interrupted or failed, the question counts as not
   // asked. Throws Error{prompt} if the context is full, Error{usage} in a callback of another
   // question, and what generate() throws.

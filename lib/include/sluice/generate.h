@@ -33,6 +33,8 @@ struct GenerateOptions {
   SamplingParams sampling;
   std::vector<TokenId> end_tokens;  // that end the text, besides the model's EOS tokens
   bool ignore_eos = false;          // nor do those
+  // Before the prompt, as far as the repetition penalty is to be of them, too.
+  std::vector<TokenId> history;
   Progress on_prefill;              // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as they come
   std::function<void(const Session&)> on_decode;       // after every token that was decoded
@@ -44,18 +46,18 @@ struct GenerateResult {
   std::vector<TokenId> tokens;  // without the end-of-text token
   FinishReason reason = FinishReason::max_tokens;
   // The last token, if it was drawn but not appended to the session: what comes next in the same
-  // conversation begins with it. In a prompt it attends densely; Session::decode() appends it as
-  // generate() would have, had it gone on.
+  // conversation begins with it. As a prompt of its own it goes on as generate() would have; in
+  // front of others it attends densely, as they do.
   std::optional<TokenId> pending;
   Timings timings;
 };
 
-// Generates after `prompt` in `session`, which must have room for the prompt and max_tokens.
-// Throws Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad
-// sampling parameters.
+// Generates after `prompt` in `session`, which must have room for the prompt and max_tokens. A
+// prompt of one token behind others is decoded, so that it selects as the policy says. Throws
+// Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad sampling
+// parameters.
 //
-// A repetition penalty is of the tokens of `prompt` and of what follows, not of those that the
-// session held before.
+// A repetition penalty is of the tokens of `history`, of `prompt` and of what follows.
 //
 // on_text and on_decode may compute with other sessions, and may end this one, which ends the
 // text; Error{usage} if they change its tokens.
