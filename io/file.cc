@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <random>
 #include <system_error>
 #include <utility>
 
@@ -29,52 +28,6 @@ std::string reason(int error) { return std::generic_category().message(error); }
   throw Error(ErrorCode::io, path.string() + ": cannot be opened: " + reason(error) +
                                  "; check the limits and the disk of this machine");
 }
-
-[[noreturn]] void throw_unwritable(const std::filesystem::path& path, int error) {
-  throw Error(ErrorCode::io, path.string() + ": cannot be written: " + reason(error) +
-                                 "; check that its folder is writable and the disk has room");
-}
-
-// A new file beside `path`, which is gone with the object unless it has been put in its place.
-class Draft {
- public:
-  explicit Draft(const std::filesystem::path& path) : path_(path) {
-    std::random_device random;
-    do {
-      draft_ = path.string() + "." + std::to_string(random()) + ".new";
-      descriptor_ = ::open(draft_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
-                           S_IRUSR | S_IWUSR | S_IRGRP | S_IWGRP | S_IROTH | S_IWOTH);
-    } while (descriptor_ < 0 && (errno == EEXIST || errno == EINTR));
-    if (descriptor_ < 0) throw_unwritable(path, errno);
-  }
-  Draft(const Draft&) = delete;
-  Draft& operator=(const Draft&) = delete;
-  ~Draft() {
-    ::close(descriptor_);
-    if (!draft_.empty()) ::unlink(draft_.c_str());
-  }
-
-  void write(std::string_view text) const {
-    while (!text.empty()) {
-      const ssize_t count = ::write(descriptor_, text.data(), text.size());
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0) throw_unwritable(path_, errno);
-      text.remove_prefix(static_cast<std::size_t>(count));
-    }
-  }
-
-  void put_in_place() {
-    // Some systems tell only now that the disk is full.
-    if (::fsync(descriptor_) != 0) throw_unwritable(path_, errno);
-    if (::rename(draft_.c_str(), path_.c_str()) != 0) throw_unwritable(path_, errno);
-    draft_.clear();
-  }
-
- private:
-  std::filesystem::path path_;
-  std::string draft_;
-  int descriptor_ = -1;
-};
 
 }  // namespace
 
@@ -144,14 +97,6 @@ std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_
   file.read(0, std::as_writable_bytes(std::span(text)));
   return text;
 }
-
-void replace_file(const std::filesystem::path& path, std::string_view text) {
-  Draft draft(path);
-  draft.write(text);
-  draft.put_in_place();
-}
-
-void require_replaceable(const std::filesystem::path& path) { const Draft draft(path); }
 
 void require_not_lfs_pointer(const std::filesystem::path& path, std::string_view start) {
   if (!start.starts_with("version https://git-lfs")) return;

@@ -1,6 +1,5 @@
 // Files that are read: opened once, read at offsets, never mapped (a file that shrinks under a
-// mapping ends the process instead of giving an error). Files that are replaced: whole or not at
-// all.
+// mapping ends the process instead of giving an error).
 #pragma once
 
 #include <cstddef>
@@ -50,13 +49,5 @@ void require_not_lfs_pointer(const std::filesystem::path& path, std::string_view
 
 // The whole file. Throws what File throws, and Error{corrupt} if it has more than `max_bytes`.
 std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_bytes);
-
-// Puts a file with this text in the place of whatever `path` is. It is written beside it first,
-// under a name that nobody can have prepared, so `path` is never seen half written and no link is
-// followed. Throws Error{io} and leaves `path` as it was.
-void replace_file(const std::filesystem::path& path, std::string_view text);
-
-// Throws what replace_file would throw before it writes: for those who will have work to store.
-void require_replaceable(const std::filesystem::path& path);
 
 }  // namespace sluice

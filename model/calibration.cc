@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "io/file.h"
+#include "io/file_draft.h"
 #include "io/json.h"
 #include "lib/text.h"
 #include "sluice/engine.h"

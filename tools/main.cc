@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <csignal>
 #include <exception>
 #include <memory>
 #include <numeric>
@@ -191,6 +192,7 @@ int run(int argc, const char* const* argv) {
 int run_safely(int argc, const char* const* argv) {
   try {
     occupy_closed_streams();
+    std::signal(SIGXFSZ, SIG_IGN);  // beyond a limit of files' sizes, writing fails
     end_on_interrupt();
     return run(argc, argv);
   } catch (const Error& error) {

@@ -11,8 +11,10 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <system_error>
 
+#include "io/file_draft.h"
 #include "sluice/errors.h"
 
 namespace sluice::tools {
@@ -69,6 +71,33 @@ void require_writable(const std::string& path) {
   ::unlink(path.c_str());
 }
 
+// Where a file can be written beside what is to be replaced by it; none for devices, pipes, links
+// that lead nowhere and folders that take no more files, which are written as they are.
+std::optional<std::filesystem::path> replaceable(const std::filesystem::path& path) {
+  std::error_code none;
+  const bool is_there = std::filesystem::is_regular_file(path, none);
+  if (!is_there &&
+      std::filesystem::symlink_status(path, none).type() != std::filesystem::file_type::not_found) {
+    return std::nullopt;
+  }
+  std::filesystem::path file = is_there ? std::filesystem::canonical(path, none) : path;
+  const std::filesystem::path folder = file.has_parent_path() ? file.parent_path() : ".";
+  if (file.empty() || ::access(folder.c_str(), W_OK) != 0) return std::nullopt;
+  return file;
+}
+
+// What is there already is lost if it cannot be written whole.
+void overwrite(const std::string& path, const std::function<void(const TextSink&)>& write) {
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), &std::fclose);
+  if (!file) throw_write_error(path);
+  bool written = true;
+  write([&](std::string_view text) {
+    written = written && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
+  });
+  // Closing flushes, and may be what finds the disk full.
+  if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
+}
+
 }  // namespace
 
 void print(std::string_view text) {
@@ -99,14 +128,11 @@ void write_report(const std::string& path, const std::string& text) {
 
 void write_report(const std::string& path, const std::function<void(const TextSink&)>& write) {
   if (path == "-") return write([](std::string_view text) { print(text); });
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), &std::fclose);
-  if (!file) throw_write_error(path);
-  bool written = true;
-  write([&](std::string_view text) {
-    written = written && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
-  });
-  // Closing flushes, and may be what finds the disk full.
-  if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
+  const std::optional<std::filesystem::path> file = replaceable(path);
+  if (!file) return overwrite(path, write);
+  FileDraft draft(*file);
+  write([&](std::string_view text) { draft.write(text); });
+  draft.put_in_place();
 }
 
 void print_beside_report(const std::string& path, std::string_view text) {

@@ -32,7 +32,8 @@ std::string report_text(const nlohmann::json& report);
 // the report would take the place of what it is about. An empty path or "-" can be written.
 void require_writable(const std::string& path, const std::string& model, const std::string& text);
 
-// Writes a whole file, "-" for standard output. Throws Error{io} that names it.
+// Writes a whole file, "-" for standard output. A file that is there stays as it is unless all of
+// the report can be written. Throws Error{io} that names it.
 void write_report(const std::string& path, const std::string& text);
 // What people read beside a report at `path`: standard output is the report's alone if that goes
 // there.

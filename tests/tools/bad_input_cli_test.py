@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import struct
 import tempfile
@@ -296,6 +297,32 @@ class BadInput(unittest.TestCase):
         self.assertEqual(done.returncode, IO)
         self.assertIn("standard output", done.stderr)
 
+    def test_a_report_that_does_not_fit_leaves_the_one_before(self):
+        folder = Path(self.folder.name) / "reports"
+        folder.mkdir()
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        for flag in ("--json", "--trace"):
+            report = folder / "report.json"
+            report.write_text("before")
+            done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", flag, report,
+                          preexec_fn=limit)  # fmt: skip
+            self.assertEqual(done.returncode, IO, done.stderr)
+            self.assertIn("report.json: cannot be written", done.stderr)
+            self.assertEqual(report.read_text(), "before")
+            self.assertEqual(os.listdir(folder), ["report.json"])
+
+    def test_reports_go_where_links_and_pipes_lead(self):
+        folder = Path(self.folder.name)
+        report, link, absent = (folder / name for name in ("report.json", "link", "absent"))
+        report.write_text("before")
+        link.symlink_to(report)
+        absent.symlink_to(folder / "new.json")
+        for path in (link, absent, "/dev/stderr"):
+            done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", "--json", path)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue(link.is_symlink() and absent.is_symlink())
+        for text in (report.read_text(), (folder / "new.json").read_text(), done.stderr):
+            self.assertIn("tokens", json.loads(text))
 
     def test_reports_that_cannot_be_written_are_refused_before_the_work(self):
         for path in ("/nowhere/report.json", self.folder.name):

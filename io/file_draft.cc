@@ -1,0 +1,80 @@
+#include "io/file_draft.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <random>
+#include <system_error>
+
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr mode_t kPermissions = S_IRUSR | S_IWUSR | S_IRGRP | S_IWGRP | S_IROTH | S_IWOTH;
+
+[[noreturn]] void throw_unwritable(const std::filesystem::path& path, int error) {
+  throw Error(ErrorCode::io, path.string() +
+                                 ": cannot be written: " + std::generic_category().message(error) +
+                                 "; check that its folder is writable and the disk has room");
+}
+
+// The descriptor of a new file beside `path`, whose name is put into `draft`.
+int create_beside(const std::filesystem::path& path, std::string& draft) {
+  std::random_device random;
+  int descriptor = -1;
+  do {
+    draft = path.string() + "." + std::to_string(random()) + ".new";
+    descriptor =
+        ::open(draft.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, kPermissions);
+  } while (descriptor < 0 && (errno == EEXIST || errno == EINTR));
+  if (descriptor < 0) throw_unwritable(path, errno);
+  return descriptor;
+}
+
+}  // namespace
+
+FileDraft::FileDraft(const std::filesystem::path& path)
+    : path_(path), file_(nullptr, &std::fclose) {
+  const int descriptor = create_beside(path, draft_);
+  struct stat status {};
+  const bool replaces = ::lstat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode);
+  if (replaces) ::fchmod(descriptor, status.st_mode & kPermissions);
+  file_.reset(::fdopen(descriptor, "w"));
+  if (file_) return;
+  const int error = errno;
+  ::close(descriptor);
+  ::unlink(draft_.c_str());
+  throw_unwritable(path_, error);
+}
+
+FileDraft::~FileDraft() {
+  if (!draft_.empty()) ::unlink(draft_.c_str());
+}
+
+void FileDraft::write(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), file_.get()) != text.size()) {
+    throw_unwritable(path_, errno);
+  }
+}
+
+void FileDraft::put_in_place() {
+  // Some systems tell only now that the disk is full.
+  if (std::fflush(file_.get()) != 0 || ::fsync(::fileno(file_.get())) != 0) {
+    throw_unwritable(path_, errno);
+  }
+  if (::rename(draft_.c_str(), path_.c_str()) != 0) throw_unwritable(path_, errno);
+  draft_.clear();
+}
+
+void replace_file(const std::filesystem::path& path, std::string_view text) {
+  FileDraft draft(path);
+  draft.write(text);
+  draft.put_in_place();
+}
+
+void require_replaceable(const std::filesystem::path& path) { const FileDraft draft(path); }
+
+}  // namespace sluice
