@@ -160,6 +160,12 @@ nlohmann::json drift_json(const PolicyResult& policy) {
   return list;
 }
 
+// How many times as many rows dense attention fetches; a policy that fetches none has no number.
+std::string less_rows(double dense, double rows) {
+  if (dense == rows) return "1.0";
+  return rows > 0.0 ? format("%.1f", dense / rows) : "-";
+}
+
 }  // namespace
 
 Estimate estimate_of(const std::vector<double>& values) {
@@ -258,9 +264,9 @@ std::string eval_table(const TaskResult& result, const KvShape& shape) {
     const CostPerToken cost = cost_per_token(policy.cost, shape);
     const Score score = score_of(policy, dense);
     table += in_column(policy.name, width) +
-             format("%s%5.1f%%  %6.4f  %9.1f %8.1f %10s %10s %10s %6.3f\n",
+             format("%s%5.1f%%  %6.4f  %9.1f %8s %10s %10s %10s %6.3f\n",
                     quality(result.task, score).c_str(), 100 * score.top1_agreement, score.kl,
-                    cost.selected_rows, rows / std::max(cost.selected_rows, 1.0),
+                    cost.selected_rows, less_rows(rows, cost.selected_rows).c_str(),
                     bytes_text(cost.moved_bytes).c_str(), bytes_text(cost.read_bytes).c_str(),
                     bytes_text(cost.index_bytes + cost.value_bytes).c_str(), cost.alpha);
   }

@@ -158,6 +158,16 @@ class Eval(unittest.TestCase):
                         alone["transferred_bytes_per_token"])
         self.assertAlmostEqual(alone["nll"]["mean"], shared["nll"]["mean"], delta=0.01)
 
+    def test_rows_are_compared_where_there_are_some(self):
+        for length, expected in ((100, {"dense": "1.0", "quantized": "1.0"}),
+                                 (400, {"dense": "1.0", "quantized": "-"})):  # fmt: skip
+            done = evaluate("--length", length, "--rounds", 1, "--tokens", 20,
+                            "--task", "perplexity", "--policy", "quantized")  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line}
+            for policy, ratio in expected.items():
+                self.assertEqual(rows[policy][-8], ratio, done.stdout)
+
     def test_repetition_counts_characters(self):
         done = evaluate(
             "--length", 1500, "--rounds", 1, "--needles", 4, "--tokens", 32,
