@@ -2,8 +2,8 @@
 // dense attention of bench/decode_attention_cuda_bench.cu. Rows are on the device, or those of
 // whole pages in host memory.
 //
-// Keys are normal and queries are scaled so that logits have a deviation of 4: about one per cent
-// of the tokens then carry 95 % of the weight, as in text.
+// Keys are normal and queries are scaled so that logits have a deviation of 4 unless a method says
+// otherwise: about one per cent of the tokens then carry 95 % of the weight, as in text.
 #include <cmath>
 #include <numeric>
 
@@ -18,8 +18,6 @@
 namespace sluice::cuda::bench {
 namespace {
 
-constexpr float kDeviation = 4.0f;
-
 struct Method {
   Selector base = Selector::int4;
   int channels = 0;             // of sparq
@@ -31,6 +29,7 @@ struct Method {
   bool compensate = false;  // by the mean value
   int value_bits = 0;       // of tiles with the values of what is not selected; 0: none
   bool on_host = false;     // rows of whole pages
+  float deviation = 4.0f;   // of the logits
 
   std::int64_t most() const { return prune == Pruner::top_k ? k : cap; }
 };
@@ -56,7 +55,7 @@ class Layer {
     const auto d = static_cast<std::size_t>(head_dim);
     rows_ = normal_block<__nv_bfloat16>(static_cast<std::size_t>(kv_heads * head_stride()) / 2);
     if (method.on_host) host_rows_ = to_host(rows_, kv_heads * head_stride());
-    q_ = normal_block<float>(queries() * d, kDeviation, 2);
+    q_ = normal_block<float>(queries() * d, method.deviation, 2);
     const KeyTiles tiles = index().tiles;
     codes_ = make_device_block(tiles.codes_bytes(kv_heads, head_dim));
     scales_ = make_device_block(tiles.scales_bytes(kv_heads, head_dim));
@@ -335,14 +334,31 @@ class Layer {
   DeviceBlock out_, lse_, estimated_lse_, sums_, heads_, alpha_, bad_;
 };
 
-// Arguments: batch, query heads, KV heads, tokens; head_dim is 128.
-void layer(benchmark::State& state, const Method& method) {
-  Layer layer(method, state.range(0), static_cast<int>(state.range(1)),
-              static_cast<int>(state.range(2)), state.range(3), 128);
+void time(benchmark::State& state, Layer& layer) {
   Replay replay(layer.stream(), [&] { layer.run(); });
   time_replay(state, replay, 1);
   state.counters["selected"] = layer.mean_selected();
   count_rate(state, "dense_bytes/s", layer.row_bytes());
+}
+
+// Arguments: batch, query heads, KV heads, tokens; head_dim is 128.
+void layer(benchmark::State& state, const Method& method) {
+  Layer layer(method, state.range(0), static_cast<int>(state.range(1)),
+              static_cast<int>(state.range(2)), state.range(3), 128);
+  time(state, layer);
+}
+
+// A layer of sluice-22m behind War and Peace, 64 rows of 1,045,000 per KV head, by how much the
+// logits differ: first layers attend to nearly all tokens alike. Argument: a hundred times the
+// deviation.
+void nearly_flat(benchmark::State& state) {
+  const Method method = {.base = Selector::int4,
+                         .prune = Pruner::top_k,
+                         .k = 64,
+                         .on_host = true,
+                         .deviation = static_cast<float>(state.range(0)) / 100.0f};
+  Layer layer(method, 1, 8, 2, 1045000, 64);
+  time(state, layer);
 }
 
 const Method kSparq = {
@@ -407,6 +423,12 @@ BENCHMARK_CAPTURE(layer, int4_top_k_256, kMeanOfSome)->Apply(long_contexts);
 BENCHMARK_CAPTURE(layer, values, kValues)->Apply(long_contexts);
 BENCHMARK_CAPTURE(layer, values_32_on_host, kValuesOnHost)->Apply(long_contexts);
 BENCHMARK_CAPTURE(layer, slices_int4_top_p, kSluice)->Args({1, 32, 8, 1048576})->Apply(settle);
+BENCHMARK(nearly_flat)
+    ->ArgName("deviation_percent")
+    ->ArgsProduct({{400, 100, 50, 30, 10, 3}})
+    ->UseManualTime()
+    ->MinTime(0.05)
+    ->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 }  // namespace sluice::cuda::bench
