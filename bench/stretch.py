@@ -11,8 +11,8 @@ which rows are selected. This checkpoint has the time of the one and the attenti
            copy gives a quarter of the output
   head_dim 64 channels are spread over 128: the pair that turns by theta^(-2i/64) becomes the one
            that turns by theta^(-4i/128). Query weights times sqrt(2) make up for 1/sqrt(128)
-  layers   32 for 12. Copies of a layer whose output is zero come before the layer itself, so that
-           they see, and select, what it does
+  layers   32 for 12, or as many as are asked for. Copies of a layer whose output is zero come
+           before the layer itself, so that they see, and select, what it does
   hidden   what the small model does not have is zero in the residual stream; norms are scaled
   the rest gate, up and input columns that nothing depends on are random, of deviation 0.02
   vocabulary 128,256, of which the last are as improbable as the BOS token
@@ -31,7 +31,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, KV_HEADS, DIM = 32, 8, 128
-LAYERS, HIDDEN, INNER, VOCABULARY = 32, 4096, 14336, 128256
+HIDDEN, INNER, VOCABULARY = 4096, 14336, 128256
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -85,8 +85,9 @@ def spread(rows: np.ndarray, heads: int, copies: list[int], channels: np.ndarray
 class Stretched:
     """Its tensors, as bits of bf16."""
 
-    def __init__(self, small: Small) -> None:
+    def __init__(self, small: Small, layers: int) -> None:
         self._small = small
+        self._layers = layers
         self._filler = Filler()
         config = small.config
         self._dim = config["head_dim"]
@@ -104,11 +105,11 @@ class Stretched:
 
     def layer_of(self, layer: int) -> int:
         """The small model's."""
-        return layer * self._small.config["num_hidden_layers"] // LAYERS
+        return layer * self._small.config["num_hidden_layers"] // self._layers
 
     def acts(self, layer: int) -> bool:
         """The last of the copies of a layer does what it does."""
-        return layer == LAYERS - 1 or self.layer_of(layer + 1) != self.layer_of(layer)
+        return layer == self._layers - 1 or self.layer_of(layer + 1) != self.layer_of(layer)
 
     def _inputs(self, values: np.ndarray, rows: int) -> np.ndarray:
         """Weights whose input is the residual stream, [rows, HIDDEN]."""
@@ -164,7 +165,7 @@ class Stretched:
         padded[len(embedding) :] = padded[self._small.config["bos_token_id"]]
         yield "lm_head.weight", padded
         yield "model.norm.weight", self._norm_weight(self._small.tensor("model.norm.weight"))
-        for layer in range(LAYERS):
+        for layer in range(self._layers):
             for name, tensor in self.layer(layer):
                 yield f"model.layers.{layer}.{name}.weight", tensor
 
@@ -173,7 +174,7 @@ class Stretched:
         return self._small.config | {
             "hidden_size": HIDDEN,
             "intermediate_size": INNER,
-            "num_hidden_layers": LAYERS,
+            "num_hidden_layers": self._layers,
             "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS,
             "head_dim": DIM,
@@ -194,7 +195,7 @@ def header_of(shapes: dict[str, tuple[int, ...]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """In the order of Stretched.tensors()."""
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
@@ -212,7 +213,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (INNER, HIDDEN),
         "mlp.down_proj": (HIDDEN, INNER),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         found |= {f"model.layers.{layer}.{name}.weight": s for name, s in of_layer.items()}
     return found
 
@@ -222,11 +223,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("folder", type=Path, help="for the checkpoint, 15 GiB")
+    parser.add_argument("--layers", type=int, default=32, help="the small model's or more (32)")
     parser.add_argument("-m", "--model", type=Path, default=ROOT / "models" / "sluice-22m")
     flags = parser.parse_args()
     flags.folder.mkdir(parents=True, exist_ok=True)
-    stretched = Stretched(Small(flags.model))
-    expected = shapes()
+    small = Small(flags.model)
+    if flags.layers < small.config["num_hidden_layers"]:
+        parser.error(f"--layers: {flags.layers} would leave some of the small model's out")
+    stretched = Stretched(small, flags.layers)
+    expected = shapes(flags.layers)
     with open(flags.folder / "model.safetensors", "wb") as file:
         file.write(header_of(expected))
         for (name, shape), (made, tensor) in zip(
