@@ -136,7 +136,8 @@ MadeUpModel::MadeUpModel(ModelShape shape) : config_(config_of(shape)) {
   queue_ = backend_->make_queue();
   ModelWeights weights = made_up_weights(config_, *queue_);
   matrix_bytes_ = bytes_of(weights);
-  decoder_ = std::make_unique<Decoder>(config_, std::move(weights), *queue_, kChunk);
+  decoder_ = std::make_unique<Decoder>(config_, std::move(weights), *queue_);
+  decoder_->allocate(kChunk);
   logits_ = backend_->allocate(
       Tier::host,
       static_cast<std::size_t>(Decoder::kLogitRows * config_.vocab_size) * sizeof(float));

@@ -29,6 +29,18 @@ const float* optional_floats(const Buffer& buffer) {
   return buffer.data() == nullptr ? nullptr : buffer.floats();
 }
 
+// Calls body(first, x) for every piece of a residual stream: up to `chunk` of its rows.
+template <typename Body>
+void for_pieces(const Matrix& stream, std::int64_t chunk, const Body& body) {
+  auto* const rows = static_cast<float*>(stream.data);
+  for (std::int64_t first = 0; first < stream.rows; first += chunk) {
+    Matrix piece = stream;
+    piece.data = rows + first * stream.columns;
+    piece.rows = std::min(chunk, stream.rows - first);
+    body(first, piece);
+  }
+}
+
 }  // namespace
 
 Decoder::ActivationBytes::ActivationBytes(const ModelConfig& config, const Backend& backend,
@@ -45,8 +57,9 @@ Decoder::ActivationBytes::ActivationBytes(const ModelConfig& config, const Backe
   attended = bytes_of(chunk, w.query, DType::f32);
   lse = bytes_of(chunk, config.num_attention_heads, DType::f32);
   mixed = bytes_of(chunk, w.query, compute);
-  gate_up = bytes_of(chunk, 2 * w.intermediate, DType::f32);
-  product = bytes_of(chunk, w.intermediate, compute);
+  const std::int64_t fed = std::min(chunk, kFeedForwardRows);
+  gate_up = bytes_of(fed, 2 * w.intermediate, DType::f32);
+  product = bytes_of(fed, w.intermediate, compute);
   logits = bytes_of(std::min(chunk, kLogitRows), w.vocabulary, DType::f32);
 }
 
@@ -62,13 +75,15 @@ std::uint64_t Decoder::host_bytes(const ModelConfig& config, const Backend& back
   return ids + ActivationBytes(config, backend, chunk).logits;
 }
 
-Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue, std::int64_t chunk)
+Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue)
     : config_(config),
       weights_(std::move(weights)),
       queue_(&queue),
-      inverse_frequencies_(inverse_frequencies(config)) {
-  Backend& backend = queue.backend();
-  const ActivationBytes bytes(config, backend, chunk);
+      inverse_frequencies_(inverse_frequencies(config)) {}
+
+void Decoder::allocate(std::int64_t chunk) {
+  Backend& backend = queue_->backend();
+  const ActivationBytes bytes(config_, backend, chunk);
   const auto allocate = [&](std::size_t count) {
     return backend.allocate(backend.info().compute_tier, count);
   };
@@ -153,16 +168,17 @@ void Decoder::feed_forward(int layer, const Matrix& x) {
   const Widths w(config_);
   const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
   const DType compute = queue_->backend().info().compute_dtype;
-  const Matrix normed = view(a_.normed, compute, x.rows, w.hidden);
-  const Matrix gate_up = view(a_.gate_up, DType::f32, x.rows, 2 * w.intermediate);
-  const Matrix product = view(a_.product, compute, x.rows, w.intermediate);
-
-  LinearChain chain;
-  chain.norm = norm(x, weights.post_norm, normed);
-  chain.linear = {normed, weights.gate_up.get(), nullptr, gate_up};
-  chain.swiglu = {gate_up, product};
-  queue_->linear_chain(chain);
-  queue_->linear({product, weights.down.get(), nullptr, x, true});
+  for_pieces(x, kFeedForwardRows, [&](std::int64_t, const Matrix& piece) {
+    const Matrix normed = view(a_.normed, compute, piece.rows, w.hidden);
+    const Matrix gate_up = view(a_.gate_up, DType::f32, piece.rows, 2 * w.intermediate);
+    const Matrix product = view(a_.product, compute, piece.rows, w.intermediate);
+    LinearChain chain;
+    chain.norm = norm(piece, weights.post_norm, normed);
+    chain.linear = {normed, weights.gate_up.get(), nullptr, gate_up};
+    chain.swiglu = {gate_up, product};
+    queue_->linear_chain(chain);
+    queue_->linear({product, weights.down.get(), nullptr, piece, true});
+  });
 }
 
 void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& session) {
@@ -209,22 +225,6 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
 std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t tokens) {
   return static_cast<std::uint64_t>(tokens * config.hidden_size) * sizeof(float);
 }
-
-namespace {
-
-// Calls body(first, x) for every piece of a prompt: up to `chunk` rows of its residual stream.
-template <typename Body>
-void for_pieces(const Matrix& stream, std::int64_t chunk, const Body& body) {
-  auto* const rows = static_cast<float*>(stream.data);
-  for (std::int64_t first = 0; first < stream.rows; first += chunk) {
-    Matrix piece = stream;
-    piece.data = rows + first * stream.columns;
-    piece.rows = std::min(chunk, stream.rows - first);
-    body(first, piece);
-  }
-}
-
-}  // namespace
 
 void Decoder::prompt_layer(int layer, const Matrix& stream, KvSession& session) {
   const QueueRange range(*queue_, {"layer", layer});

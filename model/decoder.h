@@ -16,8 +16,12 @@ namespace sluice {
 
 class Decoder {
  public:
-  // Activations for steps of up to `chunk` tokens are allocated here, none later.
-  Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue, std::int64_t chunk);
+  Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue);
+
+  // Activations for steps of up to `chunk` tokens, before the first of them; none are allocated
+  // later.
+  void allocate(std::int64_t chunk);
+  bool is_allocated() const { return a_.x.data() != nullptr; }
 
   // Runs the layers over `tokens` and appends them to `session`. Throws what the session throws.
   void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
@@ -45,6 +49,9 @@ class Decoder {
   void sample(std::span<const TokenDraw> params, std::span<SampledToken> tokens);
 
   static constexpr std::int64_t kLogitRows = 64;
+  // Tokens of a step that the feed-forward part takes at a time: its activations are the largest,
+  // and products of more rows are no faster.
+  static constexpr std::int64_t kFeedForwardRows = 2048;
 
   static std::uint64_t activation_bytes(const ModelConfig& config, const Backend& backend,
                                         std::int64_t chunk);
@@ -72,8 +79,8 @@ class Decoder {
     Buffer attended;  // [chunk, query_heads * head_dim] f32
     Buffer lse;       // [chunk, query_heads] f32
     Buffer mixed;     // [chunk, query_heads * head_dim] compute dtype
-    Buffer gate_up;   // [chunk, 2 * intermediate] f32
-    Buffer product;   // [chunk, intermediate] compute dtype
+    Buffer gate_up;   // [up to kFeedForwardRows, 2 * intermediate] f32
+    Buffer product;   // [likewise, intermediate] compute dtype
     Buffer logits;    // [kLogitRows, vocabulary] f32
   };
 

@@ -124,10 +124,36 @@ BackendOptions backend_options(const EngineConfig& config, DType weight_dtype) {
 }
 
 // The first is as fast as any on a CPU. An H200 reads 32K tokens in 512 at a time in 1.7 times the
-// seconds that 2048 take with sluice-22m and in 1.16 times with Llama 3 8B's shape, and 128K tokens
-// of which most rows are streamed in 2.5 times; 4096 gain nothing.
+// seconds that 2048 take with sluice-22m and in 1.16 times with Llama 3 8B's shape.
 constexpr int kChunk = 512;
 constexpr int kDeviceChunk = 2048;
+
+// Every step of a prompt fetches the rows before it that are not on the device. Steps of twice as
+// many tokens fetch half as much: on an H100 327K tokens of 12 layers of Llama 3 8B's shape, of
+// which a tenth is on the device, take 20.6 s with 4096 in place of 29.0, and 20.0 with 8192. Where
+// a prompt attends to a few pages only, less is computed of what is fetched: a million tokens take
+// 225 s with 2048, 119 with 4096 and 75 with 8192.
+int longest_chunk(const SessionOptions& options) {
+  const auto any = [&](const auto& holds) {
+    return std::any_of(options.policies.begin(), options.policies.end(), holds);
+  };
+  if (any([](const Policy& p) { return p.prefill.pages > 0.0; })) return 4 * kDeviceChunk;
+  // Prompts that go layer by layer bring together what they attend to once in a layer.
+  return any([](const Policy& p) { return p.prefill.tau > 0.0; }) ? kDeviceChunk : 2 * kDeviceChunk;
+}
+
+bool is_at_hand(const KvPlan& plan) {
+  return plan.in_place || plan.resident_tokens >= std::max(plan.context, plan.tokens);
+}
+
+// Whether steps are longer and leave the device most of the rows that it has with shorter ones.
+bool spares_rows(const KvPlan& longer, const KvPlan& usual) {
+  const auto is_most = [](std::int64_t some, std::int64_t of) { return 4 * some >= 3 * of; };
+  return longer.chunk > usual.chunk && is_most(longer.resident_tokens, usual.resident_tokens) &&
+         is_most(longer.dense_resident_tokens, usual.dense_resident_tokens) &&
+         is_most(longer.cache_rows, usual.cache_rows) &&
+         longer.stream_tokens >= usual.stream_tokens;
+}
 
 int chunk_for(const Checkpoint& checkpoint, Backend& backend, int threads) {
   if (backend.info().compute_tier == Tier::host) return kChunk;
@@ -183,11 +209,13 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
     attender = {make_attending_cpu(config.threads), config.host_attention};
   }
   EngineConfig chosen = config;
-  if (chosen.chunk == 0) chosen.chunk = chunk_for(checkpoint, *backend, config.threads);
+  const bool is_open = config.chunk == 0;
+  if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, config.threads);
   auto* const impl =
       new Impl{std::move(chosen), std::move(checkpoint), std::move(info),     std::move(tokenizer),
                std::move(prefix), std::move(backend),    std::move(attender), std::move(queue),
                backend_bytes,     staging_bytes};
+  impl->chunk_is_open = is_open;
   return Engine(std::shared_ptr<Impl>(impl));
 }
 
@@ -223,13 +251,13 @@ Policy Engine::policy(std::string_view text) const {
 }
 
 // All but the KV cache.
-Plan Engine::Impl::model_plan(const SessionOptions& options) const {
+Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   const ModelConfig& model = checkpoint.config();
   const WeightSizes weights = weight_sizes(checkpoint, *backend, reader_count(config.threads));
   Plan plan;
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
-  plan.activation_bytes = Decoder::activation_bytes(model, *backend, config.chunk);
+  plan.activation_bytes = Decoder::activation_bytes(model, *backend, chunk);
   const bool sparse_prefill =
       std::any_of(options.policies.begin(), options.policies.end(),
                   [](const Policy& policy) { return policy.prefill.tau > 0.0; });
@@ -237,7 +265,7 @@ Plan Engine::Impl::model_plan(const SessionOptions& options) const {
   plan.program_bytes = program_bytes();
   plan.on_device = backend->info().compute_tier == Tier::device;
   plan.backend_bytes = backend_bytes;
-  plan.staging_bytes = staging_bytes + Decoder::host_bytes(model, *backend, config.chunk);
+  plan.staging_bytes = staging_bytes + Decoder::host_bytes(model, *backend, chunk);
   plan.loading_peak_bytes =
       staging_bytes + plan.loading_bytes + (plan.on_device ? 0 : plan.weight_bytes);
   return plan;
@@ -247,18 +275,19 @@ std::optional<Engine::Impl::DeviceCap> Engine::Impl::device_cap(const Plan& plan
   if (!plan.on_device && !config.device_memory) return std::nullopt;
   const MemoryAccount& account = backend->account(Tier::device);
   // The device tier of a CPU holds sessions alone. A GPU will hold the model, too, if it does not.
-  const bool is_there = !plan.on_device || decoder;
-  const std::uint64_t shared = is_there ? account.used() : plan.model_bytes() + plan.backend_bytes;
+  std::uint64_t shared = account.used();
+  if (plan.on_device && !decoder) shared = plan.model_bytes() + plan.backend_bytes;
+  if (plan.on_device && decoder && !decoder->is_allocated()) shared += plan.activation_bytes;
   return DeviceCap{account.cap(), shared + plan.session_device_bytes()};
 }
 
-KvRequest Engine::Impl::kv_request(const SessionOptions& options,
+KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
                                    const std::optional<DeviceCap>& cap) const {
   const BackendInfo& on = backend->info();
   KvRequest request;
   request.shape = info.kv;
   request.context = options.context;
-  request.chunk = config.chunk;
+  request.chunk = chunk;
   request.sequences = options.sequences;
   request.tokens = options.tokens;
   request.decode_batch = options.decode_batch;
@@ -278,39 +307,60 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options,
   return request;
 }
 
-Plan Engine::plan(const SessionOptions& options) const {
-  const std::lock_guard lock(impl().mutex);
-  validate(options, impl().most_at_once());
-  require_window(impl().info, options.context);
-  require_blocks(options, impl().config.chunk);
-  Plan plan = impl().model_plan(options);
-  const std::optional<Impl::DeviceCap> cap = impl().device_cap(plan);
-  std::optional<Impl::DeviceCap> tightest = cap;
+Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk) const {
+  Plan plan = model_plan(options, chunk);
+  const std::optional<DeviceCap> cap = device_cap(plan);
+  std::optional<DeviceCap> tightest = cap;
   if (options.device_memory) {
-    const Impl::DeviceCap own = {*options.device_memory, plan.session_device_bytes()};
+    const DeviceCap own = {*options.device_memory, plan.session_device_bytes()};
     if (!cap || own.left() < cap->left()) tightest = own;
   }
-  plan.kv = plan_kv(impl().kv_request(options, tightest));
-  const std::uint64_t promised = impl().promised_host_bytes;
-  require_host_memory(plan, impl().config.host_memory, promised,
-                      impl().backend->account(Tier::host).used());
+  plan.kv = plan_kv(kv_request(options, chunk, tightest));
+  require_host_memory(plan, config.host_memory, promised_host_bytes,
+                      backend->account(Tier::host).used());
   if (options.host_memory && plan.session_host_bytes() > *options.host_memory) {
     throw Error(ErrorCode::memory, "the session takes " + format_bytes(plan.session_host_bytes()) +
                                        " of host memory, more than its cap of " +
                                        format_bytes(*options.host_memory) + "; give at least " +
                                        std::to_string(plan.session_host_bytes()) + "B");
   }
-  const bool at_hand =
-      plan.kv.in_place || plan.kv.resident_tokens >= std::max(plan.kv.context, plan.kv.tokens);
-  const KvShape& shape = impl().info.kv;
+  const KvShape& shape = info.kv;
   const std::uint64_t layer_bytes = static_cast<std::uint64_t>(options.context) *
                                     static_cast<std::uint64_t>(shape.kv_heads) * shape.row_bytes();
-  plan.dense_is_faster = at_hand && layer_bytes <= impl().backend->info().dense_bytes;
+  plan.dense_is_faster = is_at_hand(plan.kv) && layer_bytes <= backend->info().dense_bytes;
   if (cap) plan.device_left = cap->left() - plan.kv.device_bytes;
-  if (impl().config.host_memory) {
-    plan.host_left = *impl().config.host_memory - plan.host_bytes() - promised;
+  if (config.host_memory) {
+    plan.host_left = *config.host_memory - plan.host_bytes() - promised_host_bytes;
   }
   return plan;
+}
+
+Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
+  validate(options, most_at_once());
+  require_window(info, options.context);
+  require_blocks(options, config.chunk);
+  const Planned usual = {plan_with(options, config.chunk), config.chunk};
+  if (!chunk_is_open || config.chunk < kDeviceChunk || is_at_hand(usual.plan.kv)) return usual;
+  for (int chunk = longest_chunk(options); chunk > kDeviceChunk; chunk /= 2) {
+    try {
+      Planned longer = {plan_with(options, chunk), chunk};
+      if (spares_rows(longer.plan.kv, usual.plan.kv)) return longer;
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): there is no room for so many
+    }
+  }
+  return usual;
+}
+
+void Engine::Impl::allocate(int chunk) {
+  if (decoder->is_allocated()) return;
+  decoder->allocate(chunk);
+  config.chunk = chunk;
+  chunk_is_open = false;
+}
+
+Plan Engine::plan(const SessionOptions& options) const {
+  const std::lock_guard lock(impl().mutex);
+  return impl().plan(options).plan;
 }
 
 void Engine::load_weights(const std::function<void(double)>& progress) {
@@ -321,15 +371,15 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   const Turn turn(*self);
   ModelWeights weights = sluice::load_weights(self->checkpoint, *self->backend,
                                               reader_count(self->config.threads), progress);
-  self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue,
-                        self->config.chunk);
+  self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue);
 }
 
 Session Engine::new_session(const SessionOptions& options) {
   const std::lock_guard lock(impl().mutex);
-  const Plan plan = this->plan(options);
+  const auto [plan, chunk] = impl().plan(options);
   load_weights();
   const Turn turn(impl());
+  impl().allocate(chunk);
   auto grant = std::make_shared<SessionGrant>(impl(), plan);
   return Session(std::make_shared<Session::Impl>(
       impl_,

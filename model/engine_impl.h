@@ -31,7 +31,8 @@ struct Engine::Impl {
   // Before anything was asked of the backend: of the device, and of the host.
   std::uint64_t backend_bytes = 0;
   std::uint64_t staging_bytes = 0;
-  std::optional<Decoder> decoder{};       // from load_weights on
+  std::optional<Decoder> decoder{};       // from load_weights on; allocated by the first session
+  bool chunk_is_open = false;             // nobody asked for config.chunk, and there is no session
   std::uint64_t promised_host_bytes = 0;  // to sessions, whose rows take them as they grow
   // Activations and the backend's streams serve one call at a time.
   FairMutex mutex{};
@@ -51,11 +52,21 @@ struct Engine::Impl {
     std::uint64_t left() const { return bytes - std::min(bytes, beside); }
   };
 
-  // The parts of Engine::plan(). The engine's cap, none if there is none, is that of a model's
-  // plan.
-  Plan model_plan(const SessionOptions& options) const;
+  // A plan, and the chunk that the engine is to have for it.
+  struct Planned {
+    Plan plan;
+    int chunk = 0;
+  };
+  Planned plan(const SessionOptions& options) const;
+  // Allocates what serves steps of up to `chunk` tokens, for the first session.
+  void allocate(int chunk);
+
+  // The parts of plan(). The engine's cap, none if there is none, is that of a model's plan.
+  Plan plan_with(const SessionOptions& options, int chunk) const;
+  Plan model_plan(const SessionOptions& options, int chunk) const;
   std::optional<DeviceCap> device_cap(const Plan& plan) const;
-  KvRequest kv_request(const SessionOptions& options, const std::optional<DeviceCap>& cap) const;
+  KvRequest kv_request(const SessionOptions& options, int chunk,
+                       const std::optional<DeviceCap>& cap) const;
 
   // Steps of several sessions have no more.
   std::int64_t most_at_once() const {

@@ -144,7 +144,8 @@ TEST_P(MillionTokens, LeaveActivationsWhatIsPlanned) {
     UntouchedBackend backend(MemoryAccount::kNoCap, MemoryAccount::kNoCap);
     const std::uint64_t before = backend.account(Tier::device).used();
     const std::unique_ptr<Queue> queue = backend.make_queue();
-    const Decoder decoder(config, {}, *queue, chunk);
+    Decoder decoder(config, {}, *queue);
+    decoder.allocate(chunk);
     EXPECT_EQ(backend.account(Tier::device).used() - before,
               Decoder::activation_bytes(config, backend, chunk));
     EXPECT_EQ(backend.account(Tier::host).used(), Decoder::host_bytes(config, backend, chunk));

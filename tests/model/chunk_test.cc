@@ -1,0 +1,107 @@
+// How many tokens a step of a prompt has where nobody says.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "model/engine_impl.h"
+#include "sluice/engine.h"
+#include "tests/support/far_backend.h"
+
+namespace sluice {
+namespace {
+
+using testing::FarBackend;
+
+constexpr std::int64_t kContext = 400000;
+
+// Of a device with memory of its own, as a GPU has it.
+Engine open_engine(std::optional<std::uint64_t> cap, int chunk = 0) {
+  EngineConfig config;
+  config.model = SLUICE_TEST_DATA "/golden/qwen3";
+  config.compute = DType::f32;
+  config.device_memory = cap;
+  config.host_attention = 0.0;
+  config.chunk = chunk;
+  return Engine::Impl::open(config, [&](DType weights) {
+    return std::make_unique<FarBackend>(
+        cpu::CpuOptions{2, DType::f32, weights, cap.value_or(MemoryAccount::kNoCap),
+                        MemoryAccount::kNoCap},
+        LogitFormat());
+  });
+}
+
+SessionOptions options_for(const std::string& policy, std::int64_t context = kContext) {
+  SessionOptions options;
+  options.context = context;
+  options.policies = {parse_policy(policy)};
+  return options;
+}
+
+// A cap under which two thirds of the rows are on the device.
+std::uint64_t cap_for(const SessionOptions& options) {
+  const Plan all = open_engine(std::nullopt).plan(options);
+  EXPECT_EQ(all.kv.chunk, 2048) << "nothing is fetched";
+  return all.device_bytes() - all.kv.dense_bytes() / 3;
+}
+
+TEST(Chunk, IsLongerWherePromptsFetchRows) {
+  const std::pair<const char*, std::int64_t> cases[] = {{"select=dense", 4096},
+                                                        {"values", 4096},
+                                                        {"values prefill=pages(0.5)", 8192},
+                                                        {"zipvl", 2048}};
+  for (const auto& [policy, chunk] : cases) {
+    SCOPED_TRACE(policy);
+    const SessionOptions options = options_for(policy);
+    const std::uint64_t cap = cap_for(options);
+    Engine engine = open_engine(cap);
+    EXPECT_EQ(engine.plan(options).kv.chunk, chunk);
+    EXPECT_EQ(open_engine(cap, 1024).plan(options).kv.chunk, 1024) << "as it was asked for";
+    engine.load_weights();
+    const Plan plan = engine.plan(options);
+    EXPECT_EQ(plan.kv.chunk, chunk);
+    const Session session = engine.new_session(options);
+    EXPECT_EQ(session.plan().chunk, chunk);
+    EXPECT_EQ(engine.memory().device_bytes, plan.device_bytes());
+  }
+}
+
+// Where longer steps would take much of what the rows have.
+TEST(Chunk, LeavesTheDeviceToRows) {
+  const SessionOptions options = options_for("values prefill=pages(0.5)", 120000);
+  EXPECT_EQ(open_engine(cap_for(options)).plan(options).kv.chunk, 4096);
+}
+
+TEST(Chunk, IsThatOfTheFirstSession) {
+  const SessionOptions shorter = options_for("values", 5000);
+  const SessionOptions longer = options_for("values");
+  const std::uint64_t cap = cap_for(longer);
+  Engine engine = open_engine(cap);
+  const Session first = engine.new_session(shorter);
+  EXPECT_EQ(first.plan().chunk, 2048);
+  EXPECT_EQ(engine.plan(longer).kv.chunk, 2048);
+}
+
+TEST(Chunk, ChangesAnswersByRounding) {
+  constexpr std::int64_t kTokens = 9000;
+  std::vector<TokenId> tokens(kTokens);
+  for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<TokenId>(i * i % 380);
+  std::vector<std::vector<float>> logits;
+  for (const int chunk : {1000, 8192}) {
+    Engine engine = open_engine(std::nullopt, chunk);
+    Session session = engine.new_session(kTokens);
+    const std::span<const float> last = session.prefill(tokens);
+    logits.emplace_back(last.begin(), last.end());
+  }
+  for (std::size_t i = 0; i < logits[0].size(); ++i) {
+    EXPECT_NEAR(logits[0][i], logits[1][i], 2e-3) << i;
+  }
+}
+
+}  // namespace
+}  // namespace sluice
