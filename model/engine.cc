@@ -22,13 +22,13 @@
 namespace sluice {
 namespace {
 
-constexpr int kMaxChunk = 8192;
+constexpr int kMaxChunk = 32768;
 
 void validate(const EngineConfig& config) {
   if (config.chunk < 0 || config.chunk > kMaxChunk) {
-    throw Error(ErrorCode::usage,
-                "`chunk` must be 1 to 8192, or 0 for what suits the device, not " +
-                    std::to_string(config.chunk));
+    throw Error(ErrorCode::usage, "`chunk` must be 1 to " + std::to_string(kMaxChunk) +
+                                      ", or 0 for what suits the device, not " +
+                                      std::to_string(config.chunk));
   }
   if (config.threads < 0 || config.threads > 4096) {
     throw Error(ErrorCode::usage, "`threads` must be 0 (one per core) to 4096, not " +
@@ -132,12 +132,13 @@ constexpr int kDeviceChunk = 2048;
 // many tokens fetch half as much: on an H100 327K tokens of 12 layers of Llama 3 8B's shape, of
 // which a tenth is on the device, take 20.6 s with 4096 in place of 29.0, and 20.0 with 8192. Where
 // a prompt attends to a few pages only, less is computed of what is fetched: a million tokens take
-// 225 s with 2048, 119 with 4096 and 75 with 8192.
+// an H100 225 s with 2048, 119 with 4096 and 75 with 8192, and an H200 59 with 8192, 35 with 16384
+// and 25 with 32768.
 int longest_chunk(const SessionOptions& options) {
   const auto any = [&](const auto& holds) {
     return std::any_of(options.policies.begin(), options.policies.end(), holds);
   };
-  if (any([](const Policy& p) { return p.prefill.pages > 0.0; })) return 4 * kDeviceChunk;
+  if (any([](const Policy& p) { return p.prefill.pages > 0.0; })) return kMaxChunk;
   // Prompts that go layer by layer bring together what they attend to once in a layer.
   return any([](const Policy& p) { return p.prefill.tau > 0.0; }) ? kDeviceChunk : 2 * kDeviceChunk;
 }
@@ -339,7 +340,7 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
   validate(options, most_at_once());
   require_window(info, options.context);
   require_blocks(options, config.chunk);
-  const Planned usual = {plan_with(options, config.chunk), config.chunk};
+  Planned usual = {plan_with(options, config.chunk), config.chunk};
   if (!chunk_is_open || config.chunk < kDeviceChunk || is_at_hand(usual.plan.kv)) return usual;
   for (int chunk = longest_chunk(options); chunk > kDeviceChunk; chunk /= 2) {
     try {

@@ -14,7 +14,7 @@
 namespace sluice {
 namespace {
 
-constexpr int kMaxChunk = 8192;
+constexpr int kMaxChunk = 32768;
 constexpr int kMaxThreads = 4096;
 
 void require(bool holds, const std::string& message) {
@@ -22,7 +22,7 @@ void require(bool holds, const std::string& message) {
 }
 
 void validate(const KvConfig& config) {
-  require(config.chunk >= 1 && config.chunk <= kMaxChunk, "chunk must be 1 to 8192 tokens");
+  require(config.chunk >= 1 && config.chunk <= kMaxChunk, "chunk must be 1 to 32768 tokens");
   require(config.threads >= 0 && config.threads <= kMaxThreads,
           "threads must be 0 (one per core) to 4096");
   require(!config.scale || (std::isfinite(*config.scale) && *config.scale > 0.0),

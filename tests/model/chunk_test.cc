@@ -71,10 +71,18 @@ TEST(Chunk, IsLongerWherePromptsFetchRows) {
   }
 }
 
-// Where longer steps would take much of what the rows have.
+// Where longer steps would take much of what the rows have, they are shorter.
 TEST(Chunk, LeavesTheDeviceToRows) {
-  const SessionOptions options = options_for("values prefill=pages(0.5)", 120000);
-  EXPECT_EQ(open_engine(cap_for(options)).plan(options).kv.chunk, 4096);
+  std::int64_t shorter = 2048;
+  for (const std::int64_t context : {120000, 400000, 1000000}) {
+    const SessionOptions options = options_for("values prefill=pages(0.5)", context);
+    const std::uint64_t cap = cap_for(options);
+    const KvPlan plan = open_engine(cap).plan(options).kv;
+    EXPECT_GT(plan.chunk, shorter) << context;
+    EXPECT_LE(3 * open_engine(cap, 2048).plan(options).kv.resident_tokens,
+              4 * plan.resident_tokens);
+    shorter = plan.chunk;
+  }
 }
 
 TEST(Chunk, IsThatOfTheFirstSession) {

@@ -112,7 +112,8 @@ std::uint64_t decoded_rows(const Session& session) {
 
 TEST_F(Generate, GoesOnAfterWhatWasPendingAsIfNeverCutOff) {
   const std::vector<TokenId> prompt = book_tokens(engine_, 500);
-  for (const char* policy : {"values", "sparq prune=top_k(32)", "streaming recent=128", "sparq correct=5"}) {
+  for (const char* policy :
+       {"values", "sparq prune=top_k(32)", "streaming recent=128", "sparq correct=5"}) {
     SCOPED_TRACE(policy);
     options_.sampling.repetition_penalty = policy == std::string("values") ? 1.3 : 1.0;
     options_.sampling.max_tokens = 12;

@@ -39,7 +39,7 @@ struct EngineConfig {
   int threads = 0;  // 0: one per core; on a GPU, see host_attention, one less
   // Most tokens per prefill step, with prefill=pages at least 128. 0: 512 on a CPU, up to 2048 on a
   // GPU, where activations leave three quarters of what the weights leave, and there up to 4096,
-  // with prefill=pages 8192, if the first session's rows do not all fit the device: longer steps
+  // with prefill=pages 32768, if the first session's rows do not all fit the device: longer steps
   // fetch them less often.
   int chunk = 0;
   DType kv_dtype = DType::bf16;  // of the rows

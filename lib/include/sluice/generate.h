@@ -35,7 +35,7 @@ struct GenerateOptions {
   bool ignore_eos = false;          // nor do those
   // Before the prompt, as far as the repetition penalty is to be of them, too.
   std::vector<TokenId> history;
-  Progress on_prefill;              // see Session::prefill
+  Progress on_prefill;                                 // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as they come
   std::function<void(const Session&)> on_decode;       // after every token that was decoded
   const std::atomic<bool>* interrupt = nullptr;        // set from elsewhere: ends cleanly
