@@ -61,12 +61,17 @@ void FileDraft::write(std::string_view text) {
 }
 
 void FileDraft::put_in_place() {
+  if (!try_put_in_place()) throw_unwritable(path_, errno);
+}
+
+bool FileDraft::try_put_in_place() {
   // Some systems tell only now that the disk is full.
   if (std::fflush(file_.get()) != 0 || ::fsync(::fileno(file_.get())) != 0) {
     throw_unwritable(path_, errno);
   }
-  if (::rename(draft_.c_str(), path_.c_str()) != 0) throw_unwritable(path_, errno);
+  if (::rename(draft_.c_str(), path_.c_str()) != 0) return false;
   draft_.clear();
+  return true;
 }
 
 void replace_file(const std::filesystem::path& path, std::string_view text) {

@@ -22,6 +22,8 @@ class FileDraft {
 
   void write(std::string_view text);
   void put_in_place();
+  // The same, but false where the system refuses to put it there, as it does with what is mounted.
+  bool try_put_in_place();
 
  private:
   std::filesystem::path path_;

@@ -81,26 +81,30 @@ Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue)
       queue_(&queue),
       inverse_frequencies_(inverse_frequencies(config)) {}
 
+// All or nothing, so that who has made room can try again.
 void Decoder::allocate(std::int64_t chunk) {
   Backend& backend = queue_->backend();
   const ActivationBytes bytes(config_, backend, chunk);
   const auto allocate = [&](std::size_t count) {
     return backend.allocate(backend.info().compute_tier, count);
   };
-  staged_ids_ = backend.allocate(Tier::host, kLogitRows * sizeof(TokenId));
-  a_.ids = allocate(bytes.ids);
-  a_.x = allocate(bytes.x);
-  a_.normed = allocate(bytes.normed);
-  a_.qkv = allocate(bytes.qkv);
-  a_.attended = allocate(bytes.attended);
-  a_.lse = allocate(bytes.lse);
-  a_.mixed = allocate(bytes.mixed);
-  a_.gate_up = allocate(bytes.gate_up);
-  a_.product = allocate(bytes.product);
-  a_.logits = allocate(bytes.logits);
+  Buffer staged_ids = backend.allocate(Tier::host, kLogitRows * sizeof(TokenId));
+  Activations a;
+  a.ids = allocate(bytes.ids);
+  a.x = allocate(bytes.x);
+  a.normed = allocate(bytes.normed);
+  a.qkv = allocate(bytes.qkv);
+  a.attended = allocate(bytes.attended);
+  a.lse = allocate(bytes.lse);
+  a.mixed = allocate(bytes.mixed);
+  a.gate_up = allocate(bytes.gate_up);
+  a.product = allocate(bytes.product);
+  a.logits = allocate(bytes.logits);
   if (backend.info().compute_tier != Tier::host) {
-    host_logits_ = backend.allocate(Tier::host, a_.logits.bytes());
+    host_logits_ = backend.allocate(Tier::host, a.logits.bytes());
   }
+  staged_ids_ = std::move(staged_ids);
+  a_ = std::move(a);
 }
 
 RmsNormParams Decoder::norm(const Matrix& x, const Buffer& weight, const Matrix& y) const {

@@ -129,11 +129,11 @@ constexpr int kChunk = 512;
 constexpr int kDeviceChunk = 2048;
 
 // Every step of a prompt fetches the rows before it that are not on the device. Steps of twice as
-// many tokens fetch half as much: on an H100 327K tokens of 12 layers of Llama 3 8B's shape, of
-// which a tenth is on the device, take 20.6 s with 4096 in place of 29.0, and 20.0 with 8192. Where
-// a prompt attends to a few pages only, less is computed of what is fetched: a million tokens take
-// an H100 225 s with 2048, 119 with 4096 and 75 with 8192, and an H200 59 with 8192, 35 with 16384
-// and 25 with 32768.
+// many tokens fetch half as much: on an H100 328K tokens of 12 layers of Llama 3 8B's shape, of
+// which a tenth is on the device, take 20.1 s with 4096 in place of 27.6; 8192 gained nothing more.
+// Where a prompt attends to a few pages only, less is computed of what is fetched: a million tokens
+// take an H100 221 s with 2048 and 69 with 8192, and an H200 59 with 8192, 35 with 16384 and 25
+// with 32768 (bench/results/prefill_chunks_h100.json).
 int longest_chunk(const SessionOptions& options) {
   const auto any = [&](const auto& holds) {
     return std::any_of(options.policies.begin(), options.policies.end(), holds);
@@ -147,10 +147,10 @@ bool is_at_hand(const KvPlan& plan) {
   return plan.in_place || plan.resident_tokens >= std::max(plan.context, plan.tokens);
 }
 
-// Whether steps are longer and leave the device most of the rows that it has with shorter ones.
+// Whether longer steps leave the device most of the rows that it has with shorter ones.
 bool spares_rows(const KvPlan& longer, const KvPlan& usual) {
   const auto is_most = [](std::int64_t some, std::int64_t of) { return 4 * some >= 3 * of; };
-  return longer.chunk > usual.chunk && is_most(longer.resident_tokens, usual.resident_tokens) &&
+  return is_most(longer.resident_tokens, usual.resident_tokens) &&
          is_most(longer.dense_resident_tokens, usual.dense_resident_tokens) &&
          is_most(longer.cache_rows, usual.cache_rows) &&
          longer.stream_tokens >= usual.stream_tokens;
@@ -341,11 +341,16 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
   require_window(info, options.context);
   require_blocks(options, config.chunk);
   Planned usual = {plan_with(options, config.chunk), config.chunk};
-  if (!chunk_is_open || config.chunk < kDeviceChunk || is_at_hand(usual.plan.kv)) return usual;
+  // Activations are no session's own: one that has a cap of its own leaves others what they had.
+  const bool may_be_longer = chunk_is_open && config.chunk >= kDeviceChunk &&
+                             !options.device_memory && !is_at_hand(usual.plan.kv);
+  if (!may_be_longer) return usual;
   for (int chunk = longest_chunk(options); chunk > kDeviceChunk; chunk /= 2) {
+    if (chunk / 2 >= options.context) continue;
     try {
       Planned longer = {plan_with(options, chunk), chunk};
-      if (spares_rows(longer.plan.kv, usual.plan.kv)) return longer;
+      const bool is_whole = longer.plan.kv.chunk == std::min<std::int64_t>(chunk, options.context);
+      if (is_whole && spares_rows(longer.plan.kv, usual.plan.kv)) return longer;
     } catch (const Error&) {  // NOLINT(bugprone-empty-catch): there is no room for so many
     }
   }

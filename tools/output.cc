@@ -11,7 +11,6 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
-#include <optional>
 #include <system_error>
 
 #include "io/file_draft.h"
@@ -71,19 +70,28 @@ void require_writable(const std::string& path) {
   ::unlink(path.c_str());
 }
 
-// Where a file can be written beside what is to be replaced by it; none for devices, pipes, links
-// that lead nowhere and folders that take no more files, which are written as they are.
-std::optional<std::filesystem::path> replaceable(const std::filesystem::path& path) {
+// Whether a file can take the place of what `path` is and nobody could tell: not of devices and
+// pipes, links that lead nowhere, what other names lead to as well or somebody else owns, and the
+// files behind a process's streams.
+bool is_replaceable(const std::filesystem::path& path) {
+  const std::string text = std::filesystem::absolute(path).string();
+  if (text.starts_with("/dev/") || text.starts_with("/proc/")) return false;
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) != 0) return true;  // there is nothing yet
+  if (::stat(path.c_str(), &status) != 0) return false;
+  return S_ISREG(status.st_mode) && status.st_nlink == 1 && status.st_uid == ::geteuid();
+}
+
+// None where there is no room for a name, or none for another file.
+std::unique_ptr<FileDraft> draft_of(const std::filesystem::path& path) {
+  if (!is_replaceable(path)) return nullptr;
   std::error_code none;
-  const bool is_there = std::filesystem::is_regular_file(path, none);
-  if (!is_there &&
-      std::filesystem::symlink_status(path, none).type() != std::filesystem::file_type::not_found) {
-    return std::nullopt;
+  const std::filesystem::path file = std::filesystem::canonical(path, none);
+  try {
+    return std::make_unique<FileDraft>(none ? path : file);
+  } catch (const Error&) {
+    return nullptr;
   }
-  std::filesystem::path file = is_there ? std::filesystem::canonical(path, none) : path;
-  const std::filesystem::path folder = file.has_parent_path() ? file.parent_path() : ".";
-  if (file.empty() || ::access(folder.c_str(), W_OK) != 0) return std::nullopt;
-  return file;
 }
 
 // What is there already is lost if it cannot be written whole.
@@ -128,11 +136,12 @@ void write_report(const std::string& path, const std::string& text) {
 
 void write_report(const std::string& path, const std::function<void(const TextSink&)>& write) {
   if (path == "-") return write([](std::string_view text) { print(text); });
-  const std::optional<std::filesystem::path> file = replaceable(path);
-  if (!file) return overwrite(path, write);
-  FileDraft draft(*file);
-  write([&](std::string_view text) { draft.write(text); });
-  draft.put_in_place();
+  const std::unique_ptr<FileDraft> draft = draft_of(path);
+  if (draft) {
+    write([&](std::string_view text) { draft->write(text); });
+    if (draft->try_put_in_place()) return;
+  }
+  overwrite(path, write);
 }
 
 void print_beside_report(const std::string& path, std::string_view text) {

@@ -33,7 +33,8 @@ std::string report_text(const nlohmann::json& report);
 void require_writable(const std::string& path, const std::string& model, const std::string& text);
 
 // Writes a whole file, "-" for standard output. A file that is there stays as it is unless all of
-// the report can be written. Throws Error{io} that names it.
+// the report can be written, if a file beside it can take its place. Throws Error{io} that names
+// it.
 void write_report(const std::string& path, const std::string& text);
 // What people read beside a report at `path`: standard output is the report's alone if that goes
 // there.

@@ -11,6 +11,8 @@
 
 #include "model/engine_impl.h"
 #include "sluice/engine.h"
+#include "sluice/errors.h"
+#include "tests/support/expect.h"
 #include "tests/support/far_backend.h"
 
 namespace sluice {
@@ -82,6 +84,72 @@ TEST(Chunk, LeavesTheDeviceToRows) {
     EXPECT_LE(3 * open_engine(cap, 2048).plan(options).kv.resident_tokens,
               4 * plan.resident_tokens);
     shorter = plan.chunk;
+  }
+}
+
+// Activations are no session's own.
+TEST(Chunk, LeavesOthersTheirsUnderACapOfTheSessions) {
+  SessionOptions options = options_for("values prefill=pages(0.5)");
+  options.device_memory = std::uint64_t{200} << 20;
+  const Plan plan = open_engine(std::nullopt).plan(options);
+  EXPECT_EQ(plan.kv.chunk, 2048);
+  Engine engine = open_engine(plan.device_bytes() + plan.session_device_bytes());
+  const Session one = engine.new_session(options);
+  const Session other = engine.new_session(options);
+  EXPECT_EQ(other.plan().chunk, 2048);
+}
+
+TEST(Chunk, IsNoLongerThanTheContext) {
+  SessionOptions options = options_for("values prefill=pages(0.5)", 5000);
+  options.sequences = 64;
+  const Plan all = open_engine(std::nullopt).plan(options);
+  const std::uint64_t cap = all.device_bytes() - all.kv.dense_bytes() / 10;
+  const Plan plan = open_engine(cap).plan(options);
+  EXPECT_EQ(plan.kv.chunk, 5000);
+  EXPECT_EQ(plan.activation_bytes, open_engine(cap, 8192).plan(options).activation_bytes);
+}
+
+// Fails once, at an allocation of the device's.
+class FailingBackend : public FarBackend {
+ public:
+  FailingBackend(const cpu::CpuOptions& options, const int& left)
+      : FarBackend(options), left_(&left) {}
+
+  int allocations() const { return count_; }
+
+ private:
+  std::byte* take(Tier tier, std::size_t bytes) override {
+    if (tier == Tier::device && *left_ == count_++) throw Error(ErrorCode::memory, "no more");
+    return FarBackend::take(tier, bytes);
+  }
+
+  const int* left_;
+  int count_ = 0;
+};
+
+TEST(Chunk, CanBeTriedAgainWhereThereWasNoRoomForActivations) {
+  for (int failing = 0; failing < 10; ++failing) {
+    SCOPED_TRACE(failing);
+    int left = -1;
+    EngineConfig config;
+    config.model = SLUICE_TEST_DATA "/golden/qwen3";
+    config.compute = DType::f32;
+    config.host_attention = 0.0;
+    FailingBackend* backend = nullptr;
+    Engine engine = Engine::Impl::open(config, [&](DType weights) {
+      auto made = std::make_unique<FailingBackend>(
+          cpu::CpuOptions{2, DType::f32, weights, MemoryAccount::kNoCap, MemoryAccount::kNoCap},
+          left);
+      backend = made.get();
+      return made;
+    });
+    engine.load_weights();
+    const std::uint64_t before = engine.memory().device_bytes;
+    left = backend->allocations() + failing;
+    testing::expect_error(ErrorCode::memory, "no more", [&] { engine.new_session(300); });
+    EXPECT_EQ(engine.memory().device_bytes, before);
+    Session session = engine.new_session(300);
+    EXPECT_FALSE(session.prefill(std::vector<TokenId>(200, 5)).empty());
   }
 }
 

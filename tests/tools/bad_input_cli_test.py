@@ -324,6 +324,23 @@ class BadInput(unittest.TestCase):
         for text in (report.read_text(), (folder / "new.json").read_text(), done.stderr):
             self.assertIn("tokens", json.loads(text))
 
+    def test_reports_go_where_no_file_can_take_another_ones_place(self):
+        folder = Path(self.folder.name)
+        long, linked, other, log = (folder / name for name in ("l" * 245, "a", "b", "log"))
+        linked.write_text("before")
+        other.hardlink_to(linked)
+        for path in (long, linked):
+            done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", "--json", path)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        for path in (long, other):
+            self.assertIn("tokens", json.loads(path.read_text()))
+        # The file behind standard output stays that of whoever writes to it afterwards.
+        with open(log, "a") as file:
+            sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", "--json", "/dev/stdout",
+                   stdout=file)  # fmt: skip
+            file.write("after")
+        self.assertTrue(log.read_text().endswith("after"))
+
     def test_reports_that_cannot_be_written_are_refused_before_the_work(self):
         for path in ("/nowhere/report.json", self.folder.name):
             done = sluice("generate", "-m", "/no/model", "-p", "Hi", "--json", path)

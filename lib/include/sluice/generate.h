@@ -37,8 +37,9 @@ struct GenerateOptions {
   std::vector<TokenId> history;
   Progress on_prefill;                                 // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as they come
-  std::function<void(const Session&)> on_decode;       // after every token that was decoded
-  const std::atomic<bool>* interrupt = nullptr;        // set from elsewhere: ends cleanly
+  std::function<void(const Session&)>
+      on_decode;                                 // after every token of the answer that was decoded
+  const std::atomic<bool>* interrupt = nullptr;  // set from elsewhere: ends cleanly
 };
 
 struct GenerateResult {
