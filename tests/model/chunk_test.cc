@@ -1,9 +1,7 @@
 // How many tokens a step of a prompt has where nobody says.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
