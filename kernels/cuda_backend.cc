@@ -99,6 +99,9 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
   info.memory_bytes = limits.memory_bytes;
   info.memory_rate = memory_rate(options.ordinal);
   info.link = measure_link();
+  if (limits.bus_rate > 0) {
+    info.link.read = std::min(info.link.read, static_cast<double>(limits.bus_rate));
+  }
   info.cached_bytes = cached_bytes(info.link);
   info.dense_bytes = static_cast<std::uint64_t>(kSelecting * info.memory_rate);
   return info;

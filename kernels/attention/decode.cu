@@ -249,6 +249,7 @@ DecodeKernelParams common_params(const Params& a, const Launch& launch) {
   p.lse = a.lse;
   p.partials = reinterpret_cast<float*>(launch.scratch);
   p.finished = launch.counters;
+  p.slow_bus = SlowBus(launch);
   return p;
 }
 

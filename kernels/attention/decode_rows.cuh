@@ -183,6 +183,7 @@ class DecodeFetch {
         ring_.wait_empty();
         if (tile.number + 1 == tile.segment.last) report(tile, resident);
         tell_ways(tile, step);
+        if constexpr (kBusMayPassForSlower) cross_bus(tile, step);
         if constexpr (kBulkCopies) {
           fetch_bulk(tile, from);
         } else {
@@ -322,6 +323,24 @@ class DecodeFetch {
                                    : there ? tile.pools.device
                                            : tile.pools.host;
     return first + std::int64_t{row.number} * Shape::kRowBytes;
+  }
+
+  // Returns when what the warp fetches of a tile has crossed a bus that passes for a slower one.
+  __device__ void cross_bus(const Tile& tile, unsigned step) const {
+    if (p_.slow_bus.free_at == nullptr) return;
+    const int own = own_row(tile);
+    const int existing = count(tile);
+    int rows = 0;
+    if (own < existing) {
+      const int2 found = lookups_.pages[step % kAhead][first_row_ + lane_];
+      const bool is_near = is_placed(tile)
+                               ? found.y == PlacedRow::kDevice || found.y == PlacedRow::kCached
+                               : is_on_device({found.x, found.y});
+      if (!is_near) rows = in_lots(tile) ? min(Shape::kLotRows, existing - own) : 1;
+    }
+    const int bytes = __reduce_add_sync(kAllLanes, rows) * Shape::kRowBytes;
+    if (lane_ == 0 && bytes > 0) wait_to_cross(p_.slow_bus, bytes);
+    __syncwarp();
   }
 
   // Tells those that use the tile which of this lane's rows go into the cache, before they arrive.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/attention.h"
+#include "kernels/attention/slow_bus.cuh"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/paged.cuh"
 #include "lib/backend/index_ops.h"
@@ -45,6 +46,7 @@ struct DecodeKernelParams {
   std::uint32_t* finished = nullptr;         // [bunches, heads], zero
   int workers = 0;                           // gridDim.x; gridDim.y is the number of bunches
   int stages = 0;                            // of a block's ring
+  SlowBus slow_bus;
 
   // Whether heads have some rows that are found by position, before those of the token's page.
   __host__ __device__ bool selects() const { return positions != nullptr; }

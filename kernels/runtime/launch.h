@@ -33,6 +33,8 @@ struct Launch {
   // Scratch of the call, with arbitrary content; 256-byte aligned.
   std::byte* scratch = nullptr;
   std::size_t scratch_bytes = 0;
+  // When what crosses a bus that passes for a slower one is over: see attention/slow_bus.cuh.
+  unsigned long long* bus_free_at = nullptr;
 
   static constexpr int kCounters = 16384;
   static constexpr int kHalfCounters = kCounters / 2;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstdlib>
 #include <string>
 
@@ -47,6 +48,17 @@ DeviceLimits pretended_limits(const DeviceLimits& real, std::string_view capabil
   return limits;
 }
 
+std::uint64_t pretended_bus(std::string_view gigabytes) {
+  double number = 0.0;
+  const char* const end = gigabytes.data() + gigabytes.size();
+  const auto [stopped, error] = std::from_chars(gigabytes.data(), end, number);
+  if (error != std::errc() || stopped != end || !(number >= 0.1 && number <= 1000.0)) {
+    throw Error(ErrorCode::unsupported, "SLUICE_PRETEND_BUS is '" + std::string(gigabytes) +
+                                            "'; it may be 0.1 to 1000 GB/s");
+  }
+  return static_cast<std::uint64_t>(number * 1e9);
+}
+
 DeviceLimits current_limits() {
   int ordinal = 0;
   require(cudaGetDevice(&ordinal), "the current device");
@@ -66,7 +78,9 @@ DeviceLimits current_limits() {
   limits.memory_bytes = total;
 #ifdef SLUICE_PRETEND_GPU
   const char* model = std::getenv("SLUICE_PRETEND_GPU");
-  if (model != nullptr) return pretended_limits(limits, model);
+  if (model != nullptr) limits = pretended_limits(limits, model);
+  const char* bus = std::getenv("SLUICE_PRETEND_BUS");
+  if (bus != nullptr) limits.bus_rate = pretended_bus(bus);
 #endif
   return limits;
 }

@@ -14,10 +14,13 @@ struct DeviceLimits {
   std::uint64_t memory_bytes = 0;
   // With fewer logits than these a cluster reads all of them, not their digest.
   std::int32_t digested_entries = 1 << 18;
+  // Bytes per second of rows that decoding attention reads from the host; 0: what the bus gives.
+  std::uint64_t bus_rate = 0;
 };
 
 // Of the current device. Where the project was configured with SLUICE_PRETEND_GPU, no more than the
-// GPU has whose compute capability the environment variable SLUICE_PRETEND_GPU names.
+// GPU has whose compute capability the environment variable SLUICE_PRETEND_GPU names, behind a bus
+// of as many GB/s as SLUICE_PRETEND_BUS says.
 DeviceLimits current_limits();
 
 // What is left of a device that passes for another: "8.0" (A100), "8.6" (RTX 3090), "8.9" (RTX
@@ -25,5 +28,9 @@ DeviceLimits current_limits();
 // features. Throws Error{unsupported} for any other, and for a capability that needs newer
 // instructions.
 DeviceLimits pretended_limits(const DeviceLimits& real, std::string_view capability);
+
+// Bytes per second of a bus that passes for a slower one, by its GB/s: "12.5", say. Throws
+// Error{unsupported} for what is no number or not from 0.1 to 1000.
+std::uint64_t pretended_bus(std::string_view gigabytes);
 
 }  // namespace sluice::cuda

@@ -5,7 +5,9 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr std::size_t kCounterBytes = Launch::kCounters * sizeof(std::uint32_t);
+// Behind the counters is Launch::bus_free_at.
+constexpr std::size_t kCounterBytes =
+    Launch::kCounters * sizeof(std::uint32_t) + sizeof(*Launch{}.bus_free_at);
 
 }  // namespace
 
@@ -22,8 +24,13 @@ Workspace::Workspace(std::size_t scratch_bytes, cudaStream_t wrapped)
 }
 
 Launch Workspace::launch() const {
-  return {stream_, &device_, static_cast<std::uint32_t*>(counters_.get()),
-          static_cast<std::byte*>(scratch_.get()), scratch_bytes_};
+  auto* const counters = static_cast<std::uint32_t*>(counters_.get());
+  Launch launch{stream_, &device_, counters, static_cast<std::byte*>(scratch_.get()),
+                scratch_bytes_};
+  if (counters != nullptr) {
+    launch.bus_free_at = reinterpret_cast<unsigned long long*>(counters + Launch::kCounters);
+  }
+  return launch;
 }
 
 std::size_t Workspace::bytes(std::size_t scratch_bytes) {

@@ -33,6 +33,17 @@ TEST(PretendedLimitsTest, ClustersCannotBePretended) {
   EXPECT_THROW(pretended_limits(ada, "12.0"), Error);
 }
 
+TEST(PretendedBusTest, IsWhatIsAskedFor) {
+  EXPECT_EQ(pretended_bus("12.5"), 12'500'000'000u);
+  EXPECT_EQ(pretended_bus("25"), 25'000'000'000u);
+}
+
+TEST(PretendedBusTest, OtherNumbersAreRefused) {
+  for (const char* rate : {"", "0", "-1", "nan", "inf", "12,5", "12.5 GB/s", "1e4", "0x10"}) {
+    EXPECT_THROW(pretended_bus(rate), Error) << rate;
+  }
+}
+
 TEST(PretendedLimitsTest, OtherNamesAreRefusedWithWhatIsAccepted) {
   for (const char* name : {"", "9.0", "8.90", "89", "nan"}) {
     try {

@@ -1,0 +1,48 @@
+// A bus between host memory and the device that passes for a slower one, to measure on a server's
+// what decoding takes on the bus of another machine. Only where the project was configured with
+// SLUICE_PRETEND_GPU; elsewhere nothing of it is compiled into a kernel.
+//
+// Rows cross it one after the other, at its rate: each waits for what was asked for before, by
+// whatever block. Only rows that decoding attention reads from the host do, neither rows that are
+// written nor prompts.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/runtime/launch.h"
+
+namespace sluice::cuda {
+
+#ifdef SLUICE_PRETEND_GPU
+constexpr bool kBusMayPassForSlower = true;
+#else
+constexpr bool kBusMayPassForSlower = false;
+#endif
+
+struct SlowBus {
+  unsigned long long* free_at = nullptr;  // when what was asked for is over, ns; null: not slower
+  float byte_ns = 0.0f;
+
+  SlowBus() = default;
+  explicit SlowBus(const Launch& launch) {
+    if (!kBusMayPassForSlower || launch.device->bus_rate == 0) return;
+    free_at = launch.bus_free_at;
+    byte_ns = 1e9f / static_cast<float>(launch.device->bus_rate);
+  }
+};
+
+// Returns when so many bytes have crossed. One lane.
+__device__ __forceinline__ void wait_to_cross(const SlowBus& bus, int bytes) {
+  const auto now = [] {
+    unsigned long long ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+  };
+  const auto cost = static_cast<unsigned long long>(static_cast<float>(bytes) * bus.byte_ns + 0.5f);
+  // From now on if nothing is under way. Hundreds of warps ask at once: none of them tries again.
+  atomicMax(bus.free_at, now());
+  const unsigned long long end = atomicAdd(bus.free_at, cost) + cost;
+  while (now() < end) __nanosleep(20);
+}
+
+}  // namespace sluice::cuda
