@@ -32,18 +32,18 @@ IndexNeeds needs_of(const Policy& p, const KvShape& shape, const Scorers& scorer
   return needs;
 }
 
+}  // namespace
+
+ScorerUse use_of(const Policy& policy, const KvShape& shape) {
+  return {shape, policy.select.parameters, policy.bits};
+}
+
 std::int64_t most_selected(const Policy& p, std::int64_t context, const Scorers& scorers) {
   if (!scorers.at(p.select).info().estimates()) return std::min(p.sinks + p.recent, context);
   const std::int64_t chosen = p.prune == Pruner::top_k   ? p.k.of(context)
                               : p.prune == Pruner::top_p ? p.cap.of(context)
                                                          : 1;
   return std::min(std::max(chosen, p.sinks + p.recent), context);
-}
-
-}  // namespace
-
-ScorerUse use_of(const Policy& policy, const KvShape& shape) {
-  return {shape, policy.select.parameters, policy.bits};
 }
 
 Quota candidates_of(const Policy& p) {

@@ -125,6 +125,9 @@ std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64
 // kept.
 Quota candidates_of(const Policy& policy);
 
+// Most rows per KV head that a token's selection has under a policy that selects.
+std::int64_t most_selected(const Policy& policy, std::int64_t context, const Scorers& scorers);
+
 // Whether select() is to weigh a layer's pages for attention to value tiles, in a context of so
 // many tokens. What is scored again is selected too late for that.
 bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, std::int64_t tokens);

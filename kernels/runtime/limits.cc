@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cstdlib>
+#include <memory>
 #include <string>
 
 #include "kernels/runtime/error.h"
@@ -50,8 +51,8 @@ DeviceLimits pretended_limits(const DeviceLimits& real, std::string_view capabil
 
 std::uint64_t pretended_bus(std::string_view gigabytes) {
   double number = 0.0;
-  const char* const end = gigabytes.data() + gigabytes.size();
-  const auto [stopped, error] = std::from_chars(gigabytes.data(), end, number);
+  const char* const end = std::to_address(gigabytes.end());
+  const auto [stopped, error] = std::from_chars(std::to_address(gigabytes.begin()), end, number);
   if (error != std::errc() || stopped != end || !(number >= 0.1 && number <= 1000.0)) {
     throw Error(ErrorCode::unsupported, "SLUICE_PRETEND_BUS is '" + std::string(gigabytes) +
                                             "'; it may be 0.1 to 1000 GB/s");

@@ -40,7 +40,8 @@ struct EngineConfig {
   // Most tokens per prefill step, with prefill=pages at least 128. 0: 512 on a CPU, up to 2048 on a
   // GPU, where activations leave three quarters of what the weights leave, and there up to 4096,
   // with prefill=pages 32768, if the first session's rows do not all fit the device: longer steps
-  // fetch them less often.
+  // fetch them less often. They leave three quarters of its rows on the device, half if its
+  // policies select at most 1024 per KV head.
   int chunk = 0;
   DType kv_dtype = DType::bf16;  // of the rows
   // Of matrix products. Unset, on a CPU: bf16 for a bf16 checkpoint where the processor is fast at
