@@ -294,11 +294,28 @@ void Session::truncate(std::int64_t length) {
   waiting.resize(static_cast<std::size_t>(std::max<std::int64_t>(0, std::ssize(waiting) - cut)));
 }
 
+namespace {
+
+// As long as it lives, pieces of the session's prompts attend to all pages.
+class AllPages {
+ public:
+  explicit AllPages(KvSession& kv) : kv_(&kv) { kv_->list_pages(false); }
+  ~AllPages() { kv_->list_pages(true); }
+  AllPages(const AllPages&) = delete;
+  AllPages& operator=(const AllPages&) = delete;
+
+ private:
+  KvSession* kv_;
+};
+
+}  // namespace
+
 std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
   const std::shared_ptr<Impl> self = share();
   Turn turn(*self->engine, *self);
   self->require(tokens);
   if (!self->uncorrected.empty()) self->correct();
+  const AllPages all(self->kv);
   std::vector<float> scores;
   const auto vocabulary = static_cast<std::size_t>(self->engine->info.vocabulary);
   self->run(turn, tokens, progress, [&](std::int64_t first, std::int64_t count) {

@@ -4,6 +4,7 @@
 
 #include "lib/backend/index_ops.h"
 #include "lib/batch.h"
+#include "lib/text.h"
 #include "lib/value_tiles.h"
 #include "sluice/errors.h"
 
@@ -193,6 +194,14 @@ namespace {
 void include_own(LayerIndex& index, const Method& method, const IndexNeeds& needs) {
   const auto is_same = [&](const OwnIndex& own) { return own.method == method; };
   if (!needs.own() || std::any_of(index.own.begin(), index.own.end(), is_same)) return;
+  // Of so much any number of pages there may be is counted without overflow.
+  constexpr std::size_t kMost = std::size_t{1} << 30;
+  if (needs.page_bytes > kMost || needs.sequence_bytes > kMost) {
+    throw Error(ErrorCode::usage, "the scorer " + in_quotes(method.name) + " asks for " +
+                                      std::to_string(needs.page_bytes) + " bytes a page and " +
+                                      std::to_string(needs.sequence_bytes) +
+                                      " a sequence; it may have 1 GiB of each");
+  }
   const auto rounded = [](std::size_t bytes) {
     return (bytes + ScorerMemory::kAlignment - 1) / ScorerMemory::kAlignment *
            ScorerMemory::kAlignment;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -43,7 +44,10 @@ KvStep KvSequence::begin_step(Phase phase, std::int64_t tokens) {
   return KvStep::Impl::begin(impl().cache, {impl_}, phase, tokens);
 }
 
-std::int64_t KvSequence::decode_room() const { return impl().session().decode_room(); }
+std::int64_t KvSequence::decode_room() const {
+  const KvSession& session = impl().session();
+  return std::min(session.decode_room(), session.plan().context - session.length());
+}
 
 KvSequence KvSequence::fork() {
   const auto lock = impl().cache->between_steps();

@@ -222,7 +222,8 @@ double KvSession::prefill_share() const {
 // Pieces of a prompt may attend to some pages only, in layers that are not to be dense.
 double KvSession::listed_share(int layer) const {
   const std::vector<int>& dense = policy_.dense_layers;
-  const bool lists = is_run_ && phase_ == Phase::prefill && policy_.prefill.pages > 0.0 &&
+  const bool lists = lists_pages_ && is_run_ && phase_ == Phase::prefill &&
+                     policy_.prefill.pages > 0.0 &&
                      std::find(dense.begin(), dense.end(), layer) == dense.end();
   return lists ? policy_.prefill.pages : 1.0;
 }

@@ -80,6 +80,9 @@ class KvSession {
   // Of the pages that queries of prompts could attend to in layers where they attend to some, those
   // that they did; 1 if there were no such layers.
   double prefill_share() const;
+  // Whether pieces of prompts attend to some pages only where the policy has them do so; else they
+  // attend to all.
+  void list_pages(bool lists) { lists_pages_ = lists; }
   const std::shared_ptr<KvPool>& pool() const { return pool_; }
 
  private:
@@ -122,7 +125,8 @@ class KvSession {
   std::int64_t prompt_home_ = 0;           // what its rows take at home, see KvPool
   std::vector<std::int64_t> prompt_ends_;  // [layers], of the prompt's rows that were appended
   std::int64_t length_ = 0;
-  std::int64_t expected_ = 0;       // length
+  std::int64_t expected_ = 0;  // length
+  bool lists_pages_ = true;
   std::uint64_t listed_pages_ = 0;  // see prefill_share()
   std::uint64_t all_pages_ = 0;
   StepSelection selection_;

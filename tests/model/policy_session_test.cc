@@ -118,6 +118,24 @@ TEST(ListedPages, DoNotDependOnTheCap) {
   EXPECT_EQ(smallest, 128);
 }
 
+// As Session::score() promises, whatever a prompt would attend to.
+TEST(ListedPages, AreAllOfThemWhereTokensAreScored) {
+  Engine engine = open_engine();
+  const std::vector<TokenId> tokens = book_tokens(engine, 1500);
+  SessionOptions options;
+  options.context = 1500;
+  options.policies = {parse_policy("dense prefill=pages(0.1)"), Policy{}};
+  Session session = engine.new_session(options);
+  const std::vector<float> scores = session.score(tokens);
+  EXPECT_EQ(session.prefill_share(), 1.0);
+  session.truncate(0);
+  session.prefill(tokens);
+  EXPECT_LT(session.prefill_share(), 1.0);
+  session.truncate(0);
+  session.use(Policy{});
+  EXPECT_EQ(scores, session.score(tokens));
+}
+
 TEST(ListedPages, RefuseAChunkBelowABlock) {
   EngineConfig config = testing::config_for();
   config.chunk = 100;

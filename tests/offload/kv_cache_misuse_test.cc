@@ -1,9 +1,12 @@
 // What KvCache refuses: with one clear line, and so that what was right before still is.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -94,6 +97,44 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
           [](KvConfig& c) { c.policies = {parse_policy("select=dense prefill=zipvl(0.9)")}; });
   refused(ErrorCode::memory, "device_memory", [](KvConfig& c) { c.device_memory = 1000; });
   refused(ErrorCode::memory, "host_memory", [](KvConfig& c) { c.host_memory = 1000; });
+}
+
+// Wants more memory than there is a number for.
+class Greedy : public Scorer {
+ public:
+  explicit Greedy(std::size_t bytes)
+      : Scorer({"greedy", ScorerInfo::Kind::bounds, {}}), bytes_(bytes) {}
+  IndexNeeds needs(const ScorerUse& /*use*/) const override {
+    return {.page_bytes = bytes_, .sequence_bytes = 0};
+  }
+  void score(const RunScorer& /*call*/) const override {}
+  std::uint64_t bytes_read(const ScorerUse& /*use*/, const ScanExtent& /*extent*/) const override {
+    return 0;
+  }
+
+ private:
+  std::size_t bytes_;
+};
+
+TEST(KvCacheConfig, ScorersHaveBoundedMemory) {
+  for (const std::size_t bytes : {std::size_t{1} << 31, std::size_t{1} << 61, SIZE_MAX}) {
+    KvConfig greedy = config();
+    greedy.scorers.add(std::make_shared<Greedy>(bytes));
+    greedy.policies = {parse_policy("select=greedy prune=top_k(4)", greedy.scorers)};
+    greedy.device_memory = std::uint64_t{64} << 20;
+    expect_error(ErrorCode::usage, "1 GiB", [&] { KvCache cache(greedy); });
+  }
+}
+
+TEST_F(Misuse, DecodingHasNoRoomAtTheEndOfTheContext) {
+  while (sequence_.length() < cache_.plan().context) {
+    const std::int64_t left = cache_.plan().context - sequence_.length();
+    EXPECT_GT(sequence_.decode_room(), 0);
+    EXPECT_LE(sequence_.decode_room(), left);
+    prefill(sequence_, std::min(left, cache_.plan().chunk));
+  }
+  EXPECT_EQ(sequence_.decode_room(), 0);
+  expect_error(ErrorCode::prompt, "context", [&] { sequence_.begin_step(Phase::decode, 1); });
 }
 
 TEST_F(Misuse, OfStepsChangesNothing) {

@@ -193,7 +193,7 @@ class KvSequence {
   // prefill=pages queries choose pages 128 tokens together, counted from the step's first: where
   // steps of a prompt end at multiples of 128 positions, answers do not depend on their number.
   KvStep begin_step(Phase phase, std::int64_t tokens);
-  // Most tokens of the next step of Phase::decode.
+  // Most tokens of the next step of Phase::decode; 0 at the end of the context.
   std::int64_t decode_room() const;
 
   // A sequence with the same tokens and policy, which shares this one's memory until either writes:

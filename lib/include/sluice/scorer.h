@@ -78,7 +78,7 @@ struct ScorerUse {
 struct IndexNeeds {
   bool tiles = false;   // keys at ScorerUse::bits per channel, for the backend's own estimates
   bool bounds = false;  // the extreme keys of sub-pages, likewise
-  // Memory of its own: for every page of every KV head, and for every sequence.
+  // Memory of its own: for every page of every KV head, and for every sequence; at most 1 GiB each.
   std::size_t page_bytes = 0;
   std::size_t sequence_bytes = 0;
 
