@@ -20,6 +20,12 @@ constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 20;
               path.string() + ": " + why + "; run `sluice calibrate` again or delete the file");
 }
 
+// Calibrating keeps what else the file has, so that it cannot mend it.
+[[noreturn]] void throw_unreadable(const std::filesystem::path& path, const std::string& why) {
+  throw Error(ErrorCode::corrupt,
+              path.string() + ": " + why + "; delete the file and run `sluice calibrate` again");
+}
+
 nlohmann::json read_calibration(const std::filesystem::path& path) {
   if (!file_exists(path)) return nlohmann::json::object();
   nlohmann::json root;
@@ -27,11 +33,11 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
     root = read_json_file(path, kMaxBytes);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::corrupt) throw;
-    throw_unusable(path, "not JSON");
+    throw_unreadable(path, "not JSON");
   }
   const bool valid =
       root.is_object() && root.value("policies", nlohmann::json::object()).is_object();
-  if (!valid) throw_unusable(path, "not a calibration");
+  if (!valid) throw_unreadable(path, "not a calibration");
   return root;
 }
 

@@ -101,6 +101,7 @@ struct ChatFormat::Impl {
   std::tm now;  // stays, so that the beginning of a conversation does not change at midnight
   std::filesystem::path file;
   std::vector<TokenId> controls;  // added tokens that the template writes
+  std::vector<std::string> text_markers;
   std::vector<TokenId> ends;
   // An answer is drawn behind `opening`, and written behind `header` when it has become an
   // earlier one; what both begin with is in neither.
@@ -121,25 +122,29 @@ jinja::Value message(const char* role, std::string_view content, jinja::Origin o
 
 std::vector<ChatTurn> short_conversation() { return {{"x", "x", {}}, {"x", {}, {}}}; }
 
-// Markers that look like control tokens, and are none.
+// A token that tokenizer_config.json names and tokenizer.json has not is one that the model cannot
+// read.
 void require_tokens(std::string_view text,
                     const std::vector<std::pair<std::string, std::string>>& tokens) {
-  const auto fail = [](std::string_view marker) {
-    throw Error(ErrorCode::tokenizer, "the chat template needs the token " + in_quotes(marker) +
+  for (const auto& [name, token] : tokens) {
+    if (name != "bos_token" && name != "eos_token") continue;
+    if (text.find(token) == std::string_view::npos) continue;
+    throw Error(ErrorCode::tokenizer, "the chat template needs the token " + in_quotes(token) +
                                           ", which is no added token of tokenizer.json; take "
                                           "both files from the same checkpoint");
-  };
-  for (const auto& [name, token] : tokens) {
-    if (name == "bos_token" || name == "eos_token") {
-      if (text.find(token) != std::string_view::npos) fail(token);
-    }
   }
+}
+
+// Adds what looks like a control token, <|user|>, to those that are there.
+void note_markers(std::string_view text, std::vector<std::string>& markers) {
   constexpr std::size_t kLongest = 64;
   for (std::size_t at = text.find("<|"); at != std::string_view::npos;
        at = text.find("<|", at + 1)) {
     const std::string_view marker = text.substr(at, kLongest);
     const std::size_t end = marker.find("|>", 2);
-    if (end != std::string_view::npos) fail(marker.substr(0, end + 2));
+    if (end == std::string_view::npos) continue;
+    const std::string found(marker.substr(0, end + 2));
+    if (std::find(markers.begin(), markers.end(), found) == markers.end()) markers.push_back(found);
   }
 }
 
@@ -156,14 +161,12 @@ class Writer {
     std::size_t done = 0;
     for (const AddedTokenPlace& place : tokenizer_->find_added(text)) {
       const std::string_view between = text.substr(done, place.begin - done);
-      require_tokens(between, tokens);
-      pending_ += between;
+      write_between(between, tokens);
       note_control(place.id, text.substr(place.begin, place.end - place.begin));
       add(std::span(&place.id, 1));
       done = place.end;
     }
-    require_tokens(text.substr(done), tokens);
-    pending_ += text.substr(done);
+    write_between(text.substr(done), tokens);
   }
 
   // Of a person or a model.
@@ -180,8 +183,17 @@ class Writer {
   }
 
   const std::vector<TokenId>& controls() const { return controls_; }
+  // Of the template, that are no tokens.
+  const std::vector<std::string>& text_markers() const { return text_markers_; }
 
  private:
+  void write_between(std::string_view text,
+                     const std::vector<std::pair<std::string, std::string>>& tokens) {
+    require_tokens(text, tokens);
+    note_markers(text, text_markers_);
+    pending_ += text;
+  }
+
   void note_control(TokenId id, std::string_view text) {
     if (std::find(controls_.begin(), controls_.end(), id) != controls_.end()) return;
     controls_.push_back(id);
@@ -200,6 +212,7 @@ class Writer {
 
   const Tokenizer* tokenizer_;
   std::vector<TokenId> controls_;
+  std::vector<std::string> text_markers_;
   std::string pending_;
   std::vector<TokenId> ids_;
 };
@@ -263,6 +276,7 @@ void ChatFormat::Impl::learn() {
                  tokens);
   }
   controls = writer.controls();
+  text_markers = writer.text_markers();
   learn_system();
 }
 
@@ -329,6 +343,8 @@ const ChatFormat::Impl& ChatFormat::impl() const {
 const std::filesystem::path& ChatFormat::file() const { return impl().file; }
 
 std::span<const TokenId> ChatFormat::end_tokens() const { return impl().ends; }
+
+std::span<const std::string> ChatFormat::text_markers() const { return impl().text_markers; }
 
 bool ChatFormat::moves_system() const { return impl().moves_system; }
 

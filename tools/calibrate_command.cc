@@ -1,6 +1,6 @@
 // Finds out by measuring what suits a model best, and stores it beside it.
 #include <algorithm>
-#include <map>
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -49,8 +49,8 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
   require_all<std::int64_t>(flags.choices.rows, 0, std::int64_t{1} << 31, "--rows");
   require_all(flags.choices.value_bits, 2, 4, "--value-bits");
   require_all(flags.choices.key_bits, 2, 4, "--key-bits");
-  if (!(flags.choices.loss > 0.0)) {
-    throw Error(ErrorCode::usage, "--loss has to be above 0");  // NaN is not
+  if (!(flags.choices.loss > 0.0) || !std::isfinite(flags.choices.loss)) {
+    throw Error(ErrorCode::usage, "--loss has to be a number above 0");
   }
   validate(flags.options);
 }
@@ -120,10 +120,13 @@ Command add_calibrate(CLI::App& app) {
   app.add_option("--loss", flags->choices.loss,
                  "of values: most nats per token, KL of dense attention's answers to its own")
       ->capture_default_str();
-  const std::map<std::string, Saving> savings = {{"bus", Saving::bus}, {"device", Saving::device}};
-  app.add_option("--save", flags->choices.saving,
-                 "of values: what is saved first, rows fetched or memory of the index")
-      ->transform(CLI::CheckedTransformer(savings).description("bus or device"))
+  app.add_option_function<std::string>(
+         "--save",
+         [flags](const std::string& what) {
+           flags->choices.saving = what == "device" ? Saving::device : Saving::bus;
+         },
+         "of values: what is saved first, rows fetched or memory of the index")
+      ->check(CLI::IsMember({"bus", "device"}))
       ->default_str("bus");
   add_integer(app, "--rows", flags->choices.rows,
               "of values: exact tokens that a layer may keep per KV head; several times")

@@ -202,6 +202,7 @@ int run(const ChatFlags& flags) {
   if (!flags.quiet) {
     print_error(plan_text(engine, plan, choice) +
                 wrapped("  chat template", kPlanIndent, format.file().filename().string()));
+    print_error(text_marker_note(format));
     if (!flags.system.empty() && format.moves_system()) {
       print_error(
           wrapped("note:", 6,

@@ -33,7 +33,7 @@ double divergence(const std::vector<float>& dense, const std::vector<float>& oth
     const auto p = static_cast<double>(dense[i]);
     sum += std::exp(p) * (p - static_cast<double>(other[i]));
   }
-  return sum;
+  return std::max(sum, 0.0);  // which rounding may leave below
 }
 
 // One way through a probe.

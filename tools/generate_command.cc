@@ -42,6 +42,7 @@ struct Prompt {
 // One question as the checkpoint's chat template writes it.
 Prompt encode_question(const Engine& engine, const GenerateFlags& flags, const std::string& text) {
   const ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
+  if (!flags.quiet) print_error(text_marker_note(format));
   const ChatTurn turn = {text, {}, {}};
   return {format.render(flags.system, std::span(&turn, 1)),
           {format.end_tokens().begin(), format.end_tokens().end()}};
@@ -162,7 +163,7 @@ void write_trace(const GenerateFlags& flags, const Trace& trace) {
 int run(const GenerateFlags& flags, bool prompt_given) {
   flags.generation.validate();
   require_writable(flags.json, flags.model.model, flags.prompt_file);
-  if (flags.trace == "-" || (!flags.trace.empty() && flags.trace == flags.json)) {
+  if (flags.trace == "-" || is_one_file(flags.trace, flags.json)) {
     throw Error(ErrorCode::usage, "--trace wants a file of its own");
   }
   require_writable(flags.trace, flags.model.model, flags.prompt_file);

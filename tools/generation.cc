@@ -153,6 +153,18 @@ std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choi
   return plan.to_table() + wrapped("  policy", kPlanIndent, policy) + notes(engine.info(), choice);
 }
 
+std::string text_marker_note(const ChatFormat& format) {
+  std::string markers;
+  for (const std::string& marker : format.text_markers()) {
+    markers += (markers.empty() ? "" : ", ") + in_quotes(marker);
+  }
+  if (markers.empty()) return {};
+  return wrapped("note:", 6,
+                 "the chat template writes " + markers +
+                     ", no tokens of tokenizer.json, so the model reads them as text; if it was "
+                     "not trained so, take both files from the same checkpoint");
+}
+
 Loading load(Engine& engine) {
   ProgressBar bar("loading");
   const auto start = std::chrono::steady_clock::now();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "sluice/chat.h"
 #include "sluice/engine.h"
 #include "sluice/generate.h"
 
@@ -39,6 +40,9 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
 
 // The plan, the policy, and what people might not have expected.
 std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choice);
+
+// What the chat template writes as text though it looks like control tokens; empty if nothing.
+std::string text_marker_note(const ChatFormat& format);
 
 // What loading the weights took.
 struct Loading {

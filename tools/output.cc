@@ -35,6 +35,14 @@ bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b
   return std::filesystem::is_regular_file(a, ignored) && std::filesystem::equivalent(a, b, ignored);
 }
 
+// Where a file that is not there yet would be.
+std::filesystem::path place_of(const std::filesystem::path& file) {
+  std::error_code none;
+  const std::filesystem::path place =
+      std::filesystem::weakly_canonical(std::filesystem::absolute(file, none), none);
+  return none ? file : place;
+}
+
 // By their names: reports may lie beside a checkpoint's files.
 bool is_of_checkpoint(const std::filesystem::path& file) {
   static constexpr std::array kNames = {"config.json",         "generation_config.json",
@@ -48,6 +56,11 @@ bool is_of_checkpoint(const std::filesystem::path& file) {
 
 bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::path& model) {
   std::error_code ignored;  // whoever opens the checkpoint says what is wrong with its folder
+  // Not there yet, it would be part of the checkpoint from now on.
+  if (!std::filesystem::exists(file, ignored) && is_of_checkpoint(file) &&
+      place_of(file).parent_path() == place_of(model)) {
+    return true;
+  }
   const std::filesystem::directory_iterator files(model, ignored);
   return std::any_of(begin(files), end(files), [&](const auto& entry) {
     return is_of_checkpoint(entry.path()) && is_same_file(file, entry.path());
@@ -119,13 +132,19 @@ void print_error(std::string_view text) {
   std::fflush(stderr);
 }
 
+bool is_one_file(const std::string& a, const std::string& b) {
+  if (a.empty() || b.empty()) return false;
+  return is_same_file(a, b) || place_of(a) == place_of(b);
+}
+
 void require_writable(const std::string& path, const std::string& model, const std::string& text) {
   if (path.empty() || path == "-") return;
   if (is_same_file(path, text) || is_in_checkpoint(path, model)) {
-    throw Error(ErrorCode::usage,
-                path +
-                    ": is read by this very command, and writing would overwrite it; choose "
-                    "another file");
+    throw Error(
+        ErrorCode::usage,
+        path +
+            ": is a file of the checkpoint or one that this very command reads, and writing "
+            "would overwrite it; choose another file");
   }
   require_writable(path);
 }

@@ -27,9 +27,13 @@ std::string wrapped(std::string first, std::size_t indent, std::string_view text
 // A report as it is written; paths that are not UTF-8 lose what JSON cannot hold.
 std::string report_text(const nlohmann::json& report);
 
+// Whether both name one file, which may not be there yet; an empty path names none.
+bool is_one_file(const std::string& a, const std::string& b);
+
 // Throws Error{io} if `path` cannot be written, before the work whose report is to go there, and
-// Error{usage} if it is a file of the checkpoint in `model` or the one at `text`, by whatever name:
-// the report would take the place of what it is about. An empty path or "-" can be written.
+// Error{usage} if it is, or would be, a file of the checkpoint in `model` or is the one at `text`,
+// by whatever name: the report would take the place of what it is about. An empty path or "-" can
+// be written.
 void require_writable(const std::string& path, const std::string& model, const std::string& text);
 
 // Writes a whole file, "-" for standard output. A file that is there stays as it is unless all of

@@ -313,6 +313,8 @@ TEST(ChatFormatTest, ControlTokensMustBeThere) {
   }
   Checkpoint checkpoint(patch);
   checkpoint.write_template(kUser + kOpens);
+  EXPECT_EQ(checkpoint.load().text_markers().front(), "<|im_end|>");
+  checkpoint.write_config({{"eos_token", "<|im_end|>"}, {"chat_template", kUser + kOpens}});
   expect_error(ErrorCode::tokenizer, "needs the token '<|im_end|>'", [&] { checkpoint.load(); });
   checkpoint.write_config(recorded()["formats"][8]["config"]);
   expect_error(ErrorCode::unsupported, "takes white space", [&] { checkpoint.load(); });

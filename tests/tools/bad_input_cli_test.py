@@ -251,6 +251,23 @@ class BadInput(unittest.TestCase):
         self.refused(CORRUPT, "sluice.json", "anchors lists layer 40", model=model,
                      flags=["--policy", "tidaldecode"])
 
+    def test_calibrations_that_cannot_be_stored(self):
+        model = Path(self.folder.name) / "demo"
+        shutil.copytree(MODEL, model)
+        flags = ["calibrate", "-m", model, "--text", ROOT / "data" / "war-and-peace.txt"]
+        for more, mention in ((["--save", "foo"], "{bus,device}"), (["--save", "1"], "--save"),
+                              (["--loss", "inf"], "--loss"),
+                              (["--json", model / "sluice.json"], "would overwrite")):  # fmt: skip
+            done = sluice(*flags, *more)
+            self.assertEqual(done.returncode, USAGE, done.stderr)
+            self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+            self.assertIn(mention, done.stderr)
+            self.assertFalse((model / "sluice.json").exists())
+        (model / "sluice.json").write_text("garbage")
+        done = sluice(*flags, "--length", 300)
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (CORRUPT, 1), done.stderr)
+        self.assertIn("delete the file and run", done.stderr)
+
     def test_lengths_that_the_tokenizers_prefix_fills(self):
         model = Path(self.folder.name) / "demo"
         shutil.copytree(MODEL, model)

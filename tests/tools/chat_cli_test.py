@@ -168,6 +168,11 @@ class WrongModels(Models):
     def test_a_template_without_its_tokens(self):
         path = self.model / "tokenizer.json"
         path.write_text(path.read_text().replace("<|im_end|>", "<|over|>"))
+        # As transformers has it, but not without a word.
+        done = sluice("chat", "-m", self.model, "-n", 2, stdin="Hello\n")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("writes '<|im_end|>', no tokens of tokenizer.json", " ".join(done.stderr.split()))
+        self.edit_config(eos_token="<|im_end|>")
         self.refused(6, "needs the token '<|im_end|>'")
 
     def test_no_place_for_a_system_text(self):

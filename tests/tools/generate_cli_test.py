@@ -138,7 +138,8 @@ class Generate(unittest.TestCase):
         self.assertLessEqual({"dense", "append", "scan", "select", "attend", "copy"}, kinds)
         self.assertEqual(blocked.returncode, 9, blocked.stderr)
         self.assertEqual(blocked.stderr.count("\n"), 1, blocked.stderr)
-        for more in (("--trace", "-"), ("--trace", "report", "--json", "report")):
+        for more in (("--trace", "-"), ("--trace", "report", "--json", "report"),
+                     ("--trace", "./report", "--json", Path.cwd() / "report")):  # fmt: skip
             refused = sluice(*arguments, *more, check=False)
             self.assertEqual(refused.returncode, 2, refused.stderr)
             self.assertIn("--trace wants a file of its own", refused.stderr)
@@ -155,7 +156,10 @@ class Generate(unittest.TestCase):
             link.symlink_to(model / "config.json")
             config = link.read_bytes()
             flags = ("generate", "-m", model, "-n", 2, "-q", "-f", prompt)
-            for more in (("--json", link), ("--trace", model / "model.safetensors"), ("--json", prompt)):
+            # Files that would be the checkpoint's from now on are its own, too.
+            for more in (("--json", link), ("--trace", model / "model.safetensors"), ("--json", prompt),
+                         ("--json", model / "sluice.json"), ("--trace", model / "." / "chat_template.jinja"),
+                         ("--json", model / "generation_config.json")):  # fmt: skip
                 refused = sluice(*flags, *more)
                 self.assertEqual(refused.returncode, 2, refused.stderr)
                 self.assertEqual(refused.stderr.count("\n"), 1, refused.stderr)

@@ -26,8 +26,8 @@ class ChatFormat {
  public:
   // From chat_template.jinja, chat_template.json or tokenizer_config.json, the first that has one.
   // Throws Error{unsupported} if none has or Sluice cannot run it, Error{corrupt} for files that
-  // are broken, Error{tokenizer} if the tokenizer lacks one of the template's control tokens.
-  // `tokenizer` must outlive the format.
+  // are broken, Error{tokenizer} if the template writes a BOS or EOS token that the tokenizer
+  // lacks. `tokenizer` must outlive the format.
   static ChatFormat load(const std::filesystem::path& checkpoint, const Tokenizer& tokenizer);
 
   ChatFormat(ChatFormat&&) noexcept;
@@ -38,6 +38,10 @@ class ChatFormat {
   const std::filesystem::path& file() const;
   // Tokens that the template ends an answer with, besides the model's EOS tokens; may be none.
   std::span<const TokenId> end_tokens() const;
+  // What the template writes that looks like a control token, <|user|>, and is none of the
+  // tokenizer's: it is read as text, as transformers has it. Models may be trained so; else the
+  // template is another tokenizer's.
+  std::span<const std::string> text_markers() const;
   // Whether a text of the system stands in front of the newest question, so that everything from
   // the question before on is written anew with every turn.
   bool moves_system() const;
