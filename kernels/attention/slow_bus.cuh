@@ -1,6 +1,6 @@
 // A bus between host memory and the device that passes for a slower one, to measure on a server's
 // what decoding takes on the bus of another machine. Only where the project was configured with
-// SLUICE_PRETEND_GPU; elsewhere nothing of it is compiled into a kernel.
+// SLUICE_PRETEND_GPU, which decode.cu alone is told; elsewhere no kernel waits for it.
 //
 // Rows cross it one after the other, at its rate: each waits for what was asked for before, by
 // whatever block. Only rows that decoding attention reads from the host do, neither rows that are
