@@ -125,6 +125,11 @@ Bandwidth measure_bandwidth(int threads, std::uint64_t bytes) {
     throw Error(ErrorCode::usage,
                 "bandwidth is measured with up to 1 TiB, not " + format_bytes(bytes));
   }
+  if (threads < 0) {
+    throw Error(ErrorCode::usage,
+                "bandwidth is measured with 0 threads (one per core) or more, not " +
+                    std::to_string(threads));
+  }
   cpu::Threads pool(threads);
   const std::size_t words = std::max<std::uint64_t>(bytes / sizeof(std::uint64_t), 1);
   std::vector<std::uint64_t> source(words, 1);

@@ -4,7 +4,6 @@
 #include <cctype>
 #include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <optional>
 
 #include "sluice/errors.h"
@@ -36,9 +35,10 @@ std::string format_bytes(std::uint64_t bytes) {
     ++unit;
   }
   std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), value < 10.0 ? "%.2f %s" : "%.1f %s", value,
-                kUnits.at(unit));
-  return text.data();
+  char* const end = std::to_chars(text.data(), text.data() + text.size(), value,
+                                  std::chars_format::fixed, value < 10.0 ? 2 : 1)
+                        .ptr;
+  return std::string(text.data(), end) + " " + kUnits.at(unit);
 }
 
 std::uint64_t parse_bytes(std::string_view text, std::string_view flag) {

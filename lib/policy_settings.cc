@@ -51,15 +51,6 @@ std::optional<T> number(std::string_view text) {
   return value;
 }
 
-// The shortest text that number() reads as the same value.
-template <typename T>
-std::string digits(T value) {
-  std::array<char, 32> text{};
-  const auto [end, status] = std::to_chars(text.data(), text.data() + text.size(), value);
-  check(status == std::errc{}, "a number is longer than any number can be");
-  return {text.data(), end};
-}
-
 // "name" or "name(argument,argument)".
 struct Call {
   std::string_view name;

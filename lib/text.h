@@ -1,6 +1,8 @@
 // Text from elsewhere (files, flags, paths) as it may stand in a message.
 #pragma once
 
+#include <array>
+#include <charconv>
 #include <cstddef>
 #include <string>
 #include <string_view>
@@ -14,6 +16,14 @@ std::string one_line(std::string_view text);
 
 // The same, shorter, between single quotes: a name or a value inside a message.
 std::string in_quotes(std::string_view text);
+
+// The shortest text that reads back as this number, in every locale: a limit of 1 and a value of
+// 1.0000001 look different.
+template <typename T>
+std::string digits(T value) {
+  std::array<char, 32> text{};
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+}
 
 // Why a parser gave up at a byte of so many, counted from 1: the end, or what stands there.
 std::string json_fault(std::size_t byte, std::size_t bytes);

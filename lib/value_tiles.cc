@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -12,7 +13,7 @@ void check_value_tiles(int bits, int head_dim, float share) {
                 "value tiles of " + std::to_string(bits) + " bits; there are 2, 3 and 4");
   }
   if (!(share > 0.0f && share <= 1.0f)) {
-    throw Error(ErrorCode::usage, "reading pages that carry " + std::to_string(share) +
+    throw Error(ErrorCode::usage, "reading pages that carry " + digits(share) +
                                       " of the weight; it must be above 0 and at most 1");
   }
   if (head_dim <= 0 || head_dim > 256 || head_dim % 4 != 0) {

@@ -28,7 +28,7 @@ void Chat::reset() {
 
 std::size_t Chat::keep_common(std::span<const TokenId> ids) {
   // The logits after the last token are wanted, so that is never among them.
-  const std::size_t most = std::min(held_.size(), ids.size() - 1);
+  const std::size_t most = std::min(held_.size(), std::max<std::size_t>(ids.size(), 1) - 1);
   const auto end =
       std::mismatch(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(most), held_.begin())
           .first;

@@ -1,22 +1,15 @@
 #include "model/json_object.h"
 
-#include <array>
-#include <cstdio>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "io/json.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
-
-std::string short_text(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%g", value);
-  return text.data();
-}
 
 std::string type_of(const nlohmann::json& value) {
   if (value.is_number_float()) return "a fraction";
@@ -76,8 +69,7 @@ double JsonObject::number(const char* key, double least, double most,
   if (!number.is_number()) corrupt(key, "is " + type_of(number) + ", not a number");
   const auto result = number.get<double>();
   if (!(result >= least && result <= most)) {
-    corrupt(key, "is " + short_text(result) + "; it must be " + short_text(least) + " to " +
-                     short_text(most));
+    corrupt(key, "is " + digits(result) + "; it must be " + digits(least) + " to " + digits(most));
   }
   return result;
 }

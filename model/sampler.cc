@@ -1,13 +1,12 @@
 #include "sluice/sampler.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <string>
 
 #include "lib/sample_token.h"
+#include "lib/text.h"
 #include "model/utf8.h"
 #include "sluice/errors.h"
 
@@ -21,20 +20,14 @@ void require(bool holds, const std::string& message) {
 }  // namespace
 
 void SamplingParams::validate() const {
-  // All digits that tell it from others: one of 1.0000001 is not 1.
-  const auto text = [](double value) {
-    std::array<char, 32> digits{};
-    const auto written = std::to_chars(digits.data(), digits.data() + digits.size(), value);
-    return std::string(digits.data(), written.ptr);
-  };
   require(std::isfinite(temperature) && temperature >= 0.0,
-          "`temperature` " + text(temperature) + ": give a finite number of 0 (greedy) or more");
+          "`temperature` " + digits(temperature) + ": give a finite number of 0 (greedy) or more");
   require(top_k >= 0, "`top_k` " + std::to_string(top_k) + ": give 0 (all tokens) or more");
   require(top_p > 0.0 && top_p <= 1.0,
-          "`top_p` " + text(top_p) + ": give a number above 0, up to 1 (all tokens)");
-  require(min_p >= 0.0 && min_p <= 1.0, "`min_p` " + text(min_p) + ": give a number from 0 to 1");
+          "`top_p` " + digits(top_p) + ": give a number above 0, up to 1 (all tokens)");
+  require(min_p >= 0.0 && min_p <= 1.0, "`min_p` " + digits(min_p) + ": give a number from 0 to 1");
   require(std::isfinite(repetition_penalty) && repetition_penalty > 0.0,
-          "`repetition_penalty` " + text(repetition_penalty) +
+          "`repetition_penalty` " + digits(repetition_penalty) +
               ": give a finite number above 0 (1 is off)");
   require(max_tokens >= 1, "`max_tokens` " + std::to_string(max_tokens) + ": give 1 or more");
   for (const std::string& string : stop) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "lib/text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -27,7 +28,7 @@ double average(double before, double now) {
 HostShare::HostShare(std::optional<double> fixed) : fixed_(fixed) {
   if (!fixed || (*fixed >= 0.0 && *fixed <= 1.0)) return;
   throw Error(ErrorCode::usage,
-              "`host_attention` must be a share from 0 to 1, not " + std::to_string(*fixed));
+              "`host_attention` must be a share from 0 to 1, not " + digits(*fixed));
 }
 
 std::int64_t HostShare::pages_of(std::int64_t pages) const {

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kMaxChunk = 32768;
 constexpr int kMaxThreads = 4096;
+constexpr double kMaxScale = 1e6;  // of logits; queries times it stay numbers
 
 void require(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
@@ -25,8 +26,8 @@ void validate(const KvConfig& config) {
   require(config.chunk >= 1 && config.chunk <= kMaxChunk, "chunk must be 1 to 32768 tokens");
   require(config.threads >= 0 && config.threads <= kMaxThreads,
           "threads must be 0 (one per core) to 4096");
-  require(!config.scale || (std::isfinite(*config.scale) && *config.scale > 0.0),
-          "scale must be above 0 and finite");
+  require(!config.scale || (*config.scale > 0.0 && *config.scale <= kMaxScale),
+          "scale must be above 0, up to 1e6");
   for (const Policy& policy : config.policies) {
     if (policy.prefill.tau == 0.0) continue;
     throw Error(ErrorCode::unsupported,

@@ -133,7 +133,8 @@ void print_error(std::string_view text) {
 }
 
 bool is_one_file(const std::string& a, const std::string& b) {
-  if (a.empty() || b.empty()) return false;
+  std::error_code ignored;
+  if (a.empty() || b.empty() || std::filesystem::is_character_file(a, ignored)) return false;
   return is_same_file(a, b) || place_of(a) == place_of(b);
 }
 

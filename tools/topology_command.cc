@@ -36,10 +36,11 @@ std::string describe(const Topology& topology) {
   return text;
 }
 
-std::string describe(const Bandwidth& bandwidth) {
+std::string describe(const Bandwidth& bandwidth, std::uint64_t bytes) {
   return "bandwidth          " + std::to_string(bandwidth.threads) + " threads: read " +
          gigabytes_per_second(bandwidth.read_bytes_per_second) + ", copy " +
-         gigabytes_per_second(bandwidth.copy_bytes_per_second) + "\n";
+         gigabytes_per_second(bandwidth.copy_bytes_per_second) + ", over " + format_bytes(bytes) +
+         "\n";
 }
 
 std::string describe(const DeviceTopology& device) {
@@ -64,7 +65,9 @@ std::string describe_if_there(const std::string& device) {
 
 Command add_topology(CLI::App& app) {
   const auto size = std::make_shared<std::string>("1GiB");
-  app.add_option("--size", *size, "memory to stream through when measuring; 0 measures nothing")
+  app.add_option("--size", *size,
+                 "memory to stream through when measuring, up to a quarter of what is "
+                 "available; 0 measures nothing")
       ->capture_default_str();
   const auto device = std::make_shared<std::string>();
   app.add_option("--device", *device, "GPU to show: cuda or cuda:N; the first without it");
@@ -76,8 +79,8 @@ Command add_topology(CLI::App& app) {
     print(describe(topology) + gpu);
     const std::uint64_t bytes = std::min(wanted, topology.available_bytes / 4);
     if (bytes == 0) return 0;
-    print(describe(measure_bandwidth(1, bytes)));
-    if (topology.usable_cores > 1) print(describe(measure_bandwidth(0, bytes)));
+    print(describe(measure_bandwidth(1, bytes), bytes));
+    if (topology.usable_cores > 1) print(describe(measure_bandwidth(0, bytes), bytes));
     return 0;
   };
 }

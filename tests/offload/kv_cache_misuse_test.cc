@@ -85,7 +85,7 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
   refused(kUsage, "head_dim", [](KvConfig& c) { c.shape.head_dim = 33; });
   refused(ErrorCode::unsupported, "dtype",
           [](KvConfig& c) { c.shape.dtype = static_cast<DType>(7); });
-  for (const double scale : {0.0, -1.0, static_cast<double>(NAN), HUGE_VAL}) {
+  for (const double scale : {0.0, -1.0, static_cast<double>(NAN), HUGE_VAL, 1e300}) {
     refused(kUsage, "scale", [&](KvConfig& c) { c.scale = scale; });
   }
   refused(kUsage, "abacus", [](KvConfig& c) { c.device = "abacus"; });

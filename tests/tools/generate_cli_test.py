@@ -143,6 +143,8 @@ class Generate(unittest.TestCase):
             refused = sluice(*arguments, *more, check=False)
             self.assertEqual(refused.returncode, 2, refused.stderr)
             self.assertIn("--trace wants a file of its own", refused.stderr)
+        both = sluice(*arguments, "--trace", "/dev/null", "--json", "/dev/null")
+        self.assertEqual(both.returncode, 0, both.stderr)
 
     def test_what_is_read_is_not_overwritten(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +223,7 @@ class Generate(unittest.TestCase):
         self.assertIn("compensate=values", chosen.stdout)
         topology = sluice("topology", "--size", "16MiB")
         self.assertEqual(topology.returncode, 0, topology.stderr)
-        self.assertIn("GB/s", topology.stdout)
+        self.assertRegex(topology.stdout, r"(?m)^bandwidth .* GB/s.*, over 16\.0 MiB$")
         self.assertRegex(topology.stdout, r"(?m)^GPU +\S")
         for device in ("cpu", "cuda:99", "gpu"):
             wrong = sluice("topology", "--size", 0, "--device", device)

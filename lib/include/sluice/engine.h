@@ -269,7 +269,7 @@ class Session {
   // Of the last step; empty if it was dense.
   const StepSelection& selection() const;
   // Of the pairs of a query and a page before it, those that prompts under `prefill=pages` looked
-  // at; 1 without such prompts, and in dense layers, which do not count.
+  // at; 1 without such prompts, and in dense layers, which do not count. A fork counts its own.
   double prefill_share() const;
 
   struct Impl;  // opaque

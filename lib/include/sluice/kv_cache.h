@@ -60,7 +60,7 @@ struct KvConfig {
   // decode steps attend, and with `prefill=pages` how steps of a prompt do; no other sparse
   // prefill. `correct` is left to the caller: truncate(), and a step of Phase::correction.
   std::vector<Policy> policies;
-  std::optional<double> scale;  // of the logits; unset: 1/sqrt(head_dim)
+  std::optional<double> scale;  // of the logits, up to 1e6; unset: 1/sqrt(head_dim)
   // Caps in bytes. Without a device cap a backend that shares the host's memory attends rows
   // where they lie and copies nothing, and a GPU's free memory is the cap.
   std::optional<std::uint64_t> device_memory;

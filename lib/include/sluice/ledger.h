@@ -81,6 +81,8 @@ class Ledger {
   Traffic crossed(Tier from, Tier to) const;
 
   std::uint64_t steps(Phase phase) const;
+  // That steps appended: as what was moved for them stays counted, so do they where a session is
+  // cut afterwards, by truncate() or since a callback threw.
   std::uint64_t tokens(Phase phase) const;
   int layers() const { return layers_; }
   const std::deque<LedgerStep>& history() const { return history_; }

@@ -53,7 +53,7 @@ struct Bandwidth {
 
 // Streams through `bytes` of memory with `threads` threads; best of three passes. Take several
 // times the L3 cache to measure DRAM. `threads` 0 is one per core. Throws Error{usage} for more
-// than 1 TiB.
+// than 1 TiB and for fewer than 0 threads.
 Bandwidth measure_bandwidth(int threads, std::uint64_t bytes);
 
 }  // namespace sluice
