@@ -1,4 +1,4 @@
-"""The README says what is so: its program, commands, flags, settings, files, links and words."""
+"""README and docs say what is so: programs, commands, flags, settings, files, links and words."""
 
 import re
 import unittest
@@ -6,6 +6,7 @@ import unittest
 from command import ROOT, sluice
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {page: page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -28,20 +29,30 @@ class Readme(unittest.TestCase):
                 self.assertRegex(done.stdout, rf"(^|[ ,]){flag} ", f"{command} {flag}")
 
     def test_files_are_there(self):
-        named = re.findall(
-            r"(?<![\w/])((?:bench|docs|examples|lib|model|scripts|tests)/[\w./-]+\w)", README
-        )
-        named += re.findall(r"`(\w+\.md)`", README)
-        self.assertGreater(len(named), 20)
-        for name in named:
-            self.assertTrue((ROOT / name).exists(), name)
+        named = {ROOT / name for name in re.findall(r"`(\w+\.md)`", README)}
+        for text in PAGES.values():
+            folders = "bench|docs|examples|lib|model|scripts|tests"
+            files = re.findall(rf"(?<![\w/])((?:{folders})/[\w./-]+\w)", text)
+            named |= {ROOT / file for file in files}
+            results = re.findall(r"[`(](\w+_(?:avx2|cpu|epyc|h100|h200|\d*cores)\.(?:json|txt))`", text)
+            named |= {ROOT / "bench" / "results" / file for file in results}
+        self.assertGreater(len(named), 80)
+        for file in named:
+            self.assertTrue(file.exists() or file.with_suffix(".h").exists(), file)
 
     def test_links_lead_somewhere(self):
-        headings = {anchor(line) for line in re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)}
-        links = re.findall(r"\]\(#([\w-]+)\)", README)
-        self.assertGreater(len(links), 5)
-        for link in links:
-            self.assertIn(link, headings)
+        anchors = {
+            page: {anchor(line) for line in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)}
+            for page, text in PAGES.items()
+        }
+        links = [(page, *link) for page, text in PAGES.items()
+                 for link in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text)]  # fmt: skip
+        self.assertGreater(len(links), 15)
+        for page, file, heading in links:
+            target = (page.parent / file).resolve() if file else page
+            self.assertTrue(target.exists(), f"{page.name}: {file}")
+            if heading:
+                self.assertIn(heading, anchors[target], page.name)
 
     def test_words_are_explained_before_they_are_used(self):
         for word in ("TTFT", "TPOT", "NLL", "alpha", "perplexity", "recall", "ledger", "KV head"):
