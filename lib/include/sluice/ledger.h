@@ -81,8 +81,8 @@ class Ledger {
   Traffic crossed(Tier from, Tier to) const;
 
   std::uint64_t steps(Phase phase) const;
-  // That steps appended: as what was moved for them stays counted, so do they where a session is
-  // cut afterwards, by truncate() or since a callback threw.
+  // That steps appended. Where a session is cut afterwards, by truncate() or because a callback
+  // threw, they stay counted, as what was moved for them does.
   std::uint64_t tokens(Phase phase) const;
   int layers() const { return layers_; }
   const std::deque<LedgerStep>& history() const { return history_; }
