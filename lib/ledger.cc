@@ -139,7 +139,13 @@ std::string Ledger::to_table() const {
   return table;
 }
 
-std::string Ledger::to_json(int indent) const {
+std::string Ledger::to_json() const {
+  std::string text;
+  write_json([&](std::string_view piece) { text += piece; });
+  return text;
+}
+
+void Ledger::write_json(const std::function<void(std::string_view)>& sink) const {
   nlohmann::json root;
   for (const Phase phase : kAllPhases) {
     nlohmann::json& out = root[std::string(to_string(phase))];
@@ -160,19 +166,24 @@ std::string Ledger::to_json(int indent) const {
       out["layers"].push_back(entries);
     }
   }
-  root["history"] = nlohmann::json::array();
+  std::string text = root.dump();
+  text.back() = ',';  // the object goes on
+  sink(text + "\"history\":[");
+  std::string_view separator = "\n";
   for (const LedgerStep& step : history_) {
     nlohmann::json entries = nlohmann::json::array();
     for (const LedgerEntry& e : step.entries) {
       entries.push_back(entry_json(e.from, e.to, e.cause, e.traffic));
       entries.back()["layer"] = e.layer;
     }
-    root["history"].push_back({{"step", step.index},
-                               {"phase", to_string(step.phase)},
-                               {"tokens", step.tokens},
-                               {"entries", entries}});
+    const nlohmann::json whole = {{"step", step.index},
+                                  {"phase", to_string(step.phase)},
+                                  {"tokens", step.tokens},
+                                  {"entries", entries}};
+    sink(std::string(separator) + whole.dump());
+    separator = ",\n";
   }
-  return root.dump(indent);
+  sink("]}");
 }
 
 }  // namespace sluice

@@ -19,7 +19,7 @@
 namespace sluice::tools {
 namespace {
 
-constexpr int kStepTokens = 32;  // only answers count here, no bytes
+constexpr int kStepTokens = 32;  // where only answers count, no bytes
 
 struct CalibrateFlags {
   ModelFlags model;

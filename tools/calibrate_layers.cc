@@ -192,7 +192,9 @@ Checked check_whole(Engine& engine, const PassageBuilder& passages, const TaskOp
                     const std::vector<Layer>& layers, const Plan& plan) {
   const std::vector<NamedPolicy> policies = {{"calibrated", policy_of(layers, plan)},
                                              {"values", parse_policy("values")}};
-  Checked checked{plan, measure(engine, passages, options, policies, "the whole"), 0.0};
+  TaskOptions one_by_one = options;  // tokens that share a step share bytes
+  one_by_one.step_tokens = 1;
+  Checked checked{plan, measure(engine, passages, one_by_one, policies, "the whole"), 0.0};
   checked.kl = score_of(checked.result.policies[1], checked.result.policies[0]).kl;
   return checked;
 }

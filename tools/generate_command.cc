@@ -1,7 +1,11 @@
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "io/spool.h"
 #include "lib/text.h"
 #include "sluice/chat.h"
 #include "sluice/errors.h"
@@ -79,51 +83,67 @@ nlohmann::json selection_json(const StepSelection& selection) {
   return layers;
 }
 
-// What a decoded token attended to besides the newest page, layer by layer and KV head by KV head.
-nlohmann::json positions_json(const Session& session) {
-  nlohmann::json layers = nlohmann::json::array();
+// Adds what a decoded token attended to besides the newest page, layer by layer and KV head by KV
+// head, to a list of such steps.
+void add_positions(const Session& session, Spool& steps, std::string_view separator) {
+  steps.write(separator);
+  steps.write("{\"length\":" + std::to_string(session.length()) + ",\"layers\":[");
+  std::string_view comma;
   for (const LayerSelection& layer : session.selection()) {
-    layers.push_back({{"layer", layer.layer}, {"positions", layer.positions}});
+    const nlohmann::json entry = {{"layer", layer.layer}, {"positions", layer.positions}};
+    steps.write(std::string(comma) + entry.dump());
+    comma = ",";
   }
-  return {{"length", session.length()}, {"layers", std::move(layers)}};
+  steps.write("]}");
 }
 
-std::string report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
-                        const Plan& plan, const Loading& loading, const GenerateResult& result,
-                        const nlohmann::json& steps) {
+// All of the report that is short whatever was generated.
+nlohmann::json report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
+                           const Plan& plan, const Loading& loading, const GenerateResult& result) {
   const Timings& t = result.timings;
   const MemoryUse memory = engine.memory();
-  nlohmann::json root = {{"version", kVersion},
-                         {"model", flags.model.model},
-                         {"text", result.text},
-                         {"tokens", result.tokens},
-                         {"finish_reason", to_string(result.reason)},
-                         {"timings",
-                          {{"load_seconds", loading.seconds},
-                           {"prefill_seconds", t.prefill_seconds},
-                           {"prefill_tokens", t.prefill_tokens},
-                           {"prefill_tokens_per_second", t.prefill_rate()},
-                           {"first_token_seconds", t.first_token_seconds},
-                           {"decode_seconds", t.decode_seconds},
-                           {"decode_tokens", t.decode_tokens},
-                           {"decode_tokens_per_second", t.decode_rate()},
-                           {"seconds_per_output_token", t.seconds_per_output_token()}}},
-                         {"memory",
-                          {{"device_peak_bytes", memory.device_peak},
-                           {"host_peak_bytes", memory.host_peak},
-                           {"load_host_peak_bytes", loading.host_peak},
-                           {"load_process_peak_bytes", loading.process_peak}}},
-                         {"policy", to_string(session.policy())},
-                         {"selection", selection_json(session.selection())},
-                         {"prefill_share", session.prefill_share()},
-                         {"plan", nlohmann::json::parse(plan.to_json())},
-                         {"ledger", nlohmann::json::parse(session.ledger().to_json())}};
-  if (flags.positions) root["steps"] = steps;
-  return report_text(root);
+  return {{"version", kVersion},
+          {"model", flags.model.model},
+          {"text", result.text},
+          {"tokens", result.tokens},
+          {"finish_reason", to_string(result.reason)},
+          {"timings",
+           {{"load_seconds", loading.seconds},
+            {"prefill_seconds", t.prefill_seconds},
+            {"prefill_tokens", t.prefill_tokens},
+            {"prefill_tokens_per_second", t.prefill_rate()},
+            {"first_token_seconds", t.first_token_seconds},
+            {"decode_seconds", t.decode_seconds},
+            {"decode_tokens", t.decode_tokens},
+            {"decode_tokens_per_second", t.decode_rate()},
+            {"seconds_per_output_token", t.seconds_per_output_token()}}},
+          {"memory",
+           {{"device_peak_bytes", memory.device_peak},
+            {"host_peak_bytes", memory.host_peak},
+            {"load_host_peak_bytes", loading.host_peak},
+            {"load_process_peak_bytes", loading.process_peak}}},
+          {"policy", to_string(session.policy())},
+          {"selection", selection_json(session.selection())},
+          {"prefill_share", session.prefill_share()},
+          {"plan", nlohmann::json::parse(plan.to_json())}};
+}
+
+// `steps`, if there are any, as add_positions() left them.
+void write_json(const std::string& path, const nlohmann::json& report, const Ledger& ledger,
+                std::optional<Spool>& steps) {
+  std::vector<LongMember> longer = {{"ledger", [&](const TextSink& to) { ledger.write_json(to); }}};
+  if (steps) {
+    longer.push_back({"steps", [&](const TextSink& to) {
+                        to("[");
+                        steps->read(to);
+                        to("]");
+                      }});
+  }
+  write_report(path, [&](const TextSink& to) { write_report_text(report, longer, to); });
 }
 
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
-                         const Prompt& prompt, nlohmann::json& steps) {
+                         const Prompt& prompt, std::optional<Spool>& steps) {
   std::optional<ProgressBar> bar("prefill");
   GenerateOptions options;
   options.sampling = flags.generation.sampling;
@@ -139,8 +159,11 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
     }
     return true;
   };
-  if (flags.positions) {
-    options.on_decode = [&](const Session& at) { steps.push_back(positions_json(at)); };
+  std::string_view separator = "\n";
+  if (steps) {
+    options.on_decode = [&](const Session& at) {
+      add_positions(at, *steps, std::exchange(separator, ",\n"));
+    };
   }
   const bool stream_text = flags.json != "-";
   options.on_text = [&](std::string_view text) {
@@ -167,6 +190,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
     throw Error(ErrorCode::usage, "--trace wants a file of its own");
   }
   require_writable(flags.trace, flags.model.model, flags.prompt_file);
+  std::optional<Spool> steps;
+  if (flags.positions) steps.emplace();
   EngineConfig config = flags.model.config();
   if (!flags.trace.empty()) config.trace = std::make_shared<Trace>();
   Engine engine = Engine::open(config);
@@ -184,7 +209,6 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
   const Loading loading = load(engine);
   Session session = engine.new_session(options);
-  nlohmann::json steps = nlohmann::json::array();
   const GenerateResult result = run_model(flags, engine, session, prompt, steps);
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
@@ -195,7 +219,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   }
   if (config.trace) write_trace(flags, *config.trace);
   if (!flags.json.empty()) {
-    write_report(flags.json, report_json(flags, engine, session, plan, loading, result, steps));
+    const nlohmann::json report = report_json(flags, engine, session, plan, loading, result);
+    write_json(flags.json, report, session.ledger(), steps);
   }
   if (result.reason != FinishReason::interrupted) return 0;
   print_error("sluice: interrupted; the text above is what was generated until then\n");
@@ -227,7 +252,8 @@ Command add_generate(CLI::App& app) {
       app.add_option("--json", flags->json,
                      "write text, timings, plan and ledger to this file, - for standard output");
   app.add_flag("--positions", flags->positions,
-               "list in it what every token selected: positions by layer and KV head")
+               "list in it what every token selected: positions by layer and KV head, kept in a "
+               "temporary file (TMPDIR) until the end")
       ->needs(json);
   app.add_option("--trace", flags->trace,
                  "write a timeline of all operations to this file, for Perfetto or Chrome; they "

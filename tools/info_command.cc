@@ -42,9 +42,12 @@ std::string describe(const ModelInfo& info) {
   text += row("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
   text += row("KV cache",
               format_bytes(kv.token_bytes()) + " per token in " + std::string(to_string(kv.dtype)));
-  for (const std::uint64_t tokens : {8192ULL, 131072ULL, 1048576ULL}) {
-    text += row(
-        "", format_bytes(kv.token_bytes() * tokens) + " at " + std::to_string(tokens) + " tokens");
+  for (std::int64_t tokens : {8192, 131072, 1048576}) {
+    const bool is_last = info.window && tokens >= *info.window;
+    if (is_last) tokens = *info.window;
+    text += row("", format_bytes(kv.token_bytes() * static_cast<std::uint64_t>(tokens)) + " at " +
+                        std::to_string(tokens) + " tokens");
+    if (is_last) break;
   }
   return text;
 }

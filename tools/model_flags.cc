@@ -51,7 +51,7 @@ void ModelFlags::add_to(CLI::App& app) {
       "cap on what is in host memory, e.g. 8GiB: rows, and without a GPU weights and activations");
   app.add_option("--row-cache", row_cache,
                  "of --device-memory at most this for rows that steps select again and again, 0 "
-                 "for none; answers stay the same. Default: what pays");
+                 "for none; answers change by rounding at most. Default: what pays");
   app.add_option(
          "--host-attention", host_attention,
          "on a GPU: the share, 0 to 1, of rows in host memory alone that the CPU attends to "

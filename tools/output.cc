@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "io/file_draft.h"
+#include "lib/check.h"
 #include "sluice/errors.h"
 
 namespace sluice::tools {
@@ -211,6 +212,19 @@ std::string wrapped(std::string first, std::size_t indent, std::string_view text
 
 std::string report_text(const nlohmann::json& report) {
   return report.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+void write_report_text(const nlohmann::json& report, std::span<const LongMember> longer,
+                       const TextSink& to) {
+  constexpr std::string_view kEnd = "\n}\n";
+  const std::string text = report_text(report);
+  check(text.ends_with(kEnd), "a report that is no object, or an empty one");
+  to(std::string_view(text).substr(0, text.size() - kEnd.size()));
+  for (const LongMember& member : longer) {
+    to(",\n  \"" + member.name + "\": ");
+    member.write(to);
+  }
+  to(kEnd);
 }
 
 ProgressBar::ProgressBar(std::string label)

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -24,8 +25,19 @@ std::string with_flags(std::string_view text);
 // column `indent`; ends with a line break.
 std::string wrapped(std::string first, std::size_t indent, std::string_view text);
 
+using TextSink = std::function<void(std::string_view)>;
+
 // A report as it is written; paths that are not UTF-8 lose what JSON cannot hold.
 std::string report_text(const nlohmann::json& report);
+
+// A member of a report that is too long to be in memory as a whole: `write` writes its value.
+struct LongMember {
+  std::string name;
+  std::function<void(const TextSink&)> write;
+};
+// A report that is an object of some members, with longer ones behind them.
+void write_report_text(const nlohmann::json& report, std::span<const LongMember> longer,
+                       const TextSink& to);
 
 // Whether both name one file, which may not be there yet; an empty path names none.
 bool is_one_file(const std::string& a, const std::string& b);
@@ -44,7 +56,6 @@ void write_report(const std::string& path, const std::string& text);
 // there.
 void print_beside_report(const std::string& path, std::string_view text);
 // The same, piece by piece.
-using TextSink = std::function<void(std::string_view)>;
 void write_report(const std::string& path, const std::function<void(const TextSink&)>& write);
 
 // A line on standard error that is redrawn in place; nothing unless that is a terminal.

@@ -23,3 +23,15 @@ def sluice(*arguments: object, stdin: str | bytes | None = "", **options) -> sub
     done.stderr = done.stderr.decode()
     done.stdout = done.stdout.decode() if done.stdout is not None else ""
     return done
+
+
+def peak_memory(*arguments: object) -> int:
+    """Bytes that the command's process had in memory at most; it has to succeed."""
+    command = [os.environ["SLUICE_BINARY"], *map(str, arguments)]
+    nothing = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing) as running:
+        _, status, usage = os.wait4(running.pid, 0)
+        running.returncode = os.waitstatus_to_exitcode(status)
+    if running.returncode != 0:
+        raise subprocess.CalledProcessError(running.returncode, command)
+    return usage.ru_maxrss * 1024

@@ -275,6 +275,9 @@ class Calibrate(unittest.TestCase):
         whole = {policy["name"]: policy for policy in report["whole"]["policies"]}
         self.assertEqual(list(whole), ["dense", "calibrated", "values"])
         self.assertEqual(whole["calibrated"]["kl"], report["loss"])
+        # Every token reads what dense attention reads: no step is shared.
+        self.assertAlmostEqual(whole["dense"]["read_bytes_per_token"],
+                               whole["dense"]["attended_rows"] * 12 * 2 * 256, delta=1)
         self.assertTrue(report["holds"] and report["loss"] <= report["most_loss"] == 0.01)
 
     def test_wrong_choices(self):

@@ -9,7 +9,7 @@ import time
 import unittest
 from pathlib import Path
 
-from command import GOLDEN, MODEL, ROOT, sluice
+from command import GOLDEN, MODEL, ROOT, peak_memory, sluice
 
 BOOK = ROOT / "data" / "war-and-peace.txt"
 # The prompt of the golden answers: 6,052 tokens of the book with a number hidden in them.
@@ -121,6 +121,23 @@ class Generate(unittest.TestCase):
                     self.assertEqual(len(set(positions)), 40)
                     self.assertLess(max(positions), prompt // 128 * 128)
 
+    def test_reports_take_no_memory(self):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = ("generate", "-m", MODEL, "-p", "Once upon a time " * 120, "-n", 200,
+                         "--ignore-eos", "--policy", "select=sparq prune=top_k(256)")  # fmt: skip
+            report = Path(folder) / "report.json"
+            alone = peak_memory(*arguments)
+            self.assertLess(peak_memory(*arguments, "--json", report), alone + 4 * 2**20)
+            self.assertLess(report.stat().st_size, 4 * 2**20)
+            reported = peak_memory(*arguments, "--json", report, "--positions")
+            self.assertLess(reported, alone + 4 * 2**20)
+            self.assertGreater(report.stat().st_size, 4 * 2**20)
+            self.assertEqual(len(json.loads(report.read_text())["steps"]), 199)
+            homeless = sluice(*arguments[:5], "--json", report, "--positions",
+                              env={**os.environ, "TMPDIR": f"{folder}/none"})  # fmt: skip
+            self.assertEqual((homeless.returncode, homeless.stderr.count("\n")), (9, 1))
+            self.assertIn("set TMPDIR", homeless.stderr)
+
     def test_a_trace_has_every_operation(self):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
@@ -221,6 +238,16 @@ class Generate(unittest.TestCase):
         chosen = sluice("info", "-m", MODEL, "--context", 100000, "--policy", "auto")
         self.assertEqual(chosen.returncode, 0, chosen.stderr)
         self.assertIn("compensate=values", chosen.stdout)
+        with tempfile.TemporaryDirectory() as folder:
+            config = json.loads((MODEL / "config.json").read_text())
+            config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 9000}
+            for file in MODEL.iterdir():
+                (Path(folder) / file.name).symlink_to(file)
+            (Path(folder) / "config.json").unlink()
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            windowed = sluice("info", "-m", folder)
+            self.assertEqual(windowed.returncode, 0, windowed.stderr)
+            self.assertRegex(windowed.stdout, r"at 8192 tokens\n.*at 9000 tokens\n(?!.* tokens)")
         topology = sluice("topology", "--size", "16MiB")
         self.assertEqual(topology.returncode, 0, topology.stderr)
         self.assertRegex(topology.stdout, r"(?m)^bandwidth .* GB/s.*, over 16\.0 MiB$")

@@ -238,7 +238,9 @@ class Session {
 
   // Appends tokens. Returns the logits [vocabulary] after the last one, valid until this session's
   // next call; empty if `progress` stopped it. Throws Error{prompt} if `tokens` is empty or does
-  // not fit the planned context, before anything is computed.
+  // not fit the planned context, and under `prefill=zipvl` Error{unsupported} if the rows cannot
+  // follow each other: of forks, and where sessions that share memory leave no run of rows so long
+  // (plan one that shares none), before anything is computed.
   std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
   // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
   // last T tokens densely.

@@ -4,7 +4,9 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sluice/types.h"
@@ -90,7 +92,9 @@ class Ledger {
   // A table of the non-zero totals: phase, direction, cause, rows, bytes, bytes per token.
   std::string to_table() const;
   // One JSON object: totals, totals per layer, and the steps in `history()`.
-  std::string to_json(int indent = -1) const;
+  std::string to_json() const;
+  // The same, piece by piece, a step in each: a step takes some 100 bytes per layer and cause.
+  void write_json(const std::function<void(std::string_view)>& sink) const;
 
  private:
   static constexpr std::size_t kTiers = 3;
