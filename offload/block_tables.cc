@@ -107,7 +107,9 @@ BlockTables::Writing BlockTables::write(std::int32_t sequence, std::int64_t firs
   }
   const std::int64_t last = pages_of(end) - 1;
   if (limits_.pins_newest && s.pinned >= 0 && s.pinned != last) unpin(sequence);
-  while (pages(sequence) <= last) add_block(sequence);
+  while (pages(sequence) <= last) {
+    add_block(sequence, s.blocks.empty() ? blocks_.run_of(last + 1) - 1 : s.blocks.back());
+  }
   if (limits_.pins_newest && s.pinned < 0) pin(sequence, last);
   own_tiles(sequence, first, end, writing);
   return writing;
@@ -214,12 +216,11 @@ void BlockTables::own_tiles(std::int32_t sequence, std::int64_t first, std::int6
   }
 }
 
-void BlockTables::add_block(std::int32_t sequence) {
+void BlockTables::add_block(std::int32_t sequence, std::int32_t after) {
   Sequence& s = at(sequence);
-  const std::int32_t after = s.blocks.empty() ? -1 : s.blocks.back();
   const std::optional<std::int32_t> block = blocks_.take(after);
   check(block.has_value(), "no block where there must be one");
-  for (DeviceBlocks& set : device_) set.add(*block, after < 0 ? -1 : set.slot(after));
+  for (DeviceBlocks& set : device_) set.add(*block, s.blocks.empty() ? -1 : set.slot(after));
   s.blocks.push_back(*block);
   changed(sequence, pages(sequence) - 1);
 }

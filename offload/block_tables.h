@@ -69,7 +69,8 @@ class BlockTables {
   // Throws Error{memory} if write() would need more blocks or tiles than are free.
   void require_room(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
   // Gives the sequence blocks and tiles of its own for tokens [first, end), of which [0, first) are
-  // there. Throws what require_room() throws, and leaves the sequence as it was.
+  // there; the first ones of a sequence follow each other where so many are free in a row. Throws
+  // what require_room() throws, and leaves the sequence as it was.
   Writing write(std::int32_t sequence, std::int64_t first, std::int64_t end);
   // Gives back what only tokens from `length` on need.
   void truncate(std::int32_t sequence, std::int64_t length);
@@ -114,7 +115,8 @@ class BlockTables {
   void require_blocks(std::int64_t blocks) const;
   void begin_page(std::int32_t sequence, std::int64_t page, std::int64_t rows, Writing& writing);
   void own_tiles(std::int32_t sequence, std::int64_t first, std::int64_t end, Writing& writing);
-  void add_block(std::int32_t sequence);
+  // Adds the first free one after a block.
+  void add_block(std::int32_t sequence, std::int32_t after);
   void pin(std::int32_t sequence, std::int64_t page);
   void unpin(std::int32_t sequence);
   void drop_block(std::int32_t block);

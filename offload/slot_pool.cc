@@ -20,6 +20,18 @@ std::optional<std::int32_t> SlotPool::take(std::int32_t after) {
   return slot;
 }
 
+std::int32_t SlotPool::run_of(std::int64_t slots) const {
+  if (free_.empty()) return 0;
+  std::int32_t begin = *free_.begin();
+  std::int32_t end = begin;  // of the free slots from `begin` on
+  for (const std::int32_t slot : free_) {
+    if (slot != end) begin = slot;
+    end = slot + 1;
+    if (end - begin >= slots) return begin;
+  }
+  return *free_.begin();
+}
+
 void SlotPool::share(std::int32_t slot) {
   check(references(slot) > 0, "sharing a slot that is free");
   ++references_[static_cast<std::size_t>(slot)];

@@ -18,6 +18,9 @@ class SlotPool {
   // and its order stays that of addresses; if there is none there, the first of all. None if no
   // slot is free.
   std::optional<std::int32_t> take(std::int32_t after = -1);
+  // Where the first so many free slots begin that follow each other; if there are none, the first
+  // free slot.
+  std::int32_t run_of(std::int64_t slots) const;
   void share(std::int32_t slot);
   // Whether the slot is free now.
   bool release(std::int32_t slot);

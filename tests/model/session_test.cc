@@ -250,6 +250,16 @@ TEST_F(Sessions, RefuseASparsePrefillOfScatteredRowsBeforeAnythingChanges) {
   EXPECT_EQ(continuation(fork, part(300, 50), 5), continuation(root, part(300, 50), 5));
 }
 
+TEST_F(Sessions, BeginASparsePrefillWhereThereIsRoomInARow) {
+  const Policy sparse = engine_.policy("dense prefill=zipvl(0.9)");
+  Session first = engine_.new_session(options(600, 2, {sparse}));
+  first.prefill(part(0, 200));
+  Session second = first.sibling();
+  const std::vector<float> before = copy_of(second.prefill(part(0, 500)));
+  first.truncate(0);
+  EXPECT_EQ(copy_of(first.prefill(part(0, 500))), before);
+}
+
 TEST_F(Sessions, HaveWhatTheyHadAfterACallbackThatThrows) {
   Session session = engine_.new_session(options(600, 1));
   session.prefill(part(0, 10));

@@ -34,6 +34,25 @@ TEST(BlockTables, ASequenceTakesSlotsInARun) {
   EXPECT_EQ(tables.resident_rows(s, 1200), 4 * 128 + 1200 - 9 * 128);
 }
 
+TEST(BlockTables, WhatASequenceBeginsWithFollowsEachOtherIfItCan) {
+  BlockTables tables(limits(3, 10, 20, {4}, true));
+  const std::int32_t first = tables.open();
+  const std::int32_t second = tables.open();
+  const std::int32_t third = tables.open();
+  tables.write(first, 0, 4 * 128);
+  tables.write(second, 0, 4 * 128);
+  tables.truncate(first, 0);
+  tables.write(third, 0, 6 * 128);
+  for (std::int64_t page = 0; page < 6; ++page) EXPECT_EQ(tables.page(third, page).host, 8 + page);
+  tables.write(first, 0, 4 * 128);
+  for (std::int64_t page = 0; page < 4; ++page) EXPECT_EQ(tables.page(first, page).host, page);
+  tables.truncate(second, 0);
+  // Slots 4 to 7 and 14 to 19 are free.
+  tables.write(second, 0, 8 * 128);
+  EXPECT_EQ(tables.page(second, 0).host, 4);
+  EXPECT_EQ(tables.page(second, 7).host, 17);
+}
+
 TEST(BlockTables, EverySetOfLayersHasItsOwnBlocksOnTheDevice) {
   BlockTables tables(limits(1, 10, 10, {2, 7}, true));
   const std::int32_t s = tables.open();
