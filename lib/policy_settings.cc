@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "lib/check.h"
 #include "lib/text.h"
 #include "sluice/errors.h"
 #include "sluice/scorer.h"

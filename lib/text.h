@@ -1,4 +1,4 @@
-// Text from elsewhere (files, flags, paths) as it may stand in a message.
+// Text from elsewhere (files, flags, paths) and numbers, as they may stand in a message.
 #pragma once
 
 #include <array>
