@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/attention.h"
-#include "cpu/memory.h"
-#include "cpu/threads.h"
+#include "cpu/attention/attention.h"
+#include "cpu/runtime/memory.h"
+#include "cpu/runtime/threads.h"
 
 namespace sluice::cpu {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bench/made_up_model.h"
-#include "offload/kv_pool.h"
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
+#include "offload/step/kv_pool.h"
 #include "sluice/errors.h"
 
 namespace sluice::bench {

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "bench/made_up_model.h"
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
 #include "sluice/errors.h"
 
 namespace sluice::bench {

@@ -9,7 +9,7 @@
 
 #include "lib/half.h"
 #include "offload/backends.h"
-#include "offload/kv_batch.h"
+#include "offload/step/kv_batch.h"
 
 namespace sluice::bench {
 namespace {

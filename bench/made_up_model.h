@@ -10,7 +10,7 @@
 #include "lib/backend.h"
 #include "model/config.h"
 #include "model/decoder.h"
-#include "offload/kv_session.h"
+#include "offload/step/kv_session.h"
 
 namespace sluice::bench {
 

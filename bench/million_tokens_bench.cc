@@ -12,7 +12,7 @@
 #include "model/checkpoint.h"
 #include "model/decoder.h"
 #include "offload/backends.h"
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
 #include "sluice/topology.h"
 
 namespace sluice {

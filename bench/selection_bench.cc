@@ -7,10 +7,10 @@
 #include <numeric>
 #include <vector>
 
-#include "cpu/key_score.h"
-#include "cpu/memory.h"
-#include "cpu/selection.h"
-#include "cpu/threads.h"
+#include "cpu/runtime/memory.h"
+#include "cpu/runtime/threads.h"
+#include "cpu/scan/key_score.h"
+#include "cpu/select/select.h"
 #include "lib/half.h"
 
 namespace sluice::cpu {

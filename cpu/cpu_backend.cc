@@ -4,7 +4,7 @@
 #include <string>
 
 #include "cpu/cpu_queue.h"
-#include "cpu/page_digest.h"
+#include "cpu/runtime/page_digest.h"
 #include "sluice/errors.h"
 #include "sluice/topology.h"
 

@@ -5,9 +5,9 @@
 #include <memory>
 #include <optional>
 
-#include "cpu/linear.h"
-#include "cpu/memory.h"
-#include "cpu/threads.h"
+#include "cpu/dense/linear.h"
+#include "cpu/runtime/memory.h"
+#include "cpu/runtime/threads.h"
 #include "lib/backend.h"
 
 namespace sluice::cpu {

@@ -3,14 +3,11 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/append.h"
-#include "cpu/attention.h"
-#include "cpu/elementwise.h"
-#include "cpu/key_index.h"
-#include "cpu/page_lists.h"
-#include "cpu/row_cache.h"
-#include "cpu/selection.h"
-#include "cpu/value_tiles.h"
+#include "cpu/attention/attention.h"
+#include "cpu/runtime/elementwise.h"
+#include "cpu/scan/scan.h"
+#include "cpu/select/select.h"
+#include "cpu/values/values.h"
 #include "lib/check.h"
 #include "lib/read_heads.h"
 

@@ -5,7 +5,7 @@
 #include <span>
 
 #include "cpu/cpu_backend.h"
-#include "cpu/rope_table.h"
+#include "cpu/dense/rope_table.h"
 #include "lib/backend/queue.h"
 
 namespace sluice::cpu {

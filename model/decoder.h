@@ -9,8 +9,8 @@
 #include "lib/backend.h"
 #include "model/config.h"
 #include "model/weights.h"
-#include "offload/kv_batch.h"
-#include "offload/kv_session.h"
+#include "offload/step/kv_batch.h"
+#include "offload/step/kv_session.h"
 
 namespace sluice {
 

@@ -14,10 +14,10 @@
 #include "model/plan.h"
 #include "model/tensors.h"
 #include "model/tokenizer_config.h"
+#include "offload/attention/host_share.h"
 #include "offload/backends.h"
-#include "offload/host_share.h"
-#include "offload/index_layout.h"
-#include "offload/planner.h"
+#include "offload/plan/index_layout.h"
+#include "offload/plan/planner.h"
 #include "sluice/errors.h"
 
 namespace sluice {

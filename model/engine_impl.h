@@ -13,8 +13,8 @@
 #include "model/checkpoint.h"
 #include "model/decoder.h"
 #include "model/turns.h"
-#include "offload/kv_session.h"
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
+#include "offload/step/kv_session.h"
 #include "sluice/engine.h"
 
 namespace sluice {

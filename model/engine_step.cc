@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "model/engine_impl.h"
-#include "offload/kv_batch.h"
+#include "offload/step/kv_batch.h"
 #include "sluice/errors.h"
 
 namespace sluice {

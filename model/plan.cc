@@ -10,7 +10,7 @@
 #include <string>
 
 #include "lib/bytes.h"
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
 #include "sluice/errors.h"
 
 namespace sluice {

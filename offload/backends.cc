@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "cpu/cpu_backend.h"
-#include "cpu/reference_backend.h"
+#include "cpu/reference/backend.h"
 #include "sluice/errors.h"
 #include "sluice/topology.h"
 #ifdef SLUICE_CUDA

@@ -23,8 +23,9 @@ struct BackendOptions {
 // this machine does not have.
 std::unique_ptr<Backend> make_backend(const BackendOptions& options);
 
-// A CPU that attends to rows in host memory while a device computes, see offload/host_attention.h:
-// by so many threads, or if 0 by one per core but that of the thread that waits for the device.
+// A CPU that attends to rows in host memory while a device computes, see
+// offload/attention/host_attention.h: by so many threads, or if 0 by one per core but that of the
+// thread that waits for the device.
 std::unique_ptr<Backend> make_attending_cpu(int threads);
 
 }  // namespace sluice

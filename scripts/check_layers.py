@@ -4,7 +4,11 @@
 - A folder includes only itself and the folders below it; io, cpu and kernels never each other.
 - Only the composition root, offload/backends.cc, sees cpu and kernels: everything else computes
   through lib/backend.h. Files are no such secret, so the floors above may include io.
-- Within kernels a folder includes only itself and kernels/runtime, but the backend in it sees all.
+- Within cpu and kernels a room includes only itself and the runtime beside it; the reference
+  backend also uses cpu/attention, whose row cache every backend has to match bit by bit. The
+  backend in the folder itself sees every room.
+- Within offload a room includes only itself and the rooms before it: plan, tiers, cache,
+  attention, step, kv_cache.
 - Public headers (lib/include/sluice) include only the standard library and each other.
 - CUDA's headers are for kernels, and for examples of code that users run on a GPU.
 - examples see what a user sees: the public headers. tests and bench include what they like.
@@ -31,6 +35,8 @@ ALLOWED = {
 }
 COMPOSITION_ROOT = "offload/backends.cc"
 COMPOSED = {"io", "cpu", "kernels"}
+OFFLOAD = ["plan", "tiers", "cache", "attention", "step", "kv_cache"]
+REFERENCE = {"cpu/reference": {"cpu/attention"}}
 PUBLIC = "lib/include/"
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
@@ -67,12 +73,25 @@ def resolve(root: Path, file: Path, name: str) -> Optional[str]:
     return None
 
 
-def breach_of_kernels(source: str, target: str) -> Optional[str]:
-    """Says what is wrong with an include across kernels' folders, or returns None."""
-    if not (source.startswith("kernels/") and target.startswith("kernels/")):
+def rooms_seen(own: str) -> Optional[set[str]]:
+    """Returns the rooms that files of room `own` may include; None if it has no rule."""
+    folder = own.split("/")[0]
+    if own == folder:
         return None
+    if folder == "offload":
+        floor = OFFLOAD.index(own.split("/")[1])
+        root = {folder} if floor == len(OFFLOAD) - 1 else set()  # kv_cache creates its backend
+        return root | {f"offload/{room}" for room in OFFLOAD[: floor + 1]}
+    if folder in {"cpu", "kernels"}:
+        return {own, f"{folder}/runtime"} | REFERENCE.get(own, set())
+    return None
+
+
+def breach_of_rooms(source: str, target: str) -> Optional[str]:
+    """Says what is wrong with an include from one room of a folder to another, or returns None."""
     own, other = source.rsplit("/", 1)[0], target.rsplit("/", 1)[0]
-    if own == "kernels" or other in (own, "kernels/runtime"):
+    seen = rooms_seen(own)
+    if seen is None or own.split("/")[0] != other.split("/")[0] or other in seen:
         return None
     return f"{own} may not include {other}"
 
@@ -97,7 +116,7 @@ def breach(source: str, target: Optional[str], include: Include) -> Optional[str
     allowed = ALLOWED[layer] | (COMPOSED if source == COMPOSITION_ROOT else set())
     target_layer = target.split("/")[0]
     if target_layer in allowed:
-        return breach_of_kernels(source, target)
+        return breach_of_rooms(source, target)
     if target_layer in COMPOSED and "offload" in allowed:
         return f"only {COMPOSITION_ROOT} may include {target_layer}"
     return f"{layer} may not include {target_layer}"

@@ -1,4 +1,4 @@
-#include "cpu/elementwise.h"
+#include "cpu/runtime/elementwise.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/rope_table.h"
+#include "cpu/dense/rope_table.h"
 #include "lib/half.h"
 #include "tests/support/random.h"
 

@@ -1,13 +1,13 @@
 // The inner loop of scans over tiles.
-#include "cpu/key_score.h"
+#include "cpu/scan/key_score.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>
 
-#include "cpu/key_index.h"
-#include "cpu/key_score_simd.h"
+#include "cpu/scan/key_index.h"
+#include "cpu/scan/key_score_simd.h"
 #include "lib/half.h"
 #include "tests/support/random.h"
 

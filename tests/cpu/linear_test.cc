@@ -1,4 +1,4 @@
-#include "cpu/linear.h"
+#include "cpu/dense/linear.h"
 
 #include <gtest/gtest.h>
 #include <omp.h>
@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "cpu/cpu_backend.h"
-#include "cpu/elementwise.h"
-#include "cpu/threads.h"
+#include "cpu/runtime/elementwise.h"
+#include "cpu/runtime/threads.h"
 #include "lib/half.h"
 #include "tests/support/random.h"
 

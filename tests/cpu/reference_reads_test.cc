@@ -1,13 +1,12 @@
 // That the reference backend reports what it reads: every row once, and no other.
-#include "cpu/reference_reads.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <map>
 #include <vector>
 
-#include "cpu/reference_backend.h"
+#include "cpu/reference/backend.h"
+#include "cpu/reference/reads.h"
 #include "tests/support/paged_cases.h"
 #include "tests/support/watched_device.h"
 

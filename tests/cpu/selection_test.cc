@@ -1,13 +1,14 @@
 // The cuts through weights by count and by sum, and what does not depend on how many threads
 // choose.
-#include "cpu/selection.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
+#include "cpu/runtime/cut.h"
+#include "cpu/runtime/threads.h"
+#include "cpu/select/select.h"
 #include "tests/support/cpu_digest.h"
 #include "tests/support/random.h"
 

@@ -1,4 +1,4 @@
-#include "cpu/threads.h"
+#include "cpu/runtime/threads.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

@@ -1,6 +1,4 @@
 // Value tiles of the CPU and of its reference, by their definition.
-#include "cpu/value_tiles.h"
-
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
@@ -12,8 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/reference_values.h"
-#include "cpu/threads.h"
+#include "cpu/reference/values.h"
+#include "cpu/runtime/threads.h"
+#include "cpu/values/values.h"
 #include "lib/backend/kv_ops.h"
 #include "sluice/errors.h"
 #include "tests/support/cpu_digest.h"

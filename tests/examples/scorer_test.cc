@@ -7,7 +7,7 @@
 #include <memory>
 #include <optional>
 
-#include "offload/kv_session.h"
+#include "offload/step/kv_session.h"
 #include "signs.h"
 #include "sluice/element.h"
 #include "sluice/errors.h"

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "model/decoder.h"
-#include "offload/kv_pool.h"
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
+#include "offload/step/kv_pool.h"
 #include "sluice/errors.h"
 #include "tests/support/far_backend.h"
 

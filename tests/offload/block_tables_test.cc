@@ -1,5 +1,5 @@
 // Blocks, tiles and places on the device of sequences that grow, fork, are cut short and end.
-#include "offload/block_tables.h"
+#include "offload/tiers/block_tables.h"
 
 #include <gtest/gtest.h>
 

@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "cpu/cpu_backend.h"
-#include "offload/kv_batch.h"
-#include "offload/kv_session.h"
+#include "offload/step/kv_batch.h"
+#include "offload/step/kv_session.h"
 #include "tests/support/attention_oracle.h"
 #include "tests/support/batch_cases.h"
 #include "tests/support/plan.h"

@@ -1,6 +1,6 @@
 // Sessions of which the host attends to part of the rows answer as those do that it leaves alone.
 // The device is a CPU, too, which is told that it has little memory.
-#include "offload/host_attention.h"
+#include "offload/attention/host_attention.h"
 
 #include <gtest/gtest.h>
 

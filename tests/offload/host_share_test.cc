@@ -1,5 +1,5 @@
 // How much the host attends to: what was given, or what both sides need as long for.
-#include "offload/host_share.h"
+#include "offload/attention/host_share.h"
 
 #include <gtest/gtest.h>
 

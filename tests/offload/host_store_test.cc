@@ -1,11 +1,11 @@
-#include "offload/host_store.h"
+#include "offload/tiers/host_store.h"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <set>
 
-#include "cpu/reference_backend.h"
+#include "cpu/reference/backend.h"
 #include "sluice/errors.h"
 
 namespace sluice {

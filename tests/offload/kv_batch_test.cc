@@ -1,5 +1,5 @@
 // Steps of several sessions: what each gets is what it would get alone.
-#include "offload/kv_batch.h"
+#include "offload/step/kv_batch.h"
 
 #include <gtest/gtest.h>
 

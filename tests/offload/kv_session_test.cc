@@ -1,4 +1,4 @@
-#include "offload/kv_session.h"
+#include "offload/step/kv_session.h"
 
 #include <gtest/gtest.h>
 

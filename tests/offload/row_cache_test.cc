@@ -1,6 +1,6 @@
 // Sessions with a row cache: they answer as sessions without one, whatever is written, forgotten,
 // forked and corrected, and fetch less.
-#include "offload/row_cache.h"
+#include "offload/cache/row_cache.h"
 
 #include <gtest/gtest.h>
 

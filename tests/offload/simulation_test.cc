@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "cpu/cpu_backend.h"
-#include "offload/kv_batch.h"
-#include "offload/kv_session.h"
+#include "offload/step/kv_batch.h"
+#include "offload/step/kv_session.h"
 #include "sluice/errors.h"
 #include "tests/support/late_backend.h"
 #include "tests/support/plan.h"

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "cpu/cpu_backend.h"
-#include "offload/kv_session.h"
+#include "offload/step/kv_session.h"
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/plan.h"

@@ -5,7 +5,7 @@
 
 #include "cpu/cpu_backend.h"
 #include "lib/backend/key_tiles.h"
-#include "offload/kv_session.h"
+#include "offload/step/kv_session.h"
 #include "tests/support/plan.h"
 #include "tests/support/random.h"
 

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/attention.h"
-#include "cpu/reference_backend.h"
-#include "cpu/threads.h"
+#include "cpu/attention/attention.h"
+#include "cpu/reference/backend.h"
+#include "cpu/runtime/threads.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/attention_parity.h"
 #include "tests/support/backends.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cpu/cpu_backend.h"
-#include "cpu/reference_backend.h"
+#include "cpu/reference/backend.h"
 #include "sluice/errors.h"
 #include "tests/support/device.h"
 #ifdef SLUICE_CUDA

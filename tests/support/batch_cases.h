@@ -5,7 +5,7 @@
 #include <optional>
 #include <span>
 
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
 
 namespace sluice::testing {
 

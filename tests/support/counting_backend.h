@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu/reference_backend.h"
+#include "cpu/reference/backend.h"
 
 namespace sluice::testing {
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/page_digest.h"
-#include "cpu/softmax.h"
+#include "cpu/runtime/page_digest.h"
+#include "cpu/runtime/softmax.h"
 
 namespace sluice::testing {
 

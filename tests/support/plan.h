@@ -7,9 +7,9 @@
 #include <optional>
 #include <span>
 
-#include "offload/kv_pool.h"
-#include "offload/kv_session.h"
-#include "offload/planner.h"
+#include "offload/plan/planner.h"
+#include "offload/step/kv_pool.h"
+#include "offload/step/kv_session.h"
 #include "sluice/errors.h"
 
 namespace sluice::testing {

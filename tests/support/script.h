@@ -7,8 +7,8 @@
 #include <cmath>
 #include <vector>
 
-#include "offload/kv_batch.h"
-#include "offload/kv_session.h"
+#include "offload/step/kv_batch.h"
+#include "offload/step/kv_session.h"
 #include "tests/support/expect.h"
 #include "tests/support/random.h"
 

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "cpu/reference_backend.h"
+#include "cpu/reference/backend.h"
 #include "tests/support/device.h"
 
 namespace sluice::testing {

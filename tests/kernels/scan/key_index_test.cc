@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/reference_index.h"
+#include "cpu/reference/index.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/reference_values.h"
+#include "cpu/reference/values.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"

@@ -1,0 +1,74 @@
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/attention/attention.h"
+#include "cpu/runtime/elementwise.h"
+
+namespace sluice::cpu {
+namespace {
+
+// What one KV head needs besides: its rows go through here, for they may have two places.
+struct Scratch {
+  std::vector<std::byte> row;  // K, then V, in the rows' dtype
+  std::vector<float> value;    // V as the row has it
+};
+
+void write_row(const AppendBatchParams& p, const BatchToken& token, std::int64_t head,
+               const std::vector<std::byte>& row) {
+  const auto row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  const std::int64_t offset = token.position % kPageTokens * row_bytes;
+  const PageSlots& at = p.rows.page(token.sequence, token.pages());
+  const auto write = [&](std::byte* page) { std::memcpy(page + offset, row.data(), row.size()); };
+  if (at.device != PageSlots::kNone) write(p.rows.in_device(head, at.device, row_bytes));
+  if (at.host != PageSlots::kNone) write(p.rows.in_host(head, at.host, row_bytes));
+}
+
+// Token by token, so that several of one sequence follow each other in its sums.
+void append_head(const AppendBatchParams& p, std::int64_t head) {
+  const std::int64_t d = p.shape.head_dim;
+  const std::size_t half = static_cast<std::size_t>(d) * size_of(p.shape.dtype);
+  Scratch scratch{std::vector<std::byte>(2 * half),
+                  std::vector<float>(static_cast<std::size_t>(d))};
+  std::byte* const value = scratch.row.data() + half;
+  for (std::int64_t t = 0; t < p.batch.count; ++t) {
+    const BatchToken& token = p.batch.tokens[t];
+    const std::int64_t from = t * p.stride + head * d;
+    convert(p.k + from, DType::f32, scratch.row.data(), p.shape.dtype, d);
+    convert(p.v + from, DType::f32, value, p.shape.dtype, d);
+    write_row(p, token, head, scratch.row);
+    if (p.sums == nullptr) continue;
+    convert(value, p.shape.dtype, scratch.value.data(), DType::f32, d);
+    float* const sums = p.sums + (std::int64_t{token.sequence} * p.shape.kv_heads + head) * d;
+    for (std::int64_t c = 0; c < d; ++c) sums[c] += scratch.value[static_cast<std::size_t>(c)];
+    if (p.token_sums != nullptr) {
+      std::copy_n(sums, d, p.token_sums + (t * p.shape.kv_heads + head) * d);
+    }
+  }
+}
+
+}  // namespace
+
+void append_batch(const AppendBatchParams& p, Threads& threads) {
+  const auto bytes = static_cast<std::int64_t>(p.shape.row_bytes()) * p.shape.kv_heads;
+  threads.for_each(
+      p.shape.kv_heads, [&](std::int64_t head) { append_head(p, head); }, p.batch.count * bytes);
+}
+
+void sum_values(const SumValuesParams& p) {
+  const auto d = static_cast<std::size_t>(p.shape.head_dim);
+  std::vector<float> value(d);
+  for (std::size_t head = 0; head < p.rows.size(); ++head) {
+    // A partial sum per call keeps the running sum's rounding at one per step.
+    std::vector<float> sums(d);
+    const std::byte* row = p.rows[head].rows + d * size_of(p.shape.dtype);
+    for (std::int64_t i = 0; i < p.rows[head].count; ++i, row += p.shape.row_bytes()) {
+      convert(row, p.shape.dtype, value.data(), DType::f32, p.shape.head_dim);
+      for (std::size_t c = 0; c < d; ++c) sums[c] += value[c];
+    }
+    float* const to = p.sums + head * d;
+    for (std::size_t c = 0; c < d; ++c) to[c] += p.subtract ? -sums[c] : sums[c];
+  }
+}
+
+}  // namespace sluice::cpu

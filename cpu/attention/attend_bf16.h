@@ -1,0 +1,13 @@
+// Prefill attention with products of bf16, for bf16 rows.
+#pragma once
+
+#include "cpu/attention/bf16_products.h"
+#include "cpu/attention/tile.h"
+
+namespace sluice::cpu {
+
+// As attend_prefill(), for rows of bf16; queries and softmax weights are rounded to bf16, sums are
+// fp32. Needs what `products` need.
+void attend_bf16(const AttendTile& tile, const Bf16Products& products);
+
+}  // namespace sluice::cpu

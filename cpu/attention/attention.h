@@ -1,0 +1,50 @@
+// Rows of keys and values on the CPU: appended, found, gathered and attended to. The operations and
+// their parameters are those of lib/backend/kv_ops.h and page_ops.h; every pointer is host memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/runtime/threads.h"
+#include "lib/backend/kv_ops.h"
+
+namespace sluice::cpu {
+
+// Which kernel attends. `automatic` decides from the shape and the processor; the others are for
+// tests and benchmarks.
+enum class AttendKernel : std::uint8_t {
+  automatic,
+  decode,       // SIMD along the channels; few queries, bound by memory
+  prefill,      // SIMD with one query per lane; many queries, bound by arithmetic
+  amx,          // as prefill, on AMX tiles; bf16 rows only
+  avx512_bf16,  // likewise, by AVX-512's dot products of bf16
+};
+
+// Whether this process may use `kernel` for rows of `shape`.
+bool attend_supported(AttendKernel kernel, const KvShape& shape);
+
+// KvOps::attend() on the calling thread and `threads`; every pointer is host memory.
+//
+// Any number of tokens, any group, any even head_dim, row counts that differ between KV heads.
+// Sums are fp32; the kernels avx512_bf16 and amx round queries and weights to bf16, as GPU kernels
+// do. A query that sees no row gets out = 0 and lse = -inf. A NaN in a row makes the queries that
+// see it NaN, and may do so for queries of the same block that precede it.
+void attend(const AttendParams& params, Threads& threads,
+            AttendKernel kernel = AttendKernel::automatic);
+
+void attend_batch(const AttendBatchParams& params, Threads& threads);
+void attend_selected(const AttendSelectedParams& params, Threads& threads);
+
+void append_batch(const AppendBatchParams& params, Threads& threads);
+void sum_values(const SumValuesParams& params);
+
+void find_rows(const FindRowsParams& params, Threads& threads);
+void forget_rows(const ForgetRowsParams& params);
+
+void gather(const GatherParams& params, Threads& threads);
+void pack_tokens(const PackTokensParams& params, Threads& threads);
+void unpack_tokens(const UnpackTokensParams& params, Threads& threads);
+
+void page_means(const PageMeansParams& params, Threads& threads);
+void choose_pages(const ChoosePagesParams& params, Threads& threads);
+
+}  // namespace sluice::cpu

@@ -1,0 +1,23 @@
+// Attention of few queries: bound by memory, so every row is read once, in order, and all
+// arithmetic on it happens while it is in the first-level cache.
+#include "cpu/attention/simd.h"
+
+// Old instruction sets get the portable code; everything else is worth a variant.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/attention/decode.cc"
+#include <hwy/foreach_target.h>
+// Highway compiles what follows once per instruction set.
+#include "cpu/attention/decode-inl.h"
+
+#if HWY_ONCE
+namespace sluice::cpu {
+
+HWY_EXPORT(decode_tile);
+
+void attend_decode(const AttendTile& tile, std::span<const RowSpan> runs) {
+  HWY_DYNAMIC_DISPATCH(decode_tile)(tile, runs);
+}
+
+}  // namespace sluice::cpu
+#endif  // HWY_ONCE

@@ -1,0 +1,324 @@
+#include "cpu/dense/linear.h"
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "cpu/dense/half_weights.h"
+#include "cpu/dense/onednn.h"
+#include "cpu/dense/pair_weights.h"
+#include "cpu/runtime/elementwise.h"
+#include "cpu/runtime/threads.h"
+#include "lib/bytes.h"
+#include "lib/check.h"
+
+namespace sluice::cpu {
+namespace {
+
+// Up to so many tokens reading weights takes longer than multiplying them without AMX.
+constexpr std::int64_t kPairTokens = 4;
+// Of a block that is widened at a time: 1 MiB of each thread, if that is 16 outputs, as many as
+// oneDNN is fast with.
+constexpr std::int64_t kWidenedFloats = std::int64_t{1} << 18;
+constexpr std::int64_t kLeastWidened = 16;
+// With so many tokens for every thread it is as well that each reads all weights.
+constexpr std::int64_t kManyTokens = 16;
+
+class PackedWeight : public Weight {
+ public:
+  // `dense`: the dtype of its rows, if they are not packed.
+  PackedWeight(std::int64_t outputs, std::int64_t inputs, Buffer packed, std::optional<DType> dense)
+      : outputs_(outputs), inputs_(inputs), packed_(std::move(packed)), dense_(dense) {}
+
+  std::int64_t outputs() const override { return outputs_; }
+  std::int64_t inputs() const override { return inputs_; }
+  Matrix dense_rows() const override {
+    if (!dense_) return {};
+    return {packed_.data(), *dense_, outputs_, inputs_, inputs_};
+  }
+
+  // The packed bytes of the outputs from `first`, a multiple of `block`, on.
+  std::byte* from(std::int64_t first, std::int64_t block) const {
+    const std::int64_t blocks = (outputs_ + block - 1) / block;
+    return packed_.data() + static_cast<std::size_t>(first / block) *
+                                (packed_.bytes() / static_cast<std::size_t>(blocks));
+  }
+
+ private:
+  std::int64_t outputs_;
+  std::int64_t inputs_;
+  Buffer packed_;
+  std::optional<DType> dense_;
+};
+
+// Of the calling thread. It grows to what was asked for, and keeps it.
+float* widened_of(std::int64_t floats) {
+  thread_local std::vector<float> widened;
+  if (std::ssize(widened) < floats) widened.resize(static_cast<std::size_t>(floats));
+  return widened.data();
+}
+
+// A part of one product: some tokens, some outputs.
+struct Piece {
+  std::int64_t token, tokens, output, outputs;
+};
+
+float* y_of(const LinearParams& p, const Piece& piece) {
+  return static_cast<float*>(p.y.data) + piece.token * p.y.stride + piece.output;
+}
+const float* bias_of(const LinearParams& p, const Piece& piece) {
+  return p.bias == nullptr ? nullptr : p.bias + piece.output;
+}
+
+// The largest power of two up to a number.
+std::int64_t power_below(std::int64_t number) {
+  return static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(number)));
+}
+
+}  // namespace
+
+struct Linear::Impl {
+  Threads& threads;
+  DType compute;
+  DType stored;
+  OneDnn onednn;
+  MultiplyPairs multiply_pairs;
+
+  Impl(Threads& pool, DType compute_dtype, DType stored_dtype)
+      : threads(pool),
+        compute(compute_dtype),
+        stored(stored_dtype),
+        onednn(compute_dtype, stored_dtype == compute_dtype),
+        multiply_pairs(stored_dtype == DType::bf16 ? pair_multiplier() : nullptr) {
+    check(!widens() || compute == DType::f32, "linear: weights of a dtype to compute with in f32");
+  }
+
+  bool widens() const { return stored != compute; }
+  // Whether weights with so many inputs lie in pairs that few tokens can be multiplied by.
+  bool has_pairs(std::int64_t inputs) {
+    return !widens() && multiply_pairs != nullptr && onednn.transposes(inputs);
+  }
+
+  // `weights`: those of the piece's outputs.
+  void multiply(const LinearParams& p, std::byte* weights, const Piece& piece) {
+    onednn.multiply({piece.tokens, p.x.columns, piece.outputs, p.y.stride, row_of(p.x, piece.token),
+                     weights, bias_of(p, piece), y_of(p, piece), p.accumulate});
+  }
+  void multiply(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
+    multiply(p, weight.from(piece.output, onednn.block()), piece);
+  }
+
+  void multiply_few(const LinearParams& p, const PackedWeight& weight, const Piece& piece) const {
+    FewProduct product;
+    product.weights =
+        reinterpret_cast<const std::uint16_t*>(weight.from(piece.output, onednn.block()));
+    product.dtype = stored;
+    product.outputs = piece.outputs;
+    product.inputs = weight.inputs();
+    product.x = reinterpret_cast<const float*>(row_of(p.x, piece.token));
+    product.tokens = piece.tokens;
+    product.bias = bias_of(p, piece);
+    product.y = y_of(p, piece);
+    product.y_stride = p.y.stride;
+    product.accumulate = p.accumulate;
+    cpu::multiply_few(product);
+  }
+
+  // Whole blocks by our own kernel, what is left by oneDNN's.
+  void multiply_few_pairs(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
+    const std::int64_t rest = piece.outputs % kBlockOutputs;
+    PairProduct product;
+    product.weights =
+        reinterpret_cast<const std::uint16_t*>(weight.from(piece.output, onednn.block()));
+    product.outputs = piece.outputs - rest;
+    product.inputs = weight.inputs();
+    product.x = reinterpret_cast<const std::uint16_t*>(row_of(p.x, piece.token));
+    product.tokens = piece.tokens;
+    product.bias = bias_of(p, piece);
+    product.y = y_of(p, piece);
+    product.y_stride = p.y.stride;
+    product.accumulate = p.accumulate;
+    multiply_pairs(product);
+    if (rest == 0) return;
+    multiply(p, weight, {piece.token, piece.tokens, piece.output + product.outputs, rest});
+  }
+
+  // Tokens in powers of two, so that few primitives serve every number of them.
+  void multiply_widened(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
+    float* const widened = widened_of(piece.outputs * weight.inputs());
+    convert(weight.from(piece.output, onednn.block()), stored, widened, DType::f32,
+            piece.outputs * weight.inputs());
+    for (std::int64_t done = 0; done < piece.tokens;) {
+      const std::int64_t tokens = power_below(piece.tokens - done);
+      multiply(p, reinterpret_cast<std::byte*>(widened),
+               {piece.token + done, tokens, piece.output, piece.outputs});
+      done += tokens;
+    }
+  }
+
+  std::int64_t share(std::int64_t items) const {
+    return (items + threads.count() - 1) / threads.count();
+  }
+
+  // A piece per thread, of whole blocks, for tokens in pieces of up to kMaxTokens. Of many, pieces
+  // are powers of two, so that few primitives serve every number of them.
+  std::vector<Piece> divide_outputs(std::int64_t tokens, std::int64_t outputs) const {
+    std::vector<Piece> pieces;
+    const auto part = static_cast<std::int64_t>(
+        round_up(static_cast<std::uint64_t>(share(outputs)), kBlockOutputs));
+    for (std::int64_t token = 0; token < tokens;) {
+      const std::int64_t left = tokens - token;
+      const std::int64_t count =
+          left <= kManyTokens ? left : std::min(kMaxTokens, power_below(left));
+      for (std::int64_t first = 0; first < outputs; first += part) {
+        pieces.push_back({token, count, first, std::min(part, outputs - first)});
+      }
+      token += count;
+    }
+    return pieces;
+  }
+
+  // A piece per thread where tokens can be divided like that.
+  std::vector<Piece> divide_tokens(std::int64_t tokens, std::int64_t outputs) const {
+    std::vector<Piece> pieces;
+    const auto most = std::min(
+        kMaxTokens,
+        static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(share(tokens)))));
+    for (std::int64_t token = 0; token < tokens;) {
+      const std::int64_t count = std::min(most, power_below(tokens - token));
+      pieces.push_back({token, count, 0, outputs});
+      token += count;
+    }
+    return pieces;
+  }
+
+  // Outputs that are widened together.
+  static std::int64_t widened_outputs(std::int64_t inputs) {
+    const std::int64_t fit = kWidenedFloats / inputs / kLeastWidened * kLeastWidened;
+    return std::clamp(fit, kLeastWidened, kBlockOutputs);
+  }
+
+  // Blocks of outputs, for so many tokens at a time that widening them counts little.
+  static std::vector<Piece> divide_blocks(std::int64_t tokens, const PackedWeight& weight) {
+    std::vector<Piece> pieces;
+    const std::int64_t block = widened_outputs(weight.inputs());
+    for (std::int64_t token = 0; token < tokens; token += kMaxTokens) {
+      const std::int64_t count = std::min(kMaxTokens, tokens - token);
+      for (std::int64_t first = 0; first < weight.outputs(); first += block) {
+        pieces.push_back({token, count, first, std::min(block, weight.outputs() - first)});
+      }
+    }
+    return pieces;
+  }
+
+  // Calls body(piece) for all of them, on all threads.
+  void for_pieces(const std::vector<Piece>& pieces, std::int64_t bytes, const auto& body) {
+    threads.for_each(
+        static_cast<std::int64_t>(pieces.size()),
+        [&](std::int64_t i) { body(pieces[static_cast<std::size_t>(i)]); }, bytes);
+  }
+
+  void run(const LinearParams& p, const PackedWeight& weight) {
+    const std::int64_t tokens = p.x.rows;
+    // Every eight tokens are worth a pass over the weights: from there on arithmetic is the limit.
+    const std::int64_t bytes = weight.outputs() * weight.inputs() *
+                               static_cast<std::int64_t>(size_of(stored)) * (1 + tokens / 8);
+    if (widens() && tokens > kFewTokens) {
+      return for_pieces(divide_blocks(tokens, weight), bytes,
+                        [&](const Piece& piece) { multiply_widened(p, weight, piece); });
+    }
+    if (!widens() && share(tokens) >= kManyTokens) {
+      return for_pieces(divide_tokens(tokens, weight.outputs()), bytes,
+                        [&](const Piece& piece) { multiply(p, weight, piece); });
+    }
+    const std::vector<Piece> pieces = divide_outputs(tokens, weight.outputs());
+    if (widens()) {
+      return for_pieces(pieces, bytes, [&](const Piece& piece) { multiply_few(p, weight, piece); });
+    }
+    if (tokens <= kPairTokens && has_pairs(weight.inputs())) {
+      return for_pieces(pieces, bytes,
+                        [&](const Piece& piece) { multiply_few_pairs(p, weight, piece); });
+    }
+    for_pieces(pieces, bytes, [&](const Piece& piece) { multiply(p, weight, piece); });
+  }
+};
+
+Linear::Linear(Threads& threads, DType compute, DType stored)
+    : impl_(std::make_unique<Impl>(threads, compute, stored)) {}
+
+Linear::~Linear() = default;
+
+std::uint64_t Linear::packed_bytes(std::int64_t outputs, std::int64_t inputs) const {
+  if (impl_->widens()) return static_cast<std::uint64_t>(outputs * inputs) * size_of(impl_->stored);
+  return impl_->onednn.packed_bytes(outputs, inputs);
+}
+
+std::uint64_t Linear::widened_bytes(std::int64_t inputs) const {
+  if (!impl_->widens()) return 0;
+  const std::int64_t floats = Impl::widened_outputs(inputs) * inputs * impl_->threads.count();
+  return static_cast<std::uint64_t>(floats) * sizeof(float);
+}
+
+std::optional<DType> Linear::dense_dtype() const {
+  return impl_->onednn.block() == 1 ? std::optional(impl_->stored) : std::nullopt;
+}
+
+std::unique_ptr<Weight> Linear::make_weight(std::int64_t outputs, std::int64_t inputs,
+                                            Buffer memory) const {
+  return std::make_unique<PackedWeight>(outputs, inputs, std::move(memory), dense_dtype());
+}
+
+std::int64_t Linear::block_outputs() const { return impl_->onednn.block(); }
+
+void Linear::write(Weight& weight, std::int64_t first, const Matrix& rows) {
+  auto& packed = dynamic_cast<PackedWeight&>(weight);
+  const std::int64_t block = impl_->onednn.block();
+  const std::int64_t end = first + rows.rows;
+  check(rows.columns == packed.inputs() && rows.stride == rows.columns && end <= packed.outputs(),
+        "write_weight: shapes disagree");
+  check(first % block == 0 && (end % block == 0 || end == packed.outputs()),
+        "write_weight: a part of a block");
+  if (block == 1) {
+    convert(row_of(rows, 0), rows.dtype, packed.from(first, block), impl_->stored,
+            rows.rows * rows.columns);
+    return;
+  }
+  const bool converts = rows.dtype != impl_->compute;
+  std::unique_ptr<std::byte[]> converted;
+  if (converts) {
+    converted = std::make_unique_for_overwrite<std::byte[]>(
+        static_cast<std::size_t>(kBlockOutputs * rows.columns) * size_of(impl_->compute));
+  }
+  // A block at a time: it is in the cache still when what was converted is packed.
+  for (std::int64_t row = 0; row < rows.rows; row += kBlockOutputs) {
+    const std::int64_t count = std::min(kBlockOutputs, rows.rows - row);
+    std::byte* plain = row_of(rows, row);
+    if (converts) {
+      convert(plain, rows.dtype, converted.get(), impl_->compute, count * rows.columns);
+      plain = converted.get();
+    }
+    impl_->onednn.pack(plain, rows.columns, count, packed.from(first + row, block));
+  }
+}
+
+void Linear::run(const LinearParams& p) {
+  const auto* weight = dynamic_cast<const PackedWeight*>(p.weight);
+  check(weight != nullptr, "a weight of another backend");
+  check(p.x.dtype == impl_->compute && p.y.dtype == DType::f32, "linear: wrong dtypes");
+  check(p.x.columns == weight->inputs() && p.y.columns == weight->outputs() && p.x.rows == p.y.rows,
+        "linear: shapes disagree");
+  check(p.x.stride == p.x.columns && p.y.stride == p.y.columns, "linear: rows are not dense");
+  impl_->run(p, *weight);
+}
+
+bool Linear::bf16_is_fast() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16") != 0;
+}
+
+std::string Linear::kernel_name(std::int64_t tokens, std::int64_t inputs,
+                                std::int64_t outputs) const {
+  return impl_->onednn.kernel_name(tokens, inputs, outputs);
+}
+
+}  // namespace sluice::cpu

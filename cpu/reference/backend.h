@@ -1,0 +1,102 @@
+// The slow, obvious backend: fp32, one thread, plain loops. Faster backends are tested against it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "cpu/reference/index.h"
+#include "cpu/reference/reads.h"
+#include "cpu/reference/values.h"
+#include "cpu/runtime/memory.h"
+#include "lib/backend.h"
+
+namespace sluice::cpu {
+
+class ReferenceBackend : public Backend {
+ public:
+  explicit ReferenceBackend(std::uint64_t device_cap = MemoryAccount::kNoCap,
+                            std::uint64_t host_cap = MemoryAccount::kNoCap);
+
+  // Reads, as it tells of them, are those of a backend of this pattern.
+  void read_like(const ReadPattern& pattern) { info_.reads = pattern; }
+
+  const BackendInfo& info() const override { return info_; }
+  MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
+  void register_host(std::byte* /*data*/, std::size_t /*bytes*/) override {}
+  void unregister_host(std::byte* /*data*/) noexcept override {}
+  using Backend::make_queue;
+  std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
+
+  std::optional<DType> dense_weights() const override { return DType::f32; }
+  std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
+    return static_cast<std::uint64_t>(outputs * inputs) * sizeof(float);
+  }
+  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
+
+ protected:
+  std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
+  void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
+    memory_.give_back(tier, data, bytes);
+  }
+
+ private:
+  BackendInfo info_;
+  CpuMemory memory_;
+};
+
+// Work is done when a call returns. What it reads can be watched by overriding on_*_read().
+class ReferenceQueue : public Queue, public ReferenceReads {
+ public:
+  explicit ReferenceQueue(ReferenceBackend& backend) : Queue(backend) {}
+
+  int attend_queries() const override { return backend().info().reads.attend_queries; }
+
+  void copy(std::span<const CopyOp> ops) override;
+  void embed(const Matrix& table, const TokenId* ids, const Matrix& y) override;
+  void linear(const LinearParams& params) override;
+  void write_weight(Weight& weight, std::int64_t first, const Matrix& rows) override;
+  void rms_norm(const RmsNormParams& params) override;
+  void rope(const RopeParams& params) override;
+  void swiglu(const SwigluParams& params) override;
+  void cast(const Matrix& from, const Matrix& to) override;
+  void append(const AppendParams& params) override;
+  void append_batch(const AppendBatchParams& params) override;
+  void attend(const AttendParams& params) override;
+  void attend_batch(const AttendBatchParams& params) override;
+  void build_index(const BuildIndexParams& params) override;
+  void build_batch(const BuildBatchParams& params) override;
+  void estimate(const EstimateParams& params) override;
+  void select(const SelectParams& params) override;
+  void find_rows(const FindRowsParams& params) override;
+  void forget_rows(const ForgetRowsParams& params) override;
+  void attend_selected(const AttendSelectedParams& params) override;
+  void gather(const GatherParams& params) override;
+  void pack_tokens(const PackTokensParams& params) override;
+  void unpack_tokens(const UnpackTokensParams& params) override;
+  void column_sums(const ColumnSumsParams& params) override;
+  void choose_tokens(const ChooseTokensParams& params) override;
+  void page_means(const PageMeansParams& params) override;
+  void choose_pages(const ChoosePagesParams& params) override;
+  void sum_values(const SumValuesParams& params) override;
+  void build_values(const BuildValuesParams& params) override;
+  void build_values_batch(const BuildValuesBatchParams& params) override;
+  void attend_tiles(const AttendTilesParams& params) override;
+  void merge_partials(const MergePartialsParams& params) override;
+  void read_heads(const ReadHeadsParams& params) override;
+  void sample(const Matrix& logits, std::span<const TokenDraw> params,
+              std::span<SampledToken> tokens) override;
+  void wait_for(Queue& /*other*/) override {}
+  void synchronize() override { static_cast<void>(backend()); }
+
+ protected:
+  // Called for every page of the key index that an operation reads, once for its KV head.
+  virtual void on_index_read(const PageRead& /*read*/) {}
+  // Called for every page of value tiles that is read, likewise.
+  virtual void on_values_read(const PageRead& /*read*/) {}
+  // Called for every row whose key an estimate reads, likewise.
+  virtual void on_key_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
+};
+
+}  // namespace sluice::cpu

@@ -1,0 +1,49 @@
+// Scoring one page of key tiles of 4, 3 or 2 bits, and raw rows, against the queries of a KV head.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "cpu/scan/key_index.h"
+
+namespace sluice::cpu {
+
+// Query heads that one pass over a page serves.
+inline constexpr int kMaxBunch = 4;
+
+// The part of one page that a scan reads.
+struct PageScan {
+  TilePage page;
+  int bits = 4;
+  const ChannelList* channels = nullptr;
+  const std::byte* next = nullptr;  // the tile of the page that is read after it
+};
+
+// Folds up to kMaxBunch queries, `stride` floats apart and scaled by a factor each, into a page's
+// scales and zeros.
+void fold_queries(const float* q, std::int64_t stride, std::span<const float> factors,
+                  const PageScan& scan, PageQuery* folded);
+
+// logits[h][t] = folded[h].factor * dot + folded[h].offset for the page's kPageTokens tokens and
+// up to kMaxBunch queries.
+void score_page(const PageScan& scan, std::span<const PageQuery> folded,
+                std::span<float* const> logits);
+
+// logits[t] = factor * q . key over `channels` of rows [0, count); `rows` have row_bytes from one
+// to the next.
+struct RowScan {
+  const std::byte* rows = nullptr;
+  std::int64_t count = 0;
+  std::size_t row_bytes = 0;
+  DType dtype = DType::bf16;
+  int head_dim = 0;
+};
+void score_rows(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
+                float* logits);
+
+// logits[s * kBoundTokens + t] = factor * sum over channels of max(q * min, q * max), the same for
+// all tokens t of sub-page s; `bounds` as PageBounds has them for one page.
+void score_bounds(const std::uint16_t* bounds, int head_dim, const float* q, float factor,
+                  float* logits);
+
+}  // namespace sluice::cpu

@@ -1,0 +1,15 @@
+// The key index on the CPU: built from rows, and scanned for estimates. The operations and their
+// parameters are those of lib/backend/index_ops.h; every pointer is host memory.
+#pragma once
+
+#include "cpu/runtime/threads.h"
+#include "lib/backend/index_ops.h"
+
+namespace sluice::cpu {
+
+void build_index(const BuildIndexParams& params, Threads& threads);
+void build_batch(const BuildBatchParams& params, Threads& threads);
+void estimate(const EstimateParams& params, Threads& threads);
+void column_sums(const ColumnSumsParams& params, Threads& threads);
+
+}  // namespace sluice::cpu

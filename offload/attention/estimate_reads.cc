@@ -1,0 +1,59 @@
+#include "offload/attention/estimate_reads.h"
+
+#include "offload/plan/index_layout.h"
+
+namespace sluice {
+
+EstimateTraffic& EstimateTraffic::operator+=(const EstimateTraffic& other) {
+  near += other.near;
+  far += other.far;
+  return *this;
+}
+
+EstimateReads::EstimateReads(const ReadPattern& pattern, const Policy& policy, const KvShape& shape,
+                             const Scorer& scorer)
+    : scorer_(&scorer), use_(use_of(policy, shape)) {
+  extent_.tile_pages = pattern.tile_pages;
+  extent_.passes = ReadPattern::parts(shape.group(), pattern.estimate_queries);
+}
+
+Traffic EstimateReads::keys(std::int64_t rows) const {
+  const auto count = static_cast<std::uint64_t>(rows);
+  return {count, count * static_cast<std::uint64_t>(use_.shape.head_dim * extent_.passes) *
+                     size_of(use_.shape.dtype)};
+}
+
+EstimateTraffic EstimateReads::scan(const BatchToken& token, std::int64_t resident,
+                                    bool scored) const {
+  EstimateTraffic traffic;
+  if (!scorer_->info().estimates()) return traffic;
+  if (scored) traffic.near += keys(token.count() - token.page_first());
+  if (scorer_->reads_rows()) {
+    traffic.near += keys(resident);
+    traffic.far += keys(token.page_first() - resident);
+    return traffic;
+  }
+  ScanExtent extent = extent_;
+  extent.pages = token.pages();
+  traffic.near +=
+      {static_cast<std::uint64_t>(token.page_first()), scorer_->bytes_read(use_, extent)};
+  return traffic;
+}
+
+EstimateTraffic EstimateReads::rescore(const BatchToken& token, const HeadSelection& candidates,
+                                       std::int64_t pages_read) const {
+  EstimateTraffic traffic;
+  traffic.near += keys(token.count() - token.page_first());
+  if (candidates.count == 0) return traffic;
+  if (scorer_->reads_rows()) {
+    traffic.near += keys(candidates.count);
+    return traffic;
+  }
+  KeyTiles tiles;
+  tiles.bits = use_.bits;
+  traffic.near += {static_cast<std::uint64_t>(candidates.count),
+                   static_cast<std::uint64_t>(pages_read) * tiles.page_bytes(use_.shape.head_dim)};
+  return traffic;
+}
+
+}  // namespace sluice

@@ -1,0 +1,243 @@
+#include "offload/attention/key_index.h"
+
+#include <algorithm>
+
+#include "lib/check.h"
+#include "offload/tiers/kv_rows.h"
+
+namespace sluice {
+
+KeyIndex::KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier)
+    : queue_(&queue), layout_(layout), scorers_(scorers), layers_(layout.layers.size()) {
+  Backend& backend = queue.backend();
+  bad_ = backend.allocate(tier, layout.selection_bytes().bad);
+  seen_bad_ = backend.allocate(Tier::host, bad_.bytes());
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    const LayerIndex& wanted = layout.layers[i];
+    const LayerIndexBytes bytes = layout.layer_bytes(i);
+    Layer& layer = layers_[i];
+    layer.codes = backend.allocate(tier, bytes.codes);
+    layer.scales = backend.allocate(tier, bytes.scales);
+    layer.bounds = backend.allocate(tier, bytes.bounds);
+    layer.values = backend.allocate(tier, bytes.values);
+    layer.sums = backend.allocate(tier, bytes.sums);
+    allocate_own(wanted, bytes, tier, layer);
+    auto* const bad = reinterpret_cast<std::int32_t*>(bad_.data());
+    if (wanted.bits > 0 || wanted.bounds) layer.bad = bad + i * flags();
+    if (wanted.value_bits > 0) layer.bad_values = bad + (layers_.size() + i) * flags();
+  }
+}
+
+std::size_t KeyIndex::flags() const {
+  return static_cast<std::size_t>(layout_.sequences) *
+         static_cast<std::size_t>(layout_.shape.kv_heads);
+}
+
+void KeyIndex::allocate_own(const LayerIndex& wanted, const LayerIndexBytes& bytes, Tier tier,
+                            Layer& layer) {
+  for (std::size_t i = 0; i < wanted.own.size(); ++i) {
+    const OwnIndex& index = wanted.own[i];
+    Own& own = layer.own.emplace_back();
+    own.use = {layout_.shape, index.method.parameters, tiles(wanted).bits};
+    own.scorer = &scorers_.at(index.method);
+    own.index = index;
+    own.pages = queue_->backend().allocate(tier, bytes.own[i].pages);
+    own.sequences = queue_->backend().allocate(tier, bytes.own[i].sequences);
+  }
+}
+
+ScorerCall KeyIndex::call(const Own& own, int layer) const {
+  ScorerCall call;
+  call.use = own.use;
+  call.layer = layer;
+  call.memory.pages = own.pages.data();
+  call.memory.page_bytes = own.index.page_bytes;
+  call.memory.slots = layout_.tiles;
+  call.memory.sequences = own.sequences.data();
+  call.memory.sequence_bytes = own.index.sequence_bytes;
+  call.memory.table = table_;
+  call.memory.table_stride = layout_.sequence_tiles();
+  call.processor = queue_->backend().info().processor;
+  call.stream = queue_->native_stream();
+  return call;
+}
+
+ScorerCall KeyIndex::call(const Policy& policy, int layer) const {
+  for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
+    if (own.index.method == policy.select) return call(own, layer);
+  }
+  Own none;
+  none.use = use_of(policy, layout_.shape);
+  return call(none, layer);
+}
+
+void KeyIndex::build_own(int layer, const WholePages& pages) {
+  for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
+    own.scorer->build({call(own, layer), pages});
+  }
+}
+
+void KeyIndex::truncate(int layer, std::int32_t sequence, std::int64_t from, std::int64_t length,
+                        const PagedRows& rows) {
+  for (const Own& own : layers_[static_cast<std::size_t>(layer)].own) {
+    own.scorer->truncate({call(own, layer), sequence, from, length, rows});
+  }
+}
+
+KeyTiles KeyIndex::tiles(const LayerIndex& layer) const {
+  KeyTiles tiles;
+  if (layer.bits > 0) tiles.bits = layer.bits;
+  tiles.slots = layout_.tiles;
+  return tiles;
+}
+
+std::size_t KeyIndex::sum_bytes() const {
+  return static_cast<std::size_t>(layout_.shape.kv_heads) *
+         static_cast<std::size_t>(layout_.shape.head_dim) * sizeof(float);
+}
+
+KeyIndexView KeyIndex::view(int layer) const {
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  KeyIndexView view;
+  view.tiles = tiles(layout_.layers[static_cast<std::size_t>(layer)]);
+  view.tiles.codes = at.codes.data();
+  view.tiles.scales = reinterpret_cast<std::uint16_t*>(at.scales.data());
+  view.bounds.bounds = reinterpret_cast<std::uint16_t*>(at.bounds.data());
+  view.bounds.slots = layout_.tiles;
+  view.slots = table_;
+  view.table_stride = layout_.sequence_tiles();
+  return view;
+}
+
+ValueTilesView KeyIndex::values(int layer) const {
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  const int bits = layout_.layers[static_cast<std::size_t>(layer)].value_bits;
+  return {{bits, at.values.data(), layout_.tiles}, table_, layout_.sequence_tiles()};
+}
+
+void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
+                     std::span<const RowSpan> rows) {
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  if (pages == 0) return;
+  if (!at.own.empty()) build_own(layer, run_of(sequence, first_page, pages, rows));
+  if (at.bad_values != nullptr) {
+    queue_->build_values(
+        {layout_.shape, values(layer), sequence, first_page, pages, rows, at.bad_values});
+  }
+  if (at.bad == nullptr) return;
+  queue_->build_index({layout_.shape, view(layer), sequence, first_page, pages, rows, at.bad});
+}
+
+void KeyIndex::build(int layer, const TokenBatch& batch, const PagedRows& rows) {
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  if (!at.own.empty()) build_own(layer, {.count = batch.count, .batch = batch, .paged = rows});
+  if (at.bad_values != nullptr) {
+    queue_->build_values_batch({layout_.shape, values(layer), batch, rows, at.bad_values});
+  }
+  if (at.bad == nullptr) return;
+  queue_->build_batch({layout_.shape, view(layer), batch, rows, at.bad});
+}
+
+void KeyIndex::add_values(int layer, std::int32_t sequence, std::span<const RowSpan> rows,
+                          bool subtract) {
+  float* const sums = value_sums(layer);
+  if (sums == nullptr) return;
+  const std::size_t offset = static_cast<std::size_t>(sequence) * sum_bytes() / sizeof(float);
+  queue_->sum_values({layout_.shape, rows, sums + offset, subtract});
+}
+
+template <typename Visit>
+void KeyIndex::for_each_of_sequences(const Visit& visit) const {
+  for (const Layer& layer : layers_) {
+    if (layer.sums.data() != nullptr) visit(layer.sums.data(), sum_bytes());
+    for (const Own& own : layer.own) {
+      if (own.index.sequence_bytes > 0) visit(own.sequences.data(), own.index.sequence_bytes);
+    }
+  }
+}
+
+void KeyIndex::clear_values(std::int32_t sequence) {
+  std::size_t most = 0;
+  for_each_of_sequences([&](std::byte*, std::size_t bytes) { most = std::max(most, bytes); });
+  const std::vector<std::byte> zeros(most);
+  std::vector<CopyOp> ops;
+  for_each_of_sequences([&](std::byte* all, std::size_t bytes) {
+    ops.push_back({all + static_cast<std::size_t>(sequence) * bytes, zeros.data(), bytes});
+  });
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+void KeyIndex::copy_values(std::int32_t from, std::int32_t to) {
+  std::vector<CopyOp> ops;
+  for_each_of_sequences([&](std::byte* all, std::size_t bytes) {
+    ops.push_back({all + static_cast<std::size_t>(to) * bytes,
+                   all + static_cast<std::size_t>(from) * bytes, bytes});
+  });
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
+  const auto d = static_cast<std::size_t>(layout_.shape.head_dim);
+  const auto slots = static_cast<std::size_t>(layout_.tiles);
+  const std::size_t scale_bytes = kTilePages * 2 * d * sizeof(std::uint16_t);
+  const std::size_t bound_bytes = kTilePages * PageBounds().page_bytes(layout_.shape.head_dim);
+  std::vector<CopyOp> ops;
+  const auto copy = [&](const Buffer& buffer, std::size_t bytes) {
+    if (buffer.data() == nullptr) return;
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+      std::byte* const own = buffer.data() + static_cast<std::size_t>(head) * slots * bytes;
+      ops.push_back({own + static_cast<std::size_t>(to) * bytes,
+                     own + static_cast<std::size_t>(from) * bytes, bytes});
+    }
+  };
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    const Layer& layer = layers_[i];
+    const LayerIndex& kept = layout_.layers[i];
+    copy(layer.codes, tiles(kept).tile_bytes(layout_.shape.head_dim));
+    copy(layer.scales, scale_bytes);
+    copy(layer.bounds, bound_bytes);
+    copy(layer.values,
+         kTilePages * ValueTiles::page_bytes(kept.value_bits, layout_.shape.head_dim));
+    for (const Own& own : layer.own) copy(own.pages, kTilePages * own.index.page_bytes);
+  }
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+float* KeyIndex::value_sums(int layer) const {
+  const Buffer& sums = layers_[static_cast<std::size_t>(layer)].sums;
+  return sums.data() == nullptr ? nullptr : sums.floats();
+}
+
+void KeyIndex::report_bad() {
+  if (bad_.bytes() == 0) return;
+  const CopyOp op = {seen_bad_.data(), bad_.data(), bad_.bytes()};
+  queue_->copy({&op, 1});
+}
+
+KeyIndex::BadPage KeyIndex::bad_page(std::int32_t sequence) const {
+  const auto heads = static_cast<std::size_t>(layout_.shape.kv_heads);
+  const auto* const seen = reinterpret_cast<const std::int32_t*>(seen_bad_.data());
+  const std::size_t entries = seen_bad_.bytes() / sizeof(std::int32_t) / flags();
+  for (std::size_t entry = 0; entry < entries; ++entry) {
+    const auto* const bad = seen + entry * flags() + static_cast<std::size_t>(sequence) * heads;
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+      if (bad[head] == 0) continue;
+      return {static_cast<int>(entry % layers_.size()), head, entry >= layers_.size()};
+    }
+  }
+  return {};
+}
+
+void KeyIndex::clear_bad(std::int32_t sequence) {
+  const std::size_t bytes = static_cast<std::size_t>(layout_.shape.kv_heads) * sizeof(std::int32_t);
+  const std::vector<std::byte> zeros(bytes);
+  std::vector<CopyOp> ops;
+  const std::size_t of_layer = flags() * sizeof(std::int32_t);
+  for (std::size_t first = 0; first < bad_.bytes(); first += of_layer) {
+    ops.push_back(
+        {bad_.data() + first + static_cast<std::size_t>(sequence) * bytes, zeros.data(), bytes});
+  }
+  if (!ops.empty()) queue_->copy(ops);
+}
+
+}  // namespace sluice

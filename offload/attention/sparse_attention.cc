@@ -1,0 +1,480 @@
+#include "offload/attention/sparse_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "lib/check.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+std::size_t count_of(std::int64_t a, std::int64_t b, std::int64_t c = 1) {
+  return static_cast<std::size_t>(a * b * c);
+}
+
+// The layer whose selection a layer attends to: its own, or that of the latest one that selected.
+// Dense layers select, too, where tokens were evicted: all that are left.
+int source_of(const Policy& policy, int layer, bool evicts) {
+  const auto chooses = [&](int at) {
+    return policy.selects(at) || (evicts && policy.is_dense(at));
+  };
+  while (layer >= 0 && !chooses(layer)) --layer;
+  check(layer >= 0, "a follower before any layer that selects");
+  return layer;
+}
+
+}  // namespace
+
+SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers,
+                                 Tier tier, RowCache* cache)
+    : queue_(&queue),
+      layout_(layout),
+      scorers_(scorers),
+      index_(queue, layout, scorers, tier),
+      tier_(tier),
+      cache_(cache) {
+  Backend& backend = queue.backend();
+  const SelectionBytes bytes = layout.selection_bytes();
+  logits_ = backend.allocate(tier, bytes.logits);
+  digest_ = backend.allocate(tier, bytes.digest);
+  page_weights_ = backend.allocate(tier, bytes.page_weights);
+  candidate_logits_ = backend.allocate(tier, bytes.candidate_logits);
+  lse_ = backend.allocate(tier, bytes.lse);
+  positions_ = backend.allocate(tier, bytes.positions);
+  if (layout.reports_positions) seen_positions_ = backend.allocate(Tier::host, bytes.positions);
+  candidates_ = backend.allocate(tier, bytes.candidates);
+  token_sums_ = backend.allocate(tier, bytes.token_sums);
+  arena_ = backend.allocate(tier, bytes.arena);
+  report_ = make_report(backend, layout, tier);
+  seen_ = make_report(backend, layout, Tier::host);
+}
+
+SparseAttention::Report SparseAttention::make_report(Backend& backend, const IndexLayout& layout,
+                                                     Tier tier) {
+  const KvShape& shape = layout.shape;
+  const std::size_t heads = count_of(shape.layers, layout.batch, shape.kv_heads);
+  const std::size_t queries = count_of(shape.layers, layout.batch, shape.query_heads);
+  Report report;
+  report.all = backend.allocate(tier, layout.selection_bytes().report);
+  report.candidate_heads = reinterpret_cast<HeadSelection*>(report.all.data());
+  report.heads = report.candidate_heads + heads;
+  report.share = reinterpret_cast<float*>(report.heads + heads);
+  report.alpha = report.share + queries;
+  report.pages_read = reinterpret_cast<std::int32_t*>(report.alpha + queries);
+  report.resident = report.pages_read + heads;
+  report.evicted = report.resident + heads;
+  if (layout.keeps_values()) report.value_pages = report.evicted + heads;
+  return report;
+}
+
+std::int64_t SparseAttention::head_entry(int layer, std::int64_t token) const {
+  return (layer * layout_.batch + token) * layout_.shape.kv_heads;
+}
+
+std::int64_t SparseAttention::query_entry(int layer, std::int64_t token) const {
+  return (layer * layout_.batch + token) * layout_.shape.query_heads;
+}
+
+SelectionView SparseAttention::selection(int layer, std::int64_t token) const {
+  auto* const positions = reinterpret_cast<std::int32_t*>(positions_.data()) +
+                          layout_.slot(layer, token) * layout_.shape.kv_heads * layout_.selected;
+  return {positions, layout_.selected, report_.heads + head_entry(layer, token)};
+}
+
+SelectionView SparseAttention::candidates(int layer, std::int64_t token) const {
+  return {reinterpret_cast<std::int32_t*>(candidates_.data()), layout_.candidates,
+          report_.candidate_heads + head_entry(layer, token)};
+}
+
+float* SparseAttention::share(int layer, std::int64_t token) const {
+  return report_.share + query_entry(layer, token);
+}
+
+float* SparseAttention::alpha(int layer, std::int64_t token) const {
+  return report_.alpha + query_entry(layer, token);
+}
+
+// One query head per KV head keeps the same top_k whatever the newest rows weigh. They are then
+// spared the estimate: attention, which reads them anyway, adds their share to alpha.
+bool SparseAttention::newest_apart(const Policy& policy, int layer, bool masked) const {
+  const Scorer& scorer = scorer_of(policy);
+  return policy.selects(layer) && !policy.is_dense(layer) && scorer.info().estimates() &&
+         !scorer.reads_rows() && policy.prune == Pruner::top_k && !policy.candidates.limited() &&
+         layout_.shape.group() == 1 && !masked;
+}
+
+void SparseAttention::for_waves(const Policy& policy, int layer, const TokenBatch& batch,
+                                const Queries& queries, const PagedRows& rows, const Mask& mask,
+                                const std::function<void(const Wave&)>& body) {
+  for (std::int64_t first = 0; first < batch.count; first += layout_.wave) {
+    Wave wave;
+    wave.layer = layer;
+    wave.first = first;
+    wave.batch = {batch.tokens + first, std::min(layout_.wave, batch.count - first),
+                  batch.capacity};
+    wave.q = queries.q + first * queries.stride;
+    wave.q_stride = queries.stride;
+    wave.rows = rows;
+    wave.mask = mask;
+    wave.skip_newest = newest_apart(policy, layer, mask.tokens != nullptr);
+    body(wave);
+  }
+}
+
+void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
+                             const Queries& queries, const PagedRows& rows, const Mask& mask) {
+  // A dense layer is here because some tokens were evicted: it attends to what is left.
+  const int source = source_of(policy, layer, mask.tokens != nullptr);
+  for_waves(policy, layer, batch, queries, rows, mask, [&](const Wave& wave) {
+    if (source == layer) choose(policy, wave);
+    attend_wave(policy, wave, source, queries);
+  });
+}
+
+void SparseAttention::select(const Policy& policy, int layer, const TokenBatch& batch,
+                             const Queries& queries, const PagedRows& rows) {
+  for_waves(policy, layer, batch, queries, rows, Mask(),
+            [&](const Wave& wave) { choose(policy, wave); });
+}
+
+void SparseAttention::choose(const Policy& policy, const Wave& wave) {
+  if (!policy.selects(wave.layer) || !scorer_of(policy).info().estimates()) {
+    return choose_fixed(policy, wave);
+  }
+  propose(policy, wave);
+  if (policy.candidates.limited()) rescore(policy, wave);
+}
+
+// No estimate is needed: what is always kept is all that is.
+void SparseAttention::choose_fixed(const Policy& policy, const Wave& wave) {
+  SelectParams select = select_params(policy, wave);
+  if (!policy.selects(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
+  select.selected = selection(wave.layer, wave.first);
+  select.alpha = alpha(wave.layer, wave.first);
+  queue_->select(select);
+}
+
+EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
+  EstimateParams params;
+  params.q = wave.q;
+  params.q_stride = wave.q_stride;
+  params.shape = layout_.shape;
+  params.batch = wave.batch;
+  params.index = index_.view(wave.layer);
+  params.rows = wave.rows;
+  params.skip_newest = wave.skip_newest;
+  return params;
+}
+
+// Estimates every token, then keeps the candidates or, if nothing re-scores them, what the policy
+// is after.
+void SparseAttention::propose(const Policy& policy, const Wave& wave) {
+  EstimateParams estimate = estimate_params(wave);
+  estimate.logits = {logits_.data(), layout_.logit_stride()};
+  // A digest tells of all tokens: not where some may not be chosen.
+  const Scorer& scorer = scorer_of(policy);
+  const std::int64_t tokens = wave.batch.capacity;
+  const bool weighs = weighs_pages(layout_.logits, policy, wave.layer, tokens);
+  if (layout_.digested && scorer.digests() && own_scorers().has(scorer) &&
+      wave.mask.tokens == nullptr && (weighs || tokens >= layout_.logits.digested_from)) {
+    estimate.logits.digest = LogitDigest::in(
+        digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
+    if (weighs) estimate.logits.digest.weights = page_weights_.data();
+  }
+  score(policy, wave, estimate);
+
+  SelectParams select = select_params(policy, wave);
+  select.logits = estimate.logits;
+  select.skip_newest = wave.skip_newest;
+  if (wave.skip_newest || policy.compensates(wave.layer, Compensation::values)) {
+    select.lse = lse_.floats();
+  }
+  estimated_ = estimate.logits;
+  if (!policy.candidates.limited()) {
+    select.selected = selection(wave.layer, wave.first);
+    return prune(policy, wave, select);
+  }
+  select.k = candidates_of(policy);
+  select.selected = candidates(wave.layer, wave.first);
+  select.alpha = share(wave.layer, wave.first);
+  queue_->select(select);
+}
+
+// The scorer's estimates. One that is not Sluice's own leaves the newest rows to the backend.
+void SparseAttention::score(const Policy& policy, const Wave& wave,
+                            const EstimateParams& estimate) {
+  if (!own_scorers().has(scorer_of(policy)) && !wave.skip_newest) {
+    EstimateParams newest = estimate;
+    newest.method = Selector::newest;
+    queue_->estimate(newest);
+  }
+  RunScorer call;
+  static_cast<ScorerCall&>(call) = index_.call(policy, wave.layer);
+  call.q = estimate.q;
+  call.q_stride = estimate.q_stride;
+  call.batch = estimate.batch;
+  call.rows = estimate.rows;
+  call.logits = {estimate.logits.data, layout_.logits.dtype, estimate.logits.stride};
+  call.queue = queue_;
+  call.estimate = &estimate;
+  scorer_of(policy).score(call);
+}
+
+// Estimates the candidates with every channel of the index and keeps what the policy is after.
+void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
+  const SelectionView candidates = this->candidates(wave.layer, wave.first);
+  EstimateParams estimate = estimate_params(wave);
+  estimate.method = scorer_of(policy).reads_rows() ? Selector::exact : Selector::int4;
+  estimate.candidates = &candidates;
+  estimate.pages_read = report_.pages_read + head_entry(wave.layer, wave.first);
+  estimate.logits = {candidate_logits_.data(), layout_.candidate_stride()};
+  queue_->estimate(estimate);
+
+  SelectParams select = select_params(policy, wave);
+  select.logits = estimate.logits;
+  select.candidates = &candidates;
+  select.selected = selection(wave.layer, wave.first);
+  // Bounds are no weights: what a base of bounds dropped stays unknown.
+  if (scorer_of(policy).info().kind == ScorerInfo::Kind::logits)
+    select.share = share(wave.layer, wave.first);
+  prune(policy, wave, select);
+}
+
+SelectParams SparseAttention::select_params(const Policy& policy, const Wave& wave) const {
+  SelectParams params;
+  params.shape = layout_.shape;
+  params.batch = wave.batch;
+  params.eligible = wave.mask.tokens;
+  params.eligible_stride = wave.mask.stride;
+  params.sinks = policy.sinks;
+  params.recent = policy.recent;
+  return params;
+}
+
+void SparseAttention::prune(const Policy& policy, const Wave& wave, SelectParams params) {
+  const bool is_any = policy.prune != Pruner::none;
+  params.prune = is_any ? policy.prune : Pruner::top_k;
+  params.k = is_any ? Quota{policy.k, {}, 0} : Quota::nothing();
+  params.p = static_cast<float>(policy.p);
+  params.cap = {policy.cap, {}, 0};
+  params.alpha = alpha(wave.layer, wave.first);
+  queue_->select(params);
+}
+
+void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int source,
+                                  const Queries& queries) {
+  const KvShape& shape = layout_.shape;
+  AttendSelectedParams params;
+  params.q = wave.q;
+  params.q_stride = wave.q_stride;
+  params.shape = shape;
+  params.batch = wave.batch;
+  params.selected = selection(source, wave.first);
+  params.resident = report_.resident + head_entry(wave.layer, wave.first);
+  params.rows = wave.rows;
+  const bool compensates = policy.compensates(wave.layer, Compensation::mean_value);
+  if (wave.skip_newest || compensates) params.alpha = alpha(wave.layer, wave.first);
+  if (wave.skip_newest) params.estimated_lse = lse_.floats();
+  if (compensates) params.value_sums = value_sums(wave);
+  params.arena = arena_.data();
+  params.arena_rows = layout_.arena_rows;
+  params.scale = attend_params(shape, {}, {}).scale;
+  params.out = queries.out + wave.first * shape.query_heads * shape.head_dim;
+  params.lse = queries.lse + wave.first * shape.query_heads;
+  if (cache_ != nullptr) find_rows(wave, params);
+  queue_->attend_selected(params);
+  if (cache_ != nullptr) cache_->end_filling();
+  if (policy.compensates(wave.layer, Compensation::values)) attend_values(policy, wave, params);
+}
+
+void SparseAttention::find_rows(const Wave& wave, AttendSelectedParams& params) {
+  FindRowsParams find;
+  find.shape = params.shape;
+  find.batch = params.batch;
+  find.selected = params.selected;
+  find.rows = params.rows;
+  find.layer = wave.layer;
+  find.cache = cache_->view();
+  find.places = cache_->places();
+  find.evicted = report_.evicted + head_entry(wave.layer, wave.first);
+  cache_->begin_filling();
+  queue_->find_rows(find);
+  params.places = find.places;
+  params.cache = find.cache;
+}
+
+const float* SparseAttention::value_sums(const Wave& wave) const {
+  return token_sums_.floats() + wave.first * layout_.shape.kv_heads * layout_.shape.head_dim;
+}
+
+void SparseAttention::attend_values(const Policy& policy, const Wave& wave,
+                                    const AttendSelectedParams& attended) {
+  AttendTilesParams params;
+  params.shape = layout_.shape;
+  params.batch = wave.batch;
+  params.logits = estimated_;
+  params.weighed = layout_.logits.weighed;
+  params.estimated_lse = lse_.floats();
+  params.selected = attended.selected;
+  params.values = index_.values(wave.layer);
+  params.share = static_cast<float>(policy.values.pages);
+  params.value_sums = value_sums(wave);
+  params.out = attended.out;
+  params.lse = attended.lse;
+  params.merge = true;
+  params.pages_read = report_.value_pages + head_entry(wave.layer, wave.first);
+  queue_->attend_tiles(params);
+}
+
+void SparseAttention::require_number(bool is_number, int layer, int head) const {
+  if (is_number) return;
+  throw Error(ErrorCode::numeric,
+              "a query or key of layer " + std::to_string(layer) + ", KV head " +
+                  std::to_string(head) +
+                  " is NaN or infinite, or what `select` made of them; check the weights" +
+                  damage_of(layout_.shape));
+}
+
+// Layers that follow one attend to the same positions, whose rows may be elsewhere.
+void SparseAttention::count_rows(int layer, int source, std::int64_t number,
+                                 const BatchToken& token, Count& count,
+                                 LayerSelection& entry) const {
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    const HeadSelection& chosen = seen_.heads[head_entry(source, number) + head];
+    require_number(chosen.bad == 0, source, head);
+    const std::int32_t resident = seen_.resident[head_entry(layer, number) + head];
+    count.hits += static_cast<std::uint64_t>(resident + token.count() - token.page_first());
+    count.misses += static_cast<std::uint64_t>(chosen.count - resident);
+    if (cache_ != nullptr) {
+      count.evicted += static_cast<std::uint64_t>(seen_.evicted[head_entry(layer, number) + head]);
+    }
+    entry.selected += static_cast<double>(chosen.count);
+    entry.cut += chosen.cut;
+  }
+}
+
+void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t number,
+                                      Count& count) const {
+  const BatchToken& token = step.tokens[static_cast<std::size_t>(number)];
+  const Policy& policy = *step.policy;
+  const Scorer& scorer = scorer_of(policy);
+  const EstimateReads reads(queue_->backend().info().reads, policy, layout_.shape, scorer);
+  const std::int64_t resident =
+      tier_ == Tier::host || !scorer.reads_rows()
+          ? token.page_first()
+          : step.tables->resident_rows(token.sequence, token.page_first(), step.set);
+  const bool scored = !newest_apart(policy, layer, step.evicts);
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    count.estimates += reads.scan(token, resident, scored);
+    if (!policy.candidates.limited()) continue;
+    const std::int64_t entry = head_entry(layer, number) + head;
+    const HeadSelection& proposed = seen_.candidate_heads[entry];
+    require_number(proposed.bad == 0, layer, head);
+    count.estimates += reads.rescore(token, proposed, seen_.pages_read[entry]);
+  }
+}
+
+void SparseAttention::count_alpha(int source, std::int64_t number, LayerSelection& entry) const {
+  for (int head = 0; head < layout_.shape.query_heads; ++head) {
+    const auto value = static_cast<double>(seen_.alpha[query_entry(source, number) + head]);
+    require_number(!std::isnan(value), source, head / layout_.shape.group());
+    entry.alpha += value;
+    entry.smallest_alpha = std::min(entry.smallest_alpha, value);
+  }
+}
+
+void SparseAttention::report_positions(int source, std::int64_t number,
+                                       LayerSelection& entry) const {
+  const int heads = layout_.shape.kv_heads;
+  const auto* from = reinterpret_cast<const std::int32_t*>(seen_positions_.data()) +
+                     layout_.slot(source, number) * heads * layout_.selected;
+  for (int head = 0; head < heads; ++head, from += layout_.selected) {
+    std::vector<std::int32_t>& to = entry.positions.emplace_back(
+        from, from + seen_.heads[head_entry(source, number) + head].count);
+    std::sort(to.begin(), to.end());
+  }
+}
+
+void SparseAttention::issue_report() {
+  std::vector<CopyOp> ops = {{seen_.all.data(), report_.all.data(), report_.all.bytes()}};
+  if (layout_.reports_positions) {
+    ops.push_back({seen_positions_.data(), positions_.data(), positions_.bytes()});
+  }
+  queue_->copy(ops);
+  index_.report_bad();
+}
+
+void SparseAttention::check_pages(std::int32_t sequence) const {
+  const KeyIndex::BadPage bad = index_.bad_page(sequence);
+  if (bad.layer < 0) return;
+  const std::string what = bad.is_value ? "value" : "key";
+  throw Error(ErrorCode::numeric, "a " + what + " of layer " + std::to_string(bad.layer) +
+                                      ", KV head " + std::to_string(bad.head) +
+                                      " is NaN or infinite; the checkpoint's weights or the "
+                                      "caller's " +
+                                      what + "s are damaged" + damage_of(layout_.shape));
+}
+
+void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
+                             LayerSelection& entry) const {
+  const int source = source_of(*step.policy, layer, step.evicts);
+  // The rows that a dense layer attended to are counted as those of all dense layers.
+  const bool is_dense = step.policy->is_dense(layer) && !step.evicts;
+  entry.follower = source != layer;
+  entry.smallest_alpha = 1.0;
+  Count count;
+  for (std::size_t i = 0; i < step.tokens.size(); ++i) {
+    const BatchToken& token = step.tokens[i];
+    if (token.sequence != sequence) continue;
+    const auto number = static_cast<std::int64_t>(i);
+    ++count.tokens;
+    if (is_dense) entry.attended += static_cast<double>(token.count() * layout_.shape.kv_heads);
+    count_rows(layer, source, number, token, count, entry);
+    if (layout_.reports_positions) report_positions(source, number, entry);
+    if (step.policy->selects(layer)) count_estimates(step, layer, number, count);
+    if (step.policy->compensates(layer, Compensation::values)) {
+      for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+        count.value_pages +=
+            static_cast<std::uint64_t>(seen_.value_pages[head_entry(layer, number) + head]);
+      }
+    }
+    count_alpha(source, number, entry);
+  }
+  if (!is_dense) {
+    entry.attended = static_cast<double>(count.hits + count.misses);
+    record_rows(layer, count, ledger);
+  }
+  record_index(layer, count, ledger);
+  const auto pairs = static_cast<double>(count.tokens * layout_.shape.kv_heads);
+  entry.tokens = count.tokens;
+  entry.attended /= pairs;
+  entry.selected /= pairs;
+  entry.alpha /= static_cast<double>(count.tokens * layout_.shape.query_heads);
+}
+
+void SparseAttention::record_rows(int layer, const Count& count, Ledger& ledger) const {
+  const KvShape& shape = layout_.shape;
+  const auto parts = static_cast<std::uint64_t>(
+      ReadPattern::parts(shape.group(), queue_->backend().info().reads.attend_queries));
+  const std::uint64_t hits = count.hits * parts;
+  const std::uint64_t misses = count.misses * parts;
+  const bool in_place = tier_ == Tier::host;
+  ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * shape.row_bytes()});
+  ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
+                {misses, misses * shape.row_bytes()});
+  ledger.record(layer, tier_, tier_, Cause::evict, {count.evicted, 0});
+}
+
+void SparseAttention::record_index(int layer, const Count& count, Ledger& ledger) const {
+  const int bits = layout_.layers[static_cast<std::size_t>(layer)].value_bits;
+  const std::size_t page = ValueTiles::page_bytes(bits, layout_.shape.head_dim);
+  ledger.record(layer, tier_, tier_, Cause::index_read, count.estimates.near);
+  ledger.record(layer, Tier::host, tier_, Cause::index_read, count.estimates.far);
+  ledger.record(layer, tier_, tier_, Cause::value_read,
+                {count.value_pages * kPageTokens, count.value_pages * page});
+}
+
+}  // namespace sluice

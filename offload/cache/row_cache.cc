@@ -1,0 +1,92 @@
+#include "offload/cache/row_cache.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace sluice {
+
+RowCache::RowCache(Queue& queue, const KvPlan& plan)
+    : queue_(&queue),
+      shape_(plan.shape),
+      sets_(plan.cache_rows / RowCacheView::kWays),
+      homes_(plan.home_rows()),
+      selectable_(static_cast<std::size_t>(plan.blocks)) {
+  Backend& backend = queue.backend();
+  const RowCacheBytes bytes(plan);
+  rows_ = backend.allocate(Tier::device, bytes.rows);
+  tags_ = backend.allocate(Tier::device, bytes.tags);
+  heat_ = backend.allocate(Tier::device, bytes.heat);
+  clock_ = backend.allocate(Tier::device, bytes.clock);
+  places_ = backend.allocate(Tier::device, bytes.places);
+  clear();
+}
+
+RowCacheView RowCache::view() const {
+  RowCacheView view;
+  view.rows = rows_.data();
+  view.tags = reinterpret_cast<RowCacheView::Tag*>(tags_.data());
+  view.heat = reinterpret_cast<std::int32_t*>(heat_.data());
+  view.sets = sets_;
+  view.homes = homes_;
+  view.clock = reinterpret_cast<const std::int32_t*>(clock_.data());
+  return view;
+}
+
+void RowCache::advance() {
+  if (now_ == RowCacheView::kMostClock || is_filling_) {
+    clear();
+    now_ = 0;
+    is_filling_ = false;
+  }
+  ++now_;
+  const CopyOp op = {clock_.data(), reinterpret_cast<const std::byte*>(&now_), sizeof(now_)};
+  queue_->copy({&op, 1});
+}
+
+// Blocks that follow each other are forgotten at once: that takes a look at the whole cache.
+void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
+                     std::int64_t end) {
+  const auto block_of = [&](std::int64_t page) { return tables.page(sequence, page).host; };
+  const std::int64_t first_page = first / kPageTokens;
+  const std::int64_t last_page = (end - 1) / kPageTokens;
+  std::int64_t from = 0;
+  std::int64_t count = 0;
+  // Whatever goes wrong before the end, rows that changed are not found again.
+  const bool was_filling = std::exchange(is_filling_, true);
+  for (std::int64_t page = first_page; page <= last_page; ++page) {
+    const std::int64_t block = block_of(page);
+    if (!selectable_[static_cast<std::size_t>(block)]) continue;
+    selectable_[static_cast<std::size_t>(block)] = false;
+    if (block != from + count) {
+      forget(from, count);
+      from = block;
+      count = 0;
+    }
+    ++count;
+  }
+  forget(from, count);
+  is_filling_ = was_filling;
+  for (std::int64_t page = std::max<std::int64_t>(first_page - 1, 0); page < last_page; ++page) {
+    selectable_[static_cast<std::size_t>(block_of(page))] = true;
+  }
+}
+
+void RowCache::forget(std::int64_t first_block, std::int64_t blocks) {
+  if (blocks == 0) return;
+  ForgetRowsParams params;
+  params.shape = shape_;
+  params.cache = view();
+  params.first = first_block * kPageTokens;
+  params.count = blocks * kPageTokens;
+  queue_->forget_rows(params);
+}
+
+void RowCache::clear() {
+  ForgetRowsParams params;
+  params.shape = shape_;
+  params.cache = view();
+  params.all = true;
+  queue_->forget_rows(params);
+}
+
+}  // namespace sluice

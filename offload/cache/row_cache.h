@@ -1,0 +1,53 @@
+// The memory of a row cache, and what is forgotten when rows at home change.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "lib/backend.h"
+#include "lib/backend/row_cache.h"
+#include "offload/plan/planner.h"
+#include "offload/tiers/block_tables.h"
+
+namespace sluice {
+
+class RowCache {
+ public:
+  // Of plan.cache_rows. Work is issued to `queue`.
+  RowCache(Queue& queue, const KvPlan& plan);
+
+  RowCacheView view() const;
+  // [tokens of a wave, kv_heads, selected]: where the rows of one layer are.
+  PlacedRow* places() const { return reinterpret_cast<PlacedRow*>(places_.data()); }
+
+  // A step begins.
+  void advance();
+  // Between a find_rows() and the end of the attend_selected() that fills ways for it. Where that
+  // never comes, the next step begins with an empty cache.
+  void begin_filling() { is_filling_ = true; }
+  void end_filling() { is_filling_ = false; }
+  // Tokens [first, end) of a sequence are about to be written, whose blocks are in the tables: no
+  // step selects them until a page later than theirs begins.
+  void write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
+             std::int64_t end);
+  // Forgets everything.
+  void clear();
+
+ private:
+  void forget(std::int64_t first_block, std::int64_t blocks);
+
+  Queue* queue_;
+  KvShape shape_;
+  std::int64_t sets_;
+  std::int64_t homes_;
+  std::int32_t now_ = 0;
+  bool is_filling_ = false;
+  Buffer rows_;                   // [kv_heads, ways, row_bytes]
+  Buffer tags_;                   // [kv_heads, ways]
+  Buffer heat_;                   // likewise
+  Buffer clock_;                  // now_, where the backend reads it
+  Buffer places_;                 // see places()
+  std::vector<bool> selectable_;  // by block: its rows may be in the cache
+};
+
+}  // namespace sluice

@@ -1,0 +1,182 @@
+#include "sluice/kv_cache.h"
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "lib/bytes.h"
+#include "offload/backends.h"
+#include "offload/kv_cache/kv_cache_impl.h"
+#include "offload/plan/planner.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kMaxChunk = 32768;
+constexpr int kMaxThreads = 4096;
+constexpr double kMaxScale = 1e6;  // of logits; queries times it stay numbers
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
+}
+
+void validate(const KvConfig& config) {
+  require(config.chunk >= 1 && config.chunk <= kMaxChunk, "chunk must be 1 to 32768 tokens");
+  require(config.threads >= 0 && config.threads <= kMaxThreads,
+          "threads must be 0 (one per core) to 4096");
+  require(!config.scale || (*config.scale > 0.0 && *config.scale <= kMaxScale),
+          "scale must be above 0, up to 1e6");
+  for (const Policy& policy : config.policies) {
+    if (policy.prefill.tau == 0.0) continue;
+    throw Error(ErrorCode::unsupported,
+                "KV cache: a prompt goes through layer by layer only in a Session; the policies' "
+                "prefill must be dense or pages");
+  }
+}
+
+BackendOptions backend_options(const KvConfig& config) {
+  BackendOptions options;
+  options.device = config.device;
+  options.threads = config.threads;
+  options.device_memory = config.device_memory;
+  options.host_memory = config.host_memory;
+  return options;
+}
+
+// Kernels divide logits by sqrt(head_dim), and so do estimates of them: queries bring the rest.
+float query_factor(const KvConfig& config) {
+  if (!config.scale) return 1.0f;
+  return static_cast<float>(*config.scale * std::sqrt(static_cast<double>(config.shape.head_dim)));
+}
+
+// Tokens of the largest step.
+std::int64_t step_tokens(const KvPlan& plan) { return std::max(plan.chunk, plan.decode_batch); }
+
+KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
+  KvRequest request;
+  request.shape = config.shape;
+  request.context = config.context;
+  request.chunk = config.chunk;
+  request.sequences = config.sequences;
+  request.tokens = config.tokens;
+  request.decode_batch = config.decode_batch;
+  request.reports_positions = config.reports_positions;
+  request.policies = config.policies;
+  request.scorers = &config.scorers;
+  request.processor = info.processor;
+  request.device_cap = config.device_memory;
+  request.attends_host_rows = info.attends_host_rows;
+  request.logits = info.logits;
+  request.cached_bytes = info.cached_bytes;
+  request.cache_memory = config.row_cache;
+  return request;
+}
+
+// The rows at home grow with what is in use; that they fit is known before.
+void require_host_memory(const KvPlan& plan, const MemoryAccount& account) {
+  const std::uint64_t needed = account.used() + plan.host_bytes;
+  if (needed <= account.cap()) return;
+  throw Error(ErrorCode::memory, "`host_memory` " + format_bytes(account.cap()) +
+                                     " is too small: " + std::to_string(plan.tokens) +
+                                     " tokens take " + format_bytes(plan.host_bytes) +
+                                     "; give at least " + std::to_string(needed) + "B");
+}
+
+// Besides the rows there are the arrays of callers. On a GPU they, and what the backend itself
+// needs, come off the cap.
+KvPlan plan_cache(const KvConfig& config, Backend& backend) {
+  const BackendInfo& info = backend.info();
+  KvRequest request = request_of(config, info);
+  request.device_cap.reset();
+  const KvPlan free = plan_kv(request);  // refuses what makes no sense, whatever the caps
+  require_supported(info, config.shape);
+  const bool on_device = info.compute_tier == Tier::device;
+  const std::uint64_t staging = CallerArrays::compute_bytes(config.shape, step_tokens(free));
+  request.device_cap = config.device_memory;
+  if (on_device) {
+    const MemoryAccount& account = backend.account(Tier::device);
+    request.beside = account.used() + staging;
+    request.device_cap = account.cap();
+  }
+  KvPlan plan = plan_kv(request);
+  const std::uint64_t own =
+      on_device ? CallerArrays::compute_bytes(config.shape, step_tokens(plan)) : 0;
+  const std::uint64_t host = CallerArrays::host_bytes(info, config.shape, step_tokens(plan));
+  plan.staging_bytes = own + host;
+  plan.device_bytes += own;
+  plan.host_bytes += host;
+  require_host_memory(plan, backend.account(Tier::host));
+  return plan;
+}
+
+const auto& of(const auto& impl) {
+  if (impl == nullptr) throw Error(ErrorCode::usage, "a KV cache that was moved from");
+  return impl;
+}
+
+}  // namespace
+
+KvCache::Impl::Impl(const KvConfig& config, std::unique_ptr<Backend> owned,
+                    std::unique_ptr<Queue> queue, const KvPlan& plan)
+    : backend(std::move(owned)),
+      pool(std::make_shared<KvPool>(std::move(queue), plan, config.policies, config.scorers)),
+      arrays(pool->queue(), plan.shape, step_tokens(plan), query_factor(config)),
+      waits(config.stream == nullptr) {
+  leaving.reserve(static_cast<std::size_t>(plan.sequences));
+}
+
+std::unique_lock<std::mutex> KvCache::Impl::between_steps() {
+  std::unique_lock lock(mutex);
+  if (stepping == std::this_thread::get_id()) {
+    throw Error(ErrorCode::usage, "a step of this KV cache is under way; end it first");
+  }
+  step_over.wait(lock, [&] { return !stepping; });
+  return lock;
+}
+
+void KvCache::Impl::end_step() {
+  stepping.reset();
+  leaving.clear();
+  step_over.notify_all();
+}
+
+KvCache::KvCache(const KvConfig& config) {
+  validate(config);
+  std::unique_ptr<Backend> backend = make_backend(backend_options(config));
+  std::unique_ptr<Queue> queue = backend->make_queue({.stream = config.stream, .records = false});
+  const KvPlan plan = plan_cache(config, *backend);
+  try {
+    impl_ = std::make_shared<Impl>(config, std::move(backend), std::move(queue), plan);
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorCode::memory, "the machine has no memory left for the tables of " +
+                                       std::to_string(plan.tokens) +
+                                       " tokens; lower `context`, `sequences` or `tokens`");
+  }
+}
+
+KvCache::KvCache(KvCache&&) noexcept = default;
+KvCache& KvCache::operator=(KvCache&&) noexcept = default;
+KvCache::~KvCache() = default;
+
+KvSequence KvCache::new_sequence() {
+  const auto lock = of(impl_)->between_steps();
+  return KvSequence(std::make_shared<KvSequence::Impl>(impl_, KvSession(impl_->pool)));
+}
+
+KvStep KvCache::begin_step(std::span<KvSequence* const> sequences) {
+  std::vector<std::shared_ptr<KvSequence::Impl>> impls;
+  for (const KvSequence* sequence : sequences) {
+    if (sequence == nullptr) throw Error(ErrorCode::usage, "a batch: a null pointer");
+    const bool is_own = sequence->impl().cache == of(impl_);
+    if (!is_own) throw Error(ErrorCode::usage, "a batch: its sequences must be of this KV cache");
+    impls.push_back(sequence->impl_);
+  }
+  return KvStep::Impl::begin(of(impl_), std::move(impls), Phase::decode, std::nullopt);
+}
+
+const KvPlan& KvCache::plan() const { return of(impl_)->pool->plan(); }
+MemoryUse KvCache::memory() const { return memory_use(*of(impl_)->backend); }
+
+}  // namespace sluice

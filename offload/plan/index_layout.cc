@@ -1,0 +1,361 @@
+#include "offload/plan/index_layout.h"
+
+#include <algorithm>
+
+#include "lib/backend/index_ops.h"
+#include "lib/batch.h"
+#include "lib/text.h"
+#include "lib/value_tiles.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+// Enough rows for a typical selection in one piece, few enough to stay in a cache.
+constexpr std::int64_t kArenaRows = 256;
+// Of logits at a time; what would take more is estimated a few tokens after the other.
+constexpr std::int64_t kWaveBytes = std::int64_t{256} << 20;
+
+std::int64_t aligned(std::int64_t logits) {
+  constexpr std::int64_t kUnit = LogitView::kLogitAlignment;
+  return (logits + kUnit - 1) / kUnit * kUnit;
+}
+
+std::size_t count_of(std::int64_t a, std::int64_t b = 1, std::int64_t c = 1) {
+  return static_cast<std::size_t>(a * b * c);
+}
+
+// Candidates are scored again by tiles, where it was not rows that proposed them.
+IndexNeeds needs_of(const Policy& p, const KvShape& shape, const Scorers& scorers) {
+  const Scorer& scorer = scorers.at(p.select);
+  IndexNeeds needs = scorer.needs(use_of(p, shape));
+  needs.tiles = needs.tiles || (p.candidates.limited() && !scorer.reads_rows());
+  return needs;
+}
+
+}  // namespace
+
+ScorerUse use_of(const Policy& policy, const KvShape& shape) {
+  return {shape, policy.select.parameters, policy.bits};
+}
+
+std::int64_t most_selected(const Policy& p, std::int64_t context, const Scorers& scorers) {
+  if (!scorers.at(p.select).info().estimates()) return std::min(p.sinks + p.recent, context);
+  const std::int64_t chosen = p.prune == Pruner::top_k   ? p.k.of(context)
+                              : p.prune == Pruner::top_p ? p.cap.of(context)
+                                                         : 1;
+  return std::min(std::max(chosen, p.sinks + p.recent), context);
+}
+
+Quota candidates_of(const Policy& p) {
+  return {p.candidates, p.prune == Pruner::top_k ? p.k : p.cap, p.sinks + p.recent};
+}
+
+std::vector<int> IndexLayout::dense_layers() const {
+  std::vector<int> dense;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    if (!selecting[static_cast<std::size_t>(layer)]) dense.push_back(layer);
+  }
+  if (static_cast<int>(dense.size()) == shape.layers) dense.clear();
+  return dense;
+}
+
+std::int64_t IndexLayout::logit_stride() const { return aligned(context); }
+
+std::int64_t IndexLayout::candidate_stride() const {
+  return candidates > 0 ? aligned(candidates + kPageTokens) : 0;
+}
+
+std::int64_t IndexLayout::slot(int layer, std::int64_t token) const {
+  if (reports_positions) return layer * batch + token;
+  // Layers that follow another need its positions later; without them those of a wave do for all.
+  return slots >= batch ? token : token % wave;
+}
+
+std::uint64_t LayerIndexBytes::sum() const {
+  std::uint64_t total = codes + scales + bounds + values + sums;
+  for (const Own& part : own) total += part.pages + part.sequences;
+  return total;
+}
+
+std::uint64_t SelectionBytes::sum() const {
+  return logits + digest + page_weights + candidate_logits + lse + positions + candidates +
+         token_sums + arena + report + bad;
+}
+
+LayerIndexBytes IndexLayout::layer_bytes(std::size_t layer) const {
+  const LayerIndex& wanted = layers[layer];
+  const std::size_t pages = count_of(tiles, kTilePages, shape.kv_heads);
+  LayerIndexBytes bytes;
+  if (wanted.bits > 0) {
+    KeyTiles of_keys;
+    of_keys.bits = wanted.bits;
+    of_keys.slots = tiles;
+    bytes.codes = of_keys.codes_bytes(shape.kv_heads, shape.head_dim);
+    bytes.scales = pages * count_of(shape.head_dim, 2) * sizeof(std::uint16_t);
+  }
+  if (wanted.bounds) bytes.bounds = pages * PageBounds().page_bytes(shape.head_dim);
+  if (wanted.value_bits > 0) {
+    const ValueTiles of_values{wanted.value_bits, nullptr, tiles};
+    bytes.values = of_values.bytes(shape.kv_heads, shape.head_dim);
+  }
+  if (wanted.sums) {
+    bytes.sums = count_of(sequences, shape.kv_heads, shape.head_dim) * sizeof(float);
+  }
+  for (const OwnIndex& own : wanted.own) {
+    bytes.own.push_back({pages * own.page_bytes, count_of(sequences) * own.sequence_bytes});
+  }
+  return bytes;
+}
+
+std::uint64_t IndexLayout::index_bytes() const {
+  std::uint64_t total = 0;
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) total += layer_bytes(layer).sum();
+  return total;
+}
+
+bool IndexLayout::sums_values() const {
+  return std::any_of(layers.begin(), layers.end(), [](const LayerIndex& l) { return l.sums; });
+}
+
+bool IndexLayout::keeps_values() const {
+  return std::any_of(layers.begin(), layers.end(),
+                     [](const LayerIndex& l) { return l.value_bits > 0; });
+}
+
+SelectionBytes IndexLayout::selection_bytes() const {
+  SelectionBytes bytes;
+  if (!selects()) return bytes;
+  const std::size_t queries = count_of(wave, shape.query_heads);
+  const std::size_t logit = size_of(logits.dtype);
+  bytes.logits = queries * count_of(logit_stride()) * logit;
+  if (digested) {
+    bytes.digest = logits.digest_bytes(wave * shape.query_heads, logit_stride());
+    if (keeps_values()) {
+      bytes.page_weights = logits.page_weights_bytes(wave * shape.kv_heads, logit_stride());
+    }
+  }
+  bytes.candidate_logits = queries * count_of(candidate_stride()) * logit;
+  bytes.lse = queries * sizeof(float);
+  bytes.positions = count_of(slots, shape.kv_heads, selected) * sizeof(std::int32_t);
+  bytes.candidates = count_of(wave, shape.kv_heads, candidates) * sizeof(std::int32_t);
+  if (sums_values()) {
+    bytes.token_sums = count_of(batch, shape.kv_heads, shape.head_dim) * sizeof(float);
+  }
+  bytes.arena = count_of(shape.kv_heads, arena_rows) * shape.row_bytes();
+  bytes.report = report_bytes();
+  bytes.bad = bad_bytes();
+  return bytes;
+}
+
+std::size_t IndexLayout::report_bytes() const {
+  const std::size_t heads = count_of(shape.kv_heads) * sizeof(HeadSelection);
+  const std::size_t queries = count_of(shape.query_heads) * sizeof(float);
+  // Pages read, rows on the device, rows evicted and, with values, pages of those.
+  const std::size_t count = count_of(shape.kv_heads) * sizeof(std::int32_t);
+  const std::size_t counts = keeps_values() ? 4 : 3;
+  return count_of(shape.layers, batch) * (2 * (heads + queries) + counts * count);
+}
+
+std::size_t IndexLayout::bad_bytes() const {
+  const std::size_t kinds = keeps_values() ? 2 : 1;
+  return kinds * count_of(shape.layers, sequences, shape.kv_heads) * sizeof(std::int32_t);
+}
+
+std::uint64_t IndexLayout::host_bytes() const {
+  const SelectionBytes bytes = selection_bytes();
+  return bytes.report + bytes.bad + (reports_positions ? bytes.positions : 0);
+}
+
+std::size_t IndexLayout::page_table_bytes() const {
+  // One for every set of layers, see KvPlan::sets().
+  const std::int64_t sets = dense_layers().empty() ? 1 : 2;
+  return count_of(sets, sequences, pages()) * sizeof(PageSlots);
+}
+
+std::size_t IndexLayout::tile_table_bytes() const {
+  return count_of(sequences, sequence_tiles()) * sizeof(std::int32_t);
+}
+
+std::size_t IndexLayout::token_bytes() const { return count_of(batch) * sizeof(BatchToken); }
+
+std::uint64_t IndexLayout::table_bytes() const {
+  return page_table_bytes() + tile_table_bytes() + token_bytes();
+}
+
+std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens) {
+  const auto whole = [](std::int64_t count) { return (count + kPageTokens - 1) / kPageTokens; };
+  // Of its own blocks a fork's first begins with what it shares, and its last is not full.
+  return std::min(sequences * whole(context), whole(tokens) + 2 * (sequences - 1));
+}
+
+namespace {
+
+void include_own(LayerIndex& index, const Method& method, const IndexNeeds& needs) {
+  const auto is_same = [&](const OwnIndex& own) { return own.method == method; };
+  if (!needs.own() || std::any_of(index.own.begin(), index.own.end(), is_same)) return;
+  // Of so much any number of pages there may be is counted without overflow.
+  constexpr std::size_t kMost = std::size_t{1} << 30;
+  if (needs.page_bytes > kMost || needs.sequence_bytes > kMost) {
+    throw Error(ErrorCode::usage, "the scorer " + in_quotes(method.name) + " asks for " +
+                                      std::to_string(needs.page_bytes) + " bytes a page and " +
+                                      std::to_string(needs.sequence_bytes) +
+                                      " a sequence; it may have 1 GiB of each");
+  }
+  const auto rounded = [](std::size_t bytes) {
+    return (bytes + ScorerMemory::kAlignment - 1) / ScorerMemory::kAlignment *
+           ScorerMemory::kAlignment;
+  };
+  index.own.push_back({method, rounded(needs.page_bytes), rounded(needs.sequence_bytes)});
+}
+
+// A layer is kept in one number of bits, whatever policies there are.
+void keep_in(int& bits, int wanted, const std::string& what) {
+  if (bits != 0 && bits != wanted) {
+    throw Error(ErrorCode::usage, "policy: one session cannot hold " + what + " at both " +
+                                      std::to_string(std::min(bits, wanted)) + " and " +
+                                      std::to_string(std::max(bits, wanted)) + " bits");
+  }
+  bits = wanted;
+}
+
+// What a layer that selects adds, by the policy as that layer has it.
+void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Policy& policy,
+                   const Scorers& scorers) {
+  const IndexNeeds needs = needs_of(policy, layout.shape, scorers);
+  layout.selected = std::max(layout.selected, most_selected(policy, layout.context, scorers));
+  if (policy.candidates.limited()) {
+    layout.candidates = std::max(layout.candidates, candidates_of(policy).of(layout.context));
+  }
+  const bool by_values = policy.compensates(layer, Compensation::values);
+  if (needs.tiles) keep_in(index.bits, policy.bits, "the index");
+  if (by_values) keep_in(index.value_bits, policy.values.bits, "values");
+  index.bounds = index.bounds || needs.bounds;
+  index.sums = index.sums || by_values || policy.compensates(layer, Compensation::mean_value);
+  include_own(index, policy.select, needs);
+}
+
+// What one policy adds to a layout.
+void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) {
+  layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
+  layout.evicts = layout.evicts || policy.prefill.evict;
+  layout.lists_pages = layout.lists_pages || policy.prefill.pages > 0.0;
+  if (policy.prefill.evict) {
+    // Even dense layers then attend to a list: of what is left.
+    layout.slots = std::max(layout.slots, layout.wave);
+    layout.selected = layout.context;
+  }
+  for (int layer = 0; layer < layout.shape.layers; ++layer) {
+    (policy.is_dense(layer) ? layout.attending_all
+                            : layout.selecting)[static_cast<std::size_t>(layer)] = true;
+  }
+  if (scorers.at(policy.select).info().kind == ScorerInfo::Kind::dense) return;
+  layout.slots = std::max(layout.slots, policy.anchors.empty() ? layout.wave : layout.batch);
+  for (int layer = 0; layer < layout.shape.layers; ++layer) {
+    if (!policy.selects(layer)) continue;
+    include_layer(layout, layout.layers[static_cast<std::size_t>(layer)], layer, policy.at(layer),
+                  scorers);
+  }
+}
+
+// Whether some layer attends to value tiles.
+bool reads_values(const Policy& policy, int layers) {
+  for (int layer = 0; layer < layers; ++layer) {
+    if (policy.compensates(layer, Compensation::values)) return true;
+  }
+  return false;
+}
+
+// What one policy evicts is evicted for the others, too: none of them can do what one that evicts
+// cannot (validate()).
+void require_compatible(std::span<const Policy> policies, int layers) {
+  const auto any = [&](const auto& does) {
+    return std::any_of(policies.begin(), policies.end(), does);
+  };
+  if (!any([](const Policy& p) { return p.prefill.evict; })) return;
+  const auto refuse = [&](const auto& does, const std::string& what) {
+    if (!any(does)) return;
+    throw Error(ErrorCode::usage,
+                "policy: one session cannot have both a prefill that evicts and " + what);
+  };
+  refuse([](const Policy& p) { return !p.anchors.empty(); }, "anchors");
+  refuse([](const Policy& p) { return p.correct > 0; }, "corrections (`correct`)");
+  refuse([&](const Policy& p) { return reads_values(p, layers); }, "compensate=values");
+}
+
+void require_runs(const Scorer& scorer, Processor processor) {
+  if (scorer.runs_on(processor)) return;
+  throw Error(ErrorCode::unsupported, "select=" + scorer.info().name + " does not run on " +
+                                          std::string(to_string(processor)));
+}
+
+// What the backend's select() and attend_tiles() do not take.
+void require_within(const LogitFormat& most, const KvRequest& request, const Policy& policy) {
+  const ScorerInfo& scorer = request.scorers->at(policy.select).info();
+  if (scorer.kind == ScorerInfo::Kind::dense && policy.prefill.tau == 0.0) return;
+  const auto require = [&](std::int64_t is, std::int64_t limit, const std::string& what) {
+    if (is <= limit) return;
+    throw Error(ErrorCode::unsupported, "on this device the policy '" + to_string(policy) +
+                                            "' takes up to " + std::to_string(limit) + what +
+                                            ", not " + std::to_string(is));
+  };
+  require(request.shape.group(), most.most_group, " query heads per KV head");
+  const bool reads_tiles = reads_values(policy, request.shape.layers);
+  if (scorer.estimates()) {
+    require(request.context, reads_tiles ? most.most_tile_tokens : most.most_tokens,
+            " tokens of context");
+  }
+}
+
+bool digests_some_layer(const KvRequest& request, const Policy& policy) {
+  if (request.context >= request.logits.digested_from) return true;
+  for (int layer = 0; layer < request.shape.layers; ++layer) {
+    if (weighs_pages(request.logits, policy, layer, request.context)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, std::int64_t tokens) {
+  return format.weighs(tokens) && policy.compensates(layer, Compensation::values) &&
+         !policy.candidates.limited();
+}
+
+IndexLayout plan_index(const KvRequest& request) {
+  for (const Policy& policy : request.policies) {
+    validate(policy, request.shape, *request.scorers);
+    require_runs(request.scorers->at(policy.select), request.processor);
+    require_within(request.logits, request, policy);
+  }
+  require_compatible(request.policies, request.shape.layers);
+  IndexLayout layout;
+  layout.shape = request.shape;
+  layout.context = request.context;
+  layout.sequences = request.sequences;
+  layout.batch = std::min(std::max(request.decode_batch, request.sequences), kMostBatch);
+  layout.logits = request.logits;
+  layout.digested =
+      std::any_of(request.policies.begin(), request.policies.end(), [&](const Policy& policy) {
+        return request.scorers->at(policy.select).digests() && digests_some_layer(request, policy);
+      });
+  const std::int64_t tokens =
+      request.tokens > 0 ? request.tokens : request.sequences * request.context;
+  layout.tiles = std::min(request.sequences * layout.sequence_tiles(),
+                          (tokens / kPageTokens + 1) / kTilePages + 2 * request.sequences);
+  layout.layers.resize(static_cast<std::size_t>(request.shape.layers));
+  layout.selecting.resize(static_cast<std::size_t>(request.shape.layers));
+  layout.attending_all.resize(static_cast<std::size_t>(request.shape.layers));
+  const std::int64_t token_bytes = layout.logit_stride() * request.shape.query_heads *
+                                   static_cast<std::int64_t>(size_of(request.logits.dtype));
+  layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);
+  for (const Policy& policy : request.policies) include(layout, policy, *request.scorers);
+  if (layout.selects() && request.reports_positions) {
+    layout.reports_positions = true;
+    layout.slots = layout.shape.layers * layout.batch;
+  }
+  layout.arena_rows = layout.selects() ? std::min(kArenaRows, layout.selected) : 0;
+  return layout;
+}
+
+}  // namespace sluice

@@ -1,0 +1,386 @@
+#include "offload/plan/planner.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+#include "lib/backend/kv_ops.h"
+#include "lib/backend/row_cache.h"
+#include "lib/batch.h"
+#include "lib/bytes.h"
+#include "offload/plan/index_layout.h"
+#include "offload/plan/prefill_bytes.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+constexpr std::int64_t kMaxContext = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMaxChunk = 1 << 16;
+// Streaming buffers of at least 64 rows keep a transfer above 8 KiB per head; past 4 MiB
+// a larger one gains nothing (8192 rows of 512 bytes; 512 KiB cost a fifth of PCIe's bandwidth).
+constexpr std::int64_t kMinStreamTokens = 64;
+constexpr std::int64_t kMaxStreamTokens = 8192;
+// And rows that stay are worth more than the last of that: of what a cap leaves.
+constexpr std::uint64_t kStreamShare = 4;
+constexpr std::int64_t kMinChunk = 16;
+// With smaller chunks than this, prefill streams so often that tails are the wrong use of memory.
+constexpr std::int64_t kMinChunkBesideTails = 64;
+constexpr std::uint64_t kHostPage = 4096;
+// Important rows that a sparse prefill brings together at a time: with fewer they are brought again
+// for every piece of a prompt. In host memory that costs little.
+constexpr std::int64_t kMinCompactRows = 1024;
+constexpr std::int64_t kHostCompactRows = 8192;
+constexpr std::int64_t kMaxSequences = 4096;
+// A row cache of more than so many times what a step selects finds few more rows
+// (bench/results/row_cache_*.json).
+constexpr std::int64_t kCacheSteps = 8;
+constexpr std::int64_t kUsualShare = 8;
+constexpr std::int64_t kMostCacheRows = std::int64_t{1} << 30;
+
+void validate(const KvRequest& request) {
+  const KvShape& shape = request.shape;
+  const auto require = [](bool holds, const std::string& message) {
+    if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
+  };
+  if (!is_known(shape.dtype)) {
+    throw Error(ErrorCode::unsupported, "KV cache: dtype must be f32, f16 or bf16");
+  }
+  require(shape.layers >= 1 && shape.layers <= 4096, "layers must be 1 to 4096");
+  require(shape.kv_heads >= 1 && shape.kv_heads <= 4096, "kv_heads must be 1 to 4096");
+  require(shape.query_heads >= shape.kv_heads && shape.query_heads % shape.kv_heads == 0,
+          "query_heads must be a multiple of kv_heads");
+  require(shape.head_dim >= 2 && shape.head_dim <= 256 && shape.head_dim % 2 == 0,
+          "head_dim must be even and 2 to 256");
+  require_context(request.context);
+  require(request.chunk >= 1 && request.chunk <= kMaxChunk, "chunk must be 1 to 65536 tokens");
+  require(request.sequences >= 1 && request.sequences <= kMaxSequences,
+          "sequences must be 1 to 4096");
+  require(request.decode_batch >= 1 && request.decode_batch <= kMostBatch,
+          "a decode step takes 1 to 64 tokens");
+  const std::int64_t most = request.sequences * request.context;
+  // So that sums of several such sizes are numbers, too.
+  require(static_cast<double>(shape.token_bytes()) * static_cast<double>(most) < 0x1p56,
+          "the rows of " + std::to_string(most) + " tokens have more bytes than any machine");
+  require(request.tokens >= 0 && request.tokens <= most,
+          "`tokens` must be 0 (all that the sequences may have) to " + std::to_string(most) +
+              ", not " + std::to_string(request.tokens));
+}
+
+std::uint64_t regions_of(const KvShape& shape) {
+  return static_cast<std::uint64_t>(shape.layers) * static_cast<std::uint64_t>(shape.kv_heads);
+}
+
+// On the device.
+std::uint64_t total_of(const KvPlan& plan) {
+  return plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).sum();
+}
+
+// What beside it leaves of the cap.
+std::uint64_t room_of(const KvRequest& request) {
+  const std::uint64_t cap = request.device_cap.value_or(UINT64_MAX);
+  return cap - std::min(cap, request.beside);
+}
+
+// A layout that streams, with the smallest streaming buffers and nothing resident.
+KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
+  plan.tails = tails;
+  plan.chunk = chunk;
+  // The step's rows are attended in one piece with the unfinished page before them.
+  plan.window_tokens = chunk + (tails ? kPageTokens - 1 : 0);
+  // Lists are of whole pages.
+  plan.stream_tokens = plan.listed_blocks > 0 ? kPageTokens : kMinStreamTokens;
+  return plan;
+}
+
+// Blocks of queries that list pages must not depend on the chunk.
+std::int64_t least_chunk(const KvPlan& plan, bool tails) {
+  const std::int64_t least = tails ? kMinChunkBesideTails : kMinChunk;
+  return std::min(plan.chunk, plan.listed_blocks > 0 ? PageLists::kBlock : least);
+}
+
+// Selecting attention needs the unfinished page on the device.
+bool needs_tails(const KvPlan& plan) { return plan.work_bytes > 0; }
+
+std::optional<KvPlan> fit_streaming(const KvPlan& base, std::uint64_t cap) {
+  for (const bool tails : {true, false}) {
+    if (!tails && needs_tails(base)) break;
+    const std::int64_t least = least_chunk(base, tails);
+    for (std::int64_t chunk = base.chunk; chunk >= least; chunk = std::max(chunk / 2, least)) {
+      KvPlan plan = smallest(base, tails, chunk);
+      if (total_of(plan) <= cap) return plan;
+      if (chunk == least) break;
+    }
+  }
+  return std::nullopt;
+}
+
+// All rows of a prompt together in up to `room` bytes, or as many of them.
+KvPlan compact_in(KvPlan plan, std::uint64_t room) {
+  const std::uint64_t of_row =
+      static_cast<std::uint64_t>(plan.shape.kv_heads) * plan.shape.row_bytes();
+  const auto more = static_cast<std::int64_t>(
+      std::min(room / of_row, static_cast<std::uint64_t>(plan.context - plan.compact_rows)));
+  if (plan.compact_rows > 0) plan.compact_rows += more;
+  return plan;
+}
+
+// What a row cache of a plan may have.
+struct CacheWish {
+  std::int64_t rows = 0;  // per KV head; 0: steps do not gain by it
+  // Of what a cap leaves; the rest is for layers that under other policies attend to everything.
+  double share = 1.0;
+};
+
+CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLayout& layout) {
+  const std::uint64_t fetched =
+      static_cast<std::uint64_t>(layout.batch * layout.selected * plan.shape.kv_heads) *
+      plan.shape.row_bytes();
+  // Whoever asks for a cache gets one.
+  const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
+  const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
+  const bool fits = RowCacheView::fits(plan.shape.layers, plan.home_rows());
+  if (layers == 0 || fetched == 0 || !pays || !fits) return {};
+  // A share of the weight without a cap is mostly that of fewer tokens.
+  const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
+  const std::int64_t of_step = usual * layers * plan.sequences;
+  const std::int64_t all = plan.home_rows() * layers;
+  CacheWish wish;
+  wish.rows = std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
+  std::int64_t dense = 0;
+  for (std::size_t layer = 0; layer < layout.selecting.size(); ++layer) {
+    if (layout.selecting[layer] && layout.attending_all[layer]) ++dense;
+  }
+  const auto of_dense = static_cast<double>(dense * plan.context);
+  const auto of_others = static_cast<double>(usual * layers);
+  wish.share = of_others / (of_others + of_dense);
+  return wish;
+}
+
+// A row cache of up to `wanted` rows per KV head, in up to `room` bytes; or none.
+KvPlan cached_in(KvPlan plan, std::int64_t wanted, std::uint64_t room) {
+  KvPlan least = plan;
+  least.cache_rows = RowCacheView::kWays;
+  const std::uint64_t fixed = RowCacheBytes(least).sum();
+  if (wanted < RowCacheView::kWays || fixed > room) return plan;
+  least.cache_rows = 2 * RowCacheView::kWays;
+  const std::uint64_t of_set = RowCacheBytes(least).sum() - fixed;
+  const auto sets = static_cast<std::int64_t>(std::min(
+      (room - fixed) / of_set, static_cast<std::uint64_t>(wanted / RowCacheView::kWays - 1)));
+  plan.cache_rows = (1 + sets) * RowCacheView::kWays;
+  return plan;
+}
+
+std::uint64_t page_bytes(const KvShape& shape) {
+  return static_cast<std::uint64_t>(kPageTokens * shape.kv_heads) * shape.row_bytes();
+}
+
+// Pages of layers that attend to every row, in up to `room` bytes.
+KvPlan dense_in(KvPlan plan, std::uint64_t room) {
+  if (plan.dense_layers.empty()) return plan;
+  KvPlan whole = plan;
+  whole.dense_resident_tokens = whole.home_rows();
+  const std::uint64_t before = DeviceRowBytes(plan).resident;
+  if (DeviceRowBytes(whole).resident - before <= room) return whole;
+  const auto pages = static_cast<std::int64_t>(
+      room / (page_bytes(plan.shape) * static_cast<std::uint64_t>(plan.dense_layers.size())));
+  plan.dense_resident_tokens = std::min(pages, plan.blocks - 1) * kPageTokens;
+  return plan;
+}
+
+// Spends what is left of the cap: larger streaming buffers first, then half of it on the important
+// rows of a sparse prefill, which then cross once and not with every piece. Then comes what saves
+// most per byte: a row of a layer that attends to all of them is one less to fetch in every step,
+// one that the row cache holds in some of them. Whoever asks for a cache gets that first.
+KvPlan widen(KvPlan plan, std::uint64_t cap, const CacheWish& wish,
+             std::optional<std::uint64_t> cache_memory) {
+  for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
+    KvPlan wider = plan;
+    wider.stream_tokens = tokens;
+    if (total_of(wider) - total_of(plan) > (cap - total_of(plan)) / kStreamShare) continue;
+    plan = wider;
+    break;
+  }
+  plan = compact_in(plan, (cap - total_of(plan)) / 2);
+  if (!cache_memory) plan = dense_in(plan, cap - total_of(plan));
+  const auto for_cache =
+      static_cast<std::uint64_t>(wish.share * static_cast<double>(cap - total_of(plan)));
+  plan = cached_in(plan, wish.rows, std::min(for_cache, cache_memory.value_or(cap)));
+  if (cache_memory) plan = dense_in(plan, cap - total_of(plan));
+  const auto layers = static_cast<std::uint64_t>(plan.shape.layers) - plan.dense_layers.size();
+  const auto pages =
+      static_cast<std::int64_t>((cap - total_of(plan)) / (page_bytes(plan.shape) * layers));
+  plan.resident_tokens = std::min(pages, plan.blocks - 1) * kPageTokens;
+  return plan;
+}
+
+}  // namespace
+
+std::uint64_t KvPlan::dense_bytes() const {
+  return shape.token_bytes() * static_cast<std::uint64_t>(tokens);
+}
+
+// A sequence by itself fills its blocks in order, and needs no more of the last than it has tokens
+// for.
+std::int64_t KvPlan::home_rows() const {
+  return sequences == 1 ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
+}
+
+int KvPlan::set_of(int layer) const {
+  return std::binary_search(dense_layers.begin(), dense_layers.end(), layer) ? 1 : 0;
+}
+
+std::int64_t KvPlan::device_rows(int set) const {
+  if (in_place) return 0;
+  const std::int64_t pinned = tails ? sequences * kPageTokens : 0;
+  const std::int64_t resident = set == 0 ? resident_tokens : dense_resident_tokens;
+  return std::min(home_rows(), resident + pinned);
+}
+
+DeviceRowBytes::DeviceRowBytes(const KvPlan& plan) {
+  const std::uint64_t row = plan.shape.row_bytes();
+  const std::uint64_t of_heads = static_cast<std::uint64_t>(plan.shape.kv_heads) * row;
+  const auto dense = static_cast<std::int64_t>(plan.dense_layers.size());
+  const std::int64_t rows =
+      (plan.shape.layers - dense) * plan.device_rows() + dense * plan.device_rows(1);
+  resident = of_heads * static_cast<std::uint64_t>(rows);
+  window = of_heads * static_cast<std::uint64_t>(plan.window_tokens);
+  stream = of_heads * static_cast<std::uint64_t>(2 * plan.stream_tokens);
+  compact = of_heads * static_cast<std::uint64_t>(plan.compact_rows);
+  cache = RowCacheBytes(plan).sum();
+}
+
+RowCacheBytes::RowCacheBytes(const KvPlan& plan) {
+  if (plan.cache_rows == 0) return;
+  const auto heads = static_cast<std::size_t>(plan.shape.kv_heads);
+  const std::size_t ways = heads * static_cast<std::size_t>(plan.cache_rows);
+  rows = ways * plan.shape.row_bytes();
+  tags = ways * sizeof(RowCacheView::Tag);
+  heat = ways * sizeof(std::int32_t);
+  clock = sizeof(std::int32_t);
+  places = heads * static_cast<std::size_t>(plan.placed_rows) * sizeof(PlacedRow);
+}
+
+HostAttentionBytes::HostAttentionBytes(const KvPlan& plan) {
+  const auto batch = static_cast<std::size_t>(plan.decode_batch);
+  const auto heads = static_cast<std::size_t>(plan.shape.query_heads);
+  const std::int64_t pages = (plan.context + kPageTokens - 1) / kPageTokens;
+  gaps = static_cast<std::size_t>(plan.sets()) * batch * sizeof(PositionGap);
+  tokens = batch * sizeof(BatchToken);
+  table = static_cast<std::size_t>(plan.sequences * pages) * sizeof(PageSlots);
+  queries = batch * heads * static_cast<std::size_t>(plan.shape.head_dim) * sizeof(float);
+  lse = batch * heads * sizeof(float);
+  times = static_cast<std::size_t>(plan.shape.layers) * 2 * sizeof(std::uint64_t);
+}
+
+std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
+  return round_up(static_cast<std::uint64_t>(rows) * shape.row_bytes(), kHostPage);
+}
+
+namespace {
+
+// What does not depend on the caps.
+KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
+  KvPlan plan;
+  plan.shape = request.shape;
+  plan.context = request.context;
+  plan.sequences = request.sequences;
+  plan.tokens = request.tokens > 0 ? request.tokens : request.sequences * request.context;
+  plan.blocks = blocks_for(request.context, request.sequences, plan.tokens);
+  plan.chunk = std::min(request.chunk, request.context);
+  plan.decode_batch = layout.batch;
+  plan.reports_positions = request.reports_positions;
+  plan.placed_rows = layout.wave * layout.selected;
+  plan.dense_layers = layout.dense_layers();
+  plan.index_bytes = layout.index_bytes();
+  plan.work_bytes = layout.selection_bytes().sum();
+  plan.table_bytes = layout.table_bytes();
+  plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.home_rows()) +
+                    layout.host_bytes();
+  if (layout.lists_pages) {
+    plan.listed_blocks = PageLists::blocks_of(plan.chunk);
+    const ListedPageBytes bytes(plan);
+    plan.index_bytes += bytes.means;
+    plan.work_bytes += bytes.work();
+    plan.host_bytes += bytes.listed;
+  }
+  if (layout.zipvl) {
+    const ImportantTokenBytes bytes(layout);
+    plan.work_bytes += bytes.work();
+    plan.host_bytes += bytes.host();
+    plan.compact_rows = std::min(kMinCompactRows, request.context);
+  }
+  return plan;
+}
+
+// With the host beside the device, if some layer attends to all rows.
+KvPlan shared_with_host(KvPlan plan, const KvRequest& request, const IndexLayout& layout) {
+  const std::vector<bool>& all = layout.attending_all;
+  const bool attends_all = std::find(all.begin(), all.end(), true) != all.end();
+  if (!request.host_attention || !(attends_all || request.policies.empty())) return plan;
+  const HostAttentionBytes bytes(plan);
+  plan.host_attention = true;
+  plan.table_bytes += bytes.gaps;
+  plan.host_bytes += bytes.host();
+  return plan;
+}
+
+KvPlan all_resident(KvPlan plan) {
+  plan.resident_tokens = plan.dense_resident_tokens = plan.home_rows();
+  return plan;
+}
+
+// Neither with every row nor as a plan that streams.
+[[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& whole,
+                                  const KvPlan& plan) {
+  const bool selects = needs_tails(plan);
+  const std::uint64_t streamed = total_of(smallest(plan, selects, least_chunk(plan, selects)));
+  const std::uint64_t least = std::min(streamed, total_of(whole)) + request.beside;
+  const std::string beside =
+      request.beside > 0
+          ? ", of which what is there beside this KV cache takes " + format_bytes(request.beside)
+          : "";
+  const std::string index = selects ? ", of which the policy's key index and work space take " +
+                                          format_bytes(plan.index_bytes + plan.work_bytes) +
+                                          "; a dense `policy` needs none"
+                                    : "";
+  throw Error(ErrorCode::memory, "`device_memory` " + format_bytes(*request.device_cap) +
+                                     " is too small for this model; give at least " +
+                                     std::to_string(least) + "B (" + format_bytes(least) + ")" +
+                                     beside + index);
+}
+
+}  // namespace
+
+void require_context(std::int64_t tokens) {
+  if (tokens >= 1 && tokens <= kMaxContext) return;
+  throw Error(ErrorCode::usage, "`context` must be 1 to " + std::to_string(kMaxContext) +
+                                    " tokens, not " + std::to_string(tokens));
+}
+
+KvPlan plan_kv(const KvRequest& request) {
+  validate(request);
+  const IndexLayout layout = plan_index(request);
+  KvPlan plan = uncapped(request, layout);
+  if (!request.device_cap && request.attends_host_rows) {
+    plan.in_place = true;
+    if (layout.zipvl) plan.compact_rows = std::min(kHostCompactRows, request.context);
+    plan.host_bytes +=
+        plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).compact;
+    return plan;
+  }
+  const std::uint64_t cap = room_of(request);
+  const KvPlan whole = all_resident(plan);
+  if (total_of(whole) <= cap) {
+    plan = compact_in(whole, cap - total_of(whole));
+  } else {
+    plan = shared_with_host(plan, request, layout);
+    const std::optional<KvPlan> streaming = fit_streaming(plan, cap);
+    if (!streaming) throw_too_small(request, whole, plan);
+    plan = widen(*streaming, cap, cache_wish(plan, request, layout), request.cache_memory);
+  }
+  plan.device_bytes = total_of(plan);
+  return plan;
+}
+
+}  // namespace sluice

@@ -1,0 +1,168 @@
+#include "offload/step/decode_step.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "lib/check.h"
+
+namespace sluice {
+namespace {
+
+// Steps are recorded for capacities that are powers of two, from here on.
+constexpr std::int64_t kLeastCapacity = 1024;
+
+}  // namespace
+
+void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy) {
+  check(!tokens.empty() && static_cast<std::int64_t>(tokens.size()) <= pool_->plan().decode_batch,
+        "more tokens in a step than were planned for");
+  tokens_.assign(tokens.begin(), tokens.end());
+  policy_ = &policy;
+  by_layer_.clear();
+  for (int layer = 0; !policy.layers.empty() && layer < pool_->plan().shape.layers; ++layer) {
+    by_layer_.push_back(policy.at(layer));
+  }
+  std::int64_t longest = kLeastCapacity;
+  for (const BatchToken& token : tokens) longest = std::max(longest, token.count());
+  capacity_ =
+      std::min(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(longest))),
+               pool_->plan().context);
+  const CopyOp op = {reinterpret_cast<std::byte*>(pool_->tokens()),
+                     reinterpret_cast<const std::byte*>(tokens_.data()),
+                     tokens_.size() * sizeof(BatchToken)};
+  pool_->queue().copy({&op, 1});
+  beside_ = find_beside();
+  if (pool_->cache() != nullptr) pool_->cache()->advance();
+}
+
+// Several tokens of one sequence go through a TokenRun where layers attend to everything.
+HostAttention* DecodeStep::find_beside() const {
+  HostAttention* const host = pool_->host_attention();
+  const bool is_run = tokens_.size() > 1 && tokens_[0].sequence == tokens_[1].sequence;
+  if (host == nullptr || is_run) return nullptr;
+  std::vector<int> layers;
+  for (int layer = 0; layer < pool_->plan().shape.layers; ++layer) {
+    if (is_dense(layer)) layers.push_back(layer);
+  }
+  return host->begin(tokens_, std::move(layers), pool_->tables()) ? host : nullptr;
+}
+
+KvPool::StepKind DecodeStep::kind() const {
+  const std::vector<Policy>& policies = pool_->policies();
+  const auto number = std::find(policies.begin(), policies.end(), *policy_) - policies.begin();
+  return {static_cast<std::size_t>(number), static_cast<std::int64_t>(tokens_.size()), capacity_,
+          evicts(), beside_ != nullptr};
+}
+
+TokenBatch DecodeStep::batch() const {
+  return {pool_->tokens(), static_cast<std::int64_t>(tokens_.size()), capacity_};
+}
+
+bool DecodeStep::evicts() const {
+  return pool_->important() != nullptr && pool_->important()->has_evicted();
+}
+
+const Policy& DecodeStep::policy(int layer) const {
+  return by_layer_.empty() ? *policy_ : by_layer_[static_cast<std::size_t>(layer)];
+}
+
+bool DecodeStep::is_dense(int layer) const { return policy_->is_dense(layer) && !evicts(); }
+
+void DecodeStep::append(int layer, const NewRows& rows) {
+  AppendBatchParams params;
+  params.k = rows.k;
+  params.v = rows.v;
+  params.stride = rows.stride;
+  params.shape = pool_->plan().shape;
+  params.batch = batch();
+  params.rows = pool_->rows(layer);
+  SparseAttention* const sparse = pool_->sparse();
+  if (sparse != nullptr && sparse->index().value_sums(layer) != nullptr) {
+    params.sums = sparse->index().value_sums(layer);
+    params.token_sums = sparse->token_sums();
+  }
+  pool_->queue().append_batch(params);
+  if (sparse != nullptr) sparse->index().build(layer, params.batch, params.rows);
+  if (pool_->listed() == nullptr) return;
+  pool_->listed()->build(
+      layer, {.count = params.batch.count, .batch = params.batch, .paged = params.rows});
+}
+
+void DecodeStep::attend(int layer, const Queries& queries) {
+  if (!is_dense(layer)) {
+    const bool evicts = this->evicts();
+    const Mask mask = evicts ? pool_->important()->mask(layer) : Mask();
+    return pool_->sparse()->attend(policy(layer), layer, batch(), queries, pool_->rows(layer),
+                                   mask);
+  }
+  AttendBatchParams params;
+  params.q = queries.q;
+  params.q_stride = queries.stride;
+  params.shape = pool_->plan().shape;
+  params.batch = batch();
+  params.rows = pool_->rows(layer);
+  params.scale = attend_params(params.shape, {}, {}).scale;
+  params.out = queries.out;
+  params.lse = queries.lse;
+  params.arena = pool_->arena();
+  params.arena_rows = 2 * pool_->plan().stream_tokens;
+  if (beside_ != nullptr) {
+    beside_->attend(layer, params);
+  } else {
+    pool_->queue().attend_batch(params);
+  }
+  select(layer, queries);
+}
+
+void DecodeStep::select(int layer, const Queries& queries) {
+  if (!policy_->selects(layer)) return;
+  pool_->sparse()->select(policy(layer), layer, batch(), queries, pool_->rows(layer));
+}
+
+void DecodeStep::issue_report() {
+  if (pool_->sparse() != nullptr) pool_->sparse()->issue_report();
+}
+
+// Rows of a dense layer are where the tables say, and those in a gap are attended at home.
+void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) const {
+  const KvShape& shape = pool_->plan().shape;
+  const Tier tier = pool_->tier();
+  const BatchToken& token = tokens_[number];
+  const int set = pool_->set_of(layer);
+  const auto resident_below = [&](std::int64_t tokens) {
+    return pool_->plan().in_place ? tokens
+                                  : pool_->tables().resident_rows(token.sequence, tokens, set);
+  };
+  const PositionGap gap = beside_ != nullptr ? beside_->gap(set, number) : PositionGap();
+  const std::int64_t resident =
+      resident_below(token.count()) - (resident_below(gap.end) - resident_below(gap.first));
+  const int parts = ReadPattern::parts(shape.group(), pool_->backend().info().reads.attend_queries);
+  ledger.record(layer, tier, tier, Cause::hit, traffic_of(shape, parts * resident));
+  ledger.record(layer, Tier::host, tier, Cause::miss,
+                traffic_of(shape, parts * (token.count() - gap.count() - resident)));
+  if (gap.count() == 0) return;
+  ledger.record(layer, Tier::host, Tier::host, Cause::hit,
+                traffic_of(shape, beside_->reads(shape.group()) * gap.count()));
+}
+
+StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const {
+  StepSelection result;
+  if (beside_ != nullptr) beside_->finish();
+  SparseAttention* const sparse = pool_->sparse();
+  for (int layer = 0; layer < pool_->plan().shape.layers; ++layer) {
+    if (is_dense(layer)) {
+      for (std::size_t i = 0; i < tokens_.size(); ++i) {
+        if (counts_dense && tokens_[i].sequence == sequence) record_dense(layer, i, ledger);
+      }
+      if (!policy_->selects(layer)) continue;
+    }
+    LayerSelection& entry = result.emplace_back();
+    entry.layer = layer;
+    sparse->finish({&policy(layer), evicts(), tokens_, &pool_->tables(), pool_->set_of(layer)},
+                   layer, sequence, ledger, entry);
+  }
+  if (sparse != nullptr) sparse->check_pages(sequence);
+  return result;
+}
+
+}  // namespace sluice

@@ -1,0 +1,74 @@
+#include "offload/step/kv_batch.h"
+
+#include <algorithm>
+#include <set>
+#include <string>
+
+namespace sluice {
+namespace {
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw Error(ErrorCode::usage, "a batch: " + message);
+}
+
+KvPool& pool_of(std::span<KvSession* const> sessions) {
+  require(!sessions.empty(), "there must be a session");
+  return *sessions.front()->pool();
+}
+
+}  // namespace
+
+KvBatch::KvBatch(std::span<KvSession* const> sessions)
+    : sessions_(sessions.begin(), sessions.end()), pool_(&pool_of(sessions)), step_(*pool_) {
+  require_fit(sessions);
+  std::vector<BatchToken> tokens;
+  try {
+    for (KvSession* session : sessions_) {
+      session->begin_rows(Phase::decode, 1);
+      session->is_run_ = false;
+      tokens.push_back({session->sequence_, static_cast<std::int32_t>(session->length_)});
+    }
+  } catch (...) {
+    // The one that failed looks after itself; those before it have written nothing yet.
+    for (std::size_t i = 0; i < tokens.size(); ++i) sessions_[i]->cancel_rows();
+    throw;
+  }
+  step_.begin(tokens, sessions_.front()->policy_);
+}
+
+void KvBatch::require_fit(std::span<KvSession* const> sessions) {
+  const KvPool& pool = pool_of(sessions);
+  const auto most = static_cast<std::size_t>(pool.plan().decode_batch);
+  require(sessions.size() <= most, "of " + std::to_string(sessions.size()) + " sessions; up to " +
+                                       std::to_string(most) + " were planned for");
+  const std::set<KvSession*> different(sessions.begin(), sessions.end());
+  require(different.size() == sessions.size(), "a session stands in it twice");
+  std::vector<BatchToken> tokens;
+  for (const KvSession* session : sessions) {
+    require(session->pool_.get() == &pool, "its sessions must be of one pool");
+    require(session->policy_ == sessions.front()->policy_, "its sessions must have one policy");
+    session->require_outside_step();
+    session->require_room(1);
+    tokens.push_back({session->sequence_, static_cast<std::int32_t>(session->length_)});
+  }
+  pool.tables().require_blocks(tokens);
+}
+
+std::unique_ptr<Recording>& KvBatch::recording() { return pool_->recordings()[step_.kind()]; }
+
+std::vector<std::optional<Error>> KvBatch::end() {
+  pool_->queue().synchronize();
+  std::vector<std::optional<Error>> outcomes;
+  for (KvSession* session : sessions_) {
+    try {
+      session->selection_ = step_.finish(session->sequence_, true, session->ledger_);
+      session->end_rows();
+      outcomes.emplace_back();
+    } catch (const Error& error) {
+      outcomes.emplace_back(error);
+    }
+  }
+  return outcomes;
+}
+
+}  // namespace sluice

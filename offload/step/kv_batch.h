@@ -1,0 +1,46 @@
+// One decode step of several sessions of a pool: a token of each.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "offload/step/decode_step.h"
+#include "offload/step/kv_session.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+
+class KvBatch {
+ public:
+  // Throws Error{usage} for sessions of different pools or policies, for one that is there twice,
+  // and for more than plan().decode_batch of them; Error{internal} for one that failed earlier, and
+  // Error{prompt} or Error{memory} if there is no room; nothing has changed then.
+  explicit KvBatch(std::span<KvSession* const> sessions);
+  // Throws that, and does nothing else.
+  static void require_fit(std::span<KvSession* const> sessions);
+
+  // Whether steps of the same kind were issued before, so that what was recorded of them can be
+  // replayed.
+  std::unique_ptr<Recording>& recording();
+
+  // What a step issues, in this order; see DecodeStep.
+  void append(int layer, const NewRows& rows) { step_.append(layer, rows); }
+  void attend(int layer, const Queries& queries) { step_.attend(layer, queries); }
+  void issue_report() { step_.issue_report(); }
+
+  // Ends the step of every session, once all was issued; waits for the backend. For every session
+  // the error that it ended with, if any: it cannot go on then, the others can.
+  std::vector<std::optional<Error>> end();
+
+  TokenBatch tokens() const { return step_.batch(); }
+  Queue& queue() const { return pool_->queue(); }
+  std::int64_t count() const { return static_cast<std::int64_t>(sessions_.size()); }
+
+ private:
+  std::vector<KvSession*> sessions_;
+  KvPool* pool_;
+  DecodeStep step_;
+};
+
+}  // namespace sluice

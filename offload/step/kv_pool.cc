@@ -1,0 +1,325 @@
+#include "offload/step/kv_pool.h"
+
+#include <algorithm>
+
+#include "lib/check.h"
+#include "offload/plan/planner.h"
+
+namespace sluice {
+namespace {
+
+IndexLayout layout_of(const Backend& backend, const KvPlan& plan, std::span<const Policy> policies,
+                      const Scorers& scorers) {
+  KvRequest request;
+  request.shape = plan.shape;
+  request.context = plan.context;
+  request.sequences = plan.sequences;
+  request.tokens = plan.tokens;
+  request.decode_batch = plan.decode_batch;
+  request.reports_positions = plan.reports_positions;
+  request.policies = policies;
+  request.scorers = &scorers;
+  request.processor = backend.info().processor;
+  request.logits = backend.info().logits;
+  return plan_index(request);
+}
+
+BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
+  BlockLimits limits;
+  limits.sequences = plan.sequences;
+  limits.sequence_pages = layout.pages();
+  limits.blocks = plan.blocks;
+  limits.tiles = layout.selects() ? layout.tiles : 0;
+  limits.resident_blocks.assign(static_cast<std::size_t>(plan.sets()), 0);
+  if (plan.in_place) return limits;
+  const auto blocks_of = [&](std::int64_t tokens) {
+    return tokens >= plan.home_rows() ? plan.blocks : tokens / kPageTokens;
+  };
+  limits.resident_blocks = {blocks_of(plan.resident_tokens)};
+  if (plan.sets() > 1) limits.resident_blocks.push_back(blocks_of(plan.dense_resident_tokens));
+  limits.pins_newest = plan.tails;
+  return limits;
+}
+
+}  // namespace
+
+KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies,
+               const Scorers& scorers, const HostAttender& attender)
+    : queue_(std::move(queue)),
+      transfer_(queue_->make_sibling({.computes = false})),
+      plan_(plan),
+      policies_(policies.begin(), policies.end()),
+      tables_(limits_of(plan, layout_of(queue_->backend(), plan, policies, scorers))),
+      home_(queue_->backend(), plan.shape, plan.home_rows()),
+      layout_(layout_of(queue_->backend(), plan, policies, scorers)) {
+  Backend& backend = queue_->backend();
+  check(plan.in_place || plan.resident_tokens >= plan.home_rows() || plan.stream_tokens > 0,
+        "a plan that neither holds nor streams its rows");
+  if (policies_.empty()) policies_.emplace_back();
+  std::int64_t before = 0;
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    sets_.push_back(plan_.set_of(layer));
+    on_device_.push_back(before);
+    before += plan_.shape.kv_heads * plan_.device_rows(sets_.back());
+  }
+  const DeviceRowBytes rows(plan);
+  device_ = backend.allocate(Tier::device, rows.resident);
+  window_ = backend.allocate(Tier::device, rows.window);
+  stream_ = backend.allocate(Tier::device, rows.stream);
+  pages_ = backend.allocate(tier(), layout_.page_table_bytes());
+  tiles_ = backend.allocate(tier(), layout_.tile_table_bytes());
+  tokens_ = backend.allocate(tier(), layout_.token_bytes());
+  if (plan.cache_rows > 0) cache_ = std::make_unique<RowCache>(*queue_, plan);
+  if (layout_.selects()) {
+    sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier(), cache_.get());
+    sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
+  }
+  if (layout_.zipvl) {
+    important_ = std::make_unique<ImportantTokens>(*queue_, layout_, rows.compact, tier());
+  }
+  if (plan.listed_blocks > 0) listed_ = std::make_unique<ListedPages>(*queue_, plan, tier());
+  if (plan.host_attention) {
+    check(attender.backend != nullptr, "a plan with attention on the host, and nobody who attends");
+    host_attention_ = std::make_unique<HostAttention>(
+        *queue_, *transfer_, plan, attender, reinterpret_cast<const PageSlots*>(pages_.data()),
+        tokens());
+  }
+}
+
+KvPool::~KvPool() {
+  if (!sends_home_) return;
+  try {
+    transfer_->synchronize();
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): a step that failed has told of it
+  }
+}
+
+void KvPool::send_home(std::span<const CopyOp> ops) {
+  transfer_->wait_for(*queue_);
+  transfer_->copy(ops);
+  sends_home_ = true;
+}
+
+void KvPool::settle() {
+  if (!sends_home_) return;
+  queue_->wait_for(*transfer_);
+  sends_home_ = false;
+}
+
+std::int32_t KvPool::open() {
+  const std::int32_t sequence = tables_.open();
+  if (sparse_ != nullptr) sparse_->index().clear_values(sequence);
+  if (sparse_ != nullptr) sparse_->index().clear_bad(sequence);
+  if (important_ != nullptr) important_->rewind(sequence, 0);
+  return sequence;
+}
+
+std::int32_t KvPool::fork(std::int32_t sequence) {
+  const std::int32_t child = tables_.fork(sequence);
+  if (sparse_ != nullptr) sparse_->index().copy_values(sequence, child);
+  if (sparse_ != nullptr) sparse_->index().clear_bad(child);
+  if (important_ != nullptr) important_->copy(sequence, child);
+  if (listed_ != nullptr) listed_->copy(sequence, child);
+  publish();
+  return child;
+}
+
+void KvPool::close(std::int32_t sequence) noexcept { tables_.close(sequence); }
+
+void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
+                      std::int64_t length) {
+  if (sparse_ != nullptr) {
+    for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+      const std::int64_t from = ends[static_cast<std::size_t>(layer)];
+      if (from == length) continue;
+      for (const RowRun& run : home_runs(tables_, sequence, length, from)) {
+        sparse_->index().add_values(layer, sequence, spans(layer, run), true);
+      }
+      sparse_->index().truncate(layer, sequence, from, length, rows(layer));
+    }
+  }
+  if (important_ != nullptr) important_->rewind(sequence, length);
+  tables_.truncate(sequence, length);
+}
+
+std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                        Ledger& ledger) {
+  return write(sequence, first, end, false, ledger);
+}
+
+std::int64_t KvPool::write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                     Ledger& ledger) {
+  write(sequence, first, end, true, ledger);
+  return rows_at_home(sequence, first, end);
+}
+
+// Up to the last one of tokens [first, end).
+std::int64_t KvPool::rows_at_home(std::int32_t sequence, std::int64_t first,
+                                  std::int64_t end) const {
+  std::int64_t rows = 0;
+  for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
+    const std::int64_t used = std::min<std::int64_t>(kPageTokens, end - page * kPageTokens);
+    rows = std::max(rows, tables_.page(sequence, page).host * kPageTokens + used);
+  }
+  return rows;
+}
+
+std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                        bool by_layers, Ledger& ledger) {
+  kept_rows_ = true;
+  settle();  // of a step that failed
+  kept_rows_ = false;
+  const BlockTables::Writing writing = tables_.write(sequence, first, end);
+  const std::int64_t rows = rows_at_home(sequence, first, end);
+  try {
+    // What is copied now has to have its place in all layers.
+    by_layers&& writing.blocks.empty() ? home_.charge(rows) : home_.grow(rows);
+  } catch (...) {
+    tables_.truncate(sequence, first);
+    // What was to be copied is not where the tables say now.
+    kept_rows_ = writing.blocks.empty() && writing.tiles.empty();
+    throw;
+  }
+  home_used_ = std::max(home_used_, rows);
+  if (cache_ != nullptr) cache_->write(tables_, sequence, first, end);
+  for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
+  for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
+  publish();
+  return writing.begun;
+}
+
+void KvPool::grow_ahead(std::int64_t rows) noexcept {
+  try {
+    home_.grow_to(std::min(plan_.home_rows(), home_used_ + rows));
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): whoever writes there is told
+  }
+}
+
+// On the device from the device if the rows are there, else from home.
+void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
+  const std::size_t bytes = static_cast<std::size_t>(copy.rows) * plan_.shape.row_bytes();
+  const bool on_device = copy.to.device != PageSlots::kNone;
+  const bool fetches = on_device && copy.from.device == PageSlots::kNone;
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    if (set_of(layer) != copy.set) continue;
+    std::vector<CopyOp> ops;
+    for (int head = 0; head < plan_.shape.kv_heads; ++head) {
+      const std::byte* const from_home = home(layer, head, copy.from.host * kPageTokens);
+      if (on_device) {
+        const std::byte* const from =
+            fetches ? from_home : this->on_device(layer, head, copy.from.device * kPageTokens);
+        ops.push_back({this->on_device(layer, head, copy.to.device * kPageTokens), from, bytes});
+      }
+      if (copy.to.host != PageSlots::kNone) {
+        ops.push_back({home(layer, head, copy.to.host * kPageTokens), from_home, bytes});
+      }
+    }
+    if (!ops.empty()) queue_->copy(ops);
+    if (fetches) {
+      ledger.record(layer, Tier::host, Tier::device, Cause::miss,
+                    traffic_of(plan_.shape, copy.rows));
+    }
+  }
+}
+
+// Neighbouring entries that changed are one copy.
+void KvPool::publish() {
+  std::vector<BlockTables::Change> changes = tables_.take_changes();
+  std::vector<BlockTables::Change> page_changes;
+  std::vector<PageSlots> pages;
+  pages.reserve(changes.size() * static_cast<std::size_t>(plan_.sets()));
+  std::vector<std::int32_t> tiles(changes.size());
+  std::vector<CopyOp> ops;
+  const auto add = [&](std::byte* to, const void* from, std::size_t bytes) {
+    const auto* const data = static_cast<const std::byte*>(from);
+    if (!ops.empty() && ops.back().to + ops.back().bytes == to &&
+        ops.back().from + ops.back().bytes == data) {
+      ops.back().bytes += bytes;
+    } else {
+      ops.push_back({to, data, bytes});
+    }
+  };
+  for (std::size_t i = 0; i < changes.size(); ++i) {
+    const BlockTables::Change& change = changes[i];
+    if (!tables_.is_open(change.sequence)) continue;
+    if (change.is_tile) {
+      if (change.number >= tables_.tiles(change.sequence)) continue;
+      tiles[i] = tables_.tile(change.sequence, change.number);
+      const std::int64_t at = change.sequence * layout_.sequence_tiles() + change.number;
+      add(tiles_.data() + static_cast<std::size_t>(at) * sizeof(std::int32_t), &tiles[i],
+          sizeof(std::int32_t));
+    } else if (change.number < tables_.pages(change.sequence)) {
+      page_changes.push_back(change);
+    }
+  }
+  for (int set = 0; set < plan_.sets(); ++set) {
+    for (const BlockTables::Change& change : page_changes) {
+      pages.push_back(tables_.page(change.sequence, change.number, set));
+      const std::int64_t at = table_of(set) + change.sequence * layout_.pages() + change.number;
+      add(pages_.data() + static_cast<std::size_t>(at) * sizeof(PageSlots), &pages.back(),
+          sizeof(PageSlots));
+    }
+  }
+  if (!ops.empty()) queue_->copy(ops);
+  if (host_attention_ == nullptr) return;
+  std::vector<std::int64_t> entries;
+  for (const BlockTables::Change& change : page_changes) {
+    entries.push_back(change.sequence * layout_.pages() + change.number);
+  }
+  host_attention_->mirror(entries);
+}
+
+PagedRows KvPool::rows(int layer) const {
+  PagedRows rows;
+  rows.host = home(layer, 0, 0);
+  rows.host_stride = home_.head_stride();
+  const int set = set_of(layer);
+  if (!plan_.in_place) {
+    rows.device = on_device(layer, 0, 0);
+    rows.device_stride =
+        plan_.device_rows(set) * static_cast<std::int64_t>(plan_.shape.row_bytes());
+  }
+  rows.pages = reinterpret_cast<const PageSlots*>(pages_.data()) + table_of(set);
+  rows.table_stride = layout_.pages();
+  return rows;
+}
+
+std::byte* KvPool::on_device(int layer, int head, std::int64_t number) const {
+  const std::int64_t row = on_device_[static_cast<std::size_t>(layer)] +
+                           head * plan_.device_rows(set_of(layer)) + number;
+  return device_.data() + static_cast<std::size_t>(row) * plan_.shape.row_bytes();
+}
+
+std::byte* KvPool::row(int layer, int head, const RowRun& run) const {
+  switch (run.place) {
+    case RowPlace::device:
+      return on_device(layer, head, run.number);
+    case RowPlace::window:
+      return window(head) + static_cast<std::size_t>(run.number) * plan_.shape.row_bytes();
+    case RowPlace::home:
+      break;
+  }
+  return home(layer, head, run.number);
+}
+
+std::vector<RowSpan> KvPool::spans(int layer, const RowRun& run) const {
+  std::vector<RowSpan> spans;
+  for (int head = 0; head < plan_.shape.kv_heads; ++head) {
+    spans.push_back({row(layer, head, run), run.count});
+  }
+  return spans;
+}
+
+std::byte* KvPool::window(int head) const {
+  return window_.data() +
+         static_cast<std::size_t>(head * plan_.window_tokens) * plan_.shape.row_bytes();
+}
+
+std::byte* KvPool::stream(std::size_t buffer, int head) const {
+  const auto heads = static_cast<std::size_t>(plan_.shape.kv_heads);
+  const auto tokens = static_cast<std::size_t>(plan_.stream_tokens);
+  return stream_.data() +
+         (buffer * heads + static_cast<std::size_t>(head)) * tokens * plan_.shape.row_bytes();
+}
+
+}  // namespace sluice

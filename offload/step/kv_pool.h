@@ -1,0 +1,160 @@
+// The memory of a plan: rows in host memory and on the device, the key index and the work space,
+// shared by all sequences of the pool.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "lib/backend.h"
+#include "lib/batch.h"
+#include "offload/attention/host_attention.h"
+#include "offload/step/important_tokens.h"
+#include "offload/attention/listed_pages.h"
+#include "offload/attention/sparse_attention.h"
+#include "offload/cache/row_cache.h"
+#include "offload/tiers/block_tables.h"
+#include "offload/tiers/host_store.h"
+#include "offload/tiers/kv_rows.h"
+#include "sluice/kv_cache.h"
+#include "sluice/ledger.h"
+#include "sluice/policy.h"
+#include "sluice/scorer.h"
+
+namespace sluice {
+
+class KvPool {
+ public:
+  // Allocates what the plan says, but for the rows at home, which grow with what is in use. Steps
+  // are issued to `queue`. `policies`: those that sequences may use; none: dense. They name
+  // `scorers`. `attender` attends where the plan says so.
+  KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies = {},
+         const Scorers& scorers = own_scorers(), const HostAttender& attender = {});
+  KvPool(const KvPool&) = delete;
+  KvPool& operator=(const KvPool&) = delete;
+  ~KvPool();
+
+  Backend& backend() const { return queue_->backend(); }
+  // That steps are issued to, and that brings rows beside it.
+  Queue& queue() const { return *queue_; }
+  Queue& transfer() const { return *transfer_; }
+  const KvPlan& plan() const { return plan_; }
+  const std::vector<Policy>& policies() const { return policies_; }
+  const BlockTables& tables() const { return tables_; }
+  // Which of the tables' sets a layer is of.
+  int set_of(int layer) const { return sets_[static_cast<std::size_t>(layer)]; }
+  // Where attention reads: the device's, or host memory if rows are attended in place.
+  Tier tier() const { return plan_.in_place ? Tier::host : Tier::device; }
+
+  // See BlockTables. What forks share they share in all parts.
+  std::int32_t open();
+  std::int32_t fork(std::int32_t sequence);
+  void close(std::int32_t sequence) noexcept;
+  // Forgets tokens from `length` on. `ends`: of each layer, behind the last that has rows.
+  void truncate(std::int32_t sequence, std::span<const std::int64_t> ends, std::int64_t length);
+  // Gives back blocks beyond `length` tokens that nothing was written to.
+  void forget_blocks(std::int32_t sequence, std::int64_t length) {
+    tables_.truncate(sequence, length);
+  }
+
+  // Throws Error{memory} if the pool has no blocks for tokens [first, end) of a sequence.
+  void require_room(std::int32_t sequence, std::int64_t first, std::int64_t end) const {
+    tables_.require_room(sequence, first, end);
+  }
+  // Makes room for tokens [first, end) of a sequence, copies what it shared, and brings the tables
+  // where the backend reads them. Counts rows that came from home. Returns BlockTables::Writing's
+  // `begun`, by set of layers. Throws what require_room() throws with nothing changed, and
+  // Error{memory} for want of host memory; then the sequence can only be closed, unless
+  // kept_rows().
+  std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                  Ledger& ledger);
+  // The same, but every layer's rows have a home only from ready_home() on, which takes what this
+  // returns: memory is handed out while the device is busy with the layer before. ready_home()
+  // throws Error{memory} for want of it, with nothing changed.
+  std::int64_t write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                               Ledger& ledger);
+  void ready_home(int layer, std::int64_t rows) { home_.commit(layer, rows); }
+  // After a write_by_layers() whose layers did not all get theirs.
+  void forget_home() { home_.release_uncommitted(); }
+
+  // Whether the latest write() or write_by_layers(), if it threw, left what the sequence had: not
+  // if it was to copy a page that the sequence shared.
+  bool kept_rows() const { return kept_rows_; }
+
+  // Room at home for so many rows more than were ever written, so that a later write() need not
+  // wait for it; less if there is none.
+  void grow_ahead(std::int64_t rows) noexcept;
+
+  // Copies home beside what the queue does next; until settle() the rows may be on their way, and
+  // stay as they are on the device.
+  void send_home(std::span<const CopyOp> ops);
+  // Work that is issued to the queue from now on finds them there.
+  void settle();
+
+  PagedRows rows(int layer) const;
+  // A row by its number in a region: slot * kPageTokens + offset.
+  std::byte* home(int layer, int head, std::int64_t number) const {
+    return home_.row(layer, head, number);
+  }
+  std::byte* on_device(int layer, int head, std::int64_t number) const;
+  // The first row of a run, and the run of every KV head.
+  std::byte* row(int layer, int head, const RowRun& run) const;
+  std::vector<RowSpan> spans(int layer, const RowRun& run) const;
+  // Room of one layer at a time, per KV head: for the rows of a step, and for rows passing through.
+  std::byte* window(int head) const;
+  std::byte* stream(std::size_t buffer, int head) const;
+  std::byte* arena() const { return stream_.data(); }
+  // The step's tokens where the backend reads them.
+  BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
+
+  SparseAttention* sparse() const { return sparse_.get(); }  // null if all policies are dense
+  HostAttention* host_attention() const { return host_attention_.get(); }  // null if there is none
+  RowCache* cache() const { return cache_.get(); }                         // null if there is none
+  ImportantTokens* important() const { return important_.get(); }          // null if all prefill is
+
+  ListedPages* listed() const { return listed_.get(); }  // likewise
+
+  // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity; with
+  // evicted tokens or without, with the host's attention or without.
+  using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool, bool>;
+  std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
+
+ private:
+  std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
+                                  bool by_layers, Ledger& ledger);
+  std::int64_t rows_at_home(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
+  void copy_block(const BlockCopy& copy, Ledger& ledger);
+  void publish();
+  // The first entry of a set's table of pages.
+  std::int64_t table_of(int set) const { return set * plan_.sequences * layout_.pages(); }
+
+  std::shared_ptr<Queue> queue_;
+  std::unique_ptr<Queue> transfer_;
+  KvPlan plan_;
+  std::vector<Policy> policies_;
+  std::vector<int> sets_;                // by layer
+  std::vector<std::int64_t> on_device_;  // by layer: rows of the layers before it
+  BlockTables tables_;
+  HostStore home_;
+  std::int64_t home_used_ = 0;  // rows of a region up to the last one written
+  bool sends_home_ = false;     // transfer_ may still be at it
+  Buffer device_;               // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
+  Buffer window_;               // [kv_heads, window_tokens, row_bytes]
+  Buffer stream_;               // [2, kv_heads, stream_tokens, row_bytes]
+  Buffer pages_;                // PageSlots [sets, sequences, pages of one]
+  Buffer tiles_;                // std::int32_t [sequences, tiles of one]
+  Buffer tokens_;               // BatchToken [decode_batch]
+  IndexLayout layout_;
+  std::unique_ptr<RowCache> cache_;
+  std::unique_ptr<SparseAttention> sparse_;
+  std::unique_ptr<ImportantTokens> important_;
+  std::unique_ptr<ListedPages> listed_;
+  std::unique_ptr<HostAttention> host_attention_;
+  bool kept_rows_ = true;
+  std::map<StepKind, std::unique_ptr<Recording>> recordings_;
+};
+
+}  // namespace sluice

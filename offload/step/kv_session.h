@@ -1,0 +1,143 @@
+// One session's KV cache: a sequence of a pool, its steps, length and ledger, and the policy in
+// force.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "offload/step/decode_step.h"
+#include "offload/step/kv_pool.h"
+#include "offload/step/token_run.h"
+#include "sluice/policy.h"
+#include "sluice/selection.h"
+
+namespace sluice {
+
+class KvSession {
+ public:
+  // A new sequence. Throws Error{memory} if the pool has as many as were planned for. The first of
+  // the pool's policies is in force.
+  explicit KvSession(const std::shared_ptr<KvPool>& pool);
+  KvSession(KvSession&&) noexcept = default;
+  KvSession& operator=(KvSession&& other) noexcept;
+  ~KvSession();
+
+  // A session with the same tokens and policy, which shares what it does not write. Its ledger
+  // begins anew. Throws Error{memory} as the constructor does.
+  KvSession fork();
+
+  // See KvCache for the protocol of a step. What breaks it throws Error{usage} and changes nothing;
+  // an error in the work of a step leaves the session unusable, and later calls say so.
+  void begin_step(Phase phase, std::int64_t tokens);
+  // Steps of a prompt of so many tokens follow; room for them may be made in advance.
+  void expect(std::int64_t tokens) { expected_ = length_ + tokens; }
+  void append(int layer, const NewRows& rows);
+  void attend(int layer, const Queries& queries);
+  // Throws Error{numeric} if a selection met a NaN or an infinity.
+  void end_step();
+  // Throws Error{memory} if there is no room to write the newest `tokens` anew, of which forks may
+  // have a share; nothing has changed then.
+  void require_rewrite(std::int64_t tokens) const {
+    pool_->require_room(sequence_, length_ - tokens, length_);
+  }
+  // Tokens of the next step of a prompt that is longer. Where its queries list pages, it ends where
+  // one of PageLists' blocks does, counted from position 0: blocks are the same for any chunk.
+  std::int64_t prompt_room() const;
+  // Most tokens that begin_step(Phase::decode) takes next.
+  std::int64_t decode_room() const;
+
+  // A prompt of any length, layer by layer: between begin_prompt and end_prompt, every layer takes
+  // all pieces of up to plan().chunk tokens, in order and twice. First take_piece, append and
+  // collect for each, then choose, then take_piece and attend for each. For policies whose prefill
+  // is sparse. begin_prompt throws Error{unsupported} for a sequence whose rows do not follow each
+  // other, before anything has changed.
+  void begin_prompt(std::int64_t tokens);
+  void take_piece(std::int64_t first,
+                  std::int64_t tokens);  // `first` counts from the prompt's start
+  // The first append of a layer makes room for its rows at home; so does this, where Error{memory}
+  // for want of it leaves the prompt between two layers.
+  void ready_layer(int layer);
+  void collect(const Queries& queries);
+  void choose(int layer);
+  void end_prompt();
+  // In place of what is left of one: the session has the tokens that it had.
+  void cancel_prompt();
+
+  // From the next step on. Throws Error{usage} for a policy that was not planned for.
+  void use(const Policy& policy);
+  // Forgets all rows from `length` on.
+  void truncate(std::int64_t length);
+
+  // Between begin_step and end_step; for good if an error came between.
+  bool in_step() const { return in_step_; }
+  std::int64_t length() const { return length_; }
+  const KvPlan& plan() const { return pool_->plan(); }
+  const Policy& policy() const { return policy_; }
+  const Ledger& ledger() const { return ledger_; }
+  // Of the last step; empty if every layer was dense.
+  const StepSelection& selection() const { return selection_; }
+  // Of the pages that queries of prompts could attend to in layers where they attend to some, those
+  // that they did; 1 if there were no such layers.
+  double prefill_share() const;
+  // Whether pieces of prompts attend to some pages only where the policy has them do so; else they
+  // attend to all.
+  void list_pages(bool lists) { lists_pages_ = lists; }
+  const std::shared_ptr<KvPool>& pool() const { return pool_; }
+
+ private:
+  friend class KvBatch;
+
+  static constexpr std::int32_t kNone = -1;
+  struct NoSequence {};
+
+  // With a sequence still to come.
+  KvSession(std::shared_ptr<KvPool> pool, NoSequence none);
+  void require_room(std::int64_t tokens) const;
+  void require_outside_step() const;
+  void require_layer(int layer) const;
+  void require_nothing_evicted() const;
+  // Takes the rows of a step from `length_` on; KvPool::write()'s result.
+  std::vector<std::int32_t> begin_rows(Phase phase, std::int64_t tokens);
+  // Gives back what they took, before anything was written.
+  void cancel_rows();
+  void give_up_rows();
+  // Counts the step's new rows, and makes them the session's.
+  void end_rows();
+  double listed_share(int layer) const;  // 1: all pages
+  void record_rows(int layer, const Traffic& near, const Traffic& all);
+  void record_listed_hits();
+  // Several known tokens at a time are a run to layers that attend densely.
+  bool attends_run(int layer) const;
+
+  std::shared_ptr<KvPool> pool_;
+  std::int32_t sequence_ = kNone;
+  Policy policy_;
+  Ledger ledger_;
+  StepRange step_;
+  Phase phase_ = Phase::prefill;
+  bool in_step_ = false;
+  bool is_run_ = false;         // the step's tokens are appended by run_, else by decode_
+  int appended_ = -1;           // the layer whose rows came last
+  std::vector<bool> has_rows_;  // of the step, by layer
+  StepRange prompt_;
+  bool in_prompt_ = false;
+  std::int64_t prompt_home_ = 0;           // what its rows take at home, see KvPool
+  std::vector<std::int64_t> prompt_ends_;  // [layers], of the prompt's rows that were appended
+  std::int64_t length_ = 0;
+  std::int64_t expected_ = 0;  // length
+  bool lists_pages_ = true;
+  std::uint64_t listed_pages_ = 0;  // see prefill_share()
+  std::uint64_t all_pages_ = 0;
+  StepSelection selection_;
+  std::unique_ptr<TokenRun> run_;
+  std::unique_ptr<DecodeStep> decode_;
+};
+
+// Throws Error{unsupported} if the backend has no attention for such rows.
+void require_supported(const BackendInfo& info, const KvShape& shape);
+
+// What a backend's accounts say.
+MemoryUse memory_use(Backend& backend);
+
+}  // namespace sluice

@@ -1,0 +1,234 @@
+#include "offload/step/token_run.h"
+
+#include <algorithm>
+
+#include "lib/check.h"
+
+namespace sluice {
+namespace {
+
+// Of a KV head, from which on a copy that runs beside other work is worth its start.
+constexpr std::size_t kLaterBytes = 64 << 10;
+
+}  // namespace
+
+void TokenRun::begin(std::int32_t sequence, const StepRange& range,
+                     const std::vector<std::int32_t>& begun) {
+  sequence_ = sequence;
+  range_ = range;
+  home_ = home_runs(pool_->tables(), sequence, range.first, range.end());
+  begun_ = begun;
+  places_.assign(static_cast<std::size_t>(pool_->plan().sets()), std::nullopt);
+}
+
+// Pieces of a sparse prefill begin anew for every layer, and look at one set only.
+const TokenRun::Places& TokenRun::of(int layer) {
+  const int set = pool_->set_of(layer);
+  std::optional<Places>& places = places_[static_cast<std::size_t>(set)];
+  if (!places) places = place(set);
+  return *places;
+}
+
+TokenRun::Places TokenRun::place(int set) const {
+  Places places;
+  if (!begun_.empty()) places.begun = begun_[static_cast<std::size_t>(set)];
+  place_new_rows(set, places);
+  for (const RowRun& run :
+       nearest_runs(pool_->tables(), sequence_, 0, places.own.front().first, set)) {
+    const bool resident = run.place == RowPlace::device || pool_->plan().in_place;
+    (resident ? places.resident : places.streamed).push_back(run);
+    if (!resident) places.misses += run.count;
+  }
+  return places;
+}
+
+// New rows are written where they stay if all their pages are there where attention reads; else
+// they are attended in the window.
+void TokenRun::place_new_rows(int set, Places& places) const {
+  const std::int64_t page_first = range_.first / kPageTokens * kPageTokens;
+  places.own = nearest_runs(pool_->tables(), sequence_, page_first, range_.end(), set);
+  const bool direct = pool_->plan().in_place ||
+                      std::all_of(places.own.begin(), places.own.end(),
+                                  [](const RowRun& run) { return run.place == RowPlace::device; });
+  if (direct) return;
+  // An index is made of whole pages, and then the window has room for one; without an index, what
+  // the page held is attended where it is.
+  if (pool_->plan().tails) places.front = range_.first - page_first;
+  places.fetches_front = places.front > 0 && places.begun == PageSlots::kNone;
+  const std::int64_t first = range_.first - places.front;
+  check(range_.end() - first <= pool_->plan().window_tokens, "more rows than the window holds");
+  places.own = {{RowPlace::window, first, range_.end() - first, 0}};
+}
+
+// What the first page held already comes before the new rows.
+void TokenRun::copy_front(int layer) {
+  const Places& places = of(layer);
+  const std::int64_t front = places.front;
+  if (front == 0) return;
+  const KvShape& shape = pool_->plan().shape;
+  const RowRun home =
+      home_runs(pool_->tables(), sequence_, range_.first - front, range_.first).front();
+  const RowRun from = places.fetches_front ? home
+                                           : RowRun{RowPlace::device, home.first, front,
+                                                    places.begun * std::int64_t{kPageTokens}};
+  const std::size_t bytes = static_cast<std::size_t>(front) * shape.row_bytes();
+  std::vector<CopyOp> ops;
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    ops.push_back({pool_->window(head), pool_->row(layer, head, from), bytes});
+  }
+  pool_->queue().copy(ops);
+}
+
+void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
+  pool_->settle();
+  copy_front(layer);
+  const std::vector<RowRun>& own = of(layer).own;
+  for (const RowRun& run : own) {
+    for (const RowRun& home : home_) {
+      const std::int64_t first = std::max({run.first, home.first, range_.first});
+      const std::int64_t end = std::min(run.end(), home.end());
+      if (first < end) append_piece(layer, rows, run.part(first, end), home.part(first, end));
+    }
+  }
+  copy_window(layer);
+  build_index(layer, indexed);
+  if (!indexed) return;
+  for (const RowRun& run : own) {
+    const std::int64_t first = std::max(run.first, range_.first);
+    if (first >= run.end()) continue;
+    pool_->sparse()->index().add_values(layer, sequence_,
+                                        pool_->spans(layer, run.part(first, run.end())), false);
+  }
+}
+
+// Many rows go home by the other queue, while attention works.
+void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home) {
+  const KvShape& shape = pool_->plan().shape;
+  const std::size_t bytes = static_cast<std::size_t>(to.count) * shape.row_bytes();
+  std::vector<std::byte*> heads;
+  std::vector<std::byte*> homes;
+  std::vector<CopyOp> ops;
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    heads.push_back(pool_->row(layer, head, to));
+    if (pool_->plan().in_place) continue;
+    std::byte* const at_home = pool_->row(layer, head, home);
+    if (bytes < kLaterBytes) {
+      homes.push_back(at_home);
+    } else {
+      ops.push_back({at_home, heads.back(), bytes});
+    }
+  }
+  const std::int64_t offset = (to.first - range_.first) * rows.stride;
+  pool_->queue().append(
+      {rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, homes});
+  if (!ops.empty()) pool_->send_home(ops);
+}
+
+// Pages that stay on the device get their rows from the window.
+void TokenRun::copy_window(int layer) {
+  const RowRun& window = of(layer).own.front();
+  if (window.place != RowPlace::window) return;
+  const KvShape& shape = pool_->plan().shape;
+  std::vector<CopyOp> ops;
+  for (const RowRun& run :
+       nearest_runs(pool_->tables(), sequence_, window.first, window.end(), pool_->set_of(layer))) {
+    if (run.place != RowPlace::device) continue;
+    const std::size_t bytes = static_cast<std::size_t>(run.count) * shape.row_bytes();
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      ops.push_back({pool_->row(layer, head, run),
+                     pool_->row(layer, head, window.part(run.first, run.end())), bytes});
+    }
+  }
+  if (!ops.empty()) pool_->queue().copy(ops);
+}
+
+void TokenRun::build_index(int layer, bool indexed) {
+  ListedPages* const listed = pool_->listed();
+  if (!indexed && listed == nullptr) return;
+  const std::int64_t whole = range_.end() / kPageTokens * kPageTokens;
+  for (const RowRun& run : of(layer).own) {
+    const std::int64_t end = std::min(run.end(), whole);
+    if (run.first >= end) continue;
+    check(run.first % kPageTokens == 0, "an index of a page of which a part is elsewhere");
+    const std::vector<RowSpan> rows = pool_->spans(layer, run.part(run.first, end));
+    const std::int64_t first_page = run.first / kPageTokens;
+    const std::int64_t pages = (end - run.first) / kPageTokens;
+    if (indexed) pool_->sparse()->index().build(layer, sequence_, first_page, pages, rows);
+    if (listed != nullptr) listed->build(layer, run_of(sequence_, first_page, pages, rows));
+  }
+}
+
+void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
+  const std::vector<RowSpan> rows = pool_->spans(layer, run);
+  params.rows = rows;
+  params.first_row_position = run.first;
+  pool_->queue().attend(params);
+  params.rows = {};
+  params.merge = true;
+}
+
+std::int64_t TokenRun::hits_among(int layer, std::span<const std::uint32_t> listed) {
+  std::int64_t rows = 0;
+  const auto add = [&](const RowRun& run) {
+    for (std::int64_t at = run.first; at < run.end();) {
+      const std::int64_t page = at / kPageTokens;
+      const std::int64_t next = std::min(run.end(), (page + 1) * kPageTokens);
+      if (listed[static_cast<std::size_t>(page)] != 0) rows += next - at;
+      at = next;
+    }
+  };
+  for (const RowRun& run : of(layer).own) add(run);
+  for (const RowRun& run : of(layer).resident) add(run);
+  return rows;
+}
+
+void TokenRun::attend(int layer, const Queries& queries, double share) {
+  AttendParams params = attend_params(pool_->plan().shape, range_, queries);
+  if (share < 1.0) {
+    params.listed = pool_->listed()->choose(layer, sequence_, range_, queries, share);
+  }
+  for (const RowRun& run : of(layer).own) attend_run(layer, params, run);
+  for (const RowRun& run : of(layer).resident) attend_run(layer, params, run);
+  attend_streamed(layer, params);
+  pool_->settle();
+}
+
+void TokenRun::attend_streamed(int layer, AttendParams& params) {
+  const std::int64_t most = pool_->plan().stream_tokens;
+  std::vector<RowRun> pieces;
+  for (const RowRun& run : of(layer).streamed) {
+    for (std::int64_t first = run.first; first < run.end(); first += most) {
+      pieces.push_back(run.part(first, std::min(run.end(), first + most)));
+    }
+  }
+  const KvShape& shape = pool_->plan().shape;
+  Queue& queue = pool_->queue();
+  Queue& transfer = pool_->transfer();
+  const auto fetch = [&](std::size_t number) {
+    if (number >= pieces.size()) return;
+    // Not before attention has finished with what the buffer held.
+    transfer.wait_for(queue);
+    std::vector<CopyOp> ops;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      ops.push_back({pool_->stream(number % 2, head), pool_->row(layer, head, pieces[number]),
+                     static_cast<std::size_t>(pieces[number].count) * shape.row_bytes()});
+    }
+    transfer.copy(ops);
+  };
+  fetch(0);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    queue.wait_for(transfer);
+    fetch(i + 1);
+    std::vector<RowSpan> rows;
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      rows.push_back({pool_->stream(i % 2, head), pieces[i].count});
+    }
+    params.rows = rows;
+    params.first_row_position = pieces[i].first;
+    queue.attend(params);
+    params.merge = true;
+  }
+  params.rows = {};
+}
+
+}  // namespace sluice
