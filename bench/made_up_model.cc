@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "lib/half.h"
 #include "offload/backends.h"
 #include "offload/step/kv_batch.h"
+#include "sluice/half.h"
 
 namespace sluice::bench {
 namespace {

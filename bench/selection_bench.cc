@@ -11,7 +11,7 @@
 #include "cpu/runtime/threads.h"
 #include "cpu/scan/key_score.h"
 #include "cpu/select/select.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu {
 namespace {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "kernels/runtime/error.h"
@@ -54,9 +55,9 @@ CudaQueue::~CudaQueue() {
   }
 }
 
-void CudaQueue::copy(std::span<const CopyOp> ops) {
+void CudaQueue::execute(const CopyParams& params) {
   std::vector<CopyOp> small;
-  for (const CopyOp& op : ops) {
+  for (const CopyOp& op : params.ops) {
     const bool reached =
         own().kernels_reach(op.to, op.bytes) && own().kernels_reach(op.from, op.bytes);
     check(reached || own().recording == 0, "a recorded copy of memory that is not pinned");
@@ -75,7 +76,7 @@ const void* CudaQueue::weight_of(const LinearParams& params) const {
   return dynamic_cast<const CudaWeight&>(*params.weight).data();
 }
 
-void CudaQueue::linear(const LinearParams& params) {
+void CudaQueue::execute(const LinearParams& params) {
   attends_selected_ = false;
   const Launch own = launch();  // of this device, for cuBLAS, too
   LinearChain chain;
@@ -88,20 +89,20 @@ void CudaQueue::linear(const LinearParams& params) {
 }
 
 // Page weights that are asked for and that select() does not leave are found behind it.
-void CudaQueue::select(const SelectParams& params) {
+void CudaQueue::execute(const SelectParams& params) {
   const Launch own = launch();
   cuda::select(params, own);
   const bool weighs = params.logits.digest.weights != nullptr;
   if (weighs && !leaves_page_weights(params, *own.device)) weigh_pages(params, own);
 }
 
-void CudaQueue::attend_selected(const AttendSelectedParams& params) {
+void CudaQueue::execute(const AttendSelectedParams& params) {
   attend_decode_selected(params, launch().half(false));
   attends_selected_ = params.batch.count > 0;
 }
 
 // Tiles are read while selected rows come from the host, if both have scratch enough.
-void CudaQueue::attend_tiles(const AttendTilesParams& params) {
+void CudaQueue::execute(const AttendTilesParams& params) {
   const bool is_merged = params.merge && attends_selected_;
   const Launch all = launch();
   const Launch half = all.half(true);
@@ -111,16 +112,17 @@ void CudaQueue::attend_tiles(const AttendTilesParams& params) {
 }
 
 // As one row: a launch has no more than 65535 rows of blocks.
-void CudaQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
-  check(first + rows.rows <= weight.outputs() && rows.columns == weight.inputs() &&
-            rows.stride == rows.columns,
+void CudaQueue::execute(const WriteWeightParams& params) {
+  const Matrix& rows = params.rows;
+  check(params.first + rows.rows <= params.weight->outputs() &&
+            rows.columns == params.weight->inputs() && rows.stride == rows.columns,
         "write_weight: shapes disagree");
   const DType dtype = own().info().compute_dtype;
-  std::byte* const to = dynamic_cast<CudaWeight&>(weight).data() +
-                        static_cast<std::size_t>(first * rows.columns) * size_of(dtype);
+  std::byte* const to = dynamic_cast<CudaWeight&>(*params.weight).data() +
+                        static_cast<std::size_t>(params.first * rows.columns) * size_of(dtype);
   const std::int64_t count = rows.rows * rows.columns;
   if (rows.dtype != dtype) {
-    cuda::cast({rows.data, rows.dtype, 1, count, count}, {to, dtype, 1, count, count}, launch());
+    cast({{rows.data, rows.dtype, 1, count, count}, {to, dtype, 1, count, count}}, launch());
     return;
   }
   const CopyOp op = {to, static_cast<const std::byte*>(rows.data),
@@ -128,27 +130,26 @@ void CudaQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& r
   copy({&op, 1});
 }
 
-void CudaQueue::linear_chain(const LinearChain& chain) {
-  if (!gemv_supported(chain, workspace_.device())) return DenseOps::linear_chain(chain);
+void CudaQueue::execute(const LinearChain& chain) {
+  if (!gemv_supported(chain, workspace_.device())) return run_one_by_one(*this, chain);
   gemv(chain, weight_of(chain.linear), launch());
 }
 
-void CudaQueue::sample(const Matrix& logits, std::span<const TokenDraw> params,
-                       std::span<SampledToken> tokens) {
+void CudaQueue::execute(const SampleParams& params) {
   auto* const drawn = static_cast<SampledToken*>(sampled_.get());
-  Matrix part = logits;
-  for (std::size_t first = 0; first < tokens.size(); first += kSampleRows) {
-    const std::size_t count = std::min<std::size_t>(kSampleRows, tokens.size() - first);
+  Matrix part = params.logits;
+  for (std::size_t first = 0; first < params.tokens.size(); first += kSampleRows) {
+    const std::size_t count = std::min<std::size_t>(kSampleRows, params.tokens.size() - first);
     part.rows = static_cast<std::int64_t>(count);
-    cuda::sample(part, params.subspan(first, count), drawn, launch());
+    sample(part, params.draws.subspan(first, count), drawn, launch());
     synchronize();
-    std::copy_n(drawn, count, tokens.data() + first);
+    std::copy_n(drawn, count, params.tokens.data() + first);
     part.data = static_cast<float*>(part.data) + kSampleRows * part.stride;
   }
 }
 
 // Few rows are written to both places at once, many by the copy engine.
-void CudaQueue::append(const AppendParams& params) {
+void CudaQueue::execute(const AppendParams& params) {
   const std::size_t bytes = static_cast<std::size_t>(params.tokens) * params.shape.row_bytes();
   const bool at_once = bytes < kSmallCopy &&
                        std::all_of(params.home.begin(), params.home.end(),
@@ -156,8 +157,56 @@ void CudaQueue::append(const AppendParams& params) {
   AppendParams rows = params;
   if (!at_once) rows.home = {};
   cuda::append(rows, launch());
-  if (!at_once) copy_home(*this, params);
+  if (!at_once) copy_to_host(*this, params);
 }
+
+// What runs each operation: one line for every one in lib/backend/operation.h.
+struct CudaQueue::Execute {
+  CudaQueue& queue;
+  Launch launch() const { return queue.launch(); }
+
+  void operator()(const CopyParams* p) const { queue.execute(*p); }
+
+  void operator()(const EmbedParams* p) const { embed(*p, launch()); }
+  void operator()(const WriteWeightParams* p) const { queue.execute(*p); }
+  void operator()(const LinearParams* p) const { queue.execute(*p); }
+  void operator()(const LinearChain* p) const { queue.execute(*p); }
+  void operator()(const RmsNormParams* p) const { rms_norm(*p, launch()); }
+  void operator()(const RopeParams* p) const { rope(*p, launch()); }
+  void operator()(const SwigluParams* p) const { swiglu(*p, launch()); }
+  void operator()(const CastParams* p) const { cast(*p, launch()); }
+  void operator()(const ReadHeadsParams* p) const { read_heads(*p, launch()); }
+  void operator()(const SampleParams* p) const { queue.execute(*p); }
+
+  void operator()(const AppendParams* p) const { queue.execute(*p); }
+  void operator()(const AppendBatchParams* p) const { append_batch(*p, launch()); }
+  void operator()(const AttendParams* p) const { attend_prefill(*p, launch()); }
+  void operator()(const AttendBatchParams* p) const { attend_decode(*p, launch()); }
+  void operator()(const FindRowsParams* p) const { find_rows(*p, launch()); }
+  void operator()(const ForgetRowsParams* p) const { forget_rows(*p, launch()); }
+  void operator()(const AttendSelectedParams* p) const { queue.execute(*p); }
+  void operator()(const GatherParams* p) const { gather(*p, launch()); }
+  void operator()(const PackTokensParams* p) const { pack_tokens(*p, launch()); }
+  void operator()(const UnpackTokensParams* p) const { unpack_tokens(*p, launch()); }
+  void operator()(const SumValuesParams* p) const { sum_values(*p, launch()); }
+
+  void operator()(const BuildIndexParams* p) const { build_index(*p, launch()); }
+  void operator()(const BuildBatchParams* p) const { build_batch(*p, launch()); }
+  void operator()(const EstimateParams* p) const { estimate(*p, launch()); }
+  void operator()(const SelectParams* p) const { queue.execute(*p); }
+  void operator()(const ColumnSumsParams* p) const { column_sums(*p, launch()); }
+  void operator()(const ChooseTokensParams* p) const { choose_tokens(*p, launch()); }
+  void operator()(const PageMeansParams* p) const { page_means(*p, launch()); }
+  void operator()(const ChoosePagesParams* p) const { choose_pages(*p, launch()); }
+
+  void operator()(const BuildValuesParams* p) const { build_values(*p, launch()); }
+  void operator()(const BuildValuesBatchParams* p) const { build_values_batch(*p, launch()); }
+  void operator()(const AttendTilesParams* p) const { queue.execute(*p); }
+  // It may wait for the host, whose partial it merges.
+  void operator()(const MergePartialsParams* p) const { merge_joined_partials(*p, launch()); }
+};
+
+void CudaQueue::submit(const Operation& operation) { std::visit(Execute{*this}, operation); }
 
 void CudaQueue::replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) {
   own().use_device();

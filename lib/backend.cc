@@ -47,17 +47,21 @@ std::unique_ptr<Weight> Backend::prepare_weight(const Matrix& host) {
   std::memcpy(staging.data(), host.data, bytes);
   std::unique_ptr<Weight> weight = make_weight(host.rows, host.columns);
   const std::unique_ptr<Queue> queue = make_queue({.computes = false});
-  queue->write_weight(*weight, 0,
-                      {staging.data(), host.dtype, host.rows, host.columns, host.columns});
+  queue->run(WriteWeightParams{
+      weight.get(), 0, {staging.data(), host.dtype, host.rows, host.columns, host.columns}});
   queue->synchronize();
   return weight;
 }
 
-void DenseOps::linear_chain(const LinearChain& chain) {
-  if (chain.norm) rms_norm(*chain.norm);
-  if (chain.cast) cast(chain.cast->from, chain.cast->to);
-  linear(chain.linear);
-  if (chain.swiglu) swiglu(*chain.swiglu);
+OperationLabel label_of(const Operation& operation) {
+  return std::visit([](const auto* params) { return params->kLabel; }, operation);
+}
+
+void run_one_by_one(Queue& queue, const LinearChain& chain) {
+  if (chain.norm) queue.run(*chain.norm);
+  if (chain.cast) queue.run(*chain.cast);
+  queue.run(chain.linear);
+  if (chain.swiglu) queue.run(*chain.swiglu);
 }
 
 Queue::Queue(Backend& backend) : backend_(&backend), life_(backend.life_) {}
@@ -86,7 +90,7 @@ void Queue::replay(std::unique_ptr<Recording>& /*recording*/, const std::functio
   issue();
 }
 
-void copy_home(Queue& queue, const AppendParams& p) {
+void copy_to_host(Queue& queue, const AppendParams& p) {
   std::vector<CopyOp> ops;
   for (std::size_t head = 0; head < p.home.size(); ++head) {
     ops.push_back(

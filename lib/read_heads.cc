@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice {
 namespace {

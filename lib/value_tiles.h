@@ -11,7 +11,8 @@
 #include <span>
 
 #include "lib/backend/index_ops.h"
-#include "lib/batch.h"
+#include "lib/backend/operation_label.h"
+#include "sluice/batch.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -102,6 +103,7 @@ struct ValueTilesView {
 
 // Builds the values of pages [first_page, first_page + pages) of a sequence from their rows.
 struct BuildValuesParams {
+  static constexpr OperationLabel kLabel = {"build_values", TraceKind::index};
   KvShape shape;
   ValueTilesView values;
   std::int32_t sequence = 0;
@@ -114,6 +116,7 @@ struct BuildValuesParams {
 
 // For each token of a batch that is the last of its page: builds that page from its rows.
 struct BuildValuesBatchParams {
+  static constexpr OperationLabel kLabel = {"build_values", TraceKind::index};
   KvShape shape;
   ValueTilesView values;
   TokenBatch batch;
@@ -131,6 +134,7 @@ struct BuildValuesBatchParams {
 // pages that are not read goes to the mean value. Nothing is attended of a KV head whose selection
 // is bad; without whole pages the partial is empty, lse -Inf.
 struct AttendTilesParams {
+  static constexpr OperationLabel kLabel = {"attend to value tiles", TraceKind::attend};
   KvShape shape;
   TokenBatch batch;
   // [count, query_heads, stride] of [0, page_first()), without candidates: as estimate() wrote them
@@ -155,6 +159,7 @@ struct AttendTilesParams {
 // Merges partials over disjoint rows: attention over all of them, where both were computed side by
 // side.
 struct MergePartialsParams {
+  static constexpr OperationLabel kLabel = {"merge partials", TraceKind::attend};
   std::int64_t rows = 0;  // tokens * query heads
   int head_dim = 0;
   const float* from = nullptr;      // [rows, head_dim]

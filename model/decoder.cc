@@ -115,7 +115,7 @@ void Decoder::embed(std::span<const TokenId> tokens, const Matrix& x) {
   const CopyOp op = {a_.ids.data(), reinterpret_cast<const std::byte*>(tokens.data()),
                      tokens.size_bytes()};
   queue_->copy({&op, 1});
-  queue_->embed(weights_.table, reinterpret_cast<const TokenId*>(a_.ids.data()), x);
+  queue_->run(EmbedParams{weights_.table, reinterpret_cast<const TokenId*>(a_.ids.data()), x});
 }
 
 void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions) {
@@ -133,7 +133,7 @@ void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Pos
   params.key_norm = optional_floats(weights.k_norm);
   params.norm_epsilon = config_.rms_norm_eps;
   params.factor = static_cast<float>(config_.rope.attention_factor());
-  queue_->rope(params);
+  queue_->run(params);
 }
 
 void Decoder::project(int layer, const Matrix& x, const Positions& positions) {
@@ -144,7 +144,7 @@ void Decoder::project(int layer, const Matrix& x, const Positions& positions) {
   LinearChain chain;
   chain.norm = norm(x, weights.input_norm, normed);
   chain.linear = {normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv};
-  queue_->linear_chain(chain);
+  queue_->run(chain);
   rotate(weights, x.rows, positions);
 }
 
@@ -165,7 +165,7 @@ void Decoder::mix(int layer, const Matrix& x) {
   LinearChain chain;
   chain.cast = {view(a_.attended, DType::f32, x.rows, w.query), mixed};
   chain.linear = {mixed, weights.o.get(), optional_floats(weights.o_bias), x, true};
-  queue_->linear_chain(chain);
+  queue_->run(chain);
 }
 
 void Decoder::feed_forward(int layer, const Matrix& x) {
@@ -180,8 +180,8 @@ void Decoder::feed_forward(int layer, const Matrix& x) {
     chain.norm = norm(piece, weights.post_norm, normed);
     chain.linear = {normed, weights.gate_up.get(), nullptr, gate_up};
     chain.swiglu = {gate_up, product};
-    queue_->linear_chain(chain);
-    queue_->linear({product, weights.down.get(), nullptr, piece, true});
+    queue_->run(chain);
+    queue_->run(LinearParams{product, weights.down.get(), nullptr, piece, true});
   });
 }
 
@@ -276,8 +276,8 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
     throw;
   }
   // The last token's residual stream is what logits() starts from.
-  queue_->cast({stream.floats() + (total - 1) * hidden, DType::f32, 1, hidden, hidden},
-               view(a_.x, DType::f32, 1, hidden));
+  queue_->run(CastParams{{stream.floats() + (total - 1) * hidden, DType::f32, 1, hidden, hidden},
+                         view(a_.x, DType::f32, 1, hidden)});
   queue_->synchronize();
   return true;
 }
@@ -292,7 +292,7 @@ Matrix Decoder::compute_logits(std::int64_t first, std::int64_t count) {
   chain.norm = norm(x, weights_.final_norm, normed);
   chain.linear = {normed, weights_.lm_head.get(), nullptr,
                   view(a_.logits, DType::f32, count, w.vocabulary)};
-  queue_->linear_chain(chain);
+  queue_->run(chain);
   return chain.linear.y;
 }
 
@@ -318,7 +318,7 @@ void Decoder::read_logits(std::int64_t token, std::span<float> to) {
 
 void Decoder::sample(std::span<const TokenDraw> params, std::span<SampledToken> tokens) {
   const auto count = static_cast<std::int64_t>(tokens.size());
-  queue_->sample(view(a_.logits, DType::f32, count, config_.vocab_size), params, tokens);
+  queue_->run(SampleParams{view(a_.logits, DType::f32, count, config_.vocab_size), params, tokens});
 }
 
 }  // namespace sluice

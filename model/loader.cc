@@ -147,7 +147,7 @@ class Reader {
     const std::int64_t columns = piece.columns();
     if (place.weight != nullptr) {
       const Matrix rows = {slot.staging, piece.dtype, piece.rows, columns, columns};
-      slot.queue->write_weight(*place.weight, piece.first, rows);
+      slot.queue->run(WriteWeightParams{place.weight, piece.first, rows});
       return;
     }
     std::byte* const to =
@@ -157,8 +157,8 @@ class Reader {
       slot.queue->copy({&op, 1});
     } else {
       const std::int64_t count = piece.rows * columns;
-      slot.queue->cast({slot.staging, piece.dtype, 1, count, count},
-                       {to, place.dtype, 1, count, count});
+      slot.queue->run(CastParams{{slot.staging, piece.dtype, 1, count, count},
+                                 {to, place.dtype, 1, count, count}});
     }
   }
 

@@ -49,6 +49,26 @@ void append_head(const AppendBatchParams& p, std::int64_t head) {
 
 }  // namespace
 
+void append(const AppendParams& p, Threads& threads) {
+  const std::int64_t head_dim = p.shape.head_dim;
+  const std::size_t value_offset = static_cast<std::size_t>(head_dim) * size_of(p.shape.dtype);
+  const auto write_token = [&](std::int64_t token) {
+    for (int head = 0; head < p.shape.kv_heads; ++head) {
+      const std::int64_t source = token * p.stride + head * head_dim;
+      std::byte* const row = p.rows[static_cast<std::size_t>(head)] +
+                             static_cast<std::size_t>(token) * p.shape.row_bytes();
+      convert(p.k + source, DType::f32, row, p.shape.dtype, head_dim);
+      convert(p.v + source, DType::f32, row + value_offset, p.shape.dtype, head_dim);
+    }
+  };
+  // Below this many floats a task costs more to hand out than to do.
+  constexpr std::int64_t kGrainFloats = 16 * 1024;
+  threads.for_ranges(p.tokens, kGrainFloats / (p.shape.kv_heads * head_dim) + 1,
+                     [&](std::int64_t begin, std::int64_t end) {
+                       for (std::int64_t token = begin; token < end; ++token) write_token(token);
+                     });
+}
+
 void append_batch(const AppendBatchParams& p, Threads& threads) {
   const auto bytes = static_cast<std::int64_t>(p.shape.row_bytes()) * p.shape.kv_heads;
   threads.for_each(

@@ -23,7 +23,7 @@ void attend_bf16(const AttendTile& /*tile*/, const Bf16Products& /*products*/) {
 
 #include "cpu/runtime/intrinsics.h"
 #include "lib/bytes.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu {
 namespace {

@@ -34,6 +34,8 @@ void attend(const AttendParams& params, Threads& threads,
 void attend_batch(const AttendBatchParams& params, Threads& threads);
 void attend_selected(const AttendSelectedParams& params, Threads& threads);
 
+// On the device alone; copy_to_host() copies the rows to host memory.
+void append(const AppendParams& params, Threads& threads);
 void append_batch(const AppendBatchParams& params, Threads& threads);
 void sum_values(const SumValuesParams& params);
 

@@ -10,7 +10,7 @@
 #include "cpu/attention/attention.h"
 #include "cpu/runtime/elementwise.h"
 #include "lib/check.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu {
 namespace {

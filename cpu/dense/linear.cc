@@ -270,8 +270,10 @@ std::unique_ptr<Weight> Linear::make_weight(std::int64_t outputs, std::int64_t i
 
 std::int64_t Linear::block_outputs() const { return impl_->onednn.block(); }
 
-void Linear::write(Weight& weight, std::int64_t first, const Matrix& rows) {
-  auto& packed = dynamic_cast<PackedWeight&>(weight);
+void Linear::write(const WriteWeightParams& p) {
+  auto& packed = dynamic_cast<PackedWeight&>(*p.weight);
+  const Matrix& rows = p.rows;
+  const std::int64_t first = p.first;
   const std::int64_t block = impl_->onednn.block();
   const std::int64_t end = first + rows.rows;
   check(rows.columns == packed.inputs() && rows.stride == rows.columns && end <= packed.outputs(),

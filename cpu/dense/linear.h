@@ -37,7 +37,7 @@ class Linear {
                                       Buffer memory) const;
   // Packs rows of any dtype, on the calling thread; see DenseOps::write_weight(). Several threads
   // may write rows of one weight at a time.
-  void write(Weight& weight, std::int64_t first, const Matrix& rows);
+  void write(const WriteWeightParams& params);
   // Outputs that are packed together.
   std::int64_t block_outputs() const;
 

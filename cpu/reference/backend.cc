@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <utility>
+#include <variant>
 
 #include "cpu/attention/attention.h"
 #include "cpu/reference/attention.h"
@@ -54,112 +55,79 @@ std::unique_ptr<Queue> ReferenceBackend::make_queue(const QueueOptions& options)
   return std::make_unique<ReferenceQueue>(*this);
 }
 
-void ReferenceQueue::copy(std::span<const CopyOp> ops) {
-  for (const CopyOp& op : ops) std::memcpy(op.to, op.from, op.bytes);
-}
+// What runs each operation: one line for every one in lib/backend/operation.h.
+struct ReferenceExecute {
+  ReferenceQueue& queue;
 
-void ReferenceQueue::embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
-  reference_embed(table, ids, y);
-}
-
-void ReferenceQueue::linear(const LinearParams& params) {
-  reference_linear(params, static_cast<const ReferenceWeight*>(params.weight)->values());
-}
-
-void ReferenceQueue::write_weight(Weight& weight, std::int64_t first, const Matrix& rows) {
-  check(first + rows.rows <= weight.outputs() && rows.columns == weight.inputs(),
-        "write_weight: shapes disagree");
-  float* const to = static_cast<ReferenceWeight&>(weight).values() + first * weight.inputs();
-  reference_cast(rows, {to, DType::f32, rows.rows, rows.columns, rows.columns});
-}
-
-void ReferenceQueue::rms_norm(const RmsNormParams& params) { reference_rms_norm(params); }
-void ReferenceQueue::rope(const RopeParams& params) { reference_rope(params); }
-void ReferenceQueue::swiglu(const SwigluParams& params) { reference_swiglu(params); }
-void ReferenceQueue::cast(const Matrix& from, const Matrix& to) { reference_cast(from, to); }
-void ReferenceQueue::read_heads(const ReadHeadsParams& params) { sluice::read_heads(params); }
-
-void ReferenceQueue::sample(const Matrix& logits, std::span<const TokenDraw> params,
-                            std::span<SampledToken> tokens) {
-  const auto* row = static_cast<const float*>(logits.data);
-  for (std::size_t i = 0; i < tokens.size(); ++i, row += logits.stride) {
-    tokens[i] = draw_token({row, static_cast<std::size_t>(logits.columns)}, params[i]);
+  void operator()(const CopyParams* p) const {
+    for (const CopyOp& op : p->ops) std::memcpy(op.to, op.from, op.bytes);
   }
-}
 
-void ReferenceQueue::append(const AppendParams& params) {
-  reference_append(params);
-  copy_home(*this, params);
-}
-void ReferenceQueue::append_batch(const AppendBatchParams& params) {
-  reference_append_batch(params);
-}
-void ReferenceQueue::attend(const AttendParams& params) { reference::attend(params, *this); }
+  void operator()(const EmbedParams* p) const { reference_embed(*p); }
+  void operator()(const WriteWeightParams* p) const { write_weight(*p); }
+  void operator()(const LinearParams* p) const {
+    reference_linear(*p, static_cast<const ReferenceWeight*>(p->weight)->values());
+  }
+  void operator()(const LinearChain* p) const { run_one_by_one(queue, *p); }
+  void operator()(const RmsNormParams* p) const { reference_rms_norm(*p); }
+  void operator()(const RopeParams* p) const { reference_rope(*p); }
+  void operator()(const SwigluParams* p) const { reference_swiglu(*p); }
+  void operator()(const CastParams* p) const { reference_cast(*p); }
+  void operator()(const ReadHeadsParams* p) const { read_heads(*p); }
+  void operator()(const SampleParams* p) const { reference_sample(*p); }
 
-void ReferenceQueue::attend_batch(const AttendBatchParams& params) {
-  reference::attend_batch(params, *this);
-}
+  void operator()(const AppendParams* p) const {
+    reference_append(*p);
+    copy_to_host(queue, *p);
+  }
+  void operator()(const AppendBatchParams* p) const { reference_append_batch(*p); }
+  void operator()(const AttendParams* p) const { reference::attend(*p, queue); }
+  void operator()(const AttendBatchParams* p) const { reference::attend_batch(*p, queue); }
+  // Which rows a cache holds is defined bit by bit, so the reference finds them as the CPU does.
+  void operator()(const FindRowsParams* p) const {
+    Threads one(1);
+    find_rows(*p, one);
+  }
+  void operator()(const ForgetRowsParams* p) const { forget_rows(*p); }
+  void operator()(const AttendSelectedParams* p) const { reference::attend_selected(*p, queue); }
+  void operator()(const GatherParams* p) const { reference::gather(*p, queue); }
+  void operator()(const PackTokensParams* p) const { reference::pack_tokens(*p); }
+  void operator()(const UnpackTokensParams* p) const { reference::unpack_tokens(*p); }
+  void operator()(const SumValuesParams* p) const { reference::sum_values(*p); }
 
-void ReferenceQueue::build_index(const BuildIndexParams& params) { reference::build_index(params); }
+  void operator()(const BuildIndexParams* p) const { reference::build_index(*p); }
+  void operator()(const BuildBatchParams* p) const { reference::build_batch(*p); }
+  void operator()(const EstimateParams* p) const {
+    reference::estimate(
+        *p, {queue.backend().info().reads, [&](const PageRead& read) { queue.on_index_read(read); },
+             [&](const std::byte* row, std::size_t bytes) { queue.on_key_read(row, bytes); }});
+  }
+  void operator()(const SelectParams* p) const { reference::select(*p); }
+  void operator()(const ColumnSumsParams* p) const { reference::column_sums(*p); }
+  void operator()(const ChooseTokensParams* p) const { reference::choose_tokens(*p); }
+  void operator()(const PageMeansParams* p) const { reference::page_means(*p); }
+  void operator()(const ChoosePagesParams* p) const { reference::choose_pages(*p); }
 
-void ReferenceQueue::build_batch(const BuildBatchParams& params) { reference::build_batch(params); }
+  void operator()(const BuildValuesParams* p) const { reference::build_values(*p); }
+  void operator()(const BuildValuesBatchParams* p) const { reference::build_values_batch(*p); }
+  void operator()(const AttendTilesParams* p) const {
+    reference::attend_tiles(*p, [&](const PageRead& read) { queue.on_values_read(read); });
+  }
+  void operator()(const MergePartialsParams* p) const { reference::merge_partials(*p); }
 
-void ReferenceQueue::estimate(const EstimateParams& params) {
-  reference::estimate(params,
-                      {backend().info().reads, [&](const PageRead& read) { on_index_read(read); },
-                       [&](const std::byte* row, std::size_t bytes) { on_key_read(row, bytes); }});
-}
+ private:
+  static void write_weight(const WriteWeightParams& p) {
+    Weight& weight = *p.weight;
+    check(p.first + p.rows.rows <= weight.outputs() && p.rows.columns == weight.inputs(),
+          "write_weight: shapes disagree");
+    float* const to = static_cast<ReferenceWeight&>(weight).values() + p.first * weight.inputs();
+    reference_cast({p.rows, {to, DType::f32, p.rows.rows, p.rows.columns, p.rows.columns}});
+  }
+};
 
-void ReferenceQueue::select(const SelectParams& params) { reference::select(params); }
-
-// Where rows are found does not depend on who computes, so there is no slower way to do it.
-void ReferenceQueue::find_rows(const FindRowsParams& params) {
-  Threads one(1);
-  cpu::find_rows(params, one);
-}
-
-void ReferenceQueue::forget_rows(const ForgetRowsParams& params) { cpu::forget_rows(params); }
-
-void ReferenceQueue::attend_selected(const AttendSelectedParams& params) {
-  reference::attend_selected(params, *this);
-}
-
-void ReferenceQueue::gather(const GatherParams& params) { reference::gather(params, *this); }
-
-void ReferenceQueue::pack_tokens(const PackTokensParams& params) { reference::pack_tokens(params); }
-
-void ReferenceQueue::unpack_tokens(const UnpackTokensParams& params) {
-  reference::unpack_tokens(params);
-}
-
-void ReferenceQueue::column_sums(const ColumnSumsParams& params) { reference::column_sums(params); }
-
-void ReferenceQueue::choose_tokens(const ChooseTokensParams& params) {
-  reference::choose_tokens(params);
-}
-
-void ReferenceQueue::page_means(const PageMeansParams& params) { reference::page_means(params); }
-
-void ReferenceQueue::choose_pages(const ChoosePagesParams& params) {
-  reference::choose_pages(params);
-}
-
-void ReferenceQueue::sum_values(const SumValuesParams& params) { reference::sum_values(params); }
-
-void ReferenceQueue::build_values(const BuildValuesParams& params) {
-  reference::build_values(params);
-}
-
-void ReferenceQueue::build_values_batch(const BuildValuesBatchParams& params) {
-  reference::build_values_batch(params);
-}
-
-void ReferenceQueue::merge_partials(const MergePartialsParams& params) {
-  reference::merge_partials(params);
-}
-
-void ReferenceQueue::attend_tiles(const AttendTilesParams& params) {
-  reference::attend_tiles(params, [&](const PageRead& read) { on_values_read(read); });
+void ReferenceQueue::submit(const Operation& operation) {
+  static_cast<void>(backend());
+  std::visit(ReferenceExecute{*this}, operation);
 }
 
 }  // namespace sluice::cpu

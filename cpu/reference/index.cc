@@ -7,7 +7,7 @@
 
 #include "cpu/reference/ops.h"
 #include "cpu/runtime/whole_pages.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu::reference {
 namespace {

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu {
 
@@ -65,11 +65,11 @@ void rotate(float* x, std::int64_t position, const RopeParams& p) {
 
 }  // namespace
 
-void reference_embed(const Matrix& table, const TokenId* ids, const Matrix& y) {
-  for (std::int64_t i = 0; i < y.rows; ++i) {
-    const bool known = ids[i] >= 0 && ids[i] < table.rows;
-    for (std::int64_t c = 0; c < table.columns; ++c) {
-      put(y, i, c, known ? at(table, ids[i], c) : 0.0f);
+void reference_embed(const EmbedParams& p) {
+  for (std::int64_t i = 0; i < p.y.rows; ++i) {
+    const bool known = p.ids[i] >= 0 && p.ids[i] < p.table.rows;
+    for (std::int64_t c = 0; c < p.table.columns; ++c) {
+      put(p.y, i, c, known ? at(p.table, p.ids[i], c) : 0.0f);
     }
   }
 }
@@ -138,9 +138,16 @@ void reference_swiglu(const SwigluParams& p) {
   }
 }
 
-void reference_cast(const Matrix& from, const Matrix& to) {
-  for (std::int64_t row = 0; row < from.rows; ++row) {
-    for (std::int64_t c = 0; c < from.columns; ++c) put(to, row, c, at(from, row, c));
+void reference_cast(const CastParams& p) {
+  for (std::int64_t row = 0; row < p.from.rows; ++row) {
+    for (std::int64_t c = 0; c < p.from.columns; ++c) put(p.to, row, c, at(p.from, row, c));
+  }
+}
+
+void reference_sample(const SampleParams& p) {
+  const auto* row = static_cast<const float*>(p.logits.data);
+  for (std::size_t i = 0; i < p.tokens.size(); ++i, row += p.logits.stride) {
+    p.tokens[i] = draw_token({row, static_cast<std::size_t>(p.logits.columns)}, p.draws[i]);
   }
 }
 

@@ -11,13 +11,14 @@ namespace sluice::cpu {
 float read_element(const void* data, DType dtype, std::int64_t index);
 void write_element(void* data, DType dtype, std::int64_t index, float value);
 
-void reference_embed(const Matrix& table, const TokenId* ids, const Matrix& y);
+void reference_embed(const EmbedParams& params);
 // `weight` is params.weight's values, [outputs, inputs].
 void reference_linear(const LinearParams& params, const float* weight);
 void reference_rms_norm(const RmsNormParams& params);
 void reference_rope(const RopeParams& params);
 void reference_swiglu(const SwigluParams& params);
-void reference_cast(const Matrix& from, const Matrix& to);
+void reference_cast(const CastParams& params);
+void reference_sample(const SampleParams& params);
 // Bytes of a row past its values (row_bytes() rounds up) keep what they held.
 void reference_append(const AppendParams& params);
 void reference_append_batch(const AppendBatchParams& params);

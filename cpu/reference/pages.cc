@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/reference/ops.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu::reference {
 namespace {

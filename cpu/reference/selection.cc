@@ -8,7 +8,7 @@
 
 #include "cpu/reference/ops.h"
 #include "cpu/runtime/elementwise.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu::reference {
 namespace {

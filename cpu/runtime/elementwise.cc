@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "lib/check.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/runtime/elementwise.cc"

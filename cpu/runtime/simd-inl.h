@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice::cpu {

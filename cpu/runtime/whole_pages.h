@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cpu/runtime/threads.h"
-#include "lib/batch.h"
+#include "sluice/batch.h"
 
 namespace sluice::cpu {
 

@@ -9,7 +9,7 @@
 #include "cpu/runtime/elementwise.h"
 #include "cpu/runtime/whole_pages.h"
 #include "cpu/scan/scan.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "cpu/scan/key_score_simd.h"
 #include "lib/check.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu {
 namespace {

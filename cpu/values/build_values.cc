@@ -7,7 +7,7 @@
 #include "cpu/runtime/whole_pages.h"
 #include "cpu/values/values.h"
 #include "lib/check.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cpu {
 namespace {

@@ -16,11 +16,11 @@
 
 namespace sluice::cuda {
 
-void embed(const Matrix& table, const TokenId* ids, const Matrix& y, const Launch& launch);
+void embed(const EmbedParams& params, const Launch& launch);
 void rms_norm(const RmsNormParams& params, const Launch& launch);
 void rope(const RopeParams& params, const Launch& launch);
 void swiglu(const SwigluParams& params, const Launch& launch);
-void cast(const Matrix& from, const Matrix& to, const Launch& launch);
+void cast(const CastParams& params, const Launch& launch);
 void read_heads(const ReadHeadsParams& params, const Launch& launch);
 // y[row] = bias, or y[row] += bias.
 void add_bias(const float* bias, const Matrix& y, bool accumulate, const Launch& launch);

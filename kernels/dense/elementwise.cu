@@ -166,7 +166,8 @@ __global__ void bias_kernel(const float* bias, float* y, std::int64_t stride, st
 
 }  // namespace
 
-void embed(const Matrix& table, const TokenId* ids, const Matrix& y, const Launch& launch) {
+void embed(const EmbedParams& p, const Launch& launch) {
+  const auto& [table, ids, y] = p;
   check(y.dtype == DType::f32, "embed: output must be f32");
   dispatch(table.dtype, [&](auto element) {
     using T = decltype(element);
@@ -226,7 +227,8 @@ void swiglu(const SwigluParams& p, const Launch& launch) {
   });
 }
 
-void cast(const Matrix& from, const Matrix& to, const Launch& launch) {
+void cast(const CastParams& p, const Launch& launch) {
+  const auto& [from, to] = p;
   check(from.rows == to.rows && from.columns == to.columns, "cast: shapes disagree");
   const dim3 grid(blocks_for(to.columns, kThreads), static_cast<unsigned>(to.rows));
   dispatch(from.dtype, [&](auto source) {

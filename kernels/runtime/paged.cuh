@@ -3,7 +3,7 @@
 
 #include "kernels/runtime/device_math.cuh"
 #include "lib/backend/row_cache.h"
-#include "lib/batch.h"
+#include "sluice/batch.h"
 
 namespace sluice::cuda {
 

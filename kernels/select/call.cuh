@@ -14,7 +14,7 @@
 #include "kernels/runtime/page_digest.h"
 #include "kernels/runtime/page_weights.h"
 #include "lib/backend/index_ops.h"
-#include "lib/batch.h"
+#include "sluice/batch.h"
 
 namespace sluice::cuda {
 

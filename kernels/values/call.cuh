@@ -14,8 +14,8 @@
 #include "kernels/runtime/paged.cuh"
 #include "kernels/values/tile.cuh"
 #include "kernels/values/values.h"
-#include "lib/batch.h"
 #include "lib/value_tiles.h"
+#include "sluice/batch.h"
 
 namespace sluice::cuda {
 

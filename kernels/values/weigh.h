@@ -5,7 +5,7 @@
 #include "kernels/runtime/launch.h"
 #include "kernels/runtime/page_weights.h"
 #include "lib/backend/index_ops.h"
-#include "lib/batch.h"
+#include "sluice/batch.h"
 
 namespace sluice::cuda {
 

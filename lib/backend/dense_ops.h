@@ -6,8 +6,9 @@
 #include <optional>
 #include <span>
 
-#include "lib/batch.h"
+#include "lib/backend/operation_label.h"
 #include "lib/sample_token.h"
+#include "sluice/batch.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -32,8 +33,28 @@ class Weight {
   virtual Matrix dense_rows() const { return {}; }
 };
 
+// y[i] = table[ids[i]]. A row is zero if the table has none for its id.
+struct EmbedParams {
+  static constexpr OperationLabel kLabel = {"embed", TraceKind::dense};
+  Matrix table;                  // [vocabulary, columns], in its own dtype
+  const TokenId* ids = nullptr;  // [y.rows]
+  Matrix y;                      // [tokens, columns], f32
+};
+
+// Rows [first, first + rows.rows) of a weight. Several queues may write rows of one weight at once.
+struct WriteWeightParams {
+  static constexpr OperationLabel kLabel = {"write_weight", TraceKind::copy};
+  Weight* weight = nullptr;
+  // `first` and the number of rows are multiples of Backend::weight_rows(), except at the end.
+  std::int64_t first = 0;
+  // [., inputs] of any dtype, dense, in host memory that the backend has allocated or registered,
+  // which must not change before the operation is done.
+  Matrix rows;
+};
+
 // y = x W^T (+ bias), or y += ... when accumulate is set.
 struct LinearParams {
+  static constexpr OperationLabel kLabel = {"linear", TraceKind::dense};
   Matrix x;                        // [tokens, inputs], compute dtype
   const Weight* weight = nullptr;  // [outputs, inputs]
   const float* bias = nullptr;     // [outputs] or null
@@ -43,6 +64,7 @@ struct LinearParams {
 
 // y = x / rms(x) * weight, per row.
 struct RmsNormParams {
+  static constexpr OperationLabel kLabel = {"rms_norm", TraceKind::dense};
   Matrix x;                       // [tokens, columns], f32
   const float* weight = nullptr;  // [columns]
   float epsilon = 0.0f;
@@ -53,6 +75,7 @@ struct RmsNormParams {
 // angle is the product of a position and a frequency, to 1e-5 radians at any position. What is
 // rotated is multiplied by `factor` (YaRN).
 struct RopeParams {
+  static constexpr OperationLabel kLabel = {"rope", TraceKind::dense};
   // [tokens, query_heads + key_heads, head_dim], `stride` floats from token to token
   float* x = nullptr;
   std::int64_t tokens = 0;
@@ -78,12 +101,14 @@ struct RopeParams {
 
 // y = silu(gate) * up.
 struct SwigluParams {
+  static constexpr OperationLabel kLabel = {"swiglu", TraceKind::dense};
   Matrix gate_up;  // [tokens, 2 * columns], f32: gate then up
   Matrix y;        // [tokens, columns], compute dtype
 };
 
 // The same numbers in another dtype.
 struct CastParams {
+  static constexpr OperationLabel kLabel = {"cast", TraceKind::dense};
   Matrix from;
   Matrix to;
 };
@@ -103,6 +128,7 @@ struct HeadArray {
 // Brings an array of a caller's to dense f32, times a factor. Zero stands for what is NaN or
 // too large, and the head that has it is marked.
 struct ReadHeadsParams {
+  static constexpr OperationLabel kLabel = {"read_heads", TraceKind::dense};
   HeadArray from;
   float factor = 1.0f;
   float limit = 0.0f;           // magnitudes are to be below it, after multiplying
@@ -110,41 +136,23 @@ struct ReadHeadsParams {
   std::int32_t* bad = nullptr;  // reported [tokens, heads]: set to 1 for such a head, else left
 };
 
-// A product with what comes right before and after it: rms_norm or cast, if there is one, linear,
-// and swiglu, if there is one. The result of each is the input of the next, but only the last one
-// is sure to be written: a backend may take all in one go.
+// A product and the operations right before and after it: rms_norm or cast, linear, swiglu. The
+// result of each is the input of the next. Only the last result is sure to be written, because a
+// backend may fuse the chain into one kernel.
 struct LinearChain {
+  static constexpr OperationLabel kLabel = {"linear_chain", TraceKind::dense};
   std::optional<RmsNormParams> norm;
   std::optional<CastParams> cast;  // not both
   LinearParams linear;
   std::optional<SwigluParams> swiglu;
 };
 
-class DenseOps {
- public:
-  virtual ~DenseOps() = default;
-
-  // y[i] = table[ids[i]]; `table` [vocabulary, columns] in its own dtype, `ids` [y.rows]. A row is
-  // zero if the table has none for its id.
-  virtual void embed(const Matrix& table, const TokenId* ids, const Matrix& y) = 0;
-  virtual void linear(const LinearParams& params) = 0;
-  // Rows [first, first + rows.rows) of a weight: `rows` [., inputs] of any dtype, dense, in host
-  // memory that the backend has allocated or registered, which stays as it is until then. Both
-  // numbers are multiples of Backend::weight_rows(), but for the weight's last row. Several queues
-  // may write rows of one weight at a time.
-  virtual void write_weight(Weight& weight, std::int64_t first, const Matrix& rows) = 0;
-  virtual void rms_norm(const RmsNormParams& params) = 0;
-  virtual void rope(const RopeParams& params) = 0;
-  virtual void swiglu(const SwigluParams& params) = 0;
-  virtual void cast(const Matrix& from, const Matrix& to) = 0;
-  virtual void read_heads(const ReadHeadsParams& params) = 0;
-  // One part after the other, unless a backend knows better.
-  virtual void linear_chain(const LinearChain& chain);
-  // Draws a token from each row of `logits` [n, vocabulary], f32, by its params, host arrays [n];
-  // waits for them. See token_of(). Where weights are summed in f32, a draw within rounding of two
-  // tokens' border may give either.
-  virtual void sample(const Matrix& logits, std::span<const TokenDraw> params,
-                      std::span<SampledToken> tokens) = 0;
+// Draws a token from each row of logits and waits for the tokens; see token_of().
+struct SampleParams {
+  static constexpr OperationLabel kLabel = {"sample", TraceKind::sample};
+  Matrix logits;                     // [n, vocabulary], f32
+  std::span<const TokenDraw> draws;  // host array [n]
+  std::span<SampledToken> tokens;    // host array [n]
 };
 
 }  // namespace sluice

@@ -13,7 +13,8 @@
 #include <span>
 
 #include "lib/backend/key_tiles.h"
-#include "lib/batch.h"
+#include "lib/backend/operation_label.h"
+#include "sluice/batch.h"
 #include "sluice/policy.h"
 #include "sluice/types.h"
 
@@ -27,6 +28,7 @@ struct RowSpan {
 
 // Builds pages [first_page, first_page + pages) of a sequence's index from their rows.
 struct BuildIndexParams {
+  static constexpr OperationLabel kLabel = {"build_index", TraceKind::index};
   KvShape shape;
   KeyIndexView index;
   std::int32_t sequence = 0;
@@ -38,6 +40,7 @@ struct BuildIndexParams {
 
 // For each token of a batch that is the last of its page: builds that page from its rows.
 struct BuildBatchParams {
+  static constexpr OperationLabel kLabel = {"build_index", TraceKind::index};
   KvShape shape;
   KeyIndexView index;
   TokenBatch batch;
@@ -151,6 +154,7 @@ enum class Selector : std::uint8_t {
 // sqrt(head_dim * |q of these|_1 / |q|_1) instead of sqrt(head_dim); SparQ section 3, equation 8.
 // `quest` writes the upper bound of a sub-page to each of its tokens. `newest` leaves [0, F) open.
 struct EstimateParams {
+  static constexpr OperationLabel kLabel = {"scan", TraceKind::scan};
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t q_stride = 0;
   KvShape shape;
@@ -198,6 +202,7 @@ struct Quota {
 // Without any logits, as in the first page with `skip_newest`, nothing is emitted, alpha is the
 // share, 1 if that is null, and lse is -Inf.
 struct SelectParams {
+  static constexpr OperationLabel kLabel = {"select", TraceKind::select};
   KvShape shape;
   TokenBatch batch;
   // [count, query_heads, stride]. `data` null, without candidates: nothing was estimated; exactly
@@ -231,6 +236,7 @@ struct SelectParams {
 // sums[t] = the softmax weight of row t, summed over probe tokens and query heads. A probe sees the
 // rows up to its own position.
 struct ColumnSumsParams {
+  static constexpr OperationLabel kLabel = {"column_sums", TraceKind::scan};
   const float* q = nullptr;                 // [probes, query_heads, head_dim]
   std::span<const std::int64_t> positions;  // host array [probes]
   KvShape shape;
@@ -244,6 +250,7 @@ struct ColumnSumsParams {
 // the `newest`. With what may be attended of the tokens before the prompt they are listed.
 // Source: ZipVL (He et al. 2024), sections 4.1 and 4.2.
 struct ChooseTokensParams {
+  static constexpr OperationLabel kLabel = {"choose_tokens", TraceKind::select};
   static constexpr std::int64_t kMostProbes = 128;
 
   const float* sums = nullptr;  // [end], what column_sums() gave for the probes
@@ -262,18 +269,6 @@ struct ChooseTokensParams {
   // Reported [1]: 1 if a sum of the prompt was NaN or infinite, and what is listed is left open; or
   // else 0.
   std::int32_t* bad = nullptr;
-};
-
-class IndexOps {
- public:
-  virtual ~IndexOps() = default;
-
-  virtual void build_index(const BuildIndexParams& params) = 0;
-  virtual void build_batch(const BuildBatchParams& params) = 0;
-  virtual void estimate(const EstimateParams& params) = 0;
-  virtual void select(const SelectParams& params) = 0;
-  virtual void column_sums(const ColumnSumsParams& params) = 0;
-  virtual void choose_tokens(const ChooseTokensParams& params) = 0;
 };
 
 }  // namespace sluice

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lib/batch.h"
+#include "sluice/batch.h"
 #include "sluice/types.h"
 
 namespace sluice {

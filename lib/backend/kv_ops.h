@@ -6,15 +6,17 @@
 #include <span>
 
 #include "lib/backend/index_ops.h"
+#include "lib/backend/operation_label.h"
 #include "lib/backend/page_ops.h"
 #include "lib/backend/row_cache.h"
-#include "lib/batch.h"
+#include "sluice/batch.h"
 #include "sluice/types.h"
 
 namespace sluice {
 
 // Turns keys and values into rows: K then V, in the cache's dtype.
 struct AppendParams {
+  static constexpr OperationLabel kLabel = {"append", TraceKind::append};
   const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
   const float* v = nullptr;  // likewise
   std::int64_t tokens = 0;
@@ -28,6 +30,7 @@ struct AppendParams {
 // The same for the tokens of a batch: each row goes to every place that its page has. Values are
 // added to running sums as the rows have them, rounded, token by token.
 struct AppendBatchParams {
+  static constexpr OperationLabel kLabel = {"append", TraceKind::append};
   const float* k = nullptr;  // [count, kv_heads, head_dim], `stride` floats from token to token
   const float* v = nullptr;  // likewise
   std::int64_t stride = 0;
@@ -43,6 +46,7 @@ struct AppendBatchParams {
 // and the log-sum-exp of their logits. Partials over disjoint rows merge into attention over all.
 // Source: FlashDecoding; Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
 struct AttendParams {
+  static constexpr OperationLabel kLabel = {"attend to a run of rows", TraceKind::attend};
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t tokens = 0;
   std::int64_t q_stride = 0;
@@ -77,6 +81,7 @@ struct PositionGap {
 // at home are copied to `arena` before they are attended. Without an arena, and by other backends,
 // they are attended where they lie.
 struct AttendBatchParams {
+  static constexpr OperationLabel kLabel = {"attend to all rows", TraceKind::attend};
   const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t q_stride = 0;
   KvShape shape;
@@ -110,6 +115,7 @@ struct AttendBatchParams {
 // none. A backend that computes in host memory may copy rows to `arena`, arena_rows at a time, and
 // attend to them there; see AttendBatchParams.
 struct AttendSelectedParams {
+  static constexpr OperationLabel kLabel = {"attend to selected rows", TraceKind::attend};
   const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t q_stride = 0;
   KvShape shape;
@@ -144,6 +150,7 @@ struct AttendSelectedParams {
 // the batch and of their positions, if their set has one that is empty or colder than they are:
 // attend_selected(), which has to follow, fills it. A row that several tokens selected gets one.
 struct FindRowsParams {
+  static constexpr OperationLabel kLabel = {"find rows", TraceKind::select};
   KvShape shape;
   TokenBatch batch;
   SelectionView selected;
@@ -158,6 +165,7 @@ struct FindRowsParams {
 // Empties the ways of rows [first, first + count) at home, of all layers and KV heads; or every
 // way, whatever it holds, as a new cache's have to be.
 struct ForgetRowsParams {
+  static constexpr OperationLabel kLabel = {"forget rows", TraceKind::copy};
   KvShape shape;
   RowCacheView cache;
   bool all = false;
@@ -167,6 +175,7 @@ struct ForgetRowsParams {
 
 // Copies rows of one sequence, found by position, so that they follow each other.
 struct GatherParams {
+  static constexpr OperationLabel kLabel = {"gather", TraceKind::gather};
   KvShape shape;
   PagedRows rows;
   std::int32_t sequence = 0;
@@ -180,6 +189,7 @@ struct GatherParams {
 
 // Copies tokens of a piece, found by position, so that they follow each other.
 struct PackTokensParams {
+  static constexpr OperationLabel kLabel = {"pack tokens", TraceKind::copy};
   const std::int32_t* positions = nullptr;  // [count], ascending, of the piece
   std::int64_t count = 0;
   std::int64_t first = 0;        // position of the piece's first token
@@ -191,6 +201,7 @@ struct PackTokensParams {
 
 // And back to their places.
 struct UnpackTokensParams {
+  static constexpr OperationLabel kLabel = {"unpack tokens", TraceKind::copy};
   const std::int32_t* positions = nullptr;  // as above
   std::int64_t count = 0;
   std::int64_t first = 0;
@@ -203,27 +214,11 @@ struct UnpackTokensParams {
 
 // Adds the values of rows to sums, or subtracts them.
 struct SumValuesParams {
+  static constexpr OperationLabel kLabel = {"sum_values", TraceKind::index};
   KvShape shape;
   std::span<const RowSpan> rows;  // host array [kv_heads]
   float* sums = nullptr;          // [kv_heads, head_dim]
   bool subtract = false;
-};
-
-class KvOps {
- public:
-  virtual ~KvOps() = default;
-
-  virtual void append(const AppendParams& params) = 0;
-  virtual void append_batch(const AppendBatchParams& params) = 0;
-  virtual void attend(const AttendParams& params) = 0;
-  virtual void attend_batch(const AttendBatchParams& params) = 0;
-  virtual void find_rows(const FindRowsParams& params) = 0;
-  virtual void forget_rows(const ForgetRowsParams& params) = 0;
-  virtual void attend_selected(const AttendSelectedParams& params) = 0;
-  virtual void gather(const GatherParams& params) = 0;
-  virtual void pack_tokens(const PackTokensParams& params) = 0;
-  virtual void unpack_tokens(const UnpackTokensParams& params) = 0;
-  virtual void sum_values(const SumValuesParams& params) = 0;
 };
 
 }  // namespace sluice

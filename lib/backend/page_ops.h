@@ -11,7 +11,8 @@
 #include <cstdint>
 #include <span>
 
-#include "lib/batch.h"
+#include "lib/backend/operation_label.h"
+#include "sluice/batch.h"
 #include "sluice/scorer.h"
 #include "sluice/types.h"
 
@@ -29,6 +30,7 @@ struct PageMeansView {
 };
 
 struct PageMeansParams {
+  static constexpr OperationLabel kLabel = {"page_means", TraceKind::index};
   KvShape shape;
   WholePages pages;  // of a run, or that tokens of a batch are the last of
   PageMeansView to;
@@ -62,6 +64,7 @@ struct PageLists {
 // product of its mean key and the mean of the block's queries; of a KV head, the sum over its query
 // heads. If a weight is no number all pages are listed.
 struct ChoosePagesParams {
+  static constexpr OperationLabel kLabel = {"choose_pages", TraceKind::select};
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
   std::int64_t tokens = 0;
   std::int64_t q_stride = 0;
@@ -73,14 +76,6 @@ struct ChoosePagesParams {
   PageMeansView means;
   PageLists lists;
   std::uint32_t* listed = nullptr;  // reported [kv_heads, means.pages]: how many blocks list a page
-};
-
-class PageOps {
- public:
-  virtual ~PageOps() = default;
-
-  virtual void page_means(const PageMeansParams& params) = 0;
-  virtual void choose_pages(const ChoosePagesParams& params) = 0;
 };
 
 }  // namespace sluice

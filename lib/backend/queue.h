@@ -1,29 +1,17 @@
 // A queue of a backend's work: every operation is asked of a queue, and is done in its order.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
 
-#include "lib/backend/dense_ops.h"
-#include "lib/backend/index_ops.h"
-#include "lib/backend/kv_ops.h"
-#include "lib/backend/page_ops.h"
-#include "lib/backend/value_ops.h"
+#include "lib/backend/operation.h"
 
 namespace sluice {
 
 class Backend;
-
-// One copy of contiguous bytes. Which of the two sides is host memory follows from the call.
-struct CopyOp {
-  std::byte* to = nullptr;
-  const std::byte* from = nullptr;
-  std::size_t bytes = 0;
-};
 
 // What a backend keeps of work that it replays. It ends before the memory that the work uses.
 class Recording {
@@ -75,18 +63,27 @@ class QueueRange {
 // Stream, scratch memory and what else work needs that is under way: queues share nothing, so work
 // of one runs beside that of others and meets it only at wait_for(). One thread at a time may use a
 // queue.
-class Queue : public DenseOps, public KvOps, public IndexOps, public PageOps, public ValueOps {
+class Queue {
  public:
   explicit Queue(Backend& backend);
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
+  virtual ~Queue() = default;
 
   // Throws Error{usage} once the backend has ended, as operations that need it do.
   Backend& backend() const;
   bool has_backend() const { return !life_.expired(); }
 
-  // Moves or copies bytes; `from` and `to` may be in any tier but disk. Regions do not overlap.
-  virtual void copy(std::span<const CopyOp> ops) = 0;
+  // Does an operation after all work issued before it. Throws Error{usage} once the backend has
+  // ended, and Error{unsupported} for parameters that the backend has no code for.
+  template <class Params>
+  void run(const Params& params) {
+    submit(Operation(&params));
+  }
+  void copy(std::span<const CopyOp> ops) { run(CopyParams{ops}); }
+  // The same for an operation of any kind: the one function that backends implement and that
+  // wrappers forward.
+  virtual void submit(const Operation& operation) = 0;
 
   // Issues what issue() issues. A backend may record that the first time, when `recording` is null,
   // and from then on only start the recording, which spares what each launch costs. So issue()
@@ -124,7 +121,9 @@ class Queue : public DenseOps, public KvOps, public IndexOps, public PageOps, pu
   std::weak_ptr<const void> life_;
 };
 
-// Copies what append() wrote to its home.
-void copy_home(Queue& queue, const AppendParams& params);
+// For backends that do not fuse: the operations of a chain one by one.
+void run_one_by_one(Queue& queue, const LinearChain& chain);
+// Copies rows that `append` wrote on the device to host memory.
+void copy_to_host(Queue& queue, const AppendParams& params);
 
 }  // namespace sluice

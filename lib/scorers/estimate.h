@@ -10,7 +10,7 @@ inline void estimate(const RunScorer& call, Selector method, int channels = 0) {
   EstimateParams params = *call.estimate;
   params.method = method;
   params.channels = channels;
-  call.queue->estimate(params);
+  call.queue->run(params);
 }
 
 // Of so many channels of all tiles.

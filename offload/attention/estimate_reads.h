@@ -3,7 +3,7 @@
 #pragma once
 
 #include "lib/backend.h"
-#include "lib/batch.h"
+#include "sluice/batch.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"

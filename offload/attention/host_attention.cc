@@ -183,11 +183,12 @@ void HostAttention::attend(int layer, AttendBatchParams params) {
   params.gaps =
       reinterpret_cast<const PositionGap*>(device_gaps_.data()) + at(plan_.set_of(layer), 0);
   queue_.note_time(times);
-  queue_.attend_batch(params);
+  queue_.run(params);
   queue_.note_time(times + 1);
   queue_.wait_for(beside_);
-  queue_.merge_partials({params.batch.count * params.shape.query_heads, params.shape.head_dim,
-                         out_.floats(), lse_.floats(), params.out, params.lse});
+  queue_.run(MergePartialsParams{params.batch.count * params.shape.query_heads,
+                                 params.shape.head_dim, out_.floats(), lse_.floats(), params.out,
+                                 params.lse});
 }
 
 void HostAttention::attend_gaps(int layer, const AttendBatchParams& params) noexcept {
@@ -195,7 +196,7 @@ void HostAttention::attend_gaps(int layer, const AttendBatchParams& params) noex
   const Clock::time_point begin = Clock::now();
   std::exception_ptr failure;
   try {
-    host_queue_->attend_batch(params);
+    host_queue_->run(params);
   } catch (...) {
     failure = std::current_exception();
   }

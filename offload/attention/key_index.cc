@@ -121,21 +121,22 @@ void KeyIndex::build(int layer, std::int32_t sequence, std::int64_t first_page, 
   if (pages == 0) return;
   if (!at.own.empty()) build_own(layer, run_of(sequence, first_page, pages, rows));
   if (at.bad_values != nullptr) {
-    queue_->build_values(
-        {layout_.shape, values(layer), sequence, first_page, pages, rows, at.bad_values});
+    queue_->run(BuildValuesParams{layout_.shape, values(layer), sequence, first_page, pages, rows,
+                                  at.bad_values});
   }
   if (at.bad == nullptr) return;
-  queue_->build_index({layout_.shape, view(layer), sequence, first_page, pages, rows, at.bad});
+  queue_->run(
+      BuildIndexParams{layout_.shape, view(layer), sequence, first_page, pages, rows, at.bad});
 }
 
 void KeyIndex::build(int layer, const TokenBatch& batch, const PagedRows& rows) {
   const Layer& at = layers_[static_cast<std::size_t>(layer)];
   if (!at.own.empty()) build_own(layer, {.count = batch.count, .batch = batch, .paged = rows});
   if (at.bad_values != nullptr) {
-    queue_->build_values_batch({layout_.shape, values(layer), batch, rows, at.bad_values});
+    queue_->run(BuildValuesBatchParams{layout_.shape, values(layer), batch, rows, at.bad_values});
   }
   if (at.bad == nullptr) return;
-  queue_->build_batch({layout_.shape, view(layer), batch, rows, at.bad});
+  queue_->run(BuildBatchParams{layout_.shape, view(layer), batch, rows, at.bad});
 }
 
 void KeyIndex::add_values(int layer, std::int32_t sequence, std::span<const RowSpan> rows,
@@ -143,7 +144,7 @@ void KeyIndex::add_values(int layer, std::int32_t sequence, std::span<const RowS
   float* const sums = value_sums(layer);
   if (sums == nullptr) return;
   const std::size_t offset = static_cast<std::size_t>(sequence) * sum_bytes() / sizeof(float);
-  queue_->sum_values({layout_.shape, rows, sums + offset, subtract});
+  queue_->run(SumValuesParams{layout_.shape, rows, sums + offset, subtract});
 }
 
 template <typename Visit>

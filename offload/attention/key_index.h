@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "lib/backend.h"
-#include "lib/batch.h"
 #include "offload/plan/index_layout.h"
+#include "sluice/batch.h"
 #include "sluice/scorer.h"
 
 namespace sluice {

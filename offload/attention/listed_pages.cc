@@ -40,7 +40,7 @@ PageMeansView ListedPages::means(int layer) const {
 }
 
 void ListedPages::build(int layer, const WholePages& pages) {
-  if (pages.count > 0) queue_->page_means({shape_, pages, means(layer)});
+  if (pages.count > 0) queue_->run(PageMeansParams{shape_, pages, means(layer)});
 }
 
 void ListedPages::copy(std::int32_t from, std::int32_t to) {
@@ -74,7 +74,7 @@ PageLists ListedPages::choose(int layer, std::int32_t sequence, const StepRange&
   params.lists = lists;
   params.listed = reinterpret_cast<std::uint32_t*>(listed_.data()) +
                   count_of(layer, shape_.kv_heads, pages_of_sequence_);
-  queue_->choose_pages(params);
+  queue_->run(params);
   return lists;
 }
 

@@ -154,7 +154,7 @@ void SparseAttention::choose_fixed(const Policy& policy, const Wave& wave) {
   if (!policy.selects(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
   select.selected = selection(wave.layer, wave.first);
   select.alpha = alpha(wave.layer, wave.first);
-  queue_->select(select);
+  queue_->run(select);
 }
 
 EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
@@ -200,7 +200,7 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   select.k = candidates_of(policy);
   select.selected = candidates(wave.layer, wave.first);
   select.alpha = share(wave.layer, wave.first);
-  queue_->select(select);
+  queue_->run(select);
 }
 
 // The scorer's estimates. One that is not Sluice's own leaves the newest rows to the backend.
@@ -209,7 +209,7 @@ void SparseAttention::score(const Policy& policy, const Wave& wave,
   if (!own_scorers().has(scorer_of(policy)) && !wave.skip_newest) {
     EstimateParams newest = estimate;
     newest.method = Selector::newest;
-    queue_->estimate(newest);
+    queue_->run(newest);
   }
   RunScorer call;
   static_cast<ScorerCall&>(call) = index_.call(policy, wave.layer);
@@ -231,7 +231,7 @@ void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   estimate.candidates = &candidates;
   estimate.pages_read = report_.pages_read + head_entry(wave.layer, wave.first);
   estimate.logits = {candidate_logits_.data(), layout_.candidate_stride()};
-  queue_->estimate(estimate);
+  queue_->run(estimate);
 
   SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
@@ -261,7 +261,7 @@ void SparseAttention::prune(const Policy& policy, const Wave& wave, SelectParams
   params.p = static_cast<float>(policy.p);
   params.cap = {policy.cap, {}, 0};
   params.alpha = alpha(wave.layer, wave.first);
-  queue_->select(params);
+  queue_->run(params);
 }
 
 void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int source,
@@ -285,7 +285,7 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   params.out = queries.out + wave.first * shape.query_heads * shape.head_dim;
   params.lse = queries.lse + wave.first * shape.query_heads;
   if (cache_ != nullptr) find_rows(wave, params);
-  queue_->attend_selected(params);
+  queue_->run(params);
   if (cache_ != nullptr) cache_->end_filling();
   if (policy.compensates(wave.layer, Compensation::values)) attend_values(policy, wave, params);
 }
@@ -301,7 +301,7 @@ void SparseAttention::find_rows(const Wave& wave, AttendSelectedParams& params) 
   find.places = cache_->places();
   find.evicted = report_.evicted + head_entry(wave.layer, wave.first);
   cache_->begin_filling();
-  queue_->find_rows(find);
+  queue_->run(find);
   params.places = find.places;
   params.cache = find.cache;
 }
@@ -326,7 +326,7 @@ void SparseAttention::attend_values(const Policy& policy, const Wave& wave,
   params.lse = attended.lse;
   params.merge = true;
   params.pages_read = report_.value_pages + head_entry(wave.layer, wave.first);
-  queue_->attend_tiles(params);
+  queue_->run(params);
 }
 
 void SparseAttention::require_number(bool is_number, int layer, int head) const {

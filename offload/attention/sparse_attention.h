@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "lib/backend.h"
-#include "lib/batch.h"
 #include "offload/attention/estimate_reads.h"
 #include "offload/attention/key_index.h"
 #include "offload/cache/row_cache.h"
 #include "offload/tiers/block_tables.h"
 #include "offload/tiers/kv_rows.h"
+#include "sluice/batch.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"
 #include "sluice/selection.h"

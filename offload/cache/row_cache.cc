@@ -78,7 +78,7 @@ void RowCache::forget(std::int64_t first_block, std::int64_t blocks) {
   params.cache = view();
   params.first = first_block * kPageTokens;
   params.count = blocks * kPageTokens;
-  queue_->forget_rows(params);
+  queue_->run(params);
 }
 
 void RowCache::clear() {
@@ -86,7 +86,7 @@ void RowCache::clear() {
   params.shape = shape_;
   params.cache = view();
   params.all = true;
-  queue_->forget_rows(params);
+  queue_->run(params);
 }
 
 }  // namespace sluice

@@ -82,19 +82,19 @@ void cast_heads(Queue& queue, float* from, const HeadArray& to) {
     return data + static_cast<std::size_t>(elements) * size_of(to.dtype);
   };
   if (to.head_stride == dim || to.heads == 1) {
-    return queue.cast({from, DType::f32, to.tokens, width, width},
-                      {data, to.dtype, to.tokens, width, to.token_stride});
+    return queue.run(CastParams{{from, DType::f32, to.tokens, width, width},
+                                {data, to.dtype, to.tokens, width, to.token_stride}});
   }
   if (to.tokens < to.heads) {
     for (std::int64_t token = 0; token < to.tokens; ++token) {
-      queue.cast({from + token * width, DType::f32, to.heads, dim, dim},
-                 {at(token * to.token_stride), to.dtype, to.heads, dim, to.head_stride});
+      queue.run(CastParams{{from + token * width, DType::f32, to.heads, dim, dim},
+                           {at(token * to.token_stride), to.dtype, to.heads, dim, to.head_stride}});
     }
     return;
   }
   for (std::int64_t head = 0; head < to.heads; ++head) {
-    queue.cast({from + head * dim, DType::f32, to.tokens, dim, width},
-               {at(head * to.head_stride), to.dtype, to.tokens, dim, to.token_stride});
+    queue.run(CastParams{{from + head * dim, DType::f32, to.tokens, dim, width},
+                         {at(head * to.head_stride), to.dtype, to.tokens, dim, to.token_stride}});
   }
 }
 
@@ -162,7 +162,7 @@ void CallerArrays::read(const KvInput& array, std::int64_t tokens, int heads, fl
   params.bad = bad;
   const std::int64_t vectors = tokens * heads;
   std::fill_n(params.bad, vectors, 0);
-  if (array.layout.tier == queue_->backend().info().compute_tier) return queue_->read_heads(params);
+  if (array.layout.tier == queue_->backend().info().compute_tier) return queue_->run(params);
   float* const to = params.to;
   params.to = host_in_.floats() + at * shape_.head_dim;
   read_heads(params);

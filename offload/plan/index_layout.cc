@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "lib/backend/index_ops.h"
-#include "lib/batch.h"
 #include "lib/text.h"
 #include "lib/value_tiles.h"
+#include "sluice/batch.h"
 #include "sluice/errors.h"
 
 namespace sluice {

@@ -6,10 +6,10 @@
 
 #include "lib/backend/kv_ops.h"
 #include "lib/backend/row_cache.h"
-#include "lib/batch.h"
 #include "lib/bytes.h"
 #include "offload/plan/index_layout.h"
 #include "offload/plan/prefill_bytes.h"
+#include "sluice/batch.h"
 #include "sluice/errors.h"
 
 namespace sluice {

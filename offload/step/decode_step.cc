@@ -81,7 +81,7 @@ void DecodeStep::append(int layer, const NewRows& rows) {
     params.sums = sparse->index().value_sums(layer);
     params.token_sums = sparse->token_sums();
   }
-  pool_->queue().append_batch(params);
+  pool_->queue().run(params);
   if (sparse != nullptr) sparse->index().build(layer, params.batch, params.rows);
   if (pool_->listed() == nullptr) return;
   pool_->listed()->build(
@@ -109,7 +109,7 @@ void DecodeStep::attend(int layer, const Queries& queries) {
   if (beside_ != nullptr) {
     beside_->attend(layer, params);
   } else {
-    pool_->queue().attend_batch(params);
+    pool_->queue().run(params);
   }
   select(layer, queries);
 }

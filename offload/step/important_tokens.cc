@@ -146,7 +146,7 @@ void ImportantTokens::sum_columns(int layer, const KvPool& pool) {
   params.rows = rows;
   params.eligible = eligible_on_backend(layer);
   params.sums = sums_.floats();
-  queue_->column_sums(params);
+  queue_->run(params);
 }
 
 void ImportantTokens::choose(int layer, const SparsePrefill& how, const KvPool& pool) {
@@ -166,7 +166,7 @@ void ImportantTokens::choose(int layer, const SparsePrefill& how, const KvPool& 
   params.positions = reinterpret_cast<std::int32_t*>(positions_.data());
   params.seen = reinterpret_cast<std::int32_t*>(seen_.data());
   params.bad = reinterpret_cast<std::int32_t*>(bad_.data());
-  queue_->choose_tokens(params);
+  queue_->run(params);
   const CopyOp op = {host_listed_.data(), listed_.data(), bytes_of(prompt_.end(), 1)};
   queue_->copy({&op, 1});
   queue_->synchronize();
@@ -238,7 +238,7 @@ void ImportantTokens::attend_run(int layer, AttendParams& params, const RowRun& 
                   traffic_of(shape_, part.count));
     params.rows = rows;
     params.first_row_position = part.first;
-    queue_->attend(params);
+    queue_->run(params);
     params.rows = {};
     params.merge = true;
   }
@@ -263,19 +263,19 @@ void ImportantTokens::attend_important(int layer, const StepRange& piece, const 
   std::int64_t first = listed_tokens_.before(piece.first);
   UnpackTokensParams unpack = {nullptr, 0,       piece.first, piece.tokens,
                                width,   nullptr, queries.out, true};
-  if (first == end) return queue_->unpack_tokens(unpack);
+  if (first == end) return queue_->run(unpack);
   count_hits(layer, end, pool, ledger);
   for (; first < end; first += kPackedTokens, unpack.clear = false) {
     unpack.positions = positions() + first;
     unpack.count = std::min(kPackedTokens, end - first);
     unpack.packed = packed_out_.floats();
-    queue_->pack_tokens({unpack.positions, unpack.count, piece.first, width, queries.q,
-                         queries.stride, packed_q_.floats()});
+    queue_->run(PackTokensParams{unpack.positions, unpack.count, piece.first, width, queries.q,
+                                 queries.stride, packed_q_.floats()});
     AttendParams params =
         attend_params(shape_, {first, unpack.count},
                       {packed_q_.floats(), width, packed_out_.floats(), packed_lse_.floats()});
     attend_listed(layer, params, first + unpack.count, pool, ledger);
-    queue_->unpack_tokens(unpack);
+    queue_->run(unpack);
   }
 }
 
@@ -295,7 +295,7 @@ void ImportantTokens::attend_listed(int layer, AttendParams& params, std::int64_
     const std::vector<RowSpan> rows = brought(std::min(all, count - first));
     params.rows = rows;
     params.first_row_position = first;
-    queue_->attend(params);
+    queue_->run(params);
     params.rows = {};
     params.merge = true;
   }
@@ -314,7 +314,7 @@ void ImportantTokens::bring(int layer, std::int64_t first, std::int64_t count, c
   params.counts = counts;
   params.to = arena_.data();
   params.to_rows = arena_rows_;
-  queue_->gather(params);
+  queue_->run(params);
   brought_ = first;
   if (pool.plan().in_place) return;
   const std::int64_t near =

@@ -10,15 +10,15 @@
 #include <vector>
 
 #include "lib/backend.h"
-#include "lib/batch.h"
 #include "offload/attention/host_attention.h"
-#include "offload/step/important_tokens.h"
 #include "offload/attention/listed_pages.h"
 #include "offload/attention/sparse_attention.h"
 #include "offload/cache/row_cache.h"
+#include "offload/step/important_tokens.h"
 #include "offload/tiers/block_tables.h"
 #include "offload/tiers/host_store.h"
 #include "offload/tiers/kv_rows.h"
+#include "sluice/batch.h"
 #include "sluice/kv_cache.h"
 #include "sluice/ledger.h"
 #include "sluice/policy.h"

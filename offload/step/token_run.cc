@@ -119,8 +119,8 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
     }
   }
   const std::int64_t offset = (to.first - range_.first) * rows.stride;
-  pool_->queue().append(
-      {rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, homes});
+  pool_->queue().run(
+      AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, homes});
   if (!ops.empty()) pool_->send_home(ops);
 }
 
@@ -162,7 +162,7 @@ void TokenRun::attend_run(int layer, AttendParams& params, const RowRun& run) {
   const std::vector<RowSpan> rows = pool_->spans(layer, run);
   params.rows = rows;
   params.first_row_position = run.first;
-  pool_->queue().attend(params);
+  pool_->queue().run(params);
   params.rows = {};
   params.merge = true;
 }
@@ -225,7 +225,7 @@ void TokenRun::attend_streamed(int layer, AttendParams& params) {
     }
     params.rows = rows;
     params.first_row_position = pieces[i].first;
-    queue.attend(params);
+    queue.run(params);
     params.merge = true;
   }
   params.rows = {};

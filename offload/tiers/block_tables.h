@@ -13,9 +13,9 @@
 #include <span>
 #include <vector>
 
-#include "lib/batch.h"
 #include "offload/tiers/device_blocks.h"
 #include "offload/tiers/slot_pool.h"
+#include "sluice/batch.h"
 
 namespace sluice {
 

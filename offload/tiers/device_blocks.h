@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "lib/batch.h"
 #include "offload/tiers/slot_pool.h"
+#include "sluice/batch.h"
 
 namespace sluice {
 

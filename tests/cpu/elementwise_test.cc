@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/dense/rope_table.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/random.h"
 
 namespace sluice::cpu {

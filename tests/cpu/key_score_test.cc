@@ -8,7 +8,7 @@
 
 #include "cpu/scan/key_index.h"
 #include "cpu/scan/key_score_simd.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/random.h"
 
 namespace sluice {

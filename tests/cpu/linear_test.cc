@@ -12,7 +12,7 @@
 #include "cpu/cpu_backend.h"
 #include "cpu/runtime/elementwise.h"
 #include "cpu/runtime/threads.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/random.h"
 
 namespace sluice::cpu {
@@ -236,19 +236,20 @@ TEST(Linear, PacksRowsInAnyOrder) {
       const auto parts = backend.make_weight(outputs, inputs);
       const std::int64_t step = backend.weight_rows() * random.integer(1, 3);
       for (std::int64_t first = (outputs - 1) / step * step; first >= 0; first -= step) {
-        queue->write_weight(*parts, first,
-                            {w.data() + first * inputs, DType::f32, std::min(step, outputs - first),
-                             inputs, inputs});
+        queue->run(WriteWeightParams{parts.get(),
+                                     first,
+                                     {w.data() + first * inputs, DType::f32,
+                                      std::min(step, outputs - first), inputs, inputs}});
       }
       std::vector<std::byte> x(static_cast<std::size_t>(inputs) * size_of(compute));
       convert(random.normal(inputs).data(), DType::f32, x.data(), compute, inputs);
       std::vector<float> expected(static_cast<std::size_t>(outputs));
       std::vector<float> actual(expected.size());
       const auto multiply = [&](const Weight& weight, std::vector<float>& y) {
-        queue->linear({{x.data(), compute, 1, inputs, inputs},
-                       &weight,
-                       nullptr,
-                       {y.data(), DType::f32, 1, outputs, outputs}});
+        queue->run(LinearParams{{x.data(), compute, 1, inputs, inputs},
+                                &weight,
+                                nullptr,
+                                {y.data(), DType::f32, 1, outputs, outputs}});
       };
       multiply(*whole, expected);
       multiply(*parts, actual);

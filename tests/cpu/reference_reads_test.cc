@@ -100,7 +100,7 @@ TEST_F(RowReadsOfChosen, SelectedRowsAndTheNewest) {
   p.rows = sequences_.rows();
   p.selected = {positions_.data(), 3, heads.data()};
   p.scale = 1.0f;
-  backend_.queue->attend_selected(p);
+  backend_.queue->run(p);
   std::map<const std::byte*, int> expected;
   expect_chosen(expected, sequences_);
   expect(expected, sequences_, 0, 256, 300);
@@ -120,7 +120,7 @@ TEST_F(RowReadsOfChosen, GatheredRows) {
   p.counts = counts;
   p.to = to.data();
   p.to_rows = 3;
-  backend_.queue->gather(p);
+  backend_.queue->run(p);
   std::map<const std::byte*, int> expected;
   expect_chosen(expected, sequences_);
   EXPECT_EQ(backend_.watch().reads, expected);

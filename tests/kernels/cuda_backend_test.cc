@@ -79,7 +79,8 @@ class OnDevice : public ::testing::Test {
     const std::vector<float> x = {1.0f, 2.0f, 3.0f, 4.0f};
     const Buffer from = testing::upload(backend, x);
     const Buffer to = backend.allocate(Tier::device, x.size() * sizeof(float));
-    backend.queue->cast({from.data(), DType::f32, 1, 4, 4}, {to.data(), DType::f32, 1, 4, 4});
+    backend.queue->run(
+        CastParams{{from.data(), DType::f32, 1, 4, 4}, {to.data(), DType::f32, 1, 4, 4}});
     EXPECT_EQ(testing::download<float>(backend, to), x);
   }
 };
@@ -170,8 +171,8 @@ class Step {
       backend_.queue->wait_for(*transfer_);
       // Two, so that one starts while the other still runs.
       for (int i = 0; i < 2; ++i) {
-        backend_.queue->cast({brought_.data(), DType::f32, 2, 2, 2},
-                             {y_.data(), DType::f32, 2, 2, 2});
+        backend_.queue->run(
+            CastParams{{brought_.data(), DType::f32, 2, 2, 2}, {y_.data(), DType::f32, 2, 2, 2}});
       }
       if (fails) throw Error(ErrorCode::usage, "a test");
     });

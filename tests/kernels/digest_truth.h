@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kernels/runtime/page_digest.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 
 namespace sluice::cuda {
 

@@ -37,10 +37,10 @@ void multiply(std::int64_t inputs, std::barrier<>& start) {
   const Buffer y = device.allocate(Tier::device, kOutputs * sizeof(float));
   start.arrive_and_wait();
   for (int i = 0; i < kTimes; ++i) {
-    device.queue->linear({{x.data(), dtype, 1, inputs, inputs},
-                          weight.get(),
-                          nullptr,
-                          {y.data(), DType::f32, 1, kOutputs, kOutputs}});
+    device.queue->run(LinearParams{{x.data(), dtype, 1, inputs, inputs},
+                                   weight.get(),
+                                   nullptr,
+                                   {y.data(), DType::f32, 1, kOutputs, kOutputs}});
     if (i % 256 == 0) device.synchronize();
   }
   device.synchronize();

@@ -1,4 +1,4 @@
-#include "lib/half.h"
+#include "sluice/half.h"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <tuple>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/io/test_files.h"
 #include "tests/support/random.h"
 

@@ -12,7 +12,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/io/test_files.h"
 #include "tests/support/model_sessions.h"
 

@@ -150,10 +150,10 @@ class LoaderParity : public ::testing::TestWithParam<NamedBackend> {
     const Buffer x = testing::upload(*device_, encoded(units, compute));
     const Buffer y =
         testing::upload(*device_, std::vector<float>(static_cast<std::size_t>(inputs * outputs)));
-    device_->queue->linear({{x.data(), compute, inputs, inputs, inputs},
-                            &weight,
-                            nullptr,
-                            {y.data(), DType::f32, inputs, outputs, outputs}});
+    device_->queue->run(LinearParams{{x.data(), compute, inputs, inputs, inputs},
+                                     &weight,
+                                     nullptr,
+                                     {y.data(), DType::f32, inputs, outputs, outputs}});
     const std::vector<float> columns = testing::values_of(*device_, y, DType::f32);
     std::vector<float> rows(columns.size());
     for (std::size_t i = 0; i < columns.size(); ++i) {

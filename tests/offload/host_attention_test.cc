@@ -64,9 +64,9 @@ class FailingBackend : public cpu::CpuBackend {
 class FailingQueue : public cpu::CpuQueue {
  public:
   explicit FailingQueue(FailingBackend& backend) : CpuQueue(backend), owner_(&backend) {}
-  void attend_batch(const AttendBatchParams& params) override {
-    owner_->fails();
-    CpuQueue::attend_batch(params);
+  void submit(const Operation& operation) override {
+    if (params_of<AttendBatchParams>(operation) != nullptr) owner_->fails();
+    CpuQueue::submit(operation);
   }
 
  private:

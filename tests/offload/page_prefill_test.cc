@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/backends.h"
 #include "tests/support/counting_backend.h"
 #include "tests/support/plan.h"

@@ -74,7 +74,18 @@ class WatchedQueue : public cpu::CpuQueue {
  public:
   using cpu::CpuQueue::CpuQueue;
 
-  void attend_selected(const AttendSelectedParams& p) override {
+  void submit(const Operation& operation) override {
+    if (const auto* attend = params_of<AttendSelectedParams>(operation)) watch(*attend);
+    CpuQueue::submit(operation);
+  }
+
+  std::uint64_t fetched = 0;
+  std::uint64_t cached = 0;
+  std::uint64_t evicted = 0;  // if no row is forgotten
+  std::uint64_t stale = 0;
+
+ private:
+  void watch(const AttendSelectedParams& p) {
     for (std::int64_t i = 0; i < p.batch.count * p.shape.kv_heads; ++i) {
       const std::int32_t sequence = p.batch.tokens[i / p.shape.kv_heads].sequence;
       for (std::int64_t at = i * p.selected.capacity;
@@ -91,15 +102,8 @@ class WatchedQueue : public cpu::CpuQueue {
         }
       }
     }
-    CpuQueue::attend_selected(p);
   }
 
-  std::uint64_t fetched = 0;
-  std::uint64_t cached = 0;
-  std::uint64_t evicted = 0;  // if no row is forgotten
-  std::uint64_t stale = 0;
-
- private:
   void watch(const AttendSelectedParams& p, std::int64_t head, std::int32_t sequence,
              std::int32_t position, std::int64_t way) {
     const std::size_t bytes = p.shape.row_bytes();
@@ -270,9 +274,9 @@ class FailingQueue : public WatchedQueue {
  public:
   using WatchedQueue::WatchedQueue;
 
-  void attend_selected(const AttendSelectedParams& p) override {
-    if (fails) throw std::bad_alloc();
-    WatchedQueue::attend_selected(p);
+  void submit(const Operation& operation) override {
+    if (fails && params_of<AttendSelectedParams>(operation) != nullptr) throw std::bad_alloc();
+    WatchedQueue::submit(operation);
   }
 
   bool fails = false;

@@ -53,8 +53,8 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHome) {
       const std::array<Buffer, 2> home = two(Tier::host);
       std::byte* const to[] = {rows[0].data(), rows[1].data()};
       std::byte* const home_to[] = {home[0].data(), home[1].data()};
-      backend_->queue->append(
-          {device.floats(), device.floats() + 2 * d, tokens, stride, shape, to, home_to});
+      backend_->queue->run(AppendParams{device.floats(), device.floats() + 2 * d, tokens, stride,
+                                        shape, to, home_to});
       const std::vector<float> expected = rounded(kv, dtype);
       const std::size_t width = shape.row_bytes() / size_of(dtype);
       const auto channels = static_cast<std::size_t>(d);
@@ -227,7 +227,7 @@ Written appended(testing::Device& backend, const BatchCase& c, const Written& st
     if (!without.token_sums) {
       p.token_sums = token_sums.floats() + static_cast<std::ptrdiff_t>(c.sums(first));
     }
-    backend.queue->append_batch(p);
+    backend.queue->run(p);
   }
   return {download<std::byte>(backend, device), download<std::byte>(backend, host),
           download<float>(backend, sums), download<float>(backend, token_sums)};

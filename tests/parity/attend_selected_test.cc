@@ -140,7 +140,7 @@ class SelectedRun {
     if (alpha_.bytes() > 0) p.alpha = alpha_.floats();
     if (estimated_lse_.bytes() > 0) p.estimated_lse = estimated_lse_.floats();
     if (sums_.bytes() > 0) p.value_sums = sums_.floats();
-    backend_.queue->attend_selected(p);
+    backend_.queue->run(p);
     return queries_.results_by_token();
   }
 
@@ -369,7 +369,7 @@ TEST_P(AttendSelected, GathersRowsByPosition) {
     p.counts = counts;
     p.to = to.data();
     p.to_rows = to_rows;
-    backend_->queue->gather(p);
+    backend_->queue->run(p);
     const std::vector<std::byte> rows = download<std::byte>(*backend_, to);
     std::vector<std::byte> expected(rows.size());
     for (std::size_t head = 0; head < 2; ++head) {
@@ -394,9 +394,9 @@ TEST_P(AttendSelected, SumsOfValuesGrowAndShrink) {
   }
   const Buffer sums = backend_->allocate(backend_->info().compute_tier,
                                          static_cast<std::size_t>(2 * d) * sizeof(float));
-  backend_->queue->sum_values({shape(), spans, sums.floats(), false});
+  backend_->queue->run(SumValuesParams{shape(), spans, sums.floats(), false});
   for (RowSpan& span : spans) span.count = 100;
-  backend_->queue->sum_values({shape(), spans, sums.floats(), true});
+  backend_->queue->run(SumValuesParams{shape(), spans, sums.floats(), true});
   const std::vector<float> actual = download<float>(*backend_, sums);
   std::size_t i = 0;
   for (int head = 0; head < 2; ++head) {
@@ -426,8 +426,9 @@ TEST_P(AttendSelected, ColumnSumsAreTheProbesWeights) {
     spans.push_back({rows.back().data(), 400});
   }
   const Buffer sums = backend_->allocate(Tier::host, 400 * sizeof(float));
-  backend_->queue->column_sums({q.floats(), probes, shape(), spans,
-                                reinterpret_cast<const std::uint8_t*>(mask.data()), sums.floats()});
+  backend_->queue->run(ColumnSumsParams{q.floats(), probes, shape(), spans,
+                                        reinterpret_cast<const std::uint8_t*>(mask.data()),
+                                        sums.floats()});
   backend_->synchronize();
   std::vector<double> expected(400);
   for (std::size_t probe = 0; probe < probes.size(); ++probe) {

@@ -152,7 +152,7 @@ class ChooseTokens : public ::testing::TestWithParam<NamedBackend> {
     p.positions = reinterpret_cast<std::int32_t*>(positions.data());
     p.seen = reinterpret_cast<std::int32_t*>(seen.data());
     p.bad = reinterpret_cast<std::int32_t*>(bad.data());
-    backend_->queue->choose_tokens(p);
+    backend_->queue->run(p);
     return {download<std::uint8_t>(*backend_, listed), download<std::int32_t>(*backend_, positions),
             download<std::int32_t>(*backend_, seen),
             *reinterpret_cast<const std::int32_t*>(bad.data())};
@@ -248,21 +248,22 @@ TEST_P(ChooseTokens, PacksTokensAndUnpacksThem) {
         upload(*backend_, std::vector<float>(static_cast<std::size_t>(count * width), -1.0f));
     const Buffer back =
         upload(*backend_, std::vector<float>(static_cast<std::size_t>(tokens * width), -2.0f));
-    backend_->queue->pack_tokens({at, count, first, width, from.floats(), stride, packed.floats()});
+    backend_->queue->run(
+        PackTokensParams{at, count, first, width, from.floats(), stride, packed.floats()});
     // The first half clears the piece, the second adds to it.
     const std::int64_t half = count / 2;
-    backend_->queue->unpack_tokens(
-        {at, half, first, tokens, width, packed.floats(), back.floats(), true});
-    backend_->queue->unpack_tokens({at + half, count - half, first, tokens, width,
-                                    packed.floats() + half * width, back.floats(), false});
+    backend_->queue->run(
+        UnpackTokensParams{at, half, first, tokens, width, packed.floats(), back.floats(), true});
+    backend_->queue->run(UnpackTokensParams{at + half, count - half, first, tokens, width,
+                                            packed.floats() + half * width, back.floats(), false});
     std::vector<float> expected(static_cast<std::size_t>(tokens * width));
     for (const std::int32_t position : positions) {
       const std::int64_t t = position - first;
       std::copy_n(piece.begin() + t * stride, width, expected.begin() + t * width);
     }
     EXPECT_EQ(download<float>(*backend_, back), expected);
-    backend_->queue->unpack_tokens(
-        {nullptr, 0, first, tokens, width, nullptr, back.floats(), true});
+    backend_->queue->run(
+        UnpackTokensParams{nullptr, 0, first, tokens, width, nullptr, back.floats(), true});
     EXPECT_EQ(download<float>(*backend_, back), std::vector<float>(expected.size()));
   }
 }

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/backends.h"
 #include "tests/support/indexed_case.h"
 #include "tests/support/random.h"

@@ -61,9 +61,9 @@ TEST_P(OpsParity, EmbedCopiesRowsOfTheTableAndZerosForWhatItLacks) {
     const std::vector<TokenId> ids = {6, 0, -1, 3, 3, 7, std::numeric_limits<TokenId>::max()};
     const Buffer device_ids = upload(*backend_, ids);
     const Buffer y = upload(*backend_, random_.normal(7 * 33));
-    backend_->queue->embed({device.data(), dtype, 7, 33, 33},
-                           reinterpret_cast<const TokenId*>(device_ids.data()),
-                           {y.data(), DType::f32, 7, 33, 33});
+    backend_->queue->run(EmbedParams{{device.data(), dtype, 7, 33, 33},
+                                     reinterpret_cast<const TokenId*>(device_ids.data()),
+                                     {y.data(), DType::f32, 7, 33, 33}});
     const std::vector<float> actual = values_of(y, DType::f32);
     for (std::size_t i = 0; i < actual.size(); ++i) {
       const TokenId id = ids[i / 33];
@@ -95,7 +95,7 @@ TEST_P(OpsParity, LinearMultipliesAddsBiasAndAccumulates) {
       p.bias = device_bias.floats();
       p.y = {y.data(), DType::f32, tokens, kOutputs, kOutputs};
       p.accumulate = accumulate;
-      backend_->queue->linear(p);
+      backend_->queue->run(p);
       const std::vector<float> actual = values_of(y, DType::f32);
       for (std::size_t i = 0; i < actual.size(); ++i) {
         double expected = bias[i % kOutputs] + (accumulate ? before[i] : 0.0f);
@@ -132,15 +132,15 @@ TEST_P(OpsParity, WriteWeightTakesPiecesOfAnyDtypeFromSeveralQueues) {
       Queue& queue = first / step % 2 == 0 ? *backend_->queue : *other;
       std::byte* const from =
           host.data() + static_cast<std::size_t>(first * kInputs) * size_of(dtype);
-      queue.write_weight(*weight, first,
-                         {from, dtype, std::min(step, outputs - first), kInputs, kInputs});
+      queue.run(WriteWeightParams{
+          weight.get(), first, {from, dtype, std::min(step, outputs - first), kInputs, kInputs}});
     }
     other->synchronize();
     const Buffer y = zeros(static_cast<std::size_t>(outputs * kInputs), DType::f32);
-    backend_->queue->linear({{x.data(), compute_, kInputs, kInputs, kInputs},
-                             weight.get(),
-                             nullptr,
-                             {y.data(), DType::f32, kInputs, outputs, outputs}});
+    backend_->queue->run(LinearParams{{x.data(), compute_, kInputs, kInputs, kInputs},
+                                      weight.get(),
+                                      nullptr,
+                                      {y.data(), DType::f32, kInputs, outputs, outputs}});
     const std::vector<float> actual = values_of(y, DType::f32);
     const std::vector<float> expected = rounded(w, compute_);
     for (std::size_t i = 0; i < actual.size(); ++i) {
@@ -197,7 +197,7 @@ TEST_P(OpsParity, LinearChainIsItsPartsInOrder) {
                       device_bias.floats(),
                       {y.data(), DType::f32, tokens, kOutputs, kOutputs},
                       true};
-      backend_->queue->linear_chain(chain);
+      backend_->queue->run(chain);
       const std::vector<float> actual = values_of(y, DType::f32);
       for (std::size_t i = 0; i < actual.size(); ++i) {
         const ChainValue sum = product(i / kOutputs, i % kOutputs, normed);
@@ -209,7 +209,7 @@ TEST_P(OpsParity, LinearChainIsItsPartsInOrder) {
       chain.linear.bias = nullptr;
       chain.linear.accumulate = false;
       chain.swiglu = {chain.linear.y, {gated.data(), compute_, tokens, kHalf, kHalf}};
-      backend_->queue->linear_chain(chain);
+      backend_->queue->run(chain);
       const std::vector<float> halves = values_of(gated, compute_);
       for (std::size_t i = 0; i < halves.size(); ++i) {
         const ChainValue gate = product(i / kHalf, i % kHalf, normed);
@@ -232,10 +232,10 @@ TEST_P(OpsParity, RmsNormScalesEveryRow) {
     const Buffer device_weight = upload(*backend_, weight);
     const Buffer y = zeros(3 * 90, dtype);
     // Rows of 90 in a matrix whose stride is 100.
-    backend_->queue->rms_norm({{device_x.data(), DType::f32, 3, 90, 100},
-                               device_weight.floats(),
-                               1e-2f,
-                               {y.data(), dtype, 3, 90, 90}});
+    backend_->queue->run(RmsNormParams{{device_x.data(), DType::f32, 3, 90, 100},
+                                       device_weight.floats(),
+                                       1e-2f,
+                                       {y.data(), dtype, 3, 90, 90}});
     const std::vector<float> actual = values_of(y, dtype);
     for (std::size_t i = 0; i < actual.size(); ++i) {
       double squares = 0;
@@ -253,8 +253,8 @@ TEST_P(OpsParity, SwigluGatesWithSilu) {
   gate_up[1] = 200.0f;
   const Buffer device = upload(*backend_, gate_up);
   const Buffer y = zeros(2 * 37, compute_);
-  backend_->queue->swiglu(
-      {{device.data(), DType::f32, 2, 74, 74}, {y.data(), compute_, 2, 37, 37}});
+  backend_->queue->run(
+      SwigluParams{{device.data(), DType::f32, 2, 74, 74}, {y.data(), compute_, 2, 37, 37}});
   const std::vector<float> actual = values_of(y, compute_);
   for (std::size_t i = 0; i < actual.size(); ++i) {
     const double gate = gate_up[i / 37 * 74 + i % 37];
@@ -290,7 +290,7 @@ TEST_P(OpsParity, ReadHeadsConvertsScalesAndMarksWhatIsNoNumber) {
       params.limit = 125.0f;
       params.to = to.floats();
       params.bad = marks;
-      backend_->queue->read_heads(params);
+      backend_->queue->run(params);
       const std::vector<float> actual = values_of(to, DType::f32);
       for (std::int64_t v = 0; v < kTokens * kHeads; ++v) {
         EXPECT_EQ(marks[v], v == 4 || v == 9 || v == 14 ? 1 : 0) << v;
@@ -310,7 +310,8 @@ TEST_P(OpsParity, CastRoundsToNearest) {
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     const Buffer from = upload(*backend_, x);
     const Buffer to = zeros(4 * 45, dtype);
-    backend_->queue->cast({from.data(), DType::f32, 4, 45, 50}, {to.data(), dtype, 4, 45, 45});
+    backend_->queue->run(
+        CastParams{{from.data(), DType::f32, 4, 45, 50}, {to.data(), dtype, 4, 45, 45}});
     const std::vector<float> expected = rounded(x, dtype);
     const std::vector<float> actual = values_of(to, dtype);
     for (std::size_t i = 0; i < actual.size(); ++i) {

@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/attention_suite.h"
 
 namespace sluice {
@@ -113,7 +113,7 @@ void choose(Device& backend, Choice& c) {
   p.lists = {reinterpret_cast<std::int32_t*>(pages.data()),
              reinterpret_cast<std::int32_t*>(counts.data()), c.blocks(), c.pages};
   p.listed = reinterpret_cast<std::uint32_t*>(listed.data());
-  backend.queue->choose_pages(p);
+  backend.queue->run(p);
   const auto all = download<std::int32_t>(backend, pages);
   const auto many = download<std::int32_t>(backend, counts);
   c.listed = download<std::uint32_t>(backend, listed);
@@ -280,7 +280,7 @@ TEST_P(ListedPages, MeansAreOfWholePages) {
     p.pages.run_rows = uploaded.data();
     p.pages.head_stride = static_cast<std::int64_t>(c.rows[0].size());
     p.to = {reinterpret_cast<std::uint16_t*>(means.data()), kPages};
-    backend_->queue->page_means(p);
+    backend_->queue->run(p);
     const auto after = download<std::uint16_t>(*backend_, means);
     for (std::size_t i = 0; i < after.size(); ++i) {
       const auto channel = static_cast<std::int64_t>(i) % head_dim;

@@ -9,7 +9,7 @@
 #include <limits>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/attention_suite.h"
 
 namespace sluice {

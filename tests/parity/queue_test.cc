@@ -46,7 +46,7 @@ TEST_P(QueueParity, WaitForEachOther) {
     }
     // Back to the start, as something else.
     device->queue->wait_for(*before);
-    device->queue->cast(row(values.back()), row(values.front()));
+    device->queue->run(CastParams{row(values.back()), row(values.front())});
     before = device->queue.get();
   }
   EXPECT_EQ(testing::download<float>(*device, values.front()), first);
@@ -85,8 +85,8 @@ TEST_P(QueueParity, SayThatTheirBackendHasEnded) {
   float x = 1.0f;
   const Matrix one = {&x, DType::f32, 1, 1, 1};
   if (GetParam().name != "reference") {  // its plain loops need no backend
-    refuses([&] { queue->cast(one, one); });
-    refuses([&] { queue->swiglu({one, one}); });
+    refuses([&] { queue->run(CastParams{one, one}); });
+    refuses([&] { queue->run(SwigluParams{one, one}); });
   }
   refuses([&] { queue->synchronize(); });
   refuses([&] { static_cast<void>(queue->backend()); });

@@ -49,9 +49,9 @@ class Step {
     ++issued;
     const TokenBatch batch = {reinterpret_cast<const BatchToken*>(tokens_.data()), kTokens,
                               kPages * kPageTokens};
-    backend_.queue->embed({table_.data(), DType::f32, kVocabulary, kWidth, kWidth},
-                          reinterpret_cast<const TokenId*>(ids_.data()),
-                          {x_.data(), DType::f32, kTokens, kWidth, kWidth});
+    backend_.queue->run(EmbedParams{{table_.data(), DType::f32, kVocabulary, kWidth, kWidth},
+                                    reinterpret_cast<const TokenId*>(ids_.data()),
+                                    {x_.data(), DType::f32, kTokens, kWidth, kWidth}});
     RopeParams rope;
     rope.x = x_.floats();
     rope.tokens = kTokens;
@@ -62,7 +62,7 @@ class Step {
     rope.batch = batch;
     const std::vector<float> frequencies(static_cast<std::size_t>(kShape.head_dim / 2), 0.01f);
     rope.inverse_frequency = frequencies.data();
-    backend_.queue->rope(rope);
+    backend_.queue->run(rope);
     AppendBatchParams append;
     append.k = x_.floats() + 4 * 64;
     append.v = append.k + 2 * 64;
@@ -76,7 +76,7 @@ class Step {
                    reinterpret_cast<const PageSlots*>(pages_.data()),
                    kPages};
     append.sums = sums_.floats();
-    backend_.queue->append_batch(append);
+    backend_.queue->run(append);
   }
 
   std::vector<std::vector<std::byte>> results() const {
@@ -170,8 +170,8 @@ TEST_P(ReplayParity, AReplayedStepCallsTheHost) {
     queue.copy(ops);
     queue.note_time(noted + 1);
     queue.wait_for(*beside);
-    queue.merge_partials(
-        {kRows, kDim, host_out.floats(), host_lse.floats(), out.floats(), lse.floats()});
+    queue.run(MergePartialsParams{kRows, kDim, host_out.floats(), host_lse.floats(), out.floats(),
+                                  lse.floats()});
   };
   std::unique_ptr<Recording> recording;
   for (int round = 1; round <= 5; ++round) {

@@ -47,7 +47,7 @@ class RopeParity : public ::testing::TestWithParam<NamedBackend> {
     p.first_position = 12345;  // is nothing to a batch
     p.inverse_frequency = frequency.data();
     p.factor = factor;
-    backend_->queue->rope(p);
+    backend_->queue->run(p);
     return download<float>(*backend_, device);
   }
 
@@ -83,7 +83,7 @@ TEST_P(RopeParity, NormalisesAndRotatesHalves) {
       p.query_norm = norm ? query_norm.floats() : nullptr;
       p.key_norm = norm ? key_norm.floats() : nullptr;
       p.norm_epsilon = 1e-3f;
-      backend_->queue->rope(p);
+      backend_->queue->run(p);
       const std::vector<float> actual = download<float>(*backend_, device_x);
       for (std::size_t i = 0; i < actual.size(); ++i) {
         const std::size_t column = i % stride;

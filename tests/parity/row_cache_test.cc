@@ -106,7 +106,7 @@ class CacheRun {
     p.shape = shape_;
     p.cache = view_;
     p.all = true;
-    backend.queue->forget_rows(p);
+    backend.queue->run(p);
     for (std::size_t head = 0; head < heads(); ++head) model_.emplace_back(view_);
   }
 
@@ -132,7 +132,7 @@ class CacheRun {
     find.cache = view_;
     find.places = reinterpret_cast<PlacedRow*>(places_.data());
     find.evicted = reinterpret_cast<std::int32_t*>(evicted_.data());
-    backend_.queue->find_rows(find);
+    backend_.queue->run(find);
     const auto places = download<PlacedRow>(backend_, places_);
     for (std::size_t i = 0; i < expected.size(); ++i) {
       if (i % capacity() >= chosen_[i / capacity()].size()) continue;
@@ -159,7 +159,7 @@ class CacheRun {
 
   // Rows [first, first + count) at home were written anew, as far as the cache knows.
   void forget(std::int64_t first, std::int64_t count) {
-    backend_.queue->forget_rows({shape_, view_, false, first, count});
+    backend_.queue->run(ForgetRowsParams{shape_, view_, false, first, count});
     for (ModelHead& head : model_) {
       for (ModelHead::Way& way : head.ways()) {
         const auto home = static_cast<std::int64_t>(view_.home_of(way.tag));
@@ -260,7 +260,7 @@ class CacheRun {
     p.arena = arena_.data();
     p.arena_rows = kArenaRows;
     p.scale = scale_;
-    backend_.queue->attend_selected(p);
+    backend_.queue->run(p);
     return queries_.results_by_token();
   }
 

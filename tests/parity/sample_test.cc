@@ -61,8 +61,8 @@ class SampleParity : public ::testing::TestWithParam<NamedBackend> {
     const Buffer device = testing::upload(*backend_, logits);
     const auto count = static_cast<std::int64_t>(logits.size());
     SampledToken token;
-    backend_->queue->sample({device.data(), DType::f32, 1, count, count}, {&params, 1},
-                            {&token, 1});
+    backend_->queue->run(
+        SampleParams{{device.data(), DType::f32, 1, count, count}, {&params, 1}, {&token, 1}});
     return token_of(token);
   }
   // Sums in f32 may move the borders between tokens by so much.
@@ -188,12 +188,14 @@ TEST_P(SampleParity, RowsAreDrawnAsIfAlone) {
   }
   const Buffer device = testing::upload(*backend_, logits);
   std::vector<SampledToken> tokens(kRows);
-  backend_->queue->sample({device.data(), DType::f32, kRows, kCount, kStride}, params, tokens);
+  backend_->queue->run(
+      SampleParams{{device.data(), DType::f32, kRows, kCount, kStride}, params, tokens});
   for (std::int64_t i = 0; i < kRows; ++i) {
     const auto at = static_cast<std::size_t>(i);
     SampledToken alone;
     float* const first = device.floats() + i * kStride;
-    backend_->queue->sample({first, DType::f32, 1, kCount, kStride}, {&params[at], 1}, {&alone, 1});
+    backend_->queue->run(
+        SampleParams{{first, DType::f32, 1, kCount, kStride}, {&params[at], 1}, {&alone, 1}});
     EXPECT_EQ(tokens[at].id, alone.id) << i;
     EXPECT_EQ(tokens[at].bad, alone.bad) << i;
     const bool bad = i == 0 || i == 3 || i == 149;

@@ -445,13 +445,15 @@ class DigestedQueue : public cpu::CpuQueue {
  public:
   using CpuQueue::CpuQueue;
 
-  void select(const SelectParams& params) override {
-    SelectParams p = params;
+  void submit(const Operation& operation) override {
+    const auto* const params = params_of<SelectParams>(operation);
+    if (params == nullptr) return CpuQueue::submit(operation);
+    SelectParams p = *params;
     std::vector<std::byte> digest;
     if (p.logits.data != nullptr && p.candidates == nullptr && p.eligible == nullptr) {
       digest = testing::digest_pages(p.shape, p.batch, p.logits);
     }
-    CpuQueue::select(p);
+    CpuQueue::submit(Operation(&p));
   }
 };
 

@@ -84,7 +84,7 @@ class AttentionRun {
     p.out = out_.floats();
     p.lse = lse_.floats();
     p.merge = merge;
-    backend_.queue->attend(p);
+    backend_.queue->run(p);
   }
 
   PageLists listed;  // see AttendParams

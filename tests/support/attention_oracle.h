@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "sluice/types.h"
 
 namespace sluice::testing {

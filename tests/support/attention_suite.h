@@ -34,9 +34,14 @@ class KernelQueue : public cpu::ReferenceQueue {
   }
   ~KernelQueue() override { hwy::SetSupportedTargetsForTest(0); }
 
-  void attend(const AttendParams& params) override { cpu::attend(params, threads_, kernel_); }
-  void attend_batch(const AttendBatchParams& params) override {
-    cpu::attend_batch(params, threads_);
+  void submit(const Operation& operation) override {
+    if (const auto* attend = params_of<AttendParams>(operation)) {
+      cpu::attend(*attend, threads_, kernel_);
+    } else if (const auto* attend_batch = params_of<AttendBatchParams>(operation)) {
+      cpu::attend_batch(*attend_batch, threads_);
+    } else {
+      ReferenceQueue::submit(operation);
+    }
   }
 
  private:

@@ -76,37 +76,15 @@ class CountingQueue : public cpu::ReferenceQueue {
  public:
   explicit CountingQueue(CountingBackend& backend) : ReferenceQueue(backend), counts_(&backend) {}
 
-  void copy(std::span<const CopyOp> ops) override {
-    for (const CopyOp& op : ops) {
-      if (counts_->on_device(op.from) && counts_->is_home(op.to)) {
-        counts_->device_to_host += op.bytes;
-      }
-      if (counts_->is_home(op.from) && counts_->on_device(op.to)) {
-        counts_->host_to_device += op.bytes;
-      }
+  void submit(const Operation& operation) override {
+    if (const auto* copy = params_of<CopyParams>(operation)) count(*copy);
+    if (const auto* append = params_of<AppendBatchParams>(operation)) count(*append);
+    if (const auto* attend = params_of<AttendParams>(operation)) {
+      count(*attend);
+      in_run_ = true;
     }
-    ReferenceQueue::copy(ops);
-  }
-
-  // Rows outside the device tier that attention was given.
-  void attend(const AttendParams& params) override {
-    for (const RowSpan& rows : params.rows) {
-      if (rows.count > 0 && !counts_->on_device(rows.rows)) {
-        counts_->host_rows_attended += static_cast<std::uint64_t>(rows.count);
-      }
-    }
-    in_run_ = true;
-    ReferenceQueue::attend(params);
+    ReferenceQueue::submit(operation);
     in_run_ = false;
-  }
-
-  void append_batch(const AppendBatchParams& params) override {
-    if (params.rows.device != nullptr) {
-      counts_->device_to_host +=
-          static_cast<std::uint64_t>(params.batch.count * params.shape.kv_heads) *
-          params.shape.row_bytes();
-    }
-    ReferenceQueue::append_batch(params);
   }
 
  protected:
@@ -130,8 +108,33 @@ class CountingQueue : public cpu::ReferenceQueue {
   }
 
  private:
+  void count(const CopyParams& params) {
+    for (const CopyOp& op : params.ops) {
+      if (counts_->on_device(op.from) && counts_->is_home(op.to)) {
+        counts_->device_to_host += op.bytes;
+      }
+      if (counts_->is_home(op.from) && counts_->on_device(op.to)) {
+        counts_->host_to_device += op.bytes;
+      }
+    }
+  }
+  // Rows outside the device tier that attention was given.
+  void count(const AttendParams& params) {
+    for (const RowSpan& rows : params.rows) {
+      if (rows.count > 0 && !counts_->on_device(rows.rows)) {
+        counts_->host_rows_attended += static_cast<std::uint64_t>(rows.count);
+      }
+    }
+  }
+  void count(const AppendBatchParams& params) {
+    if (params.rows.device == nullptr) return;
+    counts_->device_to_host +=
+        static_cast<std::uint64_t>(params.batch.count * params.shape.kv_heads) *
+        params.shape.row_bytes();
+  }
+
   CountingBackend* counts_;
-  bool in_run_ = false;
+  bool in_run_ = false;  // attention to a run, whose rows copy() brings
 };
 
 inline std::unique_ptr<Queue> CountingBackend::make_queue(const QueueOptions& /*options*/) {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "sluice/types.h"
 #include "tests/support/device.h"
 

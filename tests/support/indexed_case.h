@@ -10,7 +10,7 @@
 
 #include "lib/backend/index_ops.h"
 #include "lib/backend/memory.h"
-#include "lib/batch.h"
+#include "sluice/batch.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/device.h"
 #include "tests/support/random.h"
@@ -61,7 +61,7 @@ class IndexedCase {
       p.pages = c.count(0) / kPageTokens;
       p.rows = spans;
       p.bad = flags();
-      if (p.pages > 0) backend_.queue->build_index(p);
+      if (p.pages > 0) backend_.queue->run(p);
       backend_.synchronize();
     }
   }
@@ -70,7 +70,7 @@ class IndexedCase {
   void build_batch(const std::vector<BatchToken>& tokens) {
     const Buffer batch = upload(backend_, tokens);
     backend_.synchronize();
-    backend_.queue->build_batch({shape_, view_, batch_of(tokens, batch), rows_, flags()});
+    backend_.queue->run(BuildBatchParams{shape_, view_, batch_of(tokens, batch), rows_, flags()});
     backend_.synchronize();
   }
 
@@ -96,7 +96,7 @@ class IndexedCase {
     const Buffer read = upload(backend_, std::vector<std::int32_t>(c.tokens.size() * heads(), -1));
     p.pages_read = reinterpret_cast<std::int32_t*>(read.data());
     backend_.synchronize();
-    backend_.queue->estimate(p);
+    backend_.queue->run(p);
     const std::vector<float> all = logits.get();
     pages_read_ = download<std::int32_t>(backend_, read);
     std::vector<std::vector<float>> of_rows;

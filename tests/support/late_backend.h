@@ -16,6 +16,7 @@
 #include <span>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "cpu/cpu_backend.h"
@@ -100,128 +101,14 @@ class LateQueue : public cpu::CpuQueue {
     std::erase(late_->queues_, this);
   }
 
-  void copy(std::span<const CopyOp> ops) override {
-    for (const CopyOp& op : ops) {
-      if (!late_->knows(op.to) && !is_working_) {
-        finish();
-        CpuQueue::copy({&op, 1});
-      } else if (!late_->knows(op.from)) {
-        later([this, op, bytes = std::vector(op.from, op.from + op.bytes)] {
-          const CopyOp staged = {op.to, bytes.data(), op.bytes};
-          CpuQueue::copy({&staged, 1});
-        });
-      } else {
-        later([this, op] { CpuQueue::copy({&op, 1}); });
-      }
-    }
-  }
-
-  void append(const AppendParams& p) override {
-    later([this, p = p, rows = own(p.rows), home = own(p.home)]() mutable {
-      p.rows = rows;
-      p.home = home;
-      CpuQueue::append(p);
-    });
-  }
-  void attend(const AttendParams& p) override {
-    later([this, p = p, rows = own(p.rows)]() mutable {
-      p.rows = rows;
-      CpuQueue::attend(p);
-    });
-  }
-  void gather(const GatherParams& p) override {
-    later([this, p = p, counts = own(p.counts)]() mutable {
-      p.counts = counts;
-      CpuQueue::gather(p);
-    });
-  }
-  void sum_values(const SumValuesParams& p) override {
-    later([this, p = p, rows = own(p.rows)]() mutable {
-      p.rows = rows;
-      CpuQueue::sum_values(p);
-    });
-  }
-  void build_index(const BuildIndexParams& p) override {
-    later([this, p = p, rows = own(p.rows)]() mutable {
-      p.rows = rows;
-      CpuQueue::build_index(p);
-    });
-  }
-  void build_values(const BuildValuesParams& p) override {
-    later([this, p = p, rows = own(p.rows)]() mutable {
-      p.rows = rows;
-      CpuQueue::build_values(p);
-    });
-  }
-  void column_sums(const ColumnSumsParams& p) override {
-    later([this, p = p, rows = own(p.rows), positions = own(p.positions)]() mutable {
-      p.rows = rows;
-      p.positions = positions;
-      CpuQueue::column_sums(p);
-    });
-  }
-  void choose_tokens(const ChooseTokensParams& p) override {
-    later([this, p = p, probes = own(p.probes)]() mutable {
-      p.probes = probes;
-      CpuQueue::choose_tokens(p);
-    });
-  }
-  void page_means(const PageMeansParams& p) override {
-    later([this, p] { CpuQueue::page_means(p); });
-  }
-  void choose_pages(const ChoosePagesParams& p) override {
-    later([this, p] { CpuQueue::choose_pages(p); });
-  }
-  void estimate(const EstimateParams& p) override {
-    later([this, p = p, view = view_of(p.candidates)]() mutable {
-      if (p.candidates != nullptr) p.candidates = &view;
-      CpuQueue::estimate(p);
-    });
-  }
-  void select(const SelectParams& p) override {
-    later([this, p = p, view = view_of(p.candidates)]() mutable {
-      if (p.candidates != nullptr) p.candidates = &view;
-      CpuQueue::select(p);
-    });
-  }
-  void append_batch(const AppendBatchParams& p) override {
-    later([this, p] { CpuQueue::append_batch(p); });
-  }
-  void attend_batch(const AttendBatchParams& p) override {
-    later([this, p] { CpuQueue::attend_batch(p); });
-  }
-  void build_batch(const BuildBatchParams& p) override {
-    later([this, p] { CpuQueue::build_batch(p); });
-  }
-  void build_values_batch(const BuildValuesBatchParams& p) override {
-    later([this, p] { CpuQueue::build_values_batch(p); });
-  }
-  void find_rows(const FindRowsParams& p) override {
-    later([this, p] { CpuQueue::find_rows(p); });
-  }
-  void forget_rows(const ForgetRowsParams& p) override {
-    later([this, p] { CpuQueue::forget_rows(p); });
-  }
-  void attend_selected(const AttendSelectedParams& p) override {
-    later([this, p] { CpuQueue::attend_selected(p); });
-  }
-  void attend_tiles(const AttendTilesParams& p) override {
-    later([this, p] { CpuQueue::attend_tiles(p); });
-  }
-  void merge_partials(const MergePartialsParams& p) override {
-    later([this, p] { CpuQueue::merge_partials(p); });
+  void submit(const Operation& operation) override {
+    std::visit([this](const auto* params) { ask(*params); }, operation);
   }
   void call_host(HostCall& call) override {
     later([&call] { call.run(); });
   }
   void note_time(std::uint64_t* to) override {
     later([this, to] { CpuQueue::note_time(to); });
-  }
-  void pack_tokens(const PackTokensParams& p) override {
-    later([this, p] { CpuQueue::pack_tokens(p); });
-  }
-  void unpack_tokens(const UnpackTokensParams& p) override {
-    later([this, p] { CpuQueue::unpack_tokens(p); });
   }
 
   void wait_for(Queue& other) override {
@@ -245,13 +132,71 @@ class LateQueue : public cpu::CpuQueue {
     std::int64_t until = 0;
   };
 
+  // Work of one operation, later; its host arrays are the caller's again when this returns.
+  template <class Params>
+  void ask(const Params& params) {
+    Params copy = params;
+    Kept kept;
+    keep(copy, kept);
+    later([this, copy, kept] { CpuQueue::submit(Operation(&copy)); });
+  }
+  // Its results are in host arrays of the caller's, who waits for them.
+  void ask(const SampleParams& params) {
+    finish();
+    CpuQueue::submit(Operation(&params));
+  }
+  void ask(const CopyParams& params) {
+    for (const CopyOp& op : params.ops) {
+      if (!late_->knows(op.to) && !is_working_) {
+        finish();
+        copy_now(op);
+      } else if (!late_->knows(op.from)) {
+        later([this, op, bytes = std::vector(op.from, op.from + op.bytes)] {
+          copy_now({op.to, bytes.data(), op.bytes});
+        });
+      } else {
+        later([this, op] { copy_now(op); });
+      }
+    }
+  }
+  void copy_now(const CopyOp& op) {
+    const CopyParams params = {{&op, 1}};
+    CpuQueue::submit(Operation(&params));
+  }
+
+  using Kept = std::vector<std::shared_ptr<const void>>;
+  // Copies a host array and has the parameters refer to the copy.
   template <class T>
-  static std::vector<std::remove_const_t<T>> own(std::span<T> array) {
-    return {array.begin(), array.end()};
+  static void own(std::span<T>& array, Kept& kept) {
+    const auto copy =
+        std::make_shared<std::vector<std::remove_const_t<T>>>(array.begin(), array.end());
+    array = *copy;
+    kept.push_back(copy);
   }
-  static SelectionView view_of(const SelectionView* view) {
-    return view != nullptr ? *view : SelectionView();
+  static void own(const SelectionView*& view, Kept& kept) {
+    if (view == nullptr) return;
+    const auto copy = std::make_shared<const SelectionView>(*view);
+    view = copy.get();
+    kept.push_back(copy);
   }
+  template <class Params>
+  static void keep(Params& /*without host arrays*/, Kept& /*kept*/) {}
+  static void keep(AppendParams& p, Kept& kept) {
+    own(p.rows, kept);
+    own(p.home, kept);
+  }
+  static void keep(AttendParams& p, Kept& kept) { own(p.rows, kept); }
+  static void keep(GatherParams& p, Kept& kept) { own(p.counts, kept); }
+  static void keep(SumValuesParams& p, Kept& kept) { own(p.rows, kept); }
+  static void keep(BuildIndexParams& p, Kept& kept) { own(p.rows, kept); }
+  static void keep(BuildValuesParams& p, Kept& kept) { own(p.rows, kept); }
+  static void keep(ColumnSumsParams& p, Kept& kept) {
+    own(p.rows, kept);
+    own(p.positions, kept);
+  }
+  static void keep(ChooseTokensParams& p, Kept& kept) { own(p.probes, kept); }
+  static void keep(EstimateParams& p, Kept& kept) { own(p.candidates, kept); }
+  static void keep(SelectParams& p, Kept& kept) { own(p.candidates, kept); }
 
   void later(std::function<void()> work) {
     if (is_working_) return work();  // a part of what is being done

@@ -250,14 +250,14 @@ class BatchRun {
     const Buffer there = upload(backend_, gaps);
     AttendBatchParams p = params(sequences_.batch());
     p.gaps = reinterpret_cast<const PositionGap*>(there.data());
-    backend_.queue->attend_batch(p);
+    backend_.queue->run(p);
     return queries_.results();
   }
   std::vector<Partial> attend_within(const std::vector<PositionGap>& gaps) {
     AttendBatchParams p = params(sequences_.batch());
     p.gaps = gaps.data();
     p.in_gaps = true;
-    backend_.queue->attend_batch(p);
+    backend_.queue->run(p);
     return queries_.results();
   }
   std::vector<Partial> attend(const TokenBatch& batch, std::int64_t arena_rows) {
@@ -267,7 +267,7 @@ class BatchRun {
     AttendBatchParams p = params(batch);
     p.arena = arena.data();
     p.arena_rows = arena_rows;
-    backend_.queue->attend_batch(p);
+    backend_.queue->run(p);
     return queries_.results();
   }
   const PagedSequences& sequences() const { return sequences_; }

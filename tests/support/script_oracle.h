@@ -6,7 +6,7 @@
 #include <functional>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/support/script.h"
 
 namespace sluice::testing {

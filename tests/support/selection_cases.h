@@ -10,7 +10,7 @@
 
 #include "lib/backend/memory.h"
 #include "lib/backend/queue.h"
-#include "lib/element.h"
+#include "sluice/element.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/device.h"
 
@@ -222,7 +222,7 @@ inline SelectAnswer select(Device& backend, const SelectCase& c) {
   if (!c.share.empty()) p.share = share.floats();
   p.alpha = alpha.floats();
   p.lse = lse.floats();
-  backend.queue->select(p);
+  backend.queue->run(p);
   const std::vector<std::int32_t> all = download<std::int32_t>(backend, positions);
   answer.heads.assign(p.selected.heads, p.selected.heads + heads);
   answer.alpha.assign(p.alpha, p.alpha + rows);

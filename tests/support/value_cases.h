@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "lib/half.h"
 #include "lib/value_tiles.h"
+#include "sluice/half.h"
 #include "tests/support/random.h"
 
 namespace sluice::testing {

@@ -27,8 +27,8 @@ std::vector<float> work(Queue& queue, const Weight& weight, int number) {
   std::vector<float> y(x.size());
   const std::vector<float> ones(kWidth, 1.0f);
   for (int round = 0; round < 20; ++round) {
-    queue.rms_norm({matrix(x, rows), ones.data(), 1e-5f, matrix(y, rows)});
-    queue.linear({matrix(y, rows), &weight, nullptr, matrix(x, rows)});
+    queue.run(RmsNormParams{matrix(x, rows), ones.data(), 1e-5f, matrix(y, rows)});
+    queue.run(LinearParams{matrix(y, rows), &weight, nullptr, matrix(x, rows)});
     queue.synchronize();
   }
   return x;

@@ -14,7 +14,7 @@
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/workspace.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/attention_cases.h"

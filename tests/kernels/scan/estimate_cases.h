@@ -16,7 +16,7 @@
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/kernels/scan/shared_array.h"
 #include "tests/support/random.h"

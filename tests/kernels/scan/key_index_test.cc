@@ -11,7 +11,7 @@
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/kernels/device_data.h"
 #include "tests/kernels/has_device.h"
 #include "tests/support/random.h"

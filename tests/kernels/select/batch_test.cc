@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "kernels/runtime/owners.h"
-#include "lib/half.h"
 #include "sluice/errors.h"
+#include "sluice/half.h"
 #include "tests/kernels/select/fixture.h"
 #include "tests/support/random.h"
 

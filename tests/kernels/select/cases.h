@@ -13,7 +13,7 @@
 #include "kernels/runtime/owners.h"
 #include "kernels/runtime/page_weights.h"
 #include "kernels/select/select.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/kernels/device_data.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/support/random.h"

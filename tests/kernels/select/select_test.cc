@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/kernels/select/fixture.h"
 #include "tests/support/random.h"
 

@@ -12,7 +12,7 @@
 
 #include "kernels/runtime/owners.h"
 #include "kernels/values/values.h"
-#include "lib/half.h"
+#include "sluice/half.h"
 #include "tests/kernels/device_data.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/support/value_cases.h"

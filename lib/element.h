@@ -1,4 +1,0 @@
-// Public, for whoever writes a scorer.
-#pragma once
-
-#include "sluice/element.h"
