@@ -40,8 +40,8 @@ std::string describe(const ModelInfo& info) {
     text += row("window", std::to_string(*info.window) + " tokens, which no context may exceed");
   }
   text += row("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
-  text += row("KV cache",
-              format_bytes(kv.token_bytes()) + " per token in " + std::string(to_string(kv.dtype)));
+  text += row("KV cache", format_bytes(kv.token_bytes()) + " per token in " +
+                              std::string(to_string(kv.rows.element)));
   for (std::int64_t tokens : {8192, 131072, 1048576}) {
     const bool is_last = info.window && tokens >= *info.window;
     if (is_last) tokens = *info.window;

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "cpu/attention/attention.h"
-#include "cpu/runtime/elementwise.h"
+#include "cpu/runtime/rows.h"
 
 namespace sluice::cpu {
 namespace {
@@ -14,8 +14,8 @@ struct Scratch {
   std::vector<float> value;    // V as the row has it
 };
 
-void write_row(const AppendBatchParams& p, const BatchToken& token, std::int64_t head,
-               const std::vector<std::byte>& row) {
+void copy_row(const AppendBatchParams& p, const BatchToken& token, std::int64_t head,
+              const std::vector<std::byte>& row) {
   const auto row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
   const std::int64_t offset = token.position % kPageTokens * row_bytes;
   const PageSlots& at = p.rows.page(token.sequence, token.pages());
@@ -27,18 +27,15 @@ void write_row(const AppendBatchParams& p, const BatchToken& token, std::int64_t
 // Token by token, so that several of one sequence follow each other in its sums.
 void append_head(const AppendBatchParams& p, std::int64_t head) {
   const std::int64_t d = p.shape.head_dim;
-  const std::size_t half = static_cast<std::size_t>(d) * size_of(p.shape.dtype);
-  Scratch scratch{std::vector<std::byte>(2 * half),
+  Scratch scratch{std::vector<std::byte>(p.shape.rows.payload_bytes(p.shape.head_dim)),
                   std::vector<float>(static_cast<std::size_t>(d))};
-  std::byte* const value = scratch.row.data() + half;
   for (std::int64_t t = 0; t < p.batch.count; ++t) {
     const BatchToken& token = p.batch.tokens[t];
     const std::int64_t from = t * p.stride + head * d;
-    convert(p.k + from, DType::f32, scratch.row.data(), p.shape.dtype, d);
-    convert(p.v + from, DType::f32, value, p.shape.dtype, d);
-    write_row(p, token, head, scratch.row);
+    write_row(p.shape, p.k + from, p.v + from, scratch.row.data());
+    copy_row(p, token, head, scratch.row);
     if (p.sums == nullptr) continue;
-    convert(value, p.shape.dtype, scratch.value.data(), DType::f32, d);
+    read_value(p.shape, scratch.row.data(), scratch.value.data());
     float* const sums = p.sums + (std::int64_t{token.sequence} * p.shape.kv_heads + head) * d;
     for (std::int64_t c = 0; c < d; ++c) sums[c] += scratch.value[static_cast<std::size_t>(c)];
     if (p.token_sums != nullptr) {
@@ -51,14 +48,12 @@ void append_head(const AppendBatchParams& p, std::int64_t head) {
 
 void append(const AppendParams& p, Threads& threads) {
   const std::int64_t head_dim = p.shape.head_dim;
-  const std::size_t value_offset = static_cast<std::size_t>(head_dim) * size_of(p.shape.dtype);
   const auto write_token = [&](std::int64_t token) {
     for (int head = 0; head < p.shape.kv_heads; ++head) {
       const std::int64_t source = token * p.stride + head * head_dim;
       std::byte* const row = p.rows[static_cast<std::size_t>(head)] +
                              static_cast<std::size_t>(token) * p.shape.row_bytes();
-      convert(p.k + source, DType::f32, row, p.shape.dtype, head_dim);
-      convert(p.v + source, DType::f32, row + value_offset, p.shape.dtype, head_dim);
+      write_row(p.shape, p.k + source, p.v + source, row);
     }
   };
   // Below this many floats a task costs more to hand out than to do.
@@ -81,9 +76,9 @@ void sum_values(const SumValuesParams& p) {
   for (std::size_t head = 0; head < p.rows.size(); ++head) {
     // A partial sum per call keeps the running sum's rounding at one per step.
     std::vector<float> sums(d);
-    const std::byte* row = p.rows[head].rows + d * size_of(p.shape.dtype);
+    const std::byte* row = p.rows[head].rows;
     for (std::int64_t i = 0; i < p.rows[head].count; ++i, row += p.shape.row_bytes()) {
-      convert(row, p.shape.dtype, value.data(), DType::f32, p.shape.head_dim);
+      read_value(p.shape, row, value.data());
       for (std::size_t c = 0; c < d; ++c) sums[c] += value[c];
     }
     float* const to = p.sums + head * d;

@@ -80,7 +80,7 @@ AttendTile make_tile(const AttendParams& p, const Plan& plan, std::int64_t tile,
   t.scale = p.scale;
   t.rows = span.rows;
   t.row_bytes = shape.row_bytes();
-  t.dtype = shape.dtype;
+  t.dtype = shape.rows.element;
   t.count = span.count;
   if (p.seen != nullptr) t.seen = p.seen + token;
   t.visible = (p.seen != nullptr ? 0 : p.first_query_position + token + 1) - p.first_row_position;
@@ -178,7 +178,7 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape) {
   if (kernel != AttendKernel::amx && kernel != AttendKernel::avx512_bf16) return true;
   const Bf16Products* const products =
       kernel == AttendKernel::amx ? amx_products() : avx512_products();
-  return shape.dtype == DType::bf16 && products != nullptr;
+  return shape.rows.element == DType::bf16 && products != nullptr;
 }
 
 void attend(const AttendParams& params, Threads& threads, AttendKernel kernel) {

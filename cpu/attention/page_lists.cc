@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cpu/attention/attention.h"
-#include "cpu/runtime/elementwise.h"
+#include "cpu/runtime/rows.h"
 #include "lib/check.h"
 #include "sluice/half.h"
 
@@ -20,7 +20,7 @@ void mean_of_page(const KvShape& shape, const std::byte* rows, std::uint16_t* me
   std::vector<float> sums(d);
   std::vector<float> key(d);
   for (std::int64_t r = 0; r < kPageTokens; ++r, rows += shape.row_bytes()) {
-    convert(rows, shape.dtype, key.data(), DType::f32, shape.head_dim);
+    read_key(shape, rows, key.data());
     for (std::size_t c = 0; c < d; ++c) sums[c] += key[c];
   }
   for (std::size_t c = 0; c < d; ++c) mean[c] = float_to_bf16(sums[c] / kPageTokens);

@@ -42,7 +42,7 @@ std::vector<double> logits_of(const float* q, const KvShape& shape, double scale
   for (std::size_t i = 0; i < visible; ++i) {
     double dot = 0;
     for (int c = 0; c < shape.head_dim; ++c) {
-      dot += static_cast<double>(q[c]) * read_element(rows[i], shape.dtype, c);
+      dot += static_cast<double>(q[c]) * key_element(shape, rows[i], c);
     }
     logits.push_back(dot * scale);
   }
@@ -67,7 +67,7 @@ Partial attend_query(const float* q, const KvShape& shape, double scale, const R
   for (int c = 0; c < d; ++c) {
     double& value = result.out[static_cast<std::size_t>(c)];
     for (std::size_t i = 0; i < visible; ++i) {
-      value += weights[i] / sum * read_element(rows[i], shape.dtype, d + c);
+      value += weights[i] / sum * value_element(shape, rows[i], c);
     }
   }
   return result;

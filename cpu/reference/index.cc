@@ -115,7 +115,7 @@ bool build_page(const KvShape& shape, const KeyIndexView& index, const IndexPage
   for (int t = 0; t < kPageTokens; ++t) {
     const std::byte* const row = rows + static_cast<std::size_t>(t) * shape.row_bytes();
     for (std::size_t c = 0; c < keys.size(); ++c) {
-      keys[c].push_back(read_element(row, shape.dtype, static_cast<std::int64_t>(c)));
+      keys[c].push_back(key_element(shape, row, static_cast<std::int64_t>(c)));
       if (!std::isfinite(keys[c].back())) return false;
     }
   }
@@ -164,7 +164,7 @@ class HeadEstimate {
     const int parts = ReadPattern::parts(p_.shape.group(), reads.pattern.estimate_queries);
     const std::vector<std::int64_t> pages = pages_read(reads.pattern);
     const std::size_t key_bytes =
-        static_cast<std::size_t>(p_.shape.head_dim) * size_of(p_.shape.dtype);
+        static_cast<std::size_t>(p_.shape.head_dim) * size_of(p_.shape.rows.element);
     const auto channels = static_cast<int>(channels_of().size());
     const std::size_t bytes = p_.method == Selector::quest ? p_.index.bounds.page_bytes(channels)
                                                            : p_.index.tiles.page_bytes(channels);
@@ -251,7 +251,7 @@ class HeadEstimate {
     const std::byte* const keys = row(position);
     double sum = 0.0;
     for (const int c : channels) {
-      sum += static_cast<double>(q[c]) * static_cast<double>(read_element(keys, p_.shape.dtype, c));
+      sum += static_cast<double>(q[c]) * static_cast<double>(key_element(p_.shape, keys, c));
     }
     return sum;
   }

@@ -45,8 +45,8 @@ double inverse_rms(const float* x, std::int64_t n, float epsilon) {
 // K, then V.
 void write_row(std::byte* row, const float* k, const float* v, const KvShape& shape) {
   for (int c = 0; c < shape.head_dim; ++c) {
-    write_element(row, shape.dtype, c, k[c]);
-    write_element(row, shape.dtype, shape.head_dim + c, v[c]);
+    write_element(row, shape.rows.element, c, k[c]);
+    write_element(row + shape.value_offset(), shape.rows.element, c, v[c]);
   }
 }
 
@@ -173,7 +173,7 @@ void reference_append_batch(const AppendBatchParams& p) {
       const std::int64_t from = t * p.stride + static_cast<std::int64_t>(h) * d;
       std::vector<std::byte> row(p.shape.row_bytes());
       write_row(row.data(), p.k + from, p.v + from, p.shape);
-      const std::size_t bytes = 2 * static_cast<std::size_t>(d) * size_of(p.shape.dtype);
+      const std::size_t bytes = p.shape.rows.payload_bytes(d);
       if (page.device != PageSlots::kNone) {
         std::memcpy(p.rows.in_device(h, page.device, row_bytes) + offset, row.data(), bytes);
       }
@@ -183,7 +183,7 @@ void reference_append_batch(const AppendBatchParams& p) {
       if (p.sums == nullptr) continue;
       for (int c = 0; c < d; ++c) {
         float& sum = p.sums[(std::int64_t{token.sequence} * p.shape.kv_heads + h) * d + c];
-        sum += read_element(row.data(), p.shape.dtype, d + c);
+        sum += value_element(p.shape, row.data(), c);
         if (p.token_sums != nullptr) p.token_sums[(t * p.shape.kv_heads + h) * d + c] = sum;
       }
     }

@@ -11,6 +11,14 @@ namespace sluice::cpu {
 float read_element(const void* data, DType dtype, std::int64_t index);
 void write_element(void* data, DType dtype, std::int64_t index, float value);
 
+// Channel `c` of a row's key, or of its value.
+inline float key_element(const KvShape& shape, const std::byte* row, std::int64_t c) {
+  return read_element(row, shape.rows.element, c);
+}
+inline float value_element(const KvShape& shape, const std::byte* row, std::int64_t c) {
+  return read_element(row + shape.value_offset(), shape.rows.element, c);
+}
+
 void reference_embed(const EmbedParams& params);
 // `weight` is params.weight's values, [outputs, inputs].
 void reference_linear(const LinearParams& params, const float* weight);

@@ -86,7 +86,7 @@ void page_means(const PageMeansParams& p) {
       for (int c = 0; c < p.shape.head_dim; ++c) {
         double sum = 0;
         for (std::size_t r = 0; r < kPageTokens; ++r) {
-          sum += read_element(rows + r * p.shape.row_bytes(), p.shape.dtype, c);
+          sum += key_element(p.shape, rows + r * p.shape.row_bytes(), c);
         }
         mean[c] = float_to_bf16(static_cast<float>(sum / kPageTokens));
       }

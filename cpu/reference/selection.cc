@@ -15,7 +15,7 @@ namespace {
 
 std::vector<float> floats_of(const std::byte* row, const KvShape& shape) {
   std::vector<float> floats(2 * static_cast<std::size_t>(shape.head_dim));
-  convert(row, shape.dtype, floats.data(), DType::f32, 2 * shape.head_dim);
+  convert(row, shape.rows.element, floats.data(), DType::f32, 2 * shape.head_dim);
   return floats;
 }
 

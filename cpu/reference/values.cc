@@ -82,7 +82,7 @@ bool build_page(const KvShape& shape, const TilePage& page, const std::byte* row
   for (std::size_t token = 0; token < kPageTokens; ++token) {
     const std::byte* const row = rows + token * shape.row_bytes();
     for (int c = 0; c < d; ++c) {
-      const float value = read_element(row, shape.dtype, d + c);
+      const float value = value_element(shape, row, c);
       if (!std::isfinite(value)) return false;
       values[static_cast<std::size_t>(c)].push_back(value);
     }

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "cpu/runtime/elementwise.h"
+#include "cpu/runtime/rows.h"
 #include "cpu/runtime/whole_pages.h"
 #include "cpu/scan/scan.h"
 #include "sluice/half.h"
@@ -24,8 +24,7 @@ class PageKeys {
   PageKeys(const std::byte* rows, const KvShape& shape)
       : head_dim_(static_cast<std::size_t>(shape.head_dim)), keys_(kPageTokens * head_dim_) {
     for (std::size_t token = 0; token < kPageTokens; ++token) {
-      convert(rows + token * shape.row_bytes(), shape.dtype, &keys_[token * head_dim_], DType::f32,
-              shape.head_dim);
+      read_key(shape, rows + token * shape.row_bytes(), &keys_[token * head_dim_]);
     }
   }
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/runtime/elementwise.h"
+#include "cpu/runtime/rows.h"
 #include "cpu/runtime/whole_pages.h"
 #include "cpu/values/values.h"
 #include "lib/check.h"
@@ -21,9 +21,8 @@ using Channels = std::array<float, kMaxHeadDim>;
 std::vector<float> values_of(const KvShape& shape, const std::byte* rows) {
   const auto d = static_cast<std::size_t>(shape.head_dim);
   std::vector<float> values(kPageTokens * d);
-  const std::byte* from = rows + d * size_of(shape.dtype);
-  for (std::size_t token = 0; token < kPageTokens; ++token, from += shape.row_bytes()) {
-    convert(from, shape.dtype, &values[token * d], DType::f32, shape.head_dim);
+  for (std::size_t token = 0; token < kPageTokens; ++token, rows += shape.row_bytes()) {
+    read_value(shape, rows, &values[token * d]);
   }
   return values;
 }

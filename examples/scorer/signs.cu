@@ -123,7 +123,7 @@ void build_on_gpu(const sluice::BuildScorer& call) {
   if (call.pages.count == 0) return;
   const dim3 grid(unsigned_of(call.pages.count), unsigned_of(shape.kv_heads));
   build_kernel<<<grid, kPageTokens, 0, static_cast<cudaStream_t>(call.stream)>>>(
-      call.pages, call.memory, shape.dtype, shape.head_dim,
+      call.pages, call.memory, shape.rows.element, shape.head_dim,
       static_cast<std::int64_t>(shape.row_bytes()));
   require_launched("building signs");
 }

@@ -121,7 +121,7 @@ void append(const AppendParams& p, const Launch& launch) {
   };
   const bool has_home = !p.home.empty();
   const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.dtype, [&](auto element) {
+  dispatch_rows(p.shape.rows.element, [&](auto element) {
     launch_early("append", append_kernel<decltype(element)>, grid, kAppendThreads, 0, launch, p.k,
                  p.v, p.stride, p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()),
                  rows_of(p.rows), has_home ? rows_of(p.home) : HeadRows{}, has_home);
@@ -130,7 +130,7 @@ void append(const AppendParams& p, const Launch& launch) {
 
 void append_batch(const AppendBatchParams& p, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(p.batch.count), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.dtype, [&](auto element) {
+  dispatch_rows(p.shape.rows.element, [&](auto element) {
     launch_early("append_batch", append_batch_kernel<decltype(element)>, grid, kAppendThreads, 0,
                  launch, p, static_cast<std::int64_t>(p.shape.row_bytes()));
   });
@@ -139,7 +139,7 @@ void append_batch(const AppendBatchParams& p, const Launch& launch) {
 void sum_values(const SumValuesParams& p, const Launch& launch) {
   const auto columns = static_cast<unsigned>((p.shape.head_dim + kSumColumns - 1) / kSumColumns);
   const dim3 grid(static_cast<unsigned>(p.shape.kv_heads), columns);
-  dispatch_rows(p.shape.dtype, [&](auto element) {
+  dispatch_rows(p.shape.rows.element, [&](auto element) {
     launch_early("sum_values", sum_values_kernel<decltype(element)>, grid,
                  dim3(kSumColumns, kSumRows), 0, launch, head_rows(p.rows), head_counts(p.rows),
                  p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()), p.sums,

@@ -260,7 +260,7 @@ void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch
   size.head_tiles = (rows - 1) / kTileRows + 1;
   const bool differ = p.selects() || p.count > 1;
   if (differ) size.token_bytes = static_cast<std::int64_t>(DecodeWork::token_bytes(p.kv_heads));
-  dispatch_rows(shape.dtype, [&](auto element) {
+  dispatch_rows(shape.rows.element, [&](auto element) {
     dispatch_head_dim(shape.head_dim, [&](auto head_dim) {
       launch_shape<decltype(element), head_dim()>(p, launch, size);
     });

@@ -153,8 +153,8 @@ void attend_prefill(const AttendParams& params, const Launch& launch) {
   if (params.tokens == 0) return;
   check_params(params);
   const PrefillArgs args = args_of(params);
-  if (attend_prefill_hopper(args, params.shape.dtype, launch)) return;
-  attend_prefill_generic(args, params.shape.dtype, launch);
+  if (attend_prefill_hopper(args, params.shape.rows.element, launch)) return;
+  attend_prefill_generic(args, params.shape.rows.element, launch);
 }
 
 }  // namespace sluice::cuda

@@ -467,7 +467,7 @@ void sum_heads(const ColumnSumsParams& params, std::int32_t first, std::int32_t 
       call.positions[i] =
           static_cast<std::int32_t>(params.positions[static_cast<std::size_t>(probe + i)]);
     }
-    dispatch_rows(params.shape.dtype,
+    dispatch_rows(params.shape.rows.element,
                   [&](auto element) { run_for<decltype(element)>(call, launch.stream); });
   }
   add_heads<<<blocks_for(call.count), kThreads, 0, launch.stream>>>(

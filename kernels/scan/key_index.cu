@@ -272,7 +272,7 @@ void build(const char* what, const KvShape& shape, const KeyIndexView& index, co
   a.bits = index.tiles.bits;
   const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-  dispatch_rows(shape.dtype, [&](auto row) {
+  dispatch_rows(shape.rows.element, [&](auto row) {
     launch_early(what, build_kernel<decltype(row), Pages>, grid, static_cast<unsigned>(threads),
                  staged_bytes(d, a.bits), launch, a);
   });

@@ -59,7 +59,7 @@ template <RowKind kKind>
 void launch_even(const ScanPass& pass, const RowScanArgs& a, int blocks, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(a.token_count));
-  dispatch_rows(pass.estimate->shape.dtype,
+  dispatch_rows(pass.estimate->shape.rows.element,
                 [&](auto row) { launch_kind<decltype(row), kKind>(a, grid, launch); });
 }
 
@@ -88,7 +88,7 @@ void scan_all_rows(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
   const RowScanArgs a = common_args(pass, launch);
   const dim3 grid = shared_grid(a, most_pages(p.batch) + 1);
-  dispatch_rows(p.shape.dtype,
+  dispatch_rows(p.shape.rows.element,
                 [&](auto row) { launch_kind<decltype(row), RowKind::all>(a, grid, launch); });
 }
 

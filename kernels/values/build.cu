@@ -153,7 +153,7 @@ void build(const char* what, const KvShape& shape, const ValueTilesView& values,
   a.step = ValueTiles::step(values.tiles.bits);
   const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-  dispatch_rows(shape.dtype, [&](auto row) {
+  dispatch_rows(shape.rows.element, [&](auto row) {
     const auto start = [&](auto kernel) {
       launch_early(what, kernel, grid, static_cast<unsigned>(threads), 0, launch, a);
     };

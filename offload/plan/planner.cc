@@ -43,7 +43,7 @@ void validate(const KvRequest& request) {
   const auto require = [](bool holds, const std::string& message) {
     if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
   };
-  if (!is_known(shape.dtype)) {
+  if (!is_known(shape.rows.element)) {
     throw Error(ErrorCode::unsupported, "KV cache: dtype must be f32, f16 or bf16");
   }
   require(shape.layers >= 1 && shape.layers <= 4096, "layers must be 1 to 4096");

@@ -11,7 +11,7 @@
 namespace sluice {
 
 void require_supported(const BackendInfo& info, const KvShape& shape) {
-  if (shape.dtype == DType::f32 && !info.f32_rows) {
+  if (shape.rows.element == DType::f32 && !info.f32_rows) {
     throw Error(ErrorCode::unsupported,
                 "device " + info.name + " keeps rows in bf16 or f16, not f32 (`kv_dtype`)");
   }

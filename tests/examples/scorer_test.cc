@@ -83,7 +83,7 @@ TEST_P(Signs, EstimatesWhatTheDefinitionSays) {
     for (int head = 0; head < shape.kv_heads; ++head) {
       for (std::int64_t t = 0; t < tokens; ++t) {
         const float* const k = script.k(0, t) + head * head_dim;
-        const std::vector<std::byte> key = testing::encoded({k, k + head_dim}, shape.dtype);
+        const std::vector<std::byte> key = testing::encoded({k, k + head_dim}, shape.rows.element);
         const std::int64_t slot = table[static_cast<std::size_t>(4 + t / kPageTokens)].device;
         const std::int64_t page = head * 4 + slot;
         std::copy(key.begin(), key.end(),

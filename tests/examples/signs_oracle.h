@@ -103,7 +103,7 @@ class SignsOracle {
 
  private:
   std::vector<float> rows(const float* from, std::int64_t tokens) const {
-    return rounded({from, from + tokens * shape_.kv_heads * shape_.head_dim}, shape_.dtype);
+    return rounded({from, from + tokens * shape_.kv_heads * shape_.head_dim}, shape_.rows.element);
   }
   double element(const std::vector<float>& rows, std::int64_t token, int query, int c) const {
     const std::int64_t head = token * shape_.kv_heads + query / shape_.group();

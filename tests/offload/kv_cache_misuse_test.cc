@@ -84,7 +84,7 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
   refused(kUsage, "kv_heads", [](KvConfig& c) { c.shape.kv_heads = 0; });
   refused(kUsage, "head_dim", [](KvConfig& c) { c.shape.head_dim = 33; });
   refused(ErrorCode::unsupported, "dtype",
-          [](KvConfig& c) { c.shape.dtype = static_cast<DType>(7); });
+          [](KvConfig& c) { c.shape.rows.element = static_cast<DType>(7); });
   for (const double scale : {0.0, -1.0, static_cast<double>(NAN), HUGE_VAL, 1e300}) {
     refused(kUsage, "scale", [&](KvConfig& c) { c.scale = scale; });
   }
@@ -364,7 +364,7 @@ TEST_F(Misuse, OneStepBySeveralThreadsIsAnError) {
 TEST(KvCacheMemory, IsWhatWasPlanned) {
   for (const DType dtype : {DType::bf16, DType::f32}) {
     KvConfig one = config();
-    one.shape.dtype = dtype;
+    one.shape.rows.element = dtype;
     one.sequences = 1;
     KvCache cache(one);
     KvSequence sequence = cache.new_sequence();

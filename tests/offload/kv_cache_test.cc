@@ -150,7 +150,7 @@ TEST_P(Caches, CompletePoliciesGiveTheOracleAtAnyScale) {
   for (int i = 0; i < 2; ++i) {
     const std::int64_t at = sequence.length();
     expect_near(take(sequence, config.shape, script, Phase::decode, 1),
-                expected_of(script, config.shape, at, 1, 0.05), config.shape.dtype);
+                expected_of(script, config.shape, at, 1, 0.05), config.shape.rows.element);
     EXPECT_EQ(sequence.selection().empty(), i == 1);
     sequence.use(config.policies[1]);
   }
@@ -335,11 +335,11 @@ TEST_P(Caches, ForksAndCutsAnswerAsTheirTokensSay) {
     for (KvSequence* const sequence : {&root, &fork}) {
       const std::int64_t at = sequence->length();
       expect_near(take(*sequence, shape, script, Phase::decode, 1),
-                  expected_of(script, shape, at, 1, 0.125), shape.dtype);
+                  expected_of(script, shape, at, 1, 0.125), shape.rows.element);
     }
     const std::int64_t at = cut.length();
     expect_near(take(cut, shape, other, Phase::prefill, 5), expected_of(other, shape, at, 5, 0.125),
-                shape.dtype);
+                shape.rows.element);
   }
   EXPECT_EQ(cut.length(), 85);
   EXPECT_EQ(root.length(), 147);
@@ -384,13 +384,13 @@ TEST_P(Caches, WhatIsNoNumberEndsItsSequenceAlone) {
         EXPECT_THROW(bad.begin_step(Phase::decode, 1), Error);
         EXPECT_THROW(bad.fork(), Error);
         expect_near(take(good, shape, script, Phase::decode, 1),
-                    expected_of(script, shape, 129, 1, 0.125), shape.dtype);
+                    expected_of(script, shape, 129, 1, 0.125), shape.rows.element);
         // Memory that it had serves again.
         bad.reset();
         EXPECT_EQ(bad.length(), 0);
         for (int i = 0; i < 8; ++i) take(bad, shape, script, Phase::prefill, 16);
         expect_near(take(bad, shape, script, Phase::decode, 1),
-                    expected_of(script, shape, 128, 1, 0.125), shape.dtype);
+                    expected_of(script, shape, 128, 1, 0.125), shape.rows.element);
       }
     }
   }
@@ -425,7 +425,7 @@ TEST_P(Caches, ThreadsTakeTurns) {
   EXPECT_EQ(errors, 0);
   for (std::size_t i = 0; i < 4; ++i) {
     expect_near(last[i], expected_of(Script(shape, 60, seed_ + i), shape, 19, 1, 0.125),
-                shape.dtype);
+                shape.rows.element);
   }
 }
 
@@ -491,9 +491,9 @@ TEST_P(Caches, OutliveTheirHandles) {
   const ScriptPart part = {&script, 9, 1};
   sequence.reset();
   expect_near(run_step(step, config.shape, {&part, 1}),
-              expected_of(script, config.shape, 9, 1, 0.125), config.shape.dtype);
+              expected_of(script, config.shape, 9, 1, 0.125), config.shape.rows.element);
   expect_near(take(*fork, config.shape, script, Phase::decode, 1),
-              expected_of(script, config.shape, 9, 1, 0.125), config.shape.dtype);
+              expected_of(script, config.shape, 9, 1, 0.125), config.shape.rows.element);
 }
 
 }  // namespace

@@ -157,7 +157,7 @@ Written before(const BatchCase& c, Random& random) {
 Written expected_after(const BatchCase& c, Written w) {
   const auto d = static_cast<std::size_t>(c.shape.head_dim);
   const auto heads = static_cast<std::size_t>(c.shape.kv_heads);
-  const std::vector<float> values = rounded(c.kv, c.shape.dtype);
+  const std::vector<float> values = rounded(c.kv, c.shape.rows.element);
   for (std::size_t t = 0; t < c.tokens.size(); ++t) {
     const auto sequence = static_cast<std::size_t>(c.tokens[t].sequence);
     const auto position = static_cast<std::size_t>(c.tokens[t].position);
@@ -169,7 +169,7 @@ Written expected_after(const BatchCase& c, Written w) {
                              c.kv.begin() + static_cast<std::ptrdiff_t>(from + d));
       row.insert(row.end(), c.kv.begin() + static_cast<std::ptrdiff_t>(from + heads * d),
                  c.kv.begin() + static_cast<std::ptrdiff_t>(from + heads * d + d));
-      const std::vector<std::byte> bytes = encoded(row, c.shape.dtype);
+      const std::vector<std::byte> bytes = encoded(row, c.shape.rows.element);
       const auto put = [&](std::vector<std::byte>& pool, std::int32_t slot) {
         if (slot < 0) return;
         const std::size_t number =

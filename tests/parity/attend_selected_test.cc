@@ -197,7 +197,8 @@ class AttendSelected : public ::testing::TestWithParam<Param> {
   }
   // CUDA rounds what the suite of dense attention says.
   testing::Rounding rounding() const {
-    const double step = shape().dtype == DType::f16 ? testing::kHalfStep : testing::kBf16Step;
+    const double step =
+        shape().rows.element == DType::f16 ? testing::kHalfStep : testing::kBf16Step;
     if (backend_->info().compute_tier == Tier::device) return {step * step, step * step};
     return {};
   }
@@ -450,7 +451,7 @@ TEST_P(AttendSelected, ColumnSumsAreTheProbesWeights) {
     }
   }
   // Weights of at most 1 each from queries rounded to the rows' dtype.
-  const double step = shape().dtype == DType::f16 ? testing::kHalfStep : testing::kBf16Step;
+  const double step = shape().rows.element == DType::f16 ? testing::kHalfStep : testing::kBf16Step;
   for (std::size_t t = 0; t < expected.size(); ++t) {
     ASSERT_NEAR(sums.floats()[t], expected[t], 7 * step * expected[t] + 1e-5) << t;
   }

@@ -66,7 +66,7 @@ class KeyIndexParity : public ::testing::TestWithParam<Param> {
   int bits() const { return std::get<3>(std::get<Shape>(GetParam())); }
   void SetUp() override {
     backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam()));
-    if (backend_ != nullptr && shape().dtype == DType::f32 && !backend_->info().f32_rows) {
+    if (backend_ != nullptr && shape().rows.element == DType::f32 && !backend_->info().f32_rows) {
       GTEST_SKIP() << "no rows of f32";
     }
   }

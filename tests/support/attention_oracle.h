@@ -41,28 +41,28 @@ struct AttentionCase {
 inline double row_element(const AttentionCase& c, int kv_head, std::int64_t row, int index) {
   const std::byte* const bytes = c.rows[static_cast<std::size_t>(kv_head)].data() +
                                  static_cast<std::size_t>(row) * c.shape.row_bytes() +
-                                 static_cast<std::size_t>(index) * size_of(c.shape.dtype);
-  if (c.shape.dtype == DType::f32) {
+                                 static_cast<std::size_t>(index) * size_of(c.shape.rows.element);
+  if (c.shape.rows.element == DType::f32) {
     float value;
     std::memcpy(&value, bytes, sizeof value);
     return value;
   }
   std::uint16_t bits;
   std::memcpy(&bits, bytes, sizeof bits);
-  return c.shape.dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
+  return c.shape.rows.element == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
 }
 
 inline void set_row_element(AttentionCase& c, int kv_head, std::int64_t row, int index,
                             float value) {
   std::byte* const bytes = c.rows[static_cast<std::size_t>(kv_head)].data() +
                            static_cast<std::size_t>(row) * c.shape.row_bytes() +
-                           static_cast<std::size_t>(index) * size_of(c.shape.dtype);
-  if (c.shape.dtype == DType::f32) {
+                           static_cast<std::size_t>(index) * size_of(c.shape.rows.element);
+  if (c.shape.rows.element == DType::f32) {
     std::memcpy(bytes, &value, sizeof value);
     return;
   }
   const std::uint16_t bits =
-      c.shape.dtype == DType::bf16 ? float_to_bf16(value) : float_to_f16(value);
+      c.shape.rows.element == DType::bf16 ? float_to_bf16(value) : float_to_f16(value);
   std::memcpy(bytes, &bits, sizeof bits);
 }
 

@@ -16,7 +16,8 @@ using Sees = std::function<bool(std::int64_t token, std::int64_t row)>;
 
 // As rows of this dtype have it.
 inline double stored(const KvShape& shape, float x) {
-  return static_cast<double>(shape.dtype == DType::f32 ? x : bf16_to_float(float_to_bf16(x)));
+  return static_cast<double>(shape.rows.element == DType::f32 ? x
+                                                              : bf16_to_float(float_to_bf16(x)));
 }
 
 inline std::vector<double> attention_of(const Script& script, std::size_t layer, std::int64_t token,

@@ -192,7 +192,7 @@ Rounding rounding_of(DType dtype, bool exact_queries) {
 // Every `step`-th query of a partial.
 void expect_parity(const AttentionCase& c, const Partial& actual, bool exact_queries = false,
                    std::int64_t step = 1) {
-  const Rounding rounding = rounding_of(c.shape.dtype, exact_queries);
+  const Rounding rounding = rounding_of(c.shape.rows.element, exact_queries);
   const AttentionOracle oracle(c);
   const auto width = static_cast<std::size_t>(c.shape.head_dim);
   const std::int64_t queries = c.tokens * c.shape.query_heads;

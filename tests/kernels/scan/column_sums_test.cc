@@ -35,7 +35,7 @@ struct Case {
     const std::uint16_t bits = rows[static_cast<std::size_t>(head)]
                                    [static_cast<std::size_t>(row) * (shape.row_bytes() / 2) +
                                     static_cast<std::size_t>(channel)];
-    return shape.dtype == DType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
+    return shape.rows.element == DType::f16 ? f16_to_float(bits) : bf16_to_float(bits);
   }
 };
 
