@@ -26,7 +26,7 @@ struct KvShape {
   int query_heads = 0;
   int kv_heads = 0;
   int head_dim = 0;
-  RowFormat rows;
+  RowFormat rows = DType::bf16;
 
   // Query heads that share a KV head (1 = MHA, query_heads = MQA).
   constexpr int group() const { return query_heads / kv_heads; }
