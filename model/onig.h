@@ -1,14 +1,23 @@
-// Regular expressions as tokenizer.json writes them (Oniguruma's Ruby syntax) for PCRE2.
+// Regular expressions as tokenizer.json writes them: Oniguruma's Ruby syntax, as version 6.9.10 in
+// Hugging Face's tokenizers 0.23 reads it (doc/RE of Oniguruma; Unicode 16.0).
 #pragma once
 
 #include <string>
 #include <string_view>
 
+#include "model/unicode/code_classes.h"
+
 namespace sluice {
 
-// The same expression for PCRE2 with UTF, UCP and MULTILINE. Only what both dialects read alike
-// passes, so that text never splits differently from the checkpoint's training without a word:
-// throws Error{unsupported} that names any other construct.
-std::string onig_to_pcre2(std::string_view pattern);
+// An expression over classes of characters instead of characters. What a property, a class or an
+// escape means is thereby settled here, and the engine that matches knows nothing of Unicode.
+struct ClassExpression {
+  CodeClasses classes;
+  std::string pattern;  // for PCRE2 without UTF: its characters are the classes
+};
+
+// Throws Error{unsupported} that names a construct with another meaning in PCRE2, or a property
+// that Sluice does not have, and Error{tokenizer} if Oniguruma takes it for no expression either.
+ClassExpression translate_onig(std::string_view pattern);
 
 }  // namespace sluice

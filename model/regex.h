@@ -5,7 +5,10 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
+
+#include "model/onig.h"
 
 struct pcre2_real_code_8;
 struct pcre2_real_match_data_8;
@@ -16,15 +19,17 @@ namespace sluice {
 // Immutable, so threads may share it; each searches with a Matcher of its own.
 class Regex {
  public:
-  // `pattern` is Oniguruma's syntax, see onig.h. Throws Error{unsupported} for a construct that
-  // Sluice does not support and Error{tokenizer} if it does not compile.
+  // `pattern` is Oniguruma's syntax. Throws what translate_onig throws, and Error{unsupported} for
+  // an expression that PCRE2 does not take, such as a look-behind of any length.
   explicit Regex(std::string_view pattern);
 
  private:
+  explicit Regex(ClassExpression expression);
   friend class Matcher;
   struct Free {
     void operator()(pcre2_real_code_8* code) const;
   };
+  CodeClasses classes_;
   std::unique_ptr<pcre2_real_code_8, Free> code_;
 };
 
@@ -54,9 +59,11 @@ class Matcher {
   // `regex` and `budget` must outlive it.
   Matcher(const Regex& regex, StepBudget& budget);
 
-  // The first match in `text`, which must be valid UTF-8, that begins at `from` or later. Throws
-  // what StepBudget throws, and Error{tokenizer} if the search takes too much memory.
-  std::optional<Span> find(std::string_view text, std::size_t from);
+  // Begins with `text`, which must be valid UTF-8 and stay until the last match is found.
+  void start(std::string_view text);
+  // The next match in it; behind an empty one the search goes on at the next character. Throws what
+  // StepBudget throws, and Error{tokenizer} if the search takes too much memory.
+  std::optional<Span> next();
 
  private:
   struct Free {
@@ -65,12 +72,21 @@ class Matcher {
   };
   // PCRE2's result of a search for a match that begins at `from`, or with `options` 0 at it or
   // later.
-  int match(std::string_view text, std::size_t from, std::uint32_t options, std::uint32_t steps);
+  int match(std::size_t from, std::uint32_t options, std::uint32_t steps);
   // Whether there is one at `at`, however many steps that takes.
-  int match_at(std::string_view text, std::size_t at);
+  int match_at(std::size_t at);
+  // The first one at `from` or later, in characters.
+  std::optional<Span> find(std::size_t from);
+  // Where character `index` begins, which is not before the last one that was asked for.
+  std::size_t byte_of(std::size_t index);
 
-  const pcre2_real_code_8* code_;
+  const Regex* regex_;
   StepBudget* budget_;
+  std::string_view text_;
+  std::string characters_;  // the class of each character of the text
+  std::size_t from_ = 0;    // the character at which the search goes on
+  std::size_t index_ = 0;   // a character, and the byte that it begins with
+  std::size_t byte_ = 0;
   bool backtracks_ = false;  // the text has made a search take many steps
   std::unique_ptr<pcre2_real_match_data_8, Free> data_;
   std::unique_ptr<pcre2_real_match_context_8, Free> context_;

@@ -3,8 +3,6 @@
 #include <optional>
 #include <span>
 
-#include "model/utf8.h"
-
 namespace sluice {
 namespace {
 
@@ -12,21 +10,15 @@ void split_with(std::span<Matcher> matchers, std::string_view text, const Splitt
   if (text.empty()) return;
   if (matchers.empty()) return sink(text);
   std::size_t done = 0;
-  std::size_t from = 0;
   const auto cut = [&](std::size_t end) {
     split_with(matchers.subspan(1), text.substr(done, end - done), sink);
     done = end;
   };
-  while (from < text.size()) {
-    const std::optional<Matcher::Span> match = matchers.front().find(text, from);
-    if (!match) break;
+  Matcher& matcher = matchers.front();
+  matcher.start(text);
+  while (const std::optional<Matcher::Span> match = matcher.next()) {
     cut(match->begin);
     cut(match->end);
-    from = match->end;
-    // An empty match cuts, too; the search goes on behind the next character.
-    if (match->begin == match->end && from < text.size()) {
-      from += next_utf8_unit(text.substr(from)).length;
-    }
   }
   cut(text.size());
 }

@@ -28,7 +28,7 @@ class Splitter {
 
     // Hands the pieces of `part`, which must be valid UTF-8, to `sink` in order. A match is a piece
     // and so is what lies between two matches ("isolated"); no piece is empty and together they are
-    // the part. Throws what Matcher::find throws.
+    // the part. Throws what Matcher::next throws.
     void split(std::string_view part, const Sink& sink);
 
    private:

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "model/onig.h"
+#include "model/utf8.h"
 #include "tests/io/test_files.h"
 #include "tests/model/random_text.h"
 
@@ -138,22 +139,84 @@ TEST(Splitter, AfterBacktrackingOtherTextIsCutAsBefore) {
 TEST(Splitter, ABrokenExpressionIsAnError) {
   expect_error(ErrorCode::tokenizer, "does not compile", [] { Splitter({"(a"}); });
   expect_error(ErrorCode::tokenizer, "does not compile", [] { Splitter({"a\\"}); });
-  expect_error(ErrorCode::tokenizer, "does not compile", [] { Splitter({R"(\p{Nonsense})"}); });
+  for (const char* pattern : {"a)", "[a", "[a[b]", "*", "a|+", "{2}", "^*", "[z-a]", "\xFF"}) {
+    SCOPED_TRACE(pattern);
+    expect_error(ErrorCode::tokenizer, "does not compile", [&] { Splitter({pattern}); });
+  }
+}
+
+TEST(Splitter, AnExpressionPastALimitIsAnError) {
   expect_error(ErrorCode::unsupported, "65537 bytes", [] { Splitter({std::string(65537, 'a')}); });
+  std::string ideographs;
+  for (char32_t c = 0x4E00; c < 0x4E00 + 300; ++c) append_utf8(ideographs, c);
+  expect_error(ErrorCode::unsupported, "256 kinds of characters", [&] { Splitter({ideographs}); });
+  EXPECT_THAT(split(Splitter({"[" + ideographs + "]+"}), "a\u4e00\u4e01"),
+              ElementsAre("a", "\u4e00\u4e01"));
+  for (const std::string open : {"(", "[a"}) {
+    std::string nested;
+    for (int i = 0; i < 10000; ++i) nested += open;
+    expect_error(ErrorCode::unsupported, open == "(" ? "((((" : "[[[[",
+                 [&] { Splitter({nested}); });
+  }
+  // Classes of 1,001 kinds that fall into few: {a}, {a, b}, ...
+  std::string classes;
+  for (char32_t c = 0x4E01; c < 0x4E00 + 1100; ++c) {
+    classes += "[\u4e00-";
+    append_utf8(classes, c);
+    classes += "]";
+  }
+  expect_error(ErrorCode::unsupported, "1000 different", [&] { Splitter({classes}); });
+  expect_error(ErrorCode::unsupported, "65535", [] { Splitter({"a{65536}"}); });
+  expect_error(ErrorCode::unsupported, "PCRE2", [] { Splitter({"(?:[ab]{60000}){60000}"}); });
 }
 
-TEST(Onig, PassesWhatBothDialectsReadAlike) {
-  EXPECT_EQ(onig_to_pcre2(R"([^\s\S]\s)"), R"([^\p{White_Space}\P{White_Space}]\p{White_Space})");
-  EXPECT_EQ(onig_to_pcre2(R"(\\s\u4e00\x{41}+)"), R"(\\s\x{4e00}\x{41}+)");
-  EXPECT_EQ(onig_to_pcre2(R"((?i:a)(?>b)(c){2,3}[\[\]&]++)"), R"((?i:a)(?>b)(c){2,3}[\[\]&]++)");
+TEST(Onig, WritesClassesOfCharactersForCharacters) {
+  // \s is one class, all else the other.
+  const ClassExpression spaces = translate_onig(R"(\s+(?!\S)|[^\s\S])");
+  EXPECT_EQ(spaces.pattern, R"([\x01]+(?![\x00])|[^\x00-\xff])");
+  EXPECT_EQ(spaces.classes[U'a'], 0);
+  EXPECT_EQ(spaces.classes[U'\u3000'], 1);
+  EXPECT_EQ(spaces.classes[0x10FFFF], 0);
+  EXPECT_EQ(translate_onig(R"((?>a)(b){2,}?c{,3}[ab]++)").pattern,
+            R"((?>[\x01])(?:[\x02]){2,}?[\x03]{0,3}[\x01\x02]++)");
 }
 
-TEST(Onig, RefusesByNameWhatTheyReadDifferently) {
-  for (const char* construct : {R"(\w)", R"(\b)", R"(\h)", R"(\1)", "(?<name>a)", "(?i)", "(*UTF)",
-                                "a{,2}", "a{2}+", "[a&&b]", "[a[b]]", "[]a]", R"(\p)", R"(\x41)"}) {
-    SCOPED_TRACE(construct);
-    expect_error(ErrorCode::unsupported, "does not support",
-                 [&] { onig_to_pcre2(std::string("x") + construct); });
+TEST(Onig, PossessiveGroupsLeaveWhatIsBeforeThem) {
+  EXPECT_THAT(split(Splitter({"[ab]+(?:cS)?+b"}), "aabc"), ElementsAre("aab", "c"));
+  EXPECT_THAT(split(Splitter({R"(a+\R*+a)"}), "aaa\n\nac"), ElementsAre("aaa\n\na", "c"));
+  EXPECT_THAT(split(Splitter({"(ab)++a|b"}), "ababa-abab"),
+              ElementsAre("ababa", "-a", "b", "a", "b"));
+}
+
+TEST(Onig, ScriptsAreNoScriptExtensions) {
+  EXPECT_THAT(split(Splitter({R"(\p{Han}+)"}), "\u6f22\u5b57\u3001\u6f22"),
+              ElementsAre("\u6f22\u5b57", "\u3001", "\u6f22"));
+  EXPECT_THAT(split(Splitter({R"([\p{Arabic}]+)"}), "\u0639\u060c\u0639"),
+              ElementsAre("\u0639", "\u060c", "\u0639"));
+}
+
+TEST(Onig, RefusesByNameWhatItDoesNotHave) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"(\p{Letter}+)", R"('\p{Letter}')"},
+      {R"([^\P{Alnum}])", R"('\P{Alnum}')"},
+      {R"(\p{In_Cyrillic})", "In_Cyrillic"},
+      {R"(\p{Nonsense})", "Nonsense"},
+      {"[[:alpha:]]", "'[:alpha:'"},
+      {"[]a]", "'[]'"},
+      {"[a&&-b]", "'&&-'"},
+      {R"((a)\1)", R"('\1')"},
+      {R"(\X)", R"('\X')"},
+      {"(?<name>a)", "'(?<n'"},
+      {"(?m:a)", "'(?m:'"},
+      {"(*UTF)", "'(*'"},
+      {"a{2}+", "'}+'"},
+      {"a{2}?", "'{n}?'"},
+      {"(?i:[\u00df])", "'(?i:[\u00df])'"},
+      {"(?i:s(?:s))", "(?i) with 's'"},
+  };
+  for (const auto& [pattern, named] : cases) {
+    SCOPED_TRACE(pattern);
+    expect_error(ErrorCode::unsupported, named, [&] { translate_onig(pattern); });
   }
 }
 

@@ -220,7 +220,7 @@ TEST(TokenizerFile, PreTokenizers) {
   expect_refused(kCode, "'invert'", with(edited("invert", true), byte_level));
   expect_refused(kCode, "other than a Regex",
                  with(edited("pattern", {{"String", "a"}}), byte_level));
-  expect_refused(kCode, "\\w", with(split("\\w+"), byte_level));
+  expect_refused(kCode, "\\X", with(split("\\X+"), byte_level));
   expect_refused(ErrorCode::tokenizer, "does not compile", with(split("(a"), byte_level));
   expect_refused(ErrorCode::tokenizer, "no 'pretokenizers'", [](Json& f) {
     f["pre_tokenizer"] = {{"type", "Sequence"}};
