@@ -25,15 +25,20 @@ class TextStream {
  public:
   TextStream(const Tokenizer& tokenizer, const GenerateOptions& options, std::string& text)
       : decoder_(tokenizer),
-        stop_(options.sampling.stop),
+        stop_(options.sampling.stop, special_tokens_in(options.sampling.stop, tokenizer)),
         on_text_(&options.on_text),
         text_(&text) {}
 
   // True when a stop string has been completed.
   bool push(TokenId id) {
+    if (stop_.asks_for(id)) return push_special(id);
     emit(stop_.push(decoder_.push(id)));
     return stop_.stopped();
   }
+
+  // The same for a token that ends the text and is not part of it, unless a stop string asks for
+  // it.
+  bool push_end(TokenId id) { return stop_.asks_for(id) && push_special(id); }
 
   // What is left of an unfinished character may complete a stop string, too; true if it does.
   bool finish() {
@@ -45,6 +50,12 @@ class TextStream {
   }
 
  private:
+  bool push_special(TokenId id) {
+    emit(stop_.push(decoder_.finish()));  // text before the token ends, be it inside a character
+    emit(stop_.push_special(id));
+    return stop_.stopped();
+  }
+
   void emit(const std::string& piece) {
     if (piece.empty()) return;
     *text_ += piece;
@@ -202,7 +213,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   while (true) {
     if (result.tokens.empty()) timings.first_token_seconds = total.seconds();
     if (!options.ignore_eos && std::find(eos.begin(), eos.end(), id) != eos.end()) {
-      result.reason = FinishReason::end_of_text;
+      result.reason = stream.push_end(id) ? FinishReason::stop_string : FinishReason::end_of_text;
       break;
     }
     result.tokens.push_back(id);

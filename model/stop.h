@@ -1,39 +1,80 @@
-// Ends a stream of text before the first stop string in it.
+// Ends a stream of text and special tokens before the first stop string in it.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "sluice/tokenizer.h"
+#include "sluice/types.h"
+
 namespace sluice {
+
+// A token that decoded text does not show ("<|im_end|>").
+struct SpecialToken {
+  TokenId id = 0;
+  std::string text;  // never empty
+};
+
+// The special tokens of a tokenizer whose text stands in one of the stop strings.
+std::vector<SpecialToken> special_tokens_in(std::span<const std::string> stops,
+                                            const Tokenizer& tokenizer);
 
 // Holds text back while it may yet become a stop string, so none is ever handed out, not even
 // half of one. The first stop string is the one that is complete first and, of several that end
 // with the same character, the longest. How the text is cut into pieces does not matter.
+//
+// Special tokens are not part of the text, but a stop string may ask for them: where the text of a
+// special token stands in a stop string, that token in the stream matches there, and the same
+// characters written out as ordinary text do, too. Special tokens that a stop string does not have
+// are skipped when it is looked for.
 class StopMatcher {
  public:
-  // No string may be empty.
-  explicit StopMatcher(std::span<const std::string> stops);
+  // No string may be empty. `special`: the tokens that the strings may ask for. Where several could
+  // begin at one place of a string, the longest is meant, as in tokenizing.
+  explicit StopMatcher(std::span<const std::string> stops,
+                       std::span<const SpecialToken> special = {});
 
   // The text that `piece` makes certain; after a stop string, nothing more.
   std::string push(std::string_view piece);
+  // The same for a special token that the stream has here.
+  std::string push_special(TokenId id);
   // What is still held back when the stream ends without a stop string.
   std::string finish();
 
   bool stopped() const { return stopped_; }
+  // Whether any stop string asks for this special token; all others need not be pushed.
+  bool asks_for(TokenId id) const;
 
  private:
-  // A stop string with the state of its Knuth-Morris-Pratt search.
-  struct Stop {
-    std::string text;
-    std::vector<std::size_t> border;  // by length: the longest proper prefix that is a suffix
-    std::size_t matched = 0;          // length of the longest prefix that the stream ends with
-  };
-  static std::size_t advance(const Stop& stop, std::size_t matched, char next);
+  // A byte of text, or a special token: its id above all bytes.
+  using Symbol = std::int64_t;
+  static constexpr Symbol kFirstToken = 256;
+  static Symbol symbol_of(char byte) { return static_cast<unsigned char>(byte); }
+  static Symbol symbol_of(TokenId id) { return kFirstToken + id; }
 
-  std::vector<Stop> stops_;
+  // A stop string, with its special tokens or as text alone, and the state of its
+  // Knuth-Morris-Pratt search.
+  struct Pattern {
+    std::vector<Symbol> symbols;
+    std::vector<std::size_t> border;  // by length: the longest proper prefix that is a suffix
+    std::vector<std::size_t> bytes;   // by length: bytes of text in a prefix
+    std::size_t matched = 0;          // length of the longest prefix that the stream ends with
+
+    bool has(Symbol symbol) const;
+    std::size_t advance(std::size_t length, Symbol next) const;
+  };
+
+  void add(std::vector<Symbol> symbols);
+  // Takes one symbol, whose bytes of text are held already; true if it completes a stop string.
+  bool take(Symbol next);
+  // The held text that can no longer become part of a stop string.
+  std::string certain();
+
+  std::vector<Pattern> patterns_;
   std::string held_;
   bool stopped_ = false;
 };

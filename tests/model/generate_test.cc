@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -12,6 +16,7 @@
 #include "sluice/errors.h"
 #include "tests/support/expect.h"
 #include "tests/support/model_sessions.h"
+#include "tests/support/temp_dir.h"
 
 namespace sluice {
 namespace {
@@ -166,6 +171,90 @@ TEST_F(Generate, RefusesATokenOfTheHistoryThatThereIsNot) {
   session.truncate(0);
   expect_error(ErrorCode::usage, "of the history", [&] { run(session); });
   EXPECT_EQ(session.length(), 0);
+}
+
+// sluice-22m, in which a token has another text and is special.
+void write_model(const testing::TempDir& dir, TokenId id, const std::string& text) {
+  std::ifstream file(testing::kModel / "tokenizer.json");
+  nlohmann::json json = nlohmann::json::parse(file);
+  nlohmann::json& vocabulary = json["model"]["vocab"];
+  std::string old;
+  for (const auto& [content, of] : vocabulary.items()) {
+    if (of == id) old = content;
+  }
+  vocabulary.erase(old);
+  vocabulary[text] = id;
+  nlohmann::json merges = nlohmann::json::array();
+  for (const nlohmann::json& merge : json["model"]["merges"]) {
+    if (merge[0] != old && merge[1] != old &&
+        merge[0].get<std::string>() + merge[1].get<std::string>() != old) {
+      merges.push_back(merge);
+    }
+  }
+  json["model"]["merges"] = merges;
+  json["added_tokens"].push_back({{"id", id},
+                                  {"content", text},
+                                  {"special", true},
+                                  {"single_word", false},
+                                  {"lstrip", false},
+                                  {"rstrip", false},
+                                  {"normalized", false}});
+  dir.write("tokenizer.json", json.dump());
+  for (const char* name : {"config.json", "model.safetensors"}) {
+    std::filesystem::create_symlink(testing::kModel / name, dir.path() / name);
+  }
+}
+
+TEST_F(Generate, StopsAtSpecialTokensThatStopStringsAskFor) {
+  options_.sampling.max_tokens = 12;
+  Session plain = engine_.new_session(300);
+  const std::vector<TokenId> tokens = run(plain).tokens;
+  const auto is_new = [&](std::size_t at) {
+    return std::find(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(at),
+                     tokens[at]) == tokens.begin() + static_cast<std::ptrdiff_t>(at);
+  };
+  std::size_t at = 4;
+  while (at < tokens.size() && !is_new(at)) ++at;
+  ASSERT_LT(at, tokens.size());
+  const testing::TempDir dir;
+  write_model(dir, tokens[at], "<|stop|>");
+  EngineConfig config = config_for();
+  config.model = dir.path();
+  Engine engine = Engine::open(config);
+  const std::span<const TokenId> before = std::span(tokens).first(at);
+  const std::string text = engine.tokenizer().decode(before);
+  const std::string last = engine.tokenizer().decode(before.last(1));
+  const std::string rest = engine.tokenizer().decode(std::span(tokens).subspan(at));
+  struct Case {
+    std::string stop;
+    std::string text;
+  };
+  for (const Case& c : {Case{"<|stop|>", text},
+                        {last + "<|stop|>", text.substr(0, text.size() - last.size())},
+                        {"<|stop|>" + rest.substr(0, 3), text}}) {
+    SCOPED_TRACE(c.stop);
+    std::string streamed;
+    options_.on_text = [&](std::string_view piece) { streamed += piece; };
+    options_.sampling.stop = {c.stop};
+    Session session = engine.new_session(300);
+    const GenerateResult result = generate(engine, session, prompt_, options_);
+    EXPECT_EQ(result.reason, FinishReason::stop_string);
+    EXPECT_EQ(result.text, c.text);
+    EXPECT_EQ(streamed, c.text);
+    // One that ends the text anyway is taken for what was asked for.
+    if (!c.stop.ends_with("<|stop|>")) continue;
+    GenerateOptions ending = options_;
+    ending.ignore_eos = false;
+    ending.end_tokens = {tokens[at]};
+    session.truncate(0);
+    const GenerateResult ended = generate(engine, session, prompt_, ending);
+    EXPECT_EQ(ended.reason, FinishReason::stop_string);
+    EXPECT_EQ(ended.text, c.text);
+    EXPECT_EQ(ended.tokens.size(), at);
+  }
+  options_.sampling.stop = {"<|stop|> is not what follows"};
+  Session session = engine.new_session(300);
+  EXPECT_EQ(generate(engine, session, prompt_, options_).text, text + rest);
 }
 
 }  // namespace

@@ -16,7 +16,9 @@ struct SamplingParams {
   double repetition_penalty = 1.0;  // Keskar et al. 2019 (CTRL), section 4.1; 1 is off
   std::uint64_t seed = 0;           // the same seed, prompt and build give the same text
   int max_tokens = 128;
-  std::vector<std::string> stop;  // generation ends before the first of these strings
+  // Generation ends before the first of these strings. One may hold the text of special tokens,
+  // which decoded text does not show: "<|im_end|>" ends it at that token.
+  std::vector<std::string> stop;
 
   // Throws Error{usage} that names the parameter and its range.
   void validate() const;
