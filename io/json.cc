@@ -1,8 +1,11 @@
 #include "io/json.h"
 
+#include <array>
+#include <limits>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "io/file.h"
@@ -14,27 +17,88 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Goes through a document before it is built. (The parser's own callback takes quadratic time.)
-class Guard : public nlohmann::json_sax<Json> {
- public:
-  Guard(const std::filesystem::path& path, std::size_t bytes) : path_(&path), bytes_(bytes) {}
+struct Constant {
+  std::string_view name;
+  double value;
+};
+// JSON has none of these, but Python's json module writes and reads them.
+constexpr std::array<Constant, 3> kConstants = {{
+    {"NaN", std::numeric_limits<double>::quiet_NaN()},
+    {"Infinity", std::numeric_limits<double>::infinity()},
+    {"-Infinity", -std::numeric_limits<double>::infinity()},
+}};
 
-  bool null() override { return count(); }
-  bool boolean(bool) override { return count(); }
-  bool number_integer(number_integer_t) override { return count(); }
-  bool number_unsigned(number_unsigned_t) override { return count(); }
-  bool number_float(number_float_t, const string_t&) override { return count(); }
-  bool string(string_t&) override { return count(); }
-  bool binary(binary_t&) override { return count(); }
-  bool start_object(std::size_t) override { return open(); }
-  bool start_array(std::size_t) override { return open(); }
-  bool end_object() override { return close(); }
-  bool end_array() override { return close(); }
+// A string of a document that stands for a constant.
+struct Replaced {
+  std::size_t string;  // its number in the document, keys included
+  std::size_t byte;    // where it begins, from 1 on
+  double value;
+};
+
+// The first quote from `at` on that no backslash escapes, or the end.
+std::size_t end_of_string(std::string_view text, std::size_t at) {
+  while (at < text.size() && text[at] != '"') at += text[at] == '\\' ? 2 : 1;
+  return at;
+}
+
+// Puts a string of the same length in place of every constant, so that the parser takes it and
+// positions stay what they are.
+std::vector<Replaced> replace_constants(std::string& text) {
+  std::vector<Replaced> replaced;
+  std::size_t strings = 0;
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    if (text[at] == '"') {
+      ++strings;
+      at = end_of_string(text, at + 1);
+      continue;
+    }
+    if (text[at] != 'N' && text[at] != 'I' && text[at] != '-') continue;
+    for (const auto& [name, value] : kConstants) {
+      if (text.compare(at, name.size(), name) != 0) continue;
+      replaced.push_back({strings++, at + 1, value});
+      if (replaced.size() > static_cast<std::size_t>(kMaxJsonValues)) return replaced;
+      text[at] = text[at + name.size() - 1] = '"';
+      at += name.size() - 1;
+      break;
+    }
+  }
+  return replaced;
+}
+
+// Builds a document, and refuses it as soon as it is past a limit.
+class Builder : public nlohmann::json_sax<Json> {
+ public:
+  Builder(const std::filesystem::path& path, std::size_t bytes, std::vector<Replaced> constants)
+      : path_(&path), bytes_(bytes), constants_(std::move(constants)) {}
+
+  Json finish() { return std::move(root_); }
+
+  bool null() override { return put(nullptr); }
+  bool boolean(bool value) override { return put(value); }
+  bool number_integer(number_integer_t value) override { return put(value); }
+  bool number_unsigned(number_unsigned_t value) override { return put(value); }
+  bool number_float(number_float_t value, const string_t&) override { return put(value); }
+  bool binary(binary_t& value) override { return put(std::move(value)); }
+  bool string(string_t& value) override {
+    const Replaced* const constant = next_constant();
+    return constant != nullptr ? put(constant->value) : put(std::move(value));
+  }
 
   bool key(string_t& key) override {
-    if (!keys_.back().insert(key).second) refuse("has the key " + in_quotes(key) + " twice");
+    if (const Replaced* const constant = next_constant()) {
+      refuse("is not JSON: " + json_fault(constant->byte, bytes_));
+    }
+    const auto [entry, is_new] =
+        open_.back()->get_ref<Json::object_t&>().try_emplace(std::move(key));
+    if (!is_new) refuse("has the key " + in_quotes(entry->first) + " twice");
+    member_ = &entry->second;
     return true;
   }
+
+  bool start_object(std::size_t) override { return open(Json::object()); }
+  bool start_array(std::size_t) override { return open(Json::array()); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
 
   bool parse_error(std::size_t position, const std::string&,
                    const nlohmann::detail::exception& error) override {
@@ -49,40 +113,63 @@ class Guard : public nlohmann::json_sax<Json> {
   }
 
  private:
-  bool count() {
+  // What the next string of the document stands for; null: for itself.
+  const Replaced* next_constant() {
+    const bool is_one = done_ < constants_.size() && constants_[done_].string == strings_;
+    ++strings_;
+    return is_one ? &constants_[done_++] : nullptr;
+  }
+
+  // Where a value comes to lie, which stays there while it is open.
+  Json* place(Json value) {
     if (++values_ > kMaxJsonValues) {
       refuse("has more than " + std::to_string(kMaxJsonValues) + " values");
     }
+    Json* to = open_.empty() ? &root_ : member_;
+    if (!open_.empty() && open_.back()->is_array()) {
+      auto& array = open_.back()->get_ref<Json::array_t&>();
+      to = &array.emplace_back();
+    }
+    *to = std::move(value);
+    return to;
+  }
+  bool put(Json value) {
+    place(std::move(value));
     return true;
   }
-  bool open() {
-    if (keys_.size() >= static_cast<std::size_t>(kMaxJsonDepth)) {
+  bool open(Json value) {
+    if (open_.size() >= static_cast<std::size_t>(kMaxJsonDepth)) {
       refuse("is nested deeper than " + std::to_string(kMaxJsonDepth) + " levels");
     }
-    keys_.emplace_back();
-    return count();
+    open_.push_back(place(std::move(value)));
+    return true;
   }
   bool close() {
-    keys_.pop_back();
+    open_.pop_back();
     return true;
   }
 
   const std::filesystem::path* path_;
   std::size_t bytes_;
-  std::vector<std::set<std::string>>
-      keys_;  // of the objects, and none of the arrays, that are open
+  std::vector<Replaced> constants_;
+  std::size_t done_ = 0;     // of the constants
+  std::size_t strings_ = 0;  // seen until now
   int values_ = 0;
+  Json root_;
+  std::vector<Json*> open_;  // objects and arrays
+  Json* member_ = nullptr;   // whose value comes next
 };
 
 }  // namespace
 
 Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
-  const std::string text = read_text_file(path, max_bytes);
+  std::string text = read_text_file(path, max_bytes);
   require_not_lfs_pointer(path, text);
-  Guard guard(path, text.size());
-  if (text.find('\0') != std::string::npos) guard.refuse("is not JSON: it has a NUL byte");
-  Json::sax_parse(text, &guard);
-  return Json::parse(text);
+  std::vector<Replaced> constants = replace_constants(text);
+  Builder builder(path, text.size(), std::move(constants));
+  if (text.find('\0') != std::string::npos) builder.refuse("is not JSON: it has a NUL byte");
+  Json::sax_parse(text, &builder);
+  return builder.finish();
 }
 
 }  // namespace sluice

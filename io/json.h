@@ -16,8 +16,9 @@ inline constexpr int kMaxJsonValues = 1 << 22;
 
 // The JSON document in a file of up to `max_bytes`. Stricter than the parser alone: a key that
 // stands twice in an object, more than kMaxJsonDepth levels or kMaxJsonValues values, or a NUL byte
-// (which the parser takes for the end) is an error, before anything is built of the document. Takes
-// time n log n. Throws Error{corrupt}, and what read_text_file throws.
+// (which the parser takes for the end) is an error as soon as it is met. NaN, Infinity and
+// -Infinity, which Python's json module writes, are numbers that are not finite. Takes time
+// n log n. Throws Error{corrupt}, and what read_text_file throws.
 nlohmann::json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes);
 
 }  // namespace sluice

@@ -24,7 +24,9 @@ int bounded(const JsonObject& config, const char* key, int most,
 }
 
 TokenId token_id(const JsonObject& config, const char* key, const Json& value, int vocabulary) {
-  if (!value.is_number_integer()) config.corrupt(key, "is not a token id");
+  if (!value.is_number_integer()) {
+    config.corrupt(key, "is " + json_kind(value) + ", not a token id");
+  }
   if (value < 0 || value >= vocabulary) {
     config.corrupt(key, "names token " + value.dump() + ", outside the vocabulary of " +
                             std::to_string(vocabulary));

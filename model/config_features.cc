@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -21,6 +22,8 @@ constexpr std::array<Architecture, 4> kArchitectures = {{
 
 std::string value_text(const Json& value) {
   if (value.is_string()) return in_quotes(value.get<std::string>());
+  const bool is_dumped_as_null = value.is_number_float() && !std::isfinite(value.get<double>());
+  if (is_dumped_as_null) return json_text(value.get<double>());
   return value.is_primitive() ? value.dump() : "set";
 }
 

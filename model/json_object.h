@@ -9,6 +9,11 @@
 
 namespace sluice {
 
+// A number as Python's json module writes it: "0.5", "NaN", "-Infinity".
+std::string json_text(double number);
+// For messages: "a string", "an array", "a fraction", "NaN".
+std::string json_kind(const nlohmann::json& value);
+
 // A view: the JSON value and the path must outlive it. Accessors throw Error{corrupt} if the key is
 // missing (unless there is a fallback), has the wrong type or lies outside the bounds given. A key
 // that is null counts as missing.

@@ -5,8 +5,12 @@
 
 #include <array>
 #include <chrono>
+#include <limits>
 #include <nlohmann/json.hpp>
+#include <random>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "io/json.h"
 #include "tests/io/test_files.h"
@@ -87,7 +91,12 @@ TEST(Json, RefusesWhatIsNotStrictlyJson) {
       {R"({"a": 1)", "breaks off at byte 8"},
       {R"({"a": 1} x)", "goes wrong at byte 10"},
       {R"({"a": 1,})", "goes wrong at byte 9"},
-      {R"({"a": NaN})", "goes wrong at byte 7"},
+      {R"({"a": nan})", "goes wrong at byte 8"},
+      {R"({"a": NaNs})", "goes wrong at byte 10"},
+      {R"({"a": +Infinity})", "goes wrong at byte 7"},
+      {R"({NaN: 1})", "goes wrong at byte 2"},
+      {R"({"a": NaN, "b": Infinity, "a": 3})", "the key 'a' twice"},
+      {R"([NaN, -Infinity, "\"NaN", x])", "goes wrong at byte 27"},
       {std::string("{\"a\": 1}\0 garbage", 17), "NUL byte"},
       {R"({"a": 1e999})", "no type can hold"},
       {"{\"a\": \"\xff\"}", "goes wrong at byte 8"},
@@ -102,6 +111,75 @@ TEST(Json, RefusesWhatIsNotStrictlyJson) {
   }
   const std::string deepest = std::string(kMaxJsonDepth, '[') + std::string(kMaxJsonDepth, ']');
   EXPECT_NO_THROW(read_json_file(dir.write("a", deepest), 1 << 20));
+}
+
+// A document, beside the same with other numbers in place of NaN, Infinity and -Infinity.
+struct Twins {
+  std::string with_constants;
+  std::string plain;
+
+  void add(const std::string& text) {
+    with_constants += text;
+    plain += text;
+  }
+};
+
+constexpr std::array<std::pair<const char*, double>, 3> kTwins = {
+    {{"NaN", 12345.5}, {"Infinity", 12346.5}, {"-Infinity", 12347.5}}};
+
+void add_value(Twins& twins, std::mt19937_64& random, int depth) {
+  constexpr std::array kPlain = {"1",    "-2.5", "null",        "\"\"",         "\"NaN\"",
+                                 "true", "-0",   "\"\\\"NaN\"", "\"\\\\\"",     "\"a, -Infinity]\"",
+                                 "{}",   "[]",   "\"\\u0022\"", "\"x\\\\\\\"\""};
+  const std::uint64_t kind = random() % (depth > 0 ? 4 : 2);
+  if (kind == 0) return twins.add(kPlain.at(random() % kPlain.size()));
+  if (kind == 1) {
+    const auto& [name, number] = kTwins.at(random() % kTwins.size());
+    twins.with_constants += name;
+    twins.plain += std::to_string(number);
+    return;
+  }
+  twins.add(kind == 2 ? "[" : "{");
+  for (std::uint64_t i = 0; i < random() % 4; ++i) {
+    twins.add(i > 0 ? " , " : "");
+    if (kind == 3) twins.add("\"NaN\\\"" + std::to_string(i) + "\" :");
+    add_value(twins, random, depth - 1);
+  }
+  twins.add(kind == 2 ? "]" : "}");
+}
+
+void put_constants(nlohmann::json& value) {
+  for (nlohmann::json& part : value) {
+    if (part.is_structured()) put_constants(part);
+    if (part == 12345.5) part = std::numeric_limits<double>::quiet_NaN();
+    if (part == 12346.5) part = std::numeric_limits<double>::infinity();
+    if (part == 12347.5) part = -std::numeric_limits<double>::infinity();
+  }
+}
+
+// NaN equals nothing, and dump() writes null for all that is not finite.
+std::string spelled(const nlohmann::json& value) {
+  if (value.is_number_float()) return std::to_string(value.get<double>());
+  if (!value.is_structured()) return value.dump();
+  std::string text = value.is_array() ? "[" : "{";
+  for (const auto& [key, part] : value.items()) text += key + ":" + spelled(part) + ",";
+  return text;
+}
+
+TEST(Json, ReadsNumbersThatAreNotFiniteAsPythonWritesThem) {
+  const TempDir dir;
+  for (std::uint64_t seed = 0; seed < 1000; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    Twins twins;
+    twins.add("[");
+    add_value(twins, random, 5);
+    twins.add("]");
+    nlohmann::json expected = nlohmann::json::parse(twins.plain);
+    put_constants(expected);
+    const nlohmann::json json = read_json_file(dir.write("a", twins.with_constants), 1 << 20);
+    ASSERT_EQ(spelled(json), spelled(expected)) << twins.with_constants;
+  }
 }
 
 TEST(Json, TakesTimeLinearInTheNumberOfValues) {

@@ -268,8 +268,8 @@ TEST(Config, TokenIdsLieInTheVocabulary) {
     expect_corrupt("bos_token_id", id, "bos_token_id names token " + id.dump());
     expect_corrupt("eos_token_id", {1, id}, "eos_token_id names token " + id.dump());
   }
-  expect_corrupt("eos_token_id", "</s>", "eos_token_id is not a token id");
-  expect_corrupt("bos_token_id", 1.0, "bos_token_id is not a token id");
+  expect_corrupt("eos_token_id", "</s>", "eos_token_id is a string, not a token id");
+  expect_corrupt("bos_token_id", 1.0, "bos_token_id is a fraction, not a token id");
   expect_corrupt("eos_token_id", Json(std::vector<int>(100, 1)), "eos_token_id names more than 64");
 }
 
@@ -285,6 +285,32 @@ TEST(Config, TheGenerationConfigsEosTokensCountToo) {
   expect_error(ErrorCode::corrupt, "generation_config.json: eos_token_id names token -5",
                [&] { eos(R"({"eos_token_id": -5})"); });
   expect_error(ErrorCode::corrupt, "generation_config.json: is not JSON", [&] { eos("{"); });
+}
+
+TEST(Config, NumbersThatAreNotFiniteAreNamedWhereTheyMatter) {
+  const std::string text = llama().dump();
+  const auto changed = [&](const std::string& members) {
+    return text.substr(0, text.size() - 1) + ", " + members + "}";
+  };
+  EXPECT_EQ(parse_text(changed(R"("time_step_limit": [0.0, Infinity], "x": {"y": -Infinity})"),
+                       R"({"eos_token_id": 7, "max_time": NaN})")
+                .eos_token_ids,
+            std::vector<TokenId>{7});
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {R"("head_dim": NaN)", "head_dim is NaN, not an integer"},
+      {R"("partial_rotary_factor": NaN)", "partial_rotary_factor is NaN; it must be 0 to 1"},
+      {R"("bos_token_id": -Infinity)", "bos_token_id is -Infinity, not a token id"},
+      {R"("eos_token_id": [1, NaN])", "eos_token_id is NaN, not a token id"},
+      {R"("rope_scaling": {"rope_type": "linear", "factor": Infinity})",
+       "rope_scaling.factor is Infinity; it must be"},
+      {R"("tie_word_embeddings": NaN)", "tie_word_embeddings is NaN, not true or false"}};
+  for (const auto& [members, part] : cases) {
+    expect_error(ErrorCode::corrupt, part, [&] { parse_text(changed(members)); });
+  }
+  expect_error(ErrorCode::unsupported, "logit_scale is NaN",
+               [&] { parse_text(changed(R"("logit_scale": NaN)")); });
+  expect_error(ErrorCode::corrupt, "generation_config.json: eos_token_id is NaN",
+               [&] { parse_text(text, R"({"eos_token_id": NaN})"); });
 }
 
 TEST(Config, FilesThatAreNoConfigAreCorrupt) {
