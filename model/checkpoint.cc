@@ -198,6 +198,13 @@ void Checkpoint::require(std::string_view name, const std::vector<std::int64_t>&
   const Location& location = locate(name);
   const SafetensorsFile& file = files_[location.file];
   const TensorInfo& info = *location.info;
+  if (info.elements() == 0) {
+    throw Error(ErrorCode::corrupt, file.path().string() + ": tensor " + in_quotes(name) + " is " +
+                                        shape_text(info.shape) +
+                                        ", so it was saved without its values, as training in "
+                                        "parts does; save the checkpoint again with all values "
+                                        "gathered");
+  }
   if (info.shape != shape) {
     throw Error(ErrorCode::corrupt, file.path().string() + ": tensor " + in_quotes(name) + " is " +
                                         shape_text(info.shape) + " but config.json calls for " +

@@ -96,6 +96,13 @@ void require_read(const Checkpoint& checkpoint, const std::set<std::string, std:
   const ModelConfig& config = checkpoint.config();
   for (const std::string_view name : checkpoint.names()) {
     if (read.contains(name) || is_redundant(name, config)) continue;
+    if (checkpoint.info(name).elements() == 0) {
+      throw Error(ErrorCode::unsupported,
+                  checkpoint.file_of(name).string() + ": has a tensor " + in_quotes(name) +
+                      " without any values, which no " + config.architecture +
+                      " has; whatever wrote it left something out. Save the checkpoint again "
+                      "without it");
+    }
     throw Error(ErrorCode::unsupported,
                 checkpoint.file_of(name).string() + ": has a tensor " + in_quotes(name) +
                     ", which no " + config.architecture + " of " +

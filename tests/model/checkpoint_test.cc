@@ -146,6 +146,17 @@ TEST(Checkpoint, AMissingTensorOrAnotherShapeIsNamed) {
   expect_error(ErrorCode::corrupt, "calls for [128]", [&] { load(checkpoint, kEmbedding, {128}); });
 }
 
+TEST(Checkpoint, ATensorWithoutValuesIsNamedForThat) {
+  const TempDir dir;
+  dir.write("config.json", kConfig);
+  dir.write("model.safetensors",
+            safetensors("{" + entry(kEmbedding, "F16", "[0]", 0, 0) + "}", std::string()));
+  const Checkpoint checkpoint = Checkpoint::open(dir.path());
+  expect_error(ErrorCode::corrupt, "is [0], so it was saved without its values", [&] {
+    checkpoint.require(kEmbedding, {2, 64});
+  });
+}
+
 TEST(Checkpoint, MissingFilesAreNotFound) {
   const TempDir dir;
   expect_error(ErrorCode::not_found, "config.json", [&] { Checkpoint::open(dir.path()); });
