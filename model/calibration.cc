@@ -41,6 +41,14 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
   return root;
 }
 
+// The file that a policy is stored in, with all that it has. Another program's file of that name is
+// not touched: a calibration has policies.
+nlohmann::json read_to_store(const std::filesystem::path& path) {
+  nlohmann::json root = read_calibration(path);
+  if (file_exists(path) && !root.contains("policies")) throw_unreadable(path, "not a calibration");
+  return root;
+}
+
 // What Engine::policy() would not find again, or not as it is.
 void require_readable(std::string_view name, const Policy& policy) {
   const auto presets = sluice::presets();
@@ -79,14 +87,14 @@ void store_calibration(const std::filesystem::path& model, std::string_view name
                        const Policy& policy) {
   require_readable(name, policy);
   const std::filesystem::path path = model / kCalibrationFile;
-  nlohmann::json root = read_calibration(path);
+  nlohmann::json root = read_to_store(path);
   root["policies"][std::string(name)] = to_string(policy);
   replace_file(path, root.dump(2) + "\n");
 }
 
 void require_storable(const std::filesystem::path& model) {
   const std::filesystem::path path = model / kCalibrationFile;
-  read_calibration(path);
+  read_to_store(path);
   require_replaceable(path);
 }
 

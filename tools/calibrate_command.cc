@@ -30,6 +30,7 @@ struct CalibrateFlags {
   LayerChoices choices;
   bool dry_run = false;
   std::string json;
+  bool force = false;
 };
 
 template <typename T>
@@ -78,7 +79,7 @@ nlohmann::json report_of(const CalibrateFlags& flags, const Calibration& found) 
 }
 
 int run(const CalibrateFlags& flags) {
-  require_writable(flags.json, flags.model.model, flags.text);
+  require_writable(flags.json, flags.model.model, flags.text, flags.force);
   Engine engine = Engine::open(flags.model.config());
   validate(flags, engine.info());
   if (!flags.dry_run) require_storable(flags.model.model);
@@ -96,7 +97,8 @@ int run(const CalibrateFlags& flags) {
     print_beside_report(flags.json,
                         "stored as the preset " + flags.preset + " of " + flags.model.model + "\n");
   }
-  if (!flags.json.empty()) write_report(flags.json, report_text(report_of(flags, found)));
+  if (!flags.json.empty())
+    write_report(flags.json, flags.force, report_text(report_of(flags, found)));
   return 0;
 }
 
@@ -145,7 +147,9 @@ Command add_calibrate(CLI::App& app) {
   add_integer(app, "--seed", flags->options.seed, "of needles and their places")
       ->capture_default_str();
   app.add_flag("--dry-run", flags->dry_run, "print the table, store nothing");
-  app.add_option("--json", flags->json, "write every number to this file, - for standard output");
+  auto* json = app.add_option("--json", flags->json,
+                              "write every number to this file, - for standard output");
+  add_force(app, flags->force, "--json")->needs(json);
   return [flags] {
     flags->options.step_tokens = flags->model.of_step(flags->options.step_tokens);
     return run(*flags);

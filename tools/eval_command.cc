@@ -27,6 +27,7 @@ struct EvalFlags {
   std::vector<std::int64_t> lengths = {8192};
   std::vector<std::string> policies = {"streaming", "quest", "sparq", "twilight", "sluice"};
   std::string json;
+  bool force = false;
 };
 
 // "needle, multikey, ... or repetition"
@@ -68,7 +69,7 @@ std::vector<NamedPolicy> parse_policies(const Engine& engine,
 
 int run(const EvalFlags& flags) {
   validate(flags);
-  require_writable(flags.json, flags.model.model, flags.text);
+  require_writable(flags.json, flags.model.model, flags.text, flags.force);
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
   Engine engine = Engine::open(flags.model.config());
@@ -112,7 +113,7 @@ int run(const EvalFlags& flags) {
                                {"step_tokens", flags.options.step_tokens},
                                {"device_memory", flags.model.device_memory},
                                {"results", results}};
-  write_report(flags.json, report_text(root));
+  write_report(flags.json, flags.force, report_text(root));
   return 0;
 }
 
@@ -150,7 +151,9 @@ Command add_eval(CLI::App& app) {
   add_integer(app, "--seed", flags->options.seed,
               "of what is hidden and where, and of what drift draws")
       ->capture_default_str();
-  app.add_option("--json", flags->json, "write every number to this file, - for standard output");
+  auto* json = app.add_option("--json", flags->json,
+                              "write every number to this file, - for standard output");
+  add_force(app, flags->force, "--json")->needs(json);
   return [flags] {
     flags->options.step_tokens = flags->model.of_step(flags->options.step_tokens);
     return run(*flags);

@@ -41,4 +41,12 @@ CLI::Option* add_integer(CLI::App& app, const char* name, std::vector<Integer>& 
   return app.add_option(name, values, help)->transform(whole_number<Integer>());
 }
 
+// Lets the reports of `flags` replace any file.
+inline CLI::Option* add_force(CLI::App& app, bool& force, const std::string& flags) {
+  return app.add_flag("--force", force,
+                      "let " + flags +
+                          " replace a file that is there, though it is no report of sluice; files "
+                          "that the command reads are never replaced");
+}
+
 }  // namespace sluice::tools

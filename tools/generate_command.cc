@@ -13,6 +13,7 @@
 #include "sluice/version.h"
 #include "tools/commands.h"
 #include "tools/exit_code.h"
+#include "tools/flags.h"
 #include "tools/generation.h"
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
@@ -35,6 +36,7 @@ struct GenerateFlags {
   bool chat = false;
   bool positions = false;
   bool ignore_eos = false;
+  bool force = false;
   bool quiet = false;
 };
 
@@ -129,7 +131,7 @@ nlohmann::json report_json(const GenerateFlags& flags, const Engine& engine, con
 }
 
 // `steps`, if there are any, as add_positions() left them.
-void write_json(const std::string& path, const nlohmann::json& report, const Ledger& ledger,
+void write_json(const GenerateFlags& flags, const nlohmann::json& report, const Ledger& ledger,
                 std::optional<Spool>& steps) {
   std::vector<LongMember> longer = {{"ledger", [&](const TextSink& to) { ledger.write_json(to); }}};
   if (steps) {
@@ -139,7 +141,8 @@ void write_json(const std::string& path, const nlohmann::json& report, const Led
                         to("]");
                       }});
   }
-  write_report(path, [&](const TextSink& to) { write_report_text(report, longer, to); });
+  write_report(flags.json, flags.force,
+               [&](const TextSink& to) { write_report_text(report, longer, to); });
 }
 
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
@@ -175,7 +178,7 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
 }
 
 void write_trace(const GenerateFlags& flags, const Trace& trace) {
-  write_report(flags.trace, [&](const TextSink& to) { trace.write_json(to); });
+  write_report(flags.trace, flags.force, [&](const TextSink& to) { trace.write_json(to); });
   if (flags.quiet) return;
   const std::string dropped =
       trace.dropped() > 0 ? ", " + std::to_string(trace.dropped()) + " more were dropped" : "";
@@ -185,11 +188,14 @@ void write_trace(const GenerateFlags& flags, const Trace& trace) {
 
 int run(const GenerateFlags& flags, bool prompt_given) {
   flags.generation.validate();
-  require_writable(flags.json, flags.model.model, flags.prompt_file);
+  if (flags.force && flags.json.empty() && flags.trace.empty()) {
+    throw Error(ErrorCode::usage, "--force requires --json or --trace");
+  }
+  require_writable(flags.json, flags.model.model, flags.prompt_file, flags.force);
   if (flags.trace == "-" || is_one_file(flags.trace, flags.json)) {
     throw Error(ErrorCode::usage, "--trace wants a file of its own");
   }
-  require_writable(flags.trace, flags.model.model, flags.prompt_file);
+  require_writable(flags.trace, flags.model.model, flags.prompt_file, flags.force);
   std::optional<Spool> steps;
   if (flags.positions) steps.emplace();
   EngineConfig config = flags.model.config();
@@ -220,7 +226,7 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   if (config.trace) write_trace(flags, *config.trace);
   if (!flags.json.empty()) {
     const nlohmann::json report = report_json(flags, engine, session, plan, loading, result);
-    write_json(flags.json, report, session.ledger(), steps);
+    write_json(flags, report, session.ledger(), steps);
   }
   if (result.reason != FinishReason::interrupted) return 0;
   print_error("sluice: interrupted; the text above is what was generated until then\n");
@@ -258,6 +264,7 @@ Command add_generate(CLI::App& app) {
   app.add_option("--trace", flags->trace,
                  "write a timeline of all operations to this file, for Perfetto or Chrome; they "
                  "are waited for one by one, which on a GPU takes longer");
+  add_force(app, flags->force, "--json and --trace");
   app.add_flag("-q,--quiet", flags->quiet, "no plan, timings or ledger on standard error");
   return [flags, prompt] { return run(*flags, prompt->count() > 0); };
 }

@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "io/file_draft.h"
+#include "io/report_file.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 
@@ -46,9 +47,18 @@ std::filesystem::path place_of(const std::filesystem::path& file) {
 
 // By their names: reports may lie beside a checkpoint's files.
 bool is_of_checkpoint(const std::filesystem::path& file) {
-  static constexpr std::array kNames = {"config.json",         "generation_config.json",
-                                        "tokenizer.json",      "tokenizer_config.json",
-                                        "chat_template.jinja", "model.safetensors.index.json",
+  static constexpr std::array kNames = {"config.json",
+                                        "generation_config.json",
+                                        "model.safetensors.index.json",
+                                        "tokenizer.json",
+                                        "tokenizer_config.json",
+                                        "special_tokens_map.json",
+                                        "chat_template.jinja",
+                                        "chat_template.json",
+                                        "added_tokens.json",
+                                        "vocab.json",
+                                        "merges.txt",
+                                        "tokenizer.model",
                                         "sluice.json"};
   const std::string name = file.filename().string();
   return file.extension() == ".safetensors" ||
@@ -108,16 +118,49 @@ std::unique_ptr<FileDraft> draft_of(const std::filesystem::path& path) {
   }
 }
 
+// Standard output or standard error if that goes to the file at `path`, where writing from the
+// file's beginning would destroy what they wrote; null: neither does.
+std::FILE* stream_into(const std::filesystem::path& path) {
+  struct stat file {};
+  if (::stat(path.c_str(), &file) != 0 || !S_ISREG(file.st_mode)) return nullptr;
+  for (std::FILE* const stream : {stdout, stderr}) {
+    struct stat of {};
+    const bool is_one =
+        ::fstat(::fileno(stream), &of) == 0 && of.st_dev == file.st_dev && of.st_ino == file.st_ino;
+    if (is_one) return stream;
+  }
+  return nullptr;
+}
+
+void write_to(std::FILE* stream, const std::string& name,
+              const std::function<void(const TextSink&)>& write) {
+  bool written = true;
+  write([&](std::string_view text) {
+    written = written && std::fwrite(text.data(), 1, text.size(), stream) == text.size();
+  });
+  if (!written || std::fflush(stream) != 0) throw_write_error(name);
+}
+
+// A report with the mark of one, by which it may be replaced later.
+void write_marked(const std::function<void(const TextSink&)>& write, const TextSink& to) {
+  bool begun = false;
+  write([&](std::string_view text) {
+    if (!begun && !text.empty()) {
+      check(text.front() == '{', "a report that is no object");
+      to(report_beginning());
+      text.remove_prefix(1);
+      begun = true;
+    }
+    to(text);
+  });
+}
+
 // What is there already is lost if it cannot be written whole.
 void overwrite(const std::string& path, const std::function<void(const TextSink&)>& write) {
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), &std::fclose);
   if (!file) throw_write_error(path);
-  bool written = true;
-  write([&](std::string_view text) {
-    written = written && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
-  });
-  // Closing flushes, and may be what finds the disk full.
-  if (!written || std::fclose(file.release()) != 0) throw_write_error(path);
+  write_to(file.get(), path, write);
+  if (std::fclose(file.release()) != 0) throw_write_error(path);  // which may find the disk full
 }
 
 }  // namespace
@@ -139,7 +182,8 @@ bool is_one_file(const std::string& a, const std::string& b) {
   return is_same_file(a, b) || place_of(a) == place_of(b);
 }
 
-void require_writable(const std::string& path, const std::string& model, const std::string& text) {
+void require_writable(const std::string& path, const std::string& model, const std::string& text,
+                      bool force) {
   if (path.empty() || path == "-") return;
   if (is_same_file(path, text) || is_in_checkpoint(path, model)) {
     throw Error(
@@ -148,15 +192,20 @@ void require_writable(const std::string& path, const std::string& model, const s
             ": is a file of the checkpoint or one that this very command reads, and writing "
             "would overwrite it; choose another file");
   }
+  if (!force && stream_into(path) == nullptr) require_may_become_report(path);
   require_writable(path);
 }
 
-void write_report(const std::string& path, const std::string& text) {
-  write_report(path, [&](const TextSink& to) { to(text); });
+void write_report(const std::string& path, bool force, const std::string& text) {
+  write_report(path, force, [&](const TextSink& to) { to(text); });
 }
 
-void write_report(const std::string& path, const std::function<void(const TextSink&)>& write) {
+void write_report(const std::string& path, bool force,
+                  const std::function<void(const TextSink&)>& write_unmarked) {
+  const auto write = [&](const TextSink& to) { write_marked(write_unmarked, to); };
   if (path == "-") return write([](std::string_view text) { print(text); });
+  if (std::FILE* const stream = stream_into(path)) return write_to(stream, path, write);
+  if (!force) require_may_become_report(path);  // what came there since the work began stays, too
   const std::unique_ptr<FileDraft> draft = draft_of(path);
   if (draft) {
     write([&](std::string_view text) { draft->write(text); });

@@ -42,21 +42,25 @@ void write_report_text(const nlohmann::json& report, std::span<const LongMember>
 // Whether both name one file, which may not be there yet; an empty path names none.
 bool is_one_file(const std::string& a, const std::string& b);
 
-// Throws Error{io} if `path` cannot be written, before the work whose report is to go there, and
-// Error{usage} if it is, or would be, a file of the checkpoint in `model` or is the one at `text`,
-// by whatever name: the report would take the place of what it is about. An empty path or "-" can
-// be written.
-void require_writable(const std::string& path, const std::string& model, const std::string& text);
+// Throws before the work whose report is to go to `path`: Error{io} if that cannot be written;
+// Error{usage} if it is a file that this program did not write (see io/report_file.h), unless
+// `force` is given; and Error{usage} in any case if it is, or would be, a file of the checkpoint in
+// `model` or is the one at `text`, by whatever name: the report would take the place of what it is
+// about. An empty path or "-" can be written.
+void require_writable(const std::string& path, const std::string& model, const std::string& text,
+                      bool force);
 
-// Writes a whole file, "-" for standard output. A file that is there stays as it is unless all of
-// the report can be written, if a file beside it can take its place. Throws Error{io} that names
-// it.
-void write_report(const std::string& path, const std::string& text);
+// Writes a whole report, "-" for standard output, with the mark of one in front. A report that is
+// there stays as it is unless all of the new one can be written, if a file beside it can take its
+// place. Where a standard stream goes to the file at `path`, the report goes to that stream. Throws
+// Error{io} that names the file, and Error{usage} as require_writable does.
+void write_report(const std::string& path, bool force, const std::string& text);
+// The same, piece by piece.
+void write_report(const std::string& path, bool force,
+                  const std::function<void(const TextSink&)>& write);
 // What people read beside a report at `path`: standard output is the report's alone if that goes
 // there.
 void print_beside_report(const std::string& path, std::string_view text);
-// The same, piece by piece.
-void write_report(const std::string& path, const std::function<void(const TextSink&)>& write);
 
 // A line on standard error that is redrawn in place; nothing unless that is a terminal.
 class ProgressBar {

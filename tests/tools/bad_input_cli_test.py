@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import struct
@@ -12,6 +13,8 @@ from pathlib import Path
 from command import GOLDEN, MODEL, ROOT, sluice
 
 USAGE, NOT_FOUND, CORRUPT, UNSUPPORTED, TOKENIZER, PROMPT, MEMORY, IO, NUMERIC = *range(2, 10), 11
+
+REPORT = '{"written_by": "sluice 0"}'  # the beginning of a report is what it is known by
 
 
 class BadInput(unittest.TestCase):
@@ -198,7 +201,7 @@ class BadInput(unittest.TestCase):
                 "dtype": "F32", "shape": [0], "data_offsets": [0, 0]}  # fmt: skip
 
         self.edit_header(add_scale)
-        self.refused(UNSUPPORTED, tensors, "'model.layers.0.mlp.up_proj.weight_scale'")
+        self.refused(UNSUPPORTED, tensors, "'model.layers.0.mlp.up_proj.weight_scale' without any values")
         # Queries and keys that the model normalises.
         shutil.copytree(GOLDEN / "qwen3", self.model, dirs_exist_ok=True)
         self.edit_config(architectures=["LlamaForCausalLM"], model_type="llama")
@@ -320,18 +323,18 @@ class BadInput(unittest.TestCase):
         limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         for flag in ("--json", "--trace"):
             report = folder / "report.json"
-            report.write_text("before")
+            report.write_text(REPORT)
             done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", flag, report,
                           preexec_fn=limit)  # fmt: skip
             self.assertEqual(done.returncode, IO, done.stderr)
             self.assertIn("report.json: cannot be written", done.stderr)
-            self.assertEqual(report.read_text(), "before")
+            self.assertEqual(report.read_text(), REPORT)
             self.assertEqual(os.listdir(folder), ["report.json"])
 
     def test_reports_go_where_links_and_pipes_lead(self):
         folder = Path(self.folder.name)
         report, link, absent = (folder / name for name in ("report.json", "link", "absent"))
-        report.write_text("before")
+        report.write_text(REPORT)
         link.symlink_to(report)
         absent.symlink_to(folder / "new.json")
         for path in (link, absent, "/dev/stderr"):
@@ -344,19 +347,76 @@ class BadInput(unittest.TestCase):
     def test_reports_go_where_no_file_can_take_another_ones_place(self):
         folder = Path(self.folder.name)
         long, linked, other, log = (folder / name for name in ("l" * 245, "a", "b", "log"))
-        linked.write_text("before")
+        linked.write_text(REPORT)
         other.hardlink_to(linked)
         for path in (long, linked):
             done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", "--json", path)
             self.assertEqual(done.returncode, 0, done.stderr)
         for path in (long, other):
             self.assertIn("tokens", json.loads(path.read_text()))
-        # The file behind standard output stays that of whoever writes to it afterwards.
-        with open(log, "a") as file:
-            sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", "--json", "/dev/stdout",
-                   stdout=file)  # fmt: skip
-            file.write("after")
-        self.assertTrue(log.read_text().endswith("after"))
+        # The file behind standard output stays that of whoever writes to it before and afterwards.
+        log.write_text("before\n")
+        for name in ("/dev/stdout", log):
+            with open(log, "a") as file:
+                done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", "--json", name,
+                              stdout=file)  # fmt: skip
+                self.assertEqual(done.returncode, 0, done.stderr)
+                file.write("after\n")
+        before, first, second, rest = re.split("^(?:before|after)$", log.read_text(), flags=re.MULTILINE)
+        self.assertEqual(before + rest, "\n")
+        for text in (first, second):
+            self.assertIn("tokens", json.loads(text[text.index("{") :]))
+
+    def test_reports_replace_nothing_that_is_no_report(self):
+        model, blob = self.model, Path(self.folder.name) / "blob"
+        blob.write_text('{"chat_template": "x"}')
+        (model / "chat_template.json").symlink_to(blob)
+        for name in ("README.md", "vocab.json", "notes"):
+            (model / name).write_text("what somebody wrote")
+        files = {file: file.read_bytes() for file in model.iterdir()}
+        commands = (["generate", "-p", "x", "--json"], ["generate", "-p", "x", "--trace"],
+                    ["eval", "-t", "/no/text", "--json"], ["calibrate", "-t", "/no/text", "--json"])  # fmt: skip
+        for file in files:
+            for command, *flags in commands:
+                done = sluice(command, "-m", "/no/model", *flags, file)
+                self.assertEqual((done.returncode, done.stderr.count("\n")), (USAGE, 1), done.stderr)
+                self.assertIn("writing would overwrite it", done.stderr)
+                self.assertIn("--force", done.stderr)
+                # What the command would read is not replaced by force either.
+                if file.name in ("config.json", "model.safetensors", "chat_template.json", "vocab.json"):
+                    done = sluice(command, "-m", model, *flags, file, "--force")
+                    self.assertEqual((done.returncode, done.stderr.count("\n")), (USAGE, 1), done.stderr)
+        # Names that are not there yet, but would be read from now on.
+        for name in ("special_tokens_map.json", "tokenizer.model", "merges.txt"):
+            done = sluice("generate", "-m", model, "-p", "x", "--json", model / name, "--force")
+            self.assertEqual(done.returncode, USAGE, done.stderr)
+            self.assertFalse((model / name).exists())
+        for file, text in files.items():
+            self.assertEqual(file.read_bytes(), text)
+
+    def test_reports_replace_what_they_may(self):
+        report = Path(self.folder.name) / "report"
+        flags = ["generate", "-m", MODEL, "-p", "x", "-n", 1, "-q"]
+        report.touch()
+        for before in ("", None, "formatted anew", "somebody else's"):
+            for flag in ("--json", "--trace"):
+                if before == "formatted anew":
+                    report.write_text(json.dumps(json.loads(report.read_text()), indent=1))
+                elif before is not None:
+                    report.write_text(before)
+                more = ["--force"] if before == "somebody else's" else []
+                done = sluice(*flags, flag, report, *more)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                written = json.loads(report.read_text())
+                self.assertTrue(written["written_by"].startswith("sluice "))
+                self.assertIn("tokens" if flag == "--json" else "traceEvents", written)
+
+    def test_force_is_of_reports(self):
+        self.refused(USAGE, "--force requires --json or --trace", flags=["--force"])
+        for command in ("eval", "calibrate"):
+            done = sluice(command, "-m", MODEL, "-t", "/no/text", "--force")
+            self.assertEqual(done.returncode, USAGE, done.stderr)
+            self.assertIn("--force requires --json", done.stderr)
 
     def test_reports_that_cannot_be_written_are_refused_before_the_work(self):
         for path in ("/nowhere/report.json", self.folder.name):
@@ -372,10 +432,12 @@ class BadInput(unittest.TestCase):
     def test_a_broken_calibration_is_refused_before_the_work(self):
         model = Path(self.folder.name) / "demo"
         shutil.copytree(MODEL, model)
-        (model / "sluice.json").write_text("garbage")
-        done = sluice("calibrate", "-m", model, "--text", "/no/text")
-        self.assertEqual(done.returncode, CORRUPT, done.stderr)
-        self.assertIn("sluice.json", done.stderr)
+        for text in ("garbage", '{"of": "another program"}'):
+            (model / "sluice.json").write_text(text)
+            done = sluice("calibrate", "-m", model, "--text", "/no/text")
+            self.assertEqual(done.returncode, CORRUPT, done.stderr)
+            self.assertIn("sluice.json", done.stderr)
+            self.assertEqual((model / "sluice.json").read_text(), text)
 
 
 if __name__ == "__main__":
