@@ -16,14 +16,26 @@ namespace {
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
+std::int64_t time_of(const timespec& time) {
+  constexpr std::int64_t kNanoseconds = 1'000'000'000;
+  return std::int64_t{time.tv_sec} * kNanoseconds + time.tv_nsec;
+}
+
 [[noreturn]] void throw_open_failed(const std::filesystem::path& path, int error) {
+  std::error_code ignored;
+  const std::filesystem::path target = std::filesystem::read_symlink(path, ignored);
+  if (error == ENOENT && !target.empty()) {
+    throw Error(ErrorCode::not_found, path.string() + ": is a link to " + target.string() +
+                                          ", where there is no file; download it again");
+  }
   if (error == ENOENT || error == ENOTDIR) {
     throw Error(ErrorCode::not_found,
                 path.string() + ": there is no such file; check the path or download it again");
   }
   if (error == EACCES || error == EPERM) {
     throw Error(ErrorCode::not_found,
-                path.string() + ": " + reason(error) + "; make it readable for this user");
+                path.string() + ": " + reason(error) +
+                    "; make it readable and its folder accessible for this user");
   }
   throw Error(ErrorCode::io, path.string() + ": cannot be opened: " + reason(error) +
                                  "; check the limits and the disk of this machine");
@@ -42,18 +54,21 @@ File File::open(const std::filesystem::path& path) {
     throw Error(ErrorCode::not_found, path.string() + ": is not a regular file; check the path");
   }
   file.size_ = static_cast<std::uint64_t>(status.st_size);
+  file.written_ = time_of(status.st_mtim);
   return file;
 }
 
 File::File(File&& other) noexcept
     : descriptor_(std::exchange(other.descriptor_, -1)),
       path_(std::move(other.path_)),
-      size_(std::exchange(other.size_, 0)) {}
+      size_(std::exchange(other.size_, 0)),
+      written_(other.written_) {}
 
 File& File::operator=(File&& other) noexcept {
   std::swap(descriptor_, other.descriptor_);
   std::swap(path_, other.path_);
   std::swap(size_, other.size_);
+  std::swap(written_, other.written_);
   return *this;
 }
 
@@ -78,6 +93,17 @@ void File::read(std::uint64_t offset, std::span<std::byte> destination) const {
     offset += static_cast<std::uint64_t>(count);
     destination = destination.subspan(static_cast<std::size_t>(count));
   }
+}
+
+void File::require_unchanged() const {
+  struct stat status {};
+  const bool is_same = ::fstat(descriptor_, &status) == 0 &&
+                       static_cast<std::uint64_t>(status.st_size) == size_ &&
+                       time_of(status.st_mtim) == written_;
+  if (is_same) return;
+  throw Error(ErrorCode::io, path_.string() +
+                                 ": was changed while it was being read, so that what was read may "
+                                 "be of two files; try again once it stays as it is");
 }
 
 bool file_exists(const std::filesystem::path& path) {

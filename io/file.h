@@ -28,6 +28,10 @@ class File {
   // the file ends before.
   void read(std::uint64_t offset, std::span<std::byte> destination) const;
 
+  // Throws Error{io} if the file has been written to since it was opened. One that took its place
+  // makes no difference: this one is read to the end.
+  void require_unchanged() const;
+
   const std::filesystem::path& path() const { return path_; }
   std::uint64_t size() const { return size_; }  // bytes, when it was opened
 
@@ -38,6 +42,7 @@ class File {
   int descriptor_ = -1;
   std::filesystem::path path_;
   std::uint64_t size_ = 0;
+  std::int64_t written_ = 0;  // when it was opened: nanoseconds since the epoch
 };
 
 // Whether there is something at `path`, be it a link to nothing: what is there but cannot be opened

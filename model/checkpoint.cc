@@ -47,6 +47,26 @@ std::string shard_name(const JsonObject& index, const std::string& tensor,
   return name;
 }
 
+SafetensorsFile open_shard(const std::filesystem::path& shard,
+                           const std::filesystem::path& index_path) {
+  if (file_exists(shard)) return SafetensorsFile::open(shard);
+  throw Error(ErrorCode::not_found, shard.string() + ": there is no such file, but " +
+                                        index_path.filename().string() +
+                                        " names it; download the rest of the checkpoint");
+}
+
+// The cache of Hugging Face keeps revisions of a checkpoint beside each other.
+void require_no_cache(const std::filesystem::path& path) {
+  std::error_code none;
+  if (std::filesystem::exists(path / "config.json", none)) return;
+  const std::filesystem::directory_iterator snapshots(path / "snapshots", none);
+  if (none || begin(snapshots) == end(snapshots)) return;
+  throw Error(ErrorCode::not_found, path.string() +
+                                        ": is a folder of a download cache; give the checkpoint "
+                                        "in it, such as " +
+                                        snapshots->path().string());
+}
+
 // A path to a single file is a mistake that config.json's absence would not explain.
 void require_folder(const std::filesystem::path& path) {
   std::error_code ignored;
@@ -70,6 +90,7 @@ Checkpoint::Checkpoint(std::filesystem::path directory, ModelConfig config)
 
 Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
   require_folder(directory);
+  require_no_cache(directory);
   Checkpoint checkpoint(directory, read_config(directory));
   const std::filesystem::path single = directory / "model.safetensors";
   const std::filesystem::path index = directory / "model.safetensors.index.json";
@@ -140,7 +161,7 @@ void Checkpoint::open_shards(const std::filesystem::path& index_path) {
   for (const auto& [tensor, value] : json.at("weight_map").items()) {
     const std::string shard = shard_name(weight_map, tensor, value);
     const auto [found, is_new] = shards.try_emplace(shard, files_.size());
-    if (is_new) files_.push_back(SafetensorsFile::open(directory_ / shard));
+    if (is_new) files_.push_back(open_shard(directory_ / shard, index_path));
     const TensorInfo* const info = files_[found->second].find(tensor);
     if (info == nullptr) {
       weight_map.corrupt(in_quotes(tensor), "should lie in " + shard + " but does not");
@@ -211,6 +232,10 @@ void Checkpoint::require(std::string_view name, const std::vector<std::int64_t>&
                                         shape_text(shape) + "; download both files again");
   }
   file.require_loadable(info);
+}
+
+void Checkpoint::require_unchanged() const {
+  for (const SafetensorsFile& file : files_) file.require_unchanged();
 }
 
 void Checkpoint::read(std::string_view name, std::uint64_t first,

@@ -44,6 +44,9 @@ class Checkpoint {
   // Fills `destination` with a tensor as it is stored, from its byte `first` on. Throws
   // Error{corrupt} if there is no such tensor, and what SafetensorsFile::read throws.
   void read(std::string_view name, std::uint64_t first, std::span<std::byte> destination) const;
+  // For those who have read everything: throws Error{io} if a file of weights has been written to
+  // since it was opened.
+  void require_unchanged() const;
 
  private:
   struct Location {

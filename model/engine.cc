@@ -26,6 +26,9 @@ namespace {
 constexpr int kMaxChunk = 32768;
 
 void validate(const EngineConfig& config) {
+  if (config.model.empty()) {
+    throw Error(ErrorCode::usage, "`model` is empty; give the folder of a checkpoint");
+  }
   if (config.chunk < 0 || config.chunk > kMaxChunk) {
     throw Error(ErrorCode::usage, "`chunk` must be 1 to " + std::to_string(kMaxChunk) +
                                       ", or 0 for what suits the device, not " +

@@ -111,6 +111,7 @@ ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int re
     weights.layers.push_back(layer_weights(places, layer));
   }
   read_tensors(checkpoint, backend, places.all(), {readers}, progress);
+  checkpoint.require_unchanged();
   return weights;
 }
 

@@ -125,10 +125,11 @@ std::string unknown_flag(const CLI::App& app, const Commands& commands) {
 
 // An empty value is a variable that was not set, not a wish for the default.
 void refuse_empty_values(CLI::App& command) {
-  const auto check = [](const std::string& text) {
-    return std::string(text.empty() ? "the value is empty; give one or leave the flag out" : "");
-  };
   for (CLI::Option* option : command.get_options()) {
+    const char* const otherwise = option->get_required() ? "" : " or leave the flag out";
+    const auto check = [otherwise](const std::string& text) {
+      return text.empty() ? std::string("the value is empty; give one") + otherwise : "";
+    };
     const bool prompt = option->check_name("--prompt");  // which has an error of its own
     if (option->get_items_expected_max() > 0 && !prompt) option->check(check);
   }

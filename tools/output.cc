@@ -66,12 +66,13 @@ bool is_of_checkpoint(const std::filesystem::path& file) {
 }
 
 bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::path& model) {
-  std::error_code ignored;  // whoever opens the checkpoint says what is wrong with its folder
-  // Not there yet, it would be part of the checkpoint from now on.
-  if (!std::filesystem::exists(file, ignored) && is_of_checkpoint(file) &&
-      place_of(file).parent_path() == place_of(model)) {
+  // By its name, be it there or not: then it would be part of the checkpoint from now on.
+  const std::filesystem::path folder = place_of(file).parent_path();
+  const std::filesystem::path own = std::filesystem::absolute(file).parent_path();
+  if (is_of_checkpoint(file) && (folder == place_of(model) || place_of(own) == place_of(model))) {
     return true;
   }
+  std::error_code ignored;  // opening the checkpoint says what is wrong with its folder
   const std::filesystem::directory_iterator files(model, ignored);
   return std::any_of(begin(files), end(files), [&](const auto& entry) {
     return is_of_checkpoint(entry.path()) && is_same_file(file, entry.path());

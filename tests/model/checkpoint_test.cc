@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <tuple>
@@ -169,6 +170,58 @@ TEST(Checkpoint, MissingFilesAreNotFound) {
   std::filesystem::remove(dir.path() / "two.safetensors");
   expect_error(ErrorCode::not_found, "two.safetensors: there is no such file",
                [&] { Checkpoint::open(dir.path()); });
+}
+
+TEST(Checkpoint, AMissingShardIsNamedByTheIndex) {
+  const TempDir dir;
+  write_shards(dir, whole_map());
+  std::filesystem::remove(dir.path() / "two.safetensors");
+  expect_error(ErrorCode::not_found,
+               "two.safetensors: there is no such file, but model.safetensors.index.json names it",
+               [&] { Checkpoint::open(dir.path()); });
+  std::filesystem::create_symlink("../blobs/2", dir.path() / "two.safetensors");
+  expect_error(ErrorCode::not_found, "is a link to ../blobs/2, where there is no file",
+               [&] { Checkpoint::open(dir.path()); });
+}
+
+// blobs/..., and snapshots/REVISION/NAME that lead to them.
+TEST(Checkpoint, ReadsTheLinksOfACache) {
+  const TempDir cache;
+  const TempDir files;
+  write_shards(files, whole_map());
+  const std::filesystem::path snapshot = cache.path() / "snapshots" / "0a1b";
+  std::filesystem::create_directories(snapshot);
+  std::filesystem::create_directory(cache.path() / "blobs");
+  for (const auto& file : std::filesystem::directory_iterator(files.path())) {
+    const std::string name = file.path().filename();
+    std::filesystem::copy(file.path(), cache.path() / "blobs" / ("f" + name));
+    std::filesystem::create_symlink("../../blobs/f" + name, snapshot / name);
+  }
+  EXPECT_EQ(Checkpoint::open(snapshot).parameters(), 192);
+  expect_error(ErrorCode::not_found, "such as " + snapshot.string(),
+               [&] { Checkpoint::open(cache.path()); });
+}
+
+TEST(Checkpoint, FilesThatChangeWhileTheyAreReadAreNoticed) {
+  const TempDir dir;
+  dir.write("config.json", kConfig);
+  const std::filesystem::path path = dir.write("model.safetensors", embedding_file());
+  const Checkpoint checkpoint = Checkpoint::open(dir.path());
+  EXPECT_NO_THROW(checkpoint.require_unchanged());
+  std::filesystem::rename(dir.write("other", std::string(99, 'x')), path);
+  EXPECT_NO_THROW(checkpoint.require_unchanged()) << "the one that was opened is as it was";
+  EXPECT_NO_THROW(load(checkpoint, kEmbedding, {2, 64}));
+
+  dir.write("model.safetensors", embedding_file());
+  const Checkpoint written = Checkpoint::open(dir.path());
+  dir.write("model.safetensors", embedding_file());
+  std::filesystem::last_write_time(
+      path, std::filesystem::file_time_type::clock::now() + std::chrono::seconds(1));
+  expect_error(ErrorCode::io, "was changed while it was being read",
+               [&] { written.require_unchanged(); });
+  std::filesystem::resize_file(path, 300);
+  expect_error(ErrorCode::io, "became shorter", [&] { load(written, kEmbedding, {2, 64}); });
+  expect_error(ErrorCode::io, "was changed while", [&] { written.require_unchanged(); });
 }
 
 TEST(Checkpoint, TheEmbeddingMustBeThereInADtypeThatLoads) {

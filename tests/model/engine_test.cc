@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -62,6 +63,26 @@ std::vector<float> logits_of(const std::filesystem::path& checkpoint) {
   Engine engine = open(checkpoint);
   Session session = engine.new_session(16);
   return copy_of(session.prefill(std::vector<TokenId>{5, 6, 7, 300}));
+}
+
+TEST(Engine, RefusesAnEmptyPath) {
+  expect_error(ErrorCode::usage, "`model` is empty", [] { open({}); });
+}
+
+TEST(Engine, WeightsThatChangeWhileTheyAreLoadedAreNotUsed) {
+  const TempDir dir;
+  for (const auto& file : std::filesystem::directory_iterator(kGolden / "qwen2")) {
+    std::filesystem::copy(file.path(), dir.path() / file.path().filename());
+  }
+  const std::filesystem::path weights = dir.path() / "model.safetensors";
+  Engine engine = open(dir.path());
+  std::filesystem::last_write_time(
+      weights, std::filesystem::last_write_time(weights) - std::chrono::seconds(5));
+  expect_error(ErrorCode::io, "was changed while it was being read",
+               [&] { engine.load_weights(); });
+  expect_error(ErrorCode::io, "was changed while it was being read",
+               [&] { engine.new_session(16); });
+  EXPECT_EQ(logits_of(dir.path()), logits_of(kGolden / "qwen2"));
 }
 
 // As transformers 5 has it: whatever the config says, both are used.
