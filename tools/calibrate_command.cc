@@ -15,6 +15,7 @@
 #include "tools/flags.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/void_flags.h"
 
 namespace sluice::tools {
 namespace {
@@ -31,6 +32,7 @@ struct CalibrateFlags {
   bool dry_run = false;
   std::string json;
   bool force = false;
+  std::string foreign;  // a flag that was given and only another preset has; empty: none
 };
 
 template <typename T>
@@ -54,6 +56,20 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
     throw Error(ErrorCode::usage, "--loss has to be a number above 0");
   }
   validate(flags.options);
+  if (flags.foreign.empty()) return;
+  throw Error(ErrorCode::usage,
+              flags.foreign + " is no flag of --preset " + flags.preset + "; leave it out");
+}
+
+// The first flag that was given and that only the other preset has; empty if there is none.
+std::string foreign_flag(const CLI::App& app, const std::string& preset) {
+  const std::vector<const char*> anchors = {"--budget", "--needles", "--seed"};
+  const std::vector<const char*> values = {"--loss",       "--save",     "--rows",
+                                           "--value-bits", "--key-bits", "--tokens"};
+  for (const char* const flag : preset == "values" ? anchors : values) {
+    if (app.count(flag) > 0) return flag;
+  }
+  return {};
 }
 
 // What was asked for beside what was found.
@@ -86,7 +102,8 @@ int run(const CalibrateFlags& flags) {
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
   // What the host has no room for is found out before the weights are there.
-  static_cast<void>(engine.plan(flags.options.context));
+  const Plan plan = engine.plan(flags.options.context);
+  print_error(void_on_device(flags.model, plan.on_device));
   engine.load_weights();
   const Calibration found = flags.preset == "tidaldecode"
                                 ? calibrate_anchors(engine, passages, flags.options, flags.budgets)
@@ -144,13 +161,14 @@ Command add_calibrate(CLI::App& app) {
       ->capture_default_str();
   add_integer(app, "--tokens", flags->options.tokens, "of values: tokens compared per context")
       ->capture_default_str();
-  add_integer(app, "--seed", flags->options.seed, "of needles and their places")
+  add_integer(app, "--seed", flags->options.seed, "of tidaldecode: of needles and their places")
       ->capture_default_str();
   app.add_flag("--dry-run", flags->dry_run, "print the table, store nothing");
   auto* json = app.add_option("--json", flags->json,
                               "write every number to this file, - for standard output");
   add_force(app, flags->force, "--json")->needs(json);
-  return [flags] {
+  return [flags, &app] {
+    flags->foreign = foreign_flag(app, flags->preset);
     flags->options.step_tokens = flags->model.of_step(flags->options.step_tokens);
     return run(*flags);
   };

@@ -19,6 +19,7 @@
 #include "tools/model_flags.h"
 #include "tools/output.h"
 #include "tools/policy_help.h"
+#include "tools/void_flags.h"
 
 namespace sluice::tools {
 namespace {
@@ -199,6 +200,8 @@ int run(const ChatFlags& flags) {
   const Choice choice = choose_session(engine, flags.generation.policy, std::move(wanted));
   const Plan plan = engine.plan(choice.options);
   const bool on_terminal = ::isatty(STDIN_FILENO) != 0 && ::isatty(STDOUT_FILENO) != 0;
+  print_error(void_sampling(flags.generation.sampling) +
+              void_in_plan(flags.model, plan, choice.options.policies.front()));
   if (!flags.quiet) {
     print_error(plan_text(engine, plan, choice) +
                 wrapped("  chat template", kPlanIndent, format.file().filename().string()));
@@ -226,7 +229,8 @@ Command add_chat(CLI::App& app) {
   app.add_option("--system", flags->system, "text of the system, in front of the conversation");
   flags->generation.sampling.max_tokens = kMaxTokens;
   flags->generation.add_to(app, "what the model was trained for, 32768 at most");
-  app.add_flag("-q,--quiet", flags->quiet, "no plan and no notes on standard error");
+  app.add_flag("-q,--quiet", flags->quiet,
+               "no plan on standard error, and no notes but on flags that do nothing");
   return [flags] { return run(*flags); };
 }
 

@@ -15,6 +15,7 @@
 #include "tools/model_flags.h"
 #include "tools/output.h"
 #include "tools/policy_help.h"
+#include "tools/void_flags.h"
 
 namespace sluice::tools {
 namespace {
@@ -86,7 +87,8 @@ int run(const EvalFlags& flags) {
     }
   }
   // What the host has no room for is found out before the weights are there.
-  static_cast<void>(engine.plan(std::ranges::max(flags.lengths)));
+  const Plan plan = engine.plan(std::ranges::max(flags.lengths));
+  print_error(void_on_device(flags.model, plan.on_device) + void_in_tasks(flags.options, tasks));
   engine.load_weights();
 
   nlohmann::json results = nlohmann::json::array();
@@ -155,7 +157,12 @@ Command add_eval(CLI::App& app) {
                               "write every number to this file, - for standard output");
   add_force(app, flags->force, "--json")->needs(json);
   return [flags] {
-    flags->options.step_tokens = flags->model.of_step(flags->options.step_tokens);
+    const int wanted = flags->options.step_tokens;
+    flags->options.step_tokens = flags->model.of_step(wanted);
+    if (flags->options.step_tokens < wanted) {
+      print_error("note: a step takes the " + std::to_string(flags->options.step_tokens) +
+                  " tokens of --chunk, not " + std::to_string(wanted) + "\n");
+    }
     return run(*flags);
   };
 }

@@ -41,6 +41,14 @@ CLI::Option* add_integer(CLI::App& app, const char* name, std::vector<Integer>& 
   return app.add_option(name, values, help)->transform(whole_number<Integer>());
 }
 
+// Of a number whose 0 stands for a flag that was not given.
+inline CLI::Validator not_zero() {
+  return {[](std::string& text) {
+            return std::string(text == "0" ? "0 is too few; give 1 or more" : "");
+          },
+          ""};
+}
+
 // Lets the reports of `flags` replace any file.
 inline CLI::Option* add_force(CLI::App& app, bool& force, const std::string& flags) {
   return app.add_flag("--force", force,

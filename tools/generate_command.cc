@@ -20,6 +20,7 @@
 #include "tools/output.h"
 #include "tools/policy_help.h"
 #include "tools/prompt.h"
+#include "tools/void_flags.h"
 
 namespace sluice::tools {
 namespace {
@@ -186,6 +187,17 @@ void write_trace(const GenerateFlags& flags, const Trace& trace) {
               dropped + "\n");
 }
 
+// Notes on flags that can do nothing.
+std::string void_flags(const GenerateFlags& flags, const Engine& engine, const Plan& plan,
+                       const Choice& choice, const Prompt& prompt) {
+  std::string text = void_sampling(flags.generation.sampling);
+  text += void_in_plan(flags.model, plan, choice.options.policies.front());
+  if (flags.ignore_eos && engine.info().eos.empty() && prompt.end_tokens.empty()) {
+    text += void_note({"--ignore-eos"}, "this model names no token that ends a text");
+  }
+  return text;
+}
+
 int run(const GenerateFlags& flags, bool prompt_given) {
   flags.generation.validate();
   if (flags.force && flags.json.empty() && flags.trace.empty()) {
@@ -213,9 +225,13 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   const SessionOptions& options = choice.options;
   const Plan plan = engine.plan(options);
   if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
+  print_error(void_flags(flags, engine, plan, choice, prompt));
   const Loading loading = load(engine);
   Session session = engine.new_session(options);
   const GenerateResult result = run_model(flags, engine, session, prompt, steps);
+  if (flags.positions && session.selection().empty()) {
+    print_error(void_note({"--positions"}, "no layer selected tokens, so it lists none"));
+  }
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
     print_error("\n" + loading_line(loading) + timing_table(result.timings) +

@@ -102,7 +102,8 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
       ->capture_default_str();
   add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
-  add_integer(app, "--context", context, "tokens to plan memory for; default: " + context_default);
+  add_integer(app, "--context", context, "tokens to plan memory for; default: " + context_default)
+      ->check(not_zero());
   app.add_option("--temperature", sampling.temperature, "0 is greedy")->capture_default_str();
   add_integer(app, "--top-k", sampling.top_k, "sample among the k likeliest; 0: all")
       ->capture_default_str();

@@ -10,6 +10,7 @@
 #include "tools/generation.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/void_flags.h"
 
 namespace sluice::tools {
 namespace {
@@ -59,18 +60,24 @@ Command add_info(CLI::App& app) {
   const auto context = std::make_shared<std::int64_t>(0);
   flags->add_to(app);
   const auto policy = std::make_shared<std::string>("dense");
-  add_integer(app, "--context", *context, "also show the memory plan for this many tokens");
+  add_integer(app, "--context", *context, "also show the memory plan for this many tokens")
+      ->check(not_zero());
   app.add_option("--policy", *policy,
                  "of the plan: a preset, a line or auto, see sluice generate --help")
       ->capture_default_str();
   return [flags, context, policy] {
     const Engine engine = Engine::open(flags->config());
     if (*policy != "auto") engine.policy(*policy);  // in any case it has to be one
-    print(describe(engine.info()));
-    if (*context != 0) {
+    std::string text = describe(engine.info());
+    if (*context == 0) {
+      print_error(void_without_plan(*flags, *policy));
+    } else {
       const Choice choice = choose_session(engine, *policy, {*context, {}, 1});
-      print("\n" + plan_text(engine, engine.plan(choice.options), choice));
+      const Plan plan = engine.plan(choice.options);
+      text += "\n" + plan_text(engine, plan, choice);
+      print_error(void_in_plan(*flags, plan, choice.options.policies.front()));
     }
+    print(text);
     return 0;
   };
 }

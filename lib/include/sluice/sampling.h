@@ -9,7 +9,8 @@ namespace sluice {
 
 // Applied in this order: repetition penalty, temperature, top-k, top-p, min-p.
 struct SamplingParams {
-  double temperature = 0.0;         // 0 is greedy: the most likely token, lowest id on a tie
+  // 0 is greedy: the most likely token, lowest id on a tie, whatever top_k, top_p, min_p and seed.
+  double temperature = 0.0;
   int top_k = 0;                    // keep the k most likely tokens; 0 keeps all
   double top_p = 1.0;               // keep the smallest set with this much probability
   double min_p = 0.0;               // drop tokens less likely than min_p * the most likely
