@@ -63,6 +63,13 @@ std::string format(const char* pattern, auto... values) {
 
 std::string bytes_text(double bytes) { return format_bytes(static_cast<std::uint64_t>(bytes)); }
 
+// A difference with its sign, padded to `width`. What rounds to zero is +0, from either side.
+std::string change_text(double change, int width, int decimals) {
+  const double unit = std::pow(10.0, decimals);
+  const double rounded = std::round(change * unit) / unit;
+  return format("%+*.*f", width, decimals, rounded == 0.0 ? 0.0 : rounded);
+}
+
 // The ledger's sums, per decoded token.
 nlohmann::json traffic_json(const Cost& cost) {
   const auto tokens = static_cast<double>(std::max<std::int64_t>(cost.tokens, 1));
@@ -88,16 +95,17 @@ std::string quality_header(Task task) {
 
 std::string quality(Task task, const Score& s) {
   if (has_facts(task)) {
-    return format("%5.1f%% +- %4.1f  %+5.1f +- %4.1f  ", 100 * s.recall.mean, 100 * s.recall.error,
-                  100 * s.recall_change.mean, 100 * s.recall_change.error);
+    return format("%5.1f%% +- %4.1f  %s +- %4.1f  ", 100 * s.recall.mean, 100 * s.recall.error,
+                  change_text(100 * s.recall_change.mean, 5, 1).c_str(),
+                  100 * s.recall_change.error);
   }
   if (task == Task::perplexity) {
-    return format("%9.3f   %+7.4f +- %6.4f  ", std::exp(s.nll.mean), s.nll_change.mean,
-                  s.nll_change.error);
+    return format("%9.3f   %s +- %6.4f  ", std::exp(s.nll.mean),
+                  change_text(s.nll_change.mean, 7, 4).c_str(), s.nll_change.error);
   }
   if (task == Task::repetition) {
-    return format("%6.1f +- %5.1f  %+6.1f +- %5.1f  ", s.characters.mean, s.characters.error,
-                  s.characters_change.mean, s.characters_change.error);
+    return format("%6.1f +- %5.1f  %s +- %5.1f  ", s.characters.mean, s.characters.error,
+                  change_text(s.characters_change.mean, 6, 1).c_str(), s.characters_change.error);
   }
   return {};
 }
