@@ -106,10 +106,11 @@ Price price_of(const Engine& engine, const Choice& choice, const Policy& policy,
 }
 
 TaskResult measure(Engine& engine, const PassageBuilder& passages, const TaskOptions& options,
-                   const std::vector<NamedPolicy>& policies, const std::string& what) {
+                   const std::vector<NamedPolicy>& policies, Sessions sessions,
+                   const std::string& what) {
   ProgressBar bar(what);
   TaskResult result =
-      run_task(engine, passages, Task::agreement, options, policies,
+      run_task(engine, passages, Task::agreement, options, policies, sessions,
                [&](double share, const std::string& note) { bar.update(share, note); });
   bar.clear();
   return result;
@@ -123,7 +124,9 @@ std::vector<Layer> measure_layers(Engine& engine, const PassageBuilder& passages
   for (int layer = 0; layer < count; ++layer) {
     for (const Choice& choice : all) policies.push_back({"", alone(choice, layer, count)});
   }
-  const TaskResult result = measure(engine, passages, options, policies, "each layer by itself");
+  // Only losses are compared, which do not depend on the plan.
+  const TaskResult result =
+      measure(engine, passages, options, policies, Sessions::shared, "each layer by itself");
   std::vector<Layer> layers(static_cast<std::size_t>(count));
   std::size_t next = 0;
   for (int layer = 0; layer < count; ++layer) {
@@ -194,7 +197,8 @@ Checked check_whole(Engine& engine, const PassageBuilder& passages, const TaskOp
                                              {"values", parse_policy("values")}};
   TaskOptions one_by_one = options;  // tokens that share a step share bytes
   one_by_one.step_tokens = 1;
-  Checked checked{plan, measure(engine, passages, one_by_one, policies, "the whole"), 0.0};
+  Checked checked{plan, measure(engine, passages, one_by_one, policies, Sessions::own, "the whole"),
+                  0.0};
   checked.kl = score_of(checked.result.policies[1], checked.result.policies[0]).kl;
   return checked;
 }

@@ -86,8 +86,12 @@ int run(const EvalFlags& flags) {
       for (int round = 0; round < flags.options.rounds; ++round) passages.back().build(task, round);
     }
   }
-  // What the host has no room for is found out before the weights are there.
-  const Plan plan = engine.plan(std::ranges::max(flags.lengths));
+  // What there is no room for is found out before the weights are there.
+  const std::int64_t longest = std::ranges::max(flags.lengths);
+  const Plan plan = engine.plan(longest);
+  for (const NamedPolicy& policy : policies) {
+    static_cast<void>(engine.plan(SessionOptions{longest, {policy.policy}, 1}));
+  }
   print_error(void_on_device(flags.model, plan.on_device) + void_in_tasks(flags.options, tasks));
   engine.load_weights();
 
@@ -96,7 +100,7 @@ int run(const EvalFlags& flags) {
   for (std::size_t i = 0; i < passages.size(); ++i) {
     for (const Task task : tasks) {
       const TaskResult result =
-          run_task(engine, passages[i], task, options[i], policies,
+          run_task(engine, passages[i], task, options[i], policies, Sessions::own,
                    [&](double share, const std::string& note) { bar.update(share, note); });
       bar.clear();
       print_beside_report(flags.json, eval_table(result, engine.info().kv) + "\n");

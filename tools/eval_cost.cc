@@ -1,5 +1,7 @@
 #include "tools/eval_cost.h"
 
+#include <utility>
+
 namespace sluice::tools {
 namespace {
 
@@ -19,6 +21,17 @@ std::map<Movement, Traffic> counted(const Ledger& ledger) {
   return traffic;
 }
 
+// What `after` has more than `before`.
+std::map<Movement, Traffic> since(const std::map<Movement, Traffic>& before,
+                                  std::map<Movement, Traffic> after) {
+  for (const auto& [movement, traffic] : before) {
+    after[movement].rows -= traffic.rows;
+    after[movement].bytes -= traffic.bytes;
+  }
+  std::erase_if(after, [](const auto& entry) { return entry.second.rows == 0; });
+  return after;
+}
+
 // Rows attended by corrections, all layers and KV heads.
 std::uint64_t corrected_rows(const Ledger& ledger) {
   std::uint64_t rows = ledger.total(Phase::correction, Tier::host, Tier::device, Cause::miss).rows;
@@ -28,20 +41,8 @@ std::uint64_t corrected_rows(const Ledger& ledger) {
   return rows;
 }
 
-}  // namespace
-
-Cost& Cost::operator+=(const Cost& other) {
-  tokens += other.tokens;
-  attended += other.attended;
-  selected += other.selected;
-  alpha += other.alpha;
-  alphas += other.alphas;
-  cut += other.cut;
-  for (const auto& [movement, moved] : other.traffic) traffic[movement] += moved;
-  return *this;
-}
-
-// Layers that did not select were dense.
+// Of one step of `tokens`, from the session's own account, without traffic. Layers that did not
+// select were dense.
 Cost cost_of(const Session& session, std::int64_t tokens) {
   const KvShape& shape = session.plan().shape;
   Cost cost;
@@ -69,23 +70,47 @@ Cost cost_of(const Session& session, std::int64_t tokens) {
   return cost;
 }
 
+}  // namespace
+
+Cost& Cost::operator+=(const Cost& other) {
+  tokens += other.tokens;
+  attended += other.attended;
+  selected += other.selected;
+  alpha += other.alpha;
+  alphas += other.alphas;
+  cut += other.cut;
+  for (const auto& [movement, moved] : other.traffic) traffic[movement] += moved;
+  return *this;
+}
+
+Cost DecodeCost::all() const {
+  Cost sum = cold;
+  sum += warm;
+  return sum;
+}
+
 CostMeter::CostMeter(const Session& session)
     : session_(&session),
-      before_(counted(session.ledger())),
+      counted_(counted(session.ledger())),
       corrected_(corrected_rows(session.ledger())) {}
 
-Cost CostMeter::read() const {
-  Cost cost;
-  cost.traffic = counted(session_->ledger());
-  for (const auto& [movement, traffic] : before_) {
-    cost.traffic[movement].rows -= traffic.rows;
-    cost.traffic[movement].bytes -= traffic.bytes;
+void CostMeter::end_step(DecodeCost* cost) {
+  const Ledger& ledger = session_->ledger();
+  const std::int64_t tokens = ledger.history().back().tokens;
+  const std::uint64_t corrected = corrected_rows(ledger);
+  std::map<Movement, Traffic> traffic = counted(ledger);
+  if (cost != nullptr) {
+    Cost step = cost_of(*session_, tokens);
+    step.traffic = since(counted_, traffic);
+    const double rows = static_cast<double>(corrected - corrected_) /
+                        static_cast<double>(session_->plan().shape.kv_heads);
+    step.attended += rows;
+    step.selected += rows;
+    (decoded_ < kColdTokens ? cost->cold : cost->warm) += step;
   }
-  std::erase_if(cost.traffic, [](const auto& entry) { return entry.second.rows == 0; });
-  cost.attended = cost.selected =
-      static_cast<double>(corrected_rows(session_->ledger()) - corrected_) /
-      static_cast<double>(session_->plan().shape.kv_heads);
-  return cost;
+  decoded_ += tokens;
+  counted_ = std::move(traffic);
+  corrected_ = corrected;
 }
 
 }  // namespace sluice::tools

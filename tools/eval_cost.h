@@ -1,4 +1,5 @@
-// What decoding read and moved, summed over many steps.
+// What decoding read and moved, summed over many steps: of a context's first tokens, for which a
+// row cache has to be filled, and of those after them.
 #pragma once
 
 #include <cstdint>
@@ -26,19 +27,29 @@ struct Cost {
   Cost& operator+=(const Cost& other);
 };
 
-// What one step of `tokens` attended, from the session's own account; no traffic.
-Cost cost_of(const Session& session, std::int64_t tokens);
+// Tokens decoded behind a context before its costs count as steady: a row cache begins empty, and
+// what steps select again and again has mostly come by then.
+inline constexpr std::int64_t kColdTokens = 64;
 
-// What a session's ledger counts from here on, and what its corrections attend.
+struct DecodeCost {
+  Cost cold;  // the first kColdTokens behind every context
+  Cost warm;  // those after them
+  Cost all() const;
+};
+
+// Follows the ledger of a session from a prefill on, step by step.
 class CostMeter {
  public:
   explicit CostMeter(const Session& session);
-  Cost read() const;
+  // After every step of decoding: adds what it cost, and a correction right before it, to `cost`;
+  // null: it shall not count. A step belongs where its first token does.
+  void end_step(DecodeCost* cost);
 
  private:
   const Session* session_;
-  std::map<Movement, Traffic> before_;
-  std::uint64_t corrected_;
+  std::int64_t decoded_ = 0;  // tokens
+  std::map<Movement, Traffic> counted_;
+  std::uint64_t corrected_ = 0;
 };
 
 }  // namespace sluice::tools

@@ -39,8 +39,15 @@ double divergence(const std::vector<float>& dense, const std::vector<float>& oth
 // One way through a probe.
 class Reading {
  public:
-  Reading(Session& session, const Probe& probe, const ProbeOptions& options, Baseline& baseline)
-      : session_(session), probe_(probe), options_(options), baseline_(baseline) {
+  // Steps count in `cost`, unless it is null.
+  Reading(Session& session, const Probe& probe, const ProbeOptions& options, Baseline& baseline,
+          CostMeter& meter, DecodeCost* cost)
+      : session_(session),
+        probe_(probe),
+        options_(options),
+        baseline_(baseline),
+        meter_(meter),
+        cost_(cost) {
     if (options.writer != Writer::drawn) return;
     SamplingParams params;
     params.temperature = 1.0;
@@ -69,11 +76,6 @@ class Reading {
   const std::vector<TokenId>& answers() const { return answers_; }
   const std::vector<TokenId>& likeliest() const { return likeliest_; }
   const ProbeResult& result() const { return result_; }
-  Cost cost() const {
-    Cost all = moved_ ? *moved_ : meter_.read();
-    all += cost_;
-    return all;
-  }
 
  private:
   void feed() {
@@ -89,18 +91,16 @@ class Reading {
                               ++next;
                             });
       done += count;
-      if (options_.costs_until_wrong && wrong_ && !moved_) moved_ = meter_.read();
       if (options_.until_wrong && wrong_) break;
     }
     pending_.clear();
     asked_.clear();
   }
 
-  // Adds what the last step attended, if that counts; returns the step's tokens.
+  // Counts the last step, if it is to count; returns its tokens.
   std::size_t account() {
-    const int tokens = session_.ledger().history().back().tokens;
-    if (!wrong_ || !options_.costs_until_wrong) cost_ += cost_of(session_, tokens);
-    return static_cast<std::size_t>(tokens);
+    meter_.end_step(wrong_ && options_.costs_until_wrong ? nullptr : cost_);
+    return static_cast<std::size_t>(session_.ledger().history().back().tokens);
   }
 
   void score(std::span<const float> logits) {
@@ -131,9 +131,8 @@ class Reading {
   std::vector<TokenId> likeliest_;
   bool wrong_ = false;
   ProbeResult result_;
-  CostMeter meter_{session_};
-  std::optional<Cost> moved_;  // until the first wrong answer, if costs end there
-  Cost cost_;                  // of steps, without what they moved
+  CostMeter& meter_;
+  DecodeCost* cost_;
 };
 
 std::vector<TokenId> right_answers(const Probe& probe) {
@@ -162,14 +161,14 @@ std::vector<FactResult> facts_in(const Tokenizer& tokenizer, const Probe& probe,
 }  // namespace
 
 ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe& probe,
-                      const ProbeOptions& options, Baseline& baseline, Cost& cost) {
+                      const ProbeOptions& options, Baseline& baseline, CostMeter& meter,
+                      DecodeCost& cost) {
   const std::int64_t begin = session.length();
   const bool first = baseline.answers.empty();
   if (first && options.writer == Writer::text) baseline.answers = right_answers(probe);
-  Reading reading(session, probe, options, baseline);
+  Reading reading(session, probe, options, baseline, meter, &cost);
   reading.run(baseline.answers);
   if (first) baseline.answers = reading.answers();
-  cost += reading.cost();
 
   ProbeResult result = reading.result();
   const std::span leading(reading.answers().data(), static_cast<std::size_t>(result.leading));
@@ -177,7 +176,7 @@ ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe&
   std::vector<TokenId> own = reading.likeliest();
   if (options.writer == Writer::dense && own != baseline.answers) {
     session.truncate(begin);
-    Reading alone(session, probe, options, baseline);
+    Reading alone(session, probe, options, baseline, meter, nullptr);
     alone.run({});
     own = alone.answers();
   }

@@ -42,8 +42,9 @@ struct ProbeOptions {
 
 // Fills `baseline` if it is empty. Otherwise reads along its answers; if facts are asked for and
 // the policy in force would have said something else, it answers once more by itself, which adds
-// nothing to `cost`. The session is left behind the probe.
+// nothing to `cost`. `meter` is the session's. The session is left behind the probe.
 ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe& probe,
-                      const ProbeOptions& options, Baseline& baseline, Cost& cost);
+                      const ProbeOptions& options, Baseline& baseline, CostMeter& meter,
+                      DecodeCost& cost);
 
 }  // namespace sluice::tools

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <optional>
 #include <span>
 
 #include "lib/bytes.h"
@@ -68,6 +69,24 @@ std::string change_text(double change, int width, int decimals) {
   const double unit = std::pow(10.0, decimals);
   const double rounded = std::round(change * unit) / unit;
   return format("%+*.*f", width, decimals, rounded == 0.0 ? 0.0 : rounded);
+}
+
+// Bytes that crossed between tiers per token; none without tokens.
+std::optional<double> moved_per_token(const Cost& cost, const KvShape& shape) {
+  if (cost.tokens == 0) return std::nullopt;
+  return cost_per_token(cost, shape).moved_bytes;
+}
+
+std::string moved_text(const Cost& cost, const KvShape& shape) {
+  const std::optional<double> moved = moved_per_token(cost, shape);
+  return moved ? bytes_text(*moved) : "-";
+}
+
+nlohmann::json moved_json(const Cost& cost, const KvShape& shape) {
+  nlohmann::json entry = {{"tokens", cost.tokens}, {"transferred_bytes_per_token", nullptr}};
+  const std::optional<double> moved = moved_per_token(cost, shape);
+  if (moved) entry["transferred_bytes_per_token"] = *moved;
+  return entry;
 }
 
 // The ledger's sums, per decoded token.
@@ -263,21 +282,26 @@ std::string eval_table(const TaskResult& result, const KvShape& shape) {
                              static_cast<long long>(result.context), dense.probes.size());
   if (has_facts(result.task)) table += format(", %zu facts", facts_right(dense).size());
   table += "\n";
-  table +=
-      in_column("policy", width) + format("%stop-1   KL      %9s %8s %10s %10s %10s %6s\n",
-                                          quality_header(result.task).c_str(), "rows/head",
-                                          "1/dense", "moved/tok", "read/tok", "index/tok", "alpha");
-  const double rows = cost_per_token(dense.cost, shape).selected_rows;
+  table += in_column("policy", width) +
+           format("%stop-1   KL      %9s %8s %10s %10s %10s %10s %6s\n",
+                  quality_header(result.task).c_str(), "rows/head", "1/dense", "cold/tok",
+                  "warm/tok", "read/tok", "index/tok", "alpha");
+  const double rows = cost_per_token(dense.cost.all(), shape).selected_rows;
   for (const PolicyResult& policy : result.policies) {
-    const CostPerToken cost = cost_per_token(policy.cost, shape);
+    const CostPerToken cost = cost_per_token(policy.cost.all(), shape);
     const Score score = score_of(policy, dense);
-    table += in_column(policy.name, width) +
-             format("%s%5.1f%%  %6.4f  %9.1f %8s %10s %10s %10s %6.3f\n",
-                    quality(result.task, score).c_str(), 100 * score.top1_agreement, score.kl,
-                    cost.selected_rows, less_rows(rows, cost.selected_rows).c_str(),
-                    bytes_text(cost.moved_bytes).c_str(), bytes_text(cost.read_bytes).c_str(),
-                    bytes_text(cost.index_bytes + cost.value_bytes).c_str(), cost.alpha);
+    table +=
+        in_column(policy.name, width) +
+        format("%s%5.1f%%  %6.4f  %9.1f %8s %10s %10s %10s %10s %6.3f\n",
+               quality(result.task, score).c_str(), 100 * score.top1_agreement, score.kl,
+               cost.selected_rows, less_rows(rows, cost.selected_rows).c_str(),
+               moved_text(policy.cost.cold, shape).c_str(),
+               moved_text(policy.cost.warm, shape).c_str(), bytes_text(cost.read_bytes).c_str(),
+               bytes_text(cost.index_bytes + cost.value_bytes).c_str(), cost.alpha);
   }
+  table += format(
+      "(cold and warm: moved between tiers, up to %lld tokens behind a context and after them)\n",
+      static_cast<long long>(kColdTokens));
   if (result.task == Task::drift) table += drift_table(result, width);
   if (!can_do(result)) {
     table += format(
@@ -292,7 +316,8 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
   nlohmann::json policies = nlohmann::json::array();
   for (const PolicyResult& policy : result.policies) {
     const Score s = score_of(policy, result.policies.front());
-    const CostPerToken c = cost_per_token(policy.cost, shape);
+    const Cost cost = policy.cost.all();
+    const CostPerToken c = cost_per_token(cost, shape);
     nlohmann::json entry = {{"name", policy.name},
                             {"policy", policy.policy},
                             {"probes", policy.probes.size()},
@@ -305,7 +330,10 @@ nlohmann::json eval_json(const TaskResult& result, const KvShape& shape) {
                             {"index_bytes_per_token", c.index_bytes},
                             {"value_bytes_per_token", c.value_bytes},
                             {"kept_index_bytes", policy.kept_index_bytes},
-                            {"traffic", traffic_json(policy.cost)},
+                            {"traffic", traffic_json(cost)},
+                            {"cold", moved_json(policy.cost.cold, shape)},
+                            {"warm", moved_json(policy.cost.warm, shape)},
+                            {"plan", nlohmann::json::parse(policy.plan.to_json())},
                             {"alpha", c.alpha},
                             {"cut_share", c.cut_share}};
     if (has_facts(result.task)) {

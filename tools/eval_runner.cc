@@ -25,13 +25,17 @@ bool same_group(const Policy& a, const Policy& b) {
          std::all_of(b.layers.begin(), b.layers.end(), same_in);
 }
 
-std::vector<std::vector<std::size_t>> groups_of(const std::vector<NamedPolicy>& policies) {
-  std::vector<std::vector<std::size_t>> groups;
+// Policies whose session is one.
+using Group = std::vector<std::size_t>;
+
+std::vector<Group> groups_of(const std::vector<NamedPolicy>& policies, Sessions sessions) {
+  std::vector<Group> groups;
   for (std::size_t i = 0; i < policies.size(); ++i) {
-    const auto at = std::find_if(groups.begin(), groups.end(), [&](const auto& group) {
-      return std::all_of(group.begin(), group.end(), [&](std::size_t member) {
-        return same_group(policies[member].policy, policies[i].policy);
-      });
+    const auto at = std::find_if(groups.begin(), groups.end(), [&](const Group& group) {
+      return sessions == Sessions::shared &&
+             std::all_of(group.begin(), group.end(), [&](std::size_t member) {
+               return same_group(policies[member].policy, policies[i].policy);
+             });
     });
     if (at == groups.end()) {
       groups.push_back({i});
@@ -53,20 +57,48 @@ std::int64_t length_of(const Passage& passage) {
   return static_cast<std::int64_t>(passage.context.size() + longest);
 }
 
+// What a group's session has to hold: every passage, so that it has one plan for all rounds.
+SessionOptions session_of(const Group& group, const std::vector<NamedPolicy>& policies,
+                          const std::vector<Passage>& passages, int step_tokens) {
+  SessionOptions wanted;
+  for (const Passage& passage : passages) {
+    wanted.context = std::max(wanted.context, length_of(passage));
+  }
+  for (const std::size_t i : group) wanted.policies.push_back(policies[i].policy);
+  wanted.decode_batch = step_tokens;
+  return wanted;
+}
+
+// What every policy is planned with, nothing measured yet.
+std::vector<PolicyResult> planned(const Engine& engine, const std::vector<NamedPolicy>& policies,
+                                  const std::vector<Group>& groups,
+                                  const std::vector<Passage>& passages,
+                                  const TaskOptions& options) {
+  std::vector<PolicyResult> results;
+  for (const NamedPolicy& policy : policies) {
+    const Plan plan = engine.plan(SessionOptions{options.context, {policy.policy}, 1});
+    results.push_back({policy.name, to_string(policy.policy), plan.kv.index_bytes, {}, {}, {}});
+  }
+  for (const Group& group : groups) {
+    const Plan plan = engine.plan(session_of(group, policies, passages, options.step_tokens));
+    for (const std::size_t i : group) results[i].plan = plan;
+  }
+  return results;
+}
+
 }  // namespace
 
 TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
-                    const EvalProgress& progress) {
+                    Sessions sessions, const EvalProgress& progress) {
   std::vector<NamedPolicy> all = {{"dense", Policy()}};
   all.insert(all.end(), policies.begin(), policies.end());
-  TaskResult result;
-  result.task = task;
-  result.context = options.context;
-  for (const NamedPolicy& policy : all) {
-    const Plan plan = engine.plan(SessionOptions{options.context, {policy.policy}, 1});
-    result.policies.push_back({policy.name, to_string(policy.policy), plan.kv.index_bytes, {}, {}});
+  std::vector<Passage> passages;
+  for (int round = 0; round < options.rounds; ++round) {
+    passages.push_back(builder.build(task, round));
   }
+  const std::vector<Group> groups = groups_of(all, sessions);
+  TaskResult result{task, options.context, planned(engine, all, groups, passages, options)};
   const auto steps = static_cast<double>(options.rounds) * static_cast<double>(all.size());
   double done = 0.0;
   const auto report = [&](double share, const std::string& what) {
@@ -74,20 +106,16 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
         std::string(to_string(task)) + ", " + std::to_string(options.context) + " tokens: " + what;
     progress((done + share) / steps, note);
   };
-  const std::vector<std::vector<std::size_t>> groups = groups_of(all);
-  for (int round = 0; round < options.rounds; ++round) {
-    const Passage passage = builder.build(task, round);
+  for (std::size_t round = 0; round < passages.size(); ++round) {
+    const Passage& passage = passages[round];
     std::vector<Baseline> baselines(passage.probes.size());
-    for (const std::vector<std::size_t>& group : groups) {
-      SessionOptions wanted;
-      wanted.context = length_of(passage);
-      for (const std::size_t i : group) wanted.policies.push_back(all[i].policy);
-      wanted.decode_batch = options.step_tokens;
-      Session session = engine.new_session(wanted);
+    for (const Group& group : groups) {
+      Session session = engine.new_session(session_of(group, all, passages, options.step_tokens));
       session.prefill(passage.context, [&](std::int64_t at, std::int64_t of) {
         report(0.5 * static_cast<double>(at) / static_cast<double>(of), "prefill");
         return true;
       });
+      CostMeter meter(session);
       for (const std::size_t i : group) {
         report(0.5, all[i].name);
         session.use(all[i].policy);
@@ -95,9 +123,9 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
                                   options.seed + static_cast<std::uint64_t>(round),
                                   task == Task::repetition && i != 0, task == Task::repetition};
         for (std::size_t probe = 0; probe < passage.probes.size(); ++probe) {
-          result.policies[i].probes.push_back(run_probe(engine.tokenizer(), session,
-                                                        passage.probes[probe], how,
-                                                        baselines[probe], result.policies[i].cost));
+          PolicyResult& own = result.policies[i];
+          own.probes.push_back(run_probe(engine.tokenizer(), session, passage.probes[probe], how,
+                                         baselines[probe], meter, own.cost));
           session.truncate(std::ssize(passage.context));
         }
         done += 1.0;

@@ -21,11 +21,12 @@ struct NamedPolicy {
 struct PolicyResult {
   std::string name;
   std::string policy;
-  // That the policy alone would have where attention reads: all that choosing and approximating
-  // keep of keys and values.
+  // Where attention reads, for a context of TaskResult::context: all that choosing and
+  // approximating keep of keys and values.
   std::uint64_t kept_index_bytes = 0;
+  Plan plan;  // of the session that answered
   std::vector<ProbeResult> probes;
-  Cost cost;
+  DecodeCost cost;
 };
 
 struct TaskResult {
@@ -37,10 +38,18 @@ struct TaskResult {
 // Called with the share done and what is being done.
 using EvalProgress = std::function<void(double share, const std::string& note)>;
 
+// Whose session a policy answers in.
+enum class Sessions : std::uint8_t {
+  own,     // planned for the policy alone, as `generate` plans it, behind a prefill of its own
+  shared,  // planned for as many policies as one prefill and one index can serve: faster, but each
+           // has less of the device, so that what moves is not what it would move by itself
+};
+
 // `policies` without dense, which is always run first. Every policy answers after a dense prefill
-// (or its own, if it has one) of the same passages.
+// (or its own, if it has one) of the same passages. Answers do not depend on `sessions` but for
+// rounding. Throws Error{memory} if a cap does not hold one of the plans, before anything is read.
 TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
-                    const EvalProgress& progress);
+                    Sessions sessions, const EvalProgress& progress);
 
 }  // namespace sluice::tools

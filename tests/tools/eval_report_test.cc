@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "sluice/types.h"
@@ -10,6 +11,14 @@ namespace sluice::tools {
 namespace {
 
 constexpr KvShape kShape = {2, 2, 2, 64, DType::bf16};
+
+Cost moved(std::int64_t tokens, std::uint64_t bytes) {
+  Cost cost;
+  cost.tokens = tokens;
+  cost.traffic[{Tier::host, Tier::device, Cause::miss}] = {1, bytes};
+  cost.traffic[{Tier::device, Tier::device, Cause::hit}] = {1, 1000 * bytes};  // does not cross
+  return cost;
+}
 
 PolicyResult result_of(const std::string& name, double nll, int characters) {
   PolicyResult result;
@@ -47,6 +56,24 @@ TEST(EvalReport, WhatRoundsToZeroHasNoMinus) {
   for (const Task task : {Task::needle, Task::repetition}) {
     EXPECT_NE(eval_table(task_of(task, 0.0), kShape).find(" +0.0 +-"), std::string::npos);
   }
+}
+
+TEST(EvalReport, ColdAndWarmStandApart) {
+  TaskResult result = task_of(Task::agreement, 0.0);
+  result.policies[1].cost = {moved(4, 4 * 2048), moved(10, 10 * 512)};
+  result.policies[0].cost = {moved(4, 4 * 4096), {}};
+  const nlohmann::json policies = eval_json(result, kShape)["policies"];
+  EXPECT_EQ(policies[1]["cold"],
+            nlohmann::json({{"tokens", 4}, {"transferred_bytes_per_token", 2048.0}}));
+  EXPECT_EQ(policies[1]["warm"],
+            nlohmann::json({{"tokens", 10}, {"transferred_bytes_per_token", 512.0}}));
+  EXPECT_DOUBLE_EQ(policies[1]["transferred_bytes_per_token"], (4 * 2048.0 + 10 * 512.0) / 14);
+  // No context had as many tokens behind it that a cache would be warm.
+  EXPECT_EQ(policies[0]["warm"],
+            nlohmann::json({{"tokens", 0}, {"transferred_bytes_per_token", nullptr}}));
+  const std::string table = eval_table(result, kShape);
+  EXPECT_NE(table.find("    2048 B      512 B"), std::string::npos) << table;
+  EXPECT_NE(table.find("    4096 B          -"), std::string::npos) << table;
 }
 
 }  // namespace
