@@ -1,12 +1,12 @@
-// Decoding behind more and more of a book, under several policies: one prompt, read piece by piece,
-// serves all of them. With --sequences a step has a token of each of so many sequences, which read
-// the book from different places on, 1/n, 2/n ... n/n of the depth.
+// Decoding behind more and more of a book, under several policies, one after the other: each has a
+// plan and sessions of its own, and all of what a cap leaves, and reads the book for itself. With
+// --sequences a step has a token of each of so many sequences, which read the book from different
+// places on, 1/n, 2/n ... n/n of the depth.
 //
 //   decode_depth_bench [--model DIR] [--device cuda] [--device-memory BYTES] [--row-cache BYTES]
 //                      [--tokens N...] [--sequences N] [--policy LINE...] [--chunk N]
 //                      [--warm-up STEPS] [--benchmark_out=FILE ...]
 //
-// What a cap leaves is shared out among all policies of a run: one alone may have more of it.
 // Steps before those that are timed fill the row cache, if there is one.
 #include <benchmark/benchmark.h>
 
@@ -65,13 +65,46 @@ struct Reads {
   }
 };
 
-// Sessions that have read the first tokens of a book, each from another place.
+// The model, and the book that it reads.
+struct Library {
+  Engine engine;
+  std::vector<TokenId> ids;
+};
+
+// Tokens that a sequence has room for.
+std::int64_t context_of(const Settings& settings) {
+  return *std::max_element(settings.tokens.begin(), settings.tokens.end()) + settings.warm_up +
+         settings.steps;
+}
+
+Library open(const Settings& settings) {
+  EngineConfig config;
+  config.model = settings.model;
+  config.device = settings.device;
+  config.device_memory = settings.device_memory;
+  config.row_cache = settings.row_cache;
+  config.chunk = settings.chunk;
+  Library library{Engine::open(config), {}};
+  std::ifstream file(settings.text);
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  const std::int64_t context = context_of(settings);
+  // Twice as much as one reads: sequences begin at different places.
+  const auto bytes = static_cast<std::size_t>(2 * kBytesPerToken * context);
+  library.ids = library.engine.encode_prompt(text.substr(0, bytes));
+  if (std::ssize(library.ids) < context) {
+    throw Error(ErrorCode::usage, "--text has too few tokens");
+  }
+  return library;
+}
+
+// Sessions under one policy that have read the first tokens of a book, each from another place.
 class Readers {
  public:
-  explicit Readers(const Settings& settings)
-      : settings_(settings), engine_(open(settings)), ids_(ids_of(settings, engine_)) {
-    std::cerr << engine_.plan(options(settings)).to_table();
-    sessions_.push_back(engine_.new_session(options(settings)));
+  Readers(const Settings& settings, Library& library, const std::string& policy)
+      : settings_(settings), library_(library), policy_(policy) {
+    const SessionOptions wanted = options(settings, policy);
+    std::cerr << policy << "\n" << library.engine.plan(wanted).to_table();
+    sessions_.push_back(library.engine.new_session(wanted));
     while (std::ssize(sessions_) < settings.sequences) {
       sessions_.push_back(sessions_.front().sibling());
     }
@@ -83,15 +116,11 @@ class Readers {
       const std::int64_t depth = tokens * static_cast<std::int64_t>(i + 1) / settings_.sequences;
       Session& session = sessions_[i];
       if (session.length() > depth) session.truncate(depth);
-      session.use(parse_policy(settings_.policies.front()));  // prompts are dense in all of them
       if (session.length() == depth) continue;
       session.prefill(
           from(i, session.length()).first(static_cast<std::size_t>(depth - session.length())));
       std::cerr << "read " << depth << " tokens\n";  // which may take minutes
     }
-  }
-  void use(const std::string& policy) {
-    for (Session& session : sessions_) session.use(parse_policy(policy));
   }
   // The next token of the book, each.
   void decode() {
@@ -103,7 +132,7 @@ class Readers {
     for (std::size_t i = 0; i < sessions_.size(); ++i) {
       tokens.push_back({&sessions_[i], next(i), &sampler_});
     }
-    for (const StepResult& result : engine_.step(tokens)) {
+    for (const StepResult& result : library_.engine.step(tokens)) {
       if (result.error) throw Error(*result.error);
     }
   }
@@ -112,66 +141,50 @@ class Readers {
     for (const Session& session : sessions_) reads.add(session.ledger());
     return reads;
   }
+  const std::string& policy() const { return policy_; }
+
+ private:
   // What is needed to decode so far behind the deepest prompt.
-  static SessionOptions options(const Settings& settings) {
+  static SessionOptions options(const Settings& settings, const std::string& policy) {
     SessionOptions options;
     const std::int64_t decoded = settings.warm_up + settings.steps;
-    const std::int64_t longest = *std::max_element(settings.tokens.begin(), settings.tokens.end());
-    options.context = longest + decoded;
+    options.context = context_of(settings);
+    const std::int64_t longest = options.context - decoded;
     options.sequences = settings.sequences;
     options.tokens = std::min(
         options.context * settings.sequences,
         longest * (settings.sequences + 1) / 2 + (decoded + kPageTokens) * settings.sequences);
-    for (const std::string& policy : settings.policies) {
-      options.policies.push_back(parse_policy(policy));
-    }
+    options.policies = {parse_policy(policy)};
     return options;
-  }
-
- private:
-  static Engine open(const Settings& settings) {
-    EngineConfig config;
-    config.model = settings.model;
-    config.device = settings.device;
-    config.device_memory = settings.device_memory;
-    config.row_cache = settings.row_cache;
-    config.chunk = settings.chunk;
-    return Engine::open(config);
-  }
-  static std::vector<TokenId> ids_of(const Settings& settings, const Engine& engine) {
-    std::ifstream file(settings.text);
-    const std::string text((std::istreambuf_iterator<char>(file)), {});
-    const std::int64_t context = options(settings).context;
-    // Twice as much as one reads: sequences begin at different places.
-    const auto bytes = static_cast<std::size_t>(2 * kBytesPerToken * context);
-    std::vector<TokenId> ids = engine.encode_prompt(text.substr(0, bytes));
-    if (std::ssize(ids) < context) throw Error(ErrorCode::usage, "--text has too few tokens");
-    return ids;
   }
   // The book from a position of session i on.
   std::span<const TokenId> from(std::size_t i, std::int64_t position) const {
     const std::size_t distance =
-        (ids_.size() - static_cast<std::size_t>(options(settings_).context)) / sessions_.size();
-    return std::span(ids_).subspan(i * distance + static_cast<std::size_t>(position));
+        (library_.ids.size() - static_cast<std::size_t>(context_of(settings_))) / sessions_.size();
+    return std::span(library_.ids).subspan(i * distance + static_cast<std::size_t>(position));
   }
   TokenId next(std::size_t i) const { return from(i, sessions_[i].length()).front(); }
 
-  Settings settings_;
-  Engine engine_;
-  std::vector<TokenId> ids_;
+  const Settings& settings_;
+  Library& library_;
+  std::string policy_;
   std::vector<Session> sessions_;
   Sampler sampler_{SamplingParams{}};
 };
 
-void decode(benchmark::State& state, Readers& readers, const Settings& settings,
-            std::int64_t tokens, const std::string& policy) {
+// `readers` are those of the policy whose turn it was last.
+void decode(benchmark::State& state, std::optional<Readers>& readers, const Settings& settings,
+            Library& library, std::int64_t tokens, const std::string& policy) {
   try {
-    readers.go_to(tokens);
-    readers.use(policy);
-    for (std::int64_t i = 0; i < settings.warm_up; ++i) readers.decode();
-    const Reads before = readers.reads();
-    for (auto _ : state) readers.decode();
-    const Reads after = readers.reads();
+    if (!readers || readers->policy() != policy) {
+      readers.reset();  // first: both at once would share a cap
+      readers.emplace(settings, library, policy);
+    }
+    readers->go_to(tokens);
+    for (std::int64_t i = 0; i < settings.warm_up; ++i) readers->decode();
+    const Reads before = readers->reads();
+    for (auto _ : state) readers->decode();
+    const Reads after = readers->reads();
     const auto per_step = [&](std::uint64_t from, std::uint64_t to) {
       return static_cast<double>(to - from) / static_cast<double>(state.iterations());
     };
@@ -201,13 +214,14 @@ int run(int argc, char** argv) {
   app.add_option("--policy", settings.policies);
   CLI11_PARSE(app, argc, argv);
   try {
-    Readers readers(settings);
-    for (const std::int64_t tokens : settings.tokens) {
-      for (const std::string& policy : settings.policies) {
+    Library library = open(settings);
+    std::optional<Readers> readers;
+    for (const std::string& policy : settings.policies) {
+      for (const std::int64_t tokens : settings.tokens) {
         benchmark::RegisterBenchmark(
             ("decode/" + policy + "/tokens:" + std::to_string(tokens)).c_str(),
             [&, tokens, policy](benchmark::State& state) {
-              decode(state, readers, settings, tokens, policy);
+              decode(state, readers, settings, library, tokens, policy);
             })
             ->Iterations(settings.steps)
             ->UseRealTime()
