@@ -300,7 +300,7 @@ std::span<const Preset> presets() {
   static constexpr std::array<Preset, 10> kPresets = {{
       {"dense", "select=dense", "exact attention to every token: the baseline"},
       {"streaming", "select=streaming sinks=4 recent=1020",
-       "the first 4 and the newest 1020 tokens (StreamingLLM, Xiao et al. 2023)"},
+       "the first 4 and the newest 1020 tokens, where they stand (StreamingLLM, Xiao et al. 2023)"},
       {"quest", "select=quest prune=top_k(1024) dense=0,1",
        "1024 tokens by the extreme keys of their sub-pages (Quest, Tang et al. 2024)"},
       {"sparq", "select=sparq prune=top_k(128) recent=32 compensate=mean_value",
@@ -310,7 +310,7 @@ std::span<const Preset> presets() {
       {"tidaldecode", "select=exact prune=top_k(512) dense=0,1 anchors=2,7 anchors_attend=all",
        "512 tokens that two layers select for all others (TidalDecode, Yang et al. 2024)"},
       {"zipvl", "select=dense prefill=zipvl(0.975)",
-       "the prompt's important tokens only, then dense decoding (ZipVL, He et al. 2024)"},
+       "prompts attend to important and near tokens, decoding is dense (ZipVL, He et al. 2024)"},
       {"sluice", "select=sparq candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value",
        "SparQ proposes, Twilight's top-p keeps up to 256 tokens, SparQ's mean value compensates"},
       {"values", "select=int4 prune=top_k(16) compensate=values",

@@ -33,7 +33,8 @@ using Parameters = std::map<std::string, double>;
 // How the weights of tokens are estimated: a scorer by its name, and its parameters. Sluice's own:
 //
 //   dense       not at all: exact attention over every row
-//   streaming   the first and the newest tokens (Xiao et al. 2023, StreamingLLM)
+//   streaming   the first and the newest tokens (Xiao et al. 2023, StreamingLLM), at the positions
+//               that they have in the text; the paper counts positions within its cache
 //   exact       from the keys themselves: the oracle that the others approach
 //   int4        from the key index, every channel of it (Twilight's estimate, Lin et al. 2025)
 //   quest       upper bounds from each sub-page's extreme keys (Tang et al. 2024, Quest)
@@ -85,10 +86,11 @@ struct Budget {
 // How a prompt's tokens attend to some of it only: by ZipVL (He et al. 2024) to its important
 // tokens, or to the pages that a block of queries looks at, see lib/backend/page_ops.h.
 struct SparsePrefill {
-  double tau = 0.0;    // share of the probes' attention that the important tokens carry; 0: dense
-  bool evict = false;  // the paper: the other tokens attend to nothing and are forgotten. Else all
-                       // attend, to what is important and what is near, and all rows are kept.
-                       // What follows has to be decode steps or prefills that evict, too
+  double tau = 0.0;  // share of the probes' attention that the important tokens carry; 0: dense
+  // The paper: the other tokens attend to nothing, and nothing attends to them again; their rows
+  // stay in memory. What follows has to be decode steps or prefills that evict, too. Else every
+  // token attends to the important ones and to its own block of 512, and may be attended later.
+  bool evict = false;
   double pages = 0.0;  // share of the weight, as means estimate it, that listed pages carry; 0: all
 
   bool dense() const { return tau == 0.0 && pages == 0.0; }
