@@ -55,7 +55,11 @@ def axis_of(result: dict[str, Any]) -> Axis:
 
 
 def transferred(policy: dict[str, Any]) -> float:
-    """Bytes per token that crossed between tiers, by the ledger."""
+    """Bytes per token that crossed between tiers, by the ledger, once a row cache is filled."""
+    warm = policy.get("warm", {}).get("transferred_bytes_per_token")
+    if warm is not None:
+        return warm
+    # Older reports have no such part, and short tasks have nothing in it.
     if "transferred_bytes_per_token" in policy:
         return policy["transferred_bytes_per_token"]
     # Older reports have no ledger: what is read, rows outside the newest page and the key index.
