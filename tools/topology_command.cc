@@ -5,6 +5,7 @@
 #include <string>
 
 #include "lib/bytes.h"
+#include "lib/text.h"
 #include "sluice/errors.h"
 #include "sluice/topology.h"
 #include "tools/commands.h"
@@ -19,6 +20,10 @@ std::string gigabytes_per_second(double rate) {
   return text.data();
 }
 
+std::string limit_line(const std::string& limit, const std::string& source) {
+  return "  limit            " + limit + ": " + one_line(source) + "\n";
+}
+
 std::string describe(const Topology& topology) {
   std::string text = "processor          " + topology.processor + "\n";
   text += "instruction sets   " + topology.instruction_sets + "\n";
@@ -27,8 +32,19 @@ std::string describe(const Topology& topology) {
           std::to_string(topology.packages) + " packages\n";
   text += "caches             L2 " + format_bytes(topology.l2_bytes) + ", L3 " +
           format_bytes(topology.l3_bytes) + "\n";
+  text += "computes with      " + std::to_string(topology.threads) +
+          (topology.threads == 1 ? " thread\n" : " threads\n");
+  for (const ProcessorLimit& limit : topology.processor_limits) {
+    text += limit_line(
+        digits(limit.processors) + (limit.processors == 1.0 ? " processor" : " processors"),
+        limit.source);
+  }
   text += "memory             " + format_bytes(topology.memory_bytes) + ", " +
           format_bytes(topology.available_bytes) + " available\n";
+  for (const MemoryLimit& limit : topology.memory_limits) {
+    text += limit_line(format_bytes(limit.bytes) + ", " + format_bytes(limit.left) + " left",
+                       limit.source);
+  }
   for (const NumaNode& node : topology.nodes) {
     text += "NUMA node " + std::to_string(node.index) + "        " +
             format_bytes(node.memory_bytes) + ", " + std::to_string(node.cores) + " cores\n";
@@ -80,7 +96,7 @@ Command add_topology(CLI::App& app) {
     const std::uint64_t bytes = std::min(wanted, topology.available_bytes / 4);
     if (bytes == 0) return 0;
     print(describe(measure_bandwidth(1, bytes), bytes));
-    if (topology.usable_cores > 1) print(describe(measure_bandwidth(0, bytes), bytes));
+    if (topology.threads > 1) print(describe(measure_bandwidth(0, bytes), bytes));
     return 0;
   };
 }

@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <chrono>
 #include <fstream>
-#include <limits>
 #include <memory>
 #include <numeric>
+#include <utility>
 
 #include "cpu/runtime/threads.h"
 #include "lib/bytes.h"
 #include "lib/check.h"
+#include "lib/process_limits.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -25,6 +26,9 @@ HwlocTopology load_hwloc() {
     throw Error(ErrorCode::unsupported, "hwloc cannot describe this machine");
   }
   HwlocTopology topology(raw, &hwloc_topology_destroy);
+  // Without it all processors of the CPU set are shown, whatever `taskset` left of them.
+  hwloc_topology_set_flags(
+      raw, HWLOC_TOPOLOGY_FLAG_IS_THISSYSTEM | HWLOC_TOPOLOGY_FLAG_RESTRICT_TO_CPUBINDING);
   if (hwloc_topology_load(raw) != 0) {
     throw Error(ErrorCode::unsupported, "hwloc cannot describe this machine");
   }
@@ -38,31 +42,6 @@ std::uint64_t largest_cache(hwloc_topology_t topology, hwloc_obj_type_t type) {
     largest = std::max<std::uint64_t>(largest, cache->attr->cache.size);
   }
   return largest;
-}
-
-// The value in bytes of a "Key:   123 kB" line of /proc/meminfo.
-std::uint64_t meminfo(const std::string& key) {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  while (file >> word) {
-    std::uint64_t kib = 0;
-    if (word == key + ":" && file >> kib) return kib * 1024;
-    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
-  }
-  return 0;
-}
-
-// What the cgroup still allows; no limit reads "max".
-std::uint64_t cgroup_available() {
-  const auto read = [](const char* path) {
-    std::ifstream file(path);
-    std::uint64_t value = 0;
-    return file >> value ? value : std::numeric_limits<std::uint64_t>::max();
-  };
-  const std::uint64_t limit = read("/sys/fs/cgroup/memory.max");
-  const std::uint64_t used = read("/sys/fs/cgroup/memory.current");
-  if (limit == std::numeric_limits<std::uint64_t>::max() || used > limit) return limit;
-  return limit - used;
 }
 
 std::string instruction_sets() {
@@ -114,8 +93,12 @@ Topology detect_topology() {
   if (result.usable_cores <= 0) result.usable_cores = result.usable_processing_units;
   result.l2_bytes = largest_cache(topology, HWLOC_OBJ_L2CACHE);
   result.l3_bytes = largest_cache(topology, HWLOC_OBJ_L3CACHE);
-  result.memory_bytes = meminfo("MemTotal");
-  result.available_bytes = std::min(meminfo("MemAvailable"), cgroup_available());
+  ProcessLimits limits = process_limits();
+  result.threads = std::min(result.usable_cores, limits.threads());
+  result.memory_bytes = limits.machine_bytes;
+  result.available_bytes = limits.memory.empty() ? 0 : limits.memory.front().left;
+  result.memory_limits = std::move(limits.memory);
+  result.processor_limits = std::move(limits.processors);
   result.nodes = numa_nodes(topology);
   return result;
 }
@@ -127,7 +110,7 @@ Bandwidth measure_bandwidth(int threads, std::uint64_t bytes) {
   }
   if (threads < 0) {
     throw Error(ErrorCode::usage,
-                "bandwidth is measured with 0 threads (one per core) or more, not " +
+                "bandwidth is measured with 0 threads (as many as compute) or more, not " +
                     std::to_string(threads));
   }
   cpu::Threads pool(threads);

@@ -13,16 +13,35 @@ struct NumaNode {
   int cores = 0;
 };
 
+// A limit on the memory of this process.
+struct MemoryLimit {
+  std::string source;        // "the container's memory limit (memory.max of /a/b)"
+  std::uint64_t bytes = 0;   // that it allows
+  std::uint64_t left = 0;    // of them: caches of files that the kernel can drop count as left
+  bool is_resident = false;  // it counts resident memory, and not address space
+};
+
+// A limit on the processors that run this process at the same time.
+struct ProcessorLimit {
+  std::string source;       // "the container's quota (cpu.max of /a/b)"
+  double processors = 0.0;  // a quota may be a fraction
+};
+
 struct Topology {
   std::string processor;         // marketing name
   std::string instruction_sets;  // those that matter here: "AVX2 AVX-512 AVX512-BF16 AMX-BF16"
   int packages = 0;
-  int usable_cores = 0;  // physical cores in this process's CPU set
+  int usable_cores = 0;  // physical cores in this process's CPU set and affinity mask
   int usable_processing_units = 0;
+  int threads = 0;             // that compute unless told otherwise: one per core, within the quota
   std::uint64_t l2_bytes = 0;  // per core
   std::uint64_t l3_bytes = 0;  // largest shared cache
   std::uint64_t memory_bytes = 0;
-  std::uint64_t available_bytes = 0;  // the kernel's MemAvailable, within the cgroup's limit
+  std::uint64_t available_bytes = 0;  // least that any limit leaves
+  // All limits that there are, the tightest first: of cgroups (v1 and v2, those above included),
+  // of resources (setrlimit), of the machine.
+  std::vector<MemoryLimit> memory_limits;
+  std::vector<ProcessorLimit> processor_limits;
   std::vector<NumaNode> nodes;
 };
 
@@ -52,8 +71,8 @@ struct Bandwidth {
 };
 
 // Streams through `bytes` of memory with `threads` threads; best of three passes. Take several
-// times the L3 cache to measure DRAM. `threads` 0 is one per core. Throws Error{usage} for more
-// than 1 TiB and for fewer than 0 threads.
+// times the L3 cache to measure DRAM. `threads` 0 is Topology::threads. Throws Error{usage} for
+// more than 1 TiB and for fewer than 0 threads.
 Bandwidth measure_bandwidth(int threads, std::uint64_t bytes);
 
 }  // namespace sluice

@@ -1,0 +1,25 @@
+// Finds the control groups that bound this process. A limit of any group above it binds it, too.
+// Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace sluice {
+
+struct Cgroup {
+  std::filesystem::path folder;  // that holds its files
+  std::string name;              // as /proc/self/cgroup has it: "/a/b"
+};
+
+// The hierarchy of cgroup v2.
+inline constexpr std::string_view kUnified;
+
+// The process's group in the hierarchy of v1 that has `controller`, or in that of v2, and all above
+// it that are mounted. `root` is the folder that has proc and sys. Folders need not exist.
+std::vector<Cgroup> cgroups_of_process(const std::filesystem::path& root,
+                                       std::string_view controller);
+
+}  // namespace sluice

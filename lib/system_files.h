@@ -1,0 +1,27 @@
+// Reads the small text files of /proc and /sys, whatever they hold.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace sluice {
+
+// The text of a file, up to 4 MiB of it; empty if it cannot be read.
+std::string system_text(const std::filesystem::path& path);
+
+// Words between spaces, tabs and line breaks.
+std::vector<std::string_view> words_of(std::string_view text);
+std::vector<std::string_view> lines_of(std::string_view text);
+
+// A decimal number and nothing else. None for "max", "unlimited", "-1", a number past 64 bits.
+std::optional<std::uint64_t> number_of(std::string_view word);
+
+// The number after `key` on the line that starts with it, as in "MemAvailable:   123 kB", without
+// its unit.
+std::optional<std::uint64_t> number_after(std::string_view text, std::string_view key);
+
+}  // namespace sluice
