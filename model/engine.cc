@@ -176,11 +176,10 @@ bool spares_rows(const KvPlan& longer, const KvPlan& usual, bool few_are_read) {
          longer.stream_tokens >= usual.stream_tokens;
 }
 
-int chunk_for(const Checkpoint& checkpoint, Backend& backend, int threads) {
+int chunk_for(const Checkpoint& checkpoint, Backend& backend, int readers) {
   if (backend.info().compute_tier == Tier::host) return kChunk;
   const MemoryAccount& account = backend.account(Tier::device);
-  const std::uint64_t taken =
-      account.used() + weight_sizes(checkpoint, backend, reader_count(threads)).total;
+  const std::uint64_t taken = account.used() + weight_sizes(checkpoint, backend, readers).total;
   const std::uint64_t room = account.cap() - std::min(account.cap(), taken);
   int chunk = kDeviceChunk;
   while (chunk > kChunk &&
@@ -231,12 +230,14 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   }
   EngineConfig chosen = config;
   const bool is_open = config.chunk == 0;
-  if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, config.threads);
+  const int readers = reader_count(config.threads);
+  if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, readers);
   auto* const impl =
       new Impl{std::move(chosen), std::move(checkpoint), std::move(info),     std::move(tokenizer),
                std::move(prefix), std::move(backend),    std::move(attender), std::move(queue),
                backend_bytes,     staging_bytes};
   impl->chunk_is_open = is_open;
+  impl->readers = readers;
   return Engine(std::shared_ptr<Impl>(impl));
 }
 
@@ -274,7 +275,7 @@ Policy Engine::policy(std::string_view text) const {
 // All but the KV cache.
 Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   const ModelConfig& model = checkpoint.config();
-  const WeightSizes weights = weight_sizes(checkpoint, *backend, reader_count(config.threads));
+  const WeightSizes weights = weight_sizes(checkpoint, *backend, readers);
   Plan plan;
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
@@ -396,8 +397,8 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   const std::lock_guard lock(self->mutex);
   if (self->decoder) return;
   const Turn turn(*self);
-  ModelWeights weights = sluice::load_weights(self->checkpoint, *self->backend,
-                                              reader_count(self->config.threads), progress);
+  ModelWeights weights =
+      sluice::load_weights(self->checkpoint, *self->backend, self->readers, progress);
   self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue);
 }
 

@@ -32,6 +32,7 @@ struct Engine::Impl {
   std::uint64_t backend_bytes = 0;
   std::uint64_t staging_bytes = 0;
   std::optional<Decoder> decoder{};       // from load_weights on; allocated by the first session
+  int readers = 1;                        // threads that load the weights
   bool chunk_is_open = false;             // nobody asked for config.chunk, and nothing is allocated
   std::uint64_t promised_host_bytes = 0;  // to sessions, whose rows take them as they grow
   // Activations and the backend's streams serve one call at a time.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lib/bytes.h"
+#include "lib/process_limits.h"
 
 namespace sluice {
 namespace {
@@ -198,8 +199,7 @@ void run_together(std::size_t count, const std::function<void(std::size_t)>& wor
 }  // namespace
 
 int reader_count(int threads) {
-  const int usable = threads > 0 ? threads : static_cast<int>(std::thread::hardware_concurrency());
-  return std::clamp(usable, 1, kMaxReaders);
+  return std::clamp(threads > 0 ? threads : process_limits().threads(), 1, kMaxReaders);
 }
 
 std::uint64_t reading_bytes(const Checkpoint& checkpoint, const Backend& backend,

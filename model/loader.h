@@ -21,8 +21,8 @@ struct TensorPlace {
   DType dtype = DType::f32;
 };
 
-// Threads that read, of `threads` that may be used (0: one per core). More than 16 do not read
-// faster.
+// Threads that read, of `threads` that may be used (0: as many as can run at the same time). More
+// than 16 do not read faster.
 int reader_count(int threads);
 
 struct ReadOptions {

@@ -98,7 +98,7 @@ DeviceTopology detect_device(const std::string& device) {
 
 std::unique_ptr<Backend> make_attending_cpu(int threads) {
   cpu::CpuOptions options;
-  options.threads = threads > 0 ? threads : std::max(1, detect_topology().usable_cores - 1);
+  options.threads = threads > 0 ? threads : std::max(1, detect_topology().threads - 1);
   return std::make_unique<cpu::CpuBackend>(options);
 }
 

@@ -12,7 +12,7 @@ namespace sluice {
 
 struct BackendOptions {
   std::string device = "cpu";                  // "cpu", "cuda", "cuda:N" or "reference"
-  int threads = 0;                             // 0: one per core
+  int threads = 0;                             // 0: Topology::threads
   std::optional<DType> compute;                // of matrix products; unset: fast and lossless
   DType weight_dtype = DType::bf16;            // of the checkpoint's matrices
   std::optional<std::uint64_t> device_memory;  // cap in bytes

@@ -65,7 +65,8 @@ void ModelFlags::add_to(CLI::App& app) {
                  "element type of matrix products; auto loses nothing of the weights")
       ->check(CLI::IsMember({"auto", "bf16", "f32"}))
       ->capture_default_str();
-  add_integer(app, "--threads", threads, "threads, 0 for one per core")->capture_default_str();
+  add_integer(app, "--threads", threads, "threads, 0 for one per core, within the CPU quota")
+      ->capture_default_str();
   add_integer(app, "--chunk", chunk,
               "most tokens per prefill step, with prefill=pages at least 128; 0: what suits the "
               "device")

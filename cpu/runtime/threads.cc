@@ -13,7 +13,7 @@
 namespace sluice::cpu {
 
 Threads::Threads(int count)
-    : count_(count > 0 ? count : detect_topology().usable_cores), arena_(make_arena(count_)) {
+    : count_(count > 0 ? count : detect_topology().threads), arena_(make_arena(count_)) {
   require(count_);
 }
 

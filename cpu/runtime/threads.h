@@ -1,4 +1,5 @@
-// The CPU backend's threads: a fixed number of oneTBB workers on the cores that hwloc shows.
+// The CPU backend's threads: a fixed number of oneTBB workers on the processors that this process
+// may use.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@ namespace sluice::cpu {
 
 class Threads {
  public:
-  // `count` threads, or one per core that this process may use if 0. Throws
+  // `count` threads, or if 0 Topology::threads. Throws
   // Error{unsupported} if the system does not give that many.
   explicit Threads(int count = 0);
   Threads(const Threads&) = delete;

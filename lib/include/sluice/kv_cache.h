@@ -48,7 +48,7 @@ struct KvConfig {
   // issued, so a NaN among them is found by end(), which waits. Null: work runs on a stream of the
   // cache's own; arrays are ready when they are passed and no longer in use when a call returns.
   void* stream = nullptr;
-  int threads = 0;  // of a CPU; 0: one per core
+  int threads = 0;  // of a CPU; 0: Topology::threads
   int chunk = 512;  // most tokens per step; a small cap may force fewer, see KvPlan
   // Sequences that may exist at a time; up to 64 of them can take a decode step together.
   int sequences = 1;
