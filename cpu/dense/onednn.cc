@@ -17,8 +17,9 @@ memory::data_type to_dnnl(DType dtype) {
 }
 
 // oneDNN parallelises with OpenMP in Debian's build. Here each call is one thread's piece of work,
-// so a team of its own would only fight with ours for the cores. The layout of packed weights
-// follows from the number of threads, too. The caller's setting is restored.
+// so a team of its own would only fight with ours for the cores. A primitive asks for the threads
+// that there were when it was described, and the layout of packed weights follows from them, too.
+// The caller's setting is restored.
 class SingleThreadedOpenMp {
  public:
   SingleThreadedOpenMp() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
@@ -124,6 +125,7 @@ const OneDnn::Packing& OneDnn::packing(std::int64_t inputs, std::int64_t outputs
   const std::lock_guard lock(mutex_);
   const auto found = packings_.find({inputs, outputs});
   if (found != packings_.end()) return found->second;
+  const SingleThreadedOpenMp single_threaded;
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
   Packing packing(dnnl::reorder::primitive_desc(engine_,
@@ -196,6 +198,7 @@ const OneDnn::Primitive& OneDnn::primitive(const Shape& shape) {
   const std::lock_guard lock(mutex_);
   auto found = primitives_.find(shape);
   if (found == primitives_.end()) {
+    const SingleThreadedOpenMp single_threaded;
     found = primitives_.try_emplace(shape, describe(shape)).first;
     check(found->second.weights == layout(shape.inputs, shape.outputs),
           "oneDNN wants weights packed differently for different numbers of tokens");
