@@ -10,6 +10,7 @@
 #include <string>
 
 #include "lib/bytes.h"
+#include "lib/process_limits.h"
 #include "offload/plan/planner.h"
 #include "sluice/errors.h"
 
@@ -26,16 +27,6 @@ std::uint64_t resident_now() {
   std::uint64_t resident = 0;
   file >> total >> resident;
   return resident * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-}
-
-std::uint64_t available_now() {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  while (file >> word) {
-    std::uint64_t kib = 0;
-    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
-  }
-  return UINT64_MAX;
 }
 
 std::string line(const char* name, std::uint64_t bytes, const std::string& note) {
@@ -88,13 +79,8 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
                  : "; give at least " + std::to_string(all) + "B or shorten the context"));
   }
   const std::uint64_t needed =
-      all - std::min(all, used) + (plan.on_device ? 0 : plan.kv.device_bytes);
-  const std::uint64_t available = available_now();
-  if (needed > available) {
-    throw Error(ErrorCode::memory, "the plan needs another " + format_bytes(needed) +
-                                       " but this machine has " + format_bytes(available) +
-                                       " of memory free; shorten the context");
-  }
+      all - std::min(all, used) + (plan.on_device ? 0 : plan.kv.device_bytes) + kFirstUseBytes;
+  require_memory(needed, Counted::all, "the plan needs", "shorten the context, or raise the limit");
 }
 
 std::uint64_t Plan::process_bytes() const {

@@ -13,7 +13,8 @@ namespace sluice {
 std::uint64_t program_bytes();
 
 // Throws Error{memory} if the plan needs more than `host_cap`, of which others were promised
-// `promised`, or more than the machine has free besides the `used` bytes of all that are there.
+// `promised`, or if what it needs besides the `used` bytes of all that are there is more than a
+// limit of the process leaves (lib/process_limits.h).
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
                          std::uint64_t promised, std::uint64_t used);
 

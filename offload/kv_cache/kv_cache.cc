@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lib/bytes.h"
+#include "lib/process_limits.h"
 #include "offload/backends.h"
 #include "offload/kv_cache/kv_cache_impl.h"
 #include "offload/plan/planner.h"
@@ -74,10 +75,16 @@ KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   return request;
 }
 
-// The rows at home grow with what is in use; that they fit is known before.
-void require_host_memory(const KvPlan& plan, const MemoryAccount& account) {
+// The rows in host memory grow with what is in use; that they fit is known before. Without a GPU
+// the device tier is host memory, too.
+void require_host_memory(const KvPlan& plan, Backend& backend) {
+  const MemoryAccount& account = backend.account(Tier::host);
+  const bool on_device = backend.info().compute_tier == Tier::device;
   const std::uint64_t needed = account.used() + plan.host_bytes;
-  if (needed <= account.cap()) return;
+  if (needed <= account.cap()) {
+    return require_memory(plan.host_bytes + (on_device ? 0 : plan.device_bytes), Counted::all,
+                          "the plan needs", "shorten `context`, or raise the limit");
+  }
   throw Error(ErrorCode::memory, "`host_memory` " + format_bytes(account.cap()) +
                                      " is too small: " + std::to_string(plan.tokens) +
                                      " tokens take " + format_bytes(plan.host_bytes) +
@@ -107,7 +114,7 @@ KvPlan plan_cache(const KvConfig& config, Backend& backend) {
   plan.staging_bytes = own + host;
   plan.device_bytes += own;
   plan.host_bytes += host;
-  require_host_memory(plan, backend.account(Tier::host));
+  require_host_memory(plan, backend);
   return plan;
 }
 

@@ -12,6 +12,7 @@
 
 #include "lib/bytes.h"
 #include "lib/check.h"
+#include "lib/process_limits.h"
 #include "offload/plan/planner.h"
 #include "sluice/errors.h"
 
@@ -159,9 +160,10 @@ void HostStore::commit(int first, int last, std::int64_t target) {
 namespace {
 
 // Touches every page, so that what the machine does not have is missed here and not by a signal
-// later. Zeroing pages is what takes time: several threads share the pieces if there is much.
+// later. Zeroing pages is what takes time: several of the `usable` threads share the pieces if
+// there is much.
 template <typename Pieces>
-bool populate(const Pieces& pieces) {
+bool populate(const Pieces& pieces, int usable) {
   std::atomic<std::size_t> next = 0;
   std::atomic<bool> refused = false;
   const auto work = [&] {
@@ -176,8 +178,7 @@ bool populate(const Pieces& pieces) {
     std::vector<std::jthread> helpers;
     std::uint64_t bytes = 0;
     for (const auto& piece : pieces) bytes += piece.bytes;
-    const std::uint64_t most =
-        std::min<std::uint64_t>(kMostThreads, std::thread::hardware_concurrency());
+    const std::uint64_t most = std::min(kMostThreads, static_cast<std::uint64_t>(usable));
     try {
       for (std::uint64_t i = 1; i < std::min(bytes / kBytesPerThread, most); ++i) {
         helpers.emplace_back(work);
@@ -193,11 +194,14 @@ bool populate(const Pieces& pieces) {
 
 }  // namespace
 
-// Has the machine put memory behind them.
+// Has the machine put memory behind them. A limit that was lowered since the plan was made is an
+// error here; the kernel would end the process.
 void HostStore::back(std::span<const Piece> pieces) {
   std::uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.bytes;
+  require_memory(bytes, Counted::resident, "the KV cache needs",
+                 "shorten `context`, or raise the limit");
   for (const Piece& piece : pieces) {
-    bytes += piece.bytes;
     if (::mprotect(piece.data, piece.bytes, PROT_READ | PROT_WRITE) != 0) {
       throw_refused(piece.bytes);
     }
@@ -208,7 +212,7 @@ void HostStore::back(std::span<const Piece> pieces) {
     const std::uint64_t huge_to = (from + piece.bytes) / kHugePage * kHugePage;
     if (huge_from < huge_to) ::madvise(base_ + huge_from, huge_to - huge_from, MADV_HUGEPAGE);
   }
-  if (!populate(pieces)) throw_refused(bytes);
+  if (!populate(pieces, process_limits().threads())) throw_refused(bytes);
 }
 
 // Undoes what commit() did before it failed: `registered` pieces were there before.

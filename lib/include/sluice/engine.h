@@ -36,7 +36,7 @@ struct EngineConfig {
   std::filesystem::path model;  // Hugging Face checkpoint directory
   // "cpu"; "cuda" or "cuda:N", an NVIDIA GPU; or "reference", the slow fp32 backend for checking.
   std::string device = "cpu";
-  int threads = 0;  // 0: one per core; on a GPU, see host_attention, one less
+  int threads = 0;  // 0: Topology::threads; on a GPU, see host_attention, one less
   // Most tokens per prefill step, with prefill=pages at least 128. 0: 512 on a CPU, up to 2048 on a
   // GPU, where activations leave three quarters of what the weights leave, and there up to 4096,
   // with prefill=pages 32768, if the first session's rows do not all fit the device: longer steps
@@ -49,7 +49,8 @@ struct EngineConfig {
   std::optional<DType> compute;
   // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
   // GPU it covers weights and activations, too. Without it the CPU attends rows in host memory,
-  // and a GPU's free memory is the cap. The host cap covers all that is not on the device.
+  // and a GPU's free memory is the cap. The host cap covers all that is not on the device;
+  // with or without it no plan takes more than the limits of the process leave (sluice/topology.h).
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
   // Of a session's part of device_memory at most so many bytes for its row cache; 0: there is none.
@@ -187,8 +188,8 @@ class Engine {
   // this checkpoint is that.
   Policy policy(std::string_view text) const;
 
-  // Throws Error{memory} if a cap does not hold the plan, naming what would have to change, and
-  // Error{unsupported} for a context longer than the model's window.
+  // Throws Error{memory} if a cap or a limit of the process does not hold the plan, naming what
+  // would have to change, and Error{unsupported} for a context longer than the model's window.
   Plan plan(const SessionOptions& options) const;
   Plan plan(std::int64_t context) const { return plan(SessionOptions{context, {}, 1}); }
   // Loads the weights if that has not happened yet; `progress` gets the share done, 0 to 1.
