@@ -13,7 +13,7 @@
 namespace sluice::cpu {
 
 struct CpuOptions {
-  int threads = 0;  // 0: one per core
+  int threads = 0;  // 0: Topology::threads
   // bf16 or f32; unset: what loses nothing of the weights and is fast: bf16 for bf16 weights if the
   // processor has it.
   std::optional<DType> compute;
@@ -32,6 +32,7 @@ class CpuBackend : public Backend {
   MemoryAccount& account(Tier tier) override { return memory_.account(tier); }
   void register_host(std::byte* /*data*/, std::size_t /*bytes*/) override {}
   void unregister_host(std::byte* /*data*/) noexcept override {}
+  std::uint64_t thread_bytes(const ThreadWork& work) const override;
   using Backend::make_queue;
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 

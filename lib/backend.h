@@ -64,9 +64,30 @@ struct BackendInfo {
   std::uint64_t cached_bytes = 0;
 };
 
+// The work of a session that decides what memory the threads of a CPU take for themselves.
+struct ThreadWork {
+  // [outputs, inputs] of a matrix of weights.
+  struct Product {
+    std::int64_t outputs = 0;
+    std::int64_t inputs = 0;
+    bool operator==(const Product&) const = default;
+  };
+
+  KvShape shape;
+  std::int64_t context = 0;       // tokens of a sequence
+  std::int64_t chunk = 0;         // most tokens per step of a prompt; 0: there are none
+  std::vector<Product> products;  // by every matrix of the model; none: the caller multiplies
+  bool lists_pages = false;       // a prompt attends to listed pages (Policy::Prefill::pages)
+  bool sums_columns = false;      // or chooses its important tokens (Policy::Prefill::tau)
+};
+
 class Backend : public Memory {
  public:
   virtual const BackendInfo& info() const = 0;
+
+  // The most resident memory that the threads take for such work beside what is charged: stacks and
+  // scratch, which they keep. 0 for a backend whose threads are not the host's.
+  virtual std::uint64_t thread_bytes(const ThreadWork& /*work*/) const { return 0; }
 
   // Any number of them. Throws Error{usage} for a stream that is not the backend's device's, and
   // Error{memory} as allocate() does.

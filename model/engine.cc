@@ -280,11 +280,19 @@ Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
   plan.activation_bytes = Decoder::activation_bytes(model, *backend, chunk);
-  const bool sparse_prefill =
-      std::any_of(options.policies.begin(), options.policies.end(),
-                  [](const Policy& policy) { return policy.prefill.tau > 0.0; });
-  if (sparse_prefill) plan.prompt_bytes = Decoder::prompt_bytes(model, options.context);
+  ThreadWork work;
+  work.shape = info.kv;
+  work.context = options.context;
+  if (attender.backend != nullptr) plan.thread_bytes = attender.backend->thread_bytes(work);
+  for (const Policy& policy : options.policies) {
+    work.sums_columns = work.sums_columns || policy.prefill.tau > 0.0;
+    work.lists_pages = work.lists_pages || policy.prefill.pages > 0.0;
+  }
+  if (work.sums_columns) plan.prompt_bytes = Decoder::prompt_bytes(model, options.context);
   plan.program_bytes = program_bytes();
+  work.chunk = chunk;
+  work.products = weights.products;
+  plan.thread_bytes += backend->thread_bytes(work);
   plan.on_device = backend->info().compute_tier == Tier::device;
   plan.backend_bytes = backend_bytes;
   plan.staging_bytes = staging_bytes + Decoder::host_bytes(model, *backend, chunk);

@@ -17,9 +17,9 @@
 namespace sluice {
 namespace {
 
-// oneDNN's generated kernels, thread stacks and the pages of libraries that the first step
-// touches; measured as the growth of the process beyond what it allocated for the model.
-constexpr std::uint64_t kFirstUseBytes = std::uint64_t{12} << 20;
+// oneDNN's generated kernels and the pages of libraries that the first step touches; measured as
+// the growth of the process beyond what it allocated for the model and what threads take.
+constexpr std::uint64_t kFirstUseBytes = std::uint64_t{8} << 20;
 
 std::uint64_t resident_now() {
   std::ifstream file("/proc/self/statm");
@@ -78,15 +78,17 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
                        " are needed to load the weights; give at least " + std::to_string(all) + "B"
                  : "; give at least " + std::to_string(all) + "B or shorten the context"));
   }
-  const std::uint64_t needed =
-      all - std::min(all, used) + (plan.on_device ? 0 : plan.kv.device_bytes) + kFirstUseBytes;
+  const std::uint64_t needed = all - std::min(all, used) +
+                               (plan.on_device ? 0 : plan.kv.device_bytes) + kFirstUseBytes +
+                               plan.thread_bytes;
   require_memory(needed, Counted::all, "the plan needs", "shorten the context, or raise the limit");
 }
 
 std::uint64_t Plan::process_bytes() const {
-  if (on_device) return program_bytes + staging_bytes + std::max(loading_bytes, kv.host_bytes);
+  const std::uint64_t program = program_bytes + thread_bytes;
+  if (on_device) return program + staging_bytes + std::max(loading_bytes, kv.host_bytes);
   const std::uint64_t running = activation_bytes + prompt_bytes + kv.host_bytes + kv.device_bytes;
-  return program_bytes + weight_bytes + std::max(loading_bytes, running);
+  return program + weight_bytes + std::max(loading_bytes, running);
 }
 
 std::string Plan::to_table() const {
@@ -126,6 +128,7 @@ std::string Plan::to_table() const {
     table += line("device, in all", device_bytes(), "");
   }
   table += line("program", program_bytes, "");
+  if (thread_bytes > 0) table += line("threads", thread_bytes, "their stacks and scratch");
   table += line("process, at its peak", process_bytes(), "");
   table += line("dense on the device", kv.dense_bytes(), "what this replaces");
   return table;
@@ -156,6 +159,7 @@ std::string Plan::to_json() const {
                                {"loading_bytes", loading_bytes},
                                {"loading_peak_bytes", loading_peak_bytes},
                                {"program_bytes", program_bytes},
+                               {"thread_bytes", thread_bytes},
                                {"backend_bytes", backend_bytes},
                                {"staging_bytes", staging_bytes},
                                {"on_device", on_device},

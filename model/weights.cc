@@ -78,6 +78,9 @@ WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, i
                                  : elements_of(group) * sizeof(float));
     if (group.columns == 0) return;
     product_bytes = std::max(product_bytes, backend.product_bytes(group.columns));
+    const ThreadWork::Product product = {group.rows(), group.columns};
+    const auto known = std::find(sizes.products.begin(), sizes.products.end(), product);
+    if (known == sizes.products.end()) sizes.products.push_back(product);
   };
   if (!head_is_table(checkpoint, backend)) {
     add(tensors.embedding, elements_of(tensors.embedding) * size_of(checkpoint.dtype()));

@@ -37,8 +37,9 @@ ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int re
                           const std::function<void(double)>& progress);
 
 struct WeightSizes {
-  std::uint64_t total = 0;      // what load_weights will hold
-  std::uint64_t transient = 0;  // of host memory beside that, while it runs
+  std::vector<ThreadWork::Product> products;  // by each matrix; those of one shape once
+  std::uint64_t total = 0;                    // what load_weights will hold
+  std::uint64_t transient = 0;                // of host memory beside that, while it runs
 };
 WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, int readers);
 

@@ -33,35 +33,47 @@ struct Plan {
   std::int64_t splits = 1;
 };
 
-AttendKernel choose(const AttendParams& p) {
-  const std::int64_t queries = p.tokens * p.shape.group();
+// What decides a plan.
+struct Extent {
+  KvShape shape;
+  std::int64_t tokens = 0;
+  std::int64_t rows = 0;  // of the KV head that has most
+  bool is_listed = false;
+};
+
+Extent extent_of(const AttendParams& p) {
+  Extent e = {p.shape, p.tokens, 0, p.listed.exist()};
+  for (const RowSpan& span : p.rows) e.rows = std::max(e.rows, span.count);
+  return e;
+}
+
+AttendKernel choose(const Extent& e) {
+  const std::int64_t queries = e.tokens * e.shape.group();
   if (queries <= kDecodeQueries) return AttendKernel::decode;
   for (const AttendKernel kernel : {AttendKernel::amx, AttendKernel::avx512_bf16}) {
-    if (attend_supported(kernel, p.shape)) return kernel;
+    if (attend_supported(kernel, e.shape)) return kernel;
   }
   return AttendKernel::prefill;
 }
 
-Plan make_plan(const AttendParams& p, int threads, AttendKernel kernel) {
+Plan make_plan(const Extent& e, int threads, AttendKernel kernel) {
   Plan plan;
-  plan.kernel = kernel == AttendKernel::automatic ? choose(p) : kernel;
+  plan.kernel = kernel == AttendKernel::automatic ? choose(e) : kernel;
   const std::int64_t wanted = kTasksPerThread * threads;
-  const std::int64_t all = p.tokens * p.shape.query_heads;
+  const std::int64_t all = e.tokens * e.shape.query_heads;
   std::int64_t queries = all >= wanted * kManyQueries ? kManyQueries : kPrefillQueries;
   if (plan.kernel == AttendKernel::decode) queries = kDecodeQueries;
-  plan.tile_tokens = std::max<std::int64_t>(1, queries / p.shape.group());
+  plan.tile_tokens = std::max<std::int64_t>(1, queries / e.shape.group());
   // Tokens of a tile have one list.
-  if (p.listed.exist()) {
+  if (e.is_listed) {
     plan.tile_tokens = std::min(
         PageLists::kBlock,
         static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(plan.tile_tokens))));
   }
-  plan.tiles = (p.tokens + plan.tile_tokens - 1) / plan.tile_tokens;
-  const std::int64_t tasks = plan.tiles * p.shape.kv_heads;
-  if (threads == 1 || tasks >= wanted || p.listed.exist()) return plan;
-  std::int64_t rows = 0;
-  for (const RowSpan& span : p.rows) rows = std::max(rows, span.count);
-  plan.splits = std::clamp<std::int64_t>(rows / kMinSplitRows, 1, (wanted + tasks - 1) / tasks);
+  plan.tiles = (e.tokens + plan.tile_tokens - 1) / plan.tile_tokens;
+  const std::int64_t tasks = plan.tiles * e.shape.kv_heads;
+  if (threads == 1 || tasks >= wanted || e.is_listed) return plan;
+  plan.splits = std::clamp<std::int64_t>(e.rows / kMinSplitRows, 1, (wanted + tasks - 1) / tasks);
   return plan;
 }
 
@@ -144,9 +156,12 @@ class Partials {
   Partials(const AttendParams& p, const Plan& plan)
       : heads_(p.tokens * p.shape.query_heads),
         head_dim_(p.shape.head_dim),
-        data_(thread_scratch(
-            Scratch::partials,
-            static_cast<std::size_t>((plan.splits - 1) * heads_ * (head_dim_ + 1)))) {}
+        data_(thread_scratch(Scratch::partials, floats(extent_of(p), plan))) {}
+
+  static std::size_t floats(const Extent& e, const Plan& plan) {
+    return static_cast<std::size_t>((plan.splits - 1) * e.tokens * e.shape.query_heads *
+                                    (e.shape.head_dim + 1));
+  }
 
   void redirect(AttendTile& tile, const AttendParams& p, std::int64_t split) const {
     if (split == 0) return;
@@ -181,12 +196,53 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape) {
   return shape.rows.element == DType::bf16 && products != nullptr;
 }
 
+namespace {
+
+// Of a thread that runs tiles of a plan.
+std::size_t tile_floats(const Extent& e, const Plan& plan) {
+  AttendTile tile;
+  tile.group = e.shape.group();
+  tile.queries = static_cast<int>(std::min(plan.tile_tokens, e.tokens)) * tile.group;
+  tile.head_dim = e.shape.head_dim;
+  tile.row_bytes = e.shape.row_bytes();
+  tile.dtype = e.shape.dtype;
+  const std::size_t listed =
+      e.is_listed ? static_cast<std::size_t>(kListedRows) * tile.row_bytes / sizeof(float) : 0;
+  if (plan.kernel == AttendKernel::decode) return listed + decode_scratch(tile);
+  return listed +
+         (plan.kernel == AttendKernel::prefill ? prefill_scratch(tile) : bf16_scratch(tile));
+}
+
+}  // namespace
+
+// Shorter steps have smaller tiles, and more splits. Of steps of as many tiles the longest has the
+// most partials.
+std::uint64_t attend_scratch_bytes(const KvShape& shape, std::int64_t tokens, std::int64_t rows,
+                                   bool is_listed, int threads) {
+  const auto plan_of = [&](const Extent& e) {
+    return make_plan(e, threads, AttendKernel::automatic);
+  };
+  const Extent longest = {shape, tokens, rows, is_listed};
+  std::size_t tile = tile_floats(longest, plan_of(longest));
+  std::size_t partials = Partials::floats(longest, plan_of(longest));
+  std::int64_t step = 1;
+  for (std::int64_t some = 1; some < tokens; some += step) {
+    const Extent e = {shape, some, rows, is_listed};
+    const Plan plan = plan_of(e);
+    tile = std::max(tile, tile_floats(e, plan));
+    partials = std::max(partials, Partials::floats(e, plan));
+    // Up to where tiles are whole.
+    if (some % plan.tile_tokens == 0) step = plan.tile_tokens;
+  }
+  return (tile * static_cast<std::size_t>(threads) + partials) * sizeof(float);
+}
+
 void attend(const AttendParams& params, Threads& threads, AttendKernel kernel) {
   const KvShape& shape = params.shape;
   check(params.rows.size() == static_cast<std::size_t>(shape.kv_heads),
         "attention needs one run of rows per KV head");
   check(attend_supported(kernel, shape), "this attention kernel cannot run here");
-  const Plan plan = make_plan(params, threads.count(), kernel);
+  const Plan plan = make_plan(extent_of(params), threads.count(), kernel);
   const std::int64_t pairs = plan.tiles * shape.kv_heads;
   const Partials partials(params, plan);
   threads.for_each(pairs * plan.splits, [&](std::int64_t task) {

@@ -3,6 +3,7 @@
 
 #include "cpu/attention/attended_rows.h"
 #include "cpu/attention/attention.h"
+#include "cpu/attention/simd.h"
 
 namespace sluice::cpu {
 namespace {
@@ -114,6 +115,21 @@ void attend_piece(const AttendBatchParams& p, const Piece& piece, const Place& t
 }
 
 }  // namespace
+
+// Pieces beside the tokens' first are no more than there are tasks for the KV heads.
+std::uint64_t decode_scratch_bytes(const KvShape& shape, int threads) {
+  AttendTile tile;
+  tile.queries = tile.group = shape.group();
+  tile.head_dim = shape.head_dim;
+  tile.row_bytes = shape.row_bytes();
+  tile.dtype = shape.dtype;
+  const std::size_t pieces =
+      threads == 1 ? 0 : static_cast<std::size_t>(kTasksPerThread * threads / shape.kv_heads + 1);
+  const auto of_piece =
+      static_cast<std::size_t>(shape.query_heads) * static_cast<std::size_t>(shape.head_dim + 1);
+  return (decode_scratch(tile) * static_cast<std::size_t>(threads) + pieces * of_piece) *
+         sizeof(float);
+}
 
 void attend_batch(const AttendBatchParams& p, Threads& threads) {
   const std::vector<Piece> pieces = pieces_of(p, threads.count());

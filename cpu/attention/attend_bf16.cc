@@ -10,6 +10,8 @@ void attend_bf16(const AttendTile& /*tile*/, const Bf16Products& /*products*/) {
   check(false, "no products of bf16 on this processor");
 }
 
+std::size_t bf16_scratch(const AttendTile& /*tile*/) { return 0; }
+
 }  // namespace sluice::cpu
 
 #else
@@ -58,19 +60,30 @@ struct Block {
   std::int64_t first = 0;
 };
 
-PanelState make_state(const AttendTile& tile) {
+// Without its memory.
+PanelState sizes_of(const AttendTile& tile) {
   PanelState s;
-  const auto queries = static_cast<std::size_t>(tile.queries);
-  const auto d = static_cast<std::size_t>(tile.head_dim);
-  const std::size_t lanes = round_up(queries, kPanel);
-  s.columns = lanes / kSide;
-  s.head_dim = round_up(d, kDepth);
+  s.columns = round_up(static_cast<std::size_t>(tile.queries), kPanel) / kSide;
+  s.head_dim = round_up(static_cast<std::size_t>(tile.head_dim), kDepth);
+  return s;
+}
+
+// Two bf16 per float.
+std::size_t scratch_floats(const PanelState& s) {
+  const std::size_t lanes = s.columns * kSide;
   const std::size_t matrix = lanes * s.head_dim;
   const std::size_t rows = kBlockRows * s.head_dim;
-  // Two bf16 per float of scratch.
-  float* const scratch =
-      thread_scratch(Scratch::tile, matrix + matrix / 2 + 2 * lanes +
-                                        kBlockRows * (kPanel + kSide) + rows / 2 + rows);
+  return matrix + matrix / 2 + 2 * lanes + kBlockRows * (kPanel + kSide) + rows / 2 + rows;
+}
+
+PanelState make_state(const AttendTile& tile) {
+  PanelState s = sizes_of(tile);
+  const auto queries = static_cast<std::size_t>(tile.queries);
+  const auto d = static_cast<std::size_t>(tile.head_dim);
+  const std::size_t lanes = s.columns * kSide;
+  const std::size_t matrix = lanes * s.head_dim;
+  const std::size_t rows = kBlockRows * s.head_dim;
+  float* const scratch = thread_scratch(Scratch::tile, scratch_floats(s));
   s.values = scratch;
   s.sums = s.values + matrix;
   s.highest = s.sums + lanes;
@@ -298,6 +311,8 @@ void attend_blocks(const AttendTile& tile, const PanelState& s, const Bf16Produc
 #pragma GCC pop_options
 
 }  // namespace
+
+std::size_t bf16_scratch(const AttendTile& tile) { return scratch_floats(sizes_of(tile)); }
 
 void attend_bf16(const AttendTile& tile, const Bf16Products& products) {
   const PanelState s = make_state(tile);

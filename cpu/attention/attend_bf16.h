@@ -10,4 +10,7 @@ namespace sluice::cpu {
 // fp32. Needs what `products` need.
 void attend_bf16(const AttendTile& tile, const Bf16Products& products);
 
+// Floats of scratch that the calling thread takes for it.
+std::size_t bf16_scratch(const AttendTile& tile);
+
 }  // namespace sluice::cpu

@@ -31,7 +31,15 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape);
 void attend(const AttendParams& params, Threads& threads,
             AttendKernel kernel = AttendKernel::automatic);
 
+// Bytes of scratch that all of `threads` together take and keep for attend() of up to `tokens`
+// tokens to up to `rows` rows.
+std::uint64_t attend_scratch_bytes(const KvShape& shape, std::int64_t tokens, std::int64_t rows,
+                                   bool is_listed, int threads);
+
 void attend_batch(const AttendBatchParams& params, Threads& threads);
+// As attend_scratch_bytes(), of attend_batch() and attend_selected().
+std::uint64_t decode_scratch_bytes(const KvShape& shape, int threads);
+
 void attend_selected(const AttendSelectedParams& params, Threads& threads);
 
 // On the device alone; copy_to_host() copies the rows to host memory.

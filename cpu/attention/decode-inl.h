@@ -298,19 +298,34 @@ std::size_t block_rows(const AttendTile& tile, std::size_t bunch) {
   return rows / step * step;
 }
 
-DecodeState make_state(const AttendTile& tile, int bunch) {
+// Without its memory.
+DecodeState sizes_of(const AttendTile& tile, int bunch) {
   DecodeState state;
   const auto q = static_cast<std::size_t>(bunch);
-  const auto d = static_cast<std::size_t>(tile.head_dim);
   state.queries = hwy::RoundUpTo(static_cast<std::size_t>(tile.queries), q);
-  state.head_dim = hwy::RoundUpTo(d, kLanes);
+  state.head_dim = hwy::RoundUpTo(static_cast<std::size_t>(tile.head_dim), kLanes);
   state.block_rows = block_rows(tile, q);
+  return state;
+}
+
+std::size_t floats_of(const AttendTile& tile, int bunch) {
+  const DecodeState state = sizes_of(tile, bunch);
+  const auto q = static_cast<std::size_t>(bunch);
+  const bool whole = static_cast<std::size_t>(tile.head_dim) == state.head_dim;
+  const std::size_t unpacked = whole ? 0 : state.block_rows * 2 * state.head_dim;
+  return 2 * (state.queries * state.head_dim + state.queries / q * kLanes) + state.block_rows * q +
+         unpacked;
+}
+
+DecodeState make_state(const AttendTile& tile, int bunch) {
+  DecodeState state = sizes_of(tile, bunch);
+  const auto q = static_cast<std::size_t>(bunch);
+  const auto d = static_cast<std::size_t>(tile.head_dim);
   const std::size_t matrix = state.queries * state.head_dim;
   const std::size_t sums = state.queries / q * kLanes;
   const std::size_t scores = state.block_rows * q;
-  const std::size_t unpacked = d == state.head_dim ? 0 : state.block_rows * 2 * state.head_dim;
   const std::size_t zeroed = 2 * matrix + sums;
-  float* const scratch = thread_scratch(Scratch::tile, zeroed + sums + scores + unpacked);
+  float* const scratch = thread_scratch(Scratch::tile, floats_of(tile, bunch));
   std::fill_n(scratch, zeroed, 0.0f);
   state.q = scratch;
   state.values = state.q + matrix;
@@ -348,6 +363,15 @@ void attend_bunches(const AttendTile& tile, std::span<const RowSpan> runs) {
     for (std::size_t r = 0; r < kLanes; r += kQ) sum += state.sums[lane + r];
     finish_query(tile, m, {state.values + i * state.head_dim, 1, state.highest[lane], sum});
   }
+}
+
+// Whatever the bunch.
+std::size_t scratch_floats(const AttendTile& tile) {
+  std::size_t most = 0;
+  for (int bunch = 1; bunch <= kMaxBunch; bunch *= 2) {
+    most = HWY_MAX(most, floats_of(tile, bunch));
+  }
+  return most;
 }
 
 void decode_tile(const AttendTile& tile, std::span<const RowSpan> runs) {

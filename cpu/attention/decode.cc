@@ -14,9 +14,14 @@
 namespace sluice::cpu {
 
 HWY_EXPORT(decode_tile);
+HWY_EXPORT(scratch_floats);
 
 void attend_decode(const AttendTile& tile, std::span<const RowSpan> runs) {
   HWY_DYNAMIC_DISPATCH(decode_tile)(tile, runs);
+}
+
+std::size_t decode_scratch(const AttendTile& tile) {
+  return HWY_DYNAMIC_DISPATCH(scratch_floats)(tile);
 }
 
 }  // namespace sluice::cpu

@@ -174,18 +174,30 @@ void unpack_rows(const AttendTile& tile, const PrefillState& state, std::int64_t
   }
 }
 
-PrefillState make_prefill_state(const AttendTile& tile) {
+// Without its memory.
+PrefillState sizes_of(const AttendTile& tile) {
   PrefillState state;
   const auto d = static_cast<std::size_t>(tile.head_dim);
-  const auto queries = hwy::RoundUpTo(static_cast<std::size_t>(tile.queries), kPanel);
-  state.panels = queries / kPanel;
+  state.panels = (static_cast<std::size_t>(tile.queries) + kPanel - 1) / kPanel;
   state.head_dim = hwy::RoundUpTo(d, kProductRows);
   state.stride = hwy::RoundUpTo(d, HWY_MAX(kLanes, kProductRows));
+  return state;
+}
+
+std::size_t scratch_floats(const AttendTile& tile) {
+  const PrefillState state = sizes_of(tile);
+  const std::size_t queries = state.panels * kPanel;
+  return 2 * queries * (state.head_dim + 1) + kPrefillRows * (kPanel + 2 * state.stride);
+}
+
+PrefillState make_prefill_state(const AttendTile& tile) {
+  PrefillState state = sizes_of(tile);
+  const auto d = static_cast<std::size_t>(tile.head_dim);
+  const std::size_t queries = state.panels * kPanel;
   const std::size_t matrix = queries * state.head_dim;
   const std::size_t rows = kPrefillRows * state.stride;
   const std::size_t zeroed = 2 * matrix + queries;
-  float* const scratch =
-      thread_scratch(Scratch::tile, zeroed + queries + kPrefillRows * kPanel + 2 * rows);
+  float* const scratch = thread_scratch(Scratch::tile, scratch_floats(tile));
   std::fill_n(scratch, zeroed, 0.0f);
   state.q = scratch;
   state.values = state.q + matrix;

@@ -14,8 +14,13 @@
 namespace sluice::cpu {
 
 HWY_EXPORT(prefill_tile);
+HWY_EXPORT(scratch_floats);
 
 void attend_prefill(const AttendTile& tile) { HWY_DYNAMIC_DISPATCH(prefill_tile)(tile); }
+
+std::size_t prefill_scratch(const AttendTile& tile) {
+  return HWY_DYNAMIC_DISPATCH(scratch_floats)(tile);
+}
 
 }  // namespace sluice::cpu
 #endif  // HWY_ONCE

@@ -16,4 +16,8 @@ void attend_decode(const AttendTile& tile, std::span<const RowSpan> runs);
 // Rows become fp32 once per block and serve all queries of the tile.
 void attend_prefill(const AttendTile& tile);
 
+// Floats of scratch that the calling thread takes for a tile of these queries, whatever its rows.
+std::size_t decode_scratch(const AttendTile& tile);
+std::size_t prefill_scratch(const AttendTile& tile);
+
 }  // namespace sluice::cpu

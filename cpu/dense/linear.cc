@@ -160,12 +160,17 @@ struct Linear::Impl {
     return (items + threads.count() - 1) / threads.count();
   }
 
+  // Whole blocks.
+  std::int64_t outputs_of_thread(std::int64_t outputs) const {
+    return static_cast<std::int64_t>(
+        round_up(static_cast<std::uint64_t>(share(outputs)), kBlockOutputs));
+  }
+
   // A piece per thread, of whole blocks, for tokens in pieces of up to kMaxTokens. Of many, pieces
   // are powers of two, so that few primitives serve every number of them.
   std::vector<Piece> divide_outputs(std::int64_t tokens, std::int64_t outputs) const {
     std::vector<Piece> pieces;
-    const auto part = static_cast<std::int64_t>(
-        round_up(static_cast<std::uint64_t>(share(outputs)), kBlockOutputs));
+    const std::int64_t part = outputs_of_thread(outputs);
     for (std::int64_t token = 0; token < tokens;) {
       const std::int64_t left = tokens - token;
       const std::int64_t count =
@@ -257,6 +262,23 @@ std::uint64_t Linear::widened_bytes(std::int64_t inputs) const {
   if (!impl_->widens()) return 0;
   const std::int64_t floats = Impl::widened_outputs(inputs) * inputs * impl_->threads.count();
   return static_cast<std::uint64_t>(floats) * sizeof(float);
+}
+
+// Of the longest pieces of divide_blocks(), or of divide_tokens() and divide_outputs().
+std::uint64_t Linear::scratch_bytes(std::int64_t outputs, std::int64_t inputs) const {
+  const Impl& impl = *impl_;
+  const std::int64_t threads = impl.threads.count();
+  if (impl.widens()) {
+    const std::int64_t block = Impl::widened_outputs(inputs);
+    return static_cast<std::uint64_t>(threads) *
+           impl.onednn.scratch_bytes(kMaxTokens, inputs, block, outputs > block);
+  }
+  const std::uint64_t whole = impl.onednn.scratch_bytes(kMaxTokens, inputs, outputs, false);
+  const std::int64_t part = impl.outputs_of_thread(outputs);
+  const std::int64_t shared = power_below((kManyTokens - 1) * threads);
+  const std::int64_t tokens = std::clamp(shared, kManyTokens, kMaxTokens);
+  const std::uint64_t parts = impl.onednn.scratch_bytes(tokens, inputs, part, part < outputs);
+  return static_cast<std::uint64_t>(threads) * std::max(whole, parts);
 }
 
 std::optional<DType> Linear::dense_dtype() const {

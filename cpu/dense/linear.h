@@ -30,6 +30,8 @@ class Linear {
   std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
   // What all threads together take to widen weights of so many inputs.
   std::uint64_t widened_bytes(std::int64_t inputs) const;
+  // What all threads together take besides, for scratch of products by such a weight.
+  std::uint64_t scratch_bytes(std::int64_t outputs, std::int64_t inputs) const;
   // The dtype of weights that are not packed; null if they are.
   std::optional<DType> dense_dtype() const;
   // Weights in memory of packed_bytes(), for write() to fill.

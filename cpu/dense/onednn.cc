@@ -206,6 +206,14 @@ const OneDnn::Primitive& OneDnn::primitive(const Shape& shape) {
   return found->second;
 }
 
+// To accumulate takes most.
+std::uint64_t OneDnn::scratch_bytes(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs,
+                                    bool scatters) const {
+  const std::uint64_t own =
+      describe({tokens, inputs, outputs, false, true}).scratchpad_desc().get_size();
+  return own + (scatters ? static_cast<std::uint64_t>(tokens * outputs) * sizeof(float) : 0);
+}
+
 // oneDNN wants other layouts of weights for results that are not dense, so these come to memory of
 // their own first.
 void OneDnn::multiply(const Product& p) {

@@ -45,6 +45,10 @@ class OneDnn {
   bool transposes(std::int64_t inputs);
 
   void multiply(const Product& product);
+  // Bytes of scratch that the calling thread takes and keeps for a product: oneDNN's, and room for
+  // results where `scatters`, which is where y_stride is not `outputs`.
+  std::uint64_t scratch_bytes(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs,
+                              bool scatters) const;
 
   // What oneDNN calls its kernel.
   std::string kernel_name(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs) const;

@@ -33,6 +33,11 @@ bool add_query(const ColumnSumsParams& p, std::int64_t probe, std::int64_t query
 
 }  // namespace
 
+// The sums and the logits of each.
+std::uint64_t column_sums_bytes(std::int64_t rows, int threads) {
+  return 2 * static_cast<std::uint64_t>(rows) * static_cast<std::uint64_t>(threads) * sizeof(float);
+}
+
 void column_sums(const ColumnSumsParams& p, Threads& threads) {
   const auto rows = static_cast<std::size_t>(p.rows[0].count);
   const std::int64_t tasks = static_cast<std::int64_t>(p.positions.size()) * p.shape.query_heads;

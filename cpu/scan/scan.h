@@ -2,6 +2,8 @@
 // parameters are those of lib/backend/index_ops.h; every pointer is host memory.
 #pragma once
 
+#include <cstdint>
+
 #include "cpu/runtime/threads.h"
 #include "lib/backend/index_ops.h"
 
@@ -11,5 +13,7 @@ void build_index(const BuildIndexParams& params, Threads& threads);
 void build_batch(const BuildBatchParams& params, Threads& threads);
 void estimate(const EstimateParams& params, Threads& threads);
 void column_sums(const ColumnSumsParams& params, Threads& threads);
+// Bytes that its threads take together while it runs.
+std::uint64_t column_sums_bytes(std::int64_t rows, int threads);
 
 }  // namespace sluice::cpu

@@ -82,7 +82,10 @@ void require_host_memory(const KvPlan& plan, Backend& backend) {
   const bool on_device = backend.info().compute_tier == Tier::device;
   const std::uint64_t needed = account.used() + plan.host_bytes;
   if (needed <= account.cap()) {
-    return require_memory(plan.host_bytes + (on_device ? 0 : plan.device_bytes), Counted::all,
+    const ThreadWork work = {
+        plan.shape, plan.context, step_tokens(plan), {}, plan.listed_blocks > 0};
+    const std::uint64_t device = on_device ? 0 : plan.device_bytes;
+    return require_memory(plan.host_bytes + device + backend.thread_bytes(work), Counted::all,
                           "the plan needs", "shorten `context`, or raise the limit");
   }
   throw Error(ErrorCode::memory, "`host_memory` " + format_bytes(account.cap()) +

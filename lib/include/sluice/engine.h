@@ -94,6 +94,7 @@ struct Plan {
   std::uint64_t prompt_bytes = 0;        // of sparse prefills: a whole prompt between two layers
   std::uint64_t loading_bytes = 0;       // of host memory, held only while weights are being loaded
   std::uint64_t program_bytes = 0;       // the process itself: code, libraries, tokenizer
+  std::uint64_t thread_bytes = 0;        // stacks and scratch of the threads that compute
   std::uint64_t backend_bytes = 0;       // device memory that the backend itself needs
   std::uint64_t staging_bytes = 0;       // host memory through which a GPU's input and output pass
   std::uint64_t loading_peak_bytes = 0;  // of host memory, while weights are being loaded
