@@ -18,7 +18,7 @@ TokenDraw params_of(const benchmark::State& state) {
   p.temperature = static_cast<double>(state.range(2)) / 100.0;
   p.top_k = static_cast<int>(state.range(3));
   p.top_p = static_cast<double>(state.range(4)) / 100.0;
-  p.random = 0.5;
+  p.seed = 1;
   return p;
 }
 

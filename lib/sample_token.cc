@@ -1,13 +1,15 @@
 #include "lib/sample_token.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <string>
 #include <vector>
 
-#include "lib/check.h"
+#include "lib/gumbel.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -18,7 +20,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 struct Candidate {
   float logit = 0.0f;
   TokenId id = 0;
-  double weight = 0.0;  // in proportion to the probability; 1 for the most likely
+  double scaled = 0.0;  // (logit - the largest) / temperature
+  double weight = 0.0;  // exp(scaled), where top-p or min-p ask for it
 };
 using Candidates = std::vector<Candidate>;
 
@@ -73,9 +76,9 @@ void keep_top_k(int k, Candidates& candidates) {
 }
 
 // Differences to the largest logit are divided, not logits, so no temperature overflows.
-void weigh(double temperature, Candidates& candidates) {
+void scale(double temperature, Candidates& candidates) {
   const double most = std::min_element(candidates.begin(), candidates.end(), more_likely)->logit;
-  for (Candidate& c : candidates) c.weight = std::exp((c.logit - most) / temperature);
+  for (Candidate& c : candidates) c.scaled = (c.logit - most) / temperature;
 }
 
 double weight_of(std::span<const Candidate> candidates) {
@@ -86,7 +89,6 @@ double weight_of(std::span<const Candidate> candidates) {
 // Halves the candidates until it is clear where the smallest set ends, so that only the last few
 // need sorting: all from `end` on are out, all before `begin` are in.
 void keep_top_p(double p, Candidates& candidates) {
-  if (p >= 1.0) return;
   Candidates order = candidates;
   const auto at = [&](std::size_t i) { return order.begin() + static_cast<std::ptrdiff_t>(i); };
   const double wanted = p * weight_of(order);
@@ -109,17 +111,34 @@ void keep_top_p(double p, Candidates& candidates) {
   keep_until(order[begin - 1], candidates);
 }
 
-TokenId draw(double random, std::span<const Candidate> candidates) {
-  double left = random * weight_of(candidates);
+void keep_probable(const TokenDraw& params, Candidates& candidates) {
+  if (params.top_p >= 1.0 && params.min_p == 0.0) return;
+  for (Candidate& c : candidates) c.weight = std::exp(c.scaled);
+  if (params.top_p < 1.0) keep_top_p(params.top_p, candidates);
+  std::erase_if(candidates, [&](const Candidate& c) { return c.weight < params.min_p; });
+}
+
+// The largest sum of scaled logit and noise; candidates are in the order of ids.
+TokenId draw(const TokenDraw& params, std::span<const Candidate> candidates) {
+  std::array<std::uint32_t, kNoiseGroup> words{};
+  TokenId group = -1;  // of `words`
+  double best = -std::numeric_limits<double>::infinity();
+  TokenId id = -1;
   for (const Candidate& c : candidates) {
-    left -= c.weight;
-    if (left < 0.0) return c.id;
+    if (c.id / kNoiseGroup != group) {
+      group = c.id / kNoiseGroup;
+      words = noise_words(params.seed, static_cast<std::uint64_t>(params.position),
+                          static_cast<std::uint32_t>(group));
+    }
+    const std::uint32_t word = words[static_cast<std::size_t>(c.id % kNoiseGroup)];
+    if (c.scaled + gumbel_bound(std::countl_zero(word)) < best) continue;
+    const double score = c.scaled + gumbel(word);
+    if (score > best) {
+      best = score;
+      id = c.id;
+    }
   }
-  // Rounding used up the sum: the last one that has any weight.
-  const auto last = std::find_if(candidates.rbegin(), candidates.rend(),
-                                 [](const Candidate& c) { return c.weight > 0.0; });
-  check(last != candidates.rend(), "no candidate has any weight");
-  return last->id;
+  return id;
 }
 
 }  // namespace
@@ -131,10 +150,9 @@ SampledToken draw_token(std::span<const float> logits, const TokenDraw& params) 
   Candidates candidates = candidates_of(logits, result);
   if (result.bad >= 0 || candidates.empty()) return result;
   keep_top_k(params.top_k, candidates);
-  weigh(params.temperature, candidates);
-  keep_top_p(params.top_p, candidates);
-  std::erase_if(candidates, [&](const Candidate& c) { return c.weight < params.min_p; });
-  result.id = draw(params.random, candidates);
+  scale(params.temperature, candidates);
+  keep_probable(params, candidates);
+  result.id = draw(params, candidates);
   return result;
 }
 

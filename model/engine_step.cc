@@ -32,15 +32,23 @@ struct SessionStep {
     return all;
   }
 
+  // Of the token that follows each of these, once they are appended.
+  static std::vector<std::int64_t> next_positions(std::span<const StepToken> tokens) {
+    std::vector<std::int64_t> positions;
+    for (const StepToken& token : tokens) positions.push_back(impl(token).kv.length() + 1);
+    return positions;
+  }
+
   // Draws, or reads the logits, and waits. Results of sessions that failed are left out later.
-  static std::vector<StepResult> read(std::span<const StepToken> tokens, Decoder& decoder,
+  static std::vector<StepResult> read(std::span<const StepToken> tokens,
+                                      std::span<const std::int64_t> positions, Decoder& decoder,
                                       std::int64_t vocabulary) {
     std::vector<StepResult> results(tokens.size());
     std::vector<TokenDraw> params(tokens.size());
     bool any_drawn = false;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       if (tokens[i].sampler != nullptr && draws_on_device(tokens[i])) {
-        params[i] = tokens[i].sampler->draw();
+        params[i] = tokens[i].sampler->draw(positions[i]);
         any_drawn = true;
         continue;
       }
@@ -60,9 +68,9 @@ struct SessionStep {
   }
 
   // Draws on the host, once the logits are there.
-  static void draw(const StepToken& token, StepResult& result) {
+  static void draw(const StepToken& token, std::int64_t position, StepResult& result) {
     if (token.sampler == nullptr || draws_on_device(token)) return;
-    settle(result, [&] { return token.sampler->next(result.logits, token.history); });
+    settle(result, [&] { return token.sampler->next(result.logits, token.history, position); });
     result.logits = {};
   }
 
@@ -95,10 +103,11 @@ std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
   }
   KvBatch::require_fit(sessions);
   for (const StepToken& token : tokens) SessionStep::impl(token).correct_if_due();
+  const std::vector<std::int64_t> positions = SessionStep::next_positions(tokens);
   KvBatch batch(sessions);
   impl().decoder->decode(ids, batch);
   std::vector<StepResult> results =
-      SessionStep::read(tokens, *impl().decoder, impl().info.vocabulary);
+      SessionStep::read(tokens, positions, *impl().decoder, impl().info.vocabulary);
   const std::vector<std::optional<Error>> outcomes = batch.end();
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     if (outcomes[i]) {
@@ -106,7 +115,7 @@ std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
       continue;
     }
     SessionStep::impl(tokens[i]).note({&tokens[i].token, 1});
-    SessionStep::draw(tokens[i], results[i]);
+    SessionStep::draw(tokens[i], positions[i], results[i]);
   }
   return results;
 }

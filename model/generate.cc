@@ -119,7 +119,7 @@ std::vector<TokenId> penalized_tokens(const GenerateOptions& options,
 
 // A prompt of one token behind others: what an answer that was cut off would have appended, had it
 // gone on. Otherwise as a prefill.
-std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, Sampler& sampler,
+std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, const Sampler& sampler,
                                      std::span<const TokenId> history, const Progress& progress) {
   const std::int64_t before = own->length();
   if (!progress(0, 1) || !own.goes_on()) return {};
@@ -136,7 +136,7 @@ std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, Samp
 
 // Appends the prompt and draws the token after it; none if a callback stopped that.
 std::optional<TokenId> first_token(GeneratingSession& own, std::span<const TokenId> prompt,
-                                   Sampler& sampler, std::span<const TokenId> history,
+                                   const Sampler& sampler, std::span<const TokenId> history,
                                    const Progress& progress) {
   own.note_length();
   if (prompt.size() == 1 && own->length() > 0) {
@@ -150,7 +150,7 @@ std::optional<TokenId> first_token(GeneratingSession& own, std::span<const Token
       });
   own.note_length();
   if (!goes_on || !own.goes_on()) return {};
-  return sampler.next(logits, history);
+  return sampler.next(logits, history, own->length());
 }
 
 }  // namespace
@@ -189,7 +189,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   const auto interrupted = [&] { return options.interrupt != nullptr && *options.interrupt; };
 
   GenerateResult result;
-  Sampler sampler(options.sampling);
+  const Sampler sampler(options.sampling);
   TextStream stream(engine.tokenizer(), options, result.text);
   Timings& timings = result.timings;
   const Stopwatch total;

@@ -36,21 +36,22 @@ void SamplingParams::validate() const {
   }
 }
 
-Sampler::Sampler(const SamplingParams& params) : params_(params), random_(params.seed) {
-  params_.validate();
-}
+Sampler::Sampler(const SamplingParams& params) : params_(params) { params_.validate(); }
 
-TokenId Sampler::next(std::span<const float> logits, std::span<const TokenId> history) {
-  const TokenDraw params = draw();
+TokenId Sampler::next(std::span<const float> logits, std::span<const TokenId> history,
+                      std::int64_t position) const {
+  const TokenDraw params = draw(position);
   return penalizes() ? sample_token(penalized(logits, history), params)
                      : sample_token(logits, params);
 }
 
-TokenDraw Sampler::draw() {
-  TokenDraw p = {params_.temperature, params_.top_k, params_.top_p, params_.min_p};
-  // 53 random bits; std::uniform_real_distribution differs by library.
-  if (p.temperature > 0.0) p.random = static_cast<double>(random_() >> 11) * 0x1p-53;
-  return p;
+TokenDraw Sampler::draw(std::int64_t position) const {
+  return {.temperature = params_.temperature,
+          .top_k = params_.top_k,
+          .top_p = params_.top_p,
+          .min_p = params_.min_p,
+          .seed = params_.seed,
+          .position = position};
 }
 
 void Sampler::require_history(std::span<const TokenId> history, std::size_t vocabulary) const {

@@ -246,7 +246,7 @@ std::span<const float> Session::decode(TokenId token) {
   return results[0].logits;
 }
 
-TokenId Session::decode(TokenId token, Sampler& sampler, std::span<const TokenId> history) {
+TokenId Session::decode(TokenId token, const Sampler& sampler, std::span<const TokenId> history) {
   const StepToken one = {this, token, &sampler, history};
   const std::vector<StepResult> results = Engine(impl().engine).step({&one, 1});
   if (results[0].error) throw Error(*results[0].error);

@@ -106,7 +106,9 @@ class Reading {
   void score(std::span<const float> logits) {
     const std::size_t at = answers_.size();
     const TokenId best = sample_token(logits, {});  // NaN is an error
-    const TokenId drawn = sampler_ && known_.empty() ? sampler_->next(logits, {}) : best;
+    const TokenId drawn = sampler_ && known_.empty()
+                              ? sampler_->next(logits, {}, static_cast<std::int64_t>(at))
+                              : best;
     answers_.push_back(known_.empty() ? drawn : known_[at]);
     likeliest_.push_back(best);
     if (best != answers_.back()) wrong_ = true;

@@ -51,9 +51,9 @@ class Gemm {
   std::unique_ptr<Impl> impl_;
 };
 
-inline constexpr int kSampleRows = 64;  // of one launch: 1.5 KiB of arguments
+inline constexpr int kSampleRows = 64;  // of one launch: 2.5 KiB of arguments
 
-// As draw_token() of each row, with weights and their sums in f32: up to kSampleRows. `results` are
+// As draw_token() of each row, with top-p and min-p in f32: up to kSampleRows. `results` are
 // reported, `params` host arrays.
 void sample(const Matrix& logits, std::span<const TokenDraw> params, SampledToken* results,
             const Launch& launch);

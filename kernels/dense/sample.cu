@@ -1,6 +1,7 @@
 // One block draws a row's token, in a few passes over the logits, which lie in the L2 cache. Where
 // top-k and top-p end is found by bisection among the heaviest, which fit the threads' registers;
-// if these are too few, among all.
+// if these are too few, among all. Of the tokens that are left, the one with the largest sum of
+// logit / temperature and noise (lib/gumbel.h) is drawn.
 #include <algorithm>
 #include <cfloat>
 #include <climits>
@@ -9,6 +10,7 @@
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
 #include "lib/check.h"
+#include "lib/gumbel.h"
 
 namespace sluice::cuda {
 namespace {
@@ -23,12 +25,13 @@ constexpr int kUnroll = 8;
 
 // How to draw, as TokenDraw has it.
 struct SampleRule {
-  float sharpness;  // 1 / temperature
-  bool greedy;
-  int top_k;  // 0: all
+  double temperature;  // 0: greedy
+  float sharpness;     // 1 / temperature
+  int top_k;           // 0: all
   float top_p;
   float min_p;
-  float random;
+  std::uint64_t seed;
+  std::uint64_t position;
 };
 
 struct SampleBatch {
@@ -53,6 +56,7 @@ struct Shared {
   };
   std::uint32_t part[kWarp];
   float sums[kWarps];
+  double scores[kWarps];
   int ids[kWarps];
   int bad;
   int found;
@@ -83,9 +87,13 @@ struct Weights {
   float most;
   float sharpness;
 
+  // 0 for the most likely, no more for others.
+  __device__ __forceinline__ float scaled(float logit) const {
+    return fmaxf(logit - most, -FLT_MAX) * sharpness;
+  }
   // 1 for the most likely.
   __device__ __forceinline__ float operator()(float logit) const {
-    return exp2_fast(fmaxf(logit - most, -FLT_MAX) * sharpness * kLog2E);
+    return exp2_fast(scaled(logit) * kLog2E);
   }
 };
 
@@ -115,46 +123,39 @@ __device__ float total(const SampleCall& call, Shared* shared, const Measure& me
   return block_total(sum, shared);
 }
 
-// The first id where the running sum of weigh(id, logit) in the order of ids exceeds `target`; the
-// last that weighs anything if rounding prevents it, or -1. Every warp takes a run of ids.
-template <typename Weigh>
-__device__ int find_in_order(const SampleCall& call, float target, const Weigh& weigh,
-                             Shared* shared) {
+// The id of the n-th token of grade `grade` in `cut`, counted from 1 in the order of ids; the last
+// one if there are fewer, -1 if there is none. Every warp takes a run of ids.
+__device__ int find_equal(const SampleCall& call, std::uint32_t grade, const Cut& cut,
+                          std::uint32_t n, Shared* shared) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int run = (call.count + kThreads - 1) / kThreads * kWarp;
   const int first = warp * run;
   const int last = min(call.count, first + run);
-  float own = 0.0f;
+  const auto is_equal = [&](int i) {
+    return i < last && grade_of(call.logits[i]) == grade && cut.has(grade, i);
+  };
+  std::uint32_t own = 0;
 #pragma unroll kUnroll
-  for (int i = first + lane; i < last; i += kWarp) own += weigh(i, call.logits[i]);
-  own = warp_sum(own);
+  for (int i = first + lane; i < last; i += kWarp) own += is_equal(i) ? 1u : 0u;
   __syncthreads();
-  if (lane == 0) shared->sums[warp] = own;
-  __syncthreads();
-  const float sum = shared->sums[lane];
-  const float reached = warp_inclusive(sum);
-  const unsigned enough = __ballot_sync(kAllLanes, reached > target);
-  const unsigned any = __ballot_sync(kAllLanes, sum > 0.0f);
-  if (any == 0) return -1;
-  const int chosen = enough != 0 ? __ffs(static_cast<int>(enough)) - 1 : kWarp - 1 - __clz(any);
-  if (warp == chosen) {
-    float before = __shfl_sync(kAllLanes, reached - sum, chosen);
-    int found = -1;
-    for (int base = first; base < last; base += kWarp) {
-      const int i = base + lane;
-      const float weight = i < last ? weigh(i, call.logits[i]) : 0.0f;
-      const float running = before + warp_inclusive(weight);
-      const unsigned heavy = __ballot_sync(kAllLanes, weight > 0.0f);
-      const unsigned over = heavy & __ballot_sync(kAllLanes, running > target);
-      if (heavy != 0) found = base + kWarp - 1 - __clz(heavy);
-      if (over != 0) {
-        found = base + __ffs(static_cast<int>(over)) - 1;
-        break;
-      }
-      before = __shfl_sync(kAllLanes, running, kWarp - 1);
+  std::uint32_t all = 0;
+  std::uint32_t before = block_exclusive(own, shared->part, all);  // of lane 0: before the run
+  const std::uint32_t in_run = __reduce_add_sync(kAllLanes, own);
+  before = __shfl_sync(kAllLanes, before, 0);
+  const std::uint32_t wanted = min(n, all);
+  if (wanted == 0) return -1;
+  if (before < wanted && wanted <= before + in_run) {
+    int base = first;
+    unsigned equal = __ballot_sync(kAllLanes, is_equal(base + lane));
+    while (before + __popc(equal) < wanted) {
+      before += __popc(equal);
+      base += kWarp;
+      equal = __ballot_sync(kAllLanes, is_equal(base + lane));
     }
-    if (lane == 0) shared->found = found;
+    if (lane == 0) {
+      shared->found = base + static_cast<int>(__fns(equal, 0, static_cast<int>(wanted - before)));
+    }
   }
   __syncthreads();
   return shared->found;
@@ -256,59 +257,95 @@ __device__ Cut shrink(const SampleCall& call, const Heaviest& heaviest, std::uin
   const std::uint32_t grade = listed ? bisect(edge, highest, wanted, sum_listed)
                                      : bisect(cut.grade, highest, wanted, sum_all);
   const float above = grade == highest ? 0.0f : listed ? sum_listed(grade + 1) : sum_all(grade + 1);
-  const float missing = fmaxf(ceilf((wanted - above) / measure(logit_of(grade))), 1.0f);
+  const float needed = ceilf((wanted - above) / measure(logit_of(grade)));
+  const float missing = fminf(fmaxf(needed, 1.0f), static_cast<float>(call.count));
   const auto is_equal = [&](std::uint32_t own) { return own == grade ? 1.0f : 0.0f; };
   // Mostly nothing equals the last one.
   if (listed && heaviest.sum(shared, is_equal) <= missing) {
     return {grade, grade == cut.grade ? cut.id : INT_MAX};
   }
-  const int id = find_in_order(
-      call, missing - 0.5f,
-      [&](int i, float logit) {
-        const std::uint32_t own = grade_of(logit);
-        return cut.has(own, i) ? is_equal(own) : 0.0f;
-      },
-      shared);
+  const int id = find_equal(call, grade, cut, static_cast<std::uint32_t>(missing), shared);
   return {grade, id};
 }
 
-struct Likeliest {
-  float logit = -INFINITY;
+// The token with the highest score, the first of several.
+template <typename Score>
+struct Best {
+  Score score = -INFINITY;
   int id = INT_MAX;
 
-  __device__ __forceinline__ void take(const Likeliest& other) {
-    const bool better = other.logit > logit || (other.logit == logit && other.id < id);
+  __device__ __forceinline__ void take(const Best& other) {
+    const bool better = other.score > score || (other.score == score && other.id < id);
     if (better) *this = other;
   }
   __device__ __forceinline__ void take_from_warp() {
 #pragma unroll
     for (int lane = kWarp / 2; lane > 0; lane /= 2) {
-      take({__shfl_xor_sync(kAllLanes, logit, lane), __shfl_xor_sync(kAllLanes, id, lane)});
+      take({__shfl_xor_sync(kAllLanes, score, lane), __shfl_xor_sync(kAllLanes, id, lane)});
     }
+  }
+  // By all threads; every one gets the best of all.
+  __device__ void take_from_block(Shared* shared) {
+    take_from_warp();
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) {
+      shared->scores[threadIdx.x / kWarp] = score;
+      shared->ids[threadIdx.x / kWarp] = id;
+    }
+    __syncthreads();
+    *this = {static_cast<Score>(shared->scores[threadIdx.x % kWarp]),
+             shared->ids[threadIdx.x % kWarp]};
+    take_from_warp();
   }
 };
 
-// The likeliest token, the first of several; notes the first bad logit.
-__device__ Likeliest find_likeliest(const SampleCall& call, Shared* shared) {
+// The likeliest token; notes the first bad logit.
+__device__ Best<float> find_likeliest(const SampleCall& call, Shared* shared) {
   if (threadIdx.x == 0) shared->bad = INT_MAX;
   __syncthreads();
-  Likeliest best;
+  Best<float> best;
   int bad = INT_MAX;
   for_tokens(call, [&](int id, float logit) {
     if (!(logit < INFINITY)) bad = min(bad, id);
-    if (logit > best.logit) best = {logit, id};
+    if (logit > best.score) best = {logit, id};
   });
   if (bad != INT_MAX) atomicMin(&shared->bad, bad);
-  best.take_from_warp();
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  if (threadIdx.x % kWarp == 0) {
-    shared->sums[warp] = best.logit;
-    shared->ids[warp] = best.id;
-  }
-  __syncthreads();
-  best = {shared->sums[threadIdx.x % kWarp], shared->ids[threadIdx.x % kWarp]};
-  best.take_from_warp();
+  best.take_from_block(shared);
   return best;
+}
+
+// The token with the largest sum of scaled logit and noise, of those that keep(id, logit). A bound
+// in f32, rounded by less than kSlack where it can matter, spares most of the sums in fp64.
+template <typename Keep>
+__device__ int find_drawn(const SampleCall& call, const Weights& weights, const Keep& keep,
+                          Shared* shared) {
+  constexpr float kSlack = 1e-3f;
+  const SampleRule& rule = call.rule;
+  Best<double> best;
+  const int groups = (call.count + kNoiseGroup - 1) / kNoiseGroup;
+  for (int group = static_cast<int>(threadIdx.x); group < groups; group += kThreads) {
+    const int first = group * kNoiseGroup;
+    float logits[kNoiseGroup];
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kNoiseGroup; ++i) {
+      logits[i] = first + i < call.count ? call.logits[first + i] : -INFINITY;
+      if (!keep(first + i, logits[i])) logits[i] = -INFINITY;
+      any = any || logits[i] > -INFINITY;
+    }
+    if (!any) continue;
+    const auto words = noise_words(rule.seed, rule.position, static_cast<std::uint32_t>(group));
+#pragma unroll
+    for (int i = 0; i < kNoiseGroup; ++i) {
+      if (logits[i] == -INFINITY) continue;
+      const float bound = weights.scaled(logits[i]) + gumbel_bound(__clz(words[i]));
+      if (bound + kSlack < static_cast<float>(best.score)) continue;
+      const double above = static_cast<double>(logits[i]) - static_cast<double>(weights.most);
+      best.take({above / rule.temperature + gumbel(words[i]), first + i});
+    }
+  }
+  best.take_from_block(shared);
+  return best.id;
 }
 
 __device__ int draw(const SampleCall& call, float most, Shared* shared) {
@@ -327,22 +364,22 @@ __device__ int draw(const SampleCall& call, float most, Shared* shared) {
     if (by_count) cut = shrunk(static_cast<float>(call.rule.top_k), [](float) { return 1.0f; });
     if (by_weight) cut = shrunk(call.rule.top_p * total(call, shared, weigh), weights);
   }
-  const auto likely = [&](int i, float logit) {
-    const float weight = weigh(i, logit);
-    return weight < call.rule.min_p ? 0.0f : weight;
+  const auto keep = [&](int i, float logit) {
+    return cut.has(grade_of(logit), i) && weights(logit) >= call.rule.min_p;
   };
-  return find_in_order(call, call.rule.random * total(call, shared, likely), likely, shared);
+  return find_drawn(call, weights, keep, shared);
 }
 
 SampleRule rule_of(const TokenDraw& p) {
   SampleRule rule{};
-  rule.greedy = p.temperature == 0.0;
+  rule.temperature = p.temperature;
   // Below that, weights are 0 or 1 anyway.
   rule.sharpness = static_cast<float>(1.0 / std::max(p.temperature, 1e-30));
   rule.top_k = p.top_k;
   rule.top_p = static_cast<float>(p.top_p);
   rule.min_p = static_cast<float>(p.min_p);
-  rule.random = static_cast<float>(p.random);
+  rule.seed = p.seed;
+  rule.position = static_cast<std::uint64_t>(p.position);
   return rule;
 }
 
@@ -352,13 +389,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const SampleCall call{batch.logits + blockIdx.x * batch.stride, batch.count,
                         batch.rules[blockIdx.x]};
   wait_for_kernel_before();
-  const Likeliest best = find_likeliest(call, &shared);
+  const Best<float> best = find_likeliest(call, &shared);
   SampledToken result;
   if (shared.bad != INT_MAX) {
     result.bad = shared.bad;
     result.bad_logit = call.logits[shared.bad];
-  } else if (best.logit > -INFINITY) {
-    result.id = call.rule.greedy ? best.id : draw(call, best.logit, &shared);
+  } else if (best.score > -INFINITY) {
+    result.id = call.rule.temperature == 0.0 ? best.id : draw(call, best.score, &shared);
   }
   if (threadIdx.x == 0) batch.results[blockIdx.x] = result;
 }

@@ -147,7 +147,9 @@ struct LinearChain {
   std::optional<SwigluParams> swiglu;
 };
 
-// Draws a token from each row of logits and waits for the tokens; see token_of().
+// Draws a token from each row of logits and waits for the tokens; see token_of(). Noise of an id is
+// that of lib/gumbel.h on every backend. Where weights are computed in f32, a token at the border of
+// top-p or min-p may be in or out.
 struct SampleParams {
   static constexpr OperationLabel kLabel = {"sample", TraceKind::sample};
   Matrix logits;                     // [n, vocabulary], f32

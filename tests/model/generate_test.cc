@@ -133,6 +133,43 @@ TEST_F(Generate, GoesOnAfterWhatWasPendingAsIfNeverCutOff) {
   }
 }
 
+// Whatever draws, a draw is of the position: where logits are, on the host and after a cut.
+TEST_F(Generate, SampledAnswersGoOnAsIfNeverCutOff) {
+  options_.sampling.temperature = 1.0;
+  options_.sampling.seed = 3;
+  for (const double penalty : {1.0, 1.2}) {
+    SCOPED_TRACE(penalty);
+    options_.sampling.repetition_penalty = penalty;
+    options_.sampling.max_tokens = 24;
+    Session whole = engine_.new_session(300);
+    const std::vector<TokenId> expected = run(whole).tokens;
+    options_.sampling.max_tokens = 8;
+    Session cut = engine_.new_session(300);
+    EXPECT_EQ(in_pieces(engine_, cut, prompt_, options_, 3), expected);
+    options_.sampling.seed = 4;
+    Session other = engine_.new_session(300);
+    EXPECT_NE(in_pieces(engine_, other, prompt_, options_, 3), expected);
+    options_.sampling.seed = 3;
+  }
+}
+
+TEST_F(Generate, DrawsAsASamplerDoesFromTheLogits) {
+  options_.sampling.temperature = 1.0;
+  options_.sampling.seed = 9;
+  options_.sampling.max_tokens = 12;
+  Session session = engine_.new_session(300);
+  const std::vector<TokenId> expected = run(session).tokens;
+  const Sampler sampler(options_.sampling);
+  Session by_hand = engine_.new_session(300);
+  std::span<const float> logits = by_hand.prefill(prompt_);
+  std::vector<TokenId> tokens;
+  while (tokens.size() < expected.size()) {
+    tokens.push_back(sampler.next(logits, {}, by_hand.length()));
+    logits = by_hand.decode(tokens.back());
+  }
+  EXPECT_EQ(tokens, expected);
+}
+
 TEST_F(Generate, APendingTokenCanBeStoppedAsAPromptCan) {
   for (const bool late : {false, true}) {
     SCOPED_TRACE(late ? "late" : "early");

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lib/backend/memory.h"
+#include "lib/gumbel.h"
 #include "sluice/errors.h"
 #include "tests/support/backends.h"
 #include "tests/support/device.h"
@@ -23,6 +24,15 @@ using testing::NamedBackend;
 using testing::Random;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Noise by its definition, in long double.
+long double noise(const TokenDraw& p, std::size_t id) {
+  const std::uint32_t word =
+      noise_words(p.seed, static_cast<std::uint64_t>(p.position),
+                  static_cast<std::uint32_t>(id / kNoiseGroup))[id % kNoiseGroup];
+  const long double u = 1.0L - (static_cast<long double>(word) + 0.5L) * 0x1p-32L;
+  return -std::log(-std::log(u));
+}
 
 // The token to draw, by its definition: the most likely come first.
 TokenId drawn(const std::vector<float>& logits, const TokenDraw& p) {
@@ -47,10 +57,13 @@ TokenId drawn(const std::vector<float>& logits, const TokenDraw& p) {
   }
   std::erase_if(order, [&](std::size_t id) { return weight(id) < p.min_p; });
   std::sort(order.begin(), order.end());
-  double left = p.random * total();
-  const auto chosen = std::find_if(order.begin(), order.end(),
-                                   [&](std::size_t id) { return (left -= weight(id)) < 0.0; });
-  return static_cast<TokenId>(chosen != order.end() ? *chosen : order.back());
+  const auto score = [&](std::size_t id) {
+    return static_cast<long double>((logits[id] - most) / p.temperature) + noise(p, id);
+  };
+  std::vector<long double> scores;
+  for (const std::size_t id : order) scores.push_back(score(id));
+  const auto best = std::max_element(scores.begin(), scores.end()) - scores.begin();
+  return static_cast<TokenId>(order[static_cast<std::size_t>(best)]);
 }
 
 class SampleParity : public ::testing::TestWithParam<NamedBackend> {
@@ -65,31 +78,43 @@ class SampleParity : public ::testing::TestWithParam<NamedBackend> {
         SampleParams{{device.data(), DType::f32, 1, count, count}, {&params, 1}, {&token, 1}});
     return token_of(token);
   }
-  // Sums in f32 may move the borders between tokens by so much.
+  // Weights in f32 may move the borders of top-p and min-p by so much.
   void expect_drawn(const std::vector<float>& logits, const TokenDraw& params) {
     constexpr double kBorder = 1e-5;
     const TokenId actual = sample(logits, params);
     if (actual == drawn(logits, params)) return;
     std::set<TokenId> expected;
-    for (const double random : {-kBorder, 0.0, kBorder}) {
-      for (const double share : {-kBorder, 0.0, kBorder}) {
+    for (const double share : {-kBorder, 0.0, kBorder}) {
+      for (const double least : {-kBorder, 0.0, kBorder}) {
         TokenDraw p = params;
-        p.random = std::clamp(p.random + random, 0.0, 1.0 - 0x1p-53);
         if (p.top_p < 1.0) p.top_p = std::clamp(p.top_p + share, kBorder, 1.0);
+        if (p.min_p > 0.0) p.min_p *= 1.0 + least;
         expected.insert(drawn(logits, p));
       }
     }
     EXPECT_TRUE(expected.contains(actual))
         << "temperature " << params.temperature << " top_k " << params.top_k << " top_p "
-        << params.top_p << " min_p " << params.min_p << " random " << params.random;
+        << params.top_p << " min_p " << params.min_p << " seed " << params.seed << " position "
+        << params.position;
   }
-  // Draws with some random numbers by every combination of filters.
+  // A seed and position of any size.
+  TokenDraw any_draw() {
+    TokenDraw p;
+    p.temperature = 0.7;
+    p.seed = random_.engine()();
+    p.position = random_.integer(0, std::int64_t{1} << random_.integer(0, 40));
+    return p;
+  }
+  // Draws by every combination of filters.
   void expect_all_drawn(const std::vector<float>& logits) {
     for (const int top_k : {0, 1, 40, 1 << 20}) {
       for (const double top_p : {1.0, 0.95, 0.3}) {
         for (const double min_p : {0.0, 0.05}) {
-          const double random = static_cast<double>(random_.integer(0, 9999)) / 1e4;
-          expect_drawn(logits, {0.7, top_k, top_p, min_p, random});
+          TokenDraw p = any_draw();
+          p.top_k = top_k;
+          p.top_p = top_p;
+          p.min_p = min_p;
+          expect_drawn(logits, p);
         }
       }
     }
@@ -122,6 +147,16 @@ TEST_P(SampleParity, DrawsAmongManyTokens) {
   }
 }
 
+// Every word of a group, groups cut off by the end, and noise from its least to its largest.
+TEST_P(SampleParity, DrawsByTheNoiseOfEveryId) {
+  for (const std::int64_t count : {2, 3, 4, 5, 6, 1025, 4099}) {
+    for (int i = 0; i < 100; ++i) {
+      expect_drawn(std::vector<float>(static_cast<std::size_t>(count), 1.0f), any_draw());
+      expect_drawn(random_.normal(count, 1.0f), any_draw());
+    }
+  }
+}
+
 // More tokens than a list of the heaviest takes share the border, or all are equal.
 TEST_P(SampleParity, DrawsAmongEqualTokensByTheirIds) {
   std::vector<float> logits(50000, 1.5f);
@@ -136,10 +171,9 @@ TEST_P(SampleParity, DrawsAmongEqualTokensByTheirIds) {
 TEST_P(SampleParity, TakesAnyTemperature) {
   const std::vector<float> logits = {3e38f, -3e38f, 0.0f, 2.9e38f, -kInfinity};
   for (const double temperature : {1e-300, 1e-6, 1.0, 1e6, 1e300}) {
-    for (const double random : {0.0, 0.4, 0.999999}) {
-      TokenDraw params;
+    for (int i = 0; i < 20; ++i) {
+      TokenDraw params = any_draw();
       params.temperature = temperature;
-      params.random = random;
       expect_drawn(logits, params);
     }
   }
@@ -180,11 +214,11 @@ TEST_P(SampleParity, RowsAreDrawnAsIfAlone) {
   row(149)[4999] = std::nanf("");
   std::vector<TokenDraw> params(kRows);
   for (TokenDraw& p : params) {
+    p = any_draw();
     p.temperature = random_.integer(0, 3) == 0 ? 0.0 : 0.8;
     p.top_k = static_cast<int>(random_.integer(0, 2)) * 50;
     p.top_p = random_.integer(0, 1) == 0 ? 1.0 : 0.9;
     p.min_p = random_.integer(0, 1) == 0 ? 0.0 : 0.02;
-    p.random = static_cast<double>(random_.integer(0, 9999)) / 1e4;
   }
   const Buffer device = testing::upload(*backend_, logits);
   std::vector<SampledToken> tokens(kRows);

@@ -161,7 +161,7 @@ struct StepToken {
   Session* session = nullptr;
   TokenId token = 0;  // to append
   // Draws the next token from the logits after it, where they are; null: the logits are wanted.
-  Sampler* sampler = nullptr;
+  const Sampler* sampler = nullptr;
   std::span<const TokenId> history = {};  // for the sampler's repetition penalty
 };
 // What became of it.
@@ -248,8 +248,8 @@ class Session {
   // last T tokens densely.
   std::span<const float> decode(TokenId token);
   // The same, and draws the next token where the logits are, which spares bringing them over:
-  // sampler.next(decode(token), history), but for rounding.
-  TokenId decode(TokenId token, Sampler& sampler, std::span<const TokenId> history);
+  // sampler.next(decode(token), history, length()), but for rounding.
+  TokenId decode(TokenId token, const Sampler& sampler, std::span<const TokenId> history);
   // Appends tokens that are known in advance as if each were decoded: token i attends to what the
   // policy chooses for it among the tokens before. `each(i, logits)`, if there is one, gets the
   // logits [vocabulary] after every token. Several tokens share a step, which changes rounding and

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstddef>
-#include <random>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -16,26 +16,29 @@ class Sampler {
   // Throws what SamplingParams::validate throws.
   explicit Sampler(const SamplingParams& params);
 
+  // The token at `position` of the session, which is Session::length() when the logits were
+  // computed: a draw is a function of the seed and the position, and repeats.
+  //
   // `logits` [vocabulary], `history` the tokens so far, prompt included, for the repetition
   // penalty: it divides positive and multiplies negative logits of each token in the history
   // once. Throws Error{numeric} if a logit is NaN or +inf or all are -inf, and what
   // require_history() throws.
-  TokenId next(std::span<const float> logits, std::span<const TokenId> history);
+  TokenId next(std::span<const float> logits, std::span<const TokenId> history,
+               std::int64_t position) const;
 
   // Throws Error{usage} if next() would look for a logit that one of these tokens has not.
   void require_history(std::span<const TokenId> history, std::size_t vocabulary) const;
 
   // Whether next() looks at the history.
   bool penalizes() const { return params_.repetition_penalty != 1.0; }
-  // What the next token is drawn by, for a draw where the logits are; takes a random number.
-  TokenDraw draw();
+  // How the token at `position` is drawn, for a draw where the logits are.
+  TokenDraw draw(std::int64_t position) const;
 
  private:
   std::vector<float> penalized(std::span<const float> logits,
                                std::span<const TokenId> history) const;
 
   SamplingParams params_;
-  std::mt19937_64 random_;
 };
 
 }  // namespace sluice

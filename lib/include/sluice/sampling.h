@@ -15,7 +15,17 @@ struct SamplingParams {
   double top_p = 1.0;               // keep the smallest set with this much probability
   double min_p = 0.0;               // drop tokens less likely than min_p * the most likely
   double repetition_penalty = 1.0;  // Keskar et al. 2019 (CTRL), section 4.1; 1 is off
-  std::uint64_t seed = 0;           // the same seed, prompt and build give the same text
+  // The noise of a draw depends on the seed, the position in the session and the id alone.
+  //
+  // Promised: a seed gives the same text again for the same prompt on the same device and build,
+  // with the same threads, chunk, caps and sessions per step; an answer cut off and continued draws
+  // as one that was not. Where one of these differs, a batch of 8 in place of 1, logits differ by
+  // rounding; fewer than 1 % of draws differ then, and the text goes another way behind the first
+  // that does. So does a greedy text where two logits are within rounding.
+  //
+  // Not promised: the same text from another device, build or compute dtype. Sessions of one seed
+  // have the same noise: give forks seeds of their own, any will do.
+  std::uint64_t seed = 0;
   int max_tokens = 128;
   // Generation ends before the first of these strings. One may hold the text of special tokens,
   // which decoded text does not show: "<|im_end|>" ends it at that token.
@@ -25,15 +35,17 @@ struct SamplingParams {
   void validate() const;
 };
 
-// One draw by such parameters, from logits that the repetition penalty has been applied to. A set
-// of the most likely tokens takes those of lower ids first where logits are equal; the draw goes
-// through ids in order.
+// One draw by such parameters, from logits that the repetition penalty has been applied to: the id
+// with the largest logit / temperature + noise among those that top-k, top-p and min-p leave, the
+// lowest of several. Noise has the Gumbel distribution, so that ids are drawn with their
+// probabilities. Sets of the most likely tokens take lower ids first where logits are equal.
 struct TokenDraw {
   double temperature = 0.0;  // 0: the most likely token
   int top_k = 0;
   double top_p = 1.0;
   double min_p = 0.0;
-  double random = 0.0;  // in [0, 1)
+  std::uint64_t seed = 0;
+  std::int64_t position = 0;  // of the token that is drawn
 };
 
 }  // namespace sluice
