@@ -7,7 +7,7 @@
 Runs `sluice generate` under Nsight Compute (ncu), which counts the 32-byte sectors that kernels
 read from and wrote to host memory, and compares them with the ledger's rows: misses, and rows
 written back. Exits with 1 if they differ. Page tables and reports, a few bytes per page and KV
-head, are not in the ledger (README); they lie on the device or are no rows' sectors of the kernels
+head, are not in the ledger (docs/comparing.md); they lie on the device or are no rows' sectors of the kernels
 that are looked at.
 """
 

@@ -58,7 +58,7 @@ TEST(KeyTiles, KeepsBothPagesOfAChannelTogether) {
   }
 }
 
-// What the README's bytes per token come from: codes, and a scale and a zero per page.
+// Where the bytes per token in docs/policies.md come from: codes, and a scale and a zero per page.
 TEST(KeyTiles, TakesBytesByBits) {
   for (const auto& [bits, bytes] : {std::pair{4, 68}, std::pair{3, 52}, std::pair{2, 36}}) {
     KeyTiles tiles;
