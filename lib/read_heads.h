@@ -5,7 +5,7 @@
 
 namespace sluice {
 
-// What DenseOps::read_heads() does, for host memory.
+// What `read_heads` does, for host memory.
 void read_heads(const ReadHeadsParams& params);
 
 // Dense f32 [tokens, heads, head_dim] to an array of any dtype and strides; rounds to nearest.

@@ -45,7 +45,7 @@ class Decoder {
   std::span<const float> logits(std::int64_t first, std::int64_t count);
   // The same after the tokens of decode(): those of one of them into `to`, [vocabulary].
   void read_logits(std::int64_t token, std::span<float> to);
-  // Draws the tokens after those of decode() where their logits are; see DenseOps::sample.
+  // Draws the tokens after those of decode() where their logits are; see SampleParams.
   void sample(std::span<const TokenDraw> params, std::span<SampledToken> tokens);
 
   static constexpr std::int64_t kLogitRows = 64;

@@ -205,7 +205,7 @@ std::size_t tile_floats(const Extent& e, const Plan& plan) {
   tile.queries = static_cast<int>(std::min(plan.tile_tokens, e.tokens)) * tile.group;
   tile.head_dim = e.shape.head_dim;
   tile.row_bytes = e.shape.row_bytes();
-  tile.dtype = e.shape.dtype;
+  tile.dtype = e.shape.rows.element;
   const std::size_t listed =
       e.is_listed ? static_cast<std::size_t>(kListedRows) * tile.row_bytes / sizeof(float) : 0;
   if (plan.kernel == AttendKernel::decode) return listed + decode_scratch(tile);

@@ -22,7 +22,7 @@ enum class AttendKernel : std::uint8_t {
 // Whether this process may use `kernel` for rows of `shape`.
 bool attend_supported(AttendKernel kernel, const KvShape& shape);
 
-// KvOps::attend() on the calling thread and `threads`; every pointer is host memory.
+// `attend` on the calling thread and `threads`; every pointer is host memory.
 //
 // Any number of tokens, any group, any even head_dim, row counts that differ between KV heads.
 // Sums are fp32; the kernels avx512_bf16 and amx round queries and weights to bf16, as GPU kernels

@@ -37,7 +37,7 @@ class Linear {
   // Weights in memory of packed_bytes(), for write() to fill.
   std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs,
                                       Buffer memory) const;
-  // Packs rows of any dtype, on the calling thread; see DenseOps::write_weight(). Several threads
+  // Packs rows of any dtype, on the calling thread; see WriteWeightParams. Several threads
   // may write rows of one weight at a time.
   void write(const WriteWeightParams& params);
   // Outputs that are packed together.

@@ -1,4 +1,4 @@
-// Attention of newest tokens, by KvOps::attend_batch() and, one token at a time, by attend(): every
+// Attention of newest tokens, by `attend_batch` and, one token at a time, by attend(): every
 // implementation against the same fp64 oracle.
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// Attention of chunks of a prompt by KvOps::attend(), partials that are merged, and numbers that
+// Attention of chunks of a prompt by `attend`, partials that are merged, and numbers that
 // are hard to add up, these in decode steps as well: every implementation against the same fp64
 // oracle.
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What runs KvOps::attend() and attend_batch(): backends and single kernels, and the fixture that
+// What runs `attend` and `attend_batch`: backends and single kernels, and the fixture that
 // holds each of them to the fp64 oracle.
 #pragma once
 
