@@ -83,7 +83,7 @@ KvShape shape_of(const benchmark::State& state) {
           .query_heads = static_cast<int>(state.range(0)),
           .kv_heads = static_cast<int>(state.range(1)),
           .head_dim = static_cast<int>(state.range(2)),
-          .dtype = DType::bf16};
+          .rows = DType::bf16};
 }
 
 void count_bytes(benchmark::State& state, std::size_t bytes) {

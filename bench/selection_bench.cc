@@ -7,9 +7,11 @@
 #include <numeric>
 #include <vector>
 
+#include "cpu/attention/attention.h"
 #include "cpu/runtime/memory.h"
 #include "cpu/runtime/threads.h"
 #include "cpu/scan/key_score.h"
+#include "cpu/scan/scan.h"
 #include "cpu/select/select.h"
 #include "sluice/half.h"
 

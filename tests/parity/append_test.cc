@@ -41,7 +41,7 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHome) {
     for (const DType dtype : testing::row_dtypes(*backend_)) {
       SCOPED_TRACE(std::string(to_string(dtype)) + " head_dim " + std::to_string(d));
       const KvShape shape = {
-          .layers = 1, .query_heads = 4, .kv_heads = 2, .head_dim = d, .dtype = dtype};
+          .layers = 1, .query_heads = 4, .kv_heads = 2, .head_dim = d, .rows = dtype};
       const std::int64_t stride = 4 * d;  // K and V side by side, as one projection writes them
       const std::vector<float> kv = random_.normal(tokens * stride);
       const Buffer device = upload(*backend_, kv);
@@ -253,7 +253,7 @@ TEST_P(AppendParity, ABatchGoesToThePagesOfItsSequences) {
     for (const DType dtype : testing::row_dtypes(*backend_)) {
       SCOPED_TRACE(std::string(to_string(dtype)) + " head_dim " + std::to_string(d));
       const KvShape shape = {
-          .layers = 1, .query_heads = 6, .kv_heads = 3, .head_dim = d, .dtype = dtype};
+          .layers = 1, .query_heads = 6, .kv_heads = 3, .head_dim = d, .rows = dtype};
       for (const auto& tokens : {ragged_tokens(), {{0, 0}}, {{2, 128}}}) {
         const BatchCase c = make_case(shape, tokens, random_);
         const Written start = before(c, random_);

@@ -33,7 +33,7 @@ KvShape shape_of(int kv_heads, int group, int head_dim, DType dtype = DType::bf1
           .query_heads = kv_heads * group,
           .kv_heads = kv_heads,
           .head_dim = head_dim,
-          .dtype = dtype};
+          .rows = dtype};
 }
 
 class ListedPages : public ::testing::TestWithParam<NamedBackend> {

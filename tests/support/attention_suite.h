@@ -110,7 +110,7 @@ inline std::vector<AttentionImplementation> implementations() {
     }
   }
   for (const cpu::AttendKernel kernel : {cpu::AttendKernel::amx, cpu::AttendKernel::avx512_bf16}) {
-    if (!cpu::attend_supported(kernel, {.dtype = DType::bf16})) continue;
+    if (!cpu::attend_supported(kernel, {.rows = DType::bf16})) continue;
     all[1].rounding = bf16_rounding;
     all.push_back(forced(kernel == cpu::AttendKernel::amx ? "amx" : "avx512_bf16", kernel, 0));
     all.back().dtypes = {DType::bf16};
@@ -163,7 +163,7 @@ class AttentionParity : public ::testing::TestWithParam<AttentionParameter> {
             .query_heads = kv_heads * group,
             .kv_heads = kv_heads,
             .head_dim = GetParam().head_dim,
-            .dtype = GetParam().dtype};
+            .rows = GetParam().dtype};
   }
   void SetUp() override {
     backend_ = make_or_skip(GetParam().implementation.backend, GetParam().head_dim);

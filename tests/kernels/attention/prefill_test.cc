@@ -226,7 +226,7 @@ class PrefillAttention : public ::testing::TestWithParam<Parameter> {
             .query_heads = kv_heads * group,
             .kv_heads = kv_heads,
             .head_dim = GetParam().head_dim,
-            .dtype = GetParam().dtype};
+            .rows = GetParam().dtype};
   }
   DeviceRun run(const AttentionCase& c, const Placement& placement = {}) {
     return DeviceRun(*workspace_, GetParam().generic, c, placement);
