@@ -76,7 +76,7 @@ std::string own_group(const std::filesystem::path& root, std::string_view contro
     if (second == line.npos) continue;
     const std::string_view controllers = line.substr(first + 1, second - first - 1);
     const bool is_wanted = controller == kUnified
-                               ? line.substr(0, first) == "0" && controllers == ""
+                               ? line.substr(0, first) == "0" && controllers.empty()
                                : has_item(controllers, controller);
     if (is_wanted) return std::string(line.substr(second + 1));
   }

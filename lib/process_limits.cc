@@ -184,11 +184,11 @@ ProcessLimits process_limits(const Path& root) {
   add_cgroups(root, kFilesOfV1, resident, limits.memory);
   add_resource_limits(system_text(root / "proc/self/limits"), status, limits.memory);
   add_machine(root, limits);
-  std::stable_sort(limits.memory.begin(), limits.memory.end(),
-                   [](const MemoryLimit& a, const MemoryLimit& b) { return a.left < b.left; });
+  std::sort(limits.memory.begin(), limits.memory.end(),
+            [](const MemoryLimit& a, const MemoryLimit& b) { return a.left < b.left; });
   limits.processors.push_back(affinity(status));
   add_quotas(root, limits.processors);
-  std::stable_sort(
+  std::sort(
       limits.processors.begin(), limits.processors.end(),
       [](const ProcessorLimit& a, const ProcessorLimit& b) { return a.processors < b.processors; });
   return limits;
@@ -199,9 +199,9 @@ void require_memory(std::uint64_t bytes, Counted counted, const std::string& wha
   for (const MemoryLimit& limit : process_limits().memory) {
     const bool counts = limit.is_resident || counted == Counted::all;
     if (!counts || bytes <= limit.left) continue;
-    throw Error(ErrorCode::memory, what + " another " + format_bytes(bytes) + ", more than " +
-                                       limit.source + ": " + format_bytes(limit.left) + " left; " +
-                                       remedy);
+    std::string message = what + " another " + format_bytes(bytes) + ", more than ";
+    message += limit.source + ": " + format_bytes(limit.left) + " left; " + remedy;
+    throw Error(ErrorCode::memory, message);
   }
 }
 

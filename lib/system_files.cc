@@ -42,9 +42,8 @@ std::vector<std::string_view> lines_of(std::string_view text) { return split(tex
 
 std::optional<std::uint64_t> number_of(std::string_view word) {
   std::uint64_t number = 0;
-  const char* const end = word.data() + word.size();
-  const auto [stop, status] = std::from_chars(word.data(), end, number);
-  if (status != std::errc() || stop != end) return std::nullopt;
+  const auto [stop, status] = std::from_chars(word.begin(), word.end(), number);
+  if (status != std::errc() || stop != word.end()) return std::nullopt;
   return number;
 }
 
