@@ -9,6 +9,7 @@
 
 #include "io/json.h"
 #include "model/added_tokens.h"
+#include "model/added_vocabulary.h"
 #include "model/bpe.h"
 #include "model/byte_level.h"
 #include "model/nfc.h"
@@ -66,6 +67,37 @@ nlohmann::json read_file(const std::filesystem::path& path) {
   }
 }
 
+// What `read` gives, with `path` before the message of an error.
+template <typename Read>
+auto in_file(const std::filesystem::path& path, const Read& read) {
+  try {
+    return read();
+  } catch (const Error& error) {
+    throw Error(error.code(), path.string() + ": " + error.what());
+  }
+}
+
+struct TokenizerSpec {
+  PipelineSpec pipeline;
+  VocabularySpec vocabulary;
+};
+
+TokenizerSpec parse(const nlohmann::json& file, int vocabulary) {
+  if (vocabulary > kMaxVocabulary) {
+    throw_unsupported("model.vocab", "a vocabulary of " + std::to_string(vocabulary));
+  }
+  require_plain_bpe(file);
+  PipelineSpec pipeline = parse_pipeline(file);
+  return {std::move(pipeline), parse_vocabulary(file, vocabulary)};
+}
+
+TokenizerSpec number_added(TokenizerSpec spec) {
+  AddedVocabulary numbered(spec.vocabulary.ids);
+  numbered.add(spec.vocabulary.added);
+  spec.vocabulary.added = numbered.tokens();
+  return spec;
+}
+
 }  // namespace
 
 struct Tokenizer::Impl {
@@ -82,6 +114,8 @@ struct Tokenizer::Impl {
       if (!knows(id)) throw_broken("post_processor", "no token has the id " + std::to_string(id));
     }
   }
+
+  static std::unique_ptr<const Impl> make(TokenizerSpec spec, int vocabulary);
 
   void index_pieces(const VocabularySpec& vocabulary) {
     pieces.reserve(vocabulary.ids.size());
@@ -150,22 +184,18 @@ const Tokenizer::Impl& Tokenizer::impl() const {
   return *impl_;
 }
 
+std::unique_ptr<const Tokenizer::Impl> Tokenizer::Impl::make(TokenizerSpec spec, int vocabulary) {
+  for (AddedToken& token : spec.vocabulary.added) {
+    if (spec.pipeline.nfc && token.normalized) token.content = to_nfc(token.content);
+  }
+  return std::make_unique<const Impl>(spec.vocabulary, std::move(spec.pipeline), vocabulary);
+}
+
 Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocabulary) {
   const nlohmann::json file = read_file(tokenizer_json);
-  try {
-    if (vocabulary > kMaxVocabulary) {
-      throw_unsupported("model.vocab", "a vocabulary of " + std::to_string(vocabulary));
-    }
-    require_plain_bpe(file);
-    PipelineSpec pipeline = parse_pipeline(file);
-    VocabularySpec vocab = parse_vocabulary(file, vocabulary);
-    for (AddedToken& token : vocab.added) {
-      if (pipeline.nfc && token.normalized) token.content = to_nfc(token.content);
-    }
-    return Tokenizer(std::make_unique<const Impl>(vocab, std::move(pipeline), vocabulary));
-  } catch (const Error& error) {
-    throw Error(error.code(), tokenizer_json.string() + ": " + error.what());
-  }
+  return in_file(tokenizer_json, [&] {
+    return Tokenizer(Impl::make(number_added(parse(file, vocabulary)), vocabulary));
+  });
 }
 
 std::vector<TokenId> Tokenizer::Impl::encode(std::string_view text,

@@ -19,7 +19,7 @@ namespace sluice {
 // "model" and "added_tokens".
 struct VocabularySpec {
   std::unordered_map<std::string, TokenId> ids;  // by content, in the byte-level alphabet
-  std::vector<AddedToken> added;
+  std::vector<AddedToken> added;  // with the ids of the file, which AddedVocabulary replaces
   std::vector<MergeRule> merges;
   std::array<TokenId, 256> bytes{};  // Bpe::kNone for a byte that UTF-8 never has
   bool ignore_merges = false;        // a piece that is a token is not merged from its bytes

@@ -24,20 +24,8 @@ bool is_off(const Json& value) {
 // Who has which id, so that no two tokens share one.
 class Owners {
  public:
-  explicit Owners(int vocabulary) : vocabulary_(vocabulary) {}
-
-  // `beyond`: so many tokens may lie behind the model's vocabulary.
-  void claim(TokenId id, const std::string& content, const std::string& where,
-             std::size_t beyond = 0) {
-    if (static_cast<std::size_t>(id) >= static_cast<std::size_t>(vocabulary_) + beyond) {
-      throw_broken(where, "token " + as_json(content) + " has the id " + std::to_string(id) +
-                              ", but the model has only " + std::to_string(vocabulary_) +
-                              " tokens");
-    }
-    const auto index = static_cast<std::size_t>(id);
-    if (index >= owners_.size()) owners_.resize(index + 1, nullptr);
-    const std::string*& owner = owners_[index];
-    if (owner == nullptr) owner = &content;
+  void claim(TokenId id, const std::string& content, const std::string& where) {
+    const std::string* const owner = owners_.try_emplace(id, &content).first->second;
     if (*owner != content) {
       throw_broken(where, "tokens " + as_json(*owner) + " and " + as_json(content) +
                               " have the same id " + std::to_string(id));
@@ -45,16 +33,20 @@ class Owners {
   }
 
  private:
-  TokenId vocabulary_;
-  std::vector<const std::string*> owners_;  // by id
+  std::unordered_map<TokenId, const std::string*> owners_;
 };
 
-void read_tokens(const Json& vocab, Owners& owners, VocabularySpec& spec) {
+void read_tokens(const Json& vocab, int vocabulary, Owners& owners, VocabularySpec& spec) {
   if (!vocab.is_object()) throw_broken("model.vocab", "is missing");
   spec.ids.reserve(vocab.size());
   for (const auto& [content, value] : vocab.items()) {
     const std::optional<TokenId> id = id_of(value);
     if (!id) throw_broken("model.vocab", "token " + as_json(content) + kNoId);
+    if (*id >= vocabulary) {
+      throw_broken("model.vocab", "token " + as_json(content) + " has the id " +
+                                      std::to_string(*id) + ", but the model has only " +
+                                      std::to_string(vocabulary) + " tokens");
+    }
     const auto entry = spec.ids.emplace(content, *id).first;
     owners.claim(*id, entry->first, "model.vocab");
   }
@@ -85,12 +77,10 @@ void read_added_tokens(const Json& list, Owners& owners, VocabularySpec& spec) {
   if (list.is_null()) return;
   if (!list.is_array()) throw_broken("added_tokens", "is not a list");
   spec.added.reserve(list.size());  // `owners` points to the contents
-  // Tokens are often added (for padding, say) to a model that stays as large as it was. A text with
-  // one of them in it has no answer; all others do.
   std::unordered_map<std::string_view, TokenId> seen;
   for (const Json& entry : list) {
     const AddedToken& token = spec.added.emplace_back(read_added_token(entry));
-    owners.claim(token.id, token.content, "added_tokens", list.size());
+    owners.claim(token.id, token.content, "added_tokens");
     const auto known = spec.ids.find(token.content);
     const bool moved = known != spec.ids.end() && known->second != token.id;
     if (moved || !seen.emplace(token.content, token.id).second) {
@@ -169,8 +159,8 @@ VocabularySpec parse_vocabulary(const Json& file, int vocabulary) {
   const Json& model = member(file, "model");
   VocabularySpec spec;
   spec.ignore_merges = flag_of(model, "ignore_merges", false, "model");
-  Owners owners(vocabulary);
-  read_tokens(member(model, "vocab"), owners, spec);
+  Owners owners;
+  read_tokens(member(model, "vocab"), vocabulary, owners, spec);
   read_added_tokens(member(file, "added_tokens"), owners, spec);
   find_bytes(spec);
   read_merges(member(model, "merges"), spec);

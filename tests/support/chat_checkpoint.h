@@ -48,6 +48,7 @@ class ChatCheckpoint {
     for (; next < 256; ++next) vocab[byte_symbol(static_cast<std::uint8_t>(next))] = id(next);
     nlohmann::json added = nlohmann::json::array();
     const auto add = [&](const std::string& content, bool special) {
+      vocab[content] = id(next);  // where its id counts, which it does not in added_tokens
       added.push_back({{"id", id(next++)}, {"content", content}, {"special", special}});
     };
     const nlohmann::json all = recorded();

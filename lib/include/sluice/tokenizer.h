@@ -21,14 +21,16 @@ struct AddedTokenPlace {
 };
 
 // Immutable after load and safe to share between threads. Gives the ids that the tokenizers library
-// of Hugging Face gives; only characters newer than Unicode 9 may be normalised differently, and
-// newer than Unicode 14 split differently.
+// of Hugging Face gives, which numbers added tokens by their order and not by the ids in the file;
+// only characters newer than Unicode 9 may be normalised differently, and newer than Unicode 14
+// split differently.
 class Tokenizer {
  public:
-  // Throws Error{not_found}, Error{tokenizer} (a broken file; a byte without an id; an id that two
-  // tokens share, or that is not below `vocabulary`) or Error{unsupported} (a component other than
-  // those of byte-level BPE), naming the file and what is wrong. "truncation" and "padding" in the
-  // file are for training and not looked at.
+  // Throws Error{not_found}, Error{tokenizer} (a broken file; a byte
+  // without an id; an id that two tokens share, or one of the vocabulary that is not below
+  // `vocabulary`) or Error{unsupported} (a component other than those of byte-level BPE), naming
+  // the file and what is wrong. "truncation" and "padding" in the file are for training and not
+  // looked at.
   static Tokenizer load(const std::filesystem::path& tokenizer_json, int vocabulary);
 
   Tokenizer(Tokenizer&&) noexcept;
