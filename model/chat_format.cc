@@ -196,6 +196,12 @@ class Writer {
 
   void note_control(TokenId id, std::string_view text) {
     if (std::find(controls_.begin(), controls_.end(), id) != controls_.end()) return;
+    if (id >= tokenizer_->vocabulary()) {
+      throw Error(ErrorCode::tokenizer, "the chat template needs the token " + in_quotes(text) +
+                                            ", whose id " + std::to_string(id) +
+                                            " is none of the model's; take the tokenizer's files "
+                                            "and the model from the same checkpoint");
+    }
     controls_.push_back(id);
     if (tokenizer_->encode("\n" + std::string(text) + "\n").size() < 3) {
       throw Error(ErrorCode::unsupported, "tokenizer.json: the token " + in_quotes(text) +

@@ -13,7 +13,6 @@
 #include "model/loader.h"
 #include "model/plan.h"
 #include "model/tensors.h"
-#include "model/tokenizer_config.h"
 #include "offload/attention/host_share.h"
 #include "offload/backends.h"
 #include "offload/plan/index_layout.h"
@@ -63,16 +62,6 @@ void require_blocks(const SessionOptions& options, std::int64_t chunk) {
   throw Error(ErrorCode::usage, "`prefill=pages` takes a `chunk` of at least " +
                                     std::to_string(kBlock) + " tokens, not " +
                                     std::to_string(chunk));
-}
-
-// What comes before the text of every prompt.
-std::vector<TokenId> prefix_of_prompts(const std::filesystem::path& model,
-                                       const Tokenizer& tokenizer, std::optional<TokenId> bos) {
-  if (tokenizer.has_post_processor()) {
-    return {tokenizer.prefix().begin(), tokenizer.prefix().end()};
-  }
-  // A tokenizer without a post-processor leaves the BOS token to whoever uses it.
-  return bos && prompts_begin_with_bos(model) ? std::vector{*bos} : std::vector<TokenId>();
 }
 
 void require_window(const ModelInfo& info, std::int64_t context) {
@@ -212,11 +201,8 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   check_tensors(checkpoint);
   ModelInfo info = describe(checkpoint, config.kv_dtype);
   std::optional<Tokenizer> tokenizer;
-  const std::filesystem::path path = config.model / "tokenizer.json";
-  std::vector<TokenId> prefix;
-  if (file_exists(path)) {
-    tokenizer = Tokenizer::load(path, info.vocabulary);
-    prefix = prefix_of_prompts(config.model, *tokenizer, info.bos);
+  if (file_exists(config.model / "tokenizer.json")) {
+    tokenizer = Tokenizer::load_checkpoint(config.model, info.vocabulary, info.bos);
   }
   std::unique_ptr<Backend> backend = make(info.weight_dtype);
   require_supported(backend->info(), info.kv);
@@ -232,10 +218,9 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   const bool is_open = config.chunk == 0;
   const int readers = reader_count(config.threads);
   if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, readers);
-  auto* const impl =
-      new Impl{std::move(chosen), std::move(checkpoint), std::move(info),     std::move(tokenizer),
-               std::move(prefix), std::move(backend),    std::move(attender), std::move(queue),
-               backend_bytes,     staging_bytes};
+  auto* const impl = new Impl{std::move(chosen),    std::move(checkpoint), std::move(info),
+                              std::move(tokenizer), std::move(backend),    std::move(attender),
+                              std::move(queue),     backend_bytes,         staging_bytes};
   impl->chunk_is_open = is_open;
   impl->readers = readers;
   return Engine(std::shared_ptr<Impl>(impl));
@@ -254,7 +239,8 @@ const Tokenizer& Engine::tokenizer() const {
 
 std::vector<TokenId> Engine::encode_prompt(std::string_view text) const {
   const std::vector<TokenId> body = tokenizer().encode(text);
-  std::vector<TokenId> ids = impl().prompt_prefix;
+  const std::span<const TokenId> prefix = tokenizer().prefix();
+  std::vector<TokenId> ids(prefix.begin(), prefix.end());
   ids.insert(ids.end(), body.begin(), body.end());
   return ids;
 }

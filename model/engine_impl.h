@@ -24,7 +24,6 @@ struct Engine::Impl {
   Checkpoint checkpoint;
   ModelInfo info;
   std::optional<Tokenizer> tokenizer;
-  std::vector<TokenId> prompt_prefix;
   std::unique_ptr<Backend> backend;
   HostAttender attender;         // beside it, if it is a GPU
   std::shared_ptr<Queue> queue;  // of all pools

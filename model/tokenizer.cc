@@ -13,6 +13,7 @@
 #include "model/bpe.h"
 #include "model/byte_level.h"
 #include "model/nfc.h"
+#include "model/special_tokens.h"
 #include "model/split.h"
 #include "model/tokenizer_spec.h"
 #include "model/utf8.h"
@@ -91,11 +92,29 @@ TokenizerSpec parse(const nlohmann::json& file, int vocabulary) {
   return {std::move(pipeline), parse_vocabulary(file, vocabulary)};
 }
 
-TokenizerSpec number_added(TokenizerSpec spec) {
+// `added`: tokens of other files.
+TokenizerSpec number_added(TokenizerSpec spec, const std::vector<AddedToken>& added) {
   AddedVocabulary numbered(spec.vocabulary.ids);
   numbered.add(spec.vocabulary.added);
+  numbered.add(added);
   spec.vocabulary.added = numbered.tokens();
   return spec;
+}
+
+// The ids before every text. "add_bos_token" of tokenizer_config.json holds where transformers 4
+// reads it, although 5 does not; the post-processor decides all else. A checkpoint that has neither
+// tokenizer_config.json nor post-processor gets the BOS token of its config.json.
+std::vector<TokenId> prefix_of(const TokenizerSpec& spec, const SpecialTokens& special,
+                               std::optional<TokenId> bos) {
+  if (!special.has_config && !spec.pipeline.has_post_processor) {
+    return bos ? std::vector{*bos} : std::vector<TokenId>();
+  }
+  const std::optional<std::string> text = special.text_of("bos_token");
+  if (!special.heeds_add_bos_token || !special.add_bos_token || !text) return spec.pipeline.prefix;
+  if (!*special.add_bos_token) return {};
+  const std::vector<AddedToken>& added = spec.vocabulary.added;
+  const auto same = [&](const AddedToken& token) { return token.content == *text; };
+  return {std::find_if(added.begin(), added.end(), same)->id};
 }
 
 }  // namespace
@@ -111,7 +130,14 @@ struct Tokenizer::Impl {
         bpe(vocabulary.bytes, vocabulary.merges) {
     if (vocabulary.ignore_merges) index_pieces(vocabulary);
     for (const TokenId id : pipeline.prefix) {
-      if (!knows(id)) throw_broken("post_processor", "no token has the id " + std::to_string(id));
+      if (pipeline.has_post_processor && !knows(id)) {
+        throw_broken("post_processor", "no token has the id " + std::to_string(id));
+      }
+      if (id >= model_ids) {
+        throw_broken("first token", "texts begin with token " + std::to_string(id) +
+                                        ", but the model has only " + std::to_string(model_ids) +
+                                        " tokens");
+      }
     }
   }
 
@@ -194,7 +220,20 @@ std::unique_ptr<const Tokenizer::Impl> Tokenizer::Impl::make(TokenizerSpec spec,
 Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocabulary) {
   const nlohmann::json file = read_file(tokenizer_json);
   return in_file(tokenizer_json, [&] {
-    return Tokenizer(Impl::make(number_added(parse(file, vocabulary)), vocabulary));
+    return Tokenizer(Impl::make(number_added(parse(file, vocabulary), {}), vocabulary));
+  });
+}
+
+Tokenizer Tokenizer::load_checkpoint(const std::filesystem::path& checkpoint, int vocabulary,
+                                     std::optional<TokenId> bos) {
+  const std::filesystem::path path = checkpoint / "tokenizer.json";
+  const nlohmann::json file = read_file(path);
+  TokenizerSpec spec = in_file(path, [&] { return parse(file, vocabulary); });
+  const SpecialTokens special = read_special_tokens(checkpoint, spec.vocabulary.added);
+  return in_file(path, [&] {
+    spec = number_added(std::move(spec), special.added);
+    spec.pipeline.prefix = prefix_of(spec, special, bos);
+    return Tokenizer(Impl::make(std::move(spec), vocabulary));
   });
 }
 
@@ -269,6 +308,8 @@ std::string_view Tokenizer::bytes(TokenId id) const {
 }
 
 int Tokenizer::size() const { return static_cast<int>(impl().tokens.size()); }
+
+int Tokenizer::vocabulary() const { return impl().model_ids; }
 
 std::string StreamDecoder::push(TokenId id) {
   pending_ += tokenizer_->bytes(id);

@@ -5,7 +5,7 @@
 
 #include "io/file.h"
 #include "io/json.h"
-#include "model/json_object.h"
+#include "model/special_tokens.h"
 #include "model/utf8.h"
 #include "sluice/errors.h"
 
@@ -20,15 +20,6 @@ constexpr std::size_t kMaxTemplate = std::size_t{128} << 10;  // those in use ha
 [[noreturn]] void throw_broken(const std::filesystem::path& file, const std::string& what) {
   throw Error(ErrorCode::corrupt,
               file.string() + ": " + what + "; take the file of the checkpoint unchanged");
-}
-
-// A token is written as its text, or as an object that has it as "content". Empty: there is none.
-std::string token_of(const Json& token, const char* key, const std::filesystem::path& file) {
-  if (token.is_null()) return {};
-  const Json* text = &token;
-  if (text->is_object() && text->contains("content")) text = &text->at("content");
-  if (!text->is_string()) throw_broken(file, std::string(key) + " is no token");
-  return text->get<std::string>();
 }
 
 // A template is a string, or the one that is called "default" in a list of them.
@@ -53,19 +44,6 @@ Json read_object(const std::filesystem::path& file) {
   return json;
 }
 
-// What the first of two files says about each token.
-void read_tokens(const Json& config, const std::filesystem::path& config_file,
-                 const std::filesystem::path& map_file, ChatSource& source) {
-  const Json map = file_exists(map_file) ? read_object(map_file) : Json::object();
-  for (const char* key : {"bos_token", "eos_token", "unk_token", "pad_token"}) {
-    const bool in_config = config.contains(key);
-    if (!in_config && !map.contains(key)) continue;
-    std::string text =
-        in_config ? token_of(config[key], key, config_file) : token_of(map[key], key, map_file);
-    if (!text.empty()) source.tokens.emplace_back(key, std::move(text));
-  }
-}
-
 }  // namespace
 
 // The order is that of transformers.
@@ -74,7 +52,7 @@ ChatSource read_chat_source(const std::filesystem::path& checkpoint) {
   Json config = Json::object();
   const std::filesystem::path config_file = checkpoint / "tokenizer_config.json";
   if (file_exists(config_file)) config = read_object(config_file);
-  read_tokens(config, config_file, checkpoint / "special_tokens_map.json", source);
+  source.tokens = read_token_names(checkpoint);
   std::optional<std::string> text;
   source.file = checkpoint / "chat_template.jinja";
   if (file_exists(source.file)) text = read_text_file(source.file, kMaxTemplate);
@@ -98,15 +76,6 @@ ChatSource read_chat_source(const std::filesystem::path& checkpoint) {
   }
   source.text = *std::move(text);
   return source;
-}
-
-bool prompts_begin_with_bos(const std::filesystem::path& checkpoint) {
-  const std::filesystem::path file = checkpoint / "tokenizer_config.json";
-  if (!file_exists(file)) return true;
-  const Json json = read_object(file);
-  const JsonObject config(json, file);
-  const bool has_none = config.contains("bos_token") && !config.has("bos_token");
-  return config.boolean("add_bos_token", true) && !has_none;
 }
 
 }  // namespace sluice

@@ -198,8 +198,9 @@ TEST(ChatFormatTest, BrokenFiles) {
   broken("neither a string nor a list", "{\"chat_template\": {}}");
   broken("without name and template", "{\"chat_template\": [1]}");
   broken("without name and template", R"({"chat_template": [{"name": "default"}]})");
-  broken("bos_token is no token", R"({"bos_token": 1, "chat_template": "x"})");
-  broken("eos_token is no token", R"({"eos_token": [], "chat_template": "x"})");
+  broken("bos_token holds something that is no token", R"({"bos_token": 1, "chat_template": "x"})");
+  broken("eos_token holds something that is no token",
+         R"({"eos_token": [], "chat_template": "x"})");
   checkpoint.write("tokenizer_config.json",
                    R"({"chat_template": [{"name": "rag", "template": "x"}]})");
   expect_error(ErrorCode::unsupported, "no entry called 'default'", [&] { checkpoint.load(); });

@@ -229,18 +229,26 @@ class PromptStart : public ::testing::Test {
 
 constexpr TokenId kBos = 0;
 
-TEST_F(PromptStart, IsBosUnlessTheTokenizersConfigSaysNo) {
+// tests/model/special_tokens_test.cc has the rules.
+TEST_F(PromptStart, IsBosUnlessThereIsATokenizersConfig) {
+  const Json named = {{"bos_token", "<|begin_of_text|>"}, {"tokenizer_class", "LlamaTokenizer"}};
+  const auto with = [&](const char* key, const Json& value) {
+    Json config = named;
+    config[key] = value;
+    return first_with(config);
+  };
   EXPECT_EQ(first(), kBos);
-  EXPECT_EQ(first_with(Json::object()), kBos);
-  EXPECT_EQ(first_with({{"add_bos_token", true}, {"bos_token", "<bos>"}}), kBos);
-  EXPECT_NE(first_with({{"add_bos_token", false}}), kBos);
-  EXPECT_NE(first_with({{"bos_token", nullptr}}), kBos);
+  EXPECT_NE(first_with(Json::object()), kBos);
+  EXPECT_NE(first_with(named), kBos);
+  EXPECT_EQ(with("add_bos_token", true), kBos);
+  EXPECT_NE(with("add_bos_token", false), kBos);
+  EXPECT_NE(first_with({{"add_bos_token", true}, {"bos_token", nullptr}}), kBos);
+  EXPECT_NE(first_with({{"add_bos_token", true}, {"tokenizer_class", "GPT2Tokenizer"}}), kBos);
   expect_error(ErrorCode::corrupt, "tokenizer_config.json: add_bos_token is a string", [&] {
     first_with({{"add_bos_token", "no"}});
   });
 }
 
-// transformers 5 takes no notice of add_bos_token beside a tokenizer.json.
 TEST_F(PromptStart, IsThePostProcessorsWhereThereIsOne) {
   Json tokenizer = Json::parse(read_bytes(testing::kModel / "tokenizer.json"));
   tokenizer["post_processor"] = {{"type", "ByteLevel"}};

@@ -137,6 +137,7 @@ TEST(TokenizerFile, AddedTokensMayLieBeyondTheModel) {
   EXPECT_EQ(tokenizer.encode("abc[PAD]"), (std::vector<TokenId>{257, 259}));
 }
 
+// tests/data/special_token_cases.json has more of this.
 TEST(TokenizerFile, AddedTokensAreNumberedByTheirOrder) {
   Json file = small_file();
   for (const int id : {2'000'000'000, 270, 265}) {

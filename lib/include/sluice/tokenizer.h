@@ -26,12 +26,21 @@ struct AddedTokenPlace {
 // split differently.
 class Tokenizer {
  public:
-  // Throws Error{not_found}, Error{tokenizer} (a broken file; a byte
+  // A tokenizer.json alone. Throws Error{not_found}, Error{tokenizer} (a broken file; a byte
   // without an id; an id that two tokens share, or one of the vocabulary that is not below
   // `vocabulary`) or Error{unsupported} (a component other than those of byte-level BPE), naming
   // the file and what is wrong. "truncation" and "padding" in the file are for training and not
   // looked at.
   static Tokenizer load(const std::filesystem::path& tokenizer_json, int vocabulary);
+
+  // The tokenizer.json of a checkpoint's folder with the tokens and flags that
+  // tokenizer_config.json, special_tokens_map.json and added_tokens.json add to it, as transformers
+  // 5.24 and 4.57 read them (tests/data/README.md says what holds where they differ). `bos` is the
+  // token that texts begin with where neither a post-processor nor a tokenizer_config.json is there
+  // to say it. Throws as load() does, Error{corrupt} if one of the other files is broken or
+  // contradicts tokenizer.json, and Error{unsupported} for what the versions read differently.
+  static Tokenizer load_checkpoint(const std::filesystem::path& checkpoint, int vocabulary,
+                                   std::optional<TokenId> bos = {});
 
   Tokenizer(Tokenizer&&) noexcept;
   Tokenizer& operator=(Tokenizer&&) noexcept;
@@ -50,9 +59,10 @@ class Tokenizer {
   // The added tokens ("<|end_of_text|>") in a text, from the left.
   std::vector<AddedTokenPlace> find_added(std::string_view text) const;
 
-  // The ids that the file's post-processor puts before a single sequence (often a BOS token).
+  // The ids before a single sequence (often a BOS token): those of the file's post-processor, or
+  // what load_checkpoint() found.
   std::span<const TokenId> prefix() const;
-  // Whether the file has a post-processor at all; without one, prefix() says nothing.
+  // Whether the file has a post-processor at all; after load(), prefix() says nothing without one.
   bool has_post_processor() const;
 
   // Text of the ids; incomplete or invalid UTF-8 becomes U+FFFD. Special tokens are dropped
@@ -65,6 +75,8 @@ class Tokenizer {
 
   // The highest id and one. Ids below it may have no token, as may ids of the model above it.
   int size() const;
+  // The number of tokens that the model has; added tokens may have higher ids.
+  int vocabulary() const;
 
  private:
   struct Impl;
