@@ -7,6 +7,7 @@
 
 #include "io/spool.h"
 #include "lib/text.h"
+#include "model/special_tokens.h"
 #include "sluice/chat.h"
 #include "sluice/errors.h"
 #include "sluice/generate.h"
@@ -55,19 +56,44 @@ Prompt encode_question(const Engine& engine, const GenerateFlags& flags, const s
           {format.end_tokens().begin(), format.end_tokens().end()}};
 }
 
+// The ids before the text to continue.
+std::vector<TokenId> prefix_of(const Engine& engine, const GenerateFlags& flags) {
+  if (flags.bos == "auto") return engine.encode_prompt("");
+  if (flags.bos == "never") return {};
+  if (!engine.info().bos) {
+    throw Error(ErrorCode::usage, "--bos always: this model's config.json names no BOS token");
+  }
+  return {*engine.info().bos};
+}
+
+// What somebody may not expect of the tokens before a text.
+std::string bos_note(const Engine& engine, const GenerateFlags& flags,
+                     std::span<const TokenId> prefix, std::span<const TokenId> ids) {
+  if (!prefix.empty() && !ids.empty() && ids.front() == prefix.back()) {
+    const std::string token = engine.tokenizer().decode(prefix.last(1), true);
+    return wrapped("note:", 6,
+                   "the prompt begins with " + in_quotes(token) +
+                       ", which is put before every prompt, so the model reads it twice; leave it "
+                       "out, or give --bos never");
+  }
+  if (flags.bos != "auto" || !prefix.empty()) return {};
+  if (!read_add_bos_token(flags.model.model).value_or(false)) return {};
+  return wrapped(
+      "note:", 6,
+      "tokenizer_config.json asks for a BOS token (add_bos_token), which neither "
+      "tokenizer.json nor transformers puts for this class of tokenizer, nor does Sluice; "
+      "--bos always puts it");
+}
+
 Prompt encode(const Engine& engine, const GenerateFlags& flags, const std::string& text) {
   if (text.empty()) {
     throw Error(ErrorCode::prompt, "the prompt is empty; give some text to continue");
   }
   if (flags.chat) return encode_question(engine, flags, text);
-  if (flags.bos == "auto") return {engine.encode_prompt(text), {}};
-  std::vector<TokenId> ids = engine.tokenizer().encode(text);
-  if (flags.bos == "always") {
-    if (!engine.info().bos) {
-      throw Error(ErrorCode::usage, "--bos always: this model's config.json names no BOS token");
-    }
-    ids.insert(ids.begin(), *engine.info().bos);
-  }
+  std::vector<TokenId> ids = prefix_of(engine, flags);
+  const std::vector<TokenId> body = engine.tokenizer().encode(text);
+  if (!flags.quiet) print_error(bos_note(engine, flags, ids, body));
+  ids.insert(ids.end(), body.begin(), body.end());
   return {std::move(ids), {}};
 }
 

@@ -67,6 +67,30 @@ class Generate(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertFalse(done.stdout.startswith("48192"), done.stdout)
 
+    def test_notes_what_a_prompt_begins_with(self):
+        def note(prompt, *flags, config=None):
+            with tempfile.TemporaryDirectory() as folder:
+                for file in MODEL.iterdir():
+                    os.symlink(file, Path(folder) / file.name)
+                if config is not None:
+                    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
+                done = sluice("generate", "-m", folder, "-n", 1, "-p", prompt, *flags)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            text = " ".join(done.stderr.split())
+            return text[text.index("note:"):] if "note:" in text else ""
+
+        twice = "<|begin_of_text|>Well, Prince"
+        self.assertIn("begins with '<|begin_of_text|>', which is put before every", note(twice))
+        self.assertIn("begins with '<|begin_of_text|>'", note(twice, "--bos", "always"))
+        for prompt, flags in ((twice, ["--bos", "never"]), (twice, ["-q"]), ("Well", [])):
+            self.assertEqual(note(prompt, *flags), "")
+        asking = {"add_bos_token": True, "tokenizer_class": "GPT2Tokenizer",
+                  "bos_token": "<|begin_of_text|>"}
+        self.assertIn("asks for a BOS token (add_bos_token), which", note("Well", config=asking))
+        self.assertEqual(note("Well", "--bos", "always", config=asking), "")
+        self.assertEqual(note("Well", config={**asking, "tokenizer_class": "LlamaTokenizer"}), "")
+        self.assertEqual(note("Well", config={**asking, "add_bos_token": False}), "")
+
     def test_the_default_policy_gives_way_to_a_cap(self):
         flags = ["generate", "-m", MODEL, "-n", 2, "-f", NEEDLE, "--device-memory", "2MiB"]
         done = sluice(*flags)
