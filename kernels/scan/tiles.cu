@@ -1,13 +1,584 @@
+// Queries times quantised keys on tensor cores.
+//
+// Tokens are the rows of A, channels its inner dimension; both orders are free. A lane takes the
+// same bytes of the four channels that it has in a step of 16, so that half2 operands need one
+// permutation for two tokens and a mask each: a code in the lowest bits of an f16 is, as a
+// subnormal number, 2^-24 times the code, and tensor cores compute with subnormal numbers exactly.
+// Codes in higher bits are larger by powers of two, which the epilogue takes back. The highest of
+// three bits join the lower two as soon as they are where bytes of a word are.
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/runtime/error.h"
-#include "kernels/scan/tile_few.cuh"
+#include "kernels/scan/tile_results.cuh"
 #include "kernels/scan/tiles.h"
 #include "lib/backend/index_ops.h"
 #include "lib/check.h"
 
 namespace sluice::cuda {
 namespace {
+
+// Comes to a head; by a warp, with a barrier before the tables may be read.
+template <int kBits, bool kListed, int kQueries>
+__device__ __forceinline__ HeadQueries<kColumnTiles<kQueries>> enter_head(
+    const TileScanArgs& a, int head, const WarpMemory& memory) {
+  constexpr int kColumns = kColumnTiles<kQueries>;
+  HeadQueries<kColumns> of;
+  const std::int64_t first = static_cast<std::int64_t>(head) * a.pairs;
+  of.fragments = a.queries.fragments + first * (kColumns * kWarp) + lane_id();
+  if constexpr (kListed) {
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < a.pairs * kColumns; ++i) {
+      memory.fragments[i * kWarp + lane_id()] = __ldg(of.fragments + i * kWarp);
+    }
+    const uint4* const selectors = a.queries.selectors + first * 4;
+#pragma unroll 1
+    for (int i = lane_id(); i < a.pairs * 4; i += kWarp) memory.selectors[i] = __ldg(selectors + i);
+  }
+  const int column = first_column<kQueries>();
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      of.factors[c][side] = a.queries.factors[head * kMaxQueries + c * 8 + column + side];
+    }
+  }
+  const std::int64_t query = static_cast<std::int64_t>(head) * a.group + a.first_query + column;
+  of.logits = a.logits + query * a.stride + lane_id() / 4 * (2 * kLowBits<kBits>);
+  return of;
+}
+
+// A permutation whose selector is known not to ask for signs.
+__device__ __forceinline__ std::uint32_t permute(std::uint32_t a, std::uint32_t b,
+                                                 std::uint32_t selector) {
+  std::uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
+
+// Byte `b` of two channels' words and byte `next`, one above the other.
+__device__ __forceinline__ std::uint32_t bytes_of(std::uint32_t first, std::uint32_t second,
+                                                  unsigned b, unsigned next) {
+  return permute(first, second, b | next << 4 | (b + 4) << 8 | (next + 4) << 12);
+}
+
+// A word of the codes of each of a lane's four channels, and of 3 bits the highest; see turn().
+struct Words {
+  uint4 low;
+  uint4 high;
+};
+
+// Lower bits of runs 0 and 2 of three bits. Between and above them there is room for the highest
+// bits, which belong to neighbours in runs 1 and 3.
+constexpr std::uint32_t kEvenRuns = 0x00330033u;
+
+// Codes of two channels out of byte `b` of their words. Each byte has a code of every run.
+template <int kBits>
+class ByteCodes {
+ public:
+  __device__ ByteCodes(std::uint32_t first, std::uint32_t second, std::uint32_t first_high,
+                       std::uint32_t second_high, unsigned b) {
+    even_ = odd_ = bytes_of(first, second, b, b);
+    if constexpr (kBits == 3) {
+      const std::uint32_t high = bytes_of(first_high, second_high, b, (b + 1) % 4);
+      even_ = (even_ & kEvenRuns) | (high & ~kEvenRuns);
+      odd_ = (odd_ & ~kEvenRuns & 0x00ff00ffu) | (high & (kEvenRuns | ~0x00ff00ffu));
+    }
+  }
+  // As two 16-bit numbers, those of run `run` times 2^(kLowBits run).
+  __device__ __forceinline__ std::uint32_t run(int run) const {
+    constexpr std::uint32_t kMask = ((1u << kBits) - 1) * 0x00010001u;
+    return (run % 2 == 0 ? even_ : odd_) & kMask << (run * kLowBits<kBits>);
+  }
+
+ private:
+  std::uint32_t even_;
+  std::uint32_t odd_;
+};
+
+template <int kBits>
+__device__ __forceinline__ ByteCodes<kBits> first_two(const Words& words, unsigned b) {
+  return {words.low.x, words.low.y, words.high.x, words.high.y, b};
+}
+template <int kBits>
+__device__ __forceinline__ ByteCodes<kBits> last_two(const Words& words, unsigned b) {
+  return {words.low.z, words.low.w, words.high.z, words.high.w, b};
+}
+
+// Rows of A out of byte `b` of the words of a lane's four channels.
+template <int kBits, int kColumns>
+__device__ __forceinline__ void multiply_byte(const Words& words, unsigned b, int tile,
+                                              const uint2 (&weights)[kColumns],
+                                              PageSums<kColumns>& sums) {
+  const auto first = first_two<kBits>(words, b);
+  const auto second = last_two<kBits>(words, b);
+#pragma unroll
+  for (int s = 0; s < 4 / kLowBits<kBits>; ++s) {
+    const std::uint32_t pairs[4] = {first.run(2 * s), first.run(2 * s + 1), second.run(2 * s),
+                                    second.run(2 * s + 1)};
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      mma(__half(), sums.codes[tile + s][c], pairs, weights[c].x, weights[c].y);
+    }
+  }
+}
+
+__device__ __forceinline__ std::uint32_t multiply_pairs(std::uint32_t a, std::uint32_t b) {
+  const __half2 product =
+      __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
+  return *reinterpret_cast<const std::uint32_t*>(&product);
+}
+
+__device__ __forceinline__ void load_shared(std::uint32_t from, std::uint32_t& to) {
+  asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(to) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_shared(std::uint32_t from, uint2& to) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n"
+               : "=r"(to.x), "=r"(to.y)
+               : "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void load_shared(std::uint32_t from, uint4& to) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+               : "r"(from)
+               : "memory");
+}
+
+// Where a lane finds its part of a slot, as offsets that steps and channels are added to.
+template <int kBits, bool kListed>
+struct LaneOffsets {
+  using Shape = TileShape<kBits, kListed>;
+  // Listed channels lie in an order that makes some of the sums exclusive ors.
+  static constexpr int kCodes = kListed && kBits == 2 ? 2 : 1;
+
+  __device__ LaneOffsets() {
+    const int row = lane_id() / 4;
+    const int quad = lane_id() % 4;
+#pragma unroll
+    for (int p = 0; p < kTilePages; ++p) {
+#pragma unroll
+      for (int j = 0; j < kCodes; ++j) {
+        const int channel = channel_of_lane(kListed, quad, j);
+        const int half = kListed || kBits == 3 ? p : (p ^ channel) % kTilePages;
+        const int at =
+            channel * Shape::kChannelBytes + half * Shape::kCodeBytes + row * (2 * kLowBits<kBits>);
+        const int listed = kBits == 3 ? at + quad * static_cast<int>(Shape::kGap) : at ^ quad * 32;
+        codes[p][j] = static_cast<std::uint32_t>(kListed ? listed : at);
+      }
+    }
+    scales = Shape::kScaleOffset + static_cast<std::uint32_t>(kListed ? quad : quad / 2) * 16;
+  }
+  // The lane's channel `j` of a step.
+  __device__ __forceinline__ std::uint32_t code(int step, int page, int j) const {
+    const int apart = channel_of_lane(kListed, 0, j / kCodes * kCodes);
+    return codes[page][j % kCodes] +
+           static_cast<std::uint32_t>((step * kStepChannels + apart) * Shape::kChannelBytes) +
+           static_cast<std::uint32_t>(step) * (kStepChannels / Shape::kGroup * Shape::kGap);
+  }
+  __device__ __forceinline__ std::uint32_t scale(int step, int page) const {
+    return scales + static_cast<std::uint32_t>(step) * kStepChannels * (kListed ? 4 : 2) +
+           static_cast<std::uint32_t>(page) * 2 * Shape::kScaleBytes;
+  }
+
+  std::uint32_t codes[kTilePages][kCodes];
+  std::uint32_t scales;
+};
+
+// Scales (or zeros) of this lane's four channels of a step, out of four pairs.
+__device__ __forceinline__ uint2 load_scales(std::uint32_t from, uint2 selectors) {
+  uint4 words;
+  load_shared(from, words);
+  return make_uint2(permute(words.x, words.y, selectors.x), permute(words.z, words.w, selectors.y));
+}
+
+// Codes of this lane's four channels of a step and a page; of 3 bits the lower two, then the
+// highest.
+template <int kBits>
+using Codes = std::conditional_t<kBits == 2, std::uint32_t, uint2>[4];
+
+// The highest bits of four tokens of every run, for lanes of two rows four apart: byte k has those
+// of 16 i + k as its bits i, of which the upper row has the odd ones. Turned so that bit 2 r of a
+// lane's own becomes bit 2 r + 2, those of run 3 are in the byte after, or the first after the
+// last.
+__device__ __forceinline__ std::uint32_t turn(std::uint32_t high) {
+  return __funnelshift_l(high, high, 2u - static_cast<unsigned>(lane_id()) / 16);
+}
+
+template <int kBits, bool kListed>
+__device__ __forceinline__ void load_codes(std::uint32_t slot,
+                                           const LaneOffsets<kBits, kListed>& offsets, int step,
+                                           int page, Codes<kBits>& codes) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const std::uint32_t from = slot + offsets.code(step, page, j);
+    if constexpr (kBits == 3) {
+      load_shared(from, codes[j].x);
+      // Rows are 4 bytes apart, and four of them have as many bytes of these.
+      const auto upper = static_cast<std::uint32_t>(lane_id()) / 16 * 16;
+      load_shared(from - upper + TileShape<kBits, kListed>::kHighOffset, codes[j].y);
+      codes[j].y = turn(codes[j].y);
+    } else {
+      load_shared(from, codes[j]);
+    }
+  }
+}
+
+// Word `i` of each channel's codes.
+template <int kBits>
+__device__ __forceinline__ Words words_of(const Codes<kBits>& codes, int i) {
+  if constexpr (kBits == 2) {
+    return {make_uint4(codes[0], codes[1], codes[2], codes[3]), {}};
+  } else {
+    const uint4 first = make_uint4(codes[0].x, codes[1].x, codes[2].x, codes[3].x);
+    const uint4 second = make_uint4(codes[0].y, codes[1].y, codes[2].y, codes[3].y);
+    if (kBits == 3) return {first, second};
+    return {i == 0 ? first : second, {}};
+  }
+}
+
+// Word `word` of this lane's four channels of a step and a page.
+__device__ __forceinline__ Words load_words(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
+                                            int step, int page, int word) {
+  uint4 words;
+  const auto load = [&](int j, std::uint32_t& to) {
+    load_shared(slot + offsets.code(step, page, j) + static_cast<std::uint32_t>(word) * 4, to);
+  };
+  load(0, words.x);
+  load(1, words.y);
+  load(2, words.z);
+  load(3, words.w);
+  return {words, {}};
+}
+
+// A word of four channels' codes of either page, times weights.
+template <int kBits>
+__device__ __forceinline__ void multiply_word(const Words (&words)[kTilePages], uint2 weights,
+                                              WordSums<kLowBits<kBits>>& sums) {
+  static_assert(kTilePages == 2);
+#pragma unroll
+  for (unsigned b = 0; b < 4; ++b) {
+    const ByteCodes<kBits> codes[4] = {first_two<kBits>(words[0], b), first_two<kBits>(words[1], b),
+                                       last_two<kBits>(words[0], b), last_two<kBits>(words[1], b)};
+#pragma unroll
+    for (int run = 0; run < 8 / kLowBits<kBits>; ++run) {
+      const std::uint32_t pairs[4] = {codes[0].run(run), codes[1].run(run), codes[2].run(run),
+                                      codes[3].run(run)};
+      mma(__half(), sums[b][run], pairs, weights.x, weights.y);
+    }
+  }
+}
+
+// Codes times weights.
+template <int kBits, int kColumns>
+__device__ __forceinline__ void multiply_codes(const Codes<kBits>& codes,
+                                               const uint2 (&weights)[kColumns],
+                                               PageSums<kColumns>& sums) {
+  constexpr int kTiles = 4 / kLowBits<kBits>;  // of a byte
+#pragma unroll
+  for (int word = 0; word < kLowBits<kBits> / 2; ++word) {
+    const Words words = words_of<kBits>(codes, word);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      multiply_byte<kBits>(words, static_cast<unsigned>(b), (word * 4 + b) * kTiles, weights, sums);
+    }
+  }
+}
+
+// Zeros of both pages as A, for step `step` of the chunk in `slot`.
+template <int kBits, bool kListed>
+__device__ __forceinline__ void load_zeros(std::uint32_t slot,
+                                           const LaneOffsets<kBits, kListed>& offsets, int step,
+                                           uint2 selectors, std::uint32_t (&zeros)[4]) {
+#pragma unroll
+  for (int p = 0; p < kTilePages; ++p) {
+    const uint2 of_page = load_scales(
+        slot + offsets.scale(step, p) + TileShape<kBits, kListed>::kScaleBytes, selectors);
+    zeros[p] = of_page.x;
+    zeros[2 + p] = of_page.y;
+  }
+}
+
+__device__ __forceinline__ uint2 weights_of(uint2 query, uint2 scale) {
+  return make_uint2(multiply_pairs(query.x, scale.x), multiply_pairs(query.y, scale.y));
+}
+
+// Where pages share the columns: adds queries times zeros of a step and returns the weights of its
+// codes.
+template <int kBits, bool kListed>
+__device__ __forceinline__ uint2 begin_step(std::uint32_t slot,
+                                            const LaneOffsets<kBits, kListed>& offsets, int step,
+                                            uint2 queries, uint2 selectors, float (&sums)[4]) {
+  std::uint32_t zeros[4];
+  load_zeros(slot, offsets, step, selectors, zeros);
+  mma(__half(), sums, zeros, queries.x, queries.y);
+  const int page = lane_id() / 16;  // that the lane's column is for
+  return weights_of(queries, load_scales(slot + offsets.scale(step, page), selectors));
+}
+
+// One step of 16 channels, step `step` of the chunk in `slot`. Selectors tell which halves of words
+// the lane takes its scales from.
+template <int kBits, bool kListed, int kQueries>
+__device__ __forceinline__ void multiply_step(std::uint32_t slot,
+                                              const LaneOffsets<kBits, kListed>& offsets, int step,
+                                              const uint2 (&queries)[kColumnTiles<kQueries>],
+                                              uint2 selectors,
+                                              TileSums<kLowBits<kBits>, kQueries>& sums) {
+  if constexpr (kQueries == kSharedQueries) {
+    const uint2 weights = begin_step(slot, offsets, step, queries[0], selectors, sums.zeros);
+    Codes<kBits> codes[kTilePages];
+#pragma unroll
+    for (int p = 0; p < kTilePages; ++p) load_codes<kBits>(slot, offsets, step, p, codes[p]);
+#pragma unroll
+    for (int word = 0; word < kLowBits<kBits> / 2; ++word) {
+      const Words words[kTilePages] = {words_of<kBits>(codes[0], word),
+                                       words_of<kBits>(codes[1], word)};
+      multiply_word<kBits>(words, weights, sums.codes[word]);
+    }
+  } else {
+    constexpr int kColumns = kColumnTiles<kQueries>;
+    std::uint32_t zeros[4];
+    load_zeros(slot, offsets, step, selectors, zeros);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      mma(__half(), sums.pages[0].zeros[c], zeros, queries[c].x, queries[c].y);
+    }
+#pragma unroll
+    for (int p = 0; p < kTilePages; ++p) {
+      const uint2 scale = load_scales(slot + offsets.scale(step, p), selectors);
+      uint2 weights[kColumns];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) weights[c] = weights_of(queries[c], scale);
+      Codes<kBits> codes;
+      load_codes<kBits>(slot, offsets, step, p, codes);
+      multiply_codes<kBits>(codes, weights, sums.pages[p]);
+    }
+  }
+}
+
+// One step's part of what a pair of steps needs.
+__device__ __forceinline__ uint2 of_step(const uint4& both, int step) {
+  return step == 0 ? make_uint2(both.x, both.y) : make_uint2(both.z, both.w);
+}
+
+// What a pair of steps needs of the queries.
+template <int kColumns>
+struct PairQueries {
+  uint4 fragments[kColumns];
+  uint4 selectors;  // which halves of words the lane takes its scales from
+};
+
+template <bool kListed, int kColumns>
+__device__ __forceinline__ PairQueries<kColumns> load_pair(const HeadQueries<kColumns>& of_head,
+                                                           const WarpMemory& memory, int pair) {
+  PairQueries<kColumns> of;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const int place = (pair * kColumns + c) * kWarp;
+    of.fragments[c] =
+        kListed ? memory.fragments[place + lane_id()] : __ldg(of_head.fragments + place);
+  }
+  const std::uint32_t half = lane_id() % 2 == 0 ? 0x5410u : 0x7632u;
+  of.selectors =
+      kListed ? memory.selectors[pair * 4 + lane_id() % 4] : make_uint4(half, half, half, half);
+  return of;
+}
+
+// Two steps, of which `steps` are there.
+template <int kBits, bool kListed, int kQueries>
+__device__ __forceinline__ void multiply_pair(std::uint32_t slot,
+                                              const LaneOffsets<kBits, kListed>& offsets, int steps,
+                                              const PairQueries<kColumnTiles<kQueries>>& queries,
+                                              TileSums<kLowBits<kBits>, kQueries>& sums) {
+  constexpr int kColumns = kColumnTiles<kQueries>;
+#pragma unroll
+  for (int s = 0; s < kPairSteps; ++s) {
+    if (s >= steps) break;
+    uint2 fragments[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) fragments[c] = of_step(queries.fragments[c], s);
+    multiply_step<kBits, kListed, kQueries>(slot, offsets, s, fragments,
+                                            of_step(queries.selectors, s), sums);
+  }
+}
+
+// Stores what is wanted of a tile.
+template <int kBits, TileScan kScan, int kQueries>
+__device__ __forceinline__ void store_tile(TileSums<kBits, kQueries>& sums, const TileScanArgs& a,
+                                           const HeadQueries<kColumnTiles<kQueries>>& queries,
+                                           TilePlace at, const TileCandidates& candidates,
+                                           __half* staged) {
+  if constexpr (kQueries != kSharedQueries) {
+#pragma unroll
+    for (int c = 0; c < kColumnTiles<kQueries>; ++c) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        sums.pages[1].zeros[c][side] = sums.pages[0].zeros[c][2 + side];
+      }
+    }
+  }
+  if (has_candidates<kScan>(a)) {
+    store_candidates<kBits, kQueries>(sums, a, queries, at, candidates, staged);
+  } else if (a.aligned) {
+    store_logits<kBits, true, kQueries>(sums, a, queries, at);
+  } else {
+    store_logits<kBits, false, kQueries>(sums, a, queries, at);
+  }
+}
+
+// Sums and stores the tiles of one warp.
+template <int kBits, TileScan kScan, int kQueries>
+__device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanTokens& tokens,
+                                           const WarpMemory& memory) {
+  constexpr bool kListed = kScan == TileScan::listed;
+  constexpr int kColumns = kColumnTiles<kQueries>;
+  using Shape = TileShape<kBits, kListed>;
+  using Copier =
+      std::conditional_t<kListed, ListedCopier<kBits, kScan>, OrderedCopier<kBits, kScan>>;
+  Copier copier(a, tokens, memory);
+  // Tiles that are scanned in any case are copied while the queries are made ready.
+  constexpr bool kEarly = kScan == TileScan::all;
+  static_assert(Shape::kAhead < kLeastDynamicTiles * Shape::kStaticEighths / 8, "see begin()");
+  if (!kEarly) {
+    wait_for_kernel_before();
+    copier.begin();
+  }
+#pragma unroll 1
+  for (int i = 0; i < Shape::kAhead; ++i) copier.copy_next();
+  if (kEarly) {
+    wait_for_kernel_before();
+    copier.begin();
+  }
+
+  const LaneOffsets<kBits, kListed> offsets;
+  const std::uint32_t first_slot = shared_address(memory.ring);
+  std::uint32_t slot = first_slot;
+  unsigned round = 0;  // the lowest bit of how often the ring was gone through
+  TilePlace at;
+  HeadQueries<kColumns> queries;
+  while (copier.oldest().last_page >= 0) {
+    if (copier.oldest().head != at.head) {
+      queries = enter_head<kBits, kListed, kQueries>(a, copier.oldest().head, memory);
+    }
+    at = copier.oldest();
+    TileCandidates candidates{};
+    if (kScan == TileScan::candidates) candidates = candidates_of(a, at);
+    TileSums<kLowBits<kBits>, kQueries> sums{};
+#pragma unroll 1
+    for (int pair = 0; pair < a.pairs; ++pair) {
+      PairQueries<kColumns> of_pair;  // asked for early where it comes from far
+      if (!kListed) of_pair = load_pair<kListed>(queries, memory, pair);
+      copier.wait(slot, round);
+      __syncwarp();
+      copier.copy_next();
+      if (kListed) of_pair = load_pair<kListed>(queries, memory, pair);
+      multiply_pair<kBits, kListed, kQueries>(slot, offsets, a.steps - pair * kPairSteps, of_pair,
+                                              sums);
+      slot += Shape::kSlotBytes;
+      if (slot == first_slot + Shape::kRingBytes) {
+        slot = first_slot;
+        round ^= 1;
+      }
+    }
+    if (kListed && has_candidates<kScan>(a)) {
+      candidates = candidates_of(a, at);  // rare, and registers are not
+    }
+    store_tile<kLowBits<kBits>, kScan, kQueries>(sums, a, queries, at, candidates, memory.staged);
+  }
+}
+
+// Scans of so few listed channels, for so few queries, that a warp has room to spare: a chunk has
+// all channels of a tile, so that sums over half its tokens are complete before those over the
+// other half begin, and what scans of more channels keep in shared memory of the queries fits
+// registers.
+
+using FewShape = TileShape<4, true>;
+
+// What a lane needs of the KV head whose tiles it scans.
+struct FewQueries {
+  HeadQueries<1> head;
+  uint4 fragments;
+  uint4 selectors;
+};
+
+__device__ __forceinline__ FewQueries enter_few(const TileScanArgs& a, int head) {
+  FewQueries of;
+  of.head = enter_head<4, false, kSharedQueries>(a, head, {});
+  of.fragments = __ldg(of.head.fragments);
+  of.selectors = __ldg(a.queries.selectors + head * 4 + lane_id() % 4);
+  return of;
+}
+
+// Logits of this lane's queries and page of the tile in `slot`.
+template <int kSteps>
+__device__ __forceinline__ void scan_slot(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
+                                          const FewQueries& queries, Runs<4> (&runs)[2]) {
+  float zeros[4]{};
+  uint2 weights[kSteps];
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    weights[s] = begin_step(slot, offsets, s, of_step(queries.fragments, s),
+                            of_step(queries.selectors, s), zeros);
+  }
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    WordSums<4> sums{};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      Words words[kTilePages];
+#pragma unroll
+      for (int p = 0; p < kTilePages; ++p) words[p] = load_words(slot, offsets, s, p, word);
+      multiply_word<4>(words, weights[s], sums);
+    }
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      find_of_word<4>(sums, word, zeros, side, queries.head.factors[0][side], runs[side]);
+    }
+  }
+}
+
+// What a warp has in shared memory: its ring, and of its head the places of what it copies.
+inline constexpr std::uint32_t kFewBytes =
+    FewShape::kRingBytes + kWarp * (sizeof(uint4) + sizeof(std::uint32_t));
+
+__device__ __forceinline__ WarpMemory few_memory(std::byte* bytes) {
+  WarpMemory memory{};
+  memory.ring = bytes;
+  memory.places = reinterpret_cast<uint4*>(bytes + FewShape::kRingBytes);
+  memory.scales = reinterpret_cast<std::uint32_t*>(memory.places + kWarp);
+  return memory;
+}
+
+// Scans and stores the tiles of one warp.
+template <int kSteps>
+__device__ __forceinline__ void scan_few(const TileScanArgs& a, const ScanTokens& tokens,
+                                         const WarpMemory& memory) {
+  ListedCopier<4, TileScan::few> copier(a, tokens, memory);
+  wait_for_kernel_before();
+  copier.begin();
+#pragma unroll 1
+  for (int i = 0; i < FewShape::kAhead; ++i) copier.copy_next();
+  const LaneOffsets<4, true> offsets;
+  const std::uint32_t first_slot = shared_address(memory.ring);
+  std::uint32_t slot = first_slot;
+  TilePlace at;
+  FewQueries queries{};
+  while (copier.oldest().last_page >= 0) {
+    if (copier.oldest().head != at.head) queries = enter_few(a, copier.oldest().head);
+    at = copier.oldest();
+    copier.wait(0, 0);
+    __syncwarp();
+    copier.copy_next();
+    Runs<4> runs[2];
+    scan_slot<kSteps>(slot, offsets, queries, runs);
+    const int page = at.tile() * kTilePages + page_of_lane();
+    store_runs<4, true>(runs, a, queries.head.logits + std::int64_t{page} * kPageTokens,
+                        first_column<kSharedQueries>(), at, page);
+    slot += FewShape::kSlotBytes;
+    if (slot == first_slot + FewShape::kRingBytes) slot = first_slot;
+  }
+}
 
 constexpr int kScanThreads = kScanWarps * kWarp;
 constexpr int kTableThreads = 256;
