@@ -1,7 +1,7 @@
-// What one step works on: the tokens that it decodes, and where the rows of their sequences are.
+// The input of one step: the tokens that it decodes, and the location of their sequences' rows.
 //
-// What changes from token to token lies in the backend's memory, so that a step that was recorded
-// once can be replayed: pointers, counts and capacities of a recorded step stay the same.
+// Everything that changes from token to token lies in the backend's memory, because a recorded step
+// is replayed with the same pointers, counts and capacities.
 #pragma once
 
 #include <cstddef>
@@ -13,18 +13,18 @@ namespace sluice {
 
 // A token that a step decodes. It sees the tokens of its sequence up to its own position.
 struct BatchToken {
-  std::int32_t sequence = 0;  // its row in the tables of pages
+  std::int32_t sequence = 0;  // row in the page tables
   std::int32_t position = 0;  // in the sequence
 
-  // Tokens of the sequence that it sees, itself included.
+  // Tokens of the sequence that it attends to, itself included.
   constexpr std::int64_t count() const { return std::int64_t{position} + 1; }
   // Whole pages before its own; its own page is always attended.
   constexpr std::int64_t pages() const { return position / kPageTokens; }
   constexpr std::int64_t page_first() const { return pages() * kPageTokens; }
 };
 
-// The tokens of a step, usually one of each sequence. Several of one sequence follow each other in
-// the batch, and have positions that do.
+// The tokens of a step, usually one per sequence. Several tokens of one sequence are adjacent in
+// the batch and have consecutive positions.
 struct TokenBatch {
   const BatchToken* tokens = nullptr;  // the backend's memory, [count]
   std::int64_t count = 0;
@@ -34,11 +34,11 @@ struct TokenBatch {
 // Most tokens of a decode step.
 inline constexpr std::int64_t kMostBatch = 64;
 
-// Pages of a sequence that have one slot of the key index together: tiles of keys lie side by side
-// in it, so that slices of channels are read in pieces twice as long.
+// Pages of a sequence that share one slot of the key index. Their key tiles are adjacent there,
+// because slices of channels are then read in runs twice as long.
 inline constexpr int kTilePages = 2;
 
-// Where one page of a sequence is: its slots in the pools of rows.
+// The location of one page of a sequence: its slots in the row pools.
 struct PageSlots {
   static constexpr std::int32_t kNone = -1;  // the page is not in that tier
 
@@ -46,11 +46,11 @@ struct PageSlots {
   std::int32_t host = kNone;
 };
 
-// Rows of one layer, of all sequences of a pool. Rows are read from the device if they are there
-// and from their home, host memory, if not; they are written to all places that they have.
+// Rows of one layer, for all sequences of a pool. Rows are read from the device if resident there,
+// else from host memory; they are written to every tier in which their page has a slot.
 struct PagedRows {
-  // [kv_heads, slots, kPageTokens, row_bytes], with so many bytes from KV head to KV head; null if
-  // there is no such tier, or the reader does not reach it.
+  // [kv_heads, slots, kPageTokens, row_bytes], with `*_stride` bytes from KV head to KV head; null
+  // if there is no such tier, or the reader cannot access it.
   std::byte* device = nullptr;
   std::byte* host = nullptr;
   std::int64_t device_stride = 0;
@@ -58,7 +58,7 @@ struct PagedRows {
   const PageSlots* pages = nullptr;  // the backend's memory, [sequences, table_stride]
   std::int64_t table_stride = 0;     // pages that a sequence may have
 
-  // Where a page's first row is, by its slot in a tier's pool.
+  // The address of a page's first row, given its slot in a tier's pool.
   constexpr std::byte* in_device(std::int64_t head, std::int64_t slot,
                                  std::int64_t row_bytes) const {
     return device + head * device_stride + slot * kPageTokens * row_bytes;
@@ -72,7 +72,8 @@ struct PagedRows {
   constexpr bool is_on_device(const PageSlots& page) const {
     return device != nullptr && page.device != PageSlots::kNone;
   }
-  // Where the row of a position is read; for those who reach `pages`.
+  // The address from which a position's row is read. Callable only where `pages` can be
+  // dereferenced.
   constexpr const std::byte* row(std::int64_t sequence, std::int64_t head, std::int64_t position,
                                  std::int64_t row_bytes) const {
     const PageSlots& at = page(sequence, position / kPageTokens);

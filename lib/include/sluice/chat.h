@@ -1,4 +1,4 @@
-// Conversations: questions and answers, written as the model's chat template has them.
+// Conversations: questions and answers, rendered by the model's chat template.
 #pragma once
 
 #include <filesystem>
@@ -14,43 +14,43 @@
 
 namespace sluice {
 
-// A question and what was answered.
+// A question and its answer.
 struct ChatTurn {
   std::string question;
   std::string answer;
-  std::vector<TokenId> tokens;  // of the answer as they were drawn; none: the tokenizer's
+  std::vector<TokenId> tokens;  // the answer's, as drawn; empty: the tokenizer's
 };
 
-// The chat template of a checkpoint, run as transformers runs it.
+// The chat template of a checkpoint, executed as transformers does.
 class ChatFormat {
  public:
-  // From chat_template.jinja, chat_template.json or tokenizer_config.json, the first that has one.
-  // Throws Error{unsupported} if none has or Sluice cannot run it, Error{corrupt} for files that
-  // are broken, Error{tokenizer} if the template writes a BOS or EOS token that the tokenizer
-  // lacks. `tokenizer` must outlive the format.
+  // Loads the template from the first of chat_template.jinja, chat_template.json and
+  // tokenizer_config.json that has one. Throws Error{unsupported} if none has or Sluice cannot run
+  // it, Error{corrupt} for broken files, Error{tokenizer} if the template writes a BOS or EOS token
+  // that the tokenizer lacks. `tokenizer` must outlive the format.
   static ChatFormat load(const std::filesystem::path& checkpoint, const Tokenizer& tokenizer);
 
   ChatFormat(ChatFormat&&) noexcept;
   ChatFormat& operator=(ChatFormat&&) noexcept;
   ~ChatFormat();
 
-  // That the template is from.
+  // The file that has the template.
   const std::filesystem::path& file() const;
-  // Tokens that the template ends an answer with, besides the model's EOS tokens; may be none.
+  // Tokens with which the template ends an answer, besides the model's EOS tokens; may be empty.
   std::span<const TokenId> end_tokens() const;
-  // What the template writes that looks like a control token, <|user|>, and is none of the
-  // tokenizer's: it is read as text, as transformers has it. Models may be trained so; else the
-  // template is another tokenizer's.
+  // Strings in the template's output that look like control tokens, such as <|user|>, but that the
+  // tokenizer lacks: they are encoded as text, as in transformers. Either the model was trained
+  // with them as text, or the template belongs to another tokenizer.
   std::span<const std::string> text_markers() const;
-  // Whether a text of the system stands in front of the newest question, so that everything from
-  // the question before on is written anew with every turn.
+  // Returns true if the template puts the system prompt before the newest question, because then
+  // everything from the previous question on is rendered anew with every turn.
   bool moves_system() const;
 
-  // The ids of a conversation whose last turn is still to be answered. Only what the template
-  // writes becomes control tokens: what the texts hold is text. An empty `system` is none: the
-  // template may have a default for it. Throws Error{prompt} if there is no turn, a text is not
-  // UTF-8 or the template refuses the conversation, Error{unsupported} if it has no place for a
-  // text of the system or computes what Sluice does not.
+  // The ids of a conversation whose last turn has no answer yet. Only the template's own text
+  // becomes control tokens; questions, answers and `system` stay text. An empty `system` means no
+  // system prompt, for which the template may have a default. Throws Error{prompt} if there is no
+  // turn, a text is not UTF-8 or the template refuses the conversation, Error{unsupported} if the
+  // template has no place for a system prompt or uses a feature that Sluice lacks.
   std::vector<TokenId> render(std::string_view system, std::span<const ChatTurn> turns) const;
 
  private:
@@ -60,17 +60,17 @@ class ChatFormat {
   std::unique_ptr<const Impl> impl_;
 };
 
-// A conversation in a session: what the session holds stays there, so that a question costs its
-// own tokens and not those before. If the template writes an earlier turn anew (without what the
-// model thought aloud, say), the session is cut where it differs and goes on from there.
+// A conversation in a session. Earlier turns stay in the session, so a question costs only its own
+// tokens. If the template renders an earlier turn differently (for example without the model's
+// reasoning), the session is truncated at the first different token and continues from there.
 class Chat {
  public:
-  // `engine` must outlive it; `session` is the engine's and empty.
+  // `engine` must outlive the chat; `session` must belong to it and be empty.
   Chat(const Engine& engine, Session session, ChatFormat format, std::string system = {});
 
-  // Asks, and generates the answer; options.sampling.max_tokens is cut to what the context holds,
-  // and a repetition penalty is of the whole conversation.
-  // Without an answer, because prefill was interrupted or failed, the question counts as not
+  // Asks, and generates the answer. options.sampling.max_tokens is clamped to the room left in the
+  // context; a repetition penalty covers the whole conversation.
+  // If there is no answer, because prefill was interrupted or failed, the question counts as not
   // asked. Throws Error{prompt} if the context is full, Error{usage} in a callback of another
   // question, and what generate() throws.
   GenerateResult ask(std::string question, GenerateOptions options);
@@ -78,16 +78,15 @@ class Chat {
   void reset();
 
   std::span<const ChatTurn> turns() const { return turns_; }
-  // What the session holds: of the conversation as it is written all but the end of the last
-  // answer.
+  // The tokens in the session: the rendered conversation except the end of the last answer.
   std::span<const TokenId> tokens() const { return held_; }
   const Session& session() const { return session_; }
 
  private:
-  // Keeps of the session what `ids` begin with, and returns how many tokens that are.
+  // Truncates the session to its common prefix with `ids`, and returns the prefix's tokens.
   std::size_t keep_common(std::span<const TokenId> ids);
   void require_no_question() const;
-  // Of what the session holds, after a question that failed.
+  // Drops the session's tokens from `token` on, after a question that failed.
   void forget_from(std::size_t token);
 
   const Engine* engine_;
@@ -95,7 +94,7 @@ class Chat {
   ChatFormat format_;
   std::string system_;
   std::vector<ChatTurn> turns_;
-  std::vector<TokenId> held_;  // by the session
+  std::vector<TokenId> held_;  // tokens in the session
   bool is_asking_ = false;
 };
 

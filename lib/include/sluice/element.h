@@ -1,4 +1,4 @@
-// Single elements of any dtype. Loops over many of them, where time matters, live in cpu/ and
+// Single elements of any dtype. Loops over many elements, where time matters, are in cpu/ and
 // kernels/.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Every operating error that Sluice reports. Programmer errors (a broken precondition inside
+// All operating errors that Sluice reports. Programmer errors (a broken precondition inside
 // Sluice) are assertions instead, see lib/check.h.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace sluice {
 
-// What went wrong, by what the user has to change.
+// Errors, grouped by what the user has to change.
 enum class ErrorCode : std::uint8_t {
   usage,        // a flag or an argument makes no sense
   not_found,    // a file or directory is missing or unreadable
@@ -17,15 +17,15 @@ enum class ErrorCode : std::uint8_t {
   unsupported,  // a valid model, option or machine that Sluice does not handle
   tokenizer,    // tokenizer.json is broken, or lacks something that the text needs
   prompt,       // the prompt is empty, not UTF-8, or longer than the planned context
-  memory,       // a memory cap is too small for what was asked
+  memory,       // a memory cap is too small for the request
   io,           // reading or writing failed (a full disk, a device error)
   internal,     // a bug in Sluice, or a session used after it failed
-  numeric       // a NaN or an infinity where there must be a number
+  numeric       // a NaN or an infinity where a finite number is required
 };
 
-// `what()` is one line: what is wrong, where (file, or field in backquotes), and what to do about
-// it. Whatever a file or a flag holds, it is at most some kilobytes of UTF-8 without control or
-// formatting characters, which stand there as \xNN.
+// `what()` is one line: the fault, its place (file, or field in backquotes) and the remedy.
+// Regardless of the content of a file or flag it is at most some kilobytes of UTF-8, with control
+// and formatting characters escaped as \xNN.
 class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, std::string_view message);

@@ -16,21 +16,21 @@ namespace sluice {
 // Why bytes moved or were read.
 enum class Cause : std::uint8_t {
   append,      // new rows written to where attention reads them
-  write_back,  // rows copied to their home in a lower tier, or written there at once where nothing
-               // above keeps them: then there is no append
+  write_back,  // rows copied to their slot in a lower tier, or written only there if no higher tier
+               // keeps them: then there is no append
   hit,         // rows attended where they already were
   miss,        // rows fetched from a lower tier because attention needed them
   index_read,  // the key index, or keys themselves, read to estimate weights; rows are tokens
                // estimated
-  value_read,  // values in a few bits, read for tokens whose rows are not; rows are tokens of the
+  value_read,  // quantised values read for tokens whose rows are not read; rows are tokens of the
                // pages that were read
-  evict,       // rows that made room for others in a row cache, by the layer whose selection needed
-               // it; no bytes, for they have a home
+  evict,       // rows evicted from a row cache, counted for the layer whose selection needed the
+               // room; no bytes, because host memory holds every row
 };
 inline constexpr int kCauses = 7;
 std::string_view to_string(Cause cause);
 
-// Correction recomputes tokens that were decoded sparsely.
+// Correction: recomputes tokens that were decoded sparsely.
 enum class Phase : std::uint8_t { prefill, decode, correction };
 inline constexpr int kPhases = 3;
 std::string_view to_string(Phase phase);
@@ -43,8 +43,7 @@ struct Traffic {
   friend bool operator==(const Traffic&, const Traffic&) = default;
 };
 
-// One line of the account of one step. `from == to` means read or written in place, without
-// crossing between tiers.
+// One line of a step. `from == to` means read or written in place, without crossing between tiers.
 struct LedgerEntry {
   int layer = 0;
   Tier from = Tier::host;
@@ -53,7 +52,7 @@ struct LedgerEntry {
   Traffic traffic;
 };
 
-// What one step, a prefill chunk or a decoded token, moved.
+// The traffic of one step: a prefill chunk or a decoded token.
 struct LedgerStep {
   std::uint64_t index = 0;
   Phase phase = Phase::prefill;
@@ -70,21 +69,20 @@ class Ledger {
   explicit Ledger(int layers);
 
   void begin_step(Phase phase, int tokens);
-  // The current step stopped, and its tokens were not kept. What it moved stays counted.
+  // Drops the tokens of the current step, which stopped. Its traffic stays counted.
   void drop_tokens();
-  // Adds to the current step. `bytes` counts whole rows, padding included: what the bus carries.
+  // Adds to the current step. `bytes` counts whole rows with padding, because the bus carries it.
   void record(int layer, Tier from, Tier to, Cause cause, Traffic traffic);
 
-  // Totals of a phase, over all layers or of one. Throws Error{usage} for a layer that there is
-  // not.
+  // Totals of a phase, over all layers or for one. Throws Error{usage} for a layer out of range.
   Traffic total(Phase phase, Tier from, Tier to, Cause cause) const;
   Traffic total(Phase phase, int layer, Tier from, Tier to, Cause cause) const;
-  // All bytes that crossed from one tier to another, whatever the cause and phase.
+  // All traffic from one tier to another, over all causes and phases.
   Traffic crossed(Tier from, Tier to) const;
 
   std::uint64_t steps(Phase phase) const;
-  // That steps appended. Where a session is cut afterwards, by truncate() or because a callback
-  // threw, they stay counted, as what was moved for them does.
+  // Tokens that steps appended. Tokens dropped later, by truncate() or because a callback threw,
+  // stay counted, as their traffic does.
   std::uint64_t tokens(Phase phase) const;
   int layers() const { return layers_; }
   const std::deque<LedgerStep>& history() const { return history_; }
@@ -93,7 +91,7 @@ class Ledger {
   std::string to_table() const;
   // One JSON object: totals, totals per layer, and the steps in `history()`.
   std::string to_json() const;
-  // The same, piece by piece, a step in each: a step takes some 100 bytes per layer and cause.
+  // The same in parts, one step each: a step takes some 100 bytes per layer and cause.
   void write_json(const std::function<void(std::string_view)>& sink) const;
 
  private:

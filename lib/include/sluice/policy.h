@@ -1,16 +1,16 @@
-// A policy says which tokens a decoded token attends to, and which a prompt's tokens do.
+// A policy decides which tokens a decoded token attends to, and which a prompt's tokens attend to.
 //
 // A selector estimates the attention weight of every token without reading its row; a pruner keeps
-// the few that matter; layers may share one selection; what is dropped may be compensated for.
-// One line of text describes it all:
+// the few that matter; layers may share one selection; dropped tokens may be compensated for. One
+// line of text describes a policy:
 //
 //   select=sparq(r=16) candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value
 //   twilight dense=0,1 anchors=2,7
 //   values 1,2,3:prune=top_k(4) 0:compensate=values(bits=3)
 //
-// Words are separated by spaces; the first may be the name of a preset, whose settings the others
-// replace. prune, cap, compensate and bits may differ from layer to layer: a word that begins with
-// layers is about these alone.
+// Words are separated by spaces; the first may name a preset, whose settings the others replace.
+// prune, cap, compensate and bits may differ from layer to layer: a word that begins with a list of
+// layers sets them for these layers only.
 #pragma once
 
 #include <cstdint>
@@ -27,14 +27,14 @@ namespace sluice {
 
 class Scorers;  // see sluice/scorer.h
 
-// Numbers by their names.
+// Numbers by name.
 using Parameters = std::map<std::string, double>;
 
-// How the weights of tokens are estimated: a scorer by its name, and its parameters. Sluice's own:
+// The estimate of token weights: a scorer's name and its parameters. Sluice's own scorers:
 //
-//   dense       not at all: exact attention over every row
-//   streaming   the first and the newest tokens (Xiao et al. 2023, StreamingLLM), at the positions
-//               that they have in the text; the paper counts positions within its cache
+//   dense       no estimate: exact attention over every row
+//   streaming   the first and the newest tokens (Xiao et al. 2023, StreamingLLM), at their
+//               positions in the text; the paper counts positions within its cache
 //   exact       from the keys themselves: the oracle that the others approach
 //   int4        from the key index, every channel of it (Twilight's estimate, Lin et al. 2025)
 //   quest       upper bounds from each sub-page's extreme keys (Tang et al. 2024, Quest)
@@ -49,24 +49,24 @@ struct Method {
 // "sparq(r=16)".
 std::string to_string(const Method& method);
 
-// What is kept of the estimated tokens.
+// The rule that keeps some of the estimated tokens.
 enum class Pruner : std::uint8_t {
   top_k,  // the k heaviest by their weight summed over the query heads of a KV head
   top_p,  // per query head the fewest that carry a share p of the weight; then their union
-  none,   // nothing: only what is always kept; all else is compensated for
+  none,   // only the tokens that are always kept; all others are compensated for
 };
 
-// What stands for the rows that were dropped.
+// The substitute for dropped rows.
 enum class Compensation : std::uint8_t {
   none,
   mean_value,  // (1 - alpha) times the mean of all values (SparQ, section 4)
-  values,      // their values in a few bits, each with its estimated weight
+  values,      // their quantised values, each with its estimated weight
 };
 
-// Of Compensation::values.
+// Settings of Compensation::values.
 struct ValueBits {
   int bits = 2;        // per channel of a value: 2, 3 or 4
-  double pages = 0.9;  // the fewest pages that carry this share of what was dropped are read; the
+  double pages = 0.9;  // reads the fewest pages that carry this share of the dropped weight; the
                        // mean of all values stands for the rest
 
   friend bool operator==(const ValueBits&, const ValueBits&) = default;
@@ -74,30 +74,30 @@ struct ValueBits {
 
 // A number of tokens: fixed, or a share of the context.
 struct Budget {
-  std::int64_t tokens = 0;   // if > 0
+  std::int64_t tokens = 0;   // fixed, if > 0
   std::int64_t divisor = 0;  // else context / divisor, rounded up, if > 0; else no limit
 
   bool limited() const { return tokens > 0 || divisor > 0; }
-  // Never more than `context`; all of it without a limit.
+  // At most `context`; `context` without a limit.
   std::int64_t of(std::int64_t context) const;
   friend bool operator==(const Budget&, const Budget&) = default;
 };
 
-// How a prompt's tokens attend to some of it only: by ZipVL (He et al. 2024) to its important
-// tokens, or to the pages that a block of queries looks at, see lib/backend/page_ops.h.
+// Sparse prefill: a prompt's tokens attend to its important tokens only (ZipVL, He et al. 2024), or
+// to the pages that a block of queries chooses, see lib/backend/page_ops.h.
 struct SparsePrefill {
   double tau = 0.0;  // share of the probes' attention that the important tokens carry; 0: dense
-  // The paper: the other tokens attend to nothing, and nothing attends to them again; their rows
-  // stay in memory. What follows has to be decode steps or prefills that evict, too. Else every
+  // True, as in the paper: the other tokens attend to nothing and are never attended again, though
+  // their rows stay in memory; only decode steps and prefills that evict may follow. False: every
   // token attends to the important ones and to its own block of 512, and may be attended later.
   bool evict = false;
-  double pages = 0.0;  // share of the weight, as means estimate it, that listed pages carry; 0: all
+  double pages = 0.0;  // share of the weight, estimated by means, that listed pages carry; 0: all
 
   bool dense() const { return tau == 0.0 && pages == 0.0; }
   friend bool operator==(const SparsePrefill&, const SparsePrefill&) = default;
 };
 
-// What a layer that selects does otherwise than the policy says; what is not set is as there.
+// Settings of one selecting layer that replace the policy's; unset ones are the policy's.
 struct LayerSettings {
   struct Pruning {
     Pruner prune = Pruner::top_k;
@@ -121,59 +121,59 @@ struct LayerSettings {
 struct Policy {
   Method select;
   int bits = 4;       // per key channel in the index: 4, 3 or 2
-  Budget candidates;  // if limited: as many by the selector, scored again by the whole index
+  Budget candidates;  // if limited: the selector proposes this many, the whole index rescores them
   Pruner prune = Pruner::top_k;
   Budget k;                 // of top_k
   double p = 0.0;           // of top_p
   Budget cap;               // most tokens kept by top_p, per KV head
   std::int64_t sinks = 0;   // first tokens, always kept
-  std::int64_t recent = 0;  // newest tokens, always kept; the unfinished page always is
+  std::int64_t recent = 0;  // newest tokens, always kept; so is the unfinished page
   Compensation compensate = Compensation::none;
   ValueBits values;               // of compensate=values
   std::vector<int> dense_layers;  // attend to everything; ascending
   // If not empty: only these layers select, and every later layer up to the next of them reuses
   // the selection, KV head by KV head (Yang et al. 2024, TidalDecode); ascending.
   std::vector<int> anchors;
-  bool dense_anchors = false;  // they attend to everything themselves, as the paper's do
+  bool dense_anchors = false;  // anchors attend to everything themselves, as in the paper
   std::int64_t correct = 0;    // recompute the last T decoded tokens densely, every T; 0: never
   SparsePrefill prefill;
-  std::map<int, LayerSettings> layers;  // those that differ
+  std::map<int, LayerSettings> layers;  // only layers that differ
 
   friend bool operator==(const Policy&, const Policy&) = default;
 
-  // The policy as this layer has it; its `layers` are empty.
+  // The policy of one layer; its `layers` are empty.
   Policy at(int layer) const;
 
-  // What a layer does: it may attend to everything, it may select, for itself and for those that
-  // follow it, or both; else it follows the latest layer that selects.
+  // A layer may attend to everything, select for itself and its followers, or both; else it follows
+  // the latest layer that selects.
   bool is_dense(int layer) const;
   bool selects(int layer) const;
-  // Whether what a layer leaves out is compensated for so.
+  // Returns true if `layer` compensates for dropped tokens in this way.
   bool compensates(int layer, Compensation by) const;
 };
 
-// Scorers that there are unless others are named.
+// The default scorers.
 const Scorers& own_scorers();
 
 // Throws Error{usage} naming the setting and the accepted range if the policy makes no sense by
-// itself (the first) or for this model (the second); Error{unsupported} for compensate=values where
-// head_dim is no multiple of 4.
+// itself (the first) or for this model (the second); Error{unsupported} for compensate=values if
+// head_dim is not a multiple of 4.
 void validate(const Policy& policy, const Scorers& scorers = own_scorers());
 void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers = own_scorers());
 
-// Reads one line, see above. Throws Error{usage} with what would be accepted. Does not validate
-// against a model, but everything else.
+// Parses one line, see above. Throws Error{usage} that names the accepted values. Validates
+// everything except against a model.
 Policy parse_policy(std::string_view text, const Scorers& scorers = own_scorers());
-// Settings, none of them a preset, that replace those of `base`; possibly none at all.
+// Replaces settings of `base`; `settings` may be empty and names no preset.
 Policy change_policy(const Policy& base, std::string_view settings,
                      const Scorers& scorers = own_scorers());
-// The shortest line that parse_policy reads back as the same policy, without presets' names.
+// The shortest line without preset names that parse_policy reads back as the same policy.
 std::string to_string(const Policy& policy);
-// One JSON object with the same words as keys, without those that to_string leaves out. Numbers and
-// lists of layers are JSON's; what else a value may be is a string:
+// One JSON object with the same keys as to_string. Numbers and lists of layers are JSON numbers and
+// arrays; every other value is a string:
 // {"prune":"top_p(0.9)","cap":256}.
 std::string to_json(const Policy& policy);
-// Reads that back. Throws as parse_policy does, and refuses keys that are unknown or stand twice.
+// Parses to_json's output. Throws as parse_policy does; refuses unknown and duplicate keys.
 Policy policy_from_json(std::string_view json, const Scorers& scorers = own_scorers());
 
 // A setting of a policy line: key=value.
@@ -181,7 +181,7 @@ struct PolicySetting {
   std::string_view key;
   std::string_view meaning;
   std::string accepted;   // values, in words
-  bool by_layer = false;  // LAYERS:key=value may be given, too
+  bool by_layer = false;  // accepts LAYERS:key=value, too
 };
 std::vector<PolicySetting> policy_settings(const Scorers& scorers = own_scorers());
 
