@@ -9,9 +9,9 @@
 
 namespace sluice {
 
-// What became of a draw.
+// The outcome of a draw.
 struct SampledToken {
-  TokenId id = -1;   // -1: there is none, for a logit is bad or all are -Inf
+  TokenId id = -1;   // -1: none, because a logit is bad or all are -Inf
   TokenId bad = -1;  // the first token whose logit is NaN or +Inf; -1: there is none
   float bad_logit = 0.0f;
 };

@@ -1,9 +1,9 @@
 // Value tiles: the values of whole pages in 2, 3 or 4 bits, kept where the key index is, and
-// attention over them. Rows that are selected are fetched and attended exactly; all other tokens
-// are attended by what the device has of them anyway: the weights that select() went by, and these
-// values. Pages that carry hardly any weight are not even read; the mean value stands for them.
+// attention over them. Selected rows are fetched and attended exactly; all other tokens are
+// attended from data on the device: the weights that select() used, and these values. Pages that
+// carry hardly any weight are not read; the mean value stands for them.
 //
-// See lib/backend/index_ops.h for whose memory pointers point to, and for what "reported" means.
+// See lib/backend/index_ops.h for the memory behind pointers and the meaning of "reported".
 #pragma once
 
 #include <cstddef>
@@ -95,7 +95,7 @@ struct ValueTilesView {
   const std::int32_t* slots = nullptr;  // the key index's [sequences, table_stride]
   std::int64_t table_stride = 0;
 
-  // The slot of a page; for those who reach `slots`.
+  // The slot of a page. Callable only where `slots` can be dereferenced.
   std::int64_t slot(std::int64_t sequence, std::int64_t page) const {
     return slots[sequence * table_stride + page / kTilePages];
   }

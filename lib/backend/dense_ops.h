@@ -1,4 +1,4 @@
-// What a decoder computes besides attention: products with weights, norms, RoPE, drawing tokens.
+// Decoder operations besides attention: products with weights, norms, RoPE, drawing tokens.
 #pragma once
 
 #include <cstddef>
@@ -87,13 +87,13 @@ struct RopeParams {
   std::int64_t first_position = 0;           // of such a run
   const float* inverse_frequency = nullptr;  // host, [head_dim / 2]
   const float* query_norm = nullptr;         // [head_dim] or null
-  const float* key_norm = nullptr;           // likewise
+  const float* key_norm = nullptr;           // [head_dim] or null
   float norm_epsilon = 0.0f;
   float factor = 1.0f;
 
   int heads() const { return query_heads + key_heads; }
   const float* norm_of(int head) const { return head < query_heads ? query_norm : key_norm; }
-  // For those who reach the batch's tokens.
+  // Callable only where the batch's `tokens` can be dereferenced.
   std::int64_t position_of(std::int64_t token) const {
     return batch.tokens == nullptr ? first_position + token : batch.tokens[token].position;
   }
@@ -125,8 +125,8 @@ struct HeadArray {
   std::int64_t head_stride = 0;   // elements from head to head
 };
 
-// Brings an array of a caller's to dense f32, times a factor. Zero stands for what is NaN or
-// too large, and the head that has it is marked.
+// Converts a caller's array to dense f32, times a factor. NaN and too large elements become zero,
+// and their head is marked.
 struct ReadHeadsParams {
   static constexpr OperationLabel kLabel = {"read_heads", TraceKind::dense};
   HeadArray from;
@@ -148,8 +148,8 @@ struct LinearChain {
 };
 
 // Draws a token from each row of logits and waits for the tokens; see token_of(). Noise of an id is
-// that of lib/gumbel.h on every backend. Where weights are computed in f32, a token at the border of
-// top-p or min-p may be in or out.
+// that of lib/gumbel.h on every backend. Where weights are computed in f32, a token at the border
+// of top-p or min-p may be in or out.
 struct SampleParams {
   static constexpr OperationLabel kLabel = {"sample", TraceKind::sample};
   Matrix logits;                     // [n, vocabulary], f32

@@ -20,11 +20,10 @@ inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
 // 2 bits byte b of 32 holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up. At 3 bits
 // a channel has 48 bytes: 32 with the lower two bits of all codes, laid out as 2 bits are, then 16
 // with the highest, where byte b holds those of tokens b, 16 + b and so on to 112 + b.
-// A channel of a tile has the codes of two neighbouring pages of a sequence, the second page's
-// first if the channel's number is odd: those who read neighbouring channels of a page then find
-// them in different banks of memory. At 3 bits they do so anyway, and the first page's are first.
-// The last tile of a sequence may have but one page; what is in the place of the other is left
-// open.
+// A channel of a tile has the codes of two adjacent pages of a sequence. In odd channels the second
+// page's come first, because adjacent channels of a page then lie in different memory banks; at 3
+// bits they do so anyway, and the first page's are always first. The last tile of a sequence may
+// have only one page; the bytes of the other are undefined.
 struct KeyTiles {
   int bits = 4;
   std::byte* codes = nullptr;       // [kv_heads, slots, head_dim, kTilePages, code_bytes()]
@@ -104,7 +103,7 @@ struct KeyIndexView {
   const std::int32_t* slots = nullptr;  // the backend's memory, [sequences, table_stride]
   std::int64_t table_stride = 0;        // tiles that a sequence may have
 
-  // The slot of a page; for those who reach `slots`.
+  // The slot of a page. Callable only where `slots` can be dereferenced.
   std::int64_t slot(std::int64_t sequence, std::int64_t page) const {
     return slots[sequence * table_stride + page / kTilePages];
   }

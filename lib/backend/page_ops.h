@@ -1,8 +1,8 @@
-// Prefill that attends to some pages of rows only: what is kept of pages for that, and which of
-// them a block of queries attends to.
+// Prefill that attends to some pages only: the mean keys of pages, and the choice of the pages that
+// a block of queries attends to.
 //
-// Queries of neighbouring tokens look for much the same, so that their mean tells which pages none
-// of them needs, and the mean of a page's keys is enough to tell it.
+// Queries of adjacent tokens attend to similar tokens, so their mean and the mean of a page's keys
+// suffice to tell which pages none of them needs.
 // Source: block-sparse heads of MInference (Jiang et al. 2024), section 3; as many as carry a share
 // of the weight as in FlexPrefill (Lai et al. 2025), section 4.
 #pragma once
@@ -36,9 +36,9 @@ struct PageMeansParams {
   PageMeansView to;
 };
 
-// Pages that each block of a piece's queries attends to, ascending, per KV head.
+// Pages that each block of a chunk's queries attends to, ascending, per KV head.
 struct PageLists {
-  static constexpr std::int64_t kBlock = 128;  // query tokens, counted from the piece's first
+  static constexpr std::int64_t kBlock = 128;  // query tokens, counted from the chunk's first
 
   std::int32_t* pages = nullptr;   // [kv_heads, blocks, capacity], `counts` of them
   std::int32_t* counts = nullptr;  // [kv_heads, blocks]
@@ -49,20 +49,20 @@ struct PageLists {
     return (tokens + kBlock - 1) / kBlock;
   }
   constexpr bool exist() const { return pages != nullptr; }
-  // For those who reach them.
+  // Callable only where `pages` and `counts` can be dereferenced.
   constexpr std::span<std::int32_t> of(std::int64_t head, std::int64_t block) const {
     const std::int64_t entry = head * blocks + block;
     return {pages + entry * capacity, static_cast<std::size_t>(counts[entry])};
   }
 };
 
-// Lists for a piece of one sequence's tokens.
+// Lists for a chunk of one sequence's tokens.
 //
 // The pages of a block's own tokens are listed, the page before them and the first page. Of all
 // pages that end before the block, those are listed that are as heavy as the lightest of the fewest
 // that carry `share` of the weight. A page's weight is the softmax, over these pages, of the scaled
 // product of its mean key and the mean of the block's queries; of a KV head, the sum over its query
-// heads. If a weight is no number all pages are listed.
+// heads. If a weight is NaN, all pages are listed.
 struct ChoosePagesParams {
   static constexpr OperationLabel kLabel = {"choose_pages", TraceKind::select};
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens

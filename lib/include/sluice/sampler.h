@@ -26,12 +26,12 @@ class Sampler {
   TokenId next(std::span<const float> logits, std::span<const TokenId> history,
                std::int64_t position) const;
 
-  // Throws Error{usage} if next() would look for a logit that one of these tokens has not.
+  // Throws Error{usage} if one of these tokens has no logit among `vocabulary`.
   void require_history(std::span<const TokenId> history, std::size_t vocabulary) const;
 
-  // Whether next() looks at the history.
+  // Returns true if next() reads the history.
   bool penalizes() const { return params_.repetition_penalty != 1.0; }
-  // How the token at `position` is drawn, for a draw where the logits are.
+  // Parameters of the draw at `position`, for a draw in the backend.
   TokenDraw draw(std::int64_t position) const;
 
  private:

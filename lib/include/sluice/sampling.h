@@ -19,12 +19,12 @@ struct SamplingParams {
   //
   // Promised: a seed gives the same text again for the same prompt on the same device and build,
   // with the same threads, chunk, caps and sessions per step; an answer cut off and continued draws
-  // as one that was not. Where one of these differs, a batch of 8 in place of 1, logits differ by
-  // rounding; fewer than 1 % of draws differ then, and the text goes another way behind the first
-  // that does. So does a greedy text where two logits are within rounding.
+  // as one that was not. If one of these differs, for example a batch of 8 instead of 1, logits
+  // differ by rounding; fewer than 1 % of draws differ then, and the text diverges after the first
+  // that does. So does a greedy text if two logits are within rounding.
   //
-  // Not promised: the same text from another device, build or compute dtype. Sessions of one seed
-  // have the same noise: give forks seeds of their own, any will do.
+  // Not promised: the same text from another device, build or compute dtype. Sessions with the same
+  // seed have the same noise: give each fork a different seed.
   std::uint64_t seed = 0;
   int max_tokens = 128;
   // Generation ends before the first of these strings. One may hold the text of special tokens,

@@ -7,11 +7,11 @@
 //   ...
 //   engine.policy("select=mine(width=8) prune=top_k(64)");
 //
-// A scorer may have memory beside the rows, so much for every page of 128 tokens of a KV head,
-// which it fills when the page becomes whole and from which it estimates later. Pages that forked
-// sequences share they share there, too. Pointers are the processor's own: of a GPU they are
-// device memory, and work is issued to the stream that comes with the call. It may be recorded and
-// replayed: the same call issues the same work, allocates nothing and waits for nothing.
+// A scorer may have memory besides the rows, a fixed size for every page of 128 tokens of a KV
+// head, which it fills when the page becomes whole and from which it estimates later. Forked
+// sequences share it where they share pages. On a GPU pointers are device memory, and work is
+// issued to the call's stream. It may be recorded and replayed: the same call must issue the same
+// work, allocate nothing and wait for nothing.
 //
 // Functions here that say constexpr can be used on a GPU with nvcc's --expt-relaxed-constexpr.
 #pragma once
@@ -46,12 +46,12 @@ struct ScorerParameter {
   std::string range = {};  // in words, for messages: "1 to head_dim"
 };
 
-// What is known of a scorer without a model.
+// The description of a scorer, independent of a model.
 struct ScorerInfo {
   enum class Kind : std::uint8_t {
     dense,   // every row is attended to, and nothing is chosen; Sluice's own only
-    fixed,   // no estimates: what is always kept is all that is chosen
-    bounds,  // scores that order tokens but are no weights; nothing can be a share of their sum
+    fixed,   // no estimates: only the tokens that are always kept are chosen
+    bounds,  // scores that order tokens but are not weights, so no share of their sum exists
     logits,  // estimates of logits, in natural units: their softmax estimates weights
   };
 
@@ -74,27 +74,27 @@ struct ScorerUse {
   }
 };
 
-// What a scorer needs of every layer that selects.
+// The memory that a scorer needs in every selecting layer.
 struct IndexNeeds {
   bool tiles = false;   // keys at ScorerUse::bits per channel, for the backend's own estimates
-  bool bounds = false;  // the extreme keys of sub-pages, likewise
-  // Memory of its own: for every page of every KV head, and for every sequence; at most 1 GiB each.
+  bool bounds = false;  // the extreme keys of sub-pages, for the same
+  // The scorer's memory per page of every KV head, and per sequence; at most 1 GiB each.
   std::size_t page_bytes = 0;
   std::size_t sequence_bytes = 0;
 
   bool own() const { return page_bytes > 0 || sequence_bytes > 0; }
 };
 
-// A scorer's own memory in one layer. What is written for a page stays until its slot is another
-// page's. A new sequence's own part is zero; a fork gets a copy of it.
+// A scorer's memory in one layer. A page's bytes stay until its slot goes to another page. A new
+// sequence's part is zero; a fork gets a copy of it.
 struct ScorerMemory {
   static constexpr std::size_t kAlignment = 64;  // of pages and sequences
 
   std::byte* pages = nullptr;           // [kv_heads, slots, kTilePages, page_bytes]
-  std::size_t page_bytes = 0;           // as asked for, rounded up to kAlignment
+  std::size_t page_bytes = 0;           // as requested, rounded up to kAlignment
   std::int64_t slots = 0;               // per KV head
   std::byte* sequences = nullptr;       // [sequences, sequence_bytes]
-  std::size_t sequence_bytes = 0;       // likewise
+  std::size_t sequence_bytes = 0;       // as requested, rounded up to kAlignment
   const std::int32_t* table = nullptr;  // [sequences, table_stride]: slots of pages
   std::int64_t table_stride = 0;
 
@@ -108,7 +108,7 @@ struct ScorerMemory {
   }
 };
 
-// What every call says.
+// The parameters common to all calls.
 struct ScorerCall {
   ScorerUse use;
   int layer = 0;
@@ -117,19 +117,19 @@ struct ScorerCall {
   void* stream = nullptr;  // a cudaStream_t; null on the host
 };
 
-// Pages that became whole, of one layer: a run of one sequence's, or those whose last token is in a
-// batch. Numbers [0, count) of which some may be no page.
+// Pages of one layer that became whole: a run of one sequence's, or those whose last token is in a
+// batch. They are numbered [0, count); see exists(), as a number may have no page.
 struct WholePages {
   std::int64_t count = 0;
   TokenBatch batch;  // of `count` tokens; `tokens` null: a run
   PagedRows paged;   // of the batch
-  // Of a run: page `first` and those after it, whose rows follow each other.
+  // For a run: page `first` and those after it, whose rows are contiguous.
   std::int32_t run_sequence = 0;
   std::int64_t first = 0;
-  const std::byte* run_rows = nullptr;  // of KV head 0
+  const std::byte* run_rows = nullptr;  // rows of KV head 0
   std::int64_t head_stride = 0;         // bytes from KV head to KV head
 
-  // For those who reach the batch's tokens.
+  // Callable only where the batch's `tokens` can be dereferenced.
   constexpr bool exists(std::int64_t i) const {
     return batch.tokens == nullptr || batch.tokens[i].count() % kPageTokens == 0;
   }
@@ -159,7 +159,7 @@ struct TruncateScorer : ScorerCall {
   PagedRows rows;  // still has the rows
 };
 
-// Rows of logits, of one number each for every position.
+// Rows of logits, one per position.
 struct LogitRows {
   std::byte* data = nullptr;  // [count, query_heads, stride]
   DType dtype = DType::f32;   // f16 on a GPU
@@ -176,27 +176,27 @@ struct RunScorer : ScorerCall {
   std::int64_t q_stride = 0;
   TokenBatch batch;
   PagedRows rows;
-  // Where every token gets a logit for each position of the whole pages before its own: the first
-  // page_first() numbers of the rows of its query heads. Nothing beyond them is to be written, for
-  // the tokens of its own page are scored from their rows. NaN and +Inf end the session's step with
-  // an error; -Inf is no weight, so that a token comes behind all that have some, and is kept only
-  // where there are fewer of those than are to be kept.
+  // Output: for every token a logit per position of the whole pages before its own, in the first
+  // page_first() elements of its query heads' rows. Write nothing beyond them, because the tokens
+  // of its own page are scored from their rows. NaN and +Inf end the session's step with an error;
+  // -Inf means weight zero: such a token ranks after all others, and is kept only if fewer of those
+  // exist than the pruner keeps.
   LogitRows logits;
-  // What Sluice's own scorers call the backend with; see lib/.
+  // The backend's queue and parameters, for Sluice's own scorers only; see lib/.
   Queue* queue = nullptr;
   const EstimateParams* estimate = nullptr;
 };
 
-// What estimates of one token depend on, for one KV head.
+// The extent of one token's scan, for one KV head.
 struct ScanExtent {
   std::int64_t pages = 0;  // whole pages before the token's own
-  // How the backend's own operations read: tiles of so many pages at least, and everything once for
-  // each of so many parts of the query heads.
+  // The backend's own operations read whole tiles of `tile_pages` pages, and read everything
+  // `passes` times, once for each part of the query heads.
   int tile_pages = 1;
   int passes = 1;
 };
 
-// One object serves all layers, sequences and sessions: what it remembers is in its ScorerMemory.
+// One object serves all layers, sequences and sessions, so its state must be in ScorerMemory.
 class Scorer {
  public:
   explicit Scorer(ScorerInfo info) : info_(std::move(info)) {}
@@ -212,14 +212,14 @@ class Scorer {
   virtual IndexNeeds needs(const ScorerUse& /*use*/) const { return {}; }
   // Called for every page of a layer that becomes whole, in order.
   virtual void build(const BuildScorer& /*call*/) const {}
-  // For memory of sequences: pages need nothing, for they are built again.
+  // For memory of sequences only, because pages are built again.
   virtual void truncate(const TruncateScorer& /*call*/) const {}
   virtual void score(const RunScorer& call) const = 0;
-  // Bytes of its own memory, of tiles or of bounds that score() reads for one KV head of a token.
+  // Bytes of its memory, tiles or bounds that score() reads for one KV head of a token.
   virtual std::uint64_t bytes_read(const ScorerUse& use, const ScanExtent& extent) const = 0;
 
-  // For Sluice's own. Whether estimates come from the rows themselves, those of candidates, too;
-  // and whether they come from a scan of tiles that digests them (see LogitDigest).
+  // For Sluice's own scorers. reads_rows(): true if estimates, also of candidates, come from the
+  // rows themselves; digests(): true if they come from a tile scan that writes a LogitDigest.
   virtual bool reads_rows() const { return false; }
   virtual bool digests() const { return false; }
 
@@ -234,18 +234,18 @@ class Scorers {
   // Sluice's own.
   Scorers();
 
-  // Throws Error{usage} for a name that is taken or has other characters than it may.
+  // Throws Error{usage} for a name that is taken or has invalid characters.
   void add(std::shared_ptr<const Scorer> scorer);
   // Null if there is none of that name.
   const Scorer* find(std::string_view name) const;
   // Throws Error{usage} saying what select takes.
   const Scorer& at(const Method& method) const;
   bool has(const Scorer& scorer) const { return find(scorer.info().name) == &scorer; }
-  // Whether there is one that takes such parameters.
+  // Returns true if a scorer of this name takes these parameters.
   bool accepts(const Method& method) const;
-  // What select= takes, for messages: "dense, ..., sparq or sparq(r=N), N from 1 to head_dim".
+  // The values of select=, for messages: "dense, ..., sparq or sparq(r=N), N from 1 to head_dim".
   std::string accepted() const;
-  // Those of some kinds: "exact, int4 or sparq".
+  // Names of the scorers of these kinds: "exact, int4 or sparq".
   std::string names(std::initializer_list<ScorerInfo::Kind> kinds) const;
 
  private:

@@ -1,4 +1,4 @@
-// What selecting policies did in one step: how much they kept, and how sure they were.
+// The selections of one step: how many rows were kept, and which share of the weight they carry.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@ struct LayerSelection {
   std::int64_t tokens = 0;  // query tokens
   double attended = 0.0;    // rows attended per KV head and token: selected, and the newest page
   double selected = 0.0;    // rows selected per KV head and token
-  // Estimated weight of what was selected and the newest page, mean over query heads; 1 for
-  // streaming. Of an anchor that attends to everything that is what its followers attend to.
+  // Estimated weight of the selected rows and the newest page, mean over query heads; 1 for
+  // streaming. For an anchor that attends to everything: the weight its followers attend to.
   double alpha = 0.0;
   double smallest_alpha = 0.0;
   std::int64_t cut = 0;  // (token, KV head) pairs in which a cap cut the selection
-  // What was selected, ascending, of token t and KV head h at t * kv_heads + h; empty unless
-  // SessionOptions::reports_positions. The newest page, always attended, is not among it.
+  // Selected positions, ascending, of token t and KV head h at t * kv_heads + h; empty unless
+  // SessionOptions::reports_positions. They exclude the newest page, which is always attended.
   std::vector<std::vector<std::int32_t>> positions;
 };
 

@@ -52,17 +52,17 @@ class Tokenizer {
   // expression takes implausibly many steps. Takes time n log n in the length.
   std::vector<TokenId> encode(std::string_view text) const;
 
-  // The same for text that may not hold tokens that steer the model, what somebody typed say:
-  // special tokens in it, and those of `controls`, are text like any other.
+  // The same for text that must not contain control tokens, such as user input: special tokens in
+  // it, and those of `controls`, are encoded as plain text.
   std::vector<TokenId> encode_plain(std::string_view text,
                                     std::span<const TokenId> controls = {}) const;
   // The added tokens ("<|end_of_text|>") in a text, from the left.
   std::vector<AddedTokenPlace> find_added(std::string_view text) const;
 
-  // The ids before a single sequence (often a BOS token): those of the file's post-processor, or
-  // what load_checkpoint() found.
+  // The ids before a single sequence (often a BOS token), from the file's post-processor or from
+  // load_checkpoint().
   std::span<const TokenId> prefix() const;
-  // Whether the file has a post-processor at all; after load(), prefix() says nothing without one.
+  // Returns true if the file has a post-processor; after load(), prefix() is meaningless without.
   bool has_post_processor() const;
 
   // Text of the ids; incomplete or invalid UTF-8 becomes U+FFFD. Special tokens are dropped
@@ -73,7 +73,7 @@ class Tokenizer {
   // The raw bytes of one token; empty for special tokens. Throws as decode does.
   std::string_view bytes(TokenId id) const;
 
-  // The highest id and one. Ids below it may have no token, as may ids of the model above it.
+  // The highest id plus one. Ids below it may have no token, as may ids of the model above it.
   int size() const;
   // The number of tokens that the model has; added tokens may have higher ids.
   int vocabulary() const;
@@ -85,8 +85,8 @@ class Tokenizer {
   std::unique_ptr<const Impl> impl_;
 };
 
-// Decodes a growing sequence and hands out only whole characters; together they are what
-// Tokenizer::decode makes of all ids.
+// Decodes a growing sequence and returns only whole characters; together they equal
+// Tokenizer::decode of all ids.
 class StreamDecoder {
  public:
   // `tokenizer` must outlive it.
@@ -94,7 +94,7 @@ class StreamDecoder {
 
   // The text that `id` completes; may be empty. Throws as Tokenizer::decode does.
   std::string push(TokenId id);
-  // What is left at the end of the stream, with U+FFFD for an unfinished character.
+  // The rest at the end of the stream, with U+FFFD for an unfinished character.
   std::string finish();
 
  private:

@@ -16,8 +16,8 @@ struct NumaNode {
 // A limit on the memory of this process.
 struct MemoryLimit {
   std::string source;        // "the container's memory limit (memory.max of /a/b)"
-  std::uint64_t bytes = 0;   // that it allows
-  std::uint64_t left = 0;    // of them: caches of files that the kernel can drop count as left
+  std::uint64_t bytes = 0;   // limit
+  std::uint64_t left = 0;    // unused; file caches that the kernel can drop count as left
   bool is_resident = false;  // it counts resident memory, and not address space
 };
 
@@ -33,13 +33,13 @@ struct Topology {
   int packages = 0;
   int usable_cores = 0;  // physical cores in this process's CPU set and affinity mask
   int usable_processing_units = 0;
-  int threads = 0;             // that compute unless told otherwise: one per core, within the quota
+  int threads = 0;             // default compute threads: one per core, within the quota
   std::uint64_t l2_bytes = 0;  // per core
   std::uint64_t l3_bytes = 0;  // largest shared cache
   std::uint64_t memory_bytes = 0;
   std::uint64_t available_bytes = 0;  // least that any limit leaves
-  // All limits that there are, the tightest first: of cgroups (v1 and v2, those above included),
-  // of resources (setrlimit), of the machine.
+  // All limits, the tightest first: cgroups (v1 and v2, with their ancestors), resources
+  // (setrlimit), the machine.
   std::vector<MemoryLimit> memory_limits;
   std::vector<ProcessorLimit> processor_limits;
   std::vector<NumaNode> nodes;
@@ -53,15 +53,14 @@ struct DeviceTopology {
   std::string name;         // as EngineConfig::device takes it
   std::string description;  // product and compute capability
   std::uint64_t memory_bytes = 0;
-  double memory_rate = 0.0;  // what its memory is made for; this and the others bytes per second
+  double memory_rate = 0.0;  // its memory's nominal rate; this and the next two bytes per second
   double copied = 0.0;       // copies of megabytes from pinned host memory, as measured
   double read = 0.0;         // kernels that read there: how selected rows cross
-  std::uint64_t cached_bytes = 0;  // rows that a layer selects: from so many on a row cache pays
+  std::uint64_t cached_bytes = 0;  // least selected bytes per layer for a row cache to pay
 };
 
 // `device` as EngineConfig has it. Measuring takes some milliseconds. Throws Error{unsupported}
-// where this build or this machine has no such device, Error{usage} for one without memory of its
-// own.
+// if this build or this machine has no such device, Error{usage} for one without separate memory.
 DeviceTopology detect_device(const std::string& device = "cuda");
 
 struct Bandwidth {

@@ -11,12 +11,12 @@
 
 namespace sluice {
 
-// What an event is; each has a line of its own in the timeline.
+// The kind of an event; each has its own line in the timeline.
 enum class TraceKind : std::uint8_t {
-  step,    // a piece of a prompt, or a decode step
+  step,    // a prefill chunk, or a decode step
   layer,   // of a step
   dense,   // products with weights, norms, rotation
-  append,  // rows, to the device and home
+  append,  // rows, to the device and to host memory
   index,   // building the key index and value tiles
   scan,    // estimating
   select,
@@ -30,10 +30,10 @@ inline constexpr int kTraceKinds = 11;
 struct TraceEvent {
   std::string_view name;  // lasts as long as the program
   TraceKind kind = TraceKind::step;
-  int layer = -1;            // -1: of none
+  int layer = -1;            // -1: none
   double begin = 0.0;        // microseconds since the trace began
   double duration = 0.0;     // microseconds
-  std::uint64_t bytes = 0;   // that were copied
+  std::uint64_t bytes = 0;   // copied
   std::uint64_t tokens = 0;  // of a step
 };
 
@@ -48,7 +48,7 @@ class Trace {
   double now() const;  // microseconds since the trace began
   std::size_t events() const;
   std::size_t dropped() const;
-  // In Chrome's trace event format, for chrome://tracing and Perfetto, piece by piece: an event
+  // In Chrome's trace event format, for chrome://tracing and Perfetto, in parts: an event
   // takes some 110 bytes. `to` may not use the trace.
   void write_json(const std::function<void(std::string_view)>& to) const;
 
