@@ -1,5 +1,5 @@
-// What estimating the weights of tokens reads, for the ledger: as scorers say it, and as the
-// backend reads.
+// Bytes that estimating token weights reads, for the ledger: from what scorers declare and from
+// the backend's read pattern.
 #pragma once
 
 #include "lib/backend.h"
@@ -10,10 +10,10 @@
 
 namespace sluice {
 
-// Of one KV head of a token; rows are tokens that were estimated.
+// Traffic of one KV head of a token; rows are tokens that were estimated.
 struct EstimateTraffic {
   Traffic near;  // where attention reads
-  Traffic far;   // keys whose rows are at home only
+  Traffic far;   // keys whose rows are in host memory only
 
   EstimateTraffic& operator+=(const EstimateTraffic& other);
 };
@@ -23,10 +23,10 @@ class EstimateReads {
   EstimateReads(const ReadPattern& pattern, const Policy& policy, const KvShape& shape,
                 const Scorer& scorer);
 
-  // A token that selects. `resident`: tokens before its own page whose rows are where attention
-  // reads. The newest rows, of its own page, are `scored` or not.
+  // Reads for a token that selects. `resident`: tokens before its own page whose rows are where
+  // attention reads. `scored`: the newest rows, those of its own page, are estimated, too.
   EstimateTraffic scan(const BatchToken& token, std::int64_t resident, bool scored) const;
-  // The second look at candidates, for which so many pages of tiles were read.
+  // Reads for scoring the candidates again, which read `pages_read` pages of tiles.
   EstimateTraffic rescore(const BatchToken& token, const HeadSelection& candidates,
                           std::int64_t pages_read) const;
 

@@ -1,12 +1,12 @@
-// Attention by the host beside the device: of the rows that a decode step's dense layers have only
-// at home, the host attends to some where they lie, while the others cross to the device. What both
-// found are partials, and merge.
+// Attention by the host beside the device: some of the rows that a decode step's dense layers have
+// only in host memory are attended there by the CPU, while the others cross to the device. Each
+// side yields a partial, and the two merge by log-sum-exp.
 //
 //   queue    queries to host memory ─┬─ attend around the gaps ───────────┬─ merge
 //   beside                           └─ call: the host attends to the gaps ┘
 //
-// All of it is work of queues, which a recorded step replays: gaps are read from memory, so that
-// their size may change from step to step.
+// All work goes through queues, so that a recorded step can replay it. Gaps are read from memory,
+// because their size may change from step to step.
 #pragma once
 
 #include <cstdint>
@@ -26,47 +26,47 @@
 
 namespace sluice {
 
-// Who attends, and to how much.
+// The backend that attends on the host, and its share of the rows.
 struct HostAttender {
-  std::shared_ptr<Backend> backend;  // computes in host memory; null: nobody does
-  std::optional<double> share;       // see HostShare; unset: what is fastest
+  std::shared_ptr<Backend> backend;  // computes in host memory; null: no host attention
+  std::optional<double> share;       // see HostShare; unset: the fastest, learnt from steps
 };
 
 class HostAttention {
  public:
-  // Allocates HostAttentionBytes. Steps are issued to `queue`; `beside` is another of its backend.
-  // In the backend's memory: `pages`, the table of one set of layers, [sequences, pages], and
-  // `tokens`, those of a step, [decode_batch].
+  // Allocates HostAttentionBytes. Steps are issued to `queue`; `beside` is a second queue of the
+  // same backend. In the backend's memory: `pages`, the table of one set of layers,
+  // [sequences, pages], and `tokens`, the tokens of a step, [decode_batch].
   HostAttention(Queue& queue, Queue& beside, const KvPlan& plan, const HostAttender& attender,
                 const PageSlots* pages, const BatchToken* tokens);
   HostAttention(const HostAttention&) = delete;
   HostAttention& operator=(const HostAttention&) = delete;
   ~HostAttention();
 
-  // Brings entries of the table that have changed, by their number, where the host reads them.
+  // Copies changed table entries, given by number, to where the host reads them.
   void mirror(std::span<const std::int64_t> entries);
 
-  // Chooses the gaps of a step's tokens, which the backend has and of which each is of another
-  // sequence, in layers that attend to all rows; brings them where both sides read them. False if
-  // the host has nothing to do: such a step is issued without it.
+  // Chooses the gaps of a step's tokens in `layers`, which attend to all rows, and copies the gaps
+  // to where both sides read them. The backend already has the tokens, each of a different
+  // sequence. Returns false if the host has nothing to do: such a step is issued without it.
   bool begin(std::span<const BatchToken> tokens, std::vector<int> layers,
              const BlockTables& tables);
-  // The gap of a token in the layers of a set.
+  // A token's gap in the layers of a set.
   const PositionGap& gap(int set, std::size_t token) const { return gaps_[at(set, token)]; }
-  // Of a layer: what `params` ask of the device alone.
+  // Attends to everything that `params` ask of the device alone in a layer, with the host's help.
   void attend(int layer, AttendBatchParams params);
-  // Once the backend was waited for: throws what went wrong on the host in this step, and learns
-  // from what it took.
+  // Call after waiting for the backend: throws any error that the host met in this step, and learns
+  // the share from the step's times.
   void finish();
 
   const HostShare& share() const { return share_; }
-  // Rows of every KV head are read so often for a group of queries.
+  // Times that a row of a KV head is read for a group of queries.
   int reads(int group) const {
     return ReadPattern::parts(group, attender_->info().reads.attend_queries);
   }
 
  private:
-  // The host's part of a layer, in steps of so many tokens.
+  // The host's part of a layer, for steps with the number of tokens in `params`.
   class Call : public HostCall {
    public:
     Call(HostAttention& owner, int layer, const AttendBatchParams& params)
@@ -99,23 +99,23 @@ class HostAttention {
   const BatchToken* step_tokens_;
   std::map<std::pair<int, std::int64_t>, std::unique_ptr<Call>> calls_;  // by layer and tokens
 
-  // Of the step.
+  // State of the current step:
   std::vector<int> layers_;
   std::vector<PositionGap> gaps_;       // [sets, decode_batch]
-  std::vector<std::int64_t> crossing_;  // [sets]: rows at home that are the device's
+  std::vector<std::int64_t> crossing_;  // [sets]: rows in host memory that the device attends to
   std::vector<std::int64_t> gap_rows_;  // [sets]
   bool has_learnt_ = true;
 
-  std::mutex mutex_;  // of what calls leave behind
+  std::mutex mutex_;  // guards what calls write: failure_ and seconds_
   std::exception_ptr failure_;
-  std::vector<double> seconds_;  // [layers], of the host
+  std::vector<double> seconds_;  // [layers], spent by the host
 
   Buffer device_gaps_;  // PositionGap [sets, decode_batch]
-  Buffer host_gaps_;    // the same in host memory, as all that follows
+  Buffer host_gaps_;    // the same in host memory, like all buffers below
   Buffer tokens_;       // BatchToken [decode_batch]
   Buffer table_;        // PageSlots [sequences, pages]
   Buffer queries_;      // [decode_batch, query_heads, head_dim]
-  Buffer out_;          // likewise
+  Buffer out_;          // [decode_batch, query_heads, head_dim]
   Buffer lse_;          // [decode_batch, query_heads]
   Buffer times_;        // std::uint64_t [layers, 2]: when the device began and ended
 };

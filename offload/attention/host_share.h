@@ -1,5 +1,5 @@
-// Which share of the rows that are only at home the host attends to, while the others cross to the
-// device: one that was given, or the one with which both need as long, from what steps took.
+// The share of the rows only in host memory that the host attends to, while the others cross to the
+// device: a given one, or the one at which both sides take equally long, learnt from step times.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@ class HostShare {
   explicit HostShare(std::optional<double> fixed = std::nullopt);
 
   bool is_fixed() const { return fixed_.has_value(); }
-  // 0: the host had better not.
+  // 0: device only.
   double share() const { return fixed_.value_or(share_); }
-  // Of `pages` pages at home.
+  // The host's part of `pages` pages in host memory.
   std::int64_t pages_of(std::int64_t pages) const;
 
-  // What one side did in a step while the other did its part.
+  // One side's work in a step while the other side did its own.
   struct Part {
     std::int64_t rows = 0;
     double seconds = 0.0;
   };
-  // Changes nothing if the share is fixed. Rates are averages over steps, so that a moment in which
-  // the machine was busy counts little.
+  // Changes nothing if the share is fixed. Rates are averages over steps, so that one step on a
+  // busy machine counts little.
   void learn(const Part& host, const Part& device);
 
  private:

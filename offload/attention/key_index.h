@@ -1,5 +1,5 @@
-// The index of a pool: what is kept of every key so that weights can be estimated without reading
-// rows; and of values, for rows that are not attended: their sums, and value tiles.
+// The index of a pool: a few bits per key, so that weights can be estimated without reading rows;
+// and sums of values and value tiles, for rows that are not attended.
 #pragma once
 
 #include <cstdint>
@@ -18,46 +18,50 @@ class KeyIndex {
   // Allocates everything that `layout` asks for, in `tier`.
   KeyIndex(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier);
 
-  // Where the tiles of sequences are: the backend's memory, [sequences, sequence_tiles()].
+  // `slots`: the tile slots of every sequence, in the backend's memory,
+  // [sequences, sequence_tiles()].
   void use_table(const std::int32_t* slots) { table_ = slots; }
 
-  // Pages of a sequence that became whole: first_page and the rows of every KV head from there on.
+  // Indexes `pages` pages of a sequence that became whole. `rows`: per KV head, from `first_page`
+  // on.
   void build(int layer, std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
              std::span<const RowSpan> rows);
-  // Pages that tokens of the batch complete.
+  // Indexes the pages that tokens of the batch complete.
   void build(int layer, const TokenBatch& batch, const PagedRows& rows);
-  // Adds rows to a sequence's sums of values, or takes them out again.
+  // Adds rows to a sequence's sums of values, or subtracts them.
   void add_values(int layer, std::int32_t sequence, std::span<const RowSpan> rows, bool subtract);
-  // What a sequence has that begins anew: sums of no values at all, and nothing that scorers note.
+  // Resets a sequence that begins anew: zeroes its sums of values and the scorers' notes on it.
   void clear_values(std::int32_t sequence);
 
-  // Forgets tokens [length, from) of a sequence, whose rows are still there: what scorers note of
-  // sequences. Sums of values are add_values()'s.
+  // Removes tokens [length, from) of a sequence from the scorers' notes; their rows are still
+  // there. Sums of values are not changed: add_values() does that.
   void truncate(int layer, std::int32_t sequence, std::int64_t from, std::int64_t length,
                 const PagedRows& rows);
-  // What one sequence has becomes another's: its sums of values, and what scorers note.
+  // Copies a sequence's sums of values and the scorers' notes to another sequence.
   void copy_values(std::int32_t from, std::int32_t to);
-  // A tile of every layer.
+  // Copies a tile in every layer.
   void copy_tile(std::int32_t from, std::int32_t to);
 
   KeyIndexView view(int layer) const;
-  // No pages if the layer keeps none.
+  // A view without pages if the layer keeps no value tiles.
   ValueTilesView values(int layer) const;
-  // What a scorer is told besides what it is called for; its memory has no parts if it needs none.
+  // The context of a scorer's call besides its arguments; its memory has no parts if the scorer
+  // needs none.
   ScorerCall call(const Policy& policy, int layer) const;
   // [sequences, kv_heads, head_dim], or null if the layer keeps none.
   float* value_sums(int layer) const;
 
-  // Asks for what build() found, and, once that is done, tells of it: the first KV head of a layer
-  // of a sequence that had a key or a value which is NaN or Inf, or no layer at all.
+  // report_bad() copies build()'s flags to the host. Once the queue has done that, bad_page() gives
+  // the first layer and KV head of a sequence that had a NaN or Inf in a key or value; layer -1:
+  // none.
   void report_bad();
   struct BadPage {
     int layer = -1;
     int head = 0;
-    bool is_value = false;  // else a key
+    bool is_value = false;  // true: in a value, false: in a key
   };
   BadPage bad_page(std::int32_t sequence) const;
-  // A sequence that begins anew has none.
+  // Clears the flags of a sequence that begins anew.
   void clear_bad(std::int32_t sequence);
 
  private:
@@ -75,27 +79,27 @@ class KeyIndex {
     Buffer values;
     Buffer sums;
     std::vector<Own> own;
-    std::int32_t* bad = nullptr;  // [sequences, kv_heads], of bad_; null if keys are not looked at
-    std::int32_t* bad_values = nullptr;  // likewise
+    std::int32_t* bad = nullptr;  // [sequences, kv_heads] in bad_; null if keys are not checked
+    std::int32_t* bad_values = nullptr;  // the same for values
   };
   void allocate_own(const LayerIndex& wanted, const LayerIndexBytes& bytes, Tier tier,
                     Layer& layer);
   ScorerCall call(const Own& own, int layer) const;
   void build_own(int layer, const WholePages& pages);
-  // Calls visit(memory, bytes) for what every sequence has so much of.
+  // Calls visit(memory, bytes) for every buffer with a fixed number of bytes per sequence.
   template <typename Visit>
   void for_each_of_sequences(const Visit& visit) const;
   std::size_t sum_bytes() const;
   KeyTiles tiles(const LayerIndex& layer) const;
-  std::size_t flags() const;  // of one layer, that its pages are bad
+  std::size_t flags() const;  // bad-page flags of one layer
 
   Queue* queue_;
   IndexLayout layout_;
   Scorers scorers_;
   std::vector<Layer> layers_;
   const std::int32_t* table_ = nullptr;
-  Buffer bad_;       // [layers, sequences, kv_heads] of keys, and the same of values if there are
-  Buffer seen_bad_;  // the host's copy of it
+  Buffer bad_;       // [layers, sequences, kv_heads] for keys; again for values if tiles keep them
+  Buffer seen_bad_;  // the host's copy of bad_
 };
 
 }  // namespace sluice

@@ -1,6 +1,6 @@
-// Prefill that attends to some pages only (`prefill=pages(SHARE)`): means of the keys of every
-// sequence's pages, kept beside the rows, and for one piece of a prompt at a time the pages that
-// its blocks of queries attend to. See lib/backend/page_ops.h.
+// Prefill that attends to some pages only (`prefill=pages(SHARE)`): the mean key of every page of
+// every sequence, kept beside the rows, and for one chunk of a prompt at a time the pages that its
+// blocks of queries attend to. See lib/backend/page_ops.h.
 #pragma once
 
 #include <cstdint>
@@ -17,22 +17,22 @@ class ListedPages {
  public:
   ListedPages(Queue& queue, const KvPlan& plan, Tier tier);
 
-  // Pages that a step made whole.
+  // Computes the mean keys of pages that a step made whole.
   void build(int layer, const WholePages& pages);
-  // What one sequence has becomes another's.
+  // Copies a sequence's mean keys to another sequence.
   void copy(std::int32_t from, std::int32_t to);
 
-  // Lists for the queries of a step, from what build() made of their own pages and of those before.
-  // They last until the next call.
+  // Page lists for the queries of a step, chosen by the means that build() made of their own pages
+  // and of those before. Valid until the next call.
   PageLists choose(int layer, std::int32_t sequence, const StepRange& step, const Queries& queries,
                    double share);
-  // Brings what the step's choices listed to the host, which has it once the queue is idle.
+  // Copies the step's counts of listed pages to the host, which has them once the queue is idle.
   void issue_report();
-  // By page: how many blocks of queries of a layer's last choice it was listed for, of a KV head.
+  // By page: the number of query blocks that listed it in a layer's last choice, for one KV head.
   std::span<const std::uint32_t> listed(int layer, int head) const;
 
  private:
-  std::size_t means_of_sequence() const;  // bytes in one layer
+  std::size_t means_of_sequence() const;  // bytes per layer
   PageMeansView means(int layer) const;
 
   Queue* queue_;
@@ -44,7 +44,7 @@ class ListedPages {
   Buffer pages_;        // [kv_heads, blocks, pages]
   Buffer counts_;       // [kv_heads, blocks]
   Buffer listed_;       // [layers, kv_heads, pages]
-  Buffer host_listed_;  // host memory, likewise
+  Buffer host_listed_;  // host memory, [layers, kv_heads, pages]
 };
 
 }  // namespace sluice

@@ -19,7 +19,7 @@
 
 namespace sluice {
 
-// Which tokens may be attended, the backend's memory: 0 for those that may not; null: all may.
+// Tokens that may be attended, in the backend's memory: 0 for those that may not; null: all may.
 struct Mask {
   const std::uint8_t* tokens = nullptr;  // [sequences, stride]
   std::int64_t stride = 0;
@@ -27,45 +27,47 @@ struct Mask {
 
 class SparseAttention {
  public:
-  // Allocates the index and the work space of `layout` in `tier`. `cache`, if there is one, lives
-  // as long.
+  // Allocates the index and the work space of `layout` in `tier`. `cache`, if not null, must
+  // outlive this.
   SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier,
                   RowCache* cache = nullptr);
 
   KeyIndex& index() { return index_; }
-  // Where append_batch() puts what the sums of values are after each token of the batch:
+  // Sums of values after each token of the batch, written by append_batch():
   // [batch, kv_heads, head_dim].
   float* token_sums() const { return token_sums_.floats(); }
 
-  // Selects and attends for every token of the batch. Each sees what it would see alone: a page
-  // serves as an index only to tokens after it. Masked tokens are never chosen.
+  // Selects and attends for every token of the batch. Each token gets the result that it would get
+  // alone, because a page serves as an index only to tokens after it. Masked tokens are never
+  // chosen.
   void attend(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
               const PagedRows& rows, const Mask& mask);
 
-  // Selects only, for layers that follow one which attends to everything.
+  // Selects without attending, for a layer that attends to everything but has followers.
   void select(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
               const PagedRows& rows);
 
-  // Asks for what the step reports.
+  // Copies the step's report to the host.
   void issue_report();
-  // What a step was.
+  // The step that a report is about.
   struct Step {
     const Policy* policy = nullptr;
     bool evicts = false;  // tokens are masked
     std::span<const BatchToken> tokens;
     const BlockTables* tables = nullptr;  // where the rows are
-    int set = 0;                          // of the tables, that the layer is of
+    int set = 0;                          // the layer's set in `tables`
   };
-  // Once the report is there: what the tokens of one sequence did in a layer goes to the ledger and
-  // into `entry`. Throws Error{numeric} naming layer and KV head if an estimate was NaN or
-  // infinite.
+  // Adds what the tokens of one sequence did in a layer to the ledger and to `entry`. Call once the
+  // report has reached the host. Throws Error{numeric} naming layer and KV head if an estimate was
+  // NaN or infinite.
   void finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
               LayerSelection& entry) const;
-  // Throws the same for a key or value that a page of the index was built from.
+  // Throws the same Error{numeric} for a NaN or Inf key or value in an indexed page.
   void check_pages(std::int32_t sequence) const;
 
  private:
-  // A layer's part of a step: some tokens of the batch, those whose estimates fit at a time.
+  // Tokens of the batch that a layer handles at a time: as many as the work space has estimates
+  // for.
   struct Wave {
     int layer = 0;
     std::int64_t first = 0;  // token of the batch
@@ -77,17 +79,18 @@ class SparseAttention {
     bool skip_newest = false;  // the newest rows take no part in selecting, see newest_apart()
   };
 
-  // What select() reports.
+  // The report of select().
   struct Report {
     Buffer all;
     HeadSelection* candidate_heads = nullptr;  // [layers, batch, kv_heads]
-    HeadSelection* heads = nullptr;            // likewise
+    HeadSelection* heads = nullptr;            // [layers, batch, kv_heads]
     float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
-    float* alpha = nullptr;                    // likewise
-    std::int32_t* pages_read = nullptr;        // [layers, batch, kv_heads], for the candidates
-    std::int32_t* resident = nullptr;          // likewise, of the selected rows those on the device
-    std::int32_t* evicted = nullptr;           // likewise, written if there is a row cache
-    std::int32_t* value_pages = nullptr;       // likewise, of value tiles; or none
+    float* alpha = nullptr;                    // [layers, batch, query_heads]
+    // All [layers, batch, kv_heads]:
+    std::int32_t* pages_read = nullptr;   // for the candidates
+    std::int32_t* resident = nullptr;     // selected rows on the device
+    std::int32_t* evicted = nullptr;      // rows; written if there is a row cache
+    std::int32_t* value_pages = nullptr;  // pages of value tiles; null if there are none
   };
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
 
@@ -100,26 +103,26 @@ class SparseAttention {
   void rescore(const Policy& policy, const Wave& wave);
   void score(const Policy& policy, const Wave& wave, const EstimateParams& estimate);
   EstimateParams estimate_params(const Wave& wave) const;
-  // Whatever the stage: what is always kept, and what may be.
+  // The fields that all stages share: tokens that are always kept, and tokens that may be.
   SelectParams select_params(const Policy& policy, const Wave& wave) const;
   void prune(const Policy& policy, const Wave& wave, SelectParams params);
   void attend_wave(const Policy& policy, const Wave& wave, int source, const Queries& queries);
-  // Looks for the selected rows in the cache.
+  // Looks up the selected rows in the cache.
   void find_rows(const Wave& wave, AttendSelectedParams& params);
-  // Adds what is not selected, by its values in a few bits.
+  // Adds the tokens that are not selected, with their values from value tiles of a few bits.
   void attend_values(const Policy& policy, const Wave& wave, const AttendSelectedParams& attended);
   bool newest_apart(const Policy& policy, int layer, bool masked) const;
   const Scorer& scorer_of(const Policy& policy) const { return scorers_.at(policy.select); }
 
   SelectionView selection(int layer, std::int64_t token) const;
   SelectionView candidates(int layer, std::int64_t token) const;
-  // Where a layer's token has its entries among those of KV heads and query heads.
+  // The first entry of a layer's token in arrays by KV head, and in arrays by query head.
   std::int64_t head_entry(int layer, std::int64_t token) const;
   std::int64_t query_entry(int layer, std::int64_t token) const;
   const float* value_sums(const Wave& wave) const;
   float* share(int layer, std::int64_t token) const;
   float* alpha(int layer, std::int64_t token) const;
-  // What one layer's tokens did, per cause; summed over tokens and KV heads.
+  // Rows and pages of one layer's tokens by cause, summed over tokens and KV heads.
   struct Count {
     EstimateTraffic estimates;
     std::uint64_t hits = 0;
@@ -144,17 +147,17 @@ class SparseAttention {
   Tier tier_;
   RowCache* cache_;
   Buffer logits_;            // [wave, query_heads, context]
-  Buffer digest_;            // of these logits
-  Buffer page_weights_;      // of the digest
+  Buffer digest_;            // of logits_
+  Buffer page_weights_;      // of digest_
   Buffer candidate_logits_;  // [wave, query_heads, candidates + kPageTokens]
-  LogitView estimated_;      // what the latest wave's estimates became, of all tokens
+  LogitView estimated_;      // all tokens' estimates in the latest wave
   Buffer lse_;               // [wave, query_heads], of the latest wave's logits
   Buffer positions_;         // [slots, kv_heads, selected]
-  Buffer seen_positions_;    // the host's copy of it, where positions are reported
+  Buffer seen_positions_;    // the host's copy of positions_, if positions are reported
   Buffer candidates_;        // [wave, kv_heads, candidates]
   Buffer token_sums_;        // [batch, kv_heads, head_dim]
   Report report_;            // in `tier_`
-  Report seen_;              // the host's copy of it
+  Report seen_;              // the host's copy of report_
   Buffer arena_;             // [kv_heads, arena_rows, row_bytes]
 };
 
