@@ -1,4 +1,4 @@
-// The memory of a row cache, and what is forgotten when rows at home change.
+// The memory of a row cache, and its invalidation when rows in host memory change.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,20 @@ namespace sluice {
 
 class RowCache {
  public:
-  // Of plan.cache_rows. Work is issued to `queue`.
+  // Allocates plan.cache_rows rows per KV head. Work is issued to `queue`.
   RowCache(Queue& queue, const KvPlan& plan);
 
   RowCacheView view() const;
-  // [tokens of a wave, kv_heads, selected]: where the rows of one layer are.
+  // [tokens of a wave, kv_heads, selected]: the places of one layer's selected rows.
   PlacedRow* places() const { return reinterpret_cast<PlacedRow*>(places_.data()); }
 
-  // A step begins.
+  // Call when a step begins.
   void advance();
-  // Between a find_rows() and the end of the attend_selected() that fills ways for it. Where that
-  // never comes, the next step begins with an empty cache.
+  // Brackets a find_rows() and the attend_selected() that fills its ways. If that end never comes,
+  // the next step begins with an empty cache.
   void begin_filling() { is_filling_ = true; }
   void end_filling() { is_filling_ = false; }
-  // Tokens [first, end) of a sequence are about to be written, whose blocks are in the tables: no
+  // Call before tokens [first, end) of a sequence are written; their blocks are in the tables. No
   // step selects them until a page later than theirs begins.
   void write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
              std::int64_t end);
@@ -44,7 +44,7 @@ class RowCache {
   bool is_filling_ = false;
   Buffer rows_;                   // [kv_heads, ways, row_bytes]
   Buffer tags_;                   // [kv_heads, ways]
-  Buffer heat_;                   // likewise
+  Buffer heat_;                   // [kv_heads, ways]
   Buffer clock_;                  // now_, where the backend reads it
   Buffer places_;                 // see places()
   std::vector<bool> selectable_;  // by block: its rows may be in the cache

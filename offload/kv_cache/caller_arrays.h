@@ -1,5 +1,5 @@
-// The queries, keys and values of a KvCache's callers on their way in, and attention on its way
-// out: between arrays of any dtype, strides and memory, and dense f32 where the backend computes.
+// Copies between the arrays of a KvCache's callers, of any dtype, strides and memory, and dense f32
+// where the backend computes: queries, keys and values on their way in, attention on its way out.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace sluice {
 
 class CallerArrays {
  public:
-  // For steps of up to `tokens` tokens. `factor` is what queries are multiplied by.
+  // For steps of up to `tokens` tokens. Queries are multiplied by `factor`.
   CallerArrays(Queue& queue, const KvShape& shape, std::int64_t tokens, float factor);
 
-  // Where the backend computes, and in host memory.
+  // Bytes allocated where the backend computes, and in host memory.
   static std::uint64_t compute_bytes(const KvShape& shape, std::int64_t tokens);
   static std::uint64_t host_bytes(const BackendInfo& info, const KvShape& shape,
                                   std::int64_t tokens);
@@ -26,14 +26,15 @@ class CallerArrays {
   void require(std::string_view name, const KvInput& array, int heads, std::int64_t tokens) const;
   void require(std::string_view name, const KvOutput& array, int heads, std::int64_t tokens) const;
 
-  // What is returned serves until the next call; a query's `out` and `lse` are for write().
+  // The returned pointers are valid until the next call; `out` and `lse` of queries are for
+  // write().
   NewRows read_rows(int layer, const KvInput& keys, const KvInput& values, std::int64_t tokens);
   Queries read_queries(int layer, const KvInput& queries, std::int64_t tokens);
-  // To `out`, and to `lse` if that is not null.
+  // Copies attention to `out`, and to `lse` if that is not null.
   void write(const KvOutput& out, float* lse, std::int64_t tokens);
 
-  // Once the queue was waited for: what was read last of a layer, of `tokens` tokens, that is no
-  // number or too large in one of them.
+  // The first array of a layer's latest read, of `tokens` tokens, with a NaN, an Inf or too large a
+  // value in `token`. Call after waiting for the queue.
   struct Bad {
     const char* what = "";  // "keys", "values" or "queries"
     int kv_head = 0;
@@ -44,7 +45,7 @@ class CallerArrays {
  private:
   void read(const KvInput& array, std::int64_t tokens, int heads, float factor, std::int64_t at,
             std::int32_t* bad);
-  // Flags of a layer: of its rows, keys and then values, and of its queries.
+  // Flags of a layer: of its rows (keys, then values), and of its queries.
   std::int32_t* bad_rows_of(int layer) const;
   std::int32_t* bad_queries_of(int layer) const;
   void to_device(const KvOutput& out, float* lse, std::int64_t tokens);
@@ -57,7 +58,7 @@ class CallerArrays {
   Buffer in_;       // [tokens, query_heads, head_dim], or keys and then values
   Buffer out_;      // [tokens, query_heads, head_dim]
   Buffer lse_;      // [tokens, query_heads]
-  Buffer host_in_;  // what passes through host memory, if in_ and out_ are not there
+  Buffer host_in_;  // staging in host memory, if in_ and out_ are elsewhere
   Buffer host_out_;
   std::int64_t tokens_;
   Buffer bad_;  // [layers, tokens, 2 * kv_heads + query_heads], host memory

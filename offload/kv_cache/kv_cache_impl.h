@@ -1,4 +1,4 @@
-// What KvCache, KvSequence and KvStep share: see sluice/kv_cache.h.
+// State shared by KvCache, KvSequence and KvStep: see sluice/kv_cache.h.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@
 
 namespace sluice {
 
-// Backend, work space and tables serve one call at a time, and one step from its begin to its end.
+// Backend, work space and tables serve one call at a time, and one step from begin to end.
 struct KvCache::Impl {
   std::unique_ptr<Backend> backend;
   std::shared_ptr<KvPool> pool;
@@ -28,21 +28,22 @@ struct KvCache::Impl {
 
   std::mutex mutex{};
   std::condition_variable step_over{};
-  std::optional<std::thread::id> stepping{};  // whose step is under way
+  std::optional<std::thread::id> stepping{};  // the thread whose step is under way
   std::vector<KvSession> leaving{};           // ended during a step; closed after it
 
   Impl(const KvConfig& config, std::unique_ptr<Backend> owned, std::unique_ptr<Queue> queue,
        const KvPlan& plan);
 
-  // Once no step is under way. Throws Error{usage} if one is the calling thread's own.
+  // Locks the mutex once no step is under way. Throws Error{usage} if the calling thread's own step
+  // is under way.
   std::unique_lock<std::mutex> between_steps();
-  // By whoever holds the mutex; then wakes those who wait.
+  // Ends the step and wakes waiting threads. The caller holds the mutex.
   void end_step();
 };
 
 struct KvSequence::Impl {
   std::shared_ptr<KvCache::Impl> cache;
-  std::optional<KvSession> kv;  // none only if reset() failed
+  std::optional<KvSession> kv;  // empty only if reset() failed
   std::optional<Error> failure{};
 
   Impl(std::shared_ptr<KvCache::Impl> owner, KvSession session);
@@ -60,13 +61,13 @@ struct KvStep::Impl {
   std::vector<std::shared_ptr<KvSequence::Impl>> sequences;
   Phase phase = Phase::decode;
   std::int64_t tokens = 0;
-  std::optional<KvBatch> batch{};  // none: a step of one sequence, by its session
+  std::optional<KvBatch> batch{};  // empty: a step of one sequence, by its session
   std::vector<bool> appended{};    // by layer
   std::vector<bool> attended{};
   int latest = -1;  // the layer whose rows came last
   bool is_under_way = false;
 
-  // Of several sequences, or of so many tokens of one.
+  // A step of several sequences, or of `tokens` tokens of one.
   static KvStep begin(std::shared_ptr<KvCache::Impl> cache,
                       std::vector<std::shared_ptr<KvSequence::Impl>> sequences, Phase phase,
                       std::optional<std::int64_t> tokens);
@@ -90,11 +91,11 @@ struct KvStep::Impl {
   void require_complete() const;
   std::optional<Error> failure_of_all() const;
   void fail_all(const Error& error);
-  // An error in `work` is the end of all its sequences.
+  // An error in `work` ends all sequences of the step.
   void do_or_fail(const auto& work);
-  // Whether a call is to wait for its work, and to look at what it read.
+  // Returns true if a call must wait for its work and check the numbers that it read.
   bool waits(std::initializer_list<Tier> arrays) const;
-  // What was found bad is the end of its sequence.
+  // Bad input of a token ends its sequence.
   void fail_bad(int layer, std::int64_t token, const std::optional<CallerArrays::Bad>& bad);
   void fail_bad_rows(int layer);
   void fail_bad_queries(int layer);

@@ -12,31 +12,31 @@
 
 namespace sluice {
 
-// What a pool of sequences is asked to be.
+// Requirements on a pool of sequences.
 struct KvRequest {
   KvShape shape;
-  std::int64_t context = 0;       // tokens of one sequence
-  std::int64_t chunk = 512;       // most tokens per step of a prompt
-  std::int64_t sequences = 1;     // at a time
-  std::int64_t tokens = 0;        // of all of them, where forks share some; 0: sequences * context
+  std::int64_t context = 0;    // tokens of one sequence
+  std::int64_t chunk = 512;    // most tokens per step of a prompt
+  std::int64_t sequences = 1;  // at a time
+  std::int64_t tokens = 0;     // distinct, of all sequences (forks share); 0: sequences * context
   std::int64_t decode_batch = 1;  // most tokens per decode step; at least `sequences`
   bool reports_positions = false;
-  std::span<const Policy> policies = {};    // that sessions may use; none: dense
-  const Scorers* scorers = &own_scorers();  // that they may name
-  Processor processor = Processor::host;    // that the scorers have to run on
+  std::span<const Policy> policies = {};    // that sessions may use; empty: dense
+  const Scorers* scorers = &own_scorers();  // that policies may name
+  Processor processor = Processor::host;    // that the scorers must run on
   std::optional<std::uint64_t> device_cap = std::nullopt;
   bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
   LogitFormat logits = {};         // how the backend keeps estimates
-  std::uint64_t beside = 0;        // what else the device cap has to hold
-  // Bytes of rows that a step selects in a layer, from which on the backend gains by a row cache.
+  std::uint64_t beside = 0;        // other bytes that the device cap must hold
+  // Least bytes of selected rows per step and layer for which the backend gains by a row cache.
   std::uint64_t cached_bytes = 0;
-  // For the row cache, at most; unset: what pays.
+  // Most bytes for the row cache; unset: as many as pay off.
   std::optional<std::uint64_t> cache_memory = std::nullopt;
-  // The host is to attend to part of what is only at home; see offload/host_attention.h.
+  // The host attends to part of the rows only in host memory; see offload/host_attention.h.
   bool host_attention = false;
 };
 
-// What KvPool allocates of rows on the device; in a plan that has none, in host memory.
+// Bytes that KvPool allocates for rows on the device; in host memory if rows are attended in place.
 struct DeviceRowBytes {
   explicit DeviceRowBytes(const KvPlan& plan);
 
@@ -44,12 +44,12 @@ struct DeviceRowBytes {
   std::uint64_t window;    // of a step's rows
   std::uint64_t stream;    // both buffers
   std::uint64_t compact;   // of important tokens
-  std::uint64_t cache;     // the row cache, and what belongs to it
+  std::uint64_t cache;     // the row cache with its tables
 
   std::uint64_t sum() const { return resident + window + stream + compact + cache; }
 };
 
-// What RowCache allocates.
+// Bytes that RowCache allocates.
 struct RowCacheBytes {
   explicit RowCacheBytes(const KvPlan& plan);
 
@@ -62,31 +62,31 @@ struct RowCacheBytes {
   std::uint64_t sum() const { return rows + tags + heat + clock + places; }
 };
 
-// What HostAttention allocates. Of the device it is one array of gaps, all else is host memory.
+// Bytes that HostAttention allocates: one array of gaps on the device, the rest in host memory.
 struct HostAttentionBytes {
   explicit HostAttentionBytes(const KvPlan& plan);
 
-  std::size_t gaps = 0;  // of either
+  std::size_t gaps = 0;  // on the device, and again in host memory
   std::size_t tokens = 0;
   std::size_t table = 0;
-  std::size_t queries = 0;  // as many as there are results
+  std::size_t queries = 0;  // and again for the results
   std::size_t lse = 0;
   std::size_t times = 0;
 
   std::uint64_t host() const { return gaps + tokens + table + 2 * queries + lse + times; }
 };
 
-// Whether a number that a caller brought is one of these.
+// Returns true if a caller's number is a dtype that the cache knows.
 constexpr bool is_known(DType dtype) { return dtype <= DType::bf16; }
 
-// Throws Error{usage} unless a plan may be for so many tokens.
+// Throws Error{usage} unless a plan may have a context of `tokens` tokens.
 void require_context(std::int64_t tokens);
 
 // Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is
 // too small to run at all.
 KvPlan plan_kv(const KvRequest& request);
 
-// Bytes of a region's rows, rounded to what the host store commits.
+// Bytes of a region's rows, rounded to the host store's commit unit.
 std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows);
 
 }  // namespace sluice

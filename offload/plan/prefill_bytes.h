@@ -25,14 +25,14 @@ struct ImportantTokenBytes {
   std::size_t listed;
   std::size_t positions;
   std::size_t seen;
-  std::size_t packed;      // queries, and again their outputs; 0 if no policy evicts
+  std::size_t packed;      // queries, and again for outputs; 0 if no policy evicts
   std::size_t packed_lse;  // 0 if no policy evicts
   std::size_t masks;       // 0 if no policy evicts
   std::size_t bad;         // host memory
 
-  // Where attention reads.
+  // Bytes where attention reads.
   std::uint64_t work() const;
-  // In host memory, which has copies of the list and of the masks.
+  // Bytes in host memory, which has copies of the list and of the masks.
   std::uint64_t host() const { return listed + masks + bad; }
 };
 
@@ -43,7 +43,7 @@ struct ListedPageBytes {
   std::size_t means = 0;
   std::size_t pages = 0;
   std::size_t counts = 0;
-  std::size_t listed = 0;  // and as much host memory
+  std::size_t listed = 0;  // and again in host memory
 
   std::uint64_t work() const { return pages + counts + listed; }
 };
