@@ -36,7 +36,7 @@ struct KvRequest {
   bool host_attention = false;
 };
 
-// Bytes that KvPool allocates for rows on the device; in host memory if rows are attended in place.
+// Bytes that KvPool allocates for rows in the device tier; without a device that is host memory.
 struct DeviceRowBytes {
   explicit DeviceRowBytes(const KvPlan& plan);
 

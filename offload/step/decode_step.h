@@ -1,6 +1,6 @@
-// A decode step: one token of each of several sequences, or a few known tokens of one, through the
-// cache. What it issues depends on the number of tokens, on their capacity and on the policy, never
-// on positions: see lib/batch.h.
+// A decode step through the cache: one token of each of several sequences, or a few known tokens of
+// one. Its work depends on the number of tokens, their capacity and the policy, never on positions:
+// see lib/batch.h.
 #pragma once
 
 #include <cstdint>
@@ -17,39 +17,41 @@ class DecodeStep {
  public:
   explicit DecodeStep(KvPool& pool) : pool_(&pool) {}
 
-  // Under one of the pool's policies. Room was made for the tokens by KvPool::write(). Brings the
-  // tokens where the backend reads them, ahead of what the step issues: its first kernel may begin
-  // early, and reads them.
+  // Begins a step under one of the pool's policies; KvPool::write() has made room for the tokens.
+  // Copies the tokens to where the backend reads them before any work of the step is issued,
+  // because its first kernel may begin early and reads them.
   void begin(std::span<const BatchToken> tokens, const Policy& policy);
 
   // Steps of the same kind issue the same work.
   KvPool::StepKind kind() const;
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
-  // Whether a layer attends to everything, and its tokens can go through a TokenRun instead.
+  // Returns true if a layer attends to everything, so that its tokens can go through a TokenRun.
   bool is_dense(int layer) const;
-  // What such a layer has to do besides, if others follow it.
+  // Selects for the followers of such a dense layer, if it has any.
   void select(int layer, const Queries& queries);
-  // Issued last: asks for what finish() reads.
+  // Copies to the host what finish() reads; issued last.
   void issue_report();
 
-  // What the tokens of one sequence did; once the step is done and the backend was waited for.
-  // Layers that attended densely are counted unless their tokens went through a TokenRun. Throws
-  // Error{numeric} naming layer and KV head if a key, a query or an estimate was NaN or infinite.
+  // Reports and counts the selections of one sequence's tokens; call after waiting for the backend.
+  // Dense layers are counted with `counts_dense`: not if their tokens went through a TokenRun.
+  // Throws Error{numeric} naming layer and KV head if a key, a query or an estimate was NaN or
+  // infinite.
   StepSelection finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const;
-  // Whether finish() reads what only the backend knows, so that it must be waited for.
+  // Returns true if finish() reads results of the backend, which must then be waited for.
   bool reports() const { return pool_->sparse() != nullptr || beside_ != nullptr; }
 
   // The tokens where the backend reads them.
   TokenBatch batch() const;
 
  private:
-  // Some prompt's tokens were dropped for good: nothing attends to them again, dense layers either.
+  // True if tokens of some prompt were evicted: no layer attends to them again, not even dense
+  // ones.
   bool evicts() const;
-  // The host's attention, if it is to attend in this step.
+  // Host attention, or null if the host does not attend in this step.
   HostAttention* find_beside() const;
   void record_dense(int layer, std::size_t number, Ledger& ledger) const;
-  // As this layer has it.
+  // The policy as this layer has it.
   const Policy& policy(int layer) const;
 
   KvPool* pool_;

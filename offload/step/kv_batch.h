@@ -17,20 +17,20 @@ class KvBatch {
   // and for more than plan().decode_batch of them; Error{internal} for one that failed earlier, and
   // Error{prompt} or Error{memory} if there is no room; nothing has changed then.
   explicit KvBatch(std::span<KvSession* const> sessions);
-  // Throws that, and does nothing else.
+  // Only throws the errors of the constructor.
   static void require_fit(std::span<KvSession* const> sessions);
 
-  // Whether steps of the same kind were issued before, so that what was recorded of them can be
-  // replayed.
+  // The recording of earlier steps of the same kind, which can be replayed; null if there were
+  // none.
   std::unique_ptr<Recording>& recording();
 
-  // What a step issues, in this order; see DecodeStep.
+  // The work of a step, in this order; see DecodeStep.
   void append(int layer, const NewRows& rows) { step_.append(layer, rows); }
   void attend(int layer, const Queries& queries) { step_.attend(layer, queries); }
   void issue_report() { step_.issue_report(); }
 
-  // Ends the step of every session, once all was issued; waits for the backend. For every session
-  // the error that it ended with, if any: it cannot go on then, the others can.
+  // Ends the step of every session and waits for the backend; call once all work was issued.
+  // Returns an error for each session that failed: that session cannot go on, the others can.
   std::vector<std::optional<Error>> end();
 
   TokenBatch tokens() const { return step_.batch(); }

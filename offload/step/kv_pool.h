@@ -28,9 +28,9 @@ namespace sluice {
 
 class KvPool {
  public:
-  // Allocates what the plan says, but for the rows at home, which grow with what is in use. Steps
-  // are issued to `queue`. `policies`: those that sequences may use; none: dense. They name
-  // `scorers`. `attender` attends where the plan says so.
+  // Allocates the memory of the plan, except the rows in host memory, which grow with use. Steps
+  // are issued to `queue`. `policies`: those that sequences may use, by scorers in `scorers`;
+  // empty: dense. `attender` attends if the plan has host attention.
   KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies = {},
          const Scorers& scorers = own_scorers(), const HostAttender& attender = {});
   KvPool(const KvPool&) = delete;
@@ -38,24 +38,24 @@ class KvPool {
   ~KvPool();
 
   Backend& backend() const { return queue_->backend(); }
-  // That steps are issued to, and that brings rows beside it.
+  // queue(): steps. transfer(): row transfers beside them.
   Queue& queue() const { return *queue_; }
   Queue& transfer() const { return *transfer_; }
   const KvPlan& plan() const { return plan_; }
   const std::vector<Policy>& policies() const { return policies_; }
   const BlockTables& tables() const { return tables_; }
-  // Which of the tables' sets a layer is of.
+  // The set in the tables that a layer belongs to.
   int set_of(int layer) const { return sets_[static_cast<std::size_t>(layer)]; }
-  // Where attention reads: the device's, or host memory if rows are attended in place.
+  // The tier where attention reads: device, or host if rows are attended in place.
   Tier tier() const { return plan_.in_place ? Tier::host : Tier::device; }
 
-  // See BlockTables. What forks share they share in all parts.
+  // See BlockTables. Forks share blocks in every part of the pool.
   std::int32_t open();
   std::int32_t fork(std::int32_t sequence);
   void close(std::int32_t sequence) noexcept;
-  // Forgets tokens from `length` on. `ends`: of each layer, behind the last that has rows.
+  // Forgets tokens from `length` on. `ends`: by layer, the end of the tokens that have rows.
   void truncate(std::int32_t sequence, std::span<const std::int64_t> ends, std::int64_t length);
-  // Gives back blocks beyond `length` tokens that nothing was written to.
+  // Gives back blocks beyond `length` tokens, which were never written.
   void forget_blocks(std::int32_t sequence, std::int64_t length) {
     tables_.truncate(sequence, length);
   }
@@ -64,34 +64,34 @@ class KvPool {
   void require_room(std::int32_t sequence, std::int64_t first, std::int64_t end) const {
     tables_.require_room(sequence, first, end);
   }
-  // Makes room for tokens [first, end) of a sequence, copies what it shared, and brings the tables
-  // where the backend reads them. Counts rows that came from home. Returns BlockTables::Writing's
-  // `begun`, by set of layers. Throws what require_room() throws with nothing changed, and
-  // Error{memory} for want of host memory; then the sequence can only be closed, unless
-  // kept_rows().
+  // Makes room for tokens [first, end) of a sequence, copies shared pages, and updates the tables
+  // where the backend reads them. Counts rows that came from host memory. Returns
+  // BlockTables::Writing's `begun`, by set of layers. Throws what require_room() throws with
+  // nothing changed, and Error{memory} if host memory runs out; then the sequence can only be
+  // closed, unless kept_rows().
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   Ledger& ledger);
-  // The same, but every layer's rows have a home only from ready_home() on, which takes what this
-  // returns: memory is handed out while the device is busy with the layer before. ready_home()
-  // throws Error{memory} for want of it, with nothing changed.
+  // The same, but a layer's rows get host memory only in ready_home(), which takes this function's
+  // result: memory is committed while the device is busy with the layer before. ready_home() throws
+  // Error{memory} if host memory runs out, with nothing changed.
   std::int64_t write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                Ledger& ledger);
   void ready_home(int layer, std::int64_t rows) { home_.commit(layer, rows); }
-  // After a write_by_layers() whose layers did not all get theirs.
+  // Call after a write_by_layers() if some layers did not get their host memory.
   void forget_home() { home_.release_uncommitted(); }
 
-  // Whether the latest write() or write_by_layers(), if it threw, left what the sequence had: not
-  // if it was to copy a page that the sequence shared.
+  // Returns true if the sequence kept its rows when the latest write() or write_by_layers() threw;
+  // false if it had a shared page to copy.
   bool kept_rows() const { return kept_rows_; }
 
-  // Room at home for so many rows more than were ever written, so that a later write() need not
-  // wait for it; less if there is none.
+  // Commits host memory for `rows` rows more than were ever written, so that a later write() need
+  // not wait for it; does nothing if host memory runs out.
   void grow_ahead(std::int64_t rows) noexcept;
 
-  // Copies home beside what the queue does next; until settle() the rows may be on their way, and
-  // stay as they are on the device.
+  // Copies rows to host memory while the queue goes on. Until settle() the copies may be under way,
+  // and the rows on the device must not change.
   void send_home(std::span<const CopyOp> ops);
-  // Work that is issued to the queue from now on finds them there.
+  // Makes the queue's later work wait for these copies.
   void settle();
 
   PagedRows rows(int layer) const;
@@ -100,10 +100,11 @@ class KvPool {
     return home_.row(layer, head, number);
   }
   std::byte* on_device(int layer, int head, std::int64_t number) const;
-  // The first row of a run, and the run of every KV head.
+  // The first row of a run in one KV head, and the run in every KV head.
   std::byte* row(int layer, int head, const RowRun& run) const;
   std::vector<RowSpan> spans(int layer, const RowRun& run) const;
-  // Room of one layer at a time, per KV head: for the rows of a step, and for rows passing through.
+  // Room for one layer at a time, per KV head: for the rows of a step, and for rows that stream
+  // through.
   std::byte* window(int head) const;
   std::byte* stream(std::size_t buffer, int head) const;
   std::byte* arena() const { return stream_.data(); }
@@ -115,10 +116,10 @@ class KvPool {
   RowCache* cache() const { return cache_.get(); }                         // null if there is none
   ImportantTokens* important() const { return important_.get(); }          // null if all prefill is
 
-  ListedPages* listed() const { return listed_.get(); }  // likewise
+  ListedPages* listed() const { return listed_.get(); }  // null if no prefill lists pages
 
-  // Steps that were recorded: of so many tokens under a policy, of sequences up to a capacity; with
-  // evicted tokens or without, with the host's attention or without.
+  // Recorded steps, by number of tokens, policy, capacity of the sequences, evicted tokens or none,
+  // and host attention or none.
   using StepKind = std::tuple<std::size_t, std::int64_t, std::int64_t, bool, bool>;
   std::map<StepKind, std::unique_ptr<Recording>>& recordings() { return recordings_; }
 
@@ -128,7 +129,7 @@ class KvPool {
   std::int64_t rows_at_home(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void publish();
-  // The first entry of a set's table of pages.
+  // The first entry of a set's page table.
   std::int64_t table_of(int set) const { return set * plan_.sequences * layout_.pages(); }
 
   std::shared_ptr<Queue> queue_;
@@ -140,7 +141,7 @@ class KvPool {
   BlockTables tables_;
   HostStore home_;
   std::int64_t home_used_ = 0;  // rows of a region up to the last one written
-  bool sends_home_ = false;     // transfer_ may still be at it
+  bool sends_home_ = false;     // transfer_ may still be copying rows to host memory
   Buffer device_;               // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
   Buffer window_;               // [kv_heads, window_tokens, row_bytes]
   Buffer stream_;               // [2, kv_heads, stream_tokens, row_bytes]

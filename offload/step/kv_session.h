@@ -27,49 +27,49 @@ class KvSession {
   // begins anew. Throws Error{memory} as the constructor does.
   KvSession fork();
 
-  // See KvCache for the protocol of a step. What breaks it throws Error{usage} and changes nothing;
-  // an error in the work of a step leaves the session unusable, and later calls say so.
+  // See KvCache for the protocol of a step. Calls that break it throw Error{usage} and change
+  // nothing; an error in the work of a step leaves the session unusable, and later calls throw.
   void begin_step(Phase phase, std::int64_t tokens);
-  // Steps of a prompt of so many tokens follow; room for them may be made in advance.
+  // Announces the steps of a prompt of `tokens` tokens, so that room can be made in advance.
   void expect(std::int64_t tokens) { expected_ = length_ + tokens; }
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
   // Throws Error{numeric} if a selection met a NaN or an infinity.
   void end_step();
-  // Throws Error{memory} if there is no room to write the newest `tokens` anew, of which forks may
-  // have a share; nothing has changed then.
+  // Throws Error{memory} with nothing changed if there is no room to rewrite the newest `tokens`
+  // tokens, which forks may share.
   void require_rewrite(std::int64_t tokens) const {
     pool_->require_room(sequence_, length_ - tokens, length_);
   }
-  // Tokens of the next step of a prompt that is longer. Where its queries list pages, it ends where
-  // one of PageLists' blocks does, counted from position 0: blocks are the same for any chunk.
+  // Tokens of the next chunk of a longer prompt. If queries list pages, the chunk ends at the end
+  // of a PageLists block, counted from position 0, so that blocks are the same for any chunk size.
   std::int64_t prompt_room() const;
   // Most tokens that begin_step(Phase::decode) takes next.
   std::int64_t decode_room() const;
 
-  // A prompt of any length, layer by layer: between begin_prompt and end_prompt, every layer takes
-  // all pieces of up to plan().chunk tokens, in order and twice. First take_piece, append and
-  // collect for each, then choose, then take_piece and attend for each. For policies whose prefill
-  // is sparse. begin_prompt throws Error{unsupported} for a sequence whose rows do not follow each
-  // other, before anything has changed.
+  // A prompt of any length, layer by layer, for policies with sparse prefill: between begin_prompt
+  // and end_prompt, every layer takes all chunks of up to plan().chunk tokens, in order and twice:
+  // first take_piece, append and collect for each, then choose, then take_piece and attend for
+  // each. begin_prompt throws Error{unsupported} with nothing changed if the rows of the sequence
+  // are not contiguous.
   void begin_prompt(std::int64_t tokens);
   void take_piece(std::int64_t first,
                   std::int64_t tokens);  // `first` counts from the prompt's start
-  // The first append of a layer makes room for its rows at home; so does this, where Error{memory}
-  // for want of it leaves the prompt between two layers.
+  // Commits host memory for a layer's rows, as its first append would do. Here Error{memory} leaves
+  // the prompt between two layers.
   void ready_layer(int layer);
   void collect(const Queries& queries);
   void choose(int layer);
   void end_prompt();
-  // In place of what is left of one: the session has the tokens that it had.
+  // Gives up a prompt: the session has the tokens that it had before.
   void cancel_prompt();
 
-  // From the next step on. Throws Error{usage} for a policy that was not planned for.
+  // Sets the policy from the next step on. Throws Error{usage} for a policy that was not planned.
   void use(const Policy& policy);
   // Forgets all rows from `length` on.
   void truncate(std::int64_t length);
 
-  // Between begin_step and end_step; for good if an error came between.
+  // True between begin_step and end_step; stays true if an error came between.
   bool in_step() const { return in_step_; }
   std::int64_t length() const { return length_; }
   const KvPlan& plan() const { return pool_->plan(); }
@@ -77,11 +77,11 @@ class KvSession {
   const Ledger& ledger() const { return ledger_; }
   // Of the last step; empty if every layer was dense.
   const StepSelection& selection() const { return selection_; }
-  // Of the pages that queries of prompts could attend to in layers where they attend to some, those
-  // that they did; 1 if there were no such layers.
+  // Share of pages that prompts' queries attended to, in layers that list pages; 1 if there were no
+  // such layers.
   double prefill_share() const;
-  // Whether pieces of prompts attend to some pages only where the policy has them do so; else they
-  // attend to all.
+  // True: chunks of prompts attend to listed pages only, if the policy says so. False: to all
+  // pages.
   void list_pages(bool lists) { lists_pages_ = lists; }
   const std::shared_ptr<KvPool>& pool() const { return pool_; }
 
@@ -91,7 +91,7 @@ class KvSession {
   static constexpr std::int32_t kNone = -1;
   struct NoSequence {};
 
-  // With a sequence still to come.
+  // Without a sequence yet.
   KvSession(std::shared_ptr<KvPool> pool, NoSequence none);
   void require_room(std::int64_t tokens) const;
   void require_outside_step() const;
@@ -99,15 +99,15 @@ class KvSession {
   void require_nothing_evicted() const;
   // Takes the rows of a step from `length_` on; KvPool::write()'s result.
   std::vector<std::int32_t> begin_rows(Phase phase, std::int64_t tokens);
-  // Gives back what they took, before anything was written.
+  // Gives back the blocks of begin_rows(), before anything was written.
   void cancel_rows();
   void give_up_rows();
-  // Counts the step's new rows, and makes them the session's.
+  // Counts the step's new rows and adds them to the session's length.
   void end_rows();
   double listed_share(int layer) const;  // 1: all pages
   void record_rows(int layer, const Traffic& near, const Traffic& all);
   void record_listed_hits();
-  // Several known tokens at a time are a run to layers that attend densely.
+  // True if a layer attends densely to several known tokens, which it then takes as a run.
   bool attends_run(int layer) const;
 
   std::shared_ptr<KvPool> pool_;
@@ -122,10 +122,10 @@ class KvSession {
   std::vector<bool> has_rows_;  // of the step, by layer
   StepRange prompt_;
   bool in_prompt_ = false;
-  std::int64_t prompt_home_ = 0;           // what its rows take at home, see KvPool
-  std::vector<std::int64_t> prompt_ends_;  // [layers], of the prompt's rows that were appended
+  std::int64_t prompt_home_ = 0;  // rows of the prompt's host memory, see KvPool::write_by_layers()
+  std::vector<std::int64_t> prompt_ends_;  // [layers], end of the prompt's rows that were appended
   std::int64_t length_ = 0;
-  std::int64_t expected_ = 0;  // length
+  std::int64_t expected_ = 0;  // length after the announced prompt
   bool lists_pages_ = true;
   std::uint64_t listed_pages_ = 0;  // see prefill_share()
   std::uint64_t all_pages_ = 0;
@@ -134,10 +134,10 @@ class KvSession {
   std::unique_ptr<DecodeStep> decode_;
 };
 
-// Throws Error{unsupported} if the backend has no attention for such rows.
+// Throws Error{unsupported} if the backend has no attention for rows of this shape.
 void require_supported(const BackendInfo& info, const KvShape& shape);
 
-// What a backend's accounts say.
+// Memory use by a backend's accounts.
 MemoryUse memory_use(Backend& backend);
 
 }  // namespace sluice

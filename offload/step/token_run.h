@@ -1,6 +1,6 @@
-// Consecutive tokens of one sequence through the cache, layer by layer: pieces of a prompt,
-// corrections, and known tokens whose layers attend densely. Where rows are is known to the host;
-// those that are only at home pass through two buffers while attention works on the one before.
+// Consecutive tokens of one sequence through the cache, layer by layer: chunks of a prompt,
+// corrections, and known tokens whose layers attend densely. The host knows where rows are; rows
+// only in host memory stream through two buffers while attention works on the one before.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,15 @@ class TokenRun {
  public:
   explicit TokenRun(KvPool& pool) : pool_(&pool) {}
 
-  // `begun`: what KvPool::write() returned for these tokens; empty if they were made room for
+  // `begun`: the result of KvPool::write() for these tokens; empty if room was made for them
   // together with others.
   void begin(std::int32_t sequence, const StepRange& range, const std::vector<std::int32_t>& begun);
 
-  // Rows to all places that they have; with `indexed`, to the index and the sums as well. They may
-  // be on their way home until attend() or KvPool::settle().
+  // Writes rows to all their places; with `indexed`, adds them to the index and the sums as well.
+  // Copies to host memory may be under way until attend() or KvPool::settle().
   void append(int layer, const NewRows& rows, bool indexed);
-  // Attention to all rows up to each token or, with a share below 1, to those of pages that carry
-  // this share of the weight. append() of the layer came before, and no other layer's since.
+  // Attends to all rows up to each token or, with a share below 1, to rows of pages that carry this
+  // share of the weight. The latest append() was this layer's.
   void attend(int layer, const Queries& queries, double share = 1.0);
 
   const StepRange& range() const { return range_; }
@@ -33,21 +33,21 @@ class TokenRun {
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
   std::int64_t hits(int layer) { return range_.end() - misses(layer); }
   std::int64_t misses(int layer) { return of(layer).misses; }
-  // Of one KV head, those found in place whose page is not 0 in `listed`.
+  // Hits of one KV head in pages that are not 0 in `listed`.
   std::int64_t hits_among(int layer, std::span<const std::uint32_t> listed);
-  // Rows per KV head of a layer that append() fetches: what the first page held already, where the
-  // device has it no longer.
+  // Rows per KV head of a layer that append() fetches: rows that the first page held already and
+  // that are no longer on the device.
   std::int64_t fetched_front(int layer) { return of(layer).fetches_front ? of(layer).front : 0; }
 
  private:
-  // Where the layers of a set have the rows.
+  // The places of rows in the layers of a set.
   struct Places {
     std::int64_t front = 0;      // rows that the window takes before the new ones
-    bool fetches_front = false;  // from home
+    bool fetches_front = false;  // from host memory
     std::int32_t begun = PageSlots::kNone;
-    std::vector<RowRun> own;       // the new rows, and with them what their first page held before
+    std::vector<RowRun> own;       // the new rows, after rows that their first page held before
     std::vector<RowRun> resident;  // rows before `own` that are attended where they are
-    std::vector<RowRun> streamed;  // and those that are not
+    std::vector<RowRun> streamed;  // rows before `own` that pass through the buffers
     std::int64_t misses = 0;
   };
 
@@ -64,9 +64,9 @@ class TokenRun {
   KvPool* pool_;
   std::int32_t sequence_ = 0;
   StepRange range_;
-  std::vector<RowRun> home_;                   // the new rows at home
+  std::vector<RowRun> home_;                   // the new rows in host memory
   std::vector<std::int32_t> begun_;            // by set of layers, or empty
-  std::vector<std::optional<Places>> places_;  // by set of layers, once one of them is there
+  std::vector<std::optional<Places>> places_;  // by set of layers; set by the first of its layers
 };
 
 }  // namespace sluice

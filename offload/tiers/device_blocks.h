@@ -1,5 +1,5 @@
-// Which blocks have a place on the device, of one set of layers: those that are pinned, and of the
-// others the first so many.
+// Blocks of one set of layers that are resident on the device: the pinned ones, and a limited
+// number of the others, first come first served.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +12,18 @@ namespace sluice {
 
 class DeviceBlocks {
  public:
-  // Of `blocks` blocks `unpinned` and, besides, `pinned` may have a place.
+  // Out of `blocks` blocks, up to `unpinned` unpinned ones plus `pinned` pinned ones have a slot.
   DeviceBlocks(std::int64_t blocks, std::int64_t unpinned, std::int64_t pinned);
 
-  // Its slot, or PageSlots::kNone.
+  // The block's slot, or PageSlots::kNone.
   std::int32_t slot(std::int32_t block) const { return at(block).slot; }
 
-  // Gives a block a place if there is one, behind the slot `after` if it can be.
+  // Gives a block a slot if the limit allows it, behind the slot `after` if possible.
   void add(std::int32_t block, std::int32_t after);
-  // Pins a block once more, or once less. Whether its slot changed.
+  // Adds or removes one pin of a block. Returns true if its slot changed.
   bool pin(std::int32_t block, std::int32_t after);
   bool unpin(std::int32_t block);
-  // Of a block that nobody has any more.
+  // Frees the slot of a block that no sequence has any more.
   void drop(std::int32_t block);
 
  private:
@@ -37,8 +37,8 @@ class DeviceBlocks {
   void place(std::int32_t block, std::int32_t after);
 
   SlotPool slots_;
-  std::int64_t limit_;         // of blocks that are not pinned
-  std::int64_t unpinned_ = 0;  // that have a slot
+  std::int64_t limit_;         // of unpinned blocks with a slot
+  std::int64_t unpinned_ = 0;  // blocks that have a slot and no pin
   std::vector<Place> places_;  // by block
 };
 

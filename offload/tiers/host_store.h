@@ -1,4 +1,4 @@
-// The home of every row: one region of host memory per (layer, KV head).
+// Host memory for every row: one region per (layer, KV head).
 #pragma once
 
 #include <algorithm>
@@ -21,26 +21,26 @@ class HostStore {
   HostStore& operator=(const HostStore&) = delete;
   ~HostStore();
 
-  // Makes room for `rows` rows in every region, and for a quarter more than there was, so that it
-  // need not grow often. Throws Error{memory} and stays as it was if the host cap or the machine
-  // does not allow it.
+  // Makes room for `rows` rows in every region, and at least a quarter more than before, so that it
+  // grows rarely. Throws Error{memory} and stays as it was if the host cap or the machine does not
+  // allow it.
   void grow(std::int64_t rows);
-  // The same, but for no more than 64 MiB in advance and the ends of huge pages: what grows while
-  // something else is waited for need not be much at a time.
+  // The same, but at most 64 MiB in advance, plus rounding to huge pages: growth that overlaps
+  // other waits can go in small steps.
   void grow_to(std::int64_t rows);
-  // grow() in two parts, for what is written layer by layer: charges for the rows of all layers,
-  // and then commits those of one, which takes as long as zeroing and registering them.
+  // grow() in two parts, for rows written layer by layer: charge() charges the rows of all layers,
+  // commit() commits the rows of one, which takes as long as zeroing and registering them.
   void charge(std::int64_t rows);
   void commit(int layer, std::int64_t rows);
-  // Gives back what was charged for and no layer has.
+  // Gives back the charge for rows that no layer has committed.
   void release_uncommitted();
 
-  // Where a row of a region is, by its number; later rows follow it.
+  // Address of a row in a region, by its number; later rows follow it.
   std::byte* row(int layer, int head, std::int64_t number) const;
   // Bytes from one KV head's region to the next one's.
   std::int64_t head_stride() const { return static_cast<std::int64_t>(region_bytes_); }
 
-  // Of every layer.
+  // Rows that every layer has committed.
   std::int64_t committed_rows() const {
     return *std::min_element(committed_.begin(), committed_.end());
   }
@@ -56,7 +56,7 @@ class HostStore {
   void grow_ahead(std::int64_t rows, std::int64_t ahead);
   std::int64_t rounded(std::int64_t rows) const;
   void charge_to(std::int64_t target);
-  // What layers [first, last) lack of `target` rows.
+  // Memory that layers [first, last) lack for `target` rows.
   std::vector<Piece> missing(int first, int last, std::int64_t target) const;
   void commit(int first, int last, std::int64_t target);
   void back(std::span<const Piece> pieces);
@@ -67,8 +67,8 @@ class HostStore {
   std::int64_t rows_;
   std::uint64_t region_bytes_;
   std::byte* base_ = nullptr;
-  std::int64_t charged_ = 0;             // rows of every region
-  std::vector<std::int64_t> committed_;  // [layers], of those
+  std::int64_t charged_ = 0;             // rows per region
+  std::vector<std::int64_t> committed_;  // [layers], rows per region
   std::vector<std::byte*> registered_;
 };
 

@@ -1,4 +1,4 @@
-// Rows of one sequence: those of a step, and runs of them that follow each other in memory.
+// Rows of one sequence: the rows of a step, and runs of rows that are contiguous in memory.
 #pragma once
 
 #include <cstdint>
@@ -19,17 +19,17 @@ struct StepRange {
   std::int64_t end() const { return first + tokens; }
 };
 
-// What a message says is wrong where keys or values of such rows are no numbers.
+// Text of an error message for rows of this shape with NaN or Inf in keys or values.
 std::string damage_of(const KvShape& shape);
 
-// New rows of one layer, before they are rows. Pointers are the backend's.
+// Keys and values of one layer that become rows. Pointers are the backend's.
 struct NewRows {
   const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
-  const float* v = nullptr;  // likewise
+  const float* v = nullptr;  // [tokens, kv_heads, head_dim]
   std::int64_t stride = 0;
 };
 
-// Queries of one step in one layer, and where their attention goes. Pointers are the backend's.
+// Queries of one step in one layer, and the outputs of their attention. Pointers are the backend's.
 struct Queries {
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `stride` floats between tokens
   std::int64_t stride = 0;
@@ -39,7 +39,7 @@ struct Queries {
 
 enum class RowPlace : std::uint8_t { device, home, window };
 
-// Positions [first, first + count), whose rows follow each other in every region of a place.
+// Positions [first, first + count), whose rows are contiguous in every region of a place.
 struct RowRun {
   RowPlace place = RowPlace::home;
   std::int64_t first = 0;
@@ -53,26 +53,26 @@ struct RowRun {
   }
 };
 
-// Rows [first, end) of a sequence at home.
+// Rows [first, end) of a sequence in host memory.
 std::vector<RowRun> home_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
                               std::int64_t end);
-// The same in the layers of a set, on the device where they are there.
+// Rows [first, end) in the layers of a set: on the device if resident there, else in host memory.
 std::vector<RowRun> nearest_runs(const BlockTables& tables, std::int32_t sequence,
                                  std::int64_t first, std::int64_t end, int set);
 
-// Rows [0, end) of a sequence in the layers of a set, if they follow each other, on the device or,
-// `in_place` first of all, at home; else a run of none.
+// Rows [0, end) of a sequence in the layers of a set as one run, if they are contiguous on the
+// device (not tried if `in_place`) or in host memory; else an empty run.
 RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t end, int set,
                  bool in_place);
 
-// Pages of a sequence from first_page on, whose rows follow each other in every KV head.
+// Pages of a sequence from first_page on, whose rows are contiguous in every KV head.
 WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t pages,
                   std::span<const RowSpan> rows);
 
 // Fills the fields of AttendParams that do not depend on where the rows are.
 AttendParams attend_params(const KvShape& shape, const StepRange& step, const Queries& queries);
 
-// What `tokens` rows of every KV head of a layer amount to.
+// Traffic of `tokens` rows in every KV head of a layer.
 Traffic traffic_of(const KvShape& shape, std::int64_t tokens);
 
 }  // namespace sluice

@@ -14,15 +14,13 @@ class SlotPool {
  public:
   explicit SlotPool(std::int64_t slots);
 
-  // A free slot: the first one after `after`, so that what a sequence takes in turn lies in runs
-  // and its order stays that of addresses; if there is none there, the first of all. None if no
-  // slot is free.
+  // Takes the first free slot after `after`, or the first of all if there is none behind it, so
+  // that the slots of a sequence form runs in address order. Empty if no slot is free.
   std::optional<std::int32_t> take(std::int32_t after = -1);
-  // Where the first so many free slots begin that follow each other; if there are none, the first
-  // free slot.
+  // The begin of the first run of `slots` free slots; if there is none, the first free slot.
   std::int32_t run_of(std::int64_t slots) const;
   void share(std::int32_t slot);
-  // Whether the slot is free now.
+  // Returns true if the slot is free now.
   bool release(std::int32_t slot);
 
   bool is_shared(std::int32_t slot) const { return references(slot) > 1; }
