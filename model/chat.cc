@@ -27,7 +27,7 @@ void Chat::reset() {
 }
 
 std::size_t Chat::keep_common(std::span<const TokenId> ids) {
-  // The logits after the last token are wanted, so that is never among them.
+  // The last token is never kept, because the logits after it are needed.
   const std::size_t most = std::min(held_.size(), std::max<std::size_t>(ids.size(), 1) - 1);
   const auto end =
       std::mismatch(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(most), held_.begin())
@@ -38,8 +38,9 @@ std::size_t Chat::keep_common(std::span<const TokenId> ids) {
   return common;
 }
 
-// Whatever of the question a failed step may have left, NaN rows among them. What failed is what
-// the caller is told: a session that stopped inside a step cannot be cut.
+// Drops what a failed step may have left of the question, NaN rows included. Errors are ignored,
+// because a session that stopped inside a step cannot be cut and the caller is to see the first
+// one.
 void Chat::forget_from(std::size_t token) {
   held_.resize(std::min(token, held_.size()));
   try {

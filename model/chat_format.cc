@@ -15,7 +15,7 @@ namespace {
 
 using jinja::Text;
 
-// What every text of a conversation is told from the template's by; see jinja::Origin.
+// Origins that tell each text of a conversation from the template's; see jinja::Origin.
 constexpr jinja::Origin kSystem = 1;
 jinja::Origin question(std::size_t turn) { return static_cast<jinja::Origin>(2 * turn + 2); }
 jinja::Origin answer(std::size_t turn) { return static_cast<jinja::Origin>(2 * turn + 3); }
@@ -24,7 +24,7 @@ std::size_t turn_of(jinja::Origin origin) { return (origin - 2) / 2; }
 
 constexpr std::size_t kMostTurns = 1'000'000;
 
-// Steps and bytes that a template in use takes for a conversation, and a multiple of that.
+// Budget for a conversation: a multiple of the steps and bytes that templates in use take.
 std::uint64_t budget_of(std::size_t turns, std::size_t bytes) {
   return 2'000'000 + 20'000 * std::uint64_t{turns} + 64 * std::uint64_t{bytes};
 }
@@ -36,7 +36,7 @@ std::tm local_time() {
   return local;
 }
 
-// A stretch of one origin.
+// Consecutive bytes of one origin.
 struct Run {
   std::size_t begin = 0;
   std::size_t end = 0;
@@ -53,7 +53,7 @@ std::vector<Run> runs_of(const Text& text) {
   return runs;
 }
 
-// The first and only stretch of `origin`, or none.
+// The run of `origin` if there is exactly one, else nothing.
 std::optional<Run> only_run(const Text& text, jinja::Origin origin) {
   std::optional<Run> found;
   for (const Run& run : runs_of(text)) {
@@ -87,12 +87,12 @@ struct ChatFormat::Impl {
 
   // The text of a conversation whose last turn is open.
   Text write(std::string_view system, std::span<const ChatTurn> turns) const;
-  // What is the same in all conversations, read off a short one.
+  // Learns from a short conversation what is the same in all of them.
   void learn();
   void learn_system();
   void require_written(const Text& text, std::string_view system,
                        std::span<const ChatTurn> turns) const;
-  // Whether the answer was drawn as it is written at `run`.
+  // Returns true if the drawn tokens of the answer decode to its text at `run`.
   bool is_as_drawn(const Text& text, const Run& run, const ChatTurn& turn) const;
 
   jinja::Template form;
@@ -103,8 +103,8 @@ struct ChatFormat::Impl {
   std::vector<TokenId> controls;  // added tokens that the template writes
   std::vector<std::string> text_markers;
   std::vector<TokenId> ends;
-  // An answer is drawn behind `opening`, and written behind `header` when it has become an
-  // earlier one; what both begin with is in neither.
+  // The model's answer follows `opening` when it is generated and `header` when it is rendered as
+  // an earlier turn; their common prefix is in neither.
   std::string opening;
   std::string header;
   bool moves_system = false;
@@ -122,8 +122,8 @@ jinja::Value message(const char* role, std::string_view content, jinja::Origin o
 
 std::vector<ChatTurn> short_conversation() { return {{"x", "x", {}}, {"x", {}, {}}}; }
 
-// A token that tokenizer_config.json names and tokenizer.json has not is one that the model cannot
-// read.
+// Throws if the text has a token that tokenizer_config.json names but tokenizer.json lacks, because
+// the model cannot read it.
 void require_tokens(std::string_view text,
                     const std::vector<std::pair<std::string, std::string>>& tokens) {
   for (const auto& [name, token] : tokens) {
@@ -135,7 +135,7 @@ void require_tokens(std::string_view text,
   }
 }
 
-// Adds what looks like a control token, <|user|>, to those that are there.
+// Adds text that looks like a control token ("<|user|>") to `markers`, each once.
 void note_markers(std::string_view text, std::vector<std::string>& markers) {
   constexpr std::size_t kLongest = 64;
   for (std::size_t at = text.find("<|"); at != std::string_view::npos;
@@ -148,14 +148,14 @@ void note_markers(std::string_view text, std::vector<std::string>& markers) {
   }
 }
 
-// Text and tokens in turn. Text that stands together is encoded together, wherever it comes from,
-// as a tokenizer would that got all of it at once.
+// Encodes text and tokens in turn. Adjacent text is encoded together, whatever its origin, so that
+// the ids equal those of encoding the whole text at once.
 class Writer {
  public:
   Writer(const Tokenizer& tokenizer, std::vector<TokenId> controls)
       : tokenizer_(&tokenizer), controls_(std::move(controls)) {}
 
-  // Of the template: added tokens in it are such.
+  // Writes the template's text; added tokens in it become tokens.
   void write(std::string_view text,
              const std::vector<std::pair<std::string, std::string>>& tokens) {
     std::size_t done = 0;
@@ -169,7 +169,7 @@ class Writer {
     write_between(text.substr(done), tokens);
   }
 
-  // Of a person or a model.
+  // Writes a person's or a model's text; added tokens in it stay text.
   void write_plain(std::string_view text) { pending_ += text; }
 
   void add(std::span<const TokenId> ids) {
@@ -183,7 +183,7 @@ class Writer {
   }
 
   const std::vector<TokenId>& controls() const { return controls_; }
-  // Of the template, that are no tokens.
+  // Markers in the template's text that are not tokens.
   const std::vector<std::string>& text_markers() const { return text_markers_; }
 
  private:
@@ -247,7 +247,7 @@ Text ChatFormat::Impl::write(std::string_view system, std::span<const ChatTurn> 
 
 void ChatFormat::Impl::learn() {
   const std::vector<ChatTurn> turns = short_conversation();
-  // A template may want a text of the system, or not allow one.
+  // A template may require a system text, or refuse one.
   std::string system;
   Text first;
   try {
@@ -313,7 +313,7 @@ void ChatFormat::Impl::require_written(const Text& text, std::string_view system
 
 bool ChatFormat::Impl::is_as_drawn(const Text& text, const Run& run, const ChatTurn& turn) const {
   if (turn.tokens.empty() || run.begin < header.size()) return false;
-  // What stands before it has to be the template's, as it is for every answer.
+  // The text before the answer must be the template's, as it is before every answer.
   const auto before =
       text.origins().subspan(0, run.begin).last(header.size() + (run.begin > header.size()));
   if (std::any_of(before.begin(), before.end(),

@@ -29,7 +29,7 @@ const float* optional_floats(const Buffer& buffer) {
   return buffer.data() == nullptr ? nullptr : buffer.floats();
 }
 
-// Calls body(first, x) for every piece of a residual stream: up to `chunk` of its rows.
+// Calls body(first, x) for every chunk of a residual stream: up to `chunk` rows.
 template <typename Body>
 void for_pieces(const Matrix& stream, std::int64_t chunk, const Body& body) {
   auto* const rows = static_cast<float*>(stream.data);
@@ -81,7 +81,7 @@ Decoder::Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue)
       queue_(&queue),
       inverse_frequencies_(inverse_frequencies(config)) {}
 
-// All or nothing, so that who has made room can try again.
+// Allocates everything or nothing, so that the caller can make room and try again.
 void Decoder::allocate(std::int64_t chunk) {
   Backend& backend = queue_->backend();
   const ActivationBytes bytes(config_, backend, chunk);
@@ -242,7 +242,7 @@ void Decoder::prompt_layer(int layer, const Matrix& stream, KvSession& session) 
   session.choose(layer);
   for_pieces(stream, chunk, [&](std::int64_t first, const Matrix& x) {
     session.take_piece(first, x.rows);
-    // Of a single piece the queries are still there.
+    // A prompt of one chunk still has its queries from the first pass.
     if (x.rows < stream.rows) project(layer, x, {{}, session.length() + first});
     session.attend(layer, queries());
     mix(layer, x);
@@ -275,7 +275,7 @@ bool Decoder::prompt(std::span<const TokenId> tokens, KvSession& session, const 
     if (session.in_step()) session.cancel_prompt();
     throw;
   }
-  // The last token's residual stream is what logits() starts from.
+  // logits() starts from the last token's residual stream.
   queue_->run(CastParams{{stream.floats() + (total - 1) * hidden, DType::f32, 1, hidden, hidden},
                          view(a_.x, DType::f32, 1, hidden)});
   queue_->synchronize();

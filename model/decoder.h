@@ -18,23 +18,23 @@ class Decoder {
  public:
   Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue);
 
-  // Activations for steps of up to `chunk` tokens, before the first of them; none are allocated
-  // later.
+  // Allocates the activations for steps of up to `chunk` tokens. Call before the first step; steps
+  // allocate nothing.
   void allocate(std::int64_t chunk);
   bool is_allocated() const { return a_.x.data() != nullptr; }
 
   // Runs the layers over `tokens` and appends them to `session`. Throws what the session throws.
   void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
 
-  // A token of each session of a batch, and the logits after it; the caller ends the batch. A
-  // backend that records does so once for every kind of batch.
+  // Runs one token of each session of a batch and computes the logits after it; the caller ends the
+  // batch. A backend that records does so once for every kind of batch.
   void decode(std::span<const TokenId> tokens, KvBatch& batch);
 
-  // The same for a whole prompt under a policy whose prefill is sparse: layer by layer, for every
-  // layer looks at all tokens before it attends. `stream`: prompt_bytes() of memory where
-  // activations are, for the residual stream of the whole prompt. `progress` is called after every
-  // layer and ends the run by returning false; then false is returned. Then, and after an error,
-  // the session has the tokens that it had.
+  // A whole prompt under a policy whose prefill is sparse. Runs layer by layer, because every layer
+  // looks at all tokens before it attends. `stream`: prompt_bytes() in the compute tier, for the
+  // residual stream of the whole prompt. `progress` is called after every layer; if it returns
+  // false, the run ends and returns false. Then, and after an error, the session has the tokens it
+  // had before.
   bool prompt(std::span<const TokenId> tokens, KvSession& session, const Buffer& stream,
               const std::function<bool(double share)>& progress);
 
@@ -43,19 +43,20 @@ class Decoder {
   // Logits [count, vocabulary] after tokens [first, first + count) of the last step; at most
   // kLogitRows at a time. In host memory, valid until the next call.
   std::span<const float> logits(std::int64_t first, std::int64_t count);
-  // The same after the tokens of decode(): those of one of them into `to`, [vocabulary].
+  // Copies the logits after one token of decode() into `to`, [vocabulary].
   void read_logits(std::int64_t token, std::span<float> to);
-  // Draws the tokens after those of decode() where their logits are; see SampleParams.
+  // Draws the token after each token of decode(), on the device that has the logits; see
+  // SampleParams.
   void sample(std::span<const TokenDraw> params, std::span<SampledToken> tokens);
 
   static constexpr std::int64_t kLogitRows = 64;
-  // Tokens of a step that the feed-forward part takes at a time: its activations are the largest,
-  // and products of more rows are no faster.
+  // Tokens that the feed-forward part takes at a time, because its activations are the largest and
+  // products of more rows are no faster.
   static constexpr std::int64_t kFeedForwardRows = 2048;
 
   static std::uint64_t activation_bytes(const ModelConfig& config, const Backend& backend,
                                         std::int64_t chunk);
-  // Host memory beside it, where activations are not there.
+  // Host memory besides, if activations are not in host memory.
   static std::uint64_t host_bytes(const ModelConfig& config, const Backend& backend,
                                   std::int64_t chunk);
 
@@ -80,11 +81,11 @@ class Decoder {
     Buffer lse;       // [chunk, query_heads] f32
     Buffer mixed;     // [chunk, query_heads * head_dim] compute dtype
     Buffer gate_up;   // [up to kFeedForwardRows, 2 * intermediate] f32
-    Buffer product;   // [likewise, intermediate] compute dtype
+    Buffer product;   // [up to kFeedForwardRows, intermediate] compute dtype
     Buffer logits;    // [kLogitRows, vocabulary] f32
   };
 
-  // Where tokens stand in their sequences: those of a batch, or a run from a position on.
+  // Positions of tokens in their sequences: those of a batch, or consecutive ones.
   struct Positions {
     TokenBatch batch = {};
     std::int64_t first = 0;
@@ -97,9 +98,9 @@ class Decoder {
   Queries queries() const;
   void mix(int layer, const Matrix& x);
   void feed_forward(int layer, const Matrix& x);
-  // A layer of a whole prompt, whose residual stream this is.
+  // One layer over a whole prompt, whose residual stream is `stream`.
   void prompt_layer(int layer, const Matrix& stream, KvSession& session);
-  // The logits after tokens [first, first + count), where activations are.
+  // Logits [count, vocabulary] after tokens [first, first + count), in the compute tier.
   Matrix compute_logits(std::int64_t first, std::int64_t count);
   RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;
   void rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions);
@@ -109,8 +110,8 @@ class Decoder {
   Queue* queue_;
   std::vector<float> inverse_frequencies_;
   Activations a_;
-  Buffer host_logits_;  // a copy of a_.logits, if that is not in host memory
-  Buffer staged_ids_;   // [kLogitRows], host memory: of the tokens of decode()
+  Buffer host_logits_;  // copy of a_.logits, if that is not in host memory
+  Buffer staged_ids_;   // [kLogitRows] token ids of decode(), in host memory
 };
 
 }  // namespace sluice

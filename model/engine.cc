@@ -40,7 +40,7 @@ void validate(const EngineConfig& config) {
   if (!is_known(config.kv_dtype) || !is_known(config.compute.value_or(DType::f32))) {
     throw Error(ErrorCode::usage, "`kv_dtype` and `compute` must be f32, f16 or bf16");
   }
-  static_cast<void>(HostShare(config.host_attention));  // which looks at it
+  static_cast<void>(HostShare(config.host_attention));  // throws if it is invalid
 }
 
 void validate(const SessionOptions& options, std::int64_t most_at_once) {
@@ -53,7 +53,7 @@ void validate(const SessionOptions& options, std::int64_t most_at_once) {
   require_context(options.context);
 }
 
-// Steps of a prompt whose queries list pages have whole blocks of them.
+// Prefill with page lists takes whole blocks of queries, so a chunk must hold at least one.
 void require_blocks(const SessionOptions& options, std::int64_t chunk) {
   constexpr std::int64_t kBlock = PageLists::kBlock;
   const bool lists = std::any_of(options.policies.begin(), options.policies.end(),
@@ -78,7 +78,7 @@ KvShape kv_shape(const ModelConfig& c, DType dtype) {
   return {c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, dtype};
 }
 
-// YaRN's factor often stands beside the number of positions that there were before.
+// max_position_embeddings beside a YaRN factor is often still the number before stretching.
 std::int64_t trained_context(const ModelConfig& c) {
   const auto* const yarn = std::get_if<YarnScaling>(&c.rope.scaling);
   if (yarn == nullptr) return c.max_position_embeddings;
@@ -116,23 +116,23 @@ BackendOptions backend_options(const EngineConfig& config, DType weight_dtype) {
   return options;
 }
 
-// The first is as fast as any on a CPU. An H200 reads 32K tokens in 512 at a time in 1.7 times the
-// seconds that 2048 take with sluice-22m and in 1.16 times with Llama 3 8B's shape.
+// On a CPU, no chunk is faster than kChunk. On an H200, prefill of 32K tokens with chunks of 512
+// takes 1.7 times the time of 2048 with sluice-22m, and 1.16 times with Llama 3 8B's shape.
 constexpr int kChunk = 512;
 constexpr int kDeviceChunk = 2048;
 
-// Every step of a prompt fetches the rows before it that are not on the device. Steps of twice as
-// many tokens fetch half as much: on an H100 328K tokens of 12 layers of Llama 3 8B's shape, of
-// which a tenth is on the device, take 20.1 s with 4096 in place of 27.6; 8192 gained nothing more.
-// Where a prompt attends to a few pages only, less is computed of what is fetched: a million tokens
-// take an H100 221 s with 2048 and 69 with 8192, and an H200 59 with 8192, 35 with 16384 and 25
-// with 32768 (bench/results/prefill_chunks_*.json).
+// Every step of a prompt fetches all earlier rows that are not resident, so a chunk twice as long
+// halves the bytes fetched. 328K tokens, 12 layers of Llama 3 8B's shape, a tenth resident, on an
+// H100: 20.1 s with a chunk of 4096 instead of 27.6 s; 8192 was no faster.
+// A prompt that attends to only a few pages computes less per row fetched, so it gains more. A
+// million tokens take 221 s with 2048 and 69 s with 8192 on an H100; 59 s with 8192, 35 s with
+// 16384 and 25 s with 32768 on an H200 (bench/results/prefill_chunks_*.json).
 int longest_chunk(const SessionOptions& options) {
   const auto any = [&](const auto& holds) {
     return std::any_of(options.policies.begin(), options.policies.end(), holds);
   };
   if (any([](const Policy& p) { return p.prefill.pages > 0.0; })) return kMaxChunk;
-  // Prompts that go layer by layer bring together what they attend to once in a layer.
+  // Prompts that run layer by layer fetch the rows they attend to once per layer.
   return any([](const Policy& p) { return p.prefill.tau > 0.0; }) ? kDeviceChunk : 2 * kDeviceChunk;
 }
 
@@ -140,9 +140,9 @@ bool is_at_hand(const KvPlan& plan) {
   return plan.in_place || plan.resident_tokens >= std::max(plan.context, plan.tokens);
 }
 
-// Whether decoding reads so few rows that it hardly matters where they are.
+// Returns true if decoding reads few enough rows that misses hardly matter.
 bool reads_few_rows(const SessionOptions& options, int layers, const Scorers& scorers) {
-  constexpr std::int64_t kFewRows = 1024;  // of a KV head
+  constexpr std::int64_t kFewRows = 1024;  // per KV head
   return std::all_of(options.policies.begin(), options.policies.end(), [&](const Policy& policy) {
     if (policy.select.name == "dense") return false;
     for (int layer = 0; layer < layers; ++layer) {
@@ -152,10 +152,10 @@ bool reads_few_rows(const SessionOptions& options, int layers, const Scorers& sc
   });
 }
 
-// Whether longer steps leave the device most of the rows that it has with shorter ones. Half of
-// them is enough where few are read: a million tokens of 12 layers of Llama 3 8B's shape take an
-// H200 25 s in place of 37 if 93,000 stay and not 120,000, and a token behind them 6.3 ms in place
-// of 6.2 with `values`.
+// Returns true if most of the rows that are resident with the usual chunk stay resident with the
+// longer one. Half is enough where decoding reads few rows: with 93,000 resident tokens instead of
+// 120,000, a million tokens of 12 layers of Llama 3 8B's shape take an H200 25 s instead of 37 s,
+// and each decoded token 6.3 ms instead of 6.2 ms with `values`.
 bool spares_rows(const KvPlan& longer, const KvPlan& usual, bool few_are_read) {
   const auto is_most = [](std::int64_t some, std::int64_t of) { return 4 * some >= 3 * of; };
   const bool is_enough = few_are_read ? 2 * longer.resident_tokens >= usual.resident_tokens
@@ -258,7 +258,7 @@ Policy Engine::policy(std::string_view text) const {
   return change_policy(*own, text.substr(name.size()), scorers);
 }
 
-// All but the KV cache.
+// Everything except the KV cache.
 Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   const ModelConfig& model = checkpoint.config();
   const WeightSizes weights = weight_sizes(checkpoint, *backend, readers);
@@ -290,7 +290,7 @@ Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
 std::optional<Engine::Impl::DeviceCap> Engine::Impl::device_cap(const Plan& plan) const {
   if (!plan.on_device && !config.device_memory) return std::nullopt;
   const MemoryAccount& account = backend->account(Tier::device);
-  // The device tier of a CPU holds sessions alone. A GPU will hold the model, too, if it does not.
+  // On a CPU the device tier holds only sessions. A GPU also holds the model, loaded yet or not.
   std::uint64_t shared = account.used();
   if (plan.on_device && !decoder) shared = plan.model_bytes() + plan.backend_bytes;
   if (plan.on_device && decoder && !decoder->is_allocated()) shared += plan.activation_bytes;
@@ -356,7 +356,7 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
   require_window(info, options.context);
   require_blocks(options, config.chunk);
   Planned usual = {plan_with(options, config.chunk), config.chunk};
-  // Activations are no session's own: one that has a cap of its own leaves others what they had.
+  // Activations are shared by all sessions, so a session with its own cap must not lengthen them.
   const bool may_be_longer = chunk_is_open && config.chunk >= kDeviceChunk &&
                              !options.device_memory && !is_at_hand(usual.plan.kv);
   if (!may_be_longer) return usual;
@@ -367,7 +367,7 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
       Planned longer = {plan_with(options, chunk), chunk};
       const bool is_whole = longer.plan.kv.chunk == std::min<std::int64_t>(chunk, options.context);
       if (is_whole && spares_rows(longer.plan.kv, usual.plan.kv, few_are_read)) return longer;
-    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): there is no room for so many
+    } catch (const Error&) {  // NOLINT(bugprone-empty-catch): no room for this chunk
     }
   }
   return usual;

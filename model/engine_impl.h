@@ -1,4 +1,4 @@
-// What Engine and Session share: see sluice/engine.h.
+// State shared by Engine and Session: see sluice/engine.h.
 #pragma once
 
 #include <algorithm>
@@ -25,26 +25,26 @@ struct Engine::Impl {
   ModelInfo info;
   std::optional<Tokenizer> tokenizer;
   std::unique_ptr<Backend> backend;
-  HostAttender attender;         // beside it, if it is a GPU
-  std::shared_ptr<Queue> queue;  // of all pools
-  // Before anything was asked of the backend: of the device, and of the host.
+  HostAttender attender;         // host attention beside a GPU backend
+  std::shared_ptr<Queue> queue;  // shared by all pools
+  // Bytes that the new backend itself holds on the device, and in host memory.
   std::uint64_t backend_bytes = 0;
   std::uint64_t staging_bytes = 0;
   std::optional<Decoder> decoder{};       // from load_weights on; allocated by the first session
   int readers = 1;                        // threads that load the weights
-  bool chunk_is_open = false;             // nobody asked for config.chunk, and nothing is allocated
+  bool chunk_is_open = false;             // config.chunk left at its default, nothing allocated
   std::uint64_t promised_host_bytes = 0;  // to sessions, whose rows take them as they grow
   // Activations and the backend's streams serve one call at a time.
   FairMutex mutex{};
   bool is_busy = false;
   int sessions = 0;
 
-  // Engine::open() with a backend of the caller's choice, for weights of a dtype.
+  // Engine::open() with the backend that `make` returns for the weights' dtype.
   using MakeBackend = std::function<std::unique_ptr<Backend>(DType weights)>;
   static Engine open(const EngineConfig& config, const MakeBackend& make);
 
-  // A cap on device memory, and what it has to hold besides a new session's KV cache: its prompt,
-  // other sessions and, on a GPU, what all share, be it there already or not.
+  // A cap on device memory, and the bytes under it besides a new session's KV cache: the session's
+  // prompt, other sessions and, on a GPU, everything shared, allocated already or not.
   struct DeviceCap {
     std::uint64_t bytes = 0;
     std::uint64_t beside = 0;
@@ -52,40 +52,40 @@ struct Engine::Impl {
     std::uint64_t left() const { return bytes - std::min(bytes, beside); }
   };
 
-  // A plan, and the chunk that the engine is to have for it.
+  // A plan, and the engine's chunk under it.
   struct Planned {
     Plan plan;
     int chunk = 0;
   };
   Planned plan(const SessionOptions& options) const;
-  // Allocates what serves steps of up to `chunk` tokens, for the first session.
+  // Allocates activations for steps of up to `chunk` tokens, for the first session.
   void allocate(int chunk);
 
-  // The parts of plan(). The engine's cap, none if there is none, is that of a model's plan.
+  // The parts of plan(). The device cap is the engine's, or nothing if the engine has no cap.
   Plan plan_with(const SessionOptions& options, int chunk) const;
   Plan model_plan(const SessionOptions& options, int chunk) const;
   std::optional<DeviceCap> device_cap(const Plan& plan) const;
   KvRequest kv_request(const SessionOptions& options, int chunk,
                        const std::optional<DeviceCap>& cap) const;
 
-  // Steps of several sessions have no more.
+  // The most tokens in a step of several sessions.
   std::int64_t most_at_once() const {
     return std::min<std::int64_t>(config.chunk, Decoder::kLogitRows);
   }
 };
 
-// A call's turn to compute. Other threads wait for theirs; a callback has none.
+// A call's turn to compute. Other threads wait for theirs; a callback may not compute.
 class Turn {
  public:
   explicit Turn(Engine::Impl& engine) : engine_(&engine), lock_(engine.mutex) { begin(); }
-  // Once no other call is under way for any of the sessions.
+  // Waits until no other call is under way for any of the sessions.
   Turn(Engine::Impl& engine, std::span<Session::Impl* const> sessions);
   Turn(Engine::Impl& engine, Session::Impl& session);
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
   ~Turn();
 
-  // Lets those who wait have theirs first. Calls for this turn's sessions wait on.
+  // Lets waiting threads go first, except calls for this turn's sessions.
   void pause();
 
  private:
@@ -96,8 +96,8 @@ class Turn {
   std::vector<Session::Impl*> sessions_;
 };
 
-// What a plan was granted besides its pool, until the last session that has a part of it ends: the
-// promise of host memory for its rows, and room for a prompt.
+// Memory granted to a plan besides its pool: the promise of host memory for its rows, and room for
+// a prompt. Held until the last session that shares it ends.
 class SessionGrant {
  public:
   // Throws Error{memory} if there is no room.
@@ -111,7 +111,8 @@ class SessionGrant {
   SessionGrant& operator=(const SessionGrant&) = delete;
   ~SessionGrant() { engine_->promised_host_bytes -= bytes_; }
 
-  // See Decoder::prompt(). Taken when the session begins: what others find free later is theirs.
+  // See Decoder::prompt(). Allocated when the session begins, because later sessions may take
+  // whatever memory they find free.
   const Buffer& prompt() const { return prompt_; }
 
  private:
@@ -123,10 +124,10 @@ class SessionGrant {
 struct Session::Impl {
   std::shared_ptr<Engine::Impl> engine;
   KvSession kv;
-  std::shared_ptr<SessionGrant> grant;  // that it shares with forks and siblings
+  std::shared_ptr<SessionGrant> grant;  // shared with forks and siblings
   std::vector<TokenId> uncorrected{};   // decoded sparsely since the last correction
   std::vector<float> logits{};          // after the last token
-  bool in_call = false;                 // which has not returned yet
+  bool in_call = false;                 // a call has not returned yet
 
   Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
        std::shared_ptr<SessionGrant> granted);
@@ -134,14 +135,14 @@ struct Session::Impl {
   Impl& operator=(const Impl&) = delete;
   ~Impl();
 
-  // Throws unless `tokens` may be appended, before anything has changed.
+  // Throws unless `tokens` may be appended. Changes nothing.
   void require(std::span<const TokenId> tokens) const;
 
-  // Recomputes the tokens that were decoded since the last correction: their rows and their part
-  // of the key index are replaced by what dense attention gives. Source: TidalDecode, section 3.3.
+  // Recomputes the tokens decoded since the last correction with dense attention, which replaces
+  // their rows and their part of the key index. Source: TidalDecode, section 3.3.
   void correct();
   void correct_if_due();
-  // Tokens that were decoded, and will have to be corrected.
+  // Notes decoded tokens for the next correction.
   void note(std::span<const TokenId> tokens);
 
   // Decodes known tokens, at most as many as one step takes, after a correction if one is due.
@@ -152,14 +153,14 @@ struct Session::Impl {
   std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress);
   // A prompt under a policy whose prefill is sparse.
   std::span<const float> sparse_prefill(std::span<const TokenId> tokens, const Progress& progress);
-  // Runs `tokens` in steps of the planned chunk, between which others may have their turn;
-  // each(first, count) after every step. False if `progress` stopped it. What fails leaves the
-  // tokens that there were, unless the session cannot go on.
+  // Runs `tokens` in steps of the planned chunk and calls each(first, count) after every step;
+  // other calls may compute between steps. Returns false if `progress` stopped it. A failed run
+  // restores the tokens from before, unless the session cannot go on.
   bool run(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
            const std::function<void(std::int64_t, std::int64_t)>& each);
   bool run_pieces(Turn& turn, std::span<const TokenId> tokens, const Progress& progress,
                   const std::function<void(std::int64_t, std::int64_t)>& each);
-  // The logits after a token of the last step, kept for whoever asked.
+  // Copies the logits after a token of the last step into `logits`, so that they outlive the step.
   std::span<const float> keep(std::span<const float> row);
 };
 

@@ -9,14 +9,14 @@
 namespace sluice {
 namespace {
 
-// Penalties look at what the host knows; draws without them happen where the logits are.
+// Penalties need the history in host memory; without them the draw runs on the device.
 bool draws_on_device(const StepToken& token) {
   return token.sampler != nullptr && !token.sampler->penalizes();
 }
 
 }  // namespace
 
-// What a step of several sessions does besides computing.
+// The parts of a step of several sessions besides the computation.
 struct SessionStep {
   static Session::Impl& impl(const StepToken& token) { return token.session->impl(); }
 
@@ -32,14 +32,14 @@ struct SessionStep {
     return all;
   }
 
-  // Of the token that follows each of these, once they are appended.
+  // Position of the token that follows each of `tokens` once they are appended.
   static std::vector<std::int64_t> next_positions(std::span<const StepToken> tokens) {
     std::vector<std::int64_t> positions;
     for (const StepToken& token : tokens) positions.push_back(impl(token).kv.length() + 1);
     return positions;
   }
 
-  // Draws, or reads the logits, and waits. Results of sessions that failed are left out later.
+  // Draws, or reads the logits, and waits. Failed sessions' results are dropped later.
   static std::vector<StepResult> read(std::span<const StepToken> tokens,
                                       std::span<const std::int64_t> positions, Decoder& decoder,
                                       std::int64_t vocabulary) {
@@ -67,7 +67,7 @@ struct SessionStep {
     return results;
   }
 
-  // Draws on the host, once the logits are there.
+  // Draws on the host from the logits that were read.
   static void draw(const StepToken& token, std::int64_t position, StepResult& result) {
     if (token.sampler == nullptr || draws_on_device(token)) return;
     settle(result, [&] { return token.sampler->next(result.logits, token.history, position); });

@@ -36,11 +36,10 @@ class TextStream {
     return stop_.stopped();
   }
 
-  // The same for a token that ends the text and is not part of it, unless a stop string asks for
-  // it.
+  // A token that ends the text: not part of it, unless a stop string asks for the token.
   bool push_end(TokenId id) { return stop_.asks_for(id) && push_special(id); }
 
-  // What is left of an unfinished character may complete a stop string, too; true if it does.
+  // Flushes an unfinished character, which may complete a stop string; true if it does.
   bool finish() {
     if (stop_.stopped()) return false;
     emit(stop_.push(decoder_.finish()));
@@ -51,7 +50,7 @@ class TextStream {
 
  private:
   bool push_special(TokenId id) {
-    emit(stop_.push(decoder_.finish()));  // text before the token ends, be it inside a character
+    emit(stop_.push(decoder_.finish()));  // even inside a character, text ends before the token
     emit(stop_.push_special(id));
     return stop_.stopped();
   }
@@ -70,7 +69,7 @@ class TextStream {
 
 }  // namespace
 
-// The session of a generation, which lives as long as that does, whatever callbacks do.
+// The session of a generation. It lives as long as the generation, even if a callback ends it.
 class GeneratingSession {
  public:
   explicit GeneratingSession(const Session& session) : own_(session.share()) {}
@@ -78,7 +77,7 @@ class GeneratingSession {
   Session* operator->() { return &own_; }
   const Session& operator*() const { return own_; }
 
-  // From here on, and after every token that is decoded.
+  // Call at the start and after every decoded token.
   void note_length() { length_ = own_.length(); }
   // After a callback: false if it ended the session. Throws Error{usage} if it changed the tokens.
   bool goes_on() const {
@@ -106,7 +105,8 @@ void require_room(const Session& session, std::size_t prompt, int max_tokens) {
                                      std::to_string(needed) + " or shorten the prompt");
 }
 
-// What the repetition penalty is of: every token once, as it asks no more. Empty without one.
+// Tokens under the repetition penalty, each once because the count does not matter. Empty if there
+// is no penalty.
 std::vector<TokenId> penalized_tokens(const GenerateOptions& options,
                                       std::span<const TokenId> prompt) {
   if (options.sampling.repetition_penalty == 1.0) return {};
@@ -117,8 +117,8 @@ std::vector<TokenId> penalized_tokens(const GenerateOptions& options,
   return tokens;
 }
 
-// A prompt of one token behind others: what an answer that was cut off would have appended, had it
-// gone on. Otherwise as a prefill.
+// Decodes a prompt of one token behind others, so that the result equals that of an answer that was
+// not cut off there. `progress` is called as for a prefill.
 std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, const Sampler& sampler,
                                      std::span<const TokenId> history, const Progress& progress) {
   const std::int64_t before = own->length();
@@ -232,7 +232,7 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     ++timings.decode_tokens;
     if (options.on_decode) options.on_decode(*own);
   }
-  // Whatever ended the loop, the token it ended at is not in the cache.
+  // The token that ended the loop is never in the cache.
   result.pending = id;
   if (stream.finish()) result.reason = FinishReason::stop_string;
   timings.decode_seconds = total.seconds() - timings.first_token_seconds;

@@ -15,8 +15,8 @@
 namespace sluice {
 namespace {
 
-// What is read at once. For a GPU, long enough that a copy takes far longer than to ask for it; for
-// a CPU, short enough to be in its second cache still when it is packed.
+// Bytes per read. For a GPU, long enough that the copy takes far longer than its launch; for a CPU,
+// short enough to be still in the L2 cache when it is packed.
 std::int64_t piece_bytes(const Backend& backend, const ReadOptions& options) {
   if (options.piece_bytes > 0) return options.piece_bytes;
   return std::int64_t{backend.info().synchronous ? 1 : 4} << 20;
@@ -40,7 +40,7 @@ struct Piece {
   std::size_t bytes() const { return bytes_of(rows); }
 };
 
-// In the order of the places.
+// All pieces, in the order of the places.
 class Pieces {
  public:
   Pieces(const Checkpoint& checkpoint, const Backend& backend, std::span<const TensorPlace> places,
@@ -51,7 +51,7 @@ class Pieces {
 
   const std::vector<Piece>& all() const { return all_; }
 
-  // The largest.
+  // Bytes of the largest piece.
   std::uint64_t most_bytes() const {
     std::uint64_t most = 0;
     for (const Piece& piece : all_) most = std::max<std::uint64_t>(most, piece.bytes());
@@ -62,7 +62,7 @@ class Pieces {
   void add(const TensorPlace& place) {
     const TensorGroup& group = *place.group;
     if (group.columns > 0) return divide({&place, dtype_of(group.parts.front()), 0, group.rows()});
-    // Vectors of a group may differ in dtype.
+    // The vectors of a group may differ in dtype, so each is divided by itself.
     std::int64_t first = 0;
     for (const NamedRows& part : group.parts) {
       divide({&place, dtype_of(part), first, part.rows});
@@ -70,7 +70,7 @@ class Pieces {
     }
   }
 
-  // Adds the pieces of a piece of any length.
+  // Adds the pieces that make up `whole`, which may be of any length.
   void divide(const Piece& whole) {
     const std::int64_t block = whole.place->group->columns > 0 ? backend_->weight_rows() : 1;
     const auto block_bytes = static_cast<std::int64_t>(whole.bytes_of(block));
@@ -92,12 +92,12 @@ class Pieces {
 // A thread reads into one slot while another is copied from.
 std::size_t slot_count(const Backend& backend) { return backend.info().synchronous ? 1 : 2; }
 
-// Of one thread's slots.
+// Bytes of one thread's slots.
 std::size_t staging_bytes(const Pieces& pieces, const Backend& backend) {
   return round_up(pieces.most_bytes(), kSlotAlignment) * slot_count(backend);
 }
 
-// One thread's way from the files to the places.
+// Moves pieces from the files to their places; one per thread.
 class Reader {
  public:
   // `staging`: host memory for all slots.
@@ -125,10 +125,10 @@ class Reader {
  private:
   struct Slot {
     std::byte* staging;
-    std::unique_ptr<Queue> queue;  // of copies from there
+    std::unique_ptr<Queue> queue;  // of copies from `staging`
   };
 
-  // From the parts of the group that the piece has rows of.
+  // Reads from the parts of the group that the piece has rows of.
   void read(const Piece& piece, std::byte* to) const {
     std::int64_t part_first = 0;
     for (const NamedRows& part : piece.place->group->parts) {
@@ -168,9 +168,8 @@ class Reader {
   std::size_t turn_ = 0;
 };
 
-// Runs work(i) for i in [0, count), each on a thread of its own, 0 on the calling one; on fewer
-// threads if the system does not give as many. The first exception of any is rethrown after
-// stop().
+// Runs work(i) for i in [0, count), each on its own thread and 0 on the calling one; on fewer
+// threads if the system refuses to start more. Rethrows the first exception after stop().
 void run_together(std::size_t count, const std::function<void(std::size_t)>& work,
                   const std::function<void()>& stop) {
   std::mutex mutex;
@@ -189,7 +188,7 @@ void run_together(std::size_t count, const std::function<void(std::size_t)>& wor
     try {
       while (threads.size() + 1 < count) threads.emplace_back(guarded, threads.size() + 1);
     } catch (const std::system_error&) {
-      count = threads.size() + 1;  // those that there are do the work
+      count = threads.size() + 1;  // the threads that started do the work
     }
     guarded(0);
   }

@@ -17,8 +17,8 @@
 namespace sluice {
 namespace {
 
-// oneDNN's generated kernels and the pages of libraries that the first step touches; measured as
-// the growth of the process beyond what it allocated for the model and what threads take.
+// oneDNN's generated kernels and the library pages that the first step touches; measured as the
+// growth of the process beyond its allocations for the model and the memory of its threads.
 constexpr std::uint64_t kFirstUseBytes = std::uint64_t{8} << 20;
 
 std::uint64_t resident_now() {
@@ -37,7 +37,7 @@ std::string line(const char* name, std::uint64_t bytes, const std::string& note)
 
 std::string continued(const std::string& note) { return std::string(37, ' ') + note + "\n"; }
 
-// In lines of up to 80 columns at a million tokens.
+// Lines stay within 80 columns at a million tokens.
 std::string device_lines(const KvPlan& kv) {
   const auto first = [&](const std::string& note) {
     return line("device tier", kv.device_bytes, note);

@@ -8,13 +8,13 @@
 
 namespace sluice {
 
-// What the process holds by itself: its resident memory now, and what the kernels' libraries take
-// when they are first used.
+// Bytes of the process itself: its resident memory now, and what the kernels' libraries allocate at
+// first use.
 std::uint64_t program_bytes();
 
-// Throws Error{memory} if the plan needs more than `host_cap`, of which others were promised
-// `promised`, or if what it needs besides the `used` bytes of all that are there is more than a
-// limit of the process leaves (lib/process_limits.h).
+// Throws Error{memory} if the plan and the `promised` bytes of other sessions exceed `host_cap`, or
+// if the bytes it needs beyond the `used` ones exceed what a limit of the process leaves
+// (lib/process_limits.h).
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
                          std::uint64_t promised, std::uint64_t used);
 

@@ -39,7 +39,7 @@ void Turn::begin() {
 Turn::Turn(Engine::Impl& engine, std::span<Session::Impl* const> sessions)
     : engine_(&engine), lock_(engine.mutex) {
   const auto is_free = [](const Session::Impl* session) { return !session->in_call; };
-  // A call for one of them that paused goes on in the meantime.
+  // Unlocking lets a paused call for one of them go on.
   while (!engine.is_busy && !std::all_of(sessions.begin(), sessions.end(), is_free)) {
     lock_.unlock();
     lock_.lock();
@@ -56,7 +56,7 @@ Turn::~Turn() {
   engine_->is_busy = false;
 }
 
-// Others get the device, too, not only the right to issue work behind what is queued.
+// Synchronizes, so that other calls get an idle device and do not wait behind queued work.
 void Turn::pause() {
   if (engine_->sessions > 1) engine_->queue->synchronize();
   engine_->is_busy = false;
@@ -72,7 +72,7 @@ Session::Impl::Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
   ++engine->sessions;
 }
 
-// Blocks and sequences of the pool are given back in turn, too.
+// The lock also covers the release of the pool's blocks and sequences.
 Session::Impl::~Impl() {
   const std::lock_guard lock(engine->mutex);
   --engine->sessions;
@@ -176,7 +176,7 @@ bool Session::Impl::run(Turn& turn, std::span<const TokenId> tokens, const Progr
   try {
     return run_pieces(turn, tokens, progress, each);
   } catch (...) {
-    // Others may have taken the room that there was, or a callback threw.
+    // Another session may have taken the free blocks, or a callback threw.
     if (!kv.in_step()) kv.truncate(before);
     throw;
   }
@@ -235,7 +235,7 @@ Session Session::sibling() {
 std::span<const float> Session::prefill(std::span<const TokenId> tokens, const Progress& progress) {
   const std::shared_ptr<Impl> self = share();
   const std::span<const float> logits = self->prefill(tokens, progress);
-  // A callback may have ended the session, and with it what the logits lie in.
+  // A callback may have ended the session, which owns the memory of the logits.
   return self.use_count() == 1 ? std::span<const float>() : logits;
 }
 
@@ -289,14 +289,14 @@ void Session::truncate(std::int64_t length) {
   }
   const std::int64_t cut = impl().kv.length() - length;
   impl().kv.truncate(length);
-  // The newest tokens are those that wait for a correction.
+  // Tokens that wait for a correction are always the newest ones.
   std::vector<TokenId>& waiting = impl().uncorrected;
   waiting.resize(static_cast<std::size_t>(std::max<std::int64_t>(0, std::ssize(waiting) - cut)));
 }
 
 namespace {
 
-// As long as it lives, pieces of the session's prompts attend to all pages.
+// While it lives, chunks of the session's prompts attend to all pages.
 class AllPages {
  public:
   explicit AllPages(KvSession& kv) : kv_(&kv) { kv_->list_pages(false); }

@@ -73,7 +73,7 @@ bool StopMatcher::asks_for(TokenId id) const {
 }
 
 bool StopMatcher::take(Symbol next) {
-  std::size_t bytes = 0;  // of the longest that is complete
+  std::size_t bytes = 0;  // length of the longest complete stop string
   for (Pattern& pattern : patterns_) {
     if (next >= kFirstToken && !pattern.has(next)) continue;
     pattern.matched = pattern.advance(pattern.matched, next);

@@ -19,34 +19,33 @@ struct SpecialToken {
   std::string text;  // never empty
 };
 
-// The special tokens of a tokenizer whose text stands in one of the stop strings.
+// The special tokens of a tokenizer whose text occurs in one of the stop strings.
 std::vector<SpecialToken> special_tokens_in(std::span<const std::string> stops,
                                             const Tokenizer& tokenizer);
 
-// Holds text back while it may yet become a stop string, so none is ever handed out, not even
-// half of one. The first stop string is the one that is complete first and, of several that end
-// with the same character, the longest. How the text is cut into pieces does not matter.
+// Holds text back while it may yet become a stop string, so that no part of one is ever returned.
+// The first stop string is the one that completes first and, of several that end with the same
+// character, the longest. How the text is cut into pieces does not matter.
 //
-// Special tokens are not part of the text, but a stop string may ask for them: where the text of a
-// special token stands in a stop string, that token in the stream matches there, and the same
-// characters written out as ordinary text do, too. Special tokens that a stop string does not have
-// are skipped when it is looked for.
+// Special tokens are not part of the text, but a stop string may ask for them: where a stop string
+// has the text of a special token, both that token and the same characters as ordinary text match.
+// Special tokens that a stop string does not have are skipped in the search for it.
 class StopMatcher {
  public:
-  // No string may be empty. `special`: the tokens that the strings may ask for. Where several could
-  // begin at one place of a string, the longest is meant, as in tokenizing.
+  // No string may be empty. `special`: the tokens that the strings may ask for. Of several that
+  // match at one place of a string the longest counts, as in tokenizing.
   explicit StopMatcher(std::span<const std::string> stops,
                        std::span<const SpecialToken> special = {});
 
-  // The text that `piece` makes certain; after a stop string, nothing more.
+  // Returns the text that can no longer be part of a stop string; after a stop string, nothing.
   std::string push(std::string_view piece);
-  // The same for a special token that the stream has here.
+  // push() for a special token at this place of the stream.
   std::string push_special(TokenId id);
-  // What is still held back when the stream ends without a stop string.
+  // Returns the text still held back when the stream ends without a stop string.
   std::string finish();
 
   bool stopped() const { return stopped_; }
-  // Whether any stop string asks for this special token; all others need not be pushed.
+  // Returns true if any stop string asks for this special token; others need not be pushed.
   bool asks_for(TokenId id) const;
 
  private:
@@ -71,7 +70,7 @@ class StopMatcher {
   void add(std::vector<Symbol> symbols);
   // Takes one symbol, whose bytes of text are held already; true if it completes a stop string.
   bool take(Symbol next);
-  // The held text that can no longer become part of a stop string.
+  // Releases the held text that can no longer become part of a stop string.
   std::string certain();
 
   std::vector<Pattern> patterns_;

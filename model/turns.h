@@ -1,4 +1,4 @@
-// Whose turn it is to compute.
+// The order in which threads compute.
 #pragma once
 
 #include <condition_variable>
@@ -8,8 +8,8 @@
 
 namespace sluice {
 
-// A mutex that threads get in the order in which they asked, so that one that gives it up and asks
-// again lets all who wait go first. The thread that has it may lock it again.
+// A mutex that threads get in the order in which they asked: a thread that unlocks it and locks it
+// again lets all waiting threads go first. Recursive.
 class FairMutex {
  public:
   void lock() {
