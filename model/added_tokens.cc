@@ -14,7 +14,7 @@ std::uint64_t edge(std::int32_t node, char byte) {
 
 bool is_white_space_unit(std::string_view text) { return is_white_space(first_code_point(text)); }
 
-// Where the white space that ends at `end` begins, not before `floor`.
+// Start of the white space that ends at `end`, at least `floor`.
 std::size_t strip_left(std::string_view text, std::size_t floor, std::size_t end) {
   std::size_t begin = end;
   while (begin > floor) {
@@ -26,7 +26,7 @@ std::size_t strip_left(std::string_view text, std::size_t floor, std::size_t end
   return begin;
 }
 
-// Where the white space that begins at `begin` ends.
+// End of the white space that begins at `begin`.
 std::size_t strip_right(std::string_view text, std::size_t begin) {
   while (begin < text.size() && is_white_space_unit(text.substr(begin))) {
     begin += next_utf8_unit(text.substr(begin)).length;
@@ -88,7 +88,7 @@ std::vector<Segment> AddedTokenFinder::split(std::string_view text,
     const AddedToken& token = tokens_[static_cast<std::size_t>(index)];
     std::size_t begin = at;
     at += token.content.size();
-    // White space that a token takes along may hold tokens of its own; they count as well.
+    // White space that a token strips may itself hold tokens; they count, too.
     if (token.rstrip && at > white_end) white_end = strip_right(text, at);
     const std::size_t end = token.rstrip ? white_end : at;
     if (token.lstrip && done < begin) begin = strip_left(text, done, begin);

@@ -1,4 +1,4 @@
-// Finds the added tokens ("<|end_of_text|>") that stand in a text.
+// Finds the added tokens ("<|end_of_text|>") in a text.
 #pragma once
 
 #include <array>
@@ -18,9 +18,9 @@ struct AddedToken {
   std::string content;  // never empty
   TokenId id = 0;
   bool special = false;     // dropped from decoded text
-  bool lstrip = false;      // takes the white space before it along
-  bool rstrip = false;      // takes the white space after it along
-  bool normalized = false;  // is searched for in normalised text
+  bool lstrip = false;      // strips the white space before it
+  bool rstrip = false;      // strips the white space after it
+  bool normalized = false;  // matched in normalised text
 };
 
 // A stretch of text, or one added token in it.
@@ -36,8 +36,8 @@ class AddedTokenFinder {
  public:
   explicit AddedTokenFinder(std::vector<AddedToken> tokens);
 
-  // The leftmost token first and the longest of those that begin there; the views point into
-  // `text`. An empty text has no segment. Of tokens that are not `wanted` nothing is seen.
+  // Matches the leftmost token first and the longest of those that begin there; the views point
+  // into `text`. An empty text has no segment. Tokens that are not `wanted` stay text.
   std::vector<Segment> split(std::string_view text, const TokenFilter& wanted = {}) const;
 
  private:
@@ -47,8 +47,8 @@ class AddedTokenFinder {
   std::int32_t longest_at(std::string_view text, const TokenFilter& wanted) const;
 
   std::vector<AddedToken> tokens_;
-  // A trie: the root's children by byte, the others' by (node, byte), and the token, or kNone,
-  // that ends at each node.
+  // A trie: the root's children by byte, the other nodes' by (node, byte), and the token that ends
+  // at each node, or kNone.
   std::array<std::int32_t, 256> root_{};
   std::unordered_map<std::uint64_t, std::int32_t> children_;
   std::vector<std::int32_t> token_at_;

@@ -9,13 +9,13 @@ namespace sluice {
 AddedVocabulary::AddedVocabulary(const std::unordered_map<std::string, TokenId>& vocabulary)
     : vocabulary_(&vocabulary) {}
 
-// The library counts the tokens of the vocabulary and does not look for the highest id.
+// The library takes the number of tokens in the vocabulary, not the highest id.
 TokenId AddedVocabulary::next_id() const {
   return std::max(static_cast<TokenId>(vocabulary_->size()), highest_ + 1);
 }
 
-// `next`: what 0.23 gives to the next new token; it looks at the highest id once in a call, 0.22
-// for every token.
+// `next`: the id that 0.23 gives to the next new token; 0.23 looks up the highest id once per call,
+// 0.22 for every token.
 TokenId AddedVocabulary::id_of(const AddedToken& token, TokenId& next) {
   const auto known = vocabulary_->find(token.content);
   if (known != vocabulary_->end()) return known->second;

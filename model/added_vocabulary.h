@@ -20,7 +20,7 @@ class AddedVocabulary {
   // `vocabulary`: ids by content. It must outlive this object.
   explicit AddedVocabulary(const std::unordered_map<std::string, TokenId>& vocabulary);
 
-  // Adds tokens in one call of the library; their ids are not read. Throws Error{tokenizer} where
+  // Adds tokens as one call of the library does; their ids are ignored. Throws Error{tokenizer} if
   // a vocabulary with gaps makes the versions of the library disagree.
   void add(const std::vector<AddedToken>& tokens);
 
@@ -35,7 +35,7 @@ class AddedVocabulary {
   const std::unordered_map<std::string, TokenId>* vocabulary_;
   std::vector<AddedToken> tokens_;
   std::unordered_map<std::string, std::size_t> places_;  // in tokens_, by content
-  std::unordered_set<std::string> special_;              // stays so, whatever is added later
+  std::unordered_set<std::string> special_;              // stays special, whatever is added later
   TokenId highest_ = -1;                                 // id of an added token
 };
 

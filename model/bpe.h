@@ -19,8 +19,8 @@ struct MergeRule {
   TokenId result = 0;
 };
 
-// A hash table from pairs of tokens to what they merge to. Every table hashes differently, so that
-// no file can be made whose pairs all collide.
+// A hash table from pairs of tokens to their merges. Every table hashes differently, so that nobody
+// can craft a file whose pairs all collide.
 class MergeTable {
  public:
   struct Merge {
@@ -47,7 +47,7 @@ class Bpe {
  public:
   static constexpr TokenId kNone = -1;
 
-  // Memory of encode that calls share.
+  // Scratch memory of encode(), reused between calls.
   struct Scratch {
     // A token of the piece, in a list linked by index.
     struct Symbol {
@@ -64,7 +64,7 @@ class Bpe {
     std::vector<Candidate> heap;
   };
 
-  // `bytes` has the token of every byte that a piece may hold, kNone for others.
+  // `bytes`: the token of every byte that a piece may hold, kNone for others.
   Bpe(const std::array<TokenId, 256>& bytes, std::span<const MergeRule> merges)
       : bytes_(bytes), merges_(merges) {}
 

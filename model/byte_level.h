@@ -12,10 +12,11 @@ namespace sluice {
 // The character of a byte, in UTF-8: "A" for 0x41, "Ġ" for 0x20.
 std::string byte_symbol(std::uint8_t byte);
 
-// The bytes that valid UTF-8 stands for; nothing if a character is not of the alphabet.
+// The bytes that the symbols, valid UTF-8, stand for; nothing if a character is not in the
+// alphabet.
 std::optional<std::string> symbols_to_bytes(std::string_view symbols);
 
-// Whether the byte occurs in UTF-8 at all. 13 do not, and no text needs a token for them.
+// Returns true if the byte occurs in UTF-8. 13 bytes do not, so no text needs a token for them.
 constexpr bool occurs_in_utf8(std::uint8_t byte) {
   return byte != 0xC0 && byte != 0xC1 && byte < 0xF5;
 }

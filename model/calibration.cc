@@ -20,7 +20,7 @@ constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 20;
               path.string() + ": " + why + "; run `sluice calibrate` again or delete the file");
 }
 
-// Calibrating keeps what else the file has, so that it cannot mend it.
+// Calibration keeps the rest of the file, so it cannot repair a broken one.
 [[noreturn]] void throw_unreadable(const std::filesystem::path& path, const std::string& why) {
   throw Error(ErrorCode::corrupt,
               path.string() + ": " + why + "; delete the file and run `sluice calibrate` again");
@@ -41,21 +41,21 @@ nlohmann::json read_calibration(const std::filesystem::path& path) {
   return root;
 }
 
-// The file that a policy is stored in, with all that it has. Another program's file of that name is
-// not touched: a calibration has policies.
+// The whole file that a policy is to be stored in. A file without policies belongs to another
+// program and is refused.
 nlohmann::json read_to_store(const std::filesystem::path& path) {
   nlohmann::json root = read_calibration(path);
   if (file_exists(path) && !root.contains("policies")) throw_unreadable(path, "not a calibration");
   return root;
 }
 
-// What Engine::policy() would not find again, or not as it is.
+// Throws if Engine::policy() would not find the policy again, or would find a different one.
 void require_readable(std::string_view name, const Policy& policy) {
   const auto presets = sluice::presets();
   const bool is_preset = std::any_of(presets.begin(), presets.end(),
                                      [&](const Preset& preset) { return preset.name == name; });
   if (!is_preset) throw Error(ErrorCode::usage, "no preset is called " + in_quotes(name));
-  // What other scorers take is not known here.
+  // The options of scorers other than our own are not known here.
   if (own_scorers().find(policy.select.name) == nullptr) return;
   const std::string line = to_string(policy);
   if (parse_policy(line) == policy) return;

@@ -1,4 +1,4 @@
-// What was learnt about a checkpoint: policies that replace presets of the same name, in
+// Calibrated policies of a checkpoint, which replace presets of the same name; stored in
 // sluice.json beside the model.
 #pragma once
 
@@ -17,8 +17,8 @@ inline constexpr std::string_view kCalibrationFile = "sluice.json";
 std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
                                         const KvShape& shape, const Scorers& scorers);
 
-// Throws what store_calibration (sluice/engine.h) would throw: before the work whose result is to
-// be stored.
+// Throws what store_calibration (sluice/engine.h) would throw. Call before the work whose result is
+// to be stored.
 void require_storable(const std::filesystem::path& model);
 
 }  // namespace sluice

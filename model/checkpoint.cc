@@ -55,7 +55,7 @@ SafetensorsFile open_shard(const std::filesystem::path& shard,
                                         " names it; download the rest of the checkpoint");
 }
 
-// The cache of Hugging Face keeps revisions of a checkpoint beside each other.
+// Hugging Face's cache keeps several revisions of a checkpoint, so the folder names none of them.
 void require_no_cache(const std::filesystem::path& path) {
   std::error_code none;
   if (std::filesystem::exists(path / "config.json", none)) return;
@@ -67,7 +67,7 @@ void require_no_cache(const std::filesystem::path& path) {
                                         snapshots->path().string());
 }
 
-// A path to a single file is a mistake that config.json's absence would not explain.
+// A path to a single file gets its own message, because "no config.json" would not explain it.
 void require_folder(const std::filesystem::path& path) {
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(path, ignored)) return;
@@ -115,8 +115,8 @@ Checkpoint Checkpoint::open(const std::filesystem::path& directory) {
   return checkpoint;
 }
 
-// As transformers 5 has it (PreTrainedModel.tie_weights): the one that is missing is the other, and
-// two that differ are not tied.
+// As in transformers 5 (PreTrainedModel.tie_weights): if one of the two is missing, the other
+// serves as both; two that differ are not tied.
 void Checkpoint::settle_tied_embeddings() {
   if (!config_.tie_word_embeddings || !has(kHead)) return;
   if (has(kEmbedding)) {
@@ -129,7 +129,7 @@ void Checkpoint::settle_tied_embeddings() {
   }
 }
 
-// To the bit.
+// Compares all bytes.
 bool Checkpoint::are_equal(std::string_view first, std::string_view second) const {
   const TensorInfo& info = this->info(first);
   const TensorInfo& other = this->info(second);

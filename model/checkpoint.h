@@ -19,14 +19,14 @@ namespace sluice {
 class Checkpoint {
  public:
   // Reads the config and the headers of model.safetensors, or else of the shards that
-  // model.safetensors.index.json names; no weights yet, but where the config ties the embeddings
-  // and there is an lm_head.weight besides, which are compared. Throws Error{not_found} for a
-  // missing file, Error{corrupt} if the files contradict their format or each other,
+  // model.safetensors.index.json names. Reads no weights, except where the config ties the
+  // embeddings and the file has an lm_head.weight, to compare the two. Throws Error{not_found} for
+  // a missing file, Error{corrupt} if the files contradict their format or each other,
   // Error{unsupported} for a model that the decoder does not handle, Error{io}.
   static Checkpoint open(const std::filesystem::path& directory);
 
-  // tie_word_embeddings is false where the file has an lm_head.weight that differs, whatever the
-  // file says.
+  // tie_word_embeddings is false if the checkpoint has an lm_head.weight that differs, whatever
+  // config.json says.
   const ModelConfig& config() const { return config_; }
   DType dtype() const { return dtype_; }  // of the embedding
   std::int64_t parameters() const;        // elements of all tensors
@@ -44,8 +44,8 @@ class Checkpoint {
   // Fills `destination` with a tensor as it is stored, from its byte `first` on. Throws
   // Error{corrupt} if there is no such tensor, and what SafetensorsFile::read throws.
   void read(std::string_view name, std::uint64_t first, std::span<std::byte> destination) const;
-  // For those who have read everything: throws Error{io} if a file of weights has been written to
-  // since it was opened.
+  // Call after all weights are read: throws Error{io} if a file of weights was written to since it
+  // was opened.
   void require_unchanged() const;
 
  private:

@@ -1,4 +1,4 @@
-// What a checkpoint's config.json says about the model.
+// The model's shape and features, from a checkpoint's config.json.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct ModelConfig {
   int head_dim = 0;
   int vocab_size = 0;
   std::int64_t max_position_embeddings = 0;
-  // What some layers attend to, of the newest tokens. None: everything. The decoder knows no
-  // windows: up to so many tokens it makes no difference.
+  // Sliding window of some layers, in tokens; none: all layers attend to everything. The decoder
+  // does not support windows, which make no difference up to `window` tokens.
   std::optional<std::int64_t> window;
   float rms_norm_eps = 1e-6f;
   bool tie_word_embeddings = false;
@@ -40,7 +40,7 @@ struct ModelConfig {
 // Reads config.json and, if there is one, the eos_token_id of generation_config.json, both in
 // `directory`. Where a key is missing, transformers' default holds.
 // Throws Error{not_found}, Error{corrupt} naming file and key, or Error{unsupported} naming
-// whatever the model has that the decoder does not compute: nothing is silently dropped.
+// the feature that the decoder does not compute: nothing is silently dropped.
 ModelConfig read_config(const std::filesystem::path& directory);
 
 // [head_dim / 2], radians per token.

@@ -27,7 +27,7 @@ std::string value_text(const Json& value) {
   return value.is_primitive() ? value.dump() : "set";
 }
 
-// A key that, where it is given, must have this value.
+// Throws if the key is given with another value.
 void require_value(const JsonObject& config, const char* key, const Json& supported) {
   if (!config.has(key)) return;
   const Json& value = config.value(key);
@@ -47,7 +47,7 @@ void require_absent(const JsonObject& config, const char* key) {
   }
 }
 
-// Whether `layer_types` gives any layer a window; nothing where it is not given.
+// Returns true if `layer_types` gives any layer a window; nothing if the key is not given.
 std::optional<bool> layer_types_slide(const JsonObject& config, int layers) {
   if (!config.has("layer_types")) return std::nullopt;
   const Json& types = config.value("layer_types");

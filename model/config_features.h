@@ -1,4 +1,4 @@
-// Which features of the architectures that transformers knows the decoder computes.
+// The features of transformers' architectures, and which of them the decoder computes.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ const Architecture& find_architecture(const JsonObject& config);
 // model run without it would give wrong text instead of an error.
 void require_supported(const JsonObject& config, const Architecture& architecture);
 
-// How many of the newest tokens the layers that have a window attend to; nothing if none has one.
+// Number of newest tokens that layers with a window attend to; nothing if no layer has a window.
 std::optional<std::int64_t> find_window(const JsonObject& config, const Architecture& architecture,
                                         int layers);
 

@@ -19,7 +19,7 @@ std::string json_kind(const nlohmann::json& value);
 // that is null counts as missing.
 class JsonObject {
  public:
-  // Throws Error{corrupt} if `value` is no object. `prefix` stands before every key in messages.
+  // Throws Error{corrupt} if `value` is not an object. Messages put `prefix` before every key.
   JsonObject(const nlohmann::json& value, const std::filesystem::path& file,
              std::string prefix = {});
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kMaxTheta = 1e12;
 
-// As transformers has it: beside the other keys of the config, else of the scaling.
+// As in transformers: the config's key, else the scaling's.
 std::int64_t original_context(const JsonObject& config, const JsonObject& scaling,
                               std::int64_t max_position_embeddings) {
   constexpr const char* kKey = "original_max_position_embeddings";
@@ -32,7 +32,7 @@ Llama3Scaling parse_llama3(const JsonObject& scaling, std::int64_t original) {
   return result;
 }
 
-// Of queries and of keys, by how far the context is stretched.
+// Factor on queries and on keys, from the factor by which the context is stretched.
 double yarn_temperature(double factor, double scale = 1.0) {
   return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
 }
@@ -52,7 +52,7 @@ YarnScaling parse_yarn(const JsonObject& scaling, double theta, std::int64_t ori
   if (theta <= 1.0) scaling.corrupt("rope_theta", "is 1, with which yarn has no frequencies");
   result.truncate = scaling.boolean("truncate", result.truncate);
   double temperature = yarn_temperature(result.factor);
-  // Both or none, as DeepSeek's have them.
+  // mscale and mscale_all_dim count only together, as in DeepSeek's configs.
   const double scale = scaling.number("mscale", 0.0, 1e3, 0.0);
   const double scale_all = scaling.number("mscale_all_dim", 0.0, 1e3, 0.0);
   if (scale != 0.0 && scale_all != 0.0) {
@@ -63,7 +63,7 @@ YarnScaling parse_yarn(const JsonObject& scaling, double theta, std::int64_t ori
   return result;
 }
 
-// The channel, of `half`, that makes so many turns within the original context.
+// The channel, of `half` channels, that makes `turns` turns within the original context.
 double yarn_channel(const YarnScaling& scaling, double turns, double theta, int half) {
   const double wavelength = scaling.original_max_position_embeddings / turns;
   return half * std::log(wavelength / (2.0 * std::numbers::pi)) / std::log(theta);

@@ -1,4 +1,4 @@
-// Rotary position embedding: what config.json says about it and the frequencies that follow.
+// Rotary position embedding: its settings in config.json and the frequencies computed from them.
 #pragma once
 
 #include <cstdint>
@@ -32,14 +32,14 @@ struct YarnScaling {
   double beta_fast = 32.0;
   double beta_slow = 1.0;
   double original_max_position_embeddings = 8192.0;
-  bool truncate = true;  // the bounds between which is interpolated are whole channels
+  bool truncate = true;  // interpolation starts and ends at whole channels
 };
 
 struct RopeConfig {
   double theta = 10000.0;
   std::variant<std::monostate, LinearScaling, Llama3Scaling, YarnScaling> scaling;
 
-  // What cosines and sines are multiplied by.
+  // The factor on cosines and sines.
   double attention_factor() const;
 };
 

@@ -30,7 +30,7 @@ struct ConfigFile {
       : path(std::move(where)),
         exists(file_exists(path)),
         json(exists ? read_json_file(path, kMaxFile) : Json::object()) {
-    static_cast<void>(object());  // which it has to be
+    static_cast<void>(object());  // throws unless it is an object
   }
 
   JsonObject object() const { return {json, path}; }
@@ -49,7 +49,7 @@ struct Mention {
   bool rstrip = false;
   std::optional<bool> normalized;
 
-  // Different for different mentions.
+  // A string that differs between different mentions.
   std::string key() const {
     const bool normal = normalized.value_or(!special);
     std::string key = content;
@@ -141,7 +141,7 @@ class NamedTokens {
   std::unordered_map<std::string, std::size_t> places_;
 };
 
-// What transformers' classes name by themselves.
+// Names that transformers' tokenizer classes set by default.
 void set_defaults(const std::string& class_name, NamedTokens& named) {
   struct Default {
     const char* class_name;
@@ -167,7 +167,7 @@ void set_standard(const ConfigFile& file, NamedTokens& named) {
   }
 }
 
-// "image_token" and the like, which transformers 5 takes for names.
+// Names of a model's own, such as "image_token", which transformers 5 reads as names.
 void set_own(const ConfigFile& file, NamedTokens& named) {
   const auto is_own = [&](const std::string& key) {
     return key.ends_with("_token") && !is_standard(key) &&
@@ -198,7 +198,7 @@ std::optional<bool> add_bos_token_in(const ConfigFile& file) {
   return file.object().boolean(kKey, false);
 }
 
-// The files, and what a reader of them collects.
+// Reads the files and collects their tokens.
 class Reader {
  public:
   Reader(const std::filesystem::path& checkpoint, std::span<const AddedToken> known)
@@ -352,8 +352,8 @@ class Reader {
     return listed;
   }
 
-  // Contents that make a token of added_tokens.json special: not the defaults of a class, nor what
-  // tokenizer_config.json writes as an object.
+  // Contents that make a token of added_tokens.json special: neither class defaults nor objects of
+  // tokenizer_config.json.
   std::unordered_set<std::string> special_in_files() const {
     std::unordered_set<std::string> special;
     for (const char* name : kNames) {
@@ -366,7 +366,7 @@ class Reader {
     return special;
   }
 
-  // Returns whether the token is new.
+  // Returns true if the token is new.
   bool add_unless_known(const Mention& mention) {
     if (mention.content.empty() || there_.contains(mention.content)) return false;
     if (!mentioned_.insert(mention.key()).second) return false;
@@ -381,7 +381,7 @@ class Reader {
                     "added_tokens_decoder");
   }
 
-  // Tokens that transformers 4 adds and 5 does not.
+  // Throws if transformers 4 adds a token that 5 does not.
   void require_no_loss() const {
     std::unordered_set<std::string> added;
     for (const Mention& mention : to_add_) added.insert(mention.content);
@@ -422,7 +422,7 @@ class Reader {
   std::vector<Mention> passed_over_;
   std::unordered_set<std::string> there_;  // contents of tokens that have ids
   std::vector<Mention> to_add_;
-  std::unordered_set<std::string> mentioned_;  // the keys of those that are there without an id
+  std::unordered_set<std::string> mentioned_;  // keys of the mentions in to_add_
 };
 
 }  // namespace

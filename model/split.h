@@ -15,7 +15,7 @@ class Splitter {
  public:
   using Sink = std::function<void(std::string_view piece)>;
 
-  // Each expression cuts further what those before it left whole. Throws what Regex throws.
+  // Each expression cuts the pieces of those before it further. Throws what Regex throws.
   explicit Splitter(const std::vector<std::string>& patterns);
 
   // Cuts one text, which may come in parts.
@@ -26,9 +26,9 @@ class Splitter {
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
 
-    // Hands the pieces of `part`, which must be valid UTF-8, to `sink` in order. A match is a piece
-    // and so is what lies between two matches ("isolated"); no piece is empty and together they are
-    // the part. Throws what Matcher::next throws.
+    // Hands the pieces of `part`, which must be valid UTF-8, to `sink` in order. Matches are
+    // pieces, and so is the text between two matches ("isolated"); no piece is empty and together
+    // they are the part. Throws what Matcher::next throws.
     void split(std::string_view part, const Sink& sink);
 
    private:

@@ -72,7 +72,7 @@ ModelTensors model_tensors(const ModelConfig& c) {
 
 namespace {
 
-// Matrices that become one have one dtype.
+// Matrices that are fused must have one dtype.
 void require_one_dtype(const Checkpoint& checkpoint, const TensorGroup& group) {
   if (group.columns == 0) return;
   const TensorInfo& first = checkpoint.info(group.parts.front().name);
@@ -86,7 +86,8 @@ void require_one_dtype(const Checkpoint& checkpoint, const TensorGroup& group) {
   }
 }
 
-// The angles, which follow from the config, and a copy of tied embeddings.
+// Returns true for RoPE frequencies, which follow from the config, and for a copy of tied
+// embeddings.
 bool is_redundant(std::string_view name, const ModelConfig& config) {
   return name.ends_with(".rotary_emb.inv_freq") ||
          (config.tie_word_embeddings && name == "lm_head.weight");

@@ -1,4 +1,4 @@
-// Which tensors a Llama-family checkpoint has, by their Hugging Face names.
+// The tensors of a Llama-family checkpoint, by their Hugging Face names.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ struct NamedRows {
   std::int64_t rows;
 };
 
-// Tensors that become one: matrices with the same `columns`, or vectors, for which it is 0, one
-// after the other. No parts where the architecture lacks the tensor.
+// Tensors that are concatenated into one: matrices with the same `columns`, or vectors (`columns`
+// 0). It has no parts if the architecture lacks the tensor.
 struct TensorGroup {
   std::vector<NamedRows> parts;
   std::int64_t columns = 0;
@@ -39,12 +39,12 @@ struct ModelTensors {
 ModelTensors model_tensors(const ModelConfig& config);
 
 // Compares the headers with the config, before any weight is read. Throws Error{corrupt} naming a
-// tensor that is missing or has another shape, Error{unsupported} for one in a dtype that is not
-// computed with or other than its neighbours', or one that the decoder does not read although the
-// model would be another with it.
+// tensor that is missing or has another shape; Error{unsupported} for one whose dtype the decoder
+// does not compute with or differs from its group's, and for one that would change the result but
+// that the decoder does not read.
 void check_tensors(const Checkpoint& checkpoint);
 
-// The dtype that keeps what is multiplied with as it is: the matrices' own, or f32 if they differ.
+// The dtype that holds all matrices without loss: their own, or f32 if they differ.
 DType matrix_dtype(const Checkpoint& checkpoint);
 
 }  // namespace sluice

@@ -28,7 +28,7 @@ constexpr int kMaxVocabulary = 1 << 24;
 
 struct Token {
   std::string bytes;
-  bool known = false;  // false for an id that the file gives to no token
+  bool known = false;  // false if no token has this id
   bool special = false;
 };
 
@@ -51,7 +51,7 @@ std::vector<Token> make_tokens(const VocabularySpec& spec) {
   return tokens;
 }
 
-// The added tokens that are searched for in text as it is, or in normalised text.
+// The added tokens that are matched in normalised text, or in the text as it is.
 std::vector<AddedToken> searched_in(bool normalized_text, const std::vector<AddedToken>& added) {
   std::vector<AddedToken> tokens;
   std::copy_if(added.begin(), added.end(), std::back_inserter(tokens),
@@ -68,7 +68,7 @@ nlohmann::json read_file(const std::filesystem::path& path) {
   }
 }
 
-// What `read` gives, with `path` before the message of an error.
+// Returns the result of `read`; puts `path` before the message of its error.
 template <typename Read>
 auto in_file(const std::filesystem::path& path, const Read& read) {
   try {
@@ -102,8 +102,8 @@ TokenizerSpec number_added(TokenizerSpec spec, const std::vector<AddedToken>& ad
 }
 
 // The ids before every text. "add_bos_token" of tokenizer_config.json holds where transformers 4
-// reads it, although 5 does not; the post-processor decides all else. A checkpoint that has neither
-// tokenizer_config.json nor post-processor gets the BOS token of its config.json.
+// reads it, although 5 does not; otherwise the post-processor decides. A checkpoint with neither
+// tokenizer_config.json nor a post-processor gets the BOS token of its config.json.
 std::vector<TokenId> prefix_of(const TokenizerSpec& spec, const SpecialTokens& special,
                                std::optional<TokenId> bos) {
   if (!special.has_config && !spec.pipeline.has_post_processor) {
@@ -156,7 +156,7 @@ struct Tokenizer::Impl {
            tokens[static_cast<std::size_t>(id)].known;
   }
 
-  // Embeddings are often padded: a model may sample an id that no token has, which is no text.
+  // Embeddings are often padded, so a model may sample an id without a token, which decodes to "".
   const Token& token(TokenId id) const {
     static const Token kNone;
     if (id < 0 || id >= model_ids) {
@@ -191,7 +191,7 @@ struct Tokenizer::Impl {
   }
 
   PipelineSpec pipeline;
-  int model_ids;  // that the model has
+  int model_ids;  // number of ids of the model
   std::vector<Token> tokens;
   AddedTokenFinder verbatim;
   AddedTokenFinder normalized;

@@ -7,7 +7,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// What ByteLevel splits by when it does not leave that to others (GPT-2).
+// The expression that ByteLevel splits by if `use_regex` holds (GPT-2).
 constexpr const char* kGpt2Pattern =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
@@ -15,7 +15,7 @@ constexpr const char* kGpt2Pattern =
   throw_unsupported(where, "type " + as_json(type));
 }
 
-// Each is another pass over every piece of a text. Those in use have up to six.
+// Limit, because each component is another pass over the text. Tokenizers in use have up to six.
 constexpr std::size_t kMaxComponents = 32;
 
 // The components of a possibly nested Sequence in order; none for null.

@@ -1,4 +1,4 @@
-// What a tokenizer.json says, checked and reduced to what byte-level BPE needs.
+// The contents of a tokenizer.json, checked and reduced to the needs of byte-level BPE.
 #pragma once
 
 #include <array>
@@ -29,17 +29,17 @@ struct VocabularySpec {
 struct PipelineSpec {
   bool nfc = false;
   std::vector<std::string> patterns;  // see Splitter
-  std::vector<TokenId> prefix;        // what the post-processor puts before a sequence
+  std::vector<TokenId> prefix;        // ids that the post-processor puts before a sequence
   bool has_post_processor = false;
 };
 
-// Refuses a "model" other than BPE from bytes; comes first, so that a file of another kind is
-// refused for what it is. Throws as the two below.
+// Refuses a "model" other than BPE from bytes. Call it first, so that the error names the kind of
+// model and not a detail of it. Throws as the two below.
 void require_plain_bpe(const nlohmann::json& file);
 
-// Both throw Error{tokenizer} for something broken and Error{unsupported} for something that
-// Sluice does not do, naming the place in the file but not the file. `vocabulary` is the number
-// of tokens that the model has.
+// Both throw Error{tokenizer} for broken files and Error{unsupported} for features that Sluice
+// lacks, naming the place in the file but not the file. `vocabulary`: number of tokens of the
+// model.
 VocabularySpec parse_vocabulary(const nlohmann::json& file, int vocabulary);
 PipelineSpec parse_pipeline(const nlohmann::json& file);
 

@@ -11,7 +11,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Of an added token: a text is compared with it from every place on. Those in use have up to 40.
+// Bytes of an added token, limited because it is compared with the text at every offset. Tokens in
+// use have up to 40.
 constexpr std::size_t kMaxContent = 1024;
 
 constexpr const char* kNoId = " has no id (an integer from 0 to 2147483647)";
@@ -21,7 +22,7 @@ bool is_off(const Json& value) {
   return value.is_null() || value == false || value == 0;
 }
 
-// Who has which id, so that no two tokens share one.
+// The token of each id, so that no two tokens share one.
 class Owners {
  public:
   void claim(TokenId id, const std::string& content, const std::string& where) {

@@ -14,19 +14,19 @@ std::uint64_t elements_of(const TensorGroup& group) {
   return static_cast<std::uint64_t>(group.rows() * std::max<std::int64_t>(group.columns, 1));
 }
 
-// Memory for the tensors of a model, and where they go.
+// Allocates memory for a model's tensors and records where each goes.
 class Places {
  public:
   explicit Places(Backend& backend) : backend_(&backend) {}
 
-  // Matrices with the same inputs, one below the other.
+  // Stacks matrices with the same inputs by rows.
   std::unique_ptr<Weight> matrix(const TensorGroup& group) {
     std::unique_ptr<Weight> weight = backend_->make_weight(group.rows(), group.columns);
     all_.push_back({&group, weight.get()});
     return weight;
   }
 
-  // One after the other. An empty buffer for an empty group.
+  // Concatenates tensors. An empty group gets an empty buffer.
   Buffer rows(const TensorGroup& group, DType dtype) {
     Buffer buffer =
         backend_->allocate(backend_->info().compute_tier, elements_of(group) * size_of(dtype));
@@ -57,7 +57,7 @@ LayerWeights layer_weights(Places& places, const LayerTensors& t) {
   return w;
 }
 
-// Whether the head's rows are the table of embeddings as it is stored.
+// Returns true if the LM head uses the embedding table as it is stored.
 bool head_is_table(const Checkpoint& checkpoint, const Backend& backend) {
   return checkpoint.config().tie_word_embeddings && backend.dense_weights() == checkpoint.dtype();
 }

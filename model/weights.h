@@ -16,7 +16,7 @@ struct LayerWeights {
   std::unique_ptr<Weight> qkv;      // [(query_heads + 2 * kv_heads) * head_dim, hidden]
   Buffer qkv_bias;                  // [outputs of qkv] f32, or empty
   Buffer q_norm;                    // [head_dim] f32, or empty
-  Buffer k_norm;                    // likewise
+  Buffer k_norm;                    // [head_dim] f32, or empty
   std::unique_ptr<Weight> o;        // [hidden, query_heads * head_dim]
   Buffer o_bias;                    // [hidden] f32, or empty
   Buffer post_norm;                 // [hidden] f32
@@ -25,21 +25,21 @@ struct LayerWeights {
 };
 
 struct ModelWeights {
-  Buffer embedding;  // of the table, if it is not the head
-  Matrix table;      // [vocabulary, hidden], embeddings as the checkpoint has them
+  Buffer embedding;  // memory of `table`, unless the head's is used
+  Matrix table;      // [vocabulary, hidden] embeddings, in the checkpoint's dtype
   std::vector<LayerWeights> layers;
   Buffer final_norm;                // [hidden] f32
   std::unique_ptr<Weight> lm_head;  // [vocabulary, hidden]
 };
 
-// By `readers` threads: see read_tensors(), which says what it throws and what `progress` gets.
+// Loads with `readers` threads. For `progress` and errors see read_tensors().
 ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int readers,
                           const std::function<void(double)>& progress);
 
 struct WeightSizes {
-  std::vector<ThreadWork::Product> products;  // by each matrix; those of one shape once
-  std::uint64_t total = 0;                    // what load_weights will hold
-  std::uint64_t transient = 0;                // of host memory beside that, while it runs
+  std::vector<ThreadWork::Product> products;  // one per matrix shape
+  std::uint64_t total = 0;                    // bytes that load_weights will hold
+  std::uint64_t transient = 0;                // bytes of host memory besides, while it runs
 };
 WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, int readers);
 
