@@ -88,7 +88,7 @@ Value arithmetic(const std::string& name, const Value& left, const Value& right,
   const auto b = whole(right);
   if (name == "*" && left.text() != nullptr && b) return repeated(*left.text(), *b, budget);
   if (name == "*" && right.text() != nullptr && a) return repeated(*right.text(), *a, budget);
-  // Of two integers, '/' makes a real.
+  // '/' of two integers is a real.
   if (a && b && name != "/") return of_integers(name == "//" ? '/' : name[0], *a, *b);
   const auto x = real(left);
   const auto y = real(right);

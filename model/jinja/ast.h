@@ -1,4 +1,4 @@
-// What a template says, as trees.
+// Syntax trees of a template.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct Expression {
     dict,         // keys and values in turn
     attribute,    // operand . name
     item,         // operand [ operand ]
-    slice,        // operand [ operand : operand : operand ], none for what is not written
+    slice,        // operand [ operand : operand : operand ], none for omitted ones
     call,         // operand ( operands, keywords = operands )
     filter,       // operand | name ( operands, keywords = operands )
     test,         // operand is name ( operands )
@@ -70,8 +70,8 @@ struct Branch {
   std::vector<Statement> body;
 };
 
-// Throws Error{unsupported}, naming the line: for what is no Jinja, and for the parts of it that
-// chat templates have no use for (blocks, imports, calls of macros with a body).
+// Throws Error{unsupported} naming the line, for invalid Jinja and for the parts of Jinja that chat
+// templates do not use (blocks, imports, calls of macros with a body).
 std::vector<Statement> parse(std::string_view source);
 
 }  // namespace sluice::jinja

@@ -17,9 +17,9 @@ class ExpressionParser {
 
   // One expression; throws Error{unsupported}.
   Expression parse() { return conditional(); }
-  // The same, without an "if": what a loop runs over.
+  // One expression without an "if": the operand of a for loop.
   Expression parse_without_if() { return disjunction(); }
-  // One, or several with commas between them, which are a list.
+  // One expression, or several separated by commas, which form a list.
   Expression parse_list();
 
  private:
@@ -48,7 +48,7 @@ class ExpressionParser {
   Expression chain(Part part, const std::vector<std::string_view>& symbols);
   void arguments(Expression& call);
 
-  // A node with these operands; refuses trees that are too deep to be walked.
+  // A node with these operands; refuses trees too deep for the recursive interpreter.
   Expression node(Expression::Kind kind, std::string name, std::vector<Expression> operands) const;
   void grow(Expression& parent, Expression operand) const;
 

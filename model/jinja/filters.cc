@@ -24,7 +24,7 @@ std::int64_t size_of(const Value& value) {
   refuse(std::string("asks for the length of ") + value.kind());
 }
 
-// A member of a member, with points between their names.
+// Follows a path of member names separated by points.
 Value path_of(const Value& object, const Value& path, Budget& budget) {
   if (path.text() == nullptr) return member_of(object, path, budget);
   Value value = object;
@@ -118,7 +118,7 @@ Value pairs_of(const Value& value, const Arguments& arguments, Budget& budget) {
   return call_method(value, "items", {}, budget);
 }
 
-// Jinja maps, and chooses from, what is false as if it were empty: no tools, say.
+// Jinja's map and select treat false values, such as missing tools, as empty lists.
 std::vector<Value> items_if_true(const Value& value, Budget& budget) {
   return is_true(value) ? items_of(value, budget) : std::vector<Value>();
 }
@@ -144,7 +144,7 @@ Value mapped(const Value& value, const Arguments& arguments, Budget& budget) {
   return Value::list(std::move(items));
 }
 
-// The items for which a test, or without one their truth, is as `wanted`: of themselves or of one
+// The items for which a test, or without one their truth, equals `wanted`; tests the items or one
 // of their members.
 Value chosen(const Value& value, const Arguments& arguments, Budget& budget, bool wanted,
              bool by_member) {
@@ -209,7 +209,7 @@ bool is_sequence(const Value& v) {
          v.undefined() != nullptr;
 }
 
-// Without arguments.
+// Tests without arguments.
 constexpr std::array<Named<Test>, 18> kTests = {{
     {"defined", [](const Value& v) { return v.undefined() == nullptr; }},
     {"undefined", [](const Value& v) { return v.undefined() != nullptr; }},

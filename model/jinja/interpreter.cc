@@ -9,8 +9,8 @@
 namespace sluice::jinja {
 namespace {
 
-constexpr std::size_t kMostCalls = 10;  // of macros in each other
-constexpr std::size_t kPerStep = 16;    // variables that are looked at
+constexpr std::size_t kMostCalls = 10;  // depth of nested macro calls
+constexpr std::size_t kPerStep = 16;    // variables looked up per step of the budget
 
 // The variable `loop` of a round.
 Value round_of(const std::vector<Value>& items, std::size_t index) {
@@ -24,7 +24,7 @@ Value round_of(const std::vector<Value>& items, std::size_t index) {
                   {"first", Value(index == 0)},
                   {"last", Value(is_last)},
                   {"length", number(items.size())},
-                  // Of recursive loops, which are refused.
+                  // Always 1, because recursive loops are refused.
                   {"depth", number(1)},
                   {"depth0", number(0)},
                   {"previtem", index == 0 ? Value(Undefined{"loop.previtem"}) : items[index - 1]},
@@ -32,7 +32,7 @@ Value round_of(const std::vector<Value>& items, std::size_t index) {
   return Value::dict(std::move(loop));
 }
 
-// The places that a slice of `size` items takes. Source: Python's slice.indices().
+// Indices of the items in a slice of `size` items. Source: Python's slice.indices().
 std::vector<std::size_t> places_of(std::int64_t size, const Value& start, const Value& stop,
                                    const Value& step_value) {
   const std::int64_t step = step_value.is_none() ? 1 : integer_of(step_value, "a step of a slice");
@@ -150,7 +150,7 @@ void Interpreter::loop(const Statement& statement, Scope& scope, Text& out) {
   }
   for (std::size_t i = 0; i < items.size(); ++i) {
     budget_->charge(10);
-    // What a round sets is gone with it.
+    // Variables set in a round end with it.
     Scope round(&scope, *budget_);
     round.set("loop", round_of(items, i));
     assign(statement.targets, items[i], round);
@@ -179,7 +179,7 @@ void Interpreter::assign(const std::vector<std::string>& targets, const Value& v
   }
   Dict& members = *found->members();
   budget_->charge(members.entries.size());
-  // One in itself would never be freed; and what is nested too deeply is refused.
+  // Refuses a namespace inside itself, which would never be freed, and values nested too deeply.
   Value::list({value});
   members.set(target.substr(point + 1), value);
 }
@@ -189,7 +189,7 @@ Value Interpreter::evaluate(const Expression& expression, const Scope& scope) {
   try {
     return compute(expression, scope);
   } catch (const Error& error) {
-    // The innermost expression says where it was.
+    // The innermost expression adds the line, so outer ones do not.
     const std::string message = error.what();
     if (message.find(" in line ") != std::string::npos) throw;
     throw Error(error.code(), message + " in line " + std::to_string(expression.line));

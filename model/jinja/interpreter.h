@@ -18,7 +18,7 @@ namespace sluice::jinja {
 // The variables that a template, a round of a loop or a call of a macro has set.
 class Scope {
  public:
-  // Looking through many variables is charged to the budget.
+  // Lookups among many variables are charged to the budget.
   Scope(const Scope* outer, Budget& budget) : outer_(outer), budget_(&budget) {}
 
   const Value* find(std::string_view name) const;
@@ -34,7 +34,7 @@ class Interpreter {
  public:
   Interpreter(const std::tm& now, Budget& budget) : now_(&now), budget_(&budget) {}
 
-  // Writes to `out` what they write, and leaves in `scope` what they set; macros see it.
+  // Appends their output to `out` and sets their variables in `scope`, which macros see.
   void run(const std::vector<Statement>& statements, Scope& scope, Text& out);
 
  private:
@@ -63,7 +63,7 @@ class Interpreter {
   const Scope* global_ = nullptr;
   const std::tm* now_;
   Budget* budget_;
-  std::size_t calls_ = 0;  // of macros in each other
+  std::size_t calls_ = 0;  // depth of nested macro calls
 };
 
 // left name right, for + - * / // % ~ and comparisons.

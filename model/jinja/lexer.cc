@@ -31,7 +31,7 @@ std::string normalised(std::string_view source) {
   return text;
 }
 
-// Bytes of white space that `text` begins with.
+// Bytes of white space at the start of `text`.
 std::size_t leading_space(std::string_view text) {
   std::size_t length = 0;
   while (length < text.size() && is_space(first_code_point(text.substr(length)))) {
@@ -87,7 +87,7 @@ class Lexer {
     return source_.size();
   }
 
-  // The text up to a tag, less the white space that the tag takes with it.
+  // Adds the text up to a tag, without the white space that the tag strips.
   void add_data(std::size_t tag) {
     Text data(std::string_view(source_).substr(at_, tag - at_));
     const char sign = tag + 2 < source_.size() ? source_[tag + 2] : '\0';
@@ -103,7 +103,7 @@ class Lexer {
     if (data.size() > 0) add(Token::Kind::data, data.bytes());
   }
 
-  // Behind the end of a tag of `length` bytes whose sign is there or not.
+  // Continues behind the end of a tag, `length` bytes long, with or without a sign.
   void end_tag(std::size_t length, bool signed_end, bool trims_line) {
     const char sign = signed_end ? source_[at_] : '\0';
     std::size_t to = at_ + length + (signed_end ? 1 : 0);
@@ -135,7 +135,7 @@ class Lexer {
       advance(at_ + leading_space(rest()));
       if (at_ == source_.size()) fail("has a tag without an end");
       if (brackets_.empty()) {
-        // "+}}" is no end: that is a plus.
+        // "+}}" does not end an output tag: the "+" is an operator.
         const bool has_sign = rest()[0] == '-' || (rest()[0] == '+' && !is_output);
         if (rest().substr(has_sign ? 1 : 0).starts_with(end)) {
           add(Token::Kind::end_of_tag, {});
@@ -220,7 +220,7 @@ class Lexer {
     advance(end + 1);
   }
 
-  // What Python makes of the inside of a string literal.
+  // The value of a string literal's inside, as in Python.
   std::string unescaped(std::string_view text) const {
     std::string value;
     while (!text.empty()) {
@@ -244,7 +244,7 @@ class Lexer {
       take_code_point(text, c == 'x' ? 2 : c == 'u' ? 4 : 8, value);
     } else if (c == 'N' || is_digit(c)) {
       fail("has the escape '\\" + std::string(1, c) + "'");
-    } else if (c != '\n') {  // a line break that is escaped is dropped, another stays as it is
+    } else if (c != '\n') {  // an escaped line break is dropped, other escapes stay as they are
       value += '\\';
       value += c;
     }
@@ -265,7 +265,7 @@ class Lexer {
   std::string source_;
   std::size_t at_ = 0;
   std::size_t line_ = 1;
-  std::string brackets_;  // that are open in the tag
+  std::string brackets_;  // open brackets in the tag
   std::vector<Token> tokens_;
 };
 

@@ -29,7 +29,7 @@ struct Token {
 
 // White space around tags is removed as transformers has Jinja do it (trim_blocks, lstrip_blocks,
 // and one line break at the end of the file). Throws Error{unsupported} that names the line, for a
-// tag or a string without an end and for characters that no token begins with.
+// tag or a string without an end and for characters that cannot begin a token.
 std::vector<Token> tokenize(std::string_view source);
 
 }  // namespace sluice::jinja

@@ -10,7 +10,7 @@
 namespace sluice::jinja {
 namespace {
 
-constexpr std::int64_t kMostItems = 10'000;  // of a range
+constexpr std::int64_t kMostItems = 10'000;  // in a range
 
 Value character_at(const Text& text, std::int64_t index) {
   const auto count = static_cast<std::int64_t>(length(text));
@@ -40,7 +40,7 @@ Value range(const Arguments& arguments, Budget& budget) {
   return Value::list(std::move(items));
 }
 
-// Only directives of one letter: a width would make the text as long as it says.
+// Allows only directives of one letter, because a width could make the text arbitrarily long.
 Value formatted(const Text& format, const std::tm& now) {
   const std::string& text = format.bytes();
   if (text.find('\0') != std::string::npos) refuse("writes a date in an unknown form");

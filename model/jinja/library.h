@@ -1,4 +1,4 @@
-// What Jinja, and transformers beside it, bring along: filters, tests, methods and functions.
+// The built-in filters, tests, methods and functions of Jinja and of transformers.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +12,19 @@
 
 namespace sluice::jinja {
 
-// Of a call, a filter or a test.
+// Arguments of a call, a filter or a test.
 struct Arguments {
   std::vector<Value> values;
   std::vector<std::pair<std::string, Value>> named;
 
-  // In the order of these parameters, null where nothing is given. Throws Error{unsupported} for
-  // an argument that has no parameter, or two for one.
+  // Returns the arguments in the order of the parameters, null if not given. Throws
+  // Error{unsupported} for an argument without a parameter, or two for one.
   std::vector<const Value*> match(const std::string& callee,
                                   const std::vector<std::string_view>& parameters) const;
 };
 
-// All throw Error{unsupported}: for a name that is not known, for values that do not fit, and when
-// the budget is used up.
+// All throw Error{unsupported} for unknown names, for values of the wrong kind, and when the budget
+// is used up.
 Value apply_filter(const std::string& name, const Value& value, const Arguments& arguments,
                    Budget& budget);
 bool apply_test(const std::string& name, const Value& value, const Arguments& arguments,
@@ -41,12 +41,12 @@ Value call_function(const std::string& name, const Arguments& arguments, const s
 // object.key or object[key]: undefined if there is no such member. Throws Error{unsupported} if
 // the object itself is undefined.
 Value member_of(const Value& object, const Value& key, Budget& budget);
-// Whether a value of this kind has a method of that name in Python, known here or not.
+// Returns true if Python has a method of that name for this kind of value, known here or not.
 bool has_method(const Value& object, std::string_view name);
 
-// What a loop runs over: the items of a list, the keys of a dictionary, the characters of a text.
+// The items that a loop runs over: of a list, the keys of a dictionary, the characters of a text.
 std::vector<Value> items_of(const Value& value, Budget& budget);
-// A whole number; throws Error{unsupported} for anything else. `what` is it for?
+// An integer; throws Error{unsupported} for anything else. `what` names its use in the message.
 std::int64_t integer_of(const Value& value, const std::string& what);
 const Text& text_of(const Value& value, const std::string& what);
 

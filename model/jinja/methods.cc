@@ -14,7 +14,7 @@ struct TextMethod {
   Method run;
 };
 
-// What is given as text, or nothing for none.
+// The argument's text, or nothing for none.
 std::optional<std::string> optional_text(const Value* given, const std::string& what) {
   if (given == nullptr || given->is_none()) return std::nullopt;
   return text_of(*given, what).bytes();
@@ -29,7 +29,7 @@ Value stripped(const Text& text, const Arguments& arguments, Side side) {
   return strip(text, side, optional_text(given[0], "what is stripped"));
 }
 
-// Whether one of the texts, or the only one, is `at` that side of the text.
+// Python's startswith (`at_start`) or endswith, with one affix or a list of them.
 Value has_affix(const Text& text, const Arguments& arguments, bool at_start) {
   const auto given = arguments.match(at_start ? "startswith" : "endswith", {"affix"});
   if (given[0] == nullptr) refuse("asks what a text begins or ends with, and not for what");
@@ -69,7 +69,7 @@ Value lines_of(const Text& text, const Arguments& arguments) {
   return Value::list(std::move(lines));
 }
 
-// In characters; -1: not there.
+// Position in characters; -1: not found.
 Value position(const Text& text, const Arguments& arguments) {
   const auto given = arguments.match("find", {"sub"});
   if (given[0] == nullptr) refuse("looks for nothing in a text");
@@ -109,7 +109,7 @@ constexpr std::array<TextMethod, 17> kTextMethods = {{
      }},
 }};
 
-// Python's, of which those above and the ones handled by name are known here.
+// All of Python's str methods; only those above and the ones handled by name are implemented.
 constexpr std::array<std::string_view, 47> kAllTextMethods = {
     "capitalize",   "casefold",    "center",    "count",      "encode",       "endswith",
     "expandtabs",   "find",        "format",    "format_map", "index",        "isalnum",
@@ -133,7 +133,7 @@ bool is_among(const Names& names, std::string_view name) {
 
 Value call_text_method(const Text& text, const std::string& name, const Arguments& arguments,
                        Budget& budget) {
-  // A part is at least an object of its own.
+  // Charges for the parts, because each is an object even if it is empty.
   if (name.find("split") != std::string::npos) budget.charge(16 * text.size());
   if (name == "join") {
     const auto given = arguments.match(name, {"parts"});

@@ -11,7 +11,7 @@ namespace {
 
 using Kind = Statement::Kind;
 
-constexpr std::size_t kMostDepth = 32;  // of statements in each other
+constexpr std::size_t kMostDepth = 32;  // of nested statements
 
 class Parser {
  public:
@@ -26,7 +26,7 @@ class Parser {
  private:
   using Words = std::vector<std::string_view>;
 
-  // Up to a tag that begins with one of `ends`, which stays the next: its word.
+  // Reads statements up to a tag that begins with one of the words `ends`; the word stays unread.
   std::vector<Statement> statements(const Words& ends) {
     if (++depth_ > kMostDepth) tokens_.fail("nests statements too deeply");
     std::vector<Statement> body;
@@ -140,7 +140,7 @@ class Parser {
       }
       if (!tokens_.at_symbol(")")) tokens_.expect_symbol(",");
     }
-    // A loop around it is not the macro's.
+    // A macro's body may not leave a loop around the macro.
     const std::size_t loops = std::exchange(loops_, 0);
     result.body = body_up_to({"endmacro"});
     loops_ = loops;
@@ -161,7 +161,7 @@ class Parser {
     tokens_.expect_end_of_tag();
   }
 
-  // Names with commas between them, maybe in parentheses, or a member of a namespace.
+  // Names separated by commas, perhaps in parentheses, or a member of a namespace.
   std::vector<std::string> targets() {
     const bool in_brackets = tokens_.take_symbol("(");
     std::vector<std::string> names;

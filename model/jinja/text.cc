@@ -26,7 +26,7 @@ std::size_t character_before(const std::string& bytes, std::size_t at) {
   return at;
 }
 
-// Characters that belong to a set, or are white space.
+// A set of characters: given ones, or white space.
 class Members {
  public:
   explicit Members(const std::optional<std::string>& what) : spaces_(!what) {
@@ -48,10 +48,10 @@ class Members {
   std::vector<char32_t> members_;
 };
 
-// The next stretch without white space from `at` on.
+// The next word, without white space, from `at` on.
 struct Word {
   std::size_t begin = 0;
-  std::size_t end = 0;  // the same: there is none
+  std::size_t end = 0;  // equal to the start: there is none
 };
 
 Word next_word(const std::string& bytes, std::size_t at) {
@@ -107,7 +107,7 @@ std::vector<Text> split_at_last_spaces(const Text& text, std::int64_t most) {
   return parts;
 }
 
-// Where `separator` stands, without overlaps, counted from the end that is split first.
+// Offsets of `separator` without overlaps, in order from the end that is split first.
 std::vector<std::size_t> places(const std::string& bytes, const std::string& separator,
                                 std::int64_t most, bool from_right) {
   std::vector<std::size_t> found;
@@ -119,7 +119,7 @@ std::vector<std::size_t> places(const std::string& bytes, const std::string& sep
     }
     return found;
   }
-  // A search from the right is one from the left in what is turned round.
+  // Searches from the right by searching the reversed text from the left.
   const std::string turned(bytes.rbegin(), bytes.rend());
   const std::string turned_separator(separator.rbegin(), separator.rend());
   for (std::size_t at = find_part(turned, turned_separator);
@@ -131,7 +131,7 @@ std::vector<std::size_t> places(const std::string& bytes, const std::string& sep
   return found;
 }
 
-// What str.splitlines() takes for the end of a line; '\r' and '\n' together are one.
+// Line breaks of str.splitlines(); "\r\n" counts as one.
 bool ends_line(char32_t c) {
   return (c >= 0x0A && c <= 0x0D) || (c >= 0x1C && c <= 0x1E) || c == 0x85 || c == 0x2028 ||
          c == 0x2029;
@@ -172,7 +172,7 @@ std::size_t offset_of(const Text& text, std::size_t index) {
 
 std::size_t find_part(std::string_view text, std::string_view part, std::size_t from) {
   if (from > text.size()) return std::string_view::npos;
-  // Unlike std::string_view::find, memmem takes linear time whatever it is given.
+  // memmem takes linear time on every input, unlike std::string_view::find.
   const void* const found =
       ::memmem(text.data() + from, text.size() - from, part.data(), part.size());
   if (found == nullptr) return std::string_view::npos;

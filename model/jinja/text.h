@@ -1,4 +1,4 @@
-// Text that remembers of every byte who wrote it, with the operations that Python's str has.
+// Text that records the origin of every byte, with the operations of Python's str.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace sluice::jinja {
 
-// Who wrote a byte: the template, or whatever number the caller gave to a text of its own.
+// The origin of a byte: the template, or the number that the caller gave to the text it passed in.
 using Origin = std::uint32_t;
 inline constexpr Origin kTemplate = 0;
 
@@ -36,34 +36,34 @@ class Text {
   std::vector<Origin> origins_;
 };
 
-// In characters, as Python counts them.
+// Length in characters, as Python counts them.
 std::size_t length(const Text& text);
-// Where character `index` begins, or the end.
+// Offset of character `index`, or of the end.
 std::size_t offset_of(const Text& text, std::size_t index);
 
-// The first place of `part` from `from` on, in linear time.
+// The first offset of `part` from `from` on, in linear time.
 std::size_t find_part(std::string_view text, std::string_view part, std::size_t from = 0);
 
 enum class Side : std::uint8_t { left, right, both };
-// Without white space, or without those of the characters `what`, at its ends.
+// Strips white space, or else the characters of `what`, from the ends.
 Text strip(const Text& text, Side side, const std::optional<std::string>& what = std::nullopt);
 
-// At every `separator`, which is not empty, or at white space without one; `most` times from the
-// left, or from the right (-1: everywhere).
+// Splits at `separator`, which is not empty, or else at white space; at most `most` times (-1: no
+// limit), from the left or from the right.
 std::vector<Text> split(const Text& text, const std::optional<std::string>& separator,
                         std::int64_t most = -1, bool from_right = false);
 std::vector<Text> split_lines(const Text& text);
 
-// The first `most` places of `from`, which is not empty (-1: all).
+// Replaces the first `most` occurrences (-1: all) of `from`, which is not empty.
 Text replace(const Text& text, std::string_view from, const Text& to, std::int64_t most = -1);
 
-// Letters one by one, as Unicode's simple mappings have it.
+// Change case letter by letter, by Unicode's simple mappings.
 Text lower(const Text& text);
 Text upper(const Text& text);
 Text capitalize(const Text& text);
 Text title(const Text& text);
 
-// Whether Python's str.isspace() says so of the character.
+// Python's str.isspace() for one character.
 bool is_space(char32_t c);
 
 }  // namespace sluice::jinja

@@ -25,14 +25,14 @@ class TokenStream {
   bool at_name(std::string_view name) const {
     return at(Token::Kind::name) && current().text == name;
   }
-  // Whether it was there, and is taken.
+  // Takes the next token if it matches; returns true if it did.
   bool take_symbol(std::string_view symbol) { return at_symbol(symbol) && skip(); }
   bool take_name(std::string_view name) { return at_name(name) && skip(); }
 
   // Throw Error{unsupported} if something else is there.
   void expect_symbol(std::string_view symbol);
   void expect_end_of_tag();
-  std::string expect_name();  // one that is no reserved word
+  std::string expect_name();  // that is not a reserved word
 
   [[noreturn]] void fail(const std::string& does) const;
   [[noreturn]] void fail_unexpected() const;

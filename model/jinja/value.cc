@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::uint32_t kMostDepth = 64;
 
-// Namespaces may change, so one inside itself could be made.
+// Refuses namespaces as items: they can change, so one could be put inside itself.
 template <typename Container>
 void measure(Container& container, const Value& item) {
   const auto add = [&](std::uint32_t depth, std::uint64_t weight) {
@@ -34,7 +34,7 @@ void measure(Container& container, const Value& item) {
   }
 }
 
-// Truth counts as 0 or 1.
+// The number of a value; booleans count as 0 or 1.
 std::optional<double> number(const Value& value) {
   if (const bool* const truth = value.truth()) return *truth ? 1.0 : 0.0;
   if (const std::int64_t* const integer = value.integer()) return static_cast<double>(*integer);
@@ -51,7 +51,7 @@ bool equal_dicts(const Dict& a, const Dict& b, Budget& budget) {
   });
 }
 
-// As repr() has it: the shortest that reads back, with ".0" if it looks like an integer.
+// Python's repr(): the shortest text that reads back, with ".0" if it looks like an integer.
 std::string text_of(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";

@@ -1,4 +1,4 @@
-// What a variable of a template holds. Values do not change; only namespaces do.
+// The value of a variable of a template. Values are immutable, except namespaces.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace sluice::jinja {
 class Value;
 struct Statement;
 
-// Bounds the time and the memory that a template takes, whatever it is and is given: a unit is a
-// step of it, or a byte that it makes. Throws Error{unsupported} when it is used up.
+// Bounds the time and the memory of any template on any input. Unit: a step of the template, or a
+// byte that it makes. Throws Error{unsupported} when it is used up.
 class Budget {
  public:
   explicit Budget(std::uint64_t units) : left_(units) {}
@@ -28,25 +28,25 @@ class Budget {
 };
 
 struct Undefined {
-  std::string name;  // that it was looked for under
+  std::string name;  // the name that was looked up
 };
 
 struct List {
   std::vector<Value> items;
-  std::uint32_t depth = 1;   // of lists and dictionaries in each other
-  std::uint64_t weight = 1;  // values and bytes in it, in lists and dictionaries as often as there
+  std::uint32_t depth = 1;   // of nested lists and dictionaries
+  std::uint64_t weight = 1;  // values and bytes in it, shared ones counted every time
 };
 
 struct Dict {
   const Value* find(std::string_view key) const;
   void set(std::string_view key, Value value);
 
-  std::vector<std::pair<std::string, Value>> entries;  // in the order that they were added in
+  std::vector<std::pair<std::string, Value>> entries;  // in insertion order
   std::uint32_t depth = 1;
   std::uint64_t weight = 1;
 };
 
-// A macro, or a function that the language or transformers brings.
+// A macro, or a built-in function of Jinja or transformers.
 struct Function {
   std::string name;
   const Statement* macro = nullptr;
@@ -55,7 +55,7 @@ struct Function {
 class Value {
  public:
   Value() = default;
-  // What a value holds is as good as the value.
+  // Conversions are implicit, because the content of a value stands for the value.
   // NOLINTBEGIN(google-explicit-constructor)
   Value(Undefined undefined) : data_(std::move(undefined)) {}
   Value(std::nullptr_t) : data_(nullptr) {}
@@ -65,7 +65,7 @@ class Value {
   Value(Text text) : data_(std::make_shared<const Text>(std::move(text))) {}
   Value(Function function) : data_(std::make_shared<const Function>(std::move(function))) {}
   // NOLINTEND(google-explicit-constructor)
-  // Throw Error{unsupported} for what is nested too deeply, or holds a namespace.
+  // Throw Error{unsupported} for items that are nested too deeply or hold a namespace.
   static Value list(std::vector<Value> items);
   static Value dict(Dict dict);
   static Value make_namespace(Dict members);
@@ -84,7 +84,7 @@ class Value {
 
   // "text", "a list": for messages.
   const char* kind() const;
-  // What writing it takes: values that it holds, and the bytes of texts.
+  // The cost of writing it: the number of values in it plus the bytes of its texts.
   std::uint64_t weight() const;
 
  private:
@@ -100,15 +100,15 @@ class Value {
       data_;
 };
 
-// As Python's bool(), ==, < and `in` have them. They throw Error{unsupported} for what cannot be
+// Python's bool(), ==, < and `in`. They throw Error{unsupported} for values that cannot be
 // compared.
 bool is_true(const Value& value);
 bool equal(const Value& a, const Value& b, Budget& budget);
 bool less(const Value& a, const Value& b);
 bool contains(const Value& container, const Value& item, Budget& budget);
 
-// What is written for a value: text as it is, numbers as Python prints them, nothing for what is
-// undefined. Throws Error{unsupported} for what has no text, a list say.
+// The output for a value: text as it is, numbers as Python prints them, nothing for undefined.
+// Throws Error{unsupported} for values without a text, such as lists.
 Text to_text(const Value& value);
 // As json.dumps(value, ensure_ascii=False) writes it.
 Text to_json(const Value& value);
