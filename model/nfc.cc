@@ -39,7 +39,8 @@ void append_decomposed(char32_t code_point, std::vector<utf8proc_int32_t>& decom
   decomposed.insert(decomposed.end(), parts.begin(), parts.begin() + count);
 }
 
-// Canonical ordering. The library's own takes quadratic time on long runs of combining marks.
+// Canonical ordering in our own code, because utf8proc's takes quadratic time on long runs of
+// combining marks.
 void order_marks(std::vector<utf8proc_int32_t>& decomposed) {
   const auto combining_class = [](utf8proc_int32_t c) {
     return utf8proc_get_property(c)->combining_class;

@@ -25,8 +25,8 @@ constexpr std::uint32_t kMostRepeats = 65535;  // PCRE2's limit
 
 CodeSet newline() { return {{'\n', '\n'}}; }
 
-// Reads an expression once, from left to right. Syntax of PCRE2 goes into the result as it comes,
-// and the place of a set as its number, because classes are known only when all sets are.
+// Reads an expression once, from left to right. The result gets PCRE2's syntax directly but only
+// the number of each set, because the classes are known only after the last set.
 class Translator {
  public:
   explicit Translator(std::string_view pattern) : cursor_(pattern) {}
@@ -53,15 +53,15 @@ class Translator {
     bool look_around = false;
     bool not_behind = false;    // "(?<!"
     bool options = false;       // "(?i)", which ends where the group around it ends
-    std::size_t part = 0;       // that opens it
+    std::size_t part = 0;       // the part that opens it
     bool may_be_empty = false;  // an alternative before this one may match nothing
-    bool consumes = false;      // this alternative matches a character, or more
-    bool consumed = false;      // and did before its last element
+    bool consumes = false;      // this alternative matches at least one character
+    bool consumed = false;      // `consumes` before the last element
   };
   enum class Last { nothing, item, quantifier, assertion };
   // Oniguruma tries "\b.+a" only where a line begins, as if "\b" were not there, and so misses "ba"
-  // in " ba"; the same with "\B" and "(?<!". These are refused: the last element but parentheses
-  // was one of the three, or a "." behind it.
+  // in " ba"; the same with "\B" and "(?<!". These are refused. Says if the last element, apart
+  // from parentheses, was one of the three, or a "." behind one.
   enum class Boundary { none, passed, passed_and_dot };
 
   static std::string members(std::span<const std::uint8_t> classes) {
@@ -228,7 +228,7 @@ class Translator {
     if (cursor_.at("(*")) refuse("(*");
     if (!cursor_.at("(?")) {
       cursor_.skip(1);
-      return begin("(?:", group);  // nothing refers to what a group captured
+      return begin("(?:", group);  // nothing refers to captures
     }
     const std::string_view construct = cursor_.rest().substr(0, 4);
     cursor_.skip(2);
@@ -285,7 +285,7 @@ class Translator {
     }
     if (text == "*" || text == "+") require_no_boundary();
     if (text.size() > 1 && text[1] == '+' && last_group_) {
-      // One way to write both, see Regex.
+      // An atomic group serves for both forms, see Regex.
       parts_[*last_group_].syntax.insert(0, "(?>");
       text[1] = ')';
     }
@@ -309,7 +309,7 @@ class Translator {
     return any ? std::optional(value) : std::nullopt;
   }
 
-  // {n}, {n,}, {,m} and {n,m}; whatever else begins with "{" is text.
+  // {n}, {n,}, {,m} and {n,m}; anything else that begins with "{" is text.
   void interval() {
     const Cursor start = cursor_;
     cursor_.skip(1);

@@ -9,15 +9,15 @@
 
 namespace sluice {
 
-// An expression over classes of characters instead of characters. What a property, a class or an
-// escape means is thereby settled here, and the engine that matches knows nothing of Unicode.
+// An expression over classes of characters instead of characters. The meaning of properties,
+// classes and escapes is thus decided here, and the matching engine needs no Unicode.
 struct ClassExpression {
   CodeClasses classes;
   std::string pattern;  // for PCRE2 without UTF: its characters are the classes
 };
 
 // Throws Error{unsupported} that names a construct with another meaning in PCRE2, or a property
-// that Sluice does not have, and Error{tokenizer} if Oniguruma takes it for no expression either.
+// that Sluice does not have, and Error{tokenizer} if Oniguruma cannot read the expression either.
 ClassExpression translate_onig(std::string_view pattern);
 
 }  // namespace sluice

@@ -15,7 +15,7 @@ namespace sluice::onig {
 // Error{tokenizer} for one that Oniguruma does not read either.
 [[noreturn]] void broken(const std::string& reason);
 
-// What is left of an expression, which must be valid UTF-8.
+// The unread rest of an expression, which must be valid UTF-8.
 class Cursor {
  public:
   explicit Cursor(std::string_view rest) : rest_(rest) {}
@@ -24,7 +24,7 @@ class Cursor {
   std::string_view rest() const { return rest_; }
   char front() const { return rest_.empty() ? '\0' : rest_.front(); }
   bool at(std::string_view start) const { return rest_.starts_with(start); }
-  // Whether it was there; it is behind the cursor then.
+  // Steps over `start`; returns false if the rest does not begin with it.
   bool take(std::string_view start);
   void skip(std::size_t bytes) { rest_.remove_prefix(bytes); }
   char32_t take_character();
@@ -36,14 +36,14 @@ class Cursor {
 // A character that is written as it is or by an escape: "a", "\n", "\x{41}", "\u0041", "\[".
 char32_t take_literal(Cursor& cursor);
 
-// Where an escape stands: \w outside of brackets has six characters more.
+// The place of an escape, because \w has six more characters outside of brackets.
 enum class Place { expression, brackets };
 
-// What \w is outside of brackets, and what \b tells apart.
+// The set of \w outside of brackets, and of the word characters that \b looks for.
 CodeSet word_character();
 
-// The set that an escape stands for: \d \D \h \H \s \S \w \W \p{..} \P{..}. Nothing and no step on
-// if there is none.
+// Takes the set of an escape: \d \D \h \H \s \S \w \W \p{..} \P{..}. Returns nothing and leaves the
+// cursor if there is none.
 std::optional<CodeSet> take_set_escape(Cursor& cursor, Place place);
 
 // From "[" to the "]" that closes it. Case is ignored by the whole class and not by classes within

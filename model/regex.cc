@@ -27,7 +27,7 @@ std::string message_of(int error) {
 
 PCRE2_SPTR characters(std::string_view text) { return reinterpret_cast<PCRE2_SPTR>(text.data()); }
 
-// At each place where a match may begin; an ordinary word takes a few.
+// Free steps at each place where a match may begin; an ordinary word takes a few.
 constexpr std::uint32_t kFreeSteps = 1000;
 constexpr std::uint32_t kMostSteps = std::uint32_t{1} << 31;
 
@@ -65,8 +65,8 @@ Regex::Regex(ClassExpression expression) : classes_(std::move(expression.classes
   pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE);
 }
 
-// Backtracking once over the whole text is normal for "\s*[\r\n]+" on white space; more than some
-// passes is an expression that would not come back.
+// Backtracking once over the whole text is normal for "\s*[\r\n]+" on white space; an expression
+// that takes more than a few passes would practically never end.
 StepBudget::StepBudget(std::size_t text_bytes)
     : text_bytes_(text_bytes), steps_(1'000'000 + std::uint64_t{64} * text_bytes), left_(steps_) {}
 
@@ -111,7 +111,8 @@ int Matcher::match(std::size_t from, std::uint32_t options, std::uint32_t steps)
   return result;
 }
 
-// PCRE2 does not tell how many steps it took, only that a limit was reached.
+// Tries again with four times the limit, because PCRE2 does not report the steps it took, only that
+// it reached the limit.
 int Matcher::match_at(std::size_t at) {
   for (std::uint32_t steps = kFreeSteps;; steps *= 4) {
     const int result = match(at, PCRE2_ANCHORED, steps);
@@ -128,7 +129,7 @@ std::optional<Matcher::Span> Matcher::find(std::size_t from) {
     backtracks_ = result == PCRE2_ERROR_MATCHLIMIT;
   }
   if (backtracks_) {
-    // The limit holds for each place where a match may begin, so places are tried one by one.
+    // Tries places one by one, because the limit holds for each place where a match may begin.
     result = match_at(from);
     while (result == PCRE2_ERROR_NOMATCH && from < characters_.size()) result = match_at(++from);
   }

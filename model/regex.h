@@ -16,7 +16,7 @@ struct pcre2_real_match_context_8;
 
 namespace sluice {
 
-// Immutable, so threads may share it; each searches with a Matcher of its own.
+// Immutable, so threads may share it; each thread searches with its own Matcher.
 class Regex {
  public:
   // `pattern` is Oniguruma's syntax. Throws what translate_onig throws, and Error{unsupported} for
@@ -33,14 +33,14 @@ class Regex {
   std::unique_ptr<pcre2_real_code_8, Free> code_;
 };
 
-// What all searches in one text may take together. A search that does with few steps is free, so
-// that no honest expression notices; one that backtracks for long pays for it. Steps are counted,
-// not seconds: the same text fails everywhere or nowhere.
+// Budget of steps that all searches in one text share. A search of few steps is free, so that
+// ordinary expressions never run out; one that backtracks for long pays for its steps. Counts
+// steps, not seconds, because then the same text fails on every machine or on none.
 class StepBudget {
  public:
   explicit StepBudget(std::size_t text_bytes);
 
-  // Throws Error{tokenizer} if that is more than there is left.
+  // Throws Error{tokenizer} if fewer steps are left.
   void spend(std::uint64_t steps);
 
  private:
@@ -73,11 +73,11 @@ class Matcher {
   // PCRE2's result of a search for a match that begins at `from`, or with `options` 0 at it or
   // later.
   int match(std::size_t from, std::uint32_t options, std::uint32_t steps);
-  // Whether there is one at `at`, however many steps that takes.
+  // PCRE2's result of a search for a match at `at`, for any number of steps within the budget.
   int match_at(std::size_t at);
-  // The first one at `from` or later, in characters.
+  // The first match at `from` or later, in characters.
   std::optional<Span> find(std::size_t from);
-  // Where character `index` begins, which is not before the last one that was asked for.
+  // Offset of character `index`, which must not be less than in the call before.
   std::size_t byte_of(std::size_t index);
 
   const Regex* regex_;

@@ -75,7 +75,7 @@ std::vector<float> Sampler::penalized(std::span<const float> logits,
     if (seen[index]) continue;
     seen[index] = true;
     float& logit = result[index];
-    // Impossible before and after, or to be found bad.
+    // Leaves -inf, which no penalty changes, and NaN and +inf, which are reported as errors later.
     if (!std::isfinite(logit)) continue;
     constexpr double kMost = std::numeric_limits<float>::max();
     const double factor =

@@ -11,7 +11,7 @@
 namespace sluice {
 namespace {
 
-// Where sets begin and end: (code point, index of the set), in order.
+// The edges of the sets: (code point, index of the set), in order.
 std::vector<std::pair<char32_t, std::size_t>> edges_of(std::span<const CodeSet> sets) {
   std::vector<std::pair<char32_t, std::size_t>> edges;
   for (std::size_t i = 0; i < sets.size(); ++i) {

@@ -1,4 +1,4 @@
-// Numbers below 256 for code points that an expression does not tell apart.
+// Classes of code points that an expression does not tell apart, as numbers below 256.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ class CodeClasses {
   // The classes of set `index`, in ascending order.
   std::span<const std::uint8_t> of(std::size_t index) const { return of_[index]; }
 
-  // The class of each character of `text`, which must be valid UTF-8, in place of `classes`.
+  // Replaces `classes` by the class of each character of `text`, which must be valid UTF-8.
   void classify(std::string_view text, std::string& classes) const;
 
  private:

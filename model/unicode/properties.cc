@@ -21,7 +21,7 @@ std::string plain_name(std::string_view name) {
   return result;
 }
 
-// The code points of those runs whose value `wanted` takes.
+// The code points of the runs whose value `wanted` accepts.
 template <typename Wanted>
 CodeSet select(std::span<const std::uint32_t> runs, Wanted wanted) {
   std::vector<CodeRange> ranges;
@@ -56,7 +56,7 @@ std::optional<CodeSet> script(std::string_view plain) {
 
 struct Folding {
   std::map<char32_t, char32_t> to;
-  std::map<char32_t, std::vector<CodeRange>> from;  // what folds to a code point, and itself
+  std::map<char32_t, std::vector<CodeRange>> from;  // by code point: itself and all that fold to it
 };
 
 Folding make_folding() {

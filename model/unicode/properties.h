@@ -1,5 +1,5 @@
-// Properties and case folding of characters, as Oniguruma 6.9.10 has them (Unicode 16.0). They are
-// Sluice's own, so that a text is cut alike whatever version the system's libraries have.
+// Properties and case folding of characters, as in Oniguruma 6.9.10 (Unicode 16.0). They do not
+// come from system libraries, so that a text is cut alike whatever their version.
 #pragma once
 
 #include <optional>
@@ -18,14 +18,14 @@ std::optional<CodeSet> property(std::string_view name);
 CodeSet white_space();  // \s
 CodeSet word();         // [\w]: letters, marks, decimal digits, connectors
 
-// The code point that stands for all those that differ from `code_point` by case only.
+// The code point that represents all that differ from `code_point` by case only.
 char32_t fold(char32_t code_point);
 // `set` and all that differs from a member by case only.
 CodeSet fold_closure(const CodeSet& set);
 
-// Code points that match several ones when case is ignored: "ss" for U+00DF.
+// Code points that match several when case is ignored: U+00DF matches "ss".
 const CodeSet& folds_to_several();
-// Whether `folded`, folded code points, ends with what one of them folds to.
+// Returns true if `folded`, folded code points, ends with the full folding of one of them.
 bool ends_with_full_fold(std::u32string_view folded);
 
 }  // namespace sluice::unicode
