@@ -22,12 +22,12 @@
 namespace sluice::cuda {
 namespace {
 
-// Of the rows that a step selects in a layer. Steps of Llama 3 8B's shape at 128K on an H100 that
-// select half as much (`sparq`) take 7.45 ms without a cache and 7.55 with one; as much (`sluice`),
-// 10.4 and 10.3.
+// Bytes of rows that a step selects in a layer from which a row cache pays. Steps of Llama 3 8B's
+// shape at 128K on an H100 that select half of this (`sparq`) take 7.45 ms without a cache and 7.55
+// with one; steps that select this much (`sluice`), 10.4 and 10.3.
 constexpr std::uint64_t kCachedBytes = std::uint64_t{1} << 20;
 constexpr double kPcie5 = 50e9;  // bytes per second that kernels read
-// Kernels have counters for so many heads of one token, whatever their groups.
+// Query heads of one token: the kernels have this many counters, whatever the group size.
 constexpr int kMostHeads = 4096;
 static_assert(kMostHeads <= Launch::kHalfCounters);
 // Left to the driver and to cuBLAS if no cap is given.
@@ -54,7 +54,7 @@ std::uint64_t cap_of(const CudaOptions& options, const DeviceLimits& limits) {
   return left > kReserve ? left - kReserve : 0;
 }
 
-// Bytes per second that the device's memory is made for.
+// Nominal bandwidth of the device's memory, bytes per second.
 double memory_rate(int ordinal) {
   int kilohertz = 0;
   int bits = 0;
@@ -63,7 +63,8 @@ double memory_rate(int ordinal) {
   return 2.0 * 1e3 * kilohertz * bits / 8.0;
 }
 
-// The same of other buses, which differ by powers of two: measurements do not, from run to run.
+// kCachedBytes scaled to the bus, by a power of two: buses differ by that much, measurements of one
+// bus do not from run to run.
 std::uint64_t cached_bytes(const LinkRates& link) {
   const double octaves = std::clamp(std::round(std::log2(link.read / kPcie5)), -6.0, 6.0);
   return static_cast<std::uint64_t>(static_cast<double>(kCachedBytes) * std::exp2(octaves));
@@ -93,8 +94,8 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
     if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
   }
   info.f32_rows = false;
-  // On an H200 steps of Llama 3 8B's shape take the same time at about 90K tokens; what selecting
-  // takes there is mostly latency.
+  // On an H200, dense and selecting steps of Llama 3 8B's shape take the same time at about 90K
+  // tokens; selection there is mostly latency.
   constexpr double kSelecting = 75e-6;  // seconds
   info.memory_bytes = limits.memory_bytes;
   info.memory_rate = memory_rate(options.ordinal);

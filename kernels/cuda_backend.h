@@ -13,7 +13,7 @@ struct CudaOptions {
   int ordinal = 0;
   std::optional<DType> compute;             // of matrix products; unset: the weights' dtype
   DType weight_dtype = DType::bf16;         // of the checkpoint's matrices
-  std::optional<std::uint64_t> device_cap;  // bytes; unset: what is free, but for a reserve
+  std::optional<std::uint64_t> device_cap;  // bytes; unset: all free memory except a reserve
   std::uint64_t host_cap = MemoryAccount::kNoCap;
 };
 
@@ -21,8 +21,8 @@ struct CudaOptions {
 // and recordings.
 std::uint64_t queue_bytes();
 
-// Throws Error{unsupported} if there is no such device, if its driver is too old or if this build
-// has no kernels for it.
+// Throws Error{unsupported} if the device does not exist, its driver is too old or this build has
+// no kernels for it.
 std::unique_ptr<Backend> make_cuda_backend(const CudaOptions& options);
 
 }  // namespace sluice::cuda

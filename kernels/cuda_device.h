@@ -1,4 +1,5 @@
-// What the queues of a CUDA backend share: the device, its memory, and whether work is recorded.
+// State that the queues of a CUDA backend share: the device, its memory, and whether work is
+// recorded.
 #pragma once
 
 #include <memory>
@@ -41,7 +42,7 @@ class CudaBackend : public Backend {
   std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
   std::optional<DType> dense_weights() const override { return info_.compute_dtype; }
 
-  // For queues. Whoever calls may have used another device in between, or be another thread.
+  // For queues, because the caller may have used another device in between or be another thread.
   void use_device() const;
   const DeviceLimits& limits() const { return limits_; }
   // Issues a copy of any size. The driver wants each side of it within one allocation.
@@ -49,7 +50,7 @@ class CudaBackend : public Backend {
   bool kernels_reach(const std::byte* data, std::size_t bytes) const {
     return memory_.device().covers(data, bytes) || memory_.host().covers(data, bytes);
   }
-  // Queues that record: nothing is allocated then.
+  // Queues that record; nothing may be allocated while one does.
   int recording = 0;
 
  private:

@@ -1,5 +1,5 @@
-// The CUDA backend as a library that is loaded when a program asks for it: one that does not runs
-// without CUDA's code in memory, and where that library is not installed.
+// The CUDA backend as a library, loaded on demand: a program that does not ask for it runs without
+// CUDA's code in memory, and on machines where the library is not installed.
 #pragma once
 
 #include <memory>

@@ -13,10 +13,10 @@
 namespace sluice::cuda {
 namespace {
 
-// What select() needs for 1.4 million tokens of eight KV heads with four query heads each, the most
-// of any kernel. Beyond, it takes several rounds.
+// Scratch that select() needs for 1.4 million tokens of eight KV heads with four query heads each,
+// the most of any kernel. Beyond that it takes several rounds.
 constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
-// Below this a copy is a kernel's: the copy engine takes 3 microseconds for each piece.
+// Copies below this size use a kernel, because the copy engine takes 3 microseconds for each piece.
 constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
 constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
 
@@ -88,7 +88,7 @@ void CudaQueue::execute(const LinearParams& params) {
   }
 }
 
-// Page weights that are asked for and that select() does not leave are found behind it.
+// Page weights that were requested and that select() does not leave are computed after it.
 void CudaQueue::execute(const SelectParams& params) {
   const Launch own = launch();
   cuda::select(params, own);
@@ -101,7 +101,7 @@ void CudaQueue::execute(const AttendSelectedParams& params) {
   attends_selected_ = params.batch.count > 0;
 }
 
-// Tiles are read while selected rows come from the host, if both have scratch enough.
+// Tiles are read while selected rows come from the host, if there is enough scratch for both.
 void CudaQueue::execute(const AttendTilesParams& params) {
   const bool is_merged = params.merge && attends_selected_;
   const Launch all = launch();
@@ -111,7 +111,7 @@ void CudaQueue::execute(const AttendTilesParams& params) {
   cuda::attend_tiles(params, is_beside ? half : all, is_beside);
 }
 
-// As one row: a launch has no more than 65535 rows of blocks.
+// Treats the matrix as one row, because a launch has at most 65535 rows of blocks.
 void CudaQueue::execute(const WriteWeightParams& params) {
   const Matrix& rows = params.rows;
   check(params.first + rows.rows <= params.weight->outputs() &&
@@ -148,7 +148,8 @@ void CudaQueue::execute(const SampleParams& params) {
   }
 }
 
-// Few rows are written to both places at once, many by the copy engine.
+// A kernel writes few rows to device and host memory at once; the copy engine takes many to the
+// host.
 void CudaQueue::execute(const AppendParams& params) {
   const std::size_t bytes = static_cast<std::size_t>(params.tokens) * params.shape.row_bytes();
   const bool at_once = bytes < kSmallCopy &&
@@ -160,7 +161,7 @@ void CudaQueue::execute(const AppendParams& params) {
   if (!at_once) copy_to_host(*this, params);
 }
 
-// What runs each operation: one line for every one in lib/backend/operation.h.
+// Dispatch of operations: one line for each in lib/backend/operation.h.
 struct CudaQueue::Execute {
   CudaQueue& queue;
   Launch launch() const { return queue.launch(); }

@@ -33,7 +33,7 @@ class CudaQueue : public Queue {
   void wait_for(Queue& other) override;
   void synchronize() override;
   void* native_stream() override { return stream(); }
-  // NVTX ranges, for profilers; of a step that is replayed only while it is recorded.
+  // NVTX ranges, for profilers. A replayed step has them only while it is recorded.
   void begin_range(const QueueRange::Label& label) override;
   void end_range() override;
 

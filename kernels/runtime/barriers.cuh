@@ -6,7 +6,7 @@
 
 namespace sluice::cuda {
 
-// Whether what is compiled may copy in bulk.
+// True if the target architecture has bulk copies.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr bool kBulkCopies = true;
 #else
@@ -25,16 +25,16 @@ __device__ __forceinline__ void barrier_init_fence() {
 __device__ __forceinline__ void barrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
-// Arrives, and the phase waits for so many bytes.
+// Arrives, and makes the phase wait for `bytes` bytes too.
 __device__ __forceinline__ void barrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives once this thread's asynchronous copies are complete, but for bulk copies.
+// Arrives once this thread's asynchronous copies, except bulk copies, are complete.
 __device__ __forceinline__ void barrier_arrive_after_copies(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
-// Until the phase of this parity is complete. The phase before the first is.
+// Waits until the phase of this parity is complete. The phase before the first is complete.
 __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done = 0;
   while (done == 0) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, std::uint32_
   }
 }
 
-// The same, and what other blocks of the cluster sent by the barrier is seen then.
+// Waits as above, and makes data that other blocks of the cluster sent by the barrier visible.
 __device__ __forceinline__ void barrier_wait_for_cluster(std::uint32_t barrier,
                                                          std::uint32_t parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -77,8 +77,8 @@ __device__ __forceinline__ void barrier_wait_for_cluster(std::uint32_t barrier,
 #endif
 }
 
-// What this thread wrote to shared memory comes before what matrix instructions and the copy engine
-// do there after the next barrier.
+// Orders this thread's writes to shared memory before accesses by matrix instructions and the copy
+// engine after the next barrier.
 __device__ __forceinline__ void shared_write_fence() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }

@@ -9,8 +9,8 @@
 
 namespace sluice::cuda {
 
-// A block's view of its cluster. Addresses in another block are named by the same thing in one's
-// own. Nothing may be reached for before all blocks have begun, or after one may have ended.
+// A block's view of its cluster. An address in another block is named by the same object in this
+// block. No block may be accessed before all blocks have begun, or after one may have ended.
 class Cluster {
  public:
   int rank = 0;
@@ -23,8 +23,8 @@ class Cluster {
 #endif
   }
 
-  // All threads of all blocks arrive and wait in turns: what they wrote before they arrived can be
-  // seen by those that have waited.
+  // All threads of all blocks arrive and wait in turns: writes before arrive() are visible to
+  // threads that have waited.
   __device__ __forceinline__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
@@ -40,7 +40,7 @@ class Cluster {
     wait();
   }
 
-  // What lies in another block where `own` lies in this one.
+  // The object in another block at the place of `own` in this one.
   template <typename T>
   __device__ __forceinline__ T* of(T* own, int other) const {
 #if __CUDA_ARCH__ >= 900
@@ -54,8 +54,8 @@ class Cluster {
 #endif
   }
 
-  // Writes to another block where `own` lies in this one; whoever has waited for the bytes at the
-  // other block's `barrier` sees them. This takes less than sync(), which orders all memory.
+  // Writes to another block at the place of `own` in this one; threads that waited for the bytes at
+  // the other block's `barrier` see them. Cheaper than sync(), which orders all memory.
   __device__ __forceinline__ void send(std::uint32_t* own, int other, std::uint32_t barrier,
                                        std::uint32_t x) const {
 #if __CUDA_ARCH__ >= 900

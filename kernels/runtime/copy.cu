@@ -38,8 +38,8 @@ __device__ void copy_words(const CopyOp& op, std::size_t first, std::size_t last
   }
 }
 
-// The next kernel does not begin early: it may read what was copied before it waits for others, as
-// kernels of a step do with what stays the same during the step.
+// The next kernel does not begin early, because it may read the copied data before it waits for
+// others, as kernels of a step do with data that stays the same during the step.
 __global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ Pieces pieces) {
   const int block = static_cast<int>(blockIdx.x);
   int piece = 0;
@@ -158,7 +158,7 @@ void unpack_tokens(const UnpackTokensParams& p, const Launch& launch) {
   require_launch("unpack_tokens");
 }
 
-// One after the other: kernels before it are over, and those after it have not begun.
+// Launched in plain order: kernels before it are over, and those after it have not begun.
 void note_time(std::uint64_t* to, const Launch& launch) {
   note_time_kernel<<<1, 1, 0, launch.stream>>>(to);
   require_launch("note_time");

@@ -1,4 +1,5 @@
-// Moving small pieces and single rows with kernels: the copy engine takes microseconds for each.
+// Copies of small pieces and single rows by kernels, because the copy engine takes microseconds for
+// each.
 #pragma once
 
 #include <span>
@@ -20,7 +21,7 @@ void gather(const GatherParams& params, const Launch& launch, int blocks = kGath
 void pack_tokens(const PackTokensParams& params, const Launch& launch);
 void unpack_tokens(const UnpackTokensParams& params, const Launch& launch);
 
-// When the stream comes to it: nanoseconds of the device's clock. `to` is reached by kernels.
+// Writes the device's clock, in nanoseconds, when the stream comes to it. Kernels must reach `to`.
 void note_time(std::uint64_t* to, const Launch& launch);
 
 }  // namespace sluice::cuda

@@ -1,4 +1,4 @@
-// Small pieces that kernels share: conversions, what warps do together, asynchronous copies.
+// Small functions that kernels share: conversions, warp-wide operations, asynchronous copies.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -93,7 +93,7 @@ __device__ inline T block_exclusive(T x, T* part, T& total) {
   return before + inclusive - x;
 }
 
-// How many of an ascending list are below `bound`, by one warp.
+// The number of elements of an ascending list below `bound`, by one warp.
 __device__ inline std::int32_t count_below(const std::int32_t* list, std::int32_t count,
                                            std::int64_t bound) {
   if (count == 0 || bound <= 0) return 0;
@@ -173,15 +173,15 @@ __device__ __forceinline__ void copy_async_word(void* to, const void* from) {
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
-// Until at most `kPending` of this thread's groups are under way.
+// Waits until at most `kPending` of this thread's groups are under way.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
 // From compute capability 9.0 on: `bytes`, a multiple of 16, from global (or mapped host) to shared
-// memory, by pointer or address; both sides aligned to 16. What is copied is used once: it leaves
-// the L2 cache before anything else does.
+// memory, by pointer or address; both sides aligned to 16. The data is used once, so it is evicted
+// from the L2 cache first.
 __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, std::uint32_t bytes,
                                           std::uint32_t barrier) {
   std::uint64_t once = 0;

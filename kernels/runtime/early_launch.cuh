@@ -10,30 +10,32 @@
 
 namespace sluice::cuda {
 
-// The next kernel of the stream may begin as soon as all blocks of this one have said so.
+// Lets the next kernel of the stream begin as soon as all blocks of this one have called it.
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until the kernel before is over and its writes can be seen. It, too, waited for those before it.
+// Waits until the kernel before is over and its writes are visible. It, too, waited for the kernels
+// before it.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// For one of a chain of short kernels, after what it can do without the one before.
+// For a kernel in a chain of short ones, called after the work that does not depend on the one
+// before.
 __device__ __forceinline__ void take_turn() {
   allow_next_kernel();
   wait_for_kernel_before();
 }
 
-// `kernel` waits for the kernel before it ahead of the first access to memory that kernels write.
-// One that reads what older kernels wrote before it waits must follow a kernel that lets it begin
-// only after waiting itself: then all before that one are over. Clusters, of more than one block,
-// need compute capability 9.0.
+// `kernel` waits for the kernel before it ahead of the first access to memory that kernels write. A
+// kernel that reads older kernels' results before it waits must follow a kernel that lets it begin
+// only after waiting itself: then all kernels before that one are over. Clusters, of more than one
+// block, need compute capability 9.0.
 template <typename... Params>
 void launch_early_clusters(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
                            std::size_t shared, int cluster_blocks, const Launch& launch,

@@ -5,15 +5,15 @@
 
 namespace sluice::cuda {
 
-// Throws unless `status` is success: Error{memory} if the device or the host has no more,
-// Error{unsupported} for a missing or too old device or driver, Error{internal} for the rest, of
-// which most are sticky: the process can no longer use the device. `what` names the operation.
+// Throws unless `status` is success: Error{memory} if device or host memory ran out,
+// Error{unsupported} for a missing or too old device or driver, Error{internal} for the rest. Most
+// of the rest are sticky: the process can no longer use the device. `what` names the operation.
 void require(cudaError_t status, const char* what);
 
 // The same for the launch that just happened.
 void require_launch(const char* kernel);
 
-// Whether no further call can succeed in this process.
+// Returns true if no further call can succeed in this process.
 bool is_sticky(cudaError_t status);
 
 }  // namespace sluice::cuda

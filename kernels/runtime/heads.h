@@ -1,4 +1,4 @@
-// Where the rows of every KV head begin, small enough to be a kernel's argument.
+// The start of every KV head's rows, small enough to be a kernel's argument.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@
 
 namespace sluice::cuda {
 
-// A few heads may lie anywhere; any number may lie at equal distances. What every head's rows take
-// comes first: of a kernel's arguments each cache line is waited for.
+// A few heads may lie anywhere; any number may lie at equal distances. Members that every head
+// needs come first, because a kernel waits for each cache line of its arguments.
 struct HeadRows {
   static constexpr int kListed = 64;
 

@@ -1,4 +1,4 @@
-// What every kernel launcher is given besides its parameters.
+// Arguments of every kernel launcher besides its parameters.
 //
 // The rest of this folder, from the host to the device:
 //   cuda_backend  the operations of lib/backend.h: which launcher, on which stream
@@ -28,18 +28,19 @@ namespace sluice::cuda {
 struct Launch {
   cudaStream_t stream = nullptr;
   const DeviceLimits* device = nullptr;
-  // kCounters words that are zero before every kernel and that it leaves zero.
+  // kCounters words, zero before every kernel; it must leave them zero.
   std::uint32_t* counters = nullptr;
   // Scratch of the call, with arbitrary content; 256-byte aligned.
   std::byte* scratch = nullptr;
   std::size_t scratch_bytes = 0;
-  // When what crosses a bus that passes for a slower one is over: see attention/slow_bus.cuh.
+  // Time at which the simulated slower bus is free again: see attention/slow_bus.cuh.
   unsigned long long* bus_free_at = nullptr;
 
   static constexpr int kCounters = 16384;
   static constexpr int kHalfCounters = kCounters / 2;
 
-  // The same with half of what there is, for two kernels that may run at the same time.
+  // This launch with half of its scratch and counters, for two kernels that may run at the same
+  // time.
   Launch half(bool is_second) const {
     Launch half = *this;
     half.scratch_bytes = scratch_bytes / 2 / 256 * 256;

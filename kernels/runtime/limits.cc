@@ -13,9 +13,9 @@
 namespace sluice::cuda {
 namespace {
 
-// The largest of each kind that people have at home, and the one card of 8.0. Shared memory by
-// NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the rest
-// by its data sheets.
+// The largest consumer card of each kind, and the one card of 8.0. Shared memory by NVIDIA's CUDA
+// C++ Programming Guide, "Technical Specifications per Compute Capability"; the rest by its data
+// sheets.
 struct Model {
   std::string_view name;
   DeviceLimits limits;

@@ -11,11 +11,11 @@ namespace {
 
 constexpr std::size_t kBytes = std::size_t{8} << 20;
 constexpr int kRuns = 3;
-// As many loads under way as saturate PCIe 5.0.
+// Enough loads under way to saturate PCIe 5.0.
 constexpr int kReadBlocks = 32;
 constexpr int kReadThreads = 512;
 
-// As attention reads rows in host memory: by neighbouring threads.
+// Neighbouring threads read neighbouring bytes, as attention reads rows in host memory.
 __global__ void __launch_bounds__(kReadThreads)
     read_kernel(const uint4* from, std::int64_t count, uint4* to) {
   const std::int64_t step = std::int64_t{gridDim.x} * kReadThreads;

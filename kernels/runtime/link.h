@@ -1,12 +1,12 @@
-// How fast the bus between host memory and a device is.
+// Measures the bus between host memory and a device.
 #pragma once
 
 #include "lib/backend.h"
 
 namespace sluice::cuda {
 
-// Of the current device, measured: takes a few milliseconds, and 8 MiB of pinned and of device
-// memory for as long.
+// Measured rates of the current device. Takes a few milliseconds, and meanwhile 8 MiB each of
+// pinned and of device memory.
 LinkRates measure_link();
 
 }  // namespace sluice::cuda

@@ -83,7 +83,7 @@ std::byte* CudaMemory::take(Tier tier, std::size_t bytes) {
 }
 
 void CudaMemory::give_back(Tier tier, std::byte* data, std::size_t /*bytes*/) noexcept {
-  // Other streams may still read it: owners end rarely, so waiting costs nothing.
+  // Waits because other streams may still read it; owners end rarely, so this costs nothing.
   static_cast<void>(cudaDeviceSynchronize());
   if (tier == Tier::host) {
     host_runs_.remove(data);

@@ -16,11 +16,11 @@ namespace sluice::cuda {
 class AddressMap {
  public:
   void add(const std::byte* data, std::size_t bytes) { runs_[data] = bytes; }
-  // The length of what was added there.
+  // Returns the length of the run that was added there.
   std::size_t remove(const std::byte* data);
-  // Bytes from `data` to the end of the run that it lies in, at most `bytes`; 0 outside of all.
+  // Bytes from `data` to the end of its run, at most `bytes`; 0 outside all runs.
   std::size_t reach(const std::byte* data, std::size_t bytes) const;
-  // Whether all of it lies in runs, one or several.
+  // Returns true if all of it lies in runs, one or several.
   bool covers(const std::byte* data, std::size_t bytes) const;
 
  private:

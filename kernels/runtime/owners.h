@@ -8,7 +8,7 @@
 
 namespace sluice::cuda {
 
-// Owns what destroy() takes back.
+// Owns a handle that destroy() frees.
 template <typename Handle, auto destroy>
 class Owner {
  public:

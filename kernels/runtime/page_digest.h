@@ -1,5 +1,5 @@
-// What a scan of tiles notes of every whole page (LogitDigest), as these kernels have it: an eighth
-// of the logits' bytes and less.
+// LogitDigest in the layout of these kernels: a scan of tiles writes it for every whole page. It
+// takes at most an eighth of the logits' bytes.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace sluice::cuda {
 
-// Null pointers: there is none.
+// Null pointers: no digest.
 struct PageDigest {
   // f16 [tokens, kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
   std::uint16_t* maxima = nullptr;
@@ -20,7 +20,7 @@ struct PageDigest {
 
   static constexpr std::size_t kPageBytes = kBoundsPerPage * sizeof(std::uint16_t) + sizeof(float);
 
-  // Of logits [rows, stride]; as LogitFormat::digest_bytes() has it.
+  // Digest of logits [rows, stride], laid out as LogitFormat::digest_bytes() counts it.
   static std::size_t bytes_of(std::int64_t rows, std::int64_t stride) {
     return static_cast<std::size_t>(rows * LogitDigest::pages_of(stride)) * kPageBytes;
   }

@@ -1,6 +1,6 @@
-// What select() leaves of every whole page for attend_tiles() (LogitDigest::weights), as these
-// kernels have it: what it weighs without what is selected of it, relative to the log-sum-exp that
-// select() reports.
+// LogitDigest::weights in the layout of these kernels: select() leaves, for attend_tiles(), the
+// weight of every whole page without its selected tokens, relative to the log-sum-exp that select()
+// reports.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@
 
 namespace sluice::cuda {
 
-// Of heads [heads], a KV head of a token each. Null pointers: there are none.
+// Weights of [heads], each a KV head of one token. Null pointers: no weights.
 struct PageWeights {
   uint4* masks = nullptr;    // [heads, pages]: a bit for each token that is selected
   float* weights = nullptr;  // [heads, pages]: of all query heads together
@@ -26,11 +26,11 @@ struct PageWeights {
   static_assert(LogitDigest::kPageAlignment % kSlicePages == 0);
   static_assert(kMostGroup <= kSlicePages);
 
-  // Slices that so many pages take.
+  // Slices that `pages` pages take.
   __host__ __device__ static constexpr int slices_of(std::int64_t pages) {
     return static_cast<int>((pages + kSlicePages - 1) / kSlicePages);
   }
-  // In `heads * pages * kPageBytes` bytes that are aligned to 16.
+  // `data`: `heads * pages * kPageBytes` bytes, aligned to 16.
   static PageWeights in(std::byte* data, std::int64_t heads, std::int64_t pages, int group) {
     PageWeights w;
     w.masks = reinterpret_cast<uint4*>(data);
@@ -45,7 +45,7 @@ struct PageWeights {
     return in(digest.weights, digest.rows / group, digest.pages, group).from(digest.first / group);
   }
 
-  // The same, of heads from `head` on.
+  // The weights of heads from `head` on.
   __host__ __device__ PageWeights from(std::int64_t head) const {
     PageWeights w = *this;
     if (masks == nullptr) return w;

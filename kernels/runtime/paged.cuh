@@ -21,7 +21,7 @@ __device__ __forceinline__ std::int32_t page_first_of(const BatchToken& token) {
   return token.position - place_in_page(token.position);
 }
 
-// Where the pages of a sequence are.
+// The page table of a sequence.
 __device__ __forceinline__ const PageSlots* page_table_of(const PagedRows& rows,
                                                           std::int32_t sequence) {
   return rows.pages + sequence * rows.table_stride;
@@ -41,7 +41,7 @@ struct HeadPools {
       : device(rows.device + head * rows.device_stride),
         host(rows.host + head * rows.host_stride) {}
 
-  // Where the row of a position is read, which is on this page.
+  // The address from which the row of a position on this page is read.
   __device__ const std::byte* row_of(const PageSlots& page, std::int32_t position,
                                      std::int64_t row_bytes) const {
     const bool there = is_on_device(page);
@@ -76,8 +76,8 @@ __device__ __forceinline__ void copy_async_place(int2* to, const PlacedRow* from
   copy_async_page(to, reinterpret_cast<const PageSlots*>(from));
 }
 
-// Has the part of a sequence's table that positions up to this one need in the L2 cache when
-// somebody looks. The whole block.
+// Prefetches the part of a sequence's table for positions up to this one into the L2 cache. Called
+// by the whole block.
 __device__ __forceinline__ void prefetch_page_table(const PagedRows& rows,
                                                     const BatchToken& token) {
   constexpr int kLinePages = 128 / static_cast<int>(sizeof(PageSlots));

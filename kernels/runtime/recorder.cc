@@ -7,7 +7,7 @@
 
 namespace sluice::cuda {
 
-// Owners may end it after the queue that made it.
+// Owners may destroy it after the queue that made it.
 class GraphRecording : public Recording {
  public:
   explicit GraphRecording(std::shared_ptr<Recordings> all) : all_(std::move(all)) {}

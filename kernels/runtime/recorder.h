@@ -15,16 +15,17 @@ namespace sluice::cuda {
 
 class GraphRecording;
 
-// Graphs that are there, the last used first, and how many kernels and copies they have.
+// Resident graphs, most recently used first, and their number of kernels and copies.
 struct Recordings {
   std::list<GraphRecording*> used;
   std::size_t nodes = 0;
 };
 
 // Graphs take memory that no allocator hands out: on an H100 with a driver of CUDA 13, 2.7 KiB of
-// the device and 6 KiB of the host for a small kernel, more for one with many parameters. So there
-// are so many nodes at most, which some 13 steps of a model of 32 layers have, and their memory is
-// charged beforehand; what was not used for longest is recorded again when it comes next.
+// the device and 6 KiB of the host for a small kernel, more for one with many parameters. So the
+// number of nodes is limited, to about 13 steps of a model of 32 layers, and their memory is
+// charged beforehand. The least recently used graph is dropped and recorded again when it comes
+// next.
 class Recorder {
  public:
   static constexpr std::size_t kMostNodes = 6144;
@@ -33,8 +34,8 @@ class Recorder {
 
   explicit Recorder(cudaStream_t stream) : stream_(stream) {}
 
-  // Launches `recording`, which is made from what issue() issues if it is null or was dropped. What
-  // issue() throws is passed on, and nothing launched.
+  // Launches `recording`; if it is null or was dropped, records it from the work that issue()
+  // issues. Passes on exceptions of issue() and then launches nothing.
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
   bool is_recording() const { return is_recording_; }
   const ReplayCounts& counts() const { return counts_; }

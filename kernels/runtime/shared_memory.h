@@ -1,4 +1,4 @@
-// Shared memory beyond 48 KiB, which kernels have to be allowed.
+// Shared memory beyond 48 KiB, which each kernel must be allowed to use.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +7,9 @@
 
 namespace sluice::cuda {
 
-// Lets `kernel` be launched with `bytes` beside what the kernel itself declares. Where that has to
-// be allowed, all that the device gives a block is, always the same: the attribute is the kernel's
-// in the whole process, so that threads would take what each launch needs from each other.
+// Lets `kernel` be launched with `bytes` beside the memory that it declares. Where that needs
+// permission, it always allows the device's maximum per block: the attribute belongs to the kernel
+// in the whole process, so threads that set it per launch would lower it under each other.
 void allow_shared_memory(const char* what, const void* kernel, std::size_t bytes,
                          const DeviceLimits& device);
 

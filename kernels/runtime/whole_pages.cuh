@@ -1,5 +1,5 @@
-// What kernels share that build an index of whole pages: the pages that blocks build, and pairs of
-// neighbouring channels, whose range is found and which are then quantised.
+// Shared by kernels that build an index of whole pages: the pages that blocks build, and pairs of
+// neighbouring channels, which are quantised by their range.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,7 +33,7 @@ struct PageRun {
   }
 };
 
-// Pages that a token of a batch is the last of, a block for each token.
+// Pages that end with a token of the batch, a block for each token.
 struct PagesOfBatch {
   const BatchToken* tokens;
   PagedRows rows;
@@ -80,17 +80,17 @@ struct PairRange {
   }
 };
 
-// What is finite as f16 stays so.
+// Clamps to the finite range of f16.
 __device__ __forceinline__ float clamp_to_half(float x) {
   constexpr float kLargestHalf = 65504.0f;
   return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
 }
 
-// The code of an element in the lowest bits, rounded to nearest even, below others that are left
-// to whoever uses it. Rounded at every step, like the CPU's.
+// The code of an element in the lowest bits, rounded to nearest even, below others that the caller
+// masks off. Rounded at every step, like the CPU's.
 __device__ __forceinline__ std::uint32_t code_of(float x, float zero, float inverse_step,
                                                  float largest) {
-  // Added to a float of [0, 2^22), it leaves that rounded in the lowest bits.
+  // Adding it to a float in [0, 2^22) leaves the rounded integer in the lowest bits.
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
   const float exact = __fmul_rn(__fsub_rn(x, zero), inverse_step);
   return __float_as_uint(__fadd_rn(fminf(fmaxf(exact, 0.0f), largest), kRounder));

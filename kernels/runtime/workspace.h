@@ -10,14 +10,14 @@ namespace sluice::cuda {
 
 class Workspace {
  public:
-  // On the current device. `wrapped`: a stream that outlives this; null: one of its own.
-  // Without scratch there are no counters either, and no kernels that need them. Throws
-  // Error{unsupported} if there is no device that can be used.
+  // On the current device. `wrapped`: a stream that outlives this; null: creates a stream. Without
+  // scratch there are no counters either, and kernels that need them cannot run. Throws
+  // Error{unsupported} if no device can be used.
   explicit Workspace(std::size_t scratch_bytes, cudaStream_t wrapped = nullptr);
 
   Launch launch() const;
   const DeviceLimits& device() const { return device_; }
-  // Device memory that a workspace of this much scratch takes.
+  // Device memory, bytes, that a workspace with this scratch takes.
   static std::size_t bytes(std::size_t scratch_bytes);
 
  private:
