@@ -40,8 +40,8 @@ __device__ __forceinline__ std::int64_t end_of_run(const TokenBatch& batch, std:
 }
 
 // One block for each KV head of each token; that of a sequence's first token adds the values of all
-// of them to the sums, in order. Where rows go is found before the kernel before is over: tokens
-// and pages stay the same during a step.
+// of them to the sums, in order. The rows' addresses are looked up before the preceding kernel is
+// over, because tokens and pages stay the same during a step.
 template <typename T>
 __global__ void __launch_bounds__(kAppendThreads)
     append_batch_kernel(const __grid_constant__ AppendBatchParams p, std::int64_t row_bytes) {
@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
-// One block per KV head: columns of threads add up every kSumRows-th row, then each other.
+// One block per KV head: each column of threads adds up every kSumRows-th row, then the columns are
+// added up.
 constexpr int kSumRows = 8;
 constexpr int kSumColumns = 128;
 

@@ -1,8 +1,8 @@
-// Rows of keys and values: written, and attended to.
+// Rows of keys and values: writing them, and attention over them.
 //
-//   append        new tokens' keys and values become rows, on the device and at home
+//   append        writes new tokens' keys and values as rows, on the device and in host memory
 //   attend        prefill: many queries of one sequence to one run of rows per KV head, causally or
-//                 each to as many as it is said to see
+//                 each to a given number of rows
 //                   hopper    wgmma, fed by bulk tensor copies: compute capability 9.0, head_dim
 //                             64 or 128
 //                   generic   mma.sync: any other
@@ -11,11 +11,12 @@
 //                 selected ones and its own page's. One kernel: warps fetch rows by page (rows),
 //                 attend to them (warp), and combine what they found, in the block and between
 //                 blocks (results); what each block does follows from work
-//   find_rows     where selected rows are, on the device, in the row cache or at home: decode then
-//                 looks that up in place of their pages, and puts what it fetched into the cache
+//   find_rows     finds selected rows: on the device, in the row cache or in host memory. Decode
+//   then
+//                 looks these places up instead of pages, and writes rows it fetched into the cache
 //   sum_values    corrects running sums of values when rows are replaced
 //
-// Prefill attends run by run, wherever the host knows the rows to be; decode looks pages up on the
+// Prefill attends run by run, to rows whose addresses the host knows; decode looks pages up on the
 // device, so that a recorded step serves any tokens.
 //
 // Source: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3"; Dao et al. 2023,
@@ -33,7 +34,7 @@ void sum_values(const SumValuesParams& params, const Launch& launch);
 void find_rows(const FindRowsParams& params, const Launch& launch);
 void forget_rows(const ForgetRowsParams& params, const Launch& launch);
 
-// Scratch of neither is used. The first launches by counts alone, the second also by positions.
+// Neither uses scratch. The first launches by counts alone, the second also by positions.
 void page_means(const PageMeansParams& params, const Launch& launch);
 void choose_pages(const ChoosePagesParams& params, const Launch& launch);
 
@@ -43,16 +44,17 @@ void choose_pages(const ChoosePagesParams& params, const Launch& launch);
 void attend_prefill(const AttendParams& params, const Launch& launch);
 
 // Queries that one block of decode serves: with their rounding errors they fill the 16 rows of a
-// matrix instruction. Rows are read once for every so many of a KV head.
+// matrix instruction. Rows are read once for every kBunch queries of a KV head.
 inline constexpr int kBunch = 8;
 
-// Whether the device has shared memory enough for rows of this head_dim.
+// Returns true if the device has enough shared memory for rows of this head_dim.
 bool attend_decode_fits(int head_dim, const DeviceLimits& device);
 
-// Queries and softmax weights take part as sums of two numbers of the rows' dtype, which leaves
-// fp32's rounding. Rows are read where they lie, from mapped host memory too; arenas are not used.
+// Queries and softmax weights enter as sums of two numbers of the rows' dtype, so that only fp32's
+// rounding remains. Rows are read in place, from mapped host memory too; arenas are not used.
 // Launches depend on counts and capacities alone; batch.tokens, gaps and the table of pages are
-// read before the kernel before is over. Others attend to what is in the gaps.
+// read before the preceding kernel is over. Tokens in the gaps are skipped: other calls attend to
+// them.
 void attend_decode(const AttendBatchParams& params, const Launch& launch);
 void attend_decode_selected(const AttendSelectedParams& params, const Launch& launch);
 

@@ -14,7 +14,7 @@
 namespace sluice::cuda {
 namespace {
 
-// Puts this warp's rows of a tile into the ways of the cache that they were given.
+// Writes this warp's rows of a tile into the cache ways assigned to them.
 template <int kHeadDim>
 __device__ void keep_rows(const DecodeKernelParams& p, int kv_head, const std::byte* rows,
                           const std::int32_t* ways) {
@@ -56,7 +56,7 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
       if (++tile == s.last) break;
       ring.release();
     }
-    // What the warps found takes the place of the last tile.
+    // The warps' results overwrite the last tile.
     sync_decode_warps();
     auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.stage());
     state.store(block.out[warp][0], block.kStride, block.highest[warp], block.sum[warp], queries);
@@ -65,7 +65,7 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
   }
 }
 
-// The part of the warps that bring what the others found to where it belongs.
+// The part of the warps that combine and write the others' results.
 template <int kHeadDim>
 __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
                        const DecodeRing<kHeadDim>& ring) {
@@ -82,9 +82,8 @@ __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
   }
 }
 
-// What is looked up for selected rows is asked for before anybody knows which: the tables of the
-// sequences, each by one block. The last blocks do, for they have nothing else to do if rows are
-// few.
+// The page tables of the sequences are prefetched before the selection is known, each by one block.
+// The last blocks do it, because they are idle if rows are few.
 __device__ __forceinline__ void prefetch_page_tables(const DecodeKernelParams& p) {
   if (blockIdx.y != 0) return;
   for (auto number = static_cast<int>(gridDim.x - 1 - blockIdx.x); number < p.count;
@@ -110,7 +109,7 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
   }
   work.divide();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  // Those that read or write memory wait for the kernel before, if that was not done above.
+  // Warps that read or write memory wait for the preceding kernel, unless they did so above.
   if (warp < kDecodeWarps) {
     consume<T>(p, work, ring);
   } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
@@ -126,12 +125,12 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
   }
 }
 
-// Shared memory that the kernel declares, with some to spare for what is not named here.
+// Shared memory that the kernel declares, with a margin for objects that are not named here.
 template <int kHeadDim>
 constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim>::Barriers) +
                                sizeof(DecodeLookups<kHeadDim>) + 512;
 
-// What a launch may have besides its declared memory and stages.
+// Shared memory that a launch may use besides its declared memory and stages.
 template <int kHeadDim>
 std::int64_t room_of(const DeviceLimits& device, int stages) {
   return std::int64_t{device.shared_bytes} - kDeclaredBytes<kHeadDim> -
@@ -149,7 +148,7 @@ template <int kHeadDim>
 constexpr std::int64_t kPartialBytes = kBunch*(kHeadDim * sizeof(float) + sizeof(float2)) +
                                        sizeof(std::int32_t);
 
-// Tokens that one launch can serve: all but always all.
+// Tokens that one launch can serve: almost always all.
 template <int kHeadDim>
 std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
                             const DecodeSize& size, std::int64_t bunches, std::int64_t workers) {
@@ -196,8 +195,8 @@ DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_
 template <typename T, int kHeadDim>
 void launch_stages(const DecodeKernelParams& all, const Launch& launch, const DecodeSize& size) {
   const auto kernel = decode_kernel<T, kHeadDim>;
-  // One block on a multiprocessor keeps enough rows under way; with more of them whatever else is
-  // read waits for longer.
+  // One block on a multiprocessor keeps enough rows under way; with more, all other reads wait for
+  // longer.
   const int bunches = (all.group + kBunch - 1) / kBunch;
   const int most_workers = std::max(1, launch.device->multiprocessors / bunches);
   const std::int64_t at_once = tokens_at_once<kHeadDim>(all, launch, size, bunches, most_workers);
@@ -253,7 +252,7 @@ DecodeKernelParams common_params(const Params& a, const Launch& launch) {
   return p;
 }
 
-// Heads have at most so many rows.
+// Launches decode for heads of at most `rows` rows.
 void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch,
          std::int64_t rows) {
   DecodeSize size;
@@ -270,7 +269,7 @@ void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch
 }  // namespace
 
 bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
-  // Of these one token has no more than several hundred KV heads.
+  // One token has at most several hundred KV heads.
   constexpr std::int64_t kBesideStages = 6 << 10;
   bool fits = false;
   dispatch_head_dim(head_dim, [&](auto constant) {

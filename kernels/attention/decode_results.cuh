@@ -1,4 +1,4 @@
-// From what warps found to outputs: combined in the block, merged between blocks.
+// Turns the warps' results into outputs: combined in the block, merged between blocks.
 #pragma once
 
 #include "kernels/attention/decode_work.cuh"
@@ -11,7 +11,7 @@ __device__ __forceinline__ float weight_of(float x, float y) {
   return x == -INFINITY ? 0.0f : exp2_fast(x - y);
 }
 
-// sum += weight * x; what has no weight is zero.
+// sum += weight * x. A vector without weight must be zero, not stale memory.
 __device__ __forceinline__ void add_weighted(float4& sum, float weight, const float4& x) {
   sum.x += weight * x.x;
   sum.y += weight * x.y;
@@ -19,13 +19,13 @@ __device__ __forceinline__ void add_weighted(float4& sum, float weight, const fl
   sum.w += weight * x.w;
 }
 
-// A result of one query head that is finished.
+// The finished result of one query head.
 struct DecodeResult {
   float4 value;  // of four channels
   float2 lse;    // log-sum-exp in base 2, of all rows and of the newest alone
 };
 
-// What a sum of values is whose weights, relative to logit `top`, are `total` together.
+// The result for a sum of values whose weights, relative to logit `top`, add up to `total`.
 __device__ __forceinline__ DecodeResult normalised(const float4& sum, float2 total, float top) {
   if (total.x == 0.0f) {
     return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float2(-INFINITY, -INFINITY)};
@@ -35,14 +35,14 @@ __device__ __forceinline__ DecodeResult normalised(const float4& sum, float2 tot
           make_float2(top + log2f(total.x), top + log2f(total.y))};
 }
 
-// What is known of a query head before its rows are attended.
+// Inputs of a query head that are known before its rows are attended.
 struct DecodeGiven {
   float alpha = 1.0f;
   float estimated_lse = INFINITY;
   float4 mean = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of all tokens' values, of four channels
 
-  // `value` is where the four channels are among those of all heads, `share` of whose sums is the
-  // mean.
+  // `value` is the offset of the four channels among those of all heads; the mean is `share` times
+  // their sums.
   __device__ DecodeGiven(const DecodeKernelParams& p, std::int64_t query, std::int64_t value,
                          float share) {
     if (p.alpha != nullptr) alpha = p.alpha[query];
@@ -61,7 +61,7 @@ struct DecodeGiven {
     return (alpha * estimated + newest) / (estimated + newest);
   }
 
-  // The mean stands for what alpha lacks.
+  // The mean value stands in for the missing share 1 - alpha.
   __device__ float4 compensate(const float4& x, float alpha) const {
     const float rest = 1.0f - alpha;
     return make_float4(alpha * x.x + rest * mean.x, alpha * x.y + rest * mean.y,
@@ -69,8 +69,8 @@ struct DecodeGiven {
   }
 };
 
-// Calls body(query) for the queries of a bunch that this finishing warp has. Loops of what happens
-// once stay loops: fetching instructions would take longer than what they do.
+// Calls body(query) for the queries of a bunch that this finishing warp has. Loops that run once
+// are not unrolled, because fetching the instructions would take longer than executing them.
 template <int kHeadDim, typename Body>
 __device__ void for_queries(int queries, const Body& body) {
   using Shape = DecodeShape<kHeadDim>;
@@ -117,7 +117,7 @@ __device__ void write_results(const DecodeKernelParams& p, const DecodeSegment& 
   });
 }
 
-// What the warps of a block found of one segment.
+// The results of a block's warps for one segment.
 template <int kHeadDim>
 struct DecodeBlock {
   // The warps' threads write four pairs of eight queries at a time: to different banks.
@@ -146,7 +146,7 @@ struct DecodeBlock {
 // The partials of one head, from `sharers` workers in a row.
 template <int kHeadDim>
 struct DecodeMerge {
-  // So many are under way together.
+  // Partials that are loaded at the same time.
   static constexpr int kAtOnce = 12;
 
   const float* partials;  // [sharers, kBunch, head_dim]
@@ -192,8 +192,8 @@ struct DecodeMerge {
   }
 };
 
-// Where a worker's partial of a head is: both only grow from segment to segment, so their sum names
-// a slot.
+// The slot of a worker's partial of a head: both numbers only grow from segment to segment, so
+// their sum is unique.
 __device__ __forceinline__ std::int64_t slot_of(const DecodeKernelParams& p, int bunch, int worker,
                                                 int head) {
   return static_cast<std::int64_t>(bunch) * (p.workers + p.heads) + worker + head;
@@ -225,13 +225,13 @@ __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers
   return is_last;
 }
 
-// One warp says how many rows of a head were on the device.
+// One warp reports how many rows of a head were on the device.
 __device__ __forceinline__ void report_resident(const DecodeKernelParams& p, int head, int rows) {
   if (threadIdx.x % kWarp == 0) p.resident[head] = rows;
 }
 
-// Brings what the block found of a segment to where it belongs. One warp `reports` how many of its
-// selected rows were on the device.
+// Writes the block's results for a segment: outputs, or a partial to merge. One warp `reports` how
+// many of its selected rows were on the device.
 template <int kHeadDim>
 __device__ void finish_segment(const DecodeKernelParams& p, const DecodeSegment& s, int bunch,
                                const DecodeSharers& sharers, const DecodeBlock<kHeadDim>& block,
@@ -248,7 +248,7 @@ __device__ void finish_segment(const DecodeKernelParams& p, const DecodeSegment&
   if (!finish_part<kHeadDim>(finished, sharers.count)) return;
   const std::int64_t slot = slot_of(p, bunch, sharers.first, s.head);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  // Asked for ahead of the partials, looked at behind them.
+  // Loaded before the partials, used after them.
   const bool adds = reports && lane < sharers.count;
   int sum = adds ? __ldcg(p.partial_resident + slot + lane) : 0;
   const DecodeMerge<kHeadDim> merge{p.partials + slot * kBunch * kHeadDim,

@@ -1,4 +1,4 @@
-// Rows on their way to the matrix instructions.
+// Fetching rows for the matrix instructions.
 #pragma once
 
 #include "kernels/attention/decode_work.cuh"
@@ -8,7 +8,8 @@
 namespace sluice::cuda {
 
 // A ring of tiles in shared memory: some warps fetch them and others use them. It has `stages`,
-// from 2 to kMostStages: those keep about 100 KB under way, and devices may have room for fewer.
+// from 2 to kMostStages: kMostStages keep about 100 KB under way, but a device may have room for
+// fewer.
 template <int kHeadDim>
 class DecodeRing {
   using Shape = DecodeShape<kHeadDim>;
@@ -19,12 +20,12 @@ class DecodeRing {
   struct Barriers {
     std::uint64_t full[kMostStages];
     std::uint64_t empty[kMostStages];
-    // Of segments, in turns: what was found is in stage `found_in`. Each keeps its stage until it
-    // is finished, so that there are never more than there are stages.
+    // Segments, in turns: the results are in stage `found_in`. Each segment keeps its stage until
+    // it is finished, so there are never more segments than stages.
     std::uint64_t found[kMostStages];
     int found_in[kMostStages];
     int resident[kMostStages];  // selected rows of a segment that were on the device
-    // Of a tile's rows the way of the cache that each is put into; negative: none. Only if rows are
+    // The cache way that each row of a tile is written into; negative: none. Only if rows are
     // placed.
     std::int32_t ways[kMostStages][kTileRows];
   };
@@ -61,7 +62,7 @@ class DecodeRing {
     return {0, turn.phase ^ 1u};
   }
 
-  // The next tile, once it is there.
+  // Waits for the next tile.
   __device__ const std::byte* take() const {
     barrier_wait(full(), tile_.phase);
     return stage();
@@ -74,7 +75,7 @@ class DecodeRing {
     if (threadIdx.x % kWarp == 0) barrier_arrive(empty());
     advance();
   }
-  // Until the next stage may be filled.
+  // Waits until the next stage may be filled.
   __device__ void wait_empty() const { barrier_wait(empty(), tile_.phase ^ 1u); }
 
   // This warp has written what it found of a segment over the tile that take() gave.
@@ -84,16 +85,16 @@ class DecodeRing {
     barrier_arrive(found(segment));
     advance();
   }
-  // What all warps found of a segment, once it is there.
+  // Waits for all warps' results for a segment.
   __device__ std::byte* take_found(Turn segment) const {
     barrier_wait(found(segment), segment.phase);
     return memory_ + barriers_.found_in[segment.stage] * Shape::kStageBytes;
   }
-  // So many more of a segment's selected rows were on the device; before they arrive.
+  // Counts more of a segment's selected rows as resident on the device; before they arrive.
   __device__ void add_resident(Turn segment, int rows) const {
     atomicAdd(&barriers_.resident[segment.stage], rows);
   }
-  // How many were, after take_found(). One warp.
+  // The number of resident rows, after take_found(). One warp.
   __device__ int take_resident(Turn segment) const {
     int& resident = barriers_.resident[segment.stage];
     const int rows = resident;
@@ -127,9 +128,10 @@ class DecodeRing {
   Turn tile_;
 };
 
-// What each lane that fetches looked up for its rows of the tiles to come. Pages are looked up so
-// many tiles before rows are asked for, and positions as many before that: memory that is busy with
-// rows answers late. Where rows are placed, that is looked up in place of their pages.
+// Lookups by each fetching lane for its rows of the tiles to come. Pages are looked up kAhead tiles
+// before their rows are requested, and positions kAhead tiles before that, because memory that is
+// busy with rows answers late. If rows are placed, their places are looked up instead of their
+// pages.
 template <int kHeadDim>
 struct DecodeLookups {
   static constexpr int kMostStages = DecodeRing<kHeadDim>::kMostStages;
@@ -142,8 +144,8 @@ struct DecodeLookups {
 };
 
 // One warp's part of fetching all tiles that a block works on. With the first tile of a head come
-// its queries. `kSelects` is p.selects(): what a warp does for each tile is what limits short rows
-// and those found by position, and each kind does without what only the other needs.
+// its queries. `kSelects` is p.selects(), a constant because the warp's instructions per tile limit
+// short rows and rows found by position: each kind skips the work that only the other needs.
 template <int kHeadDim, bool kSelects>
 class DecodeFetch {
   using Shape = DecodeShape<kHeadDim>;
@@ -178,7 +180,7 @@ class DecodeFetch {
         // Pages are what they were before that kernel; queries and rows are not. It is over if
         // anything was selected.
         if (!kSelects && step == 2 * kAhead) wait_for_kernel_before();
-        // Before there is room, so that nothing but asking follows.
+        // Done before there is room, so that only the requests follow.
         const std::byte* const from = find(tile, step, resident);
         ring_.wait_empty();
         if (tile.number + 1 == tile.segment.last) report(tile, resident);
@@ -247,7 +249,7 @@ class DecodeFetch {
   __device__ int count(const Tile& tile) const {
     return max(0, min(Shape::kFetchRows, tile.segment.count(tile.number) - first_row_));
   }
-  // Whether the warp's rows come in lots, for none of them is found by position: a lot does not
+  // True if the warp's rows come in lots, because none is found by position: a lot does not
   // straddle pages.
   __device__ bool in_lots(const Tile& tile) const {
     return kBulkCopies && (!kSelects || first_row(tile) >= selected(tile));
@@ -261,7 +263,7 @@ class DecodeFetch {
     return first_row_ == 0 && tile.number == tile.segment.first;
   }
 
-  // Whether this lane's row of a tile was placed, if it exists.
+  // True if this lane's row of a tile was placed, if it exists.
   __device__ bool is_placed(const Tile& tile) const {
     return kSelects && tile.places != nullptr && first_row(tile) + own_row(tile) < selected(tile);
   }
@@ -325,7 +327,7 @@ class DecodeFetch {
     return first + std::int64_t{row.number} * Shape::kRowBytes;
   }
 
-  // Returns when what the warp fetches of a tile has crossed a bus that passes for a slower one.
+  // Returns when the warp's rows of a tile have crossed the simulated slower bus.
   __device__ void cross_bus(const Tile& tile, unsigned step) const {
     if (p_.slow_bus.free_at == nullptr) return;
     const int own = own_row(tile);
@@ -347,7 +349,7 @@ class DecodeFetch {
   __device__ void tell_ways(const Tile& tile, unsigned step) const {
     if (!kSelects || p_.places == nullptr || lane_ >= Shape::kFetchRows) return;
     std::int32_t way = -1;
-    // Of a lot, no row is placed.
+    // Rows in lots are never placed.
     if (is_placed(tile) && lane_ < count(tile)) {
       way = lookups_.pages[step % kAhead][first_row_ + lane_].y;
     }
@@ -400,8 +402,7 @@ class DecodeFetch {
     }
   }
 
-  // The warp's rows from `existing` on become zero: they have no weight, but what was there may be
-  // no number.
+  // Zeroes the warp's rows from `existing` on: they have no weight, but stale memory may hold NaN.
   __device__ void clear(std::byte* to, int existing) const {
 #pragma unroll 1
     for (int row = first_row_ + existing; row < first_row_ + Shape::kFetchRows; ++row) {

@@ -6,7 +6,7 @@
 namespace sluice::cuda {
 
 // Running attention of one warp: up to kBunch queries over the rows it was given. Lane l holds
-// query l / 4; rows 8 to 15 of the matrices carry what rounding took from rows 0 to 7.
+// query l / 4; rows 8 to 15 of the matrices carry the rounding errors of rows 0 to 7.
 template <typename T, int kHeadDim>
 class DecodeWarp {
   using Shape = DecodeShape<kHeadDim>;
@@ -85,7 +85,7 @@ class DecodeWarp {
  private:
   // Of whole lines a lane reads chunks of 16 bytes: of a row of keys those of its quarter, which
   // are two steps of the multiplication each; of four rows of values the kValueChunks of its
-  // column, of which each is eight tiles. Which channels meet which then follows.
+  // column, of which each is eight tiles. That determines which channels meet.
   static constexpr int kValueChunks = kHeadDim / 64;
   // Sums of one logit, if there are registers for them: shorter chains of instructions.
   static constexpr int kChains = kHeadDim <= 128 ? 2 : 1;
@@ -200,7 +200,7 @@ class DecodeWarp {
     }
   }
 
-  // Two numbers as pairs of T whose sums they are, but for 2^-17 (bf16) of their size.
+  // Two numbers, each as a sum of two of T, exact to 2^-17 (bf16) of its size.
   __device__ static void split(float x, float y, std::uint32_t& high, std::uint32_t& low) {
     const T x_high = from_float<T>(x);
     const T y_high = from_float<T>(y);

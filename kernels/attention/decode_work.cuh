@@ -1,4 +1,4 @@
-// What attention of decoded tokens is told, and how its work is divided.
+// Parameters of decode attention, and the division of its work.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -31,11 +31,12 @@ struct DecodeKernelParams {
   std::byte* cache = nullptr;         // [kv_heads, ways, row_bytes]
   std::int64_t cache_stride = 0;      // bytes of a KV head
   const HeadSelection* selections = nullptr;  // reported [heads]: how many positions; or null
-  std::int32_t* resident = nullptr;      // reported [heads] or null: of them, rows on the device
-  float scale = 0.0f;                    // of logits, times log2(e)
-  float* out = nullptr;                  // [heads * group, head_dim]
-  float* lse = nullptr;                  // [heads * group], natural logarithm
-  float* alpha = nullptr;                // [heads * group] or null: the share of the selected
+  std::int32_t* resident =
+      nullptr;             // reported [heads] or null: how many of these rows are on the device
+  float scale = 0.0f;      // of logits, times log2(e)
+  float* out = nullptr;    // [heads * group, head_dim]
+  float* lse = nullptr;    // [heads * group], natural logarithm
+  float* alpha = nullptr;  // [heads * group] or null: the share of the selected
   const float* estimated_lse = nullptr;  // [heads * group], of what alpha is a share of, to which
                                          // the newest rows' is added; or null
   const float* sums = nullptr;  // [heads, head_dim] or null: of all values that a token sees, whose
@@ -48,7 +49,7 @@ struct DecodeKernelParams {
   int stages = 0;                            // of a block's ring
   SlowBus slow_bus;
 
-  // Whether heads have some rows that are found by position, before those of the token's page.
+  // True if heads have rows that are found by position, before those of the token's page.
   __host__ __device__ bool selects() const { return positions != nullptr; }
 };
 
@@ -63,7 +64,7 @@ struct DecodeShape {
   static constexpr int kRowChunks = kRowBytes / 16;
   static constexpr int kLots = 8;
   static constexpr int kLotRows = kTileRows / kLots;
-  // The widest rows leave no registers for that.
+  // The widest rows leave no registers for it.
   static constexpr bool kWholeLines = kHeadDim % 64 == 0 && kHeadDim <= 128;
   static constexpr int kLotStride = kLotRows * kRowBytes + (kWholeLines ? 0 : 16);
   static constexpr int kTileBytes = kLots * kLotStride;
@@ -80,7 +81,7 @@ struct DecodeShape {
   static constexpr int kQueryBytes = kBunch * kHeadDim * static_cast<int>(sizeof(float));
   static constexpr int kStageBytes = kTileBytes + kQueryBytes;
 
-  // Where a row of a tile lies.
+  // The offset of a row in a tile.
   __device__ static constexpr int place(int row) {
     if (kLotStride == kLotRows * kRowBytes) return row * kRowBytes;
     return row / kLotRows * kLotStride + row % kLotRows * kRowBytes;
@@ -111,7 +112,7 @@ struct DecodeSegment {
   PositionGap gap;  // of the token
 
   __device__ bool exists() const { return first < last; }
-  // How many of a tile's rows exist.
+  // The number of rows of a tile that exist.
   __device__ int count(int tile) const { return max(0, min(kTileRows, rows - tile * kTileRows)); }
   // The first row of a tile that is not found by position.
   __device__ int newest(int tile) const {
@@ -125,15 +126,15 @@ struct DecodeSharers {
   int count = 0;
 };
 
-// Tiles of so many rows; there is at least one, the token's own.
+// Tiles that the rows take; at least one, the token's own.
 __device__ __forceinline__ int tiles_of(int rows) { return (rows - 1) / kTileRows + 1; }
 
-// Whether this block reports how many of the selected rows were on the device.
+// True if this block reports how many of the selected rows were on the device.
 __device__ __forceinline__ bool counts_resident(const DecodeKernelParams& p) {
   return p.selects() && p.resident != nullptr && blockIdx.y == 0;
 }
 
-// How many rows of a head are not found by position.
+// The number of rows of a head that are not found by position.
 __device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const BatchToken& token,
                                           const PositionGap& gap) {
   if (p.selects()) return place_in_page(token.position) + 1;
@@ -152,7 +153,7 @@ __device__ __forceinline__ int selected_of(const DecodeKernelParams& p, int head
 }
 
 // Tiles of all heads, numbered head by head, divided evenly among workers: the first of them have
-// one more if need be. Numbers have 32 bits, for longer ones take long to divide.
+// one more if need be. Numbers have 32 bits because dividing longer ones is slow.
 class DecodeWork {
  public:
   // Shared memory that it takes if heads differ, for each token of a batch, and besides.
@@ -162,8 +163,8 @@ class DecodeWork {
   }
   static constexpr std::size_t kBytesBeside = sizeof(std::int32_t);
 
-  // The whole block comes here; `shared` is as large as that. Reads nothing that the kernel before
-  // may write, and does not wait for what it reads.
+  // The whole block comes here; `shared` is as large as that. Reads nothing that the preceding
+  // kernel may write, and does not wait for its loads.
   __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
       : p_(p),
         before_(shared),
@@ -183,8 +184,8 @@ class DecodeWork {
     copy_async_commit();
   }
 
-  // The whole block, once it is known what is selected. What its threads did before is seen by all
-  // of them after.
+  // Called by the whole block once the selection is known; it is a barrier for the block's earlier
+  // writes.
   __device__ void divide() {
     const int first_selected = selected_of(p_, 0);
     if (all_equal(first_selected)) {
@@ -217,7 +218,7 @@ class DecodeWork {
     set_tiles(s);
     return s;
   }
-  // Comes once for every few tiles, so that it may not divide.
+  // Runs once every few tiles, so it must not divide.
   __device__ DecodeSegment after(const DecodeSegment& s) const {
     // Every head has a tile.
     if (s.head + 1 >= p_.heads) return DecodeSegment();
@@ -232,7 +233,7 @@ class DecodeWork {
     return next;
   }
 
-  // Who has tiles of a segment's head.
+  // The workers that have tiles of a segment's head.
   __device__ DecodeSharers sharers_of(const DecodeSegment& s) const {
     const int first = worker_of(before(s.head));
     return {first, worker_of(before(s.head) + s.tiles - 1) - first + 1};
@@ -260,7 +261,7 @@ class DecodeWork {
   }
   __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
 
-  // What follows from a segment's head and token.
+  // Derives a segment's members from its head and token.
   __device__ void set_tiles(DecodeSegment& s) const {
     const int first_tile = before(s.head);
     s.tiles = uniform_ > 0 ? uniform_ : before_[s.head + 1] - first_tile;
@@ -270,8 +271,8 @@ class DecodeWork {
     s.last = min(s.tiles, end_ - first_tile);
   }
 
-  // Whether all of this thread's heads have selected so many. Several are asked for at once, the
-  // last head for those that there are not.
+  // Returns true if all of this thread's heads have selected that many. Several heads are loaded at
+  // once; past the end, the last head again.
   __device__ bool all_select(int selected) const {
     constexpr int kAtOnce = 4;
     const auto threads = static_cast<int>(blockDim.x);
@@ -286,8 +287,8 @@ class DecodeWork {
     return equal;
   }
 
-  // Whether all heads have as many rows, selected and not, which most selections see to: then
-  // nothing is written down of each. A barrier.
+  // Returns true if all heads have the same number of rows, selected and not, as most selections
+  // ensure: then nothing is stored per head. A barrier.
   __device__ bool all_equal(int first_selected) const {
     bool equal = true;
     if (p_.selects()) equal = all_select(first_selected);

@@ -1,5 +1,5 @@
-// Means of the keys of pages, and which pages a block of queries attends to: one thread block for
-// each block of queries and KV head.
+// Mean keys of pages, and the lists of pages that a block of queries attends to: one thread block
+// for each block of queries and KV head.
 #include <algorithm>
 
 #include "kernels/attention/attention.h"
@@ -80,7 +80,7 @@ void launch_means(const PageMeansParams& p, const Pages& pages, const Launch& la
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMaxHeadDim = 256;
-// Query heads at a time: what is loaded of a mean key serves all of them.
+// Query heads at a time: each load of a mean key serves all of them.
 constexpr int kHeads = 4;
 // Lanes that share the product of a query and a mean key, and channels that each takes at a time.
 constexpr int kDotLanes = 4;
@@ -110,7 +110,7 @@ struct Shared {
   float factor[kHeads];  // of weights before they add up to 1
 };
 
-// What a thread block works on.
+// The work of a thread block.
 struct QueryBlock {
   int head;
   int first;  // token
@@ -179,7 +179,7 @@ __device__ void average_queries(const ChooseArgs& args, const QueryBlock& block,
   }
 }
 
-// Of one page, by kDotLanes lanes, which all get them.
+// Logits of one page, by kDotLanes lanes, which all get them.
 __device__ __forceinline__ void logits_of(const ChooseArgs& args, const std::uint16_t* key,
                                           const Shared& shared, float (&logits)[kHeads]) {
   const int lane = static_cast<int>(threadIdx.x) % kDotLanes;
@@ -274,7 +274,7 @@ __device__ float sum_from(const QueryBlock& block, float cut, float* part) {
   return block_sum(sum, part);
 }
 
-// The highest weight from which on weights carry the share of all; 0 if one is no number. Bits of
+// The highest threshold such that weights from it on carry the share; 0 if a weight is NaN. Bits of
 // floats that are not negative are in order as the floats are.
 __device__ float find_cut(const QueryBlock& block, float share, float* part) {
   const float total = sum_from(block, 0, part);
@@ -288,7 +288,8 @@ __device__ float find_cut(const QueryBlock& block, float share, float* part) {
   return __int_as_float(cut);
 }
 
-// In order, so that a list in place of its weights never overtakes what is still to be read.
+// Written in order, so that the list, which overwrites its weights, never overtakes those still to
+// be read.
 __device__ void write_list(const ChooseArgs& args, const QueryBlock& block, float cut,
                            std::int32_t* part) {
   std::int32_t count = 0;

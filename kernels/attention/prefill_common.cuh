@@ -1,5 +1,5 @@
-// What the kernels of attend_prefill() share: arguments, the division into tiles, the online
-// softmax and the epilogue.
+// Shared by the kernels of attend_prefill(): arguments, the division into tiles, the online softmax
+// and the epilogue.
 //
 // The query heads of a group are packed: packed row r of a KV head is query token r / group and
 // query head kv_head * group + r % group. A tile is a run of packed rows of one KV head, a block a
@@ -28,7 +28,7 @@ struct PrefillArgs {
   HeadRows rows;               // [kv_heads][count, row_bytes]
   HeadCounts counts;
   std::int64_t q_stride = 0;
-  // Rows that token t sees, before they are clamped to [0, count]: so many, and t or seen[t] more.
+  // Rows that token t sees, before they are clamped to [0, count]: this number, plus t or seen[t].
   std::int64_t first_visible = 0;
   int row_bytes = 0;
   int head_dim = 0;
@@ -48,7 +48,7 @@ struct PrefillArgs {
   int first_page = 0;                  // of the rows, if pages are listed
 };
 
-// What a kernel does at once.
+// The tile sizes of a kernel.
 struct TileShape {
   int rows = 0;           // packed rows of a tile
   int keys = 0;           // KV rows of a block
@@ -64,7 +64,7 @@ void merge_prefill_splits(const PrefillArgs& args, const Launch& launch);
 // Any device from sm_80 on.
 void attend_prefill_generic(PrefillArgs args, DType dtype, const Launch& launch);
 
-// Returns false, having done nothing, where this device, program or call is not for it.
+// Returns false, having done nothing, if the kernel does not support this device, program or call.
 bool attend_prefill_hopper(PrefillArgs args, DType dtype, const Launch& launch);
 
 inline constexpr float kNoLogit = -__builtin_huge_valf();
@@ -94,7 +94,7 @@ __device__ __forceinline__ int visible_rows(const PrefillArgs& args, const Tile&
   return static_cast<int>(rows < 0 ? 0 : rows > tile.count ? tile.count : rows);
 }
 
-// Where KV row `row` of a tile is among the KV head's.
+// The index of a tile's KV row `row` among the KV head's rows.
 __device__ __forceinline__ std::int64_t place_of(const PrefillArgs& args, const Tile& tile,
                                                  int row) {
   if (tile.listed == nullptr) return row;

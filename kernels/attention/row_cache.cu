@@ -10,11 +10,11 @@
 namespace sluice::cuda {
 namespace {
 
-// Rows are looked up by so many lanes each, a team, which look at four ways each.
+// Each row is looked up by a team of kLookUpLanes lanes, which look at four ways each.
 constexpr int kLookUpLanes = 8;
 constexpr int kTeams = kWarp / kLookUpLanes;  // of a warp
 constexpr int kLookUpThreads = 256;
-// Rows of a team at a time: what they read is on its way together.
+// Rows of a team at a time, so that their loads overlap.
 constexpr int kLookUpAhead = 4;
 constexpr int kWarpRows = kTeams * kLookUpAhead;
 constexpr int kLookUpRows = kLookUpThreads / kWarp * kWarpRows;  // of a block
@@ -64,7 +64,7 @@ __device__ __forceinline__ int find_way(const uint4& own, Tag tag) {
   return owner < 0 ? -1 : 4 * owner + in_owner;
 }
 
-// Where rows of a token's KV head are before any makes room for another.
+// The places of rows of a token's KV head before any is evicted.
 class LookUp {
  public:
   __device__ __forceinline__ LookUp(const FindRowsParams& p, int number, int head)
@@ -73,7 +73,7 @@ class LookUp {
         index_(std::int64_t{number} * p.shape.kv_heads + head),
         first_way_(head * p.cache.sets * kWarp) {}
 
-  // By a warp: rows [first, first + kWarpRows) as far as there are so many.
+  // By a warp: rows [first, first + kWarpRows) that exist.
   __device__ __forceinline__ void find(std::int32_t first, std::int32_t count) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     std::int32_t rows[kLookUpAhead];
@@ -88,7 +88,7 @@ class LookUp {
     }
 #pragma unroll
     for (int i = 0; i < kLookUpAhead; ++i) {
-      // What is on the device has no tag that there is.
+      // Rows on the device get a tag that matches none.
       const bool there = places[i].place == PlacedRow::kDevice;
       tags[i] = there ? RowCacheView::kNothing - 1 : tag_of(p_, places[i].number);
       sets[i] = set_of_tag(tags[i], p_.cache.sets) * kWarp;
@@ -165,7 +165,7 @@ __global__ __launch_bounds__(kLookUpThreads) void look_up_kernel(
   for (; first < count; first += step) look_up.find(first, count);
 }
 
-// A row that is only at home.
+// A row that is only in host memory.
 struct AwayRow {
   std::int32_t item;  // of all that the KV head selected
   std::int32_t home;
@@ -177,8 +177,9 @@ struct TakeShared {
   AwayRow rows[kLot];  // that the block has found so far
 };
 
-// Gives ways to rows at home. Blocks divide the sets of a KV head among them, and warps those of a
-// block: so what happens in a set happens in the order of the batch, whatever there is of either.
+// Gives ways to rows in host memory. Blocks divide the sets of a KV head among them, and warps
+// those of a block: so a set's changes happen in the order of the batch, whatever the number of
+// blocks and warps.
 class WayTaker {
  public:
   __device__ WayTaker(const FindRowsParams& p, TakeShared& shared)
@@ -251,9 +252,9 @@ class WayTaker {
     return head_of(number) * p_.selected.capacity + item - shared_.before[number];
   }
 
-  // Of a lot of rows those at home that belong to this block's sets.
+  // The rows of a lot that are in host memory and belong to this block's sets.
   struct Lot {
-    std::int32_t homes[kTakeRows];  // -1: not at home
+    std::int32_t homes[kTakeRows];  // -1: not in host memory
     unsigned own[kTakeRows];        // a bit for each lane whose row it is
     int before[kTakeRows];          // so many of the lot's are before this warp's
     int count;
@@ -308,7 +309,7 @@ class WayTaker {
       shared_.rows[listed + lot.before[i] + __popc(below)] = {item_of(first, i), lot.homes[i]};
     }
   }
-  // What take_way() will look at.
+  // Prefetches the memory that take_way() will read.
   __device__ void prefetch(int set) const {
     const std::int64_t way = (head_ * p_.cache.sets + set) * kWarp;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p_.cache.heat + way));

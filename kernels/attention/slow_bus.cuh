@@ -1,10 +1,10 @@
-// A bus between host memory and the device that passes for a slower one, to measure on a server's
-// what decoding takes on the bus of another machine. Only where the project was configured with
-// SLUICE_PRETEND_GPU, which decode.cu alone is told; elsewhere no kernel waits for it.
+// A simulated slower bus between host memory and the device, to measure on a server how long decode
+// takes on another machine's bus. Only where the project was configured with SLUICE_PRETEND_GPU,
+// which decode.cu alone is told; elsewhere no kernel waits for it.
 //
-// Rows cross it one after the other, at its rate: each waits for what was asked for before, by
-// whatever block. Only rows that decoding attention reads from the host do, neither rows that are
-// written nor prompts.
+// Rows cross it one after the other, at its rate: each waits for all earlier requests, from any
+// block. Only rows that decode attention reads from host memory cross it, not rows that are
+// written, and not prefill.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ constexpr bool kBusMayPassForSlower = false;
 #endif
 
 struct SlowBus {
-  unsigned long long* free_at = nullptr;  // when what was asked for is over, ns; null: not slower
+  unsigned long long* free_at = nullptr;  // when all requests are done, ns; null: not slower
   float byte_ns = 0.0f;
 
   SlowBus() = default;
@@ -31,7 +31,7 @@ struct SlowBus {
   }
 };
 
-// Returns when so many bytes have crossed. One lane.
+// Returns when `bytes` bytes have crossed. One lane.
 __device__ __forceinline__ void wait_to_cross(const SlowBus& bus, int bytes) {
   const auto now = [] {
     unsigned long long ns;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void wait_to_cross(const SlowBus& bus, int bytes) {
     return ns;
   };
   const auto cost = static_cast<unsigned long long>(static_cast<float>(bytes) * bus.byte_ns + 0.5f);
-  // From now on if nothing is under way. Hundreds of warps ask at once: none of them tries again.
+  // Starts now if nothing is under way. Hundreds of warps ask at once, so none retries.
   atomicMax(bus.free_at, now());
   const unsigned long long end = atomicAdd(bus.free_at, cost) + cost;
   while (now() < end) __nanosleep(20);

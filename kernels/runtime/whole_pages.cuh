@@ -86,8 +86,8 @@ __device__ __forceinline__ float clamp_to_half(float x) {
   return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
 }
 
-// The code of an element in the lowest bits, rounded to nearest even, below others that the caller
-// masks off. Rounded at every step, like the CPU's.
+// The code of an element in the lowest bits, rounded to nearest even, below other bits that are
+// left to the caller. Rounded at every step, like the CPU's.
 __device__ __forceinline__ std::uint32_t code_of(float x, float zero, float inverse_step,
                                                  float largest) {
   // Adding it to a float in [0, 2^22) leaves the rounded integer in the lowest bits.
