@@ -11,7 +11,7 @@ __device__ __forceinline__ float weight_of(float x, float y) {
   return x == -INFINITY ? 0.0f : exp2_fast(x - y);
 }
 
-// sum += weight * x. A vector without weight must be zero, not stale memory.
+// sum += weight * x; an x whose weight is 0 is zero itself.
 __device__ __forceinline__ void add_weighted(float4& sum, float weight, const float4& x) {
   sum.x += weight * x.x;
   sum.y += weight * x.y;
