@@ -1,4 +1,4 @@
-// What a decoder computes besides attention.
+// Operations of a decoder besides attention.
 //
 //   elementwise   embeddings; then, per layer, norms, rotations, conversions and activations of
 //                 their own, where a product does not take them along
@@ -25,7 +25,7 @@ void read_heads(const ReadHeadsParams& params, const Launch& launch);
 // y[row] = bias, or y[row] += bias.
 void add_bias(const float* bias, const Matrix& y, bool accumulate, const Launch& launch);
 
-// Whether gemv() takes this chain: one token, rows in units of 16 bytes, inputs that fit a
+// Returns true if gemv() takes this chain: one token, rows in units of 16 bytes, inputs that fit a
 // multiprocessor beside the weights under way.
 bool gemv_supported(const LinearChain& chain, const DeviceLimits& device);
 // The whole chain. `weight` [outputs, inputs], in the dtype of the product's inputs, stands for the
@@ -36,7 +36,7 @@ void gemv(const LinearChain& chain, const void* weight, const Launch& launch);
 // starts without it.
 class Gemm {
  public:
-  // Throws Error{unsupported} if cuBLAS is not there.
+  // Throws Error{unsupported} if cuBLAS is not installed.
   explicit Gemm(const Launch& launch);
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;

@@ -78,7 +78,7 @@ class Ring {
     }
     return stages_ + stage_ * kChunkBytes;
   }
-  // The chunk that take() gave is done with.
+  // Frees the stage of the chunk that take() gave.
   __device__ void release() {
     __syncwarp();
     fetch(stage_ == 0 ? kStages - 1 : stage_ - 1);
@@ -242,7 +242,7 @@ std::int64_t row_bytes_of(const Matrix& x) {
 
 bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
 
-// Where the inputs come from.
+// The source of the inputs.
 const Matrix& source_of(const LinearChain& chain) {
   if (chain.norm) return chain.norm->x;
   return chain.cast ? chain.cast->from : chain.linear.x;
@@ -257,7 +257,7 @@ void launch_stages(const GemvKernelParams& p, int warps, const Launch& launch) {
                launch, p);
 }
 
-// As many warps as there are rows for, or as have room.
+// The number of warps: limited by rows and by shared memory.
 template <typename T>
 void launch_typed(const GemvKernelParams& p, const Launch& launch) {
   const std::int64_t rows =

@@ -42,7 +42,7 @@ struct SampleBatch {
   SampleRule rules[kSampleRows];
 };
 
-// What one block does.
+// The work of one block.
 struct SampleCall {
   const float* logits;  // [count]
   int count;
@@ -189,7 +189,7 @@ __device__ void find_edge(Shared* shared) {
   if (before <= kListed && before + own > kListed) {
     int bin = top;
     while (before + shared->bins[bin] <= kListed) before += shared->bins[bin--];
-    // Above the bin that is too much.
+    // Above the bin that no longer fits.
     shared->edge = bin + 1 < kBins ? static_cast<std::uint32_t>(bin + 1) << kBinShift : UINT_MAX;
   }
   if (threadIdx.x == 0 && all <= kListed) shared->edge = 0;
@@ -260,7 +260,7 @@ __device__ Cut shrink(const SampleCall& call, const Heaviest& heaviest, std::uin
   const float needed = ceilf((wanted - above) / measure(logit_of(grade)));
   const float missing = fminf(fmaxf(needed, 1.0f), static_cast<float>(call.count));
   const auto is_equal = [&](std::uint32_t own) { return own == grade ? 1.0f : 0.0f; };
-  // Mostly nothing equals the last one.
+  // Usually no other token equals the last one.
   if (listed && heaviest.sum(shared, is_equal) <= missing) {
     return {grade, grade == cut.grade ? cut.id : INT_MAX};
   }

@@ -1,4 +1,4 @@
-// A call of attend_tiles() by value, and what its kernels leave for each other.
+// A call of attend_tiles() by value, and the buffers that its kernels share.
 //
 // A head is a KV head of a token of the batch: number token * kv_heads + KV head. Launches depend
 // on the batch's capacity alone; what follows from a token's position is found on the device.

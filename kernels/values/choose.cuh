@@ -1,6 +1,6 @@
-// Which pages of a head are read: the heaviest that carry the share. Every block that reads some of
-// them finds all by itself, which takes less time than another kernel. Sums over the block are of
-// integers, whatever order they come in.
+// Chooses the pages of a head to read: the heaviest that carry the share. Every block that reads
+// some of them finds all of them itself, because another kernel would take longer. Sums over the
+// block are of integers, so their order does not matter.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace sluice::cuda {
 inline constexpr int kReadThreads = 256;
 inline constexpr int kReadWarps = kReadThreads / kWarp;
 
-// Counts in shared memory, of which neighbouring lanes have copies: else those that count the same
-// wait for each other.
+// Counts in shared memory. Neighbouring lanes have separate copies, because lanes that count the
+// same bin would wait for each other.
 template <int kBins>
 class Counts {
   static constexpr int kCopies = 4;
@@ -50,7 +50,7 @@ class PageChoice {
   using Page = std::uint16_t;  // in a list
   static_assert(kMostTilePages - 1 <= std::numeric_limits<Page>::max());
 
-  // What a block keeps in shared memory.
+  // A block's shared memory.
   struct Shared {
     Counts<kReadThreads> coarse;
     Counts<kFine> fine;
@@ -67,7 +67,7 @@ class PageChoice {
   // that threads do not keep are staged there, each in its place.
   __device__ PageChoice(const float* weights, int pages, float* staged, Shared& shared)
       : weights_(weights), pages_(pages), shared_(shared) {
-    // Past the L1 cache, which may have what was there in the layer before.
+    // Bypasses the L1 cache, which may hold stale data of the layer before.
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if (page_of(i) < pages) kept_[i] = __ldcg(weights + page_of(i));
@@ -119,7 +119,7 @@ class PageChoice {
     return pages_;
   }
 
-  // Of the warp's pages, a bit for each that is read.
+  // A bit for each of the warp's pages that is read.
   __device__ std::uint32_t chosen(int page, float weight, std::uint32_t lightest) const {
     return __ballot_sync(kAllLanes, page < pages_ && class_of(weight) >= lightest);
   }
@@ -160,7 +160,7 @@ class PageChoice {
     return sum;
   }
 
-  // From this class on pages carry the share, and without it they do not.
+  // The lightest class that is needed: the pages from it on carry the share, those above it do not.
   __device__ std::uint32_t lightest_class(float share) {
     shared_.coarse.clear(thread(), kReadThreads);
     shared_.fine.clear(thread(), kReadThreads);

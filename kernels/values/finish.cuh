@@ -1,5 +1,5 @@
-// Which pages and query heads a block of the reading kernel has, and what the last block of a head
-// does: it adds up what all have, gives the mean value what is left, and merges.
+// The pages and query heads of a block of the reading kernel, and the work of a head's last block:
+// it adds up all blocks' sums, gives the remaining weight to the mean value, and merges.
 #pragma once
 
 #include <cmath>
@@ -36,8 +36,8 @@ struct BlockPart {
   }
 };
 
-// What a block leaves for the last one of its head: sums [kTileQueries, head_dim] of those query
-// heads that there are, then their masses.
+// The partial that a block leaves for the last one of its head: sums [kTileQueries, head_dim] of
+// the query heads that exist, then their masses.
 struct Partial {
   float* sums;
   float* masses;
@@ -54,9 +54,9 @@ __device__ __forceinline__ float4 add_scaled(const float4& x, float factor, cons
 
 // One query head of a head whose pages are all read.
 struct Finished {
-  float read;    // what sums of values count
-  float mean;    // and what value_sums do
-  float before;  // and the partial that was there
+  float read;    // factor of the sums of values
+  float mean;    // of value_sums
+  float before;  // and of the partial before
 };
 
 // By one warp. Sums are taken in the same order every time.
@@ -72,7 +72,7 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   const auto stride = static_cast<int>(partial_floats(c.head_dim));
   float read = 0.0f;
   float all = 0.0f;
-  // What one turn loads is on its way together.
+  // The loads of one turn overlap.
 #pragma unroll 1
   for (int i = lane; i < max(part.splits, slices); i += 2 * kWarp) {
     const int next = i + kWarp;
@@ -102,7 +102,7 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   return {each, __fdividef(each * unread, tokens), __fdividef(kept, sum)};
 }
 
-// What four channels of a query head are made of, besides the sums of values.
+// Inputs of four channels of a query head, besides the sums of values.
 struct ColumnParts {
   float4 mean;
   float4 before;

@@ -1,5 +1,5 @@
-// Pages of value tiles on their way to shared memory for one warp, in order: by bulk copies where
-// there are, else by asynchronous ones of all lanes.
+// Pages of value tiles on their way to shared memory for one warp, in order: by bulk copies if the
+// device has them, else by asynchronous copies of all lanes.
 #pragma once
 
 #include <cstddef>
@@ -59,7 +59,7 @@ class PageRing {
     }
     return memory_ + from_ * page_bytes_;
   }
-  // That page is done with.
+  // Frees that page's stage.
   __device__ __forceinline__ void release() {
     __syncwarp();
     from_ = next_of(from_);

@@ -1,5 +1,5 @@
 // Attention to the pages that are read. Blocks share a head's pages, a warp has one at a time; the
-// last block of a head adds up what all have, gives the mean value what is left, and merges.
+// last block of a head adds up all sums, gives the remaining weight to the mean value, and merges.
 #include <string>
 
 #include "kernels/runtime/device_math.cuh"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kSumWarps = kReadWarps / 2;  // whose sums meet in shared memory
 
-// What a lane has of its warp's pages.
+// A lane's sums over its warp's pages.
 template <int kBlocks>
 struct PageSums {
   float results[kBlocks][kBlockResults] = {};
@@ -25,7 +25,7 @@ struct PageSums {
   static constexpr int kNumbers = kBlocks * kBlockResults + 1;  // of a lane
   static constexpr int kSize = kNumbers * kWarp;
 
-  // Where for_each() puts what a query head has of a channel, and its mass.
+  // The places at which for_each() puts a query head's sum of a channel, and its mass.
   __device__ static int place_of(int query, int channel) {
     const int number = channel / kBlockChannels * kBlockResults + channel % 4 * 2 + query % 2;
     return number * kWarp + channel % kBlockChannels / 4 * 4 + query / 2;
@@ -44,7 +44,7 @@ struct PageSums {
   }
 };
 
-// What a lane needs of a page besides the page itself.
+// A lane's inputs for a page besides the page itself.
 __device__ __forceinline__ PageLogits page_logits(const TilesCall& c, const BlockPart& part,
                                                   int page) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -98,7 +98,7 @@ __device__ void join_warps(PageSums<kBlocks>& sums, float* memory) {
   __syncthreads();
 }
 
-// What all of the block's warps have at a place.
+// The sum of all the block's warps at a place.
 template <int kBlocks>
 __device__ __forceinline__ float sum_of(const float* memory, int place) {
   float sum = 0.0f;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void read_own(const TilesCall& c, const BlockPart& pa
   for (int stage = 0; stage < c.stages; ++stage) ring.fetch(page_at(i + stage * step));
 #pragma unroll 1
   for (; i < part.chosen; i += step) {
-    // Where the page is that is fetched next, and what this one weighs, while it is on its way.
+    // Looks up the next page to fetch and computes this one's weights while it is on its way.
     const std::byte* const next = page_at(i + c.stages * step);
     const ColumnWeights w = weigh_page<kBits>(page_logits(c, part, list[i]), norm);
     add_page<kBits, kBlocks>(c, ring.take(), w, sums);

@@ -1,4 +1,4 @@
-// What a warp makes of one page of value tiles: sums of weight * value, by tensor cores.
+// A warp's sums of weight * value over one page of value tiles, by tensor cores.
 //
 // A product has channels as rows, tokens inside and up to kTileQueries query heads as columns, so
 // that of 16 x 8 results few go unused. Codes stay where they lie in their words: as f16 a code in
@@ -48,7 +48,7 @@ struct LaneWords {
   uint4 high;
 };
 
-// Of a page in shared memory. Of channels that there are not it is whatever lies there.
+// Read from a page in shared memory. Words of channels past head_dim are arbitrary.
 template <int kBits>
 __device__ __forceinline__ void load_words(const std::byte* page, int head_dim, int first,
                                            LaneWords<kBits>& words) {
@@ -89,7 +89,7 @@ struct ColumnWeights {
   float sum;     // of all weights
 };
 
-// Replaces logits that are taken out by -Inf.
+// Replaces logits of selected tokens by -Inf.
 __device__ __forceinline__ std::uint32_t without(std::uint32_t pair, std::uint32_t taken) {
   if ((taken & 1u) != 0) pair = (pair & 0xffff0000u) | 0xfc00u;
   if ((taken & 2u) != 0) pair = (pair & 0xffffu) | 0xfc000000u;

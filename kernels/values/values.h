@@ -30,17 +30,18 @@ void build_values_batch(const BuildValuesBatchParams& params, const Launch& laun
 // and has scratch and counters of its own; it let this one begin after waiting itself.
 void attend_tiles(const AttendTilesParams& params, const Launch& launch, bool is_beside = false);
 void merge_partials(const MergePartialsParams& params, const Launch& launch);
-// The same where it has other work than kernels to wait for, of another stream.
+// merge_partials() for a launch that also waits for work of another stream, not only for kernels.
 void merge_joined_partials(const MergePartialsParams& params, const Launch& launch);
 
 inline constexpr int kTileQueries = 8;                                 // that read a page together
 inline constexpr std::int64_t kMostTilePages = std::int64_t{1} << 16;  // of a head
 
-// Leaves the digest's weights where select() does not (leaves_page_weights()), after it.
+// Computes the digest's weights after select(), if select() does not leave them
+// (leaves_page_weights()).
 void weigh_pages(const SelectParams& params, const Launch& launch);
 
-// Scratch with which all tokens are attended at once. With less they are in turns; that of one
-// token must fit.
+// Scratch, bytes, for all tokens at once. With less, tokens are attended in turns; one token must
+// fit.
 std::size_t attend_tiles_scratch_bytes(const AttendTilesParams& params, const DeviceLimits& device);
 
 }  // namespace sluice::cuda

@@ -1,5 +1,5 @@
-// What every page weighs without what is selected of it. A block weighs neighbouring pages of one
-// head: from the digest where there is one and nothing is selected, else from the logits.
+// Weights of every page without its selected tokens. A block weighs neighbouring pages of one head:
+// from the digest if there is one and nothing is selected, else from the logits.
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/page_digest.h"
@@ -47,7 +47,7 @@ struct Slice {
   float* weights;  // [count, group]
 };
 
-// Marks what is selected of the slice.
+// Marks the slice's selected tokens.
 __device__ void mark_selected(const WeighCall& c, const Slice& slice, std::int32_t selected) {
   __shared__ std::int32_t range[2];
   const auto thread = static_cast<int>(threadIdx.x);
@@ -87,7 +87,7 @@ __device__ __forceinline__ float digested(const WeighCall& c, const Slice& slice
   return c.digest.sums[place] * exp2_fast(highest - norm);
 }
 
-// The weights of eight logits, of which those with their bit set do not count.
+// The weights of eight logits; those with their bit set do not count.
 __device__ __forceinline__ float weight8(const uint4& logits, std::uint32_t taken, float norm) {
   const std::uint32_t words[4] = {logits.x, logits.y, logits.z, logits.w};
   float sum = 0.0f;
@@ -177,11 +177,11 @@ __device__ __forceinline__ void weigh_slice(const WeighCall& c, uint4* memory) {
   report(c, slice);
 }
 
-// Whoever waits for this kernel has waited for the one before, in either case.
+// In either case, a kernel that waits for this one has waited for the preceding one.
 __global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_constant__ WeighCall c) {
   extern __shared__ uint4 memory[];
   if (c.is_beside) {
-    __threadfence();  // so that nothing is read as an older kernel had it in this L1 cache
+    __threadfence();  // so that no stale line of this L1 cache is read
   } else {
     wait_for_kernel_before();
     allow_next_kernel();

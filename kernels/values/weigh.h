@@ -1,5 +1,5 @@
-// What whole pages weigh without what is selected of them: the first step of attend_tiles(), unless
-// it was done behind select().
+// Weights of whole pages without their selected tokens: the first step of attend_tiles(), unless it
+// was done after select().
 #pragma once
 
 #include "kernels/runtime/launch.h"
@@ -9,15 +9,15 @@
 
 namespace sluice::cuda {
 
-// The pages of a batch's tokens, and where what they weigh is to go.
+// The pages of a batch's tokens, and the destination of their weights.
 struct WeighedPages {
   KvShape shape;
   TokenBatch batch;
   LogitView logits;
   SelectionView selected;
-  const float* lse = nullptr;  // [count, query_heads]: what weights are relative to
+  const float* lse = nullptr;  // [count, query_heads]: the base of the weights
   PageWeights to;              // nothing of heads whose selection is bad
-  bool is_beside = false;      // the kernel before has nothing to do with it
+  bool is_beside = false;      // independent of the preceding kernel
 };
 
 void weigh_pages(const WeighedPages& pages, const Launch& launch);
