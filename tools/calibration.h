@@ -1,4 +1,4 @@
-// What `sluice calibrate` finds out about a model, on passages of a text.
+// Measurements of `sluice calibrate` on a model, over passages of a text.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace sluice::tools {
 
-// What was found, and everything that was measured on the way.
+// The result, and every measurement behind it.
 struct Calibration {
   Policy policy;
   std::string table;      // for people
@@ -27,7 +27,7 @@ Calibration calibrate_anchors(Engine& engine, const PassageBuilder& passages,
 // Throws Error{unsupported} for a model with too few layers.
 void require_anchors(const ModelInfo& info);
 
-// What is saved first, the other where that is equal.
+// The cost to minimise first; the other one breaks ties.
 enum class Saving : std::uint8_t {
   bus,     // rows that are read per decoded token, besides the newest page
   device,  // bytes of the index
@@ -37,14 +37,14 @@ struct LayerChoices {
   std::vector<std::int64_t> rows = {0, 16, 64, 256};  // per KV head
   std::vector<int> value_bits = {2, 4};
   std::vector<int> key_bits = {4};
-  double loss = 0.002;  // most nats per token, KL(dense || policy), of the whole
+  double loss = 0.002;  // upper bound, nats per token, KL(dense || policy), all layers together
   Saving saving = Saving::bus;
 };
 
-// What every layer keeps under `values`, the cheapest that loses at most choices.loss: each choice
-// of each layer is measured with all others dense, losses are taken for additive, and what that
-// gives is measured as a whole, then tightened or loosened a few times. The table says whether the
-// loss holds.
+// Per-layer settings of `values`: the cheapest that lose at most choices.loss. Each choice of each
+// layer is measured with all other layers dense, and losses are assumed to add up; the plan that
+// this gives is then measured as a whole and tightened or loosened a few times. The table says
+// whether the loss bound holds.
 Calibration calibrate_layers(Engine& engine, const PassageBuilder& passages,
                              const TaskOptions& options, const LayerChoices& choices);
 

@@ -1,5 +1,5 @@
-// What decoding read and moved, summed over many steps: of a context's first tokens, for which a
-// row cache has to be filled, and of those after them.
+// Rows and bytes that decoding read and moved, summed over many steps: separately for the first
+// tokens behind a context, which still fill the row cache, and for those after them.
 #pragma once
 
 #include <cstdint>
@@ -17,18 +17,18 @@ using Movement = std::tuple<Tier, Tier, Cause>;
 struct Cost {
   std::int64_t tokens = 0;
   double attended = 0.0;  // rows per KV head, summed over layers and tokens
-  double selected = 0.0;  // of them, those outside the newest page
+  double selected = 0.0;  // attended rows outside the newest page
   double alpha = 0.0;     // of layers that select, mean over query heads
   std::int64_t alphas = 0;
   std::int64_t cut = 0;  // (layer, token, KV head) in which a cap cut the selection
-  // What the sessions' ledgers counted while decoding and correcting.
+                         // The sessions' ledger counts while decoding and correcting.
   std::map<Movement, Traffic> traffic;
 
   Cost& operator+=(const Cost& other);
 };
 
 // Tokens decoded behind a context before its costs count as steady: a row cache begins empty, and
-// what steps select again and again has mostly come by then.
+// after these tokens the rows that steps select again and again are mostly resident.
 inline constexpr std::int64_t kColdTokens = 64;
 
 struct DecodeCost {
@@ -41,8 +41,8 @@ struct DecodeCost {
 class CostMeter {
  public:
   explicit CostMeter(const Session& session);
-  // After every step of decoding: adds what it cost, and a correction right before it, to `cost`;
-  // null: it shall not count. A step belongs where its first token does.
+  // Called after every decode step: adds the cost of the step, and of a correction right before it,
+  // to `cost`; null: not counted. The first token of a step decides between cold and warm.
   void end_step(DecodeCost* cost);
 
  private:

@@ -1,5 +1,4 @@
-// One probe under one policy: what was answered, how that compares with dense attention, and what
-// it cost.
+// One probe under one policy: its answers, their distance from dense attention, and their cost.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +10,7 @@
 
 namespace sluice::tools {
 
-// What dense attention said, and the answers that all policies read on along.
+// Dense attention's distributions, and the answers that every policy is fed.
 struct Baseline {
   std::vector<std::vector<float>> log_probabilities;  // [tokens of the answers][vocabulary]
   std::vector<TokenId> answers;                       // of all turns
@@ -26,10 +25,10 @@ struct ProbeResult {
   std::vector<FactResult> facts;  // of all turns
   int leading = 0;                // tokens before the first that was not the likeliest
   int characters = 0;             // of their text
-  // Per token of the answers that were read along.
-  std::vector<double> nll;    // nats
-  std::vector<double> kl;     // KL(dense || this), nats
-  std::vector<double> agree;  // 1: the likeliest token is dense attention's; 0: it is not
+                                  // Per token of the baseline's answers.
+  std::vector<double> nll;        // nats
+  std::vector<double> kl;         // KL(dense || this), nats
+  std::vector<double> agree;      // 1: the likeliest token is dense attention's; 0: it is not
 };
 
 struct ProbeOptions {
@@ -40,9 +39,10 @@ struct ProbeOptions {
   bool costs_until_wrong = false;  // counts what steps cost up to that one
 };
 
-// Fills `baseline` if it is empty. Otherwise reads along its answers; if facts are asked for and
-// the policy in force would have said something else, it answers once more by itself, which adds
-// nothing to `cost`. `meter` is the session's. The session is left behind the probe.
+// Fills `baseline` if it is empty. Otherwise feeds the session the baseline's answers; if facts are
+// asked for and the policy in force would have answered differently, it then answers once more
+// with its own tokens, which adds nothing to `cost`. `meter` is the session's. The session ends
+// behind the probe.
 ProbeResult run_probe(const Tokenizer& tokenizer, Session& session, const Probe& probe,
                       const ProbeOptions& options, Baseline& baseline, CostMeter& meter,
                       DecodeCost& cost);

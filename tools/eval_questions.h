@@ -1,4 +1,4 @@
-// What is hidden in a text and asked for, in words.
+// Lines hidden in a text, and questions about them, in words.
 #pragma once
 
 #include <cstddef>
@@ -46,10 +46,10 @@ struct QuestionSet {
   std::vector<std::vector<Question>> probes;
 };
 
-// Of tasks about hidden lines: needle to variable_tracking.
+// For tasks about hidden lines: needle to variable_tracking.
 QuestionSet make_questions(Task task, const TaskOptions& options, Dice& dice);
 
-// `common` in this order is what is to be said, each of them found anywhere.
+// The answer is `common` in this order; each word counts anywhere in it.
 Question ask_for_words(const std::vector<std::string>& common);
 
 // Words of five letters or more in lower case, each once, in the order in which they are found.

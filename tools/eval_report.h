@@ -38,17 +38,17 @@ struct Window {
   Estimate kl;              // nats per token
   Estimate top1_agreement;  // share of tokens
 };
-// Up to 8 of equal length, to within a token, of probes of equal length.
+// Up to 8 windows, equally long to within a token. Probes must be equally long.
 std::vector<Window> windows_of(const PolicyResult& result);
 
-// Whether dense attention answers a fifth of what is asked for: of a model that does not, recall
-// says nothing about policies. Tasks without facts can be done.
+// Returns true if dense attention recalls a fifth of the facts, or if the task has none: recall of
+// a model below that says nothing about policies.
 bool can_do(const TaskResult& result);
 
 // Means per decoded token; bytes as the ledger counted them.
 struct CostPerToken {
   double attended_rows = 0.0;  // per KV head and layer
-  double selected_rows = 0.0;  // likewise, without the newest page
+  double selected_rows = 0.0;  // per KV head and layer, without the newest page
   double moved_bytes = 0.0;    // between tiers, both ways and whatever the cause
   double read_bytes = 0.0;     // rows attended where they were
   double index_bytes = 0.0;    // read to estimate weights, wherever that lies

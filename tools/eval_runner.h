@@ -1,4 +1,4 @@
-// Runs passages under several policies and measures what each got right and what it cost.
+// Runs passages under several policies and measures the answers and the cost of each.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct NamedPolicy {
 struct PolicyResult {
   std::string name;
   std::string policy;
-  // Where attention reads, for a context of TaskResult::context: all that choosing and
-  // approximating keep of keys and values.
+  // Bytes, where attention reads, for a context of TaskResult::context: everything kept of keys and
+  // values for selecting and approximating.
   std::uint64_t kept_index_bytes = 0;
   Plan plan;  // of the session that answered
   std::vector<ProbeResult> probes;
@@ -35,18 +35,18 @@ struct TaskResult {
   std::vector<PolicyResult> policies;  // the first is dense
 };
 
-// Called with the share done and what is being done.
+// Called with the share done, 0 to 1, and a note on the current work.
 using EvalProgress = std::function<void(double share, const std::string& note)>;
 
-// Whose session a policy answers in.
+// The session in which a policy answers.
 enum class Sessions : std::uint8_t {
   own,     // planned for the policy alone, as `generate` plans it, behind a prefill of its own
-  shared,  // planned for as many policies as one prefill and one index can serve: faster, but each
-           // has less of the device, so that what moves is not what it would move by itself
+  shared,  // planned for all policies that one prefill and one index can serve: faster, but each
+           // gets less device memory, so it moves other bytes than it would alone
 };
 
 // `policies` without dense, which is always run first. Every policy answers after a dense prefill
-// (or its own, if it has one) of the same passages. Answers do not depend on `sessions` but for
+// (or its own, if it has one) of the same passages. Answers depend on `sessions` only by
 // rounding. Throws Error{memory} if a cap does not hold one of the plans, before anything is read.
 TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,

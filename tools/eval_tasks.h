@@ -1,4 +1,4 @@
-// What `sluice eval` asks: a long context, and after it questions or a continuation, the same ones
+// Tasks of `sluice eval`: a long context, and after it questions or a continuation, the same ones
 // for every policy.
 #pragma once
 
@@ -14,30 +14,29 @@
 
 namespace sluice::tools {
 
-// Something that a right answer says.
+// A string that a right answer contains.
 struct Fact {
   std::string text;
   double depth = 0.0;  // where in the context it stands, 0 to 1
 };
 
-// What is given to the model, and what it should say then.
+// Tokens given to the model, and the expected answer.
 struct Turn {
   std::vector<TokenId> given;   // at least one
   std::vector<TokenId> answer;  // as it should be; own answers are as long
-  std::vector<Fact> facts;      // that count, found anywhere in the answer; a continuation has none
+  std::vector<Fact> facts;      // scored, anywhere in the answer; a continuation has none
 };
 
-// What follows a context: the next turn begins where the answer before it ended.
+// Turns behind a context: each begins where the answer before it ended.
 struct Probe {
   std::vector<Turn> turns;
 };
 
-// Whose answers are read on: every policy's likelihoods are of the same tokens.
+// The source of the answers fed to every policy, so that likelihoods are of the same tokens.
 enum class Writer : std::uint8_t {
   text,   // the right ones
   dense,  // what dense attention finds likeliest
-  drawn,  // drawn from dense attention's distribution: its likeliest tokens soon go round in
-          // circles
+  drawn,  // drawn from dense attention's distribution, because greedy tokens soon repeat
 };
 
 struct Passage {
@@ -46,7 +45,7 @@ struct Passage {
   Writer writer = Writer::text;
 };
 
-// Of a text that contexts are cut from.
+// Upper bound of a text that contexts are cut from.
 inline constexpr std::uint64_t kMaxTextBytes = std::uint64_t{1} << 30;
 
 struct TaskOptions {
@@ -83,7 +82,7 @@ inline constexpr std::array<std::string_view, 11> kTaskNames = {
     "needle",       "multikey",   "multivalue", "multiquery", "multiturn", "variable_tracking",
     "common_words", "perplexity", "agreement",  "drift",      "repetition"};
 std::string_view to_string(Task task);
-// Whether answers are right or wrong.
+// Returns true if answers are right or wrong.
 bool has_facts(Task task);
 
 struct Question;
@@ -105,9 +104,9 @@ class PassageBuilder {
   Passage words(int round) const;
   Passage continuation(Task task, int round) const;
   Passage repetition(int round) const;
-  // `count` tokens of the text, a stretch of its own for every round.
+  // `count` tokens of the text, a different stretch for every round.
   std::vector<TokenId> stretch(int round, std::int64_t count) const;
-  // Tokens of a context without those that the tokenizer puts in front.
+  // Tokens of a context minus the prefix that the tokenizer adds.
   std::int64_t room() const;
 
   const Tokenizer* tokenizer_;

@@ -14,7 +14,7 @@ constexpr int kInterruptedExit = 130;  // as shells have it for SIGINT
 
 int exit_code(ErrorCode code);
 
-// Ctrl-C ended what could not go on without its input.
+// Ctrl-C ended a wait for input.
 struct Interrupted : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

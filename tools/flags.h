@@ -1,4 +1,4 @@
-// How flags read their values where CLI11's own way would surprise.
+// Parsing of flag values where CLI11's default would surprise.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -11,7 +11,7 @@
 
 namespace sluice::tools {
 
-// Whole decimal numbers that an Integer holds, and nothing else: 010 is ten, and -1 no seed.
+// Decimal integers in the range of Integer only: 010 is ten, and -1 is refused as a seed.
 template <typename Integer>
 CLI::Validator whole_number() {
   const auto read = [](std::string& text) -> std::string {
@@ -41,7 +41,7 @@ CLI::Option* add_integer(CLI::App& app, const char* name, std::vector<Integer>& 
   return app.add_option(name, values, help)->transform(whole_number<Integer>());
 }
 
-// Of a number whose 0 stands for a flag that was not given.
+// For a number whose 0 means that the flag was not given.
 inline CLI::Validator not_zero() {
   return {[](std::string& text) {
             return std::string(text == "0" ? "0 is too few; give 1 or more" : "");

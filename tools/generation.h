@@ -1,5 +1,5 @@
-// What `sluice generate` and `sluice chat` share: flags of sampling and planning, the session that
-// they plan, and what they tell people about it.
+// Shared code of `sluice generate` and `sluice chat`: sampling and planning flags, the planned
+// session, and the text about it.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -12,14 +12,14 @@
 
 namespace sluice::tools {
 
-constexpr std::size_t kPlanIndent = 25;  // of what stands beside the names of a plan's lines
+constexpr std::size_t kPlanIndent = 25;  // column of the text beside the names in a plan
 
 struct GenerationFlags {
   SamplingParams sampling;
   std::string policy = "auto";
   std::int64_t context = 0;
 
-  // `context_default` says in --help what is planned for without --context.
+  // `context_default` is the default of --context that --help shows.
   void add_to(CLI::App& app, const std::string& context_default);
   // Throws Error{usage} for values that make no sense.
   void validate() const;
@@ -28,8 +28,8 @@ struct GenerationFlags {
 // The session to plan, and why --policy auto chose its policy.
 struct Choice {
   SessionOptions options;
-  std::string reason;    // why it prefers it, where that depends on the context; or empty
-  std::string fallback;  // why it is not what it prefers; or empty
+  std::string reason;    // why auto prefers it, if that depends on the context; or empty
+  std::string fallback;  // why auto did not take its preferred policy; or empty
 };
 
 // `options` with the policy asked for. "auto" is dense where Plan::dense_is_faster, else the first
@@ -38,13 +38,13 @@ struct Choice {
 // candidates on a GPU; or dense.
 Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options);
 
-// The plan, the policy, and what people might not have expected.
+// The plan, the policy, and notes on surprises.
 std::string plan_text(const Engine& engine, const Plan& plan, const Choice& choice);
 
-// What the chat template writes as text though it looks like control tokens; empty if nothing.
+// A note on text of the chat template that looks like control tokens but is not; empty if none.
 std::string text_marker_note(const ChatFormat& format);
 
-// What loading the weights took.
+// The cost of loading the weights.
 struct Loading {
   std::uint64_t bytes = 0;  // of the weights, as stored
   double seconds = 0.0;
@@ -61,9 +61,9 @@ std::string loading_line(const Loading& loading);
 
 std::string timing_table(const Timings& timings);
 std::string memory_table(const MemoryUse& memory);
-// What the last decoded token attended to; empty if every layer was dense.
+// The selection of the last decoded token; empty if every layer was dense.
 std::string selection_line(const StepSelection& selection, std::int64_t length);
-// Where decoding found its rows; empty if there is no device tier.
+// Hits and misses of decoding; empty without a device tier.
 std::string rows_line(const Ledger& ledger);
 
 }  // namespace sluice::tools

@@ -6,12 +6,12 @@
 
 namespace sluice::tools {
 
-// From here on Ctrl-C ends the command at once with the exit code 130: what it computes could not
-// look at a flag often enough.
+// From here on Ctrl-C ends the command at once with the exit code 130, because its work cannot
+// check a flag often enough.
 void end_on_interrupt();
 
-// From here on the first Ctrl-C raises the flag, and whoever looks at it ends the command with what
-// it has. If that has not happened after 0.4 seconds, or at the second Ctrl-C, it ends at once.
+// From here on the first Ctrl-C raises the flag, and the code that checks it ends the command with
+// the results so far. After 0.4 seconds without that, or at the second Ctrl-C, it ends at once.
 void flag_interrupt();
 const std::atomic<bool>& interrupted();
 
@@ -19,13 +19,13 @@ const std::atomic<bool>& interrupted();
 // process was stopped (Ctrl-Z) and goes on, once keep_on_interrupt() was called.
 bool wait_for_input(int descriptor, const std::function<void()>& resumed = {});
 
-// From here on Ctrl-C raises the flag and nothing else, until whoever looks at it lowers it again.
-// At another one before that the command ends at once, as it does at a SIGTERM, and leaves the
-// terminal as it is now.
+// From here on Ctrl-C only raises the flag, until the code that checks it lowers it again. A second
+// Ctrl-C before that, or a SIGTERM, ends the command at once and restores the terminal to its
+// present state.
 void keep_on_interrupt();
 void lower_interrupt();
 
-// Whoever looked at the flag has time from here on: for reports, say.
+// Lifts the time limit once the flag was seen, for example to write reports.
 void take_time();
 
 }  // namespace sluice::tools

@@ -16,7 +16,7 @@ class LineReader {
   LineReader& operator=(const LineReader&) = delete;
   ~LineReader();
 
-  // The next line without its end; nothing at the end of the input. Throws Interrupted when
+  // The next line without its line break; nullopt at the end of the input. Throws Interrupted when
   // interrupted() is raised meanwhile, Error{prompt} past 1 GiB, Error{io}.
   std::optional<std::string> next();
 
@@ -26,7 +26,7 @@ class LineReader {
 
   std::unique_ptr<Edited> edited_;  // or none
   std::string pending_;             // read, but not handed out
-  std::size_t searched_ = 0;        // of it, without finding an end of a line
+  std::size_t searched_ = 0;        // bytes of `pending_` known to hold no line break
 };
 
 }  // namespace sluice::tools

@@ -22,7 +22,7 @@ struct ModelFlags {
   int chunk = 0;
 
   void add_to(CLI::App& app);
-  // Of these tokens, as many as a step may have.
+  // `tokens`, capped to the chunk of a step.
   int of_step(int tokens) const { return chunk > 0 ? std::min(tokens, chunk) : tokens; }
   // Throws Error{usage} for values that make no sense.
   EngineConfig config() const;

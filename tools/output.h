@@ -18,7 +18,7 @@ void print(std::string_view text);
 // Diagnostics. Failure to show them is not an error.
 void print_error(std::string_view text);
 
-// Fields that the library's messages name are flags here: `device_memory` is --device-memory.
+// Replaces field names of the library's messages by flags: `device_memory` by --device-memory.
 std::string with_flags(std::string_view text);
 
 // `first` and after it the words of `text`, in lines of up to 80 columns of which all begin at
@@ -39,27 +39,27 @@ struct LongMember {
 void write_report_text(const nlohmann::json& report, std::span<const LongMember> longer,
                        const TextSink& to);
 
-// Whether both name one file, which may not be there yet; an empty path names none.
+// Returns true if both name one file, which need not exist yet; an empty path names none.
 bool is_one_file(const std::string& a, const std::string& b);
 
 // Throws before the work whose report is to go to `path`: Error{io} if that cannot be written;
 // Error{usage} if it is a file that this program did not write (see io/report_file.h), unless
 // `force` is given; and Error{usage} in any case if it is, or would be, a file of the checkpoint in
-// `model` or is the one at `text`, by whatever name: the report would take the place of what it is
-// about. An empty path or "-" can be written.
+// `model` or is the one at `text`, by whatever name: the report would overwrite its own
+// input. An empty path or "-" can be written.
 void require_writable(const std::string& path, const std::string& model, const std::string& text,
                       bool force);
 
-// Writes a whole report, "-" for standard output, with the mark of one in front. A report that is
-// there stays as it is unless all of the new one can be written, if a file beside it can take its
-// place. Where a standard stream goes to the file at `path`, the report goes to that stream. Throws
-// Error{io} that names the file, and Error{usage} as require_writable does.
+// Writes a whole report, "-" for standard output, behind the mark of a report. The report is
+// written to a file beside `path` and renamed where possible, so an existing report survives a
+// failed write. Where a standard stream goes to the file at `path`, the report goes to that stream.
+// Throws Error{io} that names the file, and Error{usage} as require_writable does.
 void write_report(const std::string& path, bool force, const std::string& text);
 // The same, piece by piece.
 void write_report(const std::string& path, bool force,
                   const std::function<void(const TextSink&)>& write);
-// What people read beside a report at `path`: standard output is the report's alone if that goes
-// there.
+// Prints text for people beside a report at `path`: standard output holds only the report if the
+// report goes there.
 void print_beside_report(const std::string& path, std::string_view text);
 
 // A line on standard error that is redrawn in place; nothing unless that is a terminal.

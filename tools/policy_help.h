@@ -1,4 +1,4 @@
-// What --policy takes, for --help.
+// The values of --policy, for --help.
 #pragma once
 
 #include <string>

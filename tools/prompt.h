@@ -1,4 +1,4 @@
-// Where the prompt of `sluice generate` comes from.
+// Reading the prompt of `sluice generate`.
 #pragma once
 
 #include <string>

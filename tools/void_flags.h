@@ -1,5 +1,5 @@
-// Flags that were given and can do nothing beside the others, or with this model and device. They
-// are legal, so each is told in a note: nobody has to find out by comparing answers.
+// Flags that were given but have no effect with the other flags, this model or this device. They
+// are legal, so each gets a note; otherwise one would find out only by comparing answers.
 #pragma once
 
 #include <string>
@@ -13,20 +13,20 @@
 
 namespace sluice::tools {
 
-// All of these give a line for each reason, or nothing. They are shown with --quiet, too.
+// All of these return a line for each reason, or nothing. They are shown with --quiet, too.
 
 // "note: FLAGS do nothing: WHY"; nothing without flags.
 std::string void_note(const std::vector<std::string>& flags, const std::string& why);
 
-// What greedy sampling does not use.
+// Flags that greedy sampling ignores.
 std::string void_sampling(const SamplingParams& sampling);
-// What this device does not use, whatever is computed on it; `on_device`: it is a GPU.
+// Flags that this device ignores for any computation; `on_device`: it is a GPU.
 std::string void_on_device(const ModelFlags& flags, bool on_device);
-// What a session so planned does not use, with what its device does not.
+// Flags that a session with this plan ignores, and those that its device ignores.
 std::string void_in_plan(const ModelFlags& flags, const Plan& plan, const Policy& policy);
-// What `info` does not use if it shows no plan.
+// Flags that `info` ignores if it shows no plan.
 std::string void_without_plan(const ModelFlags& flags, const std::string& policy);
-// What none of these tasks of `eval` uses.
+// Flags that all of these `eval` tasks ignore.
 std::string void_in_tasks(const TaskOptions& options, const std::vector<Task>& tasks);
 
 }  // namespace sluice::tools
