@@ -42,15 +42,16 @@ void rms_norm(const RmsNormParams& p, Threads& threads) {
 }
 
 void rope(const RopeParams& p, const RopeTable& table, Threads& threads) {
-  for_rows(p.tokens, std::int64_t{p.heads()} * p.head_dim, threads, [&](std::int64_t token, float*) {
-    for (int head = 0; head < p.heads(); ++head) {
-      float* const x = p.x + token * p.stride + std::int64_t{head} * p.head_dim;
-      if (const float* const norm = p.norm_of(head)) {
-        rms_norm_row(x, norm, p.norm_epsilon, p.head_dim, x);
-      }
-      rope_head(x, table.cosines(token), table.sines(token), p.head_dim);
-    }
-  });
+  for_rows(p.tokens, std::int64_t{p.heads()} * p.head_dim, threads,
+           [&](std::int64_t token, float*) {
+             for (int head = 0; head < p.heads(); ++head) {
+               float* const x = p.x + token * p.stride + std::int64_t{head} * p.head_dim;
+               if (const float* const norm = p.norm_of(head)) {
+                 rms_norm_row(x, norm, p.norm_epsilon, p.head_dim, x);
+               }
+               rope_head(x, table.cosines(token), table.sines(token), p.head_dim);
+             }
+           });
 }
 
 void swiglu(const SwigluParams& p, Threads& threads) {

@@ -34,20 +34,20 @@ template <class... Params>
 using OperationOf = std::variant<const Params*...>;
 
 // Refers to the parameters of one operation, which live at least as long as the call.
-using Operation = OperationOf<
-    CopyParams,
-    // dense
-    EmbedParams, WriteWeightParams, LinearParams, LinearChain, RmsNormParams, RopeParams,
-    SwigluParams, CastParams, ReadHeadsParams, SampleParams,
-    // rows
-    AppendParams, AppendBatchParams, AttendParams, AttendBatchParams, FindRowsParams,
-    ForgetRowsParams, AttendSelectedParams, GatherParams, PackTokensParams, UnpackTokensParams,
-    SumValuesParams,
-    // key index and selection
-    BuildIndexParams, BuildBatchParams, EstimateParams, SelectParams, ColumnSumsParams,
-    ChooseTokensParams, PageMeansParams, ChoosePagesParams,
-    // value tiles
-    BuildValuesParams, BuildValuesBatchParams, AttendTilesParams, MergePartialsParams>;
+using Operation =
+    OperationOf<CopyParams,
+                // dense
+                EmbedParams, WriteWeightParams, LinearParams, LinearChain, RmsNormParams,
+                RopeParams, SwigluParams, CastParams, ReadHeadsParams, SampleParams,
+                // rows
+                AppendParams, AppendBatchParams, AttendParams, AttendBatchParams, FindRowsParams,
+                ForgetRowsParams, AttendSelectedParams, GatherParams, PackTokensParams,
+                UnpackTokensParams, SumValuesParams,
+                // key index and selection
+                BuildIndexParams, BuildBatchParams, EstimateParams, SelectParams, ColumnSumsParams,
+                ChooseTokensParams, PageMeansParams, ChoosePagesParams,
+                // value tiles
+                BuildValuesParams, BuildValuesBatchParams, AttendTilesParams, MergePartialsParams>;
 
 // The operation's parameters if it is of this kind, else null.
 template <class Params>
