@@ -1,4 +1,4 @@
-// The decode kernel, once per instruction set; included by attention_decode.cc only.
+// The decode kernel, once per instruction set; included by decode.cc only.
 //
 // Queries come in bunches of kQ, and kR = kLanes / kQ rows are scored against a bunch at a time:
 // that makes kLanes dot products, which reduce together to one vector of scores. Scores lie as

@@ -1,4 +1,4 @@
-// The prefill kernel, once per instruction set; included by attention_prefill.cc only.
+// The prefill kernel, once per instruction set; included by prefill.cc only.
 //
 // Queries lie in panels of two vectors, one query per lane. Scores are S = K Q^T, [rows, lanes],
 // and values O = V^T P, [head_dim, lanes], so that softmax needs no step across lanes.

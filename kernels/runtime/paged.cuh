@@ -1,4 +1,4 @@
-// lib/batch.h for kernels, which cannot call the members of its structs.
+// sluice/batch.h for kernels, which cannot call the members of its structs.
 #pragma once
 
 #include "kernels/runtime/device_math.cuh"

@@ -32,7 +32,8 @@ struct KvRequest {
   std::uint64_t cached_bytes = 0;
   // Most bytes for the row cache; unset: as many as pay off.
   std::optional<std::uint64_t> cache_memory = std::nullopt;
-  // The host attends to part of the rows only in host memory; see offload/host_attention.h.
+  // The host attends to part of the rows only in host memory; see
+  // offload/attention/host_attention.h.
   bool host_attention = false;
 };
 

@@ -1,6 +1,6 @@
 // A decode step through the cache: one token of each of several sequences, or a few known tokens of
 // one. Its work depends on the number of tokens, their capacity and the policy, never on positions:
-// see lib/batch.h.
+// see sluice/batch.h.
 #pragma once
 
 #include <cstdint>
