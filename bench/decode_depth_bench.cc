@@ -1,7 +1,7 @@
 // Decoding behind more and more of a book, under several policies, one after the other: each has a
 // plan and sessions of its own, and all of what a cap leaves, and reads the book for itself. With
-// --sequences a step has a token of each of so many sequences, which read the book from different
-// places on, 1/n, 2/n ... n/n of the depth.
+// --sequences N a step has a token of each of N sequences, which start at different places of the
+// book and are 1/N, 2/N ... N/N of the depth long.
 //
 //   decode_depth_bench [--model DIR] [--device cuda] [--device-memory BYTES] [--row-cache BYTES]
 //                      [--tokens N...] [--sequences N] [--policy LINE...] [--chunk N]

@@ -53,7 +53,7 @@ constexpr Real gumbel(std::uint32_t word) {
   return -std::log(-std::log1p(-below_one));
 }
 
-// What gumbel() of a word with so many leading zeros is below, which spares most logarithms:
+// Upper bound of gumbel() for words with `leading_zeros` zeros, because it spares most logarithms:
 // -log(1 - x) > x, and x >= 2^-(zeros + 1).
 constexpr float gumbel_bound(int leading_zeros) {
   constexpr float kLog2 = 0.69315f;  // rounded up by more than the product is rounded

@@ -16,7 +16,7 @@ enum class AttendKernel : std::uint8_t {
   decode,       // SIMD along the channels; few queries, bound by memory
   prefill,      // SIMD with one query per lane; many queries, bound by arithmetic
   amx,          // as prefill, on AMX tiles; bf16 rows only
-  avx512_bf16,  // likewise, by AVX-512's dot products of bf16
+  avx512_bf16,  // as prefill, on AVX-512 dot products of bf16
 };
 
 // Whether this process may use `kernel` for rows of `shape`.

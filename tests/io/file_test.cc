@@ -113,7 +113,7 @@ TEST(Json, RefusesWhatIsNotStrictlyJson) {
   EXPECT_NO_THROW(read_json_file(dir.write("a", deepest), 1 << 20));
 }
 
-// A document, beside the same with other numbers in place of NaN, Infinity and -Infinity.
+// A document, and the same with numbers instead of NaN, Infinity and -Infinity.
 struct Twins {
   std::string with_constants;
   std::string plain;
