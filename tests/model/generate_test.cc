@@ -271,16 +271,17 @@ TEST_F(Generate, StopsAtSpecialTokensThatStopStringsAskFor) {
                         {"<|stop|>" + rest.substr(0, 3), text}}) {
     SCOPED_TRACE(c.stop);
     std::string streamed;
-    options_.on_text = [&](std::string_view piece) { streamed += piece; };
-    options_.sampling.stop = {c.stop};
+    GenerateOptions stopping = options_;
+    stopping.on_text = [&](std::string_view piece) { streamed += piece; };
+    stopping.sampling.stop = {c.stop};
     Session session = engine.new_session(300);
-    const GenerateResult result = generate(engine, session, prompt_, options_);
+    const GenerateResult result = generate(engine, session, prompt_, stopping);
     EXPECT_EQ(result.reason, FinishReason::stop_string);
     EXPECT_EQ(result.text, c.text);
     EXPECT_EQ(streamed, c.text);
     // One that ends the text anyway is taken for what was asked for.
     if (!c.stop.ends_with("<|stop|>")) continue;
-    GenerateOptions ending = options_;
+    GenerateOptions ending = stopping;
     ending.ignore_eos = false;
     ending.end_tokens = {tokens[at]};
     session.truncate(0);
