@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kFirstAnchor = 2;
 
-// The layers that select, and how they did for each budget.
+// A set of anchor layers and its score at each budget.
 struct Candidate {
   std::vector<int> anchors;
   std::vector<Score> scores;  // [budgets]
@@ -33,18 +33,18 @@ struct Candidate {
   }
 };
 
-// More recall first; of equals, the surer answers.
+// Higher recall wins; ties go to the lower negative log-likelihood.
 bool better(const Candidate& a, const Candidate& b) {
   return a.recall() != b.recall() ? a.recall() > b.recall() : a.nll() < b.nll();
 }
 
-// The fewest layers whose recall is within the error of the best, for every one of them scans the
-// whole index; among these the best.
+// The fewest layers whose recall is within the error of the best, because each of them scans the
+// whole index. Ties go to the better candidate.
 Candidate choose(const std::vector<Candidate>& candidates) {
   const Candidate& best = *std::min_element(candidates.begin(), candidates.end(), better);
   double error = 0.0;
   for (const Score& score : best.scores) error += score.recall.error;
-  // Of needles that were all found, one might as well not have been.
+  // The error is at least one needle, even if all of them were found.
   error = std::max(error, static_cast<double>(best.scores.size()) / best.probes);
   const Candidate* chosen = &best;
   for (const Candidate& candidate : candidates) {

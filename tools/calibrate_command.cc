@@ -1,4 +1,4 @@
-// Finds out by measuring what suits a model best, and stores it beside it.
+// The calibrate command: measures which policy suits a model best and stores it beside the model.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -20,7 +20,7 @@
 namespace sluice::tools {
 namespace {
 
-constexpr int kStepTokens = 32;  // where only answers count, no bytes
+constexpr int kStepTokens = 32;  // for presets that compare answers, not bytes
 
 struct CalibrateFlags {
   ModelFlags model;
@@ -32,7 +32,7 @@ struct CalibrateFlags {
   bool dry_run = false;
   std::string json;
   bool force = false;
-  std::string foreign;  // a flag that was given and only another preset has; empty: none
+  std::string foreign;  // first flag given that belongs to the other preset; empty: none
 };
 
 template <typename T>
@@ -61,7 +61,7 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
               flags.foreign + " is no flag of --preset " + flags.preset + "; leave it out");
 }
 
-// The first flag that was given and that only the other preset has; empty if there is none.
+// The first flag given that belongs to the other preset; empty if there is none.
 std::string foreign_flag(const CLI::App& app, const std::string& preset) {
   const std::vector<const char*> anchors = {"--budget", "--needles", "--seed"};
   const std::vector<const char*> values = {"--loss",       "--save",     "--rows",
@@ -72,7 +72,7 @@ std::string foreign_flag(const CLI::App& app, const std::string& preset) {
   return {};
 }
 
-// What was asked for beside what was found.
+// The requested settings and the policy found.
 nlohmann::json report_of(const CalibrateFlags& flags, const Calibration& found) {
   nlohmann::json report = {{"version", kVersion},
                            {"model", flags.model.model},
@@ -101,7 +101,7 @@ int run(const CalibrateFlags& flags) {
   if (!flags.dry_run) require_storable(flags.model.model);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   const PassageBuilder passages(engine.tokenizer(), engine.encode_prompt(""), text, flags.options);
-  // What the host has no room for is found out before the weights are there.
+  // A plan that does not fit in host memory fails here, before the weights are loaded.
   const Plan plan = engine.plan(flags.options.context);
   print_error(void_on_device(flags.model, plan.on_device));
   engine.load_weights();

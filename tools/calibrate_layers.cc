@@ -13,9 +13,9 @@
 namespace sluice::tools {
 namespace {
 
-constexpr int kMostChecks = 5;  // of a whole plan
+constexpr int kMostChecks = 5;  // measurements of a whole plan
 
-// What a layer may keep.
+// The rows and bits that a layer may keep.
 struct Choice {
   std::int64_t rows = 0;  // per KV head
   int value_bits = 2;
@@ -23,9 +23,9 @@ struct Choice {
   bool dense = false;
 };
 
-// What a choice takes in one layer.
+// The bytes that a choice costs in one layer.
 struct Price {
-  double first = 0.0;  // of what is saved first
+  double first = 0.0;  // bytes of the kind to save first
   double second = 0.0;
 
   friend auto operator<=>(const Price&, const Price&) = default;
@@ -34,11 +34,11 @@ struct Price {
 struct Measured {
   Choice choice;
   Price price;
-  double kl = 0.0;  // nats per token, of this layer alone
+  double kl = 0.0;  // nats per token, with only this layer sparse
 };
 
-using Layer = std::vector<Measured>;    // what it may keep, the dearest last: all
-using Plan = std::vector<std::size_t>;  // of each layer, which
+using Layer = std::vector<Measured>;    // a layer's choices, the most expensive (dense) last
+using Plan = std::vector<std::size_t>;  // index of each layer's choice
 
 std::vector<Choice> choices_of(const LayerChoices& choices) {
   std::vector<Choice> all;
@@ -51,7 +51,7 @@ std::vector<Choice> choices_of(const LayerChoices& choices) {
   return all;
 }
 
-// Of one that is not dense.
+// "rows/value bits/key bits" of a choice that is not dense.
 std::string name_of(const Choice& choice) {
   return std::to_string(choice.rows) + "/" + std::to_string(choice.value_bits) + "/" +
          std::to_string(choice.key_bits);
@@ -83,7 +83,7 @@ Policy policy_of(const std::vector<Layer>& layers, const Plan& plan) {
   return policy;
 }
 
-// All other layers are dense.
+// A policy with this choice in one layer and all other layers dense.
 Policy alone(const Choice& choice, int layer, int layers) {
   Policy policy = parse_policy("values");
   for (int other = 0; other < layers; ++other) {
@@ -124,7 +124,8 @@ std::vector<Layer> measure_layers(Engine& engine, const PassageBuilder& passages
   for (int layer = 0; layer < count; ++layer) {
     for (const Choice& choice : all) policies.push_back({"", alone(choice, layer, count)});
   }
-  // Only losses are compared, which do not depend on the plan.
+  // A shared session is enough because only losses are compared, and they do not depend on the
+  // plan.
   const TaskResult result =
       measure(engine, passages, options, policies, Sessions::shared, "each layer by itself");
   std::vector<Layer> layers(static_cast<std::size_t>(count));
@@ -151,8 +152,9 @@ double loss_of(const std::vector<Layer>& layers, const Plan& plan) {
   return loss;
 }
 
-// Begins with the cheapest and buys, step by step, where a loss is taken back for the least, until
-// the sum is at most `loss`. What a step costs is counted in the bytes that are saved first.
+// Starts with the cheapest choice of every layer and takes, step by step, the change that removes
+// the most loss per byte, until the sum of losses is at most `loss`. Bytes are those that are saved
+// first.
 Plan cheapest(const std::vector<Layer>& layers, double loss) {
   Plan plan;
   for (const Layer& layer : layers) {
@@ -169,7 +171,7 @@ Plan cheapest(const std::vector<Layer>& layers, double loss) {
         const Measured& other = layers[i][next];
         const double gain = now.kl - other.kl;
         if (gain <= 0.0) continue;
-        // A byte of the second kind is worth having for next to nothing of the first.
+        // Weighs bytes of the second kind a million times less, so they only break near ties.
         constexpr double kSecond = 1e-6;
         const double price = std::max(other.price.first - now.price.first, 0.0) +
                              kSecond * std::max(other.price.second - now.price.second, 1.0);
@@ -184,7 +186,7 @@ Plan cheapest(const std::vector<Layer>& layers, double loss) {
   return plan;
 }
 
-// A plan, measured as a whole beside the preset.
+// A plan and its measurement as a whole, beside the preset.
 struct Checked {
   Plan plan;
   TaskResult result;
@@ -195,7 +197,7 @@ Checked check_whole(Engine& engine, const PassageBuilder& passages, const TaskOp
                     const std::vector<Layer>& layers, const Plan& plan) {
   const std::vector<NamedPolicy> policies = {{"calibrated", policy_of(layers, plan)},
                                              {"values", parse_policy("values")}};
-  TaskOptions one_by_one = options;  // tokens that share a step share bytes
+  TaskOptions one_by_one = options;  // because tokens that share a step share bytes
   one_by_one.step_tokens = 1;
   Checked checked{plan, measure(engine, passages, one_by_one, policies, Sessions::own, "the whole"),
                   0.0};
@@ -234,7 +236,7 @@ std::string table_of(const std::vector<Layer>& layers, const Plan& plan) {
   return table;
 }
 
-// One choice of one layer; of a dense layer no bits, for it has no index.
+// One choice of one layer. A dense layer has no index, so no bits.
 nlohmann::json choice_json(const Measured& measured, Saving saving) {
   const Choice& choice = measured.choice;
   const bool by_bus = saving == Saving::bus;
@@ -269,7 +271,7 @@ nlohmann::json report_of(const std::vector<Layer>& layers, const Checked& best,
           {"whole", eval_json(best.result, shape)}};
 }
 
-// Whether the loss holds, in a sentence.
+// A sentence that says if the loss holds.
 std::string verdict_of(const std::vector<Layer>& layers, const Checked& best, double most) {
   std::array<char, 128> text{};
   std::snprintf(text.data(), text.size(),
@@ -291,7 +293,8 @@ Calibration calibrate_layers(Engine& engine, const PassageBuilder& passages,
     const Plan plan = cheapest(layers, allowed);
     if (best && plan == best->plan) break;
     Checked checked = check_whole(engine, passages, options, layers, plan);
-    // Losses add up to more, or less, than their sum.
+    // The loss of the whole differs from the sum over layers, so the next limit is scaled by the
+    // ratio.
     allowed = loss_of(layers, plan) * std::clamp(choices.loss / checked.kl, 0.3, 3.0) * 0.95;
     const bool holds = checked.kl <= choices.loss;
     const bool is_closer = !best || (holds ? best->kl > choices.loss || checked.kl > best->kl

@@ -44,7 +44,7 @@ struct ChatFlags {
   bool quiet = false;
 };
 
-// Escape sequences, or nothing where there is no terminal, or it is to have none.
+// Escape sequences, empty without a terminal or where colours are turned off.
 // Source: no-color.org.
 struct Colours {
   std::string prompt;
@@ -63,8 +63,8 @@ struct Colours {
   }
 };
 
-// A prompt for libedit, which has to know what of it takes no room, and writes that with what
-// follows it.
+// A prompt for libedit, which has to know the characters that take no width. libedit writes those
+// together with the character that follows them.
 std::string editable(const Colours& colours) {
   if (colours.off.empty()) return "> ";
   const std::string escape(1, '\x01');
@@ -86,8 +86,8 @@ class Talk {
         on_terminal_(on_terminal),
         colours_(Colours::of_terminal()) {}
 
-  // Until /quit, or the end of the input. Returns the exit code: of what a script got wrong last;
-  // on a terminal one has seen it and gone on.
+  // Runs until /quit or the end of the input. Returns the exit code of a script's last error; on a
+  // terminal the user has seen the error and gone on, so 0.
   int run() {
     LineReader lines(on_terminal_ ? std::optional(editable(colours_)) : std::nullopt);
     keep_on_interrupt();
@@ -98,7 +98,7 @@ class Talk {
       try {
         take(*line);
       } catch (const Error& error) {
-        // The question is at fault; the session is as it was.
+        // A bad question leaves the session unchanged.
         if (error.code() != ErrorCode::prompt && error.code() != ErrorCode::usage) throw;
         print_error("sluice: " + with_flags(error.what()) + "\n");
         code = exit_code(error.code());
@@ -159,7 +159,7 @@ class Talk {
     }
   }
 
-  // For people, not for what reads the answers.
+  // Notes are for people; a program that reads the answers gets none.
   void note(const std::string& text) const {
     if (flags_->quiet && !on_terminal_) return;
     print_error(colours_.note + "(" + text + ")" + colours_.off + "\n");
@@ -193,7 +193,7 @@ int run(const ChatFlags& flags) {
   Engine engine = Engine::open(flags.model.config());
   ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
   const ChatTurn probe;
-  format.render(flags.system, std::span(&probe, 1));  // throws before the weights are read
+  format.render(flags.system, std::span(&probe, 1));  // throws before the weights are loaded
   SessionOptions wanted;
   wanted.context = flags.generation.context;
   if (wanted.context == 0) wanted.context = default_context(engine.info());

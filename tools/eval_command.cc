@@ -55,14 +55,14 @@ void validate(const EvalFlags& flags) {
   }
 }
 
-// Several policies in one argument would be ambiguous: their words hold commas.
+// One policy per argument, because policy lines contain commas.
 std::vector<NamedPolicy> parse_policies(const Engine& engine,
                                         const std::vector<std::string>& texts) {
   std::vector<NamedPolicy> policies;
   for (const std::string& text : texts) {
     const Policy policy = engine.policy(text);
     validate(policy, engine.info().kv);
-    if (policy == Policy()) continue;  // dense, which always runs
+    if (policy == Policy()) continue;  // dense always runs
     policies.push_back({text, policy});
   }
   return policies;
@@ -76,7 +76,7 @@ int run(const EvalFlags& flags) {
   Engine engine = Engine::open(flags.model.config());
   const std::vector<NamedPolicy> policies = parse_policies(engine, flags.policies);
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
-  // Texts and lengths that are too short for any round are refused before the weights are read.
+  // Texts and lengths too short for any round are refused before the weights are loaded.
   std::vector<PassageBuilder> passages;
   std::vector<TaskOptions> options(flags.lengths.size(), flags.options);
   for (std::size_t i = 0; i < flags.lengths.size(); ++i) {
@@ -86,7 +86,7 @@ int run(const EvalFlags& flags) {
       for (int round = 0; round < flags.options.rounds; ++round) passages.back().build(task, round);
     }
   }
-  // What there is no room for is found out before the weights are there.
+  // A plan that does not fit fails here, before the weights are loaded.
   const std::int64_t longest = std::ranges::max(flags.lengths);
   const Plan plan = engine.plan(longest);
   for (const NamedPolicy& policy : policies) {

@@ -5,7 +5,7 @@
 namespace sluice::tools {
 namespace {
 
-// What a session's ledger has counted so far of decoding, and of the corrections in between.
+// Traffic of decode steps and corrections so far, from a session's ledger.
 std::map<Movement, Traffic> counted(const Ledger& ledger) {
   std::map<Movement, Traffic> traffic;
   for (const Tier from : {Tier::device, Tier::host}) {
@@ -21,7 +21,7 @@ std::map<Movement, Traffic> counted(const Ledger& ledger) {
   return traffic;
 }
 
-// What `after` has more than `before`.
+// The traffic added from `before` to `after`.
 std::map<Movement, Traffic> since(const std::map<Movement, Traffic>& before,
                                   std::map<Movement, Traffic> after) {
   for (const auto& [movement, traffic] : before) {
@@ -32,7 +32,7 @@ std::map<Movement, Traffic> since(const std::map<Movement, Traffic>& before,
   return after;
 }
 
-// Rows attended by corrections, all layers and KV heads.
+// Rows attended by corrections, over all layers and KV heads.
 std::uint64_t corrected_rows(const Ledger& ledger) {
   std::uint64_t rows = ledger.total(Phase::correction, Tier::host, Tier::device, Cause::miss).rows;
   for (const Tier tier : {Tier::device, Tier::host}) {
@@ -41,8 +41,8 @@ std::uint64_t corrected_rows(const Ledger& ledger) {
   return rows;
 }
 
-// Of one step of `tokens`, from the session's own account, without traffic. Layers that did not
-// select were dense.
+// Cost of one step of `tokens`, from the session's ledger, without traffic. Layers without a
+// selection were dense.
 Cost cost_of(const Session& session, std::int64_t tokens) {
   const KvShape& shape = session.plan().shape;
   Cost cost;

@@ -12,7 +12,7 @@
 namespace sluice::tools {
 namespace {
 
-// log softmax, fp64 sum.
+// Log-softmax with an fp64 sum.
 std::vector<float> log_probabilities(std::span<const float> logits) {
   const float highest = *std::max_element(logits.begin(), logits.end());
   double sum = 0.0;
@@ -33,13 +33,13 @@ double divergence(const std::vector<float>& dense, const std::vector<float>& oth
     const auto p = static_cast<double>(dense[i]);
     sum += std::exp(p) * (p - static_cast<double>(other[i]));
   }
-  return std::max(sum, 0.0);  // which rounding may leave below
+  return std::max(sum, 0.0);  // rounding may leave a sum below 0
 }
 
-// One way through a probe.
+// One pass through a probe.
 class Reading {
  public:
-  // Steps count in `cost`, unless it is null.
+  // Steps are added to `cost` unless it is null.
   Reading(Session& session, const Probe& probe, const ProbeOptions& options, Baseline& baseline,
           CostMeter& meter, DecodeCost* cost)
       : session_(session),
@@ -55,7 +55,7 @@ class Reading {
     sampler_.emplace(params);
   }
 
-  // Along `known` answers, or along its own if there are none.
+  // Feeds the `known` answers, or its own answers if there are none.
   void run(std::span<const TokenId> known) {
     known_ = known;
     std::size_t written = 0;
@@ -68,18 +68,18 @@ class Reading {
         ++written;
       }
     }
-    pending_.pop_back();  // nothing is asked after the last answer
+    pending_.pop_back();  // no token is scored after the last answer
     feed();
   }
 
-  // What was read along, and what the policy in force found likeliest in each place of it.
+  // The answer tokens that were fed, and the policy's likeliest token at each of them.
   const std::vector<TokenId>& answers() const { return answers_; }
   const std::vector<TokenId>& likeliest() const { return likeliest_; }
   const ProbeResult& result() const { return result_; }
 
  private:
   void feed() {
-    std::size_t next = 0;  // of what is asked
+    std::size_t next = 0;  // index into asked_
     for (std::size_t done = 0; done < pending_.size();) {
       const std::size_t count = std::min(options_.step_tokens, pending_.size() - done);
       std::size_t accounted = 0;
@@ -97,7 +97,7 @@ class Reading {
     asked_.clear();
   }
 
-  // Counts the last step, if it is to count; returns its tokens.
+  // Counts the last step, unless a wrong answer ended the count; returns its tokens.
   std::size_t account() {
     meter_.end_step(wrong_ && options_.costs_until_wrong ? nullptr : cost_);
     return static_cast<std::size_t>(session_.ledger().history().back().tokens);
@@ -127,8 +127,8 @@ class Reading {
   Baseline& baseline_;
   std::optional<Sampler> sampler_;
   std::span<const TokenId> known_;
-  std::vector<TokenId> pending_;    // not read yet
-  std::vector<std::size_t> asked_;  // those of them after which an answer's token is asked for
+  std::vector<TokenId> pending_;    // not fed yet
+  std::vector<std::size_t> asked_;  // indices in pending_ after which an answer token is scored
   std::vector<TokenId> answers_;
   std::vector<TokenId> likeliest_;
   bool wrong_ = false;

@@ -15,7 +15,7 @@ constexpr std::array<std::string_view, 16> kNouns = {
     "falcon", "river",  "castle", "lantern", "garden", "mountain", "whistle", "compass",
     "anchor", "bridge", "candle", "dragon",  "forest", "harbour",  "mirror",  "wagon"};
 
-constexpr std::size_t kHops = 2;  // from the thing that is asked for to the one with a number
+constexpr std::size_t kHops = 2;  // from the thing in the question to the one with a number
 
 struct Thing {
   std::string name;
@@ -28,8 +28,9 @@ std::string number_of(Dice& dice, int digits) {
   return number;
 }
 
-// Names are distinct: `alike`, each differs from some others in its first word alone and from some
-// in its second; otherwise up to 16 differ from each other in both.
+// Names are distinct. With `alike`, each shares one word with others: it differs from some only in
+// the first word and from some only in the second. Otherwise up to 16 names differ from each other
+// in both words.
 std::vector<Thing> make_things(Dice& dice, std::size_t count, int digits, bool alike = false) {
   std::size_t side = 1;
   while (side * side < count) ++side;
@@ -56,7 +57,7 @@ Question ask(const Thing& thing, std::size_t line) {
           {{thing.number, line}}};
 }
 
-// `items` with commas between them and `last` before the last.
+// `items` separated by commas, with `last` before the last one.
 std::string enumerated(const std::vector<std::string>& items, const std::string& last) {
   std::string text;
   for (std::size_t i = 0; i < items.size(); ++i) {
@@ -75,7 +76,7 @@ QuestionSet single(const std::vector<Thing>& things) {
   return set;
 }
 
-// The questions of `single` one after another, in an order that is not that of the lines.
+// The questions of `single` one after another, in another order than the lines.
 QuestionSet in_turn(const std::vector<Thing>& things, Dice& dice) {
   QuestionSet set = single(things);
   std::vector<Question> turns;
@@ -86,7 +87,7 @@ QuestionSet in_turn(const std::vector<Thing>& things, Dice& dice) {
   return set;
 }
 
-// One question for all; the answer's sentences are given up to their numbers.
+// One question for all things; the sentences of the answer are given up to their numbers.
 QuestionSet at_once(const std::vector<Thing>& things, Dice& dice) {
   QuestionSet set = single(things);
   std::vector<std::size_t> order;
@@ -123,7 +124,8 @@ QuestionSet all_of_one(const std::vector<Thing>& things) {
   return set;
 }
 
-// Chains side by side: first all numbers, then what has the number of which thing, kHops times.
+// Parallel chains. The first `chains` things have numbers; each later one shares the number of
+// another, kHops times over.
 QuestionSet followed(const std::vector<Thing>& things, std::size_t chains) {
   QuestionSet set;
   for (std::size_t i = 0; i < things.size(); ++i) {

@@ -20,7 +20,7 @@ std::vector<double> per_probe(const PolicyResult& result, const auto& value) {
   return values;
 }
 
-// All values of a list that every probe has.
+// All values of a list that each probe has.
 std::vector<double> all_of(const PolicyResult& result, const auto& list) {
   std::vector<double> values;
   for (const ProbeResult& probe : result.probes) {
@@ -38,7 +38,7 @@ std::vector<double> facts_right(const PolicyResult& result) {
   });
 }
 
-// NLL of the same targets; a repetition may have been ended early in one of the two.
+// NLL differences over the same targets; a repetition may have ended early in one of the two.
 std::vector<double> nll_changes(const PolicyResult& result, const PolicyResult& dense) {
   std::vector<double> changes;
   for (std::size_t i = 0; i < result.probes.size(); ++i) {
@@ -64,14 +64,15 @@ std::string format(const char* pattern, auto... values) {
 
 std::string bytes_text(double bytes) { return format_bytes(static_cast<std::uint64_t>(bytes)); }
 
-// A difference with its sign, padded to `width`. What rounds to zero is +0, from either side.
+// A difference with its sign, padded to `width`. A value that rounds to zero is +0 from either
+// side.
 std::string change_text(double change, int width, int decimals) {
   const double unit = std::pow(10.0, decimals);
   const double rounded = std::round(change * unit) / unit;
   return format("%+*.*f", width, decimals, rounded == 0.0 ? 0.0 : rounded);
 }
 
-// Bytes that crossed between tiers per token; none without tokens.
+// Bytes per token that crossed between tiers; nullopt without tokens.
 std::optional<double> moved_per_token(const Cost& cost, const KvShape& shape) {
   if (cost.tokens == 0) return std::nullopt;
   return cost_per_token(cost, shape).moved_bytes;
@@ -104,7 +105,7 @@ nlohmann::json traffic_json(const Cost& cost) {
   return list;
 }
 
-// Of the column that a task has before those of all tasks.
+// Heading of the task's own column, which comes before the columns that all tasks share.
 std::string quality_header(Task task) {
   if (has_facts(task)) return "recall          vs dense      ";
   if (task == Task::perplexity) return "perplexity  nll vs dense       ";
@@ -129,7 +130,7 @@ std::string quality(Task task, const Score& s) {
   return {};
 }
 
-// Recall by depth in quarters of the context.
+// Recall by depth, in quarters of the context.
 nlohmann::json by_depth(const PolicyResult& result) {
   std::array<std::vector<double>, 4> quarters;
   for (const ProbeResult& probe : result.probes) {
@@ -145,7 +146,7 @@ nlohmann::json by_depth(const PolicyResult& result) {
   return list;
 }
 
-// A name that is wider than its column has a line of its own.
+// A name wider than its column gets a line to itself.
 std::string in_column(const std::string& name, std::size_t width) {
   if (name.size() <= width) return name + std::string(width - name.size(), ' ') + " ";
   return name + "\n" + std::string(width + 1, ' ');
@@ -187,7 +188,8 @@ nlohmann::json drift_json(const PolicyResult& policy) {
   return list;
 }
 
-// How many times as many rows dense attention fetches; a policy that fetches none has no number.
+// Rows that dense attention fetches as a multiple of `rows`; no number for a policy that fetches
+// none.
 std::string less_rows(double dense, double rows) {
   if (dense == rows) return "1.0";
   return rows > 0.0 ? format("%.1f", dense / rows) : "-";

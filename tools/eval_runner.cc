@@ -7,7 +7,7 @@
 namespace sluice::tools {
 namespace {
 
-// Whether an index that serves both can hold keys and values in their bits.
+// Returns true if one index can hold the key and value bits of both policies.
 bool same_bits(const Policy& a, const Policy& b) {
   const bool both_keep_values =
       a.compensate == Compensation::values && b.compensate == Compensation::values;
@@ -25,7 +25,7 @@ bool same_group(const Policy& a, const Policy& b) {
          std::all_of(b.layers.begin(), b.layers.end(), same_in);
 }
 
-// Policies whose session is one.
+// Policies that share one session.
 using Group = std::vector<std::size_t>;
 
 std::vector<Group> groups_of(const std::vector<NamedPolicy>& policies, Sessions sessions) {
@@ -46,7 +46,7 @@ std::vector<Group> groups_of(const std::vector<NamedPolicy>& policies, Sessions 
   return groups;
 }
 
-// Tokens of a passage with its longest probe.
+// Tokens of a passage and its longest probe.
 std::int64_t length_of(const Passage& passage) {
   std::size_t longest = 0;
   for (const Probe& probe : passage.probes) {
@@ -57,7 +57,7 @@ std::int64_t length_of(const Passage& passage) {
   return static_cast<std::int64_t>(passage.context.size() + longest);
 }
 
-// What a group's session has to hold: every passage, so that it has one plan for all rounds.
+// Session options that fit every passage of a group, so that one plan serves all rounds.
 SessionOptions session_of(const Group& group, const std::vector<NamedPolicy>& policies,
                           const std::vector<Passage>& passages, int step_tokens) {
   SessionOptions wanted;
@@ -69,7 +69,7 @@ SessionOptions session_of(const Group& group, const std::vector<NamedPolicy>& po
   return wanted;
 }
 
-// What every policy is planned with, nothing measured yet.
+// One result per policy with its plan, before any measurement.
 std::vector<PolicyResult> planned(const Engine& engine, const std::vector<NamedPolicy>& policies,
                                   const std::vector<Group>& groups,
                                   const std::vector<Passage>& passages,

@@ -9,9 +9,9 @@
 namespace sluice::tools {
 namespace {
 
-// Tokens of a passage that are quoted again: enough to be found by.
+// Tokens of a passage that are quoted again: enough to identify the passage.
 constexpr std::int64_t kQuoteTokens = 32;
-// How often a common word of a list stands there, and another one (as in RULER).
+// Occurrences of a common word in a list, and of a rare one (as in RULER).
 constexpr std::int64_t kCommon = 30;
 constexpr std::int64_t kRare = 3;
 
@@ -41,11 +41,11 @@ std::int64_t line_end(const Tokenizer& tokenizer, const std::vector<TokenId>& te
 }
 
 struct WordList {
-  std::vector<std::size_t> places;  // which word stands there
-  std::size_t words = 0;            // that stand anywhere
+  std::vector<std::size_t> places;  // index of the word at each place of the list
+  std::size_t words = 0;            // distinct words in the list
 };
 
-// Words in their order, the first `common` of them more often, until one does not fit `room`
+// Lists words in order, the first `common` of them more often, until one does not fit into `room`
 // tokens.
 WordList fill(const std::vector<std::vector<TokenId>>& pieces, std::size_t common,
               std::int64_t times, std::int64_t room) {
@@ -85,7 +85,7 @@ PassageBuilder::PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> 
       prefix_(std::move(prefix)),
       text_(tokenizer.encode(text)),
       options_(options) {
-  // Something to read, and something to predict.
+  // At least one token to read and one to predict.
   const auto shortest = static_cast<std::int64_t>(prefix_.size()) + 2;
   if (options.context < shortest) {
     throw Error(ErrorCode::usage, "--length " + std::to_string(options.context) +
@@ -106,7 +106,7 @@ PassageBuilder::PassageBuilder(const Tokenizer& tokenizer, std::vector<TokenId> 
 std::vector<TokenId> PassageBuilder::stretch(int round, std::int64_t count) const {
   const auto size = static_cast<std::int64_t>(text_.size());
   const std::int64_t room = size - count;
-  // Spread evenly, so that few rounds do not overlap.
+  // Offsets are spread evenly, so that few rounds do not overlap.
   const std::int64_t first =
       options_.rounds > 1 ? room * (round % options_.rounds) / (options_.rounds - 1) : room / 2;
   return {text_.begin() + first, text_.begin() + first + count};
@@ -144,7 +144,7 @@ Passage PassageBuilder::questions(Task task, int round) const {
   std::vector<double> depths;
   std::int64_t taken = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    // One line in each of as many equal parts, anywhere in it.
+    // One line at a random offset in each of `count` equal parts.
     const std::int64_t part = plain / count;
     const auto offset = static_cast<std::int64_t>(dice.below(static_cast<std::uint64_t>(part)));
     const std::int64_t at =
@@ -159,14 +159,14 @@ Passage PassageBuilder::questions(Task task, int round) const {
     Probe& probe = passage.probes.emplace_back();
     for (const Question& question : asked) probe.turns.push_back(turn_of(question, depths));
   }
-  // The likelihood of needles' right answers tells `calibrate` how sure they are.
+  // Needle answers come from the text because `calibrate` needs the likelihood of right answers.
   passage.writer = task == Task::needle ? Writer::text : Writer::dense;
   return passage;
 }
 
 Passage PassageBuilder::words(int round) const {
   Dice dice(options_.seed, round);
-  // Every word fills 3 places of the list, so that its words are those of a longer text.
+  // A distinct word fills 3 places of the list, so the words come from a longer text.
   const std::int64_t source = std::min(4 * options_.context, size_of(text_));
   std::vector<std::string> words = distinct_words(tokenizer_->decode(stretch(round, source)));
   dice.shuffle(words);
@@ -179,13 +179,12 @@ Passage PassageBuilder::words(int round) const {
                                        "; give another text or fewer --needles");
   }
   std::vector<std::vector<TokenId>> pieces;
-  std::int64_t once = 0;  // tokens of the list if every word stood there as often as it has to
+  std::int64_t once = 0;  // tokens of the list if every word had only its minimum count
   for (std::size_t i = 0; i < words.size(); ++i) {
     pieces.push_back(tokenizer_->encode(" " + words[i] + ","));
     once += (i < common ? kCommon : kRare) * size_of(pieces.back());
   }
-  // A text that has too few words for a long list has them more often: so often that the list is
-  // full, or that all of them fit.
+  // A text with too few words for a long list repeats them until the list is full or all words fit.
   const std::int64_t times = once > 0 ? (room() + once - 1) / once : 1;
   WordList list = fill(pieces, common, times, room());
   if (list.words < 2 * common && times > 1) list = fill(pieces, common, times - 1, room());

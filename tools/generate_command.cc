@@ -44,10 +44,10 @@ struct GenerateFlags {
 
 struct Prompt {
   std::vector<TokenId> ids;
-  std::vector<TokenId> end_tokens;  // of an answer
+  std::vector<TokenId> end_tokens;  // that end an answer
 };
 
-// One question as the checkpoint's chat template writes it.
+// One question, formatted by the checkpoint's chat template.
 Prompt encode_question(const Engine& engine, const GenerateFlags& flags, const std::string& text) {
   const ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
   if (!flags.quiet) print_error(text_marker_note(format));
@@ -66,7 +66,7 @@ std::vector<TokenId> prefix_of(const Engine& engine, const GenerateFlags& flags)
   return {*engine.info().bos};
 }
 
-// What somebody may not expect of the tokens before a text.
+// A note on BOS tokens that the user may not expect.
 std::string bos_note(const Engine& engine, const GenerateFlags& flags,
                      std::span<const TokenId> prefix, std::span<const TokenId> ids) {
   if (!prefix.empty() && !ids.empty() && ids.front() == prefix.back()) {
@@ -97,7 +97,7 @@ Prompt encode(const Engine& engine, const GenerateFlags& flags, const std::strin
   return {std::move(ids), {}};
 }
 
-// What the last decoded token chose, layer by layer; empty if every layer was dense.
+// The selection of the last decoded token, layer by layer; empty if every layer was dense.
 nlohmann::json selection_json(const StepSelection& selection) {
   nlohmann::json layers = nlohmann::json::array();
   for (const LayerSelection& layer : selection) {
@@ -112,7 +112,7 @@ nlohmann::json selection_json(const StepSelection& selection) {
   return layers;
 }
 
-// Adds what a decoded token attended to besides the newest page, layer by layer and KV head by KV
+// Appends the positions that a decoded token attended to, except the newest page, by layer and KV
 // head, to a list of such steps.
 void add_positions(const Session& session, Spool& steps, std::string_view separator) {
   steps.write(separator);
@@ -126,7 +126,7 @@ void add_positions(const Session& session, Spool& steps, std::string_view separa
   steps.write("]}");
 }
 
-// All of the report that is short whatever was generated.
+// The short part of the report, whose size does not grow with the generated text.
 nlohmann::json report_json(const GenerateFlags& flags, const Engine& engine, const Session& session,
                            const Plan& plan, const Loading& loading, const GenerateResult& result) {
   const Timings& t = result.timings;
@@ -157,7 +157,7 @@ nlohmann::json report_json(const GenerateFlags& flags, const Engine& engine, con
           {"plan", nlohmann::json::parse(plan.to_json())}};
 }
 
-// `steps`, if there are any, as add_positions() left them.
+// Writes the report, with the `steps` of add_positions() if there are any.
 void write_json(const GenerateFlags& flags, const nlohmann::json& report, const Ledger& ledger,
                 std::optional<Spool>& steps) {
   std::vector<LongMember> longer = {{"ledger", [&](const TextSink& to) { ledger.write_json(to); }}};
@@ -185,7 +185,7 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
                 std::to_string(done) + " of " + std::to_string(total) + " tokens");
     if (done == total) {
       bar.reset();
-      flag_interrupt();  // from here on there is text to keep
+      flag_interrupt();  // from here on an interrupt keeps the text
     }
     return true;
   };
@@ -213,7 +213,7 @@ void write_trace(const GenerateFlags& flags, const Trace& trace) {
               dropped + "\n");
 }
 
-// Notes on flags that can do nothing.
+// Notes on flags that have no effect.
 std::string void_flags(const GenerateFlags& flags, const Engine& engine, const Plan& plan,
                        const Choice& choice, const Prompt& prompt) {
   std::string text = void_sampling(flags.generation.sampling);

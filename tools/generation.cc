@@ -35,16 +35,16 @@ bool computes_on_device(const Engine& engine) {
   }
 }
 
-// What `auto` takes, and the last of those it prefers that does not fit.
+// The policy that `auto` takes, and the last preferred one that does not fit.
 struct Fitting {
-  std::string line;     // of a policy; empty: dense
-  std::string refused;  // likewise; empty: none
+  std::string line;     // policy line; empty: dense
+  std::string refused;  // policy line; empty: none was refused
   std::string why;
 };
 
-// Closest to dense attention first: with sluice-22m behind 32K tokens they lose 0.0014 of KL
-// divergence, 0.0035 and 0.018. Slices and candidates spare a CPU reads, but a GPU reads all of the
-// index in less time than it chooses what to read.
+// Candidates in order of closeness to dense attention: for sluice-22m behind 32K tokens they lose
+// 0.0014, 0.0035 and 0.018 of KL divergence. Slices and candidates save reads on a CPU, but a GPU
+// reads the whole index in less time than it takes to choose the part to read.
 Fitting first_that_fits(const Engine& engine, SessionOptions options) {
   const char* const last =
       computes_on_device(engine) ? "sluice select=int4 candidates=none" : "sluice";
@@ -64,7 +64,7 @@ Fitting first_that_fits(const Engine& engine, SessionOptions options) {
   return fitting;
 }
 
-// Notes for people: what they might not have expected.
+// Notes on results that the user may not expect.
 std::string notes(const ModelInfo& info, const Choice& choice) {
   std::string text;
   if (!choice.fallback.empty()) {
@@ -115,7 +115,7 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
       ->capture_default_str();
   add_integer(app, "--seed", sampling.seed, "of the sampler")->capture_default_str();
   app.add_option("--stop", sampling.stop, "end before this string; may be given several times")
-      ->allow_extra_args(false);  // or [re] would be a list of re
+      ->allow_extra_args(false);  // otherwise [re] would be a list of re
 }
 
 void GenerationFlags::validate() const {
@@ -188,7 +188,7 @@ std::string timing_table(const Timings& t) {
   std::snprintf(text.data(), text.size(), "prefill  %lld tokens in %.3f s, %.1f tokens/s\n",
                 static_cast<long long>(t.prefill_tokens), t.prefill_seconds, t.prefill_rate());
   std::string table = text.data();
-  if (t.first_token_seconds == 0.0) return table;  // it was interrupted before
+  if (t.first_token_seconds == 0.0) return table;  // interrupted before the first token
   std::snprintf(text.data(), text.size(),
                 "first    token after %.3f s (TTFT)\n"
                 "decode   %lld tokens in %.3f s, %.1f tokens/s, %.2f ms per token (TPOT)\n",

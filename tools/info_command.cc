@@ -67,7 +67,7 @@ Command add_info(CLI::App& app) {
       ->capture_default_str();
   return [flags, context, policy] {
     const Engine engine = Engine::open(flags->config());
-    if (*policy != "auto") engine.policy(*policy);  // in any case it has to be one
+    if (*policy != "auto") engine.policy(*policy);  // refuses a bad policy even if it is not used
     std::string text = describe(engine.info());
     if (*context == 0) {
       print_error(void_without_plan(*flags, *policy));

@@ -19,23 +19,23 @@ namespace {
 
 constexpr timespec kPatience = {0, 400'000'000};
 
-// Ctrl-C is for the whole process, and so are these.
+// These are global because Ctrl-C is for the whole process.
 std::atomic<bool> flag{false};
 std::atomic<bool> is_looked_at{false};
 std::atomic<bool> has_time{false};
 std::atomic<bool> keeps_on{false};
 std::atomic<bool> has_terminal{false};
-std::atomic<bool> goes_on{false};  // after a stop
-termios terminal{};                // written before has_terminal is
+std::atomic<bool> goes_on{false};  // set by SIGCONT, after a stop
+termios terminal{};                // written before has_terminal is set
 
-// In the background the terminal is somebody else's, and setting it would stop the process.
+// In the background another process owns the terminal, and setting it would stop this process.
 void restore_terminal() {
   if (has_terminal && ::tcgetpgrp(STDIN_FILENO) == ::getpgrp()) {
     ::tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
   }
 }
 
-// Once: when this returns, the signal does what it does without a handler.
+// Runs once: SA_RESETHAND restores the default action, which takes the signal when this returns.
 void end_by_signal(int signal) {
   restore_terminal();
   ::raise(signal);
@@ -44,7 +44,7 @@ void end_by_signal(int signal) {
 [[noreturn]] void end_with(std::string_view message) {
   restore_terminal();
   [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, message.data(), message.size());
-  // Nothing is torn down: other threads are still at work.
+  // No cleanup, because other threads are still running.
   ::_exit(kInterruptedExit);
 }
 
@@ -53,7 +53,7 @@ void wait_for(const sigset_t& signals) {
   ::sigwait(&signals, &signal);
 }
 
-// Whether there is another one while patience lasts. A process that was stopped waits anew.
+// Returns true if another signal arrives within kPatience. The wait restarts after a stop.
 bool comes_again(const sigset_t& signals) {
   int result = 0;
   do {
@@ -69,7 +69,7 @@ void watch(const sigset_t& signals) {
     wait_for(signals);
   }
   if (!is_looked_at) {
-    const bool redraws = ::isatty(STDERR_FILENO) != 0;  // a progress bar, perhaps
+    const bool redraws = ::isatty(STDERR_FILENO) != 0;  // there may be a progress bar
     end_with(redraws ? "\r\x1b[Ksluice: interrupted\n" : "sluice: interrupted\n");
   }
   flag = true;
@@ -79,17 +79,17 @@ void watch(const sigset_t& signals) {
 
 }  // namespace
 
-// A thread waits for the signal. A handler would run in whichever thread is there, and only after
-// the system call that it is in: populating memory, say.
+// A thread waits for the signal. A handler would run in an arbitrary thread, and only after that
+// thread's current system call, which may be populating memory.
 void end_on_interrupt() {
   sigset_t signals;
   ::sigemptyset(&signals);
   ::sigaddset(&signals, SIGINT);
-  ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // of all threads that start from here on
+  ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // in all threads started from here on
   try {
     std::thread([signals] { watch(signals); }).detach();
   } catch (const std::system_error&) {
-    // No thread: Ctrl-C ends the process as it does without this.
+    // Without the thread Ctrl-C keeps its default action and ends the process.
     ::pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
   }
 }
@@ -98,7 +98,7 @@ void flag_interrupt() { is_looked_at = true; }
 
 const std::atomic<bool>& interrupted() { return flag; }
 
-// In short waits: no signal ends one, and an interrupt may come just before.
+// Polls in short waits because no signal ends a wait, and an interrupt may come just before one.
 bool wait_for_input(int descriptor, const std::function<void()>& resumed) {
   constexpr int kMilliseconds = 100;
   pollfd wanted = {descriptor, POLLIN, 0};

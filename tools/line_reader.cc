@@ -26,23 +26,23 @@ constexpr std::size_t kMaxLine = std::size_t{1} << 30;
 constexpr int kHistory = 1000;  // lines
 constexpr char kEscape = '\x01';
 
-// Up to `size` bytes, or 0 at the end; throws Interrupted or Error{io}.
+// Reads up to `size` bytes, 0 at the end; throws Interrupted or Error{io}.
 std::size_t read_some(char* bytes, std::size_t size, const std::function<void()>& resumed = {}) {
   while (true) {
     if (!wait_for_input(STDIN_FILENO, resumed)) {
-      if (::isatty(STDIN_FILENO) != 0) print_error("\n");  // the line that was being typed ends
+      if (::isatty(STDIN_FILENO) != 0) print_error("\n");  // ends the line that was being typed
       throw Interrupted("interrupted");
     }
     const ssize_t count = ::read(STDIN_FILENO, bytes, size);
     if (count >= 0) return static_cast<std::size_t>(count);
-    if (errno == EIO) return 0;  // the terminal is gone
+    if (errno == EIO) return 0;  // the terminal has closed
     if (errno == EINTR || errno == EAGAIN) continue;
     throw Error(ErrorCode::io,
                 std::string("standard input: reading failed (") + std::strerror(errno) + ")");
   }
 }
 
-// Editing needs to know characters, so their encoding. UTF-8 is what models take.
+// Line editing works on characters, so it needs an encoding; models take UTF-8.
 void use_utf8() {
   const bool is_set = std::setlocale(LC_CTYPE, "") != nullptr;
   if (!is_set || std::strcmp(::nl_langinfo(CODESET), "UTF-8") != 0) {
@@ -83,7 +83,7 @@ class LineReader::Edited {
   std::optional<std::string> next() {
     int count = 0;
     failure_ = nullptr;
-    ::el_resize(lines_);  // it may have another size by now
+    ::el_resize(lines_);  // the terminal may have been resized
     const char* const text = ::el_gets(lines_, &count);
     if (failure_ != nullptr) std::rethrow_exception(failure_);
     if (text == nullptr || count <= 0) return std::nullopt;
@@ -102,9 +102,9 @@ class LineReader::Edited {
 
   static char* prompt_of(EditLine* lines) { return of(lines).prompt_.data(); }
 
-  // Called by C code, through which nothing may be thrown. 1: a character; 0: the end; -1: failed.
+  // Called by C code, so it must not throw. 1: a character; 0: the end; -1: failed.
   static int read_character(EditLine* lines, wchar_t* character) {
-    // Whoever had the terminal meanwhile has set it otherwise, which libedit does not know.
+    // Another process may have changed the terminal's settings, which libedit does not notice.
     const auto draw_again = [lines] {
       ::el_set(lines, EL_PREP_TERM, 0);
       ::el_set(lines, EL_PREP_TERM, 1);
@@ -115,7 +115,7 @@ class LineReader::Edited {
       char byte = 0;
       while (read_some(&byte, 1, draw_again) == 1) {
         const std::size_t length = std::mbrtowc(character, &byte, 1, &state);
-        if (length == static_cast<std::size_t>(-2)) continue;  // more of it is to come
+        if (length == static_cast<std::size_t>(-2)) continue;  // incomplete character
         if (length != static_cast<std::size_t>(-1)) return 1;
         state = {};
       }
@@ -135,7 +135,7 @@ class LineReader::Edited {
   EditLine* lines_ = nullptr;
   History* history_ = nullptr;
   HistEvent event_{};
-  std::exception_ptr failure_;  // of read_character
+  std::exception_ptr failure_;  // from read_character
 };
 
 LineReader::LineReader(const std::optional<std::string>& prompt) {

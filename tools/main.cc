@@ -34,7 +34,7 @@ int fail(int code, const std::string& message) {
   return code;
 }
 
-// How many letters to add, drop or change to make one word the other.
+// Edit distance: letters to add, drop or change to turn one word into the other.
 std::size_t distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), std::size_t{0});
@@ -49,7 +49,7 @@ std::size_t distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-// CLI11's own lists flags in lines of any length.
+// A formatter that wraps lists of flags, because CLI11's own prints lines of any length.
 class HelpFormatter : public CLI::Formatter {
  public:
   std::string make_option(const CLI::Option* option, bool is_positional) const override {
@@ -63,8 +63,7 @@ class HelpFormatter : public CLI::Formatter {
   }
 };
 
-// The name that was probably meant; empty if none is like what was given: half the letters may
-// differ, but no more than two.
+// The closest name; empty if none is within two changes and half the letters.
 std::string nearest_of(const std::vector<std::string>& names, std::string_view given) {
   constexpr std::size_t kLongestWord = 32;
   std::string nearest;
@@ -80,7 +79,7 @@ std::string nearest_of(const std::vector<std::string>& names, std::string_view g
 
 using Commands = std::vector<std::pair<CLI::App*, Command>>;
 
-// What is wrong with a first argument that is no command; empty if it is one, or a flag.
+// The error for an unknown command as first argument; empty if it is a command or a flag.
 std::string unknown_command(const Commands& commands, std::string_view given) {
   std::vector<std::string> names;
   std::string known;
@@ -104,7 +103,7 @@ std::vector<std::string> flags_of(const CLI::App& command) {
   return flags;
 }
 
-// The same of the first flag that no command took, which may be why another is missing.
+// The error for the first flag that no command took: a mistyped flag may be why another is missing.
 std::string unknown_flag(const CLI::App& app, const Commands& commands) {
   const std::vector<std::string> left = app.remaining(true);
   const auto end = std::find(left.begin(), left.end(), "--");
@@ -123,30 +122,30 @@ std::string unknown_flag(const CLI::App& app, const Commands& commands) {
          (nearest.empty() ? "" : "; did you mean " + nearest + "?");
 }
 
-// An empty value is a variable that was not set, not a wish for the default.
+// An empty value is an unset variable of the shell, not a request for the default.
 void refuse_empty_values(CLI::App& command) {
   for (CLI::Option* option : command.get_options()) {
     const char* const otherwise = option->get_required() ? "" : " or leave the flag out";
     const auto check = [otherwise](const std::string& text) {
       return text.empty() ? std::string("the value is empty; give one") + otherwise : "";
     };
-    const bool prompt = option->check_name("--prompt");  // which has an error of its own
+    const bool prompt = option->check_name("--prompt");  // has its own error
     if (option->get_items_expected_max() > 0 && !prompt) option->check(check);
   }
 }
 
-// A file opened under the number of a standard stream that is closed would be taken for it. What
-// takes its place cannot be used either.
+// Occupies closed standard streams, because the next file opened would get the number of one. The
+// placeholder cannot be used as that stream either.
 void occupy_closed_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(stream, F_GETFD) >= 0) continue;
-    // The lowest number that is free, which is this one.
+    // open() takes the lowest free number, which is this stream's.
     [[maybe_unused]] const int placeholder =
         ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
   }
 }
 
-// --help and --version.
+// Prints --help and --version.
 int show(const CLI::App& app, const CLI::ParseError& wish) {
   std::ostringstream text;
   const int code = app.exit(wish, text, text);
@@ -158,7 +157,7 @@ int run(int argc, const char* const* argv) {
   CLI::App app("Sluice: long-context LLM inference with the KV cache off the device", "sluice");
   app.set_version_flag("--version", std::string("sluice ") + kVersion);
   app.require_subcommand(1);
-  app.formatter(std::make_shared<HelpFormatter>());  // of the commands, too
+  app.formatter(std::make_shared<HelpFormatter>());  // commands inherit it
   app.footer(kFooter);
   Commands commands;
   const auto add = [&](const char* name, const char* description, Command (*declare)(CLI::App&)) {
@@ -189,11 +188,12 @@ int run(int argc, const char* const* argv) {
   return fail(kUsageExit, "no command given (see sluice --help)");
 }
 
-// Whatever goes wrong is one line and an exit code.
+// Turns every error into one line and an exit code.
 int run_safely(int argc, const char* const* argv) {
   try {
     occupy_closed_streams();
-    std::signal(SIGXFSZ, SIG_IGN);  // beyond a limit of files' sizes, writing fails
+    std::signal(SIGXFSZ,
+                SIG_IGN);  // writing past the file size limit fails instead of ending the process
     end_on_interrupt();
     return run(argc, argv);
   } catch (const Error& error) {

@@ -31,13 +31,13 @@ constexpr auto kRedraw = std::chrono::milliseconds(100);
                                  "); make room or choose another file");
 }
 
-// Of regular files: a terminal may be both read and written.
+// True only for regular files, because a terminal may be both read and written.
 bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
-  std::error_code ignored;  // what is not there is no other file
+  std::error_code ignored;  // a missing file is a different file
   return std::filesystem::is_regular_file(a, ignored) && std::filesystem::equivalent(a, b, ignored);
 }
 
-// Where a file that is not there yet would be.
+// The canonical path that a file has, or would have once created.
 std::filesystem::path place_of(const std::filesystem::path& file) {
   std::error_code none;
   const std::filesystem::path place =
@@ -45,7 +45,7 @@ std::filesystem::path place_of(const std::filesystem::path& file) {
   return none ? file : place;
 }
 
-// By their names: reports may lie beside a checkpoint's files.
+// Files are matched by name because reports may lie beside a checkpoint.
 bool is_of_checkpoint(const std::filesystem::path& file) {
   static constexpr std::array kNames = {"config.json",
                                         "generation_config.json",
@@ -66,13 +66,14 @@ bool is_of_checkpoint(const std::filesystem::path& file) {
 }
 
 bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::path& model) {
-  // By its name, be it there or not: then it would be part of the checkpoint from now on.
+  // Matches by name even if the file does not exist, because it would become part of the
+  // checkpoint.
   const std::filesystem::path folder = place_of(file).parent_path();
   const std::filesystem::path own = std::filesystem::absolute(file).parent_path();
   if (is_of_checkpoint(file) && (folder == place_of(model) || place_of(own) == place_of(model))) {
     return true;
   }
-  std::error_code ignored;  // opening the checkpoint says what is wrong with its folder
+  std::error_code ignored;  // opening the checkpoint reports a bad folder
   const std::filesystem::directory_iterator files(model, ignored);
   return std::any_of(begin(files), end(files), [&](const auto& entry) {
     return is_of_checkpoint(entry.path()) && is_same_file(file, entry.path());
@@ -86,7 +87,7 @@ void require_writable(const std::string& path) {
     if (S_ISDIR(status.st_mode) || ::access(path.c_str(), W_OK) != 0) throw_write_error(path);
     return;
   }
-  // Not there yet: can it be? A link that leads nowhere is in the way and left alone.
+  // Tests if a missing file can be created. A dangling link blocks this and stays as it is.
   const int descriptor =
       ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, S_IRUSR | S_IWUSR);
   if (descriptor < 0 && errno == EEXIST) return;
@@ -95,19 +96,19 @@ void require_writable(const std::string& path) {
   ::unlink(path.c_str());
 }
 
-// Whether a file can take the place of what `path` is and nobody could tell: not of devices and
-// pipes, links that lead nowhere, what other names lead to as well or somebody else owns, and the
-// files behind a process's streams.
+// Returns true if a new file can replace `path` without anyone noticing. Not for devices, pipes,
+// dangling links, files with other hard links or another owner, and the files behind a process's
+// streams.
 bool is_replaceable(const std::filesystem::path& path) {
   const std::string text = std::filesystem::absolute(path).string();
   if (text.starts_with("/dev/") || text.starts_with("/proc/")) return false;
   struct stat status {};
-  if (::lstat(path.c_str(), &status) != 0) return true;  // there is nothing yet
+  if (::lstat(path.c_str(), &status) != 0) return true;  // nothing to replace
   if (::stat(path.c_str(), &status) != 0) return false;
   return S_ISREG(status.st_mode) && status.st_nlink == 1 && status.st_uid == ::geteuid();
 }
 
-// None where there is no room for a name, or none for another file.
+// A draft beside `path`; null if no other file can be created there.
 std::unique_ptr<FileDraft> draft_of(const std::filesystem::path& path) {
   if (!is_replaceable(path)) return nullptr;
   std::error_code none;
@@ -119,8 +120,8 @@ std::unique_ptr<FileDraft> draft_of(const std::filesystem::path& path) {
   }
 }
 
-// Standard output or standard error if that goes to the file at `path`, where writing from the
-// file's beginning would destroy what they wrote; null: neither does.
+// The standard output or error that goes to the file at `path`, because writing that file from the
+// beginning would destroy their output; null if neither does.
 std::FILE* stream_into(const std::filesystem::path& path) {
   struct stat file {};
   if (::stat(path.c_str(), &file) != 0 || !S_ISREG(file.st_mode)) return nullptr;
@@ -142,7 +143,7 @@ void write_to(std::FILE* stream, const std::string& name,
   if (!written || std::fflush(stream) != 0) throw_write_error(name);
 }
 
-// A report with the mark of one, by which it may be replaced later.
+// Writes a report that starts with the mark by which it may be replaced later.
 void write_marked(const std::function<void(const TextSink&)>& write, const TextSink& to) {
   bool begun = false;
   write([&](std::string_view text) {
@@ -156,12 +157,12 @@ void write_marked(const std::function<void(const TextSink&)>& write, const TextS
   });
 }
 
-// What is there already is lost if it cannot be written whole.
+// Writes in place; a failed write loses the old content.
 void overwrite(const std::string& path, const std::function<void(const TextSink&)>& write) {
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "w"), &std::fclose);
   if (!file) throw_write_error(path);
   write_to(file.get(), path, write);
-  if (std::fclose(file.release()) != 0) throw_write_error(path);  // which may find the disk full
+  if (std::fclose(file.release()) != 0) throw_write_error(path);  // may find the disk full
 }
 
 }  // namespace
@@ -206,7 +207,9 @@ void write_report(const std::string& path, bool force,
   const auto write = [&](const TextSink& to) { write_marked(write_unmarked, to); };
   if (path == "-") return write([](std::string_view text) { print(text); });
   if (std::FILE* const stream = stream_into(path)) return write_to(stream, path, write);
-  if (!force) require_may_become_report(path);  // what came there since the work began stays, too
+  if (!force)
+    require_may_become_report(
+        path);  // checks again, because the file may have appeared during the run
   const std::unique_ptr<FileDraft> draft = draft_of(path);
   if (draft) {
     write([&](std::string_view text) { draft->write(text); });

@@ -9,7 +9,7 @@
 namespace sluice::tools {
 namespace {
 
-constexpr std::size_t kIndent = 14;  // of what stands beside a name
+constexpr std::size_t kIndent = 14;  // column of the text beside a name
 
 std::string entry(std::string_view name, std::string_view text) {
   return wrapped("  " + std::string(name), kIndent, text);

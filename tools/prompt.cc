@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t kMaxPromptBytes = std::size_t{1} << 30;
 
-// Until the end of what can only be read once. `name` is for messages.
+// Reads a stream to its end. `name` is for messages.
 std::string read_all(int descriptor, const std::string& name) {
   if (::isatty(descriptor) != 0) {
     print_error("reading the prompt from the terminal; end it with Ctrl-D on a line of its own\n");
@@ -41,7 +41,7 @@ std::string read_all(int descriptor, const std::string& name) {
   }
 }
 
-// A FIFO, a terminal or what a shell's <(...) names.
+// Returns true for a FIFO, a terminal or the file of a shell's <(...).
 bool is_stream(const std::string& path) {
   std::error_code ignored;
   const std::filesystem::file_status status = std::filesystem::status(path, ignored);
@@ -49,7 +49,7 @@ bool is_stream(const std::string& path) {
 }
 
 std::string read_stream(const std::string& path) {
-  // O_NONBLOCK: a FIFO's writer is waited for where an interrupt is seen.
+  // O_NONBLOCK: the wait for a FIFO's writer happens in wait_for_input(), which an interrupt ends.
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (descriptor < 0) {
     throw Error(ErrorCode::io, path + ": cannot be opened (" + std::strerror(errno) + ")");

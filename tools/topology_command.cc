@@ -68,7 +68,7 @@ std::string describe(const DeviceTopology& device) {
          " of rows or more\n";
 }
 
-// Who asks about the machine wants to know why its GPU is not used, too.
+// A device that cannot be used is reported with the reason instead of an error.
 std::string describe_if_there(const std::string& device) {
   try {
     return describe(detect_device(device));

@@ -8,7 +8,7 @@
 namespace sluice::tools {
 namespace {
 
-// Collects the names of flags that were given.
+// Collects the names of the flags that were given.
 struct Given {
   std::vector<std::string> flags;
 
@@ -21,7 +21,7 @@ bool asks_for_row_cache(const ModelFlags& flags) {
   return !flags.row_cache.empty() && parse_bytes(flags.row_cache, "--row-cache") > 0;
 }
 
-// Whether some step of this policy reads the key tiles of the index, which `bits` are of.
+// Returns true if the policy reads key tiles of the index, which `bits` applies to.
 bool has_tiles(const Policy& policy) {
   const std::string& name = policy.select.name;
   return name == "int4" || name == "sparq" || (name == "quest" && policy.candidates.limited());
@@ -46,7 +46,7 @@ std::string void_in_policy(const Policy& policy) {
 }
 
 std::string void_row_cache(const ModelFlags& flags, const Plan& plan, const Policy& policy) {
-  // void_on_device() says so where there is no device tier.
+  // void_on_device() reports this without a device tier.
   if (!asks_for_row_cache(flags) || plan.kv.cache_rows > 0 || plan.kv.in_place) return {};
   const bool selects = policy.select.name != "dense";
   const bool whole = plan.kv.resident_tokens >= plan.kv.home_rows();
