@@ -1,5 +1,5 @@
-// Attention on the CPU: decode in bytes of rows per second, beside a plain streaming read of as
-// many bytes, and causal prefill in FLOP per second.
+// Attention on the CPU: decode in bytes of rows per second, beside a plain streaming read of the
+// same bytes, and causal prefill in FLOP per second.
 #include <benchmark/benchmark.h>
 
 #include <cmath>
@@ -14,7 +14,7 @@
 namespace sluice::cpu {
 namespace {
 
-// Rows of random bf16, in huge pages like a backend's.
+// Rows of random bf16 in huge pages, as in a backend.
 class Rows {
  public:
   Rows(const KvShape& shape, std::int64_t count)
@@ -26,7 +26,7 @@ class Rows {
     std::uint64_t random = 1;
     for (std::size_t i = 0; i < bytes_ / sizeof(std::uint64_t); ++i) {
       random = random * 6364136223846793005u + 1442695040888963407u;
-      // Any sign and fraction, exponents of [1, 4): four numbers of magnitude about 2.
+      // Random signs and fractions with exponents of [1, 4): four numbers of magnitude about 2.
       words[i] = ((random ^ random >> 29) & 0x80ff80ff80ff80ffu) | 0x3f803f803f803f80u;
     }
   }
@@ -109,7 +109,7 @@ std::uint64_t sum_of(const std::uint64_t* words, std::size_t count) {
   return sum;
 }
 
-// What a decode of the same arguments could reach at best.
+// The upper bound for a decode with the same arguments.
 void streaming_read(benchmark::State& state) {
   const Rows rows(shape_of(state), state.range(3));
   Threads threads(static_cast<int>(state.range(4)));
@@ -155,7 +155,7 @@ void decode_shapes(benchmark::internal::Benchmark* bench) {
   bench->UseRealTime()->Unit(benchmark::kMillisecond);
 }
 
-// One KV head with a group of any size, on one thread.
+// One KV head with groups of several sizes, on one thread.
 void decode_groups(benchmark::internal::Benchmark* bench) {
   bench->ArgNames({"heads", "kv_heads", "head_dim", "rows", "threads"});
   for (const std::int64_t head_dim : {64, 80, 128}) {

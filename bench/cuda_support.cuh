@@ -1,4 +1,4 @@
-// What benchmarks of CUDA kernels share: random data on the device, and times of captured work.
+// Shared by CUDA benchmarks: random data on the device, and times of captured work.
 #pragma once
 
 #include <benchmark/benchmark.h>
@@ -64,11 +64,11 @@ DeviceBlock device_copy(const std::vector<T>& values) {
   return block;
 }
 
-// Work that is issued to a stream, captured once and replayed: launches leave no gaps.
+// Work issued to a stream, captured once and replayed, so that launches leave no gaps.
 class Replay {
  public:
   Replay(cudaStream_t stream, const std::function<void()>& issue) : stream_(stream) {
-    issue();  // loads kernels, which capturing does not allow
+    issue();  // loads kernels, which capture does not allow
     require(cudaStreamSynchronize(stream), "a first run");
     require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
     issue();
@@ -104,7 +104,7 @@ class Replay {
   EventOwner end_;
 };
 
-// Runs a benchmark whose iteration is one of the `runs` that a replay holds, after some to warm up.
+// Runs a benchmark whose iteration is one of the `runs` in a replay, after three warm-up launches.
 inline void time_replay(benchmark::State& state, Replay& replay, int runs) {
   for (int i = 0; i < 3; ++i) replay.seconds();
   for (auto _ : state) state.SetIterationTime(replay.seconds() / runs);

@@ -1,5 +1,5 @@
-// Attention of decoded tokens over rows on the device, over all of them (bench/peers/sdpa.py has
-// torch's) or over selected and the newest.
+// Attention of decoded tokens over rows on the device: over all rows (bench/peers/sdpa.py runs
+// torch's), or over selected rows and the newest page.
 #include <algorithm>
 #include <cmath>
 #include <random>
@@ -10,14 +10,14 @@
 namespace sluice::cuda::bench {
 namespace {
 
-// Smaller problems are repeated over copies, so that none is served from the L2 cache.
+// Smaller problems cycle over copies, so that none is served from the L2 cache.
 constexpr std::size_t kLeastBytes = std::size_t{512} << 20;
 
-// The newest tokens of sequences of equal length, whose pages lie one after the other on the
-// device; and where results go.
+// The newest tokens of sequences of equal length, whose pages are contiguous on the device, and
+// buffers for results.
 class Problem {
  public:
-  // `copies` of all rows.
+  // All rows exist `copies` times.
   Problem(std::int64_t batch, std::int64_t tokens, const KvShape& shape, int copies)
       : shape_(shape),
         batch_(batch),
@@ -44,7 +44,7 @@ class Problem {
     newest_ = device_copy(newest);
   }
 
-  // Of AttendBatchParams or AttendSelectedParams.
+  // Fills AttendBatchParams or AttendSelectedParams.
   template <typename Params>
   void put(Params& p, int copy) const {
     p.q = static_cast<const float*>(q_.get());
@@ -64,8 +64,8 @@ class Problem {
   KvShape shape_;
   std::int64_t batch_;
   std::int64_t tokens_;
-  std::int64_t pages_;  // of a sequence
-  std::int64_t slots_;  // of a KV head
+  std::int64_t pages_;  // per sequence
+  std::int64_t slots_;  // per KV head
   DeviceBlock rows_, q_, out_, lse_, pages_block_, newest_;
 };
 
@@ -97,7 +97,7 @@ std::vector<std::int32_t> random_positions(std::int64_t heads, std::int64_t coun
   std::mt19937 random(1);
   std::vector<std::int32_t> result;
   for (std::int64_t head = 0; head < heads; ++head) {
-    // One of each part of the range.
+    // One position from each part of the range.
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t first = end * i / count;
       std::uniform_int_distribution<std::int64_t> within(first, end * (i + 1) / count - 1);
@@ -107,8 +107,8 @@ std::vector<std::int32_t> random_positions(std::int64_t heads, std::int64_t coun
   return result;
 }
 
-// Arguments: batch, tokens, query heads, KV heads, and how many tokens are selected, before the
-// newest page; head_dim is 128.
+// Arguments: batch, tokens, query heads, KV heads, selected tokens (before the newest page);
+// head_dim is 128.
 void selected_decode(benchmark::State& state) {
   const std::int64_t batch = state.range(0);
   const std::int64_t tokens = state.range(1);

@@ -1,5 +1,5 @@
-// Decode steps of several sequences of ragged lengths on a GPU, beside what the same sequences take
-// one after the other, and what reading their bytes takes at the least.
+// Decode steps of several sequences of ragged lengths on a GPU, beside the time of the same
+// sequences one after the other and the least time to read their bytes.
 #include <benchmark/benchmark.h>
 
 #include <chrono>
@@ -16,12 +16,12 @@
 namespace sluice::bench {
 namespace {
 
-constexpr std::int64_t kDecoded = 32;  // room for the tokens that a benchmark adds to a sequence
+constexpr std::int64_t kDecoded = 32;  // tokens per sequence that a benchmark adds
 constexpr int kWarmUp = 2;
 constexpr int kAlone = 3;                    // steps of each sequence by itself
 constexpr double kBytesPerSecond = 4.17e12;  // a plain read of an H200's memory
 
-// Up to `longest` tokens, evenly spread; none fills its pages.
+// Lengths up to `longest` tokens, evenly spread; none is a multiple of a page.
 std::vector<std::int64_t> ragged_lengths(std::int64_t sequences, std::int64_t longest) {
   std::vector<std::int64_t> lengths;
   for (std::int64_t i = 0; i < sequences; ++i) {
@@ -50,9 +50,9 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy,
   return plan_kv(request);
 }
 
-// The mean time of a few steps of one sequence by itself, in seconds.
+// The mean time of a decode step of one sequence by itself, in seconds.
 double seconds_alone(MadeUpModel& model, KvSession& session) {
-  model.decode(session);  // records what was not recorded yet
+  model.decode(session);  // records the step if it has no recording yet
   const auto begin = std::chrono::steady_clock::now();
   for (int i = 0; i < kAlone; ++i) model.decode(session);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
@@ -112,7 +112,7 @@ void shapes(benchmark::internal::Benchmark* bench) {
   bench->ArgNames({"sequences", "tokens", "resident"});
   for (const int resident : {1, 0}) {
     for (const std::int64_t sequences : {1, 4, 16}) bench->Args({sequences, 32768, resident});
-    // The rows of 64 sequences of up to 32K would be more than the device has.
+    // The rows of 64 sequences of up to 32K would not fit on the device.
     bench->Args({64, 8192, resident});
   }
   bench->Iterations(10)->UseRealTime()->Unit(benchmark::kMillisecond);

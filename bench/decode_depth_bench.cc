@@ -1,13 +1,13 @@
-// Decoding behind more and more of a book, under several policies, one after the other: each has a
-// plan and sessions of its own, and all of what a cap leaves, and reads the book for itself. With
-// --sequences N a step has a token of each of N sequences, which start at different places of the
-// book and are 1/N, 2/N ... N/N of the depth long.
+// Decoding behind more and more tokens of a book, under several policies, one after the other. Each
+// policy has its own plan and sessions, gets the whole cap and reads the book itself. With
+// --sequences N a step decodes one token of each of N sequences, which start at different offsets
+// of the book and have 1/N, 2/N ... N/N of the depth.
 //
 //   decode_depth_bench [--model DIR] [--device cuda] [--device-memory BYTES] [--row-cache BYTES]
 //                      [--tokens N...] [--sequences N] [--policy LINE...] [--chunk N]
 //                      [--warm-up STEPS] [--benchmark_out=FILE ...]
 //
-// Steps before those that are timed fill the row cache, if there is one.
+// Warm-up steps fill the row cache, if there is one, before the timed steps.
 #include <benchmark/benchmark.h>
 
 #include <CLI/CLI.hpp>
@@ -27,7 +27,7 @@
 namespace sluice {
 namespace {
 
-constexpr std::int64_t kBytesPerToken = 6;  // of English, at the most
+constexpr std::int64_t kBytesPerToken = 6;  // upper bound for English
 
 struct Settings {
   std::filesystem::path model = std::filesystem::path(SLUICE_SOURCE_DIR) / "models/sluice-22m";
@@ -43,9 +43,9 @@ struct Settings {
   std::vector<std::string> policies = {"dense", "values", "sluice", "sparq", "twilight"};
 };
 
-// What decoding read, and from where.
+// Rows and bytes that decoding read, by tier.
 struct Reads {
-  std::uint64_t found = 0;          // rows, on the device or in the only tier that there is
+  std::uint64_t found = 0;          // rows, on the device or in the only tier
   std::uint64_t fetched = 0;        // rows
   std::uint64_t fetched_bytes = 0;  // of rows
   std::uint64_t read_bytes = 0;     // of rows, key index and value tiles
@@ -65,13 +65,13 @@ struct Reads {
   }
 };
 
-// The model, and the book that it reads.
+// The model, and the book it reads.
 struct Library {
   Engine engine;
   std::vector<TokenId> ids;
 };
 
-// Tokens that a sequence has room for.
+// Tokens that a sequence needs room for.
 std::int64_t context_of(const Settings& settings) {
   return *std::max_element(settings.tokens.begin(), settings.tokens.end()) + settings.warm_up +
          settings.steps;
@@ -88,7 +88,7 @@ Library open(const Settings& settings) {
   std::ifstream file(settings.text);
   const std::string text((std::istreambuf_iterator<char>(file)), {});
   const std::int64_t context = context_of(settings);
-  // Twice as much as one reads: sequences begin at different places.
+  // Twice the bytes of one sequence, because sequences start at different offsets.
   const auto bytes = static_cast<std::size_t>(2 * kBytesPerToken * context);
   library.ids = library.engine.encode_prompt(text.substr(0, bytes));
   if (std::ssize(library.ids) < context) {
@@ -97,7 +97,7 @@ Library open(const Settings& settings) {
   return library;
 }
 
-// Sessions under one policy that have read the first tokens of a book, each from another place.
+// Sessions under one policy that have read the first tokens of a book, each from its own offset.
 class Readers {
  public:
   Readers(const Settings& settings, Library& library, const std::string& policy)
@@ -110,7 +110,7 @@ class Readers {
     }
   }
 
-  // Reads on to `tokens`, or goes back to there.
+  // Reads on, or rewinds, to `tokens`.
   void go_to(std::int64_t tokens) {
     for (std::size_t i = 0; i < sessions_.size(); ++i) {
       const std::int64_t depth = tokens * static_cast<std::int64_t>(i + 1) / settings_.sequences;
@@ -119,10 +119,10 @@ class Readers {
       if (session.length() == depth) continue;
       session.prefill(
           from(i, session.length()).first(static_cast<std::size_t>(depth - session.length())));
-      std::cerr << "read " << depth << " tokens\n";  // which may take minutes
+      std::cerr << "read " << depth << " tokens\n";  // may take minutes
     }
   }
-  // The next token of the book, each.
+  // Decodes the next token of the book in each session.
   void decode() {
     if (sessions_.size() == 1) {
       sessions_[0].decode(next(0), sampler_, {});
@@ -144,7 +144,7 @@ class Readers {
   const std::string& policy() const { return policy_; }
 
  private:
-  // What is needed to decode so far behind the deepest prompt.
+  // Options to decode behind the deepest prompt.
   static SessionOptions options(const Settings& settings, const std::string& policy) {
     SessionOptions options;
     const std::int64_t decoded = settings.warm_up + settings.steps;
@@ -157,7 +157,7 @@ class Readers {
     options.policies = {parse_policy(policy)};
     return options;
   }
-  // The book from a position of session i on.
+  // The book from `position` of session i.
   std::span<const TokenId> from(std::size_t i, std::int64_t position) const {
     const std::size_t distance =
         (library_.ids.size() - static_cast<std::size_t>(context_of(settings_))) / sessions_.size();
@@ -172,12 +172,12 @@ class Readers {
   Sampler sampler_{SamplingParams{}};
 };
 
-// `readers` are those of the policy whose turn it was last.
+// `readers` belong to the policy of the last benchmark.
 void decode(benchmark::State& state, std::optional<Readers>& readers, const Settings& settings,
             Library& library, std::int64_t tokens, const std::string& policy) {
   try {
     if (!readers || readers->policy() != policy) {
-      readers.reset();  // first: both at once would share a cap
+      readers.reset();  // first, because both at once would share a cap
       readers.emplace(settings, library, policy);
     }
     readers->go_to(tokens);

@@ -1,4 +1,4 @@
-// Whole decode steps of one sequence on a GPU: a recorded step is launched, and its logits read.
+// Whole decode steps of one sequence on a GPU: each launches a recorded step and reads its logits.
 #include <benchmark/benchmark.h>
 
 #include <optional>
@@ -11,7 +11,7 @@
 namespace sluice::bench {
 namespace {
 
-constexpr int kDecoded = 64;  // room for the tokens that a benchmark adds
+constexpr int kDecoded = 64;  // tokens that a benchmark adds
 constexpr int kWarmUp = 3;
 
 KvPlan plan_of(const MadeUpModel& model, const Policy& policy, std::int64_t tokens, bool resident) {
@@ -63,8 +63,8 @@ void decode_step(benchmark::State& state, const std::string& name) {
       state.range(1), state.range(2) != 0);
 }
 
-// Llama 2 7B's shape, in which TidalDecode was measured (Yang et al. 2024, section 4.2), every row
-// on the device. Argument: tokens.
+// The shape of Llama 2 7B, on which TidalDecode was measured (Yang et al. 2024, section 4.2), with
+// every row on the device. Argument: tokens.
 void decode_step_mha(benchmark::State& state, const std::string& name) {
   run(state, name, ModelShape::llama_7b, state.range(0), true);
 }

@@ -1,5 +1,5 @@
-// What recorded steps are for: three sequences that decode in turn and together, while pieces of a
-// prompt come between them, are launches of as few recordings as there are kinds of steps.
+// Recorded steps are reused: three sequences that decode in turn and together, with chunks of a
+// prompt between them, need only one recording per kind of step.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -22,10 +22,10 @@ namespace {
 constexpr std::int64_t kSteps = 1000;
 constexpr std::int64_t kContext = 4096;
 constexpr std::int64_t kPiece = 256;        // of the prompt
-constexpr std::int64_t kStepsPerPiece = 5;  // and between its pieces
+constexpr std::int64_t kStepsPerPiece = 5;  // and between two chunks
 constexpr std::int64_t kStepsPerPolicy = 250;
 constexpr std::int64_t kLeastCapacity = 1024;
-// Two of them pass a power of two on their way.
+// Two lengths pass a power of two while decoding.
 constexpr std::array<std::int64_t, 3> kLengths = {900, 1900, 2800};
 
 class Trace {
@@ -38,7 +38,7 @@ class Trace {
     }
   }
 
-  // All steps, each launched as one recording of the step's kind.
+  // Runs all steps, each launched as one recording of its kind.
   void run() {
     for (std::int64_t step = 0; step < kSteps; ++step) {
       if (step % kStepsPerPolicy == 0) use(static_cast<std::size_t>(step / kStepsPerPolicy));
@@ -64,7 +64,7 @@ class Trace {
     ++pieces_;
   }
 
-  // One of the sequences, or every fourth time all of them.
+  // Decodes one of the sequences, or all of them every fourth time.
   void decode(std::int64_t step) {
     const auto turn = static_cast<std::size_t>(step % 4);
     std::vector<KvSession*> batch;

@@ -1,6 +1,7 @@
-// The key index on CUDA: building it, and estimates in bytes of the index per second beside what
-// the device reads and copies at best. Calls are replayed from a graph, over several indexes where
-// one would fit the L2 cache; the logits are always the same, as between the layers of a model.
+// The key index on CUDA: building it, and estimates in bytes of the index per second, beside the
+// device's best rates for reads and copies. Calls are replayed from a graph, over several indexes
+// if one would fit the L2 cache; the logits are always the same buffer, as between the layers of a
+// model.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ constexpr std::size_t kScratch = 64u << 20;
 constexpr int kLeastCalls = 4;
 constexpr std::int64_t kStreamed = std::int64_t{1} << 30;  // bytes of the baselines
 
-// Every 16 bits are (noise & mask) | bits.
+// Sets every 16 bits to (noise & mask) | bits.
 __global__ void fill_kernel(std::uint16_t* to, std::size_t count, std::uint16_t mask,
                             std::uint16_t bits) {
   const std::size_t step = std::size_t{gridDim.x} * blockDim.x;
@@ -134,9 +135,8 @@ void copy(benchmark::State& state) {
   });
 }
 
-// Arguments: tokens, KV heads, head_dim, group, bits, channels, rows of the newest page (none of
-// which get logits if there are none), sequences. Of several sequences number i has (i + 1) /
-// sequences of the tokens.
+// Arguments: tokens, KV heads, head_dim, group, bits, channels, rows of the newest page (which get
+// logits unless 0), sequences. Sequence i has (i + 1) / sequences of the tokens.
 struct Case {
   explicit Case(const benchmark::State& state)
       : tokens(state.range(0)),
@@ -155,7 +155,7 @@ struct Case {
     for (std::int64_t i = 0; i < sequences; ++i) all += pages(i);
     return all;
   }
-  // Whole pages of all KV heads.
+  // Whole pages, over all KV heads.
   std::size_t units() const { return static_cast<std::size_t>(pages() * shape.kv_heads); }
 
   std::int64_t tokens;
@@ -174,14 +174,14 @@ DeviceBlock upload(const std::vector<T>& values) {
   return block;
 }
 
-// What lies in memory besides queries and logits.
+// Parts to allocate besides queries and logits.
 struct Parts {
   bool tiles = false;
   bool bounds = false;
-  bool rows = false;  // of all tokens, rather than one page that stands for every one
+  bool rows = false;  // all tokens' rows, not one page that stands for all
 };
 
-// Indexes enough not to fit the cache, with logits for one of them.
+// As many indexes as exceed the cache, with logits for one of them.
 class Memory {
  public:
   Memory(const Case& c, const Parts& parts)
@@ -284,9 +284,9 @@ class Memory {
   }
 
   Case case_;
-  std::int64_t table_pages_;  // that a sequence may have
-  std::int64_t table_tiles_;  // likewise
-  std::int64_t row_pages_;    // in memory
+  std::int64_t table_pages_;  // a sequence's capacity
+  std::int64_t table_tiles_;  // a sequence's capacity
+  std::int64_t row_pages_;    // allocated
   Noise q_;
   Noise logits_;
   Noise digest_;
@@ -318,7 +318,7 @@ void quest(benchmark::State& state) {
          [&](int i, const Launch& launch) { estimate(memory.params(Selector::quest, i), launch); });
 }
 
-// Logits of the rows themselves; counts the bytes of keys.
+// Logits from exact keys; counts the bytes of keys.
 void exact(benchmark::State& state) {
   const Case c(state);
   const Workspace workspace(kScratch);
@@ -329,7 +329,7 @@ void exact(benchmark::State& state) {
          [&](int i, const Launch& launch) { estimate(memory.params(Selector::exact, i), launch); });
 }
 
-// One of `apart` tokens, by their tiles; counts the bytes of the whole index.
+// Estimates one of `apart` tokens from tiles; counts the bytes of the whole index.
 void candidates(benchmark::State& state, int apart) {
   const Case c(state);
   const Workspace workspace(kScratch);
@@ -377,7 +377,7 @@ void build(benchmark::State& state) {
   });
 }
 
-// What a step does: with 128 rows in the newest page it is built, with fewer nothing is.
+// A step's build: 128 rows in the newest page build its tile, fewer build nothing.
 void build_step(benchmark::State& state) {
   const Case c(state);
   const Workspace workspace(kScratch);

@@ -9,7 +9,7 @@
 namespace sluice::cpu {
 namespace {
 
-// Arguments: tokens, inputs, outputs, and bits of what is computed with and of weights.
+// Arguments: tokens, inputs, outputs, bits of the computation's dtype and of weights.
 void gemm(benchmark::State& state) {
   const std::int64_t tokens = state.range(0);
   const std::int64_t inputs = state.range(1);
@@ -23,7 +23,7 @@ void gemm(benchmark::State& state) {
   options.compute = dtype;
   options.weight_dtype = state.range(4) == 16 ? DType::bf16 : DType::f32;
   CpuBackend backend(options);
-  // Zeros: the time of a product does not depend on its values.
+  // Zeros, because the time of a product does not depend on its values.
   std::vector<float> weights(static_cast<std::size_t>(inputs * outputs));
   std::vector<std::byte> x(static_cast<std::size_t>(tokens * inputs) * size_of(dtype));
   std::vector<float> y(static_cast<std::size_t>(tokens * outputs));

@@ -47,7 +47,7 @@ void cublas(benchmark::State& state) {
            [&](const LinearParams& p, const void* weight) { gemm.run(p, weight); });
 }
 
-// RMSNorm, product and SwiGLU: in one kernel or in three.
+// RMSNorm, product and SwiGLU, in one kernel or in three.
 template <bool kAtOnce>
 void gated(benchmark::State& state) {
   const Workspace workspace(256);
@@ -80,7 +80,7 @@ void settle(benchmark::internal::Benchmark* bench) {
 }
 
 void shapes(benchmark::internal::Benchmark* bench) {
-  // Llama 3 8B's, then sluice-22m's.
+  // Shapes of Llama 3 8B, then of sluice-22m.
   for (const auto& [outputs, inputs] :
        {std::pair{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}, {128256, 4096}}) {
     bench->Args({outputs, inputs});

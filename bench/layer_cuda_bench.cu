@@ -1,6 +1,6 @@
-// Selection and attention of one layer for one query token of every sequence: what replaces the
-// dense attention of bench/decode_attention_cuda_bench.cu. Rows are on the device, or those of
-// whole pages in host memory.
+// Selection and attention of one layer for one query token per sequence, which replace the dense
+// attention of bench/decode_attention_cuda_bench.cu. Rows are on the device, or those of whole
+// pages in host memory.
 //
 // Keys are normal and queries are scaled so that logits have a deviation of 4 unless a method says
 // otherwise: about one per cent of the tokens then carry 95 % of the weight, as in text.
@@ -20,15 +20,15 @@ namespace {
 
 struct Method {
   Selector base = Selector::int4;
-  int channels = 0;             // of sparq
-  std::int64_t candidates = 0;  // re-scored by all channels; 0: none are
+  int channels = 0;             // for sparq
+  std::int64_t candidates = 0;  // re-scored with all channels; 0: no re-scoring
   Pruner prune = Pruner::top_p;
   std::int64_t k = 0;
   float p = 0.0f;
   std::int64_t cap = 0;
-  bool compensate = false;  // by the mean value
-  int value_bits = 0;       // of tiles with the values of what is not selected; 0: none
-  bool on_host = false;     // rows of whole pages
+  bool compensate = false;  // with the mean value
+  int value_bits = 0;       // of value tiles for rows that are not selected; 0: none
+  bool on_host = false;     // rows of whole pages are in host memory
   float deviation = 4.0f;   // of the logits
 
   std::int64_t most() const { return prune == Pruner::top_k ? k : cap; }
@@ -40,7 +40,7 @@ Quota quota(std::int64_t tokens) {
   return quota;
 }
 
-// One layer of a batch of sequences of equal length, whose pages and tiles lie one after the other.
+// One layer of a batch of sequences of equal length, whose pages and tiles are contiguous.
 class Layer {
  public:
   Layer(const Method& method, std::int64_t batch, int query_heads, int kv_heads,
@@ -82,7 +82,7 @@ class Layer {
     build();
   }
 
-  // Everything that one layer does after its rows are appended.
+  // Runs a layer's work after its rows are appended.
   void run() {
     const Method& m = method_;
     const Launch launch = workspace_.launch();
@@ -129,11 +129,11 @@ class Layer {
   }
 
  private:
-  // Of all sequences.
+  // Counts over all sequences.
   std::size_t heads() const { return static_cast<std::size_t>(batch_ * shape_.kv_heads); }
   std::size_t queries() const { return static_cast<std::size_t>(batch_ * shape_.query_heads); }
 
-  // Bytes from KV head to KV head.
+  // Bytes between KV heads.
   std::int64_t head_stride() const {
     return batch_ * pages_ * kPageTokens * static_cast<std::int64_t>(shape_.row_bytes());
   }
@@ -210,7 +210,7 @@ class Layer {
     newest_ = device_copy(newest);
   }
 
-  // The whole pages before every sequence's newest token.
+  // Builds the tiles of the whole pages before each sequence's newest token.
   void build() {
     const PagedRows all = rows();
     for (std::int32_t sequence = 0; sequence < batch_; ++sequence) {
@@ -229,7 +229,7 @@ class Layer {
     require(cudaStreamSynchronize(workspace_.launch().stream), "building the index");
   }
 
-  // Keeps the candidates and estimates them again, by all channels.
+  // Keeps the candidates and estimates them again with all channels.
   void rescore(const Method& m, SelectParams select, const SelectionView& chosen, float* alpha,
                const Launch& launch) const {
     float* const share = alpha + queries();
@@ -281,7 +281,7 @@ class Layer {
     p.alpha = alpha;
   }
 
-  // As a session does, see SparseAttention::newest_apart().
+  // The same rule as a session's, see SparseAttention::newest_apart().
   bool leaves_newest_out(const Method& m) const {
     return m.prune == Pruner::top_k && m.candidates == 0 && shape_.group() == 1;
   }
@@ -322,8 +322,8 @@ class Layer {
   KvShape shape_;
   std::int64_t batch_;
   std::int64_t tokens_;
-  std::int64_t pages_;   // of a sequence
-  std::int64_t tiles_;   // likewise
+  std::int64_t pages_;   // per sequence
+  std::int64_t tiles_;   // per sequence
   std::int64_t stride_;  // of logits
   Workspace workspace_{std::size_t{512} << 20};
   DeviceBlock rows_, q_, codes_, scales_, values_, logits_, digest_, page_weights_,
@@ -348,9 +348,9 @@ void layer(benchmark::State& state, const Method& method) {
   time(state, layer);
 }
 
-// A layer of sluice-22m behind War and Peace, 64 rows of 1,045,000 per KV head, by how much the
-// logits differ: first layers attend to nearly all tokens alike. Argument: a hundred times the
-// deviation.
+// A layer of sluice-22m behind War and Peace, 64 rows of 1,045,000 per KV head, with logits of a
+// given deviation, because first layers attend to nearly all tokens alike. Argument: the deviation
+// times 100.
 void nearly_flat(benchmark::State& state) {
   const Method method = {.base = Selector::int4,
                          .prune = Pruner::top_k,
@@ -367,7 +367,7 @@ const Method kSparq = {
 const Method kBase = {.base = Selector::sparq, .channels = 32, .prune = Pruner::top_k, .k = 8192};
 const Method kTwilight = {
     .base = Selector::sparq, .channels = 32, .candidates = 8192, .p = 0.95f, .cap = 8192};
-// A base that estimates with all channels: its estimates are what Twilight prunes by.
+// A base that estimates with all channels, so Twilight prunes by the same estimates.
 const Method kInt4Base = {.base = Selector::int4, .prune = Pruner::top_k, .k = 8192};
 const Method kInt4Twilight = {.base = Selector::int4, .p = 0.95f, .cap = 8192};
 const Method kInt4 = {.base = Selector::int4, .p = 0.95f, .cap = 256, .compensate = true};

@@ -14,7 +14,7 @@
 namespace sluice::bench {
 namespace {
 
-constexpr TokenId kToken = 267;  // any
+constexpr TokenId kToken = 267;  // any id
 
 ModelConfig llama_8b() {
   ModelConfig c;
@@ -32,7 +32,7 @@ ModelConfig llama_8b() {
   return c;
 }
 
-// Every attention head has rows of its own.
+// MHA: every query head has its own rows.
 ModelConfig llama_7b() {
   ModelConfig c = llama_8b();
   c.intermediate_size = 11008;
@@ -66,7 +66,7 @@ ModelConfig config_of(ModelShape shape) {
   return sluice_22m();
 }
 
-// bf16 numbers of deviation 0.02, as transformers' initialisation has them.
+// bf16 numbers with a deviation of 0.02, as transformers initialises weights.
 std::vector<std::uint16_t> made_up(std::size_t count) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal(0.0f, 0.02f);

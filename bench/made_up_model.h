@@ -1,6 +1,6 @@
-// Models of the shapes of Llama 3 8B, of Llama 2 7B and of sluice-22m on a GPU, with made-up
-// weights and rows, which take the time that real ones take. Selections of made-up rows hit their
-// caps: more rows than real text needs, never fewer.
+// Models with the shapes of Llama 3 8B, Llama 2 7B and sluice-22m on a GPU. Weights and rows are
+// made up, which does not change the time of a step. Selections of made-up rows hit their caps:
+// more rows than real text needs, never fewer.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace sluice::bench {
 
-// Most tokens per step of a prompt.
+// Maximum tokens per step of a prompt.
 inline constexpr std::int64_t kChunk = 2048;
 
 enum class ModelShape { sluice_22m, llama_8b, llama_7b };
@@ -27,14 +27,14 @@ class MadeUpModel {
   const std::shared_ptr<Queue>& queue() const { return queue_; }
   Decoder& decoder() const { return *decoder_; }
   KvShape kv() const;
-  // Of the matrices, every one of which a decode step reads once.
+  // Bytes of the matrices; a decode step reads each of them once.
   std::uint64_t matrix_bytes() const { return matrix_bytes_; }
 
-  // Rows up to `length`, and the key index, without any attention.
+  // Fills rows up to `length` and their key index, without attention.
   void fill(KvSession& session, std::int64_t length) const;
 
-  // One token for each session, and the logits after it brought to host memory. The seconds that
-  // the host itself took to issue the step, waiting for nothing.
+  // Decodes one token per session and copies the logits to host memory. Returns the seconds the
+  // host took to issue the step, excluding waits.
   double decode(std::span<KvSession* const> sessions);
   double decode(KvSession& session);
 
@@ -47,10 +47,10 @@ class MadeUpModel {
   std::uint64_t matrix_bytes_ = 0;
 };
 
-// Made once, and one at a time.
+// Built on the first call for a shape; only one model exists at a time.
 MadeUpModel& made_up_model(ModelShape shape);
 
-// Rows and index entries that decode steps of a session read, and bytes that came from the host.
+// Rows and index entries that decode steps of a session read, and bytes fetched from host memory.
 struct DecodeBytes {
   std::uint64_t read = 0;
   std::uint64_t from_host = 0;

@@ -1,7 +1,7 @@
 // Decoding sluice-22m against 1,046,018 tokens (War and Peace): 6.4 GB of rows in host memory.
 //
-// The first rows come from a real prefill, the rest are made up: a prefill of a million tokens
-// is quadratic, and the time of a decode step does not depend on what the rows say.
+// The first rows come from a real prefill, the rest are made up, because a prefill of a million
+// tokens is quadratic and the time of a decode step does not depend on the rows' values.
 #include <benchmark/benchmark.h>
 
 #include <cstdio>
@@ -22,7 +22,7 @@ constexpr std::int64_t kContext = 1'046'018;
 constexpr std::int64_t kPrefill = 2048;
 constexpr std::int64_t kChunk = 512;
 
-// A session filled up to kContext but for the tokens that the benchmark will decode.
+// A session filled up to kContext except the tokens that the benchmark will decode.
 struct Book {
   std::unique_ptr<Backend> backend;
   std::shared_ptr<Queue> queue;
@@ -76,7 +76,7 @@ Book open_book(std::int64_t decoded, std::int64_t device_memory) {
   return book;
 }
 
-// One decode step; its logits are computed and left where they are.
+// One decode step; its logits are computed but not copied.
 void decode(Book& book) {
   constexpr TokenId kToken = 267;
   KvSession* const session = book.session.get();
@@ -87,7 +87,7 @@ void decode(Book& book) {
   }
 }
 
-// Argument: MiB of device tier, 0 to attend rows in host memory.
+// Argument: MiB of device tier; 0 attends rows in host memory.
 void decode_at_a_million_tokens(benchmark::State& state) {
   constexpr std::int64_t kDecoded = 9;
   static const Bandwidth bandwidth = measure_bandwidth(0, std::uint64_t{1} << 30);

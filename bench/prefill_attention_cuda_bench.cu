@@ -44,8 +44,8 @@ DeviceBlock filled(std::size_t count) {
   return block;
 }
 
-// Arguments: query tokens, rows before them, query heads, KV heads, head_dim, whether to take the
-// kernel for every device.
+// Arguments: query tokens, rows before them, query heads, KV heads, head_dim, 1 for the kernel that
+// runs on every device.
 struct Problem {
   explicit Problem(const benchmark::State& state)
       : tokens(state.range(0)),

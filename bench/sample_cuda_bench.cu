@@ -1,4 +1,4 @@
-// Drawing tokens on the GPU against bringing the logits over and drawing on the host. Logits are
+// Sampling tokens on the GPU against copying the logits over and sampling on the host. Logits are
 // normal with a deviation of 2.5.
 #include <span>
 #include <vector>

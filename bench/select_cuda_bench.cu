@@ -1,4 +1,4 @@
-// Choosing tokens on the GPU: select() over f16 logits, in logits per second, and column_sums() in
+// Selecting tokens on the GPU: select() over f16 logits, in logits per second, and column_sums() in
 // floating-point operations per second. Calls run from a graph, over inputs that take turns and
 // together exceed the cache.
 #include <benchmark/benchmark.h>
@@ -30,7 +30,7 @@ __device__ std::uint32_t mixed(std::uint64_t x) {
   return static_cast<std::uint32_t>(x >> 32);
 }
 
-// Normal numbers; every row's entry `needle`, if there is one, is 30.
+// Normal numbers. Entry `needle` of every row, if there is one, is 30.
 __global__ void fill_normal(__half* x, std::int64_t count, std::int64_t columns, float deviation,
                             std::int64_t needle, std::uint64_t seed) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -42,7 +42,8 @@ __global__ void fill_normal(__half* x, std::int64_t count, std::int64_t columns,
   x[i] = __float2half(i % columns == needle ? 30.0f : deviation * normal);
 }
 
-// What a scan of tiles notes of logits [heads, group, columns], one thread a page of a row.
+// The digest that a scan of tiles makes of logits [heads, group, columns]; one thread per page of a
+// row.
 __global__ void fill_digest(const __half* x, std::int64_t count, int group, std::int64_t columns,
                             PageDigest digest) {
   const std::int64_t at =
@@ -73,7 +74,7 @@ __global__ void fill_list(std::int32_t* list, std::int64_t count, std::int64_t c
   if (i < count) list[i] = static_cast<std::int32_t>(i % columns * 4);
 }
 
-// Runs `calls` (a multiple of the inputs) at a time from a graph; the time is that of one.
+// Runs `calls` (a multiple of the inputs) per graph launch; the reported time is that of one call.
 template <typename Body>
 void run_graph(benchmark::State& state, const Workspace& workspace, int calls, const Body& body) {
   const cudaStream_t stream = workspace.launch().stream;
@@ -100,7 +101,7 @@ void run_graph(benchmark::State& state, const Workspace& workspace, int calls, c
   for (const cudaEvent_t event : events) static_cast<void>(cudaEventDestroy(event));
 }
 
-// Positions at which as many tokens choose among up to `most` others: the first among all of them.
+// `count` tokens that choose among up to `most` others: the first among all of them.
 std::vector<BatchToken> tokens_of(std::int64_t count, std::int64_t most) {
   std::vector<BatchToken> tokens;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -111,7 +112,7 @@ std::vector<BatchToken> tokens_of(std::int64_t count, std::int64_t most) {
 }
 
 // Arguments: tokens, KV heads, group, logits per row of the longest, keep (> 0: k of top_k; 0:
-// top_p(0.95); < 0: top_p with this cap), deviation of the logits in tenths (negative: with a
+// top_p(0.95); < 0: top_p with this cap), deviation of the logits times 10 (negative: with a
 // needle), form (1: the entries are candidates; 2: with the digest of a scan).
 void select_rows(benchmark::State& state) {
   const std::int64_t batch = state.range(0);
@@ -209,7 +210,7 @@ void sum_columns(benchmark::State& state) {
   const PinnedBlock host = make_pinned_block(state.range(2) != 0 ? bytes : 64);
   const DeviceBlock q = make_device_block(static_cast<std::size_t>(probes) * 32 * 128 * 4);
   const PinnedBlock sums = make_pinned_block(static_cast<std::size_t>(rows) * 4);
-  // bf16 numbers of about 1: the bits of f16 numbers of about 1 are some.
+  // f16 noise serves as bf16 rows, because its bits are finite numbers in bf16, too.
   const auto halves = static_cast<std::int64_t>(bytes / 2);
   fill_normal<<<static_cast<unsigned>((halves + 255) / 256), 256>>>(
       static_cast<__half*>(device.get()), halves, halves, 1.0f, -1, 1);

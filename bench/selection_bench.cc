@@ -1,5 +1,5 @@
-// Choosing tokens on the CPU: scans of the key index in bytes per second, beside a plain streaming
-// read of as many bytes, and the pruners in tokens per second.
+// Selecting tokens on the CPU: scans of the key index in bytes per second, beside a plain streaming
+// read of the same bytes, and the pruners in tokens per second.
 #include <benchmark/benchmark.h>
 
 #include <cmath>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kKvHeads = 8;
 
-// Memory in huge pages like a backend's, filled with noise.
+// Memory in huge pages, as in a backend, filled with noise.
 class Noise {
  public:
   explicit Noise(std::size_t bytes) : bytes_(bytes), data_(memory_.take(Tier::host, bytes)) {
@@ -49,7 +49,7 @@ void count_bytes(benchmark::State& state, std::size_t bytes) {
                          benchmark::Counter::kIs1000);
 }
 
-// The token after `tokens` others that fill their pages; its own row takes no part.
+// The token after `tokens` others that fill their pages; its own row is not scanned.
 BatchToken next_page(std::int64_t tokens) { return {0, static_cast<std::int32_t>(tokens)}; }
 
 // Arguments: tokens, head_dim, group, bits, channels read, threads (0: one per core).
@@ -116,7 +116,7 @@ std::uint64_t sum_of(const std::uint64_t* words, std::size_t count) {
   return sum;
 }
 
-// What a scan of the same arguments could reach at best.
+// The upper bound for a scan with the same arguments.
 void streaming_read(benchmark::State& state) {
   const Scan s(state);
   const Noise memory(s.bytes());
@@ -132,7 +132,7 @@ void streaming_read(benchmark::State& state) {
   count_bytes(state, s.bytes());
 }
 
-// Arguments: tokens, group, top_p (else top_k), threads.
+// Arguments: tokens, group, top_p (0: top_k), threads.
 void prune(benchmark::State& state) {
   const std::int64_t tokens = state.range(0);
   const int group = static_cast<int>(state.range(1));
@@ -174,7 +174,7 @@ void scan_shapes(benchmark::internal::Benchmark* bench) {
   bench->ArgNames({"tokens", "head_dim", "group", "bits", "channels", "threads"});
   for (const std::int64_t threads : {1, 0}) {
     for (const std::int64_t group : {1, 4, 8}) bench->Args({1 << 20, 128, group, 4, 128, threads});
-    // Larger than any last-level cache, as the indexes of all layers together are.
+    // Larger than any last-level cache, like the indexes of all layers together.
     for (const std::int64_t group : {1, 4}) bench->Args({4 << 20, 128, group, 4, 128, threads});
     bench->Args({1 << 20, 128, 4, 4, 32, threads});
     bench->Args({1 << 20, 128, 4, 2, 128, threads});

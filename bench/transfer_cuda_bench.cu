@@ -1,4 +1,4 @@
-// Rows from pinned host memory: copies of large pieces, and sorted rows gathered by a kernel.
+// Rows from pinned host memory: large copies, and sorted rows gathered by a kernel.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace sluice::cuda::bench {
 namespace {
 
-// Pinned memory in huge pages, touched by several threads: seconds less than cudaHostAlloc.
+// Pinned memory in huge pages, touched by several threads: seconds faster than cudaHostAlloc.
 class HostRows {
  public:
   explicit HostRows(std::size_t bytes) : bytes_(bytes) {
@@ -45,7 +45,7 @@ class HostRows {
   std::byte* data_ = nullptr;
 };
 
-// One for the whole run: pinning takes longer than measuring.
+// Allocated once per run, because pinning takes longer than measuring.
 HostRows& host_rows() {
   static HostRows rows(std::size_t{16} << 30);
   return rows;
@@ -78,8 +78,8 @@ BENCHMARK(copy_to_device)
     ->MinTime(0.05)
     ->Unit(benchmark::kMicrosecond);
 
-// Arguments: rows of each of eight heads, bytes of a row, bytes that they lie in, blocks of the
-// kernel, sorted.
+// Arguments: rows of each of eight heads, bytes of a row, bytes of the range they lie in, blocks of
+// the kernel, sorted.
 void gather_rows(benchmark::State& state) {
   const std::int64_t row_bytes = state.range(1);
   const std::int64_t span = state.range(2);

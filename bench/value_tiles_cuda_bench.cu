@@ -1,7 +1,7 @@
 // Value tiles on CUDA: building them, in bytes of rows per second, and attention over them, in
-// bytes of the tiles that are read. Calls are replayed from a graph, over several layers' tiles
-// where one would fit the L2 cache; the logits are always the same, as those of a layer are still
-// in the cache when it attends.
+// bytes of tiles read. Calls are replayed from a graph, over several layers' tiles if one would fit
+// the L2 cache; the logits are always the same buffer, because a layer's logits are still in the
+// cache when it attends.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -25,8 +25,8 @@ constexpr int kHeadDim = 128;
 constexpr int kSelected = 32;  // per KV head
 constexpr KvShape kShape = {1, kKvHeads* kGroup, kKvHeads, kHeadDim, DType::bf16};
 
-// Deviations of a page's level and of its logits around it: then 0.28 of the pages carry 0.9 of the
-// weight, as they do in sluice-22m.
+// Deviations of a page's level and of its logits around it. With these, 0.28 of the pages carry 0.9
+// of the weight, as in sluice-22m.
 constexpr float kPageDeviation = 1.86f;
 constexpr float kTokenDeviation = 2.0f;
 
@@ -41,7 +41,7 @@ __global__ void fill_logits(__half* logits, std::int64_t stride, std::int64_t pa
   logits[at] = __float2half_rn(kPageDeviation * level + kTokenDeviation * own);
 }
 
-// What a scan notes of them: a thread for every page of a query head.
+// The digest that a scan makes of the logits; one thread per page of a query head.
 __global__ void fill_digest(const __half* logits, std::int64_t stride, std::int64_t pages,
                             PageDigest digest) {
   const std::int64_t page = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -69,7 +69,7 @@ class Layers {
     const std::size_t bytes = tiles_.bytes(kKvHeads, kHeadDim);
     const std::size_t layers = std::clamp<std::size_t>(kBeyondCache / bytes, 1, 16);
     for (std::size_t i = 0; i < layers; ++i) {
-      // Any codes do, and f16 numbers of about 1 are some.
+      // f16 numbers of about 1 fill codes and scales alike, because any codes will do.
       blocks_.push_back(bench::normal_block<__half>(bytes / 2, 1.0f, i + 1));
     }
     std::vector<std::int32_t> table(static_cast<std::size_t>(slots));
@@ -92,7 +92,7 @@ class Layers {
   DeviceBlock table_;
 };
 
-// What a step's tokens, one of each sequence, attend.
+// A step's tokens, one per sequence.
 class Step {
  public:
   Step(std::int64_t count, std::int64_t context, bool with_digest)
@@ -201,7 +201,7 @@ void attend_value_tiles(benchmark::State& state) {
       step.pages_read() * static_cast<double>(ValueTiles::page_bytes(bits, kHeadDim)));
 }
 
-// Arguments: pages of every KV head, bits.
+// Arguments: pages per KV head, bits.
 void build_value_tiles(benchmark::State& state) {
   const std::int64_t pages = state.range(0);
   const auto bits = static_cast<int>(state.range(1));
@@ -230,7 +230,7 @@ void attend_shapes(benchmark::internal::Benchmark* bench) {
   constexpr std::int64_t kMillion = 1 << 20;
   for (const std::int64_t context : {std::int64_t{32768}, std::int64_t{131072}, kMillion}) {
     for (const std::int64_t share : {90, 100}) {
-      // As scans leave it: a digest from 256K tokens on.
+      // Scans write a digest from 256K tokens on.
       bench->Args({1, context, 2, share, context >= kMillion / 4 ? 1 : 0});
     }
   }
