@@ -1,4 +1,4 @@
-// Random attention problems, and the way they go through a backend.
+// Random attention problems, and runs of them on a backend.
 #pragma once
 
 #include <cmath>
@@ -36,7 +36,7 @@ inline AttentionCase random_case(Random& random, const KvShape& shape, std::int6
   return c;
 }
 
-// A run of rows of every KV head: [begin, end) clipped to each head's count.
+// A range of rows of every KV head: [begin, end), clipped to each head's count.
 struct RowRange {
   std::int64_t begin = 0;
   std::int64_t end = std::numeric_limits<std::int64_t>::max();
@@ -47,7 +47,7 @@ struct Partial {
   std::vector<float> lse;  // [tokens, query_heads]
 };
 
-// Sends a case to a backend's memory once and attends over parts of it.
+// Copies a case to a backend's memory once and attends over parts of it.
 class AttentionRun {
  public:
   AttentionRun(Device& backend, const AttentionCase& c) : backend_(backend), case_(c) {

@@ -1,5 +1,5 @@
-// Attention in fp64, written from its definition and from nothing in cpu/ or kernels/: what every
-// backend's attend() is compared with.
+// Attention in fp64, written from its definition and independent of cpu/ and kernels/. Every
+// backend's attend() is compared with it.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct AttentionCase {
   }
 };
 
-// Element `index` of a row: [0, head_dim) is the key, then comes the value.
+// Element `index` of a row: [0, head_dim) is the key, the rest the value.
 inline double row_element(const AttentionCase& c, int kv_head, std::int64_t row, int index) {
   const std::byte* const bytes = c.rows[static_cast<std::size_t>(kv_head)].data() +
                                  static_cast<std::size_t>(row) * c.shape.row_bytes() +
@@ -66,15 +66,15 @@ inline void set_row_element(AttentionCase& c, int kv_head, std::int64_t row, int
   std::memcpy(bytes, &bits, sizeof bits);
 }
 
-// The answer for one query, and what its error is measured against.
+// The answer for one query, and the scales for its error.
 struct QueryOracle {
   std::vector<double> out;
   double lse = -std::numeric_limits<double>::infinity();
 
   std::int64_t visible = 0;
-  std::vector<double> magnitude;  // sum of p |v|, per channel: what fp32 sums are relative to
+  std::vector<double> magnitude;  // sum of p |v|, per channel: the scale of fp32 sums' errors
   double largest_logit =
-      0;  // max over rows with weight of scale * sum |q k|: what logits are relative to
+      0;  // max over rows with weight of scale * sum |q k|: the scale of logits' errors
   // Deviation of the result, to first order, if every q and every p had an independent relative
   // error of deviation 1. Of out, per channel: sqrt(sum p^2 v^2 (1 + l^2)) with the variance of a
   // row's logit l^2 = scale^2 sum (q k)^2, which takes keys and values for independent. Of lse:

@@ -1,4 +1,4 @@
-// The tolerance of the parity suite: what an implementation's rounding allows, and no more.
+// The tolerance of the parity suite: exactly what an implementation's rounding allows.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,8 +9,9 @@
 
 namespace sluice::testing {
 
-// How an implementation rounds: the largest relative error of a query element before its product
-// with K, and of a softmax weight before its product with V; 0 is fp32's, which always counts.
+// The rounding of an implementation: the largest relative error of a query element before its
+// product with K, and of a softmax weight before its product with V. 0 means fp32, whose error
+// always counts.
 struct Rounding {
   double queries = 0;
   double weights = 0;
@@ -24,13 +25,13 @@ struct Tolerance {
   std::vector<double> out;  // [head_dim]
 };
 
-// fp32: a logit is a sum of head_dim terms, an exponential has a relative error of its logit's
-// absolute one, and a sum over n rows drifts by about sqrt(n) roundings; 2^-24 each.
-// Others: every query element or weight is off by its step at most and by 0.85 steps in the mean
-// square (0.85 is generous: a rounding is uniform within half a unit), independently, so errors add
-// up as the oracle's spreads say; seven deviations, since the spread of out is an estimate and a
-// test run looks at a million numbers. An approximated exponential (2^-13) is common to weights
-// and their sum, and shows in the log-sum-exp alone.
+// fp32: a logit is a sum of head_dim terms, an exponential has a relative error equal to its
+// logit's absolute error, and a sum over n rows drifts by about sqrt(n) roundings of 2^-24 each.
+// Other roundings: every query element or weight is off by at most its step and by 0.85 steps in
+// the mean square (generous, because a rounding is uniform within half a unit). The errors are
+// independent, so they add up as the oracle's spreads say. The tolerance is seven deviations,
+// because the spread of out is an estimate and a test run checks a million numbers. An approximated
+// exponential (2^-13) is common to weights and their sum, so it shows only in the log-sum-exp.
 inline Tolerance tolerance_of(const QueryOracle& oracle, const Rounding& rounding) {
   constexpr double kFloat = 0x1p-24;
   constexpr double kDeviations = 7 * 0.85;

@@ -1,5 +1,5 @@
-// What runs `attend` and `attend_batch`: backends and single kernels, and the fixture that
-// holds each of them to the fp64 oracle.
+// Implementations of `attend` and `attend_batch`: backends and single kernels, and the fixture that
+// compares each of them with the fp64 oracle.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@
 
 namespace sluice::testing {
 
-// One kernel, with one instruction set, in the place of the reference's.
+// The reference queue with one kernel replaced by another, for one instruction set.
 class KernelQueue : public cpu::ReferenceQueue {
  public:
   KernelQueue(cpu::ReferenceBackend& backend, cpu::AttendKernel kernel, std::int64_t targets)
@@ -65,10 +65,10 @@ class KernelBackend : public cpu::ReferenceBackend {
 
 struct AttentionImplementation {
   NamedBackend backend;
-  bool batches = true;  // or attend_batch() is another's
+  bool batches = true;  // false: attend_batch() is another implementation's
   std::vector<DType> dtypes = {DType::f32, DType::f16, DType::bf16};
   std::vector<int> head_dims = {32, 40, 64, 80, 128, 256};
-  // By the rows' dtype: of attend(), and of attend_batch().
+  // Rounding by the rows' dtype: of attend(), then of attend_batch().
   std::function<Rounding(DType)> rounding = [](DType) { return Rounding(); };
   std::function<Rounding(DType)> batch_rounding = [](DType) { return Rounding(); };
 };
@@ -88,13 +88,13 @@ inline Rounding cuda_rounding(DType dtype) {
   return {step, step};
 }
 
-// Decoded tokens' queries and weights are sums of two numbers of the rows' dtype.
+// Queries and weights of decoded tokens are sums of two numbers of the rows' dtype.
 inline Rounding cuda_batch_rounding(DType dtype) {
   const Rounding one = cuda_rounding(dtype);
   return {one.queries * one.queries, one.weights * one.weights};
 }
 
-// Every backend, and every kernel of the CPU backend with every instruction set that runs here.
+// Every backend, and every kernel of the CPU backend with every instruction set of this machine.
 inline std::vector<AttentionImplementation> implementations() {
   std::vector<AttentionImplementation> all;
   all.push_back({.backend = reference_backend()});
@@ -105,7 +105,7 @@ inline std::vector<AttentionImplementation> implementations() {
     for (const auto& [name, kernel] : {std::pair{"decode", cpu::AttendKernel::decode},
                                        std::pair{"prefill", cpu::AttendKernel::prefill}}) {
       all.push_back(forced(name + suffix, kernel, target));
-      // Vectors of one element fill rows of any length.
+      // Vectors of one element fit rows of any length, so two head_dims are enough.
       if (target == HWY_SCALAR) all.back().head_dims = {40, 64};
     }
   }
@@ -118,7 +118,7 @@ inline std::vector<AttentionImplementation> implementations() {
   }
   const std::vector<NamedBackend> gpu = gpu_backends();
   if (!gpu.empty()) {
-    // The dtype of matrix products is nothing to attention: one of them stands for all.
+    // One backend is enough, because attention does not depend on the dtype of matrix products.
     all.push_back({.backend = {"cuda", gpu.front().make},
                    .dtypes = {DType::f16, DType::bf16},
                    .head_dims = {32, 64, 80, 96, 128, 256},
@@ -138,7 +138,7 @@ inline std::ostream& operator<<(std::ostream& out, const AttentionParameter& p) 
   return out << p.implementation.backend.name << ' ' << to_string(p.dtype) << ' ' << p.head_dim;
 }
 
-// Of all the implementations' head dimensions those that `wanted` says.
+// All implementations with those of their head dimensions that `wanted` accepts.
 inline std::vector<AttentionParameter> parameters(const std::function<bool(int)>& wanted) {
   std::vector<AttentionParameter> all;
   for (const AttentionImplementation& implementation : implementations()) {
@@ -172,7 +172,7 @@ class AttentionParity : public ::testing::TestWithParam<AttentionParameter> {
   Rounding batch_rounding() const {
     return GetParam().implementation.batch_rounding(GetParam().dtype);
   }
-  // All queries behind all rows, unless the case says otherwise.
+  // Shows all rows to all queries, unless the case says otherwise.
   static void show_all(AttentionCase& c) {
     for (int head = 0; head < c.shape.kv_heads; ++head) {
       c.first_query_position = std::max(c.first_query_position, c.count(head));
@@ -189,7 +189,7 @@ class AttentionParity : public ::testing::TestWithParam<AttentionParameter> {
     BatchRun run(*backend_, random_, cases, places);
     check_results(cases, run.attend(arena_rows), batch_rounding());
   }
-  // A token that is the newest of its sequence, beside one of another.
+  // Attends to the newest token of a sequence in one batch with a token of another sequence.
   void check_in_batch(const AttentionCase& c) {
     AttentionCase other = newest_case(random_, c.shape, 200);
     other.scale = c.scale;

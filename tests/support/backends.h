@@ -1,4 +1,4 @@
-// Every backend that this build has, by name, for suites that hold all of them to the same answers.
+// Every backend of this build, by name, for suites that compare all of them with the same answers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -46,7 +46,7 @@ inline NamedBackend cpu_backend(DType compute) {
           }};
 }
 
-// The backends for a GPU; listed whether or not there is one.
+// The GPU backends, listed even without a GPU.
 inline std::vector<NamedBackend> gpu_backends() {
   std::vector<NamedBackend> all;
 #ifdef SLUICE_CUDA
@@ -61,7 +61,7 @@ inline std::vector<NamedBackend> gpu_backends() {
   return all;
 }
 
-// What an engine or a cache can be asked to run on; a GPU whether or not there is one.
+// The devices that an engine or a cache accepts; includes a GPU even if there is none.
 inline std::vector<std::string> devices() {
   std::vector<std::string> all = {"cpu"};
   if (!gpu_backends().empty()) all.emplace_back("cuda");
@@ -75,7 +75,7 @@ inline std::vector<NamedBackend> backends() {
   return all;
 }
 
-// One of each kind, for what the dtype of matrix products is nothing to.
+// One backend of each kind, for tests that do not depend on the dtype of matrix products.
 inline std::vector<NamedBackend> backends_by_kind() {
   std::vector<NamedBackend> all = {reference_backend(), cpu_backend(DType::f32)};
   all.back().name = "cpu";
@@ -84,7 +84,7 @@ inline std::vector<NamedBackend> backends_by_kind() {
   return all;
 }
 
-// Null, and the running test skipped, where a GPU's backend cannot be made for want of a GPU.
+// Returns null and skips the running test if a GPU backend finds no GPU.
 inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend) {
   try {
     return std::make_unique<Device>(backend.make());
@@ -95,7 +95,7 @@ inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend) {
   }
 }
 
-// The same for rows of this head_dim, which a device may have no attention for.
+// The same for rows of this head_dim; also skips if the device has no attention for it.
 inline std::unique_ptr<Device> make_or_skip(const NamedBackend& backend, int head_dim) {
   std::unique_ptr<Device> device = make_or_skip(backend);
   if (device == nullptr) return nullptr;

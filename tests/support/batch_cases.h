@@ -9,7 +9,7 @@
 
 namespace sluice::testing {
 
-// Ways of selecting, pruning and compensating, by all layers and by some.
+// Ways to select, prune and compensate, in all layers and in some.
 inline constexpr std::array kBatchPolicies = {
     "dense",
     "select=exact prune=top_k(64)",
@@ -28,7 +28,7 @@ inline constexpr std::array kBatchPolicies = {
     "sluice cap=40 0:bits=2 1:cap=8 1:compensate=values(bits=3) 0:compensate=none",
 };
 
-// `tokens`: of all sequences; 0: the context of each.
+// `tokens`: total over all sequences; 0: each sequence has the full context.
 inline KvPlan shared_plan(const KvShape& shape, std::int64_t context, std::int64_t sequences,
                           std::span<const Policy> policies,
                           std::optional<std::uint64_t> cap = std::nullopt,
@@ -45,7 +45,7 @@ inline KvPlan shared_plan(const KvShape& shape, std::int64_t context, std::int64
   return plan_kv(request);
 }
 
-// One that keeps the newest pages and four others on the device.
+// A cap with device memory for the newest pages and four others.
 inline std::uint64_t small_cap(const KvShape& shape, std::int64_t context, std::int64_t sequences,
                                std::span<const Policy> policies) {
   const KvPlan free = shared_plan(shape, context, sequences, policies);

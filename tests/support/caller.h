@@ -1,5 +1,5 @@
-// A caller of KvCache: the arrays of a Script in any dtype, layout and memory, and what attention
-// must give for them in fp64.
+// A caller of KvCache: the arrays of a Script in any dtype, layout and memory, and the expected
+// attention in fp64.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +19,13 @@
 
 namespace sluice::testing {
 
-// How heads and tokens follow each other.
+// The order of heads and tokens in memory.
 enum class Order { dense, part_of_a_row, heads_first };
 
-// One dense array [tokens, heads, head_dim] as a caller might have it.
+// One dense array [tokens, heads, head_dim] in a caller's layout.
 class CallerArray {
  public:
-  // In the memory of `device`; null: in host memory.
+  // In the memory of `device`; null: host memory.
   CallerArray(std::int64_t tokens, int heads, int head_dim, DType dtype, Order order,
               Device* device)
       : tokens_(tokens), heads_(heads), dim_(head_dim), device_(device) {
@@ -53,7 +53,7 @@ class CallerArray {
     input();
     return {device_ == nullptr ? bytes_.data() : buffer_.data(), layout_};
   }
-  // What was written, dense; whatever lies between must be as it was.
+  // Returns the written values, dense, and checks that the gaps between them are unchanged.
   std::vector<float> read() {
     if (device_ != nullptr) bytes_ = download<std::byte>(*device_, buffer_);
     std::vector<float> all = decoded(bytes_, layout_.dtype);
@@ -85,13 +85,13 @@ class CallerArray {
   Buffer buffer_;
 };
 
-// What attention gave in one step: of all layers.
+// The attention results of one step, for all layers.
 struct Attended {
   std::vector<float> out;  // [layers, tokens, query_heads, head_dim]
   std::vector<float> lse;  // [layers, tokens, query_heads]
 };
 
-// Any number of tokens of several scripts, one after the other.
+// A range of tokens of a script; a step takes several.
 struct ScriptPart {
   const Script* script = nullptr;
   std::int64_t first = 0;
@@ -102,10 +102,10 @@ struct CallerFormat {
   DType in = DType::f32;
   DType out = DType::f32;
   Order order = Order::dense;
-  Device* device = nullptr;  // whose memory the arrays are in; null: host memory
+  Device* device = nullptr;  // memory of the arrays; null: host memory
 };
 
-// All layers of a step, up to its end.
+// Runs all layers of a step and ends it.
 inline Attended run_step(KvStep& step, const KvShape& shape, std::span<const ScriptPart> parts,
                          const CallerFormat& format = {}) {
   std::int64_t tokens = 0;
@@ -147,7 +147,7 @@ inline Attended run_step(KvStep& step, const KvShape& shape, std::span<const Scr
   return result;
 }
 
-// The next tokens of a sequence whose positions are those of its script.
+// Runs the next tokens of a sequence whose positions are those of its script.
 inline Attended take(KvSequence& sequence, const KvShape& shape, const Script& script, Phase phase,
                      std::int64_t tokens, const CallerFormat& format = {}) {
   const ScriptPart part = {&script, sequence.length(), tokens};
@@ -155,8 +155,8 @@ inline Attended take(KvSequence& sequence, const KvShape& shape, const Script& s
   return run_step(step, shape, {&part, 1}, format);
 }
 
-// What the tokens [first, first + tokens) of a script must get, if the tokens before them are the
-// script's, too, and all arrays had the dtype `in`.
+// The expected results for tokens [first, first + tokens) of a script, if the tokens before them
+// are also the script's and all arrays had the dtype `in`.
 inline Attended expected_of(const Script& script, const KvShape& shape, std::int64_t first,
                             std::int64_t tokens, double scale, DType in = DType::f32) {
   Attended result;

@@ -16,7 +16,7 @@ class ChatCheckpoint {
  public:
   static constexpr TokenId kVocabulary = 384;  // of golden/qwen3
 
-  // `format`: an entry of chat_cases.json. The tokens `a` and `b` change places.
+  // `format`: an entry of chat_cases.json. Tokens `a` and `b` swap ids.
   explicit ChatCheckpoint(const nlohmann::json& format, TokenId a = 0, TokenId b = 0) {
     const std::filesystem::path golden = SLUICE_TEST_DATA "/golden/qwen3";
     for (const char* name : {"config.json", "model.safetensors"}) {
@@ -40,7 +40,7 @@ class ChatCheckpoint {
   }
 
  private:
-  // The bytes first, then the control tokens, then names for all other ids of the model.
+  // Byte tokens first, then the control tokens, then names for the model's other ids.
   static nlohmann::json tokenizer(TokenId a, TokenId b) {
     const auto id = [a, b](TokenId i) { return i == a ? b : i == b ? a : i; };
     nlohmann::json vocab = nlohmann::json::object();
@@ -48,7 +48,7 @@ class ChatCheckpoint {
     for (; next < 256; ++next) vocab[byte_symbol(static_cast<std::uint8_t>(next))] = id(next);
     nlohmann::json added = nlohmann::json::array();
     const auto add = [&](const std::string& content, bool special) {
-      vocab[content] = id(next);  // where its id counts, which it does not in added_tokens
+      vocab[content] = id(next);  // the id counts here, but not in added_tokens
       added.push_back({{"id", id(next++)}, {"content", content}, {"special", special}});
     };
     const nlohmann::json all = recorded();

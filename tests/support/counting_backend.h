@@ -1,4 +1,4 @@
-// A backend that counts what really happens, so that ledger and caps are checked against it.
+// A backend that counts the actual traffic, to check ledger and caps against it.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,16 @@
 
 namespace sluice::testing {
 
-// Tells device memory from host memory by address, and counts the bytes of every copy between
-// them, of rows that decoding reads from home or writes there, of rows and of the key index that
-// are read at all, and the device bytes allocated, independently of the accounts and the ledger.
+// Tells device memory from host memory by address. Counts the bytes of every copy between them, of
+// rows that decoding reads from or writes to host memory, of all rows and key index read, and of
+// device memory allocated. It does not use the accounts or the ledger.
 class CountingBackend : public cpu::ReferenceBackend {
  public:
   using Backend::make_queue;
   using ReferenceBackend::ReferenceBackend;
   inline std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
-  // Rows at home are in memory that was registered; what else crosses are tables.
+  // Rows in host memory lie in registered memory; all other crossings are tables.
   void register_host(std::byte* data, std::size_t bytes) override {
     homes_.push_back({data, bytes});
   }
@@ -90,7 +90,7 @@ class CountingQueue : public cpu::ReferenceQueue {
  protected:
   void on_read(const std::byte* row, std::size_t bytes) override {
     ++counts_->rows_read;
-    // Runs get their rows by copy(). Without a device tier nothing crosses.
+    // Runs get their rows by copy(), which counts them. Without a device tier nothing crosses.
     if (in_run_ || !counts_->has_device() || counts_->on_device(row)) return;
     ++counts_->home_rows_read;
     counts_->host_to_device += bytes;
@@ -118,7 +118,7 @@ class CountingQueue : public cpu::ReferenceQueue {
       }
     }
   }
-  // Rows outside the device tier that attention was given.
+  // Counts the rows outside the device tier that attention gets.
   void count(const AttendParams& params) {
     for (const RowSpan& rows : params.rows) {
       if (rows.count > 0 && !counts_->on_device(rows.rows)) {
@@ -134,7 +134,7 @@ class CountingQueue : public cpu::ReferenceQueue {
   }
 
   CountingBackend* counts_;
-  bool in_run_ = false;  // attention to a run, whose rows copy() brings
+  bool in_run_ = false;  // inside attention to a run, whose rows copy() fetches
 };
 
 inline std::unique_ptr<Queue> CountingBackend::make_queue(const QueueOptions& /*options*/) {

@@ -1,4 +1,4 @@
-// Digests of logits that no scan has made, for what reads them on the CPU.
+// Digests of logits made without a scan, for CPU code that reads digests.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace sluice::testing {
 
-// Leaves logits in host memory as the CPU's scans do, and their digest in what is returned.
+// Leaves logits in host memory as the CPU's scans do, and returns their digest.
 inline std::vector<std::byte> digest_pages(const KvShape& shape, const TokenBatch& batch,
                                            LogitView& logits) {
   const std::int64_t rows = batch.count * shape.query_heads;
@@ -30,7 +30,7 @@ inline std::vector<std::byte> digest_pages(const KvShape& shape, const TokenBatc
   return bytes;
 }
 
-// As select() leaves the digest, for those who know the log-sum-exp of every row.
+// Turns levels into weights as select() does, given the log-sum-exp of every row.
 inline void weigh_levels(const KvShape& shape, const TokenBatch& batch, const LogitView& logits,
                          const float* lse) {
   const cpu::PageDigest digest = cpu::PageDigest::of(logits.digest, 0);

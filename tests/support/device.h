@@ -1,4 +1,4 @@
-// A backend with a queue, and arrays to and from its memory.
+// A backend with a queue, and transfers of arrays to and from its memory.
 #pragma once
 
 #include <cstddef>

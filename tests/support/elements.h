@@ -1,4 +1,4 @@
-// Numbers as the dtypes of rows and activations have them.
+// Numbers in the dtypes of rows and activations.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ inline std::vector<float> values_of(Device& backend, const Buffer& buffer, DType
   return decoded(download<std::byte>(backend, buffer), dtype);
 }
 
-// That a backend's rows may have.
+// The row dtypes that a backend supports.
 inline std::vector<DType> row_dtypes(const Device& backend) {
   std::vector<DType> all = {DType::f16, DType::bf16};
   if (backend.info().f32_rows) all.push_back(DType::f32);

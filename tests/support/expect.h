@@ -1,4 +1,4 @@
-// What tests expect: errors that say one clear thing, and numbers that hardly differ.
+// Expectations for errors that say one clear thing, and for numbers that nearly agree.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -14,7 +14,7 @@
 
 namespace sluice::testing {
 
-// `text`: a part of what the error says, in one line that names fields and no flags.
+// `text`: a part of the message, which must be one line that names fields, not flags.
 inline void expect_error(ErrorCode code, const std::string& text, const auto& call) {
   using ::testing::HasSubstr;
   try {
@@ -32,7 +32,7 @@ inline double largest_difference(std::span<const float> a, std::span<const float
   EXPECT_EQ(a.size(), b.size());
   double largest = 0.0;
   for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-    if (a[i] == b[i]) continue;  // infinite ones, too
+    if (a[i] == b[i]) continue;  // also equal infinities
     const double difference = std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i]));
     if (std::isnan(difference)) return std::numeric_limits<double>::infinity();
     largest = std::max(largest, difference);

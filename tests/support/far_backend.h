@@ -1,4 +1,4 @@
-// A CPU that keeps its memory as a GPU does.
+// A CPU backend with separate device memory, like a GPU's.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 
 namespace sluice::testing {
 
-// Weights and activations are in the device tier, rows of host memory are not attended in place,
-// and there is scratch memory from the start.
+// Weights and activations are in the device tier, rows in host memory cannot be attended in place,
+// and scratch memory is allocated from the start.
 class FarBackend : public cpu::CpuBackend {
  public:
   static constexpr std::uint64_t kScratchBytes = 1 << 20;
 
-  // `synchronous`: whether it says that it is, as it is in truth.
+  // `synchronous`: the value reported in BackendInfo; the backend is always synchronous.
   explicit FarBackend(const cpu::CpuOptions& options, const LogitFormat& logits = {},
                       bool synchronous = true)
       : CpuBackend(options),

@@ -1,5 +1,5 @@
-// Answers of Hugging Face transformers for the checkpoints of tests/data/golden (fp32 arithmetic
-// on the stored bf16 weights).
+// Outputs of Hugging Face transformers for the checkpoints of tests/data/golden (fp32 arithmetic on
+// the stored bf16 weights).
 #pragma once
 
 #include <filesystem>
@@ -21,7 +21,7 @@ struct Golden {
   double mean_nll = 0.0;
   std::vector<std::int64_t> positions;
   std::vector<std::vector<TokenId>> top_ids;   // [positions, 8], likeliest first
-  std::vector<std::vector<float>> top_logits;  // likewise
+  std::vector<std::vector<float>> top_logits;  // [positions, 8], of `top_ids`
   std::vector<TokenId> greedy;                 // continuation after the last of `ids`
 };
 

@@ -1,5 +1,5 @@
-// Sequences with a key index, in one backend's memory: rows in pages that lie anywhere, on the
-// device or at home or both, and tiles in slots of any order.
+// Sequences with a key index in one backend's memory: rows in pages in any order, on the device, in
+// host memory or both, and tiles in slots in any order.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace sluice::testing {
 
-// What is asked of an index.
+// The inputs of an estimate.
 struct EstimateCase {
   std::vector<BatchToken> tokens;
   std::vector<float> q;  // [tokens, query_heads, head_dim]
@@ -30,7 +30,8 @@ struct EstimateCase {
 
 class IndexedCase {
  public:
-  // Sequences of one shape, whose KV heads have as many rows each. The index is yet to be built.
+  // All sequences have one shape, and all KV heads of a sequence the same number of rows. The index
+  // is not built yet.
   IndexedCase(Device& backend, const std::vector<AttentionCase>& sequences, int bits,
               std::uint64_t seed)
       : backend_(backend), sequences_(sequences), shape_(sequences.front().shape) {
@@ -44,7 +45,7 @@ class IndexedCase {
     backend.synchronize();
   }
 
-  // The index of all whole pages, from rows that follow each other.
+  // Builds the index of all whole pages from contiguous rows.
   void build() {
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
       const AttentionCase& c = sequences_[i];
@@ -66,7 +67,7 @@ class IndexedCase {
     }
   }
 
-  // As a step does it.
+  // Builds the index as a step does.
   void build_batch(const std::vector<BatchToken>& tokens) {
     const Buffer batch = upload(backend_, tokens);
     backend_.synchronize();
@@ -107,7 +108,7 @@ class IndexedCase {
     return of_rows;
   }
 
-  // The positions of a row's logits, in their order.
+  // The positions of a row's logits, in order.
   std::vector<std::int64_t> positions(const EstimateCase& c, std::int64_t row) const {
     const BatchToken& token = c.tokens[static_cast<std::size_t>(row / shape_.query_heads)];
     std::vector<std::int64_t> all(static_cast<std::size_t>(token.page_first()));
@@ -122,7 +123,7 @@ class IndexedCase {
     return all;
   }
 
-  // What the last estimate reported, [tokens, kv_heads].
+  // The page counts that the last estimate reported, [tokens, kv_heads].
   const std::vector<std::int32_t>& pages_read() const { return pages_read_; }
 
   std::vector<std::uint8_t> codes() { return download<std::uint8_t>(backend_, codes_); }
@@ -133,7 +134,7 @@ class IndexedCase {
     backend_.synchronize();
     return {flags(), flags() + sequences_.size() * heads()};
   }
-  // Where a page's bounds lie among bounds().
+  // The offset of a page's bounds in bounds().
   std::size_t bounds_of(std::size_t sequence, std::int64_t head, std::int64_t page) const {
     const std::int64_t slot = slots_[sequence * static_cast<std::size_t>(view_.table_stride) +
                                      static_cast<std::size_t>(page / kTilePages)];
@@ -179,7 +180,7 @@ class IndexedCase {
     return numbers;
   }
 
-  // Rows that no page has are NaN.
+  // Rows outside all pages are NaN.
   void place_rows(Random& random) {
     const std::size_t pages = sequences_.size() * static_cast<std::size_t>(pages_);
     const std::size_t page_bytes = kPageTokens * shape_.row_bytes();
@@ -238,7 +239,7 @@ class IndexedCase {
   Device& backend_;
   const std::vector<AttentionCase>& sequences_;
   KvShape shape_;
-  std::int64_t pages_ = 0;  // that a sequence may have
+  std::int64_t pages_ = 0;  // capacity of a sequence
   PagedRows rows_;
   KeyIndexView view_;
   std::vector<std::int32_t> slots_;  // [sequences, tiles]

@@ -1,9 +1,9 @@
-// A CPU whose queues do their work later, as those of a GPU do, in an order that a seed decides.
+// A CPU backend whose queues run their work later, like a GPU's, in an order that a seed decides.
 //
-// What a queue was asked for waits until something has to have happened, and is done before that
-// by chance. Queues go on independently of each other but for wait_for(). As with CUDA, memory that
-// the backend has allocated or registered is read and written when the work is done, other memory
-// before copy() returns; arrays of parameters belong to the caller again when a call returns.
+// Work waits in its queue until something needs its result, or runs earlier by chance. Queues are
+// independent of each other except for wait_for(). As with CUDA, memory that the backend allocated
+// or registered is read and written when the work runs, other memory before copy() returns; arrays
+// of parameters belong to the caller again when a call returns.
 #pragma once
 
 #include <algorithm>
@@ -32,14 +32,14 @@ class LateBackend : public cpu::CpuBackend {
  public:
   LateBackend() : CpuBackend(one_thread()) {}
 
-  // What happens from here on, until another seed is given.
+  // Restarts the random order with a seed.
   void begin(std::uint64_t seed) {
     random_ = Random(seed);
     refuse_after = -1;
     refused = most_waiting = 0;
   }
 
-  // Sums are the same then, whatever else runs.
+  // One thread, so that sums do not depend on the machine's load.
   static cpu::CpuOptions one_thread() {
     cpu::CpuOptions options;
     options.threads = 1;
@@ -60,15 +60,15 @@ class LateBackend : public cpu::CpuBackend {
     });
   }
 
-  // One piece of work of any queue that can go on; false if there is none.
+  // Runs one item of a random queue that can go on; returns false if there is none.
   inline bool do_something();
-  // By chance nothing, something or all that can be done.
+  // Runs a random number of items: none, some or all that can run.
   inline void pass_time();
 
-  // After so many more pieces of work were asked for, one is refused for want of memory.
+  // Items that may still be submitted before one is refused with std::bad_alloc; -1: no limit.
   std::int64_t refuse_after = -1;
   std::int64_t refused = 0;
-  std::int64_t most_waiting = 0;  // pieces of work at a time
+  std::int64_t most_waiting = 0;  // items in one queue at a time
 
  private:
   friend class LateQueue;
@@ -125,14 +125,14 @@ class LateQueue : public cpu::CpuQueue {
  private:
   friend class LateBackend;
 
-  // Either work, or what another queue must have done before this one goes on.
+  // Either work, or the point that another queue must reach before this one goes on.
   struct Item {
     std::function<void()> work;
     const LateQueue* other = nullptr;
     std::int64_t until = 0;
   };
 
-  // Work of one operation, later; its host arrays are the caller's again when this returns.
+  // Defers one operation. Its host arrays are copied, so they are the caller's when this returns.
   template <class Params>
   void ask(const Params& params) {
     Params copy = params;
@@ -140,7 +140,7 @@ class LateQueue : public cpu::CpuQueue {
     keep(copy, kept);
     later([this, copy, kept] { CpuQueue::submit(Operation(&copy)); });
   }
-  // Its results are in host arrays of the caller's, who waits for them.
+  // Runs at once, because the caller waits for results in its own host arrays.
   void ask(const SampleParams& params) {
     finish();
     CpuQueue::submit(Operation(&params));
@@ -165,7 +165,7 @@ class LateQueue : public cpu::CpuQueue {
   }
 
   using Kept = std::vector<std::shared_ptr<const void>>;
-  // Copies a host array and has the parameters refer to the copy.
+  // Copies a host array and points the parameters at the copy.
   template <class T>
   static void own(std::span<T>& array, Kept& kept) {
     const auto copy =
@@ -199,7 +199,7 @@ class LateQueue : public cpu::CpuQueue {
   static void keep(SelectParams& p, Kept& kept) { own(p.candidates, kept); }
 
   void later(std::function<void()> work) {
-    if (is_working_) return work();  // a part of what is being done
+    if (is_working_) return work();  // part of the work that is running
     if (late_->refuse_after == 0) {
       late_->refuse_after = -1;
       ++late_->refused;
@@ -225,7 +225,7 @@ class LateQueue : public cpu::CpuQueue {
     is_working_ = false;
     ++done_;
   }
-  // Others may get further meanwhile.
+  // Empties this queue; other queues may advance, too.
   void finish() {
     while (!waiting_.empty() && late_->do_something()) {
     }

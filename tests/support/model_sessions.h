@@ -1,4 +1,4 @@
-// Sessions of sluice-22m: its engine, tokens of a book, and what is looked at of logits.
+// Sessions of sluice-22m: its engine, tokens of a book, and helpers to inspect logits.
 #pragma once
 
 #include <algorithm>
@@ -43,13 +43,13 @@ inline TokenId likeliest(std::span<const float> logits) {
   return static_cast<TokenId>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
-// How far the likeliest token is ahead of the next.
+// The margin of the likeliest token over the next.
 inline float lead(std::vector<float> logits) {
   std::nth_element(logits.begin(), logits.begin() + 1, logits.end(), std::greater<>());
   return logits[0] - logits[1];
 }
 
-// Greedy tokens after a prompt.
+// Greedy continuation of a prompt.
 inline std::vector<TokenId> continuation(Session& session, std::span<const TokenId> prompt,
                                          int count) {
   std::vector<TokenId> tokens = {likeliest(session.prefill(prompt))};

@@ -1,5 +1,4 @@
-// Sequences in pages that lie in any order and in any tier, and the way batches of their newest
-// tokens go through a backend.
+// Sequences in pages in any order and in any tier, and batches of their newest tokens on a backend.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +17,11 @@
 
 namespace sluice::testing {
 
-// Where the pages of sequences are: for each of them at random one of those named.
+// The tiers that hold the pages of sequences; `either` picks device, host or both at random for
+// each page.
 enum class Places { device, home, both, either };
 
-// The newest `tokens` of a sequence of `count`.
+// The newest `tokens` tokens of a sequence of length `count`.
 inline AttentionCase newest_case(Random& random, const KvShape& shape, std::int64_t count,
                                  std::int64_t tokens = 1) {
   const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape.kv_heads), count);
@@ -30,7 +30,7 @@ inline AttentionCase newest_case(Random& random, const KvShape& shape, std::int6
   return c;
 }
 
-// The case of a sequence of which those rows are all that there is.
+// The same queries for a sequence that has only rows [first, end).
 inline AttentionCase only(const AttentionCase& c, std::int64_t first, std::int64_t end) {
   AttentionCase part = c;
   for (std::vector<std::byte>& rows : part.rows) {
@@ -40,7 +40,7 @@ inline AttentionCase only(const AttentionCase& c, std::int64_t first, std::int64
   return part;
 }
 
-// All but those of a gap.
+// The same sequence without the rows of a gap.
 inline AttentionCase around(const AttentionCase& c, const PositionGap& gap) {
   AttentionCase part = only(c, 0, gap.first);
   const AttentionCase behind = only(c, gap.end, c.count(0));
@@ -53,7 +53,7 @@ inline AttentionCase around(const AttentionCase& c, const PositionGap& gap) {
 }
 
 // The rows of cases, each a sequence, in a backend's memory, and the batch of all their tokens.
-// What belongs to no sequence is NaN.
+// Memory that belongs to no sequence is NaN.
 class PagedSequences {
  public:
   PagedSequences(Device& backend, Random& random, const std::vector<AttentionCase>& cases,
@@ -116,7 +116,7 @@ class PagedSequences {
   }
 
  private:
-  // Slots of a tier, [kv_heads, slots, kPageTokens, row_bytes] with something between KV heads.
+  // Slots of a tier, [kv_heads, slots, kPageTokens, row_bytes], with padding between KV heads.
   class Pool {
    public:
     Pool(Random& random, const KvShape& shape, std::int64_t pages)
@@ -157,16 +157,16 @@ class PagedSequences {
   }
 
   KvShape shape_;
-  std::int64_t stride_ = 0;  // of the table
+  std::int64_t stride_ = 0;  // of the page table
   std::int64_t head_stride_ = 0;
   std::int64_t last_ = 0;            // position of a token
-  std::vector<std::int32_t> order_;  // the sequence that each case is
+  std::vector<std::int32_t> order_;  // sequence of each case
   std::vector<PageSlots> table_;     // [cases, stride_]
   std::vector<BatchToken> tokens_;
   Buffer device_, home_, pages_, batch_;
 };
 
-// Queries of all cases' tokens, with something between tokens, and where results go.
+// Queries of all cases' tokens, with padding between tokens, and buffers for results.
 class BatchQueries {
  public:
   BatchQueries(Device& backend, const std::vector<AttentionCase>& cases)
@@ -188,7 +188,7 @@ class BatchQueries {
                             static_cast<std::size_t>(tokens * shape_.query_heads) * sizeof(float));
   }
 
-  // Of AttendBatchParams or AttendSelectedParams.
+  // Fills AttendBatchParams or AttendSelectedParams.
   template <typename Params>
   void put(Params& p) const {
     p.q = q_.floats();
@@ -198,7 +198,7 @@ class BatchQueries {
     p.lse = lse_.floats();
   }
 
-  // Of each case, all its tokens.
+  // One result per case, over all its tokens.
   std::vector<Partial> results() const { return results(tokens_); }
   std::vector<Partial> results_by_token() const {
     return results(std::vector<std::int64_t>(
@@ -245,7 +245,7 @@ class BatchRun {
   std::vector<Partial> attend(std::int64_t arena_rows = 0) {
     return attend(sequences_.batch(), arena_rows);
   }
-  // All but what is in the gaps, or that alone. Neither reads what it is not to attend to.
+  // Attends to all positions except the gaps, or to the gaps alone. Neither reads other rows.
   std::vector<Partial> attend_around(const std::vector<PositionGap>& gaps) {
     const Buffer there = upload(backend_, gaps);
     AttendBatchParams p = params(sequences_.batch());

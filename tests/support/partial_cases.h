@@ -1,4 +1,4 @@
-// Partials to merge, and what is right by the definition, in fp64.
+// Partials to merge, and the right results by definition, in fp64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 namespace sluice::testing {
 
-// Rows of which either side, both or none is empty, one outweighs the other, or both weigh alike.
+// Rows for every case: either side empty, both or none, one outweighs the other, equal weights.
 struct PartialsCase {
   static constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
@@ -27,7 +27,7 @@ struct PartialsCase {
   std::vector<float> from_lse = {1.0f, kEmpty, 300.0f, kEmpty, -5.0f, 2.0f};
   std::vector<float> old_lse = {2.0f, 3.0f, -300.0f, kEmpty, kEmpty, 2.0f};
   std::vector<float> from;  // [rows, head_dim]
-  std::vector<float> old;   // likewise, what it is merged into
+  std::vector<float> old;   // [rows, head_dim], the partial merged into
 };
 
 inline void expect_merged(const PartialsCase& c, const std::vector<float>& out,

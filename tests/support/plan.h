@@ -1,4 +1,4 @@
-// Plans of one sequence, and sessions of pools of their own, in short.
+// Short helpers for plans of one sequence and for sessions with their own pools.
 #pragma once
 
 #include <cstdint>
@@ -30,14 +30,14 @@ inline KvPlan plan_of(const KvShape& shape, std::int64_t context, std::int64_t c
   return plan_kv(request);
 }
 
-// On a queue of its own.
+// The session gets its own queue.
 inline KvSession session_of(Backend& backend, const KvPlan& plan,
                             std::span<const Policy> policies = {},
                             const Scorers& scorers = own_scorers()) {
   return KvSession(std::make_shared<KvPool>(backend.make_queue(), plan, policies, scorers));
 }
 
-// The least device cap under which `plan` finds room, and does not throw.
+// The smallest device cap at which `plan` does not throw.
 inline std::uint64_t least_cap(const std::function<void(std::uint64_t cap)>& plan) {
   std::uint64_t low = 0;
   std::uint64_t high = std::uint64_t{1} << 30;

@@ -1,5 +1,5 @@
-// A small model with random weights, without a tokenizer. Keys and queries are scaled so that
-// attention is peaked and every row it reads shows in the logits.
+// A small model with random weights and no tokenizer. Keys and queries are scaled so that attention
+// is peaked and every row it reads shows in the logits.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ class RandomCheckpoint {
   static constexpr int kIntermediate = 96;
   static constexpr int kVocabulary = 128;
 
-  // Weights of the same seed differ between variants by `jitter`, a deviation relative to each.
+  // Variants of a seed differ in their weights by `jitter`, a relative deviation.
   explicit RandomCheckpoint(std::uint64_t seed, std::uint64_t variant = 0, float jitter = 0.0f)
       : random_(seed), variant_(variant), jitter_(jitter) {
     add_matrix("model.embed_tokens", kVocabulary, kHidden, 1.0f);
@@ -41,7 +41,7 @@ class RandomCheckpoint {
  private:
   void add_layer(const std::string& name) {
     const float unit = 1.0f / std::sqrt(float{kHidden});
-    const float peaked = 1.4f * unit;  // deviation 2 of logits
+    const float peaked = 1.4f * unit;  // logits with a deviation of 2
     add_norm(name + "input_layernorm");
     add_matrix(name + "self_attn.q_proj", kHeads * kHeadDim, kHidden, peaked);
     add_matrix(name + "self_attn.k_proj", kKvHeads * kHeadDim, kHidden, peaked);

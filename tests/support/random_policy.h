@@ -1,4 +1,4 @@
-// Random policies whose budgets are of the size of short contexts.
+// Random policies with budgets that suit short contexts.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class RandomPolicy {
  public:
   explicit RandomPolicy(Random& random) : random_(&random) {}
 
-  // One that Sluice accepts.
+  // A random policy that Sluice accepts.
   Policy next() {
     std::optional<Policy> policy;
     while (!policy) policy = accepted(line());
@@ -24,7 +24,7 @@ class RandomPolicy {
   }
 
  private:
-  // None for words that do not go together.
+  // nullopt for a combination that is refused.
   static std::optional<Policy> accepted(const std::string& line) {
     try {
       return parse_policy(line);

@@ -1,4 +1,4 @@
-// What tests expect of policies that are refused.
+// Expectations for refused policies.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 namespace sluice::testing {
 
-// The message with which `call` refuses; nothing, and a failure, if it does not.
+// The message with which `call` refuses; empty, with a test failure, if it does not.
 template <typename Call>
 std::string refusal(Call call) {
   try {

@@ -1,4 +1,4 @@
-// Made-up queries, keys and values of every position and layer; the same for any way of running.
+// Made-up queries, keys and values for every position and layer, the same however they are run.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -53,7 +53,7 @@ class Script {
       for (float& value : layer) value *= factor;
     }
   }
-  // All tokens ask what the first asks.
+  // Gives all tokens the first token's queries.
   void repeat_queries() {
     for (std::vector<float>& layer : q_) {
       for (auto at = layer.begin() + query_width(); at != layer.end(); at += query_width()) {
@@ -61,7 +61,7 @@ class Script {
       }
     }
   }
-  // Other queries, keys and values at positions [first, first + tokens).
+  // Replaces queries, keys and values at positions [first, first + tokens).
   void renew(std::int64_t first, std::int64_t tokens, Random& random) {
     const auto fill = [&](std::vector<float>& to, std::int64_t width, float deviation) {
       const std::vector<float> values = random.normal(tokens * width, deviation);
@@ -86,7 +86,7 @@ class Script {
       add(k_[layer], key_width());
     }
   }
-  // Takes the first tokens from another script.
+  // Takes the first `tokens` tokens from another script.
   void begin_as(const Script& other, std::int64_t tokens) {
     for (std::size_t layer = 0; layer < q_.size(); ++layer) {
       std::copy_n(other.q_[layer].begin(), tokens * query_width(), q_[layer].begin());
@@ -95,7 +95,7 @@ class Script {
     }
   }
 
-  // Runs positions [length, length + tokens) as one step; the attention output of all layers.
+  // Runs positions [length, length + tokens) as one step; returns all layers' attention output.
   std::vector<float> step(KvSession& session, Phase phase, std::int64_t tokens) const {
     const std::int64_t first = session.length();
     std::vector<float> result;
@@ -112,7 +112,7 @@ class Script {
     return result;
   }
 
-  // The next `tokens` tokens, as many at a time as a step takes.
+  // Decodes the next `tokens` tokens in steps of the largest size.
   std::vector<float> decode(KvSession& session, std::int64_t tokens) const {
     std::vector<float> result;
     while (tokens > 0) {
@@ -131,7 +131,7 @@ class Script {
       tokens -= now;
     }
   }
-  // The same, but nobody attends to the rows yet.
+  // Appends the rows of the next `tokens` tokens without attention.
   void append(KvSession& session, std::int64_t tokens) const {
     while (tokens > 0) {
       const std::int64_t first = session.length();
@@ -150,8 +150,8 @@ class Script {
   std::vector<std::vector<float>> q_, k_, v_;  // [layers][tokens, heads, head_dim]
 };
 
-// The next token of several sessions, each by its own script, in one step. For each session the
-// attention output of all layers.
+// Decodes the next token of several sessions, each by its own script, in one step. Returns each
+// session's attention output of all layers.
 inline std::vector<std::vector<float>> step_together(std::span<KvSession* const> sessions,
                                                      std::span<const Script* const> scripts) {
   KvBatch batch(sessions);

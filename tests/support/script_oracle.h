@@ -1,4 +1,4 @@
-// Attention of a script's tokens in fp64, among the rows that a token sees.
+// Attention of a script's tokens in fp64, over the rows that a token may see.
 #pragma once
 
 #include <cmath>
@@ -11,10 +11,10 @@
 
 namespace sluice::testing {
 
-// What a token may attend to, of the rows up to its own.
+// Returns true if a token may attend to a row; called only for rows up to the token's own.
 using Sees = std::function<bool(std::int64_t token, std::int64_t row)>;
 
-// As rows of this dtype have it.
+// The value that a row of this dtype stores.
 inline double stored(const KvShape& shape, float x) {
   return static_cast<double>(shape.rows.element == DType::f32 ? x
                                                               : bf16_to_float(float_to_bf16(x)));

@@ -1,4 +1,4 @@
-// Random problems of choosing tokens, in one backend's memory.
+// Random selection problems in one backend's memory.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace sluice::testing {
 
-// Logits in a backend's memory: their dtype and the distance of their rows are the backend's own.
+// Logits in a backend's memory, with the backend's own dtype and row stride.
 class LogitMatrix {
  public:
   LogitMatrix(Device& backend, std::int64_t rows, std::int64_t columns)
@@ -65,12 +65,12 @@ class LogitMatrix {
   Buffer data_;
 };
 
-// What select() is asked and answers, in plain vectors. A head is a KV head of a token: number
-// token * kv_heads + KV head; rows are the query heads of all tokens.
+// The inputs of select() in plain vectors. A head is a KV head of a token, with index token *
+// kv_heads + KV head; rows are the query heads of all tokens.
 struct SelectCase {
   KvShape shape;
   std::vector<BatchToken> tokens;
-  std::int64_t context = 0;   // positions lie below
+  std::int64_t context = 0;   // exclusive bound of positions
   std::vector<float> logits;  // [rows, columns]; empty: there are none
   std::int64_t columns = 0;
   bool skip_newest = false;
@@ -90,7 +90,7 @@ struct SelectCase {
   const BatchToken& token(int head) const {
     return tokens[static_cast<std::size_t>(head / shape.kv_heads)];
   }
-  // Entries that may be emitted, and those with logits.
+  // The number of entries that may be emitted, and of those with logits.
   std::int64_t emit(int head) const {
     return candidates.empty() ? token(head).page_first()
                               : std::ssize(candidates[static_cast<std::size_t>(head)]);
@@ -112,7 +112,7 @@ struct SelectCase {
     const std::int64_t at = position(head, i);
     return !is_out(head, i) && (at < sinks || at >= token(head).count() - recent);
   }
-  // The same for one of the tokens alone.
+  // The same problem for one of the tokens.
   SelectCase alone(int token) const {
     SelectCase c = *this;
     c.tokens = {tokens[static_cast<std::size_t>(token)]};
@@ -133,8 +133,8 @@ struct SelectAnswer {
   std::vector<HeadSelection> heads;
   std::vector<float> alpha;     // [rows]
   std::vector<float> lse;       // [rows]
-  std::vector<float> logits;    // [rows, columns], as the backend saw them
-  std::vector<double> weights;  // likewise: their softmax over what is eligible
+  std::vector<float> logits;    // [rows, columns], as stored by the backend
+  std::vector<double> weights;  // [rows, columns], softmax over eligible entries
 };
 
 inline std::vector<double> weights_of(const SelectCase& c, const std::vector<float>& logits) {
@@ -156,7 +156,7 @@ inline std::vector<double> weights_of(const SelectCase& c, const std::vector<flo
   return weights;
 }
 
-// Candidates in a backend's memory.
+// Candidate lists in a backend's memory.
 class CandidateLists {
  public:
   CandidateLists(Device& backend, const SelectCase& c) {

@@ -11,7 +11,7 @@
 
 namespace sluice::testing {
 
-// A directory that lives as long as the object.
+// A directory that is removed with the object.
 class TempDir {
  public:
   explicit TempDir(const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {

@@ -1,4 +1,4 @@
-// Attention over value tiles: random problems, and what is right by the definition alone, in fp64.
+// Attention over value tiles: random problems, and the right results by definition, in fp64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -23,13 +23,13 @@ struct ValueCase {
   int group = 4;
   int bits = 2;
   float share = 0.9f;
-  // Of the batch's tokens, each of a sequence of its own.
+  // Positions of the batch's tokens; each token has its own sequence.
   std::vector<std::int32_t> positions = {5, 127, 128, 700, 2303};
-  int selected = 16;  // positions per KV head, or as many as there are
+  int selected = 16;  // positions per KV head, or all if fewer
   int kv_heads = 2;
   bool merge = false;
   float deviation = 2.0f;  // of the logits
-  float level = -3.0f;     // around which they are
+  float level = -3.0f;     // mean of the logits
 
   std::string name() const {
     return "head_dim " + std::to_string(head_dim) + " group " + std::to_string(group) + " bits " +
@@ -45,7 +45,7 @@ struct ValueCase {
   }
 };
 
-// The parts of a page, read as lib/value_tiles.h describes them.
+// One value of a page, decoded as lib/value_tiles.h describes.
 inline double value_in_page(const std::byte* page, int bits, int head_dim, int token, int channel) {
   const auto d = static_cast<std::size_t>(head_dim);
   const auto c = static_cast<std::size_t>(channel);
@@ -59,7 +59,7 @@ inline double value_in_page(const std::byte* page, int bits, int head_dim, int t
     std::memcpy(&word, page + 4 * d + 4 * (static_cast<std::size_t>(row) * d + c), 4);
     return word;
   };
-  // Words of 2 or 4 bits: pairs of tokens in the two halves.
+  // Words of 2 or 4 bits hold pairs of tokens in their two halves.
   const int low = bits == 4 ? 4 : 2;
   const int per_word = 32 / low;
   const int half = token % 2 * 16;
@@ -93,7 +93,7 @@ class ValueProblem {
     pages_read.assign(static_cast<std::size_t>(c.count() * c.kv_heads), -1);
   }
 
-  // With pointers into this.
+  // The parameters, with pointers into this object.
   AttendTilesParams params() {
     AttendTilesParams p;
     p.shape = case_.shape();
@@ -116,7 +116,7 @@ class ValueProblem {
   const ValueCase& of() const { return case_; }
   std::int64_t heads_in_all() const { return case_.count() * case_.kv_heads; }
   const float* logits_of(std::int64_t query) const { return logits.data() + query * stride; }
-  // Of a head among all tokens'.
+  // `head` is an index over all tokens' heads.
   bool is_selected(std::int64_t head, std::int32_t position) const {
     const std::int32_t* const first = positions.data() + head * selected_capacity;
     const auto count = heads[static_cast<std::size_t>(head)].count;
@@ -128,7 +128,7 @@ class ValueProblem {
   std::vector<std::int32_t> table;
   std::int64_t slots = 0;
   std::int64_t table_stride = 0;
-  std::vector<float> logits;  // numbers that f16 can hold
+  std::vector<float> logits;  // exactly representable in f16
   std::int64_t stride = 0;
   std::vector<float> estimated_lse;
   std::vector<std::int32_t> positions;
@@ -140,7 +140,7 @@ class ValueProblem {
   std::vector<std::int32_t> pages_read;
 
  private:
-  // Codes of all kinds; scales and zeros of about 1.
+  // Random codes, with scales and zeros of about 1.
   void fill_tiles(Random& random) {
     const ValueCase& c = case_;
     table_stride = (c.capacity() + 2 * kPageTokens - 1) / (2 * kPageTokens);
@@ -165,7 +165,7 @@ class ValueProblem {
     }
   }
 
-  // Each page has its own level, so that some matter more. NaN where nobody may look.
+  // Each page has its own level, so that some matter more. Logits that must not be read are NaN.
   void fill_logits(Random& random) {
     const ValueCase& c = case_;
     stride = (c.capacity() + LogitView::kLogitAlignment - 1) / LogitView::kLogitAlignment *
@@ -194,7 +194,7 @@ class ValueProblem {
     }
   }
 
-  // Heavy ones by halves, like a selection, and others.
+  // Half of the selection is the heaviest tokens, as in a real one, and half is random others.
   void select(Random& random) {
     const ValueCase& c = case_;
     selected_capacity = std::max(c.selected, 1);
@@ -218,14 +218,14 @@ class ValueProblem {
   ValueCase case_;
 };
 
-// What is right.
+// The right result.
 struct ValueAnswer {
   std::vector<double> out;
   std::vector<double> lse;
   std::vector<std::int32_t> pages_read;
 };
 
-// Which pages of a head are read.
+// Marks the pages of a head that are read.
 inline std::vector<bool> pages_to_read(const std::vector<double>& weights, double share) {
   const auto rough = [](double x) {
     return std::bit_cast<std::uint32_t>(static_cast<float>(x)) >> 16;
@@ -234,7 +234,7 @@ inline std::vector<bool> pages_to_read(const std::vector<double>& weights, doubl
   std::vector<bool> read(weights.size(), false);
   double sum = 0.0;
   while (sum < all * share || share >= 1.0) {
-    // The heaviest that is left, and all like it.
+    // Adds the heaviest unread page and all pages with the same rough weight.
     std::uint32_t best = 0;
     bool has_any = false;
     for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -252,7 +252,7 @@ inline std::vector<bool> pages_to_read(const std::vector<double>& weights, doubl
   return read;
 }
 
-// One KV head of a token, [group, head_dim] of `answer` from `query` on.
+// The answer for one KV head of a token, written to [group, head_dim] of `answer` from `query`.
 inline void answer_head(const ValueProblem& problem, std::int64_t head, ValueAnswer& answer) {
   const ValueCase& c = problem.of();
   const BatchToken token = problem.tokens[static_cast<std::size_t>(head / c.kv_heads)];
@@ -305,7 +305,7 @@ inline void answer_head(const ValueProblem& problem, std::int64_t head, ValueAns
             std::log(mass);
     }
     const auto place = static_cast<std::size_t>(query);
-    double before = 0.0;  // share of the partial that was there
+    double before = 0.0;  // share of the previous partial
     if (c.merge) {
       const auto old = static_cast<double>(problem.lse[place]);
       before = mass > 0.0 ? 1.0 / (1.0 + std::exp(lse - old)) : 1.0;
@@ -328,8 +328,8 @@ inline ValueAnswer answer_of(const ValueProblem& problem) {
   return answer;
 }
 
-// Makes the selection of one KV head bad, and NaN of what nobody may look at then. What is right:
-// nothing is attended of it.
+// Makes the selection of one KV head bad and puts NaN into entries that must not be read then. The
+// right result attends nothing for that head.
 inline ValueAnswer spoil_head(ValueProblem& problem, std::int64_t head) {
   HeadSelection& selection = problem.heads[static_cast<std::size_t>(head)];
   selection.bad = 1;
@@ -342,14 +342,14 @@ inline ValueAnswer spoil_head(ValueProblem& problem, std::int64_t head) {
   return wanted;
 }
 
-// How far numbers may be from what is right.
+// The largest allowed difference from the right result.
 struct ValueTolerance {
-  double out = 2e-5;  // of numbers of about 1
+  double out = 2e-5;  // for values of about 1
   double lse = 2e-5;
 };
 
-// Where the weights of a page err by so much of the heaviest: scales are normal with a deviation of
-// 0.7, of which 4 are seldom exceeded.
+// Adds the error from page weights that are off by `weight_error`, relative to the heaviest. Scales
+// are normal with a deviation of 0.7, so they seldom exceed 4 deviations.
 inline ValueTolerance tolerance_of(const ValueCase& c, double weight_error) {
   ValueTolerance tolerance;
   tolerance.out += weight_error * 0.7 * 4 * static_cast<double>((1 << c.bits) - 1);
@@ -393,12 +393,12 @@ inline std::vector<ValueCase> value_cases() {
       cases.push_back({64, 1, 4, 0.5f, ragged, selected, 1, merge});
     }
   }
-  // Flat rows, where a page weighs as much as any other, and steep ones, where one has everything.
+  // Flat rows, whose pages weigh all alike, and steep ones, where one page has all the weight.
   for (const float deviation : {0.0f, 0.01f, 12.0f}) {
     cases.push_back({128, 4, 2, 0.9f, {3, 9000}, 16, 2, false, deviation});
   }
   cases.push_back({64, 2, 2, 0.9f, {0, 64, 127}, 4});  // first pages only
-  // Logits far from zero, and pages that are read although all of them is selected.
+  // Logits far from zero, and pages that are read although all their tokens are selected.
   for (const float level : {-200.0f, 0.0f, 200.0f}) {
     for (const int selected : {128, 100000}) {
       cases.push_back({64, 2, 3, 1.0f, {130, 260, 700}, selected, 2, false, 2.0f, level});

@@ -1,4 +1,4 @@
-// The reference backend with a queue that watches what it does.
+// The reference backend with a queue that observes its operations.
 #pragma once
 
 #include <memory>
