@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
     options.on_text = [](std::string_view text) { std::cout << text << std::flush; };
 
     const auto context = static_cast<std::int64_t>(prompt.size()) + options.sampling.max_tokens;
-    std::cerr << engine.plan(context).to_table();  // every byte, before it is allocated
+    std::cerr << engine.plan(context).to_table();  // lists every byte before its allocation
     sluice::Session session = engine.new_session(context);
     const sluice::GenerateResult result = sluice::generate(engine, session, prompt, options);
 

@@ -1,5 +1,5 @@
-// The KV cache alone, for an engine that runs its own model: a made-up one here. Two answers go on
-// from one prompt and take their steps together, under a cap on the device tier.
+// The KV cache alone, for an engine that runs its own model (made up here). Two answers continue
+// one prompt and share their steps, under a cap on the device tier.
 #include "sluice/kv_cache.h"
 
 #include <cmath>
@@ -24,7 +24,7 @@ std::vector<float> projection(std::int64_t tokens, int heads, double phase) {
   return values;
 }
 
-// All layers of a step: append, attend, and whatever the model does with what it gets.
+// Runs all layers of a step: append, attend, then whatever the model does with the result.
 void run(sluice::KvStep step, std::int64_t tokens) {
   std::vector<float> attended(static_cast<std::size_t>(tokens * kQueryHeads * kHeadDim));
   for (int layer = 0; layer < kLayers; ++layer) {
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
     while (first.length() < 2048) {
       run(first.begin_step(sluice::Phase::prefill, cache.plan().chunk), cache.plan().chunk);
     }
-    sluice::KvSequence second = first.fork();  // costs what it adds
+    sluice::KvSequence second = first.fork();  // shares the prompt's rows, costs only what it adds
     sluice::KvSequence* const both[] = {&first, &second};
     for (int token = 0; token < 16; ++token) run(cache.begin_step(both), 2);
 

@@ -1,4 +1,5 @@
-// Answers a prompt with a scorer of its own, which a policy names as it names Sluice's.
+// Answers a prompt with the program's own scorer. A policy names it in the same way as Sluice's
+// scorers.
 #include <sluice/errors.h>
 #include <sluice/generate.h>
 

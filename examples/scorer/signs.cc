@@ -52,7 +52,7 @@ void build_page(const std::vector<float>& keys, const PageLayout& layout, const 
 void score_page(const float* q, const PageLayout& layout, const Page& page, float* logits) {
   const int d = layout.head_dim;
   const float scale = 1.0f / std::sqrt(static_cast<float>(d));
-  float base = 0.0f;  // of a token all of whose channels are below
+  float base = 0.0f;  // of a token with no channel above the mean
   std::vector<float> above;
   for (int c = 0; c < d; ++c) {
     const float weight = q[c] * page.size[c] * scale;

@@ -1,4 +1,4 @@
-// The scorer on a GPU. What it is told can be used in kernels as it is (--expt-relaxed-constexpr).
+// The scorer on a GPU. Its arguments work in kernels unchanged (--expt-relaxed-constexpr).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <sluice/errors.h>
@@ -29,7 +29,7 @@ __device__ Page page_at(const PageLayout& layout, std::byte* page) {
   return {layout, reinterpret_cast<float*>(page), reinterpret_cast<std::uint32_t*>(page)};
 }
 
-// A block for each page and KV head, a thread for each token.
+// One block per page and KV head, one thread per token.
 __global__ void __launch_bounds__(kPageTokens)
     build_kernel(const sluice::WholePages pages, const sluice::ScorerMemory memory,
                  sluice::DType dtype, int head_dim, std::int64_t row_bytes) {
@@ -73,7 +73,7 @@ struct ScoreArgs {
   int head_dim;
 };
 
-// A block for each page, KV head and token of the batch, a thread for each token of the page. It
+// One block per page, KV head and token of the batch, one thread per token of the page. A block
 // reads the page once for all query heads.
 __global__ void __launch_bounds__(kPageTokens) score_kernel(const ScoreArgs a) {
   __shared__ float above[kMostChannels];

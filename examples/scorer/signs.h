@@ -1,30 +1,30 @@
-// A scorer of one's own, which Sluice does not have: of every key channel it keeps one bit, whether
-// the key lies above or below the mean of its page, and what a bit is worth.
+// A custom scorer, which Sluice does not have: it keeps one bit per key channel, set if the key is
+// above the mean of its page, and per page and channel the weight of a bit (size).
 //
 //   logit = (sum q_c mean_c + sum q_c sign_tc size_c) / sqrt(head_dim)
 //
-// with mean_c the mean of channel c over the page's 128 tokens and size_c the mean distance from
-// it, the best one number for it. That is 3 KiB for a page at head_dim 128; tiles of 4 bits
-// take 8.5.
+// mean_c is the mean of channel c over the page's 128 tokens. size_c is the mean distance from it,
+// the best single number for the bit's weight. A page takes 3 KiB at head_dim 128, 4-bit tiles take
+// 8.5 KiB.
 #pragma once
 
 #include <sluice/scorer.h>
 
 namespace signs {
 
-// What is kept of a page of one KV head: f32 mean [head_dim], f32 size [head_dim], then for every
-// token the signs of its channels, a bit for each, from the lowest of the first word up; 1: above.
+// The memory of a page of one KV head: f32 mean [head_dim], f32 size [head_dim], then for every
+// token one sign bit per channel, from the lowest bit of the first word up; 1: above the mean.
 struct PageLayout {
   int head_dim = 0;
 
-  constexpr int words() const { return (head_dim + 31) / 32; }  // of a token
+  constexpr int words() const { return (head_dim + 31) / 32; }  // per token
   constexpr std::size_t bytes() const {
     return 2 * sizeof(float) * static_cast<std::size_t>(head_dim) +
            sluice::kPageTokens * sizeof(std::uint32_t) * static_cast<std::size_t>(words());
   }
 };
 
-// Its parts, from `floats` and `bits`, which are the same place.
+// The parts of a page; `floats` and `bits` point to the same address.
 struct Page {
   float* mean;
   float* size;
@@ -46,7 +46,7 @@ class Signs : public sluice::Scorer {
                            const sluice::ScanExtent& extent) const override;
 };
 
-// The same on a GPU, signs.cu: issued to the call's stream.
+// The same on a GPU (signs.cu), issued to the call's stream.
 void build_on_gpu(const sluice::BuildScorer& call);
 void score_on_gpu(const sluice::RunScorer& call);
 

@@ -1,5 +1,5 @@
-// A sluice.json: the policy stored for a preset fits the model, or there is none. A policy can be
-// stored there and is then found, unless the file has no policies: it is another program's.
+// A sluice.json: the policy stored for a preset fits the model, or there is none. Storing a policy
+// and reading it back works, unless the file has no policies and so belongs to another program.
 #include "model/calibration.h"
 #include "sluice/engine.h"
 #include "tests/fuzz/fuzz.h"

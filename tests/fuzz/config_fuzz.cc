@@ -1,4 +1,4 @@
-// A config.json and, after a line "---", a generation_config.json. What is accepted lies in the
+// A config.json and, after a line "---", a generation_config.json. Accepted values lie within the
 // bounds that ModelConfig gives.
 #include <cmath>
 

@@ -1,5 +1,5 @@
-// Runs one fuzzer where there is no libFuzzer: in a process of its own, watched by this one, which
-// keeps the input that ended it.
+// Runs a fuzzer without libFuzzer, in a child process. The parent watches it and keeps the input
+// that ended it.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,12 +20,12 @@
 namespace sluice::fuzz {
 namespace {
 
-// In memory where there is a file system in it.
+// In memory if the machine has a memory file system.
 std::filesystem::path parent_folder() {
   return ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : std::filesystem::temp_directory_path();
 }
 
-// Never given back: both processes use it to their ends.
+// Never unmapped, because both processes use it until they end.
 Current& shared_current() {
   void* const memory =
       ::mmap(nullptr, sizeof(Current), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -51,13 +51,14 @@ int report_finding(const Options& options, const Current& current, int status) {
   return EXIT_FAILURE;
 }
 
-// How `work` ends in a process of its own, which leaves the folder for this one to remove.
+// The exit status of `work` in a child process. The child leaves the folder for the parent to
+// remove.
 int status_of(const std::function<void()>& work) {
   const pid_t child = ::fork();
   require(child >= 0, "a process can be started");
   if (child == 0) {
     work();
-    std::exit(EXIT_SUCCESS);  // leaks are looked for here
+    std::exit(EXIT_SUCCESS);  // runs the leak check
   }
   int status = 0;
   require(::waitpid(child, &status, 0) == child, "a process can be waited for");

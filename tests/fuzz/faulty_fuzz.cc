@@ -1,4 +1,4 @@
-// A reader with the faults that the driver has to find, each behind a word of the input.
+// A reader with the faults that the driver must find, each triggered by a word of the input.
 #include <cstdlib>
 #include <ctime>
 #include <memory>

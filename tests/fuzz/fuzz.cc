@@ -20,8 +20,8 @@ bool has_control_character(std::string_view text) {
   });
 }
 
-// Characters of the text by the number of bytes that begin with ones, and the least code point
-// that needs so many.
+// UTF-8 codings by length: mask and value of the lead byte, and the least code point that needs
+// this length.
 struct Coding {
   std::uint32_t mask;
   std::uint32_t lead;
@@ -30,7 +30,7 @@ struct Coding {
 constexpr std::array<Coding, 4> kCodings = {
     {{0x80, 0x00, 0}, {0xE0, 0xC0, 0x80}, {0xF0, 0xE0, 0x800}, {0xF8, 0xF0, 0x10000}}};
 
-// Bytes of the character at the front; 0 if there is none.
+// Bytes of the first character; 0 if it is invalid.
 std::size_t character_length(std::string_view bytes) {
   const auto byte = [&](std::size_t i) {
     return std::uint32_t{static_cast<unsigned char>(bytes[i])};

@@ -60,8 +60,8 @@ void limit_heap(std::int64_t bytes) { heap().most.store(heap_bytes() + bytes); }
 
 }  // namespace sluice::fuzz
 
-// All of them, because under AddressSanitizer those left out would be its own. Memory of more than
-// the usual alignment is not counted.
+// Replaces all operators, because under AddressSanitizer the others would be its own. Over-aligned
+// allocations are not counted.
 void* operator new(std::size_t size) { return sluice::fuzz::allocate_or_throw(size); }
 void* operator new[](std::size_t size) { return sluice::fuzz::allocate_or_throw(size); }
 void* operator new(std::size_t size, const std::nothrow_t&) noexcept {

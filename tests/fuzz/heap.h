@@ -1,5 +1,5 @@
-// What `new` has handed out, counted: so that an input that takes much memory, or loses some, is
-// seen in every build.
+// Counts the bytes handed out by `new`, so that every build detects an input that takes or leaks
+// much memory.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace sluice::fuzz {
 // Bytes now in use.
 std::int64_t heap_bytes();
 
-// From here on the process ends when `bytes` more are in use than now.
+// Ends the process once `bytes` more are in use than now.
 void limit_heap(std::int64_t bytes);
 
 }  // namespace sluice::fuzz

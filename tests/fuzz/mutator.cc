@@ -8,7 +8,8 @@
 namespace sluice::fuzz {
 namespace {
 
-// Around the limits of types and of what Sluice takes, and what is a number only to some.
+// Numbers at the limits of types and of Sluice's parameters, and texts that only some readers take
+// for numbers.
 constexpr std::array<std::string_view, 32> kNumbers = {"0",
                                                        "1",
                                                        "-1",
@@ -42,7 +43,7 @@ constexpr std::array<std::string_view, 32> kNumbers = {"0",
                                                        "nan",
                                                        "inf"};
 
-// What means something in the formats, or to who reads UTF-8.
+// Bytes with a meaning in the formats or in UTF-8.
 constexpr std::string_view kBytes =
     "\"\\{}[](),:=/|*+?.^$ \n\t\r-0129eu'\x80\xBF\xC3\xE2\xED\xF0\xFF";
 
@@ -51,7 +52,7 @@ constexpr std::size_t kLongestWord = 64;  // bytes
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; }
 bool is_number(char c) { return std::isdigit(static_cast<unsigned char>(c)) != 0 || c == '.'; }
 
-// One after the place of the bracket that closes the one at `at`.
+// The offset behind the bracket that closes the one at `at`.
 std::size_t after_bracket(std::string_view text, std::size_t at) {
   int depth = 0;
   for (std::size_t i = at; i < text.size(); ++i) {
@@ -62,7 +63,7 @@ std::size_t after_bracket(std::string_view text, std::size_t at) {
   return text.size();
 }
 
-// Where what begins at `at` ends: a quoted string, all between two brackets, a word, or one byte.
+// The end of the element at `at`: a quoted string, a bracketed range, a word or one byte.
 std::size_t piece_end(std::string_view text, std::size_t at) {
   if (text[at] == '"') return std::min(text.find('"', at + 1), text.size() - 1) + 1;
   if (std::string_view("{[(").find(text[at]) != std::string_view::npos) {
@@ -116,7 +117,7 @@ void Mutator::change(std::string& text, std::string_view other) {
     case 3:
     case 4:
       return change_number(text);
-    case 5:  // the front of one and the back of another
+    case 5:  // the front of `text` and the back of `other`
       text.erase(below(text.size()));
       text += other.substr(std::min(text.size(), other.size()));
       return;
@@ -144,7 +145,7 @@ void Mutator::change_bytes(std::string& text) {
     case 4:
       text.insert(at, text.substr(range.begin, range.length));
       return;
-    default:  // some bytes many times
+    default:  // repeats some bytes
       const std::string part = text.substr(at, 1 + below(8));
       std::string parts;
       for (std::size_t i = below(64); i > 0; --i) parts += part;
@@ -152,7 +153,7 @@ void Mutator::change_bytes(std::string& text) {
   }
 }
 
-// Binary formats have a length at their front; elsewhere this is noise.
+// Changes a length field: binary formats begin with one; elsewhere the change is noise.
 void Mutator::change_length(std::string& text) {
   constexpr std::array<std::uint64_t, 8> kLengths = {
       0, 1, 8, 255, 65536, std::uint64_t{1} << 31, std::uint64_t{1} << 63, ~std::uint64_t{0}};
@@ -214,7 +215,7 @@ Mutator::Range Mutator::random_range(std::string_view text) {
   return {begin, std::min(text.size() - begin, 1 + below(most))};
 }
 
-// Words from their beginning.
+// A random element; words are taken from their first character.
 Mutator::Range Mutator::random_piece(std::string_view text) {
   std::size_t begin = below(text.size());
   while (begin > 0 && is_word(text[begin]) && is_word(text[begin - 1])) --begin;

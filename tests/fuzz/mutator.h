@@ -1,4 +1,4 @@
-// Changes inputs by chance, with an eye for what files are made of: words, numbers, quoted strings,
+// Random changes of inputs, aware of what files consist of: words, numbers, quoted strings,
 // brackets and little-endian lengths.
 #pragma once
 
@@ -13,14 +13,14 @@ namespace sluice::fuzz {
 
 class Mutator {
  public:
-  // The words of `corpus` are those that others are replaced by. Equal seeds give equal changes.
+  // Replacement words come from `corpus`. Equal seeds give equal changes.
   Mutator(std::span<const std::string> corpus, std::uint64_t seed, std::size_t max_length);
 
-  // `text` with one to some changes, at most max_length bytes; `other` is where parts may come
-  // from.
+  // Returns `text` with one or more changes, at most max_length bytes; some changes take parts from
+  // `other`.
   std::string mutate(std::string text, std::string_view other);
 
-  // A number from 0 to below `limit`, which is not 0.
+  // A number in [0, limit); `limit` must not be 0.
   std::size_t below(std::size_t limit) { return static_cast<std::size_t>(random_() % limit); }
 
  private:

@@ -1,6 +1,6 @@
-// A policy's line of text, or its JSON if the input begins with '{'. What is accepted is valid and
-// comes back from both forms; it can be changed, and held against a model, with no other outcome
-// than a policy or Error{usage}.
+// A policy's line of text, or its JSON if the input begins with '{'. An accepted policy is valid
+// and survives a round trip through both forms. Changing it and checking it against a model gives a
+// policy or Error{usage}, nothing else.
 #include "sluice/policy.h"
 #include "sluice/types.h"
 #include "tests/fuzz/fuzz.h"

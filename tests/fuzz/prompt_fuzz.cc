@@ -1,6 +1,6 @@
-// A prompt, with the tokenizer of sluice-22m, which normalises nothing: text comes back byte by
-// byte, what is no UTF-8 is refused at its first such byte, and the bytes taken as token ids decode
-// to the same text at once and one by one.
+// A prompt, with the tokenizer of sluice-22m, which does not normalise: text survives the round
+// trip byte by byte, and invalid UTF-8 is refused at its first bad byte. The bytes taken as token
+// ids decode to the same text at once and one by one.
 #include <bit>
 #include <vector>
 
@@ -21,7 +21,7 @@ std::string decode_one_by_one(const std::vector<TokenId>& ids) {
   return text + decoder.finish();
 }
 
-// Two bytes of the input make an id.
+// Each two bytes of the input make an id.
 void decode_as_ids(std::string_view input) {
   std::vector<TokenId> ids;
   for (std::size_t i = 0; i + 1 < input.size(); i += 2) {
@@ -38,7 +38,7 @@ std::string hold(const std::vector<TokenId>& ids, std::string_view input) {
   require(!invalid_utf8_at(input), "an encoded text is UTF-8");
   require(tokenizer().decode(ids, true) == input, "text comes back from its ids");
   require(ids.size() <= input.size(), "a token stands for a byte or more");
-  // How well it merges, roughly.
+  // A rough measure of how well the text merges.
   return std::string(static_cast<std::size_t>(std::bit_width(input.size() - ids.size())), '+');
 }
 

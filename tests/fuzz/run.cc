@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::int64_t kMostHeap = std::int64_t{64} << 20;  // bytes, for one input
 constexpr double kMostSeconds = 2.0;                        // of a core, for one input
-constexpr int kHangSeconds = 20;                            // the system ends it then
+constexpr int kHangSeconds = 20;                            // then the system ends the process
 constexpr std::size_t kMostKept = 2048;                     // inputs
 
 double cpu_seconds() {
@@ -30,7 +30,7 @@ double cpu_seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// The process ends with SIGPROF if it computes for so long without another call.
+// The system ends the process with SIGPROF after kHangSeconds of computing without another call.
 void watch_for_hang() {
   const itimerval timer{{0, 0}, {kHangSeconds, 0}};
   ::setitimer(ITIMER_PROF, &timer, nullptr);
@@ -53,7 +53,8 @@ std::vector<Seed> read_corpus(const std::filesystem::path& folder) {
   return seeds;
 }
 
-// An answer without its numbers and without what it quotes: what is left says which way was taken.
+// The kind of an answer: its text without numbers and quotes, which shows the path through the
+// code.
 std::size_t kind_of(const Answer& answer) {
   constexpr std::string_view kQuotes = "'\"";
   const std::size_t first = std::min(answer.text.find_first_of(kQuotes), answer.text.size());
@@ -71,7 +72,7 @@ class Trial {
     text_.reserve(kMaxLength);
   }
 
-  // What became of it; valid until the next call.
+  // The outcome of the last run; valid until the next.
   bool accepted() const { return accepted_; }
   const std::string& text() const { return text_; }
   std::size_t kind() const { return kind_; }
@@ -82,7 +83,7 @@ class Trial {
     limit_heap(kMostHeap);
     watch_for_hang();
     const double start = cpu_seconds();
-    // What a first call keeps for later ones is no leak; what each call keeps is.
+    // An input leaks if every run grows the heap. A first run may keep something for later ones.
     if (grows(input) && grows(input)) require(!grows(input), "an input leaves no memory behind");
     const double seconds = cpu_seconds() - start;
     longest_ = std::max(longest_, seconds);

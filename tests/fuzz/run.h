@@ -1,5 +1,5 @@
-// Tries inputs: those of a corpus first, then changed ones, kept as the start of others when their
-// answer is a new one.
+// Runs inputs: the corpus first, then changed inputs. Those with a new kind of answer are kept as
+// the start of further ones.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@ namespace sluice::fuzz {
 
 inline constexpr std::size_t kMaxLength = 1 << 16;  // bytes of an input
 
-// The input that is being tried, in memory that outlives the process that tries it.
+// The input under test, in shared memory, so that it outlives the process that runs it.
 struct Current {
-  std::uint64_t runs = 0;  // before it
+  std::uint64_t runs = 0;  // before this input
   std::size_t length = 0;
   char bytes[kMaxLength] = {};  // NOLINT(modernize-avoid-c-arrays)
 
@@ -26,17 +26,17 @@ struct Options {
   std::filesystem::path corpus;
   std::filesystem::path folder;  // for the fuzzer's files
   std::uint64_t seed = 1;
-  std::uint64_t runs = 0;  // 0: until `seconds` are over
+  std::uint64_t runs = 0;  // 0: until `seconds` have passed
   double seconds = 60.0;
   std::size_t max_length = 2048;  // bytes of a changed input
 };
 
-// Prints a line of what was done. Ends the process with what does not hold on stderr, and with
-// `current` set, if there is a finding. False if all inputs, or none, were accepted: then nothing
-// was tested.
+// Prints a summary line. A finding ends the process, with the violated promise on stderr and
+// `current` set to the input. Returns false if all inputs, or none, were accepted, because then
+// nothing was tested.
 bool run(const Options& options, Current& current);
 
-// One input only; prints its answer.
+// Runs one input and prints its answer.
 void run_input(std::string_view input, const std::filesystem::path& folder, Current& current);
 
 }  // namespace sluice::fuzz

@@ -1,6 +1,7 @@
-// A safetensors file, as it is and with the length of its header put right (most changes of a file
-// would otherwise be refused for that). In what is accepted, the tensors lie side by side, cover
-// the data and have as many bytes as their shapes say; those of a dtype that is loaded can be read.
+// A safetensors file, as it is and with a corrected header length, because most changes would
+// otherwise be refused for the length alone. In an accepted file the tensors lie side by side,
+// cover the data and have as many bytes as their shapes say; those of a supported dtype can be
+// read.
 #include <map>
 #include <vector>
 
@@ -40,8 +41,7 @@ std::string hold(const SafetensorsFile& file) {
   return dtypes;
 }
 
-// The same file with the length that its header has if that ends at the last '}' of the file's
-// text.
+// The same file with the header length that fits if the header ends at the last '}' of the file.
 std::string with_length(std::string_view file) {
   std::string right(file);
   if (right.size() < kLengthBytes) return right;

@@ -1,7 +1,7 @@
-// A chat_template.jinja and, after a line "---", a conversation, a text per line: the system's
-// (maybe empty), then questions and answers in turn. A template that loads for the tokenizer of
-// sluice-22m writes ids that it has, the same ones every time and for every text that is UTF-8, or
-// says why it cannot.
+// A chat_template.jinja and, after a line "---", a conversation with one text per line: the
+// system's (may be empty), then questions and answers in turn. A template that loads for the
+// tokenizer of sluice-22m gives valid ids, the same on every call, for every UTF-8 text, or an
+// error with the reason.
 #include <bit>
 #include <vector>
 

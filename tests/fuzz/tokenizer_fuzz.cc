@@ -1,6 +1,7 @@
-// A tokenizer.json and, after a line "---", a text for it. The entry "@bytes":0 of a vocabulary
-// stands for those of all bytes, with the ids 0 to 255. Whatever loads encodes any UTF-8 into ids
-// that it has, or says why it cannot; without added tokens and a normaliser the text comes back.
+// A tokenizer.json and, after a line "---", a text for it. A vocabulary entry "@bytes":0 stands for
+// the entries of all bytes, with ids 0 to 255. A tokenizer that loads encodes any UTF-8 into valid
+// ids or gives an error with the reason; without added tokens and a normaliser the text survives
+// the round trip.
 #include <nlohmann/json.hpp>
 #include <vector>
 
