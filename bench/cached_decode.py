@@ -35,8 +35,9 @@ def command_of(flags: argparse.Namespace, policy: str, prompt: Path) -> list[str
 
 
 def least_cap(flags: argparse.Namespace, policy: str, prompt: Path) -> int:
-    """Bytes, with streaming buffers of their full size."""
-    # A cap that does not even hold what is there before planning is refused without saying more.
+    """The least device cap in bytes that leaves streaming buffers their full size."""
+    # A cap too small for the allocations before planning is refused without a least cap, so larger
+    # ones are tried.
     refused = ""
     for cap in (1, 80 << 20, 300 << 20, 1 << 30):
         command = [*command_of(flags, policy, prompt), "--device-memory", f"{cap}B"]
@@ -55,7 +56,7 @@ def generate(command: list[str], steps: int) -> dict[str, Any]:
 
 
 def rows_of(report: dict[str, Any]) -> dict[str, list[int]]:
-    """Of every layer: rows that decoding found on the device, and rows that it fetched."""
+    """Rows that decoding found on the device, and rows that it fetched, for every layer."""
     layers = report["ledger"]["decode"]["layers"]
     return {
         cause: [sum(e["rows"] for e in layer if e["cause"] == cause) for layer in layers]
@@ -64,7 +65,7 @@ def rows_of(report: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def newest_rows(report: dict[str, Any], heads: int) -> int:
-    """Of a layer, in all steps."""
+    """Rows of the newest page that a layer reads, over all steps."""
     first = report["timings"]["prefill_tokens"]
     return heads * sum((first + step) % PAGE + 1 for step in range(report["timings"]["decode_tokens"]))
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 SLOWER = 1.03  # ratios beyond this are marked, and those below its inverse
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
-# How long a benchmark ran, not what it did.
+# Settings for how long a benchmark ran, not for what it did.
 SETTINGS = {"iterations", "min_time", "min_warmup_time", "repeats"}
 
 
@@ -47,7 +47,7 @@ def parse_run(entry: dict[str, Any]) -> Run:
 
 
 def read_runs(path: str) -> list[Run]:
-    """All benchmarks of a file; of those that were repeated, the medians."""
+    """All benchmarks of a file; the medians of repeated ones."""
     try:
         with open(path, encoding="utf-8") as file:
             entries = json.load(file)["benchmarks"]
@@ -66,7 +66,7 @@ def read_runs(path: str) -> list[Run]:
 
 
 def argument_names(runs: list[Run]) -> dict[str, set[str]]:
-    """The arguments that each family has."""
+    """The argument names of each family."""
     names: dict[str, set[str]] = defaultdict(set)
     for run in runs:
         names[run.family()] |= run.arguments().keys()
@@ -74,7 +74,7 @@ def argument_names(runs: list[Run]) -> dict[str, set[str]]:
 
 
 def by_shared_name(runs: list[Run], others: list[Run]) -> dict[str, Run]:
-    """Benchmarks by the names that those of the other file can have."""
+    """Benchmarks by names without the arguments that the other file lacks."""
     own, known = argument_names(runs), argument_names(others)
     groups: dict[str, list[Run]] = defaultdict(list)
     ones: dict[str, list[Run]] = defaultdict(list)
@@ -89,7 +89,7 @@ def by_shared_name(runs: list[Run], others: list[Run]) -> dict[str, Run]:
 
 
 def format_time(nanoseconds: float) -> str:
-    """With four digits, in a unit that suits."""
+    """Formats a time with four digits, in a fitting unit."""
     if math.isnan(nanoseconds):
         return "failed"
     unit = next((u for u in ("s", "ms", "us") if nanoseconds >= NANOSECONDS[u]), "ns")
@@ -97,7 +97,7 @@ def format_time(nanoseconds: float) -> str:
 
 
 def mark(ratio: float) -> str:
-    """What a ratio of times amounts to; of one that failed, that it did."""
+    """The mark for a ratio of times; FAILED if it is NaN."""
     if math.isnan(ratio):
         return "FAILED"
     if ratio > SLOWER:
@@ -117,7 +117,7 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def compare(before: list[Run], after: list[Run], only: str) -> str:
-    """The table, what has no counterpart, and a line that sums it up."""
+    """The table, the benchmarks without a counterpart, and a summary line."""
     old, new = by_shared_name(before, after), by_shared_name(after, before)
     pairs = [(old[name], new[name]) for name in old if name in new]
     rows = [("name", "before", "after", "ratio", "")]

@@ -24,7 +24,7 @@ def share(estimate: dict[str, float]) -> str:
 
 
 def recall(policy: Policy) -> str:
-    """With the KL, which dense attention has none of."""
+    """Recall with the KL, except for dense attention, which has none."""
     kl = "" if policy["policy"] == "select=dense" else f", {policy['kl']:.4f}"
     return share(policy["recall"]) + kl
 
@@ -102,7 +102,7 @@ def table(columns: list[Column]) -> str:
 
 
 def replaced(text: str, path: Path) -> str:
-    """The document with its tables made anew."""
+    """The document with its tables regenerated."""
 
     def renew(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:

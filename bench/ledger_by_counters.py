@@ -52,7 +52,7 @@ def ledger_bytes(account: dict, cause: str) -> int:
 
 
 def machine() -> str:
-    """Names the GPU that is counted, the first of the machine."""
+    """The name of the measured GPU, the first of the machine."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return names.splitlines()[0].strip()

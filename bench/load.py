@@ -36,7 +36,8 @@ TOKENIZER = ROOT / "models" / "sluice-22m" / "tokenizer.json"
 BLOCK = 32 << 20  # bytes that are drawn once and repeated
 VOCABULARY = 4096
 
-# Of Llama 3.2 1B, with eight more layers for its vocabulary, and of Llama 3 8B.
+# The shapes of Llama 3.2 1B, with eight more layers to make up for a smaller vocabulary, and of
+# Llama 3 8B.
 SHAPES = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
@@ -125,14 +126,14 @@ def make_checkpoint(folder: Path, shape: str) -> None:
 
 
 def seconds_of(command: list[str]) -> float:
-    """The time that a command takes."""
+    """The seconds that a command takes."""
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def measure_sluice(command: str, folder: Path, device: str) -> dict[str, Any]:
-    """What `generate` says of loading; an old one says nothing."""
+    """Loading time and memory that `generate` reports; None where an old version does not."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         flags = ["-m", str(folder), "--device", device, "-p", "Once upon a time", "-n", "2"]
         seconds = seconds_of(

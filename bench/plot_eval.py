@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend comes first)
 
 
 class Axis(NamedTuple):
-    """What a task's plot shows upwards."""
+    """The vertical axis of a task's plot."""
 
     label: str
     value: Callable[[dict[str, Any]], float]
@@ -59,10 +59,11 @@ def transferred(policy: dict[str, Any]) -> float:
     warm = policy.get("warm", {}).get("transferred_bytes_per_token")
     if warm is not None:
         return warm
-    # Older reports have no such part, and short tasks have nothing in it.
+    # Older reports lack this part, and it is empty for short tasks.
     if "transferred_bytes_per_token" in policy:
         return policy["transferred_bytes_per_token"]
-    # Older reports have no ledger: what is read, rows outside the newest page and the key index.
+    # Older reports have no ledger, so this adds the reads: rows outside the newest page and key
+    # index.
     return policy["row_bytes_per_token"] + policy["index_bytes_per_token"]
 
 
@@ -92,13 +93,13 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
 
 
 def fetched(policy: dict[str, Any]) -> float:
-    """Bytes per token that cross if of all rows only the newest page is on the device."""
+    """Bytes per token that cross if only the newest page of rows is on the device."""
     new_rows = next(t for t in policy["traffic"] if t["cause"] == "append")
     return policy["selected_rows"] * new_rows["bytes_per_token"]
 
 
 def families(policies: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Policies but for dense by what is the same in their names: the preset."""
+    """Policies except dense, grouped by preset, the common part of their names."""
     found: dict[str, list[dict[str, Any]]] = {}
     for policy in policies[1:]:
         found.setdefault(policy["name"].split()[0], []).append(policy)

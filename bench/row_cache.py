@@ -38,7 +38,7 @@ Steps = list[np.ndarray]  # of one layer and KV head: the positions of every ste
 
 
 class Scored:
-    """A cache that forgets the rows of the smallest score; a subclass says what is scored."""
+    """A cache that evicts the rows with the smallest score; subclasses define the score."""
 
     def __init__(self, steps: Steps, size: int):
         self.steps = steps
@@ -47,11 +47,11 @@ class Scored:
         self.scores = np.empty(0, np.float64)
 
     def refresh(self, step: int, hits: np.ndarray) -> None:
-        """Scores the rows at these places, which the step selects."""
+        """Updates the scores of the rows at these places, which the step selects."""
         raise NotImplementedError
 
     def fresh(self, step: int, ids: np.ndarray) -> np.ndarray:
-        """The scores of rows that come in."""
+        """The scores of newly cached rows."""
         raise NotImplementedError
 
     def access(self, step: int) -> int:
@@ -84,7 +84,7 @@ class Last(Lru):
 
 
 class Decay(Scored):
-    """Counts grow by ever more, so that old ones need not be touched to fade."""
+    """Increments grow with every step, so that old counts fade without an update."""
 
     def refresh(self, step: int, hits: np.ndarray) -> None:
         self.scores[hits] += FADE**-step
@@ -144,7 +144,7 @@ class Clock:
             self.hand = (self.hand + 1) % len(self.slots)
 
     def shrink(self, now: set[int]) -> None:
-        """Gives back a slot that a larger step needed."""
+        """Evicts a row and removes a slot that a larger step had added."""
         self.find_victim(now)
         del self.place[self.slots[self.hand]]
         self.slots[self.hand] = self.slots[-1]
@@ -176,8 +176,8 @@ CACHES: dict[str, Callable[[Steps, int], Any]] = {
 
 
 def selections(args: argparse.Namespace, policy: str) -> tuple[list[list[Steps]], int]:
-    """What every layer and KV head selected, [layers][heads][steps], and the prompt's tokens."""
-    # A little over four bytes a token: cut where the prompt has as many tokens as asked.
+    """Selections of every layer and KV head, [layers][heads][steps], and the prompt's tokens."""
+    # A little over four bytes a token; the text is cut where the prompt has the requested tokens.
     text = Path(args.text).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         prompt = Path(folder) / "prompt.txt"
@@ -199,7 +199,7 @@ def selections(args: argparse.Namespace, policy: str) -> tuple[list[list[Steps]]
 
 
 def hit_rate(cache: Callable[[Steps, int], Any], steps: Steps, size: int) -> tuple[int, int]:
-    """Hits and selected rows of all steps but the first, which begins with nothing."""
+    """Hits and selected rows of all steps except the first, which starts with an empty cache."""
     made = cache(steps, size)
     hits = [made.access(step) for step in range(len(steps))]
     return sum(hits[1:]), sum(len(step) for step in steps[1:])

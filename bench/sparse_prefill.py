@@ -33,7 +33,7 @@ SAMPLE = 50_000  # characters that tell how many make a token
 
 def generate(flags: argparse.Namespace, text: str, policy: str,
              trace: Path | None = None) -> dict[str, Any]:
-    """The report of one `generate` of one token."""
+    """The report of a `generate` run with one token."""
     with tempfile.TemporaryDirectory() as folder:
         prompt, report = Path(folder, "prompt.txt"), Path(folder, "report.json")
         prompt.write_text(text, encoding="utf-8")
@@ -49,20 +49,20 @@ def generate(flags: argparse.Namespace, text: str, policy: str,
 
 
 def policies_of(flags: argparse.Namespace) -> list[str]:
-    """Lines of settings."""
+    """The policy lines to measure."""
     rules = [f"zipvl({tau},{kind})" for tau in flags.tau for kind in flags.kinds]
     rules += [f"pages({share})" for share in flags.pages]
     return ["dense"] + [f"select=dense prefill={rule}" for rule in rules]
 
 
 def rows_attended(report: dict[str, Any]) -> list[int]:
-    """In prefill, by layer."""
+    """Rows attended in prefill, by layer."""
     layers = report["ledger"]["prefill"]["layers"]
     return [sum(e["rows"] for e in layer if e["cause"] == "hit") for layer in layers]
 
 
 def share_of(report: dict[str, Any], dense: dict[str, Any]) -> float:
-    """Of the pairs of queries and keys of a dense prefill."""
+    """The attended share of a dense prefill's query-key pairs."""
     if "pages" in report["policy"]:
         return report["prefill_share"]
     shares = [a / b for a, b in zip(rows_attended(report), rows_attended(dense), strict=True)]
@@ -71,7 +71,7 @@ def share_of(report: dict[str, Any], dense: dict[str, Any]) -> float:
 
 
 def attention_of(flags: argparse.Namespace, text: str, policy: str) -> dict[str, float]:
-    """Seconds of a prefill's attention, and of choosing what it looks at."""
+    """Seconds of a prefill's attention, and of selecting its rows."""
     kinds = ["attend", "select", "index", "scan", "gather"]
     seconds = dict.fromkeys(kinds, 0.0)
     with tempfile.TemporaryDirectory() as folder:

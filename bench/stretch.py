@@ -35,7 +35,7 @@ HIDDEN, INNER, VOCABULARY = 4096, 14336, 128256
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """Rounded to nearest, ties to even, as bits."""
+    """The bits of bf16 values, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -51,14 +51,14 @@ class Small:
         self._data = data[8 + length :]
 
     def tensor(self, name: str) -> np.ndarray:
-        """As fp32."""
+        """A tensor as fp32."""
         entry = self._header[name]
         begin, end = entry["data_offsets"]
         bits = np.frombuffer(self._data[begin:end], dtype=np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).reshape(entry["shape"])
 
     def of_layer(self, layer: int, name: str) -> np.ndarray:
-        """One of a layer's."""
+        """A weight of a layer."""
         return self.tensor(f"model.layers.{layer}.{name}.weight")
 
 
@@ -70,7 +70,7 @@ class Filler:
         self._bits = to_bf16(random.standard_normal(1 << 24, dtype=np.float32) * 0.02)
 
     def matrix(self, rows: int, columns: int) -> np.ndarray:
-        """[rows, columns], as bits."""
+        """A matrix [rows, columns] of bf16 bits."""
         return np.resize(self._bits, (rows, columns))
 
 
@@ -83,7 +83,7 @@ def spread(rows: np.ndarray, heads: int, copies: list[int], channels: np.ndarray
 
 
 class Stretched:
-    """Its tensors, as bits of bf16."""
+    """The stretched checkpoint's tensors, as bf16 bits."""
 
     def __init__(self, small: Small, layers: int) -> None:
         self._small = small
@@ -104,11 +104,11 @@ class Stretched:
         self._norm = np.sqrt(self._hidden / HIDDEN)
 
     def layer_of(self, layer: int) -> int:
-        """The small model's."""
+        """The small model's layer that `layer` copies."""
         return layer * self._small.config["num_hidden_layers"] // self._layers
 
     def acts(self, layer: int) -> bool:
-        """The last of the copies of a layer does what it does."""
+        """True for the last copy of a layer, the only one that computes; the others add nothing."""
         return layer == self._layers - 1 or self.layer_of(layer + 1) != self.layer_of(layer)
 
     def _inputs(self, values: np.ndarray, rows: int) -> np.ndarray:
@@ -135,7 +135,7 @@ class Stretched:
         return spread(values.T / share, self._heads, self._copies, channels).T
 
     def layer(self, layer: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Names and tensors."""
+        """Names and tensors of a layer."""
         acts, channels = self.acts(layer), np.arange(self._dim)
 
         def of(name: str) -> np.ndarray:
@@ -156,7 +156,7 @@ class Stretched:
         yield "mlp.down_proj", self._outputs(of("mlp.down_proj"), INNER, acts)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Names and tensors, as they stand in the file."""
+        """Names and tensors, in the order of the file."""
         embedding = self._small.tensor("model.embed_tokens.weight")
         padded = np.zeros((VOCABULARY, HIDDEN), dtype=np.uint16)
         padded[: len(embedding), : self._hidden] = to_bf16(embedding)
@@ -170,7 +170,7 @@ class Stretched:
                 yield f"model.layers.{layer}.{name}.weight", tensor
 
     def config(self) -> dict[str, Any]:
-        """Of config.json."""
+        """The content of config.json."""
         return self._small.config | {
             "hidden_size": HIDDEN,
             "intermediate_size": INNER,
@@ -185,7 +185,7 @@ class Stretched:
 
 
 def header_of(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """Of a safetensors file."""
+    """The header of a safetensors file, with its length."""
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():
@@ -196,7 +196,7 @@ def header_of(shapes: dict[str, tuple[int, ...]]) -> bytes:
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """In the order of Stretched.tensors()."""
+    """Tensor shapes by name, in the order of Stretched.tensors()."""
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
         "lm_head.weight": (VOCABULARY, HIDDEN),

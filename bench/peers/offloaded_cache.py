@@ -24,7 +24,7 @@ WARM_UP = 2
 
 @torch.inference_mode()
 def measure(model: Any, ids: torch.Tensor, offloads: bool, steps: int) -> dict[str, Any]:
-    """Seconds of the prompt and of every step behind it."""
+    """Seconds of the prompt and of every step after it."""
     torch.cuda.reset_peak_memory_stats()
     cache = transformers.DynamicCache(config=model.config, offloading=offloads)
 

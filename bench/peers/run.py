@@ -54,7 +54,7 @@ def output_of(*command: str) -> str:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Describes this machine as far as it matters for the numbers."""
+    """The properties of this machine that affect the numbers."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     memory = Path("/proc/meminfo").read_text(encoding="utf-8")
     flags = set(re.search(r"^flags\s*: (.*)$", cpu, re.M)[1].split())

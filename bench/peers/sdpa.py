@@ -37,7 +37,7 @@ LEAST_BYTES = 512 << 20
 
 
 def graph_time(issue, runs):
-    """Seconds of one of the `runs` that `issue` makes: the median of replays."""
+    """Seconds of one of the `runs` that `issue` makes, as the median of replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):

@@ -59,7 +59,7 @@ def median_ms(call: Callable[[], object], warm_up: int, repeats: int) -> float:
 
 def attention(case: Case) -> Callable[[], torch.Tensor]:
     def random(heads: int, tokens: int) -> torch.Tensor:
-        # [batch, tokens, heads, head_dim] in memory, as models have it.
+        # The memory order is [batch, tokens, heads, head_dim], as in models.
         x = torch.randn(1, tokens, heads, case.head_dim, device="cuda", dtype=torch.bfloat16)
         return x.transpose(1, 2)
 

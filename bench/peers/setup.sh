@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes build/peers/venv with the programs that bench/peers/run.py measures Sluice against.
-# llama.cpp is built from source for this processor, which takes minutes.
+# Makes build/peers/venv with the programs that bench/peers/run.py compares Sluice with. llama.cpp
+# is built from source for this processor, which takes minutes.
 #
 #   bench/peers/setup.sh           llama.cpp and Hugging Face transformers (several GB)
 #   bench/peers/setup.sh --small   llama.cpp only

@@ -1,6 +1,6 @@
-"""What the peers' workers share: the job read from a file, and how a run is timed.
+"""Shared by the peers' workers: reads the job from a file and times a run.
 
-A worker is a program of its own, so that one peer's thread pool never disturbs another's. It loads
+Each worker is a separate program, so that one peer's thread pool never disturbs another's. It loads
 the model, proves on a golden continuation that it computes the same model, warms up, measures one
 prefill and one decode, and prints one line of JSON.
 """
