@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the man page and the bash completion of the sluice command from what its --help says.
+"""Writes the man page and the bash completion of the sluice command from its --help text.
 
     command_docs.py BINARY FOLDER    FOLDER/sluice.1 and FOLDER/sluice.bash
 """
@@ -14,7 +14,7 @@ COLUMN = 30  # of what stands beside a flag or a command
 
 
 class Entry(NamedTuple):
-    """A flag or a subcommand: '-m,--model TEXT REQUIRED', and what it is for."""
+    """A flag or a subcommand: '-m,--model TEXT REQUIRED', and its help text."""
 
     head: str
     text: str
@@ -61,7 +61,7 @@ def read_help(binary: str, *command: str) -> Help:
 
 
 def roff(text: str) -> str:
-    """Text that means nothing to roff."""
+    """Escapes text, so that roff prints it literally."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^([.'])", r"\\&\1", text, flags=re.MULTILINE)
 
@@ -105,7 +105,7 @@ def man_page(version: str, top: Help, commands: dict[str, Help]) -> str:
 
 
 def cases(commands: dict[str, Help], presets: list[str]) -> list[str]:
-    """What may follow a command, and a flag of it."""
+    """The words that may follow a command, and those that may follow its flags."""
     after: dict[str, list[str]] = {}  # words, and behind what they may stand
     for command, text in commands.items():
         for option in filter(Entry.takes_value, text.options):
