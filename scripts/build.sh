@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Configures one preset of CMakePresets.json and builds it into build/<preset>. Says beforehand how
-# much there is to do.
+# Configures one preset of CMakePresets.json and builds it into build/<preset>. Prints first how
+# much there is to build.
 #
 #   scripts/build.sh [PRESET [TARGET...]]    release, and everything in it, if not given
 #   JOBS=4 scripts/build.sh                  with a fixed number of compilers at a time
 #
-# CUDA kernels are built where nvcc is on the PATH, for the GPUs that this machine has. For others:
+# CUDA kernels are built if nvcc is on the PATH, for the GPUs of this machine. For others:
 #
 #   SLUICE_CUDA_ARCHITECTURES=90a-real scripts/build.sh    for one kind of GPU
 #   SLUICE_CUDA_ARCHITECTURES=all scripts/build.sh         for every kind that there are kernels for
@@ -25,7 +25,7 @@ job_count() {
   echo $((cores < fitting ? cores : fitting))
 }
 
-# architecture COMPUTE_CAPABILITY: whose kernels such a GPU runs; nothing if there are none.
+# architecture COMPUTE_CAPABILITY: the architecture whose kernels run on such a GPU; empty if none.
 architecture() {
   case "$1" in
     8.0) echo 80-real ;;
@@ -37,7 +37,7 @@ architecture() {
   esac
 }
 
-# What SLUICE_CUDA_ARCHITECTURES has to be for the GPUs of this machine.
+# The value of SLUICE_CUDA_ARCHITECTURES for the GPUs of this machine.
 gpus_here() {
   local capabilities capability kinds=()
   if capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null); then
@@ -53,7 +53,7 @@ gpus_here() {
   fi
 }
 
-# cuda_options ARCHITECTURES: for CMake, in place of what an earlier build was narrowed to.
+# cuda_options ARCHITECTURES: CMake options, which replace the choice of an earlier build.
 cuda_options() {
   case "$1" in
     none) echo -DSLUICE_CUDA=OFF ;;
@@ -62,12 +62,12 @@ cuda_options() {
   esac
 }
 
-# Seconds of one core, measured with GCC 12 and nvcc 13.0: for a source, and for a kernel per kind
-# of GPU.
+# Core seconds for one source, and for one kernel per kind of GPU, measured with GCC 12 and nvcc
+# 13.0.
 source_seconds=3
 kernel_seconds=10
 
-# announce ARCHITECTURES JOBS BUILD_COMMAND...: what the command will do, and for about how long.
+# announce ARCHITECTURES JOBS BUILD_COMMAND...: prints the size of the build and its estimated time.
 announce() {
   local architectures=$1 jobs=$2 plan sources kernels kinds seconds
   shift 2
@@ -91,7 +91,7 @@ main() {
   [[ $preset != pretend ]] || architectures=${SLUICE_CUDA_ARCHITECTURES:-80-virtual}
   options+=("$(cuda_options "$architectures")")
   if command -v ccache >/dev/null; then
-    # Without these it passes over sources whose headers are precompiled.
+    # Without these ccache skips sources that use precompiled headers.
     export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:+$CCACHE_SLOPPINESS,}pch_defines,time_macros
     options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
   fi

@@ -49,7 +49,7 @@ CUDA = re.compile(
 
 
 class Include(NamedTuple):
-    """One #include line: where it stands and what it names."""
+    """One #include line: its line number and the included name."""
 
     line: int
     quoted: bool

@@ -31,7 +31,7 @@ class Run(NamedTuple):
     report: dict[str, Any]
 
     def per_token(self, counts: Callable[[dict[str, Any]], bool]) -> float:
-        """Bytes per decoded token of the ledger's entries that `counts` says yes to."""
+        """Bytes per decoded token of the ledger's entries for which `counts` is true."""
         decode = self.report["ledger"]["decode"]
         return sum(e["bytes"] for e in decode["totals"] if counts(e)) / max(1, decode["tokens"])
 
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     @property
     def index_read(self) -> float:
-        """Keys and values in a few bits."""
+        """Bytes of quantised keys and values."""
         return self.per_token(lambda entry: entry["cause"] in ("index_read", "value_read"))
 
     @property
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
 
 def build_prompt(tokens: int) -> str:
-    """About so many tokens of the book, the number a quarter of the way in, the question at the end."""
+    """About `tokens` tokens of the book: the number a quarter of the way in, the question last."""
     book = BOOK.read_text(encoding="utf-8")
     characters = int(tokens * 2.87)  # of this book, per token of this model
     start = book.index("\n", 100_000) + 1
@@ -65,7 +65,7 @@ def build_prompt(tokens: int) -> str:
 
 
 def cap_of(tokens: int) -> int:
-    """MiB in which the key index of `tokens` fits, beside the newest page and the buffers."""
+    """MiB that fit the key index of `tokens`, the newest page and the buffers."""
     return 2 + -(-tokens * 3 // 2048)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sluice's main job, from a fresh checkout: the same question about 32,000 tokens of War and Peace,
-# answered with every row streamed through the device tier and with the rows that a policy selects.
-# Builds only the command, with CUDA only where there is a GPU (see scripts/build.sh).
+# Sluice's main job, from a fresh checkout: answers the same question about 32,000 tokens of War and
+# Peace twice, once with every row streamed through the device tier and once with the rows that a
+# policy selects. Builds only the command, with CUDA only if there is a GPU (see scripts/build.sh).
 #
 #   scripts/demo.sh              32,000 tokens of the book
 #   scripts/demo.sh TOKENS...    other lengths; the model was trained up to 131072

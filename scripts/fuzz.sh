@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Over ten million changed inputs, under AddressSanitizer and UBSan, into everything that reads what others
-# wrote: half an hour of one core, or an hour of a busy one. Goes on after a finding, whose input it
-# leaves in build/fuzz, and exits with 1 then. tests/fuzz/README.md has what came of it.
+# Runs over ten million changed inputs, under AddressSanitizer and UBSan, through every reader of
+# foreign files: half an hour of one core, or an hour of a busy one. After a finding it goes on,
+# leaves the input in build/fuzz and exits with 1 at the end. tests/fuzz/README.md has the results.
 #
 #   scripts/fuzz.sh           with the seed 1
 #   scripts/fuzz.sh SEED
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Inputs for each: about as many as make all run for some minutes.
+# Inputs per fuzzer, chosen so that each runs for some minutes.
 declare -A runs=(
   [tokenizer]=150000 [safetensors]=500000 [config]=700000 [calibration]=750000
   [prompt]=2000000 [policy]=5900000 [template]=500000)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests that need a GPU straight from their executables, without ctest: for a machine that
-# has only the executables of a build, such as what scripts/bundle.sh packed. Of kernels_* that is
-# every case, of all others those whose names say cuda. A line for each executable, and the output of
-# what failed. An executable that skips all its cases, for want of a GPU, failed as well.
+# has only the executables of a build, such as those from scripts/bundle.sh. Runs every case of
+# kernels_*, and of all others the cases with cuda in their names. Prints a line per executable, and
+# the output of failed ones. An executable that skips all its cases because it finds no GPU has
+# failed, too.
 #
 #   scripts/gpu_tests.sh build/release/bin                  all of them
 #   scripts/gpu_tests.sh build/release/bin 'parity_*'       executables of that name only
@@ -24,7 +25,7 @@ cases_of() {
   esac
 }
 
-# number WORD: the count that the log's last line of that kind gives, as in "[  PASSED  ] 12 tests."
+# number WORD: the count in the log's last line of that kind, as in "[  PASSED  ] 12 tests."
 number() {
   local count
   count=$(grep -E "^\[ +$1 +\] [0-9]+ test" "$log" | tail -n 1 | grep -oE '[0-9]+' | head -n 1) || true
@@ -48,13 +49,13 @@ run() {
   return "$status"
 }
 
-# Whether an executable has cases for a GPU at all.
+# Succeeds if an executable has cases for a GPU.
 concerns_gpu() {
   "$1" --gtest_list_tests --gtest_filter="$(cases_of "$1")" 2>/dev/null | grep -q '^  '
 }
 
-# pretend CAPABILITY: what the executables are to take the GPU for. The driver compiles what they hold
-# for 8.0 when it is first used, and keeps it.
+# pretend CAPABILITY: the GPU that the executables should assume. On first use the driver compiles
+# and caches the executables' 8.0 code.
 pretend() {
   export SLUICE_PRETEND_GPU=$1 CUDA_CACHE_MAXSIZE=$((2 << 30))
   limit=$((limit * 2))
@@ -70,7 +71,7 @@ main() {
     return 2
   fi
   local bin=$1 filter=${2:-*} test executables=0 failures=0 passed=0
-  # What a bundle brought along.
+  # Libraries of a bundle.
   export LD_LIBRARY_PATH="$bin/../lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   for test in "$bin"/*_test; do
     # shellcheck disable=SC2053  # a pattern

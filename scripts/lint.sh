@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Format, layering, static analysis and shell checks over the sources that git tracks or could
-# track. Prints every finding; exits with 1 if there is one. clang-tidy's clean results are cached
-# in build/lint-cache.
+# Checks format, layering, static analysis and shell scripts over the sources that git tracks or
+# could track. Prints every finding; exits with 1 if there is one. Clean results of clang-tidy are
+# cached in build/lint-cache.
 #
 #   scripts/lint.sh            check
 #   scripts/lint.sh --format   rewrite the sources in the project's format first
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# sources PATTERN...: existing files that git tracks or would not ignore.
+# sources PATTERN...: existing files that git tracks or does not ignore.
 sources() {
   local file
   git ls-files --cached --others --exclude-standard -- "$@" | sort -u |
@@ -22,7 +22,7 @@ clang_format() {
   sources '*.h' '*.cc' '*.cu' '*.cuh' | xargs --no-run-if-empty clang-format-14 "$@"
 }
 
-# The flags that clang-tidy needs come from the release preset's configuration.
+# The compile flags for clang-tidy come from the release preset's configuration.
 clang_tidy() {
   [[ -f build/release/compile_commands.json ]] ||
     cmake --preset release --log-level=WARNING >/dev/null

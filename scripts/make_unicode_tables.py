@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Writes model/unicode/tables.cc: categories, scripts and case folding of one Unicode version.
 
-The version is the one that Oniguruma has in Hugging Face's tokenizers 0.23, as expressions in a
-tokenizer.json were made for it: 16.0. Categories and scripts come from the Unicode character
-database (unicodedataplus). Case folding comes from the engine: each pair of characters is asked.
+The version is 16.0, that of Oniguruma in Hugging Face's tokenizers 0.23, because expressions in a
+tokenizer.json were made for it. Categories and scripts come from the Unicode character database
+(unicodedataplus). Case folding comes from queries to the engine for each pair of characters.
 
     python3 -m venv build/venv
     build/venv/bin/pip install tokenizers==0.23.3 unicodedataplus==16.0.0
@@ -26,7 +26,7 @@ CODE_POINTS = [c for c in range(0x110000) if not 0xD800 <= c <= 0xDFFF]
 
 
 def matched(expression: str, code_points: Iterable[int]) -> set[int]:
-    """Those code points that the engine finds by an expression for one character."""
+    """The code points that the engine matches with an expression for one character."""
     points = list(code_points)
     kept: set[int] = set()
     split = Split(Regex(expression), "removed")
@@ -62,7 +62,7 @@ def literal(points: Iterable[int]) -> str:
 
 
 def fold_pairs() -> dict[int, int]:
-    """Each code point that (?i) takes for another one -> the one that stands for all of them."""
+    """Each code point that (?i) equates with others -> the one that represents all of them."""
     cased = [
         c for c in CODE_POINTS
         if any(f(chr(c)) != chr(c) for f in (str.lower, str.upper, str.title, str.casefold))
@@ -72,7 +72,7 @@ def fold_pairs() -> dict[int, int]:
     for point in cased:
         if point in groups:
             continue
-        # A negated class has no foldings to several characters, so it tells pairs only.
+        # A negated class has no foldings to several characters, so it finds only pairs.
         group = set(cased) - matched("(?i:[^\\x{%x}])+" % point, cased)
         for member in group:
             groups[member] = group
@@ -96,7 +96,7 @@ def fold_pairs() -> dict[int, int]:
 
 
 def fold_runs(pairs: dict[int, int]) -> list[tuple[int, int, int, int]]:
-    """(first, last, step, what to add), so that alphabets take one line each."""
+    """Ranges (first, last, step, offset to add), so that alphabets take one line each."""
     left = dict(sorted(pairs.items()))
     result = []
     while left:
@@ -117,7 +117,7 @@ def fold_runs(pairs: dict[int, int]) -> list[tuple[int, int, int, int]]:
 
 
 def full_folds(pairs: dict[int, int]) -> list[tuple[int, list[int]]]:
-    """Each code point that (?i) takes for several ones -> those."""
+    """Each code point that (?i) equates with a sequence of several -> that sequence."""
     result = []
     for point in CODE_POINTS:
         folded = [ord(c) for c in chr(point).casefold()]

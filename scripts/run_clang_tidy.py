@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOL = str(ROOT / "build/clang-tidy/bin/clang-tidy")
 ATTEMPTS = 2
 LAUNCHERS = {"ccache", "sccache", "distcc"}
-# Warnings are GCC's business (-Werror in every preset); clang need not know its flags.
+# GCC reports warnings (-Werror in every preset), so clang does not need these flags.
 GCC_ONLY = ("-W", "-fno-semantic-interposition", "-fpch-preprocess")
 
 
 class Result(NamedTuple):
-    """What became of one file."""
+    """The result for one file."""
 
     file: str
     output: str
@@ -69,7 +69,7 @@ def headers_of(compiler: str) -> list[str]:
 
 
 def without_precompiled(words: list[str]) -> list[str]:
-    """Drops `-include HEADER`: it is GCC's alone, and sources have to include what they use."""
+    """Drops `-include HEADER`, which is for GCC only; sources must include what they use."""
     kept = iter(words)
     return [word for word in kept if word != "-include" or not next(kept)]
 
@@ -104,14 +104,14 @@ def tool_version() -> str:
 
 
 def configuration(file: str) -> str:
-    """Returns what the .clang-tidy of the file's folder, and those above it, say."""
+    """Returns the text of .clang-tidy in the file's folder and those above it."""
     folders = [folder for folder in (ROOT / file).parents if folder.is_relative_to(ROOT)]
     found = [folder / ".clang-tidy" for folder in folders]
     return "".join(path.read_text(encoding="utf-8") for path in found if path.exists())
 
 
 def key(file: str, command: list[str], common: str) -> str:
-    """Hashes everything that clang-tidy's verdict on `file` depends on."""
+    """Hashes everything that affects clang-tidy's result for `file`."""
     digest = hashlib.sha256((common + configuration(file)).encode())
     digest.update("\0".join(command).encode())
     for path in reachable(ROOT / file):
@@ -128,13 +128,13 @@ def check_file(file: str, stamp: Path, database: Path) -> Result:
     command = [TOOL, "-p", str(database), "--quiet", f"--header-filter=^{re.escape(str(ROOT))}/"]
     for _ in range(ATTEMPTS):
         done = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True)
-        # Killed, as where memory is short: that says nothing about the file.
+        # Killed, for example for lack of memory, which says nothing about the file.
         if done.returncode >= 0:
             break
     clean = done.returncode == 0
     if clean:
         stamp.touch()
-    # stderr counts the warnings in other projects' headers, which nobody wants to read.
+    # stderr counts the warnings in other projects' headers, which are of no interest here.
     errors = [line for line in done.stderr.splitlines() if "warning" not in line]
     errors.append(f"{file}: clang-tidy ended with {done.returncode}")
     output = done.stdout if clean or done.stdout else "\n".join(errors) + "\n"

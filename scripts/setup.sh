@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # Installs what Sluice needs to build and test, on Debian 12 or newer, as root or through sudo.
-# Quick and silent when nothing is missing.
+# Fast and silent if nothing is missing.
 #
 #   scripts/setup.sh          what scripts/build.sh and scripts/demo.sh need
 #   scripts/setup.sh --lint   also what scripts/lint.sh needs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# ocl-icd-opencl-dev is here because libdnnl-dev's CMake package looks for it.
+# ocl-icd-opencl-dev: libdnnl-dev's CMake package looks for it.
 build_packages=(
   g++ cmake ninja-build ccache pkg-config git python3
   libdnnl-dev ocl-icd-opencl-dev libtbb-dev libhwloc-dev libhwy-dev
   nlohmann-json3-dev libcli11-dev libpcre2-dev libutf8proc-dev libedit-dev groff-base
   libgtest-dev libgmock-dev libbenchmark-dev)
 lint_packages=(clang-format-14 python3-venv shellcheck)
-# From 22 on it passes over headers of other projects, and takes half the time of Debian's 19.
+# From version 22 on clang-tidy skips other projects' headers and takes half the time of Debian's
+# 19.
 clang_tidy_version=22.1.8
 
 fail() {
@@ -51,7 +52,7 @@ apt_get() {
   fail "'apt-get $1' failed three times (its last lines are above); is a Debian mirror reachable?"
 }
 
-# clang-tidy from PyPI, into build/clang-tidy.
+# Installs clang-tidy from PyPI into build/clang-tidy.
 install_clang_tidy() {
   local venv=build/clang-tidy
   [[ $("$venv/bin/clang-tidy" --version 2>/dev/null) != *"version $clang_tidy_version"* ]] || return 0
@@ -61,7 +62,7 @@ install_clang_tidy() {
     "clang-tidy==$clang_tidy_version" || fail "no clang-tidy from PyPI; is it reachable?"
 }
 
-# Installs those of the arguments, Debian packages, that are missing.
+# install_packages DEBIAN_PACKAGE...: installs those that are missing.
 install_packages() {
   local missing
   mapfile -t missing < <(missing_packages "$@")

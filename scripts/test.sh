@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Everything that has to pass: lint, the release build with all tests, the quick tests and 15 seconds of
-# each fuzzer under AddressSanitizer and UBSan, and what threads share under ThreadSanitizer. Every step
-# runs unless one that it needs failed; the exit status is 0 only if all passed.
+# Runs every check that must pass: lint, the release build with all tests, the quick tests and 15
+# seconds of each fuzzer under AddressSanitizer and UBSan, and the tests of shared state under
+# ThreadSanitizer. Every step runs unless a step that it needs failed; the exit status is 0 only if
+# all passed.
 #
 #   scripts/test.sh            all of it
 #   scripts/test.sh --quick    release build and its quick tests only
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Where nvcc is, two kinds of processor stand for all that a release is built for: the oldest, and the
-# one that has kernels of its own.
+# With nvcc, two architectures stand for all of a release: the oldest, and the one with its own
+# kernels.
 export SLUICE_CUDA_ARCHITECTURES=${SLUICE_CUDA_ARCHITECTURES:-80-real;90a-real}
-# Tests run beside each other, so idle OpenMP threads must not spin on a core.
+# Tests run in parallel, so idle OpenMP threads must not spin on a core.
 export OMP_WAIT_POLICY=passive
 export ASAN_OPTIONS=${ASAN_OPTIONS:-strict_string_checks=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
@@ -36,7 +37,7 @@ step() {
   return "$status"
 }
 
-# build_and_test PRESET WHICH FOLDERS CTEST_OPTIONS...: the tests of these folders, or everything.
+# build_and_test PRESET WHICH FOLDERS CTEST_OPTIONS...: tests of these folders, or of all if empty.
 build_and_test() {
   local preset=$1 which=$2 folders targets
   read -ra folders <<<"$3"
@@ -48,7 +49,7 @@ build_and_test() {
   fi
 }
 
-# What failed comes last, where one looks first.
+# Prints failures last, because readers look at the end first.
 report() {
   ((failures == 0)) || cat "$logs/failed"
   printf '\n== summary\n'
@@ -75,9 +76,10 @@ main() {
   elif step "setup" scripts/setup.sh --lint; then
     step "lint" scripts/lint.sh --tidy || true
     build_and_test release "all" ""
-    # The golden answers, plans walked to their ends and the command take too long under a sanitizer,
-    # and so do as many simulations. Looking for variables of functions that have returned makes it
-    # three times slower: only where work is done after the call that asked for it.
+    # The golden answers, the tests that walk plans to their ends, the command and full simulations
+    # take too long under a sanitizer. Detecting uses of returned functions' variables is three
+    # times slower still, so it is on only for tests whose work runs after the call that asked for
+    # it.
     build_and_test asan "quick, fuzzers" "lib io offload model fuzz" \
       -R '^(lib|io|offload|model|fuzz)/' -E "(golden|plan_|$late)"
     SLUICE_SIMULATIONS=50 ASAN_OPTIONS=$ASAN_OPTIONS:detect_stack_use_after_return=1 \
