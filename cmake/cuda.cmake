@@ -1,12 +1,12 @@
-# Whether the CUDA backend is built (SLUICE_CUDA_FOUND), and for which processors.
+# Decides if the CUDA backend is built (SLUICE_CUDA_FOUND), and for which architectures.
 set(SLUICE_CUDA_ARCHITECTURES "80-real;86-real;89-real;90a-real;100-real;120"
     CACHE STRING "Processors to build CUDA kernels for; fewer of them build faster")
 
-# For those who have a large GPU and test for smaller ones (scripts/gpu_tests.sh --pretend).
+# For developers with a large GPU who test for smaller ones (scripts/gpu_tests.sh --pretend).
 option(SLUICE_PRETEND_GPU "Let the environment say what GPU this is; for tests" OFF)
 
-# Kernels that begin early wait by an instruction of 9.0. Newer processors would run PTX for older ones
-# without it.
+# Kernels that begin early wait by an instruction of 9.0. PTX for older architectures lacks it, and
+# newer GPUs would run such PTX without it.
 foreach(architecture IN LISTS SLUICE_CUDA_ARCHITECTURES)
   if(NOT SLUICE_PRETEND_GPU AND architecture MATCHES "^([0-9]+)[af]?(-virtual)?$" AND CMAKE_MATCH_1 LESS 90)
     message(FATAL_ERROR "SLUICE_CUDA_ARCHITECTURES has ${architecture}; write ${CMAKE_MATCH_1}-real")
@@ -16,7 +16,7 @@ endforeach()
 set(SLUICE_CUDA_FOUND OFF)
 if(NOT SLUICE_CUDA STREQUAL "OFF")
   include(CheckLanguage)
-  # An nvcc that was not there the last time may be now.
+  # nvcc may have been installed since the last configuration.
   if(NOT CMAKE_CUDA_COMPILER)
     unset(CMAKE_CUDA_COMPILER CACHE)
   endif()
@@ -24,12 +24,13 @@ if(NOT SLUICE_CUDA STREQUAL "OFF")
   if(CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_ARCHITECTURES ${SLUICE_CUDA_ARCHITECTURES})
     enable_language(CUDA)
-    # CMake 3.25.1, Debian 12's, does not know that nvcc can do C++20.
+    # CMake 3.25.1 of Debian 12 does not know that nvcc supports C++20.
     if(NOT cuda_std_20 IN_LIST CMAKE_CUDA_COMPILE_FEATURES)
       string(APPEND CMAKE_CUDA_FLAGS " -std=c++20")
     endif()
     find_package(CUDAToolkit 12.8 REQUIRED)
-    # Half the bytes (append.cu: 39 KB and not 84), which are unpacked when the device is first used.
+    # Halves the size (append.cu: 39 KB instead of 84); the code is unpacked when the device is
+    # first used.
     string(APPEND CMAKE_CUDA_FLAGS " --compress-mode=size")
     set(SLUICE_CUDA_FOUND ON)
   elseif(SLUICE_CUDA STREQUAL "ON")

@@ -1,14 +1,14 @@
-# sluice::sluice is the library that programs link: all folders but the tools. It is their static
-# libraries, whose own dependencies a program then links, too; or, with BUILD_SHARED_LIBS, one shared
-# library that needs nothing more to be linked, and one of the CUDA backend that it loads when a
-# program asks for that.
+# sluice::sluice is the library that programs link: all folders except the tools. Without
+# BUILD_SHARED_LIBS it is their static libraries, and programs link the dependencies of these, too.
+# With it, it is one shared library that needs nothing more to be linked, and one of the CUDA
+# backend, loaded when a program asks for that.
 include(CMakePackageConfigHelpers)
 
-# sluice_shared(NAME FOLDERS...): a shared library of folders' objects.
+# sluice_shared(NAME FOLDERS...): a shared library from folders' objects.
 function(sluice_shared name)
   list(TRANSFORM ARGN REPLACE "(.+)" "$<TARGET_OBJECTS:\\1>" OUTPUT_VARIABLE objects)
   add_library(${name} SHARED ${objects})
-  # What comes from archives, CUDA's runtime, stays inside.
+  # Symbols from archives (CUDA's runtime) stay hidden.
   target_link_options(${name} PRIVATE -Wl,--exclude-libs,ALL)
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION}
     SOVERSION ${SLUICE_SOVERSION} INSTALL_RPATH $ORIGIN)
@@ -53,7 +53,7 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/sluiceConfigVersion.cmake
 install(FILES ${PROJECT_BINARY_DIR}/sluiceConfig.cmake ${PROJECT_BINARY_DIR}/sluiceConfigVersion.cmake
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/sluice)
 
-# For build systems other than CMake. Static libraries would need more than its words can say.
+# For build systems other than CMake. pkg-config cannot express the needs of the static libraries.
 if(SLUICE_SHARED)
   file(RELATIVE_PATH sluice_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
   configure_file(cmake/sluice.pc.in ${PROJECT_BINARY_DIR}/sluice.pc @ONLY)

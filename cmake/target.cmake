@@ -7,7 +7,7 @@ function(sluice_settings target)
   target_compile_options(${target} PRIVATE
     "$<$<COMPILE_LANGUAGE:CXX>:${warnings};$<$<BOOL:${SLUICE_WERROR}>:-Werror>>"
     "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wconversion;$<$<BOOL:${SLUICE_WERROR}>:-Werror=all-warnings>>")
-  # GCC 12 sees overlapping copies in std::string's operator+ that are not there (its bug 105651).
+  # GCC 12 reports overlapping copies in std::string's operator+ that do not exist (its bug 105651).
   if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
   endif()
