@@ -44,7 +44,7 @@ Candidate choose(const std::vector<Candidate>& candidates) {
   const Candidate& best = *std::min_element(candidates.begin(), candidates.end(), better);
   double error = 0.0;
   for (const Score& score : best.scores) error += score.recall.error;
-  // The error is at least one needle, even if all of them were found.
+  // At least the error of one missed needle, because finding all of them may be chance.
   error = std::max(error, static_cast<double>(best.scores.size()) / best.probes);
   const Candidate* chosen = &best;
   for (const Candidate& candidate : candidates) {
