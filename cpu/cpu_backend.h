@@ -14,11 +14,10 @@ namespace sluice::cpu {
 
 struct CpuOptions {
   int threads = 0;  // 0: Topology::threads
-  // bf16 or f32; unset: what loses nothing of the weights and is fast: bf16 for bf16 weights if the
-  // processor has it.
+  // bf16 or f32. Unset: the fastest that is lossless for the weights, which is bf16 for bf16
+  // weights if the processor multiplies bf16 fast, else f32.
   std::optional<DType> compute;
-  // Of the weights that will be written: one that none of them is wider than. Computing in f32,
-  // they are stored in it.
+  // The widest dtype of the weights that will be written; f32 products keep the weights in it.
   DType weight_dtype = DType::f32;
   std::uint64_t device_cap = MemoryAccount::kNoCap;
   std::uint64_t host_cap = MemoryAccount::kNoCap;
@@ -46,7 +45,7 @@ class CpuBackend : public Backend {
   std::optional<DType> dense_weights() const override { return linear_.dense_dtype(); }
   std::int64_t weight_rows() const override { return linear_.block_outputs(); }
 
-  // For its queues.
+  // Used by the queues.
   Threads& threads() { return threads_; }
   Linear& products() { return linear_; }
 
@@ -61,7 +60,7 @@ class CpuBackend : public Backend {
   Threads threads_;
   BackendInfo info_;
   Linear linear_;
-  std::uint64_t widened_bytes_ = 0;  // that are charged
+  std::uint64_t widened_bytes_ = 0;  // charged so far
 };
 
 }  // namespace sluice::cpu

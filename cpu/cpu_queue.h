@@ -1,4 +1,4 @@
-// Work of the CPU backend: every call returns when its work is done, so a queue is always idle.
+// Queue of the CPU backend: every call returns when its work is done, so a queue is always idle.
 #pragma once
 
 #include "cpu/cpu_backend.h"

@@ -1,12 +1,12 @@
-// Use of Intel's AMX tile registers.
+// Intel's AMX tile registers.
 #pragma once
 
 #include <cstddef>
 
 namespace sluice::cpu {
 
-// Whether the processor has AMX-bf16 and AVX512-BF16 and the kernel lets this process use them;
-// asks it once.
+// Returns true if the processor has AMX-bf16 and AVX512-BF16 and Linux lets this process use them.
+// The first call asks Linux for permission; later calls return the same answer.
 bool amx_available();
 
 // A tile: 16 rows of 64 bytes, 32 bf16 or 16 fp32.
@@ -14,9 +14,10 @@ inline constexpr std::size_t kTileSide = 16;
 inline constexpr std::size_t kTileDepth = 32;
 inline constexpr std::size_t kTileElements = kTileSide * kTileDepth;  // bf16
 
-// While one lives, the calling thread's eight tile registers are whole tiles. Needs
-// amx_available(). Other users of AMX in the same threads (oneDNN) configure the registers before
-// each use of their own, as this does; nobody's configuration outlives its call.
+// Configures the calling thread's eight tile registers as whole tiles for the lifetime of the
+// object. Needs amx_available(). oneDNN, which uses AMX in the same threads, configures the
+// registers before each of its calls, as this does, so neither relies on a configuration that
+// outlives a call.
 class AmxTiles {
  public:
   AmxTiles();
@@ -25,8 +26,8 @@ class AmxTiles {
   ~AmxTiles();
 };
 
-// The compiler does not know that loads and stores of tiles touch memory: goes between them and
-// other accesses to the same memory.
+// Compiler barrier between tile loads or stores and other accesses to the same memory, because the
+// compiler does not know that tile instructions touch memory.
 inline void order_tile_memory() { asm volatile("" ::: "memory"); }
 
 }  // namespace sluice::cpu

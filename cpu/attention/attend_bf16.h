@@ -6,11 +6,11 @@
 
 namespace sluice::cpu {
 
-// As attend_prefill(), for rows of bf16; queries and softmax weights are rounded to bf16, sums are
-// fp32. Needs what `products` need.
+// attend_prefill() for bf16 rows. Queries and softmax weights are rounded to bf16, sums are fp32.
+// If products.uses_tiles, an AmxTiles must be alive.
 void attend_bf16(const AttendTile& tile, const Bf16Products& products);
 
-// Floats of scratch that the calling thread takes for it.
+// Scratch of attend_bf16() in the calling thread, in floats.
 std::size_t bf16_scratch(const AttendTile& tile);
 
 }  // namespace sluice::cpu

@@ -1,4 +1,4 @@
-// Rows of one KV head on their way to the decode kernel, from wherever they lie.
+// Collects rows of one KV head, from the device or host memory, for the decode kernel.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace sluice::cpu {
 
-// A token and KV head of AttendBatchParams or AttendSelectedParams, but for the rows.
+// The tile of one token and KV head of AttendBatchParams or AttendSelectedParams, without its rows.
 template <typename Params>
 AttendTile decode_tile_of(const Params& p, std::int64_t token, std::int64_t head) {
   const std::int64_t first_head = head * p.shape.group();
@@ -33,9 +33,9 @@ struct ArenaPart {
   std::int64_t rows = 0;
 };
 
-// An arena, [kv_heads, rows, row_bytes], in parts for tasks that run at the same time: of each KV
-// head as many as there are pages, at most one for each of `items`. No arena has a part of no rows
-// for each item.
+// An arena, [kv_heads, rows, row_bytes], divided among tasks that run at the same time. Each KV
+// head has one part per page of rows, at least 1 and at most `items`. A null arena has one empty
+// part per item.
 struct ArenaParts {
   std::byte* data = nullptr;
   std::int64_t rows = 0;
@@ -46,17 +46,18 @@ struct ArenaParts {
   ArenaPart part(std::int64_t head, std::int64_t number) const;
 };
 
-// Rows are added run by run and attended together, in pieces where the arena is too small.
+// Rows are added run by run and attended together, or in several batches where the arena is too
+// small.
 class AttendedRows {
  public:
-  // `tile` has everything but rows and how many of them there are.
+  // `tile` is complete except for `rows` and `count`.
   AttendedRows(const AttendTile& tile, const ArenaPart& arena) : tile_(tile), arena_(arena) {}
 
-  // Rows that are attended where they lie.
+  // Adds rows that are attended in place.
   void add(const std::byte* rows, std::int64_t count);
-  // Rows that pass through the arena, if there is one.
+  // Adds rows that are copied to the arena first; without an arena they are attended in place.
   void add_copy(const std::byte* rows, std::int64_t count);
-  // Attends to what was added since the last time, and merges.
+  // Attends to the rows added since the last call and merges the result into the output.
   void attend();
 
  private:
@@ -66,8 +67,7 @@ class AttendedRows {
   std::vector<RowSpan> runs_;
 };
 
-// Adds rows [first, end) of a sequence: those that the device has where they lie, others by way of
-// the arena.
+// Adds rows [first, end) of a sequence: resident rows in place, others through the arena.
 void add_rows(const PagedRows& rows, std::int32_t sequence, std::int64_t head, std::int64_t first,
               std::int64_t end, std::size_t row_bytes, AttendedRows& to);
 

@@ -1,5 +1,5 @@
-// Rows of keys and values on the CPU: appended, found, gathered and attended to. The operations and
-// their parameters are those of lib/backend/kv_ops.h and page_ops.h; every pointer is host memory.
+// KV rows on the CPU: append, look-up, gather and attention. Operations and parameters are defined
+// in lib/backend/kv_ops.h and page_ops.h; every pointer is host memory.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace sluice::cpu {
 
-// Which kernel attends. `automatic` decides from the shape and the processor; the others are for
-// tests and benchmarks.
+// The kernel that attends. `automatic` chooses by shape and processor; the others are for tests and
+// benchmarks.
 enum class AttendKernel : std::uint8_t {
   automatic,
   decode,       // SIMD along the channels; few queries, bound by memory
@@ -19,7 +19,7 @@ enum class AttendKernel : std::uint8_t {
   avx512_bf16,  // as prefill, on AVX-512 dot products of bf16
 };
 
-// Whether this process may use `kernel` for rows of `shape`.
+// Returns true if this process can use `kernel` for rows of `shape`.
 bool attend_supported(AttendKernel kernel, const KvShape& shape);
 
 // `attend` on the calling thread and `threads`; every pointer is host memory.
@@ -31,18 +31,18 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape);
 void attend(const AttendParams& params, Threads& threads,
             AttendKernel kernel = AttendKernel::automatic);
 
-// Bytes of scratch that all of `threads` together take and keep for attend() of up to `tokens`
-// tokens to up to `rows` rows.
+// Scratch of attend() in bytes, summed over `threads`, for up to `tokens` tokens and `rows` rows.
+// Threads keep it.
 std::uint64_t attend_scratch_bytes(const KvShape& shape, std::int64_t tokens, std::int64_t rows,
                                    bool is_listed, int threads);
 
 void attend_batch(const AttendBatchParams& params, Threads& threads);
-// As attend_scratch_bytes(), of attend_batch() and attend_selected().
+// Scratch of attend_batch() and attend_selected() in bytes, summed over `threads`.
 std::uint64_t decode_scratch_bytes(const KvShape& shape, int threads);
 
 void attend_selected(const AttendSelectedParams& params, Threads& threads);
 
-// On the device alone; copy_to_host() copies the rows to host memory.
+// Writes rows on the device only; copy_to_host() copies them to host memory.
 void append(const AppendParams& params, Threads& threads);
 void append_batch(const AppendBatchParams& params, Threads& threads);
 void sum_values(const SumValuesParams& params);

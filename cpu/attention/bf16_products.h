@@ -1,8 +1,8 @@
-// The two matrix products of attention with bf16 operands and fp32 sums: on Intel AMX tiles, or by
-// the dot products of AVX512-BF16, which AMD's processors have, too.
+// The two matrix products of attention with bf16 operands and fp32 sums: on Intel AMX tiles, or
+// with the AVX512-BF16 dot products that AMD processors have as well.
 //
-// Queries lie in panels of two columns of kTileSide queries. Operands that are multiplied along
-// their first index have its elements in pairs: [pair, query, 2].
+// Queries are stored in panels of two columns of kTileSide queries. Operands that are multiplied
+// along their first index store it in pairs: [pair, query, 2].
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace sluice::cpu {
 
-// Rows that are attended at a time: as fast as any multiple of kTileDepth up to 512.
+// Rows per block. 96 is as fast as any multiple of kTileDepth up to 512.
 inline constexpr std::size_t kBf16Rows = 96;
 
 // scores = K Q^T of one panel.
@@ -42,7 +42,7 @@ struct Bf16Products {
   void (*values)(const ValueProduct& product) = nullptr;
 };
 
-// Null if this processor lacks what they need.
+// Null if this processor lacks the instructions.
 const Bf16Products* amx_products();
 const Bf16Products* avx512_products();
 

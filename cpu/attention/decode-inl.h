@@ -1,8 +1,8 @@
 // The decode kernel, once per instruction set; included by decode.cc only.
 //
-// Queries come in bunches of kQ, and kR = kLanes / kQ rows are scored against a bunch at a time:
-// that makes kLanes dot products, which reduce together to one vector of scores. Scores lie as
-// [row][query of the bunch], so lane r * kQ + g is query g of row r.
+// Queries are processed in bunches of kQ. kR = kLanes / kQ rows are scored against a bunch at a
+// time, because these kLanes dot products reduce together to one vector of scores. Scores are
+// [row][query of the bunch]: lane r * kQ + g is query g of row r.
 #if defined(SLUICE_CPU_ATTENTION_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SLUICE_CPU_ATTENTION_DECODE_INL_H_
 #undef SLUICE_CPU_ATTENTION_DECODE_INL_H_
@@ -25,16 +25,16 @@ namespace sluice::cpu {
 namespace HWY_NAMESPACE {
 namespace {
 
-// Blocks of a memory page: K and V of a block are read one after the other, and the processor's own
-// prefetcher, which works page by page, still takes that for one stream. Measured against larger
-// blocks, with and without prefetching them: 12.6 instead of 9.5 GB/s where memory gives 13.3.
+// Block size, one memory page: K and V of a block are read one after the other, and the hardware
+// prefetcher, which works page by page, still sees one stream. Measured against larger blocks, with
+// and without software prefetch: 12.6 instead of 9.5 GB/s where memory gives 13.3.
 constexpr std::size_t kBlockBytes = 4096;
 constexpr std::size_t kMaxBlockRows = 64;
 
-// Distance of the software prefetch, which covers the step from page to page.
+// Software prefetch distance; it covers the step from one memory page to the next.
 constexpr std::size_t kAheadBytes = 2048;
 
-// As many queries per bunch as accumulators in registers allow.
+// Most queries per bunch whose accumulators fit the registers.
 constexpr int kMaxBunch = kLanes == 16 ? 8 : kLanes == 8 ? 4 : 1;
 
 // The scratch of one tile. `queries` and `head_dim` are padded to whole bunches and vectors.
@@ -50,7 +50,7 @@ struct DecodeState {
   float* unpacked = nullptr;   // [block_rows, 2, head_dim], where rows are not whole vectors
 };
 
-// Within each block of 4 lanes: the sums of a, b, c and d over the lanes of that block.
+// Per block of 4 lanes: the sums of a, b, c and d over that block's lanes.
 #if HWY_TARGET != HWY_SCALAR
 HWY_INLINE VF sum_of_4(VF a, VF b, VF c, VF d) {
   const DF df;
@@ -80,7 +80,7 @@ HWY_INLINE VF sum_of_lanes(const VF* v) {
     } else {
       const VF c = sum_of_4(v[8], v[9], v[10], v[11]);
       const VF d = sum_of_4(v[12], v[13], v[14], v[15]);
-      // Two block sums of each: a a c c and b b d d; then the other blocks of the pairs.
+      // Block sums as a a c c and b b d d, then the other block of each pair.
       const VF ac = hn::Add(hn::ConcatLowerLower(df, c, a), hn::ConcatUpperUpper(df, c, a));
       const VF bd = hn::Add(hn::ConcatLowerLower(df, d, b), hn::ConcatUpperUpper(df, d, b));
       return hn::Add(hn::OddEvenBlocks(bd, ac), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(ac, bd)));
@@ -89,7 +89,7 @@ HWY_INLINE VF sum_of_lanes(const VF* v) {
 #endif
 }
 
-// Asks for what a later block holds in the place of bytes [from, from + bytes).
+// Prefetches bytes [from, from + bytes) of a later block.
 HWY_INLINE void prefetch(const RowBlock& block, const void* from, std::size_t bytes) {
   const std::byte* const later = static_cast<const std::byte*>(from) + block.ahead;
   for (std::size_t i = 0; i < bytes; i += kRowAlignment) hwy::Prefetch(later + i);
@@ -160,14 +160,14 @@ HWY_NOINLINE void add_values(const RowBlock& block, const float* HWY_RESTRICT we
   for (; c < d; c += kLanes) add_columns<kQ, 1, T>(block, weights, c, d, values);
 }
 
-// Hides the scores of rows [first, first + rows) that their query does not see.
+// Masks the scores of rows [first, first + rows) that a query does not see.
 template <int kQ>
 void mask_scores(const AttendTile& tile, int bunch, std::int64_t first, std::size_t rows,
                  float* scores) {
   const std::size_t padded = hwy::RoundUpTo(rows, kLanes / kQ);
   for (std::size_t g = 0; g < kQ; ++g) {
     const int m = std::min(bunch * kQ + static_cast<int>(g), tile.queries - 1);
-    // Rows past the block's last are those that it repeats.
+    // Rows past the block's last row repeat it, so they are masked, too.
     const auto seen =
         std::clamp<std::int64_t>(tile.visible_to(m) - first, 0, static_cast<std::int64_t>(rows));
     for (auto r = static_cast<std::size_t>(seen); r < padded; ++r) {
@@ -176,8 +176,7 @@ void mask_scores(const AttendTile& tile, int bunch, std::int64_t first, std::siz
   }
 }
 
-// Raises the maxima of a bunch to those of `block_highest` and scales what was summed under the
-// old ones.
+// Raises the maxima of a bunch to `block_highest` and rescales its sums.
 template <int kQ>
 HWY_NOINLINE void raise_maxima(const DecodeState& state, std::size_t bunch, VF block_highest) {
   const DF df;
@@ -241,7 +240,7 @@ void attend_block(const AttendTile& tile, const DecodeState& state, const RowBlo
   }
 }
 
-// Rows of 2 * head_dim floats in scratch, for rows that are not whole vectors.
+// Unpacks rows that are not whole vectors to 2 * head_dim floats each in scratch.
 template <typename T>
 RowBlock unpack_block(const AttendTile& tile, const DecodeState& state, const RowBlock& from) {
   const auto d = static_cast<std::size_t>(tile.head_dim);
@@ -265,7 +264,7 @@ HWY_INLINE RowBlock block_at(const AttendTile& tile, const DecodeState& state,
   return block;
 }
 
-// Attends to a run, of which `count` rows are seen; `before` rows come before it.
+// Attends to the first `count` rows of a run; `before` rows precede the run.
 template <int kQ, typename T>
 void attend_run(const AttendTile& tile, const DecodeState& state, const std::byte* rows,
                 std::int64_t count, std::int64_t before) {
@@ -298,7 +297,7 @@ std::size_t block_rows(const AttendTile& tile, std::size_t bunch) {
   return rows / step * step;
 }
 
-// Without its memory.
+// Sizes only; pointers stay null.
 DecodeState sizes_of(const AttendTile& tile, int bunch) {
   DecodeState state;
   const auto q = static_cast<std::size_t>(bunch);
@@ -365,7 +364,7 @@ void attend_bunches(const AttendTile& tile, std::span<const RowSpan> runs) {
   }
 }
 
-// Whatever the bunch.
+// Maximum over all bunch sizes.
 std::size_t scratch_floats(const AttendTile& tile) {
   std::size_t most = 0;
   for (int bunch = 1; bunch <= kMaxBunch; bunch *= 2) {
@@ -380,7 +379,7 @@ void decode_tile(const AttendTile& tile, std::span<const RowSpan> runs) {
   }
   if constexpr (kMaxBunch >= 4) {
     if (tile.queries > 2) return attend_bunches<4>(tile, runs);
-    // A bunch of one needs kLanes rows at a time, which for long rows is more than a page.
+    // A bunch of one scores kLanes rows at a time; long rows then exceed a memory page.
     const bool pages = kLanes * tile.row_bytes > kBlockBytes;
     if (tile.queries == 2 || pages) return attend_bunches<2>(tile, runs);
   }

@@ -6,15 +6,15 @@
 
 namespace sluice::cpu {
 
-// Rows of the listed pages of one block of queries and KV head, as one run of rows that follow each
-// other: numbers in it are not positions.
+// Rows of the listed pages of one block of queries and KV head, numbered consecutively across
+// pages: row numbers are not positions.
 class ListedRows {
  public:
-  // Of the rows in params.rows, what block `block` of the queries attends to.
+  // The rows of params.rows that block `block` of the queries attends to.
   ListedRows(const AttendParams& params, std::int64_t block, std::int64_t head);
 
   std::int64_t count() const { return count_; }
-  // How many of them the query of a token of the piece sees, before that is clamped to [0, count].
+  // Rows that token `token` of the chunk sees, not yet clamped to [0, count].
   std::int64_t visible(std::int64_t token) const { return visible_ + token; }
   // Copies rows [first, first + rows) to `to`.
   void copy(std::int64_t first, std::int64_t rows, std::byte* to) const;

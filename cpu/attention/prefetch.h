@@ -1,12 +1,12 @@
-// Reading rows that lie far apart in memory.
+// Reads rows that are scattered in memory.
 #pragma once
 
 #include <cstddef>
 
 namespace sluice::cpu {
 
-// Calls body(i, row) for `count` rows, one after the other; row_at(i) says where they are. Rows to
-// come are prefetched, because the processor cannot guess their addresses.
+// Calls body(i, row) for `count` rows in order; row_at(i) returns a row's address. Later rows are
+// prefetched, because the hardware prefetcher cannot predict their addresses.
 void for_rows(std::size_t count, std::size_t row_bytes, const auto& row_at, const auto& body) {
   constexpr std::size_t kAheadRows = 8;
   constexpr std::size_t kLineBytes = 64;

@@ -1,7 +1,7 @@
 // The prefill kernel, once per instruction set; included by prefill.cc only.
 //
-// Queries lie in panels of two vectors, one query per lane. Scores are S = K Q^T, [rows, lanes],
-// and values O = V^T P, [head_dim, lanes], so that softmax needs no step across lanes.
+// Queries are stored in panels of two vectors, one query per lane. Scores are S = K Q^T, [rows,
+// lanes], and values O = V^T P, [head_dim, lanes], so softmax needs no cross-lane operations.
 #if defined(SLUICE_CPU_ATTENTION_PREFILL_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SLUICE_CPU_ATTENTION_PREFILL_INL_H_
 #undef SLUICE_CPU_ATTENTION_PREFILL_INL_H_
@@ -22,10 +22,10 @@ namespace {
 
 constexpr std::size_t kPanel = 2 * kLanes;
 
-// Rows per block: keys and values of a block, as floats, stay in the second-level cache.
+// Rows per block: its keys and values, as floats, stay in the L2 cache.
 constexpr std::size_t kPrefillRows = 64;
 
-// Rows of a product in registers; with two vectors each they fill half of the register file.
+// Rows of a product held in registers; at two vectors each they fill half of the register file.
 constexpr std::size_t kProductRows = kLanes == 16 ? 8 : 4;
 
 // The scratch of one tile. head_dim is padded to kProductRows, with zeros.
@@ -84,7 +84,7 @@ HWY_NOINLINE void multiply(const Operand& a, const float* HWY_RESTRICT b, std::s
   }
 }
 
-// Hides the scores of rows [first, first + rows) that their query does not see.
+// Masks the scores of rows [first, first + rows) that a query does not see.
 void mask_panel(const AttendTile& tile, std::size_t panel, std::int64_t first, std::size_t rows,
                 float* scores) {
   for (std::size_t lane = 0; lane < kPanel; ++lane) {
@@ -174,7 +174,7 @@ void unpack_rows(const AttendTile& tile, const PrefillState& state, std::int64_t
   }
 }
 
-// Without its memory.
+// Sizes only; pointers stay null.
 PrefillState sizes_of(const AttendTile& tile) {
   PrefillState state;
   const auto d = static_cast<std::size_t>(tile.head_dim);

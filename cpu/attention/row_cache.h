@@ -1,14 +1,14 @@
-// Where rows that find_rows() placed are read, and where they are cached.
+// Addresses of rows that find_rows() placed: the source and, if the row is to be cached, its way.
 #pragma once
 
 #include "lib/backend/kv_ops.h"
 
 namespace sluice::cpu {
 
-// Where a row that find_rows() placed is read.
+// Address to read the row from.
 const std::byte* placed_row(const AttendSelectedParams& params, std::int64_t head,
                             const PlacedRow& place);
-// Where it is to be put as well; null if nowhere.
+// Way of the cache that the row is copied to; null if it is not cached.
 std::byte* way_of(const AttendSelectedParams& params, std::int64_t head, const PlacedRow& place);
 
 }  // namespace sluice::cpu

@@ -1,4 +1,4 @@
-// What the attention kernels share: one unit of work and the way its results are written.
+// Unit of work of the attention kernels, and how its results are written.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,10 @@ struct AttendTile {
   std::size_t row_bytes = 0;
   DType dtype = DType::bf16;
   std::int64_t count = 0;
-  std::int64_t visible = 0;  // rows that token 0 sees; may be < 0 or > count. Token t: t more, or
-  const std::int32_t* seen = nullptr;  // if this is not null, `visible` and seen[t]
+  // Token t sees `visible` + t rows or, if `seen` is not null, `visible` + seen[t]. `visible` may
+  // be < 0 or > count.
+  std::int64_t visible = 0;
+  const std::int32_t* seen = nullptr;  // [tokens] or null
 
   float* out = nullptr;  // [tokens, ..., group, head_dim], `out_stride` floats between tokens
   std::int64_t out_stride = 0;
@@ -39,8 +41,8 @@ struct AttendTile {
   std::int64_t visible_to(int m) const;
 };
 
-// The state of an online softmax in base 2: `values` are sums of v * 2^(logit - highest), with
-// `stride` floats from channel to channel, and `sum` is the sum of 2^(logit - highest).
+// Online softmax state in base 2: `values` are sums of v * 2^(logit - highest), with `stride`
+// floats from channel to channel, and `sum` is the sum of 2^(logit - highest).
 struct SoftmaxState {
   const float* values = nullptr;
   std::size_t stride = 1;
@@ -56,8 +58,9 @@ void merge_partial(const float* values, float lse, int head_dim, float* out, flo
 
 enum class Scratch : std::uint8_t { tile, partials, rows };
 
-// At least `floats` floats of the calling thread, 64-byte aligned, until its next call for the same
-// use. Tiles need what their block sizes and head_dim say, so the memory is bounded and reused.
+// At least `floats` floats of the calling thread, 64-byte aligned, valid until its next call for
+// the same use. Tile sizes depend only on block sizes and head_dim, so the memory is bounded and
+// reused.
 float* thread_scratch(Scratch use, std::size_t floats);
 
 }  // namespace sluice::cpu

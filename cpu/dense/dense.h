@@ -1,5 +1,5 @@
-// What a decoder computes besides attention, on the CPU. The operations and their parameters are
-// those of lib/backend/dense_ops.h; every pointer is host memory. Products are in linear.h.
+// Decoder operations other than attention, on the CPU. Operations and parameters are defined in
+// lib/backend/dense_ops.h; every pointer is host memory. Matrix products are in linear.h.
 #pragma once
 
 #include "cpu/dense/rope_table.h"
@@ -10,7 +10,7 @@ namespace sluice::cpu {
 
 void embed(const EmbedParams& params);
 void rms_norm(const RmsNormParams& params, Threads& threads);
-// By a table of these positions.
+// `table` holds the angles of these positions.
 void rope(const RopeParams& params, const RopeTable& table, Threads& threads);
 void swiglu(const SwigluParams& params, Threads& threads);
 void cast(const CastParams& params, Threads& threads);

@@ -1,5 +1,5 @@
-// Products in fp32 with weights that stay in 16 bits, as a checkpoint has them: half the memory,
-// and half of what a decode step reads, for processors that do not multiply bf16.
+// fp32 products with weights kept in the checkpoint's 16 bits, for processors without bf16
+// multiply: half the memory, and a decode step reads half the bytes.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace sluice::cpu {
 
-// From so many tokens on, widening a block of rows for a matrix product is faster.
+// From this many tokens on, widening a block of rows for a matrix product is faster.
 inline constexpr std::int64_t kFewTokens = 16;
 
-// y[t, o] = sum over i of x[t, i] * W[o, i] (+ bias[o]) (+ what was there). A sum's order does
-// not depend on how many tokens or outputs there are.
+// y[t, o] = sum over i of x[t, i] * W[o, i] (+ bias[o]) (+ y[t, o] if `accumulate`). The order of
+// summation does not depend on `tokens` or `outputs`.
 struct FewProduct {
   const std::uint16_t* weights = nullptr;  // [outputs, inputs]
   DType dtype = DType::bf16;               // of these, or f16

@@ -1,4 +1,4 @@
-// Matrix multiplication by weights: oneDNN's kernels, our threads.
+// Matrix multiplication by weights: oneDNN's kernels on our threads.
 #pragma once
 
 #include <memory>
@@ -12,15 +12,15 @@ namespace sluice::cpu {
 
 class Threads;
 
-// Weights are packed once into oneDNN's layout, whose outermost dimension is the outputs: each
-// thread has some of them. Few tokens, as in decode steps, are multiplied by kernels of our own.
+// Weights are packed once into oneDNN's layout, whose outermost dimension is the outputs, so
+// threads divide the outputs. Few tokens, as in decode steps, use our own kernels.
 //
-// Weights of 16 bits that are computed with in f32 stay as they are; for many tokens a block of
-// outputs at a time is widened.
+// 16-bit weights used for f32 products stay unpacked; for many tokens they are widened one block of
+// outputs at a time.
 class Linear {
  public:
-  // `compute` is bf16 or f32: the dtype of the inputs. `stored` is what weights are stored in: the
-  // same, or 16 bits to compute with in f32.
+  // `compute` is the dtype of the inputs, bf16 or f32. `stored` is the dtype of stored weights: the
+  // same, or a 16-bit type if `compute` is f32.
   Linear(Threads& threads, DType compute, DType stored);
   Linear(const Linear&) = delete;
   Linear& operator=(const Linear&) = delete;
@@ -28,11 +28,11 @@ class Linear {
 
   // Bytes of packed weights.
   std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
-  // What all threads together take to widen weights of so many inputs.
+  // Bytes that all threads together take to widen weights with `inputs` inputs.
   std::uint64_t widened_bytes(std::int64_t inputs) const;
-  // What all threads together take besides, for scratch of products by such a weight.
+  // Bytes that all threads together take as scratch for products with such a weight, in addition.
   std::uint64_t scratch_bytes(std::int64_t outputs, std::int64_t inputs) const;
-  // The dtype of weights that are not packed; null if they are.
+  // The dtype of unpacked weights; nullopt if weights are packed.
   std::optional<DType> dense_dtype() const;
   // Weights in memory of packed_bytes(), for write() to fill.
   std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs,
@@ -46,11 +46,10 @@ class Linear {
   // x and y have dense rows.
   void run(const LinearParams& params);
 
-  // Whether this processor multiplies bf16 faster than f32 (AVX512-BF16 or AMX).
+  // Returns true if this processor multiplies bf16 faster than f32 (AVX512-BF16 or AMX).
   static bool bf16_is_fast();
 
-  // What oneDNN calls its kernel for one token and for many; says "ref" if it has none for this
-  // processor.
+  // oneDNN's name of its kernel for this shape; contains "ref" if it has none for this processor.
   std::string kernel_name(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs) const;
 
  private:

@@ -1,4 +1,4 @@
-// What Linear takes of oneDNN: packed weights and products, each on the calling thread alone.
+// Linear's use of oneDNN: packed weights and products, each on the calling thread only.
 #pragma once
 
 #include <cstddef>
@@ -31,30 +31,30 @@ struct Product {
 
 class OneDnn {
  public:
-  // Products of x and weights in `compute`, bf16 or f32. Weights are packed if `packs` and oneDNN's
-  // layout has outputs one block after the other.
+  // Products of x and weights in `compute`, bf16 or f32. Weights are packed if `packs` is set and
+  // oneDNN's layout stores blocks of outputs consecutively.
   OneDnn(DType compute, bool packs);
 
   // Outputs that are packed together; 1 if weights stay dense rows.
   std::int64_t block() const { return block_; }
   std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
-  // Packs dense rows in the compute dtype, a block or what there is of it.
+  // Packs dense rows in the compute dtype: one block, the last of which may be short.
   void pack(std::byte* rows, std::int64_t inputs, std::int64_t outputs, std::byte* to);
-  // Whether whole blocks are [inputs * bytes / 4, kBlockOutputs] of words of 4 bytes: of bf16 two
-  // inputs that follow each other.
+  // Returns true if whole blocks are [inputs * bytes / 4, kBlockOutputs] words of 4 bytes; a word
+  // of bf16 holds two consecutive inputs.
   bool transposes(std::int64_t inputs);
 
   void multiply(const Product& product);
   // Bytes of scratch that the calling thread takes and keeps for a product: oneDNN's, and room for
-  // results where `scatters`, which is where y_stride is not `outputs`.
+  // results if `scatters` (y_stride differs from `outputs`).
   std::uint64_t scratch_bytes(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs,
                               bool scatters) const;
 
-  // What oneDNN calls its kernel.
+  // oneDNN's name of its kernel.
   std::string kernel_name(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs) const;
 
  private:
-  // What one primitive is specialised for.
+  // Key of a primitive: oneDNN specialises it for this shape.
   struct Shape {
     std::int64_t tokens, inputs, outputs;
     bool bias, accumulate;
@@ -71,7 +71,7 @@ class OneDnn {
     dnnl::matmul matmul;
     dnnl::memory::desc x, weights, bias, y, scratch;
   };
-  // How dense rows of weights are packed.
+  // Packing of dense rows of weights.
   struct Packing {
     explicit Packing(const dnnl::reorder::primitive_desc& d)
         : reorder(d), plain(d.src_desc()), packed(d.dst_desc()), scratch(d.scratchpad_desc()) {}

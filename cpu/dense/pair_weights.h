@@ -1,13 +1,13 @@
-// Products of few tokens with weights that oneDNN has packed in pairs of inputs: bf16, by the dot
-// products of AVX512-BF16. oneDNN's own kernels take a third longer for one token.
+// Products of few tokens with bf16 weights that oneDNN packed in pairs of inputs, by AVX512-BF16
+// dot products. oneDNN's own kernels take a third longer for one token.
 #pragma once
 
 #include <cstdint>
 
 namespace sluice::cpu {
 
-// y[t, o] = sum over i of x[t, i] * W[o, i] (+ bias[o]) (+ what was there). A sum's order does not
-// depend on how many tokens or outputs there are.
+// y[t, o] = sum over i of x[t, i] * W[o, i] (+ bias[o]) (+ y[t, o] if `accumulate`). The order of
+// summation does not depend on `tokens` or `outputs`.
 struct PairProduct {
   const std::uint16_t* weights = nullptr;  // bf16 [outputs / 64, inputs / 2, 64, 2]
   std::int64_t outputs = 0;                // a multiple of 64
@@ -20,7 +20,7 @@ struct PairProduct {
   bool accumulate = false;
 };
 
-// Null if this processor lacks what it needs.
+// Null if this processor lacks AVX512-BF16.
 using MultiplyPairs = void (*)(const PairProduct& product);
 MultiplyPairs pair_multiplier();
 

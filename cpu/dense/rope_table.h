@@ -8,8 +8,8 @@
 
 namespace sluice::cpu {
 
-// Every layer rotates queries and keys by the same angles, so the table of the current positions
-// is computed once per step and kept.
+// The table of the current positions is computed once per step and kept, because every layer
+// rotates queries and keys by the same angles.
 class RopeTable {
  public:
   void update(const RopeParams& params);
@@ -18,7 +18,7 @@ class RopeTable {
   const float* sines(std::int64_t token) const { return sines_.data() + token * half_; }
 
  private:
-  // Whether the first positions are those of `params`.
+  // Returns true if the table starts with the positions of `params`.
   bool holds(const RopeParams& params) const;
 
   std::int64_t half_ = 0;

@@ -1,5 +1,5 @@
-// The reference backend's attention: from its definition, fp64, one thread. See
-// lib/backend/kv_ops.h for what the operations do.
+// The reference backend's attention, written from its definition: fp64, one thread. See
+// lib/backend/kv_ops.h for the operations.
 #pragma once
 
 #include "cpu/reference/reads.h"

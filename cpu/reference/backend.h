@@ -19,7 +19,7 @@ class ReferenceBackend : public Backend {
   explicit ReferenceBackend(std::uint64_t device_cap = MemoryAccount::kNoCap,
                             std::uint64_t host_cap = MemoryAccount::kNoCap);
 
-  // Reads, as it tells of them, are those of a backend of this pattern.
+  // Reports reads as a backend with this pattern would make them.
   void read_like(const ReadPattern& pattern) { info_.reads = pattern; }
 
   const BackendInfo& info() const override { return info_; }
@@ -46,7 +46,7 @@ class ReferenceBackend : public Backend {
   CpuMemory memory_;
 };
 
-// Work is done when a call returns. What it reads can be watched by overriding on_*_read().
+// Work is done when a call returns. Override on_*_read() to observe reads.
 class ReferenceQueue : public Queue, public ReferenceReads {
  public:
   explicit ReferenceQueue(ReferenceBackend& backend) : Queue(backend) {}
@@ -59,11 +59,11 @@ class ReferenceQueue : public Queue, public ReferenceReads {
 
  protected:
   friend struct ReferenceExecute;
-  // Called for every page of the key index that an operation reads, once for its KV head.
+  // Called for every page of the key index that an operation reads, once per KV head.
   virtual void on_index_read(const PageRead& /*read*/) {}
-  // Called for every page of value tiles that is read, likewise.
+  // Called for every page of value tiles that an operation reads, once per KV head.
   virtual void on_values_read(const PageRead& /*read*/) {}
-  // Called for every row whose key an estimate reads, likewise.
+  // Called for every row whose key an estimate reads, once per KV head.
   virtual void on_key_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
 };
 

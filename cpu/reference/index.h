@@ -1,5 +1,5 @@
-// The reference backend's key index: what is built and what is estimated from it, fp64, plain
-// loops. See lib/backend/index_ops.h for what the operations do.
+// The reference backend's key index: building and estimating, fp64, plain loops. See
+// lib/backend/index_ops.h for the operations.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ namespace sluice::cpu::reference {
 void build_index(const BuildIndexParams& params);
 void build_batch(const BuildBatchParams& params);
 
-// Who is told what an estimate reads: a page of an index, and so many bytes of a row's key. The
-// pattern is that of the backend that the reference stands for.
+// Callbacks that report the reads of an estimate: a page of an index, or bytes of a row's key.
+// `pattern` is that of the backend that the reference stands for.
 struct EstimateReads {
   ReadPattern pattern;
   std::function<void(const PageRead&)> on_page = [](const PageRead&) {};

@@ -11,7 +11,7 @@ namespace sluice::cpu {
 float read_element(const void* data, DType dtype, std::int64_t index);
 void write_element(void* data, DType dtype, std::int64_t index, float value);
 
-// Channel `c` of a row's key, or of its value.
+// Channel `c` of a row's key or value.
 inline float key_element(const KvShape& shape, const std::byte* row, std::int64_t c) {
   return read_element(row, shape.rows.element, c);
 }
@@ -20,14 +20,14 @@ inline float value_element(const KvShape& shape, const std::byte* row, std::int6
 }
 
 void reference_embed(const EmbedParams& params);
-// `weight` is params.weight's values, [outputs, inputs].
+// `weight` has the values of params.weight, [outputs, inputs].
 void reference_linear(const LinearParams& params, const float* weight);
 void reference_rms_norm(const RmsNormParams& params);
 void reference_rope(const RopeParams& params);
 void reference_swiglu(const SwigluParams& params);
 void reference_cast(const CastParams& params);
 void reference_sample(const SampleParams& params);
-// Bytes of a row past its values (row_bytes() rounds up) keep what they held.
+// Padding bytes of a row past its values (row_bytes() rounds up) are left unchanged.
 void reference_append(const AppendParams& params);
 void reference_append_batch(const AppendBatchParams& params);
 

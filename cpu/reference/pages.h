@@ -1,5 +1,5 @@
-// The reference backend's way of choosing pages: fp64, full sorts, one thread. See
-// lib/backend/page_ops.h for what the operations do.
+// The reference backend's choice of pages: fp64, full sorts, one thread. See lib/backend/page_ops.h
+// for the operations.
 #pragma once
 
 #include "lib/backend/page_ops.h"

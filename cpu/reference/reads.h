@@ -1,4 +1,4 @@
-// What the reference backend reads of sequences, as it reads it.
+// Reports of the reference backend's reads of sequences, as they happen.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace sluice::cpu {
 
-// What is read of a page of one KV head's index, or of its value tiles.
+// A read of one page of a KV head's index or value tiles.
 struct PageRead {
   std::int32_t sequence = 0;
   int head = 0;
@@ -14,7 +14,7 @@ struct PageRead {
   std::size_t bytes = 0;
 };
 
-// Overridden by who wants to know, as tests do that hold an account of reads to what was read.
+// Overridden to observe reads, for example by tests that compare the ledger with the actual reads.
 class ReferenceReads {
  public:
   ReferenceReads() = default;
@@ -22,11 +22,11 @@ class ReferenceReads {
   ReferenceReads& operator=(const ReferenceReads&) = delete;
   virtual ~ReferenceReads() = default;
 
-  // A row, keys and values: for every KV head and token of a batch that attends to it, once for
-  // each part of the query heads (see ReadPattern); once for every KV head of a chunk of tokens,
-  // and once when it is gathered.
+  // Called when a row, key and value, is read. In a batch: once per KV head and token that attends
+  // to it, for each part of the query heads (see ReadPattern). In a chunk of tokens: once per KV
+  // head. In a gather: once.
   virtual void on_read(const std::byte* /*row*/, std::size_t /*bytes*/) {}
-  // Query heads of a KV head that attend in one part.
+  // Query heads of one KV head that attend together, as one part.
   virtual int attend_queries() const = 0;
 };
 

@@ -1,5 +1,5 @@
-// The reference backend's way of choosing tokens: fp64, full sorts, one thread. See
-// lib/backend/index_ops.h for what the operations do.
+// The reference backend's choice of tokens: fp64, full sorts, one thread. See
+// lib/backend/index_ops.h for the operations.
 #pragma once
 
 #include "lib/backend/kv_ops.h"

@@ -1,5 +1,5 @@
-// The reference backend's value tiles, from their definition: fp64, plain loops, one thread. See
-// lib/value_tiles.h for what the operations do.
+// The reference backend's value tiles, written from their definition: fp64, plain loops, one
+// thread. See lib/value_tiles.h for the operations.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@ namespace sluice::cpu::reference {
 
 void build_values(const BuildValuesParams& params);
 void build_values_batch(const BuildValuesBatchParams& params);
-// Tells on_page of each page that is read.
+// Calls on_page for every page that it reads.
 void attend_tiles(
     const AttendTilesParams& params,
     const std::function<void(const PageRead&)>& on_page = [](const PageRead&) {});

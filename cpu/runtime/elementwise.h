@@ -1,5 +1,4 @@
-// The memory-bound operations between matrix multiplications, in SIMD. All run on the calling
-// thread, over the rows given to them.
+// Memory-bound operations between matrix multiplications, in SIMD. All run on the calling thread.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +7,17 @@
 
 namespace sluice::cpu {
 
-// Shorthand for row `row` of a matrix.
+// Address of row `row` of a matrix.
 inline std::byte* row_of(const Matrix& matrix, std::int64_t row) {
   return static_cast<std::byte*>(matrix.data) +
          static_cast<std::size_t>(row * matrix.stride) * size_of(matrix.dtype);
 }
 
-// `count` elements from one dtype to another; to 16 bits it rounds to nearest, ties to even.
+// Converts `count` elements from one dtype to another; to 16 bits it rounds to nearest, ties to
+// even.
 void convert(const void* from, DType from_dtype, void* to, DType to_dtype, std::int64_t count);
 
-// Row by row; the shapes agree.
+// Converts row by row; both shapes must be equal.
 void cast(const Matrix& from, const Matrix& to);
 
 // y = x / sqrt(mean(x^2) + epsilon) * weight. Source: Zhang and Sennrich 2019.

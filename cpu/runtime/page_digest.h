@@ -1,7 +1,7 @@
-// What a scan of tiles leaves of whole pages' logits (LogitDigest) on the CPU.
+// Per-page digest of logits (LogitDigest) that a scan of tiles writes on the CPU.
 //
-// Logits x of a page become e^(x - level) in their places, for the largest of them, its level. So
-// weights need no second exponential, and most pages no second look.
+// The scan replaces a page's logits x by e^(x - level), where level is the page's largest logit.
+// Weights then need no second exponential, and most pages are not read again.
 #pragma once
 
 #include <cstddef>
@@ -12,16 +12,16 @@
 namespace sluice::cpu {
 
 struct PageDigest {
-  // [tokens * query_heads, pages]. -Inf if all of a page's logits are. select() leaves what 1 in
-  // the page weighs: e^(level - lse) or, where it made weights of all logits, 1. It notes the page
-  // of the newest rows for itself.
+  // [tokens * query_heads, pages]. -Inf if all logits of a page are -Inf. select() replaces a level
+  // by the factor that turns the page's entries into weights: e^(level - lse), or 1 where it
+  // already turned all logits into weights. select() itself adds the page of the newest rows.
   float* levels = nullptr;
-  float* sums = nullptr;   // likewise: of e^(x - level); NaN if a logit was NaN or +Inf
-  std::int64_t pages = 0;  // of a row
+  float* sums = nullptr;   // same shape: sums of e^(x - level); NaN if a logit was NaN or +Inf
+  std::int64_t pages = 0;  // per row
 
   static constexpr std::size_t kPageBytes = 2 * sizeof(float);
 
-  // Of query heads from `row` on, [pages] each.
+  // Digest of the query heads from `row` on, [pages] each.
   static PageDigest of(const LogitDigest& digest, std::int64_t row) {
     auto* const levels = reinterpret_cast<float*>(digest.data);
     float* const sums = levels + digest.rows * digest.pages;

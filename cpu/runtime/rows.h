@@ -1,5 +1,5 @@
-// Rows as floats: the one place of the CPU backend that encodes and decodes whole rows. Attention
-// and scans of raw keys decode elements in registers instead (attention/tile.h, scan/key_score.h).
+// Rows as floats: the only place in the CPU backend that encodes and decodes whole rows. Attention
+// and scans of raw keys decode elements in registers (attention/tile.h, scan/key_score.h).
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace sluice::cpu {
 
-// `key` and `value` have head_dim floats; padding behind the value keeps what it held.
+// `key` and `value` have head_dim floats; padding after the value is left unchanged.
 inline void write_row(const KvShape& shape, const float* key, const float* value, std::byte* row) {
   convert(key, DType::f32, row, shape.rows.element, shape.head_dim);
   convert(value, DType::f32, row + shape.value_offset(), shape.rows.element, shape.head_dim);

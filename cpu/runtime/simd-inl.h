@@ -1,5 +1,5 @@
-// Vector pieces shared by the attention kernels, once per instruction set: include it only from
-// files that Highway's foreach_target.h includes again.
+// Vector helpers shared by the attention kernels, compiled once per instruction set. Include only
+// from files that Highway's foreach_target.h re-includes.
 #if defined(SLUICE_CPU_ATTENTION_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SLUICE_CPU_ATTENTION_SIMD_INL_H_
 #undef SLUICE_CPU_ATTENTION_SIMD_INL_H_
@@ -60,7 +60,8 @@ HWY_INLINE VF exp2_of(VF x) {
   const hn::RebindToUnsigned<DF> du;
   const VF least = hn::Set(df, -127.0f);
   x = hn::IfThenElse(hn::Lt(x, least), least, x);
-  // What is added rounds x, and leaves n + 127 in the lowest bits: the exponent of 2^n, and of 0.
+  // Adding `magic` rounds x and leaves n + 127, the exponent field of 2^n (0 for 0), in the lowest
+  // bits.
   const VF magic = hn::Set(df, 0x1.8p23f + 127.0f);
   const VF shifted = hn::Add(x, magic);
   const VF f = hn::Sub(x, hn::Sub(shifted, magic));
@@ -74,7 +75,7 @@ HWY_INLINE VF exp2_of(VF x) {
   return hn::Mul(y, hn::BitCast(df, hn::ShiftLeft<23>(hn::BitCast(du, shifted))));
 }
 
-// The reference that logits are taken relative to: their maximum, unless all of them are -inf.
+// Reference that is subtracted from the logits: their maximum, unless all of them are -inf.
 HWY_INLINE VF softmax_reference(VF highest) {
   const DF df;
   return hn::IfThenZeroElse(hn::Eq(highest, hn::Set(df, kMinusInfinity)), highest);
@@ -88,7 +89,7 @@ struct RowBlock {
   std::size_t rows = 0;
   std::size_t ahead = 0;  // bytes from here to a later block, to be prefetched
 
-  // Rows past the last repeat it: no read past the block, and their weights are zero.
+  // Rows past the last repeat it, so nothing past the block is read; their weights are zero.
   template <typename T>
   HWY_INLINE const T* key(std::size_t row) const {
     return reinterpret_cast<const T*>(k + HWY_MIN(row, rows - 1) * stride);

@@ -6,9 +6,9 @@
 
 namespace sluice::cpu {
 
-// x = softmax(x); `lse`, if there is one, is the log-sum-exp of x before. False, with both
-// undefined, if a score is NaN or +Inf or none is above -Inf. Sums are fp32 in as many parts as a
-// vector has lanes.
+// x = softmax(x); `lse`, if not null, is the log-sum-exp of the original x. Returns false, with
+// both undefined, if a score is NaN or +Inf or none is above -Inf. Sums are fp32, one per vector
+// lane.
 bool softmax(float* x, std::int64_t count, float* lse = nullptr);
 
 struct PageSum {
@@ -19,12 +19,12 @@ struct PageSum {
 // x = e^(x - level) for one page's scores, [kPageTokens]; 0 if all are -Inf.
 PageSum exp_page(float* x);
 
-// Softmax over pages of which exp_page() told level and sum: level = e^(level - lse). False, with
-// all undefined, where softmax() of their scores would be.
+// Softmax over pages by the level and sum that exp_page() returned: level = e^(level - lse).
+// Returns false, with all undefined, where softmax() of their scores would.
 bool softmax_pages(float* levels, const float* sums, std::int64_t pages, float* lse = nullptr);
 
-// One page's weights of several rows together: sums = factors[0] * rows[0] + ..., [kPageTokens]
-// each. Returns the largest.
+// Weighted sum of several rows' weights of one page: sums = factors[0] * rows[0] + ...,
+// [kPageTokens] each. Returns the largest sum.
 struct PageRow {
   const float* weights = nullptr;
   float factor = 1.0f;

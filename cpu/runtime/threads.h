@@ -1,4 +1,4 @@
-// The CPU backend's threads: a fixed number of oneTBB workers on the processors that this process
+// Threads of the CPU backend: a fixed number of oneTBB workers on the processors that this process
 // may use.
 #pragma once
 
@@ -9,8 +9,8 @@ namespace sluice::cpu {
 
 class Threads {
  public:
-  // `count` threads, or if 0 Topology::threads. Throws
-  // Error{unsupported} if the system does not give that many.
+  // Starts `count` threads; 0: Topology::threads. Throws Error{unsupported} if the system refuses
+  // that many.
   explicit Threads(int count = 0);
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
@@ -18,10 +18,10 @@ class Threads {
 
   int count() const { return count_; }
 
-  // Runs body(task) for every task in [0, tasks) on all threads and returns when all are done.
-  // The first exception that a task throws is rethrown here. `bytes` is what the tasks read
-  // altogether: below some tens of KiB, waking another thread takes longer than the work (and far
-  // longer on a machine that is busy), so the calling thread does it alone.
+  // Runs body(task) for every task in [0, tasks) on all threads and returns when all are done. The
+  // first exception that a task throws is rethrown here. `bytes` is the total that the tasks read.
+  // Below kMinSharedBytes the calling thread does all the work, because below some tens of KiB
+  // waking another thread takes longer than the work, and far longer on a busy machine.
   template <typename Body>
   void for_each(std::int64_t tasks, const Body& body, std::int64_t bytes = kAlwaysShared) {
     if (tasks == 1 || bytes < kMinSharedBytes) {
@@ -34,7 +34,7 @@ class Threads {
         &body);
   }
 
-  // Runs body(begin, end) over pieces of [0, items) of at least `grain` items each.
+  // Runs body(begin, end) over ranges of [0, items) of at least `grain` items each.
   template <typename Body>
   void for_ranges(std::int64_t items, std::int64_t grain, const Body& body) {
     const std::int64_t pieces = pieces_of(items, grain);
@@ -53,9 +53,9 @@ class Threads {
   struct Arena;
   using Task = void (*)(const void* context, std::int64_t task);
 
-  // Throws what the constructor throws.
+  // Throws Error{unsupported} like the constructor.
   static void require(int count);
-  // In threads_tbb.cc or, for ThreadSanitizer, in threads_plain.cc.
+  // Defined in threads_tbb.cc or, for ThreadSanitizer, in threads_plain.cc.
   static std::shared_ptr<Arena> make_arena(int count);
   void run(std::int64_t tasks, Task task, const void* context);
   std::int64_t pieces_of(std::int64_t items, std::int64_t grain) const;

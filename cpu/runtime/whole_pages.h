@@ -1,4 +1,4 @@
-// Whole pages of rows, of which an index or value tiles are built.
+// Whole pages of rows, from which an index or value tiles are built.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct WholePage {
   const std::byte* rows = nullptr;  // [kPageTokens, row_bytes]
 };
 
-// The pages of a run, of every KV head. `Params`: BuildIndexParams or BuildValuesParams.
+// Pages of a run, for every KV head. `Params`: BuildIndexParams or BuildValuesParams.
 template <typename Params>
 std::vector<WholePage> pages_of_run(const Params& p) {
   const std::size_t page_bytes = kPageTokens * p.shape.row_bytes();
@@ -33,7 +33,7 @@ std::vector<WholePage> pages_of_run(const Params& p) {
   return pages;
 }
 
-// The pages that tokens of a batch are the last of, of every KV head. `Params`: BuildBatchParams or
+// Pages that a token of the batch completes, for every KV head. `Params`: BuildBatchParams or
 // BuildValuesBatchParams.
 template <typename Params>
 std::vector<WholePage> pages_of_batch(const Params& p) {
@@ -50,8 +50,8 @@ std::vector<WholePage> pages_of_batch(const Params& p) {
   return pages;
 }
 
-// Builds each of these pages by build(page), which returns false if an element of its rows is NaN
-// or Inf; that is noted in params.bad.
+// Builds each page by build(page). Sets params.bad of the sequence and KV head where build()
+// returns false, because an element of the rows is NaN or Inf.
 template <typename Params, typename Build>
 void build_pages(const Params& params, const std::vector<WholePage>& pages, Threads& threads,
                  const Build& build) {

@@ -11,14 +11,14 @@ namespace sluice::cpu {
 
 inline constexpr int kMaxHeadDim = 256;
 
-// Where the parts of a page of one KV head begin.
+// Pointers to the parts of a page of one KV head.
 struct TilePage {
   std::byte* codes = nullptr;       // of the tile, [head_dim, kTilePages, code_bytes]
   std::uint16_t* scales = nullptr;  // f16 [head_dim]
   std::uint16_t* zeros = nullptr;   // f16 [head_dim]
-  std::int64_t page = 0;            // even or odd: which page of the tile
+  std::int64_t page = 0;            // its parity selects the page of the tile
 
-  // Of one channel.
+  // Codes of one channel.
   std::byte* codes_of(std::size_t channel, int bits) const {
     return codes + KeyTiles::place_of(bits, page, channel) * code_bytes(bits);
   }
@@ -26,7 +26,7 @@ struct TilePage {
     return static_cast<std::size_t>(kPageTokens / 8 * bits);
   }
 };
-// Page `page` of a sequence, in the slot that has its tile.
+// Page `page` of a sequence; `slot` holds its tile.
 TilePage tile_page(const KeyTiles& tiles, int head_dim, std::int64_t head, std::int64_t slot,
                    std::int64_t page);
 
@@ -36,18 +36,18 @@ struct ChannelList {
   int count = 0;
 };
 ChannelList all_channels(int head_dim);
-// The `count` channels with the largest sum of |q| over the `group` queries [group, head_dim]; of
-// equals the first.
+// The `count` channels with the largest sum of |q| over the `group` queries [group, head_dim];
+// among equals the first.
 ChannelList largest_channels(const float* q, int group, int head_dim, int count);
 
-// One over SparQ's temperature, sqrt(head_dim * |q of the channels|_1 / |q|_1); with all channels
-// that is 1 / sqrt(head_dim). 0 for a query of zeros.
+// 1 / SparQ's temperature sqrt(head_dim * |q over `channels`|_1 / |q|_1); 1 / sqrt(head_dim) with
+// all channels. 0 for a query of zeros.
 float inverse_temperature(const float* q, int head_dim, const ChannelList& channels);
 
-// A query folded into the scales of one page, so that a logit is an integer dot product:
-// factor * sum over channels of weights * codes + offset. The weights are rounded to 8 bits, which
-// adds to each channel at most 1/508 of the largest |q * scale| per step of its code; the offset
-// has what that makes with codes in the middle of their range.
+// A query folded into the scales of one page, so that a logit is an integer dot product: factor *
+// sum over channels of weights * codes + offset. The weights are rounded to 8 bits, which adds to
+// each channel at most 1/508 of the largest |q * scale| per step of its code; the offset
+// compensates that error for codes in the middle of their range.
 struct PageQuery {
   std::array<std::int8_t, kMaxHeadDim> weights;  // [channels], zeros up to a multiple of four
   float factor;

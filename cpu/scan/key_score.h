@@ -11,12 +11,12 @@ namespace sluice::cpu {
 // Query heads that one pass over a page serves.
 inline constexpr int kMaxBunch = 4;
 
-// The part of one page that a scan reads.
+// One page as a scan reads it.
 struct PageScan {
   TilePage page;
   int bits = 4;
   const ChannelList* channels = nullptr;
-  const std::byte* next = nullptr;  // the tile of the page that is read after it
+  const std::byte* next = nullptr;  // tile of the page read next, to be prefetched
 };
 
 // Folds up to kMaxBunch queries, `stride` floats apart and scaled by a factor each, into a page's
@@ -29,8 +29,8 @@ void fold_queries(const float* q, std::int64_t stride, std::span<const float> fa
 void score_page(const PageScan& scan, std::span<const PageQuery> folded,
                 std::span<float* const> logits);
 
-// logits[t] = factor * q . key over `channels` of rows [0, count); `rows` have row_bytes from one
-// to the next.
+// logits[t] = factor * q . key over `channels` of rows [0, count); consecutive `rows` are row_bytes
+// apart.
 struct RowScan {
   const std::byte* rows = nullptr;
   std::int64_t count = 0;
@@ -42,7 +42,7 @@ void score_rows(const RowScan& scan, const float* q, float factor, const Channel
                 float* logits);
 
 // logits[s * kBoundTokens + t] = factor * sum over channels of max(q * min, q * max), the same for
-// all tokens t of sub-page s; `bounds` as PageBounds has them for one page.
+// all tokens t of sub-page s; `bounds` are one page's bounds in the layout of PageBounds.
 void score_bounds(const std::uint16_t* bounds, int head_dim, const float* q, float factor,
                   float* logits);
 

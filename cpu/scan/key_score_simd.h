@@ -8,8 +8,8 @@
 
 namespace sluice::cpu {
 
-// What rounding the weights of channels to 8 bits loses is made up for as if every code were this:
-// an offset that costs nothing. What is left is the part that differs from token to token.
+// The error of rounding channel weights to 8 bits is compensated as if every code had this value,
+// because that is a free constant offset. The part that differs from token to token remains.
 constexpr float middle_code(int bits) { return static_cast<float>((1 << bits) - 1) / 2.0f; }
 
 // fold_queries() and score_page() of one instruction set.
@@ -22,7 +22,7 @@ struct PageScorer {
 };
 
 const PageScorer& portable_scorer();
-// Null if this processor lacks what they need.
+// Null if this processor lacks the instructions.
 const PageScorer* avx2_scorer();
 const PageScorer* avx512_scorer();
 

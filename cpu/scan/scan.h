@@ -1,5 +1,5 @@
-// The key index on the CPU: built from rows, and scanned for estimates. The operations and their
-// parameters are those of lib/backend/index_ops.h; every pointer is host memory.
+// The key index on the CPU: built from rows, and scanned for estimates. Operations and parameters
+// are defined in lib/backend/index_ops.h; every pointer is host memory.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ void build_index(const BuildIndexParams& params, Threads& threads);
 void build_batch(const BuildBatchParams& params, Threads& threads);
 void estimate(const EstimateParams& params, Threads& threads);
 void column_sums(const ColumnSumsParams& params, Threads& threads);
-// Bytes that its threads take together while it runs.
+// Scratch of column_sums() in bytes, summed over `threads`, while it runs.
 std::uint64_t column_sums_bytes(std::int64_t rows, int threads);
 
 }  // namespace sluice::cpu

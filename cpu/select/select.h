@@ -1,5 +1,5 @@
-// Choosing tokens on the CPU. The operations and their parameters are those of
-// lib/backend/index_ops.h; every pointer is host memory.
+// Choice of tokens on the CPU. Operations and parameters are defined in lib/backend/index_ops.h;
+// every pointer is host memory.
 #pragma once
 
 #include "cpu/runtime/threads.h"

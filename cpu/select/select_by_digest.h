@@ -1,4 +1,4 @@
-// Selection among logits of which a scan has noted whole pages (PageDigest).
+// Selection among logits whose whole pages have a digest from the scan (PageDigest).
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace sluice::cpu {
 
-// Chooses for the KV heads of all tokens as select() does, where a look at the digest and at few
-// pages tells, and sets `chosen`, [tokens, kv_heads], to 1. Elsewhere it sets 0, and the logits of
-// the whole pages and of the newest rows have become weights: what softmax() makes of them.
+// Makes select()'s choice for every token and KV head where the digest and few pages suffice, and
+// sets `chosen`, [tokens, kv_heads], to 1 there. Elsewhere `chosen` is 0, and the logits of the
+// whole pages and of the newest rows are replaced by their softmax() weights.
 void choose_by_digest(const SelectParams& params, Threads& threads, std::span<std::uint8_t> chosen);
 
 }  // namespace sluice::cpu

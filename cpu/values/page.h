@@ -1,4 +1,4 @@
-// What attention over value tiles does with one page, in SIMD.
+// One page of attention over value tiles, in SIMD.
 #pragma once
 
 #include <cstddef>
@@ -7,23 +7,23 @@
 
 namespace sluice::cpu {
 
-// x = e^(x - reference) for the logits of one page; their sum. Source of weights for
+// x = e^(x - reference) for the logits of one page; returns their sum. These are the weights of
 // add_value_page().
 float weigh_page(float* logits, float reference);
 // The sum of weights of one page.
 float sum_page(const float* weights);
 
-// Query heads that read a page at once; their sums fit the registers.
+// Most query heads that read a page at once, because their sums must fit the registers.
 inline constexpr int kMostPageQueries = 4;
 
-// A page of one KV head, as ValueTiles says.
+// A page of one KV head in the layout of ValueTiles.
 struct ValuePage {
   const std::byte* page = nullptr;
   int bits = 2;
   int head_dim = 0;
 };
 
-// What one query head gives a page and takes from it.
+// Input and output of one query head for a page.
 struct PageWeights {
   const float* weights = nullptr;  // [kPageTokens]
   float sum = 0.0f;                // of these, times `factor`

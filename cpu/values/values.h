@@ -1,5 +1,5 @@
-// Value tiles on the CPU: building them, and attention over them. See lib/value_tiles.h for what
-// the operations do; every pointer is host memory.
+// Value tiles on the CPU: building them, and attention over them. See lib/value_tiles.h for the
+// operations; every pointer is host memory.
 #pragma once
 
 #include "cpu/runtime/threads.h"
