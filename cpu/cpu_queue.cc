@@ -28,7 +28,7 @@ void copy(const CopyParams& params, Threads& threads) {
   });
 }
 
-// What runs each operation: one line for every one in lib/backend/operation.h.
+// Dispatch: one line per operation in lib/backend/operation.h.
 struct Execute {
   CpuQueue& queue;
   CpuBackend& backend;

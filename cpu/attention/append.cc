@@ -8,10 +8,10 @@
 namespace sluice::cpu {
 namespace {
 
-// What one KV head needs besides: its rows go through here, for they may have two places.
+// Scratch of one KV head. Rows are built here, because they may go to device and host memory.
 struct Scratch {
   std::vector<std::byte> row;  // K, then V, in the rows' dtype
-  std::vector<float> value;    // V as the row has it
+  std::vector<float> value;    // V as rounded to the rows' dtype
 };
 
 void copy_row(const AppendBatchParams& p, const BatchToken& token, std::int64_t head,
@@ -24,7 +24,7 @@ void copy_row(const AppendBatchParams& p, const BatchToken& token, std::int64_t 
   if (at.host != PageSlots::kNone) write(p.rows.in_host(head, at.host, row_bytes));
 }
 
-// Token by token, so that several of one sequence follow each other in its sums.
+// Token by token, so that several tokens of one sequence add to its sums in order.
 void append_head(const AppendBatchParams& p, std::int64_t head) {
   const std::int64_t d = p.shape.head_dim;
   Scratch scratch{std::vector<std::byte>(p.shape.rows.payload_bytes(p.shape.head_dim)),

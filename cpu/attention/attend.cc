@@ -11,9 +11,9 @@
 namespace sluice::cpu {
 namespace {
 
-// Queries of a tile. Up to the first number rows are streamed; otherwise what a tile does once per
-// block of rows (unpacking, transposing) is shared by its queries, by many of them if there are
-// enough to keep all threads busy.
+// Queries per tile. Up to kDecodeQueries, rows are streamed. Above, work done once per block of
+// rows (unpacking, transposing) is shared by the tile's queries: kManyQueries if there are enough
+// to keep all threads busy, else kPrefillQueries.
 constexpr std::int64_t kDecodeQueries = 16;
 constexpr std::int64_t kPrefillQueries = 256;
 constexpr std::int64_t kManyQueries = 512;
@@ -21,11 +21,11 @@ constexpr std::int64_t kManyQueries = 512;
 // Below these many rows a split costs more to merge than it saves.
 constexpr std::int64_t kMinSplitRows = 1024;
 
-// Tasks per thread, so that threads that were interrupted do not hold up the others.
+// Tasks per thread: several, so that an interrupted thread does not hold up the others.
 constexpr std::int64_t kTasksPerThread = 3;
 
-// Tasks are (split, tile, KV head); splits of the rows exist only where heads and tiles are too
-// few for the threads, and leave partials to be merged.
+// Tasks are (split, tile, KV head). Rows are split only if heads and tiles are too few for the
+// threads; the splits' partials are merged afterwards.
 struct Plan {
   AttendKernel kernel = AttendKernel::decode;
   std::int64_t tile_tokens = 1;
@@ -33,11 +33,11 @@ struct Plan {
   std::int64_t splits = 1;
 };
 
-// What decides a plan.
+// Sizes that determine a plan.
 struct Extent {
   KvShape shape;
   std::int64_t tokens = 0;
-  std::int64_t rows = 0;  // of the KV head that has most
+  std::int64_t rows = 0;  // of the KV head with the most rows
   bool is_listed = false;
 };
 
@@ -64,7 +64,7 @@ Plan make_plan(const Extent& e, int threads, AttendKernel kernel) {
   std::int64_t queries = all >= wanted * kManyQueries ? kManyQueries : kPrefillQueries;
   if (plan.kernel == AttendKernel::decode) queries = kDecodeQueries;
   plan.tile_tokens = std::max<std::int64_t>(1, queries / e.shape.group());
-  // Tokens of a tile have one list.
+  // All tokens of a tile share one page list.
   if (e.is_listed) {
     plan.tile_tokens = std::min(
         PageLists::kBlock,
@@ -77,7 +77,7 @@ Plan make_plan(const Extent& e, int threads, AttendKernel kernel) {
   return plan;
 }
 
-// The whole of tile `tile` of KV head `head`.
+// Tile `tile` of KV head `head`, with all of its rows.
 AttendTile make_tile(const AttendParams& p, const Plan& plan, std::int64_t tile, int head) {
   const KvShape& shape = p.shape;
   const std::int64_t token = tile * plan.tile_tokens;
@@ -104,7 +104,7 @@ AttendTile make_tile(const AttendParams& p, const Plan& plan, std::int64_t tile,
   return t;
 }
 
-// Leaves only split `split` of the rows that the tile sees.
+// Narrows a tile to split `split` of the rows that it sees.
 void narrow(AttendTile& tile, std::int64_t split, std::int64_t splits) {
   constexpr std::int64_t kAlign = 64;
   const std::int64_t seen = tile.visible_to(tile.queries - 1);
@@ -130,7 +130,8 @@ void run(AttendKernel kernel, const AttendTile& tile) {
   }
 }
 
-// Rows of listed pages are brought together first, so many at a time: they stay in a core's cache.
+// Rows of listed pages are copied together, this many at a time, so that they stay in a core's
+// cache.
 constexpr std::int64_t kListedRows = 1024;
 
 void run_listed(const AttendParams& p, AttendKernel kernel, AttendTile tile, std::int64_t token,
@@ -149,7 +150,7 @@ void run_listed(const AttendParams& p, AttendKernel kernel, AttendTile tile, std
   } while ((first += kListedRows) < rows.count());
 }
 
-// Partials of all splits but the first, which goes to its place in the output. In scratch of the
+// Partials of all splits except the first, which writes to the output. Kept in scratch of the
 // calling thread.
 class Partials {
  public:
@@ -170,7 +171,7 @@ class Partials {
     tile.merge = false;
   }
 
-  // Merges all partials of query head `index` (of tokens * query_heads) into the output.
+  // Merges all partials of query head `index`, in [tokens, query_heads], into the output.
   void merge(const AttendParams& p, std::int64_t splits, std::int64_t index) const {
     for (std::int64_t split = 1; split < splits; ++split) {
       merge_partial(values(split) + index * head_dim_, lse(split)[index], p.shape.head_dim,
@@ -198,7 +199,7 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape) {
 
 namespace {
 
-// Of a thread that runs tiles of a plan.
+// Scratch in floats of a thread that runs tiles of a plan.
 std::size_t tile_floats(const Extent& e, const Plan& plan) {
   AttendTile tile;
   tile.group = e.shape.group();
@@ -215,8 +216,8 @@ std::size_t tile_floats(const Extent& e, const Plan& plan) {
 
 }  // namespace
 
-// Shorter steps have smaller tiles, and more splits. Of steps of as many tiles the longest has the
-// most partials.
+// Maximum over all steps up to `tokens`, because shorter steps have smaller tiles, but more splits.
+// Among steps with the same number of tiles the longest has the most partials.
 std::uint64_t attend_scratch_bytes(const KvShape& shape, std::int64_t tokens, std::int64_t rows,
                                    bool is_listed, int threads) {
   const auto plan_of = [&](const Extent& e) {
@@ -231,7 +232,7 @@ std::uint64_t attend_scratch_bytes(const KvShape& shape, std::int64_t tokens, st
     const Plan plan = plan_of(e);
     tile = std::max(tile, tile_floats(e, plan));
     partials = std::max(partials, Partials::floats(e, plan));
-    // Up to where tiles are whole.
+    // From here on only steps of whole tiles are tried.
     if (some % plan.tile_tokens == 0) step = plan.tile_tokens;
   }
   return (tile * static_cast<std::size_t>(threads) + partials) * sizeof(float);

@@ -10,19 +10,19 @@ namespace {
 
 // Below these many rows a piece costs more to merge than it saves.
 constexpr std::int64_t kMinPieceRows = 1024;
-// Tasks per thread, so that threads that were interrupted do not hold up the others.
+// Tasks per thread: several, so that an interrupted thread does not hold up the others.
 constexpr std::int64_t kTasksPerThread = 3;
-// Where a token's rows may be divided.
+// Pieces of a token's rows begin at multiples of this.
 constexpr std::int64_t kAlign = 64;
 
-// Of the rows that a token of the batch attends to, numbers [first, end).
+// Rows [first, end) of those that a token of the batch attends to.
 struct Piece {
   std::int64_t token = 0;
   std::int64_t first = 0;
   std::int64_t end = 0;
 };
 
-// The tokens' rows in pieces of about the same size, enough of them for all threads.
+// Divides the tokens' rows into pieces of about equal size, enough for all threads.
 std::vector<Piece> pieces_of(const AttendBatchParams& p, int threads) {
   std::int64_t rows = 0;
   for (std::int64_t b = 0; b < p.batch.count; ++b) rows += p.count(b);
@@ -42,14 +42,14 @@ std::vector<Piece> pieces_of(const AttendBatchParams& p, int threads) {
   return pieces;
 }
 
-// A result of all queries of one token.
+// Output of all queries of one token.
 struct Place {
   float* out = nullptr;  // [query_heads, head_dim]
   float* lse = nullptr;  // [query_heads]
 };
 
-// Where the pieces' results go: a token's first to its place in the output, the others to scratch
-// of the calling thread.
+// Outputs of the pieces: a token's first piece writes to the output, the others to scratch of the
+// calling thread.
 class Partials {
  public:
   Partials(const AttendBatchParams& p, const std::vector<Piece>& pieces)
@@ -63,13 +63,13 @@ class Partials {
   Place place(std::size_t piece) const {
     const std::int64_t token = pieces_[piece].token;
     if (is_first(piece)) return {p_.out + token * values_, p_.lse + token * p_.shape.query_heads};
-    // As many pieces before it have their place in the output.
+    // token + 1 earlier pieces, one per token, write to the output.
     const std::int64_t number = static_cast<std::int64_t>(piece) - (token + 1);
     float* const out = data_ + number * (values_ + p_.shape.query_heads);
     return {out, out + values_};
   }
 
-  // Merges what a KV head's queries found.
+  // Merges the partials of one KV head's queries.
   void merge(std::int64_t kv_head) const {
     const int d = p_.shape.head_dim;
     Place to;
@@ -116,7 +116,7 @@ void attend_piece(const AttendBatchParams& p, const Piece& piece, const Place& t
 
 }  // namespace
 
-// Pieces beside the tokens' first are no more than there are tasks for the KV heads.
+// Only pieces after a token's first take scratch; there are no more than tasks per KV head.
 std::uint64_t decode_scratch_bytes(const KvShape& shape, int threads) {
   AttendTile tile;
   tile.queries = tile.group = shape.group();

@@ -51,7 +51,7 @@ struct PanelState {
   float scale = 0.0f;               // of the scores, in base 2, positive
 };
 
-// Rows of a block, a multiple of kDepth of them, with head_dim readable channels each.
+// One block of rows, a multiple of kDepth, with head_dim readable channels each.
 struct Block {
   const std::uint16_t* k = nullptr;
   const std::uint16_t* v = nullptr;
@@ -60,7 +60,7 @@ struct Block {
   std::int64_t first = 0;
 };
 
-// Without its memory.
+// Sizes only; pointers stay null.
 PanelState sizes_of(const AttendTile& tile) {
   PanelState s;
   s.columns = round_up(static_cast<std::size_t>(tile.queries), kPanel) / kSide;
@@ -68,7 +68,7 @@ PanelState sizes_of(const AttendTile& tile) {
   return s;
 }
 
-// Two bf16 per float.
+// Size in floats; two bf16 take one.
 std::size_t scratch_floats(const PanelState& s) {
   const std::size_t lanes = s.columns * kSide;
   const std::size_t matrix = lanes * s.head_dim;
@@ -105,8 +105,7 @@ PanelState make_state(const AttendTile& tile) {
   return s;
 }
 
-// Rows [first, first + rows) where they lie, or a copy padded with zeros where they are not whole
-// tiles.
+// Rows [first, first + rows) in place, or a zero-padded copy if they are not whole tiles.
 Block make_block(const AttendTile& tile, const PanelState& s, std::int64_t first,
                  std::size_t rows) {
   const std::byte* const k = tile.rows + static_cast<std::size_t>(first) * tile.row_bytes;
@@ -176,8 +175,8 @@ void transpose_values(const PanelState& s, const Block& block) {
   }
 }
 
-// 2^x to 2^-13, well below the 2^-8 of bf16, for any x <= 0: 2^x = 2^floor(x) 2^f, and on [0, 1)
-// 2^f is interpolated in four Chebyshev nodes.
+// 2^x for any x <= 0 with an error of 2^-13, well below the 2^-8 of bf16: 2^x = 2^floor(x) 2^f, and
+// on [0, 1) 2^f is interpolated in four Chebyshev nodes.
 inline __m512 exp2_of(__m512 x) {
   const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
   __m512 y = _mm512_set1_ps(7.896725704e-2f);
@@ -187,7 +186,7 @@ inline __m512 exp2_of(__m512 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-// Hides the scores of rows that their query does not see.
+// Masks the scores of rows that a query does not see.
 void mask_column(const AttendTile& tile, std::size_t column, const Block& block, std::size_t rows,
                  float* scores) {
   alignas(64) std::int32_t seen[kSide];
@@ -207,8 +206,8 @@ void mask_column(const AttendTile& tile, std::size_t column, const Block& block,
   }
 }
 
-// Raises the maxima of a column to those of its scores and scales what was summed under the old
-// ones. Returns the reference for the weights.
+// Raises the maxima of a column to those of its scores and rescales its sums. Returns the reference
+// for the weights.
 __m512 raise_maxima(const PanelState& s, std::size_t column, const float* scores,
                     std::size_t rows) {
   const __m512 none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -280,8 +279,8 @@ void attend_panel(const AttendTile& tile, const PanelState& s, const Block& bloc
   products.values({s.values_t, rows, s.head_dim, s.weights, s.values + matrix});
 }
 
-// Brings panel `panel`'s share of the rows after `first` into the second-level cache, so that they
-// arrive while this block is computed with.
+// Prefetches panel `panel`'s share of the rows after `first` into L2, so that they arrive while
+// this block is computed.
 void prefetch_share(const AttendTile& tile, const PanelState& s, std::int64_t first,
                     std::size_t panel) {
   if (first >= tile.count) return;

@@ -77,12 +77,12 @@ class SelectedHead {
     report(resident);
   }
 
-  // Queries among [count, query_heads].
+  // Calls body(query) for the queries of this head, in [count, query_heads].
   void for_queries(const auto& body) const {
     for (std::int64_t g = 0; g < p_.shape.group(); ++g) body(index_ * p_.shape.group() + g);
   }
 
-  // Once the newest rows alone are attended.
+  // Adds the newest rows' share to alpha; called when only the newest rows have been attended.
   void add_newest_share(std::int64_t query) const {
     const float highest = std::max(p_.estimated_lse[query], p_.lse[query]);
     const float newest = std::exp(p_.lse[query] - highest);
@@ -90,7 +90,7 @@ class SelectedHead {
     p_.alpha[query] = (p_.alpha[query] * estimated + newest) / (estimated + newest);
   }
 
-  // Once all rows are attended: the mean value takes its part of the output.
+  // Mixes the mean value into the output; called when all rows have been attended.
   void compensate(std::int64_t query) const {
     const int d = p_.shape.head_dim;
     const float alpha = p_.alpha[query];
@@ -104,7 +104,7 @@ class SelectedHead {
   const BatchToken& token_;
   std::int64_t number_;
   std::int64_t head_;
-  std::int64_t index_;  // of [count, kv_heads]
+  std::int64_t index_;  // into [count, kv_heads]
   std::span<const std::int32_t> positions_;
 };
 

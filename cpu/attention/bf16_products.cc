@@ -25,7 +25,7 @@ constexpr std::size_t kRowTiles = kBf16Rows / kDepth;
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
 
-// Four sums of tiles: 32 rows of K, or channels of V, for both columns.
+// Stores four tiles of sums: 32 rows of K, or channels of V, for both columns.
 void store_sums(float* left, float* right) {
   _tile_stored(0, left, 64);
   _tile_stored(1, right, 64);
@@ -110,8 +110,7 @@ inline __m512bh load_pairs(const std::uint16_t* from) {
   return reinterpret_cast<__m512bh>(_mm512_load_si512(from));
 }
 
-// Adds to sums of kSums items, `stride` elements apart, the products of `pairs` of their pairs with
-// those of both columns.
+// Adds the products of kSums items, `stride` elements apart, with both columns over `pairs` pairs.
 inline void add_pairs(const std::uint16_t* items, std::size_t stride, const std::uint16_t* left,
                       const std::uint16_t* right, std::size_t pairs, Sums& sums) {
   for (std::size_t pair = 0; pair < pairs; ++pair) {

@@ -1,5 +1,5 @@
-// Attention of few queries: bound by memory, so every row is read once, in order, and all
-// arithmetic on it happens while it is in the first-level cache.
+// Attention of few queries is memory-bound, so every row is read once, in order, and fully
+// processed while it is in the L1 cache.
 #include "cpu/attention/simd.h"
 
 // Old instruction sets get the portable code; everything else is worth a variant.

@@ -30,10 +30,10 @@ void mean_of_page(const KvShape& shape, const std::byte* rows, std::uint16_t* me
 struct Block {
   std::int64_t head = 0;
   std::int64_t number = 0;
-  std::int64_t first = 0;  // token of the piece
+  std::int64_t first = 0;  // token of the chunk
   std::int64_t tokens = 0;
   std::int64_t before = 0;  // pages that end before its first token
-  std::int64_t end = 0;     // of the pages of its own tokens
+  std::int64_t end = 0;     // end of the pages of its own tokens
 
   Block(const ChoosePagesParams& p, std::int64_t task)
       : head(task % p.shape.kv_heads),
@@ -76,7 +76,7 @@ void add_weights(const ChoosePagesParams& p, const Block& block, int query_head,
   for (std::size_t i = 0; i < of_head.size(); ++i) weights[i] += of_head[i] / sum;
 }
 
-// The lightest weight of the fewest that carry the share of all.
+// The lightest of the fewest weights whose sum reaches `share` of the total.
 float cut_of(std::vector<float> weights, double share) {
   std::sort(weights.begin(), weights.end(), std::greater<>());
   const double wanted = share * std::accumulate(weights.begin(), weights.end(), 0.0);
@@ -103,7 +103,7 @@ void list_pages(const ChoosePagesParams& p, const Block& block) {
   std::int32_t count = 0;
   for (std::int64_t page = 0; page < block.end; ++page) {
     const bool always = page == 0 || page + 1 >= block.before;
-    // A weight that is no number is not below any cut.
+    // A NaN weight is below no cut, so its page is kept.
     if (always || !(weights[static_cast<std::size_t>(page)] < cut)) {
       pages[count++] = static_cast<std::int32_t>(page);
     }
@@ -159,7 +159,7 @@ ListedRows::ListedRows(const AttendParams& p, std::int64_t block, std::int64_t h
   pages_ = all.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(end - first));
   const std::int64_t last_rows = rows - (pages_.back() - first_page_) * kPageTokens;
   count_ = (end - first - 1) * kPageTokens + std::min<std::int64_t>(kPageTokens, last_rows);
-  // From the block's own pages on all pages are listed, so there numbers rise as positions do.
+  // All pages from the block's own on are listed, so row numbers there advance with positions.
   const std::int64_t position = p.first_query_position + block * PageLists::kBlock;
   const std::int64_t own = std::max(first_page_, position / kPageTokens);
   visible_ = (below(own) - first - own) * kPageTokens + p.first_query_position + 1;

@@ -1,5 +1,5 @@
-// Attention of many queries: bound by arithmetic, so rows become fp32 once per block and all
-// products run through one register-blocked multiply.
+// Attention of many queries is compute-bound, so rows are converted to fp32 once per block and all
+// products use one register-blocked multiply.
 #include "cpu/attention/simd.h"
 
 // Old instruction sets get the portable code; everything else is worth a variant.

@@ -16,7 +16,7 @@ class CachedHead {
         first_(head * p.cache.ways()),
         fresh_(p.cache.heat_of_new(*p.cache.clock)) {}
 
-  // Those that are there already first: none of them makes room for another.
+  // Looks up all rows before taking ways, so that no cached row of the selection is evicted.
   void find() const {
     for_selected([&](std::int64_t number, std::int32_t position, PlacedRow& to) {
       to = look_up(p_.batch.tokens[number], position);
@@ -57,10 +57,10 @@ class CachedHead {
     return {static_cast<std::int32_t>(way), PlacedRow::kCached};
   }
 
-  // The way that a row at home, selected by a token, is to be put into, if it is worth one.
+  // Returns the way that a selected row in host memory will be cached in, or kHome if it gets none.
   std::int32_t take_way(std::int32_t home, std::int64_t number) const {
     const RowCacheView::Tag tag = p_.cache.tag(p_.layer, home);
-    // Another token of the batch has taken one for it, which is still to be filled.
+    // Another token of the batch has already taken a way for this row; it is not filled yet.
     if (const std::int64_t way = way_of(tag); way >= 0) {
       heat(way);
       return PlacedRow::kHome;
@@ -77,7 +77,7 @@ class CachedHead {
     return static_cast<std::int32_t>(way);
   }
 
-  // The way that has this row, or -1.
+  // The way that holds this row, or -1.
   std::int64_t way_of(RowCacheView::Tag tag) const {
     const std::int64_t set = p_.cache.set_of(tag) * RowCacheView::kWays;
     const RowCacheView::Tag* const tags = p_.cache.tags + first_ + set;
@@ -92,7 +92,7 @@ class CachedHead {
 
   const FindRowsParams& p_;
   std::int64_t head_;
-  std::int64_t first_;  // way of the cache
+  std::int64_t first_;  // first way of this head
   std::int32_t fresh_;
 };
 
@@ -107,7 +107,7 @@ void find_rows(const FindRowsParams& p, Threads& threads) {
   for (std::int64_t i = 0; i < p.batch.count * p.shape.kv_heads; ++i) {
     rows += p.selected.heads[i].count;
   }
-  // What looking for a row reads.
+  // Bytes read to look up one row.
   constexpr std::int64_t kSetBytes = RowCacheView::kWays * sizeof(RowCacheView::Tag);
   threads.for_each(
       p.shape.kv_heads, [&](std::int64_t head) { CachedHead(p, head).find(); }, rows * kSetBytes);

@@ -20,7 +20,7 @@ struct Weights {
   float lse = kNone;
 };
 
-// How much two disjoint partials count in their union.
+// Weights of two disjoint partials in their union.
 Weights weights_of(float before, float here) {
   if (before == kNone && here == kNone) return {};
   const double highest = std::max(before, here);
@@ -29,7 +29,8 @@ Weights weights_of(float before, float here) {
           static_cast<float>(lse)};
 }
 
-// out = before * out + here * values. A side of weight 0 is not read: it may hold anything.
+// out = before * out + here * values. A side with weight 0 is not read, because it may be
+// uninitialised.
 void blend(const Weights& w, const SoftmaxState& state, float here, int head_dim, float* out) {
   for (int c = 0; c < head_dim; ++c) {
     float value =

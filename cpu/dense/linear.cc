@@ -15,13 +15,13 @@
 namespace sluice::cpu {
 namespace {
 
-// Up to so many tokens reading weights takes longer than multiplying them without AMX.
+// Up to this many tokens, reading weights takes longer than multiplying them without AMX.
 constexpr std::int64_t kPairTokens = 4;
-// Of a block that is widened at a time: 1 MiB of each thread, if that is 16 outputs, as many as
-// oneDNN is fast with.
+// Block of weights widened at a time: 1 MiB per thread, but at least the 16 outputs that oneDNN
+// needs to be fast.
 constexpr std::int64_t kWidenedFloats = std::int64_t{1} << 18;
 constexpr std::int64_t kLeastWidened = 16;
-// With so many tokens for every thread it is as well that each reads all weights.
+// From this many tokens per thread on, it costs nothing that every thread reads all weights.
 constexpr std::int64_t kManyTokens = 16;
 
 class PackedWeight : public Weight {
@@ -51,7 +51,7 @@ class PackedWeight : public Weight {
   std::optional<DType> dense_;
 };
 
-// Of the calling thread. It grows to what was asked for, and keeps it.
+// Memory of the calling thread. It grows to the largest request and is kept.
 float* widened_of(std::int64_t floats) {
   thread_local std::vector<float> widened;
   if (std::ssize(widened) < floats) widened.resize(static_cast<std::size_t>(floats));
@@ -70,7 +70,7 @@ const float* bias_of(const LinearParams& p, const Piece& piece) {
   return p.bias == nullptr ? nullptr : p.bias + piece.output;
 }
 
-// The largest power of two up to a number.
+// The largest power of two <= `number`.
 std::int64_t power_below(std::int64_t number) {
   return static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(number)));
 }
@@ -94,12 +94,12 @@ struct Linear::Impl {
   }
 
   bool widens() const { return stored != compute; }
-  // Whether weights with so many inputs lie in pairs that few tokens can be multiplied by.
+  // Returns true if weights with `inputs` inputs are packed in pairs that multiply_pairs can use.
   bool has_pairs(std::int64_t inputs) {
     return !widens() && multiply_pairs != nullptr && onednn.transposes(inputs);
   }
 
-  // `weights`: those of the piece's outputs.
+  // `weights` are those of the piece's outputs.
   void multiply(const LinearParams& p, std::byte* weights, const Piece& piece) {
     onednn.multiply({piece.tokens, p.x.columns, piece.outputs, p.y.stride, row_of(p.x, piece.token),
                      weights, bias_of(p, piece), y_of(p, piece), p.accumulate});
@@ -124,7 +124,7 @@ struct Linear::Impl {
     cpu::multiply_few(product);
   }
 
-  // Whole blocks by our own kernel, what is left by oneDNN's.
+  // Whole blocks use our own kernel, the remaining outputs oneDNN's.
   void multiply_few_pairs(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
     const std::int64_t rest = piece.outputs % kBlockOutputs;
     PairProduct product;
@@ -143,7 +143,7 @@ struct Linear::Impl {
     multiply(p, weight, {piece.token, piece.tokens, piece.output + product.outputs, rest});
   }
 
-  // Tokens in powers of two, so that few primitives serve every number of them.
+  // Tokens are processed in powers of two, so that few primitives serve every token count.
   void multiply_widened(const LinearParams& p, const PackedWeight& weight, const Piece& piece) {
     float* const widened = widened_of(piece.outputs * weight.inputs());
     convert(weight.from(piece.output, onednn.block()), stored, widened, DType::f32,
@@ -166,8 +166,8 @@ struct Linear::Impl {
         round_up(static_cast<std::uint64_t>(share(outputs)), kBlockOutputs));
   }
 
-  // A piece per thread, of whole blocks, for tokens in pieces of up to kMaxTokens. Of many, pieces
-  // are powers of two, so that few primitives serve every number of them.
+  // One piece of whole blocks per thread, for up to kMaxTokens tokens at a time. Above kManyTokens
+  // the token counts are powers of two, so that few primitives serve every count.
   std::vector<Piece> divide_outputs(std::int64_t tokens, std::int64_t outputs) const {
     std::vector<Piece> pieces;
     const std::int64_t part = outputs_of_thread(outputs);
@@ -183,7 +183,7 @@ struct Linear::Impl {
     return pieces;
   }
 
-  // A piece per thread where tokens can be divided like that.
+  // Pieces of all outputs, with tokens divided among the threads in powers of two.
   std::vector<Piece> divide_tokens(std::int64_t tokens, std::int64_t outputs) const {
     std::vector<Piece> pieces;
     const auto most = std::min(
@@ -203,7 +203,7 @@ struct Linear::Impl {
     return std::clamp(fit, kLeastWidened, kBlockOutputs);
   }
 
-  // Blocks of outputs, for so many tokens at a time that widening them counts little.
+  // Blocks of outputs, each for enough tokens that widening the weights costs little.
   static std::vector<Piece> divide_blocks(std::int64_t tokens, const PackedWeight& weight) {
     std::vector<Piece> pieces;
     const std::int64_t block = widened_outputs(weight.inputs());
@@ -216,7 +216,7 @@ struct Linear::Impl {
     return pieces;
   }
 
-  // Calls body(piece) for all of them, on all threads.
+  // Calls body(piece) for every piece, on all threads.
   void for_pieces(const std::vector<Piece>& pieces, std::int64_t bytes, const auto& body) {
     threads.for_each(
         static_cast<std::int64_t>(pieces.size()),
@@ -225,7 +225,8 @@ struct Linear::Impl {
 
   void run(const LinearParams& p, const PackedWeight& weight) {
     const std::int64_t tokens = p.x.rows;
-    // Every eight tokens are worth a pass over the weights: from there on arithmetic is the limit.
+    // Every eight tokens count as one more pass over the weights, because arithmetic is the limit
+    // then.
     const std::int64_t bytes = weight.outputs() * weight.inputs() *
                                static_cast<std::int64_t>(size_of(stored)) * (1 + tokens / 8);
     if (widens() && tokens > kFewTokens) {
@@ -264,7 +265,7 @@ std::uint64_t Linear::widened_bytes(std::int64_t inputs) const {
   return static_cast<std::uint64_t>(floats) * sizeof(float);
 }
 
-// Of the longest pieces of divide_blocks(), or of divide_tokens() and divide_outputs().
+// Scratch for the longest pieces of divide_blocks(), or of divide_tokens() and divide_outputs().
 std::uint64_t Linear::scratch_bytes(std::int64_t outputs, std::int64_t inputs) const {
   const Impl& impl = *impl_;
   const std::int64_t threads = impl.threads.count();
@@ -313,7 +314,7 @@ void Linear::write(const WriteWeightParams& p) {
     converted = std::make_unique_for_overwrite<std::byte[]>(
         static_cast<std::size_t>(kBlockOutputs * rows.columns) * size_of(impl_->compute));
   }
-  // A block at a time: it is in the cache still when what was converted is packed.
+  // One block at a time, so that converted rows are still in the cache when they are packed.
   for (std::int64_t row = 0; row < rows.rows; row += kBlockOutputs) {
     const std::int64_t count = std::min(kBlockOutputs, rows.rows - row);
     std::byte* plain = row_of(rows, row);

@@ -16,10 +16,10 @@ memory::data_type to_dnnl(DType dtype) {
   return dtype == DType::f32 ? memory::data_type::f32 : memory::data_type::bf16;
 }
 
-// oneDNN parallelises with OpenMP in Debian's build. Here each call is one thread's piece of work,
-// so a team of its own would only fight with ours for the cores. A primitive asks for the threads
-// that there were when it was described, and the layout of packed weights follows from them, too.
-// The caller's setting is restored.
+// Debian's oneDNN parallelises with OpenMP. Each call here is one thread's share of the work, so an
+// OpenMP team would only compete with our threads for the cores. A primitive uses the thread count
+// at the time it was described, and the layout of packed weights depends on that count, too. The
+// destructor restores the caller's setting.
 class SingleThreadedOpenMp {
  public:
   SingleThreadedOpenMp() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
@@ -43,12 +43,12 @@ memory::desc weights_of(std::int64_t inputs, std::int64_t outputs, DType dtype,
 // Weights as a checkpoint has them: [outputs, inputs] row-major is [inputs, outputs] column-major.
 constexpr memory::format_tag kPlain = memory::format_tag::ba;
 
-// A word is what AVX-512 and AMX multiply at once: one f32, or two bf16 of the same output.
+// A word is the unit that AVX-512 and AMX multiply: one f32, or two bf16 of the same output.
 constexpr std::size_t kWordBytes = 4;
-constexpr std::int64_t kLineWords = 16;  // of a cache line
+constexpr std::int64_t kLineWords = 16;  // per cache line
 
-// [kBlockOutputs, words] to [words, kBlockOutputs]. Source lines are read once and targets written
-// while they are in the first cache.
+// [kBlockOutputs, words] to [words, kBlockOutputs]. Source lines are read once, and target lines
+// are completed while they are in the L1 cache.
 void transpose(const std::uint32_t* from, std::int64_t words, std::uint32_t* to) {
   for (std::int64_t first = 0; first < words; first += kLineWords) {
     for (std::int64_t output = 0; output < kBlockOutputs; ++output) {
@@ -59,7 +59,7 @@ void transpose(const std::uint32_t* from, std::int64_t words, std::uint32_t* to)
   }
 }
 
-// Memory of the calling thread; never null. It grows to what was asked for, and keeps it.
+// Memory of the calling thread; never null. It grows to the largest request and is kept.
 std::byte* scratch_of(std::size_t bytes) {
   thread_local std::vector<std::byte> scratch;
   if (scratch.size() <= bytes) scratch.resize(bytes + 1);
@@ -114,9 +114,9 @@ dnnl::matmul::primitive_desc OneDnn::describe(const Shape& shape) const {
 #endif
 }
 
-// oneDNN chooses one layout for the weights whatever the number of tokens, but promises nothing:
-// primitive() checks that it did. Where that would not have outputs one after the other, weights
-// stay plain.
+// oneDNN chooses the same weight layout for every number of tokens, but does not guarantee it, so
+// primitive() checks it. If the layout does not store blocks of outputs consecutively, weights stay
+// plain.
 memory::desc OneDnn::layout(std::int64_t inputs, std::int64_t outputs) const {
   return describe({kMaxTokens, inputs, outputs, false, false}).weights_desc();
 }
@@ -135,7 +135,7 @@ const OneDnn::Packing& OneDnn::packing(std::int64_t inputs, std::int64_t outputs
   return packings_.try_emplace({inputs, outputs}, std::move(packing)).first->second;
 }
 
-// Whether it is, found out by doing it.
+// Returns true if this packing is a transpose, tested by packing a pattern.
 bool OneDnn::is_transpose(const Packing& packing, std::int64_t inputs, std::int64_t outputs) const {
   const std::size_t bytes = packing.plain.get_size();
   if (outputs != kBlockOutputs || packing.packed.get_size() != bytes ||
@@ -178,7 +178,7 @@ void OneDnn::pack(std::byte* plain, std::int64_t inputs, std::int64_t outputs, s
   }
 }
 
-// Whether packing two blocks of outputs gives the bytes of packing them one by one.
+// Returns true if packing two blocks of outputs together gives the same bytes as one by one.
 bool OneDnn::is_consecutive() {
   constexpr std::int64_t kInputs = 64;
   const std::size_t half = kBlockOutputs * kInputs * size_of(compute_);
@@ -206,7 +206,7 @@ const OneDnn::Primitive& OneDnn::primitive(const Shape& shape) {
   return found->second;
 }
 
-// To accumulate takes most.
+// Accumulating takes the most scratch.
 std::uint64_t OneDnn::scratch_bytes(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs,
                                     bool scatters) const {
   const std::uint64_t own =
@@ -214,8 +214,8 @@ std::uint64_t OneDnn::scratch_bytes(std::int64_t tokens, std::int64_t inputs, st
   return own + (scatters ? static_cast<std::uint64_t>(tokens * outputs) * sizeof(float) : 0);
 }
 
-// oneDNN wants other layouts of weights for results that are not dense, so these come to memory of
-// their own first.
+// Results that are not dense are computed in scratch first, because oneDNN wants other weight
+// layouts for them.
 void OneDnn::multiply(const Product& p) {
   if (p.tokens == 1 || p.y_stride == p.outputs) return multiply_dense(p);
   Product dense = p;

@@ -69,7 +69,7 @@ inline void multiply_block(const PairProduct& p, const std::uint16_t* weights,
   }
 }
 
-// A block stays in the second cache while tokens take turns.
+// A block of weights stays in the L2 cache while all tokens use it.
 void multiply(const PairProduct& p) {
   const auto inputs = static_cast<std::size_t>(p.inputs);
   const auto outputs = static_cast<std::size_t>(p.outputs);

@@ -17,20 +17,20 @@ namespace {
 // The log-sum-exp of no logits.
 constexpr double kNone = -std::numeric_limits<double>::infinity();
 
-// Rows of one KV head, wherever they are.
+// Rows of one KV head, in device or host memory.
 using Rows = std::vector<const std::byte*>;
 
 void report(const Rows& rows, const KvShape& shape, ReferenceReads& reads) {
   for (const std::byte* const row : rows) reads.on_read(row, shape.row_bytes());
 }
 
-// The same by a token that decodes, for each part of its query heads.
+// Reports the reads of a decoding token: once for each part of its query heads.
 void report_parts(const Rows& rows, const KvShape& shape, ReferenceReads& reads) {
   const int parts = ReadPattern::parts(shape.group(), reads.attend_queries());
   for (int part = 0; part < parts; ++part) report(rows, shape, reads);
 }
 
-// What one query makes of rows.
+// Attention of one query to a set of rows.
 struct Partial {
   std::vector<double> out;
   double lse = kNone;
@@ -49,14 +49,14 @@ std::vector<double> logits_of(const float* q, const KvShape& shape, double scale
   return logits;
 }
 
-// The first `visible` rows by one query.
+// Attention of one query to the first `visible` rows.
 Partial attend_query(const float* q, const KvShape& shape, double scale, const Rows& rows,
                      std::size_t visible) {
   const int d = shape.head_dim;
   std::vector<double> weights = logits_of(q, shape, scale, rows, visible);
   double highest = kNone;
   for (const double logit : weights) highest = logit > highest ? logit : highest;
-  // Logits that are all -inf give no weight to any row, like no rows at all; a NaN stays a NaN.
+  // If all logits are -inf, no row has any weight, as if there were no rows; NaN stays NaN.
   const double reference = highest == kNone ? 0 : highest;
   double sum = 0;
   for (double& weight : weights) sum += weight = std::exp(weight - reference);
@@ -109,11 +109,11 @@ Rows rows_between(const PagedRows& rows, const KvShape& shape, std::int32_t sequ
 // One token and KV head of a batch.
 struct Item {
   BatchToken token;
-  std::int64_t number;  // of the token
+  std::int64_t number;  // of the token in the batch
   int head;
 
   std::int64_t index(const KvShape& shape) const { return number * shape.kv_heads + head; }
-  // Of queries [count, query_heads].
+  // Index of its first query in [count, query_heads].
   std::int64_t first_query(const KvShape& shape) const { return index(shape) * shape.group(); }
 };
 
@@ -125,7 +125,7 @@ void for_items(const TokenBatch& batch, const KvShape& shape, const Body& body) 
   }
 }
 
-// All rows of a token but those of its gap, or those alone.
+// All rows of a token except those in its gap or, if in_gaps, only those in its gap.
 Rows attended_rows(const AttendBatchParams& p, const Item& item) {
   const PositionGap gap = p.gap(item.number);
   const auto between = [&](std::int64_t first, std::int64_t end) {
@@ -159,7 +159,7 @@ Rows selected_rows(const AttendSelectedParams& p, const Item& item, std::int32_t
   return rows;
 }
 
-// Puts rows of one token and KV head into the ways that they were given.
+// Copies the rows of one token and KV head to the cache ways assigned to them.
 void fill_ways(const AttendSelectedParams& p, const Item& item) {
   const std::int64_t index = item.index(p.shape);
   for (std::int32_t i = 0; i < p.selected.heads[index].count; ++i) {
@@ -169,7 +169,7 @@ void fill_ways(const AttendSelectedParams& p, const Item& item) {
   }
 }
 
-// What alpha becomes once the newest rows, of this log-sum-exp, have their share.
+// alpha after adding the share of the newest rows, whose log-sum-exp is `newest_lse`.
 double alpha_with_newest(double alpha, double estimated_lse, double newest_lse) {
   const double highest = std::max(estimated_lse, newest_lse);
   const double newest = std::exp(newest_lse - highest);
@@ -227,7 +227,7 @@ std::map<std::int64_t, const std::byte*> listed_rows(const AttendParams& p, int 
   return rows;
 }
 
-// A block of queries of one query head, which sees the rows at positions up to its own.
+// Attends one block of queries of one query head; each query sees rows at positions up to its own.
 void attend_listed(const AttendParams& p, int head, std::int64_t block,
                    const std::map<std::int64_t, const std::byte*>& listed) {
   Rows rows;

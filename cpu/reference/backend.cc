@@ -55,7 +55,7 @@ std::unique_ptr<Queue> ReferenceBackend::make_queue(const QueueOptions& options)
   return std::make_unique<ReferenceQueue>(*this);
 }
 
-// What runs each operation: one line for every one in lib/backend/operation.h.
+// Dispatch: one line per operation in lib/backend/operation.h.
 struct ReferenceExecute {
   ReferenceQueue& queue;
 
@@ -83,7 +83,7 @@ struct ReferenceExecute {
   void operator()(const AppendBatchParams* p) const { reference_append_batch(*p); }
   void operator()(const AttendParams* p) const { reference::attend(*p, queue); }
   void operator()(const AttendBatchParams* p) const { reference::attend_batch(*p, queue); }
-  // Which rows a cache holds is defined bit by bit, so the reference finds them as the CPU does.
+  // The reference uses the CPU's find_rows(), because the rows a cache holds are defined exactly.
   void operator()(const FindRowsParams* p) const {
     Threads one(1);
     find_rows(*p, one);

@@ -12,7 +12,7 @@
 namespace sluice::cpu::reference {
 namespace {
 
-// Where channel `channel` of a page lies.
+// Pointers to one channel of a page.
 struct Channel {
   std::byte* codes;
   std::uint16_t* scale;
@@ -28,19 +28,19 @@ Channel channel_of(const KeyTiles& tiles, int head_dim, std::int64_t head, std::
           scale, scale + head_dim};
 }
 
-// The part of a byte that holds a token's code, and the byte.
+// Byte and bit offset of a token's code.
 struct CodePlace {
   std::size_t byte;
   int shift;
 };
 
-// Where `bits` bits of every token lie together.
+// Place of a token in an array of `bits` bits per token.
 CodePlace place_of(int bits, std::size_t token) {
   const std::size_t bytes = static_cast<std::size_t>(kPageTokens * bits / 8);
   return {token % bytes, static_cast<int>(token / bytes) * bits};
 }
 
-// Of codes that were zero.
+// Writes a code; its bits must be zero before.
 void write_code(int bits, std::byte* codes, std::size_t token, unsigned code) {
   const auto write = [&](int count, std::byte* to, unsigned number) {
     const CodePlace place = place_of(count, token);
@@ -108,7 +108,7 @@ void build_bounds(const PageBounds& bounds, int head_dim, const IndexPage& at, i
   }
 }
 
-// Builds a page from its rows; false, and nothing is built, if a key is NaN or Inf.
+// Builds a page from its rows. Returns false and builds nothing if a key is NaN or Inf.
 bool build_page(const KvShape& shape, const KeyIndexView& index, const IndexPage& at,
                 const std::byte* rows) {
   std::vector<std::vector<float>> keys(static_cast<std::size_t>(shape.head_dim));
@@ -199,7 +199,7 @@ class HeadEstimate {
   bool indexed(std::int64_t position) const {
     return p_.method != Selector::exact && position < token_.page_first();
   }
-  // Pages of the index, those that share their tiles included.
+  // Pages of the index that are read, including those that share a tile.
   std::vector<std::int64_t> pages_read(const ReadPattern& pattern) const {
     const std::int64_t unit = p_.method == Selector::quest ? 1 : pattern.tile_pages;
     std::vector<std::int64_t> pages;
@@ -220,7 +220,7 @@ class HeadEstimate {
     return p_.q + number_ * p_.q_stride + (head_ * p_.shape.group() + g) * p_.shape.head_dim;
   }
 
-  // The channels that SparQ looks at; all of them for everybody else.
+  // The channels that SparQ reads; all channels for other methods.
   std::vector<int> channels_of() const {
     const int d = p_.shape.head_dim;
     std::vector<int> order(static_cast<std::size_t>(d));
@@ -291,7 +291,7 @@ class HeadEstimate {
   const BatchToken token_;
   std::int64_t number_;
   int head_;
-  std::vector<std::int64_t> positions_;  // in the order of their logits
+  std::vector<std::int64_t> positions_;  // in the order of the logits
   std::int64_t first_ = 0;               // logit
 };
 

@@ -76,7 +76,7 @@ void reference_embed(const EmbedParams& p) {
 
 namespace {
 
-// In several sums, which need not wait for each other.
+// Uses several sums, because their additions need not wait for each other.
 double dot(const std::vector<double>& x, const float* y) {
   std::array<double, 8> sums = {};
   std::size_t i = 0;

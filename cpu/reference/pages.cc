@@ -26,7 +26,7 @@ std::vector<double> softmax(std::vector<double> x) {
   return x;
 }
 
-// Of every page that ends before the block, summed over the query heads of a KV head.
+// Weight of every page that ends before the block, summed over the query heads of a KV head.
 std::vector<double> weights_of(const ChoosePagesParams& p, const Block& block, int head) {
   std::vector<double> weights(static_cast<std::size_t>(block.first / kPageTokens));
   for (int g = 0; g < p.shape.group() && !weights.empty(); ++g) {

@@ -34,10 +34,10 @@ double product(const float* q, const std::vector<float>& key, const std::vector<
 // One KV head of a token of a SelectParams, as plain vectors.
 struct Problem {
   BatchToken token;
-  std::int64_t kv_head = 0;                  // of all tokens'
-  std::vector<std::int64_t> positions;       // that may be emitted
-  std::vector<bool> allowed;                 // of them, that are eligible
-  std::vector<bool> forced;                  // and always kept
+  std::int64_t kv_head = 0;                  // into [tokens, kv_heads]
+  std::vector<std::int64_t> positions;       // positions that may be emitted
+  std::vector<bool> allowed;                 // [positions], eligible
+  std::vector<bool> forced;                  // [positions], eligible and always kept
   std::vector<std::vector<double>> weights;  // [group][positions, then the newest rows]
   bool bad = false;
 };
@@ -53,7 +53,7 @@ std::vector<std::int64_t> positions_of(const SelectParams& p, const Problem& pro
   return positions;
 }
 
-// Softmax of one query head's logits, which it replaces.
+// Replaces one query head's logits by their softmax.
 std::vector<double> weigh(const SelectParams& p, Problem& problem, std::int64_t query_head) {
   float* const logits = p.logits.floats() + query_head * p.logits.stride;
   const std::int64_t newest =
@@ -96,7 +96,7 @@ Problem problem_of(const SelectParams& p, std::int64_t token, int kv_head) {
   return problem;
 }
 
-// Entries by falling weight; of equals the older first.
+// Entries by descending weight; among equals the older first.
 std::vector<std::size_t> by_weight(const std::vector<double>& weights, std::size_t count) {
   std::vector<std::size_t> order(count);
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -113,7 +113,7 @@ std::vector<double> summed(const Problem& problem) {
   return sums;
 }
 
-// Keeps `count` of the entries that `allowed` marks, those that are always kept first.
+// Keeps `count` of the entries marked in `allowed`, those that are always kept first.
 std::vector<bool> heaviest(const Problem& problem, const std::vector<bool>& allowed,
                            std::int64_t count) {
   std::vector<bool> kept = problem.forced;
@@ -142,7 +142,7 @@ void keep_share(const SelectParams& p, const Problem& problem, const std::vector
   }
 }
 
-// What is kept of the entries; `cut` is set if that is not all that is wanted.
+// The entries to keep; sets `cut` if the cap drops some of the wanted ones.
 std::vector<bool> choose(const SelectParams& p, const Problem& problem, std::int32_t& cut) {
   if (p.logits.data == nullptr) return problem.forced;
   const std::int64_t tokens = problem.token.count();
@@ -155,7 +155,7 @@ std::vector<bool> choose(const SelectParams& p, const Problem& problem, std::int
   return heaviest(problem, kept, cap);
 }
 
-// The part of the weight that is kept and emitted; all where there is none.
+// The share of the weight that is kept and emitted; 1 if there are no weights.
 double kept_weight(const std::vector<double>& weights, const std::vector<bool>& kept) {
   double sum = 0.0;
   for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -245,7 +245,7 @@ void choose_tokens(const ChooseTokensParams& p) {
     const auto sees = std::count_if(p.probes.begin(), p.probes.end(), [&](std::int64_t probe) {
       return probe >= p.first + static_cast<std::int64_t>(t);
     });
-    // Means are fp32, so that equal ones are equal to all backends.
+    // Means are fp32, so that every backend finds the same ties.
     means.push_back(static_cast<double>(static_cast<float>(sums[t]) / static_cast<float>(sees)));
   }
   std::vector<bool> important(tokens);

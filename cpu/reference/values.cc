@@ -16,7 +16,7 @@ namespace {
 constexpr double kNone = -std::numeric_limits<double>::infinity();
 constexpr float kLargestHalf = 65504.0f;
 
-// A page of one KV head in its place.
+// A page of one KV head within the value tiles.
 struct TilePage {
   std::byte* page;
   int head_dim;
@@ -75,7 +75,7 @@ void build_channel(const TilePage& page, int channel, const std::vector<float>& 
   }
 }
 
-// Builds a page from its rows; false, and nothing is written, if a value is NaN or Inf.
+// Builds a page from its rows. Returns false and writes nothing if a value is NaN or Inf.
 bool build_page(const KvShape& shape, const TilePage& page, const std::byte* rows) {
   const int d = shape.head_dim;
   std::vector<std::vector<float>> values(static_cast<std::size_t>(d));
@@ -101,7 +101,7 @@ void build(const Params& p, const std::vector<WholePage>& pages) {
   });
 }
 
-// What one KV head of a token attends, all weights relative to estimated_lse.
+// Attention of one KV head of a token; all weights are relative to estimated_lse.
 class HeadTiles {
  public:
   HeadTiles(const AttendTilesParams& p, std::int64_t number, int head)
@@ -125,7 +125,7 @@ class HeadTiles {
     if (p_.pages_read != nullptr) p_.pages_read[place_] = pages;
   }
 
-  // The partial of one query head, to its place.
+  // Writes the partial of one query head to the output.
   void attend(int g) const {
     const int d = p_.shape.head_dim;
     const std::int64_t query = place_ * p_.shape.group() + g;
@@ -153,7 +153,7 @@ class HeadTiles {
  private:
   std::int64_t tokens() const { return is_bad_ ? 0 : token_.page_first(); }
 
-  // Of every token, zero for those that are selected.
+  // Weights of all tokens; selected tokens have weight 0.
   std::vector<double> weights_of(int g) const {
     const std::int64_t query = place_ * p_.shape.group() + g;
     const float* const row = p_.logits.floats() + query * p_.logits.stride;
@@ -170,7 +170,7 @@ class HeadTiles {
     return weights;
   }
 
-  // The class of pages that are read together.
+  // Class of a page weight: pages of one class are all read, or none of them.
   static std::uint32_t class_of(double weight) {
     return std::bit_cast<std::uint32_t>(static_cast<float>(weight)) >> 16;
   }
@@ -208,7 +208,7 @@ class HeadTiles {
   const AttendTilesParams& p_;
   const BatchToken token_;
   int head_;
-  std::int64_t place_;  // among the KV heads of all tokens
+  std::int64_t place_;  // into [tokens, kv_heads]
   bool is_bad_;
   std::vector<std::vector<double>> weights_;  // [group][page_first]
   std::vector<bool> is_read_;                 // [pages]

@@ -11,11 +11,11 @@
 namespace sluice::cpu {
 namespace {
 
-// Weights by the upper bits of their representation, which orders non-negative floats.
-// A zero that is negative becomes one that is not.
+// Bin of a weight: the upper bits of its representation, which order non-negative floats. Adding
+// 0.0f turns -0 into +0.
 std::size_t bin_of(float weight) { return std::bit_cast<std::uint32_t>(weight + 0.0f) >> 18; }
 
-// Up to that of the heaviest.
+// Number of bins up to that of the heaviest weight.
 std::size_t bins_of(std::span<const float> weights) {
   const auto heaviest = std::max_element(weights.begin(), weights.end());
   return heaviest == weights.end() || *heaviest < 0.0f ? 1 : bin_of(*heaviest) + 1;
@@ -74,7 +74,8 @@ Cut cut_by_weight(std::span<const float> weights, double target) {
   double above = 0.0;
   while (bin > 0 && above + bins[bin] < target) above += bins[bin--];
   const std::vector<float> content = bin_content(weights, bin);
-  // Added up from the heaviest, they may round to just below what they came to in order.
+  // Summed from the heaviest, the weights may round to just below their sum in order, so even bin 0
+  // may not reach `target`.
   if (content.empty() || content.front() == 0.0f) return kEverything;
   std::int64_t count = 0;
   while (above < target && count < static_cast<std::int64_t>(content.size())) {

@@ -43,7 +43,7 @@ void bf16_to_f32(const std::uint16_t* from, float* to, std::int64_t count) {
 
 void f16_to_f32(const std::uint16_t* from, float* to, std::int64_t count) {
   std::int64_t i = 0;
-  // Without instructions for it, Highway makes infinities finite.
+  // Highway makes infinities finite on targets without f16 conversion, so only AVX2 and up use it.
 #if HWY_TARGET <= HWY_AVX2
   const Floats f;
   const hn::Rebind<hwy::float16_t, Floats> f16;
@@ -99,7 +99,7 @@ void rms_norm(const float* x, const float* weight, float epsilon, std::int64_t c
 void swiglu(const float* gate, const float* up, std::int64_t columns, float* y) {
   const Floats f;
   const auto one = hn::Set(f, 1.0f);
-  // Highway's exponential is undefined where it overflows; from e^80 on the sigmoid is zero.
+  // Clamped because Highway's exp is undefined on overflow; from e^80 on the sigmoid is zero.
   const auto limit = hn::Set(f, 80.0f);
   for_vectors(
       columns,
@@ -158,7 +158,7 @@ void convert(const void* from, DType from_dtype, void* to, DType to_dtype, std::
     HWY_DYNAMIC_DISPATCH(f32_to_bf16)
     (static_cast<const float*>(from), static_cast<std::uint16_t*>(to), count);
   } else {
-    // To fp16 rows of such a cache are written: not hot.
+    // Only rows of an fp16 cache are converted to fp16, which is not hot.
     for (std::int64_t i = 0; i < count; ++i) {
       const float value = from_dtype == DType::f32    ? static_cast<const float*>(from)[i]
                           : from_dtype == DType::bf16 ? bf16_to_float(halves[i])

@@ -13,8 +13,8 @@
 namespace sluice::cpu {
 namespace {
 
-// From this size on memory comes from the kernel directly: zeroed without being touched, and in
-// huge pages, without which a scan over gigabytes of rows misses the TLB on every 4 KiB.
+// From this size on memory is mapped: zeroed without being touched, and in huge pages, because a
+// scan over gigabytes of rows would otherwise miss the TLB on every 4 KiB.
 constexpr std::size_t kMapFrom = std::size_t{4} << 20;
 
 constexpr std::align_val_t kAlignment{kRowAlignment};
@@ -23,7 +23,7 @@ std::byte* map(std::size_t bytes) noexcept {
   void* const data =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return nullptr;
-  // Only advice: without huge pages everything works, slower.
+  // Failure is ignored: without huge pages everything works, only slower.
   static_cast<void>(madvise(data, bytes, MADV_HUGEPAGE));
   return static_cast<std::byte*>(data);
 }

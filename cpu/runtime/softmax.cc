@@ -21,8 +21,8 @@ HWY_INLINE VF exp_of(VF x, VF reference) {
   return exp2_of(hn::Mul(hn::Sub(x, reference), hn::Set(DF(), std::numbers::log2e_v<float>)));
 }
 
-// Calls body(vector, i) for vectors that begin at x[i], then for each number that is left in all
-// lanes of one; and what it returns takes their place.
+// Replaces whole vectors at x[i] by body(vector, i), then each remaining element, which is
+// broadcast to all lanes.
 template <typename Body>
 HWY_INLINE void for_vectors(float* x, std::size_t count, const Body& body) {
   const DF df;
@@ -55,7 +55,7 @@ HWY_INLINE float sum_products(const float* x, const float* y, std::size_t count)
   return sum;
 }
 
-// -Inf if there is none; whatever it is where one is NaN.
+// -Inf if `count` is 0; unspecified if an element is NaN.
 HWY_INLINE float largest_of(const float* x, std::size_t count) {
   const DF df;
   VF maxima = hn::Set(df, kMinusInfinity);

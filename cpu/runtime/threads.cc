@@ -19,7 +19,7 @@ Threads::Threads(int count)
 
 Threads::~Threads() = default;
 
-// oneTBB ends the process when the system denies it a thread, so that is found out before.
+// Starts `count` threads as a test, because oneTBB ends the process if the system refuses one.
 void Threads::require(int count) {
   std::latch all_asked(1);
   std::vector<std::jthread> threads;

@@ -1,5 +1,5 @@
-// For ThreadSanitizer, which does not see how oneTBB's library hands tasks from thread to thread
-// and would report every one: threads of the standard library, started anew for every loop.
+// Standard-library threads, started for every loop, for ThreadSanitizer: it does not see how
+// oneTBB's library hands tasks from thread to thread and would report every hand-over.
 #include <atomic>
 #include <exception>
 #include <mutex>

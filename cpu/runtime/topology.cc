@@ -26,7 +26,7 @@ HwlocTopology load_hwloc() {
     throw Error(ErrorCode::unsupported, "hwloc cannot describe this machine");
   }
   HwlocTopology topology(raw, &hwloc_topology_destroy);
-  // Without it all processors of the CPU set are shown, whatever `taskset` left of them.
+  // RESTRICT_TO_CPUBINDING, because hwloc otherwise shows processors that `taskset` excluded.
   hwloc_topology_set_flags(
       raw, HWLOC_TOPOLOGY_FLAG_IS_THISSYSTEM | HWLOC_TOPOLOGY_FLAG_RESTRICT_TO_CPUBINDING);
   if (hwloc_topology_load(raw) != 0) {

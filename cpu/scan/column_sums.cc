@@ -10,7 +10,7 @@
 namespace sluice::cpu {
 namespace {
 
-// Adds the weights that one query gives to the rows it sees; false if a logit was NaN.
+// Adds the weights that one query gives to the rows it sees. Returns false if a logit is NaN.
 bool add_query(const ColumnSumsParams& p, std::int64_t probe, std::int64_t query_head,
                std::vector<float>& logits, std::vector<float>& sums) {
   const RowSpan& rows = p.rows[static_cast<std::size_t>(query_head / p.shape.group())];
@@ -33,7 +33,7 @@ bool add_query(const ColumnSumsParams& p, std::int64_t probe, std::int64_t query
 
 }  // namespace
 
-// The sums and the logits of each.
+// Sums and logits of each thread.
 std::uint64_t column_sums_bytes(std::int64_t rows, int threads) {
   return 2 * static_cast<std::uint64_t>(rows) * static_cast<std::uint64_t>(threads) * sizeof(float);
 }
@@ -48,7 +48,7 @@ void column_sums(const ColumnSumsParams& p, Threads& threads) {
     own.assign(rows, 0.0f);
     std::vector<float> logits(rows);
     for (std::int64_t task = part; task < tasks; task += parts) {
-      // Neighbouring tasks share a probe: its rows are in the cache.
+      // Neighbouring tasks share a probe, so its rows are in the cache.
       if (!add_query(p, task / p.shape.query_heads, task % p.shape.query_heads, logits, own)) {
         std::fill(own.begin(), own.end(), std::nanf(""));
         return;

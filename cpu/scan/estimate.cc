@@ -11,7 +11,7 @@
 namespace sluice::cpu {
 namespace {
 
-// Pages of one task: 128 KiB of tiles at head_dim 128, a cache's worth of logits.
+// Pages per task: 128 KiB of tiles at head_dim 128, with logits that fit the cache.
 constexpr std::int64_t kTaskPages = 16;
 
 // The estimates of one KV head of one token.
@@ -34,7 +34,7 @@ class HeadScan {
 
   std::int64_t whole_pages() const { return token_.pages(); }
 
-  // Pages [begin, end) in full, to their places among the logits.
+  // Writes the logits of all tokens in pages [begin, end).
   void pages(std::int64_t begin, std::int64_t end) const {
     for (std::int64_t page = begin; page < end; ++page) {
       if (p_.method == Selector::exact) {
@@ -46,7 +46,7 @@ class HeadScan {
     }
   }
 
-  // The logits of the candidates, page by page: what a page's tile is read for is used at once.
+  // Writes the logits of the candidates, page by page, so that each page's tile is read once.
   void listed() const {
     const std::int32_t* const at = p_.candidates->positions + place_ * p_.candidates->capacity;
     const std::int64_t count = candidates();
@@ -71,14 +71,14 @@ class HeadScan {
     if (p_.pages_read != nullptr) p_.pages_read[place_] = pages;
   }
 
-  // The rows of the token's own page.
+  // Writes the logits of the rows in the token's own page.
   void newest() const {
     const std::int64_t first = token_.page_first();
     rows(first, token_.count() - first, p_.candidates != nullptr ? candidates() : first);
   }
 
  private:
-  // While the page's logits are at hand.
+  // Writes the page's digest while its logits are in the cache.
   void note(std::int64_t page) const {
     const PageDigest digest = PageDigest::of(p_.logits.digest, place_ * group_);
     for (int g = 0; g < group_; ++g) {
@@ -125,7 +125,7 @@ class HeadScan {
     }
   }
 
-  // `count` rows of one page from position `first` on, to logits from `to` on.
+  // Scores `count` rows of one page from position `first` on into logits from `to` on.
   void rows(std::int64_t first, std::int64_t count, std::int64_t to) const {
     const std::size_t row_bytes = p_.shape.row_bytes();
     const RowScan scan = {
@@ -139,7 +139,7 @@ class HeadScan {
   const EstimateParams& p_;
   const BatchToken token_;
   std::int64_t head_;
-  std::int64_t place_;  // among the KV heads of all tokens
+  std::int64_t place_;  // into [tokens, kv_heads]
   int group_;
   const float* q_;  // [group, head_dim]
   ChannelList channels_;
@@ -151,7 +151,7 @@ struct Task {
   enum class Kind { pages, listed, newest };
   const HeadScan* scan = nullptr;
   Kind kind = Kind::pages;
-  std::int64_t begin = 0;  // of pages
+  std::int64_t begin = 0;  // page
   std::int64_t end = 0;
 };
 

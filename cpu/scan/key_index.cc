@@ -34,7 +34,7 @@ class PageKeys {
     return std::all_of(keys_.begin(), keys_.end(), [](float x) { return std::isfinite(x); });
   }
 
-  // Per channel over tokens [first, first + count).
+  // Minimum and maximum per channel over tokens [first, first + count).
   void range(std::size_t first, std::size_t count, Channels& low, Channels& high) const {
     std::copy_n(key(first), head_dim_, low.begin());
     std::copy_n(key(first), head_dim_, high.begin());
@@ -84,7 +84,7 @@ void pack_bits(const std::uint8_t* codes, int first, int bits, std::byte* to) {
   }
 }
 
-// Packs `codes` [kPageTokens] of one channel as KeyTiles says.
+// Packs `codes` [kPageTokens] of one channel in the layout of KeyTiles.
 void pack_channel(const std::uint8_t* codes, int bits, std::byte* to) {
   pack_bits(codes, 0, KeyTiles::low_bits(bits), to);
   if (bits == 3) pack_bits(codes, 2, 1, to + KeyTiles::low_bytes(bits));
@@ -130,7 +130,7 @@ void build_bounds(const PageKeys& keys, int head_dim, std::uint16_t* to) {
   }
 }
 
-// Builds a page from its rows; false, and nothing is built, if a key is NaN or Inf.
+// Builds a page from its rows. Returns false and builds nothing if a key is NaN or Inf.
 bool build_page(const KvShape& shape, const KeyIndexView& index, const WholePage& page) {
   const PageKeys keys(page.rows, shape);
   if (!keys.finite()) return false;

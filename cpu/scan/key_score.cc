@@ -1,5 +1,5 @@
 // Scans of the key index. The inner loop multiplies 8-bit query weights with codes of up to 4 bits
-// and adds in 32-bit integers, so that any order of any instruction set gives the same sums.
+// and adds in 32-bit integers, so that sums are the same in any order and on any instruction set.
 #include "cpu/scan/key_score.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace sluice::cpu {
 namespace {
 
-// weight * number of every token, for numbers of `bits` bits in as many bytes as they fill.
+// sums += weight * number for every token; numbers have `bits` bits, packed without padding.
 void add_bits(const std::byte* codes, int bits, int weight, std::int32_t* sums) {
   const std::size_t bytes = TilePage::code_bytes(bits);
   const int mask = (1 << bits) - 1;
@@ -25,7 +25,7 @@ void add_bits(const std::byte* codes, int bits, int weight, std::int32_t* sums) 
   }
 }
 
-// weight * code of every token, added up.
+// sums += weight * code for every token.
 void add_channel(const std::byte* codes, int bits, int weight, std::int32_t* sums) {
   add_bits(codes, KeyTiles::low_bits(bits), weight, sums);
   if (bits == 3) add_bits(codes + KeyTiles::low_bytes(bits), 1, 4 * weight, sums);

@@ -29,7 +29,7 @@ constexpr std::size_t kGroups = kPageTokens / kGroupTokens;
 // Two products of a code and a weight are at most 3810, so eight pairs of channels fit 16 bits.
 constexpr std::size_t kBlockChannels = 16;
 
-// The codes of every channel on the list, and one more of weight zero to make it even.
+// Codes of every channel on the list, plus one with weight zero to make their number even.
 using ChannelCodes = std::array<const std::byte*, kMaxHeadDim + 1>;
 
 template <int kBits>
@@ -40,8 +40,8 @@ ChannelCodes find_codes(const PageScan& scan) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t place = KeyTiles::place_of(kBits, scan.page.page, scan.channels->index[i]);
     codes[i] = scan.page.codes + place * kBytes;
-    // Slices are too far apart for the processor to guess. The next page is the other one of a
-    // tile. At 3 bits the end of a channel may lie in another cache line than its beginning.
+    // Channels are too far apart for the hardware prefetcher. The next page is the other one of a
+    // tile. At 3 bits a channel may end in another cache line than it begins.
     const std::byte* const next = scan.next + (place ^ 1) * kBytes;
     _mm_prefetch(next, _MM_HINT_T0);
     if (kBits == 3) _mm_prefetch(next + kBytes - 1, _MM_HINT_T0);
@@ -50,8 +50,8 @@ ChannelCodes find_codes(const PageScan& scan) {
   return codes;
 }
 
-// The highest of three bits of 32 tokens, in its place in a byte each. Tokens 16 i + b of the page
-// have bit i of byte b.
+// The highest of the 3 bits of 32 tokens, at bit 2 of one byte each. Token 16 i + b of the page has
+// bit i of byte b.
 __m256i load_highest(const std::byte* channel, std::size_t group) {
   const __m128i packed =
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(channel + KeyTiles::low_bytes(3)));
@@ -62,8 +62,8 @@ __m256i load_highest(const std::byte* channel, std::size_t group) {
   return _mm256_and_si256(_mm256_cmpeq_epi8(found, wanted), _mm256_set1_epi8(4));
 }
 
-// Codes of 32 tokens, a byte each: those of group g, or of 3 bits the lower two, lie in bytes from
-// place() on, from shift() up.
+// Codes of 32 tokens, one byte each. The codes of a group (at 3 bits the lower two bits) are in the
+// bytes from `place` on, from bit `shift` up.
 template <int kBits>
 __m256i load_group(const std::byte* channel, std::size_t group) {
   constexpr int kLow = KeyTiles::low_bits(kBits);
@@ -156,7 +156,7 @@ void score_bits(const PageScan& scan, std::span<const PageQuery> folded,
   }
 }
 
-// Numbers of the list's channels, zeros up to a multiple of kLanes.
+// One float per channel of the list, zeros up to a multiple of kLanes.
 using ChannelFloats = std::array<float, kMaxHeadDim>;
 
 bool lists_all(const ChannelList& channels) {
@@ -199,7 +199,7 @@ float largest_of(__m256 v) {
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
-// Eight whole numbers of 8 bits.
+// Stores eight 32-bit integers as 8 bits each.
 void store_bytes(std::int8_t* to, __m256i numbers) {
   const __m128i words =
       _mm_packs_epi32(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1));

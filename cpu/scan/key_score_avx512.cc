@@ -36,9 +36,9 @@ inline __m512i load_channel(const std::byte* channel) {
   }
 }
 
-// Of 3 bits byte b of the last 16 has the highest ones of tokens 16 i + b as its bits i. For bytes
-// 16 i + b to have them at bits 2 and 6, each quarter is turned by a number of bits of its own;
-// what comes from neighbouring bytes is masked out.
+// At 3 bits, bit i of byte b of the last 16 bytes is the highest bit of token 16 i + b. Each
+// quarter is rotated by a different number of bits, so that byte 16 i + b has its highest bits at
+// bits 2 and 6; bits from neighbouring bytes are masked out.
 template <>
 inline __m512i load_channel<3>(const std::byte* channel) {
   const __m128i packed =
@@ -75,8 +75,8 @@ inline Quads in_order(const Quads& q) {
            _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xdd)}};
 }
 
-// Channels that are unpacked at a time: little enough that the processor's prefetching of the next
-// ones goes on while the dot products of these are computed.
+// Channels unpacked at a time: few enough that prefetching the next ones overlaps with the dot
+// products of these.
 constexpr std::size_t kBlockChannels = 16;
 
 // The codes of a block, four channels to a Quads, [half of the page][channels / 4]: unpacked once,
@@ -96,8 +96,8 @@ inline void unpack(const PageScan& scan, std::size_t first, std::size_t end, Unp
     // Past the last channel the weights are zero, so any codes will do.
     const std::size_t place =
         KeyTiles::place_of(kBits, scan.page.page, index[at < count ? at : count - 1]);
-    // Slices are too far apart for the processor to guess. The next page is the other one of a
-    // tile. At 3 bits the end of a channel may lie in another cache line than its beginning.
+    // Channels are too far apart for the hardware prefetcher. The next page is the other one of a
+    // tile. At 3 bits a channel may end in another cache line than it begins.
     const std::byte* const next = scan.next + (place ^ 1) * kBytes;
     _mm_prefetch(next, _MM_HINT_T0);
     if (kBits == 3) _mm_prefetch(next + kBytes - 1, _MM_HINT_T0);
@@ -220,7 +220,7 @@ void fold_bunch(const float* q, std::int64_t stride, const float* factors, const
                 PageQuery* folded) {
   const ChannelList& channels = *scan.channels;
   const auto count = static_cast<std::size_t>(channels.count);
-  // Unused entries of the list are channels that may be read; their products are masked out.
+  // Unused entries of the list are readable channels; their products are masked out.
   const bool dense = count > 0 && channels.index[count - 1] == count - 1 && count % kLanes == 0;
   __m512 products[kQueries][kMaxHeadDim / kLanes];
   __m512 largest[kQueries];

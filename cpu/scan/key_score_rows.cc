@@ -1,5 +1,4 @@
-// Scores from raw rows and from page bounds: bound by memory, in whatever vectors the processor
-// has.
+// Scores from raw rows and from page bounds: memory-bound, with the processor's widest vectors.
 #include "cpu/scan/key_score.h"
 
 #undef HWY_TARGET_INCLUDE

@@ -11,7 +11,7 @@
 namespace sluice::cpu {
 namespace {
 
-// Of `count` tokens, those that the cut keeps.
+// Number of `weights` that the cut keeps.
 std::int64_t kept_by(Cut cut, std::span<const float> weights) {
   const auto above = std::count_if(weights.begin(), weights.end(),
                                    [&](float weight) { return weight > cut.weight; });
@@ -25,7 +25,7 @@ std::int64_t count_of(const ChooseTokensParams& p, std::span<const float> sums) 
   return kept_by(cut_by_weight(sums, p.tau * total), sums);
 }
 
-// Over the probes that see each token.
+// Mean sum of each token over the probes that see it.
 std::vector<float> means_of(const ChooseTokensParams& p, std::span<const float> sums) {
   std::vector<float> means(sums.begin(), sums.end());
   auto probe = p.probes.begin();
@@ -47,10 +47,10 @@ void mark_important(const ChooseTokensParams& p, std::span<const float> sums) {
   std::fill(p.listed + std::max(p.first, p.end - p.newest), p.listed + p.end, std::uint8_t{1});
 }
 
-// The list of what is marked.
+// Lists the marked tokens.
 void list(const ChooseTokensParams& p) {
   std::int32_t count = 0;
-  std::int32_t before = 0;  // of the block
+  std::int32_t before = 0;  // tokens listed before the block
   for (std::int64_t t = 0; t < p.end; ++t) {
     if (t == p.first || t % p.block == 0) before = count;
     if (t >= p.first) p.seen[t - p.first] = before;

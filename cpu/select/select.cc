@@ -13,7 +13,7 @@
 namespace sluice::cpu {
 namespace {
 
-// Walks in position order and tells for each weight whether the cut keeps it.
+// Returns for each weight, in position order, whether the cut keeps it.
 class CutWalk {
  public:
   explicit CutWalk(const Cut& cut) : cut_(cut) {}
@@ -79,7 +79,7 @@ class HeadChoice {
     return p_.logits.floats() + (head_ * p_.shape.group() + g) * p_.logits.stride;
   }
 
-  // Calls body(i) for every entry that is always kept, if it is eligible.
+  // Calls body(i) for every eligible entry that is always kept.
   void for_forced(const auto& body) const {
     if (listed_ != nullptr) {
       for (std::size_t i = 0; i < kept_.size(); ++i)
@@ -128,8 +128,8 @@ class HeadChoice {
     }
   }
 
-  // Keeps the `count` heaviest by summed weight, what is always kept among them; of top_p's choice
-  // if it has been made.
+  // Keeps the `count` heaviest entries by summed weight, counting those that are always kept. With
+  // top_p, keeps only entries that it has already chosen.
   void keep_heaviest(std::int64_t count) {
     const bool chosen = p_.prune == Pruner::top_p;
     std::vector<float> sums(kept_.size(), 0.0f);
@@ -142,7 +142,7 @@ class HeadChoice {
     for (std::size_t i = 0; i < sums.size(); ++i) kept_[i] = sums[i] >= 0.0f && walk.keeps(sums[i]);
   }
 
-  // Adds the fewest entries with which the share p of one query head's weight is kept.
+  // Adds the fewest entries that bring one query head to the share p of its weight.
   void keep_share(float* weights) {
     std::vector<float> free(weights, weights + count_);
     double missing = p_.p;
@@ -189,13 +189,13 @@ class HeadChoice {
 
   const SelectParams& p_;
   BatchToken token_;
-  std::int64_t head_;  // of all tokens'
+  std::int64_t head_;  // into [tokens, kv_heads]
   std::int64_t sinks_;
   std::int64_t recent_first_;
   const std::int32_t* listed_ = nullptr;
   const std::uint8_t* eligible_ = nullptr;  // of its sequence
   std::int64_t count_ = 0;                  // entries that may be emitted
-  std::int64_t total_ = 0;                  // and those of the tail
+  std::int64_t total_ = 0;                  // entries including the tail
   std::int64_t forced_ = 0;                 // always kept
   std::vector<std::uint8_t> kept_;
 };

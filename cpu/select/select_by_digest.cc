@@ -14,14 +14,14 @@
 namespace sluice::cpu {
 namespace {
 
-// A sum of products may round to more than the sum of their factors; to those that are below the
-// normal numbers it may matter, which weigh nothing.
+// Margin because a sum of products may round above the bound, the sum of their factors. It is too
+// small only for subnormal weights, which do not matter.
 constexpr float kRounding = 1.0f + 1e-5f;
 
-// In the place of a weight that is still to be found.
+// Marks a weight that is not computed yet.
 constexpr float kOpen = -1.0f;
 
-// From so many pages on, other threads help a head to weigh them, so many at a time.
+// From kSharedPages open pages on, all threads weigh a head's pages, kTaskPages per task.
 constexpr std::int64_t kSharedPages = 64;
 constexpr std::int64_t kTaskPages = 32;
 
@@ -36,7 +36,7 @@ bool is_before(const Weighed& a, const Weighed& b) {
   return a.weight != b.weight ? a.weight > b.weight : a.position < b.position;
 }
 
-// What the digest tells of a head.
+// Outcome of reading a head's digest.
 enum class Outcome { few, weights, bad };
 
 class DigestedHead {
@@ -53,11 +53,11 @@ class DigestedHead {
         wanted_(std::max<std::int64_t>(p.k.of(token_.count()) - forced(), 0)) {}
 
   std::int64_t pages() const { return pages_; }
-  // Pages whose tokens weigh_pages() looks at.
+  // Number of pages whose tokens weigh_pages() reads.
   std::int64_t listed() const { return listed_; }
 
-  // Makes weights of the pages' levels. Where that settles which few pages have what is chosen,
-  // weigh_pages() and choose() are to follow; else all logits become weights, too.
+  // Turns the pages' levels into weights. After Outcome::few the caller runs weigh_pages() and
+  // choose() on the few pages that are left; for Outcome::weights all logits become weights, too.
   Outcome prepare() {
     if (pages_ == 0 && p_.skip_newest) return Outcome::weights;  // there are none
     if (!weigh()) {
@@ -72,7 +72,7 @@ class DigestedHead {
     return Outcome::few;
   }
 
-  // Finds what the heaviest tokens of pages [begin, end) weigh, where that is open.
+  // Computes the weight of the heaviest token of every open page in [begin, end).
   void weigh_pages(std::int64_t begin, std::int64_t end) {
     if (listed_ == 0) return;
     PageScratch scratch(group_);
@@ -93,7 +93,7 @@ class DigestedHead {
   }
 
  private:
-  // False if a logit was NaN or +Inf, or none above -Inf.
+  // Returns false if a logit is NaN or +Inf, or if none is above -Inf.
   bool weigh() {
     const std::int64_t newest = p_.skip_newest ? 0 : token_.count() - token_.page_first();
     for (int g = 0; g < group_; ++g) {
@@ -105,7 +105,7 @@ class DigestedHead {
     return true;
   }
 
-  // Whether so few are wanted that the pages' heaviest tokens rule out most pages.
+  // Returns true if so few tokens are wanted that the pages' heaviest tokens rule out most pages.
   bool is_few() const { return p_.prune == Pruner::top_k && wanted_ <= free_end() - free_begin(); }
 
   void expand() {
@@ -124,7 +124,7 @@ class DigestedHead {
     }
   }
 
-  // For one page at a time.
+  // Scratch for one page.
   struct PageScratch {
     explicit PageScratch(int group) : rows(static_cast<std::size_t>(group)) {}
     std::vector<PageRow> rows;
@@ -134,7 +134,7 @@ class DigestedHead {
   std::int64_t query(int g) const { return head_ * group_ + g; }
   float* logits(int g) const { return p_.logits.floats() + query(g) * p_.logits.stride; }
   std::int64_t forced() const { return sinks_ + token_.page_first() - recent_; }
-  // Pages of which nothing is always kept.
+  // Pages [free_begin(), free_end()) have no token that is always kept.
   std::int64_t free_begin() const { return (sinks_ + kPageTokens - 1) / kPageTokens; }
   std::int64_t free_end() const { return std::max(recent_ / kPageTokens, free_begin()); }
 
@@ -149,7 +149,7 @@ class DigestedHead {
     digest_.sums_of(g)[pages_] = noted.sum;
   }
 
-  // The heaviest by weight of all query heads, of those that are not kept anyway.
+  // The wanted_ heaviest tokens by summed weight of all query heads, without those always kept.
   std::vector<std::int32_t> heaviest() const {
     std::vector<std::int32_t> positions;
     if (wanted_ == 0) return positions;
@@ -162,8 +162,8 @@ class DigestedHead {
     return positions;
   }
 
-  // At least as many tokens as are wanted, the heaviest among them. As many pages have a token that
-  // weighs as much as the lightest of their heaviest.
+  // At least wanted_ tokens, including the heaviest: wanted_ pages have a token that weighs at
+  // least `lightest`.
   std::vector<Weighed> heavy_tokens() const {
     PageScratch scratch(group_);
     const float lightest = wanted_largest(heaviest_);
@@ -176,7 +176,7 @@ class DigestedHead {
     return found;
   }
 
-  // The wanted-th largest of numbers of pages, of those of which nothing is always kept.
+  // The wanted_-th largest of `of_pages` among pages without a token that is always kept.
   float wanted_largest(std::span<const float> of_pages) const {
     std::vector<float> order(of_pages.begin() + free_begin(), of_pages.begin() + free_end());
     const auto last = order.begin() + wanted_ - 1;
@@ -184,8 +184,8 @@ class DigestedHead {
     return *last;
   }
 
-  // Rules out pages by the digest. A page has a token that weighs at least what any of its levels
-  // says, and none that weighs more than all of them together.
+  // Rules out pages by the digest. A page has a token that weighs at least as much as any of its
+  // levels, and none that weighs more than their sum.
   void bound_pages() {
     const auto pages = static_cast<std::size_t>(pages_);
     std::vector<float> least(pages);
@@ -204,7 +204,7 @@ class DigestedHead {
     }
   }
 
-  // Weights of a page's tokens, of all query heads together; returns the largest.
+  // Weights of a page's tokens, summed over the query heads. Returns the largest.
   float weigh_page(std::int64_t page, PageScratch& to) const {
     for (int g = 0; g < group_; ++g) {
       to.rows[static_cast<std::size_t>(g)] = {logits(g) + page * kPageTokens,
@@ -256,19 +256,19 @@ class DigestedHead {
 
   const SelectParams& p_;
   BatchToken token_;
-  std::int64_t head_;  // of all tokens'
+  std::int64_t head_;  // into [tokens, kv_heads]
   int group_;
   PageDigest digest_;  // of its query heads
   std::int64_t pages_;
-  std::int64_t sinks_;   // always kept, below
-  std::int64_t recent_;  // likewise, from here on
-  std::int64_t wanted_;  // besides these
-  // What the heaviest token of every page weighs, kOpen, or 0 where there are enough heavier ones.
+  std::int64_t sinks_;   // tokens below are always kept
+  std::int64_t recent_;  // tokens from here on are always kept
+  std::int64_t wanted_;  // tokens to choose besides these
+  // [pages]: weight of the heaviest token, kOpen, or 0 if enough other pages have heavier ones.
   std::vector<float> heaviest_;
-  std::int64_t listed_ = 0;  // pages that are open, or were
+  std::int64_t listed_ = 0;  // pages that are or were open
 };
 
-// The pages of all heads, where they are many.
+// Weighs the pages of heads that have many open ones, on all threads.
 void weigh_together(std::vector<DigestedHead>& heads, Threads& threads) {
   struct Task {
     DigestedHead* head;

@@ -16,16 +16,17 @@
 namespace sluice::cpu {
 namespace {
 
-// Pages of one task: of their logits, and of the values of those that are read.
+// Pages per task: to weigh by their logits, and to read values from.
 constexpr std::int64_t kWeighPages = 32;
 constexpr std::size_t kReadPages = 4;
 constexpr std::size_t kLineBytes = 64;
-// What takes as long: to choose among pages, for each, and to read what other threads just wrote.
+// Costs relative to reading bytes: choosing among pages costs kChooseBytes per page, reading what
+// other threads just wrote costs kRemote times as much.
 constexpr std::int64_t kChooseBytes = 128;
 constexpr std::int64_t kRemote = 2;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Pages whose weights have the same one are read together.
+// Class of a page weight: pages of one class are all read, or none of them.
 std::uint32_t class_of(float weight) { return std::bit_cast<std::uint32_t>(weight) >> 16; }
 
 // One KV head of one token.
@@ -48,7 +49,7 @@ class HeadTiles {
   std::int64_t pages() const { return pages_; }
   std::span<const std::int32_t> read() const { return read_; }
 
-  // Weighs pages [begin, end): what is selected of them weighs nothing.
+  // Weighs pages [begin, end); selected tokens weigh nothing.
   void weigh(std::int64_t begin, std::int64_t end) {
     take_out(begin, end);
     for (std::int64_t page = begin; page < end; ++page) {
@@ -59,7 +60,7 @@ class HeadTiles {
     }
   }
 
-  // The same of all pages, by the digest: only pages that something is selected of are looked at.
+  // Weighs all pages by the digest; reads only pages that have selected tokens.
   void weigh_by_digest() {
     for (int g = 0; g < group_; ++g) {
       const float* const sums = digest_.sums_of(g);
@@ -78,7 +79,7 @@ class HeadTiles {
     });
   }
 
-  // Once all are weighed: which pages are read.
+  // Chooses the pages to read; called when all pages are weighed.
   void choose() {
     std::vector<float> sums(static_cast<std::size_t>(pages_));
     for (std::int64_t page = 0; page < pages_; ++page) {
@@ -120,7 +121,7 @@ class HeadTiles {
     }
   }
 
-  // The partial of a query head out of its sum, [head_dim], which is overwritten.
+  // Writes the partial of a query head from its sum, [head_dim], which is overwritten.
   void finish(int g, float* sum) const {
     const int d = p_.shape.head_dim;
     const Mass& of = masses_[static_cast<std::size_t>(g)];
@@ -141,7 +142,7 @@ class HeadTiles {
   }
 
  private:
-  // Relative to estimated_lse.
+  // Weights relative to estimated_lse.
   struct Mass {
     double all = 0.0;
     double unread = 0.0;
@@ -151,7 +152,7 @@ class HeadTiles {
   float* weights(int g, std::int64_t page) const {
     return p_.logits.floats() + (place_ * group_ + g) * p_.logits.stride + page * kPageTokens;
   }
-  // What 1 in the place of a page's logit weighs.
+  // Factor that turns a page's stored entries into weights.
   float factor(int g, std::int64_t page) const {
     return digest_.levels == nullptr ? 1.0f : digest_.levels_of(g)[page];
   }
@@ -166,14 +167,14 @@ class HeadTiles {
     return p_.values.tiles.page(p_.shape.head_dim, head_, p_.values.slot(token_.sequence, page),
                                 page);
   }
-  // Pages that are read lie anywhere: the processor does not guess which is next.
+  // The pages to read are scattered, so the hardware prefetcher cannot predict the next one.
   void prefetch(std::int64_t page) const {
     const std::byte* const values = values_of(page);
     const std::size_t bytes = p_.values.tiles.page_bytes(p_.shape.head_dim);
     for (std::size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(values + at);
   }
 
-  // Calls body(position) for what is selected of pages [begin, end).
+  // Calls body(position) for every selected token of pages [begin, end).
   void for_selected(std::int64_t begin, std::int64_t end, const auto& body) const {
     const std::int32_t* const first = p_.selected.positions + place_ * p_.selected.capacity;
     const std::int32_t* const last = first + p_.selected.heads[place_].count;
@@ -193,7 +194,7 @@ class HeadTiles {
 
   Mass& mass(int g) { return masses_[static_cast<std::size_t>(g)]; }
 
-  // The class of the lightest page that is read, of pages that weigh `sums`.
+  // The class of the lightest page to read; `sums` are the page weights.
   std::uint32_t lightest_class(std::span<const float> sums) const {
     if (p_.share >= 1.0f) return 0;
     double all = 0.0;
@@ -205,9 +206,9 @@ class HeadTiles {
   const AttendTilesParams& p_;
   const BatchToken token_;
   std::int64_t head_;
-  std::int64_t place_;  // among the KV heads of all tokens
+  std::int64_t place_;  // into [tokens, kv_heads]
   int group_;
-  std::int64_t pages_;               // that are attended
+  std::int64_t pages_;               // attended pages
   PageDigest digest_;                // of its query heads, or null pointers
   std::vector<float> page_weights_;  // [pages, group]
   std::vector<Mass> masses_;         // [group]
@@ -283,7 +284,7 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
     bytes += static_cast<std::int64_t>(read.size() * p.values.tiles.page_bytes(p.shape.head_dim));
   }
   firsts.push_back(tasks.size());
-  // [tasks, group, head_dim]: added up in this order, whoever is done first.
+  // [tasks, group, head_dim], added up in this order, regardless of which task ends first.
   const auto d = static_cast<std::size_t>(p.shape.head_dim);
   const std::size_t size = d * static_cast<std::size_t>(p.shape.group());
   std::vector<float> sums(tasks.size() * size);
@@ -294,7 +295,7 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
         task.head->add(task.pages, &sums[static_cast<std::size_t>(i) * size]);
       },
       bytes);
-  // Sums lie in the caches of the threads that made them.
+  // Costs more per byte, because the sums are in the caches of the threads that wrote them.
   threads.for_each(
       std::ssize(heads) * p.shape.group(),
       [&](std::int64_t i) {

@@ -29,7 +29,8 @@ std::vector<float> values_of(const KvShape& shape, const std::byte* rows) {
 
 std::uint16_t as_half(float x) { return float_to_f16(std::clamp(x, -kLargestHalf, kLargestHalf)); }
 
-// Zeros and inverse steps of all channels as codes are found with them; writes a page's scales.
+// Zeros and inverse steps of all channels, for computing codes. The constructor writes the page's
+// scales.
 struct Quantisers {
   Channels zero;
   Channels inverse;
@@ -65,7 +66,7 @@ struct Quantisers {
   }
 };
 
-// Builds a page from its rows; false, and nothing is written, if a value is NaN or Inf.
+// Builds a page from its rows. Returns false and writes nothing if a value is NaN or Inf.
 bool build_page(const KvShape& shape, int bits, const std::byte* rows, std::byte* page) {
   const std::vector<float> values = values_of(shape, rows);
   if (!std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); })) {

@@ -5,8 +5,8 @@
 #include "lib/check.h"
 #include "lib/value_tiles.h"
 
-// Old instruction sets get the portable code; everything else is worth a variant, and products of
-// 16-bit numbers that are added at once (AVX-512 VNNI) worth their own.
+// Old instruction sets get the portable code; everything else is worth a variant, AVX-512 VNNI
+// included, because it adds products of 16-bit numbers in one instruction.
 #define HWY_WANT_AVX3_DL
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #undef HWY_TARGET_INCLUDE
@@ -17,7 +17,7 @@
 
 HWY_BEFORE_NAMESPACE();
 #if HWY_TARGET == HWY_AVX3_DL
-// Part of this target, but Highway does not tell the compiler.
+// VNNI is part of this target, but Highway does not tell the compiler.
 #pragma GCC push_options
 #pragma GCC target("avx512vnni")
 #endif
@@ -50,7 +50,7 @@ float sum_of(const float* weights) {
   return sum_lanes(sum);
 }
 
-// The first `count` of a vector, which may be fewer than it holds.
+// Loads the first `count` elements of a vector; the others are 0.
 template <typename D, typename T>
 HWY_INLINE hn::Vec<D> load_some(D d, const T* from, std::size_t count) {
   if (count == kLanes) return hn::LoadU(d, from);
@@ -74,11 +74,11 @@ HWY_INLINE VF load_halves(const std::uint16_t* from, std::size_t count) {
   return hn::Load(DF(), floats);
 }
 
-// Weights of a page as 16-bit integers: the heaviest is the largest of them.
+// Weights of a page as 16-bit integers, scaled so that the heaviest becomes 32767.
 template <int kQueries>
 struct IntegerWeights {
   HWY_ALIGN std::int16_t weights[kQueries][kTokens];
-  float units[kQueries];  // what one counts
+  float units[kQueries];  // weight of one integer step
 
   explicit IntegerWeights(const PageWeights* queries) {
     const DF df;
@@ -100,7 +100,7 @@ struct IntegerWeights {
     }
   }
 
-  // Those of tokens 2 i and 2 i + 1, as they lie in memory.
+  // Weights of tokens 2 i and 2 i + 1, in memory order.
   HWY_INLINE std::int32_t pair(int q, std::size_t i) const {
     std::int32_t both;
     std::memcpy(&both, weights[q] + 2 * i, sizeof(both));
@@ -108,19 +108,19 @@ struct IntegerWeights {
   }
 };
 
-// sum + the two products of 16-bit numbers that lie side by side; `odd` takes what some processors
-// add up apart.
+// sum + the two products of adjacent 16-bit numbers. `odd` takes the products that some processors
+// sum separately.
 HWY_INLINE hn::Vec<DI> add_products(hn::Vec<DW> codes, std::int32_t pair, hn::Vec<DI> sum,
                                     hn::Vec<DI>& odd) {
   const DI di;
 #if HWY_TARGET == HWY_SCALAR
-  // Highway's vectors of one number have no halves.
+  // Highway's one-lane vectors have no halves.
   const auto both = static_cast<std::int32_t>(hn::GetLane(codes));
   static_cast<void>(odd);
   return hn::Add(sum, hn::Set(di, (both & 0xffff) * static_cast<std::int16_t>(pair) +
                                       (both >> 16) * (pair >> 16)));
 #elif HWY_TARGET == HWY_AVX3_DL
-  // One instruction, which Highway does not use yet.
+  // A single instruction that Highway does not use yet.
   static_cast<void>(odd);
   return hn::Vec<DI>{_mm512_dpwssd_epi32(sum.raw, codes.raw, hn::Set(di, pair).raw)};
 #else
@@ -164,15 +164,15 @@ class CodeSums {
   hn::Vec<DI> odd_[kQueries][kVectors];
 };
 
-// All codes of neighbouring channels, pair by pair. `words` are `stride` apart; there are kVectors
-// vectors of channels, or `channels` of one.
+// Adds all codes of neighbouring channels, pair by pair. `words` are `stride` apart; there are
+// kVectors vectors of channels, or `channels` of one.
 template <int kBits, int kQueries, std::size_t kVectors>
 HWY_INLINE void add_codes(const std::uint32_t* words, std::size_t stride, std::size_t channels,
                           const IntegerWeights<kQueries>& weights,
                           CodeSums<kQueries, kVectors>& sums) {
   const DW dw;
   constexpr int kLowBits = ValueTiles::low_bits(kBits);
-  constexpr std::size_t kPairs = 16 / kLowBits;  // of a word
+  constexpr std::size_t kPairs = 16 / kLowBits;  // per word
   constexpr std::size_t kWords = kTokens / 2 / kPairs;
   const auto mask = hn::Set(dw, ((1u << kLowBits) - 1u) * 0x10001u);
   const auto highest = hn::Set(dw, 0x40004u);
@@ -203,7 +203,7 @@ HWY_INLINE void add_codes(const std::uint32_t* words, std::size_t stride, std::s
   }
 }
 
-// Channels [first, first + kVectors * kLanes), or what is left of them for a single vector.
+// Adds channels [first, first + kVectors * kLanes), or the remaining ones if kVectors is 1.
 template <int kBits, int kQueries, std::size_t kVectors>
 HWY_INLINE void add_channels(const ValuePage& page, std::size_t first, const PageWeights* queries,
                              const IntegerWeights<kQueries>& weights) {
