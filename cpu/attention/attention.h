@@ -13,8 +13,8 @@ namespace sluice::cpu {
 // benchmarks.
 enum class AttendKernel : std::uint8_t {
   automatic,
-  decode,       // SIMD along the channels; few queries, bound by memory
-  prefill,      // SIMD with one query per lane; many queries, bound by arithmetic
+  decode,       // SIMD along the channels; few queries, memory-bound
+  prefill,      // SIMD with one query per lane; many queries, compute-bound
   amx,          // as prefill, on AMX tiles; bf16 rows only
   avx512_bf16,  // as prefill, on AVX-512 dot products of bf16
 };

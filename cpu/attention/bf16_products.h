@@ -37,7 +37,7 @@ struct ValueProduct {
 };
 
 struct Bf16Products {
-  bool uses_tiles = false;  // AmxTiles must live
+  bool uses_tiles = false;  // needs a live AmxTiles
   void (*keys)(const KeyProduct& product) = nullptr;
   void (*values)(const ValueProduct& product) = nullptr;
 };

@@ -11,7 +11,7 @@
 namespace sluice::cpu {
 namespace {
 
-// The log-sum-exp of no logits.
+// Log-sum-exp of an empty set.
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Weights {

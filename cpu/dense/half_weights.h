@@ -15,7 +15,7 @@ inline constexpr std::int64_t kFewTokens = 16;
 // summation does not depend on `tokens` or `outputs`.
 struct FewProduct {
   const std::uint16_t* weights = nullptr;  // [outputs, inputs]
-  DType dtype = DType::bf16;               // of these, or f16
+  DType dtype = DType::bf16;               // of the weights: bf16 or f16
   std::int64_t outputs = 0;
   std::int64_t inputs = 0;
   const float* x = nullptr;     // [tokens, inputs]

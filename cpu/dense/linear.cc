@@ -37,7 +37,7 @@ class PackedWeight : public Weight {
     return {packed_.data(), *dense_, outputs_, inputs_, inputs_};
   }
 
-  // The packed bytes of the outputs from `first`, a multiple of `block`, on.
+  // The packed bytes from output `first` on; `first` is a multiple of `block`.
   std::byte* from(std::int64_t first, std::int64_t block) const {
     const std::int64_t blocks = (outputs_ + block - 1) / block;
     return packed_.data() + static_cast<std::size_t>(first / block) *
@@ -160,7 +160,7 @@ struct Linear::Impl {
     return (items + threads.count() - 1) / threads.count();
   }
 
-  // Whole blocks.
+  // Outputs per thread, rounded up to whole blocks.
   std::int64_t outputs_of_thread(std::int64_t outputs) const {
     return static_cast<std::int64_t>(
         round_up(static_cast<std::uint64_t>(share(outputs)), kBlockOutputs));

@@ -40,7 +40,7 @@ memory::desc weights_of(std::int64_t inputs, std::int64_t outputs, DType dtype,
   return memory::desc(memory::dims{inputs, outputs}, to_dnnl(dtype), layout);
 }
 
-// Weights as a checkpoint has them: [outputs, inputs] row-major is [inputs, outputs] column-major.
+// Weights in a checkpoint's layout: [outputs, inputs] row-major is [inputs, outputs] column-major.
 constexpr memory::format_tag kPlain = memory::format_tag::ba;
 
 // A word is the unit that AVX-512 and AMX multiply: one f32, or two bf16 of the same output.
@@ -143,7 +143,7 @@ bool OneDnn::is_transpose(const Packing& packing, std::int64_t inputs, std::int6
     return false;
   }
   std::vector<std::uint32_t> plain(bytes / kWordBytes);
-  // Finite numbers in any dtype, and no two halves of a word alike.
+  // The pattern is finite in any dtype, and the halves of a word always differ.
   for (std::size_t i = 0; i < plain.size(); ++i) {
     plain[i] = static_cast<std::uint32_t>(i % 0x3f7f * 0x10001 + 1);
   }

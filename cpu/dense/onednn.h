@@ -23,7 +23,7 @@ struct Product {
   std::int64_t outputs = 0;
   std::int64_t y_stride = 0;     // floats from token to token
   std::byte* x = nullptr;        // [tokens, inputs], compute dtype
-  std::byte* weights = nullptr;  // of the outputs, packed or, with a block of 1, [outputs, inputs]
+  std::byte* weights = nullptr;  // of the outputs, packed or, if block() is 1, [outputs, inputs]
   const float* bias = nullptr;   // [outputs] or null
   float* y = nullptr;            // [tokens, outputs]
   bool accumulate = false;
@@ -38,7 +38,7 @@ class OneDnn {
   // Outputs that are packed together; 1 if weights stay dense rows.
   std::int64_t block() const { return block_; }
   std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
-  // Packs dense rows in the compute dtype: one block, the last of which may be short.
+  // Packs dense rows in the compute dtype: one block; the last block may be short.
   void pack(std::byte* rows, std::int64_t inputs, std::int64_t outputs, std::byte* to);
   // Returns true if whole blocks are [inputs * bytes / 4, kBlockOutputs] words of 4 bytes; a word
   // of bf16 holds two consecutive inputs.
@@ -77,7 +77,7 @@ class OneDnn {
         : reorder(d), plain(d.src_desc()), packed(d.dst_desc()), scratch(d.scratchpad_desc()) {}
     dnnl::reorder reorder;
     dnnl::memory::desc plain, packed, scratch;
-    bool transposes = false;  // words: transpose() does the same, many times faster
+    bool transposes = false;  // a transpose of words; transpose() is many times faster
   };
 
   dnnl::matmul::primitive_desc describe(const Shape& shape) const;

@@ -14,7 +14,7 @@
 namespace sluice::cpu::reference {
 namespace {
 
-// The log-sum-exp of no logits.
+// Log-sum-exp of an empty set.
 constexpr double kNone = -std::numeric_limits<double>::infinity();
 
 // Rows of one KV head, in device or host memory.
@@ -138,7 +138,7 @@ Rows attended_rows(const AttendBatchParams& p, const Item& item) {
   return rows;
 }
 
-// The rows that a selection names, and how many of them the device has.
+// The selected rows; adds the number of resident ones to `resident`.
 Rows selected_rows(const AttendSelectedParams& p, const Item& item, std::int32_t& resident) {
   Rows rows;
   const std::int64_t index = item.index(p.shape);

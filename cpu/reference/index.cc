@@ -77,7 +77,7 @@ void build_channel(const KeyTiles& tiles, const Channel& channel, const std::vec
   }
 }
 
-// The smallest f16 that is not below x, by trying.
+// The smallest f16 >= x, found by trying.
 std::uint16_t f16_at_least(float x) {
   const float limited = std::clamp(x, -65504.0f, 65504.0f);
   std::uint16_t best = float_to_f16(limited);

@@ -42,7 +42,7 @@ double inverse_rms(const float* x, std::int64_t n, float epsilon) {
   return 1.0 / std::sqrt(squares / static_cast<double>(n) + epsilon);
 }
 
-// K, then V.
+// Writes K, then V.
 void write_row(std::byte* row, const float* k, const float* v, const KvShape& shape) {
   for (int c = 0; c < shape.head_dim; ++c) {
     write_element(row, shape.rows.element, c, k[c]);

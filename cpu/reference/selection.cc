@@ -254,7 +254,7 @@ void choose_tokens(const ChooseTokensParams& p) {
   const auto newest = std::min(p.end - p.first, p.newest);
   std::fill(important.end() - newest, important.end(), true);
 
-  std::vector<std::int32_t> before;  // of every position
+  std::vector<std::int32_t> before;  // [end]: positions listed before it
   std::int32_t* position = p.positions;
   for (std::int64_t t = 0; t < p.end; ++t) {
     const bool is_listed = t >= p.first ? important[static_cast<std::size_t>(t - p.first)]

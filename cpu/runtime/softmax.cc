@@ -1,4 +1,4 @@
-// Exponentials of scores, in whatever vectors the processor has.
+// Exponentials of scores, with the processor's widest vectors.
 #include "cpu/runtime/softmax.h"
 
 #undef HWY_TARGET_INCLUDE

@@ -54,13 +54,13 @@ class PageKeys {
 
 float clamp_to_half(float x) { return std::clamp(x, -kLargestHalf, kLargestHalf); }
 
-// The next f16 towards +infinity from a finite one that is below `bound`.
+// The next f16 towards +infinity from a finite f16.
 std::uint16_t next_up(std::uint16_t bits) {
   if (bits == 0x8000u) return 0x0001u;
   return static_cast<std::uint16_t>((bits & 0x8000u) != 0 ? bits - 1 : bits + 1);
 }
 
-// The smallest f16 that is not below x.
+// The smallest f16 >= x.
 std::uint16_t round_up_to_half(float x) {
   const std::uint16_t bits = float_to_f16(clamp_to_half(x));
   return f16_to_float(bits) < x ? next_up(bits) : bits;

@@ -1,4 +1,4 @@
-// Scoring one page of key tiles of 4, 3 or 2 bits, and raw rows, against the queries of a KV head.
+// Scores one page of 4-, 3- or 2-bit key tiles, or raw rows, against the queries of a KV head.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace sluice::cpu {
 
-// Query heads that one pass over a page serves.
+// Most query heads that share one pass over a page.
 inline constexpr int kMaxBunch = 4;
 
 // One page as a scan reads it.

@@ -88,7 +88,7 @@ struct GroupSums {
 };
 
 // Adds a block of channels to the sums of every query. Codes of two channels are interleaved in
-// each half of a register: tokens 0 to 7 and 16 to 23, and the others.
+// each half of a register: tokens 0 to 7 and 16 to 23 in `low`, the others in `high`.
 template <int kBits, int kQueries>
 void add_block(const ChannelCodes& codes, std::size_t group, std::size_t first, std::size_t end,
                const PageQuery* folded, GroupSums* sums) {

@@ -1,4 +1,4 @@
-// The parts of key_score.h that need particular instruction sets.
+// Instruction-set-specific parts of key_score.h.
 #pragma once
 
 #include <span>

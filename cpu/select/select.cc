@@ -193,7 +193,7 @@ class HeadChoice {
   std::int64_t sinks_;
   std::int64_t recent_first_;
   const std::int32_t* listed_ = nullptr;
-  const std::uint8_t* eligible_ = nullptr;  // of its sequence
+  const std::uint8_t* eligible_ = nullptr;  // of the token's sequence
   std::int64_t count_ = 0;                  // entries that may be emitted
   std::int64_t total_ = 0;                  // entries including the tail
   std::int64_t forced_ = 0;                 // always kept

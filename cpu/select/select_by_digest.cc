@@ -59,7 +59,7 @@ class DigestedHead {
   // Turns the pages' levels into weights. After Outcome::few the caller runs weigh_pages() and
   // choose() on the few pages that are left; for Outcome::weights all logits become weights, too.
   Outcome prepare() {
-    if (pages_ == 0 && p_.skip_newest) return Outcome::weights;  // there are none
+    if (pages_ == 0 && p_.skip_newest) return Outcome::weights;  // no rows to weigh
     if (!weigh()) {
       p_.selected.heads[head_].bad = 1;
       return Outcome::bad;

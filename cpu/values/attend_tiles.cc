@@ -101,7 +101,7 @@ class HeadTiles {
     if (p_.pages_read != nullptr) p_.pages_read[place_] = static_cast<std::int32_t>(read_.size());
   }
 
-  // Adds the values of pages that are read to sums [group, head_dim].
+  // Adds the values of `pages` to `sums`, [group, head_dim].
   void add(std::span<const std::int32_t> pages, float* sums) const {
     const int d = p_.shape.head_dim;
     std::array<PageWeights, kMostPageQueries> queries;
@@ -273,7 +273,7 @@ void attend_tiles(const AttendTilesParams& p, Threads& threads) {
   weigh(heads, p, threads);
 
   std::vector<ReadTask> tasks;
-  std::vector<std::size_t> firsts;  // tasks of every head, in the order of pages
+  std::vector<std::size_t> firsts;  // first task of every head; tasks are in page order
   std::int64_t bytes = 0;
   for (const HeadTiles& head : heads) {
     firsts.push_back(tasks.size());

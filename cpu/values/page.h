@@ -26,7 +26,7 @@ struct ValuePage {
 // Input and output of one query head for a page.
 struct PageWeights {
   const float* weights = nullptr;  // [kPageTokens]
-  float sum = 0.0f;                // of these, times `factor`
+  float sum = 0.0f;                // sum of the weights, times `factor`
   float* out = nullptr;            // [head_dim]: factor * weights * values are added
   float factor = 1.0f;
 };
