@@ -34,7 +34,8 @@ void gemm(benchmark::State& state) {
                             {y.data(), DType::f32, tokens, outputs, outputs}};
   for (auto _ : state) backend.products().run(params);
   const auto products = static_cast<double>(2 * tokens * inputs * outputs);
-  const auto weight_bytes = static_cast<double>(backend.weight_bytes(outputs, inputs));
+  const auto weight_bytes =
+      static_cast<double>(backend.weight_bytes({outputs, inputs, backend.weight_format()}));
   using benchmark::Counter;
   state.counters["FLOP/s"] = Counter(products, Counter::kIsIterationInvariantRate);
   state.counters["weight_bytes/s"] = Counter(weight_bytes, Counter::kIsIterationInvariantRate);

@@ -56,8 +56,9 @@ Book open_book(std::int64_t decoded, std::int64_t device_memory) {
   Book book;
   book.backend = make_backend(options);
   book.queue = book.backend->make_queue();
-  book.decoder = std::make_unique<Decoder>(config, load_weights(checkpoint, *book.backend, 1, {}),
-                                           *book.queue);
+  book.decoder = std::make_unique<Decoder>(
+      config, load_weights(checkpoint, *book.backend, book.backend->weight_format(), 1, {}),
+      *book.queue);
   book.decoder->allocate(kChunk);
   const KvShape shape{config.num_hidden_layers, config.num_attention_heads,
                       config.num_key_value_heads, config.head_dim, DType::bf16};

@@ -68,8 +68,8 @@ CpuBackend::CpuBackend(const CpuOptions& options)
 std::uint64_t CpuBackend::thread_bytes(const ThreadWork& work) const {
   const int threads = threads_.count();
   std::uint64_t products = 0;
-  for (const ThreadWork::Product& product : work.products) {
-    products = std::max(products, linear_.scratch_bytes(product.outputs, product.inputs));
+  for (const WeightShape& shape : work.products) {
+    products = std::max(products, linear_.scratch_bytes(shape));
   }
   std::uint64_t attention = decode_scratch_bytes(work.shape, threads);
   if (work.chunk > 0) {
@@ -82,13 +82,12 @@ std::uint64_t CpuBackend::thread_bytes(const ThreadWork& work) const {
          (work.sums_columns ? column_sums_bytes(work.context, threads) : 0);
 }
 
-std::unique_ptr<Weight> CpuBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
+std::unique_ptr<Weight> CpuBackend::take_weight(const WeightShape& shape) {
   // Charged up front: threads take the memory for widened weights on first use and keep it.
-  const std::uint64_t widened = std::max(widened_bytes_, product_bytes(inputs));
+  const std::uint64_t widened = std::max(widened_bytes_, product_bytes(shape));
   account(info().compute_tier).charge(widened - widened_bytes_);
   widened_bytes_ = widened;
-  return linear_.make_weight(outputs, inputs,
-                             allocate(info().compute_tier, weight_bytes(outputs, inputs)));
+  return linear_.make_weight(shape, allocate(info().compute_tier, weight_bytes(shape)));
 }
 
 std::unique_ptr<Queue> CpuBackend::make_queue(const QueueOptions& options) {

@@ -35,13 +35,13 @@ class CpuBackend : public Backend {
   using Backend::make_queue;
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
-  std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
-    return linear_.packed_bytes(outputs, inputs);
+  WeightFormat weight_format() const override { return linear_.format(); }
+  std::uint64_t weight_bytes(const WeightShape& shape) const override {
+    return linear_.packed_bytes(shape);
   }
-  std::uint64_t product_bytes(std::int64_t inputs) const override {
-    return linear_.widened_bytes(inputs);
+  std::uint64_t product_bytes(const WeightShape& shape) const override {
+    return linear_.widened_bytes(shape);
   }
-  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
   std::optional<DType> dense_weights() const override { return linear_.dense_dtype(); }
   std::int64_t weight_rows() const override { return linear_.block_outputs(); }
 
@@ -50,6 +50,7 @@ class CpuBackend : public Backend {
   Linear& products() { return linear_; }
 
  protected:
+  std::unique_ptr<Weight> take_weight(const WeightShape& shape) override;
   std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
     memory_.give_back(tier, data, bytes);

@@ -147,13 +147,13 @@ void CudaBackend::give_back(Tier tier, std::byte* data, std::size_t bytes) noexc
   memory_.give_back(tier, data, bytes);
 }
 
-std::uint64_t CudaBackend::weight_bytes(std::int64_t outputs, std::int64_t inputs) const {
-  return static_cast<std::uint64_t>(outputs * inputs) * size_of(info_.compute_dtype);
+std::uint64_t CudaBackend::weight_bytes(const WeightShape& shape) const {
+  return static_cast<std::uint64_t>(shape.outputs) * shape.format.row_bytes(shape.inputs);
 }
 
-std::unique_ptr<Weight> CudaBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
-  return std::make_unique<CudaWeight>(allocate(Tier::device, weight_bytes(outputs, inputs)),
-                                      info_.compute_dtype, outputs, inputs);
+std::unique_ptr<Weight> CudaBackend::take_weight(const WeightShape& shape) {
+  return std::make_unique<CudaWeight>(allocate(Tier::device, weight_bytes(shape)),
+                                      shape.format.element, shape.outputs, shape.inputs);
 }
 
 void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) const {

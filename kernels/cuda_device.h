@@ -38,8 +38,8 @@ class CudaBackend : public Backend {
   void unregister_host(std::byte* data) noexcept override;
   using Backend::make_queue;
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
-  std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override;
-  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
+  WeightFormat weight_format() const override { return info_.compute_dtype; }
+  std::uint64_t weight_bytes(const WeightShape& shape) const override;
   std::optional<DType> dense_weights() const override { return info_.compute_dtype; }
 
   // For queues, because the caller may have used another device in between or be another thread.
@@ -55,6 +55,7 @@ class CudaBackend : public Backend {
 
  private:
   void require_usable(cudaStream_t stream) const;
+  std::unique_ptr<Weight> take_weight(const WeightShape& shape) override;
   std::byte* take(Tier tier, std::size_t bytes) override;
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override;
 

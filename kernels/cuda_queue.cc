@@ -113,16 +113,17 @@ void CudaQueue::execute(const AttendTilesParams& params) {
 
 // Treats the matrix as one row, because a launch has at most 65535 rows of blocks.
 void CudaQueue::execute(const WriteWeightParams& params) {
-  const Matrix& rows = params.rows;
+  const WeightRows& rows = params.rows;
   check(params.first + rows.rows <= params.weight->outputs() &&
-            rows.columns == params.weight->inputs() && rows.stride == rows.columns,
+            rows.inputs == params.weight->inputs(),
         "write_weight: shapes disagree");
+  const DType from = rows.format.element;
   const DType dtype = own().info().compute_dtype;
   std::byte* const to = dynamic_cast<CudaWeight&>(*params.weight).data() +
-                        static_cast<std::size_t>(params.first * rows.columns) * size_of(dtype);
-  const std::int64_t count = rows.rows * rows.columns;
-  if (rows.dtype != dtype) {
-    cast({{rows.data, rows.dtype, 1, count, count}, {to, dtype, 1, count, count}}, launch());
+                        static_cast<std::size_t>(params.first * rows.inputs) * size_of(dtype);
+  const std::int64_t count = rows.rows * rows.inputs;
+  if (from != dtype) {
+    cast({{rows.data, from, 1, count, count}, {to, dtype, 1, count, count}}, launch());
     return;
   }
   const CopyOp op = {to, static_cast<const std::byte*>(rows.data),

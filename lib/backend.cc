@@ -39,16 +39,22 @@ Buffer Memory::allocate(Tier tier, std::size_t bytes) {
   return {this, tier, data, bytes};
 }
 
-std::unique_ptr<Weight> Backend::prepare_weight(const Matrix& host) {
+std::unique_ptr<Weight> Backend::make_weight(const WeightShape& shape) {
+  if (stores(shape.format)) return take_weight(shape);
+  throw Error(ErrorCode::unsupported, "device " + info().name + " does not store weights in " +
+                                          std::string(to_string(shape.format.element)));
+}
+
+std::unique_ptr<Weight> Backend::prepare_weight(const Matrix& host, const WeightFormat& format) {
   check(host.stride == host.columns, "weights without dense rows");
   const std::size_t bytes =
       static_cast<std::size_t>(host.rows * host.columns) * size_of(host.dtype);
   const Buffer staging = allocate(Tier::host, bytes);
   std::memcpy(staging.data(), host.data, bytes);
-  std::unique_ptr<Weight> weight = make_weight(host.rows, host.columns);
+  std::unique_ptr<Weight> weight = make_weight({host.rows, host.columns, format});
   const std::unique_ptr<Queue> queue = make_queue({.computes = false});
-  queue->run(WriteWeightParams{
-      weight.get(), 0, {staging.data(), host.dtype, host.rows, host.columns, host.columns}});
+  queue->run(
+      WriteWeightParams{weight.get(), 0, {staging.data(), host.dtype, host.rows, host.columns}});
   queue->synchronize();
   return weight;
 }

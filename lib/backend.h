@@ -66,19 +66,12 @@ struct BackendInfo {
 
 // The work of a session that decides what memory the threads of a CPU take for themselves.
 struct ThreadWork {
-  // [outputs, inputs] of a matrix of weights.
-  struct Product {
-    std::int64_t outputs = 0;
-    std::int64_t inputs = 0;
-    bool operator==(const Product&) const = default;
-  };
-
   KvShape shape;
-  std::int64_t context = 0;       // tokens of a sequence
-  std::int64_t chunk = 0;         // most tokens per step of a prompt; 0: there are none
-  std::vector<Product> products;  // by every matrix of the model; none: the caller multiplies
-  bool lists_pages = false;       // a prompt attends to listed pages (Policy::Prefill::pages)
-  bool sums_columns = false;      // or chooses its important tokens (Policy::Prefill::tau)
+  std::int64_t context = 0;           // tokens of a sequence
+  std::int64_t chunk = 0;             // most tokens per step of a prompt; 0: there are none
+  std::vector<WeightShape> products;  // by every matrix of the model; none: the caller multiplies
+  bool lists_pages = false;           // a prompt attends to listed pages (Policy::Prefill::pages)
+  bool sums_columns = false;          // or chooses its important tokens (Policy::Prefill::tau)
 };
 
 class Backend : public Memory {
@@ -94,20 +87,31 @@ class Backend : public Memory {
   virtual std::unique_ptr<Queue> make_queue(const QueueOptions& options) = 0;
   std::unique_ptr<Queue> make_queue() { return make_queue({}); }
 
-  // What make_weight will charge for a matrix of this shape.
-  virtual std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const = 0;
-  // What it will charge besides, once: the most that a weight of so many inputs asks for.
-  virtual std::uint64_t product_bytes(std::int64_t /*inputs*/) const { return 0; }
-  // Memory of the compute tier for a matrix of weights, which Queue::write_weight() fills. Throws
-  // Error{memory} as allocate() does.
-  virtual std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) = 0;
+  // The format of weights if no other is asked for: elements that products lose nothing by.
+  virtual WeightFormat weight_format() const = 0;
+  // Returns true if weights may be of this format.
+  virtual bool stores(const WeightFormat& format) const { return format == weight_format(); }
+  // The bytes that make_weight() charges for such a weight.
+  virtual std::uint64_t weight_bytes(const WeightShape& shape) const = 0;
+  // The bytes that it charges besides, once: the most that any of its weights asks for.
+  virtual std::uint64_t product_bytes(const WeightShape& /*shape*/) const { return 0; }
+  // Memory of the compute tier for a matrix of weights, which WriteWeightParams fill. Throws
+  // Error{memory} as allocate() does, Error{unsupported} for a format that it does not store.
+  std::unique_ptr<Weight> make_weight(const WeightShape& shape);
   // What weights are stored in, if as dense rows: such a one can also be a table for embed().
   virtual std::optional<DType> dense_weights() const { return std::nullopt; }
   // Rows of a weight are written from a multiple of it on: so many share their place in memory.
   virtual std::int64_t weight_rows() const { return 1; }
   // A weight with the rows of `host` [outputs, inputs], host memory of any dtype, dense rows. For
   // weights that are in memory anyway: one copy of them is charged while this runs.
-  std::unique_ptr<Weight> prepare_weight(const Matrix& host);
+  std::unique_ptr<Weight> prepare_weight(const Matrix& host, const WeightFormat& format);
+  std::unique_ptr<Weight> prepare_weight(const Matrix& host) {
+    return prepare_weight(host, weight_format());
+  }
+
+ protected:
+  // make_weight() of a format that the backend stores.
+  virtual std::unique_ptr<Weight> take_weight(const WeightShape& shape) = 0;
 
  private:
   friend class Queue;

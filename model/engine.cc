@@ -168,7 +168,8 @@ bool spares_rows(const KvPlan& longer, const KvPlan& usual, bool few_are_read) {
 int chunk_for(const Checkpoint& checkpoint, Backend& backend, int readers) {
   if (backend.info().compute_tier == Tier::host) return kChunk;
   const MemoryAccount& account = backend.account(Tier::device);
-  const std::uint64_t taken = account.used() + weight_sizes(checkpoint, backend, readers).total;
+  const std::uint64_t taken =
+      account.used() + weight_sizes(checkpoint, backend, backend.weight_format(), readers).total;
   const std::uint64_t room = account.cap() - std::min(account.cap(), taken);
   int chunk = kDeviceChunk;
   while (chunk > kChunk &&
@@ -261,7 +262,7 @@ Policy Engine::policy(std::string_view text) const {
 // Everything except the KV cache.
 Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   const ModelConfig& model = checkpoint.config();
-  const WeightSizes weights = weight_sizes(checkpoint, *backend, readers);
+  const WeightSizes weights = weight_sizes(checkpoint, *backend, backend->weight_format(), readers);
   Plan plan;
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
@@ -391,8 +392,8 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   const std::lock_guard lock(self->mutex);
   if (self->decoder) return;
   const Turn turn(*self);
-  ModelWeights weights =
-      sluice::load_weights(self->checkpoint, *self->backend, self->readers, progress);
+  ModelWeights weights = sluice::load_weights(
+      self->checkpoint, *self->backend, self->backend->weight_format(), self->readers, progress);
   self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue);
 }
 

@@ -147,7 +147,7 @@ class Reader {
     const TensorPlace& place = *piece.place;
     const std::int64_t columns = piece.columns();
     if (place.weight != nullptr) {
-      const Matrix rows = {slot.staging, piece.dtype, piece.rows, columns, columns};
+      const WeightRows rows = {slot.staging, piece.dtype, piece.rows, columns};
       slot.queue->run(WriteWeightParams{place.weight, piece.first, rows});
       return;
     }

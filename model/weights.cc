@@ -14,14 +14,18 @@ std::uint64_t elements_of(const TensorGroup& group) {
   return static_cast<std::uint64_t>(group.rows() * std::max<std::int64_t>(group.columns, 1));
 }
 
+WeightShape shape_of(const TensorGroup& group, const WeightFormat& format) {
+  return {group.rows(), group.columns, format};
+}
+
 // Allocates memory for a model's tensors and records where each goes.
 class Places {
  public:
-  explicit Places(Backend& backend) : backend_(&backend) {}
+  Places(Backend& backend, const WeightFormat& format) : backend_(&backend), format_(format) {}
 
   // Stacks matrices with the same inputs by rows.
   std::unique_ptr<Weight> matrix(const TensorGroup& group) {
-    std::unique_ptr<Weight> weight = backend_->make_weight(group.rows(), group.columns);
+    std::unique_ptr<Weight> weight = backend_->make_weight(shape_of(group, format_));
     all_.push_back({&group, weight.get()});
     return weight;
   }
@@ -39,6 +43,7 @@ class Places {
 
  private:
   Backend* backend_;
+  WeightFormat format_;
   std::vector<TensorPlace> all_;
 };
 
@@ -64,7 +69,8 @@ bool head_is_table(const Checkpoint& checkpoint, const Backend& backend) {
 
 }  // namespace
 
-WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, int readers) {
+WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend,
+                         const WeightFormat& format, int readers) {
   const ModelTensors tensors = model_tensors(checkpoint.config());
   WeightSizes sizes;
   std::vector<TensorPlace> places;
@@ -74,13 +80,12 @@ WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, i
   };
   std::uint64_t product_bytes = 0;
   const auto add_computed = [&](const TensorGroup& group) {
-    add(group, group.columns > 0 ? backend.weight_bytes(group.rows(), group.columns)
-                                 : elements_of(group) * sizeof(float));
-    if (group.columns == 0) return;
-    product_bytes = std::max(product_bytes, backend.product_bytes(group.columns));
-    const ThreadWork::Product product = {group.rows(), group.columns};
-    const auto known = std::find(sizes.products.begin(), sizes.products.end(), product);
-    if (known == sizes.products.end()) sizes.products.push_back(product);
+    if (group.columns == 0) return add(group, elements_of(group) * sizeof(float));
+    const WeightShape shape = shape_of(group, format);
+    add(group, backend.weight_bytes(shape));
+    product_bytes = std::max(product_bytes, backend.product_bytes(shape));
+    const auto known = std::find(sizes.products.begin(), sizes.products.end(), shape);
+    if (known == sizes.products.end()) sizes.products.push_back(shape);
   };
   if (!head_is_table(checkpoint, backend)) {
     add(tensors.embedding, elements_of(tensors.embedding) * size_of(checkpoint.dtype()));
@@ -95,10 +100,11 @@ WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, i
   return sizes;
 }
 
-ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int readers,
+ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
+                          const WeightFormat& format, int readers,
                           const std::function<void(double)>& progress) {
   const ModelTensors tensors = model_tensors(checkpoint.config());
-  Places places(backend);
+  Places places(backend, format);
   ModelWeights weights;
   weights.lm_head = places.matrix(tensors.lm_head);
   if (head_is_table(checkpoint, backend)) {

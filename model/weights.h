@@ -32,15 +32,17 @@ struct ModelWeights {
   std::unique_ptr<Weight> lm_head;  // [vocabulary, hidden]
 };
 
-// Loads with `readers` threads. For `progress` and errors see read_tensors().
-ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend, int readers,
+// Loads with `readers` threads, matrices in `format`. For `progress` and errors see read_tensors().
+ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
+                          const WeightFormat& format, int readers,
                           const std::function<void(double)>& progress);
 
 struct WeightSizes {
-  std::vector<ThreadWork::Product> products;  // one per matrix shape
-  std::uint64_t total = 0;                    // bytes that load_weights will hold
-  std::uint64_t transient = 0;                // bytes of host memory besides, while it runs
+  std::vector<WeightShape> products;  // one per matrix shape
+  std::uint64_t total = 0;            // bytes that load_weights will hold
+  std::uint64_t transient = 0;        // bytes of host memory besides, while it runs
 };
-WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend, int readers);
+WeightSizes weight_sizes(const Checkpoint& checkpoint, const Backend& backend,
+                         const WeightFormat& format, int readers);
 
 }  // namespace sluice

@@ -254,20 +254,24 @@ Linear::Linear(Threads& threads, DType compute, DType stored)
 
 Linear::~Linear() = default;
 
-std::uint64_t Linear::packed_bytes(std::int64_t outputs, std::int64_t inputs) const {
-  if (impl_->widens()) return static_cast<std::uint64_t>(outputs * inputs) * size_of(impl_->stored);
-  return impl_->onednn.packed_bytes(outputs, inputs);
+WeightFormat Linear::format() const { return impl_->stored; }
+
+std::uint64_t Linear::packed_bytes(const WeightShape& shape) const {
+  if (!impl_->widens()) return impl_->onednn.packed_bytes(shape.outputs, shape.inputs);
+  return static_cast<std::uint64_t>(shape.outputs) * shape.format.row_bytes(shape.inputs);
 }
 
-std::uint64_t Linear::widened_bytes(std::int64_t inputs) const {
+std::uint64_t Linear::widened_bytes(const WeightShape& shape) const {
   if (!impl_->widens()) return 0;
+  const std::int64_t inputs = shape.inputs;
   const std::int64_t floats = Impl::widened_outputs(inputs) * inputs * impl_->threads.count();
   return static_cast<std::uint64_t>(floats) * sizeof(float);
 }
 
 // Scratch for the longest pieces of divide_blocks(), or of divide_tokens() and divide_outputs().
-std::uint64_t Linear::scratch_bytes(std::int64_t outputs, std::int64_t inputs) const {
+std::uint64_t Linear::scratch_bytes(const WeightShape& shape) const {
   const Impl& impl = *impl_;
+  const auto [outputs, inputs, format] = shape;
   const std::int64_t threads = impl.threads.count();
   if (impl.widens()) {
     const std::int64_t block = Impl::widened_outputs(inputs);
@@ -286,43 +290,43 @@ std::optional<DType> Linear::dense_dtype() const {
   return impl_->onednn.block() == 1 ? std::optional(impl_->stored) : std::nullopt;
 }
 
-std::unique_ptr<Weight> Linear::make_weight(std::int64_t outputs, std::int64_t inputs,
-                                            Buffer memory) const {
-  return std::make_unique<PackedWeight>(outputs, inputs, std::move(memory), dense_dtype());
+std::unique_ptr<Weight> Linear::make_weight(const WeightShape& shape, Buffer memory) const {
+  return std::make_unique<PackedWeight>(shape.outputs, shape.inputs, std::move(memory),
+                                        dense_dtype());
 }
 
 std::int64_t Linear::block_outputs() const { return impl_->onednn.block(); }
 
 void Linear::write(const WriteWeightParams& p) {
   auto& packed = dynamic_cast<PackedWeight&>(*p.weight);
-  const Matrix& rows = p.rows;
+  const WeightRows& rows = p.rows;
+  const DType dtype = rows.format.element;
   const std::int64_t first = p.first;
   const std::int64_t block = impl_->onednn.block();
   const std::int64_t end = first + rows.rows;
-  check(rows.columns == packed.inputs() && rows.stride == rows.columns && end <= packed.outputs(),
-        "write_weight: shapes disagree");
+  check(rows.inputs == packed.inputs() && end <= packed.outputs(), "write_weight: shapes disagree");
   check(first % block == 0 && (end % block == 0 || end == packed.outputs()),
         "write_weight: a part of a block");
   if (block == 1) {
-    convert(row_of(rows, 0), rows.dtype, packed.from(first, block), impl_->stored,
-            rows.rows * rows.columns);
+    convert(rows.data, dtype, packed.from(first, block), impl_->stored, rows.rows * rows.inputs);
     return;
   }
-  const bool converts = rows.dtype != impl_->compute;
+  const bool converts = dtype != impl_->compute;
   std::unique_ptr<std::byte[]> converted;
   if (converts) {
     converted = std::make_unique_for_overwrite<std::byte[]>(
-        static_cast<std::size_t>(kBlockOutputs * rows.columns) * size_of(impl_->compute));
+        static_cast<std::size_t>(kBlockOutputs * rows.inputs) * size_of(impl_->compute));
   }
   // One block at a time, so that converted rows are still in the cache when they are packed.
   for (std::int64_t row = 0; row < rows.rows; row += kBlockOutputs) {
     const std::int64_t count = std::min(kBlockOutputs, rows.rows - row);
-    std::byte* plain = row_of(rows, row);
+    std::byte* plain = static_cast<std::byte*>(rows.data) +
+                       static_cast<std::size_t>(row) * rows.format.row_bytes(rows.inputs);
     if (converts) {
-      convert(plain, rows.dtype, converted.get(), impl_->compute, count * rows.columns);
+      convert(plain, dtype, converted.get(), impl_->compute, count * rows.inputs);
       plain = converted.get();
     }
-    impl_->onednn.pack(plain, rows.columns, count, packed.from(first + row, block));
+    impl_->onednn.pack(plain, rows.inputs, count, packed.from(first + row, block));
   }
 }
 

@@ -26,17 +26,18 @@ class Linear {
   Linear& operator=(const Linear&) = delete;
   ~Linear();
 
+  // The format of weights: elements that are stored as `stored`.
+  WeightFormat format() const;
   // Bytes of packed weights.
-  std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
+  std::uint64_t packed_bytes(const WeightShape& shape) const;
   // Bytes that all threads together take to widen weights with `inputs` inputs.
-  std::uint64_t widened_bytes(std::int64_t inputs) const;
+  std::uint64_t widened_bytes(const WeightShape& shape) const;
   // Bytes that all threads together take as scratch for products with such a weight, in addition.
-  std::uint64_t scratch_bytes(std::int64_t outputs, std::int64_t inputs) const;
+  std::uint64_t scratch_bytes(const WeightShape& shape) const;
   // The dtype of unpacked weights; nullopt if weights are packed.
   std::optional<DType> dense_dtype() const;
   // Weights in memory of packed_bytes(), for write() to fill.
-  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs,
-                                      Buffer memory) const;
+  std::unique_ptr<Weight> make_weight(const WeightShape& shape, Buffer memory) const;
   // Packs rows of any dtype, on the calling thread; see WriteWeightParams. Several threads
   // may write rows of one weight at a time.
   void write(const WriteWeightParams& params);

@@ -43,9 +43,9 @@ ReferenceBackend::ReferenceBackend(std::uint64_t device_cap, std::uint64_t host_
   info_.synchronous = true;
 }
 
-std::unique_ptr<Weight> ReferenceBackend::make_weight(std::int64_t outputs, std::int64_t inputs) {
-  return std::make_unique<ReferenceWeight>(
-      allocate(info_.compute_tier, weight_bytes(outputs, inputs)), outputs, inputs);
+std::unique_ptr<Weight> ReferenceBackend::take_weight(const WeightShape& shape) {
+  return std::make_unique<ReferenceWeight>(allocate(info_.compute_tier, weight_bytes(shape)),
+                                           shape.outputs, shape.inputs);
 }
 
 std::unique_ptr<Queue> ReferenceBackend::make_queue(const QueueOptions& options) {
@@ -118,10 +118,12 @@ struct ReferenceExecute {
  private:
   static void write_weight(const WriteWeightParams& p) {
     Weight& weight = *p.weight;
-    check(p.first + p.rows.rows <= weight.outputs() && p.rows.columns == weight.inputs(),
+    check(p.first + p.rows.rows <= weight.outputs() && p.rows.inputs == weight.inputs(),
           "write_weight: shapes disagree");
     float* const to = static_cast<ReferenceWeight&>(weight).values() + p.first * weight.inputs();
-    reference_cast({p.rows, {to, DType::f32, p.rows.rows, p.rows.columns, p.rows.columns}});
+    const WeightRows& from = p.rows;
+    reference_cast({{from.data, from.format.element, from.rows, from.inputs, from.inputs},
+                    {to, DType::f32, from.rows, from.inputs, from.inputs}});
   }
 };
 

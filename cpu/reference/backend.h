@@ -30,12 +30,13 @@ class ReferenceBackend : public Backend {
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
   std::optional<DType> dense_weights() const override { return DType::f32; }
-  std::uint64_t weight_bytes(std::int64_t outputs, std::int64_t inputs) const override {
-    return static_cast<std::uint64_t>(outputs * inputs) * sizeof(float);
+  WeightFormat weight_format() const override { return DType::f32; }
+  std::uint64_t weight_bytes(const WeightShape& shape) const override {
+    return static_cast<std::uint64_t>(shape.outputs) * shape.format.row_bytes(shape.inputs);
   }
-  std::unique_ptr<Weight> make_weight(std::int64_t outputs, std::int64_t inputs) override;
 
  protected:
+  std::unique_ptr<Weight> take_weight(const WeightShape& shape) override;
   std::byte* take(Tier tier, std::size_t bytes) override { return memory_.take(tier, bytes); }
   void give_back(Tier tier, std::byte* data, std::size_t bytes) noexcept override {
     memory_.give_back(tier, data, bytes);

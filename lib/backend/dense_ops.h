@@ -10,6 +10,7 @@
 #include "lib/sample_token.h"
 #include "sluice/batch.h"
 #include "sluice/types.h"
+#include "sluice/weight_format.h"
 
 namespace sluice {
 
@@ -20,6 +21,24 @@ struct Matrix {
   std::int64_t rows = 0;
   std::int64_t columns = 0;
   std::int64_t stride = 0;
+};
+
+// A matrix of weights to make room for, [outputs, inputs].
+struct WeightShape {
+  std::int64_t outputs = 0;
+  std::int64_t inputs = 0;
+  WeightFormat format;
+  bool operator==(const WeightShape&) const = default;
+};
+
+// Rows of weights on their way into a weight, one after the other.
+struct WeightRows {
+  void* data = nullptr;
+  WeightFormat format;
+  std::int64_t rows = 0;
+  std::int64_t inputs = 0;
+
+  std::size_t bytes() const { return static_cast<std::size_t>(rows) * format.row_bytes(inputs); }
 };
 
 // A matrix of weights in the form that the backend computes with: see Backend::make_weight().
@@ -47,9 +66,9 @@ struct WriteWeightParams {
   Weight* weight = nullptr;
   // `first` and the number of rows are multiples of Backend::weight_rows(), except at the end.
   std::int64_t first = 0;
-  // [., inputs] of any dtype, dense, in host memory that the backend has allocated or registered,
-  // which must not change before the operation is done.
-  Matrix rows;
+  // In elements of any dtype, in host memory that the backend has allocated or registered, which
+  // must not change before the operation is done.
+  WeightRows rows;
 };
 
 // y = x W^T (+ bias), or y += ... when accumulate is set.

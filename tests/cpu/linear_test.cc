@@ -49,8 +49,9 @@ double largest_error(const Case& c, Random& random) {
   CpuBackend backend = backend_of(c.compute, 3, c.stored);
   const auto weight =
       backend.prepare_weight({stored.data(), c.stored, c.outputs, c.inputs, c.inputs});
+  const WeightShape shape = {c.outputs, c.inputs, backend.weight_format()};
   EXPECT_EQ(backend.account(Tier::host).used(),
-            backend.weight_bytes(c.outputs, c.inputs) + backend.product_bytes(c.inputs));
+            backend.weight_bytes(shape) + backend.product_bytes(shape));
   std::vector<float> y = y0;
   backend.products().run({{input.data(), c.compute, c.tokens, c.inputs, c.inputs},
                           weight.get(),
@@ -134,10 +135,10 @@ TEST(Linear, NeverFallsBackToTheReferenceKernel) {
 TEST(Linear, StoresWeightsAsTheyAre) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     CpuBackend backend = backend_of(DType::f32, 2, dtype);
-    EXPECT_EQ(backend.weight_bytes(100, 50), 100u * 50u * 2u) << to_string(dtype);
+    EXPECT_EQ(backend.weight_bytes({100, 50, dtype}), 100u * 50u * 2u) << to_string(dtype);
     EXPECT_EQ(backend.weight_rows(), 1);
   }
-  EXPECT_GE(backend_of(DType::f32, 2).weight_bytes(100, 50), 100u * 50u * 4u);
+  EXPECT_GE(backend_of(DType::f32, 2).weight_bytes({100, 50, DType::f32}), 100u * 50u * 4u);
 }
 
 // A token's answer is the same alone and among a few others, on any number of threads: where
@@ -233,13 +234,13 @@ TEST(Linear, PacksRowsInAnyOrder) {
       SCOPED_TRACE(::testing::Message() << inputs << " x " << outputs);
       std::vector<float> w = random.normal(outputs * inputs);
       const auto whole = backend.prepare_weight({w.data(), DType::f32, outputs, inputs, inputs});
-      const auto parts = backend.make_weight(outputs, inputs);
+      const auto parts = backend.make_weight({outputs, inputs, compute});
       const std::int64_t step = backend.weight_rows() * random.integer(1, 3);
       for (std::int64_t first = (outputs - 1) / step * step; first >= 0; first -= step) {
-        queue->run(WriteWeightParams{parts.get(),
-                                     first,
-                                     {w.data() + first * inputs, DType::f32,
-                                      std::min(step, outputs - first), inputs, inputs}});
+        queue->run(WriteWeightParams{
+            parts.get(),
+            first,
+            {w.data() + first * inputs, DType::f32, std::min(step, outputs - first), inputs}});
       }
       std::vector<std::byte> x(static_cast<std::size_t>(inputs) * size_of(compute));
       convert(random.normal(inputs).data(), DType::f32, x.data(), compute, inputs);
@@ -272,7 +273,7 @@ TEST(Linear, PacksAlikeOnMachinesWithManyCores) {
         for (const std::int64_t inputs : {1, 30, 65, 384}) {
           auto weight = backend.prepare_weight(
               {const_cast<float*>(w.data()), DType::f32, outputs, inputs, inputs});
-          EXPECT_EQ(account.used(), backend.weight_bytes(outputs, inputs));
+          EXPECT_EQ(account.used(), backend.weight_bytes({outputs, inputs, compute}));
           weight.reset();
           EXPECT_EQ(account.used(), 0u) << team << ' ' << outputs << ' ' << inputs;
         }

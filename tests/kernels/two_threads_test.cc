@@ -32,7 +32,7 @@ void multiply(std::int64_t inputs, std::barrier<>& start) {
   constexpr std::int64_t kOutputs = 256;
   testing::Device device(make_cuda_backend({}));
   const DType dtype = device.info().compute_dtype;
-  const auto weight = device.backend->make_weight(kOutputs, inputs);
+  const auto weight = device.backend->make_weight({kOutputs, inputs, dtype});
   const Buffer x = device.allocate(Tier::device, static_cast<std::size_t>(inputs) * size_of(dtype));
   const Buffer y = device.allocate(Tier::device, kOutputs * sizeof(float));
   start.arrive_and_wait();

@@ -107,7 +107,8 @@ class LoaderParity : public ::testing::TestWithParam<NamedBackend> {
     for (std::int64_t parts = random_.integer(1, 3); parts > 0; --parts) {
       add_part(c, file, 8 * random_.integer(1, 40), stored);
     }
-    c.weight = device_->backend->make_weight(c.group.rows(), c.group.columns);
+    c.weight = device_->backend->make_weight(
+        {c.group.rows(), c.group.columns, device_->backend->weight_format()});
     const std::optional<DType> dense = device_->backend->dense_weights();
     c.expected = rounded(c.expected, dense.value_or(device_->info().compute_dtype));
     return c;
@@ -267,8 +268,9 @@ TEST_P(LoaderParity, HoldsTiedEmbeddingsOnceWhereItCan) {
   Backend& backend = *device_->backend;
   const MemoryAccount& account = backend.account(backend.info().compute_tier);
   const std::uint64_t before = account.used();
-  const ModelWeights weights = load_weights(checkpoint, backend, 2, {});
-  EXPECT_EQ(account.used() - before, weight_sizes(checkpoint, backend, 2).total);
+  const ModelWeights weights = load_weights(checkpoint, backend, backend.weight_format(), 2, {});
+  EXPECT_EQ(account.used() - before,
+            weight_sizes(checkpoint, backend, backend.weight_format(), 2).total);
   const bool is_once = backend.dense_weights() == checkpoint.dtype();
   EXPECT_EQ(weights.embedding.bytes() == 0, is_once);
   EXPECT_EQ(weights.table.data == weights.lm_head->dense_rows().data, is_once);

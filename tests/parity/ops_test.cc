@@ -12,6 +12,7 @@
 #include "tests/support/backends.h"
 #include "tests/support/device.h"
 #include "tests/support/elements.h"
+#include "tests/support/expect.h"
 #include "tests/support/random.h"
 
 namespace sluice {
@@ -125,7 +126,8 @@ TEST_P(OpsParity, WriteWeightTakesPiecesOfAnyDtypeFromSeveralQueues) {
     const std::vector<std::byte> bytes = encoded(w, dtype);
     const Buffer host = backend_->allocate(Tier::host, bytes.size());
     std::copy(bytes.begin(), bytes.end(), host.data());
-    const std::unique_ptr<Weight> weight = backend_->backend->make_weight(outputs, kInputs);
+    const std::unique_ptr<Weight> weight =
+        backend_->backend->make_weight({outputs, kInputs, backend_->backend->weight_format()});
     const std::unique_ptr<Queue> other = backend_->backend->make_queue({.computes = false});
     const std::int64_t step = std::max<std::int64_t>(block, 16);
     for (std::int64_t first = 0; first < outputs; first += step) {
@@ -133,7 +135,7 @@ TEST_P(OpsParity, WriteWeightTakesPiecesOfAnyDtypeFromSeveralQueues) {
       std::byte* const from =
           host.data() + static_cast<std::size_t>(first * kInputs) * size_of(dtype);
       queue.run(WriteWeightParams{
-          weight.get(), first, {from, dtype, std::min(step, outputs - first), kInputs, kInputs}});
+          weight.get(), first, {from, dtype, std::min(step, outputs - first), kInputs}});
     }
     other->synchronize();
     const Buffer y = zeros(static_cast<std::size_t>(outputs * kInputs), DType::f32);
@@ -148,6 +150,22 @@ TEST_P(OpsParity, WriteWeightTakesPiecesOfAnyDtypeFromSeveralQueues) {
       ASSERT_EQ(actual[i], expected[output * kInputs + i / static_cast<std::size_t>(outputs)]) << i;
     }
   }
+}
+
+TEST_P(OpsParity, MakeWeightRefusesAFormatThatIsNotStored) {
+  Backend& backend = *backend_->backend;
+  const std::uint64_t before = backend.account(backend.info().compute_tier).used();
+  int refused = 0;
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    if (backend.stores(dtype)) continue;
+    ++refused;
+    testing::expect_error(ErrorCode::unsupported,
+                          "does not store weights in " + std::string(to_string(dtype)), [&] {
+                            static_cast<void>(backend.make_weight({64, 64, dtype}));
+                          });
+  }
+  EXPECT_EQ(refused, 2);
+  EXPECT_EQ(backend.account(backend.info().compute_tier).used(), before);
 }
 
 // What a chain computes, and how far off it may be.
