@@ -3,24 +3,49 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "sluice/dtype.h"
 
 namespace sluice {
 
+// A coded weight is a small integer; kWeightGroup weights that follow each other in a row share a
+// scale. lib/weight_code.h has the bytes.
+enum class WeightCode : std::uint8_t {
+  elements,  // not coded: numbers of a DType
+  int8,      // scale * code + offset, 9 bits per weight with the group's scale and offset
+  int4,      // scale * one of 16 levels, 4.5 bits
+};
+
+inline constexpr std::int64_t kWeightGroup = 32;
+
 // The rows [inputs] of a matrix, one after the other. Code that moves rows asks for row_bytes()
 // alone. Separate from DType, the element type of arrays, because weights may be stored in a form
 // that no array has.
 struct WeightFormat {
-  DType element = DType::bf16;
+  WeightCode code = WeightCode::elements;
+  DType element = DType::bf16;  // of elements
 
   constexpr WeightFormat() = default;
   constexpr WeightFormat(DType type) : element(type) {}  // NOLINT(google-explicit-constructor)
+  constexpr WeightFormat(WeightCode coding)
+      : code(coding) {}  // NOLINT(google-explicit-constructor)
   constexpr bool operator==(const WeightFormat&) const = default;
 
+  constexpr bool is_coded() const { return code != WeightCode::elements; }
+  // Returns true if rows may have so many inputs: coded ones consist of whole groups.
+  constexpr bool fits(std::int64_t inputs) const {
+    return !is_coded() || inputs % kWeightGroup == 0;
+  }
   constexpr std::size_t row_bytes(std::int64_t inputs) const {
-    return static_cast<std::size_t>(inputs) * size_of(element);
+    const auto count = static_cast<std::size_t>(inputs);
+    const std::size_t groups = count / static_cast<std::size_t>(kWeightGroup);
+    if (code == WeightCode::int8) return count + groups * 4;
+    if (code == WeightCode::int4) return count / 2 + groups * 2;
+    return count * size_of(element);
   }
 };
+
+std::string to_string(const WeightFormat& format);
 
 }  // namespace sluice
