@@ -36,6 +36,9 @@ class CpuBackend : public Backend {
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
 
   WeightFormat weight_format() const override { return linear_.format(); }
+  bool stores(const WeightFormat& format) const override {
+    return format.is_coded() || format == weight_format();
+  }
   std::uint64_t weight_bytes(const WeightShape& shape) const override {
     return linear_.packed_bytes(shape);
   }
@@ -43,7 +46,9 @@ class CpuBackend : public Backend {
     return linear_.widened_bytes(shape);
   }
   std::optional<DType> dense_weights() const override { return linear_.dense_dtype(); }
-  std::int64_t weight_rows() const override { return linear_.block_outputs(); }
+  std::int64_t weight_rows(const WeightFormat& format) const override {
+    return linear_.block_outputs(format);
+  }
 
   // Used by the queues.
   Threads& threads() { return threads_; }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "lib/check.h"
+#include "lib/weight_code.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -40,21 +41,39 @@ Buffer Memory::allocate(Tier tier, std::size_t bytes) {
 }
 
 std::unique_ptr<Weight> Backend::make_weight(const WeightShape& shape) {
-  if (stores(shape.format)) return take_weight(shape);
-  throw Error(ErrorCode::unsupported, "device " + info().name + " does not store weights in " +
-                                          std::string(to_string(shape.format.element)));
+  require_format(shape);
+  return take_weight(shape);
+}
+
+void Backend::require_format(const WeightShape& shape) const {
+  const std::string name = to_string(shape.format);
+  if (!stores(shape.format)) {
+    throw Error(ErrorCode::unsupported,
+                "device " + info().name + " does not store weights in " + name + " (`weights`)");
+  }
+  if (shape.format.fits(shape.inputs)) return;
+  throw Error(ErrorCode::unsupported,
+              name + " weights come in groups of " + std::to_string(kWeightGroup) +
+                  ", which do not divide the " + std::to_string(shape.inputs) +
+                  " inputs of a matrix of this model (`weights`)");
 }
 
 std::unique_ptr<Weight> Backend::prepare_weight(const Matrix& host, const WeightFormat& format) {
   check(host.stride == host.columns, "weights without dense rows");
-  const std::size_t bytes =
-      static_cast<std::size_t>(host.rows * host.columns) * size_of(host.dtype);
+  require_format({host.rows, host.columns, format});
+  WeightRows rows = {nullptr, host.dtype, host.rows, host.columns};
+  const std::size_t bytes = rows.bytes();
   const Buffer staging = allocate(Tier::host, bytes);
   std::memcpy(staging.data(), host.data, bytes);
+  rows.data = staging.data();
+  if (format.is_coded()) {
+    const Buffer scratch =
+        allocate(Tier::host, static_cast<std::size_t>(host.columns) * sizeof(float));
+    rows = encode_rows(rows, format, scratch.floats());
+  }
   std::unique_ptr<Weight> weight = make_weight({host.rows, host.columns, format});
   const std::unique_ptr<Queue> queue = make_queue({.computes = false});
-  queue->run(
-      WriteWeightParams{weight.get(), 0, {staging.data(), host.dtype, host.rows, host.columns}});
+  queue->run(WriteWeightParams{weight.get(), 0, rows});
   queue->synchronize();
   return weight;
 }

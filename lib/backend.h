@@ -96,12 +96,16 @@ class Backend : public Memory {
   // The bytes that it charges besides, once: the most that any of its weights asks for.
   virtual std::uint64_t product_bytes(const WeightShape& /*shape*/) const { return 0; }
   // Memory of the compute tier for a matrix of weights, which WriteWeightParams fill. Throws
-  // Error{memory} as allocate() does, Error{unsupported} for a format that it does not store.
+  // Error{memory} as allocate() does, and what require_format() throws.
   std::unique_ptr<Weight> make_weight(const WeightShape& shape);
+  // Throws Error{unsupported} for a format that the backend does not store, or whose groups do not
+  // divide the inputs.
+  void require_format(const WeightShape& shape) const;
   // What weights are stored in, if as dense rows: such a one can also be a table for embed().
   virtual std::optional<DType> dense_weights() const { return std::nullopt; }
-  // Rows of a weight are written from a multiple of it on: so many share their place in memory.
-  virtual std::int64_t weight_rows() const { return 1; }
+  // Rows of such a weight are written from a multiple of it on, because they share their place in
+  // memory.
+  virtual std::int64_t weight_rows(const WeightFormat& /*format*/) const { return 1; }
   // A weight with the rows of `host` [outputs, inputs], host memory of any dtype, dense rows. For
   // weights that are in memory anyway: one copy of them is charged while this runs.
   std::unique_ptr<Weight> prepare_weight(const Matrix& host, const WeightFormat& format);

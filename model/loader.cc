@@ -11,6 +11,7 @@
 
 #include "lib/bytes.h"
 #include "lib/process_limits.h"
+#include "lib/weight_code.h"
 
 namespace sluice {
 namespace {
@@ -51,6 +52,15 @@ class Pieces {
 
   const std::vector<Piece>& all() const { return all_; }
 
+  // Bytes in which a reader codes rows.
+  std::uint64_t coding_bytes() const {
+    std::int64_t most = 0;
+    for (const Piece& piece : all_) {
+      if (piece.place->format.is_coded()) most = std::max(most, piece.columns());
+    }
+    return static_cast<std::uint64_t>(most) * sizeof(float);
+  }
+
   // Bytes of the largest piece.
   std::uint64_t most_bytes() const {
     std::uint64_t most = 0;
@@ -72,7 +82,8 @@ class Pieces {
 
   // Adds the pieces that make up `whole`, which may be of any length.
   void divide(const Piece& whole) {
-    const std::int64_t block = whole.place->group->columns > 0 ? backend_->weight_rows() : 1;
+    const std::int64_t block =
+        whole.place->group->columns > 0 ? backend_->weight_rows(whole.place->format) : 1;
     const auto block_bytes = static_cast<std::int64_t>(whole.bytes_of(block));
     const std::int64_t most = std::max<std::int64_t>(bytes_ / block_bytes, 1) * block;
     const std::int64_t end = whole.first + whole.rows;
@@ -92,22 +103,27 @@ class Pieces {
 // A thread reads into one slot while another is copied from.
 std::size_t slot_count(const Backend& backend) { return backend.info().synchronous ? 1 : 2; }
 
-// Bytes of one thread's slots.
+// Bytes of a slot.
+std::size_t slot_bytes(const Pieces& pieces) {
+  return round_up(pieces.most_bytes(), kSlotAlignment);
+}
+
+// Bytes of one thread's slots, and of its scratch after them.
 std::size_t staging_bytes(const Pieces& pieces, const Backend& backend) {
-  return round_up(pieces.most_bytes(), kSlotAlignment) * slot_count(backend);
+  return slot_bytes(pieces) * slot_count(backend) + round_up(pieces.coding_bytes(), kSlotAlignment);
 }
 
 // Moves pieces from the files to their places; one per thread.
 class Reader {
  public:
-  // `staging`: host memory for all slots.
-  Reader(const Checkpoint& checkpoint, Backend& backend, std::span<std::byte> staging)
+  // `staging`: host memory of staging_bytes().
+  Reader(const Checkpoint& checkpoint, Backend& backend, const Pieces& pieces, std::byte* staging)
       : checkpoint_(&checkpoint) {
-    const std::size_t slots = slot_count(backend);
-    const std::size_t bytes = staging.size() / slots;
-    for (std::size_t i = 0; i < slots; ++i) {
-      slots_.push_back({staging.data() + i * bytes, backend.make_queue({.computes = false})});
+    const std::size_t bytes = slot_bytes(pieces);
+    for (std::size_t i = 0; i < slot_count(backend); ++i, staging += bytes) {
+      slots_.push_back({staging, backend.make_queue({.computes = false})});
     }
+    coding_ = reinterpret_cast<float*>(staging);
   }
 
   void take(const Piece& piece) {
@@ -143,28 +159,31 @@ class Reader {
     }
   }
 
-  static void send(const Piece& piece, const Slot& slot) {
+  void send(const Piece& piece, const Slot& slot) const {
     const TensorPlace& place = *piece.place;
     const std::int64_t columns = piece.columns();
     if (place.weight != nullptr) {
-      const WeightRows rows = {slot.staging, piece.dtype, piece.rows, columns};
+      WeightRows rows = {slot.staging, piece.dtype, piece.rows, columns};
+      if (place.format.is_coded()) rows = encode_rows(rows, place.format, coding_);
       slot.queue->run(WriteWeightParams{place.weight, piece.first, rows});
       return;
     }
+    const DType dtype = place.format.element;
     std::byte* const to =
-        place.memory + static_cast<std::size_t>(piece.first * columns) * size_of(place.dtype);
-    if (piece.dtype == place.dtype) {
+        place.memory + static_cast<std::size_t>(piece.first * columns) * size_of(dtype);
+    if (piece.dtype == dtype) {
       const CopyOp op = {to, slot.staging, piece.bytes()};
       slot.queue->copy({&op, 1});
     } else {
       const std::int64_t count = piece.rows * columns;
-      slot.queue->run(CastParams{{slot.staging, piece.dtype, 1, count, count},
-                                 {to, place.dtype, 1, count, count}});
+      slot.queue->run(
+          CastParams{{slot.staging, piece.dtype, 1, count, count}, {to, dtype, 1, count, count}});
     }
   }
 
   const Checkpoint* checkpoint_;
   std::vector<Slot> slots_;
+  float* coding_ = nullptr;  // a row that is being coded
   std::size_t turn_ = 0;
 };
 
@@ -217,7 +236,7 @@ void read_tensors(const Checkpoint& checkpoint, Backend& backend,
   const Buffer staging = backend.allocate(Tier::host, readers * bytes);
   std::vector<Reader> all;
   for (std::size_t i = 0; i < readers; ++i) {
-    all.emplace_back(checkpoint, backend, std::span(staging.data() + i * bytes, bytes));
+    all.emplace_back(checkpoint, backend, pieces, staging.data() + i * bytes);
   }
   std::atomic<std::size_t> next = 0;
   const auto work = [&](std::size_t reader) {

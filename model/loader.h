@@ -12,13 +12,13 @@
 
 namespace sluice {
 
-// Destination of a group's rows: a weight, or else memory of the compute tier, contiguous in
-// `dtype`.
+// Destination of a group's rows: a weight of `format`, or else memory of the compute tier,
+// contiguous elements in `format`.
 struct TensorPlace {
   const TensorGroup* group = nullptr;
   Weight* weight = nullptr;
   std::byte* memory = nullptr;
-  DType dtype = DType::f32;
+  WeightFormat format = DType::f32;
 };
 
 // Number of threads that read, at most `threads` (0: as many as can run at the same time) and at

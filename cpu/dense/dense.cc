@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/dense/coded_linear.h"
 #include "cpu/runtime/elementwise.h"
 #include "lib/check.h"
 
@@ -23,12 +24,17 @@ void for_rows(std::int64_t rows, std::int64_t columns, Threads& threads, const a
 
 void embed(const EmbedParams& p) {
   check(p.y.dtype == DType::f32, "embed: output must be f32");
+  const auto* const coded = dynamic_cast<const CodedWeight*>(p.coded);
+  check((coded != nullptr) == (p.coded != nullptr), "embed: a weight of another backend");
+  const std::int64_t rows = coded != nullptr ? coded->outputs() : p.table.rows;
   for (std::int64_t i = 0; i < p.y.rows; ++i) {
     std::byte* const to = row_of(p.y, i);
-    if (p.ids[i] >= 0 && p.ids[i] < p.table.rows) {
-      convert(row_of(p.table, p.ids[i]), p.table.dtype, to, DType::f32, p.table.columns);
+    if (p.ids[i] < 0 || p.ids[i] >= rows) {
+      std::memset(to, 0, static_cast<std::size_t>(p.y.columns) * sizeof(float));
+    } else if (coded != nullptr) {
+      unpack_row(coded->matrix(), p.ids[i], reinterpret_cast<float*>(to));
     } else {
-      std::memset(to, 0, static_cast<std::size_t>(p.table.columns) * sizeof(float));
+      convert(row_of(p.table, p.ids[i]), p.table.dtype, to, DType::f32, p.table.columns);
     }
   }
 }

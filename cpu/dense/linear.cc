@@ -4,6 +4,7 @@
 #include <bit>
 #include <vector>
 
+#include "cpu/dense/coded_linear.h"
 #include "cpu/dense/half_weights.h"
 #include "cpu/dense/onednn.h"
 #include "cpu/dense/pair_weights.h"
@@ -82,13 +83,16 @@ struct Linear::Impl {
   DType compute;
   DType stored;
   OneDnn onednn;
+  CodedLinear coded;
   MultiplyPairs multiply_pairs;
 
   Impl(Threads& pool, DType compute_dtype, DType stored_dtype)
       : threads(pool),
         compute(compute_dtype),
         stored(stored_dtype),
-        onednn(compute_dtype, stored_dtype == compute_dtype),
+        onednn(compute_dtype,
+               stored_dtype == compute_dtype ? OneDnn::Weights::packed : OneDnn::Weights::rows),
+        coded(pool, compute_dtype),
         multiply_pairs(stored_dtype == DType::bf16 ? pair_multiplier() : nullptr) {
     check(!widens() || compute == DType::f32, "linear: weights of a dtype to compute with in f32");
   }
@@ -257,11 +261,13 @@ Linear::~Linear() = default;
 WeightFormat Linear::format() const { return impl_->stored; }
 
 std::uint64_t Linear::packed_bytes(const WeightShape& shape) const {
+  if (shape.format.is_coded()) return CodedLinear::bytes(shape);
   if (!impl_->widens()) return impl_->onednn.packed_bytes(shape.outputs, shape.inputs);
   return static_cast<std::uint64_t>(shape.outputs) * shape.format.row_bytes(shape.inputs);
 }
 
 std::uint64_t Linear::widened_bytes(const WeightShape& shape) const {
+  if (shape.format.is_coded()) return impl_->coded.widened_bytes(shape);
   if (!impl_->widens()) return 0;
   const std::int64_t inputs = shape.inputs;
   const std::int64_t floats = Impl::widened_outputs(inputs) * inputs * impl_->threads.count();
@@ -271,6 +277,7 @@ std::uint64_t Linear::widened_bytes(const WeightShape& shape) const {
 // Scratch for the longest pieces of divide_blocks(), or of divide_tokens() and divide_outputs().
 std::uint64_t Linear::scratch_bytes(const WeightShape& shape) const {
   const Impl& impl = *impl_;
+  if (shape.format.is_coded()) return impl.coded.scratch_bytes(shape);
   const auto [outputs, inputs, format] = shape;
   const std::int64_t threads = impl.threads.count();
   if (impl.widens()) {
@@ -291,15 +298,22 @@ std::optional<DType> Linear::dense_dtype() const {
 }
 
 std::unique_ptr<Weight> Linear::make_weight(const WeightShape& shape, Buffer memory) const {
+  if (shape.format.is_coded()) return std::make_unique<CodedWeight>(shape, std::move(memory));
   return std::make_unique<PackedWeight>(shape.outputs, shape.inputs, std::move(memory),
                                         dense_dtype());
 }
 
-std::int64_t Linear::block_outputs() const { return impl_->onednn.block(); }
+std::int64_t Linear::block_outputs(const WeightFormat& format) const {
+  return format.is_coded() ? kCodedBlock : impl_->onednn.block();
+}
 
 void Linear::write(const WriteWeightParams& p) {
+  if (const auto* coded = dynamic_cast<const CodedWeight*>(p.weight)) {
+    return CodedLinear::write(*coded, p.first, p.rows);
+  }
   auto& packed = dynamic_cast<PackedWeight&>(*p.weight);
   const WeightRows& rows = p.rows;
+  check(!rows.format.is_coded(), "write_weight: coded rows of a weight that is not");
   const DType dtype = rows.format.element;
   const std::int64_t first = p.first;
   const std::int64_t block = impl_->onednn.block();
@@ -331,12 +345,14 @@ void Linear::write(const WriteWeightParams& p) {
 }
 
 void Linear::run(const LinearParams& p) {
-  const auto* weight = dynamic_cast<const PackedWeight*>(p.weight);
-  check(weight != nullptr, "a weight of another backend");
+  const Weight& of = *p.weight;
   check(p.x.dtype == impl_->compute && p.y.dtype == DType::f32, "linear: wrong dtypes");
-  check(p.x.columns == weight->inputs() && p.y.columns == weight->outputs() && p.x.rows == p.y.rows,
+  check(p.x.columns == of.inputs() && p.y.columns == of.outputs() && p.x.rows == p.y.rows,
         "linear: shapes disagree");
   check(p.x.stride == p.x.columns && p.y.stride == p.y.columns, "linear: rows are not dense");
+  if (const auto* coded = dynamic_cast<const CodedWeight*>(&of)) return impl_->coded.run(p, *coded);
+  const auto* weight = dynamic_cast<const PackedWeight*>(&of);
+  check(weight != nullptr, "a weight of another backend");
   impl_->run(p, *weight);
 }
 

@@ -42,7 +42,7 @@ class Linear {
   // may write rows of one weight at a time.
   void write(const WriteWeightParams& params);
   // Outputs that are packed together.
-  std::int64_t block_outputs() const;
+  std::int64_t block_outputs(const WeightFormat& format) const;
 
   // x and y have dense rows.
   void run(const LinearParams& params);

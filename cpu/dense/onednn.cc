@@ -73,8 +73,9 @@ float* results_of(std::size_t floats) {
 
 }  // namespace
 
-OneDnn::OneDnn(DType compute, bool packs) : compute_(compute) {
-  if (packs && is_consecutive()) return;
+OneDnn::OneDnn(DType compute, Weights weights) : compute_(compute), weights_(weights) {
+  if (weights == Weights::packed && is_consecutive()) return;
+  if (weights == Weights::packed) weights_ = Weights::rows;
   block_ = 1;
   packings_.clear();
 }
@@ -94,7 +95,9 @@ std::string OneDnn::kernel_name(std::int64_t tokens, std::int64_t inputs,
 
 // Versions 2 and 3 of oneDNN differ in how a matmul is described.
 dnnl::matmul::primitive_desc OneDnn::describe(const Shape& shape) const {
-  const memory::format_tag layout = block_ == 1 ? kPlain : memory::format_tag::any;
+  const memory::format_tag layout = weights_ == Weights::packed ? memory::format_tag::any
+                                    : weights_ == Weights::rows ? kPlain
+                                                                : memory::format_tag::ab;
   const SingleThreadedOpenMp single_threaded;
   dnnl::primitive_attr attributes;
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);

@@ -23,7 +23,7 @@ struct Product {
   std::int64_t outputs = 0;
   std::int64_t y_stride = 0;     // floats from token to token
   std::byte* x = nullptr;        // [tokens, inputs], compute dtype
-  std::byte* weights = nullptr;  // of the outputs, packed or, if block() is 1, [outputs, inputs]
+  std::byte* weights = nullptr;  // of the outputs, as OneDnn::Weights says
   const float* bias = nullptr;   // [outputs] or null
   float* y = nullptr;            // [tokens, outputs]
   bool accumulate = false;
@@ -33,9 +33,12 @@ class OneDnn {
  public:
   // Products of x and weights in `compute`, bf16 or f32. Weights are packed if `packs` is set and
   // oneDNN's layout stores blocks of outputs consecutively.
-  OneDnn(DType compute, bool packs);
+  enum class Weights { packed, rows, columns };
 
-  // Outputs that are packed together; 1 if weights stay dense rows.
+  // Products of x and weights in `compute`, bf16 or f32.
+  OneDnn(DType compute, Weights weights);
+
+  // Outputs that are packed together; 1 if weights are not packed.
   std::int64_t block() const { return block_; }
   std::uint64_t packed_bytes(std::int64_t outputs, std::int64_t inputs) const;
   // Packs dense rows in the compute dtype: one block; the last block may be short.
@@ -90,6 +93,7 @@ class OneDnn {
   void multiply_dense(const Product& product);
 
   DType compute_;
+  Weights weights_;
   dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
   std::int64_t block_ = kBlockOutputs;
   std::mutex mutex_;  // guards the maps

@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "cpu/attention/attention.h"
 #include "cpu/reference/attention.h"
@@ -13,6 +14,7 @@
 #include "cpu/reference/selection.h"
 #include "lib/check.h"
 #include "lib/read_heads.h"
+#include "lib/weight_code.h"
 #include "sluice/errors.h"
 
 namespace sluice::cpu {
@@ -20,18 +22,32 @@ namespace {
 
 class ReferenceWeight : public Weight {
  public:
-  ReferenceWeight(Buffer values, std::int64_t outputs, std::int64_t inputs)
-      : values_(std::move(values)), outputs_(outputs), inputs_(inputs) {}
-  std::int64_t outputs() const override { return outputs_; }
-  std::int64_t inputs() const override { return inputs_; }
-  Matrix dense_rows() const override { return {values(), DType::f32, outputs_, inputs_, inputs_}; }
-  float* values() const { return values_.floats(); }
+  ReferenceWeight(Buffer rows, const WeightShape& shape) : rows_(std::move(rows)), shape_(shape) {}
+  std::int64_t outputs() const override { return shape_.outputs; }
+  std::int64_t inputs() const override { return shape_.inputs; }
+  Matrix dense_rows() const override {
+    if (format().is_coded()) return {};
+    return {rows_.data(), DType::f32, shape_.outputs, shape_.inputs, shape_.inputs};
+  }
+  const WeightFormat& format() const { return shape_.format; }
+  std::byte* row(std::int64_t index) const {
+    return rows_.data() + static_cast<std::size_t>(index) * format().row_bytes(shape_.inputs);
+  }
 
  private:
-  Buffer values_;  // [outputs, inputs]
-  std::int64_t outputs_;
-  std::int64_t inputs_;
+  Buffer rows_;  // [outputs], of f32 elements or coded
+  WeightShape shape_;
 };
+
+// A coded weight as floats [outputs, inputs].
+std::vector<float> decoded(const ReferenceWeight& weight) {
+  const std::int64_t inputs = weight.inputs();
+  std::vector<float> values(static_cast<std::size_t>(weight.outputs() * inputs));
+  for (std::int64_t row = 0; row < weight.outputs(); ++row) {
+    decode_row(weight.row(row), weight.format(), inputs, values.data() + row * inputs);
+  }
+  return values;
+}
 
 }  // namespace
 
@@ -45,7 +61,7 @@ ReferenceBackend::ReferenceBackend(std::uint64_t device_cap, std::uint64_t host_
 
 std::unique_ptr<Weight> ReferenceBackend::take_weight(const WeightShape& shape) {
   return std::make_unique<ReferenceWeight>(allocate(info_.compute_tier, weight_bytes(shape)),
-                                           shape.outputs, shape.inputs);
+                                           shape);
 }
 
 std::unique_ptr<Queue> ReferenceBackend::make_queue(const QueueOptions& options) {
@@ -63,10 +79,12 @@ struct ReferenceExecute {
     for (const CopyOp& op : p->ops) std::memcpy(op.to, op.from, op.bytes);
   }
 
-  void operator()(const EmbedParams* p) const { reference_embed(*p); }
+  void operator()(const EmbedParams* p) const { embed(*p); }
   void operator()(const WriteWeightParams* p) const { write_weight(*p); }
   void operator()(const LinearParams* p) const {
-    reference_linear(*p, static_cast<const ReferenceWeight*>(p->weight)->values());
+    const auto& weight = static_cast<const ReferenceWeight&>(*p->weight);
+    if (weight.format().is_coded()) return reference_linear(*p, decoded(weight).data());
+    reference_linear(*p, reinterpret_cast<const float*>(weight.row(0)));
   }
   void operator()(const LinearChain* p) const { run_one_by_one(queue, *p); }
   void operator()(const RmsNormParams* p) const { reference_rms_norm(*p); }
@@ -116,12 +134,26 @@ struct ReferenceExecute {
   void operator()(const MergePartialsParams* p) const { reference::merge_partials(*p); }
 
  private:
+  static void embed(const EmbedParams& p) {
+    if (p.coded == nullptr) return reference_embed(p);
+    const auto& weight = static_cast<const ReferenceWeight&>(*p.coded);
+    std::vector<float> values = decoded(weight);
+    EmbedParams dense = p;
+    dense.table = {values.data(), DType::f32, weight.outputs(), weight.inputs(), weight.inputs()};
+    reference_embed(dense);
+  }
   static void write_weight(const WriteWeightParams& p) {
-    Weight& weight = *p.weight;
+    const auto& weight = static_cast<const ReferenceWeight&>(*p.weight);
     check(p.first + p.rows.rows <= weight.outputs() && p.rows.inputs == weight.inputs(),
           "write_weight: shapes disagree");
-    float* const to = static_cast<ReferenceWeight&>(weight).values() + p.first * weight.inputs();
+    std::byte* const to = weight.row(p.first);
     const WeightRows& from = p.rows;
+    check(from.format.is_coded() ? from.format == weight.format() : !weight.format().is_coded(),
+          "write_weight: formats disagree");
+    if (from.format.is_coded()) {
+      std::memcpy(to, from.data, from.bytes());
+      return;
+    }
     reference_cast({{from.data, from.format.element, from.rows, from.inputs, from.inputs},
                     {to, DType::f32, from.rows, from.inputs, from.inputs}});
   }

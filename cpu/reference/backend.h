@@ -31,6 +31,9 @@ class ReferenceBackend : public Backend {
 
   std::optional<DType> dense_weights() const override { return DType::f32; }
   WeightFormat weight_format() const override { return DType::f32; }
+  bool stores(const WeightFormat& format) const override {
+    return format.is_coded() || format == weight_format();
+  }
   std::uint64_t weight_bytes(const WeightShape& shape) const override {
     return static_cast<std::uint64_t>(shape.outputs) * shape.format.row_bytes(shape.inputs);
   }

@@ -167,12 +167,14 @@ __global__ void bias_kernel(const float* bias, float* y, std::int64_t stride, st
 }  // namespace
 
 void embed(const EmbedParams& p, const Launch& launch) {
-  const auto& [table, ids, y] = p;
+  const Matrix& table = p.table;
+  const Matrix& y = p.y;
+  check(p.coded == nullptr, "embed: coded weights on a GPU");
   check(y.dtype == DType::f32, "embed: output must be f32");
   dispatch(table.dtype, [&](auto element) {
     using T = decltype(element);
     launch_early("embed", embed_kernel<T>, dim3(static_cast<unsigned>(y.rows)), kThreads, 0, launch,
-                 static_cast<const T*>(table.data), table.rows, table.stride, ids,
+                 static_cast<const T*>(table.data), table.rows, table.stride, p.ids,
                  static_cast<float*>(y.data), y.stride, table.columns);
   });
 }

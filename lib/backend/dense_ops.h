@@ -55,9 +55,10 @@ class Weight {
 // y[i] = table[ids[i]]. A row is zero if the table has none for its id.
 struct EmbedParams {
   static constexpr OperationLabel kLabel = {"embed", TraceKind::dense};
-  Matrix table;                  // [vocabulary, columns], in its own dtype
-  const TokenId* ids = nullptr;  // [y.rows]
-  Matrix y;                      // [tokens, columns], f32
+  Matrix table;                   // [vocabulary, columns], in its own dtype
+  const TokenId* ids = nullptr;   // [y.rows]
+  Matrix y;                       // [tokens, columns], f32
+  const Weight* coded = nullptr;  // the table, if it is a coded weight; `table` has no data then
 };
 
 // Rows [first, first + rows.rows) of a weight. Several queues may write rows of one weight at once.
@@ -66,8 +67,8 @@ struct WriteWeightParams {
   Weight* weight = nullptr;
   // `first` and the number of rows are multiples of Backend::weight_rows(), except at the end.
   std::int64_t first = 0;
-  // In elements of any dtype, in host memory that the backend has allocated or registered, which
-  // must not change before the operation is done.
+  // Coded as the weight is, else in elements of any dtype; in host memory that the backend has
+  // allocated or registered, which must not change before the operation is done.
   WeightRows rows;
 };
 

@@ -136,7 +136,7 @@ TEST(Linear, StoresWeightsAsTheyAre) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     CpuBackend backend = backend_of(DType::f32, 2, dtype);
     EXPECT_EQ(backend.weight_bytes({100, 50, dtype}), 100u * 50u * 2u) << to_string(dtype);
-    EXPECT_EQ(backend.weight_rows(), 1);
+    EXPECT_EQ(backend.weight_rows(backend.weight_format()), 1);
   }
   EXPECT_GE(backend_of(DType::f32, 2).weight_bytes({100, 50, DType::f32}), 100u * 50u * 4u);
 }
@@ -235,7 +235,7 @@ TEST(Linear, PacksRowsInAnyOrder) {
       std::vector<float> w = random.normal(outputs * inputs);
       const auto whole = backend.prepare_weight({w.data(), DType::f32, outputs, inputs, inputs});
       const auto parts = backend.make_weight({outputs, inputs, compute});
-      const std::int64_t step = backend.weight_rows() * random.integer(1, 3);
+      const std::int64_t step = backend.weight_rows(backend.weight_format()) * random.integer(1, 3);
       for (std::int64_t first = (outputs - 1) / step * step; first >= 0; first -= step) {
         queue->run(WriteWeightParams{
             parts.get(),

@@ -116,7 +116,7 @@ TEST_P(OpsParity, LinearMultipliesAddsBiasAndAccumulates) {
 // with unit vectors are the weights themselves.
 TEST_P(OpsParity, WriteWeightTakesPiecesOfAnyDtypeFromSeveralQueues) {
   constexpr std::int64_t kInputs = 96;
-  const std::int64_t block = backend_->backend->weight_rows();
+  const std::int64_t block = backend_->backend->weight_rows(backend_->backend->weight_format());
   const std::int64_t outputs = 5 * std::max<std::int64_t>(block, 16) + 8;
   std::vector<float> units(kInputs * kInputs);
   for (std::size_t i = 0; i < kInputs; ++i) units[i * kInputs + i] = 1.0f;

@@ -30,6 +30,7 @@
 #include "sluice/tokenizer.h"
 #include "sluice/trace.h"
 #include "sluice/types.h"
+#include "sluice/weight_format.h"
 
 namespace sluice {
 
@@ -48,6 +49,11 @@ struct EngineConfig {
   // The dtype of matrix products. Unset: on a CPU bf16 for a bf16 checkpoint if the processor is
   // fast at it, else f32, which is exact; on a GPU the checkpoint's dtype.
   std::optional<DType> compute;
+  // The code of matrices, int8 (9 bits per weight) or int4 (4.5, but Q, K and V in int8), made from
+  // the checkpoint's elements while loading; norms and biases stay f32. Unset: elements. On a GPU
+  // only elements, else Engine::open() throws Error{unsupported}, as it does if a matrix has inputs
+  // that groups of 32 do not divide.
+  std::optional<WeightFormat> weights;
   // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
   // GPU it also covers weights and activations. Without it the CPU attends rows in host memory,
   // and a GPU's free memory is the cap. The host cap covers everything that is not on the device;

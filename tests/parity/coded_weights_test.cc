@@ -1,0 +1,226 @@
+// Products and embeddings by coded weights against fp64 sums over the weights that the codes stand
+// for. A backend that stores no coded weights refuses them.
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lib/weight_code.h"
+#include "tests/support/backends.h"
+#include "tests/support/device.h"
+#include "tests/support/elements.h"
+#include "tests/support/expect.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+using testing::encoded;
+using testing::NamedBackend;
+using testing::Random;
+using testing::rounded;
+using testing::upload;
+
+constexpr WeightFormat kFormats[] = {WeightCode::int8, WeightCode::int4};
+
+// Coded rows, and the weights that their codes stand for.
+struct Coded {
+  std::vector<std::byte> bytes;
+  std::vector<float> weights;
+
+  Coded(std::vector<float> values, std::int64_t inputs, const WeightFormat& format)
+      : bytes(encoded(values, DType::f32)), weights(values.size()) {
+    const std::int64_t rows = std::ssize(values) / inputs;
+    std::vector<float> scratch(static_cast<std::size_t>(inputs));
+    const WeightRows to =
+        encode_rows({bytes.data(), DType::f32, rows, inputs}, format, scratch.data());
+    bytes.resize(to.bytes());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      decode_row(bytes.data() + static_cast<std::size_t>(row) * format.row_bytes(inputs), format,
+                 inputs, weights.data() + row * inputs);
+    }
+  }
+};
+
+class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
+ protected:
+  void SetUp() override {
+    device_ = testing::make_or_skip(GetParam());
+    if (device_ == nullptr) return;
+    compute_ = device_->info().compute_dtype;
+    if (!device_->backend->stores(kFormats[0])) {
+      expect_refused(64, "does not store weights in int8");
+      device_.reset();
+      GTEST_SKIP() << "this backend stores no coded weights";
+    }
+  }
+
+  void expect_refused(std::int64_t inputs, const std::string& why) {
+    Backend& backend = *device_->backend;
+    const std::uint64_t before = backend.account(backend.info().compute_tier).used();
+    testing::expect_error(ErrorCode::unsupported, why, [&] {
+      static_cast<void>(backend.make_weight({64, inputs, kFormats[0]}));
+    });
+    EXPECT_EQ(backend.account(backend.info().compute_tier).used(), before);
+  }
+
+  // A weight written in pieces, the last one first.
+  std::unique_ptr<Weight> written(const Coded& coded, const WeightShape& shape) {
+    Backend& backend = *device_->backend;
+    const Buffer host = backend.allocate(Tier::host, coded.bytes.size());
+    std::copy(coded.bytes.begin(), coded.bytes.end(), host.data());
+    std::unique_ptr<Weight> weight = backend.make_weight(shape);
+    const std::int64_t step = backend.weight_rows(shape.format) * random_.integer(1, 4);
+    for (std::int64_t first = (shape.outputs - 1) / step * step; first >= 0; first -= step) {
+      std::byte* const from =
+          host.data() + static_cast<std::size_t>(first) * shape.format.row_bytes(shape.inputs);
+      device_->queue->run(WriteWeightParams{
+          weight.get(),
+          first,
+          {from, shape.format, std::min(step, shape.outputs - first), shape.inputs}});
+    }
+    device_->queue->synchronize();
+    return weight;
+  }
+
+  // Inputs are exact in the compute dtype; weights are rounded to it for many tokens. Sums are
+  // fp32, of groups that each have a scale.
+  void expect_product(const WeightShape& shape, std::int64_t tokens, bool adds) {
+    SCOPED_TRACE(::testing::Message() << to_string(shape.format) << ' ' << shape.outputs << " x "
+                                      << shape.inputs << ", " << tokens << " tokens");
+    const Coded coded(random_.normal(shape.outputs * shape.inputs), shape.inputs, shape.format);
+    const std::unique_ptr<Weight> weight = written(coded, shape);
+    const std::vector<float> x = rounded(random_.normal(tokens * shape.inputs), compute_);
+    const std::vector<float> bias = random_.normal(shape.outputs);
+    const std::vector<float> before = random_.normal(tokens * shape.outputs);
+    const Buffer device_x = upload(*device_, encoded(x, compute_));
+    const Buffer device_bias = upload(*device_, bias);
+    const Buffer y = upload(*device_, before);
+    LinearParams p;
+    p.x = {device_x.data(), compute_, tokens, shape.inputs, shape.inputs};
+    p.weight = weight.get();
+    p.bias = adds ? device_bias.floats() : nullptr;
+    p.y = {y.data(), DType::f32, tokens, shape.outputs, shape.outputs};
+    p.accumulate = adds;
+    device_->queue->run(p);
+    const std::vector<float> actual = testing::values_of(*device_, y, DType::f32);
+    const double rounding = compute_ == DType::f32   ? 0x1p-24
+                            : compute_ == DType::f16 ? 0x1.01p-11
+                                                     : 0x1.01p-8;
+    const auto inputs = static_cast<std::size_t>(shape.inputs);
+    const auto outputs = static_cast<std::size_t>(shape.outputs);
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      const std::size_t o = i % outputs;
+      double sum = adds ? double{bias[o]} + before[i] : 0.0;
+      double size = std::abs(sum) + 1.0;
+      for (std::size_t j = 0; j < inputs; ++j) {
+        const double term = double{x[i / outputs * inputs + j]} * coded.weights[o * inputs + j];
+        sum += term;
+        // Codes are up to 30 times the weights of a group whose offset cancels them.
+        size += std::abs(term) * (tokens > 8 ? rounding * 0x1p24 : 1.0) + 1.0;
+      }
+      ASSERT_NEAR(actual[i], sum, 8 * 0x1p-24 * size) << i;
+    }
+  }
+
+  const std::uint64_t seed_ = testing::seed(51);
+  Random random_{seed_};
+  std::unique_ptr<testing::Device> device_;
+  DType compute_ = DType::f32;
+  ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
+};
+
+// Outputs that fill blocks and that do not; tokens that are few and many.
+TEST_P(CodedWeights, LinearIsTheProductByWhatTheCodesStandFor) {
+  for (const WeightFormat& format : kFormats) {
+    for (const std::int64_t tokens : {1, 2, 3, 4, 5, 7, 8, 9, 40, 300}) {
+      expect_product({80, 96, format}, tokens, tokens % 2 == 0);
+      expect_product({random_.integer(1, 200), 32 * random_.integer(1, 9), format}, tokens,
+                     tokens % 2 != 0);
+    }
+    expect_product({1000, 512, format}, 1, true);
+  }
+}
+
+// Enough bytes that the work is shared, and tiles narrower than the widest.
+TEST_P(CodedWeights, LargeMatricesAreSharedByThreads) {
+  if (device_->info().name == "reference") GTEST_SKIP() << "one thread, slow";
+  for (const WeightFormat& format : kFormats) {
+    expect_product({1023, 1024, format}, 3, true);
+    expect_product({70, 8192, format}, 17, true);
+  }
+}
+
+TEST_P(CodedWeights, EmbedDecodesRows) {
+  constexpr std::int64_t kRows = 37;
+  constexpr std::int64_t kColumns = 96;
+  for (const WeightFormat& format : kFormats) {
+    const Coded coded(random_.normal(kRows * kColumns), kColumns, format);
+    const std::unique_ptr<Weight> weight = written(coded, {kRows, kColumns, format});
+    const std::vector<TokenId> ids = {36, 0, -1, 15, 16, 37, 17, 36};
+    const Buffer device_ids = upload(*device_, ids);
+    const Buffer y = upload(*device_, random_.normal(std::ssize(ids) * kColumns));
+    device_->queue->run(EmbedParams{{},
+                                    reinterpret_cast<const TokenId*>(device_ids.data()),
+                                    {y.data(), DType::f32, std::ssize(ids), kColumns, kColumns},
+                                    weight.get()});
+    const std::vector<float> actual = testing::values_of(*device_, y, DType::f32);
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      const TokenId id = ids[i / kColumns];
+      const bool known = id >= 0 && id < kRows;
+      const std::size_t at = static_cast<std::size_t>(known ? id : 0) * kColumns + i % kColumns;
+      ASSERT_EQ(actual[i], known ? coded.weights[at] : 0.0f) << i;
+    }
+  }
+}
+
+TEST_P(CodedWeights, PreparedWeightsAreCodedAndChargedAsPlanned) {
+  Backend& backend = *device_->backend;
+  const MemoryAccount& account = backend.account(backend.info().compute_tier);
+  const std::vector<float> w = random_.normal(70 * 64);
+  for (const WeightFormat& format : kFormats) {
+    const WeightShape shape = {70, 64, format};
+    const std::uint64_t before = account.used();
+    const auto weight =
+        backend.prepare_weight({const_cast<float*>(w.data()), DType::f32, 70, 64, 64}, format);
+    EXPECT_LE(account.used() - before, backend.weight_bytes(shape) + backend.product_bytes(shape));
+    EXPECT_GE(account.used() - before, backend.weight_bytes(shape));
+    EXPECT_EQ(weight->dense_rows().data, nullptr);
+  }
+}
+
+TEST_P(CodedWeights, GroupsThatDoNotDivideTheInputsAreRefused) {
+  expect_refused(100, "groups of 32, which do not divide the 100 inputs");
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, CodedWeights, ::testing::ValuesIn(testing::backends()),
+                         testing::name_of);
+
+// Every instruction set that this processor has.
+class CodedWeightsBy : public CodedWeights {
+ protected:
+  void TearDown() override { hwy::SetSupportedTargetsForTest(0); }
+};
+
+TEST_P(CodedWeightsBy, EveryInstructionSet) {
+  for (const std::int64_t target : {HWY_AVX3_DL, HWY_AVX3, HWY_AVX2, HWY_SCALAR}) {
+    if (target != HWY_SCALAR && (hwy::SupportedTargets() & target) == 0) continue;
+    SCOPED_TRACE(hwy::TargetName(target));
+    hwy::SetSupportedTargetsForTest(target);
+    for (const WeightFormat& format : kFormats) {
+      expect_product({50, 64, format}, 5, true);
+      expect_product({50, 64, format}, 12, false);
+    }
+    hwy::SetSupportedTargetsForTest(0);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, CodedWeightsBy, ::testing::Values(testing::cpu_backend(DType::f32)),
+                         testing::name_of);
+
+}  // namespace
+}  // namespace sluice
