@@ -115,7 +115,8 @@ void Decoder::embed(std::span<const TokenId> tokens, const Matrix& x) {
   const CopyOp op = {a_.ids.data(), reinterpret_cast<const std::byte*>(tokens.data()),
                      tokens.size_bytes()};
   queue_->copy({&op, 1});
-  queue_->run(EmbedParams{weights_.table, reinterpret_cast<const TokenId*>(a_.ids.data()), x});
+  queue_->run(EmbedParams{weights_.table, reinterpret_cast<const TokenId*>(a_.ids.data()), x,
+                          weights_.coded_table});
 }
 
 void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions) {

@@ -40,6 +40,11 @@ void validate(const EngineConfig& config) {
   if (!is_known(config.kv_dtype) || !is_known(config.compute.value_or(DType::f32))) {
     throw Error(ErrorCode::usage, "`kv_dtype` and `compute` must be f32, f16 or bf16");
   }
+  if (config.weights && !config.weights->is_coded()) {
+    throw Error(ErrorCode::usage,
+                "`weights` must be int8 or int4, or unset for the checkpoint's elements; `compute` "
+                "chooses the elements that products take");
+  }
   static_cast<void>(HostShare(config.host_attention));  // throws if it is invalid
 }
 
@@ -165,11 +170,12 @@ bool spares_rows(const KvPlan& longer, const KvPlan& usual, bool few_are_read) {
          longer.stream_tokens >= usual.stream_tokens;
 }
 
-int chunk_for(const Checkpoint& checkpoint, Backend& backend, int readers) {
+int chunk_for(const Checkpoint& checkpoint, Backend& backend, const WeightFormat& format,
+              int readers) {
   if (backend.info().compute_tier == Tier::host) return kChunk;
   const MemoryAccount& account = backend.account(Tier::device);
   const std::uint64_t taken =
-      account.used() + weight_sizes(checkpoint, backend, backend.weight_format(), readers).total;
+      account.used() + weight_sizes(checkpoint, backend, format, readers).total;
   const std::uint64_t room = account.cap() - std::min(account.cap(), taken);
   int chunk = kDeviceChunk;
   while (chunk > kChunk &&
@@ -207,6 +213,8 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   }
   std::unique_ptr<Backend> backend = make(info.weight_dtype);
   require_supported(backend->info(), info.kv);
+  const WeightFormat format = config.weights.value_or(backend->weight_format());
+  require_format(checkpoint, *backend, format);
   std::unique_ptr<Queue> queue = backend->make_queue();
   if (config.trace) queue = std::make_unique<TracedQueue>(std::move(queue), config.trace);
   const std::uint64_t backend_bytes = backend->account(Tier::device).used();
@@ -218,7 +226,7 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   EngineConfig chosen = config;
   const bool is_open = config.chunk == 0;
   const int readers = reader_count(config.threads);
-  if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, readers);
+  if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, format, readers);
   auto* const impl = new Impl{std::move(chosen),    std::move(checkpoint), std::move(info),
                               std::move(tokenizer), std::move(backend),    std::move(attender),
                               std::move(queue),     backend_bytes,         staging_bytes};
@@ -262,7 +270,7 @@ Policy Engine::policy(std::string_view text) const {
 // Everything except the KV cache.
 Plan Engine::Impl::model_plan(const SessionOptions& options, int chunk) const {
   const ModelConfig& model = checkpoint.config();
-  const WeightSizes weights = weight_sizes(checkpoint, *backend, backend->weight_format(), readers);
+  const WeightSizes weights = weight_sizes(checkpoint, *backend, weight_format(), readers);
   Plan plan;
   plan.weight_bytes = weights.total;
   plan.loading_bytes = weights.transient;
@@ -392,8 +400,8 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   const std::lock_guard lock(self->mutex);
   if (self->decoder) return;
   const Turn turn(*self);
-  ModelWeights weights = sluice::load_weights(
-      self->checkpoint, *self->backend, self->backend->weight_format(), self->readers, progress);
+  ModelWeights weights = sluice::load_weights(self->checkpoint, *self->backend,
+                                              self->weight_format(), self->readers, progress);
   self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue);
 }
 

@@ -39,6 +39,9 @@ struct Engine::Impl {
   bool is_busy = false;
   int sessions = 0;
 
+  // The format of the matrices; norms and biases are f32.
+  WeightFormat weight_format() const { return config.weights.value_or(backend->weight_format()); }
+
   // Engine::open() with the backend that `make` returns for the weights' dtype.
   using MakeBackend = std::function<std::unique_ptr<Backend>(DType weights)>;
   static Engine open(const EngineConfig& config, const MakeBackend& make);

@@ -26,7 +26,9 @@ struct LayerWeights {
 
 struct ModelWeights {
   Buffer embedding;  // memory of `table`, unless the head's is used
-  Matrix table;      // [vocabulary, hidden] embeddings, in the checkpoint's dtype
+  Matrix table;      // [vocabulary, hidden] embeddings, in the checkpoint's dtype; or none, and:
+  std::unique_ptr<Weight> coded_embedding;  // memory of `coded_table`, unless it is the head
+  const Weight* coded_table = nullptr;      // the same, coded
   std::vector<LayerWeights> layers;
   Buffer final_norm;                // [hidden] f32
   std::unique_ptr<Weight> lm_head;  // [vocabulary, hidden]
@@ -36,6 +38,10 @@ struct ModelWeights {
 ModelWeights load_weights(const Checkpoint& checkpoint, Backend& backend,
                           const WeightFormat& format, int readers,
                           const std::function<void(double)>& progress);
+
+// Throws Error{unsupported} if the backend cannot store the model's matrices in `format`.
+void require_format(const Checkpoint& checkpoint, const Backend& backend,
+                    const WeightFormat& format);
 
 struct WeightSizes {
   std::vector<WeightShape> products;  // one per matrix shape

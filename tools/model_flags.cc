@@ -65,6 +65,12 @@ void ModelFlags::add_to(CLI::App& app) {
                  "element type of matrix products; auto loses nothing of the weights")
       ->check(CLI::IsMember({"auto", "bf16", "f32"}))
       ->capture_default_str();
+  app.add_option(
+         "--weights", weights,
+         "bits of weights, coded while loading: int8 (9 bits with scales) or int4 (4.5, but "
+         "Q, K and V in int8); auto: as the checkpoint has them. Not on a GPU")
+      ->check(CLI::IsMember({"auto", "int8", "int4"}))
+      ->capture_default_str();
   add_integer(app, "--threads", threads, "threads, 0 for one per core, within the CPU quota")
       ->capture_default_str();
   add_integer(app, "--chunk", chunk,
@@ -81,6 +87,8 @@ EngineConfig ModelFlags::config() const {
   config.chunk = chunk;
   config.kv_dtype = parse_dtype(kv_dtype);
   if (compute != "auto") config.compute = parse_dtype(compute);
+  if (weights == "int8") config.weights = WeightCode::int8;
+  if (weights == "int4") config.weights = WeightCode::int4;
   config.device_memory = parse_cap(device_memory, "--device-memory");
   config.host_memory = parse_cap(host_memory, "--host-memory");
   config.row_cache = parse_cap(row_cache, "--row-cache");

@@ -18,6 +18,7 @@ struct ModelFlags {
   std::string host_attention = "auto";
   std::string kv_dtype = "bf16";
   std::string compute = "auto";
+  std::string weights = "auto";
   int threads = 0;
   int chunk = 0;
 

@@ -119,6 +119,7 @@ std::string void_without_plan(const ModelFlags& flags, const std::string& policy
   given.add("--row-cache", !flags.row_cache.empty());
   given.add("--host-attention", flags.host_attention != defaults.host_attention);
   given.add("--compute", flags.compute != defaults.compute);
+  given.add("--weights", flags.weights != defaults.weights);
   given.add("--threads", flags.threads != defaults.threads);
   given.add("--chunk", flags.chunk != defaults.chunk);
   return void_note(given.flags, "there is no plan to show without --context");

@@ -66,19 +66,21 @@ std::uint64_t scratch_of(Computes computes) {
   return computes != Computes::near ? FarBackend::kScratchBytes : 0;
 }
 
-Engine open_engine(Computes computes, const Caps& caps) {
+Engine open_engine(Computes computes, const Caps& caps,
+                   const std::optional<WeightFormat>& weights = std::nullopt) {
   EngineConfig config;
   config.model = SLUICE_TEST_DATA "/golden/qwen3";
   config.chunk = 192;
   config.threads = 1;
   config.compute = DType::f32;
+  config.weights = weights;
   config.device_memory = caps.device;
   config.host_memory = caps.host;
   if (computes == Computes::near) return Engine::open(config);
   config.host_attention = computes == Computes::shared ? 0.5 : 0.0;
-  return Engine::Impl::open(config, [&](DType weights) {
+  return Engine::Impl::open(config, [&](DType stored) {
     return std::make_unique<FarBackend>(
-        cpu::CpuOptions{1, DType::f32, weights, caps.device.value_or(MemoryAccount::kNoCap),
+        cpu::CpuOptions{1, DType::f32, stored, caps.device.value_or(MemoryAccount::kNoCap),
                         caps.host.value_or(MemoryAccount::kNoCap)},
         LogitFormat(), computes != Computes::shared);
   });
@@ -207,6 +209,24 @@ TEST_P(Plans, HoldBetweenTheLeastCapAndRoomForAll) {
     Session session = engine.new_session(options);
     run_to_the_end(session, tokens);
     expect_planned(engine, plan);
+  }
+}
+
+TEST(CodedWeights, HoldAtTheLeastCapsThatTheyAccept) {
+  const SessionOptions options = options_for("sluice", 300);
+  for (const Computes computes : {Computes::near, Computes::far, Computes::shared}) {
+    for (const WeightFormat format : {WeightCode::int8, WeightCode::int4}) {
+      SCOPED_TRACE(to_string(format));
+      const Caps caps = least_caps({scratch_of(computes), 1}, [&](const Caps& wanted) {
+        open_engine(computes, wanted, format).plan(options);
+      });
+      Engine engine = open_engine(computes, caps, format);
+      const Plan plan = engine.plan(options);
+      EXPECT_LT(plan.weight_bytes, open_engine(computes, {}).plan(options).weight_bytes);
+      Session session = engine.new_session(options);
+      run_to_the_end(session, some_tokens(options.context, testing::seed(8)));
+      expect_planned(engine, plan);
+    }
   }
 }
 

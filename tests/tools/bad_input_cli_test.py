@@ -55,6 +55,7 @@ class BadInput(unittest.TestCase):
 
     def test_flags(self):
         self.refused(USAGE, "--device-memory", "lots", flags=["--device-memory", "lots"])
+        self.refused(USAGE, "--weights", "int3", flags=["--weights", "int3"])
         self.refused(USAGE, "temperature", flags=["--temperature", "-1"])
         self.refused(USAGE, "top-p", flags=["--top-p", "1.5"])
         self.refused(USAGE, "--no-such-flag", flags=["--no-such-flag"])

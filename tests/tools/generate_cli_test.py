@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -66,6 +67,21 @@ class Generate(unittest.TestCase):
             done = sluice("generate", "-m", MODEL, "-n", 4, "--policy", policy, stdin=prompt)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertFalse(done.stdout.startswith("48192"), done.stdout)
+
+    def test_coded_weights_answer_in_less_memory(self):
+        needle = NEEDLE.read_text(encoding="utf-8")
+        prompt = needle[2500:8500] + needle[needle.index("\nQuestion:"):]
+        bytes_of = []
+        for weights in ("auto", "int8", "int4"):
+            with self.subTest(weights):
+                flags = ["-m", MODEL, "--weights", weights]
+                done = sluice("generate", *flags, "-n", 4, stdin=prompt)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertTrue(done.stdout.startswith("481926"), done.stdout)
+                info = sluice("info", *flags, "--context", 4096)
+                bytes_of.append(float(re.search(r"weights +([\d.]+) MiB", info.stdout).group(1)))
+        self.assertLess(bytes_of[1], 0.6 * bytes_of[0])
+        self.assertLess(bytes_of[2], 0.6 * bytes_of[1])
 
     def test_notes_what_a_prompt_begins_with(self):
         def note(prompt, *flags, config=None):
