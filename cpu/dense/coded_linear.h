@@ -1,6 +1,6 @@
-// Matrix multiplication by coded weights: few tokens by kernels of our own that decode in
-// registers, many by oneDNN, with a tile of outputs at a time widened to the dtype that is computed
-// with. oneDNN multiplies by weights that it decodes itself from version 3.1 on; Debian 12 has 2.6.
+// Products with coded weights. Kernels that decode in registers serve few tokens; for many, oneDNN
+// multiplies by tiles of outputs widened to the compute dtype, because oneDNN decodes weights
+// itself only from version 3.1 on and Debian 12 has 2.6.
 #pragma once
 
 #include <memory>
@@ -39,10 +39,10 @@ class CodedLinear {
   }
   // Bytes that all threads together take for widened tiles of such a weight, and keep.
   std::uint64_t widened_bytes(const WeightShape& shape) const;
-  // Bytes that all threads together take besides, for products by such a weight.
+  // Scratch bytes of all threads together for products with such a weight, in addition.
   std::uint64_t scratch_bytes(const WeightShape& shape) const;
 
-  // Rows that are coded as the weight is; see WriteWeightParams.
+  // Writes rows in the weight's own format; see WriteWeightParams.
   static void write(const CodedWeight& weight, std::int64_t first, const WeightRows& rows);
   // x and y have dense rows.
   void run(const LinearParams& params, const CodedWeight& weight);

@@ -1,11 +1,11 @@
-// Products with coded weights (lib/weight_code.h), which are decoded in registers: fewer bytes per
-// weight are all that a decode step gains by.
+// Products with coded weights (lib/weight_code.h). Weights are decoded in registers, because a
+// decode step is bound by the bytes of its weights.
 //
-// Outputs lie in blocks of 16, side by side, so that a vector has a weight of each, the group's
-// scales are a vector too, and no sum runs across lanes. Of a block:
+// Outputs are interleaved in blocks of 16, so that a vector holds one weight of each output, the
+// group's scales are a vector, too, and no sum runs across lanes. Layout of a block:
 //
 //   scales    f16 [groups, 16]
-//   offsets   f16 [groups, 16], int8 alone
+//   offsets   f16 [groups, 16], only int8
 //   codes     int8: bytes [inputs, 16]; int4: words of 8 weights [inputs / 8, 16]
 #pragma once
 
@@ -18,7 +18,7 @@ namespace sluice::cpu {
 
 inline constexpr std::int64_t kCodedBlock = 16;  // outputs
 
-// Of [outputs, inputs]; the last block may have fewer outputs than it has room for.
+// A coded matrix [outputs, inputs]; the last block is padded.
 struct CodedMatrix {
   std::byte* blocks = nullptr;
   WeightFormat format;
@@ -30,7 +30,7 @@ struct CodedMatrix {
     const std::int64_t blocks = (outputs + kCodedBlock - 1) / kCodedBlock;
     return static_cast<std::uint64_t>(blocks * kCodedBlock) * format.row_bytes(inputs);
   }
-  // `output` is a multiple of kCodedBlock.
+  // The block of `output`, a multiple of kCodedBlock.
   std::byte* block(std::int64_t output) const {
     return blocks + static_cast<std::size_t>(output) * format.row_bytes(inputs);
   }
@@ -43,15 +43,15 @@ void pack_rows(const CodedMatrix& to, std::int64_t first, std::int64_t count,
 // The weights [inputs] of one output.
 void unpack_row(const CodedMatrix& weights, std::int64_t output, float* to);
 
-// y[t, o] = sum over i of x[t, i] * W[o, i] (+ bias[o]) (+ what was there), for the outputs from
-// `first` on. A sum's order does not depend on how many outputs there are.
+// y[t, o] = sum_i x[t, i] * W[o, i] (+ bias[o]) (+ y[t, o] if `accumulate`), for outputs
+// [first, first + outputs). The order of a sum does not depend on `outputs`.
 struct CodedProduct {
   CodedMatrix weights;
   std::int64_t first = 0;  // a multiple of kCodedBlock
   std::int64_t outputs = 0;
   const float* x = nullptr;     // [tokens, inputs]
-  const float* sums = nullptr;  // [tokens, inputs / kWeightGroup]: of the groups' x
-  std::int64_t tokens = 0;      // a few
+  const float* sums = nullptr;  // [tokens, inputs / kWeightGroup]: sum of x over each group
+  std::int64_t tokens = 0;
   const float* bias = nullptr;  // [outputs] or null
   float* y = nullptr;           // [tokens, outputs], `y_stride` floats from token to token
   std::int64_t y_stride = 0;
@@ -59,8 +59,8 @@ struct CodedProduct {
 };
 void multiply_coded(const CodedProduct& product);
 
-// The weights of `outputs` from `first` on, a multiple of kCodedBlock, as columns: f32 or bf16
-// [inputs, outputs].
+// Decodes outputs [first, first + outputs), `first` a multiple of kCodedBlock, into columns of f32
+// or bf16 [inputs, outputs].
 void widen_columns(const CodedMatrix& weights, std::int64_t first, std::int64_t outputs,
                    DType dtype, std::byte* to);
 

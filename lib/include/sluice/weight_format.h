@@ -1,4 +1,4 @@
-// How a matrix of weights is stored: in memory, and while it is written there.
+// The storage format of a weight matrix, in memory and on the way there.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +9,18 @@
 
 namespace sluice {
 
-// A coded weight is a small integer; kWeightGroup weights that follow each other in a row share a
-// scale. lib/weight_code.h has the bytes.
+// A coded weight is a small integer; kWeightGroup consecutive weights of a row share a scale.
+// lib/weight_code.h defines the bytes.
 enum class WeightCode : std::uint8_t {
-  elements,  // not coded: numbers of a DType
+  elements,  // not coded: values of a DType
   int8,      // scale * code + offset, 9 bits per weight with the group's scale and offset
   int4,      // scale * one of 16 levels, 4.5 bits
 };
 
 inline constexpr std::int64_t kWeightGroup = 32;
 
-// The rows [inputs] of a matrix, one after the other. Code that moves rows asks for row_bytes()
-// alone. Separate from DType, the element type of arrays, because weights may be stored in a form
-// that no array has.
+// Format of a matrix's rows [inputs], which are contiguous; code that moves rows needs only
+// row_bytes(). Separate from DType, the element type of arrays, because no array is coded.
 struct WeightFormat {
   WeightCode code = WeightCode::elements;
   DType element = DType::bf16;  // of elements
@@ -33,7 +32,7 @@ struct WeightFormat {
   constexpr bool operator==(const WeightFormat&) const = default;
 
   constexpr bool is_coded() const { return code != WeightCode::elements; }
-  // Returns true if rows may have so many inputs: coded ones consist of whole groups.
+  // Returns true if rows may have this many inputs: coded rows consist of whole groups.
   constexpr bool fits(std::int64_t inputs) const {
     return !is_coded() || inputs % kWeightGroup == 0;
   }
