@@ -4,7 +4,7 @@
 #include <chrono>
 #include <optional>
 
-#include "model/stop.h"
+#include "model/answer_text.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -20,49 +20,27 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Turns tokens into text, holds back what may become a stop string, and hands out the rest.
+// Collects the answer's text, and hands it out as it becomes certain.
 class TextStream {
  public:
   TextStream(const Tokenizer& tokenizer, const GenerateOptions& options, std::string& text)
-      : decoder_(tokenizer),
-        stop_(options.sampling.stop, special_tokens_in(options.sampling.stop, tokenizer)),
-        on_text_(&options.on_text),
-        text_(&text) {}
+      : answer_(tokenizer, options.sampling.stop), on_text_(&options.on_text), text_(&text) {}
 
-  // True when a stop string has been completed.
-  bool push(TokenId id) {
-    if (stop_.asks_for(id)) return push_special(id);
-    emit(stop_.push(decoder_.push(id)));
-    return stop_.stopped();
-  }
-
-  // A token that ends the text: not part of it, unless a stop string asks for the token.
-  bool push_end(TokenId id) { return stop_.asks_for(id) && push_special(id); }
-
-  // Flushes an unfinished character, which may complete a stop string; true if it does.
-  bool finish() {
-    if (stop_.stopped()) return false;
-    emit(stop_.push(decoder_.finish()));
-    if (stop_.stopped()) return true;
-    emit(stop_.finish());
-    return false;
-  }
+  // Each returns true if it completed a stop string.
+  bool push(TokenId id) { return emit(answer_.push(id)); }
+  bool push_end(TokenId id) { return emit(answer_.push_end(id)); }
+  bool finish() { return !answer_.stopped() && emit(answer_.finish()); }
 
  private:
-  bool push_special(TokenId id) {
-    emit(stop_.push(decoder_.finish()));  // even inside a character, text ends before the token
-    emit(stop_.push_special(id));
-    return stop_.stopped();
+  bool emit(const std::string& piece) {
+    if (!piece.empty()) {
+      *text_ += piece;
+      if (*on_text_) (*on_text_)(piece);
+    }
+    return answer_.stopped();
   }
 
-  void emit(const std::string& piece) {
-    if (piece.empty()) return;
-    *text_ += piece;
-    if (*on_text_) (*on_text_)(piece);
-  }
-
-  StreamDecoder decoder_;
-  StopMatcher stop_;
+  AnswerText answer_;
   const std::function<void(std::string_view)>* on_text_;
   std::string* text_;
 };
