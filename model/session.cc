@@ -7,27 +7,9 @@
 #include "lib/check.h"
 #include "model/engine_impl.h"
 #include "sluice/errors.h"
+#include "sluice/logprobs.h"
 
 namespace sluice {
-namespace {
-
-// log softmax(logits)[id], in fp64. Throws Error{numeric} if that is NaN.
-float log_probability(std::span<const float> logits, TokenId id) {
-  const float largest = *std::max_element(logits.begin(), logits.end());
-  double sum = 0.0;
-  for (const float logit : logits) sum += std::exp(static_cast<double>(logit - largest));
-  const double result =
-      static_cast<double>(logits[static_cast<std::size_t>(id)] - largest) - std::log(sum);
-  if (std::isnan(result)) {
-    throw Error(ErrorCode::numeric, "the model gave token " + std::to_string(id) +
-                                        " a probability that is NaN; check the checkpoint's "
-                                        "weights, or compute in f32 with rows of bf16 or f32");
-  }
-  return static_cast<float>(result);
-}
-
-}  // namespace
-
 void Turn::begin() {
   if (engine_->is_busy) {
     throw Error(ErrorCode::usage,
@@ -310,6 +292,31 @@ class AllPages {
 
 }  // namespace
 
+std::span<const float> Session::prefill_each(
+    std::span<const TokenId> tokens,
+    const std::function<void(std::size_t, std::span<const float>)>& each,
+    const Progress& progress) {
+  const std::shared_ptr<Impl> self = share();
+  Turn turn(*self->engine, *self);
+  self->require(tokens);
+  if (!self->uncorrected.empty()) self->correct();
+  const AllPages all(self->kv);
+  const auto vocabulary = static_cast<std::size_t>(self->engine->info.vocabulary);
+  const auto give = [&](std::int64_t first, std::int64_t count) {
+    for (std::int64_t row = 0; row < count; row += Decoder::kLogitRows) {
+      const std::int64_t rows = std::min(Decoder::kLogitRows, count - row);
+      const std::span<const float> logits = self->engine->decoder->logits(row, rows);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        each(static_cast<std::size_t>(first + row + i),
+             logits.subspan(static_cast<std::size_t>(i) * vocabulary, vocabulary));
+      }
+      self->keep(logits.last(vocabulary));
+    }
+  };
+  if (!self->run(turn, tokens, progress, give)) return {};
+  return self.use_count() == 1 ? std::span<const float>() : self->logits;
+}
+
 std::vector<float> Session::score(std::span<const TokenId> tokens, const Progress& progress) {
   const std::shared_ptr<Impl> self = share();
   Turn turn(*self->engine, *self);
@@ -326,8 +333,9 @@ std::vector<float> Session::score(std::span<const TokenId> tokens, const Progres
       const std::span<const float> logits = self->engine->decoder->logits(row, rows);
       for (std::int64_t i = 0; i < rows; ++i) {
         scores.push_back(
-            log_probability(logits.subspan(static_cast<std::size_t>(i) * vocabulary, vocabulary),
-                            tokens[static_cast<std::size_t>(first + row + i + 1)]));
+            score_token(logits.subspan(static_cast<std::size_t>(i) * vocabulary, vocabulary),
+                        tokens[static_cast<std::size_t>(first + row + i + 1)], 0)
+                .logprob);
       }
     }
   });
@@ -335,6 +343,11 @@ std::vector<float> Session::score(std::span<const TokenId> tokens, const Progres
 }
 
 std::int64_t Session::length() const { return impl().kv.length(); }
+SessionRoom Session::room() const {
+  const Turn turn(*impl().engine, impl());
+  return {impl().kv.free_blocks() * kPageTokens, impl().kv.own_blocks() * kPageTokens};
+}
+
 const KvPlan& Session::plan() const { return impl().kv.plan(); }
 const Ledger& Session::ledger() const { return impl().kv.ledger(); }
 const StepSelection& Session::selection() const { return impl().kv.selection(); }

@@ -72,6 +72,9 @@ class KvSession {
   // True between begin_step and end_step; stays true if an error came between.
   bool in_step() const { return in_step_; }
   std::int64_t length() const { return length_; }
+  // Blocks of this sequence alone, which would be free if it ended; free blocks of the pool.
+  std::int64_t own_blocks() const { return pool_->tables().own_blocks(sequence_); }
+  std::int64_t free_blocks() const { return pool_->tables().block_slots().free(); }
   const KvPlan& plan() const { return pool_->plan(); }
   const Policy& policy() const { return policy_; }
   const Ledger& ledger() const { return ledger_; }

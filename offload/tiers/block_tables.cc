@@ -115,6 +115,12 @@ BlockTables::Writing BlockTables::write(std::int32_t sequence, std::int64_t firs
   return writing;
 }
 
+std::int64_t BlockTables::own_blocks(std::int32_t sequence) const {
+  const std::vector<std::int32_t>& blocks = at(sequence).blocks;
+  return std::count_if(blocks.begin(), blocks.end(),
+                       [&](std::int32_t block) { return !blocks_.is_shared(block); });
+}
+
 std::int64_t BlockTables::blocks_for_write(std::int32_t sequence, std::int64_t first,
                                            std::int64_t end) const {
   const Sequence& s = at(sequence);

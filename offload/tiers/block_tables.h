@@ -81,6 +81,8 @@ class BlockTables {
   std::int64_t tiles(std::int32_t sequence) const {
     return static_cast<std::int64_t>(at(sequence).tiles.size());
   }
+  // Blocks that no other sequence shares.
+  std::int64_t own_blocks(std::int32_t sequence) const;
   PageSlots page(std::int32_t sequence, std::int64_t number, int set = 0) const;
   std::int32_t tile(std::int32_t sequence, std::int64_t number) const;
   // Number of rows in [0, tokens) of a sequence that are on the device.

@@ -231,6 +231,12 @@ class Engine {
 // If it throws, the session keeps the tokens that it had before the call.
 using Progress = std::function<bool(std::int64_t done, std::int64_t total)>;
 
+// The memory that sessions share, as one of them finds it, in tokens of whole blocks (128 each).
+struct SessionRoom {
+  std::int64_t free = 0;  // that any of the sessions may take
+  std::int64_t own = 0;   // that would be free, too, if this session ended
+};
+
 // The KV cache and position of one conversation. A session that threw inside a step refuses further
 // use; other sessions are unaffected.
 class Session {
@@ -252,6 +258,13 @@ class Session {
   // is computed, if the rows cannot be contiguous: for forks, and if sessions that share memory
   // leave no run of rows that long (plan a session that shares none).
   std::span<const float> prefill(std::span<const TokenId> tokens, const Progress& progress = {});
+  // The same, and each(i, logits) gets the logits [vocabulary] after every token, valid during the
+  // call. Attends to every token, whatever the policy's prefill says. If `each` throws, the session
+  // keeps the tokens that it had before the call.
+  std::span<const float> prefill_each(
+      std::span<const TokenId> tokens,
+      const std::function<void(std::size_t, std::span<const float>)>& each,
+      const Progress& progress = {});
   // Appends one generated token. With a policy that corrects, every T-th call first recomputes the
   // last T tokens densely.
   std::span<const float> decode(TokenId token);
@@ -276,6 +289,7 @@ class Session {
   std::vector<float> score(std::span<const TokenId> tokens, const Progress& progress = {});
 
   std::int64_t length() const;
+  SessionRoom room() const;
   const KvPlan& plan() const;
   const Ledger& ledger() const;
   // Selection of the last step; empty if it was dense.
