@@ -143,6 +143,8 @@ std::string_view to_string(FinishReason reason) {
       return "max_tokens";
     case FinishReason::interrupted:
       return "interrupted";
+    case FinishReason::deadline:
+      return "deadline";
   }
   return "unknown";
 }

@@ -14,7 +14,13 @@
 
 namespace sluice {
 
-enum class FinishReason : std::uint8_t { end_of_text, stop_string, max_tokens, interrupted };
+enum class FinishReason : std::uint8_t {
+  end_of_text,
+  stop_string,
+  max_tokens,
+  interrupted,
+  deadline  // of a Request, see sluice/batcher.h
+};
 std::string_view to_string(FinishReason reason);
 
 struct Timings {

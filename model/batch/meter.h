@@ -1,0 +1,57 @@
+// Counters and gauges of a batcher, which other threads read while a step runs.
+#pragma once
+
+#include <mutex>
+
+#include "sluice/batcher.h"
+#include "sluice/ledger.h"
+
+namespace sluice::batch {
+
+class Meter {
+ public:
+  BatcherStats stats() const {
+    const std::lock_guard lock(mutex_);
+    return stats_;
+  }
+  void change(const auto& how) {
+    const std::lock_guard lock(mutex_);
+    how(stats_);
+  }
+
+  void note_first_token(double seconds) {
+    change([&](BatcherStats& stats) {
+      ++stats.answer_tokens;
+      stats.first_token_seconds.add(seconds);
+    });
+  }
+  void note_token(double seconds) {
+    change([&](BatcherStats& stats) {
+      ++stats.answer_tokens;
+      stats.output_token_seconds.add(seconds);
+    });
+  }
+  void note_finish(FinishReason reason) {
+    change([&](BatcherStats& stats) { ++stats.finished[static_cast<std::size_t>(reason)]; });
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  BatcherStats stats_;
+};
+
+// Sums of ledgers, by phase, tiers and cause.
+class TrafficSum {
+ public:
+  void add(const Ledger& ledger);
+  std::vector<TierTraffic> list() const;  // non-zero ones
+
+ private:
+  static constexpr int kTiers = 3;
+  static constexpr int kKinds = kPhases * kTiers * kTiers * kCauses;
+  static TierTraffic kind(int index);
+
+  std::array<Traffic, kKinds> totals_{};
+};
+
+}  // namespace sluice::batch
