@@ -168,6 +168,7 @@ int run(int argc, const char* const* argv) {
   };
   add("generate", "Generate text after a prompt, and account for every byte moved", add_generate);
   add("chat", "Talk with a model in one session, whose KV cache stays from turn to turn", add_chat);
+  add("serve", "Serve a model over HTTP, with OpenAI's API", add_serve);
   add("info", "Show what a checkpoint is and what its KV cache takes", add_info);
   add("eval", "Measure what policies keep of dense attention's answers, and what they cost",
       add_eval);

@@ -1,0 +1,322 @@
+"""`sluice serve` as clients meet it: answers, streams, and requests of every wrong kind."""
+
+import concurrent.futures
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import unittest
+
+from command import MODEL, ROOT, sluice
+
+PROMPT = "Well, Prince,"
+
+
+class Server:
+    """A running server; `port` is the one it chose."""
+
+    def __init__(self, *flags: object, model=MODEL, context=1024):
+        self.process = subprocess.Popen(
+            [os.environ["SLUICE_BINARY"], "serve", "-m", str(model), "--port", "0", "--context", str(context),
+             "--compute", "f32", "--kv-dtype", "f32", "--policy", "dense", *map(str, flags)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.log = ""
+        self.port = None
+        for line in self.process.stderr:
+            self.log += line
+            found = re.search(r"serving on http://[^:]+:(\d+)", line)
+            if found:
+                self.port = int(found[1])
+                return
+        raise AssertionError("the server did not start: " + self.log)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def request(self, method: str, path: str, body=None, headers=None) -> tuple[int, str]:
+        connection = self.connect()
+        data = body if isinstance(body, (bytes, str, type(None))) else json.dumps(body)
+        connection.request(method, path, data, headers or {})
+        reply = connection.getresponse()
+        text = reply.read().decode()
+        connection.close()
+        return reply.status, text
+
+    def post(self, path: str, body, headers=None) -> tuple[int, dict]:
+        status, text = self.request("POST", path, body, headers)
+        return status, json.loads(text)
+
+    def complete(self, **fields) -> dict:
+        status, reply = self.post("/v1/completions", {"prompt": PROMPT, "temperature": 0, **fields})
+        if status != 200:
+            raise AssertionError(f"{status}: {reply}")
+        return reply
+
+    def events(self, path: str, body: dict) -> list[dict]:
+        status, text = self.request("POST", path, {**body, "stream": True})
+        assert status == 200, text
+        data = re.findall(r"^data: (.*)$", text, re.M)
+        assert data[-1] == "[DONE]", text
+        return [json.loads(event) for event in data[:-1]]
+
+    def metric(self, name: str) -> float:
+        text = self.request("GET", "/metrics")[1]
+        return float(re.search(rf"^sluice_{re.escape(name)} (\S+)$", text, re.M)[1])
+
+    def end(self) -> tuple[int, float]:
+        """Exit code, and seconds, after SIGTERM."""
+        begun = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=60)
+        self.process.stderr.close()
+        return code, time.monotonic() - begun
+
+
+class Serve(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.server = Server("--running", 4, "--cached", 2, "--max-body", "1MiB")
+
+    @classmethod
+    def tearDownClass(cls):
+        code, _ = cls.server.end()
+        assert code == 0, code
+
+    def setUp(self):
+        self.assertIsNone(self.server.process.poll(), "the server has ended")
+
+    def refused(self, status: int, text: str, path: str, body, kind: str = "invalid_request_error"):
+        got, reply = self.server.post(path, body)
+        self.assertEqual(got, status, reply)
+        self.assertEqual(reply["error"]["type"], kind)
+        self.assertIn(text, reply["error"]["message"])
+
+    # ---- Answers
+
+    def test_text_equals_generate(self):
+        done = sluice("generate", "-m", MODEL, "-p", PROMPT, "-n", 24, "--quiet", "--compute", "f32",
+                      "--kv-dtype", "f32", "--policy", "dense", "--json", "-")
+        expected = json.loads(done.stdout)
+        reply = self.server.complete(max_tokens=24)
+        self.assertEqual(reply["object"], "text_completion")
+        self.assertEqual(reply["choices"][0]["text"], expected["text"])
+        self.assertEqual(reply["choices"][0]["finish_reason"], "length")
+        self.assertEqual(reply["usage"]["completion_tokens"], 24)
+
+    def test_a_stream_is_the_same_text(self):
+        whole = self.server.complete(max_tokens=24)["choices"][0]["text"]
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24, "stream_options": {"include_usage": True}}
+        events = self.server.events("/v1/completions", body)
+        self.assertEqual("".join(c["text"] for e in events for c in e["choices"]), whole)
+        self.assertEqual(events[-2]["choices"][0]["finish_reason"], "length")
+        self.assertEqual(events[-1]["usage"]["completion_tokens"], 24)
+
+    def test_stop_strings_are_held_back(self):
+        whole = self.server.complete(max_tokens=24)["choices"][0]["text"]
+        stop = whole[8:14]
+        for reply in [self.server.complete(max_tokens=24, stop=stop),
+                      self.server.complete(max_tokens=24, stop=["never", stop])]:
+            self.assertEqual(reply["choices"][0]["text"], whole[: whole.index(stop)])
+            self.assertEqual(reply["choices"][0]["finish_reason"], "stop")
+
+    def test_several_prompts_and_choices(self):
+        reply = self.server.complete(prompt=[PROMPT, "The count"], n=2, max_tokens=6, temperature=1, seed=5)
+        self.assertEqual([c["index"] for c in reply["choices"]], [0, 1, 2, 3])
+        again = self.server.complete(prompt=[PROMPT, "The count"], n=2, max_tokens=6, temperature=1, seed=5)
+        self.assertEqual([c["text"] for c in reply["choices"]], [c["text"] for c in again["choices"]])
+
+    def test_ids_are_a_prompt(self):
+        ids = self.server.post("/tokenize", {"prompt": PROMPT})[1]["tokens"]
+        self.assertEqual(self.server.complete(prompt=ids, max_tokens=9)["choices"][0]["text"],
+                         self.server.complete(max_tokens=9)["choices"][0]["text"])
+        self.assertIn(PROMPT, self.server.post("/detokenize", {"tokens": ids})[1]["prompt"])
+
+    def test_echo_with_logprobs(self):
+        """What likelihood harnesses ask for."""
+        answer = self.server.complete(max_tokens=3, logprobs=2)["choices"][0]
+        reply = self.server.complete(max_tokens=3, echo=True, logprobs=2)["choices"][0]
+        ids = self.server.post("/tokenize", {"prompt": PROMPT})[1]["tokens"]
+        scores = reply["logprobs"]
+        self.assertTrue(reply["text"].endswith(PROMPT + answer["text"]))
+        self.assertEqual(len(scores["tokens"]), len(ids) + 3)
+        self.assertIsNone(scores["token_logprobs"][0])
+        self.assertEqual("".join(scores["tokens"]), reply["text"])
+        for own, other in zip(scores["token_logprobs"][-3:], answer["logprobs"]["token_logprobs"]):
+            self.assertAlmostEqual(own, other, places=3)
+        # The continuation scored as a prompt has the log probabilities that it was drawn with.
+        whole = self.server.complete(prompt=PROMPT + answer["text"], echo=True, logprobs=0, max_tokens=0)
+        again = whole["choices"][0]["logprobs"]["token_logprobs"]
+        self.assertEqual(len(again), len(ids) + 3)
+        for own, other in zip(again[-3:], answer["logprobs"]["token_logprobs"]):
+            self.assertAlmostEqual(own, other, places=3)
+        streamed = self.server.events("/v1/completions", {"prompt": PROMPT, "temperature": 0, "max_tokens": 3,
+                                                          "echo": True, "logprobs": 2})
+        self.assertEqual("".join(c["text"] for e in streamed for c in e["choices"]), reply["text"])
+
+    def test_bias_bans_a_token(self):
+        ids = self.server.complete(max_tokens=1, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+        banned = self.server.post("/tokenize", {"prompt": ids[0], "add_special_tokens": False})[1]["tokens"]
+        reply = self.server.complete(max_tokens=1, logprobs=0, logit_bias={str(banned[0]): -100})
+        self.assertNotEqual(reply["choices"][0]["logprobs"]["tokens"], ids)
+
+    def test_models(self):
+        listed = json.loads(self.server.request("GET", "/v1/models")[1])
+        self.assertEqual(listed["data"][0]["id"], "sluice-22m")
+        self.server.complete(model="sluice-22m", max_tokens=1)
+        self.refused(404, "there is no model", "/v1/completions", {"model": "gpt-4", "prompt": "x"})
+
+    def test_page_health_and_metrics(self):
+        status, page = self.server.request("GET", "/")
+        self.assertEqual(status, 200)
+        self.assertEqual(page, (ROOT / "tools" / "serve" / "page.html").read_text())
+        self.assertNotRegex(page, r"(?:src|href)\s*=")  # nothing from elsewhere
+        self.assertEqual(json.loads(self.server.request("GET", "/health")[1])["status"], "ok")
+        before = self.server.metric("answer_tokens_total")
+        self.server.complete(max_tokens=5)
+        self.assertEqual(self.server.metric("answer_tokens_total"), before + 5)
+        for line in self.server.request("GET", "/metrics")[1].splitlines():
+            self.assertRegex(line, r'^(# (HELP|TYPE) \w+ .+|\w+(\{(\w+="[^"]*",?)+\})? [-+.\w]+)$')
+        stats = json.loads(self.server.request("GET", "/stats")[1])
+        self.assertGreater(stats["host_bytes"], 0)
+
+    def test_many_clients_get_the_text_that_each_gets_alone(self):
+        prompts = [f"{PROMPT} said number {i % 6}" for i in range(24)]
+        ask = lambda prompt: self.server.complete(prompt=prompt, max_tokens=20)["choices"][0]["text"]
+        alone = {prompt: ask(prompt) for prompt in set(prompts)}
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            self.assertEqual(list(pool.map(ask, prompts)), [alone[prompt] for prompt in prompts])
+
+    # ---- Wrong requests
+
+    def test_bodies_that_are_no_request(self):
+        for body, text in [("", "not JSON"), ("[" * 1000, "nested"), ("[]", "object"), ("{", "not JSON"),
+                           ('{"prompt": NaN}', "not JSON"), (b"\xff\xfe", "not JSON"), ("1", "object"),
+                           ('{"prompt":"x","temperature":1e999}', "not JSON"),
+                           ('{"prompt":' + "[" * 100 + "]" * 100 + "}", "nested")]:
+            with self.subTest(body=body[:20]):
+                self.refused(400, text, "/v1/completions", body)
+
+    def test_a_body_that_is_too_large(self):
+        connection = self.server.connect()
+        try:
+            connection.request("POST", "/v1/completions", b"[" * 10_000_000)
+            self.assertEqual(connection.getresponse().status, 413)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server closed before all of it was sent
+        self.server.complete(max_tokens=1)
+
+    def test_wrong_fields(self):
+        for field, value, text in [
+                ("prompt", 5, "prompt"), ("prompt", None, "missing"), ("prompt", [], "empty"),
+                ("prompt", [1, "x"], "whole numbers"), ("prompt", [1, -5], "token id"), ("prompt", [1, 10**30], "whole"),
+                ("prompt", [[1], {}], "prompt"), ("prompt", "x " * 3000, "do not fit"), ("n", -1, "`n`"), ("n", 0, "`n`"),
+                ("n", 10**9, "`n`"), ("n", "2", "whole number"), ("n", 1.5, "whole number"), ("max_tokens", -1, "max_tokens"),
+                ("max_tokens", 2**63, "max_tokens"), ("max_tokens", True, "whole number"), ("temperature", "hot", "number"),
+                ("temperature", -1, "temperature"), ("top_p", 0, "top_p"), ("top_p", 2, "top_p"), ("stop", 5, "stop"),
+                ("stop", [""], "empty"), ("stop", [1], "stop"), ("stop", ["x"] * 99, "stop"), ("logprobs", 21, "logprobs"),
+                ("logprobs", True, "whole number"), ("logit_bias", {"x": 1}, "logit_bias"), ("logit_bias", [], "logit_bias"),
+                ("logit_bias", {"999999": 1}, "logit_bias"), ("logit_bias", {"1": 101}, "logit_bias"), ("echo", 1, "echo"),
+                ("presence_penalty", 3, "presence_penalty"), ("frequency_penalty", -3, "frequency_penalty"),
+                ("stream", "yes", "stream"), ("stream_options", 1, "stream_options"), ("seed", 1.5, "seed"), ("best_of", 3, "best_of"),
+                ("suffix", "x", "suffix"), ("policy", "no such", "polic"), ("policy", "sluice", "not planned"),
+                ("priority", 101, "priority"), ("tools", [], "no field"), ("model", 1, "model")]:
+            with self.subTest(field=field, value=str(value)[:30]):
+                self.refused(400, text, "/v1/completions", {"prompt": "x", field: value})
+
+    def test_wrong_messages(self):
+        user = {"role": "user", "content": "x"}
+        for messages in [None, [], "x", [5], [{}], [{"role": "user"}], [{"role": "robot", "content": "x"}], [user, user],
+                         [{"role": "assistant", "content": "x"}], [user, {"role": "system", "content": "x"}],
+                         [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url"}]}]]:
+            with self.subTest(messages=messages):
+                status, reply = self.server.post("/v1/chat/completions", {"messages": messages})
+                self.assertEqual(status, 400, reply)
+
+    def test_wrong_paths_and_tokens(self):
+        self.assertEqual(self.server.request("GET", "/nothing")[0], 404)
+        self.assertEqual(self.server.request("GET", "/v1/completions")[0], 404)
+        for tokens in [None, 5, ["x"], [-1], [1.5], [10**9]]:
+            self.refused(400, "tokens", "/detokenize", {"tokens": tokens})
+        self.refused(400, "prompt", "/tokenize", {})
+
+    def test_a_client_that_goes_away_is_cancelled(self):
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 1000, "stream": True, "ignore_eos": True})
+        gone = socket.create_connection(("127.0.0.1", self.server.port))
+        gone.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        gone.recv(200)
+        gone.close()
+        self.server.complete(max_tokens=3)
+        until = time.monotonic() + 30
+        while self.server.metric("running") > 0:
+            self.assertLess(time.monotonic(), until, "the answer goes on")
+            time.sleep(0.05)
+
+    def test_half_a_request_does_not_keep_others_waiting(self):
+        half = socket.create_connection(("127.0.0.1", self.server.port))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+        self.server.complete(max_tokens=2)
+        half.close()
+
+
+class ServeOthers(unittest.TestCase):
+    def test_api_key(self):
+        server = Server("--api-key", "secret")
+        for header in [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer secretx"}]:
+            status, reply = server.post("/v1/completions", {"prompt": "x"}, header)
+            self.assertEqual((status, reply["error"]["type"]), (401, "authentication_error"))
+        self.assertEqual(server.request("GET", "/metrics")[0], 401)
+        self.assertEqual(server.request("GET", "/health")[0], 200)
+        status, _ = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, {"Authorization": "Bearer secret"})
+        self.assertEqual(status, 200)
+        self.assertEqual(server.end()[0], 0)
+
+    def test_a_full_queue_is_429_and_the_rest_goes_on(self):
+        server = Server("--running", 1, "--queued", 1)
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            replies = list(pool.map(lambda _: server.post("/v1/completions", body), range(6)))
+        refused = [reply for status, reply in replies if status == 429]
+        served = [reply["choices"][0]["text"] for status, reply in replies if status == 200]
+        self.assertEqual(len(refused) + len(served), 6)
+        self.assertGreaterEqual(len(refused), 1)
+        self.assertEqual(len(set(served)), 1)
+        self.assertIn("tokens are free", refused[0]["error"]["message"])
+        server.end()
+
+    def test_sigterm_lets_an_answer_end(self):
+        server = Server()
+        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.post, "/v1/completions", body)
+            while server.metric("running") == 0:
+                self.assertFalse(running.done())
+            code, _ = server.end()
+            self.assertEqual(code, 0)
+            status, reply = running.result()
+        self.assertEqual(status, 200)
+        self.assertEqual(reply["usage"]["completion_tokens"], 300)
+
+    def test_a_time_limit_cuts_an_answer(self):
+        server = Server("--timeout", 1, "--tokens", 100000, context=100000)
+        reply = server.complete(max_tokens=99000, ignore_eos=True)
+        self.assertEqual(reply["choices"][0]["finish_reason"], "length")
+        self.assertLess(reply["usage"]["completion_tokens"], 99000)
+        server.end()
+
+    def test_wrong_flags(self):
+        for flags, code, text in [
+                (["--port", 99999], 2, "--port"), (["--running", 0], 2, "--running"), (["--max-body", "x"], 2, "--max-body"),
+                (["--cached", -1], 2, "--cached"), (["--host", "256.1.1.1"], 9, "cannot listen"),
+                (["--prefill-ms", "nan"], 2, "prefill"), (["--host-memory", "1MiB"], 8, "memory")]:
+            with self.subTest(flags=flags):
+                done = sluice("serve", "-m", MODEL, "--port", 0, "--context", 512, *flags)
+                self.assertEqual(done.returncode, code, done.stderr)
+                self.assertIn(text, done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
