@@ -8,9 +8,12 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import unittest
+from pathlib import Path
 
+from chat_model import write_model
 from command import MODEL, ROOT, sluice
 
 PROMPT = "Well, Prince,"
@@ -272,6 +275,46 @@ class ServeOthers(unittest.TestCase):
         self.assertEqual(server.request("GET", "/health")[0], 200)
         status, _ = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, {"Authorization": "Bearer secret"})
         self.assertEqual(status, 200)
+        self.assertEqual(server.end()[0], 0)
+
+    def test_chat(self):
+        with tempfile.TemporaryDirectory() as folder:
+            server = Server(model=write_model(Path(folder)), context=512)
+            messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"},
+                        {"role": "assistant", "content": "I."},
+                        {"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
+            body = {"messages": messages, "temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+            status, reply = server.post("/v1/chat/completions", body)
+            self.assertEqual(status, 200, reply)
+            choice = reply["choices"][0]
+            self.assertEqual(choice["message"]["role"], "assistant")
+            self.assertEqual(len(choice["logprobs"]["content"]), 12)
+            self.assertEqual(len(choice["logprobs"]["content"][0]["top_logprobs"]), 2)
+            events = server.events("/v1/chat/completions", body)
+            deltas = [c["delta"] for e in events for c in e["choices"]]
+            self.assertEqual("".join(d["content"] for d in deltas), choice["message"]["content"])
+            self.assertEqual([d.get("role") for d in deltas], ["assistant"] + [None] * (len(deltas) - 1))
+            # The command's chat says the same: one question, without the other messages.
+            one = {"messages": messages[1:2], "temperature": 0, "max_tokens": 12}
+            done = sluice("generate", "-m", folder, "--chat", "-p", "Who?", "-n", 12, "--quiet", "--compute", "f32",
+                          "--kv-dtype", "f32", "--policy", "dense", "--json", "-")
+            self.assertEqual(server.post("/v1/chat/completions", one)[1]["choices"][0]["message"]["content"],
+                             json.loads(done.stdout)["text"])
+            again = server.post("/v1/chat/completions", body)[1]["usage"]
+            self.assertGreater(again["prompt_tokens_details"]["cached_tokens"], 0)
+            for wrong in [{"max_tokens": 0}, {"max_completion_tokens": 10**6}, {"top_logprobs": 99}, {"logprobs": 3}]:
+                self.assertEqual(server.post("/v1/chat/completions", {"messages": messages, **wrong})[0], 400, wrong)
+            server.end()
+
+    def test_a_client_that_never_reads_delays_nobody(self):
+        server = Server("--running", 2, context=4096)
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 3000, "stream": True, "ignore_eos": True, "n": 1, "logprobs": 20})
+        lazy = socket.create_connection(("127.0.0.1", server.port))
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        lazy.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        for _ in range(3):
+            self.assertEqual(server.complete(max_tokens=5)["usage"]["completion_tokens"], 5)
+        lazy.close()
         self.assertEqual(server.end()[0], 0)
 
     def test_a_full_queue_is_429_and_the_rest_goes_on(self):
