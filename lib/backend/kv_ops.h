@@ -1,4 +1,4 @@
-// What a step does with rows: append them, attend to them, gather them.
+// Operations on rows: append, attend, gather.
 #pragma once
 
 #include <cstddef>
@@ -18,28 +18,28 @@ namespace sluice {
 struct AppendParams {
   static constexpr OperationLabel kLabel = {"append", TraceKind::append};
   const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
-  const float* v = nullptr;  // likewise
+  const float* v = nullptr;  // [tokens, kv_heads, head_dim], same stride
   std::int64_t tokens = 0;
   std::int64_t stride = 0;
   KvShape shape;
-  std::span<std::byte* const> rows;  // host array [kv_heads]: where each head's first row goes
-  // Host array [kv_heads] or empty: host memory that gets the same rows, written through.
+  std::span<std::byte* const> rows;  // host array [kv_heads]: destination of each head's first row
+  // Host array [kv_heads] or empty: host memory to which the same rows are written through.
   std::span<std::byte* const> home = {};
 };
 
-// The same for the tokens of a batch: each row goes to every place that its page has. Values are
-// added to running sums as the rows have them, rounded, token by token.
+// The same for the tokens of a batch: each row is written to every tier in which its page has a
+// slot. Values are added to running sums token by token, rounded as they are in the rows.
 struct AppendBatchParams {
   static constexpr OperationLabel kLabel = {"append", TraceKind::append};
   const float* k = nullptr;  // [count, kv_heads, head_dim], `stride` floats from token to token
-  const float* v = nullptr;  // likewise
+  const float* v = nullptr;  // [count, kv_heads, head_dim], same stride
   std::int64_t stride = 0;
   KvShape shape;
   TokenBatch batch;
   PagedRows rows;
   float* sums = nullptr;        // [sequences, kv_heads, head_dim], or null
   float* token_sums = nullptr;  // [count, kv_heads, head_dim]: the sums as each token sees them,
-                                // itself included; or null, as it is without `sums`
+                                // itself included; or null, as it has to be without `sums`
 };
 
 // Attention of queries over one run of rows per KV head, as a partial: the output over these rows
@@ -54,11 +54,11 @@ struct AttendParams {
   KvShape shape;
   std::span<const RowSpan> rows;        // host array [kv_heads]
   std::int64_t first_row_position = 0;  // rows after a query's position are masked for it
-  // [tokens] or null: token t sees the rows at positions below seen[t], which does not fall from
-  // token to token; null: up to its own position.
+  // [tokens]: token t sees the rows at positions below seen[t], which never decreases from token to
+  // token; null: up to its own position.
   const std::int32_t* seen = nullptr;
-  // Blocks of queries see only the rows of their pages; without lists, all rows. With them
-  // first_row_position is that of a page's first row, and `seen` is null.
+  // Lists of the pages whose rows a block of queries sees; without lists, all rows. With lists,
+  // first_row_position is that of a page's first row and `seen` is null.
   PageLists listed;
   float scale = 0.0f;    // of the logits, 1 / sqrt(head_dim)
   float* out = nullptr;  // [tokens, query_heads, head_dim]
@@ -66,8 +66,8 @@ struct AttendParams {
   bool merge = false;    // merge with the partial already in out and lse
 };
 
-// Positions [first, end) of a token's sequence that somebody else attends to: whole pages before
-// its own.
+// Positions [first, end) of a token's sequence that another operation attends to: whole pages
+// before the token's own.
 struct PositionGap {
   std::int32_t first = 0;
   std::int32_t end = 0;
@@ -75,11 +75,11 @@ struct PositionGap {
   constexpr std::int64_t count() const { return end - first; }
 };
 
-// Attention of decoded tokens to all rows of their sequences up to their own, but for their gaps.
+// Attention of decoded tokens to all rows of their sequences up to their own, except their gaps.
 //
-// To a backend that computes in host memory the device is a bounded part of it: rows that are only
-// at home are copied to `arena` before they are attended. Without an arena, and by other backends,
-// they are attended where they lie.
+// A backend that computes in host memory has a bounded part of it as its device: rows that are not
+// resident there are copied to `arena` before they are attended. Without an arena, and on other
+// backends, they are attended where they lie.
 struct AttendBatchParams {
   static constexpr OperationLabel kLabel = {"attend to all rows", TraceKind::attend};
   const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
@@ -87,11 +87,10 @@ struct AttendBatchParams {
   KvShape shape;
   TokenBatch batch;
   PagedRows rows;
-  // [count] or null: there are none. The backend's memory, written before the step as the tokens
-  // are.
+  // [count] or null: no gaps. The backend's memory, written before the step as the tokens are.
   const PositionGap* gaps = nullptr;
-  // Attends to what is in the gaps, which may be nothing, and to nothing else. Of backends that
-  // compute in host memory.
+  // Attends to nothing but the rows in the gaps, which may be empty. Only on backends that compute
+  // in host memory.
   bool in_gaps = false;
   float scale = 0.0f;
   float* out = nullptr;        // [count, query_heads, head_dim]
@@ -99,7 +98,7 @@ struct AttendBatchParams {
   std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
   std::int64_t arena_rows = 0;
 
-  // For those who reach the batch's tokens and gaps.
+  // Callable only where the batch's tokens and `gaps` can be dereferenced.
   constexpr PositionGap gap(std::int64_t token) const {
     return gaps == nullptr ? PositionGap() : gaps[token];
   }
@@ -109,11 +108,11 @@ struct AttendBatchParams {
   }
 };
 
-// Attention of decoded tokens to selected rows and to those of their own pages, the newest.
+// Attention of decoded tokens to selected rows and to the newest, the rows of their own pages.
 //
-// Selected positions lie below their token's page_first(); a token of its sequence's first page has
-// none. A backend that computes in host memory may copy rows to `arena`, arena_rows at a time, and
-// attend to them there; see AttendBatchParams.
+// Selected positions are below their token's page_first(); a token in the first page has none. A
+// backend that computes in host memory may copy rows to `arena`, arena_rows at a time, and attend
+// to them there; see AttendBatchParams.
 struct AttendSelectedParams {
   static constexpr OperationLabel kLabel = {"attend to selected rows", TraceKind::attend};
   const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
@@ -121,21 +120,22 @@ struct AttendSelectedParams {
   KvShape shape;
   TokenBatch batch;
   SelectionView selected;  // positions [count, kv_heads, capacity], heads [count, kv_heads]
-  // Reported [count, kv_heads] or null: how many of the selected rows were read from the device.
+  // Reported [count, kv_heads] or null: selected rows read from the device.
   std::int32_t* resident = nullptr;
   PagedRows rows;
-  // [count, kv_heads, selected.capacity], what find_rows() found, and the cache that it looked in;
-  // or null: rows are where the tables say.
+  // [count, kv_heads, selected.capacity], the result of find_rows() in `cache`; or null: rows are
+  // found by the page tables alone.
   const PlacedRow* places = nullptr;
   RowCacheView cache;
-  // [count, query_heads], what select() reported; or null if neither of the next two is there.
+  // [count, query_heads], as select() reported it; or null if both estimated_lse and value_sums
+  // are.
   float* alpha = nullptr;
-  // [count, query_heads] or null. Where the newest had no logits when the others were selected:
-  // what select() reported of those. alpha, a share of their weight, becomes the share of theirs
-  // and the newest rows' together; NaN where a logit of the newest rows is NaN or +Inf.
+  // [count, query_heads], the lse that select() reported, if the newest rows had no logits then;
+  // else null. alpha, a share of the estimated tokens' weight, becomes a share of their and the
+  // newest rows' weight together; NaN where a logit of the newest rows is NaN or +Inf.
   const float* estimated_lse = nullptr;
   // [count, kv_heads, head_dim] or null: sums of the values of all tokens that a token sees. Their
-  // mean stands for those that are not attended: an output becomes
+  // mean stands for the tokens that are not attended: an output becomes
   // alpha * output + (1 - alpha) * sums / count(); SparQ section 3, equation 9.
   const float* value_sums = nullptr;
   std::byte* arena = nullptr;  // [kv_heads, arena_rows, row_bytes] or null
@@ -145,10 +145,10 @@ struct AttendSelectedParams {
   float* lse = nullptr;  // [count, query_heads]
 };
 
-// Finds where the selected rows of a layer are: on the device by the tables of pages, else in the
-// cache, else at home. Those in the cache become warmer. Those at home get a way, in the order of
-// the batch and of their positions, if their set has one that is empty or colder than they are:
-// attend_selected(), which has to follow, fills it. A row that several tokens selected gets one.
+// Looks up the selected rows of a layer: on the device by the page tables, else in the cache, else
+// in host memory. A hit in the cache heats its row. A miss gets a way, in the order of the batch
+// and of positions, if its set has one that is empty or colder than the row; attend_selected() has
+// to follow, because it fills that way. A row that several tokens selected gets one way.
 struct FindRowsParams {
   static constexpr OperationLabel kLabel = {"find rows", TraceKind::select};
   KvShape shape;
@@ -158,12 +158,12 @@ struct FindRowsParams {
   int layer = 0;
   RowCacheView cache;
   PlacedRow* places = nullptr;  // [count, kv_heads, selected.capacity]
-  // Reported [count, kv_heads] or null: how many rows made room for those that a token selected.
+  // Reported [count, kv_heads] or null: rows that were evicted for those that a token selected.
   std::int32_t* evicted = nullptr;
 };
 
-// Empties the ways of rows [first, first + count) at home, of all layers and KV heads; or every
-// way, whatever it holds, as a new cache's have to be.
+// Empties the ways of rows [first, first + count) of host memory, of all layers and KV heads; or,
+// with `all`, every way, as a new cache needs.
 struct ForgetRowsParams {
   static constexpr OperationLabel kLabel = {"forget rows", TraceKind::copy};
   KvShape shape;
@@ -173,7 +173,7 @@ struct ForgetRowsParams {
   std::int64_t count = 0;
 };
 
-// Copies rows of one sequence, found by position, so that they follow each other.
+// Copies rows of one sequence, found by position, to contiguous memory.
 struct GatherParams {
   static constexpr OperationLabel kLabel = {"gather", TraceKind::gather};
   KvShape shape;
@@ -181,35 +181,35 @@ struct GatherParams {
   std::int32_t sequence = 0;
   const std::int32_t* positions = nullptr;  // [kv_heads, capacity], ascending
   std::int64_t capacity = 0;                // 0: all heads have the same positions
-  std::int64_t first = 0;                   // number of each head's first position to copy
+  std::int64_t first = 0;                   // index of each head's first position to copy
   std::span<const std::int64_t> counts;     // host array [kv_heads]: rows to copy
   std::byte* to = nullptr;                  // [kv_heads, to_rows, row_bytes]
   std::int64_t to_rows = 0;
 };
 
-// Copies tokens of a piece, found by position, so that they follow each other.
+// Copies tokens of a chunk, found by position, to contiguous memory.
 struct PackTokensParams {
   static constexpr OperationLabel kLabel = {"pack tokens", TraceKind::copy};
-  const std::int32_t* positions = nullptr;  // [count], ascending, of the piece
+  const std::int32_t* positions = nullptr;  // [count], ascending, in the chunk
   std::int64_t count = 0;
-  std::int64_t first = 0;        // position of the piece's first token
-  std::int64_t width = 0;        // floats of a token
+  std::int64_t first = 0;        // position of the chunk's first token
+  std::int64_t width = 0;        // floats per token
   const float* piece = nullptr;  // [tokens, width], `stride` floats between tokens
   std::int64_t stride = 0;
   float* packed = nullptr;  // [count, width]
 };
 
-// And back to their places.
+// Copies packed tokens back to their positions in the chunk.
 struct UnpackTokensParams {
   static constexpr OperationLabel kLabel = {"unpack tokens", TraceKind::copy};
-  const std::int32_t* positions = nullptr;  // as above
+  const std::int32_t* positions = nullptr;  // [count], ascending, in the chunk
   std::int64_t count = 0;
   std::int64_t first = 0;
-  std::int64_t tokens = 0;  // of the piece
+  std::int64_t tokens = 0;  // of the chunk
   std::int64_t width = 0;
   const float* packed = nullptr;  // [count, width]
   float* piece = nullptr;         // [tokens, width]
-  bool clear = false;             // first sets all of the piece to zero
+  bool clear = false;             // first sets all of the chunk to zero
 };
 
 // Adds the values of rows to sums, or subtracts them.
