@@ -1,4 +1,4 @@
-// Value tiles: the values of whole pages in 2, 3 or 4 bits, kept where the key index is, and
+// Value tiles: the values of whole pages in 2, 3 or 4 bits, kept beside the key index, and
 // attention over them. Selected rows are fetched and attended exactly; all other tokens are
 // attended from data on the device: the weights that select() used, and these values. Pages that
 // carry hardly any weight are not read; the mean value stands for them.
@@ -21,23 +21,23 @@ namespace sluice {
 // value = zero + scale * code, code in [0, 2^bits).
 //
 // A page has scales and zeros, f16 [2, head_dim], then words of codes, u32 [4 bits, head_dim].
-// A word has 32 / bits neighbouring tokens of one channel: 2 i and 2 i + 1 from bits bits * i and
-// 16 + bits * i on, so that a pair is two 16-bit numbers after one masking, and neighbouring
-// channels lie side by side. Of 3 bits the lower two are words as of 2 bits; the upper ones follow,
-// 32 tokens to a word (see high_place()). head_dim is a multiple of 4.
+// A word has 32 / bits neighbouring tokens of one channel: tokens 2 i and 2 i + 1 begin at bits
+// bits * i and 16 + bits * i, so that one mask leaves a pair as two 16-bit numbers; the words of
+// neighbouring channels are adjacent. At 3 bits, the lower two bits are stored as 2-bit codes are;
+// the highest bits follow, 32 tokens to a word (see high_place()). head_dim is a multiple of 4.
 //
-// Pages have the slots of the key index: two neighbouring ones share a slot.
+// Pages have the slots of the key index: two neighbouring pages share a slot.
 struct ValueTiles {
   int bits = 2;
   std::byte* pages = nullptr;  // [kv_heads, slots, kTilePages, page_bytes()], aligned to 16
   std::int64_t slots = 0;      // per KV head
 
-  // Of one page of one KV head: at head_dim 128 36, 52 or 68 bytes per token.
+  // Bytes of one page of one KV head. At head_dim 128: 36, 52 or 68 bytes per token.
   static constexpr std::size_t page_bytes(int bits, int head_dim) {
     return scales_bytes(head_dim) + static_cast<std::size_t>(kPageTokens / 8 * bits * head_dim);
   }
   std::size_t page_bytes(int head_dim) const { return page_bytes(bits, head_dim); }
-  // Of all pages.
+  // Bytes of all pages.
   std::size_t bytes(int kv_heads, int head_dim) const {
     return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_bytes(head_dim);
   }
@@ -45,39 +45,40 @@ struct ValueTiles {
     const std::int64_t at = (head * slots + slot) * kTilePages + number % kTilePages;
     return pages + static_cast<std::size_t>(at) * page_bytes(head_dim);
   }
-  // Of a page: scales, then zeros.
+  // A page's scales, then its zeros, [2, head_dim].
   static std::uint16_t* scales(std::byte* page) { return reinterpret_cast<std::uint16_t*>(page); }
   static std::uint32_t* words(std::byte* page, int head_dim) {
     return reinterpret_cast<std::uint32_t*>(page + scales_bytes(head_dim));
   }
 
-  // Where the code of a token begins: which of a channel's words, and which bit of it.
+  // The first bit of a token's code: the word within its channel and the bit in that word.
   struct Place {
     int word;
     int shift;
   };
-  // Bits of a code in those words: all but the highest of three.
+  // Bits of a code that low_place() locates: all, except the highest of three.
   static constexpr int low_bits(int bits) { return bits == 4 ? 4 : 2; }
   static constexpr Place low_place(int bits, int token) {
     const int tokens = 32 / low_bits(bits);
     return {token / tokens, token % tokens / 2 * low_bits(bits) + token % 2 * 16};
   }
-  // Of the highest of three bits. Pair 4 a + b of a word has bit 2 b + a % 2 + 8 (a / 2) and the
-  // one 16 bits above: the pairs whose lower bits need the same shift need one shift here.
+  // The place of the highest of three bits. Pair 4 a + b of a word has bit 2 b + a % 2 + 8 (a / 2)
+  // and the bit 16 above it, so that pairs whose lower bits need the same shift share a shift here,
+  // too.
   static constexpr Place high_place(int token) {
     const int pair = token % 32 / 2;
     return {kPageTokens / 16 + token / 32,
             pair % 4 * 2 + pair / 4 % 2 + pair / 8 * 8 + token % 2 * 16};
   }
 
-  // Codes span so much of the range between a channel's smallest and largest value, around its
-  // middle; what lies outside gets the outermost codes. With few codes, finer steps are worth more
-  // than the few values that they do not reach: of sluice-22m's attention, layer by layer, this
-  // leaves 0.53 (2 bits), 0.81 and 0.94 (4 bits) of the squared error that whole ranges make.
+  // The part of the range between a channel's smallest and largest value that codes span, around
+  // its middle; values outside get the outermost codes. With few codes, finer steps gain more than
+  // the clipped values lose: in sluice-22m's attention, layer by layer, the squared error is 0.53
+  // (2 bits), 0.81 (3 bits) and 0.94 (4 bits) of that of whole ranges.
   static constexpr float kept_range(int bits) {
     return bits == 2 ? 0.75f : bits == 3 ? 0.9f : 0.95f;
   }
-  // As parts of that range: what is dropped at either end, and a step.
+  // The part clipped at either end, and a step, both in units of the whole range.
   static constexpr float margin(int bits) { return (1.0f - kept_range(bits)) / 2.0f; }
   static constexpr float step(int bits) {
     return kept_range(bits) / static_cast<float>((1 << bits) - 1);
@@ -89,7 +90,7 @@ struct ValueTiles {
   }
 };
 
-// The value tiles of one layer, of all sequences of a pool.
+// The value tiles of one layer, for all sequences of a pool.
 struct ValueTilesView {
   ValueTiles tiles;
   const std::int32_t* slots = nullptr;  // the key index's [sequences, table_stride]
@@ -111,65 +112,65 @@ struct BuildValuesParams {
   std::int64_t pages = 0;
   std::span<const RowSpan> rows;  // host array [kv_heads]: the rows of these pages
   std::int32_t* bad = nullptr;    // reported [sequences, kv_heads]: set to 1 if a value is NaN or
-                                  // Inf; of that page nothing is written
+                                  // Inf; that page is not written then
 };
 
-// For each token of a batch that is the last of its page: builds that page from its rows.
+// Builds, for each token of a batch that is the last of its page, that page from its rows.
 struct BuildValuesBatchParams {
   static constexpr OperationLabel kLabel = {"build_values", TraceKind::index};
   KvShape shape;
   ValueTilesView values;
   TokenBatch batch;
   PagedRows rows;
-  std::int32_t* bad = nullptr;  // as above
+  std::int32_t* bad = nullptr;  // reported [sequences, kv_heads], as in BuildValuesParams
 };
 
-// Attention of decoded tokens to what was not selected of their whole pages, [0, page_first()), as
+// Attention of decoded tokens to the unselected tokens of their whole pages, [0, page_first()), as
 // a partial that merges with the one over the selected and the newest rows.
 //
-// A token weighs e^logit. Per KV head the heaviest pages, by the sum over its query heads of what
-// is not selected, each relative to estimated_lse, are read: the fewest that carry the share
-// `share` of all pages' weight, where pages whose weights agree in sign, exponent and the highest 7
-// bits after the point are read together or not at all; with a share of 1 all pages are. Weight in
-// pages that are not read goes to the mean value. Nothing is attended of a KV head whose selection
-// is bad; without whole pages the partial is empty, lse -Inf.
+// A token weighs e^logit; a page weighs the sum over its unselected tokens and the KV head's query
+// heads, each relative to estimated_lse. Per KV head the fewest, heaviest pages that carry `share`
+// of all pages' weight are read; pages whose weights agree in sign, exponent and the highest 7
+// mantissa bits are read together or not at all. With a share of 1 all pages are read. The mean
+// value gets the weight of the pages that are not read. A KV head whose selection is bad attends to
+// nothing; without whole pages the partial is empty, lse -Inf.
 struct AttendTilesParams {
   static constexpr OperationLabel kLabel = {"attend to value tiles", TraceKind::attend};
   KvShape shape;
   TokenBatch batch;
-  // [count, query_heads, stride] of [0, page_first()), without candidates: as estimate() wrote them
-  // or, if `weighed`, e^(logit - estimated_lse) in f32, or with a digest as the backend's select()
-  // leaves them, see LogitFormat. What they hold afterwards is left open. The digest is used if it
-  // is there, as select() leaves it, its weights included.
+  // [count, query_heads, stride] of [0, page_first()), without candidates: as estimate() wrote
+  // them, or e^(logit - estimated_lse) in f32 if `weighed`, or with a digest as the backend's
+  // select() leaves them, see LogitFormat. Their contents are unspecified afterwards. A digest is
+  // used if there is one, as select() leaves it, its weights included.
   LogitView logits;
   bool weighed = false;
   const float* estimated_lse = nullptr;  // [count, query_heads], as select() reported it
-  SelectionView selected;                // taken out
+  SelectionView selected;                // excluded
   ValueTilesView values;
-  float share = 0.9f;                 // of the weight, whose values are read; in (0, 1]
-  const float* value_sums = nullptr;  // [count, kv_heads, head_dim]: of all tokens that one sees
+  float share = 0.9f;                 // of the weight, in pages that are read; in (0, 1]
+  const float* value_sums = nullptr;  // [count, kv_heads, head_dim]: of all tokens a token sees
   float* out = nullptr;               // [count, query_heads, head_dim]
   float* lse = nullptr;               // [count, query_heads]; -Inf where nothing was attended
   bool merge = false;                 // merge with the partial already in out and lse
-  // Reported [count, kv_heads] or null: pages that were read, again for every part of the query
-  // heads if a backend takes them in parts.
+  // Reported [count, kv_heads] or null: pages read, counted once per part of the query heads if a
+  // backend takes them in parts.
   std::int32_t* pages_read = nullptr;
 };
 
-// Merges partials over disjoint rows: attention over all of them, where both were computed side by
-// side.
+// Merges two partials over disjoint rows that were computed side by side into attention over all of
+// them.
 struct MergePartialsParams {
   static constexpr OperationLabel kLabel = {"merge partials", TraceKind::attend};
   std::int64_t rows = 0;  // tokens * query heads
   int head_dim = 0;
   const float* from = nullptr;      // [rows, head_dim]
   const float* from_lse = nullptr;  // [rows]
-  float* out = nullptr;             // likewise, read and written
-  float* lse = nullptr;
+  float* out = nullptr;             // [rows, head_dim], read and written
+  float* lse = nullptr;             // [rows], read and written
 };
 
-// Throws Error{usage} unless value tiles can have so many bits and a share of pages be read, and
-// Error{unsupported} for a head_dim that is no multiple of 4 or above 256.
+// Throws Error{usage} for `bits` that value tiles cannot have or a `share` outside (0, 1], and
+// Error{unsupported} for a head_dim that is not a multiple of 4 or above 256.
 void check_value_tiles(int bits, int head_dim, float share);
 
 }  // namespace sluice

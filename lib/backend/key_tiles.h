@@ -16,11 +16,11 @@ inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
 // Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
 // that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
 // key = zero + scale * code, code in [0, 2^bits).
-// At 4 bits byte b of a channel's 64 holds token b in its low and token 64 + b in its high half; at
-// 2 bits byte b of 32 holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up. At 3 bits
-// a channel has 48 bytes: 32 with the lower two bits of all codes, laid out as 2 bits are, then 16
-// with the highest, where byte b holds those of tokens b, 16 + b and so on to 112 + b.
-// A channel of a tile has the codes of two adjacent pages of a sequence. In odd channels the second
+// At 4 bits, byte b of a channel's 64 holds token b in its low and token 64 + b in its high half;
+// at 2 bits, byte b of 32 holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up. At 3
+// bits, a channel has 48 bytes: 32 with the lower two bits of all codes, laid out as 2 bits are,
+// then 16 with the highest, where byte b holds those of tokens b, 16 + b and so on to 112 + b. A
+// channel of a tile has the codes of two adjacent pages of a sequence. In odd channels the second
 // page's come first, because adjacent channels of a page then lie in different memory banks; at 3
 // bits they do so anyway, and the first page's are always first. The last tile of a sequence may
 // have only one page; the bytes of the other are undefined.
@@ -30,17 +30,17 @@ struct KeyTiles {
   std::uint16_t* scales = nullptr;  // f16 [kv_heads, slots, kTilePages, 2, head_dim]: scales, zeros
   std::int64_t slots = 0;           // tiles per KV head
 
-  // Of one channel of one page.
+  // Bytes of the codes of one channel of one page.
   std::size_t code_bytes() const { return static_cast<std::size_t>(kPageTokens * bits / 8); }
-  // Codes of a tile of one KV head.
+  // Bytes of the codes of a tile of one KV head.
   std::size_t tile_bytes(int head_dim) const {
     return static_cast<std::size_t>(head_dim * kTilePages) * code_bytes();
   }
-  // Of all codes.
+  // Bytes of all codes.
   std::size_t codes_bytes(int kv_heads, int head_dim) const {
     return static_cast<std::size_t>(kv_heads * slots) * tile_bytes(head_dim);
   }
-  // Of all scales and zeros.
+  // Bytes of all scales and zeros.
   std::size_t scales_bytes(int kv_heads, int head_dim) const {
     return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_scales_bytes(head_dim);
   }
@@ -53,18 +53,18 @@ struct KeyTiles {
                            std::int64_t page) const {
     return scales + ((head * slots + slot) * kTilePages + page % kTilePages) * 2 * head_dim;
   }
-  // Bits of a code that lie together: all but the highest of three.
+  // Bits of a code that lie together: all, except the highest of three.
   static constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
-  // Bytes of these, of one channel of one page.
+  // Bytes of these bits of one channel of one page.
   static constexpr std::size_t low_bytes(int bits) {
     return static_cast<std::size_t>(kPageTokens / 8 * low_bits(bits));
   }
-  // Where one channel of a page lies in its tile, in units of code_bytes().
+  // The offset of one channel of a page in its tile, in units of code_bytes().
   static constexpr std::size_t place_of(int bits, std::int64_t page, std::size_t channel) {
     const std::size_t swapped = bits == 3 ? 0 : channel;
     return channel * kTilePages + (static_cast<std::size_t>(page) ^ swapped) % kTilePages;
   }
-  // Bytes of one page of one KV head, by the channels that are read of it.
+  // Bytes of `channels` channels of one page of one KV head, codes and scales.
   std::size_t page_bytes(int channels) const {
     return static_cast<std::size_t>(channels) * code_bytes() + page_scales_bytes(channels);
   }
@@ -84,7 +84,7 @@ struct PageBounds {
   std::size_t page_bytes(int channels) const {
     return static_cast<std::size_t>(kBoundsPerPage * 2 * channels) * sizeof(std::uint16_t);
   }
-  // Of all bounds.
+  // Bytes of all bounds.
   std::size_t bytes(int kv_heads, int head_dim) const {
     return static_cast<std::size_t>(kv_heads * slots) * kTilePages * page_bytes(head_dim);
   }
@@ -95,7 +95,7 @@ struct PageBounds {
   }
 };
 
-// The key index of one layer, of all sequences of a pool; null pointers where it has no such part.
+// The key index of one layer, for all sequences of a pool; a part that it lacks is null.
 // Tiles and bounds of two neighbouring pages have the same slot in their pools.
 struct KeyIndexView {
   KeyTiles tiles;

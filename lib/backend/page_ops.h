@@ -3,8 +3,8 @@
 //
 // Queries of adjacent tokens attend to similar tokens, so their mean and the mean of a page's keys
 // suffice to tell which pages none of them needs.
-// Source: block-sparse heads of MInference (Jiang et al. 2024), section 3; as many as carry a share
-// of the weight as in FlexPrefill (Lai et al. 2025), section 4.
+// Source: block-sparse heads of MInference (Jiang et al. 2024), section 3; their number, the fewest
+// pages that carry a share of the weight, is from FlexPrefill (Lai et al. 2025), section 4.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ namespace sluice {
 // Means of the keys of whole pages, in bf16.
 struct PageMeansView {
   std::uint16_t* means = nullptr;  // [sequences, kv_heads, pages, head_dim]
-  std::int64_t pages = 0;          // that a sequence may have
+  std::int64_t pages = 0;          // most pages of a sequence
 
   constexpr std::uint16_t* of(const KvShape& shape, std::int64_t sequence, std::int64_t head,
                               std::int64_t page) const {
@@ -32,7 +32,7 @@ struct PageMeansView {
 struct PageMeansParams {
   static constexpr OperationLabel kLabel = {"page_means", TraceKind::index};
   KvShape shape;
-  WholePages pages;  // of a run, or that tokens of a batch are the last of
+  WholePages pages;  // pages of a run, or those that tokens of a batch complete
   PageMeansView to;
 };
 
@@ -40,7 +40,7 @@ struct PageMeansParams {
 struct PageLists {
   static constexpr std::int64_t kBlock = 128;  // query tokens, counted from the chunk's first
 
-  std::int32_t* pages = nullptr;   // [kv_heads, blocks, capacity], `counts` of them
+  std::int32_t* pages = nullptr;   // [kv_heads, blocks, capacity], the first `counts` of each
   std::int32_t* counts = nullptr;  // [kv_heads, blocks]
   std::int64_t blocks = 0;
   std::int64_t capacity = 0;
@@ -56,13 +56,13 @@ struct PageLists {
   }
 };
 
-// Lists for a chunk of one sequence's tokens.
+// Chooses the page lists of a chunk of one sequence's tokens.
 //
-// The pages of a block's own tokens are listed, the page before them and the first page. Of all
-// pages that end before the block, those are listed that are as heavy as the lightest of the fewest
-// that carry `share` of the weight. A page's weight is the softmax, over these pages, of the scaled
-// product of its mean key and the mean of the block's queries; of a KV head, the sum over its query
-// heads. If a weight is NaN, all pages are listed.
+// A block lists the pages of its own tokens, the page before them and the first page. Of the pages
+// that end before the block, it lists the fewest that carry `share` of their weight, and all that
+// weigh the same as the lightest of these. A page's weight is the softmax, over the pages before
+// the block, of the scaled product of its mean key and the mean of the block's queries; a KV head
+// sums it over its query heads. If a weight is NaN, all pages are listed.
 struct ChoosePagesParams {
   static constexpr OperationLabel kLabel = {"choose_pages", TraceKind::select};
   const float* q = nullptr;  // [tokens, query_heads, head_dim], `q_stride` floats between tokens
@@ -75,7 +75,7 @@ struct ChoosePagesParams {
   double share = 1.0;  // 1: all pages
   PageMeansView means;
   PageLists lists;
-  std::uint32_t* listed = nullptr;  // reported [kv_heads, means.pages]: how many blocks list a page
+  std::uint32_t* listed = nullptr;  // reported [kv_heads, means.pages]: blocks that list a page
 };
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// A queue of a backend's work: every operation is asked of a queue, and is done in its order.
+// A queue of a backend's work: every operation is issued to a queue and runs in its order.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,20 @@ namespace sluice {
 
 class Backend;
 
-// What a backend keeps of work that it replays. It ends before the memory that the work uses.
+// Work that a backend has recorded for replay. It is destroyed before the memory that the work
+// uses.
 class Recording {
  public:
   virtual ~Recording() = default;
 };
 
 struct ReplayCounts {
-  std::int64_t recordings = 0;  // made
-  std::int64_t launches = 0;    // of recordings
+  std::int64_t recordings = 0;  // recordings made
+  std::int64_t launches = 0;    // launches of recordings
 };
 
-// Work of the host's in a queue's order. It stays where it is as long as the queue, or a recording,
-// may come to it. It asks nothing of the queue's backend.
+// Host work in a queue's order. The object stays at its address as long as the queue or a recording
+// may run it. run() must not call the queue's backend.
 class HostCall {
  public:
   virtual ~HostCall() = default;
@@ -33,22 +34,22 @@ class HostCall {
 };
 
 struct QueueOptions {
-  // A stream of a caller's, a cudaStream_t, which outlives the queue; null: one of its own.
+  // The caller's stream, a cudaStream_t, which outlives the queue; null: the queue makes one.
   void* stream = nullptr;
-  // Whether it computes, or only copies and gathers, which takes no memory.
+  // False: the queue only copies and gathers, which takes no memory.
   bool computes = true;
-  // Whether replay() of one that computes is to record, which may take memory.
+  // True: replay() records if the queue computes; a recording may take memory.
   bool records = true;
 };
 
 class Queue;
 
-// Work that is issued while one lives belongs together, for profilers and traces. Ranges nest.
+// A scope that groups the work issued in it, for profilers and traces. Ranges nest.
 class QueueRange {
  public:
   struct Label {
-    std::string_view name;    // lasts as long as the program
-    int layer = -1;           // of the model; -1: of none
+    std::string_view name;    // lives as long as the program
+    int layer = -1;           // of the model; -1: none
     std::int64_t tokens = 0;  // of a step
   };
   QueueRange(Queue& queue, const Label& label);
@@ -60,9 +61,8 @@ class QueueRange {
   Queue& queue_;
 };
 
-// Stream, scratch memory and what else work needs that is under way: queues share nothing, so work
-// of one runs beside that of others and meets it only at wait_for(). One thread at a time may use a
-// queue.
+// A stream with its scratch memory and all other state of work in flight. Queues share nothing, so
+// they run concurrently and synchronise only at wait_for(). One thread at a time may use a queue.
 class Queue {
  public:
   explicit Queue(Backend& backend);
@@ -74,7 +74,7 @@ class Queue {
   Backend& backend() const;
   bool has_backend() const { return !life_.expired(); }
 
-  // Does an operation after all work issued before it. Throws Error{usage} once the backend has
+  // Runs an operation after all work issued before it. Throws Error{usage} once the backend has
   // ended, and Error{unsupported} for parameters that the backend has no code for.
   template <class Params>
   void run(const Params& params) {
@@ -85,20 +85,20 @@ class Queue {
   // wrappers forward.
   virtual void submit(const Operation& operation) = 0;
 
-  // Issues what issue() issues. A backend may record that the first time, when `recording` is null,
-  // and from then on only start the recording, which spares what each launch costs. So issue()
-  // issues the same with the same pointers every time; it allocates nothing, waits for nothing and
-  // copies only between memory that the backend has allocated or registered. The tokens and page
-  // tables of a batch are written before, not by issue(). Another queue takes part between its
-  // wait_for() this one and this one's wait_for() it. If issue() throws, nothing is recorded;
-  // whether something was issued is left open.
+  // Runs the work of issue(). A backend may record it the first time, when `recording` is null, and
+  // from then on only launch the recording, which saves a launch per operation. So issue() issues
+  // the same operations with the same pointers every time; it allocates nothing, waits for nothing
+  // and copies only between memory that the backend has allocated or registered. The tokens and
+  // page tables of a batch are written before, not by issue(). Work of another queue is part of the
+  // recording between that queue's wait_for() this one and this one's wait_for() that queue. If
+  // issue() throws, nothing is recorded, but part of the work may have been issued.
   virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue);
-  // So far.
+  // Counts since the queue was made.
   virtual ReplayCounts replay_counts() const { return {}; }
 
-  // Runs `call` when the queue comes to it, on any thread; what is behind it waits.
+  // Runs `call` in the queue's order, on any thread; later work waits for it.
   virtual void call_host(HostCall& call) { call.run(); }
-  // Writes when the queue comes to it: nanoseconds of a clock of the backend's.
+  // Writes the time to `to` in the queue's order: nanoseconds of the backend's clock.
   virtual void note_time(std::uint64_t* to);
 
   // Work issued from now on starts after all work issued to `other` so far.
@@ -106,13 +106,13 @@ class Queue {
   // Returns when the queue is idle. Errors of earlier work surface here at the latest.
   virtual void synchronize() = 0;
 
-  // For work that others issue: a cudaStream_t; null if there is no such thing.
+  // The cudaStream_t, for work that callers issue themselves; null if the queue has none.
   virtual void* native_stream() { return nullptr; }
 
-  // Another queue, that this one may wait for and that may wait for this one.
+  // Makes another queue; each of the two may wait for the other.
   virtual std::unique_ptr<Queue> make_sibling(const QueueOptions& options);
 
-  // By QueueRange.
+  // Called by QueueRange only.
   virtual void begin_range(const QueueRange::Label& /*label*/) {}
   virtual void end_range() {}
 
@@ -121,7 +121,7 @@ class Queue {
   std::weak_ptr<const void> life_;
 };
 
-// For backends that do not fuse: the operations of a chain one by one.
+// Runs the operations of a chain one by one, for backends that do not fuse them.
 void run_one_by_one(Queue& queue, const LinearChain& chain);
 // Copies rows that `append` wrote on the device to host memory.
 void copy_to_host(Queue& queue, const AppendParams& params);
