@@ -20,23 +20,23 @@
 
 namespace sluice {
 
-// How a backend reads, for the account of reads: what a KV head's queries share is read once for
-// each part of them.
+// The read pattern of a backend, for the account of reads: data that the queries of a KV head share
+// is read once per part of these queries.
 struct ReadPattern {
   static constexpr int kAll = std::numeric_limits<int>::max();
 
-  int tile_pages = 1;           // a tile is read whole: so many pages
-  int estimate_queries = kAll;  // of a part, where estimates are made
-  int attend_queries = kAll;    // of a part, where decoded tokens attend
+  int tile_pages = 1;           // pages of a tile, which is read whole
+  int estimate_queries = kAll;  // queries per part in estimates
+  int attend_queries = kAll;    // queries per part in attention of decoded tokens
 
   static int parts(int group, int queries) { return (group - 1) / queries + 1; }
 };
 
-// Of the bus between host memory and a device that has memory of its own, as measured, in bytes per
+// Measured rates of the bus between host memory and a device with separate memory, in bytes per
 // second; 0 without such a device.
 struct LinkRates {
-  double copied = 0.0;  // by copies of megabytes
-  double read = 0.0;    // by kernels, where rows lie
+  double copied = 0.0;  // copies of megabytes
+  double read = 0.0;    // kernels that read rows in host memory
 };
 
 struct BackendInfo {
@@ -44,46 +44,47 @@ struct BackendInfo {
   std::string description;           // processor and instruction sets, for people
   bool attends_host_rows = false;    // rows in host memory can be attended where they lie
   bool synchronous = false;          // every call finishes before it returns
-  Tier compute_tier = Tier::host;    // where weights and activations live
-  DType compute_dtype = DType::f32;  // of the inputs of linear()
+  Tier compute_tier = Tier::host;    // tier of weights and activations
+  DType compute_dtype = DType::f32;  // dtype of the inputs of linear()
   LogitFormat logits;                // of estimates
   ReadPattern reads;
   Processor processor = Processor::host;
-  std::vector<int> head_dims;  // that attention has kernels for; empty: all even up to 256
-  bool f32_rows = true;        // besides f16 and bf16
+  std::vector<int>
+      head_dims;         // head_dims that attention has kernels for; empty: all even ones up to 256
+  bool f32_rows = true;  // supports rows in f32 besides f16 and bf16
   int most_query_heads = std::numeric_limits<int>::max();
   int threads = 1;
   LinkRates link;
-  std::uint64_t memory_bytes = 0;  // of such a device
-  double memory_rate = 0.0;        // what that memory is made for, in bytes per second
-  // Of a layer's rows, all where attention reads them: up to so many, reading every one takes less
-  // time than selecting by an INT4 index (presets `values` and `sluice`).
+  std::uint64_t memory_bytes = 0;  // of a device with separate memory
+  double memory_rate = 0.0;        // nominal bandwidth of that memory, bytes per second
+  // Bytes of a layer's rows, all resident where attention reads them: up to this size, reading
+  // every row takes less time than selecting by an INT4 index (presets `values` and `sluice`).
   std::uint64_t dense_bytes = 0;
-  // Of the rows in host memory that a step selects in a layer: from so many on, looking for them in
-  // a row cache takes less time than fetching them again.
+  // Bytes of the rows in host memory that a step selects in a layer: from this size on, looking
+  // them up in a row cache takes less time than fetching them again.
   std::uint64_t cached_bytes = 0;
 };
 
-// The work of a session that decides what memory the threads of a CPU take for themselves.
+// The work of a session that determines the memory that CPU threads take for themselves.
 struct ThreadWork {
   KvShape shape;
   std::int64_t context = 0;           // tokens of a sequence
-  std::int64_t chunk = 0;             // most tokens per step of a prompt; 0: there are none
-  std::vector<WeightShape> products;  // by every matrix of the model; none: the caller multiplies
+  std::int64_t chunk = 0;             // most tokens per step of prefill; 0: no prefill
+  std::vector<WeightShape> products;  // every matrix of the model; empty: the caller multiplies
   bool lists_pages = false;           // a prompt attends to listed pages (Policy::Prefill::pages)
-  bool sums_columns = false;          // or chooses its important tokens (Policy::Prefill::tau)
+  bool sums_columns = false;  // a prompt chooses its important tokens (Policy::Prefill::tau)
 };
 
 class Backend : public Memory {
  public:
   virtual const BackendInfo& info() const = 0;
 
-  // The most resident memory that the threads take for such work beside what is charged: stacks and
-  // scratch, which they keep. 0 for a backend whose threads are not the host's.
+  // The most resident memory in bytes that the threads take for `work` besides charged memory:
+  // stacks and scratch, which they keep. 0 for a backend that does not compute on host threads.
   virtual std::uint64_t thread_bytes(const ThreadWork& /*work*/) const { return 0; }
 
-  // Any number of them. Throws Error{usage} for a stream that is not the backend's device's, and
-  // Error{memory} as allocate() does.
+  // Makes a queue; a backend may have any number. Throws Error{usage} for a stream of another
+  // device and Error{memory} as allocate() does.
   virtual std::unique_ptr<Queue> make_queue(const QueueOptions& options) = 0;
   std::unique_ptr<Queue> make_queue() { return make_queue({}); }
 
@@ -119,7 +120,7 @@ class Backend : public Memory {
 
  private:
   friend class Queue;
-  std::shared_ptr<const void> life_ = std::make_shared<char>();  // that queues look at
+  std::shared_ptr<const void> life_ = std::make_shared<char>();  // queues watch it
 };
 
 }  // namespace sluice

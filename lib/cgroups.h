@@ -1,4 +1,4 @@
-// Finds the control groups that bound this process. A limit of any group above it binds it, too.
+// Finds the control groups that limit this process. Limits of groups above its own apply, too.
 // Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/.
 #pragma once
 
@@ -10,15 +10,15 @@
 namespace sluice {
 
 struct Cgroup {
-  std::filesystem::path folder;  // that holds its files
+  std::filesystem::path folder;  // of its files
   std::string name;              // as /proc/self/cgroup has it: "/a/b"
 };
 
 // The hierarchy of cgroup v2.
 inline constexpr std::string_view kUnified;
 
-// The process's group in the hierarchy of v1 that has `controller`, or in that of v2, and all above
-// it that are mounted. `root` is the folder that has proc and sys. Folders need not exist.
+// The process's group in the v1 hierarchy of `controller`, or in that of v2, and all mounted groups
+// above it. `root` is the folder with proc and sys. Folders need not exist.
 std::vector<Cgroup> cgroups_of_process(const std::filesystem::path& root,
                                        std::string_view controller);
 

@@ -1,8 +1,8 @@
 // Gumbel noise by which tokens are drawn: the id with the largest logit / temperature + noise is a
 // draw from softmax(logits / temperature) (Gumbel 1954; Maddison, Tarlow and Minka 2014, "A*
-// sampling", section 2). The noise of an id depends on nothing but (seed, position, id), so that
+// sampling", section 2). The noise of an id depends only on (seed, position, id), so that
 // rounding of the logits changes a draw only if it swaps the two best ids. A draw that walks the
-// cumulative sum of the weights moves every border behind a logit that moves.
+// cumulative sum of the weights would move every border behind a changed logit.
 //
 // Random bits are those of Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random
 // numbers: as easy as 1, 2, 3", section 3.3), the same integers on every backend. Noise is computed
@@ -45,15 +45,15 @@ constexpr std::array<std::uint32_t, kNoiseGroup> noise_words(std::uint64_t seed,
       {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)});
 }
 
-// The noise that random bits stand for, -log(-log(u)) with u = 1 - (word + 1/2) / 2^32: from -3.14
-// to 22.9. `Real` is double; as a template this can be constexpr, which device code needs.
+// The noise of random bits, -log(-log(u)) with u = 1 - (word + 1/2) / 2^32: from -3.14 to 22.9.
+// `Real` is double; as a template this can be constexpr, which device code needs.
 template <typename Real = double>
 constexpr Real gumbel(std::uint32_t word) {
   const Real below_one = (static_cast<Real>(word) + Real{0.5}) * Real{0x1p-32};
   return -std::log(-std::log1p(-below_one));
 }
 
-// Upper bound of gumbel() for words with `leading_zeros` zeros, because it spares most logarithms:
+// Upper bound of gumbel() for words with `leading_zeros` zeros, which spares most logarithms:
 // -log(1 - x) > x, and x >= 2^-(zeros + 1).
 constexpr float gumbel_bound(int leading_zeros) {
   constexpr float kLog2 = 0.69315f;  // rounded up by more than the product is rounded

@@ -9,8 +9,8 @@
 
 namespace sluice {
 
-// Every allocation of a tier passes through its account, at the place where the memory is taken,
-// so `peak()` is evidence that a cap held and not a repetition of the planner's arithmetic.
+// Every allocation of a tier is charged to its account where the memory is taken, so `peak()` is
+// evidence that a cap held, not a repetition of the planner's arithmetic.
 // Thread-safe.
 class MemoryAccount {
  public:
@@ -20,7 +20,7 @@ class MemoryAccount {
   MemoryAccount(const MemoryAccount&) = delete;
   MemoryAccount& operator=(const MemoryAccount&) = delete;
 
-  // Takes `bytes` from the budget. Throws Error{memory}, and takes nothing, past the cap.
+  // Takes `bytes` from the budget. Past the cap it takes nothing and throws Error{memory}.
   void charge(std::uint64_t bytes);
   void release(std::uint64_t bytes) noexcept;
 
@@ -48,7 +48,7 @@ class Charge {
   ~Charge() {
     if (account_ != nullptr) account_->release(bytes_);
   }
-  // The account is gone.
+  // Drops the charge without releasing it, because the account is gone.
   void forget() { account_ = nullptr; }
 
  private:

@@ -1,18 +1,19 @@
-// Arrays of heads in host memory, of any dtype and strides, to dense f32 and back.
+// Converts arrays of heads in host memory, of any dtype and strides, to dense f32 and back.
 #pragma once
 
 #include "lib/backend/dense_ops.h"
 
 namespace sluice {
 
-// What `read_heads` does, for host memory.
+// The operation `read_heads` in host memory.
 void read_heads(const ReadHeadsParams& params);
 
-// Dense f32 [tokens, heads, head_dim] to an array of any dtype and strides; rounds to nearest.
+// Converts dense f32 [tokens, heads, head_dim] to an array of any dtype and strides; rounds to
+// nearest.
 void write_heads(const float* from, const HeadArray& to);
 
-// What magnitudes of queries, keys and values are to be below: rows of `dtype` hold them, and no
-// sum of products of them overflows.
+// Magnitudes of queries, keys and values have to be below this limit, because then rows of `dtype`
+// can hold them and no sum of their products overflows.
 float magnitude_limit(DType dtype);
 
 }  // namespace sluice

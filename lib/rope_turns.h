@@ -1,5 +1,5 @@
-// Angles of the rotary embedding as fractions of a turn, in 64 bits that overflow where a turn
-// ends: exact at any position, where a product in fp32 is off by 0.03 radians near a million.
+// Angles of the rotary embedding as fractions of a turn, in 64 bits that wrap around at a full
+// turn: exact at any position, whereas a product in fp32 is off by 0.03 radians near a million.
 #pragma once
 
 #include <cmath>
@@ -8,8 +8,8 @@
 
 namespace sluice {
 
-// What a frequency, in radians per token, turns by from token to token, in 2^-64 of a turn. Off by
-// less than 2^-55 of a turn: by 4e-7 radians at position 2^31.
+// The angle per token of a frequency in radians per token, in units of 2^-64 of a turn. The error
+// is less than 2^-55 of a turn: 4e-7 radians at position 2^31.
 inline std::uint64_t turn_per_token(float inverse_frequency) {
   const double turns = inverse_frequency / (2.0 * std::numbers::pi);
   return static_cast<std::uint64_t>(std::ldexp(turns - std::floor(turns), 64));

@@ -1,4 +1,4 @@
-// Reads the small text files of /proc and /sys, whatever they hold.
+// Reads the small text files of /proc and /sys, whatever their contents.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ std::string system_text(const std::filesystem::path& path);
 std::vector<std::string_view> words_of(std::string_view text);
 std::vector<std::string_view> lines_of(std::string_view text);
 
-// A decimal number and nothing else. None for "max", "unlimited", "-1", a number past 64 bits.
+// The value of a text that is a decimal number and nothing else. nullopt for "max", "unlimited",
+// "-1", a number past 64 bits.
 std::optional<std::uint64_t> number_of(std::string_view word);
 
 // The number after `key` on the line that starts with it, as in "MemAvailable:   123 kB", without

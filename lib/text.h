@@ -1,4 +1,4 @@
-// Text from elsewhere (files, flags, paths) and numbers, as they may stand in a message.
+// Makes text from outside (files, flags, paths) and numbers fit for messages.
 #pragma once
 
 #include <array>
@@ -9,9 +9,9 @@
 
 namespace sluice {
 
-// One line that says what `text` holds whatever that is: control and formatting characters, line
-// breaks and bytes that are not UTF-8 become \xNN each. Of a long text the middle is cut out, so
-// that a message keeps both its file and its reason. Gives back unchanged what it has made itself.
+// Any `text` as one line: control and formatting characters, line breaks and bytes that are not
+// UTF-8 become \xNN each. A long text loses its middle, so that a message keeps both its file and
+// its reason. Idempotent.
 std::string one_line(std::string_view text);
 
 // The same, shorter, between single quotes: a name or a value inside a message.
@@ -25,7 +25,8 @@ std::string digits(T value) {
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
 }
 
-// Why a parser gave up at a byte of so many, counted from 1: the end, or what stands there.
+// Why a parser failed at `byte` of `bytes`, counted from 1: the text ended, or the text found
+// there.
 std::string json_fault(std::size_t byte, std::size_t bytes);
 
 }  // namespace sluice

@@ -1,7 +1,7 @@
 // A queue that notes in a trace when each of its operations began and how long it took.
 //
-// To know that, it waits for every operation: work that would overlap does not, and nothing is
-// recorded for replay. What is computed is the same.
+// Measuring takes waiting for every operation, so nothing overlaps and nothing is recorded for
+// replay. Results are the same.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class TracedQueue : public Queue {
   void call_host(HostCall& call) override;
   void note_time(std::uint64_t* to) override { queue_->note_time(to); }
 
-  // `other` is traced, too.
+  // `other` has to be a traced queue, too.
   void wait_for(Queue& other) override;
   void synchronize() override { queue_->synchronize(); }
   void* native_stream() override { return queue_->native_stream(); }
@@ -36,12 +36,12 @@ class TracedQueue : public Queue {
     double begin = 0.0;
   };
 
-  // Does `work` of the queue and adds it to the trace.
+  // Runs `work` on the queue and adds it to the trace.
   void add(const OperationLabel& label, std::uint64_t bytes, const std::function<void()>& work);
 
   std::unique_ptr<Queue> queue_;
   std::shared_ptr<Trace> trace_;
-  std::vector<Range> ranges_;  // the innermost last
+  std::vector<Range> ranges_;  // innermost last
 };
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// Decoder operations besides attention: products with weights, norms, RoPE, drawing tokens.
+// Decoder operations besides attention: products with weights, norms, RoPE, sampling.
 #pragma once
 
 #include <cstddef>
@@ -92,8 +92,8 @@ struct RmsNormParams {
 };
 
 // Normalises (optional, Qwen3) and rotates (RoPE, halves convention) queries and keys in place. An
-// angle is the product of a position and a frequency, to 1e-5 radians at any position. What is
-// rotated is multiplied by `factor` (YaRN).
+// angle is the product of a position and a frequency, to 1e-5 radians at any position. Rotated
+// elements are multiplied by `factor` (YaRN).
 struct RopeParams {
   static constexpr OperationLabel kLabel = {"rope", TraceKind::dense};
   // [tokens, query_heads + key_heads, head_dim], `stride` floats from token to token
@@ -103,7 +103,7 @@ struct RopeParams {
   int query_heads = 0;
   int key_heads = 0;
   int head_dim = 0;
-  TokenBatch batch;                          // of `tokens` tokens; or null, for a run of tokens
+  TokenBatch batch;                          // `tokens` tokens; or null, for a run of tokens
   std::int64_t first_position = 0;           // of such a run
   const float* inverse_frequency = nullptr;  // host, [head_dim / 2]
   const float* query_norm = nullptr;         // [head_dim] or null
@@ -126,7 +126,7 @@ struct SwigluParams {
   Matrix y;        // [tokens, columns], compute dtype
 };
 
-// The same numbers in another dtype.
+// Converts numbers to another dtype.
 struct CastParams {
   static constexpr OperationLabel kLabel = {"cast", TraceKind::dense};
   Matrix from;
@@ -151,25 +151,26 @@ struct ReadHeadsParams {
   static constexpr OperationLabel kLabel = {"read_heads", TraceKind::dense};
   HeadArray from;
   float factor = 1.0f;
-  float limit = 0.0f;           // magnitudes are to be below it, after multiplying
-  float* to = nullptr;          // [tokens, heads, head_dim]
-  std::int32_t* bad = nullptr;  // reported [tokens, heads]: set to 1 for such a head, else left
+  float limit = 0.0f;   // magnitudes have to be below it after multiplying
+  float* to = nullptr;  // [tokens, heads, head_dim]
+  std::int32_t* bad =
+      nullptr;  // reported [tokens, heads]: set to 1 for a marked head, else unchanged
 };
 
 // A product and the operations right before and after it: rms_norm or cast, linear, swiglu. The
-// result of each is the input of the next. Only the last result is sure to be written, because a
-// backend may fuse the chain into one kernel.
+// result of each is the input of the next. Only the last result is guaranteed to be written,
+// because a backend may fuse the chain into one kernel.
 struct LinearChain {
   static constexpr OperationLabel kLabel = {"linear_chain", TraceKind::dense};
   std::optional<RmsNormParams> norm;
-  std::optional<CastParams> cast;  // not both
+  std::optional<CastParams> cast;  // not together with norm
   LinearParams linear;
   std::optional<SwigluParams> swiglu;
 };
 
-// Draws a token from each row of logits and waits for the tokens; see token_of(). Noise of an id is
-// that of lib/gumbel.h on every backend. Where weights are computed in f32, a token at the border
-// of top-p or min-p may be in or out.
+// Draws a token from each row of logits and waits for the tokens; see token_of(). The noise of an
+// id is that of lib/gumbel.h on every backend. On a backend that computes weights in f32, rounding
+// decides if a token at the border of top-p or min-p is in.
 struct SampleParams {
   static constexpr OperationLabel kLabel = {"sample", TraceKind::sample};
   Matrix logits;                     // [n, vocabulary], f32

@@ -1,4 +1,4 @@
-// Memory of the tiers, and who owns it.
+// Memory of the tiers and its owners.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@ namespace sluice {
 
 class Memory;
 
-// Memory of one tier, owned. Its bytes stay charged to the tier's account while it lives.
-// Aligned to 64 bytes and zeroed.
+// Owned memory of one tier, aligned to 64 bytes and zeroed. Its bytes are charged to the tier's
+// account while it lives.
 class Buffer {
  public:
   Buffer() = default;
@@ -34,7 +34,7 @@ class Buffer {
   std::size_t bytes_ = 0;
 };
 
-// Where a backend takes memory from. It outlives its buffers.
+// The source of a backend's memory. It outlives its buffers.
 class Memory {
  public:
   Memory() = default;

@@ -1,4 +1,4 @@
-// The operations of a backend, all of them. An operation is a parameter struct, which says what it
+// All operations of a backend. An operation is a parameter struct, which says what it
 // computes. To add one: write the struct, add it to the list here, and give each backend's queue an
 // execute() for it; a backend without one does not compile. Everything that wraps operations
 // (tracing, counting, simulation) wraps this one type.

@@ -1,4 +1,4 @@
-// How an operation is named in traces. Every parameter struct has one.
+// The name of an operation in traces. Every parameter struct has one.
 #pragma once
 
 #include <string_view>

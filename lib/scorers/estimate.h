@@ -1,4 +1,4 @@
-// What scorers share that leave the work to an operation of the backend.
+// Code shared by the scorers that leave the work to an operation of the backend.
 #pragma once
 
 #include "lib/backend/queue.h"
@@ -13,7 +13,7 @@ inline void estimate(const RunScorer& call, Selector method, int channels = 0) {
   call.queue->run(params);
 }
 
-// Of so many channels of all tiles.
+// Bytes that a scan reads of `channels` channels of all tiles.
 inline std::uint64_t tile_bytes(const ScorerUse& use, const ScanExtent& extent, int channels) {
   KeyTiles tiles;
   tiles.bits = use.bits;

@@ -1,5 +1,5 @@
-// Sluice's own scorers, in the order in which messages name them. They are here rather than beside
-// the sessions that use them because reading a policy takes knowing what there is to select.
+// Sluice's own scorers, in the order in which messages name them. They are here, not beside the
+// sessions that use them, because a policy cannot be read without knowing the selectors.
 #pragma once
 
 #include <memory>

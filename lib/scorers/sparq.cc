@@ -1,4 +1,4 @@
-// SparQ (Ribar et al. 2023): of the key tiles only the r channels in which the query is largest.
+// SparQ (Ribar et al. 2023): only the r channels of the key tiles in which the query is largest.
 #include <algorithm>
 
 #include "lib/scorers/estimate.h"
