@@ -8,9 +8,9 @@
 namespace sluice {
 namespace {
 
-// Where a part of a hierarchy is mounted.
+// The mount point of a part of a hierarchy.
 struct Mount {
-  std::string group;  // that appears at the mount point
+  std::string group;  // the group mounted there
   std::string point;
 };
 
@@ -57,7 +57,7 @@ std::vector<Mount> mounts_of(const std::filesystem::path& root, std::string_view
   for (const std::string_view line : lines_of(text)) {
     if (const std::optional<Mount> mount = parse_mount(line, controller)) mounts.push_back(*mount);
   }
-  // Where they usually are, for containers that do not show their mounts.
+  // The usual mount points, for containers that do not show their mounts.
   const std::string usual = "/sys/fs/cgroup";
   if (controller == kUnified) {
     mounts.push_back({"/", usual});
@@ -67,7 +67,7 @@ std::vector<Mount> mounts_of(const std::filesystem::path& root, std::string_view
   return mounts;
 }
 
-// Lines are "4:cpu,cpuacct:/a/b", of v2 "0::/a/b".
+// Lines are "4:cpu,cpuacct:/a/b" in v1 and "0::/a/b" in v2.
 std::string own_group(const std::filesystem::path& root, std::string_view controller) {
   const std::string text = system_text(root / "proc/self/cgroup");
   for (const std::string_view line : lines_of(text)) {
@@ -83,7 +83,7 @@ std::string own_group(const std::filesystem::path& root, std::string_view contro
   return "/";
 }
 
-// The part of a group's name below `above`; none if it is not below. Names that begin with ".."
+// The part of a group's name below `above`; nullopt if it is not below. Names that begin with ".."
 // are outside the process's namespace.
 std::optional<std::string> below(const std::string& group, const std::string& above) {
   if (group.find("/..") != group.npos) return std::nullopt;
@@ -101,8 +101,8 @@ std::vector<Cgroup> cgroups_of_process(const std::filesystem::path& root,
   std::vector<Cgroup> groups;
   for (const Mount& mount : mounts_of(root, controller)) {
     const std::filesystem::path point = root / std::filesystem::path(mount.point).relative_path();
-    // A mount that has another group is a container's whose namespace began elsewhere: the process
-    // is in the group that is mounted, or below it.
+    // The mount of another group is that of a container whose namespace begins elsewhere: the
+    // process is in the mounted group or below it.
     std::string rest = below(own, mount.group).value_or("");
     while (true) {
       Cgroup group = {point / std::filesystem::path(rest).relative_path(),

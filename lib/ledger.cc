@@ -167,7 +167,7 @@ void Ledger::write_json(const std::function<void(std::string_view)>& sink) const
     }
   }
   std::string text = root.dump();
-  text.back() = ',';  // the object goes on
+  text.back() = ',';  // instead of the closing brace, because the object goes on
   sink(text + "\"history\":[");
   std::string_view separator = "\n";
   for (const LedgerStep& step : history_) {

@@ -13,10 +13,10 @@
 namespace sluice {
 namespace {
 
-// Far beyond any context, and sums of a few such counts are far from overflow.
+// Larger than any context, and small enough that sums of a few such counts do not overflow.
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;
 
-// No model has more, and lists of layers stay so short that searching them costs nothing.
+// More than any model has, and few enough that searching lists of layers costs nothing.
 constexpr int kMostLayers = 1024;
 
 void require(bool condition, const std::string& otherwise) {
@@ -29,7 +29,7 @@ bool contains(const std::vector<int>& layers, int layer) {
 
 using Kind = ScorerInfo::Kind;
 
-// Those that make estimates to prune, and proposals to score again.
+// Names the scorers whose estimates can be pruned and whose candidates can be re-scored.
 std::string estimating(const Scorers& scorers) {
   return scorers.names({Kind::bounds, Kind::logits});
 }
@@ -147,7 +147,7 @@ void check_layers(const Policy& policy, const Scorers& scorers) {
 
 void check_compensation(const Policy& policy, const Scorers& scorers) {
   const bool by_values = policy.compensate == Compensation::values;
-  // Bounds sum up to no total that the kept tokens could have a share of.
+  // Bounds are refused, because kept tokens cannot have a share of a sum of bounds.
   require(policy.compensate == Compensation::none ||
               scorers.at(policy.select).info().kind == Kind::logits,
           std::string("compensate=") + (by_values ? "values" : "mean_value") +
@@ -231,7 +231,7 @@ bool Policy::selects(int layer) const {
 
 namespace {
 
-// Of one layer.
+// Checks the settings of one layer.
 void check_settings(const Policy& policy, const Scorers& scorers) {
   // Ranges first: later checks compute with these counts.
   check_tokens("sinks", policy.sinks);
@@ -248,7 +248,7 @@ void check_settings(const Policy& policy, const Scorers& scorers) {
   check_prefill(policy);
 }
 
-// What layers have of their own has to make sense with the rest, and to be used.
+// A layer's own settings have to fit the rest of the policy and to be used.
 void check_own_settings(const Policy& policy, const Scorers& scorers) {
   require(policy.layers.size() <= kMostOwnLayers, std::to_string(policy.layers.size()) +
                                                       " layers have settings of their own; " +
@@ -270,7 +270,7 @@ void check_own_settings(const Policy& policy, const Scorers& scorers) {
   }
 }
 
-// Of one layer.
+// Checks one layer's settings against a model's shape.
 void check_shape(const Policy& policy, const KvShape& shape, const Scorers& scorers) {
   scorers.at(policy.select).check({shape, policy.select.parameters, policy.bits});
   if (policy.compensate == Compensation::values) {

@@ -14,7 +14,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::size_t kMaxJson = 1 << 16;  // bytes
-// Keys, objects and arrays: more than a valid policy has.
+// Most keys, objects and arrays: more than a valid policy has.
 constexpr std::size_t kMostParts = 4 * kMostOwnLayers + 64;
 
 // A number if it is one: a budget may also be 1/16.
@@ -28,7 +28,7 @@ Json json_value(const Setting& setting, const std::string& text) {
   return setting.form == Form::layers ? Json::parse("[" + text + "]") : json_number(text);
 }
 
-// A JSON value as it would stand in a line of text; nothing if it has the wrong type.
+// A JSON value as it is written in a line of text; nullopt if it has the wrong type.
 std::optional<std::string> text_value(Form form, const Json& value) {
   if (form == Form::layers) {
     const auto is_integer = [](const Json& layer) { return layer.is_number_integer(); };
@@ -48,8 +48,8 @@ std::string_view form_name(Form form) {
   return form == Form::budget ? "an integer or a string" : "an array of integers";
 }
 
-// The parser would keep the last of equal keys. It and this take quadratic time in the number of
-// objects and keys.
+// Refuses equal keys, because the parser would keep the last, and too many parts, because this and
+// the parser take quadratic time in the number of objects and keys.
 class KeyGuard {
  public:
   void see(int depth, Json::parse_event_t event, const Json& parsed) {

@@ -20,7 +20,7 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(' ') + 1 - begin);
 }
 
-// At least one part; parts may be empty.
+// Returns at least one part; parts may be empty.
 std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
   while (true) {
@@ -99,7 +99,7 @@ std::optional<std::pair<std::string, double>> parse_parameter(std::string_view a
   return std::pair{std::string(trimmed(argument.substr(0, equals))), *value};
 }
 
-// Whether there is such a scorer is left open.
+// The scorer need not exist; validate() checks that.
 bool read_select(Policy& policy, std::string_view value) {
   const auto call = parse_call(value);
   if (!call) return false;
@@ -136,7 +136,7 @@ std::string write_prune(const Policy& policy) {
   return policy.k.limited() ? "top_k(" + write_limit(policy.k) + ")" : "";
 }
 
-// Each of "bits=2,pages=0.9" may be left out.
+// Reads "bits=2,pages=0.9"; each of the two may be left out.
 bool read_values(ValueBits& values, std::span<const std::string_view> arguments) {
   std::vector<std::string> seen;
   for (const std::string_view argument : arguments) {
@@ -299,7 +299,7 @@ constexpr std::string_view kTokens = "a number of tokens from 0 to 2147483648";
 constexpr std::string_view kLayerList = "the layers' numbers in ascending order such as 2,7";
 constexpr std::string_view kLayers = "the layers' numbers in ascending order such as 2,7, or none";
 
-// What it takes, the scorers say.
+// The setting whose accepted values come from the scorers.
 constexpr std::string_view kSelect = "select";
 
 constexpr std::array<Setting, 13> kSettings = {{
@@ -341,7 +341,7 @@ constexpr std::array<Setting, 13> kSettings = {{
      give_member<&LayerSettings::bits, &Policy::bits>},
 }};
 
-// How the default, which write() leaves out, is written.
+// The text of a setting's default, which write() leaves out.
 std::string default_of(const Setting& setting) {
   return setting.form == Form::count ? digits(Policy{}.bits) : "none";
 }
@@ -445,7 +445,7 @@ std::vector<std::pair<std::string, std::string>> write_layers(const Policy& poli
 
 std::string to_string(const Method& method) {
   const std::string list = join(method.parameters, ",", [](const auto& parameter) {
-    // Whole numbers as such, not as 1e+05.
+    // Whole numbers are written with all digits, not as 1e+05.
     const auto whole = static_cast<std::int64_t>(std::clamp(parameter.second, -1e15, 1e15));
     const bool is_whole = static_cast<double>(whole) == parameter.second;
     return parameter.first + "=" + (is_whole ? digits(whole) : digits(parameter.second));

@@ -33,13 +33,13 @@ std::optional<std::uint64_t> limit_in(const Path& file) {
   return number && *number < kNoLimit ? number : std::nullopt;
 }
 
-// In bytes, of a line of /proc/self/status or /proc/meminfo in kB; 0 if there is none.
+// The bytes of a line of /proc/self/status or /proc/meminfo, which is in kB; 0 without the line.
 std::uint64_t kib_after(std::string_view text, std::string_view key) {
   const std::uint64_t kib = number_after(text, key).value_or(0);
   return kib < kNoLimit / 1024 ? kib * 1024 : 0;
 }
 
-// What both versions of cgroups call the same things.
+// The names of the same files and lines in both versions of cgroups.
 struct MemoryFiles {
   std::string_view controller;
   std::span<const char* const> limits;
@@ -54,8 +54,8 @@ constexpr MemoryFiles kFilesOfV1 = {kMemory, kLimitsOfV1, "memory.usage_in_bytes
 constexpr MemoryFiles kFilesOfV2 = {kUnified, kLimitsOfV2, "memory.current", "inactive_file",
                                     "active_file"};
 
-// Bytes that a group holds and cannot give back: the kernel drops cached pages of files when others
-// need the memory. `resident`, the bytes of this process, where no file says.
+// Bytes that a group holds and cannot give back. Cached pages of files do not count, because the
+// kernel drops them when memory is needed. `resident`, the bytes of this process, if no file says.
 std::uint64_t used_in(const Path& folder, const MemoryFiles& files, std::string_view stat,
                       std::uint64_t resident) {
   const std::string usage = system_text(folder / files.usage);
@@ -80,7 +80,7 @@ void add_cgroups(const Path& root, const MemoryFiles& files, std::uint64_t resid
                         *bytes - std::min(*bytes, used), true});
     };
     for (const char* const file : files.limits) add(file, limit_in(group.folder / file));
-    // Of groups above that are not mounted here; v1 only.
+    // The limit of groups above that are not mounted here; v1 only.
     add("hierarchical_memory_limit", number_after(stat, "hierarchical_memory_limit"));
   }
 }
@@ -107,7 +107,7 @@ void add_machine(const Path& root, ProcessLimits& limits) {
                            std::min(available, limits.machine_bytes), true});
 }
 
-// Processors of a list such as "0-3,8"; 0 if it is none.
+// The number of processors in a list such as "0-3,8"; 0 if it is not a list.
 int processors_in(std::string_view list) {
   int count = 0;
   constexpr std::uint64_t kMost = 1 << 20;
@@ -138,7 +138,7 @@ ProcessorLimit affinity(std::string_view status) {
 }
 
 std::optional<double> quota_of(std::string_view quota_word, std::string_view period_word) {
-  constexpr std::uint64_t kUsualPeriod = 100000;  // microseconds, as the quota
+  constexpr std::uint64_t kUsualPeriod = 100000;  // microseconds, as is the quota
   const std::optional<std::uint64_t> quota = number_of(quota_word);
   const std::optional<std::uint64_t> period =
       period_word.empty() ? kUsualPeriod : number_of(period_word);

@@ -78,7 +78,7 @@ void write_heads(const float* from, const HeadArray& to) {
   });
 }
 
-// The largest f16 is 65504; from 65520 on numbers round to infinity. (2^59)^2 times 256 channels is
+// The largest f16 is 65504; numbers from 65520 on round to infinity. (2^59)^2 times 256 channels is
 // below the largest f32 and bf16.
 float magnitude_limit(DType dtype) { return dtype == DType::f16 ? 65520.0f : 0x1p59f; }
 

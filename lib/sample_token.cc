@@ -21,7 +21,7 @@ struct Candidate {
   float logit = 0.0f;
   TokenId id = 0;
   double scaled = 0.0;  // (logit - the largest) / temperature
-  double weight = 0.0;  // exp(scaled), where top-p or min-p ask for it
+  double weight = 0.0;  // exp(scaled), computed for top-p and min-p
 };
 using Candidates = std::vector<Candidate>;
 
@@ -47,7 +47,7 @@ SampledToken likeliest(std::span<const float> logits) {
   return best;
 }
 
-// Every token that has a chance at all, in the order of ids, up to a bad one.
+// Every token with a finite logit, in the order of ids, up to the first bad logit.
 Candidates candidates_of(std::span<const float> logits, SampledToken& result) {
   Candidates candidates;
   candidates.reserve(logits.size());
@@ -62,7 +62,7 @@ Candidates candidates_of(std::span<const float> logits, SampledToken& result) {
   return candidates;
 }
 
-// Keeps `last` and what is more likely.
+// Keeps `last` and the candidates that are more likely.
 void keep_until(const Candidate& last, Candidates& candidates) {
   std::erase_if(candidates, [&](const Candidate& c) { return more_likely(last, c); });
 }
@@ -75,7 +75,7 @@ void keep_top_k(int k, Candidates& candidates) {
   keep_until(*last, candidates);
 }
 
-// Differences to the largest logit are divided, not logits, so no temperature overflows.
+// Divides differences to the largest logit, not logits, so that no temperature overflows.
 void scale(double temperature, Candidates& candidates) {
   const double most = std::min_element(candidates.begin(), candidates.end(), more_likely)->logit;
   for (Candidate& c : candidates) c.scaled = (c.logit - most) / temperature;
@@ -86,8 +86,8 @@ double weight_of(std::span<const Candidate> candidates) {
                          [](double sum, const Candidate& c) { return sum + c.weight; });
 }
 
-// Halves the candidates until it is clear where the smallest set ends, so that only the last few
-// need sorting: all from `end` on are out, all before `begin` are in.
+// Halves the candidates until the end of the smallest set is known to within a few, so that only
+// these need sorting: all from `end` on are out, all before `begin` are in.
 void keep_top_p(double p, Candidates& candidates) {
   Candidates order = candidates;
   const auto at = [&](std::size_t i) { return order.begin() + static_cast<std::ptrdiff_t>(i); };
@@ -121,7 +121,7 @@ void keep_probable(const TokenDraw& params, Candidates& candidates) {
 // The largest sum of scaled logit and noise; candidates are in the order of ids.
 TokenId draw(const TokenDraw& params, std::span<const Candidate> candidates) {
   std::array<std::uint32_t, kNoiseGroup> words{};
-  TokenId group = -1;  // of `words`
+  TokenId group = -1;  // the group of ids that `words` are for
   double best = -std::numeric_limits<double>::infinity();
   TokenId id = -1;
   for (const Candidate& c : candidates) {
@@ -144,7 +144,7 @@ TokenId draw(const TokenDraw& params, std::span<const Candidate> candidates) {
 }  // namespace
 
 SampledToken draw_token(std::span<const float> logits, const TokenDraw& params) {
-  // Without a list of candidates, which would take longer than some models' layers.
+  // No list of candidates, because making it would take longer than some models' layers.
   if (params.temperature == 0.0) return likeliest(logits);
   SampledToken result;
   Candidates candidates = candidates_of(logits, result);

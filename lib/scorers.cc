@@ -47,7 +47,7 @@ const Scorers& own_scorers() {
   return own;
 }
 
-// The very same ones, by which has() knows them.
+// Shares the scorer objects of own_scorers(), because has() compares objects.
 Scorers::Scorers() : Scorers(own_scorers()) {}
 
 Scorers::Scorers(std::vector<std::shared_ptr<const Scorer>> all) : all_(std::move(all)) {}

@@ -52,7 +52,7 @@ std::optional<std::uint64_t> number_after(std::string_view text, std::string_vie
     if (!line.starts_with(key)) continue;
     const std::string_view rest = line.substr(key.size());
     const std::vector<std::string_view> words = words_of(rest);
-    // "inactive_file" is no "inactive_file_pages".
+    // "inactive_file" must not match "inactive_file_pages".
     const bool whole = key.ends_with(':') || rest.starts_with(' ') || rest.starts_with('\t');
     if (whole && !words.empty()) return number_of(words.front());
   }

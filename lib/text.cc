@@ -14,7 +14,7 @@ constexpr std::size_t kLongestLine = 2000;  // bytes
 constexpr std::size_t kLongestName = 96;
 constexpr std::string_view kCut = "...";
 
-// Letters, marks, numbers, punctuation, symbols and spaces. The rest moves or hides other text.
+// Letters, marks, numbers, punctuation, symbols and spaces. Others can move or hide text.
 bool is_shown(utf8proc_int32_t code_point) {
   switch (utf8proc_category(code_point)) {
     case UTF8PROC_CATEGORY_CN:

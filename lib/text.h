@@ -25,8 +25,7 @@ std::string digits(T value) {
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
 }
 
-// Why a parser failed at `byte` of `bytes`, counted from 1: the text ended, or the text found
-// there.
+// Says that a text of `bytes` bytes breaks off or goes wrong at `byte`, counted from 1.
 std::string json_fault(std::size_t byte, std::size_t bytes);
 
 }  // namespace sluice

@@ -13,7 +13,7 @@ constexpr std::array<std::string_view, kTraceKinds> kNames = {
     "steps",  "layers", "dense",  "append", "index", "scan",
     "select", "attend", "gather", "copy",   "sample"};
 
-// What names a line of the timeline, and says where it stands.
+// The event that sets the name or the order of a line of the timeline.
 nlohmann::json line_event(std::size_t line, const char* name, nlohmann::json arguments) {
   return {{"ph", "M"}, {"pid", 1}, {"tid", line}, {"name", name}, {"args", std::move(arguments)}};
 }
@@ -34,7 +34,7 @@ nlohmann::json json_of(const TraceEvent& event) {
           {"args", std::move(arguments)}};
 }
 
-// A name that is no UTF-8 is written with what stands for its errors.
+// A name that is not valid UTF-8 is written with replacement characters.
 std::string text_of(const nlohmann::json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
@@ -47,7 +47,7 @@ void Trace::add(const TraceEvent& event) {
   try {
     if (fits) events_.push_back(event);
   } catch (const std::bad_alloc&) {
-    fits = false;  // who computes goes on
+    fits = false;  // the event is dropped, because computing has to go on
   }
   if (!fits) ++dropped_;
 }

@@ -7,7 +7,7 @@
 namespace sluice {
 namespace {
 
-// Names that depend on what the operation is asked for.
+// The label of an operation; some names depend on its parameters.
 OperationLabel traced_label(const Operation& operation) {
   OperationLabel label = label_of(operation);
   if (const auto* chain = params_of<LinearChain>(operation)) {
@@ -20,7 +20,7 @@ OperationLabel traced_label(const Operation& operation) {
   return label;
 }
 
-// Of copies alone; other operations move no more than they compute with.
+// Bytes moved, counted for copies only: other operations move only what they compute with.
 std::uint64_t bytes_of(const Operation& operation) {
   std::uint64_t bytes = 0;
   if (const auto* copy = params_of<CopyParams>(operation)) {

@@ -56,7 +56,7 @@ constexpr std::array<float, 15> midpoints() {
   return middle;
 }
 
-// Adds the steps between the levels that a weight lies above: a loop without branches.
+// Adds the steps between levels for every midpoint that a weight exceeds: no branches.
 [[gnu::always_inline]] inline void take_nearest_levels(const Weights& w, float inverse_scale,
                                                        std::array<float, kGroup>& levels) {
   constexpr std::array<float, 15> kMiddle = midpoints();
@@ -69,9 +69,9 @@ constexpr std::array<float, 15> midpoints() {
   }
 }
 
-// Scales under which the largest weight lies near the first or the last level, some of them
-// clipping it. Of the levels that are nearest then, the scale of least squares. Twice as many
-// scales would lower the squared error by 1 %.
+// Tries scales under which the largest weight lies near the first or the last level; some clip it.
+// Each gives the nearest levels, and these the least-squares scale. Twice as many scales would
+// lower the squared error by 1 %.
 [[gnu::always_inline]] inline Coded best_levels(const Weights& w) {
   constexpr int kLeastClip = -2;
   constexpr int kMostClip = 5;
@@ -95,8 +95,7 @@ constexpr std::array<float, 15> midpoints() {
   return best;
 }
 
-// The line through codes that loses least: least squares of scale and offset. Scale 0: there is
-// none.
+// Fits scale and offset to the codes by least squares. Scale 0: the codes determine no line.
 [[gnu::always_inline]] inline void fit_line(const Weights& w, Coded& coded) {
   constexpr float kCount = kGroup;
   const float sum = sum_of([&](std::size_t i) { return w[i]; });
@@ -109,12 +108,12 @@ constexpr std::array<float, 15> midpoints() {
   coded.offset = stored((sum - coded.scale * codes) / kCount);
 }
 
-// Ranges widened or clipped on both sides, and the line that loses least with the codes of each.
+// Tries ranges widened or clipped on both sides, with the least-squares line for each one's codes.
 [[gnu::always_inline]] inline Coded best_line(const Weights& w) {
   constexpr int kLeastClip = -3;
   constexpr int kMostClip = 2;
   constexpr float kClipStep = 0.005f;
-  // Adding it leaves a float of up to 2^22 rounded to an integer, ties to even.
+  // Added to a float of up to 2^22 and subtracted, it rounds to an integer, ties to even.
   constexpr float kRounding = 0x1.8p23f;
   const auto [low, high] = std::minmax_element(w.begin(), w.end());
   Coded best;
@@ -156,8 +155,8 @@ bool is_finite(const Weights& w) {
   return coded;
 }
 
-// The search is nearly all of the time that coding takes, so it is compiled twice. Without fused
-// multiplications both find the same codes.
+// The search takes nearly all of the coding time, so it is compiled for two instruction sets.
+// Without fused multiplications both find the same codes.
 Coded find_code(const Weights& w, WeightCode code) { return best_code(w, code); }
 #if defined(__x86_64__)
 [[gnu::target("avx2")]] Coded find_code_avx2(const Weights& w, WeightCode code) {
@@ -174,7 +173,7 @@ FindCode code_finder() {
   return find_code;
 }
 
-// Codes by level + 128.
+// The code of each level, at index level + 128.
 constexpr std::array<std::uint8_t, 256> level_codes() {
   std::array<std::uint8_t, 256> codes = {};
   for (std::size_t i = 0; i < kWeightLevels.size(); ++i) {
