@@ -49,9 +49,8 @@ struct BackendInfo {
   LogitFormat logits;                // of estimates
   ReadPattern reads;
   Processor processor = Processor::host;
-  std::vector<int>
-      head_dims;         // head_dims that attention has kernels for; empty: all even ones up to 256
-  bool f32_rows = true;  // supports rows in f32 besides f16 and bf16
+  std::vector<int> head_dims;  // that attention has kernels for; empty: all even ones up to 256
+  bool f32_rows = true;        // supports rows in f32 besides f16 and bf16
   int most_query_heads = std::numeric_limits<int>::max();
   int threads = 1;
   LinkRates link;

@@ -151,10 +151,9 @@ struct ReadHeadsParams {
   static constexpr OperationLabel kLabel = {"read_heads", TraceKind::dense};
   HeadArray from;
   float factor = 1.0f;
-  float limit = 0.0f;   // magnitudes have to be below it after multiplying
-  float* to = nullptr;  // [tokens, heads, head_dim]
-  std::int32_t* bad =
-      nullptr;  // reported [tokens, heads]: set to 1 for a marked head, else unchanged
+  float limit = 0.0f;           // magnitudes have to be below it after multiplying
+  float* to = nullptr;          // [tokens, heads, head_dim]
+  std::int32_t* bad = nullptr;  // reported [tokens, heads]: 1 for a marked head, else unchanged
 };
 
 // A product and the operations right before and after it: rms_norm or cast, linear, swiglu. The
