@@ -1,0 +1,104 @@
+// The disk tier: regions of equal size, addressed by bytes, in unnamed files over one or more
+// directories. Where something lies is computed, so that no table of pages is needed: a region is
+// a linear extent, and stripes of the space of all regions go round the files.
+//
+//   address = region * region_bytes + position
+//   stripe  = address / stripe_bytes        file = stripe % files
+//   offset in that file = stripe / files * stripe_bytes + address % stripe_bytes
+//
+// Every file has a thread and, with io_uring, a ring of its own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/disk_mode.h"
+#include "io/disk_queue.h"
+#include "io/disk_ticket.h"
+
+namespace sluice {
+
+struct PageStoreConfig {
+  std::vector<std::filesystem::path> directories;  // at least one; one file in each
+  std::uint64_t regions = 0;                       // one per (layer, KV head)
+  std::uint64_t region_bytes = 0;                  // whole sectors
+  std::uint64_t stripe_bytes = 64 << 10;  // whole sectors; a page, so that it is read in one go
+  DiskLimits limits;                      // of every file
+  DiskAccess access = DiskAccess::automatic;
+  // Memory that most requests use, sector-aligned: io_uring registers it if it may (see
+  // make_uring_disk()). Outlives the store.
+  std::vector<std::span<std::byte>> arenas;
+  // Instead of `access` and its test; for tests and other devices.
+  DiskFactory factory;
+};
+
+struct PageRead {
+  std::uint64_t address = 0;         // a multiple of kSectorBytes
+  std::span<std::byte> destination;  // sector-aligned, whole sectors, inside one region
+};
+
+struct PageWrite {
+  std::uint64_t address = 0;
+  std::span<const std::byte> source;
+};
+
+// All functions may be called by any thread at any time; a decode thread and a prefetch thread need
+// no lock between them. Memory of a request belongs to the store until its ticket is done, and so
+// do its sectors: a read that overlaps an unfinished write, or two such writes, get Error{corrupt}
+// or the newer bytes, never others.
+class PageStore {
+ public:
+  // Reserves all files and tests each. Throws what SpillFile::create() and choose_disk_mode()
+  // throw, Error{usage} for sizes that make no sense, Error{memory} where memory_bytes() are not
+  // left.
+  explicit PageStore(PageStoreConfig config);
+  PageStore(const PageStore&) = delete;
+  PageStore& operator=(const PageStore&) = delete;
+  // Finishes what was asked for.
+  ~PageStore();
+
+  // Memory that the store needs for checksums (8 bytes per sector) and its queues, for a plan.
+  static std::uint64_t memory_bytes(const PageStoreConfig& config);
+  // Bytes that it reserves in every directory.
+  static std::uint64_t bytes_per_directory(const PageStoreConfig& config);
+
+  // Every sector is verified against its checksum. Failures: Error{io} if the disk fails,
+  // Error{corrupt} if it gives other bytes than were last written, or none were.
+  DiskTicket read(std::span<const PageRead> reads, DiskPriority priority);
+  DiskTicket write(std::span<const PageWrite> writes,
+                   DiskPriority priority = DiskPriority::background);
+  // Asks the devices to make durable all writes whose tickets are done.
+  DiskTicket flush();
+  // Makes unreadable what was written to the region: it has a new tenant. None of its requests may
+  // be unfinished.
+  void forget(std::uint64_t region);
+
+  std::uint64_t address(std::uint64_t region, std::uint64_t position) const {
+    return region * region_bytes_ + position;
+  }
+  // One line per directory: how it is read, and why not better.
+  std::vector<std::string> descriptions() const;
+  DiskCounts counts() const;  // of all files together
+
+ private:
+  class Lane;
+  using Parts = std::vector<std::vector<DiskRequest>>;  // [files]
+
+  void check_request(std::uint64_t address, const std::byte* data, std::size_t bytes) const;
+  void split(DiskRequest request, std::uint64_t address, std::size_t bytes, Parts& parts) const;
+  DiskTicket submit(Parts parts);
+
+  std::uint64_t region_bytes_;
+  std::uint64_t total_bytes_;
+  std::uint64_t stripe_bytes_;
+  std::vector<std::span<std::byte>> arenas_;
+  std::unique_ptr<SectorSums> sums_;
+  std::vector<std::unique_ptr<Lane>> lanes_;  // [directories]
+};
+
+}  // namespace sluice

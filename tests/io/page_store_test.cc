@@ -1,0 +1,347 @@
+#include "io/page_store.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "io/pool_disk.h"
+#include "io/sector_buffer.h"
+#include "tests/io/test_disk.h"
+#include "tests/io/test_files.h"
+#include "tests/support/random.h"
+
+namespace sluice {
+namespace {
+
+using testing::expect_error;
+using testing::Random;
+using testing::TempDir;
+
+constexpr std::uint64_t kRegions = 4;
+constexpr std::uint64_t kRegionBytes = 96 * kSectorBytes;
+constexpr std::size_t kSectors = kRegions * kRegionBytes / kSectorBytes;
+
+void fill(std::span<std::byte> bytes, Random& random) {
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random.integer(0, 255));
+}
+
+class PageStoreTest : public testing::OnDisk {
+ protected:
+  PageStoreConfig config(std::size_t directories = 1) const {
+    PageStoreConfig config;
+    config.directories.assign(directories, parent);
+    config.regions = kRegions;
+    config.region_bytes = kRegionBytes;
+    config.stripe_bytes = 4 * kSectorBytes;
+    return config;
+  }
+};
+
+// Every way of access that works here, over one file and over three.
+class PageStoreModes : public PageStoreTest,
+                       public ::testing::WithParamInterface<std::tuple<DiskAccess, std::size_t>> {
+ protected:
+  std::unique_ptr<PageStore> open() {
+    PageStoreConfig settings = config(std::get<1>(GetParam()));
+    settings.access = std::get<0>(GetParam());
+    settings.arenas = {memory.span()};
+    try {
+      return std::make_unique<PageStore>(settings);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::unsupported) throw;
+      return nullptr;
+    }
+  }
+
+  SectorBuffer memory{kSectors * kSectorBytes};
+};
+
+TEST_P(PageStoreModes, GivesBackWhatWasWritten) {
+  const std::unique_ptr<PageStore> store = open();
+  if (!store) GTEST_SKIP() << "refused here";
+  const std::uint64_t seed = testing::seed(11);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  SectorBuffer model(kSectors * kSectorBytes);
+  fill(model.span(), random);
+  std::vector<PageWrite> writes;
+  for (std::uint64_t region = 0; region < kRegions; ++region) {
+    for (std::uint64_t position = 0; position < kRegionBytes; position += 8 * kSectorBytes) {
+      const std::uint64_t address = store->address(region, position);
+      writes.push_back({address, model.span().subspan(address, 8 * kSectorBytes)});
+    }
+  }
+  store->write(writes).wait();
+  store->flush().wait();
+  for (int round = 0; round < 50; ++round) {
+    std::vector<PageRead> reads;
+    std::size_t sector = 0;
+    while (sector < kSectors) {
+      const auto count = static_cast<std::size_t>(random.integer(1, 5));
+      const std::size_t in_region = 96 - sector % 96;
+      const std::size_t taken = std::min({count, in_region, kSectors - sector});
+      if (random.integer(0, 3) == 0) {
+        reads.push_back({sector * kSectorBytes, memory.sectors(sector, taken)});
+      }
+      sector += taken;
+    }
+    std::shuffle(reads.begin(), reads.end(), random.engine());
+    std::fill(memory.span().begin(), memory.span().end(), std::byte{0});
+    store->read(reads, round % 2 == 0 ? DiskPriority::urgent : DiskPriority::background).wait();
+    for (const PageRead& read : reads) {
+      const auto expected = model.span().subspan(read.address, read.destination.size());
+      ASSERT_TRUE(std::ranges::equal(read.destination, expected)) << read.address;
+    }
+  }
+  // A request may be as large as its region, and larger than one operation.
+  store->read(std::vector<PageRead>{{0, memory.span().first(kRegionBytes)}}, DiskPriority::urgent)
+      .wait();
+  EXPECT_TRUE(
+      std::ranges::equal(memory.span().first(kRegionBytes), model.span().first(kRegionBytes)));
+  EXPECT_EQ(store->counts().failures, 0u);
+  EXPECT_EQ(store->descriptions().size(), std::get<1>(GetParam()));
+}
+
+TEST_P(PageStoreModes, ServesAThreadThatDecodesAndOneThatPrefetches) {
+  const std::unique_ptr<PageStore> store = open();
+  if (!store) GTEST_SKIP() << "refused here";
+  std::atomic<int> wrong = 0;
+  const auto work = [&](std::uint64_t region, DiskPriority priority) {
+    Random random(region);
+    SectorBuffer written(kRegionBytes);
+    SectorBuffer read(kRegionBytes);
+    for (int round = 0; round < 100; ++round) {
+      const auto sector = static_cast<std::uint64_t>(random.integer(0, 95));
+      const std::uint64_t address = store->address(region, sector * kSectorBytes);
+      fill(written.sectors(sector, 1), random);
+      store->write(std::vector<PageWrite>{{address, written.sectors(sector, 1)}}, priority).wait();
+      const DiskTicket ticket =
+          store->read(std::vector<PageRead>{{address, read.sectors(sector, 1)}}, priority);
+      while (!ticket.done()) std::this_thread::yield();
+      ticket.wait();
+      if (!std::ranges::equal(read.sectors(sector, 1), written.sectors(sector, 1))) ++wrong;
+    }
+  };
+  std::thread decode(work, 0, DiskPriority::urgent);
+  std::thread prefetch(work, 1, DiskPriority::background);
+  decode.join();
+  prefetch.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+std::string name_of(const ::testing::TestParamInfo<PageStoreModes::ParamType>& info) {
+  return std::string(std::get<0>(info.param) == DiskAccess::uring ? "uring" : "pool") + "_files_" +
+         std::to_string(std::get<1>(info.param));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PageStoreModes,
+                         ::testing::Combine(::testing::Values(DiskAccess::uring, DiskAccess::pool),
+                                            ::testing::Values(std::size_t{1}, std::size_t{3})),
+                         name_of);
+
+TEST_F(PageStoreTest, SectorsWithoutATenantAreCorrupt) {
+  PageStore store(config());
+  SectorBuffer memory(2 * kSectorBytes);
+  const std::vector<PageRead> reads = {{0, memory.sectors(0, 1)},
+                                       {kRegionBytes, memory.sectors(1, 1)}};
+  EXPECT_EQ(store.read(reads, DiskPriority::urgent).failures().size(), 2u) << "never written";
+  store
+      .write(
+          std::vector<PageWrite>{{0, memory.sectors(0, 1)}, {kRegionBytes, memory.sectors(1, 1)}})
+      .wait();
+  EXPECT_NO_THROW(store.read(reads, DiskPriority::urgent).wait());
+  store.forget(0);
+  const std::vector<DiskFailure> failures = store.read(reads, DiskPriority::urgent).failures();
+  ASSERT_EQ(failures.size(), 1u);
+  EXPECT_EQ(failures[0].request, 0u);
+  EXPECT_EQ(failures[0].error.code(), ErrorCode::corrupt);
+}
+
+TEST_F(PageStoreTest, TwoInOneDirectoryAreApart) {
+  PageStore one(config());
+  PageStore other(config());
+  SectorBuffer a(kSectorBytes);
+  SectorBuffer b(kSectorBytes);
+  Random random(1);
+  fill(a.span(), random);
+  fill(b.span(), random);
+  one.write(std::vector<PageWrite>{{0, a.span()}}).wait();
+  other.write(std::vector<PageWrite>{{0, b.span()}}).wait();
+  SectorBuffer read(kSectorBytes);
+  one.read(std::vector<PageRead>{{0, read.span()}}, DiskPriority::urgent).wait();
+  EXPECT_TRUE(std::ranges::equal(read.span(), a.span()));
+  other.read(std::vector<PageRead>{{0, read.span()}}, DiskPriority::urgent).wait();
+  EXPECT_TRUE(std::ranges::equal(read.span(), b.span()));
+}
+
+// A store whose files' descriptors the test knows.
+struct Opened {
+  std::vector<int> descriptors;
+  std::unique_ptr<PageStore> store;
+};
+
+Opened open_with_descriptor(PageStoreConfig config) {
+  Opened opened;
+  config.factory = [&](const SpillFile& file, const DiskLimits& limits,
+                       auto) -> std::unique_ptr<Disk> {
+    opened.descriptors.push_back(file.descriptor());
+    return std::make_unique<PoolDisk>(file.descriptor(), limits.depth, 2);
+  };
+  opened.store = std::make_unique<PageStore>(config);
+  return opened;
+}
+
+TEST_F(PageStoreTest, SeesBytesThatChangedOnDisk) {
+  const Opened opened = open_with_descriptor(config());
+  SectorBuffer memory(kRegionBytes);
+  Random random(2);
+  fill(memory.span(), random);
+  opened.store->write(std::vector<PageWrite>{{kRegionBytes, memory.span()}}).wait();
+  const std::uint64_t place = kRegionBytes + 5 * kSectorBytes + 77;
+  const std::byte flipped = memory.span()[5 * kSectorBytes + 77] ^ std::byte{4};
+  ASSERT_EQ(::pwrite(opened.descriptors.at(0), &flipped, 1, static_cast<off_t>(place)), 1);
+  const DiskTicket ticket = opened.store->read(std::vector<PageRead>{{kRegionBytes, memory.span()}},
+                                               DiskPriority::urgent);
+  expect_error(ErrorCode::corrupt,
+               parent.string() + ": the sector at byte " +
+                   std::to_string(kRegionBytes + 5 * kSectorBytes) + " of the spill file",
+               [&] { ticket.wait(); });
+}
+
+TEST_F(PageStoreTest, AFileThatIsCutOffUnderItIsAnError) {
+  const Opened opened = open_with_descriptor(config());
+  SectorBuffer memory(kRegionBytes);
+  opened.store->write(std::vector<PageWrite>{{0, memory.span()}}).wait();
+  ASSERT_EQ(::ftruncate(opened.descriptors.at(0), 10 * kSectorBytes + 5), 0);
+  const std::vector<PageRead> reads = {{0, memory.sectors(0, 10)},
+                                       {20 * kSectorBytes, memory.sectors(20, 1)}};
+  const std::vector<DiskFailure> failures =
+      opened.store->read(reads, DiskPriority::urgent).failures();
+  ASSERT_EQ(failures.size(), 1u);
+  EXPECT_EQ(failures[0].request, 1u);
+  EXPECT_EQ(failures[0].error.code(), ErrorCode::io);
+}
+
+// Answers until it is told to break for good.
+class BreakingDisk : public PoolDisk {
+ public:
+  BreakingDisk(int descriptor, const std::atomic<bool>& broken)
+      : PoolDisk(descriptor, 64, 2), broken_(broken) {}
+  std::size_t retire(std::span<DiskResult> results, bool wait) override {
+    const std::size_t count = PoolDisk::retire(results, wait);
+    if (broken_) throw Error(ErrorCode::io, "the ring broke");
+    return count;
+  }
+
+ private:
+  const std::atomic<bool>& broken_;
+};
+
+TEST_F(PageStoreTest, ADeviceThatBreaksFailsEveryRequestAndNeverHangs) {
+  std::atomic<bool> broken = false;
+  PageStoreConfig settings = config();
+  settings.factory = [&](const SpillFile& file, auto, auto) -> std::unique_ptr<Disk> {
+    return std::make_unique<BreakingDisk>(file.descriptor(), broken);
+  };
+  PageStore store(settings);
+  SectorBuffer memory(kSectorBytes);
+  store.write(std::vector<PageWrite>{{0, memory.span()}}).wait();
+  broken = true;
+  for (int i = 0; i < 3; ++i) {
+    const DiskTicket ticket =
+        store.read(std::vector<PageRead>{{0, memory.span()}}, DiskPriority::urgent);
+    ASSERT_TRUE(ticket.wait_for(std::chrono::seconds(20)));
+    expect_error(ErrorCode::io, "the ring broke", [&] { ticket.wait(); });
+  }
+}
+
+TEST_F(PageStoreTest, RefusesSizesThatMakeNoSense) {
+  const auto refused = [&](const std::string& part, auto change) {
+    PageStoreConfig settings = config();
+    change(settings);
+    expect_error(ErrorCode::usage, part, [&] { PageStore store(settings); });
+    expect_error(ErrorCode::usage, part, [&] { PageStore::memory_bytes(settings); });
+    expect_error(ErrorCode::usage, part, [&] { PageStore::bytes_per_directory(settings); });
+  };
+  refused("no directory", [](auto& settings) { settings.directories.clear(); });
+  refused("more than 64", [](auto& s) { s.directories.assign(65, s.directories[0]); });
+  refused("multiples of 4096", [](auto& settings) { settings.region_bytes += 512; });
+  refused("multiples of 4096", [](auto& settings) { settings.region_bytes = 0; });
+  refused("multiples of 4096", [](auto& settings) { settings.stripe_bytes = 64; });
+  refused("no regions", [](auto& settings) { settings.regions = 0; });
+  refused("2^60", [](auto& settings) { settings.regions = ~std::uint64_t{0}; });
+  refused("in flight", [](auto& settings) { settings.limits.depth = 1; });
+  refused("in flight", [](auto& settings) { settings.limits.depth = 5000; });
+  refused("512.0 KiB have to be in flight", [](auto& s) { s.limits.bytes_in_flight = 4096; });
+}
+
+TEST_F(PageStoreTest, CountsItsBytesForAPlan) {
+  PageStoreConfig settings = config(3);
+  // 96 stripes of 16 KiB over three files.
+  EXPECT_EQ(PageStore::bytes_per_directory(settings), 32u * 16384);
+  settings.directories.resize(1);
+  EXPECT_EQ(PageStore::bytes_per_directory(settings), kRegions * kRegionBytes);
+  EXPECT_GE(PageStore::memory_bytes(settings), 8 * kSectors);
+  settings.regions = 256;
+  settings.region_bytes = 512 << 20;
+  EXPECT_LE(PageStore::memory_bytes(settings), (256u << 20) + (1u << 20)) << "128 GiB on disk";
+}
+
+TEST_F(PageStoreTest, RefusesADirectoryThatIsTooSmallBeforeAnythingElse) {
+  PageStoreConfig settings = config();
+  settings.regions = std::uint64_t{1} << 28;
+  settings.region_bytes = std::uint64_t{1} << 22;
+  expect_error(ErrorCode::io, parent.string() + ": needs 1024.0 TiB",
+               [&] { PageStore store(settings); });
+}
+
+TEST_F(PageStoreTest, LeavesNoFileWhenKilled) {
+  const TempDir dir(parent);
+  PageStoreConfig settings = config();
+  settings.directories = {dir.path()};
+  for (int round = 0; round < 10; ++round) {
+    int ready[2];
+    ASSERT_EQ(::pipe(ready), 0);
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      PageStore store(settings);
+      SectorBuffer memory(kRegionBytes);
+      const char byte = 1;
+      while (true) {
+        std::vector<DiskTicket> tickets;
+        for (std::uint64_t region = 0; region < kRegions; ++region) {
+          tickets.push_back(
+              store.write(std::vector<PageWrite>{{region * kRegionBytes, memory.span()}}));
+        }
+        if (::write(ready[1], &byte, 1) != 1) std::_Exit(1);
+      }
+    }
+    char byte = 0;
+    ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+    ASSERT_EQ(::kill(child, SIGKILL), 0);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+    ::close(ready[0]);
+    ::close(ready[1]);
+  }
+}
+
+}  // namespace
+}  // namespace sluice
