@@ -26,9 +26,8 @@ struct WeightFormat {
   DType element = DType::bf16;  // of elements
 
   constexpr WeightFormat() = default;
-  constexpr WeightFormat(DType type) : element(type) {}  // NOLINT(google-explicit-constructor)
-  constexpr WeightFormat(WeightCode coding)
-      : code(coding) {}  // NOLINT(google-explicit-constructor)
+  constexpr WeightFormat(DType type) : element(type) {}    // NOLINT(google-explicit-constructor)
+  constexpr WeightFormat(WeightCode kind) : code(kind) {}  // NOLINT(google-explicit-constructor)
   constexpr bool operator==(const WeightFormat&) const = default;
 
   constexpr bool is_coded() const { return code != WeightCode::elements; }
