@@ -6,7 +6,6 @@
 #include <atomic>
 #include <string>
 
-#include "io/disk.h"
 #include "lib/check.h"
 #include "lib/process_limits.h"
 #include "sluice/errors.h"
@@ -20,6 +19,10 @@ constexpr std::uint64_t mix(std::uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
   value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
   return value ^ (value >> 31);
+}
+
+std::span<const std::byte, kSectorBytes> nth(std::span<const std::byte> sectors, std::size_t i) {
+  return sectors.subspan(i * kSectorBytes).first<kSectorBytes>();
 }
 
 }  // namespace
@@ -39,13 +42,14 @@ std::uint64_t SectorSums::memory_bytes(std::uint64_t regions, std::uint64_t sect
   return regions * sectors_per_region * sizeof(std::uint64_t) + regions * sizeof(std::uint32_t);
 }
 
-std::uint64_t SectorSums::sum(std::uint64_t sector, const std::byte* bytes) const {
+std::uint64_t SectorSums::sum(std::uint64_t sector,
+                              std::span<const std::byte, kSectorBytes> bytes) const {
   // atomic_ref of a const object comes with C++26.
   auto& generation = const_cast<std::uint32_t&>(generations_[sector / sectors_per_region_]);
   const std::uint64_t tenant =
       std::atomic_ref<std::uint32_t>(generation).load(std::memory_order_relaxed);
   const std::uint64_t seed = mix(mix(mix(store_) ^ sector) ^ tenant);
-  const std::uint64_t value = XXH3_64bits_withSeed(bytes, kSectorBytes, seed);
+  const std::uint64_t value = XXH3_64bits_withSeed(bytes.data(), kSectorBytes, seed);
   return value != 0 ? value : 1;  // 0 says "never written"
 }
 
@@ -54,7 +58,7 @@ void SectorSums::set(std::uint64_t first, std::span<const std::byte> sectors) {
   check(first + count <= sectors_, "sector sums: outside the store");
   for (std::uint64_t i = 0; i < count; ++i) {
     std::atomic_ref<std::uint64_t>(sums_.get()[first + i])
-        .store(sum(first + i, sectors.data() + i * kSectorBytes), std::memory_order_relaxed);
+        .store(sum(first + i, nth(sectors, i)), std::memory_order_relaxed);
   }
 }
 
@@ -65,7 +69,7 @@ std::optional<std::uint64_t> SectorSums::find_mismatch(std::uint64_t first,
   for (std::uint64_t i = 0; i < count; ++i) {
     const std::uint64_t expected =
         std::atomic_ref<std::uint64_t>(sums_.get()[first + i]).load(std::memory_order_relaxed);
-    if (expected != sum(first + i, sectors.data() + i * kSectorBytes)) return first + i;
+    if (expected != sum(first + i, nth(sectors, i))) return first + i;
   }
   return std::nullopt;
 }

@@ -13,6 +13,8 @@
 #include <span>
 #include <vector>
 
+#include "io/disk.h"
+
 namespace sluice {
 
 // Several threads may use different sectors at the same time. Two that use the same sector get a
@@ -34,6 +36,9 @@ class SectorSums {
   std::optional<std::uint64_t> find_mismatch(std::uint64_t first,
                                              std::span<const std::byte> sectors) const;
 
+  // The checksum of 4096 bytes as that sector of this store, never 0.
+  std::uint64_t sum(std::uint64_t sector, std::span<const std::byte, kSectorBytes> bytes) const;
+
   // Starts a new generation of the region: all that was written to it becomes unreadable.
   void forget(std::uint64_t region);
 
@@ -41,8 +46,6 @@ class SectorSums {
   struct Free {
     void operator()(std::uint64_t* sums) const { std::free(sums); }
   };
-
-  std::uint64_t sum(std::uint64_t sector, const std::byte* bytes) const;
 
   std::uint64_t sectors_;
   std::uint64_t sectors_per_region_;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +60,7 @@ class ScriptedDisk : public Disk {
 
   // Finishes the operation that has run longest.
   void finish(std::int64_t result) {
+    if (running.empty()) throw std::logic_error("nothing runs");
     finished.push_back({running.front().tag, result});
     running.pop_front();
   }
@@ -72,6 +74,39 @@ class ScriptedDisk : public Disk {
   std::deque<DiskResult> finished;
 };
 
+// A ticket that ends its queue where a failed test would leave it waiting for ever.
+class Ticket {
+ public:
+  Ticket(std::shared_ptr<DiskBatch> batch, DiskQueue& queue)
+      : queue_(&queue), ticket_(std::move(batch)) {}
+  Ticket(Ticket&& other) noexcept
+      : queue_(std::exchange(other.queue_, nullptr)), ticket_(std::move(other.ticket_)) {}
+  Ticket& operator=(Ticket&&) = delete;
+  Ticket(const Ticket&) = delete;
+  Ticket& operator=(const Ticket&) = delete;
+  ~Ticket() { abandon(); }
+
+  bool done() const { return ticket_.done(); }
+  void wait() {
+    abandon();
+    ticket_.wait();
+  }
+  std::vector<DiskFailure> failures() {
+    abandon();
+    return ticket_.failures();
+  }
+
+ private:
+  void abandon() {
+    if (queue_ != nullptr && !ticket_.done()) {
+      queue_->abandon(Error(ErrorCode::internal, "the test left requests behind"));
+    }
+  }
+
+  DiskQueue* queue_;
+  DiskTicket ticket_;
+};
+
 class DiskQueueTest : public ::testing::Test {
  protected:
   DiskQueueTest() { make({}); }
@@ -79,8 +114,8 @@ class DiskQueueTest : public ::testing::Test {
   void make(DiskLimits limits) { queue = std::make_unique<DiskQueue>(disk, sums, "dir", limits); }
 
   // One request per sector number, as one batch.
-  DiskTicket add(DiskAction action, DiskPriority priority, const std::vector<std::size_t>& sectors,
-                 std::size_t count = 1) {
+  Ticket add(DiskAction action, DiskPriority priority, const std::vector<std::size_t>& sectors,
+             std::size_t count = 1) {
     auto batch = std::make_shared<DiskBatch>(sectors.size());
     for (std::size_t place = 0; place < sectors.size(); ++place) {
       DiskRequest request;
@@ -94,9 +129,9 @@ class DiskQueueTest : public ::testing::Test {
       request.place = place;
       queue->add(request);
     }
-    return DiskTicket(std::move(batch));
+    return Ticket(std::move(batch), *queue);
   }
-  DiskTicket read(const std::vector<std::size_t>& sectors) {
+  Ticket read(const std::vector<std::size_t>& sectors) {
     return add(DiskAction::read, DiskPriority::urgent, sectors);
   }
   // So that the zeros in memory pass for what the disk gives.
@@ -118,7 +153,7 @@ class DiskQueueTest : public ::testing::Test {
 
 TEST_F(DiskQueueTest, MergesNeighboursOnDiskAndInMemory) {
   know(0, 64);
-  const DiskTicket ticket = read({3, 4, 5, 9, 10, 20});
+  Ticket ticket = read({3, 4, 5, 9, 10, 20});
   queue->step(false);
   ASSERT_EQ(disk.log.size(), 3u);
   EXPECT_EQ(disk.log[0].offset, 3 * kSectorBytes);
@@ -146,7 +181,7 @@ TEST_F(DiskQueueTest, MergesIntoScatteredMemoryUpToTheLimits) {
     request.batch = batch;
     queue->add(request);
   }
-  const DiskTicket ticket(batch);
+  Ticket ticket(batch, *queue);
   queue->step(false);
   ASSERT_EQ(disk.log.size(), 2u);
   EXPECT_EQ(disk.log[0].buffers.size(), kMaxBuffers);
@@ -157,7 +192,7 @@ TEST_F(DiskQueueTest, MergesIntoScatteredMemoryUpToTheLimits) {
   std::vector<std::size_t> many(100);
   for (std::size_t i = 0; i < many.size(); ++i) many[i] = i;
   know(0, 100);
-  const DiskTicket large = read(many);
+  Ticket large = read(many);
   disk.log.clear();
   queue->step(false);
   EXPECT_EQ(disk.log.size(), 2u);
@@ -167,8 +202,8 @@ TEST_F(DiskQueueTest, MergesIntoScatteredMemoryUpToTheLimits) {
 
 TEST_F(DiskQueueTest, NeverMergesReadsWithWrites) {
   know(0, 8);
-  const DiskTicket reads = read({0, 1});
-  const DiskTicket writes = add(DiskAction::write, DiskPriority::urgent, {2, 3});
+  Ticket reads = read({0, 1});
+  Ticket writes = add(DiskAction::write, DiskPriority::urgent, {2, 3});
   queue->step(false);
   ASSERT_EQ(disk.log.size(), 2u);
   EXPECT_EQ(disk.log[0].action, DiskAction::read);
@@ -178,7 +213,7 @@ TEST_F(DiskQueueTest, NeverMergesReadsWithWrites) {
 
 TEST_F(DiskQueueTest, ResumesShortTransfersAtTheRightOffset) {
   know(0, 16);
-  const DiskTicket ticket = read({0, 1, 2, 3, 4, 5, 6, 7});
+  Ticket ticket = read({0, 1, 2, 3, 4, 5, 6, 7});
   queue->step(false);
   disk.finish(3 * kSectorBytes + 1000);
   queue->step(false);
@@ -209,7 +244,7 @@ TEST_F(DiskQueueTest, ResumesAcrossBuffers) {
     request.batch = batch;
     queue->add(request);
   }
-  const DiskTicket ticket(batch);
+  Ticket ticket(batch, *queue);
   queue->step(false);
   disk.finish(2 * kSectorBytes);
   queue->step(false);
@@ -221,7 +256,7 @@ TEST_F(DiskQueueTest, ResumesAcrossBuffers) {
 }
 
 TEST_F(DiskQueueTest, AFileThatEndsIsAnErrorAndNoLoop) {
-  const DiskTicket ticket = read({0});
+  Ticket ticket = read({0});
   for (int i = 0; i < 1000 && !queue->idle(); ++i) {
     queue->step(false);
     if (!disk.running.empty()) disk.finish(0);
@@ -232,7 +267,7 @@ TEST_F(DiskQueueTest, AFileThatEndsIsAnErrorAndNoLoop) {
 
 TEST_F(DiskQueueTest, TriesAgainWhenInterrupted) {
   know(0, 1);
-  const DiskTicket ticket = read({0});
+  Ticket ticket = read({0});
   for (int i = 0; i < 20; ++i) {
     queue->step(false);
     disk.finish(i % 2 == 0 ? -EAGAIN : -EINTR);
@@ -241,7 +276,7 @@ TEST_F(DiskQueueTest, TriesAgainWhenInterrupted) {
   EXPECT_FALSE(ticket.done());
   drain();
   EXPECT_NO_THROW(ticket.wait());
-  const DiskTicket never = read({0});
+  Ticket never = read({0});
   for (int i = 0; i < 1000 && !queue->idle(); ++i) {
     queue->step(false);
     if (!disk.running.empty()) disk.finish(-EAGAIN);
@@ -249,9 +284,25 @@ TEST_F(DiskQueueTest, TriesAgainWhenInterrupted) {
   expect_error(ErrorCode::io, "Resource temporarily unavailable", [&] { never.wait(); });
 }
 
+TEST_F(DiskQueueTest, ProgressGivesItNewAttempts) {
+  know(0, 3);
+  Ticket ticket = add(DiskAction::read, DiskPriority::urgent, {0}, 3);
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 200; ++i) {
+      queue->step(false);
+      disk.finish(-EAGAIN);
+      queue->step(false);
+    }
+    queue->step(false);
+    disk.finish(kSectorBytes);
+    queue->step(false);
+  }
+  EXPECT_TRUE(ticket.failures().empty());
+}
+
 TEST_F(DiskQueueTest, ReportsErrorsOfTheRequestsThatHadThem) {
   know(0, 8);
-  const DiskTicket ticket = read({0, 1, 2});
+  Ticket ticket = read({0, 1, 2});
   queue->step(false);
   ASSERT_EQ(disk.running.size(), 1u);
   disk.finish(-EIO);
@@ -271,7 +322,7 @@ TEST_F(DiskQueueTest, ReportsErrorsOfTheRequestsThatHadThem) {
 }
 
 TEST_F(DiskQueueTest, ADiskThatMovesMoreThanAskedForIsAnError) {
-  const DiskTicket ticket = read({0});
+  Ticket ticket = read({0});
   queue->step(false);
   disk.finish(2 * kSectorBytes);
   queue->step(false);
@@ -280,7 +331,7 @@ TEST_F(DiskQueueTest, ADiskThatMovesMoreThanAskedForIsAnError) {
 
 TEST_F(DiskQueueTest, CorruptSectorsAreNamed) {
   know(0, 8);
-  const DiskTicket ticket = add(DiskAction::read, DiskPriority::urgent, {2}, 4);
+  Ticket ticket = add(DiskAction::read, DiskPriority::urgent, {2}, 4);
   queue->step(false);
   memory.span()[4 * kSectorBytes + 17] = std::byte{1};
   disk.finish(4 * kSectorBytes);
@@ -294,10 +345,10 @@ TEST_F(DiskQueueTest, UrgentReadsGoFirst) {
   make({.depth = 4, .bytes_in_flight = 2 * kMaxOperationBytes});
   std::vector<std::size_t> apart;
   for (std::size_t i = 0; i < 40; ++i) apart.push_back(1000 + 2 * i);
-  const DiskTicket late = add(DiskAction::read, DiskPriority::background, apart);
+  Ticket late = add(DiskAction::read, DiskPriority::background, apart);
   queue->step(false);
   EXPECT_EQ(disk.running.size(), 2u) << "half of the depth is kept for urgent requests";
-  const DiskTicket urgent = read({10, 20, 30, 40});
+  Ticket urgent = read({10, 20, 30, 40});
   queue->step(false);
   ASSERT_EQ(disk.log.size(), 4u);
   EXPECT_EQ(disk.log[2].offset, 10 * kSectorBytes);
@@ -314,8 +365,8 @@ TEST_F(DiskQueueTest, UrgentReadsGoFirst) {
 TEST_F(DiskQueueTest, TheBackgroundIsNotStarved) {
   know(0, kSectors);
   make({.depth = 2, .bytes_in_flight = 2 * kMaxOperationBytes});
-  const DiskTicket late = add(DiskAction::write, DiskPriority::background, {4000});
-  std::vector<DiskTicket> urgent;
+  Ticket late = add(DiskAction::write, DiskPriority::background, {4000});
+  std::vector<Ticket> urgent;
   std::size_t rounds = 0;
   while (!late.done() && rounds < 1000) {
     urgent.push_back(read({2 * (rounds % 100)}));
@@ -334,7 +385,7 @@ TEST_F(DiskQueueTest, BytesInFlightAreCapped) {
   make(limits);
   std::vector<std::size_t> places;
   for (std::size_t i = 0; i < 100; ++i) places.push_back(40 * i);
-  const DiskTicket ticket = add(DiskAction::read, DiskPriority::urgent, places, 32);
+  Ticket ticket = add(DiskAction::read, DiskPriority::urgent, places, 32);
   while (!queue->idle()) {
     queue->step(false);
     std::size_t bytes = 0;
@@ -349,7 +400,7 @@ TEST_F(DiskQueueTest, BytesInFlightAreCapped) {
 TEST_F(DiskQueueTest, ADiskWithoutRoomGetsItLater) {
   know(0, 100);
   disk.room = 1;
-  const DiskTicket ticket = read({0, 2, 4, 6, 8});
+  Ticket ticket = read({0, 2, 4, 6, 8});
   for (int i = 0; i < 20 && !queue->idle(); ++i) {
     queue->step(false);
     ASSERT_LE(disk.running.size(), 1u);
@@ -361,7 +412,7 @@ TEST_F(DiskQueueTest, ADiskWithoutRoomGetsItLater) {
 
 TEST_F(DiskQueueTest, AbandonsEverything) {
   disk.room = 1;
-  const DiskTicket ticket = read({0, 2, 4});
+  Ticket ticket = read({0, 2, 4});
   queue->step(false);
   queue->abandon(Error(ErrorCode::io, "gone"));
   EXPECT_TRUE(queue->idle());

@@ -164,6 +164,11 @@ TEST_F(PageStoreTest, SectorsWithoutATenantAreCorrupt) {
           std::vector<PageWrite>{{0, memory.sectors(0, 1)}, {kRegionBytes, memory.sectors(1, 1)}})
       .wait();
   EXPECT_NO_THROW(store.read(reads, DiskPriority::urgent).wait());
+  SectorBuffer large(kRegionBytes);
+  EXPECT_EQ(
+      store.read(std::vector<PageRead>{{0, large.span()}}, DiskPriority::urgent).failures().size(),
+      1u)
+      << "one for a request of several operations";
   store.forget(0);
   const std::vector<DiskFailure> failures = store.read(reads, DiskPriority::urgent).failures();
   ASSERT_EQ(failures.size(), 1u);
@@ -234,6 +239,35 @@ TEST_F(PageStoreTest, AFileThatIsCutOffUnderItIsAnError) {
   ASSERT_EQ(failures.size(), 1u);
   EXPECT_EQ(failures[0].request, 1u);
   EXPECT_EQ(failures[0].error.code(), ErrorCode::io);
+}
+
+class CountingDisk : public PoolDisk {
+ public:
+  CountingDisk(int descriptor, std::atomic<int>& operations)
+      : PoolDisk(descriptor, 64, 2), operations_(operations) {}
+  bool start(const DiskOperation& operation) override {
+    ++operations_;
+    return PoolDisk::start(operation);
+  }
+
+ private:
+  std::atomic<int>& operations_;
+};
+
+TEST_F(PageStoreTest, MergesNeighboursInAnyOrder) {
+  std::atomic<int> operations = 0;
+  PageStoreConfig settings = config();
+  settings.factory = [&](const SpillFile& file, auto, auto) -> std::unique_ptr<Disk> {
+    return std::make_unique<CountingDisk>(file.descriptor(), operations);
+  };
+  PageStore store(settings);
+  SectorBuffer memory(6 * kSectorBytes);
+  std::vector<PageWrite> writes;
+  for (const std::size_t sector : {3u, 0u, 5u, 1u, 4u, 2u}) {
+    writes.push_back({sector * kSectorBytes, memory.sectors(sector, 1)});
+  }
+  store.write(writes).wait();
+  EXPECT_EQ(operations, 1);
 }
 
 // Answers until it is told to break for good.

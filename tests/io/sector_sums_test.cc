@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <optional>
+#include <set>
+#include <span>
 #include <vector>
 
 #include "io/disk.h"
@@ -71,6 +73,25 @@ TEST(SectorSums, ForgetsOneRegion) {
   for (std::size_t i = 0; i < 6; ++i) {
     EXPECT_EQ(sums.find_mismatch(i, sector(i)).has_value(), i == 2 || i == 3) << i;
   }
+}
+
+TEST(SectorSums, DependOnStorePlaceAndGeneration) {
+  testing::Random random(5);
+  const std::vector<std::byte> bytes = random_sectors(random, 1);
+  const auto sector = std::span<const std::byte, kSectorBytes>(bytes);
+  SectorSums one(2, 4, 1);
+  const SectorSums other(2, 4, 2);
+  std::set<std::uint64_t> seen;
+  for (std::uint64_t i = 0; i < 8; ++i) {
+    seen.insert(one.sum(i, sector));
+    seen.insert(other.sum(i, sector));
+  }
+  EXPECT_EQ(seen.size(), 16u);
+  const std::uint64_t before = one.sum(5, sector);
+  one.forget(0);
+  EXPECT_EQ(one.sum(5, sector), before);
+  one.forget(1);
+  EXPECT_EQ(seen.count(one.sum(5, sector)), 0u);
 }
 
 TEST(SectorSums, AreCounted) {
