@@ -111,7 +111,7 @@ DiskMode choose_disk_mode(SpillFile& file, DiskAccess wanted, const DiskLimits& 
               refusals.empty() ? line : line + " (not " + refusals + ")"};
     } catch (const Error& error) {
       if (!refusals.empty()) refusals += "; ";
-      refusals += std::string(candidate.name) + ": " + error.what();
+      refusals.append(candidate.name).append(": ").append(error.what());
     }
   }
   throw Error(wanted == DiskAccess::uring ? ErrorCode::unsupported : ErrorCode::io,

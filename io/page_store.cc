@@ -163,7 +163,7 @@ class PageStore::Lane {
   std::thread thread_;
 };
 
-PageStore::PageStore(PageStoreConfig config)
+PageStore::PageStore(const PageStoreConfig& config)
     : region_bytes_(config.region_bytes),
       total_bytes_(0),
       stripe_bytes_(config.stripe_bytes),

@@ -56,7 +56,7 @@ class PageStore {
   // Reserves all files and tests each. Throws what SpillFile::create() and choose_disk_mode()
   // throw, Error{usage} for sizes that make no sense, Error{memory} where memory_bytes() are not
   // left.
-  explicit PageStore(PageStoreConfig config);
+  explicit PageStore(const PageStoreConfig& config);
   PageStore(const PageStore&) = delete;
   PageStore& operator=(const PageStore&) = delete;
   // Finishes what was asked for.
