@@ -32,28 +32,28 @@ class DiskModeTest : public testing::OnDisk {};
 constexpr std::size_t kFileBytes = 1 << 20;
 
 TEST_F(DiskModeTest, SaysHowTheDiskIsUsed) {
-  SpillFile file = SpillFile::create(parent, kFileBytes);
+  SpillFile file = SpillFile::create(parent_, kFileBytes);
   const DiskMode mode = choose_disk_mode(file, DiskAccess::automatic, {});
   EXPECT_NE(mode.access, DiskAccess::automatic);
   EXPECT_EQ(mode.direct, file.direct());
-  EXPECT_THAT(mode.description, HasSubstr(parent.string() + " (" + file.file_system() + "): "));
+  EXPECT_THAT(mode.description, HasSubstr(parent_.string() + " (" + file.file_system() + "): "));
   EXPECT_THAT(mode.description, Not(HasSubstr("\n")));
 }
 
 TEST_F(DiskModeTest, TakesThePoolWhenAsked) {
-  SpillFile file = SpillFile::create(parent, kFileBytes);
+  SpillFile file = SpillFile::create(parent_, kFileBytes);
   const DiskMode mode = choose_disk_mode(file, DiskAccess::pool, {});
   EXPECT_EQ(mode.access, DiskAccess::pool);
   EXPECT_THAT(mode.description, HasSubstr("pread pool"));
 }
 
 TEST_F(DiskModeTest, WorksWithAFileOfOneSector) {
-  SpillFile file = SpillFile::create(parent, kSectorBytes);
+  SpillFile file = SpillFile::create(parent_, kSectorBytes);
   EXPECT_NO_THROW(choose_disk_mode(file, DiskAccess::automatic, {}));
 }
 
 TEST_F(DiskModeTest, AFileThatCannotBeWrittenIsAnError) {
-  SpillFile file = SpillFile::create(parent, kFileBytes);
+  SpillFile file = SpillFile::create(parent_, kFileBytes);
   ASSERT_EQ(::ftruncate(file.descriptor(), 0), 0);
   const std::string path = "/proc/self/fd/" + std::to_string(file.descriptor());
   const int read_only = ::open(path.c_str(), O_RDONLY);
@@ -95,7 +95,7 @@ TEST_F(DiskModeTest, FallsBackWhereContainersForbidIoUring) {
   for (const int error : {EPERM, ENOSYS}) {
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
-    if (child == 0) std::_Exit(fall_back(parent, error));
+    if (child == 0) std::_Exit(fall_back(parent_, error));
     int status = 0;
     ASSERT_EQ(::waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFEXITED(status));

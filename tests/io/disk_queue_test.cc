@@ -111,7 +111,9 @@ class DiskQueueTest : public ::testing::Test {
  protected:
   DiskQueueTest() { make({}); }
 
-  void make(DiskLimits limits) { queue = std::make_unique<DiskQueue>(disk, sums, "dir", limits); }
+  void make(DiskLimits limits) {
+    queue_ = std::make_unique<DiskQueue>(disk_, sums_, "dir", limits);
+  }
 
   // One request per sector number, as one batch.
   Ticket add(DiskAction action, DiskPriority priority, const std::vector<std::size_t>& sectors,
@@ -123,50 +125,52 @@ class DiskQueueTest : public ::testing::Test {
       request.priority = priority;
       request.offset = sectors[place] * kSectorBytes;
       request.sector = sectors[place];
-      request.data = memory.sectors(sectors[place], count).data();
+      request.data = memory_.sectors(sectors[place], count).data();
       request.bytes = count * kSectorBytes;
       request.batch = batch;
       request.place = place;
-      queue->add(request);
+      queue_->add(request);
     }
-    return Ticket(std::move(batch), *queue);
+    return Ticket(std::move(batch), *queue_);
   }
   Ticket read(const std::vector<std::size_t>& sectors) {
     return add(DiskAction::read, DiskPriority::urgent, sectors);
   }
   // So that the zeros in memory pass for what the disk gives.
-  void know(std::size_t first, std::size_t count) { sums.set(first, memory.sectors(first, count)); }
-
-  void drain() {
-    for (int i = 0; i < 100'000 && !queue->idle(); ++i) {
-      queue->step(false);
-      disk.finish_all();
-    }
-    ASSERT_TRUE(queue->idle());
+  void know(std::size_t first, std::size_t count) {
+    sums_.set(first, memory_.sectors(first, count));
   }
 
-  SectorBuffer memory{kSectors * kSectorBytes};
-  SectorSums sums{1, kSectors, 1};
-  ScriptedDisk disk;
-  std::unique_ptr<DiskQueue> queue;
+  void drain() {
+    for (int i = 0; i < 100'000 && !queue_->idle(); ++i) {
+      queue_->step(false);
+      disk_.finish_all();
+    }
+    ASSERT_TRUE(queue_->idle());
+  }
+
+  SectorBuffer memory_{kSectors * kSectorBytes};
+  SectorSums sums_{1, kSectors, 1};
+  ScriptedDisk disk_;
+  std::unique_ptr<DiskQueue> queue_;
 };
 
 TEST_F(DiskQueueTest, MergesNeighboursOnDiskAndInMemory) {
   know(0, 64);
   Ticket ticket = read({3, 4, 5, 9, 10, 20});
-  queue->step(false);
-  ASSERT_EQ(disk.log.size(), 3u);
-  EXPECT_EQ(disk.log[0].offset, 3 * kSectorBytes);
-  EXPECT_EQ(disk.log[0].bytes(), 3 * kSectorBytes);
-  EXPECT_EQ(disk.log[0].buffers.size(), 1u) << "neighbours in memory share a buffer";
-  EXPECT_EQ(disk.log[1].bytes(), 2 * kSectorBytes);
-  EXPECT_EQ(disk.log[2].bytes(), kSectorBytes);
+  queue_->step(false);
+  ASSERT_EQ(disk_.log.size(), 3u);
+  EXPECT_EQ(disk_.log[0].offset, 3 * kSectorBytes);
+  EXPECT_EQ(disk_.log[0].bytes(), 3 * kSectorBytes);
+  EXPECT_EQ(disk_.log[0].buffers.size(), 1u) << "neighbours in memory share a buffer";
+  EXPECT_EQ(disk_.log[1].bytes(), 2 * kSectorBytes);
+  EXPECT_EQ(disk_.log[2].bytes(), kSectorBytes);
   EXPECT_FALSE(ticket.done());
   drain();
   EXPECT_TRUE(ticket.done());
   EXPECT_NO_THROW(ticket.wait());
-  EXPECT_EQ(queue->counts().requests, 6u);
-  EXPECT_EQ(queue->counts().operations, 3u);
+  EXPECT_EQ(queue_->counts().requests, 6u);
+  EXPECT_EQ(queue_->counts().operations, 3u);
 }
 
 TEST_F(DiskQueueTest, MergesIntoScatteredMemoryUpToTheLimits) {
@@ -176,27 +180,27 @@ TEST_F(DiskQueueTest, MergesIntoScatteredMemoryUpToTheLimits) {
     DiskRequest request;
     request.offset = request.sector = i;
     request.offset *= kSectorBytes;
-    request.data = memory.sectors(100 + 2 * i, 1).data();
+    request.data = memory_.sectors(100 + 2 * i, 1).data();
     request.bytes = kSectorBytes;
     request.batch = batch;
-    queue->add(request);
+    queue_->add(request);
   }
-  Ticket ticket(batch, *queue);
-  queue->step(false);
-  ASSERT_EQ(disk.log.size(), 2u);
-  EXPECT_EQ(disk.log[0].buffers.size(), kMaxBuffers);
-  EXPECT_EQ(disk.log[1].buffers.size(), 20 - kMaxBuffers);
-  EXPECT_EQ(disk.log[1].offset, kMaxBuffers * kSectorBytes);
+  Ticket ticket(batch, *queue_);
+  queue_->step(false);
+  ASSERT_EQ(disk_.log.size(), 2u);
+  EXPECT_EQ(disk_.log[0].buffers.size(), kMaxBuffers);
+  EXPECT_EQ(disk_.log[1].buffers.size(), 20 - kMaxBuffers);
+  EXPECT_EQ(disk_.log[1].offset, kMaxBuffers * kSectorBytes);
   drain();
 
   std::vector<std::size_t> many(100);
   for (std::size_t i = 0; i < many.size(); ++i) many[i] = i;
   know(0, 100);
   Ticket large = read(many);
-  disk.log.clear();
-  queue->step(false);
-  EXPECT_EQ(disk.log.size(), 2u);
-  EXPECT_EQ(disk.log[0].bytes(), kMaxOperationBytes);
+  disk_.log.clear();
+  queue_->step(false);
+  EXPECT_EQ(disk_.log.size(), 2u);
+  EXPECT_EQ(disk_.log[0].bytes(), kMaxOperationBytes);
   drain();
 }
 
@@ -204,32 +208,32 @@ TEST_F(DiskQueueTest, NeverMergesReadsWithWrites) {
   know(0, 8);
   Ticket reads = read({0, 1});
   Ticket writes = add(DiskAction::write, DiskPriority::urgent, {2, 3});
-  queue->step(false);
-  ASSERT_EQ(disk.log.size(), 2u);
-  EXPECT_EQ(disk.log[0].action, DiskAction::read);
-  EXPECT_EQ(disk.log[1].action, DiskAction::write);
+  queue_->step(false);
+  ASSERT_EQ(disk_.log.size(), 2u);
+  EXPECT_EQ(disk_.log[0].action, DiskAction::read);
+  EXPECT_EQ(disk_.log[1].action, DiskAction::write);
   drain();
 }
 
 TEST_F(DiskQueueTest, ResumesShortTransfersAtTheRightOffset) {
   know(0, 16);
   Ticket ticket = read({0, 1, 2, 3, 4, 5, 6, 7});
-  queue->step(false);
-  disk.finish(3 * kSectorBytes + 1000);
-  queue->step(false);
-  queue->step(false);
-  ASSERT_EQ(disk.log.size(), 2u);
-  EXPECT_EQ(disk.log[1].offset, 3 * kSectorBytes) << "rounded down to a sector";
-  EXPECT_EQ(disk.log[1].bytes(), 5 * kSectorBytes);
-  EXPECT_EQ(disk.log[1].buffers[0].iov_base, memory.sectors(3, 1).data());
-  disk.finish(0);
-  queue->step(false);
-  queue->step(false);
-  EXPECT_EQ(disk.log.back().offset, 3 * kSectorBytes);
-  disk.finish(5 * kSectorBytes);
-  queue->step(false);
+  queue_->step(false);
+  disk_.finish(3 * kSectorBytes + 1000);
+  queue_->step(false);
+  queue_->step(false);
+  ASSERT_EQ(disk_.log.size(), 2u);
+  EXPECT_EQ(disk_.log[1].offset, 3 * kSectorBytes) << "rounded down to a sector";
+  EXPECT_EQ(disk_.log[1].bytes(), 5 * kSectorBytes);
+  EXPECT_EQ(disk_.log[1].buffers[0].iov_base, memory_.sectors(3, 1).data());
+  disk_.finish(0);
+  queue_->step(false);
+  queue_->step(false);
+  EXPECT_EQ(disk_.log.back().offset, 3 * kSectorBytes);
+  disk_.finish(5 * kSectorBytes);
+  queue_->step(false);
   EXPECT_NO_THROW(ticket.wait());
-  EXPECT_EQ(queue->counts().retries, 2u);
+  EXPECT_EQ(queue_->counts().retries, 2u);
 }
 
 TEST_F(DiskQueueTest, ResumesAcrossBuffers) {
@@ -239,27 +243,27 @@ TEST_F(DiskQueueTest, ResumesAcrossBuffers) {
     DiskRequest request;
     request.sector = i;
     request.offset = i * kSectorBytes;
-    request.data = memory.sectors(10 * (i + 1), 1).data();
+    request.data = memory_.sectors(10 * (i + 1), 1).data();
     request.bytes = kSectorBytes;
     request.batch = batch;
-    queue->add(request);
+    queue_->add(request);
   }
-  Ticket ticket(batch, *queue);
-  queue->step(false);
-  disk.finish(2 * kSectorBytes);
-  queue->step(false);
-  queue->step(false);
-  ASSERT_EQ(disk.log.back().buffers.size(), 1u);
-  EXPECT_EQ(disk.log.back().buffers[0].iov_base, memory.sectors(30, 1).data());
+  Ticket ticket(batch, *queue_);
+  queue_->step(false);
+  disk_.finish(2 * kSectorBytes);
+  queue_->step(false);
+  queue_->step(false);
+  ASSERT_EQ(disk_.log.back().buffers.size(), 1u);
+  EXPECT_EQ(disk_.log.back().buffers[0].iov_base, memory_.sectors(30, 1).data());
   drain();
   EXPECT_NO_THROW(ticket.wait());
 }
 
 TEST_F(DiskQueueTest, AFileThatEndsIsAnErrorAndNoLoop) {
   Ticket ticket = read({0});
-  for (int i = 0; i < 1000 && !queue->idle(); ++i) {
-    queue->step(false);
-    if (!disk.running.empty()) disk.finish(0);
+  for (int i = 0; i < 1000 && !queue_->idle(); ++i) {
+    queue_->step(false);
+    if (!disk_.running.empty()) disk_.finish(0);
   }
   expect_error(ErrorCode::io, "dir: reading 4096 bytes at byte 0 of the spill file failed",
                [&] { ticket.wait(); });
@@ -269,17 +273,17 @@ TEST_F(DiskQueueTest, TriesAgainWhenInterrupted) {
   know(0, 1);
   Ticket ticket = read({0});
   for (int i = 0; i < 20; ++i) {
-    queue->step(false);
-    disk.finish(i % 2 == 0 ? -EAGAIN : -EINTR);
-    queue->step(false);
+    queue_->step(false);
+    disk_.finish(i % 2 == 0 ? -EAGAIN : -EINTR);
+    queue_->step(false);
   }
   EXPECT_FALSE(ticket.done());
   drain();
   EXPECT_NO_THROW(ticket.wait());
   Ticket never = read({0});
-  for (int i = 0; i < 1000 && !queue->idle(); ++i) {
-    queue->step(false);
-    if (!disk.running.empty()) disk.finish(-EAGAIN);
+  for (int i = 0; i < 1000 && !queue_->idle(); ++i) {
+    queue_->step(false);
+    if (!disk_.running.empty()) disk_.finish(-EAGAIN);
   }
   expect_error(ErrorCode::io, "Resource temporarily unavailable", [&] { never.wait(); });
 }
@@ -289,13 +293,13 @@ TEST_F(DiskQueueTest, ProgressGivesItNewAttempts) {
   Ticket ticket = add(DiskAction::read, DiskPriority::urgent, {0}, 3);
   for (int round = 0; round < 3; ++round) {
     for (int i = 0; i < 200; ++i) {
-      queue->step(false);
-      disk.finish(-EAGAIN);
-      queue->step(false);
+      queue_->step(false);
+      disk_.finish(-EAGAIN);
+      queue_->step(false);
     }
-    queue->step(false);
-    disk.finish(kSectorBytes);
-    queue->step(false);
+    queue_->step(false);
+    disk_.finish(kSectorBytes);
+    queue_->step(false);
   }
   EXPECT_TRUE(ticket.failures().empty());
 }
@@ -303,39 +307,39 @@ TEST_F(DiskQueueTest, ProgressGivesItNewAttempts) {
 TEST_F(DiskQueueTest, ReportsErrorsOfTheRequestsThatHadThem) {
   know(0, 8);
   Ticket ticket = read({0, 1, 2});
-  queue->step(false);
-  ASSERT_EQ(disk.running.size(), 1u);
-  disk.finish(-EIO);
-  queue->step(false);
-  queue->step(false);
-  ASSERT_EQ(disk.running.size(), 3u) << "each by itself";
-  disk.finish(kSectorBytes);
-  disk.finish(-EIO);
-  disk.finish(kSectorBytes);
-  queue->step(false);
+  queue_->step(false);
+  ASSERT_EQ(disk_.running.size(), 1u);
+  disk_.finish(-EIO);
+  queue_->step(false);
+  queue_->step(false);
+  ASSERT_EQ(disk_.running.size(), 3u) << "each by itself";
+  disk_.finish(kSectorBytes);
+  disk_.finish(-EIO);
+  disk_.finish(kSectorBytes);
+  queue_->step(false);
   const std::vector<DiskFailure> failures = ticket.failures();
   ASSERT_EQ(failures.size(), 1u);
   EXPECT_EQ(failures[0].request, 1u);
   expect_error(ErrorCode::io, "at byte 4096 of the spill file failed: Input/output error",
                [&] { ticket.wait(); });
-  EXPECT_EQ(queue->counts().failures, 1u);
+  EXPECT_EQ(queue_->counts().failures, 1u);
 }
 
 TEST_F(DiskQueueTest, ADiskThatMovesMoreThanAskedForIsAnError) {
   Ticket ticket = read({0});
-  queue->step(false);
-  disk.finish(2 * kSectorBytes);
-  queue->step(false);
+  queue_->step(false);
+  disk_.finish(2 * kSectorBytes);
+  queue_->step(false);
   expect_error(ErrorCode::io, "Protocol error", [&] { ticket.wait(); });
 }
 
 TEST_F(DiskQueueTest, CorruptSectorsAreNamed) {
   know(0, 8);
   Ticket ticket = add(DiskAction::read, DiskPriority::urgent, {2}, 4);
-  queue->step(false);
-  memory.span()[4 * kSectorBytes + 17] = std::byte{1};
-  disk.finish(4 * kSectorBytes);
-  queue->step(false);
+  queue_->step(false);
+  memory_.span()[4 * kSectorBytes + 17] = std::byte{1};
+  disk_.finish(4 * kSectorBytes);
+  queue_->step(false);
   expect_error(ErrorCode::corrupt, "dir: the sector at byte 16384 of the spill file",
                [&] { ticket.wait(); });
 }
@@ -346,18 +350,18 @@ TEST_F(DiskQueueTest, UrgentReadsGoFirst) {
   std::vector<std::size_t> apart;
   for (std::size_t i = 0; i < 40; ++i) apart.push_back(1000 + 2 * i);
   Ticket late = add(DiskAction::read, DiskPriority::background, apart);
-  queue->step(false);
-  EXPECT_EQ(disk.running.size(), 2u) << "half of the depth is kept for urgent requests";
+  queue_->step(false);
+  EXPECT_EQ(disk_.running.size(), 2u) << "half of the depth is kept for urgent requests";
   Ticket urgent = read({10, 20, 30, 40});
-  queue->step(false);
-  ASSERT_EQ(disk.log.size(), 4u);
-  EXPECT_EQ(disk.log[2].offset, 10 * kSectorBytes);
-  EXPECT_EQ(disk.log[3].offset, 20 * kSectorBytes);
-  disk.finish_all();
-  queue->step(false);
-  queue->step(false);
-  EXPECT_EQ(disk.log[4].offset, 30 * kSectorBytes);
-  EXPECT_EQ(disk.log[5].offset, 40 * kSectorBytes);
+  queue_->step(false);
+  ASSERT_EQ(disk_.log.size(), 4u);
+  EXPECT_EQ(disk_.log[2].offset, 10 * kSectorBytes);
+  EXPECT_EQ(disk_.log[3].offset, 20 * kSectorBytes);
+  disk_.finish_all();
+  queue_->step(false);
+  queue_->step(false);
+  EXPECT_EQ(disk_.log[4].offset, 30 * kSectorBytes);
+  EXPECT_EQ(disk_.log[5].offset, 40 * kSectorBytes);
   drain();
   EXPECT_TRUE(late.done());
 }
@@ -372,8 +376,8 @@ TEST_F(DiskQueueTest, TheBackgroundIsNotStarved) {
     urgent.push_back(read({2 * (rounds % 100)}));
     urgent.push_back(read({2 * (rounds % 100) + 500}));
     ++rounds;
-    queue->step(false);
-    disk.finish_all();
+    queue_->step(false);
+    disk_.finish_all();
   }
   EXPECT_LT(rounds, 100u);
   drain();
@@ -386,36 +390,36 @@ TEST_F(DiskQueueTest, BytesInFlightAreCapped) {
   std::vector<std::size_t> places;
   for (std::size_t i = 0; i < 100; ++i) places.push_back(40 * i);
   Ticket ticket = add(DiskAction::read, DiskPriority::urgent, places, 32);
-  while (!queue->idle()) {
-    queue->step(false);
+  while (!queue_->idle()) {
+    queue_->step(false);
     std::size_t bytes = 0;
-    for (const auto& operation : disk.running) bytes += operation.bytes();
+    for (const auto& operation : disk_.running) bytes += operation.bytes();
     ASSERT_LE(bytes, limits.bytes_in_flight);
-    ASSERT_EQ(disk.running.size(), std::min<std::size_t>(4, disk.running.size()));
-    if (!disk.running.empty()) disk.finish(static_cast<std::int64_t>(32 * kSectorBytes));
+    ASSERT_EQ(disk_.running.size(), std::min<std::size_t>(4, disk_.running.size()));
+    if (!disk_.running.empty()) disk_.finish(static_cast<std::int64_t>(32 * kSectorBytes));
   }
   EXPECT_NO_THROW(ticket.wait());
 }
 
 TEST_F(DiskQueueTest, ADiskWithoutRoomGetsItLater) {
   know(0, 100);
-  disk.room = 1;
+  disk_.room = 1;
   Ticket ticket = read({0, 2, 4, 6, 8});
-  for (int i = 0; i < 20 && !queue->idle(); ++i) {
-    queue->step(false);
-    ASSERT_LE(disk.running.size(), 1u);
-    disk.finish_all();
+  for (int i = 0; i < 20 && !queue_->idle(); ++i) {
+    queue_->step(false);
+    ASSERT_LE(disk_.running.size(), 1u);
+    disk_.finish_all();
   }
   EXPECT_NO_THROW(ticket.wait());
-  EXPECT_EQ(disk.log.size(), 5u);
+  EXPECT_EQ(disk_.log.size(), 5u);
 }
 
 TEST_F(DiskQueueTest, AbandonsEverything) {
-  disk.room = 1;
+  disk_.room = 1;
   Ticket ticket = read({0, 2, 4});
-  queue->step(false);
-  queue->abandon(Error(ErrorCode::io, "gone"));
-  EXPECT_TRUE(queue->idle());
+  queue_->step(false);
+  queue_->abandon(Error(ErrorCode::io, "gone"));
+  EXPECT_TRUE(queue_->idle());
   EXPECT_EQ(ticket.failures().size(), 3u);
   expect_error(ErrorCode::io, "gone", [&] { ticket.wait(); });
 }

@@ -43,7 +43,7 @@ class PageStoreTest : public testing::OnDisk {
  protected:
   PageStoreConfig config(std::size_t directories = 1) const {
     PageStoreConfig config;
-    config.directories.assign(directories, parent);
+    config.directories.assign(directories, parent_);
     config.regions = kRegions;
     config.region_bytes = kRegionBytes;
     config.stripe_bytes = 4 * kSectorBytes;
@@ -222,7 +222,7 @@ TEST_F(PageStoreTest, SeesBytesThatChangedOnDisk) {
   const DiskTicket ticket = opened.store->read(std::vector<PageRead>{{kRegionBytes, memory.span()}},
                                                DiskPriority::urgent);
   expect_error(ErrorCode::corrupt,
-               parent.string() + ": the sector at byte " +
+               parent_.string() + ": the sector at byte " +
                    std::to_string(kRegionBytes + 5 * kSectorBytes) + " of the spill file",
                [&] { ticket.wait(); });
 }
@@ -339,12 +339,12 @@ TEST_F(PageStoreTest, RefusesADirectoryThatIsTooSmallBeforeAnythingElse) {
   PageStoreConfig settings = config();
   settings.regions = std::uint64_t{1} << 28;
   settings.region_bytes = std::uint64_t{1} << 22;
-  expect_error(ErrorCode::io, parent.string() + ": needs 1024.0 TiB",
+  expect_error(ErrorCode::io, parent_.string() + ": needs 1024.0 TiB",
                [&] { PageStore store(settings); });
 }
 
 TEST_F(PageStoreTest, LeavesNoFileWhenKilled) {
-  const TempDir dir(parent);
+  const TempDir dir(parent_);
   PageStoreConfig settings = config();
   settings.directories = {dir.path()};
   for (int round = 0; round < 10; ++round) {

@@ -44,7 +44,7 @@ class Mount {
 };
 
 TEST_F(SpillFileOnDisk, HasNoNameAndReservedSpaceForThisUserOnly) {
-  const TempDir dir(parent);
+  const TempDir dir(parent_);
   const SpillFile file = SpillFile::create(dir.path(), 3 * kMiB);
   EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
   struct stat status {};
@@ -58,8 +58,8 @@ TEST_F(SpillFileOnDisk, HasNoNameAndReservedSpaceForThisUserOnly) {
 }
 
 TEST_F(SpillFileOnDisk, MovesAndStaysOpen) {
-  SpillFile a = SpillFile::create(parent, 4096);
-  SpillFile b = SpillFile::create(parent, 8192);
+  SpillFile a = SpillFile::create(parent_, 4096);
+  SpillFile b = SpillFile::create(parent_, 8192);
   const int descriptor = b.descriptor();
   a = std::move(b);
   EXPECT_EQ(a.descriptor(), descriptor);
@@ -117,10 +117,10 @@ TEST(SpillFile, RefusesFileSystemsThatCannotHoldIt) {
 
 TEST_F(SpillFileOnDisk, RefusesMoreThanThereIsRoomFor) {
   const std::uint64_t too_much = std::uint64_t{1} << 50;
-  expect_error(ErrorCode::io, parent.string() + ": needs 1024.0 TiB for spilled rows, and ",
-               [&] { SpillFile::create(parent, too_much); });
-  expect_error(ErrorCode::io, "are free", [&] { SpillFile::create(parent, too_much); });
-  expect_error(ErrorCode::io, "are free", [&] { SpillFile::create(parent, ~std::uint64_t{0}); });
+  expect_error(ErrorCode::io, parent_.string() + ": needs 1024.0 TiB for spilled rows, and ",
+               [&] { SpillFile::create(parent_, too_much); });
+  expect_error(ErrorCode::io, "are free", [&] { SpillFile::create(parent_, too_much); });
+  expect_error(ErrorCode::io, "are free", [&] { SpillFile::create(parent_, ~std::uint64_t{0}); });
 }
 
 TEST_F(SpillFileOnDisk, RefusesMoreThanTheLimitOfFileSizes) {
@@ -130,13 +130,13 @@ TEST_F(SpillFileOnDisk, RefusesMoreThanTheLimitOfFileSizes) {
   small.rlim_cur = kMiB;
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
   expect_error(ErrorCode::io, "RLIMIT_FSIZE allows files of 1.00 MiB",
-               [&] { SpillFile::create(parent, 2 * kMiB); });
-  EXPECT_NO_THROW(SpillFile::create(parent, kMiB));
+               [&] { SpillFile::create(parent_, 2 * kMiB); });
+  EXPECT_NO_THROW(SpillFile::create(parent_, kMiB));
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
 }
 
 TEST_F(SpillFileOnDisk, RefusesADirectoryThatIsReadOnly) {
-  const TempDir dir(parent);
+  const TempDir dir(parent_);
   if (::geteuid() != 0) {
     std::filesystem::permissions(
         dir.path(), std::filesystem::perms::owner_read | std::filesystem::perms::owner_exec);
@@ -153,7 +153,7 @@ TEST_F(SpillFileOnDisk, RefusesADirectoryThatIsReadOnly) {
 }
 
 TEST_F(SpillFileOnDisk, RefusesASmallDiskThatIsFull) {
-  const TempDir dir(parent);
+  const TempDir dir(parent_);
   const std::filesystem::path image = dir.path() / "image";
   const std::filesystem::path mounted = dir.path() / "mounted";
   std::filesystem::create_directory(mounted);

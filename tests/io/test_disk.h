@@ -35,10 +35,10 @@ class OnDisk : public ::testing::Test {
   void SetUp() override {
     const auto found = disk_directory();
     if (!found) GTEST_SKIP() << "no directory on a disk; set SLUICE_TEST_DISK";
-    parent = *found;
+    parent_ = *found;
   }
 
-  std::filesystem::path parent;
+  std::filesystem::path parent_;
 };
 
 }  // namespace sluice::testing
