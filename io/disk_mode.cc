@@ -105,10 +105,10 @@ DiskMode choose_disk_mode(SpillFile& file, DiskAccess wanted, const DiskLimits& 
         throw Error(ErrorCode::unsupported, "the file system refuses O_DIRECT");
       }
       try_mode(file, candidate.access, limits);
-      const std::string line =
-          file.directory().string() + " (" + file.file_system() + "): " + candidate.name;
-      return {candidate.access, candidate.direct,
-              refusals.empty() ? line : line + " (not " + refusals + ")"};
+      std::string line = file.directory().string();
+      line.append(" (").append(file.file_system()).append("): ").append(candidate.name);
+      if (!refusals.empty()) line.append(" (not ").append(refusals).append(")");
+      return {candidate.access, candidate.direct, line};
     } catch (const Error& error) {
       if (!refusals.empty()) refusals += "; ";
       refusals.append(candidate.name).append(": ").append(error.what());
