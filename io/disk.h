@@ -44,7 +44,8 @@ class Disk {
   // Throws Error{io} if the device can no longer be used at all.
   virtual std::size_t retire(std::span<DiskResult> results, bool wait) = 0;
 
-  // Ends a sleep in retire(): the current one, or else the next. Any thread may call it.
+  // Ends a sleep in retire(): the current one, or else the next. Any thread may call it. The device
+  // may finish up to a sixteenth of the operations in flight before.
   virtual void wake() = 0;
 };
 

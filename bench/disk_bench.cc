@@ -1,0 +1,219 @@
+// Random reads of a page store, beside those of fio (if it is installed) from a file of the same
+// size in the same directory. Both go past the page cache (O_DIRECT), both keep `depth` reads in
+// flight; the store also verifies every sector, fio does not.
+//
+//   disk_bench [--directory DIR] [--size BYTES] [--seconds N] [--access uring|pool]
+//              [--depth N...] [--bytes N...] [--no-fio] [--benchmark_out=FILE ...]
+//
+// Counters: reads/s; cpu_us, user and system time of the whole process per read; bytes_per_second.
+#include <benchmark/benchmark.h>
+#include <sys/resource.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <filesystem>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "io/page_store.h"
+#include "io/sector_buffer.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Settings {
+  std::filesystem::path directory = std::filesystem::temp_directory_path();
+  std::uint64_t size = std::uint64_t{2} << 30;
+  double seconds = 3;
+  std::string access = "automatic";
+  std::vector<std::size_t> depths = {1, 4, 16, 64, 128, 256};
+  std::vector<std::size_t> bytes = {4 << 10, 64 << 10};
+  bool fio = true;
+};
+
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+void report(benchmark::State& state, double reads, double seconds, double cpu, std::size_t bytes) {
+  state.counters["reads/s"] = reads / seconds;
+  state.counters["bytes_per_second"] = reads / seconds * static_cast<double>(bytes);
+  state.counters["cpu_us"] = 1e6 * cpu / reads;
+}
+
+DiskAccess access_of(const std::string& name) {
+  const std::map<std::string, DiskAccess> names = {{"automatic", DiskAccess::automatic},
+                                                   {"uring", DiskAccess::uring},
+                                                   {"pool", DiskAccess::pool}};
+  return names.at(name);
+}
+
+// A store whose every sector was written with random bytes, and memory for its reads.
+class Store {
+ public:
+  explicit Store(const Settings& settings) : store_(config(settings)) {
+    std::mt19937_64 random(1);
+    const auto words = memory_.span();
+    for (std::size_t i = 0; i < words.size(); i += 8) {
+      const std::uint64_t word = random();
+      std::copy_n(reinterpret_cast<const std::byte*>(&word), 8, &words[i]);
+    }
+    for (std::uint64_t address = 0; address < settings.size; address += kRegionBytes) {
+      store_.write(std::vector<PageWrite>{{address, words.first(kRegionBytes)}}).wait();
+    }
+    store_.flush().wait();
+    std::cerr << "disk_bench: " << store_.descriptions().front() << "\n";
+  }
+
+  static constexpr std::uint64_t kRegionBytes = 16 << 20;
+
+  PageStore& operator*() { return store_; }
+  std::span<std::byte> memory() { return memory_.span(); }
+
+ private:
+  PageStoreConfig config(const Settings& settings) {
+    PageStoreConfig config;
+    config.directories = {settings.directory};
+    config.regions = settings.size / kRegionBytes;
+    config.region_bytes = kRegionBytes;
+    config.limits.bytes_in_flight = 32 << 20;
+    config.access = access_of(settings.access);
+    config.arenas = {memory_.span()};
+    return config;
+  }
+
+  SectorBuffer memory_{kRegionBytes * 2};
+  PageStore store_;
+};
+
+// Four batches in flight, of a quarter of the depth each: a cache asks for many rows at a time.
+void read_store(benchmark::State& state, Store& store, const Settings& settings, std::size_t bytes,
+                std::size_t depth) {
+  std::mt19937_64 random(2);
+  const std::size_t batches = std::min<std::size_t>(depth, 4);
+  const std::size_t in_batch = depth / batches;
+  const std::uint64_t places = settings.size / bytes;
+  std::size_t slot = 0;
+  std::deque<DiskTicket> tickets;
+  std::vector<PageRead> reads(in_batch);
+  double done = 0;
+  try {
+    for (auto _ : state) {
+      const double cpu = cpu_seconds();
+      const auto start = Clock::now();
+      const auto end = start + std::chrono::duration<double>(settings.seconds);
+      while (Clock::now() < end) {
+        for (PageRead& read : reads) {
+          const std::size_t slots = store.memory().size() / bytes;
+          read = {random() % places * bytes, store.memory().subspan(slot++ % slots * bytes, bytes)};
+        }
+        if (tickets.size() == batches) {
+          tickets.front().wait();
+          tickets.pop_front();
+          done += static_cast<double>(in_batch);
+        }
+        tickets.push_back((*store).read(reads, DiskPriority::urgent));
+      }
+      const std::chrono::duration<double> seconds = Clock::now() - start;
+      report(state, done, seconds.count(), cpu_seconds() - cpu, bytes);
+    }
+  } catch (const Error& error) {
+    state.SkipWithError(error.what());
+  }
+}
+
+// What a command prints; empty if it cannot be run.
+std::string output_of(const std::string& command) {
+  std::FILE* const pipe = ::popen(command.c_str(), "r");
+  if (pipe == nullptr) return "";
+  std::string text;
+  std::array<char, 4096> part;
+  std::size_t size = 0;
+  while ((size = std::fread(part.data(), 1, part.size(), pipe)) > 0) text.append(part.data(), size);
+  return ::pclose(pipe) == 0 ? text : "";
+}
+
+void read_fio(benchmark::State& state, const Settings& settings, std::size_t bytes,
+              std::size_t depth) {
+  const std::string file = (settings.directory / "disk_bench.fio").string();
+  const std::string engine = settings.access == "pool" ? "psync" : "io_uring";
+  const std::string command =
+      "fio --name=reads --filename='" + file + "' --size=" + std::to_string(settings.size) +
+      " --rw=randread --direct=1 --norandommap --ioengine=" + engine +
+      " --bs=" + std::to_string(bytes) + " --iodepth=" + std::to_string(depth) +
+      " --time_based --runtime=" + std::to_string(settings.seconds) +
+      "s --output-format=json 2>/dev/null";
+  for (auto _ : state) {
+    const auto json = nlohmann::json::parse(output_of(command), nullptr, false);
+    if (json.is_discarded()) return state.SkipWithError("fio is not installed, or failed");
+    const auto& job = json["jobs"][0];
+    const double reads = job["read"]["total_ios"];
+    const double seconds = job["read"]["runtime"].get<double>() / 1e3;
+    const double share = job["usr_cpu"].get<double>() + job["sys_cpu"].get<double>();
+    report(state, reads, seconds, share / 100 * seconds, bytes);
+  }
+}
+
+int run(int argc, char** argv) {
+  benchmark::Initialize(&argc, argv);
+  Settings settings;
+  CLI::App app("Random reads of a page store, beside those of fio.");
+  app.add_option("--directory", settings.directory);
+  app.add_option("--size", settings.size)->transform(CLI::AsSizeValue(false));
+  app.add_option("--seconds", settings.seconds)->check(CLI::Range(0.1, 600.0));
+  app.add_option("--access", settings.access)->check(CLI::IsMember({"automatic", "uring", "pool"}));
+  app.add_option("--depth", settings.depths)->check(CLI::Range(1, 256));
+  app.add_option("--bytes", settings.bytes)->check(CLI::IsMember({4 << 10, 64 << 10}));
+  app.add_flag("!--no-fio", settings.fio);
+  CLI11_PARSE(app, argc, argv);
+  settings.size = settings.size / Store::kRegionBytes * Store::kRegionBytes;
+  try {
+    Store store(settings);
+    for (const std::size_t bytes : settings.bytes) {
+      for (const std::size_t depth : settings.depths) {
+        const std::string name =
+            "/bytes:" + std::to_string(bytes) + "/depth:" + std::to_string(depth);
+        const auto add = [&](const std::string& who, auto read) {
+          benchmark::RegisterBenchmark((who + name).c_str(), read)->Iterations(1)->UseRealTime();
+        };
+        add("store", [&, bytes, depth](benchmark::State& state) {
+          read_store(state, store, settings, bytes, depth);
+        });
+        if (!settings.fio) continue;
+        add("fio", [&, bytes, depth](benchmark::State& state) {
+          read_fio(state, settings, bytes, depth);
+        });
+      }
+    }
+    benchmark::AddCustomContext("directory", (*store).descriptions().front());
+    benchmark::RunSpecifiedBenchmarks();
+  } catch (const Error& error) {
+    std::cerr << "disk_bench: " << error.what() << "\n";
+    return 1;
+  }
+  std::error_code ignored;
+  std::filesystem::remove(settings.directory / "disk_bench.fio", ignored);
+  return 0;
+}
+
+}  // namespace
+}  // namespace sluice
+
+int main(int argc, char** argv) { return sluice::run(argc, argv); }
