@@ -58,7 +58,7 @@ class PageStoreModes : public PageStoreTest,
   std::unique_ptr<PageStore> open() {
     PageStoreConfig settings = config(std::get<1>(GetParam()));
     settings.access = std::get<0>(GetParam());
-    settings.arenas = {memory.span()};
+    settings.arenas = {memory_.span()};
     try {
       return std::make_unique<PageStore>(settings);
     } catch (const Error& error) {
@@ -67,7 +67,7 @@ class PageStoreModes : public PageStoreTest,
     }
   }
 
-  SectorBuffer memory{kSectors * kSectorBytes};
+  SectorBuffer memory_{kSectors * kSectorBytes};
 };
 
 TEST_P(PageStoreModes, GivesBackWhatWasWritten) {
@@ -95,12 +95,12 @@ TEST_P(PageStoreModes, GivesBackWhatWasWritten) {
       const std::size_t in_region = 96 - sector % 96;
       const std::size_t taken = std::min({count, in_region, kSectors - sector});
       if (random.integer(0, 3) == 0) {
-        reads.push_back({sector * kSectorBytes, memory.sectors(sector, taken)});
+        reads.push_back({sector * kSectorBytes, memory_.sectors(sector, taken)});
       }
       sector += taken;
     }
     std::shuffle(reads.begin(), reads.end(), random.engine());
-    std::fill(memory.span().begin(), memory.span().end(), std::byte{0});
+    std::fill(memory_.span().begin(), memory_.span().end(), std::byte{0});
     store->read(reads, round % 2 == 0 ? DiskPriority::urgent : DiskPriority::background).wait();
     for (const PageRead& read : reads) {
       const auto expected = model.span().subspan(read.address, read.destination.size());
@@ -108,10 +108,10 @@ TEST_P(PageStoreModes, GivesBackWhatWasWritten) {
     }
   }
   // A request may be as large as its region, and larger than one operation.
-  store->read(std::vector<PageRead>{{0, memory.span().first(kRegionBytes)}}, DiskPriority::urgent)
+  store->read(std::vector<PageRead>{{0, memory_.span().first(kRegionBytes)}}, DiskPriority::urgent)
       .wait();
   EXPECT_TRUE(
-      std::ranges::equal(memory.span().first(kRegionBytes), model.span().first(kRegionBytes)));
+      std::ranges::equal(memory_.span().first(kRegionBytes), model.span().first(kRegionBytes)));
   EXPECT_EQ(store->counts().failures, 0u);
   EXPECT_EQ(store->descriptions().size(), std::get<1>(GetParam()));
 }
