@@ -37,7 +37,7 @@ std::optional<int> cuda_ordinal(std::string_view device) {
 #ifdef SLUICE_CUDA
 using cuda::make_cuda_backend;
 #elif defined(SLUICE_CUDA_MODULE)
-// From a library of its own beside this one, which stays loaded.
+// Loads the CUDA backend from a library beside this one, which stays loaded.
 std::unique_ptr<Backend> make_cuda_backend(const cuda::CudaOptions& options) {
   const char* const why = "; install all of Sluice, or choose `device` cpu";
   void* const module = ::dlopen(SLUICE_CUDA_MODULE, RTLD_NOW | RTLD_LOCAL);

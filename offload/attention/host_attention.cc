@@ -12,8 +12,8 @@
 namespace sluice {
 namespace {
 
-// Of a layer's rows at home: what crosses in less time than it takes to wake the host and to merge
-// need not be shared. PCIe 5.0 brings so many bytes in 160 microseconds.
+// Least bytes of a layer's host rows worth sharing: PCIe 5.0 brings this many in 160 microseconds,
+// about as long as waking the host and merging take.
 constexpr std::uint64_t kLeastBytes = std::uint64_t{8} << 20;
 
 Error typed(const std::exception_ptr& failure) {
@@ -71,12 +71,12 @@ HostAttention::HostAttention(Queue& queue, Queue& beside, const KvPlan& plan,
   times_ = backend.allocate(Tier::host, bytes.times);
 }
 
-// Calls may still be waiting.
+// Waits, because host calls may still be queued.
 HostAttention::~HostAttention() {
   try {
     if (beside_.has_backend()) beside_.synchronize();
   } catch (...) {
-    return;  // of work that failed, of which others tell
+    return;  // the step that failed has reported it
   }
 }
 
@@ -89,7 +89,8 @@ void HostAttention::mirror(std::span<const std::int64_t> entries) {
   if (!ops.empty()) queue_.copy(ops);
 }
 
-// The gaps of a set's layers. Returns how many rows the tokens have at home alone.
+// Chooses the gaps of a set's layers. Returns the number of the tokens' rows that are only in host
+// memory.
 std::int64_t HostAttention::choose(const BlockTables& tables, int set,
                                    std::span<const BatchToken> tokens) {
   std::int64_t at_home = 0;
@@ -136,8 +137,7 @@ bool HostAttention::begin(std::span<const BatchToken> tokens, std::vector<int> l
   return true;
 }
 
-// What the host reads are copies of what the device has, made in the order of the queue: the host
-// may be ahead of it.
+// The host reads copies made in the queue's order, because it may run ahead of the device.
 void HostAttention::publish(std::size_t tokens) {
   const CopyOp to_device = {device_gaps_.data(), bytes_of(gaps_.data()), device_gaps_.bytes()};
   queue_.copy({&to_device, 1});

@@ -10,13 +10,13 @@
 namespace sluice {
 namespace {
 
-// Threads start and memory is touched for the first time.
+// Steps that are not measured: threads start and memory is touched for the first time.
 constexpr std::int64_t kFirstSteps = 2;
-// Of a step among those before it.
+// Weight of the latest step in the running average.
 constexpr double kWeight = 0.25;
-// Below it waking the host costs more than it spares; nothing is learnt after that.
+// A smaller share is dropped for good: waking the host costs more than it saves.
 constexpr double kLeastShare = 1.0 / 32;
-// The device keeps some, or nothing would be known of its rate.
+// The device keeps some rows, so that its rate stays measurable.
 constexpr double kMostShare = 1.0 - kLeastShare;
 
 double average(double before, double now) {

@@ -16,7 +16,7 @@ std::size_t count_of(std::int64_t a, std::int64_t b, std::int64_t c = 1) {
 }
 
 // The layer whose selection a layer attends to: its own, or that of the latest one that selected.
-// Dense layers select, too, where tokens were evicted: all that are left.
+// After an eviction dense layers select, too: all tokens that are left.
 int source_of(const Policy& policy, int layer, bool evicts) {
   const auto chooses = [&](int at) {
     return policy.selects(at) || (evicts && policy.is_dense(at));
@@ -97,8 +97,8 @@ float* SparseAttention::alpha(int layer, std::int64_t token) const {
   return report_.alpha + query_entry(layer, token);
 }
 
-// One query head per KV head keeps the same top_k whatever the newest rows weigh. They are then
-// spared the estimate: attention, which reads them anyway, adds their share to alpha.
+// With one query head per KV head, top_k does not depend on the weight of the newest rows. They are
+// not estimated then: attention reads them anyway and adds their share to alpha.
 bool SparseAttention::newest_apart(const Policy& policy, int layer, bool masked) const {
   const Scorer& scorer = scorer_of(policy);
   return policy.selects(layer) && !policy.is_dense(layer) && scorer.info().estimates() &&
@@ -126,7 +126,7 @@ void SparseAttention::for_waves(const Policy& policy, int layer, const TokenBatc
 
 void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
                              const Queries& queries, const PagedRows& rows, const Mask& mask) {
-  // A dense layer is here because some tokens were evicted: it attends to what is left.
+  // A dense layer comes here only after an eviction, and attends to the tokens that are left.
   const int source = source_of(policy, layer, mask.tokens != nullptr);
   for_waves(policy, layer, batch, queries, rows, mask, [&](const Wave& wave) {
     if (source == layer) choose(policy, wave);
@@ -148,7 +148,7 @@ void SparseAttention::choose(const Policy& policy, const Wave& wave) {
   if (policy.candidates.limited()) rescore(policy, wave);
 }
 
-// No estimate is needed: what is always kept is all that is.
+// Without estimates: the policy attends only to tokens that are always kept.
 void SparseAttention::choose_fixed(const Policy& policy, const Wave& wave) {
   SelectParams select = select_params(policy, wave);
   if (!policy.selects(wave.layer)) select.sinks = std::numeric_limits<std::int32_t>::max();
@@ -169,12 +169,12 @@ EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
   return params;
 }
 
-// Estimates every token, then keeps the candidates or, if nothing re-scores them, what the policy
-// is after.
+// Estimates every token, then keeps the candidates or, if nothing re-scores them, the policy's
+// final selection.
 void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   EstimateParams estimate = estimate_params(wave);
   estimate.logits = {logits_.data(), layout_.logit_stride()};
-  // A digest tells of all tokens: not where some may not be chosen.
+  // A digest covers all tokens, so it cannot be used where some are masked.
   const Scorer& scorer = scorer_of(policy);
   const std::int64_t tokens = wave.batch.capacity;
   const bool weighs = weighs_pages(layout_.logits, policy, wave.layer, tokens);
@@ -203,7 +203,7 @@ void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   queue_->run(select);
 }
 
-// The scorer's estimates. One that is not Sluice's own leaves the newest rows to the backend.
+// Runs the scorer. The backend estimates the newest rows for scorers that are not Sluice's own.
 void SparseAttention::score(const Policy& policy, const Wave& wave,
                             const EstimateParams& estimate) {
   if (!own_scorers().has(scorer_of(policy)) && !wave.skip_newest) {
@@ -223,7 +223,7 @@ void SparseAttention::score(const Policy& policy, const Wave& wave,
   scorer_of(policy).score(call);
 }
 
-// Estimates the candidates with every channel of the index and keeps what the policy is after.
+// Estimates the candidates with every channel of the index and keeps the policy's final selection.
 void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   const SelectionView candidates = this->candidates(wave.layer, wave.first);
   EstimateParams estimate = estimate_params(wave);
@@ -237,7 +237,7 @@ void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
   select.logits = estimate.logits;
   select.candidates = &candidates;
   select.selected = selection(wave.layer, wave.first);
-  // Bounds are no weights: what a base of bounds dropped stays unknown.
+  // Bounds are not weights: the share that a base of bounds dropped stays unknown.
   if (scorer_of(policy).info().kind == ScorerInfo::Kind::logits)
     select.share = share(wave.layer, wave.first);
   prune(policy, wave, select);
@@ -338,7 +338,7 @@ void SparseAttention::require_number(bool is_number, int layer, int head) const 
                   damage_of(layout_.shape));
 }
 
-// Layers that follow one attend to the same positions, whose rows may be elsewhere.
+// Followers attend to their anchor's positions, but their rows may be in other tiers.
 void SparseAttention::count_rows(int layer, int source, std::int64_t number,
                                  const BatchToken& token, Count& count,
                                  LayerSelection& entry) const {
@@ -421,7 +421,7 @@ void SparseAttention::check_pages(std::int32_t sequence) const {
 void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence, Ledger& ledger,
                              LayerSelection& entry) const {
   const int source = source_of(*step.policy, layer, step.evicts);
-  // The rows that a dense layer attended to are counted as those of all dense layers.
+  // record_dense() counts the rows that dense layers attended to.
   const bool is_dense = step.policy->is_dense(layer) && !step.evicts;
   entry.follower = source != layer;
   entry.smallest_alpha = 1.0;

@@ -43,7 +43,7 @@ void RowCache::advance() {
   queue_->copy({&op, 1});
 }
 
-// Blocks that follow each other are forgotten at once: that takes a look at the whole cache.
+// Consecutive blocks are forgotten together, because each forget scans the whole cache.
 void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
                      std::int64_t end) {
   const auto block_of = [&](std::int64_t page) { return tables.page(sequence, page).host; };
@@ -51,7 +51,8 @@ void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int6
   const std::int64_t last_page = (end - 1) / kPageTokens;
   std::int64_t from = 0;
   std::int64_t count = 0;
-  // Whatever goes wrong before the end, rows that changed are not found again.
+  // If something throws before the end, the next step clears the cache, so stale rows are never
+  // found.
   const bool was_filling = std::exchange(is_filling_, true);
   for (std::int64_t page = first_page; page <= last_page; ++page) {
     const std::int64_t block = block_of(page);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::int64_t kMaxStride = std::int64_t{1} << 40;
 
-// Heads that are read at a time: those of queries, or of keys and values.
+// Most heads read at a time: those of queries, or of keys and values together.
 std::int64_t heads_in(const KvShape& shape) {
   return std::max(shape.query_heads, 2 * shape.kv_heads);
 }
@@ -41,7 +41,7 @@ HeadArray array_of(void* data, const ArrayLayout& layout, std::int64_t tokens, i
   return array;
 }
 
-// Tokens that have all of their heads between them, or heads that have all tokens.
+// Heads may be interleaved within a token, or tokens within a head; anything else overlaps.
 bool overlaps(const HeadArray& a) {
   if (a.tokens > 1 && a.token_stride < a.head_dim) return true;
   if (a.heads > 1 && a.head_stride < a.head_dim) return true;
@@ -72,8 +72,8 @@ void require_array(std::string_view name, const void* data, const ArrayLayout& l
               " and a head_stride of " + std::to_string(array.head_stride) + " elements");
 }
 
-// An array of f32 of the backend's to one of any dtype and strides there, in as few matrices as
-// possible: rows are tokens or heads.
+// Casts a dense f32 array to an array of any dtype and strides, in as few matrices as possible:
+// rows are tokens or heads.
 void cast_heads(Queue& queue, float* from, const HeadArray& to) {
   const std::int64_t dim = to.head_dim;
   const std::int64_t width = to.heads * dim;
@@ -150,7 +150,7 @@ std::int32_t* CallerArrays::bad_queries_of(int layer) const {
   return bad_rows_of(layer) + tokens_ * 2 * shape_.kv_heads;
 }
 
-// As the vectors from number `at` on.
+// Reads into the vectors from index `at` on.
 void CallerArrays::read(const KvInput& array, std::int64_t tokens, int heads, float factor,
                         std::int64_t at, std::int32_t* bad) {
   ReadHeadsParams params;

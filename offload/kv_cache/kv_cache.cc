@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kMaxChunk = 32768;
 constexpr int kMaxThreads = 4096;
-constexpr double kMaxScale = 1e6;  // of logits; queries times it stay numbers
+constexpr double kMaxScale = 1e6;  // of logits; queries times it stay finite
 
 void require(bool holds, const std::string& message) {
   if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
@@ -46,13 +46,14 @@ BackendOptions backend_options(const KvConfig& config) {
   return options;
 }
 
-// Kernels divide logits by sqrt(head_dim), and so do estimates of them: queries bring the rest.
+// Kernels and estimates divide logits by sqrt(head_dim); queries are multiplied by the rest of the
+// caller's scale.
 float query_factor(const KvConfig& config) {
   if (!config.scale) return 1.0f;
   return static_cast<float>(*config.scale * std::sqrt(static_cast<double>(config.shape.head_dim)));
 }
 
-// Tokens of the largest step.
+// Most tokens of a step.
 std::int64_t step_tokens(const KvPlan& plan) { return std::max(plan.chunk, plan.decode_batch); }
 
 KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
@@ -75,8 +76,8 @@ KvRequest request_of(const KvConfig& config, const BackendInfo& info) {
   return request;
 }
 
-// The rows in host memory grow with what is in use; that they fit is known before. Without a GPU
-// the device tier is host memory, too.
+// Rows in host memory are committed as they are used, so whether they fit is checked in advance.
+// Without a GPU the device tier is host memory, too.
 void require_host_memory(const KvPlan& plan, Backend& backend) {
   const MemoryAccount& account = backend.account(Tier::host);
   const bool on_device = backend.info().compute_tier == Tier::device;
@@ -94,13 +95,13 @@ void require_host_memory(const KvPlan& plan, Backend& backend) {
                                      "; give at least " + std::to_string(needed) + "B");
 }
 
-// Besides the rows there are the arrays of callers. On a GPU they, and what the backend itself
-// needs, come off the cap.
+// Callers' arrays are staged beside the rows. On a GPU they and the backend's own memory come off
+// the cap.
 KvPlan plan_cache(const KvConfig& config, Backend& backend) {
   const BackendInfo& info = backend.info();
   KvRequest request = request_of(config, info);
   request.device_cap.reset();
-  const KvPlan free = plan_kv(request);  // refuses what makes no sense, whatever the caps
+  const KvPlan free = plan_kv(request);  // refuses impossible requests, whatever the caps
   require_supported(info, config.shape);
   const bool on_device = info.compute_tier == Tier::device;
   const std::uint64_t staging = CallerArrays::compute_bytes(config.shape, step_tokens(free));

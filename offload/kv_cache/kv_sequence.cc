@@ -73,7 +73,7 @@ void KvSequence::reset() {
   const auto lock = impl().cache->between_steps();
   const std::shared_ptr<KvPool> pool = impl_->cache->pool;
   const Policy policy = impl_->kv ? impl_->kv->policy() : pool->policies().front();
-  // A new one needs the place of the old.
+  // Closed first, because the new sequence needs its place.
   impl_->kv.reset();
   impl_->kv.emplace(pool);
   impl_->kv->use(policy);

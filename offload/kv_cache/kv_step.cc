@@ -26,7 +26,7 @@ KvStep::Impl::~Impl() {
   if (!is_under_way) return;
   const std::lock_guard lock(cache->mutex);
   fail_all({ErrorCode::internal, "its step was not ended"});
-  // What it issued is done before the next step reports anything.
+  // Waits, so that this step's work is done before the next step reports.
   try {
     cache->pool->queue().synchronize();
   } catch (const Error& error) {
@@ -87,7 +87,7 @@ void KvStep::Impl::do_or_fail(const auto& work) {
   } catch (const std::exception& error) {
     fail_all({ErrorCode::internal, error.what()});
   }
-  // What was issued must not write to host memory any more.
+  // Waits, because issued work may still write to the caller's memory.
   try {
     cache->pool->queue().synchronize();
   } catch (const Error& error) {
@@ -198,7 +198,7 @@ void KvStep::Impl::attend(int layer, const KvInput& input, const KvOutput& out, 
   if (waits) fail_bad_queries(layer);
 }
 
-// What calls did not wait to see.
+// Reports the errors that calls on a caller's stream did not wait for.
 void KvStep::Impl::fail_bad_of_all() {
   if (cache->waits) return;
   cache->pool->queue().synchronize();
@@ -260,7 +260,7 @@ void KvStep::attend(int layer, const KvInput& queries, const KvOutput& out, floa
 void KvStep::end() {
   Impl& step = impl();
   std::optional<Error> failure;
-  // Sequences whose handles have gone end with the step, and wait for the mutex.
+  // Sequences whose handles are gone end with the step; their destructors wait for the mutex.
   std::vector<std::shared_ptr<KvSequence::Impl>> sequences;
   {
     const std::lock_guard lock(step.cache->mutex);

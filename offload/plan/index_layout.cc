@@ -11,9 +11,9 @@
 namespace sluice {
 namespace {
 
-// Enough rows for a typical selection in one piece, few enough to stay in a cache.
+// Enough rows for a typical selection at once, few enough to stay in the processor's cache.
 constexpr std::int64_t kArenaRows = 256;
-// Of logits at a time; what would take more is estimated a few tokens after the other.
+// Most bytes of logits at a time; larger batches are estimated in waves of tokens.
 constexpr std::int64_t kWaveBytes = std::int64_t{256} << 20;
 
 std::int64_t aligned(std::int64_t logits) {
@@ -25,7 +25,7 @@ std::size_t count_of(std::int64_t a, std::int64_t b = 1, std::int64_t c = 1) {
   return static_cast<std::size_t>(a * b * c);
 }
 
-// Candidates are scored again by tiles, where it was not rows that proposed them.
+// Candidates are re-scored by tiles, unless rows proposed them.
 IndexNeeds needs_of(const Policy& p, const KvShape& shape, const Scorers& scorers) {
   const Scorer& scorer = scorers.at(p.select);
   IndexNeeds needs = scorer.needs(use_of(p, shape));
@@ -68,7 +68,7 @@ std::int64_t IndexLayout::candidate_stride() const {
 
 std::int64_t IndexLayout::slot(int layer, std::int64_t token) const {
   if (reports_positions) return layer * batch + token;
-  // Layers that follow another need its positions later; without them those of a wave do for all.
+  // Followers need an anchor's positions later; without followers one wave's positions suffice.
   return slots >= batch ? token : token % wave;
 }
 
@@ -151,7 +151,7 @@ SelectionBytes IndexLayout::selection_bytes() const {
 std::size_t IndexLayout::report_bytes() const {
   const std::size_t heads = count_of(shape.kv_heads) * sizeof(HeadSelection);
   const std::size_t queries = count_of(shape.query_heads) * sizeof(float);
-  // Pages read, rows on the device, rows evicted and, with values, pages of those.
+  // Pages read, rows on the device, rows evicted and, with values, value pages read.
   const std::size_t count = count_of(shape.kv_heads) * sizeof(std::int32_t);
   const std::size_t counts = keeps_values() ? 4 : 3;
   return count_of(shape.layers, batch) * (2 * (heads + queries) + counts * count);
@@ -168,7 +168,7 @@ std::uint64_t IndexLayout::host_bytes() const {
 }
 
 std::size_t IndexLayout::page_table_bytes() const {
-  // One for every set of layers, see KvPlan::sets().
+  // One table for every set of layers, see KvPlan::sets().
   const std::int64_t sets = dense_layers().empty() ? 1 : 2;
   return count_of(sets, sequences, pages()) * sizeof(PageSlots);
 }
@@ -185,7 +185,7 @@ std::uint64_t IndexLayout::table_bytes() const {
 
 std::int64_t blocks_for(std::int64_t context, std::int64_t sequences, std::int64_t tokens) {
   const auto whole = [](std::int64_t count) { return (count + kPageTokens - 1) / kPageTokens; };
-  // Of its own blocks a fork's first begins with what it shares, and its last is not full.
+  // A fork's first block of its own begins with shared tokens, and its last block is not full.
   return std::min(sequences * whole(context), whole(tokens) + 2 * (sequences - 1));
 }
 
@@ -194,7 +194,7 @@ namespace {
 void include_own(LayerIndex& index, const Method& method, const IndexNeeds& needs) {
   const auto is_same = [&](const OwnIndex& own) { return own.method == method; };
   if (!needs.own() || std::any_of(index.own.begin(), index.own.end(), is_same)) return;
-  // Of so much any number of pages there may be is counted without overflow.
+  // Up to this size, the bytes of any number of pages are counted without overflow.
   constexpr std::size_t kMost = std::size_t{1} << 30;
   if (needs.page_bytes > kMost || needs.sequence_bytes > kMost) {
     throw Error(ErrorCode::usage, "the scorer " + in_quotes(method.name) + " asks for " +
@@ -209,7 +209,7 @@ void include_own(LayerIndex& index, const Method& method, const IndexNeeds& need
   index.own.push_back({method, rounded(needs.page_bytes), rounded(needs.sequence_bytes)});
 }
 
-// A layer is kept in one number of bits, whatever policies there are.
+// A layer is kept in one number of bits, the same for all policies.
 void keep_in(int& bits, int wanted, const std::string& what) {
   if (bits != 0 && bits != wanted) {
     throw Error(ErrorCode::usage, "policy: one session cannot hold " + what + " at both " +
@@ -219,7 +219,7 @@ void keep_in(int& bits, int wanted, const std::string& what) {
   bits = wanted;
 }
 
-// What a layer that selects adds, by the policy as that layer has it.
+// Adds a selecting layer's needs, by the policy in force in that layer.
 void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Policy& policy,
                    const Scorers& scorers) {
   const IndexNeeds needs = needs_of(policy, layout.shape, scorers);
@@ -235,13 +235,13 @@ void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Poli
   include_own(index, policy.select, needs);
 }
 
-// What one policy adds to a layout.
+// Adds one policy's needs to a layout.
 void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) {
   layout.zipvl = layout.zipvl || policy.prefill.tau > 0.0;
   layout.evicts = layout.evicts || policy.prefill.evict;
   layout.lists_pages = layout.lists_pages || policy.prefill.pages > 0.0;
   if (policy.prefill.evict) {
-    // Even dense layers then attend to a list: of what is left.
+    // Even dense layers then attend to a list of the tokens that are left.
     layout.slots = std::max(layout.slots, layout.wave);
     layout.selected = layout.context;
   }
@@ -258,7 +258,7 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
   }
 }
 
-// Whether some layer attends to value tiles.
+// Returns true if some layer attends to value tiles.
 bool reads_values(const Policy& policy, int layers) {
   for (int layer = 0; layer < layers; ++layer) {
     if (policy.compensates(layer, Compensation::values)) return true;
@@ -266,8 +266,8 @@ bool reads_values(const Policy& policy, int layers) {
   return false;
 }
 
-// What one policy evicts is evicted for the others, too: none of them can do what one that evicts
-// cannot (validate()).
+// Tokens that one policy evicts are gone for the others, too, so the restrictions of an evicting
+// policy (validate()) hold for all of them.
 void require_compatible(std::span<const Policy> policies, int layers) {
   const auto any = [&](const auto& does) {
     return std::any_of(policies.begin(), policies.end(), does);
@@ -289,7 +289,7 @@ void require_runs(const Scorer& scorer, Processor processor) {
                                           std::string(to_string(processor)));
 }
 
-// What the backend's select() and attend_tiles() do not take.
+// Refuses policies beyond the limits of the backend's select() and attend_tiles().
 void require_within(const LogitFormat& most, const KvRequest& request, const Policy& policy) {
   const ScorerInfo& scorer = request.scorers->at(policy.select).info();
   if (scorer.kind == ScorerInfo::Kind::dense && policy.prefill.tau == 0.0) return;

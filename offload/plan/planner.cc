@@ -21,18 +21,19 @@ constexpr std::int64_t kMaxChunk = 1 << 16;
 // a larger one gains nothing (8192 rows of 512 bytes; 512 KiB cost a fifth of PCIe's bandwidth).
 constexpr std::int64_t kMinStreamTokens = 64;
 constexpr std::int64_t kMaxStreamTokens = 8192;
-// And rows that stay are worth more than the last of that: of what a cap leaves.
+// Streaming buffers take at most this part (1 / kStreamShare) of the free device memory, because
+// resident rows are worth more.
 constexpr std::uint64_t kStreamShare = 4;
 constexpr std::int64_t kMinChunk = 16;
-// With smaller chunks than this, prefill streams so often that tails are the wrong use of memory.
+// With smaller chunks prefill streams so often that tails are a poor use of memory.
 constexpr std::int64_t kMinChunkBesideTails = 64;
 constexpr std::uint64_t kHostPage = 4096;
-// Important rows that a sparse prefill brings together at a time: with fewer they are brought again
-// for every piece of a prompt. In host memory that costs little.
+// Important rows that a sparse prefill gathers at a time: with fewer they are gathered again for
+// every chunk of a prompt, which costs little in host memory.
 constexpr std::int64_t kMinCompactRows = 1024;
 constexpr std::int64_t kHostCompactRows = 8192;
 constexpr std::int64_t kMaxSequences = 4096;
-// A row cache of more than so many times what a step selects finds few more rows
+// A row cache larger than this many steps' selections finds few more rows
 // (bench/results/row_cache_*.json).
 constexpr std::int64_t kCacheSteps = 8;
 constexpr std::int64_t kUsualShare = 8;
@@ -59,7 +60,7 @@ void validate(const KvRequest& request) {
   require(request.decode_batch >= 1 && request.decode_batch <= kMostBatch,
           "a decode step takes 1 to 64 tokens");
   const std::int64_t most = request.sequences * request.context;
-  // So that sums of several such sizes are numbers, too.
+  // Below this bound, sums of several such sizes do not overflow.
   require(static_cast<double>(shape.token_bytes()) * static_cast<double>(most) < 0x1p56,
           "the rows of " + std::to_string(most) + " tokens have more bytes than any machine");
   require(request.tokens >= 0 && request.tokens <= most,
@@ -71,12 +72,12 @@ std::uint64_t regions_of(const KvShape& shape) {
   return static_cast<std::uint64_t>(shape.layers) * static_cast<std::uint64_t>(shape.kv_heads);
 }
 
-// On the device.
+// Device bytes of a plan.
 std::uint64_t total_of(const KvPlan& plan) {
   return plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).sum();
 }
 
-// What beside it leaves of the cap.
+// The part of the device cap that `beside` leaves.
 std::uint64_t room_of(const KvRequest& request) {
   const std::uint64_t cap = request.device_cap.value_or(UINT64_MAX);
   return cap - std::min(cap, request.beside);
@@ -86,14 +87,14 @@ std::uint64_t room_of(const KvRequest& request) {
 KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
   plan.tails = tails;
   plan.chunk = chunk;
-  // The step's rows are attended in one piece with the unfinished page before them.
+  // The step's rows are attended together with the unfinished page before them.
   plan.window_tokens = chunk + (tails ? kPageTokens - 1 : 0);
-  // Lists are of whole pages.
+  // Page lists need whole pages.
   plan.stream_tokens = plan.listed_blocks > 0 ? kPageTokens : kMinStreamTokens;
   return plan;
 }
 
-// Blocks of queries that list pages must not depend on the chunk.
+// A chunk holds whole blocks of queries that list pages, so that lists do not depend on it.
 std::int64_t least_chunk(const KvPlan& plan, bool tails) {
   const std::int64_t least = tails ? kMinChunkBesideTails : kMinChunk;
   return std::min(plan.chunk, plan.listed_blocks > 0 ? PageLists::kBlock : least);
@@ -115,7 +116,7 @@ std::optional<KvPlan> fit_streaming(const KvPlan& base, std::uint64_t cap) {
   return std::nullopt;
 }
 
-// All rows of a prompt together in up to `room` bytes, or as many of them.
+// Gathers all rows of a prompt in up to `room` bytes, or as many as fit.
 KvPlan compact_in(KvPlan plan, std::uint64_t room) {
   const std::uint64_t of_row =
       static_cast<std::uint64_t>(plan.shape.kv_heads) * plan.shape.row_bytes();
@@ -125,10 +126,11 @@ KvPlan compact_in(KvPlan plan, std::uint64_t room) {
   return plan;
 }
 
-// What a row cache of a plan may have.
+// Limits of a plan's row cache.
 struct CacheWish {
   std::int64_t rows = 0;  // per KV head; 0: steps do not gain by it
-  // Of what a cap leaves; the rest is for layers that under other policies attend to everything.
+  // Share of the free device memory; the rest is for layers that attend to everything under other
+  // policies.
   double share = 1.0;
 };
 
@@ -136,12 +138,12 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
   const std::uint64_t fetched =
       static_cast<std::uint64_t>(layout.batch * layout.selected * plan.shape.kv_heads) *
       plan.shape.row_bytes();
-  // Whoever asks for a cache gets one.
+  // An explicit `row_cache` is always honoured.
   const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
   const bool fits = RowCacheView::fits(plan.shape.layers, plan.home_rows());
   if (layers == 0 || fetched == 0 || !pays || !fits) return {};
-  // A share of the weight without a cap is mostly that of fewer tokens.
+  // An uncapped share of the weight is usually reached by far fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
   const std::int64_t of_step = usual * layers * plan.sequences;
   const std::int64_t all = plan.home_rows() * layers;
@@ -157,7 +159,7 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
   return wish;
 }
 
-// A row cache of up to `wanted` rows per KV head, in up to `room` bytes; or none.
+// Adds a row cache of up to `wanted` rows per KV head in up to `room` bytes; or none.
 KvPlan cached_in(KvPlan plan, std::int64_t wanted, std::uint64_t room) {
   KvPlan least = plan;
   least.cache_rows = RowCacheView::kWays;
@@ -175,7 +177,7 @@ std::uint64_t page_bytes(const KvShape& shape) {
   return static_cast<std::uint64_t>(kPageTokens * shape.kv_heads) * shape.row_bytes();
 }
 
-// Pages of layers that attend to every row, in up to `room` bytes.
+// Adds resident pages of layers that attend to every row, in up to `room` bytes.
 KvPlan dense_in(KvPlan plan, std::uint64_t room) {
   if (plan.dense_layers.empty()) return plan;
   KvPlan whole = plan;
@@ -188,10 +190,10 @@ KvPlan dense_in(KvPlan plan, std::uint64_t room) {
   return plan;
 }
 
-// Spends what is left of the cap: larger streaming buffers first, then half of it on the important
-// rows of a sparse prefill, which then cross once and not with every piece. Then comes what saves
-// most per byte: a row of a layer that attends to all of them is one less to fetch in every step,
-// one that the row cache holds in some of them. Whoever asks for a cache gets that first.
+// Spends the rest of the cap: first on larger streaming buffers, then half of it on the important
+// rows of a sparse prefill, which then cross the bus once instead of once per chunk. Dense layers'
+// rows come before the row cache, because each saves a fetch in every step and a cached row only in
+// some; an explicit `row_cache` comes first.
 KvPlan widen(KvPlan plan, std::uint64_t cap, const CacheWish& wish,
              std::optional<std::uint64_t> cache_memory) {
   for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
@@ -220,8 +222,7 @@ std::uint64_t KvPlan::dense_bytes() const {
   return shape.token_bytes() * static_cast<std::uint64_t>(tokens);
 }
 
-// A sequence by itself fills its blocks in order, and needs no more of the last than it has tokens
-// for.
+// A single sequence fills its blocks in order, so its last block needs rows only up to `context`.
 std::int64_t KvPlan::home_rows() const {
   return sequences == 1 ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
 }
@@ -279,7 +280,7 @@ std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
 
 namespace {
 
-// What does not depend on the caps.
+// The parts of a plan that do not depend on the caps.
 KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   KvPlan plan;
   plan.shape = request.shape;
@@ -313,7 +314,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   return plan;
 }
 
-// With the host beside the device, if some layer attends to all rows.
+// Adds host attention if some layer attends to all rows.
 KvPlan shared_with_host(KvPlan plan, const KvRequest& request, const IndexLayout& layout) {
   const std::vector<bool>& all = layout.attending_all;
   const bool attends_all = std::find(all.begin(), all.end(), true) != all.end();
@@ -330,7 +331,7 @@ KvPlan all_resident(KvPlan plan) {
   return plan;
 }
 
-// Neither with every row nor as a plan that streams.
+// Throws for a cap that neither holds every row nor suffices for streaming.
 [[noreturn]] void throw_too_small(const KvRequest& request, const KvPlan& whole,
                                   const KvPlan& plan) {
   const bool selects = needs_tails(plan);

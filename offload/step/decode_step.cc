@@ -8,7 +8,7 @@
 namespace sluice {
 namespace {
 
-// Steps are recorded for capacities that are powers of two, from here on.
+// Smallest capacity; steps are recorded for capacities that are powers of two.
 constexpr std::int64_t kLeastCapacity = 1024;
 
 }  // namespace
@@ -35,7 +35,7 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
   if (pool_->cache() != nullptr) pool_->cache()->advance();
 }
 
-// Several tokens of one sequence go through a TokenRun where layers attend to everything.
+// Null for several tokens of one sequence, because they go through a TokenRun in dense layers.
 HostAttention* DecodeStep::find_beside() const {
   HostAttention* const host = pool_->host_attention();
   const bool is_run = tokens_.size() > 1 && tokens_[0].sequence == tokens_[1].sequence;
@@ -123,7 +123,7 @@ void DecodeStep::issue_report() {
   if (pool_->sparse() != nullptr) pool_->sparse()->issue_report();
 }
 
-// Rows of a dense layer are where the tables say, and those in a gap are attended at home.
+// Counts a dense layer's rows by the tables; rows in a gap are attended in host memory.
 void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) const {
   const KvShape& shape = pool_->plan().shape;
   const Tier tier = pool_->tier();

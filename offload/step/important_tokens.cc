@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::int64_t kProbes = kNewestProbes + kRandomProbes;
 static_assert(kProbes <= ChooseTokensParams::kMostProbes);
-// Tokens that demoted prompts attend to at once, from positions that do not depend on the size of
-// the pieces in which a prompt comes: so neither does the result.
+// Tokens of a block, in which every token attends to all before it. Blocks begin at multiples of
+// this, so that the result does not depend on the chunk size.
 constexpr std::int64_t kBlock = 512;
 constexpr std::uint64_t kSeed = 20241011;
 
@@ -199,7 +199,7 @@ void ImportantTokens::attend(int layer, const SparsePrefill& how, const StepRang
   attend_before(layer, piece, queries, pool, ledger);
 }
 
-// Every token to the tokens of its block up to itself.
+// Attends, for every token, to the tokens of its block up to itself.
 void ImportantTokens::attend_blocks(int layer, const StepRange& piece, const Queries& queries,
                                     const KvPool& pool, Ledger& ledger) {
   const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
@@ -218,7 +218,7 @@ void ImportantTokens::attend_blocks(int layer, const StepRange& piece, const Que
   }
 }
 
-// Where it is, or where the rows of a step would be.
+// Attends to a run where it lies if it is resident, else in the window.
 void ImportantTokens::attend_run(int layer, AttendParams& params, const RowRun& run,
                                  const KvPool& pool, Ledger& ledger) {
   const Tier tier = pool.tier();
@@ -244,18 +244,19 @@ void ImportantTokens::attend_run(int layer, AttendParams& params, const RowRun& 
   }
 }
 
-// And to the important tokens before the block.
+// Attends to the important tokens before each token's block.
 void ImportantTokens::attend_before(int layer, const StepRange& piece, const Queries& queries,
                                     const KvPool& pool, Ledger& ledger) {
   AttendParams params = attend_params(shape_, piece, queries);
   params.seen = reinterpret_cast<const std::int32_t*>(seen_.data()) + (piece.first - prompt_.first);
   params.merge = true;
-  // Later ones lie in the piece's own blocks and are counted there.
+  // Later important tokens lie in the chunk's own blocks and are counted there.
   count_hits(layer, listed_tokens_.before(block_begin(piece.first)), pool, ledger);
   attend_listed(layer, params, listed_tokens_.before(block_begin(piece.end() - 1)), pool, ledger);
 }
 
-// Important tokens follow each other as queries and as rows, as the causal mask wants.
+// Packs important tokens, so that they are consecutive as queries and as rows, which the causal
+// mask needs.
 void ImportantTokens::attend_important(int layer, const StepRange& piece, const Queries& queries,
                                        const KvPool& pool, Ledger& ledger) {
   const std::int64_t width = std::int64_t{shape_.query_heads} * shape_.head_dim;
@@ -279,14 +280,14 @@ void ImportantTokens::attend_important(int layer, const StepRange& piece, const 
   }
 }
 
-// Rows that a piece attends to count once, however many parts it has.
+// Counts the rows that a chunk attends to once, in however many parts it attends.
 void ImportantTokens::count_hits(int layer, std::int64_t rows, const KvPool& pool,
                                  Ledger& ledger) const {
   if (rows == 0) return;
   ledger.record(layer, pool.tier(), pool.tier(), Cause::hit, traffic_of(shape_, rows));
 }
 
-// To the first `count` rows of the list, whose numbers are what `params` takes for positions.
+// Attends to the first `count` rows of the list; `params` takes list indices for positions.
 void ImportantTokens::attend_listed(int layer, AttendParams& params, std::int64_t count,
                                     const KvPool& pool, Ledger& ledger) {
   for (std::int64_t first = 0; first < count; first += arena_rows_) {
@@ -301,7 +302,7 @@ void ImportantTokens::attend_listed(int layer, AttendParams& params, std::int64_
   }
 }
 
-// Listed rows [first, first + count) to the arena.
+// Gathers listed rows [first, first + count) into the arena.
 void ImportantTokens::bring(int layer, std::int64_t first, std::int64_t count, const KvPool& pool,
                             Ledger& ledger) {
   const std::vector<std::int64_t> counts(static_cast<std::size_t>(shape_.kv_heads), count);

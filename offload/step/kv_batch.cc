@@ -29,7 +29,7 @@ KvBatch::KvBatch(std::span<KvSession* const> sessions)
       tokens.push_back({session->sequence_, static_cast<std::int32_t>(session->length_)});
     }
   } catch (...) {
-    // The one that failed looks after itself; those before it have written nothing yet.
+    // The session that failed has cleaned up; those before it have written nothing yet.
     for (std::size_t i = 0; i < tokens.size(); ++i) sessions_[i]->cancel_rows();
     throw;
   }

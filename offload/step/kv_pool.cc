@@ -90,7 +90,7 @@ KvPool::~KvPool() {
   if (!sends_home_) return;
   try {
     transfer_->synchronize();
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): a step that failed has told of it
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the step that failed has reported
   }
 }
 
@@ -153,7 +153,7 @@ std::int64_t KvPool::write_by_layers(std::int32_t sequence, std::int64_t first, 
   return rows_at_home(sequence, first, end);
 }
 
-// Up to the last one of tokens [first, end).
+// Rows of a region up to the last one of tokens [first, end).
 std::int64_t KvPool::rows_at_home(std::int32_t sequence, std::int64_t first,
                                   std::int64_t end) const {
   std::int64_t rows = 0;
@@ -167,16 +167,16 @@ std::int64_t KvPool::rows_at_home(std::int32_t sequence, std::int64_t first,
 std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                         bool by_layers, Ledger& ledger) {
   kept_rows_ = true;
-  settle();  // of a step that failed
+  settle();  // copies of a step that failed
   kept_rows_ = false;
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
   const std::int64_t rows = rows_at_home(sequence, first, end);
   try {
-    // What is copied now has to have its place in all layers.
+    // Pages copied now need host memory in all layers.
     by_layers&& writing.blocks.empty() ? home_.charge(rows) : home_.grow(rows);
   } catch (...) {
     tables_.truncate(sequence, first);
-    // What was to be copied is not where the tables say now.
+    // Pages and tiles that were not copied are not where the tables now say.
     kept_rows_ = writing.blocks.empty() && writing.tiles.empty();
     throw;
   }
@@ -191,11 +191,11 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
 void KvPool::grow_ahead(std::int64_t rows) noexcept {
   try {
     home_.grow_to(std::min(plan_.home_rows(), home_used_ + rows));
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): whoever writes there is told
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the write that needs it reports
   }
 }
 
-// On the device from the device if the rows are there, else from home.
+// Copies to the device come from the device if the rows are resident, else from host memory.
 void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
   const std::size_t bytes = static_cast<std::size_t>(copy.rows) * plan_.shape.row_bytes();
   const bool on_device = copy.to.device != PageSlots::kNone;
@@ -222,7 +222,7 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
   }
 }
 
-// Neighbouring entries that changed are one copy.
+// Merges changes of neighbouring entries into one copy.
 void KvPool::publish() {
   std::vector<BlockTables::Change> changes = tables_.take_changes();
   std::vector<BlockTables::Change> page_changes;

@@ -92,7 +92,7 @@ std::int64_t KvSession::prompt_room() const {
 
 std::int64_t KvSession::decode_room() const {
   if (pool_->sparse() == nullptr) return plan().chunk;
-  // Tokens of one page: what becomes an index behind them serves the next step.
+  // Up to the end of the page, because its index serves only later steps.
   return std::min({plan().chunk, plan().decode_batch, kPageTokens - length_ % kPageTokens});
 }
 
@@ -112,7 +112,7 @@ std::vector<std::int32_t> KvSession::begin_rows(Phase phase, std::int64_t tokens
   }
 }
 
-// After a write() that threw: the session goes on if it has the rows that it had.
+// Call after a write() that threw: the session goes on if its earlier rows are intact.
 void KvSession::give_up_rows() {
   in_step_ = true;
   if (pool_->kept_rows()) cancel_rows();
@@ -124,7 +124,7 @@ void KvSession::cancel_rows() {
   in_step_ = false;
 }
 
-// Steps of a prompt attend to a run of rows, which none is left out of.
+// Prefill steps attend to runs of rows, so no row may have been evicted.
 void KvSession::require_nothing_evicted() const {
   const ImportantTokens* const tokens = pool_->important();
   if (tokens == nullptr || !tokens->has_evicted_of(sequence_)) return;
@@ -163,7 +163,7 @@ void KvSession::append(int layer, const NewRows& rows) {
   if (is_run_) {
     if (in_prompt_) ready_layer(layer);
     run_->append(layer, rows, pool_->sparse() != nullptr);
-    // A layer of a sparse prefill is attended when all of its rows are there.
+    // A sparse prefill attends to a layer once all of its rows are written.
     if (in_prompt_) pool_->settle();
     ledger_.record(layer, Tier::host, Tier::device, Cause::miss,
                    traffic_of(plan().shape, run_->fetched_front(layer)));
@@ -202,7 +202,7 @@ void KvSession::attend(int layer, const Queries& queries) {
 
 namespace {
 
-// Pages up to the last token of every block of a step's queries, summed.
+// Sum over the step's blocks of queries: pages up to the block's last token.
 std::uint64_t pages_of_blocks(const StepRange& step) {
   std::int64_t pages = 0;
   for (std::int64_t first = step.first; first < step.end(); first += PageLists::kBlock) {
@@ -219,7 +219,7 @@ double KvSession::prefill_share() const {
   return static_cast<double>(listed_pages_) / static_cast<double>(all_pages_);
 }
 
-// Pieces of a prompt may attend to some pages only, in layers that are not to be dense.
+// The share of the weight whose pages a prompt's chunk attends to; 1 in dense layers.
 double KvSession::listed_share(int layer) const {
   const std::vector<int>& dense = policy_.dense_layers;
   const bool lists = lists_pages_ && is_run_ && phase_ == Phase::prefill &&
@@ -228,14 +228,14 @@ double KvSession::listed_share(int layer) const {
   return lists ? policy_.prefill.pages : 1.0;
 }
 
-// Rows of listed pages that were where attention reads, which only the backend knew.
+// Counts resident rows of listed pages; only the backend knew the lists.
 void KvSession::record_listed_hits() {
   bool is_here = false;
   for (int layer = 0; layer < plan().shape.layers; ++layer) {
     if (listed_share(layer) == 1.0) continue;
     if (!is_here) {
       pool_->listed()->issue_report();
-      // While the device computes: memory that it can reach takes as long to get as some steps do.
+      // Grows host memory while the device computes, because pinning can take as long as a step.
       pool_->grow_ahead(std::min(plan().chunk, expected_ - step_.end()));
       pool_->queue().synchronize();
       is_here = true;
@@ -252,7 +252,7 @@ void KvSession::record_listed_hits() {
   }
 }
 
-// New rows of a layer: those that were put near where attention reads, and all that went home.
+// Counts a layer's new rows: `near` where attention reads, `all` written to host memory.
 void KvSession::record_rows(int layer, const Traffic& near, const Traffic& all) {
   ledger_.record(layer, pool_->tier(), pool_->tier(), Cause::append, near);
   if (!plan().in_place) ledger_.record(layer, Tier::device, Tier::host, Cause::write_back, all);

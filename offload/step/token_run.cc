@@ -7,7 +7,7 @@
 namespace sluice {
 namespace {
 
-// Of a KV head, from which on a copy that runs beside other work is worth its start.
+// Least bytes per KV head for which a copy on the other queue is worth its launch.
 constexpr std::size_t kLaterBytes = 64 << 10;
 
 }  // namespace
@@ -21,7 +21,8 @@ void TokenRun::begin(std::int32_t sequence, const StepRange& range,
   places_.assign(static_cast<std::size_t>(pool_->plan().sets()), std::nullopt);
 }
 
-// Pieces of a sparse prefill begin anew for every layer, and look at one set only.
+// Places are computed per set on first use: a sparse prefill begins a run for every layer and needs
+// one set only.
 const TokenRun::Places& TokenRun::of(int layer) {
   const int set = pool_->set_of(layer);
   std::optional<Places>& places = places_[static_cast<std::size_t>(set)];
@@ -42,8 +43,8 @@ TokenRun::Places TokenRun::place(int set) const {
   return places;
 }
 
-// New rows are written where they stay if all their pages are there where attention reads; else
-// they are attended in the window.
+// New rows are written to their final place if all their pages are resident there; else they are
+// attended in the window.
 void TokenRun::place_new_rows(int set, Places& places) const {
   const std::int64_t page_first = range_.first / kPageTokens * kPageTokens;
   places.own = nearest_runs(pool_->tables(), sequence_, page_first, range_.end(), set);
@@ -51,8 +52,8 @@ void TokenRun::place_new_rows(int set, Places& places) const {
                       std::all_of(places.own.begin(), places.own.end(),
                                   [](const RowRun& run) { return run.place == RowPlace::device; });
   if (direct) return;
-  // An index is made of whole pages, and then the window has room for one; without an index, what
-  // the page held is attended where it is.
+  // An index needs whole pages, and with one the window has room for the page's earlier rows.
+  // Without an index those are attended where they lie.
   if (pool_->plan().tails) places.front = range_.first - page_first;
   places.fetches_front = places.front > 0 && places.begun == PageSlots::kNone;
   const std::int64_t first = range_.first - places.front;
@@ -60,7 +61,7 @@ void TokenRun::place_new_rows(int set, Places& places) const {
   places.own = {{RowPlace::window, first, range_.end() - first, 0}};
 }
 
-// What the first page held already comes before the new rows.
+// Copies the first page's earlier rows in front of the new ones.
 void TokenRun::copy_front(int layer) {
   const Places& places = of(layer);
   const std::int64_t front = places.front;
@@ -101,7 +102,7 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   }
 }
 
-// Many rows go home by the other queue, while attention works.
+// Many rows are copied to host memory on the other queue, beside attention.
 void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home) {
   const KvShape& shape = pool_->plan().shape;
   const std::size_t bytes = static_cast<std::size_t>(to.count) * shape.row_bytes();
@@ -124,7 +125,7 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
   if (!ops.empty()) pool_->send_home(ops);
 }
 
-// Pages that stay on the device get their rows from the window.
+// Copies rows from the window to pages that are resident on the device.
 void TokenRun::copy_window(int layer) {
   const RowRun& window = of(layer).own.front();
   if (window.place != RowPlace::window) return;
@@ -206,7 +207,7 @@ void TokenRun::attend_streamed(int layer, AttendParams& params) {
   Queue& transfer = pool_->transfer();
   const auto fetch = [&](std::size_t number) {
     if (number >= pieces.size()) return;
-    // Not before attention has finished with what the buffer held.
+    // Waits until attention has finished with the buffer's previous rows.
     transfer.wait_for(queue);
     std::vector<CopyOp> ops;
     for (int head = 0; head < shape.kv_heads; ++head) {

@@ -13,7 +13,7 @@ namespace {
 
 std::int64_t pages_of(std::int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 
-// Tiles that hold so many whole pages.
+// Tiles that hold this many whole pages.
 std::int64_t tiles_of(std::int64_t pages) { return (pages + kTilePages - 1) / kTilePages; }
 
 std::vector<DeviceBlocks> device_blocks(const BlockLimits& limits) {
@@ -137,7 +137,7 @@ void BlockTables::require_blocks(std::span<const BatchToken> tokens) const {
     if (token.position % kPageTokens == 0) continue;
     const auto page = static_cast<std::size_t>(token.position / kPageTokens);
     const std::int32_t block = at(token.sequence).blocks[page];
-    // If all who share a block write to it, the last one keeps it.
+    // If all sharers of a block write to it, the last one keeps it and needs no copy.
     if (blocks_.is_shared(block) && ++writers[block] == blocks_.references(block)) --blocks;
   }
   require_blocks(blocks);
@@ -166,8 +166,8 @@ void BlockTables::require_room(std::int32_t sequence, std::int64_t first, std::i
                                      " are free; end a sequence or plan for more tokens");
 }
 
-// Makes the page at whose row `rows` writing goes on the sequence's own, and has it on the device
-// if it is to be there.
+// Makes the page in which writing continues at row `rows` private to the sequence, and resident if
+// the newest page is pinned.
 void BlockTables::begin_page(std::int32_t sequence, std::int64_t page, std::int64_t rows,
                              Writing& writing) {
   Sequence& s = at(sequence);
@@ -175,7 +175,7 @@ void BlockTables::begin_page(std::int32_t sequence, std::int64_t page, std::int6
   std::vector<PageSlots> before;
   for (int set = 0; set < limits_.sets(); ++set) before.push_back(this->page(sequence, page, set));
   if (blocks_.is_shared(block)) {
-    // Before it gives up the old one, which keeps its place if others have it pinned.
+    // Taken before the old block is released, which keeps its device slot if others have it pinned.
     const std::optional<std::int32_t> own = blocks_.take(block);
     const std::int32_t old = block;
     if (s.pinned == page) unpin(sequence);
@@ -195,13 +195,13 @@ void BlockTables::begin_page(std::int32_t sequence, std::int64_t page, std::int6
     PageSlots to = this->page(sequence, page, set);
     writing.begun[static_cast<std::size_t>(set)] = to.device;
     if (to.host == from.host && to.device == from.device) continue;
-    // A block that keeps its home comes from there.
+    // A block that keeps its host slot is copied from there.
     if (to.host == from.host) to.host = PageSlots::kNone;
     writing.blocks.push_back({set, from, to, rows});
   }
 }
 
-// Tiles of the pages that become whole.
+// Gives the sequence private tiles for the pages that become whole.
 void BlockTables::own_tiles(std::int32_t sequence, std::int64_t first, std::int64_t end,
                             Writing& writing) {
   if (limits_.tiles == 0) return;

@@ -20,7 +20,7 @@ namespace sluice {
 namespace {
 
 constexpr std::uint64_t kHugePage = 2 << 20;
-// Memory for which a thread is started, and most threads: other work goes on beside them.
+// Bytes per extra thread, and most threads, because other work runs beside them.
 constexpr std::uint64_t kBytesPerThread = 64 << 20;
 constexpr std::uint64_t kMostThreads = 8;
 
@@ -75,7 +75,7 @@ void HostStore::grow(std::int64_t rows) {
 }
 
 void HostStore::grow_to(std::int64_t rows) {
-  // A quarter as long as that is little: every region's growth is a system call of its own.
+  // At most a quarter: growing every region takes a system call each.
   constexpr std::uint64_t kLittle = std::uint64_t{64} << 20;
   const auto few = static_cast<std::int64_t>(kLittle / (regions() * shape_.row_bytes()));
   grow_ahead(rows, std::min(few, committed_rows() / 4));
@@ -120,7 +120,8 @@ void HostStore::commit(int layer, std::int64_t rows) {
 
 std::int64_t HostStore::rounded(std::int64_t rows) const {
   std::uint64_t bytes = static_cast<std::uint64_t>(rows) * shape_.row_bytes();
-  // Past the first huge page a step ends where one ends, so that the next begins a whole one.
+  // Past the first huge page a step ends on a huge-page boundary, so that the next begins a whole
+  // one.
   if (bytes > kHugePage) bytes = round_up(bytes, kHugePage);
   return std::min(rows_, static_cast<std::int64_t>(bytes / shape_.row_bytes()));
 }
@@ -159,16 +160,15 @@ void HostStore::commit(int first, int last, std::int64_t target) {
 
 namespace {
 
-// Touches every page, so that what the machine does not have is missed here and not by a signal
-// later. Zeroing pages is what takes time: several of the `usable` threads share the pieces if
-// there is much.
+// Touches every page, so that missing memory is reported here and not by a signal later. Zeroing
+// takes long, so several of the `usable` threads share large pieces.
 template <typename Pieces>
 bool populate(const Pieces& pieces, int usable) {
   std::atomic<std::size_t> next = 0;
   std::atomic<bool> refused = false;
   const auto work = [&] {
     for (std::size_t i = next++; i < pieces.size(); i = next++) {
-      // Advice, but for want of memory.
+      // Only ENOMEM matters: the call is advice otherwise.
       if (::madvise(pieces[i].data, pieces[i].bytes, MADV_POPULATE_WRITE) != 0 && errno == ENOMEM) {
         refused = true;
       }
@@ -184,7 +184,7 @@ bool populate(const Pieces& pieces, int usable) {
         helpers.emplace_back(work);
       }
     } catch (const std::system_error&) {
-      errno = 0;  // the threads that there are do it
+      errno = 0;  // the threads already started do the work
     }
     work();
   }
@@ -194,8 +194,8 @@ bool populate(const Pieces& pieces, int usable) {
 
 }  // namespace
 
-// Has the machine put memory behind them. A limit that was lowered since the plan was made is an
-// error here; the kernel would end the process.
+// Backs the pieces with memory. A limit that was lowered since the plan is an error here; otherwise
+// the kernel would end the process.
 void HostStore::back(std::span<const Piece> pieces) {
   std::uint64_t bytes = 0;
   for (const Piece& piece : pieces) bytes += piece.bytes;
@@ -205,8 +205,8 @@ void HostStore::back(std::span<const Piece> pieces) {
     if (::mprotect(piece.data, piece.bytes, PROT_READ | PROT_WRITE) != 0) {
       throw_refused(piece.bytes);
     }
-    // Huge pages only where they fit whole: rounding up would take memory that nobody planned.
-    // Only advice; without it the kernel hands out small pages.
+    // Huge pages only where they fit whole, because rounding up would take unplanned memory. Advice
+    // only: without it the kernel hands out small pages.
     const auto from = static_cast<std::uint64_t>(piece.data - base_);
     const std::uint64_t huge_from = round_up(from, kHugePage);
     const std::uint64_t huge_to = (from + piece.bytes) / kHugePage * kHugePage;
@@ -215,7 +215,7 @@ void HostStore::back(std::span<const Piece> pieces) {
   if (!populate(pieces, process_limits().threads())) throw_refused(bytes);
 }
 
-// Undoes what commit() did before it failed: `registered` pieces were there before.
+// Undoes a failed commit(): `registered` pieces were registered before it.
 void HostStore::withdraw(std::span<const Piece> pieces, std::size_t registered) noexcept {
   while (registered_.size() > registered) {
     backend_->unregister_host(registered_.back());

@@ -23,7 +23,7 @@ std::optional<std::int32_t> SlotPool::take(std::int32_t after) {
 std::int32_t SlotPool::run_of(std::int64_t slots) const {
   if (free_.empty()) return 0;
   std::int32_t begin = *free_.begin();
-  std::int32_t end = begin;  // of the free slots from `begin` on
+  std::int32_t end = begin;  // end of the free slots from `begin` on
   for (const std::int32_t slot : free_) {
     if (slot != end) begin = slot;
     end = slot + 1;
