@@ -1,5 +1,5 @@
-// The queries of one KV head as scans of the index want them: which channels count, and scaled by
-// a power of two so that f16 holds them.
+// Queries of one KV head, prepared for scans of the index: channels chosen, values scaled by a
+// power of two so that f16 can hold them.
 // Source of channel choice and temperature: Ribar et al. 2024, "SparQ Attention", section 3.
 #pragma once
 
@@ -10,19 +10,19 @@
 namespace sluice::cuda {
 
 inline constexpr int kMaxHeadDim = 256;
-inline constexpr int kQueryThreads = 128;  // of the blocks that load queries
-// A warp holds something of every channel as so many words of each lane: channel c is word
-// c / kWarp of lane c % kWarp.
+inline constexpr int kQueryThreads = 128;  // per block that loads queries
+// Words per lane in which a warp holds one value per channel: channel c is word c / kWarp of lane
+// c % kWarp.
 inline constexpr int kChannelWords = kMaxHeadDim / kWarp;
 
 struct QueryArgs {
   const float* q;         // [tokens, kv_heads, group, head_dim]
-  std::int64_t q_stride;  // from token to token
+  std::int64_t q_stride;  // floats from token to token
   int group;
   int head_dim;
-  int channels;  // that count; head_dim of them unless the method is SparQ
-  int first;     // of the query heads of this pass
-  int count;     // of them, up to kMaxQueries
+  int channels;  // channels used; head_dim unless the method is SparQ
+  int first;     // first query head of this pass, within the group
+  int count;     // query heads of this pass, up to kMaxQueries
 
   // The queries of one KV head, [group, head_dim].
   __device__ __forceinline__ const float* of(int token, int kv_head) const {
@@ -37,18 +37,19 @@ inline QueryArgs query_args(const ScanPass& pass) {
       pass.queries};
 }
 
-// Of one KV head, in shared memory.
+// The queries of one KV head, in shared memory.
 struct Queries {
-  float q[kMaxQueries][kMaxHeadDim];    // scaled into [-1, 1], zero in channels that do not count
+  float q[kMaxQueries][kMaxHeadDim];    // scaled into [-1, 1], zero in unused channels
   float factor[kMaxQueries];            // turns sums over scaled queries into logits
   alignas(16) int size[kMaxHeadDim];    // sums of |q| over the group; see channel_size()
-  std::uint32_t counts[kChannelWords];  // a bit for every channel that counts
-  std::uint16_t channel[kMaxHeadDim];   // those that count, ascending
+  std::uint32_t counts[kChannelWords];  // one bit per channel, set if it is used
+  std::uint16_t channel[kMaxHeadDim];   // the used channels, ascending
 };
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % kWarp); }
 
-// One over the temperature; `all` and `kept` are sums of |q|. 0 for a query of zeros.
+// Returns 1 / temperature. `all` and `kept` are sums of |q| over all and over the used channels. A
+// query of zeros gives 0.
 __device__ __forceinline__ float inverse_temperature(float all, float kept, const QueryArgs& a) {
   const auto d = static_cast<float>(a.head_dim);
   if (a.channels == a.head_dim) return __frsqrt_rn(d);
@@ -56,15 +57,15 @@ __device__ __forceinline__ float inverse_temperature(float all, float kept, cons
   return sqrtf(all / (kept * d));
 }
 
-// 2^-e with |largest| <= 2^e. Zero for Inf, which thereby becomes NaN in every product.
+// Returns 2^-e with |largest| <= 2^e. Inf gives 0, so that it becomes NaN in every product.
 __device__ __forceinline__ float power_below_inverse(float largest) {
   if (!(largest <= 3.0e38f)) return 0.0f;
   const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -120);
   return __uint_as_float(static_cast<std::uint32_t>(127 - min(exponent, 126)) << 23);
 }
 
-// The sum of |q| over the group as bits, which are in order as integers; -1 beyond the channels.
-// NaN counts first.
+// Sum of |q| over the group as the bits of a float, which sort like the floats because none is
+// negative; -1 beyond head_dim. NaN sorts first.
 __device__ __forceinline__ int channel_size(const QueryArgs& a, const float* q, int channel) {
   if (channel >= a.head_dim) return -1;
   float sum = 0.0f;
@@ -73,15 +74,15 @@ __device__ __forceinline__ int channel_size(const QueryArgs& a, const float* q, 
   return sum == sum ? __float_as_int(sum) : 0x7f800000;
 }
 
-// How many channels come before channel `c` by size; of equals the first do. A difference's sign is
-// added, which takes two instructions a channel.
+// Rank of channel `c` by size, largest first; ties go to the lower channel. Adding the sign bit of
+// a difference takes two instructions per channel.
 __device__ __forceinline__ int rank_of(const QueryArgs& a, int c, const Queries& of) {
   const int own = of.size[c];
   unsigned before = 0;
 #pragma unroll 4
   for (int i = 0; i < a.head_dim; i += 4) {
     const int4 other = *reinterpret_cast<const int4*>(&of.size[i]);
-    const int bar = own - (i + 4 <= c ? 1 : 0);  // channels above it come before
+    const int bar = own - (i + 4 <= c ? 1 : 0);  // channels with larger sizes come before
     before += static_cast<unsigned>(bar - other.x) >> 31;
     before += static_cast<unsigned>(bar - other.y) >> 31;
     before += static_cast<unsigned>(bar - other.z) >> 31;
@@ -91,7 +92,7 @@ __device__ __forceinline__ int rank_of(const QueryArgs& a, int c, const Queries&
   return static_cast<int>(before);
 }
 
-// Notes the channels with the largest sizes, by all threads. Ranks take one short loop, where a
+// Chooses the channels with the largest sizes; all threads call it. Ranks need one short loop; a
 // search would wait for its own instructions to be fetched.
 __device__ __forceinline__ void choose_channels(const QueryArgs& a, Queries& to) {
   static_assert(kMaxHeadDim % kQueryThreads == 0);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void choose_channels(const QueryArgs& a, Queries& to)
   }
 }
 
-// Scales query head `n` of this pass, by a warp.
+// Scales query head `n` of this pass; one warp calls it.
 __device__ __forceinline__ void scale_query(const QueryArgs& a, const float* of_head, int n,
                                             Queries& to) {
   const float* const from = of_head + (a.first + n) * a.head_dim;
@@ -141,7 +142,8 @@ __device__ __forceinline__ void scale_query(const QueryArgs& a, const float* of_
   }
 }
 
-// Called by all kQueryThreads threads of a block with a.of() its KV head; ends with a barrier.
+// Loads the queries that a.of() gave as `of_head`. All kQueryThreads threads of a block call it; it
+// ends with a barrier.
 __device__ inline void load_queries(const QueryArgs& a, const float* of_head, Queries& to) {
   const auto thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarp;

@@ -1,4 +1,4 @@
-// What scans of a call are told: which of its query heads they serve.
+// The query heads of a call that one scan serves.
 #pragma once
 
 #include <algorithm>
@@ -8,25 +8,25 @@
 
 namespace sluice::cuda {
 
-// Tokens of one launch; larger batches take several.
+// Tokens per launch; larger batches take several launches.
 inline constexpr int kScanTokens = 64;
 
-// Query heads of a KV head that one pass serves; larger groups take several.
+// Query heads per KV head and pass; larger groups take several passes.
 inline constexpr int kMaxQueries = 16;
 
 // One pass over the keys of every KV head, for up to kMaxQueries of its query heads.
 struct ScanPass {
   const EstimateParams* estimate = nullptr;
-  int first_query = 0;  // of the query heads of a KV head
+  int first_query = 0;  // within a KV head's group
   int queries = 0;
 };
 
-// Channels that count.
+// Channels used for logits: SparQ uses `channels` of them, other methods all.
 inline int channels_of(const EstimateParams& p) {
   return p.method == Selector::sparq ? std::min(p.channels, p.shape.head_dim) : p.shape.head_dim;
 }
 
-// Whole pages before its own that a token of a batch may have.
+// Upper bound of the whole pages before a token's own page.
 inline std::int64_t most_pages(const TokenBatch& batch) {
   return std::max<std::int64_t>(batch.capacity - 1, 0) / kPageTokens;
 }

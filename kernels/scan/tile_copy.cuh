@@ -1,7 +1,7 @@
-// Which tiles a warp scans, and their way to it.
+// Tiles of a warp and their copies to shared memory.
 //
 // The tiles of all tokens and KV heads, in order, are divided among warps. Every warp copies its
-// own asynchronously through a ring of slots in shared memory and waits for no other.
+// tiles asynchronously into a ring of slots in shared memory and waits for no other warp.
 #pragma once
 
 #include "kernels/runtime/barriers.cuh"
@@ -12,11 +12,11 @@
 
 namespace sluice::cuda {
 
-inline constexpr int kScanWarps = 4;          // of a block
-inline constexpr int kScanBlocks = 4;         // of a multiprocessor
-inline constexpr int kLeastDynamicTiles = 6;  // of a warp: fewer are shared out evenly
+inline constexpr int kScanWarps = 4;          // per block
+inline constexpr int kScanBlocks = 4;         // per multiprocessor
+inline constexpr int kLeastDynamicTiles = 6;  // per warp: fewer are divided evenly
 
-// Heads are the KV heads of all tokens, [tokens, kv_heads].
+// "heads" are the KV heads of all tokens, [tokens, kv_heads].
 struct TileScanArgs {
   const BatchToken* tokens;   // [token_count], up to kScanTokens
   const std::int32_t* table;  // [sequences, table_stride]: slots of tiles
@@ -26,25 +26,26 @@ struct TileScanArgs {
   TileQueries queries;
   const std::byte* codes;         // [kv_heads, slots, head_dim, kTilePages, code bytes]
   const std::uint16_t* scales;    // f16 [kv_heads, slots, kTilePages, 2, head_dim]
-  const std::int32_t* positions;  // [heads, position_capacity], of candidates
+  const std::int32_t* positions;  // [heads, position_capacity]: candidates
   __half* logits;                 // [heads, group, stride]
   PageDigest digest;              // of the logits, or null pointers
-  std::int64_t slots;             // of a KV head
+  std::int64_t slots;             // per KV head
   std::int64_t position_capacity;
   std::int64_t stride;
-  std::int64_t most_tiles;  // that a head may have
+  std::int64_t most_tiles;  // per head
   int head_dim;
   int steps;
-  int pairs;  // of steps
+  int pairs;  // pairs of steps
   int group;
   int first_query;
   int query_count;
-  bool aligned;         // logits of a page begin on 16 bytes
+  bool aligned;         // logits of a page start at multiples of 16 bytes
   bool has_candidates;  // only tiles with a candidate are scanned
 };
 
-// What is scanned: all channels of every tile or only of those with a candidate, or channels that
-// are listed, which may be either; or so few listed ones of every tile that they are one chunk.
+// Kinds of scans. all: all channels of every tile. candidates: all channels of tiles with a
+// candidate. listed: listed channels of either. few: listed channels of every tile, few enough for
+// one chunk.
 enum class TileScan { all, candidates, listed, few };
 
 template <TileScan kScan>
@@ -55,22 +56,22 @@ __device__ __forceinline__ bool has_candidates(const TileScanArgs& a) {
   return kScan == TileScan::listed ? a.has_candidates : kScan == TileScan::candidates;
 }
 
-// What a block knows of the tokens, in shared memory.
+// The launch's tokens, in shared memory of each block.
 struct ScanTokens {
-  std::int32_t first[kScanTokens];     // a token's first tile among those of all
-  std::int32_t pages[kScanTokens];     // its whole ones
+  std::int32_t first[kScanTokens];     // number of a token's first tile among all tiles
+  std::int32_t pages[kScanTokens];     // its whole pages
   std::int32_t sequence[kScanTokens];  // its row of the table
   int total;                           // tiles
-  int even;                            // of them, shared out evenly from the start
+  int even;                            // the first tiles, divided evenly in advance
 
-  // Of each KV head of a token.
+  // Tiles per KV head of a token.
   __device__ __forceinline__ int tiles(int token) const {
     return (pages[token] + kTilePages - 1) / kTilePages;
   }
 };
 
-// By all threads of a block; ends with a barrier. `eighths` of the tiles are shared out evenly if
-// they are many.
+// Fills `to`; all threads of a block call it, and it ends with a barrier. If there are many tiles,
+// only `eighths` / 8 of them are divided evenly.
 __device__ __forceinline__ void find_tokens(const TileScanArgs& a, int eighths, ScanTokens& to) {
   static_assert(kScanTokens % kWarp == 0);
   if (threadIdx.x < kWarp) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void find_tokens(const TileScanArgs& a, int eighths, 
       to.first[t] = up_to - own;
       total = __shfl_sync(kAllLanes, up_to, kWarp - 1);
     }
-    // Every counter needs warps that ask it.
+    // Every counter needs warps that take tiles from it.
     const auto blocks = static_cast<int>(gridDim.x);
     const bool dynamic =
         total >= kLeastDynamicTiles * kScanWarps * blocks && blocks >= kRunCounters;
@@ -95,24 +96,24 @@ __device__ __forceinline__ void find_tokens(const TileScanArgs& a, int eighths, 
   __syncthreads();
 }
 
-// A tile of a head.
+// One tile of a head.
 struct TilePlace {
   int head = -1;
-  int last_page = -1;  // of the head's, the tile's last one that is there; -1: there is no tile
+  int last_page = -1;  // the tile's last existing page, as a page of the head; -1: no tile
 
   __device__ __forceinline__ int tile() const { return last_page / kTilePages; }
 };
 
-// Tiles of a warp. Most are shared out evenly in advance; the rest is taken one by one, so that all
-// warps end together although some get on faster. The counter is asked for a tile ahead, for its
-// answer takes long; so is the table of slots.
+// Tiles of a warp. Most are divided evenly in advance; warps take the rest one by one, so that all
+// end together although some are faster. The counter and the table of slots are read one tile ahead
+// because of their latency.
 template <TileScan kScan>
 class TileRuns {
  public:
   __device__ TileRuns(const TileScanArgs& a, const ScanTokens& tokens) : a_(a), tokens_(tokens) {
     const auto warps = static_cast<int>(gridDim.x * kScanWarps);
     auto warp = static_cast<int>(blockIdx.x * kScanWarps + threadIdx.x / kWarp);
-    if (tokens.even < warps) {  // then every block has some
+    if (tokens.even < warps) {  // gives every block some tiles
       warp = static_cast<int>(threadIdx.x / kWarp * gridDim.x + blockIdx.x);
     }
     const int each = tokens.even / warps;
@@ -123,20 +124,20 @@ class TileRuns {
     look_up();
   }
 
-  // Once what is made ready for a scan is there: before the first tile if there are candidates, and
-  // before those that are shared out in advance are left behind.
+  // Must be called after the kernel that prepares the scan is over: before the first tile if there
+  // are candidates, otherwise before the tiles divided in advance run out.
   __device__ __forceinline__ void begin() {
     ask();
     look_for_candidates();
   }
-  // Whether there is a tile, the next one to scan.
+  // Finds the next tile to scan; false if there is none.
   __device__ __forceinline__ bool find() {
     if (has_candidates<kScan>(a_)) skip();
     return left_ > 0;
   }
   __device__ __forceinline__ void step() {
     ++tile_;
-    int number = -1;  // of a tile elsewhere
+    int number = -1;  // of the next tile, if it is not the same head's next one
     if (--left_ == 0) {
       number = take();
     } else if (tile_ == tokens_.tiles(token_)) {
@@ -152,16 +153,16 @@ class TileRuns {
     const int last = min(tile_ * kTilePages + kTilePages, tokens_.pages[token_]) - 1;
     return {token_ * a_.kv_heads + kv_head_, last};
   }
-  // Its number in the index.
+  // The tile's number in the index.
   __device__ __forceinline__ std::int64_t in_index() const { return kv_head_ * a_.slots + slot_; }
 
  private:
-  // To tile `number` of all.
+  // Moves to tile `number` of all tiles.
   __device__ __forceinline__ void go_to(int number) {
     int low = 0;
     int high = a_.token_count - 1;
 #pragma unroll 1
-    while (low < high) {  // for the last token that begins there or before; others are empty
+    while (low < high) {  // finds the last token that begins at or before it; others are empty
       const int middle = (low + high + 1) / 2;
       if (tokens_.first[middle] <= number) {
         low = middle;
@@ -175,16 +176,16 @@ class TileRuns {
     kv_head_ = tile_ / tiles;
     tile_ -= kv_head_ * tiles;
   }
-  // Asks for the tile's slot, long before the answer is needed.
+  // Loads the tile's slot long before it is needed.
   __device__ __forceinline__ void look_up() {
     slot_ = a_.table[tokens_.sequence[token_] * a_.table_stride + tile_];
   }
-  // Likewise for its first candidate.
+  // Loads the index of the tile's first candidate, also long before it is needed.
   __device__ __forceinline__ void look_for_candidates() {
     if (!has_candidates<kScan>(a_) || left_ == 0) return;
     first_ = a_.queries.first[place().head * a_.most_tiles + tile_];
   }
-  // To the next tile with a candidate.
+  // Moves to the next tile with a candidate.
   __device__ __forceinline__ void skip() {
     while (left_ > 0 && first_ < 0) step();
   }
@@ -193,7 +194,7 @@ class TileRuns {
       upcoming_ = atomicAdd(a_.queries.counters + blockIdx.x % kRunCounters, 1u);
     }
   }
-  // The number of one more tile, or -1.
+  // Takes one more tile; returns its number, or -1 if none is left.
   __device__ __forceinline__ int take() {
     if (tokens_.even == tokens_.total) return -1;
     const unsigned run =
@@ -209,50 +210,50 @@ class TileRuns {
   const ScanTokens& tokens_;
   int token_ = 0;
   int kv_head_ = 0;
-  int tile_ = 0;  // of the head's
+  int tile_ = 0;  // within the head
   std::int32_t slot_ = 0;
   int left_ = 0;
   unsigned upcoming_ = 0;
   std::int32_t first_ = 0;
 };
 
-// A slot of a warp's ring: a chunk of a tile, which is a pair of steps of its channels for both
-// pages, with their scales and zeros.
+// Layout of a slot of a warp's ring. A slot holds a chunk of a tile: the channels of a pair of
+// steps for both pages, with their scales and zeros.
 template <int kBits, bool kListed>
 struct TileShape {
-  // Slots, all but one of which are filled ahead of the one that is read.
+  // Slots; all except the one being read are filled ahead.
   static constexpr int kStages = 2;
   static constexpr int kAhead = kStages - 1;
-  static constexpr int kChannels = kPairSteps * kStepChannels;  // of a chunk
-  static constexpr int kCodeBytes = kPageTokens * kBits / 8;    // of a channel of a page
+  static constexpr int kChannels = kPairSteps * kStepChannels;  // per chunk
+  static constexpr int kCodeBytes = kPageTokens * kBits / 8;    // per channel and page
   static constexpr int kChannelBytes = kTilePages * kCodeBytes;
-  // Of the highest of three bits, behind the lower two of a channel of a page.
+  // Offset of the highest of three bits, after the lower two, per channel and page.
   static constexpr std::uint32_t kHighOffset = KeyTiles::low_bytes(kBits);
   static constexpr int kUnits = kChannelBytes / 16;
-  // Listed channels of 3 bits lie in groups of four, 32 bytes apart: lanes that differ in the
-  // channel they read, by multiples of four, find different banks. See copy_listed() for others.
+  // Listed channels of 3 bits lie in groups of four with gaps of 32 bytes, so that lanes whose
+  // channels differ by multiples of four read different banks. For other bits see copy_listed().
   static constexpr int kGroup = 4;
   static constexpr std::uint32_t kGap = kListed && kBits == 3 ? 32 : 0;
   static constexpr std::uint32_t kScaleOffset =
       kChannels * kChannelBytes + kChannels / kGroup * kGap;
-  // Of one page; in pairs if they are listed, of which one counts.
+  // Bytes of one page's scales. Listed channels are copied as pairs of scales, one of them unused.
   static constexpr std::uint32_t kScaleBytes = kChannels * (kListed ? 4 : 2);
   static constexpr std::uint32_t kSlotBytes = kScaleOffset + 2 * kTilePages * kScaleBytes;
   static constexpr std::uint32_t kRingBytes = kStages * kSlotBytes;
-  // Of all tiles, how many eighths are shared out in advance: a jump to another head costs more
-  // where its channels have to be looked up.
+  // Eighths of all tiles that are divided in advance: more for listed channels, because a jump to
+  // another head costs more where channels have to be looked up.
   static constexpr int kStaticEighths = kListed ? 6 : 4;
 };
 
-// What a warp has in shared memory. If channels are listed there are tables of the head that the
-// warp is at, which keep loads and their latency out of the way from page to page.
+// A warp's shared memory. For listed channels it has tables of the current head, so that the warp
+// does not wait for loads from page to page.
 struct WarpMemory {
   std::byte* ring;
   uint4* fragments;       // [pairs of steps, column tiles, lanes]
   uint4* places;          // [pairs of steps, lanes]
   uint4* selectors;       // [pairs of steps, 4]
   std::uint32_t* scales;  // [pairs of steps, lanes]
-  __half* staged;         // [query_count, kTileTokens], if there are candidates
+  __half* staged;         // [query_count, kTileTokens]; used only with candidates
   std::uint64_t* full;    // barriers of bulk copies
 };
 
@@ -264,7 +265,7 @@ __host__ __device__ constexpr std::uint32_t table_bytes(int pairs) {
              : 0;
 }
 
-// 4 or 16 bytes to shared memory, if `wanted`.
+// Copies 4 or 16 bytes to shared memory, if `wanted`.
 __device__ __forceinline__ void copy_word_if(std::uint32_t to, const void* from, bool wanted) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -282,7 +283,7 @@ __device__ __forceinline__ void copy_unit_if(std::uint32_t to, const void* from,
       : "memory");
 }
 
-// Goes through the chunks of a warp's tiles, and knows which tiles are in the ring.
+// Iterates over the chunks of a warp's tiles and keeps track of the tiles in the ring.
 template <int kBits, TileScan kScan>
 class ChunkCursor {
   using Shape = TileShape<kBits, kLists<kScan>>;
@@ -291,9 +292,9 @@ class ChunkCursor {
   __device__ ChunkCursor(const TileScanArgs& a, const ScanTokens& tokens, std::byte* ring)
       : tiles(a, tokens), slot(shared_address(ring)), ring_(slot) {}
 
-  // The tile of the oldest chunk in the ring; none at the end.
+  // Tile of the oldest chunk in the ring; none at the end.
   __device__ __forceinline__ TilePlace oldest() const { return tiles_[0]; }
-  // The next slot will have the next chunk, if there is one.
+  // Assigns the next chunk to the next slot; false if there is none.
   __device__ __forceinline__ bool begin_slot() {
 #pragma unroll
     for (int i = 0; i + 1 < Shape::kAhead; ++i) tiles_[i] = tiles_[i + 1];
@@ -312,17 +313,17 @@ class ChunkCursor {
   }
 
   TileRuns<kScan> tiles;
-  int pair = 0;        // of steps, the next chunk
-  std::uint32_t slot;  // where it goes
+  int pair = 0;        // pair of steps of the next chunk
+  std::uint32_t slot;  // slot of the next chunk
 
  private:
   std::uint32_t ring_;
   TilePlace tiles_[Shape::kAhead]{};
 };
 
-// Copies a chunk of listed channels of a tile of the index to `slot`, by a warp. `places` and
-// `pair` are where this lane finds its part; see TileQueries. Without `whole` there is but one
-// step.
+// Copies a chunk of listed channels of a tile of the index to `slot`; one warp calls it. `places`
+// and `pair` are the offsets of this lane's part, see TileQueries. Without `whole` the chunk has
+// only one step.
 template <int kBits>
 __device__ __forceinline__ void copy_listed(const TileScanArgs& a, std::int64_t tile, uint4 places,
                                             std::uint32_t pair, bool whole, std::uint32_t slot) {
@@ -334,8 +335,8 @@ __device__ __forceinline__ void copy_listed(const TileScanArgs& a, std::int64_t 
 #pragma unroll
   for (int i = 0; i < kListedCopies<kBits>; ++i) {
     const std::uint32_t from = i % 2 == 0 ? words[i / 2] & 0xffff : words[i / 2] >> 16;
-    // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2): lanes that differ in the
-    // channel they read, by multiples of four, find different banks. At 3 bits gaps see to that.
+    // 16-byte unit u of a slot lies at u ^ (channel / 4 % 4 * 2), so that lanes whose channels
+    // differ by multiples of four read different banks. At 3 bits gaps do that.
     const std::uint32_t channel = (static_cast<std::uint32_t>(i * kWarp) + lane) / Shape::kUnits;
     const std::uint32_t unit = slot + lane * 16;
     const std::uint32_t to =
@@ -354,7 +355,7 @@ __device__ __forceinline__ void copy_listed(const TileScanArgs& a, std::int64_t 
   }
 }
 
-// Copies chunks of listed channels into slots, in the order that they are used in.
+// Copies chunks of listed channels into slots, in the order of their use.
 template <int kBits, TileScan kScan>
 class ListedCopier {
   using Shape = TileShape<kBits, true>;
@@ -369,7 +370,7 @@ class ListedCopier {
   __device__ __forceinline__ void begin() { at_.tiles.begin(); }
   __device__ __forceinline__ TilePlace oldest() const { return at_.oldest(); }
 
-  // One more chunk, or nothing at the end; always commits a group.
+  // Copies one more chunk, or nothing at the end; always commits a group.
   __device__ __forceinline__ void copy_next() {
     if (at_.begin_slot()) {
       if (const int head = at_.tiles.place().head; head != head_) enter(head);
@@ -380,7 +381,7 @@ class ListedCopier {
     at_.end_slot();
     copy_async_commit();
   }
-  // Until this lane's part of the oldest chunk is there.
+  // Waits until this lane's part of the oldest chunk has arrived.
   __device__ __forceinline__ void wait(std::uint32_t, unsigned) const {
     copy_async_wait<Shape::kAhead - 1>();
   }
@@ -400,11 +401,11 @@ class ListedCopier {
   const TileScanArgs& a_;
   ChunkCursor<kBits, kScan> at_;
   int head_ = -1;
-  uint4* places_;                // of the head, of this lane
-  std::uint32_t* scale_places_;  // likewise
+  uint4* places_;                // this lane's places of the head
+  std::uint32_t* scale_places_;  // this lane's pairs of scales of the head
 };
 
-// Before any copy; for this warp's slots.
+// Initializes the barriers of this warp's slots, before any copy.
 __device__ __forceinline__ void init_barriers(std::uint64_t* full, int count) {
 #if __CUDA_ARCH__ >= 900
   if (lane_id() < count) {
@@ -415,8 +416,8 @@ __device__ __forceinline__ void init_barriers(std::uint64_t* full, int count) {
 #endif
 }
 
-// Copies chunks of neighbouring channels. From Hopper on one lane has the copy engine do it, and
-// barriers `full` tell of it.
+// Copies chunks of neighbouring channels. From Hopper on, single lanes start bulk copies that
+// complete on the barriers `full`.
 template <int kBits, TileScan kScan>
 class OrderedCopier {
   using Shape = TileShape<kBits, false>;
@@ -434,7 +435,7 @@ class OrderedCopier {
   __device__ __forceinline__ void begin() { at_.tiles.begin(); }
   __device__ __forceinline__ TilePlace oldest() const { return at_.oldest(); }
 
-  // One more chunk, or nothing at the end.
+  // Copies one more chunk, or nothing at the end.
   __device__ __forceinline__ void copy_next() {
     if (at_.begin_slot()) {
       const int first = at_.pair * Shape::kChannels;
@@ -454,7 +455,7 @@ class OrderedCopier {
   __device__ __forceinline__ std::uint32_t barrier_of(std::uint32_t slot) const {
     return full_ + (slot - first_slot_) / Shape::kSlotBytes * 8;
   }
-  // One lane copies the codes, four others scales and zeros of either page.
+  // One lane copies the codes, four others the scales and zeros of both pages.
   __device__ __forceinline__ void copy(int first, int channels) const {
     constexpr int kPieces = 1 + 2 * kTilePages;
     const std::uint32_t barrier = barrier_of(at_.slot);
@@ -494,11 +495,11 @@ class OrderedCopier {
   __device__ __forceinline__ void finish() const { copy_async_commit(); }
 #endif
 
-  // Of the tile and channels from `first` on.
+  // Codes of the tile's channels from `first` on.
   __device__ __forceinline__ const std::byte* codes(int first) const {
     return a_.codes + (at_.tiles.in_index() * a_.head_dim + first) * Shape::kChannelBytes;
   }
-  // Scales of the first page, its zeros, scales of the second, its zeros.
+  // Parts 0 to 3: scales of the first page, its zeros, scales of the second page, its zeros.
   __device__ __forceinline__ const std::uint16_t* scales(int first, int part) const {
     return a_.scales + (at_.tiles.in_index() * (2 * kTilePages) + part) * a_.head_dim + first;
   }

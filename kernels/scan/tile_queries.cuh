@@ -1,4 +1,4 @@
-// What a scan of tiles is told of the queries, written on the device before it.
+// Query data for a scan of tiles, written on the device before the scan.
 #pragma once
 
 #include "kernels/scan/channels.cuh"
@@ -7,45 +7,46 @@
 namespace sluice::cuda {
 
 inline constexpr int kStepChannels = 16;  // of one tensor core step
-inline constexpr int kPairSteps = 2;      // that are copied at once
-// Copies of 16 bytes by every lane that a chunk of listed channels takes.
+inline constexpr int kPairSteps = 2;      // steps copied at once
+// Copies of 16 bytes per lane for a chunk of listed channels.
 template <int kBits>
 inline constexpr int kListedCopies = kBits* kPairSteps* kTilePages / 2;
 
-// A pass over channels takes `steps` steps; the last is filled up with channels that the queries
-// are zero in.
-// Heads are the KV heads of all tokens, [tokens, kv_heads].
+// A pass over channels takes `steps` steps; the last is padded with channels in which the queries
+// are zero.
+// "heads" are the KV heads of all tokens, [tokens, kv_heads].
 struct TileQueries {
   uint4* fragments;  // [heads, pairs of steps, column tiles, lanes], queries as B
   float* factors;    // [heads, kMaxQueries]
-  // If channels are listed, [heads, pairs of steps, lanes]: where in a tile a lane finds what it
-  // copies, as up to eight 16-bit numbers of 16 bytes of codes; and a pair of scales;
-  // and [heads, pairs of steps, 4]: which halves of pairs of scales to take.
+  // For listed channels. places and scales [heads, pairs of steps, lanes]: offsets in a tile that a
+  // lane copies from, up to eight 16-bit indices of 16-byte units of codes, and the index of a pair
+  // of scales. selectors [heads, pairs of steps, 4]: the halves of pairs of scales to take.
   uint4* places;
   std::uint32_t* scales;
   uint4* selectors;
-  std::int32_t* counts;     // [heads]: candidates, if there are any
+  std::int32_t* counts;     // [heads]: candidates; unused without candidates
   std::int32_t* first;      // [heads, most_tiles]: the first candidate in a tile or -1, or null
   std::int32_t* read;       // reported [heads]: pages read for candidates, or null
-  std::uint32_t* counters;  // [kRunCounters]: tiles given to warps
+  std::uint32_t* counters;  // [kRunCounters]: tiles handed out to warps
 };
 
-// Warps take tiles from one of so many counters: one alone would serve them too slowly.
+// Counters that warps take tiles from: a single one would serve them too slowly.
 inline constexpr int kRunCounters = 16;
 
-// Which 16 bytes of a tile of 8, 6 or 4 for every channel are copied as number `i` of those that a
-// list of channels takes, `inverse` of whose numbers make 1024. The first page's come first.
+// Maps copy `i` of a list of channels to a 16-byte unit of a tile, which has 8, 6 or 4 units per
+// channel (both pages). `inverse` = ceil(1024 / units) replaces a division. Of each channel, the
+// first page's units are copied first.
 struct ListedUnits {
   int units;
   int inverse;
 
   static ListedUnits of_bits(int bits) { return {2 * bits, (1023 + 2 * bits) / (2 * bits)}; }
-  // The place on the list; as exact as a division, for `i` is below 256.
+  // Index in the list; as exact as a division because `i` is below 256.
   __device__ __forceinline__ int channel(int i) const { return i * inverse >> 10; }
   __device__ __forceinline__ std::uint32_t of(std::uint32_t channel, int place, int i) const {
     const auto number = static_cast<std::uint32_t>(i - place * units);
     const auto count = static_cast<std::uint32_t>(units);
-    // At 3 bits the first page is first in the tile, too.
+    // At 3 bits the first page also comes first in the tile.
     return channel * count + (units == 6 ? number : number ^ channel % kTilePages * (count / 2));
   }
 };
@@ -55,17 +56,17 @@ struct PrepareArgs {
   TileQueries to;
   const BatchToken* tokens;
   const HeadSelection* candidates;  // reported [heads] or null
-  std::int64_t most_tiles;          // that a head may have
+  std::int64_t most_tiles;          // per head
   int steps;
   int column_tiles;
-  int columns;  // of the first tile, until queries are repeated
+  int columns;  // of the first column tile, after which queries repeat
   ListedUnits units;
   bool listed;  // channels are looked up rather than taken in order
 };
 
-// Which of a step's channels lane `lane` has as its number `j` of four. Channels that are listed
-// can be laid out as is best; those in order are where they are, and lanes that differ in the
-// lowest bit of the channel find different banks.
+// Channel of a step that lane `lane` has as its number `j` of four. Listed channels are gathered,
+// so any order will do; channels in order stay where they are, and here lanes that differ in the
+// lowest bit of the channel read different banks.
 __device__ __forceinline__ int channel_of_lane(bool listed, int lane, int j) {
   return listed ? lane % 4 * 4 + j : lane % 4 / 2 * 8 + j * 2 + lane % 2;
 }
@@ -76,7 +77,7 @@ __device__ __forceinline__ std::uint32_t half_selector(std::uint32_t channel, st
   return low | (low + 1) << 4;
 }
 
-// Loops are short, and are not unrolled: of what runs once, fetching instructions takes longest.
+// Short loops, not unrolled: in code that runs once, fetching the instructions takes longest.
 __device__ inline void write_fragments(const Queries& queries, const PrepareArgs& a, int head) {
   const int pairs = (a.steps + 1) / 2;
   const int total = a.column_tiles * pairs * kWarp;
@@ -84,7 +85,7 @@ __device__ inline void write_fragments(const Queries& queries, const PrepareArgs
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < total; i += kQueryThreads) {
     const int lane = i % kWarp;
-    const int tile = i / kWarp;  // a pair of steps has one or two
+    const int tile = i / kWarp;  // one or two per pair of steps
     const int step = (a.column_tiles == 1 ? tile : tile / 2) * 2;
     const int n = (a.column_tiles == 1 ? 0 : tile % 2 * 8) + lane / 4 % a.columns;
     const auto q = [&](int at, int j) {
@@ -120,7 +121,7 @@ __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a,
     a.to.scales[to + i] = channel(first + lane) / 2;
   }
   uint4* const selectors = a.to.selectors + static_cast<std::int64_t>(head) * pairs * 4;
-  // By the warp after the one that has most of the above.
+  // Starts at the second warp because the first has most of the work above.
   const int thread = static_cast<int>(threadIdx.x + kQueryThreads - kWarp) % kQueryThreads;
 #pragma unroll 1
   for (int i = thread; i < pairs * 4; i += kQueryThreads) {
@@ -138,7 +139,7 @@ __device__ __forceinline__ int tiles_of(const BatchToken& token) {
   return (token.position / kPageTokens + kTilePages - 1) / kTilePages;
 }
 
-// Called by all threads of one block for every head, after load_queries().
+// All threads of one block per head call it, after load_queries().
 __device__ inline void prepare_tiles(const Queries& queries, const PrepareArgs& a, int head,
                                      int token) {
   if (head == 0 && threadIdx.x < kRunCounters) a.to.counters[threadIdx.x] = 0;
@@ -152,7 +153,7 @@ __device__ inline void prepare_tiles(const Queries& queries, const PrepareArgs& 
     }
   }
   write_fragments(queries, a, head);
-  // kMaxQueries are fewer than threads.
+  // One thread per query: kMaxQueries is below kQueryThreads.
   if (const auto n = static_cast<int>(threadIdx.x); n < a.queries.count) {
     a.to.factors[head * kMaxQueries + n] = queries.factor[n];
   }

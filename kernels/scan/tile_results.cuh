@@ -1,41 +1,41 @@
-// What a scan leaves of a tile: the logits of its pages and what select() wants to know of them, or
-// the logits of its candidates alone.
+// Results of scanning a tile: the logits of its pages and their digest for select(), or the logits
+// of its candidates alone.
 #pragma once
 
 #include "kernels/scan/tile_copy.cuh"
 
 namespace sluice::cuda {
 
-// What follows is of 4 or 2 bits: how tokens are shared out among lanes depends on the bits that
-// lie together, and of three bits two do.
+// Bits stored together: 4 or 2 (of 3 bits, the lower 2). This, not the number of bits, determines
+// how tokens are divided among lanes, so kBits below is 4 or 2.
 template <int kBits>
 inline constexpr int kLowBits = KeyTiles::low_bits(kBits);
 
-// Sums of one page. At 4 bits tile m has tokens 8 r + m in row r = lane / 4 and those 64 after in
-// row r + 8; at 2 bits tile 2 k + s has tokens 64 s + 4 r + k, and those 32 after.
+// Sums of one page. At 4 bits, tile m has token 8 r + m in row r = lane / 4 and the token 64 later
+// in row r + 8; at 2 bits, tile 2 k + s has token 64 s + 4 r + k in row r and the token 32 later in
+// row r + 8.
 template <int kColumns>
 struct PageSums {
   float codes[8][kColumns][4];
-  float zeros[kColumns][4];  // every row the same
+  float zeros[kColumns][4];  // the same in every row
 };
 
-// Scans are compiled for up to so many queries of a KV head: 4, 8 or kMaxQueries. Four leave half
-// of B's columns free, so they stand there twice, with the scales of a tile's first page and of its
-// second; every lane then has one page's logits to finish and store rather than half of the lanes
-// two.
+// Scans are compiled for up to 4, 8 or kMaxQueries queries per KV head. Up to 4 queries leave half
+// of B's columns free, so B holds them twice, scaled for the tile's first and second page. Then
+// every lane finishes and stores the logits of one page; otherwise half of the lanes would do both.
 inline constexpr int kSharedQueries = 4;
 template <int kQueries>
 inline constexpr int kColumnTiles = kQueries > 8 ? 2 : 1;
 
-// Sums of a tile. Those over zeros of both pages are of the first: its own are in the upper rows of
-// A, the second's in the lower.
+// Sums of a tile. pages[0].zeros has the sums over zeros of both pages, because A has the zeros of
+// the first page in its upper rows and those of the second in its lower.
 template <int kBits, int kQueries>
 struct TileSums {
   PageSums<kColumnTiles<kQueries>> pages[kTilePages];
 };
-// Where pages share the columns, rows r = lane / 4 are tokens 2 kBits r + k of a run of the first
-// page, which counts in columns 0 to 3, and rows r + 8 of the second, in columns 4 to 7; k of byte
-// b of word w is 4 w + b.
+// Sums of a tile whose pages share the columns. Row r = lane / 4 is token 2 kBits r + k of a run of
+// the first page, valid in columns 0 to 3; row r + 8 is the same of the second page, valid in
+// columns 4 to 7. For byte b of word w, k is 4 w + b.
 template <int kBits>
 using WordSums = float[4][8 / kBits][4];  // [bytes of the word, runs]
 template <int kBits>
@@ -44,38 +44,38 @@ struct TileSums<kBits, kSharedQueries> {
   float zeros[4];
 };
 
-// What a lane needs of the KV head whose pages it scans: for its columns, which are queries
-// 8 c + first_column() and the next.
+// A lane's data of the KV head whose pages it scans. Its columns are queries 8 c + first_column()
+// and the next.
 template <int kColumns>
 struct HeadQueries {
-  const uint4* fragments;      // [pairs of steps, column tiles], of this lane
+  const uint4* fragments;      // [pairs of steps, column tiles] for this lane
   float factors[kColumns][2];  // turn sums into logits
-  __half* logits;              // of its first column and its first token of page 0
+  __half* logits;              // at its first column and its first token of page 0
 };
 
 template <int kQueries>
 __device__ __forceinline__ int first_column() {
   return kQueries == kSharedQueries ? lane_id() % 2 * 2 : lane_id() % 4 * 2;
 }
-// Which of a tile's two, where a lane has one.
+// Page of the tile, 0 or 1, that this lane has where pages share the columns.
 __device__ __forceinline__ int page_of_lane() { return lane_id() / 2 % 2; }
 
-// Two logits as f16, finite ones clamped to its range.
+// Packs two logits as f16; finite ones are clamped to its range.
 __device__ __forceinline__ std::uint32_t pack_logits(float low, float high) {
   std::uint32_t pair;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;\n" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
 
-// Logits of one query and page that a lane has: runs of consecutive ones, a word for two. A run
-// begins kRun<kBits> tokens after the one before. 4 bits: 2 runs of 8, 2: 4 runs of 4.
+// A lane's logits of one query and page: runs of consecutive tokens, two per word. Runs start
+// kRun<kBits> tokens apart. 4 bits: 2 runs of 8 tokens; 2 bits: 4 runs of 4.
 template <int kBits>
 inline constexpr int kRun = kPageTokens* kBits / 8;
 template <int kBits>
 using Runs = std::uint32_t[8 / kBits][kBits];
 
-// Pairs [first, first + count) of the logits of every run, out of sums over codes, code(run, k),
-// and one over zeros.
+// Computes pairs [first, first + count) of the logits of every run from the sums over codes,
+// code(run, k), and the sum over zeros.
 template <int kBits, typename Code>
 __device__ __forceinline__ void find_pairs(const Code& code, float zeros, float factor, int first,
                                            int count, Runs<kBits>& runs) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void find_pairs(const Code& code, float zeros, float 
   }
 }
 
-// Those of column 8 c + first_column() + side.
+// Computes the runs of column 8 c + first_column() + side.
 template <int kBits, int kColumns>
 __device__ __forceinline__ void find_runs(const PageSums<kColumns>& sums, int c, int side,
                                           const float (&factors)[kColumns][2], Runs<kBits>& runs) {
@@ -102,7 +102,8 @@ __device__ __forceinline__ void find_runs(const PageSums<kColumns>& sums, int c,
   find_pairs<kBits>(code, sums.zeros[c][side], factors[c][side], 0, kBits, runs);
 }
 
-// Those of column first_column() + side and the page of this lane that come from word `word`.
+// Computes the logits that come from word `word`, of column first_column() + side and this lane's
+// page.
 template <int kBits>
 __device__ __forceinline__ void find_of_word(const WordSums<kBits>& sums, int word,
                                              const float (&zeros)[4], int side, float factor,
@@ -138,15 +139,15 @@ __device__ __forceinline__ void store_words(__half* to, const std::uint32_t (&wo
   }
 }
 
-// The larger of what lanes `step` apart have: of their `first`, or their `second` for the lanes
-// with that bit.
+// Maximum over two lanes `step` apart: of their `first`, or of their `second` in the lane with bit
+// `step` set.
 __device__ __forceinline__ __half2 larger_of_lanes(__half2 first, __half2 second, int step) {
   const bool is_second = (lane_id() & step) != 0;
   const __half2 given = is_second ? first : second;
   return __hmax2_nan(is_second ? second : first, __shfl_xor_sync(kAllLanes, given, step));
 }
 
-// Runs' maxima, in pairs of two runs.
+// Maxima of the two runs of pair `pair`.
 template <int kBits>
 __device__ __forceinline__ __half2 largest_of_runs(const Runs<kBits>& runs, int pair) {
   __half2 most[2];
@@ -178,13 +179,13 @@ __device__ __forceinline__ float sum_runs(const Runs<kBits>& runs, float norm) {
   return even + odd;
 }
 
-// What select() wants to know of a page beforehand, for the two queries of a lane; lanes with an
-// odd row write of the second. `maxima` and `sum` are of the query that this lane writes.
+// Digest of a page for select(), for the two queries of a lane. Lanes in odd rows write the second
+// query; `maxima` and `sum` belong to the query that this lane writes.
 template <int kBits>
 __device__ __forceinline__ void digest_page(const Runs<kBits> (&runs)[2], bool has_second,
                                             bool writes, std::uint32_t* maxima, float* sum) {
-  constexpr int kOdd = 4;                     // lanes of the next row are so far away
-  constexpr int kNext = kBits == 4 ? 8 : 16;  // and of the next kBoundTokens
+  constexpr int kOdd = 4;                     // lanes to the next row
+  constexpr int kNext = kBits == 4 ? 8 : 16;  // lanes to the next kBoundTokens
   constexpr int kOther = kBits == 4 ? 16 : 8;
   __half2 most =
       larger_of_lanes(largest_of_runs<kBits>(runs[0], 0), largest_of_runs<kBits>(runs[1], 0), kOdd);
@@ -207,7 +208,7 @@ __device__ __forceinline__ void digest_page(const Runs<kBits> (&runs)[2], bool h
   total += __shfl_xor_sync(kAllLanes, total, kNext);
   total += __shfl_xor_sync(kAllLanes, total, kOther);
   if (!writes) return;
-  // Two neighbours' maxima, of the first of two runs or of the second.
+  // Maxima of two neighbouring sub-pages, from the first or the second of two runs.
   const __half2 pair =
       (lane_id() & kNext) != 0 ? __highs2half2(next, most) : __lows2half2(most, next);
   const int row = lane_id() / 4;
@@ -215,8 +216,8 @@ __device__ __forceinline__ void digest_page(const Runs<kBits> (&runs)[2], bool h
   if (row < 2) *sum = total;
 }
 
-// The logits of column `column` and the next, to their place. Lanes may have different pages;
-// nothing is stored of one that is not there.
+// Stores the logits of column `column` and the next. Lanes may have different pages; a page that
+// does not exist is not stored.
 template <int kBits, bool kAligned>
 __device__ __forceinline__ void store_runs(const Runs<kBits> (&runs)[2], const TileScanArgs& a,
                                            __half* logits, int column, TilePlace at, int page) {
@@ -232,14 +233,14 @@ __device__ __forceinline__ void store_runs(const Runs<kBits> (&runs)[2], const T
   if (a.digest.maxima == nullptr) return;
   const int query = column + lane_id() / 4 % 2;
   const std::int64_t place = (at.head * a.digest.pages + page) * a.group + a.first_query + query;
-  // The same for all lanes, since all take part.
+  // The same for all lanes, because the digest needs every lane.
   const bool has_second = column / 8 * 8 + 1 < a.query_count;
   digest_page<kBits>(runs, has_second, query < a.query_count && present,
                      reinterpret_cast<std::uint32_t*>(a.digest.maxima) + place * 4,
                      a.digest.sums + place);
 }
 
-// All logits of a tile, to their place.
+// Stores all logits of a tile.
 template <int kBits, bool kAligned, int kQueries>
 __device__ __forceinline__ void store_logits(const TileSums<kBits, kQueries>& sums,
                                              const TileScanArgs& a,
@@ -277,15 +278,15 @@ __device__ __forceinline__ void store_logits(const TileSums<kBits, kQueries>& su
 
 inline constexpr int kTileTokens = kTilePages * kPageTokens;
 
-// The candidates of a tile. Where the first of them are is asked before the tile is scanned, for
-// the answer takes long.
+// The candidates of a tile. The positions of the first ones are loaded before the tile is scanned,
+// to hide the latency.
 struct TileCandidates {
   static constexpr int kEarly = 3;
   std::int32_t first;
-  std::int32_t early[kEarly];  // positions of first + lane, and kWarp and so on after
+  std::int32_t early[kEarly];  // positions of candidates first + lane + i * kWarp
 };
 
-// The position of candidate `i` of a head; -1 beyond the last.
+// Position of candidate `i` of a head; -1 beyond the last.
 __device__ __forceinline__ std::int32_t position_of(const TileScanArgs& a, int head,
                                                     std::int32_t i) {
   return i < a.queries.counts[head] ? a.positions[head * a.position_capacity + i] : -1;
@@ -301,7 +302,7 @@ __device__ __forceinline__ TileCandidates candidates_of(const TileScanArgs& a, T
   return of;
 }
 
-// The logits of a tile's candidates, by way of `staged` [query_count, kTileTokens].
+// Stores the logits of a tile's candidates, through `staged` [query_count, kTileTokens].
 template <int kBits, int kQueries>
 __device__ __forceinline__ void store_candidates(const TileSums<kBits, kQueries>& sums,
                                                  const TileScanArgs& a,

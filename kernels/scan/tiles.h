@@ -11,14 +11,14 @@ namespace sluice::cuda {
 
 struct PrepareArgs;
 
-// Tiles of all heads that one launch can count.
+// Tiles of all heads in one launch, at most.
 inline constexpr std::int64_t kMostTiles = std::int64_t{1} << 28;
 
-// Tiles that a KV head of a token may have.
+// Tiles per KV head of a token, at most.
 std::int64_t most_tiles(const EstimateParams& params);
 
-// What has to be made ready before scan_tiles(), by prepare_scan() or by scan_rows(), in
-// tile_scan_scratch_bytes() of the scratch.
+// Arguments of the preparation that must run before scan_tiles(), by prepare_scan() or scan_rows().
+// It uses tile_scan_scratch_bytes() of the scratch.
 PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch);
 void prepare_scan(const ScanPass& pass, const PrepareArgs& args, const Launch& launch);
 
