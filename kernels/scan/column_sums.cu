@@ -1,10 +1,10 @@
 // Softmax weights summed over probes and query heads, in two passes over the keys: sums of
 // exponentials, then weights.
 //
-// Logits come from tensor cores. A query enters as two numbers of the keys' type, its rounded value
-// and what rounding took away, so that it keeps twice the digits. The inner product may take the
-// channels in any order: a lane reads 8 neighbouring channels of a key at once and takes them for
-// its places in two fragments of 16 channels.
+// Logits come from tensor cores. A query is split into two numbers of the keys' dtype, its rounded
+// value and the rounding error, so that it keeps twice the digits. The inner product may take the
+// channels in any order, so a lane reads 8 neighbouring channels of a key at once and uses them as
+// its elements of two fragments of 16 channels.
 // Source: lane layout of mma.m16n8k16 from the PTX ISA, "Warp-level matrix fragments".
 #include <algorithm>
 #include <cmath>
@@ -23,17 +23,17 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kTileKeys = 16;                   // of a warp: two fragments of 8
-constexpr int kBlockKeys = kWarps * kTileKeys;  // of a block at a time
+constexpr int kTileKeys = 16;                   // per warp: two fragments of 8
+constexpr int kBlockKeys = kWarps * kTileKeys;  // per block at a time
 constexpr int kTileQueries = 16;
 constexpr int kMostProbes = 128;   // per launch
 constexpr int kMostQueries = 512;  // per KV head and launch, padded to whole tiles
 
-// The queries of up to kMostProbes probes. Those of a KV head are numbered probe by probe, and
-// padded to whole tiles.
+// Arguments for the queries of up to kMostProbes probes. The queries of a KV head are numbered
+// probe by probe and padded to whole tiles.
 struct Call {
-  const float* q = nullptr;      // [probes, query_heads, head_dim], from these KV heads' first on
-  std::int32_t query_heads = 0;  // of a probe
+  const float* q = nullptr;  // [probes, query_heads, head_dim], from the first of these KV heads
+  std::int32_t query_heads = 0;  // per probe
   std::int32_t positions[kMostProbes]{};
   std::int32_t probes = 0;
   std::int32_t kv_heads = 0;
@@ -43,25 +43,25 @@ struct Call {
   std::int32_t count = 0;  // rows
   float factor = 0.0f;     // log2(e) / sqrt(head_dim)
   HeadRows rows;
-  std::byte* staged = nullptr;             // [kv_heads, count, head_dim]: the keys alone, or null
-  bool is_staged = false;                  // they are there
+  std::byte* staged = nullptr;             // [kv_heads, count, head_dim]: copy of the keys, or null
+  bool is_staged = false;                  // `staged` is filled
   const std::uint8_t* eligible = nullptr;  // [count] or null
-  std::int32_t tiles = 0;                  // of queries, per KV head
+  std::int32_t tiles = 0;                  // tiles of queries per KV head
   std::int32_t strips = 0;                 // blocks per KV head
   std::int32_t strip_keys = 0;
-  uint4* fragments = nullptr;    // [kv_heads, tiles, steps, 2, kWarp]: values, then their rests
-  float2* partials = nullptr;    // [kv_heads, strips, tiles * 16]: largest log2, sum above it
+  uint4* fragments = nullptr;    // [kv_heads, tiles, steps, 2, kWarp]: values, rounding errors
+  float2* partials = nullptr;    // [kv_heads, strips, tiles * 16]: largest log2, sum relative to it
   float* norms = nullptr;        // [kv_heads, tiles * 16]: log2 of the sum
   float* sums = nullptr;         // [kv_heads, count]
-  std::uint32_t* bad = nullptr;  // [1]: a logit was NaN, or a probe saw nothing
-  bool is_first = false;         // else sums and bad hold what earlier probes left
+  std::uint32_t* bad = nullptr;  // [1]: a logit was NaN, or a probe saw no key
+  bool is_first = false;         // false: sums and bad hold results of earlier probes
 
   __host__ __device__ std::int32_t queries() const { return tiles * kTileQueries; }
 };
 
 __host__ __device__ constexpr int channel_blocks(int head_dim) { return (head_dim + 31) / 32; }
 
-// Two neighbouring channels of a query as values or rests; zeros past its end.
+// Two neighbouring channels of a query, or with `rest` their rounding errors; zeros past its end.
 template <typename T>
 __device__ std::uint32_t query_pair(const Call& call, std::int32_t head, std::int32_t query,
                                     int channel, bool rest) {
@@ -78,8 +78,8 @@ __device__ std::uint32_t query_pair(const Call& call, std::int32_t head, std::in
   return pack(T(), pair[0], pair[1]);
 }
 
-// Lays the queries out as fragments: step 2 b + s of block b of 32 channels has for lane l, with
-// t = l % 4, the channels 32 b + 8 t + 4 s and the three after it.
+// Lays the queries out as fragments: in step 2 b + s, for block b of 32 channels, lane l has
+// channel 32 b + 8 (l % 4) + 4 s and the three after it.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ Call call) {
   const int steps = 2 * channel_blocks(call.head_dim);
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kThreads) lay_out(const __grid_constant__ Call
                                  query_pair<T>(call, head, query + 8, channel + 2, rest));
 }
 
-// Sixteen keys of a warp: lane l holds of keys l / 4 and 8 + l / 4 the 8 channels from
-// 32 b + 8 (l % 4) on, for every block b.
+// Sixteen keys of a warp. For every block b, lane l holds the 8 channels from 32 b + 8 (l % 4) on
+// of keys l / 4 and 8 + l / 4.
 template <int kBlocks>
 struct Keys {
   uint4 channels[2][kBlocks];
@@ -108,7 +108,8 @@ struct Keys {
   std::uint32_t usable;  // bit 2 n + i: column first + 8 n + i exists and is eligible
 };
 
-// From their rows, which may be far away: then they are staged on the way.
+// Loads keys from their rows or from `staged`. If there is a `staged` that is not filled yet, it
+// gets a copy, because rows in host memory are slow to read twice.
 template <int kBlocks>
 __device__ void load_keys(const Call& call, std::int32_t head, std::int32_t first, bool is_staged,
                           Keys<kBlocks>& keys) {
@@ -179,7 +180,7 @@ __device__ __forceinline__ void logits_of(const Call& call, const uint4* fragmen
   }
 }
 
-// Positions of the queries and, per tile, the last of them.
+// Positions of the queries and the last position of every tile.
 struct Sight {
   std::int32_t queries[kMostQueries];
   std::int32_t tiles[kMostQueries / kTileQueries];
@@ -198,7 +199,7 @@ __device__ void look_up_sight(const Call& call, Sight& sight) {
   __syncthreads();
 }
 
-// Calls body(first key) for every 16 keys of this block's strip that its warp takes.
+// Calls body(first key) for every 16 keys of the block's strip that belong to this warp.
 template <typename Body>
 __device__ void for_tiles(const Call& call, const Body& body) {
   const std::int32_t strip = static_cast<std::int32_t>(blockIdx.x) % call.strips;
@@ -217,7 +218,7 @@ __device__ float2 merged(float2 a, float2 b) {
   return make_float2(most, a.y * exp2f(a.x - most) + b.y * exp2f(b.x - most));
 }
 
-// Adds one query's logits over a warp's keys to the sum that its lanes share.
+// Adds one query's logits over a warp's keys to `sum`. Four lanes hold them; the first one adds.
 __device__ __forceinline__ void add_logits(const float (&x)[2][4], int half, float2& sum) {
   float most = -INFINITY;
   float all = 0.0f;
@@ -227,7 +228,7 @@ __device__ __forceinline__ void add_logits(const float (&x)[2][4], int half, flo
   for (int step = 1; step < 4; step *= 2) {
     most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, step));
   }
-  // A NaN among them is passed over by the maximum, but not by the sum.
+  // The maximum ignores NaN, the sum does not.
   const float from = most == -INFINITY ? 0.0f : most;
 #pragma unroll
   for (int i = 0; i < 4; ++i) all += exp2f(x[i / 2][2 * half + i % 2] - from);
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 2) sum_rows(const __grid_constant__ 
   }
 }
 
-// The norm of every query from its strips.
+// Computes the norm of every query from its strips.
 __global__ void __launch_bounds__(kThreads) add_strips(const __grid_constant__ Call call) {
   const auto i = static_cast<std::int32_t>(blockIdx.x * kThreads + threadIdx.x);
   if (i >= call.kv_heads * call.queries()) return;
@@ -335,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 2) sum_columns(const __grid_constant
   });
 }
 
-// Sums over the KV heads, onto those of other KV heads if there are any.
+// Sums over the KV heads, and adds to `out` unless these KV heads are the first.
 __global__ void __launch_bounds__(kThreads)
     add_heads(const float* sums, const std::uint32_t* bad, std::int32_t kv_heads,
               std::int32_t count, bool is_first, float* out) {
@@ -385,7 +386,7 @@ void run_for(const Call& call, cudaStream_t stream) {
   }
 }
 
-// The call for `heads` KV heads from number `first` on, without probes and scratch.
+// The call for KV heads [first, first + heads), without probes and scratch.
 Call call_of(const ColumnSumsParams& p, std::int32_t first, std::int32_t heads,
              const Launch& launch) {
   const std::span<const RowSpan> rows =
@@ -411,8 +412,8 @@ Call call_of(const ColumnSumsParams& p, std::int32_t first, std::int32_t heads,
   return call;
 }
 
-// Lays the call's arrays out in scratch, each aligned to 16 bytes, and the keys if there is room;
-// returns the bytes that the arrays take.
+// Places the call's arrays in scratch, each aligned to 16 bytes, and `staged` if it fits; returns
+// the bytes of the arrays without `staged`.
 std::size_t place(Call& call, const Launch& launch) {
   std::size_t used = 0;
   const auto take = [&](auto*& array, std::int64_t count) {
@@ -435,7 +436,7 @@ std::size_t place(Call& call, const Launch& launch) {
   return arrays;
 }
 
-// As many KV heads as have room in scratch.
+// KV heads whose arrays fit in scratch at once.
 std::int32_t heads_at_once(const ColumnSumsParams& p, const Launch& launch) {
   std::int32_t heads = p.shape.kv_heads;
   while (true) {
@@ -449,7 +450,7 @@ std::int32_t heads_at_once(const ColumnSumsParams& p, const Launch& launch) {
               "memory; give it in parts or prefill densely");
 }
 
-// Adds what `heads` KV heads from number `first` on have, or puts it there if they are the first.
+// Adds the sums of KV heads [first, first + heads) to params.sums; the first ones overwrite it.
 void sum_heads(const ColumnSumsParams& params, std::int32_t first, std::int32_t heads,
                const Launch& launch) {
   Call call = call_of(params, first, heads, launch);

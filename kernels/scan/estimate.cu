@@ -13,8 +13,8 @@
 namespace sluice::cuda {
 namespace {
 
-// What one round of launches takes of a batch: tokens with all of their KV heads, or some KV heads
-// of one token.
+// Part of a batch that one round of launches takes: tokens with all of their KV heads, or some KV
+// heads of one token.
 struct Part {
   std::int64_t token = 0;
   std::int64_t tokens = 0;
@@ -22,7 +22,7 @@ struct Part {
   int kv_heads = 0;
 };
 
-// A part of a call as a call of its own. `candidates` is where its list goes.
+// Parameters for a part of a call. They point to `candidates`, which receives the part's list.
 EstimateParams call_of(const EstimateParams& p, const Part& part, SelectionView& candidates) {
   EstimateParams of = p;
   of.batch.tokens += part.token;
@@ -53,8 +53,7 @@ EstimateParams call_of(const EstimateParams& p, const Part& part, SelectionView&
   return of;
 }
 
-// KV heads that a round can take: what they need of the scratch fits, and their tiles are counted
-// in 32 bits.
+// KV heads per round: their data fits the scratch, and their tiles can be counted in 32 bits.
 std::int64_t heads_of_round(const EstimateParams& p, const Launch& launch) {
   SelectionView candidates;
   const EstimateParams one = call_of(p, {0, 1, 0, 1}, candidates);

@@ -1,4 +1,4 @@
-// Building pages of the key index: one block a page of one KV head, keys kept in registers between
+// Builds pages of the key index, one block per page and KV head. Keys stay in registers between
 // finding their range and quantising them, so that they are read once.
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
@@ -12,21 +12,21 @@ namespace {
 
 constexpr int kMaxHeadDim = 256;
 // A thread holds two neighbouring channels of 32 tokens: kBoundTokens from kBoundTokens * part on
-// and as many half a page later, which share their bytes at 4 bits.
+// and the kBoundTokens half a page later, because those share their bytes at 4 bits.
 constexpr int kParts = 4;
 constexpr int kThreadTokens = kPageTokens / kParts;
 constexpr int kMaxThreads = kParts * kMaxHeadDim / 2;
 template <typename Pages>
 struct BuildArgs {
   Pages pages;
-  std::int64_t row_bytes;     // from row to row
+  std::int64_t row_bytes;     // bytes from row to row
   const std::int32_t* table;  // [sequences, table_stride]: slots of tiles
   std::int64_t table_stride;
   std::byte* codes;       // [kv_heads, slots, head_dim, kTilePages, code bytes] or null
   std::uint16_t* scales;  // f16 [kv_heads, slots, kTilePages, 2, head_dim]
   std::uint16_t* bounds;  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim] or null
-  std::int64_t tile_slots;   // of a KV head
-  std::int64_t bound_slots;  // likewise
+  std::int64_t tile_slots;   // per KV head
+  std::int64_t bound_slots;  // per KV head
   std::int32_t* bad;         // reported [sequences, kv_heads]
   int head_dim;
   int bits;
@@ -37,7 +37,7 @@ __device__ __forceinline__ int token_of(int part, int k) {
   return half * (kPageTokens / 2) + part * kBoundTokens + k % kBoundTokens;
 }
 
-// Range of kBoundTokens keys. `strange` becomes other than zero if one is NaN or Inf.
+// Range of kBoundTokens keys. `strange` becomes nonzero if one is NaN or Inf.
 template <typename Pair>
 __device__ __forceinline__ PairRange<Pair> range_of(const Pair* keys, Pair& strange) {
   PairRange<Pair> range{keys[0], keys[0]};
@@ -54,7 +54,7 @@ __device__ __forceinline__ void write_pair(std::uint16_t* to, __half low, __half
   *reinterpret_cast<__half2*>(to) = __halves2half2(low, high);
 }
 
-// One sub-page's bounds of two channels, rounded outwards.
+// Writes one sub-page's bounds of two channels, rounded outwards.
 template <typename Pair>
 __device__ __forceinline__ void write_bounds(const PairRange<Pair>& range, int head_dim,
                                              std::uint16_t* to) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_bounds(const PairRange<Pair>& range, int h
              __float2half_ru(clamp_to_half(high.y)));
 }
 
-// Zero and scale of one channel, as they are kept and as keys are quantised with them.
+// Zero and scale of one channel: as f16, which is stored, and its f32 value, which quantises keys.
 struct Quantiser {
   __half scale;
   __half zero;
@@ -87,14 +87,14 @@ struct Quantiser {
   }
 };
 
-// Where 16-byte unit `unit` of the codes lies in shared memory, so that neither its writers (two
-// channels apart) nor its readers (in order) meet in a bank.
+// Place of 16-byte unit `unit` of the codes in shared memory, chosen so that neither its writers
+// (two channels apart) nor its readers (in order) conflict in a bank.
 __device__ __forceinline__ int place_of(int unit, int bits) {
   return unit ^ ((unit / 8) % (bits == 4 ? 8 : 4));
 }
 
-// The codes of one channel that this thread holds: 16 bytes, of which each holds a token of either
-// half of the page, the second 4 bits above the first.
+// This thread's codes of one channel: 16 bytes, each with one token of both halves of the page, the
+// second half's 4 bits above the first's.
 template <typename CodeOf>
 __device__ __forceinline__ uint4 pack_codes(int offset, const CodeOf& code) {
   std::uint32_t words[4];
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint4 pack_codes(int offset, const CodeOf& code) {
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       const int k = word * 4 + b;
-      // Bits above the lowest byte are noise that the permutations below leave out.
+      // Bits above the lowest byte are garbage that the permutations below drop.
       bytes[b] = code(k) + (code(kBoundTokens + k) << 4);
     }
     words[word] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x0040),
@@ -114,9 +114,9 @@ __device__ __forceinline__ uint4 pack_codes(int offset, const CodeOf& code) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// At 2 bits the two halves of a byte come from different parts; 64 bytes a channel either way. At 3
-// bits the lower two are staged likewise, and behind them the highest, of which every part has some
-// in each of a channel's 16 bytes.
+// Stages this thread's codes in shared memory, 64 bytes per channel at 4 and 2 bits; at 2 bits the
+// two halves of a byte come from different parts. At 3 bits the lower two bits are staged as at 2
+// bits, followed by the highest: every part has some of them in each of a channel's 16 bytes.
 template <typename Pair>
 __device__ __forceinline__ void stage_codes(const Pair* keys, const Quantiser (&quantisers)[2],
                                             int bits, int part, int pair, int head_dim,
@@ -147,9 +147,9 @@ __device__ __forceinline__ uint4 operator|(const uint4& a, const uint4& b) {
   return make_uint4(a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w);
 }
 
-// To a tile of 3 bits.
+// Writes staged codes to a tile of 3 bits.
 __device__ void write_three_bits(const uint4* staged, int head_dim, int odd, uint4* to) {
-  constexpr int kUnits = 3;  // of a channel
+  constexpr int kUnits = 3;  // per channel
   for (int unit = static_cast<int>(threadIdx.x); unit < head_dim * kUnits;
        unit += static_cast<int>(blockDim.x)) {
     const int channel = unit / kUnits;
@@ -162,10 +162,10 @@ __device__ void write_three_bits(const uint4* staged, int head_dim, int odd, uin
   }
 }
 
-// To a tile, of which this is an odd page or an even one.
+// Writes staged codes to a tile, as its odd or its even page.
 __device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd, uint4* to) {
   if (bits == 3) return write_three_bits(staged, head_dim, odd, to);
-  const int of_channel = bits == 4 ? 2 : 1;  // a power of two of units
+  const int of_channel = bits == 4 ? 2 : 1;  // log2 of the units per channel
   for (int unit = static_cast<int>(threadIdx.x); unit < head_dim << of_channel;
        unit += static_cast<int>(blockDim.x)) {
     const int place = place_of(unit, bits);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const bool has_page = a.pages.find(head, a.row_bytes, page);
   std::int64_t slot = 0;
   if (has_page) slot = a.table[page.sequence * a.table_stride + page.number / kTilePages];
-  // Also by those with nothing to do, so that this kernel ends after the one before.
+  // Blocks with nothing to do wait, too, so that this kernel ends after the one before.
   wait_for_kernel_before();
   allow_next_kernel();
   if (!has_page) return;
@@ -244,12 +244,12 @@ __global__ void __launch_bounds__(kMaxThreads)
               reinterpret_cast<uint4*>(a.codes + tile * tile_bytes));
 }
 
-// Of shared memory: 64 bytes a channel, at 3 bits as many for the highest.
+// Shared memory for staged codes: 64 bytes per channel, and at 3 bits 64 more for the highest.
 std::size_t staged_bytes(int head_dim, int bits) {
   return static_cast<std::size_t>(head_dim) * kPageTokens / (bits == 3 ? 1 : 2);
 }
 
-// For `blocks` pages of every KV head.
+// Builds `blocks` pages of every KV head.
 template <typename Pages>
 void build(const char* what, const KvShape& shape, const KeyIndexView& index, const Pages& pages,
            std::int64_t blocks, std::int32_t* bad, const Launch& launch) {

@@ -1,8 +1,7 @@
-// Keys times queries on tensor cores, keys straight from global memory to registers.
+// Keys times queries on tensor cores; keys go from global memory straight to registers.
 //
-// Rows of keys are the rows of A. The order of the inner dimension is free as long as A and B
-// agree, so a lane takes 8 consecutive elements of each block of 32 and needs no exchange with
-// others.
+// Rows of keys are the rows of A. The order of the inner dimension is free if A and B agree, so a
+// lane reads 8 consecutive elements of each block of 32 and exchanges nothing with other lanes.
 #include <algorithm>
 
 #include "kernels/runtime/dispatch.h"
@@ -16,17 +15,17 @@ namespace sluice::cuda {
 namespace {
 
 inline constexpr int kRowWarps = kQueryThreads / kWarp;
-inline constexpr int kRowBlocks = 4;       // of a multiprocessor
-inline constexpr int kTileRows = 32;       // of one warp: two tiles of 16
-inline constexpr int kBlockElements = 32;  // of a row
+inline constexpr int kRowBlocks = 4;       // per multiprocessor
+inline constexpr int kTileRows = 32;       // per warp: two tiles of 16
+inline constexpr int kBlockElements = 32;  // elements of a row per block of the inner dimension
 inline constexpr int kLoadBlocks = 4;      // loaded before the first is used
 
-// Work beyond one wave of blocks is split finer, so that all end together, but not so fine that
-// making queries ready counts.
+// Work beyond one wave of blocks is split finer, so that all blocks end together, but not so fine
+// that the time to prepare queries matters.
 inline constexpr int kWaves = 3;
-inline constexpr int kLeastTiles = 12;  // of a warp
+inline constexpr int kLeastTiles = 12;  // per warp
 
-// Blocks for `units` units of rows, one of which keeps a block busy.
+// Blocks to launch for `units` units of rows; one unit keeps a block busy.
 template <typename Count>
 __host__ __device__ __forceinline__ Count shared_blocks(Count units, Count wave) {
   const Count fine = units / kLeastTiles < kWaves * wave ? units / kLeastTiles : kWaves * wave;
@@ -34,55 +33,55 @@ __host__ __device__ __forceinline__ Count shared_blocks(Count units, Count wave)
   return units < 1 ? 1 : units < most ? units : most;
 }
 
-// What the rows of a scan are.
+// Rows that a scan reads.
 enum class RowKind {
-  newest,      // tokens of a token's own page
-  all,         // tokens from the first on
+  newest,      // the tokens of a token's own page
+  all,         // all tokens from the first on
   candidates,  // tokens found by position
   bounds,      // sub-pages: smallest, then largest keys
 };
 
-// Whether blocks are shared out among heads by how many rows they have, rather than evenly.
+// True if heads get blocks in proportion to their rows, false if every head gets equally many.
 template <RowKind kKind>
 inline constexpr bool kShared = kKind == RowKind::all || kKind == RowKind::bounds;
 
-// Heads are the KV heads of all tokens, [tokens, kv_heads].
+// "heads" are the KV heads of all tokens, [tokens, kv_heads].
 struct RowScanArgs {
   const BatchToken* tokens;
   PagedRows rows;
-  std::int64_t row_bytes;       // from row to row
+  std::int64_t row_bytes;       // bytes from row to row
   const std::uint16_t* bounds;  // f16 [kv_heads, slots, kTilePages, kBoundsPerPage, 2, head_dim]
   const std::int32_t* table;    // [sequences, table_stride]: slots of tiles
   std::int64_t table_stride;
-  std::int64_t slots;  // of a KV head
+  std::int64_t slots;  // per KV head
   QueryArgs queries;
-  const std::int32_t* positions;    // [heads, position_capacity], of candidates
-  const HeadSelection* candidates;  // reported [heads], or null if there are none
+  const std::int32_t* positions;    // [heads, position_capacity]: candidates
+  const HeadSelection* candidates;  // reported [heads], or null without candidates
   std::int64_t position_capacity;
   __half* logits;  // [heads, group, stride]
   std::int64_t stride;
   int token_count;
   int kv_heads;
-  int elements;       // of a row
-  bool wide;          // rows can be read in 16 bytes at a time
-  bool skip_newest;   // rows of a token's own page are left out
-  int wave;           // blocks that run at once, for those that are shared out
-  int scan_blocks;    // of every head, for others
-  int prepare_block;  // of every head makes ready a scan of tiles; -1: there will be none
+  int elements;       // per row
+  bool wide;          // rows can be read 16 bytes at a time
+  bool skip_newest;   // leaves out the rows of a token's own page
+  int wave;           // blocks that run at once, used if kShared
+  int scan_blocks;    // blocks per head that scan, used if not kShared
+  int prepare_block;  // block of every head that prepares a scan of tiles; -1: none
   PrepareArgs prepare;
 };
 
 // The rows of one head.
 struct HeadScan {
-  const std::byte* base;          // of the newest: the page's first row; of bounds: the KV head's
-  const PageSlots* pages;         // of other tokens
-  const std::int32_t* table;      // of bounds
-  const std::int32_t* positions;  // of candidates
+  const std::byte* base;          // newest: the page's first row; bounds: the KV head's first row
+  const PageSlots* pages;         // all, candidates: the sequence's pages
+  const std::int32_t* table;      // bounds: slots of tiles
+  const std::int32_t* positions;  // candidates
   std::int64_t count;
   std::int64_t first_logit;
 };
 
-// What is known of a head's rows before the kernel before is over.
+// The part of a head's rows that does not depend on the kernel before.
 template <RowKind kKind>
 __device__ __forceinline__ HeadScan head_scan(const RowScanArgs& a, int kv_head,
                                               const BatchToken& token) {
@@ -107,7 +106,7 @@ __device__ __forceinline__ HeadScan head_scan(const RowScanArgs& a, int kv_head,
   return scan;
 }
 
-// What is known after.
+// Adds the part that depends on the kernel before: the candidates.
 template <RowKind kKind>
 __device__ __forceinline__ void add_candidates(const RowScanArgs& a, std::int64_t head,
                                                HeadScan& scan) {
@@ -120,8 +119,8 @@ __device__ __forceinline__ void add_candidates(const RowScanArgs& a, std::int64_
   }
 }
 
-// Where a tile's rows are: its page on the device and at home, or the slots of the two tiles of the
-// index that its four pages lie in.
+// Slots of a tile's rows. all: the slots of its page on the device and in host memory. bounds: the
+// slots of the two tiles of the index that its four pages lie in.
 template <RowKind kKind>
 __device__ __forceinline__ int2 look_up(const HeadScan& scan, std::int64_t first) {
   if (first >= scan.count) return {};
@@ -138,7 +137,7 @@ __device__ __forceinline__ int2 look_up(const HeadScan& scan, std::int64_t first
   return {};
 }
 
-// What a block scans: one of `parts` parts of a head.
+// The rows of a block: part `part` of the `parts` of a head.
 struct BlockPart {
   int token;
   int kv_head;
@@ -146,7 +145,7 @@ struct BlockPart {
   int parts;
 };
 
-// Rows of each of a token's heads, in units of what a block takes at once.
+// Rows per head of a token, in units of the rows that a block scans at once.
 template <RowKind kKind>
 __device__ __forceinline__ int units_of(const RowScanArgs& a, int token) {
   if (token >= a.token_count) return 0;
@@ -159,7 +158,8 @@ __device__ __forceinline__ int units_of(const RowScanArgs& a, int token) {
   return (pages + kUnitPages - 1) / kUnitPages;
 }
 
-// The part of a block that is shared out; false if there is none left. By every warp on its own.
+// Finds this block's part if kShared; false if none is left for it. Every warp computes it for
+// itself.
 template <RowKind kKind>
 __device__ __forceinline__ bool find_part(const RowScanArgs& a, BlockPart& found) {
   int total = 0;
@@ -168,7 +168,7 @@ __device__ __forceinline__ bool find_part(const RowScanArgs& a, BlockPart& found
     total += __reduce_add_sync(kAllLanes, units_of<kKind>(a, t)) * a.kv_heads;
   }
   const int blocks = shared_blocks(total, a.wave);
-  const int each = max((total + blocks - 1) / blocks, 1);  // units of a block
+  const int each = max((total + blocks - 1) / blocks, 1);  // units per block
   const auto block = static_cast<int>(blockIdx.x);
   int before = 0;
 #pragma unroll 1
@@ -190,13 +190,13 @@ __device__ __forceinline__ bool find_part(const RowScanArgs& a, BlockPart& found
   return false;
 }
 
-// The part of a block of a grid [token_count, kv_heads, blocks].
+// This block's part in a grid [token_count, kv_heads, blocks].
 __device__ __forceinline__ BlockPart part_of_grid(const RowScanArgs& a) {
   return {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x),
           a.scan_blocks};
 }
 
-// Two elements of B in the dtype of the rows, and what rounding left of them.
+// Two elements of B in the dtype of the rows, and their rounding errors.
 struct SplitPair {
   std::uint32_t high;
   std::uint32_t low;
@@ -210,8 +210,9 @@ __device__ __forceinline__ SplitPair split(float x, float y) {
           pack(T(), x - to_float(high_x), y - to_float(high_y))};
 }
 
-// Element `e` of query `n` as a row meets it. Of bounds the smallest keys meet what is negative and
-// the largest what is positive; their sum is the largest product that keys between them can have.
+// Element `e` of query `n` as it is multiplied with a row. For bounds, the smallest keys meet the
+// negative elements and the largest keys the positive ones; the sum is the largest product that
+// keys between the bounds can have.
 template <RowKind kKind>
 __device__ __forceinline__ float query_element(const Queries& queries, const QueryArgs& a, int n,
                                                int e) {
@@ -223,8 +224,8 @@ __device__ __forceinline__ float query_element(const Queries& queries, const Que
   return q < 0.0f ? 0.0f : q;
 }
 
-// B for all rows: [blocks, 2, kColumns, lanes] of {high pairs, low pairs}. Runs once, see
-// write_fragments().
+// B for all rows: [blocks, 2, kColumns, lanes] of {high pairs, low pairs}. Runs once, so it is not
+// unrolled, see write_fragments().
 template <typename T, RowKind kKind, int kColumns>
 __device__ void make_fragments(const Queries& queries, const RowScanArgs& a, int blocks,
                                uint4* fragments) {
@@ -248,7 +249,7 @@ __device__ void make_fragments(const Queries& queries, const RowScanArgs& a, int
   }
 }
 
-// Elements [e, e + 8) of a row, zeros from `elements` on: what follows may be no number.
+// Elements [e, e + 8) of a row, zeros from `elements` on because the bytes after it may be NaN.
 template <bool kWide>
 __device__ __forceinline__ uint4 load_elements(const std::byte* row, int e, int elements) {
   uint4 words = make_uint4(0, 0, 0, 0);
@@ -264,12 +265,12 @@ __device__ __forceinline__ uint4 load_elements(const std::byte* row, int e, int 
   return words;
 }
 
-// Keys of some blocks of the four rows of a lane.
+// Keys of kLoadBlocks blocks of a lane's four rows.
 struct RowKeys {
   uint4 of[kLoadBlocks][4];
 };
 
-// Keys of the blocks from `first` on.
+// Loads the keys of the blocks from `first` on.
 template <bool kWide>
 __device__ __forceinline__ void load_blocks(const std::byte* const (&rows)[4], int first,
                                             int elements, RowKeys& keys) {
@@ -292,14 +293,15 @@ __device__ __forceinline__ void load_keys(const std::byte* const (&rows)[4], int
   }
 }
 
-// Which row of a warp's 32 is in row `lane / 4` of half `half` (of 0..3) of its tiles: of tokens
-// four consecutive ones share a lane, so that their logits are stored together.
+// Row, of a warp's 32, in row `lane / 4` of half `half` (0..3) of its tiles. A lane has four
+// consecutive tokens, so that it stores their logits together.
 template <RowKind kKind>
 __device__ __forceinline__ int row_of(int half, int lane) {
   return kKind == RowKind::bounds ? half * 8 + lane / 4 : lane / 4 * 4 + half;
 }
 
-// Sums of one warp: [half][column tile][column 2 (lane % 4), the next] of row lane / 4 of the half.
+// Sums of one warp. of(half, column tile, side) is column 2 (lane % 4) + side of row lane / 4 of
+// the half.
 template <int kColumns>
 struct RowSums {
   float tiles[2][kColumns][4];
@@ -309,7 +311,7 @@ struct RowSums {
   }
 };
 
-// Adds the products of the blocks from `first` on, of `blocks`.
+// Adds the products of the loaded blocks, [first, first + kLoadBlocks) of `blocks`.
 template <typename T, int kColumns>
 __device__ __forceinline__ void multiply_blocks(const RowKeys& keys, const uint4* fragments,
                                                 int first, int blocks, RowSums<kColumns>& sums) {
@@ -336,13 +338,13 @@ __device__ __forceinline__ void multiply_blocks(const RowKeys& keys, const uint4
   }
 }
 
-// A logit as f16: what is finite stays so, what is not becomes NaN.
+// Rounds a logit to f16: finite ones stay finite, Inf and NaN become NaN.
 __device__ __forceinline__ __half half_logit(float x) {
   const float clamped = fminf(fmaxf(x, -65504.0f), 65504.0f);
   return __float2half_rn(clamped + (x - x));
 }
 
-// Logits [first, first + 32) of `count`, four consecutive ones a lane.
+// Stores logits [first, first + 32) of `count`, four consecutive ones per lane.
 __device__ __forceinline__ void store_tokens(const __half (&logits)[4], std::int64_t first,
                                              std::int64_t count, __half* to) {
   const int lane = lane_id();
@@ -357,8 +359,9 @@ __device__ __forceinline__ void store_tokens(const __half (&logits)[4], std::int
   }
 }
 
-// Bounds [first, first + 32) of `count`, each to its 16 tokens. A lane stores half a sub-page,
-// which it may have to ask another for, so that the 8 lanes of a query write 128 bytes at once.
+// Stores bounds [first, first + 32) of `count`, each to its 16 tokens. A lane stores half a
+// sub-page, whose bound it may get from another lane, so that the 8 lanes of a query write 128
+// bytes at once.
 __device__ __forceinline__ void store_bounds(const __half (&bounds)[4], std::int64_t first,
                                              std::int64_t count, bool active, __half* to) {
   const int lane = lane_id();
@@ -409,8 +412,8 @@ __device__ __forceinline__ void store_rows(const RowSums<kColumns>& sums, const 
   }
 }
 
-// The rows of a lane in the tile from row `first` on, of which there is one; `slots` are what
-// look_up() found.
+// Finds a lane's rows in the tile from row `first` on, which must exist; `slots` are the result of
+// look_up().
 template <RowKind kKind>
 __device__ __forceinline__ void find_rows(const HeadScan& scan, const RowScanArgs& a, int kv_head,
                                           std::int64_t first, int2 slots,
@@ -420,7 +423,7 @@ __device__ __forceinline__ void find_rows(const HeadScan& scan, const RowScanArg
                                     : scan.base;
 #pragma unroll
   for (int half = 0; half < 4; ++half) {
-    // Beyond the last: anything that exists.
+    // Beyond the last row, any existing row will do.
     const std::int64_t at = min(first + row_of<kKind>(half, lane_id()), scan.count - 1);
     if (kKind == RowKind::bounds) {
       constexpr int kBounds = kTilePages * kBoundsPerPage;
@@ -437,8 +440,8 @@ __device__ __forceinline__ void find_rows(const HeadScan& scan, const RowScanArg
   }
 }
 
-// A block scans rows of one head, a warp 32 of them at a time. Keys are on their way while the
-// queries are made ready, and while logits are stored.
+// A block scans rows of one head, each warp 32 of them at a time. Loads of keys overlap with
+// preparing the queries and with storing logits.
 template <typename T, RowKind kKind, int kColumns>
 __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
     row_scan_kernel(const __grid_constant__ RowScanArgs a) {
@@ -454,14 +457,15 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
   HeadScan scan{};
   if (scans) scan = head_scan<kKind>(a, at.kv_head, a.tokens[at.token]);
   int2 slots = look_up<kKind>(scan, next);
-  // In this order: a scan of tiles that begins early may copy tiles at once.
+  // Waits before it lets the next kernel begin, because a scan of tiles copies tiles before it
+  // waits.
   wait_for_kernel_before();
   allow_next_kernel();
   if (!has_part) return;
   if (scans) add_candidates<kKind>(a, head, scan);
   const std::byte* rows[4];
   RowKeys keys;
-  // To the rows from `next` on, with a look at where those after them are.
+  // Moves to the rows from `next` on and looks up the slots of those after them.
   const auto enter = [&] {
     find_rows<kKind>(scan, a, at.kv_head, next, slots, rows);
     slots = look_up<kKind>(scan, next + step);
@@ -497,7 +501,7 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
   }
 }
 
-constexpr std::int64_t kUnitRows = kRowWarps * kTileRows;  // of a block at once
+constexpr std::int64_t kUnitRows = kRowWarps * kTileRows;  // rows that a block scans at once
 
 RowScanArgs common_args(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
@@ -543,7 +547,7 @@ void launch_kind(const RowScanArgs& a, const dim3& grid, const Launch& launch) {
   }
 }
 
-// So many blocks of every head.
+// Launches `blocks` blocks per head.
 template <RowKind kKind>
 void launch_even(const ScanPass& pass, const RowScanArgs& a, int blocks, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(a.kv_heads),
@@ -552,7 +556,8 @@ void launch_even(const ScanPass& pass, const RowScanArgs& a, int blocks, const L
                 [&](auto row) { launch_kind<decltype(row), kKind>(a, grid, launch); });
 }
 
-// For heads of up to so many units. A block more of every head, since parts are rounded up.
+// Grid for heads of up to `units` units each. It has one extra block per head because parts are
+// rounded up.
 dim3 shared_grid(const RowScanArgs& a, std::int64_t units) {
   const std::int64_t heads = std::int64_t{a.token_count} * a.kv_heads;
   return dim3(static_cast<unsigned>(shared_blocks(units * heads, std::int64_t{a.wave}) + heads));
@@ -562,7 +567,8 @@ dim3 shared_grid(const RowScanArgs& a, std::int64_t units) {
 
 void scan_rows(const ScanPass& pass, const PrepareArgs* prepare, const Launch& launch) {
   RowScanArgs a = common_args(pass, launch);
-  // A page keeps one block busy. Of few heads a second one is sooner ready with the queries.
+  // A page keeps one block busy. With few heads, a second block per head prepares the scan of tiles
+  // sooner.
   int blocks = a.scan_blocks = 1;
   if (prepare != nullptr) {
     a.prepare = *prepare;

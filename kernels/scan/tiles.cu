@@ -1,11 +1,11 @@
 // Queries times quantised keys on tensor cores.
 //
-// Tokens are the rows of A, channels its inner dimension; both orders are free. A lane takes the
-// same bytes of the four channels that it has in a step of 16, so that half2 operands need one
-// permutation for two tokens and a mask each: a code in the lowest bits of an f16 is, as a
+// Tokens are the rows of A, channels its inner dimension; the order of both is free. A lane reads
+// the same bytes of the four channels that it has in a step of 16, so that half2 operands for two
+// tokens need one permutation and a mask each: a code in the lowest bits of an f16 is, as a
 // subnormal number, 2^-24 times the code, and tensor cores compute with subnormal numbers exactly.
-// Codes in higher bits are larger by powers of two, which the epilogue takes back. The highest of
-// three bits join the lower two as soon as they are where bytes of a word are.
+// Codes in higher bits are larger by powers of two, which the epilogue divides out. The highest of
+// three bits join the lower two once both are bytes of a word.
 #include <algorithm>
 #include <type_traits>
 
@@ -18,7 +18,7 @@
 namespace sluice::cuda {
 namespace {
 
-// Comes to a head; by a warp, with a barrier before the tables may be read.
+// Loads the data of a head; one warp calls it, and needs a barrier before it reads the tables.
 template <int kBits, bool kListed, int kQueries>
 __device__ __forceinline__ HeadQueries<kColumnTiles<kQueries>> enter_head(
     const TileScanArgs& a, int head, const WarpMemory& memory) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ HeadQueries<kColumnTiles<kQueries>> enter_head(
   return of;
 }
 
-// A permutation whose selector is known not to ask for signs.
+// __byte_perm() for selectors that never ask for sign bits.
 __device__ __forceinline__ std::uint32_t permute(std::uint32_t a, std::uint32_t b,
                                                  std::uint32_t selector) {
   std::uint32_t bytes;
@@ -57,23 +57,25 @@ __device__ __forceinline__ std::uint32_t permute(std::uint32_t a, std::uint32_t 
   return bytes;
 }
 
-// Byte `b` of two channels' words and byte `next`, one above the other.
+// For each of two channels' words, byte `b` in the lower and byte `next` in the upper byte of 16
+// bits.
 __device__ __forceinline__ std::uint32_t bytes_of(std::uint32_t first, std::uint32_t second,
                                                   unsigned b, unsigned next) {
   return permute(first, second, b | next << 4 | (b + 4) << 8 | (next + 4) << 12);
 }
 
-// A word of the codes of each of a lane's four channels, and of 3 bits the highest; see turn().
+// One word of codes for each of a lane's four channels. At 3 bits `low` has the lower two bits and
+// `high` the highest, see turn().
 struct Words {
   uint4 low;
   uint4 high;
 };
 
-// Lower bits of runs 0 and 2 of three bits. Between and above them there is room for the highest
-// bits, which belong to neighbours in runs 1 and 3.
+// Mask of the lower bits of runs 0 and 2 at 3 bits. The bits between and above them are free for
+// the highest bits, which belong to neighbours in runs 1 and 3.
 constexpr std::uint32_t kEvenRuns = 0x00330033u;
 
-// Codes of two channels out of byte `b` of their words. Each byte has a code of every run.
+// Codes of two channels from byte `b` of their words. Each byte has one code of every run.
 template <int kBits>
 class ByteCodes {
  public:
@@ -86,7 +88,7 @@ class ByteCodes {
       odd_ = (odd_ & ~kEvenRuns & 0x00ff00ffu) | (high & (kEvenRuns | ~0x00ff00ffu));
     }
   }
-  // As two 16-bit numbers, those of run `run` times 2^(kLowBits run).
+  // The codes of run `run` as two 16-bit numbers, times 2^(kLowBits run).
   __device__ __forceinline__ std::uint32_t run(int run) const {
     constexpr std::uint32_t kMask = ((1u << kBits) - 1) * 0x00010001u;
     return (run % 2 == 0 ? even_ : odd_) & kMask << (run * kLowBits<kBits>);
@@ -106,7 +108,8 @@ __device__ __forceinline__ ByteCodes<kBits> last_two(const Words& words, unsigne
   return {words.low.z, words.low.w, words.high.z, words.high.w, b};
 }
 
-// Rows of A out of byte `b` of the words of a lane's four channels.
+// Adds the products of the rows of A that come from byte `b` of the words of a lane's four
+// channels.
 template <int kBits, int kColumns>
 __device__ __forceinline__ void multiply_byte(const Words& words, unsigned b, int tile,
                                               const uint2 (&weights)[kColumns],
@@ -146,11 +149,11 @@ __device__ __forceinline__ void load_shared(std::uint32_t from, uint4& to) {
                : "memory");
 }
 
-// Where a lane finds its part of a slot, as offsets that steps and channels are added to.
+// Offsets of a lane's part of a slot, before those of steps and channels are added.
 template <int kBits, bool kListed>
 struct LaneOffsets {
   using Shape = TileShape<kBits, kListed>;
-  // Listed channels lie in an order that makes some of the sums exclusive ors.
+  // Listed channels lie in an order in which some of the sums are exclusive ors.
   static constexpr int kCodes = kListed && kBits == 2 ? 2 : 1;
 
   __device__ LaneOffsets() {
@@ -170,7 +173,7 @@ struct LaneOffsets {
     }
     scales = Shape::kScaleOffset + static_cast<std::uint32_t>(kListed ? quad : quad / 2) * 16;
   }
-  // The lane's channel `j` of a step.
+  // Offset of the codes of the lane's channel `j` of a step.
   __device__ __forceinline__ std::uint32_t code(int step, int page, int j) const {
     const int apart = channel_of_lane(kListed, 0, j / kCodes * kCodes);
     return codes[page][j % kCodes] +
@@ -186,22 +189,22 @@ struct LaneOffsets {
   std::uint32_t scales;
 };
 
-// Scales (or zeros) of this lane's four channels of a step, out of four pairs.
+// Loads the scales (or zeros) of this lane's four channels of a step, selected from four pairs.
 __device__ __forceinline__ uint2 load_scales(std::uint32_t from, uint2 selectors) {
   uint4 words;
   load_shared(from, words);
   return make_uint2(permute(words.x, words.y, selectors.x), permute(words.z, words.w, selectors.y));
 }
 
-// Codes of this lane's four channels of a step and a page; of 3 bits the lower two, then the
+// Codes of this lane's four channels of a step and a page; at 3 bits, x has the lower two and y the
 // highest.
 template <int kBits>
 using Codes = std::conditional_t<kBits == 2, std::uint32_t, uint2>[4];
 
-// The highest bits of four tokens of every run, for lanes of two rows four apart: byte k has those
-// of 16 i + k as its bits i, of which the upper row has the odd ones. Turned so that bit 2 r of a
-// lane's own becomes bit 2 r + 2, those of run 3 are in the byte after, or the first after the
-// last.
+// Rotates the highest bits of four tokens of every run, a word shared by lanes of two rows four
+// apart: bit i of byte k belongs to token 16 i + k, and the upper row has the odd bits. After the
+// rotation bit 2 r of a lane's own bits is bit 2 r + 2, so that the bits of run 3 are in the next
+// byte (those of the last byte in the first).
 __device__ __forceinline__ std::uint32_t turn(std::uint32_t high) {
   return __funnelshift_l(high, high, 2u - static_cast<unsigned>(lane_id()) / 16);
 }
@@ -215,7 +218,7 @@ __device__ __forceinline__ void load_codes(std::uint32_t slot,
     const std::uint32_t from = slot + offsets.code(step, page, j);
     if constexpr (kBits == 3) {
       load_shared(from, codes[j].x);
-      // Rows are 4 bytes apart, and four of them have as many bytes of these.
+      // Rows are 4 bytes apart, and four rows share 4 bytes of highest bits.
       const auto upper = static_cast<std::uint32_t>(lane_id()) / 16 * 16;
       load_shared(from - upper + TileShape<kBits, kListed>::kHighOffset, codes[j].y);
       codes[j].y = turn(codes[j].y);
@@ -225,7 +228,7 @@ __device__ __forceinline__ void load_codes(std::uint32_t slot,
   }
 }
 
-// Word `i` of each channel's codes.
+// Returns word `i` of each channel's codes.
 template <int kBits>
 __device__ __forceinline__ Words words_of(const Codes<kBits>& codes, int i) {
   if constexpr (kBits == 2) {
@@ -238,7 +241,7 @@ __device__ __forceinline__ Words words_of(const Codes<kBits>& codes, int i) {
   }
 }
 
-// Word `word` of this lane's four channels of a step and a page.
+// Loads word `word` of this lane's four channels of a step and a page.
 __device__ __forceinline__ Words load_words(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
                                             int step, int page, int word) {
   uint4 words;
@@ -252,7 +255,7 @@ __device__ __forceinline__ Words load_words(std::uint32_t slot, const LaneOffset
   return {words, {}};
 }
 
-// A word of four channels' codes of either page, times weights.
+// Adds weights times a word of four channels' codes of both pages.
 template <int kBits>
 __device__ __forceinline__ void multiply_word(const Words (&words)[kTilePages], uint2 weights,
                                               WordSums<kLowBits<kBits>>& sums) {
@@ -270,12 +273,12 @@ __device__ __forceinline__ void multiply_word(const Words (&words)[kTilePages], 
   }
 }
 
-// Codes times weights.
+// Adds weights times codes of a page.
 template <int kBits, int kColumns>
 __device__ __forceinline__ void multiply_codes(const Codes<kBits>& codes,
                                                const uint2 (&weights)[kColumns],
                                                PageSums<kColumns>& sums) {
-  constexpr int kTiles = 4 / kLowBits<kBits>;  // of a byte
+  constexpr int kTiles = 4 / kLowBits<kBits>;  // per byte
 #pragma unroll
   for (int word = 0; word < kLowBits<kBits> / 2; ++word) {
     const Words words = words_of<kBits>(codes, word);
@@ -286,7 +289,7 @@ __device__ __forceinline__ void multiply_codes(const Codes<kBits>& codes,
   }
 }
 
-// Zeros of both pages as A, for step `step` of the chunk in `slot`.
+// Loads the zeros of both pages as A, for step `step` of the chunk in `slot`.
 template <int kBits, bool kListed>
 __device__ __forceinline__ void load_zeros(std::uint32_t slot,
                                            const LaneOffsets<kBits, kListed>& offsets, int step,
@@ -304,8 +307,8 @@ __device__ __forceinline__ uint2 weights_of(uint2 query, uint2 scale) {
   return make_uint2(multiply_pairs(query.x, scale.x), multiply_pairs(query.y, scale.y));
 }
 
-// Where pages share the columns: adds queries times zeros of a step and returns the weights of its
-// codes.
+// Adds queries times zeros of a step and returns the weights of its codes. For scans whose pages
+// share the columns.
 template <int kBits, bool kListed>
 __device__ __forceinline__ uint2 begin_step(std::uint32_t slot,
                                             const LaneOffsets<kBits, kListed>& offsets, int step,
@@ -313,12 +316,12 @@ __device__ __forceinline__ uint2 begin_step(std::uint32_t slot,
   std::uint32_t zeros[4];
   load_zeros(slot, offsets, step, selectors, zeros);
   mma(__half(), sums, zeros, queries.x, queries.y);
-  const int page = lane_id() / 16;  // that the lane's column is for
+  const int page = lane_id() / 16;  // the page of the lane's column
   return weights_of(queries, load_scales(slot + offsets.scale(step, page), selectors));
 }
 
-// One step of 16 channels, step `step` of the chunk in `slot`. Selectors tell which halves of words
-// the lane takes its scales from.
+// Adds one step of 16 channels, step `step` of the chunk in `slot`. `selectors` choose the halves
+// of words that the lane takes its scales from.
 template <int kBits, bool kListed, int kQueries>
 __device__ __forceinline__ void multiply_step(std::uint32_t slot,
                                               const LaneOffsets<kBits, kListed>& offsets, int step,
@@ -357,16 +360,16 @@ __device__ __forceinline__ void multiply_step(std::uint32_t slot,
   }
 }
 
-// One step's part of what a pair of steps needs.
+// One step's half of a pair of steps' data.
 __device__ __forceinline__ uint2 of_step(const uint4& both, int step) {
   return step == 0 ? make_uint2(both.x, both.y) : make_uint2(both.z, both.w);
 }
 
-// What a pair of steps needs of the queries.
+// Query data for a pair of steps.
 template <int kColumns>
 struct PairQueries {
   uint4 fragments[kColumns];
-  uint4 selectors;  // which halves of words the lane takes its scales from
+  uint4 selectors;  // choose the halves of words that the lane takes its scales from
 };
 
 template <bool kListed, int kColumns>
@@ -385,7 +388,7 @@ __device__ __forceinline__ PairQueries<kColumns> load_pair(const HeadQueries<kCo
   return of;
 }
 
-// Two steps, of which `steps` are there.
+// Adds a pair of steps; only the first `steps` exist.
 template <int kBits, bool kListed, int kQueries>
 __device__ __forceinline__ void multiply_pair(std::uint32_t slot,
                                               const LaneOffsets<kBits, kListed>& offsets, int steps,
@@ -403,7 +406,7 @@ __device__ __forceinline__ void multiply_pair(std::uint32_t slot,
   }
 }
 
-// Stores what is wanted of a tile.
+// Stores the logits of a tile, or only those of its candidates.
 template <int kBits, TileScan kScan, int kQueries>
 __device__ __forceinline__ void store_tile(TileSums<kBits, kQueries>& sums, const TileScanArgs& a,
                                            const HeadQueries<kColumnTiles<kQueries>>& queries,
@@ -427,7 +430,7 @@ __device__ __forceinline__ void store_tile(TileSums<kBits, kQueries>& sums, cons
   }
 }
 
-// Sums and stores the tiles of one warp.
+// Scans and stores the tiles of one warp.
 template <int kBits, TileScan kScan, int kQueries>
 __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanTokens& tokens,
                                            const WarpMemory& memory) {
@@ -437,7 +440,8 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanToke
   using Copier =
       std::conditional_t<kListed, ListedCopier<kBits, kScan>, OrderedCopier<kBits, kScan>>;
   Copier copier(a, tokens, memory);
-  // Tiles that are scanned in any case are copied while the queries are made ready.
+  // Tiles that do not depend on candidates or listed channels are copied while the kernel before
+  // still prepares the queries.
   constexpr bool kEarly = kScan == TileScan::all;
   static_assert(Shape::kAhead < kLeastDynamicTiles * Shape::kStaticEighths / 8, "see begin()");
   if (!kEarly) {
@@ -454,7 +458,7 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanToke
   const LaneOffsets<kBits, kListed> offsets;
   const std::uint32_t first_slot = shared_address(memory.ring);
   std::uint32_t slot = first_slot;
-  unsigned round = 0;  // the lowest bit of how often the ring was gone through
+  unsigned round = 0;  // lowest bit of the number of passes through the ring
   TilePlace at;
   HeadQueries<kColumns> queries;
   while (copier.oldest().last_page >= 0) {
@@ -467,7 +471,7 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanToke
     TileSums<kLowBits<kBits>, kQueries> sums{};
 #pragma unroll 1
     for (int pair = 0; pair < a.pairs; ++pair) {
-      PairQueries<kColumns> of_pair;  // asked for early where it comes from far
+      PairQueries<kColumns> of_pair;  // loaded early if it comes from global memory
       if (!kListed) of_pair = load_pair<kListed>(queries, memory, pair);
       copier.wait(slot, round);
       __syncwarp();
@@ -482,20 +486,19 @@ __device__ __forceinline__ void scan_tiles(const TileScanArgs& a, const ScanToke
       }
     }
     if (kListed && has_candidates<kScan>(a)) {
-      candidates = candidates_of(a, at);  // rare, and registers are not
+      candidates = candidates_of(a, at);  // late, to save registers in the common case
     }
     store_tile<kLowBits<kBits>, kScan, kQueries>(sums, a, queries, at, candidates, memory.staged);
   }
 }
 
-// Scans of so few listed channels, for so few queries, that a warp has room to spare: a chunk has
-// all channels of a tile, so that sums over half its tokens are complete before those over the
-// other half begin, and what scans of more channels keep in shared memory of the queries fits
-// registers.
+// Scans of few listed channels for few queries. One chunk has all channels of a tile, so that the
+// sums of half its tokens are complete before those of the other half begin, and the query data
+// that other listed scans keep in shared memory fits in registers.
 
 using FewShape = TileShape<4, true>;
 
-// What a lane needs of the KV head whose tiles it scans.
+// A lane's data of the KV head whose tiles it scans.
 struct FewQueries {
   HeadQueries<1> head;
   uint4 fragments;
@@ -510,7 +513,7 @@ __device__ __forceinline__ FewQueries enter_few(const TileScanArgs& a, int head)
   return of;
 }
 
-// Logits of this lane's queries and page of the tile in `slot`.
+// Computes the logits of this lane's queries and page for the tile in `slot`.
 template <int kSteps>
 __device__ __forceinline__ void scan_slot(std::uint32_t slot, const LaneOffsets<4, true>& offsets,
                                           const FewQueries& queries, Runs<4> (&runs)[2]) {
@@ -538,7 +541,7 @@ __device__ __forceinline__ void scan_slot(std::uint32_t slot, const LaneOffsets<
   }
 }
 
-// What a warp has in shared memory: its ring, and of its head the places of what it copies.
+// Shared memory per warp: its ring, and the places and scales of its head that it copies.
 inline constexpr std::uint32_t kFewBytes =
     FewShape::kRingBytes + kWarp * (sizeof(uint4) + sizeof(std::uint32_t));
 
@@ -582,22 +585,22 @@ __device__ __forceinline__ void scan_few(const TileScanArgs& a, const ScanTokens
 
 constexpr int kScanThreads = kScanWarps * kWarp;
 constexpr int kTableThreads = 256;
-constexpr int kTableBlocks = 16;  // of a multiprocessor
+constexpr int kTableBlocks = 16;  // per multiprocessor
 
-// One block a head.
+// One block per head.
 __global__ void __launch_bounds__(kQueryThreads)
     prepare_kernel(const __grid_constant__ PrepareArgs a) {
   __shared__ Queries queries;
   const auto token = static_cast<int>(blockIdx.y);
   const auto kv_head = static_cast<int>(blockIdx.x);
-  // In this order: a scan of tiles that begins early may copy tiles at once.
+  // Waits before it lets the scan of tiles begin, because that copies tiles before it waits.
   wait_for_kernel_before();
   allow_next_kernel();
   load_queries(a.queries, a.queries.of(token, kv_head), queries);
   prepare_tiles(queries, a, token * static_cast<int>(gridDim.x) + kv_head, token);
 }
 
-// Notes where the candidates of every tile begin, and counts the pages of these tiles.
+// Records the first candidate of every tile and counts the pages of tiles with candidates.
 __global__ void __launch_bounds__(kTableThreads)
     table_kernel(const std::int32_t* positions, std::int64_t position_capacity,
                  const __grid_constant__ TileQueries to, std::int64_t most_tiles) {
@@ -655,10 +658,11 @@ __global__ void __launch_bounds__(kScanThreads, kScanBlocks)
   scan_few<kSteps>(a, tokens, few_memory(shared + threadIdx.x / kWarp * kFewBytes));
 }
 
-// A kernel that scans with `shared` bytes of shared memory a block.
+// Launches a scan with `shared` bytes of shared memory per block.
 void launch_kernel(void (*kernel)(TileScanArgs), std::size_t shared, const TileScanArgs& a,
                    const Launch& launch) {
-  allow_shared_memory("tile scan", kernel, shared, *launch.device);  // also to be asked about
+  // The occupancy query below needs it, too.
+  allow_shared_memory("tile scan", kernel, shared, *launch.device);
   int resident = 0;
   require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kScanThreads, shared),
           "tile scan");
@@ -683,7 +687,7 @@ void launch_scan(const TileScanArgs& a, const Launch& launch) {
   launch_kernel(scan_kernel<kBits, kScan, kQueries>, shared, a, launch);
 }
 
-// Whether scan_few() can do it.
+// Returns true if scan_few() supports the call.
 bool is_few(const TileScanArgs& a, int bits) {
   return bits == 4 && a.pairs == 1 && a.query_count <= kSharedQueries && !a.has_candidates &&
          a.aligned;
@@ -694,12 +698,12 @@ void launch_few(const TileScanArgs& a, const Launch& launch) {
   launch_kernel(kernel, kScanWarps * kFewBytes, a, launch);
 }
 
-// Whether a kernel is for 8 queries. Kernels take long to compile, so at 3 bits there is but one
-// for what is scanned most, all channels of every tile; other scans take the next larger kernel, of
-// whose columns half are idle then.
+// Returns true if a kernel for 8 queries is compiled. Kernels take long to compile, so at 3 bits
+// only the most frequent scan, all channels of every tile, has one; other scans use the kernel for
+// kMaxQueries with half of its columns idle.
 constexpr bool has_eight(int bits, TileScan scan) { return bits != 3 || scan == TileScan::all; }
 
-// For how many queries the kernel is that scans for so many.
+// Queries that the kernel for `queries` queries is compiled for.
 constexpr int width_of(int bits, TileScan scan, int queries) {
   if (queries <= kSharedQueries) return kSharedQueries;
   return queries <= 8 && has_eight(bits, scan) ? 8 : kMaxQueries;
@@ -730,7 +734,7 @@ int steps_of(const EstimateParams& p) {
   return (channels_of(p) + kStepChannels - 1) / kStepChannels;
 }
 
-// Whole steps of channels lie side by side; anything else is listed.
+// Returns true unless the channels are all of a head_dim of whole steps, which lie side by side.
 bool is_listed(const EstimateParams& p) {
   return channels_of(p) != p.shape.head_dim || p.shape.head_dim % kStepChannels != 0;
 }
@@ -740,7 +744,7 @@ TileScan kind_of(const EstimateParams& p) {
   return p.candidates != nullptr ? TileScan::candidates : TileScan::all;
 }
 
-// Takes pieces of the scratch memory; a first pass without memory counts them.
+// Allocates arrays from the scratch memory; without memory it only counts the bytes.
 class Pieces {
  public:
   explicit Pieces(std::byte* base) : base_(base) {}
