@@ -10,13 +10,13 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr std::int64_t kMostHeads = 4096;  // of a launch
+constexpr std::int64_t kMostHeads = 4096;  // per launch
 constexpr int kPagesOfBlock = 8;           // read at the same time
 static_assert(kMostHeads <= Launch::kHalfCounters);
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Where the results of a query head or the like are, `count` elements further.
+// Returns `pointer` + `count`, or null for null.
 template <typename T>
 T* advanced(T* pointer, std::int64_t count) {
   return pointer == nullptr ? nullptr : pointer + count;
@@ -71,7 +71,7 @@ TilesCall call_of(const AttendTilesParams& p, const DeviceLimits& device) {
   return c;
 }
 
-// Hands out scratch, every piece aligned to 16 bytes; returns the bytes it takes.
+// Places the call's arrays in scratch, each aligned to 16 bytes; returns the bytes they take.
 std::size_t place(TilesCall& c, std::byte* scratch) {
   const auto base = reinterpret_cast<std::uintptr_t>(scratch);
   std::size_t used = 0;
@@ -102,7 +102,8 @@ std::int64_t most_tokens_at_once(const AttendTilesParams& p) {
   return std::clamp<std::int64_t>(kMostHeads / heads, 1, std::max<std::int64_t>(p.batch.count, 1));
 }
 
-// Fewer tokens take less scratch, but for the blocks of each, which are more.
+// Tokens per round that fit in scratch. Fewer tokens take less, except that each then has more
+// blocks.
 std::int64_t tokens_at_once(const AttendTilesParams& p, const Launch& launch) {
   std::int64_t tokens = most_tokens_at_once(p);
   while (tokens > 1 && scratch_of(p, tokens, *launch.device) > launch.scratch_bytes) {

@@ -1,4 +1,4 @@
-// Building pages of value tiles: one block a page of one KV head. A thread holds two neighbouring
+// Builds pages of value tiles, one block per page and KV head. A thread holds two neighbouring
 // channels of 32 tokens, whose codes fill whole words.
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
@@ -18,15 +18,15 @@ template <typename Pages>
 struct BuildArgs {
   Pages pages;
   TilePool to;
-  std::int64_t row_bytes;  // from row to row
+  std::int64_t row_bytes;  // bytes from row to row
   std::int32_t* bad;       // reported [sequences, kv_heads]
   int head_dim;
   float margin;  // ValueTiles::margin()
   float step;    // ValueTiles::step()
 };
 
-// Zero and scale of one channel, as they are kept and as values are quantised with them; rounded at
-// every step, like the CPU's.
+// Zero and scale of one channel, as stored and as used to quantise values; rounded at every step,
+// like the CPU's.
 template <int kBits>
 struct Quantiser {
   __half scale;
@@ -49,7 +49,7 @@ struct Quantiser {
   }
 };
 
-// The words of one channel that a thread has: value(k) of its token k.
+// Packs a thread's words of one channel; value(k) is the value of its token k.
 template <int kBits, typename Value>
 __device__ __forceinline__ void pack(const Quantiser<kBits>& quantiser, const Value& value,
                                      std::uint32_t (&low)[kLowWords<kBits>], std::uint32_t& high) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const bool has_page = a.pages.find(head, a.row_bytes, page);
   std::int64_t place = 0;
   if (has_page) place = a.to.place_of(page.sequence, page.number);
-  // Also by those with nothing to do, so that this kernel ends after the one before.
+  // Blocks with nothing to do wait, too, so that this kernel ends after the one before.
   wait_for_kernel_before();
   allow_next_kernel();
   if (!has_page) return;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// For `blocks` pages of every KV head.
+// Builds `blocks` pages of every KV head.
 template <typename Pages>
 void build(const char* what, const KvShape& shape, const ValueTilesView& values, const Pages& pages,
            std::int64_t blocks, std::int32_t* bad, const Launch& launch) {

@@ -37,17 +37,17 @@ struct TilesCall {
   float* out_lse = nullptr;           // [heads, group]
   bool merge = false;
   std::int32_t* pages_read = nullptr;  // reported [heads] or null
-  bool is_beside = false;              // the kernel before has to do with `out` and `out_lse` alone
+  bool is_beside = false;              // the kernel before writes only `out` and `out_lse`
 
-  // How the work is shared out.
-  std::int32_t most_pages = 0;   // of a head
+  // Division of the work.
+  std::int32_t most_pages = 0;   // per head
   std::int32_t splits = 0;       // blocks that read pages of a head
-  std::int32_t query_parts = 0;  // of a group
-  std::int32_t readers = 0;      // warps of a block that read pages, the first ones
-  std::int32_t stages = 0;       // of such a warp's pages in shared memory
+  std::int32_t query_parts = 0;  // per group
+  std::int32_t readers = 0;      // the first warps of a block, which read pages
+  std::int32_t stages = 0;       // pages in shared memory per reading warp
 
   PageWeights weights;
-  // Scratch: what blocks have read.
+  // Scratch: partial results of blocks.
   float* partials = nullptr;         // [heads, query_parts, splits, partial_floats()]
   std::uint32_t* tickets = nullptr;  // [heads, query_parts], zero before and after
 

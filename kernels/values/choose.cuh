@@ -19,7 +19,7 @@ inline constexpr int kReadWarps = kReadThreads / kWarp;
 template <int kBins>
 class Counts {
   static constexpr int kCopies = 4;
-  static constexpr int kStride = kBins + 1;  // to different banks
+  static constexpr int kStride = kBins + 1;  // puts copies into different banks
 
  public:
   __device__ __forceinline__ void clear(int thread, int threads) {
@@ -39,12 +39,13 @@ class Counts {
   std::uint32_t counts_[kCopies * kStride];
 };
 
-// Weights fall into classes of equal sign, exponent and 7 bits. Counted by how far they lie below
-// the heaviest: first 16 at a time, down to where a weight is nothing beside it, then singly.
+// Weights fall into classes of equal sign, exponent and upper 7 bits of the mantissa. Classes are
+// counted by their distance below the heaviest: first in bins of 16, down to weights that are
+// negligible beside it, then one by one.
 class PageChoice {
   static constexpr int kFine = 16;
-  static constexpr float kUnits = 0x1p30f;  // of all pages' weight
-  static constexpr int kKept = 4;           // pages whose weights a thread keeps
+  static constexpr float kUnits = 0x1p30f;  // integer units of all pages' weight
+  static constexpr int kKept = 4;           // pages whose weights a thread keeps in registers
 
  public:
   using Page = std::uint16_t;  // in a list
@@ -58,13 +59,13 @@ class PageChoice {
     float sums[kReadWarps];
     std::uint32_t tops[kReadWarps];
     std::uint32_t coarse_bin;
-    std::uint32_t missing;  // of the target, without all heavier bins
+    std::uint32_t missing;  // units of the target that all heavier bins lack
     std::uint32_t lightest;
     int counts[kReadWarps];
   };
 
-  // By all threads of a block. `staged`: room for all weights in shared memory, or null. Weights
-  // that threads do not keep are staged there, each in its place.
+  // All threads of a block construct it. `staged`: room for all weights in shared memory, or null.
+  // Weights that threads do not keep are staged there, each at its page's index.
   __device__ PageChoice(const float* weights, int pages, float* staged, Shared& shared)
       : weights_(weights), pages_(pages), shared_(shared) {
     // Bypasses the L1 cache, which may hold stale data of the layer before.
@@ -119,12 +120,13 @@ class PageChoice {
     return pages_;
   }
 
-  // A bit for each of the warp's pages that is read.
+  // One bit for each of the warp's pages, set if it is read.
   __device__ std::uint32_t chosen(int page, float weight, std::uint32_t lightest) const {
     return __ballot_sync(kAllLanes, page < pages_ && class_of(weight) >= lightest);
   }
 
-  // Calls body(page, weight), warps together; behind the last page with a weight of 0.
+  // Calls body(page, weight) for a thread's pages; warps stay together, so pages past the last one
+  // come with a weight of 0.
   template <typename Body>
   __device__ __forceinline__ void for_pages(const Body& body) const {
 #pragma unroll
@@ -136,7 +138,7 @@ class PageChoice {
     }
   }
 
-  // The sum of all weights, the same every time, and the heaviest one's class.
+  // Returns the sum of all weights, in a fixed order; `top` is the heaviest weight's class.
   __device__ float weigh(std::uint32_t& top) {
     float sum = 0.0f;
     top = 0;
@@ -160,7 +162,8 @@ class PageChoice {
     return sum;
   }
 
-  // The lightest class that is needed: the pages from it on carry the share, those above it do not.
+  // The lightest class that is needed: pages of this class and heavier carry the share, heavier
+  // ones alone do not.
   __device__ std::uint32_t lightest_class(float share) {
     shared_.coarse.clear(thread(), kReadThreads);
     shared_.fine.clear(thread(), kReadThreads);
@@ -204,7 +207,7 @@ class PageChoice {
     return shared_.lightest;
   }
 
-  const float* weights_;  // of pages behind those that threads keep
+  const float* weights_;  // of pages that threads do not keep
   int pages_;
   Shared& shared_;
   float kept_[kKept] = {};

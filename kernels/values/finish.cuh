@@ -9,16 +9,16 @@
 
 namespace sluice::cuda {
 
-// The part of a head that a block has: some of its pages for some of its query heads.
+// A block's part of a head: some of its pages for some of its query heads.
 struct BlockPart {
   int head;
   int pages;       // of the head
-  int chosen = 0;  // that are read
+  int chosen = 0;  // pages that are read
   int split;
-  int splits = 1;  // that have pages
+  int splits = 1;  // blocks that have pages
   int first_query;
   int queries;
-  std::int64_t place;  // of the head's query part among all
+  std::int64_t place;  // index in [heads, query_parts]
   const uint4* masks;  // of the head's pages
 
   __device__ explicit BlockPart(const TilesCall& c)
@@ -36,8 +36,8 @@ struct BlockPart {
   }
 };
 
-// The partial that a block leaves for the last one of its head: sums [kTileQueries, head_dim] of
-// the query heads that exist, then their masses.
+// A block's partial, for the last block of its head: sums [kTileQueries, head_dim] of the query
+// heads that exist, then their masses.
 struct Partial {
   float* sums;
   float* masses;
@@ -52,14 +52,14 @@ __device__ __forceinline__ float4 add_scaled(const float4& x, float factor, cons
                      fmaf(factor, y.w, x.w));
 }
 
-// One query head of a head whose pages are all read.
+// Factors of one query head's inputs, once all blocks of the head have read their pages.
 struct Finished {
-  float read;    // factor of the sums of values
+  float read;    // of the sums of values
   float mean;    // of value_sums
-  float before;  // and of the partial before
+  float before;  // of the partial already in `out`
 };
 
-// By one warp. Sums are taken in the same order every time.
+// One warp calls it. Sums are taken in the same order every time.
 __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int query,
                                  bool is_all) {
   const auto lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -72,7 +72,7 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   const auto stride = static_cast<int>(partial_floats(c.head_dim));
   float read = 0.0f;
   float all = 0.0f;
-  // The loads of one turn overlap.
+  // The loads of one iteration overlap.
 #pragma unroll 1
   for (int i = lane; i < max(part.splits, slices); i += 2 * kWarp) {
     const int next = i + kWarp;
@@ -87,7 +87,8 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   all = warp_sum(all);
   const float unread = fmaxf(all - read, 0.0f);
   const float mass = read + unread;
-  // In bits. What weighs nothing is left out, the partial before if there is none.
+  // Logarithms of base 2. -Inf leaves a part out: the pages if they weigh nothing, the partial
+  // before if there is none.
   const float here = mass > 0.0f ? lse + __log2f(mass) : -INFINITY;
   const float before = c.merge ? old * kLog2E : -INFINITY;
   const float highest = fmaxf(here, before);
@@ -126,8 +127,8 @@ struct ColumnParts {
   }
 };
 
-// By the last block of a head: adds up all blocks' sums and writes the result. Threads have four
-// channels each; where they suffice, several share what there is to add up. `memory` is
+// Adds up all blocks' sums and writes the result; the last block of a head calls it. Each thread
+// has four channels; if there are enough threads, several divide the blocks among them. `memory` is
 // [kReadThreads] float4.
 __device__ void finish(const TilesCall& c, const BlockPart& part, float4* memory) {
   __shared__ Finished finished[kTileQueries];

@@ -1,5 +1,5 @@
-// Pages of value tiles on their way to shared memory for one warp, in order: by bulk copies if the
-// device has them, else by asynchronous copies of all lanes.
+// Ring of pages of value tiles that one warp copies to shared memory, in order: by bulk copies if
+// the device has them, else by asynchronous copies of all lanes.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ class PageRing {
  public:
   static constexpr int kMostStages = 2;
 
-  // By all lanes. `stages` of `page_bytes` each; barriers [kMostStages].
+  // All lanes construct it. `memory` holds `stages` of `page_bytes` each; barriers [kMostStages].
   __device__ PageRing(std::byte* memory, int stages, int page_bytes, std::uint64_t* barriers)
       : memory_(memory), stages_(stages), page_bytes_(page_bytes), barriers_(barriers) {
     if constexpr (kBulkCopies) {
@@ -26,8 +26,8 @@ class PageRing {
     }
   }
 
-  // Into the stage that was released first; null: nothing. As often as there are stages before the
-  // first take(), and once after every release().
+  // Starts copying `page` (null: nothing) into the stage that was released first. To be called once
+  // per stage before the first take(), then once after every release().
   __device__ __forceinline__ void fetch(const std::byte* page) {
     std::byte* const to = memory_ + into_ * page_bytes_;
     if constexpr (kBulkCopies) {
@@ -44,7 +44,7 @@ class PageRing {
     }
     into_ = next_of(into_);
   }
-  // The page that was fetched first.
+  // Waits for the page that was fetched first.
   __device__ __forceinline__ const std::byte* take() {
     if constexpr (kBulkCopies) {
       barrier_wait(barrier(from_), phases_ >> from_ & 1u);
@@ -80,7 +80,7 @@ class PageRing {
   std::uint64_t* barriers_;
   int into_ = 0;
   int from_ = 0;
-  std::uint32_t phases_ = 0;  // of the barriers, a bit each
+  std::uint32_t phases_ = 0;  // phases of the barriers, one bit each
 };
 
 }  // namespace sluice::cuda

@@ -1,4 +1,4 @@
-// Attention to the pages that are read. Blocks share a head's pages, a warp has one at a time; the
+// Attention to the chosen pages. Blocks divide a head's pages, each warp reads one at a time; the
 // last block of a head adds up all sums, gives the remaining weight to the mean value, and merges.
 #include <string>
 
@@ -14,7 +14,7 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr int kSumWarps = kReadWarps / 2;  // whose sums meet in shared memory
+constexpr int kSumWarps = kReadWarps / 2;  // sums in shared memory, each of two warps
 
 // A lane's sums over its warp's pages.
 template <int kBlocks>
@@ -22,10 +22,10 @@ struct PageSums {
   float results[kBlocks][kBlockResults] = {};
   float mass = 0.0f;  // weights of the query head of the lane's column, lane / 4
 
-  static constexpr int kNumbers = kBlocks * kBlockResults + 1;  // of a lane
+  static constexpr int kNumbers = kBlocks * kBlockResults + 1;  // per lane
   static constexpr int kSize = kNumbers * kWarp;
 
-  // The places at which for_each() puts a query head's sum of a channel, and its mass.
+  // Places that for_each() gives a query head's sum of a channel, and its mass.
   __device__ static int place_of(int query, int channel) {
     const int number = channel / kBlockChannels * kBlockResults + channel % 4 * 2 + query % 2;
     return number * kWarp + channel % kBlockChannels / 4 * 4 + query / 2;
@@ -69,17 +69,17 @@ __device__ __forceinline__ void add_page(const TilesCall& c, const std::byte* pa
   }
 }
 
-// Of shared memory: the sums of half the warps, or of columns that threads share.
+// Floats of shared memory for the sums of kSumWarps warps, or for those of finish().
 template <int kBlocks>
 __host__ __device__ constexpr std::size_t sum_floats() {
   constexpr std::size_t kSums = std::size_t{kSumWarps} * PageSums<kBlocks>::kSize;
   return kSums > 4 * kReadThreads ? kSums : 4 * kReadThreads;
 }
 
-// Of shared memory: what there is of pages, and later those sums.
+// Bytes of shared memory for the pages in flight, and later for those sums.
 template <int kBlocks>
 __host__ __device__ constexpr std::size_t ring_bytes(const TilesCall& c) {
-  // Lanes without channels read on behind the last page.
+  // Lanes without channels read past the last page.
   constexpr std::size_t kBehind = std::size_t{kBlocks} * kBlockChannels * 4;
   const std::size_t pages =
       static_cast<std::size_t>(c.readers * c.stages * c.values.page_bytes) + kBehind;
@@ -98,7 +98,7 @@ __device__ void join_warps(PageSums<kBlocks>& sums, float* memory) {
   __syncthreads();
 }
 
-// The sum of all the block's warps at a place.
+// The sum over the block's warps at a place.
 template <int kBlocks>
 __device__ __forceinline__ float sum_of(const float* memory, int place) {
   float sum = 0.0f;
@@ -120,7 +120,7 @@ __device__ void write_partial(const TilesCall& c, const BlockPart& part, const f
   if (thread < part.queries) to.masses[thread] = sum_of<kBlocks>(memory, Sums::mass_place(thread));
 }
 
-// Adds up a warp's share of the listed pages; where not all warps read, the last have none.
+// Adds up a warp's share of the listed pages. Warps past c.readers have none.
 template <int kBits, int kBlocks>
 __device__ __forceinline__ void read_own(const TilesCall& c, const BlockPart& part,
                                          const PageChoice::Page* list, std::byte* stages,
@@ -143,7 +143,7 @@ __device__ __forceinline__ void read_own(const TilesCall& c, const BlockPart& pa
   for (int stage = 0; stage < c.stages; ++stage) ring.fetch(page_at(i + stage * step));
 #pragma unroll 1
   for (; i < part.chosen; i += step) {
-    // Looks up the next page to fetch and computes this one's weights while it is on its way.
+    // Looks up the next page to fetch and computes this page's weights while this page arrives.
     const std::byte* const next = page_at(i + c.stages * step);
     const ColumnWeights w = weigh_page<kBits>(page_logits(c, part, list[i]), norm);
     add_page<kBits, kBlocks>(c, ring.take(), w, sums);
@@ -152,15 +152,15 @@ __device__ __forceinline__ void read_own(const TilesCall& c, const BlockPart& pa
   }
 }
 
-// Of a multiprocessor: as its registers allow.
+// Blocks per multiprocessor, as registers allow.
 template <int kBlocks>
 constexpr int kBlocksAtOnce = kBlocks <= 4 ? 2 : 1;
 
 template <int kBits, int kBlocks>
 __global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
     read_pages(const __grid_constant__ TilesCall c) {
-  // First pages' weights, if all would fit, then the warps' stages, then their sums; behind these
-  // the list of pages that are read.
+  // Holds, one after the other, the pages' weights if all would fit, the warps' stages, and their
+  // sums. The list of chosen pages comes after them.
   extern __shared__ float4 memory[];
   __shared__ PageChoice::Shared choice;
   __shared__ bool is_last;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kReadThreads, kBlocksAtOnce<kBlocks>)
     c.pages_read[part.head] = part.chosen * c.query_parts;
   }
   if (part.split >= part.splits) return;
-  // Weights that were there come before pages that are copied there.
+  // Orders the reads of weights before the bulk copies of pages into the same memory.
   if constexpr (kBulkCopies) shared_write_fence();
   __syncthreads();
   PageSums<kBlocks> sums;
@@ -216,12 +216,12 @@ std::size_t shared_bytes(const TilesCall& c) {
   return ring_bytes<kBlocks>(c) + sizeof(PageChoice::Page) * static_cast<std::size_t>(c.most_pages);
 }
 
-// Of a block, besides.
+// Upper bound of a block's static shared memory.
 constexpr std::size_t kDeclaredBytes = 8192;
 static_assert(sizeof(PageChoice::Shared) + 1024 < kDeclaredBytes);
 
-// Two stages for all warps where the blocks that a multiprocessor can have have room for them; else
-// one, of half the warps if need be.
+// Chooses two stages for all warps if kBlocksAtOnce blocks fit a multiprocessor with them; else one
+// stage, and only for half the warps if the block would not fit otherwise.
 template <int kBlocks>
 TilesCall with_stages(TilesCall c, std::size_t room) {
   c.readers = kReadWarps;
@@ -246,7 +246,7 @@ void run_bits(const TilesCall& call, const Launch& launch) {
   dispatch_blocks(call.head_dim, [&](auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
     const TilesCall c = with_stages<kBlocks>(call, room);
-    // Weights that do not fit are read where they are, also from the L1 cache.
+    // Weights that do not fit are read from global memory, through an L1 cache that may be stale.
     check(!c.is_beside || c.most_pages * sizeof(float) <= ring_bytes<kBlocks>(c),
           "attend_tiles: too many pages to begin early");
     const auto kernel = read_pages<kBits, kBlocks>;
@@ -257,7 +257,7 @@ void run_bits(const TilesCall& call, const Launch& launch) {
   });
 }
 
-// A row each warp.
+// One row per warp.
 __global__ void __launch_bounds__(kReadThreads)
     merge_rows(const __grid_constant__ MergePartialsParams p) {
   wait_for_kernel_before();

@@ -1,10 +1,10 @@
 // A warp's sums of weight * value over one page of value tiles, by tensor cores.
 //
-// A product has channels as rows, tokens inside and up to kTileQueries query heads as columns, so
-// that of 16 x 8 results few go unused. Codes stay where they lie in their words: as f16 a code in
-// bits s and up is 2^(s - 24) times the code, exactly, and the weights of those tokens are the
-// larger the smaller s is. Lane l has tokens 32 (l % 4) and up, of 32 channels four: 4 (l / 4) and
-// up, the rows of two tiles of results.
+// A product has channels as rows, tokens as inner dimension and up to kTileQueries query heads as
+// columns, so that few of its 16 x 8 results go unused. Codes are not shifted: a code in bits s and
+// up of an f16 is exactly 2^(s - 24) times the code, so the weights of those tokens are scaled by
+// 2^-s relative to the others. Lane l has tokens from 32 (l % 4) on and, of 32 channels, the four
+// from 4 (l / 4) on, as rows of two tiles of results.
 #pragma once
 
 #include "kernels/values/call.cuh"
@@ -12,18 +12,18 @@
 namespace sluice::cuda {
 
 inline constexpr int kBlockChannels = 32;
-inline constexpr int kBlockResults = 8;  // of a lane: channels 2 m + e / 2, columns e % 2 of two
+inline constexpr int kBlockResults = 8;  // per lane, 4 m + e: channel 2 m + e / 2, column e % 2
 
 // The largest shift of a pair's weights over the smallest.
 template <int kBits>
 inline constexpr int kTopShift = (kWordPairs<kBits> / 2 - 1) * kLowBits<kBits>;
-// Of a pair in a word's lower half; those in the upper half are brought there.
+// Shift of a pair's codes in a word's lower half; pairs in the upper half are moved there first.
 template <int kBits>
 __device__ __forceinline__ constexpr int shift_of(int pair) {
   return pair % (kWordPairs<kBits> / 2) * kLowBits<kBits>;
 }
 
-// A pair's codes as two f16, 2^(shift_of() - 24) times as large.
+// A pair's codes as two f16, times 2^(shift_of() - 24).
 template <int kBits>
 __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t low, std::uint32_t high, int pair) {
   constexpr std::uint32_t kMask = ((1u << kLowBits<kBits>)-1u) * 0x10001u;
@@ -41,14 +41,14 @@ __device__ __forceinline__ std::uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// A lane's words of a block of channels, of which it has four.
+// A lane's words of its four channels in a block.
 template <int kBits>
 struct LaneWords {
   uint4 low[kLowWords<kBits>];
   uint4 high;
 };
 
-// Read from a page in shared memory. Words of channels past head_dim are arbitrary.
+// Loads words from a page in shared memory. Words of channels past head_dim are arbitrary.
 template <int kBits>
 __device__ __forceinline__ void load_words(const std::byte* page, int head_dim, int first,
                                            LaneWords<kBits>& words) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_words(const std::byte* page, int head_dim, 
   if constexpr (kBits == 3) words.high = from[(4 * kLowWords<kBits> + lane % 4) * row];
 }
 
-// A lane's 32 logits of a page, and which of them are selected; -Inf where there is no such query
-// head.
+// A lane's 32 logits of a page and a bit mask of the selected ones; -Inf if the query head does not
+// exist.
 struct PageLogits {
   uint4 words[4];
   std::uint32_t taken;
@@ -80,12 +80,12 @@ struct PageLogits {
   }
 };
 
-// Weights of one query head, that of the lane's column lane / 4, of the lane's 32 tokens: as
-// columns of a product, relative to the heaviest of the page.
+// Weights of the lane's 32 tokens for the query head of its column lane / 4: columns of a product,
+// relative to the page's heaviest weight.
 struct ColumnWeights {
   std::uint32_t columns[kThreadPairs];
-  // Of the page, the same for all lanes of the query head.
-  float factor;  // turns weights into those relative to the row's log-sum-exp
+  // Values for the whole page, the same in all lanes of the query head.
+  float factor;  // makes weights relative to the row's log-sum-exp
   float sum;     // of all weights
 };
 
@@ -131,7 +131,7 @@ __device__ __forceinline__ ColumnWeights weigh_page(const PageLogits& logits, fl
   return w;
 }
 
-// For the lane's two columns of results: what a sum of codes and what a zero counts.
+// Factors of the sums of codes and of the zeros, for the lane's two columns of results.
 struct ColumnFactors {
   float codes[2];
   float zeros[2];

@@ -9,8 +9,8 @@
 
 namespace sluice::cuda {
 
-// A thread has 32 neighbouring tokens of a channel: 16 pairs of them, in kLowWords words of their
-// lower bits and, of three bits, a word of their upper ones.
+// A thread has 32 neighbouring tokens of a channel: 16 pairs, as kLowWords words of their lower
+// bits and, at 3 bits, one word of their highest bits.
 inline constexpr int kThreadTokens = 32;
 inline constexpr int kThreadPairs = kThreadTokens / 2;
 template <int kBits>
@@ -20,7 +20,7 @@ inline constexpr int kLowWords = kLowBits<kBits>;
 template <int kBits>
 inline constexpr int kWordPairs = kThreadPairs / kLowWords<kBits>;
 
-// Where the bits of a pair's first token begin; the second's are 16 above.
+// Offset of the bits of a pair's first token; the second's are 16 bits higher.
 template <int kBits>
 __host__ __device__ constexpr int low_shift(int pair) {
   return pair % kWordPairs<kBits> * kLowBits<kBits>;

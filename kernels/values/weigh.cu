@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWeighThreads = 256;
 constexpr int kWeighWarps = kWeighThreads / kWarp;
-constexpr int kRowLanes = kPageTokens / 8;  // that read one query head's logits of a page
+constexpr int kRowLanes = kPageTokens / 8;  // lanes that read one query head's logits of a page
 constexpr int kRowsAtOnce = kWarp / kRowLanes;
 
 // A head is a KV head of a token: number token * kv_heads + KV head.
@@ -87,7 +87,7 @@ __device__ __forceinline__ float digested(const WeighCall& c, const Slice& slice
   return c.digest.sums[place] * exp2_fast(highest - norm);
 }
 
-// The weights of eight logits; those with their bit set do not count.
+// Sum of the weights of eight logits, except those whose bit in `taken` is set.
 __device__ __forceinline__ float weight8(const uint4& logits, std::uint32_t taken, float norm) {
   const std::uint32_t words[4] = {logits.x, logits.y, logits.z, logits.w};
   float sum = 0.0f;
@@ -102,7 +102,7 @@ __device__ __forceinline__ float weight8(const uint4& logits, std::uint32_t take
   return sum;
 }
 
-// By half a warp for every query head and page: the weights that the digest does not tell.
+// Computes the weights that the digest does not give; half a warp per query head and page.
 __device__ void weigh_logits(const WeighCall& c, const Slice& slice) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
