@@ -34,7 +34,7 @@ __device__ void keep_rows(const DecodeKernelParams& p, int kv_head, const std::b
   }
 }
 
-// The part of the warps that work on rows.
+// Runs in the warps that work on rows.
 template <typename T, int kHeadDim>
 __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
                         DecodeRing<kHeadDim> ring) {
@@ -65,7 +65,7 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
   }
 }
 
-// The part of the warps that combine and write the others' results.
+// Runs in the warps that combine and write the others' results.
 template <int kHeadDim>
 __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
                        const DecodeRing<kHeadDim>& ring) {
@@ -143,7 +143,7 @@ struct DecodeSize {
   std::int64_t token_bytes = 0;  // of shared memory, beside the stages
 };
 
-// Scratch that a partial takes.
+// Bytes of scratch per partial.
 template <int kHeadDim>
 constexpr std::int64_t kPartialBytes = kBunch*(kHeadDim * sizeof(float) + sizeof(float2)) +
                                        sizeof(std::int32_t);
@@ -217,7 +217,7 @@ void launch_stages(const DecodeKernelParams& all, const Launch& launch, const De
   }
 }
 
-// As many stages as shared memory has room for beside what all tokens need.
+// Chooses as many stages as fit in shared memory beside the data of all tokens.
 template <typename T, int kHeadDim>
 void launch_shape(DecodeKernelParams p, const Launch& launch, const DecodeSize& size) {
   const auto wanted =
@@ -227,7 +227,7 @@ void launch_shape(DecodeKernelParams p, const Launch& launch, const DecodeSize& 
   launch_stages<T, kHeadDim>(p, launch, size);
 }
 
-// Of AttendBatchParams or AttendSelectedParams.
+// Kernel parameters common to AttendBatchParams and AttendSelectedParams.
 template <typename Params>
 DecodeKernelParams common_params(const Params& a, const Launch& launch) {
   check(reinterpret_cast<std::uintptr_t>(a.q) % 16 == 0 && a.q_stride % 4 == 0,

@@ -30,7 +30,8 @@ class DecodeRing {
     std::int32_t ways[kMostStages][kTileRows];
   };
 
-  // Of tiles, or of segments: which stage's, and how often those were used, as a bit.
+  // The stage of a tile or segment, and the phase of its barrier: one bit that flips whenever the
+  // ring starts over.
   struct Turn {
     int stage = 0;
     std::uint32_t phase = 0;
@@ -67,7 +68,7 @@ class DecodeRing {
     barrier_wait(full(), tile_.phase);
     return stage();
   }
-  // Of the stage's rows, see Barriers.
+  // Cache ways of the stage's rows, see Barriers.
   __device__ std::int32_t* ways() const { return barriers_.ways[tile_.stage]; }
   // This warp is done with the tile that take() gave.
   __device__ void release() {
@@ -78,7 +79,7 @@ class DecodeRing {
   // Waits until the next stage may be filled.
   __device__ void wait_empty() const { barrier_wait(empty(), tile_.phase ^ 1u); }
 
-  // This warp has written what it found of a segment over the tile that take() gave.
+  // This warp has written its results for a segment over the tile that take() gave.
   __device__ void hand_over(Turn segment) {
     reuse_memory();
     if (threadIdx.x == 0) barriers_.found_in[segment.stage] = tile_.stage;
@@ -90,11 +91,11 @@ class DecodeRing {
     barrier_wait(found(segment), segment.phase);
     return memory_ + barriers_.found_in[segment.stage] * Shape::kStageBytes;
   }
-  // Counts more of a segment's selected rows as resident on the device; before they arrive.
+  // Counts `rows` more of a segment's selected rows as resident on the device, before they arrive.
   __device__ void add_resident(Turn segment, int rows) const {
     atomicAdd(&barriers_.resident[segment.stage], rows);
   }
-  // The number of resident rows, after take_found(). One warp.
+  // Returns and clears the number of resident rows; one warp calls it, after take_found().
   __device__ int take_resident(Turn segment) const {
     int& resident = barriers_.resident[segment.stage];
     const int rows = resident;
@@ -107,14 +108,14 @@ class DecodeRing {
     const int stage = barriers_.found_in[segment.stage];
     reuse_memory();
     __syncwarp();
-    // As many arrive as there are warps that take tiles.
+    // The finishing warps together arrive kDecodeWarps times, like the warps that take tiles.
     if (threadIdx.x % kWarp < kDecodeWarps / Shape::kFinishWarps) {
       barrier_arrive(shared_address(&barriers_.empty[stage]));
     }
   }
 
  private:
-  // Other uses of a stage's memory by this thread are over.
+  // Orders this thread's earlier accesses to a stage's memory before bulk copies into it.
   __device__ static void reuse_memory() {
     if constexpr (kBulkCopies) shared_write_fence();
   }
@@ -164,7 +165,7 @@ class DecodeFetch {
         lane_(static_cast<int>(threadIdx.x) % kWarp),
         first_row_((static_cast<int>(threadIdx.x) / kWarp - kDecodeWarps) * Shape::kFetchRows) {}
 
-  // The whole warp. At step i the positions of tile i are asked for, the pages of tile i - kAhead
+  // The whole warp calls it. Step i requests the positions of tile i, the pages of tile i - kAhead
   // and the rows of tile i - 2 kAhead.
   __device__ void run() {
     Tile tile = tile_of(work_.first(), {});
@@ -177,10 +178,10 @@ class DecodeFetch {
       copy_async_wait<kAhead - 1>();
       if (step >= 2 * kAhead) {
         if (!tile.segment.exists()) return;
-        // Pages are what they were before that kernel; queries and rows are not. It is over if
-        // anything was selected.
+        // The kernel before may write queries and rows, but not pages. With a selection, this
+        // kernel has already waited for it.
         if (!kSelects && step == 2 * kAhead) wait_for_kernel_before();
-        // Done before there is room, so that only the requests follow.
+        // Before the wait for room, so that only the requests come after it.
         const std::byte* const from = find(tile, step, resident);
         ring_.wait_empty();
         if (tile.number + 1 == tile.segment.last) report(tile, resident);
@@ -208,12 +209,12 @@ class DecodeFetch {
     DecodeSegment segment;
     int number = 0;
     typename Ring::Turn turn;  // of the segment
-    // Of the segment, where:
+    // Memory of the segment:
     HeadPools pools;
     const PageSlots* pages = nullptr;
     const std::int32_t* positions = nullptr;
     const PlacedRow* places = nullptr;
-    int in_turn = 0;  // the position of row 0 if all were like those that are not found by position
+    int in_turn = 0;  // position minus row index, for rows that are not found by position
   };
 
   __device__ Tile tile_of(const DecodeSegment& s, typename Ring::Turn turn) const {
@@ -233,19 +234,19 @@ class DecodeFetch {
     tile = tile_of(work_.after(tile.segment), ring_.after(tile.turn));
   }
 
-  // Where tiles are few, the steps in which nothing is left to ask for before what was asked for is
-  // needed are passed over; `asked` is the tile that would be asked for next.
+  // Skips the steps that would request nothing, once the tiles have run out before the first rows
+  // are requested; `asked` is the tile that would be requested next.
   __device__ static void pass_over(unsigned& step, const Tile& asked) {
     if (asked.segment.exists()) return;
     step = (step < kAhead ? kAhead : 2 * kAhead) - 1;
     copy_async_wait<0>();
   }
 
-  // How many rows of a tile's head are found by position.
+  // Number of rows of a tile's head that are found by position.
   __device__ static int selected(const Tile& tile) { return kSelects ? tile.segment.selected : 0; }
-  // The first of the warp's rows of a tile, among those of the head.
+  // The warp's first row of a tile, counted from the head's first row.
   __device__ int first_row(const Tile& tile) const { return tile.number * kTileRows + first_row_; }
-  // How many of the warp's rows of a tile exist.
+  // Number of the warp's rows of a tile that exist.
   __device__ int count(const Tile& tile) const {
     return max(0, min(Shape::kFetchRows, tile.segment.count(tile.number) - first_row_));
   }
@@ -254,8 +255,8 @@ class DecodeFetch {
   __device__ bool in_lots(const Tile& tile) const {
     return kBulkCopies && (!kSelects || first_row(tile) >= selected(tile));
   }
-  // Of the warp's rows the one that this lane finds: its own, or the first of its lot. It may not
-  // exist.
+  // The row that this lane looks up, of the warp's rows: its own, or the first of its lot. It may
+  // not exist.
   __device__ int own_row(const Tile& tile) const {
     return in_lots(tile) ? lane_ * Shape::kLotRows : lane_;
   }
@@ -263,12 +264,12 @@ class DecodeFetch {
     return first_row_ == 0 && tile.number == tile.segment.first;
   }
 
-  // True if this lane's row of a tile was placed, if it exists.
+  // True if this lane's row of a tile is placed, provided that it exists.
   __device__ bool is_placed(const Tile& tile) const {
     return kSelects && tile.places != nullptr && first_row(tile) + own_row(tile) < selected(tile);
   }
 
-  // Asks for the positions of a tile, and goes to the next.
+  // Requests the positions of a tile and advances to the next.
   __device__ void look_up_positions(Tile& tile, unsigned step) const {
     if (!tile.segment.exists()) return;
     if (own_row(tile) < count(tile)) {
@@ -283,7 +284,7 @@ class DecodeFetch {
     advance(tile);
   }
 
-  // The position of this lane's row of a tile whose positions were asked for at step `asked`.
+  // The position of this lane's row of a tile whose positions were requested at step `asked`.
   __device__ std::int32_t position(const Tile& tile, unsigned asked) const {
     if constexpr (!kSelects) {
       return position_beside(tile.segment.gap, first_row(tile) + own_row(tile));
@@ -291,7 +292,7 @@ class DecodeFetch {
     return lookups_.positions[asked % (2 * kAhead)][first_row_ + lane_];
   }
 
-  // Asks for the pages of a tile, and goes to the next.
+  // Requests the pages of a tile and advances to the next.
   __device__ void look_up_pages(Tile& tile, unsigned step) const {
     if (!tile.segment.exists()) return;
     if (own_row(tile) < count(tile)) {
@@ -305,8 +306,8 @@ class DecodeFetch {
     advance(tile);
   }
 
-  // Where this lane's row of a tile is; something readable if there is none, which the queries are.
-  // `resident` counts those that were selected and are on the device.
+  // The address of this lane's row of a tile, or of the queries if the row does not exist, because
+  // the address must be readable. `resident` counts selected rows that are on the device.
   __device__ const std::byte* find(const Tile& tile, unsigned step, int& resident) const {
     if (own_row(tile) >= count(tile)) return reinterpret_cast<const std::byte*>(p_.q);
     const int2 found = lookups_.pages[step % kAhead][first_row_ + lane_];
@@ -345,7 +346,7 @@ class DecodeFetch {
     __syncwarp();
   }
 
-  // Tells those that use the tile which of this lane's rows go into the cache, before they arrive.
+  // Tells the warps that use the tile the cache way of this lane's row, before the row arrives.
   __device__ void tell_ways(const Tile& tile, unsigned step) const {
     if (!kSelects || p_.places == nullptr || lane_ >= Shape::kFetchRows) return;
     std::int32_t way = -1;
@@ -357,7 +358,7 @@ class DecodeFetch {
     __threadfence_block();
   }
 
-  // Adds what was counted of a segment; begins anew.
+  // Adds the resident rows of a segment to its count and resets `resident`.
   __device__ void report(const Tile& tile, int& resident) const {
     if (!kSelects || !counts_resident(p_)) return;
     const int rows = __reduce_add_sync(kAllLanes, resident);
@@ -393,7 +394,7 @@ class DecodeFetch {
     const int own = own_row(tile);
     if (own >= existing) return;
     std::byte* const place = to + Shape::place(first_row_ + own);
-    // Lanes copy one after the other, each the longer the more of this differs among them.
+    // Lanes issue their copies one after the other, which takes longer the more their code differs.
     if (in_lots(tile)) {
       const int rows = min(Shape::kLotRows, existing - own);
       copy_bulk(place, from, static_cast<std::uint32_t>(rows * Shape::kRowBytes), full);
@@ -442,7 +443,7 @@ class DecodeFetch {
   Ring ring_;
   Lookups& lookups_;
   int lane_;
-  int first_row_;  // of a tile, that this warp fetches
+  int first_row_;  // first row of a tile that this warp fetches
 };
 
 }  // namespace sluice::cuda

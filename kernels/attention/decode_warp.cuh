@@ -1,4 +1,4 @@
-// Attention of a few queries to the rows that one warp is given.
+// Attention of a few queries to the rows of one warp.
 #pragma once
 
 #include "kernels/attention/decode_work.cuh"
@@ -33,8 +33,8 @@ class DecodeWarp {
     }
   }
 
-  // Adds this warp's rows of a tile, of which the first `count` exist and the rest are zero; those
-  // from `newest` on are the newest. They are two of each lot, one for either matrix.
+  // Adds this warp's rows of a tile. The first `count` rows exist, the others are zero; rows from
+  // `newest` on are the newest. The warp has two rows of each lot, one per matrix.
   __device__ void add(const std::byte* tile, int count, int newest, float scale) {
     float logits[4][4] = {};
     const int lane = threadIdx.x % kWarp;
@@ -58,7 +58,7 @@ class DecodeWarp {
     }
   }
 
-  // For each of the first `queries`: outputs that are not normalised yet, in rows of `stride`; the
+  // Stores, for each of the first `queries`: outputs, not normalised yet, in rows of `stride`; the
   // highest logit (base 2); the sums of weights relative to it, of all rows and of the newest.
   __device__ void store(float* out, int stride, float* highest, float2* sums, int queries) {
     const int lane = threadIdx.x % kWarp;
@@ -83,14 +83,14 @@ class DecodeWarp {
   }
 
  private:
-  // Of whole lines a lane reads chunks of 16 bytes: of a row of keys those of its quarter, which
-  // are two steps of the multiplication each; of four rows of values the kValueChunks of its
-  // column, of which each is eight tiles. That determines which channels meet.
+  // Rows of whole lines are read in chunks of 16 bytes. A lane reads the chunks of its quarter of a
+  // row of keys, two steps of the multiplication each, and of four rows of values the kValueChunks
+  // of its column, eight tiles each. The order of channels below follows from that.
   static constexpr int kValueChunks = kHeadDim / 64;
-  // Sums of one logit, if there are registers for them: shorter chains of instructions.
+  // Separate sums per logit, as registers allow, for shorter dependency chains.
   static constexpr int kChains = kHeadDim <= 128 ? 2 : 1;
 
-  // Channel that the query's element 2 (lane % 4) of one half of a step is of.
+  // Channel of the query's element 2 (lane % 4) in one half of a step.
   __device__ static int query_channel(int step, int half, int lane) {
     if (Shape::kWholeLines) return step / 2 * 32 + lane % 4 * 8 + step % 2 * 4 + half * 2;
     return step * 16 + half * 8 + lane % 4 * 2;
@@ -101,8 +101,8 @@ class DecodeWarp {
     return tile * 8 + column;
   }
 
-  // Logits of the 16 rows of which `rows` are the first two: [tokens of even lots, of odd; even
-  // steps, odd].
+  // Logits of the warp's 16 rows; `rows` points to the first two. [tokens of even lots, of odd;
+  // even steps, odd].
   __device__ void multiply_keys(const std::byte* rows, int lane, float (&logits)[4][4]) const {
     const std::byte* const key =
         rows + lane % 8 * Shape::kLotStride + lane / 16 * Shape::kRowBytes + lane / 8 % 2 * 16;
@@ -127,8 +127,8 @@ class DecodeWarp {
     }
   }
 
-  // Two neighbouring chunks, which lanes that are `swapped` read the other way round: then lanes
-  // that read at once meet in fewer banks.
+  // Two neighbouring chunks. Lanes with `swapped` read them in reverse order, so that simultaneous
+  // reads have fewer bank conflicts.
   struct Chunks {
     uint4 first;
     uint4 second;
@@ -164,7 +164,7 @@ class DecodeWarp {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
   }
 
-  // Adds eight tiles: chunk `chunk` of every column, of the rows in two lots, first and second row.
+  // Adds eight tiles: chunk `chunk` of every column, of the first and second rows of two lots.
   __device__ void add_chunk(int chunk, const std::uint32_t (&p)[4], const uint4& first_even,
                             const uint4& first_odd, const uint4& second_even,
                             const uint4& second_odd) {
@@ -200,7 +200,7 @@ class DecodeWarp {
     }
   }
 
-  // Two numbers, each as a sum of two of T, exact to 2^-17 (bf16) of its size.
+  // Splits each of two numbers into a sum of two of T, exact to 2^-17 (bf16) of its size.
   __device__ static void split(float x, float y, std::uint32_t& high, std::uint32_t& low) {
     const T x_high = from_float<T>(x);
     const T y_high = from_float<T>(y);
@@ -208,8 +208,8 @@ class DecodeWarp {
     low = pack(T(), x - to_float(x_high), y - to_float(y_high));
   }
 
-  // Turns logits of the rows from this warp's first on, of which `count` are left in the tile, into
-  // weights relative to the highest so far, and what was summed before with it.
+  // Turns the logits of this warp's rows into weights relative to the highest logit so far, and
+  // rescales the sums so far. `count`: existing rows of the tile from the warp's first row on.
   __device__ void soften(const float (&logits)[4][4], int count, int newest, float scale,
                          float (&weights)[4]) {
     const int lane = threadIdx.x % kWarp;

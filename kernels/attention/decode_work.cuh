@@ -9,7 +9,7 @@
 
 namespace sluice::cuda {
 
-// Rows that a warp takes at a time, and warps of a block that do.
+// Rows that a warp works on at a time, and warps per block that do.
 inline constexpr int kWarpRows = 16;
 inline constexpr int kDecodeWarps = 4;
 inline constexpr int kTileRows = kWarpRows * kDecodeWarps;
@@ -29,7 +29,7 @@ struct DecodeKernelParams {
   std::int64_t capacity = 0;
   const PlacedRow* places = nullptr;  // [heads, capacity], of these positions; null: see the pages
   std::byte* cache = nullptr;         // [kv_heads, ways, row_bytes]
-  std::int64_t cache_stride = 0;      // bytes of a KV head
+  std::int64_t cache_stride = 0;      // bytes per KV head
   const HeadSelection* selections = nullptr;  // reported [heads]: how many positions; or null
   std::int32_t* resident =
       nullptr;             // reported [heads] or null: how many of these rows are on the device
@@ -46,17 +46,18 @@ struct DecodeKernelParams {
   std::int32_t* partial_resident = nullptr;  // [workers + heads], of the first bunch
   std::uint32_t* finished = nullptr;         // [bunches, heads], zero
   int workers = 0;                           // gridDim.x; gridDim.y is the number of bunches
-  int stages = 0;                            // of a block's ring
+  int stages = 0;                            // stages of a block's ring
   SlowBus slow_bus;
 
   // True if heads have rows that are found by position, before those of the token's page.
   __host__ __device__ bool selects() const { return positions != nullptr; }
 };
 
-// Memory of a tile. It is fetched as kLots lots of consecutive rows, for few large copies are
-// faster than one of each row, and row i of a matrix instruction is of lot i. Rows of whole cache
-// lines lie at multiples of such lines: copies that straddle them are 5 % slower. DecodeWarp then
-// reads around their banks. Between other lots are bytes that keep rows in different banks.
+// Memory of a tile. It is fetched as kLots lots of consecutive rows because few large copies are
+// faster than one per row; row i of a matrix instruction comes from lot i. Rows of whole cache
+// lines are aligned to cache lines, because copies that straddle them are 5 % slower, and
+// DecodeWarp reads them in an order that avoids bank conflicts. Other lots are padded to put rows
+// in different banks.
 template <int kHeadDim>
 struct DecodeShape {
   static constexpr int kSteps = kHeadDim / 16;
@@ -64,20 +65,20 @@ struct DecodeShape {
   static constexpr int kRowChunks = kRowBytes / 16;
   static constexpr int kLots = 8;
   static constexpr int kLotRows = kTileRows / kLots;
-  // The widest rows leave no registers for it.
+  // Not for the widest rows, which leave no registers for it.
   static constexpr bool kWholeLines = kHeadDim % 64 == 0 && kHeadDim <= 128;
   static constexpr int kLotStride = kLotRows * kRowBytes + (kWholeLines ? 0 : 16);
   static constexpr int kTileBytes = kLots * kLotStride;
-  // Warps that fetch, each its rows of every tile: single rows take one warp long to ask for.
-  // Others finish what was found of a segment, while the next is worked on. Wide rows are fewer,
-  // and leave registers for fewer warps.
+  // Fetching warps, each with its rows of every tile, because a single warp would take long to
+  // request single rows. Finishing warps complete the results of a segment during work on the next.
+  // Wide rows are fewer and leave registers for fewer warps.
   static constexpr int kFetchWarps = kHeadDim <= 128 ? 4 : 2;
   static constexpr int kFetchRows = kTileRows / kFetchWarps;
   static constexpr int kFinishWarps = kHeadDim <= 128 ? 4 : 1;
   static constexpr int kFinishThreads = kFinishWarps * kWarp;
   static constexpr int kFirstFinishWarp = kDecodeWarps + kFetchWarps;
   static constexpr int kThreads = (kFirstFinishWarp + kFinishWarps) * kWarp;
-  // The first tile of a head brings its queries.
+  // A head's queries come with its first tile.
   static constexpr int kQueryBytes = kBunch * kHeadDim * static_cast<int>(sizeof(float));
   static constexpr int kStageBytes = kTileBytes + kQueryBytes;
 
@@ -88,23 +89,23 @@ struct DecodeShape {
   }
 };
 
-// The warps that work on rows wait for each other.
+// Barrier of the warps that work on rows.
 __device__ __forceinline__ void sync_decode_warps() {
   asm volatile("bar.sync 1, %0;\n" ::"n"(kDecodeWarps * kWarp) : "memory");
 }
-// So do those that finish.
+// Barrier of the finishing warps.
 template <int kHeadDim>
 __device__ __forceinline__ void sync_finish_warps() {
   asm volatile("bar.sync 2, %0;\n" ::"n"(DecodeShape<kHeadDim>::kFinishThreads) : "memory");
 }
 
-// What a block works on: tiles [first, last) of one head.
+// A block's work: tiles [first, last) of one head.
 struct DecodeSegment {
   int head = 0;
   int first = 0;
   int last = 0;
   int rows = 0;      // of the head
-  int selected = 0;  // the first of them, found by position
+  int selected = 0;  // the first `selected` rows are found by position
   int tiles = 0;     // of the head
   int number = 0;    // of the token
   int kv_head = 0;
@@ -120,13 +121,13 @@ struct DecodeSegment {
   }
 };
 
-// Workers in a row.
+// A run of consecutive workers.
 struct DecodeSharers {
   int first = 0;
   int count = 0;
 };
 
-// Tiles that the rows take; at least one, the token's own.
+// Tiles of `rows` rows; at least one, because a token's own row exists.
 __device__ __forceinline__ int tiles_of(int rows) { return (rows - 1) / kTileRows + 1; }
 
 // True if this block reports how many of the selected rows were on the device.
@@ -141,29 +142,30 @@ __device__ __forceinline__ int in_turn_of(const DecodeKernelParams& p, const Bat
   return token.position + 1 - (gap.end - gap.first);
 }
 
-// The position of one of them if none is found by position. Gaps are whole pages, so that a tile is
-// on one side.
+// The position of such a row if no row is found by position. Gaps are whole pages, so that a tile
+// lies on one side of the gap.
 __device__ __forceinline__ std::int32_t position_beside(const PositionGap& gap, int row) {
   return row < gap.first ? row : row + (gap.end - gap.first);
 }
 
-// How many are.
+// The number of rows of a head that are found by position.
 __device__ __forceinline__ int selected_of(const DecodeKernelParams& p, int head) {
   return p.selects() ? p.selections[head].count : 0;
 }
 
-// Tiles of all heads, numbered head by head, divided evenly among workers: the first of them have
-// one more if need be. Numbers have 32 bits because dividing longer ones is slow.
+// Tiles of all heads, numbered head by head and divided evenly among workers; the first workers
+// have one more if the tiles do not divide. Numbers have 32 bits because dividing longer ones is
+// slow.
 class DecodeWork {
  public:
-  // Shared memory that it takes if heads differ, for each token of a batch, and besides.
+  // Bytes of shared memory if heads differ: per token of a batch, and in addition.
   static constexpr std::size_t token_bytes(int kv_heads) {
     return static_cast<std::size_t>(kv_heads) * (sizeof(std::int32_t) + 1) + sizeof(BatchToken) +
            sizeof(PositionGap);
   }
   static constexpr std::size_t kBytesBeside = sizeof(std::int32_t);
 
-  // The whole block comes here; `shared` is as large as that. Reads nothing that the preceding
+  // The whole block constructs it; `shared` has the size above. Reads nothing that the preceding
   // kernel may write, and does not wait for its loads.
   __device__ DecodeWork(const DecodeKernelParams& p, std::int32_t* shared)
       : p_(p),
@@ -196,7 +198,8 @@ class DecodeWork {
       add_up();
       total_ = before_[p_.heads];
     }
-    // Then every worker has a tile, and those between a head's first and last all have one of it.
+    // Gives every worker a tile, so that all workers between a head's first and last have one of
+    // its tiles.
     const int workers = min(p_.workers, total_);
     each_ = total_ / workers;
     more_ = total_ % workers;
@@ -206,7 +209,7 @@ class DecodeWork {
     end_ = begin_ + each_ + (worker < more_ ? 1 : 0);
   }
 
-  // What this block works on, one after the other until one does not exist.
+  // This block's segments: first(), then after() each, until one does not exist.
   __device__ DecodeSegment first() const {
     if (begin_ >= end_) return DecodeSegment();
     DecodeSegment s;
@@ -240,7 +243,7 @@ class DecodeWork {
   }
 
  private:
-  // Calls body(i) for those of `count` that this thread has.
+  // Calls body(i) for this thread's share of [0, count).
   template <typename Body>
   __device__ static void for_mine(int count, const Body& body) {
     for (auto i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
@@ -256,7 +259,7 @@ class DecodeWork {
 
   // The worker that has tile number `tile`.
   __device__ int worker_of(int tile) const {
-    const int of_first = more_ * (each_ + 1);  // tiles of the workers that have one more
+    const int of_first = more_ * (each_ + 1);  // tiles of the workers with one more
     return tile < of_first ? tile / (each_ + 1) : more_ + (tile - of_first) / each_;
   }
   __device__ int before(int head) const { return uniform_ > 0 ? uniform_ * head : before_[head]; }
@@ -271,8 +274,8 @@ class DecodeWork {
     s.last = min(s.tiles, end_ - first_tile);
   }
 
-  // Returns true if all of this thread's heads have selected that many. Several heads are loaded at
-  // once; past the end, the last head again.
+  // Returns true if all of this thread's heads have selected `selected` rows. Several heads are
+  // loaded at once; past the end, the last head again.
   __device__ bool all_select(int selected) const {
     constexpr int kAtOnce = 4;
     const auto threads = static_cast<int>(blockDim.x);
@@ -359,14 +362,14 @@ class DecodeWork {
   std::int32_t* before_;  // [heads + 1]
   BatchToken* tokens_;    // [count]
   PositionGap* gaps_;     // [count], if there are any
-  std::uint8_t* last_;    // [heads]: rows of the last tile, less one
+  std::uint8_t* last_;    // [heads]: rows of the last tile minus one
   BatchToken first_token_;
   PositionGap first_gap_;
-  int uniform_ = 0;     // tiles of every head, if they are equal
-  int first_rows_ = 0;  // rows of every head then
+  int uniform_ = 0;     // tiles per head if all heads have the same number of rows, else 0
+  int first_rows_ = 0;  // rows per head in that case
   int total_ = 0;
-  int each_ = 0;  // tiles of a worker
-  int more_ = 0;  // workers that have one more
+  int each_ = 0;  // tiles per worker
+  int more_ = 0;  // workers with one more
   int begin_ = 0;
   int end_ = 0;
 };

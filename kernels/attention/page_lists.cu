@@ -141,7 +141,7 @@ __device__ float block_sum(float x, float* part) {
   return total;
 }
 
-// NaN if one is.
+// Maximum over the block; NaN if any value is NaN.
 __device__ float block_max(float x, float* part) {
   const bool bad = __syncthreads_or(isnan(x)) != 0;
   x = warp_max(x);
@@ -179,7 +179,7 @@ __device__ void average_queries(const ChooseArgs& args, const QueryBlock& block,
   }
 }
 
-// Logits of one page, by kDotLanes lanes, which all get them.
+// Logits of one page, computed by kDotLanes lanes that all get the result.
 __device__ __forceinline__ void logits_of(const ChooseArgs& args, const std::uint16_t* key,
                                           const Shared& shared, float (&logits)[kHeads]) {
   const int lane = static_cast<int>(threadIdx.x) % kDotLanes;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void logits_of(const ChooseArgs& args, const std::uin
   }
 }
 
-// visit(page, logits) for every page before the block, by one lane each; warps stay together.
+// Calls visit(page, logits) for every page before the block, in one lane each; warps stay together.
 template <typename Visit>
 __device__ __forceinline__ void for_each_page(const ChooseArgs& args, const QueryBlock& block,
                                               const Shared& shared, const Visit& visit) {
@@ -222,7 +222,8 @@ __device__ __forceinline__ void for_each_page(const ChooseArgs& args, const Quer
   }
 }
 
-// Two rounds of products cost less than logits of all heads would take of memory.
+// Adds the weights of heads from `first_head` on. The products are computed twice, because that
+// costs less than storing the logits of all heads.
 __device__ void add_weights(const ChooseArgs& args, const QueryBlock& block, int first_head,
                             Shared& shared) {
   average_queries(args, block, first_head, shared);
@@ -288,7 +289,7 @@ __device__ float find_cut(const QueryBlock& block, float share, float* part) {
   return __int_as_float(cut);
 }
 
-// Written in order, so that the list, which overwrites its weights, never overtakes those still to
+// Writes the list in order, because it overwrites the weights and must not overtake those still to
 // be read.
 __device__ void write_list(const ChooseArgs& args, const QueryBlock& block, float cut,
                            std::int32_t* part) {

@@ -69,12 +69,13 @@ bool attend_prefill_hopper(PrefillArgs args, DType dtype, const Launch& launch);
 
 inline constexpr float kNoLogit = -__builtin_huge_valf();
 
-// A tile's rows are those of the KV head or, of listed pages, as if these followed each other.
+// KV rows are numbered within the KV head or, if pages are listed, as if only the listed pages
+// existed.
 struct Tile {
   int kv_head = 0;
   int split = 0;
   int first_row = 0;                     // packed
-  int end_row = 0;                       // what is past it is not the tile's
+  int end_row = 0;                       // packed; rows from here on belong to other tiles
   int count = 0;                         // KV rows
   std::int64_t first_visible = 0;        // see PrefillArgs
   const std::int32_t* listed = nullptr;  // pages, or null
@@ -197,7 +198,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
-// Over the four lanes that share a row.
+// Maximum over the four lanes that share a row.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
   return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
@@ -285,7 +286,7 @@ __device__ __forceinline__ void rescale(float (&o)[kCount], const float (&correc
   for (int i = 0; i < kCount; ++i) o[i] *= correction[i / 2 % 2];
 }
 
-// How two partials become one.
+// Weights that merge two partials.
 struct MergeWeights {
   float before;
   float here;
@@ -299,7 +300,7 @@ __device__ __forceinline__ MergeWeights merge_weights(float before, float here) 
   return {expf(before - lse), expf(here - lse), lse};
 }
 
-// Stores a thread's part of one of its two rows, and the row's log-sum-exp. For whole warps.
+// Stores a thread's part of one of its two rows, and the row's log-sum-exp. Whole warps call it.
 template <int kCount>
 __device__ __forceinline__ void store_row(const PrefillArgs& args, const Tile& tile, int row,
                                           const float (&o)[kCount], int half, const RowPair& rows) {

@@ -9,7 +9,8 @@ namespace {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// From the driver, so that the program links without it; null if it is too old.
+// Looks up the encoder in the driver at run time, so that the program links without the driver;
+// null if the driver is too old.
 EncodeTiled find_encoder() {
   constexpr unsigned kFirstVersion = 12000;
   void* function = nullptr;
@@ -21,7 +22,8 @@ EncodeTiled find_encoder() {
   return reinterpret_cast<EncodeTiled>(function);
 }
 
-// Rows as [heads, count, 2 * head_dim] in boxes of kKeys rows. False if the engine cannot have it.
+// Encodes rows as [heads, count, 2 * head_dim] in boxes of kKeys rows; false if the copy engine
+// does not support the shape.
 template <int kHeadDim>
 bool encode(EncodeTiled encoder, CUtensorMap& map, DType dtype, const std::byte* rows,
             std::int64_t count, int row_bytes, int heads, std::int64_t head_stride) {
@@ -67,7 +69,7 @@ bool encode_all(HopperArgs& args, DType dtype) {
   return true;
 }
 
-// Whether the program holds the kernel's code: without sm_90a it is an empty function.
+// Returns true if the program contains the kernel's code: without sm_90a the kernel is empty.
 template <typename T, int kHeadDim>
 bool kernel_exists() {
   constexpr int kRegistersOfCode = 64;

@@ -130,7 +130,7 @@ __device__ __forceinline__ void produce(const HopperArgs& args, const Tile& tile
   }
 }
 
-// A consumer's queries to shared memory, rounded and swizzled.
+// Stores a consumer's queries in shared memory, rounded and swizzled.
 template <typename T, int kHeadDim>
 __device__ __forceinline__ void store_queries(const PrefillArgs& args, const Tile& tile,
                                               std::uint32_t to, int consumer) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ void pass_turn(int consumer) {
   named_arrive(1 + (consumer + 1) % kConsumers, 2 * kWarpgroup);
 }
 
-// What a consumer works with besides its accumulators.
+// A consumer's state besides its accumulators.
 template <int kHeadDim>
 struct Consumer {
   HopperShared<kHeadDim> shared;

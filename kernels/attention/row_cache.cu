@@ -10,30 +10,30 @@
 namespace sluice::cuda {
 namespace {
 
-// Each row is looked up by a team of kLookUpLanes lanes, which look at four ways each.
+// Each row is looked up by a team of kLookUpLanes lanes; each lane checks four ways.
 constexpr int kLookUpLanes = 8;
-constexpr int kTeams = kWarp / kLookUpLanes;  // of a warp
+constexpr int kTeams = kWarp / kLookUpLanes;  // per warp
 constexpr int kLookUpThreads = 256;
-// Rows of a team at a time, so that their loads overlap.
+// Rows per team at a time, so that their loads overlap.
 constexpr int kLookUpAhead = 4;
 constexpr int kWarpRows = kTeams * kLookUpAhead;
-constexpr int kLookUpRows = kLookUpThreads / kWarp * kWarpRows;  // of a block
+constexpr int kLookUpRows = kLookUpThreads / kWarp * kWarpRows;  // per block
 static_assert(RowCacheView::kWays == 4 * kLookUpLanes);
 
 constexpr int kTakeWarps = 16;
 constexpr int kTakeThreads = kTakeWarps * kWarp;
-// Rows that a thread looks at at a time, so that it waits for several at once.
+// Rows per thread at a time, so that it waits for several loads at once.
 constexpr int kTakeRows = 8;
 constexpr int kLot = kTakeThreads * kTakeRows;
-// Of a block, about: each of its warps gives ways to a few, one after the other. But all blocks
-// look at all rows of their KV head.
+// Rows that a block assigns ways to, about. It is small because a warp assigns ways one after the
+// other, but kMostBlocks bounds the blocks because every block reads all rows of its KV head.
 constexpr std::int64_t kBlockRows = 32;
-constexpr std::int64_t kMostBlocks = 16;  // of a KV head
+constexpr std::int64_t kMostBlocks = 16;  // per KV head
 static_assert(RowCacheView::kWays == kWarp, "a warp looks at a set at once");
 
 using Tag = RowCacheView::Tag;
 
-// See RowCacheView, whose members a kernel cannot call.
+// Copies of RowCacheView's members, which a kernel cannot call.
 __device__ __forceinline__ Tag tag_of(const FindRowsParams& p, std::int32_t home) {
   return static_cast<Tag>(static_cast<std::uint32_t>(p.cache.homes) *
                               static_cast<std::uint32_t>(p.layer) +
@@ -53,7 +53,8 @@ __device__ __forceinline__ std::int32_t heat_of_new(const FindRowsParams& p) {
   return RowCacheView::kFade * *p.cache.clock;
 }
 
-// The way of a row's set that has it, or -1, by its team; `own`: the tags of this lane's ways.
+// Returns the way of a row's set that holds the row, or -1; the row's team calls it. `own`: the
+// tags of this lane's ways.
 __device__ __forceinline__ int find_way(const uint4& own, Tag tag) {
   const int way = tag == own.x ? 0 : tag == own.y ? 1 : tag == own.z ? 2 : tag == own.w ? 3 : -1;
   const unsigned lane = threadIdx.x % kWarp;
@@ -102,7 +103,7 @@ class LookUp {
       const int way = find_way(own[i], tags[i]);
       const bool is_found = way >= 0 && places[i].place == PlacedRow::kHome;
       if (is_found) places[i] = {sets[i] + way, PlacedRow::kCached};
-      // A lane of each team goes on.
+      // One lane of each team goes on.
       ways[i] = is_found && lane % kLookUpLanes == 0 && rows[i] < count ? sets[i] + way : -1;
       if (ways[i] >= 0) heat[i] = p_.cache.heat[first_way_ + ways[i]];
     }
@@ -125,8 +126,8 @@ class LookUp {
     return {(there ? page.device : page.host) * kRows + place_in_page(position),
             there ? PlacedRow::kDevice : PlacedRow::kHome};
   }
-  // Tokens of a batch may select the same row at the same time; how often counts, not the order. A
-  // single token selects no row twice.
+  // Tokens of a batch may select the same row at the same time; the result depends on how often,
+  // not on the order. A single token selects no row twice.
   __device__ __forceinline__ void warm(std::int32_t* heat, std::int32_t seen,
                                        std::int32_t fresh) const {
     if (p_.batch.count == 1) {
@@ -158,7 +159,8 @@ __global__ __launch_bounds__(kLookUpThreads) void look_up_kernel(
   const std::int32_t count = p.selected.heads[index].count;
   const auto step = static_cast<std::int32_t>(gridDim.x) * kLookUpRows;
   const auto warp = static_cast<std::int32_t>(threadIdx.x) / kWarp;
-  // Warps of different blocks have neighbouring rows: a few keep many multiprocessors busy.
+  // Neighbouring rows go to warps of different blocks, so that few rows keep many multiprocessors
+  // busy.
   auto first =
       (warp * static_cast<std::int32_t>(gridDim.x) + static_cast<std::int32_t>(blockIdx.x)) *
       kWarpRows;
@@ -167,18 +169,18 @@ __global__ __launch_bounds__(kLookUpThreads) void look_up_kernel(
 
 // A row that is only in host memory.
 struct AwayRow {
-  std::int32_t item;  // of all that the KV head selected
+  std::int32_t item;  // index among the KV head's selected rows, of all tokens
   std::int32_t home;
 };
 
 struct TakeShared {
-  std::int32_t before[kMostBatch + 1];  // selected rows of the tokens before
+  std::int32_t before[kMostBatch + 1];  // selected rows of all preceding tokens
   std::int32_t counts[kTakeRows * kTakeWarps];
-  AwayRow rows[kLot];  // that the block has found so far
+  AwayRow rows[kLot];  // found by the block so far
 };
 
-// Gives ways to rows in host memory. Blocks divide the sets of a KV head among them, and warps
-// those of a block: so a set's changes happen in the order of the batch, whatever the number of
+// Assigns ways to rows in host memory. Blocks divide the sets of a KV head among them, and warps
+// divide a block's sets, so that a set changes in the order of the batch, whatever the number of
 // blocks and warps.
 class WayTaker {
  public:
@@ -210,7 +212,7 @@ class WayTaker {
   }
 
  private:
-  // Selected rows of every token's KV head.
+  // Adds up the selected rows of every token's KV head.
   __device__ void add_up() const {
     if (warp_ == 0) {
       std::int32_t before = 0;
@@ -228,7 +230,7 @@ class WayTaker {
     __syncthreads();
   }
 
-  // Of the token that selected row `item` of the KV head.
+  // Number of the token that selected row `item` of the KV head.
   __device__ int number_of(std::int32_t item) const {
     int number = 0;
     int end = static_cast<int>(p_.batch.count);
@@ -242,11 +244,11 @@ class WayTaker {
     }
     return number;
   }
-  // Of a token's KV head among all.
+  // Number of a token's KV head among all heads.
   __device__ std::int64_t head_of(int number) const {
     return std::int64_t{number} * p_.shape.kv_heads + head_;
   }
-  // Of places, where selected row `item` of the KV head is.
+  // Index in `places` of selected row `item` of the KV head.
   __device__ std::int64_t index_of(std::int32_t item) const {
     const int number = number_of(item);
     return head_of(number) * p_.selected.capacity + item - shared_.before[number];
@@ -255,8 +257,8 @@ class WayTaker {
   // The rows of a lot that are in host memory and belong to this block's sets.
   struct Lot {
     std::int32_t homes[kTakeRows];  // -1: not in host memory
-    unsigned own[kTakeRows];        // a bit for each lane whose row it is
-    int before[kTakeRows];          // so many of the lot's are before this warp's
+    unsigned own[kTakeRows];        // one bit per lane, set if its row is one of them
+    int before[kTakeRows];          // rows of the lot before this warp's
     int count;
   };
 
@@ -278,7 +280,7 @@ class WayTaker {
       if (lane_ == 0) shared_.counts[i * kTakeWarps + warp_] = __popc(lot.own[i]);
     }
     __syncthreads();
-    // Of this lane's counts, which follow each other, the sum up to each.
+    // Running sums of this lane's counts, which are consecutive.
     constexpr int kOfLane = kTakeRows * kTakeWarps / kWarp;
     std::int32_t sums[kOfLane];
     std::int32_t sum = 0;
@@ -300,7 +302,7 @@ class WayTaker {
     __syncthreads();
     return lot;
   }
-  // Behind `listed` others, in order.
+  // Appends the lot's rows to the `listed` rows so far, in order.
   __device__ void list(const Lot& lot, std::int32_t first, int listed) const {
 #pragma unroll
     for (int i = 0; i < kTakeRows; ++i) {
@@ -316,7 +318,7 @@ class WayTaker {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p_.cache.tags + way));
   }
 
-  // For the rows that are listed.
+  // Assigns ways to the listed rows.
   __device__ void take_ways(int count) const {
     __syncthreads();
 #pragma unroll 1
@@ -344,7 +346,7 @@ class WayTaker {
     Tag* const own_tag = p_.cache.tags + set + lane_;
     std::int32_t* const own_heat = p_.cache.heat + set + lane_;
     const Tag own = *own_tag;
-    // Another token of the batch may have taken one for it, which is still to be filled.
+    // Another token of the batch may have assigned the row a way that is not filled yet.
     if (p_.batch.count > 1) {
       const bool taken = own == tag;
       if (taken) *own_heat = heated(*own_heat, fresh_);
@@ -405,7 +407,7 @@ __global__ __launch_bounds__(kForgetThreads) void forget_rows_kernel(
 void find_rows(const FindRowsParams& p, const Launch& launch) {
   if (p.batch.count == 0) return;
   check(p.batch.count <= kMostBatch, "find_rows: more tokens than a step has");
-  // Some blocks for every multiprocessor, but no more than there is work for.
+  // Several blocks per multiprocessor, but no more than there is work for.
   const std::int64_t multiprocessors = launch.device->multiprocessors;
   const std::int64_t heads = p.shape.kv_heads;
   const auto blocks = [&](std::int64_t wanted, std::int64_t most) {
