@@ -1,9 +1,9 @@
 // Operations of a decoder besides attention.
 //
-//   elementwise   embeddings; then, per layer, norms, rotations, conversions and activations of
-//                 their own, where a product does not take them along
+//   elementwise   embeddings; per layer, the norms, rotations, conversions and activations that are
+//                 not part of a product's launch
 //   gemv          weights times one token, with the norm or cast before it and the activation after
-//                 it in the same launch: reading the weights once is all that takes time
+//                 it in the same launch, so that it takes as long as reading the weights once
 //   gemm          weights times more tokens, or shapes that gemv does not take: cuBLAS
 //   sample        draws the next tokens from the logits
 #pragma once
@@ -25,15 +25,15 @@ void read_heads(const ReadHeadsParams& params, const Launch& launch);
 // y[row] = bias, or y[row] += bias.
 void add_bias(const float* bias, const Matrix& y, bool accumulate, const Launch& launch);
 
-// Returns true if gemv() takes this chain: one token, rows in units of 16 bytes, inputs that fit a
-// multiprocessor beside the weights under way.
+// Returns true if gemv() supports this chain: one token, rows in units of 16 bytes, inputs that fit
+// in shared memory beside the weights in flight.
 bool gemv_supported(const LinearChain& chain, const DeviceLimits& device);
-// The whole chain. `weight` [outputs, inputs], in the dtype of the product's inputs, stands for the
-// chain's own.
+// Runs the whole chain. `weight` [outputs, inputs], in the dtype of the product's inputs, replaces
+// the chain's own.
 void gemv(const LinearChain& chain, const void* weight, const Launch& launch);
 
-// cuBLAS is loaded when the first of these is made, so that a program that was built with CUDA
-// starts without it.
+// cuBLAS is loaded when the first Gemm is constructed, so that a program built with CUDA starts
+// without it.
 class Gemm {
  public:
   // Throws Error{unsupported} if cuBLAS is not installed.
@@ -42,8 +42,8 @@ class Gemm {
   Gemm& operator=(const Gemm&) = delete;
   ~Gemm();
 
-  // `weight` [outputs, inputs], in the dtype of the inputs, stands for the params' own. Scratch
-  // memory is the launch's.
+  // `weight` [outputs, inputs], in the dtype of the inputs, replaces the params' own. Uses the
+  // launch's scratch memory.
   void run(const LinearParams& params, const void* weight);
 
  private:
@@ -51,10 +51,10 @@ class Gemm {
   std::unique_ptr<Impl> impl_;
 };
 
-inline constexpr int kSampleRows = 64;  // of one launch: 2.5 KiB of arguments
+inline constexpr int kSampleRows = 64;  // per launch: 2.5 KiB of arguments
 
-// As draw_token() of each row, with top-p and min-p in f32: up to kSampleRows. `results` are
-// reported, `params` host arrays.
+// Draws like draw_token() for each of up to kSampleRows rows, with top-p and min-p in f32.
+// `results` are reported; `params` are host arrays.
 void sample(const Matrix& logits, std::span<const TokenDraw> params, SampledToken* results,
             const Launch& launch);
 

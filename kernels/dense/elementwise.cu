@@ -63,8 +63,8 @@ struct RopeKernelParams {
   std::uint64_t turn_per_token[kFrequencies];
 };
 
-// One warp for each head of each token; a lane has up to kOwn pairs of channels. Angles wait for
-// nothing: the tokens of a batch stay the same during a step.
+// One warp for each head of each token; a lane has up to kOwn pairs of channels. Angles are
+// computed without waiting, because the tokens of a batch stay the same during a step.
 template <int kOwn>
 __global__ void rope_kernel(const __grid_constant__ RopeKernelParams p) {
   allow_next_kernel();
@@ -82,7 +82,7 @@ __global__ void rope_kernel(const __grid_constant__ RopeKernelParams p) {
   for (int i = 0; i < kOwn; ++i) {
     const int c = lane + i * kWarp;
     if (c >= half) continue;
-    // As angle_at(), in half turns.
+    // The same as angle_at(), in half turns.
     const auto turns = static_cast<std::int32_t>((p.turn_per_token[c] * position) >> 32);
     sincospif(static_cast<float>(turns) * 0x1p-31f, &sine[i], &cosine[i]);
     sine[i] *= p.factor;
@@ -138,7 +138,7 @@ __global__ void cast_kernel(const From* from, std::int64_t from_stride, To* to,
   to[blockIdx.y * to_stride + c] = from_float<To>(to_float(from[blockIdx.y * from_stride + c]));
 }
 
-// A thread for each element, in the order of the dense array.
+// One thread per element, in the order of the dense array.
 template <typename From>
 __global__ void read_heads_kernel(const __grid_constant__ ReadHeadsParams p) {
   take_turn();

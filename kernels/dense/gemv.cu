@@ -11,13 +11,13 @@
 namespace sluice::cuda {
 namespace {
 
-// Warps stream their own rows, a chunk after the other, through rings in shared memory. One block a
-// multiprocessor: it takes more than 100 KiB under way there to saturate an H200's memory.
+// Warps stream their own rows, chunk by chunk, through rings in shared memory. One block per
+// multiprocessor, because more than 100 KiB must be in flight on each to saturate an H200's memory.
 constexpr int kMostWarps = 16;
-constexpr int kLeastWarps = 4;  // to be worth it
+constexpr int kLeastWarps = 4;  // fewer are not worth it
 constexpr int kChunkBytes = 4096;
 constexpr int kMostStages = 3;
-constexpr int kUnitBytes = 16;  // of a lane at a time
+constexpr int kUnitBytes = 16;  // per lane at a time
 
 struct GemvKernelParams {
   const std::byte* weight;  // [rows, row_bytes]
@@ -27,7 +27,7 @@ struct GemvKernelParams {
   float epsilon;
   const float* bias;
   void* y;               // f32, or the weights' dtype after swiglu
-  std::int64_t outputs;  // after swiglu, of which there are half as many as rows
+  std::int64_t outputs;  // after swiglu, which halves the number of rows
   int row_bytes;
   bool accumulate;
   bool swiglu;
@@ -47,8 +47,8 @@ struct Share {
   }
 };
 
-// The chunks of a warp's rows on their way, a row after the other: of swiglu, an output's gate and
-// then its up. Only the last chunk of a row is shorter.
+// Ring of the chunks of a warp's rows, row by row; with swiglu, an output's gate row, then its up
+// row. Only the last chunk of a row is shorter.
 template <int kStages>
 class Ring {
  public:
@@ -67,7 +67,7 @@ class Ring {
     for (int i = 0; i < kStages - 1; ++i) fetch(i);
   }
 
-  // The next chunk.
+  // Waits for the next chunk.
   __device__ const std::byte* take() {
     if constexpr (kBulkCopies) {
       barrier_wait(shared_address(&barriers_[stage_]), phases_ >> stage_ & 1u);
@@ -88,7 +88,7 @@ class Ring {
  private:
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-  // Of this warp's row `i`.
+  // Start of this warp's row `i`.
   __device__ const std::byte* begin_of(int i) const {
     const std::int64_t row =
         p_.swiglu ? share_.first + i / 2 + i % 2 * p_.outputs : share_.first + i;
@@ -127,10 +127,10 @@ class Ring {
   std::uint64_t* barriers_;
   int rows_;               // of this warp
   int row_ = 0;            // of the next chunk
-  int at_ = 0;             // where in its row it begins
-  const std::byte* next_;  // it
+  int at_ = 0;             // offset of the next chunk in its row
+  const std::byte* next_;  // the next chunk
   int stage_ = 0;
-  std::uint32_t phases_ = 0;  // of the barriers, a bit each
+  std::uint32_t phases_ = 0;  // phases of the barriers, one bit each
 };
 
 template <typename T>
@@ -138,7 +138,7 @@ struct Unit {
   T at[kUnitBytes / sizeof(T)];
 };
 
-// Sums of a lane: several, so that one product need not wait for the one before.
+// A lane's sums: several, so that a product need not wait for the one before.
 struct Sums {
   static constexpr int kCount = 4;
   float at[kCount] = {};
@@ -146,7 +146,7 @@ struct Sums {
   __device__ __forceinline__ float total() const { return (at[0] + at[1]) + (at[2] + at[3]); }
 };
 
-// Adds the products of a chunk that are this lane's.
+// Adds this lane's products of a chunk.
 template <typename T>
 __device__ __forceinline__ void multiply(const std::byte* weights, const std::byte* x, int bytes,
                                          Sums& sums) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void multiply(const std::byte* weights, const std::by
   }
 }
 
-// The inputs as the product takes them, by all threads.
+// Loads the inputs, cast or normalised if the chain asks for it; all threads call it.
 template <typename T>
 __device__ __forceinline__ void load_inputs(const GemvKernelParams& p, std::byte* to) {
   if (!p.is_cast) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ float row_product(Ring<kStages>& ring, const std::byt
   return warp_sum(sums.total());
 }
 
-// The first weights are asked for before the kernel that makes the inputs is over.
+// The first weights are requested before the kernel that computes the inputs is over.
 template <typename T, int kStages>
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     gemv_kernel(const __grid_constant__ GemvKernelParams p) {

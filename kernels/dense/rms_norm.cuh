@@ -1,4 +1,4 @@
-// RMSNorm by one block, for the kernel that does nothing else and for products that begin with it.
+// RMSNorm by one block, as a separate kernel or as the first step of a product.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace sluice::cuda {
 
-// Sum over a block of whole warps; every thread gets it. Once per kernel.
+// Sum over a block of whole warps; every thread gets it. May be called once per kernel.
 __device__ inline float block_sum(float x) {
   __shared__ float sums[kWarp];
   const unsigned lane = threadIdx.x % kWarp;

@@ -1,7 +1,7 @@
-// One block draws a row's token, in a few passes over the logits, which lie in the L2 cache. Where
-// top-k and top-p end is found by bisection among the heaviest, which fit the threads' registers;
-// if these are too few, among all. Of the tokens that are left, the one with the largest sum of
-// logit / temperature and noise (lib/gumbel.h) is drawn.
+// One block draws a row's token, in a few passes over the logits, which lie in the L2 cache. The
+// ends of top-k and top-p are found by bisection among the heaviest logits, which fit the threads'
+// registers, or among all if those are too few. The drawn token is the remaining one with the
+// largest sum of logit / temperature and noise (lib/gumbel.h).
 #include <algorithm>
 #include <cfloat>
 #include <climits>
@@ -17,13 +17,13 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kOwn = 8;  // of the heaviest, per thread
+constexpr int kOwn = 8;  // heaviest logits per thread
 constexpr int kListed = kOwn * kThreads;
-constexpr int kBins = 4096;  // of grades by their upper bits
+constexpr int kBins = 4096;  // bins of grades, by their upper bits
 constexpr int kBinShift = 20;
 constexpr int kUnroll = 8;
 
-// How to draw, as TokenDraw has it.
+// Sampling parameters of a row, from TokenDraw.
 struct SampleRule {
   double temperature;  // 0: greedy
   float sharpness;     // 1 / temperature
@@ -64,7 +64,7 @@ struct Shared {
   std::uint32_t listed_count;
 };
 
-// Numbers that order like logits.
+// Grades: integers in the order of their logits.
 __device__ __forceinline__ std::uint32_t grade_of(float logit) {
   const std::uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are one
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
@@ -73,7 +73,7 @@ __device__ __forceinline__ float logit_of(std::uint32_t grade) {
   return __uint_as_float((grade & 0x80000000u) != 0 ? grade & 0x7fffffffu : ~grade);
 }
 
-// The tokens up to the last one of a set of the most likely.
+// A set of the most likely tokens, given by its last one.
 struct Cut {
   std::uint32_t grade;
   int id;
@@ -87,11 +87,11 @@ struct Weights {
   float most;
   float sharpness;
 
-  // 0 for the most likely, no more for others.
+  // 0 for the most likely token, at most 0 for others.
   __device__ __forceinline__ float scaled(float logit) const {
     return fmaxf(logit - most, -FLT_MAX) * sharpness;
   }
-  // 1 for the most likely.
+  // Weight relative to the most likely token, which has 1.
   __device__ __forceinline__ float operator()(float logit) const {
     return exp2_fast(scaled(logit) * kLog2E);
   }
@@ -106,7 +106,7 @@ __device__ __forceinline__ void for_tokens(const SampleCall& call, const Body& b
   }
 }
 
-// By all threads; every one gets the sum.
+// Sum over the block; all threads call it, and every one gets the sum.
 __device__ float block_total(float x, Shared* shared) {
   x = warp_sum(x);
   __syncthreads();
@@ -161,14 +161,14 @@ __device__ int find_equal(const SampleCall& call, std::uint32_t grade, const Cut
   return shared->found;
 }
 
-// The grades among which the ends of sets are looked for: those from `edge` on, which are in the
-// threads' registers. kOutside fills up.
+// Grades from `edge` on, in the threads' registers, among which the ends of sets are searched.
+// Unused registers hold kOutside.
 struct Heaviest {
   static constexpr std::uint32_t kOutside = 0;
   std::uint32_t edge;
   std::uint32_t own[kOwn];
 
-  // Of measure(grade), by all threads.
+  // Sum of measure(grade) over these grades; all threads call it.
   template <typename Measure>
   __device__ __forceinline__ float sum(Shared* shared, const Measure& measure) const {
     float result = 0.0f;
@@ -178,7 +178,7 @@ struct Heaviest {
   }
 };
 
-// As many whole bins of the heaviest as fit.
+// Finds the edge: the heaviest bins, as many whole ones as fit the registers.
 __device__ void find_edge(Shared* shared) {
   constexpr int kEach = kBins / kThreads;
   const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
@@ -189,7 +189,7 @@ __device__ void find_edge(Shared* shared) {
   if (before <= kListed && before + own > kListed) {
     int bin = top;
     while (before + shared->bins[bin] <= kListed) before += shared->bins[bin--];
-    // Above the bin that no longer fits.
+    // The edge lies above the first bin that does not fit.
     shared->edge = bin + 1 < kBins ? static_cast<std::uint32_t>(bin + 1) << kBinShift : UINT_MAX;
   }
   if (threadIdx.x == 0 && all <= kListed) shared->edge = 0;
@@ -222,8 +222,8 @@ __device__ Heaviest list_heaviest(const SampleCall& call, Shared* shared) {
   return result;
 }
 
-// The largest grade, at least `low`, such that it and those above measure `wanted`; sum(grade) is
-// what these measure.
+// Returns the largest grade, at least `low`, with sum(grade) of at least `wanted`; sum(grade) is
+// the measure of all tokens from that grade up.
 template <typename Sum>
 __device__ std::uint32_t bisect(std::uint32_t low, std::uint32_t high, float wanted,
                                 const Sum& sum) {
@@ -238,8 +238,7 @@ __device__ std::uint32_t bisect(std::uint32_t low, std::uint32_t high, float wan
   return low;
 }
 
-// Shrinks `cut` to the fewest of its tokens, from the most likely on, that measure `wanted`;
-// measure(logit) of each.
+// Shrinks `cut` to the fewest of its most likely tokens whose measure(logit) add up to `wanted`.
 template <typename Measure>
 __device__ Cut shrink(const SampleCall& call, const Heaviest& heaviest, std::uint32_t highest,
                       float wanted, const Cut& cut, const Measure& measure, Shared* shared) {
@@ -268,7 +267,7 @@ __device__ Cut shrink(const SampleCall& call, const Heaviest& heaviest, std::uin
   return {grade, id};
 }
 
-// The token with the highest score, the first of several.
+// The token with the highest score; ties go to the lowest id.
 template <typename Score>
 struct Best {
   Score score = -INFINITY;
@@ -284,7 +283,7 @@ struct Best {
       take({__shfl_xor_sync(kAllLanes, score, lane), __shfl_xor_sync(kAllLanes, id, lane)});
     }
   }
-  // By all threads; every one gets the best of all.
+  // All threads call it; every one gets the best of the block.
   __device__ void take_from_block(Shared* shared) {
     take_from_warp();
     __syncthreads();
@@ -299,7 +298,7 @@ struct Best {
   }
 };
 
-// The likeliest token; notes the first bad logit.
+// Finds the likeliest token; records the first bad logit.
 __device__ Best<float> find_likeliest(const SampleCall& call, Shared* shared) {
   if (threadIdx.x == 0) shared->bad = INT_MAX;
   __syncthreads();
@@ -314,8 +313,9 @@ __device__ Best<float> find_likeliest(const SampleCall& call, Shared* shared) {
   return best;
 }
 
-// The token with the largest sum of scaled logit and noise, of those that keep(id, logit). A bound
-// in f32, rounded by less than kSlack where it can matter, spares most of the sums in fp64.
+// Finds the token with the largest sum of scaled logit and noise, among those for which
+// keep(id, logit) is true. A bound in f32, whose rounding error is below kSlack where it can
+// matter, avoids most of the sums in fp64.
 template <typename Keep>
 __device__ int find_drawn(const SampleCall& call, const Weights& weights, const Keep& keep,
                           Shared* shared) {
@@ -373,7 +373,7 @@ __device__ int draw(const SampleCall& call, float most, Shared* shared) {
 SampleRule rule_of(const TokenDraw& p) {
   SampleRule rule{};
   rule.temperature = p.temperature;
-  // Below that, weights are 0 or 1 anyway.
+  // Below 1e-30, weights are 0 or 1 anyway.
   rule.sharpness = static_cast<float>(1.0 / std::max(p.temperature, 1e-30));
   rule.top_k = p.top_k;
   rule.top_p = static_cast<float>(p.top_p);
