@@ -10,11 +10,11 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr int kPieces = 64;  // of one launch: 1.5 KiB of arguments
+constexpr int kPieces = 64;  // per launch: 1.5 KiB of arguments
 constexpr int kCopyThreads = 256;
-constexpr std::size_t kPieceBytes = 32 << 10;  // of one block
+constexpr std::size_t kPieceBytes = 32 << 10;  // per block
 constexpr int kGatherThreads = 512;
-constexpr int kGatherAhead = 2;  // loads of a thread under way at a time
+constexpr int kGatherAhead = 2;  // loads in flight per thread
 
 struct Pieces {
   CopyOp ops[kPieces];
@@ -121,7 +121,7 @@ __global__ void note_time_kernel(std::uint64_t* to) {
 
 constexpr int kPackThreads = 256;
 
-// A block for each token.
+// One block per token.
 struct PackArgs {
   const std::int32_t* positions = nullptr;  // [count]
   std::int64_t first = 0;

@@ -29,7 +29,7 @@ __device__ __forceinline__ __half2 as_half2(std::uint32_t word) {
   return *reinterpret_cast<const __half2*>(&word);
 }
 
-// The larger of two; NaN if one is.
+// The larger of two; NaN if either is NaN.
 __device__ __forceinline__ float larger_of(__half2 pair) {
   return __half2float(__hmax_nan(__low2half(pair), __high2half(pair)));
 }

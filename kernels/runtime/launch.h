@@ -10,9 +10,9 @@
 //                 copy engine
 //   heads, dispatch   a call's host arrays as a kernel's argument, its dtypes as constants
 //   early_launch  kernels that begin while the one before them still runs
-//   shared_memory what of it kernels are allowed
-//   paged, device_math, barriers, cluster, ticket   what kernels are made of: where rows lie, what
-//                 warps, blocks, clusters and whole grids do together
+//   shared_memory permission to use more than 48 KiB of it
+//   paged, device_math, barriers, cluster, ticket   device code that kernels share: addresses of
+//                 rows, and cooperation of warps, blocks, clusters and whole grids
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +24,7 @@
 
 namespace sluice::cuda {
 
-// Work that kernels of one stream share, one after the other.
+// Memory that kernels of one stream share, one after the other.
 struct Launch {
   cudaStream_t stream = nullptr;
   const DeviceLimits* device = nullptr;

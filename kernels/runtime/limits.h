@@ -9,7 +9,7 @@ namespace sluice::cuda {
 // Properties of the device that launchers depend on.
 struct DeviceLimits {
   int multiprocessors = 0;
-  int shared_bytes = 0;  // that one block can have
+  int shared_bytes = 0;  // per block, at most
   int capability = 0;    // 90 for compute capability 9.0
   std::uint64_t memory_bytes = 0;
   // A cluster with fewer logits than this reads all of them, not their digest.

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kBytes = std::size_t{8} << 20;
 constexpr int kRuns = 3;
-// Enough loads under way to saturate PCIe 5.0.
+// Enough loads in flight to saturate PCIe 5.0.
 constexpr int kReadBlocks = 32;
 constexpr int kReadThreads = 512;
 
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kReadThreads)
   }
 }
 
-// Bytes per second of the fastest of several runs, after one that does not count.
+// Bytes per second of the fastest of several runs, after a warm-up run.
 template <typename Issue>
 double rate_of(cudaStream_t stream, const Issue& issue) {
   using Clock = std::chrono::steady_clock;

@@ -20,7 +20,7 @@ class AddressMap {
   std::size_t remove(const std::byte* data);
   // Bytes from `data` to the end of its run, at most `bytes`; 0 outside all runs.
   std::size_t reach(const std::byte* data, std::size_t bytes) const;
-  // Returns true if all of it lies in runs, one or several.
+  // Returns true if the whole range lies in runs, one or several.
   bool covers(const std::byte* data, std::size_t bytes) const;
 
  private:

@@ -13,10 +13,10 @@ namespace sluice::cuda {
 struct PageDigest {
   // f16 [tokens, kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
   std::uint16_t* maxima = nullptr;
-  // [tokens, kv_heads, pages, group]: over the page, of 2^(x log2(e) - m log2(e)) for its largest
-  // logit m; the latter product is rounded to f32, the former is not. 0 if m is -Inf.
+  // [tokens, kv_heads, pages, group]: sum over the page of 2^(x log2(e) - m log2(e)), with m its
+  // largest logit; m log2(e) is rounded to f32, x log2(e) is not. 0 if m is -Inf.
   float* sums = nullptr;
-  std::int64_t pages = 0;  // of a row
+  std::int64_t pages = 0;  // per row
 
   static constexpr std::size_t kPageBytes = kBoundsPerPage * sizeof(std::uint16_t) + sizeof(float);
 

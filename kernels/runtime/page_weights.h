@@ -14,10 +14,10 @@ namespace sluice::cuda {
 
 // Weights of [heads], each a KV head of one token. Null pointers: no weights.
 struct PageWeights {
-  uint4* masks = nullptr;    // [heads, pages]: a bit for each token that is selected
-  float* weights = nullptr;  // [heads, pages]: of all query heads together
-  float* masses = nullptr;   // [heads, slices, group]: of a query head, over kSlicePages pages
-  std::int64_t pages = 0;    // of a head, a multiple of kSlicePages
+  uint4* masks = nullptr;    // [heads, pages]: one bit per token, set if it is selected
+  float* weights = nullptr;  // [heads, pages]: sum over all query heads
+  float* masses = nullptr;   // [heads, slices, group]: sum over kSlicePages pages, per query head
+  std::int64_t pages = 0;    // per head, a multiple of kSlicePages
   int group = 0;
 
   static constexpr int kSlicePages = 64;

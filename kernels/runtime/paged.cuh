@@ -7,8 +7,8 @@
 
 namespace sluice::cuda {
 
-// The page of a position and its place there. Positions are not negative, which makes one
-// instruction of what would be four.
+// The page of a position and its offset in it. The division is unsigned, one instruction instead of
+// four, because positions are not negative.
 __device__ __forceinline__ int page_of(std::int32_t position) {
   return static_cast<int>(static_cast<unsigned>(position) / kPageTokens);
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ const std::byte* page_rows(const PagedRows& rows, int
   return row_of(rows, page, head, 0, row_bytes);
 }
 
-// Asks for an entry of a table; `to` is shared memory. See copy_async_commit().
+// Requests an entry of a table; `to` is shared memory. See copy_async_commit().
 __device__ __forceinline__ void copy_async_page(int2* to, const PageSlots* from) {
   static_assert(sizeof(PageSlots) == sizeof(int2));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(shared_address(to)), "l"(from)

@@ -29,7 +29,7 @@ class GraphRecording : public Recording {
     if (status != cudaSuccess) drop();
     require(status, "a graph");
   }
-  // It was used.
+  // Marks the graph as most recently used.
   cudaGraphExec_t use() {
     all_->used.remove(this);
     all_->used.push_front(this);

@@ -8,7 +8,7 @@ namespace sluice::cuda {
 namespace {
 
 constexpr std::size_t kAlways = std::size_t{48} << 10;
-constexpr std::size_t kAlignment = 128;  // of what a launch asks for, at most
+constexpr std::size_t kAlignment = 128;  // of a launch's dynamic shared memory, at most
 
 }  // namespace
 

@@ -5,8 +5,8 @@
 
 namespace sluice::cuda {
 
-// By one thread: counts its block in; true for the last of `count` blocks, which sees all their
-// writes from before the block barrier that precedes this call.
+// Counts this block in; one thread calls it. Returns true for the last of `count` blocks, which
+// sees all writes that the others made before the block barrier that precedes this call.
 __device__ __forceinline__ bool takes_last_ticket(std::uint32_t* tickets, std::int32_t count) {
   std::uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"

@@ -20,7 +20,7 @@ struct WholePage {
   int number;  // among the pages of the sequence
 };
 
-// Pages of one sequence from rows that follow each other, a block for each.
+// Pages of one sequence from consecutive rows, one block per page.
 struct PageRun {
   HeadRows rows;
   std::int64_t sequence;
@@ -33,7 +33,7 @@ struct PageRun {
   }
 };
 
-// Pages that end with a token of the batch, a block for each token.
+// Pages that end with a token of the batch, one block per token.
 struct PagesOfBatch {
   const BatchToken* tokens;
   PagedRows rows;
@@ -57,7 +57,7 @@ __device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
   return __bfloat1622float2(pair);
 }
 
-// Makes `strange`, which begins as zeros, other than zero if an element is NaN or Inf; see
+// Makes `strange`, which must start as zeros, nonzero if an element is NaN or Inf; see
 // is_strange().
 template <typename Pair>
 __device__ __forceinline__ void note_strange(Pair pair, Pair zeros, Pair& strange) {
@@ -86,8 +86,8 @@ __device__ __forceinline__ float clamp_to_half(float x) {
   return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
 }
 
-// The code of an element in the lowest bits, rounded to nearest even, below other bits that are
-// left to the caller. Rounded at every step, like the CPU's.
+// The code of an element in the lowest bits, rounded to nearest even; the caller must remove the
+// bits above it. Rounded at every step, like the CPU's.
 __device__ __forceinline__ std::uint32_t code_of(float x, float zero, float inverse_step,
                                                  float largest) {
   // Adding it to a float in [0, 2^22) leaves the rounded integer in the lowest bits.

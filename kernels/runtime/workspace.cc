@@ -5,7 +5,7 @@
 namespace sluice::cuda {
 namespace {
 
-// Behind the counters is Launch::bus_free_at.
+// Launch::bus_free_at lies after the counters.
 constexpr std::size_t kCounterBytes =
     Launch::kCounters * sizeof(std::uint32_t) + sizeof(*Launch{}.bus_free_at);
 
