@@ -203,8 +203,8 @@ using Codes = std::conditional_t<kBits == 2, std::uint32_t, uint2>[4];
 
 // Rotates the highest bits of four tokens of every run, a word shared by lanes of two rows four
 // apart: bit i of byte k belongs to token 16 i + k, and the upper row has the odd bits. After the
-// rotation bit 2 r of a lane's own bits is bit 2 r + 2, so that the bits of run 3 are in the next
-// byte (those of the last byte in the first).
+// rotation a lane's own bit of run r (2 r, or 2 r + 1 in the upper row) is bit 2 r + 2, so that the
+// bits of run 3 are in the next byte (those of the last byte in the first).
 __device__ __forceinline__ std::uint32_t turn(std::uint32_t high) {
   return __funnelshift_l(high, high, 2u - static_cast<unsigned>(lane_id()) / 16);
 }
