@@ -1,8 +1,8 @@
-// A call of select() by value, and what follows of it for one head.
+// Arguments of select() by value, and the derived values of one head.
 //
-// A head is a KV head of a token of the batch: number token * kv_heads + KV head. Whatever a launch
-// depends on follows from the batch's capacity; what follows from a token's position is found where
-// it is needed, from the token in the device's memory.
+// A head is a KV head of a token of the batch, numbered token * kv_heads + KV head. Launches depend
+// only on the batch's capacity; values that depend on a token's position are derived in the
+// kernels, from the token in device memory.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -18,10 +18,10 @@
 
 namespace sluice::cuda {
 
-// A Quota in numbers that fit 32 bits: a context has at most 2^31 tokens.
+// A Quota in 32-bit numbers; a context has at most 2^31 tokens.
 struct TokenQuota {
   struct Part {
-    std::uint32_t tokens = 0;   // if there is no divisor
+    std::uint32_t tokens = 0;   // if the divisor is 0
     std::uint32_t divisor = 0;  // at most 2^31
 
     __device__ __forceinline__ std::uint32_t of(std::uint32_t count) const {
@@ -39,11 +39,11 @@ struct TokenQuota {
   }
 };
 
-// SelectParams by value, or the part of it for some neighbouring heads.
+// SelectParams by value, or the part of them for a range of heads.
 struct SelectCall {
   const BatchToken* tokens = nullptr;  // of all heads
   std::int32_t kv_heads = 0;
-  std::int32_t first_head = 0;  // of the part, among all
+  std::int32_t first_head = 0;  // of the range, among all heads
   std::int32_t head_count = 0;
   std::int32_t group = 0;
   const __half* logits = nullptr;  // [heads, group, stride]
@@ -56,29 +56,29 @@ struct SelectCall {
   std::int64_t list_capacity = 0;
   const HeadSelection* list_heads = nullptr;  // reported [heads]
   bool is_top_p = false;
-  bool has_grades = false;  // a cut by grades is made, or may be
+  bool has_grades = false;  // a cut by grades may be needed
   float p = 0.0f;
   float bin_range = 0.0f;        // nats below the row's maximum where weight may matter to top_p
   TokenQuota quota;              // k or the cap
-  std::int32_t most_keep = 0;    // what it gives at most
-  std::int32_t most_forced = 0;  // what is always kept, at most
+  std::int32_t most_keep = 0;    // the most that the quota gives
+  std::int32_t most_forced = 0;  // most tokens that are always kept
   std::int64_t sinks = 0;
   std::int64_t recent = 0;
   const std::uint8_t* eligible = nullptr;  // [sequences, eligible_stride] or null
   std::int64_t eligible_stride = 0;
-  bool is_mask_aligned = false;       // every sequence's starts at a multiple of 8 bytes
+  bool is_mask_aligned = false;       // every sequence's mask starts at a multiple of 8 bytes
   std::int32_t* positions = nullptr;  // [heads, capacity]
   std::int64_t capacity = 0;
   HeadSelection* heads = nullptr;  // reported [heads]
   const float* share = nullptr;    // reported [heads, group] or null
   float* alpha = nullptr;          // reported [heads, group]
   float* lse = nullptr;            // [heads, group] or null
-  PageWeights page_weights;        // to be left, or null pointers
+  PageWeights page_weights;        // to write, or null pointers
 
   __device__ const __half* row(int head, int g) const {
     return logits + (static_cast<std::int64_t>(head) * group + g) * stride;
   }
-  // Where there is a mask: that of a sequence, by position.
+  // A sequence's mask, by position; call only if there is a mask.
   __device__ const std::uint8_t* mask(std::int32_t sequence) const {
     return eligible + sequence * eligible_stride;
   }
@@ -87,7 +87,7 @@ struct SelectCall {
   }
 };
 
-// What a head's token says, which is known before the kernel before is over.
+// The values that follow from a head's token, known before the previous kernel has ended.
 struct TokenBounds {
   std::int32_t page_first = 0;
   std::int32_t newest = 0;  // rows with logits from there on
@@ -123,7 +123,7 @@ struct Extent {
   std::int32_t sequence = 0;
 };
 
-// By one whole warp, once the kernel before is over.
+// Called by one whole warp, after the previous kernel has ended.
 __device__ inline Extent extent_of(const SelectCall& c, int head, const TokenBounds& token) {
   Extent e;
   e.keep = token.keep;
@@ -144,12 +144,12 @@ __device__ inline Extent extent_of(const SelectCall& c, int head, const TokenBou
   return e;
 }
 
-// By one thread: the share of all tokens' weight that a row's logits have.
+// Called by one thread: the share of all tokens' weight that the row's logits carry.
 __device__ __forceinline__ float share_of(const SelectCall& c, std::int64_t row) {
   return c.share == nullptr ? 1.0f : *static_cast<const volatile float*>(c.share + row);
 }
 
-// By a block: a head of which nothing is kept, for a logit is no number, or there are none at all.
+// Called by a block: reports a head that keeps nothing, because a logit is NaN or there are none.
 __device__ inline void report_none(const SelectCall& c, int head, bool is_bad) {
   for (auto g = static_cast<int>(threadIdx.x); g < c.group; g += static_cast<int>(blockDim.x)) {
     const std::int64_t row = static_cast<std::int64_t>(head) * c.group + g;

@@ -38,7 +38,7 @@ struct Call {
   std::int32_t* found_bad = nullptr;  // [1]
   std::int32_t* count = nullptr;      // [1]: important tokens, but for the newest
   float* scores[2]{};                 // [end - first], for sorts to and fro
-  std::int32_t* tokens[2]{};          // likewise
+  std::int32_t* tokens[2]{};          // of the same shape
   std::int32_t* before = nullptr;     // [end]: listed positions before each
   std::byte* sort = nullptr;
   std::size_t sort_bytes = 0;

@@ -1,16 +1,14 @@
-// Selection where all logits of a KV head fit the shared memories of one cluster of blocks: one
-// kernel, one read. A decode step selects once per layer, and a chain of kernels takes longer to
-// start and to wait for memory than these logits take to look at.
+// Selection by one cluster of blocks per KV head, for logits that fit its shared memories: one
+// kernel and one read. A decode step selects once per layer, and a chain of kernels takes longer to
+// launch and to wait for memory than these logits take to scan.
 //
-// The blocks have neighbouring parts of the entries, in order. What one finds it sends to all, and
-// each draws the same conclusions from it, in the order of the blocks: results do not depend on
-// which is faster. They send each other
+// The blocks hold consecutive parts of the entries. Each sends its results to all others, and all
+// combine them in the order of the blocks, so that results do not depend on timing. They exchange
 //   maxima and sums of their parts of every row,
-//   of a histogram of every row's weights the sums of kCoarse neighbouring bins, then those bins
-//     among which top_p's threshold lies; and how large vectors' maxima are, from which follows a
-//     bound of what is among the heaviest,
-//   for a cut by grades: how many entries reach that bound, then their grades,
-//   how much each has kept.
+//   for top_p: sums of kCoarse neighbouring bins of every row's histogram of weights, then the bins
+//     that contain the threshold; and a histogram of vectors' maxima, which bounds the heaviest,
+//   for a cut by grades: the number of entries that reach that bound, then their grades,
+//   the weight that each block has kept.
 #pragma once
 
 #include <algorithm>
@@ -41,20 +39,20 @@ inline constexpr int kMostPicked = kWarp;       // of them, compared one by one
 inline constexpr int kMostTurns = 3;            // to list candidates by a digest
 inline constexpr int kMostQueued = 17 * kWarp;  // logits of a warp, to be counted
 
-// What a warp found of its part of a row: sums of 2^(x log2(e) - norm), the norm that of `highest`.
+// A warp's result for its part of a row: sums of 2^(x log2(e) - norm), with the norm of `highest`.
 struct alignas(16) RowPart {
-  float highest = 0.0f;  // +Inf if a logit is no number
+  float highest = 0.0f;  // +Inf if a logit is NaN
   float all = 0.0f;
-  float kept = 0.0f;  // of what is always kept, or in the tail
+  float kept = 0.0f;  // of entries that are always kept, or in the tail
   float tail = 0.0f;
 };
 
-// What is known of a row, and how the weights that top_p chooses among are counted: by bins from
-// that of `highest` down.
+// The known bounds of a row, and its histogram of the weights that top_p chooses among: bins from
+// that of `highest` downwards.
 struct RowState {
   RowInfo info;
   float highest = 0.0f;
-  float missing = 0.0f;  // the share that top_p lacks beside what is always kept
+  float missing = 0.0f;  // the share that top_p needs beyond the tokens that are always kept
   std::int32_t top = 0;
   std::int32_t bins = 0;    // 0: the threshold is known
   std::uint16_t least = 0;  // f16 of the lowest bin
@@ -75,7 +73,7 @@ struct alignas(16) ClusterScratch {
     } entries;
   };
 
-  // With so many slots for a warp's lanes.
+  // Slots for a warp's lanes.
   __host__ __device__ static constexpr std::uint32_t bytes(int slots) {
     const auto fine = static_cast<std::uint32_t>(slots * kWarp) * std::uint32_t{sizeof(uint4)};
     constexpr auto kQueues = static_cast<std::uint32_t>(sizeof(queues));
@@ -85,7 +83,7 @@ struct alignas(16) ClusterScratch {
   }
 };
 
-// What blocks send each other, by its barrier.
+// The messages that blocks exchange, one barrier for each.
 enum Exchange {
   kSums,
   kCoarseBins,
@@ -100,7 +98,7 @@ enum Exchange {
   kExchanges = kListed + kMostTurns,
 };
 
-// Where and how a block ends: the pages of its first and last position.
+// The pages of a block's first and last position.
 struct BlockEnds {
   std::int32_t count = 0;
   std::int32_t first = 0;
@@ -183,8 +181,8 @@ __device__ __forceinline__ int lane_id() { return thread_id() % kWarp; }
 __device__ __forceinline__ int warp_id() { return thread_id() / kWarp; }
 __device__ __forceinline__ int warps() { return threads() / kWarp; }
 
-// What a block works on. Vectors are 8 entries; its own are [first, first + count) of the head's.
-// `EntryNumber` counts them.
+// The work of one block: vectors [first, first + count) of the head, 8 entries each. `EntryNumber`
+// counts entries.
 template <typename EntryNumber>
 struct WorkOf {
   using Entry = EntryNumber;
@@ -240,7 +238,7 @@ struct WorkOf {
     if (part < parts) row = warp_id() % group;
   }
 
-  // Shares the entries out, once it is known how many there are.
+  // Divides the entries among the blocks, once their number is known.
   __device__ void share_out(const Extent& known) {
     extent = known;
     const std::int32_t all = (extent.total + 7) / 8;
@@ -256,7 +254,7 @@ struct WorkOf {
   __device__ __forceinline__ std::uint32_t barrier(int exchange) const {
     return shared_address(shared->barriers + exchange);
   }
-  // By one thread: what this block will have received in an exchange.
+  // Called by one thread: the bytes that this block receives in an exchange.
   __device__ __forceinline__ void expect(int exchange, std::uint32_t bytes) const {
     barrier_expect(barrier(exchange), bytes);
   }
@@ -290,7 +288,7 @@ __device__ __forceinline__ void for_own_pairs(const auto& w, const Look& look, c
   }
 }
 
-// By one warp: calls body(part) for the parts of a row of all blocks.
+// Called by one warp: calls body(part) for the parts of a row of all blocks.
 template <typename Body>
 __device__ __forceinline__ void for_parts(const auto& w, int g, const Body& body) {
   const int block = lane_id() % kMostBlocks;
@@ -353,7 +351,8 @@ __device__ __forceinline__ void begin(const auto& w) {
   __syncthreads();
 }
 
-// Whether there are logits, else says so. By all blocks, in place of w.cluster.wait() if not.
+// Returns true if there are logits, else reports that. Called by all blocks, instead of
+// w.cluster.wait() if there are none.
 __device__ __forceinline__ bool has_logits(const auto& w) {
   if (w.shared->extent.total > 0) return true;
   w.cluster.wait();

@@ -11,7 +11,7 @@ namespace sluice::cuda {
 
 constexpr std::uint32_t kTooMany = 1u << 20;  // stands for a number of candidates
 
-// What a thread needs to know of its vector's entries.
+// A thread's view of its vector's entries.
 __device__ __forceinline__ void selectable8(const auto& w, std::int32_t v, std::uint32_t& forced,
                                             std::uint32_t& others) {
   const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, w.entry(v));
@@ -149,7 +149,7 @@ __device__ __forceinline__ void exchange_grades(const auto& w, std::uint32_t cou
   w.receive(kGrades);
 }
 
-// By one warp: where the wanted grades end among those counted, the heaviest first.
+// Called by one warp: finds the cut among the counted grades, the heaviest first.
 __device__ __forceinline__ void find_digit(const auto& w, std::uint32_t wanted) {
   constexpr int kEach = kDigits / kWarp;
   static_assert(kEach == 16);
@@ -331,7 +331,7 @@ __device__ __noinline__ static GradeCut cut_entries(auto w, GradeCut cut) {
   return cut;
 }
 
-// Keeps the first so many of the entries in the cut.
+// Keeps the first `count` entries equal to the cut.
 __device__ __forceinline__ void keep_ties(const auto& w, std::uint32_t ties) {
   __syncwarp();  // other lanes have marked neighbouring entries
   // Of 32 entries each.

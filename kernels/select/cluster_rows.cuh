@@ -1,5 +1,5 @@
-// What a cluster finds of every row: its sum of weights, what top_p keeps of it, and a bound of
-// what is among its heaviest entries.
+// A cluster's results for every row: its sum of weights, the threshold of top_p, and a bound of its
+// heaviest entries.
 #pragma once
 
 #include <cmath>
@@ -9,8 +9,8 @@
 
 namespace sluice::cuda {
 
-// Four vectors of the warp's row, kWarp * parts apart; false if there is something special about
-// them.
+// Reads four vectors of the warp's row, kWarp * parts apart; returns false if one needs special
+// care.
 __device__ __forceinline__ bool load_vectors(const auto& w, const __half* row, std::int32_t first,
                                              uint4 (&v)[kVectors]) {
   const std::int32_t step = w.parts * kWarp;
@@ -77,7 +77,7 @@ __device__ __forceinline__ RowPart read_part(const auto& w) {
   return found;
 }
 
-// Tells all blocks what this warp found of its row, once they have begun, and waits for theirs.
+// Sends this warp's result for its row to all blocks once they have started, and waits for theirs.
 __device__ __forceinline__ void exchange_parts(const auto& w, const RowPart& part) {
   w.cluster.wait();
   if (w.row >= 0 && lane_id() < w.cluster.size) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void exchange_parts(const auto& w, const RowPart& par
   w.receive(kSums);
 }
 
-// Reads the block's logits and tells all blocks what their sums are.
+// Reads the block's logits and sends their sums to all blocks.
 __device__ __forceinline__ void share_sums(const auto& w) {
   RowPart part;
   if (w.row >= 0) part = read_part(w);
@@ -127,7 +127,7 @@ __device__ __forceinline__ RowState state_of(const SelectCall& c, const Sums& su
   }
   const float of_all = __fdividef(1.0f, sums.all);
   state.info.norm = sums.norm + __log2f(sums.all);
-  // What rounding took from the norm.
+  // Corrects the rounding of the norm.
   state.info.scale = exp2_fast(state.info.norm - sums.norm) * of_all;
   state.info.tail = sums.tail * of_all;
   state.info.kept = sums.kept * of_all;
@@ -160,7 +160,7 @@ __device__ __forceinline__ void expect_bins(const auto& w) {
   w.expect(kFineBins, bytes * static_cast<std::uint32_t>(fine));
 }
 
-// What is known of all rows; false if one is bad.
+// Computes the bounds of all rows; returns false if one is bad.
 __device__ __forceinline__ bool join_sums(const auto& w) {
   bool bad = false;
   for (int g = warp_id(); g < w.group; g += warps()) {
@@ -341,11 +341,11 @@ __device__ __forceinline__ void weigh_bins(const Work& w) {
   }
 }
 
-// Where a row's threshold lies.
+// The search for a row's threshold.
 struct Place {
-  std::uint32_t target = 0;  // what the bins up to the threshold's hold
-  std::uint32_t before = 0;  // and those before the next kCoarse bins
-  std::int32_t first = 0;    // of these
+  std::uint32_t target = 0;  // weight of the bins up to the threshold's
+  std::uint32_t before = 0;  // weight of the bins before the next kCoarse
+  std::int32_t first = 0;    // the first of these kCoarse bins
 };
 
 // By one warp.
@@ -421,7 +421,7 @@ __device__ __forceinline__ std::uint16_t find_bound(const auto& w, int g) {
   return bin_threshold(w.shared->states[g].top - (bin * kSketchWidth + kSketchWidth - 1));
 }
 
-// What top_p keeps of every row by what count() counts, and bounds of what is among the heaviest.
+// Finds the threshold of every row by count(), and bounds of its heaviest entries.
 template <typename Count>
 __device__ __forceinline__ void find_thresholds(const auto& w, const Count& count, int turn = 0) {
   if (thread_id() == 0) expect_bins(w);

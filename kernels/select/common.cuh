@@ -1,4 +1,4 @@
-// What the kernels of select() share: reading logits, weights and scans over a block.
+// Code shared by the kernels of select(): reading logits, weights, and scans over a block.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,22 +13,22 @@ namespace sluice::cuda {
 
 // A query head's threshold lies at a multiple of 1 / kBinsPerNat.
 inline constexpr float kBinsPerNat = 128.0f;
-// Weights in units of 2^-15 of their bin's lower edge: 2^16 of them fit into 32 bits.
+// Weights are counted in units of 2^-15 of their bin's lower edge, so 2^16 of them fit 32 bits.
 inline constexpr int kMassBits = 15;
 inline constexpr std::int32_t kMassedEntries = 1 << 16;
 inline constexpr std::uint32_t kMinusInfinities = 0xfc00fc00u;  // two f16
 inline constexpr std::uint16_t kLowestHalf = 0xfbff;
 inline constexpr std::uint16_t kInfiniteHalf = 0x7c00;
 
-// One query head: the weight of logit x is scale * 2^(x log2(e) - norm). The scale, close to 1, is
-// what rounding took from the norm: with logits in the thousands that is much.
+// The state of one query head. The weight of logit x is scale * 2^(x log2(e) - norm). The scale,
+// close to 1, corrects the rounding of the norm, which matters for logits in the thousands.
 struct RowInfo {
   float norm = 0.0f;
   float scale = 1.0f;
   float tail = 0.0f;  // weight of the tail
-  float kept = 0.0f;  // and of what is always kept
+  float kept = 0.0f;  // weight of the tokens that are always kept
   float share = 1.0f;
-  std::uint16_t threshold = 0;  // f16: x is kept if it is not below
+  std::uint16_t threshold = 0;  // f16: x is kept if x >= threshold
   std::uint16_t bad = 0;
 };
 
@@ -41,13 +41,13 @@ __device__ __forceinline__ void set_norm(RowInfo& row, double norm) {
   row.scale = exp2f(static_cast<float>(static_cast<double>(row.norm) - norm));
 }
 
-// Of a row with this maximum and this sum of e^(x - highest).
+// The state of a row with this maximum and this sum of e^(x - highest).
 __device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum) {
   set_norm(row, static_cast<double>(highest) * static_cast<double>(kLog2E) +
                     static_cast<double>(log2f(sum)));
 }
 
-// Reports the log-sum-exp of a query head's row, if that is asked for. By one thread.
+// Reports the log-sum-exp of a query head's row, if it is asked for. Called by one thread.
 __device__ __forceinline__ void report_lse(const SelectCall& c, std::int64_t query_head,
                                            const RowInfo& row) {
   if (c.lse != nullptr) c.lse[query_head] = (row.norm - log2f(row.scale)) * kLn2;
@@ -67,7 +67,7 @@ __device__ __forceinline__ std::uint32_t word_of_half2(__half2 pair) {
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
-// Two f16 as two 16-bit numbers that order like them; -0 and 0 are one.
+// Two f16 as two 16-bit integers of the same order; -0 equals 0.
 __device__ __forceinline__ std::uint32_t ordered2(std::uint32_t word) {
   const std::uint32_t bits = word_of_half2(__hadd2(as_half2(word), as_half2(0)));
   std::uint32_t signs;  // each sign 16 times
@@ -75,12 +75,12 @@ __device__ __forceinline__ std::uint32_t ordered2(std::uint32_t word) {
   return bits ^ (signs | 0x80008000u);
 }
 
-// The f16 that such a number stands for.
+// The f16 of such an integer.
 __device__ __forceinline__ std::uint16_t half_of_ordered(std::uint32_t number) {
   return static_cast<std::uint16_t>(number ^ ((number & 0x8000u) != 0 ? 0x8000u : 0xffffu));
 }
 
-// Bit e: entry i + e is eligible, of the first `left`. Out of line, for there seldom is a mask.
+// Bit e: entry i + e is among the first `left` and eligible. Not inlined, because masks are rare.
 __device__ __noinline__ static std::uint32_t eligible8(const std::uint8_t* eligible,
                                                        bool is_mask_aligned,
                                                        const std::int32_t* list, std::int32_t i,
@@ -116,13 +116,13 @@ __device__ __forceinline__ std::uint32_t allowed8(const SelectCall& c, const std
 // Bit e: entry i + e is always kept, if it may be emitted.
 __device__ __forceinline__ std::uint32_t forced8(const Extent& extent, std::int32_t i) {
   if (i >= extent.low && i + 8 <= extent.high) return 0;
-  // Those below `low`, and those from `high` on.
+  // Entries below `low` and from `high` on.
   const std::uint32_t below = (1u << min(max(extent.low - i, 0), 8)) - 1u;
   const std::uint32_t above = 0xffu << min(max(extent.high - i, 0), 8);
   return (below | above) & 0xffu;
 }
 
-// Replaces the f16 whose bits are not set by -Inf.
+// Replaces each f16 whose bit is not set by -Inf.
 __device__ __forceinline__ uint4 masked(uint4 v, std::uint32_t bits) {
   std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -137,7 +137,7 @@ __device__ __forceinline__ uint4 all_minus_infinity() {
   return make_uint4(kMinusInfinities, kMinusInfinities, kMinusInfinities, kMinusInfinities);
 }
 
-// Eight logits of a row from entry i on, a multiple of 8, as they are; -Inf from `total` on.
+// Eight logits of a row from entry i on, a multiple of 8, without masking; -Inf from `total` on.
 __device__ __noinline__ static uint4 load8_unaligned(const __half* row, std::int32_t total,
                                                      std::int32_t i) {
   std::uint32_t words[4];
@@ -152,14 +152,15 @@ __device__ __noinline__ static uint4 load8_unaligned(const __half* row, std::int
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// The same, but with anything from `total` on.
+// The same with undefined values from `total` on.
 __device__ __forceinline__ uint4 load8_raw(const SelectCall& c, const __half* row,
                                            std::int32_t total, std::int32_t i) {
   if (c.is_aligned) return *reinterpret_cast<const uint4*>(row + i);
   return load8_unaligned(row, total, i);
 }
 
-// Eight logits of a row from entry i on; -Inf from `total` on and for what is not eligible.
+// Eight logits of a row from entry i on; -Inf from `total` on and for entries that are not
+// eligible.
 __device__ __forceinline__ uint4 load8(const SelectCall& c, const __half* row,
                                        const std::int32_t* list, const Extent& extent,
                                        std::int32_t i) {
@@ -173,7 +174,7 @@ __device__ __forceinline__ uint4 load8(const SelectCall& c, const __half* row,
   return masked(v, live);
 }
 
-// Bit e: the e-th f16 of v is not below the threshold, given twice.
+// Bit e: the e-th f16 of v is >= the threshold, which is given twice.
 __device__ __forceinline__ std::uint32_t reaching(const uint4& v, __half2 threshold) {
   std::uint32_t bits = 0;
 #pragma unroll
@@ -188,16 +189,16 @@ __device__ __forceinline__ __half2 twice(std::uint16_t bits) {
   return as_half2(bits | static_cast<std::uint32_t>(bits) << 16);
 }
 
-// Where a sum over bins from the first on reaches a target.
+// The bin at which a running sum over bins reaches a target.
 template <typename T>
 struct Crossing {
-  std::int32_t bin = 0;  // the last if it does not
-  T before = 0;          // the sum of the bins before it, if it does
+  std::int32_t bin = 0;  // the last bin if the target is not reached
+  T before = 0;          // the sum of the bins before it
   bool reached = false;
 };
 
-// By all threads; bin_of(i) is called for every i in [0, bins), of which a warp takes neighbouring
-// ones. `found` and `part` are shared.
+// Called by all threads; calls bin_of(i) for every i in [0, bins), consecutive ones in a warp.
+// `found` and `part` are in shared memory.
 template <typename T, typename Bins>
 __device__ inline void find_crossing(const Bins& bin_of, std::int32_t bins, T target,
                                      Crossing<T>* found, T* part) {
@@ -233,7 +234,7 @@ __device__ inline void find_crossing(const Bins& bin_of, std::int32_t bins, T ta
   __syncthreads();
 }
 
-// The bin of a logit, counted from an absolute zero, and its mass in it.
+// The bin of a logit, counted from a fixed zero, and its mass in the bin.
 struct BinMap {
   float shift = 0.0f;  // brings (x - centre) * 128 into [2^23, 2^24), where floats are integers
   std::int32_t offset = 0;  // from such a float's bits to the bin
@@ -248,20 +249,20 @@ struct BinMap {
   }
   BinMap() = default;
 
-  // Exact for |x - near| < 2^14: rounding down to an integer is flooring.
+  // Exact for |x - near| < 2^14, because rounding down to an integer floors.
   __device__ __forceinline__ std::int32_t bin(float x, std::uint32_t& mass) const {
     return bits(x, shift, mass) + offset;
   }
   __device__ __forceinline__ static std::int32_t bits(float x, float shift, std::uint32_t& mass) {
     const float floored = __fmaf_rd(x, kBinsPerNat, shift);
     const float rest = fmaf(x, kBinsPerNat, shift - floored);
-    // 2^15 e^(rest / 128), by a chord of the curve: less than 2^-17 of it off.
+    // 2^15 e^(rest / 128) by a chord of the curve; the relative error is below 2^-17.
     mass = __float_as_uint(fmaf(rest, 257.0f, 8388608.0f + 32768.0f)) & 0x7fffffu;
     return static_cast<std::int32_t>(__float_as_uint(floored));
   }
 };
 
-// The bin that x lies in.
+// The bin of x.
 __device__ __forceinline__ std::int32_t bin_floor(float x) {
   return __float2int_rd(x * kBinsPerNat);
 }
@@ -271,19 +272,19 @@ __device__ __forceinline__ std::uint16_t bin_threshold(std::int32_t bin) {
   return __half_as_ushort(__float2half_ru(static_cast<float>(bin) / kBinsPerNat));
 }
 
-// What one unit of mass weighs `below` bins below the one that holds `highest`, relative to it.
+// The weight of one unit of mass, `below` bins below the bin of `highest`, relative to `highest`.
 __device__ __forceinline__ float mass_unit(std::int32_t below, float highest) {
   const float top = static_cast<float>(bin_floor(highest)) / kBinsPerNat - highest;
   return expf(-static_cast<float>(below) / kBinsPerNat) * expf(top) /
          static_cast<float>(1 << kMassBits);
 }
 
-// Shares of a row's weight as integers: their sums do not depend on the order.
+// Shares of a row's weight as integers, so that sums do not depend on the order.
 __device__ __forceinline__ std::uint64_t share_units(double share) {
   return static_cast<std::uint64_t>(fmax(share, 0.0) * 0x1p52);
 }
 
-// Adds the pages of ascending positions to `pages`, by all threads.
+// Adds the pages of ascending positions to `pages`. Called by all threads.
 __device__ __forceinline__ void add_pages(const std::int32_t* positions, std::int32_t count,
                                           std::uint32_t* pages) {
   std::uint32_t own = 0;

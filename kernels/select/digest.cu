@@ -53,8 +53,8 @@ __device__ __forceinline__ DigestWork begin_again(const DigestCall& call) {
   return w;
 }
 
-// What top_p wants of every row: first by the maxima of sectors alone, which gives a lower bound,
-// then by the logits of those which reach it.
+// Thresholds of top_p for every row: first by the maxima of sectors alone, which gives a lower
+// bound, then by the logits of those which reach it.
 __device__ __noinline__ void find_exact_thresholds(const DigestCall& call) {
   const DigestWork w = begin_again(call);
   const int g = thread_id();

@@ -1,19 +1,17 @@
-// Selection with a small k or cap among logits that a scan has digested: one kernel, in which a
-// cluster of blocks per KV head holds the digest in its shared memories and reads only the few
-// logits that may be kept.
+// Selection with a small k or cap by a digest: one cluster of blocks per KV head holds the digest
+// in its shared memories and reads only the few logits that may be kept.
 //
-// The blocks have neighbouring pages. They send each other
+// The blocks hold consecutive pages. They exchange
 //   maxima and sums of their parts of every row,
-//   how many of their sectors have a maximum of which weight: as many as are to be kept bound the
-//     lightest weight that is kept,
-//   how many candidates they have listed in the sectors that reach it, and then their grades, among
-//     which the cluster cuts as it does where it has all logits,
-//   how much each has kept.
-// What top_p wants need not be known if it is sure to want all candidates: where the pages with
-// nothing as heavy hold more than it may leave out. Else thresholds are found first, from the
-// sectors that may hold what matters. Where many sectors reach the bound, as all weigh much the
-// same, those of a sample raise it. Where candidates still are too many to list, all logits are
-// read, in the same way as if they were in shared memory.
+//   a histogram of their sectors' maxima: the k-th heaviest maximum bounds the lightest weight
+//   kept, the number of candidates in the sectors that reach the bound, then their grades, among
+//   which the
+//     cluster cuts as it does with all logits in shared memory,
+//   the weight that each block has kept.
+// top_p needs no threshold if it is sure to keep all candidates, because the pages below the bound
+// hold more weight than it may drop. Otherwise thresholds are found first, from the sectors that
+// may matter. If many sectors reach the bound because weights are nearly equal, a sample raises it.
+// If candidates are still too many to list, all logits are read, as by a cluster.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +28,7 @@ constexpr int kSampled = 256;  // sectors of a block, if not more
 // f16, so that bins are the wider the farther they are. It is taken from 4 on.
 constexpr std::uint32_t kFours = 0x44004400u;
 constexpr int kEdgeShift = 4;
-constexpr float kLightest = -120.0f;  // the logarithm of a weight that is no number of its own
+constexpr float kLightest = -120.0f;  // logarithm that stands for all smaller weights
 
 struct DigestCall : ClusterCall {
   std::int32_t pages = 0;  // of a block at most

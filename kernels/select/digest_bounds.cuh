@@ -1,5 +1,5 @@
-// Bounds of what may be kept, by the digest that a cluster holds, and better ones by what was found
-// among candidates.
+// Bounds of the weights that may be kept: first from the cluster's digest, then tighter ones from
+// the candidates.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace sluice::cuda {
 
-// The logarithm to base 2 of the largest weight that there is, by every warp.
+// The logarithm to base 2 of the largest weight. Called by every warp.
 __device__ __forceinline__ float heaviest_of(const DigestWork& w) {
   const RowState& state = w.shared->states[min(lane_id(), w.group - 1)];
   return warp_max(fmaf(state.highest, kLog2E, -state.info.norm));
@@ -202,7 +202,7 @@ __device__ __forceinline__ void bound_by_grade(const DigestWork& w, std::uint32_
   __syncthreads();
 }
 
-// So many candidates of each of half of the blocks are more than are to be kept.
+// Candidates per block such that those of half of the blocks are more than are kept.
 __device__ __forceinline__ std::uint32_t part_of_kept(const DigestWork& w) {
   return static_cast<std::uint32_t>(2 * w.extent.keep / w.cluster.size) + 1;
 }

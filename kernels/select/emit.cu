@@ -43,7 +43,7 @@ struct Span {
   Extent extent;
   const std::int32_t* list;  // [emit] or null
 
-  // What warps and threads have of it, one after the other.
+  // The parts of warps and threads, in order.
   __device__ std::int32_t warp_strips() const {
     const std::int32_t strips = (extent.emit + kStrip - 1) / kStrip;
     return min(max(strips - strip, 0), each);
@@ -51,7 +51,7 @@ struct Span {
   __device__ std::int32_t warp_words() const {
     return static_cast<std::int32_t>(threadIdx.x) / kWarp * each * kWarp;
   }
-  // Whether something of a strip is always kept or out.
+  // True if a strip has entries that are always kept or masked.
   __device__ bool is_special(std::int32_t number_in_row) const {
     const std::int32_t at = number_in_row * kStrip;
     return at < extent.low || at + kStrip > extent.high;
@@ -108,7 +108,7 @@ struct Batch {
   }
 };
 
-// By one warp: the weights that its lanes have summed.
+// Called by one warp: adds the weights that its lanes have summed.
 __device__ __forceinline__ void put_sums(const SelectCall& c, int first,
                                          const float (&sums)[kHeadsAtOnce], EmitShared* shared) {
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ void put_sums(const SelectCall& c, int first,
   }
 }
 
-// By one warp: weights of what is kept of its strips, in an order that depends on nothing else.
+// Called by one warp: weights of its strips' kept entries, summed in a fixed order.
 __device__ __noinline__ void add_weights(const SelectCall& c, const Span& span,
                                          EmitShared* shared) {
   std::uint16_t* const queue = shared->queues[threadIdx.x / kWarp];
@@ -145,7 +145,7 @@ __device__ __noinline__ void add_weights(const SelectCall& c, const Span& span,
   }
 }
 
-// By one warp: no bits of its strips.
+// Called by one warp: clears the bits of its strips.
 __device__ __forceinline__ void clear_bits(const Span& span, EmitShared* shared) {
   for (std::int32_t s = 0; s < span.each; ++s) {
     shared->kept_bits[span.warp_words() + s * kWarp + threadIdx.x % kWarp] = 0;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void clear_bits(const Span& span, EmitShared* shared)
   __syncwarp();
 }
 
-// By one warp, whose bits are zero: the entries of its strips that some query head keeps.
+// Called by one warp with cleared bits: marks the entries of its strips that some query head keeps.
 __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& span,
                                              EmitShared* shared) {
   const SelectCall& c = call.call;
@@ -232,7 +232,7 @@ __device__ void write_positions(const Span& span, std::int32_t* to, std::int32_t
   staged->entries[0] = staged->entries[count];
 }
 
-// By the last block of a head.
+// Called by the last block of a head.
 __device__ void finish_head(const LargeCall& call, const Span& span, const GradeCut& cut,
                             EmitShared* shared) {
   const SelectCall& c = call.call;
@@ -283,7 +283,7 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const Grade
   c.heads[span.head] = result;
 }
 
-// By one warp: tells the spans after this one what it has, and waits for what those before it have.
+// Called by one warp: publishes this span's counts and waits for those of the spans before it.
 // The device starts blocks in their order. A state is both counts above a flag.
 __device__ Counts exchange(std::uint64_t* states, std::int32_t span, const Counts& own) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
@@ -330,7 +330,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
   if (!kByGrades && call.call.group > kHeadsAtOnce) add_weights(call.call, span, shared);
   __syncthreads();
   const Counts before = shared->before;
-  // Of those equal to the cut, as many as it has ties.
+  // Keeps as many entries equal to the cut as there are ties to keep.
   const auto ties = [&](std::uint32_t equals) {
     return static_cast<std::int32_t>(min(before.equal + equals, cut.ties)) -
            static_cast<std::int32_t>(min(before.equal, cut.ties));

@@ -76,7 +76,7 @@ class FewChoice : public FewHead {
     shared_.parts[thread()] = sums;
   }
 
-  // What is known of every row, by a warp each; false if one is bad.
+  // Computes the bounds of every row, one warp each; returns false if one is bad.
   __device__ __forceinline__ bool join_rows() {
     bool is_bad = false;
     if (warp() < c_.group) {

@@ -1,4 +1,4 @@
-// What selecting a few by a digest keeps of a head, and how its entries and bounds compare.
+// State of selecting a few by a digest, and how entries and bounds compare.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ struct FewShared {
   std::uint32_t bound;
   std::uint32_t nears;   // bits of `near`
   std::uint32_t queued;  // sectors
-  std::uint32_t listed;  // entries, as far as they fit among the keys
+  std::uint32_t listed;  // entries that fit among the keys
   std::uint32_t won;
 };
 
@@ -48,7 +48,7 @@ struct FewShared {
 // weights summed over rows, or of a single row its logits. Threads have rows in turn, and pages.
 class FewHead {
  protected:
-  // What is kept has at least this key; an entry with that key has this weight, if not more.
+  // Kept entries have at least this key; an entry with this key has at least this weight.
   struct Bound {
     float log_weight = -INFINITY;  // to base 2
     std::uint64_t key = 0;
@@ -132,7 +132,7 @@ class FewHead {
   std::int32_t first_page_;
   int row_;
   const uint4* maxima_;  // [pages, group]
-  const float* sums_;    // likewise
+  const float* sums_;    // of the same shape
 };
 
 }  // namespace sluice::cuda

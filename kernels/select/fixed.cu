@@ -12,7 +12,7 @@ constexpr int kWarpPages = 4;
 constexpr int kPageVotes = kPageTokens / kWarp;
 constexpr std::int64_t kTile = kWarps * kWarpPages * kPageTokens;  // positions of a block
 
-// Bit l of vote v: position first + v * kWarp + l is kept. By one warp.
+// Bit l of vote v: position first + v * kWarp + l is kept. Called by one warp.
 struct Votes {
   unsigned kept[kWarpPages * kPageVotes];
 

@@ -1,4 +1,4 @@
-// Which of eight neighbouring entries are wanted, and by how much, whoever holds their logits.
+// The grades of eight consecutive entries, wherever their logits are held.
 #pragma once
 
 #include <cstdint>
@@ -114,7 +114,7 @@ struct GradeCut {
   std::uint32_t forced = 0;     // entries that are always kept
   std::uint32_t available = 0;  // other grades
   std::uint32_t grade = 0;      // larger ones are kept
-  std::uint32_t ties = 0;       // of equal ones, the first so many
+  std::uint32_t ties = 0;       // how many entries equal to the cut are kept, the first ones
   std::uint32_t settled = 0;
   std::uint32_t cut = 0;  // not all could be kept
 };

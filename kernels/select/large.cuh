@@ -43,7 +43,7 @@ inline constexpr int kGradeThreads = 512;
 inline constexpr int kGradeChunk = kGradeThreads * 8;
 inline constexpr int kGradeRounds = 3;
 
-// What a unit, some strips of one row, is found to hold.
+// The results for a unit, a few strips of one row.
 struct alignas(16) UnitHead {
   float norm = 0.0f;
   float sum = 0.0f;   // of 2^(x log2(e) - norm)
@@ -54,13 +54,13 @@ struct alignas(16) UnitHead {
   std::int32_t top = 0;  // rough bin of `highest`: from there down, kWrittenBins are written
 };
 
-// What is still to be found of a row, and what is known of it.
+// The state of a row: known bounds, and open questions.
 struct RowSearch {
   float missing = 0.0f;  // the share that top_p lacks beside what is always kept
   float highest = 0.0f;
   std::int32_t lowest = 0;     // bin: the threshold lies there or above; kSettled: it is known
   std::uint32_t reaching = 0;  // no more entries than that reach the threshold
-  std::uint32_t sure = 0;      // at least so many entries are not below `most`
+  std::uint32_t sure = 0;      // at least this many entries are >= `most`
   std::uint16_t most = 0;      // f16: the threshold is not above
   std::uint16_t least = 0;     // f16: as many entries as are to be kept are not below
 

@@ -200,7 +200,7 @@ __device__ inline void write_alphas(const SelectCall& c, std::int32_t head, cons
   c.alpha[static_cast<std::int64_t>(head) * c.group + g] = fminf(sum, 1.0f) * rows[g].share;
 }
 
-// What is always kept in [first, last) goes to `to`; returns how many.
+// Writes the always kept positions in [first, last) to `to` and returns their number.
 __device__ inline std::int32_t put_forced(const SelectCall& c, const Extent& extent,
                                           const std::int32_t* list, std::int32_t first,
                                           std::int32_t last, std::int32_t* to, PickShared* shared) {
@@ -219,7 +219,7 @@ __device__ inline std::int32_t put_forced(const SelectCall& c, const Extent& ext
       shared);
 }
 
-// Whether each of these entries reaches one of the query heads' bounds.
+// Bits of the entries that reach one of the query heads' bounds.
 __device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
                                     const std::int32_t* entries, std::int32_t count,
                                     const std::uint16_t* bounds) {

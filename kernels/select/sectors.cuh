@@ -7,7 +7,7 @@
 
 namespace sluice::cuda {
 
-// By one warp: which of a strip's sectors to look at, in order, so that neighbours are read
+// Called by one warp: which of a strip's sectors to read, in order, so that neighbours are read
 // together. Every lane has two neighbours; returns how many there are in the queue.
 __device__ __forceinline__ int queue_sectors(bool first, bool second, std::uint16_t base,
                                              std::uint16_t* queue) {
@@ -22,8 +22,8 @@ __device__ __forceinline__ int queue_sectors(bool first, bool second, std::uint1
   return __popc(firsts) + __popc(seconds);
 }
 
-// By one warp: calls body(i) for the halves of the queued sectors, entries i to i + 8 counted from
-// `first`; two lanes share a sector.
+// Called by one warp: calls body(i) for the halves of the queued sectors, entries i to i + 8
+// counted from `first`; two lanes share a sector.
 template <typename Body>
 __device__ __forceinline__ void visit_sectors(const std::uint16_t* queue, int count,
                                               std::int32_t first, const Body& body) {

@@ -36,12 +36,12 @@ TokenQuota device_quota(const Quota& quota) {
   return {part_of(quota.share, kMostTokens), part_of(quota.least, 0), extra};
 }
 
-// Whether a cap may leave out some of up to `most` entries, those of the whole pages.
+// Returns true if a cap may drop some of up to `most` entries of the whole pages.
 bool may_cut(const Quota& cap, std::int64_t most) {
   return cap.share.tokens > 0 ? cap.share.tokens < most : cap.share.divisor > 1;
 }
 
-// What lies where, and what is kept of each token's logits.
+// The layout of the scratch memory, and the part of each token's logits in it.
 void set_entries(SelectCall& c, const SelectParams& p) {
   const std::int64_t last = std::max<std::int64_t>(p.batch.capacity, 1) - 1;
   const bool listed = p.candidates != nullptr;
@@ -157,7 +157,7 @@ std::int32_t shortlist_capacity_of(const SelectCall& c) {
   const std::int64_t least = 2 * std::int64_t{c.most_keep} * c.group;
   const std::int64_t most = std::min(kMostListed, kMostListedInAll / std::max(c.head_count, 1));
   if (least > most || c.most_forced > kMostForced) return 0;
-  // What is picked is not cut by the capacity.
+  // Picked entries are not cut by the capacity.
   if (c.capacity < std::max(c.most_keep, c.most_forced)) return 0;
   if (std::int64_t{c.most_keep} * kSector * 4 > std::int64_t{c.entries} * 3) return 0;
   return static_cast<std::int32_t>(
@@ -249,7 +249,7 @@ std::int32_t most_heads_at_once(const SelectCall& c) {
       std::clamp<std::int64_t>(kRowsAtOnce / c.group, 1, std::max(c.head_count, 1)));
 }
 
-// What it takes to select for so many heads at once.
+// The scratch for selecting for this many heads at once.
 std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimits& device) {
   const auto bytes_of = [&](std::int32_t count) {
     LargeCall l = large_call(part_of(c, 0, count), device);

@@ -23,7 +23,7 @@ struct alignas(16) Shared {
   float alphas[kMostGroup];
 };
 
-// What the block works on. After Shared lie the rows, the bins and the kept bits.
+// The work of the block. The rows, the bins and the kept bits follow Shared in memory.
 struct Work {
   const SelectCall& c;
   int group;  // a constant where there is but one query head
@@ -133,7 +133,7 @@ __device__ __forceinline__ std::uint16_t row_threshold(const Work& w, const uint
       static_cast<double>(w.c.p) - static_cast<double>(sums.kept) / static_cast<double>(sums.all);
   if (missing <= 0.0) return kInfiniteHalf;
   const std::int32_t top = bin_floor(highest);
-  // What weighs less than (1 - p) / entries of the sum is not needed; half of that for safety.
+  // Weights below (1 - p) / entries of the sum are not needed; half of that for safety.
   const std::int32_t floor = bin_floor(highest + logf(sums.all) - w.c.bin_range);
   const std::int32_t bins = top - floor + 1;
   for (std::int32_t i = thread_id(); i < bins; i += threads()) w.bins[i] = 0;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void count_grades(const Work& w, int round) {
   __syncthreads();
 }
 
-// Where the kept grades end.
+// The cut: the lightest grade that is kept.
 __device__ __forceinline__ void find_cut(const Work& w) {
   const int group = w.group;
   for (int round = 0; round < grade_rounds(group); ++round) {

@@ -28,7 +28,7 @@ struct Sums {
   }
 };
 
-// By one warp, whose lanes have one each: adds up sums.
+// Called by one warp: adds up the lanes' sums.
 __device__ inline Sums add_up(Sums sums) {
   sums.refer_to(warp_max(sums.norm));
   sums.all = warp_sum(sums.all);
@@ -123,7 +123,7 @@ struct StripMaxima {
   }
 };
 
-// What a thread has seen of a row.
+// A thread's partial result for a row.
 struct Seen {
   Sums sums;
   __half2 most = as_half2(kMinusInfinities);

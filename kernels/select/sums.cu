@@ -25,7 +25,7 @@ struct Shared {
   std::uint32_t masses[kRoughBins];
 };
 
-// What a call needs to know of its sectors.
+// A call's layout of sectors.
 __device__ bool counts_sectors(const LargeCall& call) {
   return call.bins > 0 || call.shortlist_capacity > 0;
 }
@@ -66,12 +66,12 @@ struct Strips {
   }
 };
 
-// Where a warp writes the maxima of a row's sectors, and counts them.
+// The destinations of a warp's sector maxima and their counts.
 struct SectorSink {
   std::uint32_t* maxima;
   std::int64_t strip_words;
   std::uint32_t* counts;  // null: does not
-  std::uint32_t* masses;  // likewise
+  std::uint32_t* masses;  // of the same shape
 
   __device__ SectorSink(const LargeCall& call, std::int32_t row, Shared* shared)
       : maxima(call.strip_maxima(row, 0,
@@ -218,7 +218,7 @@ __device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t u
   call.unit_heads[slot] = {sums.norm, sums.all, sums.kept, sums.tail, highest, shared->bad, top};
 }
 
-// What the units' heads say of a row, as one lane of the first warp has read them.
+// The units' results for a row, as one lane of the first warp has read them.
 struct Units {
   Sums sums;
   float share = 1.0f;
@@ -255,7 +255,7 @@ __device__ __forceinline__ Units read_units(const LargeCall& call, std::int32_t 
   return units;
 }
 
-// By the same warp: what is known of the row.
+// Called by the same warp: computes the row's bounds.
 __device__ __forceinline__ void add_units(const LargeCall& call, const Units& units,
                                           Shared* shared) {
   const SelectCall& c = call.call;
@@ -265,7 +265,7 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
   RowInfo info;
   if (shared->extent.total > 0) {
     info.norm = sums.norm + log2f(sums.all);
-    // What rounding took from the norm.
+    // Corrects the rounding of the norm.
     info.scale = exp2_fast(info.norm - sums.norm) / sums.all;
     info.tail = bad ? 0.0f : sums.tail / sums.all;
     info.kept = bad ? 0.0f : sums.kept / sums.all;
@@ -284,7 +284,7 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
   if (c.is_top_p && !bad && (search.missing > 0.0f || c.p >= 1.0f)) {
     info.threshold = kLowestHalf;
     search.reaching = static_cast<std::uint32_t>(shared->extent.total);
-    // What weighs less than (1 - p) / entries of the sum is not needed; half of that for safety.
+    // Weights below (1 - p) / entries of the sum are not needed; half of that for safety.
     if (call.bins > 0) search.lowest = bin_floor(info.norm / kLog2E - c.bin_range);
   }
   shared->info = info;

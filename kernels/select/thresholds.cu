@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_masses(const uint4& v, const Row& row, std::
   }
 }
 
-// By one warp: its strips of the unit.
+// Called by one warp: counts its strips of the unit.
 __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t number,
                            std::int32_t first, std::int32_t last, std::uint16_t* queue,
                            std::uint32_t* bins) {
@@ -88,7 +88,7 @@ __device__ void add_strips(const LargeCall& call, const Row& row, std::int32_t n
   }
 }
 
-// By the last block of a row; `shares` is shared, for as many bins.
+// Called by the last block of a row; `shares` is shared memory for all bins.
 __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row, std::int32_t top,
                                         std::int32_t bins, const RowSearch& search,
                                         std::uint64_t* shares, Shared* shared) {
@@ -105,7 +105,7 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
     shares[i] = share_units(mass * static_cast<double>(unit) / (1 << kMassBits));
   }
   __syncthreads();
-  // Every thread has some neighbouring bins.
+  // Every thread has consecutive bins.
   const std::int32_t each = (bins + kThreads - 1) / kThreads;
   const std::int32_t last = min((thread + 1) * each, bins);
   std::uint64_t own = 0;

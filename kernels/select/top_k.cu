@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_part(const SelectCall& c, const __half* row
   }
 }
 
-// What is always kept, or lies in the tail.
+// Entries that are always kept, or in the tail.
 __device__ __forceinline__ Sums sum_kept(const __half* row, const Extent& extent, __half2& most) {
   Sums sums;
   const std::int32_t count = extent.low + extent.total - extent.high;
@@ -112,7 +112,7 @@ __device__ __forceinline__ std::uint32_t count_pairs(std::uint32_t number, const
   return __half2uint_rz(__hadd(__low2half(count), __high2half(count)));
 }
 
-// Where the number of the `wanted`-th largest of some entries lies.
+// The range that contains the `wanted`-th largest of some entries.
 struct Search {
   std::uint32_t wanted = 0;
   std::uint32_t low = kMinusInfinityNumber;  // not below this
@@ -319,7 +319,7 @@ class RowChoice {
     return {entry, ordered2(__half_as_ushort(row_[entry])) & 0xffffu};
   }
 
-  // By one warp, which can hold the list.
+  // Called by one warp, which can hold the list.
   __device__ __forceinline__ void search_listed(std::int32_t listed, Search& search) const {
     std::uint32_t numbers[kHeld];
 #pragma unroll
@@ -336,13 +336,13 @@ class RowChoice {
     });
   }
 
-  // By one warp: keeps of the list what is to be kept and reports it.
+  // Called by one warp: keeps the list's heaviest entries and reports them.
   __device__ __forceinline__ void finish(std::int32_t listed, const Search& search,
                                          const Sums& sums) {
     RowInfo info;
     set_norm(info, static_cast<double>(sums.norm) + static_cast<double>(log2f(sums.all)));
     const std::uint32_t before = (1u << lane()) - 1;
-    // Of entries equal to the number the older are kept.
+    // Among entries equal to the cut, the older ones are kept.
     auto ties = static_cast<std::int32_t>(
         search.reaching > search.wanted ? search.wanted - search.above : search.reaching);
     std::int32_t kept = 0;
