@@ -139,7 +139,7 @@ void read_store(benchmark::State& state, Store& store, const Settings& settings,
   }
 }
 
-// What a command prints; empty if it cannot be run.
+// The output of a command; empty if it cannot be run.
 std::string output_of(const std::string& command) {
   std::FILE* const pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) return "";

@@ -55,7 +55,7 @@ void DiskQueue::add(DiskRequest request) {
 
 void DiskQueue::step(bool wait) {
   bool has_room = true;
-  // Those that go again first: they hold slots. One round, or a disk without room would keep us.
+  // Retries go first, because they hold slots; one round only, or a full disk would loop forever.
   for (std::size_t i = refused_.size(); i > 0 && has_room; --i) {
     const std::size_t slot = refused_.front();
     refused_.pop_front();

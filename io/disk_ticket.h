@@ -1,4 +1,4 @@
-// What a batch of disk requests leaves with its caller: wait for it, poll it, see what failed.
+// A caller's handle on a batch of disk requests: wait for it, poll it, see what failed.
 #pragma once
 
 #include <atomic>

@@ -45,8 +45,8 @@ class File {
   std::int64_t written_ = 0;  // when it was opened: nanoseconds since the epoch
 };
 
-// Whether there is something at `path`, be it a link to nothing: what is there but cannot be opened
-// is an error of open, not a file that is missing.
+// Returns true if `path` exists, even as a dangling link: a file that cannot be opened is an error
+// of open, not a missing file.
 bool file_exists(const std::filesystem::path& path);
 
 // Throws Error{corrupt} if a file that begins so is a pointer that Git LFS was to replace.

@@ -9,10 +9,10 @@
 
 namespace sluice {
 
-// What is to take the place of whatever `path` is, with the permissions of the file that is there.
-// It is written beside it first, under a name that nobody can have prepared, so `path` is never
-// seen half written and no link is followed. All of it throws Error{io} and leaves `path` as it
-// was; a draft that is not put in place is gone with the object.
+// A file that replaces `path` once it is complete, with the permissions of the existing file. It is
+// written beside `path` under an unguessable name, so `path` is never seen half written and no link
+// is followed. Functions throw Error{io} and leave `path` as it was; a draft that is not put in
+// place is removed with the object.
 class FileDraft {
  public:
   explicit FileDraft(const std::filesystem::path& path);
@@ -22,7 +22,7 @@ class FileDraft {
 
   void write(std::string_view text);
   void put_in_place();
-  // The same, but false where the system refuses to put it there, as it does with what is mounted.
+  // The same, but returns false if the system refuses the rename, as it does onto a mount point.
   bool try_put_in_place();
 
  private:

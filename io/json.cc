@@ -113,14 +113,14 @@ class Builder : public nlohmann::json_sax<Json> {
   }
 
  private:
-  // What the next string of the document stands for; null: for itself.
+  // The replacement of the document's next string; null: the string itself.
   const Replaced* next_constant() {
     const bool is_one = done_ < constants_.size() && constants_[done_].string == strings_;
     ++strings_;
     return is_one ? &constants_[done_++] : nullptr;
   }
 
-  // Where a value comes to lie, which stays there while it is open.
+  // The address of a new value, which does not move while it is open.
   Json* place(Json value) {
     if (++values_ > kMaxJsonValues) {
       refuse("has more than " + std::to_string(kMaxJsonValues) + " values");

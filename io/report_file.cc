@@ -14,7 +14,7 @@
 namespace sluice {
 namespace {
 
-// Of a report without its white space, so that one which was formatted anew is still known.
+// Beginning of a report without white space, so that a reformatted one is still recognised.
 constexpr std::string_view kMark = R"({"written_by":"sluice)";
 constexpr std::uint64_t kMostRead = 256;
 

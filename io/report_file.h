@@ -6,13 +6,13 @@
 
 namespace sluice {
 
-// A report is a JSON object; its first member is `"written_by": "sluice VERSION"`, by which the
-// program knows its own. This is that member with the brace before it and the comma behind it.
+// The beginning of a report, a JSON object: its brace and first member `"written_by": "sluice
+// VERSION",`, by which the program recognises its own reports.
 std::string report_beginning();
 
-// Whether a report may be written to `path` without a loss: nothing is there, or an empty file, an
-// earlier report, or no file at all but a device, a pipe or a folder (which cannot be written, and
-// says so). Links are followed. False where what is there cannot be read.
+// Returns true if writing a report to `path` loses nothing: `path` does not exist, is empty, is an
+// earlier report, or is a device, a pipe or a folder (which then fails to be written). Follows
+// links. Returns false if the file cannot be read.
 bool may_become_report(const std::filesystem::path& path);
 
 // Throws Error{usage} unless may_become_report().

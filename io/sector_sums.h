@@ -25,7 +25,7 @@ class SectorSums {
   // have memory_bytes().
   SectorSums(std::uint64_t regions, std::uint64_t sectors_per_region, std::uint64_t store);
 
-  // What the sums occupy once every sector was written.
+  // Bytes of the sums once every sector has been written.
   static std::uint64_t memory_bytes(std::uint64_t regions, std::uint64_t sectors_per_region);
 
   // Notes the bytes of whole sectors from `first` on as the latest.

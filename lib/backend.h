@@ -101,7 +101,8 @@ class Backend : public Memory {
   // Throws Error{unsupported} for a format that the backend does not store, or whose groups do not
   // divide the inputs.
   void require_format(const WeightShape& shape) const;
-  // What weights are stored in, if as dense rows: such a one can also be a table for embed().
+  // The dtype of weights stored as dense rows, which can also serve embed() as a table; nullopt:
+  // they are not.
   virtual std::optional<DType> dense_weights() const { return std::nullopt; }
   // Rows of such a weight are written from a multiple of it on, because they share their place in
   // memory.

@@ -18,7 +18,7 @@ struct Estimate {
 Estimate estimate_of(const std::vector<double>& values);
 nlohmann::json json_of(const Estimate& estimate);
 
-// What one policy scored. Differences to dense are paired: the same probes and targets.
+// The scores of one policy. Differences to dense are paired: the same probes and targets.
 struct Score {
   Estimate recall;         // share of facts that were answered
   Estimate recall_change;  // against dense

@@ -181,7 +181,7 @@ Scheduler::Admission Scheduler::admit(Sequence& sequence) {
   if (source.later) return Admission::later;
   sequence.session.emplace(begin(sequence, source));
   const std::int64_t needed = std::ssize(sequence.tokens()) - source.tokens;
-  // What the prompts of others will take, and a block for each, so that none is preempted at once.
+  // Counts the rest of the others' prompts and a block for each, so that none is preempted at once.
   const auto is_room = [&] {
     std::int64_t least = whole_pages(needed);
     for (const auto& other : running_) {

@@ -1,4 +1,4 @@
-// What a Stream and the batcher's thread share.
+// State shared by a Stream and the batcher's thread.
 #pragma once
 
 #include <atomic>

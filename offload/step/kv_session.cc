@@ -36,7 +36,7 @@ KvSession::KvSession(std::shared_ptr<KvPool> pool, NoSequence /*none*/)
       run_(std::make_unique<TokenRun>(*pool_)),
       decode_(std::make_unique<DecodeStep>(*pool_)) {}
 
-// What comes after the delegate is done may throw: then the destructor runs.
+// Code after the delegating constructor may throw: then the destructor runs.
 KvSession::KvSession(const std::shared_ptr<KvPool>& pool) : KvSession(pool, NoSequence()) {
   sequence_ = pool_->open();
 }

@@ -78,7 +78,7 @@ class KvSession {
   const KvPlan& plan() const { return pool_->plan(); }
   const Policy& policy() const { return policy_; }
   const Ledger& ledger() const { return ledger_; }
-  // Of the last step; empty if every layer was dense.
+  // Selection of the last step; empty if every layer was dense.
   const StepSelection& selection() const { return selection_; }
   // Share of pages that prompts' queries attended to, in layers that list pages; 1 if there were no
   // such layers.

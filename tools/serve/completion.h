@@ -15,7 +15,7 @@
 
 namespace sluice::tools {
 
-// What all requests are read with.
+// The context in which all requests are read.
 struct ServedModel {
   Engine* engine = nullptr;
   const ChatFormat* chat = nullptr;  // null: the checkpoint has no template

@@ -41,7 +41,7 @@ std::string quoted(const char* label, std::string_view value) {
   return std::string(label) + "=\"" + std::string(value) + "\"";
 }
 
-// Of rows that attention read while decoding, the share that was on the device.
+// Share of the rows read by decoding attention that were on the device.
 double hit_rate(const BatcherStats& stats) {
   std::uint64_t hits = 0;
   std::uint64_t misses = 0;

@@ -104,7 +104,7 @@ class Stream {
   void cancel();
 
   Usage usage() const;
-  // Of the prompt's tokens, if they were asked for; complete when the first piece comes. The first
+  // Scores of the prompt's tokens, if asked for; complete when the first piece comes. The first
   // token's is NaN, because nothing stands before it.
   std::vector<ScoredToken> prompt_scores() const;
 
