@@ -1,7 +1,7 @@
 // Serves many requests with one engine: continuous batching in one pool of KV blocks.
 //
 // A request becomes one sequence per choice. Sequences that have their prompt take a step together,
-// one token each; a prompt is computed in pieces between those steps, short enough that the other
+// one token each; a prompt is computed in chunks between those steps, short enough that the other
 // sequences keep their pace. When blocks run out, finished sequences kept as a prefix cache go
 // first, then the running one of the lowest priority, newest first; it is computed anew later and
 // goes on where it was. A sequence gets the text that it would get by itself, except for rounding.
@@ -31,14 +31,14 @@ namespace sluice {
 using Deadline = std::chrono::steady_clock::time_point;
 
 struct BatcherOptions {
-  std::int64_t context = 0;      // most tokens of a sequence, prompt and answer
-  std::vector<Policy> policies;  // that requests may ask for; the first is the default. None: dense
+  std::int64_t context = 0;      // most tokens of a sequence, prompt and answer; required
+  std::vector<Policy> policies;  // for Request::policy; the first is the default. None: dense
   int running = 16;              // most sequences at a time, 1 to 1024
   std::int64_t tokens = 0;       // of all sequences, shared ones once; 0: `running` times `context`
   int cached = 16;               // most finished sequences kept for their prefixes; 0: none
   std::size_t queued = 1024;     // most choices of requests that wait
-  // Most milliseconds of a piece of a prompt beside sequences that decode; 0: twice the time of
-  // a decode step.
+  // Most milliseconds of a prompt's chunk while other sequences decode; 0: twice the time of a
+  // decode step.
   double prefill_ms = 0.0;
   std::optional<std::uint64_t> device_memory;  // caps on the pool, see SessionOptions
   std::optional<std::uint64_t> host_memory;
@@ -158,7 +158,7 @@ struct BatcherStats {
   std::int64_t queued = 0;  // sequences
   std::int64_t running = 0;
   std::int64_t cached = 0;
-  std::int64_t free_tokens = 0;  // in free blocks, and at least so many more in cached sequences
+  std::int64_t free_tokens = 0;  // in free blocks and, at least, in cached sequences to evict
   std::int64_t planned_tokens = 0;
   std::vector<SequenceInfo> sequences;  // that run
   std::vector<TierTraffic> traffic;     // non-zero ones; of running sequences up to 0.1 s late
@@ -185,8 +185,8 @@ class Batcher {
   // or without `waits` if there is no room now.
   Stream submit(Request request);
 
-  // Refuses further requests, waits until those that there are have ended, and after `patience`
-  // cancels the rest.
+  // Refuses further requests and waits for the running and queued ones; after `patience` cancels
+  // those that have not ended.
   void drain(std::chrono::milliseconds patience);
 
   BatcherStats stats() const;

@@ -53,10 +53,13 @@ struct EngineConfig {
   // the checkpoint's elements while loading; norms and biases stay f32. Unset: elements. On a GPU
   // only elements, else Engine::open() throws Error{unsupported}, as it does if a matrix has inputs
   // that groups of 32 do not divide.
+  // A format of plain elements throws Error{usage}.
   std::optional<WeightFormat> weights;
   // Caps in bytes on all sessions together. The device cap is the size of the device tier; on a
   // GPU it also covers weights and activations. Without it the CPU attends rows in host memory,
-  // and a GPU's free memory is the cap. The host cap covers everything that is not on the device;
+  // and a GPU's free memory less 512 MiB for the driver is the cap. Engine::plan() does not check a
+  // cap that is set against a GPU's free memory. The host cap covers everything that is not on the
+  // device;
   // with or without it no plan takes more than the process limits leave (sluice/topology.h).
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
@@ -135,17 +138,18 @@ struct Plan {
 
 // The capabilities that a session is planned for.
 struct SessionOptions {
-  std::int64_t context = 0;      // tokens
+  std::int64_t context = 0;      // most tokens of a session, prompt and answer; required
   std::vector<Policy> policies;  // accepted by Session::use(); the first is in force.
                                  // None: dense
-  // Most tokens per step of Session::decode_known(). Unused if all policies are dense: a step then
-  // has as many tokens as a prefill step, and fetches rows once for all of them.
+  // Most tokens per step of Session::decode_known(), 1 to 64 and at most the chunk. Unused if all
+  // policies are dense: a step then has as many tokens as a prefill step, and fetches rows once for
+  // all of them.
   int decode_batch = 1;
   // Fills LayerSelection::positions, to inspect selections. It takes device and host memory for the
   // positions of all layers, and copies them to the host in every step.
   bool reports_positions = false;
-  // Most sessions that share this one's memory at a time: itself, its forks and its siblings. They
-  // can take a step together.
+  // Most sessions that share this one's memory at a time, 1 to 4096: itself, its forks and its
+  // siblings. Up to plan().decode_batch of them, at most 64, can take a step together.
   int sequences = 1;
   // Tokens of all of them, counting tokens that forks share once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
@@ -233,8 +237,8 @@ using Progress = std::function<bool(std::int64_t done, std::int64_t total)>;
 
 // The memory that sessions share, as one of them finds it, in tokens of whole blocks (128 each).
 struct SessionRoom {
-  std::int64_t free = 0;  // that any of the sessions may take
-  std::int64_t own = 0;   // that would be free, too, if this session ended
+  std::int64_t free = 0;  // tokens that any of the sessions may take
+  std::int64_t own = 0;   // tokens that would be free, too, if this session ended
 };
 
 // The KV cache and position of one conversation. A session that threw inside a step refuses further
@@ -278,10 +282,11 @@ class Session {
   void decode_known(std::span<const TokenId> tokens,
                     const std::function<void(std::size_t, std::span<const float>)>& each);
 
-  // Sets the policy from the next token on, one of SessionOptions::policies.
+  // Sets the policy from the next token on. Throws Error{usage} unless it is one of
+  // SessionOptions::policies.
   void use(const Policy& policy);
   const Policy& policy() const;
-  // Forgets all tokens from `length` on.
+  // Forgets all tokens from `length` on. Throws Error{usage} unless `length` is 0 to length().
   void truncate(std::int64_t length);
   // Appends tokens and returns log p(tokens[i] | everything before) for i = 1 .. size-1, in nats;
   // the mean of the negatives is the NLL. Throws Error{usage} after a prefill that evicted tokens,

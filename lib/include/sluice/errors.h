@@ -11,13 +11,14 @@ namespace sluice {
 
 // Errors, grouped by what the user has to change.
 enum class ErrorCode : std::uint8_t {
-  usage,        // a flag or an argument makes no sense
+  usage,        // a flag, an argument or a call is invalid
   not_found,    // a file or directory is missing or unreadable
   corrupt,      // a file contradicts its format, or a tensor contradicts the config
   unsupported,  // a valid model, option or machine that Sluice does not handle
   tokenizer,    // tokenizer.json is broken, or lacks something that the text needs
-  prompt,       // the prompt is empty, not UTF-8, or longer than the planned context
-  memory,       // a memory cap is too small for the request
+  prompt,       // the prompt is empty, not UTF-8, longer than the planned context, or has a token
+                // outside the vocabulary
+  memory,       // a memory cap, pool or queue is too small for the request, or memory ran out
   io,           // reading or writing failed (a full disk, a device error)
   internal,     // a bug in Sluice, or a session used after it failed
   numeric       // a NaN or an infinity where a finite number is required

@@ -50,11 +50,12 @@ struct KvConfig {
   void* stream = nullptr;
   int threads = 0;  // on a CPU; 0: Topology::threads
   int chunk = 512;  // most tokens per step; a small cap may force fewer, see KvPlan
-  // Sequences that may exist at a time; up to 64 of them can take a decode step together.
+  // Sequences that may exist at a time, 1 to 4096; up to 64 of them can take a decode step
+  // together.
   int sequences = 1;
   // Tokens of all of them, counting tokens that forks share once; 0: `sequences` times `context`.
   std::int64_t tokens = 0;
-  int decode_batch = 1;            // most tokens of one sequence per decode step
+  int decode_batch = 1;            // most tokens of one sequence per decode step, 1 to 64
   bool reports_positions = false;  // see SessionOptions
   // Policies that KvSequence::use() accepts; the first is in force. None: dense. They decide how
   // decode steps attend, and with `prefill=pages` how prefill steps do; no other sparse prefill is
@@ -203,9 +204,10 @@ class KvSequence {
   // so it costs only what it adds. Its ledger starts empty. Throws what KvCache::new_sequence()
   // throws.
   KvSequence fork();
-  // Sets the policy from the next step on, one of KvConfig::policies.
+  // Sets the policy from the next step on. Throws Error{usage} unless it is one of
+  // KvConfig::policies.
   void use(const Policy& policy);
-  // Forgets all tokens from `length` on.
+  // Forgets all tokens from `length` on. Throws Error{usage} unless `length` is 0 to length().
   void truncate(std::int64_t length);
   // Forgets all tokens, a failure and the ledger; the policy stays in force.
   void reset();

@@ -14,7 +14,7 @@ namespace sluice {
 enum class WeightCode : std::uint8_t {
   elements,  // not coded: values of a DType
   int8,      // scale * code + offset, 9 bits per weight with the group's scale and offset
-  int4,      // scale * one of 16 levels, 4.5 bits
+  int4,      // scale * one of 16 levels, 4.5 bits per weight with the group's scale
 };
 
 inline constexpr std::int64_t kWeightGroup = 32;
