@@ -15,7 +15,7 @@ template <int kHeadDim>
 struct HopperShape {
   static constexpr int kConsumers = kHeadDim == 64 ? 3 : 2;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr int kTileRows = 64;  // of a consumer
+  static constexpr int kTileRows = 64;  // per consumer
   static constexpr int kRows = kConsumers * kTileRows;
   static constexpr int kKeys = 128;
   static constexpr int kStages = kHeadDim == 64 ? 4 : 2;
@@ -26,7 +26,7 @@ struct HopperShape {
   static constexpr int kBoxes = kHeadDim / kBoxChannels;
   static constexpr int kQueryBox = kTileRows * kSwizzleBytes;  // bytes
   static constexpr int kBox = kKeys * kSwizzleBytes;
-  static constexpr int kQueryBytes = kBoxes * kQueryBox;  // of a consumer
+  static constexpr int kQueryBytes = kBoxes * kQueryBox;  // per consumer
   static constexpr int kStageBytes = kBoxes * kBox;       // of the keys, or the values
   static constexpr int kKeysOffset = kConsumers * kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + kStages * kStageBytes;

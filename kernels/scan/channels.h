@@ -1,4 +1,4 @@
-// The query heads of a call that one scan serves.
+// One scan pass: the query heads it serves, its channels and its pages.
 #pragma once
 
 #include <algorithm>

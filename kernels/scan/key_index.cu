@@ -176,7 +176,7 @@ __device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd
   }
 }
 
-// A block builds a page of one KV head, or has nothing to do.
+// Each block builds one page of one KV head, or has nothing to do.
 template <typename T, typename Pages>
 __global__ void __launch_bounds__(kMaxThreads)
     build_kernel(const __grid_constant__ BuildArgs<Pages> a) {

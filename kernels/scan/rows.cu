@@ -423,7 +423,7 @@ __device__ __forceinline__ void find_rows(const HeadScan& scan, const RowScanArg
                                     : scan.base;
 #pragma unroll
   for (int half = 0; half < 4; ++half) {
-    // Beyond the last row, any existing row will do.
+    // Rows beyond the last one read any existing row.
     const std::int64_t at = min(first + row_of<kKind>(half, lane_id()), scan.count - 1);
     if (kKind == RowKind::bounds) {
       constexpr int kBounds = kTilePages * kBoundsPerPage;

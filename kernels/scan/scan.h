@@ -22,10 +22,11 @@ namespace sluice::cuda {
 void build_index(const BuildIndexParams& params, const Launch& launch);
 void build_batch(const BuildBatchParams& params, const Launch& launch);
 
-// Tokens from which logits get a digest: below, reading the logits once more takes no longer.
+// Logits of at least kDigestedFrom tokens get a digest. Below that, reading the logits once more
+// takes no longer.
 inline constexpr std::int64_t kDigestedFrom = std::int64_t{1} << 18;
-// Contexts in [kWeighedFrom, kDigestedFrom): select() weighs pages for value tiles, and if it does,
-// a digest pays here too.
+// In contexts of [kWeighedFrom, kDigestedFrom) tokens a digest also pays if select() weighs pages
+// for value tiles.
 inline constexpr std::int64_t kWeighedFrom = 8192;
 
 // Logits are f16; finite ones are clamped to its range. Queries are rounded to f16 when multiplied

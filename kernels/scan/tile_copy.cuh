@@ -1,4 +1,4 @@
-// Tiles of a warp and their copies to shared memory.
+// Divides tiles among warps and copies them to shared memory.
 //
 // The tiles of all tokens and KV heads, in order, are divided among warps. Every warp copies its
 // tiles asynchronously into a ring of slots in shared memory and waits for no other warp.

@@ -30,7 +30,7 @@ struct TileQueries {
   std::uint32_t* counters;  // [kRunCounters]: tiles handed out to warps
 };
 
-// Counters that warps take tiles from: a single one would serve them too slowly.
+// Several counters hand out tiles to warps, because a single one would serve them too slowly.
 inline constexpr int kRunCounters = 16;
 
 // Maps copy `i` of a list of channels to a 16-byte unit of a tile, which has 8, 6 or 4 units per
@@ -77,7 +77,8 @@ __device__ __forceinline__ std::uint32_t half_selector(std::uint32_t channel, st
   return low | (low + 1) << 4;
 }
 
-// Short loops, not unrolled: in code that runs once, fetching the instructions takes longest.
+// Loops are short and not unrolled, because in code that runs once fetching instructions takes
+// longest.
 __device__ inline void write_fragments(const Queries& queries, const PrepareArgs& a, int head) {
   const int pairs = (a.steps + 1) / 2;
   const int total = a.column_tiles * pairs * kWarp;
@@ -134,7 +135,7 @@ __device__ inline void write_lists(const Queries& queries, const PrepareArgs& a,
   }
 }
 
-// Tiles that the whole pages of a token lie in.
+// Tiles that hold the whole pages of a token.
 __device__ __forceinline__ int tiles_of(const BatchToken& token) {
   return (token.position / kPageTokens + kTilePages - 1) / kTilePages;
 }
