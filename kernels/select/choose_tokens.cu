@@ -36,7 +36,7 @@ struct Call {
   std::int32_t* bad = nullptr;             // [1]
   // In scratch.
   std::int32_t* found_bad = nullptr;  // [1]
-  std::int32_t* count = nullptr;      // [1]: important tokens, but for the newest
+  std::int32_t* count = nullptr;      // [1]: important tokens except the newest
   float* scores[2]{};                 // [end - first], for sorts to and fro
   std::int32_t* tokens[2]{};          // of the same shape
   std::int32_t* before = nullptr;     // [end]: listed positions before each
@@ -164,7 +164,7 @@ unsigned blocks_for(std::int32_t threads) {
   return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
 }
 
-// Scratch, piece by piece.
+// Scratch, part by part.
 class Scratch {
  public:
   explicit Scratch(const Launch& launch) : launch_(launch) {}

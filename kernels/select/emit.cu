@@ -91,7 +91,7 @@ struct Batch {
       v[k] = load8_raw(c, c.row(span.head, g), span.extent.total, i);
     }
   }
-  // Adds the weights of the entries in `bits` but for the rows' scales.
+  // Adds the weights of the entries in `bits`, without the rows' scales.
   __device__ __forceinline__ void add(std::uint32_t bits, int first, int group, const RowInfo* rows,
                                       float (&sums)[kHeadsAtOnce]) const {
     if (bits == 0) return;

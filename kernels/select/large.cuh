@@ -2,12 +2,12 @@
 //
 // sums finds maximum and sum of every row, the maxima of its sectors, and bounds from them.
 // shortlist, for a small k or cap, lists the few entries that may be kept and picks the heaviest.
-// thresholds finds what top_p keeps of every row, from the sectors that may matter; then shortlist
-// comes again. Where it leaves a k or cap open, grade_rounds goes by radix towards the lightest
-// grade that is kept. emit writes the positions in order, and kept weights, of what shortlist has
-// not settled.
+// thresholds finds the entries of every row that top_p keeps, from the sectors that may matter;
+// then shortlist comes again. Where it leaves a k or cap open, grade_rounds goes by radix towards
+// the lightest grade that is kept. emit writes the positions in order, and kept weights, of what
+// shortlist has not settled.
 //
-// A sector is what memory reads at once: 16 logits. Where its maximum is too low, it is not read
+// A sector is one memory read: 16 logits. Where its maximum is too low, it is not read
 // again.
 #pragma once
 
@@ -134,7 +134,7 @@ struct LargeCall {
   }
 };
 
-// The block that takes the last of `count` tickets sees what the others have written.
+// The block that takes the last of `count` tickets sees all other blocks' writes.
 __device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t count) {
   __shared__ std::uint32_t is_last;
   __syncthreads();
@@ -145,7 +145,7 @@ __device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t 
   return is_last != 0;
 }
 
-// Loads the query heads' rows; returns whether one is bad.
+// Loads the query heads' rows; returns true if one is bad.
 __device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowInfo* rows) {
   const int group = call.call.group;
   bool bad = false;

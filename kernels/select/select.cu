@@ -127,7 +127,7 @@ SelectCall part_of(SelectCall c, std::int32_t first, std::int32_t count) {
   return c;
 }
 
-// Hands out scratch, every piece aligned to 16 bytes.
+// Hands out scratch, every part aligned to 16 bytes.
 class Carver {
  public:
   explicit Carver(std::byte* base) : base_(reinterpret_cast<std::uintptr_t>(base)) {}

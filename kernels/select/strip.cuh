@@ -64,7 +64,7 @@ __device__ __forceinline__ __half2 maxima_of(const uint4& a, const uint4& b) {
   return __hmax2_nan(__lows2half2(x, y), __highs2half2(x, y));
 }
 
-// Of eight entries.
+// Eight entries:
 __device__ __forceinline__ float weight8(const uint4& v, float norm) {
   float even = 0.0f;
   float odd = 0.0f;

@@ -58,7 +58,7 @@ __device__ __forceinline__ std::uint32_t bits_between(std::int32_t first, std::i
   return from & to;
 }
 
-// Loads what can be selected of the thread's part of a row; -Inf is in the place of what cannot.
+// Loads what can be selected of the thread's part of a row; -Inf replaces the others.
 __device__ __forceinline__ void load_part(const SelectCall& c, const __half* row,
                                           const Extent& extent, RowPart& v) {
 #pragma unroll
