@@ -334,7 +334,7 @@ __device__ __noinline__ static GradeCut cut_entries(auto w, GradeCut cut) {
 // Keeps the first `count` entries equal to the cut.
 __device__ __forceinline__ void keep_ties(const auto& w, std::uint32_t ties) {
   __syncwarp();  // other lanes have marked neighbouring entries
-  // Of 32 entries each.
+  // 32 entries each.
   const auto* const equals = reinterpret_cast<const std::uint32_t*>(w.equal);
   auto* const kept = reinterpret_cast<std::uint32_t*>(w.kept);
   const std::int32_t first = warp_id() * w.each / 4;
@@ -401,7 +401,7 @@ __device__ __forceinline__ bool cut_at_grade(const auto& w, GradeCut& cut) {
   return true;
 }
 
-// Marks what is kept; returns whether not all that top_p wants is.
+// Marks the kept entries; returns true if top_p wants more.
 __device__ __forceinline__ bool mark_heaviest(const auto& w) {
   list_candidates(w);
   GradeCut cut;

@@ -7,10 +7,10 @@
 
 namespace sluice::cuda {
 
-// Lists what is kept of the block, in order; returns how much that is.
+// Lists the block's kept entries in order; returns their count.
 template <typename Work>
 __device__ __forceinline__ std::int32_t list_kept(const Work& w) {
-  // Of 32 entries each.
+  // 32 entries each.
   const auto* const words = reinterpret_cast<const std::uint32_t*>(w.kept);
   const std::int32_t first = warp_id() * w.each / 4 + lane_id();
   const std::int32_t last =

@@ -179,7 +179,7 @@ __device__ __forceinline__ void set_digest_bounds(const DigestWork& w, const Kno
       max(32 - __clz(static_cast<int>(max(highest, grade) - grade)) - kDigitBits, 0);
 }
 
-// Finds bounds of what may be kept; false if there are none.
+// Finds bounds of the entries that may be kept; returns false if there are none.
 __device__ __forceinline__ bool bound_sectors(const DigestWork& w, int turn) {
   const float heaviest = heaviest_of(w);
   count_sectors(w, heaviest, turn);

@@ -7,8 +7,8 @@
 
 namespace sluice::cuda {
 
-// Whether a sector may hold candidates: its maxima weigh enough together, and some query head wants
-// one of them.
+// Returns true if a sector may hold candidates: its maxima weigh enough together, and some query
+// head wants one of them.
 __device__ __forceinline__ bool matters(const DigestWork& w, std::int32_t sector) {
   const __half* const maxima = reinterpret_cast<const __half*>(w.maxima) +
                                sector / kBoundsPerPage * w.group * kBoundsPerPage +

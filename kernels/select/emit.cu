@@ -392,7 +392,7 @@ struct Shared {
   std::uint32_t equal_bits[kMostSpan / 32];  // by grades: those equal to the cut
 };
 
-// Which of the eight entries from i on are above the cut, and which equal it.
+// Finds those of the eight entries from i on that are above the cut, and those equal to it.
 __device__ void compare_grades(const LargeCall& call, const Span& span, const GradeCut& cut,
                                std::int32_t i, const RowInfo* rows, std::uint32_t& above,
                                std::uint32_t& equal) {

@@ -89,7 +89,7 @@ class FewHead {
     return static_cast<std::int32_t>(~static_cast<std::uint32_t>(key));
   }
 
-  // Four entries from a multiple of 4 on.
+  // Grades of four entries from `entry` on, a multiple of 4.
   __device__ __forceinline__ uint4 grades_of(std::int32_t entry) const {
     float sums[4] = {};
     uint2 x{};

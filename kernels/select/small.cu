@@ -255,7 +255,7 @@ __device__ __forceinline__ void find_cut(const Work& w) {
   }
 }
 
-// Which entries of vector v are kept, and which equal the cut.
+// Finds the entries of vector v that are kept, and those equal to the cut.
 __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bool by_grades,
                                           std::int32_t v, std::uint32_t& above,
                                           std::uint32_t& equal) {

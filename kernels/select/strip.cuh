@@ -64,7 +64,7 @@ __device__ __forceinline__ __half2 maxima_of(const uint4& a, const uint4& b) {
   return __hmax2_nan(__lows2half2(x, y), __highs2half2(x, y));
 }
 
-// Eight entries:
+// The summed weight of eight entries.
 __device__ __forceinline__ float weight8(const uint4& v, float norm) {
   float even = 0.0f;
   float odd = 0.0f;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_weights(const uint4 (&v)[kVectors], Sums& su
   for (const uint4& eight : v) sums.all += weight8(eight, sums.norm);
 }
 
-// Adds what is always kept of eight entries from i on, or lies in the tail.
+// Adds those of eight entries from i on that are always kept or lie in the tail.
 __device__ __forceinline__ void add_kept8(const Extent& extent, std::int32_t i, const uint4& v,
                                           Sums& sums) {
   const std::uint32_t kept = forced8(extent, i);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_kept8(const Extent& extent, std::int32_t i, 
   sums.tail += weight8(masked(v, tail), sums.norm);
 }
 
-// Adds what is always kept of a strip, and takes it out.
+// Adds a strip's entries that are always kept, and takes them out.
 __device__ __forceinline__ void take_kept(const Extent& extent, std::int32_t strip,
                                           uint4 (&v)[kVectors], Sums& sums) {
 #pragma unroll
