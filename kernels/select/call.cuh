@@ -39,7 +39,7 @@ struct TokenQuota {
   }
 };
 
-// SelectParams by value, or the part of them for a range of heads.
+// SelectParams by value, or their part for a range of heads.
 struct SelectCall {
   const BatchToken* tokens = nullptr;  // of all heads
   std::int32_t kv_heads = 0;
@@ -58,9 +58,9 @@ struct SelectCall {
   bool is_top_p = false;
   bool has_grades = false;  // a cut by grades may be needed
   float p = 0.0f;
-  float bin_range = 0.0f;        // nats below the row's maximum where weight may matter to top_p
-  TokenQuota quota;              // k or the cap
-  std::int32_t most_keep = 0;    // the most that the quota gives
+  float bin_range = 0.0f;      // nats below the row's log-sum-exp where weight may matter to top_p
+  TokenQuota quota;            // k or the cap
+  std::int32_t most_keep = 0;  // the most that the quota gives
   std::int32_t most_forced = 0;  // most tokens that are always kept
   std::int64_t sinks = 0;
   std::int64_t recent = 0;
@@ -87,10 +87,10 @@ struct SelectCall {
   }
 };
 
-// The values that follow from a head's token, known before the previous kernel has ended.
+// Values derived from a head's token, known before the previous kernel has ended.
 struct TokenBounds {
   std::int32_t page_first = 0;
-  std::int32_t newest = 0;  // rows with logits from there on
+  std::int32_t newest = 0;  // rows with logits from `page_first` on
   // Positions in [low, high) are not always kept.
   std::int32_t low = 0;
   std::int32_t high = 0;

@@ -27,17 +27,17 @@ namespace sluice::cuda {
 inline constexpr int kMostBlocks = 16;  // of a cluster
 inline constexpr int kMostRows = 8;     // query heads of a KV head
 inline constexpr int kMostWarps = 16;
-inline constexpr int kCoarse = 128;      // bins of weights that are first looked at together
-inline constexpr int kSketchBins = 64;   // of the maxima of vectors
-inline constexpr int kSketchWidth = 32;  // bins of weights in one of them
-inline constexpr int kDigitBits = 9;     // of grades, looked at together
+inline constexpr int kCoarse = 128;      // bins of weights that are exchanged as one sum at first
+inline constexpr int kSketchBins = 64;   // of the histogram of vectors' maxima
+inline constexpr int kSketchWidth = 32;  // bins of weights per bin of that histogram
+inline constexpr int kDigitBits = 9;     // bits of a grade per radix step
 inline constexpr int kDigits = 1 << kDigitBits;
 inline constexpr int kMostListedOwn = 2048;     // candidates of a block
 inline constexpr int kMostNear = 4096;          // entries of a block that may be candidates
-inline constexpr int kMostListed = 8192;        // and of all
-inline constexpr int kMostPicked = kWarp;       // of them, compared one by one
-inline constexpr int kMostTurns = 3;            // to list candidates by a digest
-inline constexpr int kMostQueued = 17 * kWarp;  // logits of a warp, to be counted
+inline constexpr int kMostListed = 8192;        // candidates of all blocks
+inline constexpr int kMostPicked = kWarp;       // candidates compared one by one
+inline constexpr int kMostTurns = 3;            // attempts to list candidates by a digest
+inline constexpr int kMostQueued = 17 * kWarp;  // logits that a warp queues for counting
 
 // A warp's result for its part of a row: sums of 2^(x log2(e) - norm), with the norm of `highest`.
 struct alignas(16) RowPart {
@@ -47,8 +47,8 @@ struct alignas(16) RowPart {
   float tail = 0.0f;
 };
 
-// The known bounds of a row, and its histogram of the weights that top_p chooses among: bins from
-// that of `highest` downwards.
+// The bounds of a row, and its histogram of the weights that top_p chooses among: bins from that of
+// `highest` downwards.
 struct RowState {
   RowInfo info;
   float highest = 0.0f;
@@ -56,11 +56,11 @@ struct RowState {
   std::int32_t top = 0;
   std::int32_t bins = 0;    // 0: the threshold is known
   std::uint16_t least = 0;  // f16 of the lowest bin
-  std::uint16_t bound = 0;  // f16: as many entries as are to be kept are not below
+  std::uint16_t bound = 0;  // f16, not above the `keep`-th largest logit
 };
 
-// For the first half of the work; the list of what is kept takes its place. Bins that other blocks
-// send lie where the queues were: they do so once they know that all has been counted.
+// Scratch for the first half of the work; the list of kept entries overwrites it. Bins that other
+// blocks send overwrite the queues, because a block sends them only once all blocks have counted.
 template <typename Entry>
 struct alignas(16) ClusterScratch {
   RowPart parts[kMostBlocks][kMostWarps];  // of all blocks
@@ -69,11 +69,11 @@ struct alignas(16) ClusterScratch {
     uint4 fine[1];                           // [blocks, group, kWarp]: four bins each
     struct {
       Entry own[kMostListedOwn];  // of candidates
-      Entry near[kMostNear];      // of what may be one
+      Entry near[kMostNear];      // that may be candidates
     } entries;
   };
 
-  // Slots for a warp's lanes.
+  // `slots` is blocks * group: the rows of `fine`.
   __host__ __device__ static constexpr std::uint32_t bytes(int slots) {
     const auto fine = static_cast<std::uint32_t>(slots * kWarp) * std::uint32_t{sizeof(uint4)};
     constexpr auto kQueues = static_cast<std::uint32_t>(sizeof(queues));
@@ -93,7 +93,7 @@ enum Exchange {
   kTies,
   kEnds,
   kLaterEnds,
-  kSectors,  // of a digest, in each of its turns
+  kSectors,  // of a digest, one per turn
   kListed = kSectors + kMostTurns,
   kExchanges = kListed + kMostTurns,
 };
@@ -107,8 +107,8 @@ struct BlockEnds {
 
 struct alignas(16) ClusterShared {
   std::uint64_t barriers[kExchanges];
-  // Other blocks write here, each to its own place.
-  uint4 counted[kMostBlocks];  // candidates, all that may be selected, what is always kept
+  // Other blocks write here, each to its own element.
+  uint4 counted[kMostBlocks];  // candidates, selectable entries, always kept entries
   uint4 ends[2][kMostBlocks];  // BlockEnds
   std::uint32_t equals[kMostBlocks];
   uint2 weighed[2][kMostBlocks][kMostWarps];  // the first block's: weights and pages of warps
@@ -120,8 +120,8 @@ struct alignas(16) ClusterShared {
   Extent extent;
   RowState states[kMostRows];
   RowInfo rows[kMostRows];          // those of the states
-  std::uint16_t leasts[kMostRows];  // candidates reach one of them
-  std::uint32_t bound_grade;        // and this
+  std::uint16_t leasts[kMostRows];  // a candidate's logits reach one of them
+  std::uint32_t bound_grade;        // a candidate's grade reaches it
   std::uint32_t counts[4];          // candidates, wanted, always kept, near the bound
   std::uint32_t part[kWarp];
   std::uint32_t totals[256];
@@ -133,15 +133,16 @@ struct alignas(16) ClusterShared {
   float shares[kMostRows];
 };
 
-// The call, and where things lie: in bytes from the start of shared memory, after ClusterShared.
+// The call, and its layout of shared memory: offsets in bytes from the start, where ClusterShared
+// lies.
 struct ClusterCall {
   SelectCall call;
-  std::int32_t capacity = 0;  // vectors of a block
+  std::int32_t capacity = 0;  // vectors per block
   std::int32_t bins = 0;      // per row, a multiple of kCoarse, or 0
   std::uint32_t bins_at = 0;
   std::uint32_t kept_at = 0;
   std::uint32_t scratch_at = 0;
-  std::uint32_t bytes = 0;  // of all
+  std::uint32_t bytes = 0;  // in total
 
   explicit ClusterCall(const SelectCall& c) : call(c) {
     if (!c.is_top_p || c.p >= 1.0f) return;
@@ -149,14 +150,14 @@ struct ClusterCall {
     bins = (needed + kCoarse - 1) / kCoarse * kCoarse;
   }
 
-  // Where `held` bytes come first, and in the end either scratch or a list of what is kept.
+  // Lays out shared memory: `held` bytes first, and last the scratch or the list of kept entries.
   void lay_out(int blocks, std::int64_t held, std::int64_t scratch, std::int64_t list) {
     const auto aligned = [](std::int64_t n) {
       return static_cast<std::uint32_t>((n + 15) / 16 * 16);
     };
     const std::int64_t grades = call.has_grades ? kMostListed : 0;
     const int marks = (capacity + kWarp - 1) / kWarp * kWarp;
-    const std::int64_t slots = blocks * call.group;  // of what all blocks send of every row
+    const std::int64_t slots = blocks * call.group;  // one for each block's message about a row
     const int kinds = (bins > 0 ? 1 : 0) + (call.has_grades ? 1 : 0);
     bins_at = aligned(std::int64_t{sizeof(ClusterShared)} + held);
     kept_at = bins_at + aligned(4 * std::max(std::int64_t{bins} * call.group, grades));
@@ -165,9 +166,9 @@ struct ClusterCall {
   }
 };
 
-// A cluster lies within a part of the device. Hopper's parts have up to 18 multiprocessors where
-// the device has more than a hundred (NVIDIA 2022, "H100 Tensor Core GPU Architecture"); of smaller
-// devices and newer kinds only the portable size is certain.
+// A cluster must fit one part of the device. Hopper's parts have up to 18 multiprocessors on
+// devices with more than a hundred (NVIDIA 2022, "H100 Tensor Core GPU Architecture"); on smaller
+// devices and newer architectures only the portable size is certain.
 inline int most_blocks_of(const DeviceLimits& device) {
   constexpr int kPortableBlocks = 8;  // on any device that has clusters
   constexpr int kFullHopper = 114;
@@ -187,28 +188,28 @@ template <typename EntryNumber>
 struct WorkOf {
   using Entry = EntryNumber;
   using Scratch = ClusterScratch<Entry>;
-  // Units of a weight's mass; fewer where there are more entries to add up.
+  // Low bits dropped from a weight's mass, so that the sum over more entries fits.
   static constexpr int kMassShift = sizeof(Entry) == 2 ? 0 : 1;
 
   const SelectCall& c;
   Cluster cluster;
   bool has_sketches;
   int group;
-  int parts;     // warps of a row, as long as they look at rows one by one
+  int parts;     // warps per row where each warp reads one row
   int row = -1;  // this warp's; -1: none
   int part;
   std::int32_t head;
   std::int32_t first = 0;
   std::int32_t count = 0;
-  std::int32_t each = 0;  // vectors of a warp, where it looks at all rows: a multiple of kWarp
+  std::int32_t each = 0;  // vectors per warp where it reads all rows; a multiple of kWarp
   std::int32_t capacity;
   std::int32_t row_bins;
   ClusterShared* shared;
   const uint4* rows;        // [group, capacity]
   std::uint32_t* bins;      // [group, row_bins] of weights; later the grades of all candidates
   std::uint8_t* kept;       // [capacity]: bit e of vector v is entry 8 v + e
-  std::uint8_t* equal;      // [capacity]: entries whose grade is that of the cut
-  Scratch* scratch;         // or
+  std::uint8_t* equal;      // [capacity]: entries whose grade equals the cut
+  Scratch* scratch;         // shares its memory with `entries`
   Entry* entries;           // [8 * capacity], kept
   std::uint32_t* coarse;    // [blocks, group, kWarp], of all blocks, after `scratch`
   std::uint32_t* sketches;  // [blocks, group, kWarp], of all blocks
@@ -238,11 +239,11 @@ struct WorkOf {
     if (part < parts) row = warp_id() % group;
   }
 
-  // Divides the entries among the blocks, once their number is known.
+  // Divides the entries among the blocks once their number is known.
   __device__ void share_out(const Extent& known) {
     extent = known;
     const std::int32_t all = (extent.total + 7) / 8;
-    // Cache lines are of one block.
+    // No two blocks share a cache line.
     const std::int32_t own = (all + 8 * cluster.size - 1) / (8 * cluster.size) * 8;
     first = cluster.rank * own;
     count = max(0, min(own, all - first));
@@ -258,14 +259,14 @@ struct WorkOf {
   __device__ __forceinline__ void expect(int exchange, std::uint32_t bytes) const {
     barrier_expect(barrier(exchange), bytes);
   }
-  // Until it has, in its first or second turn.
+  // Waits until this block has received them; `turn` counts the uses of the barrier.
   __device__ __forceinline__ void receive(int exchange, int turn = 0) const {
     barrier_wait_for_cluster(barrier(exchange), static_cast<std::uint32_t>(turn));
   }
 };
 
-// Calls body(v) for this thread's vectors, by all lanes of a warp at the same time: a warp has
-// neighbouring ones. v may lie beyond the last.
+// Calls body(v) for this thread's vectors. All lanes of a warp call it together, with neighbouring
+// vectors; v may lie beyond the last.
 template <typename Body>
 __device__ __forceinline__ void for_own(const auto& w, const Body& body) {
   const std::int32_t last = min((warp_id() + 1) * w.each, w.count);
@@ -273,8 +274,8 @@ __device__ __forceinline__ void for_own(const auto& w, const Body& body) {
   for (std::int32_t v = warp_id() * w.each; v < last; v += kWarp) body(v + lane_id());
 }
 
-// The same in two steps, the first of which, look(v), is on its way for two vectors at a time; it
-// is called with vectors that there are.
+// Calls body(v, look(v)) for the same vectors, with look() in flight for two of them at a time;
+// look() is only called with vectors that exist.
 template <typename Look, typename Body>
 __device__ __forceinline__ void for_own_pairs(const auto& w, const Look& look, const Body& body) {
   const std::int32_t last = min((warp_id() + 1) * w.each, w.count);
@@ -288,7 +289,7 @@ __device__ __forceinline__ void for_own_pairs(const auto& w, const Look& look, c
   }
 }
 
-// Called by one warp: calls body(part) for the parts of a row of all blocks.
+// Called by one warp: calls body(block, i) for every block's parts i of row g.
 template <typename Body>
 __device__ __forceinline__ void for_parts(const auto& w, int g, const Body& body) {
   const int block = lane_id() % kMostBlocks;
@@ -316,8 +317,8 @@ __device__ __forceinline__ void set_zero(const auto& w) {
   for (int i = thread_id(); i < kMostRows * kSketchBins / 8; i += threads()) sketch[i] = zero;
 }
 
-// By one thread: prepares all exchanges, and expects what is known of them; not all of them need
-// take place.
+// By one thread: initializes the barriers of all exchanges, and expects the messages whose sizes
+// are known. Not all exchanges need to happen.
 __device__ __forceinline__ void set_up_exchanges(const auto& w) {
   for (int i = 0; i < kExchanges; ++i) barrier_init(w.barrier(i), 1);
   barrier_init_fence();
@@ -332,8 +333,8 @@ __device__ __forceinline__ void set_up_exchanges(const auto& w) {
   w.expect(kLaterEnds, ends);
 }
 
-// Waits for the kernel before, and reads what is known of the head; other blocks have begun once
-// w.cluster.wait() is over.
+// Waits for the previous kernel and reads the head's extent and shares. Other blocks have begun
+// once w.cluster.wait() returns.
 __device__ __forceinline__ void begin(const auto& w) {
   const TokenBounds token = bounds_of(w.c, w.head);
   __syncthreads();
@@ -351,8 +352,8 @@ __device__ __forceinline__ void begin(const auto& w) {
   __syncthreads();
 }
 
-// Returns true if there are logits, else reports that. Called by all blocks, instead of
-// w.cluster.wait() if there are none.
+// Returns true if there are logits; otherwise reports an empty head, after w.cluster.wait(). Called
+// by all blocks.
 __device__ __forceinline__ bool has_logits(const auto& w) {
   if (w.shared->extent.total > 0) return true;
   w.cluster.wait();

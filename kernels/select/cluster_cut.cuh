@@ -1,6 +1,6 @@
-// Where a cut by grades lies, for a cluster. Every block lists those of its entries that may be
-// among the heaviest; all blocks get all their grades and search them by radix. Where the lists are
-// too long they search among all entries instead, digit by digit.
+// The cut by grades in a cluster. Every block lists its entries that may be among the heaviest; all
+// blocks receive the grades of all lists and search them by radix. If the lists are too long, they
+// search all entries instead, digit by digit.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace sluice::cuda {
 
-constexpr std::uint32_t kTooMany = 1u << 20;  // stands for a number of candidates
+constexpr std::uint32_t kTooMany = 1u << 20;  // sent instead of a count of candidates
 
-// A thread's view of its vector's entries.
+// Bits of a vector's entries: those always kept, and the others that may be selected.
 __device__ __forceinline__ void selectable8(const auto& w, std::int32_t v, std::uint32_t& forced,
                                             std::uint32_t& others) {
   const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, w.entry(v));
@@ -23,13 +23,14 @@ __device__ __forceinline__ std::uint32_t reached_of(const auto& w, std::int32_t 
   return reached8(w.group, w.shared->rows, [&](int g) { return w.rows[g * w.capacity + v]; });
 }
 
-// Bounds of what is listed: of the grades, and so of the logits, one of which must reach its own.
+// Sets the bounds that candidates reach: one for the grade, and from it one for each row's logit.
+// At least one of a candidate's logits reaches its row's bound.
 __device__ __forceinline__ void set_bounds(const auto& w) {
   if (warp_id() == 0) {
     const int g = min(lane_id(), w.group - 1);
     const RowInfo& row = w.shared->rows[g];
     const __half bound = __ushort_as_half(w.shared->states[g].bound);
-    // Entries that top_p does not want are no bound for those that it does.
+    // Not valid below the threshold, because top_p may not want the entries that were counted.
     const bool is_valid = !w.c.is_top_p || __hge(bound, __ushort_as_half(row.threshold));
     std::uint16_t least = static_cast<std::uint16_t>(kMinusInfinities);
     std::uint32_t grade = 1;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void set_bounds(const auto& w) {
 struct Near {
   std::uint32_t forced;  // always kept
   std::uint32_t wanted;  // may be selected
-  std::uint32_t near;    // and be candidates
+  std::uint32_t near;    // may be selected and be candidates
 };
 
 __device__ __forceinline__ Near look_near(const auto& w, std::int32_t v) {
@@ -74,7 +75,7 @@ __device__ __forceinline__ Near look_near(const auto& w, std::int32_t v) {
   return x;
 }
 
-// Finds the grades of what may be candidates, and lists those that are.
+// Computes the grades of entries that may be candidates, and lists those that are.
 __device__ __forceinline__ void list_near(const auto& w) {
   const std::uint32_t bound = w.shared->bound_grade;
   const auto* const halves = reinterpret_cast<const __half*>(w.rows);
@@ -92,7 +93,8 @@ __device__ __forceinline__ void list_near(const auto& w) {
   }
 }
 
-// Lists the block's candidates, marks what is always kept, and tells all blocks how many there are.
+// Lists the block's candidates, marks the always kept entries, and sends their counts to all
+// blocks.
 template <typename Work>
 __device__ __forceinline__ void list_candidates(const Work& w) {
   std::uint32_t counts[2] = {0, 0};
@@ -130,7 +132,8 @@ __device__ __forceinline__ void list_candidates(const Work& w) {
   w.receive(kCounts);
 }
 
-// Sends the candidates' grades to all blocks; `count` is how many the lane's block has, of `all`.
+// Sends the candidates' grades to all blocks; the lane's block has `count` candidates, all blocks
+// have `all`.
 __device__ __forceinline__ void exchange_grades(const auto& w, std::uint32_t count,
                                                 std::uint32_t all) {
   if (thread_id() == 0) w.expect(kGrades, all * 4);
@@ -149,7 +152,7 @@ __device__ __forceinline__ void exchange_grades(const auto& w, std::uint32_t cou
   w.receive(kGrades);
 }
 
-// Called by one warp: finds the cut among the counted grades, the heaviest first.
+// Called by one warp: finds the digit of the `wanted`-th heaviest of the counted grades.
 __device__ __forceinline__ void find_digit(const auto& w, std::uint32_t wanted) {
   constexpr int kEach = kDigits / kWarp;
   static_assert(kEach == 16);
@@ -175,7 +178,7 @@ __device__ __forceinline__ void find_digit(const auto& w, std::uint32_t wanted) 
   }
 }
 
-// The cut among the few grades that were picked, by every warp. The others are zero.
+// Called by every warp: finds the cut among the few picked grades; unused ones are zero.
 __device__ __forceinline__ void cut_picked(const auto& w, GradeCut& cut) {
   const std::uint32_t grade = w.shared->picked[lane_id()];
   std::uint32_t larger = 0;
@@ -198,7 +201,7 @@ __device__ __forceinline__ void cut_picked(const auto& w, GradeCut& cut) {
   cut.ties = 0;
 }
 
-// By how many bits grades of candidates differ at most.
+// The number of low bits in which candidates' grades may differ.
 __device__ __forceinline__ int grade_bits(const auto& w) {
   // Sums of weights are rounded.
   const std::uint32_t highest =
@@ -206,12 +209,12 @@ __device__ __forceinline__ int grade_bits(const auto& w) {
   return 32 - __clz(static_cast<int>(highest - w.shared->bound_grade));
 }
 
-// The cut among the candidates that have been read: by the upper bits in which they differ, then by
-// those below, until few are left. Digits are zero on entry.
+// Finds the cut among the exchanged candidates: by the upper bits in which they differ, then by
+// lower ones, until few are left. Digits are zero on entry.
 __device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, GradeCut& cut) {
   const std::uint32_t* const grades = w.bins;
   const std::uint32_t base = w.shared->bound_grade;
-  int known = grade_bits(w);  // the bits below are not
+  int known = grade_bits(w);  // bits from this one up are known
   std::uint32_t found = 0;
   while (true) {
     const int shift = max(known - kDigitBits, 0);
@@ -257,7 +260,7 @@ __device__ __forceinline__ void cut_lists(const auto& w, std::uint32_t count, Gr
   }
 }
 
-// Marks which candidates of this block lie above the cut, and which in it.
+// Marks this block's candidates above the cut in `kept`, and those equal to it in `equal`.
 __device__ __forceinline__ void mark_listed(const auto& w, const GradeCut& cut) {
 #pragma unroll 1
   for (auto i = static_cast<std::uint32_t>(thread_id()); i < w.shared->counts[0];
@@ -281,7 +284,8 @@ __device__ __forceinline__ void grades_of(const auto& w, std::int32_t v,
       grades);
 }
 
-// The cut among all entries, eight bits at a time, and what lies above it and in it.
+// Finds the cut among all entries, eight bits at a time, and marks the entries above it and equal
+// to it.
 __device__ __noinline__ static GradeCut cut_entries(auto w, GradeCut cut) {
   for (int round = 0; round < 4; ++round) {
     const int shift = 24 - 8 * round;
@@ -331,10 +335,10 @@ __device__ __noinline__ static GradeCut cut_entries(auto w, GradeCut cut) {
   return cut;
 }
 
-// Keeps the first `count` entries equal to the cut.
+// Keeps the first `ties` entries equal to the cut, counted over all blocks.
 __device__ __forceinline__ void keep_ties(const auto& w, std::uint32_t ties) {
   __syncwarp();  // other lanes have marked neighbouring entries
-  // 32 entries each.
+  // Words of 32 entries.
   const auto* const equals = reinterpret_cast<const std::uint32_t*>(w.equal);
   auto* const kept = reinterpret_cast<std::uint32_t*>(w.kept);
   const std::int32_t first = warp_id() * w.each / 4;
@@ -367,7 +371,7 @@ __device__ __forceinline__ void keep_ties(const auto& w, std::uint32_t ties) {
   }
 }
 
-// Marks what is always kept and all that top_p wants.
+// Marks the always kept entries and all others, or with top_p those that it wants.
 __device__ __forceinline__ void mark_reached(const auto& w) {
   for_own_pairs(
       w,
@@ -382,8 +386,8 @@ __device__ __forceinline__ void mark_reached(const auto& w) {
       });
 }
 
-// Cuts at the lightest grade that is kept, with what the blocks have told each other of their
-// lists; false if those do not do.
+// Cuts at the lightest kept grade, from the lists whose counts the blocks have exchanged; returns
+// false if the lists are too long or too short.
 __device__ __forceinline__ bool cut_at_grade(const auto& w, GradeCut& cut) {
   uint4 own = make_uint4(0, 0, 0, 0);
   if (lane_id() < w.cluster.size) own = w.shared->counted[lane_id()];

@@ -1,4 +1,4 @@
-// What a cluster has kept of a KV head, in order, and what became of it.
+// Output of a cluster: a KV head's kept positions in order, and its HeadSelection.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace sluice::cuda {
 // Lists the block's kept entries in order; returns their count.
 template <typename Work>
 __device__ __forceinline__ std::int32_t list_kept(const Work& w) {
-  // 32 entries each.
+  // Words of 32 entries.
   const auto* const words = reinterpret_cast<const std::uint32_t*>(w.kept);
   const std::int32_t first = warp_id() * w.each / 4 + lane_id();
   const std::int32_t last =
@@ -48,8 +48,8 @@ __device__ __forceinline__ std::int32_t position_of(const auto& w, std::int32_t 
   return w.list != nullptr ? w.list[entry] : entry;
 }
 
-// Tells all blocks how many positions this one has, and the first block what they weigh and how
-// many pages begin among them.
+// Sends all blocks the number of this block's positions and their first and last page, and the
+// first block their weight and the number of pages that begin among them.
 __device__ __forceinline__ void share_kept(const auto& w, std::int32_t count, int turn) {
   const int exchange = turn == 0 ? kEnds : kLaterEnds;
   const auto page_of = [&](std::int32_t i) { return position_of(w, i) / kPageTokens; };
@@ -80,7 +80,7 @@ __device__ __forceinline__ void share_kept(const auto& w, std::int32_t count, in
   w.receive(exchange);
 }
 
-// How many positions there are before this block's, and in all.
+// The numbers of positions before this block's, and in all blocks.
 struct Slots {
   std::int64_t first = 0;
   std::int64_t all = 0;
@@ -95,7 +95,7 @@ __device__ __forceinline__ Slots slots_of(const auto& w) {
   return slots;
 }
 
-// What became of the head, by the first block.
+// By the first block: reports the head's result.
 __device__ __forceinline__ void report(const auto& w, std::int64_t count, int turn, bool is_cut) {
   if (w.part == 0) {
     float sum = 0.0f;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void report(const auto& w, std::int64_t count, int tu
   std::uint32_t pages = 0;
   for_parts(w, 0, [&](int block, int i) { pages += w.shared->weighed[turn][block][i].y; });
   pages = __reduce_add_sync(kAllLanes, pages);
-  // A page may go on in the next block that has any.
+  // A page may continue in the next block that has positions; it counts once.
   BlockEnds ends;
   if (lane_id() < w.cluster.size) {
     const uint4 x = w.shared->ends[turn][lane_id()];
@@ -133,7 +133,7 @@ __device__ __forceinline__ void report(const auto& w, std::int64_t count, int tu
   w.c.heads[w.head] = result;
 }
 
-// Writes what is kept.
+// Writes the kept positions and reports the result.
 __device__ __forceinline__ void write_kept(const auto& w, bool is_cut) {
   __syncthreads();
   std::int32_t count = list_kept(w);

@@ -9,8 +9,8 @@
 
 namespace sluice::cuda {
 
-// Reads four vectors of the warp's row, kWarp * parts apart; returns false if one needs special
-// care.
+// Reads four vectors of the warp's row, kWarp * parts apart; returns false unless all are plain:
+// aligned, without a mask or always kept entries.
 __device__ __forceinline__ bool load_vectors(const auto& w, const __half* row, std::int32_t first,
                                              uint4 (&v)[kVectors]) {
   const std::int32_t step = w.parts * kWarp;
@@ -138,15 +138,15 @@ __device__ __forceinline__ RowState state_of(const SelectCall& c, const Sums& su
     state.info.threshold = kLowestHalf;
     return state;
   }
-  // What weighs less than (1 - p) / entries of the sum is not needed; bin_range is that of half as
-  // much, more than is due to rounding.
+  // Weights below (1 - p) / entries of the sum are not needed. bin_range stands for half of that,
+  // a margin larger than rounding.
   const std::int32_t floor = bin_floor(state.info.norm * (1.0f / kLog2E) - c.bin_range + 0.5f);
   state.bins = state.top - floor + 1;
   state.least = bin_threshold(floor);
   return state;
 }
 
-// By one thread: what this block will receive of histograms.
+// By one thread: expects the histograms that this block will receive.
 __device__ __forceinline__ void expect_bins(const auto& w) {
   std::int32_t coarse = w.has_sketches ? w.group * kWarp : 0;
   std::int32_t fine = 0;
@@ -184,15 +184,15 @@ __device__ __forceinline__ float largest8(const uint4& v) {
   return __half2float(__hmax(__low2half(pair), __high2half(pair)));
 }
 
-// The weights of a row's logits, counted in units of their bin's lower edge. A warp queues those
-// that matter, mostly few, so that it counts as many at a time as it has lanes.
+// The weights of a row's logits, counted in units of their bin's lower edge. Mostly few matter, so
+// a warp queues them and counts kWarp at a time.
 template <int kMassShift>
 class WeightCounter {
  public:
   __device__ WeightCounter(const RowState& state, std::uint32_t* bins, __half* queue)
       : map_(state.highest), least_(twice(state.least)), top_(bins + state.top), queue_(queue) {}
 
-  // By all lanes: kVectors times eight logits of each.
+  // By all lanes: adds kVectors times eight logits of each.
   __device__ __forceinline__ void add(const uint4 (&v)[kVectors]) {
     std::uint32_t bits[kVectors];
     std::uint32_t up_to[kVectors / 2];  // counts of two vectors in a word
@@ -223,7 +223,7 @@ class WeightCounter {
   }
 
  private:
-  // Queues logits of a vector; the lanes up to this one have so many.
+  // Queues a vector's logits in `bits`; the lanes up to this one have `up_to` of them.
   __device__ __forceinline__ void push(const uint4& v, std::uint32_t bits, std::uint32_t up_to) {
     __half* to = queue_ + queued_ + static_cast<int>(up_to) - __popc(bits);
 #pragma unroll
@@ -246,7 +246,7 @@ class WeightCounter {
   int queued_ = 0;
 };
 
-// Counts the largest of a vector.
+// Counts a vector's largest logit in the sketch.
 __device__ __forceinline__ void count_maximum(float most, const RowState& state, const BinMap& map,
                                               std::uint32_t* sketch) {
   constexpr float kDepth = static_cast<float>((kSketchBins - 1) * kSketchWidth) / kBinsPerNat;
@@ -262,8 +262,8 @@ __device__ __forceinline__ auto weight_counter(const Work& w, const RowState& st
                                          w.scratch->queues[warp_id()]);
 }
 
-// Histograms of the warp's part of its row: load(v) gives vector v of `count`, without what is not
-// to be counted.
+// Counts the histograms of the warp's part of its row: load(v) gives vector v of `count`, with -Inf
+// for entries that are not counted.
 template <typename Load>
 __device__ __forceinline__ void count_row(const auto& w, std::int32_t count, const Load& load) {
   const RowState state = w.shared->states[w.row];
@@ -291,15 +291,15 @@ __device__ __forceinline__ void count_row(const auto& w, std::int32_t count, con
   weights.end();
 }
 
-// A vector of the warp's row, without what is always kept.
+// A vector of the warp's row, with -Inf for the always kept entries.
 __device__ __forceinline__ uint4 selectable_of(const auto& w, std::int32_t v) {
   const uint4 x = w.rows[w.row * w.capacity + v];
   const std::uint32_t forced = forced8(w.extent, w.entry(v));
   return forced != 0 ? masked(x, ~forced) : x;
 }
 
-// Histograms of what may be selected of the block's part of every row; all blocks get those of the
-// maxima.
+// Counts the histograms of the selectable entries in the block's part of every row, and sends those
+// of the maxima to all blocks.
 __device__ __forceinline__ void count_rows(const auto& w) {
   if (w.row >= 0) count_row(w, w.count, [&](std::int32_t v) { return selectable_of(w, v); });
   __syncthreads();
@@ -311,9 +311,9 @@ __device__ __forceinline__ void count_rows(const auto& w) {
   }
 }
 
-constexpr float kShares = 2147483648.0f;  // units of the weight of a row: 2^31
+constexpr float kShares = 2147483648.0f;  // a row's weight in units: 2^31
 
-// Turns the histograms of weights into shares of the row's weight, and tells all blocks the sums of
+// Turns the histograms of weights into shares of the row's weight, and sends all blocks the sums of
 // kCoarse neighbouring bins.
 template <typename Work>
 __device__ __forceinline__ void weigh_bins(const Work& w) {
@@ -348,7 +348,7 @@ struct Place {
   std::int32_t first = 0;    // the first of these kCoarse bins
 };
 
-// By one warp.
+// By one warp: finds the kCoarse bins that contain the row's threshold.
 __device__ __forceinline__ Place place_of(const auto& w, int g) {
   const RowState& state = w.shared->states[g];
   Place place;
@@ -368,7 +368,7 @@ __device__ __forceinline__ Place place_of(const auto& w, int g) {
   return place;
 }
 
-// By the warps of a row: sends this block's bins there to all blocks.
+// By the warps of a row: sends this block's bins at `place` to all blocks.
 __device__ __forceinline__ void send_bins(const auto& w, const Place& place) {
   const std::uint32_t* const bins = w.bins + w.row * w.row_bins + place.first;
   const uint4 four = reinterpret_cast<const uint4*>(bins)[lane_id()];
@@ -389,7 +389,7 @@ __device__ __forceinline__ std::uint16_t find_threshold(const auto& w, int g, co
   const std::uint32_t four = all.x + all.y + all.z + all.w;
   const std::uint32_t up_to = place.before + warp_inclusive(four);
   const std::uint32_t start = up_to - four;
-  // Of four bins those up to which too little is held.
+  // The number of this lane's four bins before the one that reaches the target.
   int within = 0;
   if (start + all.x < place.target) ++within;
   if (start + all.x + all.y < place.target) ++within;
@@ -401,7 +401,7 @@ __device__ __forceinline__ std::uint16_t find_threshold(const auto& w, int g, co
   return bin_threshold(state.top - min(bin, state.bins - 1));
 }
 
-// By one warp: an f16 that as many entries of the row as are to be kept are not below.
+// By one warp: an f16 that at least `keep` entries of the row reach, or -Inf.
 __device__ __forceinline__ std::uint16_t find_bound(const auto& w, int g) {
   std::uint32_t low = 0;
   std::uint32_t high = 0;
@@ -421,7 +421,8 @@ __device__ __forceinline__ std::uint16_t find_bound(const auto& w, int g) {
   return bin_threshold(w.shared->states[g].top - (bin * kSketchWidth + kSketchWidth - 1));
 }
 
-// Finds the threshold of every row by count(), and bounds of its heaviest entries.
+// Finds the threshold of every row, and a bound of its heaviest entries, from the histograms that
+// count() makes.
 template <typename Count>
 __device__ __forceinline__ void find_thresholds(const auto& w, const Count& count, int turn = 0) {
   if (thread_id() == 0) expect_bins(w);

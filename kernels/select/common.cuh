@@ -41,7 +41,7 @@ __device__ __forceinline__ void set_norm(RowInfo& row, double norm) {
   row.scale = exp2f(static_cast<float>(static_cast<double>(row.norm) - norm));
 }
 
-// The state of a row with this maximum and this sum of e^(x - highest).
+// Sets the norm from the row's maximum and its sum of e^(x - highest).
 __device__ __forceinline__ void set_norm(RowInfo& row, float highest, float sum) {
   set_norm(row, static_cast<double>(highest) * static_cast<double>(kLog2E) +
                     static_cast<double>(log2f(sum)));
@@ -75,7 +75,7 @@ __device__ __forceinline__ std::uint32_t ordered2(std::uint32_t word) {
   return bits ^ (signs | 0x80008000u);
 }
 
-// The f16 of such an integer.
+// The f16 of an integer from ordered2().
 __device__ __forceinline__ std::uint16_t half_of_ordered(std::uint32_t number) {
   return static_cast<std::uint16_t>(number ^ ((number & 0x8000u) != 0 ? 0x8000u : 0xffffu));
 }
@@ -152,7 +152,7 @@ __device__ __noinline__ static uint4 load8_unaligned(const __half* row, std::int
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// The same with undefined values from `total` on.
+// Eight logits of a row from entry i on, a multiple of 8; undefined values from `total` on.
 __device__ __forceinline__ uint4 load8_raw(const SelectCall& c, const __half* row,
                                            std::int32_t total, std::int32_t i) {
   if (c.is_aligned) return *reinterpret_cast<const uint4*>(row + i);
@@ -237,7 +237,7 @@ __device__ inline void find_crossing(const Bins& bin_of, std::int32_t bins, T ta
 // The bin of a logit, counted from a fixed zero, and its mass in the bin.
 struct BinMap {
   float shift = 0.0f;  // brings (x - centre) * 128 into [2^23, 2^24), where floats are integers
-  std::int32_t offset = 0;  // from such a float's bits to the bin
+  std::int32_t offset = 0;  // bin less such a float's bits
 
   static constexpr float kIntegers = 12582912.0f;  // 1.5 * 2^23
 

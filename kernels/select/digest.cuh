@@ -3,15 +3,14 @@
 //
 // The blocks hold consecutive pages. They exchange
 //   maxima and sums of their parts of every row,
-//   a histogram of their sectors' maxima: the k-th heaviest maximum bounds the lightest weight
-//   kept, the number of candidates in the sectors that reach the bound, then their grades, among
-//   which the
+//   a histogram of their sectors' maxima, whose k-th heaviest bounds the lightest weight kept,
+//   the number of candidates in the sectors that reach the bound, then their grades, which the
 //     cluster cuts as it does with all logits in shared memory,
 //   the weight that each block has kept.
-// top_p needs no threshold if it is sure to keep all candidates, because the pages below the bound
-// hold more weight than it may drop. Otherwise thresholds are found first, from the sectors that
-// may matter. If many sectors reach the bound because weights are nearly equal, a sample raises it.
-// If candidates are still too many to list, all logits are read, as by a cluster.
+// top_p needs no threshold if the pages below the bound hold more weight than it may drop, because
+// then it wants all candidates. Otherwise thresholds are found first, from the sectors that may
+// matter. If many sectors reach the bound because weights are nearly equal, a sample raises it. If
+// candidates are still too many to list, all logits are read, as by a cluster.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +20,14 @@
 namespace sluice::cuda {
 
 constexpr int kPageVectors = kPageTokens / 8;
-constexpr int kPageStep = 4;  // of a block's pages: bulk copies begin and end there
+constexpr int kPageStep = 4;  // pages: bulk copies begin and end at multiples of it
 constexpr int kSectorBins = 256;
-constexpr int kSampled = 256;  // sectors of a block, if not more
-// Sectors are counted by how far, in nats, they lie below the heaviest: by the upper bits of an
-// f16, so that bins are the wider the farther they are. It is taken from 4 on.
+constexpr int kSampled = 256;  // sectors in a block's sample, at least
+// Sectors are counted by their distance below the heaviest, in nats. The bin comes from the upper
+// bits of the f16 4 + distance, so that bins grow wider with distance.
 constexpr std::uint32_t kFours = 0x44004400u;
 constexpr int kEdgeShift = 4;
-constexpr float kLightest = -120.0f;  // logarithm that stands for all smaller weights
+constexpr float kLightest = -120.0f;  // log2; lighter weights bound no sum over query heads
 
 struct DigestCall : ClusterCall {
   std::int32_t pages = 0;  // of a block at most
@@ -47,19 +46,19 @@ struct alignas(16) DigestShared {
   alignas(16) std::uint32_t own_below[kMostRows];
   std::uint64_t loaded;                 // barrier of the digest
   std::uint32_t references[kMostRows];  // logits of the heaviest weight, f16 twice
-  float weight;                         // the lightest kept is not lighter
-  float highest;                        // about the logarithm of the largest candidate's
-  int digit_shift;                      // of grades less their bound, as they are counted
+  float weight;                         // lower bound of the lightest kept
+  float highest;                        // about log2 of the largest candidate's
+  int digit_shift;                      // from a grade less the bound to its digit
   std::uint32_t is_bounded;
 };
 
 struct DigestWork : WorkOf<std::uint32_t> {
   DigestShared* digest;
-  uint4* maxima;  // [pages, group]: of a page's sectors, without what is always kept
+  uint4* maxima;  // [pages, group]: of a page's sectors, without always kept entries
   float* sums;    // [pages, group], of plain pages
   std::int32_t first_page = 0;
   std::int32_t pages = 0;
-  // Of these the plain ones: digested, with nothing that is always kept.
+  // Plain pages: digested, without always kept entries.
   std::int32_t first_plain = 0;
   std::int32_t last_plain = 0;
 
@@ -135,8 +134,8 @@ __device__ __forceinline__ Seen read_special(const DigestWork& w) {
   return seen;
 }
 
-// Lanes have neighbouring pages of all rows: lane l page l / group, row l % group, as long as there
-// are whole pages. Adds up (or so) what lanes of the same row have, for the first of them.
+// Reduces by add() over the lanes of each row; the row's first lane gets the result. Lane l has
+// page l / group and row l % group; lanes beyond the last whole page do not count.
 template <typename T, typename Add>
 __device__ __forceinline__ T over_pages(int group, T x, const Add& add) {
   const int pages = kWarp / group;
@@ -149,7 +148,7 @@ __device__ __forceinline__ T over_pages(int group, T x, const Add& add) {
   return x;
 }
 
-// Calls body(i) for this lane's items of the digest's plain pages, i counting pages times rows.
+// Calls body(i) for this lane's items of the digest's plain pages, i = page * group + row.
 template <typename Body>
 __device__ __forceinline__ void for_plain(const DigestWork& w, const Body& body) {
   const int pages = kWarp / w.group;
@@ -162,7 +161,7 @@ __device__ __forceinline__ void for_plain(const DigestWork& w, const Body& body)
   }
 }
 
-// Finds what the block's plain pages hold of every row.
+// Finds every row's maximum and sum over the block's plain pages.
 __device__ __forceinline__ void read_plain(const DigestWork& w) {
   barrier_wait(shared_address(&w.digest->loaded), 0);
   Seen seen;
@@ -177,7 +176,8 @@ __device__ __forceinline__ void read_plain(const DigestWork& w) {
   if (lane_id() < w.group) w.digest->parts[warp_id()][lane_id()] = part;
 }
 
-// By one warp: what the block holds of the warp's row, in this and the other parts of it.
+// By one warp: the result for its part of its row, from `seen` and from the plain pages that the
+// warps w.part, w.part + w.parts, ... have read.
 __device__ __forceinline__ RowPart join_parts(const DigestWork& w, Seen seen) {
   RowPart plain;
   plain.highest = -INFINITY;
@@ -196,7 +196,7 @@ __device__ __forceinline__ RowPart join_parts(const DigestWork& w, Seen seen) {
   return part;
 }
 
-// Reads the digest, and tells all blocks what this one's sums are.
+// Reads the digest and sends this block's sums to all blocks.
 __device__ __forceinline__ void share_digest(const DigestWork& w) {
   if (thread_id() == 0) load_digest(w);
   Seen seen;

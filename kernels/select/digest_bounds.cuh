@@ -14,8 +14,8 @@ __device__ __forceinline__ float heaviest_of(const DigestWork& w) {
   return warp_max(fmaf(state.highest, kLog2E, -state.info.norm));
 }
 
-// Calls body(g, maxima) for a page's rows, in an order in which neighbouring pages are found in
-// different banks of memory.
+// Calls body(g, maxima) for a page's rows, in an order in which lanes with neighbouring pages read
+// different banks of shared memory.
 template <typename Body>
 __device__ __forceinline__ void for_rows(const DigestWork& w, std::int32_t page, const Body& body) {
   int g = lane_id() * w.group / 8 % w.group;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void for_rows(const DigestWork& w, std::int32_t page,
   }
 }
 
-// Counts two distances, f16 below zero.
+// Counts two sectors; `below` has their negated distances below the heaviest.
 __device__ __forceinline__ void count_pair(std::uint32_t* counts, __half2 below) {
   const std::uint32_t distances = word_of_half2(__hsub2(as_half2(kFours), below));
   const std::uint32_t low = ((distances & 0xffffu) - (kFours & 0xffffu)) >> kEdgeShift;
@@ -35,8 +35,8 @@ __device__ __forceinline__ void count_pair(std::uint32_t* counts, __half2 below)
   if (high < kSectorBins) atomicAdd(counts + high, 1u);
 }
 
-// The largest weight that some query head gives an entry of a page, by how far it lies below the
-// heaviest; of half of its sectors and of the others.
+// The largest weight that some query head gives an entry of a page, as its negated distance below
+// the heaviest: one for the even sectors, one for the odd ones.
 __device__ __forceinline__ __half2 heaviest_of_page(const DigestWork& w, std::int32_t page) {
   __half2 most = as_half2(kMinusInfinities);
   for_rows(w, page, [&](int g, const uint4& x) {
@@ -47,7 +47,8 @@ __device__ __forceinline__ __half2 heaviest_of_page(const DigestWork& w, std::in
   return most;
 }
 
-// The same of every sector, of what the query heads want.
+// Counts every sector of a page by the largest weight that some query head gives an entry there
+// that it wants.
 __device__ __forceinline__ void count_page(const DigestWork& w, std::int32_t page,
                                            std::uint32_t* counts) {
   __half2 most[4];
@@ -69,11 +70,11 @@ __device__ __forceinline__ void count_page(const DigestWork& w, std::int32_t pag
 }
 
 // Counts the block's sectors by the largest weight that some query head gives an entry there that
-// it wants, and tells all blocks. In the first turn, when all are wanted, it takes only two of
-// every page.
+// it wants, and sends the counts to all blocks. The first turn, where all entries are wanted,
+// counts only two sectors of every page.
 __device__ __forceinline__ void count_sectors(const DigestWork& w, float heaviest, int turn) {
   std::uint32_t* const counts = w.shared->digits + kDigits;
-  // Distances are never less than they are.
+  // Rounded up, so that distances are never too short.
   if (thread_id() < w.group) {
     const float norm = w.shared->rows[thread_id()].norm;
     w.digest->references[thread_id()] =
@@ -103,16 +104,16 @@ __device__ __forceinline__ void count_sectors(const DigestWork& w, float heavies
 // Logarithms to base 2 of weights that query heads give entries.
 struct KnownWeights {
   float highest;  // about the largest
-  float reached;  // by more sectors than entries are to be kept; -Inf if none is known
+  float reached;  // by more than `keep` sectors; -Inf if no such weight is known
 };
 
-// How far below the heaviest, to base 2, a bin of sectors begins.
+// The distance below the heaviest, in log2, where a bin of sectors begins.
 __device__ __forceinline__ float bin_distance(int bin) {
   const auto edge = static_cast<std::uint16_t>((kFours & 0xffffu) + bin * (1 << kEdgeShift));
   return (__half2float(__ushort_as_half(edge)) - 4.0f) * kLog2E;
 }
 
-// By one warp: what all blocks' counts of sectors say.
+// By one warp: finds the weights from all blocks' counts of sectors.
 __device__ __forceinline__ KnownWeights find_weights(const DigestWork& w, float heaviest) {
   constexpr int kEach = kSectorBins / kWarp;
   std::uint32_t counts[kEach] = {};
@@ -149,7 +150,7 @@ __device__ __forceinline__ KnownWeights find_weights(const DigestWork& w, float 
   return {heaviest - bin_distance(first), heaviest - bin_distance(last + 1) * (1.0f + 0x1p-10f)};
 }
 
-// By the first warp: bounds of what is listed, as set_bounds() does.
+// By the first warp: sets the bounds that candidates reach, as set_bounds() does.
 __device__ __forceinline__ void set_digest_bounds(const DigestWork& w, const KnownWeights& known) {
   const int g = min(lane_id(), w.group - 1);
   const RowInfo& row = w.shared->rows[g];
@@ -188,7 +189,7 @@ __device__ __forceinline__ bool bound_sectors(const DigestWork& w, int turn) {
   return w.digest->is_bounded != 0;
 }
 
-// The same by a grade that as many candidates reach.
+// Sets the bounds by a grade that more than `keep` candidates reach.
 __device__ __forceinline__ void bound_by_grade(const DigestWork& w, std::uint32_t grade) {
   KnownWeights known{w.digest->highest, 0.0f};
   __syncthreads();
@@ -202,20 +203,21 @@ __device__ __forceinline__ void bound_by_grade(const DigestWork& w, std::uint32_
   __syncthreads();
 }
 
-// Candidates per block such that those of half of the blocks are more than are kept.
+// Candidates per block, such that half of the blocks have more than `keep` together.
 __device__ __forceinline__ std::uint32_t part_of_kept(const DigestWork& w) {
   return static_cast<std::uint32_t>(2 * w.extent.keep / w.cluster.size) + 1;
 }
 
-// Counts a grade, by how far it lies above the bound.
+// Counts a grade by its distance above the bound.
 __device__ __forceinline__ void count_grade(const DigestWork& w, std::uint32_t grade) {
   const std::uint32_t above = (grade - w.shared->bound_grade) >> w.digest->digit_shift;
   atomicAdd(w.shared->digits + (kDigits - 1 - min(above, std::uint32_t{kDigits - 1})), 1u);
 }
 
-// Grades that candidates of the block reach: x more than are to be kept, y part_of_kept(). 0 where
-// it has not so many, or so few that others' bounds will hardly be needed. Those of a sample have
-// been counted, others are listed.
+// Grades that candidates of the block reach: x is reached by more than `keep` of them, y by
+// part_of_kept(). 0 if the block has fewer candidates, or so few that a higher bound will hardly be
+// needed. A sample's grades are counted already; without a sample, those of the list are counted
+// here.
 __device__ __forceinline__ uint2 grades_reached(const DigestWork& w, bool is_sample) {
   const std::uint32_t most = is_sample ? ~0u : static_cast<std::uint32_t>(kMostListedOwn);
   const std::uint32_t found = min(w.shared->counts[0], most);
@@ -242,8 +244,8 @@ __device__ __forceinline__ uint2 grades_reached(const DigestWork& w, bool is_sam
   return grades;
 }
 
-// Where candidates are too many: the largest grade that is known to be reached by more than are to
-// be kept, or 0 if it rules none out.
+// The bound for a retry after too many candidates: the largest grade that more than `keep` of them
+// are known to reach, or 0 if it rules none out.
 __device__ __forceinline__ std::uint32_t raised_grade(const DigestWork& w) {
   const bool is_one = lane_id() < w.cluster.size;
   const uint2 own = is_one ? w.digest->reached[lane_id()] : make_uint2(0, 0);

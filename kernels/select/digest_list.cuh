@@ -1,4 +1,4 @@
-// The sectors that reach the bounds of what may be kept, and the candidates there.
+// The sectors that reach the bounds, and the candidates in them.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ __device__ __forceinline__ bool matters(const DigestWork& w, std::int32_t sector
   return weight >= w.digest->weight && is_wanted;
 }
 
-// Sectors of this thread's pages, threads() apart, that some query head's bound does not rule out:
-// a byte for each page. Adds up how many they are.
+// Finds the sectors of this thread's pages, threads() apart, that reach some query head's bound: a
+// byte for each page. Adds their number to counts[1].
 __device__ __forceinline__ std::uint64_t find_near(const DigestWork& w) {
   std::uint64_t near = 0;
 #pragma unroll 1
@@ -45,7 +45,7 @@ __device__ __forceinline__ std::uint64_t find_near(const DigestWork& w) {
 }
 
 // Queues every `step`-th of the sectors that a warp has found near in a round, unless it holds no
-// candidates, and begins to read the first of them.
+// candidates, and prefetches the first kSampled.
 __device__ __forceinline__ void queue_sectors(const DigestWork& w, int round, std::uint64_t near,
                                               int step) {
   std::uint32_t* const list = w.bins + warp_id() * (kWarp * kBoundsPerPage);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void queue_sectors(const DigestWork& w, int round, st
     slot = __shfl_sync(kAllLanes, slot, 0) + __popc(all & ((1u << lane_id()) - 1u));
     if (!is_one || slot >= kMostNear) continue;
     w.scratch->entries.near[slot] = static_cast<std::uint32_t>(sector);
-    if (slot >= kSampled) continue;  // more of them are read together soon enough
+    if (slot >= kSampled) continue;  // beyond that, enough reads are in flight together
 #pragma unroll 4
     for (int g = 0; g < w.group; ++g) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(w.rows + g * w.capacity + sector * 2));
@@ -108,8 +108,8 @@ __device__ __forceinline__ void list_one(const DigestWork& w, std::uint32_t entr
   w.scratch->entries.own[slot] = entry;
 }
 
-// Lists the candidates in so few sectors that every thread has two entries at most: what runs once
-// is the faster the shorter it is.
+// Lists the candidates in few sectors, at most two entries per thread. A version of its own,
+// because code that runs once is faster the shorter it is.
 __device__ __forceinline__ void list_few(const DigestWork& w, std::uint32_t sectors) {
   constexpr int kPairs = kBoundTokens / 2;
   const auto* const pairs = reinterpret_cast<const std::uint32_t*>(w.rows);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void list_few(const DigestWork& w, std::uint32_t sect
     word = pairs[g * w.capacity * 4 + pair];
     const RowInfo& row = w.shared->rows[g];
     wanted |= __hge2_mask(as_half2(word), twice(row.threshold));
-    // As grades are elsewhere.
+    // Computed as all other grades, so that they compare.
     const float2 x = __half22float2(as_half2(word));
     low = fmaf(row.scale, exp2_fast(fmaf(x.x, kLog2E, -row.norm)), low);
     high = fmaf(row.scale, exp2_fast(fmaf(x.y, kLog2E, -row.norm)), high);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void list_many(const DigestWork& w, std::uint32_t sec
   if (lane_id() == 0) atomicAdd(&w.shared->counts[0], counted);
 }
 
-// Lists the candidates in the queued sectors; of a sample, counts their grades.
+// Lists the candidates in the queued sectors, or counts their grades if they are a sample's.
 __device__ __forceinline__ void list_queued(const DigestWork& w, bool is_sample) {
   const std::uint32_t sectors = min(w.shared->counts[3], static_cast<std::uint32_t>(kMostNear));
   if (!is_sample && sectors * (kBoundTokens / 2) <= static_cast<std::uint32_t>(threads())) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void mark_range(const DigestWork& w, std::int32_t fir
   }
 }
 
-// Forgets what a sample has counted and queued.
+// Clears the counts and the queue of a sample.
 __device__ __forceinline__ void forget_sample(const DigestWork& w) {
   __syncthreads();
   if (thread_id() == 0) w.shared->counts[0] = w.shared->counts[3] = 0;
@@ -205,16 +205,17 @@ __device__ __forceinline__ void forget_sample(const DigestWork& w) {
   __syncthreads();
 }
 
-// Lists candidates; returns whether it has only counted those of a sample of sectors, for a better
-// bound: if it may, where sectors are many and so are, as the sample shows, the candidates there.
+// Lists candidates and returns false; or counts only those in a sample of sectors, for a better
+// bound, and returns true. It takes the sample only if it may and there are many sectors, and goes
+// back to listing if the sample shows few candidates.
 __device__ __forceinline__ bool list_near_sectors(const DigestWork& w, bool may_sample) {
   static_assert(kMostWarps * kWarp * kBoundsPerPage <= kMostNear);  // a round's sectors fit
   const std::uint64_t near = find_near(w);
   __syncthreads();
   const auto all = static_cast<int>(w.shared->counts[1]);
-  // Where many are kept, many sectors are no sign of a bad bound.
+  // If many entries are kept, many sectors do not mean that the bound is bad.
   const int sample = max(kSampled, 16 * static_cast<int>(part_of_kept(w)));
-  // A sample that was not needed costs about as much as to look at some more.
+  // A sample that was not needed costs about as much as reading some more sectors.
   bool is_sample = may_sample && all > 8 * sample;
   const int rounds = (w.pages + threads() - 1) / threads();
 #pragma unroll 1
@@ -241,8 +242,8 @@ __device__ __forceinline__ bool list_near_sectors(const DigestWork& w, bool may_
   return false;
 }
 
-// Lists candidates and tells all blocks how many there are; false if top_p may not want them all,
-// where that is not known.
+// Lists candidates and sends their number to all blocks; returns false if thresholds are not known
+// and top_p may not want all candidates.
 __device__ __forceinline__ bool list_by_digest(const DigestWork& w, int turn, bool may_sample) {
   const Extent& extent = w.extent;
   const bool is_sure = !w.c.is_top_p || turn > 0;
@@ -266,7 +267,7 @@ __device__ __forceinline__ bool list_by_digest(const DigestWork& w, int turn, bo
   }
   w.receive(kListed + turn);
   if (is_sure) return true;
-  // A little more, for what rounding may have added.
+  // A margin, because rounding may have added weight.
   const float rest = (1.0f - w.c.p) * (1.0f + 0x1p-12f) + 0x1p-16f;
   const auto enough = static_cast<std::uint32_t>(rest * kShares);
   bool all = true;

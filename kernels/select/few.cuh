@@ -1,4 +1,4 @@
-// State of selecting a few by a digest, and how entries and bounds compare.
+// State of selecting a few entries by a digest, and the order of entries and bounds.
 #pragma once
 
 #include <cstdint>
@@ -10,27 +10,27 @@ namespace sluice::cuda {
 
 constexpr int kFewThreads = 1024;
 constexpr int kMostFewRows = 8;
-constexpr std::int32_t kMostFewKept = 64;      // by choice, and as many always
+constexpr std::int32_t kMostFewKept = 64;      // by weight, and as many that are always kept
 constexpr std::int32_t kMostFewItems = 8192;   // pages times rows
 constexpr std::uint32_t kMostFewRanked = 128;  // listed entries
 constexpr std::int32_t kMostFewSectors = 16384;
 static_assert(kMostFewSectors / 32 <= kFewThreads && kMostFewSectors <= 1 << 16);
-// Threads that look at a sector together, a team, and what each of them has of it.
+// A team: threads that read a sector together, and the entries of each.
 constexpr int kTeamLanes = 4;
 constexpr int kTeamEntries = kBoundTokens / kTeamLanes;
-// In bits of weight: more than rounding takes from norms, products and halves.
+// In log2 of weight: more than the rounding of norms, products and halves.
 constexpr float kFewSlack = 0x1p-3f;
 
 struct FewShared {
   float tops[kMostFewItems];  // largest logit times log2(e), later weight; of pages and rows
   std::uint64_t keys[kFewThreads];
   union {
-    Sums parts[kFewThreads];  // of a row as a thread sees it
+    Sums parts[kFewThreads];  // each thread's, of its row
     std::uint32_t bins[kFewThreads];
   };
   union {
     std::uint16_t sectors[kMostFewSectors];
-    uint4 masks[kMostFewSectors / kBoundsPerPage];  // of pages, a bit for each entry that is kept
+    uint4 masks[kMostFewSectors / kBoundsPerPage];  // of pages, a bit for each kept entry
   };
   std::uint32_t near[kMostFewSectors / 32];  // a bit for each sector
   RowInfo rows[kMostFewRows];
@@ -38,14 +38,15 @@ struct FewShared {
   std::int32_t kept[2 * kMostFewKept];  // entries, ascending
   std::uint32_t part[kWarp];
   std::uint32_t bound;
-  std::uint32_t nears;   // bits of `near`
+  std::uint32_t nears;   // set bits of `near`
   std::uint32_t queued;  // sectors
   std::uint32_t listed;  // entries that fit among the keys
   std::uint32_t won;
 };
 
-// One head and the order of its entries: by grade, of equal ones the older first. Grades are
-// weights summed over rows, or of a single row its logits. Threads have rows in turn, and pages.
+// One head and the order of its entries: by grade, the older first among equal grades. Grades are
+// weights summed over rows, or the logits of a single row. Consecutive threads take the rows of a
+// page, then those of the next page.
 class FewHead {
  protected:
   // Kept entries have at least this key; an entry with this key has at least this weight.
@@ -67,7 +68,7 @@ class FewHead {
         maxima_(reinterpret_cast<const uint4*>(c.digest.maxima) +
                 std::int64_t{head} * c.digest.pages * c.group),
         sums_(c.digest.sums + std::int64_t{head} * c.digest.pages * c.group) {
-    // There may be threads left.
+    // Threads beyond the last whole page get none.
     if (first_page_ >= page_step_) first_page_ = 1 << 30;
   }
 
@@ -76,7 +77,7 @@ class FewHead {
   __device__ static int warp() { return thread() / kWarp; }
   __device__ static int team_lane() { return thread() % kTeamLanes; }
 
-  // How many entries are always kept; they are the first and the last.
+  // The number of entries that are always kept: the first and the last.
   __device__ std::int32_t forced() const { return extent_.low + extent_.emit - extent_.high; }
   __device__ std::int32_t forced_entry(std::int32_t i) const {
     return i < extent_.low ? i : i - extent_.low + extent_.high;
@@ -114,7 +115,7 @@ class FewHead {
     return make_uint4(numbers.x & 0xffffu, numbers.x >> 16, numbers.y & 0xffffu, numbers.y >> 16);
   }
 
-  // -Inf of what is lighter than any number.
+  // The key's weight in log2; -Inf for key 0, whose f16 is NaN.
   __device__ __forceinline__ float log_weight_of(std::uint64_t key) const {
     const auto grade = static_cast<std::uint32_t>(key >> 32);
     if (c_.group > 1) return __log2f(__uint_as_float(grade));

@@ -1,4 +1,4 @@
-// The grades of eight consecutive entries, wherever their logits are held.
+// The grades of eight consecutive entries, with logits in any memory.
 #pragma once
 
 #include <cstdint>
@@ -42,9 +42,9 @@ __device__ __forceinline__ std::uint32_t grade_of_logit(std::uint16_t logit) {
   return ordered2(logit) << 16;
 }
 
-// Grades of the entries in `allowed`: larger is heavier. 0 for the others and, of top_p,
-// for what no query head wants. A single query head's logits are its grades, else summed weights
-// are.
+// Grades of the entries in `allowed`: larger is heavier. 0 for the others and, with top_p, for
+// entries that no query head wants. Grades are summed weights, or the logits of a single query
+// head.
 template <typename Load>
 __device__ __forceinline__ void grades8(const SelectCall& c, int group, const RowInfo* rows,
                                         std::uint32_t allowed, const Load& load,
@@ -83,7 +83,8 @@ __device__ __forceinline__ void grades8(const SelectCall& c, int group, const Ro
   }
 }
 
-// The same of one entry whose grade is not 0; `logits` has one logit of every query head.
+// The grade of one entry for which it is not 0; `logits` has one logit per query head, `stride`
+// apart.
 __device__ __forceinline__ std::uint32_t grade_of(const __half* logits, std::int64_t stride,
                                                   int group, const RowInfo* rows) {
   if (group == 1) return grade_of_logit(__half_as_ushort(*logits));
@@ -112,17 +113,17 @@ __host__ __device__ constexpr int grade_rounds(int group) { return group == 1 ? 
 // The search for the lightest grade that is kept.
 struct GradeCut {
   std::uint32_t forced = 0;     // entries that are always kept
-  std::uint32_t available = 0;  // other grades
+  std::uint32_t available = 0;  // other entries with a grade
   std::uint32_t grade = 0;      // larger ones are kept
-  std::uint32_t ties = 0;       // how many entries equal to the cut are kept, the first ones
+  std::uint32_t ties = 0;       // the first `ties` entries equal to the cut are kept
   std::uint32_t settled = 0;
-  std::uint32_t cut = 0;  // not all could be kept
+  std::uint32_t cut = 0;  // 1: not all that top_p wants could be kept
 };
 
-// A round's view of the grades: which it counts, and where.
+// The grades that a radix round counts, and their bins.
 struct GradeRound {
   std::uint32_t known;  // the digits found so far
-  int known_shift;      // below them; 32: none
+  int known_shift;      // bits below them; 32: none are known
   int shift;
   std::uint32_t mask;
 
@@ -140,7 +141,7 @@ struct GradeRound {
   }
 };
 
-// Before the first round: how many grades are wanted at all, and whether that settles it.
+// Before the first round: sets the number of wanted grades, and settles the cut if all or none are.
 __device__ inline void begin_cut(const SelectCall& c, const Extent& extent, GradeCut& cut) {
   const auto keep = static_cast<std::uint32_t>(extent.keep);
   const std::uint32_t wanted = keep > cut.forced ? keep - cut.forced : 0;
@@ -158,14 +159,14 @@ __device__ inline void begin_cut(const SelectCall& c, const Extent& extent, Grad
   }
 }
 
-// After a round: the bin (counted from the heaviest) where the wanted grades end.
+// After a round: narrows the cut to the bin where the wanted grades end, counted from the heaviest.
 __device__ inline void advance_cut(GradeCut& cut, int group, int round,
                                    const Crossing<std::uint32_t>& found, std::uint32_t in_bin) {
   const auto digit = static_cast<std::uint32_t>(grade_bins(group, round) - 1 - found.bin);
   cut.grade |= digit << grade_shift(group, round);
   cut.ties -= found.before;
   if (cut.ties != in_bin) return;
-  // All of the bin: whatever is larger than the grade before it.
+  // The whole bin is kept: the cut is the grade just below it.
   cut.grade = cut.grade == 0 ? 0 : cut.grade - 1;
   cut.ties = 0;
   cut.settled = 1;
@@ -195,9 +196,9 @@ __device__ __forceinline__ std::uint32_t first_bits(std::uint32_t bits, std::int
   return kept;
 }
 
-// How f16 logits compare with a cut through a single query head's grades.
+// Compares f16 logits with the cut of a single query head's grades.
 struct LogitCut {
-  __half2 limit;   // above it, twice
+  __half2 limit;   // logits above it are kept; twice
   bool keeps_all;  // even -Inf
   bool keeps_none;
   bool has_ties;
@@ -205,7 +206,7 @@ struct LogitCut {
   __device__ explicit LogitCut(const GradeCut& cut) {
     constexpr std::uint32_t kMinusInfinity = 0x03ffu;  // as an ordered number
     constexpr std::uint32_t kInfinity = 0xfc00u;
-    constexpr std::uint32_t kMinusZero = 0x7fffu;  // no logit's: 0 stands for it
+    constexpr std::uint32_t kMinusZero = 0x7fffu;  // never a logit's, because -0 counts as 0
     std::uint32_t number = cut.grade >> 16;
     keeps_all = number < kMinusInfinity;
     keeps_none = number >= kInfinity;

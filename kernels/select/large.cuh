@@ -3,12 +3,11 @@
 // sums finds maximum and sum of every row, the maxima of its sectors, and bounds from them.
 // shortlist, for a small k or cap, lists the few entries that may be kept and picks the heaviest.
 // thresholds finds the entries of every row that top_p keeps, from the sectors that may matter;
-// then shortlist comes again. Where it leaves a k or cap open, grade_rounds goes by radix towards
-// the lightest grade that is kept. emit writes the positions in order, and kept weights, of what
-// shortlist has not settled.
+// then shortlist runs again. If it leaves a k or cap open, grade_rounds finds the lightest kept
+// grade by radix. emit writes positions in order, and kept weights, for the heads that shortlist
+// has not settled.
 //
-// A sector is one memory read: 16 logits. Where its maximum is too low, it is not read
-// again.
+// A sector is one memory read: 16 logits. It is not read again if its maximum is too low.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +32,7 @@ inline constexpr int kUnitStrips = kMassedEntries / kStrip;  // at most
 inline constexpr int kMostUnits = 512;                       // per row
 static_assert(std::int64_t{kUnitStrips} * kMostUnits * kStrip >= kMostEntries);
 inline constexpr int kChunk = kWarps * kStrip;  // entries of a block of shortlist, at least
-// A block of emit has a span of some strips per warp.
+// A block of emit takes a span: up to kMostWarpStrips strips per warp.
 inline constexpr int kMostWarpStrips = 2;
 inline constexpr int kMostSpan = kWarps * kMostWarpStrips * kStrip;
 inline constexpr int kMostShortlistChunks = kMostEntries / (2 * kChunk);
@@ -43,26 +42,26 @@ inline constexpr int kGradeThreads = 512;
 inline constexpr int kGradeChunk = kGradeThreads * 8;
 inline constexpr int kGradeRounds = 3;
 
-// The results for a unit, a few strips of one row.
+// Results of a unit, a few strips of one row.
 struct alignas(16) UnitHead {
   float norm = 0.0f;
   float sum = 0.0f;   // of 2^(x log2(e) - norm)
-  float kept = 0.0f;  // of them, always kept or in the tail
+  float kept = 0.0f;  // part of `sum`: entries always kept or in the tail
   float tail = 0.0f;
   float highest = 0.0f;
   std::uint32_t bad = 0;
   std::int32_t top = 0;  // rough bin of `highest`: from there down, kWrittenBins are written
 };
 
-// The state of a row: known bounds, and open questions.
+// Bounds of a row's threshold and heaviest entries.
 struct RowSearch {
-  float missing = 0.0f;  // the share that top_p lacks beside what is always kept
+  float missing = 0.0f;  // share that top_p needs beyond the tokens that are always kept
   float highest = 0.0f;
-  std::int32_t lowest = 0;     // bin: the threshold lies there or above; kSettled: it is known
-  std::uint32_t reaching = 0;  // no more entries than that reach the threshold
+  std::int32_t lowest = 0;     // lowest bin of the threshold; kSettled: the threshold is known
+  std::uint32_t reaching = 0;  // at most this many entries reach the threshold
   std::uint32_t sure = 0;      // at least this many entries are >= `most`
-  std::uint16_t most = 0;      // f16: the threshold is not above
-  std::uint16_t least = 0;     // f16: as many entries as are to be kept are not below
+  std::uint16_t most = 0;      // f16, upper bound of the threshold
+  std::uint16_t least = 0;     // f16, not above the `keep`-th largest logit
 
   static constexpr std::int32_t kSettled = INT32_MAX;
 };
@@ -75,36 +74,36 @@ struct ChunkResult {
   std::int32_t last_page = 0;
 };
 
-// A call, or the part of it for as many heads as go at once; rows are their query heads.
+// A call, or its part for the heads that run at once; rows are their query heads.
 struct LargeCall {
   SelectCall call;
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
   std::int32_t unit_strips = 0;
-  std::int32_t bins = 0;                // of a row's histogram for its threshold, or 0: makes none
+  std::int32_t bins = 0;                // of a row's histogram for its threshold; 0: no histogram
   std::int32_t chunks = 0;              // of kChunk entries, per head
-  std::int32_t warp_strips = 0;         // that a warp of emit takes
+  std::int32_t warp_strips = 0;         // per warp of emit
   std::int32_t spans = 0;               // of span_entries(), per head
-  std::int32_t shortlist_strips = 0;    // that a warp of shortlist takes
-  std::int32_t shortlist_capacity = 0;  // candidates per head, or 0: makes none
+  std::int32_t shortlist_strips = 0;    // per warp of shortlist
+  std::int32_t shortlist_capacity = 0;  // candidates per head; 0: no shortlist
   std::int32_t grade_chunks = 0;        // of kGradeChunk entries, per head
-  std::int32_t grade_loops = 0;         // such chunks per block
+  std::int32_t grade_loops = 0;         // chunks of kGradeChunk per block
   std::uint32_t* tickets = nullptr;     // [rows], zero on entry, left zero
   RowInfo* rows = nullptr;              // [rows]
   RowSearch* searches = nullptr;        // [rows]
   Extent* extents = nullptr;            // [heads]
   std::uint32_t* maxima = nullptr;      // f16 [heads, pages, group, kBoundsPerPage]
-  std::int64_t pages = 0;               // of a row, in whole strips
+  std::int64_t pages = 0;               // per row, in whole strips
   UnitHead* unit_heads = nullptr;       // [rows, units]
   uint2* rough = nullptr;               // [rows, units, kRoughBins]: sectors, masses
   ChunkResult* results = nullptr;       // [heads, spans]
   float* alphas = nullptr;              // [heads, spans, group]
-  // Candidates as blocks found room for them, and in order.
+  // Candidates: [0] in the order in which blocks appended them, [1] ascending.
   std::uint32_t* listed_grades = nullptr;  // [2, heads, shortlist_capacity]
   std::int32_t* listed_entries = nullptr;  // [2, heads, shortlist_capacity]
-  uint2* listed_chunks = nullptr;   // [heads, shortlist_chunks()]: where a chunk's are, how many
+  uint2* listed_chunks = nullptr;   // [heads, shortlist_chunks()]: offset and count of candidates
   std::uint32_t* grades = nullptr;  // [heads, grade_chunks * kGradeChunk] if group > 1
-  // Zeroed by row_sums for the others:
+  // Zeroed by row_sums for the later kernels:
   std::uint64_t* masses = nullptr;         // [rows, bins], from the top down
   std::uint64_t* states = nullptr;         // [heads, spans], of emit
   std::uint32_t* listed = nullptr;         // [2, heads]: candidates
@@ -116,7 +115,7 @@ struct LargeCall {
   std::uint32_t* chunks_listed = nullptr;  // [2, heads]
   std::uint32_t* done = nullptr;           // [heads]
   std::uint32_t* settled = nullptr;        // [heads]: 1 if shortlist has written the answer
-  std::uint64_t* zeroed = nullptr;         // all of this, `zeroed_words` long
+  std::uint64_t* zeroed = nullptr;         // all these arrays, `zeroed_words` long
   std::int64_t zeroed_words = 0;
 
   __host__ __device__ std::int32_t span_entries() const { return kWarps * kStrip * warp_strips; }
@@ -124,8 +123,8 @@ struct LargeCall {
     return (chunks + shortlist_strips - 1) / shortlist_strips;
   }
 
-  // The maxima of two neighbouring sectors, word `word` of a strip; the next query head's are
-  // kPageWords on.
+  // The maxima of two neighbouring sectors, word `word` of a strip; the next query head's lie
+  // kPageWords further.
   static constexpr int kPageWords = kBoundsPerPage / 2;
   __device__ std::uint32_t* strip_maxima(std::int32_t row, std::int32_t strip,
                                          std::int32_t word) const {
@@ -134,7 +133,8 @@ struct LargeCall {
   }
 };
 
-// The block that takes the last of `count` tickets sees all other blocks' writes.
+// Returns true in the block that takes the last of `count` tickets; it sees all other blocks'
+// writes.
 __device__ __forceinline__ bool is_last_of(std::uint32_t* tickets, std::int32_t count) {
   __shared__ std::uint32_t is_last;
   __syncthreads();
@@ -159,7 +159,8 @@ __device__ inline bool load_infos(const LargeCall& call, std::int32_t head, RowI
 
 void run_row_sums(const LargeCall& call, const Launch& launch);
 void run_row_thresholds(const LargeCall& call, const Launch& launch);
-// Once more, `is_exact`, when thresholds are known: for heads that bounds of them do not settle.
+// Runs again with `is_exact` when thresholds are known, for the heads that their bounds did not
+// settle.
 void run_shortlist(const LargeCall& call, bool is_exact, const Launch& launch);
 void run_grade_rounds(const LargeCall& call, const Launch& launch);
 void run_emit(const LargeCall& call, const Launch& launch);

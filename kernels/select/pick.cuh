@@ -1,4 +1,4 @@
-// The heaviest of a KV head's candidates, by one block.
+// Picks the heaviest of a KV head's candidates, by one block.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ constexpr int kPickBins = 1 << kPickBits;
 static_assert(kMostShortlistChunks <= kPickBins);
 
 struct PickShared {
-  std::uint32_t bins[kPickBins];  // at first, how far each chunk's candidates are moved
+  std::uint32_t bins[kPickBins];  // at first, the distance that each chunk's candidates move
   std::uint32_t part[kWarp];
   std::int32_t counts[kWarps];
   std::uint32_t digit;
@@ -27,15 +27,15 @@ struct PickShared {
   std::int32_t entries[kMostHeld];
 };
 
-// A head's candidates in order, where they are.
+// A head's candidates, ascending.
 struct Candidates {
   const std::uint32_t* grades;
   const std::int32_t* entries;
   std::int32_t count;
 };
 
-// A head's candidates, which its chunks have put where there was room, in order; in shared memory
-// if they fit there.
+// Puts a head's candidates in ascending order, because blocks appended those of their chunks in any
+// order; in shared memory if they fit there.
 __device__ inline Candidates put_in_order(const LargeCall& call, std::int32_t head,
                                           std::int32_t chunks, std::int32_t count,
                                           PickShared* shared) {
@@ -71,8 +71,8 @@ __device__ inline Candidates put_in_order(const LargeCall& call, std::int32_t he
   return {grades, entries, count};
 }
 
-// Calls write(i, rank) for those i in [0, count) that `keeps` wants, in order; returns how many.
-// keeps(i) is asked twice.
+// Calls write(i, rank) in order for every i in [0, count) with keeps(i); returns their number.
+// keeps(i) is called twice.
 template <typename Keeps, typename Write>
 __device__ __forceinline__ std::int32_t compact(std::int32_t count, const Keeps& keeps,
                                                 const Write& write, PickShared* shared) {
@@ -105,18 +105,18 @@ __device__ __forceinline__ std::int32_t compact(std::int32_t count, const Keeps&
   return all;
 }
 
-// Larger grades are kept, and of the equal ones those up to candidate `last_tie`.
+// Larger grades are kept, and equal ones up to candidate `last_tie`.
 struct Cut {
   std::uint32_t grade = 0;
   std::int32_t last_tie = -1;
 };
 
-// The `wanted`-th largest grade, of more; by radix, 11 bits at a time.
+// Finds the `wanted`-th largest of more grades by radix, 11 bits at a time.
 __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, PickShared* shared) {
   constexpr std::int32_t kEach = kPickBins / kThreads;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   Cut cut;
-  bool is_all = false;         // of those that equal it
+  bool is_all = false;         // all grades with the known digits are kept
   std::int32_t above = kWarp;  // the lowest bit that is known
 #pragma unroll 1
   while (above > 0 && !is_all) {
@@ -127,7 +127,7 @@ __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, Pic
 #pragma unroll 1
     for (std::int32_t i = thread; i < from.count; i += kThreads) {
       const std::uint32_t grade = from.grades[i];
-      // From the heaviest.
+      // Bins count from the heaviest.
       const std::uint32_t bin = kPickBins - 1 - (grade >> shift & (kPickBins - 1));
       if (above == kWarp || (grade ^ cut.grade) >> above == 0) atomicAdd(shared->bins + bin, 1u);
     }
@@ -158,7 +158,7 @@ __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, Pic
     above = shift;
   }
   if (is_all) {
-    // Whatever is larger than the grade before the digits that are known.
+    // All grades with the known digits are kept: the cut is the grade just below them.
     --cut.grade;
     return cut;
   }
@@ -173,7 +173,7 @@ __device__ inline Cut find_cut(const Candidates& from, std::uint32_t wanted, Pic
   return cut;
 }
 
-// Weights of what is kept, in an order that depends on nothing else.
+// Sums the weights of the kept entries, in an order that depends on nothing else.
 __device__ inline void write_alphas(const SelectCall& c, std::int32_t head, const RowInfo* rows,
                                     const std::int32_t* entries, std::int32_t count,
                                     PickShared* shared) {
@@ -219,7 +219,7 @@ __device__ inline std::int32_t put_forced(const SelectCall& c, const Extent& ext
       shared);
 }
 
-// Bits of the entries that reach one of the query heads' bounds.
+// Returns true if every entry reaches one of the query heads' bounds.
 __device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
                                     const std::int32_t* entries, std::int32_t count,
                                     const std::uint16_t* bounds) {
@@ -237,9 +237,9 @@ __device__ inline bool reach_bounds(const SelectCall& c, std::int32_t head,
   return __syncthreads_and(all ? 1 : 0) != 0;
 }
 
-// Writes what a KV head keeps: what is always kept, and the heaviest of the candidates. All of it
-// fits the capacity. With `bounds`, one per query head, nothing is settled unless each of them
-// reaches one; returns whether it is.
+// Writes a KV head's always kept positions and the heaviest of its candidates; they fit the
+// capacity. With `bounds`, one per query head, returns false unless every picked candidate reaches
+// one of them; returns true if the head is settled.
 __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
                                          const Extent& extent, const RowInfo* rows,
                                          const Candidates& from, const std::uint16_t* bounds,
@@ -257,7 +257,7 @@ __device__ __noinline__ static bool pick(const SelectCall& c, std::int32_t head,
   } else if (!all) {
     cut = find_cut(from, static_cast<std::uint32_t>(wanted), shared);
   }
-  // Entries of what is picked.
+  // Entries of the picked candidates.
   const bool fits = min(from.count, wanted) <= kPickBins;
   auto* const entries = fits ? reinterpret_cast<std::int32_t*>(shared->bins) : to + below;
   const std::int32_t kept = compact(

@@ -1,4 +1,4 @@
-// Reading again only the sectors that may matter.
+// Reads again only the sectors that may matter.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace sluice::cuda {
 
-// Called by one warp: which of a strip's sectors to read, in order, so that neighbours are read
-// together. Every lane has two neighbours; returns how many there are in the queue.
+// Called by one warp: queues the sectors of a strip that are to be read, in order, so that
+// neighbours are read together. Every lane has two neighbouring sectors; returns the number queued.
 __device__ __forceinline__ int queue_sectors(bool first, bool second, std::uint16_t base,
                                              std::uint16_t* queue) {
   const auto lane = static_cast<std::uint32_t>(threadIdx.x) % kWarp;

@@ -1,4 +1,4 @@
-// One strip of a row as one warp sees it for the first time: its sums and its sectors' maxima.
+// The first read of a row's strip by one warp: its sums and its sectors' maxima.
 #pragma once
 
 #include <cmath>
@@ -12,11 +12,11 @@ constexpr int kVectors = kStrip / (8 * kWarp);  // of 8 entries, per thread and 
 constexpr float kNoNorm = -1e30f;
 static_assert(kVectors == 4);
 
-// Sums of 2^(x log2(e) - norm) as one thread sees them; its largest logit is at most 1.
+// One thread's sums of 2^(x log2(e) - norm), with a norm that makes every term at most 1.
 struct Sums {
   float norm = kNoNorm;
   float all = 0.0f;
-  float kept = 0.0f;  // always, or in the tail
+  float kept = 0.0f;  // entries always kept or in the tail
   float tail = 0.0f;
 
   __device__ __forceinline__ void refer_to(float other) {
@@ -37,8 +37,8 @@ __device__ inline Sums add_up(Sums sums) {
   return sums;
 }
 
-// Where vector j of this thread lies. Two threads share a sector; a thread's neighbouring vectors
-// lie in neighbouring sectors, so that two of their maxima fill a word.
+// The first entry of this thread's vector j. Two threads share a sector; a thread's neighbouring
+// vectors lie in neighbouring sectors, so that two of their maxima fill a word.
 __device__ __forceinline__ std::int32_t entry_of(std::int32_t strip, int j) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
   return strip * kStrip + j / 2 * (kStrip / 2) + lane / 2 * (2 * kSector) + j % 2 * kSector +
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_weights(const uint4 (&v)[kVectors], Sums& su
   for (const uint4& eight : v) sums.all += weight8(eight, sums.norm);
 }
 
-// Adds those of eight entries from i on that are always kept or lie in the tail.
+// Adds the entries, of eight from i on, that are always kept or lie in the tail.
 __device__ __forceinline__ void add_kept8(const Extent& extent, std::int32_t i, const uint4& v,
                                           Sums& sums) {
   const std::uint32_t kept = forced8(extent, i);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_kept8(const Extent& extent, std::int32_t i, 
   sums.tail += weight8(masked(v, tail), sums.norm);
 }
 
-// Adds a strip's entries that are always kept, and takes them out.
+// Adds a strip's entries that are always kept or in the tail, and replaces them by -Inf.
 __device__ __forceinline__ void take_kept(const Extent& extent, std::int32_t strip,
                                           uint4 (&v)[kVectors], Sums& sums) {
 #pragma unroll
@@ -137,7 +137,7 @@ struct Seen {
     return maxima;
   }
 
-  // A page that a scan has digested: maxima of its sectors, and its sum.
+  // Adds a page from a scan's digest: the maxima of its sectors, and its sum.
   __device__ __forceinline__ void add(const uint4& maxima, float sum) {
     const __half2 both = __hmax2_nan(__hmax2_nan(as_half2(maxima.x), as_half2(maxima.y)),
                                      __hmax2_nan(as_half2(maxima.z), as_half2(maxima.w)));
@@ -149,16 +149,16 @@ struct Seen {
 };
 
 // Rough bins hold f16 numbers that share their upper 11 bits, ordered.
-constexpr std::int32_t kFirstFinite = 32;  // such a bin; -Inf lies below
+constexpr std::int32_t kFirstFinite = 32;  // rough bin of the lowest finite f16; -Inf lies below
 
 // The lowest f16 of a rough bin.
 __device__ __forceinline__ std::uint16_t rough_edge(std::int32_t bin) {
   return half_of_ordered(static_cast<std::uint32_t>(bin) << 5);
 }
 
-// Counts two sectors by their maxima, and weighs them, where it is to. Their masses, units of 2^-15
-// of a bin's lower edge, are never more than is in the sectors: few enough that a unit's fit 32
-// bits.
+// Counts two sectors by their maxima, and weighs them, if `counts` and `masses` are not null.
+// Masses, in units of 2^-15 of a bin's lower edge, never exceed the sectors' weights, and are
+// capped so that their sum over a unit fits 32 bits.
 __device__ __forceinline__ void count_sectors(std::uint32_t maxima, std::uint32_t* counts,
                                               std::uint32_t* masses) {
   const std::uint32_t numbers = ordered2(maxima);
