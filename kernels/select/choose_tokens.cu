@@ -1,8 +1,7 @@
-// The important tokens of a prompt: two sorts, of sums and of means, a walk through the first for
-// how many there are, and a count of what comes before each position of the list.
+// The important tokens of a prompt: a sort of sums and a walk through it for their number, a sort
+// of means, and a scan for each position's place in the list.
 //
-// Every sum of numbers that are not integers is taken in one order, so the choice is the same in
-// every run.
+// Floating-point sums are taken in one fixed order, so the choice is the same in every run.
 #include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
@@ -37,8 +36,8 @@ struct Call {
   // In scratch.
   std::int32_t* found_bad = nullptr;  // [1]
   std::int32_t* count = nullptr;      // [1]: important tokens except the newest
-  float* scores[2]{};                 // [end - first], for sorts to and fro
-  std::int32_t* tokens[2]{};          // of the same shape
+  float* scores[2]{};                 // [end - first], double buffer of the sorts
+  std::int32_t* tokens[2]{};          // [end - first], double buffer
   std::int32_t* before = nullptr;     // [end]: listed positions before each
   std::byte* sort = nullptr;
   std::size_t sort_bytes = 0;
@@ -57,11 +56,11 @@ __global__ void __launch_bounds__(kThreads) copy_sums(const __grid_constant__ Ca
   if (t >= call.prompt()) return;
   const float sum = call.sums[call.first + t];
   call.scores[0][t] = sum;
-  // All that write write the same.
+  // A benign race, because all threads write the same value.
   if (!isfinite(sum)) *call.found_bad = 1;
 }
 
-// Over the probes that see a token.
+// Divides each token's sum by the number of probes that see the token.
 __global__ void __launch_bounds__(kThreads) average(const __grid_constant__ Call call) {
   const std::int32_t t = this_thread();
   if (t == 0) *call.bad = *call.found_bad;
@@ -87,7 +86,7 @@ __device__ double warp_sum(double x) {
   return x;
 }
 
-// Sums over the lanes up to each.
+// Each lane's sum over the lanes up to it.
 __device__ double warp_running_sum(double x) {
   const auto lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
@@ -98,8 +97,8 @@ __device__ double warp_running_sum(double x) {
   return x;
 }
 
-// How many of `sums`, which fall, carry the share tau: one block, a run of them for each warp. The
-// warp whose run reaches the share walks it once more.
+// Counts how many of `sums`, in descending order, carry the share tau: one block, a run per warp.
+// The warp whose run reaches the share walks it once more.
 __global__ void __launch_bounds__(kCountThreads)
     count_tokens(const __grid_constant__ Call call, const float* sums) {
   __shared__ double runs[kCountWarps];
@@ -131,11 +130,11 @@ __global__ void __launch_bounds__(kCountThreads)
     }
     carried = __shfl_sync(kAllLanes, up_to, kWarp - 1);
   }
-  // Added in another order the run falls short of the share by a rounding error.
+  // The walk adds in another order, so the run may miss the share by a rounding error.
   if (lane == 0) *call.count = end;
 }
 
-// The first of `order` are important, and the newest.
+// Lists the first tokens of `order`, the newest, and the eligible ones before the prompt.
 __global__ void __launch_bounds__(kThreads)
     mark(const __grid_constant__ Call call, const std::int32_t* order) {
   const std::int32_t i = this_thread();
@@ -164,7 +163,7 @@ unsigned blocks_for(std::int32_t threads) {
   return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
 }
 
-// Scratch, part by part.
+// Hands out scratch, one array at a time.
 class Scratch {
  public:
   explicit Scratch(const Launch& launch) : launch_(launch) {}
@@ -189,7 +188,7 @@ class Scratch {
   std::size_t used_ = 0;
 };
 
-// With `memory` null these three only say in `bytes` how much they need.
+// With `memory` null these three only set `bytes` to what they need.
 void sort_scores(const Call& call, cub::DoubleBuffer<float>& scores, std::byte* memory,
                  std::size_t& bytes, cudaStream_t stream) {
   require(

@@ -34,7 +34,7 @@ __device__ __forceinline__ void select_in_cluster(const ClusterCall& call, std::
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     select_cluster(const __grid_constant__ ClusterCall call) {
   extern __shared__ uint4 memory[];
-  // Clusters and bulk copies came together.
+  // Every device with bulk copies has clusters.
   if constexpr (kBulkCopies) select_in_cluster(call, reinterpret_cast<std::byte*>(memory));
 }
 
@@ -54,11 +54,11 @@ bool fits(const SelectCall& c, int blocks, const DeviceLimits& device) {
          l.bytes <= static_cast<std::uint32_t>(device.shared_bytes);
 }
 
-// Blocks of each KV head, or 0: it does not fit. As many as are worth it; fewer take longer to look
-// at their entries, more to hear of each other.
+// Blocks per KV head, or 0 if none fit. As many as have enough work: fewer take longer to read
+// their entries, more take longer to exchange results.
 int blocks_of(const SelectCall& c, const DeviceLimits& device) {
-  constexpr std::int64_t kWorth = 16384;  // logits of a block
-  // Parts of the device have a few multiprocessors to spare.
+  constexpr std::int64_t kWorth = 16384;  // logits per block that are worth a block
+  // Less than all, because clusters leave a few multiprocessors of each part of the device unused.
   const std::int64_t most = std::min<std::int64_t>(
       device.multiprocessors * 7 / 8 / std::max(c.head_count, 1), most_blocks_of(device));
   const std::int64_t work = std::int64_t{c.entries} * c.group;
@@ -75,7 +75,7 @@ int blocks_of(const SelectCall& c, const DeviceLimits& device) {
 
 bool fits_cluster(const SelectCall& c, const DeviceLimits& device) {
   if (device.capability < 90 || c.group > kMostRows) return false;
-  // With more to keep, candidates would mostly be too many to list.
+  // If more are kept, candidates are mostly too many to list.
   if (c.has_grades && std::int64_t{c.most_keep} * c.group * 2 > kMostListed) return false;
   return blocks_of(c, device) > 0;
 }

@@ -59,8 +59,8 @@ struct RowState {
   std::uint16_t bound = 0;  // f16, not above the `keep`-th largest logit
 };
 
-// Scratch for the first half of the work; the list of kept entries overwrites it. Bins that other
-// blocks send overwrite the queues, because a block sends them only once all blocks have counted.
+// Scratch for the first half of the work; the list of kept entries overwrites it. Bins from other
+// blocks may overwrite the queues, because a block sends them only once all blocks have counted.
 template <typename Entry>
 struct alignas(16) ClusterScratch {
   RowPart parts[kMostBlocks][kMostWarps];  // of all blocks
@@ -188,7 +188,7 @@ template <typename EntryNumber>
 struct WorkOf {
   using Entry = EntryNumber;
   using Scratch = ClusterScratch<Entry>;
-  // Low bits dropped from a weight's mass, so that the sum over more entries fits.
+  // Low bits dropped from a weight's mass, so that more entries add up in 32 bits.
   static constexpr int kMassShift = sizeof(Entry) == 2 ? 0 : 1;
 
   const SelectCall& c;

@@ -216,7 +216,7 @@ class WeightCounter {
     }
   }
 
-  // Counts what is still queued.
+  // Counts the logits still queued.
   __device__ __forceinline__ void end() {
     if (lane_id() < queued_) count(queue_[lane_id()]);
     queued_ = 0;

@@ -7,7 +7,7 @@
 namespace sluice::cuda {
 namespace {
 
-// Begins anew, when all blocks have done so.
+// Clears counts and histograms for another attempt, and returns when all blocks have done so.
 __device__ __forceinline__ void begin_again(const DigestWork& w) {
   __syncthreads();
   set_zero(w);
@@ -15,7 +15,7 @@ __device__ __forceinline__ void begin_again(const DigestWork& w) {
   w.cluster.sync();
 }
 
-// Counts the weights of what reaches the lower bound of its row's threshold.
+// Counts the weights of the entries that reach the lower bound of their row's threshold.
 __device__ __forceinline__ void count_reaching(const DigestWork& w) {
   const RowState state = w.shared->states[w.row];
   if (state.bins == 0) return;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void count_reaching(const DigestWork& w) {
   weights.end();
 }
 
-// For what is kept out of line, with a view of its own.
+// The same for functions out of line, which build their own DigestWork.
 __device__ __forceinline__ DigestWork begin_again(const DigestCall& call) {
   extern __shared__ uint4 memory[];
   DigestWork w(call, reinterpret_cast<std::byte*>(memory));
@@ -79,7 +79,7 @@ __device__ __noinline__ void find_exact_thresholds(const DigestCall& call) {
   }
 }
 
-// Marks what is kept, by grades of all logits; returns whether not all that top_p wants is.
+// Marks the kept entries by the grades of all logits; returns true if top_p wants more.
 __device__ __noinline__ bool mark_by_logits(const DigestCall& call) {
   const DigestWork w = begin_again(call);
   if (thread_id() < w.group) w.shared->leasts[thread_id()] = kInfiniteHalf;
@@ -87,9 +87,9 @@ __device__ __noinline__ bool mark_by_logits(const DigestCall& call) {
   return mark_heaviest(w);
 }
 
-// The same, at first by what the digest leaves: as if top_p wanted all of it, which is enough where
-// it wants all candidates; else by thresholds. If candidates were too many, those that were listed
-// bound what is kept, or the digest does more finely.
+// Marks the kept entries by the digest; returns true if top_p wants more. At first top_p is taken
+// to want all entries, which is right if it wants all candidates; otherwise thresholds are found.
+// If candidates are too many, the listed ones raise the bound, or the digest gives a finer one.
 __device__ __forceinline__ bool mark_kept(const DigestCall& call, const DigestWork& w) {
   mark_range(w, 0, w.extent.low);
   if (thread_id() < w.group) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void select_digested(const DigestCall& call, std::byt
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     select_digest(const __grid_constant__ DigestCall call) {
   extern __shared__ uint4 memory[];
-  // Clusters and bulk copies came together.
+  // Every device with bulk copies has clusters.
   if constexpr (kBulkCopies) select_digested(call, reinterpret_cast<std::byte*>(memory));
 }
 
@@ -198,10 +198,10 @@ bool fits(const SelectCall& c, int blocks, const DeviceLimits& device) {
          l.bytes <= static_cast<std::uint32_t>(device.shared_bytes);
 }
 
-// Blocks of each KV head, or 0: it does not fit.
+// Blocks per KV head, or 0 if none fit.
 int blocks_of(const SelectCall& c, const DeviceLimits& device) {
   const int most = most_blocks_of(device);
-  // As many as keep the device busy, which takes fewer if heads are many.
+  // Many heads keep the device busy with fewer blocks each.
   int blocks = 8;
   while (blocks > 2 && std::int64_t{blocks} * c.head_count > device.multiprocessors) blocks /= 2;
   for (; blocks <= most; blocks *= 2) {
@@ -218,7 +218,7 @@ bool fits_digest(const SelectCall& c, const DeviceLimits& device) {
   if (device.capability < 90 || c.group > kMostRows || c.digest.maxima == nullptr) return false;
   if (!c.is_aligned || c.eligible != nullptr || c.list != nullptr) return false;
   if (!c.has_grades || (c.is_top_p && c.p >= 1.0f)) return false;
-  // With more to keep, candidates would mostly be too many to list.
+  // If more are kept, candidates are mostly too many to list.
   if (std::int64_t{c.most_keep} * c.group * 2 > kMostListed || c.most_forced > kMostForced) {
     return false;
   }

@@ -108,8 +108,8 @@ __device__ __forceinline__ void list_one(const DigestWork& w, std::uint32_t entr
   w.scratch->entries.own[slot] = entry;
 }
 
-// Lists the candidates in few sectors, at most two entries per thread. A version of its own,
-// because code that runs once is faster the shorter it is.
+// Lists the candidates in few sectors, at most two entries per thread. Separate from
+// list_many(), because code that runs once is faster the shorter it is.
 __device__ __forceinline__ void list_few(const DigestWork& w, std::uint32_t sectors) {
   constexpr int kPairs = kBoundTokens / 2;
   const auto* const pairs = reinterpret_cast<const std::uint32_t*>(w.rows);

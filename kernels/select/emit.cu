@@ -1,5 +1,5 @@
-// Writes the kept positions in order. A block takes a span of a KV head's entries, reads again what
-// may be kept of it, and finds where that goes from the spans before it.
+// Writes the kept positions in order. A block takes a span of a KV head's entries, reads again the
+// sectors that may be kept, and gets its offset in the output from the spans before it.
 #include "kernels/select/large.cuh"
 #include "kernels/select/sectors.cuh"
 
@@ -27,7 +27,8 @@ struct EmitShared {
   float alphas[kWarps][kMostGroup];
 };
 
-// Kept entries of the span, counted from its first, in order; the last of those before comes first.
+// Kept entries of the span, counted from its first, ascending. Element 0 is the last entry of the
+// batch staged before.
 struct Staged {
   std::uint16_t entries[1 + kStaged];
 };
@@ -36,14 +37,14 @@ struct Span {
   std::int32_t head;
   std::int32_t number;  // in its head
   std::int32_t first;   // its first entry
-  std::int32_t each;    // strips of a warp
+  std::int32_t each;    // strips per warp
   std::int32_t strip;   // the first of this warp, counted in the row
   std::int32_t active;  // spans of this head
   bool bad;
   Extent extent;
   const std::int32_t* list;  // [emit] or null
 
-  // The parts of warps and threads, in order.
+  // The warp's number of strips and its offset in words of kept bits.
   __device__ std::int32_t warp_strips() const {
     const std::int32_t strips = (extent.emit + kStrip - 1) / kStrip;
     return min(max(strips - strip, 0), each);
@@ -79,7 +80,7 @@ __device__ __forceinline__ std::uint8_t* byte_of(std::uint32_t* bits, const Span
   return reinterpret_cast<std::uint8_t*>(bits) + (i - span.first) / 8;
 }
 
-// Logits of some query heads for eight entries. Past the last head it comes again.
+// Logits of some query heads for eight entries; beyond the last head, that head is repeated.
 struct Batch {
   uint4 v[kHeadsAtOnce];
 
@@ -170,7 +171,7 @@ __device__ __forceinline__ void find_reached(const LargeCall& call, const Span& 
       const std::uint32_t word = maxima[g * LargeCall::kPageWords];
       reaches |= __hge2_mask(as_half2(word), twice(shared->rows[g].threshold));
     }
-    // The maxima leave out what is always kept.
+    // Strips with always kept entries are read whole, because maxima leave these out.
     const bool all = span.is_special(span.strip + s);
     count += queue_sectors(all || (reaches & 0xffffu) != 0, all || reaches >> 16 != 0,
                            static_cast<std::uint16_t>(s * kStripSectors), queue + count);
@@ -225,7 +226,7 @@ __device__ void write_positions(const Span& span, std::int32_t* to, std::int32_t
   }
   pages = __reduce_add_sync(kAllLanes, pages);
   if (thread % kWarp == 0 && pages != 0) atomicAdd(&shared->pages, pages);
-  // Nobody else looks at the entry before the first.
+  // Only thread 0 reads element 0, so it may overwrite it.
   if (thread != 0) return;
   if (is_first) result.first_page = page_at(1);
   result.last_page = page_at(count);
@@ -283,8 +284,8 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const Grade
   c.heads[span.head] = result;
 }
 
-// Called by one warp: publishes this span's counts and waits for those of the spans before it.
-// The device starts blocks in their order. A state is both counts above a flag.
+// Called by one warp: publishes this span's counts and waits for those of the spans before it,
+// which ends because the device starts blocks in order. A state holds both counts above a flag.
 __device__ Counts exchange(std::uint64_t* states, std::int32_t span, const Counts& own) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
   auto* const words = static_cast<volatile std::uint64_t*>(states);
@@ -301,7 +302,8 @@ __device__ Counts exchange(std::uint64_t* states, std::int32_t span, const Count
   return {__reduce_add_sync(kAllLanes, sum.above), __reduce_add_sync(kAllLanes, sum.equal)};
 }
 
-// Writes what the span keeps; `equal_bits`, like the kept ones, are those equal to the cut or null.
+// Writes the span's kept entries. `equal_bits`, laid out as kept_bits, are the entries equal to the
+// cut; read only by grades.
 template <bool kByGrades>
 __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& span,
                                           const GradeCut& cut, const std::uint32_t* equal_bits,
@@ -326,7 +328,7 @@ __device__ __forceinline__ void emit_span(const LargeCall& call, const Span& spa
     const Counts before = exchange(states, span.number, counts);
     if (thread == 0) shared->before = before;
   }
-  // Meanwhile, for hardly ever is something dropped after all.
+  // Computed while the first warp waits, because entries are hardly ever dropped afterwards.
   if (!kByGrades && call.call.group > kHeadsAtOnce) add_weights(call.call, span, shared);
   __syncthreads();
   const Counts before = shared->before;
@@ -392,7 +394,7 @@ struct Shared {
   std::uint32_t equal_bits[kMostSpan / 32];  // by grades: those equal to the cut
 };
 
-// Finds those of the eight entries from i on that are above the cut, and those equal to it.
+// Compares the eight entries from i on with the cut: bits of those above and of those equal.
 __device__ void compare_grades(const LargeCall& call, const Span& span, const GradeCut& cut,
                                std::int32_t i, const RowInfo* rows, std::uint32_t& above,
                                std::uint32_t& equal) {

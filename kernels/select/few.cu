@@ -1,12 +1,11 @@
-// top_k of a few by a scan's digest: one block per head, which reads little
-// besides the digest.
+// top_k with a small k by a scan's digest: one block per head, which reads little besides the
+// digest.
 //
-// The maxima of the digest bound what a sector may hold. First some sectors are
-// looked at, each the most promising of a part of the context: as many of their
-// entries as are to be kept bound what is kept from below. Few other sectors
-// reach that bound; the entries there that do are listed, and the heaviest of
-// them found by bisection. Where too many do, as all weigh much the same, those
-// that fit the list raise the bound and it begins anew.
+// The digest's maxima bound every sector from above. A sample of sectors, the most promising of
+// each part of the context, is read first: its k heaviest entries bound the kept ones from below.
+// Few other sectors reach that bound. The entries there that reach it are listed, and the heaviest
+// are found by bisection. If too many reach it because weights are nearly equal, those that fit the
+// list raise the bound, and the search starts again.
 #include <algorithm>
 #include <cmath>
 
@@ -16,8 +15,8 @@
 namespace sluice::cuda {
 namespace {
 
-// Finds what is kept of one head. Most of it happens once, when fetching
-// instructions takes longer than what they do: such loops stay loops.
+// Finds the kept entries of one head. Loops that run once are not unrolled, because fetching their
+// instructions takes longer than executing them.
 class FewChoice : public FewHead {
  public:
   __device__ __forceinline__ FewChoice(const SelectCall& c, FewShared& shared, int head,
@@ -38,8 +37,7 @@ class FewChoice : public FewHead {
   }
 
  private:
-  // Notes the largest logit of every page, and what each thread sees of its
-  // row.
+  // Stores the largest logit of every page, and each thread's sums for its row.
   __device__ __forceinline__ void read_digest() {
     Sums sums;
     bool is_bad = false;
@@ -60,7 +58,7 @@ class FewChoice : public FewHead {
       sums.all = fmaf(sum, exp2_fast(norm - sums.norm), sums.all);
       shared_.tops[item] = norm;
     }
-    // The digest knows what is always kept, but not the newest.
+    // The digest's sums include the always kept entries, but not the newest.
     const __half* const row = c_.row(head_, row_);
     const std::int32_t newest = extent_.total - extent_.emit;
 #pragma unroll 1
@@ -104,10 +102,9 @@ class FewChoice : public FewHead {
     return __syncthreads_or(is_bad ? 1 : 0) == 0;
   }
 
-  // Leaves in `winners` which entries are kept by choice, in any order.
+  // Leaves in `winners` the entries kept by weight, in any order.
   __device__ __forceinline__ void keep_heaviest(std::int32_t wanted) {
-    // Rows of a page that several teams have may bring it into the sample as
-    // often.
+    // If a page's rows belong to several teams, each team may sample the page.
     const bool is_one_teams = kTeamLanes % c_.group == 0;
     constexpr int kMostTeams = 3;
     static_assert(kMostFewRows <= 2 * kTeamLanes);
@@ -124,7 +121,7 @@ class FewChoice : public FewHead {
       const std::uint64_t own = thread() < listed ? shared_.keys[thread()] : 0;
       const std::uint64_t least = largest_key(own, static_cast<std::uint32_t>(wanted));
       if (listed < static_cast<std::uint32_t>(wanted)) {
-        // Without a bound there are enough.
+        // Too few reach the bound; without one there are enough.
         bound = {};
         continue;
       }
@@ -136,7 +133,7 @@ class FewChoice : public FewHead {
     }
   }
 
-  // Where a thread for each listed entry may look at all.
+  // For short lists: one thread per entry compares it with all others.
   __device__ __forceinline__ void keep_ranked(std::uint32_t listed, std::int32_t wanted) const {
     if (thread() >= listed) return;
     const std::uint64_t own = shared_.keys[thread()];
@@ -146,10 +143,9 @@ class FewChoice : public FewHead {
     if (rank < wanted) shared_.winners[rank] = entry_of_key(own);
   }
 
-  // A bound that so many entries of a sample reach. Every team brings one
-  // sector, that with the largest weight among the pages and rows that its
-  // threads have, without pages of which something is always kept; a thread
-  // counts by the heaviest of its entries there.
+  // A bound that at least `wanted` threads' entries reach in a sample. Every team reads one sector,
+  // that with the largest weight among its threads' pages and rows, except pages with always kept
+  // entries; a thread counts the heaviest of its entries there.
   __device__ __forceinline__ Bound sample(std::uint32_t wanted) const {
     const std::int32_t first = (extent_.low + kPageTokens - 1) / kPageTokens;
     const std::int32_t last = extent_.high / kPageTokens;
@@ -194,10 +190,9 @@ class FewChoice : public FewHead {
     return {log_weight_of(key), key};
   }
 
-  // A number that so many threads' own reach, or 0: the largest that begins a
-  // bin.
+  // The largest lower edge of a bin that at least `wanted` threads' `own` reach, or 0.
   __device__ __forceinline__ std::uint32_t reached(std::uint32_t own, std::uint32_t wanted) const {
-    // Of f32, by exponent and two bits more; of ordered f16 likewise and four.
+    // Bins of f32 by exponent and two more bits, of ordered f16 by exponent and four more.
     const int shift = c_.group > 1 ? 21 : 6;
     static_assert(kFewThreads == 1 << (31 - 21) && kFewThreads == 1 << (16 - 6));
     if (own > 0) atomicAdd(&shared_.bins[kFewThreads - 1 - (own >> shift)], 1u);
@@ -212,8 +207,8 @@ class FewChoice : public FewHead {
     return shared_.bound;
   }
 
-  // The wanted-th largest of the threads' keys, which differ where they are not
-  // 0; or a number that lies between it and the next. There are so many.
+  // The wanted-th largest of the threads' keys, or a number between it and the next smaller one.
+  // Keys differ unless they are 0; at least `wanted` are not 0.
   __device__ __forceinline__ static std::uint64_t largest_key(std::uint64_t own,
                                                               std::uint32_t wanted) {
     std::uint64_t found = 0;
@@ -227,7 +222,7 @@ class FewChoice : public FewHead {
     return found;
   }
 
-  // Whether rows' maxima in a sector reach a weight together.
+  // Returns true if the rows' maxima in a sector reach a weight together.
   __device__ __forceinline__ bool may_reach(std::int32_t sector, float weight) const {
     const __half* const maxima = reinterpret_cast<const __half*>(maxima_) +
                                  sector / kBoundsPerPage * c_.group * kBoundsPerPage +
@@ -240,9 +235,8 @@ class FewChoice : public FewHead {
     return sum >= weight;
   }
 
-  // Lists sectors in which there may be entries of such a weight. An entry's
-  // largest is a part of the group's at least, so that a row tells what is not
-  // worth a closer look.
+  // Lists the sectors that may hold entries of this weight, and returns their number. An entry's
+  // largest weight in one row is at least 1 / group of the sum, so one row can rule a sector out.
   __device__ __forceinline__ std::int32_t list_sectors(float log_weight) {
     if (thread() < kMostFewSectors / 32) shared_.near[thread()] = 0;
     if (thread() == 0) shared_.queued = shared_.listed = shared_.won = shared_.nears = 0;
@@ -261,13 +255,13 @@ class FewChoice : public FewHead {
       atomicAdd(&shared_.nears, static_cast<std::uint32_t>(__popc(bits & ~before)));
     }
     __syncthreads();
-    // A few are looked at without another look at the digest.
+    // If few are near, all are read without checking the digest again.
     const bool are_few = shared_.nears <= kFewThreads / kTeamLanes;
     const float weight = exp2_fast(log_weight - kFewSlack);
     const std::int32_t sectors = pages_ * kBoundsPerPage;
 #pragma unroll 1
     for (std::int32_t first = warp() * kWarp; first < sectors; first += kFewThreads) {
-      // A word of the bits is a warp's.
+      // One word of `near` per warp.
       const std::int32_t sector = first + lane();
       const bool is_near = (shared_.near[first / kWarp] >> lane() & 1u) != 0;
       const bool is_one = is_near && (are_few || may_reach(sector, weight));
@@ -283,9 +277,8 @@ class FewChoice : public FewHead {
     return static_cast<std::int32_t>(shared_.queued);
   }
 
-  // Lists entries of these sectors that reach the bound, until there are too
-  // many. Teams have sectors that follow each other, so that what is listed
-  // then comes from all over the context.
+  // Lists the entries of these sectors that reach the bound, until there are too many. Every team
+  // takes consecutive sectors, so that an incomplete list still covers the whole context.
   __device__ __forceinline__ void list_entries(std::int32_t sectors, std::uint64_t bound) {
     constexpr int kTeams = kFewThreads / kTeamLanes;
     const std::int32_t each = (sectors + kTeams - 1) / kTeams;
@@ -306,7 +299,7 @@ class FewChoice : public FewHead {
     __syncthreads();
   }
 
-  // Lists what is kept in order; returns how many.
+  // Lists the kept entries in order; returns their number.
   __device__ __forceinline__ std::int32_t list_kept(std::int32_t wanted) {
     if (thread() < wanted) {
       const std::int32_t own = shared_.winners[thread()];
@@ -348,8 +341,7 @@ class FewChoice : public FewHead {
     c_.heads[head_] = result;
   }
 
-  // What every page weighs without what is kept of it: by the digest, and where
-  // something is, by its logits.
+  // Weighs every page without its kept entries: by the digest, or by its logits if it has any.
   __device__ __forceinline__ void weigh_pages(std::int32_t count) {
     const PageWeights to = c_.page_weights.from(head_);
     const RowInfo info = shared_.rows[row_];
@@ -388,8 +380,7 @@ class FewChoice : public FewHead {
     }
   }
 
-  // The pages of which something is kept: half a warp has one of them and a
-  // row.
+  // Weighs the pages that have kept entries: half a warp per page and row.
   __device__ __forceinline__ void weigh_marked(std::int32_t count) {
     constexpr int kLanes = kPageTokens / 8;
     const int part = lane() % kLanes;

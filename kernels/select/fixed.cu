@@ -1,5 +1,6 @@
-// What is always kept, where nothing was estimated. A block per head walks over the positions; a
-// warp takes some pages at a time, and skips what lies between the first and the newest tokens.
+// Keeps only the always kept tokens, because nothing was estimated. One block per head walks over
+// the positions; a warp takes kWarpPages pages at a time. Tiles between the first and the newest
+// tokens are skipped.
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/select/paths.cuh"
 
@@ -34,8 +35,8 @@ struct Votes {
   }
 };
 
-// By one warp: writes what is kept from position `first` on to where `rank` others are before it,
-// as long as there is room; returns of how many pages that is.
+// By one warp: writes the kept positions from `first` on, behind the `rank` positions before them,
+// up to the capacity; returns the number of their pages.
 __device__ std::int32_t write_kept(const SelectCall& c, int head, const Votes& votes,
                                    std::int64_t first, std::int64_t rank) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) select_fixed(const __grid_constant__
   std::int64_t kept = 0;
   std::int32_t pages = 0;
   for (std::int64_t tile = 0; tile < token.page_first; tile += kTile) {
-    // Nothing is kept up to `high`.
+    // Nothing is kept between `low` and `high`.
     if (tile >= token.low) tile = max(tile, token.high / kTile * kTile);
     const std::int64_t first = tile + warp * (kTile / kWarps);
     const Votes votes(token, eligible, first);

@@ -1,7 +1,7 @@
-// The lightest kept grade of every KV head by radix, 11 bits and less at a time. The first round
-// computes the grades, sums of weights over the query heads, and stores them; a single query head's
-// logits are their own grades. All rounds are one launch: blocks of a later round wait for those of
-// the one before, which the device starts first.
+// Finds the lightest kept grade of every KV head by radix, at most 11 bits at a time. The first
+// round computes the grades, sums of weights over the query heads, and stores them; a single query
+// head's logits are their own grades. All rounds are one launch: a round's blocks wait for those of
+// the round before, which the device starts first.
 #include "kernels/select/large.cuh"
 
 namespace sluice::cuda {
@@ -39,7 +39,7 @@ __device__ Place place_of(const LargeCall& call, std::int32_t head, int round, S
   return place;
 }
 
-// The grades of eight entries, and which of those are always kept; these have the grade 0.
+// The grades of eight entries, and the bits of those always kept, whose grade is 0.
 __device__ void compute_grades(const SelectCall& c, const Place& place, std::int32_t i,
                                const RowInfo* rows, std::uint32_t (&grades)[8],
                                std::uint32_t& forced) {
@@ -96,7 +96,7 @@ __device__ void count_grades(const LargeCall& call, const Place& place, const Gr
   }
 }
 
-// By the last block of a head: where the wanted grades end.
+// By the last block of a head: narrows the cut to the bin where the wanted grades end.
 __device__ void finish_round(const LargeCall& call, const Place& place, int round, Shared* shared) {
   const int group = call.call.group;
   if (threadIdx.x == 0) {
@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kGradeThreads, 2)
   const int round = static_cast<int>(blockIdx.x) / all;
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) % all / blocks;
   const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % blocks;
-  // In this order: what follows waits before it looks at anything, and often nothing is left to do.
+  // In this order, because the next kernel waits before it reads anything, and often nothing is
+  // left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
   if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;

@@ -41,7 +41,8 @@ bool may_cut(const Quota& cap, std::int64_t most) {
   return cap.share.tokens > 0 ? cap.share.tokens < most : cap.share.divisor > 1;
 }
 
-// The layout of the scratch memory, and the part of each token's logits in it.
+// Sets the number of entries and all that follows from it; throws Error{unsupported} if there are
+// more than kMostEntries.
 void set_entries(SelectCall& c, const SelectParams& p) {
   const std::int64_t last = std::max<std::int64_t>(p.batch.capacity, 1) - 1;
   const bool listed = p.candidates != nullptr;
@@ -148,7 +149,7 @@ std::int32_t ceil_div(std::int64_t a, std::int64_t b) {
   return static_cast<std::int32_t>((a + b - 1) / b);
 }
 
-// How many candidates to shortlist per head, or 0: too few sectors for a bound, or too many
+// Candidates to shortlist per head; 0 if there are too few sectors for a bound or too many
 // positions for one block to pick.
 std::int32_t shortlist_capacity_of(const SelectCall& c) {
   constexpr std::int64_t kMostListed = 65536;
@@ -157,14 +158,14 @@ std::int32_t shortlist_capacity_of(const SelectCall& c) {
   const std::int64_t least = 2 * std::int64_t{c.most_keep} * c.group;
   const std::int64_t most = std::min(kMostListed, kMostListedInAll / std::max(c.head_count, 1));
   if (least > most || c.most_forced > kMostForced) return 0;
-  // Picked entries are not cut by the capacity.
+  // pick() does not check the capacity.
   if (c.capacity < std::max(c.most_keep, c.most_forced)) return 0;
   if (std::int64_t{c.most_keep} * kSector * 4 > std::int64_t{c.entries} * 3) return 0;
   return static_cast<std::int32_t>(
       std::clamp<std::int64_t>(8 * least, std::min<std::int64_t>(8192, most), most));
 }
 
-// How the rows are shared out, from sizes alone.
+// Divides the rows among blocks, by sizes alone.
 LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   LargeCall l;
   l.call = c;
@@ -184,13 +185,15 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
       std::int64_t{l.chunks} * c.head_count > std::min<std::int64_t>(blocks, kMostShortlistChunks)
           ? 2
           : 1;
-  // So that all blocks of emit run at once, where that takes no more strips per warp.
+  // Two strips per warp if one would take more than two blocks per multiprocessor, so that all
+  // blocks of emit run at once.
   const bool fills = std::int64_t{l.strips} * c.head_count > 2 * kWarps * device.multiprocessors;
   l.warp_strips = fills ? kMostWarpStrips : 1;
   l.spans = std::max(1, ceil_div(c.entries, l.span_entries()));
   if (c.has_grades) l.shortlist_capacity = shortlist_capacity_of(c);
   l.grade_chunks = std::max(1, ceil_div(c.entries, kGradeChunk));
-  // Two blocks per multiprocessor: of one round, or of all where mostly they have nothing to do.
+  // Two blocks per multiprocessor: those of one round, or of all rounds if shortlist mostly leaves
+  // them nothing to do.
   const std::int64_t grade_blocks =
       2 * device.multiprocessors / (l.shortlist_capacity > 0 ? grade_rounds(c.group) : 1);
   l.grade_loops = std::max(1, ceil_div(static_cast<std::int64_t>(l.grade_chunks) * c.head_count,
@@ -222,7 +225,7 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   l.searches = carver.take<RowSearch>(rows);
   l.extents = carver.take<Extent>(heads);
   if (l.call.digest.maxima != nullptr) {
-    // Those of strips that have something special are put in their place.
+    // In the digest, row_sums overwrites the maxima of strips that are not plain.
     l.maxima = reinterpret_cast<std::uint32_t*>(l.call.digest.maxima);
     l.pages = l.call.digest.pages;
   } else {
@@ -255,12 +258,12 @@ std::size_t scratch_of(const SelectCall& c, std::int32_t heads, const DeviceLimi
     LargeCall l = large_call(part_of(c, 0, count), device);
     return place(l, nullptr);
   };
-  // The last heads may be fewer, and then more blocks share a row.
+  // The last part may have fewer heads, and then more blocks share a row.
   const std::int32_t rest = c.head_count % heads;
   return std::max(bytes_of(heads), rest == 0 ? 0 : bytes_of(rest));
 }
 
-// Fewer heads take less scratch.
+// The number of heads to run at once; halved until the scratch fits.
 std::int32_t heads_at_once(const SelectCall& c, const Launch& launch) {
   std::int32_t heads = most_heads_at_once(c);
   while (heads > 1 && scratch_of(c, heads, *launch.device) > launch.scratch_bytes) {

@@ -1,10 +1,10 @@
-// Of every KV head, the entries whose grade is not below a lower bound of the lightest kept. There
-// are about as many as are to be kept, times the query heads, unless many weigh the same; the last
-// block of a head puts them in order and picks the heaviest. Where they are too many, or too few
-// because top_p wants others, the head is left to grade_rounds and emit.
+// Lists every KV head's entries whose grade reaches a lower bound of the lightest kept. There are
+// about `keep` times the query heads of them, unless many weigh the same; the last block of a head
+// puts them in order and picks the heaviest. If they are too many, or too few because top_p wants
+// others, the head is left to grade_rounds and emit.
 //
-// While top_p's thresholds are not known, a head is settled if what is heaviest of all lies above
-// their upper bounds.
+// While top_p's thresholds are not known, a head is settled if the heaviest entries lie above the
+// thresholds' upper bounds.
 #include "kernels/select/large.cuh"
 #include "kernels/select/pick.cuh"
 #include "kernels/select/sectors.cuh"
@@ -28,13 +28,13 @@ struct Shared {
   PickShared pick;
 };
 
-// Grades that may be among the heaviest.
+// The lower bound that candidates reach.
 struct Bound {
   bool is_valid = false;
-  bool is_all = false;      // whatever top_p wants: there are few enough
-  std::uint32_t grade = 1;  // candidates' grades are not below
-  float weight = 0.0f;      // the same for sums of weights, a little lower
-  __half2 logit{};          // the same for a single query head's logits, twice
+  bool is_all = false;      // all entries that top_p wants are candidates, because they are few
+  std::uint32_t grade = 1;  // a candidate's grade reaches it
+  float weight = 0.0f;      // a candidate's sum of weights reaches it; a little lower
+  __half2 logit{};          // a single query head's logit reaches it; twice
 };
 
 // The highest of the query heads' bounds.
@@ -52,8 +52,8 @@ __device__ Bound bound_of(const LargeCall& call, std::int32_t head, const Extent
   __syncthreads();
   Bound bound;
   bound.logit = twice(static_cast<std::uint16_t>(kMinusInfinities));
-  // Else it may be that no more than the cap are wanted; and if it is not much more, some of the
-  // heaviest hardly lie above the bounds.
+  // Not valid unless top_p surely wants more than twice the cap: otherwise it may want no more than
+  // the cap, or so few more that not all of the heaviest lie above the thresholds' upper bounds.
   if (!is_exact && shared->sure / 2 <= static_cast<std::uint32_t>(extent.keep)) {
     return bound;
   }
@@ -80,7 +80,7 @@ __device__ Bound bound_of(const LargeCall& call, std::int32_t head, const Extent
   return bound;
 }
 
-// By one warp: which sectors of its strips may hold candidates.
+// By one warp: queues the sectors of its strips that may hold candidates; returns their number.
 template <int kStrips>
 __device__ int queue_strips(const LargeCall& call, std::int32_t head, std::int32_t run,
                             const Extent& extent, const Bound& bound, Shared* shared,
@@ -147,8 +147,8 @@ __device__ void write_candidates(const LargeCall& call, std::int32_t head, std::
   }
 }
 
-// Appends the chunk's candidates to those that the head has. Thread t has entries 32 kStrips t and
-// so many after it.
+// Appends the chunk's candidates to the head's list. Thread t has the 32 * kStrips entries from
+// 32 * kStrips * t on.
 template <int kStrips>
 __device__ void list_chunk(const LargeCall& call, std::int32_t head, std::int32_t chunk,
                            const Extent& extent, const Bound& bound, std::int32_t slot,
@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   __shared__ Shared shared;
   const SelectCall& c = call.call;
   if (threadIdx.x == 0) shared.reaching = shared.sure = 0;
-  // What follows waits before it looks at anything, and often nothing is left to do.
+  // In this order, because the next kernel waits before it reads anything, and often nothing is
+  // left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.shortlist_chunks();
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (!is_last_of(call.chunks_listed + slot, active)) return;
   const auto count = static_cast<std::int32_t>(__ldcg(call.listed + slot));
   if (count > call.shortlist_capacity) return;
-  // Top_p may also want some that are lighter.
+  // top_p may also want lighter entries.
   if (c.is_top_p && !bound.is_all && count <= extent.keep) return;
   const Candidates candidates = put_in_order(call, head, active, count, &shared.pick);
   const bool settles = pick(c, head, extent, shared.rows, candidates,

@@ -26,7 +26,7 @@ struct alignas(16) Shared {
 // The work of the block. The rows, the bins and the kept bits follow Shared in memory.
 struct Work {
   const SelectCall& c;
-  int group;  // a constant where there is but one query head
+  int group;  // a constant if there is only one query head
   std::int32_t head;
   std::int32_t vectors;  // of 8 entries, per row
   Shared* shared;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void look_at_rows(const Work& w) {
   __syncthreads();
 }
 
-// The grades of the eight entries of vector v, and which are always kept.
+// The grades of the eight entries of vector v, and the bits of those always kept.
 __device__ __forceinline__ void grades_of(const Work& w, std::int32_t v, std::uint32_t (&grades)[8],
                                           std::uint32_t& forced) {
   const std::uint32_t allowed = allowed8(w.c, w.list, w.extent, v * 8);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void grades_of(const Work& w, std::int32_t v, std::ui
   grades8(w.c, w.group, w.shared->rows, allowed & ~forced, load, grades);
 }
 
-// Counts grades by the digit of this round. A single query head's logits go by fours of words.
+// Counts grades by the digit of this round.
 __device__ __forceinline__ void count_grades(const Work& w, int round) {
   const GradeRound view(w.group, round, w.shared->cut);
   const int bins = grade_bins(w.group, round);
@@ -230,7 +230,7 @@ __device__ __forceinline__ void count_grades(const Work& w, int round) {
   __syncthreads();
 }
 
-// The cut: the lightest grade that is kept.
+// Finds the cut: the lightest grade that is kept.
 __device__ __forceinline__ void find_cut(const Work& w) {
   const int group = w.group;
   for (int round = 0; round < grade_rounds(group); ++round) {
@@ -278,7 +278,7 @@ __device__ __forceinline__ void find_kept(const Work& w, const GradeCut& cut, bo
   above |= forced;
 }
 
-// Writes the kept positions; returns how many were wanted.
+// Writes the kept positions up to the capacity; returns the number of wanted ones.
 __device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_grades) {
   const SelectCall& c = w.c;
   const GradeCut cut = w.shared->cut;
@@ -314,7 +314,7 @@ __device__ __forceinline__ std::int64_t write_positions(const Work& w, bool by_g
   return at;
 }
 
-// Weights of what was kept, in an order that depends on nothing else.
+// Sums the weights of the kept entries, in an order that depends on nothing else.
 __device__ __forceinline__ void sum_alphas(const Work& w) {
   for (int g = 0; g < w.group; ++g) {
     const RowInfo info = w.shared->rows[g];
@@ -414,8 +414,8 @@ void launch_threads(const SelectCall& call, const Launch& launch) {
 bool fits_small(const SelectCall& call, const DeviceLimits& device) {
   if (call.entries > kMassedEntries) return false;
   if (small_bytes(call) > static_cast<std::size_t>(device.shared_bytes)) return false;
-  // Several blocks per multiprocessor hide each other's waits; a few long rows are better shared
-  // out.
+  // Several blocks per multiprocessor hide each other's waits; a few long rows run faster divided
+  // among blocks.
   const std::int64_t work = std::int64_t{call.entries} * call.group;
   return work <= 16384 || call.head_count >= device.multiprocessors / 2;
 }

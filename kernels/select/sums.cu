@@ -1,8 +1,9 @@
-// First look at every row, and the only one at all of it: its sum of exponentials, and the maximum
-// of every sector. The last block of a row derives from the sectors' maxima, which are entries too,
-//   a lower bound of top_p's threshold: where these maxima alone hold enough weight,
-//   an upper bound of it: where those below hold more than may be missing,
-//   a lower bound of the lightest kept logit: as many maxima are not below as are to be kept.
+// The first read of every row, and the only one of all its entries: its sum of exponentials, and
+// the maximum of every sector. The last block of a row derives from the sectors' maxima, which are
+// entries too,
+//   a lower bound of top_p's threshold: the maxima from there up alone hold enough weight,
+//   an upper bound of the threshold: the maxima below it hold more weight than may be missing,
+//   a lower bound of the lightest kept logit: at least `keep` maxima reach it.
 #include <cmath>
 
 #include "kernels/select/large.cuh"
@@ -25,7 +26,7 @@ struct Shared {
   std::uint32_t masses[kRoughBins];
 };
 
-// A call's layout of sectors.
+// Returns true if the sectors' maxima are counted, which thresholds and shortlists need.
 __device__ bool counts_sectors(const LargeCall& call) {
   return call.bins > 0 || call.shortlist_capacity > 0;
 }
@@ -48,7 +49,7 @@ __device__ void begin(const LargeCall& call, std::int32_t row, const TokenBounds
   __syncthreads();
 }
 
-// The strips of a unit, and those of them that have all their entries and nothing special.
+// The strips of a unit. Plain ones are complete, without masked or always kept entries.
 struct Strips {
   std::int32_t first;
   std::int32_t last;
@@ -70,8 +71,8 @@ struct Strips {
 struct SectorSink {
   std::uint32_t* maxima;
   std::int64_t strip_words;
-  std::uint32_t* counts;  // null: does not
-  std::uint32_t* masses;  // of the same shape
+  std::uint32_t* counts;  // [kRoughBins] or null
+  std::uint32_t* masses;  // [kRoughBins] or null
 
   __device__ SectorSink(const LargeCall& call, std::int32_t row, Shared* shared)
       : maxima(call.strip_maxima(row, 0,
@@ -89,7 +90,7 @@ struct SectorSink {
   }
 };
 
-// The strips that are not plain. Out of line, for its registers.
+// Adds the strips that are not plain. Out of line, to keep its registers apart.
 __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row, std::int32_t unit,
                                          Shared* shared) {
   const SelectCall& c = call.call;
@@ -115,7 +116,7 @@ __device__ __noinline__ Seen add_special(const LargeCall& call, std::int32_t row
   return seen;
 }
 
-// Plain strips as a scan has digested them.
+// Adds plain strips from a scan's digest.
 __device__ __forceinline__ void add_digests(const LargeCall& call, std::int32_t row,
                                             const Strips& strips, const SectorSink& sink,
                                             Seen& seen) {
@@ -145,7 +146,7 @@ __device__ __forceinline__ void add_digests(const LargeCall& call, std::int32_t 
   }
 }
 
-// Plain strips by their logits.
+// Adds plain strips from their logits.
 __device__ __forceinline__ void add_strips(const LargeCall& call, std::int32_t row,
                                            const Strips& strips, const SectorSink& sink,
                                            Seen& seen) {
@@ -194,7 +195,7 @@ __device__ std::int32_t rough_bin(float x) {
   return static_cast<std::int32_t>(number >> 5);
 }
 
-// Writes what the unit's warps have found.
+// Joins and writes the results of the unit's warps.
 __device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t unit,
                          Shared* shared) {
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -218,14 +219,14 @@ __device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t u
   call.unit_heads[slot] = {sums.norm, sums.all, sums.kept, sums.tail, highest, shared->bad, top};
 }
 
-// The units' results for a row, as one lane of the first warp has read them.
+// The results of the units that one lane of the first warp has read.
 struct Units {
   Sums sums;
   float share = 1.0f;
   bool bad = false;
 };
 
-// By one warp.
+// By one warp: reads the results of a row's units.
 __device__ __forceinline__ Units read_units(const LargeCall& call, std::int32_t row,
                                             Shared* shared) {
   const SelectCall& c = call.call;
@@ -270,7 +271,7 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
     info.tail = bad ? 0.0f : sums.tail / sums.all;
     info.kept = bad ? 0.0f : sums.kept / sums.all;
   } else {
-    info.tail = info.kept = 1.0f;  // of no logits, all
+    info.tail = info.kept = 1.0f;  // without logits nothing is missing
   }
   info.share = units.share;
   info.bad = bad ? 1 : 0;
@@ -312,14 +313,14 @@ __device__ __forceinline__ Rough add_rough(const LargeCall& call, std::int32_t r
   return sum;
 }
 
-// Looks for the bounds, from the heaviest sectors down. `rough` is this thread's of the first bins,
-// which begin at `top`.
+// Finds the bounds, from the heaviest sectors down. `rough` is this thread's bin among the first
+// kThreads, which begin at `top`.
 __device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_t top, Rough rough,
                             Shared* shared) {
   const RowSearch search = shared->search;
   const RowInfo info = shared->info;
   const bool by_weight = search.lowest != RowSearch::kSettled;
-  // A little more, for what rounding may have added.
+  // A margin, because rounding may have added weight.
   const std::uint64_t target =
       share_units(static_cast<double>(search.missing) * (1.0 + 0x1p-12) + 0x1p-18);
   const std::uint64_t rest =
@@ -346,7 +347,8 @@ __device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_
     if (by_weight && share_before < target && share_before + share >= target) {
       shared->search.lowest = max(search.lowest, bin_floor(__half2float(edge)));
     }
-    // Lighter sectors hold more than may be missing: what top_p wants ends above them.
+    // Sectors of this bin and below hold more weight than may be missing, so the threshold is not
+    // above this bin.
     const std::uint64_t enough = weighed + all_weighed;
     if (by_weight && share_before + rest < enough && share_before + share + rest >= enough) {
       shared->search.most = rough_edge(min(bin + 1, rough_bin(INFINITY)));
@@ -360,7 +362,7 @@ __device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_
   __syncthreads();
 }
 
-// Kept out of line, for its registers.
+// Out of line, to keep its registers apart.
 __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row, Shared* shared) {
   const bool is_first_warp = threadIdx.x < kWarp;
   Units units;

@@ -1,5 +1,5 @@
-// What top_p keeps of every row, exact to a bin: a histogram of the weights in the sectors whose
-// maximum reaches the lower bound that row_sums has found.
+// top_p's threshold of every row, exact to a bin: from a histogram of the weights in the sectors
+// whose maximum reaches the lower bound that row_sums has found.
 #include "kernels/select/large.cuh"
 #include "kernels/select/sectors.cuh"
 
@@ -26,7 +26,7 @@ struct Row {
   std::uint16_t least;  // f16 of the lowest bin
 };
 
-// Eight entries that are neither always kept nor out, else -Inf.
+// Eight logits; -Inf for entries that are always kept or not eligible.
 __device__ __forceinline__ uint4 load_selectable8(const SelectCall& c, const Row& row,
                                                   std::int32_t i) {
   if (c.is_aligned && c.eligible == nullptr && i >= row.extent.low && i + 8 <= row.extent.high) {
@@ -142,7 +142,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   const std::int32_t number = block / call.units;
   const int head = number / c.group;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.bins; i += kThreads) bins[i] = 0;
-  // In this order: what follows waits before it looks at anything, and often nothing is left to do.
+  // In this order, because the next kernel waits before it reads anything, and often nothing is
+  // left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
   if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;

@@ -1,6 +1,6 @@
 // top_k of one short row per block. The row stays in registers. The maxima of its vectors bound the
 // k-th largest logit from below, few entries reach that bound, and among them it is found by
-// bisection: counting what is not below a number is what registers are good at.
+// bisection, because counting the entries that reach a number is fast in registers.
 #include <algorithm>
 #include <cmath>
 
@@ -10,9 +10,9 @@
 namespace sluice::cuda {
 namespace {
 
-constexpr int kStrips = 4;                                      // of a thread
-constexpr int kRowVectors = kStrips * kVectors;                 // of a thread
-constexpr std::int32_t kWarpEntries = kWarp * kRowVectors * 8;  // of a row
+constexpr int kStrips = 4;                                      // per thread
+constexpr int kRowVectors = kStrips * kVectors;                 // per thread
+constexpr std::int32_t kWarpEntries = kWarp * kRowVectors * 8;  // of a row, per warp
 constexpr int kMostRowWarps = 4;
 constexpr int kHeld = 8;                                 // listed entries that a thread holds
 constexpr std::uint32_t kMinusInfinityNumber = 0x03ffu;  // as ordered numbers
@@ -58,7 +58,7 @@ __device__ __forceinline__ std::uint32_t bits_between(std::int32_t first, std::i
   return from & to;
 }
 
-// Loads what can be selected of the thread's part of a row; -Inf replaces the others.
+// Loads the thread's part of a row; -Inf replaces the entries that cannot be selected.
 __device__ __forceinline__ void load_part(const SelectCall& c, const __half* row,
                                           const Extent& extent, RowPart& v) {
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_part(const SelectCall& c, const __half* row
   }
 }
 
-// Entries that are always kept, or in the tail.
+// Sums the entries that are always kept or in the tail.
 __device__ __forceinline__ Sums sum_kept(const __half* row, const Extent& extent, __half2& most) {
   Sums sums;
   const std::int32_t count = extent.low + extent.total - extent.high;
@@ -99,7 +99,7 @@ __device__ __forceinline__ Sums sum_kept(const __half* row, const Extent& extent
   return sums;
 }
 
-// How many of some pairs are not below a number.
+// The number of entries, in kCount pairs, that reach a number.
 template <int kCount, typename Pair>
 __device__ __forceinline__ std::uint32_t count_pairs(std::uint32_t number, const Pair& pair) {
   const __half2 least = half_of(number);
@@ -117,10 +117,11 @@ struct Search {
   std::uint32_t wanted = 0;
   std::uint32_t low = kMinusInfinityNumber;  // not below this
   std::uint32_t high = 0;                    // nor above this
-  std::uint32_t reaching = 0;                // entries that are not below `low`
+  std::uint32_t reaching = 0;                // entries that reach `low`
   std::uint32_t above = 0;                   // entries above `high`
 
-  // Until no more than `enough` are not below the number. count(number) is called by all threads.
+  // Narrows the range until at most `enough` entries reach `low`. count(number) is called by all
+  // threads.
   template <typename Count>
   __device__ __forceinline__ void narrow(std::uint32_t enough, const Count& count) {
     while (low < high && reaching > enough) {
@@ -228,8 +229,8 @@ class RowChoice {
     return *count;
   }
 
-  // Brings search.low to where enough vectors have their maximum, or returns false: there are too
-  // few of them.
+  // Raises search.low to a number that enough vectors' maxima reach; returns false if there are too
+  // few vectors.
   __device__ __forceinline__ bool bound(const __half2 (&maxima)[2 * kStrips], std::uint32_t lowest,
                                         Search& search) {
     constexpr std::uint32_t kVectorsOfRow = kRowWarps * kWarpEntries / 8;
@@ -237,7 +238,7 @@ class RowChoice {
       return false;
     Search rough = search;
     rough.reaching = kVectorsOfRow;
-    // Every thread has an entry in every strip that is not below the lowest of their maxima.
+    // Every thread has an entry in every strip that reaches the lowest of their maxima.
     if (search.wanted <= kVectorsOfRow / kVectors) rough.low = max(rough.low, lowest);
     rough.narrow(search.wanted + search.wanted / 8, [&](std::uint32_t number) {
       return over_row(count_pairs<2 * kStrips>(number, [&](int i) { return maxima[i]; }));
@@ -246,14 +247,14 @@ class RowChoice {
     return true;
   }
 
-  // How many entries of the row are not below a number.
+  // The number of entries of the row that reach a number.
   __device__ __forceinline__ std::uint32_t count(const RowPart& v, std::uint32_t number) {
     return over_row(count_pairs<4 * kRowVectors>(number, [&](int i) {
       return as_half2(word_of(v[i / (4 * kVectors)][i / 4 % kVectors], i % 4));
     }));
   }
 
-  // Lists what is always kept and what is not below search.low; returns how many.
+  // Lists the always kept entries and those that reach search.low; returns their number.
   __device__ __forceinline__ std::int32_t list(const RowPart& v, const Search& search) {
     const __half2 least = half_of(search.low);
     auto* const bytes = reinterpret_cast<std::uint8_t*>(shared_.reaching[warp()]);
@@ -313,13 +314,13 @@ class RowChoice {
     std::int32_t entry;
     std::uint32_t number;
   };
-  // Beyond the last: anything that exists.
+  // Beyond the last listed entry: entry 0, which exists.
   __device__ __forceinline__ Listed listed_at(std::int32_t at, std::int32_t listed) const {
     const std::int32_t entry = at < listed ? shared_.list[at] : 0;
     return {entry, ordered2(__half_as_ushort(row_[entry])) & 0xffffu};
   }
 
-  // Called by one warp, which can hold the list.
+  // Called by one warp, whose registers can hold the list: finds the wanted-th largest in it.
   __device__ __forceinline__ void search_listed(std::int32_t listed, Search& search) const {
     std::uint32_t numbers[kHeld];
 #pragma unroll
@@ -378,7 +379,7 @@ class RowChoice {
     c_.heads[head_] = result;
   }
 
-  // Writes the positions of the list; returns how many pages they are of.
+  // Writes the positions of the list; returns the number of their pages.
   __device__ __forceinline__ std::int32_t write(std::int32_t kept) const {
     const std::int32_t* const list = c_.head_list(head_);
     std::int32_t* const to = c_.positions + head_ * c_.capacity;
@@ -422,7 +423,7 @@ void launch_rows(const SelectCall& call, const Launch& launch) {
 }  // namespace
 
 bool fits_top_k(const SelectCall& c) {
-  // Nothing is cut by the capacity: what is always kept fits.
+  // The kernel does not check the capacity, so all that may be kept must fit.
   return !c.is_top_p && c.group == 1 && c.is_aligned && c.eligible == nullptr &&
          c.entries <= kMostRowWarps * kWarpEntries &&
          c.capacity >= std::max(c.most_keep, c.most_forced);
