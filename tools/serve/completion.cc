@@ -1,6 +1,7 @@
 #include "tools/serve/completion.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <random>
@@ -202,34 +203,17 @@ const char* reason_name(FinishReason reason) {
   return "stop";
 }
 
+// Fields that both kinds of completion take.
+constexpr auto kCommonFields = std::to_array<std::string_view>(
+    {"model", "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "stop", "seed",
+     "presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "priority", "policy", "n",
+     "stream", "stream_options", "logprobs", "user"});
+
 }  // namespace
 
 Completion read_completion(const nlohmann::json& body, const ServedModel& served) {
   const Fields fields(body);
-  fields.require_known({"model",
-                        "prompt",
-                        "max_tokens",
-                        "temperature",
-                        "top_p",
-                        "min_p",
-                        "top_k",
-                        "repetition_penalty",
-                        "stop",
-                        "seed",
-                        "presence_penalty",
-                        "frequency_penalty",
-                        "logit_bias",
-                        "ignore_eos",
-                        "priority",
-                        "policy",
-                        "n",
-                        "best_of",
-                        "stream",
-                        "stream_options",
-                        "echo",
-                        "logprobs",
-                        "suffix",
-                        "user"});
+  fields.require_known({"prompt", "max_tokens", "best_of", "echo", "suffix"}, kCommonFields);
   Completion completion;
   completion.id = new_id("cmpl-");
   Request request = read_request(fields, served, completion);
@@ -254,29 +238,8 @@ Completion read_completion(const nlohmann::json& body, const ServedModel& served
 
 Completion read_chat(const nlohmann::json& body, const ServedModel& served) {
   const Fields fields(body);
-  fields.require_known({"model",
-                        "messages",
-                        "max_tokens",
-                        "max_completion_tokens",
-                        "temperature",
-                        "top_p",
-                        "min_p",
-                        "top_k",
-                        "repetition_penalty",
-                        "stop",
-                        "seed",
-                        "presence_penalty",
-                        "frequency_penalty",
-                        "logit_bias",
-                        "ignore_eos",
-                        "priority",
-                        "policy",
-                        "n",
-                        "stream",
-                        "stream_options",
-                        "logprobs",
-                        "top_logprobs",
-                        "user"});
+  fields.require_known({"messages", "max_tokens", "max_completion_tokens", "top_logprobs"},
+                       kCommonFields);
   if (served.chat == nullptr) refuse("this checkpoint has no chat template; use /v1/completions");
   Completion completion;
   completion.is_chat = true;

@@ -36,9 +36,13 @@ nlohmann::json parse_body(std::string_view text) {
   return body;
 }
 
-void Fields::require_known(std::initializer_list<std::string_view> names) const {
+void Fields::require_known(std::initializer_list<std::string_view> names,
+                           std::span<const std::string_view> more) const {
+  const auto has = [](const auto& list, const std::string& key) {
+    return std::find(list.begin(), list.end(), key) != list.end();
+  };
   for (const auto& [key, value] : body_->items()) {
-    if (std::find(names.begin(), names.end(), key) == names.end()) {
+    if (!has(names, key) && !has(more, key)) {
       refuse(in_quotes(key) + " is no field of this request");
     }
   }

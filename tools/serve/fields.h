@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -19,8 +20,9 @@ class Fields {
  public:
   explicit Fields(const nlohmann::json& body) : body_(&body) {}
 
-  // Throws unless every field is one of these.
-  void require_known(std::initializer_list<std::string_view> names) const;
+  // Throws unless every field is one of `names` or `more`.
+  void require_known(std::initializer_list<std::string_view> names,
+                     std::span<const std::string_view> more = {}) const;
 
   const nlohmann::json* find(const char* name) const;  // null: missing
   std::int64_t integer(const char* name, std::int64_t least, std::int64_t most,
