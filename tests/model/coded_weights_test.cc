@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -110,17 +111,16 @@ Loss loss_of(const std::vector<std::vector<float>>& wanted, const WeightFormat& 
   return {loss.kl / count, loss.top1 / count};
 }
 
-// Four bits lose more in this model of 22 million weights than the 0.01 that larger models are
-// held to: each kind of matrix loses more than that by itself, V 0.029, gates 0.018, up 0.016,
-// down and O 0.012.
+// int4 is held to its measured loss: this model of 22 million weights loses more than 0.01 with 4
+// bits in any single kind of matrix.
 TEST(CodedModel, LosesLittle) {
   const std::vector<std::vector<float>> wanted = book_logits(std::nullopt);
   const Loss int8 = loss_of(wanted, WeightCode::int8);
-  RecordProperty("int8_kl", std::to_string(int8.kl));
   EXPECT_LT(int8.kl, 0.0005);
   EXPECT_GT(int8.top1, 0.975);
   const Loss int4 = loss_of(wanted, WeightCode::int4);
-  RecordProperty("int4_kl", std::to_string(int4.kl));
+  std::printf("int8: KL %.5f, top-1 %.3f; int4: KL %.4f, top-1 %.3f\n", int8.kl, int8.top1, int4.kl,
+              int4.top1);
   EXPECT_LT(int4.kl, 0.09);
   EXPECT_GT(int4.top1, 0.8);
 }
