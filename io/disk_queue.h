@@ -83,7 +83,7 @@ class DiskQueue {
     std::array<iovec, kMaxBuffers> buffers;
     std::size_t first_buffer = 0;  // buffers before it are done
     std::size_t buffer_count = 0;
-    std::uint64_t offset = 0;  // of what is left
+    std::uint64_t offset = 0;  // of the bytes still to transfer
     std::size_t bytes = 0;
     std::size_t left = 0;
     int attempts = 0;  // without progress

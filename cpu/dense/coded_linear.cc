@@ -12,7 +12,7 @@
 namespace sluice::cpu {
 namespace {
 
-// From so many tokens on, widening a tile for a matrix product is faster.
+// Most tokens for the kernels that decode in registers; for more, widening tiles is faster.
 constexpr std::int64_t kFewCodedTokens = 8;
 // Elements of a tile that a thread widens, unless 16 outputs have more.
 constexpr std::int64_t kTileElements = std::int64_t{1} << 18;
@@ -113,8 +113,8 @@ void CodedLinear::multiply_few(const LinearParams& p, const CodedMatrix& weights
                      bytes);
 }
 
-// A tile of outputs at a time, for so many tokens that widening it counts little. Tokens in powers
-// of two, so that few primitives serve every number of them.
+// Widens a tile of outputs at a time, because many tokens share its cost. Tokens are taken in
+// powers of two, so that few primitives serve any number of them.
 void CodedLinear::multiply_many(const LinearParams& p, const CodedMatrix& weights) {
   const std::int64_t tile = tile_outputs(weights.inputs);
   threads_->for_each((weights.outputs + tile - 1) / tile, [&](std::int64_t i) {

@@ -1,4 +1,4 @@
-// How many tokens of a prompt fit in a time, by the pieces measured so far.
+// Estimates how many tokens of a prompt fit in a time, by the chunks measured so far.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@ namespace sluice::batch {
 
 class Pace {
  public:
-  // A piece of `tokens` took so many seconds. Newer pieces weigh more: later tokens of a prompt
-  // take longer, because they attend to more.
+  // Notes the time of a chunk of `tokens`. Newer chunks weigh more, because later tokens of a
+  // prompt attend to more and take longer.
   void note_piece(std::int64_t tokens, double seconds) {
     if (tokens <= 0) return;
     const double each = seconds / static_cast<double>(tokens);
@@ -20,7 +20,7 @@ class Pace {
     step_seconds_ = step_seconds_ == 0.0 ? seconds : 0.9 * step_seconds_ + 0.1 * seconds;
   }
 
-  // Seconds for a piece beside decode steps; `limit` > 0 is in milliseconds, and 0 stands for twice
+  // Seconds for a chunk beside decode steps; `limit` > 0 is in milliseconds, and 0 stands for twice
   // a decode step.
   double seconds(double limit) const {
     if (limit > 0.0) return limit / 1000.0;

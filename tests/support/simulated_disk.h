@@ -185,7 +185,7 @@ class SimulatedDisk : public Disk {
     return size;
   }
 
-  // Writes somewhere else, over what is there.
+  // Writes to another place and overwrites its sectors.
   void misplace(std::uint64_t offset, std::span<const std::byte> bytes, std::size_t sectors) {
     const std::uint64_t other = number(suspect_.size() - sectors + 1) * kSectorBytes;
     suspect(offset, bytes.size(), kOnDisk);

@@ -100,7 +100,8 @@ class Stream {
   std::optional<Piece> next_within(std::chrono::milliseconds timeout);
   // Returns true once all pieces have been read and no more will come.
   bool ended() const;
-  // Ends the request's choices with FinishReason::interrupted, in the middle of a prompt, too.
+  // Ends the request's choices with FinishReason::interrupted, after the step or the chunk of a
+  // prompt that is being computed.
   void cancel();
 
   Usage usage() const;
