@@ -154,10 +154,10 @@ void CudaQueue::execute(const SampleParams& params) {
 void CudaQueue::execute(const AppendParams& params) {
   const std::size_t bytes = static_cast<std::size_t>(params.tokens) * params.shape.row_bytes();
   const bool at_once = bytes < kSmallCopy &&
-                       std::all_of(params.home.begin(), params.home.end(),
-                                   [&](auto* home) { return own().kernels_reach(home, bytes); });
+                       std::all_of(params.host.begin(), params.host.end(),
+                                   [&](auto* host) { return own().kernels_reach(host, bytes); });
   AppendParams rows = params;
-  if (!at_once) rows.home = {};
+  if (!at_once) rows.host = {};
   cuda::append(rows, launch());
   if (!at_once) copy_to_host(*this, params);
 }

@@ -117,9 +117,9 @@ void Queue::replay(std::unique_ptr<Recording>& /*recording*/, const std::functio
 
 void copy_to_host(Queue& queue, const AppendParams& p) {
   std::vector<CopyOp> ops;
-  for (std::size_t head = 0; head < p.home.size(); ++head) {
+  for (std::size_t head = 0; head < p.host.size(); ++head) {
     ops.push_back(
-        {p.home[head], p.rows[head], static_cast<std::size_t>(p.tokens) * p.shape.row_bytes()});
+        {p.host[head], p.rows[head], static_cast<std::size_t>(p.tokens) * p.shape.row_bytes()});
   }
   if (!ops.empty()) queue.copy(ops);
 }

@@ -32,7 +32,7 @@ MergeTable::MergeTable(std::span<const MergeRule> rules) : multiplier_(random_od
   for (std::size_t rank = 0; rank < rules.size(); ++rank) {
     const MergeRule& rule = rules[rank];
     const std::uint64_t pair = pair_of(rule.left, rule.right);
-    std::size_t slot = home(pair);
+    std::size_t slot = first_slot(pair);
     while (slots_[slot].merge.rank >= 0 && slots_[slot].pair != pair) {
       slot = (slot + 1) & (slots_.size() - 1);
     }
@@ -42,13 +42,13 @@ MergeTable::MergeTable(std::span<const MergeRule> rules) : multiplier_(random_od
 
 // Multiplicative hashing: the high bits of the product depend on all bits of the pair, and two
 // pairs collide for few multipliers only (Dietzfelbinger et al. 1997, section 2).
-std::size_t MergeTable::home(std::uint64_t pair) const {
+std::size_t MergeTable::first_slot(std::uint64_t pair) const {
   return static_cast<std::size_t>((pair * multiplier_) >> shift_);
 }
 
 MergeTable::Merge MergeTable::find(TokenId left, TokenId right) const {
   const std::uint64_t pair = pair_of(left, right);
-  std::size_t slot = home(pair);
+  std::size_t slot = first_slot(pair);
   while (slots_[slot].merge.rank >= 0 && slots_[slot].pair != pair) {
     slot = (slot + 1) & (slots_.size() - 1);
   }

@@ -36,7 +36,7 @@ class MergeTable {
     std::uint64_t pair = 0;
     Merge merge;
   };
-  std::size_t home(std::uint64_t pair) const;
+  std::size_t first_slot(std::uint64_t pair) const;
 
   std::uint64_t multiplier_;
   std::vector<Slot> slots_;  // a power of two, at most half of them in use

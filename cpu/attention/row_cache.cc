@@ -25,7 +25,7 @@ class CachedHead {
       p_.evicted[index_of(number)] = 0;
     }
     for_selected([&](std::int64_t number, std::int32_t, PlacedRow& to) {
-      if (to.place == PlacedRow::kHome) to.place = take_way(to.number, number);
+      if (to.place == PlacedRow::kHost) to.place = take_way(to.number, number);
     });
   }
 
@@ -49,26 +49,26 @@ class CachedHead {
     if (page.device != PageSlots::kNone) {
       return {page.device * kRows + position % kRows, PlacedRow::kDevice};
     }
-    const std::int32_t home = page.host * kRows + position % kRows;
-    const RowCacheView::Tag tag = p_.cache.tag(p_.layer, home);
+    const std::int32_t host = page.host * kRows + position % kRows;
+    const RowCacheView::Tag tag = p_.cache.tag(p_.layer, host);
     const std::int64_t way = way_of(tag);
-    if (way < 0) return {home, PlacedRow::kHome};
+    if (way < 0) return {host, PlacedRow::kHost};
     heat(way);
     return {static_cast<std::int32_t>(way), PlacedRow::kCached};
   }
 
-  // Returns the way that a selected row in host memory will be cached in, or kHome if it gets none.
-  std::int32_t take_way(std::int32_t home, std::int64_t number) const {
-    const RowCacheView::Tag tag = p_.cache.tag(p_.layer, home);
+  // Returns the way that a selected row in host memory will be cached in, or kHost if it gets none.
+  std::int32_t take_way(std::int32_t host, std::int64_t number) const {
+    const RowCacheView::Tag tag = p_.cache.tag(p_.layer, host);
     // Another token of the batch has already taken a way for this row; it is not filled yet.
     if (const std::int64_t way = way_of(tag); way >= 0) {
       heat(way);
-      return PlacedRow::kHome;
+      return PlacedRow::kHost;
     }
     const std::int64_t set = p_.cache.set_of(tag) * RowCacheView::kWays;
     const std::int32_t* const heat = p_.cache.heat + first_ + set;
     const std::int64_t coldest = std::min_element(heat, heat + RowCacheView::kWays) - heat;
-    if (heat[coldest] >= fresh_) return PlacedRow::kHome;
+    if (heat[coldest] >= fresh_) return PlacedRow::kHost;
     const std::int64_t way = set + coldest;
     const bool evicts = p_.cache.tags[first_ + way] != RowCacheView::kNothing;
     if (evicts && p_.evicted != nullptr) ++p_.evicted[index_of(number)];
@@ -116,8 +116,8 @@ void find_rows(const FindRowsParams& p, Threads& threads) {
 void forget_rows(const ForgetRowsParams& p) {
   for (std::int64_t way = 0; way < p.shape.kv_heads * p.cache.ways(); ++way) {
     RowCacheView::Tag& tag = p.cache.tags[way];
-    const std::int64_t home = p.cache.home_of(tag);
-    const bool named = tag != RowCacheView::kNothing && home >= p.first && home - p.first < p.count;
+    const std::int64_t host = p.cache.host_of(tag);
+    const bool named = tag != RowCacheView::kNothing && host >= p.first && host - p.first < p.count;
     if (!p.all && !named) continue;
     tag = RowCacheView::kNothing;
     p.cache.heat[way] = RowCacheView::kCold;

@@ -14,7 +14,7 @@ constexpr int kAppendThreads = 128;
 template <typename T>
 __global__ void append_kernel(const float* k, const float* v, std::int64_t stride, int head_dim,
                               std::int64_t row_bytes, const __grid_constant__ HeadRows rows,
-                              const __grid_constant__ HeadRows home, bool has_home) {
+                              const __grid_constant__ HeadRows host, bool has_host) {
   take_turn();
   const std::int64_t token = blockIdx.x;
   const auto head = static_cast<int>(blockIdx.y);
@@ -23,11 +23,11 @@ __global__ void append_kernel(const float* k, const float* v, std::int64_t strid
     return reinterpret_cast<T*>(const_cast<std::byte*>(of[head]) + token * row_bytes);
   };
   T* const to = row_of(rows);
-  T* const also = has_home ? row_of(home) : to;
+  T* const also = has_host ? row_of(host) : to;
   for (int c = static_cast<int>(threadIdx.x); c < 2 * head_dim; c += static_cast<int>(blockDim.x)) {
     const T element = from_float<T>(c < head_dim ? k[from + c] : v[from + c - head_dim]);
     to[c] = element;
-    if (has_home) also[c] = element;
+    if (has_host) also[c] = element;
   }
 }
 
@@ -120,12 +120,12 @@ void append(const AppendParams& p, const Launch& launch) {
   const auto rows_of = [](std::span<std::byte* const> heads) {
     return head_rows(std::vector<const std::byte*>(heads.begin(), heads.end()));
   };
-  const bool has_home = !p.home.empty();
+  const bool has_host = !p.host.empty();
   const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(p.shape.kv_heads));
   dispatch_rows(p.shape.rows.element, [&](auto element) {
     launch_early("append", append_kernel<decltype(element)>, grid, kAppendThreads, 0, launch, p.k,
                  p.v, p.stride, p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()),
-                 rows_of(p.rows), has_home ? rows_of(p.home) : HeadRows{}, has_home);
+                 rows_of(p.rows), has_host ? rows_of(p.host) : HeadRows{}, has_host);
   });
 }
 

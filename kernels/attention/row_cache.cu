@@ -34,10 +34,10 @@ static_assert(RowCacheView::kWays == kWarp, "a warp looks at a set at once");
 using Tag = RowCacheView::Tag;
 
 // Copies of RowCacheView's members, which a kernel cannot call.
-__device__ __forceinline__ Tag tag_of(const FindRowsParams& p, std::int32_t home) {
-  return static_cast<Tag>(static_cast<std::uint32_t>(p.cache.homes) *
+__device__ __forceinline__ Tag tag_of(const FindRowsParams& p, std::int32_t host) {
+  return static_cast<Tag>(static_cast<std::uint32_t>(p.cache.host_rows) *
                               static_cast<std::uint32_t>(p.layer) +
-                          static_cast<std::uint32_t>(home));
+                          static_cast<std::uint32_t>(host));
 }
 __device__ __forceinline__ int set_of_tag(Tag tag, std::int64_t sets) {
   const std::uint64_t hash = tag * 0x9E3779B97F4A7C15ull >> 32;
@@ -85,7 +85,7 @@ class LookUp {
 #pragma unroll
     for (int i = 0; i < kLookUpAhead; ++i) {
       rows[i] = first + i * kTeams + lane / kLookUpLanes;
-      places[i] = home_of(min(rows[i], count - 1));
+      places[i] = host_of(min(rows[i], count - 1));
     }
 #pragma unroll
     for (int i = 0; i < kLookUpAhead; ++i) {
@@ -101,7 +101,7 @@ class LookUp {
 #pragma unroll
     for (int i = 0; i < kLookUpAhead; ++i) {
       const int way = find_way(own[i], tags[i]);
-      const bool is_found = way >= 0 && places[i].place == PlacedRow::kHome;
+      const bool is_found = way >= 0 && places[i].place == PlacedRow::kHost;
       if (is_found) places[i] = {sets[i] + way, PlacedRow::kCached};
       // One lane of each team goes on.
       ways[i] = is_found && lane % kLookUpLanes == 0 && rows[i] < count ? sets[i] + way : -1;
@@ -118,13 +118,13 @@ class LookUp {
   }
 
  private:
-  __device__ __forceinline__ PlacedRow home_of(std::int32_t row) const {
+  __device__ __forceinline__ PlacedRow host_of(std::int32_t row) const {
     const std::int32_t position = p_.selected.positions[index_ * p_.selected.capacity + row];
     const PageSlots page = pages_[page_of(position)];
     const bool there = is_on_device(page);
     constexpr auto kRows = static_cast<std::int32_t>(kPageTokens);
     return {(there ? page.device : page.host) * kRows + place_in_page(position),
-            there ? PlacedRow::kDevice : PlacedRow::kHome};
+            there ? PlacedRow::kDevice : PlacedRow::kHost};
   }
   // Tokens of a batch may select the same row at the same time; the result depends on how often,
   // not on the order. A single token selects no row twice.
@@ -170,7 +170,7 @@ __global__ __launch_bounds__(kLookUpThreads) void look_up_kernel(
 // A row that is only in host memory.
 struct AwayRow {
   std::int32_t item;  // index among the KV head's selected rows, of all tokens
-  std::int32_t home;
+  std::int32_t host;
 };
 
 struct TakeShared {
@@ -256,9 +256,9 @@ class WayTaker {
 
   // The rows of a lot that are in host memory and belong to this block's sets.
   struct Lot {
-    std::int32_t homes[kTakeRows];  // -1: not in host memory
-    unsigned own[kTakeRows];        // one bit per lane, set if its row is one of them
-    int before[kTakeRows];          // rows of the lot before this warp's
+    std::int32_t host_slots[kTakeRows];  // -1: not in host memory
+    unsigned own[kTakeRows];             // one bit per lane, set if its row is one of them
+    int before[kTakeRows];               // rows of the lot before this warp's
     int count;
   };
 
@@ -269,12 +269,12 @@ class WayTaker {
       const std::int32_t item = item_of(first, i);
       const PlacedRow place =
           item < total ? p_.places[index_of(item)] : PlacedRow{0, PlacedRow::kDevice};
-      lot.homes[i] = place.place == PlacedRow::kHome ? place.number : -1;
+      lot.host_slots[i] = place.place == PlacedRow::kHost ? place.number : -1;
     }
 #pragma unroll
     for (int i = 0; i < kTakeRows; ++i) {
-      const int set = set_of({0, lot.homes[i]});
-      const bool is_own = lot.homes[i] >= 0 && set >= first_set_ && set < last_set_;
+      const int set = set_of({0, lot.host_slots[i]});
+      const bool is_own = lot.host_slots[i] >= 0 && set >= first_set_ && set < last_set_;
       if (is_own) prefetch(set);
       lot.own[i] = __ballot_sync(kAllLanes, is_own);
       if (lane_ == 0) shared_.counts[i * kTakeWarps + warp_] = __popc(lot.own[i]);
@@ -308,7 +308,7 @@ class WayTaker {
     for (int i = 0; i < kTakeRows; ++i) {
       const unsigned below = lot.own[i] & ((1u << lane_) - 1);
       if ((lot.own[i] >> lane_ & 1u) == 0) continue;
-      shared_.rows[listed + lot.before[i] + __popc(below)] = {item_of(first, i), lot.homes[i]};
+      shared_.rows[listed + lot.before[i] + __popc(below)] = {item_of(first, i), lot.host_slots[i]};
     }
   }
   // Prefetches the memory that take_way() will read.
@@ -336,11 +336,11 @@ class WayTaker {
     return first + lookup * kTakeThreads + static_cast<int>(threadIdx.x);
   }
   __device__ int set_of(const AwayRow& row) const {
-    return set_of_tag(tag_of(p_, row.home), p_.cache.sets);
+    return set_of_tag(tag_of(p_, row.host), p_.cache.sets);
   }
 
   __device__ void take_way(const AwayRow& row) const {
-    const Tag tag = tag_of(p_, row.home);
+    const Tag tag = tag_of(p_, row.host);
     const int number = set_of(row);
     const std::int64_t set = (head_ * p_.cache.sets + number) * kWarp;
     Tag* const own_tag = p_.cache.tags + set + lane_;
@@ -394,8 +394,8 @@ __global__ __launch_bounds__(kForgetThreads) void forget_rows_kernel(
   for (std::int64_t way = std::int64_t{blockIdx.x} * kForgetThreads + threadIdx.x; way < ways;
        way += threads) {
     const Tag tag = p.cache.tags[way];
-    const std::int64_t home = tag % p.cache.homes;
-    const bool named = tag != RowCacheView::kNothing && home >= p.first && home - p.first < p.count;
+    const std::int64_t host = tag % p.cache.host_rows;
+    const bool named = tag != RowCacheView::kNothing && host >= p.first && host - p.first < p.count;
     if (!p.all && !named) continue;
     p.cache.tags[way] = RowCacheView::kNothing;
     p.cache.heat[way] = RowCacheView::kCold;

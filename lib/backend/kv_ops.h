@@ -24,7 +24,7 @@ struct AppendParams {
   KvShape shape;
   std::span<std::byte* const> rows;  // host array [kv_heads]: destination of each head's first row
   // Host array [kv_heads] or empty: host memory to which the same rows are written through.
-  std::span<std::byte* const> home = {};
+  std::span<std::byte* const> host = {};
 };
 
 // The same for the tokens of a batch: each row is written to every tier in which its page has a

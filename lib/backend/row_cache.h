@@ -37,18 +37,18 @@ struct RowCacheView {
   Tag* tags = nullptr;           // [kv_heads, sets, kWays], see tag()
   std::int32_t* heat = nullptr;  // [kv_heads, sets, kWays]
   std::int64_t sets = 0;
-  std::int64_t homes = 0;               // rows per KV head and layer in host memory
+  std::int64_t host_rows = 0;           // rows per KV head and layer in host memory
   const std::int32_t* clock = nullptr;  // the backend's memory: number of the step
 
   std::int64_t ways() const { return sets * kWays; }  // per KV head
 
-  // Returns true if tags suffice for `homes` rows of each layer and leave two values unused.
-  static constexpr bool fits(int layers, std::int64_t homes) {
-    return homes <= (std::int64_t{kNothing} - 1) / layers;
+  // Returns true if tags suffice for `host_rows` rows of each layer and leave two values unused.
+  static constexpr bool fits(int layers, std::int64_t host_rows) {
+    return host_rows <= (std::int64_t{kNothing} - 1) / layers;
   }
-  // The tag of a layer's row `home` in host memory.
-  Tag tag(int layer, std::int32_t home) const { return static_cast<Tag>(homes * layer + home); }
-  std::int64_t home_of(Tag tag) const { return tag % homes; }
+  // The tag of a layer's row `host` in host memory.
+  Tag tag(int layer, std::int32_t host) const { return static_cast<Tag>(host_rows * layer + host); }
+  std::int64_t host_of(Tag tag) const { return tag % host_rows; }
   // Multiplicative hashing by 2^64 / phi; Knuth, "The Art of Computer Programming", section 6.4.
   std::int64_t set_of(Tag tag) const {
     const std::uint64_t hash = tag * 0x9E3779B97F4A7C15ull >> 32;
@@ -69,15 +69,15 @@ struct RowCacheView {
 
 // The location of a selected row.
 struct PlacedRow {
-  static constexpr std::int32_t kHome = -1;
+  static constexpr std::int32_t kHost = -1;
   static constexpr std::int32_t kDevice = -2;
   static constexpr std::int32_t kCached = -3;
 
   std::int32_t number =
       0;  // in host memory or on the device slot * kPageTokens + offset, in the cache the way
-  // kHome, kDevice or kCached; if not negative, the row is in host memory, and the operation that
+  // kHost, kDevice or kCached; if not negative, the row is in host memory, and the operation that
   // attends to it copies it to this way of the cache.
-  std::int32_t place = kHome;
+  std::int32_t place = kHost;
 
   bool is_cached() const { return place == kCached; }
   bool is_on_device() const { return place == kDevice; }

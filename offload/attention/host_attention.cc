@@ -93,27 +93,27 @@ void HostAttention::mirror(std::span<const std::int64_t> entries) {
 // memory.
 std::int64_t HostAttention::choose(const BlockTables& tables, int set,
                                    std::span<const BatchToken> tokens) {
-  std::int64_t at_home = 0;
+  std::int64_t at_host = 0;
   std::int64_t in_gaps = 0;
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     const BatchToken& token = tokens[i];
-    const auto is_home = [&](std::int64_t page) {
+    const auto is_host = [&](std::int64_t page) {
       return tables.page(token.sequence, page, set).device == PageSlots::kNone;
     };
     std::int64_t pages = 0;
-    for (std::int64_t page = 0; page < token.pages(); ++page) pages += is_home(page) ? 1 : 0;
+    for (std::int64_t page = 0; page < token.pages(); ++page) pages += is_host(page) ? 1 : 0;
     std::int64_t left = share_.pages_of(pages);
     in_gaps += left * kPageTokens;
-    at_home += pages * kPageTokens;
+    at_host += pages * kPageTokens;
     std::int64_t first = token.pages();
-    while (left > 0) left -= is_home(--first) ? 1 : 0;
+    while (left > 0) left -= is_host(--first) ? 1 : 0;
     gaps_[at(set, i)] = {static_cast<std::int32_t>(first * kPageTokens),
                          static_cast<std::int32_t>(token.page_first())};
   }
   const auto number = static_cast<std::size_t>(set);
   gap_rows_[number] = in_gaps;
-  crossing_[number] = at_home - in_gaps;
-  return at_home;
+  crossing_[number] = at_host - in_gaps;
+  return at_host;
 }
 
 bool HostAttention::begin(std::span<const BatchToken> tokens, std::vector<int> layers,

@@ -9,7 +9,7 @@ RowCache::RowCache(Queue& queue, const KvPlan& plan)
     : queue_(&queue),
       shape_(plan.shape),
       sets_(plan.cache_rows / RowCacheView::kWays),
-      homes_(plan.home_rows()),
+      host_rows_(plan.host_rows()),
       selectable_(static_cast<std::size_t>(plan.blocks)) {
   Backend& backend = queue.backend();
   const RowCacheBytes bytes(plan);
@@ -27,7 +27,7 @@ RowCacheView RowCache::view() const {
   view.tags = reinterpret_cast<RowCacheView::Tag*>(tags_.data());
   view.heat = reinterpret_cast<std::int32_t*>(heat_.data());
   view.sets = sets_;
-  view.homes = homes_;
+  view.host_rows = host_rows_;
   view.clock = reinterpret_cast<const std::int32_t*>(clock_.data());
   return view;
 }

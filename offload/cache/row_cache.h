@@ -39,7 +39,7 @@ class RowCache {
   Queue* queue_;
   KvShape shape_;
   std::int64_t sets_;
-  std::int64_t homes_;
+  std::int64_t host_rows_;
   std::int32_t now_ = 0;
   bool is_filling_ = false;
   Buffer rows_;                   // [kv_heads, ways, row_bytes]

@@ -141,12 +141,12 @@ CacheWish cache_wish(const KvPlan& plan, const KvRequest& request, const IndexLa
   // An explicit `row_cache` is always honoured.
   const bool pays = request.cache_memory.has_value() || fetched >= request.cached_bytes;
   const auto layers = std::count(layout.selecting.begin(), layout.selecting.end(), true);
-  const bool fits = RowCacheView::fits(plan.shape.layers, plan.home_rows());
+  const bool fits = RowCacheView::fits(plan.shape.layers, plan.host_rows());
   if (layers == 0 || fetched == 0 || !pays || !fits) return {};
   // An uncapped share of the weight is usually reached by far fewer tokens.
   const std::int64_t usual = std::min(layout.selected, plan.context / kUsualShare + 1);
   const std::int64_t of_step = usual * layers * plan.sequences;
-  const std::int64_t all = plan.home_rows() * layers;
+  const std::int64_t all = plan.host_rows() * layers;
   CacheWish wish;
   wish.rows = std::min({kCacheSteps * std::min(of_step, all), all, kMostCacheRows});
   std::int64_t dense = 0;
@@ -181,7 +181,7 @@ std::uint64_t page_bytes(const KvShape& shape) {
 KvPlan dense_in(KvPlan plan, std::uint64_t room) {
   if (plan.dense_layers.empty()) return plan;
   KvPlan whole = plan;
-  whole.dense_resident_tokens = whole.home_rows();
+  whole.dense_resident_tokens = whole.host_rows();
   const std::uint64_t before = DeviceRowBytes(plan).resident;
   if (DeviceRowBytes(whole).resident - before <= room) return whole;
   const auto pages = static_cast<std::int64_t>(
@@ -223,7 +223,7 @@ std::uint64_t KvPlan::dense_bytes() const {
 }
 
 // A single sequence fills its blocks in order, so its last block needs rows only up to `context`.
-std::int64_t KvPlan::home_rows() const {
+std::int64_t KvPlan::host_rows() const {
   return sequences == 1 ? std::min(context, blocks * kPageTokens) : blocks * kPageTokens;
 }
 
@@ -235,7 +235,7 @@ std::int64_t KvPlan::device_rows(int set) const {
   if (in_place) return 0;
   const std::int64_t pinned = tails ? sequences * kPageTokens : 0;
   const std::int64_t resident = set == 0 ? resident_tokens : dense_resident_tokens;
-  return std::min(home_rows(), resident + pinned);
+  return std::min(host_rows(), resident + pinned);
 }
 
 DeviceRowBytes::DeviceRowBytes(const KvPlan& plan) {
@@ -296,7 +296,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.selection_bytes().sum();
   plan.table_bytes = layout.table_bytes();
-  plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.home_rows()) +
+  plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.host_rows()) +
                     layout.host_bytes();
   if (layout.lists_pages) {
     plan.listed_blocks = PageLists::blocks_of(plan.chunk);
@@ -327,7 +327,7 @@ KvPlan shared_with_host(KvPlan plan, const KvRequest& request, const IndexLayout
 }
 
 KvPlan all_resident(KvPlan plan) {
-  plan.resident_tokens = plan.dense_resident_tokens = plan.home_rows();
+  plan.resident_tokens = plan.dense_resident_tokens = plan.host_rows();
   return plan;
 }
 

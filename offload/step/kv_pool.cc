@@ -33,7 +33,7 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
   limits.resident_blocks.assign(static_cast<std::size_t>(plan.sets()), 0);
   if (plan.in_place) return limits;
   const auto blocks_of = [&](std::int64_t tokens) {
-    return tokens >= plan.home_rows() ? plan.blocks : tokens / kPageTokens;
+    return tokens >= plan.host_rows() ? plan.blocks : tokens / kPageTokens;
   };
   limits.resident_blocks = {blocks_of(plan.resident_tokens)};
   if (plan.sets() > 1) limits.resident_blocks.push_back(blocks_of(plan.dense_resident_tokens));
@@ -50,10 +50,10 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
       plan_(plan),
       policies_(policies.begin(), policies.end()),
       tables_(limits_of(plan, layout_of(queue_->backend(), plan, policies, scorers))),
-      home_(queue_->backend(), plan.shape, plan.home_rows()),
+      host_(queue_->backend(), plan.shape, plan.host_rows()),
       layout_(layout_of(queue_->backend(), plan, policies, scorers)) {
   Backend& backend = queue_->backend();
-  check(plan.in_place || plan.resident_tokens >= plan.home_rows() || plan.stream_tokens > 0,
+  check(plan.in_place || plan.resident_tokens >= plan.host_rows() || plan.stream_tokens > 0,
         "a plan that neither holds nor streams its rows");
   if (policies_.empty()) policies_.emplace_back();
   std::int64_t before = 0;
@@ -87,23 +87,23 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
 }
 
 KvPool::~KvPool() {
-  if (!sends_home_) return;
+  if (!sends_to_host_) return;
   try {
     transfer_->synchronize();
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the step that failed has reported
   }
 }
 
-void KvPool::send_home(std::span<const CopyOp> ops) {
+void KvPool::send_to_host(std::span<const CopyOp> ops) {
   transfer_->wait_for(*queue_);
   transfer_->copy(ops);
-  sends_home_ = true;
+  sends_to_host_ = true;
 }
 
 void KvPool::settle() {
-  if (!sends_home_) return;
+  if (!sends_to_host_) return;
   queue_->wait_for(*transfer_);
-  sends_home_ = false;
+  sends_to_host_ = false;
 }
 
 std::int32_t KvPool::open() {
@@ -132,7 +132,7 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
     for (int layer = 0; layer < plan_.shape.layers; ++layer) {
       const std::int64_t from = ends[static_cast<std::size_t>(layer)];
       if (from == length) continue;
-      for (const RowRun& run : home_runs(tables_, sequence, length, from)) {
+      for (const RowRun& run : host_runs(tables_, sequence, length, from)) {
         sparse_->index().add_values(layer, sequence, spans(layer, run), true);
       }
       sparse_->index().truncate(layer, sequence, from, length, rows(layer));
@@ -150,11 +150,11 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
 std::int64_t KvPool::write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                      Ledger& ledger) {
   write(sequence, first, end, true, ledger);
-  return rows_at_home(sequence, first, end);
+  return rows_in_host(sequence, first, end);
 }
 
 // Rows of a region up to the last one of tokens [first, end).
-std::int64_t KvPool::rows_at_home(std::int32_t sequence, std::int64_t first,
+std::int64_t KvPool::rows_in_host(std::int32_t sequence, std::int64_t first,
                                   std::int64_t end) const {
   std::int64_t rows = 0;
   for (std::int64_t page = first / kPageTokens; page * kPageTokens < end; ++page) {
@@ -170,17 +170,17 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   settle();  // copies of a step that failed
   kept_rows_ = false;
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
-  const std::int64_t rows = rows_at_home(sequence, first, end);
+  const std::int64_t rows = rows_in_host(sequence, first, end);
   try {
     // Pages copied now need host memory in all layers.
-    by_layers&& writing.blocks.empty() ? home_.charge(rows) : home_.grow(rows);
+    by_layers&& writing.blocks.empty() ? host_.charge(rows) : host_.grow(rows);
   } catch (...) {
     tables_.truncate(sequence, first);
     // Pages and tiles that were not copied are not where the tables now say.
     kept_rows_ = writing.blocks.empty() && writing.tiles.empty();
     throw;
   }
-  home_used_ = std::max(home_used_, rows);
+  host_used_ = std::max(host_used_, rows);
   if (cache_ != nullptr) cache_->write(tables_, sequence, first, end);
   for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
   for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
@@ -190,7 +190,7 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
 
 void KvPool::grow_ahead(std::int64_t rows) noexcept {
   try {
-    home_.grow_to(std::min(plan_.home_rows(), home_used_ + rows));
+    host_.grow_to(std::min(plan_.host_rows(), host_used_ + rows));
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the write that needs it reports
   }
 }
@@ -204,14 +204,14 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
     if (set_of(layer) != copy.set) continue;
     std::vector<CopyOp> ops;
     for (int head = 0; head < plan_.shape.kv_heads; ++head) {
-      const std::byte* const from_home = home(layer, head, copy.from.host * kPageTokens);
+      const std::byte* const from_host = host(layer, head, copy.from.host * kPageTokens);
       if (on_device) {
         const std::byte* const from =
-            fetches ? from_home : this->on_device(layer, head, copy.from.device * kPageTokens);
+            fetches ? from_host : this->on_device(layer, head, copy.from.device * kPageTokens);
         ops.push_back({this->on_device(layer, head, copy.to.device * kPageTokens), from, bytes});
       }
       if (copy.to.host != PageSlots::kNone) {
-        ops.push_back({home(layer, head, copy.to.host * kPageTokens), from_home, bytes});
+        ops.push_back({host(layer, head, copy.to.host * kPageTokens), from_host, bytes});
       }
     }
     if (!ops.empty()) queue_->copy(ops);
@@ -271,8 +271,8 @@ void KvPool::publish() {
 
 PagedRows KvPool::rows(int layer) const {
   PagedRows rows;
-  rows.host = home(layer, 0, 0);
-  rows.host_stride = home_.head_stride();
+  rows.host = host(layer, 0, 0);
+  rows.host_stride = host_.head_stride();
   const int set = set_of(layer);
   if (!plan_.in_place) {
     rows.device = on_device(layer, 0, 0);
@@ -296,10 +296,10 @@ std::byte* KvPool::row(int layer, int head, const RowRun& run) const {
       return on_device(layer, head, run.number);
     case RowPlace::window:
       return window(head) + static_cast<std::size_t>(run.number) * plan_.shape.row_bytes();
-    case RowPlace::home:
+    case RowPlace::host:
       break;
   }
-  return home(layer, head, run.number);
+  return host(layer, head, run.number);
 }
 
 std::vector<RowSpan> KvPool::spans(int layer, const RowRun& run) const {

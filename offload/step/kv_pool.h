@@ -71,14 +71,14 @@ class KvPool {
   // closed, unless kept_rows().
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   Ledger& ledger);
-  // The same, but a layer's rows get host memory only in ready_home(), which takes this function's
-  // result: memory is committed while the device is busy with the layer before. ready_home() throws
-  // Error{memory} if host memory runs out, with nothing changed.
+  // The same, but a layer's rows get host memory only in ready_host_rows(), which takes this
+  // function's result: memory is committed while the device is busy with the layer before.
+  // ready_host_rows() throws Error{memory} if host memory runs out, with nothing changed.
   std::int64_t write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                Ledger& ledger);
-  void ready_home(int layer, std::int64_t rows) { home_.commit(layer, rows); }
+  void ready_host_rows(int layer, std::int64_t rows) { host_.commit(layer, rows); }
   // Call after a write_by_layers() if some layers did not get their host memory.
-  void forget_home() { home_.release_uncommitted(); }
+  void forget_host_rows() { host_.release_uncommitted(); }
 
   // Returns true if the sequence kept its rows when the latest write() or write_by_layers() threw;
   // false if it had a shared page to copy.
@@ -90,14 +90,14 @@ class KvPool {
 
   // Copies rows to host memory while the queue goes on. Until settle() the copies may be under way,
   // and the rows on the device must not change.
-  void send_home(std::span<const CopyOp> ops);
+  void send_to_host(std::span<const CopyOp> ops);
   // Makes the queue's later work wait for these copies.
   void settle();
 
   PagedRows rows(int layer) const;
   // A row by its number in a region: slot * kPageTokens + offset.
-  std::byte* home(int layer, int head, std::int64_t number) const {
-    return home_.row(layer, head, number);
+  std::byte* host(int layer, int head, std::int64_t number) const {
+    return host_.row(layer, head, number);
   }
   std::byte* on_device(int layer, int head, std::int64_t number) const;
   // The first row of a run in one KV head, and the run in every KV head.
@@ -126,7 +126,7 @@ class KvPool {
  private:
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   bool by_layers, Ledger& ledger);
-  std::int64_t rows_at_home(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
+  std::int64_t rows_in_host(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
   void copy_block(const BlockCopy& copy, Ledger& ledger);
   void publish();
   // The first entry of a set's page table.
@@ -139,9 +139,9 @@ class KvPool {
   std::vector<int> sets_;                // by layer
   std::vector<std::int64_t> on_device_;  // by layer: rows of the layers before it
   BlockTables tables_;
-  HostStore home_;
-  std::int64_t home_used_ = 0;  // rows of a region up to the last one written
-  bool sends_home_ = false;     // transfer_ may still be copying rows to host memory
+  HostStore host_;
+  std::int64_t host_used_ = 0;  // rows of a region up to the last one written
+  bool sends_to_host_ = false;  // transfer_ may still be copying rows to host memory
   Buffer device_;               // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
   Buffer window_;               // [kv_heads, window_tokens, row_bytes]
   Buffer stream_;               // [2, kv_heads, stream_tokens, row_bytes]

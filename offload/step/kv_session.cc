@@ -305,7 +305,7 @@ void KvSession::begin_prompt(std::int64_t tokens) {
   phase_ = Phase::prefill;
   ledger_.begin_step(phase_, static_cast<int>(tokens));
   try {
-    prompt_home_ = pool_->write_by_layers(sequence_, prompt_.first, prompt_.end(), ledger_);
+    prompt_host_rows_ = pool_->write_by_layers(sequence_, prompt_.first, prompt_.end(), ledger_);
   } catch (...) {
     give_up_rows();
     throw;
@@ -314,7 +314,7 @@ void KvSession::begin_prompt(std::int64_t tokens) {
     pool_->important()->begin(sequence_, prompt_, *pool_);
   } catch (const Error&) {
     cancel_rows();
-    pool_->forget_home();
+    pool_->forget_host_rows();
     throw;
   }
   prompt_ends_.assign(static_cast<std::size_t>(plan().shape.layers), length_);
@@ -332,11 +332,11 @@ void KvSession::cancel_prompt() {
     record_rows(layer, rows, rows);
   }
   pool_->truncate(sequence_, prompt_ends_, length_);
-  pool_->forget_home();
+  pool_->forget_host_rows();
   in_step_ = in_prompt_ = false;
 }
 
-void KvSession::ready_layer(int layer) { pool_->ready_home(layer, prompt_home_); }
+void KvSession::ready_layer(int layer) { pool_->ready_host_rows(layer, prompt_host_rows_); }
 
 void KvSession::take_piece(std::int64_t first, std::int64_t tokens) {
   check(in_prompt_ && first + tokens <= prompt_.tokens && tokens <= plan().chunk, "bad piece");

@@ -125,7 +125,8 @@ class KvSession {
   std::vector<bool> has_rows_;  // of the step, by layer
   StepRange prompt_;
   bool in_prompt_ = false;
-  std::int64_t prompt_home_ = 0;  // rows of the prompt's host memory, see KvPool::write_by_layers()
+  std::int64_t prompt_host_rows_ =
+      0;  // rows of the prompt's host memory, see KvPool::write_by_layers()
   std::vector<std::int64_t> prompt_ends_;  // [layers], end of the prompt's rows that were appended
   std::int64_t length_ = 0;
   std::int64_t expected_ = 0;  // length after the announced prompt

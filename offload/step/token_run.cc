@@ -16,7 +16,7 @@ void TokenRun::begin(std::int32_t sequence, const StepRange& range,
                      const std::vector<std::int32_t>& begun) {
   sequence_ = sequence;
   range_ = range;
-  home_ = home_runs(pool_->tables(), sequence, range.first, range.end());
+  host_ = host_runs(pool_->tables(), sequence, range.first, range.end());
   begun_ = begun;
   places_.assign(static_cast<std::size_t>(pool_->plan().sets()), std::nullopt);
 }
@@ -67,10 +67,10 @@ void TokenRun::copy_front(int layer) {
   const std::int64_t front = places.front;
   if (front == 0) return;
   const KvShape& shape = pool_->plan().shape;
-  const RowRun home =
-      home_runs(pool_->tables(), sequence_, range_.first - front, range_.first).front();
-  const RowRun from = places.fetches_front ? home
-                                           : RowRun{RowPlace::device, home.first, front,
+  const RowRun host =
+      host_runs(pool_->tables(), sequence_, range_.first - front, range_.first).front();
+  const RowRun from = places.fetches_front ? host
+                                           : RowRun{RowPlace::device, host.first, front,
                                                     places.begun * std::int64_t{kPageTokens}};
   const std::size_t bytes = static_cast<std::size_t>(front) * shape.row_bytes();
   std::vector<CopyOp> ops;
@@ -85,10 +85,10 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   copy_front(layer);
   const std::vector<RowRun>& own = of(layer).own;
   for (const RowRun& run : own) {
-    for (const RowRun& home : home_) {
-      const std::int64_t first = std::max({run.first, home.first, range_.first});
-      const std::int64_t end = std::min(run.end(), home.end());
-      if (first < end) append_piece(layer, rows, run.part(first, end), home.part(first, end));
+    for (const RowRun& host : host_) {
+      const std::int64_t first = std::max({run.first, host.first, range_.first});
+      const std::int64_t end = std::min(run.end(), host.end());
+      if (first < end) append_piece(layer, rows, run.part(first, end), host.part(first, end));
     }
   }
   copy_window(layer);
@@ -103,26 +103,26 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
 }
 
 // Many rows are copied to host memory on the other queue, beside attention.
-void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home) {
+void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& host) {
   const KvShape& shape = pool_->plan().shape;
   const std::size_t bytes = static_cast<std::size_t>(to.count) * shape.row_bytes();
   std::vector<std::byte*> heads;
-  std::vector<std::byte*> homes;
+  std::vector<std::byte*> host_heads;
   std::vector<CopyOp> ops;
   for (int head = 0; head < shape.kv_heads; ++head) {
     heads.push_back(pool_->row(layer, head, to));
     if (pool_->plan().in_place) continue;
-    std::byte* const at_home = pool_->row(layer, head, home);
+    std::byte* const at_host = pool_->row(layer, head, host);
     if (bytes < kLaterBytes) {
-      homes.push_back(at_home);
+      host_heads.push_back(at_host);
     } else {
-      ops.push_back({at_home, heads.back(), bytes});
+      ops.push_back({at_host, heads.back(), bytes});
     }
   }
   const std::int64_t offset = (to.first - range_.first) * rows.stride;
   pool_->queue().run(
-      AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, homes});
-  if (!ops.empty()) pool_->send_home(ops);
+      AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, host_heads});
+  if (!ops.empty()) pool_->send_to_host(ops);
 }
 
 // Copies rows from the window to pages that are resident on the device.

@@ -54,7 +54,7 @@ class TokenRun {
   const Places& of(int layer);
   Places place(int set) const;
   void place_new_rows(int set, Places& places) const;
-  void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& home);
+  void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& host);
   void build_index(int layer, bool indexed);
   void copy_front(int layer);
   void copy_window(int layer);
@@ -64,7 +64,7 @@ class TokenRun {
   KvPool* pool_;
   std::int32_t sequence_ = 0;
   StepRange range_;
-  std::vector<RowRun> home_;                   // the new rows in host memory
+  std::vector<RowRun> host_;                   // the new rows in host memory
   std::vector<std::int32_t> begun_;            // by set of layers, or empty
   std::vector<std::optional<Places>> places_;  // by set of layers; set by the first of its layers
 };

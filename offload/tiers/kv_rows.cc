@@ -17,7 +17,7 @@ std::vector<RowRun> runs_of(const BlockTables& tables, std::int32_t sequence, st
     const PageSlots slots = tables.page(sequence, page, set);
     const bool near = nearest && slots.device != PageSlots::kNone;
     const RowRun run{
-        near ? RowPlace::device : RowPlace::home, at, next - at,
+        near ? RowPlace::device : RowPlace::host, at, next - at,
         (near ? slots.device : slots.host) * std::int64_t{kPageTokens} + at % kPageTokens};
     const bool follows = !runs.empty() && runs.back().place == run.place &&
                          runs.back().number + runs.back().count == run.number;
@@ -38,7 +38,7 @@ std::string damage_of(const KvShape& shape) {
                                           : "";
 }
 
-std::vector<RowRun> home_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
+std::vector<RowRun> host_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
                               std::int64_t end) {
   return runs_of(tables, sequence, first, end, 0, false);
 }
@@ -52,8 +52,8 @@ RowRun whole_run(const BlockTables& tables, std::int32_t sequence, std::int64_t 
                  bool in_place) {
   const std::vector<RowRun> near = nearest_runs(tables, sequence, 0, end, set);
   if (!in_place && near.size() == 1 && near[0].place == RowPlace::device) return near[0];
-  const std::vector<RowRun> home = home_runs(tables, sequence, 0, end);
-  return home.size() == 1 ? home[0] : RowRun();
+  const std::vector<RowRun> host = host_runs(tables, sequence, 0, end);
+  return host.size() == 1 ? host[0] : RowRun();
 }
 
 WholePages run_of(std::int32_t sequence, std::int64_t first_page, std::int64_t pages,

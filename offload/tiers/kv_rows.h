@@ -37,11 +37,11 @@ struct Queries {
   float* lse = nullptr;  // [tokens, query_heads]
 };
 
-enum class RowPlace : std::uint8_t { device, home, window };
+enum class RowPlace : std::uint8_t { device, host, window };
 
 // Positions [first, first + count), whose rows are contiguous in every region of a place.
 struct RowRun {
-  RowPlace place = RowPlace::home;
+  RowPlace place = RowPlace::host;
   std::int64_t first = 0;
   std::int64_t count = 0;
   std::int64_t number = 0;  // of the first row in its region
@@ -54,7 +54,7 @@ struct RowRun {
 };
 
 // Rows [first, end) of a sequence in host memory.
-std::vector<RowRun> home_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
+std::vector<RowRun> host_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
                               std::int64_t end);
 // Rows [first, end) in the layers of a set: on the device if resident there, else in host memory.
 std::vector<RowRun> nearest_runs(const BlockTables& tables, std::int32_t sequence,

@@ -54,7 +54,7 @@ const char* const kPolicies[] = {
 };
 
 // Where weights and activations are: in host memory, or on the device as on a GPU; there with the
-// host attending to part of the rows at home.
+// host attending to part of the rows in host memory.
 enum class Computes { near, far, shared };
 
 struct Caps {

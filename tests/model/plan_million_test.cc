@@ -93,7 +93,7 @@ void expect_allocated(const KvPlan& plan, const Policy& policy) {
   const auto regions =
       static_cast<std::uint64_t>(std::int64_t{plan.shape.layers} * plan.shape.kv_heads);
   EXPECT_EQ(backend.account(Tier::host).peak() +
-                regions * host_region_bytes(plan.shape, plan.home_rows()),
+                regions * host_region_bytes(plan.shape, plan.host_rows()),
             plan.host_bytes);
 }
 

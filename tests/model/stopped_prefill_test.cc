@@ -137,7 +137,7 @@ class RefusedPrefills : public ::testing::TestWithParam<std::string> {
   Engine engine_;
 };
 
-// Rows get their home layer by layer or block by block, and the machine may refuse any of them.
+// Rows get their host layer by layer or block by block, and the machine may refuse any of them.
 TEST_P(RefusedPrefills, LeaveWhatThereWas) {
   const SessionOptions planned = {600, {engine_.policy(GetParam())}, 2};
   std::vector<TokenId> tokens(300);

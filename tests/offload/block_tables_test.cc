@@ -148,7 +148,7 @@ class World {
       for (std::size_t at = 0; at < rows.size(); ++at) {
         const PageSlots place = tables_.page(sequence, static_cast<std::int64_t>(at) / kPageTokens);
         const std::int64_t offset = static_cast<std::int64_t>(at) % kPageTokens;
-        ASSERT_EQ(home_.at({place.host, offset}), rows[at]) << "home of " << sequence << ", " << at;
+        ASSERT_EQ(host_.at({place.host, offset}), rows[at]) << "host of " << sequence << ", " << at;
         blocks.insert(place.host);
       }
       for (std::size_t page = 0; page < rows.size() / kPageTokens; ++page) {
@@ -249,13 +249,13 @@ class World {
     }
   }
   void put(int set, const PageSlots& place, std::int64_t offset, int stamp) {
-    home_[{place.host, offset}] = stamp;
+    host_[{place.host, offset}] = stamp;
     if (place.device != PageSlots::kNone) device_[{set, place.device, offset}] = stamp;
   }
   void apply(const BlockTables::Writing& writing) {
     for (const BlockCopy& copy : writing.blocks) {
       for (std::int64_t i = 0; i < copy.rows; ++i) {
-        const int stamp = home_.at({copy.from.host, i});
+        const int stamp = host_.at({copy.from.host, i});
         if (copy.from.device != PageSlots::kNone) {
           ASSERT_EQ(device_.at({copy.set, copy.from.device, i}), stamp);
         }
@@ -275,7 +275,7 @@ class World {
   testing::Random random_;
   int stamp_ = 0;
   std::map<std::int32_t, std::vector<int>> truth_;                     // [sequence][position]
-  std::map<std::pair<std::int32_t, std::int64_t>, int> home_;          // [slot, row]
+  std::map<std::pair<std::int32_t, std::int64_t>, int> host_;          // [slot, row]
   std::map<std::tuple<int, std::int32_t, std::int64_t>, int> device_;  // [set, slot, row]
   std::map<std::pair<std::int32_t, std::int64_t>, int> tile_of_;       // [tile, page]: its last row
 };

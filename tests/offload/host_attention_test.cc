@@ -181,8 +181,8 @@ INSTANTIATE_TEST_SUITE_P(, Shares,
                                             ::testing::Values(0.0, 0.2, 0.5, 1.0),
                                             ::testing::Values(0, 5)));
 
-// All that is left to the device of rows at home is none.
-TEST(HostAttention, MayAttendToEverythingThatIsAtHome) {
+// All that is left to the device of rows in host memory is none.
+TEST(HostAttention, MayAttendToEverythingThatIsAtHost) {
   const Policy policy = parse_policy("dense");
   cpu::CpuBackend backend{cpu::CpuOptions{}};
   const auto pool = pool_of(backend, policy, some_plan(policy, 0), attender(1.0));
@@ -208,13 +208,13 @@ TEST(HostAttention, TheLedgerHasWhatEitherSideRead) {
     KvSession session(pool);
     script.append(session, 900);
     const std::uint64_t rows = backend.rows_read;
-    const std::uint64_t home_rows = backend.home_rows_read;
+    const std::uint64_t host_rows = backend.host_rows_read;
     script.step(session, Phase::decode, 1);
     const auto told = [&](Tier from, Tier to, Cause cause) {
       return session.ledger().total(Phase::decode, from, to, cause).rows;
     };
     EXPECT_EQ(told(Tier::host, Tier::host, Cause::hit), host->rows_read);
-    EXPECT_EQ(told(Tier::host, Tier::device, Cause::miss), backend.home_rows_read - home_rows);
+    EXPECT_EQ(told(Tier::host, Tier::device, Cause::miss), backend.host_rows_read - host_rows);
     EXPECT_EQ(
         told(Tier::device, Tier::device, Cause::hit) + told(Tier::host, Tier::device, Cause::miss),
         backend.rows_read - rows);
@@ -318,7 +318,7 @@ TEST(HostAttention, IsPlannedToTheByte) {
   }
 }
 
-TEST(HostAttention, IsPlannedOnlyWhereRowsStayAtHome) {
+TEST(HostAttention, IsPlannedOnlyWhereRowsStayAtHost) {
   const Policy dense = parse_policy("dense");
   const Policy selects = parse_policy("select=exact prune=top_k(64)");
   EXPECT_FALSE(some_plan(dense, 1000).host_attention) << "all rows are resident";

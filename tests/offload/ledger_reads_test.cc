@@ -45,12 +45,13 @@ struct Reads {
   std::uint64_t rows = 0;
   std::uint64_t index_bytes = 0;
   std::uint64_t value_bytes = 0;  // of value tiles
-  std::uint64_t crossed = 0;      // from home to the device
+  std::uint64_t crossed = 0;      // from host memory to the device
 
   friend bool operator==(const Reads&, const Reads&) = default;
   friend std::ostream& operator<<(std::ostream& out, const Reads& reads) {
     return out << reads.rows << " rows, " << reads.index_bytes << " B of the index, "
-               << reads.value_bytes << " B of value tiles, " << reads.crossed << " B from home";
+               << reads.value_bytes << " B of value tiles, " << reads.crossed
+               << " B from host memory";
   }
 };
 
@@ -155,7 +156,8 @@ TEST_P(LedgerReads, AreThoseThatHappened) {
   const auto expect_told = [&](const Reads& had, const char* what) {
     Reads happened = read_by(backend) - before;
     Reads said = told(all) - had;
-    // Where candidates are found by their keys, the account does not know which were at home.
+    // Where candidates are found by their keys, the account does not know which were in host
+    // memory.
     if (policy_.select.name == "exact" && policy_.candidates.limited()) {
       happened.crossed = said.crossed = 0;
     }

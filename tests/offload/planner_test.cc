@@ -236,9 +236,9 @@ TEST(Planner, NeverPlansPastTheCap) {
       EXPECT_EQ(plan.device_bytes,
                 plan.index_bytes + plan.work_bytes + plan.table_bytes + DeviceRowBytes(plan).sum());
       for (const std::int64_t tokens : {plan.resident_tokens, plan.dense_resident_tokens}) {
-        EXPECT_LE(tokens, plan.home_rows());
-        EXPECT_TRUE(tokens == plan.home_rows() || tokens % kPageTokens == 0);
-        EXPECT_TRUE(tokens == plan.home_rows() || plan.stream_tokens > 0 || tokens == 0);
+        EXPECT_LE(tokens, plan.host_rows());
+        EXPECT_TRUE(tokens == plan.host_rows() || tokens % kPageTokens == 0);
+        EXPECT_TRUE(tokens == plan.host_rows() || plan.stream_tokens > 0 || tokens == 0);
       }
       ++planned;
     } catch (const Error& error) {

@@ -69,7 +69,7 @@ std::uint64_t rows_read(const KvSession& session, Tier from, Cause cause) {
   return rows;
 }
 
-// Holds every row that the cache gives out to the one at home, and counts what is fetched.
+// Holds every row that the cache gives out to the one in host memory, and counts what is fetched.
 class WatchedQueue : public cpu::CpuQueue {
  public:
   using cpu::CpuQueue::CpuQueue;
@@ -107,11 +107,11 @@ class WatchedQueue : public cpu::CpuQueue {
   void watch(const AttendSelectedParams& p, std::int64_t head, std::int32_t sequence,
              std::int32_t position, std::int64_t way) {
     const std::size_t bytes = p.shape.row_bytes();
-    const std::byte* const home =
+    const std::byte* const host =
         p.rows.row(sequence, head, position, static_cast<std::int64_t>(bytes));
     const std::byte* const in_cache =
         p.cache.rows + static_cast<std::size_t>(head * p.cache.ways() + way) * bytes;
-    stale += std::memcmp(home, in_cache, bytes) != 0 ? 1 : 0;
+    stale += std::memcmp(host, in_cache, bytes) != 0 ? 1 : 0;
   }
 
   std::set<std::pair<std::int64_t, std::int32_t>> filled_;  // KV heads and ways
@@ -364,15 +364,15 @@ TEST(RowCachePlan, CountsEveryTokenOfAStep) {
 // Rows of all layers have tags, and none is that of an empty way.
 TEST(RowCacheView, TagsTellAllRowsApart) {
   RowCacheView view;
-  view.homes = std::numeric_limits<std::uint32_t>::max() / 32;
-  ASSERT_TRUE(RowCacheView::fits(32, view.homes));
-  EXPECT_FALSE(RowCacheView::fits(32, view.homes + 1));
-  const auto last = static_cast<std::int32_t>(view.homes - 1);
+  view.host_rows = std::numeric_limits<std::uint32_t>::max() / 32;
+  ASSERT_TRUE(RowCacheView::fits(32, view.host_rows));
+  EXPECT_FALSE(RowCacheView::fits(32, view.host_rows + 1));
+  const auto last = static_cast<std::int32_t>(view.host_rows - 1);
   for (const int layer : {0, 1, 31}) {
-    for (const std::int32_t home : {0, 1, last}) {
-      EXPECT_LT(view.tag(layer, home), RowCacheView::kNothing - 1);
-      EXPECT_EQ(view.tag(layer, home) / view.homes, layer);
-      EXPECT_EQ(view.home_of(view.tag(layer, home)), home);
+    for (const std::int32_t host : {0, 1, last}) {
+      EXPECT_LT(view.tag(layer, host), RowCacheView::kNothing - 1);
+      EXPECT_EQ(view.tag(layer, host) / view.host_rows, layer);
+      EXPECT_EQ(view.host_of(view.tag(layer, host)), host);
     }
   }
 }

@@ -36,7 +36,7 @@ using testing::Script;
 const KvShape kShape{3, 4, 2, 64, DType::bf16};
 constexpr std::int64_t kContext = 640;
 constexpr std::int64_t kChunk = 64;
-// Pieces whose rows go home beside attention.
+// Pieces whose rows go to host memory beside attention.
 constexpr std::int64_t kLongChunk = 500;
 
 constexpr std::array kPolicies = {
@@ -173,7 +173,7 @@ class World {
     }
   }
 
-  // Nothing, some or all of what is at home is the host's.
+  // Nothing, some or all of what is in host memory is the host's.
   HostAttender some_attender() {
     return {std::make_shared<cpu::CpuBackend>(LateBackend::one_thread()),
             static_cast<double>(random_.integer(0, 4)) / 4};
@@ -195,7 +195,7 @@ class World {
     if (is_full()) return;
     const Script& script = script_of(random_.integer(0, 2));
     twins_.push_back({KvSession(late_), KvSession(plain_), &script});
-    // Long enough for something to be selected, or for rows to go home late.
+    // Long enough for something to be selected, or for rows to go to host memory late.
     const std::int64_t tokens = random_.integer(1, std::max<std::int64_t>(300, chunk()));
     for (std::int64_t at = 0; at < tokens && !twins_.empty(); at += chunk()) {
       run_of(twins_.back(), Phase::prefill, std::min(chunk(), tokens - at));

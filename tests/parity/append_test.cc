@@ -35,8 +35,8 @@ class AppendParity : public ::testing::TestWithParam<NamedBackend> {
   ::testing::ScopedTrace trace_{__FILE__, __LINE__, testing::seed_message(seed_)};
 };
 
-// Few rows and many reach their home in different ways.
-TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHome) {
+// Few rows and many reach their host in different ways.
+TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHost) {
   for (const auto& [d, tokens] : {std::pair{40, 3}, {64, 3}, {64, 300}}) {
     for (const DType dtype : testing::row_dtypes(*backend_)) {
       SCOPED_TRACE(std::string(to_string(dtype)) + " head_dim " + std::to_string(d));
@@ -50,17 +50,17 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHome) {
         return std::array{backend_->allocate(tier, bytes), backend_->allocate(tier, bytes)};
       };
       const std::array<Buffer, 2> rows = two(backend_->info().compute_tier);
-      const std::array<Buffer, 2> home = two(Tier::host);
+      const std::array<Buffer, 2> host = two(Tier::host);
       std::byte* const to[] = {rows[0].data(), rows[1].data()};
-      std::byte* const home_to[] = {home[0].data(), home[1].data()};
+      std::byte* const host_to[] = {host[0].data(), host[1].data()};
       backend_->queue->run(AppendParams{device.floats(), device.floats() + 2 * d, tokens, stride,
-                                        shape, to, home_to});
+                                        shape, to, host_to});
       const std::vector<float> expected = rounded(kv, dtype);
       const std::size_t width = shape.row_bytes() / size_of(dtype);
       const auto channels = static_cast<std::size_t>(d);
       for (std::size_t head = 0; head < 2; ++head) {
         const std::vector<float> actual = testing::values_of(*backend_, rows[head], dtype);
-        EXPECT_EQ(testing::values_of(*backend_, home[head], dtype), actual);
+        EXPECT_EQ(testing::values_of(*backend_, host[head], dtype), actual);
         for (std::size_t i = 0; i < static_cast<std::size_t>(tokens) * 2 * channels; ++i) {
           const std::size_t token = i / (2 * channels);
           const std::size_t c = i % (2 * channels);
@@ -105,8 +105,8 @@ struct Written {
   bool operator==(const Written&) const = default;
 };
 
-// Only the pages of new rows have slots, in random order: some on the device, some at home, some
-// in both.
+// Only the pages of new rows have slots, in random order: some on the device, some in host memory,
+// some in both.
 BatchCase make_case(const KvShape& shape, const std::vector<BatchToken>& tokens, Random& random,
                     bool has_device = true) {
   BatchCase c;
@@ -235,7 +235,7 @@ Written appended(testing::Device& backend, const BatchCase& c, const Written& st
 
 void expect_equal(const Written& actual, const Written& expected) {
   EXPECT_TRUE(actual.device == expected.device) << "rows on the device";
-  EXPECT_TRUE(actual.host == expected.host) << "rows at home";
+  EXPECT_TRUE(actual.host == expected.host) << "rows in host memory";
   EXPECT_EQ(actual.sums, expected.sums);
   EXPECT_EQ(actual.token_sums, expected.token_sums);
 }
@@ -279,9 +279,9 @@ TEST_P(AppendParity, ABatchLeavesOutWhatIsNotAskedFor) {
   expect_equal(appended(*backend_, c, start, false, {.token_sums = true}), expected);
   expected.sums = start.sums;
   expect_equal(appended(*backend_, c, start, false, {.sums = true, .token_sums = true}), expected);
-  const BatchCase home = make_case(shape, ragged_tokens(), random_, false);
-  expect_equal(appended(*backend_, home, start, false, {.device = true}),
-               expected_after(home, start));
+  const BatchCase host = make_case(shape, ragged_tokens(), random_, false);
+  expect_equal(appended(*backend_, host, start, false, {.device = true}),
+               expected_after(host, start));
 }
 
 INSTANTIATE_TEST_SUITE_P(, AppendParity, ::testing::ValuesIn(testing::backends_by_kind()),

@@ -223,7 +223,7 @@ class AttendSelected : public ::testing::TestWithParam<Param> {
 
 TEST_P(AttendSelected, TokensSeeTheChosenAndTheNewest) {
   for (const std::int64_t most : {0, 1, 64, 500}) {
-    for (const Places places : {Places::device, Places::home, Places::both, Places::either}) {
+    for (const Places places : {Places::device, Places::host, Places::both, Places::either}) {
       SCOPED_TRACE(::testing::Message()
                    << "most " << most << " places " << static_cast<int>(places));
       SelectedRun run(*backend_, random_, mixed_batch(), most, places);
@@ -344,7 +344,7 @@ TEST_P(AttendSelected, GathersRowsByPosition) {
   const std::size_t bytes = shape().row_bytes();
   constexpr std::int64_t kFirst = 3;
   constexpr std::int64_t kCapacity = 400;
-  for (const Places places : {Places::device, Places::home, Places::either}) {
+  for (const Places places : {Places::device, Places::host, Places::either}) {
     const std::vector<AttentionCase> cases = {newest_case(random_, shape(), 300),
                                               newest_case(random_, shape(), 900)};
     const PagedSequences sequences(*backend_, random_, cases, places);

@@ -41,7 +41,7 @@ TEST_P(AttentionParityOfShapes, DecodesBatches) {
 }
 
 TEST_P(AttentionParityOfShapes, DecodesFromAnyTier) {
-  for (const Places places : {Places::device, Places::home, Places::both, Places::either}) {
+  for (const Places places : {Places::device, Places::host, Places::both, Places::either}) {
     // None, part of a page, and whole pages.
     for (const std::int64_t arena_rows : {0, 50, 300}) {
       SCOPED_TRACE(::testing::Message()

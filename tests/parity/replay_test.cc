@@ -35,7 +35,7 @@ class Step {
         pages_(upload(backend, std::vector<PageSlots>(kTokens * kPages, {0, 1}))),
         x_(backend.allocate(backend.info().compute_tier, kTokens * kWidth * sizeof(float))),
         device_(backend.allocate(backend.info().compute_tier, kPoolBytes)),
-        home_(backend.allocate(Tier::host, kPoolBytes)),
+        host_(backend.allocate(Tier::host, kPoolBytes)),
         sums_(backend.allocate(backend.info().compute_tier, kTokens * 2 * 64 * sizeof(float))) {}
 
   void set(const std::vector<TokenId>& ids, const std::vector<BatchToken>& tokens) {
@@ -70,7 +70,7 @@ class Step {
     append.shape = kShape;
     append.batch = batch;
     append.rows = {device_.data(),
-                   home_.data(),
+                   host_.data(),
                    kPoolBytes / 2,
                    kPoolBytes / 2,
                    reinterpret_cast<const PageSlots*>(pages_.data()),
@@ -81,7 +81,7 @@ class Step {
 
   std::vector<std::vector<std::byte>> results() const {
     return {download<std::byte>(backend_, x_), download<std::byte>(backend_, device_),
-            download<std::byte>(backend_, home_), download<std::byte>(backend_, sums_)};
+            download<std::byte>(backend_, host_), download<std::byte>(backend_, sums_)};
   }
 
   int issued = 0;
@@ -90,7 +90,7 @@ class Step {
   static constexpr std::int64_t kPoolBytes = 2 * 2 * kPageTokens * 256;  // 2 heads of 2 slots
 
   testing::Device& backend_;
-  Buffer table_, ids_, tokens_, pages_, x_, device_, home_, sums_;
+  Buffer table_, ids_, tokens_, pages_, x_, device_, host_, sums_;
 };
 
 class ReplayParity : public ::testing::TestWithParam<NamedBackend> {};

@@ -100,7 +100,7 @@ class CacheRun {
     view_.tags = reinterpret_cast<RowCacheView::Tag*>(tags_.data());
     view_.heat = reinterpret_cast<std::int32_t*>(heat_.data());
     view_.sets = sets;
-    view_.homes = sequences_.rows().host_stride / static_cast<std::int64_t>(shape_.row_bytes());
+    view_.host_rows = sequences_.rows().host_stride / static_cast<std::int64_t>(shape_.row_bytes());
     view_.clock = reinterpret_cast<const std::int32_t*>(clock_.data());
     ForgetRowsParams p;
     p.shape = shape_;
@@ -157,14 +157,14 @@ class CacheRun {
     expect_contents();
   }
 
-  // Rows [first, first + count) at home were written anew, as far as the cache knows.
+  // Rows [first, first + count) in host memory were written anew, as far as the cache knows.
   void forget(std::int64_t first, std::int64_t count) {
     backend_.queue->run(ForgetRowsParams{shape_, view_, false, first, count});
     for (ModelHead& head : model_) {
       for (ModelHead::Way& way : head.ways()) {
-        const auto home = static_cast<std::int64_t>(view_.home_of(way.tag));
+        const auto host = static_cast<std::int64_t>(view_.host_of(way.tag));
         const bool empty = way.tag == RowCacheView::kNothing;
-        if (!empty && home >= first && home < first + count) way = ModelHead::Way();
+        if (!empty && host >= first && host < first + count) way = ModelHead::Way();
       }
     }
     expect_contents();
@@ -233,14 +233,14 @@ class CacheRun {
         place = {number(page.device), PlacedRow::kDevice};
         return;
       }
-      place = {number(page.host), PlacedRow::kHome};
+      place = {number(page.host), PlacedRow::kHost};
       const int way = head.find(view_.tag(layer, place.number));
       if (way < 0) return;
       head.heat(way, fresh);
       place = {way, PlacedRow::kCached};
     });
     for_selected([&](ModelHead& head, std::int32_t, std::int32_t, PlacedRow& place) {
-      if (place.place != PlacedRow::kHome) return;
+      if (place.place != PlacedRow::kHost) return;
       const RowCacheView::Tag tag = view_.tag(layer, place.number);
       if (const int way = head.find(tag); way >= 0) return head.heat(way, fresh);
       const int before = head.evicted;
@@ -277,10 +277,10 @@ class CacheRun {
         ASSERT_EQ(tags[at], way.tag) << "way " << at;
         ASSERT_EQ(heat[at], way.heat) << "way " << at;
         if (way.tag != RowCacheView::kNothing) {
-          const std::byte* const home = rows.host +
+          const std::byte* const host = rows.host +
                                         static_cast<std::int64_t>(head) * rows.host_stride +
-                                        static_cast<std::size_t>(view_.home_of(way.tag)) * bytes;
-          ASSERT_EQ(std::memcmp(&cached[at * bytes], home, bytes), 0) << "way " << at;
+                                        static_cast<std::size_t>(view_.host_of(way.tag)) * bytes;
+          ASSERT_EQ(std::memcmp(&cached[at * bytes], host, bytes), 0) << "way " << at;
         }
         ++at;
       }
@@ -337,7 +337,7 @@ TEST_P(RowCacheParity, OneToken) {
   for (const std::int64_t sets : {1, 3, 40}) {
     SCOPED_TRACE(::testing::Message() << sets << " sets");
     CacheRun cache(*backend_, random_, {newest_case(random_, shape(2), 900)}, sets, 200,
-                   Places::home);
+                   Places::host);
     run(cache, 6, 2);
     if (HasFatalFailure()) return;
     EXPECT_GT(cache.kept(), 0);
@@ -363,7 +363,7 @@ TEST_P(RowCacheParity, Batches) {
 // More rows than a block of a GPU looks up at a time.
 TEST_P(RowCacheParity, ManyRows) {
   CacheRun cache(*backend_, random_, {newest_case(random_, shape(1), 6000)}, 90, 4500,
-                 Places::home);
+                 Places::host);
   run(cache, 3, 1);
 }
 
@@ -372,14 +372,14 @@ TEST_P(RowCacheParity, ManyTiles) {
   if (backend_->info().name == "reference") GTEST_SKIP() << "it finds rows as the CPU does";
   std::vector<AttentionCase> cases;
   for (int i = 0; i < 8; ++i) cases.push_back(newest_case(random_, shape(8), 2000 + 50 * i));
-  CacheRun cache(*backend_, random_, cases, 200, 1400, Places::home);
+  CacheRun cache(*backend_, random_, cases, 200, 1400, Places::host);
   run(cache, 2, 1);
   if (HasFatalFailure()) return;
   EXPECT_GT(cache.hits(), 0);
 }
 
 TEST_P(RowCacheParity, ForgetsRowsThatChanged) {
-  CacheRun cache(*backend_, random_, {newest_case(random_, shape(2), 900)}, 20, 200, Places::home);
+  CacheRun cache(*backend_, random_, {newest_case(random_, shape(2), 900)}, 20, 200, Places::host);
   for (int step = 1; step <= 4; ++step) {
     cache.begin_step(step);
     cache.attend(0);

@@ -21,15 +21,15 @@ class CountingBackend : public cpu::ReferenceBackend {
 
   // Rows in host memory lie in registered memory; all other crossings are tables.
   void register_host(std::byte* data, std::size_t bytes) override {
-    homes_.push_back({data, bytes});
+    host_rows_.push_back({data, bytes});
   }
 
   bool has_device() const { return !blocks_.empty(); }
   bool on_device(const std::byte* data) const { return within(blocks_, data); }
-  bool is_home(const std::byte* data) const { return within(homes_, data); }
+  bool is_host(const std::byte* data) const { return within(host_rows_, data); }
 
   std::uint64_t rows_read = 0;
-  std::uint64_t home_rows_read = 0;
+  std::uint64_t host_rows_read = 0;
   std::uint64_t index_bytes_read = 0;
   std::uint64_t value_bytes_read = 0;  // of value tiles
   std::uint64_t host_to_device = 0;
@@ -69,7 +69,7 @@ class CountingBackend : public cpu::ReferenceBackend {
   }
 
   std::vector<Block> blocks_;
-  std::vector<Block> homes_;
+  std::vector<Block> host_rows_;
 };
 
 class CountingQueue : public cpu::ReferenceQueue {
@@ -92,7 +92,7 @@ class CountingQueue : public cpu::ReferenceQueue {
     ++counts_->rows_read;
     // Runs get their rows by copy(), which counts them. Without a device tier nothing crosses.
     if (in_run_ || !counts_->has_device() || counts_->on_device(row)) return;
-    ++counts_->home_rows_read;
+    ++counts_->host_rows_read;
     counts_->host_to_device += bytes;
   }
 
@@ -110,10 +110,10 @@ class CountingQueue : public cpu::ReferenceQueue {
  private:
   void count(const CopyParams& params) {
     for (const CopyOp& op : params.ops) {
-      if (counts_->on_device(op.from) && counts_->is_home(op.to)) {
+      if (counts_->on_device(op.from) && counts_->is_host(op.to)) {
         counts_->device_to_host += op.bytes;
       }
-      if (counts_->is_home(op.from) && counts_->on_device(op.to)) {
+      if (counts_->is_host(op.from) && counts_->on_device(op.to)) {
         counts_->host_to_device += op.bytes;
       }
     }

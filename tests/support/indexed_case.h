@@ -185,14 +185,14 @@ class IndexedCase {
     const std::size_t pages = sequences_.size() * static_cast<std::size_t>(pages_);
     const std::size_t page_bytes = kPageTokens * shape_.row_bytes();
     const std::vector<std::int32_t> on_device = shuffled(random, pages);
-    const std::vector<std::int32_t> at_home = shuffled(random, pages);
+    const std::vector<std::int32_t> at_host = shuffled(random, pages);
     std::vector<std::byte> device(heads() * pages * page_bytes, std::byte{0xff});
     std::vector<std::byte> host = device;
     std::vector<PageSlots> table(pages);
     for (std::size_t i = 0; i < pages; ++i) {
       const std::int64_t where = random.integer(0, 2);
       if (where != 1) table[i].device = on_device[i];
-      if (where != 0) table[i].host = at_home[i];
+      if (where != 0) table[i].host = at_host[i];
       const AttentionCase& c = sequences_[i / static_cast<std::size_t>(pages_)];
       const std::size_t first = i % static_cast<std::size_t>(pages_) * page_bytes;
       for (std::size_t head = 0; head < heads(); ++head) {

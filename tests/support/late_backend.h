@@ -183,7 +183,7 @@ class LateQueue : public cpu::CpuQueue {
   static void keep(Params& /*without host arrays*/, Kept& /*kept*/) {}
   static void keep(AppendParams& p, Kept& kept) {
     own(p.rows, kept);
-    own(p.home, kept);
+    own(p.host, kept);
   }
   static void keep(AttendParams& p, Kept& kept) { own(p.rows, kept); }
   static void keep(GatherParams& p, Kept& kept) { own(p.counts, kept); }

@@ -19,7 +19,7 @@ namespace sluice::testing {
 
 // The tiers that hold the pages of sequences; `either` picks device, host or both at random for
 // each page.
-enum class Places { device, home, both, either };
+enum class Places { device, host, both, either };
 
 // The newest `tokens` tokens of a sequence of length `count`.
 inline AttentionCase newest_case(Random& random, const KvShape& shape, std::int64_t count,
@@ -67,17 +67,17 @@ class PagedSequences {
     }
     std::shuffle(order_.begin(), order_.end(), random.engine());
     Pool device(random, shape_, pages);
-    Pool home(random, shape_, pages);
+    Pool host(random, shape_, pages);
     table_.resize(cases.size() * static_cast<std::size_t>(stride_));
     for (std::size_t i = 0; i < cases.size(); ++i) {
       for (std::int64_t page = 0; page < pages_of(cases[i]); ++page) {
         const bool on_device =
-            places == Places::either ? random.integer(0, 1) == 1 : places != Places::home;
-        const bool at_home = places == Places::either ? !on_device || random.integer(0, 1) == 1
+            places == Places::either ? random.integer(0, 1) == 1 : places != Places::host;
+        const bool at_host = places == Places::either ? !on_device || random.integer(0, 1) == 1
                                                       : places != Places::device;
         PageSlots& slots = table_[static_cast<std::size_t>(order_[i] * stride_ + page)];
         if (on_device) slots.device = device.put(cases[i], page);
-        if (at_home) slots.host = home.put(cases[i], page);
+        if (at_host) slots.host = host.put(cases[i], page);
       }
       for (std::int64_t t = 0; t < cases[i].tokens; ++t) {
         tokens_.push_back(
@@ -86,8 +86,8 @@ class PagedSequences {
       }
     }
     device_ = upload(backend, device.bytes());
-    home_ = backend.allocate(Tier::host, home.bytes().size());
-    std::copy(home.bytes().begin(), home.bytes().end(), home_.data());
+    host_ = backend.allocate(Tier::host, host.bytes().size());
+    std::copy(host.bytes().begin(), host.bytes().end(), host_.data());
     head_stride_ = static_cast<std::int64_t>(device.head_bytes());
     pages_ = upload(backend, table_);
     batch_ = upload(backend, tokens_);
@@ -95,7 +95,7 @@ class PagedSequences {
 
   PagedRows rows() const {
     return {device_.data(),
-            home_.data(),
+            host_.data(),
             head_stride_,
             head_stride_,
             reinterpret_cast<const PageSlots*>(pages_.data()),
@@ -163,7 +163,7 @@ class PagedSequences {
   std::vector<std::int32_t> order_;  // sequence of each case
   std::vector<PageSlots> table_;     // [cases, stride_]
   std::vector<BatchToken> tokens_;
-  Buffer device_, home_, pages_, batch_;
+  Buffer device_, host_, pages_, batch_;
 };
 
 // Queries of all cases' tokens, with padding between tokens, and buffers for results.

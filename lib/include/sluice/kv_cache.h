@@ -113,7 +113,7 @@ struct KvPlan {
   int sets() const { return dense_layers.empty() ? 1 : 2; }
   int set_of(int layer) const;
   // Room in rows of every (layer, KV head): in host memory and, by set, on the device.
-  std::int64_t home_rows() const;
+  std::int64_t host_rows() const;
   std::int64_t device_rows(int set = 0) const;
   // Bytes of a cache with every row on the device, which Sluice replaces.
   std::uint64_t dense_bytes() const;

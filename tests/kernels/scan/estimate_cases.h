@@ -85,7 +85,7 @@ class Prepared {
         page_table_(page_slots_),
         tile_table_(tile_slots_),
         on_device_(rows_bytes()),
-        at_home_(rows_bytes()),
+        at_host_(rows_bytes()),
         codes_(tiles_of(p).codes_bytes(p.kv_heads, p.head_dim)),
         scales_(tiles_of(p).scales_bytes(p.kv_heads, p.head_dim) / 2),
         bounds_(bounds_of(p).bytes(p.kv_heads, p.head_dim) / 2),
@@ -215,24 +215,24 @@ class Prepared {
     return numbers;
   }
 
-  // Pages in any order, on the device or at home or both; rows that no page has are NaN.
+  // Pages in any order, on the device or in host memory or both; rows that no page has are NaN.
   void place() {
     const std::vector<std::int32_t> device = shuffled(page_slots_);
-    const std::vector<std::int32_t> home = shuffled(page_slots_);
+    const std::vector<std::int32_t> host = shuffled(page_slots_);
     for (std::size_t i = 0; i < page_slots_; ++i) {
       const std::int64_t where = random_.integer(0, 2);
       if (where != 1) page_table_[i].device = device[i];
       if (where == 1) page_table_[i].device = PageSlots::kNone;
-      page_table_[i].host = where != 0 ? home[i] : PageSlots::kNone;
+      page_table_[i].host = where != 0 ? host[i] : PageSlots::kNone;
     }
     const std::vector<std::int32_t> tiles = shuffled(tile_slots_);
     std::copy(tiles.begin(), tiles.end(), tile_table_.data());
     std::fill_n(on_device_.data(), on_device_.size(), std::byte{0xff});
-    std::fill_n(at_home_.data(), at_home_.size(), std::byte{0xff});
+    std::fill_n(at_host_.data(), at_host_.size(), std::byte{0xff});
     std::fill_n(scales_.data(), scales_.size(), kPoison);
     std::fill_n(bounds_.data(), bounds_.size(), kPoison);
     paged_.device = on_device_.data();
-    paged_.host = at_home_.data();
+    paged_.host = at_host_.data();
     paged_.device_stride = paged_.host_stride =
         static_cast<std::int64_t>(page_slots_ * kPageTokens * row_bytes_);
     paged_.pages = page_table_.data();
@@ -431,7 +431,7 @@ class Prepared {
   Shared<PageSlots> page_table_;
   Shared<std::int32_t> tile_table_;
   Shared<std::byte> on_device_;
-  Shared<std::byte> at_home_;
+  Shared<std::byte> at_host_;
   Shared<std::byte> codes_;
   Shared<std::uint16_t> scales_;
   Shared<std::uint16_t> bounds_;

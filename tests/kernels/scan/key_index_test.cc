@@ -130,15 +130,15 @@ KeyIndexView view_of(const IndexCase& c, void* codes, void* scales, void* bounds
 enum class Source {
   device,  // follow each other, as in prefill
   host,    // likewise, in host memory
-  pages,   // in pages on the device and at home, as in a step
+  pages,   // in pages on the device and in host memory, as in a step
 };
 
 // By two steps for every page: one with its last token, and others that complete none.
 void build_steps(const IndexCase& c, const KeyIndexView& view, const std::byte* device,
-                 const std::byte* home, std::int32_t* bad, const Launch& launch) {
+                 const std::byte* host, std::int32_t* bad, const Launch& launch) {
   PagedRows rows;
   rows.device = const_cast<std::byte*>(device);
-  rows.host = const_cast<std::byte*>(home);
+  rows.host = const_cast<std::byte*>(host);
   rows.device_stride = rows.host_stride =
       c.pages * kPageTokens * static_cast<std::int64_t>(shape_of(c).row_bytes());
   rows.table_stride = kFirstPage + c.pages;

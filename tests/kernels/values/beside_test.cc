@@ -13,8 +13,8 @@
 namespace sluice::cuda {
 namespace {
 
-// The same problem's rows at home, pages of all sequences one after the other, but for the newest
-// pages, which are on the device.
+// The same problem's rows in host memory, pages of all sequences one after the other, but for the
+// newest pages, which are on the device.
 class HomeRows {
  public:
   HomeRows(const ValueProblem& problem, std::uint64_t seed)

@@ -90,12 +90,12 @@ struct Built {
 };
 
 // By a step for every page with the token that completes it, and others that complete none. Pages
-// lie on the device and at home by turns.
-void build_steps(const BuildCase& c, const ValueTilesView& view, std::byte* device, std::byte* home,
+// lie on the device and in host memory by turns.
+void build_steps(const BuildCase& c, const ValueTilesView& view, std::byte* device, std::byte* host,
                  std::int32_t* bad, const Launch& launch) {
   PagedRows rows;
   rows.device = device;
-  rows.host = home;
+  rows.host = host;
   rows.device_stride = rows.host_stride =
       c.pages * kPageTokens * static_cast<std::int64_t>(shape_of(c).row_bytes());
   rows.table_stride = kFirstPage + c.pages;
