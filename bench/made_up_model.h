@@ -7,9 +7,9 @@
 #include <memory>
 #include <span>
 
+#include "engine/config.h"
+#include "engine/decoder.h"
 #include "lib/backend.h"
-#include "model/config.h"
-#include "model/decoder.h"
 #include "offload/step/kv_session.h"
 
 namespace sluice::bench {

@@ -9,8 +9,8 @@
 #include <random>
 #include <vector>
 
-#include "model/checkpoint.h"
-#include "model/decoder.h"
+#include "engine/checkpoint.h"
+#include "engine/decoder.h"
 #include "offload/backends.h"
 #include "offload/plan/planner.h"
 #include "sluice/topology.h"

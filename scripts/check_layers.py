@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks who includes whom: lib <- {io, cpu, kernels} <- offload <- model <- tools.
+"""Checks who includes whom: lib <- {io, cpu, kernels} <- offload <- engine <- tools.
 
 - A folder includes only itself and the folders below it; io, cpu and kernels never each other.
 - Only the composition root, offload/backends.cc, sees cpu and kernels: everything else computes
@@ -29,8 +29,8 @@ ALLOWED = {
     "cpu": {"lib", "cpu"},
     "kernels": {"lib", "kernels"},
     "offload": {"lib", "io", "offload"},
-    "model": {"lib", "io", "offload", "model"},
-    "tools": {"lib", "io", "offload", "model", "tools"},
+    "engine": {"lib", "io", "offload", "engine"},
+    "tools": {"lib", "io", "offload", "engine", "tools"},
     "examples": {"examples"},
 }
 COMPOSITION_ROOT = "offload/backends.cc"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes model/unicode/tables.cc: categories, scripts and case folding of one Unicode version.
+"""Writes engine/unicode/tables.cc: categories, scripts and case folding of one Unicode version.
 
 The version is 16.0, that of Oniguruma in Hugging Face's tokenizers 0.23, because expressions in a
 tokenizer.json were made for it. Categories and scripts come from the Unicode character database
@@ -21,7 +21,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 VERSION = "16.0.0"
-OUTPUT = Path(__file__).resolve().parent.parent / "model" / "unicode" / "tables.cc"
+OUTPUT = Path(__file__).resolve().parent.parent / "engine" / "unicode" / "tables.cc"
 CODE_POINTS = [c for c in range(0x110000) if not 0xD800 <= c <= 0xDFFF]
 
 
@@ -149,7 +149,7 @@ def main() -> int:
     pairs = fold_pairs()
     parts = [
         "// Written by scripts/make_unicode_tables.py from Unicode %s.\n" % VERSION,
-        '#include "model/unicode/tables.h"\n',
+        '#include "engine/unicode/tables.h"\n',
         "namespace sluice::unicode {\nnamespace {\n",
         array("std::string_view", "kCategoryNames", [f'"{c}"' for c in categories]),
         array("std::uint32_t", "kCategories",

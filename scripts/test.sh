@@ -80,8 +80,8 @@ main() {
     # take too long under a sanitizer. Detecting uses of returned functions' variables is three
     # times slower still, so it is on only for tests whose work runs after the call that asked for
     # it.
-    build_and_test asan "quick, fuzzers" "lib io offload model fuzz" \
-      -R '^(lib|io|offload|model|fuzz)/' -E "(golden|plan_|$late)"
+    build_and_test asan "quick, fuzzers" "lib io offload engine fuzz" \
+      -R '^(lib|io|offload|engine|fuzz)/' -E "(golden|plan_|$late)"
     SLUICE_SIMULATIONS=50 ASAN_OPTIONS=$ASAN_OPTIONS:detect_stack_use_after_return=1 \
       build_and_test asan "late work" "offload" -R "$late"
     build_and_test tsan "threads" "threads" -R '^threads/'

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/calibration.h"
 #include "io/file.h"
-#include "model/calibration.h"
 #include "sluice/errors.h"
 #include "sluice/version.h"
 #include "tools/calibration.h"

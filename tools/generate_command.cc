@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/special_tokens.h"
 #include "io/spool.h"
 #include "lib/text.h"
-#include "model/special_tokens.h"
 #include "sluice/chat.h"
 #include "sluice/errors.h"
 #include "sluice/generate.h"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 r"""Records how Hugging Face's tokenizers library cuts text by split expressions. See README.md.
 
-tests/model/split_cases_test.cc cuts the same texts. Both make them by the rules here, so only
+tests/engine/split_cases_test.cc cuts the same texts. Both make them by the rules here, so only
 checksums are stored: CRC-32 of the ends of all pieces, in characters, as 32-bit little-endian.
 
 - properties: \p{..}, escapes and classes, for each plane of Unicode all its code points. A block of

@@ -1,6 +1,6 @@
 // A sluice.json: the policy stored for a preset fits the model, or there is none. Storing a policy
 // and reading it back works, unless the file has no policies and so belongs to another program.
-#include "model/calibration.h"
+#include "engine/calibration.h"
 #include "sluice/engine.h"
 #include "tests/fuzz/fuzz.h"
 

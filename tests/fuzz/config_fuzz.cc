@@ -2,7 +2,7 @@
 // bounds that ModelConfig gives.
 #include <cmath>
 
-#include "model/config.h"
+#include "engine/config.h"
 #include "tests/fuzz/fuzz.h"
 
 namespace sluice::fuzz {

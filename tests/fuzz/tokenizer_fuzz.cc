@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "model/byte_level.h"
+#include "engine/byte_level.h"
 #include "sluice/tokenizer.h"
 #include "tests/fuzz/fuzz.h"
 

@@ -64,7 +64,7 @@ class Install(unittest.TestCase):
 
     def test_static_libraries(self) -> None:
         libraries = installed(self.build, self.prefix)
-        self.assertTrue((libraries / "libsluice_model.a").exists())
+        self.assertTrue((libraries / "libsluice_engine.a").exists())
         self.expect_command_and_licence()
         self.expect_cmake_program()
 

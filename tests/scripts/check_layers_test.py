@@ -31,9 +31,9 @@ GOOD = {
     "offload/tiers/host_store.h": '#include "offload/plan/planner.h"\n',
     "offload/step/kv_pool.h": '#include "offload/tiers/host_store.h"\n',
     "offload/backends.cc": '#include "cpu/backend.h"\n#include "kernels/backend.h"\n',
-    "model/weights.cc": '#include "io/files.h"\n#include "offload/backends.h"\n',
-    "tools/main.cc": '#include "sluice/engine.h"\n#include "model/weights.h"\n',
-    "model/weights.h": "#pragma once\n",
+    "engine/weights.cc": '#include "io/files.h"\n#include "offload/backends.h"\n',
+    "tools/main.cc": '#include "sluice/engine.h"\n#include "engine/weights.h"\n',
+    "engine/weights.h": "#pragma once\n",
     "examples/generate.cc": '#include "sluice/engine.h"\n',
     "examples/scorer/signs.cu": '#include <sluice/engine.h>\n#include <cuda_fp16.h>\n',
     "tests/any_test.cc": '#include "cpu/backend.h"\n#include "kernels/backend.h"\n',
@@ -68,22 +68,22 @@ BAD = {
         '#include "offload/step/kv_pool.h"',
         "offload/tiers may not include offload/step",
     ),
-    "offload sees model": (
+    "offload sees engine": (
         "offload/backends.cc",
-        '#include "model/weights.h"',
-        "offload may not include model",
+        '#include "engine/weights.h"',
+        "offload may not include engine",
     ),
     "offload sees cpu": (
         "offload/backends.h",
         '#include "cpu/backend.h"',
         "only offload/backends.cc may include cpu",
     ),
-    "model sees cpu": (
-        "model/weights.cc",
+    "engine sees cpu": (
+        "engine/weights.cc",
         '#include "cpu/backend.h"',
         "only offload/backends.cc may include cpu",
     ),
-    "model sees tools": ("model/weights.cc", '#include "tools/main.cc"', "model may not include"),
+    "engine sees tools": ("engine/weights.cc", '#include "tools/main.cc"', "engine may not include"),
     "tools see kernels": (
         "tools/main.cc",
         '#include "kernels/backend.h"',

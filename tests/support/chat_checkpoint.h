@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "model/byte_level.h"
+#include "engine/byte_level.h"
 #include "sluice/engine.h"
 #include "tests/io/test_files.h"
 

@@ -1,0 +1,117 @@
+// Runs a Llama-family decoder over the tokens of one step.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "engine/config.h"
+#include "engine/weights.h"
+#include "lib/backend.h"
+#include "offload/step/kv_batch.h"
+#include "offload/step/kv_session.h"
+
+namespace sluice {
+
+class Decoder {
+ public:
+  Decoder(const ModelConfig& config, ModelWeights weights, Queue& queue);
+
+  // Allocates the activations for steps of up to `chunk` tokens. Call before the first step; steps
+  // allocate nothing.
+  void allocate(std::int64_t chunk);
+  bool is_allocated() const { return a_.x.data() != nullptr; }
+
+  // Runs the layers over `tokens` and appends them to `session`. Throws what the session throws.
+  void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
+
+  // Runs one token of each session of a batch and computes the logits after it; the caller ends the
+  // batch. A backend that records does so once for every kind of batch.
+  void decode(std::span<const TokenId> tokens, KvBatch& batch);
+
+  // A whole prompt under a policy whose prefill is sparse. Runs layer by layer, because every layer
+  // looks at all tokens before it attends. `stream`: prompt_bytes() in the compute tier, for the
+  // residual stream of the whole prompt. `progress` is called after every layer; if it returns
+  // false, the run ends and returns false. Then, and after an error, the session has the tokens it
+  // had before.
+  bool prompt(std::span<const TokenId> tokens, KvSession& session, const Buffer& stream,
+              const std::function<bool(double share)>& progress);
+
+  static std::uint64_t prompt_bytes(const ModelConfig& config, std::int64_t tokens);
+
+  // Logits [count, vocabulary] after tokens [first, first + count) of the last step; at most
+  // kLogitRows at a time. In host memory, valid until the next call.
+  std::span<const float> logits(std::int64_t first, std::int64_t count);
+  // Copies the logits after one token of decode() into `to`, [vocabulary].
+  void read_logits(std::int64_t token, std::span<float> to);
+  // Draws the token after each token of decode(), on the device that has the logits; see
+  // SampleParams.
+  void sample(std::span<const TokenDraw> params, std::span<SampledToken> tokens);
+
+  static constexpr std::int64_t kLogitRows = 64;
+  // Tokens that the feed-forward part takes at a time, because its activations are the largest and
+  // products of more rows are no faster.
+  static constexpr std::int64_t kFeedForwardRows = 2048;
+
+  static std::uint64_t activation_bytes(const ModelConfig& config, const Backend& backend,
+                                        std::int64_t chunk);
+  // Host memory besides, if activations are not in host memory.
+  static std::uint64_t host_bytes(const ModelConfig& config, const Backend& backend,
+                                  std::int64_t chunk);
+
+ private:
+  // Bytes of the buffers below.
+  struct ActivationBytes {
+    ActivationBytes(const ModelConfig& config, const Backend& backend, std::int64_t chunk);
+
+    std::size_t ids, x, normed, qkv, attended, lse, mixed, gate_up, product, logits;
+
+    std::uint64_t sum() const {
+      return ids + x + normed + qkv + attended + lse + mixed + gate_up + product + logits;
+    }
+  };
+  // The buffers of one step; a row per token.
+  struct Activations {
+    Buffer ids;       // [chunk] token ids
+    Buffer x;         // [chunk, hidden] f32, the residual stream
+    Buffer normed;    // [chunk, hidden] compute dtype
+    Buffer qkv;       // [chunk, (query_heads + 2 * kv_heads) * head_dim] f32
+    Buffer attended;  // [chunk, query_heads * head_dim] f32
+    Buffer lse;       // [chunk, query_heads] f32
+    Buffer mixed;     // [chunk, query_heads * head_dim] compute dtype
+    Buffer gate_up;   // [up to kFeedForwardRows, 2 * intermediate] f32
+    Buffer product;   // [up to kFeedForwardRows, intermediate] compute dtype
+    Buffer logits;    // [kLogitRows, vocabulary] f32
+  };
+
+  // Positions of tokens in their sequences: those of a batch, or consecutive ones.
+  struct Positions {
+    TokenBatch batch = {};
+    std::int64_t first = 0;
+  };
+
+  // The parts of a layer, on the residual stream x [tokens, hidden] f32.
+  void embed(std::span<const TokenId> tokens, const Matrix& x);
+  void project(int layer, const Matrix& x, const Positions& positions);
+  NewRows new_rows() const;
+  Queries queries() const;
+  void mix(int layer, const Matrix& x);
+  void feed_forward(int layer, const Matrix& x);
+  // One layer over a whole prompt, whose residual stream is `stream`.
+  void prompt_layer(int layer, const Matrix& stream, KvSession& session);
+  // Logits [count, vocabulary] after tokens [first, first + count), in the compute tier.
+  Matrix compute_logits(std::int64_t first, std::int64_t count);
+  RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;
+  void rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions);
+
+  ModelConfig config_;
+  ModelWeights weights_;
+  Queue* queue_;
+  std::vector<float> inverse_frequencies_;
+  Activations a_;
+  Buffer host_logits_;  // copy of a_.logits, if that is not in host memory
+  Buffer staged_ids_;   // [kLogitRows] token ids of decode(), in host memory
+};
+
+}  // namespace sluice

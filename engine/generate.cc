@@ -1,0 +1,222 @@
+#include "sluice/generate.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+
+#include "engine/answer_text.h"
+#include "sluice/errors.h"
+
+namespace sluice {
+namespace {
+
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// Collects the answer's text, and hands it out as it becomes certain.
+class TextStream {
+ public:
+  TextStream(const Tokenizer& tokenizer, const GenerateOptions& options, std::string& text)
+      : answer_(tokenizer, options.sampling.stop), on_text_(&options.on_text), text_(&text) {}
+
+  // Each returns true if it completed a stop string.
+  bool push(TokenId id) { return emit(answer_.push(id)); }
+  bool push_end(TokenId id) { return emit(answer_.push_end(id)); }
+  bool finish() { return !answer_.stopped() && emit(answer_.finish()); }
+
+ private:
+  bool emit(const std::string& piece) {
+    if (!piece.empty()) {
+      *text_ += piece;
+      if (*on_text_) (*on_text_)(piece);
+    }
+    return answer_.stopped();
+  }
+
+  AnswerText answer_;
+  const std::function<void(std::string_view)>* on_text_;
+  std::string* text_;
+};
+
+}  // namespace
+
+// The session of a generation. It lives as long as the generation, even if a callback ends it.
+class GeneratingSession {
+ public:
+  explicit GeneratingSession(const Session& session) : own_(session.share()) {}
+
+  Session* operator->() { return &own_; }
+  const Session& operator*() const { return own_; }
+
+  // Call at the start and after every decoded token.
+  void note_length() { length_ = own_.length(); }
+  // After a callback: false if it ended the session. Throws Error{usage} if it changed the tokens.
+  bool goes_on() const {
+    if (own_.impl_.use_count() == 1) return false;
+    if (own_.length() == length_) return true;
+    throw Error(ErrorCode::usage, "a callback changed the session whose text it was given");
+  }
+
+ private:
+  Session own_;
+  std::int64_t length_ = 0;
+};
+
+namespace {
+
+void require_room(const Session& session, std::size_t prompt, int max_tokens) {
+  const std::int64_t context = session.plan().context;
+  // The last token is never fed back, so it needs no room.
+  const std::int64_t needed = session.length() + static_cast<std::int64_t>(prompt) + max_tokens - 1;
+  if (needed <= context) return;
+  throw Error(ErrorCode::prompt, "the prompt of " + std::to_string(prompt) +
+                                     " tokens and `max_tokens` " + std::to_string(max_tokens) +
+                                     " do not fit the planned context of " +
+                                     std::to_string(context) + " tokens; raise `context` to " +
+                                     std::to_string(needed) + " or shorten the prompt");
+}
+
+// Tokens under the repetition penalty, each once because the count does not matter. Empty if there
+// is no penalty.
+std::vector<TokenId> penalized_tokens(const GenerateOptions& options,
+                                      std::span<const TokenId> prompt) {
+  if (options.sampling.repetition_penalty == 1.0) return {};
+  std::vector<TokenId> tokens = options.history;
+  tokens.insert(tokens.end(), prompt.begin(), prompt.end());
+  std::sort(tokens.begin(), tokens.end());
+  tokens.erase(std::unique(tokens.begin(), tokens.end()), tokens.end());
+  return tokens;
+}
+
+// Decodes a prompt of one token behind others, so that the result equals that of an answer that was
+// not cut off there. `progress` is called as for a prefill.
+std::optional<TokenId> decode_prompt(GeneratingSession& own, TokenId token, const Sampler& sampler,
+                                     std::span<const TokenId> history, const Progress& progress) {
+  const std::int64_t before = own->length();
+  if (!progress(0, 1) || !own.goes_on()) return {};
+  const TokenId next = own->decode(token, sampler, history);
+  own.note_length();
+  try {
+    if (!progress(1, 1) || !own.goes_on()) return {};
+  } catch (...) {
+    if (own->length() > before) own->truncate(before);
+    throw;
+  }
+  return next;
+}
+
+// Appends the prompt and draws the token after it; none if a callback stopped that.
+std::optional<TokenId> first_token(GeneratingSession& own, std::span<const TokenId> prompt,
+                                   const Sampler& sampler, std::span<const TokenId> history,
+                                   const Progress& progress) {
+  own.note_length();
+  if (prompt.size() == 1 && own->length() > 0) {
+    return decode_prompt(own, prompt[0], sampler, history, progress);
+  }
+  bool goes_on = true;
+  const std::span<const float> logits =
+      own->prefill(prompt, [&](std::int64_t done, std::int64_t of) {
+        goes_on = progress(done, of);
+        return goes_on;
+      });
+  own.note_length();
+  if (!goes_on || !own.goes_on()) return {};
+  return sampler.next(logits, history, own->length());
+}
+
+}  // namespace
+
+std::string_view to_string(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::end_of_text:
+      return "end_of_text";
+    case FinishReason::stop_string:
+      return "stop_string";
+    case FinishReason::max_tokens:
+      return "max_tokens";
+    case FinishReason::interrupted:
+      return "interrupted";
+    case FinishReason::deadline:
+      return "deadline";
+  }
+  return "unknown";
+}
+
+double Timings::prefill_rate() const {
+  return prefill_seconds > 0.0 ? static_cast<double>(prefill_tokens) / prefill_seconds : 0.0;
+}
+
+double Timings::decode_rate() const {
+  return decode_seconds > 0.0 ? static_cast<double>(decode_tokens) / decode_seconds : 0.0;
+}
+
+double Timings::seconds_per_output_token() const {
+  return decode_tokens > 0 ? decode_seconds / static_cast<double>(decode_tokens) : 0.0;
+}
+
+GenerateResult generate(const Engine& engine, Session& session, std::span<const TokenId> prompt,
+                        const GenerateOptions& options) {
+  options.sampling.validate();
+  if (prompt.empty()) throw Error(ErrorCode::prompt, "the prompt is empty; give some text");
+  require_room(session, prompt.size(), options.sampling.max_tokens);
+  const auto interrupted = [&] { return options.interrupt != nullptr && *options.interrupt; };
+
+  GenerateResult result;
+  const Sampler sampler(options.sampling);
+  TextStream stream(engine.tokenizer(), options, result.text);
+  Timings& timings = result.timings;
+  const Stopwatch total;
+  GeneratingSession own(session);
+  std::vector<TokenId> history = penalized_tokens(options, prompt);
+  sampler.require_history(options.history, static_cast<std::size_t>(engine.info().vocabulary));
+  const std::optional<TokenId> first =
+      first_token(own, prompt, sampler, history, [&](std::int64_t done, std::int64_t of) {
+        timings.prefill_tokens = done;
+        return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
+      });
+  timings.prefill_seconds = total.seconds();
+  if (!first) {
+    result.reason = FinishReason::interrupted;
+    return result;
+  }
+
+  std::vector<TokenId> eos = engine.info().eos;
+  eos.insert(eos.end(), options.end_tokens.begin(), options.end_tokens.end());
+  TokenId id = *first;
+  while (true) {
+    if (result.tokens.empty()) timings.first_token_seconds = total.seconds();
+    if (!options.ignore_eos && std::find(eos.begin(), eos.end(), id) != eos.end()) {
+      result.reason = stream.push_end(id) ? FinishReason::stop_string : FinishReason::end_of_text;
+      break;
+    }
+    result.tokens.push_back(id);
+    if (sampler.penalizes()) history.push_back(id);
+    if (stream.push(id)) {
+      result.reason = FinishReason::stop_string;
+      break;
+    }
+    if (static_cast<int>(result.tokens.size()) == options.sampling.max_tokens) break;
+    if (!own.goes_on() || interrupted()) {
+      result.reason = FinishReason::interrupted;
+      break;
+    }
+    id = own->decode(id, sampler, history);
+    own.note_length();
+    ++timings.decode_tokens;
+    if (options.on_decode) options.on_decode(*own);
+  }
+  // The token that ended the loop is never in the cache.
+  result.pending = id;
+  if (stream.finish()) result.reason = FinishReason::stop_string;
+  timings.decode_seconds = total.seconds() - timings.first_token_seconds;
+  return result;
+}
+
+}  // namespace sluice
