@@ -21,7 +21,7 @@ void copy_row(const AppendBatchParams& p, const BatchToken& token, std::int64_t 
   const PageSlots& at = p.rows.page(token.sequence, token.pages());
   const auto write = [&](std::byte* page) { std::memcpy(page + offset, row.data(), row.size()); };
   if (at.device != PageSlots::kNone) write(p.rows.in_device(head, at.device, row_bytes));
-  if (at.host != PageSlots::kNone) write(p.rows.in_host(head, at.host, row_bytes));
+  if (p.rows.is_in_host(at)) write(p.rows.in_host(head, at.host, row_bytes));
 }
 
 // Token by token, so that several tokens of one sequence add to its sums in order.

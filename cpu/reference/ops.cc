@@ -177,7 +177,7 @@ void reference_append_batch(const AppendBatchParams& p) {
       if (page.device != PageSlots::kNone) {
         std::memcpy(p.rows.in_device(h, page.device, row_bytes) + offset, row.data(), bytes);
       }
-      if (page.host != PageSlots::kNone) {
+      if (p.rows.is_in_host(page)) {
         std::memcpy(p.rows.in_host(h, page.host, row_bytes) + offset, row.data(), bytes);
       }
       if (p.sums == nullptr) continue;

@@ -56,8 +56,9 @@ __global__ void __launch_bounds__(kAppendThreads)
       p.rows.pages[self.sequence * p.rows.table_stride + self.position / kPageTokens];
   const auto row_in = [&](std::byte* pool, std::int64_t stride, std::int64_t slot) {
     const std::int64_t row = slot * kPageTokens + self.position % kPageTokens;
-    return slot == PageSlots::kNone ? nullptr
-                                    : reinterpret_cast<T*>(pool + head * stride + row * row_bytes);
+    return pool == nullptr || slot == PageSlots::kNone
+               ? nullptr
+               : reinterpret_cast<T*>(pool + head * stride + row * row_bytes);
   };
   T* const device = row_in(p.rows.device, p.rows.device_stride, page.device);
   T* const host = row_in(p.rows.host, p.rows.host_stride, page.host);

@@ -29,13 +29,14 @@ int source_of(const Policy& policy, int layer, bool evicts) {
 }  // namespace
 
 SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers,
-                                 Tier tier, RowCache* cache)
+                                 Tier tier, const SelectedRows& selected)
     : queue_(&queue),
       layout_(layout),
       scorers_(scorers),
       index_(queue, layout, scorers, tier),
       tier_(tier),
-      cache_(cache) {
+      cache_(selected.cache),
+      disk_(selected.disk) {
   Backend& backend = queue.backend();
   const SelectionBytes bytes = layout.selection_bytes();
   logits_ = backend.allocate(tier, bytes.logits);
@@ -304,6 +305,20 @@ void SparseAttention::find_rows(const Wave& wave, AttendSelectedParams& params) 
   queue_->run(find);
   params.places = find.places;
   params.cache = find.cache;
+  if (disk_ != nullptr) fetch_rows(wave, params);
+}
+
+void SparseAttention::fetch_rows(const Wave& wave, AttendSelectedParams& params) {
+  FetchWave fetch;
+  fetch.layer = wave.layer;
+  fetch.first = wave.first;
+  fetch.tokens = wave.batch.count;
+  fetch.places = cache_->places();
+  fetch.capacity = params.selected.capacity;
+  fetch.heads = params.selected.heads;
+  disk_->fetch(fetch);
+  params.rows.host = disk_->rows();
+  params.rows.host_stride = disk_->head_stride();
 }
 
 const float* SparseAttention::value_sums(const Wave& wave) const {
@@ -433,6 +448,10 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
     ++count.tokens;
     if (is_dense) entry.attended += static_cast<double>(token.count() * layout_.shape.kv_heads);
     count_rows(layer, source, number, token, count, entry);
+    if (disk_ != nullptr) {
+      disk_->require_read(number);
+      count.from_disk += disk_->read(layer, number);
+    }
     if (layout_.reports_positions) report_positions(source, number, entry);
     if (step.policy->selects(layer)) count_estimates(step, layer, number, count);
     if (step.policy->compensates(layer, Compensation::values)) {
@@ -465,6 +484,7 @@ void SparseAttention::record_rows(int layer, const Count& count, Ledger& ledger)
   ledger.record(layer, tier_, tier_, Cause::hit, {hits, hits * shape.row_bytes()});
   ledger.record(layer, Tier::host, tier_, in_place ? Cause::hit : Cause::miss,
                 {misses, misses * shape.row_bytes()});
+  ledger.record(layer, Tier::disk, Tier::host, Cause::miss, count.from_disk);
   ledger.record(layer, tier_, tier_, Cause::evict, {count.evicted, 0});
 }
 

@@ -9,6 +9,7 @@
 #include "lib/backend.h"
 #include "offload/attention/estimate_reads.h"
 #include "offload/attention/key_index.h"
+#include "offload/cache/disk_rows.h"
 #include "offload/cache/row_cache.h"
 #include "offload/tiers/block_tables.h"
 #include "offload/tiers/kv_rows.h"
@@ -25,12 +26,18 @@ struct Mask {
   std::int64_t stride = 0;
 };
 
+// Where selected rows are found that are not resident. Both outlive their user, and null stands for
+// none. Without a disk, host memory has every row; with one there is a cache, too.
+struct SelectedRows {
+  RowCache* cache = nullptr;
+  DiskRows* disk = nullptr;
+};
+
 class SparseAttention {
  public:
-  // Allocates the index and the work space of `layout` in `tier`. `cache`, if not null, must
-  // outlive this.
+  // Allocates the index and the work space of `layout` in `tier`.
   SparseAttention(Queue& queue, const IndexLayout& layout, const Scorers& scorers, Tier tier,
-                  RowCache* cache = nullptr);
+                  const SelectedRows& selected = {});
 
   KeyIndex& index() { return index_; }
   // Sums of values after each token of the batch, written by append_batch():
@@ -107,8 +114,9 @@ class SparseAttention {
   SelectParams select_params(const Policy& policy, const Wave& wave) const;
   void prune(const Policy& policy, const Wave& wave, SelectParams params);
   void attend_wave(const Policy& policy, const Wave& wave, int source, const Queries& queries);
-  // Looks up the selected rows in the cache.
+  // Looks up the selected rows in the cache, and on disk if they are there.
   void find_rows(const Wave& wave, AttendSelectedParams& params);
+  void fetch_rows(const Wave& wave, AttendSelectedParams& params);
   // Adds the tokens that are not selected, with their values from value tiles of a few bits.
   void attend_values(const Policy& policy, const Wave& wave, const AttendSelectedParams& attended);
   bool newest_apart(const Policy& policy, int layer, bool masked) const;
@@ -129,6 +137,7 @@ class SparseAttention {
     std::uint64_t misses = 0;
     std::uint64_t evicted = 0;
     std::uint64_t value_pages = 0;
+    Traffic from_disk;
     std::int64_t tokens = 0;
   };
   void count_rows(int layer, int source, std::int64_t number, const BatchToken& token, Count& count,
@@ -146,6 +155,7 @@ class SparseAttention {
   KeyIndex index_;
   Tier tier_;
   RowCache* cache_;
+  DiskRows* disk_;
   Buffer logits_;            // [wave, query_heads, context]
   Buffer digest_;            // of logits_
   Buffer page_weights_;      // of digest_

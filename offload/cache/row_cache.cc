@@ -45,12 +45,17 @@ void RowCache::advance() {
 
 // Consecutive blocks are forgotten together, because each forget scans the whole cache.
 void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
-                     std::int64_t end) {
+                     std::int64_t end, const ForgetBlocks& also) {
   const auto block_of = [&](std::int64_t page) { return tables.page(sequence, page).host; };
   const std::int64_t first_page = first / kPageTokens;
   const std::int64_t last_page = (end - 1) / kPageTokens;
   std::int64_t from = 0;
   std::int64_t count = 0;
+  const auto forget_run = [&] {
+    if (count == 0) return;
+    if (also) also(from, count);
+    forget(from, count);
+  };
   // If something throws before the end, the next step clears the cache, so stale rows are never
   // found.
   const bool was_filling = std::exchange(is_filling_, true);
@@ -59,13 +64,13 @@ void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int6
     if (!selectable_[static_cast<std::size_t>(block)]) continue;
     selectable_[static_cast<std::size_t>(block)] = false;
     if (block != from + count) {
-      forget(from, count);
+      forget_run();
       from = block;
       count = 0;
     }
     ++count;
   }
-  forget(from, count);
+  forget_run();
   is_filling_ = was_filling;
   for (std::int64_t page = std::max<std::int64_t>(first_page - 1, 0); page < last_page; ++page) {
     selectable_[static_cast<std::size_t>(block_of(page))] = true;
@@ -73,7 +78,6 @@ void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int6
 }
 
 void RowCache::forget(std::int64_t first_block, std::int64_t blocks) {
-  if (blocks == 0) return;
   ForgetRowsParams params;
   params.shape = shape_;
   params.cache = view();

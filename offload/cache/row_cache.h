@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "lib/backend.h"
@@ -10,6 +11,9 @@
 #include "offload/tiers/block_tables.h"
 
 namespace sluice {
+
+// Called with the first and the number of blocks whose cached rows are no longer valid.
+using ForgetBlocks = std::function<void(std::int64_t first, std::int64_t blocks)>;
 
 class RowCache {
  public:
@@ -27,9 +31,9 @@ class RowCache {
   void begin_filling() { is_filling_ = true; }
   void end_filling() { is_filling_ = false; }
   // Call before tokens [first, end) of a sequence are written; their blocks are in the tables. No
-  // step selects them until a page later than theirs begins.
-  void write(const BlockTables& tables, std::int32_t sequence, std::int64_t first,
-             std::int64_t end);
+  // step selects them until a page later than theirs begins. `also` forgets them elsewhere.
+  void write(const BlockTables& tables, std::int32_t sequence, std::int64_t first, std::int64_t end,
+             const ForgetBlocks& also = {});
   // Forgets everything.
   void clear();
 

@@ -85,7 +85,7 @@ void require_host_memory(const KvPlan& plan, Backend& backend) {
   if (needed <= account.cap()) {
     const ThreadWork work = {
         plan.shape, plan.context, step_tokens(plan), {}, plan.listed_blocks > 0};
-    const std::uint64_t device = on_device ? 0 : plan.device_bytes;
+    const std::uint64_t device = on_device || plan.device_in_host ? 0 : plan.device_bytes;
     return require_memory(plan.host_bytes + device + backend.thread_bytes(work), Counted::all,
                           "the plan needs", "shorten `context`, or raise the limit");
   }
@@ -111,15 +111,26 @@ KvPlan plan_cache(const KvConfig& config, Backend& backend) {
     request.beside = account.used() + staging;
     request.device_cap = account.cap();
   }
-  KvPlan plan = plan_kv(request);
-  const std::uint64_t own =
-      on_device ? CallerArrays::compute_bytes(config.shape, step_tokens(plan)) : 0;
-  const std::uint64_t host = CallerArrays::host_bytes(info, config.shape, step_tokens(plan));
-  plan.staging_bytes = own + host;
-  plan.device_bytes += own;
-  plan.host_bytes += host;
-  require_host_memory(plan, backend);
-  return plan;
+  const auto with_arrays = [&](KvPlan plan) {
+    const std::uint64_t own =
+        on_device ? CallerArrays::compute_bytes(config.shape, step_tokens(plan)) : 0;
+    const std::uint64_t host = CallerArrays::host_bytes(info, config.shape, step_tokens(plan));
+    plan.staging_bytes = own + host;
+    plan.device_bytes += own;
+    plan.host_bytes += host;
+    return plan;
+  };
+  const auto disk = [&] {
+    const MemoryAccount& account = backend.account(Tier::host);
+    const std::uint64_t taken =
+        account.used() + CallerArrays::host_bytes(info, config.shape, step_tokens(free));
+    std::optional<std::uint64_t> room;
+    if (config.host_memory) room = account.cap() - std::min(account.cap(), taken);
+    return disk_room(*config.disk, room, taken);
+  };
+  return with_arrays(
+      plan_with_disk(request, config.disk.has_value(), disk,
+                     [&](const KvPlan& plan) { require_host_memory(with_arrays(plan), backend); }));
 }
 
 const auto& of(const auto& impl) {
@@ -132,7 +143,10 @@ const auto& of(const auto& impl) {
 KvCache::Impl::Impl(const KvConfig& config, std::unique_ptr<Backend> owned,
                     std::unique_ptr<Queue> queue, const KvPlan& plan)
     : backend(std::move(owned)),
-      pool(std::make_shared<KvPool>(std::move(queue), plan, config.policies, config.scorers)),
+      pool(std::make_shared<KvPool>(
+          std::move(queue), plan, config.policies, config.scorers, HostAttender(),
+          DiskSource{config.disk ? config.disk->directories
+                                 : std::vector<std::filesystem::path>()})),
       arrays(pool->queue(), plan.shape, step_tokens(plan), query_factor(config)),
       waits(config.stream == nullptr) {
   leaving.reserve(static_cast<std::size_t>(plan.sequences));

@@ -7,6 +7,8 @@
 #include "lib/backend/kv_ops.h"
 #include "lib/backend/row_cache.h"
 #include "lib/bytes.h"
+#include "lib/process_limits.h"
+#include "offload/plan/disk_layout.h"
 #include "offload/plan/index_layout.h"
 #include "offload/plan/prefill_bytes.h"
 #include "sluice/batch.h"
@@ -89,8 +91,8 @@ KvPlan smallest(KvPlan plan, bool tails, std::int64_t chunk) {
   plan.chunk = chunk;
   // The step's rows are attended together with the unfinished page before them.
   plan.window_tokens = chunk + (tails ? kPageTokens - 1 : 0);
-  // Page lists need whole pages.
-  plan.stream_tokens = plan.listed_blocks > 0 ? kPageTokens : kMinStreamTokens;
+  // Page lists need whole pages, and so do reads from disk.
+  plan.stream_tokens = plan.listed_blocks > 0 || plan.on_disk ? kPageTokens : kMinStreamTokens;
   return plan;
 }
 
@@ -196,7 +198,9 @@ KvPlan dense_in(KvPlan plan, std::uint64_t room) {
 // some; an explicit `row_cache` comes first.
 KvPlan widen(KvPlan plan, std::uint64_t cap, const CacheWish& wish,
              std::optional<std::uint64_t> cache_memory) {
-  for (std::int64_t tokens = kMaxStreamTokens; tokens > kMinStreamTokens; tokens /= 2) {
+  // The disk's streaming buffers were chosen together with their host memory.
+  const std::int64_t most = plan.on_disk ? 0 : kMaxStreamTokens;
+  for (std::int64_t tokens = most; tokens > kMinStreamTokens; tokens /= 2) {
     KvPlan wider = plan;
     wider.stream_tokens = tokens;
     if (total_of(wider) - total_of(plan) > (cap - total_of(plan)) / kStreamShare) continue;
@@ -280,6 +284,10 @@ std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows) {
 
 namespace {
 
+std::uint64_t host_row_bytes(const KvPlan& plan) {
+  return regions_of(plan.shape) * host_region_bytes(plan.shape, plan.host_rows());
+}
+
 // The parts of a plan that do not depend on the caps.
 KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   KvPlan plan;
@@ -296,8 +304,7 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.index_bytes = layout.index_bytes();
   plan.work_bytes = layout.selection_bytes().sum();
   plan.table_bytes = layout.table_bytes();
-  plan.host_bytes = regions_of(request.shape) * host_region_bytes(request.shape, plan.host_rows()) +
-                    layout.host_bytes();
+  plan.host_bytes = host_row_bytes(plan) + layout.host_bytes();
   if (layout.lists_pages) {
     plan.listed_blocks = PageLists::blocks_of(plan.chunk);
     const ListedPageBytes bytes(plan);
@@ -351,7 +358,127 @@ KvPlan all_resident(KvPlan plan) {
                                      beside + index);
 }
 
+// Throws for policies that read rows where only a disk may have them.
+void require_rows_may_leave(const KvRequest& request) {
+  const auto require = [](bool holds, const Policy& policy, const std::string& why) {
+    if (holds) return;
+    throw Error(ErrorCode::unsupported, "the policy '" + to_string(policy) + "' " + why +
+                                            ", so its rows cannot lie on disk; raise "
+                                            "`host_memory` or take another policy");
+  };
+  for (const Policy& policy : request.policies) {
+    require(policy.prefill.tau == 0.0, policy, "gathers rows of a whole prompt");
+    const Scorer& scorer = request.scorers->at(policy.select);
+    require(!scorer.reads_rows(), policy, "reads the keys of all rows to select");
+    require(own_scorers().has(scorer), policy, "has a scorer that may read any row");
+  }
+}
+
+// The caps of a plan on disk. The device tier may be a part of host memory.
+struct DiskCaps {
+  std::uint64_t host = 0;
+  std::uint64_t device = 0;
+  bool is_shared = false;  // the host's cap covers both
+
+  std::uint64_t device_left(std::uint64_t host_bytes) const {
+    return is_shared ? host - std::min(host, host_bytes) : device;
+  }
+};
+
+std::uint64_t host_total(const KvPlan& base, const KvPlan& plan) {
+  return base.host_bytes + DiskHostBytes(plan).sum();
+}
+
+// The longest steps, then the longest reads, whose buffers leave half of the caps to rows; else the
+// largest that fit; nothing if none do. Every step of a prompt reads all earlier rows again, so its
+// length decides how much is read.
+std::optional<KvPlan> fit_on_disk(const KvPlan& base, const DiskCaps& caps) {
+  std::optional<KvPlan> largest;
+  const std::int64_t least = least_chunk(base, true);
+  for (std::int64_t chunk = base.chunk;; chunk = std::max(chunk / 2, least)) {
+    KvPlan plan = smallest(base, true, chunk);
+    if (needs_tails(plan)) plan.cache_rows = RowCacheView::kWays;
+    for (plan.stream_tokens = kMaxStreamTokens; plan.stream_tokens >= kPageTokens;
+         plan.stream_tokens /= 2) {
+      const std::uint64_t host = host_total(base, plan);
+      const std::uint64_t device = total_of(plan);
+      if (host > caps.host || device > caps.device_left(host)) continue;
+      if (!largest) largest = plan;
+      if (host <= caps.host / 2 && device <= caps.device_left(host) / 2) return plan;
+    }
+    if (chunk == least) return largest;
+  }
+}
+
+// Spends what is left of the host cap on rows that are selected often.
+KvPlan cached_on_host(KvPlan plan, std::uint64_t room) {
+  if (plan.placed_rows == 0) return plan;
+  const std::uint64_t before = DiskHostBytes(plan).sum();
+  plan.host_cache_rows = RowCacheView::kWays;
+  const std::uint64_t of_set = DiskHostBytes(plan).sum() - before;
+  const std::int64_t all = plan.blocks * kPageTokens * plan.shape.layers;
+  const auto sets = std::min(static_cast<std::int64_t>(room / of_set),
+                             (all + RowCacheView::kWays - 1) / RowCacheView::kWays);
+  plan.host_cache_rows = sets * RowCacheView::kWays;
+  return plan;
+}
+
+[[noreturn]] void throw_no_host_memory(const KvPlan& base, const DiskCaps& caps) {
+  KvPlan plan = smallest(base, true, least_chunk(base, true));
+  if (needs_tails(plan)) plan.cache_rows = RowCacheView::kWays;
+  const std::uint64_t host = host_total(base, plan);
+  const std::uint64_t device = total_of(plan);
+  const std::string least = format_bytes(host + (caps.is_shared ? device : 0));
+  throw Error(ErrorCode::memory,
+              "with all rows on disk a session still needs " + least + " of host memory" +
+                  (caps.is_shared ? "" : " and " + format_bytes(device) + " of `device_memory`") +
+                  ", and there are " + format_bytes(caps.host) +
+                  (caps.is_shared ? "" : " and " + format_bytes(caps.device)) +
+                  "; shorten `context` or raise the cap");
+}
+
+KvPlan plan_on_disk(KvPlan base, const KvRequest& request, const IndexLayout& layout) {
+  require_rows_may_leave(request);
+  base.host_bytes -= host_row_bytes(base);
+  base.on_disk = true;
+  base.disk_directories = request.disk->directories;
+  base.disk_bytes = DiskLayout(base).bytes();
+  if (base.disk_bytes > request.disk->bytes) {
+    throw Error(ErrorCode::memory, "`disk` " + format_bytes(request.disk->bytes) +
+                                       " is too small: the rows of " + std::to_string(base.tokens) +
+                                       " tokens take " + format_bytes(base.disk_bytes));
+  }
+  if (!RowCacheView::fits(base.shape.layers, base.blocks * kPageTokens)) {
+    throw Error(ErrorCode::unsupported, "the rows of " + std::to_string(base.tokens) +
+                                            " tokens are more than 2^32, too many for a disk");
+  }
+  const DiskCaps caps = {request.disk->host_cap, room_of(request), !request.device_cap};
+  const std::optional<KvPlan> fitted = fit_on_disk(base, caps);
+  if (!fitted) throw_no_host_memory(base, caps);
+  const std::uint64_t host = host_total(base, *fitted);
+  CacheWish wish = cache_wish(base, request, layout);
+  wish.rows = std::max<std::int64_t>(wish.rows, fitted->cache_rows);
+  KvPlan plan = widen(*fitted, caps.device_left(host), wish, request.cache_memory);
+  if (!caps.is_shared) plan = cached_on_host(plan, caps.host - host);
+  plan.device_bytes = total_of(plan);
+  plan.device_in_host = caps.is_shared;
+  plan.host_bytes = host_total(base, plan) + (caps.is_shared ? plan.device_bytes : 0);
+  return plan;
+}
+
 }  // namespace
+
+DiskRoom disk_room(const DiskConfig& disk, std::optional<std::uint64_t> host_room,
+                   std::uint64_t taken) {
+  if (disk.directories.empty()) throw Error(ErrorCode::usage, "`disk` names no directory");
+  std::uint64_t left = UINT64_MAX;
+  for (const MemoryLimit& limit : process_limits().memory) left = std::min(left, limit.left);
+  DiskRoom room;
+  room.directories = static_cast<int>(disk.directories.size());
+  room.bytes = disk.bytes.value_or(UINT64_MAX);
+  room.host_cap = host_room.value_or((left - std::min(left, taken)) / 2);
+  return room;
+}
 
 void require_context(std::int64_t tokens) {
   if (tokens >= 1 && tokens <= kMaxContext) return;
@@ -363,6 +490,7 @@ KvPlan plan_kv(const KvRequest& request) {
   validate(request);
   const IndexLayout layout = plan_index(request);
   KvPlan plan = uncapped(request, layout);
+  if (request.disk) return plan_on_disk(std::move(plan), request, layout);
   if (!request.device_cap && request.attends_host_rows) {
     plan.in_place = true;
     if (layout.zipvl) plan.compact_rows = std::min(kHostCompactRows, request.context);

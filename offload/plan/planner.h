@@ -6,11 +6,21 @@
 #include <span>
 
 #include "lib/backend/index_ops.h"
+#include "sluice/errors.h"
 #include "sluice/kv_cache.h"
 #include "sluice/policy.h"
 #include "sluice/scorer.h"
 
 namespace sluice {
+
+// Where a plan may put rows that host memory does not hold.
+struct DiskRoom {
+  int directories = 1;
+  std::uint64_t bytes = UINT64_MAX;
+  // Host memory for rows on their way; without a device cap, for the device tier, too, which is
+  // host memory then.
+  std::uint64_t host_cap = 0;
+};
 
 // Requirements on a pool of sequences.
 struct KvRequest {
@@ -35,6 +45,7 @@ struct KvRequest {
   // The host attends to part of the rows only in host memory; see
   // offload/attention/host_attention.h.
   bool host_attention = false;
+  std::optional<DiskRoom> disk = std::nullopt;  // set: rows that are not resident lie on disk
 };
 
 // Bytes that KvPool allocates for rows in the device tier; without a device that is host memory.
@@ -83,9 +94,31 @@ constexpr bool is_known(DType dtype) { return dtype <= DType::bf16; }
 // Throws Error{usage} unless a plan may have a context of `tokens` tokens.
 void require_context(std::int64_t tokens);
 
-// Throws Error{usage} for a shape, context or policy out of range, Error{memory} if `device_cap` is
-// too small to run at all.
+// Throws Error{usage} for a shape, context or policy out of range, Error{memory} if a cap is too
+// small to run at all, Error{unsupported} for a policy that cannot leave its rows on disk.
 KvPlan plan_kv(const KvRequest& request);
+
+// Plans without a disk, and if memory does not suffice for that, with the one that `disk` returns.
+// `accept` throws Error{memory} for a plan that does not fit what the caller knows of.
+template <class Disk, class Accept>
+KvPlan plan_with_disk(KvRequest request, bool has_disk, Disk disk, Accept accept) {
+  try {
+    const KvPlan plan = plan_kv(request);
+    accept(plan);
+    return plan;
+  } catch (const Error& error) {
+    if (!has_disk || error.code() != ErrorCode::memory) throw;
+  }
+  request.disk = disk();
+  const KvPlan plan = plan_kv(request);
+  accept(plan);
+  return plan;
+}
+
+// The room of a disk for sessions that may take `host_room` bytes of host memory; unset: half of
+// what the limits of the process leave beside `taken` bytes.
+DiskRoom disk_room(const DiskConfig& disk, std::optional<std::uint64_t> host_room,
+                   std::uint64_t taken);
 
 // Bytes of a region's rows, rounded to the host store's commit unit.
 std::uint64_t host_region_bytes(const KvShape& shape, std::int64_t rows);

@@ -33,6 +33,34 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
   pool_->queue().copy({&op, 1});
   beside_ = find_beside();
   if (pool_->cache() != nullptr) pool_->cache()->advance();
+  if (pool_->disk_rows() != nullptr) pool_->disk_rows()->begin_step();
+  begin_runs();
+}
+
+// Not for several tokens of one sequence, which are one run of the session's.
+void DecodeStep::begin_runs() {
+  runs_.clear();
+  const KvPlan& plan = pool_->plan();
+  const bool is_run = tokens_.size() > 1 && tokens_[0].sequence == tokens_[1].sequence;
+  if (!plan.on_disk || is_run) return;
+  bool streams = false;
+  for (int layer = 0; layer < plan.shape.layers; ++layer) streams = streams || is_dense(layer);
+  if (!streams) return;
+  for (const BatchToken& token : tokens_) {
+    runs_.emplace_back(*pool_).begin(token.sequence, {token.position, 1}, {});
+  }
+}
+
+void DecodeStep::attend_runs(int layer, const Queries& queries) {
+  const KvShape& shape = pool_->plan().shape;
+  for (std::size_t i = 0; i < runs_.size(); ++i) {
+    const auto token = static_cast<std::int64_t>(i);
+    Queries own = queries;
+    own.q += token * queries.stride;
+    own.out += token * shape.query_heads * shape.head_dim;
+    own.lse += token * shape.query_heads;
+    runs_[i].attend(layer, own);
+  }
 }
 
 // Null for several tokens of one sequence, because they go through a TokenRun in dense layers.
@@ -95,6 +123,10 @@ void DecodeStep::attend(int layer, const Queries& queries) {
     return pool_->sparse()->attend(policy(layer), layer, batch(), queries, pool_->rows(layer),
                                    mask);
   }
+  if (!runs_.empty()) {
+    attend_runs(layer, queries);
+    return select(layer, queries);
+  }
   AttendBatchParams params;
   params.q = queries.q;
   params.q_stride = queries.stride;
@@ -125,6 +157,7 @@ void DecodeStep::issue_report() {
 
 // Counts a dense layer's rows by the tables; rows in a gap are attended in host memory.
 void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) const {
+  if (!runs_.empty()) return record_streamed(layer, number, ledger);
   const KvShape& shape = pool_->plan().shape;
   const Tier tier = pool_->tier();
   const BatchToken& token = tokens_[number];
@@ -143,6 +176,17 @@ void DecodeStep::record_dense(int layer, std::size_t number, Ledger& ledger) con
   if (gap.count() == 0) return;
   ledger.record(layer, Tier::host, Tier::host, Cause::hit,
                 traffic_of(shape, beside_->reads(shape.group()) * gap.count()));
+}
+
+void DecodeStep::record_streamed(int layer, std::size_t number, Ledger& ledger) const {
+  const KvShape& shape = pool_->plan().shape;
+  const BatchToken& token = tokens_[number];
+  const std::int64_t resident =
+      pool_->tables().resident_rows(token.sequence, token.count(), pool_->set_of(layer));
+  const Traffic misses = traffic_of(shape, token.count() - resident);
+  ledger.record(layer, Tier::device, Tier::device, Cause::hit, traffic_of(shape, resident));
+  ledger.record(layer, Tier::host, Tier::device, Cause::miss, misses);
+  ledger.record(layer, Tier::disk, Tier::host, Cause::miss, misses);
 }
 
 StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "offload/step/kv_pool.h"
+#include "offload/step/token_run.h"
 #include "offload/tiers/kv_rows.h"
 #include "sluice/selection.h"
 
@@ -41,6 +42,10 @@ class DecodeStep {
   // Returns true if finish() reads results of the backend, which must then be waited for.
   bool reports() const { return pool_->sparse() != nullptr || beside_ != nullptr; }
 
+  // False if the host has to take part between the step's operations, so that it cannot be
+  // recorded: a dense layer's rows stream from disk.
+  bool is_recordable() const { return runs_.empty(); }
+
   // The tokens where the backend reads them.
   TokenBatch batch() const;
 
@@ -51,6 +56,10 @@ class DecodeStep {
   // Host attention, or null if the host does not attend in this step.
   HostAttention* find_beside() const;
   void record_dense(int layer, std::size_t number, Ledger& ledger) const;
+  void record_streamed(int layer, std::size_t number, Ledger& ledger) const;
+  // Runs of one token each, if dense layers have rows on disk.
+  void begin_runs();
+  void attend_runs(int layer, const Queries& queries);
   // The policy as this layer has it.
   const Policy& policy(int layer) const;
 
@@ -60,6 +69,7 @@ class DecodeStep {
   std::vector<Policy> by_layer_;  // of *policy_, if layers differ
   std::int64_t capacity_ = 0;
   HostAttention* beside_ = nullptr;
+  std::vector<TokenRun> runs_;  // by token, see begin_runs()
 };
 
 }  // namespace sluice

@@ -33,6 +33,7 @@ class KvBatch {
   // Returns an error for each session that failed: that session cannot go on, the others can.
   std::vector<std::optional<Error>> end();
 
+  bool is_recordable() const { return step_.is_recordable(); }
   TokenBatch tokens() const { return step_.batch(); }
   Queue& queue() const { return pool_->queue(); }
   std::int64_t count() const { return static_cast<std::int64_t>(sessions_.size()); }

@@ -38,24 +38,30 @@ BlockLimits limits_of(const KvPlan& plan, const IndexLayout& layout) {
   limits.resident_blocks = {blocks_of(plan.resident_tokens)};
   if (plan.sets() > 1) limits.resident_blocks.push_back(blocks_of(plan.dense_resident_tokens));
   limits.pins_newest = plan.tails;
+  limits.reports_lost_slots = plan.on_disk;
   return limits;
 }
 
 }  // namespace
 
 KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies,
-               const Scorers& scorers, const HostAttender& attender)
+               const Scorers& scorers, const HostAttender& attender, const DiskSource& disk)
     : queue_(std::move(queue)),
       transfer_(queue_->make_sibling({.computes = false})),
       plan_(plan),
       policies_(policies.begin(), policies.end()),
       tables_(limits_of(plan, layout_of(queue_->backend(), plan, policies, scorers))),
-      host_(queue_->backend(), plan.shape, plan.host_rows()),
       layout_(layout_of(queue_->backend(), plan, policies, scorers)) {
   Backend& backend = queue_->backend();
   check(plan.in_place || plan.resident_tokens >= plan.host_rows() || plan.stream_tokens > 0,
         "a plan that neither holds nor streams its rows");
+  check(!plan.on_disk || plan.tails, "a plan on disk without the newest pages on the device");
   if (policies_.empty()) policies_.emplace_back();
+  if (plan.on_disk) {
+    disk_ = std::make_unique<DiskPages>(*transfer_, plan, disk);
+  } else {
+    host_ = std::make_unique<HostStore>(backend, plan.shape, plan.host_rows());
+  }
   std::int64_t before = 0;
   for (int layer = 0; layer < plan_.shape.layers; ++layer) {
     sets_.push_back(plan_.set_of(layer));
@@ -71,7 +77,9 @@ KvPool::KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const
   tokens_ = backend.allocate(tier(), layout_.token_bytes());
   if (plan.cache_rows > 0) cache_ = std::make_unique<RowCache>(*queue_, plan);
   if (layout_.selects()) {
-    sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier(), cache_.get());
+    if (plan.on_disk) disk_rows_ = std::make_unique<DiskRows>(*queue_, plan, *disk_);
+    sparse_ = std::make_unique<SparseAttention>(*queue_, layout_, scorers, tier(),
+                                                SelectedRows{cache_.get(), disk_rows_.get()});
     sparse_->index().use_table(reinterpret_cast<const std::int32_t*>(tiles_.data()));
   }
   if (layout_.zipvl) {
@@ -124,7 +132,14 @@ std::int32_t KvPool::fork(std::int32_t sequence) {
   return child;
 }
 
-void KvPool::close(std::int32_t sequence) noexcept { tables_.close(sequence); }
+void KvPool::close(std::int32_t sequence) noexcept {
+  tables_.close(sequence);
+  if (disk_ == nullptr) return;
+  try {
+    write_lost(PageSlots::kNone, nullptr);
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): who reads the pages is told
+  }
+}
 
 void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
                       std::int64_t length) {
@@ -132,14 +147,50 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
     for (int layer = 0; layer < plan_.shape.layers; ++layer) {
       const std::int64_t from = ends[static_cast<std::size_t>(layer)];
       if (from == length) continue;
-      for (const RowRun& run : host_runs(tables_, sequence, length, from)) {
-        sparse_->index().add_values(layer, sequence, spans(layer, run), true);
-      }
+      subtract_values(layer, sequence, length, from);
       sparse_->index().truncate(layer, sequence, from, length, rows(layer));
     }
   }
   if (important_ != nullptr) important_->rewind(sequence, length);
   tables_.truncate(sequence, length);
+  if (disk_ != nullptr) write_lost(PageSlots::kNone, nullptr);
+}
+
+// Takes the values of tokens [first, end) off the sums of the sequence.
+void KvPool::subtract_values(int layer, std::int32_t sequence, std::int64_t first,
+                             std::int64_t end) {
+  KeyIndex& index = sparse_->index();
+  if (disk_ == nullptr) {
+    for (const RowRun& run : host_runs(tables_, sequence, first, end)) {
+      index.add_values(layer, sequence, spans(layer, run), true);
+    }
+    return;
+  }
+  if (index.value_sums(layer) == nullptr) return;
+  for (const RowRun& run : nearest_runs(tables_, sequence, first, end, set_of(layer))) {
+    if (run.place == RowPlace::device) {
+      index.add_values(layer, sequence, spans(layer, run), true);
+      continue;
+    }
+    // Page by page, because the parts of a run have to begin with a page to be read.
+    for (std::int64_t at = run.first; at < run.end();) {
+      const std::int64_t page = at / kPageTokens * kPageTokens;
+      const std::int64_t next = std::min(run.end(), page + kPageTokens);
+      const std::int64_t skipped = at - page;
+      const RowRun whole = {RowPlace::host, page, next - page,
+                            run.number + at - run.first - skipped};
+      disk_->begin_read(0, layer, whole);
+      disk_->end_read(0);
+      std::vector<RowSpan> rows = disk_->spans(0, whole);
+      for (RowSpan& span : rows) {
+        span.rows += static_cast<std::size_t>(skipped) * plan_.shape.row_bytes();
+        span.count -= skipped;
+      }
+      index.add_values(layer, sequence, rows, true);
+      queue_->synchronize();  // the buffer is read again
+      at = next;
+    }
+  }
 }
 
 std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t first, std::int64_t end,
@@ -170,10 +221,30 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   settle();  // copies of a step that failed
   kept_rows_ = false;
   const BlockTables::Writing writing = tables_.write(sequence, first, end);
-  const std::int64_t rows = rows_in_host(sequence, first, end);
+  if (disk_ == nullptr) {
+    make_room_on_host(writing, sequence, first, rows_in_host(sequence, first, end), by_layers);
+  } else {
+    // The page that the new tokens continue is written once it is complete.
+    const bool continues = first % kPageTokens != 0;
+    write_lost(continues ? tables_.page(sequence, first / kPageTokens).host : PageSlots::kNone,
+               &ledger);
+  }
+  if (cache_ != nullptr) {
+    cache_->write(tables_, sequence, first, end, [&](std::int64_t from, std::int64_t blocks) {
+      if (disk_rows_ != nullptr) disk_rows_->forget(from, blocks);
+    });
+  }
+  for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
+  for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
+  publish();
+  return writing.begun;
+}
+
+void KvPool::make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
+                               std::int64_t first, std::int64_t rows, bool by_layers) {
   try {
     // Pages copied now need host memory in all layers.
-    by_layers&& writing.blocks.empty() ? host_.charge(rows) : host_.grow(rows);
+    by_layers&& writing.blocks.empty() ? host_->charge(rows) : host_->grow(rows);
   } catch (...) {
     tables_.truncate(sequence, first);
     // Pages and tiles that were not copied are not where the tables now say.
@@ -181,16 +252,36 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
     throw;
   }
   host_used_ = std::max(host_used_, rows);
-  if (cache_ != nullptr) cache_->write(tables_, sequence, first, end);
-  for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);
-  for (const TileCopy& copy : writing.tiles) sparse_->index().copy_tile(copy.from, copy.to);
-  publish();
-  return writing.begun;
+}
+
+void KvPool::write_lost(std::int32_t but, Ledger* ledger) {
+  const std::vector<LostSlot> lost = tables_.take_lost_slots();
+  if (lost.empty()) return;
+  disk_->wait_for(*queue_);
+  for (int layer = 0; layer < plan_.shape.layers; ++layer) {
+    const int set = set_of(layer);
+    std::vector<DevicePage> pages;
+    for (const LostSlot& at : lost) {
+      if (at.set != set || at.block == but) continue;
+      pages.push_back(
+          {at.block, on_device(layer, 0, at.slot * std::int64_t{kPageTokens}), device_stride(set)});
+    }
+    disk_->write(layer, pages);
+    if (ledger == nullptr) continue;
+    const auto rows = static_cast<std::int64_t>(pages.size()) * kPageTokens;
+    record_written(layer, rows, *ledger);
+  }
+}
+
+void KvPool::record_written(int layer, std::int64_t rows, Ledger& ledger) const {
+  const Traffic traffic = traffic_of(plan_.shape, rows);
+  ledger.record(layer, Tier::device, Tier::host, Cause::write_back, traffic);
+  ledger.record(layer, Tier::host, Tier::disk, Cause::write_back, traffic);
 }
 
 void KvPool::grow_ahead(std::int64_t rows) noexcept {
   try {
-    host_.grow_to(std::min(plan_.host_rows(), host_used_ + rows));
+    if (host_ != nullptr) host_->grow_to(std::min(plan_.host_rows(), host_used_ + rows));
   } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the write that needs it reports
   }
 }
@@ -202,6 +293,10 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
   const bool fetches = on_device && copy.from.device == PageSlots::kNone;
   for (int layer = 0; layer < plan_.shape.layers; ++layer) {
     if (set_of(layer) != copy.set) continue;
+    if (disk_ != nullptr) {
+      copy_block_of(layer, copy, ledger);
+      continue;
+    }
     std::vector<CopyOp> ops;
     for (int head = 0; head < plan_.shape.kv_heads; ++head) {
       const std::byte* const from_host = host(layer, head, copy.from.host * kPageTokens);
@@ -220,6 +315,30 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
                     traffic_of(plan_.shape, copy.rows));
     }
   }
+}
+
+// The same where a disk has the rows that are not resident.
+void KvPool::copy_block_of(int layer, const BlockCopy& copy, Ledger& ledger) {
+  if (copy.to.device == PageSlots::kNone) return;
+  const auto to = [&](int head) {
+    return on_device(layer, head, copy.to.device * std::int64_t{kPageTokens});
+  };
+  if (copy.from.device == PageSlots::kNone) {
+    const RowRun run = {RowPlace::host, 0, copy.rows, copy.from.host * std::int64_t{kPageTokens}};
+    disk_->begin_read(0, layer, run);
+    disk_->end_read(0);
+    queue_->copy(disk_->copies(0, run, to));
+    queue_->synchronize();  // the buffer is read again
+    ledger.record(layer, Tier::disk, Tier::host, Cause::miss, traffic_of(plan_.shape, copy.rows));
+    ledger.record(layer, Tier::host, Tier::device, Cause::miss, traffic_of(plan_.shape, copy.rows));
+    return;
+  }
+  std::vector<CopyOp> ops;
+  for (int head = 0; head < plan_.shape.kv_heads; ++head) {
+    ops.push_back({to(head), on_device(layer, head, copy.from.device * std::int64_t{kPageTokens}),
+                   static_cast<std::size_t>(copy.rows) * plan_.shape.row_bytes()});
+  }
+  queue_->copy(ops);
 }
 
 // Merges changes of neighbouring entries into one copy.
@@ -271,17 +390,22 @@ void KvPool::publish() {
 
 PagedRows KvPool::rows(int layer) const {
   PagedRows rows;
-  rows.host = host(layer, 0, 0);
-  rows.host_stride = host_.head_stride();
+  if (host_ != nullptr) {
+    rows.host = host(layer, 0, 0);
+    rows.host_stride = host_->head_stride();
+  }
   const int set = set_of(layer);
   if (!plan_.in_place) {
     rows.device = on_device(layer, 0, 0);
-    rows.device_stride =
-        plan_.device_rows(set) * static_cast<std::int64_t>(plan_.shape.row_bytes());
+    rows.device_stride = device_stride(set);
   }
   rows.pages = reinterpret_cast<const PageSlots*>(pages_.data()) + table_of(set);
   rows.table_stride = layout_.pages();
   return rows;
+}
+
+std::int64_t KvPool::device_stride(int set) const {
+  return plan_.device_rows(set) * static_cast<std::int64_t>(plan_.shape.row_bytes());
 }
 
 std::byte* KvPool::on_device(int layer, int head, std::int64_t number) const {

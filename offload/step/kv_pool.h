@@ -13,9 +13,11 @@
 #include "offload/attention/host_attention.h"
 #include "offload/attention/listed_pages.h"
 #include "offload/attention/sparse_attention.h"
+#include "offload/cache/disk_rows.h"
 #include "offload/cache/row_cache.h"
 #include "offload/step/important_tokens.h"
 #include "offload/tiers/block_tables.h"
+#include "offload/tiers/disk_pages.h"
 #include "offload/tiers/host_store.h"
 #include "offload/tiers/kv_rows.h"
 #include "sluice/batch.h"
@@ -30,9 +32,11 @@ class KvPool {
  public:
   // Allocates the memory of the plan, except the rows in host memory, which grow with use. Steps
   // are issued to `queue`. `policies`: those that sequences may use, by scorers in `scorers`;
-  // empty: dense. `attender` attends if the plan has host attention.
+  // empty: dense. `attender` attends if the plan has host attention, `disk` has the rows if they
+  // are planned to lie on disk.
   KvPool(std::shared_ptr<Queue> queue, const KvPlan& plan, std::span<const Policy> policies = {},
-         const Scorers& scorers = own_scorers(), const HostAttender& attender = {});
+         const Scorers& scorers = own_scorers(), const HostAttender& attender = {},
+         const DiskSource& disk = {});
   KvPool(const KvPool&) = delete;
   KvPool& operator=(const KvPool&) = delete;
   ~KvPool();
@@ -76,9 +80,9 @@ class KvPool {
   // ready_host_rows() throws Error{memory} if host memory runs out, with nothing changed.
   std::int64_t write_by_layers(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                Ledger& ledger);
-  void ready_host_rows(int layer, std::int64_t rows) { host_.commit(layer, rows); }
+  void ready_host_rows(int layer, std::int64_t rows) { host_->commit(layer, rows); }
   // Call after a write_by_layers() if some layers did not get their host memory.
-  void forget_host_rows() { host_.release_uncommitted(); }
+  void forget_host_rows() { host_->release_uncommitted(); }
 
   // Returns true if the sequence kept its rows when the latest write() or write_by_layers() threw;
   // false if it had a shared page to copy.
@@ -94,12 +98,17 @@ class KvPool {
   // Makes the queue's later work wait for these copies.
   void settle();
 
+  // Counts rows of every KV head that went from the device to disk.
+  void record_written(int layer, std::int64_t rows, Ledger& ledger) const;
+
   PagedRows rows(int layer) const;
   // A row by its number in a region: slot * kPageTokens + offset.
   std::byte* host(int layer, int head, std::int64_t number) const {
-    return host_.row(layer, head, number);
+    return host_->row(layer, head, number);
   }
   std::byte* on_device(int layer, int head, std::int64_t number) const;
+  // Bytes on the device from one KV head of a layer to the next.
+  std::int64_t device_stride(int set) const;
   // The first row of a run in one KV head, and the run in every KV head.
   std::byte* row(int layer, int head, const RowRun& run) const;
   std::vector<RowSpan> spans(int layer, const RowRun& run) const;
@@ -112,6 +121,10 @@ class KvPool {
   BatchToken* tokens() const { return reinterpret_cast<BatchToken*>(tokens_.data()); }
 
   SparseAttention* sparse() const { return sparse_.get(); }  // null if all policies are dense
+  DiskPages* disk() const { return disk_.get(); }            // null if host memory has every row
+  DiskRows* disk_rows() const {
+    return disk_rows_.get();
+  }  // null without disk or without selection
   HostAttention* host_attention() const { return host_attention_.get(); }  // null if there is none
   RowCache* cache() const { return cache_.get(); }                         // null if there is none
   ImportantTokens* important() const { return important_.get(); }          // null if all prefill is
@@ -127,7 +140,13 @@ class KvPool {
   std::vector<std::int32_t> write(std::int32_t sequence, std::int64_t first, std::int64_t end,
                                   bool by_layers, Ledger& ledger);
   std::int64_t rows_in_host(std::int32_t sequence, std::int64_t first, std::int64_t end) const;
+  void make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
+                         std::int64_t first, std::int64_t rows, bool by_layers);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
+  void copy_block_of(int layer, const BlockCopy& copy, Ledger& ledger);
+  // Writes to disk the pages that lost their place on the device, except block `but`.
+  void write_lost(std::int32_t but, Ledger* ledger);
+  void subtract_values(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
   void publish();
   // The first entry of a set's page table.
   std::int64_t table_of(int set) const { return set * plan_.sequences * layout_.pages(); }
@@ -139,7 +158,8 @@ class KvPool {
   std::vector<int> sets_;                // by layer
   std::vector<std::int64_t> on_device_;  // by layer: rows of the layers before it
   BlockTables tables_;
-  HostStore host_;
+  std::unique_ptr<HostStore> host_;  // null if rows lie on disk
+  std::unique_ptr<DiskPages> disk_;
   std::int64_t host_used_ = 0;  // rows of a region up to the last one written
   bool sends_to_host_ = false;  // transfer_ may still be copying rows to host memory
   Buffer device_;               // [layers, kv_heads, device_rows() of the layer's set, row_bytes]
@@ -150,6 +170,7 @@ class KvPool {
   Buffer tokens_;               // BatchToken [decode_batch]
   IndexLayout layout_;
   std::unique_ptr<RowCache> cache_;
+  std::unique_ptr<DiskRows> disk_rows_;
   std::unique_ptr<SparseAttention> sparse_;
   std::unique_ptr<ImportantTokens> important_;
   std::unique_ptr<ListedPages> listed_;

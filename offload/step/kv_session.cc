@@ -167,6 +167,7 @@ void KvSession::append(int layer, const NewRows& rows) {
     if (in_prompt_) pool_->settle();
     ledger_.record(layer, Tier::host, Tier::device, Cause::miss,
                    traffic_of(plan().shape, run_->fetched_front(layer)));
+    pool_->record_written(layer, run_->written(layer), ledger_);
   } else {
     decode_->append(layer, rows);
   }
@@ -196,8 +197,9 @@ void KvSession::attend(int layer, const Queries& queries) {
   if (share == 1.0) {
     ledger_.record(layer, tier, tier, Cause::hit, traffic_of(plan().shape, run_->hits(layer)));
   }
-  ledger_.record(layer, Tier::host, tier, Cause::miss,
-                 traffic_of(plan().shape, run_->misses(layer)));
+  const Traffic misses = traffic_of(plan().shape, run_->misses(layer));
+  ledger_.record(layer, Tier::host, tier, Cause::miss, misses);
+  if (plan().on_disk) ledger_.record(layer, Tier::disk, Tier::host, Cause::miss, misses);
 }
 
 namespace {
@@ -252,10 +254,12 @@ void KvSession::record_listed_hits() {
   }
 }
 
-// Counts a layer's new rows: `near` where attention reads, `all` written to host memory.
+// Counts a layer's new rows: `near` where attention reads, `all` written to host memory. Pages that
+// go to disk are counted when they do.
 void KvSession::record_rows(int layer, const Traffic& near, const Traffic& all) {
   ledger_.record(layer, pool_->tier(), pool_->tier(), Cause::append, near);
-  if (!plan().in_place) ledger_.record(layer, Tier::device, Tier::host, Cause::write_back, all);
+  if (plan().in_place || plan().on_disk) return;
+  ledger_.record(layer, Tier::device, Tier::host, Cause::write_back, all);
 }
 
 void KvSession::end_rows() {

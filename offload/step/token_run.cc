@@ -19,6 +19,7 @@ void TokenRun::begin(std::int32_t sequence, const StepRange& range,
   host_ = host_runs(pool_->tables(), sequence, range.first, range.end());
   begun_ = begun;
   places_.assign(static_cast<std::size_t>(pool_->plan().sets()), std::nullopt);
+  written_.assign(static_cast<std::size_t>(pool_->plan().shape.layers), 0);
 }
 
 // Places are computed per set on first use: a sparse prefill begins a run for every layer and needs
@@ -85,6 +86,10 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   copy_front(layer);
   const std::vector<RowRun>& own = of(layer).own;
   for (const RowRun& run : own) {
+    if (pool_->disk() != nullptr) {
+      append_piece(layer, rows, run.part(std::max(run.first, range_.first), run.end()), {});
+      continue;
+    }
     for (const RowRun& host : host_) {
       const std::int64_t first = std::max({run.first, host.first, range_.first});
       const std::int64_t end = std::min(run.end(), host.end());
@@ -93,6 +98,7 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   }
   copy_window(layer);
   build_index(layer, indexed);
+  if (pool_->disk() != nullptr) write_pages(layer);
   if (!indexed) return;
   for (const RowRun& run : own) {
     const std::int64_t first = std::max(run.first, range_.first);
@@ -111,7 +117,7 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
   std::vector<CopyOp> ops;
   for (int head = 0; head < shape.kv_heads; ++head) {
     heads.push_back(pool_->row(layer, head, to));
-    if (pool_->plan().in_place) continue;
+    if (pool_->plan().in_place || pool_->disk() != nullptr) continue;
     std::byte* const at_host = pool_->row(layer, head, host);
     if (bytes < kLaterBytes) {
       host_heads.push_back(at_host);
@@ -120,8 +126,8 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
     }
   }
   const std::int64_t offset = (to.first - range_.first) * rows.stride;
-  pool_->queue().run(
-      AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape, heads, host_heads});
+  pool_->queue().run(AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape,
+                                  heads, host_heads});
   if (!ops.empty()) pool_->send_to_host(ops);
 }
 
@@ -141,6 +147,25 @@ void TokenRun::copy_window(int layer) {
     }
   }
   if (!ops.empty()) pool_->queue().copy(ops);
+}
+
+// Writes the pages that are complete now and not resident.
+void TokenRun::write_pages(int layer) {
+  const RowRun& window = of(layer).own.front();
+  if (window.place != RowPlace::window) return;
+  const int set = pool_->set_of(layer);
+  std::vector<DevicePage> pages;
+  for (std::int64_t page = window.first / kPageTokens; (page + 1) * kPageTokens <= window.end();
+       ++page) {
+    const PageSlots slots = pool_->tables().page(sequence_, page, set);
+    if (slots.device != PageSlots::kNone) continue;
+    const RowRun rows = window.part(page * kPageTokens, (page + 1) * kPageTokens);
+    pages.push_back({slots.host, pool_->row(layer, 0, rows), pool_->window(1) - pool_->window(0)});
+  }
+  if (pages.empty()) return;
+  pool_->disk()->wait_for(pool_->queue());
+  pool_->disk()->write(layer, pages);
+  written_[static_cast<std::size_t>(layer)] = static_cast<std::int64_t>(pages.size()) * kPageTokens;
 }
 
 void TokenRun::build_index(int layer, bool indexed) {
@@ -205,17 +230,32 @@ void TokenRun::attend_streamed(int layer, AttendParams& params) {
   const KvShape& shape = pool_->plan().shape;
   Queue& queue = pool_->queue();
   Queue& transfer = pool_->transfer();
+  DiskPages* const disk = pool_->disk();
+  const auto read = [&](std::size_t number) {
+    if (disk == nullptr || number >= pieces.size()) return;
+    // The half's previous rows have to be on the device.
+    if (number >= 2) transfer.synchronize();
+    disk->begin_read(number % 2, layer, pieces[number]);
+  };
   const auto fetch = [&](std::size_t number) {
     if (number >= pieces.size()) return;
+    if (disk != nullptr) disk->end_read(number % 2);
     // Waits until attention has finished with the buffer's previous rows.
     transfer.wait_for(queue);
+    const auto to = [&](int head) { return pool_->stream(number % 2, head); };
+    if (disk != nullptr) {
+      transfer.copy(disk->copies(number % 2, pieces[number], to));
+      read(number + 1);
+      return;
+    }
     std::vector<CopyOp> ops;
     for (int head = 0; head < shape.kv_heads; ++head) {
-      ops.push_back({pool_->stream(number % 2, head), pool_->row(layer, head, pieces[number]),
+      ops.push_back({to(head), pool_->row(layer, head, pieces[number]),
                      static_cast<std::size_t>(pieces[number].count) * shape.row_bytes()});
     }
     transfer.copy(ops);
   };
+  read(0);
   fetch(0);
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     queue.wait_for(transfer);

@@ -33,6 +33,8 @@ class TokenRun {
   // Rows per KV head of a layer that attend() finds in place, and those that it fetches.
   std::int64_t hits(int layer) { return range_.end() - misses(layer); }
   std::int64_t misses(int layer) { return of(layer).misses; }
+  // Rows per KV head of a layer that append() wrote to disk.
+  std::int64_t written(int layer) const { return written_[static_cast<std::size_t>(layer)]; }
   // Hits of one KV head in pages that are not 0 in `listed`.
   std::int64_t hits_among(int layer, std::span<const std::uint32_t> listed);
   // Rows per KV head of a layer that append() fetches: rows that the first page held already and
@@ -58,6 +60,7 @@ class TokenRun {
   void build_index(int layer, bool indexed);
   void copy_front(int layer);
   void copy_window(int layer);
+  void write_pages(int layer);
   void attend_run(int layer, AttendParams& params, const RowRun& run);
   void attend_streamed(int layer, AttendParams& params);
 
@@ -66,6 +69,7 @@ class TokenRun {
   StepRange range_;
   std::vector<RowRun> host_;                   // the new rows in host memory
   std::vector<std::int32_t> begun_;            // by set of layers, or empty
+  std::vector<std::int64_t> written_;          // by layer, see written()
   std::vector<std::optional<Places>> places_;  // by set of layers; set by the first of its layers
 };
 

@@ -249,7 +249,12 @@ void BlockTables::unpin(std::int32_t sequence) {
   if (page < 0) return;
   const std::int32_t block = s.blocks[static_cast<std::size_t>(page)];
   bool moved = false;
-  for (DeviceBlocks& set : device_) moved = set.unpin(block) || moved;
+  for (std::size_t set = 0; set < device_.size(); ++set) {
+    const std::int32_t slot = device_[set].slot(block);
+    if (!device_[set].unpin(block)) continue;
+    moved = true;
+    if (limits_.reports_lost_slots) lost_.push_back({static_cast<int>(set), block, slot});
+  }
   if (moved) changed_for_all(block, page);
 }
 
@@ -282,6 +287,12 @@ std::int64_t BlockTables::resident_rows(std::int32_t sequence, std::int64_t toke
     rows += std::min<std::int64_t>(kPageTokens, tokens - page * kPageTokens);
   }
   return rows;
+}
+
+std::vector<LostSlot> BlockTables::take_lost_slots() {
+  std::vector<LostSlot> lost = std::exchange(lost_, {});
+  std::erase_if(lost, [&](const LostSlot& at) { return blocks_.references(at.block) == 0; });
+  return lost;
 }
 
 std::vector<BlockTables::Change> BlockTables::take_changes() { return std::exchange(changes_, {}); }

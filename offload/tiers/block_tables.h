@@ -26,6 +26,8 @@ struct BlockLimits {
   // By set of layers: blocks on the device besides the pinned ones.
   std::vector<std::int64_t> resident_blocks = {0};
   bool pins_newest = false;
+  // Host memory has no copy of a block's rows, so slots that blocks lose are reported.
+  bool reports_lost_slots = false;
 
   int sets() const { return static_cast<int>(resident_blocks.size()); }
 };
@@ -41,6 +43,13 @@ struct BlockCopy {
 struct TileCopy {
   std::int32_t from = 0;
   std::int32_t to = 0;
+};
+
+// A device slot that a block has lost: its rows are still there until the slot is written again.
+struct LostSlot {
+  int set = 0;
+  std::int32_t block = 0;
+  std::int32_t slot = 0;
 };
 
 class BlockTables {
@@ -96,6 +105,9 @@ class BlockTables {
   };
   std::vector<Change> take_changes();
 
+  // Slots lost since the last call by blocks that some sequence still has.
+  std::vector<LostSlot> take_lost_slots();
+
   const BlockLimits& limits() const { return limits_; }
   const SlotPool& block_slots() const { return blocks_; }
   const SlotPool& tile_slots() const { return tiles_; }
@@ -133,6 +145,7 @@ class BlockTables {
   SlotPool tiles_;
   std::vector<Sequence> sequences_;
   std::vector<Change> changes_;
+  std::vector<LostSlot> lost_;
 };
 
 }  // namespace sluice

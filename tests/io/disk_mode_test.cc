@@ -17,8 +17,8 @@
 #include <filesystem>
 #include <string>
 
-#include "tests/io/test_disk.h"
 #include "tests/io/test_files.h"
+#include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {

@@ -20,9 +20,9 @@
 
 #include "io/pool_disk.h"
 #include "io/sector_buffer.h"
-#include "tests/io/test_disk.h"
 #include "tests/io/test_files.h"
 #include "tests/support/random.h"
+#include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {

@@ -14,8 +14,8 @@
 #include <string>
 #include <utility>
 
-#include "tests/io/test_disk.h"
 #include "tests/io/test_files.h"
+#include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {

@@ -19,6 +19,7 @@
 #include "tests/support/plan.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
+#include "tests/support/twin_sessions.h"
 
 namespace sluice {
 namespace {
@@ -134,23 +135,10 @@ class CachedSessions : public ::testing::TestWithParam<const char*> {
   Policy policy_ = parse_policy(GetParam());
 };
 
-// A session and its twin in a pool without a cache.
-struct Twins {
-  KvSession cached;
-  KvSession plain;
-  Script script;
-
-  std::int64_t length() const { return plain.length(); }
-  void expect_same(const std::vector<float>& actual, const std::vector<float>& expected) const {
-    ASSERT_EQ(actual, expected) << "at " << length();
-  }
-};
-
 TEST_P(CachedSessions, AnswerAsWithoutIt) {
   const std::int64_t context = 700;
   const std::uint64_t seed = testing::seed(7);
   SCOPED_TRACE(testing::seed_message(seed));
-  Random random(seed);
   for (const std::uint64_t cache : {std::uint64_t{60} << 10, std::uint64_t{120} << 10}) {
     cpu::CpuBackend backend{cpu::CpuOptions{}};
     const auto queue = std::make_shared<WatchedQueue>(backend);
@@ -160,78 +148,7 @@ TEST_P(CachedSessions, AnswerAsWithoutIt) {
     const auto cached = std::make_shared<KvPool>(queue, plan, std::span(&policy_, 1));
     plan.cache_rows = 0;
     const auto plain = std::make_shared<KvPool>(queue, plan, std::span(&policy_, 1));
-    std::vector<Twins> twins;
-    twins.push_back({KvSession(cached), KvSession(plain), Script(kShape, context, seed)});
-    for (KvSession* session : {&twins[0].cached, &twins[0].plain}) {
-      twins[0].script.prefill(*session, 400);
-    }
-    for (int round = 0; round < 40; ++round) {
-      SCOPED_TRACE(::testing::Message() << "round " << round);
-      const auto at =
-          static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(twins.size()) - 1));
-      Twins& two = twins[at];
-      const std::int64_t length = two.length();
-      switch (random.integer(0, 9)) {
-        case 0:
-          if (twins.size() == 4) break;
-          twins.push_back({two.cached.fork(), two.plain.fork(), two.script});
-          break;
-        case 1:
-          if (twins.size() > 1) twins.erase(twins.begin() + static_cast<std::ptrdiff_t>(at));
-          break;
-        case 2: {
-          // Other tokens follow.
-          const std::int64_t shorter = random.integer(length / 3, length);
-          two.cached.truncate(shorter);
-          two.plain.truncate(shorter);
-          Script other(kShape, context, static_cast<std::uint64_t>(random.integer(1, 1 << 30)));
-          other.begin_as(two.script, shorter);
-          two.script = std::move(other);
-          break;
-        }
-        case 3: {
-          const std::int64_t tokens =
-              std::min<std::int64_t>(random.integer(1, 64), context - length);
-          if (tokens == 0) break;
-          two.script.append(two.cached, tokens);
-          two.script.append(two.plain, tokens);
-          break;
-        }
-        case 4: {
-          const std::int64_t tokens = random.integer(1, std::min<std::int64_t>(length, 60));
-          for (KvSession* session : {&two.cached, &two.plain}) {
-            session->truncate(length - tokens);
-            two.script.step(*session, Phase::correction, tokens);
-          }
-          break;
-        }
-        default: {
-          // All that have room, together.
-          std::vector<KvSession*> with;
-          std::vector<KvSession*> without;
-          std::vector<const Script*> scripts;
-          for (Twins& each : twins) {
-            if (each.length() == context) continue;
-            with.push_back(&each.cached);
-            without.push_back(&each.plain);
-            scripts.push_back(&each.script);
-          }
-          const std::int64_t steps = random.integer(1, 40);
-          for (std::int64_t step = 0; step < steps && !with.empty(); ++step) {
-            if (std::any_of(with.begin(), with.end(),
-                            [&](KvSession* s) { return s->length() == context; })) {
-              break;
-            }
-            const auto expected = step_together(without, scripts);
-            const auto actual = step_together(with, scripts);
-            for (std::size_t i = 0; i < with.size(); ++i) {
-              ASSERT_EQ(actual[i], expected[i]) << "session " << i << " step " << step;
-            }
-            ASSERT_EQ(queue->stale, 0u) << "step " << step;
-          }
-        }
-      }
-    }
+    testing::play_twins(cached, plain, seed, {0.0f, [&] { ASSERT_EQ(queue->stale, 0u); }});
     EXPECT_GT(queue->cached, 0u);
   }
 }

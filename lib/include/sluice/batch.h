@@ -38,7 +38,8 @@ inline constexpr std::int64_t kMostBatch = 64;
 // because slices of channels are then read in runs twice as long.
 inline constexpr int kTilePages = 2;
 
-// The location of one page of a sequence: its slots in the row pools.
+// The location of one page of a sequence. Its block's number is `host`: the slot in host memory and
+// the place on disk, whichever has the rows that are not resident.
 struct PageSlots {
   static constexpr std::int32_t kNone = -1;  // the page is not in that tier
 
@@ -71,6 +72,9 @@ struct PagedRows {
   }
   constexpr bool is_on_device(const PageSlots& page) const {
     return device != nullptr && page.device != PageSlots::kNone;
+  }
+  constexpr bool is_in_host(const PageSlots& page) const {
+    return host != nullptr && page.host != PageSlots::kNone;
   }
   // The address from which a position's row is read. Callable only where `pages` can be
   // dereferenced.

@@ -63,6 +63,9 @@ struct EngineConfig {
   // with or without it no plan takes more than the process limits leave (sluice/topology.h).
   std::optional<std::uint64_t> device_memory;
   std::optional<std::uint64_t> host_memory;
+  // Where rows go that host_memory does not hold, or without host_memory half of the memory that
+  // the process has left; see DiskConfig. Every pool of sessions has its own files.
+  std::optional<DiskConfig> disk;
   // Most bytes of a session's part of device_memory that its row cache takes; 0: no row cache.
   // Unset: as many as pay. It changes which rows are moved, and answers only by rounding.
   std::optional<std::uint64_t> row_cache;
@@ -296,6 +299,8 @@ class Session {
   std::int64_t length() const;
   SessionRoom room() const;
   const KvPlan& plan() const;
+  // How rows on disk are read, a line per directory; empty if none are planned there.
+  std::vector<std::string> disk_modes() const;
   const Ledger& ledger() const;
   // Selection of the last step; empty if it was dense.
   const StepSelection& selection() const;

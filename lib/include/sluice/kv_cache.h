@@ -21,6 +21,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <span>
@@ -35,6 +36,15 @@
 #include "sluice/types.h"
 
 namespace sluice {
+
+// Disk space for rows, used only if host memory cannot hold them all. Every page is written once it
+// is complete and checked by its checksums when it is read. The files have no names and vanish with
+// the process.
+struct DiskConfig {
+  // On local disks; pages go round them. File systems in memory or on a network are refused.
+  std::vector<std::filesystem::path> directories;
+  std::optional<std::uint64_t> bytes;  // most bytes in all; unset: as many as the rows take
+};
 
 // The configuration of a cache.
 struct KvConfig {
@@ -69,6 +79,8 @@ struct KvConfig {
   // Most bytes of device_memory that the row cache takes; 0: no row cache. Unset: as many as pay.
   // It changes which rows are moved, and answers only by rounding.
   std::optional<std::uint64_t> row_cache;
+  // Where rows go that host_memory does not hold; see DiskConfig.
+  std::optional<DiskConfig> disk;
   Scorers scorers;  // scorers that the policies may name: Sluice's own and added ones
 };
 
@@ -93,6 +105,11 @@ struct KvPlan {
   std::int64_t stream_tokens = 0;  // rows per KV head in each of the two streaming buffers
   // Rows per KV head in the row cache, shared by all layers.
   std::int64_t cache_rows = 0;
+  // Rows that are not resident lie on disk: host memory has only rows on their way and, per KV head
+  // and shared by all layers, host_cache_rows rows that were selected often.
+  bool on_disk = false;
+  std::int64_t host_cache_rows = 0;
+  int disk_directories = 0;
   std::int64_t placed_rows = 0;   // selected rows per KV head looked up in the row cache at a time
   std::int64_t compact_rows = 0;  // rows per KV head that a sparse prefill gathers
   // Blocks of queries whose pages are listed at a time; 0: no policy's prefill lists pages.
@@ -108,6 +125,10 @@ struct KvPlan {
   std::uint64_t staging_bytes = 0;  // KvCache input and output arrays; part of the tier's bytes
   std::uint64_t device_bytes = 0;
   std::uint64_t host_bytes = 0;
+  std::uint64_t disk_bytes = 0;
+  // Without a GPU and a device cap, a plan on disk has its device tier in host memory: host_bytes
+  // includes device_bytes.
+  bool device_in_host = false;
 
   // Layers form one set, or two if there are dense_layers: those are set 1, others set 0.
   int sets() const { return dense_layers.empty() ? 1 : 2; }

@@ -1,0 +1,126 @@
+// Selected rows that lie on disk: found in a cache of rows in host memory, or read by sectors.
+//
+//   find_rows() ─► places ─► host ─► fetch(): cached in host memory? else ─► read ─► places ─►
+//   attend
+//
+// The cache works as the one on the device does (lib/backend/row_cache.h): per KV head, shared by
+// all layers, sets of 32 ways, a fading count. A row that gets no way is put behind the cache,
+// where it stays until the next layer fetches.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "io/page_store.h"
+#include "lib/backend.h"
+#include "lib/backend/row_cache.h"
+#include "offload/tiers/disk_pages.h"
+#include "sluice/kv_cache.h"
+#include "sluice/ledger.h"
+
+namespace sluice {
+
+// The part of a step's tokens whose rows a layer fetches at a time.
+struct FetchWave {
+  int layer = 0;
+  std::int64_t first = 0;  // token of the batch
+  std::int64_t tokens = 0;
+  PlacedRow* places = nullptr;           // the backend's [tokens, kv_heads, capacity]
+  std::int64_t capacity = 0;             // selected rows
+  const HeadSelection* heads = nullptr;  // the backend's [tokens, kv_heads]
+};
+
+class DiskRows {
+ public:
+  // Work is issued to `queue`. Throws what Backend::allocate() throws.
+  DiskRows(Queue& queue, const KvPlan& plan, DiskPages& pages);
+
+  // Call when a step begins, after its page tables were written.
+  void begin_step();
+  // Issues the fetch: afterwards a place that is not on the device has the number of a row in
+  // rows(). Recorded steps may contain it.
+  void fetch(const FetchWave& wave);
+  // [kv_heads, head_stride() bytes]: rows that fetch() found.
+  std::byte* rows() const { return rows_.data(); }
+  std::int64_t head_stride() const;
+
+  // Rows and bytes that a token of the step read from disk for a layer.
+  Traffic read(int layer, std::int64_t token) const;
+  // Throws what a read for this token of the step threw.
+  void require_read(std::int64_t token) const;
+
+  // Forgets cached rows of these blocks, which are about to be written.
+  void forget(std::int64_t first_block, std::int64_t blocks);
+
+ private:
+  // The queue runs it in its order. It stays at its address, because recordings refer to it.
+  struct Call final : HostCall {
+    Call(DiskRows& owner, const FetchWave& fetched) : rows(&owner), wave(fetched) {}
+    void run() noexcept override { rows->run(wave); }
+
+    DiskRows* rows;
+    FetchWave wave;
+  };
+  // A row to read.
+  struct Miss {
+    std::uint64_t unit = 0;  // address
+    std::size_t offset = 0;  // of the row in its unit
+    std::byte* to = nullptr;
+    std::int64_t head = 0;
+    std::int64_t way = -1;   // of the cache, or -1
+    std::int32_t row = 0;    // block * kPageTokens + offset
+    std::int64_t token = 0;  // of the step, the first that selected the row
+  };
+  // A token that selected a row after another one had.
+  struct Sharer {
+    std::int64_t head = 0;
+    std::int32_t row = 0;
+    std::int64_t token = 0;
+  };
+
+  void run(const FetchWave& wave) noexcept;
+  void place_all(const FetchWave& wave);
+  std::int32_t place(const FetchWave& wave, std::int64_t token, std::int64_t head,
+                     std::int32_t row);
+  std::int64_t find_way(std::int64_t head, RowCacheView::Tag tag);
+  std::int64_t take_way(std::int64_t head, RowCacheView::Tag tag);
+  void read_all(const FetchWave& wave);
+  void read_units(int layer, std::span<const Miss> misses);
+  void fail(const Miss& miss, const Error& error);
+  void fail(std::int64_t token, const Error& error);
+  Traffic& reads_of(int layer, std::int64_t token);
+  std::byte* row_at(std::int64_t head, std::int64_t number) const;
+  std::size_t entry(std::int64_t head, std::int64_t way) const {
+    return static_cast<std::size_t>(head * view_.ways() + way);
+  }
+
+  Queue* queue_;
+  DiskPages* pages_;
+  KvShape shape_;
+  std::int64_t blocks_;
+  std::int64_t spare_rows_;  // per KV head, behind the cached ones
+  RowCacheView view_;        // sets, tags and heat of the cache; memory of the host
+  Buffer rows_;              // [kv_heads, ways + spare_rows_, row_bytes]
+  Buffer tags_;
+  Buffer places_;  // of a wave, then its HeadSelections
+  Buffer units_;   // [DiskHostBytes::kUnits, unit_bytes], from its first whole sector on
+  std::int32_t clock_ = 0;
+  std::map<std::pair<int, std::int64_t>, std::unique_ptr<Call>> calls_;  // by layer, first token
+  // One fetch:
+  std::vector<std::unordered_map<std::int32_t, std::int32_t>> found_;  // [kv_heads], by row
+  std::vector<std::int64_t> spare_used_;                               // [kv_heads]
+  std::vector<Miss> misses_;
+  std::vector<Sharer> sharers_;
+  // One step:
+  std::vector<Traffic> reads_;                // [layers, tokens]
+  std::vector<std::optional<Error>> errors_;  // [tokens]
+};
+
+}  // namespace sluice

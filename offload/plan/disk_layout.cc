@@ -1,0 +1,62 @@
+#include "offload/plan/disk_layout.h"
+
+#include <numeric>
+
+#include "io/disk.h"
+#include "lib/backend/index_ops.h"
+#include "lib/backend/row_cache.h"
+#include "lib/bytes.h"
+
+namespace sluice {
+namespace {
+
+// The least that holds whole sectors and whole rows, if a page is a multiple of it; else a page.
+std::uint64_t unit_of(std::uint64_t row_bytes, std::uint64_t page_bytes) {
+  const std::uint64_t unit = std::lcm(row_bytes, std::uint64_t{kSectorBytes});
+  return page_bytes % unit == 0 ? unit : page_bytes;
+}
+
+}  // namespace
+
+DiskLayout::DiskLayout(const KvPlan& plan)
+    : shape(plan.shape),
+      page_bytes(round_up(kPageTokens * shape.row_bytes(), kSectorBytes)),
+      unit_bytes(unit_of(shape.row_bytes(), page_bytes)),
+      region_bytes(static_cast<std::uint64_t>(plan.blocks) * page_bytes),
+      regions(static_cast<std::uint64_t>(shape.layers) *
+              static_cast<std::uint64_t>(shape.kv_heads)) {}
+
+PageStoreConfig DiskLayout::store() const {
+  PageStoreConfig config;
+  config.regions = regions;
+  config.region_bytes = region_bytes;
+  config.stripe_bytes = page_bytes;
+  return config;
+}
+
+std::int64_t stream_pages(const KvPlan& plan) {
+  return (plan.stream_tokens + kPageTokens - 1) / kPageTokens;
+}
+
+DiskHostBytes::DiskHostBytes(const KvPlan& plan) {
+  const DiskLayout layout(plan);
+  const auto heads = static_cast<std::uint64_t>(plan.shape.kv_heads);
+  const auto cached = static_cast<std::uint64_t>(plan.host_cache_rows);
+  const auto placed = static_cast<std::uint64_t>(plan.placed_rows);
+  // Buffers are aligned to less than a sector.
+  streamed = kHalves * heads * static_cast<std::uint64_t>(stream_pages(plan)) * layout.page_bytes +
+             kSectorBytes;
+  written = kHalves * heads * layout.page_bytes + kSectorBytes;
+  if (placed > 0) {
+    units = kUnits * layout.unit_bytes + kSectorBytes;
+    rows = heads * (cached + placed) * plan.shape.row_bytes();
+    tags = heads * cached * (sizeof(RowCacheView::Tag) + sizeof(std::int32_t));
+    places = heads * (placed * sizeof(PlacedRow) +
+                      static_cast<std::uint64_t>(plan.decode_batch) * sizeof(HeadSelection));
+  }
+  PageStoreConfig config = layout.store();
+  config.directories.resize(static_cast<std::size_t>(plan.disk_directories));
+  store = PageStore::memory_bytes(config);
+}
+
+}  // namespace sluice

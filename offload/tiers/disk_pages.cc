@@ -1,0 +1,124 @@
+#include "offload/tiers/disk_pages.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "io/disk.h"
+#include "lib/check.h"
+
+namespace sluice {
+std::byte* first_sector(const Buffer& buffer) {
+  const auto at = reinterpret_cast<std::uintptr_t>(buffer.data());
+  return buffer.data() + (kSectorBytes - at % kSectorBytes) % kSectorBytes;
+}
+
+DiskPages::DiskPages(Queue& queue, const KvPlan& plan, const DiskSource& source)
+    : queue_(&queue), layout_(plan), stream_pages_(stream_pages(plan)) {
+  check(!source.directories.empty(), "a plan on disk without a directory");
+  const DiskHostBytes bytes(plan);
+  Backend& backend = queue.backend();
+  streamed_ = backend.allocate(Tier::host, bytes.streamed);
+  written_ = backend.allocate(Tier::host, bytes.written);
+  charge_.emplace(backend.account(Tier::host), bytes.store);
+  PageStoreConfig config = layout_.store();
+  config.directories = source.directories;
+  config.access = source.access;
+  config.factory = source.factory;
+  store_ = std::make_unique<PageStore>(config);
+}
+
+std::byte* DiskPages::page_in(const Buffer& buffer, std::size_t half, int head, std::int64_t page,
+                              std::int64_t pages) const {
+  const auto heads = static_cast<std::size_t>(layout_.shape.kv_heads);
+  const std::size_t number =
+      (half * heads + static_cast<std::size_t>(head)) * static_cast<std::size_t>(pages) +
+      static_cast<std::size_t>(page);
+  return first_sector(buffer) + number * layout_.page_bytes;
+}
+
+void DiskPages::write(int layer, std::span<const DevicePage> pages) {
+  for (const DevicePage& page : pages) write_page(layer, page);
+}
+
+void DiskPages::write_page(int layer, const DevicePage& page) {
+  const std::size_t half = std::exchange(next_write_, 1 - next_write_);
+  finish(writes_[half]);
+  const std::size_t bytes = kPageTokens * layout_.shape.row_bytes();
+  std::vector<CopyOp> ops;
+  std::vector<PageWrite> writes;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    std::byte* const to = page_in(written_, half, head, 0, 1);
+    ops.push_back({to, page.rows + head * page.head_stride, bytes});
+    writes.push_back({layout_.address(layer, head, page.block), {to, layout_.page_bytes}});
+  }
+  queue_->copy(ops);
+  queue_->synchronize();
+  writes_[half].layer = layer;
+  writes_[half].ticket.emplace(store_->write(writes));
+}
+
+// A write that failed leaves its sectors unreadable, so that whoever needs them fails and nobody
+// else does.
+void DiskPages::finish(Write& write) {
+  if (!write.ticket) return;
+  for (const DiskFailure& failed : write.ticket->failures()) {
+    if (failure_.empty()) failure_ = failed.error.what();
+  }
+  write.ticket.reset();
+}
+
+void DiskPages::wait_for_writes(int layer) {
+  for (Write& write : writes_) {
+    if (write.layer == layer) finish(write);
+  }
+}
+
+void DiskPages::begin_read(std::size_t half, int layer, const RowRun& run) {
+  check(run.number % kPageTokens == 0 && run.count <= stream_pages_ * kPageTokens,
+        "a run that does not fit the disk's buffer");
+  wait_for_writes(layer);
+  const std::int64_t block = run.number / kPageTokens;
+  const std::int64_t pages = (run.count + kPageTokens - 1) / kPageTokens;
+  std::vector<PageRead> reads;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    const std::size_t bytes = static_cast<std::size_t>(pages) * layout_.page_bytes;
+    reads.push_back({layout_.address(layer, head, block),
+                     {page_in(streamed_, half, head, 0, stream_pages_), bytes}});
+  }
+  reads_[half].emplace(store_->read(reads, DiskPriority::urgent));
+}
+
+void DiskPages::end_read(std::size_t half) {
+  const std::optional<DiskTicket> ticket = std::exchange(reads_[half], std::nullopt);
+  check(ticket.has_value(), "the end of a read that was not begun");
+  const std::vector<DiskFailure> failures = ticket->failures();
+  if (failures.empty()) return;
+  const Error& error = failures.front().error;
+  if (failure_.empty()) throw Error(error);
+  throw Error(error.code(), std::string(error.what()) + "; before it, a write failed: " + failure_);
+}
+
+void DiskPages::add_copies(std::size_t half, int head, const RowRun& run, std::byte* to,
+                           std::vector<CopyOp>& ops) const {
+  const std::size_t row_bytes = layout_.shape.row_bytes();
+  const bool is_padded = layout_.page_bytes != kPageTokens * row_bytes;
+  const std::int64_t step = is_padded ? kPageTokens : run.count;
+  for (std::int64_t first = 0; first < run.count; first += step) {
+    const std::int64_t rows = std::min(step, run.count - first);
+    ops.push_back({to + static_cast<std::size_t>(first) * row_bytes,
+                   page_in(streamed_, half, head, first / kPageTokens, stream_pages_),
+                   static_cast<std::size_t>(rows) * row_bytes});
+  }
+}
+
+std::vector<RowSpan> DiskPages::spans(std::size_t half, const RowRun& run) const {
+  check(run.count <= kPageTokens || layout_.page_bytes == kPageTokens * layout_.shape.row_bytes(),
+        "rows of padded pages are no span");
+  std::vector<RowSpan> spans;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    spans.push_back({page_in(streamed_, half, head, 0, stream_pages_), run.count});
+  }
+  return spans;
+}
+
+}  // namespace sluice

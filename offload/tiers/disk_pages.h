@@ -1,0 +1,107 @@
+// Pages on disk: whole pages go down as they lose their place on the device, and come back in runs
+// that stream through attention.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/page_store.h"
+#include "lib/backend.h"
+#include "offload/plan/disk_layout.h"
+#include "offload/tiers/kv_rows.h"
+#include "sluice/errors.h"
+#include "sluice/kv_cache.h"
+
+namespace sluice {
+
+// The directories of a store, and for tests the disk that serves them.
+struct DiskSource {
+  std::vector<std::filesystem::path> directories;
+  DiskAccess access = DiskAccess::automatic;
+  DiskFactory factory = {};
+};
+
+// A page whose rows are on the device: those of KV head 0, and the bytes from one head to the next.
+struct DevicePage {
+  std::int32_t block = 0;
+  const std::byte* rows = nullptr;
+  std::int64_t head_stride = 0;
+};
+
+// The first byte of a buffer that may be a disk's: buffers are aligned to less than a sector.
+std::byte* first_sector(const Buffer& buffer);
+
+// Host memory through which pages of one layer pass between a queue's device and a page store.
+// Not thread-safe.
+class DiskPages {
+ public:
+  // `queue` copies; nothing else of it is used. Throws what PageStore's constructor and
+  // Backend::allocate() throw.
+  DiskPages(Queue& queue, const KvPlan& plan, const DiskSource& source);
+
+  // Copies that follow start after all work issued to `queue` so far.
+  void wait_for(Queue& queue) { queue_->wait_for(queue); }
+  // Writes pages of a layer; waits for the copies from the device, not for the disk. Their rows on
+  // the device must not change before it returns.
+  void write(int layer, std::span<const DevicePage> pages);
+
+  // Begins to read a run of rows, in host numbers and from a page's first row on, at most
+  // `stream_tokens` of them, into half 0 or 1 of the buffer. Earlier copies from that half must be
+  // over.
+  void begin_read(std::size_t half, int layer, const RowRun& run);
+  // Waits for that read. Throws Error{io} or Error{corrupt}.
+  void end_read(std::size_t half);
+  // Copies that bring a run that was read to `to(head)`, contiguous there.
+  template <typename To>
+  std::vector<CopyOp> copies(std::size_t half, const RowRun& run, To to) const {
+    std::vector<CopyOp> ops;
+    for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+      add_copies(half, head, run, to(head), ops);
+    }
+    return ops;
+  }
+  // A run that was read, if its pages follow each other without padding.
+  std::vector<RowSpan> spans(std::size_t half, const RowRun& run) const;
+
+  // Waits until earlier writes of a layer are on disk, so that they can be read.
+  void wait_for_writes(int layer);
+  // The reason for which pages may be unreadable, for messages; empty if there is none.
+  const std::string& failure() const { return failure_; }
+
+  PageStore& store() { return *store_; }
+  const DiskLayout& layout() const { return layout_; }
+
+ private:
+  struct Write {
+    int layer = -1;
+    std::optional<DiskTicket> ticket;
+  };
+
+  std::byte* page_in(const Buffer& buffer, std::size_t half, int head, std::int64_t page,
+                     std::int64_t pages) const;
+  void add_copies(std::size_t half, int head, const RowRun& run, std::byte* to,
+                  std::vector<CopyOp>& ops) const;
+  void write_page(int layer, const DevicePage& page);
+  void finish(Write& write);
+
+  Queue* queue_;
+  DiskLayout layout_;
+  std::int64_t stream_pages_;
+  Buffer
+      streamed_;    // [halves, kv_heads, stream_pages_, page_bytes], from its first whole sector on
+  Buffer written_;  // [halves, kv_heads, page_bytes], too
+  std::optional<Charge> charge_;  // for the store's own memory
+  std::unique_ptr<PageStore> store_;
+  std::array<std::optional<DiskTicket>, DiskHostBytes::kHalves> reads_;
+  std::array<Write, DiskHostBytes::kHalves> writes_;
+  std::size_t next_write_ = 0;
+  std::string failure_;
+};
+
+}  // namespace sluice
