@@ -211,7 +211,7 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
   auto* const staged = reinterpret_cast<TokenId*>(staged_ids_.data());
   std::copy(tokens.begin(), tokens.end(), staged);
   const QueueRange range(*queue_, {to_string(Phase::decode), -1, count});
-  queue_->replay(batch.recording(), [&] {
+  const auto issue = [&] {
     const Matrix x = view(a_.x, DType::f32, count, config_.hidden_size);
     embed({staged, tokens.size()}, x);
     for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
@@ -224,7 +224,8 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
     }
     compute_logits(0, count);
     batch.issue_report();
-  });
+  };
+  batch.is_recordable() ? queue_->replay(batch.recording(), issue) : issue();
 }
 
 std::uint64_t Decoder::prompt_bytes(const ModelConfig& config, std::int64_t tokens) {

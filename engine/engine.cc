@@ -332,6 +332,28 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
   return request;
 }
 
+std::optional<std::uint64_t> Engine::Impl::host_room(const Plan& plan,
+                                                     const SessionOptions& options) const {
+  std::optional<std::uint64_t> room;
+  const auto limit = [&](std::uint64_t cap, std::uint64_t taken) {
+    const std::uint64_t left = cap - std::min(cap, taken);
+    room = std::min(room.value_or(left), left);
+  };
+  if (config.host_memory) limit(*config.host_memory, plan.host_bytes() + promised_host_bytes);
+  if (options.host_memory) limit(*options.host_memory, plan.session_host_bytes());
+  return room;
+}
+
+void Engine::Impl::require_host(const Plan& plan, const SessionOptions& options) const {
+  require_host_memory(plan, config.host_memory, promised_host_bytes,
+                      backend->account(Tier::host).used());
+  if (!options.host_memory || plan.session_host_bytes() <= *options.host_memory) return;
+  throw Error(ErrorCode::memory, "the session takes " + format_bytes(plan.session_host_bytes()) +
+                                     " of host memory, more than its cap of " +
+                                     format_bytes(*options.host_memory) + "; give at least " +
+                                     std::to_string(plan.session_host_bytes()) + "B");
+}
+
 Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk) const {
   Plan plan = model_plan(options, chunk);
   const std::optional<DeviceCap> cap = device_cap(plan);
@@ -340,15 +362,17 @@ Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk) const {
     const DeviceCap own = {*options.device_memory, plan.session_device_bytes()};
     if (!cap || own.left() < cap->left()) tightest = own;
   }
-  plan.kv = plan_kv(kv_request(options, chunk, tightest));
-  require_host_memory(plan, config.host_memory, promised_host_bytes,
-                      backend->account(Tier::host).used());
-  if (options.host_memory && plan.session_host_bytes() > *options.host_memory) {
-    throw Error(ErrorCode::memory, "the session takes " + format_bytes(plan.session_host_bytes()) +
-                                       " of host memory, more than its cap of " +
-                                       format_bytes(*options.host_memory) + "; give at least " +
-                                       std::to_string(plan.session_host_bytes()) + "B");
-  }
+  const auto disk = [&] {
+    return disk_room(*config.disk, host_room(plan, options),
+                     plan.host_bytes() + plan.thread_bytes -
+                         std::min(plan.host_bytes(), backend->account(Tier::host).used()));
+  };
+  plan.kv = plan_with_disk(kv_request(options, chunk, tightest), config.disk.has_value(), disk,
+                           [&](const KvPlan& kv) {
+                             Plan with = plan;
+                             with.kv = kv;
+                             require_host(with, options);
+                           });
   const KvShape& shape = info.kv;
   const std::uint64_t layer_bytes = static_cast<std::uint64_t>(options.context) *
                                     static_cast<std::uint64_t>(shape.kv_heads) * shape.row_bytes();
@@ -415,7 +439,8 @@ Session Engine::new_session(const SessionOptions& options) {
   return Session(std::make_shared<Session::Impl>(
       impl_,
       KvSession(std::make_shared<KvPool>(impl().queue, plan.kv, options.policies,
-                                         impl().config.scorers, impl().attender)),
+                                         impl().config.scorers, impl().attender,
+                                         impl().disk_source())),
       std::move(grant)));
 }
 

@@ -42,6 +42,10 @@ struct Engine::Impl {
   // The format of the matrices; norms and biases are f32.
   WeightFormat weight_format() const { return config.weights.value_or(backend->weight_format()); }
 
+  DiskSource disk_source() const {
+    return {config.disk ? config.disk->directories : std::vector<std::filesystem::path>()};
+  }
+
   // Engine::open() with the backend that `make` returns for the weights' dtype.
   using MakeBackend = std::function<std::unique_ptr<Backend>(DType weights)>;
   static Engine open(const EngineConfig& config, const MakeBackend& make);
@@ -68,6 +72,9 @@ struct Engine::Impl {
   Plan plan_with(const SessionOptions& options, int chunk) const;
   Plan model_plan(const SessionOptions& options, int chunk) const;
   std::optional<DeviceCap> device_cap(const Plan& plan) const;
+  // The host memory that caps leave to a session's KV cache; none: no cap.
+  std::optional<std::uint64_t> host_room(const Plan& plan, const SessionOptions& options) const;
+  void require_host(const Plan& plan, const SessionOptions& options) const;
   KvRequest kv_request(const SessionOptions& options, int chunk,
                        const std::optional<DeviceCap>& cap) const;
 

@@ -53,7 +53,19 @@ std::string device_lines(const KvPlan& kv) {
   return first(std::to_string(kv.resident_tokens) + " tokens" +
                (kv.tails ? " and the newest page" : "") + " resident,") +
          more +
-         continued("the rest streamed, " + std::to_string(kv.stream_tokens) + " rows at a time");
+         continued((kv.on_disk ? "the rest on disk, streamed " : "the rest streamed, ") +
+                   std::to_string(kv.stream_tokens) + " rows at a time");
+}
+
+std::string disk_note(const KvPlan& kv) {
+  if (kv.host_cache_rows == 0) return "on their way to and from the disk";
+  return "on their way, and a cache of " + std::to_string(kv.host_cache_rows * kv.shape.kv_heads) +
+         " rows";
+}
+
+// The device tier of a CPU, as far as host_bytes does not have it.
+std::uint64_t beside_host_bytes(const KvPlan& kv) {
+  return kv.device_in_host ? 0 : kv.device_bytes;
 }
 
 }  // namespace
@@ -79,7 +91,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
                  : "; give at least " + std::to_string(all) + "B or shorten the context"));
   }
   const std::uint64_t needed = all - std::min(all, used) +
-                               (plan.on_device ? 0 : plan.kv.device_bytes) + kFirstUseBytes +
+                               (plan.on_device ? 0 : beside_host_bytes(plan.kv)) + kFirstUseBytes +
                                plan.thread_bytes;
   require_memory(needed, Counted::all, "the plan needs", "shorten the context, or raise the limit");
 }
@@ -87,7 +99,8 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
 std::uint64_t Plan::process_bytes() const {
   const std::uint64_t program = program_bytes + thread_bytes;
   if (on_device) return program + staging_bytes + std::max(loading_bytes, kv.host_bytes);
-  const std::uint64_t running = activation_bytes + prompt_bytes + kv.host_bytes + kv.device_bytes;
+  const std::uint64_t running =
+      activation_bytes + prompt_bytes + kv.host_bytes + beside_host_bytes(kv);
   return program + weight_bytes + std::max(loading_bytes, running);
 }
 
@@ -103,8 +116,11 @@ std::string Plan::to_table() const {
   table += device_lines(kv);
   const std::uint64_t selecting = kv.index_bytes + kv.work_bytes;
   const std::uint64_t compact = DeviceRowBytes(kv).compact;
-  table += line("host: rows",
-                kv.host_bytes - (kv.in_place ? selecting + kv.table_bytes + compact : 0), "");
+  const std::uint64_t others = kv.in_place         ? selecting + kv.table_bytes + compact
+                               : kv.device_in_host ? kv.device_bytes
+                                                   : 0;
+  table += line("host: rows", kv.host_bytes - others, kv.on_disk ? disk_note(kv) : "");
+  if (kv.on_disk) table += line("disk: rows", kv.disk_bytes, "");
   if (selecting > 0) {
     const char* const where = kv.in_place ? "in host memory" : "of the device tier";
     table += line("key index", kv.index_bytes, where);
@@ -153,6 +169,10 @@ std::string Plan::to_json() const {
                                {"table_bytes", kv.table_bytes},
                                {"device_bytes", kv.device_bytes},
                                {"host_rows_bytes", kv.host_bytes},
+                               {"on_disk", kv.on_disk},
+                               {"disk_bytes", kv.disk_bytes},
+                               {"host_cache_rows", kv.host_cache_rows},
+                               {"device_in_host", kv.device_in_host},
                                {"weight_bytes", weight_bytes},
                                {"activation_bytes", activation_bytes},
                                {"prompt_bytes", prompt_bytes},

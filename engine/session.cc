@@ -349,6 +349,11 @@ SessionRoom Session::room() const {
 }
 
 const KvPlan& Session::plan() const { return impl().kv.plan(); }
+std::vector<std::string> Session::disk_modes() const {
+  DiskPages* const disk = impl().kv.pool()->disk();
+  return disk == nullptr ? std::vector<std::string>() : disk->store().descriptions();
+}
+
 const Ledger& Session::ledger() const { return impl().kv.ledger(); }
 const StepSelection& Session::selection() const { return impl().kv.selection(); }
 double Session::prefill_share() const { return impl().kv.prefill_share(); }

@@ -35,6 +35,31 @@ std::optional<double> parse_share(const std::string& text, const char* flag) {
   return share;
 }
 
+// A size follows the last colon, if what follows begins with a digit and has no slash.
+DiskConfig parse_disk(const std::vector<std::string>& values) {
+  DiskConfig config;
+  std::uint64_t bytes = 0;
+  std::size_t sized = 0;
+  for (const std::string& value : values) {
+    const std::size_t colon = value.rfind(':');
+    const std::string size = colon == std::string::npos ? "" : value.substr(colon + 1);
+    const bool is_sized =
+        !size.empty() && size[0] >= '0' && size[0] <= '9' && size.find('/') == std::string::npos;
+    const std::string directory = is_sized ? value.substr(0, colon) : value;
+    if (directory.empty()) throw Error(ErrorCode::usage, "--disk names no directory");
+    config.directories.emplace_back(directory);
+    if (!is_sized) continue;
+    bytes += parse_bytes(size, "--disk");
+    ++sized;
+  }
+  if (sized == values.size()) {
+    config.bytes = bytes;
+  } else if (sized > 0) {
+    throw Error(ErrorCode::usage, "--disk: give every directory a size, or none of them");
+  }
+  return config;
+}
+
 }  // namespace
 
 void ModelFlags::add_to(CLI::App& app) {
@@ -49,6 +74,10 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option(
       "--host-memory", host_memory,
       "cap on what is in host memory, e.g. 8GiB: rows, and without a GPU weights and activations");
+  app.add_option("--disk", disk,
+                 "DIR or DIR:SIZE, e.g. /nvme:200GiB: a local directory for rows that "
+                 "--host-memory does not hold; several directories are used in turn")
+      ->allow_extra_args(false);
   app.add_option("--row-cache", row_cache,
                  "of --device-memory at most this for rows that steps select again and again, 0 "
                  "for none; answers change by rounding at most. Default: what pays");
@@ -91,6 +120,7 @@ EngineConfig ModelFlags::config() const {
   if (weights == "int4") config.weights = WeightCode::int4;
   config.device_memory = parse_cap(device_memory, "--device-memory");
   config.host_memory = parse_cap(host_memory, "--host-memory");
+  if (!disk.empty()) config.disk = parse_disk(disk);
   config.row_cache = parse_cap(row_cache, "--row-cache");
   config.host_attention = parse_share(host_attention, "--host-attention");
   return config;

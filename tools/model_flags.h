@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "sluice/engine.h"
 
@@ -14,6 +15,7 @@ struct ModelFlags {
   std::string device = "cpu";
   std::string device_memory;
   std::string host_memory;
+  std::vector<std::string> disk;
   std::string row_cache;
   std::string host_attention = "auto";
   std::string kv_dtype = "bf16";

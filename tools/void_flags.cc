@@ -116,6 +116,7 @@ std::string void_without_plan(const ModelFlags& flags, const std::string& policy
   given.add("--policy", policy != "dense");
   given.add("--device-memory", !flags.device_memory.empty());
   given.add("--host-memory", !flags.host_memory.empty());
+  given.add("--disk", !flags.disk.empty());
   given.add("--row-cache", !flags.row_cache.empty());
   given.add("--host-attention", flags.host_attention != defaults.host_attention);
   given.add("--compute", flags.compute != defaults.compute);
