@@ -382,7 +382,10 @@ void KvSession::truncate(std::int64_t length) {
   check(length >= 0 && length <= length_, "truncate to more than there is");
   if (length == length_) return;
   const std::vector<std::int64_t> ends(static_cast<std::size_t>(plan().shape.layers), length_);
+  in_step_ =
+      true;  // stays so if rows on disk cannot be read: their values are not off the sums then
   pool_->truncate(sequence_, ends, length);
+  in_step_ = false;
   length_ = length;
 }
 

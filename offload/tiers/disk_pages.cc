@@ -73,6 +73,10 @@ void DiskPages::wait_for_writes(int layer) {
   }
 }
 
+void DiskPages::wait_for_writes() {
+  for (Write& write : writes_) finish(write);
+}
+
 void DiskPages::begin_read(std::size_t half, int layer, const RowRun& run) {
   check(run.number % kPageTokens == 0 && run.count <= stream_pages_ * kPageTokens,
         "a run that does not fit the disk's buffer");

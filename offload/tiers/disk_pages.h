@@ -69,8 +69,9 @@ class DiskPages {
   // A run that was read, if its pages follow each other without padding.
   std::vector<RowSpan> spans(std::size_t half, const RowRun& run) const;
 
-  // Waits until earlier writes of a layer are on disk, so that they can be read.
+  // Waits until earlier writes, of one layer or of all, are on disk, so that they can be read.
   void wait_for_writes(int layer);
+  void wait_for_writes();
   // The reason for which pages may be unreadable, for messages; empty if there is none.
   const std::string& failure() const { return failure_; }
 

@@ -2,8 +2,11 @@
 // disk what the ledger says.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -13,6 +16,7 @@
 #include "offload/step/kv_session.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
+#include "tests/support/simulated_disk.h"
 #include "tests/support/test_disk.h"
 #include "tests/support/twin_sessions.h"
 
@@ -90,15 +94,182 @@ class DiskPolicies : public DiskSessions, public ::testing::WithParamInterface<c
 TEST_P(DiskPolicies, AnswerAsInMemory) {
   const std::uint64_t seed = testing::seed(7);
   SCOPED_TRACE(testing::seed_message(seed));
-  for (const DeviceTier device : {DeviceTier::own, DeviceTier::shared}) {
-    for (const std::uint64_t more : {0, 60 << 10, 400 << 10}) {
-      SCOPED_TRACE(::testing::Message() << "more " << more);
-      const KvPlan plan = plan_of(kShape, policy_, device, more);
-      testing::play_twins(pool(plan, policy_), in_memory(plan, policy_), seed,
-                          {.tolerance = tolerance()});
-      if (HasFatalFailure()) return;
+  for (const auto& [device, more] :
+       {std::pair(DeviceTier::shared, 0), {DeviceTier::own, 80 << 10}}) {
+    SCOPED_TRACE(::testing::Message() << "more " << more);
+    const KvPlan plan = plan_of(kShape, policy_, device, static_cast<std::uint64_t>(more));
+    testing::play_twins(pool(plan, policy_), in_memory(plan, policy_), seed,
+                        {.tolerance = tolerance()});
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Counts what a disk was asked for, and breaks it.
+struct Faulty {
+  explicit Faulty(std::uint64_t first_seed, double fault_rate)
+      : seed(first_seed), rate(fault_rate) {}
+
+  DiskFactory factory() {
+    return [this](const SpillFile& file, const DiskLimits&, auto) -> std::unique_ptr<Disk> {
+      return std::make_unique<testing::SimulatedDisk>(file.size() / kSectorBytes, seed, rate);
+    };
+  }
+
+  std::uint64_t seed;
+  double rate;
+};
+
+// Sessions of one pool on a disk that breaks, each beside a twin in memory. A session may end with
+// an error; it never gives another answer than its twin, and its end leaves the others as they are.
+class FaultySessions : public DiskSessions {
+ protected:
+  void play(const Policy& policy, std::uint64_t seed) {
+    Faulty faulty(seed, 0.02);
+    const KvPlan plan = plan_of(kShape, policy, DeviceTier::shared, 20 << 10);
+    one_ = std::make_shared<KvPool>(backend_.make_queue(), plan, std::span(&policy, 1),
+                                    own_scorers(), HostAttender(),
+                                    DiskSource{{parent_}, DiskAccess::automatic, faulty.factory()});
+    other_ = in_memory(plan, policy);
+    random_.emplace(seed);
+    twins_.clear();
+    for (int i = 0; i < 3; ++i) begin(seed + static_cast<std::uint64_t>(i));
+    for (int round = 0; round < 12 && !HasFatalFailure(); ++round) {
+      const std::int64_t kind = random_->integer(0, 5);
+      if (twins_.empty() || (kind == 0 && twins_.size() < 4)) begin(seed + 100);
+      if (kind == 1) fork();
+      if (kind == 2) truncate();
+      decode();
     }
   }
+
+  std::uint64_t ended_ = 0;
+  std::uint64_t steps_ = 0;
+
+ private:
+  // Runs `body` for twin `at`, which ends if that throws what a disk may throw.
+  template <class Body>
+  void attempt(std::size_t at, Body body) {
+    try {
+      body(twins_[at]);
+    } catch (const Error& error) {
+      ASSERT_TRUE(error.code() == ErrorCode::io || error.code() == ErrorCode::corrupt)
+          << error.what();
+      end(at);
+    }
+  }
+  void end(std::size_t at) {
+    twins_.erase(twins_.begin() + static_cast<std::ptrdiff_t>(at));
+    ++ended_;
+  }
+
+  void begin(std::uint64_t seed) {
+    twins_.push_back({KvSession(one_), KvSession(other_), Script(kShape, kContext, seed)});
+    attempt(twins_.size() - 1, [&](testing::Twins& two) {
+      const std::int64_t tokens = random_->integer(200, 600);
+      two.script.prefill(two.one, tokens);
+      two.script.prefill(two.other, tokens);
+    });
+  }
+  std::size_t any() {
+    return static_cast<std::size_t>(
+        random_->integer(0, static_cast<std::int64_t>(twins_.size()) - 1));
+  }
+  void fork() {
+    if (twins_.empty() || twins_.size() == 4) return;
+    const std::size_t at = any();
+    twins_.push_back({twins_[at].one.fork(), twins_[at].other.fork(), twins_[at].script});
+  }
+  void truncate() {
+    if (twins_.empty()) return;
+    attempt(any(), [&](testing::Twins& two) {
+      const std::int64_t length = random_->integer(two.length() / 2, two.length());
+      two.one.truncate(length);
+      two.other.truncate(length);
+    });
+  }
+
+  void decode() {
+    std::vector<KvSession*> ones;
+    std::vector<KvSession*> others;
+    std::vector<const Script*> scripts;
+    for (testing::Twins& two : twins_) {
+      if (two.length() == kContext) continue;
+      ones.push_back(&two.one);
+      others.push_back(&two.other);
+      scripts.push_back(&two.script);
+    }
+    for (int step = 0; step < 10 && !ones.empty(); ++step) {
+      if (std::any_of(ones.begin(), ones.end(),
+                      [](KvSession* s) { return s->length() == kContext; })) {
+        return;
+      }
+      std::vector<std::optional<Error>> outcomes;
+      std::vector<std::vector<float>> actual;
+      try {
+        actual = testing::step_together(ones, scripts, outcomes);
+      } catch (const Error&) {
+        // A page that a session continues could not be read; that session says so.
+        return drop_failed();
+      }
+      const auto expected = testing::step_together(others, scripts);
+      for (std::size_t i = 0; i < ones.size(); ++i) {
+        if (outcomes[i]) {
+          ASSERT_TRUE(outcomes[i]->code() == ErrorCode::io ||
+                      outcomes[i]->code() == ErrorCode::corrupt)
+              << outcomes[i]->what();
+          continue;
+        }
+        ++steps_;
+        ASSERT_EQ(actual[i], expected[i]) << "session " << i << " step " << step;
+      }
+      if (std::any_of(outcomes.begin(), outcomes.end(), [](auto& e) { return e.has_value(); })) {
+        return drop_failed();
+      }
+    }
+  }
+  // Sessions that failed stay in their step.
+  void drop_failed() {
+    const std::size_t before = twins_.size();
+    std::erase_if(twins_, [](const testing::Twins& two) { return two.one.in_step(); });
+    ASSERT_LT(twins_.size(), before) << "a step failed and no session";
+    ended_ += before - twins_.size();
+  }
+
+  std::shared_ptr<KvPool> one_;
+  std::shared_ptr<KvPool> other_;
+  std::optional<testing::Random> random_;
+  std::vector<testing::Twins> twins_;
+};
+
+TEST_F(FaultySessions, EndOrAnswerAsInMemory) {
+  const std::uint64_t first = testing::seed(1);
+  const char* const wish = std::getenv("SLUICE_SIMULATIONS");
+  const std::uint64_t runs = wish == nullptr ? 12 : std::strtoull(wish, nullptr, 10);
+  const Policy policies[] = {parse_policy("select=int4 prune=top_k(16) compensate=values"),
+                             parse_policy("select=quest prune=top_k(60)")};
+  for (std::uint64_t seed = first; seed < first + runs; ++seed) {
+    SCOPED_TRACE(testing::seed_message(seed));
+    play(policies[seed % 2], seed);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(ended_, 0u) << "no fault reached a session";
+  EXPECT_GT(steps_, 100u) << "nearly no session survived";
+}
+
+// Bytes that the ledger counts are those that the disk was asked for.
+TEST_F(DiskSessions, LedgerCountsWhatTheDiskMoves) {
+  const Policy policy = parse_policy("select=int4 prune=top_k(40) dense=1");
+  const auto pool = this->pool(plan_of(kShape, policy, DeviceTier::own, 60 << 10), policy);
+  KvSession session(pool);
+  Script script(kShape, kContext, 3);
+  script.prefill(session, 400);
+  script.decode(session, 200);
+  const DiskCounts counts = pool->disk()->store().counts();
+  EXPECT_GT(counts.read_bytes, 0u);
+  EXPECT_EQ(session.ledger().crossed(Tier::disk, Tier::host).bytes, counts.read_bytes);
+  pool->disk()->wait_for_writes();
+  EXPECT_EQ(session.ledger().crossed(Tier::host, Tier::disk).bytes,
+            pool->disk()->store().counts().written_bytes);
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, DiskPolicies,

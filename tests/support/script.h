@@ -152,8 +152,10 @@ class Script {
 
 // Decodes the next token of several sessions, each by its own script, in one step. Returns each
 // session's attention output of all layers.
+// Fills `outcomes` with what KvBatch::end() returns.
 inline std::vector<std::vector<float>> step_together(std::span<KvSession* const> sessions,
-                                                     std::span<const Script* const> scripts) {
+                                                     std::span<const Script* const> scripts,
+                                                     std::vector<std::optional<Error>>& outcomes) {
   KvBatch batch(sessions);
   const Script& any = *scripts.front();
   const auto query_width = static_cast<std::size_t>(any.query_width());
@@ -178,7 +180,16 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
     }
   }
   batch.issue_report();
-  for (const std::optional<Error>& error : batch.end()) {
+  outcomes = batch.end();
+  return results;
+}
+
+// The same; throws the first error.
+inline std::vector<std::vector<float>> step_together(std::span<KvSession* const> sessions,
+                                                     std::span<const Script* const> scripts) {
+  std::vector<std::optional<Error>> outcomes;
+  std::vector<std::vector<float>> results = step_together(sessions, scripts, outcomes);
+  for (const std::optional<Error>& error : outcomes) {
     if (error) throw Error(*error);
   }
   return results;
