@@ -148,12 +148,13 @@ void CudaBackend::give_back(Tier tier, std::byte* data, std::size_t bytes) noexc
 }
 
 std::uint64_t CudaBackend::weight_bytes(const WeightShape& shape) const {
-  return static_cast<std::uint64_t>(shape.outputs) * shape.format.row_bytes(shape.inputs);
+  const auto& [outputs, inputs, format] = shape;
+  if (format.is_coded()) return CodedMatrix{nullptr, format.code, outputs, inputs}.bytes();
+  return static_cast<std::uint64_t>(outputs) * format.row_bytes(inputs);
 }
 
 std::unique_ptr<Weight> CudaBackend::take_weight(const WeightShape& shape) {
-  return std::make_unique<CudaWeight>(allocate(Tier::device, weight_bytes(shape)),
-                                      shape.format.element, shape.outputs, shape.inputs);
+  return std::make_unique<CudaWeight>(allocate(Tier::device, weight_bytes(shape)), shape);
 }
 
 void CudaBackend::copy_large(CopyOp op, cudaStream_t stream) const {

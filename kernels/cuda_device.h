@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "kernels/cuda_backend.h"
+#include "kernels/dense/coded_tile.h"
 #include "kernels/runtime/launch.h"
 #include "kernels/runtime/memory.h"
 #include "kernels/runtime/owners.h"
@@ -13,18 +14,21 @@ namespace sluice::cuda {
 
 class CudaWeight : public Weight {
  public:
-  CudaWeight(Buffer data, DType dtype, std::int64_t outputs, std::int64_t inputs)
-      : data_(std::move(data)), dtype_(dtype), outputs_(outputs), inputs_(inputs) {}
-  std::int64_t outputs() const override { return outputs_; }
-  std::int64_t inputs() const override { return inputs_; }
-  Matrix dense_rows() const override { return {data(), dtype_, outputs_, inputs_, inputs_}; }
+  CudaWeight(Buffer data, const WeightShape& shape) : data_(std::move(data)), shape_(shape) {}
+  std::int64_t outputs() const override { return shape_.outputs; }
+  std::int64_t inputs() const override { return shape_.inputs; }
+  Matrix dense_rows() const override {
+    if (is_coded()) return {};
+    return {data(), shape_.format.element, outputs(), inputs(), inputs()};
+  }
   std::byte* data() const { return data_.data(); }
+  bool is_coded() const { return shape_.format.is_coded(); }
+  // Only of a coded weight.
+  CodedMatrix coded() const { return {data(), shape_.format.code, shape_.outputs, shape_.inputs}; }
 
  private:
   Buffer data_;
-  DType dtype_;
-  std::int64_t outputs_;
-  std::int64_t inputs_;
+  WeightShape shape_;
 };
 
 class CudaBackend : public Backend {
@@ -39,7 +43,13 @@ class CudaBackend : public Backend {
   using Backend::make_queue;
   std::unique_ptr<Queue> make_queue(const QueueOptions& options) override;
   WeightFormat weight_format() const override { return info_.compute_dtype; }
+  bool stores(const WeightFormat& format) const override {
+    return format.is_coded() || format == weight_format();
+  }
   std::uint64_t weight_bytes(const WeightShape& shape) const override;
+  std::int64_t weight_rows(const WeightFormat& format) const override {
+    return format.is_coded() ? kTileOutputs : 1;
+  }
   std::optional<DType> dense_weights() const override { return info_.compute_dtype; }
 
   // For queues, because the caller may have used another device in between or be another thread.

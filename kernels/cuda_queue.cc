@@ -71,20 +71,27 @@ void CudaQueue::execute(const CopyParams& params) {
   copy_pieces(small, launch());
 }
 
-const void* CudaQueue::weight_of(const LinearParams& params) const {
+const CudaWeight& CudaQueue::weight_of(const LinearParams& params) const {
   check(params.x.dtype == own().info().compute_dtype, "linear: inputs must have the compute dtype");
-  return dynamic_cast<const CudaWeight&>(*params.weight).data();
+  return dynamic_cast<const CudaWeight&>(*params.weight);
+}
+
+void CudaQueue::execute(const EmbedParams& params) {
+  if (params.coded == nullptr) return embed(params, launch());
+  embed_coded(params, dynamic_cast<const CudaWeight&>(*params.coded).coded(), launch());
 }
 
 void CudaQueue::execute(const LinearParams& params) {
   attends_selected_ = false;
   const Launch own = launch();  // of this device, for cuBLAS, too
+  const CudaWeight& weight = weight_of(params);
+  if (weight.is_coded()) return multiply_coded(params, weight.coded(), *gemm_, own);
   LinearChain chain;
   chain.linear = params;
   if (gemv_supported(chain, workspace_.device())) {
-    gemv(chain, weight_of(params), own);
+    gemv(chain, weight.data(), own);
   } else {
-    gemm_->run(params, weight_of(params));
+    gemm_->run(params, weight.data());
   }
 }
 
@@ -114,13 +121,16 @@ void CudaQueue::execute(const AttendTilesParams& params) {
 // Treats the matrix as one row, because a launch has at most 65535 rows of blocks.
 void CudaQueue::execute(const WriteWeightParams& params) {
   const WeightRows& rows = params.rows;
+  const auto& weight = dynamic_cast<const CudaWeight&>(*params.weight);
+  if (weight.is_coded()) return pack_rows(weight.coded(), params.first, rows, launch());
+  check(!rows.format.is_coded(), "write_weight: coded rows of a weight that is not");
   check(params.first + rows.rows <= params.weight->outputs() &&
             rows.inputs == params.weight->inputs(),
         "write_weight: shapes disagree");
   const DType from = rows.format.element;
   const DType dtype = own().info().compute_dtype;
-  std::byte* const to = dynamic_cast<CudaWeight&>(*params.weight).data() +
-                        static_cast<std::size_t>(params.first * rows.inputs) * size_of(dtype);
+  std::byte* const to =
+      weight.data() + static_cast<std::size_t>(params.first * rows.inputs) * size_of(dtype);
   const std::int64_t count = rows.rows * rows.inputs;
   if (from != dtype) {
     cast({{rows.data, from, 1, count, count}, {to, dtype, 1, count, count}}, launch());
@@ -132,8 +142,15 @@ void CudaQueue::execute(const WriteWeightParams& params) {
 }
 
 void CudaQueue::execute(const LinearChain& chain) {
-  if (!gemv_supported(chain, workspace_.device())) return run_one_by_one(*this, chain);
-  gemv(chain, weight_of(chain.linear), launch());
+  const CudaWeight& weight = weight_of(chain.linear);
+  const DeviceLimits& device = workspace_.device();
+  if (weight.is_coded() && coded_chain_supported(chain, weight.coded(), device)) {
+    return coded_chain(chain, weight.coded(), launch());
+  }
+  if (!weight.is_coded() && gemv_supported(chain, device)) {
+    return gemv(chain, weight.data(), launch());
+  }
+  run_one_by_one(*this, chain);
 }
 
 void CudaQueue::execute(const SampleParams& params) {
@@ -169,7 +186,7 @@ struct CudaQueue::Execute {
 
   void operator()(const CopyParams* p) const { queue.execute(*p); }
 
-  void operator()(const EmbedParams* p) const { embed(*p, launch()); }
+  void operator()(const EmbedParams* p) const { queue.execute(*p); }
   void operator()(const WriteWeightParams* p) const { queue.execute(*p); }
   void operator()(const LinearParams* p) const { queue.execute(*p); }
   void operator()(const LinearChain* p) const { queue.execute(*p); }

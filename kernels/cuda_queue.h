@@ -7,6 +7,7 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/cuda_device.h"
+#include "kernels/dense/coded.h"
 #include "kernels/dense/dense.h"
 #include "kernels/runtime/copy.h"
 #include "kernels/runtime/heads.h"
@@ -46,8 +47,9 @@ class CudaQueue : public Queue {
   }
   cudaStream_t stream() { return launch().stream; }
   struct Execute;
-  const void* weight_of(const LinearParams& params) const;
+  const CudaWeight& weight_of(const LinearParams& params) const;
   void execute(const CopyParams& params);
+  void execute(const EmbedParams& params);
   void execute(const WriteWeightParams& params);
   void execute(const LinearParams& params);
   void execute(const LinearChain& chain);

@@ -5,6 +5,7 @@
 //   gemv          weights times one token, with the norm or cast before it and the activation after
 //                 it in the same launch, so that it takes as long as reading the weights once
 //   gemm          weights times more tokens, or shapes that gemv does not take: cuBLAS
+//   coded         weights in 8 and 4 bits: coded.h
 //   sample        draws the next tokens from the logits
 #pragma once
 
@@ -43,8 +44,9 @@ class Gemm {
   ~Gemm();
 
   // `weight` [outputs, inputs], in the dtype of the inputs, replaces the params' own. Uses the
-  // launch's scratch memory.
+  // workspace: all of the launch's scratch memory, if no other was set.
   void run(const LinearParams& params, const void* weight);
+  void set_workspace(std::byte* data, std::size_t bytes);
 
  private:
   struct Impl;

@@ -169,7 +169,6 @@ __global__ void bias_kernel(const float* bias, float* y, std::int64_t stride, st
 void embed(const EmbedParams& p, const Launch& launch) {
   const Matrix& table = p.table;
   const Matrix& y = p.y;
-  check(p.coded == nullptr, "embed: coded weights on a GPU");
   check(y.dtype == DType::f32, "embed: output must be f32");
   dispatch(table.dtype, [&](auto element) {
     using T = decltype(element);

@@ -81,15 +81,21 @@ struct Gemm::Impl {
   explicit Impl(const Launch& of) : launch(of) {
     require(cublas.create(&handle), "starting");
     require(cublas.set_stream(handle, launch.stream), "a stream");
-    require(cublas.set_workspace(handle, launch.scratch, launch.scratch_bytes), "a workspace");
+    set_workspace(launch.scratch, launch.scratch_bytes);
   }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
   ~Impl() { static_cast<void>(cublas.destroy(handle)); }
+
+  void set_workspace(std::byte* data, std::size_t bytes) const {
+    require(cublas.set_workspace(handle, data, bytes), "a workspace");
+  }
 };
 
 Gemm::Gemm(const Launch& launch) : impl_(std::make_unique<Impl>(launch)) {}
 Gemm::~Gemm() = default;
+
+void Gemm::set_workspace(std::byte* data, std::size_t bytes) { impl_->set_workspace(data, bytes); }
 
 void Gemm::run(const LinearParams& p, const void* weight) {
   bool accumulate = p.accumulate;

@@ -88,8 +88,9 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
   }
 
   // Inputs are exact in the compute dtype; weights are rounded to it for many tokens. Sums are
-  // fp32, of groups that each have a scale.
-  void expect_product(const WeightShape& shape, std::int64_t tokens, bool adds) {
+  // fp32, of groups that each have a scale. Every `step`-th token is compared.
+  void expect_product(const WeightShape& shape, std::int64_t tokens, bool adds,
+                      std::size_t step = 1) {
     SCOPED_TRACE(::testing::Message() << to_string(shape.format) << ' ' << shape.outputs << " x "
                                       << shape.inputs << ", " << tokens << " tokens");
     const Coded coded(random_.normal(shape.outputs * shape.inputs), shape.inputs, shape.format);
@@ -114,6 +115,7 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
     const auto inputs = static_cast<std::size_t>(shape.inputs);
     const auto outputs = static_cast<std::size_t>(shape.outputs);
     for (std::size_t i = 0; i < actual.size(); ++i) {
+      if (i / outputs % step != 0) continue;
       const std::size_t o = i % outputs;
       double sum = adds ? double{bias[o]} + before[i] : 0.0;
       double size = std::abs(sum) + 1.0;
@@ -127,6 +129,78 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
     }
   }
 
+  enum class Before { nothing, norm, cast };
+
+  // Rounding of the inputs may differ in their last bit, because a sum of squares has no order.
+  void expect_chain(std::int64_t tokens, std::int64_t inputs, std::int64_t outputs, Before before,
+                    bool is_gated, const WeightFormat& format) {
+    SCOPED_TRACE(::testing::Message()
+                 << to_string(format) << ' ' << outputs << " x " << inputs << ", " << tokens
+                 << " tokens, before " << static_cast<int>(before) << ", gated " << is_gated);
+    const Coded coded(random_.normal(outputs * inputs), inputs, format);
+    const std::unique_ptr<Weight> weight = written(coded, {outputs, inputs, format});
+    const std::vector<float> from = random_.normal(tokens * inputs);
+    const Buffer device_from = upload(*device_, from);
+    const Buffer norm = upload(*device_, random_.normal(inputs));
+    const Buffer bias = upload(*device_, random_.normal(outputs));
+    const Buffer x = upload(*device_, encoded(from, compute_));
+    const Buffer y = upload(*device_, random_.normal(tokens * outputs));
+    const Buffer product =
+        upload(*device_, encoded(random_.normal(tokens * outputs / 2), compute_));
+    const auto view = [&](const Buffer& buffer, DType dtype, std::int64_t columns) {
+      return Matrix{buffer.data(), dtype, tokens, columns, columns};
+    };
+    LinearChain chain;
+    const Matrix f32_from = view(device_from, DType::f32, inputs);
+    const Matrix to = view(x, compute_, inputs);
+    if (before == Before::norm) chain.norm = {f32_from, norm.floats(), 1e-5f, to};
+    if (before == Before::cast) chain.cast = {f32_from, to};
+    chain.linear.x = to;
+    chain.linear.weight = weight.get();
+    chain.linear.bias = is_gated ? nullptr : bias.floats();
+    chain.linear.y = view(y, DType::f32, outputs);
+    if (is_gated) {
+      chain.swiglu = {chain.linear.y, view(product, compute_, outputs / 2)};
+    }
+    device_->queue->run(chain);
+    const std::vector<float> actual = is_gated ? testing::values_of(*device_, product, compute_)
+                                               : testing::values_of(*device_, y, DType::f32);
+    if (before == Before::norm) device_->queue->run(*chain.norm);
+    if (before == Before::cast) device_->queue->run(*chain.cast);
+    const std::vector<float> in = testing::values_of(*device_, x, compute_);
+    const std::vector<float> biases = testing::values_of(*device_, bias, DType::f32);
+    // Of f32, room for a sum of a thousand terms.
+    const double rounding = compute_ == DType::f32   ? 0x1p-19
+                            : compute_ == DType::f16 ? 0x1p-11
+                                                     : 0x1p-8;
+    const auto dot = [&](std::int64_t token, std::int64_t output, double& slack) {
+      double sum = is_gated ? 0.0 : biases[static_cast<std::size_t>(output)];
+      double squares = 1.0;
+      for (std::int64_t i = 0; i < inputs; ++i) {
+        const double term = double{in[static_cast<std::size_t>(token * inputs + i)]} *
+                            coded.weights[static_cast<std::size_t>(output * inputs + i)];
+        sum += term;
+        squares += term * term;
+      }
+      slack = 4.0 * rounding * std::sqrt(squares);
+      return sum;
+    };
+    const std::int64_t columns = is_gated ? outputs / 2 : outputs;
+    for (std::int64_t i = 0; i < tokens * columns; ++i) {
+      double slack = 0.0;
+      double wanted = dot(i / columns, i % columns, slack);
+      if (is_gated) {
+        double up_slack = 0.0;
+        const double up = dot(i / columns, columns + i % columns, up_slack);
+        const double silu = wanted / (1.0 + std::exp(-wanted));
+        slack = 1.1 * slack * (std::abs(up) + up_slack) + std::abs(silu) * up_slack;
+        wanted = silu * up;
+        slack += rounding * std::abs(wanted);
+      }
+      ASSERT_NEAR(actual[static_cast<std::size_t>(i)], wanted, slack) << i;
+    }
+  }
+
   const std::uint64_t seed_ = testing::seed(51);
   Random random_{seed_};
   std::unique_ptr<testing::Device> device_;
@@ -137,7 +211,7 @@ class CodedWeights : public ::testing::TestWithParam<NamedBackend> {
 // Outputs that fill blocks and that do not; tokens that are few and many.
 TEST_P(CodedWeights, LinearIsTheProductByWhatTheCodesStandFor) {
   for (const WeightFormat& format : kFormats) {
-    for (const std::int64_t tokens : {1, 2, 3, 4, 5, 7, 8, 9, 40, 300}) {
+    for (const std::int64_t tokens : {1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 40, 64, 65, 128, 200, 300}) {
       expect_product({80, 96, format}, tokens, tokens % 2 == 0);
       expect_product({random_.integer(1, 200), 32 * random_.integer(1, 9), format}, tokens,
                      tokens % 2 != 0);
@@ -152,6 +226,30 @@ TEST_P(CodedWeights, LargeMatricesAreSharedByThreads) {
   for (const WeightFormat& format : kFormats) {
     expect_product({1023, 1024, format}, 3, true);
     expect_product({70, 8192, format}, 17, true);
+    expect_product({50, 14336, format}, 1, false);
+    expect_product({50, 14336, format}, 8, true);
+    expect_product({530, 4096, format}, 64, true, 9);
+  }
+}
+
+// More than a GPU decodes into its scratch memory at once, in every dtype.
+TEST_P(CodedWeights, PromptsAreMultipliedByLargeMatricesInParts) {
+  if (!device_->info().name.starts_with("cuda")) GTEST_SKIP() << "slow; parts are a GPU's";
+  for (const WeightFormat& format : kFormats) expect_product({1050, 28672, format}, 130, true, 43);
+}
+
+// The last result of a chain, whose inputs are what the operation before the product gives.
+TEST_P(CodedWeights, ChainsAreTheirOperations) {
+  for (const WeightFormat& format : kFormats) {
+    for (const std::int64_t tokens : {1, 3}) {
+      for (const std::int64_t inputs : {96, 1024}) {
+        expect_chain(tokens, inputs, 64, Before::norm, true, format);
+        expect_chain(tokens, inputs, 96, Before::norm, true, format);
+        expect_chain(tokens, inputs, 70, Before::norm, false, format);
+        expect_chain(tokens, inputs, 70, Before::cast, false, format);
+        expect_chain(tokens, inputs, 64, Before::nothing, true, format);
+      }
+    }
   }
 }
 

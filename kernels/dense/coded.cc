@@ -1,0 +1,256 @@
+#include "kernels/dense/coded.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "kernels/dense/coded_product.h"
+#include "lib/bytes.h"
+#include "lib/check.h"
+#include "lib/weight_code.h"
+#include "sluice/errors.h"
+
+namespace sluice::cuda {
+namespace {
+
+// Tokens of one tiles_kernel(), which reads the weights once.
+constexpr int kPassTokens = 64;
+// Most tokens for which reading codes once per pass takes less time than decoding the matrix into
+// memory, writing and reading it.
+constexpr std::int64_t kMostTileTokens = 2 * kPassTokens;
+// Part of the scratch memory for decoded rows; the rest is cuBLAS's workspace. 2,048 rows of 14,336
+// bf16 weights fit, which fill an H200 when 2,048 tokens are multiplied by them.
+constexpr std::size_t kUnpackedBytes = std::size_t{56} << 20;
+// Outputs of decoded parts, where that many fit: every tile size of cuBLAS divides them.
+constexpr std::int64_t kPartOutputs = 2048;
+
+constexpr int kStaticBytes = 2048;  // barriers, block sums, and what the system takes
+constexpr int kMostRowWarps = 16;
+// Fewer warps leave the memory idle. GPUs whose shared memory has room for no more have less
+// bandwidth, and one token's inputs leave more room on all others.
+constexpr int kLeastRowWarps = 8;
+constexpr int kLeastOneTokenWarps = 4;
+
+template <typename Body>
+auto dispatch_code(WeightCode code, const Body& body) {
+  if (code == WeightCode::int8) return body.template operator()<WeightCode::int8>();
+  return body.template operator()<WeightCode::int4>();
+}
+
+bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
+
+// The source of the inputs.
+const Matrix& source_of(const LinearChain& chain) {
+  if (chain.norm) return chain.norm->x;
+  return chain.cast ? chain.cast->from : chain.linear.x;
+}
+
+// The launch of row_kernel(), or none if its inputs leave less room than `least` warps need.
+template <WeightCode kCode>
+std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t tokens, bool is_gated,
+                                      int least, const DeviceLimits& device) {
+  const int tiles = is_gated ? 2 : 1;
+  const int stages = is_gated ? kRowStages<kCode, 2> : kRowStages<kCode, 1>;
+  const std::int64_t columns = weight.tile_columns();
+  if (tokens > kTileTokens || columns > device.shared_bytes / (2 * kTileInputs)) return {};
+  const std::int64_t x = tokens * shared_token_bytes(static_cast<int>(columns));
+  const std::int64_t sums = CodedTile<kCode>::kHasOffsets
+                                ? columns * kTileGroups * sum_tokens(static_cast<int>(tokens)) * 4
+                                : 0;
+  const std::int64_t fixed = kPairTableBytes<kCode> + x + sums;
+  const std::int64_t per_warp = std::int64_t{stages} * tiles * CodedTile<kCode>::kBytes +
+                                2 * tiles * kTileOutputs * tokens * std::int64_t{sizeof(float)};
+  std::int64_t warps = std::min<std::int64_t>(
+      kMostRowWarps, (device.shared_bytes - kStaticBytes - fixed) / per_warp);
+  if (warps < least) return {};
+  // As few warps as share the columns in as many rounds; but enough to load inputs.
+  const std::int64_t rounds = (columns + warps - 1) / warps;
+  warps = std::min(warps, std::max<std::int64_t>((columns + rounds - 1) / rounds, kLeastRowWarps));
+  CodedLaunch shape;
+  const std::int64_t rows = weight.tile_rows() / tiles;
+  shape.blocks = static_cast<int>(std::min<std::int64_t>(device.multiprocessors, rows));
+  shape.warps = static_cast<int>(warps);
+  shape.stages = stages;
+  shape.shared_bytes = static_cast<std::size_t>(fixed + warps * per_warp);
+  return shape;
+}
+
+std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t tokens, bool is_gated,
+                                      int least, const DeviceLimits& device) {
+  return dispatch_code(weight.code, [&]<WeightCode kCode>() {
+    return row_launch<kCode>(weight, tokens, is_gated, least, device);
+  });
+}
+
+CodedProductParams product_params(const LinearParams& p, const CodedMatrix& weight) {
+  check(p.x.columns == weight.inputs && p.y.columns == weight.outputs && p.x.rows == p.y.rows &&
+            p.y.dtype == DType::f32,
+        "linear: shapes or dtypes disagree");
+  CodedProductParams k{};
+  k.tiles = weight.tiles;
+  k.tile_rows = weight.tile_rows();
+  k.columns = static_cast<int>(weight.tile_columns());
+  k.x = static_cast<const std::byte*>(p.x.data);
+  k.x_stride = p.x.stride * static_cast<std::int64_t>(size_of(p.x.dtype));
+  k.inputs = static_cast<int>(weight.inputs);
+  k.tokens = static_cast<int>(p.x.rows);
+  k.bias = p.bias;
+  k.y = p.y.data;
+  k.y_stride = p.y.stride;
+  k.outputs = weight.outputs;
+  k.accumulate = p.accumulate;
+  std::copy(kWeightLevels.begin(), kWeightLevels.end(), k.levels);
+  return k;
+}
+
+void run_rows(const CodedProductParams& params, WeightCode code, DType dtype, bool is_gated,
+              const CodedLaunch& shape, const Launch& launch) {
+  dispatch_code(code, [&]<WeightCode kCode>() {
+    launch_row_kernel<kCode>(params, dtype, is_gated, shape, launch);
+  });
+}
+
+// Tokens [first, first + count) of a product.
+LinearParams tokens_of(const LinearParams& all, std::int64_t first, std::int64_t count) {
+  LinearParams part = all;
+  const std::int64_t x_bytes = all.x.stride * static_cast<std::int64_t>(size_of(all.x.dtype));
+  part.x.data = static_cast<std::byte*>(all.x.data) + first * x_bytes;
+  part.y.data = static_cast<float*>(all.y.data) + first * all.y.stride;
+  part.x.rows = part.y.rows = count;
+  return part;
+}
+
+// Room in shared memory of tiles_kernel() for `warps` with `columns` tiles of inputs at a time.
+template <WeightCode kCode>
+std::int64_t tiles_bytes(int warps, int stages, int columns, int tokens) {
+  const std::int64_t rings = std::int64_t{warps} * stages * 2 * CodedTile<kCode>::kBytes;
+  const std::int64_t inputs = std::int64_t{2} * tokens * shared_token_bytes(columns);
+  const std::int64_t sums =
+      CodedTile<kCode>::kHasOffsets ? std::int64_t{columns} * kTileGroups * tokens * 4 : 0;
+  return kPairTableBytes<kCode> + rings + inputs + sums;
+}
+
+// The first of these shapes that fits. The last one fits every device.
+struct TilesShape {
+  int warps, stages, columns;
+};
+constexpr TilesShape kTilesShapes[] = {{8, 4, 4}, {8, 4, 2}, {8, 4, 1}, {4, 4, 1}, {4, 2, 1}};
+
+template <WeightCode kCode>
+CodedLaunch tiles_launch(CodedProductParams& k, const Launch& launch) {
+  CodedLaunch shape;
+  shape.token_tiles = k.tokens <= 16 ? 2 : k.tokens <= 32 ? 4 : 8;
+  const int tokens = shape.token_tiles * kTileTokens;
+  const auto* const fits =
+      std::find_if(std::begin(kTilesShapes), std::end(kTilesShapes), [&](const TilesShape& s) {
+        return tiles_bytes<kCode>(s.warps, s.stages, s.columns, tokens) + kStaticBytes <=
+               launch.device->shared_bytes;
+      });
+  check(fits != std::end(kTilesShapes), "coded weights: shared memory");
+  shape.warps = fits->warps;
+  shape.stages = fits->stages;
+  k.chunk_columns = fits->columns;
+  shape.shared_bytes = static_cast<std::size_t>(
+      tiles_bytes<kCode>(shape.warps, shape.stages, k.chunk_columns, tokens));
+  // As many slices as fill the device, if their results fit in the scratch memory.
+  const std::int64_t part = 2 * shape.warps;
+  const std::int64_t parts = (k.tile_rows + part - 1) / part;
+  k.padded_outputs = parts * part * kTileOutputs;
+  const std::int64_t slice_bytes = k.tokens * k.padded_outputs * std::int64_t{sizeof(float)};
+  const std::int64_t room = static_cast<std::int64_t>(launch.scratch_bytes) / slice_bytes;
+  std::int64_t slices = launch.device->multiprocessors / parts;
+  slices = std::min({slices, std::int64_t{k.columns}, room});
+  if (parts > Launch::kCounters) slices = 1;
+  slices = std::max<std::int64_t>(slices, 1);
+  k.slice_columns = static_cast<int>((k.columns + slices - 1) / slices);
+  k.slices = (k.columns + k.slice_columns - 1) / k.slice_columns;
+  k.partial = reinterpret_cast<float*>(launch.scratch);
+  k.tickets = launch.counters;
+  shape.blocks = static_cast<int>(parts) * k.slices;
+  return shape;
+}
+
+}  // namespace
+
+bool coded_chain_supported(const LinearChain& chain, const CodedMatrix& weight,
+                           const DeviceLimits& device) {
+  const Matrix& from = source_of(chain);
+  if (chain.linear.x.rows != 1 || chain.linear.x.dtype == DType::f32) return false;
+  if (chain.cast && from.dtype != DType::f32) return false;
+  if (!is_aligned(from.data) || (chain.norm && !is_aligned(chain.norm->weight))) return false;
+  // The gate's rows of tiles must not end within one.
+  if (chain.swiglu && weight.outputs % (2 * kTileOutputs) != 0) return false;
+  return row_launch(weight, 1, chain.swiglu.has_value(), kLeastOneTokenWarps, device).has_value();
+}
+
+void coded_chain(const LinearChain& chain, const CodedMatrix& weight, const Launch& launch) {
+  const LinearParams& p = chain.linear;
+  CodedProductParams k = product_params(p, weight);
+  k.x = static_cast<const std::byte*>(source_of(chain).data);
+  k.is_cast = chain.norm || chain.cast;
+  if (chain.norm) {
+    k.norm = chain.norm->weight;
+    k.epsilon = chain.norm->epsilon;
+  }
+  if (chain.swiglu) {
+    check(p.bias == nullptr && !p.accumulate, "coded weights: swiglu of a sum");
+    check(chain.swiglu->y.dtype == p.x.dtype, "coded weights: swiglu in another dtype");
+    k.y = chain.swiglu->y.data;
+    k.y_stride = chain.swiglu->y.stride;
+    k.outputs = chain.swiglu->y.columns;
+  }
+  const auto shape =
+      row_launch(weight, 1, chain.swiglu.has_value(), kLeastOneTokenWarps, *launch.device);
+  check(shape.has_value(), "coded weights: a chain that is not supported");
+  run_rows(k, weight.code, p.x.dtype, chain.swiglu.has_value(), *shape, launch);
+}
+
+bool multiply_tiles_supported(const LinearParams& p) {
+  return p.x.dtype != DType::f32 && is_aligned(p.x.data) && p.x.stride % 8 == 0;
+}
+
+void multiply_tiles(const LinearParams& p, const CodedMatrix& weight, const Launch& launch) {
+  const int least = p.x.rows == 1 ? kLeastOneTokenWarps : kLeastRowWarps;
+  if (const auto shape = row_launch(weight, p.x.rows, false, least, *launch.device)) {
+    return run_rows(product_params(p, weight), weight.code, p.x.dtype, false, *shape, launch);
+  }
+  for (std::int64_t first = 0; first < p.x.rows; first += kPassTokens) {
+    const LinearParams part =
+        tokens_of(p, first, std::min<std::int64_t>(kPassTokens, p.x.rows - first));
+    CodedProductParams k = product_params(part, weight);
+    dispatch_code(weight.code, [&]<WeightCode kCode>() {
+      const CodedLaunch shape = tiles_launch<kCode>(k, launch);
+      launch_tiles_kernel<kCode>(k, p.x.dtype, shape, launch);
+    });
+  }
+}
+
+void multiply_unpacked(const LinearParams& p, const CodedMatrix& weight, Gemm& gemm,
+                       const Launch& launch) {
+  const std::int64_t row_bytes = weight.inputs * static_cast<std::int64_t>(size_of(p.x.dtype));
+  const std::int64_t fit = static_cast<std::int64_t>(kUnpackedBytes) / row_bytes;
+  const std::int64_t unit = fit >= kPartOutputs ? kPartOutputs : kTileOutputs;
+  const std::int64_t most = fit / unit * unit;
+  check(launch.scratch_bytes > kUnpackedBytes, "coded weights: a queue without scratch memory");
+  if (most == 0) throw Error(ErrorCode::unsupported, "a coded matrix has too many inputs");
+  gemm.set_workspace(launch.scratch + kUnpackedBytes, launch.scratch_bytes - kUnpackedBytes);
+  for (std::int64_t first = 0; first < weight.outputs; first += most) {
+    LinearParams part = p;
+    const std::int64_t count = std::min(most, weight.outputs - first);
+    part.y.data = static_cast<float*>(p.y.data) + first;
+    part.y.columns = count;
+    if (p.bias != nullptr) part.bias = p.bias + first;
+    unpack_rows(weight, first, count, p.x.dtype, launch.scratch, launch);
+    gemm.run(part, launch.scratch);
+  }
+  gemm.set_workspace(launch.scratch, launch.scratch_bytes);
+}
+
+void multiply_coded(const LinearParams& p, const CodedMatrix& weight, Gemm& gemm,
+                    const Launch& launch) {
+  if (p.x.rows <= kMostTileTokens && multiply_tiles_supported(p)) {
+    return multiply_tiles(p, weight, launch);
+  }
+  multiply_unpacked(p, weight, gemm, launch);
+}
+
+}  // namespace sluice::cuda

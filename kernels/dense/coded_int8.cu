@@ -1,0 +1,10 @@
+#include "kernels/dense/coded_product.cuh"
+
+namespace sluice::cuda {
+
+template void launch_row_kernel<WeightCode::int8>(const CodedProductParams&, DType, bool,
+                                                  const CodedLaunch&, const Launch&);
+template void launch_tiles_kernel<WeightCode::int8>(const CodedProductParams&, DType,
+                                                    const CodedLaunch&, const Launch&);
+
+}  // namespace sluice::cuda

@@ -1,0 +1,84 @@
+// Launch of the products of coded_product.cuh.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/dense/coded_tile.h"
+#include "kernels/runtime/launch.h"
+
+namespace sluice::cuda {
+
+struct CodedProductParams {
+  const std::byte* tiles;  // [tile_rows, columns]
+  std::int64_t tile_rows;
+  int columns;         // of tiles
+  const std::byte* x;  // [tokens, inputs], `x_stride` bytes from token to token
+  std::int64_t x_stride;
+  int inputs;
+  int tokens;
+  bool is_cast;       // x is f32 of one token, to be cast or normalised
+  const float* norm;  // [inputs] or null
+  float epsilon;
+  const float* bias;      // [outputs] or null
+  void* y;                // [tokens, outputs]: f32, or elements of x's dtype after swiglu
+  std::int64_t y_stride;  // elements
+  std::int64_t outputs;   // after swiglu, which halves the number of rows
+  bool accumulate;
+  // Of tiles_kernel():
+  int slices;         // of the columns, in different blocks
+  int slice_columns;  // of a slice, except the last
+  int chunk_columns;  // whose inputs are in shared memory at a time
+  float* partial;     // [slices, tokens, padded_outputs], if there are several slices
+  std::int64_t padded_outputs;
+  std::uint32_t* tickets;  // zero, one for each part of the outputs
+  std::int8_t levels[16];  // of int4
+};
+
+// Shape of a launch.
+struct CodedLaunch {
+  int blocks = 0;
+  int warps = 0;  // that multiply
+  int stages = 0;
+  int token_tiles = 0;  // of eight tokens, compiled: 2, 4 or 8
+  std::size_t shared_bytes = 0;
+};
+
+// Bytes of the table of a block, before the warps' stages.
+template <WeightCode kCode>
+inline constexpr int kPairTableBytes = kCode == WeightCode::int4 ? 256 * 128 : 0;
+
+// Most tokens of row_kernel(), one tile of tokens.
+inline constexpr int kTileTokens = 8;
+
+// Stages of a warp's ring in row_kernel(): about 9 KiB each.
+template <WeightCode kCode, int kTiles>
+inline constexpr int kRowStages = kTiles* CodedTile<kCode>::kBytes < 2048 ? 8 : 4;
+
+// Bytes from token to token of inputs in shared memory: 64 beyond a multiple of 128, so that eight
+// lanes of two tokens read different banks.
+__host__ __device__ constexpr int shared_token_bytes(int columns) {
+  return columns * kTileInputs * 2 + 64;
+}
+
+// The sum of a group's inputs, for offsets: pairs of tokens.
+__host__ __device__ constexpr int sum_tokens(int tokens) { return (tokens + 1) / 2 * 2; }
+
+// The dtype of x is bf16 or f16. `is_gated`: swiglu.
+template <WeightCode kCode>
+void launch_row_kernel(const CodedProductParams& params, DType dtype, bool is_gated,
+                       const CodedLaunch& shape, const Launch& launch);
+template <WeightCode kCode>
+void launch_tiles_kernel(const CodedProductParams& params, DType dtype, const CodedLaunch& shape,
+                         const Launch& launch);
+
+extern template void launch_row_kernel<WeightCode::int8>(const CodedProductParams&, DType, bool,
+                                                         const CodedLaunch&, const Launch&);
+extern template void launch_row_kernel<WeightCode::int4>(const CodedProductParams&, DType, bool,
+                                                         const CodedLaunch&, const Launch&);
+extern template void launch_tiles_kernel<WeightCode::int8>(const CodedProductParams&, DType,
+                                                           const CodedLaunch&, const Launch&);
+extern template void launch_tiles_kernel<WeightCode::int4>(const CodedProductParams&, DType,
+                                                           const CodedLaunch&, const Launch&);
+
+}  // namespace sluice::cuda
