@@ -28,9 +28,9 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy, std::int64_t toke
 }
 
 void run(benchmark::State& state, const std::string& name, ModelShape shape, std::int64_t tokens,
-         bool resident) {
+         bool resident, const WeightFormat& weights = DType::bf16) {
   try {
-    MadeUpModel& model = made_up_model(shape);
+    MadeUpModel& model = made_up_model(shape, weights);
     const Policy policy = parse_policy(name);
     KvSession session(std::make_shared<KvPool>(model.queue(),
                                                plan_of(model, policy, tokens, resident),
@@ -61,6 +61,13 @@ void run(benchmark::State& state, const std::string& name, ModelShape shape, std
 void decode_step(benchmark::State& state, const std::string& name) {
   run(state, name, state.range(0) != 0 ? ModelShape::llama_8b : ModelShape::sluice_22m,
       state.range(1), state.range(2) != 0);
+}
+
+// Llama 3 8B's shape with coded weights. Arguments: bits of a weight, tokens, 1 if all rows stay on
+// the device.
+void decode_step_coded(benchmark::State& state, const std::string& name) {
+  const WeightFormat weights = state.range(0) == 8 ? WeightCode::int8 : WeightCode::int4;
+  run(state, name, ModelShape::llama_8b, state.range(1), state.range(2) != 0, weights);
 }
 
 // The shape of Llama 2 7B, on which TidalDecode was measured (Yang et al. 2024, section 4.2), with
@@ -102,6 +109,17 @@ BENCHMARK_CAPTURE(decode_step, sparse_anchors,
     ->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, values, std::string("values"))->Apply(shapes<0>);
+
+void coded_shapes(benchmark::internal::Benchmark* bench) {
+  bench->ArgNames({"bits", "tokens", "resident"});
+  for (const int bits : {8, 4}) {
+    for (const std::int64_t tokens : {32768, 131072}) {
+      for (const int resident : {1, 0}) bench->Args({bits, tokens, resident});
+    }
+  }
+  bench->Iterations(20)->UseRealTime()->Unit(benchmark::kMillisecond);
+}
+BENCHMARK_CAPTURE(decode_step_coded, values, std::string("values"))->Apply(coded_shapes);
 
 BENCHMARK_CAPTURE(decode_step_mha, dense, std::string("dense"))->Apply(contexts);
 BENCHMARK_CAPTURE(decode_step_mha, tidaldecode, std::string("tidaldecode anchors=2,13"))

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <optional>
 #include <random>
 #include <utility>
 #include <vector>
 
+#include "lib/weight_code.h"
 #include "offload/backends.h"
 #include "offload/step/kv_batch.h"
 #include "sluice/half.h"
@@ -86,14 +88,44 @@ Buffer upload(Queue& queue, const void* data, std::size_t bytes) {
   return buffer;
 }
 
-ModelWeights made_up_weights(const ModelConfig& c, Queue& queue) {
+// A weight of random codes with scales of 2^-11, because coding as many numbers takes minutes.
+std::unique_ptr<Weight> made_up_codes(const WeightShape& shape, Queue& queue) {
+  constexpr std::int64_t kRows = 1024;  // at a time, which repeat
+  const std::size_t row_bytes = shape.format.row_bytes(shape.inputs);
+  const Buffer rows =
+      queue.backend().allocate(Tier::host, static_cast<std::size_t>(kRows) * row_bytes);
+  std::mt19937 random(1);
+  std::vector<std::uint32_t> words(rows.bytes() / sizeof(std::uint32_t) + 1);
+  std::generate(words.begin(), words.end(), [&] { return static_cast<std::uint32_t>(random()); });
+  std::memcpy(rows.data(), words.data(), rows.bytes());
+  const CodedRow at(shape.format, shape.inputs);
+  const std::vector<std::uint16_t> scales(at.codes / sizeof(std::uint16_t), float_to_f16(0x1p-11f));
+  for (std::size_t row = 0; row < static_cast<std::size_t>(kRows); ++row) {
+    std::memcpy(rows.data() + row * row_bytes, scales.data(), at.codes);
+  }
+  std::unique_ptr<Weight> weight = queue.backend().make_weight(shape);
+  for (std::int64_t first = 0; first < shape.outputs; first += kRows) {
+    const std::int64_t count = std::min(kRows, shape.outputs - first);
+    queue.run(
+        WriteWeightParams{weight.get(), first, {rows.data(), shape.format, count, shape.inputs}});
+  }
+  queue.synchronize();
+  return weight;
+}
+
+ModelWeights made_up_weights(const ModelConfig& c, const WeightFormat& format, Queue& queue) {
   const std::int64_t hidden = c.hidden_size;
   const std::vector<std::uint16_t> values =
       made_up(static_cast<std::size_t>(c.vocab_size) * static_cast<std::size_t>(hidden));
-  const auto matrix = [&](std::int64_t outputs, std::int64_t inputs) {
+  const auto matrix_in = [&](std::int64_t outputs, std::int64_t inputs, const WeightFormat& of) {
+    if (of.is_coded()) return made_up_codes({outputs, inputs, of}, queue);
     return queue.backend().prepare_weight(
         {const_cast<std::uint16_t*>(values.data()), DType::bf16, outputs, inputs, inputs});
   };
+  const auto matrix = [&](std::int64_t outputs, std::int64_t inputs) {
+    return matrix_in(outputs, inputs, format);
+  };
+  const WeightFormat of_qkv = format.code == WeightCode::int4 ? WeightCode::int8 : format;
   const std::vector<float> ones(static_cast<std::size_t>(hidden), 1.0f);
   const auto norm = [&] { return upload(queue, ones.data(), ones.size() * sizeof(float)); };
   const std::int64_t query = std::int64_t{c.num_attention_heads} * c.head_dim;
@@ -104,7 +136,7 @@ ModelWeights made_up_weights(const ModelConfig& c, Queue& queue) {
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     LayerWeights& w = weights.layers.emplace_back();
     w.input_norm = norm();
-    w.qkv = matrix(query + 2 * key, hidden);
+    w.qkv = matrix_in(query + 2 * key, hidden, of_qkv);
     w.o = matrix(hidden, query);
     w.post_norm = norm();
     w.gate_up = matrix(2 * std::int64_t{c.intermediate_size}, hidden);
@@ -115,27 +147,28 @@ ModelWeights made_up_weights(const ModelConfig& c, Queue& queue) {
   return weights;
 }
 
-std::uint64_t bytes_of(const Weight& weight) {
-  return static_cast<std::uint64_t>(weight.outputs() * weight.inputs()) * sizeof(std::uint16_t);
-}
-
-std::uint64_t bytes_of(const ModelWeights& weights) {
-  std::uint64_t bytes = bytes_of(*weights.lm_head);
+std::uint64_t bytes_of(const ModelWeights& weights, const WeightFormat& format) {
+  const auto bytes_in = [](const Weight& weight, const WeightFormat& of) {
+    return static_cast<std::uint64_t>(weight.outputs()) * of.row_bytes(weight.inputs());
+  };
+  const WeightFormat of_qkv = format.code == WeightCode::int4 ? WeightCode::int8 : format;
+  std::uint64_t bytes = bytes_in(*weights.lm_head, format);
   for (const LayerWeights& w : weights.layers) {
-    bytes += bytes_of(*w.qkv) + bytes_of(*w.o) + bytes_of(*w.gate_up) + bytes_of(*w.down);
+    bytes += bytes_in(*w.qkv, of_qkv) + bytes_in(*w.o, format) + bytes_in(*w.gate_up, format) +
+             bytes_in(*w.down, format);
   }
   return bytes;
 }
 
 }  // namespace
 
-MadeUpModel::MadeUpModel(ModelShape shape) : config_(config_of(shape)) {
+MadeUpModel::MadeUpModel(ModelShape shape, const WeightFormat& format) : config_(config_of(shape)) {
   BackendOptions options;
   options.device = "cuda";
   backend_ = make_backend(options);
   queue_ = backend_->make_queue();
-  ModelWeights weights = made_up_weights(config_, *queue_);
-  matrix_bytes_ = bytes_of(weights);
+  ModelWeights weights = made_up_weights(config_, format, *queue_);
+  matrix_bytes_ = bytes_of(weights, format);
   decoder_ = std::make_unique<Decoder>(config_, std::move(weights), *queue_);
   decoder_->allocate(kChunk);
   logits_ = backend_->allocate(
@@ -187,13 +220,14 @@ double MadeUpModel::decode(KvSession& session) {
   return decode({&one, 1});
 }
 
-MadeUpModel& made_up_model(ModelShape shape) {
+MadeUpModel& made_up_model(ModelShape shape, const WeightFormat& format) {
   static std::unique_ptr<MadeUpModel> one;
-  static ModelShape made = shape;
-  if (one == nullptr || made != shape) {
+  static std::pair made = {shape, format};
+  const std::pair wanted = {shape, format};
+  if (one == nullptr || made != wanted) {
     one.reset();
-    one = std::make_unique<MadeUpModel>(shape);
-    made = shape;
+    one = std::make_unique<MadeUpModel>(shape, format);
+    made = wanted;
   }
   return *one;
 }

@@ -21,7 +21,8 @@ enum class ModelShape { sluice_22m, llama_8b, llama_7b };
 
 class MadeUpModel {
  public:
-  explicit MadeUpModel(ModelShape shape);
+  // Weights of int4 have Q, K and V in int8, as the loader makes them.
+  MadeUpModel(ModelShape shape, const WeightFormat& format);
 
   Backend& backend() const { return *backend_; }
   const std::shared_ptr<Queue>& queue() const { return queue_; }
@@ -47,8 +48,8 @@ class MadeUpModel {
   std::uint64_t matrix_bytes_ = 0;
 };
 
-// Built on the first call for a shape; only one model exists at a time.
-MadeUpModel& made_up_model(ModelShape shape);
+// Built on the first call for a shape and a format; only one model exists at a time.
+MadeUpModel& made_up_model(ModelShape shape, const WeightFormat& format = DType::bf16);
 
 // Rows and index entries that decode steps of a session read, and bytes fetched from host memory.
 struct DecodeBytes {
