@@ -309,6 +309,27 @@ class BadInput(unittest.TestCase):
                      model=MODEL)
         self.refused(MEMORY, "free", flags=["--context", "2000000000"], model=MODEL)
 
+    def test_disks_that_cannot_hold_rows(self):
+        def refused(code, disk, *mentions, policy="values", memory="110MiB", flags=(), **options):
+            self.refused(code, *mentions, model=MODEL,
+                         flags=["--context", 33000, "--host-memory", memory, "--policy", policy,
+                                *flags, "--disk", disk], **options)  # fmt: skip
+
+        refused(NOT_FOUND, "/no/such/folder", "/no/such/folder")
+        refused(NOT_FOUND, MODEL / "config.json", "not a directory")
+        refused(UNSUPPORTED, "/proc", "/proc")
+        refused(USAGE, ":5GiB", "--disk")
+        refused(USAGE, "/var/tmp:99999999TiB", "--disk")
+        refused(USAGE, "/var/tmp:1GiB", "every directory a size", flags=["--disk", "/var/tmp"])
+        refused(MEMORY, "/var/tmp:1MiB", "--disk", "too small")
+        if Path("/dev/shm").is_dir():
+            refused(UNSUPPORTED, "/dev/shm", "tmpfs")
+        for policy in ("select=exact prune=top_k(16)", "values prefill=zipvl(0.9)"):
+            refused(UNSUPPORTED, "/var/tmp", "cannot lie on disk", policy=policy)
+        refused(MEMORY, "/var/tmp", "on disk", memory="60MiB")
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
+        refused(IO, "/var/tmp", "RLIMIT_FSIZE", preexec_fn=limit)
+
     def test_full_disk(self):
         done = sluice("generate", "-m", MODEL, "-p", "Hi", "-n", 2, "-q", "--json", "/dev/full")
         self.assertEqual(done.returncode, IO)

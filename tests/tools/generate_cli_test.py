@@ -49,6 +49,25 @@ class Generate(unittest.TestCase):
         }
         self.assertEqual(len(texts), 1, texts)
 
+    def test_the_same_text_from_disk(self):
+        prompt = BOOK.read_text(encoding="utf-8")[:6000]
+        common = ["generate", "-m", MODEL, "--context", 33000, "-n", 12, "--ignore-eos", "-q",
+                  "--kv-dtype", "f32", "--compute", "f32", "--json", "-"]
+        for policy in ("dense", "values"):
+            reports = []
+            for flags in ([], ["--host-memory", "170MiB", "--disk", "/var/tmp"]):
+                done = sluice(*common, "--policy", policy, *flags, stdin=prompt)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                reports.append(json.loads(done.stdout))
+            in_memory, on_disk = reports
+            self.assertEqual(in_memory["text"], on_disk["text"])
+            self.assertFalse(in_memory["plan"]["on_disk"])
+            self.assertTrue(on_disk["plan"]["on_disk"])
+            self.assertGreater(on_disk["plan"]["disk_bytes"], 300 << 20)
+            # One cap covers everything that the process allocates.
+            peak = on_disk["memory"]["device_peak_bytes"] + on_disk["memory"]["host_peak_bytes"]
+            self.assertLess(peak, 170 << 20)
+
     def test_policies_answer_and_report(self):
         # The number, 2,100 tokens around it, and the question.
         needle = NEEDLE.read_text(encoding="utf-8")
