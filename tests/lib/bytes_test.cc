@@ -27,7 +27,7 @@ TEST(Bytes, RefusesWhatIsNotAByteCount) {
       ADD_FAILURE() << "accepted '" << text << "'";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::usage);
-      EXPECT_THAT(error.what(), testing::HasSubstr("--device-memory"));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("--device-memory"));
     }
   }
 }

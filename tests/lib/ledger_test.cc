@@ -64,8 +64,8 @@ TEST(Ledger, TableShowsBytesPerToken) {
   Ledger ledger(1);
   ledger.begin_step(Phase::decode, 4);
   ledger.record(0, Tier::host, Tier::device, Cause::miss, {8, 4096});
-  EXPECT_THAT(ledger.to_table(), testing::HasSubstr("host -> device"));
-  EXPECT_THAT(ledger.to_table(), testing::HasSubstr("1024 B"));
+  EXPECT_THAT(ledger.to_table(), ::testing::HasSubstr("host -> device"));
+  EXPECT_THAT(ledger.to_table(), ::testing::HasSubstr("1024 B"));
 }
 
 TEST(Ledger, TokensOfAStepThatStoppedAreTakenBack) {

@@ -30,8 +30,8 @@ TEST(MemoryAccount, RefusalNamesTheFlagAndTheNumbers) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::memory);
-    EXPECT_THAT(error.what(), testing::HasSubstr("`device_memory`"));
-    EXPECT_THAT(error.what(), testing::HasSubstr("1.00 MiB"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("`device_memory`"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("1.00 MiB"));
   }
 }
 

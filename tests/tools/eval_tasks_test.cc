@@ -112,8 +112,8 @@ TEST(EvalQuestions, VariablesLeadToTheirNumber) {
 
 TEST(EvalQuestions, DistinctWordsAreLongAndPlain) {
   EXPECT_THAT(distinct_words("Where there were three\nthere, other\tthings there été words-apart"),
-              testing::ElementsAre("there", "three", "other", "things"));
-  EXPECT_THAT(distinct_words(""), testing::IsEmpty());
+              ::testing::ElementsAre("there", "three", "other", "things"));
+  EXPECT_THAT(distinct_words(""), ::testing::IsEmpty());
 }
 
 // What contexts are cut from.
@@ -162,9 +162,9 @@ TEST(EvalTasks, FactsStandWhereTheyAreSaidTo) {
       std::size_t facts = 0;
       for (const Probe& probe : passage.probes) {
         for (const Turn& turn : probe.turns) {
-          EXPECT_THAT(turn.given, testing::Not(testing::IsEmpty()));
+          EXPECT_THAT(turn.given, ::testing::Not(::testing::IsEmpty()));
           for (const Fact& fact : turn.facts) {
-            EXPECT_THAT(decoded(turn.answer), testing::HasSubstr(fact.text));
+            EXPECT_THAT(decoded(turn.answer), ::testing::HasSubstr(fact.text));
             // Depths are of the text without the hidden lines, of up to 30 tokens.
             const auto at = static_cast<double>(tokens_to(fact.text, passage.context));
             EXPECT_NEAR(at / static_cast<double>(options.context), fact.depth,
@@ -210,7 +210,7 @@ TEST(EvalTasks, CommonWordsAreTenTimesAsCommon) {
       EXPECT_EQ(most > 30, context > 10000);
       for (const Fact& fact : turn.facts) {
         EXPECT_EQ(counts.at(fact.text), most);
-        EXPECT_THAT(decoded(turn.answer), testing::HasSubstr(fact.text));
+        EXPECT_THAT(decoded(turn.answer), ::testing::HasSubstr(fact.text));
         counts.erase(fact.text);
       }
       EXPECT_GE(counts.size(), 8);
@@ -229,8 +229,8 @@ TEST(EvalTasks, FewWordsFillListsOfAnyLength) {
     SCOPED_TRACE(std::to_string(options.context));
     const PassageBuilder builder(source().tokenizer, {1}, text, options);
     const std::string list = decoded(builder.build(Task::common_words, 0).context);
-    EXPECT_THAT(list, testing::HasSubstr(" banana,"));
-    EXPECT_THAT(list, testing::HasSubstr(" orange,"));
+    EXPECT_THAT(list, ::testing::HasSubstr(" banana,"));
+    EXPECT_THAT(list, ::testing::HasSubstr(" orange,"));
   }
 }
 
@@ -243,7 +243,7 @@ TEST(EvalTasks, RefusesTextsWithoutWords) {
     ADD_FAILURE() << "accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::prompt);
-    EXPECT_THAT(error.what(), testing::HasSubstr("--text has 0 words"));
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("--text has 0 words"));
   }
 }
 
@@ -285,8 +285,8 @@ TEST(EvalTasks, RefusesLengthsThatAreTooShort) {
       ADD_FAILURE() << "accepted";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::usage);
-      EXPECT_THAT(error.what(), testing::HasSubstr("--length 100 is too short for --task " +
-                                                   std::string(to_string(task))));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("--length 100 is too short for --task " +
+                                                     std::string(to_string(task))));
     }
   }
 }
