@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks format, layering, static analysis and shell scripts over the sources that git tracks or
-# could track. Prints every finding; exits with 1 if there is one. Clean results of clang-tidy are
+# Checks format, layering, includes of tests, static analysis and shell scripts over the sources
+# that git tracks or could track. Prints every finding; exits with 1 if there is one. Clean results of clang-tidy are
 # cached in build/lint-cache.
 #
 #   scripts/lint.sh            check
@@ -53,6 +53,7 @@ main() {
   esac
   clang_format --dry-run -Werror || failed+=(format)
   python3 scripts/check_layers.py || failed+=(layers)
+  python3 scripts/check_includes.py || failed+=(includes)
   shell_check || failed+=(shell)
   ((tidy == 0)) || clang_tidy || failed+=(clang-tidy)
   if ((${#failed[@]} > 0)); then
