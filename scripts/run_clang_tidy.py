@@ -5,6 +5,10 @@ A file that was clean is not looked at again until the file, a header of the pro
 reaches, its compile command, a .clang-tidy above it or the tool changes: build/lint-cache holds an
 empty file named by the hash of all these. A file that no compile command mentions is skipped, and
 said so.
+
+Headers of other projects are most of the work, so files with the same flags are checked in groups:
+one generated source includes them all. A group with a finding, or that does not compile as one, is
+halved until single files are left, and only findings in these are reported.
 """
 
 import argparse
@@ -19,7 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Iterable, NamedTuple, Optional
 
 from check_layers import includes, resolve
 
@@ -27,18 +31,31 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOL = str(ROOT / "build/clang-tidy/bin/clang-tidy")
 ATTEMPTS = 2
 LAUNCHERS = {"ccache", "sccache", "distcc"}
-# GCC reports warnings (-Werror in every preset), so clang does not need these flags.
-GCC_ONLY = ("-W", "-fno-semantic-interposition", "-fpch-preprocess")
+# Files in a group; a dozen tests take 1 GiB.
+GROUP = 12
+# Names of namespaces; clang-format leaves their definitions in the first column.
+TYPES = re.compile(r"^(?:struct|class|union|enum(?: class)?) (\w+)", re.MULTILINE)
+USED = re.compile(r"^using (?:\w*::)*(\w+)", re.MULTILINE)
+OTHERS = re.compile(
+    r"^(?!(?:namespace|using|struct|class|union|enum|template) )"
+    r"[A-Za-z][^;={(\n]*[ *&](\w+) ?[;={(\[]",
+    re.MULTILINE,
+)
+# Declarations that these checks look at only in the main source, which a group's file is not.
+MAIN_ONLY = {
+    "misc-unused-using-decls": re.compile(r"^\s*using (?:typename )?\w*(?:::\w+)+;", re.MULTILINE),
+    "misc-unused-alias-decls": re.compile(r"^\s*namespace \w+ =", re.MULTILINE),
+}
+# GCC reports warnings (-Werror in every preset), and no code is generated.
+UNUSED = ("-W", "-O", "-fPI", "-fno-semantic-interposition", "-fpch-preprocess")
 
 
 class Result(NamedTuple):
     """The result for one file."""
 
     file: str
-    output: str
     clean: bool
-    cached: bool
-    seconds: float
+    seconds: Optional[float]  # None if the file is unchanged
 
 
 @lru_cache(maxsize=None)
@@ -74,8 +91,8 @@ def without_precompiled(words: list[str]) -> list[str]:
     return [word for word in kept if word != "-include" or not next(kept)]
 
 
-def compile_commands(build: Path) -> dict[str, list[str]]:
-    """Reads the compile command of each C++ file, without launcher and GCC's own flags."""
+def compile_commands(build: Path) -> dict[str, tuple[str, ...]]:
+    """Reads the flags of each C++ file, without GCC's own and what only code generation needs."""
     commands = {}
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
         words = entry.get("arguments") or shlex.split(entry["command"])
@@ -83,36 +100,26 @@ def compile_commands(build: Path) -> dict[str, list[str]]:
             words = words[1:]
         path = (Path(entry["directory"]) / entry["file"]).resolve()
         if path.is_relative_to(ROOT) and path.suffix == ".cc":
-            own = without_precompiled(words)
-            kept = [word for word in own if not word.startswith(GCC_ONLY)]
-            commands[path.relative_to(ROOT).as_posix()] = kept + headers_of(words[0])
+            own = without_precompiled(words[1 : words.index("-o")])
+            kept = [word for word in own if not word.startswith(UNUSED)]
+            commands[path.relative_to(ROOT).as_posix()] = (*kept, *headers_of(words[0]))
     return commands
-
-
-def write_database(commands: dict[str, list[str]], folder: Path) -> None:
-    """Writes the compile commands for clang-tidy to read."""
-    entries = [
-        {"directory": str(ROOT), "file": str(ROOT / file), "arguments": words}
-        for file, words in sorted(commands.items())
-    ]
-    text = json.dumps(entries, indent=1)
-    (folder / "compile_commands.json").write_text(text, encoding="utf-8")
 
 
 def tool_version() -> str:
     return subprocess.run([TOOL, "--version"], check=True, capture_output=True, text=True).stdout
 
 
-def configuration(file: str) -> str:
-    """Returns the text of .clang-tidy in the file's folder and those above it."""
+def configurations(file: str) -> list[Path]:
+    """Returns .clang-tidy of the file's folder and those above it, the nearest first."""
     folders = [folder for folder in (ROOT / file).parents if folder.is_relative_to(ROOT)]
-    found = [folder / ".clang-tidy" for folder in folders]
-    return "".join(path.read_text(encoding="utf-8") for path in found if path.exists())
+    return [path for folder in folders if (path := folder / ".clang-tidy").exists()]
 
 
-def key(file: str, command: list[str], common: str) -> str:
+def key(file: str, command: tuple[str, ...], common: str) -> str:
     """Hashes everything that affects clang-tidy's result for `file`."""
-    digest = hashlib.sha256((common + configuration(file)).encode())
+    texts = [path.read_text(encoding="utf-8") for path in configurations(file)]
+    digest = hashlib.sha256("".join([common, *texts]).encode())
     digest.update("\0".join(command).encode())
     for path in reachable(ROOT / file):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
@@ -120,46 +127,130 @@ def key(file: str, command: list[str], common: str) -> str:
     return digest.hexdigest()
 
 
-def check_file(file: str, stamp: Path, database: Path) -> Result:
-    """Runs clang-tidy on one file unless `stamp` says that it was clean."""
-    if stamp.exists():
-        return Result(file, "", True, True, 0.0)
-    start = time.monotonic()
-    command = [TOOL, "-p", str(database), "--quiet", f"--header-filter=^{re.escape(str(ROOT))}/"]
+def run_clang_tidy(source: str, flags: Iterable[str], config: Path) -> tuple[bool, str]:
+    """Returns if `source` is clean, and what there is to print."""
+    command = [TOOL, "--quiet", f"--header-filter=^{re.escape(str(ROOT))}/"]
+    command += [f"--config-file={config}", source, "--", *flags]
     for _ in range(ATTEMPTS):
-        done = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         # Killed, for example for lack of memory, which says nothing about the file.
         if done.returncode >= 0:
             break
-    clean = done.returncode == 0
-    if clean:
-        stamp.touch()
+    if done.returncode == 0:
+        return True, ""
     # stderr counts the warnings in other projects' headers, which are of no interest here.
     errors = [line for line in done.stderr.splitlines() if "warning" not in line]
-    errors.append(f"{file}: clang-tidy ended with {done.returncode}")
-    output = done.stdout if clean or done.stdout else "\n".join(errors) + "\n"
-    return Result(file, "" if clean else output, clean, False, time.monotonic() - start)
+    errors.append(f"{source}: clang-tidy ended with {done.returncode}")
+    return False, done.stdout or "\n".join(errors) + "\n"
+
+
+@lru_cache(maxsize=None)
+def names(pattern: re.Pattern, file: Path) -> frozenset[str]:
+    return frozenset(pattern.findall(file.read_text(encoding="utf-8")))
+
+
+class Group:
+    """Files that are likely to compile as one source."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.own: set[str] = set()  # names that the files define
+        self.all: set[str] = set()  # and names that they use, or see in the project's headers
+
+    def add(self, file: str) -> bool:
+        """Adds the file, unless the group is full or would have two meanings of a name."""
+        path = ROOT / file
+        own = names(TYPES, path) | names(OTHERS, path)
+        seen = (names(TYPES, each) | names(USED, each) for each in reachable(path))
+        reached = own.union(*seen)
+        if len(self.files) == GROUP or own & self.all or self.own & reached:
+            return False
+        self.files.append(file)
+        self.own |= own
+        self.all |= reached
+        return True
+
+
+def is_alone(file: str) -> bool:
+    """Returns if the file's findings, or its meaning, would change in a group."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    checks = configurations(file)[0].read_text(encoding="utf-8")
+    unseen = (
+        f"-{check}" not in checks and declaration.search(text)
+        for check, declaration in MAIN_ONLY.items()
+    )
+    # Highway includes a file by its name, once for each kind of processor.
+    return "HWY_TARGET_INCLUDE" in text or any(unseen)
+
+
+def groups_of(files: list[str], commands: dict[str, tuple[str, ...]]) -> list[list[str]]:
+    """Puts files together that have the same flags and checks, neighbours first."""
+    groups: dict[tuple, list[Group]] = {}
+    for file in files:
+        alone = file if is_alone(file) else ""
+        same = groups.setdefault((alone, configurations(file)[0], commands[file]), [])
+        if not any(group.add(file) for group in same):
+            same.append(Group())
+            same[-1].add(file)
+    return [group.files for same in groups.values() for group in same]
+
+
+class Checker:
+    """Checks files of the project and stamps those that are clean."""
+
+    def __init__(self, build: Path, cache: Path) -> None:
+        cache.mkdir(parents=True, exist_ok=True)
+        self.cache = cache
+        self.commands = compile_commands(build)
+        self.common = tool_version() + Path(__file__).read_text(encoding="utf-8")
+
+    def stamp(self, file: str) -> Path:
+        return self.cache / key(file, self.commands[file], self.common)
+
+    def source_of(self, files: list[str]) -> str:
+        """Returns one source of all files, which is written if they are several."""
+        if len(files) == 1:
+            return files[0]
+        text = "".join(
+            f'#include "{ROOT / file}"  // NOLINT(bugprone-suspicious-include)\n' for file in files
+        )
+        path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cc"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def check(self, files: list[str]) -> list[Result]:
+        """Checks a group; prints the findings of single files, to which others are split."""
+        start = time.monotonic()
+        source = self.source_of(files)
+        flags = self.commands[files[0]]
+        if len(files) > 1:
+            flags += ("-Wfatal-errors",)
+        clean, output = run_clang_tidy(source, flags, configurations(files[0])[0])
+        if len(files) > 1:
+            Path(source).unlink()
+        if len(files) > 1 and not clean:
+            half = len(files) // 2
+            return self.check(files[:half]) + self.check(files[half:])
+        print(output, end="", flush=True)
+        if clean:
+            for file in files:
+                self.stamp(file).touch()
+        seconds = (time.monotonic() - start) / len(files)
+        return [Result(file, clean, seconds) for file in files]
 
 
 def check_files(files: list[str], build: Path, cache: Path, jobs: int) -> list[Result]:
     """Checks all files on `jobs` threads, printing findings as they come."""
-    cache.mkdir(parents=True, exist_ok=True)
-    commands = compile_commands(build)
-    write_database(commands, cache)
-    common = tool_version() + Path(__file__).read_text(encoding="utf-8")
-
-    def run(file: str) -> Optional[Result]:
-        if file not in commands:
+    checker = Checker(build, cache)
+    for file in files:
+        if file not in checker.commands:
             print(f"clang-tidy: {file}: not compiled by this configuration, skipped")
-            return None
-        stamp = cache / key(file, commands[file], common)
-        result = check_file(file, stamp, cache)
-        if not result.clean:
-            print(result.output, end="", flush=True)
-        return result
-
+    files = [file for file in files if file in checker.commands]
+    stale = [file for file in files if not checker.stamp(file).exists()]
     with ThreadPoolExecutor(jobs) as pool:
-        return [result for result in pool.map(run, files) if result]
+        groups = pool.map(checker.check, groups_of(stale, checker.commands))
+        checked = [result for results in groups for result in results]
+    return checked + [Result(file, True, None) for file in set(files) - set(stale)]
 
 
 def main() -> int:
@@ -172,10 +263,10 @@ def main() -> int:
     files = [line.strip() for line in sys.stdin if line.strip()]
     results = check_files(files, args.build, args.cache, args.jobs)
     if args.times:
-        for result in sorted(results, key=lambda r: r.seconds):
-            print(f"{result.seconds:6.1f} s  {result.file}")
+        for result in sorted(results, key=lambda r: r.seconds or 0):
+            print(f"{result.seconds or 0:6.1f} s  {result.file}")
     bad = sum(not result.clean for result in results)
-    cached = sum(result.cached for result in results)
+    cached = sum(result.seconds is None for result in results)
     print(f"clang-tidy: {len(results)} files, {cached} unchanged, {bad} with findings")
     return 1 if bad else 0
 
