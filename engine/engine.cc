@@ -170,6 +170,14 @@ bool spares_rows(const KvPlan& longer, const KvPlan& usual, bool few_are_read) {
          longer.stream_tokens >= usual.stream_tokens;
 }
 
+// The same for rows on disk: each step of a prompt reads all of them, so half is enough.
+bool spares_half(const KvPlan& longer, const KvPlan& usual) {
+  const auto is_half = [](std::int64_t some, std::int64_t of) { return 2 * some >= of; };
+  return is_half(longer.resident_tokens, usual.resident_tokens) &&
+         is_half(longer.dense_resident_tokens, usual.dense_resident_tokens) &&
+         is_half(longer.cache_rows, usual.cache_rows);
+}
+
 int chunk_for(const Checkpoint& checkpoint, Backend& backend, const WeightFormat& format,
               int readers) {
   if (backend.info().compute_tier == Tier::host) return kChunk;
@@ -390,16 +398,20 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
   require_blocks(options, config.chunk);
   Planned usual = {plan_with(options, config.chunk), config.chunk};
   // Activations are shared by all sessions, so a session with its own cap must not lengthen them.
-  const bool may_be_longer = chunk_is_open && config.chunk >= kDeviceChunk &&
-                             !options.device_memory && !is_at_hand(usual.plan.kv);
+  const bool on_disk = usual.plan.kv.on_disk;
+  const bool streams = config.chunk >= kDeviceChunk && !is_at_hand(usual.plan.kv);
+  const bool may_be_longer = chunk_is_open && !options.device_memory && (on_disk || streams);
   if (!may_be_longer) return usual;
   const bool few_are_read = reads_few_rows(options, info.kv.layers, config.scorers);
-  for (int chunk = longest_chunk(options); chunk > kDeviceChunk; chunk /= 2) {
+  for (int chunk = longest_chunk(options); chunk > config.chunk; chunk /= 2) {
     if (chunk / 2 >= options.context) continue;
     try {
       Planned longer = {plan_with(options, chunk), chunk};
       const bool is_whole = longer.plan.kv.chunk == std::min<std::int64_t>(chunk, options.context);
-      if (is_whole && spares_rows(longer.plan.kv, usual.plan.kv, few_are_read)) return longer;
+      const KvPlan& kv = longer.plan.kv;
+      const bool spares = on_disk ? kv.on_disk && spares_half(kv, usual.plan.kv)
+                                  : spares_rows(kv, usual.plan.kv, few_are_read);
+      if (is_whole && spares) return longer;
     } catch (const Error&) {  // NOLINT(bugprone-empty-catch): no room for this chunk
     }
   }
