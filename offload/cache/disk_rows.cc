@@ -18,7 +18,8 @@ DiskRows::DiskRows(Queue& queue, const KvPlan& plan, DiskPages& pages)
       pages_(&pages),
       shape_(plan.shape),
       blocks_(plan.blocks),
-      spare_rows_(plan.placed_rows) {
+      spare_rows_(plan.placed_rows),
+      units_at_once_(static_cast<std::size_t>(units_at_once(plan))) {
   Backend& backend = queue.backend();
   const DiskHostBytes bytes(plan);
   rows_ = backend.allocate(Tier::host, bytes.rows);
@@ -180,7 +181,7 @@ void DiskRows::read_all(const FetchWave& wave) {
   std::size_t units = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const bool is_new = i == first || all[i].unit != all[i - 1].unit;
-    if (is_new && units == DiskHostBytes::kUnits) {
+    if (is_new && units == units_at_once_) {
       read_units(wave.layer, all.subspan(first, i - first));
       first = i;
       units = 0;

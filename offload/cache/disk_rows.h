@@ -106,11 +106,12 @@ class DiskRows {
   KvShape shape_;
   std::int64_t blocks_;
   std::int64_t spare_rows_;  // per KV head, behind the cached ones
-  RowCacheView view_;        // sets, tags and heat of the cache; memory of the host
-  Buffer rows_;              // [kv_heads, ways + spare_rows_, row_bytes]
+  std::size_t units_at_once_;
+  RowCacheView view_;  // sets, tags and heat of the cache; memory of the host
+  Buffer rows_;        // [kv_heads, ways + spare_rows_, row_bytes]
   Buffer tags_;
   Buffer places_;  // of a wave, then its HeadSelections
-  Buffer units_;   // [DiskHostBytes::kUnits, unit_bytes], from its first whole sector on
+  Buffer units_;   // [units_at_once_, unit_bytes], from its first whole sector on
   std::int32_t clock_ = 0;
   std::map<std::pair<int, std::int64_t>, std::unique_ptr<Call>> calls_;  // by layer, first token
   // One fetch:

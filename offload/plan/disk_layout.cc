@@ -1,5 +1,6 @@
 #include "offload/plan/disk_layout.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "io/disk.h"
@@ -34,6 +35,11 @@ PageStoreConfig DiskLayout::store() const {
   return config;
 }
 
+// As many as a disk has in flight, and some to follow.
+std::int64_t units_at_once(const KvPlan& plan) {
+  return std::min<std::int64_t>(1024, plan.placed_rows * plan.shape.kv_heads);
+}
+
 std::int64_t stream_pages(const KvPlan& plan) {
   return (plan.stream_tokens + kPageTokens - 1) / kPageTokens;
 }
@@ -48,7 +54,7 @@ DiskHostBytes::DiskHostBytes(const KvPlan& plan) {
              kSectorBytes;
   written = kHalves * heads * layout.page_bytes + kSectorBytes;
   if (placed > 0) {
-    units = kUnits * layout.unit_bytes + kSectorBytes;
+    units = static_cast<std::uint64_t>(units_at_once(plan)) * layout.unit_bytes + kSectorBytes;
     rows = heads * (cached + placed) * plan.shape.row_bytes();
     tags = heads * cached * (sizeof(RowCacheView::Tag) + sizeof(std::int32_t));
     places = heads * (placed * sizeof(PlacedRow) +

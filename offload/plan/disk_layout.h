@@ -34,8 +34,6 @@ struct DiskLayout {
 
 // Host memory of a plan whose rows lie on disk.
 struct DiskHostBytes {
-  // Least reads in flight that keep a disk busy.
-  static constexpr std::uint64_t kUnits = 1024;
   // Halves of a buffer: one fills while the other is on its way.
   static constexpr std::uint64_t kHalves = 2;
 
@@ -43,7 +41,7 @@ struct DiskHostBytes {
 
   std::uint64_t streamed = 0;  // [halves, kv_heads, stream_pages, page_bytes]
   std::uint64_t written = 0;   // [halves, kv_heads, page_bytes]
-  std::uint64_t units = 0;     // [kUnits, unit_bytes]
+  std::uint64_t units = 0;     // [units_at_once(), unit_bytes]
   std::uint64_t rows = 0;      // [kv_heads, host_cache_rows + placed_rows, row_bytes]
   std::uint64_t tags = 0;      // of the cached rows, with their heat
   std::uint64_t places = 0;    // of the selected rows, and their counts
@@ -51,6 +49,9 @@ struct DiskHostBytes {
 
   std::uint64_t sum() const { return streamed + written + units + rows + tags + places + store; }
 };
+
+// Units that are read at a time for a layer's selected rows.
+std::int64_t units_at_once(const KvPlan& plan);
 
 // Pages per KV head in each half of the streaming buffer.
 std::int64_t stream_pages(const KvPlan& plan);

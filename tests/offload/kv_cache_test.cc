@@ -10,6 +10,7 @@
 #include "tests/support/backends.h"
 #include "tests/support/caller.h"
 #include "tests/support/random.h"
+#include "tests/support/test_disk.h"
 
 namespace sluice {
 namespace {
@@ -467,6 +468,45 @@ TEST_P(Caches, CapsChangeTheBytesMovedAndNotTheAnswer) {
     EXPECT_LT(largest_difference(actual.out, expected.out), on_gpu() ? 2e-3 : 3e-5);
     EXPECT_LE(cache.memory().device_peak, *capped.device_memory);
     EXPECT_EQ(sequence.ledger().crossed(Tier::host, Tier::device).rows == 0, pages == 80);
+  }
+}
+
+TEST_P(Caches, RowsOnDiskAnswerAsRowsInMemory) {
+  if (skips()) return;
+  const auto directory = testing::disk_directory();
+  if (!directory) GTEST_SKIP() << "no directory on a disk; set SLUICE_TEST_DISK";
+  for (const char* const policy : {"dense", "select=int4 prune=top_k(40) compensate=values",
+                                   "select=int4 prune=top_k(40) dense=1"}) {
+    SCOPED_TRACE(policy);
+    KvConfig config = this->config(700);
+    config.chunk = 64;
+    if (policy != std::string("dense")) config.policies = {parse_policy(policy)};
+    const KvShape shape = config.shape;
+    const Script script(shape, 700, seed_);
+    KvCache in_memory(config);
+    KvSequence whole = in_memory.new_sequence();
+    const Attended expected = fill(whole, shape, script, 650);
+    const std::uint64_t page = kPageTokens * shape.row_bytes();
+    const std::uint64_t beside =
+        on_gpu() ? in_memory.memory().device_bytes - in_memory.plan().device_bytes : 0;
+    config.device_memory = beside + in_memory.plan().staging_bytes + in_memory.plan().index_bytes +
+                           in_memory.plan().work_bytes + 16 * page;
+    config.host_memory = KvCache(config).plan().host_bytes - 1;
+    config.disk = DiskConfig{{*directory}, {}};
+    KvCache cache(config);
+    ASSERT_TRUE(cache.plan().on_disk);
+    KvSequence sequence = cache.new_sequence();
+    const Attended actual = fill(sequence, shape, script, 650);
+    EXPECT_LT(largest_difference(actual.out, expected.out), on_gpu() ? 2e-3 : 3e-5);
+    KvSequence* const both[] = {&whole, &sequence};
+    for (int i = 0; i < 20; ++i) {
+      Attended after[2];
+      for (int k : {0, 1}) after[k] = take(*both[k], shape, script, Phase::decode, 1);
+      EXPECT_LT(largest_difference(after[1].out, after[0].out), on_gpu() ? 2e-3 : 3e-5) << i;
+    }
+    EXPECT_GT(sequence.ledger().total(Phase::decode, Tier::disk, Tier::host, Cause::miss).rows, 0u);
+    EXPECT_LE(cache.memory().host_peak, *config.host_memory);
+    EXPECT_LE(cache.memory().device_peak, *config.device_memory);
   }
 }
 
