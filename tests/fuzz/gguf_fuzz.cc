@@ -1,0 +1,73 @@
+// A GGUF file. In an accepted file the tensors lie in it without overlap, have as many bytes as
+// their shapes and types say, and can be read and decoded; every value of the metadata is read by
+// each accessor or refused.
+#include <map>
+#include <vector>
+
+#include "io/gguf.h"
+#include "tests/fuzz/fuzz.h"
+
+namespace sluice::fuzz {
+namespace {
+
+constexpr std::size_t kMostEntries = std::size_t{1} << 20;
+
+void decode_tensor(const GgufFile& file, const GgufTensor& tensor) {
+  const GgufType& type = *tensor.type;
+  const std::int64_t blocks = tensor.elements() / type.block;
+  require(static_cast<std::uint64_t>(blocks * type.bytes) == tensor.bytes,
+          "a tensor has the bytes of its shape");
+  std::vector<std::byte> bytes(static_cast<std::size_t>(type.bytes));
+  std::vector<float> weights(static_cast<std::size_t>(type.block));
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    file.read(tensor, static_cast<std::uint64_t>(i * type.bytes), bytes);
+    if (type.decode != nullptr) type.decode(bytes.data(), 1, weights.data());
+  }
+}
+
+void read_values(const GgufMetadata& metadata) {
+  for (const auto& [key, value] : metadata.values()) {
+    const auto try_read = [](const auto& read) {
+      answer_of(
+          {ErrorCode::corrupt}, [&] { return read(), true; }, [](bool) { return std::string(); });
+    };
+    try_read([&] { metadata.integer(key, 0, 1 << 20); });
+    try_read([&] { metadata.number(key, -1.0, 1.0); });
+    try_read([&] { metadata.boolean(key); });
+    try_read([&] { metadata.string(key); });
+    try_read([&] { metadata.strings(key, kMostEntries); });
+    try_read([&] { metadata.integers(key, kMostEntries); });
+  }
+}
+
+std::string hold(const std::vector<GgufFile>& parts) {
+  std::string types;
+  for (const GgufFile& file : parts) {
+    read_values(file.metadata());
+    std::map<std::uint64_t, std::uint64_t> ranges;
+    for (const auto& [name, tensor] : file.tensors()) {
+      decode_tensor(file, tensor);
+      require(ranges.emplace(tensor.begin, tensor.begin + tensor.bytes).second,
+              "tensors begin at different bytes");
+      types += std::string(tensor.type->name) + " ";
+    }
+    std::uint64_t covered = 0;
+    for (const auto& [begin, end] : ranges) {
+      require(begin >= covered, "tensors do not overlap");
+      covered = end;
+    }
+  }
+  return types;
+}
+
+}  // namespace
+
+Answer answer(std::string_view input, const std::filesystem::path& folder) {
+  const std::filesystem::path path = folder / "model.gguf";
+  write_file(path, input);
+  return answer_of(
+      {ErrorCode::corrupt, ErrorCode::unsupported, ErrorCode::not_found, ErrorCode::usage},
+      [&] { return open_gguf(path); }, hold);
+}
+
+}  // namespace sluice::fuzz
