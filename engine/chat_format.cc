@@ -3,8 +3,8 @@
 #include <optional>
 #include <utility>
 
+#include "engine/checkpoint_source.h"
 #include "engine/jinja/template.h"
-#include "engine/tokenizer_config.h"
 #include "engine/utf8.h"
 #include "lib/text.h"
 #include "sluice/chat.h"
@@ -331,7 +331,7 @@ ChatFormat& ChatFormat::operator=(ChatFormat&&) noexcept = default;
 ChatFormat::~ChatFormat() = default;
 
 ChatFormat ChatFormat::load(const std::filesystem::path& checkpoint, const Tokenizer& tokenizer) {
-  const ChatSource source = read_chat_source(checkpoint);
+  const ChatSource source = CheckpointSource::open(checkpoint)->chat();
   try {
     return ChatFormat(std::make_unique<const Impl>(source, tokenizer));
   } catch (const Error& error) {

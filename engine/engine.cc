@@ -6,11 +6,11 @@
 #include <utility>
 
 #include "engine/calibration.h"
+#include "engine/checkpoint_source.h"
 #include "engine/engine_impl.h"
 #include "engine/loader.h"
 #include "engine/plan.h"
 #include "engine/tensors.h"
-#include "io/file.h"
 #include "lib/bytes.h"
 #include "lib/traced_queue.h"
 #include "offload/attention/host_share.h"
@@ -216,7 +216,7 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   check_tensors(checkpoint);
   ModelInfo info = describe(checkpoint, config.kv_dtype);
   std::optional<Tokenizer> tokenizer;
-  if (file_exists(config.model / "tokenizer.json")) {
+  if (CheckpointSource::open(config.model)->missing_tokenizer().empty()) {
     tokenizer = Tokenizer::load_checkpoint(config.model, info.vocabulary, info.bos);
   }
   std::unique_ptr<Backend> backend = make(info.weight_dtype);
@@ -247,9 +247,8 @@ const ModelInfo& Engine::info() const { return impl().info; }
 
 const Tokenizer& Engine::tokenizer() const {
   if (!impl().tokenizer) {
-    throw Error(ErrorCode::tokenizer, (impl().config.model / "tokenizer.json").string() +
-                                          ": there is no such file; copy the tokenizer.json of "
-                                          "the checkpoint there");
+    throw Error(ErrorCode::tokenizer,
+                CheckpointSource::open(impl().config.model)->missing_tokenizer());
   }
   return *impl().tokenizer;
 }

@@ -223,7 +223,8 @@ int reader_count(int threads) {
 std::uint64_t reading_bytes(const Checkpoint& checkpoint, const Backend& backend,
                             std::span<const TensorPlace> places, const ReadOptions& options) {
   const Pieces pieces(checkpoint, backend, places, options);
-  return staging_bytes(pieces, backend) * static_cast<std::uint64_t>(options.readers);
+  return (staging_bytes(pieces, backend) + checkpoint.scratch_bytes()) *
+         static_cast<std::uint64_t>(options.readers);
 }
 
 void read_tensors(const Checkpoint& checkpoint, Backend& backend,

@@ -80,8 +80,9 @@ void require_one_dtype(const Checkpoint& checkpoint, const TensorGroup& group) {
     const TensorInfo& info = checkpoint.info(part.name);
     if (info.dtype == first.dtype) continue;
     throw Error(ErrorCode::unsupported,
-                checkpoint.file_of(part.name).string() + ": tensor " + in_quotes(part.name) +
-                    " is " + info.stored_dtype + " beside " + in_quotes(first.name) + " in " +
+                checkpoint.file_of(part.name).string() + ": tensor " +
+                    in_quotes(checkpoint.own_name(part.name)) + " is " + info.stored_dtype +
+                    " beside " + in_quotes(checkpoint.own_name(first.name)) + " in " +
                     first.stored_dtype + "; convert the checkpoint to one dtype");
   }
 }
@@ -99,18 +100,20 @@ void require_read(const Checkpoint& checkpoint, const std::set<std::string, std:
     if (read.contains(name) || is_redundant(name, config)) continue;
     if (checkpoint.info(name).elements() == 0) {
       throw Error(ErrorCode::unsupported,
-                  checkpoint.file_of(name).string() + ": has a tensor " + in_quotes(name) +
-                      " without any values, which no " + config.architecture +
+                  checkpoint.file_of(name).string() + ": has a tensor " +
+                      in_quotes(checkpoint.own_name(name)) + " without any values, which no " +
+                      config.architecture +
                       " has; whatever wrote it left something out. Save the checkpoint again "
                       "without it");
     }
     throw Error(ErrorCode::unsupported,
-                checkpoint.file_of(name).string() + ": has a tensor " + in_quotes(name) +
-                    ", which no " + config.architecture + " of " +
-                    std::to_string(config.num_hidden_layers) +
-                    " layers has with this config.json; without it the model would be another. "
-                    "Correct model_type, num_hidden_layers or attention_bias there, or convert "
-                    "the checkpoint to plain F32, F16 or BF16 weights");
+                checkpoint.file_of(name).string() + ": has a tensor " +
+                    in_quotes(checkpoint.own_name(name)) + ", which no " + config.architecture +
+                    " of " + std::to_string(config.num_hidden_layers) + " layers has with this " +
+                    std::string(checkpoint.config_name()) +
+                    "; without it the model would be another. Correct the architecture, the number "
+                    "of layers or the biases there, or convert the checkpoint to plain F32, F16 or "
+                    "BF16 weights");
   }
 }
 

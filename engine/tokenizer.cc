@@ -3,28 +3,21 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <utility>
 
 #include "engine/added_tokens.h"
-#include "engine/added_vocabulary.h"
 #include "engine/bpe.h"
 #include "engine/byte_level.h"
+#include "engine/checkpoint_source.h"
 #include "engine/nfc.h"
-#include "engine/special_tokens.h"
 #include "engine/split.h"
 #include "engine/tokenizer_spec.h"
 #include "engine/utf8.h"
-#include "io/json.h"
 #include "sluice/errors.h"
 
 namespace sluice {
 namespace {
-
-// Twice the size of the largest tokenizer.json in use.
-constexpr std::uint64_t kMaxFile = std::uint64_t{64} << 20;
-constexpr int kMaxVocabulary = 1 << 24;
 
 struct Token {
   std::string bytes;
@@ -57,64 +50,6 @@ std::vector<AddedToken> searched_in(bool normalized_text, const std::vector<Adde
   std::copy_if(added.begin(), added.end(), std::back_inserter(tokens),
                [&](const AddedToken& token) { return token.normalized == normalized_text; });
   return tokens;
-}
-
-nlohmann::json read_file(const std::filesystem::path& path) {
-  try {
-    return read_json_file(path, kMaxFile);
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::corrupt) throw;
-    throw Error(ErrorCode::tokenizer, error.what());
-  }
-}
-
-// Returns the result of `read`; puts `path` before the message of its error.
-template <typename Read>
-auto in_file(const std::filesystem::path& path, const Read& read) {
-  try {
-    return read();
-  } catch (const Error& error) {
-    throw Error(error.code(), path.string() + ": " + error.what());
-  }
-}
-
-struct TokenizerSpec {
-  PipelineSpec pipeline;
-  VocabularySpec vocabulary;
-};
-
-TokenizerSpec parse(const nlohmann::json& file, int vocabulary) {
-  if (vocabulary > kMaxVocabulary) {
-    throw_unsupported("model.vocab", "a vocabulary of " + std::to_string(vocabulary));
-  }
-  require_plain_bpe(file);
-  PipelineSpec pipeline = parse_pipeline(file);
-  return {std::move(pipeline), parse_vocabulary(file, vocabulary)};
-}
-
-// `added`: tokens of other files.
-TokenizerSpec number_added(TokenizerSpec spec, const std::vector<AddedToken>& added) {
-  AddedVocabulary numbered(spec.vocabulary.ids);
-  numbered.add(spec.vocabulary.added);
-  numbered.add(added);
-  spec.vocabulary.added = numbered.tokens();
-  return spec;
-}
-
-// The ids before every text. "add_bos_token" of tokenizer_config.json holds where transformers 4
-// reads it, although 5 does not; otherwise the post-processor decides. A checkpoint with neither
-// tokenizer_config.json nor a post-processor gets the BOS token of its config.json.
-std::vector<TokenId> prefix_of(const TokenizerSpec& spec, const SpecialTokens& special,
-                               std::optional<TokenId> bos) {
-  if (!special.has_config && !spec.pipeline.has_post_processor) {
-    return bos ? std::vector{*bos} : std::vector<TokenId>();
-  }
-  const std::optional<std::string> text = special.text_of("bos_token");
-  if (!special.heeds_add_bos_token || !special.add_bos_token || !text) return spec.pipeline.prefix;
-  if (!*special.add_bos_token) return {};
-  const std::vector<AddedToken>& added = spec.vocabulary.added;
-  const auto same = [&](const AddedToken& token) { return token.content == *text; };
-  return {std::find_if(added.begin(), added.end(), same)->id};
 }
 
 }  // namespace
@@ -214,27 +149,19 @@ std::unique_ptr<const Tokenizer::Impl> Tokenizer::Impl::make(TokenizerSpec spec,
   for (AddedToken& token : spec.vocabulary.added) {
     if (spec.pipeline.nfc && token.normalized) token.content = to_nfc(token.content);
   }
-  return std::make_unique<const Impl>(spec.vocabulary, std::move(spec.pipeline), vocabulary);
+  return in_file(spec.file, [&] {
+    return std::make_unique<const Impl>(spec.vocabulary, std::move(spec.pipeline), vocabulary);
+  });
 }
 
 Tokenizer Tokenizer::load(const std::filesystem::path& tokenizer_json, int vocabulary) {
-  const nlohmann::json file = read_file(tokenizer_json);
-  return in_file(tokenizer_json, [&] {
-    return Tokenizer(Impl::make(number_added(parse(file, vocabulary), {}), vocabulary));
-  });
+  return Tokenizer(Impl::make(read_tokenizer_file(tokenizer_json, vocabulary), vocabulary));
 }
 
 Tokenizer Tokenizer::load_checkpoint(const std::filesystem::path& checkpoint, int vocabulary,
                                      std::optional<TokenId> bos) {
-  const std::filesystem::path path = checkpoint / "tokenizer.json";
-  const nlohmann::json file = read_file(path);
-  TokenizerSpec spec = in_file(path, [&] { return parse(file, vocabulary); });
-  const SpecialTokens special = read_special_tokens(checkpoint, spec.vocabulary.added);
-  return in_file(path, [&] {
-    spec = number_added(std::move(spec), special.added);
-    spec.pipeline.prefix = prefix_of(spec, special, bos);
-    return Tokenizer(Impl::make(std::move(spec), vocabulary));
-  });
+  return Tokenizer(
+      Impl::make(CheckpointSource::open(checkpoint)->tokenizer(vocabulary, bos), vocabulary));
 }
 
 std::vector<TokenId> Tokenizer::Impl::encode(std::string_view text,

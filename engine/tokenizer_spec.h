@@ -1,7 +1,9 @@
-// The contents of a tokenizer.json, checked and reduced to the needs of byte-level BPE.
+// A tokenizer, checked and reduced to the needs of byte-level BPE; and the contents of a
+// tokenizer.json, from which it is read.
 #pragma once
 
 #include <array>
+#include <filesystem>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
@@ -32,6 +34,28 @@ struct PipelineSpec {
   std::vector<TokenId> prefix;        // ids that the post-processor puts before a sequence
   bool has_post_processor = false;
 };
+
+struct TokenizerSpec {
+  std::filesystem::path file;  // that it was read from, for messages
+  PipelineSpec pipeline;
+  VocabularySpec vocabulary;
+};
+
+// A tokenizer.json alone, and that of a folder with what the files beside it add: see
+// Tokenizer::load() and load_checkpoint().
+TokenizerSpec read_tokenizer_file(const std::filesystem::path& file, int vocabulary);
+TokenizerSpec read_tokenizer_folder(const std::filesystem::path& folder, int vocabulary,
+                                    std::optional<TokenId> bos);
+
+// Returns the result of `read`; puts `file` before the message of its error.
+template <typename Read>
+auto in_file(const std::filesystem::path& file, const Read& read) {
+  try {
+    return read();
+  } catch (const Error& error) {
+    throw Error(error.code(), file.string() + ": " + error.what());
+  }
+}
 
 // Refuses a "model" other than BPE from bytes. Call it first, so that the error names the kind of
 // model and not a detail of it. Throws as the two below.
