@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/config_features.h"
+#include "engine/config_limits.h"
 #include "engine/json_object.h"
 #include "io/file.h"
 #include "io/json.h"
@@ -14,8 +15,6 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::uint64_t kMaxConfigBytes = std::uint64_t{1} << 20;
-constexpr int kMinHeadDim = 16;
-constexpr int kMaxHeadDim = 256;
 constexpr std::size_t kMaxEosTokens = 64;
 
 int bounded(const JsonObject& config, const char* key, int most,
@@ -53,20 +52,20 @@ void add_eos(const JsonObject& config, ModelConfig& result) {
 }
 
 void parse_sizes(const JsonObject& config, ModelConfig& result) {
-  result.hidden_size = bounded(config, "hidden_size", 1 << 17);
-  result.intermediate_size = bounded(config, "intermediate_size", 1 << 20);
-  result.num_hidden_layers = bounded(config, "num_hidden_layers", 1024);
-  result.vocab_size = bounded(config, "vocab_size", 1 << 22);
-  result.max_position_embeddings =
-      config.integer("max_position_embeddings", 1, std::int64_t{1} << 30);
-  result.rms_norm_eps = static_cast<float>(config.number("rms_norm_eps", 1e-12, 1.0, 1e-6));
+  result.hidden_size = bounded(config, "hidden_size", kMaxHidden);
+  result.intermediate_size = bounded(config, "intermediate_size", kMaxIntermediate);
+  result.num_hidden_layers = bounded(config, "num_hidden_layers", kMaxLayers);
+  result.vocab_size = bounded(config, "vocab_size", kMaxVocabulary);
+  result.max_position_embeddings = config.integer("max_position_embeddings", 1, kMaxPositions);
+  result.rms_norm_eps =
+      static_cast<float>(config.number("rms_norm_eps", kMinNormEps, kMaxNormEps, 1e-6));
   result.tie_word_embeddings = config.boolean("tie_word_embeddings", false);
 }
 
 void parse_heads(const JsonObject& config, const Architecture& architecture, ModelConfig& result) {
-  const int heads = bounded(config, "num_attention_heads", 1024);
+  const int heads = bounded(config, "num_attention_heads", kMaxHeads);
   result.num_attention_heads = heads;
-  result.num_key_value_heads = bounded(config, "num_key_value_heads", 1024, heads);
+  result.num_key_value_heads = bounded(config, "num_key_value_heads", kMaxHeads, heads);
   if (heads % result.num_key_value_heads != 0) {
     config.corrupt("num_attention_heads", "(" + std::to_string(heads) +
                                               ") is not a multiple of num_key_value_heads (" +

@@ -5,12 +5,11 @@
 #include <numbers>
 #include <string>
 
+#include "engine/config_limits.h"
 #include "lib/text.h"
 
 namespace sluice {
 namespace {
-
-constexpr double kMaxTheta = 1e12;
 
 // As in transformers: the config's key, else the scaling's.
 std::int64_t original_context(const JsonObject& config, const JsonObject& scaling,
@@ -30,11 +29,6 @@ Llama3Scaling parse_llama3(const JsonObject& scaling, std::int64_t original) {
     scaling.corrupt("high_freq_factor", "is not larger than low_freq_factor");
   }
   return result;
-}
-
-// Factor on queries and on keys, from the factor by which the context is stretched.
-double yarn_temperature(double factor, double scale = 1.0) {
-  return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
 }
 
 YarnScaling parse_yarn(const JsonObject& scaling, double theta, std::int64_t original,
@@ -105,6 +99,10 @@ float stretch(float frequency, const Llama3Scaling& scaling) {
 
 }  // namespace
 
+double yarn_temperature(double factor, double scale) {
+  return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
+}
+
 RopeConfig parse_rope(const JsonObject& config, std::int64_t max_position_embeddings) {
   RopeConfig rope;
   rope.theta = config.number("rope_theta", 1.0, kMaxTheta, rope.theta);
@@ -155,6 +153,9 @@ std::vector<float> inverse_frequencies(const RopeConfig& rope, int head_dim) {
     } else if (const auto* const llama3 = std::get_if<Llama3Scaling>(&rope.scaling)) {
       frequency = stretch(frequency, *llama3);
     }
+  }
+  if (const auto* const factors = std::get_if<FactorScaling>(&rope.scaling)) {
+    for (std::size_t i = 0; i < frequencies.size(); ++i) frequencies[i] /= factors->factors[i];
   }
   return frequencies;
 }

@@ -35,9 +35,18 @@ struct YarnScaling {
   bool truncate = true;  // interpolation starts and ends at whole channels
 };
 
+// The factor on queries and on keys, from that by which the context is stretched (section 3.4).
+double yarn_temperature(double factor, double scale = 1.0);
+
+// Every frequency is divided by its own factor, [head_dim / 2]: how GGUF files store the scaling of
+// Llama 3.1.
+struct FactorScaling {
+  std::vector<float> factors;
+};
+
 struct RopeConfig {
   double theta = 10000.0;
-  std::variant<std::monostate, LinearScaling, Llama3Scaling, YarnScaling> scaling;
+  std::variant<std::monostate, LinearScaling, Llama3Scaling, YarnScaling, FactorScaling> scaling;
 
   // The factor on cosines and sines.
   double attention_factor() const;

@@ -20,7 +20,6 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::uint64_t kMaxFile = std::uint64_t{16} << 20;
-constexpr std::size_t kMaxContent = 1024;  // as in tokenizer.json
 constexpr std::array kNames = {"bos_token", "eos_token", "unk_token", "sep_token",
                                "pad_token", "cls_token", "mask_token"};
 
@@ -86,9 +85,9 @@ Mention read_mention(const Json& value, const std::string& key, const ConfigFile
   } else {
     file.object().corrupt(key, "holds something that is no token");
   }
-  if (mention.content.size() > kMaxContent) {
+  if (mention.content.size() > kMaxAddedToken) {
     file.object().corrupt(key,
-                          "has a token of more than " + std::to_string(kMaxContent) + " bytes");
+                          "has a token of more than " + std::to_string(kMaxAddedToken) + " bytes");
   }
   return mention;
 }

@@ -63,19 +63,26 @@ ChatSource read_chat_source(const std::filesystem::path& checkpoint) {
     const Json json = name == config_file.filename() ? config : read_object(source.file);
     text = template_of(json.value("chat_template", Json()), source.file);
   }
-  if (!text) {
-    throw Error(ErrorCode::unsupported,
-                checkpoint.string() +
-                    ": this checkpoint has no chat template, so nothing says how a conversation is "
-                    "written for it; give generate a prompt to continue instead");
-  }
-  if (text->size() > kMaxTemplate)
+  if (!text) throw_no_chat_template(checkpoint);
+  source.text = *std::move(text);
+  check_chat_template(source);
+  return source;
+}
+
+void check_chat_template(const ChatSource& source) {
+  if (source.text.size() > kMaxTemplate) {
     throw_broken(source.file, "chat_template is larger than 128 KiB");
-  if (const auto offset = find_invalid_utf8(*text)) {
+  }
+  if (const auto offset = find_invalid_utf8(source.text)) {
     throw_broken(source.file, "chat_template is not UTF-8 at offset " + std::to_string(*offset));
   }
-  source.text = *std::move(text);
-  return source;
+}
+
+void throw_no_chat_template(const std::filesystem::path& checkpoint) {
+  throw Error(ErrorCode::unsupported,
+              checkpoint.string() +
+                  ": this checkpoint has no chat template, so nothing says how a conversation is "
+                  "written for it; give generate a prompt to continue instead");
 }
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// The chat template beside a checkpoint's tokenizer.json, and the tokens that it may refer to.
+// The chat template of a checkpoint, and the tokens that it may refer to.
 #pragma once
 
 #include <filesystem>
@@ -20,5 +20,10 @@ struct ChatSource {
 // Error{unsupported} if none has a template, Error{corrupt} for files that are broken, and what
 // read_special_tokens() throws.
 ChatSource read_chat_source(const std::filesystem::path& checkpoint);
+
+// Throws Error{corrupt} if the template is larger than any in use, or no UTF-8.
+void check_chat_template(const ChatSource& source);
+// Throws the error of a checkpoint without a chat template.
+[[noreturn]] void throw_no_chat_template(const std::filesystem::path& checkpoint);
 
 }  // namespace sluice

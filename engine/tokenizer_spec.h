@@ -18,6 +18,10 @@
 
 namespace sluice {
 
+// Bytes of an added token, limited because it is compared with the text at every offset. Tokens in
+// use have up to 40.
+inline constexpr std::size_t kMaxAddedToken = 1024;
+
 // "model" and "added_tokens".
 struct VocabularySpec {
   std::unordered_map<std::string, TokenId> ids;  // by content, in the byte-level alphabet
@@ -56,6 +60,10 @@ auto in_file(const std::filesystem::path& file, const Read& read) {
     throw Error(error.code(), file.string() + ": " + error.what());
   }
 }
+
+// Fills `bytes` from `ids`. Returns the first byte of UTF-8 that has no token, for a message; empty
+// if each has one.
+std::string index_bytes(VocabularySpec& spec);
 
 // Refuses a "model" other than BPE from bytes. Call it first, so that the error names the kind of
 // model and not a detail of it. Throws as the two below.

@@ -11,10 +11,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Bytes of an added token, limited because it is compared with the text at every offset. Tokens in
-// use have up to 40.
-constexpr std::size_t kMaxContent = 1024;
-
 constexpr const char* kNoId = " has no id (an integer from 0 to 2147483647)";
 
 bool is_off(const Json& value) {
@@ -59,9 +55,9 @@ AddedToken read_added_token(const Json& entry) {
   token.content = string_of(entry, "content", where);
   if (token.content.empty()) throw_broken(where, "there is a token without content");
   const std::string named = where + ": token " + as_json(token.content);
-  if (token.content.size() > kMaxContent) {
+  if (token.content.size() > kMaxAddedToken) {
     throw_broken(named, "has " + std::to_string(token.content.size()) + " bytes, more than " +
-                            std::to_string(kMaxContent));
+                            std::to_string(kMaxAddedToken));
   }
   const std::optional<TokenId> id = id_of(member(entry, "id"));
   if (!id) throw_broken(where, "token " + as_json(token.content) + kNoId);
@@ -87,22 +83,6 @@ void read_added_tokens(const Json& list, Owners& owners, VocabularySpec& spec) {
     if (moved || !seen.emplace(token.content, token.id).second) {
       throw_broken("added_tokens", "token " + as_json(token.content) + " has two entries");
     }
-  }
-}
-
-void find_bytes(VocabularySpec& spec) {
-  std::unordered_map<std::string_view, TokenId> added;
-  for (const AddedToken& token : spec.added) added.emplace(token.content, token.id);
-  for (int byte = 0; byte < 256; ++byte) {
-    const std::string symbol = byte_symbol(static_cast<std::uint8_t>(byte));
-    const auto found = spec.ids.find(symbol);
-    spec.bytes.at(static_cast<std::size_t>(byte)) =
-        found == spec.ids.end() ? Bpe::kNone : found->second;
-    if (found != spec.ids.end() || !occurs_in_utf8(static_cast<std::uint8_t>(byte))) continue;
-    std::array<char, 8> name{};
-    std::snprintf(name.data(), name.size(), "0x%02X", static_cast<unsigned>(byte));
-    throw_broken("model.vocab", std::string("no token has the id for byte ") + name.data() +
-                                    " (written " + symbol + ")");
   }
 }
 
@@ -156,6 +136,22 @@ void require_plain_bpe(const Json& file) {
   }
 }
 
+std::string index_bytes(VocabularySpec& spec) {
+  std::string missing;
+  for (int byte = 0; byte < 256; ++byte) {
+    const std::string symbol = byte_symbol(static_cast<std::uint8_t>(byte));
+    const auto found = spec.ids.find(symbol);
+    spec.bytes.at(static_cast<std::size_t>(byte)) =
+        found == spec.ids.end() ? Bpe::kNone : found->second;
+    if (found != spec.ids.end() || !occurs_in_utf8(static_cast<std::uint8_t>(byte))) continue;
+    if (!missing.empty()) continue;
+    std::array<char, 8> name{};
+    std::snprintf(name.data(), name.size(), "0x%02X", static_cast<unsigned>(byte));
+    missing = std::string(name.data()) + " (written " + symbol + ")";
+  }
+  return missing;
+}
+
 VocabularySpec parse_vocabulary(const Json& file, int vocabulary) {
   const Json& model = member(file, "model");
   VocabularySpec spec;
@@ -163,7 +159,9 @@ VocabularySpec parse_vocabulary(const Json& file, int vocabulary) {
   Owners owners;
   read_tokens(member(model, "vocab"), vocabulary, owners, spec);
   read_added_tokens(member(file, "added_tokens"), owners, spec);
-  find_bytes(spec);
+  if (const std::string missing = index_bytes(spec); !missing.empty()) {
+    throw_broken("model.vocab", "no token has the id for byte " + missing);
+  }
   read_merges(member(model, "merges"), spec);
   return spec;
 }
