@@ -1,10 +1,13 @@
-"""Writes a Llama-family Hugging Face checkpoint with tied embeddings as a GGUF file for llama.cpp.
+"""Writes a Llama-family Hugging Face checkpoint with tied embeddings as a GGUF file.
 
-Weights keep their bfloat16 bits; norms become f32, as llama.cpp wants them. It rotates neighbouring
-channels where Hugging Face checkpoints rotate halves, so the rows of q_proj and k_proj of each head
-are interleaved on the way.
+    bench/peers/export_gguf.py models/sluice-22m sluice-22m-Q8_0.gguf --type Q8_0
+
+Weights keep their bfloat16 bits, or are rounded to one of the types that the gguf package can write;
+norms become f32, as llama.cpp wants them. It rotates neighbouring channels where Hugging Face
+checkpoints rotate halves, so the rows of q_proj and k_proj of each head are interleaved on the way.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -60,21 +63,33 @@ def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows, columns)
 
 
-def add_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], config: Any) -> None:
+TYPES = ("BF16", "F16", "F32", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """The values of bfloat16 bits as f32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def add_tensors(
+    writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], config: Any, kind: str
+) -> None:
+    stored_type = gguf.GGMLQuantizationType[kind]
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, bits in tensors.items():
         if bits.ndim == 1:
-            values = (bits.astype(np.uint32) << 16).view(np.float32)
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(gguf_name(name), widened(bits))
             continue
         for projection, count in heads.items():
             if projection in name:
                 bits = interleave_heads(bits, count)
-        stored = np.ascontiguousarray(bits).view(np.uint8)
-        writer.add_tensor(gguf_name(name), stored, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        stored = np.ascontiguousarray(bits)
+        if kind != "BF16":
+            stored = gguf.quantize(widened(stored), stored_type)
+        writer.add_tensor(gguf_name(name), stored.view(np.uint8), raw_dtype=stored_type)
 
 
-def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
+def add_config(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -87,7 +102,8 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    names = {"F32": "ALL_F32"}
+    writer.add_file_type(gguf.LlamaFileType[names.get(kind, "MOSTLY_" + kind)])
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any) -> None:
@@ -108,17 +124,30 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any) -> None:
     writer.add_add_bos_token(True)
 
 
-def export(model: Path, out: Path) -> None:
-    """Writes `model` (a checkpoint directory) to the GGUF file `out`."""
+def export(model: Path, out: Path, kind: str = "BF16") -> None:
+    """Writes `model` (a checkpoint directory) to the GGUF file `out`, with matrices of `kind`."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     tokenizer = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama" or not config["tie_word_embeddings"]:
         raise ValueError(f"{model}: only Llama checkpoints with tied embeddings can be exported")
     writer = gguf.GGUFWriter(out, "llama")
-    add_config(writer, config)
+    add_config(writer, config, kind)
     add_tokenizer(writer, tokenizer, config)
-    add_tensors(writer, read_tensors(model / "model.safetensors"), config)
+    add_tensors(writer, read_tensors(model / "model.safetensors"), config, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes a checkpoint as a GGUF file.")
+    parser.add_argument("model", type=Path, help="checkpoint directory")
+    parser.add_argument("out", type=Path, help="GGUF file to write")
+    parser.add_argument("--type", choices=TYPES, default="BF16", help="of the matrices")
+    args = parser.parse_args()
+    export(args.model, args.out, args.type)
+
+
+if __name__ == "__main__":
+    main()
