@@ -26,6 +26,15 @@ constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 20;
               path.string() + ": " + why + "; delete the file and run `sluice calibrate` again");
 }
 
+// sluice.json in a folder; beside a GGUF file, a file with its name, because others may be there.
+std::filesystem::path calibration_path(const std::filesystem::path& model) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(model, ignored)) return model / kCalibrationFile;
+  const bool is_named = model.extension() == ".gguf";
+  const std::string name = (is_named ? model.stem() : model.filename()).string();
+  return model.parent_path() / (name + "." + std::string(kCalibrationFile));
+}
+
 nlohmann::json read_calibration(const std::filesystem::path& path) {
   if (!file_exists(path)) return nlohmann::json::object();
   nlohmann::json root;
@@ -66,7 +75,7 @@ void require_readable(std::string_view name, const Policy& policy) {
 
 std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std::string_view name,
                                         const KvShape& shape, const Scorers& scorers) {
-  const std::filesystem::path path = model / kCalibrationFile;
+  const std::filesystem::path path = calibration_path(model);
   const nlohmann::json root = read_calibration(path);
   const auto policies = root.find("policies");
   if (policies == root.end()) return std::nullopt;
@@ -86,14 +95,14 @@ std::optional<Policy> calibrated_policy(const std::filesystem::path& model, std:
 void store_calibration(const std::filesystem::path& model, std::string_view name,
                        const Policy& policy) {
   require_readable(name, policy);
-  const std::filesystem::path path = model / kCalibrationFile;
+  const std::filesystem::path path = calibration_path(model);
   nlohmann::json root = read_to_store(path);
   root["policies"][std::string(name)] = to_string(policy);
   replace_file(path, root.dump(2) + "\n");
 }
 
 void require_storable(const std::filesystem::path& model) {
-  const std::filesystem::path path = model / kCalibrationFile;
+  const std::filesystem::path path = calibration_path(model);
   read_to_store(path);
   require_replaceable(path);
 }

@@ -1,5 +1,5 @@
 // Calibrated policies of a checkpoint, which replace presets of the same name; stored in
-// sluice.json beside the model.
+// sluice.json in the model's folder, or beside MODEL.gguf in MODEL.sluice.json.
 #pragma once
 
 #include <filesystem>

@@ -104,6 +104,20 @@ std::uint64_t Checkpoint::parameter_bytes() const {
   return sum;
 }
 
+std::string Checkpoint::stored_types() const {
+  std::map<std::string, std::uint64_t> bytes;
+  for (const auto& [name, tensor] : tensors_) {
+    bytes[tensor.info->stored_dtype] += tensor.stored_bytes;
+  }
+  std::vector<std::pair<std::string, std::uint64_t>> types(bytes.begin(), bytes.end());
+  std::sort(types.begin(), types.end(), [](const auto& a, const auto& b) {
+    return a.second != b.second ? a.second > b.second : a.first < b.first;
+  });
+  std::string names;
+  for (const auto& [type, size] : types) names += (names.empty() ? "" : ", ") + type;
+  return names;
+}
+
 void Checkpoint::require(std::string_view name, const std::vector<std::int64_t>& shape) const {
   const SourceTensor& tensor = locate(name);
   const TensorInfo& info = *tensor.info;

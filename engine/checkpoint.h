@@ -33,6 +33,8 @@ class Checkpoint {
   DType dtype() const { return dtype_; }  // of the embedding
   std::int64_t parameters() const;        // elements of all tensors
   std::uint64_t parameter_bytes() const;  // bytes of all tensors, as stored
+  // The types of tensors as the files call them, those with most bytes first: "Q4_K, Q6_K, F32".
+  std::string stored_types() const;
 
   bool has(std::string_view name) const { return tensors_.contains(name); }
   std::vector<std::string_view> names() const;  // of all tensors, sorted

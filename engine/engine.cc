@@ -26,7 +26,8 @@ constexpr int kMaxChunk = 32768;
 
 void validate(const EngineConfig& config) {
   if (config.model.empty()) {
-    throw Error(ErrorCode::usage, "`model` is empty; give the folder of a checkpoint");
+    throw Error(ErrorCode::usage,
+                "`model` is empty; give the folder of a checkpoint, or a GGUF file");
   }
   if (config.chunk < 0 || config.chunk > kMaxChunk) {
     throw Error(ErrorCode::usage, "`chunk` must be 1 to " + std::to_string(kMaxChunk) +
@@ -97,6 +98,7 @@ ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
   info.architecture = c.architecture;
   info.weight_bytes = checkpoint.parameter_bytes();
   info.weight_dtype = matrix_dtype(checkpoint);
+  info.stored_types = checkpoint.stored_types();
   info.parameters = checkpoint.parameters();
   info.kv = kv_shape(c, kv_dtype);
   info.hidden = c.hidden_size;

@@ -61,7 +61,7 @@ std::vector<TokenId> prefix_of(const Engine& engine, const GenerateFlags& flags)
   if (flags.bos == "auto") return engine.encode_prompt("");
   if (flags.bos == "never") return {};
   if (!engine.info().bos) {
-    throw Error(ErrorCode::usage, "--bos always: this model's config.json names no BOS token");
+    throw Error(ErrorCode::usage, "--bos always: the config of this model names no BOS token");
   }
   return {*engine.info().bos};
 }

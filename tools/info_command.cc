@@ -24,11 +24,12 @@ std::string row(const char* name, const std::string& value) {
 std::string describe(const ModelInfo& info) {
   const KvShape& kv = info.kv;
   std::string text = row("architecture", info.architecture);
+  const std::string dtype(to_string(info.weight_dtype));
   const bool alike =
       info.weight_bytes == static_cast<std::uint64_t>(info.parameters) * size_of(info.weight_dtype);
   text += row("parameters",
               std::to_string(info.parameters) + " (" + format_bytes(info.weight_bytes) + " in " +
-                  (alike ? std::string(to_string(info.weight_dtype)) : "several dtypes") + ")");
+                  (alike ? dtype : info.stored_types + ", matrices read as " + dtype) + ")");
   text += row("layers", std::to_string(kv.layers));
   text += row("hidden",
               std::to_string(info.hidden) + ", feed-forward " + std::to_string(info.intermediate));

@@ -63,7 +63,9 @@ DiskConfig parse_disk(const std::vector<std::string>& values) {
 }  // namespace
 
 void ModelFlags::add_to(CLI::App& app) {
-  app.add_option("-m,--model", model, "Hugging Face checkpoint directory")->required();
+  app.add_option("-m,--model", model,
+                 "Hugging Face checkpoint directory, or a GGUF file (of a split one, the first)")
+      ->required();
   app.add_option("--device", device, "cpu, cuda or cuda:N, or reference (slow, fp32, for checking)")
       ->capture_default_str();
   app.add_option(

@@ -61,11 +61,17 @@ bool is_of_checkpoint(const std::filesystem::path& file) {
                                         "tokenizer.model",
                                         "sluice.json"};
   const std::string name = file.filename().string();
-  return file.extension() == ".safetensors" ||
+  return file.extension() == ".safetensors" || file.extension() == ".gguf" ||
+         name.ends_with(".sluice.json") ||
          std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
-bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::path& model) {
+bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::path& given) {
+  std::error_code ignored;  // opening the checkpoint reports a bad folder
+  const bool is_file = std::filesystem::is_regular_file(given, ignored);
+  if (is_file && is_same_file(file, given)) return true;
+  const std::filesystem::path model =
+      is_file ? std::filesystem::absolute(given).parent_path() : given;
   // Matches by name even if the file does not exist, because it would become part of the
   // checkpoint.
   const std::filesystem::path folder = place_of(file).parent_path();
@@ -73,7 +79,6 @@ bool is_in_checkpoint(const std::filesystem::path& file, const std::filesystem::
   if (is_of_checkpoint(file) && (folder == place_of(model) || place_of(own) == place_of(model))) {
     return true;
   }
-  std::error_code ignored;  // opening the checkpoint reports a bad folder
   const std::filesystem::directory_iterator files(model, ignored);
   return std::any_of(begin(files), end(files), [&](const auto& entry) {
     return is_of_checkpoint(entry.path()) && is_same_file(file, entry.path());

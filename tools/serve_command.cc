@@ -152,7 +152,8 @@ Command add_serve(CLI::App& app) {
       ->capture_default_str();
   app.add_option("--api-key", flags->server.api_key,
                  "what clients must send as Authorization: Bearer KEY");
-  app.add_option("--name", flags->name, "the model's name for clients; default: its folder's");
+  app.add_option("--name", flags->name,
+                 "the model's name for clients; default: its folder's or file's");
   app.add_option("--policy", flags->policies,
                  "which tokens decoding attends to, see below; given several times, requests may "
                  "ask for any, and the first is the default")

@@ -87,12 +87,14 @@ class Mistakes(unittest.TestCase):
 
     def test_models_that_are_files(self):
         with tempfile.TemporaryDirectory() as folder:
-            for name, code, mention in (
-                ("model.gguf", 5, "GGUF"),
-                ("model.safetensors", 3, "give the folder"),
+            for name, start, code, mention in (
+                ("model.gguf", b"GGUF", 4, "too few for a GGUF file"),
+                ("model.gguf", b"GGUF\2" + bytes(40), 5, "is GGUF version 2"),
+                ("model.gguf", b"ggjt" + bytes(40), 4, "is no GGUF file: it begins with 'ggjt'"),
+                ("model.safetensors", b"\2\0\0\0\0\0\0\0{}", 3, "give the folder"),
             ):
                 file = Path(folder) / name
-                file.write_bytes(b"GGUF")
+                file.write_bytes(start)
                 self.refused(code, mention, "info", "-m", file)
                 self.refused(code, mention, "generate", "-m", file, "-p", "x")
 

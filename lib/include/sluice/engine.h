@@ -1,4 +1,4 @@
-// From a checkpoint directory to text: the engine holds the model, a session its conversation.
+// From a checkpoint to text: the engine holds the model, a session its conversation.
 //
 // Operating errors throw Error; nothing is printed. One engine serves any number of sessions. Every
 // function may be called from any thread: calls that compute take turns in the order in which they
@@ -35,7 +35,8 @@
 namespace sluice {
 
 struct EngineConfig {
-  std::filesystem::path model;  // Hugging Face checkpoint directory
+  // Hugging Face checkpoint directory, or a GGUF file (of a split one, the first).
+  std::filesystem::path model;
   // "cpu"; "cuda" or "cuda:N", an NVIDIA GPU; or "reference", the slow fp32 backend for checking.
   std::string device = "cpu";
   int threads = 0;  // 0: Topology::threads; one less on a GPU, see host_attention
@@ -86,6 +87,7 @@ struct ModelInfo {
   std::int64_t parameters = 0;
   std::uint64_t weight_bytes = 0;    // as stored
   DType weight_dtype = DType::bf16;  // dtype of the matrices; f32 if they differ
+  std::string stored_types;          // as files call them, most bytes first: "Q4_K, Q6_K, F32"
   KvShape kv;
   int hidden = 0;
   int intermediate = 0;
@@ -163,8 +165,9 @@ struct SessionOptions {
 };
 
 // Stores the policy that Engine::policy() gives for preset `name` of the checkpoint in `model`, in
-// sluice.json there. Throws Error{io} if it cannot be written, Error{corrupt} if the existing file
-// is not a calibration, Error{usage} for an unknown preset or a policy that makes no sense.
+// sluice.json there, or for MODEL.gguf in MODEL.sluice.json beside it. Throws Error{io} if it
+// cannot be written, Error{corrupt} if the existing file is not a calibration, Error{usage} for an
+// unknown preset or a policy that makes no sense.
 void store_calibration(const std::filesystem::path& model, std::string_view name,
                        const Policy& policy);
 
