@@ -1,10 +1,16 @@
 // A GGUF file. In an accepted file the tensors lie in it without overlap, have as many bytes as
 // their shapes and types say, and can be read and decoded; every value of the metadata is read by
-// each accessor or refused.
+// each accessor or refused. The model, the tokenizer and the chat template in it are accepted, too,
+// or refused; what is accepted can be read, and encodes a text into ids of the model.
 #include <map>
 #include <vector>
 
+#include "engine/checkpoint.h"
+#include "engine/checkpoint_source.h"
+#include "engine/tensors.h"
 #include "io/gguf.h"
+#include "sluice/chat.h"
+#include "sluice/tokenizer.h"
 #include "tests/fuzz/fuzz.h"
 
 namespace sluice::fuzz {
@@ -60,14 +66,53 @@ std::string hold(const std::vector<GgufFile>& parts) {
   return types;
 }
 
+std::string hold_model(const Checkpoint& checkpoint) {
+  for (const std::string_view name : checkpoint.names()) {
+    std::vector<std::byte> bytes(static_cast<std::size_t>(checkpoint.info(name).bytes()));
+    checkpoint.read(name, 0, bytes);
+  }
+  return checkpoint.config().architecture;
+}
+
+std::string hold_tokenizer(const Tokenizer& tokenizer) {
+  for (const TokenId id : tokenizer.encode("It's a b<|c|>\n 12345")) {
+    require(id >= 0 && id < tokenizer.vocabulary(), "ids are of the model");
+  }
+  return std::to_string(tokenizer.prefix().size());
+}
+
+// What the parts of the model are, or why they are refused.
+std::string answers_of_model(const std::filesystem::path& path) {
+  constexpr int kVocabulary = 260;
+  const std::initializer_list<ErrorCode> codes = {ErrorCode::corrupt, ErrorCode::unsupported,
+                                                  ErrorCode::tokenizer};
+  const auto open = [&] {
+    Checkpoint checkpoint = Checkpoint::open(path);
+    check_tensors(checkpoint);
+    return checkpoint;
+  };
+  const Answer model = answer_of(codes, open, hold_model);
+  const auto load = [&] { return Tokenizer::load_checkpoint(path, kVocabulary); };
+  const Answer tokenizer = answer_of(codes, load, hold_tokenizer);
+  std::string text = model.text + tokenizer.text;
+  if (!model.accepted || !tokenizer.accepted) return text;
+  const Tokenizer loaded = load();
+  const auto chat = [&] { return ChatFormat::load(path, loaded); };
+  return text + answer_of(codes, chat, [](const ChatFormat& format) {
+                  return std::to_string(format.end_tokens().size());
+                }).text;
+}
+
 }  // namespace
 
 Answer answer(std::string_view input, const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / "model.gguf";
   write_file(path, input);
-  return answer_of(
+  Answer answer = answer_of(
       {ErrorCode::corrupt, ErrorCode::unsupported, ErrorCode::not_found, ErrorCode::usage},
       [&] { return open_gguf(path); }, hold);
+  if (answer.accepted) answer.text += answers_of_model(path);
+  return answer;
 }
 
 }  // namespace sluice::fuzz
