@@ -53,9 +53,24 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/sluiceConfigVersion.cmake
 install(FILES ${PROJECT_BINARY_DIR}/sluiceConfig.cmake ${PROJECT_BINARY_DIR}/sluiceConfigVersion.cmake
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/sluice)
 
+# The C interface has a package of its own, which C programs find without C++ and without the
+# packages that the static libraries need.
+install(TARGETS sluice_c EXPORT sluice_cTargets)
+install(FILES bindings/c/sluice.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(EXPORT sluice_cTargets NAMESPACE sluice:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/sluice_c)
+configure_package_config_file(cmake/sluice_cConfig.cmake.in ${PROJECT_BINARY_DIR}/sluice_cConfig.cmake
+  INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/sluice_c)
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/sluice_cConfigVersion.cmake
+  COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/sluice_cConfig.cmake
+  ${PROJECT_BINARY_DIR}/sluice_cConfigVersion.cmake
+  DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/sluice_c)
+file(RELATIVE_PATH sluice_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+configure_file(cmake/sluice_c.pc.in ${PROJECT_BINARY_DIR}/sluice_c.pc @ONLY)
+install(FILES ${PROJECT_BINARY_DIR}/sluice_c.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
 # For build systems other than CMake. pkg-config cannot express the needs of the static libraries.
 if(SLUICE_SHARED)
-  file(RELATIVE_PATH sluice_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
   configure_file(cmake/sluice.pc.in ${PROJECT_BINARY_DIR}/sluice.pc @ONLY)
   install(FILES ${PROJECT_BINARY_DIR}/sluice.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 endif()

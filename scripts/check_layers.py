@@ -11,7 +11,8 @@
   attention, step, kv_cache.
 - Public headers (lib/include/sluice) include only the standard library and each other.
 - CUDA's headers are for kernels, and for examples of code that users run on a GPU.
-- examples see what a user sees: the public headers. tests and bench include what they like.
+- bindings and examples see what a user sees: the public headers. The C header stands alone: it
+  includes C's standard headers only. tests and bench include what they like.
 
 Prints one line per breach and exits with 1 if there is one.
 """
@@ -22,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Iterator, NamedTuple, Optional
 
-SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
+SUFFIXES = {".h", ".c", ".cc", ".cu", ".cuh"}
 ALLOWED = {
     "lib": {"lib"},
     "io": {"lib", "io"},
@@ -31,6 +32,7 @@ ALLOWED = {
     "offload": {"lib", "io", "offload"},
     "engine": {"lib", "io", "offload", "engine"},
     "tools": {"lib", "io", "offload", "engine", "tools"},
+    "bindings": {"bindings"},
     "examples": {"examples"},
 }
 COMPOSITION_ROOT = "offload/backends.cc"
@@ -38,6 +40,7 @@ COMPOSED = {"io", "cpu", "kernels"}
 OFFLOAD = ["plan", "tiers", "cache", "attention", "step", "kv_cache"]
 REFERENCE = {"cpu/reference": {"cpu/attention"}}
 PUBLIC = "lib/include/"
+C_HEADER = "bindings/c/sluice.h"
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 CPP_STANDARD = re.compile(r"[a-z_0-9]+")
@@ -99,6 +102,8 @@ def breach_of_rooms(source: str, target: str) -> Optional[str]:
 def breach(source: str, target: Optional[str], include: Include) -> Optional[str]:
     """Says what is wrong with an include of `target` in `source`, or returns None."""
     layer = source.split("/")[0]
+    if source == C_HEADER and include.name not in C_STANDARD:
+        return "the C header may include only C's standard headers"
     if target is None:
         if include.quoted:
             return "names no file of the project"

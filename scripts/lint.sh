@@ -19,7 +19,7 @@ sources() {
 }
 
 clang_format() {
-  sources '*.h' '*.cc' '*.cu' '*.cuh' | xargs --no-run-if-empty clang-format-14 "$@"
+  sources '*.h' '*.c' '*.cc' '*.cu' '*.cuh' | xargs --no-run-if-empty clang-format-14 "$@"
 }
 
 # The compile flags for clang-tidy come from the release preset's configuration.

@@ -36,12 +36,18 @@ GOOD = {
     "engine/weights.h": "#pragma once\n",
     "examples/generate.cc": '#include "sluice/engine.h"\n',
     "examples/scorer/signs.cu": '#include <sluice/engine.h>\n#include <cuda_fp16.h>\n',
+    "bindings/c/sluice.h": "#include <stddef.h>\n#include <stdint.h>\n",
+    "bindings/c/engine.cc": '#include "bindings/c/sluice.h"\n#include "sluice/engine.h"\n',
+    "examples/c_generate.c": "#include <sluice.h>\n#include <stdio.h>\n",
     "tests/any_test.cc": '#include "cpu/backend.h"\n#include "kernels/backend.h"\n',
     "bench/any_bench.cc": '#include "cpu/backend.h"\n#include <cuda_runtime.h>\n',
 }
 
 # What is added to one file of the good tree, and a part of the complaint that must follow.
 BAD = {
+    "bindings see a floor": ("bindings/c/engine.cc", '#include "engine/weights.h"', "bindings may not"),
+    "the C header sees C++": ("bindings/c/sluice.h", "#include <string>", "only C's standard"),
+    "a C example sees a floor": ("examples/c_generate.c", '#include "lib/backend.h"', "examples may not"),
     "lib sees io": ("lib/backend.h", '#include "io/files.h"', "lib may not include io"),
     "lib sees offload": ("lib/backend.h", '#include "offload/backends.h"', "lib may not include"),
     "io sees cpu": ("io/files.h", '#include "cpu/backend.h"', "io may not include cpu"),
