@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "generate.cc"
+C_EXAMPLE = ROOT / "examples" / "c_generate.c"
 MODEL = ROOT / "models" / "sluice-22m"
 
 
@@ -53,6 +54,24 @@ class Install(unittest.TestCase):
         run("cmake", "--build", self.folder / "program")
         self.expect_answer(self.folder / "program" / "program")
 
+    # Everything but libsluice_c hides from a C program.
+    def expect_c_programs(self, libraries: Path) -> None:
+        hidden = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON"
+                  for name in ("TBB", "dnnl", "OpenMP", "PkgConfig", "CUDAToolkit")]  # fmt: skip
+        build = self.folder / "c_program"
+        run("cmake", "-S", ROOT / "tests" / "install" / "c_program", "-B", build,
+            f"-DSOURCE={C_EXAMPLE}", f"-DCMAKE_PREFIX_PATH={self.prefix}", *hidden)  # fmt: skip
+        run("cmake", "--build", build)
+        self.expect_answer(build / "program")
+        environment = {**os.environ, "PKG_CONFIG_PATH": str(libraries / "pkgconfig")}
+        flags = run("pkg-config", "--cflags", "--libs", "sluice_c", env=environment).split()
+        program = self.folder / "c_by_hand"
+        run(os.environ.get("CC", "cc"), "-std=c11", C_EXAMPLE, "-o", program, *flags)
+        self.expect_answer(program, LD_LIBRARY_PATH=str(libraries))
+        done = subprocess.run([program, "nowhere", "x"], capture_output=True, text=True, check=False,
+                              env={**os.environ, "LD_LIBRARY_PATH": str(libraries)})  # fmt: skip
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (3, 1), done.stderr)
+
     def expect_command_and_licence(self) -> None:
         self.assertIn("sluice ", run(self.prefix / "bin" / "sluice", "--version"))
         page = (self.prefix / "share" / "man" / "man1" / "sluice.1").read_text()
@@ -67,6 +86,7 @@ class Install(unittest.TestCase):
         self.assertTrue((libraries / "libsluice_engine.a").exists())
         self.expect_command_and_licence()
         self.expect_cmake_program()
+        self.expect_c_programs(libraries)
 
     def test_shared_library(self) -> None:
         build = self.build / "shared"
@@ -81,6 +101,7 @@ class Install(unittest.TestCase):
                   for name in ("TBB", "dnnl", "OpenMP", "PkgConfig", "CUDAToolkit")]  # fmt: skip
         self.expect_cmake_program(*hidden)
         self.expect_pkg_config_program(libraries)
+        self.expect_c_programs(libraries)
         self.expect_cuda_by_itself(libraries)
 
     # The objects are those of the build there is, if ccache has them; CUDA's would take too long.
