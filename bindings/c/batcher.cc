@@ -194,7 +194,7 @@ sluice_code sluice_batcher_stats_read(sluice_batcher* batcher, sluice_batcher_st
 sluice_code sluice_stream_next(sluice_stream* stream, int64_t timeout_ms, sluice_piece* piece) {
   return call([&] {
     const auto object = find<StreamObject>(stream);
-    const Use use(object->owner, StreamObject::kKind);
+    const Use use(object->owner, StreamObject::kKind.name);
     require_struct(piece, "piece");
     auto next = timeout_ms == -1
                     ? object->stream.next()

@@ -83,8 +83,9 @@ DType dtype(sluice_dtype type) {
       return DType::f16;
     case SLUICE_F32:
       return DType::f32;
+    default:
+      refuse("a sluice_dtype is SLUICE_BF16, SLUICE_F16 or SLUICE_F32");
   }
-  refuse("a sluice_dtype is SLUICE_BF16, SLUICE_F16 or SLUICE_F32");
 }
 
 void require_capacity(std::size_t count, std::size_t capacity, const char* what) {

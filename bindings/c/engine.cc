@@ -47,8 +47,9 @@ std::vector<TokenId> encoded(const Engine& engine, std::string_view text,
       return engine.encode_prompt(text);
     case SLUICE_ENCODE_PLAIN:
       return engine.tokenizer().encode_plain(text);
+    default:
+      refuse("no such sluice_encoding");
   }
-  refuse("no such sluice_encoding");
 }
 
 // Calls `use` with the engine's chat template.

@@ -1,7 +1,11 @@
 #include "bindings/c/handles.h"
 
+#include <mutex>
+#include <string>
 #include <unordered_map>
 #include <utility>
+
+#include "sluice/errors.h"
 
 namespace sluice::c {
 namespace {
@@ -56,20 +60,6 @@ std::shared_ptr<void> take_object(const Kind& kind, std::uintptr_t handle) {
   std::shared_ptr<void> object = std::move(found->second.object);
   table().objects.erase(found);
   return object;
-}
-
-Use::Use(Owner& owner, const Kind& kind) : owner_(&owner) {
-  const std::lock_guard lock(owner.mutex);
-  if (owner.calls > 0 && owner.thread != std::this_thread::get_id()) {
-    throw Error(ErrorCode::usage, std::string(kind.name) + ": another thread is using it");
-  }
-  owner.thread = std::this_thread::get_id();
-  ++owner.calls;
-}
-
-Use::~Use() {
-  const std::lock_guard lock(owner_->mutex);
-  --owner_->calls;
 }
 
 }  // namespace sluice::c

@@ -8,13 +8,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
 
-#include "sluice/errors.h"
+#include "bindings/use.h"
 
 namespace sluice::c {
+
+using bindings::Use;
 
 // The address stands for the kind of a handle.
 struct Kind {
@@ -26,26 +25,6 @@ std::uintptr_t add_object(const Kind& kind, std::shared_ptr<void> object);
 std::shared_ptr<void> find_object(const Kind& kind, std::uintptr_t handle);
 // The same, and forgets the handle.
 std::shared_ptr<void> take_object(const Kind& kind, std::uintptr_t handle);
-
-// Lets one thread at a time use an object. A call from a callback of a call of the same thread is
-// let in, because the library behind says best what it may do.
-class Use {
- public:
-  struct Owner {
-    std::mutex mutex;
-    std::thread::id thread;
-    int calls = 0;
-  };
-
-  // Throws Error{usage} while another thread uses it.
-  Use(Owner& owner, const Kind& kind);
-  Use(const Use&) = delete;
-  Use& operator=(const Use&) = delete;
-  ~Use();
-
- private:
-  Owner* owner_;
-};
 
 // The object of type T with which handles of type Handle deal; T::kKind is their kind.
 template <typename T, typename Handle>

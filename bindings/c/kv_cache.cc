@@ -37,7 +37,7 @@ struct StepObject {
 class UsedSequence {
  public:
   explicit UsedSequence(sluice_kv_sequence* handle)
-      : object_(find<SequenceObject>(handle)), use_(object_->owner, SequenceObject::kKind) {}
+      : object_(find<SequenceObject>(handle)), use_(object_->owner, SequenceObject::kKind.name) {}
 
   const std::shared_ptr<SequenceObject>& object() const { return object_; }
   KvSequence* operator->() { return &object_->sequence; }
@@ -85,8 +85,9 @@ Phase phase_of(sluice_phase phase) {
       return Phase::decode;
     case SLUICE_CORRECTION:
       return Phase::correction;
+    default:
+      refuse("no such sluice_phase");
   }
-  refuse("no such sluice_phase");
 }
 
 struct CallerArray {

@@ -15,7 +15,7 @@ namespace {
 class UsedSession {
  public:
   explicit UsedSession(sluice_session* handle)
-      : object_(find<SessionObject>(handle)), use_(object_->owner, SessionObject::kKind) {}
+      : object_(find<SessionObject>(handle)), use_(object_->owner, SessionObject::kKind.name) {}
 
   SessionObject& object() { return *object_; }
   Session* operator->() { return &object_->session; }

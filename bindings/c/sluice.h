@@ -11,6 +11,8 @@
 // - A call that fills a caller's buffer sets `count` (or `bytes`, without the final NUL) to what
 //   there is. If that does not fit it writes nothing else and returns SLUICE_TOO_SMALL, so a call
 //   with capacity 0 asks for the size.
+// - Values from a list, such as sluice_dtype, are int32_t, so that their size is the same
+// everywhere.
 // - Texts are UTF-8. Those that go in as `const char*` with `bytes` need no NUL.
 // - Any thread may call anything, but a session, sequence, step or stream is for one thread at a
 //   time: another one's call is refused with SLUICE_USAGE while a call runs.
@@ -34,7 +36,8 @@
 extern "C" {
 #endif
 
-typedef enum sluice_code {
+typedef int32_t sluice_code;
+enum {
   SLUICE_OK = 0,
   SLUICE_STOPPED = 1,      // a callback or a cancel ended the call; what was done so far stays
   SLUICE_USAGE = 2,        // an argument, a handle or the order of calls
@@ -48,18 +51,20 @@ typedef enum sluice_code {
   SLUICE_INTERNAL = 10,    // a bug in Sluice, or a session used after it failed
   SLUICE_NUMERIC = 11,     // NaN or infinity
   SLUICE_TOO_SMALL = 12    // the caller's buffer; `count` or `bytes` says how much there is
-} sluice_code;
+};
 
-typedef enum sluice_dtype { SLUICE_BF16 = 0, SLUICE_F16 = 1, SLUICE_F32 = 2 } sluice_dtype;
+typedef int32_t sluice_dtype;
+enum { SLUICE_BF16 = 0, SLUICE_F16 = 1, SLUICE_F32 = 2 };
 
-typedef enum sluice_finish {
+typedef int32_t sluice_finish;
+enum {
   SLUICE_NOT_FINISHED = 0,
   SLUICE_END_OF_TEXT = 1,
   SLUICE_STOP_STRING = 2,
   SLUICE_MAX_TOKENS = 3,
   SLUICE_INTERRUPTED = 4,
   SLUICE_DEADLINE = 5
-} sluice_finish;
+};
 
 typedef struct sluice_engine sluice_engine;
 typedef struct sluice_session sluice_session;
@@ -163,11 +168,12 @@ SLUICE_API sluice_code sluice_engine_policy(sluice_engine* engine, const char* p
 
 // ---- Text ----
 
-typedef enum sluice_encoding {
+typedef int32_t sluice_encoding;
+enum {
   SLUICE_ENCODE = 0,         // added tokens in the text, "<|end_of_text|>", become their ids
   SLUICE_ENCODE_PROMPT = 1,  // the same, with the BOS token in front if the model expects one
   SLUICE_ENCODE_PLAIN = 2    // special tokens in the text stay text: for text of users
-} sluice_encoding;
+};
 
 SLUICE_API sluice_code sluice_encode(sluice_engine* engine, const char* text, size_t bytes,
                                      sluice_encoding encoding, int32_t* tokens, size_t capacity,
@@ -331,11 +337,12 @@ typedef struct sluice_request {
   void* mask_user;
 } sluice_request;
 
-typedef enum sluice_stream_state {
+typedef int32_t sluice_stream_state;
+enum {
   SLUICE_PIECE = 0,     // there is a piece
   SLUICE_NO_PIECE = 1,  // none within the time
   SLUICE_ENDED = 2      // all choices have ended
-} sluice_stream_state;
+};
 
 // Pointers are valid until the stream's next sluice_stream_next or its end.
 typedef struct sluice_piece {
@@ -434,11 +441,8 @@ typedef struct sluice_kv_info {
   uint64_t dense_bytes;  // of a cache with every row on the device
 } sluice_kv_info;
 
-typedef enum sluice_phase {
-  SLUICE_PREFILL = 0,
-  SLUICE_DECODE = 1,
-  SLUICE_CORRECTION = 2
-} sluice_phase;
+typedef int32_t sluice_phase;
+enum { SLUICE_PREFILL = 0, SLUICE_DECODE = 1, SLUICE_CORRECTION = 2 };
 
 // An array [tokens, heads, head_dim] of the caller's. The elements of a head are contiguous.
 typedef struct sluice_array {
