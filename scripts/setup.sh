@@ -2,8 +2,9 @@
 # Installs what Sluice needs to build and test, on Debian 12 or newer, as root or through sudo.
 # Fast and silent if nothing is missing.
 #
-#   scripts/setup.sh          what scripts/build.sh and scripts/demo.sh need
-#   scripts/setup.sh --lint   also what scripts/lint.sh needs
+#   scripts/setup.sh                   what scripts/build.sh and scripts/demo.sh need
+#   scripts/setup.sh --lint            also what scripts/lint.sh needs
+#   scripts/setup.sh --python          also what the Python package and its tests need
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,6 +16,10 @@ build_packages=(
   liburing-dev libxxhash-dev
   libgtest-dev libgmock-dev libbenchmark-dev)
 lint_packages=(clang-format-14 python3-venv shellcheck)
+python_packages=(python3-dev python3-venv)
+# Debian 12 has no nanobind.
+nanobind_version=3.1.0
+numpy_version=2.4.6
 # From version 22 on clang-tidy skips other projects' headers and takes half the time of Debian's
 # 19.
 clang_tidy_version=22.1.8
@@ -63,6 +68,18 @@ install_clang_tidy() {
     "clang-tidy==$clang_tidy_version" || fail "no clang-tidy from PyPI; is it reachable?"
 }
 
+# install_python WANTED...: installs these from PyPI into build/python, whose Python then builds the
+# package.
+install_python() {
+  local venv=build/python
+  [[ $("$venv/bin/python3" -m pip freeze 2>/dev/null | grep -cxF "$(printf '%s\n' "$@")") -lt $# ]] ||
+    return 0
+  echo "setup: installing $*"
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install --quiet --disable-pip-version-check --retries 5 "$@" ||
+    fail "pip cannot install $*; is PyPI reachable?"
+}
+
 # install_packages DEBIAN_PACKAGE...: installs those that are missing.
 install_packages() {
   local missing
@@ -76,16 +93,22 @@ install_packages() {
 }
 
 main() {
-  local wanted=("${build_packages[@]}") lint=0
-  case "${1:-}" in
-    "") ;;
-    --lint) wanted+=("${lint_packages[@]}") lint=1 ;;
-    *) fail "unknown argument '$1'; usage: scripts/setup.sh [--lint]" ;;
-  esac
+  local wanted=("${build_packages[@]}") modules=() lint=0 argument
+  for argument in "$@"; do
+    case "$argument" in
+      --lint) wanted+=("${lint_packages[@]}") lint=1 ;;
+      --python)
+        wanted+=("${python_packages[@]}")
+        modules+=("nanobind==$nanobind_version" "numpy==$numpy_version")
+        ;;
+      *) fail "unknown argument '$argument'; usage: scripts/setup.sh [--lint] [--python]" ;;
+    esac
+  done
   command -v dpkg-query >/dev/null ||
     fail "not a Debian system; install the equivalents of: ${wanted[*]}"
   install_packages "${wanted[@]}"
   ((lint == 0)) || install_clang_tidy
+  [[ ${#modules[@]} -eq 0 ]] || install_python "${modules[@]}"
 }
 
 main "$@"

@@ -72,8 +72,8 @@ main() {
       ;;
   esac
   if ((quick)); then
-    if step "setup" scripts/setup.sh; then build_and_test release "quick" "" -LE slow; fi
-  elif step "setup" scripts/setup.sh --lint; then
+    if step "setup" scripts/setup.sh --python; then build_and_test release "quick" "" -LE slow; fi
+  elif step "setup" scripts/setup.sh --lint --python; then
     step "lint" scripts/lint.sh --tidy || true
     build_and_test release "all" ""
     # The golden answers, the tests that walk plans to their ends, the command and full simulations

@@ -1,0 +1,97 @@
+// What the parts of the Python module share: ownership, arrays and arguments.
+//
+// Every call that computes or waits releases the GIL. A destructor of the library may wait for a
+// call of another thread, which may wait for the GIL in a callback, so destructors release it, too.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/use.h"
+#include "sluice/chat.h"
+#include "sluice/engine.h"
+#include "sluice/sampling.h"
+
+namespace sluice::python {
+
+namespace nb = nanobind;
+using bindings::Use;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+// An object that is destroyed without the GIL.
+template <typename T, typename... Arguments>
+std::shared_ptr<T> make_owned(Arguments&&... arguments) {
+  return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...), [](T* object) {
+    if (PyGILState_Check() == 0) {
+      delete object;
+      return;
+    }
+    const nb::gil_scoped_release unlocked;
+    delete object;
+  });
+}
+
+struct PyEngine {
+  explicit PyEngine(const EngineConfig& config)
+      : engine(Engine::open(config)), model(config.model) {}
+
+  Engine engine;
+  std::filesystem::path model;
+  std::mutex mutex;
+  std::optional<ChatFormat> format;  // loaded when it is asked for; under the mutex
+};
+
+struct PySession {
+  PySession(std::shared_ptr<PyEngine> of, Session made)
+      : engine(std::move(of)), session(std::move(made)) {}
+
+  std::shared_ptr<PyEngine> engine;
+  Session session;
+  Use::Owner owner;
+};
+
+using Floats = nb::ndarray<nb::numpy, float, nb::c_contig>;
+using Tokens = std::vector<TokenId>;
+
+// A numpy array with a copy of `from`; its shape is `shape`, or that of `from`. Needs the GIL.
+Floats numpy_copy(std::span<const float> from);
+// A dict, or whatever else the JSON is. Needs the GIL.
+nb::object from_json(const std::string& json);
+// Throws KeyboardInterrupt, or what else a signal's handler raises. Needs the GIL.
+void check_signals();
+// Calls a Python function, or none, between steps; lets Ctrl-C through.
+Progress progress_of(nb::handle callback);
+
+SamplingParams sampling_of(int max_tokens, double temperature, int top_k, double top_p,
+                           double min_p, double repetition_penalty, std::uint64_t seed,
+                           std::vector<std::string> stop);
+// The policies of a session, a batcher or a cache.
+template <typename Parse>
+std::vector<Policy> policies_of(const std::vector<std::string>& texts, const Parse& parse) {
+  std::vector<Policy> all;
+  for (const std::string& text : texts) all.push_back(parse(text));
+  return all;
+}
+
+void bind_generation(nb::module_& module);
+void bind_generate(nb::class_<PySession>& session);
+void bind_engine(nb::module_& module);
+void bind_batcher(nb::module_& module);
+void bind_kv_cache(nb::module_& module);
+
+}  // namespace sluice::python
