@@ -5,6 +5,7 @@
 #   scripts/setup.sh                   what scripts/build.sh and scripts/demo.sh need
 #   scripts/setup.sh --lint            also what scripts/lint.sh needs
 #   scripts/setup.sh --python          also what the Python package and its tests need
+#   scripts/setup.sh --transformers    the same with torch and transformers, 6 GB
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,6 +21,8 @@ python_packages=(python3-dev python3-venv)
 # Debian 12 has no nanobind.
 nanobind_version=3.1.0
 numpy_version=2.4.6
+torch_version=2.15.0
+transformers_version=5.17.0
 # From version 22 on clang-tidy skips other projects' headers and takes half the time of Debian's
 # 19.
 clang_tidy_version=22.1.8
@@ -97,11 +100,13 @@ main() {
   for argument in "$@"; do
     case "$argument" in
       --lint) wanted+=("${lint_packages[@]}") lint=1 ;;
-      --python)
+      --python | --transformers)
         wanted+=("${python_packages[@]}")
         modules+=("nanobind==$nanobind_version" "numpy==$numpy_version")
-        ;;
-      *) fail "unknown argument '$argument'; usage: scripts/setup.sh [--lint] [--python]" ;;
+        ;;&
+      --transformers) modules+=("transformers==$transformers_version" "torch==$torch_version") ;;
+      --python) ;;
+      *) fail "unknown argument '$argument'; usage: scripts/setup.sh [--lint] [--python | --transformers]" ;;
     esac
   done
   command -v dpkg-query >/dev/null ||
