@@ -7,6 +7,7 @@ import ast
 import asyncio
 import gc
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import sluice
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ""
 CHAT_MODEL = ""  # the same with a chat template
 TEXT = "Well, Prince, so Genoa and Lucca are now just family estates"
@@ -420,6 +422,16 @@ class Caches(Case):
         for options in ({"kv_heads": 3}, {"context": -1}, {"rows": "f8"}, {"policies": ["magic"]}):
             with self.subTest(**options), self.assertRaises(sluice.UsageError):
                 sluice.KvCache(**{**self.shape, **options})
+
+
+class Docs(unittest.TestCase):
+    def test_example_of_the_page_runs(self):
+        page = (ROOT / "docs" / "embedding.md").read_text()
+        example = re.search(r"```python\n(import sluice\n.*?)```", page, re.DOTALL)[1]
+        done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True,
+                              cwd=ROOT, timeout=60, check=False)  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("'cause': 'index_read'", done.stdout)
 
 
 class Stubs(unittest.TestCase):

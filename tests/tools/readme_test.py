@@ -155,7 +155,7 @@ class Pages(unittest.TestCase):
     def test_flags_and_variables_exist(self):
         programs = sources("scripts/*", "bench/*.py", "tests/fuzz/*.cc", "cmake/*.cmake")
         known_flags = "\n".join(map(help_of, COMMANDS)) + programs
-        known_variables = programs + sources("CMakeLists.txt", "kernels/*/*.cc", "tests/*/*_test.cc")
+        known_variables = programs + sources("CMakeLists.txt", "bindings/c/*.h", "kernels/*/*.cc", "tests/*/*_test.cc")
         # Of CMake and pkg-config.
         others = {"--preset", "--build", "--install", "--prefix", "--cflags", "--libs"}
         pattern = r"(?<![\w-])--[a-z][a-z-]+\b"
@@ -170,7 +170,7 @@ class Pages(unittest.TestCase):
     def test_files_are_there(self):
         named = set()
         for page, text in PAGES.items():
-            folders = "bench|cmake|cpu|docs|examples|io|kernels|lib|model|offload|scripts|tests|tools"
+            folders = "bench|bindings|cmake|cpu|docs|examples|io|kernels|lib|model|offload|scripts|tests|tools"
             files = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]+\w)", text)
             headers = re.findall(r"(?<![\w/])(sluice/\w+\.h)", text)
             benches = re.findall(r"`([a-z_]+_bench)`", text)
