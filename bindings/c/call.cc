@@ -88,6 +88,17 @@ DType dtype(sluice_dtype type) {
   }
 }
 
+std::optional<DiskConfig> disk(const char* const* directories, std::size_t count,
+                               std::uint64_t bytes) {
+  if (count == 0) return std::nullopt;
+  DiskConfig to;
+  for (const std::string& directory : strings(directories, count, "disk")) {
+    to.directories.emplace_back(directory);
+  }
+  to.bytes = set(bytes);
+  return to;
+}
+
 void require_capacity(std::size_t count, std::size_t capacity, const char* what) {
   if (count <= capacity) return;
   throw Ending{SLUICE_TOO_SMALL, "the buffer holds " + std::to_string(capacity) + " " + what +

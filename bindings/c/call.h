@@ -13,6 +13,7 @@
 
 #include "bindings/c/sluice.h"
 #include "sluice/errors.h"
+#include "sluice/kv_cache.h"
 #include "sluice/policy.h"
 
 namespace sluice::c {
@@ -101,6 +102,9 @@ std::vector<std::string> strings(const char* const* texts, std::size_t count, co
 // A number that 0 leaves unset.
 std::optional<std::uint64_t> set(std::uint64_t bytes);
 DType dtype(sluice_dtype type);
+// None without directories.
+std::optional<DiskConfig> disk(const char* const* directories, std::size_t count,
+                               std::uint64_t bytes);
 
 // Throws Ending{SLUICE_TOO_SMALL} unless `capacity` of them hold `count`.
 void require_capacity(std::size_t count, std::size_t capacity, const char* what);

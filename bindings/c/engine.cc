@@ -34,6 +34,7 @@ EngineConfig config_of(const sluice_engine_options& from) {
   config.device_memory = set(from.device_memory);
   config.host_memory = set(from.host_memory);
   if (from.row_cache != nullptr) config.row_cache = *from.row_cache;
+  config.disk = disk(from.disk, from.disk_count, from.disk_bytes);
   if (from.host_attention != nullptr) config.host_attention = *from.host_attention;
   return config;
 }

@@ -74,6 +74,7 @@ KvConfig config_of(const sluice_kv_options& from) {
   to.device_memory = set(from.device_memory);
   to.host_memory = set(from.host_memory);
   if (from.row_cache != nullptr) to.row_cache = *from.row_cache;
+  to.disk = disk(from.disk, from.disk_count, from.disk_bytes);
   return to;
 }
 

@@ -103,6 +103,9 @@ typedef struct sluice_engine_options {
   uint64_t host_memory;
   const uint64_t* row_cache;     // most bytes of the row cache; NULL: as many as pay
   const double* host_attention;  // 0 to 1; NULL: measured
+  const char* const* disk;       // directories for rows that host memory does not hold; NULL: none
+  size_t disk_count;
+  uint64_t disk_bytes;  // most bytes in all; 0: as many as the rows take
 } sluice_engine_options;
 
 typedef struct sluice_model_info {
@@ -430,6 +433,9 @@ typedef struct sluice_kv_options {
   uint64_t device_memory;
   uint64_t host_memory;
   const uint64_t* row_cache;
+  const char* const* disk;  // as of sluice_engine_options
+  size_t disk_count;
+  uint64_t disk_bytes;
 } sluice_kv_options;
 
 typedef struct sluice_kv_info {

@@ -142,7 +142,23 @@ static void test_structs(void) {
   options.weights = NULL;
   options.threads = -1;
   EXPECT(SLUICE_USAGE, sluice_engine_open(&options, &engine));
+  options.threads = 0;
+  const char* const disk[] = {"nowhere"};
+  options.disk_count = 1;
+  EXPECT(SLUICE_USAGE, sluice_engine_open(&options, &engine));
   CHECK(engine == NULL);
+  options.disk = disk;
+  options.host_memory = 200 << 20;
+  options.device_memory = 64 << 20;
+  EXPECT_OK(sluice_engine_open(&options, &engine));
+  // The directory is looked at by the first session whose rows do not fit.
+  sluice_session* spilled = NULL;
+  const sluice_session_options large = {.size = sizeof large, .context = 131072};
+  EXPECT(SLUICE_NOT_FOUND, sluice_session_open(engine, &large, &spilled));
+  CHECK(spilled == NULL);
+  EXPECT_OK(sluice_engine_free(engine));
+  engine = NULL;
+  options.disk = NULL;
 
   // A caller of a later version: fields that this one does not know have to be zero.
   struct {

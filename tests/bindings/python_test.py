@@ -182,6 +182,17 @@ class Sessions(Case):
         session.prefill(self.prompt[:4])
         self.assertEqual(session.engine.info["layers"], self.engine.info["layers"])
 
+    def test_rows_may_lie_on_disk(self):
+        caps = {"host_memory": 200 << 20, "device_memory": 64 << 20}
+        with self.assertRaises(sluice.NotFoundError):
+            sluice.Engine(MODEL, disk=["nowhere"], **caps).new_session(131072)
+        try:
+            session = sluice.Engine(MODEL, disk=[Path.cwd()], **caps).new_session(131072)
+        except sluice.UnsupportedError as error:
+            self.skipTest(str(error))  # the tests run on a file system in memory
+        expected = self.session().prefill(self.prompt)
+        np.testing.assert_allclose(session.prefill(self.prompt), expected, atol=0.1)
+
     def test_chat(self):
         engine = sluice.Engine(Path(CHAT_MODEL))
         tokens = engine.render_chat([("Who?", "Vasili."), ("And Genoa?", "")], system="Be brief.")

@@ -15,14 +15,13 @@ DType dtype_named(const std::string& text, const char* name) {
   throw Error(ErrorCode::usage, std::string("`") + name + "` is bf16, f16 or f32");
 }
 
-std::shared_ptr<PyEngine> open_engine(const std::filesystem::path& model, const std::string& device,
-                                      int threads, int chunk, const std::string& kv_dtype,
-                                      const std::optional<std::string>& compute,
-                                      const std::optional<std::string>& weights,
-                                      std::optional<std::uint64_t> device_memory,
-                                      std::optional<std::uint64_t> host_memory,
-                                      std::optional<std::uint64_t> row_cache,
-                                      std::optional<double> host_attention) {
+std::shared_ptr<PyEngine> open_engine(
+    const std::filesystem::path& model, const std::string& device, int threads, int chunk,
+    const std::string& kv_dtype, const std::optional<std::string>& compute,
+    const std::optional<std::string>& weights, std::optional<std::uint64_t> device_memory,
+    std::optional<std::uint64_t> host_memory, std::optional<std::uint64_t> row_cache,
+    std::optional<double> host_attention, const std::vector<std::filesystem::path>& disk,
+    std::optional<std::uint64_t> disk_bytes) {
   EngineConfig config;
   config.model = model;
   config.device = device;
@@ -38,6 +37,7 @@ std::shared_ptr<PyEngine> open_engine(const std::filesystem::path& model, const 
   config.host_memory = host_memory;
   config.row_cache = row_cache;
   config.host_attention = host_attention;
+  if (!disk.empty()) config.disk = DiskConfig{disk, disk_bytes};
   return make_owned<PyEngine>(config);
 }
 
@@ -216,7 +216,9 @@ void bind_engine(nb::module_& module) {
            nb::arg("threads") = 0, nb::arg("chunk") = 0, nb::arg("kv_dtype") = "bf16",
            nb::arg("compute") = nb::none(), nb::arg("weights") = nb::none(),
            nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
-           nb::arg("row_cache") = nb::none(), nb::arg("host_attention") = nb::none(), Unlocked())
+           nb::arg("row_cache") = nb::none(), nb::arg("host_attention") = nb::none(),
+           nb::arg("disk") = std::vector<std::filesystem::path>(),
+           nb::arg("disk_bytes") = nb::none(), Unlocked())
       .def_prop_ro("info", &info_of, "What the checkpoint says about the model.",
                    nb::sig("def info(self) -> dict"))
       .def(

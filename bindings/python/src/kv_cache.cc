@@ -1,6 +1,8 @@
 // KvCache for models that run in Python: arrays of numpy, torch and whatever else speaks DLPack.
 #include "sluice/kv_cache.h"
 
+#include <nanobind/stl/filesystem.h>
+
 #include <string_view>
 #include <thread>
 
@@ -110,7 +112,8 @@ std::shared_ptr<PyCache> open_cache(
     const std::string& rows, const std::string& device, int threads, int chunk, int sequences,
     std::int64_t tokens, int decode_batch, const std::vector<std::string>& policies,
     std::optional<double> scale, std::optional<std::uint64_t> device_memory,
-    std::optional<std::uint64_t> host_memory, std::optional<std::uint64_t> row_cache) {
+    std::optional<std::uint64_t> host_memory, std::optional<std::uint64_t> row_cache,
+    const std::vector<std::filesystem::path>& disk, std::optional<std::uint64_t> disk_bytes) {
   KvConfig config;
   config.shape = {layers, query_heads, kv_heads, head_dim, DType::bf16};
   if (rows == "f32") config.shape.rows = DType::f32;
@@ -129,6 +132,7 @@ std::shared_ptr<PyCache> open_cache(
   config.device_memory = device_memory;
   config.host_memory = host_memory;
   config.row_cache = row_cache;
+  if (!disk.empty()) config.disk = DiskConfig{disk, disk_bytes};
   return make_owned<PyCache>(config);
 }
 
@@ -241,7 +245,9 @@ void bind_kv_cache(nb::module_& module) {
            nb::arg("sequences") = 1, nb::arg("tokens") = 0, nb::arg("decode_batch") = 1,
            nb::arg("policies") = std::vector<std::string>(), nb::arg("scale") = nb::none(),
            nb::arg("device_memory") = nb::none(), nb::arg("host_memory") = nb::none(),
-           nb::arg("row_cache") = nb::none(), Unlocked())
+           nb::arg("row_cache") = nb::none(),
+           nb::arg("disk") = std::vector<std::filesystem::path>(),
+           nb::arg("disk_bytes") = nb::none(), Unlocked())
       .def(
           "new_sequence",
           [](const std::shared_ptr<PyCache>& self) {
