@@ -39,7 +39,8 @@ void validate(const EngineConfig& config) {
                                       std::to_string(config.threads));
   }
   if (!is_known(config.kv_dtype) || !is_known(config.compute.value_or(DType::f32))) {
-    throw Error(ErrorCode::usage, "`kv_dtype` and `compute` must be f32, f16 or bf16");
+    throw Error(ErrorCode::usage,
+                "`kv_dtype` must be f32, f16, bf16 or int8, and `compute` f32, f16 or bf16");
   }
   if (config.weights && !config.weights->is_coded()) {
     throw Error(ErrorCode::usage,
@@ -80,8 +81,8 @@ void require_window(const ModelInfo& info, std::int64_t context) {
                   window + ", but " + std::to_string(context) + " tokens are asked for");
 }
 
-KvShape kv_shape(const ModelConfig& c, DType dtype) {
-  return {c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, dtype};
+KvShape kv_shape(const ModelConfig& c, const RowFormat& rows) {
+  return {c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim, rows};
 }
 
 // max_position_embeddings beside a YaRN factor is often still the number before stretching.
@@ -92,7 +93,7 @@ std::int64_t trained_context(const ModelConfig& c) {
   return std::max<std::int64_t>(c.max_position_embeddings, std::llround(stretched));
 }
 
-ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
+ModelInfo describe(const Checkpoint& checkpoint, const RowFormat& rows) {
   const ModelConfig& c = checkpoint.config();
   ModelInfo info;
   info.architecture = c.architecture;
@@ -100,7 +101,7 @@ ModelInfo describe(const Checkpoint& checkpoint, DType kv_dtype) {
   info.weight_dtype = matrix_dtype(checkpoint);
   info.stored_types = checkpoint.stored_types();
   info.parameters = checkpoint.parameters();
-  info.kv = kv_shape(c, kv_dtype);
+  info.kv = kv_shape(c, rows);
   info.hidden = c.hidden_size;
   info.intermediate = c.intermediate_size;
   info.vocabulary = c.vocab_size;

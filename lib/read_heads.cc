@@ -80,6 +80,6 @@ void write_heads(const float* from, const HeadArray& to) {
 
 // The largest f16 is 65504; numbers from 65520 on round to infinity. (2^59)^2 times 256 channels is
 // below the largest f32 and bf16.
-float magnitude_limit(DType dtype) { return dtype == DType::f16 ? 65520.0f : 0x1p59f; }
+float magnitude_limit(const RowFormat& rows) { return rows == DType::f16 ? 65520.0f : 0x1p59f; }
 
 }  // namespace sluice

@@ -12,8 +12,8 @@ void read_heads(const ReadHeadsParams& params);
 // nearest.
 void write_heads(const float* from, const HeadArray& to);
 
-// Magnitudes of queries, keys and values have to be below this limit, because then rows of `dtype`
+// Magnitudes of queries, keys and values have to be below this limit, because then `rows`
 // can hold them and no sum of their products overflows.
-float magnitude_limit(DType dtype);
+float magnitude_limit(const RowFormat& rows);
 
 }  // namespace sluice

@@ -42,8 +42,7 @@ std::string describe(const ModelInfo& info) {
     text += row("window", std::to_string(*info.window) + " tokens, which no context may exceed");
   }
   text += row("row", format_bytes(kv.row_bytes()) + " per token, layer and KV head");
-  text += row("KV cache", format_bytes(kv.token_bytes()) + " per token in " +
-                              std::string(to_string(kv.rows.element)));
+  text += row("KV cache", format_bytes(kv.token_bytes()) + " per token in " + to_string(kv.rows));
   for (std::int64_t tokens : {8192, 131072, 1048576}) {
     const bool is_last = info.window && tokens >= *info.window;
     if (is_last) tokens = *info.window;

@@ -92,7 +92,7 @@ AttendTile make_tile(const AttendParams& p, const Plan& plan, std::int64_t tile,
   t.scale = p.scale;
   t.rows = span.rows;
   t.row_bytes = shape.row_bytes();
-  t.dtype = shape.rows.element;
+  t.format = shape.rows;
   t.count = span.count;
   if (p.seen != nullptr) t.seen = p.seen + token;
   t.visible = (p.seen != nullptr ? 0 : p.first_query_position + token + 1) - p.first_row_position;
@@ -194,7 +194,8 @@ bool attend_supported(AttendKernel kernel, const KvShape& shape) {
   if (kernel != AttendKernel::amx && kernel != AttendKernel::avx512_bf16) return true;
   const Bf16Products* const products =
       kernel == AttendKernel::amx ? amx_products() : avx512_products();
-  return shape.rows.element == DType::bf16 && products != nullptr;
+  const bool fits = shape.rows.is_coded() || shape.rows.element == DType::bf16;
+  return fits && products != nullptr;
 }
 
 namespace {
@@ -206,7 +207,7 @@ std::size_t tile_floats(const Extent& e, const Plan& plan) {
   tile.queries = static_cast<int>(std::min(plan.tile_tokens, e.tokens)) * tile.group;
   tile.head_dim = e.shape.head_dim;
   tile.row_bytes = e.shape.row_bytes();
-  tile.dtype = e.shape.rows.element;
+  tile.format = e.shape.rows;
   const std::size_t listed =
       e.is_listed ? static_cast<std::size_t>(kListedRows) * tile.row_bytes / sizeof(float) : 0;
   if (plan.kernel == AttendKernel::decode) return listed + decode_scratch(tile);

@@ -122,7 +122,7 @@ std::uint64_t decode_scratch_bytes(const KvShape& shape, int threads) {
   tile.queries = tile.group = shape.group();
   tile.head_dim = shape.head_dim;
   tile.row_bytes = shape.row_bytes();
-  tile.dtype = shape.rows.element;
+  tile.format = shape.rows;
   const std::size_t pieces =
       threads == 1 ? 0 : static_cast<std::size_t>(kTasksPerThread * threads / shape.kv_heads + 1);
   const auto of_piece =

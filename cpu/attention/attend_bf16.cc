@@ -26,6 +26,7 @@ std::size_t bf16_scratch(const AttendTile& /*tile*/) { return 0; }
 #include "cpu/runtime/intrinsics.h"
 #include "lib/bytes.h"
 #include "sluice/half.h"
+#include "sluice/row_code.h"
 
 namespace sluice::cpu {
 namespace {
@@ -48,6 +49,8 @@ struct PanelState {
   // [head_dim / kSide, kBlockRows / kDepth] tiles: [channel, row]
   std::uint16_t* values_t = nullptr;
   std::uint16_t* padded = nullptr;  // [kBlockRows, 2, head_dim]
+  float* key_scales = nullptr;      // [kBlockRows], of coded rows; codes are multiplied unscaled
+  float* value_scales = nullptr;    // [kBlockRows], behind key_scales
   float scale = 0.0f;               // of the scores, in base 2, positive
 };
 
@@ -73,7 +76,8 @@ std::size_t scratch_floats(const PanelState& s) {
   const std::size_t lanes = s.columns * kSide;
   const std::size_t matrix = lanes * s.head_dim;
   const std::size_t rows = kBlockRows * s.head_dim;
-  return matrix + matrix / 2 + 2 * lanes + kBlockRows * (kPanel + kSide) + rows / 2 + rows;
+  return matrix + matrix / 2 + 2 * lanes + kBlockRows * (kPanel + kSide) + rows / 2 + rows +
+         2 * kBlockRows;
 }
 
 PanelState make_state(const AttendTile& tile) {
@@ -92,6 +96,8 @@ PanelState make_state(const AttendTile& tile) {
   s.weights = s.q + matrix;
   s.values_t = s.weights + kBlockRows * kPanel;
   s.padded = s.values_t + rows;
+  s.key_scales = reinterpret_cast<float*>(s.padded + 2 * rows);
+  s.value_scales = s.key_scales + kBlockRows;
   std::fill_n(s.values, matrix + lanes, 0.0f);
   std::fill_n(s.highest, lanes, -std::numeric_limits<float>::infinity());
   std::fill_n(s.q, matrix, std::uint16_t{0});
@@ -105,22 +111,49 @@ PanelState make_state(const AttendTile& tile) {
   return s;
 }
 
-// Rows [first, first + rows) in place, or a zero-padded copy if they are not whole tiles.
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+
+// Converts the codes of a key or value [head_dim] to bf16, which is exact.
+void widen_codes(const std::byte* codes, std::size_t head_dim, std::uint16_t* to) {
+  for (std::size_t c = 0; c < head_dim; c += kSide) {
+    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + c));
+    const __m256bh wide = _mm512_cvtneps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some)));
+    std::memcpy(to + c, &wide, sizeof wide);
+  }
+}
+
+#pragma GCC pop_options
+
+// Copies the key or value that begins at `from`, or its codes, as bf16.
+void copy_bf16(const AttendTile& tile, const std::byte* from, std::uint16_t* to) {
+  if (tile.format.is_coded()) {
+    return widen_codes(from, static_cast<std::size_t>(tile.head_dim), to);
+  }
+  std::memcpy(to, from, tile.value_offset());
+}
+
+// Rows [first, first + rows) in place, or a zero-padded copy of bf16 if they are not whole tiles of
+// it.
 Block make_block(const AttendTile& tile, const PanelState& s, std::int64_t first,
                  std::size_t rows) {
   const std::byte* const k = tile.rows + static_cast<std::size_t>(first) * tile.row_bytes;
   const auto d = static_cast<std::size_t>(tile.head_dim);
   const std::size_t whole = round_up(rows, kDepth);
-  if (d == s.head_dim && whole == rows) {
+  if (!tile.format.is_coded() && d == s.head_dim && whole == rows) {
     const auto* const elements = reinterpret_cast<const std::uint16_t*>(k);
     return {elements, elements + d, tile.row_bytes / sizeof(std::uint16_t), rows, first};
   }
   const std::size_t stride = 2 * s.head_dim;
   std::fill_n(s.padded, whole * stride, std::uint16_t{0});
+  std::fill_n(s.key_scales, 2 * kBlockRows, 0.0f);
   for (std::size_t r = 0; r < rows; ++r) {
     const std::byte* const row = k + r * tile.row_bytes;
-    std::memcpy(s.padded + r * stride, row, tile.value_offset());
-    std::memcpy(s.padded + r * stride + s.head_dim, row + tile.value_offset(), tile.value_offset());
+    copy_bf16(tile, row, s.padded + r * stride);
+    copy_bf16(tile, row + tile.value_offset(), s.padded + r * stride + s.head_dim);
+    if (!tile.format.is_coded()) continue;
+    s.key_scales[r] = scale_of(row);
+    s.value_scales[r] = scale_of(row + tile.value_offset());
   }
   return {s.padded, s.padded + s.head_dim, stride, whole, first};
 }
@@ -236,9 +269,18 @@ __m512 raise_maxima(const PanelState& s, std::size_t column, const float* scores
   return reference;
 }
 
-// Turns the scores of a column into weights: bf16 for the product with V, summed in fp32.
+// Multiplies the scores of a column by the scales of the keys.
+void scale_column(const PanelState& s, float* scores, std::size_t rows) {
+  for (std::size_t r = 0; r < rows; ++r) {
+    const __m512 score = _mm512_load_ps(scores + r * kSide);
+    _mm512_store_ps(scores + r * kSide, _mm512_mul_ps(score, _mm512_set1_ps(s.key_scales[r])));
+  }
+}
+
+// Turns the scores of a column into weights: bf16 for the product with V, times the scales of the
+// values if rows are coded, and summed in fp32.
 void weigh_column(const PanelState& s, std::size_t column, const float* scores, std::size_t rows,
-                  std::uint16_t* weights) {
+                  bool coded, std::uint16_t* weights) {
   const __m512 reference = raise_maxima(s, column, scores, rows);
   const __m512 scale = _mm512_set1_ps(s.scale);
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
@@ -249,10 +291,14 @@ void weigh_column(const PanelState& s, std::size_t column, const float* scores, 
   for (std::size_t r = 0; r < rows; r += 2) {
     const __m512 even_score = _mm512_load_ps(scores + r * kSide);
     const __m512 odd_score = _mm512_load_ps(scores + (r + 1) * kSide);
-    const __m512 even = exp2_of(_mm512_mul_ps(_mm512_sub_ps(even_score, reference), scale));
-    const __m512 odd = exp2_of(_mm512_mul_ps(_mm512_sub_ps(odd_score, reference), scale));
+    __m512 even = exp2_of(_mm512_mul_ps(_mm512_sub_ps(even_score, reference), scale));
+    __m512 odd = exp2_of(_mm512_mul_ps(_mm512_sub_ps(odd_score, reference), scale));
     even_sum = _mm512_add_ps(even_sum, even);
     odd_sum = _mm512_add_ps(odd_sum, odd);
+    if (coded) {
+      even = _mm512_mul_ps(even, _mm512_set1_ps(s.value_scales[r]));
+      odd = _mm512_mul_ps(odd, _mm512_set1_ps(s.value_scales[r + 1]));
+    }
     const auto rounded = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
     _mm512_store_si512(weights + r * kSide, _mm512_permutexvar_epi16(pairs, rounded));
   }
@@ -271,10 +317,12 @@ void attend_panel(const AttendTile& tile, const PanelState& s, const Block& bloc
   const std::int64_t seen_by_all = tile.visible_to(static_cast<int>(panel * kPanel)) - block.first;
   for (std::size_t i = 0; i < 2; ++i) {
     float* const scores = s.scores + i * kBlockRows * kSide;
+    if (tile.format.is_coded()) scale_column(s, scores, rows);
     if (seen_by_all < static_cast<std::int64_t>(rows)) {
       mask_column(tile, first + i, block, rows, scores);
     }
-    weigh_column(s, first + i, scores, rows, s.weights + i * kBlockRows * kSide);
+    weigh_column(s, first + i, scores, rows, tile.format.is_coded(),
+                 s.weights + i * kBlockRows * kSide);
   }
   products.values({s.values_t, rows, s.head_dim, s.weights, s.values + matrix});
 }

@@ -1,4 +1,4 @@
-// Prefill attention with products of bf16, for bf16 rows.
+// Prefill attention with products of bf16, for rows of bf16 or int8.
 #pragma once
 
 #include "cpu/attention/bf16_products.h"
@@ -6,7 +6,8 @@
 
 namespace sluice::cpu {
 
-// attend_prefill() for bf16 rows. Queries and softmax weights are rounded to bf16, sums are fp32.
+// attend_prefill() for these rows. Queries, and softmax weights times the scales of coded values,
+// are rounded to bf16; sums are fp32.
 // If products.uses_tiles, an AmxTiles must be alive.
 void attend_bf16(const AttendTile& tile, const Bf16Products& products);
 

@@ -21,7 +21,7 @@ AttendTile decode_tile_of(const Params& p, std::int64_t token, std::int64_t head
   tile.head_dim = p.shape.head_dim;
   tile.scale = p.scale;
   tile.row_bytes = p.shape.row_bytes();
-  tile.dtype = p.shape.rows.element;
+  tile.format = p.shape.rows;
   tile.out = p.out + first_query * p.shape.head_dim;
   tile.lse = p.lse + first_query;
   return tile;

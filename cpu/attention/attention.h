@@ -15,7 +15,7 @@ enum class AttendKernel : std::uint8_t {
   automatic,
   decode,       // SIMD along the channels; few queries, memory-bound
   prefill,      // SIMD with one query per lane; many queries, compute-bound
-  amx,          // as prefill, on AMX tiles; bf16 rows only
+  amx,          // as prefill, on AMX tiles; rows of bf16 or int8
   avx512_bf16,  // as prefill, on AVX-512 dot products of bf16
 };
 

@@ -116,7 +116,13 @@ HWY_NOINLINE void score_rows(const RowBlock& block, const float* HWY_RESTRICT q,
         }
       }
     }
-    hn::Store(sum_of_lanes(sums), df, scores + first * kQ);
+    VF products = sum_of_lanes(sums);
+    if constexpr (kHasScale<T>) {
+      HWY_ALIGN float scales[kLanes];
+      for (std::size_t i = 0; i < kLanes; ++i) scales[i] = scale_of(keys[i / kQ]);
+      products = hn::Mul(products, hn::Load(df, scales));
+    }
+    hn::Store(products, df, scores + first * kQ);
     for (std::size_t r = 0; r < kR; ++r) prefetch(block, keys[r], d * sizeof(T));
   }
 }
@@ -224,6 +230,16 @@ HWY_INLINE void weigh_scores(const DecodeState& state, std::size_t bunch, std::s
   hn::Store(sum, df, sums);
 }
 
+// Multiplies the weights of a bunch by the scales of the values, which are then added as codes.
+template <int kQ, typename T>
+void scale_weights(const RowBlock& block, float* HWY_RESTRICT weights) {
+  const std::size_t padded = hwy::RoundUpTo(block.rows, kLanes / kQ);
+  for (std::size_t row = 0; row < padded; ++row) {
+    const float scale = scale_of(block.value<T>(row));
+    for (std::size_t g = 0; g < kQ; ++g) weights[row * kQ + g] *= scale;
+  }
+}
+
 // Attends to a block whose first row is row `first`.
 template <int kQ, typename T>
 void attend_block(const AttendTile& tile, const DecodeState& state, const RowBlock& block,
@@ -236,6 +252,7 @@ void attend_block(const AttendTile& tile, const DecodeState& state, const RowBlo
       mask_scores<kQ>(tile, static_cast<int>(bunch), first, block.rows, state.scores);
     }
     weigh_scores<kQ>(state, bunch, block.rows, state.scores);
+    if constexpr (kHasScale<T>) scale_weights<kQ, T>(block, state.scores);
     add_values<kQ, T>(block, state.scores, d, state.values + bunch * kQ * d);
   }
 }
@@ -344,17 +361,8 @@ DecodeState make_state(const AttendTile& tile, int bunch) {
 template <int kQ>
 void attend_bunches(const AttendTile& tile, std::span<const RowSpan> runs) {
   const DecodeState state = make_state(tile, kQ);
-  switch (tile.dtype) {
-    case DType::f32:
-      attend_rows<kQ, float>(tile, runs, state);
-      break;
-    case DType::f16:
-      attend_rows<kQ, hwy::float16_t>(tile, runs, state);
-      break;
-    case DType::bf16:
-      attend_rows<kQ, hwy::bfloat16_t>(tile, runs, state);
-      break;
-  }
+  dispatch_rows(tile.format,
+                [&](auto element) { attend_rows<kQ, decltype(element)>(tile, runs, state); });
   for (int m = 0; m < tile.queries; ++m) {
     const auto i = static_cast<std::size_t>(m);
     const std::size_t lane = i / kQ * kLanes + i % kQ;

@@ -164,14 +164,8 @@ HWY_NOINLINE void unpack_rows(const AttendTile& tile, const PrefillState& state,
 
 void unpack_rows(const AttendTile& tile, const PrefillState& state, std::int64_t first,
                  std::size_t rows) {
-  switch (tile.dtype) {
-    case DType::f32:
-      return unpack_rows<float>(tile, state, first, rows);
-    case DType::f16:
-      return unpack_rows<hwy::float16_t>(tile, state, first, rows);
-    case DType::bf16:
-      return unpack_rows<hwy::bfloat16_t>(tile, state, first, rows);
-  }
+  dispatch_rows(tile.format,
+                [&](auto element) { unpack_rows<decltype(element)>(tile, state, first, rows); });
 }
 
 // Sizes only; pointers stay null.

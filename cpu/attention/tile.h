@@ -20,7 +20,7 @@ struct AttendTile {
 
   const std::byte* rows = nullptr;  // [count, row_bytes]
   std::size_t row_bytes = 0;
-  DType dtype = DType::bf16;
+  RowFormat format;
   std::int64_t count = 0;
   // Token t sees `visible` + t rows or, if `seen` is not null, `visible` + seen[t]. `visible` may
   // be < 0 or > count.
@@ -33,7 +33,7 @@ struct AttendTile {
   std::int64_t lse_stride = 0;
   bool merge = false;
 
-  std::size_t value_offset() const { return static_cast<std::size_t>(head_dim) * size_of(dtype); }
+  std::size_t value_offset() const { return format.value_offset(head_dim); }
   const float* query(int m) const {
     return q + m / group * q_stride + static_cast<std::int64_t>(m % group) * head_dim;
   }

@@ -163,8 +163,7 @@ class HeadEstimate {
   void tell(const EstimateReads& reads) const {
     const int parts = ReadPattern::parts(p_.shape.group(), reads.pattern.estimate_queries);
     const std::vector<std::int64_t> pages = pages_read(reads.pattern);
-    const std::size_t key_bytes =
-        static_cast<std::size_t>(p_.shape.head_dim) * size_of(p_.shape.rows.element);
+    const std::size_t key_bytes = p_.shape.value_offset();
     const auto channels = static_cast<int>(channels_of().size());
     const std::size_t bytes = p_.method == Selector::quest ? p_.index.bounds.page_bytes(channels)
                                                            : p_.index.tiles.page_bytes(channels);

@@ -7,15 +7,15 @@
 #include <vector>
 
 #include "cpu/reference/ops.h"
-#include "cpu/runtime/elementwise.h"
 #include "sluice/half.h"
 
 namespace sluice::cpu::reference {
 namespace {
 
 std::vector<float> floats_of(const std::byte* row, const KvShape& shape) {
-  std::vector<float> floats(2 * static_cast<std::size_t>(shape.head_dim));
-  convert(row, shape.rows.element, floats.data(), DType::f32, 2 * shape.head_dim);
+  std::vector<float> floats;
+  for (int c = 0; c < shape.head_dim; ++c) floats.push_back(key_element(shape, row, c));
+  for (int c = 0; c < shape.head_dim; ++c) floats.push_back(value_element(shape, row, c));
   return floats;
 }
 

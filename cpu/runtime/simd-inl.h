@@ -12,8 +12,11 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "sluice/half.h"
+#include "sluice/row_code.h"
+#include "sluice/row_format.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sluice::cpu {
@@ -48,6 +51,41 @@ HWY_INLINE VF load_floats(const hwy::float16_t* from) {
 #else
   return hn::PromoteTo(DF(), hn::LoadU(hn::Rebind<hwy::float16_t, DF>(), from));
 #endif
+}
+
+// A code of an int8 row; the element is scale * code. The functions above give the codes.
+struct Int8Code {
+  std::int8_t value;
+};
+
+HWY_INLINE float load_float(const Int8Code* from) { return from->value; }
+HWY_INLINE VF load_floats(const Int8Code* from) {
+  const hn::Rebind<std::int8_t, DF> codes;
+  const hn::RebindToSigned<DF> integers;
+  return hn::ConvertTo(DF(), hn::PromoteTo(integers, hn::LoadU(codes, &from->value)));
+}
+
+// The factor of what is loaded from a key or value that begins at `from`.
+template <typename T>
+inline constexpr bool kHasScale = std::is_same_v<T, Int8Code>;
+template <typename T>
+HWY_INLINE float scale_of(const T* from) {
+  if constexpr (kHasScale<T>) return sluice::scale_of(reinterpret_cast<const std::byte*>(from));
+  return 1.0f;
+}
+
+// Calls body(T()) with the type of which a row consists.
+template <typename Body>
+void dispatch_rows(const RowFormat& format, const Body& body) {
+  if (format.code == RowCode::int8) return body(Int8Code());
+  switch (format.element) {
+    case DType::f32:
+      return body(0.0f);
+    case DType::f16:
+      return body(hwy::float16_t());
+    case DType::bf16:
+      return body(hwy::bfloat16_t());
+  }
 }
 
 HWY_INLINE float sum_lanes(VF v) { return hn::GetLane(hn::SumOfLanes(DF(), v)); }
@@ -100,13 +138,16 @@ struct RowBlock {
   }
 };
 
-// to[0, padded) = from[0, count) as floats, then zeros. `padded` is a multiple of kLanes.
+// to[0, padded) = from[0, count), a whole key or value, as floats, then zeros. `padded` is a
+// multiple of kLanes.
 template <typename T>
 HWY_INLINE void unpack(const T* HWY_RESTRICT from, std::size_t count, std::size_t padded,
                        float* HWY_RESTRICT to) {
+  const float scale = scale_of(from);
+  const auto scaled = [&](VF v) { return kHasScale<T> ? hn::Mul(v, hn::Set(DF(), scale)) : v; };
   std::size_t c = 0;
-  for (; c + kLanes <= count; c += kLanes) hn::StoreU(load_floats(from + c), DF(), to + c);
-  for (; c < count; ++c) to[c] = load_float(from + c);
+  for (; c + kLanes <= count; c += kLanes) hn::StoreU(scaled(load_floats(from + c)), DF(), to + c);
+  for (; c < count; ++c) to[c] = load_float(from + c) * scale;
   for (; c < padded; ++c) to[c] = 0.0f;
 }
 

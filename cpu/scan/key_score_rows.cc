@@ -24,7 +24,7 @@ void score_all_channels(const RowScan& scan, const float* q, float factor, float
     }
     float total = sum_lanes(sum);
     for (std::size_t c = whole; c < d; ++c) total += q[c] * load_float(key + c);
-    logits[row] = total * factor;
+    logits[row] = total * factor * scale_of(key);
   }
 }
 
@@ -39,7 +39,7 @@ void score_listed(const RowScan& scan, const float* q, float factor, const Chann
       const std::size_t c = channels.index[i];
       total += q[c] * load_float(key + c);
     }
-    logits[row] = total * factor;
+    logits[row] = total * factor * scale_of(key);
   }
 }
 
@@ -55,14 +55,9 @@ void score_typed(const RowScan& scan, const float* q, float factor, const Channe
 
 void rows_kernel(const RowScan& scan, const float* q, float factor, const ChannelList& channels,
                  float* logits) {
-  switch (scan.dtype) {
-    case DType::f32:
-      return score_typed<float>(scan, q, factor, channels, logits);
-    case DType::f16:
-      return score_typed<hwy::float16_t>(scan, q, factor, channels, logits);
-    case DType::bf16:
-      return score_typed<hwy::bfloat16_t>(scan, q, factor, channels, logits);
-  }
+  dispatch_rows(scan.format, [&](auto element) {
+    score_typed<decltype(element)>(scan, q, factor, channels, logits);
+  });
 }
 
 void bounds_kernel(const std::uint16_t* bounds, int head_dim, const float* q, float factor,

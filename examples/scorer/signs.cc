@@ -15,10 +15,8 @@ using sluice::kPageTokens;
 std::vector<float> keys_of(const std::byte* rows, const sluice::KvShape& shape) {
   std::vector<float> keys;
   for (int token = 0; token < kPageTokens; ++token, rows += shape.row_bytes()) {
-    const std::size_t size = sluice::size_of(shape.rows.element);
-    for (std::size_t c = 0; c < static_cast<std::size_t>(shape.head_dim); ++c) {
-      keys.push_back(sluice::read_element(rows + c * size, shape.rows.element));
-    }
+    for (int c = 0; c < shape.head_dim; ++c)
+      keys.push_back(sluice::read_element(rows, shape.rows, c));
   }
   return keys;
 }

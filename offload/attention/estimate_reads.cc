@@ -19,8 +19,7 @@ EstimateReads::EstimateReads(const ReadPattern& pattern, const Policy& policy, c
 
 Traffic EstimateReads::keys(std::int64_t rows) const {
   const auto count = static_cast<std::uint64_t>(rows);
-  return {count, count * static_cast<std::uint64_t>(use_.shape.head_dim * extent_.passes) *
-                     size_of(use_.shape.rows.element)};
+  return {count, count * static_cast<std::uint64_t>(extent_.passes) * use_.shape.value_offset()};
 }
 
 EstimateTraffic EstimateReads::scan(const BatchToken& token, std::int64_t resident,

@@ -157,7 +157,7 @@ void CallerArrays::read(const KvInput& array, std::int64_t tokens, int heads, fl
   params.from =
       array_of(const_cast<void*>(array.data), array.layout, tokens, heads, shape_.head_dim);
   params.factor = factor;
-  params.limit = magnitude_limit(shape_.rows.element);
+  params.limit = magnitude_limit(shape_.rows);
   params.to = in_.floats() + at * shape_.head_dim;
   params.bad = bad;
   const std::int64_t vectors = tokens * heads;

@@ -46,8 +46,8 @@ void validate(const KvRequest& request) {
   const auto require = [](bool holds, const std::string& message) {
     if (!holds) throw Error(ErrorCode::usage, "KV cache: " + message);
   };
-  if (!is_known(shape.rows.element)) {
-    throw Error(ErrorCode::unsupported, "KV cache: dtype must be f32, f16 or bf16");
+  if (!is_known(shape.rows)) {
+    throw Error(ErrorCode::unsupported, "KV cache: dtype of rows must be f32, f16, bf16 or int8");
   }
   require(shape.layers >= 1 && shape.layers <= 4096, "layers must be 1 to 4096");
   require(shape.kv_heads >= 1 && shape.kv_heads <= 4096, "kv_heads must be 1 to 4096");

@@ -11,9 +11,16 @@
 namespace sluice {
 
 void require_supported(const BackendInfo& info, const KvShape& shape) {
-  if (shape.rows.element == DType::f32 && !info.f32_rows) {
-    throw Error(ErrorCode::unsupported,
-                "device " + info.name + " keeps rows in bf16 or f16, not f32 (`kv_dtype`)");
+  const bool supported =
+      shape.rows.is_coded() ? info.coded_rows : shape.rows != DType::f32 || info.f32_rows;
+  if (!supported) {
+    throw Error(ErrorCode::unsupported, "device " + info.name + " keeps rows in bf16 or f16, not " +
+                                            to_string(shape.rows) + " (`kv_dtype`)");
+  }
+  if (!shape.rows.fits(shape.head_dim)) {
+    throw Error(ErrorCode::unsupported, "rows in " + to_string(shape.rows) +
+                                            " need a head_dim that is a multiple of 16, not " +
+                                            std::to_string(shape.head_dim) + " (`kv_dtype`)");
   }
   if (shape.query_heads > info.most_query_heads) {
     throw Error(ErrorCode::unsupported,

@@ -34,8 +34,7 @@ std::vector<RowRun> runs_of(const BlockTables& tables, std::int32_t sequence, st
 }  // namespace
 
 std::string damage_of(const KvShape& shape) {
-  return shape.rows.element == DType::f16 ? ", or beyond 65504, where rows of f16 end (`kv_dtype`)"
-                                          : "";
+  return shape.rows == DType::f16 ? ", or beyond 65504, where rows of f16 end (`kv_dtype`)" : "";
 }
 
 std::vector<RowRun> host_runs(const BlockTables& tables, std::int32_t sequence, std::int64_t first,

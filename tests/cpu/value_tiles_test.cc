@@ -162,17 +162,19 @@ TEST_P(ValueTilesTest, MergePartialsOfAnySize) {
 // Rows of a sequence's whole pages and the tiles that are built of them.
 class Built {
  public:
-  Built(int head_dim, int bits, DType dtype, std::int64_t pages, std::uint64_t seed,
+  Built(int head_dim, int bits, const RowFormat& format, std::int64_t pages, std::uint64_t seed,
         float deviation = 1.0f)
-      : shape_{1, 2, 2, head_dim, dtype}, pages_(pages) {
+      : shape_{1, 2, 2, head_dim, format}, pages_(pages) {
     Random random(seed);
     values = random.normal(2 * pages * kPageTokens * head_dim, deviation);
-    values = testing::rounded(std::move(values), dtype);
-    const std::vector<std::byte> bytes = testing::encoded(values, dtype);
-    const std::size_t half = static_cast<std::size_t>(head_dim) * size_of(dtype);
     rows.resize(static_cast<std::size_t>(2 * pages * kPageTokens) * shape_.row_bytes());
-    for (std::size_t row = 0; row * half < bytes.size(); ++row) {
-      std::memcpy(&rows[row * shape_.row_bytes() + half], &bytes[row * half], half);
+    for (std::int64_t row = 0; row < 2 * pages * kPageTokens; ++row) {
+      const auto at = values.begin() + row * head_dim;
+      const std::vector<float> value(at, at + head_dim);
+      const std::vector<std::byte> bytes = testing::encoded_part(value, format);
+      std::byte* const to = &rows[static_cast<std::size_t>(row) * shape_.row_bytes()];
+      std::copy(bytes.begin(), bytes.end(), to + shape_.value_offset());
+      std::ranges::copy(testing::rounded_part(value, format), at);
     }
     view_.tiles = {bits, nullptr, (pages + 1) / 2 + 1};
     tiles.assign(view_.tiles.bytes(2, head_dim), std::byte{0x5a});
@@ -271,13 +273,15 @@ TEST_P(ValueTilesTest, HoldTheNearestCodes) {
   std::uint64_t seed = testing::seed(10);
   for (const int bits : {2, 3, 4}) {
     for (const int head_dim : {4, 64, 80, 256}) {
-      for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      for (const RowFormat& format : {RowFormat(DType::bf16), RowFormat(DType::f16),
+                                      RowFormat(DType::f32), RowFormat(RowCode::int8)}) {
+        if (!format.fits(head_dim)) continue;
         SCOPED_TRACE(testing::seed_message(++seed) + " bits " + std::to_string(bits));
-        Built built(head_dim, bits, dtype, 3, seed);
+        Built built(head_dim, bits, format, 3, seed);
         built.build(GetParam());
         expect_nearest(built, bits);
         EXPECT_EQ(built.bad, std::vector<std::int32_t>(2));
-        Built by_steps(head_dim, bits, dtype, 3, seed);
+        Built by_steps(head_dim, bits, format, 3, seed);
         by_steps.build_batch(GetParam());
         EXPECT_TRUE(built.tiles == by_steps.tiles);
       }

@@ -194,11 +194,15 @@ TEST(Engine, MayEndWhileItsWeightsLoad) {
 }
 
 TEST(Engine, RefusesDTypesThatThereAreNot) {
-  for (const bool is_compute : {false, true}) {
+  const auto refused = [](const auto& change) {
     EngineConfig config = testing::config_for();
-    (is_compute ? config.compute.emplace() : config.kv_dtype) = static_cast<DType>(9);
-    expect_error(ErrorCode::usage, "must be f32, f16 or bf16", [&] { Engine::open(config); });
-  }
+    change(config);
+    expect_error(ErrorCode::usage, "`kv_dtype` must be f32, f16, bf16 or int8, and `compute`",
+                 [&] { Engine::open(config); });
+  };
+  refused([](EngineConfig& config) { config.compute = static_cast<DType>(9); });
+  refused([](EngineConfig& config) { config.kv_dtype = static_cast<DType>(9); });
+  refused([](EngineConfig& config) { config.kv_dtype = static_cast<RowCode>(9); });
 }
 
 TEST(Engine, RefusesAContextBeyondAllSizesFirst) {

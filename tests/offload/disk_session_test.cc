@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <vector>
 
 #include "cpu/cpu_backend.h"
@@ -94,10 +95,14 @@ class DiskPolicies : public DiskSessions, public ::testing::WithParamInterface<c
 TEST_P(DiskPolicies, AnswerAsInMemory) {
   const std::uint64_t seed = testing::seed(7);
   SCOPED_TRACE(testing::seed_message(seed));
-  for (const auto& [device, more] :
-       {std::pair(DeviceTier::shared, 0), {DeviceTier::own, 80 << 10}}) {
-    SCOPED_TRACE(::testing::Message() << "more " << more);
-    const KvPlan plan = plan_of(kShape, policy_, device, static_cast<std::uint64_t>(more));
+  KvShape coded = kShape;
+  coded.rows = RowCode::int8;
+  for (const auto& [shape, device, more] : {std::tuple(kShape, DeviceTier::shared, 0),
+                                            {kShape, DeviceTier::own, 80 << 10},
+                                            {coded, DeviceTier::shared, 0},
+                                            {coded, DeviceTier::own, 40 << 10}}) {
+    SCOPED_TRACE(::testing::Message() << to_string(shape.rows) << ", more " << more);
+    const KvPlan plan = plan_of(shape, policy_, device, static_cast<std::uint64_t>(more));
     testing::play_twins(pool(plan, policy_), in_memory(plan, policy_), seed,
                         {.tolerance = tolerance()});
     if (HasFatalFailure()) return;

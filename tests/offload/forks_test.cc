@@ -48,11 +48,9 @@ std::vector<float> dense_answer(const Script& script, std::int64_t position) {
     for (int head = 0; head < shape.kv_heads; ++head) {
       c.rows.emplace_back(static_cast<std::size_t>(position + 1) * shape.row_bytes());
       for (std::int64_t row = 0; row <= position; ++row) {
-        for (int i = 0; i < shape.head_dim; ++i) {
-          const int at = head * shape.head_dim + i;
-          set_row_element(c, head, row, i, script.k(layer, row)[at]);
-          set_row_element(c, head, row, shape.head_dim + i, script.v(layer, row)[at]);
-        }
+        const int at = head * shape.head_dim;
+        set_row_part(c, head, row, 0, script.k(layer, row) + at);
+        set_row_part(c, head, row, 1, script.v(layer, row) + at);
       }
     }
     const testing::AttentionOracle oracle(c);

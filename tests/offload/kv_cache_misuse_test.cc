@@ -85,6 +85,13 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
   refused(kUsage, "head_dim", [](KvConfig& c) { c.shape.head_dim = 33; });
   refused(ErrorCode::unsupported, "dtype",
           [](KvConfig& c) { c.shape.rows.element = static_cast<DType>(7); });
+  refused(ErrorCode::unsupported, "dtype",
+          [](KvConfig& c) { c.shape.rows.code = static_cast<RowCode>(7); });
+  refused(ErrorCode::unsupported, "rows in int8 need a head_dim that is a multiple of 16, not 40",
+          [](KvConfig& c) {
+            c.shape.head_dim = 40;
+            c.shape.rows = RowCode::int8;
+          });
   for (const double scale : {0.0, -1.0, static_cast<double>(NAN), HUGE_VAL, 1e300}) {
     refused(kUsage, "scale", [&](KvConfig& c) { c.scale = scale; });
   }
@@ -362,9 +369,10 @@ TEST_F(Misuse, OneStepBySeveralThreadsIsAnError) {
 }
 
 TEST(KvCacheMemory, IsWhatWasPlanned) {
-  for (const DType dtype : {DType::bf16, DType::f32}) {
+  for (const RowFormat rows :
+       {RowFormat(DType::bf16), RowFormat(DType::f32), RowFormat(RowCode::int8)}) {
     KvConfig one = config();
-    one.shape.rows.element = dtype;
+    one.shape.rows = rows;
     one.sequences = 1;
     KvCache cache(one);
     KvSequence sequence = cache.new_sequence();

@@ -43,9 +43,9 @@ class Caches : public ::testing::TestWithParam<std::string> {
   bool skips() const { return on_gpu() && device_ == nullptr; }
   DType row_dtype() const { return on_gpu() ? DType::bf16 : DType::f32; }
 
-  KvConfig config(std::int64_t context, DType dtype) const {
+  KvConfig config(std::int64_t context, const RowFormat& rows) const {
     KvConfig config;
-    config.shape = {2, 8, 2, 64, dtype};
+    config.shape = {2, 8, 2, 64, rows};
     config.context = context;
     config.chunk = 16;
     config.device = GetParam();
@@ -56,11 +56,11 @@ class Caches : public ::testing::TestWithParam<std::string> {
 
   // fp32 sums of terms of order one; a GPU, and AMX in a prompt, round queries and the softmax's
   // weights to the 8 or 11 bits of the rows. Then what is written rounds once more.
-  static double tolerance(DType rows, DType out) {
+  static double tolerance(const RowFormat& rows, DType out) {
     const double exact = rows == DType::f32 ? 3e-5 : rows == DType::f16 ? 5e-3 : 3e-2;
     return exact + (out == DType::f32 ? 0.0 : out == DType::f16 ? 2e-3 : 2e-2);
   }
-  void expect_near(const Attended& actual, const Attended& expected, DType rows,
+  void expect_near(const Attended& actual, const Attended& expected, const RowFormat& rows,
                    DType out = DType::f32) {
     EXPECT_LT(largest_difference(actual.out, expected.out), tolerance(rows, out));
     EXPECT_LT(largest_difference(actual.lse, expected.lse), tolerance(rows, DType::f32));
@@ -78,8 +78,9 @@ TEST_P(Caches, TakeArraysOfAnyDtypeLayoutMemoryAndScale) {
   if (skips()) return;
   constexpr DType kAll[] = {DType::f32, DType::f16, DType::bf16};
   int number = 0;
-  for (const DType rows : kAll) {
-    if (rows == DType::f32 && on_gpu()) continue;
+  for (const RowFormat& rows : {RowFormat(DType::f32), RowFormat(DType::f16),
+                                RowFormat(DType::bf16), RowFormat(RowCode::int8)}) {
+    if ((rows == DType::f32 || rows.is_coded()) && on_gpu()) continue;
     for (const DType in : kAll) {
       for (const Order order : {Order::dense, Order::part_of_a_row, Order::heads_first}) {
         // Every dtype of the output, scale and memory with some of the others.
@@ -151,7 +152,7 @@ TEST_P(Caches, CompletePoliciesGiveTheOracleAtAnyScale) {
   for (int i = 0; i < 2; ++i) {
     const std::int64_t at = sequence.length();
     expect_near(take(sequence, config.shape, script, Phase::decode, 1),
-                expected_of(script, config.shape, at, 1, 0.05), config.shape.rows.element);
+                expected_of(script, config.shape, at, 1, 0.05), config.shape.rows);
     EXPECT_EQ(sequence.selection().empty(), i == 1);
     sequence.use(config.policies[1]);
   }
@@ -336,11 +337,11 @@ TEST_P(Caches, ForksAndCutsAnswerAsTheirTokensSay) {
     for (KvSequence* const sequence : {&root, &fork}) {
       const std::int64_t at = sequence->length();
       expect_near(take(*sequence, shape, script, Phase::decode, 1),
-                  expected_of(script, shape, at, 1, 0.125), shape.rows.element);
+                  expected_of(script, shape, at, 1, 0.125), shape.rows);
     }
     const std::int64_t at = cut.length();
     expect_near(take(cut, shape, other, Phase::prefill, 5), expected_of(other, shape, at, 5, 0.125),
-                shape.rows.element);
+                shape.rows);
   }
   EXPECT_EQ(cut.length(), 85);
   EXPECT_EQ(root.length(), 147);
@@ -385,13 +386,13 @@ TEST_P(Caches, WhatIsNoNumberEndsItsSequenceAlone) {
         EXPECT_THROW(bad.begin_step(Phase::decode, 1), Error);
         EXPECT_THROW(bad.fork(), Error);
         expect_near(take(good, shape, script, Phase::decode, 1),
-                    expected_of(script, shape, 129, 1, 0.125), shape.rows.element);
+                    expected_of(script, shape, 129, 1, 0.125), shape.rows);
         // Memory that it had serves again.
         bad.reset();
         EXPECT_EQ(bad.length(), 0);
         for (int i = 0; i < 8; ++i) take(bad, shape, script, Phase::prefill, 16);
         expect_near(take(bad, shape, script, Phase::decode, 1),
-                    expected_of(script, shape, 128, 1, 0.125), shape.rows.element);
+                    expected_of(script, shape, 128, 1, 0.125), shape.rows);
       }
     }
   }
@@ -426,7 +427,7 @@ TEST_P(Caches, ThreadsTakeTurns) {
   EXPECT_EQ(errors, 0);
   for (std::size_t i = 0; i < 4; ++i) {
     expect_near(last[i], expected_of(Script(shape, 60, seed_ + i), shape, 19, 1, 0.125),
-                shape.rows.element);
+                shape.rows);
   }
 }
 
@@ -531,9 +532,9 @@ TEST_P(Caches, OutliveTheirHandles) {
   const ScriptPart part = {&script, 9, 1};
   sequence.reset();
   expect_near(run_step(step, config.shape, {&part, 1}),
-              expected_of(script, config.shape, 9, 1, 0.125), config.shape.rows.element);
+              expected_of(script, config.shape, 9, 1, 0.125), config.shape.rows);
   expect_near(take(*fork, config.shape, script, Phase::decode, 1),
-              expected_of(script, config.shape, 9, 1, 0.125), config.shape.rows.element);
+              expected_of(script, config.shape, 9, 1, 0.125), config.shape.rows);
 }
 
 }  // namespace

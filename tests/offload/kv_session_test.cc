@@ -7,6 +7,7 @@
 
 #include "sluice/errors.h"
 #include "tests/support/counting_backend.h"
+#include "tests/support/expect.h"
 #include "tests/support/plan.h"
 #include "tests/support/random.h"
 
@@ -232,6 +233,30 @@ TEST(KvSession, WithoutMemoryForAStepGoesOnWithoutIt) {
   EXPECT_EQ(hungry.ledger().tokens(Phase::prefill), 0u);
   Conversation conversation(shape, 3);
   EXPECT_LT(conversation.step(hungry, 64), kTolerance);
+}
+
+// A GPU has no rows in f32 and no coded rows.
+TEST(RequireSupported, NamesRowsThatABackendDoesNotHave) {
+  BackendInfo info;
+  info.name = "cuda:0";
+  info.f32_rows = false;
+  info.coded_rows = false;
+  KvShape shape{1, 4, 2, 64, DType::bf16};
+  EXPECT_NO_THROW(require_supported(info, shape));
+  shape.rows = RowCode::int8;
+  testing::expect_error(ErrorCode::unsupported,
+                        "device cuda:0 keeps rows in bf16 or f16, not int8 (`kv_dtype`)",
+                        [&] { require_supported(info, shape); });
+  shape.rows = DType::f32;
+  testing::expect_error(ErrorCode::unsupported, "not f32 (`kv_dtype`)",
+                        [&] { require_supported(info, shape); });
+  info.coded_rows = true;
+  shape.rows = RowCode::int8;
+  EXPECT_NO_THROW(require_supported(info, shape));
+  shape.head_dim = 72;
+  testing::expect_error(ErrorCode::unsupported,
+                        "rows in int8 need a head_dim that is a multiple of 16, not 72",
+                        [&] { require_supported(info, shape); });
 }
 
 TEST(KvSession, AnInterruptedStepEndsTheSessionAndNoOther) {

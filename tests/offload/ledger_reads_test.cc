@@ -93,11 +93,12 @@ struct Case {
   bool like_gpu = false;
 };
 
-class LedgerReads : public ::testing::TestWithParam<std::tuple<const char*, int, bool, bool>> {
+class LedgerReads
+    : public ::testing::TestWithParam<std::tuple<const char*, int, bool, bool, RowFormat>> {
  protected:
   Policy policy_ = parse_policy(std::get<0>(GetParam()));
   Case case_{std::get<1>(GetParam()), std::get<2>(GetParam()), std::get<3>(GetParam())};
-  KvShape shape_{2, case_.group, 1, 16, DType::bf16};
+  KvShape shape_{2, case_.group, 1, 16, std::get<4>(GetParam())};
 
   KvPlan plan(std::optional<std::uint64_t> cap = std::nullopt) const {
     KvRequest request;
@@ -188,7 +189,13 @@ std::string name_of(const ::testing::TestParamInfo<LedgerReads::ParamType>& info
 INSTANTIATE_TEST_SUITE_P(Policies, LedgerReads,
                          ::testing::Combine(::testing::ValuesIn(kPolicies),
                                             ::testing::Values(1, 4, 16), ::testing::Bool(),
-                                            ::testing::Bool()),
+                                            ::testing::Bool(),
+                                            ::testing::Values(RowFormat(DType::bf16))),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(CodedRows, LedgerReads,
+                         ::testing::Combine(::testing::ValuesIn(kPolicies), ::testing::Values(4),
+                                            ::testing::Bool(), ::testing::Bool(),
+                                            ::testing::Values(RowFormat(RowCode::int8))),
                          name_of);
 
 }  // namespace

@@ -34,6 +34,13 @@ using testing::Random;
 using testing::Script;
 
 const KvShape kShape{3, 4, 2, 64, DType::bf16};
+
+// Every third world has coded rows.
+KvShape shape_of(std::uint64_t seed) {
+  KvShape shape = kShape;
+  if (seed % 3 == 0) shape.rows = RowCode::int8;
+  return shape;
+}
 constexpr std::int64_t kContext = 640;
 constexpr std::int64_t kChunk = 64;
 // Pieces whose rows go to host memory beside attention.
@@ -79,7 +86,10 @@ struct Twins {
 class World {
  public:
   World(std::uint64_t seed, LateBackend& late, cpu::CpuBackend& plain)
-      : random_(seed), policy_(parse_policy(kPolicies[seed % kPolicies.size()])), backend_(late) {
+      : shape_(shape_of(seed)),
+        random_(seed),
+        policy_(parse_policy(kPolicies[seed % kPolicies.size()])),
+        backend_(late) {
     late.begin(seed);
     if (random_.integer(0, 1) == 0)
       policies_.push_back(parse_policy("select=exact prune=top_k(8)"));
@@ -150,7 +160,7 @@ class World {
   // From rows that stream all the time to rows that all stay.
   KvPlan some_plan() {
     KvRequest request;
-    request.shape = kShape;
+    request.shape = shape_;
     request.context = kContext;
     request.chunk = random_.integer(0, 1) == 0 ? kLongChunk : kChunk;
     request.sequences = sequences_;
@@ -391,6 +401,7 @@ class World {
             })->script;
   }
 
+  KvShape shape_;
   Random random_;
   Policy policy_;
   std::vector<Policy> policies_ = {policy_};

@@ -19,10 +19,10 @@ namespace sluice {
 namespace {
 
 using testing::download;
-using testing::encoded;
+using testing::encoded_part;
 using testing::NamedBackend;
 using testing::Random;
-using testing::rounded;
+using testing::rounded_part;
 using testing::upload;
 
 class AppendParity : public ::testing::TestWithParam<NamedBackend> {
@@ -38,10 +38,10 @@ class AppendParity : public ::testing::TestWithParam<NamedBackend> {
 // Few rows and many reach their host in different ways.
 TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHost) {
   for (const auto& [d, tokens] : {std::pair{40, 3}, {64, 3}, {64, 300}}) {
-    for (const DType dtype : testing::row_dtypes(*backend_)) {
-      SCOPED_TRACE(std::string(to_string(dtype)) + " head_dim " + std::to_string(d));
+    for (const RowFormat format : testing::row_formats(*backend_, d)) {
+      SCOPED_TRACE(to_string(format) + " head_dim " + std::to_string(d));
       const KvShape shape = {
-          .layers = 1, .query_heads = 4, .kv_heads = 2, .head_dim = d, .rows = dtype};
+          .layers = 1, .query_heads = 4, .kv_heads = 2, .head_dim = d, .rows = format};
       const std::int64_t stride = 4 * d;  // K and V side by side, as one projection writes them
       const std::vector<float> kv = random_.normal(tokens * stride);
       const Buffer device = upload(*backend_, kv);
@@ -55,19 +55,20 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHost) {
       std::byte* const host_to[] = {host[0].data(), host[1].data()};
       backend_->queue->run(AppendParams{device.floats(), device.floats() + 2 * d, tokens, stride,
                                         shape, to, host_to});
-      const std::vector<float> expected = rounded(kv, dtype);
-      const std::size_t width = shape.row_bytes() / size_of(dtype);
-      const auto channels = static_cast<std::size_t>(d);
-      for (std::size_t head = 0; head < 2; ++head) {
-        const std::vector<float> actual = testing::values_of(*backend_, rows[head], dtype);
-        EXPECT_EQ(testing::values_of(*backend_, host[head], dtype), actual);
-        for (std::size_t i = 0; i < static_cast<std::size_t>(tokens) * 2 * channels; ++i) {
-          const std::size_t token = i / (2 * channels);
-          const std::size_t c = i % (2 * channels);
-          const std::size_t source = c < channels ? c : 2 * channels + c - channels;
-          ASSERT_EQ(actual[token * width + c],
-                    expected[token * static_cast<std::size_t>(stride) + head * channels + source])
-              << "token " << token << " head " << head << " element " << c;
+      for (int head = 0; head < 2; ++head) {
+        const auto at = static_cast<std::size_t>(head);
+        const std::vector<std::byte> actual = download<std::byte>(*backend_, rows[at]);
+        EXPECT_EQ(download<std::byte>(*backend_, host[at]), actual);
+        for (std::int64_t token = 0; token < tokens; ++token) {
+          for (const int value : {0, 1}) {
+            const auto from = kv.begin() + token * stride + (2 * value + head) * d;
+            const std::vector<std::byte> expected = encoded_part({from, from + d}, format);
+            const std::byte* const part = actual.data() +
+                                          static_cast<std::size_t>(token) * shape.row_bytes() +
+                                          (value == 1 ? shape.value_offset() : 0);
+            ASSERT_TRUE(std::equal(expected.begin(), expected.end(), part))
+                << "token " << token << " head " << head << (value == 1 ? " value" : " key");
+          }
         }
       }
     }
@@ -157,7 +158,6 @@ Written before(const BatchCase& c, Random& random) {
 Written expected_after(const BatchCase& c, Written w) {
   const auto d = static_cast<std::size_t>(c.shape.head_dim);
   const auto heads = static_cast<std::size_t>(c.shape.kv_heads);
-  const std::vector<float> values = rounded(c.kv, c.shape.rows.element);
   for (std::size_t t = 0; t < c.tokens.size(); ++t) {
     const auto sequence = static_cast<std::size_t>(c.tokens[t].sequence);
     const auto position = static_cast<std::size_t>(c.tokens[t].position);
@@ -165,11 +165,15 @@ Written expected_after(const BatchCase& c, Written w) {
         c.pages[sequence * static_cast<std::size_t>(c.table_stride) + position / kPageTokens];
     for (std::size_t head = 0; head < heads; ++head) {
       const std::size_t from = (2 * t * heads + head) * d;
-      std::vector<float> row(c.kv.begin() + static_cast<std::ptrdiff_t>(from),
-                             c.kv.begin() + static_cast<std::ptrdiff_t>(from + d));
-      row.insert(row.end(), c.kv.begin() + static_cast<std::ptrdiff_t>(from + heads * d),
-                 c.kv.begin() + static_cast<std::ptrdiff_t>(from + heads * d + d));
-      const std::vector<std::byte> bytes = encoded(row, c.shape.rows.element);
+      const auto part_at = [&](std::size_t first) {
+        const auto at = c.kv.begin() + static_cast<std::ptrdiff_t>(first);
+        return std::vector<float>(at, at + static_cast<std::ptrdiff_t>(d));
+      };
+      const std::vector<float> value = part_at(from + heads * d);
+      std::vector<std::byte> bytes = encoded_part(part_at(from), c.shape.rows);
+      const std::vector<std::byte> value_bytes = encoded_part(value, c.shape.rows);
+      bytes.insert(bytes.end(), value_bytes.begin(), value_bytes.end());
+      const std::vector<float> values = rounded_part(value, c.shape.rows);
       const auto put = [&](std::vector<std::byte>& pool, std::int32_t slot) {
         if (slot < 0) return;
         const std::size_t number =
@@ -182,7 +186,7 @@ Written expected_after(const BatchCase& c, Written w) {
       put(w.host, page.host);
       for (std::size_t i = 0; i < d; ++i) {
         float& sum = w.sums[(sequence * heads + head) * d + i];
-        sum += values[from + heads * d + i];
+        sum += values[i];
         w.token_sums[(t * heads + head) * d + i] = sum;
       }
     }
@@ -250,10 +254,10 @@ std::vector<BatchToken> ragged_tokens() {
 
 TEST_P(AppendParity, ABatchGoesToThePagesOfItsSequences) {
   for (const int d : {40, 64, 256}) {
-    for (const DType dtype : testing::row_dtypes(*backend_)) {
-      SCOPED_TRACE(std::string(to_string(dtype)) + " head_dim " + std::to_string(d));
+    for (const RowFormat format : testing::row_formats(*backend_, d)) {
+      SCOPED_TRACE(to_string(format) + " head_dim " + std::to_string(d));
       const KvShape shape = {
-          .layers = 1, .query_heads = 6, .kv_heads = 3, .head_dim = d, .rows = dtype};
+          .layers = 1, .query_heads = 6, .kv_heads = 3, .head_dim = d, .rows = format};
       for (const auto& tokens : {ragged_tokens(), {{0, 0}}, {{2, 128}}}) {
         const BatchCase c = make_case(shape, tokens, random_);
         const Written start = before(c, random_);

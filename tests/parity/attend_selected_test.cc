@@ -183,17 +183,17 @@ class SelectedRun {
   Buffer positions_, heads_, resident_, alpha_, estimated_lse_, sums_, arena_;
 };
 
-using Shape = std::tuple<DType, int, int>;  // dtype, head_dim, group
+using Shape = std::tuple<RowFormat, int, int>;  // of rows, head_dim, group
 using Param = std::tuple<NamedBackend, Shape>;
 
 class AttendSelected : public ::testing::TestWithParam<Param> {
  protected:
   void SetUp() override {
-    backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam()), shape().head_dim);
+    backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam()), shape());
   }
   KvShape shape(int kv_heads = 2) const {
-    const auto [dtype, head_dim, group] = std::get<Shape>(GetParam());
-    return {1, kv_heads * group, kv_heads, head_dim, dtype};
+    const auto [format, head_dim, group] = std::get<Shape>(GetParam());
+    return {1, kv_heads * group, kv_heads, head_dim, format};
   }
   // CUDA rounds what the suite of dense attention says.
   testing::Rounding rounding() const {
@@ -458,8 +458,8 @@ TEST_P(AttendSelected, ColumnSumsAreTheProbesWeights) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<Param>& info) {
-  const auto [dtype, head_dim, group] = std::get<Shape>(info.param);
-  return std::get<NamedBackend>(info.param).name + "_" + std::string(to_string(dtype)) + "_d" +
+  const auto [format, head_dim, group] = std::get<Shape>(info.param);
+  return std::get<NamedBackend>(info.param).name + "_" + to_string(format) + "_d" +
          std::to_string(head_dim) + "_g" + std::to_string(group);
 }
 
@@ -468,7 +468,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::ValuesIn(testing::backends_by_kind()),
                        ::testing::Values(Shape{DType::bf16, 128, 4}, Shape{DType::f16, 64, 1},
                                          Shape{DType::bf16, 80, 8}, Shape{DType::f16, 256, 2},
-                                         Shape{DType::bf16, 96, 16}, Shape{DType::bf16, 32, 3})),
+                                         Shape{DType::bf16, 96, 16}, Shape{DType::bf16, 32, 3},
+                                         Shape{RowCode::int8, 128, 4},
+                                         Shape{RowCode::int8, 48, 3})),
     name_of);
 
 }  // namespace

@@ -54,20 +54,23 @@ double key_at(const AttentionCase& c, int head, std::int64_t token, int channel)
   return testing::row_element(c, head, token, channel);
 }
 
-using Shape = std::tuple<DType, int, int, int>;  // dtype, head_dim, group, bits
+using Shape = std::tuple<RowFormat, int, int, int>;  // of rows, head_dim, group, bits
 using Param = std::tuple<NamedBackend, Shape>;
 
 class KeyIndexParity : public ::testing::TestWithParam<Param> {
  protected:
   KvShape shape() const {
-    const auto [dtype, head_dim, group, bits] = std::get<Shape>(GetParam());
-    return {1, 2 * group, 2, head_dim, dtype};
+    const auto [format, head_dim, group, bits] = std::get<Shape>(GetParam());
+    return {1, 2 * group, 2, head_dim, format};
   }
   int bits() const { return std::get<3>(std::get<Shape>(GetParam())); }
   void SetUp() override {
     backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam()));
-    if (backend_ != nullptr && shape().rows.element == DType::f32 && !backend_->info().f32_rows) {
-      GTEST_SKIP() << "no rows of f32";
+    const RowFormat rows = shape().rows;
+    const BackendInfo* const info = backend_ == nullptr ? nullptr : &backend_->info();
+    if (info != nullptr &&
+        !(rows.is_coded() ? info->coded_rows : rows != DType::f32 || info->f32_rows)) {
+      GTEST_SKIP() << "no rows of " << to_string(rows);
     }
   }
   bool half_logits() const { return backend_->info().logits.dtype == DType::f16; }
@@ -380,8 +383,8 @@ TEST_P(KeyIndexParity, TilesEstimateTheLogits) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<Param>& info) {
-  const auto [dtype, head_dim, group, bits] = std::get<Shape>(info.param);
-  return std::get<NamedBackend>(info.param).name + "_" + std::string(to_string(dtype)) + "_d" +
+  const auto [format, head_dim, group, bits] = std::get<Shape>(info.param);
+  return std::get<NamedBackend>(info.param).name + "_" + to_string(format) + "_d" +
          std::to_string(head_dim) + "_g" + std::to_string(group) + "_int" + std::to_string(bits);
 }
 
@@ -396,7 +399,8 @@ INSTANTIATE_TEST_SUITE_P(
                           Shape{DType::bf16, 80, 12, 3}, Shape{DType::f32, 64, 5, 2},
                           Shape{DType::bf16, 256, 1, 2}, Shape{DType::f16, 256, 4, 4},
                           Shape{DType::f32, 18, 3, 4}, Shape{DType::f16, 18, 3, 4},
-                          Shape{DType::bf16, 128, 16, 4})),
+                          Shape{DType::bf16, 128, 16, 4}, Shape{RowCode::int8, 128, 4, 4},
+                          Shape{RowCode::int8, 64, 3, 3}, Shape{RowCode::int8, 48, 8, 2})),
     name_of);
 
 class BuildIndex : public ::testing::TestWithParam<NamedBackend> {};

@@ -28,12 +28,12 @@ using testing::Random;
 using testing::random_case;
 using testing::upload;
 
-KvShape shape_of(int kv_heads, int group, int head_dim, DType dtype = DType::bf16) {
+KvShape shape_of(int kv_heads, int group, int head_dim, RowFormat rows = DType::bf16) {
   return {.layers = 1,
           .query_heads = kv_heads * group,
           .kv_heads = kv_heads,
           .head_dim = head_dim,
-          .rows = dtype};
+          .rows = rows};
 }
 
 class ListedPages : public ::testing::TestWithParam<NamedBackend> {
@@ -262,8 +262,13 @@ TEST_P(ListedPages, AreTheSameEveryTime) {
 }
 
 TEST_P(ListedPages, MeansAreOfWholePages) {
+  std::vector<KvShape> shapes;
   for (const int head_dim : {32, 80, 128, 256}) {
-    const KvShape shape = shape_of(2, 1, head_dim, DType::f16);
+    shapes.push_back(shape_of(2, 1, head_dim, DType::f16));
+    if (backend_->info().coded_rows) shapes.push_back(shape_of(2, 1, head_dim, RowCode::int8));
+  }
+  for (const KvShape& shape : shapes) {
+    const int head_dim = shape.head_dim;
     const std::int64_t counts[] = {3 * kPageTokens, 3 * kPageTokens};
     const AttentionCase c = random_case(random_, shape, 1, counts);
     std::vector<std::byte> rows = c.rows[0];

@@ -175,7 +175,7 @@ TEST_P(AttentionParity, EnormousKeysDoNotHideOthers) {
     for (float& value : c.q) value = std::abs(value) + 0.5f;
     c.first_query_position = 300;
     // The most negative key there is: logits of about -10^38 (-10^4 in f16), or -inf once summed.
-    const float lowest = GetParam().dtype == DType::f16 ? -65504.0f : -0x1.fep127f;
+    const float lowest = GetParam().format == DType::f16 ? -65504.0f : -0x1.fep127f;
     for (std::int64_t row = 0; row < 290; ++row) set_row_element(c, 0, row, 3, lowest);
     for (std::int64_t row = 10; row < 300; ++row) set_row_element(c, 1, row, 0, lowest);
     check(c);

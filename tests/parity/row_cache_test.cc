@@ -304,15 +304,17 @@ class CacheRun {
   Buffer cached_, tags_, heat_, clock_, places_, positions_, heads_, resident_, evicted_, arena_;
 };
 
-using Shape = std::tuple<DType, int, int>;  // dtype, head_dim, group
+using Shape = std::tuple<RowFormat, int, int>;  // of rows, head_dim, group
 using Param = std::tuple<NamedBackend, Shape>;
 
 class RowCacheParity : public ::testing::TestWithParam<Param> {
  protected:
-  void SetUp() override { backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam())); }
+  void SetUp() override {
+    backend_ = testing::make_or_skip(std::get<NamedBackend>(GetParam()), shape(2));
+  }
   KvShape shape(int kv_heads) const {
-    const auto [dtype, head_dim, group] = std::get<Shape>(GetParam());
-    return {1, kv_heads * group, kv_heads, head_dim, dtype};
+    const auto [format, head_dim, group] = std::get<Shape>(GetParam());
+    return {1, kv_heads * group, kv_heads, head_dim, format};
   }
   // Steps of `layers` layers.
   void run(CacheRun& cache, int steps, int layers) {
@@ -407,8 +409,8 @@ TEST(RowHeat, FollowsTheFadingCount) {
 }
 
 std::string name_of(const ::testing::TestParamInfo<Param>& info) {
-  const auto [dtype, head_dim, group] = std::get<Shape>(info.param);
-  return std::get<NamedBackend>(info.param).name + "_" + std::string(to_string(dtype)) + "_d" +
+  const auto [format, head_dim, group] = std::get<Shape>(info.param);
+  return std::get<NamedBackend>(info.param).name + "_" + to_string(format) + "_d" +
          std::to_string(head_dim) + "_g" + std::to_string(group);
 }
 
@@ -416,7 +418,8 @@ INSTANTIATE_TEST_SUITE_P(
     Shapes, RowCacheParity,
     ::testing::Combine(::testing::ValuesIn(testing::backends_by_kind()),
                        ::testing::Values(Shape{DType::bf16, 128, 4}, Shape{DType::f16, 64, 1},
-                                         Shape{DType::bf16, 80, 8}, Shape{DType::bf16, 96, 16})),
+                                         Shape{DType::bf16, 80, 8}, Shape{DType::bf16, 96, 16},
+                                         Shape{RowCode::int8, 128, 4})),
     name_of);
 
 }  // namespace

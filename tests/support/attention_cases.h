@@ -27,10 +27,9 @@ inline AttentionCase random_case(Random& random, const KvShape& shape, std::int6
   for (std::size_t head = 0; head < counts.size(); ++head) {
     c.rows.emplace_back(static_cast<std::size_t>(counts[head]) * shape.row_bytes());
     const std::vector<float> values = random.normal(counts[head] * 2 * shape.head_dim);
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      const std::size_t width = 2 * static_cast<std::size_t>(shape.head_dim);
-      set_row_element(c, static_cast<int>(head), static_cast<std::int64_t>(i / width),
-                      static_cast<int>(i % width), values[i]);
+    for (std::int64_t i = 0; i < 2 * counts[head]; ++i) {
+      set_row_part(c, static_cast<int>(head), i / 2, static_cast<int>(i % 2),
+                   values.data() + i * shape.head_dim);
     }
   }
   return c;

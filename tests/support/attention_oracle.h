@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "sluice/half.h"
+#include "sluice/row_code.h"
 #include "sluice/types.h"
 
 namespace sluice::testing {
@@ -37,11 +38,28 @@ struct AttentionCase {
   }
 };
 
+// The bytes of a row.
+inline const std::byte* row_of(const AttentionCase& c, int kv_head, std::int64_t row) {
+  return c.rows[static_cast<std::size_t>(kv_head)].data() +
+         static_cast<std::size_t>(row) * c.shape.row_bytes();
+}
+
+// Element `c` of a key or value in int8, by the definition of sluice/row_code.h: the scale, a bf16,
+// is in the lowest bits of the first 16 codes.
+inline double int8_element(const std::byte* codes, int c) {
+  unsigned scale = 0;
+  for (int i = 0; i < 16; ++i) scale |= (static_cast<unsigned>(codes[i]) & 1u) << i;
+  const auto code = static_cast<int>(static_cast<signed char>(codes[c]));
+  return static_cast<double>(bf16_to_float(static_cast<std::uint16_t>(scale))) * code;
+}
+
 // Element `index` of a row: [0, head_dim) is the key, the rest the value.
 inline double row_element(const AttentionCase& c, int kv_head, std::int64_t row, int index) {
-  const std::byte* const bytes = c.rows[static_cast<std::size_t>(kv_head)].data() +
-                                 static_cast<std::size_t>(row) * c.shape.row_bytes() +
-                                 static_cast<std::size_t>(index) * size_of(c.shape.rows.element);
+  const int d = c.shape.head_dim;
+  const std::byte* const first = row_of(c, kv_head, row);
+  if (c.shape.rows.code == RowCode::int8) return int8_element(first + index / d * d, index % d);
+  const std::byte* const bytes =
+      first + static_cast<std::size_t>(index) * size_of(c.shape.rows.element);
   if (c.shape.rows.element == DType::f32) {
     float value;
     std::memcpy(&value, bytes, sizeof value);
@@ -52,8 +70,23 @@ inline double row_element(const AttentionCase& c, int kv_head, std::int64_t row,
   return c.shape.rows.element == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
 }
 
+// Writes a key (part 0) or a value (part 1), as encode_elements() codes it where rows are coded;
+// tests/lib/row_code_test.cc checks that.
+inline void set_row_part(AttentionCase& c, int kv_head, std::int64_t row, int part,
+                         const float* values);
+
+// Where rows are coded, this codes the key or value anew, so other elements may change by rounding.
 inline void set_row_element(AttentionCase& c, int kv_head, std::int64_t row, int index,
                             float value) {
+  if (c.shape.rows.is_coded()) {
+    const int d = c.shape.head_dim;
+    std::vector<float> part;
+    for (int i = 0; i < d; ++i) {
+      part.push_back(static_cast<float>(row_element(c, kv_head, row, index / d * d + i)));
+    }
+    part[static_cast<std::size_t>(index % d)] = value;
+    return set_row_part(c, kv_head, row, index / d, part.data());
+  }
   std::byte* const bytes = c.rows[static_cast<std::size_t>(kv_head)].data() +
                            static_cast<std::size_t>(row) * c.shape.row_bytes() +
                            static_cast<std::size_t>(index) * size_of(c.shape.rows.element);
@@ -64,6 +97,17 @@ inline void set_row_element(AttentionCase& c, int kv_head, std::int64_t row, int
   const std::uint16_t bits =
       c.shape.rows.element == DType::bf16 ? float_to_bf16(value) : float_to_f16(value);
   std::memcpy(bytes, &bits, sizeof bits);
+}
+
+inline void set_row_part(AttentionCase& c, int kv_head, std::int64_t row, int part,
+                         const float* values) {
+  const int d = c.shape.head_dim;
+  if (!c.shape.rows.is_coded()) {
+    for (int i = 0; i < d; ++i) set_row_element(c, kv_head, row, part * d + i, values[i]);
+    return;
+  }
+  std::byte* const to = const_cast<std::byte*>(row_of(c, kv_head, row));
+  encode_elements(values, d, to + part * d);
 }
 
 // The answer for one query, and the scales for its error.

@@ -34,6 +34,7 @@ struct Tolerance {
 // exponential (2^-13) is common to weights and their sum, so it shows only in the log-sum-exp.
 inline Tolerance tolerance_of(const QueryOracle& oracle, const Rounding& rounding) {
   constexpr double kFloat = 0x1p-24;
+  constexpr double kUnderflow = 0x1p-100;  // weights of rows far below the highest are 0
   constexpr double kDeviations = 7 * 0.85;
   const double fp32 =
       kFloat * (32 + 4 * std::sqrt(static_cast<double>(oracle.visible)) + 8 * oracle.largest_logit);
@@ -43,7 +44,8 @@ inline Tolerance tolerance_of(const QueryOracle& oracle, const Rounding& roundin
   tolerance.lse += kDeviations * rounding.queries * oracle.lse_spread;
   tolerance.lse += rounding.weights / 16;
   for (std::size_t c = 0; c < oracle.out.size(); ++c) {
-    tolerance.out.push_back(fp32 * oracle.magnitude[c] + kDeviations * step * oracle.spread[c]);
+    tolerance.out.push_back(kUnderflow + fp32 * oracle.magnitude[c] +
+                            kDeviations * step * oracle.spread[c]);
   }
   return tolerance;
 }

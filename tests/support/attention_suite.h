@@ -66,11 +66,11 @@ class KernelBackend : public cpu::ReferenceBackend {
 struct AttentionImplementation {
   NamedBackend backend;
   bool batches = true;  // false: attend_batch() is another implementation's
-  std::vector<DType> dtypes = {DType::f32, DType::f16, DType::bf16};
+  std::vector<RowFormat> formats = {DType::f32, DType::f16, DType::bf16, RowCode::int8};
   std::vector<int> head_dims = {32, 40, 64, 80, 128, 256};
-  // Rounding by the rows' dtype: of attend(), then of attend_batch().
-  std::function<Rounding(DType)> rounding = [](DType) { return Rounding(); };
-  std::function<Rounding(DType)> batch_rounding = [](DType) { return Rounding(); };
+  // Rounding by the rows' format: of attend(), then of attend_batch().
+  std::function<Rounding(RowFormat)> rounding = [](RowFormat) { return Rounding(); };
+  std::function<Rounding(RowFormat)> batch_rounding = [](RowFormat) { return Rounding(); };
 };
 
 inline AttentionImplementation forced(const std::string& name, cpu::AttendKernel kernel,
@@ -79,18 +79,19 @@ inline AttentionImplementation forced(const std::string& name, cpu::AttendKernel
           .batches = kernel == cpu::AttendKernel::decode};
 }
 
-inline Rounding bf16_rounding(DType dtype) {
-  return dtype == DType::bf16 ? Rounding{kBf16Step, kBf16Step} : Rounding();
+inline Rounding bf16_rounding(RowFormat format) {
+  const bool in_bf16 = format.is_coded() || format == DType::bf16;
+  return in_bf16 ? Rounding{kBf16Step, kBf16Step} : Rounding();
 }
 
-inline Rounding cuda_rounding(DType dtype) {
-  const double step = dtype == DType::bf16 ? kBf16Step : kHalfStep;
+inline Rounding cuda_rounding(RowFormat format) {
+  const double step = format == DType::bf16 ? kBf16Step : kHalfStep;
   return {step, step};
 }
 
 // Queries and weights of decoded tokens are sums of two numbers of the rows' dtype.
-inline Rounding cuda_batch_rounding(DType dtype) {
-  const Rounding one = cuda_rounding(dtype);
+inline Rounding cuda_batch_rounding(RowFormat format) {
+  const Rounding one = cuda_rounding(format);
   return {one.queries * one.queries, one.weights * one.weights};
 }
 
@@ -113,14 +114,14 @@ inline std::vector<AttentionImplementation> implementations() {
     if (!cpu::attend_supported(kernel, {.rows = DType::bf16})) continue;
     all[1].rounding = bf16_rounding;
     all.push_back(forced(kernel == cpu::AttendKernel::amx ? "amx" : "avx512_bf16", kernel, 0));
-    all.back().dtypes = {DType::bf16};
+    all.back().formats = {DType::bf16, RowCode::int8};
     all.back().rounding = bf16_rounding;
   }
   const std::vector<NamedBackend> gpu = gpu_backends();
   if (!gpu.empty()) {
     // One backend is enough, because attention does not depend on the dtype of matrix products.
     all.push_back({.backend = {"cuda", gpu.front().make},
-                   .dtypes = {DType::f16, DType::bf16},
+                   .formats = {DType::f16, DType::bf16},
                    .head_dims = {32, 64, 80, 96, 128, 256},
                    .rounding = cuda_rounding,
                    .batch_rounding = cuda_batch_rounding});
@@ -130,21 +131,23 @@ inline std::vector<AttentionImplementation> implementations() {
 
 struct AttentionParameter {
   AttentionImplementation implementation;
-  DType dtype;
+  RowFormat format;
   int head_dim;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const AttentionParameter& p) {
-  return out << p.implementation.backend.name << ' ' << to_string(p.dtype) << ' ' << p.head_dim;
+  return out << p.implementation.backend.name << ' ' << to_string(p.format) << ' ' << p.head_dim;
 }
 
 // All implementations with those of their head dimensions that `wanted` accepts.
 inline std::vector<AttentionParameter> parameters(const std::function<bool(int)>& wanted) {
   std::vector<AttentionParameter> all;
   for (const AttentionImplementation& implementation : implementations()) {
-    for (const DType dtype : implementation.dtypes) {
+    for (const RowFormat format : implementation.formats) {
       for (const int head_dim : implementation.head_dims) {
-        if (wanted(head_dim)) all.push_back({implementation, dtype, head_dim});
+        if (wanted(head_dim) && format.fits(head_dim)) {
+          all.push_back({implementation, format, head_dim});
+        }
       }
     }
   }
@@ -152,8 +155,8 @@ inline std::vector<AttentionParameter> parameters(const std::function<bool(int)>
 }
 
 inline std::string parameter_name(const ::testing::TestParamInfo<AttentionParameter>& info) {
-  return info.param.implementation.backend.name + "_" + std::string(to_string(info.param.dtype)) +
-         "_d" + std::to_string(info.param.head_dim);
+  return info.param.implementation.backend.name + "_" + to_string(info.param.format) + "_d" +
+         std::to_string(info.param.head_dim);
 }
 
 class AttentionParity : public ::testing::TestWithParam<AttentionParameter> {
@@ -163,14 +166,14 @@ class AttentionParity : public ::testing::TestWithParam<AttentionParameter> {
             .query_heads = kv_heads * group,
             .kv_heads = kv_heads,
             .head_dim = GetParam().head_dim,
-            .rows = GetParam().dtype};
+            .rows = GetParam().format};
   }
   void SetUp() override {
     backend_ = make_or_skip(GetParam().implementation.backend, GetParam().head_dim);
   }
-  Rounding rounding() const { return GetParam().implementation.rounding(GetParam().dtype); }
+  Rounding rounding() const { return GetParam().implementation.rounding(GetParam().format); }
   Rounding batch_rounding() const {
-    return GetParam().implementation.batch_rounding(GetParam().dtype);
+    return GetParam().implementation.batch_rounding(GetParam().format);
   }
   // Shows all rows to all queries, unless the case says otherwise.
   static void show_all(AttentionCase& c) {

@@ -177,12 +177,9 @@ inline Attended expected_of(const Script& script, const KvShape& shape, std::int
     for (int head = 0; head < shape.kv_heads; ++head) {
       c.rows.emplace_back(static_cast<std::size_t>(rows) * shape.row_bytes());
       for (std::int64_t row = 0; row < rows; ++row) {
-        for (int i = 0; i < shape.head_dim; ++i) {
-          const auto from =
-              static_cast<std::size_t>(row * script.key_width() + head * shape.head_dim + i);
-          set_row_element(c, head, row, i, k[from]);
-          set_row_element(c, head, row, shape.head_dim + i, v[from]);
-        }
+        const std::int64_t from = row * script.key_width() + std::int64_t{head} * shape.head_dim;
+        set_row_part(c, head, row, 0, k.data() + from);
+        set_row_part(c, head, row, 1, v.data() + from);
       }
     }
     const AttentionOracle oracle(c);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "sluice/half.h"
+#include "sluice/row_code.h"
 #include "sluice/types.h"
 #include "tests/support/device.h"
 
@@ -47,11 +48,33 @@ inline std::vector<float> values_of(Device& backend, const Buffer& buffer, DType
   return decoded(download<std::byte>(backend, buffer), dtype);
 }
 
-// The row dtypes that a backend supports.
-inline std::vector<DType> row_dtypes(const Device& backend) {
-  std::vector<DType> all = {DType::f16, DType::bf16};
-  if (backend.info().f32_rows) all.push_back(DType::f32);
+// The row formats that a backend supports for this head_dim.
+inline std::vector<RowFormat> row_formats(const Device& backend, int head_dim) {
+  std::vector<RowFormat> all = {DType::f16, DType::bf16};
+  if (backend.info().f32_rows) all.emplace_back(DType::f32);
+  const RowFormat coded = RowCode::int8;
+  if (backend.info().coded_rows && coded.fits(head_dim)) all.push_back(coded);
   return all;
+}
+
+// The bytes of K or V [head_dim] in a row.
+inline std::vector<std::byte> encoded_part(const std::vector<float>& values,
+                                           const RowFormat& format) {
+  if (!format.is_coded()) return encoded(values, format.element);
+  std::vector<std::byte> codes(values.size());
+  encode_elements(values.data(), static_cast<int>(values.size()), codes.data());
+  return codes;
+}
+
+// K or V [head_dim] as a row has them.
+inline std::vector<float> rounded_part(const std::vector<float>& values, const RowFormat& format) {
+  if (!format.is_coded()) return rounded(values, format.element);
+  const std::vector<std::byte> codes = encoded_part(values, format);
+  std::vector<float> result(values.size());
+  for (std::size_t c = 0; c < values.size(); ++c) {
+    result[c] = decode_element(codes.data(), static_cast<std::int64_t>(c));
+  }
+  return result;
 }
 
 }  // namespace sluice::testing

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "sluice/half.h"
+#include "sluice/row_code.h"
 #include "sluice/types.h"
 
 namespace sluice {
@@ -20,6 +21,12 @@ inline float read_element(const std::byte* data, DType dtype) {
   std::uint16_t bits = 0;
   std::memcpy(&bits, data, sizeof bits);
   return dtype == DType::bf16 ? bf16_to_float(bits) : f16_to_float(bits);
+}
+
+// Channel `c` of the key or value that begins at `data` in a row.
+inline float read_element(const std::byte* data, const RowFormat& rows, int c) {
+  if (rows.is_coded()) return decode_element(data, c);
+  return read_element(data + static_cast<std::size_t>(c) * size_of(rows.element), rows.element);
 }
 
 // Rounds to nearest.

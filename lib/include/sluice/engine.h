@@ -46,7 +46,11 @@ struct EngineConfig {
   // because longer steps fetch them less often; such steps leave three quarters of its rows on the
   // device, or half if its policies select at most 1024 per KV head.
   int chunk = 0;
-  DType kv_dtype = DType::bf16;  // of the rows
+  // Of the rows, a DType or a RowCode. int8: 8 bits for a channel of a key or value, half the bytes
+  // of bf16 in every tier and on the bus; sluice/row_code.h has the error. It needs a head_dim that
+  // is a multiple of 16, and a device other than a GPU, else Engine::open() throws
+  // Error{unsupported}.
+  RowFormat kv_dtype = DType::bf16;
   // The dtype of matrix products. Unset: on a CPU bf16 for a bf16 checkpoint if the processor is
   // fast at it, else f32, which is exact; on a GPU the checkpoint's dtype.
   std::optional<DType> compute;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 
 #include "sluice/dtype.h"
 
@@ -10,19 +12,31 @@ namespace sluice {
 // Rows start on cache lines: misaligned rows were measured 4 to 18 times slower over PCIe.
 inline constexpr std::size_t kRowAlignment = 64;
 
-// K, then V, head_dim elements each. Code that moves rows asks for bytes() alone; code that reads
-// them also asks where the value begins and what it is made of. Separate from DType, the element
-// type of arrays, because a row may be stored in a form that no array has.
+// Coded rows are smaller than rows of elements; lib/row_code.h defines their bytes.
+enum class RowCode : std::uint8_t {
+  elements,  // not coded: values of a DType
+  int8,      // scale * code, with a scale each for K and for V
+};
+
+// K, then V, head_dim elements or codes each. Code that moves rows asks for bytes() alone; code
+// that reads them also asks where the value begins and what it is made of. Separate from DType, the
+// element type of arrays, because no array is coded.
 struct RowFormat {
-  DType element = DType::bf16;
+  RowCode code = RowCode::elements;
+  DType element = DType::bf16;  // of elements
 
   constexpr RowFormat() = default;
   constexpr RowFormat(DType type) : element(type) {}  // NOLINT(google-explicit-constructor)
+  constexpr RowFormat(RowCode kind) : code(kind) {}   // NOLINT(google-explicit-constructor)
   constexpr bool operator==(const RowFormat&) const = default;
+
+  constexpr bool is_coded() const { return code != RowCode::elements; }
+  // Returns true if rows may have this head_dim. The 16 bits of a scale are in 16 codes.
+  constexpr bool fits(int head_dim) const { return !is_coded() || head_dim % 16 == 0; }
 
   // Where V begins, in bytes; K begins at 0.
   constexpr std::size_t value_offset(int head_dim) const {
-    return static_cast<std::size_t>(head_dim) * size_of(element);
+    return static_cast<std::size_t>(head_dim) * (is_coded() ? 1 : size_of(element));
   }
   // Bytes of K and V; the rest of a row is padding.
   constexpr std::size_t payload_bytes(int head_dim) const { return 2 * value_offset(head_dim); }
@@ -31,5 +45,8 @@ struct RowFormat {
     return (payload_bytes(head_dim) + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
   }
 };
+
+// "bf16", "int8", ...
+std::string to_string(const RowFormat& format);
 
 }  // namespace sluice
