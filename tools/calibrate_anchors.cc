@@ -162,7 +162,7 @@ Calibration calibrate_anchors(Engine& engine, const PassageBuilder& passages,
   }
   ProgressBar bar("calibrate");
   const TaskResult result =
-      run_task(engine, passages, Task::needle, options, policies, Sessions::shared,
+      run_task(engine, engine, passages, Task::needle, options, policies, Sessions::shared,
                [&](double share, const std::string& note) { bar.update(share, note); });
   bar.clear();
   const PolicyResult& dense = result.policies.front();

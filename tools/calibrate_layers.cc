@@ -110,7 +110,7 @@ TaskResult measure(Engine& engine, const PassageBuilder& passages, const TaskOpt
                    const std::string& what) {
   ProgressBar bar(what);
   TaskResult result =
-      run_task(engine, passages, Task::agreement, options, policies, sessions,
+      run_task(engine, engine, passages, Task::agreement, options, policies, sessions,
                [&](double share, const std::string& note) { bar.update(share, note); });
   bar.clear();
   return result;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,6 +28,7 @@ struct EvalFlags {
   std::vector<std::string> tasks = {"needle"};
   std::vector<std::int64_t> lengths = {8192};
   std::vector<std::string> policies = {"streaming", "quest", "sparq", "twilight", "sluice"};
+  std::string dense_kv_type;
   std::string json;
   bool force = false;
 };
@@ -56,16 +58,24 @@ void validate(const EvalFlags& flags) {
 }
 
 // One policy per argument, because policy lines contain commas.
-std::vector<NamedPolicy> parse_policies(const Engine& engine,
-                                        const std::vector<std::string>& texts) {
+std::vector<NamedPolicy> parse_policies(const Engine& engine, const std::vector<std::string>& texts,
+                                        bool keeps_dense) {
   std::vector<NamedPolicy> policies;
   for (const std::string& text : texts) {
     const Policy policy = engine.policy(text);
     validate(policy, engine.info().kv);
-    if (policy == Policy()) continue;  // dense always runs
+    if (policy == Policy() && !keeps_dense) continue;  // dense always runs
     policies.push_back({text, policy});
   }
   return policies;
+}
+
+// The engine whose dense attention all are compared with, if its rows are of another type.
+std::optional<Engine> exact_engine(const EvalFlags& flags) {
+  if (flags.dense_kv_type.empty() || flags.dense_kv_type == flags.model.kv_dtype) return {};
+  ModelFlags model = flags.model;
+  model.kv_dtype = flags.dense_kv_type;
+  return Engine::open(model.config());
 }
 
 int run(const EvalFlags& flags) {
@@ -74,7 +84,9 @@ int run(const EvalFlags& flags) {
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
   Engine engine = Engine::open(flags.model.config());
-  const std::vector<NamedPolicy> policies = parse_policies(engine, flags.policies);
+  std::optional<Engine> exact = exact_engine(flags);
+  const std::vector<NamedPolicy> policies =
+      parse_policies(engine, flags.policies, exact.has_value());
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   // Texts and lengths too short for any round are refused before the weights are loaded.
   std::vector<PassageBuilder> passages;
@@ -88,37 +100,41 @@ int run(const EvalFlags& flags) {
   }
   // A plan that does not fit fails here, before the weights are loaded.
   const std::int64_t longest = std::ranges::max(flags.lengths);
-  const Plan plan = engine.plan(longest);
+  const Plan plan = (exact ? *exact : engine).plan(longest);
   for (const NamedPolicy& policy : policies) {
     static_cast<void>(engine.plan(SessionOptions{longest, {policy.policy}, 1}));
   }
   print_error(void_on_device(flags.model, plan.on_device) + void_in_tasks(flags.options, tasks));
   engine.load_weights();
+  if (exact) exact->load_weights();
 
   nlohmann::json results = nlohmann::json::array();
   ProgressBar bar("eval");
   for (std::size_t i = 0; i < passages.size(); ++i) {
     for (const Task task : tasks) {
-      const TaskResult result =
-          run_task(engine, passages[i], task, options[i], policies, Sessions::own,
-                   [&](double share, const std::string& note) { bar.update(share, note); });
+      const TaskResult result = run_task(
+          engine, exact ? *exact : engine, passages[i], task, options[i], policies, Sessions::own,
+          [&](double share, const std::string& note) { bar.update(share, note); });
       bar.clear();
       print_beside_report(flags.json, eval_table(result, engine.info().kv) + "\n");
       results.push_back(eval_json(result, engine.info().kv));
     }
   }
   if (flags.json.empty()) return 0;
-  const nlohmann::json root = {{"version", kVersion},
-                               {"model", flags.model.model},
-                               {"text", flags.text},
-                               {"seed", flags.options.seed},
-                               {"rounds", flags.options.rounds},
-                               {"needles", flags.options.needles},
-                               {"digits", flags.options.digits},
-                               {"tokens", flags.options.tokens},
-                               {"step_tokens", flags.options.step_tokens},
-                               {"device_memory", flags.model.device_memory},
-                               {"results", results}};
+  const nlohmann::json root = {
+      {"version", kVersion},
+      {"model", flags.model.model},
+      {"text", flags.text},
+      {"seed", flags.options.seed},
+      {"rounds", flags.options.rounds},
+      {"needles", flags.options.needles},
+      {"digits", flags.options.digits},
+      {"tokens", flags.options.tokens},
+      {"step_tokens", flags.options.step_tokens},
+      {"kv_dtype", flags.model.kv_dtype},
+      {"dense_kv_dtype", to_string((exact ? *exact : engine).info().kv.rows)},
+      {"device_memory", flags.model.device_memory},
+      {"results", results}};
   write_report(flags.json, flags.force, report_text(root));
   return 0;
 }
@@ -138,6 +154,10 @@ Command add_eval(CLI::App& app) {
   app.add_option("--policy", flags->policies,
                  "a preset or a policy line; may be given several times. dense always runs")
       ->capture_default_str();
+  app.add_option("--dense-kv-dtype", flags->dense_kv_type,
+                 "--kv-dtype of the dense attention that all are compared with, so that --policy "
+                 "dense shows what the rows lose; loads the model twice. Default: the same")
+      ->check(kv_types());
   add_integer(app, "--rounds", flags->options.rounds, "contexts per task and length")
       ->capture_default_str();
   add_integer(app, "--needles", flags->options.needles,

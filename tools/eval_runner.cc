@@ -69,18 +69,28 @@ SessionOptions session_of(const Group& group, const std::vector<NamedPolicy>& po
   return wanted;
 }
 
+// The engines of a run: policy 0 is the dense attention that all are compared with.
+struct Engines {
+  Engine& engine;
+  Engine& exact;
+
+  Engine& of(std::size_t policy) const { return policy == 0 ? exact : engine; }
+};
+
 // One result per policy with its plan, before any measurement.
-std::vector<PolicyResult> planned(const Engine& engine, const std::vector<NamedPolicy>& policies,
+std::vector<PolicyResult> planned(const Engines& engines, const std::vector<NamedPolicy>& policies,
                                   const std::vector<Group>& groups,
                                   const std::vector<Passage>& passages,
                                   const TaskOptions& options) {
   std::vector<PolicyResult> results;
-  for (const NamedPolicy& policy : policies) {
-    const Plan plan = engine.plan(SessionOptions{options.context, {policy.policy}, 1});
+  for (std::size_t i = 0; i < policies.size(); ++i) {
+    const NamedPolicy& policy = policies[i];
+    const Plan plan = engines.of(i).plan(SessionOptions{options.context, {policy.policy}, 1});
     results.push_back({policy.name, to_string(policy.policy), plan.kv.index_bytes, {}, {}, {}});
   }
   for (const Group& group : groups) {
-    const Plan plan = engine.plan(session_of(group, policies, passages, options.step_tokens));
+    const Plan plan =
+        engines.of(group.front()).plan(session_of(group, policies, passages, options.step_tokens));
     for (const std::size_t i : group) results[i].plan = plan;
   }
   return results;
@@ -88,7 +98,7 @@ std::vector<PolicyResult> planned(const Engine& engine, const std::vector<NamedP
 
 }  // namespace
 
-TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
+TaskResult run_task(Engine& engine, Engine& exact, const PassageBuilder& builder, Task task,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
                     Sessions sessions, const EvalProgress& progress) {
   std::vector<NamedPolicy> all = {{"dense", Policy()}};
@@ -97,8 +107,9 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
   for (int round = 0; round < options.rounds; ++round) {
     passages.push_back(builder.build(task, round));
   }
+  const Engines engines{engine, exact};
   const std::vector<Group> groups = groups_of(all, sessions);
-  TaskResult result{task, options.context, planned(engine, all, groups, passages, options)};
+  TaskResult result{task, options.context, planned(engines, all, groups, passages, options)};
   const auto steps = static_cast<double>(options.rounds) * static_cast<double>(all.size());
   double done = 0.0;
   const auto report = [&](double share, const std::string& what) {
@@ -110,7 +121,8 @@ TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
     const Passage& passage = passages[round];
     std::vector<Baseline> baselines(passage.probes.size());
     for (const Group& group : groups) {
-      Session session = engine.new_session(session_of(group, all, passages, options.step_tokens));
+      Session session = engines.of(group.front())
+                            .new_session(session_of(group, all, passages, options.step_tokens));
       session.prefill(passage.context, [&](std::int64_t at, std::int64_t of) {
         report(0.5 * static_cast<double>(at) / static_cast<double>(of), "prefill");
         return true;

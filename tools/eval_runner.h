@@ -45,10 +45,12 @@ enum class Sessions : std::uint8_t {
            // gets less device memory, so it moves other bytes than it would alone
 };
 
-// `policies` without dense, which is always run first. Every policy answers after a dense prefill
-// (or its own, if it has one) of the same passages. Answers depend on `sessions` only by
-// rounding. Throws Error{memory} if a cap does not hold one of the plans, before anything is read.
-TaskResult run_task(Engine& engine, const PassageBuilder& builder, Task task,
+// `policies` without the dense attention that they are compared with: that of `exact`, run first.
+// If `exact` is another engine than `engine`, it keeps rows in another format. Every policy answers
+// after a dense prefill (or its own, if it has one) of the same passages. Answers depend on
+// `sessions` only by rounding. Throws Error{memory} if a cap does not hold one of the plans, before
+// anything is read.
+TaskResult run_task(Engine& engine, Engine& exact, const PassageBuilder& builder, Task task,
                     const TaskOptions& options, const std::vector<NamedPolicy>& policies,
                     Sessions sessions, const EvalProgress& progress);
 

@@ -62,6 +62,12 @@ DiskConfig parse_disk(const std::vector<std::string>& values) {
 
 }  // namespace
 
+CLI::IsMember kv_types() { return CLI::IsMember({"bf16", "f16", "f32", "int8"}); }
+
+RowFormat parse_kv_type(const std::string& text) {
+  return text == "int8" ? RowFormat(RowCode::int8) : parse_dtype(text);
+}
+
 void ModelFlags::add_to(CLI::App& app) {
   app.add_option("-m,--model", model,
                  "Hugging Face checkpoint directory, or a GGUF file (of a split one, the first)")
@@ -89,8 +95,11 @@ void ModelFlags::add_to(CLI::App& app) {
          "in layers that attend to everything. auto: what is fastest; answers may then "
          "differ by rounding from run to run")
       ->capture_default_str();
-  app.add_option("--kv-dtype", kv_dtype, "element type of the KV cache")
-      ->check(CLI::IsMember({"bf16", "f16", "f32"}))
+  app.add_option(
+         "--kv-dtype", kv_dtype,
+         "type of the KV cache; int8, with a scale per row, has half the bytes of bf16, but "
+         "not on a GPU")
+      ->check(kv_types())
       ->capture_default_str();
   app.add_option("--compute", compute,
                  "element type of matrix products; auto loses nothing of the weights")
@@ -116,7 +125,7 @@ EngineConfig ModelFlags::config() const {
   config.device = device;
   config.threads = threads;
   config.chunk = chunk;
-  config.kv_dtype = parse_dtype(kv_dtype);
+  config.kv_dtype = parse_kv_type(kv_dtype);
   if (compute != "auto") config.compute = parse_dtype(compute);
   if (weights == "int8") config.weights = WeightCode::int8;
   if (weights == "int4") config.weights = WeightCode::int4;

@@ -10,6 +10,10 @@
 
 namespace sluice::tools {
 
+// Accepts the values of --kv-dtype.
+CLI::IsMember kv_types();
+RowFormat parse_kv_type(const std::string& text);
+
 struct ModelFlags {
   std::string model;
   std::string device = "cpu";
