@@ -7,6 +7,8 @@
 
 #include "cpu/reference/ops.h"
 #include "cpu/runtime/whole_pages.h"
+#include "lib/check.h"
+#include "lib/hadamard.h"
 #include "sluice/half.h"
 
 namespace sluice::cpu::reference {
@@ -63,9 +65,11 @@ void build_channel(const KeyTiles& tiles, const Channel& channel, const std::vec
   const auto [low, high] = std::minmax_element(keys.begin(), keys.end());
   const int largest = (1 << tiles.bits) - 1;
   const float limit = 65504.0f;
-  *channel.zero = float_to_f16(std::clamp(*low, -limit, limit));
-  *channel.scale =
-      float_to_f16(std::clamp((*high - *low) / static_cast<float>(largest), -limit, limit));
+  const float range = *high - *low;
+  const float first = tiles.rotated ? *low + range * tiles.margin() : *low;
+  const float step = range * tiles.kept_range() / static_cast<float>(largest);
+  *channel.zero = float_to_f16(std::clamp(first, -limit, limit));
+  *channel.scale = float_to_f16(std::clamp(step, -limit, limit));
   const float zero = f16_to_float(*channel.zero);
   const float scale = f16_to_float(*channel.scale);
   std::fill_n(channel.codes, tiles.code_bytes(), std::byte{0});
@@ -108,6 +112,18 @@ void build_bounds(const PageBounds& bounds, int head_dim, const IndexPage& at, i
   }
 }
 
+// Rotates every token of [head_dim][tokens].
+void rotate_tokens(std::vector<std::vector<float>>& keys) {
+  std::vector<float> token(keys.size());
+  for (std::size_t t = 0; t < kPageTokens; ++t) {
+    for (std::size_t c = 0; c < keys.size(); ++c) {
+      token[c] = std::clamp(keys[c][t], -kMostRotated, kMostRotated);
+    }
+    rotate(token.data(), std::ssize(token), Rotation::of(static_cast<int>(keys.size())));
+    for (std::size_t c = 0; c < keys.size(); ++c) keys[c][t] = token[c];
+  }
+}
+
 // Builds a page from its rows. Returns false and builds nothing if a key is NaN or Inf.
 bool build_page(const KvShape& shape, const KeyIndexView& index, const IndexPage& at,
                 const std::byte* rows) {
@@ -119,16 +135,15 @@ bool build_page(const KvShape& shape, const KeyIndexView& index, const IndexPage
       if (!std::isfinite(keys[c].back())) return false;
     }
   }
+  for (int c = 0; c < shape.head_dim && index.bounds.bounds != nullptr; ++c) {
+    build_bounds(index.bounds, shape.head_dim, at, c, keys[static_cast<std::size_t>(c)]);
+  }
+  if (index.tiles.codes == nullptr) return true;
+  if (index.tiles.rotated) rotate_tokens(keys);
   for (int c = 0; c < shape.head_dim; ++c) {
-    const std::vector<float>& of_channel = keys[static_cast<std::size_t>(c)];
-    if (index.tiles.codes != nullptr) {
-      build_channel(index.tiles,
-                    channel_of(index.tiles, shape.head_dim, at.head, at.slot, at.page, c),
-                    of_channel);
-    }
-    if (index.bounds.bounds != nullptr) {
-      build_bounds(index.bounds, shape.head_dim, at, c, of_channel);
-    }
+    build_channel(index.tiles,
+                  channel_of(index.tiles, shape.head_dim, at.head, at.slot, at.page, c),
+                  keys[static_cast<std::size_t>(c)]);
   }
   return true;
 }
@@ -184,12 +199,14 @@ class HeadEstimate {
     const std::int64_t row = number_ * p_.shape.query_heads + head_ * p_.shape.group() + g;
     const float* const q = query(g);
     const std::vector<int> channels = channels_of();
+    const std::vector<double> of_tiles = tile_query(q);
     const double divisor = temperature(q, channels);
     float* to = p_.logits.floats() + row * p_.logits.stride + first_;
     for (const std::int64_t position : positions_) {
-      const double dot = !indexed(position)             ? row_product(q, position, channels)
-                         : p_.method == Selector::quest ? bound_product(q, position)
-                                                        : tile_product(q, position, channels);
+      const double dot = !indexed(position) ? row_product(q, position, channels)
+                         : p_.method == Selector::quest
+                             ? bound_product(q, position)
+                             : tile_product(of_tiles, position, channels);
       *to++ = static_cast<float>(divisor > 0.0 || std::isnan(divisor) ? dot / divisor : 0.0);
     }
   }
@@ -255,7 +272,17 @@ class HeadEstimate {
     return sum;
   }
 
-  double tile_product(const float* q, std::int64_t position,
+  // A query as the tiles hold keys.
+  std::vector<double> tile_query(const float* q) const {
+    std::vector<double> of_tiles(q, q + p_.shape.head_dim);
+    if (p_.index.tiles.rotated) {
+      check(p_.method != Selector::sparq, "sparq reads unrotated tiles");
+      rotate(of_tiles.data(), std::ssize(of_tiles), Rotation::of(p_.shape.head_dim));
+    }
+    return of_tiles;
+  }
+
+  double tile_product(const std::vector<double>& q, std::int64_t position,
                       const std::vector<int>& channels) const {
     const KeyTiles& tiles = p_.index.tiles;
     const std::int64_t page = position / kPageTokens;
@@ -265,8 +292,8 @@ class HeadEstimate {
     for (const int c : channels) {
       const Channel at = channel_of(tiles, p_.shape.head_dim, head_, slot, page, c);
       const int code = read_code(tiles.bits, at.codes, token);
-      sum += static_cast<double>(q[c]) * (static_cast<double>(f16_to_float(*at.zero)) +
-                                          static_cast<double>(f16_to_float(*at.scale)) * code);
+      sum += q[static_cast<std::size_t>(c)] * (static_cast<double>(f16_to_float(*at.zero)) +
+                                               static_cast<double>(f16_to_float(*at.scale)) * code);
     }
     return sum;
   }

@@ -7,6 +7,7 @@
 #include "cpu/scan/key_score.h"
 #include "cpu/scan/scan.h"
 #include "lib/check.h"
+#include "lib/hadamard.h"
 
 namespace sluice::cpu {
 namespace {
@@ -29,6 +30,10 @@ class HeadScan {
                       : all_channels(p.shape.head_dim)) {
     for (int g = 0; g < group_; ++g) {
       factors_.push_back(inverse_temperature(query(g), p.shape.head_dim, channels_));
+    }
+    tile_q_.assign(q_, q_ + group_ * p.shape.head_dim);
+    if (p.index.tiles.rotated && p.method == Selector::int4) {
+      rotate(tile_q_.data(), std::ssize(tile_q_), Rotation::of(p.shape.head_dim));
     }
   }
 
@@ -119,7 +124,7 @@ class HeadScan {
         const int g = first + static_cast<int>(i);
         outs[i] = to(g);
       }
-      fold_queries(query(first), p_.shape.head_dim,
+      fold_queries(tile_q_.data() + first * p_.shape.head_dim, p_.shape.head_dim,
                    {&factors_[static_cast<std::size_t>(first)], bunch}, scan, folded.data());
       score_page(scan, {folded.data(), bunch}, {outs.data(), bunch});
     }
@@ -141,7 +146,8 @@ class HeadScan {
   std::int64_t head_;
   std::int64_t place_;  // into [tokens, kv_heads]
   int group_;
-  const float* q_;  // [group, head_dim]
+  const float* q_;             // [group, head_dim]
+  std::vector<float> tile_q_;  // the same, as the tiles hold keys
   ChannelList channels_;
   std::vector<float> factors_;  // [group]
 };
@@ -182,6 +188,7 @@ std::vector<Task> tasks_of(const EstimateParams& p, const std::vector<HeadScan>&
 }  // namespace
 
 void estimate(const EstimateParams& p, Threads& threads) {
+  check(p.method != Selector::sparq || !p.index.tiles.rotated, "sparq reads unrotated tiles");
   std::vector<HeadScan> scans;
   std::int64_t pages = 0;
   for (std::int64_t token = 0; token < p.batch.count; ++token) {

@@ -9,6 +9,7 @@
 #include "cpu/runtime/rows.h"
 #include "cpu/runtime/whole_pages.h"
 #include "cpu/scan/scan.h"
+#include "lib/hadamard.h"
 #include "sluice/half.h"
 
 namespace sluice::cpu {
@@ -32,6 +33,11 @@ class PageKeys {
 
   bool finite() const {
     return std::all_of(keys_.begin(), keys_.end(), [](float x) { return std::isfinite(x); });
+  }
+
+  void rotate() {
+    for (float& x : keys_) x = std::clamp(x, -kMostRotated, kMostRotated);
+    sluice::rotate(keys_.data(), std::ssize(keys_), Rotation::of(static_cast<int>(head_dim_)));
   }
 
   // Minimum and maximum per channel over tokens [first, first + count).
@@ -90,7 +96,8 @@ void pack_channel(const std::uint8_t* codes, int bits, std::byte* to) {
   if (bits == 3) pack_bits(codes, 2, 1, to + KeyTiles::low_bytes(bits));
 }
 
-void build_tile(const PageKeys& keys, int head_dim, int bits, const TilePage& page) {
+void build_tile(const PageKeys& keys, int head_dim, const KeyTiles& tiles, const TilePage& page) {
+  const int bits = tiles.bits;
   Channels low;
   Channels high;
   keys.range(0, kPageTokens, low, high);
@@ -99,8 +106,10 @@ void build_tile(const PageKeys& keys, int head_dim, int bits, const TilePage& pa
   Channels zero;
   Channels inverse;
   for (std::size_t c = 0; c < channels; ++c) {
-    page.zeros[c] = float_to_f16(clamp_to_half(low[c]));
-    page.scales[c] = float_to_f16(clamp_to_half((high[c] - low[c]) / largest));
+    const float range = high[c] - low[c];
+    const float first = tiles.rotated ? low[c] + range * tiles.margin() : low[c];
+    page.zeros[c] = float_to_f16(clamp_to_half(first));
+    page.scales[c] = float_to_f16(clamp_to_half(range * tiles.kept_range() / largest));
     zero[c] = f16_to_float(page.zeros[c]);
     const float scale = f16_to_float(page.scales[c]);
     inverse[c] = scale > 0.0f ? 1.0f / scale : 0.0f;
@@ -132,16 +141,16 @@ void build_bounds(const PageKeys& keys, int head_dim, std::uint16_t* to) {
 
 // Builds a page from its rows. Returns false and builds nothing if a key is NaN or Inf.
 bool build_page(const KvShape& shape, const KeyIndexView& index, const WholePage& page) {
-  const PageKeys keys(page.rows, shape);
+  PageKeys keys(page.rows, shape);
   if (!keys.finite()) return false;
   const int d = shape.head_dim;
   const std::int64_t slot = index.slot(page.sequence, page.number);
-  if (index.tiles.codes != nullptr) {
-    build_tile(keys, d, index.tiles.bits, tile_page(index.tiles, d, page.head, slot, page.number));
-  }
   if (index.bounds.bounds != nullptr) {
     build_bounds(keys, d, index.bounds.of(d, page.head, slot, page.number));
   }
+  if (index.tiles.codes == nullptr) return true;
+  if (index.tiles.rotated) keys.rotate();
+  build_tile(keys, d, index.tiles, tile_page(index.tiles, d, page.head, slot, page.number));
   return true;
 }
 

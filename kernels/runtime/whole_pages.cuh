@@ -56,6 +56,7 @@ __device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float
 __device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
   return __bfloat1622float2(pair);
 }
+__device__ __forceinline__ float2 floats_of(float2 pair) { return pair; }
 
 // Makes `strange`, which must start as zeros, nonzero if an element is NaN or Inf; see
 // is_strange().
@@ -77,6 +78,17 @@ struct PairRange {
   __device__ void include(const PairRange& other) {
     low = __hmin2(low, other.low);
     high = __hmax2(high, other.high);
+  }
+};
+
+template <>
+struct PairRange<float2> {
+  float2 low;
+  float2 high;
+
+  __device__ void include(const PairRange& other) {
+    low = make_float2(fminf(low.x, other.low.x), fminf(low.y, other.low.y));
+    high = make_float2(fmaxf(high.x, other.high.x), fmaxf(high.y, other.high.y));
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/hadamard.cuh"
 #include "kernels/scan/channels.h"
 
 namespace sluice::cuda {
@@ -20,9 +21,10 @@ struct QueryArgs {
   std::int64_t q_stride;  // floats from token to token
   int group;
   int head_dim;
-  int channels;  // channels used; head_dim unless the method is SparQ
-  int first;     // first query head of this pass, within the group
-  int count;     // query heads of this pass, up to kMaxQueries
+  int channels;            // channels used; head_dim unless the method is SparQ
+  int first;               // first query head of this pass, within the group
+  int count;               // query heads of this pass, up to kMaxQueries
+  Rotation rotation = {};  // of queries for rotated tiles
 
   // The queries of one KV head, [group, head_dim].
   __device__ __forceinline__ const float* of(int token, int kv_head) const {
@@ -119,14 +121,18 @@ __device__ __forceinline__ void scale_query(const QueryArgs& a, const float* of_
                                             Queries& to) {
   const float* const from = of_head + (a.first + n) * a.head_dim;
   float q[kChannelWords];
+#pragma unroll
+  for (int i = 0; i < kChannelWords; ++i) {
+    const int c = i * kWarp + lane_id();
+    q[i] = c < a.head_dim ? from[c] : 0.0f;
+  }
+  if (a.rotation.block > 1) rotate_words(q, a.rotation);
   float all = 0.0f;
   float kept = 0.0f;
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChannelWords; ++i) {
-    const int c = i * kWarp + lane_id();
     const bool counts = (to.counts[i] >> lane_id() & 1) != 0;
-    q[i] = c < a.head_dim ? from[c] : 0.0f;
     all += fabsf(q[i]);
     if (!counts) q[i] = 0.0f;
     kept += fabsf(q[i]);

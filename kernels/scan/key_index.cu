@@ -1,7 +1,10 @@
 // Builds pages of the key index, one block per page and KV head. Keys stay in registers between
 // finding their range and quantising them, so that they are read once.
+#include <type_traits>
+
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
+#include "kernels/runtime/hadamard.cuh"
 #include "kernels/runtime/whole_pages.cuh"
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
@@ -16,6 +19,10 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kParts = 4;
 constexpr int kThreadTokens = kPageTokens / kParts;
 constexpr int kMaxThreads = kParts * kMaxHeadDim / 2;
+// Tokens of every part that are rotated at a time, and the floats that a warp rotates at a time.
+constexpr int kRotatedTokens = 8;
+constexpr int kRotatedFloats = kMaxHeadDim;
+
 template <typename Pages>
 struct BuildArgs {
   Pages pages;
@@ -30,6 +37,10 @@ struct BuildArgs {
   std::int32_t* bad;         // reported [sequences, kv_heads]
   int head_dim;
   int bits;
+  // Of rotated tiles, see KeyTiles.
+  Rotation rotation;
+  float kept;
+  float margin;
 };
 
 __device__ __forceinline__ int token_of(int part, int k) {
@@ -37,17 +48,56 @@ __device__ __forceinline__ int token_of(int part, int k) {
   return half * (kPageTokens / 2) + part * kBoundTokens + k % kBoundTokens;
 }
 
-// Range of kBoundTokens keys. `strange` becomes nonzero if one is NaN or Inf.
-template <typename Pair>
-__device__ __forceinline__ PairRange<Pair> range_of(const Pair* keys, Pair& strange) {
+template <int kTokens, typename Pair>
+__device__ __forceinline__ PairRange<Pair> range_of(const Pair* keys) {
   PairRange<Pair> range{keys[0], keys[0]};
-  const Pair zeros = strange;
 #pragma unroll
-  for (int k = 0; k < kBoundTokens; ++k) {
-    range.include({keys[k], keys[k]});
-    note_strange(keys[k], zeros, strange);
-  }
+  for (int k = 1; k < kTokens; ++k) range.include({keys[k], keys[k]});
   return range;
+}
+
+__device__ __forceinline__ float2 clamp_to_rotated(float2 pair) {
+  return make_float2(fminf(fmaxf(pair.x, -kMostRotated), kMostRotated),
+                     fminf(fmaxf(pair.y, -kMostRotated), kMostRotated));
+}
+
+// Rotates the block's keys by way of `memory`, [kParts * kRotatedTokens, head_dim]. All threads of
+// the block call it; those that do not work have no keys.
+template <typename Pair>
+__device__ __forceinline__ void rotate_keys(const Pair (&keys)[kThreadTokens], bool works, int part,
+                                            int pair, int head_dim, const Rotation& rotation,
+                                            float* memory, float2 (&rotated)[kThreadTokens]) {
+  auto* const own = reinterpret_cast<float2*>(memory + part * kRotatedTokens * head_dim) + pair;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int floats = kParts * kRotatedTokens * head_dim;
+  const int step = static_cast<int>(blockDim.x) / kWarp * kRotatedFloats;
+#pragma unroll
+  for (int first = 0; first < kThreadTokens; first += kRotatedTokens) {
+#pragma unroll
+    for (int k = 0; k < kRotatedTokens; ++k) {
+      if (works) own[k * head_dim / 2] = clamp_to_rotated(floats_of(keys[first + k]));
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int at = static_cast<int>(threadIdx.x) / kWarp * kRotatedFloats; at < floats; at += step) {
+      float x[kRotatedFloats / kWarp];
+#pragma unroll
+      for (int i = 0; i < kRotatedFloats / kWarp; ++i) {
+        const int place = at + i * kWarp + lane;
+        x[i] = place < floats ? memory[place] : 0.0f;
+      }
+      rotate_words(x, rotation);
+#pragma unroll
+      for (int i = 0; i < kRotatedFloats / kWarp; ++i) {
+        const int place = at + i * kWarp + lane;
+        if (place < floats) memory[place] = x[i];
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kRotatedTokens; ++k) rotated[first + k] = own[k * head_dim / 2];
+    __syncthreads();
+  }
 }
 
 __device__ __forceinline__ void write_pair(std::uint16_t* to, __half low, __half high) {
@@ -73,10 +123,14 @@ struct Quantiser {
   float inverse;
   float largest;
 
-  __device__ Quantiser(float low, float high, int bits)
-      : largest(static_cast<float>((1 << bits) - 1)) {
-    zero = __float2half_rn(clamp_to_half(low));
-    scale = __float2half_rn(clamp_to_half(__fdiv_rn(__fsub_rn(high, low), largest)));
+  template <typename Args>
+  __device__ Quantiser(float low, float high, const Args& a)
+      : largest(static_cast<float>((1 << a.bits) - 1)) {
+    const float range = __fsub_rn(high, low);
+    // The range of keys that are not clamped may be infinite.
+    const float first = a.margin > 0.0f ? __fadd_rn(low, __fmul_rn(range, a.margin)) : low;
+    zero = __float2half_rn(clamp_to_half(first));
+    scale = __float2half_rn(clamp_to_half(__fdiv_rn(__fmul_rn(range, a.kept), largest)));
     base = __half2float(zero);
     const float step = __half2float(scale);
     inverse = step > 0.0f ? __fdiv_rn(1.0f, step) : 0.0f;
@@ -176,13 +230,35 @@ __device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd
   }
 }
 
+// Writes the tile of a page. `all`: the range of all keys of the thread's channels.
+template <typename Pages, typename Pair>
+__device__ __forceinline__ void write_tile(const BuildArgs<Pages>& a, const Pair* keys,
+                                           const PairRange<Pair>& all, std::int64_t tile, int odd,
+                                           bool works, int part, int pair, uint4* staged) {
+  const float2 low = floats_of(all.low);
+  const float2 high = floats_of(all.high);
+  const Quantiser quantisers[2] = {{low.x, high.x, a}, {low.y, high.y, a}};
+  if (works && part == 0) {
+    std::uint16_t* const scales = a.scales + (tile * kTilePages + odd) * 2 * a.head_dim + 2 * pair;
+    write_pair(scales, quantisers[0].scale, quantisers[1].scale);
+    write_pair(scales + a.head_dim, quantisers[0].zero, quantisers[1].zero);
+  }
+  if (works) stage_codes(keys, quantisers, a.bits, part, pair, a.head_dim, staged);
+  __syncthreads();
+  const std::int64_t tile_bytes =
+      static_cast<std::int64_t>(a.head_dim) * kTilePages * kPageTokens * a.bits / 8;
+  write_codes(staged, a.head_dim, a.bits, odd,
+              reinterpret_cast<uint4*>(a.codes + tile * tile_bytes));
+}
+
 // Each block builds one page of one KV head, or has nothing to do.
-template <typename T, typename Pages>
+template <typename T, bool kRotated, typename Pages>
 __global__ void __launch_bounds__(kMaxThreads)
     build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
   using Pair = decltype(as_pair(T(), 0u));
-  extern __shared__ uint4 staged[];  // codes, staged_bytes() of them
-  __shared__ PairRange<Pair> ranges[kParts][kMaxHeadDim / 2];
+  extern __shared__ uint4 staged[];  // codes or, before them, keys to rotate: shared_bytes()
+  using Coded = std::conditional_t<kRotated, float2, Pair>;
+  __shared__ PairRange<Coded> ranges[kParts][kMaxHeadDim / 2];
   const int head = static_cast<int>(blockIdx.y);
   WholePage page;
   const bool has_page = a.pages.find(head, a.row_bytes, page);
@@ -206,12 +282,17 @@ __global__ void __launch_bounds__(kMaxThreads)
         reinterpret_cast<const std::uint32_t*>(page.rows + token_of(part, k) * a.row_bytes);
     keys[k] = as_pair(T(), row[pair]);
   }
-  Pair strange = as_pair(T(), 0u);
-  const PairRange<Pair> first = range_of(keys, strange);
-  const PairRange<Pair> second = range_of(keys + kBoundTokens, strange);
-  PairRange<Pair> all = first;
-  all.include(second);
-  if (works) ranges[part][pair] = all;
+  const Pair zeros = as_pair(T(), 0u);
+  Pair strange = zeros;
+#pragma unroll
+  for (int k = 0; k < kThreadTokens; ++k) note_strange(keys[k], zeros, strange);
+  const PairRange<Pair> first = range_of<kBoundTokens>(keys);
+  const PairRange<Pair> second = range_of<kBoundTokens>(keys + kBoundTokens);
+  if constexpr (!kRotated) {
+    PairRange<Pair> own = first;
+    own.include(second);
+    if (works) ranges[part][pair] = own;
+  }
   if (__syncthreads_or(is_strange(strange)) != 0) {
     if (thread == 0) a.bad[page.sequence * gridDim.y + head] = 1;
     return;
@@ -226,27 +307,29 @@ __global__ void __launch_bounds__(kMaxThreads)
     write_bounds(second, a.head_dim, bounds + kParts * 2 * a.head_dim);
   }
   if (a.codes == nullptr) return;
-  for (int other = 0; other < kParts; ++other) all.include(ranges[other][pair]);
-  const float2 low = floats_of(all.low);
-  const float2 high = floats_of(all.high);
-  const Quantiser quantisers[2] = {{low.x, high.x, a.bits}, {low.y, high.y, a.bits}};
-  const std::int64_t tile = head * a.tile_slots + slot;
-  if (works && part == 0) {
-    std::uint16_t* const scales = a.scales + (tile * kTilePages + odd) * 2 * a.head_dim + 2 * pair;
-    write_pair(scales, quantisers[0].scale, quantisers[1].scale);
-    write_pair(scales + a.head_dim, quantisers[0].zero, quantisers[1].zero);
+  const auto finish = [&](const Coded* coded) {
+    PairRange<Coded> all = ranges[0][pair];
+    for (int other = 1; other < kParts; ++other) all.include(ranges[other][pair]);
+    write_tile(a, coded, all, head * a.tile_slots + slot, odd, works, part, pair, staged);
+  };
+  if constexpr (kRotated) {
+    float2 rotated[kThreadTokens];
+    rotate_keys(keys, works, part, pair, a.head_dim, a.rotation, reinterpret_cast<float*>(staged),
+                rotated);
+    if (works) ranges[part][pair] = range_of<kThreadTokens>(rotated);
+    __syncthreads();
+    finish(rotated);
+  } else {
+    finish(keys);
   }
-  if (works) stage_codes(keys, quantisers, a.bits, part, pair, a.head_dim, staged);
-  __syncthreads();
-  const std::int64_t tile_bytes =
-      static_cast<std::int64_t>(a.head_dim) * kTilePages * kPageTokens * a.bits / 8;
-  write_codes(staged, a.head_dim, a.bits, odd,
-              reinterpret_cast<uint4*>(a.codes + tile * tile_bytes));
 }
 
-// Shared memory for staged codes: 64 bytes per channel, and at 3 bits 64 more for the highest.
-std::size_t staged_bytes(int head_dim, int bits) {
-  return static_cast<std::size_t>(head_dim) * kPageTokens / (bits == 3 ? 1 : 2);
+// Shared memory for staged codes: 64 bytes per channel, and at 3 bits 64 more for the highest. Keys
+// to rotate take 128 per channel.
+std::size_t shared_bytes(int head_dim, const KeyTiles& tiles) {
+  static_assert(kParts * kRotatedTokens * sizeof(float) == kPageTokens);
+  const bool is_double = tiles.bits == 3 || tiles.rotated;
+  return static_cast<std::size_t>(head_dim) * kPageTokens / (is_double ? 1 : 2);
 }
 
 // Builds `blocks` pages of every KV head.
@@ -270,11 +353,21 @@ void build(const char* what, const KvShape& shape, const KeyIndexView& index, co
   a.bad = bad;
   a.head_dim = d;
   a.bits = index.tiles.bits;
+  a.rotation = Rotation::of(d);
+  a.kept = index.tiles.kept_range();
+  a.margin = index.tiles.margin();
   const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
   dispatch_rows(shape.rows.element, [&](auto row) {
-    launch_early(what, build_kernel<decltype(row), Pages>, grid, static_cast<unsigned>(threads),
-                 staged_bytes(d, a.bits), launch, a);
+    const auto start = [&](auto kernel) {
+      launch_early(what, kernel, grid, static_cast<unsigned>(threads), shared_bytes(d, index.tiles),
+                   launch, a);
+    };
+    if (index.tiles.rotated) {
+      start(build_kernel<decltype(row), true, Pages>);
+    } else {
+      start(build_kernel<decltype(row), false, Pages>);
+    }
   });
 }
 

@@ -475,10 +475,10 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
     load_keys(rows, 0, a, keys);
   }
 
-  load_queries(a.queries, a.queries.of(at.token, at.kv_head), queries);
-  if (at.part == a.prepare_block) {
-    prepare_tiles(queries, a.prepare, static_cast<int>(head), at.token);
-  }
+  const bool prepares = at.part == a.prepare_block;
+  load_queries(prepares ? a.prepare.queries : a.queries, a.queries.of(at.token, at.kv_head),
+               queries);
+  if (prepares) prepare_tiles(queries, a.prepare, static_cast<int>(head), at.token);
   if (!scans) return;
   make_fragments<T, kKind, kColumns>(queries, a, blocks, fragments);
   __syncthreads();
@@ -568,13 +568,14 @@ dim3 shared_grid(const RowScanArgs& a, std::int64_t units) {
 void scan_rows(const ScanPass& pass, const PrepareArgs* prepare, const Launch& launch) {
   RowScanArgs a = common_args(pass, launch);
   // A page keeps one block busy. With few heads, a second block per head prepares the scan of tiles
-  // sooner.
+  // sooner. Rotated tiles always take a second block, because its queries are rotated, too.
   int blocks = a.scan_blocks = 1;
   if (prepare != nullptr) {
     a.prepare = *prepare;
     a.prepare_block = 0;
     const int twice = (blocks + 1) * a.kv_heads * a.token_count;
-    if (twice <= launch.device->multiprocessors) a.prepare_block = blocks++;
+    const bool is_rotated = prepare->queries.rotation.block > 1;
+    if (is_rotated || twice <= launch.device->multiprocessors) a.prepare_block = blocks++;
   }
   launch_even<RowKind::newest>(pass, a, blocks, launch);
 }

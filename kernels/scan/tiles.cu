@@ -838,6 +838,8 @@ PrepareArgs prepare_args(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
   PrepareArgs a{};
   a.queries = query_args(pass);
+  check(p.method != Selector::sparq || !p.index.tiles.rotated, "sparq reads unrotated tiles");
+  if (p.index.tiles.rotated) a.queries.rotation = Rotation::of(p.shape.head_dim);
   check(tile_scan_scratch_bytes(p) <= launch.scratch_bytes, "tile scan: scratch");
   Pieces pieces(launch.scratch);
   a.to = take_queries(p, pieces);

@@ -148,6 +148,8 @@ enum class Selector : std::uint8_t {
 
 // Estimates logits in natural units (what softmax takes) for every token of a batch.
 //
+// Queries are rotated for rotated tiles, which `sparq` cannot read.
+//
 // A token at position P, whose page begins at F, gets logits of [0, F) (of the candidates only, if
 // there are any) from the index, and of [F, P] from their rows. `exact` reads all rows. `sparq`
 // reads the `channels` with the largest sum of |q| over the group and divides by

@@ -11,6 +11,7 @@
 #include "lib/backend/index_ops.h"
 #include "lib/backend/memory.h"
 #include "sluice/batch.h"
+#include "sluice/half.h"
 #include "tests/support/attention_cases.h"
 #include "tests/support/device.h"
 #include "tests/support/random.h"
@@ -31,16 +32,16 @@ struct EstimateCase {
 class IndexedCase {
  public:
   // All sequences have one shape, and all KV heads of a sequence the same number of rows. The index
-  // is not built yet.
+  // is not built yet. Rotated tiles take every method but sparq.
   IndexedCase(Device& backend, const std::vector<AttentionCase>& sequences, int bits,
-              std::uint64_t seed)
+              std::uint64_t seed, bool rotated = false)
       : backend_(backend), sequences_(sequences), shape_(sequences.front().shape) {
     for (const AttentionCase& c : sequences) {
       pages_ = std::max(pages_, (c.count(0) + kPageTokens - 1) / kPageTokens);
     }
     Random random(seed);
     place_rows(random);
-    place_index(random, bits);
+    place_index(random, bits, rotated);
     bad_ = backend.allocate(Tier::host, sequences.size() * heads() * sizeof(std::int32_t));
     backend.synchronize();
   }
@@ -126,6 +127,35 @@ class IndexedCase {
   // The page counts that the last estimate reported, [tokens, kv_heads].
   const std::vector<std::int32_t>& pages_read() const { return pages_read_; }
 
+  // The keys that a page's tile holds, [kPageTokens, head_dim], decoded as KeyTiles describes.
+  std::vector<double> tile_keys(std::size_t sequence, std::int64_t head, std::int64_t page) {
+    const std::vector<std::uint8_t> all = codes();
+    const std::vector<std::uint16_t> halves = scales();
+    const auto d = static_cast<std::size_t>(shape_.head_dim);
+    const KeyTiles& tiles = view_.tiles;
+    const std::int64_t slot = slot_of(sequence, page);
+    const std::uint16_t* const scale =
+        halves.data() + (tiles.scales_of(shape_.head_dim, head, slot, page) - tiles.scales);
+    std::vector<double> keys;
+    for (std::size_t token = 0; token < kPageTokens; ++token) {
+      for (std::size_t c = 0; c < d; ++c) {
+        const std::uint8_t* const from =
+            all.data() + (tiles.codes_of(shape_.head_dim, head, slot) - tiles.codes) +
+            KeyTiles::place_of(tiles.bits, page, c) * tiles.code_bytes();
+        const auto read = [&](const std::uint8_t* at, unsigned bits) {
+          const std::size_t bytes = std::size_t{16} * bits;
+          return static_cast<unsigned>(at[token % bytes]) >> (token / bytes * bits) &
+                 ((1u << bits) - 1u);
+        };
+        const unsigned code = tiles.bits == 3 ? read(from, 2) + 4 * read(from + 32, 1)
+                                              : read(from, static_cast<unsigned>(tiles.bits));
+        keys.push_back(static_cast<double>(f16_to_float(scale[d + c])) +
+                       static_cast<double>(f16_to_float(scale[c])) * code);
+      }
+    }
+    return keys;
+  }
+
   std::vector<std::uint8_t> codes() { return download<std::uint8_t>(backend_, codes_); }
   std::vector<std::uint16_t> scales() { return download<std::uint16_t>(backend_, scales_); }
   std::vector<std::uint16_t> bounds() { return download<std::uint16_t>(backend_, bounds_); }
@@ -136,8 +166,7 @@ class IndexedCase {
   }
   // The offset of a page's bounds in bounds().
   std::size_t bounds_of(std::size_t sequence, std::int64_t head, std::int64_t page) const {
-    const std::int64_t slot = slots_[sequence * static_cast<std::size_t>(view_.table_stride) +
-                                     static_cast<std::size_t>(page / kTilePages)];
+    const std::int64_t slot = slot_of(sequence, page);
     PageBounds from_zero = view_.bounds;
     return static_cast<std::size_t>(from_zero.of(shape_.head_dim, head, slot, page) -
                                     from_zero.bounds);
@@ -165,6 +194,10 @@ class IndexedCase {
     SelectionView view;
   };
 
+  std::int64_t slot_of(std::size_t sequence, std::int64_t page) const {
+    return slots_[sequence * static_cast<std::size_t>(view_.table_stride) +
+                  static_cast<std::size_t>(page / kTilePages)];
+  }
   std::size_t heads() const { return static_cast<std::size_t>(shape_.kv_heads); }
   std::int32_t* flags() const { return reinterpret_cast<std::int32_t*>(bad_.data()); }
 
@@ -219,10 +252,11 @@ class IndexedCase {
     rows_.table_stride = pages_;
   }
 
-  void place_index(Random& random, int bits) {
+  void place_index(Random& random, int bits, bool rotated) {
     view_.table_stride = (pages_ + kTilePages - 1) / kTilePages;
     slots_ = shuffled(random, sequences_.size() * static_cast<std::size_t>(view_.table_stride));
     view_.tiles.bits = bits;
+    view_.tiles.rotated = rotated;
     view_.tiles.slots = view_.bounds.slots = static_cast<std::int64_t>(slots_.size());
     const int d = shape_.head_dim;
     const Tier tier = backend_.info().compute_tier;

@@ -16,6 +16,7 @@
 #include "kernels/runtime/workspace.h"
 #include "kernels/scan/scan.h"
 #include "lib/backend/index_ops.h"
+#include "lib/hadamard.h"
 #include "sluice/half.h"
 #include "tests/kernels/digest_truth.h"
 #include "tests/kernels/scan/shared_array.h"
@@ -38,6 +39,7 @@ struct Problem {
   std::int64_t spare = 0;  // capacity of the batch beyond the longest
   bool skip_newest = false;
   int bits = 4;
+  bool rotated = false;  // tiles
   int channels = 32;
   DType dtype = DType::bf16;
   int apart = 0;                // a candidate in so many tokens, or 0: there are none
@@ -50,8 +52,9 @@ struct Problem {
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
   out << "method " << static_cast<int>(p.method) << " head_dim " << p.head_dim << " group "
       << p.group << " kv_heads " << p.kv_heads << " skip_newest " << p.skip_newest << " bits "
-      << p.bits << " channels " << p.channels << " dtype " << to_string(p.dtype) << " apart "
-      << p.apart << " odd_stride " << p.odd_stride << " spare " << p.spare << " lengths";
+      << p.bits << (p.rotated ? " rotated" : "") << " channels " << p.channels << " dtype "
+      << to_string(p.dtype) << " apart " << p.apart << " odd_stride " << p.odd_stride << " spare "
+      << p.spare << " lengths";
   for (const std::int64_t length : p.lengths) out << ' ' << length;
   return out;
 }
@@ -190,6 +193,7 @@ class Prepared {
   KeyTiles tiles_of(const Problem& p) const {
     KeyTiles tiles;
     tiles.bits = p.bits;
+    tiles.rotated = p.rotated;
     tiles.slots = static_cast<std::int64_t>(tile_slots_);
     return tiles;
   }
@@ -348,17 +352,21 @@ class Prepared {
     const BatchToken& token = token_of(row);
     const int head = kv_head_of(row);
     const bool is_row = p_.method == Selector::exact || position >= token.page_first();
+    std::vector<double> queries(query(row), query(row) + p_.head_dim);
+    if (p_.rotated && p_.method == Selector::int4 && !is_row) {
+      rotate(queries.data(), p_.head_dim, Rotation::of(p_.head_dim));
+    }
     double sum = 0.0;
     double size = 0.0;      // sum of absolute products
     double variance = 0.0;  // of what rounding adds
     double largest = 0.0;
     for (const int c : channels) {
-      largest = std::max(largest, std::fabs(static_cast<double>(query(row)[c])));
+      largest = std::max(largest, std::fabs(queries[static_cast<std::size_t>(c)]));
     }
     const double half = 0x1p-11 / std::sqrt(3.0);             // half a step of f16, as a deviation
     const double least = 0x1p-24 * largest / std::sqrt(3.0);  // of subnormal queries
     for (const int c : channels) {
-      const double q = static_cast<double>(query(row)[c]);
+      const double q = queries[static_cast<std::size_t>(c)];
       double product = 0.0;
       if (is_row) {
         // Split queries keep at least 16 bits.

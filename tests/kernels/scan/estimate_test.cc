@@ -39,6 +39,7 @@ TEST(CudaEstimate, EveryShape) {
         for (const int bits : {4, 3, 2}) {
           ++seed;
           p.bits = bits;
+          p.rotated = method == Selector::int4;
           p.dtype = seed % 2 == 0 ? DType::bf16 : DType::f16;
           expect_close(p, seed);
         }
@@ -78,6 +79,7 @@ TEST(CudaEstimate, Candidates) {
         for (const int bits : {4, 3, 2}) {
           p.bits = bits;
           p.skip_newest = ++seed % 5 < 2;
+          p.rotated = method == Selector::int4 && seed % 2 == 0;
           expect_close(p, seed);
         }
       }
@@ -97,6 +99,7 @@ TEST(CudaEstimate, LengthsAndStrides) {
       p.odd_stride = length % 8;
       p.skip_newest = length % 3 == 0;
       p.bits = 2 + static_cast<int>(++seed % 3);
+      p.rotated = method == Selector::int4 && seed % 2 == 0;
       expect_close(p, seed);
     }
   }

@@ -28,6 +28,7 @@ struct IndexCase {
   int kv_heads = 2;
   std::int64_t pages = 2;
   float deviation = 1.0f;
+  bool rotated = false;
 };
 
 constexpr std::int64_t kFirstPage = 1;
@@ -42,6 +43,7 @@ std::int64_t tiles_of_sequence(const IndexCase& c) {
 KeyTiles tiles_of(const IndexCase& c) {
   KeyTiles tiles;
   tiles.bits = c.bits;
+  tiles.rotated = c.rotated;
   tiles.slots = tiles_of_sequence(c) + kSpareSlots;
   return tiles;
 }
@@ -215,7 +217,7 @@ void expect_same(const IndexCase& c, std::uint64_t seed, Source source) {
   SCOPED_TRACE(testing::seed_message(seed));
   SCOPED_TRACE("head_dim " + std::to_string(c.head_dim) + " bits " + std::to_string(c.bits) +
                " dtype " + std::string(to_string(c.dtype)) + " deviation " +
-               std::to_string(c.deviation));
+               std::to_string(c.deviation) + (c.rotated ? " rotated" : ""));
   Random random(seed);
   const std::vector<std::byte> rows = random_rows(c, random);
   std::vector<std::int32_t> bad;
@@ -235,7 +237,9 @@ TEST(CudaKeyIndex, EqualsReferenceBitByBit) {
       for (const int bits : {4, 3, 2}) {
         for (const std::int64_t pages : {1, 4}) {
           for (const Source source : {Source::device, Source::pages}) {
-            expect_same({head_dim, dtype, bits, 2, pages}, ++seed, source);
+            for (const bool rotated : {false, true}) {
+              expect_same({head_dim, dtype, bits, 2, pages, 1.0f, rotated}, ++seed, source);
+            }
           }
         }
       }
@@ -246,9 +250,10 @@ TEST(CudaKeyIndex, EqualsReferenceBitByBit) {
 TEST(CudaKeyIndex, RoundsLikeReferenceAtEveryMagnitude) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   std::uint64_t seed = testing::seed(100);
-  for (const float deviation : {0.0f, 1e-8f, 1e-6f, 1e-4f, 100.0f, 1e4f}) {
+  for (const float deviation : {0.0f, 1e-8f, 1e-6f, 1e-4f, 100.0f, 1e4f, 1e30f}) {
     for (const int bits : {4, 3, 2}) {
       expect_same({64, DType::bf16, bits, 3, 1, deviation}, ++seed, Source::host);
+      expect_same({64, DType::bf16, bits, 3, 1, deviation, true}, ++seed, Source::host);
     }
   }
 }
