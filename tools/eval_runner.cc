@@ -4,23 +4,29 @@
 #include <iterator>
 #include <utility>
 
+#include "sluice/scorer.h"
+
 namespace sluice::tools {
 namespace {
 
-// Returns true if one index can hold the key and value bits of both policies.
-bool same_bits(const Policy& a, const Policy& b) {
+// Returns true if one index can hold the keys and values of both policies.
+bool same_codes(const Policy& a, const Policy& b) {
   const bool both_keep_values =
       a.compensate == Compensation::values && b.compensate == Compensation::values;
-  return a.bits == b.bits && (!both_keep_values || a.values.bits == b.values.bits);
+  const Scorer& of_a = own_scorers().at(a.select);
+  const Scorer& of_b = own_scorers().at(b.select);
+  const bool both_estimate = of_a.info().estimates() && of_b.info().estimates();
+  return a.bits == b.bits && (!both_keep_values || a.values.bits == b.values.bits) &&
+         (!both_estimate || of_a.reads_channels() == of_b.reads_channels());
 }
 
 // Policies that can share a prefill and an index.
 bool same_group(const Policy& a, const Policy& b) {
   const bool same_layers = a.prefill.dense() || a.dense_layers == b.dense_layers;
   const auto same_in = [&](const auto& entry) {
-    return same_bits(a.at(entry.first), b.at(entry.first));
+    return same_codes(a.at(entry.first), b.at(entry.first));
   };
-  return a.prefill == b.prefill && same_layers && same_bits(a, b) &&
+  return a.prefill == b.prefill && same_layers && same_codes(a, b) &&
          std::all_of(a.layers.begin(), a.layers.end(), same_in) &&
          std::all_of(b.layers.begin(), b.layers.end(), same_in);
 }

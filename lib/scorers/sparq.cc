@@ -16,6 +16,7 @@ class Sparq : public Scorer {
                 {{.name = "r", .least = 1.0, .range = "1 to head_dim"}}}) {}
   bool runs_on(Processor /*processor*/) const override { return true; }
   bool digests() const override { return true; }
+  bool reads_channels() const override { return true; }
 
   void check(const ScorerUse& use) const override {
     if (channels(use) <= use.shape.head_dim) return;

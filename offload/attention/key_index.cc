@@ -87,6 +87,7 @@ void KeyIndex::truncate(int layer, std::int32_t sequence, std::int64_t from, std
 KeyTiles KeyIndex::tiles(const LayerIndex& layer) const {
   KeyTiles tiles;
   if (layer.bits > 0) tiles.bits = layer.bits;
+  tiles.rotated = layer.rotated;
   tiles.slots = layout_.tiles;
   return tiles;
 }

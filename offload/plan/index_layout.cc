@@ -219,6 +219,16 @@ void keep_in(int& bits, int wanted, const std::string& what) {
   bits = wanted;
 }
 
+// Keys are rotated before they are coded, unless the policy reads single channels of them.
+void keep_rotated(LayerIndex& index, bool rotated) {
+  if (index.bits != 0 && index.rotated != rotated) {
+    throw Error(ErrorCode::usage,
+                "policy: select=sparq reads the channels of keys as they are, all others read "
+                "rotated keys; one session cannot hold both");
+  }
+  index.rotated = rotated;
+}
+
 // Adds a selecting layer's needs, by the policy in force in that layer.
 void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Policy& policy,
                    const Scorers& scorers) {
@@ -228,7 +238,10 @@ void include_layer(IndexLayout& layout, LayerIndex& index, int layer, const Poli
     layout.candidates = std::max(layout.candidates, candidates_of(policy).of(layout.context));
   }
   const bool by_values = policy.compensates(layer, Compensation::values);
-  if (needs.tiles) keep_in(index.bits, policy.bits, "the index");
+  if (needs.tiles) {
+    keep_rotated(index, !scorers.at(policy.select).reads_channels());
+    keep_in(index.bits, policy.bits, "the index");
+  }
   if (by_values) keep_in(index.value_bits, policy.values.bits, "values");
   index.bounds = index.bounds || needs.bounds;
   index.sums = index.sums || by_values || policy.compensates(layer, Compensation::mean_value);

@@ -22,7 +22,8 @@ struct OwnIndex {
 };
 
 struct LayerIndex {
-  int bits = 0;  // per key channel, in key tiles; 0: no key tiles
+  int bits = 0;          // per key channel, in key tiles; 0: no key tiles
+  bool rotated = false;  // key tiles
   bool bounds = false;
   bool sums = false;   // of all values
   int value_bits = 0;  // in value tiles; 0: no value tiles
@@ -134,8 +135,9 @@ bool weighs_pages(const LogitFormat& format, const Policy& policy, int layer, st
 ScorerUse use_of(const Policy& policy, const KvShape& shape);
 
 // A layout that serves every one of the request's policies. Throws Error{usage} if one of them does
-// not fit the shape or if two of them want a layer's keys or values in different bits, and
-// Error{unsupported} if a scorer does not run on the processor.
+// not fit the shape or if two of them want a layer's keys or values in different bits, or one of
+// them its keys rotated and the other not, and Error{unsupported} if a scorer does not run on the
+// processor.
 IndexLayout plan_index(const KvRequest& request);
 
 }  // namespace sluice

@@ -472,6 +472,18 @@ TEST(SparseSession, RefusesWhatItWasNotPlannedFor) {
                             {parse_policy("select=int4 prune=top_k(8) bits=3"),
                              parse_policy("select=int4 prune=top_k(8) bits=3 1:bits=2")}),
                Error);
+  for (const char* const other :
+       {"select=quest candidates=64 prune=top_k(8)", "select=int4 prune=top_k(8)"}) {
+    try {
+      make_session(backend, shape, 400, {parse_policy("sparq"), parse_policy(other)});
+      ADD_FAILURE() << other;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::usage);
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("select=sparq reads the channels of keys as"));
+    }
+  }
+  EXPECT_NO_THROW(
+      make_session(backend, shape, 400, {parse_policy("sparq"), parse_policy("quest")}));
   EXPECT_THROW(make_session(backend, shape, 400, {parse_policy("tidaldecode")}), Error);
 }
 

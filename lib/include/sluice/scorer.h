@@ -219,9 +219,11 @@ class Scorer {
   virtual std::uint64_t bytes_read(const ScorerUse& use, const ScanExtent& extent) const = 0;
 
   // For Sluice's own scorers. reads_rows(): true if estimates, also of candidates, come from the
-  // rows themselves; digests(): true if they come from a tile scan that writes a LogitDigest.
+  // rows themselves; digests(): true if they come from a tile scan that writes a LogitDigest;
+  // reads_channels(): true if they come from single channels of tiles, which are not rotated then.
   virtual bool reads_rows() const { return false; }
   virtual bool digests() const { return false; }
+  virtual bool reads_channels() const { return false; }
 
  private:
   ScorerInfo info_;
