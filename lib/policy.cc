@@ -313,8 +313,8 @@ std::span<const Preset> presets() {
        "prompts attend to important and near tokens, decoding is dense (ZipVL, He et al. 2024)"},
       {"sluice", "select=sparq candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value",
        "SparQ proposes, Twilight's top-p keeps up to 256 tokens, SparQ's mean value compensates"},
-      {"values", "select=int4 prune=top_k(16) compensate=values",
-       "16 tokens exactly, all others by their values in 2 bits: fewest bytes over the bus"},
+      {"values", "select=int4 prune=top_k(64) compensate=values(pages=0.95) bits=3",
+       "64 tokens exactly, all others by their keys in 3 bits and their values in 2"},
       {"quantized", "select=int4 prune=none compensate=values(bits=4,pages=1)",
        "keys and values in 4 bits only, no row is fetched (compare KIVI, Liu et al. 2024)"},
   }};

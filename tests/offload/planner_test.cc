@@ -132,10 +132,12 @@ TEST(Planner, CountsTheBitsOfEveryLayersKeys) {
   const std::int64_t tiles = (context / kPageTokens + 1) / kTilePages;
   const auto bit = static_cast<std::uint64_t>(tiles * kTilePages * kSmall.kv_heads *
                                               kSmall.head_dim * kPageTokens / 8);
-  const std::uint64_t four = index("values");
+  const std::uint64_t four = index("values bits=4");
   EXPECT_EQ(four - index("values bits=3"), 12 * bit);
   EXPECT_EQ(four - index("values bits=2"), 24 * bit);
   EXPECT_EQ(four - index("values bits=3 1,2:bits=4 3:bits=2"), 11 * bit);
+  // The preset, at head_dim 128: 52 bytes of keys and 36 of values per token.
+  EXPECT_EQ(four - index("values"), 12 * bit);
 }
 
 // All of a layer's if there is room, and as many as there is room for beside other rows.

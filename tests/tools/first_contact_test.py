@@ -113,14 +113,14 @@ class Mistakes(unittest.TestCase):
 class Notes(unittest.TestCase):
     def test_auto_says_which_cap_would_do(self):
         flags = [*QUICK, "-p", TEXT, "--context", 6500]
-        lines = ("select=dense", "select=sparq", "bits=3", "compensate=values")
-        names = ("sluice", "values bits=3", "values")  # that each but the last falls short of
+        lines = ("select=dense", "select=sparq", "bits=2", "bits=3")
+        # That each but the last falls short of.
+        names = ("sluice", "values bits=2 prune=top_k(256)", "values")
 
         def run(cap, number):
             """The cap that the next better policy needs."""
             done = sluice(*flags, "--device-memory", cap)
             self.assertEqual(done.returncode, 0, done.stderr)
-            # Keys in 3 bits are a setting of the last.
             said = [line in done.stderr for line in lines]
             self.assertEqual(said.index(True), number, done.stderr)
             if number == len(names):

@@ -19,6 +19,8 @@ COMMANDS = ("generate", "chat", "serve", "eval", "calibrate", "info", "topology"
 CHECKPOINT = {"chat_template.json", "generation_config.json", "tokenizer_config.json",
               "special_tokens_map.json", "added_tokens.json"}  # fmt: skip
 MADE_UP = {"NAME", "DIR", "FILE", "SUBJECT"}
+# Presets in tables of files that were made when they had other lines.
+MEASURED = {"values": "select=int4 prune=top_k(16) compensate=values"}
 
 
 def anchor(heading: str) -> str:
@@ -87,7 +89,7 @@ class Readme(unittest.TestCase):
             self.assert_shown(cells[0], capped, " ms", name)
             self.assert_shown(cells[1], resident, " ms", name)
             self.assert_shown(cells[2], fetched / 1e6, " MB", name)
-            kept = self.kept("128k", self.line_of(name))
+            kept = self.kept("128k", self.line_of(MEASURED.get(name, name)))
             self.assert_shown(cells[3], 100 * kept["top1_agreement"], " %", name)
             self.assert_shown(cells[4], kept["kl"], "", name)
 
