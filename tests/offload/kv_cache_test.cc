@@ -479,14 +479,16 @@ TEST_P(Caches, RowsOnDiskAnswerAsRowsInMemory) {
   for (const char* const policy : {"dense", "select=int4 prune=top_k(40) compensate=values",
                                    "select=int4 prune=top_k(40) dense=1"}) {
     SCOPED_TRACE(policy);
-    KvConfig config = this->config(700);
+    // More rows than the least that the host needs beside a disk; the reference is slow.
+    const std::int64_t context = on_gpu() ? 3000 : 700;
+    KvConfig config = this->config(context);
     config.chunk = 64;
     if (policy != std::string("dense")) config.policies = {parse_policy(policy)};
     const KvShape shape = config.shape;
-    const Script script(shape, 700, seed_);
+    const Script script(shape, context, seed_);
     KvCache in_memory(config);
     KvSequence whole = in_memory.new_sequence();
-    const Attended expected = fill(whole, shape, script, 650);
+    const Attended expected = fill(whole, shape, script, context - 50);
     const std::uint64_t page = kPageTokens * shape.row_bytes();
     const std::uint64_t beside =
         on_gpu() ? in_memory.memory().device_bytes - in_memory.plan().device_bytes : 0;
@@ -497,13 +499,13 @@ TEST_P(Caches, RowsOnDiskAnswerAsRowsInMemory) {
     KvCache cache(config);
     ASSERT_TRUE(cache.plan().on_disk);
     KvSequence sequence = cache.new_sequence();
-    const Attended actual = fill(sequence, shape, script, 650);
-    EXPECT_LT(largest_difference(actual.out, expected.out), on_gpu() ? 2e-3 : 3e-5);
+    const Attended actual = fill(sequence, shape, script, context - 50);
+    EXPECT_LT(largest_difference(actual.out, expected.out), on_gpu() ? 1e-2 : 3e-5);
     KvSequence* const both[] = {&whole, &sequence};
     for (int i = 0; i < 20; ++i) {
       Attended after[2];
       for (int k : {0, 1}) after[k] = take(*both[k], shape, script, Phase::decode, 1);
-      EXPECT_LT(largest_difference(after[1].out, after[0].out), on_gpu() ? 2e-3 : 3e-5) << i;
+      EXPECT_LT(largest_difference(after[1].out, after[0].out), on_gpu() ? 1e-2 : 3e-5) << i;
     }
     EXPECT_GT(sequence.ledger().total(Phase::decode, Tier::disk, Tier::host, Cause::miss).rows, 0u);
     EXPECT_LE(cache.memory().host_peak, *config.host_memory);
