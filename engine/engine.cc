@@ -405,7 +405,7 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
   const bool may_be_longer = chunk_is_open && !options.device_memory && (on_disk || streams);
   if (!may_be_longer) return usual;
   const bool few_are_read = reads_few_rows(options, info.kv.layers, config.scorers);
-  for (int chunk = longest_chunk(options); chunk > config.chunk; chunk /= 2) {
+  for (int chunk = on_disk ? kMaxChunk : longest_chunk(options); chunk > config.chunk; chunk /= 2) {
     if (chunk / 2 >= options.context) continue;
     try {
       Planned longer = {plan_with(options, chunk), chunk};
