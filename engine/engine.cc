@@ -10,6 +10,7 @@
 #include "engine/engine_impl.h"
 #include "engine/loader.h"
 #include "engine/plan.h"
+#include "engine/session_step.h"
 #include "engine/tensors.h"
 #include "lib/bytes.h"
 #include "lib/traced_queue.h"
@@ -462,6 +463,17 @@ Session Engine::new_session(std::int64_t context) {
   SessionOptions options;
   options.context = context;
   return new_session(options);
+}
+
+std::vector<StepResult> Engine::step(std::span<const StepToken> tokens) {
+  std::vector<SessionToken> inside;
+  for (const StepToken& token : tokens) {
+    if (token.session == nullptr || token.session->impl().engine.get() != &impl()) {
+      throw Error(ErrorCode::usage, "a batch: its sessions must be of this engine");
+    }
+    inside.push_back({&token.session->impl(), token.token, token.sampler, token.history});
+  }
+  return step_sessions(impl(), inside);
 }
 
 MemoryUse Engine::memory() const { return memory_use(*impl().backend); }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine/engine_impl.h"
+#include "engine/session_step.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
 #include "sluice/logprobs.h"
@@ -222,15 +223,15 @@ std::span<const float> Session::prefill(std::span<const TokenId> tokens, const P
 }
 
 std::span<const float> Session::decode(TokenId token) {
-  const StepToken one = {this, token};
-  const std::vector<StepResult> results = Engine(impl().engine).step({&one, 1});
+  const SessionToken one = {&impl(), token};
+  const std::vector<StepResult> results = step_sessions(*impl().engine, {&one, 1});
   if (results[0].error) throw Error(*results[0].error);
   return results[0].logits;
 }
 
 TokenId Session::decode(TokenId token, const Sampler& sampler, std::span<const TokenId> history) {
-  const StepToken one = {this, token, &sampler, history};
-  const std::vector<StepResult> results = Engine(impl().engine).step({&one, 1});
+  const SessionToken one = {&impl(), token, &sampler, history};
+  const std::vector<StepResult> results = step_sessions(*impl().engine, {&one, 1});
   if (results[0].error) throw Error(*results[0].error);
   return results[0].next;
 }

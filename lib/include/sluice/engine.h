@@ -320,7 +320,6 @@ class Session {
  private:
   friend class Engine;
   friend class GeneratingSession;
-  friend struct SessionStep;
   explicit Session(std::shared_ptr<Impl> impl);
   Impl& impl() const;
   std::shared_ptr<Impl> share() const;
