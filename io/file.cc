@@ -48,14 +48,33 @@ File File::open(const std::filesystem::path& path) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) throw_open_failed(path, errno);
   File file(descriptor, path);
-  struct stat status {};
-  if (::fstat(descriptor, &status) != 0) throw_open_failed(path, errno);
-  if (!S_ISREG(status.st_mode)) {
-    throw Error(ErrorCode::not_found, path.string() + ": is not a regular file; check the path");
-  }
-  file.size_ = static_cast<std::uint64_t>(status.st_size);
-  file.written_ = time_of(status.st_mtim);
+  file.note_status();
   return file;
+}
+
+File File::open_in(int directory, const std::filesystem::path& directory_path,
+                   const std::string& name) {
+  const std::filesystem::path path = directory_path / name;
+  const int descriptor =
+      ::openat(directory, name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
+  if (descriptor < 0 && errno == ELOOP) {
+    throw Error(ErrorCode::corrupt,
+                path.string() + ": is a link, which may not be here; put the file itself there");
+  }
+  if (descriptor < 0) throw_open_failed(path, errno);
+  File file(descriptor, path);
+  file.note_status();
+  return file;
+}
+
+void File::note_status() {
+  struct stat status {};
+  if (::fstat(descriptor_, &status) != 0) throw_open_failed(path_, errno);
+  if (!S_ISREG(status.st_mode)) {
+    throw Error(ErrorCode::not_found, path_.string() + ": is not a regular file; check the path");
+  }
+  size_ = static_cast<std::uint64_t>(status.st_size);
+  written_ = time_of(status.st_mtim);
 }
 
 File::File(File&& other) noexcept

@@ -18,6 +18,11 @@ class File {
   // the system cannot open it.
   static File open(const std::filesystem::path& path);
 
+  // A file of a directory that is open already. A link in its place is refused with
+  // Error{corrupt}: it could lead anywhere. `directory_path` is for messages.
+  static File open_in(int directory, const std::filesystem::path& directory_path,
+                      const std::string& name);
+
   File(File&& other) noexcept;
   File& operator=(File&& other) noexcept;
   File(const File&) = delete;
@@ -38,6 +43,8 @@ class File {
  private:
   File(int descriptor, std::filesystem::path path)
       : descriptor_(descriptor), path_(std::move(path)) {}
+  // Throws Error{not_found} unless it is a regular file.
+  void note_status();
 
   int descriptor_ = -1;
   std::filesystem::path path_;

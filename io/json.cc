@@ -68,8 +68,9 @@ std::vector<Replaced> replace_constants(std::string& text) {
 // Builds a document, and refuses it as soon as it is past a limit.
 class Builder : public nlohmann::json_sax<Json> {
  public:
-  Builder(const std::filesystem::path& path, std::size_t bytes, std::vector<Replaced> constants)
-      : path_(&path), bytes_(bytes), constants_(std::move(constants)) {}
+  Builder(const std::filesystem::path& path, std::string_view remedy, std::size_t bytes,
+          std::vector<Replaced> constants)
+      : path_(&path), remedy_(remedy), bytes_(bytes), constants_(std::move(constants)) {}
 
   Json finish() { return std::move(root_); }
 
@@ -109,7 +110,7 @@ class Builder : public nlohmann::json_sax<Json> {
   }
 
   [[noreturn]] void refuse(const std::string& what) const {
-    throw Error(ErrorCode::corrupt, path_->string() + ": " + what + "; download it again");
+    throw Error(ErrorCode::corrupt, path_->string() + ": " + what + "; " + std::string(remedy_));
   }
 
  private:
@@ -150,6 +151,7 @@ class Builder : public nlohmann::json_sax<Json> {
   }
 
   const std::filesystem::path* path_;
+  std::string_view remedy_;
   std::size_t bytes_;
   std::vector<Replaced> constants_;
   std::size_t done_ = 0;     // of the constants
@@ -162,14 +164,18 @@ class Builder : public nlohmann::json_sax<Json> {
 
 }  // namespace
 
-Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
-  std::string text = read_text_file(path, max_bytes);
-  require_not_lfs_pointer(path, text);
+Json parse_json(std::string text, const std::filesystem::path& path, std::string_view remedy) {
   std::vector<Replaced> constants = replace_constants(text);
-  Builder builder(path, text.size(), std::move(constants));
+  Builder builder(path, remedy, text.size(), std::move(constants));
   if (text.find('\0') != std::string::npos) builder.refuse("is not JSON: it has a NUL byte");
   Json::sax_parse(text, &builder);
   return builder.finish();
+}
+
+Json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
+  std::string text = read_text_file(path, max_bytes);
+  require_not_lfs_pointer(path, text);
+  return parse_json(std::move(text), path, "download it again");
 }
 
 }  // namespace sluice

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
 
 namespace sluice {
 
@@ -20,5 +22,9 @@ inline constexpr int kMaxJsonValues = 1 << 22;
 // -Infinity, which Python's json module writes, are numbers that are not finite. Takes time
 // n log n. Throws Error{corrupt}, and what read_text_file throws.
 nlohmann::json read_json_file(const std::filesystem::path& path, std::uint64_t max_bytes);
+
+// The same for text that was read from `path`; messages end with `remedy`.
+nlohmann::json parse_json(std::string text, const std::filesystem::path& path,
+                          std::string_view remedy);
 
 }  // namespace sluice
