@@ -388,6 +388,26 @@ void KvPool::publish() {
   host_attention_->mirror(entries);
 }
 
+std::vector<RowSpan> KvPool::page_rows(int layer, std::int32_t sequence, std::int64_t page,
+                                       std::int64_t count) {
+  settle();
+  queue_->synchronize();
+  const PageSlots slots = tables_.page(sequence, page, set_of(layer));
+  const RowRun in_host = {RowPlace::host, page * kPageTokens, count,
+                          slots.host * std::int64_t{kPageTokens}};
+  if (disk_ == nullptr) return spans(layer, in_host);
+  if (slots.device == PageSlots::kNone) {
+    disk_->begin_read(0, layer, in_host);
+    disk_->end_read(0);
+    return disk_->spans(0, in_host);
+  }
+  const DevicePage on_device = {slots.host,
+                                this->on_device(layer, 0, slots.device * std::int64_t{kPageTokens}),
+                                device_stride(set_of(layer))};
+  disk_->wait_for(*queue_);
+  return disk_->resident_spans(on_device, count);
+}
+
 PagedRows KvPool::rows(int layer) const {
   PagedRows rows;
   if (host_ != nullptr) {

@@ -101,6 +101,12 @@ class KvPool {
   // Counts rows of every KV head that went from the device to disk.
   void record_written(int layer, std::int64_t rows, Ledger& ledger) const;
 
+  // The first `count` rows of a page of a sequence, in host memory: where they lie, or read from
+  // disk or copied from the device. Waits for all work; no step may be under way. Valid until the
+  // next call that reads or writes rows. Throws Error{io} or Error{corrupt} if the disk fails.
+  std::vector<RowSpan> page_rows(int layer, std::int32_t sequence, std::int64_t page,
+                                 std::int64_t count);
+
   PagedRows rows(int layer) const;
   // A row by its number in a region: slot * kPageTokens + offset.
   std::byte* host(int layer, int head, std::int64_t number) const {

@@ -306,6 +306,25 @@ void KvSession::end_step() {
   end_rows();
 }
 
+void KvSession::require_whole() const {
+  require_outside_step();
+  const ImportantTokens* const tokens = pool_->important();
+  if (tokens == nullptr || !tokens->has_evicted_of(sequence_)) return;
+  throw Error(ErrorCode::usage,
+              "a prefill of this session has evicted tokens (`prefill=zipvl(TAU,evict)`), so "
+              "it cannot be saved: only a session that has every row can");
+}
+
+std::vector<RowSpan> KvSession::page_rows(int layer, std::int64_t page) {
+  require_outside_step();
+  return pool_->page_rows(layer, sequence_, page, page_tokens(page));
+}
+
+void KvSession::end_restored_step() {
+  end_step();
+  ledger_.drop_tokens();
+}
+
 void KvSession::begin_prompt(std::int64_t tokens) {
   require_outside_step();
   check(pool_->important() != nullptr && policy_.prefill.tau > 0.0,

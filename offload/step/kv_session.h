@@ -2,6 +2,7 @@
 // force.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <span>
 #include <vector>
@@ -63,6 +64,18 @@ class KvSession {
   void end_prompt();
   // Gives up a prompt: the session has the tokens that it had before.
   void cancel_prompt();
+
+  // Throws Error{usage} if rows of some tokens are gone, so that the session cannot be saved.
+  void require_whole() const;
+  // The rows of a page's tokens, see KvPool::page_rows().
+  std::vector<RowSpan> page_rows(int layer, std::int64_t page);
+  // Tokens of a page that have rows.
+  std::int64_t page_tokens(std::int64_t page) const {
+    return std::min<std::int64_t>(kPageTokens, length_ - page * kPageTokens);
+  }
+  // Ends a step that appended rows which were computed before: the ledger counts what they moved,
+  // but no tokens.
+  void end_restored_step();
 
   // Sets the policy from the next step on. Throws Error{usage} for a policy that was not planned.
   void use(const Policy& policy);

@@ -125,4 +125,20 @@ std::vector<RowSpan> DiskPages::spans(std::size_t half, const RowRun& run) const
   return spans;
 }
 
+std::vector<RowSpan> DiskPages::resident_spans(const DevicePage& page, std::int64_t count) {
+  const std::size_t half = std::exchange(next_write_, 1 - next_write_);
+  finish(writes_[half]);
+  std::vector<CopyOp> ops;
+  std::vector<RowSpan> spans;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    std::byte* const to = page_in(written_, half, head, 0, 1);
+    ops.push_back({to, page.rows + head * page.head_stride,
+                   static_cast<std::size_t>(count) * layout_.shape.row_bytes()});
+    spans.push_back({to, count});
+  }
+  queue_->copy(ops);
+  queue_->synchronize();
+  return spans;
+}
+
 }  // namespace sluice

@@ -69,6 +69,10 @@ class DiskPages {
   // A run that was read, if its pages follow each other without padding.
   std::vector<RowSpan> spans(std::size_t half, const RowRun& run) const;
 
+  // Copies the first `count` rows of a page from the device, after wait_for(). Valid until the next
+  // call of this or of write().
+  std::vector<RowSpan> resident_spans(const DevicePage& page, std::int64_t count);
+
   // Waits until earlier writes, of one layer or of all, are on disk, so that they can be read.
   void wait_for_writes(int layer);
   void wait_for_writes();
