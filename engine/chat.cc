@@ -1,17 +1,69 @@
 #include "sluice/chat.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <utility>
 
+#include "io/json.h"
 #include "sluice/errors.h"
 
 namespace sluice {
+namespace {
+
+// A conversation as the note of its saved session.
+std::string note_of(std::string_view system, std::span<const ChatTurn> turns) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const ChatTurn& turn : turns) {
+    list.push_back({{"question", turn.question}, {"answer", turn.answer}, {"tokens", turn.tokens}});
+  }
+  const nlohmann::json note = {{"chat", {{"system", system}, {"turns", std::move(list)}}}};
+  return note.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+std::vector<ChatTurn> turns_of(const nlohmann::json& list) {
+  std::vector<ChatTurn> turns;
+  for (const nlohmann::json& turn : list) {
+    turns.push_back({turn.at("question").get<std::string>(), turn.at("answer").get<std::string>(),
+                     turn.at("tokens").get<std::vector<TokenId>>()});
+  }
+  return turns;
+}
+
+}  // namespace
 
 Chat::Chat(const Engine& engine, Session session, ChatFormat format, std::string system)
     : engine_(&engine),
       session_(std::move(session)),
       format_(std::move(format)),
       system_(std::move(system)) {}
+
+void Chat::save(const std::filesystem::path& directory) {
+  require_no_question();
+  session_.save(directory, note_of(system_, turns_));
+}
+
+Chat Chat::load(Engine& engine, const std::filesystem::path& directory,
+                const SessionOptions& options, ChatFormat format) {
+  const SavedSession saved = engine.saved_session(directory);
+  if (!saved.note.starts_with(R"({"chat":)")) {
+    throw Error(ErrorCode::usage,
+                directory.string() + ": the session is no conversation; continue it as text");
+  }
+  try {
+    const nlohmann::json chat =
+        parse_json(saved.note, directory, "it is damaged; save the session again").at("chat");
+    std::vector<ChatTurn> turns = turns_of(chat.at("turns"));
+    Chat loaded(engine, engine.load_session(directory, options), std::move(format),
+                chat.at("system").get<std::string>());
+    loaded.turns_ = std::move(turns);
+    const std::span<const TokenId> tokens = loaded.session_.tokens();
+    loaded.held_.assign(tokens.begin(), tokens.end());
+    return loaded;
+  } catch (const nlohmann::json::exception&) {
+    throw Error(ErrorCode::corrupt,
+                directory.string() + ": the turns of the saved conversation are damaged");
+  }
+}
 
 void Chat::require_no_question() const {
   if (!is_asking_) return;

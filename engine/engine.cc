@@ -365,8 +365,10 @@ void Engine::Impl::require_host(const Plan& plan, const SessionOptions& options)
                                      std::to_string(plan.session_host_bytes()) + "B");
 }
 
-Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk) const {
+Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk,
+                             std::uint64_t staging) const {
   Plan plan = model_plan(options, chunk);
+  plan.staging_bytes += staging;
   const std::optional<DeviceCap> cap = device_cap(plan);
   std::optional<DeviceCap> tightest = cap;
   if (options.device_memory) {
@@ -395,11 +397,12 @@ Plan Engine::Impl::plan_with(const SessionOptions& options, int chunk) const {
   return plan;
 }
 
-Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
+Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options,
+                                         std::uint64_t staging) const {
   validate(options, most_at_once());
   require_window(info, options.context);
   require_blocks(options, config.chunk);
-  Planned usual = {plan_with(options, config.chunk), config.chunk};
+  Planned usual = {plan_with(options, config.chunk, staging), config.chunk};
   // Activations are shared by all sessions, so a session with its own cap must not lengthen them.
   const bool on_disk = usual.plan.kv.on_disk;
   const bool streams = config.chunk >= kDeviceChunk && !is_at_hand(usual.plan.kv);
@@ -409,7 +412,7 @@ Engine::Impl::Planned Engine::Impl::plan(const SessionOptions& options) const {
   for (int chunk = on_disk ? kMaxChunk : longest_chunk(options); chunk > config.chunk; chunk /= 2) {
     if (chunk / 2 >= options.context) continue;
     try {
-      Planned longer = {plan_with(options, chunk), chunk};
+      Planned longer = {plan_with(options, chunk, staging), chunk};
       const bool is_whole = longer.plan.kv.chunk == std::min<std::int64_t>(chunk, options.context);
       const KvPlan& kv = longer.plan.kv;
       const bool spares = on_disk ? kv.on_disk && spares_half(kv, usual.plan.kv)
@@ -444,9 +447,11 @@ void Engine::load_weights(const std::function<void(double)>& progress) {
   self->decoder.emplace(self->checkpoint.config(), std::move(weights), *self->queue);
 }
 
-Session Engine::new_session(const SessionOptions& options) {
+Session Engine::new_session(const SessionOptions& options) { return make_session(options, 0); }
+
+Session Engine::make_session(const SessionOptions& options, std::uint64_t staging) {
   const std::lock_guard lock(impl().mutex);
-  const auto [plan, chunk] = impl().plan(options);
+  const auto [plan, chunk] = impl().plan(options, staging);
   load_weights();
   const Turn turn(impl());
   impl().allocate(chunk);

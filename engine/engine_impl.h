@@ -11,6 +11,8 @@
 
 #include "engine/checkpoint.h"
 #include "engine/decoder.h"
+#include "engine/fingerprint.h"
+#include "engine/saved_session.h"
 #include "engine/turns.h"
 #include "lib/backend.h"
 #include "offload/plan/planner.h"
@@ -64,12 +66,13 @@ struct Engine::Impl {
     Plan plan;
     int chunk = 0;
   };
-  Planned plan(const SessionOptions& options) const;
+  // `staging`: bytes of host memory that must be left beside the plan.
+  Planned plan(const SessionOptions& options, std::uint64_t staging = 0) const;
   // Allocates activations for steps of up to `chunk` tokens, for the first session.
   void allocate(int chunk);
 
   // The parts of plan(). The device cap is the engine's, or nothing if the engine has no cap.
-  Plan plan_with(const SessionOptions& options, int chunk) const;
+  Plan plan_with(const SessionOptions& options, int chunk, std::uint64_t staging) const;
   Plan model_plan(const SessionOptions& options, int chunk) const;
   std::optional<DeviceCap> device_cap(const Plan& plan) const;
   // The host memory that caps leave to a session's KV cache; none: no cap.
@@ -77,6 +80,9 @@ struct Engine::Impl {
   void require_host(const Plan& plan, const SessionOptions& options) const;
   KvRequest kv_request(const SessionOptions& options, int chunk,
                        const std::optional<DeviceCap>& cap) const;
+
+  // Throws Error{unsupported} for rows that cannot be saved.
+  SavedKind saved_kind() const;
 
   // The most tokens in a step of several sessions.
   std::int64_t most_at_once() const {
@@ -137,7 +143,10 @@ struct Session::Impl {
   std::shared_ptr<SessionGrant> grant;  // shared with forks and siblings
   std::vector<TokenId> uncorrected{};   // decoded sparsely since the last correction
   std::vector<float> logits{};          // after the last token
-  bool in_call = false;                 // a call has not returned yet
+  // Tokens that were appended, from the first on. Up to kv.length() they are the session's; others
+  // were forgotten since.
+  std::vector<TokenId> history{};
+  bool in_call = false;  // a call has not returned yet
 
   Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
        std::shared_ptr<SessionGrant> granted);
@@ -154,6 +163,12 @@ struct Session::Impl {
   void correct_if_due();
   // Notes decoded tokens for the next correction.
   void note(std::span<const TokenId> tokens);
+  // Call after tokens were appended.
+  void remember(std::span<const TokenId> tokens);
+
+  void save(const std::filesystem::path& directory, std::string_view note);
+  // Appends the tokens and rows of a saved session to this empty one.
+  void load(const SessionReader& saved);
 
   // Decodes known tokens, at most as many as one step takes, after a correction if one is due.
   void decode_known(std::span<const TokenId> tokens);

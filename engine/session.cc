@@ -103,9 +103,15 @@ void Session::Impl::note(std::span<const TokenId> tokens) {
   uncorrected.insert(uncorrected.end(), tokens.begin(), tokens.end());
 }
 
+void Session::Impl::remember(std::span<const TokenId> tokens) {
+  history.resize(static_cast<std::size_t>(kv.length()) - tokens.size());
+  history.insert(history.end(), tokens.begin(), tokens.end());
+}
+
 void Session::Impl::decode_known(std::span<const TokenId> tokens) {
   correct_if_due();
   engine->decoder->step(tokens, Phase::decode, kv);
+  remember(tokens);
   note(tokens);
 }
 
@@ -131,6 +137,7 @@ std::span<const float> Session::Impl::sparse_prefill(std::span<const TokenId> to
            progress(static_cast<std::int64_t>(share * static_cast<double>(total)), total);
   });
   if (!whole) return {};
+  remember(tokens);
   try {
     if (progress) progress(total, total);
   } catch (...) {
@@ -177,9 +184,10 @@ bool Session::Impl::run_pieces(Turn& turn, std::span<const TokenId> tokens,
       return false;
     }
     const std::int64_t count = std::min(kv.prompt_room(), total - first);
-    engine->decoder->step(
-        tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count)),
-        Phase::prefill, kv);
+    const std::span<const TokenId> chunk =
+        tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
+    engine->decoder->step(chunk, Phase::prefill, kv);
+    remember(chunk);
     each(first, count);
     first += count;
   }
@@ -207,6 +215,7 @@ Session Session::fork() {
   auto child = std::make_shared<Impl>(impl().engine, impl().kv.fork(), impl().grant);
   child->uncorrected = impl().uncorrected;
   child->logits = impl().logits;
+  child->history = impl().history;
   return Session(std::move(child));
 }
 
@@ -344,6 +353,9 @@ std::vector<float> Session::score(std::span<const TokenId> tokens, const Progres
 }
 
 std::int64_t Session::length() const { return impl().kv.length(); }
+std::span<const TokenId> Session::tokens() const {
+  return std::span(impl().history).first(static_cast<std::size_t>(impl().kv.length()));
+}
 SessionRoom Session::room() const {
   const Turn turn(*impl().engine, impl());
   return {impl().kv.free_blocks() * kPageTokens, impl().kv.own_blocks() * kPageTokens};

@@ -96,6 +96,7 @@ std::vector<StepResult> step_sessions(Engine::Impl& engine, std::span<const Sess
       results[i] = {outcomes[i], -1, {}};
       continue;
     }
+    impls[i]->remember({&tokens[i].token, 1});
     impls[i]->note({&tokens[i].token, 1});
     draw(tokens[i], positions[i], results[i]);
   }

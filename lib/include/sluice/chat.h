@@ -68,6 +68,16 @@ class Chat {
   // `engine` must outlive the chat; `session` must belong to it and be empty.
   Chat(const Engine& engine, Session session, ChatFormat format, std::string system = {});
 
+  // The conversation that save() put into `directory`, in the session that
+  // Engine::load_session() made of it; `format` as it was then. Nothing is computed again. Throws
+  // Error{usage} if another program or `sluice generate` saved the session, Error{corrupt} if it
+  // contradicts itself, and what Engine::load_session() throws.
+  static Chat load(Engine& engine, const std::filesystem::path& directory,
+                   const SessionOptions& options, ChatFormat format);
+  // Saves the session with all turns and the text of the system, which load() restores. Throws what
+  // Session::save() throws.
+  void save(const std::filesystem::path& directory);
+
   // Asks, and generates the answer. options.sampling.max_tokens is clamped to the room left in the
   // context; a repetition penalty covers the whole conversation.
   // If there is no answer, because prefill was interrupted or failed, the question counts as not
@@ -77,6 +87,7 @@ class Chat {
   // Forgets all turns. Throws Error{usage} in a callback of a question.
   void reset();
 
+  const std::string& system() const { return system_; }
   std::span<const ChatTurn> turns() const { return turns_; }
   // The tokens in the session: the rendered conversation except the end of the last answer.
   std::span<const TokenId> tokens() const { return held_; }

@@ -18,6 +18,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sluice/errors.h"
@@ -177,6 +178,12 @@ void store_calibration(const std::filesystem::path& model, std::string_view name
 
 class Session;
 
+// What the directory of a saved session has besides rows; see Session::save().
+struct SavedSession {
+  std::vector<TokenId> tokens;
+  std::string note;
+};
+
 // One session's part of a step of several sessions.
 struct StepToken {
   Session* session = nullptr;
@@ -220,6 +227,23 @@ class Engine {
   Session new_session(const SessionOptions& options);
   Session new_session(std::int64_t context);
 
+  // A session with the tokens and rows that Session::save() put into `directory`. Nothing is
+  // computed: rows are read, checked and copied, and the key index is built from them, under any of
+  // `options`, which may differ in all but EngineConfig::kv_dtype from those it was saved under.
+  // Logits are not saved, so give it the next tokens; or, for the logits after its last token,
+  // truncate(length() - 1) and decode that token. Several processes and sessions may load from one
+  // directory at a time.
+  // Throws Error{not_found} if there is no saved session; Error{usage} for one of another model or
+  // `kv_dtype`; Error{unsupported} for another version of the format; Error{corrupt} for damaged
+  // files or links in their place; Error{io} while the directory is saved to; Error{prompt} if
+  // `options.context` has no room for its tokens, and what new_session() throws.
+  Session load_session(const std::filesystem::path& directory, const SessionOptions& options);
+  // The tokens and the note of a saved session; reads no rows. Throws what load_session() throws.
+  SavedSession saved_session(const std::filesystem::path& directory) const;
+  // Throws what Session::save() would throw now for a session of `tokens` tokens, before there is
+  // one: the directory is not usable, or the disk has too little room. Creates the directory.
+  void require_savable(const std::filesystem::path& directory, std::int64_t tokens) const;
+
   // Appends a token to each of several sessions, which must share their memory (SessionOptions) and
   // the policy in force: one pass over the weights serves all. Every session gets the result that
   // it would get by itself, except for rounding. Throws Error{usage}, {prompt}, {memory} or
@@ -236,6 +260,8 @@ class Engine {
   friend class Session;
   explicit Engine(std::shared_ptr<Impl> impl);
   Impl& impl() const;
+  // new_session(); besides the plan it must leave `staging` bytes of host memory.
+  Session make_session(const SessionOptions& options, std::uint64_t staging);
 
   std::shared_ptr<Impl> impl_;
 };
@@ -303,7 +329,19 @@ class Session {
   // because it attends to every token.
   std::vector<float> score(std::span<const TokenId> tokens, const Progress& progress = {});
 
+  // Saves tokens, rows and `note`, text of the caller's own of up to 64 MiB, to a directory, which
+  // is created if its parent exists; Engine::load_session() has them again. The directory may have
+  // an earlier session of the same model, which stays intact until the new one is on the disk
+  // whole; if the process is killed before, the next save removes what it left. Files are readable
+  // for this user alone (mode 0600). Row bytes on disk: tokens times KvShape::token_bytes().
+  // Throws Error{usage} for a session without tokens or with evicted ones, and if the directory has
+  // other files or a session of another model; Error{io} if it is in use by another session or
+  // process, cannot be written, or the disk is full; Error{corrupt} if its manifest is damaged.
+  void save(const std::filesystem::path& directory, std::string_view note = {});
+
   std::int64_t length() const;
+  // All tokens, [length()]; valid until this session's next call.
+  std::span<const TokenId> tokens() const;
   SessionRoom room() const;
   const KvPlan& plan() const;
   // How rows on disk are read, a line per directory; empty if none are planned there.

@@ -1,0 +1,433 @@
+#include "engine/saved_session.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "io/checksum.h"
+#include "io/json.h"
+#include "lib/bytes.h"
+#include "lib/check.h"
+#include "lib/process_limits.h"
+#include "sluice/errors.h"
+#include "sluice/version.h"
+
+namespace sluice {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "words and rows are little-endian");
+
+constexpr std::uint64_t kVersion1 = 1;
+constexpr std::uint64_t kMagic = 0x53534543'49554c53;  // "SLUICESS"
+constexpr std::string_view kFormat = "sluice session";
+constexpr const char* kRemedy = "it is damaged; save the session again";
+
+// Words of the rows file, before its sections.
+namespace word {
+enum Place : std::size_t {
+  magic,
+  version,
+  id,
+  layers,
+  kv_heads,
+  head_dim,
+  row_bytes,
+  tokens,
+  uncorrected,
+  sections,
+};
+}  // namespace word
+constexpr std::size_t kWords = word::sections + 1;
+constexpr std::size_t kSectionWords = 3;
+constexpr std::uint64_t kMostSections = 64;
+
+// Kinds of sections, and their places in SavedLayout::sections().
+namespace part {
+enum Kind : std::uint64_t { tokens = 1, note = 2, rows = 3, sums = 4 };
+}  // namespace part
+constexpr std::size_t kKinds = 4;
+
+// Sums before those of pieces.
+namespace sum_of {
+enum Place : std::size_t { words, tokens, note };
+}  // namespace sum_of
+constexpr std::size_t kHeadSums = sum_of::note + 1;
+
+// Rows begin here at the earliest, so that they can be read without the page cache one day.
+constexpr std::uint64_t kAlignment = 4096;
+
+std::string hex(std::uint64_t value) {
+  std::array<char, 17> digits{};
+  std::snprintf(digits.data(), digits.size(), "%016llx", static_cast<unsigned long long>(value));
+  return digits.data();
+}
+
+template <typename T>
+std::span<const std::byte> bytes_of(const std::vector<T>& values) {
+  return std::as_bytes(std::span(values));
+}
+
+std::uint64_t count(std::int64_t value) { return static_cast<std::uint64_t>(value); }
+
+std::string layout_text(std::int64_t layers, std::int64_t kv_heads, std::int64_t head_dim) {
+  return std::to_string(layers) + " layers of " + std::to_string(kv_heads) +
+         " KV heads with head_dim " + std::to_string(head_dim);
+}
+
+std::string format_of(const KvShape& shape) { return to_string(shape.rows); }
+
+// A manifest, of which nothing is checked but types.
+struct Manifest {
+  std::int64_t version = 0;
+  std::string model;
+  std::int64_t layers = 0;
+  std::int64_t kv_heads = 0;
+  std::int64_t head_dim = 0;
+  std::string rows;
+  std::int64_t row_bytes = 0;
+  std::int64_t tokens = 0;
+  std::string file;
+  std::int64_t bytes = 0;
+  std::string sums;
+};
+
+class ManifestReader {
+ public:
+  explicit ManifestReader(const SavedDirectory& directory)
+      : path_(directory.manifest_path()),
+        json_(parse_json(directory.read_manifest(), path_, kRemedy)) {}
+
+  Manifest read() const {
+    const auto format = json_.is_object() ? json_.find("format") : json_.end();
+    if (format == json_.end() || *format != nlohmann::json(kFormat)) {
+      throw Error(ErrorCode::corrupt,
+                  path_.string() + ": is not the manifest of a saved session; check the path");
+    }
+    Manifest m;
+    m.version = number("version");
+    if (m.version != static_cast<std::int64_t>(kVersion1)) {
+      throw Error(ErrorCode::unsupported, path_.string() + ": the session has format version " +
+                                              std::to_string(m.version) + "; sluice " + kVersion +
+                                              " reads version 1");
+    }
+    m.model = text("model");
+    m.layers = number("layers");
+    m.kv_heads = number("kv_heads");
+    m.head_dim = number("head_dim");
+    m.rows = text("rows");
+    m.row_bytes = number("row_bytes");
+    m.tokens = number("tokens");
+    m.file = text("file");
+    m.bytes = number("bytes");
+    m.sums = text("sums");
+    return m;
+  }
+
+ private:
+  const nlohmann::json& member(const char* name) const {
+    const auto found = json_.find(name);
+    if (found == json_.end()) refuse(name, "is missing");
+    return *found;
+  }
+  std::int64_t number(const char* name) const {
+    const nlohmann::json& value = member(name);
+    const bool fits = value.is_number_unsigned() && value.get<std::uint64_t>() <= (1ULL << 62);
+    if (!fits) refuse(name, "is not a number that it can be");
+    return value.get<std::int64_t>();
+  }
+  std::string text(const char* name) const {
+    const nlohmann::json& value = member(name);
+    if (!value.is_string()) refuse(name, "is not a string");
+    return value.get<std::string>();
+  }
+  [[noreturn]] void refuse(const char* name, const std::string& what) const {
+    throw Error(ErrorCode::corrupt, path_.string() + ": `" + name + "` " + what + "; " + kRemedy);
+  }
+
+  std::filesystem::path path_;
+  nlohmann::json json_;
+};
+
+std::string manifest_text(const SavedKind& kind, std::int64_t tokens, const DataFile& file,
+                          std::uint64_t sums) {
+  const KvShape& shape = kind.shape;
+  const nlohmann::json json = {{"format", kFormat},
+                               {"version", kVersion1},
+                               {"written_by", std::string("sluice ") + kVersion},
+                               {"model", hex(kind.model)},
+                               {"layers", shape.layers},
+                               {"kv_heads", shape.kv_heads},
+                               {"head_dim", shape.head_dim},
+                               {"rows", format_of(shape)},
+                               {"row_bytes", shape.row_bytes()},
+                               {"tokens", tokens},
+                               {"file", file.name()},
+                               {"bytes", file.written()},
+                               {"sums", hex(sums)}};
+  return json.dump(2) + "\n";
+}
+
+void require_model(const Manifest& manifest, const SavedKind& kind,
+                   const std::filesystem::path& path) {
+  if (manifest.model == hex(kind.model)) return;
+  throw Error(ErrorCode::usage, path.string() +
+                                    ": has a session of another model, or of other weights; "
+                                    "choose the directory of a session of this one");
+}
+
+void require_layout(const Manifest& manifest, const SavedKind& kind,
+                    const std::filesystem::path& path) {
+  const KvShape& shape = kind.shape;
+  const std::string saved = layout_text(manifest.layers, manifest.kv_heads, manifest.head_dim);
+  const std::string own = layout_text(shape.layers, shape.kv_heads, shape.head_dim);
+  if (saved != own) {
+    throw Error(ErrorCode::corrupt,
+                path.string() + ": says " + saved + ", and the model has " + own + "; " + kRemedy);
+  }
+  if (manifest.rows != format_of(shape)) {
+    throw Error(ErrorCode::usage, path.string() + ": the session has rows of '" + manifest.rows +
+                                      "', and this engine keeps " + format_of(shape) +
+                                      "; set `kv_dtype` to what was saved");
+  }
+  if (count(manifest.row_bytes) != shape.row_bytes()) {
+    throw Error(ErrorCode::unsupported, path.string() + ": the session has rows of " +
+                                            std::to_string(manifest.row_bytes) +
+                                            " bytes, and this version of sluice keeps " +
+                                            std::to_string(shape.row_bytes()));
+  }
+}
+
+// Throws unless a session of this kind may take the place of what the directory holds.
+void require_replaceable(const SavedDirectory& directory, const SavedKind& kind) {
+  if (!directory.has_manifest()) return;
+  require_model(ManifestReader(directory).read(), kind, directory.manifest_path());
+}
+
+SavedDirectory open_to_save(const std::filesystem::path& path, const SavedKind& kind) {
+  SavedDirectory directory = SavedDirectory::open_to_save(path);
+  require_replaceable(directory, kind);
+  return directory;
+}
+
+SavedLayout layout_of(const SavedKind& kind, const SavedHead& head) {
+  if (head.note.size() > SessionWriter::kMaxNoteBytes) {
+    throw Error(ErrorCode::usage, "the note of a saved session has " +
+                                      format_bytes(head.note.size()) + "; it may have " +
+                                      format_bytes(SessionWriter::kMaxNoteBytes));
+  }
+  return {kind.shape, std::ssize(head.tokens), head.note.size()};
+}
+
+std::vector<std::uint64_t> words_of(const SavedKind& kind, const SavedLayout& layout,
+                                    std::uint64_t id, const SavedHead& head) {
+  std::vector<std::uint64_t> words(kWords);
+  words[word::magic] = kMagic;
+  words[word::version] = kVersion1;
+  words[word::id] = id;
+  words[word::layers] = count(kind.shape.layers);
+  words[word::kv_heads] = count(kind.shape.kv_heads);
+  words[word::head_dim] = count(kind.shape.head_dim);
+  words[word::row_bytes] = kind.shape.row_bytes();
+  words[word::tokens] = head.tokens.size();
+  words[word::uncorrected] = count(head.uncorrected);
+  words[word::sections] = kKinds;
+  for (const SavedLayout::Section& section : layout.sections()) {
+    words.insert(words.end(), {section.kind, section.offset, section.bytes});
+  }
+  return words;
+}
+
+}  // namespace
+
+SavedLayout::SavedLayout(const KvShape& shape, std::int64_t tokens, std::uint64_t note_bytes)
+    : shape_(shape), tokens_(tokens) {
+  const std::uint64_t pieces = count(pages()) * count(shape.layers);
+  std::uint64_t at = (kWords + kKinds * kSectionWords) * sizeof(std::uint64_t);
+  const auto add = [&](part::Kind kind, std::uint64_t bytes, std::uint64_t alignment) {
+    at = (at + alignment - 1) / alignment * alignment;
+    sections_.push_back({kind, at, bytes});
+    at += bytes;
+  };
+  add(part::tokens, count(tokens) * sizeof(TokenId), sizeof(std::uint64_t));
+  add(part::note, note_bytes, sizeof(std::uint64_t));
+  add(part::rows, count(tokens) * shape.token_bytes(), kAlignment);
+  add(part::sums, (kHeadSums + pieces) * sizeof(std::uint64_t), sizeof(std::uint64_t));
+}
+
+std::int64_t SavedLayout::page_tokens(std::int64_t page) const {
+  return std::min<std::int64_t>(kPageTokens, tokens_ - page * kPageTokens);
+}
+
+std::uint64_t SavedLayout::piece_bytes(std::int64_t page) const {
+  return count(page_tokens(page)) * count(shape_.kv_heads) * shape_.row_bytes();
+}
+
+std::uint64_t SavedLayout::piece_offset(std::int64_t page, int layer) const {
+  return count(page) * kPageTokens * shape_.token_bytes() + count(layer) * piece_bytes(page);
+}
+
+SessionWriter::SessionWriter(const std::filesystem::path& directory, const SavedKind& kind,
+                             const SavedHead& head)
+    : directory_(open_to_save(directory, kind)),
+      kind_(kind),
+      tokens_(std::ssize(head.tokens)),
+      layout_(layout_of(kind, head)),
+      file_(directory_, layout_.file_bytes()) {
+  write_words(head);
+}
+
+void SessionWriter::write_words(const SavedHead& head) {
+  const auto pad_to = [&](std::uint64_t offset) {
+    const std::vector<std::byte> zeros(static_cast<std::size_t>(offset - file_.written()));
+    file_.write(zeros);
+  };
+  const auto put = [&](std::span<const std::byte> bytes) {
+    file_.write(bytes);
+    sums_.push_back(checksum_of(bytes));
+  };
+  const std::span<const SavedLayout::Section> sections = layout_.sections();
+  put(bytes_of(words_of(kind_, layout_, file_.id(), head)));
+  pad_to(sections[0].offset);
+  put(bytes_of(head.tokens));
+  pad_to(sections[1].offset);
+  put(std::as_bytes(std::span(head.note)));
+  pad_to(sections[2].offset);
+}
+
+void SessionWriter::write(std::span<const RowSpan> heads) {
+  Checksum sum(file_.id() + sums_.size() - kHeadSums);
+  for (const RowSpan& head : heads) {
+    const std::span<const std::byte> bytes(
+        head.rows, static_cast<std::size_t>(head.count) * kind_.shape.row_bytes());
+    sum.add(bytes);
+    file_.write(bytes);
+  }
+  sums_.push_back(sum.value());
+}
+
+void SessionWriter::commit() {
+  const SavedLayout::Section& sums = layout_.sections().back();
+  check(sums_.size() * sizeof(std::uint64_t) == sums.bytes, "a saved session without all rows");
+  const std::vector<std::byte> zeros(static_cast<std::size_t>(sums.offset - file_.written()));
+  file_.write(zeros);
+  file_.write(bytes_of(sums_));
+  check(file_.written() == layout_.file_bytes(), "a saved session of another size than planned");
+  file_.commit(manifest_text(kind_, tokens_, file_, checksum_of(bytes_of(sums_))));
+}
+
+void SessionWriter::require_savable(const std::filesystem::path& directory, const SavedKind& kind,
+                                    std::int64_t tokens) {
+  open_to_save(directory, kind).require_room(SavedLayout(kind.shape, tokens, 0).file_bytes());
+}
+
+SessionReader::SessionReader(const std::filesystem::path& directory, const SavedKind& kind)
+    : directory_(SavedDirectory::open_to_load(directory)), kind_(kind) {
+  const Manifest manifest = ManifestReader(directory_).read();
+  const std::filesystem::path path = directory_.manifest_path();
+  require_model(manifest, kind, path);
+  require_layout(manifest, kind, path);
+  file_.emplace(directory_.open_data(manifest.file));
+  if (count(manifest.bytes) != file_->size()) {
+    refuse("has " + std::to_string(file_->size()) + " bytes, and its manifest says " +
+           std::to_string(manifest.bytes));
+  }
+  // From here on sizes that follow from the tokens are no larger than the file.
+  const std::uint64_t most = file_->size() / kind.shape.token_bytes();
+  if (manifest.tokens < 1 || count(manifest.tokens) > most) {
+    refuse("has no room for the " + std::to_string(manifest.tokens) +
+           " tokens that its manifest says");
+  }
+  tokens_ = manifest.tokens;
+  read_words(manifest.sums);
+}
+
+void SessionReader::refuse(const std::string& what) const {
+  throw Error(ErrorCode::corrupt, file_->path().string() + ": " + what + "; " + kRemedy);
+}
+
+void SessionReader::read_words(const std::string& sums_sum) {
+  std::vector<std::uint64_t> words(kWords);
+  if (file_->size() < kWords * sizeof(std::uint64_t)) refuse("ends before its rows");
+  file_->read(0, std::as_writable_bytes(std::span(words)));
+  if (words[word::magic] != kMagic) refuse("is not a file of rows");
+  if (words[word::version] != kVersion1) {
+    throw Error(ErrorCode::unsupported, file_->path().string() + ": has format version " +
+                                            std::to_string(words[word::version]) + "; sluice " +
+                                            kVersion + " reads version 1");
+  }
+  const std::uint64_t sections = words[word::sections];
+  const std::uint64_t head_bytes =
+      (kWords + std::min(sections, kMostSections) * kSectionWords) * sizeof(std::uint64_t);
+  if (sections > kMostSections || head_bytes > file_->size()) refuse("has a damaged beginning");
+  words.resize(static_cast<std::size_t>(head_bytes) / sizeof(std::uint64_t));
+  file_->read(0, std::as_writable_bytes(std::span(words)));
+
+  found_.assign(kKinds, {});
+  for (std::size_t at = kWords; at < words.size(); at += kSectionWords) {
+    const SavedLayout::Section section = {words[at], words[at + 1], words[at + 2]};
+    if (section.offset > file_->size() || section.bytes > file_->size() - section.offset) {
+      refuse("has a section that goes beyond its end");
+    }
+    if (section.kind >= part::tokens && section.kind <= part::sums)
+      found_[section.kind - 1] = section;
+  }
+  const std::uint64_t note_bytes = found_[part::note - 1].bytes;
+  if (note_bytes > SessionWriter::kMaxNoteBytes) refuse("has a note that is too long");
+  layout_.emplace(kind_.shape, tokens_, note_bytes);
+  // The size of a file with holes costs nothing, so it is no limit to what is allocated.
+  require_memory(
+      layout_->sections()[part::tokens - 1].bytes + layout_->sections()[part::sums - 1].bytes,
+      Counted::all, "tokens and checksums of the saved session need",
+      "load it where there is more memory");
+  for (std::size_t i = 0; i < kKinds; ++i) {
+    const bool is_whole =
+        found_[i].kind == i + 1 && found_[i].bytes == layout_->sections()[i].bytes;
+    if (!is_whole) refuse("lacks a section, or has one of a wrong size");
+  }
+  read_sums(found_[part::sums - 1].offset, found_[part::sums - 1].bytes, sums_sum);
+  read_head(words);
+}
+
+void SessionReader::read_sums(std::uint64_t offset, std::uint64_t bytes,
+                              const std::string& expected) {
+  sums_.resize(static_cast<std::size_t>(bytes) / sizeof(std::uint64_t));
+  file_->read(offset, std::as_writable_bytes(std::span(sums_)));
+  if (hex(checksum_of(bytes_of(sums_))) != expected)
+    refuse("is not the one that its manifest names");
+}
+
+void SessionReader::read_head(std::span<const std::uint64_t> words) {
+  const KvShape& shape = kind_.shape;
+  if (checksum_of(std::as_bytes(words)) != sums_[sum_of::words]) refuse("has a damaged beginning");
+  id_ = words[word::id];
+  const bool agrees =
+      words[word::tokens] == count(tokens_) && words[word::layers] == count(shape.layers) &&
+      words[word::kv_heads] == count(shape.kv_heads) &&
+      words[word::head_dim] == count(shape.head_dim) &&
+      words[word::row_bytes] == shape.row_bytes() && words[word::uncorrected] <= count(tokens_);
+  if (!agrees) refuse("contradicts its manifest");
+  head_.uncorrected = static_cast<std::int64_t>(words[word::uncorrected]);
+  head_.tokens.resize(static_cast<std::size_t>(tokens_));
+  file_->read(found_[part::tokens - 1].offset, std::as_writable_bytes(std::span(head_.tokens)));
+  head_.note.resize(static_cast<std::size_t>(found_[part::note - 1].bytes));
+  file_->read(found_[part::note - 1].offset, std::as_writable_bytes(std::span(head_.note)));
+  const bool is_intact = checksum_of(bytes_of(head_.tokens)) == sums_[sum_of::tokens] &&
+                         checksum_of(std::as_bytes(std::span(head_.note))) == sums_[sum_of::note];
+  if (!is_intact) refuse("has damaged tokens");
+  for (const TokenId id : head_.tokens) {
+    if (id < 0 || id >= kind_.vocabulary) refuse("has a token outside the model's vocabulary");
+  }
+}
+
+void SessionReader::read(std::int64_t page, int layer, std::span<std::byte> to) const {
+  const std::uint64_t number = count(page) * count(kind_.shape.layers) + count(layer);
+  file_->read(found_[part::rows - 1].offset + layout_->piece_offset(page, layer), to);
+  if (checksum_of(to, id_ + number) == sums_[static_cast<std::size_t>(kHeadSums + number)]) return;
+  refuse("rows of layer " + std::to_string(layer) + " from token " +
+         std::to_string(page * kPageTokens) + " on are damaged");
+}
+
+}  // namespace sluice

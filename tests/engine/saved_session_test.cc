@@ -1,0 +1,760 @@
+// Sessions that are saved and loaded go on as if they had not been.
+#include "engine/saved_session.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/engine_impl.h"
+#include "sluice/engine.h"
+#include "sluice/errors.h"
+#include "tests/support/backends.h"
+#include "tests/support/expect.h"
+#include "tests/support/far_backend.h"
+#include "tests/support/model_sessions.h"
+#include "tests/support/random.h"
+#include "tests/support/random_checkpoint.h"
+#include "tests/support/temp_dir.h"
+#include "tests/support/test_disk.h"
+
+namespace sluice {
+namespace {
+
+using testing::copy_of;
+using testing::expect_error;
+using ::testing::HasSubstr;
+using testing::Random;
+using testing::RandomCheckpoint;
+using testing::TempDir;
+
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kContext = 1200;
+constexpr int kSaved = 700;  // tokens: five pages and a part
+constexpr int kMore = 40;
+
+std::size_t below(Random& random, std::size_t end) {
+  return static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(end) - 1));
+}
+
+std::vector<TokenId> random_tokens(std::size_t count, std::uint64_t seed) {
+  Random random(seed);
+  std::vector<TokenId> tokens;
+  for (std::size_t i = 0; i < count; ++i) {
+    tokens.push_back(static_cast<TokenId>(below(random, RandomCheckpoint::kVocabulary)));
+  }
+  return tokens;
+}
+
+SessionOptions options_for(const Engine& engine, const std::string& policy, int sequences = 1) {
+  SessionOptions options;
+  options.context = kContext;
+  options.policies = {engine.policy(policy)};
+  options.sequences = sequences;
+  return options;
+}
+
+EngineConfig config_of(const RandomCheckpoint& model) {
+  EngineConfig config;
+  config.model = model.path();
+  config.chunk = 128;
+  config.threads = 1;
+  return config;
+}
+
+bool has_plan(const Engine& engine, const SessionOptions& options, bool on_disk) {
+  try {
+    return engine.plan(options).kv.on_disk == on_disk;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// Caps close to the smallest under which there is a plan, with rows on disk or without.
+SessionOptions tightly(const Engine& engine, SessionOptions options, bool on_disk) {
+  constexpr std::uint64_t kLeast = 256 << 10;
+  constexpr std::uint64_t kMost = 64 << 20;
+  // On disk, so many rows that the buffers for reading them take less memory than they do.
+  if (on_disk) options.context = 20 * kContext;
+  for (std::uint64_t host = on_disk ? kLeast : kMost; host <= kMost; host += host / 4) {
+    for (std::uint64_t device = kLeast; device <= kMost; device += device / 4) {
+      if (on_disk) options.host_memory = host;
+      options.device_memory = device;
+      if (!has_plan(engine, options, on_disk)) continue;
+      for (std::uint64_t step = device / 8; step > 4096; step /= 2) {
+        options.device_memory = *options.device_memory - step;
+        if (!has_plan(engine, options, on_disk)) *options.device_memory += step;
+      }
+      return options;
+    }
+  }
+  ADD_FAILURE() << "no plan under any cap";
+  return options;
+}
+
+// Logits after every token, prompt part and decoded part.
+std::vector<std::vector<float>> go_on(Session& session, std::span<const TokenId> tokens) {
+  std::vector<std::vector<float>> logits;
+  logits.push_back(copy_of(session.prefill(tokens.first(tokens.size() / 2))));
+  for (const TokenId token : tokens.subspan(tokens.size() / 2)) {
+    logits.push_back(copy_of(session.decode(token)));
+  }
+  return logits;
+}
+
+std::string text_of(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void put(const fs::path& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << text;
+}
+
+std::vector<fs::path> rows_files(const fs::path& directory) {
+  std::vector<fs::path> files;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    if (entry.path().filename().string().starts_with("rows-")) files.push_back(entry.path());
+  }
+  return files;
+}
+
+std::map<std::string, std::string> contents(const fs::path& directory) {
+  std::map<std::string, std::string> all;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    all[entry.path().filename().string()] = text_of(entry.path());
+  }
+  return all;
+}
+
+void replace_in(const fs::path& path, const std::string& from, const std::string& to) {
+  std::string text = text_of(path);
+  const std::size_t at = text.find(from);
+  ASSERT_NE(at, std::string::npos) << from << " in " << text;
+  text.replace(at, from.size(), to);
+  put(path, text);
+}
+
+// Of the environment.
+std::int64_t number_from(const char* name, std::int64_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text != nullptr ? std::strtoll(text, nullptr, 10) : otherwise;
+}
+
+class SavedSessions : public ::testing::Test {
+ protected:
+  fs::path directory() const { return temp_.path() / "session"; }
+  fs::path manifest() const { return directory() / "manifest.json"; }
+  fs::path rows() const { return rows_files(directory()).at(0); }
+
+  // Saves a session of kSaved tokens.
+  void save(Engine& engine, const std::string& note = {}, std::uint64_t seed = 1) const {
+    Session session = engine.new_session(options_for(engine, "dense"));
+    session.prefill(random_tokens(kSaved, seed));
+    session.save(directory(), note);
+  }
+
+  void expect_refused(Engine& engine, ErrorCode code, const std::string& text) const {
+    const auto before = contents(directory());
+    expect_error(code, text,
+                 [&] { engine.load_session(directory(), options_for(engine, "dense")); });
+    EXPECT_EQ(contents(directory()), before);
+  }
+
+  TempDir temp_;
+  RandomCheckpoint model_{1};
+};
+
+struct Setting {
+  std::string policy;
+  bool capped = false;
+  bool on_disk = false;
+  DType rows = DType::bf16;
+  bool far = false;  // activations in memory of the device's own, as on a GPU
+};
+
+void PrintTo(const Setting& s, std::ostream* out) {
+  *out << s.policy << (s.capped ? ", capped" : "") << (s.on_disk ? ", on disk" : "") << ", "
+       << to_string(s.rows) << (s.far ? ", on a far device" : "");
+}
+
+class SavedSessionsUnder : public SavedSessions, public ::testing::WithParamInterface<Setting> {
+ protected:
+  std::optional<Engine> open() const {
+    EngineConfig config = config_of(model_);
+    config.kv_dtype = GetParam().rows;
+    if (GetParam().on_disk) {
+      const auto disk = testing::disk_directory();
+      if (!disk) return std::nullopt;
+      config.disk = DiskConfig{{*disk}, {}};
+    }
+    if (!GetParam().far) return Engine::open(config);
+    config.host_attention = 0.0;
+    return Engine::Impl::open(config, [](DType weights) {
+      const cpu::CpuOptions options = {1, DType::f32, weights, MemoryAccount::kNoCap,
+                                       MemoryAccount::kNoCap};
+      return std::make_unique<testing::FarBackend>(options);
+    });
+  }
+};
+
+TEST_P(SavedSessionsUnder, GoOnAsIfTheyHadNeverEnded) {
+  std::optional<Engine> engine = open();
+  if (!engine) GTEST_SKIP() << "no directory on a disk; set SLUICE_TEST_DISK";
+  const bool forks = GetParam().policy.find("zipvl") == std::string::npos;
+  SessionOptions options = options_for(*engine, GetParam().policy, forks ? 2 : 1);
+  if (GetParam().capped) options = tightly(*engine, options, GetParam().on_disk);
+  const std::vector<TokenId> tokens = random_tokens(kSaved, 2);
+  const std::vector<TokenId> more = random_tokens(kMore, 3);
+  std::vector<std::vector<float>> expected;
+  {
+    Session session = engine->new_session(options);
+    ASSERT_EQ(session.plan().on_disk, GetParam().on_disk);
+    if (GetParam().capped) {
+      ASSERT_LT(session.plan().resident_tokens, kSaved);
+    }
+    session.prefill(std::span(tokens).first(kSaved - 30));
+    session.decode_known(std::span(tokens).last(30), {});
+    session.save(directory(), "a note");
+    expected = go_on(session, more);
+  }
+  const SavedSession saved = engine->saved_session(directory());
+  EXPECT_EQ(saved.tokens, tokens);
+  EXPECT_EQ(saved.note, "a note");
+
+  Session loaded = engine->load_session(directory(), options);
+  EXPECT_EQ(loaded.length(), kSaved);
+  EXPECT_TRUE(std::ranges::equal(loaded.tokens(), tokens));
+  // No token was computed and no row attended, scored or estimated.
+  const Ledger& ledger = loaded.ledger();
+  for (const Phase phase : {Phase::prefill, Phase::decode, Phase::correction}) {
+    EXPECT_EQ(ledger.tokens(phase), 0u);
+    for (const Tier from : {Tier::device, Tier::host, Tier::disk}) {
+      for (const Tier to : {Tier::device, Tier::host, Tier::disk}) {
+        for (const Cause cause : {Cause::hit, Cause::miss, Cause::index_read, Cause::value_read}) {
+          EXPECT_EQ(ledger.total(phase, from, to, cause), Traffic()) << to_string(cause);
+        }
+      }
+    }
+  }
+  std::optional<Session> fork;
+  if (forks) fork = loaded.fork();
+  EXPECT_EQ(go_on(loaded, more), expected);
+  if (fork) {
+    EXPECT_EQ(go_on(*fork, more), expected) << "a fork of a loaded session";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Settings, SavedSessionsUnder,
+    ::testing::Values(Setting{"dense"}, Setting{"values"}, Setting{"sparq"},
+                      Setting{"tidaldecode dense=0 anchors=1 correct=16"}, Setting{"quest"},
+                      Setting{"dense prefill=pages(0.5)"}, Setting{"dense prefill=zipvl(0.9)"},
+                      Setting{"dense", true}, Setting{"values", true}, Setting{"sparq", true},
+                      Setting{"dense", true, true}, Setting{"values", true, true},
+                      Setting{"sparq", true, true}, Setting{"values", false, false, DType::f32},
+                      Setting{"dense", false, false, DType::f16},
+                      Setting{"dense", true, false, DType::bf16, true},
+                      Setting{"values", true, false, DType::f32, true},
+                      Setting{"sparq", true, true, DType::bf16, true}));
+
+class SavedSessionsOn : public SavedSessions,
+                        public ::testing::WithParamInterface<std::tuple<std::string, std::string>> {
+};
+
+TEST_P(SavedSessionsOn, EveryDeviceGoOn) {
+  const auto& [device, policy] = GetParam();
+  if (device == "cuda" && testing::make_or_skip(testing::gpu_backends().front()) == nullptr) return;
+  Engine engine = Engine::open(testing::config_for(device));
+  const std::vector<TokenId> book = testing::book_tokens(engine, 1500);
+  SessionOptions options = options_for(engine, policy);
+  options.context = 2000;
+  Session session = engine.new_session(options);
+  session.prefill(std::span(book).first(1400));
+  session.save(directory());
+  Session loaded = engine.load_session(directory(), options);
+  // A GPU may sum in another order where other rows are resident.
+  const double tolerance = device == "cpu" ? 0.0 : 0.3;
+  for (const TokenId token : std::span(book).subspan(1400, 20)) {
+    const std::vector<float> expected = copy_of(session.decode(token));
+    EXPECT_LE(testing::largest_difference(copy_of(loaded.decode(token)), expected), tolerance);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, SavedSessionsOn,
+                         ::testing::Combine(::testing::ValuesIn(testing::devices()),
+                                            ::testing::Values("dense", "values")),
+                         [](const auto& parameter) {
+                           return std::get<0>(parameter.param) + "_" + std::get<1>(parameter.param);
+                         });
+
+TEST_F(SavedSessions, LoadUnderAnotherPolicyAndCap) {
+  EngineConfig config = config_of(model_);
+  Engine engine = Engine::open(config);
+  save(engine);
+  config.chunk = 48;  // pages are loaded in parts
+  Engine other = Engine::open(config);
+  const std::vector<TokenId> more = random_tokens(kMore, 3);
+  for (const std::string policy : {"values", "dense"}) {
+    const SessionOptions options = tightly(other, options_for(other, policy), false);
+    Session fresh = other.new_session(options);
+    fresh.prefill(random_tokens(kSaved, 1));
+    Session loaded = other.load_session(directory(), options);
+    std::vector<float> all, expected;
+    for (const auto& logits : go_on(loaded, more))
+      all.insert(all.end(), logits.begin(), logits.end());
+    for (const auto& logits : go_on(fresh, more)) {
+      expected.insert(expected.end(), logits.begin(), logits.end());
+    }
+    // Chunks of another length round rows differently.
+    EXPECT_LT(testing::largest_difference(all, expected), 0.1) << policy;
+  }
+}
+
+TEST_F(SavedSessions, LogitsAfterTheLastTokenComeFromDecodingItAgain) {
+  Engine engine = Engine::open(config_of(model_));
+  const std::vector<TokenId> tokens = random_tokens(kSaved, 1);
+  Session session = engine.new_session(options_for(engine, "dense"));
+  session.prefill(std::span(tokens).first(kSaved - 1));
+  const std::vector<float> expected = copy_of(session.decode(tokens.back()));
+  session.save(directory());
+  Session loaded = engine.load_session(directory(), options_for(engine, "dense"));
+  loaded.truncate(loaded.length() - 1);
+  EXPECT_EQ(copy_of(loaded.decode(tokens.back())), expected);
+}
+
+// Sizes at which the last page is empty, whole or has one token.
+TEST_F(SavedSessions, OfEveryLengthAroundAPage) {
+  Engine engine = Engine::open(config_of(model_));
+  const std::vector<TokenId> more = random_tokens(3, 3);
+  for (const int length : {1, 127, 128, 129, 256}) {
+    const SessionOptions options = options_for(engine, "values");
+    Session session = engine.new_session(options);
+    session.prefill(random_tokens(static_cast<std::size_t>(length), 5));
+    session.save(directory());
+    Session loaded = engine.load_session(directory(), options);
+    EXPECT_EQ(go_on(loaded, more), go_on(session, more)) << length;
+    EXPECT_EQ(rows_files(directory()).size(), 1u);
+  }
+}
+
+// A session that was truncated and decoded in between has the rows of its newest tokens.
+TEST_F(SavedSessions, KeepWhatTheyBecameLast) {
+  Engine engine = Engine::open(config_of(model_));
+  const SessionOptions options = options_for(engine, "values", 3);
+  Session session = engine.new_session(options);
+  session.prefill(random_tokens(400, 1));
+  Session fork = session.fork();
+  session.truncate(256);
+  session.prefill(random_tokens(10, 8));
+  fork.decode(7);
+  fork.save(directory());
+  const std::vector<TokenId> more = random_tokens(kMore, 3);
+  Session loaded = engine.load_session(directory(), options);
+  EXPECT_EQ(loaded.length(), 401);
+  EXPECT_EQ(go_on(loaded, more), go_on(fork, more));
+  session.save(directory());
+  Session again = engine.load_session(directory(), options);
+  EXPECT_EQ(again.length(), 266);
+  EXPECT_EQ(go_on(again, more), go_on(session, more));
+}
+
+TEST_F(SavedSessions, FilesAreForThisUserAlone) {
+  Engine engine = Engine::open(config_of(model_));
+  const mode_t before = ::umask(0);
+  save(engine);
+  ::umask(before);
+  for (const fs::path& path : {directory(), manifest(), rows()}) {
+    EXPECT_EQ(fs::status(path).permissions() & (fs::perms::group_all | fs::perms::others_all),
+              fs::perms::none)
+        << path;
+  }
+}
+
+TEST_F(SavedSessions, RefuseOtherModelsRowsAndVersions) {
+  Engine engine = Engine::open(config_of(model_));
+  save(engine);
+  const RandomCheckpoint other_model(2);
+  Engine other = Engine::open(config_of(other_model));
+  expect_refused(other, ErrorCode::usage, "of another model");
+  Session session = other.new_session(options_for(other, "dense"));
+  session.prefill(random_tokens(5, 1));
+  const auto before = contents(directory());
+  expect_error(ErrorCode::usage, "of another model", [&] { session.save(directory()); });
+  EXPECT_EQ(contents(directory()), before);
+  EngineConfig config = config_of(model_);
+  config.kv_dtype = DType::f16;
+  Engine f16 = Engine::open(config);
+  expect_refused(f16, ErrorCode::usage, "set `kv_dtype`");
+  replace_in(manifest(), "\"version\": 1", "\"version\": 2");
+  expect_refused(engine, ErrorCode::unsupported, "format version 2");
+}
+
+TEST_F(SavedSessions, RefuseManifestsThatWereEdited) {
+  Engine engine = Engine::open(config_of(model_));
+  save(engine);
+  const std::string good = text_of(manifest());
+  const std::string name = rows().filename().string();
+  const std::string size = std::to_string(fs::file_size(rows()));
+  const auto with = [&](const std::string& from, const std::string& to, const std::string& what,
+                        ErrorCode code = ErrorCode::corrupt) {
+    put(manifest(), good);
+    replace_in(manifest(), from, to);
+    SCOPED_TRACE(from + " -> " + to);
+    expect_refused(engine, code, what);
+  };
+  with("\"tokens\": 700", "\"tokens\": 699", "lacks a section");
+  with("\"tokens\": 700", "\"tokens\": 0", "no room");
+  with("\"tokens\": 700", "\"tokens\": -1", "`tokens` is not a number");
+  with("\"tokens\": 700", "\"tokens\": 1e30", "`tokens` is not a number");
+  with("\"tokens\": 700", "\"tokens\": 4611686018427387904", "no room");
+  with("\"tokens\": 700", "\"tokens\": 99999999999999999999999", "`tokens` is not a number");
+  with("\"tokens\": 700", "\"tokens\": \"700\"", "`tokens` is not a number");
+  with("\"tokens\": 700,", "", "`tokens` is missing");
+  with("\"tokens\": 700", "\"tokens\": 700, \"tokens\": 1", "twice");
+  with("\"layers\": 3", "\"layers\": 2147483647", "3 layers");
+  with("\"head_dim\": 32", "\"head_dim\": 31", "head_dim 31");
+  with("\"row_bytes\": 128", "\"row_bytes\": 64", "rows of 64 bytes", ErrorCode::unsupported);
+  with("\"bytes\": " + size, "\"bytes\": 1", "its manifest says 1");
+  with(name, "../../etc/passwd", "none of its names");
+  with(name, "..", "none of its names");
+  with(name, "/etc/passwd", "none of its names");
+  with(name, "manifest.json", "none of its names");
+  with(name, "rows-0000000000000000.bin", "no such file", ErrorCode::not_found);
+  with("\"sums\": \"", "\"sums\": \"0", "not the one that its manifest names");
+  with("sluice session", "another thing", "is not the manifest");
+  with("{", "[", "is not JSON");
+  put(manifest(), "");
+  expect_refused(engine, ErrorCode::corrupt, "is not JSON");
+  put(manifest(), std::string(70 << 10, ' '));
+  expect_refused(engine, ErrorCode::corrupt, "cannot be the manifest");
+  put(manifest(), std::string(60 << 10, '['));
+  expect_refused(engine, ErrorCode::corrupt, "nested deeper");
+  // None of them may be saved over either, because nobody knows what it is.
+  Session session = engine.new_session(options_for(engine, "dense"));
+  session.prefill(random_tokens(5, 1));
+  expect_error(ErrorCode::corrupt, "nested deeper", [&] { session.save(directory()); });
+  put(manifest(), good);
+  engine.load_session(directory(), options_for(engine, "dense"));
+}
+
+TEST_F(SavedSessions, RefuseRowsThatWereTruncatedSwappedOrEdited) {
+  Engine engine = Engine::open(config_of(model_));
+  save(engine);
+  const fs::path path = rows();
+  const std::string good = text_of(path);
+  const auto refused = [&](const std::string& bytes, ErrorCode code, const std::string& what) {
+    put(path, bytes);
+    expect_refused(engine, code, what);
+  };
+  refused("", ErrorCode::corrupt, "has 0 bytes");
+  refused(good.substr(0, good.size() - 1), ErrorCode::corrupt, "its manifest says");
+  refused(good + "x", ErrorCode::corrupt, "its manifest says");
+  const KvShape shape = engine.info().kv;
+  const SavedLayout layout(shape, kSaved, 0);
+  std::string bytes = good;
+  bytes[static_cast<std::size_t>(layout.sections()[2].offset + 100)] ^= 1;
+  refused(bytes, ErrorCode::corrupt, "rows of layer 0 from token 0 on are damaged");
+  // Two pieces of equal size that changed places.
+  bytes = good;
+  const std::size_t piece = layout.piece_bytes(0);
+  const std::size_t from = static_cast<std::size_t>(layout.sections()[2].offset);
+  std::swap_ranges(bytes.begin() + static_cast<std::ptrdiff_t>(from),
+                   bytes.begin() + static_cast<std::ptrdiff_t>(from + piece),
+                   bytes.begin() + static_cast<std::ptrdiff_t>(from + piece));
+  refused(bytes, ErrorCode::corrupt, "damaged");
+  bytes = good;
+  bytes[static_cast<std::size_t>(layout.sections()[0].offset)] ^= 1;
+  refused(bytes, ErrorCode::corrupt, "damaged tokens");
+  // Another save's rows file under this one's name.
+  TempDir temp;
+  {
+    Session session = engine.new_session(options_for(engine, "dense"));
+    session.prefill(random_tokens(kSaved, 9));
+    session.save(temp.path() / "other");
+  }
+  refused(text_of(rows_files(temp.path() / "other").at(0)), ErrorCode::corrupt,
+          "not the one that its manifest names");
+  put(path, good);
+  engine.load_session(directory(), options_for(engine, "dense"));
+}
+
+TEST_F(SavedSessions, RefuseLinksInPlaceOfFiles) {
+  Engine engine = Engine::open(config_of(model_));
+  save(engine);
+  const fs::path path = rows();
+  fs::rename(path, temp_.path() / "elsewhere");
+  fs::create_symlink(temp_.path() / "elsewhere", path);
+  expect_error(ErrorCode::corrupt, "is a link",
+               [&] { engine.load_session(directory(), options_for(engine, "dense")); });
+  fs::remove(path);
+  fs::create_directory(path);
+  expect_error(ErrorCode::not_found, "not a regular file",
+               [&] { engine.load_session(directory(), options_for(engine, "dense")); });
+  fs::remove(path);
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  expect_error(ErrorCode::not_found, "not a regular file",
+               [&] { engine.load_session(directory(), options_for(engine, "dense")); });
+  fs::remove(path);
+  fs::rename(temp_.path() / "elsewhere", path);
+  fs::rename(manifest(), temp_.path() / "elsewhere");
+  fs::create_symlink(temp_.path() / "elsewhere", manifest());
+  expect_error(ErrorCode::corrupt, "is a link",
+               [&] { engine.load_session(directory(), options_for(engine, "dense")); });
+  Session session = engine.new_session(options_for(engine, "dense"));
+  session.prefill(random_tokens(5, 1));
+  expect_error(ErrorCode::corrupt, "is a link", [&] { session.save(directory()); });
+  EXPECT_TRUE(fs::is_symlink(manifest()));
+}
+
+TEST_F(SavedSessions, RefuseDirectoriesThatAreNone) {
+  Engine engine = Engine::open(config_of(model_));
+  const SessionOptions options = options_for(engine, "dense");
+  const auto load = [&](const fs::path& path) { engine.load_session(path, options); };
+  Session session = engine.new_session(options);
+  expect_error(ErrorCode::usage, "no tokens yet", [&] { session.save(directory()); });
+  session.prefill(random_tokens(5, 1));
+  const fs::path file = temp_.write("file", "text");
+  expect_error(ErrorCode::not_found, "cannot be opened", [&] { load(temp_.path() / "none"); });
+  expect_error(ErrorCode::not_found, "cannot be opened", [&] { load(file); });
+  expect_error(ErrorCode::not_found, "no saved session", [&] { load(temp_.path()); });
+  expect_error(ErrorCode::usage, "'file'", [&] { session.save(temp_.path()); });
+  expect_error(ErrorCode::not_found, "cannot be opened", [&] { session.save(file); });
+  expect_error(ErrorCode::io, "cannot be written",
+               [&] { session.save(temp_.path() / "none" / "session"); });
+  expect_error(ErrorCode::usage, "may have 64",
+               [&] { session.save(directory(), std::string((64 << 20) + 1, 'x')); });
+  EXPECT_EQ(text_of(file), "text");
+  session.save(directory().string() + "/");
+  load(directory());
+  SessionOptions small = options;
+  small.context = 4;
+  expect_error(ErrorCode::prompt, "has 5 tokens", [&] { engine.load_session(directory(), small); });
+  if (::geteuid() == 0) return;
+  fs::permissions(directory(), fs::perms::owner_read | fs::perms::owner_exec);
+  expect_error(ErrorCode::io, "cannot be written", [&] { session.save(directory()); });
+  expect_error(ErrorCode::io, "cannot be written", [&] { engine.require_savable(directory(), 5); });
+  load(directory());
+  fs::permissions(directory(), fs::perms::owner_all);
+}
+
+TEST_F(SavedSessions, RefuseEvictedTokensByName) {
+  Engine engine = Engine::open(config_of(model_));
+  Session session = engine.new_session(options_for(engine, "dense prefill=zipvl(0.5,evict)"));
+  session.prefill(random_tokens(300, 1));
+  expect_error(ErrorCode::usage, "evict", [&] { session.save(directory()); });
+  EXPECT_FALSE(fs::exists(manifest()));
+}
+
+// The device's cap leaves nothing for the buffers that loading takes.
+TEST_F(SavedSessions, LoadWithinTheCapOnHostMemoryOrNotAtAll) {
+  EngineConfig config = config_of(model_);
+  Engine engine = Engine::open(config);
+  save(engine);
+  const SessionOptions options = options_for(engine, "values");
+  config.host_memory = engine.plan(options).host_bytes();
+  Engine exact = Engine::open(config);
+  exact.plan(options);
+  expect_error(ErrorCode::memory, "host_memory", [&] { exact.load_session(directory(), options); });
+  *config.host_memory += std::uint64_t{64} << 10;
+  Engine roomy = Engine::open(config);
+  Session loaded = roomy.load_session(directory(), options);
+  EXPECT_LE(roomy.memory().host_peak, *config.host_memory);
+}
+
+TEST_F(SavedSessions, KeepTheOldOneWhenSavingFails) {
+  Engine engine = Engine::open(config_of(model_));
+  save(engine, "old");
+  Session session = engine.new_session(options_for(engine, "dense"));
+  session.prefill(random_tokens(kSaved, 7));
+  const auto before = contents(directory());
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &limit), 0);
+  const rlimit small = {100000, limit.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  expect_error(ErrorCode::io, "RLIMIT_FSIZE", [&] { session.save(directory(), "new"); });
+  expect_error(ErrorCode::io, "RLIMIT_FSIZE", [&] { engine.require_savable(directory(), kSaved); });
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  EXPECT_EQ(contents(directory()), before);
+  expect_error(ErrorCode::io, "left; make room",
+               [&] { engine.require_savable(directory(), std::int64_t{1} << 42); });
+  EXPECT_EQ(engine.saved_session(directory()).note, "old");
+  session.save(directory(), "new");
+  EXPECT_EQ(engine.saved_session(directory()).note, "new");
+}
+
+TEST_F(SavedSessions, TellASecondProcess) {
+  Engine engine = Engine::open(config_of(model_));
+  save(engine);
+  Session session = engine.new_session(options_for(engine, "dense"));
+  session.prefill(random_tokens(5, 1));
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  // A process that saves has an exclusive lock, one that loads a shared one.
+  for (const int how : {LOCK_EX, LOCK_SH}) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const int locked = ::open(directory().c_str(), O_RDONLY | O_DIRECTORY);
+      const char ok = ::flock(locked, how) == 0 ? 'y' : 'n';
+      const bool told = ::write(ready[1], &ok, 1) == 1;
+      ::pause();
+      ::_exit(told ? 0 : 1);
+    }
+    char ok = 'n';
+    ASSERT_EQ(::read(ready[0], &ok, 1), 1);
+    ASSERT_EQ(ok, 'y');
+    expect_error(ErrorCode::io, "is in use", [&] { session.save(directory()); });
+    if (how == LOCK_EX) {
+      expect_error(ErrorCode::io, "is in use", [&] { engine.saved_session(directory()); });
+    } else {
+      engine.load_session(directory(), options_for(engine, "dense"));
+    }
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+    engine.load_session(directory(), options_for(engine, "dense"));
+  }
+  ::close(ready[0]);
+  ::close(ready[1]);
+}
+
+// A child saves two sessions in turn until it is killed. Whatever is there then loads whole.
+TEST_F(SavedSessions, SurviveAKillAtAnyTime) {
+  const std::int64_t kills = number_from("SLUICE_KILLS", 30);
+  const std::uint64_t seed = testing::seed(std::random_device()());
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  int leftovers = 0;
+  std::set<std::string> seen;
+  std::map<std::string, std::int64_t> lengths = {{"long", kSaved}, {"short", kSaved / 2}};
+  std::string program = fs::read_symlink("/proc/self/exe").string();
+  Engine engine = Engine::open(config_of(model_));
+  for (std::int64_t kill = 0; kill < kills; ++kill) {
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      // Another program image, because threads do not survive a fork.
+      ::setenv("SLUICE_SAVE_TO", directory().c_str(), 1);
+      ::setenv("SLUICE_SAVE_FROM", model_.path().c_str(), 1);
+      const int none = ::open("/dev/null", O_WRONLY);
+      ::dup2(none, STDOUT_FILENO);
+      ::execl(program.c_str(), program.c_str(), "--gtest_also_run_disabled_tests",
+              "--gtest_filter=SavingProcess.DISABLED_SavesForEver", nullptr);
+      ::_exit(1);
+    }
+    // From when the child began to save on, up to some saves.
+    const fs::path begun = temp_.path() / "begun";
+    for (int wait = 0; wait < 2000 && !fs::exists(begun); ++wait) ::usleep(5000);
+    ASSERT_TRUE(fs::exists(begun));
+    ::usleep(static_cast<useconds_t>(below(random, 30000)));
+    ::kill(child, SIGKILL);
+    ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+    fs::remove(begun);
+    if (!fs::exists(manifest())) continue;  // killed in its first save
+    leftovers += rows_files(directory()).size() > 1 ? 1 : 0;
+    Session loaded = engine.load_session(directory(), options_for(engine, "dense"));
+    const std::string note = engine.saved_session(directory()).note;
+    seen.insert(note);
+    EXPECT_EQ(loaded.length(), lengths[note]) << note;
+    loaded.decode(1);
+    loaded.save(directory(), "after");
+    lengths["after"] = loaded.length();
+    EXPECT_EQ(contents(directory()).size(), 2u) << "a leftover of a killed save";
+    EXPECT_EQ(engine.saved_session(directory()).tokens.size(),
+              static_cast<std::size_t>(loaded.length()));
+  }
+  std::printf("%lld kills, %d left files behind\n", static_cast<long long>(kills), leftovers);
+  EXPECT_FALSE(seen.empty());
+}
+
+// The child of the test above.
+TEST(SavingProcess, DISABLED_SavesForEver) {
+  const char* const to = std::getenv("SLUICE_SAVE_TO");
+  const char* const from = std::getenv("SLUICE_SAVE_FROM");
+  if (to == nullptr || from == nullptr) GTEST_SKIP() << "a test starts this one";
+  EngineConfig config;
+  config.model = from;
+  config.threads = 1;
+  Engine engine = Engine::open(config);
+  Session longer = engine.new_session(kContext);
+  longer.prefill(random_tokens(kSaved, 1));
+  Session shorter = engine.new_session(kContext);
+  shorter.prefill(random_tokens(kSaved / 2, 2));
+  put(fs::path(to).parent_path() / "begun", "");
+  while (true) {
+    longer.save(to, "long");
+    shorter.save(to, "short");
+  }
+}
+
+// Random damage to the manifest and the rows file.
+TEST_F(SavedSessions, NeverCrashNorLieWhenBytesFlip) {
+  const std::int64_t rounds = number_from("SLUICE_FLIPS", 300);
+  const std::uint64_t seed = testing::seed(std::random_device()());
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  Engine engine = Engine::open(config_of(model_));
+  const SessionOptions options = options_for(engine, "dense");
+  std::vector<std::vector<float>> expected;
+  const std::vector<TokenId> more = random_tokens(4, 3);
+  {
+    Session session = engine.new_session(options);
+    session.prefill(random_tokens(300, 1));
+    session.save(directory(), "the note of this session");
+    expected = go_on(session, more);
+  }
+  const fs::path rows_path = rows();
+  const std::string good_manifest = text_of(manifest());
+  const std::string good_rows = text_of(rows_path);
+  // Of the rows file mostly its beginning and its end, which have structure.
+  const std::size_t head = 1600;
+  int harmless = 0;
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    std::string manifest_bytes = good_manifest;
+    std::string rows_bytes = good_rows;
+    const std::size_t flips = 1 + below(random, 3);
+    for (std::size_t i = 0; i < flips; ++i) {
+      const std::size_t kind = below(random, 4);
+      std::string& bytes = kind == 0 ? manifest_bytes : rows_bytes;
+      const std::size_t at = kind == 1   ? below(random, head)
+                             : kind == 2 ? bytes.size() - 1 - below(random, 200)
+                                         : below(random, bytes.size());
+      bytes[at] = static_cast<char>(bytes[at] ^ static_cast<char>(1u << below(random, 8)));
+    }
+    put(manifest(), manifest_bytes);
+    put(rows_path, rows_bytes);
+    try {
+      Session loaded = engine.load_session(directory(), options);
+      EXPECT_EQ(go_on(loaded, more), expected) << "round " << round;
+      ++harmless;
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("\n")));
+      EXPECT_NE(error.code(), ErrorCode::internal) << error.what();
+    }
+  }
+  std::printf("%lld rounds, %d without effect\n", static_cast<long long>(rounds), harmless);
+  put(manifest(), good_manifest);
+  put(rows_path, good_rows);
+  Session loaded = engine.load_session(directory(), options);
+  EXPECT_EQ(go_on(loaded, more), expected);
+}
+
+}  // namespace
+}  // namespace sluice
