@@ -1,7 +1,8 @@
 // Random sessions against fresh ones that are given the same tokens. Sessions of one pool prefill,
-// decode, step together, fork, are truncated, cancelled and refused, under random policies and caps
-// down to the smallest that a plan accepts; every logit that they gave on the way has to be that of
-// a session that has a pool of its own, all rows resident, and nothing but the tokens.
+// decode, step together, fork, are saved and loaded, truncated, cancelled and refused, under random
+// policies and caps down to the smallest that a plan accepts; every logit that they gave on the way
+// has to be that of a session that has a pool of its own, all rows resident, and nothing but the
+// tokens.
 //
 // SLUICE_SESSIONS=N runs N seeds, from SLUICE_SEED on.
 #include <gtest/gtest.h>
@@ -27,6 +28,7 @@
 #include "tests/support/random.h"
 #include "tests/support/random_checkpoint.h"
 #include "tests/support/random_policy.h"
+#include "tests/support/temp_dir.h"
 
 namespace sluice {
 namespace {
@@ -408,7 +410,7 @@ class World {
   void do_something() {
     const std::size_t which = index(live_.size());
     Live& live = *std::next(live_.begin(), static_cast<std::ptrdiff_t>(which));
-    const std::int64_t kind = random_.integer(0, 18);
+    const std::int64_t kind = random_.integer(0, 19);
     note(number(static_cast<std::int64_t>(which)) + " of " + number(live.length()) + ": ");
     if (kind <= 4) return prefill(live);
     if (kind <= 6) return decode_some(live);
@@ -417,6 +419,7 @@ class World {
     if (kind <= 11) return add(live);
     if (kind == 12) return use(live);
     if (kind == 13) return cancel(live);
+    if (kind == 19) return save(live);
     if (kind >= 16) return rewrite(live);
     if (kind == 14 && live_.size() > 1 && one_in(2)) {
       text_ += "drop";
@@ -489,6 +492,22 @@ class World {
       } else {
         live_.push_back({live.session.sibling(), {}, 0});
       }
+    });
+  }
+
+  // Saved and loaded into a pool of its own, where it goes on.
+  void save(Live& live) {
+    text_ += "save";
+    if (live.length() == 0) return;
+    attempt([&] {
+      live.session.save(saved_.path() / "session");
+      Live loaded = {engine_->load_session(saved_.path() / "session", options_), live.log,
+                     live.policy};
+      loaded.session.use(options_.policies[live.policy]);
+      require_tokens(loaded);
+      prefill(loaded);
+      for (std::int64_t i = 0; i < 3 && can_decode(loaded); ++i) decode(loaded);
+      compare(loaded);
     });
   }
 
@@ -599,6 +618,7 @@ class World {
   Engine* engine_ = nullptr;
   SessionOptions options_;
   std::list<Live> live_;
+  testing::TempDir saved_;
   std::string text_;
 };
 
