@@ -19,6 +19,7 @@
 #include "tools/model_flags.h"
 #include "tools/output.h"
 #include "tools/policy_help.h"
+#include "tools/saved_session_flags.h"
 #include "tools/void_flags.h"
 
 namespace sluice::tools {
@@ -41,6 +42,7 @@ struct ChatFlags {
   ModelFlags model;
   GenerationFlags generation;
   std::string system;
+  SavedSessionFlags saved;
   bool quiet = false;
 };
 
@@ -104,10 +106,19 @@ class Talk {
         code = exit_code(error.code());
       }
     }
+    save();
     return on_terminal_ ? 0 : code;
   }
 
  private:
+  void save() {
+    const std::string& directory = flags_->saved.save;
+    if (directory.empty()) return;
+    if (chat_.session().length() == 0) return note("an empty conversation is not saved");
+    chat_.save(directory);
+    note("saved in " + one_line(directory));
+  }
+
   void take(const std::string& line) {
     if (line.find_first_not_of(" \t") == std::string::npos) return;
     if (line.starts_with("//")) return answer(line.substr(1));
@@ -188,6 +199,18 @@ class Talk {
   bool over_ = false;
 };
 
+// The conversation to begin or to continue.
+Chat open_chat(const ChatFlags& flags, Engine& engine, const SessionOptions& options,
+               ChatFormat format) {
+  if (flags.saved.load.empty()) {
+    return {engine, engine.new_session(options), std::move(format), flags.system};
+  }
+  Chat chat = Chat::load(engine, flags.saved.load, options, std::move(format));
+  if (flags.system.empty() || flags.system == chat.system()) return chat;
+  throw Error(ErrorCode::usage,
+              "--system: the saved conversation has another text of the system; leave it out");
+}
+
 int run(const ChatFlags& flags) {
   flags.generation.validate();
   Engine engine = Engine::open(flags.model.config());
@@ -197,6 +220,11 @@ int run(const ChatFlags& flags) {
   SessionOptions wanted;
   wanted.context = flags.generation.context;
   if (wanted.context == 0) wanted.context = default_context(engine.info());
+  if (!flags.saved.load.empty() && flags.generation.context == 0) {
+    const auto saved = std::ssize(engine.saved_session(flags.saved.load).tokens);
+    wanted.context = std::max(wanted.context, saved + flags.generation.sampling.max_tokens);
+  }
+  flags.saved.require_savable(engine, wanted.context);
   const Choice choice = choose_session(engine, flags.generation.policy, std::move(wanted));
   const Plan plan = engine.plan(choice.options);
   const bool on_terminal = ::isatty(STDIN_FILENO) != 0 && ::isatty(STDOUT_FILENO) != 0;
@@ -215,7 +243,7 @@ int run(const ChatFlags& flags) {
     print_error(on_terminal ? "\n/help lists commands, Ctrl-D ends.\n\n" : "\n");
   }
   load(engine);
-  Chat chat(engine, engine.new_session(choice.options), std::move(format), flags.system);
+  Chat chat = open_chat(flags, engine, choice.options, std::move(format));
   return Talk(flags, engine, std::move(chat), on_terminal).run();
 }
 
@@ -229,6 +257,7 @@ Command add_chat(CLI::App& app) {
   app.add_option("--system", flags->system, "text of the system, in front of the conversation");
   flags->generation.sampling.max_tokens = kMaxTokens;
   flags->generation.add_to(app, "what the model was trained for, 32768 at most");
+  flags->saved.add_to(app, "the conversation with its turns and the text of the system");
   app.add_flag("-q,--quiet", flags->quiet,
                "no plan on standard error, and no notes but on flags that do nothing");
   return [flags] { return run(*flags); };

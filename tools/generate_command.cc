@@ -21,6 +21,7 @@
 #include "tools/output.h"
 #include "tools/policy_help.h"
 #include "tools/prompt.h"
+#include "tools/saved_session_flags.h"
 #include "tools/void_flags.h"
 
 namespace sluice::tools {
@@ -35,6 +36,7 @@ struct GenerateFlags {
   std::string json;
   std::string trace;
   std::string system;
+  SavedSessionFlags saved;
   bool chat = false;
   bool positions = false;
   bool ignore_eos = false;
@@ -83,6 +85,20 @@ std::string bos_note(const Engine& engine, const GenerateFlags& flags,
       "tokenizer_config.json asks for a BOS token (add_bos_token), which neither "
       "tokenizer.json nor transformers puts for this class of tokenizer, nor does Sluice; "
       "--bos always puts it");
+}
+
+// The text that goes on from a saved one.
+Prompt encode_after(const Engine& engine, const SavedSession& saved, const std::string& text) {
+  std::vector<TokenId> ids;
+  if (const std::optional<TokenId> pending = pending_of(saved.note)) ids.push_back(*pending);
+  if (ids.empty() && text.empty()) {
+    throw Error(ErrorCode::prompt,
+                "the saved text came to its end, and the prompt is empty; give some text");
+  }
+  const std::vector<TokenId> body =
+      text.empty() ? std::vector<TokenId>() : engine.tokenizer().encode(text);
+  ids.insert(ids.end(), body.begin(), body.end());
+  return {std::move(ids), {}};
 }
 
 Prompt encode(const Engine& engine, const GenerateFlags& flags, const std::string& text) {
@@ -178,6 +194,7 @@ GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Sessi
   GenerateOptions options;
   options.sampling = flags.generation.sampling;
   options.end_tokens = prompt.end_tokens;
+  options.history.assign(session.tokens().begin(), session.tokens().end());
   options.ignore_eos = flags.ignore_eos;
   options.interrupt = &interrupted();
   options.on_prefill = [&](std::int64_t done, std::int64_t total) {
@@ -239,21 +256,26 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   EngineConfig config = flags.model.config();
   if (!flags.trace.empty()) config.trace = std::make_shared<Trace>();
   Engine engine = Engine::open(config);
-  const Prompt prompt =
-      encode(engine, flags, prompt_given ? flags.prompt : read_prompt(flags.prompt_file));
+  std::optional<SavedSession> saved;
+  if (!flags.saved.load.empty()) saved = engine.saved_session(flags.saved.load);
+  const std::string text = prompt_given ? flags.prompt : read_prompt(flags.prompt_file);
+  const Prompt prompt = saved ? encode_after(engine, *saved, text) : encode(engine, flags, text);
   const GenerationFlags& generation = flags.generation;
-  const std::int64_t needed =
-      static_cast<std::int64_t>(prompt.ids.size()) + generation.sampling.max_tokens;
+  const std::int64_t needed = (saved ? std::ssize(saved->tokens) : 0) +
+                              static_cast<std::int64_t>(prompt.ids.size()) +
+                              generation.sampling.max_tokens;
   SessionOptions wanted;
   wanted.context = generation.context > 0 ? generation.context : needed;
   wanted.reports_positions = flags.positions;
+  flags.saved.require_savable(engine, wanted.context);
   const Choice choice = choose_session(engine, generation.policy, std::move(wanted));
   const SessionOptions& options = choice.options;
   const Plan plan = engine.plan(options);
   if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
   print_error(void_flags(flags, engine, plan, choice, prompt));
   const Loading loading = load(engine);
-  Session session = engine.new_session(options);
+  Session session =
+      saved ? engine.load_session(flags.saved.load, options) : engine.new_session(options);
   const GenerateResult result = run_model(flags, engine, session, prompt, steps);
   if (flags.positions && session.selection().empty()) {
     print_error(void_note({"--positions"}, "no layer selected tokens, so it lists none"));
@@ -264,6 +286,13 @@ int run(const GenerateFlags& flags, bool prompt_given) {
                 memory_table(engine.memory()) +
                 selection_line(session.selection(), session.length()) +
                 rows_line(session.ledger()) + "\n" + session.ledger().to_table());
+  }
+  if (!flags.saved.save.empty()) {
+    session.save(flags.saved.save, note_of(result));
+    if (!flags.quiet) {
+      print_error("saved    " + std::to_string(session.length()) + " tokens in " +
+                  one_line(flags.saved.save) + "\n");
+    }
   }
   if (config.trace) write_trace(flags, *config.trace);
   if (!flags.json.empty()) {
@@ -294,6 +323,9 @@ Command add_generate(CLI::App& app) {
                             "has it");
   chat->excludes(bos);
   app.add_option("--system", flags->system, "text of the system, with --chat")->needs(chat);
+  flags->saved.add_to(app, "the text that the prompt, which may be empty, goes on from");
+  app.get_option("--load-session")->excludes(bos)->excludes(chat);
+  app.get_option("--save-session")->excludes(chat);
   flags->generation.add_to(app, "prompt and --max-tokens");
   app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
   auto* json =

@@ -1,0 +1,141 @@
+"""--save-session and --load-session of `sluice generate` and `sluice chat`."""
+
+import json
+import tempfile
+import unittest
+from pathlib import Path
+
+from chat_model import write_model
+from command import GOLDEN, MODEL, ROOT, sluice
+
+TEXT = (ROOT / "data" / "tinyshakespeare.txt").read_text()[:2000]
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.saved = self.folder / "session"
+
+    def contents(self):
+        return {path.name: path.read_bytes() for path in self.saved.iterdir()}
+
+
+class Text(Folder):
+    def generate(self, tokens, *flags, prompt=TEXT):
+        return sluice("generate", "-m", MODEL, "-n", tokens, "-q", "-p", prompt, *flags)
+
+    def text(self, *arguments, **options):
+        done = self.generate(*arguments, **options)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        return done.stdout[:-1]
+
+    def test_text_goes_on_as_if_it_had_not_been_cut_off(self):
+        for flags in (
+            ["--policy", "values"],
+            ["--temperature", "0.8", "--seed", "7", "--repetition-penalty", "1.2"],
+        ):
+            with self.subTest(flags=flags):
+                whole = self.text(24, *flags)
+                first = self.text(9, *flags, "--save-session", self.saved)
+                # A session may be loaded as often as one likes, and saved over itself.
+                for _ in range(2):
+                    rest = self.text(15, *flags, "--load-session", self.saved, prompt="")
+                    self.assertEqual(first + rest, whole)
+                second = self.text(
+                    5, *flags, "--load-session", self.saved, "--save-session", self.saved, prompt=""
+                )
+                last = self.text(10, *flags, "--load-session", self.saved, prompt="")
+                self.assertEqual(first + second + last, whole)
+
+    def test_a_prompt_follows_the_saved_text_and_nothing_is_computed_again(self):
+        self.text(1, "--save-session", self.saved)
+        report = self.folder / "report.json"
+        self.text(3, "--load-session", self.saved, "--json", report, prompt=" Then")
+        timings = json.loads(report.read_text())["timings"]
+        self.assertLess(timings["prefill_tokens"], 8)
+        ledger = json.loads(report.read_text())["ledger"]
+        self.assertEqual(ledger["prefill"]["tokens"], timings["prefill_tokens"])
+
+    def test_wrong_directories_are_one_line(self):
+        self.text(1, "--save-session", self.saved)
+        rows = next(self.saved.glob("rows-*"))
+        before = self.contents()
+        other = self.folder / "other"
+        other.mkdir()
+        (other / "mine.txt").write_text("mine")
+        save, load = "--save-session", "--load-session"
+        cases = [
+            (3, "no saved session", [load, other]),
+            (3, "cannot be opened", [load, self.folder / "none"]),
+            (2, "mine.txt", [save, other]),
+            (9, "cannot be written", [save, self.folder / "none" / "session"]),
+            (2, "kv_dtype", [load, self.saved, "--kv-dtype", "f16"]),
+            (7, "context", [load, self.saved, "--context", 100]),
+        ]
+        for code, text, flags in cases:
+            with self.subTest(flags=flags):
+                done = self.generate(1, *flags)
+                self.assertEqual(done.returncode, code, done.stderr)
+                self.assertIn(text.replace("kv_dtype", "--kv-dtype").replace("context", "--context"), done.stderr)
+                self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+                self.assertEqual(done.stdout, "")
+        self.assertEqual(self.contents(), before)
+        self.assertEqual((other / "mine.txt").read_text(), "mine")
+        done = sluice("generate", "-m", GOLDEN / "qwen2", "-p", "x", "-n", 1, "-q", load, self.saved)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("another model", done.stderr)
+        rows.write_bytes(rows.read_bytes()[:-100])
+        done = self.generate(1, load, self.saved)
+        self.assertEqual(done.returncode, 4)
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+
+
+class Chats(Folder):
+    def chat(self, *lines, flags=()):
+        return sluice(
+            "chat", "-m", self.model, "-n", 8, "-q", *flags, stdin="".join(line + "\n" for line in lines)
+        )
+
+    def setUp(self):
+        super().setUp()
+        model = self.folder / "model"
+        model.mkdir()
+        self.model = write_model(model)
+
+    def test_a_conversation_goes_on(self):
+        system = ["--system", "Be brief."]
+        whole = self.chat("Hello there", "And then?", "Why?", flags=system)
+        self.assertEqual((whole.returncode, whole.stderr), (0, ""))
+        first = self.chat("Hello there", flags=[*system, "--save-session", self.saved])
+        again = ["--load-session", self.saved, "--save-session", self.saved]
+        second = self.chat("And then?", flags=again)
+        third = self.chat("Why?", flags=again)
+        for done in (first, second, third):
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual(first.stdout + second.stdout + third.stdout, whole.stdout)
+
+    def test_conversations_and_texts_are_told_apart(self):
+        save, load = "--save-session", "--load-session"
+        self.chat("Hello", flags=[save, self.saved])
+        done = sluice("generate", "-m", self.model, "-p", "x", "-n", 1, "-q", load, self.saved)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("sluice chat", done.stderr)
+        done = self.chat("Hello", flags=[load, self.saved, "--system", "Be long."])
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("another text of the system", done.stderr)
+        text = self.folder / "text"
+        sluice("generate", "-m", self.model, "-p", "x", "-n", 1, "-q", save, text)
+        done = self.chat("Hello", flags=[load, text])
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("no conversation", done.stderr)
+
+    def test_an_empty_conversation_is_not_saved(self):
+        done = self.chat(flags=["--save-session", self.saved])
+        self.assertEqual(done.returncode, 0)
+        self.assertFalse((self.saved / "manifest.json").exists())
+
+
+if __name__ == "__main__":
+    unittest.main()
