@@ -556,6 +556,18 @@ TEST_F(SavedSessions, RefuseDirectoriesThatAreNone) {
   fs::permissions(directory(), fs::perms::owner_all);
 }
 
+TEST_F(SavedSessions, RefuseCodedRowsByName) {
+  EngineConfig config = config_of(model_);
+  config.kv_dtype = RowCode::int8;
+  Engine engine = Engine::open(config);
+  Session session = engine.new_session(options_for(engine, "dense"));
+  session.prefill(random_tokens(5, 1));
+  expect_error(ErrorCode::unsupported, "rows of int8", [&] { session.save(directory()); });
+  expect_error(ErrorCode::unsupported, "rows of int8",
+               [&] { engine.require_savable(directory(), 5); });
+  EXPECT_FALSE(fs::exists(directory()));
+}
+
 TEST_F(SavedSessions, RefuseEvictedTokensByName) {
   Engine engine = Engine::open(config_of(model_));
   Session session = engine.new_session(options_for(engine, "dense prefill=zipvl(0.5,evict)"));
