@@ -137,7 +137,7 @@ class Generate(unittest.TestCase):
         self.assertIn("select=dense, for all rows are at hand", " ".join(done.stderr.split()))
         self.assertNotIn("note:", done.stderr)
         # 4 MiB of a layer's rows, which are 512 bytes a token.
-        for context, line in ((8192, "select=dense, for"), (8193, "select=int4 prune=top_k(16)")):
+        for context, line in ((8192, "select=dense, for"), (8193, "select=int4 prune=top_k(64)")):
             done = sluice("generate", "-m", MODEL, "-n", 2, "-p", "x", "--context", context)
             self.assertIn(line, done.stderr)
 
