@@ -66,7 +66,9 @@ class CudaQueue : public Queue {
   std::optional<Gemm> gemm_;
   std::optional<Recorder> recorder_;
   PinnedBlock sampled_;
-  bool attends_selected_ = false;  // by the latest operation
+  // True from attend_decode_selected() to the next launch(), which clears it: only value tiles that
+  // follow directly may run beside it.
+  bool attends_selected_ = false;
 };
 
 }  // namespace sluice::cuda

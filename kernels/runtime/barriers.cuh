@@ -1,4 +1,5 @@
-// Barriers in shared memory; from compute capability 9.0 on they count bytes of bulk copies.
+// mbarriers: barriers in shared memory, which from compute capability 9.0 on also count bytes of
+// bulk copies. barrier_init_fence(), barrier_expect() and shared_write_fence() need 9.0.
 // Source: PTX ISA 8, "mbarrier" and "Async proxy".
 #pragma once
 

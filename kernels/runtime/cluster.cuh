@@ -1,5 +1,5 @@
-// Blocks that run at the same time and reach into each other's shared memory: thread-block
-// clusters, from compute capability 9.0 on. Source: PTX ISA 8, "Cluster of Cooperative Thread
+// Thread-block clusters: blocks that run at the same time and access each other's shared memory
+// (DSMEM), from compute capability 9.0 on. Source: PTX ISA 8, "Cluster of Cooperative Thread
 // Arrays".
 #pragma once
 
@@ -54,8 +54,9 @@ class Cluster {
 #endif
   }
 
-  // Writes to another block at the place of `own` in this one; threads that waited for the bytes at
-  // the other block's `barrier` see them. Cheaper than sync(), which orders all memory.
+  // Writes `x` in another block where `own` lies in this one, asynchronously. The other block's
+  // `barrier` counts the bytes, and its threads see them after barrier_wait_for_cluster(). Cheaper
+  // than sync(), which orders all memory.
   __device__ __forceinline__ void send(std::uint32_t* own, int other, std::uint32_t barrier,
                                        std::uint32_t x) const {
 #if __CUDA_ARCH__ >= 900

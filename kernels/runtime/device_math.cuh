@@ -123,9 +123,13 @@ __device__ __forceinline__ std::uint32_t pack(__half, float low, float high) {
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
-// d += a b for one 16x8 tile with inner dimension 16, in fp32 (mma.m16n8k16; PTX ISA, "Warp-level
-// matrix fragments"). Lane l holds of d rows l/4 (d[0], d[1]) and l/4 + 8 (d[2], d[3]), columns
-// 2 (l%4) and the next.
+// d += a b with d [16, 8], a [16, 16], b [16, 8], in fp32: mma.m16n8k16 (PTX ISA 8, "Matrix
+// Fragments for mma.m16n8k16"). Lane l holds
+//   d[0], d[1]   row l/4, columns 2 (l%4) and the next; d[2], d[3] the same of row l/4 + 8
+//   a[0] to a[3] rows l/4, l/4 + 8, l/4, l/4 + 8; inner elements 2 (l%4) and the next, from a[2] on
+//                8 further
+//   b0, b1       column l/4; inner elements as in a[0] and a[2]
+// The inner order is free as long as a and b agree; several kernels use that.
 __device__ __forceinline__ void mma(__nv_bfloat16, float (&d)[4], const std::uint32_t (&a)[4],
                                     std::uint32_t b0, std::uint32_t b1) {
   asm volatile(
@@ -179,9 +183,9 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// From compute capability 9.0 on: `bytes`, a multiple of 16, from global (or mapped host) to shared
-// memory, by pointer or address; both sides aligned to 16. The data is used once, so it is evicted
-// from the L2 cache first.
+// Bulk copy (TMA), from compute capability 9.0 on: `bytes`, a multiple of 16, from global (or
+// mapped host) to shared memory; both sides aligned to 16. One lane issues it and `barrier` counts
+// the bytes, see barrier_expect(). The data is used once, so the L2 cache evicts it first.
 __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, std::uint32_t bytes,
                                           std::uint32_t barrier) {
   std::uint64_t once = 0;

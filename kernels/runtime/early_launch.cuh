@@ -1,5 +1,17 @@
-// Kernels that begin while the one before them in the stream still runs, so that a chain of short
-// ones does not pay for every start. Before compute capability 9.0 they follow each other.
+// Programmatic dependent launch (PDL): kernels that begin while the one before them in the stream
+// still runs, so that a chain of short ones does not pay for every start. Before compute capability
+// 9.0 they follow each other. Source: CUDA C++ Programming Guide 12, "Programmatic Dependent Launch
+// and Synchronization".
+//
+// Rules for a kernel started by launch_early():
+//   1. It waits before its first access to memory that kernels write, the scratch and counters of a
+//      Launch included.
+//   2. At least one block waits on every path, even with nothing to do. Then the grid ends after
+//      the one before it, and waiting for one kernel is waiting for all before it.
+//   3. Without waiting it may read what stays the same during a step: weights, the batch's tokens
+//      and gaps, block tables. The kernel that copies them there never lets the next begin early.
+//   4. Without waiting it may read results of older kernels only if the kernel before waits first
+//      and allows then: all kernels before that one are over. take_turn() allows first.
 #pragma once
 
 #include <type_traits>
@@ -17,25 +29,22 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-// Waits until the kernel before is over and its writes are visible. It, too, waited for the kernels
-// before it.
+// Waits until the kernel before is over and its writes are visible; by rule 2, so are all others.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// For a kernel in a chain of short ones, called after the work that does not depend on the one
-// before.
+// Both, for a short kernel if the next one makes no use of rule 4. Called after the work that does
+// not depend on the kernel before.
 __device__ __forceinline__ void take_turn() {
   allow_next_kernel();
   wait_for_kernel_before();
 }
 
-// `kernel` waits for the kernel before it ahead of the first access to memory that kernels write. A
-// kernel that reads older kernels' results before it waits must follow a kernel that lets it begin
-// only after waiting itself: then all kernels before that one are over. Clusters, of more than one
-// block, need compute capability 9.0.
+// Launches `kernel`, which keeps the rules above, in clusters of `cluster_blocks` blocks. More than
+// one block needs compute capability 9.0.
 template <typename... Params>
 void launch_early_clusters(const char* what, void (*kernel)(Params...), dim3 grid, dim3 threads,
                            std::size_t shared, int cluster_blocks, const Launch& launch,

@@ -1,4 +1,4 @@
-// The start of every KV head's rows, small enough to be a kernel's argument.
+// The start of every KV head's rows, and their number, small enough to be a kernel's argument.
 #pragma once
 
 #include <cstddef>

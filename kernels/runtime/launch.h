@@ -1,18 +1,21 @@
 // Arguments of every kernel launcher besides its parameters.
 //
-// The rest of this folder, from the host to the device:
-//   cuda_backend  the operations of lib/backend.h: which launcher, on which stream
-//   memory        device and pinned host memory, as their caps allow; owners, of CUDA's objects
-//   limits, link  what the device can do, and the bus to it
-//   workspace     a stream and what its kernels share: a Launch
-//   recorder      a step as a graph, recorded once and replayed
-//   copy          small pieces and single rows by kernels; cuda_backend leaves large ones to the
-//                 copy engine
-//   heads, dispatch   a call's host arrays as a kernel's argument, its dtypes as constants
-//   early_launch  kernels that begin while the one before them still runs
-//   shared_memory permission to use more than 48 KiB of it
-//   paged, device_math, barriers, cluster, ticket   device code that kernels share: addresses of
-//                 rows, and cooperation of warps, blocks, clusters and whole grids
+// Launchers are called by ../cuda_queue.cc, one for each operation. The rest of this folder:
+//   memory, owners    device and pinned host memory under their caps; CUDA's objects
+//   limits, link      what the device can do, and the bus to it
+//   workspace         a stream and what its kernels share: a Launch
+//   recorder          a step as a CUDA graph, recorded once and replayed
+//   copy              small pieces and single rows by kernels; large ones go to the copy engine
+//   heads, dispatch   host arrays as a kernel's argument; dtypes and head_dim as constants
+//   early_launch      programmatic dependent launch and clusters, and the rules for kernels
+//   shared_memory     permission to use more than 48 KiB of it
+//   error             CUDA's error codes as exceptions
+// and device code that kernels share:
+//   device_math       conversions, warp-wide sums, mma, ldmatrix, cp.async
+//   barriers, cluster, ticket   mbarriers; thread-block clusters; the last block of several
+//   paged             addresses of rows from block tables
+//   whole_pages, hadamard   what builders of the key index and of value tiles have in common
+//   page_digest, page_weights   what a scan leaves for select(), and select() for value tiles
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,13 +27,13 @@
 
 namespace sluice::cuda {
 
-// Memory that kernels of one stream share, one after the other.
+// A stream, and memory that its kernels share one after the other (early_launch.cuh, rule 1).
 struct Launch {
   cudaStream_t stream = nullptr;
   const DeviceLimits* device = nullptr;
-  // kCounters words, zero before every kernel; it must leave them zero.
+  // kCounters words for tickets (ticket.cuh), zero before every kernel; it must leave them zero.
   std::uint32_t* counters = nullptr;
-  // Scratch of the call, with arbitrary content; 256-byte aligned.
+  // Scratch of one operation, with arbitrary content; 256-byte aligned.
   std::byte* scratch = nullptr;
   std::size_t scratch_bytes = 0;
   // Time at which the simulated slower bus is free again: see attention/slow_bus.cuh.

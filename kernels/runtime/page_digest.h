@@ -1,5 +1,5 @@
-// LogitDigest in the layout of these kernels: a scan of tiles writes it for every whole page. It
-// takes at most an eighth of the logits' bytes.
+// LogitDigest in the layout of these kernels: a scan of tiles writes it for every whole page. A
+// page takes 20 bytes per query head, beside 256 of logits.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,8 @@ namespace sluice::cuda {
 
 // Null pointers: no digest.
 struct PageDigest {
-  // f16 [tokens, kv_heads, pages, group, kBoundsPerPage]: the largest of kBoundTokens neighbours.
+  // f16 [tokens, kv_heads, pages, group, kBoundsPerPage]: the largest logit of each kBoundTokens
+  // consecutive tokens, a sector of select().
   std::uint16_t* maxima = nullptr;
   // [tokens, kv_heads, pages, group]: sum over the page of 2^(x log2(e) - m log2(e)), with m its
   // largest logit; m log2(e) is rounded to f32, x log2(e) is not. 0 if m is -Inf.

@@ -1,6 +1,6 @@
-// LogitDigest::weights in the layout of these kernels: select() leaves, for attend_tiles(), the
-// weight of every whole page without its selected tokens, relative to the log-sum-exp that select()
-// reports.
+// LogitDigest::weights in the layout of these kernels: for attend_tiles(), the summed weight of the
+// unselected tokens of every whole page, relative to the log-sum-exp that select() reports. Written
+// by select() where it can (leaves_page_weights()), else by weigh_pages() after it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,6 +22,7 @@ struct PageWeights {
 
   static constexpr int kSlicePages = 64;
   static constexpr int kMostGroup = 64;
+  // A mask, a weight and a mass: a slice has a mass per query head, at most one per page.
   static constexpr std::size_t kPageBytes = sizeof(uint4) + 2 * sizeof(float);
   static_assert(LogitDigest::kPageAlignment % kSlicePages == 0);
   static_assert(kMostGroup <= kSlicePages);

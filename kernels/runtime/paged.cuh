@@ -1,4 +1,5 @@
-// sluice/batch.h for kernels, which cannot call the members of its structs.
+// sluice/batch.h for kernels. They cannot call the constexpr members of its structs, because the
+// project is compiled without --expt-relaxed-constexpr.
 #pragma once
 
 #include "kernels/runtime/device_math.cuh"
@@ -41,7 +42,8 @@ struct HeadPools {
       : device(rows.device + head * rows.device_stride),
         host(rows.host + head * rows.host_stride) {}
 
-  // The address from which the row of a position on this page is read.
+  // The address from which the row of a position on this page is read: on the device if the page
+  // has a slot there, else in mapped host memory.
   __device__ const std::byte* row_of(const PageSlots& page, std::int32_t position,
                                      std::int64_t row_bytes) const {
     const bool there = is_on_device(page);

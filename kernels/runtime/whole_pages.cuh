@@ -1,5 +1,5 @@
-// Shared by kernels that build an index of whole pages: the pages that blocks build, and pairs of
-// neighbouring channels, which are quantised by their range.
+// Shared by the kernels that build key tiles, bounds and value tiles: the pages that blocks build,
+// and pairs of neighbouring channels, which are quantised by their range.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -58,8 +58,8 @@ __device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
 }
 __device__ __forceinline__ float2 floats_of(float2 pair) { return pair; }
 
-// Makes `strange`, which must start as zeros, nonzero if an element is NaN or Inf; see
-// is_strange().
+// Makes `strange` NaN if an element is NaN or Inf, whose product with zero is NaN. `strange` starts
+// as zeros; is_strange() reads it.
 template <typename Pair>
 __device__ __forceinline__ void note_strange(Pair pair, Pair zeros, Pair& strange) {
   strange = __hfma2(pair, zeros, strange);
