@@ -30,7 +30,7 @@ struct TokenQuota {
   };
   Part share;
   Part least;
-  std::int32_t extra = 0;  // -1 with a share of one token: nothing
+  std::int32_t extra = 0;  // -1 with a share of one token is Quota::nothing()
 
   __device__ __forceinline__ std::int32_t of(std::uint32_t count) const {
     const std::int64_t twice = std::int64_t{2} * least.of(count);
@@ -58,9 +58,10 @@ struct SelectCall {
   bool is_top_p = false;
   bool has_grades = false;  // a cut by grades may be needed
   float p = 0.0f;
-  float bin_range = 0.0f;      // nats below the row's log-sum-exp where weight may matter to top_p
-  TokenQuota quota;            // k or the cap
-  std::int32_t most_keep = 0;  // the most that the quota gives
+  // Nats below a row's log-sum-exp; top_p ignores lighter logits.
+  float bin_range = 0.0f;
+  TokenQuota quota;              // k or the cap
+  std::int32_t most_keep = 0;    // the most that the quota gives
   std::int32_t most_forced = 0;  // most tokens that are always kept
   std::int64_t sinks = 0;
   std::int64_t recent = 0;
@@ -112,8 +113,8 @@ __device__ __forceinline__ TokenBounds bounds_of(const SelectCall& c, int head) 
   return b;
 }
 
-// The entries of one head: [0, low) and [high, emit) are always kept, [emit, total) are the newest
-// rows.
+// The entries of one head. [0, emit) may be kept, of these [0, low) and [high, emit) always are;
+// [emit, total) are the tail.
 struct Extent {
   std::int32_t total = 0;
   std::int32_t emit = 0;

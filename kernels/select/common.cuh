@@ -25,7 +25,7 @@ inline constexpr std::uint16_t kInfiniteHalf = 0x7c00;
 struct RowInfo {
   float norm = 0.0f;
   float scale = 1.0f;
-  float tail = 0.0f;  // weight of the tail
+  float tail = 0.0f;  // weight of the tail, entries [emit, total)
   float kept = 0.0f;  // weight of the tokens that are always kept
   float share = 1.0f;
   std::uint16_t threshold = 0;  // f16: x is kept if x >= threshold
@@ -53,8 +53,8 @@ __device__ __forceinline__ void report_lse(const SelectCall& c, std::int64_t que
   if (c.lse != nullptr) c.lse[query_head] = (row.norm - log2f(row.scale)) * kLn2;
 }
 
-// The factor by which 2^(x log2(e) - norm), with the rounded norm of `highest`, falls short of
-// e^(x - highest).
+// The factor that turns 2^(x log2(e) - norm) into e^(x - highest), where `norm` is highest log2(e)
+// rounded to f32.
 __device__ __forceinline__ float shortfall(float highest, float norm) {
   return exp2_fast(-fmaf(highest, kLog2E, -norm));
 }
@@ -234,7 +234,8 @@ __device__ inline void find_crossing(const Bins& bin_of, std::int32_t bins, T ta
   __syncthreads();
 }
 
-// The bin of a logit, counted from a fixed zero, and its mass in the bin.
+// The bin of a logit, from 0 at logit 0, and its mass: its weight in units of 2^-15 of that at the
+// bin's lower edge.
 struct BinMap {
   float shift = 0.0f;  // brings (x - centre) * 128 into [2^23, 2^24), where floats are integers
   std::int32_t offset = 0;  // bin less such a float's bits

@@ -284,8 +284,9 @@ __device__ void finish_head(const LargeCall& call, const Span& span, const Grade
   c.heads[span.head] = result;
 }
 
-// Called by one warp: publishes this span's counts and waits for those of the spans before it,
-// which ends because the device starts blocks in order. A state holds both counts above a flag.
+// Called by one warp: publishes this span's counts and adds up those of the spans before it, a scan
+// over blocks in one pass. Spinning on them ends because the device starts blocks in order. A state
+// holds both counts above a flag.
 __device__ Counts exchange(std::uint64_t* states, std::int32_t span, const Counts& own) {
   const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
   auto* const words = static_cast<volatile std::uint64_t*>(states);

@@ -1,4 +1,4 @@
-// State of selecting a few entries by a digest, and the order of entries and bounds.
+// State of the kernel `few`, and the order of entries and bounds. Items are (page, row) pairs.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,8 @@ struct FewShared {
 // page, then those of the next page.
 class FewHead {
  protected:
-  // Kept entries have at least this key; an entry with this key has at least this weight.
+  // A lower bound of the kept entries: their keys are at least `key`, their weights at least
+  // 2^log_weight.
   struct Bound {
     float log_weight = -INFINITY;  // to base 2
     std::uint64_t key = 0;

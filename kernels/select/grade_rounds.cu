@@ -1,7 +1,7 @@
 // Finds the lightest kept grade of every KV head by radix, at most 11 bits at a time. The first
 // round computes the grades, sums of weights over the query heads, and stores them; a single query
-// head's logits are their own grades. All rounds are one launch: a round's blocks wait for those of
-// the round before, which the device starts first.
+// head's logits are their own grades. All rounds are one launch: a round's blocks spin until those
+// of the round before are done, which ends because the device starts blocks in order.
 #include "kernels/select/large.cuh"
 
 namespace sluice::cuda {

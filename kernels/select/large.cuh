@@ -1,13 +1,16 @@
-// The kernels for rows that many blocks share, and the scratch between them.
+// The kernels for rows that many blocks share, and the scratch between them. In order:
+//   sums          maximum and sum of every row, the maxima of its sectors, and bounds from them
+//   shortlist     for a small k or cap: lists the entries that may be kept, picks the heaviest, and
+//                 settles the heads whose bounds suffice
+//   thresholds    for top_p: the lowest logit that each row keeps, from the sectors that may matter
+//   shortlist     again, with these thresholds
+//   grade_rounds  for a k or cap, in heads that are not settled: the lightest kept grade, by radix
+//   emit          positions in order, and kept weights, of heads that are not settled
 //
-// sums finds maximum and sum of every row, the maxima of its sectors, and bounds from them.
-// shortlist, for a small k or cap, lists the few entries that may be kept and picks the heaviest.
-// thresholds finds the entries of every row that top_p keeps, from the sectors that may matter;
-// then shortlist runs again. If it leaves a k or cap open, grade_rounds finds the lightest kept
-// grade by radix. emit writes positions in order, and kept weights, for the heads that shortlist
-// has not settled.
-//
-// A sector is one memory read: 16 logits. It is not read again if its maximum is too low.
+// Pieces of a row, from small to large: a sector (16 entries); a strip (1024, read by a warp at a
+// time); a chunk of shortlist or a span of emit (the strips of a block, in all rows of a head); a
+// unit (the strips of a block of sums, in one row). A sector is not read again if its maximum is
+// too low.
 #pragma once
 
 #include <cstddef>
@@ -80,7 +83,7 @@ struct LargeCall {
   std::int32_t strips = 0;  // per row
   std::int32_t units = 0;   // per row
   std::int32_t unit_strips = 0;
-  std::int32_t bins = 0;                // of a row's histogram for its threshold; 0: no histogram
+  std::int32_t bins = 0;                // of a row's histogram for top_p's threshold; 0: none
   std::int32_t chunks = 0;              // of kChunk entries, per head
   std::int32_t warp_strips = 0;         // per warp of emit
   std::int32_t spans = 0;               // of span_entries(), per head

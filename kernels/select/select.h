@@ -7,15 +7,23 @@
 //        v  4. emit         positions in ascending order, kept weights, page weights
 //   positions, alpha, HeadSelection
 //
-// A head is a KV head of one token of the batch; a row has the logits of one of its query heads. A
-// grade orders the entries of a head, larger for heavier ones. Steps 2 and 3 look closely only at
-// the entries that bounds from earlier steps leave open.
+// Words of this folder:
+//   head      a KV head of one token of the batch
+//   entry     a position that a head may keep; with candidates, an index in their list
+//   row       the logits of one query head of a head, one per entry; not a row of keys and values
+//   forced    entries that are always kept: the first (`sinks`) and the last (`recent`)
+//   tail      the token's own page, which is attended anyway: it may have logits, whose weight
+//             counts as kept, but is not emitted
+//   grade     an integer that orders the entries of a head, larger for heavier ones: weight summed
+//             over query heads, or the logit of a single one
+//   sector    16 neighbouring logits of a row, one 32-byte read
+// Steps 2 and 3 read only the sectors that bounds from earlier steps leave open.
 //
 // The kernel depends only on sizes, including the batch's capacity, never on a position, because a
 // step is recorded once and replayed. The first that fits runs:
 //   fixed     no logits: keeps only the tokens that are always kept; one block per head
-//   few       top_k up to 64 (and up to 64 always kept) with a digest, without a list or mask, up
-//             to 8 query heads and 262144 entries, 1048576 over all query heads; one block per
+//   few       top_k up to 64 (and up to 64 always kept) with a digest, without candidates or mask,
+//             up to 8 query heads and 262144 entries, 1048576 over all query heads; one block per
 //             head, which also writes page weights
 //   one block per head if its shared memory holds the logits, and they are few (16384 per head) or
 //   the heads many (half the number of multiprocessors):
@@ -23,11 +31,12 @@
 //     small   everything else
 //   one cluster of blocks per head (compute capability 9.0, up to 8 query heads) if its shared
 //   memories hold
-//     digest  the digest, and few are kept: reads only the logits that may be kept
+//     digest  the digest, from 262144 entries on without candidates or mask, and few are kept:
+//             reads only the logits that may be kept
 //     cluster the logits, and few are kept or no cap may cut, and there are few heads
-//   large     everything else: a chain of kernels that divide the rows among blocks, for as many
-//             heads at a time as scratch allows. sums; shortlist for a small k or cap; thresholds
-//             for top_p; shortlist again; grade_rounds and emit for heads that are still open
+//   large     everything else: the chain of kernels of large.cuh, which divide the rows among
+//             blocks, for as many heads at a time as scratch allows
+// Few are kept if k or the cap, times the query heads, is at most 4096.
 //
 // choose_tokens() sorts the scores of a whole prompt.
 #pragma once
@@ -51,12 +60,12 @@ void select(const SelectParams& params, const Launch& launch);
 // per token.
 void choose_tokens(const ChooseTokensParams& params, const Launch& launch);
 
-// Scratch bytes for the fewest rounds of select(), by sizes alone. With less it takes more rounds;
-// the scratch of one head must fit.
+// Scratch bytes with which select() takes the fewest rounds of heads, by sizes alone. With less it
+// takes more rounds; the scratch of one head must fit.
 std::size_t select_scratch_bytes(const SelectParams& params, const DeviceLimits& device);
 
-// Returns true if select() writes the page weights that are asked for; else values/ writes them
-// later.
+// Returns true if select() writes the page weights that are asked for, which only `few` does; else
+// weigh_pages() of values/ has to follow.
 bool leaves_page_weights(const SelectParams& params, const DeviceLimits& device);
 
 }  // namespace sluice::cuda
