@@ -59,7 +59,7 @@ __device__ __forceinline__ float inverse_temperature(float all, float kept, cons
   return sqrtf(all / (kept * d));
 }
 
-// Returns 2^-e with |largest| <= 2^e. Inf gives 0, so that it becomes NaN in every product.
+// Returns 2^-e with |largest| <= 2^e; 0 for Inf, because Inf * 0 is NaN and reaches the logits.
 __device__ __forceinline__ float power_below_inverse(float largest) {
   if (!(largest <= 3.0e38f)) return 0.0f;
   const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -120);

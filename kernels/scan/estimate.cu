@@ -22,7 +22,7 @@ struct Part {
   int kv_heads = 0;
 };
 
-// Parameters for a part of a call. They point to `candidates`, which receives the part's list.
+// The parameters of a part of a call. `candidates` becomes the part's list, to which they point.
 EstimateParams call_of(const EstimateParams& p, const Part& part, SelectionView& candidates) {
   EstimateParams of = p;
   of.batch.tokens += part.token;

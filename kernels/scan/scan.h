@@ -4,10 +4,11 @@
 //                 the tokens of a batch complete
 //   estimate      logits of a batch's tokens, up to kMaxQueries query heads per pass:
 //     int4, sparq   prepares the queries (channels, tile_queries), in the same launch as the scan
-//                   of the newest rows if those are wanted; then warps copy and scan tiles
-//                   (tile_copy, tiles): all of them, with a digest for select(), or only those
-//                   with candidates (tile_results). scan_few() takes up to 32 listed channels of
-//                   up to 4 query heads per KV head
+//                   of the newest rows if those are wanted; then warps copy tiles to shared memory
+//                   (tile_copy), multiply them on tensor cores (tiles) and store the logits
+//                   (tile_results): of all tiles, with a digest for select(), or of candidates.
+//                   sparq looks its channels up in a list; scan_few() takes up to 32 listed
+//                   channels of 4-bit tiles, up to 4 query heads per KV head, no candidates
 //     quest         the newest rows, then bounds (rows)
 //     exact         all rows, or the newest and the candidates (rows)
 //     newest        the newest rows (rows)

@@ -1,7 +1,8 @@
 // Divides tiles among warps and copies them to shared memory.
 //
 // The tiles of all tokens and KV heads, in order, are divided among warps. Every warp copies its
-// tiles asynchronously into a ring of slots in shared memory and waits for no other warp.
+// tiles asynchronously into a ring of slots in shared memory and waits for no other warp. Words are
+// those of tile_queries.cuh.
 #pragma once
 
 #include "kernels/runtime/barriers.cuh"
@@ -153,7 +154,7 @@ class TileRuns {
     const int last = min(tile_ * kTilePages + kTilePages, tokens_.pages[token_]) - 1;
     return {token_ * a_.kv_heads + kv_head_, last};
   }
-  // The tile's number in the index.
+  // The number of the tile's slot among those of all KV heads.
   __device__ __forceinline__ std::int64_t in_index() const { return kv_head_ * a_.slots + slot_; }
 
  private:

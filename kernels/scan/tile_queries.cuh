@@ -1,4 +1,10 @@
 // Query data for a scan of tiles, written on the device before the scan.
+//
+// Words of the files tile_*: a tile is two pages of the key index (KeyTiles), unless it is called a
+// column tile, the 8 columns of one mma. A step is the 16 channels of one mma. A chunk is a pair of
+// steps of a tile; it fills a slot of a warp's ring in shared memory, which is not a slot of the
+// index, the place of a tile. A column is a query head. A run is consecutive tokens of a page that
+// one lane has.
 #pragma once
 
 #include "kernels/scan/channels.cuh"
@@ -8,7 +14,7 @@ namespace sluice::cuda {
 
 inline constexpr int kStepChannels = 16;  // of one tensor core step
 inline constexpr int kPairSteps = 2;      // steps copied at once
-// Copies of 16 bytes per lane for a chunk of listed channels.
+// 16-byte copies that each lane issues for a chunk of listed channels.
 template <int kBits>
 inline constexpr int kListedCopies = kBits* kPairSteps* kTilePages / 2;
 
@@ -17,12 +23,14 @@ inline constexpr int kListedCopies = kBits* kPairSteps* kTilePages / 2;
 // "heads" are the KV heads of all tokens, [tokens, kv_heads].
 struct TileQueries {
   uint4* fragments;  // [heads, pairs of steps, column tiles, lanes], queries as B
-  float* factors;    // [heads, kMaxQueries]
-  // For listed channels. places and scales [heads, pairs of steps, lanes]: offsets in a tile that a
-  // lane copies from, up to eight 16-bit indices of 16-byte units of codes, and the index of a pair
-  // of scales. selectors [heads, pairs of steps, 4]: the halves of pairs of scales to take.
+  float* factors;    // [heads, kMaxQueries]: turn sums into logits
+  // For listed channels:
+  // [heads, pairs of steps, lanes]: what a lane copies of a tile's codes, as up to eight 16-bit
+  // indices of 16-byte units.
   uint4* places;
+  // [heads, pairs of steps, lanes]: what it copies of the scales, as the index of a pair.
   std::uint32_t* scales;
+  // [heads, pairs of steps, 4]: which half of each pair belongs to the channel.
   uint4* selectors;
   std::int32_t* counts;     // [heads]: candidates; unused without candidates
   std::int32_t* first;      // [heads, most_tiles]: the first candidate in a tile or -1, or null
@@ -33,16 +41,17 @@ struct TileQueries {
 // Several counters hand out tiles to warps, because a single one would serve them too slowly.
 inline constexpr int kRunCounters = 16;
 
-// Maps copy `i` of a list of channels to a 16-byte unit of a tile, which has 8, 6 or 4 units per
-// channel (both pages). `inverse` = ceil(1024 / units) replaces a division. Of each channel, the
-// first page's units are copied first.
+// Places of listed channels in a tile, in units of 16 bytes: a channel has 8, 6 or 4 units (both
+// pages at 4, 3 or 2 bits), copied first page first. `inverse` = ceil(1024 / units) replaces a
+// division.
 struct ListedUnits {
   int units;
   int inverse;
 
   static ListedUnits of_bits(int bits) { return {2 * bits, (1023 + 2 * bits) / (2 * bits)}; }
-  // Index in the list; as exact as a division because `i` is below 256.
+  // The place in the list of copy `i`'s channel; as exact as a division because `i` is below 256.
   __device__ __forceinline__ int channel(int i) const { return i * inverse >> 10; }
+  // The unit that copy `i` reads; `channel` is number `place` of the list.
   __device__ __forceinline__ std::uint32_t of(std::uint32_t channel, int place, int i) const {
     const auto number = static_cast<std::uint32_t>(i - place * units);
     const auto count = static_cast<std::uint32_t>(units);
@@ -59,7 +68,7 @@ struct PrepareArgs {
   std::int64_t most_tiles;          // per head
   int steps;
   int column_tiles;
-  int columns;  // of the first column tile, after which queries repeat
+  int columns;  // distinct queries of a column tile: 8, or 4 that repeat, one set for each page
   ListedUnits units;
   bool listed;  // channels are looked up rather than taken in order
 };

@@ -11,9 +11,9 @@ namespace sluice::cuda {
 template <int kBits>
 inline constexpr int kLowBits = KeyTiles::low_bits(kBits);
 
-// Sums of one page. At 4 bits, tile m has token 8 r + m in row r = lane / 4 and the token 64 later
-// in row r + 8; at 2 bits, tile 2 k + s has token 64 s + 4 r + k in row r and the token 32 later in
-// row r + 8.
+// Sums of one page: results of mma, with tokens as rows and queries as columns. At 4 bits, codes[m]
+// has token 8 r + m in row r = lane / 4 and the token 64 later in row r + 8; at 2 bits,
+// codes[2 k + s] has token 64 s + 4 r + k in row r and the token 32 later in row r + 8.
 template <int kColumns>
 struct PageSums {
   float codes[8][kColumns][4];
@@ -82,7 +82,7 @@ __device__ __forceinline__ void find_pairs(const Code& code, float zeros, float 
   const float zero = zeros * factor;
 #pragma unroll
   for (int run = 0; run < 8 / kBits; ++run) {
-    // Codes of run `run` sit kBits * run bits high.
+    // Codes of run `run` sit kBits * run bits high, in subnormal f16 numbers: see tiles.cu.
     const float scale = factor * static_cast<float>(1 << (24 - kBits * run));
 #pragma unroll
     for (int i = first; i < first + count; ++i) {

@@ -1,11 +1,13 @@
-// Queries times quantised keys on tensor cores.
+// Queries times quantised keys on tensor cores: scale * code by mma, with the channels' scales
+// folded into the queries, plus queries times zeros.
 //
-// Tokens are the rows of A, channels its inner dimension; the order of both is free. A lane reads
-// the same bytes of the four channels that it has in a step of 16, so that half2 operands for two
-// tokens need one permutation and a mask each: a code in the lowest bits of an f16 is, as a
-// subnormal number, 2^-24 times the code, and tensor cores compute with subnormal numbers exactly.
-// Codes in higher bits are larger by powers of two, which the epilogue divides out. The highest of
-// three bits join the lower two once both are bytes of a word.
+// Tokens are the rows of A, queries the columns of B, channels the inner dimension; the order of
+// tokens and channels is free. A lane reads the same bytes of the four channels that it has in a
+// step of 16, so that half2 operands for two tokens need one permutation and a mask each: a code in
+// the lowest bits of an f16 is, as a subnormal number, 2^-24 times the code, and tensor cores
+// compute with subnormal numbers exactly. Codes in higher bits are larger by powers of two, which
+// find_pairs() divides out. The highest of three bits join the lower two once both are bytes of a
+// word.
 #include <algorithm>
 #include <type_traits>
 
