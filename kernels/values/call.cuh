@@ -37,7 +37,7 @@ struct TilesCall {
   float* out_lse = nullptr;           // [heads, group]
   bool merge = false;
   std::int32_t* pages_read = nullptr;  // reported [heads] or null
-  bool is_beside = false;              // the kernel before writes only `out` and `out_lse`
+  bool is_beside = false;              // waits for the kernel before only to merge
 
   // Division of the work.
   std::int32_t most_pages = 0;   // per head

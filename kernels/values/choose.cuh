@@ -39,9 +39,9 @@ class Counts {
   std::uint32_t counts_[kCopies * kStride];
 };
 
-// Weights fall into classes of equal sign, exponent and upper 7 bits of the mantissa. Classes are
-// counted by their distance below the heaviest: first in bins of 16, down to weights that are
-// negligible beside it, then one by one.
+// A class is the weights with the same bf16 after truncation, 128 to an octave. Pages are summed in
+// bins of 16 classes below the heaviest, down to weights that are negligible beside it; then the
+// classes of the bin where the sum reaches the share, one by one.
 class PageChoice {
   static constexpr int kFine = 16;
   static constexpr float kUnits = 0x1p30f;  // integer units of all pages' weight

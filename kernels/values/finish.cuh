@@ -103,7 +103,8 @@ __device__ Finished finish_query(const TilesCall& c, const BlockPart& part, int 
   return {each, __fdividef(each * unread, tokens), __fdividef(kept, sum)};
 }
 
-// Inputs of four channels of a query head, besides the sums of values.
+// Inputs of four channels of a query head, besides the sums of values. `column` counts fours of
+// channels over the block's query heads.
 struct ColumnParts {
   float4 mean;
   float4 before;

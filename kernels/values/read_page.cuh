@@ -14,7 +14,8 @@ namespace sluice::cuda {
 inline constexpr int kBlockChannels = 32;
 inline constexpr int kBlockResults = 8;  // per lane, 4 m + e: channel 2 m + e / 2, column e % 2
 
-// The largest shift of a pair's weights over the smallest.
+// The largest shift_of(). Weights of unshifted codes are scaled by 2^kTopShift, those of shifted
+// ones by less.
 template <int kBits>
 inline constexpr int kTopShift = (kWordPairs<kBits> / 2 - 1) * kLowBits<kBits>;
 // Shift of a pair's codes in a word's lower half; pairs in the upper half are moved there first.

@@ -1,4 +1,5 @@
-// The layout of value tiles for kernels, which cannot call the members of ValueTiles.
+// The layout of value tiles for kernels, which cannot call the members of ValueTiles (see
+// paged.cuh). A page of value tiles is one page of one KV head.
 #pragma once
 
 #include <cstddef>

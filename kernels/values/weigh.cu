@@ -1,5 +1,5 @@
-// Weights of every page without its selected tokens. A block weighs neighbouring pages of one head:
-// from the digest if there is one and nothing is selected, else from the logits.
+// Summed weights of the unselected tokens of every page. A block weighs neighbouring pages of one
+// head, by the digest if there is one and no token of the page is selected, else from the logits.
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/page_digest.h"
@@ -177,7 +177,7 @@ __device__ __forceinline__ void weigh_slice(const WeighCall& c, uint4* memory) {
   report(c, slice);
 }
 
-// In either case, a kernel that waits for this one has waited for the preceding one.
+// Beside the kernel before, it waits last: rule 2 of early_launch.cuh.
 __global__ void __launch_bounds__(kWeighThreads) weigh_slices(const __grid_constant__ WeighCall c) {
   extern __shared__ uint4 memory[];
   if (c.is_beside) {

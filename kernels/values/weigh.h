@@ -1,5 +1,5 @@
-// Weights of whole pages without their selected tokens: the first step of attend_tiles(), unless it
-// was done after select().
+// Summed weights of the unselected tokens of whole pages: the first step of attend_tiles(), unless
+// it was done in or after select().
 #pragma once
 
 #include "kernels/runtime/launch.h"
