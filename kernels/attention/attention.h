@@ -8,13 +8,14 @@
 //                   generic   mma.sync: any other
 //                 Many rows for few queries are split, and a kernel after it merges the parts.
 //                 decode: one query of every token of a batch, to all rows of its sequence or to
-//                 selected ones and its own page's. One kernel: warps fetch rows by page (rows),
-//                 attend to them (warp), and combine what they found, in the block and between
-//                 blocks (results); what each block does follows from work
+//                 selected ones and its own page's. One kernel (decode.cu), whose words are in
+//                 decode_work.cuh
 //   find_rows     finds selected rows: on the device, in the row cache or in host memory. Decode
-//   then
-//                 looks these places up instead of pages, and writes rows it fetched into the cache
+//                 then looks these places up instead of pages, and writes rows that it fetched into
+//                 the cache
 //   sum_values    corrects running sums of values when rows are replaced
+//   page_means, choose_pages   for prefill=pages: mean keys of pages, and the pages that each block
+//                 of 128 queries attends to
 //
 // Prefill attends run by run, to rows whose addresses the host knows; decode looks pages up on the
 // device, so that a recorded step serves any tokens.
@@ -34,24 +35,24 @@ void sum_values(const SumValuesParams& params, const Launch& launch);
 void find_rows(const FindRowsParams& params, const Launch& launch);
 void forget_rows(const ForgetRowsParams& params, const Launch& launch);
 
-// Neither uses scratch. The first launches by counts alone, the second also by positions.
+// Neither uses scratch. page_means() launches by counts alone, choose_pages() also by positions.
 void page_means(const PageMeansParams& params, const Launch& launch);
 void choose_pages(const ChoosePagesParams& params, const Launch& launch);
 
-// AttendParams as lib/backend.h describes them; q and the softmax weights are rounded to the dtype
-// of the rows, sums are fp32. Rows must be on the device. Throws Error{unsupported} for a head_dim
-// or a row dtype that has no kernel.
+// AttendParams as lib/backend/kv_ops.h describes them; q and the softmax weights are rounded to the
+// dtype of the rows, sums are fp32. Rows must be on the device. Throws Error{unsupported} for a
+// head_dim or a row dtype that has no kernel.
 void attend_prefill(const AttendParams& params, const Launch& launch);
 
-// Queries that one block of decode serves: with their rounding errors they fill the 16 rows of a
-// matrix instruction. Rows are read once for every kBunch queries of a KV head.
+// Query heads that one block of decode serves: with their rounding errors they fill the 16 rows of
+// an mma. Rows are read once for every kBunch query heads of a KV head.
 inline constexpr int kBunch = 8;
 
 // Returns true if the device has enough shared memory for rows of this head_dim.
 bool attend_decode_fits(int head_dim, const DeviceLimits& device);
 
-// Queries and softmax weights enter as sums of two numbers of the rows' dtype, so that only fp32's
-// rounding remains. Rows are read in place, from mapped host memory too; arenas are not used.
+// Queries and softmax weights enter as sums of two numbers of the rows' dtype, in bf16 exact to
+// 2^-17 of their size. Rows are read in place, from mapped host memory too; arenas are not used.
 // Launches depend on counts and capacities alone; batch.tokens, gaps and the table of pages are
 // read before the preceding kernel is over. Tokens in the gaps are skipped: other calls attend to
 // them.

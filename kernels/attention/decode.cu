@@ -1,3 +1,11 @@
+// Decode attention in one kernel. A block has three kinds of warps, in this order, and a ring of
+// tiles in shared memory:
+//   kDecodeWarps   consume(): attend to the rows of a tile (decode_warp.cuh), and write rows that
+//                  are new to the row cache into their ways
+//   kFetchWarps    DecodeFetch: look up positions and pages, and fetch rows from device or host
+//                  memory into the ring (decode_rows.cuh)
+//   kFinishWarps   finish(): combine the results of a segment, in the block and between blocks,
+//                  and write them (decode_results.cuh), while the others work on the next segment
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -137,10 +145,10 @@ std::int64_t room_of(const DeviceLimits& device, int stages) {
          std::int64_t{stages} * DecodeShape<kHeadDim>::kStageBytes;
 }
 
-// Rows of all heads of one launch, at most.
+// What a launch needs for the most rows that a head may have.
 struct DecodeSize {
-  std::int64_t head_tiles = 1;
-  std::int64_t token_bytes = 0;  // of shared memory, beside the stages
+  std::int64_t head_tiles = 1;   // per head, at most
+  std::int64_t token_bytes = 0;  // of shared memory per token, beside the stages
 };
 
 // Bytes of scratch per partial.

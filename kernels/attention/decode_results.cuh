@@ -192,8 +192,8 @@ struct DecodeMerge {
   }
 };
 
-// The slot of a worker's partial of a head: both numbers only grow from segment to segment, so
-// their sum is unique.
+// The index of a worker's partial of a head. In the order of tiles, worker and head never decrease
+// and at least one grows from segment to segment, so their sum is unique.
 __device__ __forceinline__ std::int64_t slot_of(const DecodeKernelParams& p, int bunch, int worker,
                                                 int head) {
   return static_cast<std::int64_t>(bunch) * (p.workers + p.heads) + worker + head;

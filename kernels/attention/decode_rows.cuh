@@ -1,4 +1,4 @@
-// Fetching rows for the matrix instructions.
+// Fetching rows into the ring of tiles. Words are those of decode_work.cuh.
 #pragma once
 
 #include "kernels/attention/decode_work.cuh"
@@ -20,13 +20,14 @@ class DecodeRing {
   struct Barriers {
     std::uint64_t full[kMostStages];
     std::uint64_t empty[kMostStages];
-    // Segments, in turns: the results are in stage `found_in`. Each segment keeps its stage until
-    // it is finished, so there are never more segments than stages.
+    // Segments take turns at these: `found` completes when the warps have written a segment's
+    // results over its last tile, in stage `found_in`. The stage is free again only once the
+    // segment is finished, so at most as many segments as stages are open.
     std::uint64_t found[kMostStages];
     int found_in[kMostStages];
     int resident[kMostStages];  // selected rows of a segment that were on the device
-    // The cache way that each row of a tile is written into; negative: none. Only if rows are
-    // placed.
+    // The way of the row cache that each row of a tile is to be written into; negative: none. Only
+    // if rows are placed.
     std::int32_t ways[kMostStages][kTileRows];
   };
 
@@ -144,9 +145,9 @@ struct DecodeLookups {
   int2 pages[kAhead][kTileRows];  // PageSlots or PlacedRow
 };
 
-// One warp's part of fetching all tiles that a block works on. With the first tile of a head come
-// its queries. `kSelects` is p.selects(), a constant because the warp's instructions per tile limit
-// short rows and rows found by position: each kind skips the work that only the other needs.
+// One warp's part of fetching all tiles that a block works on. With the first tile of a segment
+// come its queries. `kSelects` is p.selects(), a constant so that neither kind pays for the other:
+// with short rows, and with rows found by position, this warp's instructions are the bottleneck.
 template <int kHeadDim, bool kSelects>
 class DecodeFetch {
   using Shape = DecodeShape<kHeadDim>;
@@ -181,7 +182,7 @@ class DecodeFetch {
         // The kernel before may write queries and rows, but not pages. With a selection, this
         // kernel has already waited for it.
         if (!kSelects && step == 2 * kAhead) wait_for_kernel_before();
-        // Before the wait for room, so that only the requests come after it.
+        // Before the wait for a free stage, so that nothing but the requests comes after it.
         const std::byte* const from = find(tile, step, resident);
         ring_.wait_empty();
         if (tile.number + 1 == tile.segment.last) report(tile, resident);

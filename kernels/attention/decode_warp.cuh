@@ -101,8 +101,8 @@ class DecodeWarp {
     return tile * 8 + column;
   }
 
-  // Logits of the warp's 16 rows; `rows` points to the first two. [tokens of even lots, of odd;
-  // even steps, odd].
+  // Logits of the warp's 16 rows; `rows` points to the first two. logits[2 r + c]: of row r of the
+  // warp's two in every lot, the sum over every kChains-th step from c on.
   __device__ void multiply_keys(const std::byte* rows, int lane, float (&logits)[4][4]) const {
     const std::byte* const key =
         rows + lane % 8 * Shape::kLotStride + lane / 16 * Shape::kRowBytes + lane / 8 % 2 * 16;

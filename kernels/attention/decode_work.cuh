@@ -1,4 +1,15 @@
-// Parameters of decode attention, and the division of its work.
+// Parameters of decode attention, and the division of its work. Words of the files decode*:
+//   head       a KV head of one token. Its rows are the selected ones, found by position, and then
+//              the newest, those of the token's own page, in turn. Without a selection all rows
+//              come in turn
+//   tile       64 rows of a head; a lot is 8 consecutive ones, fetched by one copy if they come in
+//              turn
+//   bunch      up to 8 query heads of a KV head; blockIdx.y
+//   worker     blockIdx.x. The tiles of all heads are divided evenly among workers (stream-K)
+//   segment    a worker's tiles of one head
+//   sharers    the workers with tiles of one head; the last to finish merges their partials
+//   placed     (rows) looked up by find_rows(), so that no page has to be looked up
+//   resident   (rows) on the device, by their page or in the row cache
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -14,7 +25,7 @@ inline constexpr int kWarpRows = 16;
 inline constexpr int kDecodeWarps = 4;
 inline constexpr int kTileRows = kWarpRows * kDecodeWarps;
 
-// A head is a KV head of one token: number token * kv_heads + KV head.
+// Heads are numbered token * kv_heads + KV head.
 struct DecodeKernelParams {
   const float* q = nullptr;  // [count, kv_heads * group, head_dim], 16-byte aligned
   std::int64_t q_stride = 0;
@@ -37,11 +48,13 @@ struct DecodeKernelParams {
   float* out = nullptr;    // [heads * group, head_dim]
   float* lse = nullptr;    // [heads * group], natural logarithm
   float* alpha = nullptr;  // [heads * group] or null: the share of the selected
-  const float* estimated_lse = nullptr;  // [heads * group], of what alpha is a share of, to which
-                                         // the newest rows' is added; or null
-  const float* sums = nullptr;  // [heads, head_dim] or null: of all values that a token sees, whose
-                                // mean stands for what alpha lacks
-  float* partials = nullptr;    // [bunches, workers + heads, kBunch, head_dim]
+  // [heads * group] or null: log-sum-exp of the tokens whose share alpha is, the newest rows not
+  // among them; see DecodeGiven::alpha_with().
+  const float* estimated_lse = nullptr;
+  // [heads, head_dim] or null: of all values that a token sees. Their mean stands for the rest,
+  // 1 - alpha.
+  const float* sums = nullptr;
+  float* partials = nullptr;                 // [bunches, workers + heads, kBunch, head_dim]
   float2* partial_lse = nullptr;             // [bunches, workers + heads, kBunch]: see DecodeResult
   std::int32_t* partial_resident = nullptr;  // [workers + heads], of the first bunch
   std::uint32_t* finished = nullptr;         // [bunches, heads], zero
@@ -53,11 +66,11 @@ struct DecodeKernelParams {
   __host__ __device__ bool selects() const { return positions != nullptr; }
 };
 
-// Memory of a tile. It is fetched as kLots lots of consecutive rows because few large copies are
-// faster than one per row; row i of a matrix instruction comes from lot i. Rows of whole cache
-// lines are aligned to cache lines, because copies that straddle them are 5 % slower, and
-// DecodeWarp reads them in an order that avoids bank conflicts. Other lots are padded to put rows
-// in different banks.
+// Memory of a tile: kLots lots of kLotRows consecutive rows, because few large copies are faster
+// than one per row. Warp w works on rows 2 w and 2 w + 1 of every lot; lot i has column i of its
+// products with the queries. Rows of whole cache lines are aligned to cache lines, because copies
+// that straddle them are 5 % slower, and DecodeWarp reads them in an order that avoids bank
+// conflicts. Other lots are padded to put rows in different banks.
 template <int kHeadDim>
 struct DecodeShape {
   static constexpr int kSteps = kHeadDim / 16;
@@ -121,7 +134,7 @@ struct DecodeSegment {
   }
 };
 
-// A run of consecutive workers.
+// The workers that have tiles of one head, which are consecutive.
 struct DecodeSharers {
   int first = 0;
   int count = 0;

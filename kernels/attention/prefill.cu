@@ -51,7 +51,8 @@ std::int64_t largest_count(const PrefillArgs& args) {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// The fewest splits that fill the waves of thread blocks about as well as any number does.
+// The fewest splits that fill the waves of thread blocks about as well as any number does: the idea
+// of num_splits_heuristic() in FlashAttention-2.
 int choose_splits(std::int64_t items, std::int64_t slots, std::int64_t most) {
   constexpr double kGoodEnough = 0.9;
   if (items * 5 >= slots * 4) return 1;

@@ -108,8 +108,8 @@ __device__ __forceinline__ int block_rows(const PrefillArgs& args) {
   return static_cast<int>(PageLists::kBlock) * args.group;
 }
 
-// A tile of a block of queries sees the listed pages that are among the rows. From the block's own
-// pages on all are listed, so there rows follow each other as positions do.
+// Narrows a tile to the listed pages among its KV rows. A block of queries lists all pages from its
+// own on, so rows there follow each other as positions do, and masking by row number still works.
 __device__ inline void list_pages(const PrefillArgs& args, Tile& tile) {
   const int block = tile.first_row / block_rows(args);
   const std::int64_t entry = tile.kv_head * args.listed.blocks + block;
@@ -240,7 +240,7 @@ __device__ __forceinline__ float highest_of(const float (&s)[kCount], int half, 
 template <int kCount>
 __device__ __forceinline__ void softmax_step(float (&s)[kCount], RowPair& rows, float scale,
                                              float (&correction)[2]) {
-  // From here on a rounded product is off by more than an exponent may be.
+  // From here on rounding logit * scale to f32 may change an exponent by 1/16.
   constexpr float kLargeExponent = 0x1p20f;
   float reference[2];
 #pragma unroll

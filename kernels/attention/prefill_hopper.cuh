@@ -1,8 +1,8 @@
-// The kernel of prefill attention for Hopper: one producer warp keeps a pipeline of key and value
-// blocks filled by the bulk tensor copy engine; two or three consumer warpgroups of 64 packed rows
-// multiply with wgmma. Each of them computes the softmax of a block under its product of the block
-// before with the values, and they take turns at the tensor cores, so that one multiplies while
-// the other exponentiates.
+// The kernel of prefill attention for Hopper: one producer thread keeps a pipeline of key and value
+// blocks filled by bulk tensor copies (TMA); two or three consumer warpgroups of 64 packed rows
+// multiply with wgmma. Each of them computes the softmax of a block while its product of the block
+// before with the values runs, and they take turns at the tensor cores (ping-pong scheduling), so
+// that one multiplies while the other exponentiates.
 // Source: Shah et al. 2024, "FlashAttention-3".
 #pragma once
 

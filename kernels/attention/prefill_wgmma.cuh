@@ -28,7 +28,7 @@ __device__ __forceinline__ void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// A box of a 3-D tensor to shared memory; `barrier` counts its bytes.
+// Copies a box of a 3-D tensor to shared memory (TMA); `barrier` counts its bytes.
 __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap* map, int x, int y,
                                          int z, std::uint32_t barrier) {
   asm volatile(
@@ -37,6 +37,8 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap* ma
       "l"(reinterpret_cast<std::uint64_t>(map)), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
+// Registers per thread of this warpgroup from here on (setmaxnreg): the producer gives up those
+// that the consumers take.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));

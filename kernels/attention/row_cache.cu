@@ -1,3 +1,11 @@
+// find_rows(), in two kernels. look_up_kernel finds every selected row on a device page, in the row
+// cache, whose row it heats, or in host memory. take_ways_kernel takes the rows that are in host
+// memory alone, in the order of the batch and of positions, and gives each the coldest way of its
+// set if that is colder than the row; attend_decode_selected() fills the way. A set belongs to one
+// warp and all is integer arithmetic, so results do not depend on timing. Heat: see RowCacheView in
+// lib/backend/row_cache.h.
+//
+// A lot is kLot selected rows of a KV head, which a block reads at a time (not decode's lot).
 #include <algorithm>
 #include <cstdint>
 
@@ -33,7 +41,7 @@ static_assert(RowCacheView::kWays == kWarp, "a warp looks at a set at once");
 
 using Tag = RowCacheView::Tag;
 
-// Copies of RowCacheView's members, which a kernel cannot call.
+// Copies of RowCacheView's members, which a kernel cannot call (see paged.cuh).
 __device__ __forceinline__ Tag tag_of(const FindRowsParams& p, std::int32_t host) {
   return static_cast<Tag>(static_cast<std::uint32_t>(p.cache.host_rows) *
                               static_cast<std::uint32_t>(p.layer) +
@@ -80,7 +88,7 @@ class LookUp {
     std::int32_t rows[kLookUpAhead];
     PlacedRow places[kLookUpAhead];
     Tag tags[kLookUpAhead];
-    std::int32_t sets[kLookUpAhead];  // where they begin
+    std::int32_t sets[kLookUpAhead];  // the first ways of the rows' sets
     uint4 own[kLookUpAhead];
 #pragma unroll
     for (int i = 0; i < kLookUpAhead; ++i) {
@@ -118,6 +126,7 @@ class LookUp {
   }
 
  private:
+  // The row's place by the page table alone: on the device, else in host memory.
   __device__ __forceinline__ PlacedRow host_of(std::int32_t row) const {
     const std::int32_t position = p_.selected.positions[index_ * p_.selected.capacity + row];
     const PageSlots page = pages_[page_of(position)];
