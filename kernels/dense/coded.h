@@ -1,10 +1,10 @@
 // Products with weights in 8 and 4 bits (coded_tile.h).
 //
 //   coded_rows      rows into tiles, and tiles into elements; embeddings
-//   coded_product   up to a few hundred tokens: tiles are decoded in registers and multiplied on
-//                   the tensor cores. Codes are exact in bf16 and f16, and a group's scale
+//   coded_product   up to 128 tokens, 64 at a time: tiles are decoded in registers and multiplied
+//                   on the tensor cores. Codes are exact in bf16 and f16, and a group's scale
 //                   multiplies the sum over the group in f32.
-//   coded           which way a product takes. Prompts decode parts of the matrix into scratch
+//   coded           which way a product takes. More tokens decode parts of the matrix into scratch
 //                   memory, for cuBLAS.
 #pragma once
 

@@ -23,7 +23,7 @@ namespace sluice::cuda {
 
 inline constexpr int kMostWarps = 16;
 
-// Ring of a warp's stages. A stage has kTiles tiles; `Walk` says which tiles come next:
+// Ring of a warp's stages in shared memory. A stage has kTiles tiles; `Walk` says which come next:
 // bool next(const std::byte* (&tiles)[kTiles]), false when there are no more.
 template <typename Walk, int kTiles, int kTileBytes, int kStages>
 class TileRing {
@@ -111,7 +111,8 @@ __device__ __forceinline__ void build_pairs(const CodedProductParams& p, std::by
 }
 
 // Two signed bytes, at bits 0 and 16 of `bits`, as elements; its other bytes are ignored. 0x43 is
-// the first byte of the bf16 numbers 128 to 255, and of 256; 0x64 of the f16 numbers from 1024 on.
+// the upper byte of the bf16 numbers 128 to 255 (0x4300 to 0x437f) and of 256 (0x4380), 0x64 that
+// of the f16 numbers 1024 to 1279.
 __device__ __forceinline__ std::uint32_t pair_of_bytes(__nv_bfloat16, std::uint32_t bits) {
   const std::uint32_t low = (bits & 0x007f007fu) | 0x43004300u;   // 128 + lower seven bits
   const std::uint32_t sign = (bits & 0x00800080u) | 0xc300c300u;  // -128, or -256 if negative
@@ -167,8 +168,8 @@ struct LaneInputs {
   int sum_stride;
 };
 
-// acc += weights times inputs, for kTiles tiles of the same column whose first inputs lie at
-// `column` in shared memory.
+// acc += weights times inputs, for kTiles tiles of the same column, which is counted from the first
+// whose inputs are in shared memory.
 template <WeightCode kCode, typename T, int kTiles, int kTokenTiles>
 __device__ __forceinline__ void multiply_stage(const std::byte* tiles, int column,
                                                const LaneInputs& in, const std::byte* pairs,
@@ -255,13 +256,13 @@ __device__ __forceinline__ void store_sum(const CodedProductParams& p, std::int6
   y = p.accumulate ? y + sum : sum;
 }
 
-// Every kWarps-th column of a block's rows of tiles.
+// Every `warps`-th column of a block's rows of tiles.
 template <int kTiles, int kTileBytes>
 struct RowWalk {
   const std::byte* tiles;
   std::int64_t rows;      // of tiles, that blocks take turns at
   std::int64_t row;       // next
-  std::int64_t pair_row;  // from a row to the other one of its stage
+  std::int64_t pair_row;  // from a row of the gate to that of up in the same stage
   int columns;
   int first;   // column of this warp
   int column;  // next
@@ -339,7 +340,7 @@ struct Results {
 };
 
 // Adds up the warps' results, in their order, and stores the sums of `rows` rows of tiles; by one
-// warp. What is added to them is read before they are there.
+// warp. Bias and old y are read while the warps still multiply.
 template <typename T, bool kIsGated>
 __device__ __forceinline__ void add_results(const CodedProductParams& p, const Results& results,
                                             std::int64_t rows) {
@@ -489,6 +490,8 @@ __device__ __forceinline__ void fetch_inputs(const CodedProductParams& p, int co
   copy_async_commit();
 }
 
+// A block has a part of the outputs, two rows of tiles for each warp, and a slice of the columns.
+// Inputs pass through shared memory in chunks of `chunk_columns` columns.
 template <WeightCode kCode, typename T, int kTokenTiles, int kStages>
 __global__ void __launch_bounds__(kMostWarps / 2 * kWarp, 1)
     tiles_kernel(const __grid_constant__ CodedProductParams p) {

@@ -17,7 +17,7 @@ struct CodedProductParams {
   std::int64_t x_stride;
   int inputs;
   int tokens;
-  bool is_cast;       // x is f32 of one token, to be cast or normalised
+  bool is_cast;       // x is f32 of one token, to be cast, or normalised by `norm`
   const float* norm;  // [inputs] or null
   float epsilon;
   const float* bias;      // [outputs] or null
@@ -25,33 +25,34 @@ struct CodedProductParams {
   std::int64_t y_stride;  // elements
   std::int64_t outputs;   // after swiglu, which halves the number of rows
   bool accumulate;
-  // Of tiles_kernel():
-  int slices;         // of the columns, in different blocks
-  int slice_columns;  // of a slice, except the last
-  int chunk_columns;  // whose inputs are in shared memory at a time
-  float* partial;     // [slices, tokens, padded_outputs], if there are several slices
-  std::int64_t padded_outputs;
-  std::uint32_t* tickets;  // zero, one for each part of the outputs
-  std::int8_t levels[16];  // of int4
+  // Of tiles_kernel(), which divides the columns into slices (split-K):
+  int slices;                   // in different blocks
+  int slice_columns;            // of a slice, except the last
+  int chunk_columns;            // whose inputs are in shared memory at a time
+  float* partial;               // [slices, tokens, padded_outputs], if there are several slices
+  std::int64_t padded_outputs;  // outputs, rounded up to those of whole blocks
+  std::uint32_t* tickets;       // zero, one for each block's part of the outputs
+  std::int8_t levels[16];       // of int4
 };
 
 // Shape of a launch.
 struct CodedLaunch {
   int blocks = 0;
-  int warps = 0;  // that multiply
+  int warps = 0;  // that multiply; row_kernel() has one more
   int stages = 0;
   int token_tiles = 0;  // of eight tokens, compiled: 2, 4 or 8
   std::size_t shared_bytes = 0;
 };
 
-// Bytes of the table of a block, before the warps' stages.
+// Bytes of a block's table of pairs of int4 levels, in shared memory before the warps' stages.
 template <WeightCode kCode>
 inline constexpr int kPairTableBytes = kCode == WeightCode::int4 ? 256 * 128 : 0;
 
 // Most tokens of row_kernel(), one tile of tokens.
 inline constexpr int kTileTokens = 8;
 
-// Stages of a warp's ring in row_kernel(): about 9 KiB each.
+// Stages of a warp's ring in row_kernel(), of kTiles tiles each: 9 KiB in all, 18 with two int8
+// tiles.
 template <WeightCode kCode, int kTiles>
 inline constexpr int kRowStages = kTiles* CodedTile<kCode>::kBytes < 2048 ? 8 : 4;
 
@@ -61,7 +62,7 @@ __host__ __device__ constexpr int shared_token_bytes(int columns) {
   return columns * kTileInputs * 2 + 64;
 }
 
-// The sum of a group's inputs, for offsets: pairs of tokens.
+// Tokens rounded up to pairs: the stride of sum_groups(), because a lane loads sums of two tokens.
 __host__ __device__ constexpr int sum_tokens(int tokens) { return (tokens + 1) / 2 * 2; }
 
 // The dtype of x is bf16 or f16. `is_gated`: swiglu.

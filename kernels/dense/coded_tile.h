@@ -1,16 +1,17 @@
 // Layout of coded weights (lib/weight_code.h) on the device: tiles of 16 outputs and 128 inputs.
 // Codes lie in the order in which the lanes of a warp hold the fragments of mma.m16n8k16, so that a
-// lane's codes of 32 inputs are one load of 8 (int4) or 16 (int8) bytes, and a tile one contiguous
-// copy. Tiles of the same outputs follow each other. Outputs and inputs are padded with weights of
-// scale 0.
+// lane's 16 codes of a group (kWeightGroup = 32 inputs, which share a scale) are one load of 8
+// (int4) or 16 (int8) bytes, and a tile one contiguous copy. Tiles of the same outputs follow each
+// other. Outputs and inputs are padded with weights of scale 0.
 //
 //   scales    f16 [8 rows, 4 groups, 2]: row r, then row r + 8
 //   offsets   the same, only int8
 //   codes     words [4 groups, 32 lanes, 2 (int4) or 4 (int8)]
 //
-// Lane l has rows l / 4 and l / 4 + 8, and inputs 8 (l % 4) to 8 (l % 4) + 7 of each group: the
-// first four in the first product, the others in the second. The order of inputs within a group is
-// free, as long as activations have the same, and this one reads them 16 bytes at a time.
+// A row is an output. A group takes two products (mma of 16 inputs). Lane l has rows l / 4 and
+// l / 4 + 8, and inputs 8 (l % 4) to 8 (l % 4) + 7 of each group: the first four in the first
+// product, the others in the second. The order of inputs within a group is free, as long as
+// activations have the same, and this one reads them 16 bytes at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -55,7 +56,7 @@ struct CodedTile {
     return {kFirstCode + (group * 32 + lane) * kLaneWords + word, index * kBits};
   }
 
-  // The row and the input whose code is at index `i` of a word of codes.
+  // The inverse of place_of(): the row and the input whose code is at index `i` of a word.
   struct Weight {
     int row;
     int input;
