@@ -118,7 +118,9 @@ void CudaQueue::execute(const AttendTilesParams& params) {
   cuda::attend_tiles(params, is_beside ? half : all, is_beside);
 }
 
-// Treats the matrix as one row, because a launch has at most 65535 rows of blocks.
+// Treats the matrix as one row, because a launch has at most 65535 rows of blocks. The caller
+// synchronizes before the first product, because products read weights before they wait for the
+// kernel before (early_launch.cuh, rule 3).
 void CudaQueue::execute(const WriteWeightParams& params) {
   const WeightRows& rows = params.rows;
   const auto& weight = dynamic_cast<const CudaWeight&>(*params.weight);

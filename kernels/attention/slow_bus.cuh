@@ -1,6 +1,6 @@
 // A simulated slower bus between host memory and the device, to measure on a server how long decode
-// takes on another machine's bus. Only where the project was configured with SLUICE_PRETEND_GPU,
-// which decode.cu alone is told; elsewhere no kernel waits for it.
+// takes on another machine's bus. Compiled into decode.cu alone, and only if the project is
+// configured with SLUICE_PRETEND_GPU.
 //
 // Rows cross it one after the other, at its rate: each waits for all earlier requests, from any
 // block. Only rows that decode attention reads from host memory cross it, not rows that are

@@ -8,10 +8,12 @@
 //      Launch included.
 //   2. At least one block waits on every path, even with nothing to do. Then the grid ends after
 //      the one before it, and waiting for one kernel is waiting for all before it.
-//   3. Without waiting it may read what stays the same during a step: weights, the batch's tokens
-//      and gaps, block tables. The kernel that copies them there never lets the next begin early.
-//   4. Without waiting it may read results of older kernels only if the kernel before waits first
-//      and allows then: all kernels before that one are over. take_turn() allows first.
+//   3. Without waiting it may read what stays the same during a step: the batch's tokens and gaps,
+//      block tables, weights. Copies, which write the first three, never let the next kernel begin
+//      early (copy.cu); weights have to be synchronized before their first product.
+//   4. Without waiting it may read results of older kernels, and write what the kernel before does
+//      not touch, only if that kernel waits first and allows then: all kernels before that one are
+//      over. take_turn() allows first.
 #pragma once
 
 #include <type_traits>

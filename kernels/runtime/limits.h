@@ -12,7 +12,8 @@ struct DeviceLimits {
   int shared_bytes = 0;  // per block, at most
   int capability = 0;    // 90 for compute capability 9.0
   std::uint64_t memory_bytes = 0;
-  // A cluster with fewer logits than this reads all of them, not their digest.
+  // A cluster with fewer logits than this reads all of them, not their digest: kDigestedFrom of
+  // scan/scan.h, except in tests of select().
   std::int32_t digested_entries = 1 << 18;
   // Bytes per second of rows that decode attention reads from host memory; 0: the bus's own rate.
   std::uint64_t bus_rate = 0;

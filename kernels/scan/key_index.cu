@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const bool has_page = a.pages.find(head, a.row_bytes, page);
   std::int64_t slot = 0;
   if (has_page) slot = a.table[page.sequence * a.table_stride + page.number / kTilePages];
-  // Blocks with nothing to do wait, too, so that this kernel ends after the one before.
+  // Blocks with nothing to do wait, too: rule 2 of early_launch.cuh.
   wait_for_kernel_before();
   allow_next_kernel();
   if (!has_page) return;

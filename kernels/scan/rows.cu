@@ -458,7 +458,7 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
   if (scans) scan = head_scan<kKind>(a, at.kv_head, a.tokens[at.token]);
   int2 slots = look_up<kKind>(scan, next);
   // Waits before it lets the next kernel begin, because a scan of tiles copies tiles before it
-  // waits.
+  // waits: rule 4 of early_launch.cuh.
   wait_for_kernel_before();
   allow_next_kernel();
   if (!has_part) return;

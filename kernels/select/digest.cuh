@@ -47,7 +47,7 @@ struct alignas(16) DigestShared {
   std::uint64_t loaded;                 // barrier of the digest
   std::uint32_t references[kMostRows];  // logits of the heaviest weight, f16 twice
   float weight;                         // lower bound of the lightest kept
-  float highest;                        // about log2 of the largest candidate's
+  float highest;                        // about log2 of the heaviest candidate's weight
   int digit_shift;                      // from a grade less the bound to its digit
   std::uint32_t is_bounded;
 };

@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kGradeThreads, 2)
   const int round = static_cast<int>(blockIdx.x) / all;
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) % all / blocks;
   const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % blocks;
-  // In this order, because the next kernel waits before it reads anything, and often nothing is
-  // left to do here.
+  // Allows first, because the next kernel makes no use of rule 4 (early_launch.cuh), and often
+  // nothing is left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
   if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;

@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   __shared__ Shared shared;
   const SelectCall& c = call.call;
   if (threadIdx.x == 0) shared.reaching = shared.sure = 0;
-  // In this order, because the next kernel waits before it reads anything, and often nothing is
-  // left to do here.
+  // Allows first, because the next kernel makes no use of rule 4 (early_launch.cuh), and often
+  // nothing is left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.shortlist_chunks();

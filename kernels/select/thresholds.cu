@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   const std::int32_t number = block / call.units;
   const int head = number / c.group;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.bins; i += kThreads) bins[i] = 0;
-  // In this order, because the next kernel waits before it reads anything, and often nothing is
-  // left to do here.
+  // Allows first, because the next kernel makes no use of rule 4 (early_launch.cuh), and often
+  // nothing is left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
   if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;
