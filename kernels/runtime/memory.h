@@ -27,6 +27,7 @@ class AddressMap {
   std::map<const std::byte*, std::size_t> runs_;
 };
 
+// Memory of a backend, charged to its accounts. Every queue's kernels can use it.
 class CudaMemory {
  public:
   CudaMemory(int ordinal, std::uint64_t device_cap, std::uint64_t host_cap, cudaStream_t stream);

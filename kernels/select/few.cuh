@@ -45,8 +45,8 @@ struct FewShared {
 };
 
 // One head and the order of its entries: by grade, the older first among equal grades. Grades are
-// weights summed over rows, or the logits of a single row. Consecutive threads take the rows of a
-// page, then those of the next page.
+// the bits of weights summed over rows, or of the ordered logit of a single row; not the numbers of
+// grades.cuh. Consecutive threads take the rows of a page, then those of the next page.
 class FewHead {
  protected:
   // A lower bound of the kept entries: their keys are at least `key`, their weights at least

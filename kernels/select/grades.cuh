@@ -83,8 +83,8 @@ __device__ __forceinline__ void grades8(const SelectCall& c, int group, const Ro
   }
 }
 
-// The grade of one entry for which it is not 0; `logits` has one logit per query head, `stride`
-// apart.
+// The grade of one entry that grades8() does not give 0; `logits` has one logit per query head,
+// `stride` apart.
 __device__ __forceinline__ std::uint32_t grade_of(const __half* logits, std::int64_t stride,
                                                   int group, const RowInfo* rows) {
   if (group == 1) return grade_of_logit(__half_as_ushort(*logits));
@@ -117,7 +117,7 @@ struct GradeCut {
   std::uint32_t grade = 0;      // larger ones are kept
   std::uint32_t ties = 0;       // the first `ties` entries equal to the cut are kept
   std::uint32_t settled = 0;
-  std::uint32_t cut = 0;  // 1: not all that top_p wants could be kept
+  std::uint32_t cut = 0;  // HeadSelection::cut: 1 if not all that top_p wants can be kept
 };
 
 // The grades that a radix round counts, and their bins.
