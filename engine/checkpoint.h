@@ -30,6 +30,7 @@ class Checkpoint {
   const ModelConfig& config() const { return config_; }
   // What messages call the place of the config: "config.json".
   std::string_view config_name() const { return source_->config_name(); }
+  std::string_view layer_fields() const { return source_->layer_fields(); }
   DType dtype() const { return dtype_; }  // of the embedding
   std::int64_t parameters() const;        // elements of all tensors
   std::uint64_t parameter_bytes() const;  // bytes of all tensors, as stored

@@ -63,6 +63,9 @@ class SafetensorsSource final : public TensorSource {
 
   const std::filesystem::path& path() const override { return folder_; }
   std::string_view config_name() const override { return "config.json"; }
+  std::string_view layer_fields() const override {
+    return "model_type, num_hidden_layers or attention_bias";
+  }
   std::string own_name(std::string_view name) const override { return std::string(name); }
 
   std::map<std::string_view, SourceTensor> tensors() const override {

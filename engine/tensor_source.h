@@ -30,6 +30,8 @@ class TensorSource {
   virtual const std::filesystem::path& path() const = 0;
   // What the shapes of tensors are compared with, for messages: "config.json".
   virtual std::string_view config_name() const = 0;
+  // The fields there that say which layers and biases there are, for messages.
+  virtual std::string_view layer_fields() const = 0;
   // What the source itself calls a tensor, for messages.
   virtual std::string own_name(std::string_view name) const = 0;
 

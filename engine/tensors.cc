@@ -111,9 +111,9 @@ void require_read(const Checkpoint& checkpoint, const std::set<std::string, std:
                     in_quotes(checkpoint.own_name(name)) + ", which no " + config.architecture +
                     " of " + std::to_string(config.num_hidden_layers) + " layers has with this " +
                     std::string(checkpoint.config_name()) +
-                    "; without it the model would be another. Correct the architecture, the number "
-                    "of layers or the biases there, or convert the checkpoint to plain F32, F16 or "
-                    "BF16 weights");
+                    "; without it the model would be another. Correct " +
+                    std::string(checkpoint.layer_fields()) +
+                    " there, or convert the checkpoint to plain F32, F16 or BF16 weights");
   }
 }
 

@@ -93,6 +93,9 @@ class GgufTensorSource final : public TensorSource {
 
   const std::filesystem::path& path() const override { return parts_->front().path(); }
   std::string_view config_name() const override { return "metadata"; }
+  std::string_view layer_fields() const override {
+    return "general.architecture, block_count or the tensors";
+  }
   std::string own_name(std::string_view name) const override {
     return gguf_name(name).value_or(std::string(name));
   }

@@ -194,7 +194,7 @@ class BadInput(unittest.TestCase):
     def test_tensors_that_would_not_be_read(self):
         tensors = "model.safetensors"
         self.edit_config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
-        self.refused(UNSUPPORTED, tensors, "'model.layers.2.", "number of layers")
+        self.refused(UNSUPPORTED, tensors, "'model.layers.2.", "num_hidden_layers")
         self.edit_config(num_hidden_layers=3, layer_types=["full_attention"] * 3)
 
         def add_scale(header):
