@@ -112,7 +112,7 @@ void check_params(const AttendParams& p) {
 
 }  // namespace
 
-void divide_prefill(PrefillArgs& args, const TileShape& shape, const Launch& launch) {
+void divide_prefill(PrefillArgs& args, const PrefillTile& shape, const Launch& launch) {
   constexpr std::int64_t kSectionBytes = 16 << 20;  // of rows, to stay in the L2 cache
   constexpr std::int64_t kSplitBlocks = 4;          // that a split has at least
   constexpr std::int64_t kMostSplits = 64;

@@ -49,14 +49,14 @@ struct PrefillArgs {
 };
 
 // The tile sizes of a kernel.
-struct TileShape {
+struct PrefillTile {
   int rows = 0;           // packed rows of a tile
   int keys = 0;           // KV rows of a block
   int blocks_per_sm = 1;  // thread blocks that run on a multiprocessor together
 };
 
 // Sets the division of the work and where partials of splits go.
-void divide_prefill(PrefillArgs& args, const TileShape& shape, const Launch& launch);
+void divide_prefill(PrefillArgs& args, const PrefillTile& shape, const Launch& launch);
 
 // Merges the partials of splits, and the old one if asked for, into out and lse.
 void merge_prefill_splits(const PrefillArgs& args, const Launch& launch);

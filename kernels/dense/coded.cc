@@ -51,7 +51,7 @@ std::optional<CodedLaunch> row_launch(const CodedMatrix& weight, std::int64_t to
   const int tiles = is_gated ? 2 : 1;
   const int stages = is_gated ? kRowStages<kCode, 2> : kRowStages<kCode, 1>;
   const std::int64_t columns = weight.tile_columns();
-  if (tokens > kTileTokens || columns > device.shared_bytes / (2 * kTileInputs)) return {};
+  if (tokens > kMmaTokens || columns > device.shared_bytes / (2 * kTileInputs)) return {};
   const std::int64_t x = tokens * shared_token_bytes(static_cast<int>(columns));
   const std::int64_t sums = CodedTile<kCode>::kHasOffsets
                                 ? columns * kTileGroups * sum_tokens(static_cast<int>(tokens)) * 4
@@ -139,7 +139,7 @@ template <WeightCode kCode>
 CodedLaunch tiles_launch(CodedProductParams& k, const Launch& launch) {
   CodedLaunch shape;
   shape.token_tiles = k.tokens <= 16 ? 2 : k.tokens <= 32 ? 4 : 8;
-  const int tokens = shape.token_tiles * kTileTokens;
+  const int tokens = shape.token_tiles * kMmaTokens;
   const auto* const fits =
       std::find_if(std::begin(kTilesShapes), std::end(kTilesShapes), [&](const TilesShape& s) {
         return tiles_bytes<kCode>(s.warps, s.stages, s.columns, tokens) + kStaticBytes <=

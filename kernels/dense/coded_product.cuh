@@ -201,7 +201,7 @@ __device__ __forceinline__ void multiply_stage(const std::byte* tiles, int colum
       float2 sum = {0.0f, 0.0f};
       if constexpr (Tile::kHasOffsets) {
         sum = *reinterpret_cast<const float2*>(
-            in.sums + (input / static_cast<int>(kWeightGroup)) * in.sum_stride + n * kTileTokens);
+            in.sums + (input / static_cast<int>(kWeightGroup)) * in.sum_stride + n * kMmaTokens);
       }
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
@@ -344,7 +344,7 @@ struct Results {
 template <typename T, bool kIsGated>
 __device__ __forceinline__ void add_results(const CodedProductParams& p, const Results& results,
                                             std::int64_t rows) {
-  constexpr int kOfLane = kTileOutputs * kTileTokens / kWarp;
+  constexpr int kOfLane = kTileOutputs * kMmaTokens / kWarp;
   const auto lane = static_cast<int>(threadIdx.x) % kWarp;
   const int sums = kTileOutputs * p.tokens;
   int turn = 0;
@@ -497,7 +497,7 @@ __global__ void __launch_bounds__(kMostWarps / 2 * kWarp, 1)
     tiles_kernel(const __grid_constant__ CodedProductParams p) {
   using Tile = CodedTile<kCode>;
   constexpr int kTiles = 2;
-  constexpr int kTokens = kTokenTiles * kTileTokens;
+  constexpr int kTokens = kTokenTiles * kMmaTokens;
   using Walk = ColumnWalk<Tile::kBytes>;
   using Ring = TileRing<Walk, kTiles, Tile::kBytes, kStages>;
   // The table of pairs, rings, two buffers of inputs, and sums of inputs.
@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(kMostWarps / 2 * kWarp, 1)
 
   LaneInputs in{};
   in.has_token = true;
-  in.tile_stride = kTileTokens * token_bytes;
+  in.tile_stride = kMmaTokens * token_bytes;
   in.sums = sums + lane % 4 * 2;
   in.sum_stride = kTokens;
   float acc[kTiles][kTokenTiles][4] = {};
@@ -567,7 +567,7 @@ __global__ void __launch_bounds__(kMostWarps / 2 * kWarp, 1)
       const int m = i / (kTokenTiles * 4);
       const int n = i / 4 % kTokenTiles;
       const std::int64_t output = (row + m) * kTileOutputs + lane / 4 + i % 4 / 2 * 8;
-      const int token = n * kTileTokens + lane % 4 * 2 + i % 2;
+      const int token = n * kMmaTokens + lane % 4 * 2 + i % 2;
       if (output < p.outputs && token < p.tokens) body(output, token, acc[m][n][i % 4]);
     }
   };

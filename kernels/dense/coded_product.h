@@ -49,7 +49,7 @@ template <WeightCode kCode>
 inline constexpr int kPairTableBytes = kCode == WeightCode::int4 ? 256 * 128 : 0;
 
 // Most tokens of row_kernel(), one tile of tokens.
-inline constexpr int kTileTokens = 8;
+inline constexpr int kMmaTokens = 8;
 
 // Stages of a warp's ring in row_kernel(), of kTiles tiles each: 9 KiB in all, 18 with two int8
 // tiles.

@@ -53,7 +53,7 @@ struct Quantiser {
 template <int kBits, typename Value>
 __device__ __forceinline__ void pack(const Quantiser<kBits>& quantiser, const Value& value,
                                      std::uint32_t (&low)[kLowWords<kBits>], std::uint32_t& high) {
-  constexpr std::uint32_t kMask = (1u << kLowBits<kBits>)-1u;
+  constexpr std::uint32_t kMask = (1u << kLowCodeBits<kBits>)-1u;
 #pragma unroll
   for (int pair = 0; pair < kThreadPairs; ++pair) {
     const std::uint32_t first = quantiser(value(2 * pair));

@@ -17,17 +17,17 @@ inline constexpr int kBlockResults = 8;  // per lane, 4 m + e: channel 2 m + e /
 // The largest shift_of(). Weights of unshifted codes are scaled by 2^kTopShift, those of shifted
 // ones by less.
 template <int kBits>
-inline constexpr int kTopShift = (kWordPairs<kBits> / 2 - 1) * kLowBits<kBits>;
+inline constexpr int kTopShift = (kWordPairs<kBits> / 2 - 1) * kLowCodeBits<kBits>;
 // Shift of a pair's codes in a word's lower half; pairs in the upper half are moved there first.
 template <int kBits>
 __device__ __forceinline__ constexpr int shift_of(int pair) {
-  return pair % (kWordPairs<kBits> / 2) * kLowBits<kBits>;
+  return pair % (kWordPairs<kBits> / 2) * kLowCodeBits<kBits>;
 }
 
 // A pair's codes as two f16, times 2^(shift_of() - 24).
 template <int kBits>
 __device__ __forceinline__ std::uint32_t codes_of(std::uint32_t low, std::uint32_t high, int pair) {
-  constexpr std::uint32_t kMask = ((1u << kLowBits<kBits>)-1u) * 0x10001u;
+  constexpr std::uint32_t kMask = ((1u << kLowCodeBits<kBits>)-1u) * 0x10001u;
   const bool is_upper = pair % kWordPairs<kBits> >= kWordPairs<kBits> / 2;
   const int shift = shift_of<kBits>(pair);
   std::uint32_t codes = (is_upper ? low >> 8 : low) & kMask << shift;

@@ -15,16 +15,16 @@ namespace sluice::cuda {
 inline constexpr int kThreadTokens = 32;
 inline constexpr int kThreadPairs = kThreadTokens / 2;
 template <int kBits>
-inline constexpr int kLowBits = kBits == 4 ? 4 : 2;
+inline constexpr int kLowCodeBits = kBits == 4 ? 4 : 2;
 template <int kBits>
-inline constexpr int kLowWords = kLowBits<kBits>;
+inline constexpr int kLowWords = kLowCodeBits<kBits>;
 template <int kBits>
 inline constexpr int kWordPairs = kThreadPairs / kLowWords<kBits>;
 
 // Offset of the bits of a pair's first token; the second's are 16 bits higher.
 template <int kBits>
 __host__ __device__ constexpr int low_shift(int pair) {
-  return pair % kWordPairs<kBits> * kLowBits<kBits>;
+  return pair % kWordPairs<kBits> * kLowCodeBits<kBits>;
 }
 __host__ __device__ constexpr int high_shift(int pair) {
   return pair % 4 * 2 + pair / 4 % 2 + pair / 8 * 8;
