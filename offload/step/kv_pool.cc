@@ -167,6 +167,7 @@ void KvPool::subtract_values(int layer, std::int32_t sequence, std::int64_t firs
     return;
   }
   if (index.value_sums(layer) == nullptr) return;
+  transfer_->synchronize();  // rows that streamed before may be on their way from the buffer
   for (const RowRun& run : nearest_runs(tables_, sequence, first, end, set_of(layer))) {
     if (run.place == RowPlace::device) {
       index.add_values(layer, sequence, spans(layer, run), true);
@@ -325,6 +326,7 @@ void KvPool::copy_block_of(int layer, const BlockCopy& copy, Ledger& ledger) {
   };
   if (copy.from.device == PageSlots::kNone) {
     const RowRun run = {RowPlace::host, 0, copy.rows, copy.from.host * std::int64_t{kPageTokens}};
+    transfer_->synchronize();  // rows that streamed before may be on their way from the buffer
     disk_->begin_read(0, layer, run);
     disk_->end_read(0);
     queue_->copy(disk_->copies(0, run, to));

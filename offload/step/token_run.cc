@@ -233,8 +233,9 @@ void TokenRun::attend_streamed(int layer, AttendParams& params) {
   DiskPages* const disk = pool_->disk();
   const auto read = [&](std::size_t number) {
     if (disk == nullptr || number >= pieces.size()) return;
-    // The half's previous rows have to be on the device.
-    if (number >= 2) transfer.synchronize();
+    // The half's previous rows have to be on the device, those of an earlier layer or session, too.
+    // The wait for piece 0 covers both halves.
+    if (number != 1) transfer.synchronize();
     disk->begin_read(number % 2, layer, pieces[number]);
   };
   const auto fetch = [&](std::size_t number) {

@@ -15,6 +15,7 @@
 #include "offload/plan/planner.h"
 #include "offload/step/kv_pool.h"
 #include "offload/step/kv_session.h"
+#include "tests/support/late_backend.h"
 #include "tests/support/random.h"
 #include "tests/support/script.h"
 #include "tests/support/simulated_disk.h"
@@ -106,6 +107,60 @@ TEST_P(DiskPolicies, AnswerAsInMemory) {
     testing::play_twins(pool(plan, policy_), in_memory(plan, policy_), seed,
                         {.tolerance = tolerance()});
     if (HasFatalFailure()) return;
+  }
+}
+
+// One step whose results are there once the queue is idle.
+std::vector<std::vector<float>> issue_step(KvSession& session, const Script& script, Phase phase,
+                                           std::int64_t tokens) {
+  std::vector<std::vector<float>> results;
+  const std::int64_t first = session.length();
+  session.begin_step(phase, tokens);
+  for (int layer = 0; layer < script.shape().layers; ++layer) {
+    const auto at = static_cast<std::size_t>(layer);
+    results.emplace_back(static_cast<std::size_t>(tokens * script.query_width()));
+    float* const out = results.back().data();
+    results.emplace_back(static_cast<std::size_t>(tokens * script.shape().query_heads));
+    session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
+    session.attend(layer, {script.q(at, first), script.query_width(), out, results.back().data()});
+  }
+  session.end_step();
+  return results;
+}
+
+// Rows that were read may still be on their way to the device when the next ones are wanted.
+TEST_F(DiskSessions, KeepRowsUntilTheyAreOnTheDevice) {
+  const std::uint64_t first = testing::seed(11);
+  testing::LateBackend late;
+  for (const char* const name : {"dense", "select=int4 prune=top_k(50) dense=1"}) {
+    const Policy policy = parse_policy(name);
+    const auto policies = policy == Policy() ? std::span<const Policy>() : std::span(&policy, 1);
+    const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
+    for (std::uint64_t seed = first; seed < first + 6; ++seed) {
+      SCOPED_TRACE(::testing::Message() << name << ", " << testing::seed_message(seed));
+      late.begin(seed);
+      const auto pool = std::make_shared<KvPool>(late.make_queue(), plan, policies, own_scorers(),
+                                                 HostAttender(), DiskSource{{parent_}});
+      const Script script(kShape, kContext, seed);
+      KvSession one(pool);
+      KvSession other(in_memory(plan, policy));
+      std::vector<std::vector<std::vector<float>>> actual;
+      std::vector<std::vector<std::vector<float>>> expected;
+      const auto step = [&](Phase phase, std::int64_t tokens) {
+        actual.push_back(issue_step(one, script, phase, tokens));
+        expected.push_back(issue_step(other, script, phase, tokens));
+      };
+      while (other.length() < 500) step(Phase::prefill, 20);
+      while (other.length() < kContext) step(Phase::decode, 1);
+      pool->queue().synchronize();
+      for (std::size_t i = 0; i < actual.size(); ++i) {
+        for (std::size_t part = 0; part < actual[i].size(); ++part) {
+          SCOPED_TRACE(::testing::Message() << "step " << i << " part " << part);
+          testing::expect_same(actual[i][part], expected[i][part], 2e-5f);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
   }
 }
 
