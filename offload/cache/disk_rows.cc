@@ -59,14 +59,9 @@ void DiskRows::begin_step() {
 }
 
 void DiskRows::fetch(const FetchWave& wave) {
-  std::unique_ptr<Call>& call = calls_[{wave.layer, wave.first}];
-  // A recording keeps the object of its first issue; a later issue of the same wave replaces what
-  // it fetches only if the step is not recorded.
-  if (call == nullptr) {
-    call = std::make_unique<Call>(*this, wave);
-  } else {
-    call->wave = wave;
-  }
+  // Recorded steps of different numbers of tokens are launched in turns, so each has its own call.
+  std::unique_ptr<Call>& call = calls_[{wave.layer, wave.first, wave.tokens}];
+  if (call == nullptr) call = std::make_unique<Call>(*this, wave);
   auto* const places = places_.data();
   const auto items = static_cast<std::size_t>(wave.tokens * shape_.kv_heads);
   const std::size_t place_bytes =

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -113,7 +114,8 @@ class DiskRows {
   Buffer places_;  // of a wave, then its HeadSelections
   Buffer units_;   // [units_at_once_, unit_bytes], from its first whole sector on
   std::int32_t clock_ = 0;
-  std::map<std::pair<int, std::int64_t>, std::unique_ptr<Call>> calls_;  // by layer, first token
+  // By layer, first token and number of tokens.
+  std::map<std::tuple<int, std::int64_t, std::int64_t>, std::unique_ptr<Call>> calls_;
   // One fetch:
   std::vector<std::unordered_map<std::int32_t, std::int32_t>> found_;  // [kv_heads], by row
   std::vector<std::int64_t> spare_used_;                               // [kv_heads]

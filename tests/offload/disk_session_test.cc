@@ -164,6 +164,100 @@ TEST_F(DiskSessions, KeepRowsUntilTheyAreOnTheDevice) {
   }
 }
 
+// Steps of a batch that are recorded once for each number of sessions.
+class RecordedSteps {
+ public:
+  RecordedSteps(const Script& script, std::int64_t most) : script_(script) {
+    const auto layers = static_cast<std::size_t>(script.shape().layers);
+    const auto rows = static_cast<std::size_t>(most);
+    q_.assign(layers, std::vector<float>(rows * static_cast<std::size_t>(script.query_width())));
+    out_ = q_;
+    k_.assign(layers, std::vector<float>(rows * static_cast<std::size_t>(script.key_width())));
+    v_ = k_;
+    lse_.resize(rows * static_cast<std::size_t>(script.shape().query_heads));
+  }
+
+  // The attention output of every session, one after the other, by layer.
+  std::vector<std::vector<float>> step(std::span<KvSession* const> sessions) {
+    const auto count = static_cast<std::int64_t>(sessions.size());
+    for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t at = sessions[static_cast<std::size_t>(i)]->length();
+        const auto put = [&](std::vector<float>& to, const float* from, std::int64_t width) {
+          std::copy_n(from, width, to.begin() + i * width);
+        };
+        put(q_[layer], script_.q(layer, at), script_.query_width());
+        put(k_[layer], script_.k(layer, at), script_.key_width());
+        put(v_[layer], script_.v(layer, at), script_.key_width());
+      }
+    }
+    KvBatch batch(sessions);
+    batch.queue().replay(batch.recording(), [&] {
+      for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+        batch.append(static_cast<int>(layer),
+                     {k_[layer].data(), v_[layer].data(), script_.key_width()});
+        batch.attend(static_cast<int>(layer),
+                     {q_[layer].data(), script_.query_width(), out_[layer].data(), lse_.data()});
+      }
+      batch.issue_report();
+    });
+    for (const std::optional<Error>& error : batch.end()) {
+      if (error) throw Error(*error);
+    }
+    std::vector<std::vector<float>> results = out_;
+    for (std::vector<float>& layer : results) {
+      layer.resize(static_cast<std::size_t>(count * script_.query_width()));
+    }
+    return results;
+  }
+
+ private:
+  const Script& script_;
+  std::vector<std::vector<float>> q_, k_, v_, out_;  // [layers][most, width]
+  std::vector<float> lse_;
+};
+
+// A step of few sessions that was recorded before one of many fetches rows for few.
+TEST_F(DiskSessions, RecordedStepsFetchForTheirOwnTokens) {
+  const std::uint64_t seed = testing::seed(13);
+  SCOPED_TRACE(testing::seed_message(seed));
+  testing::LateBackend late;
+  late.begin(seed);
+  late.records = true;
+  const Policy policy = parse_policy("select=int4 prune=top_k(40)");
+  const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
+  const auto on_disk =
+      std::make_shared<KvPool>(late.make_queue(), plan, std::span(&policy, 1), own_scorers(),
+                               HostAttender(), DiskSource{{parent_}});
+  const auto in_memory = this->in_memory(plan, policy);
+  const Script script(kShape, kContext, seed);
+  RecordedSteps late_steps(script, 3);
+  RecordedSteps plain_steps(script, 3);
+  std::vector<KvSession> ones;
+  std::vector<KvSession> others;
+  for (const std::int64_t tokens : {500, 300, 420}) {
+    for (const auto& [pool, list] : {std::pair(on_disk, &ones), {in_memory, &others}}) {
+      list->emplace_back(pool);
+      while (list->back().length() < tokens) {
+        const std::int64_t left = tokens - list->back().length();
+        const auto results =
+            issue_step(list->back(), script, Phase::prefill, std::min(left, plan.chunk));
+        pool->queue().synchronize();
+      }
+    }
+  }
+  for (const std::size_t count : {1, 3, 1, 2, 1, 3, 2}) {
+    SCOPED_TRACE(::testing::Message() << count << " sessions");
+    std::vector<KvSession*> now;
+    std::vector<KvSession*> twins;
+    for (std::size_t i = 0; i < count; ++i) {
+      now.push_back(&ones[i]);
+      twins.push_back(&others[i]);
+    }
+    EXPECT_EQ(late_steps.step(now), plain_steps.step(twins));
+  }
+}
+
 // Counts what a disk was asked for, and breaks it.
 struct Faulty {
   explicit Faulty(std::uint64_t first_seed, double fault_rate)

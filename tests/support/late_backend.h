@@ -65,6 +65,8 @@ class LateBackend : public cpu::CpuBackend {
   // Runs a random number of items: none, some or all that can run.
   inline void pass_time();
 
+  // True: replay() records the work of one queue, which then runs as it was recorded.
+  bool records = false;
   // Items that may still be submitted before one is refused with std::bad_alloc; -1: no limit.
   std::int64_t refuse_after = -1;
   std::int64_t refused = 0;
@@ -111,7 +113,25 @@ class LateQueue : public cpu::CpuQueue {
     later([this, to] { CpuQueue::note_time(to); });
   }
 
+  void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& issue) override {
+    if (!late_->records) return issue();
+    if (recording == nullptr) {
+      auto fresh = std::make_unique<Recorded>();
+      recorded_ = &fresh->works;
+      try {
+        issue();
+      } catch (...) {
+        recorded_ = nullptr;
+        throw;
+      }
+      recorded_ = nullptr;
+      recording = std::move(fresh);
+    }
+    for (const auto& work : dynamic_cast<Recorded&>(*recording).works) later(work);
+  }
+
   void wait_for(Queue& other) override {
+    check(recorded_ == nullptr, "work of two queues cannot be recorded here");
     auto& late = static_cast<LateQueue&>(other);
     waiting_.push_back({{}, &late, late.asked_});
     ++asked_;
@@ -125,6 +145,9 @@ class LateQueue : public cpu::CpuQueue {
  private:
   friend class LateBackend;
 
+  struct Recorded : Recording {
+    std::vector<std::function<void()>> works;
+  };
   // Either work, or the point that another queue must reach before this one goes on.
   struct Item {
     std::function<void()> work;
@@ -200,6 +223,7 @@ class LateQueue : public cpu::CpuQueue {
 
   void later(std::function<void()> work) {
     if (is_working_) return work();  // part of the work that is running
+    if (recorded_ != nullptr) return recorded_->push_back(std::move(work));
     if (late_->refuse_after == 0) {
       late_->refuse_after = -1;
       ++late_->refused;
@@ -233,6 +257,7 @@ class LateQueue : public cpu::CpuQueue {
 
   LateBackend* late_;
   std::deque<Item> waiting_;
+  std::vector<std::function<void()>>* recorded_ = nullptr;  // null: nothing is being recorded
   std::int64_t asked_ = 0;
   std::int64_t done_ = 0;
   bool is_working_ = false;
