@@ -40,6 +40,7 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
 // Not for several tokens of one sequence, which are one run of the session's.
 void DecodeStep::begin_runs() {
   runs_.clear();
+  failures_.clear();
   const KvPlan& plan = pool_->plan();
   const bool is_run = tokens_.size() > 1 && tokens_[0].sequence == tokens_[1].sequence;
   if (!plan.on_disk || is_run) return;
@@ -49,8 +50,10 @@ void DecodeStep::begin_runs() {
   for (const BatchToken& token : tokens_) {
     runs_.emplace_back(*pool_).begin(token.sequence, {token.position, 1}, {});
   }
+  failures_.resize(runs_.size());
 }
 
+// A token whose rows cannot be read ends its own session only, so the others are attended to.
 void DecodeStep::attend_runs(int layer, const Queries& queries) {
   const KvShape& shape = pool_->plan().shape;
   for (std::size_t i = 0; i < runs_.size(); ++i) {
@@ -59,7 +62,19 @@ void DecodeStep::attend_runs(int layer, const Queries& queries) {
     own.q += token * queries.stride;
     own.out += token * shape.query_heads * shape.head_dim;
     own.lse += token * shape.query_heads;
-    runs_[i].attend(layer, own);
+    if (failures_[i]) continue;
+    try {
+      runs_[i].attend(layer, own);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::io && error.code() != ErrorCode::corrupt) throw;
+      failures_[i] = error;
+    }
+  }
+}
+
+void DecodeStep::require_runs(std::int32_t sequence) const {
+  for (std::size_t i = 0; i < failures_.size(); ++i) {
+    if (tokens_[i].sequence == sequence && failures_[i]) throw Error(*failures_[i]);
   }
 }
 
@@ -191,6 +206,7 @@ void DecodeStep::record_streamed(int layer, std::size_t number, Ledger& ledger) 
 
 StepSelection DecodeStep::finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const {
   StepSelection result;
+  require_runs(sequence);
   if (beside_ != nullptr) beside_->finish();
   SparseAttention* const sparse = pool_->sparse();
   for (int layer = 0; layer < pool_->plan().shape.layers; ++layer) {

@@ -4,12 +4,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "offload/step/kv_pool.h"
 #include "offload/step/token_run.h"
 #include "offload/tiers/kv_rows.h"
+#include "sluice/errors.h"
 #include "sluice/selection.h"
 
 namespace sluice {
@@ -36,6 +38,7 @@ class DecodeStep {
 
   // Reports and counts the selections of one sequence's tokens; call after waiting for the backend.
   // Dense layers are counted with `counts_dense`: not if their tokens went through a TokenRun.
+  // Throws what reading the sequence's rows from disk threw in attend().
   // Throws Error{numeric} naming layer and KV head if a key, a query or an estimate was NaN or
   // infinite.
   StepSelection finish(std::int32_t sequence, bool counts_dense, Ledger& ledger) const;
@@ -60,6 +63,7 @@ class DecodeStep {
   // Runs of one token each, if dense layers have rows on disk.
   void begin_runs();
   void attend_runs(int layer, const Queries& queries);
+  void require_runs(std::int32_t sequence) const;
   // The policy as this layer has it.
   const Policy& policy(int layer) const;
 
@@ -69,7 +73,8 @@ class DecodeStep {
   std::vector<Policy> by_layer_;  // of *policy_, if layers differ
   std::int64_t capacity_ = 0;
   HostAttention* beside_ = nullptr;
-  std::vector<TokenRun> runs_;  // by token, see begin_runs()
+  std::vector<TokenRun> runs_;                  // by token, see begin_runs()
+  std::vector<std::optional<Error>> failures_;  // by token of runs_: rows that could not be read
 };
 
 }  // namespace sluice

@@ -3,12 +3,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpu/cpu_backend.h"
@@ -408,6 +411,83 @@ TEST_F(FaultySessions, EndOrAnswerAsInMemory) {
   }
   EXPECT_GT(ended_, 0u) << "no fault reached a session";
   EXPECT_GT(steps_, 100u) << "nearly no session survived";
+}
+
+// A disk of which some bytes cannot be read from some time on.
+class BrokenDisk : public testing::SimulatedDisk {
+ public:
+  // `broken`: first byte and end; empty: nothing yet.
+  BrokenDisk(std::size_t sectors, const std::pair<std::uint64_t, std::uint64_t>& broken)
+      : SimulatedDisk(sectors, 1, 0.0), broken_(broken) {}
+
+  bool start(const DiskOperation& operation) override {
+    std::uint64_t end = operation.offset;
+    for (const iovec& buffer : operation.buffers) end += buffer.iov_len;
+    const bool fails = operation.action == DiskAction::read && operation.offset < broken_.second &&
+                       end > broken_.first;
+    if (!SimulatedDisk::start(operation)) return false;
+    if (fails) failing_.insert(operation.tag);
+    return true;
+  }
+  std::size_t retire(std::span<DiskResult> results, bool wait) override {
+    const std::size_t count = SimulatedDisk::retire(results, wait);
+    for (DiskResult& result : results.first(count)) {
+      if (failing_.erase(result.tag) > 0) result.result = -EIO;
+    }
+    return count;
+  }
+
+ private:
+  const std::pair<std::uint64_t, std::uint64_t>& broken_;
+  std::set<std::uint64_t> failing_;  // tags
+};
+
+// A page that cannot be read ends the session that has it, in dense layers, too.
+TEST_F(DiskSessions, UnreadablePageEndsOneSessionOfABatch) {
+  for (const char* const name : {"dense", "select=int4 prune=top_k(50) dense=1"}) {
+    SCOPED_TRACE(name);
+    const Policy policy = parse_policy(name);
+    const auto policies = policy == Policy() ? std::span<const Policy>() : std::span(&policy, 1);
+    const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
+    std::pair<std::uint64_t, std::uint64_t> broken;
+    const DiskFactory factory = [&](const SpillFile& file, const DiskLimits&, auto) {
+      return std::make_unique<BrokenDisk>(file.size() / kSectorBytes, broken);
+    };
+    const auto on_disk = std::make_shared<KvPool>(
+        backend_.make_queue(), plan, policies, own_scorers(), HostAttender(),
+        DiskSource{{parent_}, DiskAccess::automatic, factory});
+    const auto in_memory = this->in_memory(plan, policy);
+    const Script script(kShape, kContext, 5);
+    std::vector<KvSession> ones;
+    std::vector<KvSession> others;
+    for (int i = 0; i < 3; ++i) {
+      script.prefill(ones.emplace_back(on_disk), 400);
+      script.prefill(others.emplace_back(in_memory), 400);
+    }
+    on_disk->disk()->wait_for_writes();
+    // Page 1 of the second session, in the layer that is dense under both policies.
+    const DiskLayout& layout = on_disk->disk()->layout();
+    const PageSlots page = on_disk->tables().page(1, 1, on_disk->set_of(1));
+    ASSERT_EQ(page.device, PageSlots::kNone) << "the page is not on disk";
+    broken.first = layout.address(1, 0, page.host);
+    broken.second = broken.first + layout.page_bytes;
+    const std::vector<const Script*> scripts(3, &script);
+    KvSession* const now[] = {ones.data(), &ones[1], &ones[2]};
+    KvSession* const twins[] = {others.data(), &others[1], &others[2]};
+    std::vector<std::optional<Error>> outcomes;
+    const auto actual = testing::step_together(now, scripts, outcomes);
+    const auto expected = testing::step_together(twins, scripts);
+    ASSERT_TRUE(outcomes[1].has_value());
+    EXPECT_EQ(outcomes[1]->code(), ErrorCode::io);
+    EXPECT_TRUE(ones[1].in_step());
+    for (const std::size_t i : {0, 2}) {
+      EXPECT_FALSE(outcomes[i].has_value());
+      testing::expect_same(actual[i], expected[i], 2e-5f);
+    }
+    // The others go on.
+    KvSession* const left[] = {ones.data(), &ones[2]};
+    EXPECT_NO_THROW(testing::step_together(left, std::span(scripts).first(2)));
+  }
 }
 
 // Bytes that the ledger counts are those that the disk was asked for.
