@@ -54,7 +54,8 @@ class HeaderReader {
   template <typename T>
   T number(const char* what) {
     T value;
-    std::memcpy(&value, bytes_.data() + take(sizeof(T), what).begin, sizeof(T));
+    const Bytes bytes = take(sizeof(T), what);  // before data(), because it may move the bytes
+    std::memcpy(&value, bytes_.data() + bytes.begin, sizeof(T));
     return value;
   }
 

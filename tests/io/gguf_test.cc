@@ -3,7 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "tests/io/test_files.h"
 #include "tests/support/gguf_writer.h"
@@ -80,6 +84,23 @@ TEST(Gguf, ReadsKeysAndTensors) {
   EXPECT_EQ(file.tensors().at("two").elements(), 64);
   EXPECT_EQ(read_tensor(file, "one"), std::string(24, 'a'));
   EXPECT_EQ(read_tensor(file, "two"), std::string(68, 'b'));
+}
+
+// The header is read piece by piece. Most of its bytes are lengths here, so pieces end in them.
+TEST(Gguf, ReadsLengthsAtTheEndOfAPiece) {
+  for (const std::size_t shift : {0, 3, 7}) {
+    SCOPED_TRACE(shift);
+    std::vector<std::string> texts(200'000);
+    for (std::size_t i = 0; i < texts.size(); i += 1000) texts[i] = std::to_string(i);
+    GgufWriter writer;
+    writer.add_string("shift", std::string(shift, 'x'));
+    writer.add_strings("texts", texts);
+    writer.add_u32("last", 5);
+    const GgufFile file = open(writer);
+    const std::vector<std::string_view> read = file.metadata().strings("texts", texts.size());
+    EXPECT_TRUE(std::equal(read.begin(), read.end(), texts.begin(), texts.end()));
+    EXPECT_EQ(file.metadata().integer("last", 0, 9), 5);
+  }
 }
 
 TEST(Gguf, ReadsAnyAlignment) {
