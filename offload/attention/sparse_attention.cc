@@ -353,6 +353,17 @@ void SparseAttention::require_number(bool is_number, int layer, int head) const 
                   damage_of(layout_.shape));
 }
 
+// A row that could not be read is zero, in the cache, too, where forks would find it: the cache
+// begins the next step empty.
+void SparseAttention::require_rows_read(std::int64_t token) const {
+  try {
+    disk_->require_read(token);
+  } catch (const Error&) {
+    cache_->begin_filling();
+    throw;
+  }
+}
+
 // Followers attend to their anchor's positions, but their rows may be in other tiers.
 void SparseAttention::count_rows(int layer, int source, std::int64_t number,
                                  const BatchToken& token, Count& count,
@@ -449,7 +460,7 @@ void SparseAttention::finish(const Step& step, int layer, std::int32_t sequence,
     if (is_dense) entry.attended += static_cast<double>(token.count() * layout_.shape.kv_heads);
     count_rows(layer, source, number, token, count, entry);
     if (disk_ != nullptr) {
-      disk_->require_read(number);
+      require_rows_read(number);
       count.from_disk += disk_->read(layer, number);
     }
     if (layout_.reports_positions) report_positions(source, number, entry);

@@ -148,6 +148,7 @@ class SparseAttention {
   void record_index(int layer, const Count& count, Ledger& ledger) const;
   void report_positions(int source, std::int64_t number, LayerSelection& entry) const;
   void require_number(bool is_number, int layer, int head) const;
+  void require_rows_read(std::int64_t token) const;
 
   Queue* queue_;
   IndexLayout layout_;

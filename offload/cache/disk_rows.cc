@@ -87,6 +87,12 @@ void DiskRows::run(const FetchWave& wave) noexcept {
     read_all(wave);
   } catch (const std::exception& error) {
     forget(0, blocks_);  // ways that were taken and not filled
+    // Numbers on disk are no rows of the host's, and attention reads before the error is seen.
+    const std::int64_t places = wave.tokens * shape_.kv_heads * wave.capacity;
+    for (std::int64_t i = 0; i < places; ++i) {
+      PlacedRow& at = reinterpret_cast<PlacedRow*>(places_.data())[i];
+      if (!at.is_cached() && !at.is_on_device()) at.number = 0;
+    }
     const Error failed(ErrorCode::internal, error.what());
     for (std::int64_t t = 0; t < wave.tokens; ++t) {
       errors_[static_cast<std::size_t>(wave.first + t)] = failed;

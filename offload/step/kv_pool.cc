@@ -137,7 +137,7 @@ void KvPool::close(std::int32_t sequence) noexcept {
   if (disk_ == nullptr) return;
   try {
     write_lost(PageSlots::kNone, nullptr);
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): who reads the pages is told
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): who reads the pages is told
   }
 }
 
@@ -232,7 +232,9 @@ std::vector<std::int32_t> KvPool::write(std::int32_t sequence, std::int64_t firs
   }
   if (cache_ != nullptr) {
     cache_->write(tables_, sequence, first, end, [&](std::int64_t from, std::int64_t blocks) {
-      if (disk_rows_ != nullptr) disk_rows_->forget(from, blocks);
+      if (disk_rows_ == nullptr) return;
+      queue_->synchronize();  // a step that failed may still be fetching
+      disk_rows_->forget(from, blocks);
     });
   }
   for (const BlockCopy& copy : writing.blocks) copy_block(copy, ledger);

@@ -490,6 +490,33 @@ TEST_F(DiskSessions, UnreadablePageEndsOneSessionOfABatch) {
   }
 }
 
+// A fork that fails leaves nothing of the rows that it could not read in the row cache, where its
+// parent would find them.
+TEST_F(DiskSessions, RowsThatCouldNotBeReadAreNotCached) {
+  const Policy policy = parse_policy("select=int4 prune=top_k(50)");
+  const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 400 << 10);
+  std::pair<std::uint64_t, std::uint64_t> broken;
+  const DiskFactory factory = [&](const SpillFile& file, const DiskLimits&, auto) {
+    return std::make_unique<BrokenDisk>(file.size() / kSectorBytes, broken);
+  };
+  const auto on_disk = std::make_shared<KvPool>(
+      backend_.make_queue(), plan, std::span(&policy, 1), own_scorers(), HostAttender(),
+      DiskSource{{parent_}, DiskAccess::automatic, factory});
+  const Script script(kShape, kContext, 5);
+  KvSession one(on_disk);
+  KvSession other(in_memory(plan, policy));
+  for (KvSession* const session : {&one, &other}) script.prefill(*session, 600);
+  on_disk->disk()->wait_for_writes();
+  KvSession fork = one.fork();
+  broken = {0, std::uint64_t{1} << 40};
+  EXPECT_THROW(script.step(fork, Phase::decode, 1), Error);
+  broken = {0, 0};
+  for (int step = 0; step < 5; ++step) {
+    const std::vector<float> actual = script.step(one, Phase::decode, 1);
+    ASSERT_EQ(actual, script.step(other, Phase::decode, 1)) << "step " << step;
+  }
+}
+
 // Bytes that the ledger counts are those that the disk was asked for.
 TEST_F(DiskSessions, LedgerCountsWhatTheDiskMoves) {
   const Policy policy = parse_policy("select=int4 prune=top_k(40) dense=1");
