@@ -18,7 +18,7 @@ namespace sluice {
 class CheckpointSource {
  public:
   // Tells the format by what is at `path`; reads no more than that needs. Throws Error{not_found}
-  // if it is neither a checkpoint's folder nor a file of weights and all else.
+  // if it is neither a checkpoint directory nor a GGUF file.
   static std::unique_ptr<const CheckpointSource> open(const std::filesystem::path& path);
   virtual ~CheckpointSource() = default;
 

@@ -146,7 +146,7 @@ struct Session::Impl {
   // Tokens that were appended, from the first on. Up to kv.length() they are the session's; others
   // were forgotten since.
   std::vector<TokenId> history{};
-  bool in_call = false;  // a call has not returned yet
+  bool in_call = false;  // true while a call is running
 
   Impl(std::shared_ptr<Engine::Impl> owner, KvSession session,
        std::shared_ptr<SessionGrant> granted);

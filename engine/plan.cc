@@ -63,7 +63,7 @@ std::string disk_note(const KvPlan& kv) {
          " rows";
 }
 
-// The device tier of a CPU, as far as host_bytes does not have it.
+// Bytes of a CPU's device tier that host_bytes does not include.
 std::uint64_t beside_host_bytes(const KvPlan& kv) {
   return kv.device_in_host ? 0 : kv.device_bytes;
 }

@@ -79,7 +79,7 @@ std::string layout_text(std::int64_t layers, std::int64_t kv_heads, std::int64_t
 
 std::string format_of(const KvShape& shape) { return to_string(shape.rows); }
 
-// A manifest, of which nothing is checked but types.
+// A manifest whose types are checked, but not its values.
 struct Manifest {
   std::int64_t version = 0;
   std::string model;

@@ -37,7 +37,7 @@ struct Bytes {
   std::size_t size = 0;
 };
 
-// The bytes of the header in order, read from the file as far as they are asked for.
+// The header's bytes in order, read from the file on demand.
 class HeaderReader {
  public:
   explicit HeaderReader(const File& file)

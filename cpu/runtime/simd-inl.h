@@ -74,7 +74,7 @@ HWY_INLINE float scale_of(const T* from) {
   return 1.0f;
 }
 
-// Calls body(T()) with the type of which a row consists.
+// Calls body(T()) with the element type of a row.
 template <typename Body>
 void dispatch_rows(const RowFormat& format, const Body& body) {
   if (format.code == RowCode::int8) return body(Int8Code());

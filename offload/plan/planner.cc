@@ -410,7 +410,7 @@ std::optional<KvPlan> fit_on_disk(const KvPlan& base, const DiskCaps& caps) {
   }
 }
 
-// Spends what is left of the host cap on rows that are selected often.
+// Spends the rest of the host cap on a cache of selected rows.
 KvPlan cached_on_host(KvPlan plan, std::uint64_t room) {
   if (plan.placed_rows == 0) return plan;
   const std::uint64_t before = DiskHostBytes(plan).sum();

@@ -297,7 +297,7 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
   for (int layer = 0; layer < plan_.shape.layers; ++layer) {
     if (set_of(layer) != copy.set) continue;
     if (disk_ != nullptr) {
-      copy_block_of(layer, copy, ledger);
+      copy_above_disk(layer, copy, ledger);
       continue;
     }
     std::vector<CopyOp> ops;
@@ -321,7 +321,7 @@ void KvPool::copy_block(const BlockCopy& copy, Ledger& ledger) {
 }
 
 // The same where a disk has the rows that are not resident.
-void KvPool::copy_block_of(int layer, const BlockCopy& copy, Ledger& ledger) {
+void KvPool::copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger) {
   if (copy.to.device == PageSlots::kNone) return;
   const auto to = [&](int head) {
     return on_device(layer, head, copy.to.device * std::int64_t{kPageTokens});

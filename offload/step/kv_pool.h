@@ -128,9 +128,8 @@ class KvPool {
 
   SparseAttention* sparse() const { return sparse_.get(); }  // null if all policies are dense
   DiskPages* disk() const { return disk_.get(); }            // null if host memory has every row
-  DiskRows* disk_rows() const {
-    return disk_rows_.get();
-  }  // null without disk or without selection
+  // Null without a disk or without selection.
+  DiskRows* disk_rows() const { return disk_rows_.get(); }
   HostAttention* host_attention() const { return host_attention_.get(); }  // null if there is none
   RowCache* cache() const { return cache_.get(); }                         // null if there is none
   ImportantTokens* important() const { return important_.get(); }          // null if all prefill is
@@ -149,7 +148,7 @@ class KvPool {
   void make_room_on_host(const BlockTables::Writing& writing, std::int32_t sequence,
                          std::int64_t first, std::int64_t rows, bool by_layers);
   void copy_block(const BlockCopy& copy, Ledger& ledger);
-  void copy_block_of(int layer, const BlockCopy& copy, Ledger& ledger);
+  void copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger);
   // Writes to disk the pages that lost their place on the device, except block `but`.
   void write_lost(std::int32_t but, Ledger* ledger);
   void subtract_values(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);

@@ -7,6 +7,7 @@
 #include "lib/check.h"
 
 namespace sluice {
+
 std::byte* first_sector(const Buffer& buffer) {
   const auto at = reinterpret_cast<std::uintptr_t>(buffer.data());
   return buffer.data() + (kSectorBytes - at % kSectorBytes) % kSectorBytes;
@@ -41,24 +42,31 @@ void DiskPages::write(int layer, std::span<const DevicePage> pages) {
 }
 
 void DiskPages::write_page(int layer, const DevicePage& page) {
-  const std::size_t half = std::exchange(next_write_, 1 - next_write_);
-  finish(writes_[half]);
-  const std::size_t bytes = kPageTokens * layout_.shape.row_bytes();
-  std::vector<CopyOp> ops;
+  const std::size_t half = bring(page, kPageTokens);
   std::vector<PageWrite> writes;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    std::byte* const to = page_in(written_, half, head, 0, 1);
-    ops.push_back({to, page.rows + head * page.head_stride, bytes});
-    writes.push_back({layout_.address(layer, head, page.block), {to, layout_.page_bytes}});
+    writes.push_back({layout_.address(layer, head, page.block),
+                      {page_in(written_, half, head, 0, 1), layout_.page_bytes}});
   }
-  queue_->copy(ops);
-  queue_->synchronize();
   writes_[half].layer = layer;
   writes_[half].ticket.emplace(store_->write(writes));
 }
 
-// A write that failed leaves its sectors unreadable, so that whoever needs them fails and nobody
-// else does.
+std::size_t DiskPages::bring(const DevicePage& page, std::int64_t count) {
+  const std::size_t half = std::exchange(next_write_, 1 - next_write_);
+  finish(writes_[half]);
+  const std::size_t bytes = static_cast<std::size_t>(count) * layout_.shape.row_bytes();
+  std::vector<CopyOp> ops;
+  for (int head = 0; head < layout_.shape.kv_heads; ++head) {
+    ops.push_back(
+        {page_in(written_, half, head, 0, 1), page.rows + head * page.head_stride, bytes});
+  }
+  queue_->copy(ops);
+  queue_->synchronize();
+  return half;
+}
+
+// A failed write leaves its sectors unreadable, so only sessions that read them fail.
 void DiskPages::finish(Write& write) {
   if (!write.ticket) return;
   for (const DiskFailure& failed : write.ticket->failures()) {
@@ -126,18 +134,11 @@ std::vector<RowSpan> DiskPages::spans(std::size_t half, const RowRun& run) const
 }
 
 std::vector<RowSpan> DiskPages::resident_spans(const DevicePage& page, std::int64_t count) {
-  const std::size_t half = std::exchange(next_write_, 1 - next_write_);
-  finish(writes_[half]);
-  std::vector<CopyOp> ops;
+  const std::size_t half = bring(page, count);
   std::vector<RowSpan> spans;
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    std::byte* const to = page_in(written_, half, head, 0, 1);
-    ops.push_back({to, page.rows + head * page.head_stride,
-                   static_cast<std::size_t>(count) * layout_.shape.row_bytes()});
-    spans.push_back({to, count});
+    spans.push_back({page_in(written_, half, head, 0, 1), count});
   }
-  queue_->copy(ops);
-  queue_->synchronize();
   return spans;
 }
 

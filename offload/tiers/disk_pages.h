@@ -93,14 +93,16 @@ class DiskPages {
   void add_copies(std::size_t half, int head, const RowRun& run, std::byte* to,
                   std::vector<CopyOp>& ops) const;
   void write_page(int layer, const DevicePage& page);
+  // Brings the first `count` rows of a page to the half of written_ that is next.
+  std::size_t bring(const DevicePage& page, std::int64_t count);
   void finish(Write& write);
 
   Queue* queue_;
   DiskLayout layout_;
   std::int64_t stream_pages_;
-  Buffer
-      streamed_;    // [halves, kv_heads, stream_pages_, page_bytes], from its first whole sector on
-  Buffer written_;  // [halves, kv_heads, page_bytes], too
+  // Both from their first whole sector on:
+  Buffer streamed_;               // [halves, kv_heads, stream_pages_, page_bytes]
+  Buffer written_;                // [halves, kv_heads, page_bytes]
   std::optional<Charge> charge_;  // for the store's own memory
   std::unique_ptr<PageStore> store_;
   std::array<std::optional<DiskTicket>, DiskHostBytes::kHalves> reads_;

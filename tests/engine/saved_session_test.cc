@@ -91,7 +91,7 @@ bool has_plan(const Engine& engine, const SessionOptions& options, bool on_disk)
 SessionOptions tightly(const Engine& engine, SessionOptions options, bool on_disk) {
   constexpr std::uint64_t kLeast = 256 << 10;
   constexpr std::uint64_t kMost = 64 << 20;
-  // On disk, so many rows that the buffers for reading them take less memory than they do.
+  // On disk: enough rows that the read buffers take less memory than the rows would.
   if (on_disk) options.context = 20 * kContext;
   for (std::uint64_t host = on_disk ? kLeast : kMost; host <= kMost; host += host / 4) {
     for (std::uint64_t device = kLeast; device <= kMost; device += device / 4) {

@@ -413,7 +413,7 @@ TEST_F(FaultySessions, EndOrAnswerAsInMemory) {
   EXPECT_GT(steps_, 100u) << "nearly no session survived";
 }
 
-// A disk of which some bytes cannot be read from some time on.
+// A disk that fails reads of a byte range once the range is set.
 class BrokenDisk : public testing::SimulatedDisk {
  public:
   // `broken`: first byte and end; empty: nothing yet.

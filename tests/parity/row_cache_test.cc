@@ -157,7 +157,7 @@ class CacheRun {
     expect_contents();
   }
 
-  // Rows [first, first + count) in host memory were written anew, as far as the cache knows.
+  // Rows [first, first + count) in host memory count as rewritten for the cache.
   void forget(std::int64_t first, std::int64_t count) {
     backend_.queue->run(ForgetRowsParams{shape_, view_, false, first, count});
     for (ModelHead& head : model_) {

@@ -106,7 +106,7 @@ struct KvPlan {
   // Rows per KV head in the row cache, shared by all layers.
   std::int64_t cache_rows = 0;
   // Rows that are not resident lie on disk: host memory has only rows on their way and, per KV head
-  // and shared by all layers, host_cache_rows rows that were selected often.
+  // and shared by all layers, a cache of host_cache_rows selected rows.
   bool on_disk = false;
   std::int64_t host_cache_rows = 0;
   int disk_directories = 0;
