@@ -94,7 +94,6 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
     if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
   }
   info.f32_rows = false;
-  info.coded_rows = false;
   // On an H200, dense and selecting steps of Llama 3 8B's shape take the same time at about 90K
   // tokens; selection there is mostly latency.
   constexpr double kSelecting = 75e-6;  // seconds

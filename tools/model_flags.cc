@@ -97,8 +97,8 @@ void ModelFlags::add_to(CLI::App& app) {
       ->capture_default_str();
   app.add_option(
          "--kv-dtype", kv_dtype,
-         "type of the KV cache; int8, with a scale per row, has half the bytes of bf16, but "
-         "not on a GPU")
+         "type of the KV cache; int8, with a scale for each key and value, has half the bytes "
+         "of bf16")
       ->check(kv_types())
       ->capture_default_str();
   app.add_option("--compute", compute,

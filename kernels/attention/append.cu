@@ -1,15 +1,61 @@
 #include <vector>
 
 #include "kernels/attention/attention.h"
-#include "kernels/runtime/device_math.cuh"
-#include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/heads.h"
+#include "kernels/runtime/rows.cuh"
 
 namespace sluice::cuda {
 namespace {
 
 constexpr int kAppendThreads = 128;
+
+// Codes a key or value as encode_elements() in lib/row_code.cc does, to the bit. A warp works on
+// it.
+struct Coder {
+  std::uint32_t bits;  // of the scale
+  float scale;
+  float inverse;
+
+  __device__ Coder(const float* from, int head_dim) {
+    std::uint32_t largest = 0;  // |x| as bits, ordered as the numbers are, NaN above all
+    for (int c = static_cast<int>(threadIdx.x) % kWarp; c < head_dim; c += kWarp) {
+      largest = max(largest, __float_as_uint(from[c]) & 0x7fffffffu);
+    }
+    largest = __reduce_max_sync(kAllLanes, largest);
+    constexpr std::uint32_t kInfinity = 0x7f800000u;
+    constexpr std::uint32_t kLeast = 27u << 23;  // 2^-100
+    const float exact = __fdiv_rn(__uint_as_float(largest), 127.0f);
+    bits = largest >= kInfinity ? 0x7fc0u
+           : largest < kLeast   ? 0u
+                                : (__float_as_uint(exact) + 0xffffu) >> 16;
+    scale = __uint_as_float(bits << 16);
+    inverse = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
+  }
+
+  // The code of channel c, whose lowest bit is one of the scale's in the first 16.
+  __device__ int code(float x, int c) const {
+    const int bit = static_cast<int>(bits >> c % 16 & 1u);
+    if (!(scale > 0.0f)) return c < 16 ? bit : 0;
+    constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23
+    const float wanted = __fmul_rn(x, inverse);
+    const float nearest = __fsub_rn(__fadd_rn(wanted, kRounder), kRounder);
+    int code = static_cast<int>(nearest);
+    if (c >= 16) return code;
+    if ((code & 1) != bit) code += wanted >= nearest ? 1 : -1;
+    return code > 127 ? code - 2 : code;
+  }
+};
+
+// Calls body(c, four codes) for this lane's channels [c, c + 4) of a key or value.
+template <typename Body>
+__device__ __forceinline__ void for_codes(const Coder& coder, const float* from, int head_dim,
+                                          const Body& body) {
+  for (int c = static_cast<int>(threadIdx.x) % kWarp * 4; c < head_dim; c += 4 * kWarp) {
+    const auto at = [&](int i) { return coder.code(from[c + i], c + i); };
+    body(c, make_char4(at(0), at(1), at(2), at(3)));
+  }
+}
 
 template <typename T>
 __global__ void append_kernel(const float* k, const float* v, std::int64_t stride, int head_dim,
@@ -24,10 +70,22 @@ __global__ void append_kernel(const float* k, const float* v, std::int64_t strid
   };
   T* const to = row_of(rows);
   T* const also = has_host ? row_of(host) : to;
-  for (int c = static_cast<int>(threadIdx.x); c < 2 * head_dim; c += static_cast<int>(blockDim.x)) {
-    const T element = from_float<T>(c < head_dim ? k[from + c] : v[from + c - head_dim]);
-    to[c] = element;
-    if (has_host) also[c] = element;
+  if constexpr (kIsCoded<T>) {
+    const int part = static_cast<int>(threadIdx.x) / kWarp;  // 0: the key, 1: the value
+    if (part > 1) return;
+    const float* const own = (part == 0 ? k : v) + from;
+    for_codes(Coder(own, head_dim), own, head_dim, [&](int c, char4 codes) {
+      *reinterpret_cast<char4*>(to + part * head_dim + c) = codes;
+      if (has_host) *reinterpret_cast<char4*>(also + part * head_dim + c) = codes;
+    });
+    return;
+  } else {
+    for (int c = static_cast<int>(threadIdx.x); c < 2 * head_dim;
+         c += static_cast<int>(blockDim.x)) {
+      const T element = from_float<T>(c < head_dim ? k[from + c] : v[from + c - head_dim]);
+      to[c] = element;
+      if (has_host) also[c] = element;
+    }
   }
 }
 
@@ -37,6 +95,37 @@ __device__ __forceinline__ std::int64_t end_of_run(const TokenBatch& batch, std:
   do ++token;
   while (token < batch.count && batch.tokens[token].sequence == sequence);
   return token;
+}
+
+// append_batch() of rows of codes for one KV head of a token. The first warp has the key, the
+// second the value and, of all tokens up to `end`, the sums.
+__device__ void append_codes(const AppendBatchParams& p, std::int64_t token, std::int64_t end,
+                             std::int64_t head, float* sums, Int8Code* device, Int8Code* host) {
+  const int d = p.shape.head_dim;
+  const int part = static_cast<int>(threadIdx.x) / kWarp;
+  if (part > 1) return;
+  const float* from = (part == 0 ? p.k : p.v) + token * p.stride + head * d;
+  const auto put = [&](Int8Code* row, int c, char4 codes) {
+    if (row != nullptr) *reinterpret_cast<char4*>(row + part * d + c) = codes;
+  };
+  for_codes(Coder(from, d), from, d, [&](int c, char4 codes) {
+    put(device, c, codes);
+    put(host, c, codes);
+  });
+  if (part == 0) return;
+#pragma unroll 1  // mostly one token
+  for (std::int64_t t = token; t < end; ++t, from += p.stride) {
+    const Coder coder(from, d);
+    for_codes(coder, from, d, [&](int c, char4 codes) {
+      const float own[] = {coder.scale * codes.x, coder.scale * codes.y, coder.scale * codes.z,
+                           coder.scale * codes.w};
+      for (int i = 0; i < 4; ++i) {
+        sums[c + i] += own[i];
+        if (p.token_sums == nullptr) continue;
+        p.token_sums[(t * p.shape.kv_heads + head) * d + c + i] = sums[c + i];
+      }
+    });
+  }
 }
 
 // One block for each KV head of each token; that of a sequence's first token adds the values of all
@@ -64,26 +153,32 @@ __global__ void __launch_bounds__(kAppendThreads)
   T* const host = row_in(p.rows.host, p.rows.host_stride, page.host);
   wait_for_kernel_before();
   const int d = p.shape.head_dim;
-  for (int c = static_cast<int>(threadIdx.x); c < d; c += kAppendThreads) {
-    const std::int64_t channel = head * d + c;
-    float* const sums = p.sums + (std::int64_t{self.sequence} * p.shape.kv_heads + head) * d + c;
-    float sum = sums_up ? *sums : 0.0f;
-    const T key = from_float<T>(p.k[token * p.stride + channel]);
-    T value = from_float<T>(p.v[token * p.stride + channel]);
-    const auto put = [&](T* row) {
-      if (row == nullptr) return;
-      row[c] = key;
-      row[d + c] = value;
-    };
-    put(device);
-    put(host);
+  float* const head_sums = p.sums + (std::int64_t{self.sequence} * p.shape.kv_heads + head) * d;
+  if constexpr (kIsCoded<T>) {
+    append_codes(p, token, end, head, head_sums, device, host);
+    return;
+  } else {
+    for (int c = static_cast<int>(threadIdx.x); c < d; c += kAppendThreads) {
+      const std::int64_t channel = head * d + c;
+      float* const sums = head_sums + c;
+      float sum = sums_up ? *sums : 0.0f;
+      const T key = from_float<T>(p.k[token * p.stride + channel]);
+      T value = from_float<T>(p.v[token * p.stride + channel]);
+      const auto put = [&](T* row) {
+        if (row == nullptr) return;
+        row[c] = key;
+        row[d + c] = value;
+      };
+      put(device);
+      put(host);
 #pragma unroll 1  // mostly one token
-    for (std::int64_t t = token; t < end; ++t) {
-      if (t > token) value = from_float<T>(p.v[t * p.stride + channel]);
-      sum += to_float(value);
-      if (p.token_sums != nullptr) p.token_sums[t * p.shape.kv_heads * d + channel] = sum;
+      for (std::int64_t t = token; t < end; ++t) {
+        if (t > token) value = from_float<T>(p.v[t * p.stride + channel]);
+        sum += to_float(value);
+        if (p.token_sums != nullptr) p.token_sums[t * p.shape.kv_heads * d + channel] = sum;
+      }
+      if (sums_up) *sums = sum;
     }
-    if (sums_up) *sums = sum;
   }
 }
 
@@ -105,7 +200,9 @@ __global__ void sum_values_kernel(const __grid_constant__ HeadRows rows,
   float sum = 0.0f;
   if (channel < head_dim) {
     for (std::int64_t row = threadIdx.y; row < count; row += kSumRows) {
-      sum += to_float(reinterpret_cast<const T*>(rows[head] + row * row_bytes)[head_dim + channel]);
+      const std::byte* const value =
+          rows[head] + row * row_bytes + head_dim * static_cast<int>(sizeof(T));
+      sum += element_of<T>(value, channel);
     }
   }
   parts[threadIdx.y][column] = sum;
@@ -123,7 +220,7 @@ void append(const AppendParams& p, const Launch& launch) {
   };
   const bool has_host = !p.host.empty();
   const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.rows.element, [&](auto element) {
+  dispatch_rows(p.shape.rows, [&](auto element) {
     launch_early("append", append_kernel<decltype(element)>, grid, kAppendThreads, 0, launch, p.k,
                  p.v, p.stride, p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()),
                  rows_of(p.rows), has_host ? rows_of(p.host) : HeadRows{}, has_host);
@@ -132,7 +229,7 @@ void append(const AppendParams& p, const Launch& launch) {
 
 void append_batch(const AppendBatchParams& p, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(p.batch.count), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.rows.element, [&](auto element) {
+  dispatch_rows(p.shape.rows, [&](auto element) {
     launch_early("append_batch", append_batch_kernel<decltype(element)>, grid, kAppendThreads, 0,
                  launch, p, static_cast<std::int64_t>(p.shape.row_bytes()));
   });
@@ -141,7 +238,7 @@ void append_batch(const AppendBatchParams& p, const Launch& launch) {
 void sum_values(const SumValuesParams& p, const Launch& launch) {
   const auto columns = static_cast<unsigned>((p.shape.head_dim + kSumColumns - 1) / kSumColumns);
   const dim3 grid(static_cast<unsigned>(p.shape.kv_heads), columns);
-  dispatch_rows(p.shape.rows.element, [&](auto element) {
+  dispatch_rows(p.shape.rows, [&](auto element) {
     launch_early("sum_values", sum_values_kernel<decltype(element)>, grid,
                  dim3(kSumColumns, kSumRows), 0, launch, head_rows(p.rows), head_counts(p.rows),
                  p.shape.head_dim, static_cast<std::int64_t>(p.shape.row_bytes()), p.sums,

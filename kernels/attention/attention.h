@@ -40,8 +40,9 @@ void page_means(const PageMeansParams& params, const Launch& launch);
 void choose_pages(const ChoosePagesParams& params, const Launch& launch);
 
 // AttendParams as lib/backend/kv_ops.h describes them; q and the softmax weights are rounded to the
-// dtype of the rows, sums are fp32. Rows must be on the device. Throws Error{unsupported} for a
-// head_dim or a row dtype that has no kernel.
+// dtype of the rows, sums are fp32. Coded rows become bf16 rows in scratch first, rounded. Rows
+// must be on the device. Throws Error{unsupported} for a head_dim or a row dtype that has no
+// kernel.
 void attend_prefill(const AttendParams& params, const Launch& launch);
 
 // Query heads that one block of decode serves: with their rounding errors they fill the 16 rows of
@@ -52,10 +53,10 @@ inline constexpr int kBunch = 8;
 bool attend_decode_fits(int head_dim, const DeviceLimits& device);
 
 // Queries and softmax weights enter as sums of two numbers of the rows' dtype, in bf16 exact to
-// 2^-17 of their size. Rows are read in place, from mapped host memory too; arenas are not used.
-// Launches depend on counts and capacities alone; batch.tokens, gaps and the table of pages are
-// read before the preceding kernel is over. Tokens in the gaps are skipped: other calls attend to
-// them.
+// 2^-17 of their size; codes of rows are exact in bf16, their scales multiply logits and weights.
+// Rows are read in place, from mapped host memory too; arenas are not used. Launches depend on
+// counts and capacities alone; batch.tokens, gaps and the table of pages are read before the
+// preceding kernel is over. Tokens in the gaps are skipped: other calls attend to them.
 void attend_decode(const AttendBatchParams& params, const Launch& launch);
 void attend_decode_selected(const AttendSelectedParams& params, const Launch& launch);
 

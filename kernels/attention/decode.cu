@@ -23,10 +23,9 @@ namespace sluice::cuda {
 namespace {
 
 // Writes this warp's rows of a tile into the cache ways assigned to them.
-template <int kHeadDim>
+template <typename Shape>
 __device__ void keep_rows(const DecodeKernelParams& p, int kv_head, const std::byte* rows,
                           const std::int32_t* ways) {
-  using Shape = DecodeShape<kHeadDim>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int first = static_cast<int>(threadIdx.x) / kWarp * kWarpRows;
   const std::int32_t own = lane < kWarpRows ? ways[first + lane] : -1;
@@ -43,30 +42,29 @@ __device__ void keep_rows(const DecodeKernelParams& p, int kv_head, const std::b
 }
 
 // Runs in the warps that work on rows.
-template <typename T, int kHeadDim>
+template <typename Shape>
 __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
-                        DecodeRing<kHeadDim> ring) {
-  using Shape = DecodeShape<kHeadDim>;
-  static_assert(sizeof(DecodeBlock<kHeadDim>) <= Shape::kTileBytes);
+                        DecodeRing<Shape> ring) {
+  using Block = DecodeBlock<Shape::kHeadDim>;
+  static_assert(sizeof(Block) <= Shape::kStageBytes);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const auto bunch = static_cast<int>(blockIdx.y);
   const int queries = min(kBunch, p.group - bunch * kBunch);
-  typename DecodeRing<kHeadDim>::Turn turn;
+  typename DecodeRing<Shape>::Turn turn;
   for (DecodeSegment s = work.first(); s.exists(); s = work.after(s)) {
     const std::byte* rows = ring.take();
-    DecodeWarp<T, kHeadDim> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes),
-                                  queries);
+    DecodeWarp<Shape> state(reinterpret_cast<const float*>(rows + Shape::kTileBytes), queries);
     for (int tile = s.first;; rows = ring.take()) {
       state.add(rows, s.count(tile), s.newest(tile), p.scale);
       if (bunch == 0 && p.places != nullptr) {
-        keep_rows<kHeadDim>(p, s.kv_head, rows, ring.ways());
+        keep_rows<Shape>(p, s.kv_head, rows, ring.ways());
       }
       if (++tile == s.last) break;
       ring.release();
     }
     // The warps' results overwrite the last tile.
     sync_decode_warps();
-    auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.stage());
+    auto& block = *reinterpret_cast<Block*>(ring.stage());
     state.store(block.out[warp][0], block.kStride, block.highest[warp], block.sum[warp], queries);
     ring.hand_over(turn);
     turn = ring.after(turn);
@@ -74,16 +72,15 @@ __device__ void consume(const DecodeKernelParams& p, const DecodeWork& work,
 }
 
 // Runs in the warps that combine and write the others' results.
-template <int kHeadDim>
+template <typename Shape>
 __device__ void finish(const DecodeKernelParams& p, const DecodeWork& work,
-                       const DecodeRing<kHeadDim>& ring) {
+                       const DecodeRing<Shape>& ring) {
   const auto bunch = static_cast<int>(blockIdx.y);
-  const bool reports =
-      counts_resident(p) && threadIdx.x / kWarp == DecodeShape<kHeadDim>::kFirstFinishWarp;
-  typename DecodeRing<kHeadDim>::Turn turn;
+  const bool reports = counts_resident(p) && threadIdx.x / kWarp == Shape::kFirstFinishWarp;
+  typename DecodeRing<Shape>::Turn turn;
   for (DecodeSegment s = work.first(); s.exists(); s = work.after(s), turn = ring.after(turn)) {
     const DecodeSharers sharers = work.sharers_of(s);
-    const auto& block = *reinterpret_cast<DecodeBlock<kHeadDim>*>(ring.take_found(turn));
+    const auto& block = *reinterpret_cast<DecodeBlock<Shape::kHeadDim>*>(ring.take_found(turn));
     const int resident = reports ? ring.take_resident(turn) : 0;
     finish_segment(p, s, bunch, sharers, block, reports, resident);
     ring.release_found(turn);
@@ -100,17 +97,16 @@ __device__ __forceinline__ void prefetch_page_tables(const DecodeKernelParams& p
   }
 }
 
-template <typename T, int kHeadDim>
-__global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel(
+template <typename Shape>
+__global__ __launch_bounds__(Shape::kThreads) void decode_kernel(
     const __grid_constant__ DecodeKernelParams p) {
-  using Ring = DecodeRing<kHeadDim>;
+  using Ring = DecodeRing<Shape>;
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ typename Ring::Barriers barriers;
-  __shared__ DecodeLookups<kHeadDim> lookups;
+  __shared__ DecodeLookups<Shape> lookups;
   const Ring ring(shared, p.stages, barriers);
   if (threadIdx.x == 0) ring.init();
-  DecodeWork work(
-      p, reinterpret_cast<std::int32_t*>(shared + p.stages * DecodeShape<kHeadDim>::kStageBytes));
+  DecodeWork work(p, reinterpret_cast<std::int32_t*>(shared + p.stages * Shape::kStageBytes));
   if (p.selects()) {
     prefetch_page_tables(p);
     wait_for_kernel_before();
@@ -119,12 +115,12 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   // Warps that read or write memory wait for the preceding kernel, unless they did so above.
   if (warp < kDecodeWarps) {
-    consume<T>(p, work, ring);
-  } else if (warp < DecodeShape<kHeadDim>::kFirstFinishWarp) {
+    consume(p, work, ring);
+  } else if (warp < Shape::kFirstFinishWarp) {
     if (p.selects()) {
-      DecodeFetch<kHeadDim, true>(p, work, ring, lookups).run();
+      DecodeFetch<Shape, true>(p, work, ring, lookups).run();
     } else {
-      DecodeFetch<kHeadDim, false>(p, work, ring, lookups).run();
+      DecodeFetch<Shape, false>(p, work, ring, lookups).run();
     }
   } else {
     wait_for_kernel_before();
@@ -134,15 +130,15 @@ __global__ __launch_bounds__(DecodeShape<kHeadDim>::kThreads) void decode_kernel
 }
 
 // Shared memory that the kernel declares, with a margin for objects that are not named here.
-template <int kHeadDim>
-constexpr int kDeclaredBytes = sizeof(typename DecodeRing<kHeadDim>::Barriers) +
-                               sizeof(DecodeLookups<kHeadDim>) + 512;
+template <typename Shape>
+constexpr int kDeclaredBytes = sizeof(typename DecodeRing<Shape>::Barriers) +
+                               sizeof(DecodeLookups<Shape>) + 512;
 
 // Shared memory that a launch may use besides its declared memory and stages.
-template <int kHeadDim>
+template <typename Shape>
 std::int64_t room_of(const DeviceLimits& device, int stages) {
-  return std::int64_t{device.shared_bytes} - kDeclaredBytes<kHeadDim> -
-         std::int64_t{stages} * DecodeShape<kHeadDim>::kStageBytes;
+  return std::int64_t{device.shared_bytes} - kDeclaredBytes<Shape> -
+         std::int64_t{stages} * Shape::kStageBytes;
 }
 
 // What a launch needs for the most rows that a head may have.
@@ -157,17 +153,18 @@ constexpr std::int64_t kPartialBytes = kBunch*(kHeadDim * sizeof(float) + sizeof
                                        sizeof(std::int32_t);
 
 // Tokens that one launch can serve: almost always all.
-template <int kHeadDim>
+template <typename Shape>
 std::int64_t tokens_at_once(const DecodeKernelParams& p, const Launch& launch,
                             const DecodeSize& size, std::int64_t bunches, std::int64_t workers) {
   constexpr std::int64_t kMostTiles = std::numeric_limits<std::int32_t>::max();
   const std::int64_t partials =
-      static_cast<std::int64_t>(launch.scratch_bytes) / kPartialBytes<kHeadDim> / bunches - workers;
+      static_cast<std::int64_t>(launch.scratch_bytes) / kPartialBytes<Shape::kHeadDim> / bunches -
+      workers;
   std::int64_t tokens = std::min({std::int64_t{p.count}, partials / p.kv_heads,
                                   Launch::kHalfCounters / (bunches * p.kv_heads),
                                   kMostTiles / (size.head_tiles * p.kv_heads)});
   if (size.token_bytes > 0) {
-    const std::int64_t room = room_of<kHeadDim>(*launch.device, p.stages);
+    const std::int64_t room = room_of<Shape>(*launch.device, p.stages);
     const auto beside = static_cast<std::int64_t>(DecodeWork::kBytesBeside);
     tokens = std::min(tokens, (room - beside) / size.token_bytes);
   }
@@ -200,14 +197,15 @@ DecodeKernelParams part_of(DecodeKernelParams p, std::int64_t first, std::int64_
   return p;
 }
 
-template <typename T, int kHeadDim>
+template <typename Shape>
 void launch_stages(const DecodeKernelParams& all, const Launch& launch, const DecodeSize& size) {
-  const auto kernel = decode_kernel<T, kHeadDim>;
+  constexpr int kHeadDim = Shape::kHeadDim;
+  const auto kernel = decode_kernel<Shape>;
   // One block on a multiprocessor keeps enough rows under way; with more, all other reads wait for
   // longer.
   const int bunches = (all.group + kBunch - 1) / kBunch;
   const int most_workers = std::max(1, launch.device->multiprocessors / bunches);
-  const std::int64_t at_once = tokens_at_once<kHeadDim>(all, launch, size, bunches, most_workers);
+  const std::int64_t at_once = tokens_at_once<Shape>(all, launch, size, bunches, most_workers);
   for (std::int64_t first = 0; first < all.count; first += at_once) {
     DecodeKernelParams p = part_of<kHeadDim>(all, first, std::min(at_once, all.count - first));
     p.workers = static_cast<int>(std::min<std::int64_t>(most_workers, size.head_tiles * p.heads));
@@ -218,21 +216,21 @@ void launch_stages(const DecodeKernelParams& all, const Launch& launch, const De
         size.token_bytes > 0
             ? DecodeWork::kBytesBeside + static_cast<std::size_t>(p.count * size.token_bytes)
             : 0;
-    const auto bytes = static_cast<std::size_t>(p.stages * DecodeShape<kHeadDim>::kStageBytes);
+    const auto bytes = static_cast<std::size_t>(p.stages * Shape::kStageBytes);
     launch_early("decode attention", kernel,
                  dim3(static_cast<unsigned>(p.workers), static_cast<unsigned>(bunches)),
-                 DecodeShape<kHeadDim>::kThreads, bytes + beside, launch, p);
+                 Shape::kThreads, bytes + beside, launch, p);
   }
 }
 
 // Chooses as many stages as fit in shared memory beside the data of all tokens.
-template <typename T, int kHeadDim>
+template <typename Shape>
 void launch_shape(DecodeKernelParams p, const Launch& launch, const DecodeSize& size) {
   const auto wanted =
       static_cast<std::int64_t>(DecodeWork::kBytesBeside) + p.count * size.token_bytes;
-  p.stages = DecodeRing<kHeadDim>::kMostStages;
-  while (p.stages > 2 && room_of<kHeadDim>(*launch.device, p.stages) < wanted) --p.stages;
-  launch_stages<T, kHeadDim>(p, launch, size);
+  p.stages = DecodeRing<Shape>::kMostStages;
+  while (p.stages > 2 && room_of<Shape>(*launch.device, p.stages) < wanted) --p.stages;
+  launch_stages<Shape>(p, launch, size);
 }
 
 // Kernel parameters common to AttendBatchParams and AttendSelectedParams.
@@ -267,9 +265,9 @@ void run(const DecodeKernelParams& p, const KvShape& shape, const Launch& launch
   size.head_tiles = (rows - 1) / kTileRows + 1;
   const bool differ = p.selects() || p.count > 1;
   if (differ) size.token_bytes = static_cast<std::int64_t>(DecodeWork::token_bytes(p.kv_heads));
-  dispatch_rows(shape.rows.element, [&](auto element) {
+  dispatch_rows(shape.rows, [&](auto element) {
     dispatch_head_dim(shape.head_dim, [&](auto head_dim) {
-      launch_shape<decltype(element), head_dim()>(p, launch, size);
+      launch_shape<DecodeShape<decltype(element), head_dim()>>(p, launch, size);
     });
   });
 }
@@ -281,7 +279,8 @@ bool attend_decode_fits(int head_dim, const DeviceLimits& device) {
   constexpr std::int64_t kBesideStages = 6 << 10;
   bool fits = false;
   dispatch_head_dim(head_dim, [&](auto constant) {
-    fits = room_of<decltype(constant)::value>(device, 2) >= kBesideStages;
+    using Shape = DecodeShape<__nv_bfloat16, decltype(constant)::value>;
+    fits = room_of<Shape>(device, 2) >= kBesideStages;
   });
   return fits;
 }

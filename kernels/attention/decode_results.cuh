@@ -73,7 +73,7 @@ struct DecodeGiven {
 // are not unrolled, because fetching the instructions would take longer than executing them.
 template <int kHeadDim, typename Body>
 __device__ void for_queries(int queries, const Body& body) {
-  using Shape = DecodeShape<kHeadDim>;
+  using Shape = DecodeWarps<kHeadDim>;
   const int warp = static_cast<int>(threadIdx.x) / kWarp - Shape::kFirstFinishWarp;
 #pragma unroll 1
   for (int query = warp; query < queries; query += Shape::kFinishWarps) body(query);
@@ -217,7 +217,7 @@ template <int kHeadDim>
 __device__ __forceinline__ bool finish_part(std::uint32_t* finished, int sharers) {
   __shared__ bool is_last;
   sync_finish_warps<kHeadDim>();
-  if (threadIdx.x == DecodeShape<kHeadDim>::kFirstFinishWarp * kWarp) {
+  if (threadIdx.x == DecodeWarps<kHeadDim>::kFirstFinishWarp * kWarp) {
     is_last = takes_last_ticket(finished, sharers);
     if (is_last) *finished = 0;
   }

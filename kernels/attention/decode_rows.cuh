@@ -10,12 +10,10 @@ namespace sluice::cuda {
 // A ring of tiles in shared memory: some warps fetch them and others use them. It has `stages`,
 // from 2 to kMostStages: kMostStages keep about 100 KB under way, but a device may have room for
 // fewer.
-template <int kHeadDim>
+template <typename Shape>
 class DecodeRing {
-  using Shape = DecodeShape<kHeadDim>;
-
  public:
-  static constexpr int kMostStages = kHeadDim <= 64 ? 6 : kHeadDim <= 96 ? 4 : 3;
+  static constexpr int kMostStages = Shape::kRowBytes <= 256 ? 6 : Shape::kRowBytes <= 384 ? 4 : 3;
 
   struct Barriers {
     std::uint64_t full[kMostStages];
@@ -134,9 +132,9 @@ class DecodeRing {
 // before their rows are requested, and positions kAhead tiles before that, because memory that is
 // busy with rows answers late. If rows are placed, their places are looked up instead of their
 // pages.
-template <int kHeadDim>
+template <typename Shape>
 struct DecodeLookups {
-  static constexpr int kMostStages = DecodeRing<kHeadDim>::kMostStages;
+  static constexpr int kMostStages = DecodeRing<Shape>::kMostStages;
   static constexpr unsigned kAhead = kMostStages < 4 ? 4 : 8;
   static_assert(kMostStages < static_cast<int>(kAhead),
                 "tiles that are under way would delay what is looked up");
@@ -148,11 +146,10 @@ struct DecodeLookups {
 // One warp's part of fetching all tiles that a block works on. With the first tile of a segment
 // come its queries. `kSelects` is p.selects(), a constant so that neither kind pays for the other:
 // with short rows, and with rows found by position, this warp's instructions are the bottleneck.
-template <int kHeadDim, bool kSelects>
+template <typename Shape, bool kSelects>
 class DecodeFetch {
-  using Shape = DecodeShape<kHeadDim>;
-  using Ring = DecodeRing<kHeadDim>;
-  using Lookups = DecodeLookups<kHeadDim>;
+  using Ring = DecodeRing<Shape>;
+  using Lookups = DecodeLookups<Shape>;
   static constexpr unsigned kAhead = Lookups::kAhead;
 
  public:
@@ -369,11 +366,11 @@ class DecodeFetch {
 
   __device__ const float* queries(const DecodeSegment& s) const {
     const std::int64_t head = std::int64_t{s.kv_head} * p_.group + blockIdx.y * kBunch;
-    return p_.q + s.number * p_.q_stride + head * kHeadDim;
+    return p_.q + s.number * p_.q_stride + head * Shape::kHeadDim;
   }
   __device__ int query_bytes() const {
     const int count = min(kBunch, p_.group - static_cast<int>(blockIdx.y) * kBunch);
-    return count * kHeadDim * static_cast<int>(sizeof(float));
+    return count * Shape::kHeadDim * static_cast<int>(sizeof(float));
   }
 
   __device__ void fetch_bulk(const Tile& tile, const std::byte* from) const {

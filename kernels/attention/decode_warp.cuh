@@ -7,9 +7,11 @@ namespace sluice::cuda {
 
 // Running attention of one warp: up to kBunch queries over the rows it was given. Lane l holds
 // query l / 4; rows 8 to 15 of the matrices carry the rounding errors of rows 0 to 7.
-template <typename T, int kHeadDim>
+template <typename Shape>
 class DecodeWarp {
-  using Shape = DecodeShape<kHeadDim>;
+  using T = MathOf<typename Shape::Element>;
+  static constexpr int kHeadDim = Shape::kHeadDim;
+  static constexpr bool kCoded = kIsCoded<typename Shape::Element>;
 
  public:
   // `q`: shared memory [queries, head_dim].
@@ -40,18 +42,28 @@ class DecodeWarp {
     const int lane = threadIdx.x % kWarp;
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const std::byte* const rows = tile + 2 * warp * Shape::kRowBytes;
-    if constexpr (Shape::kWholeLines) {
+    if constexpr (kCoded) {
+      multiply_codes(rows, lane, logits);
+    } else if constexpr (Shape::kWholeLines) {
       multiply_keys_of_lines(rows, lane, logits);
     } else {
       multiply_keys(rows, lane, logits);
     }
     float weights[4];
+    float value_scales[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    if constexpr (kCoded) apply_scales(rows, lane, logits, value_scales);
     soften(logits, count - 2 * warp, newest - 2 * warp, scale, weights);
+    if constexpr (kCoded) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[i] *= value_scales[i];
+    }
     std::uint32_t p[4];
     split(weights[0], weights[1], p[0], p[1]);
     split(weights[2], weights[3], p[2], p[3]);
-    const std::byte* const values = rows + kHeadDim * sizeof(T);
-    if constexpr (Shape::kWholeLines) {
+    const std::byte* const values = rows + Shape::kPartBytes;
+    if constexpr (kCoded) {
+      add_codes(values, lane, p);
+    } else if constexpr (Shape::kWholeLines) {
       add_values_of_lines(values, lane, p);
     } else {
       add_values(values, lane, p);
@@ -87,16 +99,24 @@ class DecodeWarp {
   // row of keys, two steps of the multiplication each, and of four rows of values the kValueChunks
   // of its column, eight tiles each. The order of channels below follows from that.
   static constexpr int kValueChunks = kHeadDim / 64;
+  // Of codes: tiles that come in fours, of 32 channels; two are left if head_dim is an odd multiple
+  // of 16.
+  static constexpr int kQuadTiles = kHeadDim / 32 * 4;
   // Separate sums per logit, as registers allow, for shorter dependency chains.
   static constexpr int kChains = kHeadDim <= 128 ? 2 : 1;
 
   // Channel of the query's element 2 (lane % 4) in one half of a step.
   __device__ static int query_channel(int step, int half, int lane) {
+    if (kCoded) return step * 16 + lane % 4 * 4 + half * 2;
     if (Shape::kWholeLines) return step / 2 * 32 + lane % 4 * 8 + step % 2 * 4 + half * 2;
     return step * 16 + half * 8 + lane % 4 * 2;
   }
   // Channel of a column of a tile of out_.
   __device__ static int value_channel(int tile, int column) {
+    if (kCoded) {
+      return tile < kQuadTiles ? tile / 4 * 32 + column * 4 + tile % 4
+                               : kQuadTiles * 8 + column * 2 + tile % 2;
+    }
     if (Shape::kWholeLines) return (column * kValueChunks + tile / 8) * 8 + tile % 8;
     return tile * 8 + column;
   }
@@ -112,6 +132,80 @@ class DecodeWarp {
       load_matrices(k, key + step * 32);
       mma(T(), logits[step % kChains], q_[step], k[0], k[1]);
       mma(T(), logits[2 + step % kChains], q_[step], k[2], k[3]);
+    }
+  }
+
+  // Codes: a lane of a matrix of 16-bit elements gets four codes, which are one step's.
+  __device__ void multiply_codes(const std::byte* rows, int lane, float (&logits)[4][4]) const {
+    const std::byte* const key =
+        rows + lane % 8 * Shape::kLotStride + lane / 16 * Shape::kRowBytes + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int pair = 0; pair < Shape::kSteps; pair += 2) {
+      std::uint32_t k[4];
+      load_matrices(k, key + pair * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int step = pair + i % 2;
+        if (step >= Shape::kSteps) continue;
+        const uint2 codes = code_pairs(k[i]);
+        mma(T(), logits[i / 2 * 2 + step % kChains], q_[step], codes.x, codes.y);
+      }
+    }
+  }
+
+  // Multiplies logits by the scales of their keys and finds those of the values. Each lane reads
+  // one of the 32 scales of the warp's rows.
+  __device__ static void apply_scales(const std::byte* rows, int lane, float (&logits)[4][4],
+                                      float (&value_scales)[4]) {
+    const float own = scale_of(rows + lane % 8 * Shape::kLotStride +
+                               lane / 8 % 2 * Shape::kRowBytes + lane / 16 * Shape::kPartBytes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const float key_scale = __shfl_sync(kAllLanes, own, row);
+      value_scales[i] = __shfl_sync(kAllLanes, own, 16 + row);
+#pragma unroll
+      for (int chain = 0; chain < 2; ++chain) {
+        logits[i / 2 * 2 + chain][i % 2] *= key_scale;
+        logits[i / 2 * 2 + chain][i % 2 + 2] *= key_scale;
+      }
+    }
+  }
+
+  // Adds the products of the weights with codes in the same bytes of four rows' words.
+  template <int kTiles>
+  __device__ void add_words(int first, const std::uint32_t (&p)[4],
+                            const std::uint32_t (&rows)[4]) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const unsigned bytes = 0x4400u + 0x1111u * static_cast<unsigned>(i);
+      mma(T(), out_[first + i], p, code_pair(__byte_perm(rows[0], rows[1], bytes)),
+          code_pair(__byte_perm(rows[2], rows[3], bytes)));
+    }
+  }
+
+  // A lane reads words of four codes, and in the end of a row two codes, of its column of four
+  // tiles or of two.
+  __device__ void add_codes(const std::byte* values, int lane, const std::uint32_t (&p)[4]) {
+    const std::byte* const even = values + lane % 4 * 2 * Shape::kLotStride;
+    const std::byte* const of_rows[4] = {even, even + Shape::kLotStride, even + Shape::kRowBytes,
+                                         even + Shape::kLotStride + Shape::kRowBytes};
+    std::uint32_t words[4];
+#pragma unroll
+    for (int tile = 0; tile < kQuadTiles; tile += 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = *reinterpret_cast<const std::uint32_t*>(of_rows[i] + tile * 8 + lane / 4 * 4);
+      }
+      add_words<4>(tile, p, words);
+    }
+    if constexpr (kQuadTiles < 2 * Shape::kSteps) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] =
+            *reinterpret_cast<const std::uint16_t*>(of_rows[i] + kQuadTiles * 8 + lane / 4 * 2);
+      }
+      add_words<2>(kQuadTiles, p, words);
     }
   }
 

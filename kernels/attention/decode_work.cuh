@@ -16,6 +16,7 @@
 #include "kernels/attention/slow_bus.cuh"
 #include "kernels/runtime/device_math.cuh"
 #include "kernels/runtime/paged.cuh"
+#include "kernels/runtime/rows.cuh"
 #include "lib/backend/index_ops.h"
 
 namespace sluice::cuda {
@@ -66,34 +67,44 @@ struct DecodeKernelParams {
   __host__ __device__ bool selects() const { return positions != nullptr; }
 };
 
+// The warps of a block. Fetching warps, each with its rows of every tile, because a single warp
+// would take long to request single rows. Finishing warps complete the results of a segment during
+// work on the next. Wide rows are fewer and leave registers for fewer warps.
+template <int kDim>
+struct DecodeWarps {
+  static constexpr int kFetchWarps = kDim <= 128 ? 4 : 2;
+  static constexpr int kFetchRows = kTileRows / kFetchWarps;
+  static constexpr int kFinishWarps = kDim <= 128 ? 4 : 1;
+  static constexpr int kFinishThreads = kFinishWarps * kWarp;
+  static constexpr int kFirstFinishWarp = kDecodeWarps + kFetchWarps;
+  static constexpr int kThreads = (kFirstFinishWarp + kFinishWarps) * kWarp;
+};
+
 // Memory of a tile: kLots lots of kLotRows consecutive rows, because few large copies are faster
 // than one per row. Warp w works on rows 2 w and 2 w + 1 of every lot; lot i has column i of its
 // products with the queries. Rows of whole cache lines are aligned to cache lines, because copies
 // that straddle them are 5 % slower, and DecodeWarp reads them in an order that avoids bank
 // conflicts. Other lots are padded to put rows in different banks.
-template <int kHeadDim>
-struct DecodeShape {
+template <typename T, int kDim>
+struct DecodeShape : DecodeWarps<kDim> {
+  using Element = T;
+  static constexpr int kHeadDim = kDim;
   static constexpr int kSteps = kHeadDim / 16;
-  static constexpr int kRowBytes = (4 * kHeadDim + 63) / 64 * 64;
+  static constexpr int kPartBytes = kHeadDim * static_cast<int>(sizeof(T));  // of K, or of V
+  static constexpr int kRowBytes = (2 * kPartBytes + 63) / 64 * 64;
   static constexpr int kRowChunks = kRowBytes / 16;
   static constexpr int kLots = 8;
   static constexpr int kLotRows = kTileRows / kLots;
   // Not for the widest rows, which leave no registers for it.
-  static constexpr bool kWholeLines = kHeadDim % 64 == 0 && kHeadDim <= 128;
+  static constexpr bool kWholeLines = !kIsCoded<T> && kHeadDim % 64 == 0 && kHeadDim <= 128;
   static constexpr int kLotStride = kLotRows * kRowBytes + (kWholeLines ? 0 : 16);
   static constexpr int kTileBytes = kLots * kLotStride;
-  // Fetching warps, each with its rows of every tile, because a single warp would take long to
-  // request single rows. Finishing warps complete the results of a segment during work on the next.
-  // Wide rows are fewer and leave registers for fewer warps.
-  static constexpr int kFetchWarps = kHeadDim <= 128 ? 4 : 2;
-  static constexpr int kFetchRows = kTileRows / kFetchWarps;
-  static constexpr int kFinishWarps = kHeadDim <= 128 ? 4 : 1;
-  static constexpr int kFinishThreads = kFinishWarps * kWarp;
-  static constexpr int kFirstFinishWarp = kDecodeWarps + kFetchWarps;
-  static constexpr int kThreads = (kFirstFinishWarp + kFinishWarps) * kWarp;
-  // A head's queries come with its first tile.
+  // A head's queries come with its first tile. The warps' results are written over its last.
   static constexpr int kQueryBytes = kBunch * kHeadDim * static_cast<int>(sizeof(float));
-  static constexpr int kStageBytes = kTileBytes + kQueryBytes;
+  static constexpr int kResultBytes = kDecodeWarps * kBunch * (kHeadDim + 11) * 4;
+  static constexpr int kStageBytes = kTileBytes + kQueryBytes > kResultBytes
+                                         ? kTileBytes + kQueryBytes
+                                         : (kResultBytes + 127) / 128 * 128;
 
   // The offset of a row in a tile.
   __device__ static constexpr int place(int row) {
@@ -109,7 +120,7 @@ __device__ __forceinline__ void sync_decode_warps() {
 // Barrier of the finishing warps.
 template <int kHeadDim>
 __device__ __forceinline__ void sync_finish_warps() {
-  asm volatile("bar.sync 2, %0;\n" ::"n"(DecodeShape<kHeadDim>::kFinishThreads) : "memory");
+  asm volatile("bar.sync 2, %0;\n" ::"n"(DecodeWarps<kHeadDim>::kFinishThreads) : "memory");
 }
 
 // A block's work: tiles [first, last) of one head.

@@ -41,9 +41,7 @@ __global__ void __launch_bounds__(kMeanThreads)
   const int pair = thread % pairs;
   float2 sum = {0, 0};
   for (int row = thread / pairs; row < kPageTokens && thread < rows * pairs; row += rows) {
-    const auto bits =
-        reinterpret_cast<const std::uint32_t*>(page.rows + row * args.row_bytes)[pair];
-    const float2 x = floats_of(as_pair(T(), bits));
+    const float2 x = floats_of(load_pair(T(), page.rows + row * args.row_bytes, pair));
     sum.x += x.x;
     sum.y += x.y;
   }
@@ -71,7 +69,7 @@ void launch_means(const PageMeansParams& p, const Pages& pages, const Launch& la
   args.kv_heads = p.shape.kv_heads;
   args.head_dim = p.shape.head_dim;
   const dim3 grid(static_cast<unsigned>(p.pages.count), static_cast<unsigned>(p.shape.kv_heads));
-  dispatch_rows(p.shape.rows.element, [&](auto element) {
+  dispatch_rows(p.shape.rows, [&](auto element) {
     page_means_kernel<decltype(element)><<<grid, kMeanThreads, 0, launch.stream>>>(args);
   });
   require_launch("page_means");

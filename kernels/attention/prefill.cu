@@ -1,10 +1,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "kernels/attention/attention.h"
 #include "kernels/attention/prefill_common.cuh"
 #include "kernels/runtime/error.h"
+#include "kernels/runtime/rows.cuh"
 #include "lib/check.h"
 #include "sluice/errors.h"
 
@@ -150,12 +152,96 @@ void merge_prefill_splits(const PrefillArgs& args, const Launch& launch) {
   require_launch("merge_prefill_splits");
 }
 
-void attend_prefill(const AttendParams& params, const Launch& launch) {
-  if (params.tokens == 0) return;
+namespace {
+
+// Rows of elements.
+void attend_elements(const AttendParams& params, const Launch& launch) {
   check_params(params);
   const PrefillArgs args = args_of(params);
   if (attend_prefill_hopper(args, params.shape.rows.element, launch)) return;
   attend_prefill_generic(args, params.shape.rows.element, launch);
+}
+
+constexpr int kWidenThreads = 256;
+
+// Writes rows [first, first + count) of a KV head as rows of bf16; a thread writes 8 elements.
+struct WidenArgs {
+  HeadRows from;  // [kv_heads][count, row_bytes]
+  HeadCounts counts;
+  std::byte* to = nullptr;  // [kv_heads, count, to_row_bytes]
+  std::int64_t first = 0;
+  std::int64_t count = 0;  // at most, of a KV head
+  int row_bytes = 0;
+  int to_row_bytes = 0;
+  int head_dim = 0;
+};
+
+__global__ void __launch_bounds__(kWidenThreads)
+    widen_rows_kernel(const __grid_constant__ WidenArgs a) {
+  const auto head = static_cast<int>(blockIdx.y);
+  const int of_part = a.head_dim / 8;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kWidenThreads + threadIdx.x;
+  const std::int64_t row = i / (2 * of_part);
+  const auto vector = static_cast<int>(i % (2 * of_part));
+  if (row >= a.count || a.first + row >= a.counts[head]) return;
+  const std::byte* const part =
+      a.from[head] + (a.first + row) * a.row_bytes + (vector < of_part ? 0 : a.head_dim);
+  auto* const to =
+      reinterpret_cast<uint4*>(a.to + (head * a.count + row) * a.to_row_bytes) + vector;
+  *to = rounded_elements(part, vector % of_part);
+}
+
+// Attends to coded rows by way of scratch: as many at a time as three quarters of it hold as rows
+// of bf16. That costs a read and a write of rows, and a merge of all results for each time but the
+// first, where prompts of many tokens compute for far longer.
+void attend_coded(const AttendParams& p, const Launch& launch) {
+  AttendParams part = p;
+  part.shape.rows = DType::bf16;
+  const std::size_t token_bytes =
+      part.shape.row_bytes() * static_cast<std::size_t>(p.shape.kv_heads);
+  WidenArgs args;
+  args.from = head_rows(p.rows);
+  args.counts = head_counts(p.rows);
+  args.to = launch.scratch;
+  args.row_bytes = static_cast<int>(p.shape.row_bytes());
+  args.to_row_bytes = static_cast<int>(part.shape.row_bytes());
+  args.head_dim = p.shape.head_dim;
+  std::int64_t rows = 0;
+  for (const RowSpan& span : p.rows) rows = std::max(rows, span.count);
+  const auto most = static_cast<std::int64_t>(launch.scratch_bytes / 4 * 3 / token_bytes) /
+                    kPageTokens * kPageTokens;
+  check(most > 0, "attend_prefill: too many KV heads for the scratch memory");
+  args.count = std::min(most, rows);
+  const std::size_t used = static_cast<std::size_t>(args.count) * token_bytes;
+  Launch rest = launch;
+  rest.scratch += (used + 255) / 256 * 256;
+  rest.scratch_bytes -= (used + 255) / 256 * 256;
+  std::vector<RowSpan> spans(p.rows.size());
+  part.rows = spans;
+  do {
+    for (std::size_t head = 0; head < spans.size(); ++head) {
+      const std::int64_t left = p.rows[head].count - args.first;
+      spans[head] = {args.to + head * used / spans.size(),
+                     std::clamp<std::int64_t>(left, 0, args.count)};
+    }
+    const std::int64_t threads = args.count * (p.shape.head_dim / 4);
+    const dim3 grid(
+        static_cast<unsigned>(ceil_div(std::max<std::int64_t>(threads, 1), kWidenThreads)),
+        static_cast<unsigned>(p.shape.kv_heads));
+    widen_rows_kernel<<<grid, kWidenThreads, 0, launch.stream>>>(args);
+    require_launch("attend_prefill: rows as bf16");
+    attend_elements(part, rest);
+    part.merge = true;
+    part.first_row_position += args.count;
+    args.first += args.count;
+  } while (args.first < rows);
+}
+
+}  // namespace
+
+void attend_prefill(const AttendParams& params, const Launch& launch) {
+  if (params.tokens == 0) return;
+  params.shape.rows.is_coded() ? attend_coded(params, launch) : attend_elements(params, launch);
 }
 
 }  // namespace sluice::cuda

@@ -10,6 +10,7 @@
 
 #include "kernels/runtime/heads.h"
 #include "kernels/runtime/paged.cuh"
+#include "kernels/runtime/rows.cuh"
 
 namespace sluice::cuda {
 
@@ -58,15 +59,37 @@ __device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) {
 }
 __device__ __forceinline__ float2 floats_of(float2 pair) { return pair; }
 
+// Channels 2 * pair and the next of a key or value that begins at `part`; of a coded one as floats,
+// so that indexes are those that the CPU builds.
+template <typename T>
+__device__ __forceinline__ auto load_pair(T, const std::byte* part, int pair) {
+  return as_pair(T(), reinterpret_cast<const std::uint32_t*>(part)[pair]);
+}
+__device__ __forceinline__ float2 load_pair(Int8Code, const std::byte* part, int pair) {
+  const char2 codes = reinterpret_cast<const char2*>(part)[pair];
+  const float scale = scale_of(part);
+  return make_float2(scale * codes.x, scale * codes.y);
+}
+template <typename T>
+using PairOf = decltype(load_pair(T(), nullptr, 0));
+
 // Makes `strange` NaN if an element is NaN or Inf, whose product with zero is NaN. `strange` starts
 // as zeros; is_strange() reads it.
 template <typename Pair>
 __device__ __forceinline__ void note_strange(Pair pair, Pair zeros, Pair& strange) {
   strange = __hfma2(pair, zeros, strange);
 }
+__device__ __forceinline__ void note_strange(float2 pair, float2 zeros, float2& strange) {
+  strange.x = fmaf(pair.x, zeros.x, strange.x);
+  strange.y = fmaf(pair.y, zeros.y, strange.y);
+}
 template <typename Pair>
 __device__ __forceinline__ bool is_strange(Pair strange) {
   return (*reinterpret_cast<const std::uint32_t*>(&strange) & 0x7fff7fffu) != 0;
+}
+
+__device__ __forceinline__ bool is_strange(float2 strange) {
+  return strange.x != 0.0f || strange.y != 0.0f;
 }
 
 // The smallest and largest element of two channels.

@@ -10,10 +10,9 @@
 #include <cmath>
 #include <string>
 
-#include "kernels/runtime/device_math.cuh"
-#include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/error.h"
 #include "kernels/runtime/heads.h"
+#include "kernels/runtime/rows.cuh"
 #include "kernels/scan/scan.h"
 #include "lib/check.h"
 #include "sluice/errors.h"
@@ -40,6 +39,7 @@ struct Call {
   std::int32_t group = 0;
   std::int32_t head_dim = 0;
   std::int64_t row_bytes = 0;
+  bool is_coded = false;   // rows are; their keys are rounded to bf16
   std::int32_t count = 0;  // rows
   float factor = 0.0f;     // log2(e) / sqrt(head_dim)
   HeadRows rows;
@@ -122,12 +122,15 @@ __device__ void load_keys(const Call& call, std::int32_t head, std::int32_t firs
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const std::int32_t key = first + 8 * n + lane / 4;
-    const auto* const row = reinterpret_cast<const uint4*>(rows + key * row_bytes);
+    const std::byte* const row = rows + key * row_bytes;
+    const bool is_coded = call.is_coded && !is_staged;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int vector = 4 * b + lane % 4;
       const bool exists = key < call.count && vector * 8 < call.head_dim;
-      keys.channels[n][b] = exists ? row[vector] : make_uint4(0, 0, 0, 0);
+      keys.channels[n][b] = !exists    ? make_uint4(0, 0, 0, 0)
+                            : is_coded ? rounded_elements(row, vector)
+                                       : reinterpret_cast<const uint4*>(row)[vector];
       if (exists && staged != nullptr && !is_staged)
         reinterpret_cast<uint4*>(staged + key * key_bytes)[vector] = keys.channels[n][b];
     }
@@ -397,6 +400,7 @@ Call call_of(const ColumnSumsParams& p, std::int32_t first, std::int32_t heads,
   call.group = p.shape.group();
   call.head_dim = p.shape.head_dim;
   call.row_bytes = static_cast<std::int64_t>(p.shape.row_bytes());
+  call.is_coded = p.shape.rows.is_coded();
   check(rows[0].count < std::int64_t{1} << 31, "too many rows for column_sums()");
   check(call.head_dim % 8 == 0 && call.group <= kMostQueries, "a shape without column sums");
   call.count = static_cast<std::int32_t>(rows[0].count);
@@ -468,8 +472,8 @@ void sum_heads(const ColumnSumsParams& params, std::int32_t first, std::int32_t 
       call.positions[i] =
           static_cast<std::int32_t>(params.positions[static_cast<std::size_t>(probe + i)]);
     }
-    dispatch_rows(params.shape.rows.element,
-                  [&](auto element) { run_for<decltype(element)>(call, launch.stream); });
+    dispatch_rows(params.shape.rows,
+                  [&](auto element) { run_for<MathOf<decltype(element)>>(call, launch.stream); });
   }
   add_heads<<<blocks_for(call.count), kThreads, 0, launch.stream>>>(
       call.sums, call.bad, call.kv_heads, call.count, first == 0, params.sums);

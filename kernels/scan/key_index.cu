@@ -255,7 +255,7 @@ __device__ __forceinline__ void write_tile(const BuildArgs<Pages>& a, const Pair
 template <typename T, bool kRotated, typename Pages>
 __global__ void __launch_bounds__(kMaxThreads)
     build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
-  using Pair = decltype(as_pair(T(), 0u));
+  using Pair = PairOf<T>;
   extern __shared__ uint4 staged[];  // codes or, before them, keys to rotate: shared_bytes()
   using Coded = std::conditional_t<kRotated, float2, Pair>;
   __shared__ PairRange<Coded> ranges[kParts][kMaxHeadDim / 2];
@@ -278,11 +278,9 @@ __global__ void __launch_bounds__(kMaxThreads)
   Pair keys[kThreadTokens];
 #pragma unroll
   for (int k = 0; k < kThreadTokens; ++k) {
-    const auto* const row =
-        reinterpret_cast<const std::uint32_t*>(page.rows + token_of(part, k) * a.row_bytes);
-    keys[k] = as_pair(T(), row[pair]);
+    keys[k] = load_pair(T(), page.rows + token_of(part, k) * a.row_bytes, pair);
   }
-  const Pair zeros = as_pair(T(), 0u);
+  const Pair zeros{};
   Pair strange = zeros;
 #pragma unroll
   for (int k = 0; k < kThreadTokens; ++k) note_strange(keys[k], zeros, strange);
@@ -358,7 +356,7 @@ void build(const char* what, const KvShape& shape, const KeyIndexView& index, co
   a.margin = index.tiles.margin();
   const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-  dispatch_rows(shape.rows.element, [&](auto row) {
+  dispatch_rows(shape.rows, [&](auto row) {
     const auto start = [&](auto kernel) {
       launch_early(what, kernel, grid, static_cast<unsigned>(threads), shared_bytes(d, index.tiles),
                    launch, a);

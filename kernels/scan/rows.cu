@@ -4,8 +4,8 @@
 // lane reads 8 consecutive elements of each block of 32 and exchanges nothing with other lanes.
 #include <algorithm>
 
-#include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/paged.cuh"
+#include "kernels/runtime/rows.cuh"
 #include "kernels/scan/channels.cuh"
 #include "kernels/scan/rows.h"
 #include "kernels/scan/tile_queries.cuh"
@@ -265,27 +265,34 @@ __device__ __forceinline__ uint4 load_elements(const std::byte* row, int e, int 
   return words;
 }
 
-// Keys of kLoadBlocks blocks of a lane's four rows.
+// Keys of kLoadBlocks blocks of a lane's four rows, 8 elements each.
+template <typename T>
 struct RowKeys {
-  uint4 of[kLoadBlocks][4];
+  std::conditional_t<kIsCoded<T>, uint2, uint4> of[kLoadBlocks][4];
 };
 
 // Loads the keys of the blocks from `first` on.
-template <bool kWide>
+template <bool kWide, typename T>
 __device__ __forceinline__ void load_blocks(const std::byte* const (&rows)[4], int first,
-                                            int elements, RowKeys& keys) {
+                                            int elements, RowKeys<T>& keys) {
 #pragma unroll
   for (int b = 0; b < kLoadBlocks; ++b) {
     const int e = (first + b) * kBlockElements + lane_id() % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 4; ++half) {
-      keys.of[b][half] = load_elements<kWide>(rows[half], e, elements);
+      if constexpr (kIsCoded<T>) {
+        const auto* const codes = reinterpret_cast<const uint2*>(rows[half]) + e / 8;
+        keys.of[b][half] = e < elements ? __ldcs(codes) : make_uint2(0, 0);
+      } else {
+        keys.of[b][half] = load_elements<kWide>(rows[half], e, elements);
+      }
     }
   }
 }
 
+template <typename T>
 __device__ __forceinline__ void load_keys(const std::byte* const (&rows)[4], int first,
-                                          const RowScanArgs& a, RowKeys& keys) {
+                                          const RowScanArgs& a, RowKeys<T>& keys) {
   if (a.wide) {
     load_blocks<true>(rows, first, a.elements, keys);
   } else {
@@ -309,15 +316,35 @@ struct RowSums {
   __device__ __forceinline__ float of(int half, int c, int side) const {
     return tiles[half / 2][c][half % 2 * 2 + side];
   }
+  __device__ __forceinline__ void multiply(const float (&scales)[4]) {
+#pragma unroll
+    for (int i = 0; i < 8 * kColumns; ++i) {
+      tiles[i / 4 / kColumns][i / 4 % kColumns][i % 4] *= scales[i / 4 / kColumns * 2 + i % 4 / 2];
+    }
+  }
 };
+
+// Finds the scales of a lane's four rows, whose first codes two lanes of every four hold.
+__device__ __forceinline__ void find_scales(const RowKeys<Int8Code>& keys, float (&scales)[4]) {
+#pragma unroll
+  for (int half = 0; half < 4; ++half) {
+    const uint2 codes = keys.of[0][half];
+    const std::uint32_t bits = lowest_bits(codes.x) | lowest_bits(codes.y) << 4;
+    const std::uint32_t low = __shfl_sync(kAllLanes, bits, 0, 4);
+    scales[half] = __uint_as_float((low | __shfl_sync(kAllLanes, bits, 1, 4) << 8) << 16);
+  }
+}
 
 // Adds the products of the loaded blocks, [first, first + kLoadBlocks) of `blocks`.
 template <typename T, int kColumns>
-__device__ __forceinline__ void multiply_blocks(const RowKeys& keys, const uint4* fragments,
+__device__ __forceinline__ void multiply_blocks(const RowKeys<T>& keys, const uint4* fragments,
                                                 int first, int blocks, RowSums<kColumns>& sums) {
 #pragma unroll
   for (int b = 0; b < kLoadBlocks; ++b) {
     if (first + b >= blocks) break;
+    uint4 elements[4];
+#pragma unroll
+    for (int half = 0; half < 4; ++half) elements[half] = math_elements(keys.of[b][half]);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -325,13 +352,13 @@ __device__ __forceinline__ void multiply_blocks(const RowKeys& keys, const uint4
         const uint4 q = fragments[(((first + b) * 2 + step) * kColumns + c) * kWarp + lane_id()];
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
-          const uint4& upper = keys.of[b][2 * tile];
-          const uint4& lower = keys.of[b][2 * tile + 1];
+          const uint4& upper = elements[2 * tile];
+          const uint4& lower = elements[2 * tile + 1];
           const std::uint32_t pairs[4] = {
               step == 0 ? upper.x : upper.z, step == 0 ? lower.x : lower.z,
               step == 0 ? upper.y : upper.w, step == 0 ? lower.y : lower.w};
-          mma(T(), sums.tiles[tile][c], pairs, q.x, q.y);
-          mma(T(), sums.tiles[tile][c], pairs, q.z, q.w);
+          mma(MathOf<T>(), sums.tiles[tile][c], pairs, q.x, q.y);
+          mma(MathOf<T>(), sums.tiles[tile][c], pairs, q.z, q.w);
         }
       }
     }
@@ -464,7 +491,7 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
   if (!has_part) return;
   if (scans) add_candidates<kKind>(a, head, scan);
   const std::byte* rows[4];
-  RowKeys keys;
+  RowKeys<T> keys;
   // Moves to the rows from `next` on and looks up the slots of those after them.
   const auto enter = [&] {
     find_rows<kKind>(scan, a, at.kv_head, next, slots, rows);
@@ -480,11 +507,13 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
                queries);
   if (prepares) prepare_tiles(queries, a.prepare, static_cast<int>(head), at.token);
   if (!scans) return;
-  make_fragments<T, kKind, kColumns>(queries, a, blocks, fragments);
+  make_fragments<MathOf<T>, kKind, kColumns>(queries, a, blocks, fragments);
   __syncthreads();
   while (next < scan.count) {
     const std::int64_t first = next;
     RowSums<kColumns> sums{};
+    float scales[4];
+    if constexpr (kIsCoded<T>) find_scales(keys, scales);
     int block = 0;
     do {
       multiply_blocks<T>(keys, fragments, block, blocks, sums);
@@ -497,6 +526,7 @@ __global__ void __launch_bounds__(kQueryThreads, kRowBlocks)
       }
       load_keys(rows, block, a, keys);
     } while (block > 0);
+    if constexpr (kIsCoded<T>) sums.multiply(scales);
     store_rows<kKind, kColumns>(sums, queries, a, head, first, scan.count, scan.first_logit);
   }
 }
@@ -552,7 +582,7 @@ template <RowKind kKind>
 void launch_even(const ScanPass& pass, const RowScanArgs& a, int blocks, const Launch& launch) {
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(a.token_count));
-  dispatch_rows(pass.estimate->shape.rows.element,
+  dispatch_rows(pass.estimate->shape.rows,
                 [&](auto row) { launch_kind<decltype(row), kKind>(a, grid, launch); });
 }
 
@@ -584,7 +614,7 @@ void scan_all_rows(const ScanPass& pass, const Launch& launch) {
   const EstimateParams& p = *pass.estimate;
   const RowScanArgs a = common_args(pass, launch);
   const dim3 grid = shared_grid(a, most_pages(p.batch) + 1);
-  dispatch_rows(p.shape.rows.element,
+  dispatch_rows(p.shape.rows,
                 [&](auto row) { launch_kind<decltype(row), RowKind::all>(a, grid, launch); });
 }
 

@@ -72,7 +72,7 @@ __device__ __forceinline__ void write_halves(std::byte* page, int index, __half 
 template <typename T, int kBits, typename Pages>
 __global__ void __launch_bounds__(kMaxThreads)
     build_kernel(const __grid_constant__ BuildArgs<Pages> a) {
-  using Pair = decltype(as_pair(T(), 0u));
+  using Pair = PairOf<T>;
   __shared__ PairRange<Pair> ranges[kParts][kMaxHeadDim / 2];
   const int head = static_cast<int>(blockIdx.y);
   WholePage page;
@@ -92,11 +92,10 @@ __global__ void __launch_bounds__(kMaxThreads)
   Pair values[kThreadTokens];
 #pragma unroll
   for (int k = 0; k < kThreadTokens; ++k) {
-    const auto* const row = reinterpret_cast<const std::uint32_t*>(
-        page.rows + (part * kThreadTokens + k) * a.row_bytes);
-    values[k] = as_pair(T(), row[pairs + pair]);
+    const std::byte* const row = page.rows + (part * kThreadTokens + k) * a.row_bytes;
+    values[k] = load_pair(T(), row + a.head_dim * static_cast<int>(sizeof(T)), pair);
   }
-  const Pair zeros = as_pair(T(), 0u);
+  const Pair zeros{};
   Pair strange = zeros;
   PairRange<Pair> all{values[0], values[0]};
 #pragma unroll
@@ -153,7 +152,7 @@ void build(const char* what, const KvShape& shape, const ValueTilesView& values,
   a.step = ValueTiles::step(values.tiles.bits);
   const int threads = (kParts * d / 2 + kWarp - 1) / kWarp * kWarp;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-  dispatch_rows(shape.rows.element, [&](auto row) {
+  dispatch_rows(shape.rows, [&](auto row) {
     const auto start = [&](auto kernel) {
       launch_early(what, kernel, grid, static_cast<unsigned>(threads), 0, launch, a);
     };

@@ -14,8 +14,10 @@ void require_supported(const BackendInfo& info, const KvShape& shape) {
   const bool supported =
       shape.rows.is_coded() ? info.coded_rows : shape.rows != DType::f32 || info.f32_rows;
   if (!supported) {
-    throw Error(ErrorCode::unsupported, "device " + info.name + " keeps rows in bf16 or f16, not " +
-                                            to_string(shape.rows) + " (`kv_dtype`)");
+    throw Error(ErrorCode::unsupported,
+                "device " + info.name + " keeps rows in " +
+                    (info.coded_rows ? "bf16, f16 or int8" : "bf16 or f16") + ", not " +
+                    to_string(shape.rows) + " (`kv_dtype`)");
   }
   if (!shape.rows.fits(shape.head_dim)) {
     throw Error(ErrorCode::unsupported, "rows in " + to_string(shape.rows) +

@@ -84,14 +84,18 @@ inline Rounding bf16_rounding(RowFormat format) {
   return in_bf16 ? Rounding{kBf16Step, kBf16Step} : Rounding();
 }
 
+// Prefill rounds the elements of coded rows to bf16 as well as queries and weights.
 inline Rounding cuda_rounding(RowFormat format) {
-  const double step = format == DType::bf16 ? kBf16Step : kHalfStep;
+  const double step = format.is_coded()       ? 1.5 * kBf16Step
+                      : format == DType::bf16 ? kBf16Step
+                                              : kHalfStep;
   return {step, step};
 }
 
-// Queries and weights of decoded tokens are sums of two numbers of the rows' dtype.
+// Queries and weights of decoded tokens are sums of two numbers of the rows' dtype, or of bf16 if
+// rows are coded; codes are exact.
 inline Rounding cuda_batch_rounding(RowFormat format) {
-  const Rounding one = cuda_rounding(format);
+  const Rounding one = cuda_rounding(format.is_coded() ? RowFormat(DType::bf16) : format);
   return {one.queries * one.queries, one.weights * one.weights};
 }
 
@@ -121,7 +125,7 @@ inline std::vector<AttentionImplementation> implementations() {
   if (!gpu.empty()) {
     // One backend is enough, because attention does not depend on the dtype of matrix products.
     all.push_back({.backend = {"cuda", gpu.front().make},
-                   .formats = {DType::f16, DType::bf16},
+                   .formats = {DType::f16, DType::bf16, RowCode::int8},
                    .head_dims = {32, 64, 80, 96, 128, 256},
                    .rounding = cuda_rounding,
                    .batch_rounding = cuda_batch_rounding});
