@@ -204,24 +204,13 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
   session.end_step();
 }
 
-void Decoder::restore(std::int64_t tokens, KvSession& session, std::span<float> staging,
-                      const std::function<void(int layer, std::span<float> kv)>& read) {
-  const std::int64_t width = Widths(config_).key;
-  const auto count = static_cast<std::size_t>(tokens * 2 * width);
-  const bool is_staged = queue_->backend().info().compute_tier != Tier::host;
-  float* const kv = a_.qkv.floats();
-  const std::span<float> to = is_staged ? staging.first(count) : std::span(kv, count);
+void Decoder::restore(std::int64_t tokens, KvSession& session,
+                      const std::function<std::span<const RowSpan>(int layer)>& read) {
   session.list_pages(false);  // no query will choose any
   session.begin_step(Phase::prefill, tokens);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
-    queue_->synchronize();  // the buffers are in use until then
-    read(layer, to);
-    if (is_staged) {
-      const CopyOp op = {a_.qkv.data(), reinterpret_cast<const std::byte*>(to.data()),
-                         to.size_bytes()};
-      queue_->copy({&op, 1});
-    }
-    session.append(layer, {kv, kv + width, 2 * width});
+    queue_->synchronize();  // rows of the layer before are read until then
+    session.append(layer, {.ready = read(layer)});
   }
   session.end_restored_step();
   session.list_pages(true);

@@ -27,10 +27,10 @@ class Decoder {
   void step(std::span<const TokenId> tokens, Phase phase, KvSession& session);
 
   // Appends the rows of the next `tokens` tokens, up to the session's chunk, which were computed
-  // before: `read(layer, kv)` fills kv with keys and values, [tokens, 2, kv_heads * head_dim].
-  // `staging`: kv floats in host memory; unused, and may be empty, where activations are there.
-  void restore(std::int64_t tokens, KvSession& session, std::span<float> staging,
-               const std::function<void(int layer, std::span<float> kv)>& read);
+  // before: `read(layer)` returns the rows of every KV head, in the backend's host memory, which
+  // the next call may overwrite.
+  void restore(std::int64_t tokens, KvSession& session,
+               const std::function<std::span<const RowSpan>(int layer)>& read);
 
   // Runs one token of each session of a batch and computes the logits after it; the caller ends the
   // batch. A backend that records does so once for every kind of batch.

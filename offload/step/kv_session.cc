@@ -178,6 +178,7 @@ void KvSession::append(int layer, const NewRows& rows) {
                    traffic_of(plan().shape, run_->fetched_front(layer)));
     pool_->record_written(layer, run_->written(layer), ledger_);
   } else {
+    check(rows.ready.empty(), "rows that are ready belong to a run");
     decode_->append(layer, rows);
   }
   has_rows_[static_cast<std::size_t>(layer)] = true;

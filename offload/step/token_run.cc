@@ -108,6 +108,19 @@ void TokenRun::append(int layer, const NewRows& rows, bool indexed) {
   }
 }
 
+// Copies rows that are ready to `heads`, the places of the run `to`.
+void TokenRun::copy_ready(std::span<const RowSpan> ready, const RowRun& to,
+                          std::span<std::byte* const> heads) {
+  const std::size_t row_bytes = pool_->plan().shape.row_bytes();
+  const std::size_t offset = static_cast<std::size_t>(to.first - range_.first) * row_bytes;
+  std::vector<CopyOp> ops;
+  for (std::size_t head = 0; head < heads.size(); ++head) {
+    ops.push_back(
+        {heads[head], ready[head].rows + offset, static_cast<std::size_t>(to.count) * row_bytes});
+  }
+  pool_->queue().copy(ops);
+}
+
 // Many rows are copied to host memory on the other queue, beside attention.
 void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& host) {
   const KvShape& shape = pool_->plan().shape;
@@ -119,15 +132,19 @@ void TokenRun::append_piece(int layer, const NewRows& rows, const RowRun& to, co
     heads.push_back(pool_->row(layer, head, to));
     if (pool_->plan().in_place || pool_->disk() != nullptr) continue;
     std::byte* const at_host = pool_->row(layer, head, host);
-    if (bytes < kLaterBytes) {
+    if (bytes < kLaterBytes && rows.ready.empty()) {
       host_heads.push_back(at_host);
     } else {
       ops.push_back({at_host, heads.back(), bytes});
     }
   }
-  const std::int64_t offset = (to.first - range_.first) * rows.stride;
-  pool_->queue().run(AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape,
-                                  heads, host_heads});
+  if (rows.ready.empty()) {
+    const std::int64_t offset = (to.first - range_.first) * rows.stride;
+    pool_->queue().run(AppendParams{rows.k + offset, rows.v + offset, to.count, rows.stride, shape,
+                                    heads, host_heads});
+  } else {
+    copy_ready(rows.ready, to, heads);
+  }
   if (!ops.empty()) pool_->send_to_host(ops);
 }
 

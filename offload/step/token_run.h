@@ -57,6 +57,8 @@ class TokenRun {
   Places place(int set) const;
   void place_new_rows(int set, Places& places) const;
   void append_piece(int layer, const NewRows& rows, const RowRun& to, const RowRun& host);
+  void copy_ready(std::span<const RowSpan> ready, const RowRun& to,
+                  std::span<std::byte* const> heads);
   void build_index(int layer, bool indexed);
   void copy_front(int layer);
   void copy_window(int layer);

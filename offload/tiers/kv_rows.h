@@ -27,6 +27,9 @@ struct NewRows {
   const float* k = nullptr;  // [tokens, kv_heads, head_dim], `stride` floats from token to token
   const float* v = nullptr;  // [tokens, kv_heads, head_dim]
   std::int64_t stride = 0;
+  // [kv_heads], or empty: rows as they were before, in host memory, instead of k and v. Coding
+  // their elements again would give other codes. Only in runs of a sequence's tokens.
+  std::span<const RowSpan> ready = {};
 };
 
 // Queries of one step in one layer, and the outputs of their attention. Pointers are the backend's.

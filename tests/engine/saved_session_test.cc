@@ -187,7 +187,7 @@ struct Setting {
   std::string policy;
   bool capped = false;
   bool on_disk = false;
-  DType rows = DType::bf16;
+  RowFormat rows = DType::bf16;
   bool far = false;  // activations in memory of the device's own, as on a GPU
 };
 
@@ -274,16 +274,23 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"dense", false, false, DType::f16},
                       Setting{"dense", true, false, DType::bf16, true},
                       Setting{"values", true, false, DType::f32, true},
-                      Setting{"sparq", true, true, DType::bf16, true}));
+                      Setting{"sparq", true, true, DType::bf16, true},
+                      Setting{"dense", false, false, RowCode::int8},
+                      Setting{"values", true, false, RowCode::int8},
+                      Setting{"sparq", true, true, RowCode::int8},
+                      Setting{"values", true, false, RowCode::int8, true}));
 
 class SavedSessionsOn : public SavedSessions,
-                        public ::testing::WithParamInterface<std::tuple<std::string, std::string>> {
-};
+                        public ::testing::WithParamInterface<
+                            std::tuple<std::string, std::pair<std::string, RowFormat>>> {};
 
 TEST_P(SavedSessionsOn, EveryDeviceGoOn) {
-  const auto& [device, policy] = GetParam();
+  const auto& [device, kind] = GetParam();
+  const auto& [policy, rows] = kind;
   if (device == "cuda" && testing::make_or_skip(testing::gpu_backends().front()) == nullptr) return;
-  Engine engine = Engine::open(testing::config_for(device));
+  EngineConfig config = testing::config_for(device);
+  config.kv_dtype = rows;
+  Engine engine = Engine::open(config);
   const std::vector<TokenId> book = testing::book_tokens(engine, 1500);
   SessionOptions options = options_for(engine, policy);
   options.context = 2000;
@@ -299,12 +306,17 @@ TEST_P(SavedSessionsOn, EveryDeviceGoOn) {
   }
 }
 
+std::string name_of_device(const ::testing::TestParamInfo<SavedSessionsOn::ParamType>& info) {
+  const auto& [device, kind] = info.param;
+  return device + "_" + kind.first + "_" + to_string(kind.second);
+}
+
 INSTANTIATE_TEST_SUITE_P(Devices, SavedSessionsOn,
                          ::testing::Combine(::testing::ValuesIn(testing::devices()),
-                                            ::testing::Values("dense", "values")),
-                         [](const auto& parameter) {
-                           return std::get<0>(parameter.param) + "_" + std::get<1>(parameter.param);
-                         });
+                                            ::testing::Values(std::pair("dense", DType::bf16),
+                                                              std::pair("values", DType::bf16),
+                                                              std::pair("values", RowCode::int8))),
+                         name_of_device);
 
 TEST_F(SavedSessions, LoadUnderAnotherPolicyAndCap) {
   EngineConfig config = config_of(model_);
@@ -556,16 +568,18 @@ TEST_F(SavedSessions, RefuseDirectoriesThatAreNone) {
   fs::permissions(directory(), fs::perms::owner_all);
 }
 
-TEST_F(SavedSessions, RefuseCodedRowsByName) {
+TEST_F(SavedSessions, RefuseRowsOfAnotherFormatByName) {
   EngineConfig config = config_of(model_);
+  Engine bf16 = Engine::open(config);
   config.kv_dtype = RowCode::int8;
-  Engine engine = Engine::open(config);
-  Session session = engine.new_session(options_for(engine, "dense"));
-  session.prefill(random_tokens(5, 1));
-  expect_error(ErrorCode::unsupported, "rows of int8", [&] { session.save(directory()); });
-  expect_error(ErrorCode::unsupported, "rows of int8",
-               [&] { engine.require_savable(directory(), 5); });
-  EXPECT_FALSE(fs::exists(directory()));
+  Engine int8 = Engine::open(config);
+  save(bf16);
+  const std::string differs = "rows of 'bf16', and this engine keeps int8; set `kv_dtype`";
+  expect_refused(int8, ErrorCode::usage, differs);
+  expect_error(ErrorCode::usage, differs, [&] { int8.saved_session(directory()); });
+  save(int8);
+  expect_refused(bf16, ErrorCode::usage, "rows of 'int8', and this engine keeps bf16");
+  EXPECT_EQ(int8.load_session(directory(), options_for(int8, "dense")).length(), kSaved);
 }
 
 TEST_F(SavedSessions, RefuseEvictedTokensByName) {

@@ -72,6 +72,7 @@ class Text(Folder):
             (2, "mine.txt", [save, other]),
             (9, "cannot be written", [save, self.folder / "none" / "session"]),
             (2, "kv_dtype", [load, self.saved, "--kv-dtype", "f16"]),
+            (2, "kv_dtype", [load, self.saved, "--kv-dtype", "int8"]),
             (7, "context", [load, self.saved, "--context", 100]),
         ]
         for code, text, flags in cases:
