@@ -14,8 +14,9 @@ namespace {
 constexpr int kDecoded = 64;  // tokens that a benchmark adds
 constexpr int kWarmUp = 3;
 
-KvPlan plan_of(const MadeUpModel& model, const Policy& policy, std::int64_t tokens, bool resident) {
-  KvRequest request = {.shape = model.kv(), .context = tokens + kDecoded, .chunk = kChunk};
+KvPlan plan_of(const MadeUpModel& model, const RowFormat& rows, const Policy& policy,
+               std::int64_t tokens, bool resident) {
+  KvRequest request = {.shape = model.kv(rows), .context = tokens + kDecoded, .chunk = kChunk};
   request.policies = {&policy, 1};
   request.logits = model.backend().info().logits;
   request.cached_bytes = model.backend().info().cached_bytes;
@@ -28,12 +29,13 @@ KvPlan plan_of(const MadeUpModel& model, const Policy& policy, std::int64_t toke
 }
 
 void run(benchmark::State& state, const std::string& name, ModelShape shape, std::int64_t tokens,
-         bool resident, const WeightFormat& weights = DType::bf16) {
+         bool resident, const WeightFormat& weights = DType::bf16,
+         const RowFormat& rows = DType::bf16) {
   try {
     MadeUpModel& model = made_up_model(shape, weights);
     const Policy policy = parse_policy(name);
     KvSession session(std::make_shared<KvPool>(model.queue(),
-                                               plan_of(model, policy, tokens, resident),
+                                               plan_of(model, rows, policy, tokens, resident),
                                                std::span<const Policy>(&policy, 1)));
     model.fill(session, tokens);
     const ReplayCounts before = model.queue()->replay_counts();
@@ -68,6 +70,12 @@ void decode_step(benchmark::State& state, const std::string& name) {
 void decode_step_coded(benchmark::State& state, const std::string& name) {
   const WeightFormat weights = state.range(0) == 8 ? WeightCode::int8 : WeightCode::int4;
   run(state, name, ModelShape::llama_8b, state.range(1), state.range(2) != 0, weights);
+}
+
+// The same with bf16 weights and rows of int8.
+void decode_step_int8_rows(benchmark::State& state, const std::string& name) {
+  run(state, name, state.range(0) != 0 ? ModelShape::llama_8b : ModelShape::sluice_22m,
+      state.range(1), state.range(2) != 0, DType::bf16, RowCode::int8);
 }
 
 // The shape of Llama 2 7B, on which TidalDecode was measured (Yang et al. 2024, section 4.2), with
@@ -109,6 +117,13 @@ BENCHMARK_CAPTURE(decode_step, sparse_anchors,
     ->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, sluice, std::string("sluice"))->Apply(shapes<0>);
 BENCHMARK_CAPTURE(decode_step, values, std::string("values"))->Apply(shapes<0>);
+
+BENCHMARK_CAPTURE(decode_step_int8_rows, dense, std::string("dense"))->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step_int8_rows, twilight, std::string("twilight cap=2048"))
+    ->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step_int8_rows, values, std::string("values"))->Apply(shapes<1>);
+BENCHMARK_CAPTURE(decode_step_int8_rows, dense, std::string("dense"))->Apply(shapes<0>);
+BENCHMARK_CAPTURE(decode_step_int8_rows, values, std::string("values"))->Apply(shapes<0>);
 
 void coded_shapes(benchmark::internal::Benchmark* bench) {
   bench->ArgNames({"bits", "tokens", "resident"});

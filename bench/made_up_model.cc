@@ -176,9 +176,9 @@ MadeUpModel::MadeUpModel(ModelShape shape, const WeightFormat& format) : config_
       static_cast<std::size_t>(Decoder::kLogitRows * config_.vocab_size) * sizeof(float));
 }
 
-KvShape MadeUpModel::kv() const {
+KvShape MadeUpModel::kv(const RowFormat& rows) const {
   return {config_.num_hidden_layers, config_.num_attention_heads, config_.num_key_value_heads,
-          config_.head_dim, DType::bf16};
+          config_.head_dim, rows};
 }
 
 void MadeUpModel::fill(KvSession& session, std::int64_t length) const {

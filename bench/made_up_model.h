@@ -27,7 +27,7 @@ class MadeUpModel {
   Backend& backend() const { return *backend_; }
   const std::shared_ptr<Queue>& queue() const { return queue_; }
   Decoder& decoder() const { return *decoder_; }
-  KvShape kv() const;
+  KvShape kv(const RowFormat& rows = DType::bf16) const;
   // Bytes of the matrices; a decode step reads each of them once.
   std::uint64_t matrix_bytes() const { return matrix_bytes_; }
 
