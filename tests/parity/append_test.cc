@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -72,6 +74,60 @@ TEST_P(AppendParity, AppendWritesKThenVOfEveryHeadAndItsHost) {
         }
       }
     }
+  }
+}
+
+// Keys and values at the limits of the code: a session that moves to another backend has to find
+// the bits that this one would write.
+std::vector<std::vector<float>> extreme_parts(int d, Random& random) {
+  const auto of = [&](float all, float one) {
+    std::vector<float> part(static_cast<std::size_t>(d), all);
+    part[static_cast<std::size_t>(random.integer(0, d - 1))] = one;
+    return part;
+  };
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kMost = std::numeric_limits<float>::max();
+  std::vector<std::vector<float>> parts = {
+      of(0.0f, 0.0f),        of(-0.0f, -0.0f),         of(1.0f, kNaN),    of(1.0f, -HUGE_VALF),
+      of(0.0f, 0x1.8p-101f), of(0x1p-140f, 0x1p-100f), of(kMost, -kMost), of(1.0f, 200.0f)};
+  // Halfway between two codes, with the scale 1.
+  parts.push_back(of(0.0f, 127.0f));
+  for (int c = 0; c < d; ++c) {
+    float& x = parts.back()[static_cast<std::size_t>(c)];
+    if (x == 0.0f) x = static_cast<float>(c % 126) - 62.5f;
+  }
+  for (int exponent = -120; exponent <= 120; exponent += 8) {
+    parts.push_back(random.normal(d, std::ldexp(1.0f, exponent)));
+  }
+  return parts;
+}
+
+TEST_P(AppendParity, CodesExtremesToTheSameBits) {
+  if (!backend_->info().coded_rows) GTEST_SKIP() << "no coded rows";
+  constexpr int kDim = 80;
+  const KvShape shape = {
+      .layers = 1, .query_heads = 1, .kv_heads = 1, .head_dim = kDim, .rows = RowCode::int8};
+  const std::vector<std::vector<float>> parts = extreme_parts(kDim, random_);
+  std::vector<float> keys, values;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const std::vector<float>& value = parts[parts.size() - 1 - i];
+    keys.insert(keys.end(), parts[i].begin(), parts[i].end());
+    values.insert(values.end(), value.begin(), value.end());
+  }
+  const Buffer k = upload(*backend_, keys);
+  const Buffer v = upload(*backend_, values);
+  const Buffer rows =
+      backend_->allocate(backend_->info().compute_tier, parts.size() * shape.row_bytes());
+  std::byte* const to[] = {rows.data()};
+  backend_->queue->run(AppendParams{k.floats(), v.floats(), std::ssize(parts), kDim, shape, to});
+  const std::vector<std::byte> actual = download<std::byte>(*backend_, rows);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const std::byte* const row = actual.data() + i * shape.row_bytes();
+    const auto key = encoded_part(parts[i], shape.rows);
+    const auto value = encoded_part(parts[parts.size() - 1 - i], shape.rows);
+    EXPECT_TRUE(std::equal(key.begin(), key.end(), row)) << "key " << i;
+    EXPECT_TRUE(std::equal(value.begin(), value.end(), row + shape.value_offset()))
+        << "value " << i;
   }
 }
 
