@@ -9,11 +9,19 @@
 namespace sluice::c {
 namespace {
 
-DType dtype_named(const char* text, const char* name) {
+DType compute_named(std::string_view text) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
     if (text == to_string(type)) return type;
   }
-  refuse(std::string("`") + name + "` is bf16, f16 or f32");
+  refuse("`compute` is bf16, f16 or f32");
+}
+
+RowFormat rows_named(std::string_view text) {
+  constexpr RowFormat kAll[] = {DType::bf16, DType::f16, DType::f32, RowCode::int8};
+  for (const RowFormat& format : kAll) {
+    if (text == to_string(format)) return format;
+  }
+  refuse("`kv_dtype` is bf16, f16, f32 or int8");
 }
 
 WeightFormat weights_named(std::string_view text) {
@@ -26,9 +34,9 @@ EngineConfig config_of(const sluice_engine_options& from) {
   EngineConfig config;
   config.model = need(from.model, "model");
   config.device = string_or(from.device, "cpu");
-  if (from.compute != nullptr) config.compute = dtype_named(from.compute, "compute");
+  if (from.compute != nullptr) config.compute = compute_named(from.compute);
   if (from.weights != nullptr) config.weights = weights_named(from.weights);
-  if (from.kv_dtype != nullptr) config.kv_dtype = dtype_named(from.kv_dtype, "kv_dtype");
+  if (from.kv_dtype != nullptr) config.kv_dtype = rows_named(from.kv_dtype);
   config.threads = from.threads;
   config.chunk = from.chunk;
   config.device_memory = set(from.device_memory);

@@ -140,6 +140,13 @@ static void test_structs(void) {
   options.weights = "int2";
   EXPECT(SLUICE_USAGE, sluice_engine_open(&options, &engine));
   options.weights = NULL;
+  options.kv_dtype = "int4";
+  EXPECT(SLUICE_USAGE, sluice_engine_open(&options, &engine));
+  options.kv_dtype = "int8";
+  EXPECT_OK(sluice_engine_open(&options, &engine));
+  EXPECT_OK(sluice_engine_free(engine));
+  engine = NULL;
+  options.kv_dtype = NULL;
   options.threads = -1;
   EXPECT(SLUICE_USAGE, sluice_engine_open(&options, &engine));
   options.threads = 0;

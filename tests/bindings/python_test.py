@@ -56,6 +56,7 @@ class Errors(Case):
             (sluice.NotFoundError, lambda: sluice.Engine("nowhere")),
             (sluice.UsageError, lambda: sluice.Engine(MODEL, device="toaster")),
             (sluice.UsageError, lambda: sluice.Engine(MODEL, compute="f64")),
+            (sluice.UsageError, lambda: sluice.Engine(MODEL, kv_dtype="int4")),
             (sluice.UsageError, lambda: sluice.Engine(MODEL, threads=-1)),
             (sluice.UsageError, lambda: sluice.parse_policy("select=magic")),
             (sluice.UsageError, lambda: self.session(policies=["select=magic"])),

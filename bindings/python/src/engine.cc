@@ -8,11 +8,19 @@
 namespace sluice::python {
 namespace {
 
-DType dtype_named(const std::string& text, const char* name) {
+DType compute_named(const std::string& text) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
     if (text == to_string(type)) return type;
   }
-  throw Error(ErrorCode::usage, std::string("`") + name + "` is bf16, f16 or f32");
+  throw Error(ErrorCode::usage, "`compute` is bf16, f16 or f32");
+}
+
+RowFormat rows_named(const std::string& text) {
+  constexpr RowFormat kAll[] = {DType::bf16, DType::f16, DType::f32, RowCode::int8};
+  for (const RowFormat& format : kAll) {
+    if (text == to_string(format)) return format;
+  }
+  throw Error(ErrorCode::usage, "`kv_dtype` is bf16, f16, f32 or int8");
 }
 
 std::shared_ptr<PyEngine> open_engine(
@@ -27,8 +35,8 @@ std::shared_ptr<PyEngine> open_engine(
   config.device = device;
   config.threads = threads;
   config.chunk = chunk;
-  config.kv_dtype = dtype_named(kv_dtype, "kv_dtype");
-  if (compute) config.compute = dtype_named(*compute, "compute");
+  config.kv_dtype = rows_named(kv_dtype);
+  if (compute) config.compute = compute_named(*compute);
   if (weights && *weights != "int8" && *weights != "int4") {
     throw Error(ErrorCode::usage, "`weights` is int8, int4 or None");
   }
