@@ -12,6 +12,7 @@
 
 #include "sluice/engine.h"
 #include "sluice/policy.h"
+#include "tests/support/backends.h"
 
 namespace sluice {
 namespace {
@@ -19,8 +20,9 @@ namespace {
 const std::filesystem::path kSource = SLUICE_SOURCE_DIR;
 constexpr std::size_t kTokens = 512;
 
-Engine open(const RowFormat& rows) {
+Engine open(const RowFormat& rows, const std::string& device = "cpu") {
   EngineConfig config;
+  config.device = device;
   config.model = kSource / "models/sluice-22m";
   config.compute = DType::f32;
   config.kv_dtype = rows;
@@ -30,8 +32,9 @@ Engine open(const RowFormat& rows) {
 
 // Log-probabilities after each of the last tokens of a piece of a book, decoded behind a prefill of
 // the others.
-std::vector<std::vector<double>> book_answers(const RowFormat& rows, const char* policy) {
-  Engine engine = open(rows);
+std::vector<std::vector<double>> book_answers(const RowFormat& rows, const char* policy,
+                                              const std::string& device = "cpu") {
+  Engine engine = open(rows, device);
   std::ifstream file(kSource / "data/war-and-peace.txt");
   const std::string book{std::istreambuf_iterator<char>(file), {}};
   std::vector<TokenId> ids =
@@ -69,11 +72,15 @@ double loss_of(const std::vector<std::vector<double>>& exact,
   return sum / static_cast<double>(exact.size());
 }
 
-TEST(CodedRowsModel, LosesLittle) {
+class CodedRowsModel : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(CodedRowsModel, LosesLittle) {
+  const std::string& device = GetParam();
+  if (device == "cuda" && testing::make_or_skip(testing::gpu_backends().front()) == nullptr) return;
   const auto exact = book_answers(DType::f32, "dense");
-  const double dense = loss_of(exact, book_answers(RowCode::int8, "dense"));
-  const double values = loss_of(exact, book_answers(DType::bf16, "values"));
-  const double coded_values = loss_of(exact, book_answers(RowCode::int8, "values"));
+  const double dense = loss_of(exact, book_answers(RowCode::int8, "dense", device));
+  const double values = loss_of(exact, book_answers(DType::bf16, "values", device));
+  const double coded_values = loss_of(exact, book_answers(RowCode::int8, "values", device));
   std::printf("KL of dense with int8 %.5f; of values with bf16 %.5f, with int8 %.5f\n", dense,
               values, coded_values);
   EXPECT_LT(dense, 0.001);
@@ -81,7 +88,10 @@ TEST(CodedRowsModel, LosesLittle) {
   EXPECT_LT(coded_values, values + 0.0005);
 }
 
-TEST(CodedRowsModel, PlansHalfOfTheRows) {
+INSTANTIATE_TEST_SUITE_P(Devices, CodedRowsModel, ::testing::ValuesIn(testing::devices()),
+                         [](const auto& info) { return info.param; });
+
+TEST(CodedRows, PlansHalfOfTheRows) {
   const Engine bf16 = open(DType::bf16);
   const Engine int8 = open(RowCode::int8);
   EXPECT_EQ(int8.info().kv.rows, RowFormat(RowCode::int8));
