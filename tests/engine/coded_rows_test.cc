@@ -89,7 +89,7 @@ TEST_P(CodedRowsModel, LosesLittle) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, CodedRowsModel, ::testing::ValuesIn(testing::devices()),
-                         [](const auto& info) { return info.param; });
+                         [](const auto& of) { return of.param; });
 
 TEST(CodedRows, PlansHalfOfTheRows) {
   const Engine bf16 = open(DType::bf16);

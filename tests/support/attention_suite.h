@@ -71,6 +71,7 @@ struct AttentionImplementation {
   // Rounding by the rows' format: of attend(), then of attend_batch().
   std::function<Rounding(RowFormat)> rounding = [](RowFormat) { return Rounding(); };
   std::function<Rounding(RowFormat)> batch_rounding = [](RowFormat) { return Rounding(); };
+  bool rounds_codes = false;  // attend() rounds the elements of coded rows to bf16
 };
 
 inline AttentionImplementation forced(const std::string& name, cpu::AttendKernel kernel,
@@ -128,7 +129,8 @@ inline std::vector<AttentionImplementation> implementations() {
                    .formats = {DType::f16, DType::bf16, RowCode::int8},
                    .head_dims = {32, 64, 80, 96, 128, 256},
                    .rounding = cuda_rounding,
-                   .batch_rounding = cuda_batch_rounding});
+                   .batch_rounding = cuda_batch_rounding,
+                   .rounds_codes = true});
   }
   return all;
 }
@@ -176,6 +178,11 @@ class AttentionParity : public ::testing::TestWithParam<AttentionParameter> {
     backend_ = make_or_skip(GetParam().implementation.backend, GetParam().head_dim);
   }
   Rounding rounding() const { return GetParam().implementation.rounding(GetParam().format); }
+  // The rounding of queries that are exact in the type they are multiplied in.
+  Rounding rounding_of_exact_queries() const {
+    const bool rounds = GetParam().implementation.rounds_codes && GetParam().format.is_coded();
+    return {rounds ? kBf16Step : 0.0, rounding().weights};
+  }
   Rounding batch_rounding() const {
     return GetParam().implementation.batch_rounding(GetParam().format);
   }

@@ -183,16 +183,18 @@ class DeviceRun {
   std::size_t lse_floats_ = 0;
 };
 
-// Queries and weights have the rows' precision.
-Rounding rounding_of(DType dtype, bool exact_queries) {
-  const double step = dtype == DType::bf16 ? testing::kBf16Step : testing::kHalfStep;
+// Queries and weights have the rows' precision; elements of coded rows are rounded to bf16 as well.
+Rounding rounding_of(const RowFormat& rows, bool exact_queries) {
+  const double step = rows.is_coded()       ? 1.5 * testing::kBf16Step
+                      : rows == DType::bf16 ? testing::kBf16Step
+                                            : testing::kHalfStep;
   return {exact_queries ? 0 : step, step};
 }
 
 // Every `step`-th query of a partial.
 void expect_parity(const AttentionCase& c, const Partial& actual, bool exact_queries = false,
                    std::int64_t step = 1) {
-  const Rounding rounding = rounding_of(c.shape.rows.element, exact_queries);
+  const Rounding rounding = rounding_of(c.shape.rows, exact_queries);
   const AttentionOracle oracle(c);
   const auto width = static_cast<std::size_t>(c.shape.head_dim);
   const std::int64_t queries = c.tokens * c.shape.query_heads;
@@ -478,6 +480,33 @@ TEST_P(PrefillAttention, AnySignOfScale) {
     c.scale = scale;
     check(c);
     if (HasFatalFailure()) return;
+  }
+}
+
+// Scratch of 2 MiB holds 1,536 rows of each head as bf16.
+TEST(PrefillOfCodedRows, TakesSeveralTurnsIfScratchIsSmall) {
+  if (!has_device()) GTEST_SKIP() << "no CUDA device";
+  const std::uint64_t seed = testing::seed(20251128);
+  SCOPED_TRACE(testing::seed_message(seed));
+  Random random(seed);
+  Workspace workspace(std::size_t{2} << 20);
+  const KvShape shape = {
+      .layers = 1, .query_heads = 8, .kv_heads = 2, .head_dim = 128, .rows = RowCode::int8};
+  for (const bool generic : {true, false}) {
+    for (const std::int64_t tokens : {1, 60}) {
+      SCOPED_TRACE(::testing::Message() << (generic ? "generic " : "best ") << tokens);
+      const std::int64_t counts[] = {4000, 1500};
+      AttentionCase c = random_case(random, shape, tokens, counts);
+      c.first_query_position = 4000 - tokens;
+      DeviceRun run(workspace, generic, c, {});
+      run.attend({0, 1000});
+      run.attend({1000, 4000}, true);
+      expect_parity(c, run.result());
+      if (HasFatalFailure()) return;
+      run.attend();
+      expect_parity(c, run.result());
+      if (HasFatalFailure()) return;
+    }
   }
 }
 
