@@ -411,7 +411,9 @@ void tile_shapes(benchmark::internal::Benchmark* bench) {
   for (const std::int64_t channels : {16, 64}) {
     bench->Args({kMillion, 8, 128, 4, 4, channels, 0, 1});
   }
-  bench->Args({kMillion, 8, 128, 4, 2, 128, 0, 1});
+  for (const std::int64_t bits : {3, 2, 1}) {
+    bench->Args({kMillion, 8, 128, 4, bits, 128, 0, 1});
+  }
   bench->Args({kMillion, 8, 128, 4, 2, 32, 0, 1});
   bench->Args({kMillion, 8, 64, 4, 4, 64, 0, 1});
   bench->Args({kMillion, 8, 64, 4, 4, 16, 0, 1});

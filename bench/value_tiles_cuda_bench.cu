@@ -235,7 +235,8 @@ void attend_shapes(benchmark::internal::Benchmark* bench) {
     }
   }
   bench->Args({1, kMillion, 2, 90, 0});
-  for (const std::int64_t bits : {3, 4}) bench->Args({1, 131072, bits, 90, 0});
+  for (const std::int64_t bits : {1, 3, 4}) bench->Args({1, 131072, bits, 90, 0});
+  bench->Args({1, kMillion, 1, 90, 1});
   for (const std::int64_t tokens : {4, 16}) bench->Args({tokens, 32768, 2, 90, 0});
   bench->UseManualTime()->Unit(benchmark::kMicrosecond);
 }
@@ -246,6 +247,7 @@ BENCHMARK(build_value_tiles)
     ->Args({1, 2})
     ->Args({64, 2})
     ->Args({1024, 2})
+    ->Args({1024, 1})
     ->Args({1024, 4})
     ->UseManualTime()
     ->Unit(benchmark::kMicrosecond);

@@ -16,6 +16,9 @@ namespace {
 // Larger than any context, and small enough that sums of a few such counts do not overflow.
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;
 
+// GPUs multiply the channels of 1-bit keys 16 at a time and have no kernel for fewer.
+constexpr int kOneBitUnit = 16;
+
 // More than any model has, and few enough that searching lists of layers costs nothing.
 constexpr int kMostLayers = 1024;
 
@@ -61,8 +64,11 @@ void check_parameters(const Method& method, const Scorer& scorer) {
 }
 
 void check_selector(const Policy& policy, const Scorer& scorer) {
-  require(policy.bits >= 2 && policy.bits <= 4,
-          "bits is " + std::to_string(policy.bits) + "; it has to be 4, 3 or 2");
+  require(policy.bits >= 1 && policy.bits <= 4,
+          "bits is " + std::to_string(policy.bits) + "; it has to be 4, 3, 2 or 1");
+  require(policy.bits > 1 || !scorer.reads_channels(),
+          "bits=1 is for rotated keys, whose channels select=" + policy.select.name +
+              " cannot read; it takes bits 4, 3 or 2");
   check_parameters(policy.select, scorer);
   require(
       scorer.info().kind != Kind::fixed || policy.sinks + policy.recent >= 1,
@@ -154,8 +160,8 @@ void check_compensation(const Policy& policy, const Scorers& scorers) {
               " needs the weight of every token; it takes select=" + scorers.names({Kind::logits}));
   require(by_values || policy.values == ValueBits{},
           "bits and pages of values are of compensate=values");
-  require(policy.values.bits >= 2 && policy.values.bits <= 4,
-          "the bits of compensate=values have to be 2, 3 or 4");
+  require(policy.values.bits >= 1 && policy.values.bits <= 4,
+          "the bits of compensate=values have to be from 1 to 4");
   require(policy.values.pages > 0.0 && policy.values.pages <= 1.0,
           "the pages of compensate=values have to be a share above 0 and up to 1");
   require(!by_values || !policy.prefill.evict,
@@ -273,6 +279,11 @@ void check_own_settings(const Policy& policy, const Scorers& scorers) {
 // Checks one layer's settings against a model's shape.
 void check_shape(const Policy& policy, const KvShape& shape, const Scorers& scorers) {
   scorers.at(policy.select).check({shape, policy.select.parameters, policy.bits});
+  if (policy.bits == 1 && shape.head_dim % kOneBitUnit != 0) {
+    throw Error(ErrorCode::unsupported, "policy: bits=1 is for a head_dim that is a multiple of " +
+                                            std::to_string(kOneBitUnit) + "; the model's is " +
+                                            std::to_string(shape.head_dim));
+  }
   if (policy.compensate == Compensation::values) {
     check_value_tiles(policy.values.bits, shape.head_dim, static_cast<float>(policy.values.pages));
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -145,7 +146,7 @@ bool read_values(ValueBits& values, std::span<const std::string_view> arguments)
       return false;
     }
     const auto& [name, value] = *parameter;
-    if (name == "bits" && (value == 2.0 || value == 3.0 || value == 4.0)) {
+    if (name == "bits" && value >= 1.0 && value <= 4.0 && value == std::floor(value)) {
       values.bits = static_cast<int>(value);
     } else if (name == "pages") {
       values.pages = value;
@@ -320,7 +321,7 @@ constexpr std::array<Setting, 13> kSettings = {{
     {"recent", Form::count, "newest tokens, always kept; the unfinished page of 128 always is",
      kTokens, read_count<&Policy::recent>, write_count<&Policy::recent>},
     {"compensate", Form::word, "what stands for the tokens that are not kept",
-     "none, mean_value or values(bits=B,pages=P), B 2, 3 or 4, P above 0 and up to 1",
+     "none, mean_value or values(bits=B,pages=P), B from 1 to 4, P above 0 and up to 1",
      read_compensate, write_compensate, take_compensation, give_compensation},
     {"dense", Form::layers, "layers that attend to every token", kLayers,
      read_layers<&Policy::dense_layers>, write_list<&Policy::dense_layers>},
@@ -335,7 +336,7 @@ constexpr std::array<Setting, 13> kSettings = {{
      "dense, pages(SHARE), zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU above "
      "0 and up to 1",
      read_prefill, write_prefill},
-    {"bits", Form::count, "per key channel, in the key index", "4, 3 or 2",
+    {"bits", Form::count, "per key channel, in the key index", "4, 3, 2 or 1",
      read_count<&Policy::bits>, write_count<&Policy::bits>,
      take_member<&LayerSettings::bits, &Policy::bits>,
      give_member<&LayerSettings::bits, &Policy::bits>},

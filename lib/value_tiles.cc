@@ -8,9 +8,9 @@
 namespace sluice {
 
 void check_value_tiles(int bits, int head_dim, float share) {
-  if (bits < 2 || bits > 4) {
+  if (bits < 1 || bits > 4) {
     throw Error(ErrorCode::usage,
-                "value tiles of " + std::to_string(bits) + " bits; there are 2, 3 and 4");
+                "value tiles of " + std::to_string(bits) + " bits; there are 1, 2, 3 and 4");
   }
   if (!(share > 0.0f && share <= 1.0f)) {
     throw Error(ErrorCode::usage, "reading pages that carry " + digits(share) +

@@ -1,4 +1,4 @@
-// Value tiles: the values of whole pages in 2, 3 or 4 bits, kept beside the key index, and
+// Value tiles: the values of whole pages in 1 to 4 bits, kept beside the key index, and
 // attention over them. Selected rows are fetched and attended exactly; all other tokens are
 // attended from data on the device: the weights that select() used, and these values. Pages that
 // carry hardly any weight are not read; the mean value stands for them.
@@ -18,7 +18,9 @@
 namespace sluice {
 
 // Values of whole pages of every KV head, quantised per channel over the 128 tokens of a page:
-// value = zero + scale * code, code in [0, 2^bits).
+// value = zero + scale * code, code in [0, 2^bits). Codes are chosen by the range of the channel;
+// with one bit, zero and scale are then fitted to them (lib/code_fit.h), so that they stand for the
+// means of the lower and the upper half.
 //
 // A page has scales and zeros, f16 [2, head_dim], then words of codes, u32 [4 bits, head_dim].
 // A word has 32 / bits neighbouring tokens of one channel: tokens 2 i and 2 i + 1 begin at bits
@@ -32,7 +34,7 @@ struct ValueTiles {
   std::byte* pages = nullptr;  // [kv_heads, slots, kTilePages, page_bytes()], aligned to 16
   std::int64_t slots = 0;      // per KV head
 
-  // Bytes of one page of one KV head. At head_dim 128: 36, 52 or 68 bytes per token.
+  // Bytes of one page of one KV head. At head_dim 128: 20, 36, 52 or 68 bytes per token.
   static constexpr std::size_t page_bytes(int bits, int head_dim) {
     return scales_bytes(head_dim) + static_cast<std::size_t>(kPageTokens / 8 * bits * head_dim);
   }
@@ -57,7 +59,7 @@ struct ValueTiles {
     int shift;
   };
   // Bits of a code that low_place() locates: all, except the highest of three.
-  static constexpr int low_bits(int bits) { return bits == 4 ? 4 : 2; }
+  static constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
   static constexpr Place low_place(int bits, int token) {
     const int tokens = 32 / low_bits(bits);
     return {token / tokens, token % tokens / 2 * low_bits(bits) + token % 2 * 16};
@@ -76,8 +78,10 @@ struct ValueTiles {
   // the clipped values lose: in sluice-22m's attention, layer by layer, the squared error is 0.53
   // (2 bits), 0.81 (3 bits) and 0.94 (4 bits) of that of whole ranges.
   static constexpr float kept_range(int bits) {
-    return bits == 2 ? 0.75f : bits == 3 ? 0.9f : 0.95f;
+    return bits == 1 ? 0.5f : bits == 2 ? 0.75f : bits == 3 ? 0.9f : 0.95f;
   }
+  // Returns true if zero and scale are fitted to the codes.
+  static constexpr bool fitted(int bits) { return bits == 1; }
   // The part clipped at either end, and a step, both in units of the whole range.
   static constexpr float margin(int bits) { return (1.0f - kept_range(bits)) / 2.0f; }
   static constexpr float step(int bits) {

@@ -8,6 +8,7 @@
 #include "cpu/reference/ops.h"
 #include "cpu/runtime/whole_pages.h"
 #include "lib/check.h"
+#include "lib/code_fit.h"
 #include "lib/hadamard.h"
 #include "sluice/half.h"
 
@@ -73,12 +74,20 @@ void build_channel(const KeyTiles& tiles, const Channel& channel, const std::vec
   const float zero = f16_to_float(*channel.zero);
   const float scale = f16_to_float(*channel.scale);
   std::fill_n(channel.codes, tiles.code_bytes(), std::byte{0});
+  CodeFit fit;
   for (std::size_t token = 0; token < keys.size(); ++token) {
     const float exact = scale > 0.0f ? (keys[token] - zero) * (1.0f / scale) : 0.0f;
     const auto code =
         static_cast<unsigned>(std::lrint(std::clamp(exact, 0.0f, static_cast<float>(largest))));
     write_code(tiles.bits, channel.codes, token, code);
+    fit.add(keys[token], static_cast<int>(code));
   }
+  if (!KeyTiles::fitted(tiles.bits)) return;
+  const auto as_half = [&](double x) {
+    return float_to_f16(std::clamp(static_cast<float>(x), -limit, limit));
+  };
+  *channel.scale = as_half(fit.scale(kPageTokens));
+  *channel.zero = as_half(fit.zero(kPageTokens, static_cast<double>(f16_to_float(*channel.scale))));
 }
 
 // The smallest f16 >= x, found by trying.

@@ -8,6 +8,7 @@
 
 #include "cpu/reference/ops.h"
 #include "cpu/runtime/whole_pages.h"
+#include "lib/code_fit.h"
 #include "sluice/half.h"
 
 namespace sluice::cpu::reference {
@@ -68,11 +69,18 @@ void build_channel(const TilePage& page, int channel, const std::vector<float>& 
   const float scale = f16_to_float(page.scale(channel));
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   const auto largest = static_cast<float>((1 << page.bits) - 1);
+  CodeFit fit;
   for (int token = 0; token < kPageTokens; ++token) {
-    const float exact = (values[static_cast<std::size_t>(token)] - zero) * inverse;
-    page.set_code(token, channel,
-                  static_cast<unsigned>(std::lrint(std::clamp(exact, 0.0f, largest))));
+    const float value = values[static_cast<std::size_t>(token)];
+    const float exact = (value - zero) * inverse;
+    const long code = std::lrint(std::clamp(exact, 0.0f, largest));
+    page.set_code(token, channel, static_cast<unsigned>(code));
+    fit.add(value, static_cast<int>(code));
   }
+  if (!ValueTiles::fitted(page.bits)) return;
+  page.scale(channel) = as_half(static_cast<float>(fit.scale(kPageTokens)));
+  const auto stored = static_cast<double>(f16_to_float(page.scale(channel)));
+  page.zero(channel) = as_half(static_cast<float>(fit.zero(kPageTokens, stored)));
 }
 
 // Builds a page from its rows. Returns false and writes nothing if a value is NaN or Inf.

@@ -9,6 +9,7 @@
 #include "cpu/runtime/rows.h"
 #include "cpu/runtime/whole_pages.h"
 #include "cpu/scan/scan.h"
+#include "lib/code_fit.h"
 #include "lib/hadamard.h"
 #include "sluice/half.h"
 
@@ -96,6 +97,20 @@ void pack_channel(const std::uint8_t* codes, int bits, std::byte* to) {
   if (bits == 3) pack_bits(codes, 2, 1, to + KeyTiles::low_bytes(bits));
 }
 
+// Replaces a page's scales and zeros by those that fit its `codes` [head_dim, kPageTokens].
+void fit_scales(const PageKeys& keys, std::size_t channels, const std::uint8_t* codes,
+                const TilePage& page) {
+  for (std::size_t c = 0; c < channels; ++c, codes += kPageTokens) {
+    CodeFit fit;
+    for (std::size_t token = 0; token < kPageTokens; ++token) {
+      fit.add(keys.key(token)[c], codes[token]);
+    }
+    page.scales[c] = float_to_f16(clamp_to_half(static_cast<float>(fit.scale(kPageTokens))));
+    const auto scale = static_cast<double>(f16_to_float(page.scales[c]));
+    page.zeros[c] = float_to_f16(clamp_to_half(static_cast<float>(fit.zero(kPageTokens, scale))));
+  }
+}
+
 void build_tile(const PageKeys& keys, int head_dim, const KeyTiles& tiles, const TilePage& page) {
   const int bits = tiles.bits;
   Channels low;
@@ -122,6 +137,7 @@ void build_tile(const PageKeys& keys, int head_dim, const KeyTiles& tiles, const
       codes[c * kPageTokens + token] = static_cast<std::uint8_t>(std::lrint(code));
     }
   }
+  if (KeyTiles::fitted(bits)) fit_scales(keys, channels, codes.data(), page);
   for (std::size_t c = 0; c < channels; ++c) {
     pack_channel(&codes[c * kPageTokens], bits, page.codes_of(c, bits));
   }

@@ -1,4 +1,4 @@
-// Scores one page of 4-, 3- or 2-bit key tiles, or raw rows, against the queries of a KV head.
+// Scores one page of key tiles of 1 to 4 bits, or raw rows, against the queries of a KV head.
 #pragma once
 
 #include <cstdint>

@@ -50,29 +50,30 @@ ChannelCodes find_codes(const PageScan& scan) {
   return codes;
 }
 
-// The highest of the 3 bits of 32 tokens, at bit 2 of one byte each. Token 16 i + b of the page has
+// `code` for each of 32 tokens whose bit is set, in one byte each. Token 16 i + b of the page has
 // bit i of byte b.
-__m256i load_highest(const std::byte* channel, std::size_t group) {
-  const __m128i packed =
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(channel + KeyTiles::low_bytes(3)));
+__m256i load_bits(const std::byte* bits, std::size_t group, char code) {
+  const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bits));
   const auto first = static_cast<char>(1u << (2 * group));
   const auto second = static_cast<char>(2u << (2 * group));
   const __m256i wanted = _mm256_set_m128i(_mm_set1_epi8(second), _mm_set1_epi8(first));
   const __m256i found = _mm256_and_si256(_mm256_broadcastsi128_si256(packed), wanted);
-  return _mm256_and_si256(_mm256_cmpeq_epi8(found, wanted), _mm256_set1_epi8(4));
+  return _mm256_and_si256(_mm256_cmpeq_epi8(found, wanted), _mm256_set1_epi8(code));
 }
 
 // Codes of 32 tokens, one byte each. The codes of a group (at 3 bits the lower two bits) are in the
 // bytes from `place` on, from bit `shift` up.
 template <int kBits>
 __m256i load_group(const std::byte* channel, std::size_t group) {
+  if constexpr (kBits == 1) return load_bits(channel, group, 1);
   constexpr int kLow = KeyTiles::low_bits(kBits);
   const std::size_t place = kLow == 4 ? group % 2 * kGroupTokens : 0;
   const int shift = static_cast<int>(kLow == 4 ? group / 2 * 4 : group * 2);
   const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(channel + place));
   const __m256i low = _mm256_and_si256(_mm256_srl_epi16(packed, _mm_cvtsi32_si128(shift)),
                                        _mm256_set1_epi8((1 << kLow) - 1));
-  return kBits == 3 ? _mm256_or_si256(low, load_highest(channel, group)) : low;
+  if constexpr (kBits != 3) return low;
+  return _mm256_or_si256(low, load_bits(channel + KeyTiles::low_bytes(3), group, 4));
 }
 
 // The weights of two neighbouring channels of the list.
@@ -254,8 +255,10 @@ void score(const PageScan& scan, std::span<const PageQuery> folded,
     score_bits<4>(scan, folded, logits);
   } else if (scan.bits == 3) {
     score_bits<3>(scan, folded, logits);
-  } else {
+  } else if (scan.bits == 2) {
     score_bits<2>(scan, folded, logits);
+  } else {
+    score_bits<1>(scan, folded, logits);
   }
 }
 

@@ -30,6 +30,13 @@ template <int kBits>
 inline __m512i load_channel(const std::byte* channel) {
   if constexpr (kBits == 4) {
     return _mm512_loadu_si512(channel);
+  } else if constexpr (kBits == 1) {
+    // Bit i of byte b is token 16 i + b. Quarter i is rotated right by i bits; bits from
+    // neighbouring bytes are masked out later.
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(channel));
+    const __m512i turns =
+        _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);  // to the right
+    return _mm512_rorv_epi32(_mm512_broadcast_i32x4(packed), turns);
   } else {
     const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(channel));
     return _mm512_inserti64x4(_mm512_castsi256_si512(packed), _mm256_srli_epi16(packed, 2), 1);
@@ -279,8 +286,10 @@ void score(const PageScan& scan, std::span<const PageQuery> folded,
     score_bits<4>(scan, folded, logits);
   } else if (scan.bits == 3) {
     score_bits<3>(scan, folded, logits);
-  } else {
+  } else if (scan.bits == 2) {
     score_bits<2>(scan, folded, logits);
+  } else {
+    score_bits<1>(scan, folded, logits);
   }
 }
 

@@ -7,6 +7,7 @@
 #include "cpu/runtime/whole_pages.h"
 #include "cpu/values/values.h"
 #include "lib/check.h"
+#include "lib/code_fit.h"
 #include "sluice/half.h"
 
 namespace sluice::cpu {
@@ -66,6 +67,23 @@ struct Quantisers {
   }
 };
 
+// Replaces a page's scales and zeros by those that fit its codes, which quantisers.code() gives.
+void fit_scales(const std::vector<float>& values, const Quantisers& quantisers, std::size_t d,
+                std::uint16_t* scales) {
+  std::vector<CodeFit> fits(d);
+  for (std::size_t token = 0; token < kPageTokens; ++token) {
+    const float* const v = &values[token * d];
+    for (std::size_t c = 0; c < d; ++c) {
+      fits[c].add(v[c], static_cast<int>(quantisers.code(v[c], c)));
+    }
+  }
+  for (std::size_t c = 0; c < d; ++c) {
+    scales[c] = as_half(static_cast<float>(fits[c].scale(kPageTokens)));
+    const auto stored = static_cast<double>(f16_to_float(scales[c]));
+    scales[d + c] = as_half(static_cast<float>(fits[c].zero(kPageTokens, stored)));
+  }
+}
+
 // Builds a page from its rows. Returns false and writes nothing if a value is NaN or Inf.
 bool build_page(const KvShape& shape, int bits, const std::byte* rows, std::byte* page) {
   const std::vector<float> values = values_of(shape, rows);
@@ -88,6 +106,9 @@ bool build_page(const KvShape& shape, int bits, const std::byte* rows, std::byte
       lows[c] |= (code & mask) << low.shift;
       if (bits == 3) highs[c] |= (code >> 2) << high.shift;
     }
+  }
+  if (ValueTiles::fitted(bits)) {
+    fit_scales(values, quantisers, d, ValueTiles::scales(page));
   }
   return true;
 }

@@ -242,6 +242,7 @@ void add_bits(const ValuePage& page, const PageWeights* queries) {
 
 template <int kQueries>
 void add_to_queries(const ValuePage& page, const PageWeights* queries) {
+  if (page.bits == 1) add_bits<1, kQueries>(page, queries);
   if (page.bits == 2) add_bits<2, kQueries>(page, queries);
   if (page.bits == 3) add_bits<3, kQueries>(page, queries);
   if (page.bits == 4) add_bits<4, kQueries>(page, queries);

@@ -2,6 +2,7 @@
 // finding their range and quantising them, so that they are read once.
 #include <type_traits>
 
+#include "kernels/runtime/code_fit.cuh"
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/hadamard.cuh"
@@ -37,6 +38,7 @@ struct BuildArgs {
   std::int32_t* bad;         // reported [sequences, kv_heads]
   int head_dim;
   int bits;
+  bool fitted;
   // Of rotated tiles, see KeyTiles.
   Rotation rotation;
   float kept;
@@ -168,9 +170,10 @@ __device__ __forceinline__ uint4 pack_codes(int offset, const CodeOf& code) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Stages this thread's codes in shared memory, 64 bytes per channel at 4 and 2 bits; at 2 bits the
-// two halves of a byte come from different parts. At 3 bits the lower two bits are staged as at 2
-// bits, followed by the highest: every part has some of them in each of a channel's 16 bytes.
+// Stages this thread's codes in shared memory, 64 bytes per channel at 4, 2 and 1 bits; at 2 bits
+// the two halves of a byte come from different parts, and at 1 bit every part has two bits in each
+// of a channel's 16 bytes. At 3 bits the lower two bits are staged as at 2 bits, followed by the
+// highest, as at 1 bit.
 template <typename Pair>
 __device__ __forceinline__ void stage_codes(const Pair* keys, const Quantiser (&quantisers)[2],
                                             int bits, int part, int pair, int head_dim,
@@ -189,6 +192,9 @@ __device__ __forceinline__ void stage_codes(const Pair* keys, const Quantiser (&
           pack_codes(0, [&](int k) { return quantisers[c](key(k)); });
     } else if (bits == 2) {
       staged[of_low] = pack_codes(2 * half, [&](int k) { return quantisers[c](key(k)); });
+    } else if (bits == 1) {
+      staged[part * head_dim + channel] =
+          pack_codes(part, [&](int k) { return quantisers[c](key(k)) & 1u; });
     } else {
       staged[of_low] = pack_codes(2 * half, [&](int k) { return quantisers[c](key(k)) & 3u; });
       staged[(4 + part) * head_dim + channel] =
@@ -201,6 +207,12 @@ __device__ __forceinline__ uint4 operator|(const uint4& a, const uint4& b) {
   return make_uint4(a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w);
 }
 
+// The bits that all parts staged of one channel.
+__device__ __forceinline__ uint4 merged_bits(const uint4* of_part, int head_dim) {
+  static_assert(kParts == 4);
+  return of_part[0] | of_part[head_dim] | of_part[2 * head_dim] | of_part[3 * head_dim];
+}
+
 // Writes staged codes to a tile of 3 bits.
 __device__ void write_three_bits(const uint4* staged, int head_dim, int odd, uint4* to) {
   constexpr int kUnits = 3;  // per channel
@@ -209,25 +221,54 @@ __device__ void write_three_bits(const uint4* staged, int head_dim, int odd, uin
     const int channel = unit / kUnits;
     const int part = unit % kUnits;
     const int low = place_of(channel * 2 + part % 2, 2);
-    const uint4* const high = staged + 4 * head_dim + channel;
     to[unit + (channel * (kTilePages - 1) + odd) * kUnits] =
         part < 2 ? staged[low] | staged[head_dim * 2 + low]
-                 : high[0] | high[head_dim] | high[2 * head_dim] | high[3 * head_dim];
+                 : merged_bits(staged + 4 * head_dim + channel, head_dim);
   }
 }
 
 // Writes staged codes to a tile, as its odd or its even page.
 __device__ void write_codes(const uint4* staged, int head_dim, int bits, int odd, uint4* to) {
   if (bits == 3) return write_three_bits(staged, head_dim, odd, to);
-  const int of_channel = bits == 4 ? 2 : 1;  // log2 of the units per channel
+  const int of_channel = bits / 2;  // log2 of the units per channel
   for (int unit = static_cast<int>(threadIdx.x); unit < head_dim << of_channel;
        unit += static_cast<int>(blockDim.x)) {
     const int place = place_of(unit, bits);
     const int channel = unit >> of_channel;
     const int half = (channel ^ odd) % kTilePages;
     to[unit + ((channel * (kTilePages - 1) + half) << of_channel)] =
-        bits == 4 ? staged[place] : staged[place] | staged[head_dim * 2 + place];
+        bits == 4   ? staged[place]
+        : bits == 2 ? staged[place] | staged[head_dim * 2 + place]
+                    : merged_bits(staged + channel, head_dim);
   }
+}
+
+// Fits scale and zero of a thread's two channels to their codes, by way of `memory`, [kParts,
+// head_dim] sums. All threads of the block call it.
+__device__ __forceinline__ void fit_scales(Quantiser (&quantisers)[2], const float2* keys,
+                                           bool works, int part, int pair, int head_dim,
+                                           uint4* memory) {
+  auto* const fits = reinterpret_cast<DeviceFit*>(memory);
+  // Bits above the lowest byte of a code are garbage.
+  constexpr std::uint32_t kByte = 0xffu;
+  DeviceFit own[2];
+#pragma unroll
+  for (int k = 0; k < kThreadTokens; ++k) {
+    own[0].add(keys[k].x, quantisers[0](keys[k].x) & kByte);
+    own[1].add(keys[k].y, quantisers[1](keys[k].y) & kByte);
+  }
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    if (works) fits[part * head_dim + 2 * pair + c] = own[c];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    own[c] = fits[2 * pair + c];
+    for (int other = 1; other < kParts; ++other) own[c].add(fits[other * head_dim + 2 * pair + c]);
+    own[c].solve(quantisers[c].scale, quantisers[c].zero);
+  }
+  __syncthreads();
 }
 
 // Writes the tile of a page. `all`: the range of all keys of the thread's channels.
@@ -237,7 +278,10 @@ __device__ __forceinline__ void write_tile(const BuildArgs<Pages>& a, const Pair
                                            bool works, int part, int pair, uint4* staged) {
   const float2 low = floats_of(all.low);
   const float2 high = floats_of(all.high);
-  const Quantiser quantisers[2] = {{low.x, high.x, a}, {low.y, high.y, a}};
+  Quantiser quantisers[2] = {{low.x, high.x, a}, {low.y, high.y, a}};
+  if constexpr (std::is_same_v<Pair, float2>) {
+    if (a.fitted) fit_scales(quantisers, keys, works, part, pair, a.head_dim, staged);
+  }
   if (works && part == 0) {
     std::uint16_t* const scales = a.scales + (tile * kTilePages + odd) * 2 * a.head_dim + 2 * pair;
     write_pair(scales, quantisers[0].scale, quantisers[1].scale);
@@ -323,7 +367,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 // Shared memory for staged codes: 64 bytes per channel, and at 3 bits 64 more for the highest. Keys
-// to rotate take 128 per channel.
+// to rotate take 128 per channel, sums of rotated keys 96.
 std::size_t shared_bytes(int head_dim, const KeyTiles& tiles) {
   static_assert(kParts * kRotatedTokens * sizeof(float) == kPageTokens);
   const bool is_double = tiles.bits == 3 || tiles.rotated;
@@ -336,7 +380,8 @@ void build(const char* what, const KvShape& shape, const KeyIndexView& index, co
            std::int64_t blocks, std::int32_t* bad, const Launch& launch) {
   const int d = shape.head_dim;
   check(d > 0 && d % 2 == 0 && d <= kMaxHeadDim, "build_index: head_dim");
-  check(index.tiles.bits >= 2 && index.tiles.bits <= 4, "build_index: bits");
+  check(index.tiles.bits >= (index.tiles.rotated ? 1 : 2) && index.tiles.bits <= 4,
+        "build_index: bits");
   if (blocks == 0) return;
   BuildArgs<Pages> a{};
   a.pages = pages;
@@ -351,6 +396,7 @@ void build(const char* what, const KvShape& shape, const KeyIndexView& index, co
   a.bad = bad;
   a.head_dim = d;
   a.bits = index.tiles.bits;
+  a.fitted = KeyTiles::fitted(index.tiles.bits);
   a.rotation = Rotation::of(d);
   a.kept = index.tiles.kept_range();
   a.margin = index.tiles.margin();

@@ -222,8 +222,9 @@ class TileRuns {
 // steps for both pages, with their scales and zeros.
 template <int kBits, bool kListed>
 struct TileShape {
-  // Slots; all except the one being read are filled ahead.
-  static constexpr int kStages = 2;
+  // Slots; all except the one being read are filled ahead. Chunks of one bit are so small that a
+  // single one ahead does not hide the latency of memory.
+  static constexpr int kStages = kBits == 1 ? 3 : 2;
   static constexpr int kAhead = kStages - 1;
   static constexpr int kChannels = kPairSteps * kStepChannels;  // per chunk
   static constexpr int kCodeBytes = kPageTokens * kBits / 8;    // per channel and page

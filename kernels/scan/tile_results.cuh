@@ -6,10 +6,11 @@
 
 namespace sluice::cuda {
 
-// Bits stored together: 4 or 2 (of 3 bits, the lower 2). This, not the number of bits, determines
-// how tokens are divided among lanes, so kBits below is 4 or 2.
+// Bits that a code takes in a lane's words: 4 or 2. Of 3 bits the lower 2 lie together; single bits
+// are loaded into every other bit of a word. This, not the number of bits, determines how tokens
+// are divided among lanes, so kBits below is 4 or 2.
 template <int kBits>
-inline constexpr int kLowBits = KeyTiles::low_bits(kBits);
+inline constexpr int kLowBits = kBits == 4 ? 4 : 2;
 
 // Sums of one page: results of mma, with tokens as rows and queries as columns. At 4 bits, codes[m]
 // has token 8 r + m in row r = lane / 4 and the token 64 later in row r + 8; at 2 bits,

@@ -167,8 +167,8 @@ struct LaneOffsets {
       for (int j = 0; j < kCodes; ++j) {
         const int channel = channel_of_lane(kListed, quad, j);
         const int half = kListed || kBits == 3 ? p : (p ^ channel) % kTilePages;
-        const int at =
-            channel * Shape::kChannelBytes + half * Shape::kCodeBytes + row * (2 * kLowBits<kBits>);
+        const int of_row = kBits == 1 ? row % 4 * 4 : row * (2 * kLowBits<kBits>);
+        const int at = channel * Shape::kChannelBytes + half * Shape::kCodeBytes + of_row;
         const int listed = kBits == 3 ? at + quad * static_cast<int>(Shape::kGap) : at ^ quad * 32;
         codes[p][j] = static_cast<std::uint32_t>(kListed ? listed : at);
       }
@@ -201,7 +201,7 @@ __device__ __forceinline__ uint2 load_scales(std::uint32_t from, uint2 selectors
 // Codes of this lane's four channels of a step and a page; at 3 bits, x has the lower two and y the
 // highest.
 template <int kBits>
-using Codes = std::conditional_t<kBits == 2, std::uint32_t, uint2>[4];
+using Codes = std::conditional_t<kBits <= 2, std::uint32_t, uint2>[4];
 
 // Rotates the highest bits of four tokens of every run, a word shared by lanes of two rows four
 // apart: bit i of byte k belongs to token 16 i + k, and the upper row has the odd bits. After the
@@ -227,13 +227,16 @@ __device__ __forceinline__ void load_codes(std::uint32_t slot,
     } else {
       load_shared(from, codes[j]);
     }
+    // Lanes of two rows four apart share a word: bit i of byte k belongs to token 16 i + k, and the
+    // upper row has the odd bits.
+    if constexpr (kBits == 1) codes[j] >>= static_cast<unsigned>(lane_id()) / 16;
   }
 }
 
 // Returns word `i` of each channel's codes.
 template <int kBits>
 __device__ __forceinline__ Words words_of(const Codes<kBits>& codes, int i) {
-  if constexpr (kBits == 2) {
+  if constexpr (kBits <= 2) {
     return {make_uint4(codes[0], codes[1], codes[2], codes[3]), {}};
   } else {
     const uint4 first = make_uint4(codes[0].x, codes[1].x, codes[2].x, codes[3].x);
@@ -701,9 +704,9 @@ void launch_few(const TileScanArgs& a, const Launch& launch) {
 }
 
 // Returns true if a kernel for 8 queries is compiled. Kernels take long to compile, so at 3 bits
-// only the most frequent scan, all channels of every tile, has one; other scans use the kernel for
-// kMaxQueries with half of its columns idle.
-constexpr bool has_eight(int bits, TileScan scan) { return bits != 3 || scan == TileScan::all; }
+// and 1 only the most frequent scan, all channels of every tile, has one; other scans use the
+// kernel for kMaxQueries with half of its columns idle.
+constexpr bool has_eight(int bits, TileScan scan) { return bits % 2 == 0 || scan == TileScan::all; }
 
 // Queries that the kernel for `queries` queries is compiled for.
 constexpr int width_of(int bits, TileScan scan, int queries) {
@@ -724,7 +727,8 @@ void dispatch_queries(const TileScanArgs& a, const Launch& launch) {
 template <int kBits>
 void dispatch_scan(const TileScanArgs& a, TileScan scan, const Launch& launch) {
   if (scan == TileScan::listed) {
-    dispatch_queries<kBits, TileScan::listed>(a, launch);
+    check(kBits != 1, "tile scan: channels of 1 bit");  // not compiled
+    if constexpr (kBits != 1) dispatch_queries<kBits, TileScan::listed>(a, launch);
   } else if (scan == TileScan::candidates) {
     dispatch_queries<kBits, TileScan::candidates>(a, launch);
   } else {
@@ -876,8 +880,10 @@ void scan_tiles(const ScanPass& pass, const Launch& launch) {
     dispatch_scan<4>(a, kind, launch);
   } else if (p.index.tiles.bits == 3) {
     dispatch_scan<3>(a, kind, launch);
-  } else {
+  } else if (p.index.tiles.bits == 2) {
     dispatch_scan<2>(a, kind, launch);
+  } else {
+    dispatch_scan<1>(a, kind, launch);
   }
 }
 

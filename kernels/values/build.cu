@@ -1,5 +1,6 @@
 // Builds pages of value tiles, one block per page and KV head. A thread holds two neighbouring
 // channels of 32 tokens, whose codes fill whole words.
+#include "kernels/runtime/code_fit.cuh"
 #include "kernels/runtime/dispatch.h"
 #include "kernels/runtime/early_launch.cuh"
 #include "kernels/runtime/whole_pages.cuh"
@@ -14,6 +15,9 @@ namespace {
 constexpr int kMaxHeadDim = 256;
 constexpr int kParts = kPageTokens / kThreadTokens;
 constexpr int kMaxThreads = kParts * kMaxHeadDim / 2;
+template <int kBits>
+constexpr bool kFitted = ValueTiles::fitted(kBits);
+
 template <typename Pages>
 struct BuildArgs {
   Pages pages;
@@ -68,6 +72,30 @@ __device__ __forceinline__ void write_halves(std::byte* page, int index, __half 
   reinterpret_cast<__half2*>(page)[index] = __halves2half2(low, high);
 }
 
+// Fits scale and zero of a thread's two channels to their codes; value(k) is the pair of values of
+// its token k. All threads that have tokens call it.
+template <int kBits, typename Value>
+__device__ __forceinline__ void fit_scales(Quantiser<kBits> (&quantisers)[2], const Value& value,
+                                           int part, int pair) {
+  __shared__ DeviceFit fits[kParts][kMaxHeadDim];
+  DeviceFit own[2];
+#pragma unroll
+  for (int k = 0; k < kThreadTokens; ++k) {
+    const float2 both = value(k);
+    own[0].add(both.x, quantisers[0](both.x));
+    own[1].add(both.y, quantisers[1](both.y));
+  }
+#pragma unroll
+  for (int c = 0; c < 2; ++c) fits[part][2 * pair + c] = own[c];
+  __syncthreads();
+  if (part != 0) return;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    for (int other = 1; other < kParts; ++other) own[c].add(fits[other][2 * pair + c]);
+    own[c].solve(quantisers[c].scale, quantisers[c].zero);
+  }
+}
+
 // A block builds a page of one KV head, or has nothing to do.
 template <typename T, int kBits, typename Pages>
 __global__ void __launch_bounds__(kMaxThreads)
@@ -112,8 +140,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int other = 0; other < kParts; ++other) all.include(ranges[other][pair]);
   const float2 low = floats_of(all.low);
   const float2 high = floats_of(all.high);
-  const Quantiser<kBits> quantisers[2] = {{low.x, high.x, a.margin, a.step},
-                                          {low.y, high.y, a.margin, a.step}};
+  Quantiser<kBits> quantisers[2] = {{low.x, high.x, a.margin, a.step},
+                                    {low.y, high.y, a.margin, a.step}};
+  if constexpr (kFitted<kBits>) {
+    // Codes stay those of the range: base and inverse are not changed.
+    fit_scales<kBits>(
+        quantisers, [&](int k) { return floats_of(values[k]); }, part, pair);
+  }
   std::byte* const to = a.to.at(head, place);
   if (part == 0) {
     write_halves(to, pair, quantisers[0].scale, quantisers[1].scale);
@@ -157,6 +190,8 @@ void build(const char* what, const KvShape& shape, const ValueTilesView& values,
       launch_early(what, kernel, grid, static_cast<unsigned>(threads), 0, launch, a);
     };
     switch (values.tiles.bits) {
+      case 1:
+        return start(build_kernel<decltype(row), 1, Pages>);
       case 2:
         return start(build_kernel<decltype(row), 2, Pages>);
       case 3:

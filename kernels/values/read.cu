@@ -286,6 +286,8 @@ __global__ void __launch_bounds__(kReadThreads)
 
 void run_read(const TilesCall& c, const Launch& launch) {
   switch (c.bits) {
+    case 1:
+      return run_bits<1>(c, launch);
     case 2:
       return run_bits<2>(c, launch);
     case 3:

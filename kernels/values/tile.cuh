@@ -15,7 +15,7 @@ namespace sluice::cuda {
 inline constexpr int kThreadTokens = 32;
 inline constexpr int kThreadPairs = kThreadTokens / 2;
 template <int kBits>
-inline constexpr int kLowCodeBits = kBits == 4 ? 4 : 2;
+inline constexpr int kLowCodeBits = ValueTiles::low_bits(kBits);
 template <int kBits>
 inline constexpr int kLowWords = kLowCodeBits<kBits>;
 template <int kBits>
@@ -45,7 +45,8 @@ constexpr bool is_layout_of_tiles() {
   }
   return true;
 }
-static_assert(is_layout_of_tiles<2>() && is_layout_of_tiles<3>() && is_layout_of_tiles<4>());
+static_assert(is_layout_of_tiles<1>() && is_layout_of_tiles<2>() && is_layout_of_tiles<3>() &&
+              is_layout_of_tiles<4>());
 
 // Bytes of a page of one KV head.
 __host__ __device__ constexpr std::int64_t tile_page_bytes(int bits, int head_dim) {

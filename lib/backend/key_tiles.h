@@ -15,19 +15,20 @@ inline constexpr int kBoundsPerPage = kPageTokens / kBoundTokens;
 
 // Keys of whole pages, quantised per channel over the 128 tokens of a page and channel-major, so
 // that one copy serves slices of channels (SparQ) as well as all of them (Twilight).
-// key = zero + scale * code, code in [0, 2^bits).
+// key = zero + scale * code, code in [0, 2^bits). With one bit, zero and scale are fitted to the
+// codes (lib/code_fit.h).
 // At 4 bits, byte b of a channel's 64 holds token b in its low and token 64 + b in its high half;
-// at 2 bits, byte b of 32 holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up. At 3
-// bits, a channel has 48 bytes: 32 with the lower two bits of all codes, laid out as 2 bits are,
-// then 16 with the highest, where byte b holds those of tokens b, 16 + b and so on to 112 + b. A
-// channel of a tile has the codes of two adjacent pages of a sequence. In odd channels the second
-// page's come first, because adjacent channels of a page then lie in different memory banks; at 3
-// bits they do so anyway, and the first page's are always first. The last tile of a sequence may
-// have only one page; the bytes of the other are undefined.
+// at 2 bits, byte b of 32 holds tokens b, 32 + b, 64 + b and 96 + b from its lowest bits up; at 1
+// bit, byte b of 16 holds tokens b, 16 + b and so on to 112 + b. At 3 bits, a channel has 48 bytes:
+// 32 with the lower two bits of all codes, laid out as 2 bits are, then 16 with the highest, laid
+// out as 1 bit is. A channel of a tile has the codes of two adjacent pages of a sequence. In odd
+// channels the second page's come first, because adjacent channels of a page then lie in different
+// memory banks; at 3 bits they do so anyway, and the first page's are always first. The last tile
+// of a sequence may have only one page; the bytes of the other are undefined.
 //
 // Rotated tiles hold keys after a rotation (lib/hadamard.h), so queries must be rotated, too; codes
 // span kept_range() of the range. Unrotated ones hold the channels themselves, which SparQ reads
-// one by one, and span the whole range.
+// one by one, and span the whole range. Tiles of one bit are always rotated.
 struct KeyTiles {
   int bits = 4;
   bool rotated = false;
@@ -63,8 +64,10 @@ struct KeyTiles {
   // for sluice-22m behind 8K tokens of two books: parts from 1 to 0.65. Neighbours of these lose as
   // much; whole ranges lose up to four (2 bits), three (3) and one (4) times as much.
   static constexpr float kept_range(int bits) {
-    return bits == 2 ? 0.75f : bits == 3 ? 0.9f : 0.95f;
+    return bits == 1 ? 0.5f : bits == 2 ? 0.75f : bits == 3 ? 0.9f : 0.95f;
   }
+  // Returns true if zero and scale are fitted to the codes.
+  static constexpr bool fitted(int bits) { return bits == 1; }
   float kept_range() const { return rotated ? kept_range(bits) : 1.0f; }
   // The part clipped at either end.
   float margin() const { return (1.0f - kept_range()) / 2.0f; }

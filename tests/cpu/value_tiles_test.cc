@@ -17,6 +17,7 @@
 #include "sluice/errors.h"
 #include "tests/support/cpu_digest.h"
 #include "tests/support/elements.h"
+#include "tests/support/fitted_halves.h"
 #include "tests/support/partial_cases.h"
 #include "tests/support/value_cases.h"
 
@@ -94,7 +95,7 @@ TEST(ValueTiles, AttendLikeTheDefinitionByEveryInstructionSet) {
     SCOPED_TRACE(hwy::TargetName(target));
     hwy::SetSupportedTargetsForTest(target);
     std::uint64_t seed = testing::seed(200);
-    for (const int bits : {2, 3, 4}) {
+    for (const int bits : {1, 2, 3, 4}) {
       for (const int head_dim : {20, 128}) {
         expect_right(implementations()[1], {head_dim, 3, bits}, ++seed);
       }
@@ -269,9 +270,24 @@ void expect_nearest(Built& built, int bits) {
   }
 }
 
+void expect_fitted(Built& built) {
+  const int d = built.shape().head_dim;
+  for (std::int64_t at = 0; at < 2 * built.count() / kPageTokens * d; ++at) {
+    const std::int64_t first = at / d / 2 * kPageTokens;
+    const auto c = static_cast<int>(at % d);
+    std::vector<double> values;
+    std::vector<double> coded;
+    for (std::int64_t t = first; t < first + kPageTokens; ++t) {
+      values.push_back(static_cast<double>(built.value(at / d % 2, t, c)));
+      coded.push_back(built.coded(at / d % 2, t, c));
+    }
+    ASSERT_NO_FATAL_FAILURE(testing::expect_halves(values, coded)) << "channel " << c;
+  }
+}
+
 TEST_P(ValueTilesTest, HoldTheNearestCodes) {
   std::uint64_t seed = testing::seed(10);
-  for (const int bits : {2, 3, 4}) {
+  for (const int bits : {1, 2, 3, 4}) {
     for (const int head_dim : {4, 64, 80, 256}) {
       for (const RowFormat& format : {RowFormat(DType::bf16), RowFormat(DType::f16),
                                       RowFormat(DType::f32), RowFormat(RowCode::int8)}) {
@@ -279,7 +295,7 @@ TEST_P(ValueTilesTest, HoldTheNearestCodes) {
         SCOPED_TRACE(testing::seed_message(++seed) + " bits " + std::to_string(bits));
         Built built(head_dim, bits, format, 3, seed);
         built.build(GetParam());
-        expect_nearest(built, bits);
+        bits == 1 ? expect_fitted(built) : expect_nearest(built, bits);
         EXPECT_EQ(built.bad, std::vector<std::int32_t>(2));
         Built by_steps(head_dim, bits, format, 3, seed);
         by_steps.build_batch(GetParam());
@@ -291,7 +307,7 @@ TEST_P(ValueTilesTest, HoldTheNearestCodes) {
 
 TEST_P(ValueTilesTest, AreTheSameBitByBitAsTheReferences) {
   std::uint64_t seed = testing::seed(50);
-  for (const int bits : {2, 3, 4}) {
+  for (const int bits : {1, 2, 3, 4}) {
     for (const float deviation : {0.0f, 1e-8f, 1e-4f, 1.0f, 1e4f, 1e30f}) {
       SCOPED_TRACE(testing::seed_message(++seed) + " bits " + std::to_string(bits));
       Built built(64, bits, DType::bf16, 2, seed, deviation);
@@ -300,6 +316,29 @@ TEST_P(ValueTilesTest, AreTheSameBitByBitAsTheReferences) {
       reference.build(implementations()[0]);
       EXPECT_TRUE(built.tiles == reference.tiles) << deviation;
     }
+  }
+}
+
+// Values without a range are held exactly; a channel with one huge value has nothing but numbers,
+// and leaves the others alone.
+TEST_P(ValueTilesTest, TakeValuesWithoutARangeAndHugeOnes) {
+  for (const int bits : {1, 2, 3, 4}) {
+    SCOPED_TRACE("bits " + std::to_string(bits));
+    Built built(64, bits, DType::f32, 2, testing::seed(61), 0.0f);
+    const auto row = static_cast<std::int64_t>(built.shape().row_bytes());
+    for (std::int64_t t = 0; t < built.count(); ++t) {
+      const float values[2] = {0.375f, t == 130 ? 3e38f : 1.0f};
+      std::memcpy(built.rows_of(1) + t * row + 64 * 4, values, sizeof values);
+    }
+    built.build(GetParam());
+    EXPECT_EQ(built.bad, std::vector<std::int32_t>(2));
+    for (std::int64_t t = 0; t < built.count(); ++t) {
+      ASSERT_EQ(built.coded(1, t, 0), 0.375);
+      ASSERT_TRUE(std::isfinite(built.coded(1, t, 1)));
+      ASSERT_EQ(built.coded(1, t, 2), 0.0);
+    }
+    ASSERT_EQ(built.coded(1, 0, 1), 1.0);
+    ASSERT_GT(built.coded(1, 130, 1), 6e4);
   }
 }
 
@@ -326,7 +365,7 @@ TEST_P(ValueTilesTest, ComeCloserToExactAttentionWithMoreBits) {
   const std::uint64_t seed = testing::seed(70);
   SCOPED_TRACE(testing::seed_message(seed));
   double last = 0.5;
-  for (const int bits : {2, 3, 4}) {
+  for (const int bits : {1, 2, 3, 4}) {
     Built built(64, bits, DType::bf16, 8, seed);
     built.build(GetParam());
     ValueProblem problem({64, 1, bits, 1.0f, {1024}, 0, 2}, seed);
@@ -370,7 +409,8 @@ TEST(ValueTiles, TakeAsManyBytesAsTheySay) {
 TEST(ValueTiles, RefuseSettingsThatDoNotExist) {
   EXPECT_NO_THROW(check_value_tiles(2, 128, 0.9f));
   EXPECT_NO_THROW(check_value_tiles(4, 80, 1.0f));
-  EXPECT_THROW(check_value_tiles(1, 128, 0.9f), Error);
+  EXPECT_NO_THROW(check_value_tiles(1, 128, 0.9f));
+  EXPECT_THROW(check_value_tiles(0, 128, 0.9f), Error);
   EXPECT_THROW(check_value_tiles(5, 128, 0.9f), Error);
   EXPECT_THROW(check_value_tiles(2, 128, 0.0f), Error);
   EXPECT_THROW(check_value_tiles(2, 128, 1.01f), Error);

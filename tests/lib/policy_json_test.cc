@@ -75,9 +75,9 @@ TEST(PolicyJson, RefusesEverythingElse) {
       {R"({"select":"dense sinks=4"})", "'select=dense sinks=4' is not understood"},
       {R"({"select":"dense\u0000"})", "'select=dense\\x00' is not understood"},
       {R"({"cap":0})", "'cap=0' is not understood"},
-      {R"({"bits":5})", "bits is 5; it has to be 4, 3 or 2"},
-      {R"({"bits":3.5})", "bits is '3.5'; it has to be an integer: 4, 3 or 2"},
-      {R"({"bits":"3"})", "it has to be an integer: 4, 3 or 2"},
+      {R"({"bits":5})", "bits is 5; it has to be 4, 3, 2 or 1"},
+      {R"({"bits":3.5})", "bits is '3.5'; it has to be an integer: 4, 3, 2 or 1"},
+      {R"({"bits":"3"})", "it has to be an integer: 4, 3, 2 or 1"},
       {R"({"select":"sparq"})", "needs prune=top_k(N)"},
   };
   for (const Refusal& refusal : refusals) {

@@ -80,7 +80,7 @@ TEST(PolicyLayers, WhatMakesNoSenseIsRefused) {
   refused("sluice dense=0 anchors=1 2:cap=4", "layer 2 selects nothing");
   refused("dense 0:bits=2", "layer 0 selects nothing");
   refused("sluice 2:prune=top_k(8)", "in layer 2: cap limits what top_p keeps");
-  refused("sluice 2:bits=5", "in layer 2: bits is 5; it has to be 4, 3 or 2");
+  refused("sluice 2:bits=5", "in layer 2: bits is 5; it has to be 4, 3, 2 or 1");
   refused("quest 2:compensate=values", "in layer 2: compensate=values needs the weight of every");
   refused("sluice 2:compensate=values(pages=2)", "in layer 2: the pages of compensate=values");
   std::string many = "sluice ";

@@ -150,7 +150,8 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"   ", "the text is empty"},
       {"fast",
        "'fast' is neither a preset (dense, streaming, quest, sparq, twilight, tidaldecode, "
-       "zipvl, sluice, values, quantized) nor key=value; settings are select, candidates, prune, "
+       "zipvl, sluice, values, quantized) nor key=value; settings are select, "
+       "candidates, prune, "
        "cap, sinks, "
        "recent, compensate, dense, anchors, anchors_attend, correct, prefill, bits"},
       {"Dense", "'Dense' is neither a preset"},
@@ -209,8 +210,9 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"recent=99999999999999999999", "recent takes a number of tokens from 0 to 2147483648"},
       {"compensate=mean",
        "'compensate=mean' is not understood; compensate takes none, "
-       "mean_value or values(bits=B,pages=P), B 2, 3 or 4, P above 0 and up to 1"},
-      {"compensate=values(bits=1)", "compensate takes none"},
+       "mean_value or values(bits=B,pages=P), B from 1 to 4, P above 0 and up to 1"},
+      {"compensate=values(bits=0)", "compensate takes none"},
+      {"compensate=values(bits=5)", "compensate takes none"},
       {"compensate=values(bits=2.5)", "compensate takes none"},
       {"compensate=values(bits=2,bits=3)", "compensate takes none"},
       {"compensate=values(share=1)", "compensate takes none"},
@@ -237,9 +239,9 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"prefill=pages()", "prefill takes dense"},
       {"prefill=pages(half)", "prefill takes dense"},
       {"prefill=pages(0.5,evict)", "prefill takes dense"},
-      {"bits=three", "'bits=three' is not understood; bits takes 4, 3 or 2"},
-      {"bits=3.5", "'bits=3.5' is not understood; bits takes 4, 3 or 2"},
-      {"bits=", "bits takes 4, 3 or 2"},
+      {"bits=three", "'bits=three' is not understood; bits takes 4, 3, 2 or 1"},
+      {"bits=3.5", "'bits=3.5' is not understood; bits takes 4, 3, 2 or 1"},
+      {"bits=", "bits takes 4, 3, 2 or 1"},
   };
   for (const Refusal& refusal : refusals) {
     EXPECT_THAT(refused_text(refusal.text), HasSubstr(refusal.message)) << refusal.text;
@@ -248,10 +250,13 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
 
 TEST(PolicyText, RefusesWhatMakesNoSense) {
   const std::vector<Refusal> refusals = {
-      {"bits=1", "policy: bits is 1; it has to be 4, 3 or 2"},
-      {"bits=5", "policy: bits is 5; it has to be 4, 3 or 2"},
-      {"bits=0", "policy: bits is 0; it has to be 4, 3 or 2"},
-      {"bits=-3", "policy: bits is -3; it has to be 4, 3 or 2"},
+      {"select=sparq prune=top_k(8) bits=1",
+       "policy: bits=1 is for rotated keys, whose channels select=sparq cannot read; it takes bits "
+       "4, "
+       "3 or 2"},
+      {"bits=5", "policy: bits is 5; it has to be 4, 3, 2 or 1"},
+      {"bits=0", "policy: bits is 0; it has to be 4, 3, 2 or 1"},
+      {"bits=-3", "policy: bits is -3; it has to be 4, 3, 2 or 1"},
       {"sinks=-1", "policy: sinks is -1; it has to be from 0 to 2147483648"},
       {"recent=2147483649", "recent is 2147483649; it has to be from 0 to 2147483648"},
       {"correct=-4", "correct is -4; it has to be from 0 to 2147483648"},
@@ -415,9 +420,18 @@ TEST(PolicyValidation, ChecksAgainstTheModel) {
               HasSubstr("dense lists layer 8; the model's layers are 0 to 7"));
   EXPECT_THAT(refused_for_model("select=int4 prune=top_k(8) anchors=0,9"),
               HasSubstr("anchors lists layer 9; the model's layers are 0 to 7"));
+  KvShape narrow = kShape;
+  narrow.head_dim = 40;
+  try {
+    validate(parse_policy("select=int4 bits=1 prune=top_k(8)"), narrow);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::unsupported);
+    EXPECT_THAT(error.what(), HasSubstr("a head_dim that is a multiple of 16; the model's is 40"));
+  }
   Policy broken;
-  broken.bits = 1;
-  EXPECT_THAT(refusal([&] { validate(broken, kShape); }), HasSubstr("4, 3 or 2"));
+  broken.bits = 0;
+  EXPECT_THAT(refusal([&] { validate(broken, kShape); }), HasSubstr("4, 3, 2 or 1"));
 
   EXPECT_NO_THROW(validate(parse_policy("select=sparq(r=64) prune=top_k(8) dense=7"), kShape));
   EXPECT_NO_THROW(validate(parse_policy("select=int4 prune=top_k(8) anchors=0,7"), kShape));

@@ -36,6 +36,7 @@ const char* const kPolicies[] = {
     "select=int4 bits=3 prune=top_k(16) compensate=values 0:bits=4 1:bits=2",
     "select=quest prune=top_k(1/4) compensate=none",
     "select=int4 prune=top_k(16) compensate=values",
+    "select=int4 bits=1 prune=top_k(16) compensate=values(bits=1,pages=0.8) 0:bits=2",
     "select=sparq(r=8) candidates=1/4 prune=top_k(16) compensate=values(bits=3,pages=0.5)",
     "select=int4 prune=none compensate=values(bits=4,pages=1) dense=0 anchors=1",
     "sluice cap=40 0:bits=2 1:cap=8 1:compensate=values(bits=3) 0:compensate=none",

@@ -59,8 +59,8 @@ inline double value_in_page(const std::byte* page, int bits, int head_dim, int t
     std::memcpy(&word, page + 4 * d + 4 * (static_cast<std::size_t>(row) * d + c), 4);
     return word;
   };
-  // Words of 2 or 4 bits hold pairs of tokens in their two halves.
-  const int low = bits == 4 ? 4 : 2;
+  // Words of 1, 2 or 4 bits hold pairs of tokens in their two halves.
+  const int low = bits == 3 ? 2 : bits;
   const int per_word = 32 / low;
   const int half = token % 2 * 16;
   const int at = token % per_word / 2 * low + half;
@@ -381,7 +381,7 @@ inline void expect_answer(const ValueAnswer& wanted, const std::vector<float>& o
 // Shapes and settings that every implementation is held to.
 inline std::vector<ValueCase> value_cases() {
   std::vector<ValueCase> cases;
-  for (const int bits : {2, 3, 4}) {
+  for (const int bits : {1, 2, 3, 4}) {
     for (const int head_dim : {64, 80, 96, 128, 256}) cases.push_back({head_dim, 4, bits});
     for (const int group : {1, 2, 7, 8, 16}) cases.push_back({64, group, bits});
     for (const float share : {0.5f, 1.0f}) cases.push_back({128, 4, bits, share});

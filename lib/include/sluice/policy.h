@@ -65,7 +65,7 @@ enum class Compensation : std::uint8_t {
 
 // Settings of Compensation::values.
 struct ValueBits {
-  int bits = 2;        // per channel of a value: 2, 3 or 4
+  int bits = 2;        // per channel of a value: 1 to 4
   double pages = 0.9;  // reads the fewest pages that carry this share of the dropped weight; the
                        // mean of all values stands for the rest
 
@@ -120,7 +120,7 @@ struct LayerSettings {
 
 struct Policy {
   Method select;
-  int bits = 4;       // per key channel in the index: 4, 3 or 2
+  int bits = 4;       // per key channel in the index: 4, 3, 2 or 1
   Budget candidates;  // if limited: the selector proposes this many, the whole index rescores them
   Pruner prune = Pruner::top_k;
   Budget k;                 // of top_k

@@ -36,8 +36,9 @@ TEST(CudaEstimate, EveryShape) {
         p.head_dim = head_dim;
         p.group = group;
         p.channels = head_dim / 3 + 1;
-        for (const int bits : {4, 3, 2}) {
+        for (const int bits : {4, 3, 2, 1}) {
           ++seed;
+          if (bits == 1 && (method != Selector::int4 || head_dim % 16 != 0)) continue;
           p.bits = bits;
           p.rotated = method == Selector::int4;
           p.dtype = seed % 2 == 0 ? DType::bf16 : DType::f16;
@@ -76,10 +77,11 @@ TEST(CudaEstimate, Candidates) {
         p.twice = group == 5;
         p.apart = apart;
         p.head_dim = group == 5 ? 54 : 64;
-        for (const int bits : {4, 3, 2}) {
-          p.bits = bits;
+        for (const int bits : {4, 3, 2, 1}) {
           p.skip_newest = ++seed % 5 < 2;
-          p.rotated = method == Selector::int4 && seed % 2 == 0;
+          if (bits == 1 && (method != Selector::int4 || group == 5)) continue;
+          p.bits = bits;
+          p.rotated = method == Selector::int4 && (bits == 1 || seed % 2 == 0);
           expect_close(p, seed);
         }
       }
@@ -200,8 +202,10 @@ TEST(CudaEstimate, ManyPages) {
     p.group = 1;
     p.kv_heads = 3;
     p.lengths = {7500 * kPageTokens + 37};
-    for (const int bits : {4, 3}) {
+    for (const int bits : {4, 3, 1}) {
+      if (bits == 1 && method != Selector::int4) continue;
       p.bits = bits;
+      p.rotated = bits == 1;
       expect_close(p, ++seed);
     }
   }

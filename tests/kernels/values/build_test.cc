@@ -170,7 +170,7 @@ TEST(CudaBuildValues, EqualsReferenceBitByBit) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   std::uint64_t seed = testing::seed(1);
   for (const int head_dim : {4, 32, 64, 80, 96, 128, 256}) {
-    for (const int bits : {2, 3, 4}) {
+    for (const int bits : {1, 2, 3, 4}) {
       for (const DType dtype : {DType::bf16, DType::f16}) {
         for (const Source source : {Source::device, Source::pages}) {
           expect_same({head_dim, bits, dtype}, ++seed, source);
@@ -184,7 +184,7 @@ TEST(CudaBuildValues, RoundsLikeReferenceAtEveryMagnitude) {
   if (!has_device()) GTEST_SKIP() << "no CUDA device";
   std::uint64_t seed = testing::seed(100);
   for (const float deviation : {0.0f, 1e-8f, 1e-6f, 1e-4f, 100.0f, 1e4f, 1e30f}) {
-    for (const int bits : {2, 3, 4}) {
+    for (const int bits : {1, 2, 3, 4}) {
       expect_same({64, bits, DType::bf16, 1, deviation}, ++seed, Source::host);
     }
   }
