@@ -308,7 +308,7 @@ void validate(const Policy& policy, const KvShape& shape, const Scorers& scorers
 }
 
 std::span<const Preset> presets() {
-  static constexpr std::array<Preset, 10> kPresets = {{
+  static constexpr std::array<Preset, 12> kPresets = {{
       {"dense", "select=dense", "exact attention to every token: the baseline"},
       {"streaming", "select=streaming sinks=4 recent=1020",
        "the first 4 and the newest 1020 tokens, where they stand (StreamingLLM, Xiao et al. 2023)"},
@@ -324,8 +324,12 @@ std::span<const Preset> presets() {
        "prompts attend to important and near tokens, decoding is dense (ZipVL, He et al. 2024)"},
       {"sluice", "select=sparq candidates=1/16 prune=top_p(0.95) cap=256 compensate=mean_value",
        "SparQ proposes, Twilight's top-p keeps up to 256 tokens, SparQ's mean value compensates"},
-      {"values", "select=int4 prune=top_k(64) compensate=values(pages=0.95) bits=3",
-       "64 tokens exactly, all others by their keys in 3 bits and their values in 2"},
+      {"values", "select=int4 prune=top_k(256) compensate=values(pages=0.95) bits=2",
+       "256 tokens exactly, all others by their keys and values in 2 bits"},
+      {"compact", "select=int4 prune=top_k(1024) compensate=values(bits=1,pages=0.95) bits=2",
+       "1024 tokens exactly, all others by their keys in 2 bits and their values in 1"},
+      {"tiny", "select=int4 prune=top_k(4096) compensate=values(bits=1,pages=0.95) bits=1",
+       "4096 tokens exactly, all others by their keys and values in 1 bit"},
       {"quantized", "select=int4 prune=none compensate=values(bits=4,pages=1)",
        "keys and values in 4 bits only, no row is fetched (compare KIVI, Liu et al. 2024)"},
   }};

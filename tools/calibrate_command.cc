@@ -50,8 +50,8 @@ void validate(const CalibrateFlags& flags, const ModelInfo& info) {
     if (budget < 1) throw Error(ErrorCode::usage, "--budget must be at least 1");
   }
   require_all<std::int64_t>(flags.choices.rows, 0, std::int64_t{1} << 31, "--rows");
-  require_all(flags.choices.value_bits, 2, 4, "--value-bits");
-  require_all(flags.choices.key_bits, 2, 4, "--key-bits");
+  require_all(flags.choices.value_bits, 1, 4, "--value-bits");
+  require_all(flags.choices.key_bits, 1, 4, "--key-bits");
   if (!(flags.choices.loss > 0.0) || !std::isfinite(flags.choices.loss)) {
     throw Error(ErrorCode::usage, "--loss has to be a number above 0");
   }

@@ -26,15 +26,6 @@ bool is_dense_faster(const Engine& engine, SessionOptions options) {
   }
 }
 
-bool computes_on_device(const Engine& engine) {
-  try {
-    return engine.plan(1).on_device;
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::memory) throw;
-    return false;  // no policy fits
-  }
-}
-
 // The policy that `auto` takes, and the last preferred one that does not fit.
 struct Fitting {
   std::string line;     // policy line; empty: dense
@@ -42,16 +33,12 @@ struct Fitting {
   std::string why;
 };
 
-// Candidates in order of preference, each with a smaller index than the one before. The second
-// fetches up to four times the rows of the first; the last loses ten times as much as either: for
-// sluice-22m behind 8K tokens 0.0008 and 0.0006 of KL divergence, behind 32K 0.018. Slices and
-// candidates save reads on a CPU, but a GPU reads the whole index in less time than it takes to
-// choose the part to read.
+// Candidates in order of preference, each with a smaller index than the one before. For sluice-22m
+// behind 32K tokens they lose 0.0005, 0.0015 and 0.0020 of KL divergence; the second fetches up to
+// four times the rows of the first, the third up to 16 times.
 Fitting first_that_fits(const Engine& engine, SessionOptions options) {
-  const char* const last =
-      computes_on_device(engine) ? "sluice select=int4 candidates=none" : "sluice";
   Fitting fitting;
-  for (const char* const line : {"values", "values bits=2 prune=top_k(256)", last}) {
+  for (const char* const line : {"values", "compact", "tiny"}) {
     options.policies = {engine.policy(line)};
     try {
       engine.plan(options);
@@ -98,9 +85,9 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
   app.add_option(
          "--policy", policy,
          "which tokens decoding attends to: a preset or a line of settings, see below; auto "
-         "is dense where all rows are at hand and so few that this is faster; else values or, "
-         "where --device-memory does not hold its key index, values with keys in 2 bits and 256 "
-         "rows or sluice; at last dense")
+         "is dense where all rows are in the memory that attends to them and so few that this is "
+         "faster; else values, compact or tiny, the first whose index --device-memory holds; at "
+         "last dense")
       ->capture_default_str();
   add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();

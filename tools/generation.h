@@ -34,8 +34,7 @@ struct Choice {
 
 // `options` with the policy asked for. "auto" is dense where Plan::dense_is_faster, else the first
 // that a cap has room for: values, which is the closest to dense attention and fetches the fewest
-// rows; the same with keys in 3 bits; sluice, whose index is the smallest, without slices and
-// candidates on a GPU; or dense.
+// rows; compact; tiny, whose index is the smallest; or dense.
 Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options);
 
 // The plan, the policy, and notes on surprises.

@@ -44,7 +44,7 @@ const char* const kPolicies[] = {
     "tidaldecode anchors=2 correct=16",
     "select=int4 bits=2 prune=top_p(0.9) cap=200 dense=0 anchors=1",
     "values bits=3 1:bits=2 2:bits=4",
-    "values bits=1 compensate=values(bits=1)",
+    "compact 1:bits=1",
     "select=int4 prune=top_k(64) compensate=values(bits=3,pages=0.5)",
     "zipvl",
     "select=dense prefill=zipvl(0.9,evict)",

@@ -146,11 +146,11 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
   const std::vector<Refusal> refusals = {
       {"",
        "policy: the text is empty; write a preset (dense, streaming, quest, sparq, twilight, "
-       "tidaldecode, zipvl, sluice, values, quantized) or select=dense"},
+       "tidaldecode, zipvl, sluice, values, compact, tiny, quantized) or select=dense"},
       {"   ", "the text is empty"},
       {"fast",
        "'fast' is neither a preset (dense, streaming, quest, sparq, twilight, tidaldecode, "
-       "zipvl, sluice, values, quantized) nor key=value; settings are select, "
+       "zipvl, sluice, values, compact, tiny, quantized) nor key=value; settings are select, "
        "candidates, prune, "
        "cap, sinks, "
        "recent, compensate, dense, anchors, anchors_attend, correct, prefill, bits"},
@@ -447,9 +447,9 @@ TEST(Presets, ReadAsTheirNamesSay) {
     EXPECT_NO_THROW(validate(policy, kShape)) << preset.name;
     EXPECT_FALSE(preset.description.empty() || preset.description.find('\n') != std::string::npos);
   }
-  EXPECT_THAT(names,
-              ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
-                                     "tidaldecode", "zipvl", "sluice", "values", "quantized"));
+  EXPECT_THAT(names, ::testing::ElementsAre("dense", "streaming", "quest", "sparq", "twilight",
+                                            "tidaldecode", "zipvl", "sluice", "values", "compact",
+                                            "tiny", "quantized"));
 }
 
 }  // namespace

@@ -344,8 +344,8 @@ class Calibrate(unittest.TestCase):
                 self.assertEqual(measured[part], policy[part])
 
     def test_wrong_choices(self):
-        for flag, value, words in (("--rows", -1, "--rows is -1"), ("--value-bits", 5, "from 2 to 4"),
-                                   ("--key-bits", 5, "from 2 to 4"), ("--loss", 0, "above 0"),
+        for flag, value, words in (("--rows", -1, "--rows is -1"), ("--value-bits", 5, "from 1 to 4"),
+                                   ("--key-bits", 5, "from 1 to 4"), ("--loss", 0, "above 0"),
                                    ("--loss", "nan", "above 0"), ("--save", "x", "--save"),
                                    ("--preset", "sluice", "--preset")):  # fmt: skip
             done = sluice("calibrate", "--model", MODEL, "--text", BOOK, "--dry-run", flag, value)
