@@ -30,9 +30,11 @@ Checkpoint::Checkpoint(ModelConfig config, std::unique_ptr<const TensorSource> s
     : config_(std::move(config)), source_(std::move(source)), tensors_(source_->tensors()) {}
 
 Checkpoint Checkpoint::open(const std::filesystem::path& path) {
-  const std::unique_ptr<const CheckpointSource> source = CheckpointSource::open(path);
-  ModelConfig config = source->config();
-  Checkpoint checkpoint(std::move(config), source->tensors());
+  return open(*CheckpointSource::open(path));
+}
+
+Checkpoint Checkpoint::open(const CheckpointSource& source) {
+  Checkpoint checkpoint(source.config(), source.tensors());
   checkpoint.settle_tied_embeddings();
   const SourceTensor& embedding = checkpoint.locate(kEmbedding);
   checkpoint.source_->require_loadable(embedding);

@@ -16,6 +16,8 @@
 
 namespace sluice {
 
+class CheckpointSource;
+
 // Its tensors can be read from several threads.
 class Checkpoint {
  public:
@@ -24,6 +26,7 @@ class Checkpoint {
   // Throws Error{not_found} for a missing file, Error{corrupt} if the files contradict their format
   // or each other, Error{unsupported} for a model that the decoder does not handle, Error{io}.
   static Checkpoint open(const std::filesystem::path& path);
+  static Checkpoint open(const CheckpointSource& source);
 
   // tie_word_embeddings is false if the checkpoint has an lm_head.weight that differs, whatever its
   // config says.

@@ -112,10 +112,14 @@ ModelConfig parse_config(const JsonObject& config) {
 
 }  // namespace
 
+ModelConfig parse_config(const nlohmann::json& json, const std::filesystem::path& file) {
+  return parse_config(JsonObject(json, file));
+}
+
 ModelConfig read_config(const std::filesystem::path& directory) {
   const std::filesystem::path file = directory / "config.json";
   const Json json = read_json_file(file, kMaxConfigBytes);
-  ModelConfig config = parse_config(JsonObject(json, file));
+  ModelConfig config = parse_config(json, file);
 
   const std::filesystem::path generation_file = directory / "generation_config.json";
   if (file_exists(generation_file)) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -42,6 +43,8 @@ struct ModelConfig {
 // Throws Error{not_found}, Error{corrupt} naming file and key, or Error{unsupported} naming
 // the feature that the decoder does not compute: nothing is silently dropped.
 ModelConfig read_config(const std::filesystem::path& directory);
+// The same of a config.json's value alone; messages name `file`.
+ModelConfig parse_config(const nlohmann::json& json, const std::filesystem::path& file);
 
 // [head_dim / 2], radians per token.
 std::vector<float> inverse_frequencies(const ModelConfig& config);

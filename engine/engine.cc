@@ -114,17 +114,6 @@ ModelInfo describe(const Checkpoint& checkpoint, const RowFormat& rows) {
   return info;
 }
 
-BackendOptions backend_options(const EngineConfig& config, DType weight_dtype) {
-  BackendOptions options;
-  options.device = config.device;
-  options.threads = config.threads;
-  options.compute = config.compute;
-  options.weight_dtype = weight_dtype;
-  options.device_memory = config.device_memory;
-  options.host_memory = config.host_memory;
-  return options;
-}
-
 // On a CPU, no chunk is faster than kChunk. On an H200, prefill of 32K tokens with chunks of 512
 // takes 1.7 times the time of 2048 with sluice-22m, and 1.16 times with Llama 3 8B's shape.
 constexpr int kChunk = 512;
@@ -199,6 +188,17 @@ int chunk_for(const Checkpoint& checkpoint, Backend& backend, const WeightFormat
 
 }  // namespace
 
+BackendOptions backend_options(const EngineConfig& config, DType weight_dtype) {
+  BackendOptions options;
+  options.device = config.device;
+  options.threads = config.threads;
+  options.compute = config.compute;
+  options.weight_dtype = weight_dtype;
+  options.device_memory = config.device_memory;
+  options.host_memory = config.host_memory;
+  return options;
+}
+
 Engine::Engine(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
@@ -216,13 +216,19 @@ Engine Engine::open(const EngineConfig& config) {
 
 Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   validate(config);
-  Checkpoint checkpoint = Checkpoint::open(config.model);
+  Engine engine = open_to_plan(config, Checkpoint::open(config.model), make, false);
+  Impl& impl = engine.impl();
+  if (CheckpointSource::open(config.model)->missing_tokenizer().empty()) {
+    impl.tokenizer = Tokenizer::load_checkpoint(config.model, impl.info.vocabulary, impl.info.bos);
+  }
+  return engine;
+}
+
+Engine Engine::Impl::open_to_plan(const EngineConfig& config, Checkpoint checkpoint,
+                                  const MakeBackend& make, bool is_elsewhere) {
+  validate(config);
   check_tensors(checkpoint);
   ModelInfo info = describe(checkpoint, config.kv_dtype);
-  std::optional<Tokenizer> tokenizer;
-  if (CheckpointSource::open(config.model)->missing_tokenizer().empty()) {
-    tokenizer = Tokenizer::load_checkpoint(config.model, info.vocabulary, info.bos);
-  }
   std::unique_ptr<Backend> backend = make(info.weight_dtype);
   require_supported(backend->info(), info.kv);
   const WeightFormat format = config.weights.value_or(backend->weight_format());
@@ -239,11 +245,12 @@ Engine Engine::Impl::open(const EngineConfig& config, const MakeBackend& make) {
   const bool is_open = config.chunk == 0;
   const int readers = reader_count(config.threads);
   if (is_open) chosen.chunk = chunk_for(checkpoint, *backend, format, readers);
-  auto* const impl = new Impl{std::move(chosen),    std::move(checkpoint), std::move(info),
-                              std::move(tokenizer), std::move(backend),    std::move(attender),
-                              std::move(queue),     backend_bytes,         staging_bytes};
+  auto* const impl = new Impl{
+      std::move(chosen),   std::move(checkpoint), std::move(info), {},           std::move(backend),
+      std::move(attender), std::move(queue),      backend_bytes,   staging_bytes};
   impl->chunk_is_open = is_open;
   impl->readers = readers;
+  impl->is_elsewhere = is_elsewhere;
   return Engine(std::shared_ptr<Impl>(impl));
 }
 
@@ -357,7 +364,7 @@ std::optional<std::uint64_t> Engine::Impl::host_room(const Plan& plan,
 
 void Engine::Impl::require_host(const Plan& plan, const SessionOptions& options) const {
   require_host_memory(plan, config.host_memory, promised_host_bytes,
-                      backend->account(Tier::host).used());
+                      backend->account(Tier::host).used(), !is_elsewhere);
   if (!options.host_memory || plan.session_host_bytes() <= *options.host_memory) return;
   throw Error(ErrorCode::memory, "the session takes " + format_bytes(plan.session_host_bytes()) +
                                      " of host memory, more than its cap of " +

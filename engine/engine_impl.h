@@ -21,6 +21,9 @@
 
 namespace sluice {
 
+struct BackendOptions;
+BackendOptions backend_options(const EngineConfig& config, DType weight_dtype);
+
 struct Engine::Impl {
   EngineConfig config;
   Checkpoint checkpoint;
@@ -34,6 +37,7 @@ struct Engine::Impl {
   std::uint64_t staging_bytes = 0;
   std::optional<Decoder> decoder{};       // from load_weights on; allocated by the first session
   int readers = 1;                        // threads that load the weights
+  bool is_elsewhere = false;              // plans for another machine, whose limits are not ours
   bool chunk_is_open = false;             // config.chunk left at its default, nothing allocated
   std::uint64_t promised_host_bytes = 0;  // to sessions, whose rows take them as they grow
   // Activations and the backend's streams serve one call at a time.
@@ -51,6 +55,10 @@ struct Engine::Impl {
   // Engine::open() with the backend that `make` returns for the weights' dtype.
   using MakeBackend = std::function<std::unique_ptr<Backend>(DType weights)>;
   static Engine open(const EngineConfig& config, const MakeBackend& make);
+  // An engine that plans only: it has no tokenizer. `is_elsewhere`: for another machine, so that the
+  // limits of this process do not count.
+  static Engine open_to_plan(const EngineConfig& config, Checkpoint checkpoint,
+                             const MakeBackend& make, bool is_elsewhere);
 
   // A cap on device memory, and the bytes under it besides a new session's KV cache: the session's
   // prompt, other sessions and, on a GPU, everything shared, allocated already or not.

@@ -73,7 +73,7 @@ std::uint64_t beside_host_bytes(const KvPlan& kv) {
 std::uint64_t program_bytes() { return resident_now() + kFirstUseBytes; }
 
 void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap,
-                         std::uint64_t promised, std::uint64_t used) {
+                         std::uint64_t promised, std::uint64_t used, bool is_here) {
   const std::uint64_t running = plan.host_bytes() + promised;
   const std::uint64_t all = std::max(running, plan.loading_peak_bytes);
   if (host_cap && all > *host_cap) {
@@ -90,6 +90,7 @@ void require_host_memory(const Plan& plan, std::optional<std::uint64_t> host_cap
                        " are needed to load the weights; give at least " + std::to_string(all) + "B"
                  : "; give at least " + std::to_string(all) + "B or shorten the context"));
   }
+  if (!is_here) return;
   const std::uint64_t needed = all - std::min(all, used) +
                                (plan.on_device ? 0 : beside_host_bytes(plan.kv)) + kFirstUseBytes +
                                plan.thread_bytes;

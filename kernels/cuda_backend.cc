@@ -1,7 +1,6 @@
 #include "kernels/cuda_backend.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "kernels/attention/attention.h"
@@ -17,21 +16,27 @@
 #include "kernels/select/select.h"
 #include "kernels/values/values.h"
 #include "lib/check.h"
+#include "lib/gpu_sizes.h"
 #include "sluice/errors.h"
 
 namespace sluice::cuda {
 namespace {
 
-// Bytes of rows that a step selects in a layer from which a row cache pays. Steps of Llama 3 8B's
-// shape at 128K on an H100 that select half of this (`sparq`) take 7.45 ms without a cache and 7.55
-// with one; steps that select this much (`sluice`), 10.4 and 10.3.
-constexpr std::uint64_t kCachedBytes = std::uint64_t{1} << 20;
-constexpr double kPcie5 = 50e9;  // bytes per second that kernels read
 // Query heads of one token: the kernels have this many counters, whatever the group size.
 constexpr int kMostHeads = 4096;
 static_assert(kMostHeads <= Launch::kHalfCounters);
-// Left to the driver and to cuBLAS if no cap is given.
-constexpr std::uint64_t kReserve = std::uint64_t{512} << 20;
+// Plans made without a GPU count by these numbers.
+static_assert(gpu::logit_format().digested_from == kDigestedFrom);
+static_assert(gpu::logit_format().digest_page_bytes == PageDigest::kPageBytes);
+static_assert(gpu::logit_format().page_weight_bytes == PageWeights::kPageBytes);
+static_assert(gpu::logit_format().weighed_from == kWeighedFrom);
+static_assert(gpu::logit_format().weighed_to == kDigestedFrom);
+static_assert(gpu::logit_format().most_group == kMostGroup);
+static_assert(gpu::logit_format().most_tokens == kMostEntries);
+static_assert(gpu::logit_format().most_tile_tokens == kMostTilePages * kPageTokens);
+static_assert(gpu::kTileOutputs == kTileOutputs && gpu::kTileInputs == kTileInputs);
+static_assert(gpu::kInt8TileBytes == CodedTile<WeightCode::int8>::kBytes);
+static_assert(gpu::kInt4TileBytes == CodedTile<WeightCode::int4>::kBytes);
 
 int select_device(int ordinal) {
   int count = 0;
@@ -51,7 +56,7 @@ std::uint64_t cap_of(const CudaOptions& options, const DeviceLimits& limits) {
   std::size_t total = 0;
   require(cudaMemGetInfo(&free, &total), "asking for free device memory");
   const std::uint64_t left = std::min<std::uint64_t>(free, limits.memory_bytes);
-  return left > kReserve ? left - kReserve : 0;
+  return left > gpu::kReserve ? left - gpu::kReserve : 0;
 }
 
 // Nominal bandwidth of the device's memory, bytes per second.
@@ -61,13 +66,6 @@ double memory_rate(int ordinal) {
   require(cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, ordinal), "the memory");
   require(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, ordinal), "the memory");
   return 2.0 * 1e3 * kilohertz * bits / 8.0;
-}
-
-// kCachedBytes scaled to the bus, by a power of two: buses differ by that much, measurements of one
-// bus do not from run to run.
-std::uint64_t cached_bytes(const LinkRates& link) {
-  const double octaves = std::clamp(std::round(std::log2(link.read / kPcie5)), -6.0, 6.0);
-  return static_cast<std::uint64_t>(static_cast<double>(kCachedBytes) * std::exp2(octaves));
 }
 
 BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
@@ -81,12 +79,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
                      std::to_string(limits.multiprocessors) + " multiprocessors";
   info.compute_tier = Tier::device;
   info.compute_dtype = options.compute.value_or(options.weight_dtype);
-  info.logits = {
-      DType::f16,   false,        kDigestedFrom, PageDigest::kPageBytes, PageWeights::kPageBytes,
-      kWeighedFrom, kDigestedFrom};
-  info.logits.most_group = kMostGroup;
-  info.logits.most_tokens = kMostEntries;
-  info.logits.most_tile_tokens = kMostTilePages * kPageTokens;
+  info.logits = gpu::logit_format();
   info.most_query_heads = kMostHeads;
   info.reads = {kTilePages, kMaxQueries, kBunch};
   info.processor = Processor::cuda;
@@ -94,17 +87,14 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
     if (attend_decode_fits(head_dim, limits)) info.head_dims.push_back(head_dim);
   }
   info.f32_rows = false;
-  // On an H200, dense and selecting steps of Llama 3 8B's shape take the same time at about 90K
-  // tokens; selection there is mostly latency.
-  constexpr double kSelecting = 75e-6;  // seconds
   info.memory_bytes = limits.memory_bytes;
   info.memory_rate = memory_rate(options.ordinal);
   info.link = measure_link();
   if (limits.bus_rate > 0) {
     info.link.read = std::min(info.link.read, static_cast<double>(limits.bus_rate));
   }
-  info.cached_bytes = cached_bytes(info.link);
-  info.dense_bytes = static_cast<std::uint64_t>(kSelecting * info.memory_rate);
+  info.cached_bytes = gpu::cached_bytes(info.link.read);
+  info.dense_bytes = gpu::dense_bytes(info.memory_rate);
   return info;
 }
 
@@ -148,9 +138,7 @@ void CudaBackend::give_back(Tier tier, std::byte* data, std::size_t bytes) noexc
 }
 
 std::uint64_t CudaBackend::weight_bytes(const WeightShape& shape) const {
-  const auto& [outputs, inputs, format] = shape;
-  if (format.is_coded()) return CodedMatrix{nullptr, format.code, outputs, inputs}.bytes();
-  return static_cast<std::uint64_t>(outputs) * format.row_bytes(inputs);
+  return gpu::weight_bytes(shape);
 }
 
 std::unique_ptr<Weight> CudaBackend::take_weight(const WeightShape& shape) {

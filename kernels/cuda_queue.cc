@@ -9,6 +9,7 @@
 
 #include "kernels/runtime/error.h"
 #include "lib/check.h"
+#include "lib/gpu_sizes.h"
 
 namespace sluice::cuda {
 namespace {
@@ -19,6 +20,13 @@ constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 // Copies below this size use a kernel, because the copy engine takes 3 microseconds for each piece.
 constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
 constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
+
+// Plans made without a GPU count by these numbers.
+static_assert(gpu::kScratchBytes == kScratchBytes && gpu::kDrawnTokens == kSampleRows);
+static_assert(gpu::kCounterBytes ==
+              Launch::kCounters * sizeof(std::uint32_t) + sizeof(*Launch{}.bus_free_at));
+static_assert(gpu::kRecordedNodes * 4096 == Recorder::kDeviceBytes);
+static_assert(gpu::kRecordedNodes * 8192 == Recorder::kHostBytes);
 
 std::size_t scratch_of(const QueueOptions& options) { return options.computes ? kScratchBytes : 0; }
 
