@@ -18,6 +18,7 @@
 #include "tools/line_reader.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/plan_flag.h"
 #include "tools/policy_help.h"
 #include "tools/saved_session_flags.h"
 #include "tools/void_flags.h"
@@ -213,7 +214,9 @@ Chat open_chat(const ChatFlags& flags, Engine& engine, const SessionOptions& opt
 
 int run(const ChatFlags& flags) {
   flags.generation.validate();
-  Engine engine = Engine::open(flags.model.config());
+  const std::optional<PlanSettings> planned = plan_of(flags.model);
+  Engine engine = Engine::open(config_of(flags.model, planned));
+  if (planned) require_model(*planned, engine.info());
   ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
   const ChatTurn probe;
   format.render(flags.system, std::span(&probe, 1));  // throws before the weights are loaded
@@ -224,8 +227,10 @@ int run(const ChatFlags& flags) {
     const auto saved = std::ssize(engine.saved_session(flags.saved.load).tokens);
     wanted.context = std::max(wanted.context, saved + flags.generation.sampling.max_tokens);
   }
+  if (planned) wanted.context = planned->context;
   flags.saved.require_savable(engine, wanted.context);
-  const Choice choice = choose_session(engine, flags.generation.policy, std::move(wanted));
+  const std::string& policy = planned ? planned->policy : flags.generation.policy;
+  const Choice choice = choose_session(engine, policy, std::move(wanted));
   const Plan plan = engine.plan(choice.options);
   const bool on_terminal = ::isatty(STDIN_FILENO) != 0 && ::isatty(STDOUT_FILENO) != 0;
   print_error(void_sampling(flags.generation.sampling) +
@@ -260,6 +265,7 @@ Command add_chat(CLI::App& app) {
   flags->saved.add_to(app, "the conversation with its turns and the text of the system");
   app.add_flag("-q,--quiet", flags->quiet,
                "no plan on standard error, and no notes but on flags that do nothing");
+  add_plan_flag(app, flags->model);
   return [flags] { return run(*flags); };
 }
 

@@ -14,6 +14,7 @@ Command add_chat(CLI::App& app);
 Command add_generate(CLI::App& app);
 Command add_eval(CLI::App& app);
 Command add_info(CLI::App& app);
+Command add_plan(CLI::App& app);
 Command add_serve(CLI::App& app);
 Command add_topology(CLI::App& app);
 

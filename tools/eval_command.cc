@@ -15,6 +15,7 @@
 #include "tools/flags.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/plan_flag.h"
 #include "tools/policy_help.h"
 #include "tools/void_flags.h"
 
@@ -83,10 +84,12 @@ int run(const EvalFlags& flags) {
   require_writable(flags.json, flags.model.model, flags.text, flags.force);
   std::vector<Task> tasks;
   for (const std::string& name : flags.tasks) tasks.push_back(parse_task(name));
-  Engine engine = Engine::open(flags.model.config());
+  const std::optional<PlanSettings> planned = plan_of(flags.model);
+  Engine engine = Engine::open(config_of(flags.model, planned));
+  if (planned) require_model(*planned, engine.info());
   std::optional<Engine> exact = exact_engine(flags);
-  const std::vector<NamedPolicy> policies =
-      parse_policies(engine, flags.policies, exact.has_value());
+  const std::vector<NamedPolicy> policies = parse_policies(
+      engine, planned ? std::vector{planned->policy} : flags.policies, exact.has_value());
   const std::string text = read_text_file(flags.text, kMaxTextBytes);
   // Texts and lengths too short for any round are refused before the weights are loaded.
   std::vector<PassageBuilder> passages;
@@ -180,6 +183,7 @@ Command add_eval(CLI::App& app) {
   auto* json = app.add_option("--json", flags->json,
                               "write every number to this file, - for standard output");
   add_force(app, flags->force, "--json")->needs(json);
+  add_plan_flag(app, flags->model);
   return [flags] {
     const int wanted = flags->options.step_tokens;
     flags->options.step_tokens = flags->model.of_step(wanted);

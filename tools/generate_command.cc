@@ -19,6 +19,7 @@
 #include "tools/interrupt.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/plan_flag.h"
 #include "tools/policy_help.h"
 #include "tools/prompt.h"
 #include "tools/saved_session_flags.h"
@@ -253,9 +254,11 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   require_writable(flags.trace, flags.model.model, flags.prompt_file, flags.force);
   std::optional<Spool> steps;
   if (flags.positions) steps.emplace();
-  EngineConfig config = flags.model.config();
+  const std::optional<PlanSettings> planned = plan_of(flags.model);
+  EngineConfig config = config_of(flags.model, planned);
   if (!flags.trace.empty()) config.trace = std::make_shared<Trace>();
   Engine engine = Engine::open(config);
+  if (planned) require_model(*planned, engine.info());
   std::optional<SavedSession> saved;
   if (!flags.saved.load.empty()) saved = engine.saved_session(flags.saved.load);
   const std::string text = prompt_given ? flags.prompt : read_prompt(flags.prompt_file);
@@ -266,9 +269,11 @@ int run(const GenerateFlags& flags, bool prompt_given) {
                               generation.sampling.max_tokens;
   SessionOptions wanted;
   wanted.context = generation.context > 0 ? generation.context : needed;
+  if (planned) wanted.context = planned->context;
   wanted.reports_positions = flags.positions;
   flags.saved.require_savable(engine, wanted.context);
-  const Choice choice = choose_session(engine, generation.policy, std::move(wanted));
+  const std::string& policy = planned ? planned->policy : generation.policy;
+  const Choice choice = choose_session(engine, policy, std::move(wanted));
   const SessionOptions& options = choice.options;
   const Plan plan = engine.plan(options);
   if (!flags.quiet) print_error(plan_text(engine, plan, choice) + "\n");
@@ -339,6 +344,7 @@ Command add_generate(CLI::App& app) {
                  "write a timeline of all operations to this file, for Perfetto or Chrome; they "
                  "are waited for one by one, which on a GPU takes longer");
   add_force(app, flags->force, "--json and --trace");
+  add_plan_flag(app, flags->model);
   app.add_flag("-q,--quiet", flags->quiet, "no plan, timings or ledger on standard error");
   return [flags, prompt] { return run(*flags, prompt->count() > 0); };
 }

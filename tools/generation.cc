@@ -6,6 +6,7 @@
 #include <fstream>
 #include <utility>
 
+#include "engine/planning/losses.h"
 #include "lib/bytes.h"
 #include "sluice/errors.h"
 #include "tools/flags.h"
@@ -26,31 +27,13 @@ bool is_dense_faster(const Engine& engine, SessionOptions options) {
   }
 }
 
-// The policy that `auto` takes, and the last preferred one that does not fit.
-struct Fitting {
-  std::string line;     // policy line; empty: dense
-  std::string refused;  // policy line; empty: none was refused
-  std::string why;
-};
-
-// Candidates in order of preference, each with a smaller index than the one before. For sluice-22m
-// behind 32K tokens they lose 0.0005, 0.0015 and 0.0020 of KL divergence; the second fetches up to
-// four times the rows of the first, the third up to 16 times.
-Fitting first_that_fits(const Engine& engine, SessionOptions options) {
-  Fitting fitting;
-  for (const char* const line : {"values", "compact", "tiny"}) {
-    options.policies = {engine.policy(line)};
-    try {
-      engine.plan(options);
-      fitting.line = line;
-      return fitting;
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::memory && error.code() != ErrorCode::unsupported) throw;
-      fitting.refused = line;
-      fitting.why = error.what();
-    }
+bool computes_on_device(const Engine& engine) {
+  try {
+    return engine.plan(1).on_device;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::memory) throw;
+    return false;  // no policy fits
   }
-  return fitting;
 }
 
 // Notes on results that the user may not expect.
@@ -85,9 +68,9 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
   app.add_option(
          "--policy", policy,
          "which tokens decoding attends to: a preset or a line of settings, see below; auto "
-         "is dense where all rows are in the memory that attends to them and so few that this is "
-         "faster; else values, compact or tiny, the first whose index --device-memory holds; at "
-         "last dense")
+         "is dense where all rows are at hand and so few that this is faster; else values or, "
+         "where --device-memory does not hold its key index, values with keys in 2 bits and 256 "
+         "rows or sluice; at last dense")
       ->capture_default_str();
   add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
@@ -126,12 +109,14 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
     choice.reason = "all rows are at hand and so few that this is faster than selecting";
     return choice;
   }
-  const Fitting fitting = first_that_fits(engine, choice.options);
-  choice.options.policies = {fitting.line.empty() ? Policy() : engine.policy(fitting.line)};
-  if (!fitting.refused.empty()) {
-    const std::string instead =
-        fitting.line.empty() ? "is dense" : "goes by the policy " + fitting.line;
-    choice.fallback = "decoding " + instead + ", for the policy " + fitting.refused +
+  const std::vector<planning::PolicyLoss> preferred =
+      planning::preferred_policies(computes_on_device(engine));
+  const planning::Fitting fitting = planning::first_that_fits(engine, choice.options, preferred);
+  const std::string line = fitting.choice != nullptr ? fitting.choice->policy : "";
+  choice.options.policies = {line.empty() ? Policy() : engine.policy(line)};
+  if (fitting.refused != nullptr) {
+    choice.fallback = "decoding " + (line.empty() ? "is dense" : "goes by the policy " + line) +
+                      ", for the policy " + fitting.refused->policy +
                       " does not fit: " + fitting.why;
   }
   return choice;

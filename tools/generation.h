@@ -33,8 +33,7 @@ struct Choice {
 };
 
 // `options` with the policy asked for. "auto" is dense where Plan::dense_is_faster, else the first
-// that a cap has room for: values, which is the closest to dense attention and fetches the fewest
-// rows; compact; tiny, whose index is the smallest; or dense.
+// of engine/planning/losses.json that a cap has room for, else dense.
 Choice choose_session(const Engine& engine, const std::string& policy, SessionOptions options);
 
 // The plan, the policy, and notes on surprises.

@@ -170,6 +170,7 @@ int run(int argc, const char* const* argv) {
   add("chat", "Talk with a model in one session, whose KV cache stays from turn to turn", add_chat);
   add("serve", "Serve a model over HTTP, with OpenAI's API", add_serve);
   add("info", "Show what a checkpoint is and what its KV cache takes", add_info);
+  add("plan", "Choose settings for a long context under caps, and say what they take", add_plan);
   add("eval", "Measure what policies keep of dense attention's answers, and what they cost",
       add_eval);
   add("calibrate", "Find what suits this model best, by measuring, and store it", add_calibrate);

@@ -17,11 +17,6 @@ DType parse_dtype(const std::string& text) {
   return DType::bf16;
 }
 
-std::optional<std::uint64_t> parse_cap(const std::string& text, const char* flag) {
-  if (text.empty()) return std::nullopt;
-  return parse_bytes(text, flag);
-}
-
 std::optional<double> parse_share(const std::string& text, const char* flag) {
   if (text == "auto") return std::nullopt;
   double share = 0.0;
@@ -33,6 +28,13 @@ std::optional<double> parse_share(const std::string& text, const char* flag) {
         std::string(flag) + " must be auto or a number from 0 to 1, not " + in_quotes(text));
   }
   return share;
+}
+
+}  // namespace
+
+std::optional<std::uint64_t> parse_cap(const std::string& text, const char* flag) {
+  if (text.empty()) return std::nullopt;
+  return parse_bytes(text, flag);
 }
 
 // A size follows the last colon, if what follows begins with a digit and has no slash.
@@ -59,8 +61,6 @@ DiskConfig parse_disk(const std::vector<std::string>& values) {
   }
   return config;
 }
-
-}  // namespace
 
 CLI::IsMember kv_types() { return CLI::IsMember({"bf16", "f16", "f32", "int8"}); }
 

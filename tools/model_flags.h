@@ -3,6 +3,8 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +15,11 @@ namespace sluice::tools {
 // Accepts the values of --kv-dtype.
 CLI::IsMember kv_types();
 RowFormat parse_kv_type(const std::string& text);
+
+// Values of --device-memory and --host-memory: nothing if `text` is empty. Throws Error{usage}.
+std::optional<std::uint64_t> parse_cap(const std::string& text, const char* flag);
+// Values of --disk: DIR or DIR:SIZE. Throws Error{usage}.
+DiskConfig parse_disk(const std::vector<std::string>& values);
 
 struct ModelFlags {
   std::string model;
@@ -25,6 +32,7 @@ struct ModelFlags {
   std::string kv_dtype = "bf16";
   std::string compute = "auto";
   std::string weights = "auto";
+  std::string plan;  // file of --plan; see tools/plan_flag.h
   int threads = 0;
   int chunk = 0;
 

@@ -17,6 +17,7 @@
 #include "tools/generation.h"
 #include "tools/model_flags.h"
 #include "tools/output.h"
+#include "tools/plan_flag.h"
 #include "tools/policy_help.h"
 #include "tools/serve/server.h"
 
@@ -111,9 +112,16 @@ void serve(HttpServer& server, Batcher& batcher, std::chrono::seconds patience) 
 }
 
 int run(ServeFlags flags) {
+  const std::optional<PlanSettings> planned = plan_of(flags.model);
+  if (planned) {
+    flags.context = planned->context;
+    flags.policies = {planned->policy};
+    if (flags.tokens == 0) flags.tokens = planned->context;
+  }
   validate(flags);
   flags.server.most_body = parse_bytes(flags.most_body, "--max-body");
-  Engine engine = Engine::open(flags.model.config());
+  Engine engine = Engine::open(config_of(flags.model, planned));
+  if (planned) require_model(*planned, engine.info());
   engine.tokenizer();  // throws if there is none
   const std::optional<ChatFormat> format = load_format(flags, engine);
   const BatcherOptions options = batcher_options(flags, engine);
@@ -184,6 +192,7 @@ Command add_serve(CLI::App& app) {
       ->capture_default_str();
   add_integer(app, "--connections", flags->server.connections, "connections served at a time")
       ->capture_default_str();
+  add_plan_flag(app, flags->model);
   return [flags] { return run(*flags); };
 }
 

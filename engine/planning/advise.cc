@@ -150,7 +150,7 @@ class Chooser {
       made = open(formats);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::unsupported && error.code() != ErrorCode::memory) throw;
-      why_ = error.what();
+      if (why_.empty()) why_ = error.what();  // rather say what does not fit
     }
     return made ? &*made : nullptr;
   }
@@ -211,7 +211,7 @@ class Chooser {
         if (sum <= limit) within.push_back(policy);
       }
       if (within.empty()) {
-        why_ = "every choice loses more than a `loss` of " + std::to_string(limit);
+        why_ = "every choice loses more than a `loss` of " + digits(limit);
         continue;
       }
       const std::string suffix = pages ? " " + sparse.setting : "";
@@ -281,6 +281,9 @@ std::optional<std::uint64_t> least_cap(const PlanWish& wish, std::uint64_t least
   return std::min(high * kStep, most);
 }
 
+// A loss that is not below `loss`, in few digits.
+std::string rounded(double loss) { return digits(std::ceil(loss * 1e4 - 1e-6) / 1e4); }
+
 // Names the nearest plans that do fit.
 [[noreturn]] void refuse(Chooser& chooser) {
   const PlanWish& wish = chooser.wish();
@@ -303,7 +306,7 @@ std::optional<std::uint64_t> least_cap(const PlanWish& wish, std::uint64_t least
   any.loss = std::numeric_limits<float>::max();
   Chooser tolerant(any);
   if (const std::optional<Found> found = tolerant.find(wish.context)) {
-    add("a `loss` of " + digits(found->losses.sum()) + ", with the policy " + found->policy +
+    add("a `loss` of " + rounded(found->losses.sum()) + ", with the policy " + found->policy +
         (found->formats.weights ? " and weights in " + to_string(*found->formats.weights) : ""));
   }
   throw Error(ErrorCode::memory,
@@ -372,6 +375,7 @@ std::optional<Gain> gain_of(PlanWish wish, Tier tier) {
   Gain gain;
   gain.tier = tier;
   gain.context = chooser.longest(wish.context);
+  gain.weights = found->formats.weights;
   if (const std::optional<StepTimes> times = times_of(*found, wish))
     gain.step_seconds = times->step;
   return gain;

@@ -19,10 +19,10 @@ constexpr std::int64_t kVersion = 1;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 55;
 constexpr std::int64_t kMostSize = std::int64_t{1} << 30;
 
-constexpr std::array kFields = {"sluice_plan",   "model",       "device", "context", "chunk",
-                                "weights",       "kv_dtype",    "policy", "disk",    "losses",
-                                "device_memory", "host_memory", "bytes",  "step",    "predicted",
-                                "machine",       "version"};
+constexpr std::array kFields = {"sluice_plan", "model",   "device",        "context",
+                                "chunk",       "weights", "kv_dtype",      "policy",
+                                "disk",        "losses",  "device_memory", "host_memory",
+                                "bytes",       "step",    "predicted",     "written_by"};
 constexpr std::array kModelFields = {"architecture", "layers",   "hidden",   "intermediate",
                                      "query_heads",  "kv_heads", "head_dim", "vocabulary"};
 constexpr std::array kDiskFields = {"directories", "bytes"};

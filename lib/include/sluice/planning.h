@@ -134,6 +134,7 @@ struct Gain {
   Tier tier = Tier::device;
   std::int64_t context = 0;  // the longest that then fits
   std::optional<double> step_seconds = std::nullopt;
+  std::optional<WeightFormat> weights = std::nullopt;  // that the plan with it has
 };
 
 struct AdvisedPlan {
