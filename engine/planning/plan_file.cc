@@ -19,10 +19,10 @@ constexpr std::int64_t kVersion = 1;
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 55;
 constexpr std::int64_t kMostSize = std::int64_t{1} << 30;
 
-constexpr std::array kFields = {"sluice_plan", "model",   "device",        "context",
-                                "chunk",       "weights", "kv_dtype",      "policy",
-                                "disk",        "losses",  "device_memory", "host_memory",
-                                "bytes",       "step",    "predicted",     "written_by"};
+constexpr std::array kFields = {"sluice_plan",   "model",          "device", "context", "chunk",
+                                "weights",       "kv_dtype",       "policy", "disk",    "losses",
+                                "device_memory", "host_memory",    "bytes",  "step",    "predicted",
+                                "written_by",    "longest_context"};
 constexpr std::array kModelFields = {"architecture", "layers",   "hidden",   "intermediate",
                                      "query_heads",  "kv_heads", "head_dim", "vocabulary"};
 constexpr std::array kDiskFields = {"directories", "bytes"};
@@ -181,6 +181,7 @@ std::string to_json(const AdvisedPlan& plan) {
                  {"rows", plan.bytes.rows},
                  {"bus", plan.bytes.bus},
                  {"disk", plan.bytes.disk}}}};
+  if (plan.longest > 0) json["longest_context"] = plan.longest;
   if (plan.losses.policy) json["losses"]["policy"] = *plan.losses.policy;
   if (s.device_memory) json["device_memory"] = *s.device_memory;
   if (s.host_memory) json["host_memory"] = *s.host_memory;

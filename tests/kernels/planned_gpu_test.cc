@@ -1,0 +1,76 @@
+// A plan made without a GPU is the plan that the GPU makes: the same bytes, policy by policy.
+#include "offload/plan/planned_gpu.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "engine/engine_impl.h"
+#include "offload/backends.h"
+#include "tests/kernels/has_device.h"
+
+namespace sluice {
+namespace {
+
+constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
+
+nlohmann::json comparable(const Plan& plan) {
+  nlohmann::json json = nlohmann::json::parse(plan.to_json());
+  json.erase("program_bytes");
+  json.erase("process_bytes");
+  return json;
+}
+
+EngineConfig config_of(std::optional<WeightFormat> weights) {
+  EngineConfig config;
+  config.model = SLUICE_SOURCE_DIR "/models/sluice-22m";
+  config.device = "cuda";
+  config.threads = 2;
+  config.device_memory = kGiB;
+  config.weights = weights;
+  return config;
+}
+
+Engine planned_like(const EngineConfig& config, const BackendInfo& real) {
+  return Engine::Impl::open_to_plan(
+      config, Checkpoint::open(config.model),
+      [&](DType dtype) {
+        PlannedGpu gpu;
+        gpu.capability = 90;
+        gpu.memory_bytes = real.memory_bytes;
+        gpu.memory_rate = real.memory_rate;
+        gpu.bus_rate = real.link.read;
+        gpu.device_cap = config.device_memory;
+        gpu.host_cap = config.host_memory;
+        gpu.weight_dtype = dtype;
+        return make_planned_gpu(gpu);
+      },
+      false);
+}
+
+TEST(PlannedGpu, TakesWhatTheGpuTakes) {
+  if (!cuda::has_device()) GTEST_SKIP() << "no GPU";
+  BackendOptions on_gpu;
+  on_gpu.device = "cuda";
+  const BackendInfo real = make_backend(on_gpu)->info();
+  for (const auto weights :
+       {std::optional<WeightFormat>(), std::optional<WeightFormat>(WeightCode::int8),
+        std::optional<WeightFormat>(WeightCode::int4)}) {
+    const EngineConfig config = config_of(weights);
+    const Engine engine = Engine::open(config);
+    const Engine planned = planned_like(config, real);
+    for (const Preset& preset : presets()) {
+      for (const std::int64_t context : {5000, 300000, 1000000}) {
+        SCOPED_TRACE(std::string(preset.name) + ", " + std::to_string(context));
+        const SessionOptions options = {context, {parse_policy(preset.name)}, 1};
+        EXPECT_EQ(comparable(engine.plan(options)), comparable(planned.plan(options)));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice
