@@ -220,7 +220,8 @@ Command add_plan(CLI::App& app) {
   auto* model = app.add_option("-m,--model", flags->model,
                                "Hugging Face checkpoint directory, or a GGUF file");
   app.add_option("--shape", flags->shape,
-                 "a model that is not here, by its published sizes: " + list_of(shape_names()))
+                 "a model that is not here, by its published sizes: " + list_of(shape_names()) +
+                     "; or its config.json")
       ->excludes(model);
   app.add_option("--context", flags->context, "tokens of prompt and answer: 131072, 128K or 1M")
       ->required();

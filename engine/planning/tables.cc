@@ -54,6 +54,7 @@ Machine parse_machine(const nlohmann::json& json, const std::filesystem::path& f
   machine.clock = object.number("clock", 1e6, 1e12);
   machine.capability = static_cast<int>(object.integer("capability", 80, 999));
   machine.disk_rate = object.number("disk_rate", 1e3, 1e18);
+  machine.disk_row_rate = object.number("disk_row_rate", 1e3, 1e18);
   machine.disk_latency = object.number("disk_latency", 0.0, 10.0);
   return machine;
 }
@@ -77,6 +78,10 @@ Machine read_machine(const std::filesystem::path& file) {
 
 ModelConfig planning::find_shape(std::string_view name) {
   const auto found = shapes().find(std::string(name));
+  if (found == shapes().end() && name.ends_with(".json")) {
+    const std::filesystem::path file(name);
+    return parse_config(read_json_file(file, kMaxBytes), file);
+  }
   if (found == shapes().end()) refuse("the shape", name, shape_names());
   return parse_config(*found, "shapes.json");
 }

@@ -188,7 +188,8 @@ StepTimes predict(const Machine& m, const Plan& plan, const StepBytes& bytes, co
                 (kRowShare * m.memory_rate);
   times.step += static_cast<double>(bytes.bus) / m.bus_rate;
   if (kv.on_disk) {
-    times.step += kv.shape.layers * m.disk_latency + static_cast<double>(bytes.disk) / m.disk_rate;
+    times.step +=
+        kv.shape.layers * m.disk_latency + static_cast<double>(bytes.disk) / m.disk_row_rate;
   }
 
   // Of every weight two operations; of every pair of a query and a key four for each channel.

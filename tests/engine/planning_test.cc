@@ -345,6 +345,7 @@ TEST_F(PlanFiles, OfMachinesAreRefusedByField) {
                         {"clock", 1.8e9},
                         {"capability", 86},
                         {"disk_rate", 1e9},
+                        {"disk_row_rate", 1e9},
                         {"disk_latency", 1e-4}};
   EXPECT_EQ(read_machine(write(machine.dump())).multiprocessors, 30);
   for (const auto& [field, value] : machine.items()) {

@@ -33,10 +33,11 @@ struct Machine {
   double copy_rate = 0.0;           // at which host memory is copied to the device
   double flops = 0.0;               // per second, dense products of bf16 with sums in fp32
   int multiprocessors = 0;
-  double clock = 0.0;         // Hz
-  int capability = 80;        // 90 for compute capability 9.0
-  double disk_rate = 0.0;     // reading and writing
-  double disk_latency = 0.0;  // seconds until a few dozen reads return
+  double clock = 0.0;          // Hz
+  int capability = 80;         // 90 for compute capability 9.0
+  double disk_rate = 0.0;      // whole pages, reading and writing
+  double disk_row_rate = 0.0;  // single rows, a few dozen at a time
+  double disk_latency = 0.0;   // seconds until the first of them
 };
 
 std::vector<std::string> machine_names();
@@ -66,8 +67,8 @@ ModelShape shape_of(const ModelInfo& info);
 
 struct PlanWish {
   std::filesystem::path model;  // a checkpoint, or
-  std::string shape;            // one of shape_names()
-  std::int64_t context = 0;     // tokens; required
+  std::string shape;         // one of shape_names(), or a config.json of a model that is not here
+  std::int64_t context = 0;  // tokens; required
   // The machine to plan for. Unset: this one, whose limits then count, too, with `device`; times
   // are not predicted then.
   std::optional<Machine> machine = std::nullopt;
