@@ -168,8 +168,9 @@ def of_disk() -> list[Measured]:
         if "--disk" in command:
             plan += ["--host-memory", flag(command, "--host-memory"), "--disk", "/tmp"]
             where = "disk"
-        if "--chunk" in command:
-            plan += ["--chunk", flag(command, "--chunk")]
+        # That build took steps of 4,096 tokens at most by itself.
+        if "--chunk" in command or where == "disk":
+            plan += ["--chunk", str(run["plan"]["chunk"])]
         policy = flag(command, "--policy")
         rows = "64 rows" if policy == "values" or "(64)" in policy else "16 rows"
         name = (
