@@ -55,8 +55,8 @@ struct Engine::Impl {
   // Engine::open() with the backend that `make` returns for the weights' dtype.
   using MakeBackend = std::function<std::unique_ptr<Backend>(DType weights)>;
   static Engine open(const EngineConfig& config, const MakeBackend& make);
-  // An engine that plans only: it has no tokenizer. `is_elsewhere`: for another machine, so that the
-  // limits of this process do not count.
+  // An engine that plans only: it has no tokenizer. `is_elsewhere`: for another machine, so that
+  // the limits of this process do not count.
   static Engine open_to_plan(const EngineConfig& config, Checkpoint checkpoint,
                              const MakeBackend& make, bool is_elsewhere);
 

@@ -32,7 +32,8 @@ struct ModelFlags {
   std::string kv_dtype = "bf16";
   std::string compute = "auto";
   std::string weights = "auto";
-  std::string plan;  // file of --plan; see tools/plan_flag.h
+  std::string plan;                         // file of --plan; see tools/plan_flag.h
+  std::vector<const CLI::Option*> planned;  // flags that a plan decides
   int threads = 0;
   int chunk = 0;
 

@@ -5,18 +5,22 @@
 namespace sluice::tools {
 
 void add_plan_flag(CLI::App& app, ModelFlags& flags) {
-  CLI::Option* const plan =
-      app.add_option("--plan", flags.plan,
-                     "use the settings of this file, which sluice plan --json wrote: caps, disk, "
-                     "types of rows and weights, policy and context");
+  app.add_option("--plan", flags.plan,
+                 "use the settings of this file, which sluice plan --json wrote: caps, disk, "
+                 "types of rows and weights, policy and context");
   for (const char* const name : {"--device-memory", "--host-memory", "--disk", "--kv-dtype",
                                  "--weights", "--chunk", "--policy", "--context"}) {
-    if (CLI::Option* const decided = app.get_option_no_throw(name)) plan->excludes(decided);
+    if (CLI::Option* const option = app.get_option_no_throw(name)) flags.planned.push_back(option);
   }
 }
 
 std::optional<PlanSettings> plan_of(const ModelFlags& flags) {
   if (flags.plan.empty()) return std::nullopt;
+  for (const CLI::Option* const option : flags.planned) {
+    if (option->count() == 0) continue;
+    throw Error(ErrorCode::usage,
+                "--plan decides " + option->get_name() + "; leave one of them out");
+  }
   PlanSettings plan = read_plan(flags.plan);
   if (plan.on_gpu == flags.device.starts_with("cuda")) return plan;
   throw Error(ErrorCode::usage, std::string("the plan was made for a ") +

@@ -74,7 +74,7 @@ class Mistakes(unittest.TestCase):
     def test_commands(self):
         self.refused(2, "did you mean generate?", "generat", "-m", MODEL)
         self.refused(2, "did you mean eval?", "evla")
-        self.refused(2, "there are generate, chat, serve, info, eval", "listen")
+        self.refused(2, "there are generate, chat, serve, info, plan, eval", "listen")
 
     def test_flags(self):
         wrong = "--modle is no flag of generate; did you mean --model?"

@@ -68,7 +68,7 @@ class Plans(unittest.TestCase):
             self.assertLessEqual(ran["memory"]["device_peak_bytes"], 40 * MIB)
             both = sluice("generate", "-m", MODEL, "--plan", file, "--policy", "dense", "-p", "x")
             self.assertEqual(both.returncode, 2)
-            self.assertIn("--policy excludes --plan", both.stderr)
+            self.assertIn("--plan decides --policy", both.stderr)
 
     def test_edited_plans_are_refused(self):
         good = planned("-m", MODEL, "--context", "16K", "--device-memory", "40MiB")
