@@ -34,7 +34,8 @@ Checkpoint Checkpoint::open(const std::filesystem::path& path) {
 }
 
 Checkpoint Checkpoint::open(const CheckpointSource& source) {
-  Checkpoint checkpoint(source.config(), source.tensors());
+  ModelConfig config = source.config();
+  Checkpoint checkpoint(std::move(config), source.tensors());
   checkpoint.settle_tied_embeddings();
   const SourceTensor& embedding = checkpoint.locate(kEmbedding);
   checkpoint.source_->require_loadable(embedding);

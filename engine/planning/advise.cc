@@ -228,7 +228,9 @@ class Chooser {
       const Policy policy = engine.policy(found.policy);
       found.losses.weights = planning::weight_loss(formats.weights);
       found.losses.rows = planning::row_loss(formats.rows);
-      found.losses.policy = planning::policy_loss(policy);
+      // A calibrated policy of a preset's name counts as the preset.
+      found.losses.policy =
+          wish_.policy.empty() ? fitting.choice->kl : planning::policy_loss(policy);
       found.losses.prefill = planning::prefill_loss(policy);
       found.engine = &engine;
       return found;
