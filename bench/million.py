@@ -32,6 +32,7 @@ CARDS = {
 }
 SHAPES = ("llama3-8b", "qwen2.5-7b-1m", "qwen3-4b", "llama3.2-3b")
 CONTEXTS = ("128K", "512K", "1M")
+BF16 = ("--kv-dtype", "bf16")  # of all that was measured
 # Policies by what their index keeps, bytes per token and KV head at head_dim 128.
 INDEXES = {
     "values": "88 B",
@@ -81,13 +82,14 @@ def line(cells: list[str]) -> str:
 
 
 def cards(sluice: Sluice) -> list[str]:
-    """Plans with as much host memory as they take, and with a disk behind 32 GiB."""
+    """Plans with rows of int8 and as much host memory as they take."""
     rows = ["| card, model | " + " | ".join(CONTEXTS) + " |", "| --- |" + " --- |" * len(CONTEXTS)]
     for machine, name in CARDS.items():
         for shape in SHAPES:
             cells = [f"{name}, `{shape}`"]
             for context in CONTEXTS:
-                wish = ("--shape", shape, "--machine", machine, "--context", context)
+                wish = ("--shape", shape, "--machine", machine, "--context", context,
+                        "--kv-dtype", "int8")  # fmt: skip
                 plan, why = sluice.plan(*wish)
                 cells.append(cell(plan) if plan else shorter(why))
             rows.append(line(cells))
@@ -161,7 +163,7 @@ def of_disk() -> list[Measured]:
     measured = []
     for run in read("disk_h200.json")["runs"]:
         command = shlex.split(run["command"])
-        plan = ["--machine", "h200", "--context", str(run["plan"]["context"]),
+        plan = [*BF16, "--machine", "h200", "--context", str(run["plan"]["context"]),
                 "--policy", flag(command, "--policy"), "--weights", flag(command, "--weights", "bf16"),
                 "--device-memory", flag(command, "--device-memory")]  # fmt: skip
         where = "host memory" if run["plan"]["resident_tokens"] < run["plan"]["context"] else "device"
@@ -196,7 +198,7 @@ def of_steps() -> list[Measured]:
     values = "select=int4 prune=top_k(16) compensate=values"
     alone = steps("decode_text_alone_h200.json")
     for policy in ("values", "sparq", "sluice select=int4 candidates=none"):
-        plan = ["--machine", "h200", "--context", "131072", "--weights", "bf16",
+        plan = [*BF16, "--machine", "h200", "--context", "131072", "--weights", "bf16",
                 "--policy", values if policy == "values" else policy,
                 "--device-memory", "24GiB"]  # fmt: skip
         name = f"H200, 131,072 tokens, bf16, `{policy}`" + (" with 16 rows" if policy == "values" else "")
@@ -205,7 +207,7 @@ def of_steps() -> list[Measured]:
     coded = steps("decode_step_coded_h200.json")
     for bits in (8, 4):
         for tokens in (32768, 131072):
-            plan = ["--machine", "h200", "--context", str(tokens), "--weights", f"int{bits}",
+            plan = [*BF16, "--machine", "h200", "--context", str(tokens), "--weights", f"int{bits}",
                     "--policy", values, "--device-memory", "24GiB"]  # fmt: skip
             time = coded[f"decode_step_coded/values/bits:{bits}/tokens:{tokens}/resident:0"]
             name = f"H200, {tokens:,} tokens, int{bits}, 16 rows, 4-bit keys, made-up rows"
@@ -217,12 +219,12 @@ def of_prompts(twelve: Path) -> list[Measured]:
     measured = []
     for file, machine in (("sparse_prefill_pages_512k_h100.json", "h100"),):
         for result in read(file)["results"]:
-            plan = ["--machine", machine, "--context", str(result["prompt_tokens"]), "--weights", "bf16",
+            plan = [*BF16, "--machine", machine, "--context", str(result["prompt_tokens"]), "--weights", "bf16",
                     "--policy", result["policy"] if result["policy"] != "dense" else "select=dense"]  # fmt: skip
             name = f"H100, {result['prompt_tokens']:,} tokens, bf16, `{result['policy']}`"
             measured.append(Measured(name, file, None, result["median_seconds"], plan))
     dense = read("sparse_prefill_512k_h200.json")["runs"]["dense"]["timings"]
-    plan = ["--machine", "h200", "--context", str(dense["prefill_tokens"]), "--weights", "bf16",
+    plan = [*BF16, "--machine", "h200", "--context", str(dense["prefill_tokens"]), "--weights", "bf16",
             "--policy", "dense"]  # fmt: skip
     name = f"H200, {dense['prefill_tokens']:,} tokens, bf16, `dense`"
     measured.append(
@@ -231,7 +233,7 @@ def of_prompts(twelve: Path) -> list[Measured]:
     for result in read("prefill_chunks_h200.json")["results"]:
         if not result["model"].startswith("12 layers"):
             continue
-        plan = ["--shape", str(twelve), "--machine", "h200", "--context", str(result["prompt_tokens"]),
+        plan = [*BF16, "--shape", str(twelve), "--machine", "h200", "--context", str(result["prompt_tokens"]),
                 "--weights", "bf16", "--policy", result["policy"], "--device-memory", "24GiB",
                 "--chunk", str(result["chunk"])]  # fmt: skip
         name = (
@@ -245,7 +247,7 @@ def of_prompts(twelve: Path) -> list[Measured]:
     host = steps("decode_text_million_layers_host_h100.json")
     for tokens in (32768, 131072, 1045000):
         policy = "values prune=top_k(32) prefill=pages(0.1)"
-        plan = ["--shape", str(twelve), "--machine", "h100", "--context", str(tokens), "--weights",
+        plan = [*BF16, "--shape", str(twelve), "--machine", "h100", "--context", str(tokens), "--weights",
                 "bf16", "--policy", "select=int4 prune=top_k(32) compensate=values prefill=pages(0.1)",
                 "--device-memory", "24GiB"]  # fmt: skip
         name = f"H100, 12 layers, {tokens:,} tokens, bf16, 32 rows, 4-bit keys"
@@ -297,7 +299,7 @@ TABLES: dict[str, Callable[[Sluice], list[str]]] = {
 
 
 def put(text: str, name: str, rows: list[str]) -> str:
-    """`text` with the table behind the line of its name replaced."""
+    """`text` with the table behind the line of its name replaced; a blank line ends it."""
     mark = f"<!-- bench/million.py: {name} -->\n\n"
     if text.count(mark) != 1:
         raise RuntimeError(f"the line of table {name} stands {text.count(mark)} times")

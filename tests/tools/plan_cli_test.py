@@ -44,7 +44,7 @@ class Plans(unittest.TestCase):
 
     def test_the_document_has_what_plan_says(self):
         text = (ROOT / "docs" / "million.md").read_text()
-        plan = planned("--shape", "llama3-8b", "--machine", "rtx4090", "--context", "1M")
+        plan = planned("--shape", "llama3-8b", "--machine", "rtx4090", "--context", "1M", "--kv-dtype", "int8")
         self.assertIn(million.cell(plan), text)
         for cap in (16, 24):
             plan = planned("--shape", "llama3-8b", "--machine", "rtx5090", "--context", "1K", "--weights",
@@ -105,7 +105,7 @@ class Plans(unittest.TestCase):
             (2, "--model or for a --shape", ("--context", "1K")),
             (2, "excludes", (*shape, "-m", MODEL, "--context", "1K")),
             (8, "what fits: a --context of", (*shape, "--context", "1M", "--host-memory", "60GiB")),
-            (8, "or --host-memory 1", (*shape, "--context", "1M", "--host-memory", "60GiB")),
+            (8, "or --host-memory 64.1 GiB", (*shape, "--context", "1M", "--host-memory", "60GiB")),
             (8, "--disk 1.00 GiB is too small",
              (*shape, "--context", "1M", "--host-memory", "60GiB", "--disk", "/d:1GiB")),
             (3, "/not/there",
