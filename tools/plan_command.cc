@@ -232,8 +232,8 @@ Command add_plan(CLI::App& app) {
                  "cpu, cuda or cuda:N of this machine. Default: its GPU if it has one, or the CPU")
       ->excludes("--machine");
   app.add_option("--device-memory", flags->device_memory,
-                 "cap on the device tier, e.g. 24GiB; with --machine less than it has, by default "
-                 "all of it but 512 MiB");
+                 "cap on the device tier, e.g. 24GiB; at most what --machine has; default: all of "
+                 "that but 512 MiB");
   app.add_option("--host-memory", flags->host_memory,
                  "cap on host memory, e.g. 60GiB. Default: none but, on this machine, its limits");
   app.add_option("--disk", flags->disk,

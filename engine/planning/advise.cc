@@ -76,6 +76,16 @@ class Chooser {
     } else {
       source_ = make_shape_source(planning::find_shape(wish_.shape));
     }
+    if (wish_.machine) {
+      gpu_ = planned(*wish_.machine);
+    } else if (wish_.device.starts_with("cuda")) {
+      // Engines that plan must not take the GPU's memory from each other.
+      BackendOptions options;
+      options.device = wish_.device;
+      options.device_memory = wish_.device_memory;
+      gpu_ = planned_like(*make_backend(options));
+      gpu_->host_cap = wish_.host_memory;
+    }
   }
 
   // Weights as wide, rows as exact and as near as they may be: host memory before a disk.
@@ -170,29 +180,28 @@ class Chooser {
     return Engine::Impl::open_to_plan(
         config, Checkpoint::open(*source_),
         [&](DType dtype) {
-          if (!wish_.machine) return make_backend(backend_options(config, dtype));
-          return make_planned_gpu(planned(config, dtype));
+          if (!gpu_) return make_backend(backend_options(config, dtype));
+          PlannedGpu gpu = *gpu_;
+          gpu.weight_dtype = dtype;
+          return make_planned_gpu(gpu);
         },
         wish_.machine.has_value());
   }
 
-  PlannedGpu planned(const EngineConfig& config, DType dtype) const {
-    const Machine& machine = *wish_.machine;
+  PlannedGpu planned(const Machine& machine) const {
     PlannedGpu gpu;
     gpu.capability = machine.capability;
-    gpu.multiprocessors = machine.multiprocessors;
     gpu.memory_bytes = machine.device_memory;
     gpu.memory_rate = machine.memory_rate;
     gpu.bus_rate = machine.bus_rate;
-    gpu.device_cap = config.device_memory;
-    gpu.host_cap = config.host_memory;
-    gpu.weight_dtype = dtype;
+    gpu.device_cap = wish_.device_memory;
+    gpu.host_cap = wish_.host_memory;
     return gpu;
   }
 
   std::optional<Found> find_with(const Engine& engine, const Formats& formats,
                                  std::int64_t context) {
-    const bool on_gpu = wish_.machine || wish_.device.starts_with("cuda");
+    const bool on_gpu = gpu_.has_value();
     std::vector<planning::PolicyLoss> policies = {{wish_.policy, 0.0}};
     if (wish_.policy.empty()) policies = planning::preferred_policies(on_gpu);
     const double limit = wish_.loss.value_or(PlanWish::kUsualLoss);
@@ -240,6 +249,7 @@ class Chooser {
 
   PlanWish wish_;
   std::unique_ptr<const CheckpointSource> source_;
+  std::optional<PlannedGpu> gpu_;  // else the CPU of this machine
   std::map<std::tuple<int, int, int, bool>, std::optional<Engine>> engines_;
   std::string why_;  // the last refusal
 };

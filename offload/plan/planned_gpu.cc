@@ -31,7 +31,7 @@ BackendInfo describe(const PlannedGpu& gpu) {
   info.compute_dtype = gpu.compute.value_or(gpu.weight_dtype);
   info.logits = gpu::logit_format();
   info.processor = Processor::cuda;
-  info.head_dims = head_dims(gpu.capability);
+  info.head_dims = gpu.head_dims.empty() ? head_dims(gpu.capability) : gpu.head_dims;
   info.f32_rows = false;
   info.most_query_heads = 4096;
   info.memory_bytes = gpu.memory_bytes;
@@ -105,6 +105,17 @@ class PlannedBackend : public Backend {
 };
 
 }  // namespace
+
+PlannedGpu planned_like(Backend& real) {
+  const BackendInfo& info = real.info();
+  PlannedGpu gpu;
+  gpu.memory_bytes = info.memory_bytes;
+  gpu.memory_rate = info.memory_rate;
+  gpu.bus_rate = info.link.read;
+  gpu.device_cap = real.account(Tier::device).cap();
+  gpu.head_dims = info.head_dims;
+  return gpu;
+}
 
 std::unique_ptr<Backend> make_planned_gpu(const PlannedGpu& gpu) {
   return std::make_unique<PlannedBackend>(gpu);
