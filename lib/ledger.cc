@@ -75,9 +75,15 @@ void Ledger::begin_step(Phase phase, int tokens) {
 
 void Ledger::drop_tokens() {
   check(!history_.empty(), "no step whose tokens could be dropped");
+  drop_tokens(history_.back().tokens);
+}
+
+void Ledger::drop_tokens(int tokens) {
+  check(!history_.empty() && tokens >= 0 && tokens <= history_.back().tokens,
+        "more tokens to drop than the step has");
   LedgerStep& step = history_.back();
-  tokens_[static_cast<std::size_t>(step.phase)] -= static_cast<std::uint64_t>(step.tokens);
-  step.tokens = 0;
+  tokens_[static_cast<std::size_t>(step.phase)] -= static_cast<std::uint64_t>(tokens);
+  step.tokens -= tokens;
 }
 
 void Ledger::record(int layer, Tier from, Tier to, Cause cause, Traffic traffic) {

@@ -178,6 +178,23 @@ void KeyIndex::copy_values(std::int32_t from, std::int32_t to) {
   if (!ops.empty()) queue_->copy(ops);
 }
 
+bool KeyIndex::keep_sums(std::int32_t sequence) {
+  if (layout_.kept_sums() == 0) return false;
+  std::vector<CopyOp> ops;
+  for (const Layer& layer : layers_) {
+    if (layer.sums.data() == nullptr) continue;
+    ops.push_back({sums_of(layer, layout_.sequences), sums_of(layer, sequence), sum_bytes()});
+  }
+  if (!ops.empty()) queue_->copy(ops);
+  return true;
+}
+
+void KeyIndex::restore_sums(int layer, std::int32_t sequence) {
+  const Layer& at = layers_[static_cast<std::size_t>(layer)];
+  const CopyOp op = {sums_of(at, sequence), sums_of(at, layout_.sequences), sum_bytes()};
+  queue_->copy({&op, 1});
+}
+
 void KeyIndex::copy_tile(std::int32_t from, std::int32_t to) {
   const auto d = static_cast<std::size_t>(layout_.shape.head_dim);
   const auto slots = static_cast<std::size_t>(layout_.tiles);

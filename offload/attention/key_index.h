@@ -39,6 +39,11 @@ class KeyIndex {
                 const PagedRows& rows);
   // Copies a sequence's sums of values and the scorers' notes to another sequence.
   void copy_values(std::int32_t from, std::int32_t to);
+  // Keeps a sequence's sums of values as they are, in place of those kept before. False: there is
+  // no room, because steps have one token.
+  bool keep_sums(std::int32_t sequence);
+  // Sets a sequence's sums in a layer to those kept.
+  void restore_sums(int layer, std::int32_t sequence);
   // Copies a tile in every layer.
   void copy_tile(std::int32_t from, std::int32_t to);
 
@@ -90,6 +95,9 @@ class KeyIndex {
   template <typename Visit>
   void for_each_of_sequences(const Visit& visit) const;
   std::size_t sum_bytes() const;
+  std::byte* sums_of(const Layer& layer, std::int64_t sequence) const {
+    return layer.sums.data() + static_cast<std::size_t>(sequence) * sum_bytes();
+  }
   KeyTiles tiles(const LayerIndex& layer) const;
   std::size_t flags() const;  // bad-page flags of one layer
 

@@ -100,7 +100,7 @@ LayerIndexBytes IndexLayout::layer_bytes(std::size_t layer) const {
     bytes.values = of_values.bytes(shape.kv_heads, shape.head_dim);
   }
   if (wanted.sums) {
-    bytes.sums = count_of(sequences, shape.kv_heads, shape.head_dim) * sizeof(float);
+    bytes.sums = count_of(sequences + kept_sums(), shape.kv_heads, shape.head_dim) * sizeof(float);
   }
   for (const OwnIndex& own : wanted.own) {
     bytes.own.push_back({pages * own.page_bytes, count_of(sequences) * own.sequence_bytes});

@@ -4,6 +4,8 @@
 #include <set>
 #include <string>
 
+#include "lib/check.h"
+
 namespace sluice {
 namespace {
 
@@ -34,6 +36,17 @@ KvBatch::KvBatch(std::span<KvSession* const> sessions)
     throw;
   }
   step_.begin(tokens, sessions_.front()->policy_);
+}
+
+KvBatch::KvBatch(KvSession& session, std::int64_t tokens)
+    : sessions_{&session}, pool_(session.pool_.get()), step_(*pool_) {
+  check(session.takes_batch(tokens), "several tokens that a layer attends to as a run");
+  session.require_outside_step();
+  require(tokens >= 1 && tokens <= session.decode_room(), "more tokens of a session than fit");
+  session.require_room(tokens);
+  session.begin_rows(Phase::decode, tokens);
+  session.is_run_ = false;
+  step_.begin(session.batch_tokens(tokens), session.policy_);
 }
 
 void KvBatch::require_fit(std::span<KvSession* const> sessions) {

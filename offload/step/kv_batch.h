@@ -1,4 +1,4 @@
-// One decode step of several sessions of a pool: a token of each.
+// One decode step of several sessions of a pool, a token of each; or of several tokens of one.
 #pragma once
 
 #include <optional>
@@ -17,7 +17,10 @@ class KvBatch {
   // and for more than plan().decode_batch of them; Error{internal} for one that failed earlier, and
   // Error{prompt} or Error{memory} if there is no room; nothing has changed then.
   explicit KvBatch(std::span<KvSession* const> sessions);
-  // Only throws the errors of the constructor.
+  // Several tokens of one session, at most decode_room(), each as if it were decoded by itself.
+  // KvSession::takes_batch() must be true. Throws what KvSession::begin_step() throws.
+  KvBatch(KvSession& session, std::int64_t tokens);
+  // Only throws the errors of the first constructor.
   static void require_fit(std::span<KvSession* const> sessions);
 
   // The recording of earlier steps of the same kind, which can be replayed; null if there were
@@ -36,7 +39,7 @@ class KvBatch {
   bool is_recordable() const { return step_.is_recordable(); }
   TokenBatch tokens() const { return step_.batch(); }
   Queue& queue() const { return pool_->queue(); }
-  std::int64_t count() const { return static_cast<std::int64_t>(sessions_.size()); }
+  std::int64_t count() const { return step_.batch().count; }
 
  private:
   std::vector<KvSession*> sessions_;

@@ -116,6 +116,7 @@ void KvPool::settle() {
 
 std::int32_t KvPool::open() {
   const std::int32_t sequence = tables_.open();
+  forget_sums(sequence);
   if (sparse_ != nullptr) sparse_->index().clear_values(sequence);
   if (sparse_ != nullptr) sparse_->index().clear_bad(sequence);
   if (important_ != nullptr) important_->rewind(sequence, 0);
@@ -133,6 +134,7 @@ std::int32_t KvPool::fork(std::int32_t sequence) {
 }
 
 void KvPool::close(std::int32_t sequence) noexcept {
+  forget_sums(sequence);
   tables_.close(sequence);
   if (disk_ == nullptr) return;
   try {
@@ -147,13 +149,43 @@ void KvPool::truncate(std::int32_t sequence, std::span<const std::int64_t> ends,
     for (int layer = 0; layer < plan_.shape.layers; ++layer) {
       const std::int64_t from = ends[static_cast<std::size_t>(layer)];
       if (from == length) continue;
-      subtract_values(layer, sequence, length, from);
+      if (!restore_sums(layer, sequence, length)) subtract_values(layer, sequence, length, from);
       sparse_->index().truncate(layer, sequence, from, length, rows(layer));
     }
   }
+  if (length < kept_length_) forget_sums(sequence);
   if (important_ != nullptr) important_->rewind(sequence, length);
   tables_.truncate(sequence, length);
   if (disk_ != nullptr) write_lost(PageSlots::kNone, nullptr);
+}
+
+void KvPool::keep_sums(std::int32_t sequence, std::int64_t length) {
+  if (sparse_ == nullptr || !layout_.sums_values()) return;
+  kept_sequence_ = sparse_->index().keep_sums(sequence) ? sequence : -1;
+  kept_length_ = length;
+}
+
+// Adds the values of later tokens one by one, as their steps did: subtracting would leave the
+// rounding of what was added.
+bool KvPool::restore_sums(int layer, std::int32_t sequence, std::int64_t length) {
+  const bool near = length >= kept_length_ && length - kept_length_ <= kMostBatch;
+  if (sequence != kept_sequence_ || !near) return false;
+  KeyIndex& index = sparse_->index();
+  if (index.value_sums(layer) == nullptr) return true;
+  const std::vector<RowRun> runs =
+      disk_ == nullptr ? host_runs(tables_, sequence, kept_length_, length)
+                       : nearest_runs(tables_, sequence, kept_length_, length, set_of(layer));
+  const auto is_on_disk = [&](const RowRun& run) {
+    return disk_ != nullptr && run.place == RowPlace::host;
+  };
+  if (std::any_of(runs.begin(), runs.end(), is_on_disk)) return false;
+  index.restore_sums(layer, sequence);
+  for (const RowRun& run : runs) {
+    for (std::int64_t at = run.first; at < run.end(); ++at) {
+      index.add_values(layer, sequence, spans(layer, run.part(at, at + 1)), false);
+    }
+  }
+  return true;
 }
 
 // Takes the values of tokens [first, end) off the sums of the sequence.

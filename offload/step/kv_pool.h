@@ -59,6 +59,13 @@ class KvPool {
   void close(std::int32_t sequence) noexcept;
   // Forgets tokens from `length` on. `ends`: by layer, the end of the tokens that have rows.
   void truncate(std::int32_t sequence, std::span<const std::int64_t> ends, std::int64_t length);
+  // Keeps the sums of values of a sequence of `length` tokens, before a step that may be cut: a
+  // truncate() to one of its tokens, or to one of the next few, restores them to the bit.
+  void keep_sums(std::int32_t sequence, std::int64_t length);
+  // Tokens are added to the sums other than one by one from here on.
+  void forget_sums(std::int32_t sequence) {
+    if (kept_sequence_ == sequence) kept_sequence_ = -1;
+  }
   // Gives back blocks beyond `length` tokens, which were never written.
   void forget_blocks(std::int32_t sequence, std::int64_t length) {
     tables_.truncate(sequence, length);
@@ -151,6 +158,8 @@ class KvPool {
   void copy_above_disk(int layer, const BlockCopy& copy, Ledger& ledger);
   // Writes to disk the pages that lost their place on the device, except block `but`.
   void write_lost(std::int32_t but, Ledger* ledger);
+  // Sets a layer's sums to what they were at `length`. False if no sums near it were kept.
+  bool restore_sums(int layer, std::int32_t sequence, std::int64_t length);
   void subtract_values(int layer, std::int32_t sequence, std::int64_t first, std::int64_t end);
   void publish();
   // The first entry of a set's page table.
@@ -176,6 +185,8 @@ class KvPool {
   IndexLayout layout_;
   std::unique_ptr<RowCache> cache_;
   std::unique_ptr<DiskRows> disk_rows_;
+  std::int32_t kept_sequence_ = -1;  // of keep_sums(); -1: none
+  std::int64_t kept_length_ = 0;
   std::unique_ptr<SparseAttention> sparse_;
   std::unique_ptr<ImportantTokens> important_;
   std::unique_ptr<ListedPages> listed_;

@@ -114,7 +114,12 @@ std::vector<std::int32_t> KvSession::begin_rows(Phase phase, std::int64_t tokens
   std::fill(has_rows_.begin(), has_rows_.end(), false);
   ledger_.begin_step(phase, static_cast<int>(tokens));
   try {
-    return pool_->write(sequence_, step_.first, step_.end(), ledger_);
+    std::vector<std::int32_t> begun =
+        pool_->write(sequence_, step_.first, step_.end(), ledger_);
+    // Some of several decoded tokens may be rejected.
+    if (phase == Phase::decode && tokens > 1) pool_->keep_sums(sequence_, length_);
+    if (phase != Phase::decode) pool_->forget_sums(sequence_);
+    return begun;
   } catch (...) {
     give_up_rows();
     throw;
@@ -156,11 +161,24 @@ void KvSession::begin_step(Phase phase, std::int64_t tokens) {
   is_run_ = !decodes || (tokens > 1 && pool_->sparse() == nullptr);
   if (is_run_ || tokens > 1) run_->begin(sequence_, step_, begun);
   if (is_run_) return;
+  decode_->begin(batch_tokens(tokens), policy_);
+}
+
+std::vector<BatchToken> KvSession::batch_tokens(std::int64_t tokens) const {
   std::vector<BatchToken> batch;
   for (std::int64_t i = 0; i < tokens; ++i) {
     batch.push_back({sequence_, static_cast<std::int32_t>(length_ + i)});
   }
-  decode_->begin(batch, policy_);
+  return batch;
+}
+
+bool KvSession::takes_batch(std::int64_t tokens) const {
+  if (tokens > plan().decode_batch) return false;
+  if (plan().in_place || plan().resident_tokens >= plan().host_rows()) return true;
+  for (int layer = 0; layer < plan().shape.layers; ++layer) {
+    if (policy_.is_dense(layer)) return false;
+  }
+  return true;
 }
 
 void KvSession::append(int layer, const NewRows& rows) {
@@ -334,6 +352,7 @@ void KvSession::begin_prompt(std::int64_t tokens) {
         "this policy's prefill is dense");
   require_room(tokens);
   pool_->require_room(sequence_, length_, length_ + tokens);
+  pool_->forget_sums(sequence_);
   prompt_ = {length_, tokens};
   phase_ = Phase::prefill;
   ledger_.begin_step(phase_, static_cast<int>(tokens));
@@ -416,6 +435,11 @@ void KvSession::truncate(std::int64_t length) {
   pool_->truncate(sequence_, ends, length);
   in_step_ = false;
   length_ = length;
+}
+
+void KvSession::reject(std::int64_t tokens) {
+  ledger_.drop_tokens(static_cast<int>(tokens));
+  truncate(length_ - tokens);
 }
 
 MemoryUse memory_use(Backend& backend) {

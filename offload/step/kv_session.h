@@ -79,8 +79,15 @@ class KvSession {
 
   // Sets the policy from the next step on. Throws Error{usage} for a policy that was not planned.
   void use(const Policy& policy);
-  // Forgets all rows from `length` on.
+  // Forgets all rows from `length` on. Sums of values are what they were at that length, to the bit
+  // if it lies within the last 64 decoded tokens since a step of several began.
   void truncate(std::int64_t length);
+  // Forgets the last `tokens` tokens, of the latest step. The ledger counts what they moved, but not
+  // them.
+  void reject(std::int64_t tokens);
+  // True if KvBatch takes this many tokens, because each reads only rows that it selects or that are
+  // near. Rows that are not would be fetched for every token: begin_step() fetches them once.
+  bool takes_batch(std::int64_t tokens) const;
 
   // True between begin_step and end_step; stays true if an error came between.
   bool in_step() const { return in_step_; }
@@ -113,6 +120,8 @@ class KvSession {
   void require_outside_step() const;
   void require_layer(int layer) const;
   void require_nothing_evicted() const;
+  // The next `tokens` tokens, as a decode step has them.
+  std::vector<BatchToken> batch_tokens(std::int64_t tokens) const;
   // Takes the rows of a step from `length_` on; KvPool::write()'s result.
   std::vector<std::int32_t> begin_rows(Phase phase, std::int64_t tokens);
   // Gives back the blocks of begin_rows(), before anything was written.

@@ -71,6 +71,8 @@ class Ledger {
   void begin_step(Phase phase, int tokens);
   // Drops the tokens of the current step, which stopped. Its traffic stays counted.
   void drop_tokens();
+  // Drops the last `tokens` tokens of the latest step, which were drafts and are rejected.
+  void drop_tokens(int tokens);
   // Adds to the current step. `bytes` counts whole rows with padding, because the bus carries it.
   void record(int layer, Tier from, Tier to, Cause cause, Traffic traffic);
 
@@ -81,8 +83,8 @@ class Ledger {
   Traffic crossed(Tier from, Tier to) const;
 
   std::uint64_t steps(Phase phase) const;
-  // Tokens that steps appended. Tokens dropped later, by truncate() or because a callback threw,
-  // stay counted, as their traffic does.
+  // Tokens that steps appended, without rejected drafts. Tokens dropped later, by truncate() or
+  // because a callback threw, stay counted, as their traffic does.
   std::uint64_t tokens(Phase phase) const;
   int layers() const { return layers_; }
   const std::deque<LedgerStep>& history() const { return history_; }
