@@ -218,7 +218,7 @@ void Decoder::restore(std::int64_t tokens, KvSession& session,
 
 void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
   const auto count = static_cast<std::int64_t>(tokens.size());
-  check(count == batch.count() && count <= kLogitRows, "decode: a token for each session");
+  check(count == batch.count() && count <= kLogitRows, "decode: other tokens than the batch has");
   check(&batch.queue() == queue_, "sessions that work on another queue");
   auto* const staged = reinterpret_cast<TokenId*>(staged_ids_.data());
   std::copy(tokens.begin(), tokens.end(), staged);

@@ -32,8 +32,8 @@ class Decoder {
   void restore(std::int64_t tokens, KvSession& session,
                const std::function<std::span<const RowSpan>(int layer)>& read);
 
-  // Runs one token of each session of a batch and computes the logits after it; the caller ends the
-  // batch. A backend that records does so once for every kind of batch.
+  // Runs the tokens of a batch and computes the logits after each; the caller ends the batch. A
+  // backend that records does so once for every kind of batch.
   void decode(std::span<const TokenId> tokens, KvBatch& batch);
 
   // A whole prompt under a policy whose prefill is sparse. Runs layer by layer, because every layer
@@ -49,6 +49,8 @@ class Decoder {
   // Logits [count, vocabulary] after tokens [first, first + count) of the last step; at most
   // kLogitRows at a time. In host memory, valid until the next call.
   std::span<const float> logits(std::int64_t first, std::int64_t count);
+  // Computes logits() where sample() and read_logits() find them, as decode() does.
+  void prepare_logits(std::int64_t count) { compute_logits(0, count); }
   // Copies the logits after one token of decode() into `to`, [vocabulary].
   void read_logits(std::int64_t token, std::span<float> to);
   // Draws the token after each token of decode(), on the device that has the logits; see

@@ -171,6 +171,15 @@ struct Session::Impl {
   void correct_if_due();
   // Notes decoded tokens for the next correction.
   void note(std::span<const TokenId> tokens);
+  // Forgets the newest `tokens` tokens, rejected drafts of the latest step.
+  void reject(std::size_t tokens);
+  // Takes the newest `cut` tokens, which are gone, off those that wait for a correction.
+  void drop_uncorrected(std::int64_t cut);
+  // See Session::draft_room().
+  std::int64_t draft_room() const;
+  // The drafts from the first on that can share a step with the token before them. Throws what
+  // draft_room() throws.
+  std::span<const TokenId> usable(std::span<const TokenId> drafts) const;
   // Call after tokens were appended.
   void remember(std::span<const TokenId> tokens);
 

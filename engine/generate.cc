@@ -1,10 +1,13 @@
 #include "sluice/generate.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <optional>
+#include <utility>
 
 #include "engine/answer_text.h"
+#include "engine/draft_pace.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -27,22 +30,28 @@ class TextStream {
       : answer_(tokenizer, options.sampling.stop), on_text_(&options.on_text), text_(&text) {}
 
   // Each returns true if it completed a stop string.
-  bool push(TokenId id) { return emit(answer_.push(id)); }
-  bool push_end(TokenId id) { return emit(answer_.push_end(id)); }
-  bool finish() { return !answer_.stopped() && emit(answer_.finish()); }
+  bool push(TokenId id) { return take(answer_.push(id)); }
+  bool push_end(TokenId id) { return take(answer_.push_end(id)); }
+  bool finish() { return !answer_.stopped() && take(answer_.finish()); }
+
+  // Calls on_text with what was taken since.
+  void hand_out() {
+    if (ready_.empty()) return;
+    const std::string piece = std::exchange(ready_, {});
+    if (*on_text_) (*on_text_)(piece);
+  }
 
  private:
-  bool emit(const std::string& piece) {
-    if (!piece.empty()) {
-      *text_ += piece;
-      if (*on_text_) (*on_text_)(piece);
-    }
+  bool take(const std::string& piece) {
+    *text_ += piece;
+    ready_ += piece;
     return answer_.stopped();
   }
 
   AnswerText answer_;
   const std::function<void(std::string_view)>* on_text_;
   std::string* text_;
+  std::string ready_;  // not handed out yet
 };
 
 }  // namespace
@@ -161,23 +170,162 @@ double Timings::seconds_per_output_token() const {
   return decode_tokens > 0 ? decode_seconds / static_cast<double>(decode_tokens) : 0.0;
 }
 
+namespace {
+
+// The answer as it grows, and why it ends.
+class Answer {
+ public:
+  Answer(const Engine& engine, const GenerateOptions& options, const Sampler& sampler,
+         std::vector<TokenId> penalized, GenerateResult& result)
+      : options_(&options),
+        result_(&result),
+        stream_(engine.tokenizer(), options, result.text),
+        penalizes_(sampler.penalizes()),
+        penalized_(std::move(penalized)) {
+    if (options.ignore_eos) return;
+    ends_ = engine.info().eos;
+    ends_.insert(ends_.end(), options.end_tokens.begin(), options.end_tokens.end());
+  }
+
+  // Takes a token that was drawn. Returns false if it ends the answer.
+  bool take(TokenId id) {
+    result_->pending = id;
+    if (std::find(ends_.begin(), ends_.end(), id) != ends_.end()) {
+      return end(stream_.push_end(id) ? FinishReason::stop_string : FinishReason::end_of_text);
+    }
+    result_->tokens.push_back(id);
+    if (penalizes_) penalized_.push_back(id);
+    if (stream_.push(id)) return end(FinishReason::stop_string);
+    return left() > 0 || end(FinishReason::max_tokens);
+  }
+  bool end(FinishReason reason) {
+    result_->reason = reason;
+    has_ended_ = true;
+    return false;
+  }
+  void finish() {
+    if (stream_.finish()) result_->reason = FinishReason::stop_string;
+    stream_.hand_out();
+  }
+
+  void hand_out() { stream_.hand_out(); }
+  bool has_ended() const { return has_ended_; }
+  // Tokens that may follow.
+  int left() const {
+    return options_->sampling.max_tokens - static_cast<int>(result_->tokens.size());
+  }
+  std::span<const TokenId> penalized() const { return penalized_; }
+
+ private:
+  const GenerateOptions* options_;
+  GenerateResult* result_;
+  TextStream stream_;
+  std::vector<TokenId> ends_;
+  bool penalizes_;
+  std::vector<TokenId> penalized_;
+  bool has_ended_ = false;
+};
+
+// The share of a decode step's bytes that are not weights, by what the ledger counted so far.
+double own_share(const Session& session, std::uint64_t weight_bytes) {
+  const Ledger& ledger = session.ledger();
+  const std::uint64_t tokens = ledger.tokens(Phase::decode);
+  if (tokens == 0) return 0.0;
+  constexpr std::array kTiers = {Tier::device, Tier::host, Tier::disk};
+  std::uint64_t bytes = 0;
+  for (const Tier from : kTiers) {
+    for (const Tier to : kTiers) {
+      for (std::size_t cause = 0; cause < kCauses; ++cause) {
+        bytes += ledger.total(Phase::decode, from, to, static_cast<Cause>(cause)).bytes;
+      }
+    }
+  }
+  const double own = static_cast<double>(bytes) / static_cast<double>(tokens);
+  return own / (own + static_cast<double>(weight_bytes));
+}
+
+// Drafts for the steps of an answer, as many as pay.
+class Speculation {
+ public:
+  Speculation(const Engine& engine, const GenerateOptions& options, const Sampler& sampler,
+              DraftCounts& counts)
+      : drafter_(options.drafter),
+        weight_bytes_(engine.info().weight_bytes),
+        sampler_(&sampler),
+        counts_(&counts),
+        most_(options.drafts),
+        pace_(options.drafts, drafter_ == nullptr ? 0.0 : drafter_->cost()) {}
+
+  void begin(std::span<const TokenId> tokens) {
+    if (drafter_ == nullptr) return;
+    drafter_->begin(tokens);
+    tokens_.assign(tokens.begin(), tokens.end());
+  }
+  void push(TokenId id) {
+    if (drafter_ != nullptr) tokens_.push_back(id);
+  }
+
+  // Drafts behind the latest token, at most `left`, that the session's next step can verify.
+  Drafts next(int left, const Session& session) {
+    if (drafter_ == nullptr) return {};
+    const int room = static_cast<int>(std::min<std::int64_t>(left, session.draft_room()));
+    if (room < 1) return {};
+    // The kind is known only once there are drafts, so those that cost nothing come first.
+    const bool costs = drafter_->cost() > 0.0;
+    const double own = own_share(session, weight_bytes_);
+    const int wanted = costs ? pace_.next(0, own) : most_;
+    Drafts drafts;
+    if (wanted > 0) drafts = drafter_->propose(tokens_, std::min(wanted, room), *sampler_);
+    if (costs && wanted == 0) pace_.note(0, 0, 0);
+    if (drafts.tokens.empty()) return {};
+    const int paying = pace_.next(drafts.kind, own);
+    if (paying == 0) pace_.note(drafts.kind, 0, 0);
+    drafts.tokens.resize(std::min(drafts.tokens.size(), static_cast<std::size_t>(paying)));
+    return drafts;
+  }
+
+  void note(int kind, std::size_t drafted, std::size_t accepted) {
+    if (drafted == 0) return;
+    ++counts_->steps;
+    counts_->drafted += static_cast<std::int64_t>(drafted);
+    counts_->accepted += static_cast<std::int64_t>(accepted);
+    pace_.note(kind, static_cast<int>(drafted), static_cast<int>(accepted));
+  }
+
+ private:
+  Drafter* drafter_;
+  std::uint64_t weight_bytes_;
+  const Sampler* sampler_;
+  DraftCounts* counts_;
+  int most_;
+  DraftPace pace_;
+  std::vector<TokenId> tokens_;  // of the session, and the latest
+};
+
+}  // namespace
+
 GenerateResult generate(const Engine& engine, Session& session, std::span<const TokenId> prompt,
                         const GenerateOptions& options) {
   options.sampling.validate();
+  if (options.drafts < 1 || options.drafts > kMostDrafts) {
+    throw Error(ErrorCode::usage, "`drafts` " + std::to_string(options.drafts) + ": give 1 to " +
+                                      std::to_string(kMostDrafts));
+  }
   if (prompt.empty()) throw Error(ErrorCode::prompt, "the prompt is empty; give some text");
   require_room(session, prompt.size(), options.sampling.max_tokens);
+  if (options.drafter != nullptr) session.draft_room();  // throws if drafts were not planned for
   const auto interrupted = [&] { return options.interrupt != nullptr && *options.interrupt; };
 
   GenerateResult result;
   const Sampler sampler(options.sampling);
-  TextStream stream(engine.tokenizer(), options, result.text);
+  Answer answer(engine, options, sampler, penalized_tokens(options, prompt), result);
+  Speculation speculation(engine, options, sampler, result.drafts);
   Timings& timings = result.timings;
   const Stopwatch total;
   GeneratingSession own(session);
-  std::vector<TokenId> history = penalized_tokens(options, prompt);
   sampler.require_history(options.history, static_cast<std::size_t>(engine.info().vocabulary));
   const std::optional<TokenId> first =
-      first_token(own, prompt, sampler, history, [&](std::int64_t done, std::int64_t of) {
+      first_token(own, prompt, sampler, answer.penalized(), [&](std::int64_t done, std::int64_t of) {
         timings.prefill_tokens = done;
         return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
       });
@@ -186,35 +334,29 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     result.reason = FinishReason::interrupted;
     return result;
   }
-
-  std::vector<TokenId> eos = engine.info().eos;
-  eos.insert(eos.end(), options.end_tokens.begin(), options.end_tokens.end());
-  TokenId id = *first;
+  speculation.begin(own->tokens());
+  timings.first_token_seconds = total.seconds();
+  const auto take = [&](TokenId id) {
+    speculation.push(id);
+    return answer.take(id);
+  };
+  take(*first);
   while (true) {
-    if (result.tokens.empty()) timings.first_token_seconds = total.seconds();
-    if (!options.ignore_eos && std::find(eos.begin(), eos.end(), id) != eos.end()) {
-      result.reason = stream.push_end(id) ? FinishReason::stop_string : FinishReason::end_of_text;
-      break;
-    }
-    result.tokens.push_back(id);
-    if (sampler.penalizes()) history.push_back(id);
-    if (stream.push(id)) {
-      result.reason = FinishReason::stop_string;
-      break;
-    }
-    if (static_cast<int>(result.tokens.size()) == options.sampling.max_tokens) break;
+    answer.hand_out();
+    if (answer.has_ended()) break;
     if (!own.goes_on() || interrupted()) {
-      result.reason = FinishReason::interrupted;
+      answer.end(FinishReason::interrupted);
       break;
     }
-    id = own->decode(id, sampler, history);
+    const Drafts drafts = speculation.next(answer.left() - 1, *own);
+    const std::vector<TokenId> drawn =
+        own->decode(*result.pending, drafts.tokens, sampler, answer.penalized(), take);
     own.note_length();
-    ++timings.decode_tokens;
+    timings.decode_tokens += std::ssize(drawn);
+    speculation.note(drafts.kind, drafts.tokens.size(), drawn.size() - 1);
     if (options.on_decode) options.on_decode(*own);
   }
-  // The token that ended the loop is never in the cache.
-  result.pending = id;
-  if (stream.finish()) result.reason = FinishReason::stop_string;
+  answer.finish();
   timings.decode_seconds = total.seconds() - timings.first_token_seconds;
   return result;
 }

@@ -103,6 +103,36 @@ void Session::Impl::note(std::span<const TokenId> tokens) {
   uncorrected.insert(uncorrected.end(), tokens.begin(), tokens.end());
 }
 
+// Tokens that wait for a correction are always the newest ones.
+void Session::Impl::drop_uncorrected(std::int64_t cut) {
+  uncorrected.resize(
+      static_cast<std::size_t>(std::max<std::int64_t>(0, std::ssize(uncorrected) - cut)));
+}
+
+void Session::Impl::reject(std::size_t tokens) {
+  kv.reject(static_cast<std::int64_t>(tokens));
+  drop_uncorrected(static_cast<std::int64_t>(tokens));
+}
+
+std::int64_t Session::Impl::draft_room() const {
+  if (kv.pool()->sparse() != nullptr && kv.plan().decode_batch == 1) {
+    throw Error(ErrorCode::usage,
+                "drafts: the session was planned for steps of one token; give `decode_batch` one "
+                "more than the most drafts");
+  }
+  const std::int64_t tokens =
+      std::min({decode_room(), engine->most_at_once(), kv.plan().context - kv.length()});
+  return std::max<std::int64_t>(tokens - 1, 0);
+}
+
+std::span<const TokenId> Session::Impl::usable(std::span<const TokenId> drafts) const {
+  if (drafts.empty()) return drafts;
+  drafts = drafts.first(std::min(drafts.size(), static_cast<std::size_t>(draft_room())));
+  const auto is_bad = [&](TokenId id) { return id < 0 || id >= engine->info.vocabulary; };
+  const auto bad = std::find_if(drafts.begin(), drafts.end(), is_bad);
+  return drafts.first(static_cast<std::size_t>(bad - drafts.begin()));
+}
+
 void Session::Impl::remember(std::span<const TokenId> tokens) {
   history.resize(static_cast<std::size_t>(kv.length()) - tokens.size());
   history.insert(history.end(), tokens.begin(), tokens.end());
@@ -245,6 +275,17 @@ TokenId Session::decode(TokenId token, const Sampler& sampler, std::span<const T
   return results[0].next;
 }
 
+std::vector<TokenId> Session::decode(TokenId token, std::span<const TokenId> drafts,
+                                     const Sampler& sampler, std::span<const TokenId> history,
+                                     const std::function<bool(TokenId)>& goes_on) {
+  const std::shared_ptr<Impl> self = share();
+  const std::span<const TokenId> usable = self->usable(drafts);
+  if (!usable.empty()) return step_drafts({self.get(), token, &sampler, history}, usable, goes_on);
+  const TokenId next = decode(token, sampler, history);
+  goes_on(next);
+  return {next};
+}
+
 void Session::decode_known(std::span<const TokenId> tokens,
                            const std::function<void(std::size_t, std::span<const float>)>& each) {
   const std::shared_ptr<Impl> self = share();
@@ -281,9 +322,7 @@ void Session::truncate(std::int64_t length) {
   }
   const std::int64_t cut = impl().kv.length() - length;
   impl().kv.truncate(length);
-  // Tokens that wait for a correction are always the newest ones.
-  std::vector<TokenId>& waiting = impl().uncorrected;
-  waiting.resize(static_cast<std::size_t>(std::max<std::int64_t>(0, std::ssize(waiting) - cut)));
+  impl().drop_uncorrected(cut);
 }
 
 namespace {
@@ -352,6 +391,7 @@ std::vector<float> Session::score(std::span<const TokenId> tokens, const Progres
   return scores;
 }
 
+std::int64_t Session::draft_room() const { return impl().draft_room(); }
 std::int64_t Session::length() const { return impl().kv.length(); }
 std::span<const TokenId> Session::tokens() const {
   return std::span(impl().history).first(static_cast<std::size_t>(impl().kv.length()));

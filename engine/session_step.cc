@@ -1,5 +1,6 @@
 #include "engine/session_step.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -101,6 +102,98 @@ std::vector<StepResult> step_sessions(Engine::Impl& engine, std::span<const Sess
     draw(tokens[i], positions[i], results[i]);
   }
   return results;
+}
+
+namespace {
+
+// The tokens drawn behind each of a step's tokens.
+class Draws {
+ public:
+  Draws(const SessionToken& token, std::size_t count)
+      : sampler_(token.sampler),
+        decoder_(&*token.session->engine->decoder),
+        first_(token.session->kv.length() + 1),
+        vocabulary_(static_cast<std::size_t>(token.session->engine->info.vocabulary)),
+        drawn_(draws_on_device(token) ? count : 0),
+        history_(token.history.begin(), token.history.end()),
+        logits_(draws_on_device(token) ? 0 : count * vocabulary_) {}
+
+  // Draws, or reads the logits, which are there once the queue has been waited for.
+  void read() {
+    for (std::size_t i = 0; i * vocabulary_ < logits_.size(); ++i) {
+      decoder_->read_logits(static_cast<std::int64_t>(i),
+                            std::span(logits_).subspan(i * vocabulary_, vocabulary_));
+    }
+    if (drawn_.empty()) return;
+    std::vector<TokenDraw> params;
+    for (std::size_t i = 0; i < drawn_.size(); ++i) params.push_back(sampler_->draw(position(i)));
+    decoder_->sample(params, drawn_);
+  }
+
+  // Ask in order, as long as every draw was the token that comes next. Throws Error{numeric}.
+  TokenId at(std::size_t i) {
+    if (!drawn_.empty()) return token_of(drawn_[i]);
+    const std::span logits = std::span(logits_).subspan(i * vocabulary_, vocabulary_);
+    history_.push_back(sampler_->next(logits, history_, position(i)));
+    return history_.back();
+  }
+
+ private:
+  std::int64_t position(std::size_t i) const { return first_ + static_cast<std::int64_t>(i); }
+
+  const Sampler* sampler_;
+  Decoder* decoder_;
+  std::int64_t first_;
+  std::size_t vocabulary_;
+  std::vector<SampledToken> drawn_;  // on the device; or
+  std::vector<TokenId> history_;     // what penalties cover, and
+  std::vector<float> logits_;        // [count, vocabulary]
+};
+
+// Appends tokens in one step and waits for it.
+void append(Session::Impl& session, std::span<const TokenId> ids, Draws& draws) {
+  Engine::Impl& engine = *session.engine;
+  const auto count = static_cast<std::int64_t>(ids.size());
+  if (session.kv.takes_batch(count)) {
+    KvBatch batch(session.kv, count);
+    engine.decoder->decode(ids, batch);
+    draws.read();
+    const std::optional<Error> failure = batch.end().front();
+    if (failure) throw Error(*failure);
+  } else {
+    engine.decoder->step(ids, Phase::decode, session.kv);
+    engine.decoder->prepare_logits(count);
+    draws.read();
+    engine.queue->synchronize();
+  }
+  session.remember(ids);
+  session.note(ids);
+}
+
+}  // namespace
+
+std::vector<TokenId> step_drafts(const SessionToken& token, std::span<const TokenId> drafts,
+                                 const std::function<bool(TokenId)>& goes_on) {
+  Session::Impl& session = *token.session;
+  const Turn turn(*session.engine, session);
+  require_valid({&token, 1}, *session.engine);
+  session.correct_if_due();
+  std::vector<TokenId> ids = {token.token};
+  ids.insert(ids.end(), drafts.begin(), drafts.end());
+  Draws draws(token, ids.size());
+  append(session, ids, draws);
+  std::vector<TokenId> next;
+  std::size_t kept = 0;
+  try {
+    do {
+      next.push_back(draws.at(kept++));
+    } while (goes_on(next.back()) && kept < ids.size() && ids[kept] == next.back());
+  } catch (...) {
+    session.reject(ids.size() - kept);
+    throw;
+  }
+  session.reject(ids.size() - kept);
+  return next;
 }
 
 }  // namespace sluice

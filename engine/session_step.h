@@ -1,6 +1,7 @@
 // One decode step of several sessions, or of one: what Engine::step() and Session::decode() do.
 #pragma once
 
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -18,5 +19,9 @@ struct SessionToken {
 
 // Takes the sessions' turn and appends a token to each. Throws what Engine::step() throws.
 std::vector<StepResult> step_sessions(Engine::Impl& engine, std::span<const SessionToken> tokens);
+
+// Appends a token and those drafts behind it that the sampler draws; see Session::decode().
+std::vector<TokenId> step_drafts(const SessionToken& token, std::span<const TokenId> drafts,
+                                 const std::function<bool(TokenId)>& goes_on);
 
 }  // namespace sluice

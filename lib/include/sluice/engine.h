@@ -151,7 +151,8 @@ struct SessionOptions {
   std::int64_t context = 0;      // most tokens of a session, prompt and answer; required
   std::vector<Policy> policies;  // accepted by Session::use(); the first is in force.
                                  // None: dense
-  // Most tokens per step of Session::decode_known(), 1 to 64 and at most the chunk. Unused if all
+  // Most tokens of one session per step of decode_known() and of decode() with drafts, 1 to 64 and
+  // at most the chunk. Unused if all
   // policies are dense: a step then has as many tokens as a prefill step, and fetches rows once for
   // all of them.
   int decode_batch = 1;
@@ -311,6 +312,21 @@ class Session {
   // The same, and draws the next token in the backend, because that saves copying the logits:
   // equals sampler.next(decode(token), history, length()), except for rounding.
   TokenId decode(TokenId token, const Sampler& sampler, std::span<const TokenId> history);
+  // The same with drafts, guesses at the tokens that follow `token` (sluice/drafter.h): one step
+  // computes `token` and up to as many drafts as decode_batch and the current page have room for,
+  // each as if it were decoded. Returns the tokens drawn: every draft that equals the draw at its
+  // place, up to the first that does not, and one token more, which is not appended yet. So
+  // length() grows by the number returned. Drafts that were rejected are forgotten and leave no
+  // trace but their traffic. goes_on(id) is called for every token drawn, in order, and may not
+  // compute; once it returns false, no further draft is accepted.
+  // Throws what decode() throws, and Error{usage} for drafts of a session that selects and was
+  // planned for a decode_batch of 1.
+  std::vector<TokenId> decode(TokenId token, std::span<const TokenId> drafts,
+                              const Sampler& sampler, std::span<const TokenId> history,
+                              const std::function<bool(TokenId)>& goes_on);
+  // Most drafts that the next step verifies: none at the end of a page, for example. Throws
+  // Error{usage} for a session that selects and was planned for a decode_batch of 1.
+  std::int64_t draft_room() const;
   // Appends tokens that are known in advance as if each were decoded: token i attends to the
   // earlier tokens that the policy chooses for it. `each(i, logits)`, if set, gets the logits
   // [vocabulary] after every token. Several tokens share a step, which changes only rounding; if

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "sluice/drafter.h"
 #include "sluice/engine.h"
 #include "sluice/sampling.h"
 
@@ -35,6 +36,8 @@ struct Timings {
   double seconds_per_output_token() const;  // TPOT
 };
 
+inline constexpr int kMostDrafts = 63;
+
 struct GenerateOptions {
   SamplingParams sampling;
   std::vector<TokenId> end_tokens;  // end the text, besides the model's EOS tokens
@@ -43,8 +46,12 @@ struct GenerateOptions {
   std::vector<TokenId> history;
   Progress on_prefill;                                 // see Session::prefill
   std::function<void(std::string_view text)> on_text;  // whole characters, as generated
-  std::function<void(const Session&)> on_decode;       // after every decoded token of the answer
+  std::function<void(const Session&)> on_decode;       // after every decode step of the answer
   const std::atomic<bool>* interrupt = nullptr;        // ends cleanly once another thread sets it
+  // Guesses tokens, up to `drafts` a step, which are verified together; null: a token per step.
+  // Fewer are verified while few are accepted. The session needs a decode_batch of drafts + 1.
+  Drafter* drafter = nullptr;
+  int drafts = 8;
 };
 
 struct GenerateResult {
@@ -56,12 +63,13 @@ struct GenerateResult {
   // would have done; before other tokens it attends densely, as they do.
   std::optional<TokenId> pending;
   Timings timings;
+  DraftCounts drafts;
 };
 
 // Generates after `prompt` in `session`, which must have room for the prompt and max_tokens. A
 // prompt of one token after earlier tokens is decoded, so that it selects as the policy says.
 // Throws Error{prompt} for an empty prompt or one that does not fit, Error{usage} for bad sampling
-// parameters.
+// parameters, `drafts` not 1 to 63, or a drafter where Session::draft_room() throws.
 //
 // A repetition penalty covers the tokens of `history`, of `prompt` and of the answer.
 //

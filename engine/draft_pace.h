@@ -1,0 +1,42 @@
+// How many drafts a step verifies, by how many were accepted lately. A function of counts alone, so
+// that steps repeat from run to run.
+#pragma once
+
+#include <array>
+
+namespace sluice {
+
+class DraftPace {
+ public:
+  // What verifying a draft adds to a step of one token, as a share of the time of its products.
+  static constexpr double kVerifyCost = 0.1;
+  // Steps without drafts after which one is tried again.
+  static constexpr int kRetrySteps = 16;
+
+  // `most`: drafts of a step; `cost`: Drafter::cost().
+  DraftPace(int most, double cost) : most_(most), cost_(cost + kVerifyCost) {}
+
+  // Drafts of `kind` for the next step: the number for which tokens per time are expected to be
+  // most. 0 if drafts do not pay, with a retry now and then. `own`: the share of a step's bytes
+  // that every token reads for itself, rows and index; the rest are weights, read once.
+  int next(int kind, double own) const;
+  // A step of this kind of drafts. `drafted` 0: drafts were not wanted, see next().
+  void note(int kind, int drafted, int accepted);
+
+  // The share of drafts that are accepted, weighing later ones more.
+  double rate(int kind) const { return kinds_.at(static_cast<std::size_t>(kind)).rate; }
+
+ private:
+  struct Kind {
+    double rate = 0.5;
+    int skipped = 0;  // steps since the last with a draft
+  };
+
+  int best(double rate, double cost) const;
+
+  int most_;
+  double cost_;
+  std::array<Kind, 2> kinds_;
+};
+
+}  // namespace sluice
