@@ -21,6 +21,7 @@
 #include "tools/plan_flag.h"
 #include "tools/policy_help.h"
 #include "tools/saved_session_flags.h"
+#include "tools/speculation.h"
 #include "tools/void_flags.h"
 
 namespace sluice::tools {
@@ -42,6 +43,7 @@ constexpr const char* kHelp =
 struct ChatFlags {
   ModelFlags model;
   GenerationFlags generation;
+  SpeculationFlags speculation;
   std::string system;
   SavedSessionFlags saved;
   bool quiet = false;
@@ -82,10 +84,12 @@ std::int64_t default_context(const ModelInfo& info) {
 
 class Talk {
  public:
-  Talk(const ChatFlags& flags, const Engine& engine, Chat chat, bool on_terminal)
+  Talk(const ChatFlags& flags, const Engine& engine, Chat chat, Speculation& speculation,
+       bool on_terminal)
       : flags_(&flags),
         engine_(&engine),
         chat_(std::move(chat)),
+        speculation_(&speculation),
         on_terminal_(on_terminal),
         colours_(Colours::of_terminal()) {}
 
@@ -149,6 +153,7 @@ class Talk {
     GenerateOptions options;
     options.sampling = flags_->generation.sampling;
     options.interrupt = &interrupted();
+    speculation_->use(options);
     options.on_prefill = [&](std::int64_t done, std::int64_t total) {
       if (total > kBarTokens && done < total) {
         bar->update(static_cast<double>(done) / static_cast<double>(total),
@@ -184,7 +189,7 @@ class Talk {
                   static_cast<long long>(session.length()),
                   static_cast<long long>(session.plan().context), chat_.turns().size());
     std::string table = text.data();
-    if (last_) table += "last answer:\n" + timing_table(last_->timings);
+    if (last_) table += "last answer:\n" + timing_table(last_->timings) + drafts_line(*last_);
     table += memory_table(engine_->memory());
     table += selection_line(session.selection(), session.length());
     table += rows_line(session.ledger());
@@ -194,6 +199,7 @@ class Talk {
   const ChatFlags* flags_;
   const Engine* engine_;
   Chat chat_;
+  Speculation* speculation_;
   bool on_terminal_;
   Colours colours_;
   std::optional<GenerateResult> last_;
@@ -214,12 +220,11 @@ Chat open_chat(const ChatFlags& flags, Engine& engine, const SessionOptions& opt
 
 int run(const ChatFlags& flags) {
   flags.generation.validate();
+  flags.speculation.validate();
   const std::optional<PlanSettings> planned = plan_of(flags.model);
-  Engine engine = Engine::open(config_of(flags.model, planned));
+  EngineConfig config = config_of(flags.model, planned);
+  Engine engine = Engine::open(config);
   if (planned) require_model(*planned, engine.info());
-  ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
-  const ChatTurn probe;
-  format.render(flags.system, std::span(&probe, 1));  // throws before the weights are loaded
   SessionOptions wanted;
   wanted.context = flags.generation.context;
   if (wanted.context == 0) wanted.context = default_context(engine.info());
@@ -228,6 +233,12 @@ int run(const ChatFlags& flags) {
     wanted.context = std::max(wanted.context, saved + flags.generation.sampling.max_tokens);
   }
   if (planned) wanted.context = planned->context;
+  wanted.decode_batch = flags.speculation.decode_batch();
+  Speculation speculation(flags.speculation);
+  speculation.open(flags.model, wanted.context, flags.quiet, config, engine);
+  ChatFormat format = ChatFormat::load(flags.model.model, engine.tokenizer());
+  const ChatTurn probe;
+  format.render(flags.system, std::span(&probe, 1));  // throws before the weights are loaded
   flags.saved.require_savable(engine, wanted.context);
   const std::string& policy = planned ? planned->policy : flags.generation.policy;
   const Choice choice = choose_session(engine, policy, std::move(wanted));
@@ -249,7 +260,7 @@ int run(const ChatFlags& flags) {
   }
   load(engine);
   Chat chat = open_chat(flags, engine, choice.options, std::move(format));
-  return Talk(flags, engine, std::move(chat), on_terminal).run();
+  return Talk(flags, engine, std::move(chat), speculation, on_terminal).run();
 }
 
 }  // namespace
@@ -262,6 +273,7 @@ Command add_chat(CLI::App& app) {
   app.add_option("--system", flags->system, "text of the system, in front of the conversation");
   flags->generation.sampling.max_tokens = kMaxTokens;
   flags->generation.add_to(app, "what the model was trained for, 32768 at most");
+  flags->speculation.add_to(app);
   flags->saved.add_to(app, "the conversation with its turns and the text of the system");
   app.add_flag("-q,--quiet", flags->quiet,
                "no plan on standard error, and no notes but on flags that do nothing");

@@ -23,6 +23,7 @@
 #include "tools/policy_help.h"
 #include "tools/prompt.h"
 #include "tools/saved_session_flags.h"
+#include "tools/speculation.h"
 #include "tools/void_flags.h"
 
 namespace sluice::tools {
@@ -31,6 +32,7 @@ namespace {
 struct GenerateFlags {
   ModelFlags model;
   GenerationFlags generation;
+  SpeculationFlags speculation;
   std::string prompt;
   std::string prompt_file;
   std::string bos = "auto";
@@ -163,6 +165,10 @@ nlohmann::json report_json(const GenerateFlags& flags, const Engine& engine, con
             {"decode_tokens", t.decode_tokens},
             {"decode_tokens_per_second", t.decode_rate()},
             {"seconds_per_output_token", t.seconds_per_output_token()}}},
+          {"drafts",
+           {{"steps", result.drafts.steps},
+            {"drafted", result.drafts.drafted},
+            {"accepted", result.drafts.accepted}}},
           {"memory",
            {{"device_peak_bytes", memory.device_peak},
             {"host_peak_bytes", memory.host_peak},
@@ -190,13 +196,15 @@ void write_json(const GenerateFlags& flags, const nlohmann::json& report, const 
 }
 
 GenerateResult run_model(const GenerateFlags& flags, const Engine& engine, Session& session,
-                         const Prompt& prompt, std::optional<Spool>& steps) {
+                         const Prompt& prompt, Speculation& speculation,
+                         std::optional<Spool>& steps) {
   std::optional<ProgressBar> bar("prefill");
   GenerateOptions options;
   options.sampling = flags.generation.sampling;
   options.end_tokens = prompt.end_tokens;
   options.history.assign(session.tokens().begin(), session.tokens().end());
   options.ignore_eos = flags.ignore_eos;
+  speculation.use(options);
   options.interrupt = &interrupted();
   options.on_prefill = [&](std::int64_t done, std::int64_t total) {
     bar->update(static_cast<double>(done) / static_cast<double>(total),
@@ -244,6 +252,7 @@ std::string void_flags(const GenerateFlags& flags, const Engine& engine, const P
 
 int run(const GenerateFlags& flags, bool prompt_given) {
   flags.generation.validate();
+  flags.speculation.validate();
   if (flags.force && flags.json.empty() && flags.trace.empty()) {
     throw Error(ErrorCode::usage, "--force requires --json or --trace");
   }
@@ -271,6 +280,9 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   wanted.context = generation.context > 0 ? generation.context : needed;
   if (planned) wanted.context = planned->context;
   wanted.reports_positions = flags.positions;
+  wanted.decode_batch = flags.speculation.decode_batch();
+  Speculation speculation(flags.speculation);
+  speculation.open(flags.model, wanted.context, flags.quiet, config, engine);
   flags.saved.require_savable(engine, wanted.context);
   const std::string& policy = planned ? planned->policy : generation.policy;
   const Choice choice = choose_session(engine, policy, std::move(wanted));
@@ -281,14 +293,14 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   const Loading loading = load(engine);
   Session session =
       saved ? engine.load_session(flags.saved.load, options) : engine.new_session(options);
-  const GenerateResult result = run_model(flags, engine, session, prompt, steps);
+  const GenerateResult result = run_model(flags, engine, session, prompt, speculation, steps);
   if (flags.positions && session.selection().empty()) {
     print_error(void_note({"--positions"}, "no layer selected tokens, so it lists none"));
   }
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
     print_error("\n" + loading_line(loading) + timing_table(result.timings) +
-                memory_table(engine.memory()) +
+                drafts_line(result) + memory_table(engine.memory()) +
                 selection_line(session.selection(), session.length()) +
                 rows_line(session.ledger()) + "\n" + session.ledger().to_table());
   }
@@ -332,6 +344,7 @@ Command add_generate(CLI::App& app) {
   app.get_option("--load-session")->excludes(bos)->excludes(chat);
   app.get_option("--save-session")->excludes(chat);
   flags->generation.add_to(app, "prompt and --max-tokens");
+  auto* speculate = flags->speculation.add_to(app);
   app.add_flag("--ignore-eos", flags->ignore_eos, "go on after an end-of-text token");
   auto* json =
       app.add_option("--json", flags->json,
@@ -339,7 +352,8 @@ Command add_generate(CLI::App& app) {
   app.add_flag("--positions", flags->positions,
                "list in it what every token selected: positions by layer and KV head, kept in a "
                "temporary file (TMPDIR) until the end")
-      ->needs(json);
+      ->needs(json)
+      ->excludes(speculate);
   app.add_option("--trace", flags->trace,
                  "write a timeline of all operations to this file, for Perfetto or Chrome; they "
                  "are waited for one by one, which on a GPU takes longer");
