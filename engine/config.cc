@@ -14,7 +14,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::uint64_t kMaxConfigBytes = std::uint64_t{1} << 20;
 constexpr std::size_t kMaxEosTokens = 64;
 
 int bounded(const JsonObject& config, const char* key, int most,

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "engine/quantization.h"
 #include "lib/text.h"
 
 namespace sluice {
@@ -128,8 +129,9 @@ void require_supported(const JsonObject& config, const Architecture& architectur
   if (!architecture.has_attention_bias && !architecture.always_qkv_bias) {
     require_value(config, "attention_bias", false);
   }
+  parse_quantization(config);
   for (const char* key :
-       {"quantization_config", "compression_config", "attn_logit_softcapping",
+       {"compression_config", "attn_logit_softcapping",
         "final_logit_softcapping", "dual_chunk_attention_config", "num_experts",
         "num_local_experts", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
         "logits_scaling", "logit_scale", "no_rope_layers"}) {

@@ -5,6 +5,7 @@
 
 namespace sluice {
 
+inline constexpr std::uint64_t kMaxConfigBytes = std::uint64_t{1} << 20;
 inline constexpr int kMaxHidden = 1 << 17;
 inline constexpr int kMaxIntermediate = 1 << 20;
 inline constexpr int kMaxLayers = 1024;

@@ -5,7 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "engine/config_limits.h"
 #include "engine/json_object.h"
+#include "engine/quantization.h"
+#include "engine/quantized_source.h"
 #include "io/file.h"
 #include "io/json.h"
 #include "io/safetensors.h"
@@ -84,7 +87,7 @@ class SafetensorsSource final : public TensorSource {
 
   void read(const SourceTensor& tensor, std::uint64_t first,
             std::span<std::byte> destination) const override {
-    files_[tensor.part].read(*tensor.info, first, destination);
+    files_[tensor.part].read_stored(*tensor.info, first, destination);
   }
 
   void require_unchanged() const override {
@@ -138,7 +141,12 @@ class SafetensorsSource final : public TensorSource {
 ModelConfig FolderSource::config() const { return read_config(folder_); }
 
 std::unique_ptr<const TensorSource> FolderSource::tensors() const {
-  return std::make_unique<SafetensorsSource>(folder_);
+  auto stored = std::make_unique<SafetensorsSource>(folder_);
+  const std::filesystem::path file = folder_ / "config.json";
+  const nlohmann::json json = read_json_file(file, kMaxConfigBytes);
+  const std::optional<Quantization> how = parse_quantization(JsonObject(json, file));
+  if (!how) return stored;
+  return make_quantized_source(std::move(stored), *how);
 }
 
 std::string FolderSource::missing_tokenizer() const {

@@ -69,10 +69,15 @@ void SafetensorsFile::require_loadable(const TensorInfo& tensor) const {
 
 void SafetensorsFile::read(const TensorInfo& tensor, std::uint64_t first,
                            std::span<std::byte> destination) const {
+  require_loadable(tensor);
+  read_stored(tensor, first, destination);
+}
+
+void SafetensorsFile::read_stored(const TensorInfo& tensor, std::uint64_t first,
+                                  std::span<std::byte> destination) const {
   check(find(tensor.name) == &tensor, "a tensor of another file");
   check(first <= tensor.bytes() && destination.size() <= tensor.bytes() - first,
         "more than the tensor was to be read");
-  require_loadable(tensor);
   file_.read(data_offset_ + tensor.begin + first, destination);
 }
 

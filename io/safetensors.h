@@ -33,6 +33,9 @@ class SafetensorsFile {
   // Fills `destination` with a tensor of this file as it is stored, from its byte `first` on.
   // Throws Error{unsupported} unless its dtype is F32, F16 or BF16, Error{io} if reading fails.
   void read(const TensorInfo& tensor, std::uint64_t first, std::span<std::byte> destination) const;
+  // The same for a tensor of any dtype.
+  void read_stored(const TensorInfo& tensor, std::uint64_t first,
+                   std::span<std::byte> destination) const;
   // As File::require_unchanged().
   void require_unchanged() const { file_.require_unchanged(); }
 

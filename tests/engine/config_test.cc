@@ -206,7 +206,8 @@ TEST(Config, FeaturesThatTheDecoderLacksAreRefusedByName) {
   expect_unsupported("hidden_act", "gelu", "hidden_act is 'gelu'");
   expect_unsupported("mlp_bias", true, "mlp_bias is true");
   expect_unsupported("partial_rotary_factor", 0.5, "partial_rotary_factor is not 1");
-  expect_unsupported("quantization_config", {{"quant_method", "gptq"}}, "quantization_config is");
+  expect_unsupported("quantization_config", {{"quant_method", "quark"}},
+                     "quantization_config.quant_method is 'quark'");
   expect_unsupported("attn_logit_softcapping", 50.0, "attn_logit_softcapping is 50.0");
   expect_unsupported("final_logit_softcapping", 30.0, "final_logit_softcapping is");
   expect_unsupported("dual_chunk_attention_config", Json::object(), "dual_chunk_attention_config");
