@@ -77,6 +77,8 @@ sluice_generate_result result_of(const GenerateResult& from) {
   to.prefill_seconds = from.timings.prefill_seconds;
   to.first_token_seconds = from.timings.first_token_seconds;
   to.decode_seconds = from.timings.decode_seconds;
+  to.drafted = from.drafts.drafted;
+  to.accepted = from.drafts.accepted;
   return to;
 }
 
@@ -238,7 +240,12 @@ sluice_code sluice_generate(sluice_session* session, const int32_t* prompt, size
     if (result != nullptr) require_struct(result, "result");
     const auto cancel = from.cancel != nullptr ? find<CancelObject>(from.cancel) : nullptr;
     std::atomic<bool> stop = false;
-    const sluice::GenerateOptions generating = generate_options(from, cancel.get(), stop);
+    sluice::GenerateOptions generating = generate_options(from, cancel.get(), stop);
+    sluice::LookupDrafter lookup;
+    if (from.lookup_drafts != 0) {
+      generating.drafter = &lookup;
+      generating.drafts = from.lookup_drafts;
+    }
     if (answer != nullptr) {
       const int most = std::max(generating.sampling.max_tokens, 0);
       require_capacity(static_cast<std::size_t>(most), capacity, "tokens");

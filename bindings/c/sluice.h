@@ -270,6 +270,9 @@ typedef struct sluice_generate_options {
   sluice_text_callback on_text;
   void* user;
   sluice_cancel* cancel;
+  // Most tokens of a step that are guessed from the context, 0 to 63; the text stays the same. The
+  // session needs a decode_batch of one more.
+  int32_t lookup_drafts;
 } sluice_generate_options;
 
 typedef struct sluice_generate_result {
@@ -281,6 +284,8 @@ typedef struct sluice_generate_result {
   double prefill_seconds;
   double first_token_seconds;
   double decode_seconds;  // for the tokens after the first
+  int64_t drafted;        // tokens guessed and verified
+  int64_t accepted;       // of these
 } sluice_generate_result;
 
 // Generates after the prompt. `answer`, if not NULL, gets the tokens and has to hold max_tokens.

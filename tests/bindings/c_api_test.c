@@ -460,6 +460,18 @@ static void test_generate(void) {
   EXPECT_OK(sluice_decode(engine, answer, kAnswer, 0, text, sizeof text, NULL));
   CHECK(strcmp(text, all.text) == 0);
 
+  // Drafts change nothing but how many steps it takes; too many of them are refused.
+  EXPECT_OK(sluice_session_truncate(session, 0));
+  options.lookup_drafts = 4;
+  EXPECT_OK(sluice_generate(session, prompt.ids, prompt.count, &options, answer, kAnswer, &result));
+  CHECK(memcmp(answer, expected, sizeof answer) == 0);
+  CHECK(result.accepted <= result.drafted);
+  EXPECT_OK(sluice_session_truncate(session, 0));
+  options.lookup_drafts = 64;
+  EXPECT(SLUICE_USAGE,
+         sluice_generate(session, prompt.ids, prompt.count, &options, NULL, 0, &result));
+  options.lookup_drafts = 0;
+
   // Stopped by the callback, by a cancel, by a stop string.
   EXPECT_OK(sluice_session_truncate(session, 0));
   all = (heard){.most_calls = 2};

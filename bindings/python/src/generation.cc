@@ -20,8 +20,11 @@ constexpr std::chrono::milliseconds kBetweenSignals{100};
 class Generation {
  public:
   // Begins once the session is this generation's. Throws Error{usage} if another thread uses it.
-  Generation(std::shared_ptr<PySession> session, Tokens prompt, GenerateOptions options)
+  // `looks_up`: takes drafts from the context.
+  Generation(std::shared_ptr<PySession> session, Tokens prompt, GenerateOptions options,
+             bool looks_up)
       : session_(std::move(session)), prompt_(std::move(prompt)), options_(std::move(options)) {
+    if (looks_up) options_.drafter = &lookup_;
     options_.interrupt = &stop_;
     options_.on_prefill = [this](std::int64_t, std::int64_t) { return !stop_.load(); };
     options_.on_text = [this](std::string_view text) { put(text); };
@@ -107,6 +110,7 @@ class Generation {
   std::shared_ptr<PySession> session_;
   Tokens prompt_;
   GenerateOptions options_;
+  LookupDrafter lookup_;
   std::atomic<bool> stop_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -138,7 +142,7 @@ std::shared_ptr<Generation> generate(const std::shared_ptr<PySession>& session,
                                      int max_tokens, double temperature, int top_k, double top_p,
                                      double min_p, double repetition_penalty, std::uint64_t seed,
                                      const std::vector<std::string>& stop, Tokens end_tokens,
-                                     bool ignore_eos, Tokens history) {
+                                     bool ignore_eos, Tokens history, int lookup_drafts) {
   GenerateOptions options;
   options.sampling =
       sampling_of(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop);
@@ -146,10 +150,12 @@ std::shared_ptr<Generation> generate(const std::shared_ptr<PySession>& session,
   options.end_tokens = std::move(end_tokens);
   options.ignore_eos = ignore_eos;
   options.history = std::move(history);
+  if (lookup_drafts != 0) options.drafts = lookup_drafts;
   const auto* const text = std::get_if<std::string>(&prompt);
   Tokens tokens =
       text != nullptr ? session->engine->engine.encode_prompt(*text) : std::get<Tokens>(prompt);
-  return make_owned<Generation>(session, std::move(tokens), std::move(options));
+  return make_owned<Generation>(session, std::move(tokens), std::move(options),
+                                lookup_drafts != 0);
 }
 
 nb::object timings_of(Generation& self) {
@@ -161,6 +167,8 @@ nb::object timings_of(Generation& self) {
   dict["first_token_seconds"] = result->timings.first_token_seconds;
   dict["decode_seconds"] = result->timings.decode_seconds;
   dict["decode_tokens"] = result->timings.decode_tokens;
+  dict["drafted"] = result->drafts.drafted;
+  dict["accepted"] = result->drafts.accepted;
   return dict;
 }
 
@@ -208,8 +216,11 @@ void bind_generate(nb::class_<PySession>& session) {
               nb::arg("temperature") = 0.0, nb::arg("top_k") = 0, nb::arg("top_p") = 1.0,
               nb::arg("min_p") = 0.0, nb::arg("repetition_penalty") = 1.0, nb::arg("seed") = 0,
               nb::arg("stop") = std::vector<std::string>(), nb::arg("end_tokens") = Tokens(),
-              nb::arg("ignore_eos") = false, nb::arg("history") = Tokens(), Unlocked(),
-              "Generates after a prompt, text or ids; the session needs room for both.");
+              nb::arg("ignore_eos") = false, nb::arg("history") = Tokens(),
+              nb::arg("lookup_drafts") = 0, Unlocked(),
+              "Generates after a prompt, text or ids; the session needs room for both. "
+              "lookup_drafts: most tokens of a step that are guessed from the context, 0 to 63; the "
+              "text stays the same, and the session needs a decode_batch of one more.");
 }
 
 }  // namespace sluice::python
