@@ -1,13 +1,12 @@
 #include "sluice/generate.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <optional>
 #include <utility>
 
 #include "engine/answer_text.h"
-#include "engine/draft_pace.h"
+#include "engine/speculation.h"
 #include "sluice/errors.h"
 
 namespace sluice {
@@ -226,82 +225,6 @@ class Answer {
   bool has_ended_ = false;
 };
 
-// The share of a decode step's bytes that are not weights, by what the ledger counted so far.
-double own_share(const Session& session, std::uint64_t weight_bytes) {
-  const Ledger& ledger = session.ledger();
-  const std::uint64_t tokens = ledger.tokens(Phase::decode);
-  if (tokens == 0) return 0.0;
-  constexpr std::array kTiers = {Tier::device, Tier::host, Tier::disk};
-  std::uint64_t bytes = 0;
-  for (const Tier from : kTiers) {
-    for (const Tier to : kTiers) {
-      for (std::size_t cause = 0; cause < kCauses; ++cause) {
-        bytes += ledger.total(Phase::decode, from, to, static_cast<Cause>(cause)).bytes;
-      }
-    }
-  }
-  const double own = static_cast<double>(bytes) / static_cast<double>(tokens);
-  return own / (own + static_cast<double>(weight_bytes));
-}
-
-// Drafts for the steps of an answer, as many as pay.
-class Speculation {
- public:
-  Speculation(const Engine& engine, const GenerateOptions& options, const Sampler& sampler,
-              DraftCounts& counts)
-      : drafter_(options.drafter),
-        weight_bytes_(engine.info().weight_bytes),
-        sampler_(&sampler),
-        counts_(&counts),
-        most_(options.drafts),
-        pace_(options.drafts, drafter_ == nullptr ? 0.0 : drafter_->cost()) {}
-
-  void begin(std::span<const TokenId> tokens) {
-    if (drafter_ == nullptr) return;
-    drafter_->begin(tokens);
-    tokens_.assign(tokens.begin(), tokens.end());
-  }
-  void push(TokenId id) {
-    if (drafter_ != nullptr) tokens_.push_back(id);
-  }
-
-  // Drafts behind the latest token, at most `left`, that the session's next step can verify.
-  Drafts next(int left, const Session& session) {
-    if (drafter_ == nullptr) return {};
-    const int room = static_cast<int>(std::min<std::int64_t>(left, session.draft_room()));
-    if (room < 1) return {};
-    // The kind is known only once there are drafts, so those that cost nothing come first.
-    const bool costs = drafter_->cost() > 0.0;
-    const double own = own_share(session, weight_bytes_);
-    const int wanted = costs ? pace_.next(0, own) : most_;
-    Drafts drafts;
-    if (wanted > 0) drafts = drafter_->propose(tokens_, std::min(wanted, room), *sampler_);
-    if (costs && wanted == 0) pace_.note(0, 0, 0);
-    if (drafts.tokens.empty()) return {};
-    const int paying = pace_.next(drafts.kind, own);
-    if (paying == 0) pace_.note(drafts.kind, 0, 0);
-    drafts.tokens.resize(std::min(drafts.tokens.size(), static_cast<std::size_t>(paying)));
-    return drafts;
-  }
-
-  void note(int kind, std::size_t drafted, std::size_t accepted) {
-    if (drafted == 0) return;
-    ++counts_->steps;
-    counts_->drafted += static_cast<std::int64_t>(drafted);
-    counts_->accepted += static_cast<std::int64_t>(accepted);
-    pace_.note(kind, static_cast<int>(drafted), static_cast<int>(accepted));
-  }
-
- private:
-  Drafter* drafter_;
-  std::uint64_t weight_bytes_;
-  const Sampler* sampler_;
-  DraftCounts* counts_;
-  int most_;
-  DraftPace pace_;
-  std::vector<TokenId> tokens_;  // of the session, and the latest
-};
-
 }  // namespace
 
 GenerateResult generate(const Engine& engine, Session& session, std::span<const TokenId> prompt,
@@ -319,7 +242,8 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   GenerateResult result;
   const Sampler sampler(options.sampling);
   Answer answer(engine, options, sampler, penalized_tokens(options, prompt), result);
-  Speculation speculation(engine, options, sampler, result.drafts);
+  Speculation speculation(options.drafter, options.drafts, engine.info().weight_bytes);
+  std::vector<TokenId> tokens;  // of the session, and the latest
   Timings& timings = result.timings;
   const Stopwatch total;
   GeneratingSession own(session);
@@ -334,10 +258,13 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
     result.reason = FinishReason::interrupted;
     return result;
   }
-  speculation.begin(own->tokens());
+  if (options.drafter != nullptr) {
+    tokens.assign(own->tokens().begin(), own->tokens().end());
+    options.drafter->begin(tokens);
+  }
   timings.first_token_seconds = total.seconds();
   const auto take = [&](TokenId id) {
-    speculation.push(id);
+    if (options.drafter != nullptr) tokens.push_back(id);
     return answer.take(id);
   };
   take(*first);
@@ -348,15 +275,16 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
       answer.end(FinishReason::interrupted);
       break;
     }
-    const Drafts drafts = speculation.next(answer.left() - 1, *own);
+    const Drafts drafts = speculation.next(tokens, answer.left() - 1, *own, sampler);
     const std::vector<TokenId> drawn =
         own->decode(*result.pending, drafts.tokens, sampler, answer.penalized(), take);
     own.note_length();
     timings.decode_tokens += std::ssize(drawn);
-    speculation.note(drafts.kind, drafts.tokens.size(), drawn.size() - 1);
+    speculation.note(drafts, drawn.size() - 1);
     if (options.on_decode) options.on_decode(*own);
   }
   answer.finish();
+  result.drafts = speculation.counts();
   timings.decode_seconds = total.seconds() - timings.first_token_seconds;
   return result;
 }

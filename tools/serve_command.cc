@@ -42,6 +42,8 @@ struct ServeFlags {
   int timeout = 600;
   int drain = 30;
   double prefill_ms = 0.0;
+  std::string speculate;
+  int drafts = 8;
 };
 
 std::atomic<bool> terminates{false};  // a signal handler has no other way
@@ -78,6 +80,7 @@ void validate(const ServeFlags& flags) {
   require_range("--cached", flags.cached, 0, 1024);
   require_range("--max-tokens", flags.max_tokens, 0, INT32_MAX);
   require_range("--context", flags.context, 0, INT32_MAX);
+  require_range("--drafts", flags.drafts, 1, kMostDrafts);
   require_range("--tokens", flags.tokens, 0, std::int64_t{1} << 40);
 }
 
@@ -88,12 +91,14 @@ BatcherOptions batcher_options(const ServeFlags& flags, const Engine& engine) {
   options.cached = flags.cached;
   options.queued = static_cast<std::size_t>(flags.queued);
   options.prefill_ms = flags.prefill_ms;
+  if (!flags.speculate.empty()) options.drafts = flags.drafts;
   // Without a number two whole contexts, which requests share.
   options.tokens = flags.tokens > 0 ? flags.tokens : options.context * std::min(flags.running, 2);
   SessionOptions session;
   session.context = options.context;
   session.sequences = options.running + options.cached + 2;
   session.tokens = options.tokens;
+  session.decode_batch = options.drafts + 1;
   for (const std::string& line : flags.policies) {
     options.policies.push_back(choose_session(engine, line, session).options.policies.front());
   }
@@ -184,6 +189,14 @@ Command add_serve(CLI::App& app) {
   app.add_option("--prefill-ms", flags->prefill_ms,
                  "most milliseconds of a prompt between two decode steps; 0: twice such a step")
       ->capture_default_str();
+  auto* speculate =
+      app.add_option("--speculate", flags->speculate,
+                     "lookup: while one answer runs alone, guess its next tokens from its context "
+                     "and verify them in one step; the text stays the same")
+          ->check(CLI::IsMember({"lookup"}));
+  add_integer(app, "--drafts", flags->drafts, "most guesses of a step")
+      ->capture_default_str()
+      ->needs(speculate);
   add_integer(app, "--timeout", flags->timeout, "most seconds of a request; 0: no limit")
       ->capture_default_str();
   add_integer(app, "--drain", flags->drain, "seconds for what runs to end after SIGTERM")

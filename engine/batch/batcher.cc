@@ -33,9 +33,11 @@ SessionOptions session_options(const BatcherOptions& options) {
                                     ": give the most tokens of a sequence, prompt and answer");
   require_within(options.running, 1, kMostSequences, "running");
   require_within(options.cached, 0, kMostSequences, "cached");
+  require_within(options.drafts, 0, kMostDrafts, "drafts");
   require(options.prefill_ms >= 0.0 && options.prefill_ms < 1e6,
           "`prefill_ms`: give 0 to a million milliseconds");
   SessionOptions session;
+  session.decode_batch = options.drafts + 1;
   session.context = options.context;
   session.policies = options.policies;
   // The root, and a fork that is being made while all others are taken.

@@ -341,7 +341,30 @@ bool Scheduler::run_steps() {
   return any;
 }
 
+// A step by itself, because other sequences' tokens fill a step better than guesses.
+void Scheduler::step_with_drafts(Sequence& sequence) {
+  const Clock::time_point start = Clock::now();
+  std::optional<FinishReason> reason;
+  const bool runs =
+      guarded(sequence, [&] { reason = sequence.decode_drafts(options_.drafts, *meter_); });
+  if (!runs) return;
+  note_step(start);
+  settle(sequence, reason);
+}
+
+void Scheduler::note_step(Clock::time_point start) {
+  const double seconds = seconds_since(start);
+  pace_.note_step(seconds);
+  meter_->change([&](BatcherStats& stats) {
+    ++stats.steps;
+    stats.step_seconds.add(seconds);
+  });
+}
+
 void Scheduler::step(std::vector<Sequence*>& batch) {
+  if (options_.drafts > 0 && batch.size() == 1 && batch.front()->takes_drafts()) {
+    return step_with_drafts(*batch.front());
+  }
   const Clock::time_point start = Clock::now();
   std::vector<StepResult> results;
   while (results.empty() && !batch.empty()) {
@@ -361,12 +384,7 @@ void Scheduler::step(std::vector<Sequence*>& batch) {
     }
   }
   if (batch.empty()) return;
-  const double seconds = seconds_since(start);
-  pace_.note_step(seconds);
-  meter_->change([&](BatcherStats& stats) {
-    ++stats.steps;
-    stats.step_seconds.add(seconds);
-  });
+  note_step(start);
   for (std::size_t i = 0; i < batch.size(); ++i) {
     if (!is_running(batch[i])) continue;  // another choice of its request failed
     if (results[i].error) {

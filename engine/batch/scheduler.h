@@ -62,6 +62,8 @@ class Scheduler {
   void replay(Sequence& sequence, std::int64_t most);
   bool run_steps();
   void step(std::vector<Sequence*>& batch);
+  void step_with_drafts(Sequence& sequence);
+  void note_step(Clock::time_point start);
 
   // Frees blocks for a sequence that needs them now. Returns false if there are none to free.
   // `sequence` itself may have given way: then it does not run any more.

@@ -59,6 +59,27 @@ StepToken Sequence::step_token() {
   return {&*session, tokens_.back(), wants_logits() ? nullptr : &sampler_, {}};
 }
 
+std::optional<FinishReason> Sequence::decode_drafts(int most, Meter& meter) {
+  if (!speculation_) {
+    lookup_ = std::make_unique<LookupDrafter>();
+    speculation_.emplace(lookup_.get(), most, info_->weight_bytes);
+  }
+  const auto left = static_cast<int>(request().sampling.max_tokens - std::ssize(answer()));
+  const Drafts drafts = speculation_->next(tokens_, left - 1, *session, sampler_);
+  std::optional<FinishReason> reason;
+  const std::vector<TokenId> drawn =
+      session->decode(tokens_.back(), drafts.tokens, sampler_, {}, [&](TokenId id) {
+        reason = take(id, meter);
+        return !reason;
+      });
+  speculation_->note(drafts, drawn.size() - 1);
+  meter.change([&](BatcherStats& stats) {
+    stats.drafted += drafts.tokens.size();
+    stats.accepted += drafts.tokens.empty() ? 0 : drawn.size() - 1;
+  });
+  return reason;
+}
+
 std::optional<FinishReason> Sequence::take(std::span<const float> logits, Meter& meter) {
   if (request().sampling.max_tokens == 0) return FinishReason::max_tokens;
   const std::int64_t position = session->length();

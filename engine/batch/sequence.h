@@ -12,6 +12,7 @@
 #include "engine/batch/meter.h"
 #include "engine/batch/prefix.h"
 #include "engine/batch/stream_state.h"
+#include "engine/speculation.h"
 #include "sluice/batcher.h"
 #include "sluice/engine.h"
 #include "sluice/sampler.h"
@@ -66,6 +67,11 @@ class Sequence {
   // Its part of a step: appends the last token, and draws the next.
   StepToken step_token();
 
+  // Returns true if its steps may have drafts, which are looked up in its tokens.
+  bool takes_drafts() const { return !wants_logits(); }
+  // Appends the last token and up to `most` drafts, and takes what is drawn. Returns as take() does.
+  std::optional<FinishReason> decode_drafts(int most, Meter& meter);
+
   // Takes the logits after the last token, or the token that was drawn from them. Returns the
   // reason if the choice ends now.
   std::optional<FinishReason> take(std::span<const float> logits, Meter& meter);
@@ -95,6 +101,8 @@ class Sequence {
   std::vector<ScoredToken> prompt_scores_;
   bool prompt_scored_ = false;
   std::optional<Clock::time_point> last_token_;
+  std::unique_ptr<LookupDrafter> lookup_;  // from the first drafts on
+  std::optional<Speculation> speculation_;
 };
 
 }  // namespace sluice::batch

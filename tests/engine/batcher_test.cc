@@ -117,6 +117,34 @@ TEST_F(BatcherTest, TakesStepsTogether) {
   EXPECT_LT(batcher.stats().steps, 4 * 199u / 2);
 }
 
+// Drafts for a sequence that runs alone change nothing but the number of its steps. The random model
+// repeats itself: greedy texts of it soon do.
+TEST_F(BatcherTest, DraftsForASequenceAlone) {
+  for (const double temperature : {0.0, 0.2}) {
+    Request wanted = request(150, 200);
+    wanted.sampling.temperature = temperature;
+    BatcherOptions with_drafts = options();
+    with_drafts.drafts = 6;
+    Batcher batcher(engine_, with_drafts);
+    Stream stream = batcher.submit(wanted);
+    const Served served = read_all(stream)[0];
+    EXPECT_EQ(served.reason, FinishReason::max_tokens);
+    expect_alone(tokens_alone(engine_, wanted, kContext, Policy()), served);
+    batcher.drain(10s);
+    const BatcherStats stats = batcher.stats();
+    EXPECT_LE(stats.accepted, stats.drafted);
+    EXPECT_EQ(stats.steps + stats.accepted + 1, 200u);
+    if (temperature == 0.0) {
+      EXPECT_GT(stats.accepted, 20u);
+    }
+  }
+  BatcherOptions bad = options();
+  for (const int drafts : {-1, 64}) {
+    bad.drafts = drafts;
+    expect_error(ErrorCode::usage, "drafts", [&] { Batcher(engine_, bad); });
+  }
+}
+
 TEST_F(BatcherTest, GivesAllMemoryBack) {
   {
     const std::uint64_t before = engine_.memory().host_bytes;

@@ -72,6 +72,8 @@ std::string metrics_text(const BatcherStats& stats, const MemoryUse& memory) {
   page.single("answer_tokens_total", "counter", stats.answer_tokens, "Tokens drawn.");
   page.single("preemptions_total", "counter", stats.preemptions, "Sequences that gave way.");
   page.single("steps_total", "counter", stats.steps, "Decode steps.");
+  page.single("drafts_total", "counter", stats.drafted, "Tokens guessed and verified.");
+  page.single("accepted_drafts_total", "counter", stats.accepted, "Guesses that were right.");
   page.single("queue_length", "gauge", stats.queued, "Sequences that wait.");
   page.single("running", "gauge", stats.running, "Sequences that run.");
   page.single("cached_sequences", "gauge", stats.cached, "Finished sequences kept.");

@@ -40,6 +40,10 @@ struct BatcherOptions {
   // Most milliseconds of a prompt's chunk while other sequences decode; 0: twice the time of a
   // decode step.
   double prefill_ms = 0.0;
+  // Most tokens that a step of one sequence alone guesses from its context (sluice/drafter.h), 0
+  // (none) to 63. Sequences that take a step together get no drafts, because their step reads the
+  // weights once for all of them; neither do requests with log probabilities, rules or penalties.
+  int drafts = 0;
   std::optional<std::uint64_t> device_memory;  // caps on the pool, see SessionOptions
   std::optional<std::uint64_t> host_memory;
 };
@@ -155,6 +159,8 @@ struct BatcherStats {
   std::uint64_t answer_tokens = 0;
   std::uint64_t preemptions = 0;
   std::uint64_t steps = 0;
+  std::uint64_t drafted = 0;   // tokens guessed and verified
+  std::uint64_t accepted = 0;  // of these
 
   std::int64_t queued = 0;  // sequences
   std::int64_t running = 0;
