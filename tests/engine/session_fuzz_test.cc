@@ -414,7 +414,7 @@ class World {
     note(number(static_cast<std::int64_t>(which)) + " of " + number(live.length()) + ": ");
     if (kind <= 4) return prefill(live);
     if (kind <= 6) return decode_some(live);
-    if (kind == 7) return decode_known(live);
+    if (kind == 7) return one_in(2) ? decode_drafts(live) : decode_known(live);
     if (kind <= 9) return truncate(live);
     if (kind <= 11) return add(live);
     if (kind == 12) return use(live);
@@ -455,6 +455,29 @@ class World {
       live.session.decode_known(tokens, [&](std::size_t i, std::span<const float> logits) {
         live.give(Way::decode, std::span(tokens).subspan(i, 1), logits);
       });
+    });
+  }
+
+  // Drafts of which the first is right if the step before it was taken back.
+  void decode_drafts(Live& live) {
+    if (!can_decode(live) || options_.decode_batch == 1 || remembers_any()) return;
+    const Sampler greedy{SamplingParams()};
+    const auto decode = [&](TokenId token, std::span<const TokenId> drafts) {
+      return live.session.decode(token, drafts, greedy, {}, [](TokenId) { return true; });
+    };
+    const std::vector<TokenId> token = some_tokens(1);
+    std::vector<TokenId> drafts = some_tokens(random_.integer(1, 8));
+    text_ += "decode drafts " + number(std::ssize(drafts));
+    attempt([&] {
+      if (one_in(2)) {
+        drafts[0] = decode(token[0], {})[0];
+        live.session.truncate(live.length() - 1);
+      }
+      const std::vector<TokenId> drawn = decode(token[0], drafts);
+      live.give(Way::decode, token, {});
+      for (std::size_t i = 0; i + 1 < drawn.size(); ++i) {
+        live.give(Way::decode, std::span(drawn).subspan(i, 1), {});
+      }
     });
   }
 
