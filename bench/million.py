@@ -35,10 +35,9 @@ CONTEXTS = ("128K", "512K", "1M")
 BF16 = ("--kv-dtype", "bf16")  # of all that was measured
 # Policies by what their index keeps, bytes per token and KV head at head_dim 128.
 INDEXES = {
-    "values": "88 B",
-    "values bits=2 prune=top_k(256)": "72 B",
-    "sluice select=int4 candidates=none": "68 B",
-    "sluice select=int4 candidates=none bits=2": "36 B",
+    "values": "72 B",
+    "compact": "56 B",
+    "tiny": "40 B",
 }
 
 
