@@ -12,6 +12,8 @@ struct Checksum::State {
 void Checksum::Free::operator()(State* state) const { delete state; }
 
 Checksum::Checksum(std::uint64_t seed) : state_(new State) {
+  // Without this a reset trusts the secret of a state that had the same seed in the same memory.
+  XXH3_INITSTATE(&state_->xxh);
   XXH3_64bits_reset_withSeed(&state_->xxh, seed);
 }
 
