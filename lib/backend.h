@@ -56,6 +56,7 @@ struct BackendInfo {
   int threads = 1;
   LinkRates link;
   std::uint64_t memory_bytes = 0;  // of a device with separate memory
+  std::uint64_t branch_bytes = 0;  // device memory that Queue::prepare_branches() takes
   double memory_rate = 0.0;        // nominal bandwidth of that memory, bytes per second
   // Bytes of a layer's rows, all resident where attention reads them: up to this size, reading
   // every row takes less time than selecting by an INT4 index (presets `values` and `sluice`).

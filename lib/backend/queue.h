@@ -101,6 +101,17 @@ class Queue {
   // Writes the time to `to` in the queue's order: nanoseconds of the backend's clock.
   virtual void note_time(std::uint64_t* to);
 
+  // Makes branches run beside the queue, if the backend can; else they run in its order. Takes
+  // BackendInfo::branch_bytes of device memory the first time. Throws what Backend::allocate()
+  // throws. Not within replay().
+  virtual void prepare_branches() {}
+  // Runs the work that `issue` issues to this queue after all work issued before, beside work
+  // issued later, up to join() of the same number, 0 or 1. Branches have scratch memory of their
+  // own and run one after the other. A recording joins every branch that it begins.
+  virtual void branch(int number, const std::function<void()>& issue);
+  // Work issued from now on starts after that of the branch, if there was one.
+  virtual void join(int /*number*/) {}
+
   // Work issued from now on starts after all work issued to `other` so far.
   virtual void wait_for(Queue& other) = 0;
   // Returns when the queue is idle. Errors of earlier work surface here at the latest.

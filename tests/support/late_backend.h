@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -104,9 +105,11 @@ class LateQueue : public cpu::CpuQueue {
   }
 
   void submit(const Operation& operation) override {
+    if (is_aside_) return side_->submit(operation);
     std::visit([this](const auto* params) { ask(*params); }, operation);
   }
   void call_host(HostCall& call) override {
+    if (is_aside_) return side_->call_host(call);
     later([&call] { call.run(); });
   }
   void note_time(std::uint64_t* to) override {
@@ -130,12 +133,32 @@ class LateQueue : public cpu::CpuQueue {
     for (const auto& work : dynamic_cast<Recorded&>(*recording).works) later(work);
   }
 
+  // Branches are work of another queue, and part of a recording in its order.
+  void prepare_branches() override {
+    if (side_ == nullptr) side_ = std::make_unique<LateQueue>(*late_);
+  }
+  void branch(int number, const std::function<void()>& issue) override {
+    if (recorded_ != nullptr || side_ == nullptr) return issue();
+    side_->wait_for(*this);
+    is_aside_ = true;
+    try {
+      issue();
+    } catch (...) {
+      is_aside_ = false;
+      throw;
+    }
+    is_aside_ = false;
+    ends_[static_cast<std::size_t>(number)] = side_->asked_;
+  }
+  void join(int number) override {
+    if (recorded_ != nullptr || side_ == nullptr) return;
+    wait_until(*side_, ends_[static_cast<std::size_t>(number)]);
+  }
+
   void wait_for(Queue& other) override {
     check(recorded_ == nullptr, "work of two queues cannot be recorded here");
     auto& late = static_cast<LateQueue&>(other);
-    waiting_.push_back({{}, &late, late.asked_});
-    ++asked_;
-    late_->pass_time();
+    wait_until(late, late.asked_);
   }
   void synchronize() override {
     finish();
@@ -236,6 +259,12 @@ class LateQueue : public cpu::CpuQueue {
     late_->pass_time();
   }
 
+  void wait_until(const LateQueue& other, std::int64_t item) {
+    waiting_.push_back({{}, &other, item});
+    ++asked_;
+    late_->pass_time();
+  }
+
   bool can_go_on() const {
     if (waiting_.empty()) return false;
     const Item& next = waiting_.front();
@@ -261,6 +290,9 @@ class LateQueue : public cpu::CpuQueue {
   std::int64_t asked_ = 0;
   std::int64_t done_ = 0;
   bool is_working_ = false;
+  std::unique_ptr<LateQueue> side_;  // of branches
+  bool is_aside_ = false;            // work is issued to side_
+  std::array<std::int64_t, 2> ends_ = {};
 };
 
 std::unique_ptr<Queue> LateBackend::make_queue(const QueueOptions& /*options*/) {
