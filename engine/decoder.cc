@@ -61,6 +61,9 @@ Decoder::ActivationBytes::ActivationBytes(const ModelConfig& config, const Backe
   gate_up = bytes_of(fed, 2 * w.intermediate, DType::f32);
   product = bytes_of(fed, w.intermediate, compute);
   logits = bytes_of(std::min(chunk, kLogitRows), w.vocabulary, DType::f32);
+  const std::int64_t decoded = std::min(chunk, kMostBatch);
+  early_normed = bytes_of(2 * decoded, w.hidden, compute);
+  early_qkv = bytes_of(decoded, w.qkv, DType::f32);
 }
 
 std::uint64_t Decoder::activation_bytes(const ModelConfig& config, const Backend& backend,
@@ -100,6 +103,8 @@ void Decoder::allocate(std::int64_t chunk) {
   a.gate_up = allocate(bytes.gate_up);
   a.product = allocate(bytes.product);
   a.logits = allocate(bytes.logits);
+  a.early_normed = allocate(bytes.early_normed);
+  a.early_qkv = allocate(bytes.early_qkv);
   if (backend.info().compute_tier != Tier::host) {
     host_logits_ = backend.allocate(Tier::host, a.logits.bytes());
   }
@@ -119,9 +124,10 @@ void Decoder::embed(std::span<const TokenId> tokens, const Matrix& x) {
                           weights_.coded_table});
 }
 
-void Decoder::rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions) {
+void Decoder::rotate(const Buffer& qkv, const LayerWeights& weights, std::int64_t tokens,
+                     const Positions& positions) {
   RopeParams params;
-  params.x = a_.qkv.floats();
+  params.x = qkv.floats();
   params.tokens = tokens;
   params.stride = Widths(config_).qkv;
   params.query_heads = config_.num_attention_heads;
@@ -146,7 +152,29 @@ void Decoder::project(int layer, const Matrix& x, const Positions& positions) {
   chain.norm = norm(x, weights.input_norm, normed);
   chain.linear = {normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv};
   queue_->run(chain);
-  rotate(weights, x.rows, positions);
+  rotate(a_.qkv, weights, x.rows, positions);
+}
+
+// Only the norm reads x, which the layer before goes on to change; all else runs beside that layer.
+template <class Step>
+void Decoder::begin_early(int layer, Early at, const Matrix& x, const Positions& positions,
+                          Step& step) {
+  if (layer == config_.num_hidden_layers || step.early(layer) != at) return;
+  if (!step.selects(layer)) {
+    return queue_->branch(layer % 2, [&] { step.choose_early(layer, {}); });
+  }
+  const Widths w(config_);
+  const LayerWeights& weights = weights_.layers[static_cast<std::size_t>(layer)];
+  Matrix normed = view(a_.early_normed, queue_->backend().info().compute_dtype, x.rows, w.hidden);
+  normed.data =
+      a_.early_normed.data() + static_cast<std::size_t>(layer % 2) * (a_.early_normed.bytes() / 2);
+  const Matrix qkv = view(a_.early_qkv, DType::f32, x.rows, w.qkv);
+  queue_->run(norm(x, weights.input_norm, normed));
+  queue_->branch(layer % 2, [&] {
+    queue_->run(LinearParams{normed, weights.qkv.get(), optional_floats(weights.qkv_bias), qkv});
+    rotate(a_.early_qkv, weights, x.rows, positions);
+    step.choose_early(layer, {a_.early_qkv.floats(), w.qkv, nullptr, nullptr});
+  });
 }
 
 NewRows Decoder::new_rows() const {
@@ -195,10 +223,13 @@ void Decoder::step(std::span<const TokenId> tokens, Phase phase, KvSession& sess
   embed(tokens, x);
   for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
     const QueueRange of_layer(*queue_, {"layer", layer});
-    project(layer, x, {{}, session.length()});
+    const Positions positions = {{}, session.length()};
+    begin_early(layer + 1, Early::layer, x, positions, session);
+    project(layer, x, positions);
     session.append(layer, new_rows());
     session.attend(layer, queries());
     mix(layer, x);
+    begin_early(layer + 1, Early::half, x, positions, session);
     feed_forward(layer, x);
   }
   session.end_step();
@@ -228,10 +259,13 @@ void Decoder::decode(std::span<const TokenId> tokens, KvBatch& batch) {
     embed({staged, tokens.size()}, x);
     for (int layer = 0; layer < config_.num_hidden_layers; ++layer) {
       const QueueRange of_layer(*queue_, {"layer", layer});
-      project(layer, x, {batch.tokens(), 0});
+      const Positions positions = {batch.tokens(), 0};
+      begin_early(layer + 1, Early::layer, x, positions, batch);
+      project(layer, x, positions);
       batch.append(layer, new_rows());
       batch.attend(layer, queries());
       mix(layer, x);
+      begin_early(layer + 1, Early::half, x, positions, batch);
       feed_forward(layer, x);
     }
     compute_logits(0, count);

@@ -74,9 +74,11 @@ class Decoder {
     ActivationBytes(const ModelConfig& config, const Backend& backend, std::int64_t chunk);
 
     std::size_t ids, x, normed, qkv, attended, lse, mixed, gate_up, product, logits;
+    std::size_t early_normed, early_qkv;
 
     std::uint64_t sum() const {
-      return ids + x + normed + qkv + attended + lse + mixed + gate_up + product + logits;
+      return ids + x + normed + qkv + attended + lse + mixed + gate_up + product + logits +
+             early_normed + early_qkv;
     }
   };
   // The buffers of one step; a row per token.
@@ -91,6 +93,9 @@ class Decoder {
     Buffer gate_up;   // [up to kFeedForwardRows, 2 * intermediate] f32
     Buffer product;   // [up to kFeedForwardRows, intermediate] compute dtype
     Buffer logits;    // [kLogitRows, vocabulary] f32
+    // Of layers that choose rows early, beside the work of the layer before:
+    Buffer early_normed;  // [2, up to kMostBatch, hidden] compute dtype, layers in turns
+    Buffer early_qkv;     // as qkv, for up to kMostBatch tokens
   };
 
   // Positions of tokens in their sequences: those of a batch, or consecutive ones.
@@ -111,7 +116,13 @@ class Decoder {
   // Logits [count, vocabulary] after tokens [first, first + count), in the compute tier.
   Matrix compute_logits(std::int64_t first, std::int64_t count);
   RmsNormParams norm(const Matrix& x, const Buffer& weight, const Matrix& y) const;
-  void rotate(const LayerWeights& weights, std::int64_t tokens, const Positions& positions);
+  // Rotates queries and keys of `qkv`, [tokens, qkv].
+  void rotate(const Buffer& qkv, const LayerWeights& weights, std::int64_t tokens,
+              const Positions& positions);
+  // Begins layer `layer` of a decode step early if it is to begin at this point: `x` is its state
+  // at the point. Step: KvBatch or KvSession.
+  template <class Step>
+  void begin_early(int layer, Early at, const Matrix& x, const Positions& positions, Step& step);
 
   ModelConfig config_;
   ModelWeights weights_;

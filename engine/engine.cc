@@ -340,6 +340,7 @@ KvRequest Engine::Impl::kv_request(const SessionOptions& options, int chunk,
   request.processor = on.processor;
   request.attends_host_rows = on.attends_host_rows;
   request.logits = on.logits;
+  request.branch_bytes = on.branch_bytes;
   request.cached_bytes = on.cached_bytes;
   request.cache_memory = config.row_cache;
   request.host_attention = attender.backend != nullptr;

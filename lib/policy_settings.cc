@@ -260,6 +260,16 @@ bool read_anchors_attend(Policy& policy, std::string_view value) {
 
 std::string write_anchors_attend(const Policy& policy) { return policy.dense_anchors ? "all" : ""; }
 
+bool read_early(Policy& policy, std::string_view value) {
+  policy.early = value == "half" ? Early::half : value == "layer" ? Early::layer : Early::none;
+  return policy.early != Early::none || value == "none";
+}
+
+std::string write_early(const Policy& policy) {
+  if (policy.early == Early::none) return "";
+  return policy.early == Early::half ? "half" : "layer";
+}
+
 void take_pruning(LayerSettings& layer, const Policy& policy) {
   layer.prune = {policy.prune, policy.k, policy.p};
 }
@@ -303,7 +313,7 @@ constexpr std::string_view kLayers = "the layers' numbers in ascending order suc
 // The setting whose accepted values come from the scorers.
 constexpr std::string_view kSelect = "select";
 
-constexpr std::array<Setting, 13> kSettings = {{
+constexpr std::array<Setting, 14> kSettings = {{
     {kSelect, Form::word, "how the weights of tokens are estimated", "", read_select, write_select},
     {"candidates", Form::budget,
      "most tokens that are proposed, then scored again with the whole index", kLimits,
@@ -336,6 +346,12 @@ constexpr std::array<Setting, 13> kSettings = {{
      "dense, pages(SHARE), zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU above "
      "0 and up to 1",
      read_prefill, write_prefill},
+    {"early", Form::word,
+     "from which earlier hidden state a layer chooses its rows, so that they are fetched before "
+     "its turn",
+     "none, half (after the previous layer's attention) or layer (the previous layer's input)",
+     read_early, write_early, take_member<&LayerSettings::early, &Policy::early>,
+     give_member<&LayerSettings::early, &Policy::early>},
     {"bits", Form::count, "per key channel, in the key index", "4, 3, 2 or 1",
      read_count<&Policy::bits>, write_count<&Policy::bits>,
      take_member<&LayerSettings::bits, &Policy::bits>,

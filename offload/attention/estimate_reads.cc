@@ -40,9 +40,9 @@ EstimateTraffic EstimateReads::scan(const BatchToken& token, std::int64_t reside
 }
 
 EstimateTraffic EstimateReads::rescore(const BatchToken& token, const HeadSelection& candidates,
-                                       std::int64_t pages_read) const {
+                                       std::int64_t pages_read, bool scored) const {
   EstimateTraffic traffic;
-  traffic.near += keys(token.count() - token.page_first());
+  if (scored) traffic.near += keys(token.count() - token.page_first());
   if (candidates.count == 0) return traffic;
   if (scorer_->reads_rows()) {
     traffic.near += keys(candidates.count);

@@ -28,7 +28,7 @@ class EstimateReads {
   EstimateTraffic scan(const BatchToken& token, std::int64_t resident, bool scored) const;
   // Reads for scoring the candidates again, which read `pages_read` pages of tiles.
   EstimateTraffic rescore(const BatchToken& token, const HeadSelection& candidates,
-                          std::int64_t pages_read) const;
+                          std::int64_t pages_read, bool scored) const;
 
  private:
   Traffic keys(std::int64_t rows) const;

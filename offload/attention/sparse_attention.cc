@@ -39,18 +39,32 @@ SparseAttention::SparseAttention(Queue& queue, const IndexLayout& layout, const 
       disk_(selected.disk) {
   Backend& backend = queue.backend();
   const SelectionBytes bytes = layout.selection_bytes();
-  logits_ = backend.allocate(tier, bytes.logits);
-  digest_ = backend.allocate(tier, bytes.digest);
+  work_.logits = backend.allocate(tier, bytes.logits);
+  work_.digest = backend.allocate(tier, bytes.digest);
   page_weights_ = backend.allocate(tier, bytes.page_weights);
-  candidate_logits_ = backend.allocate(tier, bytes.candidate_logits);
+  work_.candidate_logits = backend.allocate(tier, bytes.candidate_logits);
   lse_ = backend.allocate(tier, bytes.lse);
   positions_ = backend.allocate(tier, bytes.positions);
   if (layout.reports_positions) seen_positions_ = backend.allocate(Tier::host, bytes.positions);
-  candidates_ = backend.allocate(tier, bytes.candidates);
+  work_.candidates = backend.allocate(tier, bytes.candidates);
+  allocate_early();
   token_sums_ = backend.allocate(tier, bytes.token_sums);
   arena_ = backend.allocate(tier, bytes.arena);
   report_ = make_report(backend, layout, tier);
   seen_ = make_report(backend, layout, Tier::host);
+}
+
+void SparseAttention::allocate_early() {
+  Backend& backend = queue_->backend();
+  const EarlyBytes bytes = layout_.early_bytes();
+  begun_.resize(static_cast<std::size_t>(layout_.shape.layers));
+  early_lse_ = backend.allocate(tier_, bytes.lse);
+  weighed_ = backend.allocate(tier_, bytes.weighed);
+  weighed_alpha_ = backend.allocate(tier_, bytes.alpha);
+  early_work_.logits = backend.allocate(tier_, bytes.logits);
+  early_work_.digest = backend.allocate(tier_, bytes.digest);
+  early_work_.candidate_logits = backend.allocate(tier_, bytes.candidate_logits);
+  early_work_.candidates = backend.allocate(tier_, bytes.candidates);
 }
 
 SparseAttention::Report SparseAttention::make_report(Backend& backend, const IndexLayout& layout,
@@ -62,7 +76,12 @@ SparseAttention::Report SparseAttention::make_report(Backend& backend, const Ind
   report.all = backend.allocate(tier, layout.selection_bytes().report);
   report.candidate_heads = reinterpret_cast<HeadSelection*>(report.all.data());
   report.heads = report.candidate_heads + heads;
-  report.share = reinterpret_cast<float*>(report.heads + heads);
+  HeadSelection* end = report.heads + heads;
+  if (layout.early) {
+    report.weighed_heads = end;
+    end += heads;
+  }
+  report.share = reinterpret_cast<float*>(end);
   report.alpha = report.share + queries;
   report.pages_read = reinterpret_cast<std::int32_t*>(report.alpha + queries);
   report.resident = report.pages_read + heads;
@@ -85,9 +104,15 @@ SelectionView SparseAttention::selection(int layer, std::int64_t token) const {
   return {positions, layout_.selected, report_.heads + head_entry(layer, token)};
 }
 
-SelectionView SparseAttention::candidates(int layer, std::int64_t token) const {
-  return {reinterpret_cast<std::int32_t*>(candidates_.data()), layout_.candidates,
-          report_.candidate_heads + head_entry(layer, token)};
+SelectionView SparseAttention::candidates(const Wave& wave) const {
+  return {reinterpret_cast<std::int32_t*>(work(wave).candidates.data()), layout_.candidates,
+          report_.candidate_heads + head_entry(wave.layer, wave.first)};
+}
+
+float* SparseAttention::chosen_lse(const Wave& wave) const {
+  if (!wave.is_early) return lse_.floats();
+  return early_lse_.floats() +
+         (wave.layer % 2 * layout_.batch + wave.first) * layout_.shape.query_heads;
 }
 
 float* SparseAttention::share(int layer, std::int64_t token) const {
@@ -114,6 +139,7 @@ void SparseAttention::for_waves(const Policy& policy, int layer, const TokenBatc
     Wave wave;
     wave.layer = layer;
     wave.first = first;
+    wave.total = batch.count;
     wave.batch = {batch.tokens + first, std::min(layout_.wave, batch.count - first),
                   batch.capacity};
     wave.q = queries.q + first * queries.stride;
@@ -125,14 +151,53 @@ void SparseAttention::for_waves(const Policy& policy, int layer, const TokenBatc
   }
 }
 
+void SparseAttention::begin_step() {
+  for (int layer = 0; layer < layout_.shape.layers; ++layer) {
+    if (is_begun(layer)) queue_->join(layer % 2);
+  }
+  begun_.assign(begun_.size(), false);
+}
+
+// The rows of the tokens' own pages take no part: the layer has yet to append the newest of them.
+void SparseAttention::choose_early(const Policy& policy, int layer, const TokenBatch& batch,
+                                   const float* q, std::int64_t q_stride, const PagedRows& rows) {
+  check(begins_early(policy, layer) && !is_begun(layer), "rows that are not chosen early");
+  begun_[static_cast<std::size_t>(layer)] = true;
+  if (policy.selects(layer)) {
+    const Queries queries = {q, q_stride, nullptr, nullptr};
+    for_waves(policy, layer, batch, queries, rows, Mask(), [&](const Wave& wave) {
+      Wave early = wave;
+      early.skip_newest = early.is_early = true;
+      choose(policy, early);
+    });
+  }
+  if (cache_ == nullptr) return;
+  Wave all;
+  all.layer = layer;
+  all.batch = batch;
+  all.rows = rows;
+  find_rows(all, source_of(policy, layer, false));
+}
+
 void SparseAttention::attend(const Policy& policy, int layer, const TokenBatch& batch,
                              const Queries& queries, const PagedRows& rows, const Mask& mask) {
   // A dense layer comes here only after an eviction, and attends to the tokens that are left.
   const int source = source_of(policy, layer, mask.tokens != nullptr);
+  const bool is_begun = this->is_begun(layer);
+  check(is_begun == (mask.tokens == nullptr && begins_early(policy, layer)),
+        "a layer's rows are chosen early if its policy says so");
+  if (is_begun) queue_->join(layer % 2);
   for_waves(policy, layer, batch, queries, rows, mask, [&](const Wave& wave) {
-    if (source == layer) choose(policy, wave);
+    if (is_begun) {
+      if (weighs_values(policy, wave)) weigh_values(policy, wave);
+    } else {
+      if (source == layer) choose(policy, wave);
+      if (cache_ != nullptr) find_rows(wave, source);
+    }
     attend_wave(policy, wave, source, queries);
   });
+  if (is_begun && cache_ != nullptr) cache_->end_filling();
+  begun_[static_cast<std::size_t>(layer)] = false;
 }
 
 void SparseAttention::select(const Policy& policy, int layer, const TokenBatch& batch,
@@ -174,34 +239,63 @@ EstimateParams SparseAttention::estimate_params(const Wave& wave) const {
 // final selection.
 void SparseAttention::propose(const Policy& policy, const Wave& wave) {
   EstimateParams estimate = estimate_params(wave);
-  estimate.logits = {logits_.data(), layout_.logit_stride()};
-  // A digest covers all tokens, so it cannot be used where some are masked.
-  const Scorer& scorer = scorer_of(policy);
-  const std::int64_t tokens = wave.batch.capacity;
-  const bool weighs = weighs_pages(layout_.logits, policy, wave.layer, tokens);
-  if (layout_.digested && scorer.digests() && own_scorers().has(scorer) &&
-      wave.mask.tokens == nullptr && (weighs || tokens >= layout_.logits.digested_from)) {
-    estimate.logits.digest = LogitDigest::in(
-        digest_.data(), layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
-    if (weighs) estimate.logits.digest.weights = page_weights_.data();
-  }
+  // Value tiles are weighed later if rows are chosen early.
+  estimate.logits = logit_view(policy, wave, !wave.is_early);
   score(policy, wave, estimate);
 
   SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
   select.skip_newest = wave.skip_newest;
-  if (wave.skip_newest || policy.compensates(wave.layer, Compensation::values)) {
-    select.lse = lse_.floats();
-  }
-  estimated_ = estimate.logits;
+  if (wave.skip_newest || weighs_values(policy, wave)) select.lse = chosen_lse(wave);
+  if (!wave.is_early) estimated_ = estimate.logits;
   if (!policy.candidates.limited()) {
     select.selected = selection(wave.layer, wave.first);
     return prune(policy, wave, select);
   }
   select.k = candidates_of(policy);
-  select.selected = candidates(wave.layer, wave.first);
+  select.selected = candidates(wave);
   select.alpha = share(wave.layer, wave.first);
   queue_->run(select);
+}
+
+// Where a wave's estimates go. `weighs`: value tiles are weighed by the selection that follows.
+LogitView SparseAttention::logit_view(const Policy& policy, const Wave& wave, bool weighs) const {
+  LogitView view = {work(wave).logits.data(), layout_.logit_stride()};
+  // A digest covers all tokens, so it cannot be used where some are masked.
+  const Scorer& scorer = scorer_of(policy);
+  const std::int64_t tokens = wave.batch.capacity;
+  weighs = weighs && weighs_pages(layout_.logits, policy, wave.layer, tokens);
+  if (layout_.digested && scorer.digests() && own_scorers().has(scorer) &&
+      wave.mask.tokens == nullptr && (weighs || tokens >= layout_.logits.digested_from)) {
+    view.digest = LogitDigest::in(work(wave).digest.data(),
+                                  layout_.wave * layout_.shape.query_heads, layout_.logit_stride());
+    if (weighs) view.digest.weights = page_weights_.data();
+  }
+  return view;
+}
+
+bool SparseAttention::weighs_values(const Policy& policy, const Wave& wave) const {
+  return policy.compensates(wave.layer, Compensation::values);
+}
+
+// Selects nothing, for the log-sum-exp; the page weights would include the rows that were chosen
+// early, so attend_tiles() computes them.
+void SparseAttention::weigh_values(const Policy& policy, const Wave& wave) {
+  EstimateParams estimate = estimate_params(wave);
+  estimate.logits = logit_view(policy, wave, false);
+  score(policy, wave, estimate);
+  SelectParams select;
+  select.shape = layout_.shape;
+  select.batch = wave.batch;
+  select.logits = estimate.logits;
+  select.skip_newest = wave.skip_newest;
+  select.k = Quota::nothing();
+  select.selected = {reinterpret_cast<std::int32_t*>(weighed_.data()), 1,
+                     report_.weighed_heads + head_entry(wave.layer, wave.first)};
+  select.alpha = weighed_alpha_.floats();
+  select.lse = lse_.floats();
+  queue_->run(select);
+  estimated_ = estimate.logits;
 }
 
 // Runs the scorer. The backend estimates the newest rows for scorers that are not Sluice's own.
@@ -226,17 +320,18 @@ void SparseAttention::score(const Policy& policy, const Wave& wave,
 
 // Estimates the candidates with every channel of the index and keeps the policy's final selection.
 void SparseAttention::rescore(const Policy& policy, const Wave& wave) {
-  const SelectionView candidates = this->candidates(wave.layer, wave.first);
+  const SelectionView candidates = this->candidates(wave);
   EstimateParams estimate = estimate_params(wave);
   estimate.method = scorer_of(policy).reads_rows() ? Selector::exact : Selector::int4;
   estimate.candidates = &candidates;
   estimate.pages_read = report_.pages_read + head_entry(wave.layer, wave.first);
-  estimate.logits = {candidate_logits_.data(), layout_.candidate_stride()};
+  estimate.logits = {work(wave).candidate_logits.data(), layout_.candidate_stride()};
   queue_->run(estimate);
 
   SelectParams select = select_params(policy, wave);
   select.logits = estimate.logits;
   select.candidates = &candidates;
+  select.skip_newest = wave.skip_newest;
   select.selected = selection(wave.layer, wave.first);
   // Bounds are not weights: the share that a base of bounds dropped stays unknown.
   if (scorer_of(policy).info().kind == ScorerInfo::Kind::logits)
@@ -277,46 +372,67 @@ void SparseAttention::attend_wave(const Policy& policy, const Wave& wave, int so
   params.resident = report_.resident + head_entry(wave.layer, wave.first);
   params.rows = wave.rows;
   const bool compensates = policy.compensates(wave.layer, Compensation::mean_value);
-  if (wave.skip_newest || compensates) params.alpha = alpha(wave.layer, wave.first);
-  if (wave.skip_newest) params.estimated_lse = lse_.floats();
+  Wave chosen = wave;
+  chosen.is_early = is_begun(wave.layer) && source == wave.layer;
+  chosen.skip_newest = chosen.is_early || wave.skip_newest;
+  if (chosen.skip_newest || compensates) params.alpha = alpha(wave.layer, wave.first);
+  if (chosen.skip_newest) params.estimated_lse = chosen_lse(chosen);
   if (compensates) params.value_sums = value_sums(wave);
   params.arena = arena_.data();
   params.arena_rows = layout_.arena_rows;
   params.scale = attend_params(shape, {}, {}).scale;
   params.out = queries.out + wave.first * shape.query_heads * shape.head_dim;
   params.lse = queries.lse + wave.first * shape.query_heads;
-  if (cache_ != nullptr) find_rows(wave, params);
+  if (cache_ != nullptr) place_rows(wave, source, params);
   queue_->run(params);
-  if (cache_ != nullptr) cache_->end_filling();
-  if (policy.compensates(wave.layer, Compensation::values)) attend_values(policy, wave, params);
+  if (cache_ != nullptr && !is_begun(wave.layer)) cache_->end_filling();
+  if (weighs_values(policy, wave)) attend_values(policy, wave, params);
 }
 
-void SparseAttention::find_rows(const Wave& wave, AttendSelectedParams& params) {
+// Rows that are chosen early have places for the whole batch, others for one wave.
+PlacedRow* SparseAttention::places(const Wave& wave) const {
+  const std::int64_t first = is_begun(wave.layer) ? wave.first : 0;
+  return cache_->places(wave.layer) + first * layout_.shape.kv_heads * layout_.selected;
+}
+
+void SparseAttention::find_rows(const Wave& wave, int source) {
   FindRowsParams find;
-  find.shape = params.shape;
-  find.batch = params.batch;
-  find.selected = params.selected;
-  find.rows = params.rows;
+  find.shape = layout_.shape;
+  find.batch = wave.batch;
+  find.selected = selection(source, wave.first);
+  find.rows = wave.rows;
   find.layer = wave.layer;
   find.cache = cache_->view();
-  find.places = cache_->places();
+  find.places = places(wave);
   find.evicted = report_.evicted + head_entry(wave.layer, wave.first);
   cache_->begin_filling();
   queue_->run(find);
-  params.places = find.places;
-  params.cache = find.cache;
-  if (disk_ != nullptr) fetch_rows(wave, params);
+  if (disk_ != nullptr) disk_->begin_fetch(fetch_of(wave, source));
 }
 
-void SparseAttention::fetch_rows(const Wave& wave, AttendSelectedParams& params) {
+FetchWave SparseAttention::fetch_of(const Wave& wave, int source) const {
+  const SelectionView selected = selection(source, wave.first);
   FetchWave fetch;
   fetch.layer = wave.layer;
   fetch.first = wave.first;
   fetch.tokens = wave.batch.count;
-  fetch.places = cache_->places();
-  fetch.capacity = params.selected.capacity;
-  fetch.heads = params.selected.heads;
-  disk_->fetch(fetch);
+  fetch.places = places(wave);
+  fetch.capacity = selected.capacity;
+  fetch.heads = selected.heads;
+  return fetch;
+}
+
+void SparseAttention::place_rows(const Wave& wave, int source, AttendSelectedParams& params) {
+  params.places = places(wave);
+  params.cache = cache_->view();
+  if (disk_ == nullptr) return;
+  if (!is_begun(wave.layer)) {
+    disk_->end_fetch(fetch_of(wave, source));
+  } else if (wave.first == 0) {
+    Wave all = wave;
+    all.batch.count = wave.total;
+    disk_->end_fetch(fetch_of(all, source));
+  }
   params.rows.host = disk_->rows();
   params.rows.host_stride = disk_->head_stride();
 }
@@ -392,14 +508,20 @@ void SparseAttention::count_estimates(const Step& step, int layer, std::int64_t 
       tier_ == Tier::host || !scorer.reads_rows()
           ? token.page_first()
           : step.tables->resident_rows(token.sequence, token.page_first(), step.set);
+  const bool is_early = !step.evicts && policy.early_at(layer) != Early::none;
+  const bool weighs_again = is_early && policy.compensates(layer, Compensation::values);
   const bool scored = !newest_apart(policy, layer, step.evicts);
   for (int head = 0; head < layout_.shape.kv_heads; ++head) {
-    count.estimates += reads.scan(token, resident, scored);
+    count.estimates += reads.scan(token, resident, scored && !is_early);
+    if (weighs_again) {
+      count.estimates += reads.scan(token, resident, scored);
+      require_number(seen_.weighed_heads[head_entry(layer, number) + head].bad == 0, layer, head);
+    }
     if (!policy.candidates.limited()) continue;
     const std::int64_t entry = head_entry(layer, number) + head;
     const HeadSelection& proposed = seen_.candidate_heads[entry];
     require_number(proposed.bad == 0, layer, head);
-    count.estimates += reads.rescore(token, proposed, seen_.pages_read[entry]);
+    count.estimates += reads.rescore(token, proposed, seen_.pages_read[entry], !is_early);
   }
 }
 

@@ -44,9 +44,24 @@ class SparseAttention {
   // [batch, kv_heads, head_dim].
   float* token_sums() const { return token_sums_.floats(); }
 
-  // Selects and attends for every token of the batch. Each token gets the result that it would get
-  // alone, because a page serves as an index only to tokens after it. Masked tokens are never
-  // chosen.
+  // Forgets what choose_early() began in a step that was given up.
+  void begin_step();
+  // True if a layer under this policy has something to do before its turn: to select, or to bring
+  // the rows that its anchor selected.
+  bool begins_early(const Policy& policy, int layer) const {
+    return policy.early_at(layer) != Early::none && (policy.selects(layer) || cache_ != nullptr);
+  }
+  // Chooses the rows of a layer that begins_early(), before its own rows were appended, and begins
+  // to bring them; attend() then attends to them. `q`: early estimates of its queries, [batch,
+  // query_heads, head_dim] with `q_stride` floats between tokens; unused and null in followers. May
+  // be called within the queue's branch `layer % 2`, which attend() joins: beside all of the layer
+  // before if Early::layer is in force, else beside its feed-forward part.
+  void choose_early(const Policy& policy, int layer, const TokenBatch& batch, const float* q,
+                    std::int64_t q_stride, const PagedRows& rows);
+
+  // Selects, unless choose_early() did, and attends for every token of the batch. Each token gets
+  // the result that it would get alone, because a page serves as an index only to tokens after it.
+  // Masked tokens are never chosen.
   void attend(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
               const PagedRows& rows, const Mask& mask);
 
@@ -59,7 +74,7 @@ class SparseAttention {
   // The step that a report is about.
   struct Step {
     const Policy* policy = nullptr;
-    bool evicts = false;  // tokens are masked
+    bool evicts = false;  // tokens are masked, and nothing was chosen early
     std::span<const BatchToken> tokens;
     const BlockTables* tables = nullptr;  // where the rows are
     int set = 0;                          // the layer's set in `tables`
@@ -78,12 +93,14 @@ class SparseAttention {
   struct Wave {
     int layer = 0;
     std::int64_t first = 0;  // token of the batch
+    std::int64_t total = 0;  // tokens of the batch
     TokenBatch batch;
     const float* q = nullptr;
     std::int64_t q_stride = 0;
     PagedRows rows;
     Mask mask;
     bool skip_newest = false;  // the newest rows take no part in selecting, see newest_apart()
+    bool is_early = false;     // chooses before the layer's turn
   };
 
   // The report of select().
@@ -91,6 +108,7 @@ class SparseAttention {
     Buffer all;
     HeadSelection* candidate_heads = nullptr;  // [layers, batch, kv_heads]
     HeadSelection* heads = nullptr;            // [layers, batch, kv_heads]
+    HeadSelection* weighed_heads = nullptr;    // [layers, batch, kv_heads]; null: none choose early
     float* share = nullptr;                    // [layers, batch, query_heads], of the candidates
     float* alpha = nullptr;                    // [layers, batch, query_heads]
     // All [layers, batch, kv_heads]:
@@ -99,35 +117,56 @@ class SparseAttention {
     std::int32_t* evicted = nullptr;      // rows; written if there is a row cache
     std::int32_t* value_pages = nullptr;  // pages of value tiles; null if there are none
   };
+  void allocate_early();
   static Report make_report(Backend& backend, const IndexLayout& layout, Tier tier);
 
   void for_waves(const Policy& policy, int layer, const TokenBatch& batch, const Queries& queries,
                  const PagedRows& rows, const Mask& mask,
                  const std::function<void(const Wave&)>& body);
+  // Buffers that estimating overwrites. Choosing a whole layer early has its own.
+  struct Work {
+    Buffer logits;            // [wave, query_heads, context]
+    Buffer digest;            // of logits
+    Buffer candidate_logits;  // [wave, query_heads, candidates + kPageTokens]
+    Buffer candidates;        // [wave, kv_heads, candidates]
+  };
+  const Work& work(const Wave& wave) const {
+    return wave.is_early && early_work_.logits.data() != nullptr ? early_work_ : work_;
+  }
+  bool is_begun(int layer) const { return begun_[static_cast<std::size_t>(layer)]; }
   void choose(const Policy& policy, const Wave& wave);
   void choose_fixed(const Policy& policy, const Wave& wave);
   void propose(const Policy& policy, const Wave& wave);
   void rescore(const Policy& policy, const Wave& wave);
   void score(const Policy& policy, const Wave& wave, const EstimateParams& estimate);
   EstimateParams estimate_params(const Wave& wave) const;
+  LogitView logit_view(const Policy& policy, const Wave& wave, bool weighs) const;
+  bool weighs_values(const Policy& policy, const Wave& wave) const;
+  // Estimates with the layer's own queries what tokens weigh that value tiles stand for.
+  void weigh_values(const Policy& policy, const Wave& wave);
   // The fields that all stages share: tokens that are always kept, and tokens that may be.
   SelectParams select_params(const Policy& policy, const Wave& wave) const;
   void prune(const Policy& policy, const Wave& wave, SelectParams params);
   void attend_wave(const Policy& policy, const Wave& wave, int source, const Queries& queries);
-  // Looks up the selected rows in the cache, and on disk if they are there.
-  void find_rows(const Wave& wave, AttendSelectedParams& params);
-  void fetch_rows(const Wave& wave, AttendSelectedParams& params);
+  // Looks up the rows that `source` selected in the cache, and begins to bring those on disk.
+  void find_rows(const Wave& wave, int source);
+  // Waits for the rows that `source` selected and says where they are.
+  void place_rows(const Wave& wave, int source, AttendSelectedParams& params);
+  FetchWave fetch_of(const Wave& wave, int source) const;
+  PlacedRow* places(const Wave& wave) const;
   // Adds the tokens that are not selected, with their values from value tiles of a few bits.
   void attend_values(const Policy& policy, const Wave& wave, const AttendSelectedParams& attended);
   bool newest_apart(const Policy& policy, int layer, bool masked) const;
   const Scorer& scorer_of(const Policy& policy) const { return scorers_.at(policy.select); }
 
   SelectionView selection(int layer, std::int64_t token) const;
-  SelectionView candidates(int layer, std::int64_t token) const;
+  SelectionView candidates(const Wave& wave) const;
   // The first entry of a layer's token in arrays by KV head, and in arrays by query head.
   std::int64_t head_entry(int layer, std::int64_t token) const;
   std::int64_t query_entry(int layer, std::int64_t token) const;
   const float* value_sums(const Wave& wave) const;
+  // The log-sum-exp of the estimates by which a wave's rows are chosen.
+  float* chosen_lse(const Wave& wave) const;
   float* share(int layer, std::int64_t token) const;
   float* alpha(int layer, std::int64_t token) const;
   // Rows and pages of one layer's tokens by cause, summed over tokens and KV heads.
@@ -157,15 +196,17 @@ class SparseAttention {
   Tier tier_;
   RowCache* cache_;
   DiskRows* disk_;
-  Buffer logits_;            // [wave, query_heads, context]
-  Buffer digest_;            // of logits_
-  Buffer page_weights_;      // of digest_
-  Buffer candidate_logits_;  // [wave, query_heads, candidates + kPageTokens]
-  LogitView estimated_;      // all tokens' estimates in the latest wave
-  Buffer lse_;               // [wave, query_heads], of the latest wave's logits
+  Work work_;
+  Work early_work_;
+  Buffer page_weights_;  // of the digest
+  LogitView estimated_;  // all tokens' estimates in the latest wave
+  Buffer lse_;           // [wave, query_heads], of the latest wave's logits
+  Buffer early_lse_;     // [2, batch, query_heads], see chosen_lse()
+  Buffer weighed_;       // [wave, kv_heads] positions and [wave, query_heads] alpha, both unused
+  Buffer weighed_alpha_;
+  std::vector<bool> begun_;  // [layers]: by choose_early(), not attended yet
   Buffer positions_;         // [slots, kv_heads, selected]
   Buffer seen_positions_;    // the host's copy of positions_, if positions are reported
-  Buffer candidates_;        // [wave, kv_heads, candidates]
   Buffer token_sums_;        // [batch, kv_heads, head_dim]
   Report report_;            // in `tier_`
   Report seen_;              // the host's copy of report_

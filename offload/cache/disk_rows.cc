@@ -18,8 +18,9 @@ DiskRows::DiskRows(Queue& queue, const KvPlan& plan, DiskPages& pages)
       pages_(&pages),
       shape_(plan.shape),
       blocks_(plan.blocks),
-      spare_rows_(plan.placed_rows),
-      units_at_once_(static_cast<std::size_t>(units_at_once(plan))) {
+      placed_rows_(plan.placed_rows),
+      units_at_once_(static_cast<std::size_t>(units_at_once(plan))),
+      fetches_(static_cast<std::size_t>(fetches_at_once(plan))) {
   Backend& backend = queue.backend();
   const DiskHostBytes bytes(plan);
   rows_ = backend.allocate(Tier::host, bytes.rows);
@@ -41,7 +42,7 @@ DiskRows::DiskRows(Queue& queue, const KvPlan& plan, DiskPages& pages)
 }
 
 std::int64_t DiskRows::head_stride() const {
-  return (view_.ways() + spare_rows_) * static_cast<std::int64_t>(shape_.row_bytes());
+  return (view_.ways() + placed_rows_) * static_cast<std::int64_t>(shape_.row_bytes());
 }
 
 std::byte* DiskRows::row_at(std::int64_t head, std::int64_t number) const {
@@ -49,20 +50,42 @@ std::byte* DiskRows::row_at(std::int64_t head, std::int64_t number) const {
          number * static_cast<std::int64_t>(shape_.row_bytes());
 }
 
+// A fetch that was not ended, because its step was given up, leaves ways that were taken and not
+// filled.
 void DiskRows::begin_step() {
-  if (++clock_ == RowCacheView::kMostClock) {
-    forget(0, blocks_);
-    clock_ = 1;
+  const std::lock_guard lock(mutex_);
+  const auto is_open = [](const Fetch& fetch) { return fetch.is_open; };
+  const bool gave_up = std::any_of(fetches_.begin(), fetches_.end(), is_open);
+  for (Fetch& fetch : fetches_) fetch = Fetch();
+  if (++clock_ == RowCacheView::kMostClock || gave_up) {
+    forget_rows(0, blocks_);
+    if (clock_ == RowCacheView::kMostClock) clock_ = 1;
   }
   std::fill(reads_.begin(), reads_.end(), Traffic());
   std::fill(errors_.begin(), errors_.end(), std::nullopt);
 }
 
-void DiskRows::fetch(const FetchWave& wave) {
-  // Recorded steps of different numbers of tokens are launched in turns, so each has its own call.
-  std::unique_ptr<Call>& call = calls_[{wave.layer, wave.first, wave.tokens}];
-  if (call == nullptr) call = std::make_unique<Call>(*this, wave);
-  auto* const places = places_.data();
+// Recorded steps of different numbers of tokens are launched in turns, so each has its own calls.
+DiskRows::Calls& DiskRows::calls_of(const FetchWave& wave) {
+  std::unique_ptr<Calls>& calls = calls_[{wave.layer, wave.first, wave.tokens}];
+  if (calls == nullptr) {
+    calls = std::make_unique<Calls>(
+        Calls{{*this, wave, &DiskRows::begin}, {*this, wave, &DiskRows::end}});
+  }
+  return *calls;
+}
+
+PlacedRow* DiskRows::places_of(const FetchWave& wave) const {
+  const std::size_t part = places_.bytes() / fetches_.size();
+  return reinterpret_cast<PlacedRow*>(places_.data() + half_of(wave.layer) * part);
+}
+
+std::byte* DiskRows::units_of(const FetchWave& wave) const {
+  return first_sector(units_) + half_of(wave.layer) * units_at_once_ * pages_->layout().unit_bytes;
+}
+
+void DiskRows::begin_fetch(const FetchWave& wave) {
+  auto* const places = reinterpret_cast<std::byte*>(places_of(wave));
   const auto items = static_cast<std::size_t>(wave.tokens * shape_.kv_heads);
   const std::size_t place_bytes =
       items * static_cast<std::size_t>(wave.capacity) * sizeof(PlacedRow);
@@ -72,37 +95,60 @@ void DiskRows::fetch(const FetchWave& wave) {
       {places + place_bytes, reinterpret_cast<const std::byte*>(wave.heads),
        items * sizeof(HeadSelection)}};
   queue_->copy(down);
-  queue_->call_host(*call);
+  queue_->call_host(calls_of(wave).begin);
   const CopyOp up = {of_backend, places, place_bytes};
   queue_->copy({&up, 1});
 }
 
-void DiskRows::run(const FetchWave& wave) noexcept {
-  misses_.clear();
-  sharers_.clear();
+void DiskRows::end_fetch(const FetchWave& wave) { queue_->call_host(calls_of(wave).end); }
+
+void DiskRows::run(const FetchWave& wave, Part part) noexcept {
+  try {
+    (this->*part)(wave);
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(mutex_);
+    give_up(wave, Error(ErrorCode::internal, error.what()));
+  }
+}
+
+void DiskRows::give_up(const FetchWave& wave, const Error& error) {
+  forget_rows(0, blocks_);  // ways that were taken and not filled
+  fetch_of(wave) = Fetch();
+  // Numbers on disk are no rows of the host's, and attention reads before the error is seen.
+  const std::int64_t places = wave.tokens * shape_.kv_heads * wave.capacity;
+  for (std::int64_t i = 0; i < places; ++i) {
+    PlacedRow& at = places_of(wave)[i];
+    if (!at.is_cached() && !at.is_on_device()) at.number = 0;
+  }
+  std::fill(errors_.begin(), errors_.end(), error);
+}
+
+void DiskRows::begin(const FetchWave& wave) {
+  const std::lock_guard lock(mutex_);
+  Fetch& fetch = fetch_of(wave);
+  fetch = Fetch();
+  fetch.is_open = true;
   for (auto& found : found_) found.clear();
   std::fill(spare_used_.begin(), spare_used_.end(), 0);
-  try {
-    place_all(wave);
-    read_all(wave);
-  } catch (const std::exception& error) {
-    forget(0, blocks_);  // ways that were taken and not filled
-    // Numbers on disk are no rows of the host's, and attention reads before the error is seen.
-    const std::int64_t places = wave.tokens * shape_.kv_heads * wave.capacity;
-    for (std::int64_t i = 0; i < places; ++i) {
-      PlacedRow& at = reinterpret_cast<PlacedRow*>(places_.data())[i];
-      if (!at.is_cached() && !at.is_on_device()) at.number = 0;
-    }
-    const Error failed(ErrorCode::internal, error.what());
-    for (std::int64_t t = 0; t < wave.tokens; ++t) {
-      errors_[static_cast<std::size_t>(wave.first + t)] = failed;
-    }
-  }
+  place_all(wave);
+  if (fetch.misses.empty()) return;
+  pages_->wait_for_writes(wave.layer);
+  // In the order of their addresses, so that neighbours are read together.
+  std::sort(fetch.misses.begin(), fetch.misses.end(), [](const Miss& a, const Miss& b) {
+    return std::pair(a.unit, a.offset) < std::pair(b.unit, b.offset);
+  });
+  begin_read(wave);
+}
+
+void DiskRows::end(const FetchWave& wave) {
+  while (fetch_of(wave).ticket) end_read(wave);
+  const std::lock_guard lock(mutex_);
+  fetch_of(wave).is_open = false;
 }
 
 void DiskRows::place_all(const FetchWave& wave) {
   const std::int64_t items = wave.tokens * shape_.kv_heads;
-  auto* const places = reinterpret_cast<PlacedRow*>(places_.data());
+  PlacedRow* const places = places_of(wave);
   const auto* const heads = reinterpret_cast<const HeadSelection*>(places + items * wave.capacity);
   for (std::int64_t item = 0; item < items; ++item) {
     const std::int64_t token = wave.first + item / shape_.kv_heads;
@@ -120,7 +166,7 @@ std::int32_t DiskRows::place(const FetchWave& wave, std::int64_t token, std::int
                              std::int32_t row) {
   const auto [at, is_new] = found_[static_cast<std::size_t>(head)].try_emplace(row, 0);
   if (!is_new) {
-    sharers_.push_back({head, row, token});
+    fetch_of(wave).sharers.push_back({head, row, token});
     return at->second;
   }
   const RowCacheView::Tag tag = view_.tag(wave.layer, row);
@@ -130,7 +176,11 @@ std::int32_t DiskRows::place(const FetchWave& wave, std::int64_t token, std::int
   Miss miss;
   miss.way = take_way(head, tag);
   std::int64_t number = miss.way;
-  if (number < 0) number = view_.ways() + spare_used_[static_cast<std::size_t>(head)]++;
+  if (number < 0) {
+    const std::int64_t spare = placed_rows_ / std::ssize(fetches_);
+    number = view_.ways() + static_cast<std::int64_t>(half_of(wave.layer)) * spare +
+             spare_used_[static_cast<std::size_t>(head)]++;
+  }
   const DiskLayout& layout = pages_->layout();
   const std::uint64_t offset = static_cast<std::uint64_t>(row % kRows) * shape_.row_bytes();
   miss.unit = layout.address(wave.layer, static_cast<int>(head), row / kRows) +
@@ -140,7 +190,7 @@ std::int32_t DiskRows::place(const FetchWave& wave, std::int64_t token, std::int
   miss.head = head;
   miss.row = row;
   miss.token = token;
-  misses_.push_back(miss);
+  fetch_of(wave).misses.push_back(miss);
   return at->second = static_cast<std::int32_t>(number);
 }
 
@@ -170,64 +220,57 @@ std::int64_t DiskRows::take_way(std::int64_t head, RowCacheView::Tag tag) {
   return way;
 }
 
-// Units in the order of their addresses, so that neighbours are read together.
-void DiskRows::read_all(const FetchWave& wave) {
-  if (misses_.empty()) return;
-  pages_->wait_for_writes(wave.layer);
-  std::sort(misses_.begin(), misses_.end(), [](const Miss& a, const Miss& b) {
-    return std::pair(a.unit, a.offset) < std::pair(b.unit, b.offset);
-  });
-  const std::span<const Miss> all = misses_;
-  std::size_t first = 0;
-  std::size_t units = 0;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const bool is_new = i == first || all[i].unit != all[i - 1].unit;
-    if (is_new && units == units_at_once_) {
-      read_units(wave.layer, all.subspan(first, i - first));
-      first = i;
-      units = 0;
+// Begins to read the next units, as many as there is room for.
+void DiskRows::begin_read(const FetchWave& wave) {
+  Fetch& fetch = fetch_of(wave);
+  const std::uint64_t bytes = pages_->layout().unit_bytes;
+  std::vector<PageRead> reads;
+  fetch.unit_of.clear();
+  fetch.first = fetch.end;
+  for (; fetch.end < fetch.misses.size(); ++fetch.end) {
+    const Miss& miss = fetch.misses[fetch.end];
+    if (reads.empty() || reads.back().address != miss.unit) {
+      if (reads.size() == units_at_once_) break;
+      reads.push_back({miss.unit, {units_of(wave) + reads.size() * bytes, bytes}});
+      reads_of(wave.layer, miss.token).bytes += bytes;
     }
-    units += is_new ? 1 : 0;
+    ++reads_of(wave.layer, miss.token).rows;
+    fetch.unit_of.push_back(reads.size() - 1);
   }
-  read_units(wave.layer, all.subspan(first));
+  fetch.ticket.reset();
+  if (!reads.empty()) fetch.ticket.emplace(pages_->store().read(reads, DiskPriority::urgent));
 }
 
-void DiskRows::read_units(int layer, std::span<const Miss> misses) {
+// Waits for the units that are being read, puts their rows in place and begins to read the next.
+// The lock is not held while waiting, because another fetch may begin meanwhile.
+void DiskRows::end_read(const FetchWave& wave) {
+  Fetch& fetch = fetch_of(wave);
+  const std::vector<DiskFailure> failures = fetch.ticket->failures();
+  const std::lock_guard lock(mutex_);
   const std::uint64_t bytes = pages_->layout().unit_bytes;
-  std::byte* const units = first_sector(units_);
-  std::vector<PageRead> reads;
-  std::vector<std::size_t> unit_of;  // by miss
-  for (const Miss& miss : misses) {
-    if (reads.empty() || reads.back().address != miss.unit) {
-      reads.push_back({miss.unit, {units + reads.size() * bytes, bytes}});
-      reads_of(layer, miss.token).bytes += bytes;
-    }
-    ++reads_of(layer, miss.token).rows;
-    unit_of.push_back(reads.size() - 1);
-  }
-  const DiskTicket ticket = pages_->store().read(reads, DiskPriority::urgent);
-  std::vector<const Error*> failed(reads.size(), nullptr);
-  const std::vector<DiskFailure> failures = ticket.failures();
+  std::vector<const Error*> failed(units_at_once_, nullptr);
   for (const DiskFailure& failure : failures) failed[failure.request] = &failure.error;
-  for (std::size_t i = 0; i < misses.size(); ++i) {
-    const Miss& miss = misses[i];
-    if (failed[unit_of[i]] != nullptr) {
-      fail(miss, *failed[unit_of[i]]);
+  for (std::size_t i = fetch.first; i < fetch.end; ++i) {
+    const Miss& miss = fetch.misses[i];
+    const std::size_t unit = fetch.unit_of[i - fetch.first];
+    if (failed[unit] != nullptr) {
+      fail(fetch, miss, *failed[unit]);
     } else {
-      std::memcpy(miss.to, units + unit_of[i] * bytes + miss.offset, shape_.row_bytes());
+      std::memcpy(miss.to, units_of(wave) + unit * bytes + miss.offset, shape_.row_bytes());
     }
   }
+  begin_read(wave);
 }
 
 // Rows that could not be read are zero and not cached; the steps of their tokens fail.
-void DiskRows::fail(const Miss& miss, const Error& error) {
+void DiskRows::fail(const Fetch& fetch, const Miss& miss, const Error& error) {
   std::memset(miss.to, 0, shape_.row_bytes());
   if (miss.way >= 0) {
     view_.tags[entry(miss.head, miss.way)] = RowCacheView::kNothing;
     view_.heat[entry(miss.head, miss.way)] = RowCacheView::kCold;
   }
   fail(miss.token, error);
-  for (const Sharer& sharer : sharers_) {
+  for (const Sharer& sharer : fetch.sharers) {
     if (sharer.head == miss.head && sharer.row == miss.row) fail(sharer.token, error);
   }
 }
@@ -255,6 +298,11 @@ void DiskRows::require_read(std::int64_t token) const {
 }
 
 void DiskRows::forget(std::int64_t first_block, std::int64_t blocks) {
+  const std::lock_guard lock(mutex_);
+  forget_rows(first_block, blocks);
+}
+
+void DiskRows::forget_rows(std::int64_t first_block, std::int64_t blocks) {
   const std::int64_t first = first_block * kPageTokens;
   const std::int64_t end = first + blocks * kPageTokens;
   for (std::int64_t at = 0; at < shape_.kv_heads * view_.ways(); ++at) {

@@ -1,17 +1,19 @@
 // Selected rows that lie on disk: found in a cache of rows in host memory, or read by sectors.
 //
-//   find_rows() ─► places ─► host ─► fetch(): cached in host memory? else ─► read ─► places ─►
-//   attend
+//   find_rows() ─► places ─► host ─► begin_fetch(): cached in host memory? else ─► read
+//                                          └─► places ─► end_fetch(): rows are there ─► attend
 //
-// The cache works as the one on the device does (lib/backend/row_cache.h): per KV head, shared by
-// all layers, sets of 32 ways, a fading count. A row that gets no way is put behind the cache,
-// where it stays until the next layer fetches.
+// Reads are under way between the two, so that a layer that chose its rows early computes
+// meanwhile. The cache works as the one on the device does (lib/backend/row_cache.h): per KV head,
+// shared by all layers, sets of 32 ways, a fading count. A row that gets no way is put behind the
+// cache, where it stays until the next layer fetches, or the one after it if layers choose early.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -45,10 +47,14 @@ class DiskRows {
 
   // Call when a step begins, after its page tables were written.
   void begin_step();
-  // Issues the fetch: afterwards a place that is not on the device has the number of a row in
-  // rows(). Recorded steps may contain it.
-  void fetch(const FetchWave& wave);
-  // [kv_heads, head_stride() bytes]: rows that fetch() found.
+  // Issues the first part of a fetch: afterwards a place that is not on the device has the number
+  // of a row in rows(), where the row is after end_fetch(). If layers choose early, the fetches of
+  // two neighbouring layers may be under way; else each ends before the next begins. Recorded steps
+  // may contain both parts, and parts of different fetches may run at the same time.
+  void begin_fetch(const FetchWave& wave);
+  // Issues the second part, for the same wave; its places are not used.
+  void end_fetch(const FetchWave& wave);
+  // [kv_heads, head_stride() bytes]: rows that fetches found.
   std::byte* rows() const { return rows_.data(); }
   std::int64_t head_stride() const;
 
@@ -61,13 +67,20 @@ class DiskRows {
   void forget(std::int64_t first_block, std::int64_t blocks);
 
  private:
+  using Part = void (DiskRows::*)(const FetchWave& wave);
   // The queue runs it in its order. It stays at its address, because recordings refer to it.
   struct Call final : HostCall {
-    Call(DiskRows& owner, const FetchWave& fetched) : rows(&owner), wave(fetched) {}
-    void run() noexcept override { rows->run(wave); }
+    Call(DiskRows& owner, const FetchWave& fetched, Part of_fetch)
+        : rows(&owner), wave(fetched), part(of_fetch) {}
+    void run() noexcept override { rows->run(wave, part); }
 
     DiskRows* rows;
     FetchWave wave;
+    Part part;
+  };
+  struct Calls {
+    Call begin;
+    Call end;
   };
   // A row to read.
   struct Miss {
@@ -86,15 +99,35 @@ class DiskRows {
     std::int64_t token = 0;
   };
 
-  void run(const FetchWave& wave) noexcept;
+  // A fetch that has begun.
+  struct Fetch {
+    bool is_open = false;      // until it has ended
+    std::vector<Miss> misses;  // in the order of their units
+    std::vector<Sharer> sharers;
+    std::size_t first = 0;  // misses [first, end) are being read
+    std::size_t end = 0;
+    std::vector<std::size_t> unit_of;  // of these, in the part of units_
+    std::optional<DiskTicket> ticket;
+  };
+
+  Calls& calls_of(const FetchWave& wave);
+  std::size_t half_of(int layer) const { return static_cast<std::size_t>(layer) % fetches_.size(); }
+  Fetch& fetch_of(const FetchWave& wave) { return fetches_[half_of(wave.layer)]; }
+  PlacedRow* places_of(const FetchWave& wave) const;
+  std::byte* units_of(const FetchWave& wave) const;
+  void run(const FetchWave& wave, Part part) noexcept;
+  void begin(const FetchWave& wave);
+  void end(const FetchWave& wave);
+  void give_up(const FetchWave& wave, const Error& error);
+  void forget_rows(std::int64_t first_block, std::int64_t blocks);
   void place_all(const FetchWave& wave);
   std::int32_t place(const FetchWave& wave, std::int64_t token, std::int64_t head,
                      std::int32_t row);
   std::int64_t find_way(std::int64_t head, RowCacheView::Tag tag);
   std::int64_t take_way(std::int64_t head, RowCacheView::Tag tag);
-  void read_all(const FetchWave& wave);
-  void read_units(int layer, std::span<const Miss> misses);
-  void fail(const Miss& miss, const Error& error);
+  void begin_read(const FetchWave& wave);
+  void end_read(const FetchWave& wave);
+  void fail(const Fetch& fetch, const Miss& miss, const Error& error);
   void fail(std::int64_t token, const Error& error);
   Traffic& reads_of(int layer, std::int64_t token);
   std::byte* row_at(std::int64_t head, std::int64_t number) const;
@@ -106,21 +139,21 @@ class DiskRows {
   DiskPages* pages_;
   KvShape shape_;
   std::int64_t blocks_;
-  std::int64_t spare_rows_;  // per KV head, behind the cached ones
+  std::int64_t placed_rows_;  // spare rows per KV head, behind the cached ones
   std::size_t units_at_once_;
+  std::mutex mutex_;   // of what begin() and end() of two fetches share, until the step is over
   RowCacheView view_;  // sets, tags and heat of the cache; memory of the host
-  Buffer rows_;        // [kv_heads, ways + spare_rows_, row_bytes]
+  Buffer rows_;        // [kv_heads, ways + placed_rows_, row_bytes]
   Buffer tags_;
-  Buffer places_;  // of a wave, then its HeadSelections
-  Buffer units_;   // [units_at_once_, unit_bytes], from its first whole sector on
+  Buffer places_;  // [fetches]: of a wave, then its HeadSelections
+  Buffer units_;   // [fetches, units_at_once_, unit_bytes], from its first whole sector on
   std::int32_t clock_ = 0;
   // By layer, first token and number of tokens.
-  std::map<std::tuple<int, std::int64_t, std::int64_t>, std::unique_ptr<Call>> calls_;
-  // One fetch:
+  std::map<std::tuple<int, std::int64_t, std::int64_t>, std::unique_ptr<Calls>> calls_;
+  // Of begin():
   std::vector<std::unordered_map<std::int32_t, std::int32_t>> found_;  // [kv_heads], by row
   std::vector<std::int64_t> spare_used_;                               // [kv_heads]
-  std::vector<Miss> misses_;
-  std::vector<Sharer> sharers_;
+  std::vector<Fetch> fetches_;  // [fetches_at_once()]; the disk writes to units_ until they end
   // One step:
   std::vector<Traffic> reads_;                // [layers, tokens]
   std::vector<std::optional<Error>> errors_;  // [tokens]

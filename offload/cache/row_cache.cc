@@ -1,7 +1,6 @@
 #include "offload/cache/row_cache.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace sluice {
 
@@ -10,6 +9,8 @@ RowCache::RowCache(Queue& queue, const KvPlan& plan)
       shape_(plan.shape),
       sets_(plan.cache_rows / RowCacheView::kWays),
       host_rows_(plan.host_rows()),
+      placed_rows_(plan.placed_rows),
+      takes_turns_(plan.chooses_early),
       selectable_(static_cast<std::size_t>(plan.blocks)) {
   Backend& backend = queue.backend();
   const RowCacheBytes bytes(plan);
@@ -33,10 +34,10 @@ RowCacheView RowCache::view() const {
 }
 
 void RowCache::advance() {
-  if (now_ == RowCacheView::kMostClock || is_filling_) {
+  if (now_ == RowCacheView::kMostClock || filling_ > 0) {
     clear();
     now_ = 0;
-    is_filling_ = false;
+    filling_ = 0;
   }
   ++now_;
   const CopyOp op = {clock_.data(), reinterpret_cast<const std::byte*>(&now_), sizeof(now_)};
@@ -58,7 +59,7 @@ void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int6
   };
   // If something throws before the end, the next step clears the cache, so stale rows are never
   // found.
-  const bool was_filling = std::exchange(is_filling_, true);
+  begin_filling();
   for (std::int64_t page = first_page; page <= last_page; ++page) {
     const std::int64_t block = block_of(page);
     if (!selectable_[static_cast<std::size_t>(block)]) continue;
@@ -71,7 +72,7 @@ void RowCache::write(const BlockTables& tables, std::int32_t sequence, std::int6
     ++count;
   }
   forget_run();
-  is_filling_ = was_filling;
+  end_filling();
   for (std::int64_t page = std::max<std::int64_t>(first_page - 1, 0); page < last_page; ++page) {
     selectable_[static_cast<std::size_t>(block_of(page))] = true;
   }

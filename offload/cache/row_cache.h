@@ -21,15 +21,20 @@ class RowCache {
   RowCache(Queue& queue, const KvPlan& plan);
 
   RowCacheView view() const;
-  // [tokens of a wave, kv_heads, selected]: the places of one layer's selected rows.
-  PlacedRow* places() const { return reinterpret_cast<PlacedRow*>(places_.data()); }
+  // [tokens of a wave, kv_heads, selected]: the places of a layer's selected rows. If layers choose
+  // early, [tokens of the batch, kv_heads, selected], and neighbouring layers have different
+  // places.
+  PlacedRow* places(int layer) const {
+    auto* const places = reinterpret_cast<PlacedRow*>(places_.data());
+    return takes_turns_ && layer % 2 == 1 ? places + shape_.kv_heads * (placed_rows_ / 2) : places;
+  }
 
   // Call when a step begins.
   void advance();
   // Brackets a find_rows() and the attend_selected() that fills its ways. If that end never comes,
-  // the next step begins with an empty cache.
-  void begin_filling() { is_filling_ = true; }
-  void end_filling() { is_filling_ = false; }
+  // the next step begins with an empty cache. The brackets of two layers may overlap.
+  void begin_filling() { ++filling_; }
+  void end_filling() { --filling_; }
   // Call before tokens [first, end) of a sequence are written; their blocks are in the tables. No
   // step selects them until a page later than theirs begins. `also` forgets them elsewhere.
   void write(const BlockTables& tables, std::int32_t sequence, std::int64_t first, std::int64_t end,
@@ -45,7 +50,9 @@ class RowCache {
   std::int64_t sets_;
   std::int64_t host_rows_;
   std::int32_t now_ = 0;
-  bool is_filling_ = false;
+  std::int64_t placed_rows_;
+  bool takes_turns_;
+  int filling_ = 0;               // brackets that are open
   Buffer rows_;                   // [kv_heads, ways, row_bytes]
   Buffer tags_;                   // [kv_heads, ways]
   Buffer heat_;                   // [kv_heads, ways]

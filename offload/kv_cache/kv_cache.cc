@@ -30,6 +30,13 @@ void validate(const KvConfig& config) {
   require(!config.scale || (*config.scale > 0.0 && *config.scale <= kMaxScale),
           "scale must be above 0, up to 1e6");
   for (const Policy& policy : config.policies) {
+    const int layers = std::max(config.shape.layers, 0);
+    if (policy.any_early(layers, Early::half) || policy.any_early(layers, Early::layer)) {
+      throw Error(
+          ErrorCode::unsupported,
+          "KV cache: rows are chosen early by a model's hidden states, which only a Session "
+          "has; the policies must have early=none");
+    }
     if (policy.prefill.tau == 0.0) continue;
     throw Error(ErrorCode::unsupported,
                 "KV cache: a prompt goes through layer by layer only in a Session; the policies' "

@@ -35,9 +35,12 @@ PageStoreConfig DiskLayout::store() const {
   return config;
 }
 
+int fetches_at_once(const KvPlan& plan) { return plan.chooses_early ? 2 : 1; }
+
 // As many as a disk has in flight, and some to follow.
 std::int64_t units_at_once(const KvPlan& plan) {
-  return std::min<std::int64_t>(1024, plan.placed_rows * plan.shape.kv_heads);
+  return std::min<std::int64_t>(1024,
+                                plan.placed_rows / fetches_at_once(plan) * plan.shape.kv_heads);
 }
 
 std::int64_t stream_pages(const KvPlan& plan) {
@@ -54,11 +57,14 @@ DiskHostBytes::DiskHostBytes(const KvPlan& plan) {
              kSectorBytes;
   written = kHalves * heads * layout.page_bytes + kSectorBytes;
   if (placed > 0) {
-    units = static_cast<std::uint64_t>(units_at_once(plan)) * layout.unit_bytes + kSectorBytes;
+    const auto fetches = static_cast<std::uint64_t>(fetches_at_once(plan));
+    units = fetches * static_cast<std::uint64_t>(units_at_once(plan)) * layout.unit_bytes +
+            kSectorBytes;
     rows = heads * (cached + placed) * plan.shape.row_bytes();
     tags = heads * cached * (sizeof(RowCacheView::Tag) + sizeof(std::int32_t));
-    places = heads * (placed * sizeof(PlacedRow) +
-                      static_cast<std::uint64_t>(plan.decode_batch) * sizeof(HeadSelection));
+    places =
+        heads * (placed * sizeof(PlacedRow) +
+                 fetches * static_cast<std::uint64_t>(plan.decode_batch) * sizeof(HeadSelection));
   }
   PageStoreConfig config = layout.store();
   config.directories.resize(static_cast<std::size_t>(plan.disk_directories));

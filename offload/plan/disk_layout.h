@@ -41,14 +41,17 @@ struct DiskHostBytes {
 
   std::uint64_t streamed = 0;  // [halves, kv_heads, stream_pages, page_bytes]
   std::uint64_t written = 0;   // [halves, kv_heads, page_bytes]
-  std::uint64_t units = 0;     // [units_at_once(), unit_bytes]
+  std::uint64_t units = 0;     // [fetches_at_once(), units_at_once(), unit_bytes]
   std::uint64_t rows = 0;      // [kv_heads, host_cache_rows + placed_rows, row_bytes]
   std::uint64_t tags = 0;      // of the cached rows, with their heat
-  std::uint64_t places = 0;    // of the selected rows, and their counts
+  std::uint64_t places = 0;    // [fetches_at_once()]: of the selected rows, and their counts
   std::uint64_t store = 0;     // checksums and queues
 
   std::uint64_t sum() const { return streamed + written + units + rows + tags + places + store; }
 };
+
+// Layers whose selected rows are fetched at a time: two if one may begin before the other ends.
+int fetches_at_once(const KvPlan& plan);
 
 // Units that are read at a time for a layer's selected rows.
 std::int64_t units_at_once(const KvPlan& plan);

@@ -68,6 +68,8 @@ std::int64_t IndexLayout::candidate_stride() const {
 
 std::int64_t IndexLayout::slot(int layer, std::int64_t token) const {
   if (reports_positions) return layer * batch + token;
+  // A layer may choose while the one before still attends to what it chose.
+  if (early) return layer % 2 * batch + token;
   // Followers need an anchor's positions later; without followers one wave's positions suffice.
   return slots >= batch ? token : token % wave;
 }
@@ -79,7 +81,7 @@ std::uint64_t LayerIndexBytes::sum() const {
 }
 
 std::uint64_t SelectionBytes::sum() const {
-  return logits + digest + page_weights + candidate_logits + lse + positions + candidates +
+  return logits + digest + page_weights + candidate_logits + lse + positions + early + candidates +
          token_sums + arena + report + bad;
 }
 
@@ -145,6 +147,22 @@ SelectionBytes IndexLayout::selection_bytes() const {
   bytes.arena = count_of(shape.kv_heads, arena_rows) * shape.row_bytes();
   bytes.report = report_bytes();
   bytes.bad = bad_bytes();
+  bytes.early = early_bytes().sum();
+  return bytes;
+}
+
+EarlyBytes IndexLayout::early_bytes() const {
+  EarlyBytes bytes;
+  if (!early) return bytes;
+  const std::size_t queries = count_of(wave, shape.query_heads);
+  bytes.lse = count_of(2, batch, shape.query_heads) * sizeof(float);
+  bytes.weighed = count_of(wave, shape.kv_heads) * sizeof(std::int32_t);
+  bytes.alpha = queries * sizeof(float);
+  if (!whole_layer_early) return bytes;
+  bytes.logits = queries * count_of(logit_stride()) * size_of(logits.dtype);
+  if (digested) bytes.digest = logits.digest_bytes(wave * shape.query_heads, logit_stride());
+  bytes.candidate_logits = queries * count_of(candidate_stride()) * size_of(logits.dtype);
+  bytes.candidates = count_of(wave, shape.kv_heads, candidates) * sizeof(std::int32_t);
   return bytes;
 }
 
@@ -154,7 +172,9 @@ std::size_t IndexLayout::report_bytes() const {
   // Pages read, rows on the device, rows evicted and, with values, value pages read.
   const std::size_t count = count_of(shape.kv_heads) * sizeof(std::int32_t);
   const std::size_t counts = keeps_values() ? 4 : 3;
-  return count_of(shape.layers, batch) * (2 * (heads + queries) + counts * count);
+  // Layers that choose early report twice: of choosing and of weighing.
+  const std::size_t selections = early ? 3 : 2;
+  return count_of(shape.layers, batch) * (selections * heads + 2 * queries + counts * count);
 }
 
 std::size_t IndexLayout::bad_bytes() const {
@@ -263,6 +283,10 @@ void include(IndexLayout& layout, const Policy& policy, const Scorers& scorers) 
                             : layout.selecting)[static_cast<std::size_t>(layer)] = true;
   }
   if (scorers.at(policy.select).info().kind == ScorerInfo::Kind::dense) return;
+  const int layers = layout.shape.layers;
+  const bool whole = policy.any_early(layers, Early::layer);
+  layout.early = layout.early || whole || policy.any_early(layers, Early::half);
+  layout.whole_layer_early = layout.whole_layer_early || whole;
   layout.slots = std::max(layout.slots, policy.anchors.empty() ? layout.wave : layout.batch);
   for (int layer = 0; layer < layout.shape.layers; ++layer) {
     if (!policy.selects(layer)) continue;
@@ -363,6 +387,7 @@ IndexLayout plan_index(const KvRequest& request) {
                                    static_cast<std::int64_t>(size_of(request.logits.dtype));
   layout.wave = std::clamp<std::int64_t>(kWaveBytes / token_bytes, 1, layout.batch);
   for (const Policy& policy : request.policies) include(layout, policy, *request.scorers);
+  if (layout.early) layout.slots = std::max(layout.slots, 2 * layout.batch);
   if (layout.selects() && request.reports_positions) {
     layout.reports_positions = true;
     layout.slots = layout.shape.layers * layout.batch;

@@ -21,6 +21,24 @@ struct OwnIndex {
   std::size_t sequence_bytes = 0;  // rounded up the same
 };
 
+// Layers that choose their rows early need memory of their own for what later work of the layer, or
+// of the layer before, would overwrite.
+struct EarlyBytes {
+  // Of the queries by which rows were chosen: [2, batch, query_heads], layers in turns.
+  std::size_t lse = 0;
+  std::size_t weighed = 0;  // the unused selection of weighing: [wave, kv_heads] positions
+  std::size_t alpha = 0;    // and its alpha: [wave, query_heads]
+  // Work space that is used beside the layer before, if some layer chooses a whole layer early.
+  std::size_t logits = 0;
+  std::size_t digest = 0;
+  std::size_t candidate_logits = 0;
+  std::size_t candidates = 0;
+
+  std::size_t sum() const {
+    return lse + weighed + alpha + logits + digest + candidate_logits + candidates;
+  }
+};
+
 struct LayerIndex {
   int bits = 0;          // per key channel, in key tiles; 0: no key tiles
   bool rotated = false;  // key tiles
@@ -54,6 +72,7 @@ struct SelectionBytes {
   std::size_t candidate_logits = 0;  // of candidates that are scored again
   std::size_t lse = 0;
   std::size_t positions = 0;  // of all slots
+  std::size_t early = 0;      // a second set of the above but positions, see EarlyBytes
   std::size_t candidates = 0;
   std::size_t token_sums = 0;
   std::size_t arena = 0;
@@ -81,6 +100,8 @@ struct IndexLayout {
   std::int64_t selected = 0;       // most positions that a selection holds per KV head
   bool reports_positions = false;  // every layer's selections have a slot, see slot()
   std::int64_t candidates = 0;     // most per KV head before re-scoring; 0: no re-scoring
+  bool early = false;              // some layer of some policy chooses its rows early
+  bool whole_layer_early = false;  // a whole layer early
   bool zipvl = false;              // some policy's prefill is sparse
   bool evicts = false;             // some sparse prefill also evicts the tokens that it leaves out
   bool lists_pages = false;        // some policy's prefill attends to some pages only
@@ -107,6 +128,7 @@ struct IndexLayout {
   LayerIndexBytes layer_bytes(std::size_t layer) const;
   std::uint64_t index_bytes() const;       // of all layers
   SelectionBytes selection_bytes() const;  // 0 if nothing ever selects
+  EarlyBytes early_bytes() const;          // 0 if nothing chooses early
   std::uint64_t host_bytes() const;        // the host's copy of what the backend reports
   // Bytes of the page table, the tile table and a step's tokens.
   std::size_t page_table_bytes() const;

@@ -299,10 +299,11 @@ KvPlan uncapped(const KvRequest& request, const IndexLayout& layout) {
   plan.chunk = std::min(request.chunk, request.context);
   plan.decode_batch = layout.batch;
   plan.reports_positions = request.reports_positions;
-  plan.placed_rows = layout.wave * layout.selected;
+  plan.chooses_early = layout.early;
+  plan.placed_rows = (layout.early ? 2 * layout.batch : layout.wave) * layout.selected;
   plan.dense_layers = layout.dense_layers();
   plan.index_bytes = layout.index_bytes();
-  plan.work_bytes = layout.selection_bytes().sum();
+  plan.work_bytes = layout.selection_bytes().sum() + (layout.early ? request.branch_bytes : 0);
   plan.table_bytes = layout.table_bytes();
   plan.host_bytes = host_row_bytes(plan) + layout.host_bytes();
   if (layout.lists_pages) {

@@ -37,6 +37,7 @@ struct KvRequest {
   std::optional<std::uint64_t> device_cap = std::nullopt;
   bool attends_host_rows = false;  // without a device cap the rows may stay in host memory
   LogitFormat logits = {};         // how the backend keeps estimates
+  std::uint64_t branch_bytes = 0;  // see BackendInfo
   std::uint64_t beside = 0;        // other bytes that the device cap must hold
   // Least bytes of selected rows per step and layer for which the backend gains by a row cache.
   std::uint64_t cached_bytes = 0;

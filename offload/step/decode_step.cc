@@ -34,6 +34,7 @@ void DecodeStep::begin(std::span<const BatchToken> tokens, const Policy& policy)
   beside_ = find_beside();
   if (pool_->cache() != nullptr) pool_->cache()->advance();
   if (pool_->disk_rows() != nullptr) pool_->disk_rows()->begin_step();
+  if (pool_->sparse() != nullptr) pool_->sparse()->begin_step();
   begin_runs();
 }
 
@@ -129,6 +130,18 @@ void DecodeStep::append(int layer, const NewRows& rows) {
   if (pool_->listed() == nullptr) return;
   pool_->listed()->build(
       layer, {.count = params.batch.count, .batch = params.batch, .paged = params.rows});
+}
+
+Early DecodeStep::early(int layer) const {
+  const SparseAttention* const sparse = pool_->sparse();
+  const bool begins = sparse != nullptr && !evicts() && sparse->begins_early(policy(layer), layer);
+  return begins ? policy(layer).early_at(layer) : Early::none;
+}
+
+void DecodeStep::choose_early(int layer, const Queries& queries) {
+  check(early(layer) != Early::none, "a layer that does not begin early");
+  pool_->sparse()->choose_early(policy(layer), layer, batch(), queries.q, queries.stride,
+                                pool_->rows(layer));
 }
 
 void DecodeStep::attend(int layer, const Queries& queries) {

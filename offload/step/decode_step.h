@@ -27,6 +27,15 @@ class DecodeStep {
 
   // Steps of the same kind issue the same work.
   KvPool::StepKind kind() const;
+  // How early `layer` begins; see choose_early().
+  Early early(int layer) const;
+  // For a layer that begins early: chooses its rows and begins to bring them, see
+  // SparseAttention::choose_early(). Of the queries only q is used. Call before the layer's
+  // append(): if Early::layer is in force, before that of the layer before, else after its
+  // attend().
+  void choose_early(int layer, const Queries& queries);
+  // True if it chooses them by queries, false if an earlier layer's selection tells.
+  bool selects(int layer) const { return policy_->selects(layer); }
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
   // Returns true if a layer attends to everything, so that its tokens can go through a TokenRun.

@@ -28,6 +28,9 @@ class KvBatch {
   std::unique_ptr<Recording>& recording();
 
   // The work of a step, in this order; see DecodeStep.
+  Early early(int layer) const { return step_.early(layer); }
+  bool selects(int layer) const { return step_.selects(layer); }
+  void choose_early(int layer, const Queries& queries) { step_.choose_early(layer, queries); }
   void append(int layer, const NewRows& rows) { step_.append(layer, rows); }
   void attend(int layer, const Queries& queries) { step_.attend(layer, queries); }
   void issue_report() { step_.issue_report(); }

@@ -181,6 +181,11 @@ bool KvSession::takes_batch(std::int64_t tokens) const {
   return true;
 }
 
+void KvSession::choose_early(int layer, const Queries& queries) {
+  require_layer(layer);
+  decode_->choose_early(layer, queries);
+}
+
 void KvSession::append(int layer, const NewRows& rows) {
   require_layer(layer);
   if (has_rows_[static_cast<std::size_t>(layer)]) {

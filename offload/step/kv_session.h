@@ -33,6 +33,10 @@ class KvSession {
   void begin_step(Phase phase, std::int64_t tokens);
   // Announces the steps of a prompt of `tokens` tokens, so that room can be made in advance.
   void expect(std::int64_t tokens) { expected_ = length_ + tokens; }
+  // In decode steps, see DecodeStep; none in others.
+  Early early(int layer) const { return is_run_ ? Early::none : decode_->early(layer); }
+  bool selects(int layer) const { return decode_->selects(layer); }
+  void choose_early(int layer, const Queries& queries);
   void append(int layer, const NewRows& rows);
   void attend(int layer, const Queries& queries);
   // Throws Error{numeric} if a selection met a NaN or an infinity.

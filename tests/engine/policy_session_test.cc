@@ -58,16 +58,19 @@ TEST_P(CompletePolicy, GivesTheLogitsOfDense) {
 
 INSTANTIATE_TEST_SUITE_P(
     Policies, CompletePolicy,
-    ::testing::Combine(::testing::ValuesIn(testing::devices()),
-                       ::testing::Values("select=int4 prune=top_k(1/1)",
-                                         "select=exact prune=top_p(1)", "sparq prune=top_k(1/1)",
-                                         "sluice candidates=1/1 prune=top_p(1) cap=none",
-                                         "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
-                                         "select=int4 prune=top_k(1/1) compensate=values",
-                                         "streaming recent=100000", "select=dense prefill=zipvl(1)",
-                                         "select=dense prefill=zipvl(1,evict)",
-                                         "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)",
-                                         "select=dense prefill=pages(1)")),
+    ::testing::Combine(
+        ::testing::ValuesIn(testing::devices()),
+        ::testing::Values("select=int4 prune=top_k(1/1)", "select=exact prune=top_p(1)",
+                          "sparq prune=top_k(1/1)", "sluice candidates=1/1 prune=top_p(1) cap=none",
+                          "quest prune=top_k(1/1)", "tidaldecode prune=top_k(1/1)",
+                          "select=int4 prune=top_k(1/1) compensate=values",
+                          "select=int4 prune=top_k(1/1) early=half",
+                          "sluice candidates=1/1 prune=top_p(1) cap=none early=layer",
+                          "values prune=top_k(1/1) early=layer",
+                          "tidaldecode prune=top_k(1/1) early=half", "streaming recent=100000",
+                          "select=dense prefill=zipvl(1)", "select=dense prefill=zipvl(1,evict)",
+                          "select=int4 prune=top_k(1/1) prefill=zipvl(1,evict)",
+                          "select=dense prefill=pages(1)")),
     [](const auto& parameter) {
       return std::get<0>(parameter.param) + "_" + std::to_string(parameter.index);
     });

@@ -65,7 +65,7 @@ TEST(PolicyLayers, WhatMakesNoSenseIsRefused) {
     const std::string message = refusal([&] { parse_policy(line); });
     EXPECT_NE(message.find(part), std::string::npos) << message;
   };
-  refused("sluice 0:sinks=4", "of their own layers may have prune, cap, compensate, bits");
+  refused("sluice 0:sinks=4", "of their own layers may have prune, cap, compensate, early, bits");
   refused("sluice x:cap=4", "before the colon stand the layers' numbers");
   refused("sluice :cap=4", "before the colon stand the layers' numbers");
   refused("sluice 0,:cap=4", "before the colon stand the layers' numbers");

@@ -142,6 +142,31 @@ TEST(PolicyText, WordsReplaceAPresetsSettings) {
             "select=quest candidates=1/4 prune=top_p(0.95) dense=0,1 anchors=2,7");
 }
 
+std::string early_of(const char* line) {
+  const Policy policy = parse_policy(line);
+  std::string all;
+  for (int layer = 0; layer < 6; ++layer) all += "nhl"[static_cast<int>(policy.early_at(layer))];
+  return all;
+}
+
+TEST(PolicyText, LayersChooseEarlyWhereTheyCan) {
+  EXPECT_EQ(early_of("values"), "nnnnnn");
+  EXPECT_EQ(early_of("values early=half"), "nhhhhh");
+  EXPECT_EQ(early_of("values early=layer"), "nhhlll");
+  EXPECT_EQ(early_of("values early=layer 0,4:early=half 5:early=none"), "nhhlhn");
+  EXPECT_EQ(early_of("values 3:early=layer 1:early=half"), "nhnlnn");
+  EXPECT_EQ(early_of("twilight early=layer"), "nnhlll");
+  // Followers know their rows from the anchor before, half a layer early at the most.
+  EXPECT_EQ(early_of("tidaldecode anchors=2,4 early=layer"), "nnnhnh");
+  EXPECT_EQ(early_of("tidaldecode select=int4 anchors=2,4 anchors_attend=selected early=half"),
+            "nnhhhh");
+  EXPECT_EQ(to_string(parse_policy("values early=layer 3:early=none")),
+            "select=int4 prune=top_k(64) compensate=values(pages=0.95) early=layer bits=3 "
+            "3:early=none");
+  EXPECT_EQ(policy_from_json(R"-({"select":"quest","prune":"top_k(9)","early":"half"})-"),
+            parse_policy("select=quest prune=top_k(9) early=half"));
+}
+
 TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
   const std::vector<Refusal> refusals = {
       {"",
@@ -153,7 +178,7 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
        "zipvl, sluice, values, compact, tiny, quantized) nor key=value; settings are select, "
        "candidates, prune, "
        "cap, sinks, "
-       "recent, compensate, dense, anchors, anchors_attend, correct, prefill, bits"},
+       "recent, compensate, dense, anchors, anchors_attend, correct, prefill, early, bits"},
       {"Dense", "'Dense' is neither a preset"},
       {"quest fast", "'fast' is not key=value, and only the first word may be a preset's name"},
       {"sinks=4 quest", "'quest' is not key=value"},
@@ -235,6 +260,19 @@ TEST(PolicyText, RefusesWhatIsNotInTheGrammar) {
       {"prefill=zipvl(0.5,keep)", "prefill takes dense"},
       {"prefill=zipvl(0.5,evict,evict)", "prefill takes dense"},
       {"prefill=dense(0.5)", "prefill takes dense"},
+      {"values early=soon",
+       "'early=soon' is not understood; early takes none, half (after the previous layer's "
+       "attention) or layer (the previous layer's input)"},
+      {"values early=", "early takes none"},
+      {"values early=half early=layer", "early is given twice"},
+      {"dense early=half", "select=dense has nothing to choose; it takes early=none"},
+      {"streaming early=half", "select=streaming has nothing to choose"},
+      {"zipvl early=layer", "select=dense has nothing to choose"},
+      {"quantized early=layer", "prune=none fetches none; it takes early=none"},
+      {"values early=half 2:prune=none", "in layer 2: early chooses rows"},
+      {"select=exact prune=top_k(9) early=half",
+       "select=exact reads keys that are not there before a layer's turn"},
+      {"sparq prefill=zipvl(0.9,evict) early=half", "it takes early=none"},
       {"prefill=pages", "prefill takes dense"},
       {"prefill=pages()", "prefill takes dense"},
       {"prefill=pages(half)", "prefill takes dense"},

@@ -3,13 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <optional>
 #include <set>
 #include <span>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -30,7 +33,7 @@ namespace {
 
 using testing::Script;
 
-const KvShape kShape{3, 8, 2, 32, DType::bf16};
+const KvShape kShape{4, 8, 2, 32, DType::bf16};
 constexpr std::int64_t kContext = 700;
 
 enum class DeviceTier { own, shared };
@@ -124,8 +127,10 @@ std::vector<std::vector<float>> issue_step(KvSession& session, const Script& scr
     results.emplace_back(static_cast<std::size_t>(tokens * script.query_width()));
     float* const out = results.back().data();
     results.emplace_back(static_cast<std::size_t>(tokens * script.shape().query_heads));
+    script.begin_early(session, layer + 1, Early::layer, first);
     session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
     session.attend(layer, {script.q(at, first), script.query_width(), out, results.back().data()});
+    script.begin_early(session, layer + 1, Early::half, first);
   }
   session.end_step();
   return results;
@@ -135,7 +140,9 @@ std::vector<std::vector<float>> issue_step(KvSession& session, const Script& scr
 TEST_F(DiskSessions, KeepRowsUntilTheyAreOnTheDevice) {
   const std::uint64_t first = testing::seed(11);
   testing::LateBackend late;
-  for (const char* const name : {"dense", "select=int4 prune=top_k(50) dense=1"}) {
+  for (const char* const name :
+       {"dense", "select=int4 prune=top_k(50) dense=1", "select=int4 prune=top_k(50) early=half",
+        "select=int4 prune=top_k(20) compensate=values early=layer"}) {
     const Policy policy = parse_policy(name);
     const auto policies = policy == Policy() ? std::span<const Policy>() : std::span(&policy, 1);
     const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
@@ -259,6 +266,69 @@ TEST_F(DiskSessions, RecordedStepsFetchForTheirOwnTokens) {
     }
     EXPECT_EQ(late_steps.step(now), plain_steps.step(twins));
   }
+}
+
+// Whose reads end when they are allowed to.
+class HeldDisk : public testing::SimulatedDisk {
+ public:
+  HeldDisk(std::size_t sectors, const std::atomic<bool>& holds, std::atomic<int>& held)
+      : SimulatedDisk(sectors, 1, 0.0), holds_(holds), held_(held) {}
+
+  bool start(const DiskOperation& operation) override {
+    if (!SimulatedDisk::start(operation)) return false;
+    if (holds_ && operation.action == DiskAction::read) ++held_;
+    return true;
+  }
+  std::size_t retire(std::span<DiskResult> results, bool wait) override {
+    if (holds_) return 0;
+    return SimulatedDisk::retire(results, wait);
+  }
+
+ private:
+  const std::atomic<bool>& holds_;
+  std::atomic<int>& held_;
+};
+
+// A layer that chooses early asks the disk for its rows, and only waits for them when it attends.
+TEST_F(DiskSessions, ReadWhileTheLayerBeforeComputes) {
+  const Policy policy = parse_policy("select=int4 prune=top_k(50) early=layer");
+  const KvPlan plan = plan_of(kShape, policy, DeviceTier::own, 0);
+  std::atomic<bool> holds = false;
+  std::atomic<int> held = 0;
+  const DiskFactory factory = [&](const SpillFile& file, const DiskLimits&, auto) {
+    return std::make_unique<HeldDisk>(file.size() / kSectorBytes, holds, held);
+  };
+  const auto on_disk = std::make_shared<KvPool>(
+      backend_.make_queue(), plan, std::span(&policy, 1), own_scorers(), HostAttender(),
+      DiskSource{{parent_}, DiskAccess::automatic, factory});
+  const Script script(kShape, kContext, 3);
+  KvSession session(on_disk);
+  script.prefill(session, 500);
+  on_disk->disk()->wait_for_writes();
+  const std::int64_t first = session.length();
+  session.begin_step(Phase::decode, 1);
+  std::vector<float> out(static_cast<std::size_t>(script.query_width()));
+  std::vector<float> lse(static_cast<std::size_t>(kShape.query_heads));
+  for (int layer = 0; layer < kShape.layers; ++layer) {
+    const auto at = static_cast<std::size_t>(layer);
+    for (const Early point : {Early::layer, Early::half}) {
+      if (point == Early::half) {
+        session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
+        session.attend(layer, {script.q(at, first), script.query_width(), out.data(), lse.data()});
+      }
+      if (layer + 1 == kShape.layers || session.early(layer + 1) != point) continue;
+      EXPECT_EQ(point, layer + 1 == 3 ? Early::layer : Early::half);
+      held = 0;
+      holds = true;
+      script.begin_early(session, layer + 1, point, first);  // would hang if it waited
+      for (int tries = 0; held == 0 && tries < 5000; ++tries) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      EXPECT_GT(held, 0) << "layer " << layer + 1 << " asked the disk for nothing";
+      holds = false;
+    }
+  }
+  session.end_step();
 }
 
 // Counts what a disk was asked for, and breaks it.
@@ -403,10 +473,12 @@ TEST_F(FaultySessions, EndOrAnswerAsInMemory) {
   const char* const wish = std::getenv("SLUICE_SIMULATIONS");
   const std::uint64_t runs = wish == nullptr ? 12 : std::strtoull(wish, nullptr, 10);
   const Policy policies[] = {parse_policy("select=int4 prune=top_k(16) compensate=values"),
-                             parse_policy("select=quest prune=top_k(60)")};
+                             parse_policy("select=quest prune=top_k(60)"),
+                             parse_policy("select=int4 prune=top_k(30) early=half"),
+                             parse_policy("select=int4 prune=top_k(20) early=layer")};
   for (std::uint64_t seed = first; seed < first + runs; ++seed) {
     SCOPED_TRACE(testing::seed_message(seed));
-    play(policies[seed % 2], seed);
+    play(policies[seed % std::size(policies)], seed);
     if (HasFatalFailure()) return;
   }
   EXPECT_GT(ended_, 0u) << "no fault reached a session";
@@ -543,7 +615,11 @@ INSTANTIATE_TEST_SUITE_P(Policies, DiskPolicies,
                                            "select=streaming sinks=4 recent=300",
                                            "select=int4 prune=top_k(50) anchors=0",
                                            "select=int4 prune=top_k(50) dense=1",
-                                           "select=int4 prune=top_k(16) compensate=values"));
+                                           "select=int4 prune=top_k(16) compensate=values",
+                                           "select=int4 prune=top_k(50) early=half",
+                                           "select=int4 prune=top_k(16) compensate=values "
+                                           "early=layer",
+                                           "select=int4 prune=top_k(50) anchors=0,2 early=half"));
 
 }  // namespace
 }  // namespace sluice

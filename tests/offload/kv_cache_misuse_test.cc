@@ -102,6 +102,8 @@ TEST(KvCacheConfig, NamesWhatIsWrong) {
           [](KvConfig& c) { c.policies = {parse_policy("select=int4 prune=top_k(4) dense=7")}; });
   refused(ErrorCode::unsupported, "prefill",
           [](KvConfig& c) { c.policies = {parse_policy("select=dense prefill=zipvl(0.9)")}; });
+  refused(ErrorCode::unsupported, "early=none",
+          [](KvConfig& c) { c.policies = {parse_policy("values early=half")}; });
   refused(ErrorCode::memory, "device_memory", [](KvConfig& c) { c.device_memory = 1000; });
   refused(ErrorCode::memory, "host_memory", [](KvConfig& c) { c.host_memory = 1000; });
 }

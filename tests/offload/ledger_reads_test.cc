@@ -39,6 +39,10 @@ const char* const kPolicies[] = {
     "select=int4 bits=1 prune=top_k(16) compensate=values(bits=1,pages=0.8) 0:bits=2",
     "select=sparq(r=8) candidates=1/4 prune=top_k(16) compensate=values(bits=3,pages=0.5)",
     "select=int4 prune=none compensate=values(bits=4,pages=1) dense=0 anchors=1",
+    "select=int4 prune=top_k(16) compensate=values early=half",
+    "sparq early=layer",
+    "select=int4 candidates=1/8 prune=top_p(0.9) cap=20 early=half",
+    "tidaldecode prune=top_k(64) dense=none anchors=0 early=half",
     "sluice cap=40 0:bits=2 1:cap=8 1:compensate=values(bits=3) 0:compensate=none",
 };
 

@@ -24,6 +24,9 @@ inline constexpr std::array kBatchPolicies = {
     "select=int4 prune=top_k(50) dense=0 anchors=1",
     "select=exact prune=top_k(50) dense=0 anchors=1 anchors_attend=all",
     "select=int4 prune=top_k(16) compensate=values",
+    "select=int4 prune=top_k(16) compensate=values early=half",
+    "sluice cap=40 early=layer 1:early=none",
+    "select=quest prune=top_k(50) dense=0 anchors=1 early=half",
     "select=sparq candidates=1/4 prune=top_p(0.9) cap=50 compensate=values(bits=3,pages=0.5)",
     "sluice cap=40 0:bits=2 1:cap=8 1:compensate=values(bits=3) 0:compensate=none",
 };

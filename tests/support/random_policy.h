@@ -68,6 +68,7 @@ class RandomPolicy {
     if (one_in(3)) words += " " + compensation();
     if (one_in(4)) words += one_in(2) ? " dense=0 anchors=1" : " anchors=0,2";
     if (one_in(8)) words += " anchors_attend=all";
+    if (one_in(4)) words += one_in(2) ? " early=half" : " early=layer";
     if (one_in(4)) words += " " + std::to_string(random_->integer(0, 2)) + ":" + pruner();
     if (one_in(8)) words += " " + std::to_string(random_->integer(0, 2)) + ":" + compensation();
     return words;

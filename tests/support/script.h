@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <list>
 #include <vector>
 
 #include "offload/step/kv_batch.h"
@@ -23,6 +24,7 @@ class Script {
       k_.push_back(random.normal(tokens * key_width()));
       v_.push_back(random.normal(tokens * key_width()));
     }
+    guess();
   }
 
   const KvShape& shape() const { return shape_; }
@@ -30,6 +32,10 @@ class Script {
   std::int64_t key_width() const { return std::int64_t{shape_.kv_heads} * shape_.head_dim; }
   const float* q(std::size_t layer, std::int64_t at) const {
     return q_[layer].data() + at * query_width();
+  }
+  // What an earlier hidden state makes of q: like it, and not the same.
+  const float* early_q(std::size_t layer, std::int64_t at) const {
+    return early_q_[layer].data() + at * query_width();
   }
   const float* k(std::size_t layer, std::int64_t at) const {
     return k_[layer].data() + at * key_width();
@@ -47,11 +53,13 @@ class Script {
   }
   void damage_query(int layer, std::int64_t position, float value) {
     q_[static_cast<std::size_t>(layer)][static_cast<std::size_t>(position * query_width())] = value;
+    guess();
   }
   void scale_queries(float factor) {
     for (std::vector<float>& layer : q_) {
       for (float& value : layer) value *= factor;
     }
+    guess();
   }
   // Gives all tokens the first token's queries.
   void repeat_queries() {
@@ -60,6 +68,7 @@ class Script {
         std::copy_n(layer.begin(), query_width(), at);
       }
     }
+    guess();
   }
   // Replaces queries, keys and values at positions [first, first + tokens).
   void renew(std::int64_t first, std::int64_t tokens, Random& random) {
@@ -72,6 +81,7 @@ class Script {
       fill(k_[layer], key_width(), 1.0f);
       fill(v_[layer], key_width(), 1.0f);
     }
+    guess();
   }
   // Adds one vector to the queries of these tokens and another to their keys, in every layer.
   void shift(std::int64_t first, std::int64_t tokens, float deviation, Random& random) {
@@ -85,6 +95,7 @@ class Script {
       add(q_[layer], query_width());
       add(k_[layer], key_width());
     }
+    guess();
   }
   // Takes the first `tokens` tokens from another script.
   void begin_as(const Script& other, std::int64_t tokens) {
@@ -93,7 +104,12 @@ class Script {
       std::copy_n(other.k_[layer].begin(), tokens * key_width(), k_[layer].begin());
       std::copy_n(other.v_[layer].begin(), tokens * key_width(), v_[layer].begin());
     }
+    guess();
   }
+  // Makes the early queries exact.
+  void guess_right() { early_q_ = q_; }
+  // Makes them the queries of all steps.
+  void believe_guesses() { q_ = early_q_; }
 
   // Runs positions [length, length + tokens) as one step; returns all layers' attention output.
   std::vector<float> step(KvSession& session, Phase phase, std::int64_t tokens) const {
@@ -103,13 +119,25 @@ class Script {
     for (std::size_t layer = 0; layer < q_.size(); ++layer) {
       std::vector<float> out(static_cast<std::size_t>(tokens * query_width()));
       std::vector<float> lse(static_cast<std::size_t>(tokens * shape_.query_heads));
+      const int next = static_cast<int>(layer) + 1;
+      begin_early(session, next, Early::layer, first);
       session.append(static_cast<int>(layer), {k(layer, first), v(layer, first), key_width()});
       session.attend(static_cast<int>(layer),
                      {q(layer, first), query_width(), out.data(), lse.data()});
+      begin_early(session, next, Early::half, first);
       result.insert(result.end(), out.begin(), out.end());
     }
     session.end_step();
     return result;
+  }
+
+  // Has a layer of a step choose its rows, if it does that at this point.
+  void begin_early(KvSession& session, int layer, Early point, std::int64_t first) const {
+    if (layer == shape_.layers || session.early(layer) != point) return;
+    const float* const q = early_q(static_cast<std::size_t>(layer), first);
+    session.pool()->queue().branch(layer % 2, [&] {
+      session.choose_early(layer, {q, query_width(), nullptr, nullptr});
+    });
   }
 
   // Decodes the next `tokens` tokens in steps of the largest size.
@@ -146,8 +174,16 @@ class Script {
   }
 
  private:
+  void guess() {
+    early_q_ = q_;
+    for (std::vector<float>& layer : early_q_) {
+      for (std::size_t i = 0; i < layer.size(); ++i) layer[i] *= i % 3 == 0 ? 0.3f : 1.1f;
+    }
+  }
+
   KvShape shape_;
   std::vector<std::vector<float>> q_, k_, v_;  // [layers][tokens, heads, head_dim]
+  std::vector<std::vector<float>> early_q_;
 };
 
 // Decodes the next token of several sessions, each by its own script, in one step. Returns each
@@ -161,8 +197,23 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
   const auto query_width = static_cast<std::size_t>(any.query_width());
   const auto key_width = static_cast<std::size_t>(any.key_width());
   std::vector<std::vector<float>> results(sessions.size());
+  std::list<std::vector<float>> guesses;
+  const auto begin_early = [&](int layer, Early point) {
+    if (layer == any.shape().layers || batch.early(layer) != point) return;
+    std::vector<float>& q = guesses.emplace_back();
+    for (std::size_t i = 0; i < sessions.size(); ++i) {
+      const float* const own =
+          scripts[i]->early_q(static_cast<std::size_t>(layer), sessions[i]->length());
+      q.insert(q.end(), own, own + query_width);
+    }
+    batch.queue().branch(layer % 2, [&] {
+      batch.choose_early(layer,
+                         {q.data(), static_cast<std::int64_t>(query_width), nullptr, nullptr});
+    });
+  };
   for (int layer = 0; layer < any.shape().layers; ++layer) {
     const auto at = static_cast<std::size_t>(layer);
+    begin_early(layer + 1, Early::layer);
     std::vector<float> q, k, v;
     for (std::size_t i = 0; i < sessions.size(); ++i) {
       const std::int64_t position = sessions[i]->length();
@@ -174,6 +225,7 @@ inline std::vector<std::vector<float>> step_together(std::span<KvSession* const>
     std::vector<float> lse(sessions.size() * static_cast<std::size_t>(any.shape().query_heads));
     batch.append(layer, {k.data(), v.data(), static_cast<std::int64_t>(key_width)});
     batch.attend(layer, {q.data(), static_cast<std::int64_t>(query_width), out.data(), lse.data()});
+    begin_early(layer + 1, Early::half);
     for (std::size_t i = 0; i < sessions.size(); ++i) {
       const float* const own = out.data() + i * query_width;
       results[i].insert(results[i].end(), own, own + query_width);

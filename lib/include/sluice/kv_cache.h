@@ -110,7 +110,10 @@ struct KvPlan {
   bool on_disk = false;
   std::int64_t host_cache_rows = 0;
   int disk_directories = 0;
-  std::int64_t placed_rows = 0;   // selected rows per KV head looked up in the row cache at a time
+  // Selected rows per KV head looked up in the row cache at a time; if some layer chooses its rows
+  // early, half of them are that layer's and half the layer's before.
+  std::int64_t placed_rows = 0;
+  bool chooses_early = false;
   std::int64_t compact_rows = 0;  // rows per KV head that a sparse prefill gathers
   // Blocks of queries whose pages are listed at a time; 0: no policy's prefill lists pages.
   std::int64_t listed_blocks = 0;

@@ -9,8 +9,8 @@
 //   values 1,2,3:prune=top_k(4) 0:compensate=values(bits=3)
 //
 // Words are separated by spaces; the first may name a preset, whose settings the others replace.
-// prune, cap, compensate and bits may differ from layer to layer: a word that begins with a list of
-// layers sets them for these layers only.
+// prune, cap, compensate, bits and early may differ from layer to layer: a word that begins with a
+// list of layers sets them for these layers only.
 #pragma once
 
 #include <cstdint>
@@ -72,6 +72,15 @@ struct ValueBits {
   friend bool operator==(const ValueBits&, const ValueBits&) = default;
 };
 
+// The hidden state from which a layer's query is estimated to choose its rows before the layer's
+// turn, so that they are fetched meanwhile. Attention to these rows, and the weights of value
+// tiles, use the layer's own query, so nothing has to be verified or fetched again.
+enum class Early : std::uint8_t {
+  none,   // the layer's own
+  half,   // the one before the previous layer's feed-forward part: half a layer early
+  layer,  // the previous layer's input: a whole layer early
+};
+
 // A number of tokens: fixed, or a share of the context.
 struct Budget {
   std::int64_t tokens = 0;   // fixed, if > 0
@@ -114,6 +123,7 @@ struct LayerSettings {
   std::optional<Budget> cap;
   std::optional<Compensating> compensate;
   std::optional<int> bits;
+  std::optional<Early> early;
 
   friend bool operator==(const LayerSettings&, const LayerSettings&) = default;
 };
@@ -137,6 +147,7 @@ struct Policy {
   bool dense_anchors = false;  // anchors attend to everything themselves, as in the paper
   std::int64_t correct = 0;    // recompute the last T decoded tokens densely, every T; 0: never
   SparsePrefill prefill;
+  Early early = Early::none;            // of decode steps; see early_at()
   std::map<int, LayerSettings> layers;  // only layers that differ
 
   friend bool operator==(const Policy&, const Policy&) = default;
@@ -150,6 +161,14 @@ struct Policy {
   bool selects(int layer) const;
   // Returns true if `layer` compensates for dropped tokens in this way.
   bool compensates(int layer, Compensation by) const;
+
+  // How early `layer` decides which rows it attends to. Only layers that attend to some of the rows
+  // do: not the first, not dense ones, not those that keep nothing that is estimated. A whole layer
+  // early is half a layer before layer 3, whose inputs say little about the next layer's query, and
+  // where layers share selections. A follower knows its rows from its anchor and loses nothing.
+  Early early_at(int layer) const;
+  // True if some layer of a model of `layers` layers decides this early.
+  bool any_early(int layers, Early how) const;
 };
 
 // The default scorers.
