@@ -80,6 +80,11 @@ PlacedRow* DiskRows::places_of(const FetchWave& wave) const {
   return reinterpret_cast<PlacedRow*>(places_.data() + half_of(wave.layer) * part);
 }
 
+std::size_t DiskRows::place_bytes(const FetchWave& wave) const {
+  return static_cast<std::size_t>(wave.tokens * shape_.kv_heads * wave.capacity) *
+         sizeof(PlacedRow);
+}
+
 std::byte* DiskRows::units_of(const FetchWave& wave) const {
   return first_sector(units_) + half_of(wave.layer) * units_at_once_ * pages_->layout().unit_bytes;
 }
@@ -87,20 +92,21 @@ std::byte* DiskRows::units_of(const FetchWave& wave) const {
 void DiskRows::begin_fetch(const FetchWave& wave) {
   auto* const places = reinterpret_cast<std::byte*>(places_of(wave));
   const auto items = static_cast<std::size_t>(wave.tokens * shape_.kv_heads);
-  const std::size_t place_bytes =
-      items * static_cast<std::size_t>(wave.capacity) * sizeof(PlacedRow);
-  auto* const of_backend = reinterpret_cast<std::byte*>(wave.places);
+  const std::size_t bytes = place_bytes(wave);
   const std::vector<CopyOp> down = {
-      {places, of_backend, place_bytes},
-      {places + place_bytes, reinterpret_cast<const std::byte*>(wave.heads),
+      {places, reinterpret_cast<const std::byte*>(wave.places), bytes},
+      {places + bytes, reinterpret_cast<const std::byte*>(wave.heads),
        items * sizeof(HeadSelection)}};
   queue_->copy(down);
   queue_->call_host(calls_of(wave).begin);
-  const CopyOp up = {of_backend, places, place_bytes};
-  queue_->copy({&up, 1});
 }
 
-void DiskRows::end_fetch(const FetchWave& wave) { queue_->call_host(calls_of(wave).end); }
+void DiskRows::end_fetch(const FetchWave& wave) {
+  queue_->call_host(calls_of(wave).end);
+  const CopyOp up = {reinterpret_cast<std::byte*>(wave.places),
+                     reinterpret_cast<const std::byte*>(places_of(wave)), place_bytes(wave)};
+  queue_->copy({&up, 1});
+}
 
 void DiskRows::run(const FetchWave& wave, Part part) noexcept {
   try {

@@ -1,7 +1,7 @@
 // Selected rows that lie on disk: found in a cache of rows in host memory, or read by sectors.
 //
 //   find_rows() ─► places ─► host ─► begin_fetch(): cached in host memory? else ─► read
-//                                          └─► places ─► end_fetch(): rows are there ─► attend
+//                                              └─► end_fetch(): rows are there ─► places ─► attend
 //
 // Reads are under way between the two, so that a layer that chose its rows early computes
 // meanwhile. The cache works as the one on the device does (lib/backend/row_cache.h): per KV head,
@@ -47,12 +47,13 @@ class DiskRows {
 
   // Call when a step begins, after its page tables were written.
   void begin_step();
-  // Issues the first part of a fetch: afterwards a place that is not on the device has the number
-  // of a row in rows(), where the row is after end_fetch(). If layers choose early, the fetches of
-  // two neighbouring layers may be under way; else each ends before the next begins. Recorded steps
-  // may contain both parts, and parts of different fetches may run at the same time.
+  // Issues the first part of a fetch, which finds its rows and begins to read the missing ones. If
+  // layers choose early, the fetches of two neighbouring layers may be under way; else each ends
+  // before the next begins. Recorded steps may contain both parts, and parts of different fetches
+  // may run at the same time.
   void begin_fetch(const FetchWave& wave);
-  // Issues the second part, for the same wave; its places are not used.
+  // Issues the second part, for the same wave: afterwards a place that is not on the device has the
+  // number of a row in rows().
   void end_fetch(const FetchWave& wave);
   // [kv_heads, head_stride() bytes]: rows that fetches found.
   std::byte* rows() const { return rows_.data(); }
@@ -114,6 +115,7 @@ class DiskRows {
   std::size_t half_of(int layer) const { return static_cast<std::size_t>(layer) % fetches_.size(); }
   Fetch& fetch_of(const FetchWave& wave) { return fetches_[half_of(wave.layer)]; }
   PlacedRow* places_of(const FetchWave& wave) const;
+  std::size_t place_bytes(const FetchWave& wave) const;
   std::byte* units_of(const FetchWave& wave) const;
   void run(const FetchWave& wave, Part part) noexcept;
   void begin(const FetchWave& wave);
