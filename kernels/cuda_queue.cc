@@ -19,6 +19,8 @@ namespace {
 constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 // Copies below this size use a kernel, because the copy engine takes 3 microseconds for each piece.
 constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
+// Scratch of branches, which only project, estimate and select.
+constexpr std::size_t kBranchScratchBytes = kScratchBytes / 2;
 constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
 
 // Plans made without a GPU count by these numbers.
@@ -55,7 +57,9 @@ CudaQueue::CudaQueue(CudaBackend& backend, const QueueOptions& options)
 }
 
 CudaQueue::~CudaQueue() {
+  if (!has_backend() && side_) side_->charge.forget();
   if (has_backend()) {
+    if (side_) static_cast<void>(cudaStreamSynchronize(side_->workspace.launch().stream));
     static_cast<void>(cudaStreamSynchronize(workspace_.launch().stream));
   } else {
     device_charge_.forget();
@@ -93,13 +97,13 @@ void CudaQueue::execute(const LinearParams& params) {
   attends_selected_ = false;
   const Launch own = launch();  // of this device, for cuBLAS, too
   const CudaWeight& weight = weight_of(params);
-  if (weight.is_coded()) return multiply_coded(params, weight.coded(), *gemm_, own);
+  if (weight.is_coded()) return multiply_coded(params, weight.coded(), gemm(), own);
   LinearChain chain;
   chain.linear = params;
   if (gemv_supported(chain, workspace_.device())) {
     gemv(chain, weight.data(), own);
   } else {
-    gemm_->run(params, weight.data());
+    gemm().run(params, weight.data());
   }
 }
 
@@ -247,11 +251,54 @@ void CudaQueue::replay(std::unique_ptr<Recording>& recording, const std::functio
       issue();
     } catch (...) {
       --own().recording;
+      if (side_) side_->is_open = {};  // their events are of a recording that is gone
       throw;
     }
     --own().recording;
   });
   attends_selected_ = false;
+}
+
+CudaQueue::Side::Side(MemoryAccount& account)
+    : charge(account, branch_bytes()),
+      workspace(kBranchScratchBytes),
+      gemm(workspace.launch()),
+      begun(make_event()),
+      ended{make_event(), make_event()} {}
+
+void CudaQueue::prepare_branches() {
+  check(own().recording == 0, "branches are prepared before they are recorded");
+  own().use_device();
+  if (!side_) side_.emplace(backend().account(Tier::device));
+}
+
+// In a recording both streams are captured into one graph, whose branches the events fork and join.
+void CudaQueue::branch(int number, const std::function<void()>& issue) {
+  if (!side_) return issue();
+  check(!is_on_branch_, "a branch of a branch");
+  const cudaStream_t side = side_->workspace.launch().stream;
+  require(cudaEventRecord(side_->begun.get(), stream()), "an event");
+  require(cudaStreamWaitEvent(side, side_->begun.get()), "waiting for an event");
+  is_on_branch_ = true;
+  try {
+    fence(launch());
+    issue();
+  } catch (...) {
+    is_on_branch_ = attends_selected_ = false;
+    throw;
+  }
+  is_on_branch_ = attends_selected_ = false;
+  const auto at = static_cast<std::size_t>(number);
+  require(cudaEventRecord(side_->ended[at].get(), side), "an event");
+  side_->is_open[at] = true;
+}
+
+void CudaQueue::join(int number) {
+  const auto at = static_cast<std::size_t>(number);
+  if (!side_ || !side_->is_open[at]) return;
+  require(cudaStreamWaitEvent(stream(), side_->ended[at].get()), "waiting for an event");
+  side_->is_open[at] = false;
+  fence(launch());
 }
 
 void CudaQueue::call_host(HostCall& call) {
@@ -279,5 +326,7 @@ void CudaQueue::begin_range(const QueueRange::Label& label) {
 void CudaQueue::end_range() { nvtxRangePop(); }
 
 std::uint64_t queue_bytes() { return device_bytes({}); }
+
+std::uint64_t branch_bytes() { return Workspace::bytes(kBranchScratchBytes); }
 
 }  // namespace sluice::cuda

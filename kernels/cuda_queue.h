@@ -1,6 +1,7 @@
 // Work of the CUDA backend: a stream with its scratch memory.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -16,6 +17,7 @@
 #include "kernels/scan/scan.h"
 #include "kernels/select/select.h"
 #include "kernels/values/values.h"
+#include "lib/memory_account.h"
 
 namespace sluice::cuda {
 
@@ -31,6 +33,9 @@ class CudaQueue : public Queue {
   ReplayCounts replay_counts() const override {
     return recorder_ ? recorder_->counts() : ReplayCounts();
   }
+  void prepare_branches() override;
+  void branch(int number, const std::function<void()>& issue) override;
+  void join(int number) override;
   void wait_for(Queue& other) override;
   void synchronize() override;
   void* native_stream() override { return stream(); }
@@ -43,10 +48,27 @@ class CudaQueue : public Queue {
   Launch launch() {
     own().use_device();
     attends_selected_ = false;
-    return workspace_.launch();
+    return is_on_branch_ ? side_->launch(workspace_) : workspace_.launch();
   }
+  Gemm& gemm() { return is_on_branch_ ? side_->gemm : *gemm_; }
   cudaStream_t stream() { return launch().stream; }
   struct Execute;
+  // The stream of branches. It shares nothing with the queue's own but the simulated bus.
+  struct Side {
+    explicit Side(MemoryAccount& account);
+    Launch launch(const Workspace& queue) const {
+      Launch launch = workspace.launch();
+      launch.bus_free_at = queue.launch().bus_free_at;
+      return launch;
+    }
+
+    Charge charge;
+    Workspace workspace;
+    Gemm gemm;
+    EventOwner begun;
+    std::array<EventOwner, 2> ended;   // by branch
+    std::array<bool, 2> is_open = {};  // begun and not joined
+  };
   const CudaWeight& weight_of(const LinearParams& params) const;
   void execute(const CopyParams& params);
   void execute(const EmbedParams& params);
@@ -69,6 +91,8 @@ class CudaQueue : public Queue {
   // True from attend_decode_selected() to the next launch(), which clears it: only value tiles that
   // follow directly may run beside it.
   bool attends_selected_ = false;
+  std::optional<Side> side_;
+  bool is_on_branch_ = false;  // work is issued to a branch
 };
 
 }  // namespace sluice::cuda

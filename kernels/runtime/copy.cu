@@ -113,6 +113,8 @@ __global__ void __launch_bounds__(kGatherThreads)
   }
 }
 
+__global__ void fence_kernel() {}
+
 __global__ void note_time_kernel(std::uint64_t* to) {
   std::uint64_t now = 0;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -156,6 +158,11 @@ void unpack_tokens(const UnpackTokensParams& p, const Launch& launch) {
   const PackArgs args = {p.positions, p.first, p.width, p.packed, p.piece, p.width};
   pack_kernel<false><<<static_cast<unsigned>(p.count), kPackThreads, 0, launch.stream>>>(args);
   require_launch("unpack_tokens");
+}
+
+void fence(const Launch& launch) {
+  fence_kernel<<<1, 1, 0, launch.stream>>>();
+  require_launch("a fence");
 }
 
 // Launched in plain order: kernels before it are over, and those after it have not begun.

@@ -21,6 +21,10 @@ void gather(const GatherParams& params, const Launch& launch, int blocks = kGath
 void pack_tokens(const PackTokensParams& params, const Launch& launch);
 void unpack_tokens(const UnpackTokensParams& params, const Launch& launch);
 
+// Does nothing, in plain order: what follows in the stream may be launched early
+// (early_launch.cuh), which is only known to work behind a kernel of the same stream.
+void fence(const Launch& launch);
+
 // Writes the device's clock, in nanoseconds, when the stream comes to it. Kernels must reach `to`.
 void note_time(std::uint64_t* to, const Launch& launch);
 
