@@ -178,7 +178,7 @@ void check_early(const Policy& policy, const Scorers& scorers) {
   const Scorer& scorer = scorers.at(policy.select);
   require(scorer.info().estimates(),
           "early chooses rows before a layer's turn, and select=" + policy.select.name +
-              " has nothing to choose; it takes early=none, or select=" + estimating(scorers));
+              " has nothing to choose; it takes early=none");
   require(policy.prune != Pruner::none,
           "early chooses rows before a layer's turn, and prune=none fetches none; it takes "
           "early=none");
