@@ -279,18 +279,21 @@ void CudaQueue::branch(int number, const std::function<void()>& issue) {
   const cudaStream_t side = side_->workspace.launch().stream;
   require(cudaEventRecord(side_->begun.get(), stream()), "an event");
   require(cudaStreamWaitEvent(side, side_->begun.get()), "waiting for an event");
+  const auto at = static_cast<std::size_t>(number);
   is_on_branch_ = true;
+  const auto end = [&] {
+    is_on_branch_ = attends_selected_ = false;
+    side_->is_open[at] = true;
+    return cudaEventRecord(side_->ended[at].get(), side);
+  };
   try {
     fence(launch());
     issue();
   } catch (...) {
-    is_on_branch_ = attends_selected_ = false;
+    static_cast<void>(end());  // what was issued is under way, and joined before the next step
     throw;
   }
-  is_on_branch_ = attends_selected_ = false;
-  const auto at = static_cast<std::size_t>(number);
-  require(cudaEventRecord(side_->ended[at].get(), side), "an event");
-  side_->is_open[at] = true;
+  require(end(), "an event");
 }
 
 void CudaQueue::join(int number) {
@@ -315,6 +318,8 @@ void CudaQueue::wait_for(Queue& other) {
 void CudaQueue::synchronize() {
   check(own().recording == 0, "work that is recorded waits for itself");
   require(cudaStreamSynchronize(stream()), "work on the device");
+  if (!side_ || side_->is_open == std::array<bool, 2>{}) return;
+  require(cudaStreamSynchronize(side_->workspace.launch().stream), "work on the device");
 }
 
 void CudaQueue::begin_range(const QueueRange::Label& label) {

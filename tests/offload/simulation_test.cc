@@ -57,6 +57,8 @@ constexpr std::array kPolicies = {
     "select=int4 prune=top_k(50) anchors=0",
     "select=exact prune=top_k(50) dense=0 anchors=1 anchors_attend=all",
     "select=int4 prune=top_k(16) compensate=values",
+    "select=int4 prune=top_k(16) compensate=values early=half",
+    "select=quest prune=top_k(50) dense=0 anchors=1 early=half",
     "select=dense prefill=zipvl(0.9)",
     "select=int4 prune=top_k(40) dense=1 prefill=zipvl(0.6)",
     "select=sparq(r=8) prune=top_k(40) prefill=zipvl(0.6,evict)",
@@ -302,6 +304,7 @@ class World {
       float* const lse = room(out, tokens * kShape.query_heads);
       session.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
       session.attend(layer, {script.q(at, first), script.query_width(), to, lse});
+      script.begin_early(session, layer + 1, Early::half, first);
     }
     session.end_step();
   }
@@ -389,6 +392,15 @@ class World {
       float* const lse = room(out, count * kShape.query_heads);
       batch.append(layer, {k.data(), v.data(), any.key_width()});
       batch.attend(layer, {q.data(), any.query_width(), to, lse});
+      if (layer + 1 == kShape.layers || batch.early(layer + 1) == Early::none) continue;
+      std::vector<float>& early = inputs.emplace_back();
+      for (const KvSession* session : sessions) {
+        const float* const own = script_of_session(session).early_q(at + 1, session->length());
+        early.insert(early.end(), own, own + any.query_width());
+      }
+      batch.queue().branch((layer + 1) % 2, [&] {
+        batch.choose_early(layer + 1, {early.data(), any.query_width(), nullptr, nullptr});
+      });
     }
     batch.issue_report();
     for (const std::optional<Error>& error : batch.end()) {

@@ -141,14 +141,17 @@ class LateQueue : public cpu::CpuQueue {
     if (recorded_ != nullptr || side_ == nullptr) return issue();
     side_->wait_for(*this);
     is_aside_ = true;
+    const auto end = [&] {
+      is_aside_ = false;
+      ends_[static_cast<std::size_t>(number)] = side_->asked_;
+    };
     try {
       issue();
     } catch (...) {
-      is_aside_ = false;
+      end();
       throw;
     }
-    is_aside_ = false;
-    ends_[static_cast<std::size_t>(number)] = side_->asked_;
+    end();
   }
   void join(int number) override {
     if (recorded_ != nullptr || side_ == nullptr) return;
@@ -162,6 +165,7 @@ class LateQueue : public cpu::CpuQueue {
   }
   void synchronize() override {
     finish();
+    if (side_ != nullptr) side_->synchronize();
     check(waiting_.empty(), "queues that wait for each other");
   }
 
