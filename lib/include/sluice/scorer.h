@@ -172,10 +172,12 @@ struct LogitRows {
 };
 
 struct RunScorer : ScorerCall {
-  const float* q = nullptr;  // [count, query_heads, head_dim], `q_stride` floats between tokens
+  // [count, query_heads, head_dim], `q_stride` floats between tokens; where rows are chosen early
+  // (Policy::early), estimates of the queries.
+  const float* q = nullptr;
   std::int64_t q_stride = 0;
   TokenBatch batch;
-  PagedRows rows;
+  PagedRows rows;  // where rows are chosen early, without those of the step's tokens
   // Output: for every token a logit per position of the whole pages before its own, in the first
   // page_first() elements of its query heads' rows. Write nothing beyond them, because the tokens
   // of its own page are scored from their rows. NaN and +Inf end the session's step with an error;
