@@ -94,7 +94,7 @@ BackendInfo describe(const CudaOptions& options, const DeviceLimits& limits) {
     info.link.read = std::min(info.link.read, static_cast<double>(limits.bus_rate));
   }
   info.cached_bytes = gpu::cached_bytes(info.link.read);
-  info.branch_bytes = branch_bytes();
+  info.branch_bytes = gpu::kBranchDeviceBytes;
   info.dense_bytes = gpu::dense_bytes(info.memory_rate);
   return info;
 }

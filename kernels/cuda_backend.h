@@ -20,8 +20,6 @@ struct CudaOptions {
 // Device memory that a queue takes for itself if it computes and records: scratch of its kernels,
 // and recordings.
 std::uint64_t queue_bytes();
-// Device memory that it takes besides for branches.
-std::uint64_t branch_bytes();
 
 // Throws Error{unsupported} if the device does not exist, its driver is too old or this build has
 // no kernels for it.

@@ -19,8 +19,6 @@ namespace {
 constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 // Copies below this size use a kernel, because the copy engine takes 3 microseconds for each piece.
 constexpr std::size_t kSmallCopy = std::size_t{64} << 10;
-// Scratch of branches, which only project, estimate and select.
-constexpr std::size_t kBranchScratchBytes = kScratchBytes / 2;
 constexpr std::size_t kSampledBytes = kSampleRows * sizeof(SampledToken);
 
 // Plans made without a GPU count by these numbers.
@@ -260,8 +258,8 @@ void CudaQueue::replay(std::unique_ptr<Recording>& recording, const std::functio
 }
 
 CudaQueue::Side::Side(MemoryAccount& account)
-    : charge(account, branch_bytes()),
-      workspace(kBranchScratchBytes),
+    : charge(account, gpu::kBranchDeviceBytes),
+      workspace(gpu::kBranchScratchBytes),
       gemm(workspace.launch()),
       begun(make_event()),
       ended{make_event(), make_event()} {}
@@ -331,7 +329,5 @@ void CudaQueue::begin_range(const QueueRange::Label& label) {
 void CudaQueue::end_range() { nvtxRangePop(); }
 
 std::uint64_t queue_bytes() { return device_bytes({}); }
-
-std::uint64_t branch_bytes() { return Workspace::bytes(kBranchScratchBytes); }
 
 }  // namespace sluice::cuda

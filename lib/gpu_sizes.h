@@ -23,6 +23,9 @@ inline constexpr std::size_t kCounterBytes = 16384 * sizeof(std::uint32_t) + siz
 inline constexpr std::size_t kRecordedNodes = 6144;
 inline constexpr std::size_t kQueueDeviceBytes =
     kScratchBytes + kCounterBytes + kRecordedNodes * 4096;
+// Scratch and counters of its branches, once they are prepared.
+inline constexpr std::size_t kBranchScratchBytes = kScratchBytes / 2;
+inline constexpr std::size_t kBranchDeviceBytes = kBranchScratchBytes + kCounterBytes;
 inline constexpr std::size_t kDrawnTokens = 64;
 inline constexpr std::size_t kQueueHostBytes =
     kDrawnTokens * sizeof(SampledToken) + kRecordedNodes * 8192;

@@ -38,6 +38,7 @@ BackendInfo describe(const PlannedGpu& gpu) {
   info.memory_rate = gpu.memory_rate;
   info.link = {gpu.bus_rate, gpu.bus_rate};
   info.cached_bytes = gpu::cached_bytes(gpu.bus_rate);
+  info.branch_bytes = gpu::kBranchDeviceBytes;
   info.dense_bytes = gpu::dense_bytes(gpu.memory_rate);
   return info;
 }

@@ -160,9 +160,8 @@ TEST(PolicyText, LayersChooseEarlyWhereTheyCan) {
   EXPECT_EQ(early_of("tidaldecode anchors=2,4 early=layer"), "nnnhnh");
   EXPECT_EQ(early_of("tidaldecode select=int4 anchors=2,4 anchors_attend=selected early=half"),
             "nnhhhh");
-  EXPECT_EQ(to_string(parse_policy("values early=layer 3:early=none")),
-            "select=int4 prune=top_k(64) compensate=values(pages=0.95) early=layer bits=3 "
-            "3:early=none");
+  EXPECT_EQ(to_string(parse_policy("select=int4 prune=top_k(9) early=layer 3:early=none")),
+            "select=int4 prune=top_k(9) early=layer 3:early=none");
   EXPECT_EQ(policy_from_json(R"-({"select":"quest","prune":"top_k(9)","early":"half"})-"),
             parse_policy("select=quest prune=top_k(9) early=half"));
 }
