@@ -342,7 +342,8 @@ constexpr std::array<Setting, 14> kSettings = {{
     {"correct", Form::budget, "recompute the last T decoded tokens densely, every T",
      "a number of tokens from 1 to 2147483648, or never", read_correct,
      write_count<&Policy::correct>},
-    {"prefill", Form::word, "what a prompt's tokens attend to",
+    {"prefill", Form::word,
+     "what a prompt's tokens attend to; evict loses facts that are asked for only after the prompt",
      "dense, pages(SHARE), zipvl(TAU), zipvl(TAU,demote) or zipvl(TAU,evict), SHARE and TAU above "
      "0 and up to 1",
      read_prefill, write_prefill},

@@ -171,6 +171,7 @@ class Notes(unittest.TestCase):
             text = sluice(command, "--help").stdout
             for word in [*settings, "streaming", "tidaldecode", "zipvl(TAU,evict)", "top_k(1/N)"]:
                 self.assertIn(f" {word}", text)
+            self.assertIn("evict loses facts that are asked for only after the prompt", " ".join(text.split()))
 
 
 class Help(unittest.TestCase):
