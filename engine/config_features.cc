@@ -130,11 +130,10 @@ void require_supported(const JsonObject& config, const Architecture& architectur
     require_value(config, "attention_bias", false);
   }
   parse_quantization(config);
-  for (const char* key :
-       {"compression_config", "attn_logit_softcapping",
-        "final_logit_softcapping", "dual_chunk_attention_config", "num_experts",
-        "num_local_experts", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
-        "logits_scaling", "logit_scale", "no_rope_layers"}) {
+  for (const char* key : {"compression_config", "attn_logit_softcapping", "final_logit_softcapping",
+                          "dual_chunk_attention_config", "num_experts", "num_local_experts",
+                          "attention_multiplier", "embedding_multiplier", "residual_multiplier",
+                          "logits_scaling", "logit_scale", "no_rope_layers"}) {
     require_absent(config, key);
   }
 }

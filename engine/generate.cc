@@ -248,8 +248,8 @@ GenerateResult generate(const Engine& engine, Session& session, std::span<const 
   const Stopwatch total;
   GeneratingSession own(session);
   sampler.require_history(options.history, static_cast<std::size_t>(engine.info().vocabulary));
-  const std::optional<TokenId> first =
-      first_token(own, prompt, sampler, answer.penalized(), [&](std::int64_t done, std::int64_t of) {
+  const std::optional<TokenId> first = first_token(
+      own, prompt, sampler, answer.penalized(), [&](std::int64_t done, std::int64_t of) {
         timings.prefill_tokens = done;
         return (!options.on_prefill || options.on_prefill(done, of)) && !interrupted();
       });

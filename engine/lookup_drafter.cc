@@ -58,9 +58,8 @@ struct LookupDrafter::Index {
   void follow(std::span<const TokenId> wanted) {
     const std::size_t most = std::min(tokens.size(), wanted.size());
     // Answers only add tokens, so looking from the front is for begin() alone.
-    const auto [end, unused] =
-        std::mismatch(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(most),
-                      wanted.begin());
+    const auto [end, unused] = std::mismatch(
+        tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(most), wanted.begin());
     const auto common = static_cast<std::size_t>(end - tokens.begin());
     while (tokens.size() > common) pop();
     add(wanted);

@@ -45,8 +45,8 @@ ModelDrafter::ModelDrafter(const Engine& engine, Session session, const Engine& 
 bool ModelDrafter::follow(std::span<const TokenId> tokens) {
   const std::span<const TokenId> held = session_.tokens();
   const std::size_t most = std::min(held.size(), tokens.size() - 1);
-  const auto [end, unused] = std::mismatch(
-      held.begin(), held.begin() + static_cast<std::ptrdiff_t>(most), tokens.begin());
+  const auto [end, unused] =
+      std::mismatch(held.begin(), held.begin() + static_cast<std::ptrdiff_t>(most), tokens.begin());
   const auto common = end - held.begin();
   if (common < session_.length()) session_.truncate(common);
   const auto rest = tokens.subspan(static_cast<std::size_t>(common));

@@ -17,7 +17,8 @@ constexpr std::int64_t kMostGroup = 1 << 16;
 constexpr std::int64_t kFp8Block = 128;
 
 bool is_empty(const Json& value) {
-  return value.is_null() || value == false || ((value.is_object() || value.is_array()) && value.empty());
+  return value.is_null() || value == false ||
+         ((value.is_object() || value.is_array()) && value.empty());
 }
 
 void require_empty(const JsonObject& config, const char* key) {
@@ -163,8 +164,8 @@ Quantization compressed_tensors(const JsonObject& config) {
   const JsonObject groups = config.object("config_groups");
   const Json& all = config.value("config_groups");
   if (all.size() != 1) {
-    config.unsupported("config_groups", "has " + std::to_string(all.size()) +
-                                            " groups, but Sluice handles one");
+    config.unsupported("config_groups",
+                       "has " + std::to_string(all.size()) + " groups, but Sluice handles one");
   }
   return scheme_of(groups.object(all.begin().key().c_str()), format == "float-quantized");
 }

@@ -37,9 +37,9 @@ float e4m3_to_float(std::uint8_t code) {
   const int exponent = (code >> 3) & 15;
   const int mantissa = code & 7;
   if (exponent == 15 && mantissa == 7) return std::numeric_limits<float>::quiet_NaN();
-  const float magnitude =
-      exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                    : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  const float magnitude = exponent == 0
+                              ? std::ldexp(static_cast<float>(mantissa), -9)
+                              : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
   return (code & 0x80) != 0 ? -magnitude : magnitude;
 }
 
@@ -90,7 +90,8 @@ struct Target {
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
   std::string text = "[";
-  for (const std::int64_t size : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  for (const std::int64_t size : shape)
+    text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
 }
 
@@ -123,9 +124,9 @@ class QuantizedSource final : public TensorSource {
     std::map<std::string_view, SourceTensor> all = plain_;
     for (const auto& [name, entry] : entries_) {
       const std::uint64_t zeros = entry.zeros.info == nullptr ? 0 : entry.zeros.stored_bytes;
-      all.insert_or_assign(name, SourceTensor{&entry.info, entry.codes.file, entry.codes.part,
-                                              entry.codes.stored_bytes +
-                                                  entry.scales.stored_bytes + zeros});
+      all.insert_or_assign(
+          name, SourceTensor{&entry.info, entry.codes.file, entry.codes.part,
+                             entry.codes.stored_bytes + entry.scales.stored_bytes + zeros});
     }
     return all;
   }
@@ -243,7 +244,8 @@ class QuantizedSource final : public TensorSource {
     entry.inputs = is_gptq ? shape[0] * n : shape[0];
     entry.outputs = is_gptq ? shape[1] : shape[1] * n;
     require_shape(entry.codes, "I32", shape);
-    if (entry.outputs % n != 0) corrupt(entry.codes.info->name, "has outputs that words do not fit");
+    if (entry.outputs % n != 0)
+      corrupt(entry.codes.info->name, "has outputs that words do not fit");
     set_group(entry);
     entry.scales = require(base + ".scales", entry.codes.info->name);
     require_shape(entry.scales, "", {entry.groups(), entry.outputs});
@@ -310,8 +312,8 @@ class QuantizedSource final : public TensorSource {
     for (std::int64_t i = 0; i < entry.inputs; ++i) {
       if (groups[static_cast<std::size_t>(i)] == i / entry.group) continue;
       throw Error(ErrorCode::unsupported,
-                  path().string() + ": tensor " + in_quotes(order.info->name) +
-                      " puts input " + std::to_string(i) +
+                  path().string() + ": tensor " + in_quotes(order.info->name) + " puts input " +
+                      std::to_string(i) +
                       " into another group than its neighbours (desc_act or actorder), which "
                       "Sluice does not compute");
     }
@@ -390,8 +392,7 @@ class QuantizedSource final : public TensorSource {
                  const Target& target) const {
     const std::int64_t n = codes_in_word();
     for (std::int64_t group = 0; group < entry.groups(); ++group) {
-      const std::vector<float> scales =
-          floats(entry.scales, group * entry.outputs + first, rows);
+      const std::vector<float> scales = floats(entry.scales, group * entry.outputs + first, rows);
       const std::vector<int> zeros = this->zeros(entry, group, first, rows);
       for (std::int64_t input = group * entry.group; input < (group + 1) * entry.group;
            input += n) {
@@ -412,8 +413,7 @@ class QuantizedSource final : public TensorSource {
                 const Target& target) const {
     const std::int64_t width = entry.outputs / 8;
     for (std::int64_t group = 0; group < entry.groups(); ++group) {
-      const std::vector<float> scales =
-          floats(entry.scales, group * entry.outputs + first, rows);
+      const std::vector<float> scales = floats(entry.scales, group * entry.outputs + first, rows);
       const std::vector<int> zeros = this->zeros(entry, group, first, rows);
       for (std::int64_t input = group * entry.group; input < (group + 1) * entry.group; ++input) {
         const std::vector<std::uint32_t> codes =
@@ -441,7 +441,8 @@ class QuantizedSource final : public TensorSource {
 
   std::int64_t rows_at_once(const Entry& entry) const {
     const auto row = static_cast<std::int64_t>(entry.codes.info->bytes()) / entry.outputs;
-    return std::max<std::int64_t>(static_cast<std::int64_t>(kPiece) / std::max<std::int64_t>(row, 1), 1);
+    return std::max<std::int64_t>(
+        static_cast<std::int64_t>(kPiece) / std::max<std::int64_t>(row, 1), 1);
   }
 
   void read_fp8(const Entry& entry, std::int64_t first, std::int64_t rows,
@@ -473,8 +474,8 @@ class QuantizedSource final : public TensorSource {
     const std::vector<float> scales = floats(entry.scales, first * groups, rows * groups);
     std::vector<std::uint32_t> zeros;
     if (entry.zeros.info != nullptr) {
-      zeros = words(entry.zeros, first / n * groups,
-                    ((first + rows + n - 1) / n - first / n) * groups);
+      zeros =
+          words(entry.zeros, first / n * groups, ((first + rows + n - 1) / n - first / n) * groups);
     }
     const int middle = 1 << (how_.bits - 1);
     for (std::int64_t row = 0; row < rows; ++row) {
@@ -488,8 +489,9 @@ class QuantizedSource final : public TensorSource {
         }
         const std::uint32_t word = codes[static_cast<std::size_t>(row * width + column / n)];
         const int code = code_at(word, static_cast<int>(column % n), how_.bits) - zero;
-        target.put(first + row, column,
-                   static_cast<float>(code) * scales[static_cast<std::size_t>(row * groups + group)]);
+        target.put(
+            first + row, column,
+            static_cast<float>(code) * scales[static_cast<std::size_t>(row * groups + group)]);
       }
     }
   }
@@ -499,14 +501,15 @@ class QuantizedSource final : public TensorSource {
     const auto groups = static_cast<std::uint64_t>(entry.groups());
     if (is_transposed()) return static_cast<std::uint64_t>(kTransposedRows) * 16;
     const auto rows = static_cast<std::uint64_t>(rows_at_once(entry));
-    const std::uint64_t codes = entry.codes.info->bytes() / static_cast<std::uint64_t>(entry.outputs);
+    const std::uint64_t codes =
+        entry.codes.info->bytes() / static_cast<std::uint64_t>(entry.outputs);
     return rows * (codes + groups * 10);
   }
 
   std::unique_ptr<const TensorSource> stored_;
   Quantization how_;
   std::array<float, 256> e4m3_;
-  std::map<std::string_view, SourceTensor> plain_;  // tensors that are read as they are
+  std::map<std::string_view, SourceTensor> plain_;     // tensors that are read as they are
   std::map<std::string, Entry, std::less<>> entries_;  // by the name of the weight
 };
 

@@ -299,8 +299,8 @@ int run(const GenerateFlags& flags, bool prompt_given) {
   }
   if (flags.json != "-") print("\n");
   if (!flags.quiet) {
-    print_error("\n" + loading_line(loading) + timing_table(result.timings) +
-                drafts_line(result) + memory_table(engine.memory()) +
+    print_error("\n" + loading_line(loading) + timing_table(result.timings) + drafts_line(result) +
+                memory_table(engine.memory()) +
                 selection_line(session.selection(), session.length()) +
                 rows_line(session.ledger()) + "\n" + session.ledger().to_table());
   }

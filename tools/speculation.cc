@@ -39,8 +39,8 @@ CLI::Option* SpeculationFlags::add_to(CLI::App& app) {
 
 void SpeculationFlags::validate() const {
   if (drafts >= 1 && drafts <= kMostDrafts) return;
-  throw Error(ErrorCode::usage, "--drafts " + std::to_string(drafts) + ": give 1 to " +
-                                    std::to_string(kMostDrafts));
+  throw Error(ErrorCode::usage,
+              "--drafts " + std::to_string(drafts) + ": give 1 to " + std::to_string(kMostDrafts));
 }
 
 void Speculation::open(const ModelFlags& model, std::int64_t context, bool quiet,

@@ -69,7 +69,8 @@ class Sequence {
 
   // Returns true if its steps may have drafts, which are looked up in its tokens.
   bool takes_drafts() const { return !wants_logits(); }
-  // Appends the last token and up to `most` drafts, and takes what is drawn. Returns as take() does.
+  // Appends the last token and up to `most` drafts, and takes what is drawn. Returns as take()
+  // does.
   std::optional<FinishReason> decode_drafts(int most, Meter& meter);
 
   // Takes the logits after the last token, or the token that was drawn from them. Returns the

@@ -114,7 +114,8 @@ class Queue {
 
   // Work issued from now on starts after all work issued to `other` so far.
   virtual void wait_for(Queue& other) = 0;
-  // Returns when the queue and its branches are idle. Errors of earlier work surface here at the latest.
+  // Returns when the queue and its branches are idle. Errors of earlier work surface here at the
+  // latest.
   virtual void synchronize() = 0;
 
   // The cudaStream_t, for work that callers issue themselves; null if the queue has none.

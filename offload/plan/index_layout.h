@@ -120,7 +120,7 @@ struct IndexLayout {
   // Logits per query head: one per token, or per candidate and token of the unfinished page.
   std::int64_t logit_stride() const;
   std::int64_t candidate_stride() const;
-  bool sums_values() const;   // in some layer
+  bool sums_values() const;  // in some layer
   // Sums beside those of sequences: of one sequence, from before a step of several of its tokens.
   std::int64_t kept_sums() const { return batch > 1 ? 1 : 0; }
   bool keeps_values() const;  // in value tiles, in some layer

@@ -114,8 +114,7 @@ std::vector<std::int32_t> KvSession::begin_rows(Phase phase, std::int64_t tokens
   std::fill(has_rows_.begin(), has_rows_.end(), false);
   ledger_.begin_step(phase, static_cast<int>(tokens));
   try {
-    std::vector<std::int32_t> begun =
-        pool_->write(sequence_, step_.first, step_.end(), ledger_);
+    std::vector<std::int32_t> begun = pool_->write(sequence_, step_.first, step_.end(), ledger_);
     // Some of several decoded tokens may be rejected.
     if (phase == Phase::decode && tokens > 1) pool_->keep_sums(sequence_, length_);
     if (phase != Phase::decode) pool_->forget_sums(sequence_);

@@ -86,11 +86,11 @@ class KvSession {
   // Forgets all rows from `length` on. Sums of values are what they were at that length, to the bit
   // if it lies within the last 64 decoded tokens since a step of several began.
   void truncate(std::int64_t length);
-  // Forgets the last `tokens` tokens, of the latest step. The ledger counts what they moved, but not
-  // them.
+  // Forgets the last `tokens` tokens, of the latest step. The ledger counts what they moved, but
+  // not them.
   void reject(std::int64_t tokens);
-  // True if KvBatch takes this many tokens, because each reads only rows that it selects or that are
-  // near. Rows that are not would be fetched for every token: begin_step() fetches them once.
+  // True if KvBatch takes this many tokens, because each reads only rows that it selects or that
+  // are near. Rows that are not would be fetched for every token: begin_step() fetches them once.
   bool takes_batch(std::int64_t tokens) const;
 
   // True between begin_step and end_step; stays true if an error came between.

@@ -117,8 +117,8 @@ TEST_F(BatcherTest, TakesStepsTogether) {
   EXPECT_LT(batcher.stats().steps, 4 * 199u / 2);
 }
 
-// Drafts for a sequence that runs alone change nothing but the number of its steps. The random model
-// repeats itself: greedy texts of it soon do.
+// Drafts for a sequence that runs alone change nothing but the number of its steps. The random
+// model repeats itself: greedy texts of it soon do.
 TEST_F(BatcherTest, DraftsForASequenceAlone) {
   for (const double temperature : {0.0, 0.2}) {
     Request wanted = request(150, 200);

@@ -149,8 +149,8 @@ std::vector<std::string> with_reference() {
 INSTANTIATE_TEST_SUITE_P(
     Policies, DraftedSteps,
     ::testing::Combine(::testing::ValuesIn(with_reference()),
-                       ::testing::Values("dense", "sparq prune=top_k(48)",
-                                         "values prune=top_k(8)", "twilight",
+                       ::testing::Values("dense", "sparq prune=top_k(48)", "values prune=top_k(8)",
+                                         "twilight",
                                          "tidaldecode dense=0 anchors=1 prune=top_k(48)",
                                          "quest prune=top_k(32)", "sluice",
                                          "select=streaming sinks=2 recent=20 correct=9")),
@@ -172,7 +172,8 @@ TEST(DraftedDraws, KeepTheirDistribution) {
   const auto softmax = [](std::span<const float> logits, double temperature) {
     std::vector<double> p;
     double sum = 0.0;
-    for (const float logit : logits) p.push_back(std::exp(static_cast<double>(logit) / temperature));
+    for (const float logit : logits)
+      p.push_back(std::exp(static_cast<double>(logit) / temperature));
     for (const double each : p) sum += each;
     for (double& each : p) each /= sum;
     return p;
@@ -201,7 +202,8 @@ TEST(DraftedDraws, KeepTheirDistribution) {
     session.truncate(20);
   }
   // Chi-square over the tokens expected five times or more, the rest as one class. Its mean is the
-  // degrees of freedom and its deviation sqrt(2 * degrees): 5 deviations are never reached by chance.
+  // degrees of freedom and its deviation sqrt(2 * degrees): 5 deviations are never reached by
+  // chance.
   const auto expect_drawn = [](std::span<const int> counts, std::span<const double> p, int draws) {
     double chi = 0.0;
     double rest = draws;
@@ -433,9 +435,9 @@ TEST(Lookup, FindsWhatASearchFinds) {
       if (length >= 3) ++places;
       if (length <= longest) continue;
       longest = length;
-      expected.assign(tokens.begin() + static_cast<std::ptrdiff_t>(end),
-                      tokens.begin() + static_cast<std::ptrdiff_t>(
-                                           std::min(end + 4, tokens.size())));
+      expected.assign(
+          tokens.begin() + static_cast<std::ptrdiff_t>(end),
+          tokens.begin() + static_cast<std::ptrdiff_t>(std::min(end + 4, tokens.size())));
     }
     ASSERT_EQ(lookup(drafter, tokens, 4), expected) << "seed 77, round " << round;
   }

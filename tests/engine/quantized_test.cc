@@ -56,8 +56,8 @@ struct Codes {
   std::int64_t outputs;
   std::int64_t inputs;
   std::int64_t group;
-  std::vector<int> codes;            // [outputs, inputs]
-  std::vector<int> zeros;            // [groups, outputs]
+  std::vector<int> codes;             // [outputs, inputs]
+  std::vector<int> zeros;             // [groups, outputs]
   std::vector<std::uint16_t> scales;  // f16 or bf16, the same
 
   std::int64_t groups() const { return inputs / group; }
@@ -130,7 +130,8 @@ void add_gptq(Tensors& to, const std::string& name, const Codes& c, int bits, in
          }));
   to.add(name + ".scales", "F16", {c.groups(), c.outputs}, c.scales);
   std::vector<std::int32_t> order;
-  for (std::int64_t i = 0; i < c.inputs; ++i) order.push_back(static_cast<std::int32_t>(i / c.group));
+  for (std::int64_t i = 0; i < c.inputs; ++i)
+    order.push_back(static_cast<std::int32_t>(i / c.group));
   to.add(name + ".g_idx", "I32", {c.inputs}, order);
 }
 
@@ -174,17 +175,23 @@ void add_packed(Tensors& to, const std::string& name, const Codes& c, int bits, 
 }
 
 Json gptq_config(int bits, std::int64_t group, const char* format = "gptq") {
-  return {{"quant_method", "gptq"}, {"bits", bits},   {"group_size", group},
-          {"desc_act", false},      {"sym", true},    {"checkpoint_format", format}};
+  return {{"quant_method", "gptq"}, {"bits", bits}, {"group_size", group},
+          {"desc_act", false},      {"sym", true},  {"checkpoint_format", format}};
 }
 
 Json awq_config(std::int64_t group) {
-  return {{"quant_method", "awq"}, {"bits", 4},         {"group_size", group},
-          {"version", "gemm"},     {"zero_point", true}};
+  return {{"quant_method", "awq"},
+          {"bits", 4},
+          {"group_size", group},
+          {"version", "gemm"},
+          {"zero_point", true}};
 }
 
 Json packed_config(int bits, std::int64_t group) {
-  Json weights = {{"num_bits", bits}, {"type", "int"}, {"symmetric", true}, {"dynamic", false},
+  Json weights = {{"num_bits", bits},
+                  {"type", "int"},
+                  {"symmetric", true},
+                  {"dynamic", false},
                   {"actorder", nullptr}};
   weights["strategy"] = group > 0 ? "group" : "channel";
   weights["group_size"] = group > 0 ? Json(group) : Json();
@@ -200,11 +207,12 @@ Json packed_config(int bits, std::int64_t group) {
 Json float_config(const char* strategy) {
   Json weights = {{"num_bits", 8}, {"type", "float"}, {"strategy", strategy}, {"symmetric", true}};
   if (std::string_view(strategy) == "block") weights["block_structure"] = {128, 128};
-  return {{"quant_method", "compressed-tensors"},
-          {"format", "float-quantized"},
-          {"config_groups",
-           {{"group_0",
-             {{"weights", weights}, {"input_activations", {{"num_bits", 8}, {"dynamic", true}}}}}}}};
+  return {
+      {"quant_method", "compressed-tensors"},
+      {"format", "float-quantized"},
+      {"config_groups",
+       {{"group_0",
+         {{"weights", weights}, {"input_activations", {{"num_bits", 8}, {"dynamic", true}}}}}}}};
 }
 
 class Quantized : public ::testing::Test {
@@ -236,8 +244,7 @@ class Quantized : public ::testing::Test {
       const auto count = static_cast<std::size_t>(
           random.integer(0, static_cast<std::int64_t>(expected.size() - first)));
       const auto at = expected.begin() + static_cast<std::ptrdiff_t>(first);
-      ASSERT_EQ(read(first, count),
-                std::vector(at, at + static_cast<std::ptrdiff_t>(count)))
+      ASSERT_EQ(read(first, count), std::vector(at, at + static_cast<std::ptrdiff_t>(count)))
           << first << " " << count;
     }
   }
@@ -279,8 +286,8 @@ TEST_F(Quantized, Packed) {
       const Codes channel = random_codes(random_, 6, 91, 91, bits, false, symmetric);
       Tensors others;
       add_packed(others, "m", channel, bits, symmetric);
-      expect_weights(*open(packed_config(bits, 0), others), weights_of(channel, false),
-                     DType::bf16, {6, 91});
+      expect_weights(*open(packed_config(bits, 0), others), weights_of(channel, false), DType::bf16,
+                     {6, 91});
     }
   }
 }
@@ -329,7 +336,8 @@ TEST_F(Quantized, Fp8) {
         const std::int64_t across = (200 + one.columns - 1) / one.columns;
         const float scale =
             scales[static_cast<std::size_t>(row / one.rows * across + column / one.columns)];
-        const float code = static_cast<float>(e4m3(codes[static_cast<std::size_t>(row * 200 + column)]));
+        const float code =
+            static_cast<float>(e4m3(codes[static_cast<std::size_t>(row * 200 + column)]));
         expected.push_back(float_to_bf16(code * scale));
       }
     }
@@ -441,8 +449,9 @@ TEST_F(Quantized, TensorsThatContradictThemAreRefused) {
   Tensors scaled;
   scaled.add("m.weight", "F8_E4M3", {4, 8}, std::vector<std::uint8_t>(32));
   scaled.add("m.weight_scale", "F8_E4M3", {4}, std::vector<std::uint8_t>(4));
-  expect_error(ErrorCode::corrupt, "'m.weight_scale' is F8_E4M3",
-               [&] { open({{"quant_method", "fp8"}}, scaled); });
+  expect_error(ErrorCode::corrupt, "'m.weight_scale' is F8_E4M3", [&] {
+    open({{"quant_method", "fp8"}}, scaled);
+  });
 }
 
 // ---- A model
@@ -459,7 +468,8 @@ TEST(QuantizedModel, GivesTheLogitsOfItsWeights) {
     std::int64_t count = 1;
     for (const std::int64_t size : shape) count *= size;
     std::vector<std::uint16_t> values;
-    for (const float value : random.normal(count, unit)) values.push_back(float_to_f16(mean + value));
+    for (const float value : random.normal(count, unit))
+      values.push_back(float_to_f16(mean + value));
     plain.add(name, "F16", shape, values);
     coded.add(name, "F16", shape, values);
   };

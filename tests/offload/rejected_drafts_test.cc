@@ -47,8 +47,8 @@ std::vector<float> batch_step(const Script& script, KvSession& session, std::int
 }
 
 // Token `token` of a step of `tokens`, in all layers.
-std::vector<float> token_of(const std::vector<float>& step, std::int64_t tokens,
-                            std::int64_t token, std::int64_t width) {
+std::vector<float> token_of(const std::vector<float>& step, std::int64_t tokens, std::int64_t token,
+                            std::int64_t width) {
   std::vector<float> result;
   for (std::int64_t layer = 0; layer < std::ssize(step) / (tokens * width); ++layer) {
     const auto from = step.begin() + (layer * tokens + token) * width;
@@ -89,7 +89,7 @@ TEST_P(RejectedDrafts, LeaveNoTrace) {
     drafts.begin_as(script, length + kept);
     const bool is_batch = drafted.takes_batch(tokens);
     const std::vector<float> step = is_batch ? batch_step(drafts, drafted, tokens)
-                                            : drafts.step(drafted, Phase::decode, tokens);
+                                             : drafts.step(drafted, Phase::decode, tokens);
     drafted.reject(tokens - kept);
     ASSERT_EQ(drafted.length(), length + kept);
     for (std::int64_t i = 0; i < kept; ++i) {
@@ -109,16 +109,16 @@ TEST_P(RejectedDrafts, LeaveNoTrace) {
   EXPECT_EQ(drafted.ledger().tokens(Phase::decode), plain.ledger().tokens(Phase::decode));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Policies, RejectedDrafts,
-    ::testing::Combine(::testing::Values(testing::reference_backend(),
-                                         testing::cpu_backend(DType::f32)),
-                       ::testing::ValuesIn(testing::kBatchPolicies), ::testing::Bool()),
-    [](const auto& parameter) {
-      return std::get<0>(parameter.param).name +
-             (std::get<2>(parameter.param) ? "_capped_" : "_free_") +
-             std::to_string(parameter.index);
-    });
+INSTANTIATE_TEST_SUITE_P(Policies, RejectedDrafts,
+                         ::testing::Combine(::testing::Values(testing::reference_backend(),
+                                                              testing::cpu_backend(DType::f32)),
+                                            ::testing::ValuesIn(testing::kBatchPolicies),
+                                            ::testing::Bool()),
+                         [](const auto& parameter) {
+                           return std::get<0>(parameter.param).name +
+                                  (std::get<2>(parameter.param) ? "_capped_" : "_free_") +
+                                  std::to_string(parameter.index);
+                         });
 
 }  // namespace
 }  // namespace sluice

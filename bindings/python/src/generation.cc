@@ -154,8 +154,7 @@ std::shared_ptr<Generation> generate(const std::shared_ptr<PySession>& session,
   const auto* const text = std::get_if<std::string>(&prompt);
   Tokens tokens =
       text != nullptr ? session->engine->engine.encode_prompt(*text) : std::get<Tokens>(prompt);
-  return make_owned<Generation>(session, std::move(tokens), std::move(options),
-                                lookup_drafts != 0);
+  return make_owned<Generation>(session, std::move(tokens), std::move(options), lookup_drafts != 0);
 }
 
 nb::object timings_of(Generation& self) {
@@ -212,15 +211,16 @@ void bind_generation(nb::module_& module) {
 }
 
 void bind_generate(nb::class_<PySession>& session) {
-  session.def("generate", &generate, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens") = 128,
-              nb::arg("temperature") = 0.0, nb::arg("top_k") = 0, nb::arg("top_p") = 1.0,
-              nb::arg("min_p") = 0.0, nb::arg("repetition_penalty") = 1.0, nb::arg("seed") = 0,
-              nb::arg("stop") = std::vector<std::string>(), nb::arg("end_tokens") = Tokens(),
-              nb::arg("ignore_eos") = false, nb::arg("history") = Tokens(),
-              nb::arg("lookup_drafts") = 0, Unlocked(),
-              "Generates after a prompt, text or ids; the session needs room for both. "
-              "lookup_drafts: most tokens of a step that are guessed from the context, 0 to 63; the "
-              "text stays the same, and the session needs a decode_batch of one more.");
+  session.def(
+      "generate", &generate, nb::arg("prompt"), nb::kw_only(), nb::arg("max_tokens") = 128,
+      nb::arg("temperature") = 0.0, nb::arg("top_k") = 0, nb::arg("top_p") = 1.0,
+      nb::arg("min_p") = 0.0, nb::arg("repetition_penalty") = 1.0, nb::arg("seed") = 0,
+      nb::arg("stop") = std::vector<std::string>(), nb::arg("end_tokens") = Tokens(),
+      nb::arg("ignore_eos") = false, nb::arg("history") = Tokens(), nb::arg("lookup_drafts") = 0,
+      Unlocked(),
+      "Generates after a prompt, text or ids; the session needs room for both. "
+      "lookup_drafts: most tokens of a step that are guessed from the context, 0 to 63; the "
+      "text stays the same, and the session needs a decode_batch of one more.");
 }
 
 }  // namespace sluice::python
