@@ -443,6 +443,7 @@ __global__ void __launch_bounds__(kThreads, 4) emit(const __grid_constant__ Larg
   wait_for_kernel_before();
   allow_next_kernel();
   const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.spans;
+  if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;
   const Span span = span_of(call, shared);
   if (span.number >= span.active) return;
   GradeCut cut;

@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kGradeThreads, 2)
   // nothing is left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
+  if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;
   const Place place = place_of(call, head, round, &shared);
   const std::int32_t chunks = max(1, (place.extent.emit + kGradeChunk - 1) / kGradeChunk);
   const std::int32_t active = (chunks + call.grade_loops - 1) / call.grade_loops;

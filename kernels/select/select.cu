@@ -149,6 +149,23 @@ std::int32_t ceil_div(std::int64_t a, std::int64_t b) {
   return static_cast<std::int32_t>((a + b - 1) / b);
 }
 
+// Candidates to shortlist per head; 0 if the shortlist would take longer than it saves, because one
+// block per head picks among the candidates: they are too many, or entries too few.
+std::int32_t shortlist_capacity_of(const SelectCall& c) {
+  constexpr std::int64_t kMostListedInAll = std::int64_t{1} << 23;
+  constexpr std::int64_t kMostForced = 16384;
+  constexpr std::int64_t kMostLeast = 2048;
+  constexpr std::int64_t kLeastShare = 64;  // of the entries
+  const std::int64_t least = 2 * std::int64_t{c.most_keep} * c.group;
+  if (least > kMostLeast || c.entries < kLeastShare * least) return 0;
+  const std::int64_t most = kMostListedInAll / std::max(c.head_count, 1);
+  if (least > most || c.most_forced > kMostForced) return 0;
+  // pick() does not check the capacity.
+  if (c.capacity < std::max(c.most_keep, c.most_forced)) return 0;
+  return static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(8 * least, std::min<std::int64_t>(8192, most), most));
+}
+
 // Divides the rows among blocks, by sizes alone.
 LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   LargeCall l;
@@ -164,15 +181,24 @@ LargeCall large_call(const SelectCall& c, const DeviceLimits& device) {
   if (c.is_top_p && c.p < 1.0f) {
     l.bins = static_cast<std::int32_t>(std::ceil(c.bin_range * kBinsPerNat)) + 4;
   }
+  l.chunks = std::max(1, ceil_div(c.entries, kChunk));
+  l.shortlist_strips =
+      std::int64_t{l.chunks} * c.head_count > std::min<std::int64_t>(blocks, kMostShortlistChunks)
+          ? 2
+          : 1;
   // Two strips per warp if one would take more than two blocks per multiprocessor, so that all
   // blocks of emit run at once.
   const bool fills = std::int64_t{l.strips} * c.head_count > 2 * kWarps * device.multiprocessors;
   l.warp_strips = fills ? kMostWarpStrips : 1;
   l.spans = std::max(1, ceil_div(c.entries, l.span_entries()));
+  if (c.has_grades) l.shortlist_capacity = shortlist_capacity_of(c);
   l.grade_chunks = std::max(1, ceil_div(c.entries, kGradeChunk));
-  const std::int64_t grade_blocks = 2 * device.multiprocessors;  // of a round
-  l.grade_loops =
-      std::max(1, ceil_div(static_cast<std::int64_t>(l.grade_chunks) * c.head_count, grade_blocks));
+  // Two blocks per multiprocessor: those of one round, or of all rounds if shortlist mostly leaves
+  // them nothing to do.
+  const std::int64_t grade_blocks =
+      2 * device.multiprocessors / (l.shortlist_capacity > 0 ? grade_rounds(c.group) : 1);
+  l.grade_loops = std::max(1, ceil_div(static_cast<std::int64_t>(l.grade_chunks) * c.head_count,
+                                       std::max<std::int64_t>(grade_blocks, 1)));
   return l;
 }
 
@@ -191,7 +217,10 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
   l.grade_done = carver.take<std::uint32_t>(kGradeRounds * heads);
   l.rounds_done = carver.take<std::uint32_t>(heads);
   l.rows_done = carver.take<std::uint32_t>(rows);
+  l.chunks_listed = carver.take<std::uint32_t>(2 * heads);
+  l.listed = carver.take<std::uint32_t>(2 * heads);
   l.done = carver.take<std::uint32_t>(heads);
+  l.settled = carver.take<std::uint32_t>(heads);
   l.zeroed_words = static_cast<std::int64_t>(carver.used() / sizeof(std::uint64_t));
   l.rows = carver.take<RowInfo>(rows);
   l.searches = carver.take<RowSearch>(rows);
@@ -205,9 +234,13 @@ std::size_t place(LargeCall& l, std::byte* scratch) {
     l.maxima = carver.take<std::uint32_t>(rows * l.pages * LargeCall::kPageWords);
   }
   l.unit_heads = carver.take<UnitHead>(rows * l.units);
-  l.rough = carver.take<std::uint32_t>(l.bins > 0 ? rows * l.units * kRoughBins : 0);
+  const bool has_bounds = l.bins > 0 || l.shortlist_capacity > 0;
+  l.rough = carver.take<uint2>(has_bounds ? rows * l.units * kRoughBins : 0);
   l.results = carver.take<ChunkResult>(spans);
   l.alphas = carver.take<float>(spans * l.call.group);
+  l.listed_grades = carver.take<std::uint32_t>(2 * heads * l.shortlist_capacity);
+  l.listed_entries = carver.take<std::int32_t>(2 * heads * l.shortlist_capacity);
+  l.listed_chunks = carver.take<uint2>(l.shortlist_capacity > 0 ? heads * l.shortlist_chunks() : 0);
   const bool stores_grades = l.call.has_grades && l.call.group > 1;
   auto* const grades =
       carver.take<std::uint32_t>(stores_grades ? heads * l.grade_chunks * kGradeChunk : 0);
@@ -256,7 +289,10 @@ void select_large(const SelectCall& c, const Launch& launch) {
                       std::to_string(launch.scratch_bytes) + "; shorten the context");
     }
     run_row_sums(l, launch);
+    const bool shortlists = l.shortlist_capacity > 0;
+    if (shortlists && l.bins > 0) run_shortlist(l, false, launch);
     if (l.bins > 0) run_row_thresholds(l, launch);
+    if (shortlists) run_shortlist(l, true, launch);
     if (l.call.has_grades) run_grade_rounds(l, launch);
     run_emit(l, launch);
   }

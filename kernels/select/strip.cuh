@@ -156,11 +156,18 @@ __device__ __forceinline__ std::uint16_t rough_edge(std::int32_t bin) {
   return half_of_ordered(static_cast<std::uint32_t>(bin) << 5);
 }
 
-// Adds the masses of two sectors, by their maxima. Masses, in units of 2^-15 of a bin's lower edge,
-// never exceed the sectors' weights, and are capped so that their sum over a unit fits 32 bits.
-__device__ __forceinline__ void weigh_sectors(std::uint32_t maxima, std::uint32_t* masses) {
+// Counts two sectors by their maxima, and weighs them, if `counts` and `masses` are not null.
+// Masses, in units of 2^-15 of a bin's lower edge, never exceed the sectors' weights, and are
+// capped so that their sum over a unit fits 32 bits.
+__device__ __forceinline__ void count_sectors(std::uint32_t maxima, std::uint32_t* counts,
+                                              std::uint32_t* masses) {
   const std::uint32_t numbers = ordered2(maxima);
   const std::uint32_t bins[2] = {numbers >> 5 & 0x7ffu, numbers >> 21};
+  if (counts != nullptr) {
+    atomicAdd(counts + bins[0], 1u);
+    atomicAdd(counts + bins[1], 1u);
+  }
+  if (masses == nullptr) return;
   constexpr std::uint32_t kRest = 0x001f001fu;
   std::uint32_t signs;  // each sign 16 times
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(maxima));

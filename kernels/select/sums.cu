@@ -1,7 +1,9 @@
 // The first read of every row, and the only one of all its entries: its sum of exponentials, and
 // the maximum of every sector. The last block of a row derives from the sectors' maxima, which are
 // entries too,
-// a lower bound of top_p's threshold: the maxima from there up alone hold enough weight.
+//   a lower bound of top_p's threshold: the maxima from there up alone hold enough weight,
+//   an upper bound of the threshold: the maxima below it hold more weight than may be missing,
+//   a lower bound of the lightest kept logit: at least `keep` maxima reach it.
 #include <cmath>
 
 #include "kernels/select/large.cuh"
@@ -15,12 +17,19 @@ struct Shared {
   Sums sums[kWarps];
   float highests[kWarps];
   std::uint32_t bad;
+  std::uint32_t part[kWarp];
   std::uint64_t long_part[kWarp];
   RowInfo info;
   RowSearch search;
   std::int32_t tops[kMostUnits];
+  std::uint32_t counts[kRoughBins];
   std::uint32_t masses[kRoughBins];
 };
+
+// Returns true if the sectors' maxima are counted, which thresholds and shortlists need.
+__device__ bool counts_sectors(const LargeCall& call) {
+  return call.bins > 0 || call.shortlist_capacity > 0;
+}
 
 __device__ void begin(const LargeCall& call, std::int32_t row, const TokenBounds& token,
                       Shared* shared) {
@@ -58,10 +67,11 @@ struct Strips {
   }
 };
 
-// The destinations of a warp's sector maxima and their masses.
+// The destinations of a warp's sector maxima and their counts.
 struct SectorSink {
   std::uint32_t* maxima;
   std::int64_t strip_words;
+  std::uint32_t* counts;  // [kRoughBins] or null
   std::uint32_t* masses;  // [kRoughBins] or null
 
   __device__ SectorSink(const LargeCall& call, std::int32_t row, Shared* shared)
@@ -70,12 +80,13 @@ struct SectorSink {
                                      static_cast<std::int32_t>(threadIdx.x) % kWarp / 2)),
         strip_words(static_cast<std::int64_t>(kStripPages * LargeCall::kPageWords) *
                     call.call.group),
+        counts(call.shortlist_capacity > 0 ? shared->counts : nullptr),
         masses(call.bins > 0 ? shared->masses : nullptr) {}
 
   __device__ __forceinline__ void take(std::int32_t strip, const StripMaxima& found) const {
     const std::uint32_t word = found.sectors();
     maxima[strip * strip_words] = word;
-    if (masses != nullptr) weigh_sectors(word, masses);
+    count_sectors(word, counts, masses);
   }
 };
 
@@ -129,9 +140,8 @@ __device__ __forceinline__ void add_digests(const LargeCall& call, std::int32_t 
     for (int j = 0; j < kAtOnce; ++j) {
       if (page + j * kThreads >= last) break;
       seen.add(words[j], sum[j]);
-      if (sink.masses == nullptr) continue;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) weigh_sectors(word_of(words[j], w), sink.masses);
+      for (int w = 0; w < 4; ++w) count_sectors(word_of(words[j], w), sink.counts, sink.masses);
     }
   }
 }
@@ -193,12 +203,12 @@ __device__ void end_unit(const LargeCall& call, std::int32_t row, std::int32_t u
   __syncthreads();
   const float highest = warp_max(shared->highests[thread % kWarps]);
   const std::int32_t top = rough_bin(highest);
-  if (call.bins > 0) {
-    std::uint32_t* const to = call.rough + slot * kRoughBins;
+  if (counts_sectors(call)) {
+    uint2* const to = call.rough + slot * kRoughBins;
 #pragma unroll
     for (int i = 0; i < kWrittenBins; i += kThreads) {
       const std::int32_t bin = top - i - thread;
-      if (bin >= 0) to[bin] = shared->masses[bin];
+      if (bin >= 0) to[bin] = make_uint2(shared->counts[bin], shared->masses[bin]);
     }
   }
   if (thread >= kWarp) return;
@@ -268,10 +278,13 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
   info.threshold = kInfiniteHalf;
   RowSearch search;
   search.highest = shared->search.highest;
+  search.least = static_cast<std::uint16_t>(kMinusInfinities);
+  search.most = kInfiniteHalf;
   search.lowest = RowSearch::kSettled;
   search.missing = c.p - info.kept;
   if (c.is_top_p && !bad && (search.missing > 0.0f || c.p >= 1.0f)) {
     info.threshold = kLowestHalf;
+    search.reaching = static_cast<std::uint32_t>(shared->extent.total);
     // Weights below (1 - p) / entries of the sum are not needed; half of that for safety.
     if (call.bins > 0) search.lowest = bin_floor(info.norm / kLog2E - c.bin_range);
   }
@@ -279,46 +292,74 @@ __device__ __forceinline__ void add_units(const LargeCall& call, const Units& un
   shared->search = search;
 }
 
-// The mass of a rough bin in all units of a row.
-__device__ __forceinline__ std::uint64_t add_rough(const LargeCall& call, std::int32_t row,
-                                                   std::int32_t bin, const Shared* shared) {
-  const std::uint32_t* const rough =
-      call.rough + static_cast<std::int64_t>(row) * call.units * kRoughBins;
-  std::uint64_t sum = 0;
+// Sectors of a rough bin and their mass.
+struct Rough {
+  std::uint32_t count = 0;
+  std::uint64_t mass = 0;
+};
+
+__device__ __forceinline__ Rough add_rough(const LargeCall& call, std::int32_t row,
+                                           std::int32_t bin, const Shared* shared) {
+  const uint2* const rough = call.rough + static_cast<std::int64_t>(row) * call.units * kRoughBins;
+  Rough sum;
 #pragma unroll 16
   for (std::int32_t u = 0; u < call.units; ++u) {
     const std::int32_t below = shared->tops[u] - bin;
-    const std::uint32_t mass = rough[static_cast<std::int64_t>(u) * kRoughBins + max(bin, 0)];
+    const uint2 x = rough[static_cast<std::int64_t>(u) * kRoughBins + max(bin, 0)];
     const bool written = below >= 0 && below < kWrittenBins && bin >= kFirstFinite;
-    sum += written ? mass : 0u;
+    sum.count += written ? x.x : 0u;
+    sum.mass += written ? x.y : 0u;
   }
   return sum;
 }
 
-// Finds the lower bound of the threshold, from the heaviest sectors down. `rough` is the mass of
-// this thread's bin among the first kThreads, which begin at `top`.
-__device__ void find_lowest(const LargeCall& call, std::int32_t row, std::int32_t top,
-                            std::uint64_t rough, Shared* shared) {
+// Finds the bounds, from the heaviest sectors down. `rough` is this thread's bin among the first
+// kThreads, which begin at `top`.
+__device__ void find_bounds(const LargeCall& call, std::int32_t row, std::int32_t top, Rough rough,
+                            Shared* shared) {
   const RowSearch search = shared->search;
   const RowInfo info = shared->info;
+  const bool by_weight = search.lowest != RowSearch::kSettled;
   // A margin, because rounding may have added weight.
   const std::uint64_t target =
       share_units(static_cast<double>(search.missing) * (1.0 + 0x1p-12) + 0x1p-18);
+  const std::uint64_t rest =
+      share_units((1.0 - static_cast<double>(call.call.p)) * (1.0 + 0x1p-12) + 0x1p-16);
+  const auto keep =
+      static_cast<std::uint32_t>(call.shortlist_capacity > 0 ? max(shared->extent.keep, 1) : 0);
+  std::uint32_t counted = 0;
   std::uint64_t weighed = 0;
-  for (std::int32_t done = 0; done < kWrittenBins && weighed < target; done += kThreads) {
+  for (std::int32_t done = 0; done < kWrittenBins; done += kThreads) {
     const std::int32_t bin = top - done - static_cast<std::int32_t>(threadIdx.x);
     if (done > 0) rough = add_rough(call, row, bin, shared);
     const __half edge = __ushort_as_half(rough_edge(max(bin, kFirstFinite)));
     const double unit = static_cast<double>(weight_of(edge, info)) / (1 << kMassBits);
-    const std::uint64_t share = share_units(static_cast<double>(rough) * unit);
-    std::uint64_t all = 0;
-    const std::uint64_t before = weighed + block_exclusive(share, shared->long_part, all);
-    if (before < target && before + share >= target) {
+    const std::uint64_t share = share_units(static_cast<double>(rough.mass) * unit);
+    std::uint32_t all_counted = 0;
+    std::uint64_t all_weighed = 0;
+    const std::uint32_t count_before =
+        counted + block_exclusive(rough.count, shared->part, all_counted);
+    const std::uint64_t share_before =
+        weighed + block_exclusive(share, shared->long_part, all_weighed);
+    if (count_before < keep && count_before + rough.count >= keep) {
+      shared->search.least = __half_as_ushort(edge);
+    }
+    if (by_weight && share_before < target && share_before + share >= target) {
       shared->search.lowest = max(search.lowest, bin_floor(__half2float(edge)));
     }
-    weighed += all;
+    // Sectors of this bin and below hold more weight than may be missing, so the threshold is not
+    // above this bin.
+    const std::uint64_t enough = weighed + all_weighed;
+    if (by_weight && share_before + rest < enough && share_before + share + rest >= enough) {
+      shared->search.most = rough_edge(min(bin + 1, rough_bin(INFINITY)));
+      shared->search.sure = count_before;
+    }
+    counted += all_counted;
+    weighed += all_weighed;
+    if (counted >= keep && (!by_weight || weighed >= target)) break;
     __syncthreads();
   }
+  __syncthreads();
 }
 
 // Out of line, to keep its registers apart.
@@ -328,15 +369,13 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
   if (is_first_warp) units = read_units(call, row, shared);
   __syncthreads();
   const std::int32_t top = rough_bin(shared->search.highest);
-  std::uint64_t rough = 0;
-  if (call.bins > 0) {
-    rough = add_rough(call, row, top - static_cast<std::int32_t>(threadIdx.x), shared);
-  }
+  const bool counts = counts_sectors(call);
+  Rough rough;
+  if (counts) rough = add_rough(call, row, top - static_cast<std::int32_t>(threadIdx.x), shared);
   __syncthreads();
   if (is_first_warp) add_units(call, units, shared);
   __syncthreads();
-  if (shared->search.lowest != RowSearch::kSettled) find_lowest(call, row, top, rough, shared);
-  __syncthreads();
+  if (shared->info.bad == 0 && counts) find_bounds(call, row, top, rough, shared);
   if (threadIdx.x != 0) return;
   call.rows[row] = shared->info;
   if (shared->extent.total > 0) {
@@ -351,7 +390,9 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
 
 __global__ void __launch_bounds__(kThreads, 4) row_sums(const __grid_constant__ LargeCall call) {
   __shared__ Shared shared;
-  for (int i = static_cast<int>(threadIdx.x); i < kRoughBins; i += kThreads) shared.masses[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kRoughBins; i += kThreads) {
+    shared.counts[i] = shared.masses[i] = 0;
+  }
   const auto block = static_cast<std::int32_t>(blockIdx.x);
   const std::int32_t rows = call.call.head_count * call.call.group;
   // The last rows were written last, and may still be in the cache.

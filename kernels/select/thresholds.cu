@@ -118,7 +118,18 @@ __device__ __noinline__ void finish_row(const LargeCall& call, std::int32_t row,
     shared->found = i;
   }
   __syncthreads();
-  if (thread == 0) call.rows[row].threshold = bin_threshold(top - shared->found);
+  const std::int32_t found = shared->found;
+  std::uint64_t reaching = 0;
+  if (call.shortlist_capacity > 0) {
+#pragma unroll 4
+    for (std::int32_t i = thread; i <= found; i += kThreads) {
+      reaching += __ldcg(masses + i) >> kMassBits;
+    }
+    block_exclusive(reaching, shared->part, all);
+  }
+  if (thread != 0) return;
+  call.rows[row].threshold = bin_threshold(top - found);
+  call.searches[row].reaching = static_cast<std::uint32_t>(all);
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
@@ -135,6 +146,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   // nothing is left to do here.
   allow_next_kernel();
   wait_for_kernel_before();
+  if (call.shortlist_capacity > 0 && call.settled[head] != 0) return;
   const RowSearch search = call.searches[number];
   if (search.lowest == RowSearch::kSettled) return;
   const Row row{

@@ -1,0 +1,242 @@
+// Lists every KV head's entries whose grade reaches a lower bound of the lightest kept. There are
+// about `keep` times the query heads of them, unless many weigh the same; the last block of a head
+// puts them in order and picks the heaviest. If they are too many, or too few because top_p wants
+// others, the head is left to grade_rounds and emit.
+//
+// While top_p's thresholds are not known, a head is settled if the heaviest entries lie above the
+// thresholds' upper bounds.
+#include "kernels/select/large.cuh"
+#include "kernels/select/pick.cuh"
+#include "kernels/select/sectors.cuh"
+
+namespace sluice::cuda {
+namespace {
+
+constexpr int kMostStrips = 2;  // of a warp
+
+struct Shared {
+  RowInfo rows[kMostGroup];
+  std::uint16_t leasts[kMostGroup];
+  std::uint16_t mosts[kMostGroup];
+  std::uint32_t reaching;
+  std::uint32_t sure;
+  // Bit e of word w is entry 32 w + e of the chunk.
+  std::uint32_t bits[kThreads * kMostStrips];
+  std::uint16_t queues[kWarps][kMostStrips * kStripSectors];
+  std::uint32_t part[kWarp];
+  std::uint32_t place;  // of the chunk's candidates
+  PickShared pick;
+};
+
+// The lower bound that candidates reach.
+struct Bound {
+  bool is_valid = false;
+  bool is_all = false;      // all entries that top_p wants are candidates, because they are few
+  std::uint32_t grade = 1;  // a candidate's grade reaches it
+  float weight = 0.0f;      // a candidate's sum of weights reaches it; a little lower
+  __half2 logit{};          // a single query head's logit reaches it; twice
+};
+
+// The highest of the query heads' bounds.
+__device__ Bound bound_of(const LargeCall& call, std::int32_t head, const Extent& extent,
+                          bool is_exact, Shared* shared) {
+  const SelectCall& c = call.call;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  if (thread < c.group) {
+    const RowSearch search = call.searches[static_cast<std::int64_t>(head) * c.group + thread];
+    shared->leasts[thread] = search.least;
+    shared->mosts[thread] = search.most;
+    atomicAdd(&shared->reaching, search.reaching);
+    atomicMax(&shared->sure, search.sure);
+  }
+  __syncthreads();
+  Bound bound;
+  bound.logit = twice(static_cast<std::uint16_t>(kMinusInfinities));
+  // Not valid unless top_p surely wants more than twice the cap: otherwise it may want no more than
+  // the cap, or so few more that not all of the heaviest lie above the thresholds' upper bounds.
+  if (!is_exact && shared->sure / 2 <= static_cast<std::uint32_t>(extent.keep)) {
+    return bound;
+  }
+  if (is_exact && c.is_top_p &&
+      shared->reaching <= static_cast<std::uint32_t>(call.shortlist_capacity)) {
+    bound.is_valid = bound.is_all = true;
+    return bound;
+  }
+  if (c.group == 1) {
+    bound.logit = twice(shared->leasts[0]);
+    bound.grade = ordered2(shared->leasts[0]) << 16;
+    bound.is_valid = shared->leasts[0] != static_cast<std::uint16_t>(kMinusInfinities);
+    return bound;
+  }
+  float least = 0.0f;
+  for (int g = 0; g < c.group; ++g) {
+    least = fmaxf(least, weight_of(__ushort_as_half(shared->leasts[g]), shared->rows[g]));
+  }
+  // Sums of weights are rounded.
+  constexpr float kLess = 1.0f - 0x1p-16f;
+  bound.weight = least * kLess * kLess;
+  bound.grade = grade_of_weight(least * kLess);
+  bound.is_valid = bound.weight > 0.0f;
+  return bound;
+}
+
+// By one warp: queues the sectors of its strips that may hold candidates; returns their number.
+template <int kStrips>
+__device__ int queue_strips(const LargeCall& call, std::int32_t head, std::int32_t run,
+                            const Extent& extent, const Bound& bound, Shared* shared,
+                            std::uint16_t* queue) {
+  const SelectCall& c = call.call;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x) % kWarp;
+  const std::int32_t strips = (extent.emit + kStrip - 1) / kStrip - run * kStrips;
+  const std::uint32_t* const maxima = call.strip_maxima(head * c.group, run * kStrips, lane);
+  std::uint32_t reaches[kStrips];
+  float sums[kStrips][2] = {};
+#pragma unroll
+  for (std::uint32_t& mask : reaches) mask = c.is_top_p ? 0u : ~0u;
+#pragma unroll 4
+  for (int g = 0; g < c.group; ++g) {
+    const RowInfo& row = shared->rows[g];
+#pragma unroll
+    for (int s = 0; s < kStrips; ++s) {
+      const std::uint32_t word =
+          s < strips ? maxima[(s * kStripPages * c.group + g) * LargeCall::kPageWords]
+                     : kMinusInfinities;
+      const __half2 pair = as_half2(word);
+      reaches[s] |= __hge2_mask(pair, twice(row.threshold));
+      if (c.group == 1) reaches[s] &= __hge2_mask(pair, bound.logit);
+      sums[s][0] += weight_of(__low2half(pair), row);
+      sums[s][1] += weight_of(__high2half(pair), row);
+    }
+  }
+  int count = 0;
+#pragma unroll
+  for (int s = 0; s < kStrips; ++s) {
+    const bool any = s < strips;
+    count += queue_sectors(any && (reaches[s] & 0xffffu) != 0 && sums[s][0] >= bound.weight,
+                           any && reaches[s] >> 16 != 0 && sums[s][1] >= bound.weight,
+                           static_cast<std::uint16_t>(s * kStripSectors), queue + count);
+  }
+  return count;
+}
+
+// Bit e: entry i + e is a candidate.
+__device__ __forceinline__ std::uint32_t candidates8(const SelectCall& c, std::int32_t head,
+                                                     const Extent& extent, std::int32_t i,
+                                                     const Bound& bound, const RowInfo* rows) {
+  const std::uint32_t selectable = allowed8(c, c.head_list(head), extent, i) & ~forced8(extent, i);
+  const auto load = [&](int g) { return load8_raw(c, c.row(head, g), extent.total, i); };
+  std::uint32_t grades[8];
+  grades8(c, c.group, rows, selectable, load, grades);
+  std::uint32_t bits = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) bits |= grades[e] >= bound.grade ? 1u << e : 0u;
+  return bits;
+}
+
+// By one thread: writes the candidates of its word of bits.
+__device__ void write_candidates(const LargeCall& call, std::int32_t head, std::int32_t first,
+                                 std::uint32_t rank, std::uint32_t bits, const RowInfo* rows) {
+  const SelectCall& c = call.call;
+  const std::int64_t list = static_cast<std::int64_t>(head) * call.shortlist_capacity;
+  for (; bits != 0 && rank < static_cast<std::uint32_t>(call.shortlist_capacity);
+       bits &= bits - 1) {
+    const std::int32_t entry = first + __ffs(static_cast<int>(bits)) - 1;
+    call.listed_grades[list + rank] = grade_of(c.row(head, 0) + entry, c.stride, c.group, rows);
+    call.listed_entries[list + rank] = entry;
+    ++rank;
+  }
+}
+
+// Appends the chunk's candidates to the head's list. Thread t has the 32 * kStrips entries from
+// 32 * kStrips * t on.
+template <int kStrips>
+__device__ void list_chunk(const LargeCall& call, std::int32_t head, std::int32_t chunk,
+                           const Extent& extent, const Bound& bound, std::int32_t slot,
+                           Shared* shared) {
+  const SelectCall& c = call.call;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t warp = thread / kWarp;
+  const std::int32_t run = chunk * kWarps + warp;
+  const std::int32_t first = run * (kStrips * kStrip);
+  std::uint32_t* const words = shared->bits + warp * (kWarp * kStrips);
+  auto* const bytes = reinterpret_cast<std::uint8_t*>(words);
+  std::uint16_t* const queue = shared->queues[warp];
+  int count = 0;
+#pragma unroll
+  for (int w = 0; w < kStrips; ++w) words[w * kWarp + thread % kWarp] = 0;
+  if (first < extent.emit)
+    count = queue_strips<kStrips>(call, head, run, extent, bound, shared, queue);
+  __syncwarp();
+  visit_sectors(queue, count, first, [&](std::int32_t i) {
+    if (i >= extent.emit) return;
+    bytes[(i - first) / 8] =
+        static_cast<std::uint8_t>(candidates8(c, head, extent, i, bound, shared->rows));
+  });
+  __syncwarp();
+  std::uint32_t bits[kStrips];
+  std::uint32_t own = 0;
+#pragma unroll
+  for (int w = 0; w < kStrips; ++w) {
+    bits[w] = shared->bits[thread * kStrips + w];
+    own += static_cast<std::uint32_t>(__popc(bits[w]));
+  }
+  std::uint32_t total = 0;
+  const std::uint32_t within = block_exclusive(own, shared->part, total);
+  if (thread == 0) {
+    const std::uint32_t place = total == 0 ? 0 : atomicAdd(call.listed + slot, total);
+    call.listed_chunks[static_cast<std::int64_t>(head) * call.shortlist_chunks() + chunk] =
+        make_uint2(place, total);
+    shared->place = place;
+  }
+  if (total == 0) return;
+  __syncthreads();
+  std::uint32_t rank = shared->place + within;
+#pragma unroll
+  for (int w = 0; w < kStrips; ++w) {
+    write_candidates(call, head, chunk * (kChunk * kStrips) + (thread * kStrips + w) * 32, rank,
+                     bits[w], shared->rows);
+    rank += static_cast<std::uint32_t>(__popc(bits[w]));
+  }
+}
+
+template <int kStrips>
+__global__ void __launch_bounds__(kThreads, 4)
+    shortlist(const __grid_constant__ LargeCall call, bool is_exact) {
+  __shared__ Shared shared;
+  const SelectCall& c = call.call;
+  if (threadIdx.x == 0) shared.reaching = shared.sure = 0;
+  // Allows first, because the next kernel makes no use of rule 4 (early_launch.cuh), and often
+  // nothing is left to do here.
+  allow_next_kernel();
+  wait_for_kernel_before();
+  const std::int32_t head = static_cast<std::int32_t>(blockIdx.x) / call.shortlist_chunks();
+  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) % call.shortlist_chunks();
+  if (call.settled[head] != 0) return;
+  const Extent extent = call.extents[head];
+  const std::int32_t active = max(1, (extent.emit + kStrips * kChunk - 1) / (kStrips * kChunk));
+  if (chunk >= active || load_infos(call, head, shared.rows)) return;
+  const Bound bound = bound_of(call, head, extent, is_exact, &shared);
+  if (!bound.is_valid) return;
+  const std::int32_t slot = (is_exact ? c.head_count : 0) + head;
+  list_chunk<kStrips>(call, head, chunk, extent, bound, slot, &shared);
+  if (!is_last_of(call.chunks_listed + slot, active)) return;
+  const auto count = static_cast<std::int32_t>(__ldcg(call.listed + slot));
+  if (count > call.shortlist_capacity) return;
+  // top_p may also want lighter entries.
+  if (c.is_top_p && !bound.is_all && count <= extent.keep) return;
+  const Candidates candidates = put_in_order(call, head, active, count, &shared.pick);
+  const bool settles = pick(c, head, extent, shared.rows, candidates,
+                            is_exact ? nullptr : shared.mosts, &shared.pick);
+  if (settles && threadIdx.x == 0) call.settled[head] = 1;
+}
+
+}  // namespace
+
+void run_shortlist(const LargeCall& call, bool is_exact, const Launch& launch) {
+  const std::int64_t blocks = std::int64_t{call.call.head_count} * call.shortlist_chunks();
+  const auto kernel = call.shortlist_strips == 1 ? shortlist<1> : shortlist<kMostStrips>;
+  launch_early("shortlist", kernel, dim3(static_cast<unsigned>(blocks)), kThreads, 0, launch, call,
+               is_exact);
+}
+
+}  // namespace sluice::cuda
