@@ -31,12 +31,21 @@ std::vector<float> batch_step(const Script& script, KvSession& session, std::int
   const std::int64_t first = session.length();
   KvBatch batch(session, tokens);
   std::vector<float> result;
+  const auto begin_early = [&](int layer, Early point) {
+    if (layer == script.shape().layers || batch.early(layer) != point) return;
+    const float* const q = script.early_q(static_cast<std::size_t>(layer), first);
+    batch.queue().branch(layer % 2, [&] {
+      batch.choose_early(layer, {q, script.query_width(), nullptr, nullptr});
+    });
+  };
   for (int layer = 0; layer < script.shape().layers; ++layer) {
     const auto at = static_cast<std::size_t>(layer);
     std::vector<float> out(static_cast<std::size_t>(tokens * script.query_width()));
     std::vector<float> lse(static_cast<std::size_t>(tokens * script.shape().query_heads));
+    begin_early(layer + 1, Early::layer);
     batch.append(layer, {script.k(at, first), script.v(at, first), script.key_width()});
     batch.attend(layer, {script.q(at, first), script.query_width(), out.data(), lse.data()});
+    begin_early(layer + 1, Early::half);
     result.insert(result.end(), out.begin(), out.end());
   }
   batch.issue_report();
