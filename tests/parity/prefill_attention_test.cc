@@ -158,7 +158,12 @@ TEST_P(AttentionParity, HugeLogitsDoNotOverflow) {
     c.first_query_position = 380;
     AttentionRun run(*backend_, c);
     run.attend();
-    testing::expect_parity(c, run.result(), rounding_of_exact_queries());
+    if (rounds_codes()) {
+      // A logit of 10,000 is off by the rounding of its key, which is several nats.
+      testing::expect_near_lse(c, run.result(), 2 * testing::kBf16Step);
+    } else {
+      testing::expect_parity(c, run.result(), {0, rounding().weights});
+    }
     if (HasFatalFailure()) return;
     c.first_query_position = 400 - tokens;
     if (tokens == 1) {

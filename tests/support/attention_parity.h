@@ -77,4 +77,20 @@ inline void expect_parity(const AttentionCase& c, const Partial& actual, const R
   }
 }
 
+// Expects finite results whose log-sum-exp is within `step` of the largest logit.
+inline void expect_near_lse(const AttentionCase& c, const Partial& actual, double step) {
+  const AttentionOracle oracle(c);
+  for (std::int64_t token = 0; token < c.tokens; ++token) {
+    for (int head = 0; head < c.shape.query_heads; ++head) {
+      const auto index = static_cast<std::size_t>(token * c.shape.query_heads + head);
+      const QueryOracle expected = oracle.query(token, head);
+      ASSERT_NEAR(actual.lse[index], expected.lse, step * expected.largest_logit)
+          << "token " << token << " head " << head;
+      for (std::size_t i = 0; i < expected.out.size(); ++i) {
+        ASSERT_TRUE(std::isfinite(actual.out[index * expected.out.size() + i]));
+      }
+    }
+  }
+}
+
 }  // namespace sluice::testing

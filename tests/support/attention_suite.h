@@ -178,10 +178,9 @@ class AttentionParity : public ::testing::TestWithParam<AttentionParameter> {
     backend_ = make_or_skip(GetParam().implementation.backend, GetParam().head_dim);
   }
   Rounding rounding() const { return GetParam().implementation.rounding(GetParam().format); }
-  // The rounding of queries that are exact in the type they are multiplied in.
-  Rounding rounding_of_exact_queries() const {
-    const bool rounds = GetParam().implementation.rounds_codes && GetParam().format.is_coded();
-    return {rounds ? kBf16Step : 0.0, rounding().weights};
+  // Returns true if attend() rounds the elements of the rows.
+  static bool rounds_codes() {
+    return GetParam().implementation.rounds_codes && GetParam().format.is_coded();
   }
   Rounding batch_rounding() const {
     return GetParam().implementation.batch_rounding(GetParam().format);
