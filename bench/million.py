@@ -35,7 +35,8 @@ CONTEXTS = ("128K", "512K", "1M")
 BF16 = ("--kv-dtype", "bf16")  # of all that was measured
 # Policies by what their index keeps, bytes per token and KV head at head_dim 128.
 INDEXES = {
-    "values": "72 B",
+    "values": "88 B",
+    "values bits=2 prune=top_k(256)": "72 B",
     "compact": "56 B",
     "tiny": "40 B",
 }

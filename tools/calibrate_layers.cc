@@ -19,7 +19,7 @@ constexpr int kMostChecks = 5;  // measurements of a whole plan
 struct Choice {
   std::int64_t rows = 0;  // per KV head
   int value_bits = 2;
-  int key_bits = 2;
+  int key_bits = 3;
   bool dense = false;
 };
 

@@ -36,7 +36,7 @@ enum class Saving : std::uint8_t {
 struct LayerChoices {
   std::vector<std::int64_t> rows = {0, 16, 64, 256};  // per KV head
   std::vector<int> value_bits = {1, 2, 4};
-  std::vector<int> key_bits = {2};
+  std::vector<int> key_bits = {3};
   double loss = 0.002;  // upper bound, nats per token, KL(dense || policy), all layers together
   Saving saving = Saving::bus;
 };

@@ -68,9 +68,9 @@ void GenerationFlags::add_to(CLI::App& app, const std::string& context_default) 
   app.add_option(
          "--policy", policy,
          "which tokens decoding attends to: a preset or a line of settings, see below; auto "
-         "is dense where all rows are at hand and so few that this is faster; else values or, "
-         "where --device-memory does not hold its key index, values with keys in 2 bits and 256 "
-         "rows or sluice; at last dense")
+         "is dense where all rows are in the memory that attends to them and so few that this is "
+         "faster; else values or, where --device-memory does not hold its key index, values with "
+         "keys in 2 bits and 256 rows, compact or tiny; at last dense")
       ->capture_default_str();
   add_integer(app, "-n,--max-tokens", sampling.max_tokens, "most tokens to generate")
       ->capture_default_str();
@@ -106,7 +106,8 @@ Choice choose_session(const Engine& engine, const std::string& policy, SessionOp
   }
   if (is_dense_faster(engine, choice.options)) {
     choice.options.policies = {Policy()};
-    choice.reason = "all rows are at hand and so few that this is faster than selecting";
+    choice.reason =
+        "all rows are where attention reads them and so few that this is faster than selecting";
     return choice;
   }
   const std::vector<planning::PolicyLoss> preferred =

@@ -113,9 +113,9 @@ class Mistakes(unittest.TestCase):
 class Notes(unittest.TestCase):
     def test_auto_says_which_cap_would_do(self):
         flags = [*QUICK, "-p", TEXT, "--context", 6500]
-        lines = ("select=dense", "top_k(4096)", "top_k(1024)", "top_k(256)")
+        lines = ("select=dense", "top_k(4096)", "top_k(1024)", "top_k(256)", "top_k(64)")
         # That each but the last falls short of.
-        names = ("tiny", "compact", "values")
+        names = ("tiny", "compact", "values bits=2 prune=top_k(256)", "values")
 
         def run(cap, number):
             """The cap that the next better policy needs."""
