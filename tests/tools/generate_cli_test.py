@@ -134,7 +134,7 @@ class Generate(unittest.TestCase):
         self.assertEqual(done.returncode, 8, done.stderr)
         self.assertIn("key index", done.stderr)
         done = sluice("generate", "-m", MODEL, "-n", 2, "-p", "Well, Prince")
-        self.assertIn("select=dense, for all rows are at hand", " ".join(done.stderr.split()))
+        self.assertIn("select=dense, for all rows are where attention reads them", " ".join(done.stderr.split()))
         self.assertNotIn("note:", done.stderr)
         # 4 MiB of a layer's rows, which are 512 bytes a token.
         for context, line in ((8192, "select=dense, for"), (8193, "select=int4 prune=top_k(64)")):
