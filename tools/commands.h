@@ -9,6 +9,7 @@ namespace sluice::tools {
 
 using Command = std::function<int()>;
 
+Command add_bench(CLI::App& app);
 Command add_calibrate(CLI::App& app);
 Command add_chat(CLI::App& app);
 Command add_generate(CLI::App& app);

@@ -173,6 +173,8 @@ int run(int argc, const char* const* argv) {
   add("plan", "Choose settings for a long context under caps, and say what they take", add_plan);
   add("eval", "Measure what policies keep of dense attention's answers, and what they cost",
       add_eval);
+  add("bench", "Time decode steps by policy, context, cap and batch, and count what they move",
+      add_bench);
   add("calibrate", "Find what suits this model best, by measuring, and store it", add_calibrate);
   add("topology", "Show the processor, its memory and their measured bandwidth", add_topology);
   const std::string wrong = argc > 1 ? unknown_command(commands, argv[1]) : "";

@@ -14,7 +14,7 @@ PAGES = {
 }
 README = PAGES[ROOT / "README.md"]
 POLICIES = PAGES[DOCS / "policies.md"]
-COMMANDS = ("generate", "chat", "serve", "eval", "calibrate", "info", "plan", "topology")
+COMMANDS = ("generate", "chat", "serve", "eval", "bench", "calibrate", "info", "plan", "topology")
 # Of a checkpoint; other names with an underscore are of bench/results.
 CHECKPOINT = {"chat_template.json", "generation_config.json", "tokenizer_config.json",
               "special_tokens_map.json", "added_tokens.json"}  # fmt: skip

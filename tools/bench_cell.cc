@@ -1,0 +1,104 @@
+#include "tools/bench_cell.h"
+
+#include <chrono>
+#include <set>
+
+namespace sluice::tools {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Adds what the ledgers of a step's sessions have recorded since the steps in `seen`.
+void add_step(std::span<const Session> sessions, std::vector<std::uint64_t>& seen,
+              std::map<LayerMovement, Moved>* moved) {
+  std::set<LayerMovement> kinds;
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    for (const LedgerStep& step : sessions[i].ledger().history()) {
+      if (step.index < seen[i]) continue;
+      for (const LedgerEntry& entry : step.entries) {
+        const LayerMovement kind = {entry.layer, entry.from, entry.to, entry.cause};
+        if (moved != nullptr) (*moved)[kind].traffic += entry.traffic;
+        kinds.insert(kind);
+      }
+    }
+    seen[i] = sessions[i].ledger().history().back().index + 1;
+  }
+  if (moved == nullptr) return;
+  for (const LayerMovement& kind : kinds) ++(*moved)[kind].requests;
+}
+
+// Decodes one known token per session.
+void decode(Engine& engine, std::span<Session> sessions,
+            std::span<const std::span<const TokenId>> texts) {
+  const auto next = [&](std::size_t i) {
+    return texts[i][static_cast<std::size_t>(sessions[i].length())];
+  };
+  if (sessions.size() == 1) {
+    static_cast<void>(sessions[0].decode(next(0)));
+    return;
+  }
+  std::vector<StepToken> tokens;
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    StepToken& token = tokens.emplace_back();
+    token.session = &sessions[i];
+    token.token = next(i);
+  }
+  for (const StepResult& result : engine.step(tokens)) {
+    if (result.error) throw Error(*result.error);
+  }
+}
+
+}  // namespace
+
+Crossing CellResult::crossed() const {
+  Crossing sum;
+  for (const auto& [kind, what] : moved) {
+    if (std::get<1>(kind) == std::get<2>(kind)) continue;
+    sum += {what.traffic.bytes, what.requests, 0};
+  }
+  return sum;
+}
+
+std::int64_t tokens_of(const CellKey& key, const BenchSteps& steps) {
+  return key.context + steps.warm_up + steps.steps;
+}
+
+SessionOptions session_of(const CellKey& key, const Policy& policy, const BenchSteps& steps) {
+  SessionOptions options;
+  options.context = tokens_of(key, steps);
+  options.policies = {policy};
+  options.sequences = key.sequences;
+  return options;
+}
+
+CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
+                    const BenchSteps& steps, std::span<const std::span<const TokenId>> texts) {
+  const SessionOptions options = session_of(key, policy, steps);
+  CellResult result;
+  result.plan = engine.plan(options);
+  std::vector<Session> sessions;
+  sessions.push_back(engine.new_session(options));
+  while (sessions.size() < texts.size()) sessions.push_back(sessions.front().sibling());
+  const Clock::time_point start = Clock::now();
+  std::vector<std::uint64_t> seen;
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    sessions[i].prefill(texts[i].first(static_cast<std::size_t>(key.context)));
+    seen.push_back(sessions[i].ledger().history().back().index + 1);
+  }
+  result.prompt_seconds = seconds_since(start);
+  for (int step = 0; step < steps.warm_up + steps.steps; ++step) {
+    const bool counts = step >= steps.warm_up;
+    const Clock::time_point begin = Clock::now();
+    decode(engine, sessions, texts);
+    const double seconds = seconds_since(begin);
+    add_step(sessions, seen, counts ? &result.moved : nullptr);
+    if (counts) result.step_seconds.push_back(seconds);
+  }
+  return result;
+}
+
+}  // namespace sluice::tools

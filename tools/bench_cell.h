@@ -1,0 +1,60 @@
+// One cell of `sluice bench`: decode steps of some sequences behind a context, under one policy and
+// one cap, planned by itself.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "sluice/bus.h"
+#include "sluice/engine.h"
+
+namespace sluice::tools {
+
+struct BenchSteps {
+  int warm_up = 4;  // steps before those that count
+  int steps = 16;
+};
+
+// What a cell measures.
+struct CellKey {
+  std::string policy;  // a preset's name or a line
+  std::int64_t context = 0;
+  std::string device_memory;  // as --device-memory has it; empty: no cap
+  int sequences = 1;
+};
+
+// From one tier to another or in place, why, and in which layer.
+using LayerMovement = std::tuple<int, Tier, Tier, Cause>;
+
+struct Moved {
+  Traffic traffic;
+  // Operations that moved or read it: at most one per step, whatever the number of sequences,
+  // because one kernel or one ordered stream of copies serves a layer.
+  std::uint64_t requests = 0;
+};
+
+struct CellResult {
+  Plan plan;
+  double prompt_seconds = 0.0;           // to read the prompts of all sequences
+  std::vector<double> step_seconds;      // of the steps that count, logits in host memory
+  std::map<LayerMovement, Moved> moved;  // of these steps, all sequences together
+
+  // Sums over layers and causes of what crossed between two different tiers.
+  Crossing crossed() const;
+};
+
+// Tokens that every sequence is fed: the prompt and the steps' tokens.
+std::int64_t tokens_of(const CellKey& key, const BenchSteps& steps);
+SessionOptions session_of(const CellKey& key, const Policy& policy, const BenchSteps& steps);
+
+// Runs a cell. Sequence i reads `texts[i]`, tokens_of() tokens. Throws Error{memory} if the plan
+// does not fit.
+CellResult run_cell(Engine& engine, const CellKey& key, const Policy& policy,
+                    const BenchSteps& steps, std::span<const std::span<const TokenId>> texts);
+
+}  // namespace sluice::tools

@@ -1,0 +1,232 @@
+#include "tools/bench_report.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <numeric>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "lib/bytes.h"
+#include "tools/exit_code.h"
+
+namespace sluice::tools {
+namespace {
+
+std::string format(const char* pattern, auto... values) {
+  std::array<char, 256> text{};
+  std::snprintf(text.data(), text.size(), pattern, values...);
+  return text.data();
+}
+
+// An entry of `traffic`, per step.
+nlohmann::json moved_json(Tier from, Tier to, Cause cause, const Moved& moved, double steps) {
+  return {{"from", to_string(from)},
+          {"to", to_string(to)},
+          {"cause", to_string(cause)},
+          {"rows", static_cast<double>(moved.traffic.rows) / steps},
+          {"bytes", static_cast<double>(moved.traffic.bytes) / steps},
+          {"requests", static_cast<double>(moved.requests) / steps}};
+}
+
+nlohmann::json by_layer_json(const CellResult& result, double steps) {
+  nlohmann::json entries = nlohmann::json::array();
+  for (const auto& [kind, moved] : result.moved) {
+    const auto& [layer, from, to, cause] = kind;
+    nlohmann::json entry = moved_json(from, to, cause, moved, steps);
+    entry["layer"] = layer;
+    entries.push_back(entry);
+  }
+  return entries;
+}
+
+nlohmann::json traffic_json(const CellResult& result, double steps) {
+  std::map<std::tuple<Tier, Tier, Cause>, Moved> sums;
+  for (const auto& [kind, moved] : result.moved) {
+    const auto& [layer, from, to, cause] = kind;
+    Moved& sum = sums[{from, to, cause}];
+    sum.traffic += moved.traffic;
+    sum.requests += moved.requests;
+  }
+  nlohmann::json entries = nlohmann::json::array();
+  for (const auto& [kind, moved] : sums) {
+    const auto& [from, to, cause] = kind;
+    entries.push_back(moved_json(from, to, cause, moved, steps));
+  }
+  return entries;
+}
+
+nlohmann::json modelled_json(const Bus& bus, const Crossing& crossed, double steps,
+                             double step_ms) {
+  const double transfer_ms = 1e3 * transfer_seconds(bus, crossed) / steps;
+  return {{"bus", bus.name},
+          {"transfer_ms", transfer_ms},
+          {"step_ms", step_ms + transfer_ms},
+          {"overlapped_step_ms", std::max(step_ms, transfer_ms)}};
+}
+
+nlohmann::json head_json(const CellKey& key, const std::string& line) {
+  nlohmann::json cell = json_of(key);
+  cell["line"] = line;
+  return cell;
+}
+
+std::string cap_of(const nlohmann::json& cell) {
+  return cell["device_memory"].is_null() ? "none" : cell["device_memory"].get<std::string>();
+}
+
+std::size_t policy_width(const nlohmann::json& cells) {
+  constexpr std::size_t kLeast = 8;
+  constexpr std::size_t kMost = 40;
+  std::size_t width = kLeast;
+  for (const nlohmann::json& cell : cells) {
+    width = std::max(width, cell["policy"].get_ref<const std::string&>().size());
+  }
+  return std::min(width, kMost);
+}
+
+std::string bytes_text(const nlohmann::json& bytes) {
+  return format_bytes(static_cast<std::uint64_t>(std::llround(bytes.get<double>())));
+}
+
+std::string table_line(const nlohmann::json& cell, std::size_t width) {
+  std::string name = cell["policy"];
+  name.resize(std::max(width, name.size()), ' ');
+  std::string line =
+      name + format(" %8lld %9s %4d ", static_cast<long long>(cell["context"].get<std::int64_t>()),
+                    cap_of(cell).c_str(), cell["sequences"].get<int>());
+  if (cell.contains("error")) {
+    return line + " " + cell["error"]["message"].get<std::string>() + "\n";
+  }
+  const nlohmann::json& ms = cell["step_ms"];
+  line +=
+      format("%8.2f %8.2f %8.1f %8.2f %10s %10s", ms["p50"].get<double>(), ms["p99"].get<double>(),
+             cell["tokens_per_second"].get<double>(), cell["prompt_seconds"].get<double>(),
+             bytes_text(cell["crossed_bytes"]).c_str(), bytes_text(cell["index_bytes"]).c_str());
+  for (const nlohmann::json& model : cell["modelled"]) {
+    line += format("  %8.2f %8.2f", model["step_ms"].get<double>(),
+                   model["overlapped_step_ms"].get<double>());
+  }
+  return line + "\n";
+}
+
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) result += c == '"' ? std::string("\"\"") : std::string(1, c);
+  return result + "\"";
+}
+
+}  // namespace
+
+double percentile(std::vector<double> values, double share) {
+  std::sort(values.begin(), values.end());
+  const auto rank = static_cast<std::size_t>(
+      std::max(1.0, std::ceil(share * static_cast<double>(values.size()))));
+  return values.at(rank - 1);
+}
+
+nlohmann::json json_of(const CellKey& key) {
+  return {{"policy", key.policy},
+          {"context", key.context},
+          {"device_memory",
+           key.device_memory.empty() ? nlohmann::json() : nlohmann::json(key.device_memory)},
+          {"sequences", key.sequences}};
+}
+
+nlohmann::json cell_json(const CellKey& key, const std::string& line, const CellResult& result,
+                         std::span<const Bus> buses) {
+  nlohmann::json cell = head_json(key, line);
+  const auto steps = static_cast<double>(result.step_seconds.size());
+  const double mean =
+      std::accumulate(result.step_seconds.begin(), result.step_seconds.end(), 0.0) / steps;
+  const double median = 1e3 * percentile(result.step_seconds, 0.5);
+  const Crossing crossed = result.crossed();
+  cell["steps"] = result.step_seconds.size();
+  cell["step_ms"] = {
+      {"mean", 1e3 * mean}, {"p50", median}, {"p99", 1e3 * percentile(result.step_seconds, 0.99)}};
+  cell["tokens_per_second"] = key.sequences / mean;
+  cell["prompt_seconds"] = result.prompt_seconds;
+  cell["crossed_bytes"] = static_cast<double>(crossed.bytes) / steps;
+  cell["crossed_requests"] = static_cast<double>(crossed.requests) / steps;
+  cell["traffic"] = traffic_json(result, steps);
+  cell["traffic_by_layer"] = by_layer_json(result, steps);
+  cell["index_bytes"] = result.plan.kv.index_bytes;
+  cell["device_bytes"] = result.plan.kv.device_bytes;
+  cell["host_bytes"] = result.plan.kv.host_bytes;
+  cell["disk_bytes"] = result.plan.kv.disk_bytes;
+  cell["plan"] = nlohmann::json::parse(result.plan.to_json());
+  nlohmann::json models = nlohmann::json::array();
+  for (const Bus& bus : buses) models.push_back(modelled_json(bus, crossed, steps, median));
+  cell["modelled"] = models;
+  return cell;
+}
+
+nlohmann::json cell_json(const CellKey& key, const std::string& line, const Error& error) {
+  nlohmann::json cell = head_json(key, line);
+  cell["error"] = {{"exit_code", exit_code(error.code())}, {"message", error.what()}};
+  return cell;
+}
+
+std::string bench_table(const nlohmann::json& cells) {
+  const std::size_t width = policy_width(cells);
+  std::string head = "policy";
+  head.resize(width, ' ');
+  std::string table =
+      head + format(" %8s %9s %4s %8s %8s %8s %8s %10s %10s", "context", "cap", "seqs", "ms p50",
+                    "ms p99", "token/s", "prompt s", "moved/step", "index");
+  std::vector<std::string> buses;
+  for (const nlohmann::json& cell : cells) {
+    for (const nlohmann::json& model : cell.value("modelled", nlohmann::json::array())) {
+      const std::string name = model["bus"];
+      if (std::find(buses.begin(), buses.end(), name) == buses.end()) buses.push_back(name);
+    }
+  }
+  for (std::size_t i = 0; i < buses.size(); ++i) {
+    const std::string number = std::to_string(i + 1);
+    table += format("  %8s %8s", ("+bus" + number).c_str(), ("|bus" + number).c_str());
+  }
+  table += "\n";
+  for (const nlohmann::json& cell : cells) table += table_line(cell, width);
+  for (std::size_t i = 0; i < buses.size(); ++i) {
+    const std::string number = std::to_string(i + 1);
+    table += "+bus" + number + ", |bus" + number +
+             ": modelled ms of a step with what it moves over " + buses[i] +
+             ", one after the other and at the same time\n";
+  }
+  return table;
+}
+
+std::string bench_csv(const nlohmann::json& cells) {
+  std::string csv =
+      "policy,context,device_memory,sequences,bus,steps,step_ms_mean,step_ms_p50,step_ms_p99,"
+      "tokens_per_second,prompt_seconds,crossed_bytes,crossed_requests,"
+      "index_bytes,device_bytes,host_bytes,disk_bytes,transfer_ms,modelled_step_ms,"
+      "modelled_overlapped_step_ms,error\n";
+  for (const nlohmann::json& cell : cells) {
+    const std::string key = quoted(cell["policy"]) + "," + cell["context"].dump() + "," +
+                            cap_of(cell) + "," + cell["sequences"].dump();
+    if (cell.contains("error")) {
+      csv += key + std::string(17, ',') + quoted(cell["error"]["message"]) + "\n";
+      continue;
+    }
+    std::string numbers;
+    for (const nlohmann::json& value :
+         {cell["steps"], cell["step_ms"]["mean"], cell["step_ms"]["p50"], cell["step_ms"]["p99"],
+          cell["tokens_per_second"], cell["prompt_seconds"], cell["crossed_bytes"],
+          cell["crossed_requests"], cell["index_bytes"], cell["device_bytes"], cell["host_bytes"],
+          cell["disk_bytes"]}) {
+      numbers += "," + value.dump();
+    }
+    for (const nlohmann::json& model : cell["modelled"]) {
+      csv += key + "," + quoted(model["bus"]) + numbers + "," + model["transfer_ms"].dump() + "," +
+             model["step_ms"].dump() + "," + model["overlapped_step_ms"].dump() + ",\n";
+    }
+    if (cell["modelled"].empty()) csv += key + "," + numbers + ",,,,\n";
+  }
+  return csv;
+}
+
+}  // namespace sluice::tools

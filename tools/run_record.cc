@@ -1,0 +1,203 @@
+#include "tools/run_record.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <span>
+#include <utility>
+
+#include "engine/checkpoint.h"
+#include "engine/fingerprint.h"
+#include "io/checksum.h"
+#include "io/file.h"
+#include "io/json.h"
+#include "lib/text.h"
+#include "sluice/errors.h"
+#include "sluice/topology.h"
+#include "sluice/version.h"
+#include "tools/eval_tasks.h"
+#include "tools/output.h"
+
+namespace sluice::tools {
+namespace {
+
+constexpr std::uint64_t kMostReport = std::uint64_t{256} << 20;
+
+nlohmann::json machine_of(const std::string& device) {
+  const Topology topology = detect_topology();
+  nlohmann::json machine = {{"processor", topology.processor},
+                            {"instruction_sets", topology.instruction_sets},
+                            {"cores", topology.usable_cores},
+                            {"threads", topology.threads},
+                            {"memory_bytes", topology.memory_bytes}};
+  if (device.starts_with("cuda")) {
+    const DeviceTopology gpu = detect_device(device);
+    machine["gpu"] = gpu.description;
+    machine["gpu_memory_bytes"] = gpu.memory_bytes;
+  }
+  return machine;
+}
+
+std::string hex(std::uint64_t number) {
+  std::array<char, 17> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
+  return text.data();
+}
+
+std::string checksum_text(const std::string& bytes) {
+  return hex(checksum_of(std::as_bytes(std::span(bytes))));
+}
+
+// Tells a report that was edited or cut.
+std::string checksum_of_results(const nlohmann::json& results) {
+  return checksum_text(results.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text.data();
+}
+
+// The command without what does not change its results.
+std::vector<std::string> essential(const std::vector<std::string>& arguments) {
+  std::vector<std::string> kept;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
+    if (argument == "--resume" || argument == "--force" || argument.starts_with("--json=")) {
+      continue;
+    }
+    if (argument == "--json") {
+      ++i;
+      continue;
+    }
+    kept.push_back(argument);
+  }
+  return kept;
+}
+
+std::string line_of(const std::vector<std::string>& arguments) {
+  std::string line = "sluice";
+  for (const std::string& argument : arguments) {
+    const bool plain = argument.find_first_of(" '\"()*$&|;<>") == std::string::npos;
+    line += plain ? " " + argument : " '" + argument + "'";
+  }
+  return line;
+}
+
+[[noreturn]] void refuse(const std::string& path, const std::string& why) {
+  throw Error(ErrorCode::usage, path + ": " + why + "; leave out --resume, or choose another file");
+}
+
+// Text that two runs must share, from their records; a missing member is empty.
+std::string shared_text(const nlohmann::json& record, const char* name) {
+  return record.contains(name)
+             ? record[name].dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
+             : "";
+}
+
+void require_same_run(const std::string& path, const nlohmann::json& before,
+                      const nlohmann::json& now) {
+  if (shared_text(before, "command") != shared_text(now, "command")) {
+    std::vector<std::string> arguments;
+    if (before.contains("command") && before["command"].is_array()) {
+      for (const nlohmann::json& argument : before["command"]) {
+        if (argument.is_string()) arguments.push_back(argument.get<std::string>());
+      }
+    }
+    refuse(path, "is the report of another command (" + in_quotes(line_of(arguments)) + ")");
+  }
+  for (const char* const name : {"version", "commit", "machine", "checkpoint", "text"}) {
+    const std::string own = shared_text(now, name);
+    const std::string other = shared_text(before, name);
+    if (own == other) continue;
+    refuse(path, "is the report of another " + std::string(name) + " (" + in_quotes(other) +
+                     ", not " + in_quotes(own) + ")");
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> command_arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  const std::string bytes((std::istreambuf_iterator<char>(file)), {});
+  std::vector<std::string> arguments;
+  for (std::size_t begin = 0; begin < bytes.size();) {
+    const std::size_t end = std::min(bytes.find('\0', begin), bytes.size());
+    arguments.push_back(bytes.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  if (!arguments.empty()) arguments.erase(arguments.begin());
+  return arguments;
+}
+
+nlohmann::json run_record(const std::string& device, const std::string& model,
+                          const std::string& text) {
+  const std::string_view commit = source_commit();
+  return {{"version", kVersion},
+          {"commit", commit.empty() ? nlohmann::json() : nlohmann::json(commit)},
+          {"command", essential(command_arguments())},
+          {"device", device},
+          {"machine", machine_of(device)},
+          {"checkpoint", hex(fingerprint_of(Checkpoint::open(model)))},
+          {"text", checksum_text(read_text_file(text, kMaxTextBytes))},
+          {"start", utc_now()}};
+}
+
+GrowingReport::GrowingReport(std::string path, bool force, bool resumes, nlohmann::json head)
+    : path_(std::move(path)), force_(force), head_(std::move(head)) {
+  std::error_code ignored;
+  if (!resumes || path_.empty() || path_ == "-" || !std::filesystem::exists(path_, ignored)) return;
+  const nlohmann::json before = read_json_file(path_, kMostReport);
+  if (!before.is_object() || !before.contains("run") || !before["run"].is_object() ||
+      !before.contains("results") || !before["results"].is_array()) {
+    throw Error(ErrorCode::corrupt,
+                path_ +
+                    ": is no report that --resume can complete; leave it out, or choose "
+                    "another file");
+  }
+  require_same_run(path_, before["run"], head_["run"]);
+  if (before.value("checksum", nlohmann::json()) != checksum_of_results(before["results"])) {
+    throw Error(ErrorCode::corrupt, path_ +
+                                        ": its results were changed after they were written; "
+                                        "leave out --resume to measure them again");
+  }
+  head_["run"]["start"] = before["run"].value("start", "");
+  results_ = before["results"];
+}
+
+const nlohmann::json* GrowingReport::find(const nlohmann::json& key) const {
+  const auto found = std::find_if(results_.begin(), results_.end(), [&](const auto& result) {
+    return result.is_object() &&
+           std::all_of(key.items().begin(), key.items().end(), [&](const auto& item) {
+             return result.contains(item.key()) && result[item.key()] == item.value();
+           });
+  });
+  return found == results_.end() ? nullptr : &*found;
+}
+
+void GrowingReport::add(nlohmann::json result) {
+  results_.push_back(std::move(result));
+  if (!path_.empty() && path_ != "-") write();
+}
+
+void GrowingReport::finish() const {
+  if (path_ == "-") write();
+}
+
+void GrowingReport::write() const {
+  nlohmann::json report = head_;
+  report["results"] = results_;
+  report["checksum"] = checksum_of_results(results_);
+  write_report(path_, force_, report_text(report));
+}
+
+}  // namespace sluice::tools
