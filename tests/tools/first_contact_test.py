@@ -176,7 +176,7 @@ class Notes(unittest.TestCase):
 
 class Help(unittest.TestCase):
     def test_fits_a_terminal(self):
-        for command in ([], ["generate"], ["chat"], ["serve"], ["eval"], ["calibrate"], ["info"], ["plan"], ["topology"]):
+        for command in ([], ["generate"], ["chat"], ["serve"], ["eval"], ["bench"], ["calibrate"], ["info"], ["plan"], ["topology"]):
             done = sluice(*command, "--help")
             self.assertEqual((done.returncode, done.stderr), (0, ""))
             self.assertEqual([line for line in done.stdout.splitlines() if len(line) > 80], [])
