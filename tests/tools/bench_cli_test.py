@@ -110,7 +110,7 @@ class Bench(unittest.TestCase):
         prompt = Path(self.folder.name) / "prompt"
         prompt.write_text(BOOK.read_text()[:2800])
         counted = {policy: self.generated(prompt, policy) for policy in policies}
-        tokens = {report["prompt_tokens"] for report in counted.values()}
+        tokens = {report["timings"]["prefill_tokens"] for report in counted.values()}
         (context,) = tokens
         done = bench("--policy", *policies, "--context", context, "--device-memory", "3MiB",
                      "--no-baseline", "--json", self.report)  # fmt: skip
@@ -118,7 +118,7 @@ class Bench(unittest.TestCase):
         for policy, report in counted.items():
             with self.subTest(policy):
                 cell = self.cells()[policy, context, "3MiB", 1]
-                steps = report["ledger"]["steps"]
+                steps = report["ledger"]["history"]
                 steps = [s for s in steps if s["phase"] == "decode"][1:]  # without the warm-up
                 self.assertEqual(len(steps), 4)
                 self.assertEqual(self.of_steps(steps), self.of_cell(cell))
@@ -134,7 +134,7 @@ class Bench(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             return json.loads(done.stdout)
 
-        return run("--context", run()["prompt_tokens"] + 5)
+        return run("--context", run()["timings"]["prefill_tokens"] + 5)
 
     def of_steps(self, steps):
         sums = {}
