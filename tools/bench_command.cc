@@ -226,10 +226,19 @@ bool is_answer(const Error& error) {
   return error.code() == ErrorCode::memory || error.code() == ErrorCode::unsupported;
 }
 
-// Contexts that the model does not have are refused before the weights are loaded.
+// Contexts beyond the model, and plans that are wrong for any cap, are refused before the weights
+// are loaded.
 void require_plans(const Engine& engine, const std::vector<Wanted>& cells,
                    const BenchSteps& steps) {
+  const std::int64_t trained = engine.info().trained_context;
   for (const Wanted& wanted : cells) {
+    const std::int64_t tokens = tokens_of(wanted.key, steps);
+    if (trained > 0 && tokens > trained) {
+      throw Error(ErrorCode::usage, "--context " + std::to_string(wanted.key.context) +
+                                        " with its steps is " + std::to_string(tokens) +
+                                        " tokens, but the model was trained for " +
+                                        std::to_string(trained));
+    }
     try {
       static_cast<void>(engine.plan(session_of(wanted.key, wanted.method.policy, steps)));
     } catch (const Error& error) {

@@ -123,7 +123,7 @@ class Bench(unittest.TestCase):
                 self.assertEqual(len(steps), 4)
                 self.assertEqual(self.of_steps(steps), self.of_cell(cell))
                 self.assertGreater(len(cell["traffic_by_layer"]), LAYERS)
-                for name in ("device_bytes", "host_bytes", "index_bytes"):
+                for name in ("device_bytes", "disk_bytes", "index_bytes"):
                     self.assertEqual(cell[name], report["plan"][name])
 
     def generated(self, prompt, policy):
@@ -214,7 +214,7 @@ class Bench(unittest.TestCase):
         for arguments, code, words in [
             (("--policy", "sparq(r=99)"), 2, "sparq(r=99)"),
             (("--context", "9000000"), 7, "give a longer text"),
-            (("--context", "500K"), 2, "context"),  # the model has fewer
+            (("--context", "500K"), 2, "trained for 131072"),
             (("--policy", "fastest"), 2, "fastest"),
             (("--context", "0"), 2, "--context"),
             (("--context", "many"), 2, "--context"),
