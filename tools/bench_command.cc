@@ -26,10 +26,10 @@ namespace sluice::tools {
 namespace {
 
 constexpr const char* kExample =
-    "Example: two policies beside dense attention, with all rows resident and under a cap,\n"
-    "and a plot of them (bench/plot_bench.py of the sources, with python3-matplotlib):\n"
-    "  sluice bench -m DIR -t BOOK.txt --policy values --policy quest --context 8K 16K \\\n"
-    "    --device-memory 64MiB --bus 12.5GB/s,10us --json bench.json\n"
+    "Example: two policies beside dense attention, all rows resident and under a cap,\n"
+    "and a plot of them (bench/plot_bench.py, with python3-matplotlib):\n"
+    "  sluice bench -m DIR -t BOOK.txt --policy values quest --context 8K 16K \\\n"
+    "    --device-memory none 64MiB --bus 12.5GB/s,10us --json bench.json\n"
     "  bench/plot_bench.py bench.json\n";
 
 struct BenchFlags {

@@ -12,6 +12,7 @@
 
 #include "lib/bytes.h"
 #include "tools/exit_code.h"
+#include "tools/output.h"
 
 namespace sluice::tools {
 namespace {
@@ -166,7 +167,7 @@ nlohmann::json cell_json(const CellKey& key, const std::string& line, const Cell
 
 nlohmann::json cell_json(const CellKey& key, const std::string& line, const Error& error) {
   nlohmann::json cell = head_json(key, line);
-  cell["error"] = {{"exit_code", exit_code(error.code())}, {"message", error.what()}};
+  cell["error"] = {{"exit_code", exit_code(error.code())}, {"message", with_flags(error.what())}};
   return cell;
 }
 
@@ -192,9 +193,10 @@ std::string bench_table(const nlohmann::json& cells) {
   for (const nlohmann::json& cell : cells) table += table_line(cell, width);
   for (std::size_t i = 0; i < buses.size(); ++i) {
     const std::string number = std::to_string(i + 1);
-    table += "+bus" + number + ", |bus" + number +
-             ": modelled ms of a step with what it moves over " + buses[i] +
-             ", one after the other and at the same time\n";
+    table += "+bus" + number;
+    table += ", |bus" + number;
+    table += ": modelled ms of a step with what it moves over " + buses[i];
+    table += ", one after the other and at the same time\n";
   }
   return table;
 }
@@ -220,11 +222,21 @@ std::string bench_csv(const nlohmann::json& cells) {
           cell["disk_bytes"]}) {
       numbers += "," + value.dump();
     }
+    const auto add_line = [&](const std::string& bus, const std::string& modelled) {
+      csv += key;
+      csv += ",";
+      csv += bus;
+      csv += numbers;
+      csv += modelled;
+    };
     for (const nlohmann::json& model : cell["modelled"]) {
-      csv += key + "," + quoted(model["bus"]) + numbers + "," + model["transfer_ms"].dump() + "," +
-             model["step_ms"].dump() + "," + model["overlapped_step_ms"].dump() + ",\n";
+      std::string times;
+      for (const char* const name : {"transfer_ms", "step_ms", "overlapped_step_ms"}) {
+        times += "," + model[name].dump();
+      }
+      add_line(quoted(model["bus"]), times + ",\n");
     }
-    if (cell["modelled"].empty()) csv += key + "," + numbers + ",,,,\n";
+    if (cell["modelled"].empty()) add_line("", ",,,,\n");
   }
   return csv;
 }
